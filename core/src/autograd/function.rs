@@ -1,0 +1,202 @@
+//! Functions with a hand-written backward, as `torch.autograd.Function`.
+
+use std::sync::Mutex;
+
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Shape, Storage, Tensor,
+};
+
+use super::{is_grad_enabled, storage};
+use crate::{Error, Result};
+
+/// The backward of a [`function`]: from the output and its gradient to one gradient an input.
+///
+/// `None` says that an input gets no gradient from here. candle allows it for an input that is a
+/// `Var` (a parameter's token) or that no gradient flows to, and panics for any other.
+pub type Backward = dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync;
+
+/// Enters `output`, already computed from `inputs` (one to three), into the graph with a
+/// hand-written `backward`.
+///
+/// The forward has run before the call, by whatever means and on any device; its tensors should be
+/// detached. The storage of `output` moves into the returned tensor, nothing is copied; `output`
+/// itself is left released. If no input takes part in a graph, or inside
+/// [`no_grad`](super::no_grad), `output` comes back as it is.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use fulgurite_core::autograd::function;
+///
+/// let x = Var::new(&[1f32, 2., 3.], &Device::Cpu)?;
+/// let cube = |x: &Tensor| {
+///     let saved = x.detach();
+///     let y = saved.powf(3.)?;
+///     function(&[x], y, move |_y, grad| Ok(vec![Some((grad * (saved.sqr()? * 3.)?)?)]))
+/// };
+/// let grads = cube(&x)?.sum_all()?.backward()?;
+/// assert_eq!(grads.get(&x).unwrap().to_vec1::<f32>()?, [3., 12., 27.]);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+pub fn function(
+    inputs: &[&Tensor],
+    output: Tensor,
+    backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    if !is_grad_enabled() || !inputs.iter().any(|input| input.track_op()) {
+        return Ok(output);
+    }
+    let shape = output.shape().clone();
+    let op = Function {
+        output: Mutex::new(Some((storage::take(&output.contiguous()?)?, shape))),
+        backward: Box::new(backward),
+    };
+    match inputs {
+        [a] => Ok(a.apply_op1(op)?),
+        [a, b] => Ok(a.apply_op2(b, op)?),
+        [a, b, c] => Ok(a.apply_op3(b, c, op)?),
+        _ => Err(Error::other(format!("a function takes 1 to 3 inputs, got {}", inputs.len()))),
+    }
+}
+
+struct Function {
+    output: Mutex<Option<(Storage, Shape)>>,
+    backward: Box<Backward>,
+}
+
+impl Function {
+    fn take(&self) -> candle_core::Result<(Storage, Shape)> {
+        match self.output.lock().expect("no panic while taking").take() {
+            Some(output) => Ok(output),
+            None => candle_core::bail!("a function's forward ran twice"),
+        }
+    }
+
+    fn take_cpu(&self) -> candle_core::Result<(CpuStorage, Shape)> {
+        match self.take()? {
+            (Storage::Cpu(storage), shape) => Ok((storage, shape)),
+            _ => candle_core::bail!("a function's inputs are on the CPU, its output is not"),
+        }
+    }
+
+    fn take_cuda(&self) -> candle_core::Result<(CudaStorage, Shape)> {
+        match self.take()? {
+            (Storage::Cuda(storage), shape) => Ok((storage, shape)),
+            _ => candle_core::bail!("a function's inputs are on a GPU, its output is not"),
+        }
+    }
+
+    fn run_backward<const N: usize>(
+        &self,
+        output: &Tensor,
+        grad: &Tensor,
+    ) -> candle_core::Result<[Option<Tensor>; N]> {
+        let grads = (self.backward)(output, grad)?;
+        let got = grads.len();
+        grads.try_into().map_err(|_| {
+            candle_core::Error::msg(format!("a backward returned {got} gradients for {N} inputs"))
+        })
+    }
+}
+
+impl CustomOp1 for Function {
+    fn name(&self) -> &'static str {
+        "fulgurite-function"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        self.take_cpu()
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.take_cuda()
+    }
+
+    fn bwd(
+        &self,
+        _: &Tensor,
+        output: &Tensor,
+        grad: &Tensor,
+    ) -> candle_core::Result<Option<Tensor>> {
+        let [a] = self.run_backward(output, grad)?;
+        Ok(a)
+    }
+}
+
+impl CustomOp2 for Function {
+    fn name(&self) -> &'static str {
+        "fulgurite-function"
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        self.take_cpu()
+    }
+
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.take_cuda()
+    }
+
+    fn bwd(
+        &self,
+        _: &Tensor,
+        _: &Tensor,
+        output: &Tensor,
+        grad: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+        let [a, b] = self.run_backward(output, grad)?;
+        Ok((a, b))
+    }
+}
+
+impl CustomOp3 for Function {
+    fn name(&self) -> &'static str {
+        "fulgurite-function"
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        self.take_cpu()
+    }
+
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.take_cuda()
+    }
+
+    fn bwd(
+        &self,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        output: &Tensor,
+        grad: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let [a, b, c] = self.run_backward(output, grad)?;
+        Ok((a, b, c))
+    }
+}

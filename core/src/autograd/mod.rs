@@ -1,0 +1,10 @@
+//! What candle's autograd lacks, built from its custom ops: functions with a hand-written backward
+//! ([`function`]), storage that comes and goes under a living tensor ([`storage`]), and a switch
+//! that keeps no graph ([`no_grad`]).
+
+mod function;
+mod grad_mode;
+pub mod storage;
+
+pub use function::{Backward, function};
+pub use grad_mode::{NoGradGuard, is_grad_enabled, no_grad};

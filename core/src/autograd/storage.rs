@@ -1,0 +1,274 @@
+//! Storage that is put into, taken out of and changed in place under a living tensor.
+//!
+//! A tensor of candle is a reference to storage plus a layout; a graph holds such references. These
+//! functions change what is behind the reference, so a graph keeps its tensors while their memory
+//! comes and goes.
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use fulgurite_core::autograd::storage;
+//!
+//! let t = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
+//! storage::with_host_mut(&t, |xs: &mut [f32]| xs.fill(1.0))?;
+//! assert_eq!(t.sum_all()?.to_scalar::<f32>()?, 6.0);
+//!
+//! storage::release(&t)?; // the memory is gone, the tensor still has its shape
+//! assert_eq!(t.dims(), [2, 3]);
+//! assert!(storage::is_released(&t));
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+use std::marker::PhantomData;
+use std::sync::Mutex;
+
+use candle_core::backend::BackendDevice as _;
+use candle_core::{
+    CpuStorage, CudaStorage, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor, WithDType,
+};
+
+use crate::{Error, Result};
+
+/// An empty storage of one dtype: what a tensor holds while its memory is away.
+pub fn empty(dtype: DType, device: &Device) -> Result<Storage> {
+    Ok(match device {
+        Device::Cpu => Storage::Cpu(empty_cpu(dtype)?),
+        Device::Cuda(device) => Storage::Cuda(device.zeros_impl(&Shape::from(0), dtype)?),
+        Device::Metal(device) => Storage::Metal(device.zeros_impl(&Shape::from(0), dtype)?),
+    })
+}
+
+fn empty_cpu(dtype: DType) -> candle_core::Result<CpuStorage> {
+    Ok(match dtype {
+        DType::U8 => CpuStorage::U8(vec![]),
+        DType::U32 => CpuStorage::U32(vec![]),
+        DType::I16 => CpuStorage::I16(vec![]),
+        DType::I32 => CpuStorage::I32(vec![]),
+        DType::I64 => CpuStorage::I64(vec![]),
+        DType::BF16 => CpuStorage::BF16(vec![]),
+        DType::F16 => CpuStorage::F16(vec![]),
+        DType::F32 => CpuStorage::F32(vec![]),
+        DType::F64 => CpuStorage::F64(vec![]),
+        other => candle_core::bail!("dtype {other:?} cannot be held by a parameter"),
+    })
+}
+
+/// Exchanges a tensor's storage for another one.
+struct Swap(Mutex<Storage>);
+
+impl InplaceOp1 for Swap {
+    fn name(&self) -> &'static str {
+        "fulgurite-swap-storage"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
+        match &mut *self.0.lock().expect("no panic while swapping") {
+            Storage::Cpu(other) => std::mem::swap(storage, other),
+            _ => candle_core::bail!("a storage of another device was put into a CPU tensor"),
+        }
+        Ok(())
+    }
+
+    fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> candle_core::Result<()> {
+        match &mut *self.0.lock().expect("no panic while swapping") {
+            Storage::Cuda(other) => std::mem::swap(storage, other),
+            _ => candle_core::bail!("a storage of another device was put into a CUDA tensor"),
+        }
+        Ok(())
+    }
+}
+
+/// Puts `storage` under `tensor` and returns what was there. Every clone and view of the tensor
+/// sees the change. The caller answers for size and dtype.
+pub fn replace(tensor: &Tensor, storage: Storage) -> Result<Storage> {
+    let swap = Swap(Mutex::new(storage));
+    tensor.inplace_op1(&swap)?;
+    Ok(swap.0.into_inner().expect("no panic while swapping"))
+}
+
+/// Takes the storage out of `tensor`, which is left released.
+pub fn take(tensor: &Tensor) -> Result<Storage> {
+    replace(tensor, empty(tensor.dtype(), tensor.device())?)
+}
+
+/// Frees the memory of `tensor`; its shape and its place in a graph stay.
+pub fn release(tensor: &Tensor) -> Result<()> {
+    take(tensor).map(drop)
+}
+
+/// Gives a released tensor memory for all its elements, zero-filled. A tensor that has memory
+/// keeps it, and its content.
+pub fn allocate(tensor: &Tensor) -> Result<()> {
+    if is_released(tensor) {
+        let fresh = Tensor::zeros(tensor.elem_count(), tensor.dtype(), tensor.device())?;
+        replace(tensor, take(&fresh)?)?;
+    }
+    Ok(())
+}
+
+/// Whether the tensor's memory is away. A tensor without elements is never released.
+pub fn is_released(tensor: &Tensor) -> bool {
+    if tensor.elem_count() == 0 {
+        return false;
+    }
+    let (storage, _) = tensor.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(storage) => cpu_len(storage) == 0,
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(storage) => cuda_len(storage) == 0,
+        _ => false,
+    }
+}
+
+fn cpu_len(storage: &CpuStorage) -> usize {
+    match storage {
+        CpuStorage::U8(v) => v.len(),
+        CpuStorage::U32(v) => v.len(),
+        CpuStorage::I16(v) => v.len(),
+        CpuStorage::I32(v) => v.len(),
+        CpuStorage::I64(v) => v.len(),
+        CpuStorage::BF16(v) => v.len(),
+        CpuStorage::F16(v) => v.len(),
+        CpuStorage::F32(v) => v.len(),
+        CpuStorage::F64(v) => v.len(),
+        _ => usize::MAX,
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_len(storage: &CudaStorage) -> usize {
+    use candle_core::cuda_backend::CudaStorageSlice as S;
+    match &storage.slice {
+        S::U8(s) => s.len(),
+        S::U32(s) => s.len(),
+        S::I64(s) => s.len(),
+        S::BF16(s) => s.len(),
+        S::F16(s) => s.len(),
+        S::F32(s) => s.len(),
+        S::F64(s) => s.len(),
+        _ => usize::MAX,
+    }
+}
+
+/// Copies the elements of `source` (same element count and dtype, any layout) into the memory of
+/// `target`, a contiguous tensor or view.
+pub fn copy_from(target: &Tensor, source: &Tensor) -> Result<()> {
+    let (target, source) = (target.flatten_all()?, source.flatten_all()?);
+    if target.elem_count() > 0 {
+        target.slice_set(&source.to_dtype(target.dtype())?.contiguous()?, 0, 0)?;
+    }
+    Ok(())
+}
+
+/// An element type that CPU tensors hold and that has a plain byte representation.
+pub trait HostElement: WithDType + bytemuck::Pod {
+    /// The elements, if `storage` holds this type.
+    fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+}
+
+macro_rules! host_elements {
+    ($($ty:ty => $variant:ident),*) => {
+        $(impl HostElement for $ty {
+            fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+                match storage {
+                    CpuStorage::$variant(v) => Some(v),
+                    _ => None,
+                }
+            }
+        })*
+
+        /// Calls `f` with the bytes of a contiguous CPU tensor or view, to be changed in place.
+        ///
+        /// # Errors
+        /// As [`with_host_mut`], and for dtypes without a byte representation.
+        pub fn with_bytes_mut<R>(tensor: &Tensor, f: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
+            match tensor.dtype() {
+                $(DType::$variant => with_host_mut(tensor, |x: &mut [$ty]| f(bytemuck::cast_slice_mut(x))),)*
+                other => Err(Error::other(format!("dtype {other:?} has no byte view"))),
+            }
+        }
+
+        /// Calls `f` with the bytes of a contiguous CPU tensor or view.
+        ///
+        /// # Errors
+        /// As [`with_bytes_mut`].
+        pub fn with_bytes<R>(tensor: &Tensor, f: impl FnOnce(&[u8]) -> R) -> Result<R> {
+            match tensor.dtype() {
+                $(DType::$variant => with_host(tensor, |x: &[$ty]| f(bytemuck::cast_slice(x))),)*
+                other => Err(Error::other(format!("dtype {other:?} has no byte view"))),
+            }
+        }
+    };
+}
+
+host_elements!(
+    u8 => U8, u32 => U32, i16 => I16, i32 => I32, i64 => I64,
+    half::bf16 => BF16, half::f16 => F16, f32 => F32, f64 => F64
+);
+
+/// Runs a closure on the elements, once, inside an in-place op.
+struct HostAccess<T, R, F>(Mutex<HostCall<R, F>>, PhantomData<fn(T)>);
+
+enum HostCall<R, F> {
+    Pending(F),
+    Running,
+    Done(R),
+}
+
+impl<T: HostElement, R, F: FnOnce(&mut [T]) -> R> InplaceOp1 for HostAccess<T, R, F> {
+    fn name(&self) -> &'static str {
+        "fulgurite-host-access"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
+        let Some((start, end)) = layout.contiguous_offsets() else {
+            candle_core::bail!("in-place access needs a contiguous tensor, got {layout:?}")
+        };
+        let Some(all) = T::slice_mut(storage) else {
+            candle_core::bail!("in-place access as {:?} to a tensor of another dtype", T::DTYPE)
+        };
+        let Some(slice) = all.get_mut(start..end) else {
+            candle_core::bail!("in-place access to a tensor whose memory is released")
+        };
+        let mut call = self.0.lock().expect("the closure runs once");
+        if let HostCall::Pending(f) = std::mem::replace(&mut *call, HostCall::Running) {
+            *call = HostCall::Done(f(slice));
+        }
+        Ok(())
+    }
+}
+
+/// Calls `f` with the elements of a contiguous CPU tensor or view, to be changed in place.
+///
+/// `f` must not use `tensor` or another tensor that shares its storage: it is locked meanwhile.
+///
+/// # Errors
+/// If the tensor is not on the CPU, not contiguous, released, or of another dtype than `T`.
+pub fn with_host_mut<T: HostElement, R>(
+    tensor: &Tensor,
+    f: impl FnOnce(&mut [T]) -> R,
+) -> Result<R> {
+    let op = HostAccess(Mutex::new(HostCall::Pending(f)), PhantomData);
+    tensor.inplace_op1(&op)?;
+    match op.0.into_inner().expect("the closure runs once") {
+        HostCall::Done(result) => Ok(result),
+        _ => Err(Error::other("in-place access did not run")),
+    }
+}
+
+/// Calls `f` with the elements of a contiguous CPU tensor or view.
+///
+/// # Errors
+/// As [`with_host_mut`].
+pub fn with_host<T: HostElement, R>(tensor: &Tensor, f: impl FnOnce(&[T]) -> R) -> Result<R> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else {
+        return Err(Error::other("host access to a tensor that is not on the CPU"));
+    };
+    let Some((start, end)) = layout.contiguous_offsets() else {
+        return Err(Error::other(format!("host access needs a contiguous tensor, got {layout:?}")));
+    };
+    let Some(slice) = T::cpu_storage_as_slice(storage)?.get(start..end) else {
+        return Err(Error::other("host access to a tensor whose memory is released"));
+    };
+    Ok(f(slice))
+}

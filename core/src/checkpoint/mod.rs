@@ -1,0 +1,1 @@
+//! Checkpoints: distributed safetensors shards, a manifest, transactions.

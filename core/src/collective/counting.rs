@@ -1,0 +1,134 @@
+//! A process group that counts what goes through it.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use candle_core::Tensor;
+
+use super::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, Work};
+use crate::Result;
+
+/// Calls of one kind on one group, and the payload bytes they concerned.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Record {
+    /// Number of calls.
+    pub calls: u64,
+    /// Bytes of the full tensors: what is reduced, or the gathered whole.
+    pub bytes: u64,
+}
+
+/// The tally that [`Counting`] groups write to, by (group name, collective).
+#[derive(Debug, Clone, Default)]
+pub struct Counter(Arc<Mutex<BTreeMap<(String, &'static str), Record>>>);
+
+impl Counter {
+    /// The tally so far.
+    pub fn snapshot(&self) -> BTreeMap<(String, &'static str), Record> {
+        self.0.lock().expect("no panic while counting").clone()
+    }
+
+    /// The record of one collective on one group.
+    pub fn get(&self, group: &str, op: &'static str) -> Record {
+        self.snapshot().get(&(group.to_owned(), op)).copied().unwrap_or_default()
+    }
+
+    /// Starts again from nothing.
+    pub fn reset(&self) {
+        self.0.lock().expect("no panic while counting").clear();
+    }
+
+    fn add(&self, group: &str, op: &'static str, bytes: usize) {
+        let mut records = self.0.lock().expect("no panic while counting");
+        let record = records.entry((group.to_owned(), op)).or_default();
+        record.calls += 1;
+        record.bytes += bytes as u64;
+    }
+}
+
+/// Counts calls and bytes, and passes them on. Groups split from it count into the same tally.
+pub struct Counting {
+    inner: Arc<dyn ProcessGroup>,
+    counter: Counter,
+}
+
+impl Counting {
+    /// Wraps `inner`.
+    pub fn new(inner: Arc<dyn ProcessGroup>, counter: Counter) -> Self {
+        Self { inner, counter }
+    }
+
+    fn count(&self, op: &'static str, bytes: usize) {
+        self.counter.add(self.inner.name(), op, bytes);
+    }
+}
+
+fn bytes(tensor: &Tensor) -> usize {
+    tensor.elem_count() * tensor.dtype().size_in_bytes()
+}
+
+impl ProcessGroup for Counting {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn global_ranks(&self) -> &[usize] {
+        self.inner.global_ranks()
+    }
+
+    fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Work> {
+        self.count("all_reduce", bytes(tensor));
+        self.inner.all_reduce(tensor, op)
+    }
+
+    fn all_gather_into(&self, parts: Vec<AllGather>) -> Result<Work> {
+        self.count("all_gather_into", parts.iter().map(|p| bytes(&p.output)).sum());
+        self.inner.all_gather_into(parts)
+    }
+
+    fn reduce_scatter(&self, parts: Vec<ReduceScatter>, op: ReduceOp) -> Result<Work> {
+        self.count("reduce_scatter", parts.iter().map(|p| bytes(&p.input)).sum());
+        self.inner.reduce_scatter(parts, op)
+    }
+
+    fn broadcast(&self, tensor: &Tensor, src: usize) -> Result<Work> {
+        self.count("broadcast", bytes(tensor));
+        self.inner.broadcast(tensor, src)
+    }
+
+    fn all_to_all(&self, output: &Tensor, input: &Tensor) -> Result<Work> {
+        self.count("all_to_all", bytes(input));
+        self.inner.all_to_all(output, input)
+    }
+
+    fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
+        self.count("send", bytes(tensor));
+        self.inner.send(tensor, dst)
+    }
+
+    fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work> {
+        self.count("recv", bytes(tensor));
+        self.inner.recv(tensor, src)
+    }
+
+    fn barrier(&self) -> Result<Work> {
+        self.count("barrier", 0);
+        self.inner.barrier()
+    }
+
+    fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
+        let inner = self.inner.split(partition, name)?;
+        Ok(Arc::new(Self { inner, counter: self.counter.clone() }))
+    }
+
+    fn abort(&self, reason: &str) {
+        self.inner.abort(reason);
+    }
+}

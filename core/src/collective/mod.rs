@@ -1,0 +1,19 @@
+//! Process groups: what ranks say to each other.
+//!
+//! [`ProcessGroup`] is the seam that transports implement; [`Solo`] is the group of one rank, which
+//! communicates nothing; [`Counting`] wraps any group and counts calls and bytes; [`Store`] is the
+//! small key-value store over which ranks find each other.
+
+mod counting;
+mod objects;
+mod process_group;
+mod solo;
+mod store;
+mod work;
+
+pub use counting::{Counter, Counting, Record};
+pub use objects::{all_gather_object, broadcast_object};
+pub use process_group::{AllGather, ProcessGroup, ReduceOp, ReduceScatter};
+pub use solo::Solo;
+pub use store::{GroupContext, ProcessGroupConfig, Store};
+pub use work::Work;

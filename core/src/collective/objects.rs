@@ -1,0 +1,63 @@
+//! Collectives on values that serialise, for control messages. Not for bulk data.
+
+use candle_core::{DType, Device, Tensor};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::{AllGather, ProcessGroup, ReduceOp};
+use crate::{Error, Result};
+
+/// Group rank `src`'s value, on every rank. Collective; `value` is ignored on the others.
+pub fn broadcast_object<T: Serialize + DeserializeOwned>(
+    group: &dyn ProcessGroup,
+    value: &T,
+    src: usize,
+) -> Result<T> {
+    let bytes = to_bytes(value)?;
+    let len = Tensor::new(&[bytes.len() as i64], &Device::Cpu)?;
+    group.broadcast(&len, src)?.wait()?;
+    let len = len.to_vec1::<i64>()?[0] as usize;
+    let buffer = if group.rank() == src {
+        Tensor::from_vec(bytes, len, &Device::Cpu)?
+    } else {
+        Tensor::zeros(len, DType::U8, &Device::Cpu)?
+    };
+    group.broadcast(&buffer, src)?.wait()?;
+    from_bytes(&buffer.to_vec1::<u8>()?)
+}
+
+/// Every rank's value, in rank order. Collective.
+pub fn all_gather_object<T: Serialize + DeserializeOwned>(
+    group: &dyn ProcessGroup,
+    value: &T,
+) -> Result<Vec<T>> {
+    let bytes = to_bytes(value)?;
+    let mut lens = vec![0i64; group.size()];
+    lens[group.rank()] = bytes.len() as i64;
+    let lens = Tensor::new(lens, &Device::Cpu)?;
+    group.all_reduce(&lens, ReduceOp::Sum)?.wait()?;
+    let counts: Vec<usize> = lens.to_vec1::<i64>()?.into_iter().map(|n| n as usize).collect();
+    let input = Tensor::from_vec(bytes, counts[group.rank()], &Device::Cpu)?;
+    let output = Tensor::zeros(counts.iter().sum::<usize>(), DType::U8, &Device::Cpu)?;
+    let part = AllGather { input, output: output.clone(), counts: counts.clone() };
+    group.all_gather_into(vec![part])?.wait()?;
+    let all = output.to_vec1::<u8>()?;
+    let mut rest = all.as_slice();
+    counts
+        .into_iter()
+        .map(|n| {
+            let (head, tail) = rest.split_at(n);
+            rest = tail;
+            from_bytes(head)
+        })
+        .collect()
+}
+
+fn to_bytes<T: Serialize>(value: &T) -> Result<Vec<u8>> {
+    serde_json::to_vec(value).map_err(|e| Error::other(format!("encoding a control message: {e}")))
+}
+
+fn from_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+    serde_json::from_slice(bytes)
+        .map_err(|e| Error::other(format!("decoding a control message: {e}")))
+}

@@ -1,0 +1,1 @@
+//! Conformance suites that any plugin can be put through.

@@ -1,0 +1,1 @@
+//! Data modules and the order of samples.

@@ -1,0 +1,1 @@
+//! Cluster environments: who am I among the processes of a job.

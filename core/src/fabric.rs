@@ -1,0 +1,1 @@
+//! Fabric: strategy, launcher and checkpoints without the loop.

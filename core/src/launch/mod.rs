@@ -1,0 +1,1 @@
+//! Launching ranks, the TCP store, failures and signals.

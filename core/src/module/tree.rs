@@ -1,0 +1,151 @@
+//! The record of a model: what strategies, plans and checkpoints work on.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::UnitHandle;
+use crate::parameter::Parameter;
+use crate::{Error, Result};
+
+/// What is known of a layer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModuleInfo {
+    /// The layer's kind: `Linear`, `Embedding`, `RmsNorm`, …
+    pub kind: &'static str,
+    /// The index of the unit it is in.
+    pub unit: Option<usize>,
+}
+
+/// A model's modules, parameters and units, in the order they were declared, which is the same on
+/// every rank.
+#[derive(Debug, Clone, Default)]
+pub struct ModuleTree {
+    modules: BTreeMap<String, ModuleInfo>,
+    parameters: Vec<Parameter>,
+    owners: Vec<Option<usize>>,
+    names: HashMap<String, usize>,
+    aliases: BTreeMap<String, usize>,
+    pub(super) units: Vec<UnitHandle>,
+}
+
+impl ModuleTree {
+    /// All parameters, in the order they were declared. Tied ones appear once.
+    pub fn parameters(&self) -> &[Parameter] {
+        &self.parameters
+    }
+
+    /// The parameters that get gradients, in order.
+    pub fn trainable(&self) -> impl Iterator<Item = &Parameter> {
+        self.parameters.iter().filter(|p| p.requires_grad())
+    }
+
+    /// The parameter of this name; tied parameters answer to all their names.
+    pub fn parameter(&self, fqn: &str) -> Option<&Parameter> {
+        self.names.get(fqn).map(|&i| &self.parameters[i])
+    }
+
+    /// The other names of tied parameters: alias and first name.
+    pub fn aliases(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.aliases.iter().map(|(alias, &i)| (alias.as_str(), self.parameters[i].fqn()))
+    }
+
+    /// All units, in the order they were built.
+    pub fn units(&self) -> &[UnitHandle] {
+        &self.units
+    }
+
+    /// The parameters that belong to a unit, or, for `None`, to no unit: the root's.
+    pub fn unit_parameters(&self, unit: Option<usize>) -> Vec<Parameter> {
+        let owned = self.owners.iter().zip(&self.parameters).filter(|(owner, _)| **owner == unit);
+        owned.map(|(_, parameter)| parameter.clone()).collect()
+    }
+
+    /// The layers, by path.
+    pub fn modules(&self) -> &BTreeMap<String, ModuleInfo> {
+        &self.modules
+    }
+
+    /// Number of elements of all parameters, tied ones once.
+    pub fn elem_count(&self) -> usize {
+        self.parameters.iter().map(Parameter::elem_count).sum()
+    }
+
+    pub(super) fn declare(&mut self, path: &str, info: ModuleInfo) -> Result<()> {
+        if self.modules.insert(path.to_owned(), info).is_some() {
+            let message = "two layers were built at this path; give each its own name".to_owned();
+            return Err(Error::Module { path: path.to_owned(), message });
+        }
+        Ok(())
+    }
+
+    pub(super) fn add_parameter(
+        &mut self,
+        parameter: Parameter,
+        unit: Option<usize>,
+    ) -> Result<()> {
+        let fqn = parameter.fqn().to_owned();
+        let index = self.parameters.len();
+        self.name(&fqn, index)?;
+        self.parameters.push(parameter);
+        self.owners.push(unit);
+        Ok(())
+    }
+
+    pub(super) fn tie(
+        &mut self,
+        alias: &str,
+        parameter: &Parameter,
+        unit: Option<usize>,
+    ) -> Result<()> {
+        let Some(&index) = self.names.get(parameter.fqn()) else {
+            return Err(Error::parameter(alias, "is tied to a parameter of another model"));
+        };
+        self.name(alias, index)?;
+        self.aliases.insert(alias.to_owned(), index);
+        if self.owners[index] != unit {
+            self.owners[index] = None;
+        }
+        Ok(())
+    }
+
+    fn name(&mut self, fqn: &str, index: usize) -> Result<()> {
+        if self.names.insert(fqn.to_owned(), index).is_some() {
+            return Err(Error::parameter(
+                fqn,
+                "is declared twice; give each its own name, or use `ModuleBuilder::tie` to share one",
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Whether a dotted name matches a pattern in which `*` stands for any one segment, or any part of
+/// one (`layers.*.norm*.weight`).
+///
+/// ```
+/// use fulgurite_core::module::glob_match;
+/// assert!(glob_match("layers.*.mlp.up", "layers.10.mlp.up"));
+/// assert!(!glob_match("layers.*", "layers.10.mlp")); // never more than one segment
+/// assert!(glob_match("*norm.weight", "norm.weight"));
+/// ```
+pub fn glob_match(pattern: &str, name: &str) -> bool {
+    let mut patterns = pattern.split('.');
+    let mut segments = name.split('.');
+    loop {
+        match (patterns.next(), segments.next()) {
+            (None, None) => return true,
+            (Some(pattern), Some(segment)) if segment_match(pattern, segment) => {}
+            _ => return false,
+        }
+    }
+}
+
+fn segment_match(pattern: &str, segment: &str) -> bool {
+    match pattern.split_once('*') {
+        None => pattern == segment,
+        Some((head, rest)) => segment.strip_prefix(head).is_some_and(|tail| {
+            (0..=tail.len())
+                .filter(|&i| tail.is_char_boundary(i))
+                .any(|i| segment_match(rest, &tail[i..]))
+        }),
+    }
+}

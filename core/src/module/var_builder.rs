@@ -1,0 +1,59 @@
+//! candle_nn's view of a [`ModuleBuilder`].
+
+use candle_core::{DType, Device, Shape, Tensor};
+
+use super::ModuleBuilder;
+use crate::parameter::{Parameter, init};
+
+/// Answers a `VarBuilder` with compute tensors that have no memory yet.
+pub(super) struct Recorder(pub(super) ModuleBuilder);
+
+impl Recorder {
+    fn find(&self, name: &str) -> Option<Parameter> {
+        self.0.tree().parameter(name).cloned()
+    }
+}
+
+impl candle_nn::var_builder::SimpleBackend for Recorder {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        hint: candle_nn::Init,
+        dtype: DType,
+        _: &Device,
+    ) -> candle_core::Result<Tensor> {
+        if dtype != self.0.compute_dtype() {
+            candle_core::bail!(
+                "parameter `{name}` is asked for as {dtype:?}; this run computes in {:?}",
+                self.0.compute_dtype()
+            );
+        }
+        if let Some(parameter) = self.find(name) {
+            if parameter.global_shape() != shape.dims() {
+                candle_core::bail!(
+                    "parameter `{name}` has shape {:?} and is asked for as {:?}",
+                    parameter.global_shape(),
+                    shape.dims()
+                );
+            }
+            return Ok(parameter.compute()?.clone());
+        }
+        let init = init::from_candle(hint, &shape);
+        let parameter = self.0.add_parameter(name, shape.into_dims(), init, true)?;
+        Ok(parameter.compute()?.clone())
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        match self.find(name) {
+            Some(parameter) => Ok(parameter.compute()?.clone()),
+            None => candle_core::bail!(
+                "parameter `{name}` is asked for without a shape; only one that exists can be"
+            ),
+        }
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.find(name).is_some()
+    }
+}

@@ -1,0 +1,5 @@
+//! Optimizers, parameter groups, schedulers.
+
+mod optimizer;
+
+pub use optimizer::{GradScale, Optimizer, OptimizerConfig, SchedulerConfig, StateTensor};

@@ -1,0 +1,51 @@
+//! Where gradients go.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+
+use candle_core::{DType, Tensor};
+
+use super::Parameter;
+use crate::Result;
+
+/// A strategy's end of the gradient path. Called on the thread that runs backward.
+///
+/// # Contract
+/// For each parameter that takes part in a backward, [`buffer`](GradReducer::buffer) is called
+/// before its first gradient arrives (and again for later ones), and
+/// [`ready`](GradReducer::ready) once, when every use of the parameter has delivered: in backward
+/// order, or, for parameters that some use never delivered to, when backward ends. `ready` must not
+/// block on other ranks longer than it needs to start a collective.
+pub trait GradReducer: Send + Sync {
+    /// The memory this parameter's gradient is accumulated in: a flat contiguous tensor or view
+    /// with one element for each of the compute tensor's. Its content counts only after the first
+    /// gradient has been written.
+    fn buffer(&self, parameter: &Parameter) -> Result<Tensor>;
+
+    /// The parameter's gradient of this backward is complete.
+    fn ready(&self, parameter: &Parameter) -> Result<()>;
+}
+
+/// Keeps each gradient in a tensor of its own and sends nothing: what one process needs.
+#[derive(Debug, Default)]
+pub struct LocalGrads(Mutex<HashMap<String, Tensor>>);
+
+impl GradReducer for LocalGrads {
+    fn buffer(&self, parameter: &Parameter) -> Result<Tensor> {
+        let mut grads = self.0.lock().expect("no panic while looking up");
+        if let Some(grad) = grads.get(parameter.fqn()) {
+            return Ok(grad.clone());
+        }
+        let dtype = match parameter.dtype() {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        };
+        let grad = Tensor::zeros(parameter.compute_elem_count(), dtype, parameter.device())?;
+        grads.insert(parameter.fqn().to_owned(), grad.clone());
+        Ok(grad)
+    }
+
+    fn ready(&self, _parameter: &Parameter) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,209 @@
+//! Counter-based randomness: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
+//! 1, 2, 3", 2011).
+//!
+//! Every random number is a pure function of (seed, purpose, what, index). There is no state to
+//! save, to reshard or to seed a rank with: a model starts with the same bits on any mesh, dropout
+//! is the same on any mesh, and a resumed run continues bit for bit.
+//!
+//! ```
+//! use fulgurite_core::random::{Purpose, Stream};
+//!
+//! let stream = Stream::new(42, Purpose::Init, "model.embed_tokens.weight");
+//! assert_eq!(stream.uniform(1_000_000), stream.uniform(1_000_000)); // any element, in any order
+//! ```
+
+/// What random numbers are for. Streams of different purposes are independent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// Initial parameter values; keyed by FQN.
+    Init,
+    /// Dropout masks; keyed by the layer's path and the micro-batch.
+    Dropout,
+    /// The order of samples; keyed by epoch.
+    Shuffle,
+    /// Sampled text and other output; keyed by the caller.
+    Sample,
+}
+
+/// A sequence of random numbers with random access.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stream {
+    key: [u32; 2],
+    high: [u32; 2],
+}
+
+impl Stream {
+    /// The stream of (`seed`, `purpose`, `what`).
+    pub fn new(seed: u64, purpose: Purpose, what: &str) -> Self {
+        let name = xxhash_rust::xxh3::xxh3_64_with_seed(what.as_bytes(), purpose as u64 + 1);
+        Self { key: split(seed), high: split(name) }
+    }
+
+    /// An independent stream for each `index` (an epoch, a step).
+    #[must_use]
+    pub fn child(self, index: u64) -> Self {
+        let [a, b, c, d] = philox(
+            [split(index)[0], split(index)[1], self.high[0], self.high[1]],
+            [self.key[0] ^ 0x5bf0_3635, self.key[1]],
+        );
+        Self { key: [self.key[0] ^ a, self.key[1] ^ b], high: [c, d] }
+    }
+
+    /// The four words at positions `4 * block ..`.
+    pub fn block(&self, block: u64) -> [u32; 4] {
+        let low = split(block);
+        philox([low[0], low[1], self.high[0], self.high[1]], self.key)
+    }
+
+    /// The word at `index`.
+    pub fn word(&self, index: u64) -> u32 {
+        self.block(index / 4)[(index % 4) as usize]
+    }
+
+    /// A number in `[0, 1)` with 32 random bits.
+    pub fn uniform(&self, index: u64) -> f64 {
+        unit(self.word(index))
+    }
+
+    /// A standard normal number (Box–Muller on the block's pairs).
+    pub fn normal(&self, index: u64) -> f64 {
+        normals(self.block(index / 4))[(index % 4) as usize]
+    }
+
+    /// Fills `out` with the uniform numbers at `start ..`.
+    pub fn fill_uniform(&self, start: u64, out: &mut [f64]) {
+        self.fill(start, out, |words| words.map(unit));
+    }
+
+    /// Fills `out` with the normal numbers at `start ..`.
+    pub fn fill_normal(&self, start: u64, out: &mut [f64]) {
+        self.fill(start, out, normals);
+    }
+
+    fn fill(&self, start: u64, out: &mut [f64], f: impl Fn([u32; 4]) -> [f64; 4]) {
+        let mut index = start;
+        let mut rest = out;
+        while !rest.is_empty() {
+            let lane = (index % 4) as usize;
+            let values = f(self.block(index / 4));
+            let n = rest.len().min(4 - lane);
+            rest[..n].copy_from_slice(&values[lane..lane + n]);
+            rest = &mut rest[n..];
+            index += n as u64;
+        }
+    }
+
+    /// Where `index` goes in a random order of `0..n`: a bijection that needs no memory (a
+    /// four-round Feistel network with cycle walking).
+    pub fn permute(&self, n: u64, index: u64) -> u64 {
+        assert!(index < n, "position {index} in an order of {n}");
+        let half = (64 - (n - 1).leading_zeros()).div_ceil(2).max(1);
+        let mask = (1u64 << half) - 1;
+        let mut value = index;
+        loop {
+            let (mut left, mut right) = (value >> half, value & mask);
+            for round in 0..4 {
+                let mixed = u64::from(self.block((round << 40) | right)[0]);
+                (left, right) = (right, left ^ (mixed & mask));
+            }
+            value = (left << half) | right;
+            if value < n {
+                return value;
+            }
+        }
+    }
+}
+
+fn split(value: u64) -> [u32; 2] {
+    [value as u32, (value >> 32) as u32]
+}
+
+fn unit(word: u32) -> f64 {
+    f64::from(word) * (1.0 / 4_294_967_296.0)
+}
+
+fn normals(words: [u32; 4]) -> [f64; 4] {
+    let [a, b, c, d] = words;
+    let pair = |u: u32, v: u32| {
+        // The middle of the cell keeps the logarithm's argument away from zero.
+        let radius = (-2.0 * ((f64::from(u) + 0.5) * (1.0 / 4_294_967_296.0)).ln()).sqrt();
+        let (sin, cos) = (unit(v) * std::f64::consts::TAU).sin_cos();
+        [radius * cos, radius * sin]
+    };
+    let ([w, x], [y, z]) = (pair(a, b), pair(c, d));
+    [w, x, y, z]
+}
+
+fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+    for _ in 0..10 {
+        let (h0, l0) = mul(0xD251_1F53, counter[0]);
+        let (h1, l1) = mul(0xCD9E_8D57, counter[2]);
+        counter = [h1 ^ counter[1] ^ key[0], l1, h0 ^ counter[3] ^ key[1], l0];
+        key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
+    }
+    counter
+}
+
+fn mul(a: u32, b: u32) -> (u32, u32) {
+    let product = u64::from(a) * u64::from(b);
+    ((product >> 32) as u32, product as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The known answers that Random123 publishes for philox4x32-10.
+    #[test]
+    fn philox_known_answers() {
+        assert_eq!(philox([0; 4], [0; 2]), [0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]);
+        assert_eq!(
+            philox([u32::MAX; 4], [u32::MAX; 2]),
+            [0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd]
+        );
+        assert_eq!(
+            philox([0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344], [0xa4093822, 0x299f31d0]),
+            [0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1]
+        );
+    }
+
+    #[test]
+    fn permute_is_a_bijection_that_depends_on_the_stream() {
+        let stream = Stream::new(1, Purpose::Shuffle, "");
+        for n in [1, 2, 3, 7, 64, 1000] {
+            let mut order: Vec<u64> = (0..n).map(|i| stream.permute(n, i)).collect();
+            if n == 1000 {
+                let other: Vec<u64> = (0..n).map(|i| stream.child(1).permute(n, i)).collect();
+                assert_ne!(order, other);
+                assert_ne!(order, (0..n).collect::<Vec<_>>());
+            }
+            order.sort_unstable();
+            assert_eq!(order, (0..n).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn fill_agrees_with_random_access_from_any_start() {
+        let stream = Stream::new(7, Purpose::Init, "w").child(3);
+        for start in 0..9 {
+            let mut filled = vec![0.0; 11];
+            stream.fill_normal(start, &mut filled);
+            let single: Vec<f64> = (0..11).map(|i| stream.normal(start + i)).collect();
+            assert_eq!(filled, single);
+        }
+    }
+
+    #[test]
+    fn moments_are_those_of_the_distributions() {
+        let stream = Stream::new(3, Purpose::Init, "w");
+        let n = 200_000;
+        let mut xs = vec![0.0; n];
+        stream.fill_normal(0, &mut xs);
+        let mean = xs.iter().sum::<f64>() / n as f64;
+        let var = xs.iter().map(|x| x * x).sum::<f64>() / n as f64;
+        assert!(mean.abs() < 0.01 && (var - 1.0).abs() < 0.02, "{mean} {var}");
+        stream.fill_uniform(0, &mut xs);
+        let mean = xs.iter().sum::<f64>() / n as f64;
+        assert!((mean - 0.5).abs() < 0.005, "{mean}");
+    }
+}

@@ -1,0 +1,166 @@
+//! The registry of plugins: what is linked into this program, under which names.
+//!
+//! typetag knows how to build a plugin from its `type` tag; this registry knows what there is to
+//! build, so that plugins can be listed, described and checked. The `register_*!` macros put a
+//! [`PluginDescriptor`] beside the typetag implementation.
+
+use std::collections::BTreeMap;
+
+use crate::{Error, Result};
+
+/// The kinds of plugin, as they are called in messages and listings.
+pub mod kind {
+    /// [`Strategy`](crate::strategy::Strategy): `trainer.strategy`.
+    pub const STRATEGY: &str = "strategy";
+    /// [`ProcessGroup`](crate::collective::ProcessGroup): `trainer.process_group`.
+    pub const PROCESS_GROUP: &str = "process_group";
+    /// [`ClusterEnvironment`](crate::environment::ClusterEnvironment): `trainer.environment`.
+    pub const ENVIRONMENT: &str = "environment";
+    /// [`CheckpointIO`](crate::checkpoint::CheckpointIO): `checkpoint.io`.
+    pub const CHECKPOINT_IO: &str = "checkpoint_io";
+    /// [`Logger`](crate::trainer::Logger): `trainer.loggers`.
+    pub const LOGGER: &str = "logger";
+    /// [`ParallelizeFn`](crate::strategy::ParallelizeFn): `trainer.strategy.parallelize`.
+    pub const PARALLELIZE: &str = "parallelize";
+    /// [`OptimizerConfig`](crate::optim::OptimizerConfig): `optimizer`.
+    pub const OPTIMIZER: &str = "optimizer";
+    /// [`SchedulerConfig`](crate::optim::SchedulerConfig): `scheduler`.
+    pub const SCHEDULER: &str = "scheduler";
+}
+
+/// What the registry knows of one plugin.
+#[derive(Debug, Clone, Copy)]
+pub struct PluginDescriptor {
+    /// One of [`kind`].
+    pub kind: &'static str,
+    /// The `type` tag.
+    pub name: &'static str,
+    /// The crate that provides it.
+    pub krate: &'static str,
+    /// That crate's version.
+    pub version: &'static str,
+    /// One line.
+    pub summary: &'static str,
+    /// An example of its configuration, as a TOML inline value.
+    pub example: &'static str,
+}
+
+inventory::collect!(PluginDescriptor);
+
+/// All linked plugins, sorted by kind and name.
+pub fn plugins() -> Vec<PluginDescriptor> {
+    let mut all: Vec<_> = inventory::iter::<PluginDescriptor>().copied().collect();
+    all.sort_by_key(|d| (d.kind, d.name, d.krate));
+    all
+}
+
+/// The sorted names of one kind.
+pub fn names(kind: &str) -> Vec<&'static str> {
+    plugins().into_iter().filter(|d| d.kind == kind).map(|d| d.name).collect()
+}
+
+/// Checks that no two plugins of one kind share a name.
+///
+/// # Errors
+/// [`Error::DuplicatePlugin`], naming both crates.
+pub fn validate() -> Result<()> {
+    validate_descriptors(&plugins())
+}
+
+fn validate_descriptors(plugins: &[PluginDescriptor]) -> Result<()> {
+    let mut seen = BTreeMap::new();
+    for plugin in plugins {
+        if let Some(first) = seen.insert((plugin.kind, plugin.name), plugin.krate) {
+            return Err(Error::DuplicatePlugin {
+                kind: plugin.kind,
+                name: plugin.name.to_owned(),
+                first: first.to_owned(),
+                second: plugin.krate.to_owned(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Checks that a plugin of this kind and name is linked.
+///
+/// # Errors
+/// [`Error::UnknownPlugin`], listing the names there are.
+pub fn require(kind: &'static str, name: &str) -> Result<()> {
+    let names = names(kind);
+    if names.contains(&name) {
+        return Ok(());
+    }
+    let available = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    Err(Error::UnknownPlugin { kind, name: name.to_owned(), available })
+}
+
+/// Submits a [`PluginDescriptor`]; the `register_*!` macros are shorter.
+#[macro_export]
+macro_rules! register_plugin {
+    ($kind:expr, $name:literal, $summary:literal, $example:literal) => {
+        $crate::__private::inventory::submit! {
+            $crate::registry::PluginDescriptor {
+                kind: $kind,
+                name: $name,
+                krate: env!("CARGO_PKG_NAME"),
+                version: env!("CARGO_PKG_VERSION"),
+                summary: $summary,
+                example: $example,
+            }
+        }
+    };
+}
+
+macro_rules! registration_macros {
+    ($($macro_name:ident, $kind:ident, $trait_name:literal);* $(;)?) => { $(
+        registration_macros!(@one ($) $macro_name, $kind, $trait_name);
+    )* };
+    (@one ($d:tt) $macro_name:ident, $kind:ident, $trait_name:literal) => {
+        #[doc = concat!("Makes a `", $trait_name, "` known to the registry: `(name, type, summary, example)`.")]
+        /// The name is the one given to `#[typetag::serde(name = …)]`; summary and example may be
+        /// left out.
+        #[macro_export]
+        macro_rules! $macro_name {
+            ($d name:literal, $d ty:ty) => { $crate::$macro_name!($d name, $d ty, "", ""); };
+            ($d name:literal, $d ty:ty, $d summary:literal) => { $crate::$macro_name!($d name, $d ty, $d summary, ""); };
+            ($d name:literal, $d ty:ty, $d summary:literal, $d example:literal) => {
+                $crate::register_plugin!($crate::registry::kind::$kind, $d name, $d summary, $d example);
+            };
+        }
+    };
+}
+
+registration_macros! {
+    register_strategy, STRATEGY, "StrategyConfig";
+    register_process_group, PROCESS_GROUP, "ProcessGroupConfig";
+    register_environment, ENVIRONMENT, "EnvironmentConfig";
+    register_checkpoint_io, CHECKPOINT_IO, "CheckpointIOConfig";
+    register_logger, LOGGER, "LoggerConfig";
+    register_parallelize, PARALLELIZE, "ParallelizeFn";
+    register_optimizer, OPTIMIZER, "OptimizerConfig";
+    register_scheduler, SCHEDULER, "SchedulerConfig";
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn descriptor(name: &'static str, krate: &'static str) -> PluginDescriptor {
+        PluginDescriptor {
+            kind: kind::STRATEGY,
+            name,
+            krate,
+            version: "1",
+            summary: "",
+            example: "",
+        }
+    }
+
+    #[test]
+    fn duplicates_are_named_with_both_crates() {
+        let error = validate_descriptors(&[descriptor("ddp", "a"), descriptor("ddp", "b")]);
+        insta::assert_snapshot!(error.unwrap_err(), @"two strategy plugins are named `ddp`: one in crate `a`, one in crate `b`; unlink one of them or rename it");
+        validate_descriptors(&[descriptor("ddp", "a"), descriptor("fsdp", "a")]).unwrap();
+    }
+}

@@ -1,0 +1,25 @@
+//! The box algebra: which part of a parameter a rank holds.
+//!
+//! Every parameter has a global shape and a [`ShardSpec`]: the ordered cuts that mesh dimensions
+//! make. From it and a rank's mesh coordinate follows one hyper-rectangle, a [`Region`].
+//! Initialisation, FSDP, tensor parallelism, gradient norms, optimizers and checkpoints all use
+//! this and nothing else.
+//!
+//! ```
+//! use fulgurite_core::shard::{Cut, Placement, ShardSpec};
+//!
+//! // Rows over 2 tensor-parallel ranks, then each part's rows over 2 FSDP ranks.
+//! let spec = ShardSpec::new(vec![10, 4])
+//!     .with_cut(Cut::new("tensor_parallel", 2, Placement::Shard(0)))
+//!     .with_cut(Cut::new("data_parallel_shard", 2, Placement::Shard(0)));
+//! let region = spec.region(|dim| if dim == "tensor_parallel" { 1 } else { 0 });
+//! assert_eq!((region.offsets.as_slice(), region.sizes.as_slice()), (&[5, 0][..], &[3, 4][..]));
+//! ```
+
+mod placement;
+mod region;
+mod spec;
+
+pub use placement::Placement;
+pub use region::{Region, Run};
+pub use spec::{Cut, ShardSpec, chunk};

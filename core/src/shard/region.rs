@@ -1,0 +1,112 @@
+//! Hyper-rectangles in a global tensor.
+
+use serde::{Deserialize, Serialize};
+
+/// A hyper-rectangle: offsets and sizes, one of each a tensor dimension. A scalar has no
+/// dimensions and one element.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Region {
+    /// Where the region begins in the global tensor.
+    pub offsets: Vec<usize>,
+    /// How far it extends; zero in any dimension makes it empty.
+    pub sizes: Vec<usize>,
+}
+
+/// A stretch of elements that is contiguous both in a region and in the tensor around it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Run {
+    /// Row-major index of the first element in the surrounding tensor.
+    pub outer: usize,
+    /// Row-major index of the first element in the region.
+    pub inner: usize,
+    /// Number of elements.
+    pub len: usize,
+}
+
+impl Region {
+    /// All of a tensor.
+    pub fn full(shape: &[usize]) -> Self {
+        Self { offsets: vec![0; shape.len()], sizes: shape.to_vec() }
+    }
+
+    /// Number of elements.
+    pub fn elem_count(&self) -> usize {
+        self.sizes.iter().product()
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.elem_count() == 0
+    }
+
+    /// What this region and another one of the same tensor share; `None` if nothing.
+    pub fn intersect(&self, other: &Self) -> Option<Self> {
+        debug_assert_eq!(self.sizes.len(), other.sizes.len());
+        let mut shared = Self { offsets: Vec::new(), sizes: Vec::new() };
+        for d in 0..self.sizes.len() {
+            let start = self.offsets[d].max(other.offsets[d]);
+            let end = (self.offsets[d] + self.sizes[d]).min(other.offsets[d] + other.sizes[d]);
+            if start >= end {
+                return None;
+            }
+            shared.offsets.push(start);
+            shared.sizes.push(end - start);
+        }
+        Some(shared)
+    }
+
+    /// This region in the coordinates of `outer`, which must contain it.
+    pub fn relative_to(&self, outer: &Self) -> Self {
+        let offsets = self.offsets.iter().zip(&outer.offsets).map(|(a, b)| a - b).collect();
+        Self { offsets, sizes: self.sizes.clone() }
+    }
+
+    /// The part of this region that chunk `index` of `parts` along `dim` covers (`torch.chunk`).
+    pub fn chunked(&self, dim: usize, parts: usize, index: usize) -> Self {
+        let mut region = self.clone();
+        let (offset, size) = super::chunk(self.sizes[dim], parts, index);
+        region.offsets[dim] += offset;
+        region.sizes[dim] = size;
+        region
+    }
+
+    /// The region's elements as contiguous runs of a row-major tensor of shape `outer`, in order.
+    ///
+    /// A region that is contiguous in the tensor is one run.
+    pub fn runs(&self, outer: &[usize]) -> Vec<Run> {
+        if self.is_empty() {
+            return Vec::new();
+        }
+        // Trailing dimensions that the region covers whole merge into one run.
+        let mut split = self.sizes.len();
+        let mut len = 1;
+        while split > 0 {
+            split -= 1;
+            len *= self.sizes[split];
+            if self.sizes[split] != outer[split] {
+                break;
+            }
+        }
+        let strides: Vec<usize> =
+            (0..outer.len()).map(|d| outer[d + 1..].iter().product()).collect();
+        let base: usize = self.offsets.iter().zip(&strides).map(|(o, s)| o * s).sum();
+        let mut index = vec![0; split];
+        let mut runs = Vec::with_capacity(self.elem_count() / len);
+        loop {
+            let shift: usize = index.iter().zip(&strides).map(|(i, s)| i * s).sum();
+            runs.push(Run { outer: base + shift, inner: runs.len() * len, len });
+            let mut d = split;
+            loop {
+                if d == 0 {
+                    return runs;
+                }
+                d -= 1;
+                index[d] += 1;
+                if index[d] < self.sizes[d] {
+                    break;
+                }
+                index[d] = 0;
+            }
+        }
+    }
+}

@@ -1,0 +1,1 @@
+//! Strategies: how a model is spread over ranks.

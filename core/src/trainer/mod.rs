@@ -1,0 +1,1 @@
+//! The trainer: loop, events, loggers, callbacks.
