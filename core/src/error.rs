@@ -3,6 +3,7 @@
 //! A message says what was wrong, what was expected and what to do about it. Context (rank, FQN,
 //! path) travels in the variant's fields, so callers can match on it.
 
+use std::cell::RefCell;
 use std::path::PathBuf;
 
 /// The result of every fallible call of the crate.
@@ -14,7 +15,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Error {
     /// candle refused an operation (shapes, dtypes, devices), or a hook inside its backward failed.
     #[error("{0}")]
-    Candle(#[from] candle_core::Error),
+    Candle(#[source] candle_core::Error),
 
     /// A file or directory could not be read or written.
     #[error("{action} {path}: {source}", path = path.display())]
@@ -183,12 +184,48 @@ impl Error {
     }
 }
 
-/// Hooks run inside candle's backward, which carries candle's errors only.
+thread_local! {
+    /// The error that is travelling through candle on this thread, and its text.
+    static IN_CANDLE: RefCell<Option<(String, Error)>> = const { RefCell::new(None) };
+}
+
+/// Hooks run inside candle's backward, which carries candle's errors only. The original waits on
+/// this thread until the conversion back finds it.
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
         match error {
             Error::Candle(error) => error,
-            other => candle_core::Error::Wrapped(Box::new(other)),
+            other => {
+                let text = other.to_string();
+                IN_CANDLE.set(Some((text.clone(), other)));
+                candle_core::Error::Msg(text)
+            }
         }
+    }
+}
+
+impl From<candle_core::Error> for Error {
+    fn from(error: candle_core::Error) -> Self {
+        match IN_CANDLE.take() {
+            Some((text, original)) if error.to_string().contains(&text) => original,
+            _ => Self::Candle(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_comes_back_from_candle_as_it_went_in() {
+        let peer = || Error::PeerFailed { rank: 3, message: "out of memory".to_owned() };
+        let through: candle_core::Error = peer().into();
+        let through = through.context("in a hook").bt();
+        assert!(matches!(Error::from(through), Error::PeerFailed { rank: 3, .. }));
+        let stale: candle_core::Error = peer().into();
+        let unrelated = Error::from(candle_core::Error::Msg("shape mismatch".to_owned()));
+        assert!(matches!(unrelated, Error::Candle(_)));
+        drop(stale);
     }
 }

@@ -1,1 +1,26 @@
-//! placeholder
+//! Fulgurite's built-in strategies, chosen in a configuration file by name.
+//!
+//! | `trainer.strategy` | what a rank holds | what crosses the wire in a step |
+//! |---|---|---|
+//! | `single_device` | everything | nothing |
+//! | `ddp` | everything | an all-reduce of the gradients, in buckets |
+//! | `fsdp`, `fsdp2` | 1/N of every parameter, gradient and optimizer state | all-gathers of parameters and a reduce-scatter of gradients, a unit at a time |
+//!
+//! ```
+//! use fulgurite_core::strategy::{BuildContext, Strategy as _, StrategyConfig as _};
+//! use fulgurite_strategies::Fsdp;
+//!
+//! let strategy = Fsdp::default().build(&BuildContext::default())?;
+//! assert!(strategy.capabilities().sharded);
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+mod ddp;
+mod fsdp;
+mod mixed_precision;
+mod single_device;
+
+pub use ddp::Ddp;
+pub use fsdp::{Fsdp, ReshardAfterForward};
+pub use mixed_precision::{DTypeName, MixedPrecisionPolicy};
+pub use single_device::SingleDevice;

@@ -3,7 +3,9 @@
 use crate::Result;
 use crate::module::*;
 use crate::parameter::*;
+mod loss;
 use candle_core::Tensor;
+pub use loss::Loss;
 /// Linear
 #[derive(Debug)]
 pub struct Linear {

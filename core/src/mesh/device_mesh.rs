@@ -1,0 +1,171 @@
+//! A mesh whose dimensions have process groups.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::{
+    CONTEXT_PARALLEL, DATA_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, DP_CP,
+    MeshLayout, TENSOR_PARALLEL,
+};
+use crate::collective::{ProcessGroup, Solo};
+use crate::{Error, Result};
+
+/// The ranks of a job in a grid, with a process group along each dimension.
+///
+/// Dimensions, slowest first: `data_parallel_replicate`, `data_parallel_shard`,
+/// `context_parallel`, `tensor_parallel`. The flattened views `data_parallel` (replicate × shard)
+/// and `dp_cp` (replicate × shard × context) always exist, also at size 1. A dimension of size 1
+/// has a group that communicates nothing.
+#[derive(Clone)]
+pub struct DeviceMesh {
+    layout: MeshLayout,
+    rank: usize,
+    world: Arc<dyn ProcessGroup>,
+    groups: BTreeMap<String, Arc<dyn ProcessGroup>>,
+}
+
+impl DeviceMesh {
+    /// The layout of a training mesh; sizes left open are inferred (see [`MeshLayout::infer`]),
+    /// `data_parallel_shard` first.
+    ///
+    /// # Errors
+    /// As [`MeshLayout::infer`].
+    pub fn layout_for(
+        world_size: usize,
+        replicate: Option<usize>,
+        shard: Option<usize>,
+        context: Option<usize>,
+        tensor: Option<usize>,
+    ) -> Result<MeshLayout> {
+        // Inference fills the first open size, so the dimension that takes what is left comes first.
+        let inferred = MeshLayout::infer(
+            world_size,
+            [
+                (DATA_PARALLEL_SHARD, shard),
+                (DATA_PARALLEL_REPLICATE, replicate),
+                (CONTEXT_PARALLEL, context),
+                (TENSOR_PARALLEL, tensor),
+            ],
+        )?;
+        let [shard, replicate, context, tensor] = inferred.sizes() else {
+            return Err(Error::Mesh("inference lost a dimension".to_owned()));
+        };
+        MeshLayout::new([
+            (DATA_PARALLEL_REPLICATE, *replicate),
+            (DATA_PARALLEL_SHARD, *shard),
+            (CONTEXT_PARALLEL, *context),
+            (TENSOR_PARALLEL, *tensor),
+        ])
+    }
+
+    /// Makes the groups of `layout`, a layout over all ranks of `world`. Collective over `world`.
+    ///
+    /// # Errors
+    /// If the layout is not one of `world`'s size, or a group cannot be made.
+    pub fn new(layout: MeshLayout, world: Arc<dyn ProcessGroup>) -> Result<Self> {
+        if layout.world_size() != world.size() {
+            return Err(Error::Mesh(format!(
+                "a mesh of {:?} has {} ranks; the world size is {}",
+                layout.sizes(),
+                layout.world_size(),
+                world.size()
+            )));
+        }
+        let mut mesh = Self { rank: world.rank(), layout, world, groups: BTreeMap::new() };
+        let names = mesh.layout.names().to_vec();
+        for name in &names {
+            mesh.add_group(name, &[name])?;
+        }
+        let has = |dim: &&str| names.iter().any(|name| name == dim);
+        let dims = [DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, CONTEXT_PARALLEL];
+        mesh.flatten(DATA_PARALLEL, &dims[..2].iter().copied().filter(has).collect::<Vec<_>>())?;
+        mesh.flatten(DP_CP, &dims.iter().copied().filter(has).collect::<Vec<_>>())?;
+        Ok(mesh)
+    }
+
+    /// Adds the flattened view `name` of `dims`. Collective over the world.
+    fn flatten(&mut self, name: &str, dims: &[&str]) -> Result<()> {
+        // A view with at most one dimension above size 1 is that dimension's group.
+        let wide: Vec<&str> = dims.iter().copied().filter(|dim| self.size_of(dim) > 1).collect();
+        match wide.as_slice() {
+            [dim] => {
+                let group = self.groups[*dim].clone();
+                self.groups.insert(name.to_owned(), group);
+                Ok(())
+            }
+            _ => self.add_group(name, &wide),
+        }
+    }
+
+    fn add_group(&mut self, name: &str, dims: &[&str]) -> Result<()> {
+        let size: usize = dims.iter().map(|dim| self.size_of(dim)).product();
+        let group: Arc<dyn ProcessGroup> = if size == 1 {
+            Arc::new(Solo::new(name, self.world.global_ranks()[self.rank]))
+        } else {
+            self.world.split(&self.layout.partition(dims)?, name)?
+        };
+        self.groups.insert(name.to_owned(), group);
+        Ok(())
+    }
+
+    fn size_of(&self, dim: &str) -> usize {
+        self.layout.dim(dim).map_or(1, |d| self.layout.sizes()[d])
+    }
+
+    /// The grid.
+    pub fn layout(&self) -> &MeshLayout {
+        &self.layout
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The group of all ranks.
+    pub fn world(&self) -> &Arc<dyn ProcessGroup> {
+        &self.world
+    }
+
+    /// The process group along a dimension or flattened view.
+    ///
+    /// # Errors
+    /// If there is none of this name; the message lists those there are.
+    pub fn group(&self, name: &str) -> Result<&Arc<dyn ProcessGroup>> {
+        self.groups.get(name).ok_or_else(|| {
+            let names: Vec<_> = self.groups.keys().map(String::as_str).collect();
+            Error::Mesh(format!("no dimension `{name}`; there are {}", names.join(", ")))
+        })
+    }
+
+    /// Number of ranks along a dimension or flattened view.
+    ///
+    /// # Errors
+    /// As [`group`](Self::group).
+    pub fn size(&self, name: &str) -> Result<usize> {
+        Ok(self.group(name)?.size())
+    }
+
+    /// This process's place along a dimension or flattened view.
+    ///
+    /// # Errors
+    /// As [`group`](Self::group).
+    pub fn local_rank(&self, name: &str) -> Result<usize> {
+        Ok(self.group(name)?.rank())
+    }
+
+    /// This process's place along a dimension; 0 for names that the mesh does not have. What the
+    /// box algebra ([`ShardSpec`](crate::shard::ShardSpec)) asks for.
+    pub fn coordinate(&self, name: &str) -> usize {
+        self.groups.get(name).map_or(0, |group| group.rank())
+    }
+}
+
+impl std::fmt::Debug for DeviceMesh {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DeviceMesh")
+            .field("layout", &self.layout)
+            .field("rank", &self.rank)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,113 @@
+//! Giving parameters values: the parts that strategies share.
+
+use candle_core::Tensor;
+
+use crate::autograd::storage;
+use crate::collective::{ProcessGroup, all_gather_object};
+use crate::mesh::DeviceMesh;
+use crate::module::ModuleTree;
+use crate::parameter::{LocalShard, Parameter};
+use crate::shard::{Cut, Placement, Region};
+use crate::{Error, Result};
+
+/// Gives this rank every parameter whole, with its initial values. Parameters that compute in
+/// their own dtype are updated in place; others keep a copy that
+/// [`refresh_compute`] casts. Not collective.
+pub fn replicate(tree: &ModuleTree, seed: u64) -> Result<()> {
+    for parameter in tree.parameters() {
+        let region = Region::full(parameter.global_shape());
+        let values = initial_values(parameter, seed, &region)?;
+        let compute = parameter.compute()?;
+        storage::allocate(compute)?;
+        storage::copy_from(&compute.detach(), &values)?;
+        let values = if parameter.dtype() == parameter.compute_dtype() {
+            compute.detach().flatten_all()?
+        } else {
+            values
+        };
+        parameter.set_local(LocalShard { values, region });
+    }
+    Ok(())
+}
+
+/// [`replicate`], and notes in each parameter's spec that the ranks along `dim` hold the same. Not
+/// collective.
+pub fn replicate_along(tree: &ModuleTree, seed: u64, mesh: &DeviceMesh, dim: &str) -> Result<()> {
+    let size = mesh.size(dim)?;
+    for parameter in tree.parameters() {
+        parameter.set_spec(parameter.spec().with_cut(Cut::new(dim, size, Placement::Replicate)));
+    }
+    replicate(tree, seed)
+}
+
+/// The initial values of a region of a parameter, flat.
+pub fn initial_values(parameter: &Parameter, seed: u64, region: &Region) -> Result<Tensor> {
+    parameter.init().values(
+        seed,
+        parameter.fqn(),
+        parameter.global_shape(),
+        region,
+        parameter.dtype(),
+        parameter.device(),
+    )
+}
+
+/// Copies the local values of replicated parameters into compute tensors of another dtype.
+pub fn refresh_compute(tree: &ModuleTree) -> Result<()> {
+    for parameter in tree.parameters().iter().filter(|p| p.dtype() != p.compute_dtype()) {
+        storage::copy_from(&parameter.compute()?.detach(), &parameter.local()?.values)?;
+    }
+    Ok(())
+}
+
+/// Checks that all ranks built the same model: names, shapes, dtypes, what is frozen. Collective.
+///
+/// # Errors
+/// On every rank, naming the first rank and parameter that differ from rank 0's.
+pub fn verify_same_model(tree: &ModuleTree, group: &dyn ProcessGroup) -> Result<()> {
+    let describe = |p: &Parameter| {
+        let frozen = if p.requires_grad() { "" } else { ", frozen" };
+        format!("`{}` {:?} {:?}{frozen}", p.fqn(), p.global_shape(), p.dtype())
+    };
+    let lines: Vec<String> = tree.parameters().iter().map(describe).collect();
+    let digest = xxhash_rust::xxh3::xxh3_64(lines.join("\n").as_bytes());
+    // The digests agree nearly always; the lists travel only when they do not.
+    if all_gather_object(group, &digest)?.windows(2).all(|pair| pair[0] == pair[1]) {
+        return Ok(());
+    }
+    let all = all_gather_object(group, &lines)?;
+    for (rank, other) in all.iter().enumerate() {
+        let longest = other.len().max(all[0].len());
+        if let Some(i) = (0..longest).find(|&i| other.get(i) != all[0].get(i)) {
+            let show = |lines: &[String]| lines.get(i).map_or("nothing".to_owned(), Clone::clone);
+            return Err(Error::other(format!(
+                "the ranks built different models: parameter {i} is {} on rank 0 and {} on rank \
+                 {rank}; `configure_model` must not depend on the rank",
+                show(&all[0]),
+                show(other)
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Checks that replicated parameters have the same bits on all ranks. Collective.
+///
+/// # Errors
+/// On every rank, naming the first rank and parameter that differ from rank 0's.
+pub fn verify_same_values(tree: &ModuleTree, group: &dyn ProcessGroup) -> Result<()> {
+    let mut digests = Vec::with_capacity(tree.parameters().len());
+    for parameter in tree.parameters() {
+        let values = parameter.local()?.values.to_device(&candle_core::Device::Cpu)?;
+        digests.push(storage::with_bytes(&values, xxhash_rust::xxh3::xxh3_64)?);
+    }
+    let all = all_gather_object(group, &digests)?;
+    for (rank, other) in all.iter().enumerate() {
+        if let Some(i) = (0..digests.len()).find(|&i| other.get(i) != all[0].get(i)) {
+            let fqn = tree.parameters()[i].fqn();
+            let message = format!("its values on rank {rank} differ from those on rank 0");
+            return Err(Error::parameter(fqn, message));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,49 @@
+//! The configuration.
+
+use fulgurite_core::strategy::{BuildContext, Strategy, StrategyConfig};
+use fulgurite_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+use super::runtime::DdpStrategy;
+
+/// `strategy = "ddp"`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Ddp {
+    /// Size of a gradient bucket in MiB (as PyTorch DDP's option of this name).
+    pub bucket_cap_mb: f64,
+    /// Size of the first bucket in MiB: a small one starts the reduction early.
+    pub first_bucket_mb: f64,
+}
+
+impl Default for Ddp {
+    fn default() -> Self {
+        Self { bucket_cap_mb: 25.0, first_bucket_mb: 1.0 }
+    }
+}
+
+#[typetag::serde(name = "ddp")]
+impl StrategyConfig for Ddp {
+    fn build(&self, _context: &BuildContext) -> Result<Box<dyn Strategy>> {
+        let bytes = |key, mb: f64| {
+            if mb.is_finite() && mb >= 0.0 {
+                Ok((mb * 1024.0 * 1024.0) as usize)
+            } else {
+                Err(Error::Config(format!(
+                    "`trainer.strategy.{key}` = {mb}: expected 0 or more MiB"
+                )))
+            }
+        };
+        Ok(Box::new(DdpStrategy::new(
+            bytes("first_bucket_mb", self.first_bucket_mb)?,
+            bytes("bucket_cap_mb", self.bucket_cap_mb)?,
+        )))
+    }
+}
+
+fulgurite_core::register_strategy!(
+    "ddp",
+    Ddp,
+    "every rank holds the model; gradients are all-reduced in buckets during backward",
+    "{ type = \"ddp\", bucket_cap_mb = 25.0 }"
+);

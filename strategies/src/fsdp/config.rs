@@ -1,0 +1,133 @@
+//! The configuration.
+
+use fulgurite_core::strategy::{BuildContext, ParallelizeConfig, Strategy, StrategyConfig};
+use fulgurite_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+use super::runtime::FsdpStrategy;
+use crate::mixed_precision::MixedPrecisionPolicy;
+
+/// Whether a unit's parameters are freed between its forward and its backward.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum ReshardAfterForward {
+    /// As [`Always`](Self::Always): units are freed. The root unit never is, it would be gathered
+    /// again at once (FSDP2's `None`).
+    #[default]
+    Auto,
+    /// Units are freed after forward and gathered again before backward: least memory.
+    Always,
+    /// Units stay gathered until their backward is done: one all-gather less a unit.
+    Never,
+}
+
+impl Serialize for ReshardAfterForward {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Auto => serializer.serialize_str("auto"),
+            Self::Always => serializer.serialize_bool(true),
+            Self::Never => serializer.serialize_bool(false),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for ReshardAfterForward {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visitor;
+        impl serde::de::Visitor<'_> for Visitor {
+            type Value = ReshardAfterForward;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("true, false or \"auto\"")
+            }
+
+            fn visit_bool<E>(self, reshard: bool) -> Result<Self::Value, E> {
+                Ok(if reshard { ReshardAfterForward::Always } else { ReshardAfterForward::Never })
+            }
+
+            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Self::Value, E> {
+                match text {
+                    "auto" => Ok(ReshardAfterForward::Auto),
+                    other => Err(E::invalid_value(serde::de::Unexpected::Str(other), &self)),
+                }
+            }
+        }
+        deserializer.deserialize_any(Visitor)
+    }
+}
+
+/// `strategy = "fsdp"` (or `"fsdp2"`).
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Fsdp {
+    /// Whether a unit's parameters are freed between its forward and its backward: `true`, `false`
+    /// or `"auto"`.
+    pub reshard_after_forward: ReshardAfterForward,
+    /// dtypes to gather, compute and reduce in.
+    pub mixed_precision: MixedPrecisionPolicy,
+    /// How many units ahead parameters are gathered while one computes. Each takes the memory of
+    /// one gathered unit; 0 overlaps nothing.
+    pub prefetch: usize,
+    /// Patterns of unit paths (`*` is one segment): only these units are gathered on their own, the
+    /// others belong to the root unit. Empty: all.
+    pub shard_conditions: Vec<String>,
+    /// Allows a model of which no unit is gathered on its own: everything is the root unit, sharded
+    /// between steps and whole within one.
+    pub allow_root_only: bool,
+    /// A parallelize function that decides instead of `shard_conditions`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parallelize: Option<Box<dyn ParallelizeConfig>>,
+}
+
+impl Default for Fsdp {
+    fn default() -> Self {
+        Self {
+            reshard_after_forward: ReshardAfterForward::Auto,
+            mixed_precision: MixedPrecisionPolicy::default(),
+            prefetch: 1,
+            shard_conditions: Vec::new(),
+            allow_root_only: false,
+            parallelize: None,
+        }
+    }
+}
+
+impl Fsdp {
+    fn strategy(&self, name: &'static str) -> Result<Box<dyn Strategy>> {
+        if self.parallelize.is_some() && !self.shard_conditions.is_empty() {
+            return Err(Error::Config(
+                "`trainer.strategy` has both `parallelize` and `shard_conditions`, which decide \
+                 the same; keep one"
+                    .to_owned(),
+            ));
+        }
+        let parallelize = self.parallelize.as_ref().map(|config| config.build()).transpose()?;
+        Ok(Box::new(FsdpStrategy::new(name, self, parallelize)))
+    }
+}
+
+#[typetag::serde(name = "fsdp")]
+impl StrategyConfig for Fsdp {
+    fn build(&self, _context: &BuildContext) -> Result<Box<dyn Strategy>> {
+        self.strategy("fsdp")
+    }
+}
+
+/// [`Fsdp`] under its other name.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(transparent)]
+struct Fsdp2(Fsdp);
+
+#[typetag::serde(name = "fsdp2")]
+impl StrategyConfig for Fsdp2 {
+    fn build(&self, _context: &BuildContext) -> Result<Box<dyn Strategy>> {
+        self.0.strategy("fsdp2")
+    }
+}
+
+fulgurite_core::register_strategy!(
+    "fsdp",
+    Fsdp,
+    "parameters, gradients and optimizer state are sharded; units are gathered to compute",
+    "{ type = \"fsdp\", reshard_after_forward = true }"
+);
+fulgurite_core::register_strategy!("fsdp2", Fsdp2, "another name of fsdp", "\"fsdp2\"");

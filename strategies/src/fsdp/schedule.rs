@@ -1,0 +1,208 @@
+//! When units are gathered, freed and reduced: the hooks around forward and backward.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use candle_core::{DType, Tensor};
+use fulgurite_core::autograd::is_grad_enabled;
+use fulgurite_core::module::{UnitHandle, UnitHooks};
+use fulgurite_core::parameter::{GradReducer, Parameter};
+use fulgurite_core::{Error, Result};
+
+use super::group::ParamGroup;
+
+/// The units at run time. The last group is the root's.
+pub(super) struct Schedule {
+    groups: Vec<ParamGroup>,
+    /// FQN → group.
+    owners: HashMap<String, usize>,
+    /// Unit index → group; `None` where the unit was folded into the root.
+    units: Vec<Option<usize>>,
+    prefetch: usize,
+    input_dtype: Option<DType>,
+    output_dtype: Option<DType>,
+    sync: Arc<AtomicBool>,
+    order: Mutex<Order>,
+}
+
+/// What is known of the order in which units run.
+#[derive(Default)]
+struct Order {
+    /// Groups in the order of the last training forward.
+    forward: Vec<usize>,
+    /// Those of the forward that is running.
+    running: Vec<usize>,
+    /// Groups whose gradients are complete, and whose parameters are kept until another unit's
+    /// backward begins: operations behind frozen layers may still read them.
+    done: Vec<usize>,
+    /// Groups whose reduction has been started, oldest first.
+    reducing: Vec<usize>,
+}
+
+impl Schedule {
+    pub(super) fn new(
+        groups: Vec<ParamGroup>,
+        units: Vec<Option<usize>>,
+        prefetch: usize,
+        dtypes: (Option<DType>, Option<DType>),
+        sync: Arc<AtomicBool>,
+    ) -> Self {
+        let mut owners = HashMap::new();
+        for (i, group) in groups.iter().enumerate() {
+            for member in &group.members {
+                owners.insert(member.parameter.fqn().to_owned(), i);
+            }
+        }
+        let (input_dtype, output_dtype) = dtypes;
+        let order = Mutex::default();
+        Self { groups, owners, units, prefetch, input_dtype, output_dtype, sync, order }
+    }
+
+    fn order(&self) -> MutexGuard<'_, Order> {
+        self.order.lock().expect("no panic while scheduling")
+    }
+
+    fn root(&self) -> usize {
+        self.groups.len() - 1
+    }
+
+    fn group_of(&self, parameter: &Parameter) -> Result<usize> {
+        let owner = self.owners.get(parameter.fqn()).copied();
+        owner.ok_or_else(|| Error::parameter(parameter.fqn(), "is in no FSDP unit"))
+    }
+
+    fn unit_group(&self, unit: &UnitHandle) -> Option<usize> {
+        self.units.get(unit.index()).copied().flatten()
+    }
+
+    /// Gathers the root unit. Collective.
+    pub(super) fn prepare_forward(&self) -> Result<()> {
+        self.groups[self.root()].unshard()
+    }
+
+    /// Frees every unit. Local.
+    pub(super) fn reshard_all(&self) -> Result<()> {
+        self.groups.iter().try_for_each(ParamGroup::reshard)
+    }
+
+    /// All of a group's gradients are complete.
+    fn post_backward(&self, group: usize) -> Result<()> {
+        if self.sync.load(Ordering::Relaxed) {
+            // One reduction at a time holds unsharded gradients besides the one being filled.
+            let earlier = std::mem::take(&mut self.order().reducing);
+            earlier.into_iter().try_for_each(|g| self.groups[g].finish_reduction())?;
+            self.groups[group].reduce_async()?;
+            self.order().reducing.push(group);
+        }
+        if group != self.root() {
+            self.order().done.push(group);
+        }
+        Ok(())
+    }
+
+    /// Ends a backward: finishes what is under way, and frees the units. The root stays gathered
+    /// for a further micro-batch. Collective with synchronisation.
+    pub(super) fn finish_backward(&self) -> Result<()> {
+        let reducing = std::mem::take(&mut self.order().reducing);
+        reducing.into_iter().try_for_each(|g| self.groups[g].finish_reduction())?;
+        self.order().done.clear();
+        let root = self.root();
+        for (i, group) in self.groups.iter().enumerate() {
+            group.end_backward();
+            if i != root {
+                group.reshard()?;
+            }
+        }
+        let order = &mut *self.order();
+        if !order.running.is_empty() {
+            order.forward = std::mem::take(&mut order.running);
+        }
+        Ok(())
+    }
+
+    /// The groups that follow (forward) or precede (backward) the latest occurrence of `group` in
+    /// the order of forward, nearest first.
+    fn neighbours(&self, group: usize, ahead: bool) -> Vec<usize> {
+        let order = self.order();
+        let known = if ahead { &order.forward } else { &order.running };
+        // In forward, the place of this call; in backward, the last one that used the group.
+        let place = if ahead {
+            Some(order.running.len().saturating_sub(1)).filter(|&i| known.get(i) == Some(&group))
+        } else {
+            known.iter().rposition(|&g| g == group)
+        };
+        match place {
+            None => Vec::new(),
+            Some(i) if ahead => known.iter().skip(i + 1).take(self.prefetch).copied().collect(),
+            Some(i) => known[..i].iter().rev().take(self.prefetch).copied().collect(),
+        }
+    }
+}
+
+impl UnitHooks for Schedule {
+    fn pre_forward(&self, unit: &UnitHandle) -> Result<()> {
+        let Some(group) = self.unit_group(unit) else { return Ok(()) };
+        self.groups[group].unshard()?;
+        if is_grad_enabled() {
+            self.order().running.push(group);
+            for next in self.neighbours(group, true) {
+                self.groups[next].unshard_async()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn post_forward(&self, unit: &UnitHandle) -> Result<()> {
+        match self.unit_group(unit) {
+            Some(group) if self.groups[group].reshard_after_forward => self.groups[group].reshard(),
+            _ => Ok(()),
+        }
+    }
+
+    fn pre_backward(&self, unit: &UnitHandle) -> Result<()> {
+        let Some(group) = self.unit_group(unit) else { return Ok(()) };
+        let done = std::mem::take(&mut self.order().done);
+        for other in done {
+            if other != group {
+                self.groups[other].reshard()?;
+            }
+        }
+        self.groups[group].unshard()?;
+        for previous in self.neighbours(group, false) {
+            if !self.groups[previous].is_complete() {
+                self.groups[previous].unshard_async()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn input_dtype(&self) -> Option<DType> {
+        self.input_dtype
+    }
+
+    fn output_dtype(&self) -> Option<DType> {
+        self.output_dtype
+    }
+}
+
+impl GradReducer for Schedule {
+    fn buffer(&self, parameter: &Parameter) -> Result<Tensor> {
+        self.groups[self.group_of(parameter)?].grad_buffer(parameter)
+    }
+
+    fn ready(&self, parameter: &Parameter) -> Result<()> {
+        let group = self.group_of(parameter)?;
+        if self.groups[group].note_ready(parameter)? {
+            self.post_backward(group)?;
+        }
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for Schedule {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let paths: Vec<&str> = self.groups.iter().map(|group| group.path.as_str()).collect();
+        f.debug_struct("Schedule").field("groups", &paths).finish_non_exhaustive()
+    }
+}
