@@ -23,7 +23,8 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Constant {
-    /// Steps over which the rate rises.
+    /// Steps over which the rate rises in equal strides: step `s`, counted from 0, has the factor
+    /// `(s + 1) / (warmup_steps + 1)`.
     pub warmup_steps: u64,
 }
 
@@ -38,7 +39,8 @@ impl SchedulerConfig for Constant {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Linear {
-    /// Steps over which the rate rises.
+    /// Steps over which the rate rises in equal strides: step `s`, counted from 0, has the factor
+    /// `(s + 1) / (warmup_steps + 1)`.
     pub warmup_steps: u64,
     /// What the rate has fallen to at the end, in `[0, 1]`; it stays there.
     pub min_factor: f64,
@@ -60,7 +62,8 @@ impl SchedulerConfig for Linear {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Cosine {
-    /// Steps over which the rate rises.
+    /// Steps over which the rate rises in equal strides: step `s`, counted from 0, has the factor
+    /// `(s + 1) / (warmup_steps + 1)`.
     pub warmup_steps: u64,
     /// What the rate has fallen to at the end, in `[0, 1]`; it stays there.
     pub min_factor: f64,
@@ -88,7 +91,8 @@ pub struct Step {
     pub step_size: u64,
     /// What the rate is multiplied with; zero or more.
     pub gamma: f64,
-    /// Steps over which the rate rises.
+    /// Steps over which the rate rises in equal strides: step `s`, counted from 0, has the factor
+    /// `(s + 1) / (warmup_steps + 1)`.
     pub warmup_steps: u64,
 }
 
