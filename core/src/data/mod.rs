@@ -1,1 +1,29 @@
 //! Data modules and the order of samples.
+//!
+//! A [`DataModule`] is random access: how many samples there are, and the batch of these samples.
+//! Which samples a rank takes in a step is a pure function ([`TrainSampler`], [`EvalSampler`]), so
+//! the order is the same on any number of ranks and a resumed run needs the step number alone.
+//!
+//! ```
+//! use fulgurite_core::data::{SampleOrder, TrainSampler};
+//!
+//! // 2 ranks, 3 samples a micro-batch, 2 micro-batches a step: 12 samples a step.
+//! let order = SampleOrder::new(42, false, 100)?;
+//! let sampler = TrainSampler::new(order, 3, 2, 1, 2)?;
+//! assert_eq!(sampler.global_batch_size(), 12);
+//! assert_eq!(sampler.indices(0, 0), [6, 7, 8]); // rank 1 has the second half of the global batch
+//! assert_eq!(sampler.indices(1, 1), [21, 22, 23]);
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+mod batch;
+mod module;
+mod order;
+mod prefetch;
+mod sampler;
+
+pub use batch::TokenBatch;
+pub use module::{DataContext, DataModule, Split};
+pub use order::SampleOrder;
+pub use prefetch::Prefetch;
+pub use sampler::{EvalSampler, TrainSampler};

@@ -1,7 +1,279 @@
-//! tmp
-use crate::Result;
+//! The norm of a model's gradient, every element counted once whatever is replicated or sharded.
+//!
+//! ```no_run
+//! # fn all_reduce_sum(x: f64) -> f64 { x }
+//! # fn example(parameters: &[fulgurite_core::parameter::Parameter]) -> fulgurite_core::Result<()> {
+//! use fulgurite_core::optim::{GradScale, clip_factor, local_squared_norm};
+//!
+//! let coordinate = |_mesh_dim: &str| 0; // this rank's
+//! let norm = all_reduce_sum(local_squared_norm(parameters, &coordinate)?).sqrt();
+//! let scale = GradScale { factor: clip_factor(norm, 1.0), clip_value: None };
+//! # Ok(())
+//! # }
+//! ```
+
+use candle_core::{DType, Tensor};
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use crate::autograd::storage::{HostElement, with_host};
 use crate::parameter::Parameter;
-/// tmp
-pub fn local_squared_norm(_p: &[Parameter], _c: &dyn Fn(&str) -> usize) -> Result<f64> {
-    Ok(1.0)
+use crate::shard::Region;
+use crate::{Error, Result};
+
+/// Elements that are summed as one block; sums depend on it, so it is fixed.
+const BLOCK: usize = 1 << 14;
+/// Independent sums within a block.
+const LANES: usize = 8;
+
+/// The sum of the squares of this rank's OWN gradient elements, in f64. Summed over all ranks it
+/// is the square of the global gradient's 2-norm: where `spec` replicates, the replicas share the
+/// elements between them ([`owned_region`](crate::shard::ShardSpec::owned_region)).
+///
+/// `coordinate` tells this rank's coordinate along a mesh dimension. Parameters without a
+/// [`local_grad`](Parameter::local_grad) count nothing. Gradients are taken as they are, without
+/// any [`GradScale`](super::GradScale). The order of summation is fixed, so that the result does
+/// not depend on the number of threads. Every rank calls it; it is not collective.
+///
+/// # Errors
+/// If a parameter's local shard does not contain what its spec says the rank owns.
+pub fn local_squared_norm(
+    parameters: &[Parameter],
+    coordinate: &dyn Fn(&str) -> usize,
+) -> Result<f64> {
+    let mut on_host = 0.0;
+    let mut on_device: Option<Tensor> = None;
+    for parameter in parameters {
+        let Some(grad) = parameter.local_grad() else { continue };
+        let owned = parameter.spec().owned_region(coordinate);
+        if owned.is_empty() {
+            continue;
+        }
+        let local = parameter.local()?.region;
+        if owned.intersect(&local).as_ref() != Some(&owned)
+            || grad.elem_count() != local.elem_count()
+        {
+            return Err(Error::parameter(
+                parameter.fqn(),
+                format!(
+                    "this rank should own offsets {:?}, sizes {:?} of its gradient, but holds {} \
+                     elements at offsets {:?}, sizes {:?}",
+                    owned.offsets,
+                    owned.sizes,
+                    grad.elem_count(),
+                    local.offsets,
+                    local.sizes
+                ),
+            ));
+        }
+        let owned = owned.relative_to(&local);
+        if grad.device().is_cpu() {
+            on_host += host_sum(&grad, &owned, &local.sizes)?;
+        } else {
+            let sum = device_sum(&grad, &owned, &local.sizes)?;
+            on_device = Some(match on_device {
+                Some(total) => (total + sum)?,
+                None => sum,
+            });
+        }
+    }
+    match on_device {
+        Some(total) => Ok(on_host + total.to_scalar::<f64>()?),
+        None => Ok(on_host),
+    }
+}
+
+/// What to multiply gradients of norm `norm` with so that their norm is at most `max_norm`, as
+/// `torch.nn.utils.clip_grad_norm_`.
+pub fn clip_factor(norm: f64, max_norm: f64) -> f64 {
+    (max_norm / (norm + 1e-6)).min(1.0)
+}
+
+fn host_sum(grad: &Tensor, owned: &Region, outer: &[usize]) -> Result<f64> {
+    let blocks: Vec<(usize, usize)> = owned
+        .runs(outer)
+        .into_iter()
+        .flat_map(|run| {
+            (0..run.len)
+                .step_by(BLOCK)
+                .map(move |at| (run.outer + at, run.outer + run.len.min(at + BLOCK)))
+        })
+        .collect();
+    match grad.dtype() {
+        DType::F32 => with_host(grad, |g: &[f32]| sum_blocks(g, &blocks)),
+        DType::F64 => with_host(grad, |g: &[f64]| sum_blocks(g, &blocks)),
+        DType::BF16 => with_host(grad, |g: &[bf16]| sum_blocks(g, &blocks)),
+        DType::F16 => with_host(grad, |g: &[f16]| sum_blocks(g, &blocks)),
+        other => Err(Error::other(format!("a gradient of dtype {other:?} has no norm"))),
+    }
+}
+
+fn sum_blocks<T: HostElement>(grad: &[T], blocks: &[(usize, usize)]) -> f64 {
+    let sums: Vec<f64> =
+        blocks.par_iter().map(|&(start, end)| sum_block(&grad[start..end])).collect();
+    sums.iter().sum()
+}
+
+fn sum_block<T: HostElement>(block: &[T]) -> f64 {
+    let mut lanes = [0.0; LANES];
+    let (whole, rest) = block.as_chunks::<LANES>();
+    for chunk in whole {
+        for (lane, x) in lanes.iter_mut().zip(chunk) {
+            *lane += x.to_f64() * x.to_f64();
+        }
+    }
+    for (lane, x) in lanes.iter_mut().zip(rest) {
+        *lane += x.to_f64() * x.to_f64();
+    }
+    lanes.iter().sum()
+}
+
+/// The same in candle operations: a scalar on the gradient's device.
+fn device_sum(grad: &Tensor, owned: &Region, outer: &[usize]) -> Result<Tensor> {
+    let mut part = grad.detach().reshape(outer)?;
+    for (dim, (&offset, &size)) in owned.offsets.iter().zip(&owned.sizes).enumerate() {
+        part = part.narrow(dim, offset, size)?;
+    }
+    Ok(part.contiguous()?.to_dtype(DType::F64)?.sqr()?.sum_all()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::module::{ModuleBuilder, ModuleInit};
+    use crate::parameter::{Init, LocalShard};
+    use crate::random::{Purpose, Stream};
+    use crate::shard::{Cut, Placement, ShardSpec};
+
+    /// The whole gradient of a parameter.
+    fn full(index: usize, spec: &ShardSpec) -> Vec<f32> {
+        let stream = Stream::new(5, Purpose::Sample, "grad").child(index as u64);
+        (0..spec.shape.iter().product::<usize>() as u64).map(|i| stream.normal(i) as f32).collect()
+    }
+
+    /// The parameters as the rank at `coordinate` holds them.
+    fn on_rank(specs: &[ShardSpec], coordinate: &dyn Fn(&str) -> usize) -> Vec<Parameter> {
+        let b = ModuleBuilder::new(ModuleInit::default());
+        let parameters = specs.iter().enumerate().map(|(i, spec)| {
+            let p = b.parameter(&format!("p{i}"), spec.shape.clone(), Init::ZEROS).unwrap();
+            let region = spec.region(coordinate);
+            let all = full(i, spec);
+            let mut grad = Vec::new();
+            for run in region.runs(&spec.shape) {
+                grad.extend_from_slice(&all[run.outer..run.outer + run.len]);
+            }
+            let grad = Tensor::from_vec(grad, region.elem_count(), &Device::Cpu).unwrap();
+            p.set_spec(spec.clone());
+            p.set_local(LocalShard { values: grad.zeros_like().unwrap(), region });
+            p.set_local_grad(Some(grad));
+            p
+        });
+        parameters.collect()
+    }
+
+    fn mesh_specs() -> impl Strategy<Value = (Vec<usize>, Vec<ShardSpec>)> {
+        let sizes = prop::collection::vec(1usize..4, 1..4);
+        let shapes = prop::collection::vec(
+            (prop::collection::vec(1usize..7, 0..3), prop::collection::vec(0usize..4, 3)),
+            1..4,
+        );
+        (sizes, shapes).prop_map(|(sizes, parameters)| {
+            let specs = parameters.into_iter().map(|(shape, placements)| {
+                let cuts = sizes.iter().zip(placements).enumerate();
+                cuts.fold(ShardSpec::new(shape.clone()), |spec, (i, (&size, placement))| {
+                    let placement = match placement {
+                        dim if dim < shape.len() => Placement::Shard(dim),
+                        _ => Placement::Replicate,
+                    };
+                    spec.with_cut(Cut::new(format!("m{i}"), size, placement))
+                })
+            });
+            (sizes.clone(), specs.collect())
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn all_ranks_together_count_every_element_once((sizes, specs) in mesh_specs()) {
+            let naive: f64 = specs
+                .iter()
+                .enumerate()
+                .flat_map(|(i, spec)| full(i, spec))
+                .map(|x| f64::from(x) * f64::from(x))
+                .sum();
+            let mut total = 0.0;
+            let mut on_device = 0.0;
+            for rank in 0..sizes.iter().product::<usize>() {
+                let coordinate = |dim: &str| {
+                    let dim: usize = dim[1..].parse().unwrap();
+                    rank / sizes[..dim].iter().product::<usize>() % sizes[dim]
+                };
+                let parameters = on_rank(&specs, &coordinate);
+                total += local_squared_norm(&parameters, &coordinate).unwrap();
+                for p in &parameters {
+                    let local = p.local().unwrap().region;
+                    let owned = p.spec().owned_region(coordinate);
+                    if !owned.is_empty() {
+                        let grad = p.local_grad().unwrap();
+                        let sum = device_sum(&grad, &owned.relative_to(&local), &local.sizes);
+                        on_device += sum.unwrap().to_scalar::<f64>().unwrap();
+                    }
+                }
+            }
+            prop_assert!((total - naive).abs() <= 1e-12 * naive, "{} {}", total, naive);
+            prop_assert!((on_device - naive).abs() <= 1e-12 * naive, "{} {}", on_device, naive);
+        }
+    }
+
+    #[test]
+    fn the_sum_does_not_depend_on_the_number_of_threads() {
+        let specs = [ShardSpec::new(vec![301, 1007]), ShardSpec::new(vec![13])];
+        let parameters = on_rank(&specs, &|_| 0);
+        let with = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| local_squared_norm(&parameters, &|_| 0)).unwrap().to_bits()
+        };
+        assert_eq!(with(1), with(5));
+    }
+
+    #[test]
+    fn a_parameter_without_a_gradient_counts_nothing() {
+        let specs = [ShardSpec::new(vec![3]), ShardSpec::new(vec![2])];
+        let parameters = on_rank(&specs, &|_| 0);
+        parameters[0].set_local_grad(None);
+        let expected: f64 = full(1, &specs[1]).iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+        let sum = local_squared_norm(&parameters, &|_| 0).unwrap();
+        assert!((sum - expected).abs() < 1e-12);
+    }
+
+    #[test]
+    fn non_finite_gradients_show() {
+        let parameters = on_rank(&[ShardSpec::new(vec![9])], &|_| 0);
+        let grad = Tensor::full(f32::INFINITY, 9, &Device::Cpu).unwrap();
+        parameters[0].set_local_grad(Some(grad));
+        assert_eq!(local_squared_norm(&parameters, &|_| 0).unwrap(), f64::INFINITY);
+    }
+
+    #[test]
+    fn a_shard_that_is_not_the_specs_is_an_error() {
+        let spec = ShardSpec::new(vec![4]);
+        let parameters = on_rank(std::slice::from_ref(&spec), &|_| 0);
+        let cut = Cut::new("data_parallel_shard", 2, Placement::Shard(0));
+        let values = Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap();
+        let region = spec.clone().with_cut(cut).region(|_| 1);
+        parameters[0].set_local(LocalShard { values: values.clone(), region });
+        parameters[0].set_local_grad(Some(values));
+        let error = local_squared_norm(&parameters, &|_| 0).unwrap_err();
+        insta::assert_snapshot!(error, @"parameter `p0`: this rank should own offsets [0], sizes [4] of its gradient, but holds 2 elements at offsets [2], sizes [2]");
+    }
+
+    #[test]
+    fn clip_factor_never_enlarges() {
+        assert_eq!(clip_factor(0.5, 1.0), 1.0);
+        assert!((clip_factor(4.0, 1.0) - 0.25).abs() < 1e-6);
+        assert_eq!(clip_factor(0.0, 0.0), 0.0);
+    }
 }

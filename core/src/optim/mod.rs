@@ -1,7 +1,48 @@
-//! Optimizers, parameter groups, schedulers.
+//! Optimizers on this rank's shards, parameter groups, learning-rate schedules, gradient norms.
+//!
+//! A configuration ([`AdamW`], [`Sgd`], a plugin's) builds an [`Optimizer`] for a list of
+//! parameters. State is keyed by FQN, as sharded as the parameters are, in f32 (f64 for f64
+//! parameters), and allocated at the first step. Schedules are pure functions of the step.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use fulgurite_core::module::{ModuleBuilder, ModuleInit};
+//! use fulgurite_core::optim::{AdamW, GradScale, OptimizerConfig};
+//! use fulgurite_core::parameter::{Init, LocalShard};
+//! use fulgurite_core::shard::Region;
+//!
+//! let b = ModuleBuilder::new(ModuleInit::default());
+//! b.pp("up").parameter("weight", [2, 2], Init::ONES)?;
+//! b.pp("norm").parameter("weight", [2], Init::ONES)?;
+//! let parameters = b.finish()?.parameters().to_vec();
+//! // A strategy sets values and gradients:
+//! for p in &parameters {
+//!     let values = Tensor::ones(p.elem_count(), p.dtype(), &Device::Cpu)?;
+//!     p.set_local_grad(Some(values.copy()?));
+//!     p.set_local(LocalShard { values, region: Region::full(p.global_shape()) });
+//! }
+//!
+//! let config = AdamW { lr: 0.1, no_decay: vec!["*norm*".into()], ..AdamW::default() };
+//! let mut optimizer = config.build(&parameters)?;
+//! optimizer.step(&GradScale::default())?;
+//! assert!((parameters[1].local()?.values.to_vec1::<f32>()?[0] - 0.9).abs() < 1e-6);
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
 
+mod adamw;
+mod elementwise;
 mod grad_norm;
+mod groups;
 mod optimizer;
-pub use grad_norm::local_squared_norm;
+mod schedule;
+mod sgd;
+mod slots;
+#[cfg(test)]
+mod testing;
 
+pub use adamw::AdamW;
+pub use grad_norm::{clip_factor, local_squared_norm};
+pub use groups::{ParamGroupConfig, pattern_matches};
 pub use optimizer::{GradScale, Optimizer, OptimizerConfig, SchedulerConfig, StateTensor};
+pub use schedule::{Constant, Cosine, Linear, Step};
+pub use sgd::Sgd;

@@ -1,0 +1,131 @@
+//! The data module trait.
+
+use candle_core::Device;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::Result;
+
+/// What samples are used for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Split {
+    /// Training.
+    Train,
+    /// Validation while training.
+    Validation,
+    /// The test after training.
+    Test,
+    /// Prediction.
+    Predict,
+}
+
+impl std::fmt::Display for Split {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Train => "train",
+            Self::Validation => "validation",
+            Self::Test => "test",
+            Self::Predict => "predict",
+        })
+    }
+}
+
+/// Who sets a data module up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DataContext {
+    /// The run's seed.
+    pub seed: u64,
+    /// This process's rank.
+    pub rank: usize,
+    /// Number of processes.
+    pub world_size: usize,
+    /// This rank among those that take different samples.
+    pub data_parallel_rank: usize,
+    /// Number of those.
+    pub data_parallel_size: usize,
+}
+
+impl Default for DataContext {
+    /// The only process of a run.
+    fn default() -> Self {
+        Self { seed: 0, rank: 0, world_size: 1, data_parallel_rank: 0, data_parallel_size: 1 }
+    }
+}
+
+/// Where samples come from (LightningDataModule). Random access: the trainer decides which samples
+/// a rank takes, the module makes batches of them.
+///
+/// Every rank sets its own up and must see the same samples under the same indices. No method is
+/// collective.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fulgurite_core::Result;
+/// use fulgurite_core::data::{DataContext, DataModule, Split};
+/// use serde::{Deserialize, Serialize};
+///
+/// /// Squares of whole numbers.
+/// struct Squares(SquaresConfig);
+///
+/// #[derive(Clone, Serialize, Deserialize)]
+/// #[serde(deny_unknown_fields, default)]
+/// struct SquaresConfig { samples: u64, batch_size: usize }
+///
+/// impl Default for SquaresConfig {
+///     fn default() -> Self { Self { samples: 1000, batch_size: 8 } }
+/// }
+///
+/// impl DataModule for Squares {
+///     type Config = SquaresConfig;
+///     type Batch = (Tensor, Tensor);
+///
+///     fn setup(config: &SquaresConfig, _: &DataContext) -> Result<Self> {
+///         Ok(Self(config.clone()))
+///     }
+///     fn batch_size(config: &SquaresConfig) -> usize { config.batch_size }
+///     fn len(&self, split: Split) -> u64 {
+///         if split == Split::Train { self.0.samples } else { 0 }
+///     }
+///     fn batch(&self, _: Split, indices: &[u64], device: &Device) -> Result<(Tensor, Tensor)> {
+///         let xs: Vec<f32> = indices.iter().map(|&i| i as f32).collect();
+///         let xs = Tensor::from_vec(xs, (indices.len(), 1), device)?;
+///         let ys = xs.sqr()?;
+///         Ok((xs, ys))
+///     }
+/// }
+///
+/// let data = Squares::setup(&SquaresConfig::default(), &DataContext::default())?;
+/// let (_, ys) = data.batch(Split::Train, &[3, 5], &Device::Cpu)?;
+/// assert_eq!(ys.to_vec2::<f32>()?, [[9.0], [25.0]]);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+#[allow(clippy::len_without_is_empty)] // of four splits some are empty, and that is no news
+pub trait DataModule: Send + Sync + Sized + 'static {
+    /// The `[data]` table of the configuration.
+    type Config: DeserializeOwned + Serialize + Default + Send + Sync;
+    /// What a step takes.
+    type Batch: Send + 'static;
+
+    /// Opens the data.
+    ///
+    /// # Errors
+    /// If it is missing, unreadable or too little.
+    fn setup(config: &Self::Config, context: &DataContext) -> Result<Self>;
+
+    /// Samples of one micro-batch of one data-parallel rank.
+    fn batch_size(config: &Self::Config) -> usize;
+
+    /// Whether training samples come in a random order, another one each epoch.
+    fn shuffle(config: &Self::Config) -> bool {
+        let _ = config;
+        true
+    }
+
+    /// Number of samples; the same on every rank.
+    fn len(&self, split: Split) -> u64;
+
+    /// The samples of these indices, each less than [`len`](Self::len), as one batch on `device`.
+    /// There may be none of them: a rank that has no part of the last validation batch still takes
+    /// part in the step.
+    fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<Self::Batch>;
+}

@@ -1,0 +1,240 @@
+//! Which samples a rank takes.
+
+use std::ops::Range;
+
+use super::SampleOrder;
+use crate::{Error, Result};
+
+/// The training samples of one data-parallel rank, by step and micro-batch.
+///
+/// A step takes the next `batch_size * data_parallel_size * accumulate` samples of the stream,
+/// rank `r` the `r`-th contiguous part of them. So the samples of a step depend on their number
+/// alone, not on how ranks and micro-batches share it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TrainSampler {
+    order: SampleOrder,
+    batch_size: u64,
+    data_parallel_size: u64,
+    data_parallel_rank: u64,
+    accumulate: u64,
+}
+
+impl TrainSampler {
+    /// The samples of rank `data_parallel_rank` of `data_parallel_size`, in micro-batches of
+    /// `batch_size`, of which a step takes `accumulate`.
+    ///
+    /// # Errors
+    /// If a size is zero or the rank is not less than their number.
+    pub fn new(
+        order: SampleOrder,
+        batch_size: usize,
+        data_parallel_size: usize,
+        data_parallel_rank: usize,
+        accumulate: usize,
+    ) -> Result<Self> {
+        check_batch(batch_size, data_parallel_size, data_parallel_rank)?;
+        if accumulate == 0 {
+            return Err(Error::Config(
+                "trainer.accumulate_grad_batches must be at least 1, got 0".to_owned(),
+            ));
+        }
+        Ok(Self {
+            order,
+            batch_size: batch_size as u64,
+            data_parallel_size: data_parallel_size as u64,
+            data_parallel_rank: data_parallel_rank as u64,
+            accumulate: accumulate as u64,
+        })
+    }
+
+    /// Samples a step takes over all ranks.
+    pub fn global_batch_size(&self) -> u64 {
+        self.batch_size * self.data_parallel_size * self.accumulate
+    }
+
+    /// Steps until every sample was taken at least `epochs` times.
+    pub fn steps_for_epochs(&self, epochs: u64) -> u64 {
+        (epochs * self.order.epoch_len()).div_ceil(self.global_batch_size())
+    }
+
+    /// The epoch that step `step`, counted from 0, begins in.
+    pub fn epoch(&self, step: u64) -> u64 {
+        self.order.at(step * self.global_batch_size()).0
+    }
+
+    /// The samples of this rank's micro-batch `micro_batch` of step `step`, both counted from 0.
+    pub fn indices(&self, step: u64, micro_batch: usize) -> Vec<u64> {
+        let per_rank = self.batch_size * self.accumulate;
+        let start = step * self.global_batch_size()
+            + self.data_parallel_rank * per_rank
+            + micro_batch as u64 * self.batch_size;
+        (start..start + self.batch_size).map(|position| self.order.at(position).1).collect()
+    }
+}
+
+/// The samples of one data-parallel rank in validation, test and prediction: every sample once, in
+/// order, none repeated to fill a batch. All ranks see the same number of batches; the last one may
+/// be short and a rank's part of it empty.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EvalSampler {
+    len: u64,
+    batch_size: u64,
+    data_parallel_size: u64,
+    data_parallel_rank: u64,
+}
+
+impl EvalSampler {
+    /// `len` samples (perhaps none), cut into batches of `batch_size` a rank.
+    ///
+    /// # Errors
+    /// If a size is zero or the rank is not less than their number.
+    pub fn new(
+        len: u64,
+        batch_size: usize,
+        data_parallel_size: usize,
+        data_parallel_rank: usize,
+    ) -> Result<Self> {
+        check_batch(batch_size, data_parallel_size, data_parallel_rank)?;
+        Ok(Self {
+            len,
+            batch_size: batch_size as u64,
+            data_parallel_size: data_parallel_size as u64,
+            data_parallel_rank: data_parallel_rank as u64,
+        })
+    }
+
+    /// Number of batches, the same on every rank.
+    pub fn num_batches(&self) -> u64 {
+        self.len.div_ceil(self.batch_size * self.data_parallel_size)
+    }
+
+    /// The samples of this rank's part of batch `batch`; the ranks' parts are contiguous, in rank
+    /// order, and of equal size to within one.
+    pub fn indices(&self, batch: u64) -> Range<u64> {
+        let global = self.batch_size * self.data_parallel_size;
+        let start = (batch * global).min(self.len);
+        let count = global.min(self.len - start);
+        let part = |rank: u64| start + count * rank / self.data_parallel_size;
+        part(self.data_parallel_rank)..part(self.data_parallel_rank + 1)
+    }
+}
+
+fn check_batch(batch_size: usize, parallel: usize, rank: usize) -> Result<()> {
+    if batch_size == 0 {
+        return Err(Error::Config("data.batch_size must be at least 1, got 0".to_owned()));
+    }
+    if rank >= parallel {
+        return Err(Error::Data(format!("there is no data-parallel rank {rank} of {parallel}")));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// All samples of a step, in the order of the stream: rank by rank, micro-batch by micro-batch.
+    fn step_samples(
+        order: SampleOrder,
+        step: u64,
+        (dp, accumulate, batch): (usize, usize, usize),
+    ) -> Vec<u64> {
+        let samplers = (0..dp).map(|r| TrainSampler::new(order, batch, dp, r, accumulate).unwrap());
+        samplers.flat_map(|s| (0..accumulate).flat_map(move |m| s.indices(step, m))).collect()
+    }
+
+    /// A way to share 24 samples.
+    fn shares() -> impl Strategy<Value = (usize, usize, usize)> {
+        let all: Vec<_> = (1..=24)
+            .flat_map(|dp| (1..=24).map(move |accumulate| (dp, accumulate)))
+            .filter(|(dp, accumulate)| 24 % (dp * accumulate) == 0)
+            .map(|(dp, accumulate)| (dp, accumulate, 24 / (dp * accumulate)))
+            .collect();
+        prop::sample::select(all)
+    }
+
+    proptest! {
+        #[test]
+        fn a_step_takes_the_same_samples_however_they_are_shared(
+            seed: u64, shuffle: bool, len in 1u64..100, step in 0u64..20, share in shares()
+        ) {
+            let order = SampleOrder::new(seed, shuffle, len).unwrap();
+            let stream: Vec<_> = (24 * step..24 * (step + 1)).map(|p| order.at(p).1).collect();
+            prop_assert_eq!(step_samples(order, step, share), stream);
+        }
+
+        #[test]
+        fn an_epoch_takes_every_sample_once_and_ranks_are_disjoint(
+            seed: u64, steps in 1u64..6, share in shares()
+        ) {
+            let len = 24 * steps;
+            let order = SampleOrder::new(seed, true, len).unwrap();
+            let mut seen: Vec<_> = (0..steps).flat_map(|s| step_samples(order, s, share)).collect();
+            seen.sort_unstable();
+            prop_assert_eq!(seen, (0..len).collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn steps_for_epochs_is_the_first_that_covers_them(
+            len in 1u64..100, epochs in 1u64..4, share in shares()
+        ) {
+            let order = SampleOrder::new(1, true, len).unwrap();
+            let (dp, accumulate, batch) = share;
+            let sampler = TrainSampler::new(order, batch, dp, 0, accumulate).unwrap();
+            let steps = sampler.steps_for_epochs(epochs);
+            prop_assert!(sampler.epoch(steps) >= epochs);
+            prop_assert!(sampler.epoch(steps - 1) < epochs);
+        }
+
+        #[test]
+        fn evaluation_takes_every_sample_once_in_order(
+            len in 0u64..200, batch in 1usize..9, dp in 1usize..6
+        ) {
+            let sampler = |rank| EvalSampler::new(len, batch, dp, rank).unwrap();
+            let batches = sampler(0).num_batches();
+            let mut seen = Vec::new();
+            for k in 0..batches {
+                for rank in 0..dp {
+                    prop_assert_eq!(sampler(rank).num_batches(), batches);
+                    let part = sampler(rank).indices(k);
+                    prop_assert!(part.end - part.start <= batch as u64);
+                    seen.extend(part);
+                }
+            }
+            prop_assert_eq!(seen, (0..len).collect::<Vec<_>>());
+            prop_assert!(sampler(0).indices(batches).is_empty());
+        }
+    }
+
+    #[test]
+    fn without_shuffling_ranks_have_contiguous_parts() {
+        let order = SampleOrder::new(0, false, 1000).unwrap();
+        let sampler = TrainSampler::new(order, 2, 3, 2, 2).unwrap();
+        // Step s has samples 12 s ..; rank 2 the last four of them.
+        assert_eq!(sampler.indices(5, 0), [68, 69]);
+        assert_eq!(sampler.indices(5, 1), [70, 71]);
+    }
+
+    #[test]
+    fn a_short_last_batch_is_shared_evenly() {
+        let parts: Vec<_> =
+            (0..4).map(|r| EvalSampler::new(21, 4, 4, r).unwrap().indices(1)).collect();
+        assert_eq!(parts, [16..17, 17..18, 18..19, 19..21]);
+        let parts: Vec<_> =
+            (0..4).map(|r| EvalSampler::new(2, 4, 4, r).unwrap().indices(0)).collect();
+        assert_eq!(parts, [0..0, 0..1, 1..1, 1..2]);
+    }
+
+    #[test]
+    fn mistakes_are_explained() {
+        let order = SampleOrder::new(0, false, 10).unwrap();
+        let message = |batch, dp, rank, accumulate| {
+            TrainSampler::new(order, batch, dp, rank, accumulate).unwrap_err().to_string()
+        };
+        insta::assert_snapshot!(message(0, 1, 0, 1), @"data.batch_size must be at least 1, got 0");
+        insta::assert_snapshot!(message(1, 1, 0, 0), @"trainer.accumulate_grad_batches must be at least 1, got 0");
+        insta::assert_snapshot!(message(1, 2, 2, 1), @"data: there is no data-parallel rank 2 of 2");
+    }
+}

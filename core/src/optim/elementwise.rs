@@ -1,0 +1,199 @@
+//! Element-wise updates on the CPU in one pass over memory.
+//!
+//! Work is cut into chunks of a fixed size and every element is a function of its own inputs, so
+//! the bits do not depend on the number of threads.
+
+use candle_core::{DType, Tensor};
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use super::GradScale;
+use crate::autograd::storage::{HostElement, with_host, with_host_mut};
+use crate::{Error, Result};
+
+/// Elements a task handles: small enough that its slices stay in the second-level cache.
+const CHUNK: usize = 1 << 14;
+
+/// What updates are computed in.
+pub(super) trait Real: HostElement {
+    fn sqrt(self) -> Self;
+    /// Clamped to plus or minus `bound`; NaN stays NaN.
+    fn limit(self, bound: Self) -> Self;
+}
+
+/// A dtype that parameter values may have.
+pub(super) trait Stored<C>: HostElement {
+    fn load(self) -> C;
+    fn store(value: C) -> Self;
+}
+
+macro_rules! real {
+    ($ty:ty) => {
+        impl Real for $ty {
+            fn sqrt(self) -> Self {
+                self.sqrt()
+            }
+            fn limit(self, bound: Self) -> Self {
+                self.clamp(-bound, bound)
+            }
+        }
+        impl Stored<$ty> for $ty {
+            fn load(self) -> $ty {
+                self
+            }
+            fn store(value: $ty) -> Self {
+                value
+            }
+        }
+    };
+}
+real!(f32);
+real!(f64);
+
+macro_rules! stored_as_half {
+    ($ty:ty) => {
+        impl Stored<f32> for $ty {
+            fn load(self) -> f32 {
+                self.to_f32()
+            }
+            fn store(value: f32) -> Self {
+                Self::from_f32(value)
+            }
+        }
+    };
+}
+stored_as_half!(bf16);
+stored_as_half!(f16);
+
+/// dtype of the optimizer state and of the arithmetic for parameters of dtype `values`.
+pub(super) fn state_dtype(values: DType) -> Option<DType> {
+    match values {
+        DType::F64 => Some(DType::F64),
+        DType::F32 | DType::F16 | DType::BF16 => Some(DType::F32),
+        _ => None,
+    }
+}
+
+/// Calls the generic function `$f::<P, C>` for the values' dtype.
+macro_rules! dispatch {
+    ($dtype:expr, $f:ident($($arg:expr),* $(,)?)) => {
+        match $dtype {
+            candle_core::DType::F32 => $f::<f32, f32>($($arg),*),
+            candle_core::DType::F64 => $f::<f64, f64>($($arg),*),
+            candle_core::DType::BF16 => $f::<half::bf16, f32>($($arg),*),
+            candle_core::DType::F16 => $f::<half::f16, f32>($($arg),*),
+            other => Err($crate::Error::other(format!("no optimizer updates dtype {other:?}"))),
+        }
+    };
+}
+pub(super) use dispatch;
+
+/// [`GradScale`] in the arithmetic's type.
+#[derive(Clone, Copy)]
+pub(super) struct Scale<C> {
+    factor: C,
+    bound: C,
+}
+
+impl<C: Real> Scale<C> {
+    pub(super) fn new(scale: &GradScale) -> Self {
+        Self {
+            factor: C::from_f64(scale.factor),
+            bound: C::from_f64(scale.clip_value.unwrap_or(f64::INFINITY)),
+        }
+    }
+
+    pub(super) fn apply(self, grad: C) -> C {
+        (grad * self.factor).limit(self.bound)
+    }
+}
+
+/// The same as candle operations, for devices other than the CPU.
+pub(super) fn scaled_grad(grad: &Tensor, scale: &GradScale) -> Result<Tensor> {
+    let grad = (grad.detach() * scale.factor)?;
+    Ok(match scale.clip_value {
+        Some(bound) => grad.clamp(-bound, bound)?,
+        None => grad,
+    })
+}
+
+/// # Errors
+/// If `clip_value` cannot be a bound.
+pub(super) fn check_scale(scale: &GradScale) -> Result<()> {
+    match scale.clip_value {
+        Some(bound) if bound.is_nan() || bound < 0.0 => Err(Error::Config(format!(
+            "trainer.gradient_clip_val must be zero or more when clipping by value, got {bound}"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// `values = f(values, grad)`.
+pub(super) fn update0<P: Stored<C>, C: Real>(
+    values: &Tensor,
+    grad: &Tensor,
+    f: impl Fn(C, C) -> C + Sync,
+) -> Result<()> {
+    with_host(grad, |g: &[C]| {
+        with_host_mut(values, |p: &mut [P]| {
+            p.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK)).for_each(|(p, g)| {
+                for (p, &g) in p.iter_mut().zip(g) {
+                    *p = P::store(f(p.load(), g));
+                }
+            });
+        })
+    })
+    .flatten()
+}
+
+/// `(values, a) = f(values, grad, a)`.
+pub(super) fn update1<P: Stored<C>, C: Real>(
+    values: &Tensor,
+    grad: &Tensor,
+    a: &Tensor,
+    f: impl Fn(C, C, C) -> (C, C) + Sync,
+) -> Result<()> {
+    with_host(grad, |g: &[C]| {
+        with_host_mut(a, |a: &mut [C]| {
+            with_host_mut(values, |p: &mut [P]| {
+                let chunks = p.par_chunks_mut(CHUNK).zip(a.par_chunks_mut(CHUNK));
+                chunks.zip(g.par_chunks(CHUNK)).for_each(|((p, a), g)| {
+                    for ((p, a), &g) in p.iter_mut().zip(a).zip(g) {
+                        let (new_p, new_a) = f(p.load(), g, *a);
+                        (*p, *a) = (P::store(new_p), new_a);
+                    }
+                });
+            })
+        })
+        .flatten()
+    })
+    .flatten()
+}
+
+/// `(values, a, b) = f(values, grad, a, b)`.
+pub(super) fn update2<P: Stored<C>, C: Real>(
+    values: &Tensor,
+    grad: &Tensor,
+    [a, b]: [&Tensor; 2],
+    f: impl Fn(C, C, C, C) -> (C, C, C) + Sync,
+) -> Result<()> {
+    with_host(grad, |g: &[C]| {
+        with_host_mut(a, |a: &mut [C]| {
+            with_host_mut(b, |b: &mut [C]| {
+                with_host_mut(values, |p: &mut [P]| {
+                    let states = a.par_chunks_mut(CHUNK).zip(b.par_chunks_mut(CHUNK));
+                    let chunks = p.par_chunks_mut(CHUNK).zip(states);
+                    chunks.zip(g.par_chunks(CHUNK)).for_each(|((p, (a, b)), g)| {
+                        for (((p, a), b), &g) in p.iter_mut().zip(a).zip(b).zip(g) {
+                            let (new_p, new_a, new_b) = f(p.load(), g, *a, *b);
+                            (*p, *a, *b) = (P::store(new_p), new_a, new_b);
+                        }
+                    });
+                })
+            })
+            .flatten()
+        })
+        .flatten()
+    })
+    .flatten()
+}

@@ -1,0 +1,138 @@
+//! Parameter groups, chosen by FQN pattern.
+
+use serde::{Deserialize, Serialize};
+
+use crate::module::glob_match;
+use crate::parameter::Parameter;
+use crate::{Error, Result};
+
+/// How many FQNs an error about a pattern shows.
+const SHOWN: usize = 6;
+
+/// Options of the parameters that match any of the patterns; what is not set is taken from the
+/// optimizer. In a configuration file:
+///
+/// ```toml
+/// [optimizer]
+/// type = "adamw"
+/// no_decay = ["*norm*", "bias"]
+/// groups = [{ patterns = ["model.embed_tokens.weight"], lr = 1e-4 }]
+/// ```
+///
+/// The first group that matches a parameter has it. `no_decay` is about decay only and stronger
+/// than any group: what it matches is never decayed.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ParamGroupConfig {
+    /// FQN patterns, as [`pattern_matches`] reads them.
+    pub patterns: Vec<String>,
+    /// The group's learning rate, before the schedule.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lr: Option<f64>,
+    /// The group's weight decay.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weight_decay: Option<f64>,
+}
+
+/// Whether an FQN pattern matches a parameter. A pattern with dots must match the whole name,
+/// segment by segment; one without matches any single segment. `*` stands for any part of a
+/// segment.
+///
+/// ```
+/// use fulgurite_core::optim::pattern_matches;
+///
+/// assert!(pattern_matches("*norm*", "layers.0.input_layernorm.weight"));
+/// assert!(pattern_matches("bias", "layers.0.mlp.up.bias"));
+/// assert!(pattern_matches("layers.*.mlp.up.bias", "layers.0.mlp.up.bias"));
+/// assert!(!pattern_matches("mlp.up.bias", "layers.0.mlp.up.bias")); // not the whole name
+/// ```
+pub fn pattern_matches(pattern: &str, fqn: &str) -> bool {
+    if pattern.contains('.') {
+        glob_match(pattern, fqn)
+    } else {
+        fqn.split('.').any(|segment| glob_match(pattern, segment))
+    }
+}
+
+/// What a group decides for a parameter.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Hyper {
+    pub(super) lr: f64,
+    pub(super) weight_decay: f64,
+}
+
+/// The options of each parameter, in order.
+///
+/// # Errors
+/// If an option is out of range, or a pattern matches no parameter.
+pub(super) fn resolve(
+    parameters: &[Parameter],
+    base: Hyper,
+    groups: &[ParamGroupConfig],
+    no_decay: &[String],
+) -> Result<Vec<Hyper>> {
+    at_least_zero("optimizer.lr", base.lr)?;
+    at_least_zero("optimizer.weight_decay", base.weight_decay)?;
+    check_patterns("optimizer.no_decay", no_decay, parameters)?;
+    for (i, group) in groups.iter().enumerate() {
+        let key = |name| format!("optimizer.groups[{i}].{name}");
+        if group.patterns.is_empty() {
+            return Err(Error::Config(format!(
+                "{} is empty; give the FQN patterns of the group's parameters",
+                key("patterns")
+            )));
+        }
+        check_patterns(&key("patterns"), &group.patterns, parameters)?;
+        at_least_zero(&key("lr"), group.lr.unwrap_or(0.0))?;
+        at_least_zero(&key("weight_decay"), group.weight_decay.unwrap_or(0.0))?;
+    }
+    let any = |patterns: &[String], fqn: &str| patterns.iter().any(|p| pattern_matches(p, fqn));
+    let hyper = |parameter: &Parameter| {
+        let fqn = parameter.fqn();
+        let group = groups.iter().find(|group| any(&group.patterns, fqn));
+        let decay = group.and_then(|g| g.weight_decay).unwrap_or(base.weight_decay);
+        Hyper {
+            lr: group.and_then(|g| g.lr).unwrap_or(base.lr),
+            weight_decay: if any(no_decay, fqn) { 0.0 } else { decay },
+        }
+    };
+    Ok(parameters.iter().map(hyper).collect())
+}
+
+fn check_patterns(key: &str, patterns: &[String], parameters: &[Parameter]) -> Result<()> {
+    for pattern in patterns {
+        if !parameters.iter().any(|p| pattern_matches(pattern, p.fqn())) {
+            let mut names: Vec<_> = parameters.iter().take(SHOWN).map(Parameter::fqn).collect();
+            if parameters.len() > SHOWN {
+                names.push("…");
+            }
+            return Err(Error::Config(format!(
+                "{key}: the pattern {pattern:?} matches no trainable parameter; the model has {}. \
+                 A pattern with dots must match a whole name, one without any single segment; `*` \
+                 stands for any part of a segment",
+                if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// # Errors
+/// If the option is negative or not finite.
+pub(super) fn at_least_zero(key: &str, value: f64) -> Result<()> {
+    if value.is_finite() && value >= 0.0 {
+        Ok(())
+    } else {
+        Err(Error::Config(format!("{key} must be a number of zero or more, got {value}")))
+    }
+}
+
+/// # Errors
+/// If the option is not in `[0, 1)`.
+pub(super) fn unit_interval(key: &str, value: f64) -> Result<()> {
+    if (0.0..1.0).contains(&value) {
+        Ok(())
+    } else {
+        Err(Error::Config(format!("{key} must be at least 0 and less than 1, got {value}")))
+    }
+}

@@ -1,0 +1,284 @@
+//! Learning-rate schedules.
+//!
+//! A schedule is a pure function of the step, so there is nothing to save. All of them can warm up:
+//! over the first `warmup_steps` steps the factor rises in equal strides and step `warmup_steps`
+//! (counted from 0) is the first with the full rate; no step has a rate of zero for it.
+//!
+//! ```
+//! use fulgurite_core::optim::{Cosine, SchedulerConfig};
+//!
+//! let schedule = Cosine { warmup_steps: 3, min_factor: 0.1, ..Cosine::default() };
+//! assert_eq!(schedule.factor(0, Some(103))?, 0.25);
+//! assert_eq!(schedule.factor(3, Some(103))?, 1.0);
+//! assert!((schedule.factor(53, Some(103))? - 0.55).abs() < 1e-12); // half-way
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+use serde::{Deserialize, Serialize};
+
+use super::optimizer::SchedulerConfig;
+use crate::{Error, Result};
+
+/// The same rate all along, after the warm-up: `scheduler.type = "constant"`.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Constant {
+    /// Steps over which the rate rises in equal strides: step `s`, counted from 0, has the factor
+    /// `(s + 1) / (warmup_steps + 1)`.
+    pub warmup_steps: u64,
+}
+
+#[typetag::serde(name = "constant")]
+impl SchedulerConfig for Constant {
+    fn factor(&self, step: u64, _: Option<u64>) -> Result<f64> {
+        Ok(warmup(step, self.warmup_steps))
+    }
+}
+
+/// A straight fall from 1 to `min_factor`, after the warm-up: `scheduler.type = "linear"`.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Linear {
+    /// Steps over which the rate rises in equal strides: step `s`, counted from 0, has the factor
+    /// `(s + 1) / (warmup_steps + 1)`.
+    pub warmup_steps: u64,
+    /// What the rate has fallen to at the end, in `[0, 1]`; it stays there.
+    pub min_factor: f64,
+    /// The step at which it has, warm-up included; by default the run's length.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decay_steps: Option<u64>,
+}
+
+#[typetag::serde(name = "linear")]
+impl SchedulerConfig for Linear {
+    fn factor(&self, step: u64, max_steps: Option<u64>) -> Result<f64> {
+        let decay =
+            Decay::new("linear", self.warmup_steps, self.min_factor, self.decay_steps, max_steps)?;
+        Ok(decay.factor(step, |progress| 1.0 - progress))
+    }
+}
+
+/// Half a cosine wave from 1 to `min_factor`, after the warm-up: `scheduler.type = "cosine"`.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Cosine {
+    /// Steps over which the rate rises in equal strides: step `s`, counted from 0, has the factor
+    /// `(s + 1) / (warmup_steps + 1)`.
+    pub warmup_steps: u64,
+    /// What the rate has fallen to at the end, in `[0, 1]`; it stays there.
+    pub min_factor: f64,
+    /// The step at which it has, warm-up included; by default the run's length.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decay_steps: Option<u64>,
+}
+
+#[typetag::serde(name = "cosine")]
+impl SchedulerConfig for Cosine {
+    fn factor(&self, step: u64, max_steps: Option<u64>) -> Result<f64> {
+        let decay =
+            Decay::new("cosine", self.warmup_steps, self.min_factor, self.decay_steps, max_steps)?;
+        let wave = |progress: f64| 0.5 * (1.0 + (std::f64::consts::PI * progress).cos());
+        Ok(decay.factor(step, wave))
+    }
+}
+
+/// A rate that is multiplied with `gamma` every `step_size` steps, counted from the end of the
+/// warm-up: `scheduler.type = "step"`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Step {
+    /// Steps between two falls; at least one.
+    pub step_size: u64,
+    /// What the rate is multiplied with; zero or more.
+    pub gamma: f64,
+    /// Steps over which the rate rises in equal strides: step `s`, counted from 0, has the factor
+    /// `(s + 1) / (warmup_steps + 1)`.
+    pub warmup_steps: u64,
+}
+
+impl Default for Step {
+    fn default() -> Self {
+        Self { step_size: 1000, gamma: 0.1, warmup_steps: 0 }
+    }
+}
+
+#[typetag::serde(name = "step")]
+impl SchedulerConfig for Step {
+    fn factor(&self, step: u64, _: Option<u64>) -> Result<f64> {
+        if self.step_size == 0 {
+            return Err(Error::Config("scheduler.step_size must be at least 1, got 0".to_owned()));
+        }
+        super::groups::at_least_zero("scheduler.gamma", self.gamma)?;
+        let falls = step.saturating_sub(self.warmup_steps) / self.step_size;
+        Ok(warmup(step, self.warmup_steps) * self.gamma.powf(falls as f64))
+    }
+}
+
+crate::register_plugin!(
+    crate::registry::kind::SCHEDULER,
+    "constant",
+    "The same rate all along, after an optional warm-up",
+    "{ type = \"constant\", warmup_steps = 100 }"
+);
+crate::register_plugin!(
+    crate::registry::kind::SCHEDULER,
+    "linear",
+    "A straight fall to min_factor, after an optional warm-up",
+    "{ type = \"linear\", warmup_steps = 100, min_factor = 0.1 }"
+);
+crate::register_plugin!(
+    crate::registry::kind::SCHEDULER,
+    "cosine",
+    "Half a cosine wave down to min_factor, after an optional warm-up",
+    "{ type = \"cosine\", warmup_steps = 100, min_factor = 0.1 }"
+);
+crate::register_plugin!(
+    crate::registry::kind::SCHEDULER,
+    "step",
+    "A fall by gamma every step_size steps, after an optional warm-up",
+    "{ type = \"step\", step_size = 1000, gamma = 0.5 }"
+);
+
+fn warmup(step: u64, warmup_steps: u64) -> f64 {
+    if step < warmup_steps { (step + 1) as f64 / (warmup_steps as f64 + 1.0) } else { 1.0 }
+}
+
+/// A warm-up and a fall that ends.
+struct Decay {
+    warmup_steps: u64,
+    min_factor: f64,
+    end: u64,
+}
+
+impl Decay {
+    fn new(
+        name: &str,
+        warmup_steps: u64,
+        min_factor: f64,
+        decay_steps: Option<u64>,
+        max_steps: Option<u64>,
+    ) -> Result<Self> {
+        if !(0.0..=1.0).contains(&min_factor) {
+            return Err(Error::Config(format!(
+                "scheduler.min_factor must be from 0 to 1, got {min_factor}"
+            )));
+        }
+        if let Some(end) = decay_steps.filter(|&end| end < warmup_steps) {
+            return Err(Error::Config(format!(
+                "scheduler.decay_steps counts the warm-up too, so {end} cannot be less than \
+                 scheduler.warmup_steps, which is {warmup_steps}"
+            )));
+        }
+        let end = decay_steps.or(max_steps).ok_or_else(|| {
+            Error::Config(format!(
+                "the {name} schedule has to know when it ends: set scheduler.decay_steps or \
+                 trainer.max_steps"
+            ))
+        })?;
+        Ok(Self { warmup_steps, min_factor, end })
+    }
+
+    /// `shape` falls from 1 at 0 to 0 at 1.
+    fn factor(&self, step: u64, shape: impl Fn(f64) -> f64) -> f64 {
+        if step < self.warmup_steps {
+            return warmup(step, self.warmup_steps);
+        }
+        if step >= self.end {
+            return self.min_factor;
+        }
+        let length = (self.end - self.warmup_steps) as f64;
+        let progress = (step - self.warmup_steps) as f64 / length;
+        self.min_factor + (1.0 - self.min_factor) * shape(progress)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn assert_table(schedule: &dyn SchedulerConfig, max_steps: Option<u64>, table: &[(u64, f64)]) {
+        for &(step, expected) in table {
+            let factor = schedule.factor(step, max_steps).unwrap();
+            assert!((factor - expected).abs() < 1e-12, "{schedule:?} at {step}: {factor}");
+        }
+    }
+
+    #[test]
+    fn constant_rises_and_stays() {
+        let table = [(0, 0.2), (1, 0.4), (2, 0.6), (3, 0.8), (4, 1.0), (5, 1.0), (1_000_000, 1.0)];
+        assert_table(&Constant { warmup_steps: 4 }, None, &table);
+        assert_table(&Constant::default(), None, &[(0, 1.0), (7, 1.0)]);
+    }
+
+    #[test]
+    fn linear_falls_in_equal_strides() {
+        let falls = Linear { warmup_steps: 1, min_factor: 0.2, decay_steps: None };
+        let table = [(0, 0.5), (1, 1.0), (2, 0.8), (3, 0.6), (4, 0.4), (5, 0.2), (6, 0.2)];
+        assert_table(&falls, Some(5), &table);
+        let own_end = Linear { decay_steps: Some(4), ..Linear::default() };
+        assert_table(&own_end, Some(100), &[(0, 1.0), (1, 0.75), (3, 0.25), (4, 0.0), (9, 0.0)]);
+    }
+
+    #[test]
+    fn cosine_falls_in_half_a_wave() {
+        let half = 0.5f64.sqrt();
+        let table = [
+            (0, 0.5),
+            (1, 1.0),
+            (2, 0.5 + 0.5 * half),
+            (3, 0.5),
+            (4, 0.5 - 0.5 * half),
+            (5, 0.0),
+            (6, 0.0),
+        ];
+        assert_table(&Cosine { warmup_steps: 1, ..Cosine::default() }, Some(5), &table);
+        let to_a_tenth = Cosine { min_factor: 0.1, decay_steps: Some(6), warmup_steps: 0 };
+        // cos(pi / 3) = 1/2
+        assert_table(&to_a_tenth, None, &[(0, 1.0), (2, 0.1 + 0.9 * 0.75), (4, 0.325), (6, 0.1)]);
+    }
+
+    #[test]
+    fn step_falls_by_gamma() {
+        let schedule = Step { step_size: 2, gamma: 0.5, warmup_steps: 1 };
+        let table = [(0, 0.5), (1, 1.0), (2, 1.0), (3, 0.5), (4, 0.5), (5, 0.25), (7, 0.125)];
+        assert_table(&schedule, None, &table);
+    }
+
+    #[test]
+    fn a_run_that_ends_in_its_warm_up_is_no_error() {
+        let schedule = Cosine { warmup_steps: 10, ..Cosine::default() };
+        assert_table(&schedule, Some(4), &[(0, 1.0 / 11.0), (9, 10.0 / 11.0), (10, 0.0)]);
+    }
+
+    #[test]
+    fn configured_by_type() {
+        let schedule: Box<dyn SchedulerConfig> =
+            toml::from_str("type = \"step\"\nstep_size = 3\ngamma = 0.1").unwrap();
+        assert_table(&*schedule, None, &[(2, 1.0), (3, 0.1)]);
+        let error = toml::from_str::<Box<dyn SchedulerConfig>>("type = \"linear\"\nwarmup = 3");
+        let message = error.unwrap_err().message().to_owned();
+        insta::assert_snapshot!(message, @"unknown field `warmup`, expected one of `warmup_steps`, `min_factor`, `decay_steps`");
+        for name in ["constant", "cosine", "linear", "step"] {
+            crate::registry::require(crate::registry::kind::SCHEDULER, name).unwrap();
+            let example = crate::registry::plugins()
+                .into_iter()
+                .find(|p| p.kind == crate::registry::kind::SCHEDULER && p.name == name)
+                .map(|p| format!("scheduler = {}", p.example))
+                .unwrap();
+            let table: toml::Table = toml::from_str(&example).unwrap();
+            let built: Box<dyn SchedulerConfig> = table["scheduler"].clone().try_into().unwrap();
+            assert_eq!(built.typetag_name(), name);
+        }
+    }
+
+    #[test]
+    fn mistakes_are_explained() {
+        let message = |s: &dyn SchedulerConfig| s.factor(0, None).unwrap_err().to_string();
+        insta::assert_snapshot!(message(&Cosine::default()), @"the cosine schedule has to know when it ends: set scheduler.decay_steps or trainer.max_steps");
+        insta::assert_snapshot!(message(&Linear { min_factor: 1.5, ..Linear::default() }), @"scheduler.min_factor must be from 0 to 1, got 1.5");
+        insta::assert_snapshot!(
+            message(&Linear { warmup_steps: 9, decay_steps: Some(5), min_factor: 0.0 }), @"scheduler.decay_steps counts the warm-up too, so 5 cannot be less than scheduler.warmup_steps, which is 9");
+        insta::assert_snapshot!(message(&Step { step_size: 0, ..Step::default() }), @"scheduler.step_size must be at least 1, got 0");
+        insta::assert_snapshot!(message(&Step { gamma: -0.1, ..Step::default() }), @"scheduler.gamma must be a number of zero or more, got -0.1");
+    }
+}

@@ -1,0 +1,372 @@
+//! Stochastic gradient descent.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::elementwise::{Real, Scale, Stored, check_scale, dispatch, scaled_grad};
+use super::elementwise::{update0, update1};
+use super::groups::{Hyper, ParamGroupConfig, at_least_zero, resolve};
+use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
+use super::slots::{Slots, Work, load_step};
+use crate::autograd::storage;
+use crate::parameter::Parameter;
+use crate::{Error, Result};
+
+/// Stochastic gradient descent with optional momentum, computed in the order of
+/// `torch.optim.SGD`: `optimizer.type = "sgd"`.
+///
+/// State: `momentum_buffer`, if there is momentum. The optimizer's first step fills it with the
+/// gradient undampened; a parameter whose first gradient comes later starts from zero.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Sgd {
+    /// The learning rate, before the schedule.
+    pub lr: f64,
+    /// How much of the previous update is kept; 0 for none.
+    pub momentum: f64,
+    /// How much of the gradient does not enter the momentum.
+    pub dampening: f64,
+    /// Whether to step with the gradient plus the momentum that follows from it. Needs momentum,
+    /// and no dampening.
+    pub nesterov: bool,
+    /// Times the values, added to the gradient.
+    pub weight_decay: f64,
+    /// FQN patterns of parameters that are not decayed: `["*norm*", "bias"]`.
+    pub no_decay: Vec<String>,
+    /// Parameters with options of their own.
+    pub groups: Vec<ParamGroupConfig>,
+}
+
+impl Default for Sgd {
+    fn default() -> Self {
+        Self {
+            lr: 1e-3,
+            momentum: 0.0,
+            dampening: 0.0,
+            nesterov: false,
+            weight_decay: 0.0,
+            no_decay: Vec::new(),
+            groups: Vec::new(),
+        }
+    }
+}
+
+#[typetag::serde(name = "sgd")]
+impl OptimizerConfig for Sgd {
+    fn build(&self, parameters: &[Parameter]) -> Result<Box<dyn Optimizer>> {
+        at_least_zero("optimizer.momentum", self.momentum)?;
+        if !self.dampening.is_finite() {
+            return Err(Error::Config(format!(
+                "optimizer.dampening must be a finite number, got {}",
+                self.dampening
+            )));
+        }
+        if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
+            return Err(Error::Config(format!(
+                "optimizer.nesterov needs optimizer.momentum above zero and optimizer.dampening \
+                 of zero, got {} and {}",
+                self.momentum, self.dampening
+            )));
+        }
+        let base = Hyper { lr: self.lr, weight_decay: self.weight_decay };
+        let hypers = resolve(parameters, base, &self.groups, &self.no_decay)?;
+        let kind = if self.momentum == 0.0 {
+            Kind::Plain(Slots::new(parameters, hypers, [])?)
+        } else {
+            Kind::Momentum(Slots::new(parameters, hypers, ["momentum_buffer"])?)
+        };
+        Ok(Box::new(SgdOptimizer { config: self.clone(), kind, steps: 0, schedule: 1.0 }))
+    }
+}
+
+crate::register_plugin!(
+    crate::registry::kind::OPTIMIZER,
+    "sgd",
+    "Stochastic gradient descent with momentum, as torch.optim.SGD",
+    "{ type = \"sgd\", lr = 0.1, momentum = 0.9, nesterov = true }"
+);
+
+/// Without momentum there is no state to keep.
+enum Kind {
+    Plain(Slots<0>),
+    Momentum(Slots<1>),
+}
+
+struct SgdOptimizer {
+    config: Sgd,
+    kind: Kind,
+    steps: u64,
+    schedule: f64,
+}
+
+/// The numbers of one update that are the same for all of a parameter's elements.
+#[derive(Clone, Copy)]
+struct Coefficients {
+    step_size: f64,
+    weight_decay: f64,
+    momentum: f64,
+    /// What the gradient enters the momentum with.
+    gain: f64,
+    /// What the old momentum enters the new with.
+    keep: f64,
+    nesterov: bool,
+}
+
+impl Optimizer for SgdOptimizer {
+    fn parameters(&self) -> &[Parameter] {
+        match &self.kind {
+            Kind::Plain(slots) => slots.parameters(),
+            Kind::Momentum(slots) => slots.parameters(),
+        }
+    }
+
+    fn step(&mut self, scale: &GradScale) -> Result<()> {
+        check_scale(scale)?;
+        self.steps += 1;
+        for index in 0..self.parameters().len() {
+            match &mut self.kind {
+                Kind::Plain(slots) => {
+                    let Some(work) = slots.work(index)? else { continue };
+                    let c = coefficients(&self.config, self.steps, self.schedule, work.hyper);
+                    if work.values.device().is_cpu() {
+                        let dtype = work.values.dtype();
+                        dispatch!(dtype, fused_plain(&work, c, scale))?;
+                    } else {
+                        composed_plain(&work, c, scale)?;
+                    }
+                }
+                Kind::Momentum(slots) => {
+                    let Some(work) = slots.work(index)? else { continue };
+                    let c = coefficients(&self.config, self.steps, self.schedule, work.hyper);
+                    if work.values.device().is_cpu() {
+                        let dtype = work.values.dtype();
+                        dispatch!(dtype, fused_momentum(&work, c, scale))?;
+                    } else {
+                        composed_momentum(&work, c, scale)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn learning_rate(&self) -> f64 {
+        self.config.lr
+    }
+
+    fn set_schedule_factor(&mut self, factor: f64) {
+        self.schedule = factor;
+    }
+
+    fn state_tensors(&mut self) -> Result<Vec<StateTensor>> {
+        match &mut self.kind {
+            Kind::Plain(slots) => slots.state_tensors(),
+            Kind::Momentum(slots) => slots.state_tensors(),
+        }
+    }
+
+    fn scalars(&self) -> BTreeMap<String, f64> {
+        BTreeMap::from([("step".to_owned(), self.steps as f64)])
+    }
+
+    fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
+        self.steps = load_step(scalars)?;
+        Ok(())
+    }
+}
+
+fn coefficients(config: &Sgd, steps: u64, schedule: f64, hyper: Hyper) -> Coefficients {
+    let first = steps == 1;
+    Coefficients {
+        step_size: -(hyper.lr * schedule),
+        weight_decay: hyper.weight_decay,
+        momentum: config.momentum,
+        gain: if first { 1.0 } else { 1.0 - config.dampening },
+        keep: if first { 0.0 } else { config.momentum },
+        nesterov: config.nesterov,
+    }
+}
+
+fn fused_plain<P: Stored<C>, C: Real>(
+    work: &Work<0>,
+    c: Coefficients,
+    scale: &GradScale,
+) -> Result<()> {
+    let scale = Scale::<C>::new(scale);
+    let [step_size, weight_decay] = [c.step_size, c.weight_decay].map(C::from_f64);
+    update0::<P, C>(&work.values, &work.grad, |p, g| {
+        let g = scale.apply(g) + weight_decay * p;
+        p + step_size * g
+    })
+}
+
+fn fused_momentum<P: Stored<C>, C: Real>(
+    work: &Work<1>,
+    c: Coefficients,
+    scale: &GradScale,
+) -> Result<()> {
+    let scale = Scale::<C>::new(scale);
+    let [step_size, weight_decay, momentum, gain, keep] =
+        [c.step_size, c.weight_decay, c.momentum, c.gain, c.keep].map(C::from_f64);
+    let nesterov = c.nesterov;
+    update1::<P, C>(&work.values, &work.grad, &work.state[0], |p, g, buffer| {
+        let g = scale.apply(g) + weight_decay * p;
+        let buffer = buffer * keep + gain * g;
+        let g = if nesterov { g + momentum * buffer } else { buffer };
+        (p + step_size * g, buffer)
+    })
+}
+
+/// [`fused_plain`] in candle operations, for any device.
+fn composed_plain(work: &Work<0>, c: Coefficients, scale: &GradScale) -> Result<()> {
+    let p = work.values.detach().to_dtype(work.grad.dtype())?;
+    let g = (scaled_grad(&work.grad, scale)? + (&p * c.weight_decay)?)?;
+    storage::copy_from(&work.values, &(p + (g * c.step_size)?)?)
+}
+
+/// [`fused_momentum`] in candle operations, for any device.
+fn composed_momentum(work: &Work<1>, c: Coefficients, scale: &GradScale) -> Result<()> {
+    let p = work.values.detach().to_dtype(work.grad.dtype())?;
+    let g = (scaled_grad(&work.grad, scale)? + (&p * c.weight_decay)?)?;
+    let buffer = ((&work.state[0] * c.keep)? + (&g * c.gain)?)?;
+    let update = if c.nesterov { (g + (&buffer * c.momentum)?)? } else { buffer.clone() };
+    storage::copy_from(&work.state[0], &buffer)?;
+    storage::copy_from(&work.values, &(p + (update * c.step_size)?)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device, Tensor};
+
+    use super::*;
+    use crate::optim::testing::*;
+
+    const NAMES: [(&str, usize); 2] = [("up.weight", 20_000), ("up.bias", 5)];
+
+    /// Ten steps by the formulas that torch.optim.SGD documents, in f64.
+    fn reference(config: &Sgd, weight_decay: f64, (fqn, n): (&str, usize)) -> Vec<f64> {
+        let mut p = numbers(fqn, 0, n);
+        let mut buffer: Option<Vec<f64>> = None;
+        for step in 1..=10 {
+            let mut g = numbers(fqn, step, n);
+            for (g, p) in g.iter_mut().zip(&p) {
+                *g += weight_decay * p;
+            }
+            if config.momentum != 0.0 {
+                let new: Vec<f64> = match &buffer {
+                    None => g.clone(),
+                    Some(old) => (old.iter().zip(&g))
+                        .map(|(b, g)| config.momentum * b + (1.0 - config.dampening) * g)
+                        .collect(),
+                };
+                for (g, b) in g.iter_mut().zip(&new) {
+                    *g = if config.nesterov { *g + config.momentum * b } else { *b };
+                }
+                buffer = Some(new);
+            }
+            for (p, g) in p.iter_mut().zip(&g) {
+                *p -= config.lr * schedule(step) * g;
+            }
+        }
+        p
+    }
+
+    #[test]
+    fn follows_the_formulas() {
+        let decay = Sgd { lr: 0.05, weight_decay: 0.1, ..Sgd::default() };
+        let momentum = Sgd { momentum: 0.9, ..decay.clone() };
+        let configs = [
+            Sgd { lr: 0.05, ..Sgd::default() },
+            decay,
+            momentum.clone(),
+            Sgd { dampening: 0.4, ..momentum.clone() },
+            Sgd { nesterov: true, ..momentum },
+        ];
+        for mut config in configs {
+            config.no_decay = vec!["bias".into()];
+            for (dtype, tolerance) in [(DType::F32, 3e-6), (DType::F64, 1e-13)] {
+                let parameters = parameters(&NAMES, dtype);
+                let mut optimizer = config.build(&parameters).unwrap();
+                train(&mut *optimizer, 10, &GradScale::default());
+                let weight = reference(&config, config.weight_decay, NAMES[0]);
+                assert_close(&values(&parameters[0]), &weight, tolerance);
+                let bias = reference(&config, 0.0, NAMES[1]);
+                assert_close(&values(&parameters[1]), &bias, tolerance);
+            }
+        }
+    }
+
+    /// What devices without a fused pass compute is what the CPU's fused pass computes.
+    #[test]
+    fn composed_and_fused_agree() {
+        let scale = GradScale { factor: 0.7, clip_value: Some(0.6) };
+        for nesterov in [false, true] {
+            let c = Coefficients {
+                step_size: -0.1,
+                weight_decay: 0.2,
+                momentum: 0.9,
+                gain: 0.6,
+                keep: 0.9,
+                nesterov,
+            };
+            let hyper = Hyper { lr: 0.0, weight_decay: 0.0 };
+            let momentum = || {
+                let parameters = parameters(&NAMES[..1], DType::F32);
+                set_grads(&parameters, 1);
+                let mut slots = Slots::new(&parameters, vec![hyper], ["b"]).unwrap();
+                let work = slots.work(0).unwrap().unwrap();
+                let state = numbers("state", 0, NAMES[0].1);
+                let state = Tensor::from_vec(state, NAMES[0].1, &Device::Cpu).unwrap();
+                storage::copy_from(&work.state[0], &state).unwrap();
+                (work, parameters)
+            };
+            let ((one, p), (other, q)) = (momentum(), momentum());
+            fused_momentum::<f32, f32>(&one, c, &scale).unwrap();
+            composed_momentum(&other, c, &scale).unwrap();
+            assert_close(&values(&p[0]), &values(&q[0]), 1e-6);
+            let state =
+                |w: &Work<1>| w.state[0].to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
+            assert_close(&state(&one), &state(&other), 1e-6);
+
+            let plain = || {
+                let parameters = parameters(&NAMES[..1], DType::F32);
+                set_grads(&parameters, 1);
+                let mut slots = Slots::new(&parameters, vec![hyper], []).unwrap();
+                (slots.work(0).unwrap().unwrap(), parameters)
+            };
+            let ((one, p), (other, q)) = (plain(), plain());
+            fused_plain::<f32, f32>(&one, c, &scale).unwrap();
+            composed_plain(&other, c, &scale).unwrap();
+            assert_close(&values(&p[0]), &values(&q[0]), 1e-6);
+            assert_ne!(values(&p[0]), numbers(NAMES[0].0, 0, NAMES[0].1));
+        }
+    }
+
+    #[test]
+    fn there_is_state_only_with_momentum() {
+        let parameters = parameters(&NAMES, DType::F32);
+        let mut plain = Sgd::default().build(&parameters).unwrap();
+        assert!(plain.state_tensors().unwrap().is_empty());
+        let mut momentum = Sgd { momentum: 0.9, ..Sgd::default() }.build(&parameters).unwrap();
+        let names: Vec<_> =
+            momentum.state_tensors().unwrap().into_iter().map(|s| (s.fqn, s.name)).collect();
+        assert_eq!(
+            names,
+            [("up.weight".into(), "momentum_buffer"), ("up.bias".into(), "momentum_buffer")]
+        );
+    }
+
+    #[test]
+    fn mistakes_are_explained() {
+        let parameters = parameters(&NAMES, DType::F32);
+        let message = |config: Sgd| match config.build(&parameters) {
+            Ok(_) => panic!("{config:?} was accepted"),
+            Err(error) => error.to_string(),
+        };
+        let base = Sgd::default;
+        insta::assert_snapshot!(message(Sgd { momentum: -0.9, ..base() }), @"optimizer.momentum must be a number of zero or more, got -0.9");
+        insta::assert_snapshot!(message(Sgd { nesterov: true, ..base() }), @"optimizer.nesterov needs optimizer.momentum above zero and optimizer.dampening of zero, got 0 and 0");
+        insta::assert_snapshot!(message(Sgd { dampening: f64::INFINITY, ..base() }), @"optimizer.dampening must be a finite number, got inf");
+    }
+}
