@@ -64,8 +64,14 @@ impl TrainSampler {
 
     /// The samples of this rank's micro-batch `micro_batch` of step `step`, both counted from 0.
     pub fn indices(&self, step: u64, micro_batch: usize) -> Vec<u64> {
+        self.indices_from(step * self.global_batch_size(), micro_batch)
+    }
+
+    /// The samples of this rank's micro-batch `micro_batch`, counted from 0, of a step that begins
+    /// at `position` of the stream: how a run goes on that has changed its global batch.
+    pub fn indices_from(&self, position: u64, micro_batch: usize) -> Vec<u64> {
         let per_rank = self.batch_size * self.accumulate;
-        let start = step * self.global_batch_size()
+        let start = position
             + self.data_parallel_rank * per_rank
             + micro_batch as u64 * self.batch_size;
         (start..start + self.batch_size).map(|position| self.order.at(position).1).collect()

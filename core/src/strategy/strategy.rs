@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use serde::Serialize;
 
-use super::{NoSyncGuard, StepTotals, StrategyState, UnusedParameters};
+use super::{NoSyncGuard, ParallelizeFn, StepTotals, StrategyState, UnusedParameters};
 use crate::collective::{ProcessGroup, ReduceOp, broadcast_object};
 use crate::mesh::{DATA_PARALLEL, DeviceMesh};
 use crate::module::{ModuleInit, ModuleTree};
@@ -137,6 +137,17 @@ pub trait Strategy: Send {
     /// Before [`setup_environment`](Strategy::setup_environment).
     fn device_mesh(&self) -> Result<&DeviceMesh> {
         self.state().mesh()
+    }
+
+    /// Lets a function decide how the model is spread, instead of the configuration. Called before
+    /// [`setup_module`](Strategy::setup_module).
+    ///
+    /// # Errors
+    /// If the strategy has nothing to decide.
+    fn set_parallelize(&mut self, parallelize: Box<dyn ParallelizeFn>) -> Result<()> {
+        drop(parallelize);
+        let name = self.name();
+        Err(Error::other(format!("strategy `{name}` takes no parallelize function")))
     }
 
     /// The circumstances the model is built in; a strategy may change dtypes.

@@ -126,6 +126,11 @@ impl Strategy for FsdpStrategy {
         Ok(())
     }
 
+    fn set_parallelize(&mut self, parallelize: Box<dyn ParallelizeFn>) -> Result<()> {
+        self.parallelize = Some(parallelize);
+        Ok(())
+    }
+
     fn module_init_context(&self, init: ModuleInit) -> ModuleInit {
         match self.mixed_precision.param_dtype {
             Some(dtype) => ModuleInit { compute_dtype: dtype.into(), ..init },

@@ -1,1 +1,0 @@
-//! Fabric: strategy, launcher and checkpoints without the loop.

@@ -1,0 +1,283 @@
+//! The Fabric type.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use candle_core::Tensor;
+
+use super::FabricOptimizer;
+use crate::collective::{ProcessGroup, ReduceOp, Solo};
+use crate::mesh::DeviceMesh;
+use crate::module::{ForwardScope, ModuleBuilder, ModuleInit, ModuleTree};
+use crate::nn::Loss;
+use crate::optim::OptimizerConfig;
+use crate::strategy::{NoSyncGuard, StepTotals, Strategy};
+use crate::{Error, Result};
+
+pub(super) type SharedStrategy = Arc<Mutex<Box<dyn Strategy>>>;
+
+/// A strategy at work in this process.
+///
+/// ```
+/// # use candle_core::{Device, Tensor};
+/// # use fulgurite_core::Result;
+/// # use fulgurite_core::fabric::Fabric;
+/// # use fulgurite_core::module::Module;
+/// # use fulgurite_core::nn::{Linear, Loss};
+/// # use fulgurite_core::optim::AdamW;
+/// # fn train(strategy: Box<dyn fulgurite_core::strategy::Strategy>) -> Result<()> {
+/// let mut fabric = Fabric::single(strategy, 42)?;
+/// let (model, mut optimizer) =
+///     fabric.setup(|b| Linear::new(&b.pp("model"), 4, 1), &AdamW::default())?;
+/// for micro_batch in 0..8 {
+///     let accumulating = micro_batch % 4 != 3;
+///     let x = Tensor::ones((2, 4), candle_core::DType::F32, &Device::Cpu)?;
+///     let loss = Loss::new(model.forward(&x)?.sqr()?.sum_all()?, 2.0);
+///     let _no_sync = fabric.no_backward_sync(accumulating); // restores what was before
+///     fabric.backward(&loss)?;
+///     if !accumulating {
+///         let norm = fabric.clip_gradients_norm(&mut optimizer, 1.0)?;
+///         optimizer.step()?;
+///     }
+/// }
+/// # Ok(())
+/// # }
+/// ```
+pub struct Fabric {
+    strategy: SharedStrategy,
+    world: Arc<dyn ProcessGroup>,
+    init: ModuleInit,
+    seed: u64,
+}
+
+impl Fabric {
+    /// Fabric over the ranks of `world`. Collective: the strategy makes its mesh.
+    ///
+    /// # Errors
+    /// If the strategy does not fit the world size.
+    pub fn new(
+        world: Arc<dyn ProcessGroup>,
+        mut strategy: Box<dyn Strategy>,
+        init: ModuleInit,
+        seed: u64,
+    ) -> Result<Self> {
+        strategy.setup_environment(world.clone())?;
+        let init = strategy.module_init_context(init);
+        Ok(Self { strategy: Arc::new(Mutex::new(strategy)), world, init, seed })
+    }
+
+    /// Fabric in this process alone.
+    ///
+    /// # Errors
+    /// If the strategy needs more ranks.
+    pub fn single(strategy: Box<dyn Strategy>, seed: u64) -> Result<Self> {
+        Self::new(Arc::new(Solo::new("world", 0)), strategy, ModuleInit::default(), seed)
+    }
+
+    /// The strategy. Locked until the guard is dropped; other calls on this Fabric wait for it.
+    pub fn strategy(&self) -> MutexGuard<'_, Box<dyn Strategy>> {
+        self.strategy.lock().expect("no panic while a strategy works")
+    }
+
+    /// The group of all ranks.
+    pub fn world(&self) -> &Arc<dyn ProcessGroup> {
+        &self.world
+    }
+
+    /// This process's global rank.
+    pub fn global_rank(&self) -> usize {
+        self.world.rank()
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.world.size()
+    }
+
+    /// Whether this is rank 0.
+    pub fn is_global_zero(&self) -> bool {
+        self.global_rank() == 0
+    }
+
+    /// The run's seed.
+    pub fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// A clone of the device mesh.
+    ///
+    /// # Errors
+    /// None after construction; the strategy's own otherwise.
+    pub fn device_mesh(&self) -> Result<DeviceMesh> {
+        self.strategy().device_mesh().cloned()
+    }
+
+    /// A clone of the model's tree.
+    ///
+    /// # Errors
+    /// Before [`setup_module`](Self::setup_module).
+    pub fn module_tree(&self) -> Result<ModuleTree> {
+        self.strategy().state().tree().cloned()
+    }
+
+    /// Builds a model and an optimizer for it. Collective.
+    ///
+    /// # Errors
+    /// As [`setup_module`](Self::setup_module) and [`setup_optimizer`](Self::setup_optimizer).
+    pub fn setup<M>(
+        &mut self,
+        build: impl FnOnce(&ModuleBuilder) -> Result<M>,
+        optimizer: &dyn OptimizerConfig,
+    ) -> Result<(M, FabricOptimizer)> {
+        let model = self.setup_module(build)?;
+        Ok((model, self.setup_optimizer(optimizer)?))
+    }
+
+    /// Builds a model: describes it, lets the strategy spread it over the ranks, and gives this
+    /// rank's part its initial values. Collective.
+    ///
+    /// # Errors
+    /// If a model was set up already, the ranks' models differ, or the strategy cannot spread it.
+    pub fn setup_module<M>(
+        &mut self,
+        build: impl FnOnce(&ModuleBuilder) -> Result<M>,
+    ) -> Result<M> {
+        let mut strategy = self.strategy();
+        if strategy.state().tree().is_ok() {
+            return Err(Error::other(
+                "a model has been set up already; one Fabric trains one model",
+            ));
+        }
+        let builder = ModuleBuilder::new(self.init.clone());
+        let model = build(&builder)?;
+        strategy.setup_module(builder.finish()?, self.seed)?;
+        strategy.prepare_forward()?;
+        Ok(model)
+    }
+
+    /// Builds an optimizer for the trainable parameters of the model that was set up. Local.
+    ///
+    /// # Errors
+    /// If no model was set up, nothing is trainable, or the configuration does not fit.
+    pub fn setup_optimizer(&self, config: &dyn OptimizerConfig) -> Result<FabricOptimizer> {
+        let parameters: Vec<_> = self.module_tree()?.trainable().cloned().collect();
+        if parameters.is_empty() {
+            return Err(Error::other("every parameter is frozen; there is nothing to train"));
+        }
+        Ok(FabricOptimizer::new(config.build(&parameters)?, self.strategy.clone()))
+    }
+
+    /// Sets the surroundings of the forwards that follow on this thread: what dropout depends on.
+    /// `first_sample` is the index of this rank's first sample in the step's global batch.
+    #[must_use = "the scope ends as soon as the guard is dropped"]
+    pub fn forward_scope(
+        &self,
+        training: bool,
+        step: u64,
+        first_sample: u64,
+    ) -> crate::module::ForwardScopeGuard {
+        ForwardScope { training, seed: self.seed, step, first_sample }.enter()
+    }
+
+    /// Runs backward on a micro-batch's loss. Collective; see [`Strategy::backward`].
+    ///
+    /// # Errors
+    /// As [`Strategy::backward`].
+    pub fn backward(&self, loss: &Loss) -> Result<()> {
+        self.strategy().backward(loss)
+    }
+
+    /// While the guard lives and `enabled` is true, backward does not synchronise gradients. See
+    /// [`Strategy::no_backward_sync`].
+    pub fn no_backward_sync(&self, enabled: bool) -> NoSyncGuard {
+        self.strategy().no_backward_sync(enabled)
+    }
+
+    /// The loss over all ranks and micro-batches of the step. Collective the first time in a step;
+    /// see [`Strategy::step_totals`].
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn step_totals(&self, flags: &[f64]) -> Result<StepTotals> {
+        self.strategy().step_totals(flags)
+    }
+
+    /// The norm of the mean gradient over all parameters. Collective.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`] on every rank if it is not finite; nothing was changed.
+    pub fn gradient_norm(&self, optimizer: &FabricOptimizer) -> Result<f64> {
+        let norm = self.strategy().gradient_norm()?;
+        if norm.is_finite() {
+            return Ok(norm);
+        }
+        Err(Error::NonFinite {
+            what: "gradient norm",
+            value: norm,
+            step: optimizer.current_step(),
+            detail: "; parameters are as they were before the step".to_owned(),
+        })
+    }
+
+    /// Clips the next optimizer step's gradients to a total norm of `max_norm` and returns the norm
+    /// they had. Collective.
+    ///
+    /// # Errors
+    /// As [`gradient_norm`](Self::gradient_norm), and if `max_norm` is not positive.
+    pub fn clip_gradients_norm(
+        &self,
+        optimizer: &mut FabricOptimizer,
+        max_norm: f64,
+    ) -> Result<f64> {
+        positive("max_norm", max_norm)?;
+        let norm = self.gradient_norm(optimizer)?;
+        optimizer.clip_norm(norm, max_norm);
+        Ok(norm)
+    }
+
+    /// Clamps each element of the next optimizer step's gradients to plus or minus `clip_value`.
+    /// Returns the norm they had. Collective.
+    ///
+    /// # Errors
+    /// As [`clip_gradients_norm`](Self::clip_gradients_norm).
+    pub fn clip_gradients_value(
+        &self,
+        optimizer: &mut FabricOptimizer,
+        clip_value: f64,
+    ) -> Result<f64> {
+        positive("clip_value", clip_value)?;
+        let norm = self.gradient_norm(optimizer)?;
+        optimizer.clip_value(clip_value);
+        Ok(norm)
+    }
+
+    /// Reduces a tensor over all ranks, in place. Collective.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
+        self.world.all_reduce(tensor, op)?.wait()
+    }
+
+    /// Waits for all ranks. Collective.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn barrier(&self) -> Result<()> {
+        self.world.barrier()?.wait()
+    }
+}
+
+impl Drop for Fabric {
+    fn drop(&mut self) {
+        if let Ok(mut strategy) = self.strategy.lock() {
+            strategy.teardown();
+        }
+    }
+}
+
+fn positive(name: &str, value: f64) -> Result<()> {
+    if value > 0.0 {
+        return Ok(());
+    }
+    Err(Error::Config(format!("{name} = {value}: clipping needs a number greater than 0")))
+}

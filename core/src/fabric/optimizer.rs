@@ -1,0 +1,148 @@
+//! An optimizer that knows the strategy it works under.
+
+use std::collections::BTreeMap;
+
+use super::fabric::SharedStrategy;
+use crate::optim::{GradScale, Optimizer, SchedulerConfig, StateTensor, clip_factor};
+use crate::strategy::UnusedParameters;
+use crate::{Error, Result};
+
+/// An optimizer as [`Fabric`](super::Fabric) sets it up: it takes the mean over the global batch,
+/// folds clipping into its one pass, follows the learning-rate schedule, and leaves the model ready
+/// for the next forward. Gradients are cleared by the step; there is no `zero_grad`.
+pub struct FabricOptimizer {
+    inner: Box<dyn Optimizer>,
+    strategy: SharedStrategy,
+    scheduler: Option<Box<dyn SchedulerConfig>>,
+    max_steps: Option<u64>,
+    unused: UnusedParameters,
+    steps: u64,
+    clip_factor: f64,
+    clip_value: Option<f64>,
+}
+
+impl FabricOptimizer {
+    pub(super) fn new(inner: Box<dyn Optimizer>, strategy: SharedStrategy) -> Self {
+        Self {
+            inner,
+            strategy,
+            scheduler: None,
+            max_steps: None,
+            unused: UnusedParameters::default(),
+            steps: 0,
+            clip_factor: 1.0,
+            clip_value: None,
+        }
+    }
+
+    /// Follows a learning-rate schedule; `max_steps` is the run's length, if it is known.
+    #[must_use]
+    pub fn with_scheduler(
+        mut self,
+        scheduler: Box<dyn SchedulerConfig>,
+        max_steps: Option<u64>,
+    ) -> Self {
+        self.scheduler = Some(scheduler);
+        self.max_steps = max_steps;
+        self
+    }
+
+    /// What becomes of trainable parameters that no gradient reaches.
+    #[must_use]
+    pub fn with_unused_parameters(mut self, policy: UnusedParameters) -> Self {
+        self.unused = policy;
+        self
+    }
+
+    /// Optimizer steps taken.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// The learning rate of the next step (of groups without a rate of their own).
+    ///
+    /// # Errors
+    /// If the schedule needs the run's length and there is none.
+    pub fn learning_rate(&self) -> Result<f64> {
+        Ok(self.inner.learning_rate() * self.schedule_factor()?)
+    }
+
+    fn schedule_factor(&self) -> Result<f64> {
+        match &self.scheduler {
+            Some(scheduler) => scheduler.factor(self.steps, self.max_steps),
+            None => Ok(1.0),
+        }
+    }
+
+    /// Scales the next step's gradients so that their norm is at most `max_norm`.
+    pub(super) fn clip_norm(&mut self, norm: f64, max_norm: f64) {
+        self.clip_factor = clip_factor(norm, max_norm);
+    }
+
+    /// Clamps each element of the next step's gradients to plus or minus `clip_value`.
+    pub(super) fn clip_value(&mut self, clip_value: f64) {
+        self.clip_value = Some(clip_value);
+    }
+
+    /// The number of the step that is being computed, counted from 1.
+    pub(super) fn current_step(&self) -> u64 {
+        self.steps + 1
+    }
+
+    /// Updates the parameters with the mean gradient over all ranks and micro-batches since the
+    /// last step, and clears it. Collective.
+    ///
+    /// # Errors
+    /// [`Error::UnusedParameters`] in the first step, [`Error::NonFinite`] if the loss is not
+    /// finite; nothing is changed then.
+    pub fn step(&mut self) -> Result<()> {
+        let mut strategy = self.strategy.lock().expect("no panic while a strategy works");
+        let totals = strategy.step_totals(&[])?;
+        if !totals.loss_sum.is_finite() {
+            return Err(Error::NonFinite {
+                what: "loss",
+                value: totals.mean(),
+                step: self.steps + 1,
+                detail: "; parameters are as they were before the step".to_owned(),
+            });
+        }
+        strategy.audit_gradients(self.unused)?;
+        let factor = self.schedule_factor()?;
+        self.inner.set_schedule_factor(factor);
+        self.inner.step(&GradScale {
+            factor: totals.grad_scale() * self.clip_factor,
+            clip_value: self.clip_value,
+        })?;
+        (self.clip_factor, self.clip_value) = (1.0, None);
+        self.steps += 1;
+        strategy.finish_step()
+    }
+
+    /// All state tensors, for checkpoints.
+    ///
+    /// # Errors
+    /// If memory for them cannot be had.
+    pub fn state_tensors(&mut self) -> Result<Vec<StateTensor>> {
+        self.inner.state_tensors()
+    }
+
+    /// State that is not a tensor, for checkpoints.
+    pub fn scalars(&self) -> BTreeMap<String, f64> {
+        let mut scalars = self.inner.scalars();
+        scalars.insert("fabric.steps".to_owned(), self.steps as f64);
+        scalars
+    }
+
+    /// Restores what [`scalars`](Self::scalars) returned.
+    ///
+    /// # Errors
+    /// If a number that the optimizer needs is missing.
+    pub fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
+        let mut inner = scalars.clone();
+        let steps = inner.remove("fabric.steps").ok_or_else(|| {
+            Error::other("the optimizer's state has no `fabric.steps`; it is of another version")
+        })?;
+        self.steps = steps as u64;
+        self.inner.load_scalars(&inner)
+    }
+}

@@ -1,0 +1,78 @@
+//! Behaviour that is added to a run without touching the module.
+
+use super::HookContext;
+use crate::Result;
+
+/// Hooks around a run (Lightning's `Callback`). Every rank calls every hook, callbacks before the
+/// module's hook of the same name, in the order they were added.
+///
+/// Order in `fit`: `on_fit_start`, `on_train_start`, then for each epoch `on_train_epoch_start`, its
+/// steps (`on_before_optimizer_step`, `on_train_step_end`, and `on_validation_start`,
+/// `on_validation_end` when due) and `on_train_epoch_end`, and last `on_train_end`, `on_fit_end`.
+pub trait Callback: Send {
+    /// Once, when the model is set up.
+    fn on_fit_start(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// Before the first step.
+    fn on_train_start(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// Before the first step of each epoch.
+    fn on_train_epoch_start(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// When gradients are complete, reduced and checked, before the optimizer uses them.
+    fn on_before_optimizer_step(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// After each optimizer step.
+    fn on_train_step_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// After the last step of each epoch.
+    fn on_train_epoch_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// Before a validation.
+    fn on_validation_start(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// After a validation.
+    fn on_validation_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// After a checkpoint was committed at `path`.
+    fn on_save_checkpoint(&mut self, path: &std::path::Path, ctx: &mut HookContext) -> Result<()> {
+        let _ = (path, ctx);
+        Ok(())
+    }
+
+    /// After the last step.
+    fn on_train_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// At the very end, when everything is saved.
+    fn on_fit_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+}

@@ -1,0 +1,84 @@
+//! What hooks and steps are told.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+
+/// What a step knows of the run, and where it leaves metrics.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct StepContext {
+    /// The optimizer step that is being computed, counted from 1.
+    pub step: u64,
+    /// The epoch of its first sample, counted from 0.
+    pub epoch: u64,
+    /// The micro-batch within the step, or the batch within a validation, counted from 0.
+    pub batch_index: u64,
+    /// This process's global rank.
+    pub rank: usize,
+    /// Number of ranks.
+    pub world_size: usize,
+    metrics: BTreeMap<String, (f64, f64)>,
+}
+
+impl StepContext {
+    /// A context without metrics.
+    pub fn new(step: u64, epoch: u64, batch_index: u64, rank: usize, world_size: usize) -> Self {
+        Self { step, epoch, batch_index, rank, world_size, metrics: BTreeMap::new() }
+    }
+
+    /// Logs a metric of this rank. Several values in one optimizer step (or one validation) are
+    /// averaged; rank 0's appear in the loggers and the step's event.
+    pub fn log(&mut self, name: &str, value: f64) {
+        let (sum, count) = self.metrics.entry(name.to_owned()).or_default();
+        *sum += value;
+        *count += 1.0;
+    }
+
+    /// The means of what was logged, by name.
+    pub fn metrics(&self) -> BTreeMap<String, f64> {
+        self.metrics.iter().map(|(name, (sum, n))| (name.clone(), sum / n)).collect()
+    }
+}
+
+/// What a hook knows of the run.
+pub struct HookContext<'a> {
+    /// Optimizer steps done.
+    pub step: u64,
+    /// The epoch of the next sample, counted from 0.
+    pub epoch: u64,
+    /// This process's global rank.
+    pub rank: usize,
+    /// Number of ranks.
+    pub world_size: usize,
+    /// The run's seed.
+    pub seed: u64,
+    /// The latest metrics: `train_loss`, `grad_norm`, `lr`, `val_loss` and what steps logged.
+    pub metrics: &'a BTreeMap<String, f64>,
+    pub(super) data: &'a dyn Any,
+    pub(super) stop: &'a mut bool,
+    pub(super) printed: &'a mut Vec<String>,
+}
+
+impl<'a> HookContext<'a> {
+    /// The data module, if it is a `D`.
+    pub fn data<D: Any>(&self) -> Option<&'a D> {
+        self.data.downcast_ref()
+    }
+
+    /// Whether this is rank 0.
+    pub fn is_global_zero(&self) -> bool {
+        self.rank == 0
+    }
+
+    /// Asks the trainer to stop after this step. One rank's wish is enough.
+    pub fn stop(&mut self) {
+        *self.stop = true;
+    }
+
+    /// Shows a text to the person at the terminal, once, from rank 0.
+    pub fn print(&mut self, text: impl Into<String>) {
+        if self.rank == 0 {
+            self.printed.push(text.into());
+        }
+    }
+}

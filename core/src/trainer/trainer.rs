@@ -1,0 +1,345 @@
+//! The trainer.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::hooks::{Hook, Hooks, Moment};
+use super::meter::{Meter, seconds_since_epoch};
+use super::session::{Cursor, Ended, Parts, Session};
+use super::{Callback, EventSink, LightningModule, LoggerConfig, LoggerSink, RunDir, RunStatus};
+use crate::checkpoint::{self, CheckpointIO, CheckpointIOConfig};
+use crate::collective::{ProcessGroup, Solo, broadcast_object};
+use crate::config::{RunConfig, to_table};
+use crate::data::{DataContext, DataModule};
+use crate::fabric::Fabric;
+use crate::module::ModuleInit;
+use crate::optim::{OptimizerConfig, SchedulerConfig};
+use crate::registry::kind;
+use crate::strategy::{BuildContext, ParallelizeFn, StrategyConfig};
+use crate::{Error, Result};
+
+/// Runs a [`LightningModule`] on the data of a [`DataModule`], as a [`RunConfig`] says. Built on
+/// [`Fabric`]: one strategy, one checkpoint path.
+///
+/// Every rank makes a trainer and calls the same methods.
+pub struct Trainer {
+    world: Arc<dyn ProcessGroup>,
+    program_start: f64,
+    callbacks: Vec<Box<dyn Callback>>,
+    sinks: Vec<Box<dyn EventSink>>,
+    parallelize: Option<Box<dyn ParallelizeFn>>,
+    print: fn(&str),
+}
+
+/// What a run came to.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct FitOutcome {
+    /// Optimizer steps done in all.
+    pub steps: u64,
+    /// The loss of the first step of this run; NaN without a step.
+    pub first_loss: f64,
+    /// The loss of the last step.
+    pub last_loss: f64,
+    /// The latest metrics by name.
+    pub metrics: std::collections::BTreeMap<String, f64>,
+}
+
+impl Default for Trainer {
+    /// A trainer in this process alone.
+    fn default() -> Self {
+        Self::new(Arc::new(Solo::new("world", 0)))
+    }
+}
+
+impl Trainer {
+    /// A trainer over the ranks of `world`.
+    pub fn new(world: Arc<dyn ProcessGroup>) -> Self {
+        Self {
+            world,
+            program_start: seconds_since_epoch(),
+            callbacks: Vec::new(),
+            sinks: Vec::new(),
+            parallelize: None,
+            print: |text| eprintln!("{text}"),
+        }
+    }
+
+    /// Adds a callback. All ranks add the same ones.
+    #[must_use]
+    pub fn with_callback(mut self, callback: Box<dyn Callback>) -> Self {
+        self.callbacks.push(callback);
+        self
+    }
+
+    /// Adds a place where events go; only rank 0's are used.
+    #[must_use]
+    pub fn with_sink(mut self, sink: Box<dyn EventSink>) -> Self {
+        self.sinks.push(sink);
+        self
+    }
+
+    /// When the program was started, in seconds since 1970: what `startup_s` counts from.
+    #[must_use]
+    pub fn with_program_start(mut self, secs: f64) -> Self {
+        self.program_start = secs;
+        self
+    }
+
+    /// How texts that hooks print are shown (on rank 0); by default on stderr.
+    #[must_use]
+    pub fn with_print(mut self, print: fn(&str)) -> Self {
+        self.print = print;
+        self
+    }
+
+    /// Lets a function decide how the model is spread over the mesh, instead of the strategy's
+    /// configuration.
+    #[must_use]
+    pub fn parallelize(mut self, f: impl ParallelizeFn + 'static) -> Self {
+        self.parallelize = Some(Box::new(f));
+        self
+    }
+
+    /// Trains: from the checkpoint that `trainer.ckpt_path` names, or from the start. Collective.
+    ///
+    /// # Errors
+    /// Whatever goes wrong on this rank, [`Error::PeerFailed`] if it was on another one, and
+    /// [`Error::Interrupted`] after an interrupted run was ended in order.
+    pub fn fit<M, D>(self, run: &RunConfig<M::Config, D::Config>) -> Result<FitOutcome>
+    where
+        M: LightningModule<Batch = D::Batch>,
+        D: DataModule,
+    {
+        let rank = self.world.rank();
+        let mut session = self.set_up::<M, D>(run)?;
+        let result = session.run_fit(run);
+        let status = match &result {
+            Ok((_, Ended::Finished)) => RunStatus::Success,
+            Ok((_, Ended::Interrupted)) | Err(Error::Interrupted) => RunStatus::Interrupted,
+            Err(_) => RunStatus::Failed,
+        };
+        let finished = session.finish_sinks(status);
+        let (outcome, ended) = result?;
+        finished?;
+        if ended == Ended::Interrupted {
+            tracing::info!(rank, "interrupted");
+            return Err(Error::Interrupted);
+        }
+        Ok(outcome)
+    }
+
+    /// Validates once: the checkpoint that `trainer.ckpt_path` names, pretrained weights, or the
+    /// initial ones. Returns the mean loss. Collective.
+    ///
+    /// # Errors
+    /// As [`fit`](Self::fit), and if there is no validation data.
+    pub fn validate<M, D>(self, run: &RunConfig<M::Config, D::Config>) -> Result<f64>
+    where
+        M: LightningModule<Batch = D::Batch>,
+        D: DataModule,
+    {
+        let mut session = self.set_up::<M, D>(run)?;
+        let result = (|| {
+            if let Some(path) = session.checkpoint_to_resume()? {
+                session.resume(&path, None)?;
+            }
+            let loss = session.validate()?.ok_or_else(|| {
+                Error::Data(
+                    "there are no validation samples; give the data module some (for text: \
+                     `data.validation_fraction` or `data.validation_path`), and leave \
+                     `trainer.limit_val_batches` above 0"
+                        .to_owned(),
+                )
+            })?;
+            session.summary()?;
+            Ok(loss)
+        })();
+        let status = if result.is_ok() { RunStatus::Success } else { RunStatus::Failed };
+        let finished = session.finish_sinks(status);
+        let loss = result?;
+        finished.map(|()| loss)
+    }
+
+    /// Sets everything up: data, strategy, model, loggers. Collective.
+    fn set_up<M, D>(self, run: &RunConfig<M::Config, D::Config>) -> Result<Session<M, D>>
+    where
+        M: LightningModule<Batch = D::Batch>,
+        D: DataModule,
+    {
+        let config = &run.trainer;
+        run.validate()?;
+        run.check_plugins()?;
+        let chosen = config.strategy_for(self.world.size());
+        let mut strategy = chosen
+            .build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?
+            .build(&BuildContext { world_size: self.world.size() })?;
+        if let Some(parallelize) = self.parallelize {
+            strategy.set_parallelize(parallelize)?;
+        }
+        let init = ModuleInit {
+            dtype: config.precision.parameter_dtype(),
+            compute_dtype: config.precision.compute_dtype(),
+            frozen: config.freeze.clone(),
+            ..ModuleInit::default()
+        };
+        let mut fabric = Fabric::new(self.world.clone(), strategy, init, run.seed)?;
+        let share = fabric.strategy().distributed_sampler_kwargs()?;
+        let data = D::setup(&run.data, &DataContext {
+            seed: run.seed,
+            rank: self.world.rank(),
+            world_size: self.world.size(),
+            data_parallel_rank: share.rank,
+            data_parallel_size: share.num_replicas,
+        })?;
+        let mut model_config = run.model.clone();
+        M::configure_from_data(&mut model_config, &data)?;
+        let module = fabric.setup_module(|b| M::configure_model(&model_config, b))?;
+        let tree = fabric.module_tree()?;
+        if let Some(pattern) = config.freeze.iter().find(|pattern| {
+            tree.parameters().iter().all(|p| !crate::module::glob_match(pattern, p.fqn()))
+        }) {
+            return Err(Error::Config(format!(
+                "`trainer.freeze`: no parameter matches `{pattern}`; a pattern is a whole name, in \
+                 which `*` is one segment, such as `{}`",
+                tree.parameters()[0].fqn()
+            )));
+        }
+        if let Some(path) = M::pretrained(&model_config) {
+            let source = checkpoint::SafetensorsSource::open(&path)?;
+            checkpoint::load_into(&source, &tree, true)?;
+            fabric.strategy().prepare_forward()?;
+        }
+        let resolved = to_table(&serde_config(run, &model_config)?)?;
+        let (run_dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks)?;
+        let io = open_checkpoints(run, run_dir)?;
+        let world = &self.world;
+        let hooks =
+            Hooks::new(self.callbacks, (world.rank(), world.size()), run.seed, self.print);
+        if world.rank() != 0 {
+            sinks.clear();
+        }
+        Ok(Session {
+            parts: Parts {
+                config: config.clone(),
+                checkpoint: run.checkpoint.clone(),
+                io: Some(io),
+                resolved,
+                hooks,
+                sinks,
+                meter: Meter::new(self.program_start),
+                strategy: chosen.name,
+                fabric,
+            },
+            module,
+            batch_size: D::batch_size(&run.data),
+            shuffle: D::shuffle(&run.data),
+            data,
+            cursor: Cursor::default(),
+            metrics: std::collections::BTreeMap::new(),
+        })
+    }
+}
+
+/// The run with the model's configuration as it was completed from the data.
+fn serde_config<M: Clone, D: serde::Serialize>(
+    run: &RunConfig<M, D>,
+    model: &M,
+) -> Result<RunConfig<M, toml::Table>> {
+    Ok(RunConfig {
+        seed: run.seed,
+        model: model.clone(),
+        data: to_table(&run.data)?,
+        optimizer: run.optimizer.clone(),
+        scheduler: run.scheduler.clone(),
+        trainer: run.trainer.clone(),
+        checkpoint: run.checkpoint.clone(),
+    })
+}
+
+/// Makes the run's directory and its loggers on rank 0, and tells all ranks where it is.
+/// Collective.
+fn open_run<M, D>(
+    world: &dyn ProcessGroup,
+    run: &RunConfig<M, D>,
+    resolved: &toml::Table,
+    mut sinks: Vec<Box<dyn EventSink>>,
+) -> Result<(PathBuf, Vec<Box<dyn EventSink>>)> {
+    let mut path = PathBuf::new();
+    if world.rank() == 0 {
+        let dir = RunDir::create(&run.trainer.default_root_dir, resolved)?;
+        path = dir.path().to_owned();
+        let loggers = run
+            .trainer
+            .loggers
+            .iter()
+            .map(|value| {
+                value
+                    .build::<Box<dyn LoggerConfig>>(kind::LOGGER, "trainer.loggers")?
+                    .build(dir.path())
+            })
+            .collect::<Result<Vec<_>>>()?;
+        sinks.insert(
+            0,
+            Box::new(LoggerSink::new(loggers, run.trainer.log_every_n_steps, resolved)?),
+        );
+    }
+    Ok((broadcast_object(world, &path, 0)?, sinks))
+}
+
+fn open_checkpoints<M, D>(
+    run: &RunConfig<M, D>,
+    run_dir: PathBuf,
+) -> Result<Arc<dyn CheckpointIO>> {
+    let dir = run.checkpoint.dir.clone().unwrap_or_else(|| run_dir.join("checkpoints"));
+    run.checkpoint
+        .io
+        .build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?
+        .build(&dir)
+}
+
+impl<M, D> Session<M, D>
+where
+    M: LightningModule<Batch = D::Batch>,
+    D: DataModule,
+{
+    fn run_fit(&mut self, run: &RunConfig<M::Config, D::Config>) -> Result<(FitOutcome, Ended)> {
+        let optimizer = run
+            .optimizer
+            .build::<Box<dyn OptimizerConfig>>(kind::OPTIMIZER, "optimizer")?;
+        let scheduler = run
+            .scheduler
+            .build::<Box<dyn SchedulerConfig>>(kind::SCHEDULER, "scheduler")?;
+        let mut optimizer = self
+            .parts
+            .fabric
+            .setup_optimizer(&*optimizer)?
+            .with_unused_parameters(run.trainer.unused_parameters);
+        if let Some(path) = self.checkpoint_to_resume()? {
+            self.resume(&path, Some(&mut optimizer))?;
+        }
+        let mut optimizer = optimizer.with_scheduler(scheduler, self.max_steps()?);
+        let moment = Moment { step: self.cursor.step, epoch: 0 };
+        self.parts.hooks.call(Hook::FitStart, &mut self.module, moment, &self.metrics, &self.data)?;
+        let ended = self.fit(&mut optimizer)?;
+        let saved = run.checkpoint.every_n_steps.is_some_and(|n| self.cursor.step % n == 0);
+        if run.checkpoint.save_last && !saved {
+            self.save(&mut optimizer)?;
+        }
+        self.finish_fit()?;
+        let outcome = FitOutcome {
+            steps: self.cursor.step,
+            first_loss: self.parts.meter.first_loss(),
+            last_loss: self.parts.meter.last_loss(),
+            metrics: self.metrics.clone(),
+        };
+        Ok((outcome, ended))
+    }
+
+    /// Ends the sinks, all of them, and returns the first error.
+    fn finish_sinks(&mut self, status: RunStatus) -> Result<()> {
+        let results: Vec<Result<()>> =
+            self.parts.sinks.iter_mut().map(|sink| sink.finish(status)).collect();
+        results.into_iter().collect()
+    }
+}
