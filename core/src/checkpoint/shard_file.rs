@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::io::Write;
 
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde::{Deserialize, Serialize};
@@ -114,8 +114,7 @@ pub(super) fn write(
     writer.write_all(&header).map_err(|e| failed("the header", &e))?;
     for (&i, range) in order.iter().zip(&ranges) {
         let tensor = &tensors[i];
-        // One tensor at a time leaves its device or its layout.
-        let values = tensor.values.to_device(&Device::Cpu)?.flatten_all()?.contiguous()?;
+        let values = on_host(&tensor.values)?;
         let mut hash = Xxh3::new();
         storage::with_bytes(&values, |bytes| {
             bytes.chunks(BLOCK).try_for_each(|block| {
@@ -133,6 +132,15 @@ pub(super) fn write(
     }
     writer.finish()?;
     Ok(ranges.last().map(|range| range.1))
+}
+
+/// The values in host memory, contiguous. Copied only where they are not: one tensor at a time.
+fn on_host(values: &Tensor) -> Result<Tensor> {
+    if values.device().is_cpu() {
+        return Ok(values.flatten_all()?.contiguous()?);
+    }
+    // Moving a view moves all of the storage that it looks at, so it gets one of its own first.
+    Ok(values.flatten_all()?.force_contiguous()?.to_device(&Device::Cpu)?)
 }
 
 /// The file's first bytes, and where in the file each tensor of `order` will be.
