@@ -1,1 +1,26 @@
-//! placeholder
+//! Places to keep checkpoints in. `local`, a directory of the local (or a shared) file system, is
+//! the default.
+//!
+//! ```
+//! use fulgurite_checkpoint::LocalDirectory;
+//! use fulgurite_core::checkpoint::CheckpointIO;
+//!
+//! let directory = tempfile::tempdir()?;
+//! let io = LocalDirectory::new(directory.path());
+//! io.save("notes/hello", b"bytes")?;
+//! assert_eq!(io.load("notes/hello")?, b"bytes");
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! In a configuration file:
+//!
+//! ```toml
+//! [checkpoint]
+//! dir = "checkpoints"
+//! io = { type = "local" }
+//! ```
+
+mod directory;
+mod file;
+
+pub use directory::{LocalConfig, LocalDirectory};

@@ -1,0 +1,153 @@
+//! Which boxes of a tensor a region meets, and whether boxes make up a tensor.
+
+use crate::shard::Region;
+
+/// The boxes that a tensor is stored in, ordered by where they begin along the first dimension, so
+/// that a region is compared only with boxes that may meet it.
+#[derive(Debug)]
+pub(super) struct BoxIndex {
+    /// Region and place in the list that the index was made from.
+    boxes: Vec<(Region, usize)>,
+    /// How far along the first dimension the boxes up to each one reach.
+    reach: Vec<usize>,
+}
+
+impl BoxIndex {
+    /// An index of boxes that [`check_bounds`] accepts.
+    pub(super) fn new(regions: impl Iterator<Item = Region>) -> Self {
+        let mut boxes: Vec<_> = regions.enumerate().map(|(i, region)| (region, i)).collect();
+        boxes.sort_by_key(|(region, i)| (start(region), *i));
+        let mut furthest = 0;
+        let reach = boxes
+            .iter()
+            .map(|(region, _)| {
+                furthest = furthest.max(end(region));
+                furthest
+            })
+            .collect();
+        Self { boxes, reach }
+    }
+
+    /// The boxes that `region` meets, and what they share with it, last one first.
+    pub(super) fn intersections(&self, region: &Region) -> impl Iterator<Item = (usize, Region)> {
+        let (from, to) = (start(region), end(region));
+        let first_after = self.boxes.partition_point(|(other, _)| start(other) < to);
+        (0..first_after)
+            .rev()
+            .take_while(move |&i| self.reach[i] > from)
+            .filter_map(|i| {
+                let (other, index) = &self.boxes[i];
+                other.intersect(region).map(|shared| (*index, shared))
+            })
+            .collect::<Vec<_>>()
+            .into_iter()
+    }
+}
+
+fn start(region: &Region) -> usize {
+    region.offsets.first().copied().unwrap_or(0)
+}
+
+fn end(region: &Region) -> usize {
+    region.offsets.first().zip(region.sizes.first()).map_or(1, |(o, s)| o + s)
+}
+
+/// The number of elements of a shape; `None` if that or any stride does not fit into `usize`.
+pub(super) fn checked_elem_count(shape: &[usize]) -> Option<usize> {
+    let strides = shape.iter().filter(|&&n| n > 0).try_fold(1usize, |n, &d| n.checked_mul(d));
+    strides.map(|n| if shape.contains(&0) { 0 } else { n })
+}
+
+/// Checks that a region is a part of a tensor of this shape.
+pub(super) fn check_bounds(shape: &[usize], region: &Region) -> Result<(), String> {
+    let dims = shape.len();
+    let inside = region.offsets.len() == dims
+        && region.sizes.len() == dims
+        && (0..dims).all(|d| {
+            region.offsets[d].checked_add(region.sizes[d]).is_some_and(|end| end <= shape[d])
+        });
+    if inside && checked_elem_count(shape).is_some() {
+        Ok(())
+    } else {
+        Err(format!("{} is not a part of a tensor of shape {shape:?}", show(region)))
+    }
+}
+
+/// Checks that boxes make up a tensor of this shape, each element once.
+pub(super) fn check_cover(shape: &[usize], regions: &[Region]) -> Result<(), String> {
+    let total = checked_elem_count(shape).ok_or_else(|| format!("{shape:?} is no valid shape"))?;
+    for region in regions {
+        check_bounds(shape, region)?;
+    }
+    let index = BoxIndex::new(regions.iter().cloned());
+    let mut covered = 0;
+    for (i, region) in regions.iter().enumerate() {
+        covered += region.elem_count();
+        if let Some((other, _)) = index.intersections(region).find(|(other, _)| *other != i) {
+            let (a, b) = (show(&regions[other.min(i)]), show(&regions[other.max(i)]));
+            return Err(format!("is stored twice in part: {a} and {b} overlap"));
+        }
+    }
+    if covered == total {
+        Ok(())
+    } else {
+        Err(format!("is incomplete: {covered} of its {total} elements are stored"))
+    }
+}
+
+/// A region as slices, `[0..4, 8..16]`.
+pub(super) fn show(region: &Region) -> String {
+    let slices: Vec<_> = region
+        .offsets
+        .iter()
+        .zip(&region.sizes)
+        .map(|(o, s)| format!("{o}..{}", o.saturating_add(*s)))
+        .collect();
+    format!("[{}]", slices.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn region(offsets: &[usize], sizes: &[usize]) -> Region {
+        Region { offsets: offsets.to_vec(), sizes: sizes.to_vec() }
+    }
+
+    #[test]
+    fn covers_are_checked() {
+        let check = |shape: &[usize], regions: &[Region]| check_cover(shape, regions);
+        check(&[], &[region(&[], &[])]).unwrap();
+        check(&[0, 3], &[]).unwrap();
+        check(&[4, 3], &[region(&[1, 0], &[3, 3]), region(&[0, 0], &[1, 3])]).unwrap();
+        let error = check(&[4, 3], &[region(&[0, 0], &[2, 3])]).unwrap_err();
+        insta::assert_snapshot!(error, @"is incomplete: 6 of its 12 elements are stored");
+        let error = check(&[4, 3], &[region(&[0, 0], &[2, 3]), region(&[1, 0], &[3, 3])]);
+        insta::assert_snapshot!(error.unwrap_err(), @"is stored twice in part: [0..2, 0..3] and [1..4, 0..3] overlap");
+        let error = check(&[4, 3], &[region(&[2, 0], &[usize::MAX, 3])]).unwrap_err();
+        insta::assert_snapshot!(error, @"[2..18446744073709551615, 0..3] is not a part of a tensor of shape [4, 3]");
+        let error = check(&[usize::MAX, 3], &[]).unwrap_err();
+        insta::assert_snapshot!(error, @"[18446744073709551615, 3] is no valid shape");
+    }
+
+    proptest! {
+        #[test]
+        fn the_index_finds_what_comparing_all_finds(
+            boxes in prop::collection::vec((0usize..8, 1usize..8, 0usize..4, 1usize..4), 0..12),
+            wanted in (0usize..8, 1usize..8, 0usize..4, 1usize..4),
+        ) {
+            let make = |(o0, s0, o1, s1): (usize, usize, usize, usize)| region(&[o0, o1], &[s0, s1]);
+            let boxes: Vec<Region> = boxes.into_iter().map(make).collect();
+            let wanted = make(wanted);
+            let naive: Vec<_> = boxes
+                .iter()
+                .enumerate()
+                .filter_map(|(i, b)| b.intersect(&wanted).map(|shared| (i, shared)))
+                .collect();
+            let mut found: Vec<_> = BoxIndex::new(boxes.into_iter()).intersections(&wanted).collect();
+            found.sort_by_key(|(i, _)| *i);
+            prop_assert_eq!(found, naive);
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! Reading a distributed checkpoint.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+
+use super::boxes::check_cover;
+use super::manifest::{MANIFEST, Manifest, TensorEntry};
+use super::stored::{Place, StoredBox, refuse};
+use super::{CheckpointIO, SafetensorsSource, StoredTensors, TensorInfo, TensorSource};
+use crate::shard::Region;
+use crate::{Error, Result};
+
+/// A checkpoint that [`save`](super::save) wrote, on however many ranks.
+///
+/// As a [`TensorSource`] it is the [model](Self::model). Opening reads the manifest and the lengths
+/// of the shards; nothing is collective.
+#[derive(Debug)]
+pub struct DistributedCheckpoint {
+    manifest: Manifest,
+    model: StoredTensors,
+    optimizer: StoredTensors,
+}
+
+impl DistributedCheckpoint {
+    /// Opens the checkpoint in the local directory `path`.
+    ///
+    /// # Errors
+    /// If there is no manifest, it is torn or of a newer version, or a shard that it names is
+    /// missing or of another length.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let manifest = path.join(MANIFEST);
+        let bytes = std::fs::read(&manifest).map_err(Error::io("reading", &manifest));
+        Self::from_manifest(bytes, Place::Local(path.to_owned()))
+    }
+
+    /// Opens the checkpoint `name` of `io`.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_with(io: &Arc<dyn CheckpointIO>, name: &str) -> Result<Self> {
+        let bytes = io.load(&format!("{name}/{MANIFEST}"));
+        Self::from_manifest(bytes, Place::Io(io.clone(), name.to_owned()))
+    }
+
+    fn from_manifest(bytes: Result<Vec<u8>>, place: Place) -> Result<Self> {
+        let root = place.location("");
+        let bytes = match bytes {
+            Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
+                return Err(Error::checkpoint(
+                    root,
+                    format!(
+                        "there is no checkpoint here: it has no {MANIFEST}. Name the directory of \
+                         one step, such as `step-00000010`; one without a manifest was never \
+                         completed"
+                    ),
+                ));
+            }
+            bytes => bytes?,
+        };
+        let manifest = Manifest::parse(&bytes, &place.location(MANIFEST))?;
+        check_files(&manifest, &place)?;
+        let model = stored(&manifest.model, &manifest.files, &place, root.clone())?;
+        let optimizer = stored(&manifest.optimizer, &manifest.files, &place, root)?;
+        Ok(Self { manifest, model, optimizer })
+    }
+
+    /// Whether a box that is read whole is checked against its checksum; it is, unless told
+    /// otherwise.
+    #[must_use]
+    pub fn verify_on_load(mut self, verify: bool) -> Self {
+        self.model.set_verify(verify);
+        self.optimizer.set_verify(verify);
+        self
+    }
+
+    /// What is in it.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// The model's tensors, by FQN.
+    pub fn model(&self) -> &StoredTensors {
+        &self.model
+    }
+
+    /// The optimizer's tensors, by [`optimizer_key`](super::optimizer_key).
+    pub fn optimizer(&self) -> &StoredTensors {
+        &self.optimizer
+    }
+
+    /// Reads everything and compares it with the checksums.
+    ///
+    /// # Errors
+    /// If anything is damaged, naming file and tensor of all that is.
+    pub fn verify(&self) -> Result<()> {
+        let mut damages = self.model.damages();
+        damages.append(&mut self.optimizer.damages());
+        refuse(self.location(), damages)
+    }
+}
+
+impl TensorSource for DistributedCheckpoint {
+    fn location(&self) -> &Path {
+        self.model.location()
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.model.names()
+    }
+
+    fn info(&self, name: &str) -> Option<TensorInfo> {
+        self.model.info(name)
+    }
+
+    fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.model.read(name, region, dtype, device)
+    }
+
+    fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        self.model.read_into(name, region, target)
+    }
+}
+
+/// Opens whatever model weights are at `path`: a distributed checkpoint, or what
+/// [`SafetensorsSource::open`] takes.
+///
+/// # Errors
+/// As the two.
+pub fn open(path: impl AsRef<Path>) -> Result<Box<dyn TensorSource>> {
+    let path = path.as_ref();
+    if path.join(MANIFEST).is_file() {
+        Ok(Box::new(DistributedCheckpoint::open(path)?))
+    } else {
+        Ok(Box::new(SafetensorsSource::open(path)?))
+    }
+}
+
+/// Checks that all shards are there, as long as they were written.
+fn check_files(manifest: &Manifest, place: &Place) -> Result<()> {
+    let folders: BTreeSet<&str> = manifest
+        .files
+        .keys()
+        .map(|file| file.rsplit_once('/').map_or("", |(folder, _)| folder))
+        .collect();
+    let mut found = BTreeMap::new();
+    for folder in folders {
+        if folder.split('/').any(|part| part == "..") || folder.starts_with('/') {
+            let message = format!("the manifest names a folder outside the checkpoint: `{folder}`");
+            return Err(Error::checkpoint(place.location(MANIFEST), message));
+        }
+        for (name, len) in place.lengths(folder)? {
+            found.insert(if folder.is_empty() { name } else { format!("{folder}/{name}") }, len);
+        }
+    }
+    for (file, expected) in &manifest.files {
+        let complaint = match found.get(file) {
+            Some(len) if len == expected => continue,
+            Some(len) if len < expected => {
+                format!("is truncated: it has {len} bytes of {expected}")
+            }
+            Some(len) => format!("is not what was saved: it has {len} bytes instead of {expected}"),
+            None => "is missing".to_owned(),
+        };
+        let (count, first) = tensors_in(manifest, file);
+        return Err(Error::checkpoint(
+            place.location(file),
+            format!("this shard {complaint}; it holds parts of {count} tensors, such as `{first}`"),
+        ));
+    }
+    Ok(())
+}
+
+fn tensors_in<'a>(manifest: &'a Manifest, file: &str) -> (usize, &'a str) {
+    let mut names = manifest
+        .model
+        .iter()
+        .chain(&manifest.optimizer)
+        .filter(|(_, tensor)| tensor.boxes.iter().any(|b| b.file == file))
+        .map(|(name, _)| name.as_str());
+    let first = names.next();
+    (names.count() + usize::from(first.is_some()), first.unwrap_or_default())
+}
+
+fn stored(
+    entries: &BTreeMap<String, TensorEntry>,
+    lengths: &BTreeMap<String, u64>,
+    place: &Place,
+    root: PathBuf,
+) -> Result<StoredTensors> {
+    let files: Vec<String> = lengths.keys().cloned().collect();
+    let mut tensors = StoredTensors::new(place.clone(), root, files.clone());
+    for (name, entry) in entries {
+        let damaged = |message: String| {
+            let message = format!("the manifest is damaged: tensor `{name}` {message}");
+            Err(Error::checkpoint(place.location(MANIFEST), message))
+        };
+        let regions: Vec<Region> = entry.boxes.iter().map(|b| b.region.clone()).collect();
+        if let Err(message) = check_cover(&entry.shape, &regions) {
+            return damaged(message);
+        }
+        let mut boxes = Vec::with_capacity(entry.boxes.len());
+        for stored in &entry.boxes {
+            let Ok(file) = files.binary_search(&stored.file) else {
+                return damaged(format!("is in `{}`, which is not listed", stored.file));
+            };
+            let (start, end) = stored.bytes;
+            let bits = stored.region.elem_count().checked_mul(entry.dtype.bitsize());
+            let fits = start <= end
+                && end <= lengths[&stored.file]
+                && bits.is_some_and(|bits| (bits / 8) as u64 == end - start);
+            if !fits {
+                return damaged(format!(
+                    "has a wrong byte range in `{}`: {start}..{end}",
+                    stored.file
+                ));
+            }
+            boxes.push(StoredBox {
+                region: stored.region.clone(),
+                file,
+                bytes: stored.bytes,
+                checksum: Some(stored.xxh3),
+            });
+        }
+        tensors.add(name.clone(), entry.shape.clone(), entry.dtype, boxes);
+    }
+    Ok(tensors)
+}

@@ -1,0 +1,168 @@
+//! The manifest: what is in a distributed checkpoint. It is written last.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::shard::{Region, ShardSpec};
+use crate::{Error, Result};
+
+/// The manifest's file name.
+pub const MANIFEST: &str = "manifest.json";
+
+/// The version of the format that this library writes, and the newest that it reads.
+pub const FORMAT_VERSION: u32 = 1;
+
+const FORMAT: &str = "fulgurite-distributed-checkpoint";
+
+/// What is saved besides tensors.
+#[derive(Debug, Clone, Default)]
+pub struct SaveMeta {
+    /// The optimizer step after which it is saved.
+    pub step: u64,
+    /// The mesh's dimensions, outermost first, and their sizes. For information.
+    pub mesh: Vec<(String, usize)>,
+    /// How the mesh cuts each parameter. For information; see [`specs`](super::specs).
+    pub specs: BTreeMap<String, ShardSpec>,
+    /// Everything that resuming needs and is no tensor: loop, data position, optimizer scalars,
+    /// callbacks. Rank 0's is saved.
+    pub state: serde_json::Value,
+    /// The run's resolved configuration. Rank 0's is saved.
+    pub config: serde_json::Value,
+}
+
+/// What is in a distributed checkpoint.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// Always `fulgurite-distributed-checkpoint`.
+    pub format: String,
+    /// The format's version; see [`FORMAT_VERSION`].
+    pub format_version: u32,
+    /// The version of the library that wrote it.
+    pub library_version: String,
+    /// The optimizer step after which it was saved.
+    pub step: u64,
+    /// Number of ranks that saved it.
+    pub world_size: usize,
+    /// Their mesh: dimension names and sizes, outermost first.
+    pub mesh: Vec<(String, usize)>,
+    /// All shard files, relative to the checkpoint, and their lengths in bytes.
+    pub files: BTreeMap<String, u64>,
+    /// The model's tensors, by FQN.
+    pub model: BTreeMap<String, TensorEntry>,
+    /// The optimizer's tensors, by `state.{fqn}.{name}`.
+    pub optimizer: BTreeMap<String, TensorEntry>,
+    /// How the mesh cut each parameter.
+    pub specs: BTreeMap<String, ShardSpec>,
+    /// What [`SaveMeta::state`] was.
+    pub state: serde_json::Value,
+    /// What [`SaveMeta::config`] was.
+    pub config: serde_json::Value,
+}
+
+/// One tensor of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TensorEntry {
+    /// The global shape.
+    pub shape: Vec<usize>,
+    /// The dtype, in safetensors' spelling.
+    pub dtype: safetensors::Dtype,
+    /// The parts it is stored in. They cover it, each element once.
+    pub boxes: Vec<BoxEntry>,
+}
+
+/// One stored part of a tensor.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct BoxEntry {
+    /// The shard file, relative to the checkpoint.
+    pub file: String,
+    /// Which part it is.
+    #[serde(flatten)]
+    pub region: Region,
+    /// The first byte in the file, and the one after the last.
+    pub bytes: (u64, u64),
+    /// XXH3-64 of those bytes, in hexadecimal.
+    #[serde(with = "hex")]
+    pub xxh3: u64,
+}
+
+impl Manifest {
+    pub(super) fn new(world_size: usize, meta: &SaveMeta) -> Self {
+        Self {
+            format: FORMAT.to_owned(),
+            format_version: FORMAT_VERSION,
+            library_version: env!("CARGO_PKG_VERSION").to_owned(),
+            step: meta.step,
+            world_size,
+            mesh: meta.mesh.clone(),
+            files: BTreeMap::new(),
+            model: BTreeMap::new(),
+            optimizer: BTreeMap::new(),
+            specs: meta.specs.clone(),
+            state: meta.state.clone(),
+            config: meta.config.clone(),
+        }
+    }
+
+    /// Reads a manifest; `path` is for messages.
+    ///
+    /// # Errors
+    /// If it is torn, of another kind, or of a version that this library does not know.
+    pub fn parse(bytes: &[u8], path: &Path) -> Result<Self> {
+        let stamp = Stamp::parse(bytes, path)?;
+        if stamp.format_version > FORMAT_VERSION {
+            return Err(Error::checkpoint(
+                path,
+                format!(
+                    "is of format version {}, written by Fulgurite {}; this is Fulgurite {}, which \
+                     reads up to version {FORMAT_VERSION}. Use that version or a newer one",
+                    stamp.format_version,
+                    stamp.library_version,
+                    env!("CARGO_PKG_VERSION")
+                ),
+            ));
+        }
+        serde_json::from_slice(bytes).map_err(|e| torn(path, &e))
+    }
+}
+
+/// The part of a manifest that every version has.
+#[derive(Debug, Deserialize)]
+pub(super) struct Stamp {
+    format: String,
+    format_version: u32,
+    #[serde(default)]
+    library_version: String,
+    pub(super) step: u64,
+}
+
+impl Stamp {
+    pub(super) fn parse(bytes: &[u8], path: &Path) -> Result<Self> {
+        let stamp: Self = serde_json::from_slice(bytes).map_err(|e| torn(path, &e))?;
+        if stamp.format == FORMAT {
+            Ok(stamp)
+        } else {
+            let message =
+                format!("is no manifest of a checkpoint: its format is `{}`", stamp.format);
+            Err(Error::checkpoint(path, message))
+        }
+    }
+}
+
+fn torn(path: &Path, error: &serde_json::Error) -> Error {
+    Error::checkpoint(path, format!("the manifest is damaged or incomplete: {error}"))
+}
+
+mod hex {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&format_args!("{value:016x}"))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        u64::from_str_radix(&text, 16).map_err(serde::de::Error::custom)
+    }
+}

@@ -1,0 +1,252 @@
+//! One safetensors file: written tensor by tensor, read by its header.
+
+use std::collections::HashMap;
+use std::io::Write;
+
+use candle_core::{Device, Tensor};
+use safetensors::Dtype;
+use safetensors::tensor::Metadata;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use xxhash_rust::xxh3::Xxh3;
+
+use super::boxes::{check_bounds, show};
+use super::{BoxEntry, CheckpointIO, CheckpointReader, ShardTensor};
+use crate::autograd::storage;
+use crate::{Error, Result};
+
+/// The key of [`ShardingInfo`] in a file's metadata; PyTorch's name.
+const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
+
+/// Bytes that are hashed and written at a time, so that they are in the cache for both.
+const BLOCK: usize = 1 << 20;
+
+/// The length of a header beyond which safetensors readers refuse a file.
+const MAX_HEADER: u64 = 100_000_000;
+
+/// Where the tensors of a file lie in the global ones, by name.
+type ShardingInfo = HashMap<String, SavedOffsets>;
+
+#[derive(Debug, Serialize, Deserialize)]
+struct SavedOffsets {
+    saved_offsets: Vec<usize>,
+}
+
+/// First byte in a file, and the one after the last.
+type ByteRange = (u64, u64);
+
+/// What was written of one tensor.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Piece {
+    pub(super) name: String,
+    pub(super) shape: Vec<usize>,
+    pub(super) dtype: Dtype,
+    /// `None` if this rank has no part of it.
+    pub(super) part: Option<BoxEntry>,
+}
+
+/// The file that the rank `rank` writes, as PyTorch's writer names it.
+pub(super) fn file_name(rank: usize) -> String {
+    format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1)
+}
+
+/// Checks the tensors that this rank contributes, and lists them without their parts.
+pub(super) fn describe(tensors: &[ShardTensor]) -> Result<Vec<Piece>> {
+    let mut names = std::collections::HashSet::new();
+    tensors
+        .iter()
+        .map(|tensor| {
+            let fail = |message: String| {
+                Err(Error::other(format!("saving tensor `{}`: {message}", tensor.name)))
+            };
+            if !names.insert(&tensor.name) {
+                return fail("another one has the same name".to_owned());
+            }
+            let dtype = tensor.values.dtype();
+            let dtype = match Dtype::from(dtype) {
+                stored if super::stored::loadable(stored) == Some(dtype) => stored,
+                _ => return fail(format!("values of dtype {dtype:?} cannot be saved")),
+            };
+            if !tensor.region.is_empty() {
+                if let Err(message) = check_bounds(&tensor.shape, &tensor.region) {
+                    return fail(message);
+                }
+                if tensor.region.elem_count() != tensor.values.elem_count() {
+                    let (region, n) = (show(&tensor.region), tensor.values.elem_count());
+                    return fail(format!("there are {n} values for the part {region}"));
+                }
+                if storage::is_released(&tensor.values) {
+                    return fail("its values are not in memory".to_owned());
+                }
+            }
+            Ok(Piece { name: tensor.name.clone(), shape: tensor.shape.clone(), dtype, part: None })
+        })
+        .collect()
+}
+
+/// Writes the non-empty parts of `tensors` to the file `path` of `io`, fills in where they went
+/// (`file` is what the manifest calls the file), and returns the file's length. No file is written
+/// and `None` returned if all parts are empty.
+pub(super) fn write(
+    io: &dyn CheckpointIO,
+    path: &str,
+    file: &str,
+    tensors: &[ShardTensor],
+    pieces: &mut [Piece],
+) -> Result<Option<u64>> {
+    let mut order: Vec<usize> =
+        (0..tensors.len()).filter(|&i| !tensors[i].region.is_empty()).collect();
+    if order.is_empty() {
+        return Ok(None);
+    }
+    // Wide elements first keeps every tensor aligned to its element size.
+    order.sort_by(|&a, &b| {
+        let key = |i: usize| {
+            (std::cmp::Reverse(tensors[i].values.dtype().size_in_bytes()), &tensors[i].name)
+        };
+        key(a).cmp(&key(b))
+    });
+    let (header, ranges) = header(&order, tensors, pieces)?;
+    let failed = |what: &str, e: &dyn std::fmt::Display| {
+        Error::checkpoint(io.location(path), format!("writing {what}: {e}"))
+    };
+    let mut writer = io.create(path)?;
+    writer.write_all(&header).map_err(|e| failed("the header", &e))?;
+    for (&i, range) in order.iter().zip(&ranges) {
+        let tensor = &tensors[i];
+        let values = on_host(&tensor.values)?;
+        let mut hash = Xxh3::new();
+        storage::with_bytes(&values, |bytes| {
+            bytes.chunks(BLOCK).try_for_each(|block| {
+                hash.update(block);
+                writer.write_all(block)
+            })
+        })?
+        .map_err(|e| failed(&format!("tensor `{}`", tensor.name), &e))?;
+        pieces[i].part = Some(BoxEntry {
+            file: file.to_owned(),
+            region: tensor.region.clone(),
+            bytes: *range,
+            xxh3: hash.digest(),
+        });
+    }
+    writer.finish()?;
+    Ok(ranges.last().map(|range| range.1))
+}
+
+/// The values in host memory, contiguous. Copied only where they are not: one tensor at a time.
+fn on_host(values: &Tensor) -> Result<Tensor> {
+    if values.device().is_cpu() {
+        return Ok(values.flatten_all()?.contiguous()?);
+    }
+    // Moving a view moves all of the storage that it looks at, so it gets one of its own first.
+    Ok(values.flatten_all()?.force_contiguous()?.to_device(&Device::Cpu)?)
+}
+
+/// The file's first bytes, and where in the file each tensor of `order` will be.
+fn header(
+    order: &[usize],
+    tensors: &[ShardTensor],
+    pieces: &[Piece],
+) -> Result<(Vec<u8>, Vec<ByteRange>)> {
+    let mut offset = 0;
+    let mut ranges = Vec::with_capacity(order.len());
+    let mut entries = serde_json::Map::new();
+    let mut offsets = serde_json::Map::new();
+    for &i in order {
+        let (tensor, piece) = (&tensors[i], &pieces[i]);
+        let end =
+            offset + (tensor.values.elem_count() * tensor.values.dtype().size_in_bytes()) as u64;
+        entries.insert(
+            tensor.name.clone(),
+            json!({ "dtype": piece.dtype, "shape": tensor.region.sizes, "data_offsets": [offset, end] }),
+        );
+        offsets.insert(tensor.name.clone(), json!({ "saved_offsets": tensor.region.offsets }));
+        ranges.push((offset, end));
+        offset = end;
+    }
+    let metadata = json!({
+        SHARDING_INFO: serde_json::Value::Object(offsets).to_string(),
+        "DCP_VERSION": "1.0",
+        "format": "pt",
+    });
+    entries.insert("__metadata__".to_owned(), metadata);
+    let mut json = serde_json::Value::Object(entries).to_string().into_bytes();
+    json.resize(json.len().next_multiple_of(8), b' ');
+    if json.len() as u64 > MAX_HEADER {
+        return Err(Error::other("a shard's header exceeds the 100 MB that safetensors allows"));
+    }
+    let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+    bytes.append(&mut json);
+    let data = bytes.len() as u64;
+    Ok((bytes, ranges.into_iter().map(|(start, end)| (data + start, data + end)).collect()))
+}
+
+/// A tensor in a file that may hold a part of it.
+#[derive(Debug)]
+pub(super) struct Stored {
+    pub(super) name: String,
+    pub(super) dtype: Dtype,
+    /// The part; all of the tensor where the file does not say otherwise.
+    pub(super) region: crate::shard::Region,
+    /// Its bytes in the file.
+    pub(super) bytes: ByteRange,
+    /// Whether the file says which part it is.
+    pub(super) is_shard: bool,
+}
+
+/// Reads a file's header. The error is a message for the caller to put the file's name to.
+pub(super) fn read_header(reader: &dyn CheckpointReader) -> Result<Vec<Stored>, String> {
+    let failed = |e: std::io::Error| format!("reading the header: {e}");
+    let len = reader.len().map_err(failed)?;
+    let mut size = [0; 8];
+    if len < 8 {
+        return Err(format!("is no safetensors file: it has {len} bytes"));
+    }
+    reader.read_exact_at(&mut size, 0).map_err(failed)?;
+    let size = u64::from_le_bytes(size);
+    if size > MAX_HEADER || size > len - 8 {
+        return Err(format!(
+            "is truncated or no safetensors file: its header would have {size} bytes, the file has \
+             {len}"
+        ));
+    }
+    let mut json = vec![0; size as usize];
+    reader.read_exact_at(&mut json, 8).map_err(failed)?;
+    let metadata: Metadata =
+        serde_json::from_slice(&json).map_err(|e| format!("has a damaged header: {e}"))?;
+    let data = 8 + size;
+    let mut sharding: ShardingInfo =
+        match metadata.metadata().as_ref().and_then(|m| m.get(SHARDING_INFO)) {
+            Some(text) => serde_json::from_str(text)
+                .map_err(|e| format!("has a damaged {SHARDING_INFO}: {e}"))?,
+            None => ShardingInfo::new(),
+        };
+    metadata
+        .tensors()
+        .into_iter()
+        .map(|(name, info)| {
+            let bytes = (data + info.data_offsets.0 as u64, data + info.data_offsets.1 as u64);
+            if bytes.1 > len {
+                return Err(format!(
+                    "is truncated: tensor `{name}` is in bytes {}..{}, the file has {len}",
+                    bytes.0, bytes.1
+                ));
+            }
+            let saved = sharding.remove(&name);
+            let is_shard = saved.is_some();
+            let offsets = saved.map_or_else(|| vec![0; info.shape.len()], |s| s.saved_offsets);
+            let region = crate::shard::Region { offsets, sizes: info.shape.clone() };
+            let in_range = region.offsets.len() == region.sizes.len()
+                && region
+                    .offsets
+                    .iter()
+                    .zip(&region.sizes)
+                    .all(|(o, s)| o.checked_add(*s).is_some());
+            if !in_range {
+                return Err(format!("has damaged offsets for tensor `{name}`"));
+            }
+            Ok(Stored { name, dtype: info.dtype, region, bytes, is_shard })
+        })
+        .collect()
+}

@@ -1,0 +1,400 @@
+//! Tensors stored as boxes in files, and how parts of them are read.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use candle_core::{DType, Device, Tensor};
+use safetensors::Dtype;
+use xxhash_rust::xxh3::Xxh3;
+
+use super::boxes::{BoxIndex, check_bounds, show};
+use super::{CheckpointIO, CheckpointReader, LocalFile, TensorInfo, TensorSource};
+use crate::autograd::storage;
+use crate::shard::Region;
+use crate::{Error, Result};
+
+/// Shorter stretches than this are read together with their neighbours.
+const SHORT: usize = 64 << 10;
+/// Gaps up to this are read over: the disk reads whole pages anyway.
+const GAP: usize = 4 << 10;
+/// Bytes that are read together at most, and that verifying takes at a time.
+const WINDOW: usize = 4 << 20;
+/// Files that are kept open at most.
+const MAX_OPEN: usize = 64;
+
+/// Where a checkpoint's files are.
+#[derive(Debug, Clone)]
+pub(super) enum Place {
+    Local(PathBuf),
+    Io(Arc<dyn CheckpointIO>, String),
+}
+
+impl Place {
+    pub(super) fn location(&self, file: &str) -> PathBuf {
+        match self {
+            Self::Local(root) if file.is_empty() => root.clone(),
+            Self::Local(root) => root.join(file),
+            Self::Io(io, name) if file.is_empty() => io.location(name),
+            Self::Io(io, name) => io.location(&format!("{name}/{file}")),
+        }
+    }
+
+    pub(super) fn open(&self, file: &str) -> Result<Arc<dyn CheckpointReader>> {
+        match self {
+            Self::Local(root) => Ok(Arc::new(LocalFile::open(&root.join(file))?)),
+            Self::Io(io, name) => io.open(&format!("{name}/{file}")),
+        }
+    }
+
+    /// The lengths of the files in a folder; none if it does not exist.
+    pub(super) fn lengths(&self, folder: &str) -> Result<BTreeMap<String, u64>> {
+        match self {
+            Self::Local(root) => {
+                let path = root.join(folder);
+                let failed = |e| Error::io("listing", &path)(e);
+                let entries = match std::fs::read_dir(&path) {
+                    Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                        return Ok(BTreeMap::new());
+                    }
+                    entries => entries.map_err(failed)?,
+                };
+                let mut lengths = BTreeMap::new();
+                for entry in entries {
+                    let path = entry.map_err(failed)?.path();
+                    // Links are followed: Hugging Face's cache is made of them.
+                    let metadata = std::fs::metadata(&path).map_err(Error::io("reading", &path))?;
+                    if let (true, Some(name)) = (metadata.is_file(), path.file_name()) {
+                        lengths.insert(name.to_string_lossy().into_owned(), metadata.len());
+                    }
+                }
+                Ok(lengths)
+            }
+            Self::Io(io, name) => {
+                let entries = io.list(&format!("{name}/{folder}"))?;
+                Ok(entries
+                    .into_iter()
+                    .filter(|e| !e.is_directory)
+                    .map(|e| (e.name, e.bytes))
+                    .collect())
+            }
+        }
+    }
+}
+
+/// One part of a tensor.
+#[derive(Debug, Clone)]
+pub(super) struct StoredBox {
+    pub(super) region: Region,
+    /// Index of the file.
+    pub(super) file: usize,
+    /// Its bytes in the file.
+    pub(super) bytes: (u64, u64),
+    pub(super) checksum: Option<u64>,
+}
+
+#[derive(Debug)]
+struct StoredTensor {
+    shape: Vec<usize>,
+    dtype: Dtype,
+    boxes: Vec<StoredBox>,
+    index: BoxIndex,
+}
+
+/// Tensors that are stored in parts, in files: the model's or the optimizer's of a checkpoint.
+pub struct StoredTensors {
+    place: Place,
+    location: PathBuf,
+    files: Vec<String>,
+    tensors: BTreeMap<String, StoredTensor>,
+    open: Mutex<VecDeque<(usize, Arc<dyn CheckpointReader>)>>,
+    verify: bool,
+}
+
+impl StoredTensors {
+    pub(super) fn new(place: Place, location: PathBuf, files: Vec<String>) -> Self {
+        let (tensors, open) = Default::default();
+        Self { place, location, files, tensors, open, verify: true }
+    }
+
+    /// Adds a tensor whose boxes cover its shape and whose byte ranges are inside the files.
+    pub(super) fn add(
+        &mut self,
+        name: String,
+        shape: Vec<usize>,
+        dtype: Dtype,
+        boxes: Vec<StoredBox>,
+    ) {
+        let index = BoxIndex::new(boxes.iter().map(|b| b.region.clone()));
+        self.tensors.insert(name, StoredTensor { shape, dtype, boxes, index });
+    }
+
+    pub(super) fn set_verify(&mut self, verify: bool) {
+        self.verify = verify;
+    }
+
+    /// Number of tensors.
+    pub fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// Reads every box that has a checksum and compares. Takes 4 MiB of memory.
+    ///
+    /// # Errors
+    /// One error that names file and tensor of all boxes that are damaged or cannot be read.
+    pub fn verify(&self) -> Result<()> {
+        refuse(&self.location, self.damages())
+    }
+
+    /// What is wrong with the stored bytes: a line a box.
+    pub(super) fn damages(&self) -> Vec<String> {
+        let mut damages = Vec::new();
+        let mut buffer = Vec::new();
+        for (name, tensor) in &self.tensors {
+            for stored in &tensor.boxes {
+                let Some(expected) = stored.checksum else { continue };
+                let complaint = match self.hash(stored, &mut buffer) {
+                    Ok(found) if found == expected => continue,
+                    Ok(_) => wrong_bytes(stored),
+                    Err(error) => error.to_string(),
+                };
+                let file = self.place.location(&self.files[stored.file]);
+                damages.push(format!("{}: tensor `{name}`: {complaint}", file.display()));
+            }
+        }
+        damages
+    }
+
+    fn hash(&self, stored: &StoredBox, buffer: &mut Vec<u8>) -> Result<u64> {
+        let reader = self.reader(stored.file)?;
+        let mut hash = Xxh3::new();
+        let (mut position, end) = stored.bytes;
+        while position < end {
+            buffer.resize((end - position).min(WINDOW as u64) as usize, 0);
+            reader.read_exact_at(buffer, position).map_err(|e| Error::other(reason(&e)))?;
+            hash.update(buffer);
+            position += buffer.len() as u64;
+        }
+        Ok(hash.digest())
+    }
+
+    fn reader(&self, file: usize) -> Result<Arc<dyn CheckpointReader>> {
+        let mut open = self.open.lock().expect("no panic while opening");
+        if let Some((_, reader)) = open.iter().find(|(index, _)| *index == file) {
+            return Ok(reader.clone());
+        }
+        let reader = self.place.open(&self.files[file])?;
+        open.truncate(MAX_OPEN - 1);
+        open.push_front((file, reader.clone()));
+        Ok(reader)
+    }
+
+    fn fail<T>(&self, name: &str, message: impl std::fmt::Display) -> Result<T> {
+        Err(Error::checkpoint(&self.location, format!("tensor `{name}`: {message}")))
+    }
+
+    /// The tensor and the dtype to read it in, if `region` is a part of it.
+    fn find(&self, name: &str, region: &Region) -> Result<(&StoredTensor, DType)> {
+        let Some(tensor) = self.tensors.get(name) else {
+            return self.fail(name, "there is none of this name");
+        };
+        if let Err(message) = check_bounds(&tensor.shape, region) {
+            return self.fail(name, message);
+        }
+        match loadable(tensor.dtype) {
+            Some(dtype) => Ok((tensor, dtype)),
+            None => self.fail(name, format!("values of dtype {} cannot be loaded", tensor.dtype)),
+        }
+    }
+
+    /// Reads `region` as it is stored.
+    fn read_bytes(
+        &self,
+        name: &str,
+        tensor: &StoredTensor,
+        region: &Region,
+        out: &mut [u8],
+    ) -> Result<()> {
+        let width = tensor.dtype.bitsize() / 8;
+        for (index, shared) in tensor.index.intersections(region) {
+            let stored = &tensor.boxes[index];
+            let reader = self.reader(stored.file)?;
+            let segments = segments(&shared, &stored.region, region, width);
+            let damaged = |complaint: String| {
+                let file = self.place.location(&self.files[stored.file]);
+                Error::checkpoint(file, format!("tensor `{name}`: {complaint}"))
+            };
+            read_segments(reader.as_ref(), stored.bytes.0, &segments, out)
+                .map_err(|e| damaged(format!("reading {}: {}", show(&shared), reason(&e))))?;
+            if let (true, Some(expected)) =
+                (self.verify && shared == stored.region, stored.checksum)
+            {
+                let mut hash = Xxh3::new();
+                segments.iter().for_each(|s| hash.update(&out[s.to..s.to + s.len]));
+                if hash.digest() != expected {
+                    return Err(damaged(wrong_bytes(stored)));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl TensorSource for StoredTensors {
+    fn location(&self) -> &Path {
+        &self.location
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.tensors.keys().map(String::as_str).collect()
+    }
+
+    fn info(&self, name: &str) -> Option<TensorInfo> {
+        let tensor = self.tensors.get(name)?;
+        Some(TensorInfo { shape: tensor.shape.clone(), dtype: tensor.dtype })
+    }
+
+    fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        let (tensor, stored) = self.find(name, region)?;
+        let values = Tensor::zeros(region.elem_count(), stored, &Device::Cpu)?;
+        storage::with_bytes_mut(&values, |out| self.read_bytes(name, tensor, region, out))??;
+        Ok(values.to_dtype(dtype)?.to_device(device)?)
+    }
+
+    fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        let (tensor, stored) = self.find(name, region)?;
+        if target.elem_count() != region.elem_count() {
+            let n = target.elem_count();
+            return self.fail(name, format!("{} does not fit into {n} elements", show(region)));
+        }
+        if target.dtype() == stored && target.device().is_cpu() && target.is_contiguous() {
+            return storage::with_bytes_mut(target, |out| {
+                self.read_bytes(name, tensor, region, out)
+            })?;
+        }
+        storage::copy_from(target, &self.read(name, region, target.dtype(), target.device())?)
+    }
+}
+
+impl std::fmt::Debug for StoredTensors {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("StoredTensors")
+            .field("location", &self.location)
+            .field("files", &self.files)
+            .field("tensors", &self.tensors.len())
+            .finish_non_exhaustive()
+    }
+}
+
+fn reason(error: &std::io::Error) -> String {
+    match error.kind() {
+        std::io::ErrorKind::UnexpectedEof => "the file ends before; it is truncated".to_owned(),
+        _ => error.to_string(),
+    }
+}
+
+fn wrong_bytes(stored: &StoredBox) -> String {
+    format!(
+        "the bytes of {} do not match their checksum; the file is damaged",
+        show(&stored.region)
+    )
+}
+
+/// One error for all damages; `Ok` if there are none.
+pub(super) fn refuse(location: &Path, damages: Vec<String>) -> Result<()> {
+    if damages.is_empty() {
+        return Ok(());
+    }
+    Err(Error::checkpoint(location, format!("is damaged:\n  {}", damages.join("\n  "))))
+}
+
+/// The dtype that stored values are read in; `None` if they cannot be.
+pub(super) fn loadable(dtype: Dtype) -> Option<DType> {
+    Some(match dtype {
+        Dtype::BOOL | Dtype::U8 => DType::U8,
+        Dtype::U32 => DType::U32,
+        Dtype::I16 => DType::I16,
+        Dtype::I32 => DType::I32,
+        Dtype::I64 => DType::I64,
+        Dtype::BF16 => DType::BF16,
+        Dtype::F16 => DType::F16,
+        Dtype::F32 => DType::F32,
+        Dtype::F64 => DType::F64,
+        _ => return None,
+    })
+}
+
+/// Bytes that are contiguous both in a stored box and in what is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Segment {
+    from: usize,
+    to: usize,
+    len: usize,
+}
+
+/// What `stored` and `wanted` share, in stored order. `width` is an element's size in bytes.
+fn segments(shared: &Region, stored: &Region, wanted: &Region, width: usize) -> Vec<Segment> {
+    let sources = shared.relative_to(stored).runs(&stored.sizes);
+    let targets = shared.relative_to(wanted).runs(&wanted.sizes);
+    let (mut s, mut t, mut at) = (0, 0, 0);
+    let mut segments = Vec::with_capacity(sources.len().max(targets.len()));
+    while s < sources.len() && t < targets.len() {
+        let (source, target) = (sources[s], targets[t]);
+        let end = (source.inner + source.len).min(target.inner + target.len);
+        segments.push(Segment {
+            from: (source.outer + at - source.inner) * width,
+            to: (target.outer + at - target.inner) * width,
+            len: (end - at) * width,
+        });
+        at = end;
+        s += usize::from(source.inner + source.len == at);
+        t += usize::from(target.inner + target.len == at);
+    }
+    segments
+}
+
+/// Reads segments of the box that starts at `base` to their places in `out`: long ones one by one,
+/// short ones close to each other together.
+fn read_segments(
+    reader: &dyn CheckpointReader,
+    base: u64,
+    segments: &[Segment],
+    out: &mut [u8],
+) -> std::io::Result<()> {
+    let mut scratch = Vec::new();
+    let mut rest = segments;
+    while let Some(first) = rest.first() {
+        let mut end = first.from + first.len;
+        let mut count = 1;
+        if first.len < SHORT {
+            for next in &rest[1..] {
+                let next_end = next.from + next.len;
+                if next.len >= SHORT || next.from - end > GAP || next_end - first.from > WINDOW {
+                    break;
+                }
+                end = next_end;
+                count += 1;
+            }
+        }
+        let (group, tail) = rest.split_at(count);
+        rest = tail;
+        let start = base + first.from as u64;
+        if count == 1 {
+            reader.read_exact_at(&mut out[first.to..first.to + first.len], start)?;
+            continue;
+        }
+        scratch.resize(end - first.from, 0);
+        reader.read_exact_at(&mut scratch, start)?;
+        for segment in group {
+            let from = segment.from - first.from;
+            out[segment.to..segment.to + segment.len]
+                .copy_from_slice(&scratch[from..from + segment.len]);
+        }
+    }
+    Ok(())
+}

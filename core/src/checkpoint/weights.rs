@@ -1,0 +1,203 @@
+//! Model weights in safetensors files that others wrote.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use serde::Deserialize;
+
+use super::boxes::check_cover;
+use super::shard_file::{Stored, read_header};
+use super::stored::{Place, StoredBox};
+use super::{StoredTensors, TensorInfo, TensorSource};
+use crate::shard::Region;
+use crate::{Error, Result};
+
+const SUFFIX: &str = ".safetensors";
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// A Hugging Face directory (`model.safetensors`, or shards with `model.safetensors.index.json`),
+/// a single `.safetensors` file, or a directory of the shards that PyTorch's
+/// `HuggingFaceStorageWriter` or [`save`](super::save) wrote.
+///
+/// Opening reads the files' headers; nothing is collective.
+#[derive(Debug)]
+pub struct SafetensorsSource(StoredTensors);
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl SafetensorsSource {
+    /// Opens a directory, a `.safetensors` file or an index file.
+    ///
+    /// # Errors
+    /// If there are no weights, a shard is missing, truncated or damaged, or the parts of a tensor
+    /// do not make up a whole; the message names file and tensor.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        if !path.exists() {
+            return Err(Error::checkpoint(path, "there is no such file or directory"));
+        }
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let (root, files, index) = if path.is_dir() {
+            let names: Vec<String> =
+                Place::Local(path.to_owned()).lengths("")?.into_keys().collect();
+            let has = |name: &str| names.iter().any(|n| n == name);
+            if has(INDEX) {
+                with_index(path, &path.join(INDEX))?
+            } else if has(SINGLE) {
+                (path.to_owned(), vec![SINGLE.to_owned()], None)
+            } else {
+                let files = names.into_iter().filter(|name| name.ends_with(SUFFIX)).collect();
+                (path.to_owned(), files, None)
+            }
+        } else {
+            let root = path.parent().unwrap_or(Path::new("")).to_owned();
+            if name.ends_with(".index.json") {
+                with_index(&root, path)?
+            } else if name.ends_with(SUFFIX) {
+                (root, vec![name], None)
+            } else {
+                (root, Vec::new(), None)
+            }
+        };
+        if files.is_empty() {
+            return Err(Error::checkpoint(
+                path,
+                format!(
+                    "there are no weights here: expected {SINGLE}, {INDEX} with its shards, or a {SUFFIX} file"
+                ),
+            ));
+        }
+        Self::read(path, root, files, index)
+    }
+
+    fn read(path: &Path, root: PathBuf, files: Vec<String>, index: Option<Index>) -> Result<Self> {
+        let place = Place::Local(root);
+        let mut found: BTreeMap<String, Vec<(usize, Stored)>> = BTreeMap::new();
+        for (i, file) in files.iter().enumerate() {
+            let location = place.location(file);
+            let reader =
+                place.open(file).map_err(|e| missing(e, &location, file, index.as_ref()))?;
+            let header =
+                read_header(reader.as_ref()).map_err(|m| Error::checkpoint(location, m))?;
+            for stored in header {
+                found.entry(stored.name.clone()).or_default().push((i, stored));
+            }
+        }
+        if let Some(index) = &index {
+            for (name, file) in &index.weight_map {
+                let there = found
+                    .get(name)
+                    .is_some_and(|parts| parts.iter().any(|(i, _)| files[*i] == *file));
+                if !there {
+                    let message = format!("the index says that tensor `{name}` is here; it is not");
+                    return Err(Error::checkpoint(place.location(file), message));
+                }
+            }
+        }
+        let mut tensors = StoredTensors::new(place.clone(), path.to_owned(), files);
+        for (name, parts) in found {
+            match assemble(&parts) {
+                Ok(shape) => {
+                    let dtype = parts[0].1.dtype;
+                    let boxes = parts.into_iter().map(|(file, stored)| StoredBox {
+                        region: stored.region,
+                        file,
+                        bytes: stored.bytes,
+                        checksum: None,
+                    });
+                    let boxes = boxes.filter(|b| !b.region.is_empty()).collect();
+                    tensors.add(name, shape, dtype, boxes);
+                }
+                Err(message) => {
+                    return Err(Error::checkpoint(path, format!("tensor `{name}` {message}")));
+                }
+            }
+        }
+        Ok(Self(tensors))
+    }
+}
+
+/// The global shape of a tensor that is stored in these parts.
+fn assemble(parts: &[(usize, Stored)]) -> Result<Vec<usize>, String> {
+    let first = &parts[0].1;
+    let same =
+        |s: &Stored| s.dtype == first.dtype && s.region.sizes.len() == first.region.sizes.len();
+    if !parts.iter().all(|(_, stored)| same(stored)) {
+        return Err("has parts of different dtypes or numbers of dimensions".to_owned());
+    }
+    if parts.len() > 1 && !parts.iter().all(|(_, stored)| stored.is_shard) {
+        return Err("is in more than one file".to_owned());
+    }
+    let end = |r: &Region, d: usize| r.offsets[d] + r.sizes[d];
+    let shape: Vec<usize> = (0..first.region.sizes.len())
+        .map(|d| parts.iter().map(|(_, s)| end(&s.region, d)).max().unwrap_or(0))
+        .collect();
+    let regions: Vec<Region> =
+        parts.iter().map(|(_, s)| s.region.clone()).filter(|r| !r.is_empty()).collect();
+    check_cover(&shape, &regions)?;
+    Ok(shape)
+}
+
+fn with_index(root: &Path, path: &Path) -> Result<(PathBuf, Vec<String>, Option<Index>)> {
+    let bytes = std::fs::read(path).map_err(Error::io("reading", path))?;
+    let index: Index = serde_json::from_slice(&bytes)
+        .map_err(|e| Error::checkpoint(path, format!("the index is damaged: {e}")))?;
+    let mut files: Vec<String> = index.weight_map.values().cloned().collect();
+    files.sort();
+    files.dedup();
+    match files
+        .iter()
+        .find(|file| file.starts_with('/') || file.split('/').any(|part| part == ".."))
+    {
+        Some(file) => {
+            let message = format!("the index names a file outside its directory: `{file}`");
+            Err(Error::checkpoint(path, message))
+        }
+        None => Ok((root.to_owned(), files, Some(index))),
+    }
+}
+
+fn missing(error: Error, location: &Path, file: &str, index: Option<&Index>) -> Error {
+    match (&error, index) {
+        (Error::Io { source, .. }, Some(index))
+            if source.kind() == std::io::ErrorKind::NotFound =>
+        {
+            let mut names =
+                index.weight_map.iter().filter(|(_, f)| *f == file).map(|(name, _)| name);
+            let first = names.next().cloned().unwrap_or_default();
+            let count = names.count() + 1;
+            let message = format!(
+                "this shard is missing; the index puts {count} tensors there, such as `{first}`"
+            );
+            Error::checkpoint(location, message)
+        }
+        _ => error,
+    }
+}
+
+impl TensorSource for SafetensorsSource {
+    fn location(&self) -> &Path {
+        self.0.location()
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.0.names()
+    }
+
+    fn info(&self, name: &str) -> Option<TensorInfo> {
+        self.0.info(name)
+    }
+
+    fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.0.read(name, region, dtype, device)
+    }
+
+    fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        self.0.read_into(name, region, target)
+    }
+}
