@@ -1,1 +1,34 @@
-//! placeholder
+//! Text and token data for language models.
+//!
+//! [`TextData`] is a [`DataModule`](fulgurite_core::data::DataModule) that reads text files and
+//! folders (with a byte-level tokenizer that is built in, or a Hugging Face `tokenizer.json`), or
+//! flat files of token ids. Its batches are
+//! [`TokenBatch`](fulgurite_core::data::TokenBatch)es.
+//!
+//! ```
+//! use candle_core::Device;
+//! use fulgurite_core::data::{DataContext, DataModule as _, Split};
+//! use fulgurite_data::{TextData, TextDataConfig};
+//!
+//! let config = TextDataConfig {
+//!     path: concat!(env!("CARGO_MANIFEST_DIR"), "/src").into(),
+//!     seq_len: 16,
+//!     ..TextDataConfig::default()
+//! };
+//! let data = TextData::setup(&config, &DataContext::default())?;
+//! let batch = data.batch(Split::Train, &[0, 1], &Device::Cpu)?;
+//! assert_eq!(batch.inputs.dims(), [2, 16]);
+//! assert_eq!(data.vocab_size(), Some(257)); // the bytes, and the end of a text
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+mod config;
+mod files;
+mod sequences;
+mod source;
+mod text_data;
+mod tokenizer;
+
+pub use config::{DataKind, Paths, TextDataConfig, TokenDtype};
+pub use text_data::TextData;
+pub use tokenizer::Tokenizer;

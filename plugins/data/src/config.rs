@@ -1,0 +1,168 @@
+//! The `[data]` table.
+
+use std::path::{Path, PathBuf};
+
+use fulgurite_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// The part of the samples that text keeps for validation if nothing else is said.
+const VALIDATION_FRACTION: f64 = 0.05;
+
+/// Which data to train on, and how it is cut into samples.
+///
+/// ```toml
+/// [data]
+/// type = "text"
+/// path = ["books", "notes.txt"]
+/// tokenizer = "tokenizer.json"
+/// seq_len = 512
+/// batch_size = 4
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TextDataConfig {
+    /// Whether `path` holds text or token ids.
+    #[serde(rename = "type")]
+    pub kind: DataKind,
+    /// Files and folders. Folders of text are walked in order of their paths, without hidden files,
+    /// what `.gitignore` excludes, and what is not UTF-8 text; folders of tokens are not walked:
+    /// their own `.u16`, `.u32` and `.bin` files are taken, in order.
+    pub path: Paths,
+    /// `"bytes"`, or a Hugging Face `tokenizer.json` or a folder with one. By default `"bytes"` for
+    /// text; tokens have none then.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokenizer: Option<String>,
+    /// Tokens of a sample.
+    pub seq_len: usize,
+    /// Tokens between the starts of two samples; by default `seq_len`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stride: Option<usize>,
+    /// Samples of one micro-batch of one data-parallel rank.
+    pub batch_size: usize,
+    /// Whether training samples come in a random order, another one each epoch.
+    pub shuffle: bool,
+    /// The part of the samples, from the end, that is kept for validation, at least 0 and less than
+    /// 1. By default 0.05 for text and 0 for tokens, and 0 if there is a `validation_path`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub validation_fraction: Option<f64>,
+    /// Files and folders of the same type for validation; all of `path` is for training then.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub validation_path: Option<Paths>,
+    /// What token files hold; by default it follows from the name: `.u32`, or `.u16` and `.bin`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token_dtype: Option<TokenDtype>,
+    /// Ids must be less than this; by default, what the tokenizer has.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub vocab_size: Option<usize>,
+}
+
+impl Default for TextDataConfig {
+    fn default() -> Self {
+        Self {
+            kind: DataKind::Text,
+            path: Paths::One(".".into()),
+            tokenizer: None,
+            seq_len: 256,
+            stride: None,
+            batch_size: 8,
+            shuffle: true,
+            validation_fraction: None,
+            validation_path: None,
+            token_dtype: None,
+            vocab_size: None,
+        }
+    }
+}
+
+/// What data files hold: `data.type`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DataKind {
+    /// UTF-8 text.
+    Text,
+    /// Token ids, flat, little-endian.
+    Tokens,
+}
+
+/// What one token id is in a token file: `data.token_dtype`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TokenDtype {
+    /// Two bytes.
+    U16,
+    /// Four bytes.
+    U32,
+}
+
+/// One path or several.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "expected a path or a list of paths")]
+pub enum Paths {
+    /// One file or folder.
+    One(PathBuf),
+    /// Several, in this order.
+    Many(Vec<PathBuf>),
+}
+
+impl Paths {
+    pub(crate) fn as_slice(&self) -> &[PathBuf] {
+        match self {
+            Self::One(path) => std::slice::from_ref(path),
+            Self::Many(paths) => paths,
+        }
+    }
+}
+
+impl<P: AsRef<Path> + ?Sized> From<&P> for Paths {
+    fn from(path: &P) -> Self {
+        Self::One(path.as_ref().to_owned())
+    }
+}
+
+impl TextDataConfig {
+    pub(crate) fn stride(&self) -> usize {
+        self.stride.unwrap_or(self.seq_len)
+    }
+
+    pub(crate) fn validation_fraction(&self) -> f64 {
+        match (self.validation_fraction, &self.validation_path, self.kind) {
+            (Some(fraction), ..) => fraction,
+            (None, None, DataKind::Text) => VALIDATION_FRACTION,
+            _ => 0.0,
+        }
+    }
+
+    pub(crate) fn validate(&self) -> Result<()> {
+        let fail = |message: String| Err(Error::Config(message));
+        for (key, value) in
+            [("seq_len", self.seq_len), ("stride", self.stride()), ("batch_size", self.batch_size)]
+        {
+            if value == 0 {
+                return fail(format!("data.{key} must be at least 1, got 0"));
+            }
+        }
+        let fraction = self.validation_fraction();
+        if !(0.0..1.0).contains(&fraction) {
+            return fail(format!(
+                "data.validation_fraction must be at least 0 and less than 1, got {fraction}"
+            ));
+        }
+        if fraction > 0.0 && self.validation_path.is_some() {
+            return fail(format!(
+                "data.validation_path and data.validation_fraction = {fraction} exclude each \
+                 other; take one away"
+            ));
+        }
+        if self.kind == DataKind::Text && self.token_dtype.is_some() {
+            return fail("data.token_dtype is for data.type = \"tokens\"".to_owned());
+        }
+        for (key, paths) in
+            [("path", Some(&self.path)), ("validation_path", self.validation_path.as_ref())]
+        {
+            if paths.is_some_and(|paths| paths.as_slice().is_empty()) {
+                return fail(format!("data.{key} is an empty list; name a file or folder"));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,103 @@
+//! Finding data files.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use fulgurite_core::{Error, Result};
+use ignore::WalkBuilder;
+
+/// The texts of all files that `paths` name or contain, in order. `key` is the configuration's, for
+/// messages.
+///
+/// # Errors
+/// If a path is missing, a file that was named is not text, or there is no text at all.
+pub(crate) fn texts(key: &str, paths: &[PathBuf]) -> Result<Vec<String>> {
+    let mut texts = Vec::new();
+    for path in paths {
+        check_exists(key, path)?;
+        if path.is_dir() {
+            let before = texts.len();
+            walk(path, &mut texts)?;
+            if texts.len() == before {
+                return Err(Error::Data(format!(
+                    "the folder {} ({key}) holds no text files (hidden files, what .gitignore \
+                     excludes and what is not UTF-8 do not count)",
+                    path.display()
+                )));
+            }
+        } else {
+            let bytes = fs::read(path).map_err(Error::io("reading", path))?;
+            texts.push(String::from_utf8(bytes).map_err(|_| {
+                Error::Data(format!(
+                    "{} ({key}) is not UTF-8 text; for files of token ids set data.type = \"tokens\"",
+                    path.display()
+                ))
+            })?);
+        }
+    }
+    Ok(texts)
+}
+
+fn walk(folder: &Path, texts: &mut Vec<String>) -> Result<()> {
+    let walk = WalkBuilder::new(folder)
+        .require_git(false) // a copy without its .git has the same text
+        .git_global(false) // nor does it depend on whose machine it is
+        .git_exclude(false)
+        .sort_by_file_path(Path::cmp)
+        .build();
+    for entry in walk {
+        let entry = entry.map_err(|e| Error::Data(format!("{}: {e}", folder.display())))?;
+        if entry.file_type().is_some_and(|kind| kind.is_file()) {
+            let bytes = fs::read(entry.path()).map_err(Error::io("reading", entry.path()))?;
+            if let Ok(text) = String::from_utf8(bytes)
+                && !text.is_empty()
+                && !text.contains('\0')
+            {
+                texts.push(text);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The token files that `paths` name or contain, in order.
+///
+/// # Errors
+/// If a path is missing, or a folder has no token files.
+pub(crate) fn token_files(key: &str, paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for path in paths {
+        check_exists(key, path)?;
+        if !path.is_dir() {
+            files.push(path.clone());
+            continue;
+        }
+        let mut found = Vec::new();
+        for entry in fs::read_dir(path).map_err(Error::io("reading", path))? {
+            let file = entry.map_err(Error::io("reading", path))?.path();
+            let known = file.extension().is_some_and(|e| e == "u16" || e == "u32" || e == "bin");
+            if known && file.is_file() {
+                found.push(file);
+            }
+        }
+        if found.is_empty() {
+            return Err(Error::Data(format!(
+                "the folder {} ({key}) holds no token files (.u16, .u32, .bin)",
+                path.display()
+            )));
+        }
+        found.sort();
+        files.append(&mut found);
+    }
+    Ok(files)
+}
+
+fn check_exists(key: &str, path: &Path) -> Result<()> {
+    match fs::metadata(path) {
+        Ok(_) => Ok(()),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+            Err(Error::Data(format!("there is no file or folder {} ({key})", path.display())))
+        }
+        Err(e) => Err(Error::io("reading", path)(e)),
+    }
+}

@@ -1,0 +1,65 @@
+//! Sources cut into samples.
+
+use fulgurite_core::{Error, Result};
+
+use crate::source::Source;
+
+/// Sources cut into samples of equal length. A sample lies in one source.
+#[derive(Debug)]
+pub(crate) struct Sequences {
+    sources: Vec<Source>,
+    /// The index of each source's first sample.
+    firsts: Vec<u64>,
+    len: u64,
+    seq_len: usize,
+    stride: usize,
+}
+
+impl Sequences {
+    /// Samples of `seq_len` tokens and the one after them, `stride` tokens apart.
+    ///
+    /// # Errors
+    /// If a source is too short for one sample.
+    pub(crate) fn new(sources: Vec<Source>, seq_len: usize, stride: usize) -> Result<Self> {
+        let (mut firsts, mut len) = (Vec::new(), 0);
+        for source in &sources {
+            let needed = seq_len as u64 + 1;
+            let Some(spare) = source.len().checked_sub(needed) else {
+                return Err(Error::Data(format!(
+                    "{} has {} tokens, but one sample needs {needed} (data.seq_len = {seq_len}, and \
+                     the token after it); give more data or lower data.seq_len",
+                    source.name(),
+                    source.len()
+                )));
+            };
+            firsts.push(len);
+            len += spare / stride as u64 + 1;
+        }
+        Ok(Self { sources, firsts, len, seq_len, stride })
+    }
+
+    /// Number of samples.
+    pub(crate) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// How many samples, from the start, share no target with those from `first` on.
+    pub(crate) fn apart_from(&self, first: u64) -> u64 {
+        let overlapping = self.seq_len.div_ceil(self.stride) as u64 - 1;
+        first.saturating_sub(overlapping)
+    }
+
+    /// Fills `out`, of `seq_len + 1` ids, with sample `index`; tells which source it is from.
+    ///
+    /// # Errors
+    /// If there is no such sample, or the file cannot be read.
+    pub(crate) fn read(&self, index: u64, out: &mut [u32]) -> Result<&Source> {
+        let which = self.firsts.partition_point(|&first| first <= index);
+        if index >= self.len || which == 0 {
+            return Err(Error::Data(format!("there is no sample {index} of {}", self.len)));
+        }
+        let source = &self.sources[which - 1];
+        source.read((index - self.firsts[which - 1]) * self.stride as u64, out)?;
+        Ok(source)
+    }
+}

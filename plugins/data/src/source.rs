@@ -1,0 +1,124 @@
+//! Runs of token ids, in memory or in a file.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use fulgurite_core::{Error, Result};
+
+use crate::TokenDtype;
+
+/// Token ids in a row, with random access.
+#[derive(Debug)]
+pub(crate) enum Source {
+    /// Tokenized text of a vocabulary that fits two bytes.
+    Narrow(Vec<u16>),
+    /// Tokenized text of a larger one.
+    Wide(Vec<u32>),
+    /// A token file, read where it is needed.
+    File(TokenFile),
+}
+
+impl Source {
+    /// Number of tokens.
+    pub(crate) fn len(&self) -> u64 {
+        match self {
+            Self::Narrow(ids) => ids.len() as u64,
+            Self::Wide(ids) => ids.len() as u64,
+            Self::File(file) => file.len,
+        }
+    }
+
+    /// Fills `out` with the ids from `start` on, which must be there.
+    pub(crate) fn read(&self, start: u64, out: &mut [u32]) -> Result<()> {
+        let at = start as usize;
+        match self {
+            Self::Narrow(ids) => {
+                let ids = &ids[at..at + out.len()];
+                out.iter_mut().zip(ids).for_each(|(out, &id)| *out = id.into());
+                Ok(())
+            }
+            Self::Wide(ids) => {
+                out.copy_from_slice(&ids[at..at + out.len()]);
+                Ok(())
+            }
+            Self::File(file) => file.read(start, out),
+        }
+    }
+
+    /// What it is, for messages.
+    pub(crate) fn name(&self) -> String {
+        match self {
+            Self::Narrow(_) | Self::Wide(_) => "the text".to_owned(),
+            Self::File(file) => file.path.display().to_string(),
+        }
+    }
+}
+
+/// A flat file of little-endian ids. It is read by position, through the operating system's page
+/// cache, so ranks of one host share its pages.
+#[derive(Debug)]
+pub(crate) struct TokenFile {
+    path: PathBuf,
+    file: File,
+    dtype: TokenDtype,
+    len: u64,
+}
+
+impl TokenFile {
+    /// Opens a file; what it holds follows from its name if `dtype` does not say it.
+    pub(crate) fn open(path: &Path, dtype: Option<TokenDtype>) -> Result<Self> {
+        let extension = path.extension().and_then(|e| e.to_str());
+        let dtype = match (dtype, extension) {
+            (Some(dtype), _) => dtype,
+            (None, Some("u16" | "bin")) => TokenDtype::U16,
+            (None, Some("u32")) => TokenDtype::U32,
+            _ => {
+                return Err(Error::Config(format!(
+                    "the name of {} does not say what it holds (.u16, .bin and .u32 would); set \
+                     data.token_dtype to \"u16\" or \"u32\"",
+                    path.display()
+                )));
+            }
+        };
+        let file = File::open(path).map_err(Error::io("opening", path))?;
+        let bytes = file.metadata().map_err(Error::io("reading", path))?.len();
+        let size = dtype.size() as u64;
+        if bytes % size != 0 {
+            return Err(Error::Data(format!(
+                "{} has {bytes} bytes, which is no whole number of ids of {size} bytes; is \
+                 data.token_dtype right?",
+                path.display()
+            )));
+        }
+        Ok(Self { path: path.to_owned(), file, dtype, len: bytes / size })
+    }
+
+    fn read(&self, start: u64, out: &mut [u32]) -> Result<()> {
+        let size = self.dtype.size();
+        let mut bytes = vec![0; out.len() * size];
+        self.file
+            .read_exact_at(&mut bytes, start * size as u64)
+            .map_err(Error::io("reading", &self.path))?;
+        match self.dtype {
+            TokenDtype::U16 => {
+                let (ids, _) = bytes.as_chunks::<2>();
+                out.iter_mut().zip(ids).for_each(|(out, &id)| *out = u16::from_le_bytes(id).into());
+            }
+            TokenDtype::U32 => {
+                let (ids, _) = bytes.as_chunks::<4>();
+                out.iter_mut().zip(ids).for_each(|(out, &id)| *out = u32::from_le_bytes(id));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl TokenDtype {
+    fn size(self) -> usize {
+        match self {
+            Self::U16 => 2,
+            Self::U32 => 4,
+        }
+    }
+}

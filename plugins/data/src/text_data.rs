@@ -1,0 +1,191 @@
+//! The data module.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+use fulgurite_core::data::{DataContext, DataModule, Split, TokenBatch};
+use fulgurite_core::{Error, Result};
+
+use crate::config::{DataKind, Paths, TextDataConfig};
+use crate::files;
+use crate::sequences::Sequences;
+use crate::source::{Source, TokenFile};
+use crate::tokenizer::Tokenizer;
+
+/// Text, or files of token ids, cut into samples for a language model.
+///
+/// Sample `i` of a source is its tokens `i * stride .. i * stride + seq_len + 1`: all but the last
+/// are the inputs, all but the first the targets. All text is one source, in which every file is
+/// followed by the end-of-text token; it is tokenized at setup and kept in memory, two bytes a
+/// token for vocabularies of up to 65,536. Each token file is a source of its own and is read where
+/// it is needed.
+///
+/// The last `validation_fraction` of the samples is for validation; training has those before
+/// that have no target in common with it. [`Split::Test`] and [`Split::Predict`] are the
+/// validation samples too.
+#[derive(Debug)]
+pub struct TextData {
+    train: Part,
+    validation: Part,
+    tokenizer: Option<Tokenizer>,
+    vocab_size: Option<usize>,
+    seq_len: usize,
+}
+
+/// The samples of a split.
+#[derive(Debug, Clone)]
+struct Part {
+    sequences: Arc<Sequences>,
+    range: Range<u64>,
+}
+
+impl TextData {
+    /// The tokenizer; none for token files unless `data.tokenizer` names one.
+    pub fn tokenizer(&self) -> Option<&Tokenizer> {
+        self.tokenizer.as_ref()
+    }
+
+    /// All ids are less than this: `data.vocab_size`, or what the tokenizer has. Unknown for token
+    /// files without either.
+    pub fn vocab_size(&self) -> Option<usize> {
+        self.vocab_size
+    }
+
+    /// Tokens of a sample.
+    pub fn seq_len(&self) -> usize {
+        self.seq_len
+    }
+
+    fn part(&self, split: Split) -> &Part {
+        match split {
+            Split::Train => &self.train,
+            Split::Validation | Split::Test | Split::Predict => &self.validation,
+        }
+    }
+}
+
+impl DataModule for TextData {
+    type Config = TextDataConfig;
+    type Batch = TokenBatch;
+
+    fn setup(config: &TextDataConfig, _: &DataContext) -> Result<Self> {
+        config.validate()?;
+        let tokenizer = match (config.tokenizer.as_deref(), config.kind) {
+            (Some("bytes"), _) | (None, DataKind::Text) => Some(Tokenizer::bytes()),
+            (Some(path), _) => Some(Tokenizer::from_file(path)?),
+            (None, DataKind::Tokens) => None,
+        };
+        let known = tokenizer.as_ref().map(Tokenizer::vocab_size);
+        if let (DataKind::Text, Some(known), Some(vocab_size)) =
+            (config.kind, known, config.vocab_size)
+            && known > vocab_size
+        {
+            return Err(Error::Config(format!(
+                "data.vocab_size is {vocab_size}, but the tokenizer has {known} ids; the model's \
+                 vocabulary must hold them all"
+            )));
+        }
+        let open = |key: &str, paths: &Paths| -> Result<Arc<Sequences>> {
+            let sources = match (config.kind, &tokenizer) {
+                (DataKind::Text, Some(tokenizer)) => vec![tokenize(key, paths, tokenizer)?],
+                _ => files::token_files(key, paths.as_slice())?
+                    .iter()
+                    .map(|path| TokenFile::open(path, config.token_dtype).map(Source::File))
+                    .collect::<Result<_>>()?,
+            };
+            Ok(Arc::new(Sequences::new(sources, config.seq_len, config.stride())?))
+        };
+        let sequences = open("data.path", &config.path)?;
+        let (train, validation) = match &config.validation_path {
+            Some(path) => {
+                let validation = open("data.validation_path", path)?;
+                (Part::of(sequences), Part::of(validation))
+            }
+            None => split(sequences, config.validation_fraction())?,
+        };
+        let vocab_size = config.vocab_size.or(known);
+        Ok(Self { train, validation, tokenizer, vocab_size, seq_len: config.seq_len })
+    }
+
+    fn batch_size(config: &TextDataConfig) -> usize {
+        config.batch_size
+    }
+
+    fn shuffle(config: &TextDataConfig) -> bool {
+        config.shuffle
+    }
+
+    fn len(&self, split: Split) -> u64 {
+        let range = &self.part(split).range;
+        range.end - range.start
+    }
+
+    fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<TokenBatch> {
+        let Part { sequences, range } = self.part(split);
+        let shape = (indices.len(), self.seq_len);
+        let mut inputs = Vec::with_capacity(shape.0 * shape.1);
+        let mut targets = Vec::with_capacity(shape.0 * shape.1);
+        let mut ids = vec![0; self.seq_len + 1];
+        for &index in indices {
+            let available = range.end - range.start;
+            if index >= available {
+                return Err(Error::Data(format!(
+                    "there is no {split} sample {index} of {available}"
+                )));
+            }
+            let source = sequences.read(range.start + index, &mut ids)?;
+            if let Some(vocab_size) = self.vocab_size
+                && let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size)
+            {
+                return Err(Error::Data(format!(
+                    "{} has the token id {id} in {split} sample {index}, but ids must be less than \
+                     {vocab_size}; are data.token_dtype, data.tokenizer and data.vocab_size those \
+                     that it was made with?",
+                    source.name()
+                )));
+            }
+            inputs.extend_from_slice(&ids[..self.seq_len]);
+            targets.extend(ids[1..].iter().map(|&id| i64::from(id)));
+        }
+        Ok(TokenBatch {
+            inputs: Tensor::from_vec(inputs, shape, device)?,
+            targets: Tensor::from_vec(targets, shape, device)?,
+        })
+    }
+}
+
+impl Part {
+    fn of(sequences: Arc<Sequences>) -> Self {
+        let range = 0..sequences.len();
+        Self { sequences, range }
+    }
+}
+
+fn split(sequences: Arc<Sequences>, fraction: f64) -> Result<(Part, Part)> {
+    let len = sequences.len();
+    let first = len - (len as f64 * fraction) as u64;
+    let train = if first == len { len } else { sequences.apart_from(first) };
+    if train == 0 {
+        return Err(Error::Data(format!(
+            "of {len} samples data.validation_fraction = {fraction} leaves none for training; \
+             lower it or give more data"
+        )));
+    }
+    let part = |range| Part { sequences: sequences.clone(), range };
+    Ok((part(0..train), part(first..len)))
+}
+
+fn tokenize(key: &str, paths: &Paths, tokenizer: &Tokenizer) -> Result<Source> {
+    let texts = files::texts(key, paths.as_slice())?;
+    if tokenizer.vocab_size() <= 1 << 16 {
+        let mut all = Vec::new();
+        // Every id is less than the vocabulary's size, so none is cut.
+        tokenizer.encode_all(&texts, |ids| all.extend(ids.iter().map(|&id| id as u16)))?;
+        Ok(Source::Narrow(all))
+    } else {
+        let mut all = Vec::new();
+        tokenizer.encode_all(&texts, |ids| all.extend_from_slice(ids))?;
+        Ok(Source::Wide(all))
+    }
+}

@@ -1,0 +1,339 @@
+//! Text and token data, through the public interface.
+
+use std::fs;
+use std::path::Path;
+
+use candle_core::{DType, Device};
+use fulgurite_core::data::{DataContext, DataModule as _, EvalSampler, Split, TokenBatch};
+use fulgurite_core::data::{SampleOrder, TrainSampler};
+use fulgurite_data::{DataKind, Paths, TextData, TextDataConfig, TokenDtype};
+use proptest::prelude::*;
+use tempfile::TempDir;
+
+/// A folder with these files.
+fn folder(files: &[(&str, &[u8])]) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, content) in files {
+        let path = dir.path().join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    }
+    dir
+}
+
+fn u16s(ids: impl IntoIterator<Item = u16>) -> Vec<u8> {
+    ids.into_iter().flat_map(u16::to_le_bytes).collect()
+}
+
+/// All of `path`, unshuffled, in samples of `seq_len`.
+fn plain(kind: DataKind, path: impl AsRef<Path>, seq_len: usize) -> TextDataConfig {
+    TextDataConfig {
+        kind,
+        path: path.as_ref().into(),
+        seq_len,
+        shuffle: false,
+        validation_fraction: Some(0.0),
+        ..TextDataConfig::default()
+    }
+}
+
+fn setup(config: &TextDataConfig) -> TextData {
+    TextData::setup(config, &DataContext::default()).unwrap()
+}
+
+/// The error of a setup, with the folder's path as DIR.
+fn error(dir: &TempDir, config: &TextDataConfig) -> String {
+    let error = TextData::setup(config, &DataContext::default()).unwrap_err();
+    error.to_string().replace(dir.path().to_str().unwrap(), "DIR")
+}
+
+fn inputs(batch: &TokenBatch) -> Vec<Vec<u32>> {
+    batch.inputs.to_vec2().unwrap()
+}
+
+/// All samples of a split as (inputs, targets).
+fn samples(data: &TextData, split: Split) -> Vec<(Vec<u32>, Vec<i64>)> {
+    let indices: Vec<u64> = (0..data.len(split)).collect();
+    let batch = data.batch(split, &indices, &Device::Cpu).unwrap();
+    inputs(&batch).into_iter().zip(batch.targets.to_vec2().unwrap()).collect()
+}
+
+#[test]
+fn samples_of_token_files_are_windows_shifted_by_one() {
+    let dir = folder(&[
+        ("a.u16", &u16s(0..11)),
+        ("b.bin", &u16s([65_535, 7, 8, 9, 10])),
+        ("c.u32", &[70_000u32, 1, 2, 3].map(u32::to_le_bytes).concat()),
+        ("notes.txt", b"not tokens"),
+    ]);
+    let data = setup(&plain(DataKind::Tokens, dir.path(), 3));
+    let expected: [(&[u32], &[i64]); 5] = [
+        (&[0, 1, 2], &[1, 2, 3]),
+        (&[3, 4, 5], &[4, 5, 6]),
+        (&[6, 7, 8], &[7, 8, 9]),
+        (&[65_535, 7, 8], &[7, 8, 9]), // no sample crosses files
+        (&[70_000, 1, 2], &[1, 2, 3]),
+    ];
+    let expected = expected.map(|(x, y)| (x.to_vec(), y.to_vec()));
+    assert_eq!(samples(&data, Split::Train), expected);
+    assert_eq!(data.len(Split::Validation), 0);
+    assert!(data.tokenizer().is_none() && data.vocab_size().is_none());
+
+    let batch = data.batch(Split::Train, &[4, 0], &Device::Cpu).unwrap();
+    assert_eq!(inputs(&batch), [[70_000, 1, 2], [0, 1, 2]]);
+    assert_eq!((batch.inputs.dtype(), batch.targets.dtype()), (DType::U32, DType::I64));
+    assert_eq!((batch.samples(), batch.tokens()), (2, 6));
+}
+
+proptest! {
+    #[test]
+    fn sample_i_starts_at_i_strides(len in 2u16..60, seq_len in 1usize..12, stride in 1usize..15) {
+        prop_assume!(usize::from(len) > seq_len);
+        let dir = folder(&[("x.u16", &u16s(0..len))]);
+        let config = TextDataConfig {
+            stride: Some(stride),
+            ..plain(DataKind::Tokens, dir.path().join("x.u16"), seq_len)
+        };
+        let all = samples(&setup(&config), Split::Train);
+        let starts: Vec<_> =
+            (0..usize::from(len) - seq_len).filter(|start| start % stride == 0).collect();
+        prop_assert_eq!(all.len(), starts.len());
+        for ((x, y), start) in all.iter().zip(starts) {
+            prop_assert!((start..).zip(x).take(seq_len).all(|(e, &id)| e == id as usize));
+            prop_assert!((start + 1..).zip(y).take(seq_len).all(|(e, &id)| e as i64 == id));
+        }
+    }
+
+    #[test]
+    fn validation_is_the_end_and_shares_no_target_with_training(
+        len in 30u16..200, seq_len in 1usize..8, stride in 1usize..10, percent in 0u32..60
+    ) {
+        let dir = folder(&[("x.u16", &u16s(0..len))]);
+        let fraction = f64::from(percent) / 100.0;
+        let whole = TextDataConfig {
+            stride: Some(stride),
+            ..plain(DataKind::Tokens, dir.path().join("x.u16"), seq_len)
+        };
+        let split = TextDataConfig { validation_fraction: Some(fraction), ..whole.clone() };
+        let (whole, split) = (setup(&whole), setup(&split));
+        let all = samples(&whole, Split::Train);
+        let (train, validation) =
+            (samples(&split, Split::Train), samples(&split, Split::Validation));
+        prop_assert_eq!(validation.len(), (all.len() as f64 * fraction) as usize);
+        prop_assert!(all.starts_with(&train) && all.ends_with(&validation));
+        prop_assert_eq!(&validation, &samples(&split, Split::Test));
+        if let (Some(last), Some(first)) = (train.last(), validation.first()) {
+            prop_assert!(last.1.last() < first.1.first());
+            // and training is no shorter than that needs
+            if train.len() + validation.len() < all.len() {
+                prop_assert!(all[train.len()].1.last() >= first.1.first());
+            }
+        }
+    }
+}
+
+#[test]
+fn steps_take_the_samples_in_order() {
+    let dir = folder(&[("x.bin", &u16s(0..200))]);
+    let config =
+        TextDataConfig { batch_size: 2, ..plain(DataKind::Tokens, dir.path().join("x.bin"), 4) };
+    let data = setup(&config);
+    let order = SampleOrder::new(0, TextData::shuffle(&config), data.len(Split::Train)).unwrap();
+    let sampler = TrainSampler::new(order, TextData::batch_size(&config), 2, 1, 1).unwrap();
+    let batch = data.batch(Split::Train, &sampler.indices(3, 0), &Device::Cpu).unwrap();
+    // Step 3 has samples 12 to 15, rank 1 the last two.
+    assert_eq!(inputs(&batch), [[56, 57, 58, 59], [60, 61, 62, 63]]);
+}
+
+#[test]
+fn a_rank_without_a_part_of_a_batch_gets_an_empty_one() {
+    let dir = folder(&[("x.bin", &u16s(0..9))]);
+    let data = setup(&plain(DataKind::Tokens, dir.path().join("x.bin"), 4));
+    let sampler = EvalSampler::new(1, 4, 2, 0).unwrap();
+    let indices: Vec<u64> = sampler.indices(0).collect();
+    let batch = data.batch(Split::Train, &indices, &Device::Cpu).unwrap();
+    assert_eq!((batch.inputs.dims(), batch.targets.dims()), (&[0, 4][..], &[0, 4][..]));
+}
+
+#[test]
+fn folders_of_text_are_walked_in_order_without_what_is_not_text() {
+    let dir = folder(&[
+        ("b.txt", b"B"),
+        ("a/z.md", b"AZ"),
+        ("a/kept.log", b"K"),
+        ("c.rs", "ä".as_bytes()),
+        (".hidden", b"no"),
+        (".config/x.txt", b"no"),
+        ("out/result.txt", b"no"),
+        ("d.log", b"no"),
+        ("image.png", &[0x89, b'P', 0xff, 0xfe]),
+        ("nul.dat", b"no\0"),
+        ("empty.txt", b""),
+        (".gitignore", b"out/\n*.log\n!kept.log\n"),
+    ]);
+    let data = setup(&plain(DataKind::Text, dir.path(), 1));
+    let ids: Vec<u32> = samples(&data, Split::Train).into_iter().flat_map(|(x, _)| x).collect();
+    let (end, text) = (256, |s: &str| s.bytes().map(u32::from).collect::<Vec<_>>());
+    let mut expected = Vec::new();
+    for file in ["K", "AZ", "B", "ä"] {
+        expected.extend(text(file));
+        expected.push(end);
+    }
+    expected.pop(); // the last token is a target only
+    assert_eq!(ids, expected);
+    assert_eq!(data.tokenizer().unwrap().decode(&ids).unwrap(), "KAZBä");
+}
+
+#[test]
+fn text_keeps_a_twentieth_for_validation() {
+    let dir = folder(&[("x.txt", &[b'x'; 1000]), ("v/y.txt", &[b'y'; 100])]);
+    let config = TextDataConfig {
+        path: dir.path().join("x.txt").as_path().into(),
+        seq_len: 10,
+        ..TextDataConfig::default()
+    };
+    let data = setup(&config);
+    assert_eq!((data.len(Split::Train), data.len(Split::Validation)), (95, 5));
+
+    let own = Some(Paths::Many(vec![dir.path().join("v")]));
+    let data = setup(&TextDataConfig { validation_path: own, ..config });
+    assert_eq!((data.len(Split::Train), data.len(Split::Validation)), (100, 10));
+    assert!(samples(&data, Split::Validation)[0].0.iter().all(|&id| id == u32::from(b'y')));
+}
+
+/// Words, with the space before them, as GPT-2 splits them (a pattern with a look-ahead).
+const TOKENIZER: &str = r#"{
+    "version": "1.0",
+    "added_tokens": [{"id": 4, "content": "<|endoftext|>", "special": true, "single_word": false,
+                      "lstrip": false, "rstrip": false, "normalized": false}],
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+                      "use_regex": true},
+    "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+                "use_regex": true},
+    "model": {"type": "WordLevel", "unk_token": "?",
+              "vocab": {"?": 0, "sand": 1, "Ġglass": 2, "Ġand": 3}}
+}"#;
+
+#[test]
+fn a_hugging_face_tokenizer_is_used() {
+    let dir = folder(&[
+        ("tokenizer.json", TOKENIZER.as_bytes()),
+        ("text/1.txt", b"sand and glass"),
+        ("text/2.txt", b"sand glass foam"),
+    ]);
+    let config = TextDataConfig {
+        tokenizer: Some(dir.path().to_str().unwrap().to_owned()),
+        ..plain(DataKind::Text, dir.path().join("text"), 7)
+    };
+    let data = setup(&config);
+    assert_eq!(
+        samples(&data, Split::Train),
+        [(vec![1, 3, 2, 4, 1, 2, 0], vec![3, 2, 4, 1, 2, 0, 4])]
+    );
+    assert_eq!(data.vocab_size(), Some(5));
+    let tokenizer = data.tokenizer().unwrap();
+    assert_eq!(tokenizer.decode(&[1, 3, 2, 4]).unwrap(), "sand and glass");
+    assert_eq!(tokenizer.encode("sand glass").unwrap(), [1, 2]);
+    insta::assert_snapshot!(
+        error(&dir, &TextDataConfig { vocab_size: Some(4), ..config }), @"data.vocab_size is 4, but the tokenizer has 5 ids; the model's vocabulary must hold them all");
+}
+
+#[test]
+fn configured_by_toml() {
+    let text = "type = \"tokens\"\npath = [\"a.bin\", \"b.bin\"]\nseq_len = 64\nstride = 32\n\
+                batch_size = 2\nshuffle = false\ntoken_dtype = \"u32\"\ntokenizer = \"bytes\"\n";
+    let config: TextDataConfig = toml::from_str(text).unwrap();
+    let expected = TextDataConfig {
+        kind: DataKind::Tokens,
+        path: Paths::Many(vec!["a.bin".into(), "b.bin".into()]),
+        tokenizer: Some("bytes".to_owned()),
+        seq_len: 64,
+        stride: Some(32),
+        batch_size: 2,
+        shuffle: false,
+        token_dtype: Some(TokenDtype::U32),
+        ..TextDataConfig::default()
+    };
+    assert_eq!(config, expected);
+    let written = toml::to_string(&config).unwrap();
+    assert_eq!(toml::from_str::<TextDataConfig>(&written).unwrap(), expected);
+    assert_eq!(toml::from_str::<TextDataConfig>("").unwrap(), TextDataConfig::default());
+
+    let error = |text| toml::from_str::<TextDataConfig>(text).unwrap_err().message().to_owned();
+    insta::assert_snapshot!(error("path = 3"), @"expected a path or a list of paths");
+    insta::assert_snapshot!(error("sequence = 3"), @"unknown field `sequence`, expected one of `type`, `path`, `tokenizer`, `seq_len`, `stride`, `batch_size`, `shuffle`, `validation_fraction`, `validation_path`, `token_dtype`, `vocab_size`");
+    insta::assert_snapshot!(error("type = \"csv\""), @"unknown variant `csv`, expected `text` or `tokens`");
+}
+
+#[test]
+fn missing_and_unfit_files_are_explained() {
+    let dir = folder(&[
+        ("short.txt", b"too short"),
+        ("short.bin", &u16s(0..8)),
+        ("odd.bin", &[1, 2, 3]),
+        ("tokens.dat", &u16s(0..80)),
+        ("image.png", &[0x89, b'P', 0xff, 0xfe]),
+        ("bad.json", b"{}"),
+        ("empty/.keep", b""),
+    ]);
+    let at = |kind, name: &str| plain(kind, dir.path().join(name), 8);
+    let (text, tokens) = (DataKind::Text, DataKind::Tokens);
+    insta::assert_snapshot!(error(&dir, &at(text, "none.txt")), @"data: there is no file or folder DIR/none.txt (data.path)");
+    insta::assert_snapshot!(error(&dir, &at(tokens, "none.bin")), @"data: there is no file or folder DIR/none.bin (data.path)");
+    let own = Some(dir.path().join("none").as_path().into());
+    insta::assert_snapshot!(
+        error(&dir, &TextDataConfig {
+            validation_path: own, validation_fraction: None, ..at(text, "tokens.dat")
+        }), @"data: there is no file or folder DIR/none (data.validation_path)");
+    insta::assert_snapshot!(error(&dir, &at(text, "empty")), @"data: the folder DIR/empty (data.path) holds no text files (hidden files, what .gitignore excludes and what is not UTF-8 do not count)");
+    insta::assert_snapshot!(error(&dir, &at(tokens, "empty")), @"data: the folder DIR/empty (data.path) holds no token files (.u16, .u32, .bin)");
+    insta::assert_snapshot!(error(&dir, &TextDataConfig { seq_len: 10, ..at(text, "short.txt") }), @"data: the text has 10 tokens, but one sample needs 11 (data.seq_len = 10, and the token after it); give more data or lower data.seq_len");
+    insta::assert_snapshot!(error(&dir, &at(tokens, "short.bin")), @"data: DIR/short.bin has 8 tokens, but one sample needs 9 (data.seq_len = 8, and the token after it); give more data or lower data.seq_len");
+    insta::assert_snapshot!(error(&dir, &at(tokens, "odd.bin")), @"data: DIR/odd.bin has 3 bytes, which is no whole number of ids of 2 bytes; is data.token_dtype right?");
+    insta::assert_snapshot!(error(&dir, &at(tokens, "tokens.dat")), @r#"the name of DIR/tokens.dat does not say what it holds (.u16, .bin and .u32 would); set data.token_dtype to "u16" or "u32""#);
+    insta::assert_snapshot!(error(&dir, &at(text, "image.png")), @r#"data: DIR/image.png (data.path) is not UTF-8 text; for files of token ids set data.type = "tokens""#);
+    let tokenizer = |name: &str| TextDataConfig {
+        tokenizer: Some(dir.path().join(name).to_str().unwrap().to_owned()),
+        ..at(text, "short.txt")
+    };
+    insta::assert_snapshot!(error(&dir, &tokenizer("tokenizer.json")), @r#"data: there is no file DIR/tokenizer.json (data.tokenizer); name a Hugging Face tokenizer.json, or "bytes" for the built-in byte-level tokenizer"#);
+    insta::assert_snapshot!(error(&dir, &tokenizer("bad.json")), @"data: DIR/bad.json (data.tokenizer) is not a Hugging Face tokenizer.json: Model missing. at line 1 column 2");
+}
+
+#[test]
+fn options_out_of_range_are_explained() {
+    let dir = folder(&[("x.txt", &[b'x'; 30])]);
+    let base = || plain(DataKind::Text, dir.path().join("x.txt"), 8);
+    let error = |config| error(&dir, &config);
+    insta::assert_snapshot!(error(TextDataConfig { seq_len: 0, ..base() }), @"data.seq_len must be at least 1, got 0");
+    insta::assert_snapshot!(error(TextDataConfig { stride: Some(0), ..base() }), @"data.stride must be at least 1, got 0");
+    insta::assert_snapshot!(error(TextDataConfig { batch_size: 0, ..base() }), @"data.batch_size must be at least 1, got 0");
+    insta::assert_snapshot!(error(TextDataConfig { validation_fraction: Some(1.0), ..base() }), @"data.validation_fraction must be at least 0 and less than 1, got 1");
+    insta::assert_snapshot!(error(TextDataConfig { path: Paths::Many(vec![]), ..base() }), @"data.path is an empty list; name a file or folder");
+    insta::assert_snapshot!(
+        error(TextDataConfig { token_dtype: Some(TokenDtype::U16), ..base() }), @r#"data.token_dtype is for data.type = "tokens""#);
+    insta::assert_snapshot!(
+        error(TextDataConfig {
+            validation_fraction: Some(0.5), validation_path: Some("v".into()), ..base()
+        }), @"data.validation_path and data.validation_fraction = 0.5 exclude each other; take one away");
+    insta::assert_snapshot!(
+        error(TextDataConfig { validation_fraction: Some(0.9), stride: Some(1), ..base() }), @"data: of 23 samples data.validation_fraction = 0.9 leaves none for training; lower it or give more data");
+}
+
+#[test]
+fn ids_outside_the_vocabulary_and_samples_outside_the_data_are_explained() {
+    let dir = folder(&[("x.bin", &u16s(0..40))]);
+    let config = TextDataConfig {
+        vocab_size: Some(30),
+        ..plain(DataKind::Tokens, dir.path().join("x.bin"), 8)
+    };
+    let data = setup(&config);
+    assert_eq!(data.vocab_size(), Some(30));
+    data.batch(Split::Train, &[0, 1, 2], &Device::Cpu).unwrap();
+    let error = |index| {
+        let error = data.batch(Split::Train, &[0, index], &Device::Cpu).unwrap_err();
+        error.to_string().replace(dir.path().to_str().unwrap(), "DIR")
+    };
+    insta::assert_snapshot!(error(3), @"data: DIR/x.bin has the token id 30 in train sample 3, but ids must be less than 30; are data.token_dtype, data.tokenizer and data.vocab_size those that it was made with?");
+    insta::assert_snapshot!(error(4), @"data: there is no train sample 4 of 4");
+}
