@@ -1,27 +1,87 @@
-//! tmp
-use crate::Result;
+//! A loss as a sum and a count.
+
 use candle_core::{DType, Tensor};
-/// tmp
+
+use crate::{Error, Result};
+
+/// The sum of a loss over the items it was computed from, and how many they were.
+///
+/// A step's loss is the mean over its whole global batch. Ranks and micro-batches may hold unequal
+/// numbers of items (padded tokens, a short last batch), and a mean of their means is not that
+/// mean: sums and counts add up. Backward runs from the sum; gradients are divided by the global
+/// count once.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fulgurite_core::nn::Loss;
+///
+/// let three_tokens = Loss::new(Tensor::new(6f32, &Device::Cpu)?, 3.0);
+/// let one_token = Loss::new(Tensor::new(4f32, &Device::Cpu)?, 1.0);
+/// assert_eq!((&three_tokens + &one_token)?.mean()?, 2.5);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Loss {
     sum: Tensor,
     count: f64,
 }
+
 impl Loss {
-    /// tmp
+    /// A loss of `count` items whose sum is the scalar `sum` (f32 or f64, in the graph).
     pub fn new(sum: Tensor, count: f64) -> Self {
         Self { sum, count }
     }
-    /// tmp
+
+    /// A loss that is a mean already (a scalar, in the graph); it counts as one item, so batches
+    /// are weighted alike.
+    pub fn from_mean(mean: Tensor) -> Self {
+        Self::new(mean, 1.0)
+    }
+
+    /// The sum: a scalar, in the graph. Call `backward` on it.
     pub fn sum(&self) -> &Tensor {
         &self.sum
     }
-    /// tmp
+
+    /// How many items the sum is over.
     pub fn count(&self) -> f64 {
         self.count
     }
-    /// tmp
-    pub fn sum_value(&self) -> Result<f64> {
-        Ok(self.sum.detach().to_dtype(DType::F64)?.to_scalar::<f64>()?)
+
+    /// The mean over the items; NaN if there are none.
+    ///
+    /// # Errors
+    /// If the sum is not one number.
+    pub fn mean(&self) -> Result<f64> {
+        if self.sum.elem_count() != 1 {
+            return Err(Error::other(format!(
+                "a loss is one number, got a tensor of shape {:?}; sum or average it first",
+                self.sum.dims()
+            )));
+        }
+        let sum = self.sum.flatten_all()?.get(0)?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+        Ok(sum / self.count)
+    }
+
+    /// The same numbers outside the graph.
+    #[must_use]
+    pub fn detach(&self) -> Self {
+        Self { sum: self.sum.detach(), count: self.count }
+    }
+}
+
+/// As [`Loss::from_mean`].
+impl From<Tensor> for Loss {
+    fn from(mean: Tensor) -> Self {
+        Self::from_mean(mean)
+    }
+}
+
+/// The loss of both sets of items together.
+impl std::ops::Add for &Loss {
+    type Output = Result<Loss>;
+
+    fn add(self, other: Self) -> Self::Output {
+        Ok(Loss { sum: (&self.sum + &other.sum)?, count: self.count + other.count })
     }
 }

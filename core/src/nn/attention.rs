@@ -1,0 +1,127 @@
+//! Causal self-attention.
+
+use candle_core::Tensor;
+
+use super::kernels::attention::{Attend, merge_heads, split_heads};
+use super::linear::{Linear, wanted};
+use super::record::record;
+use super::rope::Rope;
+use crate::module::{Module, ModuleBuilder};
+use crate::parameter::{Init, Parameter};
+use crate::{Error, Result};
+
+/// The shape of a [`CausalSelfAttention`].
+#[derive(Debug, Clone)]
+pub struct AttentionConfig {
+    /// Width of the input and the output.
+    pub hidden_size: usize,
+    /// Number of query heads.
+    pub num_heads: usize,
+    /// Number of key and value heads; it divides `num_heads`.
+    pub num_kv_heads: usize,
+    /// Elements of one head.
+    pub head_dim: usize,
+    /// Whether the projections of queries, keys and values have a bias.
+    pub qkv_bias: bool,
+    /// The position embedding; shared between layers.
+    pub rope: Option<Rope>,
+    /// How the projections' weights start; `None` as [`Linear::new`] does. Biases start at zero.
+    pub init: Option<Init>,
+}
+
+/// Self-attention in which a position sees itself and those before it, with the projections
+/// `q_proj`, `k_proj`, `v_proj` and `o_proj`, rotary positions and grouped key and value heads, as
+/// Llama has it. One operation in the graph.
+///
+/// Input and output are `[batch, time, hidden_size]`.
+#[derive(Debug, Clone)]
+pub struct CausalSelfAttention {
+    q_proj: Linear,
+    k_proj: Linear,
+    v_proj: Linear,
+    o_proj: Linear,
+    num_heads: usize,
+    num_kv_heads: usize,
+    head_dim: usize,
+    rope: Option<Rope>,
+}
+
+impl CausalSelfAttention {
+    /// The layer.
+    ///
+    /// # Errors
+    /// If the heads do not divide into groups, if `rope` is for another head size, or if there is a
+    /// layer at the builder's path already.
+    pub fn new(b: &ModuleBuilder, config: &AttentionConfig) -> Result<Self> {
+        let AttentionConfig { hidden_size, num_heads, num_kv_heads, head_dim, .. } = *config;
+        let wrong = |message| Err(Error::Module { path: b.path().to_owned(), message });
+        if num_kv_heads == 0 || num_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
+            return wrong(format!(
+                "{num_heads} attention heads cannot share {num_kv_heads} key and value heads; the \
+                 second number must divide the first"
+            ));
+        }
+        if head_dim == 0 {
+            return wrong("head_dim must be at least 1".to_owned());
+        }
+        if let Some(rope) = config.rope.as_ref().filter(|rope| rope.head_dim() != head_dim) {
+            return wrong(format!(
+                "the rotary embedding is for heads of {} elements, the attention has heads of \
+                 {head_dim}",
+                rope.head_dim()
+            ));
+        }
+        b.declare("CausalSelfAttention")?;
+        let project = |name: &str, inputs, heads: usize, bias: bool| {
+            let b = b.pp(name);
+            let init = config.init.unwrap_or(Init::kaiming_uniform(inputs));
+            let outputs = if name == "o_proj" { hidden_size } else { heads * head_dim };
+            let linear = Linear::with_init(&b, inputs, outputs, init)?;
+            if bias { linear.add_bias(&b, Init::ZEROS) } else { Ok(linear) }
+        };
+        Ok(Self {
+            q_proj: project("q_proj", hidden_size, num_heads, config.qkv_bias)?,
+            k_proj: project("k_proj", hidden_size, num_kv_heads, config.qkv_bias)?,
+            v_proj: project("v_proj", hidden_size, num_kv_heads, config.qkv_bias)?,
+            o_proj: project("o_proj", num_heads * head_dim, num_heads, false)?,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            rope: config.rope.clone(),
+        })
+    }
+}
+
+impl Module for CausalSelfAttention {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let (_, time, _) = x.dims3()?;
+        let rope = self.rope.as_ref();
+        let attend = Attend {
+            scale: 1.0 / (self.head_dim as f64).sqrt(),
+            causal: true,
+            angles: rope.map(|r| r.angles(0, time, x.dtype(), x.device())).transpose()?,
+        };
+        let saved = x.detach();
+        let q = split_heads(&self.q_proj.compute(&saved)?, self.num_heads)?;
+        let k = split_heads(&self.k_proj.compute(&saved)?, self.num_kv_heads)?;
+        let v = split_heads(&self.v_proj.compute(&saved)?, self.num_kv_heads)?;
+        let attended = attend.forward(&q, &k, &v)?;
+        let y = self.o_proj.compute(&merge_heads(&attended.output)?)?;
+
+        let layers = [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];
+        let parameters: Vec<&Parameter> = layers.iter().flat_map(|l| l.parameters()).collect();
+        let (layer, wanted) = (self.clone(), wanted(x));
+        record(&[x], &parameters, y, move |_, grad| {
+            let merged = merge_heads(&attended.output)?;
+            let d = layer.o_proj.backprop(&merged, grad, super::kernels::matmul::InputGrad::New)?;
+            let d = d.ok_or_else(|| Error::other("the output projection gave no gradient"))?;
+            let d = split_heads(&d, layer.num_heads)?;
+            let [dq, dk, dv] = attend.backward([&q, &k, &v], &attended, &d)?;
+            let mut dx = None;
+            for (projection, d) in [(&layer.q_proj, dq), (&layer.k_proj, dk), (&layer.v_proj, dv)] {
+                dx = projection.backprop(&saved, &merge_heads(&d)?, wanted(dx))?;
+            }
+            Ok(vec![dx])
+        })
+    }
+}

@@ -1,0 +1,60 @@
+//! The embedding layer.
+
+use candle_core::Tensor;
+
+use super::kernels::embedding::{checked_ids, lookup, lookup_grad};
+use super::record::record;
+use crate::Result;
+use crate::module::{Module, ModuleBuilder};
+use crate::parameter::{Init, Parameter};
+
+/// A table of `[rows, width]`, looked up by id.
+///
+/// `ids` are u32 or i64 of any shape; the output has `width` as one more dimension.
+#[derive(Debug, Clone)]
+pub struct Embedding {
+    weight: Parameter,
+}
+
+impl Embedding {
+    /// A table that starts normally distributed with standard deviation 1.
+    ///
+    /// # Errors
+    /// If there is a layer at the builder's path already.
+    pub fn new(b: &ModuleBuilder, rows: usize, width: usize) -> Result<Self> {
+        Self::with_init(b, rows, width, Init::Normal { mean: 0.0, std: 1.0 })
+    }
+
+    /// A table that starts as `init` says.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_init(b: &ModuleBuilder, rows: usize, width: usize, init: Init) -> Result<Self> {
+        b.declare("Embedding")?;
+        Ok(Self { weight: b.parameter("weight", [rows, width], init)? })
+    }
+
+    /// The table, `[rows, width]`; [`Linear::tied`](super::Linear::tied) shares it.
+    pub fn weight(&self) -> &Parameter {
+        &self.weight
+    }
+}
+
+impl Module for Embedding {
+    /// # Errors
+    /// Besides those of candle, if an id is not below the number of rows.
+    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        let weight = self.weight.value()?;
+        let (rows, width) = weight.dims2()?;
+        let host_ids = checked_ids(ids, rows)?;
+        let mut shape = ids.dims().to_vec();
+        shape.push(width);
+        let y = lookup(&host_ids, &weight)?.reshape(shape)?;
+        let weight = self.weight.clone();
+        record(&[], &[&self.weight], y, move |_, grad| {
+            lookup_grad(&weight, &host_ids, grad)?;
+            weight.end_use()?;
+            Ok(vec![])
+        })
+    }
+}

@@ -1,0 +1,161 @@
+//! Differentiable functions of tensors, also in place of those of candle_nn that lose gradients.
+//!
+//! ```
+//! use candle_core::{Device, Tensor, Var};
+//! use fulgurite_core::nn::functional::softmax_last_dim;
+//!
+//! let x = Var::new(&[[1f32, 2., 3.]], &Device::Cpu)?;
+//! let first = softmax_last_dim(&x)?.narrow(1, 0, 1)?;
+//! assert!(first.sum_all()?.backward()?.get(&x).is_some()); // candle_nn's gives none
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+use candle_core::Tensor;
+
+use super::kernels::activation::{self, Activation};
+use super::kernels::attention::{Attend, Attended};
+use super::kernels::norm::Norm;
+use super::kernels::rope::Angles;
+use super::kernels::softmax;
+use super::record::record;
+use crate::{Error, Result};
+
+/// Softmax over the last dimension.
+pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
+    let y = softmax::softmax(&x.detach())?;
+    record(&[x], &[], y, |y, grad| Ok(vec![Some(softmax::softmax_backward(y, grad)?)]))
+}
+
+fn activate(x: &Tensor, activation: Activation) -> Result<Tensor> {
+    let saved = x.detach();
+    let y = activation.forward(&saved)?;
+    record(&[x], &[], y, move |_, grad| Ok(vec![Some(activation.backward(&saved, grad)?)]))
+}
+
+/// `x * sigmoid(x)`.
+pub fn silu(x: &Tensor) -> Result<Tensor> {
+    activate(x, Activation::Silu)
+}
+
+/// GELU with the exact error function, as `torch.nn.functional.gelu`.
+pub fn gelu(x: &Tensor) -> Result<Tensor> {
+    activate(x, Activation::Gelu)
+}
+
+/// GELU's tanh approximation, as GPT-2 has it (`gelu_new`).
+pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
+    activate(x, Activation::GeluTanh)
+}
+
+/// `silu(gate) * up`, of one shape.
+///
+/// # Errors
+/// If the shapes differ.
+pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    if gate.dims() != up.dims() || gate.dtype() != up.dtype() {
+        return Err(Error::other(format!(
+            "swiglu takes two tensors of one shape and dtype, got {:?} {:?} and {:?} {:?}",
+            gate.dims(),
+            gate.dtype(),
+            up.dims(),
+            up.dtype()
+        )));
+    }
+    let (saved_gate, saved_up) = (gate.detach(), up.detach());
+    let y = activation::swiglu(&saved_gate, &saved_up)?;
+    record(&[gate, up], &[], y, move |_, grad| {
+        let (dgate, dup) = activation::swiglu_backward(&saved_gate, &saved_up, grad)?;
+        Ok(vec![Some(dgate), Some(dup)])
+    })
+}
+
+/// `x / sqrt(mean(x^2) + eps) * weight` over the last dimension; `weight` is `[width]`.
+///
+/// # Errors
+/// If the weight is not as wide as the last dimension.
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    norm(x, weight, None, Norm { center: false, eps })
+}
+
+/// `(x - mean) / sqrt(variance + eps) * weight + bias` over the last dimension; `weight` and `bias`
+/// are `[width]`.
+///
+/// # Errors
+/// If weight or bias is not as wide as the last dimension.
+pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+    norm(x, weight, bias, Norm { center: true, eps })
+}
+
+fn norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, norm: Norm) -> Result<Tensor> {
+    for vector in std::iter::once(weight).chain(bias) {
+        if vector.rank() != 1 || x.dims().last() != vector.dims().last() {
+            return Err(Error::other(format!(
+                "a norm over the last dimension of {:?} got a weight or bias of shape {:?}",
+                x.dims(),
+                vector.dims()
+            )));
+        }
+    }
+    let (saved, saved_weight) = (x.detach(), weight.detach());
+    let y = norm.forward(&saved, &saved_weight, bias.map(Tensor::detach).as_ref())?;
+    let inputs: Vec<&Tensor> = [x, weight].into_iter().chain(bias).collect();
+    let with_bias = bias.is_some();
+    let dtype = weight.dtype();
+    record(&inputs, &[], y, move |_, grad| {
+        let grads = norm.backward(&saved, &saved_weight, with_bias, grad)?;
+        let cast = |t: Tensor| t.to_dtype(dtype).map(Some);
+        let mut all = vec![Some(grads.x), cast(grads.weight)?];
+        if let Some(bias) = grads.bias {
+            all.push(cast(bias)?);
+        }
+        Ok(all)
+    })
+}
+
+/// Rotates the pairs (i, i + head_dim / 2) of `x` (`[.., time, head_dim]`) by angles whose cosines
+/// and sines are given, `[time, head_dim / 2]`; they get no gradient. As `rotary_emb::rope` of
+/// candle_nn.
+///
+/// # Errors
+/// If the shapes do not fit.
+pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    let fits = match *x.dims() {
+        [.., time, dim] => {
+            let want = [time, dim / 2];
+            dim > 0 && dim.is_multiple_of(2) && cos.dims() == want && sin.dims() == want
+        }
+        _ => false,
+    };
+    if !fits {
+        return Err(Error::other(format!(
+            "rope takes x [.., time, head_dim] and cos and sin [time, head_dim / 2], got {:?}, \
+             {:?} and {:?}",
+            x.dims(),
+            cos.dims(),
+            sin.dims()
+        )));
+    }
+    super::rope::apply(x, Angles { cos: cos.detach(), sin: sin.detach() })
+}
+
+/// `softmax(scale q k^T) v` with `q` of shape `[batch, heads, queries, head_dim]` and `k` and `v`
+/// of `[batch, kv_heads, keys, head_dim]`; each group of `heads / kv_heads` query heads shares a
+/// key and value head. With `causal`, the last query is at the last key's position and each sees
+/// the keys up to its own. The output has the shape of `q`.
+///
+/// Memory beyond inputs and output is one number a query, and a block of scores a thread.
+///
+/// # Errors
+/// If shapes or dtypes do not fit.
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, causal: bool) -> Result<Tensor> {
+    let attend = Attend { scale, causal, angles: None };
+    let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
+    let [sq, sk, sv] = [q.detach(), k.detach(), v.detach()];
+    let Attended { output, lse } = attend.forward(&sq, &sk, &sv)?;
+    let y = record(&[&q, &k, &v], &[], output, move |output, grad| {
+        let attended = Attended { output: output.detach(), lse: lse.clone() };
+        let grads = attend.backward([&sq, &sk, &sv], &attended, grad)?;
+        Ok(grads.map(Some).to_vec())
+    })?;
+    Ok(y.transpose(1, 2)?)
+}

@@ -1,0 +1,296 @@
+//! CPU tensors as slices, and the arithmetic that kernels do on them.
+
+use std::ops::Deref;
+
+use candle_core::{DType, Device, Storage, Tensor};
+use rayon::prelude::*;
+
+use crate::autograd::storage::HostElement;
+use crate::{Error, Result};
+
+/// Calls `$body` with `$T` as the Rust type of a float dtype that kernels compute in.
+macro_rules! with_float {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            candle_core::DType::F64 => {
+                type $T = f64;
+                $body
+            }
+            other => Err($crate::Error::other(format!(
+                "layers compute in bf16, f16, f32 and f64; got {other:?}"
+            ))),
+        }
+    };
+}
+pub(super) use with_float;
+
+/// A float that CPU kernels compute in.
+pub(super) trait Float: HostElement + Default + std::iter::Sum {
+    const ZERO: Self;
+    const ONE: Self;
+    const INFINITY: Self;
+    fn exp(self) -> Self;
+    fn ln(self) -> Self;
+    fn sqrt(self) -> Self;
+    fn erf(self) -> Self;
+    fn lit(value: f64) -> Self {
+        Self::from_f64(value)
+    }
+    fn widen(self) -> f64 {
+        self.to_f64()
+    }
+    /// The larger one; like a plain comparison, of no use for NaN.
+    fn larger(self, other: Self) -> Self {
+        if other > self { other } else { self }
+    }
+    fn sigmoid(self) -> Self {
+        Self::ONE / (Self::ONE + (Self::ZERO - self).exp())
+    }
+    fn tanh(self) -> Self {
+        Self::ONE - Self::lit(2.0) / ((self + self).exp() + Self::ONE)
+    }
+}
+
+impl Float for f32 {
+    const ZERO: Self = 0.0;
+    const ONE: Self = 1.0;
+    const INFINITY: Self = f32::INFINITY;
+
+    /// Within 2 units in the last place, zero below -87.3 and infinite above 88.3. Has no branch
+    /// and no call, so that loops over it become vector code, which the library's `exp` prevents.
+    #[inline(always)]
+    fn exp(self) -> Self {
+        const MAGIC: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to an integer
+        let x = self.clamp(-87.3, 88.3);
+        let shifted = x * std::f32::consts::LOG2_E + MAGIC;
+        let n = shifted - MAGIC;
+        let r = x - n * 0.693_359_4 + n * 2.121_944_4e-4;
+        let mut p = 1.987_569_1e-4;
+        p = p * r + 1.398_199_9e-3;
+        p = p * r + 8.333_452e-3;
+        p = p * r + 4.166_579_6e-2;
+        p = p * r + 1.666_666_5e-1;
+        p = p * r + 0.5;
+        let y = p * r * r + r + 1.0;
+        let exponent = (shifted.to_bits() as i32).wrapping_sub(MAGIC.to_bits() as i32);
+        let scale = f32::from_bits((exponent.wrapping_add(127) << 23) as u32);
+        let y = if self < -87.3 { 0.0 } else { y * scale };
+        if self > 88.3 { f32::INFINITY } else { y }
+    }
+    fn ln(self) -> Self {
+        f32::ln(self)
+    }
+    fn sqrt(self) -> Self {
+        f32::sqrt(self)
+    }
+    fn erf(self) -> Self {
+        candle_core::cpu::erf::erf_f32(self)
+    }
+}
+
+impl Float for f64 {
+    const ZERO: Self = 0.0;
+    const ONE: Self = 1.0;
+    const INFINITY: Self = f64::INFINITY;
+    fn exp(self) -> Self {
+        f64::exp(self)
+    }
+    fn ln(self) -> Self {
+        f64::ln(self)
+    }
+    fn sqrt(self) -> Self {
+        f64::sqrt(self)
+    }
+    fn erf(self) -> Self {
+        candle_core::cpu::erf::erf_f64(self)
+    }
+    fn tanh(self) -> Self {
+        f64::tanh(self)
+    }
+}
+
+const LANES: usize = 8;
+
+/// The sum of `f` over two slices of one length, in eight independent lanes.
+#[inline(always)]
+pub(super) fn sum2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T) -> T {
+    let mut lanes = [T::ZERO; LANES];
+    let (a8, b8) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    let tail: T = a8.remainder().iter().zip(b8.remainder()).map(|(&a, &b)| f(a, b)).sum();
+    for (a, b) in a8.zip(b8) {
+        for i in 0..LANES {
+            lanes[i] += f(a[i], b[i]);
+        }
+    }
+    lanes.into_iter().sum::<T>() + tail
+}
+
+/// The sum of `f` over a slice.
+#[inline(always)]
+pub(super) fn sum1<T: Float>(a: &[T], f: impl Fn(T) -> T) -> T {
+    sum2(a, a, |a, _| f(a))
+}
+
+/// The inner product.
+pub(super) fn dot<T: Float>(a: &[T], b: &[T]) -> T {
+    sum2(a, b, |a, b| a * b)
+}
+
+/// The largest element; minus infinity for an empty slice.
+pub(super) fn max<T: Float>(a: &[T]) -> T {
+    let lowest = T::ZERO - T::INFINITY;
+    let mut lanes = [lowest; LANES];
+    let chunks = a.chunks_exact(LANES);
+    let tail = chunks.remainder().iter().fold(lowest, |m, &x| m.larger(x));
+    for chunk in chunks {
+        for i in 0..LANES {
+            lanes[i] = lanes[i].larger(chunk[i]);
+        }
+    }
+    lanes.into_iter().fold(tail, T::larger)
+}
+
+/// Replaces each element by `exp(element - shift)` and returns their sum.
+pub(super) fn exp_in_place<T: Float>(row: &mut [T], shift: T) -> T {
+    row.iter_mut().for_each(|x| *x = (*x - shift).exp());
+    sum1(row, |x| x)
+}
+
+/// How many elements a parallel piece of an element-wise kernel has.
+const PIECE: usize = 16 * 1024;
+
+/// `out[i] = f(a[i])`, in parallel.
+pub(super) fn map1<T: Float>(a: &[T], f: impl Fn(T) -> T + Sync) -> Vec<T> {
+    let mut out = vec![T::ZERO; a.len()];
+    out.par_chunks_mut(PIECE).zip(a.par_chunks(PIECE)).for_each(|(out, a)| {
+        for (out, &a) in out.iter_mut().zip(a) {
+            *out = f(a);
+        }
+    });
+    out
+}
+
+/// `out[i] = f(a[i], b[i])`, in parallel.
+pub(super) fn map2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T + Sync) -> Vec<T> {
+    let mut out = vec![T::ZERO; a.len()];
+    let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE));
+    out.par_chunks_mut(PIECE).zip(inputs).for_each(|(out, (a, b))| {
+        for (out, (&a, &b)) in out.iter_mut().zip(a.iter().zip(b)) {
+            *out = f(a, b);
+        }
+    });
+    out
+}
+
+/// Two outputs from three inputs, in parallel.
+pub(super) fn map3_2<T: Float>(
+    [a, b, c]: [&[T]; 3],
+    f: impl Fn(T, T, T) -> (T, T) + Sync,
+) -> (Vec<T>, Vec<T>) {
+    let (mut left, mut right) = (vec![T::ZERO; a.len()], vec![T::ZERO; a.len()]);
+    let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE)).zip(c.par_chunks(PIECE));
+    let outputs = left.par_chunks_mut(PIECE).zip(right.par_chunks_mut(PIECE));
+    outputs.zip(inputs).for_each(|((left, right), ((a, b), c))| {
+        for i in 0..a.len() {
+            (left[i], right[i]) = f(a[i], b[i], c[i]);
+        }
+    });
+    (left, right)
+}
+
+/// How many rows one parallel piece of a row-wise kernel has. It depends on the shape alone, so
+/// that sums over rows are the same for any number of threads.
+pub(super) fn rows_per_piece(rows: usize) -> usize {
+    rows.div_ceil(32).max(1)
+}
+
+/// Read access to the elements of a CPU tensor; `G` is candle's read lock.
+pub(super) struct Host<G> {
+    guard: G,
+    start: usize,
+    end: Option<usize>,
+}
+
+/// Access to a contiguous tensor.
+pub(super) fn host(tensor: &Tensor) -> Result<Host<impl Deref<Target = Storage>>> {
+    let (guard, layout) = tensor.storage_and_layout();
+    match layout.contiguous_offsets() {
+        Some((start, end)) => Ok(Host { guard, start, end: Some(end) }),
+        None => Err(Error::other("host access needs a contiguous tensor")),
+    }
+}
+
+/// Access to a tensor of any layout: everything from its first element on.
+pub(super) fn strided_host(tensor: &Tensor) -> Host<impl Deref<Target = Storage>> {
+    let (guard, layout) = tensor.storage_and_layout();
+    Host { guard, start: layout.start_offset(), end: None }
+}
+
+impl<G: Deref<Target = Storage>> Host<G> {
+    /// The elements, which must be of type `T`.
+    pub(super) fn slice<T: HostElement>(&self) -> Result<&[T]> {
+        let Storage::Cpu(storage) = &*self.guard else {
+            return Err(Error::other("host access to a tensor that is not on the CPU"));
+        };
+        let all = T::cpu_storage_as_slice(storage)?;
+        all.get(self.start..self.end.unwrap_or(all.len()))
+            .ok_or_else(|| Error::other("host access to a tensor whose memory is released"))
+    }
+}
+
+/// The ids or indices of a `u32` or `i64` tensor, on the host.
+pub(super) fn indices(ids: &Tensor, what: &str) -> Result<Vec<i64>> {
+    match ids.dtype() {
+        DType::U32 | DType::I64 => Ok(ids
+            .detach()
+            .flatten_all()?
+            .to_device(&Device::Cpu)?
+            .to_dtype(DType::I64)?
+            .to_vec1()?),
+        other => Err(Error::other(format!("{what} must be u32 or i64, got {other:?}"))),
+    }
+}
+
+/// A CPU tensor that takes over the elements.
+pub(super) fn tensor<T: Float>(
+    values: Vec<T>,
+    shape: impl Into<candle_core::Shape>,
+) -> Result<Tensor> {
+    let shape: candle_core::Shape = shape.into();
+    Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fast_exp_is_close_over_its_range() {
+        let mut worst = 0f64;
+        for i in -87_000..88_000 {
+            let x = i as f32 * 1e-3;
+            let (got, want) = (f64::from(Float::exp(x)), f64::from(x).exp());
+            worst = worst.max((got / want - 1.0).abs());
+        }
+        assert!(worst < 2.5e-7, "{worst}");
+        assert_eq!(Float::exp(f32::NEG_INFINITY), 0.0);
+        assert_eq!(Float::exp(f32::INFINITY), f32::INFINITY);
+        assert!(Float::exp(f32::NAN).is_nan());
+        assert_eq!(Float::exp(0f32), 1.0);
+        assert_eq!((Float::tanh(50f32), Float::tanh(-50f32)), (1.0, -1.0));
+        assert!((Float::tanh(0.5f32) - 0.5f32.tanh()).abs() < 1e-6);
+    }
+
+    #[test]
+    fn lanes_agree_with_plain_loops() {
+        let a: Vec<f64> = (0..37).map(|i| f64::from(i * 7 % 11) - 4.0).collect();
+        assert_eq!(sum1(&a, |x| x), a.iter().sum::<f64>());
+        assert_eq!(max(&a), 6.0);
+        assert_eq!(max::<f64>(&[]), f64::NEG_INFINITY);
+        assert_eq!(dot(&a, &a), a.iter().map(|x| x * x).sum::<f64>());
+    }
+}

@@ -1,0 +1,142 @@
+//! Attention as tensor operations, for any device. Queries are taken in blocks, so that scores of
+//! all queries against all keys are never in memory at once.
+
+use candle_core::{D, DType, Tensor};
+
+use super::attention::{Attend, Sizes};
+use super::rope::rotate;
+use crate::Result;
+
+/// Queries a block.
+const BLOCK: usize = 512;
+
+/// `[batch, time, heads, dim]` as `[batch, heads, time, dim]`, contiguous.
+fn heads_first(x: &Tensor) -> candle_core::Result<Tensor> {
+    x.transpose(1, 2)?.contiguous()
+}
+
+impl Attend {
+    /// Queries as `[batch, heads, time, dim]`, rotated and scaled.
+    fn queries(&self, s: Sizes, q: &Tensor) -> Result<Tensor> {
+        let q = heads_first(q)?;
+        let q = match &self.angles {
+            None => q,
+            Some(angles) => {
+                let mut angles = angles.clone();
+                let first = s.keys.saturating_sub(s.queries);
+                angles.cos = angles.cos.narrow(0, first, s.queries)?;
+                angles.sin = angles.sin.narrow(0, first, s.queries)?;
+                rotate(&q, &angles, false)?
+            }
+        };
+        Ok((q * self.scale)?)
+    }
+
+    fn keys(&self, k: &Tensor) -> Result<Tensor> {
+        let k = heads_first(k)?;
+        match &self.angles {
+            None => Ok(k),
+            Some(angles) => rotate(&k, angles, false),
+        }
+    }
+
+    /// Minus infinity where the queries from `start` on must not look, `[n, seen]`.
+    fn mask(&self, s: Sizes, start: usize, n: usize, seen: usize, like: &Tensor) -> Result<Tensor> {
+        let hidden: Vec<f32> = (0..n * seen)
+            .map(|i| match i % seen < s.visible(self.causal, start + i / seen) {
+                true => 0.0,
+                false => f32::NEG_INFINITY,
+            })
+            .collect();
+        Ok(Tensor::from_vec(hidden, (n, seen), like.device())?.to_dtype(like.dtype())?)
+    }
+
+    /// Masked scores of a block, `[batch, kv_heads, group * n, seen]`.
+    fn scores(&self, s: Sizes, q: &Tensor, k: &Tensor, start: usize) -> Result<Tensor> {
+        let (n, seen) = (q.dim(2)? / s.group(), k.dim(2)?);
+        let scores = q.matmul(&k.t()?)?;
+        if !self.causal {
+            return Ok(scores);
+        }
+        let mask = self.mask(s, start, n, seen, q)?;
+        let shape = scores.shape().clone();
+        Ok(scores.reshape((s.batch, s.heads, n, seen))?.broadcast_add(&mask)?.reshape(shape)?)
+    }
+}
+
+/// A block of queries, with the heads of one group one after the other:
+/// `[batch, kv_heads, group * n, dim]`.
+fn block(x: &Tensor, s: Sizes, start: usize, n: usize) -> candle_core::Result<Tensor> {
+    let x = x.narrow(2, start, n)?.contiguous()?;
+    x.reshape((s.batch, s.kv_heads, s.group() * n, ()))
+}
+
+fn unblock(x: &Tensor, s: Sizes, n: usize) -> candle_core::Result<Tensor> {
+    x.reshape((s.batch, s.heads, n, ()))
+}
+
+pub(super) fn forward(
+    attend: &Attend,
+    s: Sizes,
+    [q, k, v]: [&Tensor; 3],
+) -> Result<(Tensor, Tensor)> {
+    let (q, k, v) = (attend.queries(s, q)?, attend.keys(k)?, heads_first(v)?);
+    let (mut outputs, mut lses) = (Vec::new(), Vec::new());
+    for start in (0..s.queries).step_by(BLOCK) {
+        let n = BLOCK.min(s.queries - start);
+        let seen = s.visible(attend.causal, start + n - 1);
+        let (k, v) = (k.narrow(2, 0, seen)?, v.narrow(2, 0, seen)?.contiguous()?);
+        let scores = attend.scores(s, &block(&q, s, start, n)?, &k, start)?;
+        let top = scores.max_keepdim(D::Minus1)?;
+        let exp = scores.broadcast_sub(&top)?.exp()?;
+        let sum = exp.sum_keepdim(D::Minus1)?;
+        outputs.push(unblock(&exp.broadcast_div(&sum)?.matmul(&v)?, s, n)?);
+        lses.push(unblock(&(top + sum.log()?)?, s, n)?.squeeze(3)?);
+    }
+    let output = Tensor::cat(&outputs, 2)?.transpose(1, 2)?.contiguous()?;
+    Ok((output, Tensor::cat(&lses, 2)?.contiguous()?))
+}
+
+pub(super) fn backward(
+    attend: &Attend,
+    s: Sizes,
+    [q, k, v]: [&Tensor; 3],
+    [output, lse, grad]: [&Tensor; 3],
+) -> Result<[Tensor; 3]> {
+    let (q, k, v) = (attend.queries(s, q)?, attend.keys(k)?, heads_first(v)?);
+    let (output, grad) = (heads_first(output)?, heads_first(grad)?);
+    let level = (&output * &grad)?.sum_keepdim(D::Minus1)?;
+    let lse = lse.unsqueeze(3)?;
+    let mut dqs = Vec::new();
+    let (mut dk, mut dv) = (k.zeros_like()?, v.zeros_like()?);
+    for start in (0..s.queries).step_by(BLOCK) {
+        let n = BLOCK.min(s.queries - start);
+        let seen = s.visible(attend.causal, start + n - 1);
+        let (k, v) = (k.narrow(2, 0, seen)?.contiguous()?, v.narrow(2, 0, seen)?);
+        let q = block(&q, s, start, n)?;
+        let grad = block(&grad, s, start, n)?;
+        let p =
+            attend.scores(s, &q, &k, start)?.broadcast_sub(&block(&lse, s, start, n)?)?.exp()?;
+        let dp = grad.matmul(&v.t()?)?;
+        let ds = (&p * dp.broadcast_sub(&block(&level, s, start, n)?)?)?;
+        dqs.push(unblock(&(ds.matmul(&k)? * attend.scale)?, s, n)?);
+        let pad = |t: Tensor| t.pad_with_zeros(2, 0, s.keys - seen);
+        dk = (dk + pad(ds.t()?.matmul(&q)?)?)?;
+        dv = (dv + pad(p.t()?.matmul(&grad)?)?)?;
+    }
+    let mut dq = Tensor::cat(&dqs, 2)?;
+    if let Some(angles) = &attend.angles {
+        let mut at_queries = angles.clone();
+        let first = s.keys.saturating_sub(s.queries);
+        at_queries.cos = at_queries.cos.narrow(0, first, s.queries)?;
+        at_queries.sin = at_queries.sin.narrow(0, first, s.queries)?;
+        dq = rotate(&dq, &at_queries, true)?;
+        dk = rotate(&dk, angles, true)?;
+    }
+    debug_assert!(dq.dtype() != DType::BF16, "computed in the accumulation dtype");
+    Ok([
+        dq.transpose(1, 2)?.contiguous()?,
+        dk.transpose(1, 2)?.contiguous()?,
+        dv.transpose(1, 2)?.contiguous()?,
+    ])
+}

@@ -1,0 +1,176 @@
+//! Products with a weight of shape `[out, in]`. `x` is `[.., in]`, results `[.., out]`.
+
+use candle_core::{D, Tensor};
+use rayon::prelude::*;
+
+use crate::Result;
+use crate::autograd::storage;
+use crate::nn::arm::{on_host, wide, wide_dtype};
+use crate::nn::gemm::{Mat, Threads, gemm};
+use crate::nn::host::{Float, host, tensor, with_float};
+use crate::nn::record::accumulate_host;
+use crate::parameter::Parameter;
+
+/// What becomes of the gradient of an input.
+pub(in crate::nn) enum InputGrad {
+    /// Nobody needs it.
+    Skip,
+    /// A new tensor.
+    New,
+    /// Added to this one in place, which has the input's shape and this backward for its only user.
+    AddTo(Tensor),
+}
+
+fn rows(x: &Tensor) -> Result<(usize, usize)> {
+    let width = x.dim(D::Minus1)?;
+    Ok((x.elem_count() / width.max(1), width))
+}
+
+fn with_width(x: &Tensor, width: usize) -> Vec<usize> {
+    let mut dims = x.dims().to_vec();
+    if let Some(last) = dims.last_mut() {
+        *last = width;
+    }
+    dims
+}
+
+/// `x weight^T + bias`.
+pub(in crate::nn) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let (n, inputs) = rows(x)?;
+    let outputs = weight.dim(0)?;
+    let dims = with_width(x, outputs);
+    if !on_host(x) {
+        let y = x.detach().reshape((n, inputs))?.matmul(&weight.t()?)?;
+        let y = match bias {
+            Some(bias) => y.broadcast_add(bias)?,
+            None => y,
+        };
+        return Ok(y.reshape(dims)?);
+    }
+    let dtype = x.dtype();
+    let (x, weight) = (wide(x)?, wide(weight)?);
+    let bias = bias.map(wide).transpose()?;
+    let y = with_float!(x.dtype(), T => {
+        let (x, weight) = (host(&x)?, host(&weight)?);
+        let mut y = vec![T::ZERO; n * outputs];
+        if let Some(bias) = &bias {
+            let bias = host(bias)?;
+            let bias = bias.slice::<T>()?;
+            y.par_chunks_mut(outputs.max(1)).for_each(|row| row.copy_from_slice(bias));
+        }
+        let weight = Mat::new(weight.slice::<T>()?, outputs, inputs);
+        let x = Mat::new(x.slice()?, n, inputs);
+        gemm(&mut y, x, weight.t(), bias.is_some(), Threads::All);
+        tensor(y, dims)
+    })?;
+    Ok(y.to_dtype(dtype)?)
+}
+
+/// The gradient of `x`: `grad weight`.
+pub(in crate::nn) fn input_grad(
+    grad: &Tensor,
+    weight: &Tensor,
+    into: InputGrad,
+) -> Result<Option<Tensor>> {
+    let (n, outputs) = rows(grad)?;
+    let inputs = weight.dim(1)?;
+    let dims = with_width(grad, inputs);
+    let sum = match into {
+        InputGrad::Skip => return Ok(None),
+        InputGrad::New => None,
+        InputGrad::AddTo(sum) => Some(sum),
+    };
+    let native = grad.dtype() == wide_dtype(grad.dtype());
+    if !on_host(grad) || (sum.is_some() && !native) {
+        let fresh = match on_host(grad) {
+            true => return add(sum, input_grad(grad, weight, InputGrad::New)?),
+            false => grad.reshape((n, outputs))?.matmul(weight)?.reshape(dims)?,
+        };
+        return add(sum, Some(fresh));
+    }
+    let dtype = grad.dtype();
+    let (grad, weight) = (wide(grad)?, wide(weight)?);
+    let dx = with_float!(grad.dtype(), T => {
+        let (grad, weight) = (host(&grad)?, host(&weight)?);
+        let grad = Mat::new(grad.slice::<T>()?, n, outputs);
+        let weight = Mat::new(weight.slice()?, outputs, inputs);
+        match sum {
+            Some(sum) => {
+                storage::with_host_mut(&sum, |out: &mut [T]| {
+                    gemm(out, grad, weight, true, Threads::All);
+                })?;
+                Ok(sum)
+            }
+            None => {
+                let mut dx = vec![T::ZERO; n * inputs];
+                gemm(&mut dx, grad, weight, false, Threads::All);
+                tensor(dx, dims)
+            }
+        }
+    })?;
+    Ok(Some(dx.to_dtype(dtype)?))
+}
+
+fn add(sum: Option<Tensor>, fresh: Option<Tensor>) -> Result<Option<Tensor>> {
+    Ok(match (sum, fresh) {
+        (Some(sum), Some(fresh)) => Some((sum + fresh)?),
+        (sum, fresh) => sum.or(fresh),
+    })
+}
+
+/// Adds `grad^T x` to the gradient of a weight. The use is not ended.
+pub(in crate::nn) fn weight_grad(weight: &Parameter, x: &Tensor, grad: &Tensor) -> Result<()> {
+    if !weight.requires_grad() {
+        return Ok(());
+    }
+    let ((n, inputs), (_, outputs)) = (rows(x)?, rows(grad)?);
+    if !on_host(x) {
+        let (x, grad) = (x.reshape((n, inputs))?, grad.reshape((n, outputs))?);
+        return weight.accumulate(&grad.t()?.matmul(&x)?);
+    }
+    let (x, grad) = (wide(x)?, wide(grad)?);
+    with_float!(x.dtype(), T => {
+        let (x, grad) = (host(&x)?, host(&grad)?);
+        let x = Mat::new(x.slice::<T>()?, n, inputs);
+        let grad = Mat::new(grad.slice::<T>()?, n, outputs);
+        accumulate_host::<T>(weight, |out, add| {
+            gemm(out, grad.t(), x, add, Threads::All);
+            Ok(())
+        })
+    })
+}
+
+/// Adds the sum over the rows of `grad` to the gradient of a bias. The use is not ended.
+pub(in crate::nn) fn bias_grad(bias: &Parameter, grad: &Tensor) -> Result<()> {
+    if !bias.requires_grad() {
+        return Ok(());
+    }
+    let (n, outputs) = rows(grad)?;
+    if !on_host(grad) {
+        return bias.accumulate(&wide(grad)?.reshape((n, outputs))?.sum(0)?);
+    }
+    let grad = wide(grad)?;
+    with_float!(grad.dtype(), T => {
+        let grad = host(&grad)?;
+        let grad = grad.slice::<T>()?;
+        accumulate_host::<T>(bias, |out, add| {
+            column_sums(out, grad, add);
+            Ok(())
+        })
+    })
+}
+
+/// Sums the rows of `grad` into `out`.
+fn column_sums<T: Float>(out: &mut [T], grad: &[T], add: bool) {
+    const COLUMNS: usize = 256;
+    let width = out.len();
+    out.par_chunks_mut(COLUMNS).enumerate().for_each(|(i, out)| {
+        if !add {
+            out.fill(T::ZERO);
+        }
+        for row in grad.chunks_exact(width) {
+            let row = &row[i * COLUMNS..][..out.len()];
+            out.iter_mut().zip(row).for_each(|(out, &g)| *out += g);
+        }
+    });
+}

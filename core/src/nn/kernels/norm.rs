@@ -1,0 +1,187 @@
+//! RMS norm and layer norm over the last dimension: `y = xhat * weight + bias`, with
+//! `xhat = (x - mean) * rstd`; RMS norm takes the mean for zero.
+
+use candle_core::{D, Tensor};
+use rayon::prelude::*;
+
+use crate::Result;
+use crate::nn::arm::{on_host, wide};
+use crate::nn::host::{Float, dot, host, rows_per_piece, sum1, sum2, tensor, with_float};
+
+/// Which norm.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(in crate::nn) struct Norm {
+    /// Whether the mean is subtracted.
+    pub(in crate::nn) center: bool,
+    /// What is added to the variance.
+    pub(in crate::nn) eps: f64,
+}
+
+/// The gradients of a norm; `bias` where it was asked for.
+pub(in crate::nn) struct NormGrads {
+    pub(in crate::nn) x: Tensor,
+    pub(in crate::nn) weight: Tensor,
+    pub(in crate::nn) bias: Option<Tensor>,
+}
+
+impl Norm {
+    /// The forward.
+    pub(in crate::nn) fn forward(
+        self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let dtype = x.dtype();
+        let (x, weight) = (wide(x)?, wide(weight)?);
+        let bias = bias.map(wide).transpose()?;
+        if !on_host(&x) {
+            let (xhat, _) = self.normalize(&x)?;
+            let y = xhat.broadcast_mul(&weight)?;
+            let y = match &bias {
+                Some(bias) => y.broadcast_add(bias)?,
+                None => y,
+            };
+            return Ok(y.to_dtype(dtype)?);
+        }
+        let y = with_float!(x.dtype(), T => {
+            let (host_x, weight) = (host(&x)?, host(&weight)?);
+            let bias = bias.as_ref().map(host).transpose()?;
+            let bias = bias.as_ref().map(|b| b.slice::<T>()).transpose()?;
+            let y = self.forward_host(host_x.slice()?, weight.slice()?, bias);
+            tensor(y, x.shape())
+        })?;
+        Ok(y.to_dtype(dtype)?)
+    }
+
+    /// The backward.
+    pub(in crate::nn) fn backward(
+        self,
+        x: &Tensor,
+        weight: &Tensor,
+        with_bias: bool,
+        grad: &Tensor,
+    ) -> Result<NormGrads> {
+        let dtype = x.dtype();
+        let (x, weight, grad) = (wide(x)?, wide(weight)?, wide(grad)?);
+        let mut grads = if on_host(&x) {
+            with_float!(x.dtype(), T => {
+                let (host_x, weight, grad) = (host(&x)?, host(&weight)?, host(&grad)?);
+                let weight = weight.slice::<T>()?;
+                let (dx, dw, db) =
+                    self.backward_host(host_x.slice()?, weight, grad.slice()?, with_bias);
+                let bias = with_bias.then(|| tensor(db, weight.len())).transpose()?;
+                Ok(NormGrads {
+                    x: tensor(dx, x.shape())?,
+                    weight: tensor(dw, weight.len())?,
+                    bias,
+                })
+            })?
+        } else {
+            self.backward_portable(&x, &weight, with_bias, &grad)?
+        };
+        grads.x = grads.x.to_dtype(dtype)?;
+        Ok(grads)
+    }
+
+    fn stats<T: Float>(self, x: &[T]) -> (T, T) {
+        let n = T::lit(x.len() as f64);
+        let mean = if self.center { sum1(x, |x| x) / n } else { T::ZERO };
+        let variance = sum1(x, |x| (x - mean) * (x - mean)) / n;
+        (mean, T::ONE / (variance + T::lit(self.eps)).sqrt())
+    }
+
+    fn forward_host<T: Float>(self, x: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T> {
+        let n = weight.len().max(1);
+        let mut y = vec![T::ZERO; x.len()];
+        let piece = rows_per_piece(x.len() / n) * n;
+        y.par_chunks_mut(piece).zip(x.par_chunks(piece)).for_each(|(y, x)| {
+            for (y, x) in y.chunks_exact_mut(n).zip(x.chunks_exact(n)) {
+                let (mean, rstd) = self.stats(x);
+                for i in 0..n {
+                    y[i] = (x[i] - mean) * rstd * weight[i];
+                }
+                if let Some(bias) = bias {
+                    y.iter_mut().zip(bias).for_each(|(y, &b)| *y += b);
+                }
+            }
+        });
+        y
+    }
+
+    fn backward_host<T: Float>(
+        self,
+        x: &[T],
+        weight: &[T],
+        grad: &[T],
+        with_bias: bool,
+    ) -> (Vec<T>, Vec<T>, Vec<T>) {
+        let n = weight.len().max(1);
+        let mut dx = vec![T::ZERO; x.len()];
+        let piece = rows_per_piece(x.len() / n) * n;
+        let inputs = x.par_chunks(piece).zip(grad.par_chunks(piece));
+        let partial: Vec<(Vec<T>, Vec<T>)> = dx
+            .par_chunks_mut(piece)
+            .zip(inputs)
+            .map(|(dx, (x, grad))| {
+                let mut dw = vec![T::ZERO; n];
+                let mut db = vec![T::ZERO; if with_bias { n } else { 0 }];
+                let mut g = vec![T::ZERO; n];
+                let rows = x.chunks_exact(n).zip(grad.chunks_exact(n));
+                for (dx, (x, grad)) in dx.chunks_exact_mut(n).zip(rows) {
+                    let (mean, rstd) = self.stats(x);
+                    for i in 0..n {
+                        dx[i] = (x[i] - mean) * rstd; // xhat, for now
+                        g[i] = grad[i] * weight[i];
+                        dw[i] += grad[i] * dx[i];
+                    }
+                    db.iter_mut().zip(grad).for_each(|(db, &g)| *db += g);
+                    let count = T::lit(n as f64);
+                    let along = dot(&g, dx) / count;
+                    let level = if self.center { sum2(&g, &g, |g, _| g) / count } else { T::ZERO };
+                    for i in 0..n {
+                        dx[i] = rstd * (g[i] - level - dx[i] * along);
+                    }
+                }
+                (dw, db)
+            })
+            .collect();
+        let mut dw = vec![T::ZERO; n];
+        let mut db = vec![T::ZERO; if with_bias { n } else { 0 }];
+        for (w, b) in &partial {
+            dw.iter_mut().zip(w).for_each(|(sum, &x)| *sum += x);
+            db.iter_mut().zip(b).for_each(|(sum, &x)| *sum += x);
+        }
+        (dx, dw, db)
+    }
+
+    /// `xhat` and `rstd`.
+    fn normalize(self, x: &Tensor) -> Result<(Tensor, Tensor)> {
+        let x = if self.center { x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)? } else { x.clone() };
+        let rstd = (x.sqr()?.mean_keepdim(D::Minus1)? + self.eps)?.sqrt()?.recip()?;
+        Ok((x.broadcast_mul(&rstd)?, rstd))
+    }
+
+    fn backward_portable(
+        self,
+        x: &Tensor,
+        weight: &Tensor,
+        with_bias: bool,
+        grad: &Tensor,
+    ) -> Result<NormGrads> {
+        let n = x.dim(D::Minus1)?;
+        let (xhat, rstd) = self.normalize(x)?;
+        let g = grad.broadcast_mul(weight)?;
+        let along = (&g * &xhat)?.mean_keepdim(D::Minus1)?;
+        let mut dx = (&g - xhat.broadcast_mul(&along)?)?;
+        if self.center {
+            dx = dx.broadcast_sub(&g.mean_keepdim(D::Minus1)?)?;
+        }
+        let over_rows = |t: &Tensor| t.reshape(((), n))?.sum(0);
+        Ok(NormGrads {
+            x: dx.broadcast_mul(&rstd)?,
+            weight: over_rows(&(grad * &xhat)?)?,
+            bias: with_bias.then(|| over_rows(grad)).transpose()?,
+        })
+    }
+}

@@ -1,0 +1,58 @@
+//! Rotary position embedding: the rotation of (first half, second half) pairs.
+
+use candle_core::{D, Tensor};
+use rayon::prelude::*;
+
+use crate::Result;
+use crate::nn::arm::{on_host, wide, wide_dtype};
+use crate::nn::host::{Float, host, rows_per_piece, tensor, with_float};
+
+/// The rotation of each position, `[positions, head_dim / 2]`, in the accumulation dtype.
+#[derive(Debug, Clone)]
+pub(in crate::nn) struct Angles {
+    pub(in crate::nn) cos: Tensor,
+    pub(in crate::nn) sin: Tensor,
+}
+
+/// Rotates one head's row in place, or back.
+pub(super) fn rotate_row<T: Float>(row: &mut [T], cos: &[T], sin: &[T], back: bool) {
+    let (first, second) = row.split_at_mut(cos.len());
+    for i in 0..cos.len() {
+        let sin = if back { T::ZERO - sin[i] } else { sin[i] };
+        let (a, b) = (first[i], second[i]);
+        first[i] = a * cos[i] - b * sin;
+        second[i] = b * cos[i] + a * sin;
+    }
+}
+
+/// `x` (`[.., positions, head_dim]`) rotated, or back: the transpose, which is the backward.
+pub(in crate::nn) fn rotate(x: &Tensor, angles: &Angles, back: bool) -> Result<Tensor> {
+    let (dtype, d) = (x.dtype(), x.dim(D::Minus1)?);
+    let (cos, sin) = (
+        angles.cos.to_dtype(wide_dtype(dtype))?.contiguous()?,
+        angles.sin.to_dtype(wide_dtype(dtype))?.contiguous()?,
+    );
+    let x = wide(x)?;
+    if !on_host(&x) {
+        let sin = if back { sin.neg()? } else { sin };
+        let (a, b) = (x.narrow(D::Minus1, 0, d / 2)?, x.narrow(D::Minus1, d / 2, d / 2)?);
+        let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
+        let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
+        return Ok(Tensor::cat(&[first, second], D::Minus1)?.to_dtype(dtype)?);
+    }
+    let positions = cos.dim(0)?;
+    let y = with_float!(x.dtype(), T => {
+        let (cos, sin) = (host(&cos)?, host(&sin)?);
+        let (cos, sin) = (cos.slice::<T>()?, sin.slice::<T>()?);
+        let mut y = host(&x)?.slice::<T>()?.to_vec();
+        let rows = rows_per_piece(y.len() / d);
+        y.par_chunks_mut(rows * d).enumerate().for_each(|(piece, y)| {
+            for (i, row) in y.chunks_exact_mut(d).enumerate() {
+                let at = (piece * rows + i) % positions * (d / 2);
+                rotate_row(row, &cos[at..at + d / 2], &sin[at..at + d / 2], back);
+            }
+        });
+        tensor(y, x.shape())
+    })?;
+    Ok(y.to_dtype(dtype)?)
+}

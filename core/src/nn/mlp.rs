@@ -1,0 +1,149 @@
+//! Feed-forward blocks.
+
+use candle_core::Tensor;
+
+use super::kernels::activation::{Activation, swiglu, swiglu_backward};
+use super::kernels::matmul::InputGrad;
+use super::linear::{Linear, wanted};
+use super::record::record;
+use crate::module::{Module, ModuleBuilder};
+use crate::parameter::{Init, Parameter};
+use crate::{Error, Result};
+
+/// `down_proj(silu(gate_proj(x)) * up_proj(x))`, as Llama has it. One operation in the graph.
+///
+/// Input and output are `[.., hidden]`.
+#[derive(Debug, Clone)]
+pub struct SwiGluMlp {
+    gate_proj: Linear,
+    up_proj: Linear,
+    down_proj: Linear,
+}
+
+impl SwiGluMlp {
+    /// A block of `hidden` elements with `intermediate` inside, no biases, its weights as
+    /// [`Linear::new`] starts them.
+    ///
+    /// # Errors
+    /// If there is a layer at the builder's path already.
+    pub fn new(b: &ModuleBuilder, hidden: usize, intermediate: usize) -> Result<Self> {
+        Self::build(b, hidden, intermediate, None)
+    }
+
+    /// The same with weights that start as `init` says.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_init(
+        b: &ModuleBuilder,
+        hidden: usize,
+        intermediate: usize,
+        init: Init,
+    ) -> Result<Self> {
+        Self::build(b, hidden, intermediate, Some(init))
+    }
+
+    fn build(
+        b: &ModuleBuilder,
+        hidden: usize,
+        intermediate: usize,
+        init: Option<Init>,
+    ) -> Result<Self> {
+        b.declare("SwiGluMlp")?;
+        let project = |name: &str, inputs, outputs| {
+            let init = init.unwrap_or(Init::kaiming_uniform(inputs));
+            Linear::with_init(&b.pp(name), inputs, outputs, init)
+        };
+        Ok(Self {
+            gate_proj: project("gate_proj", hidden, intermediate)?,
+            up_proj: project("up_proj", hidden, intermediate)?,
+            down_proj: project("down_proj", intermediate, hidden)?,
+        })
+    }
+}
+
+/// The gradient of a projection's input, which was asked for.
+fn given(d: Option<Tensor>) -> Result<Tensor> {
+    d.ok_or_else(|| Error::other("a projection gave no gradient"))
+}
+
+impl Module for SwiGluMlp {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let saved = x.detach();
+        let gate = self.gate_proj.compute(&saved)?;
+        let up = self.up_proj.compute(&saved)?;
+        let y = self.down_proj.compute(&swiglu(&gate, &up)?)?;
+
+        let layers = [&self.gate_proj, &self.up_proj, &self.down_proj];
+        let parameters: Vec<&Parameter> = layers.iter().flat_map(|l| l.parameters()).collect();
+        let (layer, wanted) = (self.clone(), wanted(x));
+        record(&[x], &parameters, y, move |_, grad| {
+            // The product is cheaper to compute again than to keep.
+            let hidden = swiglu(&gate, &up)?;
+            let d = given(layer.down_proj.backprop(&hidden, grad, InputGrad::New)?)?;
+            let (dgate, dup) = swiglu_backward(&gate, &up, &d)?;
+            let dx = layer.gate_proj.backprop(&saved, &dgate, wanted(None))?;
+            Ok(vec![layer.up_proj.backprop(&saved, &dup, wanted(dx))?])
+        })
+    }
+}
+
+/// `down_proj(gelu(up_proj(x)))` with biases, as GPT-2 has it. One operation in the graph.
+///
+/// Input and output are `[.., hidden]`.
+#[derive(Debug, Clone)]
+pub struct GeluMlp {
+    up_proj: Linear,
+    down_proj: Linear,
+    activation: Activation,
+}
+
+impl GeluMlp {
+    /// A block of `hidden` elements with `intermediate` inside and the exact GELU.
+    ///
+    /// # Errors
+    /// If there is a layer at the builder's path already.
+    pub fn new(b: &ModuleBuilder, hidden: usize, intermediate: usize) -> Result<Self> {
+        Self::build(b, hidden, intermediate, Activation::Gelu)
+    }
+
+    /// The same with GELU's tanh approximation.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_tanh(b: &ModuleBuilder, hidden: usize, intermediate: usize) -> Result<Self> {
+        Self::build(b, hidden, intermediate, Activation::GeluTanh)
+    }
+
+    fn build(
+        b: &ModuleBuilder,
+        hidden: usize,
+        intermediate: usize,
+        activation: Activation,
+    ) -> Result<Self> {
+        b.declare("GeluMlp")?;
+        Ok(Self {
+            up_proj: Linear::with_bias(&b.pp("up_proj"), hidden, intermediate)?,
+            down_proj: Linear::with_bias(&b.pp("down_proj"), intermediate, hidden)?,
+            activation,
+        })
+    }
+}
+
+impl Module for GeluMlp {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let saved = x.detach();
+        let up = self.up_proj.compute(&saved)?;
+        let y = self.down_proj.compute(&self.activation.forward(&up)?)?;
+
+        let layers = [&self.up_proj, &self.down_proj];
+        let parameters: Vec<&Parameter> = layers.iter().flat_map(|l| l.parameters()).collect();
+        let (layer, wanted) = (self.clone(), wanted(x));
+        record(&[x], &parameters, y, move |_, grad| {
+            let hidden = layer.activation.forward(&up)?;
+            let d = given(layer.down_proj.backprop(&hidden, grad, InputGrad::New)?)?;
+            let d = layer.activation.backward(&up, &d)?;
+            Ok(vec![layer.up_proj.backprop(&saved, &d, wanted(None))?])
+        })
+    }
+}

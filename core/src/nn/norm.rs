@@ -1,0 +1,118 @@
+//! RMS norm and layer norm.
+
+use candle_core::Tensor;
+
+use super::kernels::norm::Norm;
+use super::record::{check_dtype, deliver, record};
+use crate::module::{Module, ModuleBuilder};
+use crate::parameter::{Init, Parameter};
+use crate::{Error, Result};
+
+/// `y = x / sqrt(mean(x^2) + eps) * weight` over the last dimension. Computed in f32 at least.
+#[derive(Debug, Clone)]
+pub struct RmsNorm(Normed);
+
+/// `y = (x - mean) / sqrt(variance + eps) * weight (+ bias)` over the last dimension. Computed in
+/// f32 at least.
+#[derive(Debug, Clone)]
+pub struct LayerNorm(Normed);
+
+#[derive(Debug, Clone)]
+struct Normed {
+    norm: Norm,
+    weight: Parameter,
+    bias: Option<Parameter>,
+}
+
+impl RmsNorm {
+    /// A norm over `width` elements. The weight starts at one.
+    ///
+    /// # Errors
+    /// If there is a layer at the builder's path already.
+    pub fn new(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
+        b.declare("RmsNorm")?;
+        Ok(Self(Normed::new(b, width, Norm { center: false, eps }, false)?))
+    }
+
+    /// The weight, `[width]`.
+    pub fn weight(&self) -> &Parameter {
+        &self.0.weight
+    }
+}
+
+impl LayerNorm {
+    /// A norm over `width` elements. The weight starts at one, the bias at zero.
+    ///
+    /// # Errors
+    /// If there is a layer at the builder's path already.
+    pub fn new(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
+        b.declare("LayerNorm")?;
+        Ok(Self(Normed::new(b, width, Norm { center: true, eps }, true)?))
+    }
+
+    /// A norm without a bias.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn without_bias(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
+        b.declare("LayerNorm")?;
+        Ok(Self(Normed::new(b, width, Norm { center: true, eps }, false)?))
+    }
+
+    /// The weight, `[width]`.
+    pub fn weight(&self) -> &Parameter {
+        &self.0.weight
+    }
+
+    /// The bias, `[width]`.
+    pub fn bias(&self) -> Option<&Parameter> {
+        self.0.bias.as_ref()
+    }
+}
+
+impl Normed {
+    fn new(b: &ModuleBuilder, width: usize, norm: Norm, with_bias: bool) -> Result<Self> {
+        let weight = b.parameter("weight", [width], Init::ONES)?;
+        let bias = with_bias.then(|| b.parameter("bias", [width], Init::ZEROS)).transpose()?;
+        Ok(Self { norm, weight, bias })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let width = self.weight.elem_count();
+        if x.dims().last() != Some(&width) {
+            let message = format!(
+                "the norm is over {width} elements in the last dimension, got a tensor of shape {:?}",
+                x.dims()
+            );
+            return Err(Error::parameter(self.weight.fqn(), message));
+        }
+        check_dtype("the norm", x, &self.weight)?;
+        let bias = self.bias.as_ref().map(Parameter::value).transpose()?;
+        let y = self.norm.forward(x, &self.weight.value()?, bias.as_ref())?;
+        let parameters: Vec<&Parameter> = std::iter::once(&self.weight).chain(&self.bias).collect();
+        let (layer, saved) = (self.clone(), x.detach());
+        record(&[x], &parameters, y, move |_, grad| {
+            let weight = layer.weight.value()?;
+            let with_bias = layer.bias.is_some();
+            let grads = layer.norm.backward(&saved, &weight, with_bias, grad)?;
+            drop(weight);
+            deliver(&layer.weight, &grads.weight)?;
+            if let (Some(bias), Some(grad)) = (&layer.bias, &grads.bias) {
+                deliver(bias, grad)?;
+            }
+            Ok(vec![Some(grads.x)])
+        })
+    }
+}
+
+impl Module for RmsNorm {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.0.forward(x)
+    }
+}
+
+impl Module for LayerNorm {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.0.forward(x)
+    }
+}

@@ -1,0 +1,117 @@
+//! Rotary position embedding.
+
+use std::sync::{Arc, Mutex};
+
+use candle_core::{DType, Device, Tensor};
+
+use super::arm::wide_dtype;
+use super::kernels::rope::{Angles, rotate};
+use super::record::record;
+use crate::{Error, Result};
+
+/// Rotary position embedding in Hugging Face's convention: element i of a head is paired with
+/// element i + head_dim / 2.
+///
+/// Clones share the tables, which are made when first needed: give one to all layers of a model.
+#[derive(Debug, Clone)]
+pub struct Rope(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    head_dim: usize,
+    theta: f64,
+    tables: Mutex<Option<Angles>>,
+}
+
+impl Rope {
+    /// For heads of `head_dim` elements with the base `theta` (10000 in Llama, 500000 in Llama 3).
+    ///
+    /// # Errors
+    /// If `head_dim` is odd or zero, or `theta` is not positive.
+    pub fn new(head_dim: usize, theta: f64) -> Result<Self> {
+        if head_dim == 0 || !head_dim.is_multiple_of(2) {
+            return Err(Error::other(format!(
+                "rotary embedding needs an even head_dim, got {head_dim}"
+            )));
+        }
+        if theta <= 0.0 || !theta.is_finite() {
+            return Err(Error::other(format!("rope_theta must be positive, got {theta}")));
+        }
+        Ok(Self(Arc::new(Inner { head_dim, theta, tables: Mutex::new(None) })))
+    }
+
+    /// The size of the heads it rotates.
+    pub fn head_dim(&self) -> usize {
+        self.0.head_dim
+    }
+
+    /// Rotates `x` (`[.., time, head_dim]`), the first of whose positions is `offset`.
+    ///
+    /// # Errors
+    /// If the last dimension is not `head_dim`.
+    pub fn forward(&self, x: &Tensor, offset: usize) -> Result<Tensor> {
+        let [.., time, dim] = *x.dims() else {
+            return Err(Error::other("rotary embedding takes a tensor [.., time, head_dim]"));
+        };
+        if dim != self.0.head_dim {
+            return Err(Error::other(format!(
+                "rotary embedding for heads of {} elements got a tensor of shape {:?}",
+                self.0.head_dim,
+                x.dims()
+            )));
+        }
+        apply(x, self.angles(offset, time, x.dtype(), x.device())?)
+    }
+
+    /// The rotations of `n` positions from `offset` on.
+    pub(super) fn angles(
+        &self,
+        offset: usize,
+        n: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Angles> {
+        let dtype = wide_dtype(dtype);
+        let mut tables = self.0.tables.lock().expect("no panic while making tables");
+        let fits = tables.as_ref().is_some_and(|t| {
+            t.cos.dims()[0] >= offset + n
+                && t.cos.dtype() == dtype
+                && t.cos.device().same_device(device)
+        });
+        if !fits {
+            *tables = Some(self.tables((offset + n).next_power_of_two(), dtype, device)?);
+        }
+        match &*tables {
+            Some(t) => {
+                Ok(Angles { cos: t.cos.narrow(0, offset, n)?, sin: t.sin.narrow(0, offset, n)? })
+            }
+            None => Err(Error::other("rotary embedding has no tables")),
+        }
+    }
+
+    fn tables(&self, positions: usize, dtype: DType, device: &Device) -> Result<Angles> {
+        let half = self.0.head_dim / 2;
+        let angle = |i: usize| {
+            let (position, pair) = ((i / half) as f64, (i % half) as f64);
+            let frequency = self.0.theta.powf(-pair / half as f64);
+            match dtype {
+                DType::F64 => position * frequency,
+                // Other implementations multiply in f32; far positions differ visibly otherwise.
+                _ => f64::from(position as f32 * frequency as f32),
+            }
+        };
+        let table = |f: fn(f64) -> f64| -> Result<Tensor> {
+            let values: Vec<f64> = (0..positions * half).map(|i| f(angle(i))).collect();
+            Ok(Tensor::from_vec(values, (positions, half), &Device::Cpu)?
+                .to_dtype(dtype)?
+                .to_device(device)?)
+        };
+        Ok(Angles { cos: table(f64::cos)?, sin: table(f64::sin)? })
+    }
+}
+
+/// The differentiable rotation.
+pub(super) fn apply(x: &Tensor, angles: Angles) -> Result<Tensor> {
+    let y = rotate(x, &angles, false)?;
+    record(&[x], &[], y, move |_, grad| Ok(vec![Some(rotate(grad, &angles, true)?)]))
+}

@@ -1,0 +1,99 @@
+use candle_core::{Device, Tensor};
+use fulgurite_core::nn::functional::*;
+
+use super::harness::{Params, check, flat, randn};
+
+#[test]
+fn softmax() {
+    for shape in [&[7][..], &[3, 5], &[2, 3, 11]] {
+        let run = check(&[randn("x", shape)], &Params::none(), &|x| softmax_last_dim(&x[0]));
+        let rows = run.output.chunks(*shape.last().unwrap());
+        rows.for_each(|row| assert!((row.iter().sum::<f64>() - 1.0).abs() < 1e-12));
+    }
+}
+
+#[test]
+fn softmax_survives_large_and_masked_entries() {
+    let x = Tensor::new(&[[1e4f32, 1e4, f32::NEG_INFINITY]], &Device::Cpu).unwrap();
+    assert_eq!(flat(&softmax_last_dim(&x).unwrap()), [0.5, 0.5, 0.0]);
+}
+
+#[test]
+fn activations() {
+    let x = (randn("x", &[3, 5, 7]) * 2.0).unwrap();
+    check(std::slice::from_ref(&x), &Params::none(), &|x| silu(&x[0]));
+    check(std::slice::from_ref(&x), &Params::none(), &|x| gelu(&x[0]));
+    check(std::slice::from_ref(&x), &Params::none(), &|x| gelu_tanh(&x[0]));
+    check(&[x, randn("u", &[3, 5, 7])], &Params::none(), &|x| swiglu(&x[0], &x[1]));
+}
+
+#[test]
+fn activations_have_known_values() {
+    let x = Tensor::new(&[-1f64, 0., 2.], &Device::Cpu).unwrap();
+    let close = |y: Tensor, want: [f64; 3]| {
+        for (y, want) in flat(&y).iter().zip(want) {
+            assert!((y - want).abs() < 1e-6, "{y} {want}");
+        }
+    };
+    close(silu(&x).unwrap(), [-0.26894142, 0., 1.76159416]);
+    close(gelu(&x).unwrap(), [-0.15865525, 0., 1.95449974]);
+    close(gelu_tanh(&x).unwrap(), [-0.15880801, 0., 1.95459769]);
+}
+
+#[test]
+fn one_tensor_as_both_inputs_gets_both_gradients() {
+    check(&[randn("x", &[4, 3])], &Params::none(), &|x| swiglu(&x[0], &x[0]));
+}
+
+#[test]
+fn norms() {
+    for shape in [&[1, 9][..], &[5, 13], &[2, 3, 8], &[67, 3]] {
+        let n = shape[shape.len() - 1];
+        let (x, w, b) = (randn("x", shape), randn("w", &[n]), randn("b", &[n]));
+        let params = Params::none();
+        check(&[x.clone(), w.clone()], &params, &|x| rms_norm(&x[0], &x[1], 1e-5));
+        check(&[x.clone(), w.clone()], &params, &|x| layer_norm(&x[0], &x[1], None, 1e-5));
+        check(&[x, w, b], &params, &|x| layer_norm(&x[0], &x[1], Some(&x[2]), 1e-5));
+    }
+}
+
+#[test]
+fn rotation_by_given_angles() {
+    let (angles, x) = (randn("angles", &[5, 3]), randn("x", &[2, 3, 5, 6]));
+    let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
+    let run = check(std::slice::from_ref(&x), &Params::none(), &|x| rope(&x[0], &cos, &sin));
+    let candle = candle_nn::rotary_emb::rope_slow(&x, &cos, &sin).unwrap();
+    super::harness::assert_close("candle_nn", &run.output, &flat(&candle), 1e-12);
+}
+
+#[test]
+fn an_integer_cast_in_front_of_a_layer_does_not_cut_it_off() {
+    use super::harness::builder;
+    use fulgurite_core::module::Module as _;
+    use fulgurite_core::nn::Linear;
+    let b = builder(candle_core::DType::F64);
+    let linear = Linear::new(&b, 4, 3).unwrap();
+    let params = Params::new(&b);
+    let run = super::harness::analytic(&[randn("x", &[2, 4])], &params, &|x| {
+        let mask = x[0].ge(0.0)?.to_dtype(candle_core::DType::F64)?;
+        linear.forward(&mask)
+    });
+    assert!(run.params[0].is_some());
+}
+
+#[test]
+fn wrong_shapes_are_named() {
+    let x = randn("x", &[2, 4]);
+    insta::assert_snapshot!(
+        rms_norm(&x, &randn("w", &[3]), 1e-5).unwrap_err(),
+        @"a norm over the last dimension of [2, 4] got a weight or bias of shape [3]"
+    );
+    insta::assert_snapshot!(
+        swiglu(&x, &randn("u", &[4, 2])).unwrap_err(),
+        @"swiglu takes two tensors of one shape and dtype, got [2, 4] F64 and [4, 2] F64"
+    );
+    insta::assert_snapshot!(
+        rope(&x, &randn("c", &[2, 4]), &randn("s", &[2, 2])).unwrap_err(),
+        @"rope takes x [.., time, head_dim] and cos and sin [time, head_dim / 2], got [2, 4], [2, 4] and [2, 2]"
+    );
+}

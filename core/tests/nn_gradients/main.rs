@@ -1,0 +1,9 @@
+//! Every layer and function against central finite differences in f64, by hand-written kernels and
+//! by tensor operations, on contiguous and on strided input.
+
+mod attention;
+mod functional;
+mod harness;
+mod layers;
+mod loss;
+mod precision;
