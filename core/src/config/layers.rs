@@ -1,0 +1,252 @@
+//! Layers: defaults, files and overrides, the later over the earlier.
+
+use std::path::Path;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use toml::{Table, Value};
+
+use super::deserializer::deserialize;
+use super::problem::{Segment, offender, render};
+use crate::{Error, Result};
+
+/// A stack of configurations. Later layers win:
+///
+/// - tables merge key by key; anything else (lists too) is replaced;
+/// - a table whose `type` changes is replaced whole, since its other keys are those of another
+///   plugin;
+/// - `"name"` and `{ type = "name" }` are the same, so a table laid over a name adds options to it.
+///
+/// ```
+/// # use fulgurite_core::config::ConfigLayers;
+/// let config = ConfigLayers::new()
+///     .text("a.toml", "trainer = { strategy = \"fsdp\", max_steps = 5 }")?
+///     .set("trainer.strategy.reshard_after_forward=false")?
+///     .resolve();
+/// assert_eq!(config["trainer"]["strategy"]["type"].as_str(), Some("fsdp"));
+/// assert_eq!(config["trainer"]["max_steps"].as_integer(), Some(5));
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct ConfigLayers {
+    layers: Vec<Layer>,
+}
+
+#[derive(Debug, Clone)]
+struct Layer {
+    /// For messages; `None` for what the user did not write.
+    origin: Option<String>,
+    table: Table,
+}
+
+impl ConfigLayers {
+    /// No layers.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a layer that the program brings.
+    pub fn defaults(self, table: Table) -> Self {
+        self.with(None, table)
+    }
+
+    /// Puts a layer that the program brings under all others.
+    pub fn under(mut self, table: Table) -> Self {
+        self.layers.insert(0, Layer { origin: None, table });
+        self
+    }
+
+    /// Adds a TOML file.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if it cannot be read, [`Error::Config`] if it is not TOML; both name it.
+    pub fn file(self, path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let text = std::fs::read_to_string(path)
+            .map_err(Error::io("reading the configuration file", path))?;
+        self.text(path.display(), &text)
+    }
+
+    /// Adds TOML text under a name for messages, such as a file's.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if it is not TOML.
+    pub fn text(self, name: impl std::fmt::Display, text: &str) -> Result<Self> {
+        let table = text
+            .parse::<Table>()
+            .map_err(|error| Error::Config(format!("{name}: {}", error.to_string().trim_end())))?;
+        Ok(self.with(Some(name.to_string()), table))
+    }
+
+    /// Adds one override, `a.b.c=value`. The value is TOML (`3`, `1e-4`, `true`, `["x", "y"]`,
+    /// `{ type = "fsdp" }`); what is not TOML is a string (`fsdp`, `data/train.txt`).
+    ///
+    /// # Errors
+    /// [`Error::Config`] without a `=`, for a malformed key, or for a list, table or quoted string
+    /// that does not parse.
+    pub fn set(self, assignment: &str) -> Result<Self> {
+        let table = parse_assignment(assignment)?;
+        Ok(self.with(Some(format!("--set {assignment}")), table))
+    }
+
+    fn with(mut self, origin: Option<String>, table: Table) -> Self {
+        self.layers.push(Layer { origin, table });
+        self
+    }
+
+    /// The merged table.
+    pub fn resolve(&self) -> Table {
+        let mut merged = Table::new();
+        for layer in &self.layers {
+            merge_tables(&mut merged, layer.table.clone());
+        }
+        merged
+    }
+
+    /// The merged table as a `T`.
+    ///
+    /// # Errors
+    /// As [`parse`](super::parse), and says which file or override the key is from.
+    pub fn parse<T: DeserializeOwned>(&self) -> Result<T> {
+        deserialize(Vec::new(), &Value::Table(self.resolve())).map_err(|(path, problem)| {
+            let message = render(&path, &problem);
+            match self.origin(&offender(&path, &problem)) {
+                Some(origin) => Error::Config(format!("{origin}: {message}")),
+                None => Error::Config(message),
+            }
+        })
+    }
+
+    /// The last layer that says anything about `path`, if the user wrote it.
+    fn origin(&self, path: &[Segment]) -> Option<&str> {
+        if path.is_empty() {
+            return None;
+        }
+        let layer = self.layers.iter().rev().find(|layer| mentions(&layer.table, path))?;
+        layer.origin.as_deref()
+    }
+}
+
+fn mentions(table: &Table, path: &[Segment]) -> bool {
+    let mut keys = path.iter().map_while(|segment| match segment {
+        Segment::Key(key) => Some(key),
+        Segment::Index(_) => None,
+    });
+    let Some(mut value) = keys.next().and_then(|key| table.get(key)) else { return false };
+    for key in keys {
+        match value {
+            Value::Table(table) => match table.get(key) {
+                Some(inner) => value = inner,
+                None => return false,
+            },
+            // A list, or a name that stands for a table.
+            Value::String(_) => return key == "type",
+            _ => return true,
+        }
+    }
+    true
+}
+
+fn merge_tables(base: &mut Table, overlay: Table) {
+    for (key, value) in overlay {
+        match base.get_mut(&key) {
+            Some(existing) => merge_values(existing, value),
+            None => drop(base.insert(key, value)),
+        }
+    }
+}
+
+fn merge_values(base: &mut Value, overlay: Value) {
+    match (&mut *base, overlay) {
+        (Value::Table(base), Value::Table(overlay)) => {
+            let renamed = matches!(
+                (base.get("type"), overlay.get("type")),
+                (Some(old), Some(new)) if old != new
+            );
+            if renamed {
+                base.clear();
+            }
+            merge_tables(base, overlay);
+        }
+        (Value::String(name), Value::Table(overlay)) => {
+            let mut named = Value::Table(with_type(name));
+            merge_values(&mut named, Value::Table(overlay));
+            *base = named;
+        }
+        (Value::Table(table), Value::String(name)) if table.contains_key("type") => {
+            merge_values(base, Value::Table(with_type(&name)));
+        }
+        (base, overlay) => *base = overlay,
+    }
+}
+
+fn with_type(name: &str) -> Table {
+    Table::from_iter([("type".to_owned(), Value::String(name.to_owned()))])
+}
+
+fn parse_assignment(assignment: &str) -> Result<Table> {
+    let wrong = |why: &str| {
+        Err(Error::Config(format!(
+            "--set {assignment}: {why}; expected key=value, such as trainer.max_steps=100"
+        )))
+    };
+    // A quoted key may contain `=`: the first `=` with a well-formed key before it is the one.
+    let mut splits = assignment.match_indices('=').map(|(at, _)| assignment.split_at(at));
+    let Some((mut nested, text)) = splits.find_map(|(key, rest)| {
+        let one_line = !key.contains(['\n', '#']) && !key.trim_start().starts_with('[');
+        let table = one_line.then(|| format!("{key} = 0").parse::<Table>().ok())??;
+        Some((table, &rest[1..]))
+    }) else {
+        return wrong(if assignment.contains('=') {
+            "the key is malformed"
+        } else {
+            "there is no `=`"
+        });
+    };
+    let value =
+        parse_value(text).map_err(|why| Error::Config(format!("--set {assignment}: {why}")))?;
+    put_in_leaf(&mut nested, value);
+    Ok(nested)
+}
+
+/// Replaces the one leaf of nested tables of one entry each.
+fn put_in_leaf(table: &mut Table, value: Value) {
+    if let Some((_, inner)) = table.iter_mut().next() {
+        match inner {
+            Value::Table(inner) => put_in_leaf(inner, value),
+            leaf => *leaf = value,
+        }
+    }
+}
+
+fn parse_value(text: &str) -> Result<Value, String> {
+    let parsed = format!("value = {text}").parse::<Table>();
+    match parsed {
+        Ok(mut table) if table.len() == 1 => match table.remove("value") {
+            Some(Value::Datetime(_)) | None => Ok(Value::String(text.to_owned())),
+            Some(value) => Ok(value),
+        },
+        Err(error) if text.trim_start().starts_with(['[', '{', '"', '\'']) => {
+            Err(format!("{}; strings inside lists and tables need quotes", error.message()))
+        }
+        _ => Ok(Value::String(text.to_owned())),
+    }
+}
+
+/// Any configuration as a table; keys without a value are left out.
+///
+/// # Errors
+/// [`Error::Config`] if TOML cannot hold it (an integer above `i64::MAX`).
+pub fn to_table(config: &impl Serialize) -> Result<Table> {
+    Table::try_from(config)
+        .map_err(|error| Error::Config(format!("the configuration does not fit TOML: {error}")))
+}
+
+/// Any configuration as TOML text, in the order of its declaration.
+///
+/// # Errors
+/// As [`to_table`].
+pub fn to_toml(config: &impl Serialize) -> Result<String> {
+    toml::to_string(config)
+        .map_err(|error| Error::Config(format!("the configuration does not fit TOML: {error}")))
+}

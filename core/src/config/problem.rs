@@ -1,0 +1,272 @@
+//! What can be wrong with a configuration, and how it is said.
+
+use std::fmt::{self, Display};
+
+use serde::de::{self, Expected, Unexpected};
+
+use super::reference;
+
+/// One step of a path into a configuration.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Segment {
+    /// A key of a table.
+    Key(String),
+    /// An element of a list, counted from 0.
+    Index(usize),
+}
+
+/// What is wrong, without the place. It is the error type of the [deserializer](super::parse).
+///
+/// typetag and erased-serde pass errors on as text, so [`Display`] writes serde's own phrases and
+/// [`custom`](de::Error::custom) reads them: a problem survives the way through a plugin.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Problem {
+    /// A key that nothing reads. `key` is `None` where the place itself is that key.
+    UnknownKey { key: Option<String>, expected: Vec<String> },
+    /// A word that is none of the words expected.
+    UnknownWord { word: String, expected: Vec<String> },
+    /// A value of the wrong type, or out of range.
+    Mismatch { found: String, expected: String },
+    /// A key that has no default is not there.
+    MissingKey { key: String },
+    /// Anything else.
+    Custom(String),
+}
+
+impl Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let list = |words: &[String]| {
+            words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", ")
+        };
+        match self {
+            Self::UnknownKey { key, expected } => {
+                let key = key.as_deref().unwrap_or_default();
+                write!(f, "unknown field `{key}`, expected one of {}", list(expected))
+            }
+            Self::UnknownWord { word, expected } => {
+                write!(f, "unknown variant `{word}`, expected one of {}", list(expected))
+            }
+            Self::Mismatch { found, expected } => {
+                write!(f, "invalid type: {found}, expected {expected}")
+            }
+            Self::MissingKey { key } => write!(f, "missing field `{key}`"),
+            Self::Custom(message) => f.write_str(message),
+        }
+    }
+}
+
+impl Problem {
+    fn from_text(text: &str) -> Option<Self> {
+        if let Some(rest) = text.strip_prefix("missing field `") {
+            return Some(Self::MissingKey { key: rest.strip_suffix('`')?.to_owned() });
+        }
+        if let Some(rest) = text.strip_prefix("unknown field `") {
+            let (key, rest) = rest.split_once('`')?;
+            let key = Some(key.to_owned()).filter(|key| !key.is_empty());
+            return Some(Self::UnknownKey { key, expected: quoted(rest) });
+        }
+        if let Some(rest) = text.strip_prefix("unknown variant `") {
+            let (word, rest) = rest.split_once('`')?;
+            return Some(Self::UnknownWord { word: word.to_owned(), expected: quoted(rest) });
+        }
+        let rest =
+            text.strip_prefix("invalid type: ").or_else(|| text.strip_prefix("invalid value: "))?;
+        let (found, expected) = rest.split_once(", expected ")?;
+        Some(Self::Mismatch { found: as_found(found), expected: as_expected(expected) })
+    }
+}
+
+impl std::error::Error for Problem {}
+
+impl de::Error for Problem {
+    fn custom<T: Display>(message: T) -> Self {
+        let message = message.to_string();
+        let message = message.trim_end();
+        Self::from_text(message).unwrap_or_else(|| Self::Custom(message.to_owned()))
+    }
+
+    fn invalid_type(unexpected: Unexpected, expected: &dyn Expected) -> Self {
+        Self::Mismatch {
+            found: as_found(&unexpected.to_string()),
+            expected: as_expected(&expected.to_string()),
+        }
+    }
+
+    fn invalid_value(unexpected: Unexpected, expected: &dyn Expected) -> Self {
+        Self::invalid_type(unexpected, expected)
+    }
+
+    fn invalid_length(len: usize, expected: &dyn Expected) -> Self {
+        Self::Mismatch {
+            found: format!("{len} element(s)"),
+            expected: as_expected(&expected.to_string()),
+        }
+    }
+
+    fn unknown_variant(variant: &str, expected: &'static [&'static str]) -> Self {
+        Self::UnknownWord { word: variant.to_owned(), expected: owned(expected) }
+    }
+
+    fn unknown_field(field: &str, expected: &'static [&'static str]) -> Self {
+        Self::UnknownKey { key: Some(field.to_owned()), expected: owned(expected) }
+    }
+
+    fn missing_field(field: &'static str) -> Self {
+        Self::MissingKey { key: field.to_owned() }
+    }
+}
+
+/// The whole message: the problem, with the place it is at.
+pub(crate) fn render(path: &[Segment], problem: &Problem) -> String {
+    let at = if path.is_empty() { String::new() } else { format!("`{}`: ", show(path)) };
+    match problem {
+        Problem::UnknownKey { expected, .. } => {
+            let full = offender(path, problem);
+            let (table, key) = match full.split_last() {
+                Some((Segment::Key(key), table)) => (table, key.as_str()),
+                _ => (path, ""),
+            };
+            let mut message = format!("unknown key `{}`", show(&full));
+            if let Some(near) = nearest(key, expected) {
+                message += &format!("; did you mean `{near}`?");
+            } else if let Some(elsewhere) = reference::path_of(key).filter(|_| table.is_empty()) {
+                message += &format!("; did you mean `{elsewhere}`?");
+            }
+            if !expected.is_empty() {
+                let of = match table {
+                    [] => "at the top level".to_owned(),
+                    table => format!("of `{}`", show(table)),
+                };
+                message += &format!(" (the keys {of} are {})", expected.join(", "));
+            }
+            message
+        }
+        Problem::UnknownWord { word, expected } => {
+            let words: Vec<_> = expected.iter().map(|word| format!("{word:?}")).collect();
+            let mut message = format!("{at}expected {}, found {word:?}", one_of(&words));
+            if let Some(near) = nearest(word, expected) {
+                message += &format!("; did you mean {near:?}?");
+            }
+            message
+        }
+        Problem::Mismatch { found, expected } => {
+            let mut message = format!("{at}expected {expected}, found {found}");
+            let bare = found.strip_prefix('`').and_then(|found| found.strip_suffix('`'));
+            if let Some(bare) = bare.filter(|_| expected == "a string") {
+                message += &format!("; write it in quotes: \"{bare}\"");
+            }
+            message
+        }
+        Problem::MissingKey { key } => {
+            let mut full = path.to_vec();
+            full.push(Segment::Key(key.clone()));
+            format!("missing key `{}`, which has no default", show(&full))
+        }
+        Problem::Custom(message) => format!("{at}{message}"),
+    }
+}
+
+/// The path of the key or value that is at fault.
+pub(crate) fn offender(path: &[Segment], problem: &Problem) -> Vec<Segment> {
+    let mut full = path.to_vec();
+    if let Problem::UnknownKey { key: Some(key), .. } = problem {
+        full.push(Segment::Key(key.clone()));
+    }
+    full
+}
+
+/// A path as one would write it: `trainer.loggers[0].dir`.
+pub(crate) fn show(path: &[Segment]) -> String {
+    let mut text = String::new();
+    for segment in path {
+        match segment {
+            Segment::Index(index) => text += &format!("[{index}]"),
+            Segment::Key(key) => {
+                if !text.is_empty() {
+                    text.push('.');
+                }
+                let bare = !key.is_empty()
+                    && key.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-');
+                if bare {
+                    text += key;
+                } else {
+                    text += &format!("{key:?}");
+                }
+            }
+        }
+    }
+    text
+}
+
+/// The candidate that `word` was most likely meant to be, if there is one close enough.
+pub(crate) fn nearest<'a>(word: &str, candidates: &'a [String]) -> Option<&'a str> {
+    let word = word.to_lowercase();
+    let limit = (word.chars().count() / 3).max(1);
+    candidates
+        .iter()
+        .map(|c| (strsim::damerau_levenshtein(&word, &c.to_lowercase()), c.as_str()))
+        .filter(|(distance, _)| *distance <= limit)
+        .min()
+        .map(|(_, candidate)| candidate)
+}
+
+fn one_of(words: &[String]) -> String {
+    match words {
+        [] => "nothing".to_owned(),
+        [only] => only.clone(),
+        [first @ .., last] => format!("{} or {last}", first.join(", ")),
+    }
+}
+
+fn owned(words: &[&str]) -> Vec<String> {
+    words.iter().map(|&word| word.to_owned()).collect()
+}
+
+/// The words in backticks.
+fn quoted(text: &str) -> Vec<String> {
+    text.split('`').skip(1).step_by(2).map(str::to_owned).collect()
+}
+
+/// serde's and Rust's words for types, as people who write TOML know them.
+fn as_expected(expected: &str) -> String {
+    let ours = match expected {
+        "u8" | "u16" | "u32" | "u64" | "usize" => "an integer, at least 0",
+        "i8" | "i16" | "i32" | "i64" | "isize" => "an integer",
+        "f32" | "f64" => "a number",
+        "a boolean" => "true or false",
+        "a sequence" => "a list",
+        "a map" => "a table",
+        "path string" => "a string",
+        other if other.starts_with("struct ") => "a table",
+        other if other.starts_with("dyn ") => "a table with a `type`",
+        other => other,
+    };
+    ours.to_owned()
+}
+
+/// serde's words for a value that was found, likewise.
+fn as_found(found: &str) -> String {
+    match found {
+        "map" => return "a table".to_owned(),
+        "sequence" => return "a list".to_owned(),
+        _ => {}
+    }
+    if let Some(text) = found.strip_prefix("string ") {
+        return format!("the string {text}");
+    }
+    let scalars = ["integer ", "floating point ", "boolean "];
+    let bare = scalars.iter().find_map(|kind| found.strip_prefix(kind));
+    bare.unwrap_or(found).to_owned()
+}
+
+/// The inverse of [`show`]: where in a configuration `trainer.loggers[0]` is.
+pub(crate) fn read_path(text: &str) -> Vec<Segment> {
+    let mut path = Vec::new();
+    for part in text.split('.').filter(|part| !part.is_empty()) {
+        let mut pieces = part.split('[');
+        path.extend(pieces.next().map(|key| Segment::Key(key.to_owned())));
+        let indices = pieces.filter_map(|piece| piece.strip_suffix(']')?.parse().ok());
+        path.extend(indices.map(Segment::Index));
+    }
+    path
+}

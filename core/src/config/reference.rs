@@ -1,0 +1,135 @@
+//! The reference of configuration keys, rendered from the declarations themselves.
+//!
+//! ```
+//! use fulgurite_core::config::reference;
+//!
+//! let page = reference::markdown(&reference::sections()?);
+//! assert!(page.contains("| `max_steps` |"));
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use serde::Serialize;
+use toml::Table;
+
+use super::run::top_level;
+use super::{CheckpointConfig, Documented, KeyDoc, RunConfig};
+use crate::trainer::TrainerConfig;
+use crate::{Error, Result};
+
+/// One table of the configuration, for the reference.
+#[derive(Debug, Clone)]
+pub struct Section {
+    /// The table's path: `trainer`; empty for the top level.
+    pub path: String,
+    /// Its keys.
+    pub keys: Vec<KeyDoc>,
+    /// The defaults of keys that have one, as TOML text.
+    pub defaults: BTreeMap<String, String>,
+}
+
+impl Section {
+    /// The section of a declared table.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the documented keys are not the keys that serde writes.
+    pub fn of<T: Documented>(path: &str) -> Result<Self> {
+        Self::new(path, T::keys(), &T::default())
+    }
+
+    /// A section from documentation and a value holding the defaults.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of).
+    pub fn new(path: &str, keys: Vec<KeyDoc>, defaults: &impl Serialize) -> Result<Self> {
+        // JSON, because TOML leaves out the keys that have no value.
+        let all = serde_json::to_value(defaults).map_err(Error::other)?;
+        let mut written: Vec<_> =
+            all.as_object().into_iter().flat_map(|o| o.keys().map(String::as_str)).collect();
+        let mut documented: Vec<_> = keys.iter().map(|key| key.name).collect();
+        written.sort_unstable();
+        documented.sort_unstable();
+        if written != documented {
+            return Err(Error::Config(format!(
+                "the reference of `{path}` is out of date: documented are {}; there are {}",
+                documented.join(", "),
+                written.join(", ")
+            )));
+        }
+        let defaults = super::to_table(defaults)?;
+        let text = |value: &toml::Value| match value {
+            toml::Value::Table(_) => None,
+            other => Some(other.to_string()),
+        };
+        let defaults =
+            defaults.iter().filter_map(|(key, value)| Some((key.clone(), text(value)?))).collect();
+        Ok(Self { path: path.to_owned(), keys, defaults })
+    }
+}
+
+/// The sections that the framework itself declares.
+///
+/// # Errors
+/// As [`Section::new`].
+pub fn sections() -> Result<Vec<Section>> {
+    Ok(vec![
+        Section::new("", top_level(), &RunConfig::<Table, Table>::default())?,
+        Section::of::<TrainerConfig>("trainer")?,
+        Section::of::<CheckpointConfig>("checkpoint")?,
+    ])
+}
+
+/// The sections as Markdown, a table each.
+pub fn markdown(sections: &[Section]) -> String {
+    let mut page = String::new();
+    for section in sections {
+        let title = match section.path.as_str() {
+            "" => "Top level".to_owned(),
+            path => format!("`[{path}]`"),
+        };
+        let _ = write!(page, "## {title}\n\n| key | type | default | |\n|---|---|---|---|\n");
+        for key in &section.keys {
+            let default = section.defaults.get(key.name).map_or("–".into(), |d| format!("`{d}`"));
+            let doc = one_line(key.doc).replace('|', "\\|");
+            let _ = writeln!(page, "| `{}` | {} | {default} | {doc} |", key.name, key.ty);
+        }
+        page.push('\n');
+    }
+    page
+}
+
+/// The sections as a list for a terminal: one key a line, and the first sentence about it.
+pub fn plain(sections: &[Section]) -> String {
+    let mut rows = Vec::new();
+    for section in sections {
+        for key in &section.keys {
+            let name = match section.path.as_str() {
+                "" => key.name.to_owned(),
+                path => format!("{path}.{}", key.name),
+            };
+            let doc = one_line(key.doc).replace('`', "");
+            let sentence = doc.split(['.', ';']).next().unwrap_or_default().to_owned();
+            let default = section.defaults.get(key.name).map(|d| format!(" [{d}]"));
+            rows.push((name, format!("{sentence}{}", default.unwrap_or_default())));
+        }
+    }
+    let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+    rows.iter().fold(String::new(), |mut text, (name, doc)| {
+        let _ = writeln!(text, "  {name:width$}  {doc}");
+        text
+    })
+}
+
+/// The full path of a key of the framework's own, for the hint to somebody who left out the table.
+pub(super) fn path_of(key: &str) -> Option<String> {
+    let own = [("trainer", TrainerConfig::keys()), ("checkpoint", CheckpointConfig::keys())];
+    own.iter()
+        .find(|(_, keys)| keys.iter().any(|k| k.name == key))
+        .map(|(table, _)| format!("{table}.{key}"))
+}
+
+fn one_line(doc: &str) -> String {
+    doc.split_whitespace().collect::<Vec<_>>().join(" ")
+}

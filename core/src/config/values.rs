@@ -1,0 +1,418 @@
+//! The types of values that are more than a number or a string.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use candle_core::DType;
+use serde::de::{Deserializer, Error as _, Unexpected, Visitor};
+use serde::ser::Serializer;
+use serde::{Deserialize, Serialize};
+
+use super::ConfigType;
+
+/// A value of TOML that is neither list nor table.
+enum Scalar {
+    Int(i64),
+    Float(f64),
+    Text(String),
+}
+
+/// Reads a scalar and makes of it what `convert` says; `None` is a value that is not `expected`.
+fn scalar<'de, D: Deserializer<'de>, T>(
+    deserializer: D,
+    expected: &'static str,
+    convert: impl FnOnce(&Scalar) -> Option<T>,
+) -> Result<T, D::Error> {
+    struct ScalarVisitor(&'static str);
+
+    impl Visitor<'_> for ScalarVisitor {
+        type Value = Scalar;
+
+        fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+            f.write_str(self.0)
+        }
+
+        fn visit_i64<E>(self, value: i64) -> Result<Scalar, E> {
+            Ok(Scalar::Int(value))
+        }
+
+        fn visit_u64<E: serde::de::Error>(self, value: u64) -> Result<Scalar, E> {
+            i64::try_from(value)
+                .map(Scalar::Int)
+                .map_err(|_| E::invalid_value(Unexpected::Unsigned(value), &self.0))
+        }
+
+        fn visit_f64<E>(self, value: f64) -> Result<Scalar, E> {
+            Ok(Scalar::Float(value))
+        }
+
+        fn visit_str<E>(self, value: &str) -> Result<Scalar, E> {
+            Ok(Scalar::Text(value.to_owned()))
+        }
+    }
+
+    let value = deserializer.deserialize_any(ScalarVisitor(expected))?;
+    convert(&value).ok_or_else(|| {
+        let found = match &value {
+            Scalar::Int(value) => Unexpected::Signed(*value),
+            Scalar::Float(value) => Unexpected::Float(*value),
+            Scalar::Text(value) => Unexpected::Str(value),
+        };
+        D::Error::invalid_value(found, &expected)
+    })
+}
+
+/// How many ranks a node runs: `trainer.devices`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Devices {
+    /// This many.
+    Count(usize),
+    /// `"auto"`: one a GPU; without GPUs one a core.
+    Auto,
+}
+
+impl Serialize for Devices {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Count(count) => serializer.serialize_u64(*count as u64),
+            Self::Auto => serializer.serialize_str("auto"),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Devices {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        scalar(deserializer, "a number of ranks, at least 1, or \"auto\"", |value| match value {
+            Scalar::Int(count) if *count >= 1 => usize::try_from(*count).ok().map(Self::Count),
+            Scalar::Text(text) if text == "auto" => Some(Self::Auto),
+            _ => None,
+        })
+    }
+}
+
+impl ConfigType for Devices {
+    fn describe() -> String {
+        "integer or `\"auto\"`".to_owned()
+    }
+}
+
+/// So many, or such a part of all. In TOML an integer is a count and a float is a fraction: `1` is
+/// one, `1.0` is all.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Amount {
+    /// An integer: steps, or batches.
+    Count(u64),
+    /// A float between 0 and 1: this part of an epoch, or of the data.
+    Fraction(f64),
+}
+
+impl Amount {
+    /// The number of items when all there are is `whole`: never more than that for a fraction,
+    /// rounded down but at least one unless the fraction is zero.
+    pub fn of(self, whole: u64) -> u64 {
+        match self {
+            Self::Count(count) => count,
+            Self::Fraction(fraction) if fraction > 0.0 && whole > 0 => {
+                ((whole as f64 * fraction) as u64).max(1)
+            }
+            Self::Fraction(_) => 0,
+        }
+    }
+}
+
+impl Serialize for Amount {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Count(count) => serializer.serialize_u64(*count),
+            Self::Fraction(fraction) => serializer.serialize_f64(*fraction),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Amount {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let expected = "a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0)";
+        scalar(deserializer, expected, |value| match value {
+            Scalar::Int(count) => u64::try_from(*count).ok().map(Self::Count),
+            Scalar::Float(part) => (0.0..=1.0).contains(part).then_some(Self::Fraction(*part)),
+            Scalar::Text(_) => None,
+        })
+    }
+}
+
+impl ConfigType for Amount {
+    fn describe() -> String {
+        "integer (a count) or float (a fraction)".to_owned()
+    }
+}
+
+/// The types of numbers in computation: `trainer.precision`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Precision {
+    /// `"32-true"`, or 32: everything in f32.
+    #[default]
+    F32True,
+    /// `"bf16-true"`: everything in bf16.
+    Bf16True,
+    /// `"bf16-mixed"`, or `"bf16"`: parameters in f32, computation in bf16.
+    Bf16Mixed,
+    /// `"64-true"`, or 64: everything in f64.
+    F64True,
+}
+
+impl Precision {
+    /// The word for it in a configuration.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::F32True => "32-true",
+            Self::Bf16True => "bf16-true",
+            Self::Bf16Mixed => "bf16-mixed",
+            Self::F64True => "64-true",
+        }
+    }
+
+    /// The dtype that parameters are kept in and the optimizer works on.
+    pub fn param_dtype(self) -> DType {
+        match self {
+            Self::F32True | Self::Bf16Mixed => DType::F32,
+            Self::Bf16True => DType::BF16,
+            Self::F64True => DType::F64,
+        }
+    }
+
+    /// The dtype that forward and backward compute in.
+    pub fn compute_dtype(self) -> DType {
+        match self {
+            Self::F32True => DType::F32,
+            Self::Bf16True | Self::Bf16Mixed => DType::BF16,
+            Self::F64True => DType::F64,
+        }
+    }
+}
+
+impl Serialize for Precision {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.as_str())
+    }
+}
+
+impl<'de> Deserialize<'de> for Precision {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let expected = "\"32-true\", \"bf16-mixed\", \"bf16-true\" or \"64-true\"";
+        scalar(deserializer, expected, |value| match value {
+            Scalar::Int(32) => Some(Self::F32True),
+            Scalar::Int(64) => Some(Self::F64True),
+            Scalar::Text(text) => match text.as_str() {
+                "32-true" | "32" => Some(Self::F32True),
+                "bf16-true" => Some(Self::Bf16True),
+                "bf16-mixed" | "bf16" => Some(Self::Bf16Mixed),
+                "64-true" | "64" => Some(Self::F64True),
+                _ => None,
+            },
+            _ => None,
+        })
+    }
+}
+
+impl ConfigType for Precision {
+    fn describe() -> String {
+        "`\"32-true\"`, `\"bf16-mixed\"`, `\"bf16-true\"` or `\"64-true\"`".to_owned()
+    }
+}
+
+/// A length of time: `"DD:HH:MM:SS"`, or seconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TimeLimit(pub Duration);
+
+impl TimeLimit {
+    fn from_clock(text: &str) -> Option<Self> {
+        let parts = text.split(':').map(|part| part.parse::<u64>().ok());
+        let parts: [u64; 4] = parts.collect::<Option<Vec<_>>>()?.try_into().ok()?;
+        let [days, hours, minutes, seconds] = parts;
+        let in_range = hours < 24 && minutes < 60 && seconds < 60;
+        let seconds = days.checked_mul(86_400)?.checked_add(hours * 3600 + minutes * 60 + seconds);
+        seconds.filter(|_| in_range).map(Duration::from_secs).map(Self)
+    }
+}
+
+impl Serialize for TimeLimit {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if self.0.subsec_nanos() != 0 {
+            return serializer.serialize_f64(self.0.as_secs_f64());
+        }
+        let all = self.0.as_secs();
+        let (days, hours) = (all / 86_400, all / 3600 % 24);
+        serializer.collect_str(&format_args!(
+            "{days:02}:{hours:02}:{:02}:{:02}",
+            all / 60 % 60,
+            all % 60
+        ))
+    }
+}
+
+impl<'de> Deserialize<'de> for TimeLimit {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        scalar(deserializer, "\"DD:HH:MM:SS\" or a number of seconds", |value| match value {
+            Scalar::Int(seconds) => {
+                u64::try_from(*seconds).ok().map(|seconds| Self(Duration::from_secs(seconds)))
+            }
+            Scalar::Float(seconds) => Duration::try_from_secs_f64(*seconds).ok().map(Self),
+            Scalar::Text(text) => Self::from_clock(text),
+        })
+    }
+}
+
+impl ConfigType for TimeLimit {
+    fn describe() -> String {
+        "`\"DD:HH:MM:SS\"` or seconds".to_owned()
+    }
+}
+
+/// The checkpoint a run starts from: `trainer.ckpt_path`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CkptPath {
+    /// `"last"`: the newest one in the run's checkpoint directory, or none if there is none yet.
+    Last,
+    /// This one.
+    Path(PathBuf),
+}
+
+impl Serialize for CkptPath {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Last => serializer.serialize_str("last"),
+            Self::Path(path) => path.serialize(serializer),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for CkptPath {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        scalar(deserializer, "a path or \"last\"", |value| match value {
+            Scalar::Text(text) if text == "last" => Some(Self::Last),
+            Scalar::Text(text) if !text.is_empty() => Some(Self::Path(text.into())),
+            _ => None,
+        })
+    }
+}
+
+impl ConfigType for CkptPath {
+    fn describe() -> String {
+        "path or `\"last\"`".to_owned()
+    }
+}
+
+/// How gradients are clipped: `trainer.gradient_clip_algorithm`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ClipAlgorithm {
+    /// All gradients are scaled so that their joint norm is at most the limit.
+    #[default]
+    Norm,
+    /// Each element is clamped to plus or minus the limit.
+    Value,
+}
+
+impl ConfigType for ClipAlgorithm {
+    fn describe() -> String {
+        "`\"norm\"` or `\"value\"`".to_owned()
+    }
+}
+
+/// What a trainable parameter without a gradient means: `trainer.unused_parameters`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum UnusedParameters {
+    /// An error in the first step, which names them.
+    #[default]
+    Error,
+    /// Their gradient is zero, so weight decay and momentum still move them.
+    Zero,
+    /// They are left alone.
+    Ignore,
+}
+
+impl ConfigType for UnusedParameters {
+    fn describe() -> String {
+        "`\"error\"`, `\"zero\"` or `\"ignore\"`".to_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{parse, to_table};
+    use toml::{Table, Value};
+
+    fn read<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, String> {
+        #[derive(Deserialize)]
+        struct Wrap<T> {
+            key: T,
+        }
+        let table = format!("key = {text}").parse::<Table>().unwrap();
+        parse::<Wrap<T>>(table).map(|wrap| wrap.key).map_err(|error| error.to_string())
+    }
+
+    fn written(value: impl Serialize) -> Value {
+        #[derive(Serialize)]
+        struct Wrap<T> {
+            key: T,
+        }
+        to_table(&Wrap { key: value }).unwrap()["key"].clone()
+    }
+
+    #[test]
+    fn values_survive_a_round_trip() {
+        fn check<T: Serialize + serde::de::DeserializeOwned + PartialEq + fmt::Debug>(
+            text: &str,
+            value: T,
+        ) {
+            assert_eq!(read::<T>(text).as_ref(), Ok(&value), "{text}");
+            assert_eq!(read::<T>(&written(&value).to_string()), Ok(value), "{text}");
+        }
+        check("4", Devices::Count(4));
+        check("'auto'", Devices::Auto);
+        check("1", Amount::Count(1));
+        check("1.0", Amount::Fraction(1.0));
+        check("'01:02:03:04'", TimeLimit(Duration::from_secs(93_784)));
+        check("90", TimeLimit(Duration::from_secs(90)));
+        check("0.5", TimeLimit(Duration::from_millis(500)));
+        check("'last'", CkptPath::Last);
+        check("'runs/last'", CkptPath::Path("runs/last".into()));
+        for (text, precision) in [
+            ("32", Precision::F32True),
+            ("'bf16'", Precision::Bf16Mixed),
+            ("'bf16-true'", Precision::Bf16True),
+            ("64", Precision::F64True),
+        ] {
+            check(text, precision);
+        }
+        check("'value'", ClipAlgorithm::Value);
+        check("'ignore'", UnusedParameters::Ignore);
+    }
+
+    #[test]
+    fn wrong_values_are_told_what_is_expected() {
+        insta::assert_snapshot!(read::<Devices>("0").unwrap_err(), @r#"`key`: expected a number of ranks, at least 1, or "auto", found `0`"#);
+        insta::assert_snapshot!(read::<Devices>("'all'").unwrap_err(), @r#"`key`: expected a number of ranks, at least 1, or "auto", found the string "all""#);
+        insta::assert_snapshot!(read::<Amount>("1.5").unwrap_err(), @"`key`: expected a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0), found `1.5`");
+        insta::assert_snapshot!(read::<Amount>("true").unwrap_err(), @"`key`: expected a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0), found `true`");
+        insta::assert_snapshot!(read::<Precision>("'fp16'").unwrap_err(), @r#"`key`: expected "32-true", "bf16-mixed", "bf16-true" or "64-true", found the string "fp16""#);
+        insta::assert_snapshot!(read::<TimeLimit>("'12:00'").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found the string "12:00""#);
+        insta::assert_snapshot!(read::<TimeLimit>("'00:25:00:00'").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found the string "00:25:00:00""#);
+        insta::assert_snapshot!(read::<TimeLimit>("-1").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found `-1`"#);
+        insta::assert_snapshot!(read::<TimeLimit>("12:00:00").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found the string "12:00:00""#);
+        insta::assert_snapshot!(read::<CkptPath>("{}").unwrap_err(), @r#"`key`: expected a path or "last", found a table"#);
+        insta::assert_snapshot!(read::<ClipAlgorithm>("'nrom'").unwrap_err(), @r#"`key`: expected "norm" or "value", found "nrom"; did you mean "norm"?"#);
+    }
+
+    #[test]
+    fn a_fraction_of_something_is_something() {
+        assert_eq!(Amount::Fraction(0.5).of(7), 3);
+        assert_eq!(Amount::Fraction(0.01).of(7), 1);
+        assert_eq!(Amount::Fraction(0.0).of(7), 0);
+        assert_eq!(Amount::Fraction(1.0).of(0), 0);
+        assert_eq!(Amount::Count(9).of(7), 9);
+    }
+}

@@ -1,0 +1,219 @@
+//! The trainer's configuration.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::config::{
+    Amount, CkptPath, ClipAlgorithm, Devices, PluginValue, Precision, TimeLimit, UnusedParameters,
+};
+use crate::registry::{self, kind};
+use crate::{Error, Result};
+
+crate::config_struct! {
+    /// How a model is trained: the table `[trainer]`.
+    #[derive(Debug, Clone, PartialEq)]
+    pub struct TrainerConfig {
+        /// Ranks on each node. `"auto"` is one a GPU, or without GPUs one a core.
+        pub devices: Devices = Devices::Count(1),
+        /// Nodes of the job. More than one needs something that starts a process on each, such as
+        /// a cluster's scheduler.
+        pub num_nodes: usize = 1,
+        /// Stop after this many optimizer steps.
+        pub max_steps: Option<u64> = None,
+        /// Stop after this many passes over the training data. If nothing else limits the run,
+        /// it makes one pass.
+        pub max_epochs: Option<u64> = None,
+        /// Stop after this time, counted from the first step of this process's life.
+        pub max_time: Option<TimeLimit> = None,
+        /// Micro-batches that make up one optimizer step.
+        pub accumulate_grad_batches: u64 = 1,
+        /// The limit that gradients are clipped to; without it they are not.
+        pub gradient_clip_val: Option<f64> = None,
+        /// What is limited: the norm of all gradients together, or each element's value.
+        pub gradient_clip_algorithm: ClipAlgorithm = ClipAlgorithm::Norm,
+        /// How often validation runs: an integer is optimizer steps, a float is a fraction of an
+        /// epoch (`1.0` is the end of each).
+        pub val_check_interval: Amount = Amount::Fraction(1.0),
+        /// How much of the validation data is used: an integer is batches of each rank, a float is
+        /// a fraction; `0` turns validation off.
+        pub limit_val_batches: Amount = Amount::Fraction(1.0),
+        /// Optimizer steps from one line of the log to the next.
+        pub log_every_n_steps: u64 = 10,
+        /// The types of numbers in computation. `32`, `64` and `"bf16"` are short for `"32-true"`,
+        /// `"64-true"` and `"bf16-mixed"`.
+        pub precision: Precision = Precision::F32True,
+        /// Where runs leave their files, each in a `version_N` of its own.
+        pub default_root_dir: PathBuf = PathBuf::from("fulgurite_logs"),
+        /// The checkpoint to go on from. `"last"` is the newest of `checkpoint.dir`, or a fresh
+        /// start if there is none.
+        pub ckpt_path: Option<CkptPath> = None,
+        /// Whether progress is shown on stderr: a bar on a terminal, lines elsewhere.
+        pub enable_progress_bar: bool = true,
+        /// What it means if a trainable parameter gets no gradient in the first step.
+        pub unused_parameters: UnusedParameters = UnusedParameters::Error,
+        /// Patterns of parameter names that are not trained: `["model.embed_tokens.*"]`.
+        pub freeze: Vec<String> = Vec::new(),
+        /// Seconds after which a rank that waits for others gives up.
+        pub timeout_secs: u64 = 600,
+        /// How the model is spread over the ranks. `"auto"` is one device for one rank and data
+        /// parallelism for more.
+        pub strategy: PluginValue = PluginValue::new("auto"),
+        /// What carries data between ranks.
+        pub process_group: PluginValue = PluginValue::new("shm"),
+        /// What says which rank this process is; by default detected.
+        pub environment: Option<PluginValue> = None,
+        /// Where metrics are written.
+        pub loggers: Vec<PluginValue> = vec![PluginValue::new("csv"), PluginValue::new("jsonl")],
+    }
+}
+
+/// What ends a run; whichever comes first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Optimizer steps.
+    pub max_steps: Option<u64>,
+    /// Passes over the training data.
+    pub max_epochs: Option<u64>,
+    /// Time from the first step.
+    pub max_time: Option<Duration>,
+}
+
+impl TrainerConfig {
+    /// What ends the run: one epoch, if the configuration does not say.
+    pub fn limits(&self) -> Limits {
+        let unlimited =
+            self.max_steps.is_none() && self.max_epochs.is_none() && self.max_time.is_none();
+        Limits {
+            max_steps: self.max_steps,
+            max_epochs: if unlimited { Some(1) } else { self.max_epochs },
+            max_time: self.max_time.map(|limit| limit.0),
+        }
+    }
+
+    /// The strategy for this many ranks: what was chosen, or what `"auto"` stands for.
+    pub fn strategy_for(&self, world_size: usize) -> PluginValue {
+        let mut strategy = self.strategy.clone();
+        if strategy.name == "auto" {
+            strategy.name = if world_size == 1 { "single_device" } else { "ddp" }.to_owned();
+        }
+        strategy
+    }
+
+    /// Checks what the types alone cannot.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the key.
+    pub fn validate(&self) -> Result<()> {
+        let at_least_one = [
+            ("num_nodes", self.num_nodes as u64),
+            ("accumulate_grad_batches", self.accumulate_grad_batches),
+            ("log_every_n_steps", self.log_every_n_steps),
+            ("timeout_secs", self.timeout_secs),
+        ];
+        for (key, value) in at_least_one {
+            if value == 0 {
+                return wrong(key, "must be at least 1, found 0");
+            }
+        }
+        if let Some(limit) = self.gradient_clip_val
+            && !(limit.is_finite() && limit > 0.0)
+        {
+            return wrong(
+                "gradient_clip_val",
+                format!("must be above 0, found {limit:?}; leave it out for no clipping"),
+            );
+        }
+        match self.val_check_interval {
+            Amount::Count(0) => wrong(
+                "val_check_interval",
+                "must be at least 1 step; `trainer.limit_val_batches = 0` turns validation off",
+            ),
+            Amount::Fraction(0.0) => wrong(
+                "val_check_interval",
+                "must be above 0.0; `trainer.limit_val_batches = 0` turns validation off",
+            ),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks that everything chosen by name is linked into the program.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPlugin`].
+    pub fn check_plugins(&self) -> Result<()> {
+        if self.strategy.name != "auto" {
+            registry::require(kind::STRATEGY, &self.strategy.name)?;
+        }
+        registry::require(kind::PROCESS_GROUP, &self.process_group.name)?;
+        if let Some(environment) = &self.environment {
+            registry::require(kind::ENVIRONMENT, &environment.name)?;
+        }
+        self.loggers.iter().try_for_each(|logger| registry::require(kind::LOGGER, &logger.name))
+    }
+}
+
+fn wrong<T>(key: &str, message: impl std::fmt::Display) -> Result<T> {
+    Err(Error::Config(format!("`trainer.{key}`: {message}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{ConfigLayers, RunConfig};
+
+    fn trainer(keys: &str) -> Result<TrainerConfig> {
+        let text = format!("[trainer]\n{keys}");
+        let layers = ConfigLayers::new().text("run.toml", &text)?;
+        RunConfig::<toml::Table, toml::Table>::from_layers(layers).map(|run| run.trainer)
+    }
+
+    #[test]
+    fn a_run_without_limits_is_one_epoch() {
+        let one_epoch = Limits { max_steps: None, max_epochs: Some(1), max_time: None };
+        assert_eq!(trainer("").unwrap().limits(), one_epoch);
+        let ten_steps = Limits { max_steps: Some(10), max_epochs: None, max_time: None };
+        assert_eq!(trainer("max_steps = 10").unwrap().limits(), ten_steps);
+        let minute =
+            Limits { max_steps: None, max_epochs: None, max_time: Some(Duration::from_secs(60)) };
+        assert_eq!(trainer("max_time = '00:00:01:00'").unwrap().limits(), minute);
+    }
+
+    #[test]
+    fn auto_follows_the_world_size() {
+        let auto = TrainerConfig::default();
+        assert_eq!(auto.strategy_for(1).name, "single_device");
+        assert_eq!(auto.strategy_for(2).name, "ddp");
+        assert_eq!(trainer("strategy = 'fsdp'").unwrap().strategy_for(2).name, "fsdp");
+    }
+
+    #[test]
+    fn wrong_values_are_refused() {
+        let error = |keys| trainer(keys).unwrap_err();
+        insta::assert_snapshot!(error("accumulate_grad_batches = 0"), @"`trainer.accumulate_grad_batches`: must be at least 1, found 0");
+        insta::assert_snapshot!(error("gradient_clip_val = -1"), @"`trainer.gradient_clip_val`: must be above 0, found -1.0; leave it out for no clipping");
+        insta::assert_snapshot!(error("gradient_clip_val = nan"), @"`trainer.gradient_clip_val`: must be above 0, found NaN; leave it out for no clipping");
+        insta::assert_snapshot!(error("val_check_interval = 0"), @"`trainer.val_check_interval`: must be at least 1 step; `trainer.limit_val_batches = 0` turns validation off");
+        insta::assert_snapshot!(error("val_check_interval = 0.0"), @"`trainer.val_check_interval`: must be above 0.0; `trainer.limit_val_batches = 0` turns validation off");
+        insta::assert_snapshot!(error("max_steps = -1"), @"run.toml: `trainer.max_steps`: expected an integer, at least 0, found `-1`");
+        insta::assert_snapshot!(error("max_steps = 1e3"), @"run.toml: `trainer.max_steps`: expected an integer, at least 0, found `1000.0`");
+        insta::assert_snapshot!(error("loggers = 'csv'"), @r#"run.toml: `trainer.loggers`: expected a list, found the string "csv""#);
+        insta::assert_snapshot!(error("loggers = [3]"), @"run.toml: `trainer.loggers[0]`: expected a name or a table with a `type`, found `3`");
+        insta::assert_snapshot!(error("strategy = { bucket_cap_mb = 3, type = 4 }"), @r#"run.toml: `trainer.strategy.type`: expected a string, found `4`; write it in quotes: "4""#);
+        insta::assert_snapshot!(error("default_root_dir = 3"), @r#"run.toml: `trainer.default_root_dir`: expected a string, found `3`; write it in quotes: "3""#);
+    }
+
+    #[test]
+    fn unlinked_plugins_are_named() {
+        let error = trainer("strategy = 'fsdpp'").unwrap().check_plugins().unwrap_err();
+        assert!(matches!(error, Error::UnknownPlugin { kind: "strategy", .. }), "{error}");
+    }
+
+    #[test]
+    fn the_defaults_survive_every_format() {
+        let config = TrainerConfig::default();
+        let toml = crate::config::to_table(&config).unwrap();
+        assert_eq!(crate::config::parse::<TrainerConfig>(toml).unwrap(), config);
+        let json = serde_json::to_string(&config).unwrap();
+        assert_eq!(serde_json::from_str::<TrainerConfig>(&json).unwrap(), config);
+    }
+}

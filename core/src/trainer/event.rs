@@ -1,0 +1,227 @@
+//! What a run tells the world, one event at a time.
+//!
+//! ```
+//! use fulgurite_core::trainer::Event;
+//!
+//! let event = Event::Checkpoint { step: 20, path: "run/step-20".into() };
+//! let line = serde_json::to_string(&event).unwrap();
+//! assert_eq!(line, r#"{"event":"checkpoint","step":20,"path":"run/step-20"}"#);
+//! ```
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Deserializer, Serialize};
+
+use crate::Result;
+
+/// Something that happened in a run. Steps are optimizer steps that are done, so the first is 1.
+///
+/// As JSON, an event is one object with its kind under `event`; numbers that are not finite are
+/// `null` there, and NaN when read back.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Event {
+    /// An optimizer step was made.
+    Step {
+        /// Which one.
+        step: u64,
+        /// Passes over the training data so far, with the fraction of the current one.
+        #[serde(deserialize_with = "number")]
+        epoch: f64,
+        /// The mean loss over the whole global batch of the step.
+        #[serde(deserialize_with = "number")]
+        train_loss: f64,
+        /// The norm of all gradients together, before clipping.
+        #[serde(deserialize_with = "number")]
+        grad_norm: f64,
+        /// The learning rate of the step.
+        #[serde(deserialize_with = "number")]
+        lr: f64,
+        /// Tokens (or whatever the module counts in its loss) of all ranks, a second.
+        #[serde(deserialize_with = "number")]
+        tokens_per_s: f64,
+        /// What the module logged.
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "numbers")]
+        metrics: BTreeMap<String, f64>,
+    },
+    /// The model was validated.
+    Validation {
+        /// The step after which it was.
+        step: u64,
+        /// The mean loss over the validation data.
+        #[serde(deserialize_with = "number")]
+        val_loss: f64,
+        /// Batches that went into it, of all ranks together.
+        batches: u64,
+        /// What the module logged.
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "numbers")]
+        metrics: BTreeMap<String, f64>,
+    },
+    /// A checkpoint was saved: it is complete on disk.
+    Checkpoint {
+        /// The step whose result it holds.
+        step: u64,
+        /// Where it is.
+        path: PathBuf,
+    },
+    /// The run is over.
+    Summary {
+        /// Optimizer steps made in all, those before a resume included.
+        steps: u64,
+        /// Number of ranks.
+        world_size: usize,
+        /// The strategy's name.
+        strategy: String,
+        /// The loss of the first step of this process's life; `null` without a step.
+        #[serde(deserialize_with = "number")]
+        first_loss: f64,
+        /// The loss of the last step.
+        #[serde(deserialize_with = "number")]
+        last_loss: f64,
+        /// The median time of a step, in seconds.
+        #[serde(deserialize_with = "number")]
+        step_s_median: f64,
+        /// Tokens of all ranks a second, over all steps.
+        #[serde(deserialize_with = "number")]
+        tokens_per_s: f64,
+        /// Seconds from the program's start to the start of the first step.
+        #[serde(deserialize_with = "number")]
+        startup_s: f64,
+        /// The most memory that each rank's process held, in MiB, by rank.
+        #[serde(deserialize_with = "list")]
+        peak_rss_mib: Vec<f64>,
+    },
+}
+
+impl Event {
+    /// The numbers that a logger writes, by name, and their step; `None` for events without any.
+    pub fn scalars(&self) -> Option<(u64, BTreeMap<String, f64>)> {
+        let (step, own, logged): (_, &[(&str, f64)], _) = match self {
+            Self::Step { step, epoch, train_loss, grad_norm, lr, tokens_per_s, metrics } => (
+                *step,
+                &[
+                    ("epoch", *epoch),
+                    ("train_loss", *train_loss),
+                    ("grad_norm", *grad_norm),
+                    ("lr", *lr),
+                    ("tokens_per_s", *tokens_per_s),
+                ],
+                metrics,
+            ),
+            Self::Validation { step, val_loss, metrics, .. } => {
+                (*step, &[("val_loss", *val_loss)], metrics)
+            }
+            Self::Checkpoint { .. } | Self::Summary { .. } => return None,
+        };
+        let mut scalars = logged.clone();
+        scalars.extend(own.iter().map(|&(name, value)| (name.to_owned(), value)));
+        Some((step, scalars))
+    }
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RunStatus {
+    /// It reached its end.
+    Success,
+    /// It was stopped (Ctrl-C, SIGTERM).
+    Interrupted,
+    /// An error ended it.
+    Failed,
+}
+
+/// Where events go. Lives on rank 0 only.
+pub trait EventSink: Send {
+    /// Takes one event.
+    ///
+    /// # Errors
+    /// If it cannot be written; this ends the run.
+    fn event(&mut self, event: &Event) -> Result<()>;
+
+    /// The run is over; called once, also after an error.
+    ///
+    /// # Errors
+    /// If what was buffered cannot be written.
+    fn finish(&mut self, status: RunStatus) -> Result<()>;
+}
+
+fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
+fn list<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<f64>, D::Error> {
+    let values = Vec::<Option<f64>>::deserialize(deserializer)?;
+    Ok(values.into_iter().map(|value| value.unwrap_or(f64::NAN)).collect())
+}
+
+fn numbers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, f64>, D::Error> {
+    let values = BTreeMap::<String, Option<f64>>::deserialize(deserializer)?;
+    Ok(values.into_iter().map(|(name, value)| (name, value.unwrap_or(f64::NAN))).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_are_flat_json_objects() {
+        let step = Event::Step {
+            step: 1,
+            epoch: 0.25,
+            train_loss: 3.5,
+            grad_norm: 1.0,
+            lr: 1e-3,
+            tokens_per_s: 1024.0,
+            metrics: BTreeMap::new(),
+        };
+        insta::assert_snapshot!(serde_json::to_string(&step).unwrap(), @r#"{"event":"step","step":1,"epoch":0.25,"train_loss":3.5,"grad_norm":1.0,"lr":0.001,"tokens_per_s":1024.0}"#);
+        let summary = Event::Summary {
+            steps: 2,
+            world_size: 2,
+            strategy: "fsdp".to_owned(),
+            first_loss: 3.5,
+            last_loss: 3.25,
+            step_s_median: 0.5,
+            tokens_per_s: 2048.0,
+            startup_s: 0.125,
+            peak_rss_mib: vec![100.5, 99.5],
+        };
+        insta::assert_snapshot!(serde_json::to_string(&summary).unwrap(), @r#"{"event":"summary","steps":2,"world_size":2,"strategy":"fsdp","first_loss":3.5,"last_loss":3.25,"step_s_median":0.5,"tokens_per_s":2048.0,"startup_s":0.125,"peak_rss_mib":[100.5,99.5]}"#);
+        for event in [step, summary] {
+            let line = serde_json::to_string(&event).unwrap();
+            assert_eq!(serde_json::from_str::<Event>(&line).unwrap(), event);
+        }
+    }
+
+    #[test]
+    fn numbers_that_are_not_finite_are_null() {
+        let event = Event::Validation {
+            step: 3,
+            val_loss: f64::INFINITY,
+            batches: 4,
+            metrics: BTreeMap::from([("perplexity".to_owned(), f64::NAN)]),
+        };
+        let line = serde_json::to_string(&event).unwrap();
+        insta::assert_snapshot!(line, @r#"{"event":"validation","step":3,"val_loss":null,"batches":4,"metrics":{"perplexity":null}}"#);
+        let Event::Validation { val_loss, metrics, .. } = serde_json::from_str(&line).unwrap()
+        else {
+            panic!("{line} is no validation event");
+        };
+        assert!(val_loss.is_nan() && metrics["perplexity"].is_nan());
+    }
+
+    #[test]
+    fn own_numbers_win_over_logged_ones_of_the_same_name() {
+        let event = Event::Validation {
+            step: 3,
+            val_loss: 1.5,
+            batches: 4,
+            metrics: BTreeMap::from([("val_loss".to_owned(), 9.0), ("acc".to_owned(), 0.5)]),
+        };
+        let expected = BTreeMap::from([("val_loss".to_owned(), 1.5), ("acc".to_owned(), 0.5)]);
+        assert_eq!(event.scalars(), Some((3, expected)));
+    }
+}

@@ -1,0 +1,419 @@
+//! The messages a wrong configuration gets, and how layers come together.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use fulgurite_core::config::{
+    self, ConfigLayers, PluginValue, RunConfig, plugin, reference, to_table, to_toml,
+};
+use fulgurite_core::registry::kind;
+use fulgurite_core::trainer::{Logger, LoggerConfig};
+use fulgurite_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+use toml::Table;
+
+/// A plugin with a required option, a default and a plugin inside.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Tee {
+    every: u64,
+    #[serde(default)]
+    names: Vec<String>,
+    #[serde(default)]
+    limits: Limits,
+    #[serde(default, deserialize_with = "plugin::deserialize_option")]
+    inner: Option<Box<dyn LoggerConfig>>,
+}
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+struct Limits {
+    min: f64,
+    max: f64,
+}
+
+#[typetag::serde(name = "tee")]
+impl LoggerConfig for Tee {
+    fn build(&self, _dir: &Path) -> Result<Box<dyn Logger>> {
+        Err(Error::other("not built in this test"))
+    }
+}
+fulgurite_core::register_logger!("tee", Tee);
+
+#[derive(Debug, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default)]
+struct Model {
+    hidden_size: usize,
+    rates: BTreeMap<String, f64>,
+    kind: Kind,
+}
+
+#[derive(Debug, PartialEq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Kind {
+    #[default]
+    Plain,
+    Gated {
+        width: usize,
+    },
+}
+
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Data {
+    path: String,
+}
+
+type Run = RunConfig<Model, Data>;
+
+const BASE: &str = "data.path = 'text'\n";
+
+fn run(text: &str) -> Result<Run> {
+    Run::from_layers(ConfigLayers::new().text("base.toml", BASE)?.text("run.toml", text)?)
+}
+
+fn run_error(text: &str) -> String {
+    run(text).expect_err("the configuration is wrong").to_string()
+}
+
+fn tee(text: &str) -> Result<Box<dyn LoggerConfig>> {
+    let value = PluginValue::deserialize(text.parse::<toml::Value>().expect("it is TOML"))
+        .expect("it is a name or a table");
+    value.build(kind::LOGGER, "trainer.loggers[1]")
+}
+
+#[test]
+fn unknown_keys_are_errors_everywhere() {
+    insta::assert_snapshot!(run_error("[trainer]\nmax_step = 3"), @"run.toml: unknown key `trainer.max_step`; did you mean `max_steps`? (the keys of `trainer` are devices, num_nodes, max_steps, max_epochs, max_time, accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, val_check_interval, limit_val_batches, log_every_n_steps, precision, default_root_dir, ckpt_path, enable_progress_bar, unused_parameters, freeze, timeout_secs, strategy, process_group, environment, loggers)");
+    insta::assert_snapshot!(run_error("[model]\nhiden_size = 3"), @"run.toml: unknown key `model.hiden_size`; did you mean `hidden_size`? (the keys of `model` are hidden_size, rates, kind)");
+    insta::assert_snapshot!(run_error("[model.kind.gated]\nwidht = 3"), @"run.toml: unknown key `model.kind.gated.widht`; did you mean `width`? (the keys of `model.kind.gated` are width)");
+    insta::assert_snapshot!(run_error("[data]\nwhere = 3"), @"run.toml: unknown key `data.where` (the keys of `data` are path)");
+    insta::assert_snapshot!(run_error("[modle]"), @"run.toml: unknown key `modle`; did you mean `model`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
+    insta::assert_snapshot!(run_error("max_steps = 3"), @"run.toml: unknown key `max_steps`; did you mean `trainer.max_steps`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
+    insta::assert_snapshot!(run_error("checkpoint.evry_n_steps = 3"), @"run.toml: unknown key `checkpoint.evry_n_steps`; did you mean `every_n_steps`? (the keys of `checkpoint` are every_n_steps, dir, save_last, io)");
+}
+
+#[test]
+fn wrong_values_name_the_full_path() {
+    insta::assert_snapshot!(run_error("[trainer]\nmax_steps = 'many'"), @r#"run.toml: `trainer.max_steps`: expected an integer, at least 0, found the string "many""#);
+    insta::assert_snapshot!(run_error("trainer = 3"), @"run.toml: `trainer`: expected a table, found `3`");
+    insta::assert_snapshot!(run_error("seed = -1"), @"run.toml: `seed`: expected an integer, at least 0, found `-1`");
+    insta::assert_snapshot!(run_error("data.path = 2024"), @r#"run.toml: `data.path`: expected a string, found `2024`; write it in quotes: "2024""#);
+    insta::assert_snapshot!(run_error("[model.rates]\n\"a.b\" = 'x'"), @r#"run.toml: `model.rates."a.b"`: expected a number, found the string "x""#);
+    insta::assert_snapshot!(run_error("model.kind = 'gatd'"), @r#"run.toml: `model.kind`: expected "plain" or "gated", found "gatd"; did you mean "gated"?"#);
+    insta::assert_snapshot!(run_error("model.kind.gated.width = 'x'"), @r#"run.toml: `model.kind.gated.width`: expected an integer, at least 0, found the string "x""#);
+    insta::assert_snapshot!(run_error("optimizer = { type = 3 }"), @r#"run.toml: `optimizer.type`: expected a string, found `3`; write it in quotes: "3""#);
+    insta::assert_snapshot!(run_error("optimizer = 3"), @"run.toml: `optimizer`: expected a name or a table with a `type`, found `3`");
+    insta::assert_snapshot!(run_error("checkpoint.every_n_steps = 0"), @"`checkpoint.every_n_steps`: must be at least 1; leave it out to save none on the way");
+    let error = Run::from_layers(ConfigLayers::new()).unwrap_err();
+    insta::assert_snapshot!(error, @"missing key `data.path`, which has no default");
+}
+
+#[test]
+fn a_plugin_s_errors_name_the_full_path() {
+    let error = |text| tee(text).unwrap_err();
+    insta::assert_snapshot!(error("{ type = 'tee', every = 'x' }"), @r#"`trainer.loggers[1].every`: expected an integer, at least 0, found the string "x""#);
+    insta::assert_snapshot!(error("{ type = 'tee', evry = 3 }"), @"unknown key `trainer.loggers[1].evry`; did you mean `every`? (the keys of `trainer.loggers[1]` are every, names, limits, inner)");
+    insta::assert_snapshot!(error("{ type = 'tee' }"), @"missing key `trainer.loggers[1].every`, which has no default");
+    insta::assert_snapshot!(error("{ type = 'tee', every = 1, names = ['a', 2] }"), @r#"`trainer.loggers[1].names[1]`: expected a string, found `2`; write it in quotes: "2""#);
+    insta::assert_snapshot!(error("{ type = 'tee', every = 1, limits = { mx = 2 } }"), @"unknown key `trainer.loggers[1].limits.mx`; did you mean `max`? (the keys of `trainer.loggers[1].limits` are min, max)");
+    insta::assert_snapshot!(error("{ type = 'tee', every = 1, limits = { max = true } }"), @"`trainer.loggers[1].limits.max`: expected a number, found `true`");
+    insta::assert_snapshot!(error("{ type = 'tea' }"), @"unknown logger `tea`; available: tee. If a plugin crate provides `tea`, link it with `use that_crate as _;` in the program");
+    insta::assert_snapshot!(error("{ type = 'tee', every = 1, inner = 'tea' }"), @"`trainer.loggers[1].inner`: unknown logger `tea`; available: tee. If a plugin crate provides `tea`, link it with `use that_crate as _;` in the program");
+    insta::assert_snapshot!(error("{ type = 'tee', every = 1, inner = 3 }"), @"`trainer.loggers[1].inner`: expected a name or a table with a `type`, found `3`");
+    insta::assert_snapshot!(error("{ type = 'tee', every = 1, inner = { every = 1 } }"), @"missing key `trainer.loggers[1].inner.type`, which has no default");
+    insta::assert_snapshot!(
+        error("{ type = 'tee', every = 1, inner = { type = 'tee', every = 2, limits = { mn = 0 } } }"),
+        @"unknown key `trainer.loggers[1].inner.limits.mn`; did you mean `min`? (the keys of `trainer.loggers[1].inner.limits` are min, max)"
+    );
+    assert!(matches!(error("'tea'"), Error::UnknownPlugin { .. }));
+}
+
+#[test]
+fn plugins_nest_and_survive_a_round_trip() {
+    let text = "{ type = 'tee', every = 1, inner = { type = 'tee', names = ['a'], every = 2 } }";
+    let built = tee(text).unwrap();
+    let written = to_table(&built).unwrap();
+    insta::assert_snapshot!(to_toml(&written).unwrap(), @r#"
+every = 1
+names = []
+type = "tee"
+
+[inner]
+every = 2
+names = ["a"]
+type = "tee"
+
+[inner.limits]
+max = 0.0
+min = 0.0
+
+[limits]
+max = 0.0
+min = 0.0
+"#);
+    let again: Box<dyn LoggerConfig> = config::parse(written.clone()).unwrap();
+    assert_eq!(to_table(&again).unwrap(), written);
+}
+
+#[test]
+fn a_plugin_field_reads_other_formats_too() {
+    #[derive(Deserialize)]
+    struct Holder {
+        #[serde(deserialize_with = "plugin::deserialize")]
+        logger: Box<dyn LoggerConfig>,
+    }
+    let read = |text: &str| serde_json::from_str::<Holder>(text).map(|holder| holder.logger);
+    for text in [
+        r#"{ "logger": { "type": "tee", "every": 4, "inner": null } }"#,
+        r#"{ "logger": { "every": 4, "type": "tee" } }"#,
+    ] {
+        assert_eq!(to_table(&read(text).unwrap()).unwrap()["every"].as_integer(), Some(4));
+    }
+    let error = read(r#"{ "logger": { "every": 4, "type": "tea" } }"#).unwrap_err().to_string();
+    assert!(error.starts_with("unknown logger `tea`; available: tee."), "{error}");
+}
+
+#[test]
+fn a_configuration_file_that_is_not_there_or_not_toml_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let missing = dir.path().join("none.toml");
+    let error = ConfigLayers::new().file(&missing).unwrap_err().to_string();
+    let shown = error.replace(&dir.path().display().to_string(), "DIR");
+    insta::assert_snapshot!(shown, @"reading the configuration file DIR/none.toml: No such file or directory (os error 2)");
+    let broken = dir.path().join("broken.toml");
+    std::fs::write(&broken, "[trainer]\nmax_steps = = 3\n").unwrap();
+    let error = ConfigLayers::new().file(&broken).unwrap_err().to_string();
+    let shown = error.replace(&dir.path().display().to_string(), "DIR");
+    insta::assert_snapshot!(shown, @r#"
+DIR/broken.toml: TOML parse error at line 2, column 13
+  |
+2 | max_steps = = 3
+  |             ^
+extra `=`, expected nothing
+"#);
+}
+
+fn set(assignment: &str) -> Result<Table> {
+    ConfigLayers::new().set(assignment).map(|layers| layers.resolve())
+}
+
+#[test]
+fn overrides_are_toml_or_else_strings() {
+    let check = |assignment: &str, toml: &str| {
+        assert_eq!(set(assignment).unwrap(), toml.parse::<Table>().unwrap(), "{assignment}");
+    };
+    check("seed=7", "seed = 7");
+    check("optimizer.lr=3e-4", "optimizer.lr = 3e-4");
+    check("trainer.strategy=ddp", "trainer.strategy = 'ddp'");
+    check("trainer.precision=32-true", "trainer.precision = '32-true'");
+    check("data.path=foo.txt", "data.path = 'foo.txt'");
+    check("data.path=", "data.path = ''");
+    check("data.path=a=b c", "data.path = 'a=b c'");
+    check("data.path='2024'", "data.path = '2024'");
+    check("data.path=1\nseed = 3", "data.path = \"1\\nseed = 3\"");
+    check("trainer.max_time=00:12:00", "trainer.max_time = '00:12:00'");
+    check("trainer.loggers=[\"csv\"]", "trainer.loggers = ['csv']");
+    check("optimizer = {type=\"sgd\", lr=1}", "optimizer = { type = 'sgd', lr = 1 }");
+    check("plan.\"a.b=c\".x=true", "plan.'a.b=c'.x = true");
+}
+
+#[test]
+fn malformed_overrides_say_what_is_expected() {
+    let error = |assignment| set(assignment).unwrap_err();
+    insta::assert_snapshot!(error("trainer.max_steps"), @"--set trainer.max_steps: there is no `=`; expected key=value, such as trainer.max_steps=100");
+    insta::assert_snapshot!(error("trainer..max_steps=3"), @"--set trainer..max_steps=3: the key is malformed; expected key=value, such as trainer.max_steps=100");
+    insta::assert_snapshot!(error("=3"), @"--set =3: the key is malformed; expected key=value, such as trainer.max_steps=100");
+    insta::assert_snapshot!(error("[trainer]=3"), @"--set [trainer]=3: the key is malformed; expected key=value, such as trainer.max_steps=100");
+    insta::assert_snapshot!(error("trainer.loggers=[csv]"), @"--set trainer.loggers=[csv]: string values must be quoted, expected literal string; strings inside lists and tables need quotes");
+    let layers = ConfigLayers::new().text("base.toml", BASE).unwrap();
+    let layers = layers.set("trainer.max_stepz=3").unwrap();
+    let message = Run::from_layers(layers).unwrap_err().to_string();
+    let start = message.split(" (").next().unwrap();
+    insta::assert_snapshot!(start, @"--set trainer.max_stepz=3: unknown key `trainer.max_stepz`; did you mean `max_steps`?");
+}
+
+fn merged(layers: &[&str]) -> String {
+    let mut all = ConfigLayers::new();
+    for (i, text) in layers.iter().enumerate() {
+        all = all.text(i, text).unwrap();
+    }
+    all.resolve().to_string()
+}
+
+#[test]
+fn layers_merge_deeply_and_the_later_wins() {
+    insta::assert_snapshot!(merged(&["a = { x = 1, y = { p = 1, q = 2 } }\nl = [1, 2]", "a = { y = { q = 3 } }\nl = [3]"]), @r#"
+l = [3]
+
+[a]
+x = 1
+
+[a.y]
+p = 1
+q = 3
+"#);
+}
+
+#[test]
+fn a_table_whose_type_changes_is_replaced() {
+    let fsdp = "s = { type = 'fsdp', reshard = false, mp = { param = 'bf16' } }";
+    insta::assert_snapshot!(merged(&[fsdp, "s = { type = 'ddp', cap = 3 }"]), @r#"
+[s]
+cap = 3
+type = "ddp"
+"#);
+    insta::assert_snapshot!(merged(&[fsdp, "s = { type = 'fsdp', mp = { reduce = 'f32' } }"]), @r#"
+[s]
+reshard = false
+type = "fsdp"
+
+[s.mp]
+param = "bf16"
+reduce = "f32"
+"#);
+    insta::assert_snapshot!(merged(&[fsdp, "s.reshard = true"]), @r#"
+[s]
+reshard = true
+type = "fsdp"
+
+[s.mp]
+param = "bf16"
+"#);
+}
+
+#[test]
+fn a_name_is_short_for_a_table_with_a_type() {
+    insta::assert_snapshot!(merged(&["s = 'ddp'", "s.cap = 3"]), @r#"
+[s]
+cap = 3
+type = "ddp"
+"#);
+    insta::assert_snapshot!(merged(&["s = 'ddp'", "s = { type = 'ddp', cap = 3 }"]), @r#"
+[s]
+cap = 3
+type = "ddp"
+"#);
+    insta::assert_snapshot!(merged(&["s = 'ddp'", "s = { type = 'fsdp', r = 3 }"]), @r#"
+[s]
+r = 3
+type = "fsdp"
+"#);
+    insta::assert_snapshot!(merged(&["s = { type = 'ddp', cap = 3 }", "s = 'ddp'"]), @r#"
+[s]
+cap = 3
+type = "ddp"
+"#);
+    insta::assert_snapshot!(merged(&["s = { type = 'ddp', cap = 3 }", "s = 'fsdp'"]), @r#"
+[s]
+type = "fsdp"
+"#);
+    insta::assert_snapshot!(merged(&["s = 'ddp'", "s = 'fsdp'"]), @r#"s = "fsdp""#);
+}
+
+#[test]
+fn the_resolved_configuration_is_written_and_read_back() {
+    let layers = ConfigLayers::new()
+        .text("base.toml", BASE)
+        .and_then(|layers| layers.set("optimizer.lr=1e-3"))
+        .and_then(|layers| layers.set("trainer.strategy=fsdp"))
+        .and_then(|layers| layers.set("model.kind.gated.width=3"))
+        .unwrap();
+    let run = Run::from_layers(layers).unwrap();
+    let text = to_toml(&run).unwrap();
+    insta::assert_snapshot!(text, @r#"
+seed = 42
+scheduler = "constant"
+
+[model]
+hidden_size = 0
+
+[model.rates]
+
+[model.kind.gated]
+width = 3
+
+[data]
+path = "text"
+
+[optimizer]
+type = "adamw"
+lr = 0.001
+
+[trainer]
+devices = 1
+num_nodes = 1
+accumulate_grad_batches = 1
+gradient_clip_algorithm = "norm"
+val_check_interval = 1.0
+limit_val_batches = 1.0
+log_every_n_steps = 10
+precision = "32-true"
+default_root_dir = "fulgurite_logs"
+enable_progress_bar = true
+unused_parameters = "error"
+freeze = []
+timeout_secs = 600
+strategy = "fsdp"
+process_group = "shm"
+loggers = ["csv", "jsonl"]
+
+[checkpoint]
+save_last = true
+io = "local"
+"#);
+    let again = Run::from_layers(ConfigLayers::new().text("again", &text).unwrap()).unwrap();
+    assert_eq!(again, run);
+}
+
+#[test]
+fn the_reference_knows_every_key() {
+    let sections = reference::sections().unwrap();
+    let page = reference::markdown(&sections);
+    for key in ["`seed`", "`max_steps`", "`every_n_steps`"] {
+        assert!(page.contains(&format!("| {key} |")), "{page}");
+    }
+    let stale = reference::Section::new("x", Vec::new(), &toml::toml! { a = 1 });
+    insta::assert_snapshot!(stale.unwrap_err(), @"the reference of `x` is out of date: documented are ; there are a");
+}
+
+fn tables() -> impl proptest::strategy::Strategy<Value = toml::Value> {
+    use proptest::prelude::*;
+    let scalar = prop_oneof![
+        any::<i64>().prop_map(toml::Value::Integer),
+        any::<bool>().prop_map(toml::Value::Boolean),
+        "[a-z]{0,3}".prop_map(toml::Value::String),
+    ];
+    scalar.prop_recursive(4, 24, 4, |inner| {
+        proptest::collection::btree_map("a|b|c|type", inner, 0..4)
+            .prop_map(|map| toml::Value::Table(map.into_iter().collect()))
+    })
+}
+
+proptest::proptest! {
+    #[test]
+    fn a_layer_over_itself_changes_nothing(value in tables()) {
+        let table = Table::from_iter([("key".to_owned(), value)]);
+        let once = ConfigLayers::new().defaults(table.clone());
+        let twice = once.clone().defaults(table.clone());
+        proptest::prop_assert_eq!(once.resolve(), table);
+        proptest::prop_assert_eq!(twice.resolve(), once.resolve());
+    }
+
+    #[test]
+    fn any_value_can_be_set_and_is_one_value(text in "\\PC*") {
+        match set(&format!("a.b={text}")) {
+            Ok(table) => {
+                let inner = table["a"].as_table().expect("`a` is a table");
+                proptest::prop_assert_eq!((table.len(), inner.len()), (1, 1));
+                if let Some(string) = inner["b"].as_str() {
+                    proptest::prop_assert!(text.contains(string) || text.contains('\\'));
+                }
+            }
+            Err(error) => proptest::prop_assert!(
+                text.trim_start().starts_with(['[', '{', '"', '\'']),
+                "{}", error
+            ),
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! Events as JSON lines, for programs that watch a run.
+
+use std::io::{self, ErrorKind, Write};
+
+use fulgurite_core::trainer::{Event, EventSink, RunStatus};
+use fulgurite_core::{Error, Result};
+
+/// Writes each event as one JSON object on a line of its own, and flushes: `--output json`.
+///
+/// ```
+/// use fulgurite_core::trainer::{Event, EventSink};
+/// use fulgurite_loggers::JsonLines;
+///
+/// let mut sink = JsonLines::stdout();
+/// sink.event(&Event::Checkpoint { step: 20, path: "step-20".into() })?;
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+///
+/// If the reader goes away (a broken pipe) the run goes on, unwatched.
+pub struct JsonLines {
+    /// `None` when there is no reader any more.
+    writer: Option<Box<dyn Write + Send>>,
+}
+
+impl JsonLines {
+    /// Writes to standard output.
+    pub fn stdout() -> Self {
+        Self::new(io::stdout())
+    }
+
+    /// Writes to any writer.
+    pub fn new(writer: impl Write + Send + 'static) -> Self {
+        Self { writer: Some(Box::new(writer)) }
+    }
+}
+
+impl EventSink for JsonLines {
+    fn event(&mut self, event: &Event) -> Result<()> {
+        let Some(writer) = &mut self.writer else { return Ok(()) };
+        let mut line = serde_json::to_string(event).map_err(Error::other)?;
+        line.push('\n');
+        match writer.write_all(line.as_bytes()).and_then(|()| writer.flush()) {
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => {
+                self.writer = None;
+                Ok(())
+            }
+            result => result.map_err(Error::io("writing an event to", "stdout")),
+        }
+    }
+
+    fn finish(&mut self, _status: RunStatus) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+
+    /// Fails with this error from the second write on, and counts writes.
+    struct Failing(ErrorKind, Arc<Mutex<usize>>);
+
+    impl Write for Failing {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            let mut writes = self.1.lock().unwrap();
+            *writes += 1;
+            if *writes > 1 { Err(self.0.into()) } else { Ok(bytes.len()) }
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_reader_that_leaves_ends_the_stream_quietly() {
+        let writes = Arc::default();
+        let mut sink = JsonLines::new(Failing(ErrorKind::BrokenPipe, Arc::clone(&writes)));
+        let event = Event::Checkpoint { step: 1, path: "p".into() };
+        for _ in 0..4 {
+            sink.event(&event).unwrap();
+        }
+        assert_eq!(*writes.lock().unwrap(), 2, "nothing is written after the pipe broke");
+    }
+
+    #[test]
+    fn a_full_disk_is_an_error() {
+        let mut sink = JsonLines::new(Failing(ErrorKind::StorageFull, Arc::default()));
+        let event = Event::Checkpoint { step: 1, path: "p".into() };
+        sink.event(&event).unwrap();
+        insta::assert_snapshot!(sink.event(&event).unwrap_err(), @"writing an event to stdout: no storage space");
+    }
+}

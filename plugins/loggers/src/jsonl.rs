@@ -1,0 +1,91 @@
+//! The logger `jsonl`: one JSON object a line, in `metrics.jsonl`.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use fulgurite_core::trainer::{Logger, LoggerConfig};
+use fulgurite_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// `trainer.loggers = ["jsonl"]`: `metrics.jsonl` in the run's directory, with lines such as
+/// `{"step":1,"lr":0.001,"train_loss":3.5}`. Numbers that are not finite are `null`.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct JsonlConfig {}
+
+#[typetag::serde(name = "jsonl")]
+impl LoggerConfig for JsonlConfig {
+    fn build(&self, dir: &Path) -> Result<Box<dyn Logger>> {
+        let path = dir.join("metrics.jsonl");
+        let file = OpenOptions::new()
+            .append(true)
+            .create(true)
+            .open(&path)
+            .map_err(Error::io("opening the log", &path))?;
+        Ok(Box::new(JsonlLogger { path, file }))
+    }
+}
+
+fulgurite_core::register_logger!(
+    "jsonl",
+    JsonlConfig,
+    "metrics.jsonl in the run's directory, a JSON object a line",
+    "\"jsonl\""
+);
+
+struct JsonlLogger {
+    path: PathBuf,
+    file: File,
+}
+
+impl Logger for JsonlLogger {
+    fn name(&self) -> &str {
+        "jsonl"
+    }
+
+    /// The run's directory holds the configuration already.
+    fn log_hyperparams(&mut self, _params: &toml::Table) -> Result<()> {
+        Ok(())
+    }
+
+    fn log_metrics(&mut self, metrics: &BTreeMap<String, f64>, step: u64) -> Result<()> {
+        let mut line = format!("{{\"step\":{step}");
+        for (name, value) in metrics.iter().filter(|(name, _)| *name != "step") {
+            let name = serde_json::to_string(name).map_err(Error::other)?;
+            let value = serde_json::to_string(value).map_err(Error::other)?;
+            line += &format!(",{name}:{value}");
+        }
+        line += "}\n";
+        // One write a line, so that a reader sees whole lines.
+        self.file.write_all(line.as_bytes()).map_err(Error::io("writing the log", &self.path))
+    }
+
+    fn save(&mut self) -> Result<()> {
+        self.file.flush().map_err(Error::io("writing the log", &self.path))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_call_is_a_line_of_valid_json() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut logger = JsonlConfig {}.build(dir.path()).unwrap();
+        let metrics = [("train_loss", f64::INFINITY), ("a\"b", 0.5)];
+        let metrics = metrics.map(|(name, value)| (name.to_owned(), value)).into();
+        logger.log_metrics(&metrics, 1).unwrap();
+        logger.log_metrics(&BTreeMap::new(), 2).unwrap();
+        let text = std::fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap();
+        insta::assert_snapshot!(text, @r#"
+{"step":1,"a\"b":0.5,"train_loss":null}
+{"step":2}
+"#);
+        for line in text.lines() {
+            assert!(serde_json::from_str::<serde_json::Value>(line).unwrap().is_object());
+        }
+    }
+}
