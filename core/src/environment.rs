@@ -1,1 +1,0 @@
-//! Cluster environments: who am I among the processes of a job.

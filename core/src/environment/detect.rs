@@ -1,0 +1,37 @@
+//! Finding the environment among the linked plugins.
+
+use super::{EnvironmentConfig, Variables};
+use crate::registry::{self, kind};
+use crate::{Error, Result};
+
+/// The environment whose variables these are: of all linked plugins that recognise them, the one of
+/// highest priority (then the first by name). `None` if no linked plugin does.
+///
+/// # Errors
+/// If two plugins share a name, or one cannot be made from its name alone.
+pub fn detect(variables: &Variables) -> Result<Option<Box<dyn EnvironmentConfig>>> {
+    registry::validate()?;
+    let mut found: Option<Box<dyn EnvironmentConfig>> = None;
+    for name in registry::names(kind::ENVIRONMENT) {
+        let candidate = by_name(name)?;
+        let better = found.as_ref().is_none_or(|best| candidate.priority() > best.priority());
+        if better && candidate.detect(variables) {
+            found = Some(candidate);
+        }
+    }
+    Ok(found)
+}
+
+/// The environment plugin called `name`, with its default options.
+///
+/// # Errors
+/// [`Error::UnknownPlugin`], or [`Error::Config`] if the plugin has options without a default.
+pub fn by_name(name: &str) -> Result<Box<dyn EnvironmentConfig>> {
+    registry::require(kind::ENVIRONMENT, name)?;
+    serde_json::from_value(serde_json::json!({ "type": name })).map_err(|e| {
+        Error::Config(format!(
+            "environment `{name}` cannot be made from its name alone: {e}. Its options need \
+             defaults (`#[serde(default)]`)"
+        ))
+    })
+}

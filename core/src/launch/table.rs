@@ -1,0 +1,156 @@
+//! The content of a store: values, members and failures, for threads that wait on them.
+
+use std::collections::HashMap;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The job's failures: the rank and what it said.
+pub(super) type Failure = (usize, String);
+
+/// Why a wait ended without a value.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Refusal {
+    /// The time is over.
+    Timeout,
+    /// A rank failed: waiting longer is in vain.
+    Failed(Failure),
+    /// The store was closed.
+    Closed,
+}
+
+/// What is known of one rank.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Member {
+    /// It connected.
+    pub(super) joined: bool,
+    /// It said that it will not take part any longer, so losing it is no failure.
+    pub(super) left: bool,
+    /// Its connection ended.
+    pub(super) lost: bool,
+    /// It confirmed that it knows the job's failure.
+    pub(super) told: bool,
+}
+
+/// Shared by the TCP server's threads, and the whole of the in-memory store.
+pub(super) struct Table {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+pub(super) struct State {
+    values: HashMap<String, Vec<u8>>,
+    /// In the order they became known; the first is the job's.
+    pub(super) failures: Vec<Failure>,
+    pub(super) members: Vec<Member>,
+    /// The hosting process will take no further part (see [`Member::left`]).
+    pub(super) host_left: bool,
+    pub(super) closed: bool,
+}
+
+impl Table {
+    pub(super) fn new(world_size: usize) -> Self {
+        let state = State {
+            values: HashMap::new(),
+            failures: Vec::new(),
+            members: vec![Member::default(); world_size],
+            host_left: false,
+            closed: false,
+        };
+        Self { state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    /// The state, to read. A thread that panicked cannot have left it half-changed: every change is
+    /// one assignment or push.
+    pub(super) fn read(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the state and wakes all who wait.
+    pub(super) fn change<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
+        let result = change(&mut self.read());
+        self.changed.notify_all();
+        result
+    }
+
+    /// Waits until `ready` gives something; `None` after `timeout`.
+    pub(super) fn wait<R>(
+        &self,
+        timeout: Duration,
+        mut ready: impl FnMut(&State) -> Option<R>,
+    ) -> Option<R> {
+        let deadline = deadline(timeout);
+        let mut state = self.read();
+        loop {
+            if let Some(result) = ready(&state) {
+                return Some(result);
+            }
+            let rest = deadline.saturating_duration_since(Instant::now());
+            if rest.is_zero() {
+                return None;
+            }
+            state =
+                self.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// As [`wait`](Self::wait), ending early on a failure or when the store closes.
+    pub(super) fn wait_or_fail<R>(
+        &self,
+        timeout: Duration,
+        mut ready: impl FnMut(&State) -> Option<R>,
+    ) -> Result<R, Refusal> {
+        self.wait(timeout, |state| match ready(state) {
+            Some(result) => Some(Ok(result)),
+            None => match state.failures.first() {
+                Some(failure) => Some(Err(Refusal::Failed(failure.clone()))),
+                None => state.closed.then_some(Err(Refusal::Closed)),
+            },
+        })
+        .unwrap_or(Err(Refusal::Timeout))
+    }
+
+    pub(super) fn set(&self, key: &str, value: &[u8]) {
+        self.change(|state| state.values.insert(key.to_owned(), value.to_owned()));
+    }
+
+    pub(super) fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, Refusal> {
+        self.wait_or_fail(timeout, |state| state.values.get(key).cloned())
+    }
+
+    /// The error is the value that is no integer.
+    pub(super) fn add(&self, key: &str, amount: i64) -> Result<i64, String> {
+        self.change(|state| {
+            let old = match state.values.get(key) {
+                None => 0,
+                Some(bytes) => {
+                    let text = String::from_utf8_lossy(bytes);
+                    text.parse::<i64>().map_err(|_| text.into_owned())?
+                }
+            };
+            let new = old.wrapping_add(amount);
+            state.values.insert(key.to_owned(), new.to_string().into_bytes());
+            Ok(new)
+        })
+    }
+
+    /// Records a failure and returns the job's first. A rank's later words do not replace its first.
+    pub(super) fn fail(&self, rank: usize, message: &str) -> Failure {
+        self.change(|state| {
+            if state.failures.iter().all(|(other, _)| *other != rank) {
+                state.failures.push((rank, message.to_owned()));
+            }
+            state.failures.first().cloned().unwrap_or((rank, message.to_owned()))
+        })
+    }
+
+    pub(super) fn failure(&self) -> Option<Failure> {
+        self.read().failures.first().cloned()
+    }
+}
+
+/// `timeout` from now; far away if that cannot be expressed.
+pub(super) fn deadline(timeout: Duration) -> Instant {
+    const FAR: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+    Instant::now() + timeout.min(FAR)
+}

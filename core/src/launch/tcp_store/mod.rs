@@ -1,0 +1,40 @@
+//! The store of a job of several processes: a server in one of them, a client in each.
+//!
+//! Every client holds a *health connection* beside those for its requests. It carries nothing but
+//! signs of life, and the job's first failure as soon as there is one; its end without a word is
+//! how a rank that was killed is noticed. Between hosts, where a connection may die without ending,
+//! silence for a minute counts too. It does not on one host: there the kernel closes the
+//! connections of a dead process, and one that is stopped by a debugger is not dead.
+
+mod client;
+mod protocol;
+mod server;
+
+pub use client::TcpStore;
+pub use server::{LostRank, StoreServer};
+
+use std::time::Duration;
+
+/// Who a client is, and to which job it wants to talk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Identity {
+    /// What tells this job from others.
+    pub job_id: String,
+    /// The client's rank.
+    pub rank: usize,
+    /// The number of ranks the client expects.
+    pub world_size: usize,
+}
+
+/// How often a sign of life is sent.
+const HEARTBEAT: Duration = Duration::from_secs(2);
+/// After so many heartbeats without a sign of life from another host, it is taken for dead. Counted
+/// and not timed, so that a machine that slept does not find all its peers dead.
+const SILENT_HEARTBEATS: u32 = 30;
+/// How long a greeting or an immediate answer may take.
+const ANSWER: Duration = Duration::from_secs(20);
+/// What is said of a rank whose connection ended without a goodbye.
+const WITHOUT_A_WORD: &str = "the process ended without a word (killed?)";
+
+#[cfg(test)]
+mod tests;
