@@ -71,9 +71,8 @@ impl TrainSampler {
     /// at `position` of the stream: how a run goes on that has changed its global batch.
     pub fn indices_from(&self, position: u64, micro_batch: usize) -> Vec<u64> {
         let per_rank = self.batch_size * self.accumulate;
-        let start = position
-            + self.data_parallel_rank * per_rank
-            + micro_batch as u64 * self.batch_size;
+        let start =
+            position + self.data_parallel_rank * per_rank + micro_batch as u64 * self.batch_size;
         (start..start + self.batch_size).map(|position| self.order.at(position).1).collect()
     }
 }

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use super::fabric::SharedStrategy;
+use crate::config::UnusedParameters;
 use crate::optim::{GradScale, Optimizer, SchedulerConfig, StateTensor, clip_factor};
-use crate::strategy::UnusedParameters;
 use crate::{Error, Result};
 
 /// An optimizer as [`Fabric`](super::Fabric) sets it up: it takes the mean over the global batch,

@@ -48,19 +48,26 @@ impl Loss {
         self.count
     }
 
-    /// The mean over the items; NaN if there are none.
+    /// The sum as a number.
     ///
     /// # Errors
-    /// If the sum is not one number.
-    pub fn mean(&self) -> Result<f64> {
+    /// If it is not one number.
+    pub fn sum_value(&self) -> Result<f64> {
         if self.sum.elem_count() != 1 {
             return Err(Error::other(format!(
                 "a loss is one number, got a tensor of shape {:?}; sum or average it first",
                 self.sum.dims()
             )));
         }
-        let sum = self.sum.flatten_all()?.get(0)?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
-        Ok(sum / self.count)
+        Ok(self.sum.detach().flatten_all()?.get(0)?.to_dtype(DType::F64)?.to_scalar::<f64>()?)
+    }
+
+    /// The mean over the items; NaN if there are none.
+    ///
+    /// # Errors
+    /// If the sum is not one number.
+    pub fn mean(&self) -> Result<f64> {
+        Ok(self.sum_value()? / self.count)
     }
 
     /// The same numbers outside the graph.

@@ -1,24 +1,10 @@
 //! The gradient audit: parameters that got no gradient.
 
-use candle_core::{Device, Tensor};
-use serde::{Deserialize, Serialize};
-
 use super::StrategyState;
 use crate::collective::ReduceOp;
+use crate::config::UnusedParameters;
 use crate::{Error, Result};
-
-/// What becomes of a trainable parameter that no gradient reaches: `trainer.unused_parameters`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum UnusedParameters {
-    /// The first step fails and names all of them.
-    #[default]
-    Error,
-    /// Its gradient is zero; weight decay and momentum still act on it.
-    Zero,
-    /// The optimizer leaves it alone in steps where no rank has a gradient for it.
-    Ignore,
-}
+use candle_core::{Device, Tensor};
 
 impl StrategyState {
     /// Looks for trainable parameters that got a gradient on no rank in this step. Collective over

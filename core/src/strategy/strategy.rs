@@ -5,8 +5,9 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use serde::Serialize;
 
-use super::{NoSyncGuard, ParallelizeFn, StepTotals, StrategyState, UnusedParameters};
+use super::{NoSyncGuard, ParallelizeFn, StepTotals, StrategyState};
 use crate::collective::{ProcessGroup, ReduceOp, broadcast_object};
+use crate::config::UnusedParameters;
 use crate::mesh::{DATA_PARALLEL, DeviceMesh};
 use crate::module::{ModuleInit, ModuleTree};
 use crate::nn::Loss;
@@ -169,12 +170,6 @@ pub trait Strategy: Send {
     /// If the loss depends on no trainable parameter, or a peer fails.
     fn backward(&mut self, loss: &Loss) -> Result<()> {
         let sum = loss.sum();
-        if sum.elem_count() != 1 {
-            return Err(Error::other(format!(
-                "backward needs the loss as one number, got a tensor of shape {:?}",
-                sum.dims()
-            )));
-        }
         if !sum.track_op() {
             return Err(Error::other(
                 "the loss does not depend on any trainable parameter: all are frozen, the model \

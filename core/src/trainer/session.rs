@@ -17,7 +17,6 @@ use crate::collective::{ReduceOp, all_gather_object, broadcast_object};
 use crate::config::{Amount, CheckpointConfig, ClipAlgorithm};
 use crate::data::{DataModule, EvalSampler, SampleOrder, Split, TrainSampler};
 use crate::fabric::{Fabric, FabricOptimizer};
-use crate::launch;
 use crate::mesh::DP_CP;
 use crate::{Error, Result};
 
@@ -50,6 +49,7 @@ pub(super) struct Parts {
     pub(super) sinks: Vec<Box<dyn EventSink>>,
     pub(super) meter: Meter,
     pub(super) strategy: String,
+    pub(super) interrupted: fn() -> bool,
 }
 
 pub(super) struct Session<M, D> {
@@ -107,13 +107,8 @@ where
         let share = self.parts.fabric.strategy().distributed_sampler_kwargs()?;
         let order = SampleOrder::new(self.parts.fabric.seed(), self.shuffle, len)?;
         let accumulate = self.parts.config.accumulate_grad_batches as usize;
-        let sampler = TrainSampler::new(
-            order,
-            self.batch_size,
-            share.num_replicas,
-            share.rank,
-            accumulate,
-        )?;
+        let sampler =
+            TrainSampler::new(order, self.batch_size, share.num_replicas, share.rank, accumulate)?;
         Ok((order, sampler))
     }
 
@@ -160,8 +155,7 @@ where
                 self.hook(Hook::TrainEpochStart, this_epoch)?;
             }
             let step = self.cursor.step + 1;
-            let mut logged =
-                StepContext::new(step, this_epoch, 0, self.rank(), self.world_size());
+            let mut logged = StepContext::new(step, this_epoch, 0, self.rank(), self.world_size());
             for micro_batch in 0..accumulate {
                 let indices = sampler.indices_from(self.cursor.samples, micro_batch);
                 let batch = self.data.batch(Split::Train, &indices, &device)?;
@@ -178,7 +172,7 @@ where
             let flag = |on: bool| f64::from(u8::from(on));
             let flags = [
                 flag(out_of_time || self.parts.hooks.stop_requested()),
-                flag(launch::interrupt_requested()),
+                flag((self.parts.interrupted)()),
             ];
             let totals = self.parts.fabric.step_totals(&flags)?;
             let loss = totals.mean();
@@ -204,10 +198,8 @@ where
             self.hook(Hook::BeforeOptimizerStep, this_epoch)?;
             let lr = optimizer.learning_rate()?;
             optimizer.step()?;
-            self.cursor = Cursor {
-                step,
-                samples: self.cursor.samples + sampler.global_batch_size(),
-            };
+            self.cursor =
+                Cursor { step, samples: self.cursor.samples + sampler.global_batch_size() };
             let tokens_per_s = self.parts.meter.end_step(loss, totals.count);
             let metrics = logged.metrics();
             self.metrics.extend(metrics.clone());
@@ -339,13 +331,14 @@ where
     ) -> Result<()> {
         let source = checkpoint::DistributedCheckpoint::open(path)?;
         let tree = self.parts.fabric.module_tree()?;
-        checkpoint::load_into(&source.model(), &tree, true)?;
-        let state: SavedState = serde_json::from_value(source.state().clone()).map_err(|error| {
-            Error::checkpoint(path, format!("its training state cannot be read: {error}"))
-        })?;
+        checkpoint::load_into(source.model(), &tree, true)?;
+        let state: SavedState =
+            serde_json::from_value(source.manifest().state.clone()).map_err(|error| {
+                Error::checkpoint(path, format!("its training state cannot be read: {error}"))
+            })?;
         if let Some(optimizer) = optimizer {
-            let mut states = optimizer.state_tensors()?;
-            checkpoint::load_optimizer(&source.optimizer(), &tree, &mut states, true)?;
+            let states = optimizer.state_tensors()?;
+            checkpoint::load_optimizer(source.optimizer(), &tree, &states, true)?;
             optimizer.load_scalars(&state.optimizer)?;
         }
         if state.seed != self.parts.fabric.seed() && self.rank() == 0 {

@@ -29,6 +29,7 @@ pub struct Trainer {
     sinks: Vec<Box<dyn EventSink>>,
     parallelize: Option<Box<dyn ParallelizeFn>>,
     print: fn(&str),
+    interrupted: fn() -> bool,
 }
 
 /// What a run came to.
@@ -62,6 +63,7 @@ impl Trainer {
             sinks: Vec::new(),
             parallelize: None,
             print: |text| eprintln!("{text}"),
+            interrupted: || false,
         }
     }
 
@@ -90,6 +92,15 @@ impl Trainer {
     #[must_use]
     pub fn with_print(mut self, print: fn(&str)) -> Self {
         self.print = print;
+        self
+    }
+
+    /// Asked after each step whether someone wants the run to end, such as
+    /// [`launch::interrupt_requested`](crate::launch::interrupt_requested). One rank's yes is
+    /// enough: all finish the step, save, and stop.
+    #[must_use]
+    pub fn with_interrupt(mut self, interrupted: fn() -> bool) -> Self {
+        self.interrupted = interrupted;
         self
     }
 
@@ -140,7 +151,7 @@ impl Trainer {
         D: DataModule,
     {
         let mut session = self.set_up::<M, D>(run)?;
-        let result = (|| {
+        let result = (|| -> Result<f64> {
             if let Some(path) = session.checkpoint_to_resume()? {
                 session.resume(&path, None)?;
             }
@@ -178,20 +189,23 @@ impl Trainer {
             strategy.set_parallelize(parallelize)?;
         }
         let init = ModuleInit {
-            dtype: config.precision.parameter_dtype(),
+            dtype: config.precision.param_dtype(),
             compute_dtype: config.precision.compute_dtype(),
             frozen: config.freeze.clone(),
             ..ModuleInit::default()
         };
         let mut fabric = Fabric::new(self.world.clone(), strategy, init, run.seed)?;
         let share = fabric.strategy().distributed_sampler_kwargs()?;
-        let data = D::setup(&run.data, &DataContext {
-            seed: run.seed,
-            rank: self.world.rank(),
-            world_size: self.world.size(),
-            data_parallel_rank: share.rank,
-            data_parallel_size: share.num_replicas,
-        })?;
+        let data = D::setup(
+            &run.data,
+            &DataContext {
+                seed: run.seed,
+                rank: self.world.rank(),
+                world_size: self.world.size(),
+                data_parallel_rank: share.rank,
+                data_parallel_size: share.num_replicas,
+            },
+        )?;
         let mut model_config = run.model.clone();
         M::configure_from_data(&mut model_config, &data)?;
         let module = fabric.setup_module(|b| M::configure_model(&model_config, b))?;
@@ -214,8 +228,7 @@ impl Trainer {
         let (run_dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks)?;
         let io = open_checkpoints(run, run_dir)?;
         let world = &self.world;
-        let hooks =
-            Hooks::new(self.callbacks, (world.rank(), world.size()), run.seed, self.print);
+        let hooks = Hooks::new(self.callbacks, (world.rank(), world.size()), run.seed, self.print);
         if world.rank() != 0 {
             sinks.clear();
         }
@@ -229,6 +242,7 @@ impl Trainer {
                 sinks,
                 meter: Meter::new(self.program_start),
                 strategy: chosen.name,
+                interrupted: self.interrupted,
                 fabric,
             },
             module,
@@ -304,12 +318,10 @@ where
     D: DataModule,
 {
     fn run_fit(&mut self, run: &RunConfig<M::Config, D::Config>) -> Result<(FitOutcome, Ended)> {
-        let optimizer = run
-            .optimizer
-            .build::<Box<dyn OptimizerConfig>>(kind::OPTIMIZER, "optimizer")?;
-        let scheduler = run
-            .scheduler
-            .build::<Box<dyn SchedulerConfig>>(kind::SCHEDULER, "scheduler")?;
+        let optimizer =
+            run.optimizer.build::<Box<dyn OptimizerConfig>>(kind::OPTIMIZER, "optimizer")?;
+        let scheduler =
+            run.scheduler.build::<Box<dyn SchedulerConfig>>(kind::SCHEDULER, "scheduler")?;
         let mut optimizer = self
             .parts
             .fabric
@@ -320,7 +332,13 @@ where
         }
         let mut optimizer = optimizer.with_scheduler(scheduler, self.max_steps()?);
         let moment = Moment { step: self.cursor.step, epoch: 0 };
-        self.parts.hooks.call(Hook::FitStart, &mut self.module, moment, &self.metrics, &self.data)?;
+        self.parts.hooks.call(
+            Hook::FitStart,
+            &mut self.module,
+            moment,
+            &self.metrics,
+            &self.data,
+        )?;
         let ended = self.fit(&mut optimizer)?;
         let saved = run.checkpoint.every_n_steps.is_some_and(|n| self.cursor.step % n == 0);
         if run.checkpoint.save_last && !saved {
