@@ -94,9 +94,9 @@ impl TcpStore {
         match self.request(&request, timeout.saturating_add(ANSWER))? {
             Reply::Done => Ok(()),
             Reply::Refused(missing) => Err(Error::Launch(format!(
-                "rank {}: after {timeout:?} these of {} ranks have not come: {missing}. Check \
-                 that they were started and what they say",
-                self.server.identity.rank, self.server.identity.world_size
+                "after {timeout:?} these of {} ranks have not come: {missing}. Check that they \
+                 were started and what they say",
+                self.server.identity.world_size
             ))),
             other => Err(self.unexpected(other)),
         }

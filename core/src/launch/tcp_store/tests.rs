@@ -162,7 +162,7 @@ fn missing_ranks_are_named() {
     let (a, _b) = (client(&server, 0, 4), client(&server, 2, 4));
     insta::assert_snapshot!(
         a.wait_for_all(Duration::from_millis(20)).unwrap_err(),
-        @"launch: rank 0: after 20ms these of 4 ranks have not come: 1, 3. Check that they were started and what they say"
+        @"launch: after 20ms these of 4 ranks have not come: 1, 3. Check that they were started and what they say"
     );
 }
 

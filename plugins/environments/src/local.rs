@@ -1,0 +1,106 @@
+//! Nobody started other processes.
+
+use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
+use fulgurite_core::{Error, Result, register_environment};
+use serde::{Deserialize, Serialize};
+
+/// `environment.type = "local"`: this process is alone, and the launcher starts the other ranks on
+/// this host. Chosen by itself when no other environment is recognised; by name to use one node of
+/// an allocation without its launcher.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Local {}
+
+register_environment!(
+    "local",
+    Local,
+    "One process, which starts the other ranks of this host itself",
+    r#"{ type = "local" }"#
+);
+
+#[typetag::serde(name = "local")]
+impl EnvironmentConfig for Local {
+    fn priority(&self) -> i32 {
+        -1000
+    }
+
+    fn detect(&self, _: &Variables) -> bool {
+        true
+    }
+
+    fn build(&self, _: &Variables) -> Result<Box<dyn ClusterEnvironment>> {
+        Ok(Box::new(Alone))
+    }
+}
+
+#[derive(Debug)]
+struct Alone;
+
+impl ClusterEnvironment for Alone {
+    fn name(&self) -> &'static str {
+        "local"
+    }
+
+    fn creates_processes_externally(&self) -> bool {
+        false
+    }
+
+    fn world_size(&self) -> usize {
+        1
+    }
+
+    fn global_rank(&self) -> usize {
+        0
+    }
+
+    fn local_rank(&self) -> usize {
+        0
+    }
+
+    fn local_world_size(&self) -> usize {
+        1
+    }
+
+    fn node_rank(&self) -> usize {
+        0
+    }
+
+    fn main_address(&self) -> String {
+        "127.0.0.1".to_owned()
+    }
+
+    /// Any that is free: only processes started from here need to know it.
+    fn main_port(&self) -> u16 {
+        0
+    }
+
+    fn job_id(&self) -> String {
+        std::process::id().to_string()
+    }
+
+    fn validate_settings(&self, devices: usize, num_nodes: usize) -> Result<()> {
+        if num_nodes == 1 {
+            return Ok(());
+        }
+        Err(Error::Launch(format!(
+            "trainer.devices = {devices} and trainer.num_nodes = {num_nodes} make {} ranks, but \
+             nobody started this process as one of them. Ranks of several nodes need a launcher: \
+             `srun`, or on every node `torchrun --nnodes {num_nodes} --nproc-per-node {devices} \
+             --no-python PROGRAM`, or whatever sets RANK, WORLD_SIZE, LOCAL_RANK, \
+             LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            devices * num_nodes
+        )))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn several_nodes_need_a_launcher() {
+        let alone = Local {}.build(&Variables::default()).unwrap();
+        alone.validate_settings(7, 1).unwrap();
+        insta::assert_snapshot!(alone.validate_settings(2, 3).unwrap_err(), @"launch: trainer.devices = 2 and trainer.num_nodes = 3 make 6 ranks, but nobody started this process as one of them. Ranks of several nodes need a launcher: `srun`, or on every node `torchrun --nnodes 3 --nproc-per-node 2 --no-python PROGRAM`, or whatever sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT");
+    }
+}

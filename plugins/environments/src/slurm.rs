@@ -1,0 +1,231 @@
+//! The variables of Slurm.
+
+use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
+use fulgurite_core::{Error, Result, register_environment};
+use serde::{Deserialize, Serialize};
+
+use crate::{Process, first_node};
+
+/// `environment.type = "slurm"`: the ranks were started by `srun`.
+///
+/// | variable | |
+/// |---|---|
+/// | `SLURM_NTASKS`, `SLURM_PROCID`, `SLURM_LOCALID`, `SLURM_NODEID` | required: world size, rank, local rank, node rank |
+/// | `SLURM_STEP_TASKS_PER_NODE`, `SLURM_TASKS_PER_NODE` | ranks of each node, such as `2(x3),1`; else `SLURM_NTASKS_PER_NODE`; else the ranks divided by `SLURM_NNODES` |
+/// | `MASTER_ADDR` | rank 0's host; else the first of `SLURM_STEP_NODELIST` or `SLURM_NODELIST`; else 127.0.0.1 |
+/// | `MASTER_PORT` | a free port there; else 15000 plus the last four digits of `SLURM_JOB_ID` (12910 without one) |
+///
+/// Recognised by `SLURM_NTASKS`, unless the job's name is `bash` or `interactive`: in the shell of
+/// an allocation nobody started the ranks. To use one node of an allocation without `srun`, set
+/// `trainer.environment = "local"`.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Slurm {}
+
+register_environment!("slurm", Slurm, "Ranks started by srun", r#"{ type = "slurm" }"#);
+
+#[typetag::serde(name = "slurm")]
+impl EnvironmentConfig for Slurm {
+    fn priority(&self) -> i32 {
+        80
+    }
+
+    fn detect(&self, variables: &Variables) -> bool {
+        let interactive = matches!(variables.get("SLURM_JOB_NAME"), Some("bash" | "interactive"));
+        variables.is_set("SLURM_NTASKS") && !interactive
+    }
+
+    fn build(&self, variables: &Variables) -> Result<Box<dyn ClusterEnvironment>> {
+        let number = |name| variables.require::<usize>(name, "a number that Slurm sets");
+        let world_size = number("SLURM_NTASKS")?;
+        if world_size > 1 && !variables.is_set("SLURM_STEP_ID") {
+            return Err(Error::Launch(format!(
+                "SLURM_NTASKS = {world_size} tasks are allocated, but this process was not started \
+                 by srun (SLURM_STEP_ID is not set), so the others would never come. Start the \
+                 program with `srun`, or set trainer.environment = \"local\" to run on this node \
+                 alone"
+            )));
+        }
+        let node_rank = number("SLURM_NODEID")?;
+        let job = variables.get("SLURM_JOB_ID").unwrap_or_default();
+        let step = variables.get("SLURM_STEP_ID").unwrap_or_default();
+        let process = Process {
+            name: "slurm",
+            world_size,
+            global_rank: number("SLURM_PROCID")?,
+            local_rank: number("SLURM_LOCALID")?,
+            local_world_size: local_world_size(variables, world_size, node_rank)?,
+            node_rank,
+            main_address: main_address(variables)?,
+            main_port: main_port(variables, job)?,
+            job_id: format!("slurm-{job}.{step}"),
+            size_variable: "SLURM_NTASKS",
+        };
+        let process =
+            process.check("SLURM_PROCID", "SLURM_LOCALID", "the number of tasks of this node")?;
+        Ok(Box::new(process))
+    }
+}
+
+fn local_world_size(variables: &Variables, world_size: usize, node: usize) -> Result<usize> {
+    for name in ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"] {
+        let Some(list) = variables.get(name) else { continue };
+        return tasks_of_node(list, node).ok_or_else(|| {
+            Error::Launch(format!(
+                "the environment variable {name} is `{list}`, but should give the tasks of every \
+                 node, such as `2(x3),1`, and so those of node SLURM_NODEID = {node}"
+            ))
+        });
+    }
+    if let Some(tasks) = variables.parse("SLURM_NTASKS_PER_NODE", "the number of tasks a node")? {
+        return Ok(tasks);
+    }
+    let nodes: usize = variables.parse("SLURM_NNODES", "the number of nodes")?.unwrap_or(1);
+    match nodes {
+        0 => Err(Error::Launch("SLURM_NNODES must be 1 or more".into())),
+        _ if world_size.is_multiple_of(nodes) => Ok(world_size / nodes),
+        _ => Err(Error::Launch(format!(
+            "SLURM_NTASKS = {world_size} tasks do not divide evenly among SLURM_NNODES = {nodes} \
+             nodes, and none of SLURM_STEP_TASKS_PER_NODE, SLURM_TASKS_PER_NODE and \
+             SLURM_NTASKS_PER_NODE is set. Start the job with `--ntasks-per-node`"
+        ))),
+    }
+}
+
+/// Entry `node` of a list such as `2(x3),1`.
+fn tasks_of_node(list: &str, node: usize) -> Option<usize> {
+    let mut nodes = 0;
+    for part in list.split(',') {
+        let (tasks, repeat) = match part.trim().split_once("(x") {
+            Some((tasks, repeat)) => (tasks, repeat.strip_suffix(')')?.parse().ok()?),
+            None => (part.trim(), 1_usize),
+        };
+        let tasks = tasks.parse().ok()?;
+        nodes += repeat;
+        if node < nodes {
+            return Some(tasks);
+        }
+    }
+    None
+}
+
+fn main_address(variables: &Variables) -> Result<String> {
+    if let Some(address) = variables.get("MASTER_ADDR") {
+        return Ok(address.to_owned());
+    }
+    for name in ["SLURM_STEP_NODELIST", "SLURM_NODELIST"] {
+        let Some(list) = variables.get(name) else { continue };
+        return first_node(list).ok_or_else(|| {
+            Error::Launch(format!(
+                "the environment variable {name} is `{list}`, but should be a list of nodes such \
+                 as `node[01-04]`; MASTER_ADDR can name rank 0's host instead"
+            ))
+        });
+    }
+    Ok("127.0.0.1".to_owned())
+}
+
+fn main_port(variables: &Variables, job_id: &str) -> Result<u16> {
+    let what = "a free TCP port of rank 0's host, 1-65535";
+    if let Some(port) = variables.parse("MASTER_PORT", what)? {
+        return match port {
+            0 => Err(Error::Launch(format!("MASTER_PORT is `0`, but should be {what}"))),
+            port => Ok(port),
+        };
+    }
+    // Jobs on one node get different ports, all ranks of one the same.
+    let digits = job_id.get(job_id.len().saturating_sub(4)..).unwrap_or_default();
+    Ok(digits.parse::<u16>().map_or(12910, |digits| 15000 + digits))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FULL: [(&str, &str); 7] = [
+        ("SLURM_NTASKS", "4"),
+        ("SLURM_PROCID", "3"),
+        ("SLURM_LOCALID", "1"),
+        ("SLURM_NODEID", "1"),
+        ("SLURM_STEP_NODELIST", "node[07-08]"),
+        ("SLURM_JOB_ID", "1234567"),
+        ("SLURM_STEP_ID", "0"),
+    ];
+    const NODES: (&str, &str) = ("SLURM_NNODES", "2");
+
+    /// The full set with changes; an empty value takes a variable out.
+    fn with<'a>(changes: &[(&'a str, &'a str)]) -> Variables {
+        let kept = FULL.iter().filter(|(name, _)| changes.iter().all(|(other, _)| name != other));
+        kept.chain(changes.iter().filter(|(_, value)| !value.is_empty())).copied().collect()
+    }
+
+    fn build(changes: &[(&str, &str)]) -> Box<dyn ClusterEnvironment> {
+        Slurm {}.build(&with(changes)).unwrap()
+    }
+
+    fn error(changes: &[(&str, &str)]) -> String {
+        Slurm {}.build(&with(changes)).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn reads_what_srun_sets() {
+        let environment = build(&[NODES]);
+        assert!(environment.creates_processes_externally());
+        assert_eq!((environment.global_rank(), environment.world_size()), (3, 4));
+        assert_eq!((environment.local_rank(), environment.local_world_size()), (1, 2));
+        assert_eq!(environment.node_rank(), 1);
+        assert_eq!((environment.main_address(), environment.main_port()), ("node07".into(), 19567));
+        assert_eq!(environment.job_id(), "slurm-1234567.0");
+    }
+
+    #[test]
+    fn finds_the_tasks_of_its_node() {
+        let local = |name, value| build(&[(name, value)]).local_world_size();
+        assert_eq!(local("SLURM_STEP_TASKS_PER_NODE", "2(x2)"), 2);
+        assert_eq!(local("SLURM_TASKS_PER_NODE", "1,3"), 3);
+        assert_eq!(local("SLURM_NTASKS_PER_NODE", "2"), 2);
+        for (list, node, tasks) in [
+            ("2(x3),1", 2, Some(2)),
+            ("2(x3),1", 3, Some(1)),
+            ("2(x3),1", 4, None),
+            ("2(x3", 0, None),
+            ("two", 0, None),
+            ("", 0, None),
+        ] {
+            assert_eq!(tasks_of_node(list, node), tasks, "{list} {node}");
+        }
+    }
+
+    #[test]
+    fn address_and_port_have_other_sources() {
+        let environment = build(&[NODES, ("MASTER_ADDR", "head"), ("MASTER_PORT", "4711")]);
+        assert_eq!((environment.main_address(), environment.main_port()), ("head".into(), 4711));
+        let list = [NODES, ("SLURM_STEP_NODELIST", ""), ("SLURM_NODELIST", "alpha[3,1], beta")];
+        assert_eq!(build(&list).main_address(), "alpha3");
+        let nothing = [NODES, ("SLURM_STEP_NODELIST", ""), ("SLURM_JOB_ID", "")];
+        assert_eq!(build(&nothing).main_address(), "127.0.0.1");
+        assert_eq!(build(&nothing).main_port(), 12910);
+        assert_eq!(build(&[NODES, ("SLURM_JOB_ID", "42")]).main_port(), 15042);
+    }
+
+    #[test]
+    fn a_shell_in_an_allocation_is_not_a_rank() {
+        assert!(Slurm {}.detect(&with(&[])));
+        assert!(!Slurm {}.detect(&with(&[("SLURM_JOB_NAME", "bash")])));
+        assert!(!Slurm {}.detect(&with(&[("SLURM_JOB_NAME", "interactive")])));
+        assert!(!Slurm {}.detect(&with(&[("SLURM_NTASKS", "")])));
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        insta::assert_snapshot!(error(&[("SLURM_STEP_ID", "")]), @r#"launch: SLURM_NTASKS = 4 tasks are allocated, but this process was not started by srun (SLURM_STEP_ID is not set), so the others would never come. Start the program with `srun`, or set trainer.environment = "local" to run on this node alone"#);
+        insta::assert_snapshot!(error(&[("SLURM_PROCID", "")]), @"launch: the environment variable SLURM_PROCID (a number that Slurm sets) is not set, but others of its family are. Set it, or unset them all to run without a launcher");
+        insta::assert_snapshot!(error(&[("SLURM_LOCALID", "x")]), @"launch: the environment variable SLURM_LOCALID is `x`, but should be a number that Slurm sets");
+        insta::assert_snapshot!(error(&[NODES, ("SLURM_PROCID", "9")]), @"launch: SLURM_PROCID = 9 must be below SLURM_NTASKS = 4");
+        insta::assert_snapshot!(error(&[("SLURM_NNODES", "3")]), @"launch: SLURM_NTASKS = 4 tasks do not divide evenly among SLURM_NNODES = 3 nodes, and none of SLURM_STEP_TASKS_PER_NODE, SLURM_TASKS_PER_NODE and SLURM_NTASKS_PER_NODE is set. Start the job with `--ntasks-per-node`");
+        insta::assert_snapshot!(error(&[("SLURM_TASKS_PER_NODE", "4")]), @"launch: the environment variable SLURM_TASKS_PER_NODE is `4`, but should give the tasks of every node, such as `2(x3),1`, and so those of node SLURM_NODEID = 1");
+        insta::assert_snapshot!(error(&[NODES, ("SLURM_STEP_NODELIST", "node[")]), @"launch: the environment variable SLURM_STEP_NODELIST is `node[`, but should be a list of nodes such as `node[01-04]`; MASTER_ADDR can name rank 0's host instead");
+        insta::assert_snapshot!(error(&[NODES, ("MASTER_PORT", "0")]), @"launch: MASTER_PORT is `0`, but should be a free TCP port of rank 0's host, 1-65535");
+        insta::assert_snapshot!(build(&[NODES]).validate_settings(4, 2).unwrap_err(), @"launch: trainer.devices = 4 and trainer.num_nodes = 2 make 8 ranks, but SLURM_NTASKS = 4 were started (environment `slurm`). Set trainer.devices = 2 and trainer.num_nodes = 2, or start 8 processes");
+    }
+}

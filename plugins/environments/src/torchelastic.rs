@@ -1,0 +1,206 @@
+//! The variables of `torchrun`.
+
+use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
+use fulgurite_core::{Error, Result, register_environment};
+use serde::{Deserialize, Serialize};
+
+use crate::Process;
+
+/// `environment.type = "torchelastic"`: the ranks were started by `torchrun`, or by anything else
+/// that sets the same variables.
+///
+/// | variable | |
+/// |---|---|
+/// | `RANK`, `WORLD_SIZE`, `LOCAL_RANK` | required |
+/// | `MASTER_ADDR`, `MASTER_PORT` | required; rank 0's host, and a free port on it |
+/// | `LOCAL_WORLD_SIZE` | ranks of this node. Without it `WORLD_SIZE` is divided by `GROUP_WORLD_SIZE` or `NNODES` if one is set; else all ranks are taken to be on one node |
+/// | `GROUP_RANK`, `NODE_RANK` | this node's rank; without them `RANK / LOCAL_WORLD_SIZE` |
+/// | `TORCHELASTIC_RUN_ID` | tells jobs apart |
+/// | `TORCHELASTIC_USE_AGENT_STORE` | `True` says that `torchrun`'s own store has `MASTER_PORT`; then this job's is one port above |
+///
+/// Recognised by `RANK` or `LOCAL_RANK`, or by `WORLD_SIZE` outside of Slurm (where scripts often
+/// set that one alone).
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TorchElastic {}
+
+register_environment!(
+    "torchelastic",
+    TorchElastic,
+    "Ranks started by torchrun, or by anything that sets its variables",
+    r#"{ type = "torchelastic" }"#
+);
+
+#[typetag::serde(name = "torchelastic")]
+impl EnvironmentConfig for TorchElastic {
+    fn priority(&self) -> i32 {
+        100
+    }
+
+    fn detect(&self, variables: &Variables) -> bool {
+        let set = |name| variables.is_set(name);
+        set("RANK") || set("LOCAL_RANK") || (set("WORLD_SIZE") && !set("SLURM_PROCID"))
+    }
+
+    fn build(&self, variables: &Variables) -> Result<Box<dyn ClusterEnvironment>> {
+        let world_size = variables.require("WORLD_SIZE", "the number of ranks")?;
+        let global_rank = variables.require("RANK", "this process's rank, a number")?;
+        let local_rank = variables.require("LOCAL_RANK", "this process's rank on its node")?;
+        let local_world_size = local_world_size(variables, world_size, global_rank, local_rank)?;
+        let what = "this node's rank, a number";
+        let node_rank = match variables.parse("GROUP_RANK", what)? {
+            Some(rank) => rank,
+            None => variables
+                .parse("NODE_RANK", what)?
+                .unwrap_or_else(|| global_rank.checked_div(local_world_size).unwrap_or(0)),
+        };
+        let address = "the host that rank 0 runs on";
+        let process = Process {
+            name: "torchelastic",
+            world_size,
+            global_rank,
+            local_rank,
+            local_world_size,
+            node_rank,
+            main_address: variables.require("MASTER_ADDR", address)?,
+            main_port: main_port(variables)?,
+            job_id: variables.get("TORCHELASTIC_RUN_ID").unwrap_or("torchelastic").to_owned(),
+            size_variable: "WORLD_SIZE",
+        };
+        Ok(Box::new(process.check("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")?))
+    }
+}
+
+fn local_world_size(
+    variables: &Variables,
+    world_size: usize,
+    rank: usize,
+    local_rank: usize,
+) -> Result<usize> {
+    if let Some(size) = variables.parse("LOCAL_WORLD_SIZE", "the number of ranks of this node")? {
+        return Ok(size);
+    }
+    for name in ["GROUP_WORLD_SIZE", "NNODES"] {
+        let Some(nodes) = variables.parse::<usize>(name, "the number of nodes")? else { continue };
+        if nodes == 0 || !world_size.is_multiple_of(nodes) {
+            return Err(Error::Launch(format!(
+                "WORLD_SIZE = {world_size} ranks do not divide evenly among {name} = {nodes} \
+                 nodes; set LOCAL_WORLD_SIZE to the number of ranks of this node"
+            )));
+        }
+        return Ok(world_size / nodes);
+    }
+    if local_rank != rank {
+        return Err(Error::Launch(format!(
+            "LOCAL_RANK = {local_rank} differs from RANK = {rank}, so there are several nodes; set \
+             LOCAL_WORLD_SIZE to the number of ranks of this one"
+        )));
+    }
+    Ok(world_size)
+}
+
+fn main_port(variables: &Variables) -> Result<u16> {
+    let port: u16 =
+        variables.require("MASTER_PORT", "a free TCP port of rank 0's host, 1-65535")?;
+    let taken = variables.get("TORCHELASTIC_USE_AGENT_STORE");
+    let taken = taken.is_some_and(|value| value.eq_ignore_ascii_case("true") || value == "1");
+    let port = if taken { port.checked_add(1) } else { Some(port) };
+    port.filter(|port| *port != 0).ok_or_else(|| {
+        Error::Launch(format!(
+            "MASTER_PORT = {} leaves no port for this job's store; choose one between 1024 and \
+             65534",
+            variables.get("MASTER_PORT").unwrap_or_default()
+        ))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FULL: [(&str, &str); 6] = [
+        ("RANK", "3"),
+        ("WORLD_SIZE", "4"),
+        ("LOCAL_RANK", "1"),
+        ("LOCAL_WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "node0"),
+        ("MASTER_PORT", "29500"),
+    ];
+
+    /// The full set with changes; an empty value takes a variable out.
+    fn with<'a>(changes: &[(&'a str, &'a str)]) -> Variables {
+        let kept = FULL.iter().filter(|(name, _)| changes.iter().all(|(other, _)| name != other));
+        kept.chain(changes.iter().filter(|(_, value)| !value.is_empty())).copied().collect()
+    }
+
+    fn build(changes: &[(&str, &str)]) -> Box<dyn ClusterEnvironment> {
+        TorchElastic {}.build(&with(changes)).unwrap()
+    }
+
+    fn error(changes: &[(&str, &str)]) -> String {
+        let variables = with(changes);
+        assert!(TorchElastic {}.detect(&variables), "partly set variables are recognised");
+        TorchElastic {}.build(&variables).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn reads_what_torchrun_sets() {
+        let environment = build(&[("GROUP_RANK", "1"), ("TORCHELASTIC_RUN_ID", "run")]);
+        assert!(environment.creates_processes_externally());
+        assert_eq!((environment.global_rank(), environment.world_size()), (3, 4));
+        assert_eq!((environment.local_rank(), environment.local_world_size()), (1, 2));
+        assert_eq!(environment.node_rank(), 1);
+        assert_eq!((environment.main_address(), environment.main_port()), ("node0".into(), 29500));
+        assert_eq!(environment.job_id(), "run");
+        assert_eq!(build(&[("TORCHELASTIC_USE_AGENT_STORE", "True")]).main_port(), 29501);
+        assert_eq!(build(&[("TORCHELASTIC_USE_AGENT_STORE", "False")]).main_port(), 29500);
+    }
+
+    #[test]
+    fn derives_what_is_missing() {
+        assert_eq!(build(&[]).node_rank(), 1, "from RANK");
+        assert_eq!(build(&[("NODE_RANK", "5")]).node_rank(), 5);
+        let no_size = ("LOCAL_WORLD_SIZE", "");
+        assert_eq!(build(&[no_size, ("NNODES", "2")]).local_world_size(), 2);
+        assert_eq!(build(&[no_size, ("GROUP_WORLD_SIZE", "1")]).local_world_size(), 4);
+        let one_node = build(&[no_size, ("LOCAL_RANK", "3")]);
+        assert_eq!((one_node.local_world_size(), one_node.node_rank()), (4, 0));
+    }
+
+    #[test]
+    fn is_recognised_by_any_of_its_variables() {
+        let detect = |name| TorchElastic {}.detect(&Variables::from([(name, "1")]));
+        assert!(detect("RANK") && detect("WORLD_SIZE") && detect("LOCAL_RANK"));
+        assert!(!detect("MASTER_ADDR"), "often set for other launchers");
+        let under_slurm = Variables::from([("WORLD_SIZE", "2"), ("SLURM_PROCID", "0")]);
+        assert!(!TorchElastic {}.detect(&under_slurm));
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        insta::assert_snapshot!(error(&[("RANK", "")]), @"launch: the environment variable RANK (this process's rank, a number) is not set, but others of its family are. Set it, or unset them all to run without a launcher");
+        insta::assert_snapshot!(error(&[("WORLD_SIZE", "")]), @"launch: the environment variable WORLD_SIZE (the number of ranks) is not set, but others of its family are. Set it, or unset them all to run without a launcher");
+        insta::assert_snapshot!(error(&[("LOCAL_RANK", "")]), @"launch: the environment variable LOCAL_RANK (this process's rank on its node) is not set, but others of its family are. Set it, or unset them all to run without a launcher");
+        insta::assert_snapshot!(error(&[("MASTER_ADDR", "")]), @"launch: the environment variable MASTER_ADDR (the host that rank 0 runs on) is not set, but others of its family are. Set it, or unset them all to run without a launcher");
+        insta::assert_snapshot!(error(&[("MASTER_PORT", "")]), @"launch: the environment variable MASTER_PORT (a free TCP port of rank 0's host, 1-65535) is not set, but others of its family are. Set it, or unset them all to run without a launcher");
+        insta::assert_snapshot!(error(&[("RANK", "first")]), @"launch: the environment variable RANK is `first`, but should be this process's rank, a number");
+        insta::assert_snapshot!(error(&[("RANK", "-1")]), @"launch: the environment variable RANK is `-1`, but should be this process's rank, a number");
+        insta::assert_snapshot!(error(&[("RANK", "4")]), @"launch: RANK = 4 must be below WORLD_SIZE = 4");
+        insta::assert_snapshot!(error(&[("LOCAL_RANK", "2")]), @"launch: LOCAL_RANK = 2 must be below LOCAL_WORLD_SIZE = 2");
+        insta::assert_snapshot!(error(&[("WORLD_SIZE", "0")]), @"launch: WORLD_SIZE and LOCAL_WORLD_SIZE must be 1 or more");
+        insta::assert_snapshot!(error(&[("LOCAL_WORLD_SIZE", "8")]), @"launch: LOCAL_WORLD_SIZE = 8 must not be above WORLD_SIZE = 4");
+        insta::assert_snapshot!(error(&[("LOCAL_WORLD_SIZE", "")]), @"launch: LOCAL_RANK = 1 differs from RANK = 3, so there are several nodes; set LOCAL_WORLD_SIZE to the number of ranks of this one");
+        insta::assert_snapshot!(error(&[("LOCAL_WORLD_SIZE", ""), ("NNODES", "3")]), @"launch: WORLD_SIZE = 4 ranks do not divide evenly among NNODES = 3 nodes; set LOCAL_WORLD_SIZE to the number of ranks of this node");
+        insta::assert_snapshot!(error(&[("MASTER_PORT", "http")]), @"launch: the environment variable MASTER_PORT is `http`, but should be a free TCP port of rank 0's host, 1-65535");
+        insta::assert_snapshot!(error(&[("MASTER_PORT", "70000")]), @"launch: the environment variable MASTER_PORT is `70000`, but should be a free TCP port of rank 0's host, 1-65535");
+        insta::assert_snapshot!(error(&[("MASTER_PORT", "0")]), @"launch: MASTER_PORT = 0 leaves no port for this job's store; choose one between 1024 and 65534");
+        let agent = ("TORCHELASTIC_USE_AGENT_STORE", "True");
+        insta::assert_snapshot!(error(&[("MASTER_PORT", "65535"), agent]), @"launch: MASTER_PORT = 65535 leaves no port for this job's store; choose one between 1024 and 65534");
+    }
+
+    #[test]
+    fn settings_must_fit() {
+        build(&[]).validate_settings(2, 2).unwrap();
+        insta::assert_snapshot!(build(&[]).validate_settings(8, 1).unwrap_err(), @"launch: trainer.devices = 8 and trainer.num_nodes = 1 make 8 ranks, but WORLD_SIZE = 4 were started (environment `torchelastic`). Set trainer.devices = 2 and trainer.num_nodes = 2, or start 8 processes");
+    }
+}

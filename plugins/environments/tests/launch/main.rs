@@ -1,0 +1,28 @@
+//! Launching, failing and ending with real processes.
+//!
+//! The program that is launched is this one again: with `LAUNCH_TEST_PROGRAM` set it plays that
+//! part instead of running the tests. So it has a `main` as any user's program has.
+
+mod program;
+mod run;
+mod started;
+mod supervised;
+
+use std::process::ExitCode;
+
+use fulgurite_environments as _;
+use libtest_mimic::{Arguments, Trial};
+
+fn main() -> ExitCode {
+    if let Ok(part) = std::env::var(run::PROGRAM) {
+        return fulgurite_core::launch::report_and_exit_code(program::play(&part));
+    }
+    let trials = supervised::TESTS.iter().chain(started::TESTS);
+    let trials = trials.map(|(name, test)| {
+        Trial::test(*name, move || {
+            test();
+            Ok(())
+        })
+    });
+    libtest_mimic::run(&Arguments::from_args(), trials.collect()).exit_code()
+}

@@ -1,0 +1,127 @@
+//! The program that is launched.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use fulgurite_core::launch::{LaunchOptions, Launched, interrupt_requested, launch};
+use fulgurite_core::{Error, Result};
+
+use crate::run::{DEVICES, TIMEOUT_MS};
+
+/// Longer than any test may take: a rank that waits this long was not told.
+const LONG: Duration = Duration::from_secs(600);
+
+pub(crate) fn play(part: &str) -> Result<()> {
+    if part == "crowded" {
+        let mut one = rustix::thread::CpuSet::new();
+        let all = rustix::thread::sched_getaffinity(None).map_err(Error::other)?;
+        one.set((0..rustix::thread::CpuSet::MAX_CPU).find(|cpu| all.is_set(*cpu)).unwrap_or(0));
+        rustix::thread::sched_setaffinity(None, &one).map_err(Error::other)?;
+    }
+    let mut options = LaunchOptions { devices: number(DEVICES), ..Default::default() };
+    if let Some(ms) = number(TIMEOUT_MS) {
+        options.timeout = Duration::from_millis(ms as u64);
+    }
+    let launched = launch(options)?;
+    announce(&launched);
+    let rank = launched.rank;
+    match (part, rank) {
+        ("identity" | "crowded", _) => Ok(()),
+        ("error", 1) => Err(Error::other("the disk is full")),
+        ("error_everywhere", _) => Err(Error::other("no such file: corpus.txt")),
+        ("panic", 1) => panic!("index 7 is out of range"),
+        ("panic_in_thread", 1) => {
+            let thread = std::thread::Builder::new().name("loader".into());
+            let thread = thread.spawn(|| panic!("bad record")).map_err(Error::other)?;
+            let _ = thread.join();
+            wait(&launched)
+        }
+        ("exit", 1) => std::process::exit(7),
+        // Reports its failure but does not end.
+        ("stuck", 1) => {
+            launched.store.report_failure("the link is down")?;
+            loop {
+                std::thread::park();
+            }
+        }
+        // Takes no notice of anything.
+        ("stuck", _) | ("deaf", _) => loop {
+            std::thread::park();
+        },
+        // Another error than "a peer failed", but because of that.
+        ("symptom", 1) => Err(Error::other("the cause")),
+        ("symptom", _) => {
+            wait(&launched).expect_err("rank 1 fails");
+            Err(Error::other("broken pipe"))
+        }
+        ("collective", 1) => {
+            launched.store.get("rank 0 is about to see the connection break", LONG)?;
+            Err(Error::other("the cause"))
+        }
+        ("collective", _) => {
+            launched.store.set("rank 0 is about to see the connection break", b"")?;
+            Err(Error::Collective {
+                rank,
+                group: "world".into(),
+                op: "all_reduce",
+                message: "connection reset by peer".into(),
+            })
+        }
+        ("interrupt", _) => {
+            while !interrupt_requested() {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            // All ranks get here, so all were asked.
+            if launched.store.add("asked", 1)? == launched.world_size as i64 {
+                launched.store.set("all asked", b"")?;
+            }
+            launched.store.get("all asked", LONG)?;
+            println!("rank {rank} finished its step");
+            Err(Error::Interrupted)
+        }
+        // Rank 0, which may host the store, is done long before the others.
+        ("finish_early", 0) => Ok(()),
+        ("finish_early", _) => {
+            std::thread::sleep(Duration::from_millis(300));
+            launched.store.set("still works", b"1")?;
+            launched.store.get("still works", LONG).map(drop)
+        }
+        ("twice", _) => {
+            drop(launched);
+            let again = launch(LaunchOptions { devices: number(DEVICES), ..Default::default() })?;
+            announce(&again);
+            let other = LaunchOptions { devices: Some(9), ..Default::default() };
+            Err(launch(other).expect_err("another number of ranks"))
+        }
+        _ => wait(&launched),
+    }
+}
+
+/// One line of JSON that tells what this rank is.
+fn announce(launched: &Launched) {
+    let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"];
+    let names = names.into_iter().chain(["RAYON_NUM_THREADS"]);
+    let variables: BTreeMap<_, _> =
+        names.map(|name| (name, std::env::var(name).unwrap_or_default())).collect();
+    let line = serde_json::json!({
+        "pid": std::process::id(),
+        "rank": launched.rank,
+        "world_size": launched.world_size,
+        "local_rank": launched.local_rank,
+        "local_world_size": launched.local_world_size,
+        "node_rank": launched.node_rank,
+        "environment": launched.environment,
+        "started": launched.started,
+        "arguments": std::env::args().skip(1).collect::<Vec<_>>(),
+        "variables": variables,
+    });
+    println!("{line}");
+}
+
+fn wait(launched: &Launched) -> Result<()> {
+    launched.store.get("nobody sets this", LONG).map(drop)
+}
+
+fn number(variable: &str) -> Option<usize> {
+    std::env::var(variable).ok()?.parse().ok()
+}

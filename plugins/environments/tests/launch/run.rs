@@ -1,0 +1,141 @@
+//! Running the program, and looking at it.
+
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+/// The part that the program plays.
+pub(crate) const PROGRAM: &str = "LAUNCH_TEST_PROGRAM";
+/// `LaunchOptions::devices`.
+pub(crate) const DEVICES: &str = "LAUNCH_TEST_DEVICES";
+/// `LaunchOptions::timeout`.
+pub(crate) const TIMEOUT_MS: &str = "LAUNCH_TEST_TIMEOUT_MS";
+
+/// When a test gives up. Nothing is asserted about how long something takes.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Prefixes of variables that could tell the program that it was launched already.
+const FOREIGN: [&str; 14] = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_",
+    "NODE_RANK",
+    "NNODES",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "FULGURITE_",
+    "RAYON_NUM_THREADS",
+    "RUST_BACKTRACE",
+    "LAUNCH_TEST_",
+];
+
+/// A running program.
+pub(crate) struct Run {
+    process: Child,
+    lines: Receiver<String>,
+    stderr: Option<JoinHandle<String>>,
+}
+
+/// How a program ended.
+pub(crate) struct Ended {
+    /// The exit code; 128 + the signal if it was killed.
+    pub(crate) code: i32,
+    /// The lines of stdout that were not read before.
+    pub(crate) stdout: Vec<String>,
+    /// Without the lines below.
+    pub(crate) stderr: String,
+    /// Lines that depend on how many cores there are.
+    pub(crate) warnings: String,
+}
+
+impl Run {
+    /// Starts the program in a clean environment plus `variables`.
+    pub(crate) fn start(part: &str, variables: &[(&str, &str)]) -> Self {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        for (name, _) in std::env::vars_os() {
+            let name = name.to_string_lossy().into_owned();
+            if FOREIGN.iter().any(|prefix| name.starts_with(prefix)) {
+                command.env_remove(name);
+            }
+        }
+        command.env(PROGRAM, part).envs(variables.iter().copied()).args(["--flag", "a b"]);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut process = command.spawn().unwrap();
+        let (send, lines) = channel();
+        let stdout = BufReader::new(process.stdout.take().unwrap());
+        std::thread::spawn(move || {
+            for line in stdout.lines().map_while(Result::ok) {
+                let _ = send.send(line);
+            }
+        });
+        let mut stderr = process.stderr.take().unwrap();
+        let stderr = std::thread::spawn(move || {
+            let mut all = Vec::new();
+            let _ = stderr.read_to_end(&mut all);
+            String::from_utf8_lossy(&all).into_owned()
+        });
+        Self { process, lines, stderr: Some(stderr) }
+    }
+
+    /// The next `n` lines of stdout as JSON, by rank.
+    pub(crate) fn ranks(&self, n: usize) -> Vec<serde_json::Value> {
+        let lines = (0..n).map(|_| self.lines.recv_timeout(PATIENCE).expect("a rank's line"));
+        let mut ranks: Vec<serde_json::Value> =
+            lines.map(|line| serde_json::from_str(&line).unwrap()).collect();
+        ranks.sort_by_key(|rank| rank["rank"].as_u64());
+        ranks
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.process), signal).unwrap();
+    }
+
+    pub(crate) fn wait(mut self) -> Ended {
+        let deadline = Instant::now() + PATIENCE;
+        let status = loop {
+            if let Some(status) = self.process.try_wait().unwrap() {
+                break status;
+            }
+            assert!(Instant::now() < deadline, "the program does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        // Ends when the last process that holds the pipe has ended.
+        let stderr = self.stderr.take().unwrap().join().unwrap();
+        let stdout = std::iter::from_fn(|| self.lines.recv_timeout(PATIENCE).ok()).collect();
+        let code = status.code().unwrap_or_else(|| 128 + status.signal().unwrap());
+        let (warnings, stderr) =
+            stderr.split_inclusive('\n').partition(|line| line.starts_with("warning: "));
+        Ended { code, stdout, stderr, warnings }
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// The process id in a rank's line.
+pub(crate) fn pid(rank: &serde_json::Value) -> Pid {
+    Pid::from_raw(rank["pid"].as_i64().unwrap() as i32).unwrap()
+}
+
+/// Waits until the process has ended.
+pub(crate) fn gone(rank: &serde_json::Value) {
+    let stat = format!("/proc/{}/stat", pid(rank).as_raw_nonzero());
+    let deadline = Instant::now() + PATIENCE;
+    // An orphan that nobody waits for stays as a zombie.
+    while std::fs::read_to_string(&stat).is_ok_and(|stat| !stat.contains(") Z ")) {
+        assert!(Instant::now() < deadline, "rank {} lives on", rank["rank"]);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}

@@ -1,0 +1,173 @@
+//! Ranks that somebody else starts, as `torchrun` does.
+
+use std::net::TcpListener;
+
+use rustix::process::{Signal, kill_process};
+
+use crate::run::{DEVICES, Ended, Run, TIMEOUT_MS, pid};
+
+pub(crate) const TESTS: &[(&str, fn())] = &[
+    ("started::ranks_know_who_they_are", ranks_know_who_they_are),
+    ("started::a_single_rank_opens_no_socket", a_single_rank_opens_no_socket),
+    ("started::an_error_reaches_all_ranks", an_error_reaches_all_ranks),
+    ("started::a_panic_reaches_all_ranks", a_panic_reaches_all_ranks),
+    ("started::a_killed_rank_reaches_all_ranks", a_killed_rank_reaches_all_ranks),
+    ("started::a_killed_host_reaches_all_ranks", a_killed_host_reaches_all_ranks),
+    ("started::a_rank_may_finish_early", a_rank_may_finish_early),
+    ("started::ctrl_c_lets_ranks_finish", ctrl_c_lets_ranks_finish),
+    ("started::a_taken_port_is_named", a_taken_port_is_named),
+    ("started::ranks_that_do_not_come_are_named", ranks_that_do_not_come_are_named),
+    ("started::wrong_variables_are_named", wrong_variables_are_named),
+    ("started::a_rank_of_a_dead_supervisor_ends", a_rank_of_a_dead_supervisor_ends),
+];
+
+/// A port that nobody has at the moment.
+fn free_port() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().port().to_string()
+}
+
+fn rank(part: &str, rank: usize, port: &str, more: &[(&str, &str)]) -> Run {
+    let rank = rank.to_string();
+    let variables = [
+        ("RANK", &*rank),
+        ("WORLD_SIZE", "2"),
+        ("LOCAL_RANK", &*rank),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", port),
+    ];
+    Run::start(part, &[&variables[..], more].concat())
+}
+
+fn start(part: &str) -> [Run; 2] {
+    let port = free_port();
+    // The host of the store comes last.
+    let one = rank(part, 1, &port, &[]);
+    [rank(part, 0, &port, &[]), one]
+}
+
+fn wait(runs: [Run; 2]) -> [Ended; 2] {
+    runs.map(Run::wait)
+}
+
+fn ranks_know_who_they_are() {
+    for (i, ended) in wait(start("identity")).into_iter().enumerate() {
+        assert_eq!((ended.code, ended.stderr.as_str()), (0, ""));
+        let rank: serde_json::Value = serde_json::from_str(&ended.stdout[0]).unwrap();
+        assert_eq!((&rank["rank"], &rank["local_rank"]), (&i.into(), &i.into()));
+        assert_eq!((&rank["world_size"], &rank["local_world_size"]), (&2.into(), &2.into()));
+        assert_eq!(rank["environment"], "torchelastic");
+    }
+}
+
+fn a_single_rank_opens_no_socket() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let ended = rank("identity", 0, &port, &[("WORLD_SIZE", "1")]).wait();
+    assert_eq!((ended.code, ended.stderr.as_str()), (0, ""));
+}
+
+fn an_error_reaches_all_ranks() {
+    let [zero, one] = wait(start("error"));
+    insta::assert_snapshot!(one.stderr, @"error: rank 1 failed: the disk is full");
+    insta::assert_snapshot!(zero.stderr, @"error: rank 0 stops, because rank 1 failed: the disk is full");
+    assert_eq!((zero.code, one.code), (79, 1));
+}
+
+fn a_panic_reaches_all_ranks() {
+    let [zero, one] = wait(start("panic"));
+    assert!(one.stderr.starts_with("error: rank 1 failed: panicked at "), "{}", one.stderr);
+    assert!(zero.stderr.contains("index 7 is out of range"), "{}", zero.stderr);
+    assert_eq!((zero.code, one.code), (79, 101));
+}
+
+fn a_killed_rank_reaches_all_ranks() {
+    let [zero, one] = start("wait");
+    zero.ranks(1);
+    kill_process(pid(&one.ranks(1)[0]), Signal::KILL).unwrap();
+    let [zero, one] = wait([zero, one]);
+    insta::assert_snapshot!(zero.stderr, @"error: rank 0 stops, because rank 1 failed: the process ended without a word (killed?)");
+    assert_eq!((zero.code, one.code), (79, 137));
+}
+
+fn a_killed_host_reaches_all_ranks() {
+    let [zero, one] = start("wait");
+    one.ranks(1);
+    kill_process(pid(&zero.ranks(1)[0]), Signal::KILL).unwrap();
+    let [zero, one] = wait([zero, one]);
+    insta::assert_snapshot!(one.stderr, @"error: rank 1 stops, because rank 0 failed: the process ended without a word (killed?); it hosted the job's store");
+    assert_eq!((zero.code, one.code), (137, 79));
+}
+
+fn a_rank_may_finish_early() {
+    for ended in wait(start("finish_early")) {
+        assert_eq!((ended.code, ended.stderr.as_str()), (0, ""));
+    }
+}
+
+fn ctrl_c_lets_ranks_finish() {
+    let runs = start("interrupt");
+    for run in &runs {
+        run.ranks(1);
+        // Once from the terminal, once passed on.
+        run.signal(Signal::INT);
+        run.signal(Signal::INT);
+    }
+    let [zero, one] = wait(runs);
+    assert_eq!((zero.code, one.code), (130, 130));
+    assert_eq!((zero.stderr.as_str(), one.stderr.as_str()), ("interrupted\n", ""));
+}
+
+fn a_taken_port_is_named() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let ended = rank("identity", 0, &port, &[]).wait();
+    insta::assert_snapshot!(ended.stderr.replace(&port, "PORT"), @"error: launch: rank 0 cannot host the store on 127.0.0.1:PORT: the port is taken, perhaps by another job on this host. Choose a free MASTER_PORT");
+    assert_eq!(ended.code, 1);
+}
+
+fn ranks_that_do_not_come_are_named() {
+    let port = free_port();
+    let hurry = (TIMEOUT_MS, "200");
+    let ended = rank("identity", 0, &port, &[("WORLD_SIZE", "3"), hurry]).wait();
+    insta::assert_snapshot!(ended.stderr, @"error: rank 0 failed: launch: after 200ms these of 3 ranks have not come: 1, 2. Check that they were started and what they say");
+    assert_eq!(ended.code, 1);
+    let ended = rank("identity", 1, &port, &[hurry]).wait();
+    insta::assert_snapshot!(ended.stderr.replace(&port, "PORT"), @"error: launch: rank 1, store at localhost:PORT: no store answered within 200ms (Connection refused (os error 111)). Rank 0 hosts it: check that rank 0 runs, that MASTER_ADDR and MASTER_PORT name its host and a port that other hosts may reach");
+    assert_eq!(ended.code, 1);
+}
+
+fn wrong_variables_are_named() {
+    let stderr = |variables: &[(&str, &str)]| {
+        let ended = Run::start("identity", variables).wait();
+        assert_eq!((ended.code, ended.stdout.len()), (1, 0));
+        ended.stderr
+    };
+    insta::assert_snapshot!(stderr(&[("RANK", "0")]), @"error: launch: the environment variable WORLD_SIZE (the number of ranks) is not set, but others of its family are. Set it, or unset them all to run without a launcher");
+    let all = [("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "a"), ("RANK", "zero")];
+    insta::assert_snapshot!(stderr(&all), @"error: launch: the environment variable RANK is `zero`, but should be this process's rank, a number");
+    let four = [
+        ("RANK", "0"),
+        ("WORLD_SIZE", "4"),
+        ("LOCAL_RANK", "0"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "29500"),
+        (DEVICES, "2"),
+    ];
+    insta::assert_snapshot!(stderr(&four), @"error: launch: trainer.devices = 2 and trainer.num_nodes = 1 make 2 ranks, but WORLD_SIZE = 4 were started (environment `torchelastic`). Set trainer.devices = 4 and trainer.num_nodes = 1, or start 2 processes");
+    insta::assert_snapshot!(stderr(&[(DEVICES, "0")]), @"error: launch: trainer.devices and trainer.num_nodes must be 1 or more");
+}
+
+fn a_rank_of_a_dead_supervisor_ends() {
+    let port = free_port();
+    let variables = [
+        ("FULGURITE_SUPERVISOR", "999999999"),
+        ("FULGURITE_JOB_ID", "job"),
+        ("FULGURITE_START_TIME", "0"),
+        ("LOCAL_WORLD_SIZE", "2"),
+        ("GROUP_RANK", "0"),
+    ];
+    let ended = rank("identity", 0, &port, &variables).wait();
+    insta::assert_snapshot!(ended.stderr, @"error: launch: FULGURITE_SUPERVISOR says that process 999999999 supervises this one, but it is not its parent. If a rank started this program, unset FULGURITE_SUPERVISOR, RANK and WORLD_SIZE for it; else the supervisor was killed");
+    assert_eq!(ended.code, 1);
+}
