@@ -27,7 +27,7 @@ use llama::{Llama, LlamaConfig};
 
 fn small(tied: bool) -> LlamaConfig {
     LlamaConfig {
-        vocab_size: 11,
+        vocab_size: Some(11),
         hidden_size: 8,
         intermediate_size: 10,
         num_hidden_layers: 2,

@@ -10,8 +10,8 @@ use super::prelude::*;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LlamaConfig {
-    /// Number of tokens.
-    pub vocab_size: usize,
+    /// Number of tokens; that of the tokenizer if not given.
+    pub vocab_size: Option<usize>,
     /// Width of the residual stream.
     pub hidden_size: usize,
     /// Width inside the MLPs.
@@ -43,7 +43,7 @@ pub struct LlamaConfig {
 impl Default for LlamaConfig {
     fn default() -> Self {
         Self {
-            vocab_size: 256,
+            vocab_size: None,
             hidden_size: 128,
             intermediate_size: 352,
             num_hidden_layers: 4,
@@ -130,9 +130,12 @@ impl Llama {
     /// Describes the model; allocates nothing.
     pub fn new(cfg: &LlamaConfig, b: &ModuleBuilder) -> Result<Self> {
         let (model, attention) = (b.pp("model"), cfg.attention()?);
+        let vocab_size = cfg.vocab_size.ok_or_else(|| {
+            Error::Config("`model.vocab_size`: the data does not say; set it".to_owned())
+        })?;
         let embed_tokens = Embedding::with_init(
             &model.pp("embed_tokens"),
-            cfg.vocab_size,
+            vocab_size,
             cfg.hidden_size,
             cfg.init(),
         )?;
@@ -144,7 +147,7 @@ impl Llama {
         let lm_head = if cfg.tie_word_embeddings {
             Linear::tied(&head, embed_tokens.weight())?
         } else {
-            Linear::with_init(&head, cfg.hidden_size, cfg.vocab_size, cfg.init())?
+            Linear::with_init(&head, cfg.hidden_size, vocab_size, cfg.init())?
         };
         let max_position_embeddings = cfg.max_position_embeddings;
         Ok(Self { embed_tokens, layers, norm, lm_head, max_position_embeddings })

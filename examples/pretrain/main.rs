@@ -1,0 +1,63 @@
+//! Pretrains a Llama-style language model on text, by default on this repository's own files.
+//!
+//! ```text
+//! cargo run --release --example pretrain -- fit
+//! cargo run --release --example pretrain -- fit --set trainer.strategy=ddp
+//! cargo run --release --example pretrain -- fit --help
+//! ```
+
+mod hugging_face;
+mod llama;
+mod sample;
+
+use std::any::Any;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use fulgurite::cli::Cli;
+use fulgurite::prelude;
+use fulgurite::prelude::*;
+use llama::{Llama, LlamaConfig};
+
+struct LitLlama(Llama);
+
+impl LightningModule for LitLlama {
+    type Config = LlamaConfig;
+    type Batch = TokenBatch;
+
+    fn configure_from_data(config: &mut LlamaConfig, data: &dyn Any) -> Result<()> {
+        if let Some(directory) = config.from_pretrained.clone() {
+            hugging_face::read_config(config, &directory)?;
+        }
+        if config.vocab_size.is_none() {
+            config.vocab_size = data.downcast_ref::<TextData>().and_then(TextData::vocab_size);
+        }
+        Ok(())
+    }
+
+    fn configure_model(config: &LlamaConfig, b: &ModuleBuilder) -> Result<Self> {
+        Ok(Self(Llama::new(config, b)?))
+    }
+
+    fn pretrained(config: &LlamaConfig) -> Option<PathBuf> {
+        config.from_pretrained.clone()
+    }
+
+    fn training_step(&mut self, batch: &TokenBatch, _: &mut StepContext) -> Result<Loss> {
+        cross_entropy(&self.0.forward(&batch.inputs)?, &batch.targets)
+    }
+
+    fn on_fit_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        if let Some(text) = sample::continuation(&self.0, ctx)? {
+            ctx.print(text);
+        }
+        Ok(())
+    }
+}
+
+fn main() -> ExitCode {
+    Cli::new("pretrain", "Pretrains a Llama-style language model on text")
+        .with_defaults(include_str!("pretrain.toml"))
+        .with_default("data.path", env!("CARGO_MANIFEST_DIR"))
+        .run::<LitLlama, TextData>()
+}

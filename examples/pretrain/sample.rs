@@ -1,0 +1,53 @@
+//! Writing text with the trained model.
+
+use fulgurite::prelude::*;
+
+use super::llama::Llama;
+
+const PROMPT_TOKENS: usize = 24;
+const NEW_TOKENS: usize = 160;
+const TEMPERATURE: f64 = 0.7;
+
+/// A piece of the data and how the model goes on from it; `None` for data without a tokenizer. All
+/// ranks take part, for a forward gathers parameters, and all draw the same tokens.
+pub fn continuation(model: &Llama, ctx: &HookContext) -> Result<Option<String>> {
+    let Some(data) = ctx.data::<TextData>() else { return Ok(None) };
+    let Some(tokenizer) = data.tokenizer() else { return Ok(None) };
+    let split = if data.len(Split::Validation) > 0 { Split::Validation } else { Split::Train };
+    let device = Device::Cpu;
+    let prompt = data.batch(split, &[0], &device)?.inputs.flatten_all()?.to_vec1::<u32>()?;
+    let prompt = &prompt[..prompt.len().min(PROMPT_TOKENS)];
+    let mut tokens = prompt.to_vec();
+
+    let _no_grad = no_grad();
+    let _scope = ForwardScope { training: false, ..ForwardScope::current() }.enter();
+    let random = Stream::new(ctx.seed, Purpose::Sample, "continuation");
+    for i in 0..NEW_TOKENS {
+        let window = &tokens[tokens.len().saturating_sub(data.seq_len())..];
+        let ids = Tensor::new(window, &device)?.unsqueeze(0)?;
+        let logits = model.forward(&ids)?.get(0)?.get(window.len() - 1)?;
+        let logits = logits.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+        let next = draw(&logits, random.uniform(i as u64));
+        tokens.push(next);
+        if Some(next) == tokenizer.end_of_text() {
+            break;
+        }
+    }
+    let (prompt, new) = tokens.split_at(prompt.len());
+    let (prompt, new) = (tokenizer.decode(prompt)?, tokenizer.decode(new)?);
+    Ok(Some(format!("── prompt\n{prompt}\n── continuation\n{new}\n──")))
+}
+
+/// The token at quantile `u` of the softmax of `logits`.
+fn draw(logits: &[f64], u: f64) -> u32 {
+    let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = logits.iter().map(|x| ((x - max) / TEMPERATURE).exp()).collect();
+    let mut rest = u * weights.iter().sum::<f64>();
+    for (token, weight) in weights.iter().enumerate() {
+        rest -= weight;
+        if rest < 0.0 {
+            return token as u32;
+        }
+    }
+    weights.len() as u32 - 1
+}

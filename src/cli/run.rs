@@ -1,0 +1,224 @@
+//! Running a module from the command line.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use fulgurite_core::collective::{ProcessGroup, ProcessGroupConfig, Solo};
+use fulgurite_core::config::reference::Section;
+use fulgurite_core::config::{Devices, RunConfig, to_table, to_toml};
+use fulgurite_core::data::DataModule;
+use fulgurite_core::environment;
+use fulgurite_core::launch::{
+    LaunchOptions, Launched, interrupt_requested, launch, report_and_exit_code,
+};
+use fulgurite_core::registry::kind;
+use fulgurite_core::trainer::{LightningModule, Trainer};
+use fulgurite_core::{Error, Result};
+use fulgurite_loggers::{JsonLines, ProgressBar};
+use toml::Table;
+
+use super::args::{self, Action, CliRequest, Output, Program};
+use super::print;
+
+/// The command line of a training program for module `M` on data `D`: `fit`, `validate`,
+/// `--config`, `--set`, `--print-config`, `--output`. The whole of a program's `main`:
+///
+/// ```no_run
+/// # mod my { use fulgurite::prelude::*;
+/// #     pub struct Net;
+/// #     impl LightningModule for Net {
+/// #         type Config = toml::Table;
+/// #         type Batch = TokenBatch;
+/// #         fn configure_model(_: &toml::Table, _: &ModuleBuilder) -> Result<Self> { Ok(Net) }
+/// #         fn training_step(&mut self, _: &TokenBatch, _: &mut StepContext) -> Result<Loss> {
+/// #             Err(Error::other("nothing to do"))
+/// #         }
+/// #     } }
+/// # use my::Net;
+/// use fulgurite::prelude::*;
+///
+/// fn main() -> std::process::ExitCode {
+///     fulgurite::cli::<Net, TextData>()
+/// }
+/// ```
+pub fn cli<M, D>() -> ExitCode
+where
+    M: LightningModule<Batch = D::Batch>,
+    D: DataModule,
+{
+    Cli::new(program_name(), "Trains and validates a model").run::<M, D>()
+}
+
+/// A training program's command line, with a name and defaults of its own; [`cli`] is the short
+/// form.
+pub struct Cli {
+    program: Program,
+    defaults: Result<Table>,
+}
+
+impl Cli {
+    /// A program called `name`; `about` is one line for `--help`.
+    pub fn new(name: &'static str, about: &'static str) -> Self {
+        Self { program: Program::new(name, about), defaults: Ok(Table::new()) }
+    }
+
+    /// Defaults of the configuration, as TOML text, under all files and overrides.
+    #[must_use]
+    pub fn with_defaults(self, toml: &str) -> Self {
+        self.with_default_table(
+            toml.parse().map_err(|e| Error::Config(format!("the program's defaults: {e}"))),
+        )
+    }
+
+    /// Sets one default, at a dotted path.
+    #[must_use]
+    pub fn with_default(mut self, path: &str, value: impl Into<toml::Value>) -> Self {
+        if let Ok(defaults) = &mut self.defaults {
+            let mut table = defaults;
+            let mut segments = path.split('.').peekable();
+            while let Some(segment) = segments.next() {
+                if segments.peek().is_none() {
+                    table.insert(segment.to_owned(), value.into());
+                    break;
+                }
+                let entry = table.entry(segment).or_insert_with(|| Table::new().into());
+                match entry.as_table_mut() {
+                    Some(inner) => table = inner,
+                    None => break,
+                }
+            }
+        }
+        self
+    }
+
+    fn with_default_table(mut self, defaults: Result<Table>) -> Self {
+        self.defaults = defaults;
+        self
+    }
+
+    /// Parses the command line and does what it says. Collective between the ranks that are
+    /// launched from here.
+    pub fn run<M, D>(mut self) -> ExitCode
+    where
+        M: LightningModule<Batch = D::Batch>,
+        D: DataModule,
+    {
+        if let Err(error) = describe::<M::Config, D::Config>(&mut self.program) {
+            return report_and_exit_code(Err(error));
+        }
+        let request = match args::parse(&self.program, std::env::args_os()) {
+            Ok(request) => request,
+            Err(error) => error.exit(),
+        };
+        log_to_stderr();
+        // Backward walks the graph recursively: a long one needs a deep stack.
+        let worker = std::thread::Builder::new()
+            .name("main".to_owned())
+            .stack_size(STACK_BYTES)
+            .spawn(move || report_and_exit_code(execute::<M, D>(&request, self.defaults)));
+        match worker.map(std::thread::JoinHandle::join) {
+            Ok(Ok(code)) => code,
+            // The panic has been reported by the hook.
+            Ok(Err(_panic)) => ExitCode::from(101),
+            Err(error) => report_and_exit_code(Err(Error::Launch(format!(
+                "a thread with a stack of {STACK_BYTES} bytes could not be started: {error}"
+            )))),
+        }
+    }
+}
+
+/// Address space, not memory: pages are taken as they are used.
+const STACK_BYTES: usize = 256 << 20;
+
+/// Adds the model's and the data's keys to the help.
+fn describe<M, D>(program: &mut Program) -> Result<()>
+where
+    M: serde::Serialize + Default,
+    D: serde::Serialize + Default,
+{
+    program.sections.push(Section::from_defaults("model", &M::default())?);
+    program.sections.push(Section::from_defaults("data", &D::default())?);
+    Ok(())
+}
+
+fn execute<M, D>(request: &CliRequest, defaults: Result<Table>) -> Result<()>
+where
+    M: LightningModule<Batch = D::Batch>,
+    D: DataModule,
+{
+    let run: RunConfig<M::Config, D::Config> = request.run_config(defaults?)?;
+    if request.print_config {
+        return print(&to_toml(&to_table(&run)?)?);
+    }
+    run.check_plugins()?;
+    let launched = launch(LaunchOptions {
+        devices: match run.trainer.devices {
+            Devices::Count(n) => Some(n),
+            Devices::Auto => Some(available_devices()),
+        },
+        num_nodes: run.trainer.num_nodes,
+        environment: match &run.trainer.environment {
+            Some(value) => Some(environment::by_name(&value.name)?),
+            None => None,
+        },
+        timeout: Duration::from_secs(run.trainer.timeout_secs),
+    })?;
+    let world = connect(&launched, &run)?;
+    let mut trainer = Trainer::new(world)
+        .with_program_start(launched.started)
+        .with_interrupt(interrupt_requested);
+    if launched.rank == 0 {
+        if request.output == Output::Json {
+            trainer = trainer.with_sink(Box::new(JsonLines::stdout()));
+        } else {
+            trainer = trainer.with_print(|text| println!("{text}"));
+        }
+        if run.trainer.enable_progress_bar {
+            let every = run.trainer.log_every_n_steps;
+            let bar = ProgressBar::stderr(run.trainer.limits().max_steps, every);
+            trainer = trainer.with_sink(Box::new(bar));
+        }
+    }
+    match request.action {
+        Action::Fit => trainer.fit::<M, D>(&run).map(drop),
+        Action::Validate => trainer.validate::<M, D>(&run).map(drop),
+    }
+}
+
+/// The process group of all ranks. Collective.
+fn connect<M, D>(launched: &Launched, run: &RunConfig<M, D>) -> Result<Arc<dyn ProcessGroup>> {
+    if launched.world_size == 1 {
+        return Ok(Arc::new(Solo::new("world", 0)));
+    }
+    let timeout = Duration::from_secs(run.trainer.timeout_secs);
+    run.trainer
+        .process_group
+        .build::<Box<dyn ProcessGroupConfig>>(kind::PROCESS_GROUP, "trainer.process_group")?
+        .build(&launched.group_context(timeout))
+}
+
+/// What `trainer.devices = "auto"` stands for: the GPUs, or without any the cores.
+fn available_devices() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+fn log_to_stderr() {
+    let filter = tracing_subscriber::EnvFilter::builder()
+        .with_default_directive(tracing_subscriber::filter::LevelFilter::WARN.into())
+        .with_env_var("FULGURITE_LOG")
+        .from_env_lossy();
+    // A program that has set up its own logging keeps it.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .without_time()
+        .try_init();
+}
+
+fn program_name() -> &'static str {
+    let name = std::env::args_os().next().and_then(|path| {
+        std::path::Path::new(&path).file_name().map(|name| name.to_string_lossy().into_owned())
+    });
+    name.map_or("train", |name| Box::leak(name.into_boxed_str()))
+}
