@@ -20,7 +20,7 @@
 //! - [`PluginValue`] and [`plugin`] take what a plugin is chosen by: `"name"` or
 //!   `{ type = "name", … }`.
 //! - [`config_struct!`](crate::config_struct) declares a table once, for serde and for the
-//!   generated [`reference`].
+//!   generated [`reference`](mod@reference).
 
 mod declare;
 mod deserializer;

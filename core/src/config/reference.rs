@@ -12,10 +12,12 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 use toml::Table;
 
 use super::run::top_level;
-use super::{CheckpointConfig, Documented, KeyDoc, RunConfig};
+use super::{CheckpointConfig, Documented, KeyDoc, PluginValue, RunConfig};
+use crate::registry::{PluginDescriptor, kind};
 use crate::trainer::TrainerConfig;
 use crate::{Error, Result};
 
@@ -120,6 +122,68 @@ pub fn plain(sections: &[Section]) -> String {
         let _ = writeln!(text, "  {name:width$}  {doc}");
         text
     })
+}
+
+/// The plugins as Markdown: a table for each kind, with the options that have defaults.
+pub fn plugins_markdown(plugins: &[PluginDescriptor]) -> String {
+    let mut page = String::new();
+    let mut kind = "";
+    for plugin in plugins {
+        if plugin.kind != kind {
+            kind = plugin.kind;
+            let _ = write!(
+                page,
+                "\n### `{}`\n\n| type | | options and defaults | example | crate |\n\
+                 |---|---|---|---|---|\n",
+                plugin_key(kind)
+            );
+        }
+        let code = |text: &str| match text {
+            "" => "–".to_owned(),
+            text => format!("`{}`", text.replace('|', "\\|")),
+        };
+        let _ = writeln!(
+            page,
+            "| `{}` | {} | {} | {} | {} |",
+            plugin.name,
+            plugin.summary.replace('|', "\\|"),
+            code(&default_options(plugin).unwrap_or_default()),
+            code(plugin.example),
+            plugin.krate,
+        );
+    }
+    page
+}
+
+/// The key that plugins of a kind are chosen with.
+pub fn plugin_key(kind: &str) -> &str {
+    match kind {
+        kind::STRATEGY => "trainer.strategy",
+        kind::PROCESS_GROUP => "trainer.process_group",
+        kind::ENVIRONMENT => "trainer.environment",
+        kind::LOGGER => "trainer.loggers",
+        kind::PARALLELIZE => "trainer.strategy.parallelize",
+        kind::CHECKPOINT_IO => "checkpoint.io",
+        other => other,
+    }
+}
+
+/// A plugin's options as `lr = 0.001, …`; `None` if some have no default.
+fn default_options(plugin: &PluginDescriptor) -> Option<String> {
+    fn written<T: DeserializeOwned + Serialize>(plugin: &PluginDescriptor) -> Option<Table> {
+        let built: T = PluginValue::new(plugin.name).build(plugin.kind, "").ok()?;
+        super::to_table(&built).ok()
+    }
+    let mut options = match plugin.kind {
+        kind::OPTIMIZER => written::<Box<dyn crate::optim::OptimizerConfig>>(plugin),
+        kind::SCHEDULER => written::<Box<dyn crate::optim::SchedulerConfig>>(plugin),
+        kind::PROCESS_GROUP => written::<Box<dyn crate::collective::ProcessGroupConfig>>(plugin),
+        kind::LOGGER => written::<Box<dyn crate::trainer::LoggerConfig>>(plugin),
+        _ => None,
+    }?;
+    options.remove("type");
+    let options: Vec<_> = options.iter().map(|(key, value)| format!("{key} = {value}")).collect();
+    Some(options.join(", "))
 }
 
 /// The full path of a key of the framework's own, for the hint to somebody who left out the table.

@@ -1,0 +1,18 @@
+//! The command line: of a training program, and of the `fulgurite` program itself.
+//!
+//! ```
+//! use fulgurite::cli::args::{self, Action, Program};
+//!
+//! let program = Program::new("pretrain", "Trains a language model");
+//! let request = args::parse(&program, ["pretrain", "fit", "--set", "trainer.max_steps=10"])?;
+//! assert_eq!(request.action, Action::Fit);
+//! let config = request.layers(toml::Table::new())?.resolve();
+//! assert_eq!(config["trainer"]["max_steps"].as_integer(), Some(10));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+pub mod args;
+pub mod plugins;
+mod print;
+
+pub use print::print;

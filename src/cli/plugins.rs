@@ -1,0 +1,130 @@
+//! `fulgurite plugins`: what is linked into a program.
+
+use std::fmt::Write as _;
+
+use fulgurite_core::config::reference::plugin_key;
+use fulgurite_core::registry::{PluginDescriptor, kind};
+use fulgurite_core::{Error, Result};
+use serde_json::json;
+
+/// The plugins as a table for a terminal.
+pub fn list(plugins: &[PluginDescriptor]) -> String {
+    let header = ["KIND", "NAME", "CRATE", "VERSION"];
+    let cells = |p: &PluginDescriptor| [p.kind, p.name, p.krate, p.version];
+    let widths: [usize; 4] = std::array::from_fn(|i| {
+        plugins.iter().map(|p| cells(p)[i].len()).chain([header[i].len()]).max().unwrap_or(0)
+    });
+    let mut text = String::new();
+    let mut row = |cells: [&str; 4], last: &str| {
+        let mut line = String::new();
+        for (cell, width) in cells.iter().zip(widths) {
+            let _ = write!(line, "{cell:width$}  ");
+        }
+        let _ = writeln!(text, "{}", (line + last).trim_end());
+    };
+    row(header, "SUMMARY");
+    for plugin in plugins {
+        row(cells(plugin), plugin.summary);
+    }
+    text
+}
+
+/// The plugins as a JSON array of objects.
+pub fn list_json(plugins: &[PluginDescriptor]) -> String {
+    let all: Vec<_> = plugins
+        .iter()
+        .map(|p| {
+            json!({
+                "kind": p.kind, "name": p.name, "crate": p.krate, "version": p.version,
+                "summary": p.summary, "example": p.example,
+            })
+        })
+        .collect();
+    format!("{:#}\n", serde_json::Value::Array(all))
+}
+
+/// All that is known of the plugins (of any kind) with this name.
+///
+/// # Errors
+/// [`Error::Config`] if there is none.
+pub fn show(plugins: &[PluginDescriptor], name: &str) -> Result<String> {
+    let mut text = String::new();
+    for plugin in plugins.iter().filter(|plugin| plugin.name == name) {
+        if !text.is_empty() {
+            text.push('\n');
+        }
+        let _ = writeln!(text, "{} `{}`", plugin.kind, plugin.name);
+        if !plugin.summary.is_empty() {
+            let _ = writeln!(text, "  {}", plugin.summary);
+        }
+        let short = format!("{name:?}");
+        let value = if plugin.example.is_empty() { &short } else { plugin.example };
+        let value = match plugin.kind {
+            kind::LOGGER => format!("[{value}]"),
+            _ => value.to_owned(),
+        };
+        let _ = writeln!(text, "  example: {} = {value}", plugin_key(plugin.kind));
+        let _ = writeln!(text, "  from:    {} {}", plugin.krate, plugin.version);
+    }
+    if text.is_empty() {
+        let mut names: Vec<_> = plugins.iter().map(|plugin| plugin.name).collect();
+        names.dedup();
+        return Err(Error::Config(format!(
+            "no linked plugin is named `{name}`; there are {}",
+            names.join(", ")
+        )));
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLUGINS: &[PluginDescriptor] = &[
+        PluginDescriptor {
+            kind: "logger",
+            name: "csv",
+            krate: "fulgurite-loggers",
+            version: "0.1.0",
+            summary: "metrics.csv",
+            example: "\"csv\"",
+        },
+        PluginDescriptor {
+            kind: "strategy",
+            name: "local_sgd",
+            krate: "their-crate",
+            version: "2.0.0",
+            summary: "",
+            example: "{ type = \"local_sgd\", every = 4 }",
+        },
+    ];
+
+    #[test]
+    fn plugins_are_listed() {
+        insta::assert_snapshot!(list(PLUGINS), @r#"
+KIND      NAME       CRATE              VERSION  SUMMARY
+logger    csv        fulgurite-loggers  0.1.0    metrics.csv
+strategy  local_sgd  their-crate        2.0.0
+"#);
+        let json: serde_json::Value = serde_json::from_str(&list_json(PLUGINS)).unwrap();
+        assert_eq!(json[1]["crate"], "their-crate");
+        assert_eq!(json.as_array().unwrap().len(), 2);
+    }
+
+    #[test]
+    fn a_plugin_is_shown_with_an_example() {
+        insta::assert_snapshot!(show(PLUGINS, "csv").unwrap(), @r#"
+logger `csv`
+  metrics.csv
+  example: trainer.loggers = ["csv"]
+  from:    fulgurite-loggers 0.1.0
+"#);
+        insta::assert_snapshot!(show(PLUGINS, "local_sgd").unwrap(), @r#"
+strategy `local_sgd`
+  example: trainer.strategy = { type = "local_sgd", every = 4 }
+  from:    their-crate 2.0.0
+"#);
+        insta::assert_snapshot!(show(PLUGINS, "cvs").unwrap_err(), @"no linked plugin is named `cvs`; there are csv, local_sgd");
+    }
+}

@@ -1,0 +1,37 @@
+//! The generated pages of the book are what the code says.
+
+use std::path::Path;
+
+use fulgurite::core::config::reference;
+use fulgurite::core::registry;
+
+const INTRODUCTION: &str = "# Configuration
+
+<!-- Generated from the declarations. To renew: UPDATE_DOCS=1 cargo test --test reference -->
+
+A run is configured in TOML. Files stack (`--config a.toml --config b.toml`), and single keys are
+set on the command line (`--set trainer.max_steps=100`). Later layers win: tables merge key by key,
+lists and values are replaced, and a table whose `type` changes is replaced whole.
+
+A key whose type is *plugin* takes a name, or a table with `type` and the plugin's options:
+`strategy = \"ddp\"` is short for `strategy = { type = \"ddp\" }`.
+
+";
+
+#[test]
+fn the_configuration_reference_is_up_to_date() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/src/reference/configuration.md");
+    let keys = reference::markdown(&reference::sections().unwrap());
+    let plugins = reference::plugins_markdown(&registry::plugins());
+    let page = format!("{INTRODUCTION}{keys}## Plugins\n{plugins}");
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        std::fs::write(&path, page).unwrap();
+        return;
+    }
+    let written = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(
+        written == page,
+        "{} is stale; renew it with UPDATE_DOCS=1 cargo test --test reference",
+        path.display()
+    );
+}
