@@ -2,8 +2,10 @@
 //!
 //! [`ProcessGroup`] is the seam that transports implement; [`Solo`] is the group of one rank, which
 //! communicates nothing; [`Counting`] wraps any group and counts calls and bytes; [`Store`] is the
-//! small key-value store over which ranks find each other.
+//! small key-value store over which ranks find each other. [`check`] has the argument checks that all
+//! transports share.
 
+pub mod check;
 mod counting;
 mod objects;
 mod process_group;

@@ -25,7 +25,8 @@ pub enum ReduceOp {
 /// One tensor of an all-gather: every rank's `input` lands in every rank's `output`, in rank order.
 #[derive(Debug, Clone)]
 pub struct AllGather {
-    /// This rank's part, contiguous, `counts[rank]` elements.
+    /// This rank's part, contiguous, `counts[rank]` elements. It may be the view of `output` where
+    /// this rank's part goes.
     pub input: Tensor,
     /// Where the whole goes: contiguous, `counts.iter().sum()` elements, same dtype.
     pub output: Tensor,
@@ -47,6 +48,7 @@ pub struct ReduceScatter {
     /// This rank's whole contribution: contiguous, `counts.iter().sum()` elements.
     pub input: Tensor,
     /// Where this rank's part of the result goes: contiguous, `counts[rank]` elements, same dtype.
+    /// It may be the view of `input` that is this rank's part.
     pub output: Tensor,
     /// Elements a rank receives, by group rank. Equal on all ranks; may contain zeros.
     pub counts: Vec<usize>,
@@ -125,7 +127,7 @@ pub trait ProcessGroup: Send + Sync {
     fn abort(&self, reason: &str);
 }
 
-impl dyn ProcessGroup {
+impl dyn ProcessGroup + '_ {
     /// An [`Error::Collective`] of this group.
     pub fn error(&self, op: &'static str, message: impl std::fmt::Display) -> Error {
         Error::Collective {

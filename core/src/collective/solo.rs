@@ -1,10 +1,10 @@
 //! The group of one rank.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-use candle_core::Tensor;
+use candle_core::{Storage, Tensor};
 
-use super::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, Work};
+use super::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, Work, check};
 use crate::Result;
 use crate::autograd::storage;
 
@@ -13,13 +13,42 @@ use crate::autograd::storage;
 pub struct Solo {
     name: String,
     global_rank: [usize; 1],
+    aborted: Arc<OnceLock<String>>,
 }
 
 impl Solo {
     /// The group of `global_rank` alone.
     pub fn new(name: impl Into<String>, global_rank: usize) -> Self {
-        Self { name: name.into(), global_rank: [global_rank] }
+        Self { name: name.into(), global_rank: [global_rank], aborted: Arc::default() }
     }
+
+    fn alive(&self, op: &'static str) -> Result<&dyn ProcessGroup> {
+        match self.aborted.get() {
+            Some(reason) => {
+                let group: &dyn ProcessGroup = self;
+                Err(group.error(op, format!("the group was aborted: {reason}")))
+            }
+            None => Ok(self),
+        }
+    }
+}
+
+/// Copies the elements, also between views of one storage. Same memory: nothing to do.
+fn copy(output: &Tensor, input: &Tensor) -> Result<()> {
+    if storage_address(output) != storage_address(input) {
+        return storage::copy_from(output, input);
+    }
+    let offset = |t: &Tensor| t.storage_and_layout().1.start_offset();
+    if offset(output) == offset(input) {
+        return Ok(());
+    }
+    storage::copy_from(output, &input.copy()?)
+}
+
+/// Tells storages apart. The guard is dropped before another is taken.
+fn storage_address(tensor: &Tensor) -> *const Storage {
+    let (storage, _) = tensor.storage_and_layout();
+    &*storage
 }
 
 impl ProcessGroup for Solo {
@@ -39,50 +68,61 @@ impl ProcessGroup for Solo {
         &self.global_rank
     }
 
-    fn all_reduce(&self, _tensor: &Tensor, _op: ReduceOp) -> Result<Work> {
+    fn all_reduce(&self, tensor: &Tensor, _op: ReduceOp) -> Result<Work> {
+        check::tensor(self.alive("all_reduce")?, "all_reduce", "tensor", tensor)?;
         Ok(Work::ready())
     }
 
     fn all_gather_into(&self, parts: Vec<AllGather>) -> Result<Work> {
+        check::all_gather(self.alive("all_gather_into")?, &parts)?;
         for part in parts {
-            storage::copy_from(&part.output, &part.input)?;
+            copy(&part.output, &part.input)?;
         }
         Ok(Work::ready())
     }
 
     fn reduce_scatter(&self, parts: Vec<ReduceScatter>, _op: ReduceOp) -> Result<Work> {
+        check::reduce_scatter(self.alive("reduce_scatter")?, &parts)?;
         for part in parts {
-            storage::copy_from(&part.output, &part.input)?;
+            copy(&part.output, &part.input)?;
         }
         Ok(Work::ready())
     }
 
-    fn broadcast(&self, _tensor: &Tensor, _src: usize) -> Result<Work> {
+    fn broadcast(&self, tensor: &Tensor, src: usize) -> Result<Work> {
+        let group = self.alive("broadcast")?;
+        check::root(group, "broadcast", src)?;
+        check::tensor(group, "broadcast", "tensor", tensor)?;
         Ok(Work::ready())
     }
 
     fn all_to_all(&self, output: &Tensor, input: &Tensor) -> Result<Work> {
-        storage::copy_from(output, input)?;
+        check::all_to_all(self.alive("all_to_all")?, output, input)?;
+        copy(output, input)?;
         Ok(Work::ready())
     }
 
     fn send(&self, _tensor: &Tensor, dst: usize) -> Result<Work> {
-        let group: &dyn ProcessGroup = self;
-        Err(group.error("send", format!("there is no rank {dst} in a group of one")))
-    }
-
-    fn recv(&self, _tensor: &Tensor, src: usize) -> Result<Work> {
-        let group: &dyn ProcessGroup = self;
-        Err(group.error("recv", format!("there is no rank {src} in a group of one")))
-    }
-
-    fn barrier(&self) -> Result<Work> {
+        check::peer(self.alive("send")?, "send", dst)?;
         Ok(Work::ready())
     }
 
-    fn split(&self, _partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
+    fn recv(&self, _tensor: &Tensor, src: usize) -> Result<Work> {
+        check::peer(self.alive("recv")?, "recv", src)?;
+        Ok(Work::ready())
+    }
+
+    fn barrier(&self) -> Result<Work> {
+        self.alive("barrier")?;
+        Ok(Work::ready())
+    }
+
+    fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
+        check::partition(self.alive("split")?, partition)?;
         Ok(Arc::new(Self::new(name, self.global_rank[0])))
     }
 
-    fn abort(&self, _reason: &str) {}
+    fn abort(&self, reason: &str) {
+        let _ = self.aborted.set(reason.to_owned());
+    }
 }

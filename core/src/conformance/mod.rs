@@ -1,1 +1,18 @@
 //! Conformance suites that any plugin can be put through.
+//!
+//! [`process_group`] checks a transport. Every rank of a group calls it; a rank that finds
+//! something wrong returns an error that says what.
+//!
+//! ```
+//! use fulgurite_core::collective::Solo;
+//! use fulgurite_core::conformance;
+//!
+//! conformance::process_group(&Solo::new("world", 0))?;
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+mod process_group;
+
+pub use process_group::{
+    process_group, process_group_abort, process_group_on, process_group_timeout,
+};

@@ -1,0 +1,71 @@
+//! How waits end when a rank does not come.
+
+use std::time::Duration;
+
+use candle_core::{DType, Device, Tensor};
+
+use super::Suite;
+use crate::Result;
+use crate::collective::{ProcessGroup, ReduceOp, Work};
+
+/// Checks that [`ProcessGroup::abort`] by the last rank ends the waits of all others with its
+/// reason, and that nothing works on the group afterwards. Every rank calls it; the group is of no
+/// use then.
+///
+/// # Errors
+/// What was wrong.
+pub fn process_group_abort(group: &dyn ProcessGroup) -> Result<()> {
+    let suite = Suite { group, device: &Device::Cpu };
+    let reason = "the roof is on fire";
+    group.barrier()?.wait()?;
+    let expect_reason = |what: &str, result: Result<()>| match result {
+        Ok(()) => Err(suite.wrong(format!("{what} succeeded"))),
+        Err(error) => suite.ensure(
+            error.to_string().contains(reason),
+            format!("{what} failed without the reason that abort was given: {error}"),
+        ),
+    };
+    if group.rank() == group.size() - 1 {
+        group.abort(reason);
+    } else {
+        let tensor = Tensor::ones(100, DType::F32, &Device::Cpu)?;
+        let first = group.barrier();
+        let second = group.all_reduce(&tensor, ReduceOp::Sum);
+        expect_reason("a pending barrier on an aborted group", first.and_then(Work::wait))?;
+        expect_reason("a pending all_reduce on an aborted group", second.and_then(Work::wait))?;
+    }
+    let later = group.barrier().and_then(Work::wait);
+    expect_reason("a later barrier on an aborted group", later)?;
+    let partition = [(0..group.size()).collect()];
+    expect_reason("a later split of an aborted group", group.split(&partition, "late").map(drop))
+}
+
+/// Checks that the others time out, naming it, when the last rank does not come to a collective.
+/// Every rank calls it, on a group whose own timeout is `timeout` (short, a second or so); the group
+/// is of no use then.
+///
+/// # Errors
+/// What was wrong.
+pub fn process_group_timeout(group: &dyn ProcessGroup, timeout: Duration) -> Result<()> {
+    let suite = Suite { group, device: &Device::Cpu };
+    group.barrier()?.wait()?;
+    if group.size() == 1 {
+        return Ok(());
+    }
+    let tensor = Tensor::ones(100, DType::F32, &Device::Cpu)?;
+    if group.rank() == group.size() - 1 {
+        // It comes when the others have given up, and must not wait for ever either.
+        std::thread::sleep(3 * timeout);
+        let late = group.all_reduce(&tensor, ReduceOp::Sum).and_then(Work::wait);
+        return suite.ensure(late.is_err(), "a collective that the others gave up succeeded");
+    }
+    match group.all_reduce(&tensor, ReduceOp::Sum).and_then(Work::wait) {
+        Ok(()) => Err(suite.wrong("all_reduce succeeded without all ranks")),
+        Err(error) => {
+            let missing = group.global_ranks()[group.size() - 1].to_string();
+            let message = error.to_string();
+            let names = message.split(|c: char| !c.is_ascii_digit()).any(|word| word == missing);
+            suite.ensure(names, format!("a timeout does not name rank {missing}: {message}"))
+        }
+    }
+}

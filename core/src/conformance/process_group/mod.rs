@@ -1,0 +1,140 @@
+//! What [`ProcessGroup`] promises, checked from outside.
+
+mod faults;
+mod misuse;
+mod moves;
+mod reductions;
+mod split;
+mod value;
+
+use candle_core::{Device, Tensor};
+
+use crate::collective::ProcessGroup;
+use crate::{Error, Result};
+
+pub use faults::{process_group_abort, process_group_timeout};
+
+/// Checks every promise of [`ProcessGroup`] but those on failures, with tensors on the CPU.
+///
+/// Collective: every rank of the group calls it, for any group size; about a hundred sizes, dtypes
+/// and operations, and some tens of MB of data a rank. Afterwards the group is usable.
+///
+/// # Errors
+/// The first thing found wrong: the collective, the case, and what was expected.
+pub fn process_group(group: &dyn ProcessGroup) -> Result<()> {
+    process_group_on(group, &Device::Cpu)
+}
+
+/// As [`process_group`], with tensors on `device`.
+pub fn process_group_on(group: &dyn ProcessGroup, device: &Device) -> Result<()> {
+    let suite = Suite { group, device };
+    suite.identity()?;
+    suite.all_reduce()?;
+    suite.reduce_scatter()?;
+    suite.all_gather()?;
+    suite.broadcast()?;
+    suite.all_to_all()?;
+    suite.point_to_point()?;
+    suite.in_flight()?;
+    suite.misuse()?;
+    suite.split()?;
+    suite.barrier()
+}
+
+/// Elements of the large cases: more than a transport's chunk, and no round number.
+const LARGE: usize = 1_500_007;
+
+/// A group under test.
+struct Suite<'a> {
+    group: &'a dyn ProcessGroup,
+    device: &'a Device,
+}
+
+impl Suite<'_> {
+    fn size(&self) -> usize {
+        self.group.size()
+    }
+
+    fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    fn wrong(&self, what: impl std::fmt::Display) -> Error {
+        self.group.error("conformance", what)
+    }
+
+    fn ensure(&self, holds: bool, what: impl std::fmt::Display) -> Result<()> {
+        if holds { Ok(()) } else { Err(self.wrong(what)) }
+    }
+
+    fn identity(&self) -> Result<()> {
+        let group = self.group;
+        self.ensure(group.size() > 0 && group.rank() < group.size(), "rank() is not below size()")?;
+        let ranks = group.global_ranks();
+        self.ensure(ranks.len() == group.size(), "global_ranks() is not one a rank")?;
+        let mut sorted = ranks.to_vec();
+        sorted.sort_unstable();
+        sorted.dedup();
+        self.ensure(sorted.len() == ranks.len(), "global_ranks() names a rank twice")
+    }
+
+    /// Barriers pass when all come. (That they do not before, the abort suite shows.)
+    fn barrier(&self) -> Result<()> {
+        for _ in 0..20 {
+            self.group.barrier()?.wait()?;
+        }
+        Ok(())
+    }
+
+    /// A view of `values` in the middle of a larger tensor, and that tensor.
+    fn view<T: value::Value>(&self, values: &[T]) -> Result<View<T>> {
+        let margin = 3;
+        let mut all = vec![T::MARGIN; values.len() + 2 * margin];
+        all[margin..margin + values.len()].copy_from_slice(values);
+        let n = all.len();
+        let whole = Tensor::from_vec(all, n, &Device::Cpu)?.to_device(self.device)?;
+        let tensor = whole.narrow(0, margin, values.len())?;
+        Ok(View { whole, tensor, margin, _type: std::marker::PhantomData })
+    }
+}
+
+/// A tensor with an offset, whose surroundings must not change.
+struct View<T> {
+    whole: Tensor,
+    tensor: Tensor,
+    margin: usize,
+    _type: std::marker::PhantomData<T>,
+}
+
+impl<T: value::Value> View<T> {
+    /// Checks content and surroundings, bit by bit.
+    fn expect(&self, suite: &Suite, what: &str, expected: &[T]) -> Result<()> {
+        let all = self.whole.to_device(&Device::Cpu)?.to_vec1::<T>()?;
+        let (before, rest) = all.split_at(self.margin);
+        let (found, after) = rest.split_at(expected.len());
+        for (i, (a, b)) in found.iter().zip(expected).enumerate() {
+            if !a.same(*b) {
+                return Err(suite.wrong(format!(
+                    "{what}: element {i} of {} is {a:?}, expected {b:?}",
+                    expected.len(),
+                )));
+            }
+        }
+        let clean = before.iter().chain(after).all(|x| x.same(T::MARGIN));
+        suite.ensure(clean, format!("{what}: changed memory outside the view it was given"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::collective::Solo;
+    use std::time::Duration;
+
+    #[test]
+    fn a_group_of_one_conforms() {
+        process_group(&Solo::new("world", 3)).unwrap();
+        process_group_abort(&Solo::new("world", 3)).unwrap();
+        process_group_timeout(&Solo::new("world", 3), Duration::ZERO).unwrap();
+    }
+}

@@ -1,0 +1,142 @@
+//! Element types, test values and the reduction that transports are measured against.
+
+use half::{bf16, f16};
+
+use crate::autograd::storage::HostElement;
+use crate::collective::ReduceOp;
+
+/// An element type of the suite.
+pub(super) trait Value: HostElement + std::fmt::Debug {
+    /// What stands around views.
+    const MARGIN: Self;
+
+    /// A value that depends on all arguments; sums of some depend on their order.
+    fn test_value(rank: usize, index: usize, salt: u64) -> Self;
+
+    /// The reduction of one element over the ranks, as the contract says it.
+    fn reduce(op: ReduceOp, values: &[Self]) -> Self;
+
+    /// Bitwise equality, with all NaNs alike.
+    fn same(self, other: Self) -> bool;
+}
+
+/// Values of `rank`, `n` of them.
+pub(super) fn values<T: Value>(rank: usize, n: usize, salt: u64) -> Vec<T> {
+    (0..n).map(|i| T::test_value(rank, i, salt)).collect()
+}
+
+/// What the ranks' [`values`] reduce to.
+pub(super) fn reduced<T: Value>(op: ReduceOp, ranks: usize, n: usize, salt: u64) -> Vec<T> {
+    let mut column = vec![T::MARGIN; ranks];
+    (0..n)
+        .map(|i| {
+            for (rank, slot) in column.iter_mut().enumerate() {
+                *slot = T::test_value(rank, i, salt);
+            }
+            T::reduce(op, &column)
+        })
+        .collect()
+}
+
+/// 64 mixed bits (splitmix64).
+fn bits(rank: usize, index: usize, salt: u64) -> u64 {
+    let mut z =
+        (rank as u64) << 48 ^ (index as u64) << 8 ^ salt.wrapping_mul(0xD129_0C5A_93B5_2E4D);
+    z = z.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+/// Signed values over some ten binary orders of magnitude, so that sums round differently in
+/// another order.
+fn spread(rank: usize, index: usize, salt: u64) -> f64 {
+    let bits = bits(rank, index, salt);
+    let fraction = (bits >> 11) as f64 / (1u64 << 53) as f64 + 0.5;
+    let scale = f64::from(1u32 << (bits & 7)) / 16.0;
+    if bits & 8 == 0 { fraction * scale } else { -fraction * scale }
+}
+
+macro_rules! integers {
+    ($($ty:ty),*) => { $(impl Value for $ty {
+        const MARGIN: Self = 77;
+
+        fn test_value(rank: usize, index: usize, salt: u64) -> Self {
+            bits(rank, index, salt) as $ty
+        }
+
+        fn reduce(op: ReduceOp, values: &[Self]) -> Self {
+            let fold = |f: fn($ty, $ty) -> $ty| values[1..].iter().fold(values[0], |a, &b| f(a, b));
+            match op {
+                ReduceOp::Sum => fold(<$ty>::wrapping_add),
+                ReduceOp::Product => fold(<$ty>::wrapping_mul),
+                ReduceOp::Min => fold(|a, b| a.min(b)),
+                ReduceOp::Max => fold(|a, b| a.max(b)),
+            }
+        }
+
+        fn same(self, other: Self) -> bool {
+            self == other
+        }
+    })* };
+}
+
+integers!(u8, u32, i32, i64);
+
+macro_rules! floats {
+    ($($ty:ty as $wide:ty, $margin:expr, $widen:expr, $narrow:expr);* $(;)?) => { $(impl Value for $ty {
+        const MARGIN: Self = $margin;
+
+        fn test_value(rank: usize, index: usize, salt: u64) -> Self {
+            let narrow: fn(f64) -> $ty = |x| $narrow(x as $wide);
+            narrow(spread(rank, index, salt))
+        }
+
+        fn reduce(op: ReduceOp, values: &[Self]) -> Self {
+            let mut result: $wide = $widen(values[0]);
+            for &value in &values[1..] {
+                let value: $wide = $widen(value);
+                result = match op {
+                    ReduceOp::Sum => result + value,
+                    ReduceOp::Product => result * value,
+                    _ if result.is_nan() || value.is_nan() => <$wide>::NAN,
+                    ReduceOp::Min => result.min(value),
+                    ReduceOp::Max => result.max(value),
+                };
+            }
+            $narrow(result)
+        }
+
+        fn same(self, other: Self) -> bool {
+            self.to_bits() == other.to_bits() || (self.is_nan() && other.is_nan())
+        }
+    })* };
+}
+
+floats! {
+    f32 as f32, 77.0, |x| x, |x| x;
+    f64 as f64, 77.0, |x| x, |x| x;
+    bf16 as f32, bf16::from_f32_const(77.0), |x: bf16| x.to_f32(), bf16::from_f32;
+    f16 as f32, f16::from_f32_const(77.0), |x: f16| x.to_f32(), f16::from_f32;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_sums_of_the_test_values_depend_on_the_order() {
+        fn differing<T: Value>() -> usize {
+            (0..1000)
+                .filter(|&i| {
+                    let forward: Vec<T> = (0..3).map(|r| T::test_value(r, i, 1)).collect();
+                    let backward: Vec<T> = forward.iter().rev().copied().collect();
+                    let sum = |v: &[T]| T::reduce(ReduceOp::Sum, v);
+                    !sum(&forward).same(sum(&backward))
+                })
+                .count()
+        }
+        assert!(differing::<f32>() > 100, "{}", differing::<f32>());
+        assert!(differing::<f64>() > 100, "{}", differing::<f64>());
+    }
+}

@@ -1,0 +1,207 @@
+//! A rank's handle of a group.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use candle_core::Tensor;
+use fulgurite_core::collective::{
+    AllGather, ProcessGroup, ReduceOp, ReduceScatter, Solo, Work, check,
+};
+use fulgurite_core::{Error, Result};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::plan::Collective;
+use super::queue::{Completion, Job, MailTask, Queue, Task};
+use super::rendezvous::{Joined, Rendezvous};
+use super::wait::Shared;
+use super::worker::Worker;
+use crate::memory::Layout;
+
+/// Looks at a flag before a waiting rank sleeps: some tens of microseconds.
+const SPINS: u32 = 2000;
+
+/// Which group this is, and this rank's place in it.
+pub(crate) struct Membership {
+    /// Unique among all groups that share a rendezvous.
+    pub(crate) key: String,
+    pub(crate) name: String,
+    pub(crate) rank: usize,
+    pub(crate) global_ranks: Vec<usize>,
+    pub(crate) timeout: Duration,
+    pub(crate) chunk_bytes: usize,
+}
+
+/// A group of the engine. Dropping it finishes what was started (for some seconds at most) and
+/// joins the communication thread.
+pub(crate) struct Group {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+    rendezvous: Arc<dyn Rendezvous>,
+    key: String,
+    chunk_bytes: usize,
+    splits: AtomicU64,
+}
+
+impl Group {
+    /// This rank's handle of the group. Collective, unless the rendezvous says otherwise.
+    pub(crate) fn connect(
+        rendezvous: Arc<dyn Rendezvous>,
+        member: Membership,
+    ) -> Result<Arc<dyn ProcessGroup>> {
+        let Membership { key, name, rank, global_ranks, timeout, chunk_bytes } = member;
+        if global_ranks.len() == 1 {
+            return Ok(Arc::new(Solo::new(name, global_ranks[0])));
+        }
+        let size = global_ranks.len();
+        let layout = Layout::new(size, chunk_bytes);
+        let Joined { region, file } = rendezvous.region(&key, rank == 0, layout, timeout)?;
+        region.record(rank).pid.store(std::process::id(), Ordering::SeqCst);
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let shared = Arc::new(Shared {
+            name,
+            rank,
+            global_ranks,
+            timeout,
+            region,
+            rendezvous: rendezvous.clone(),
+            queue: Mutex::new(Queue::default()),
+            failure: Mutex::new(None),
+            spins: if size <= cores { SPINS } else { 0 },
+        });
+        let worker = Worker::new(shared.clone());
+        let thread = std::thread::Builder::new()
+            .name(format!("comm-{}", shared.name))
+            .spawn(move || worker.run())
+            .map_err(|e| Error::Launch(format!("starting a communication thread: {e}")))?;
+        let group = Self {
+            shared,
+            thread: Some(thread),
+            rendezvous,
+            key,
+            chunk_bytes,
+            splits: AtomicU64::new(0),
+        };
+        if group.rendezvous.must_meet() {
+            group.barrier()?.wait()?;
+            for (place, &global) in group.shared.global_ranks.iter().enumerate() {
+                let pid = group.shared.region.record(place).pid.load(Ordering::SeqCst);
+                group.rendezvous.watch(global, pid);
+            }
+        }
+        // All ranks have mapped the region; nobody opens it any more.
+        drop(file);
+        Ok(Arc::new(group))
+    }
+
+    fn start(&self, op: &'static str, task: Task) -> Result<Work> {
+        let shared = &self.shared;
+        if let Some(failure) = shared.broken() {
+            return Err(shared.error(op, failure));
+        }
+        let done = Arc::new(Completion::default());
+        shared.queue().jobs.push_back(Job { task, done: done.clone() });
+        shared.ring_self();
+        let shared = shared.clone();
+        Ok(Work::pending(move || done.wait().map_err(|failure| shared.error(op, failure))))
+    }
+
+    fn collective(&self, collective: Collective) -> Result<Work> {
+        self.start(collective.name(), Task::Collective(collective))
+    }
+}
+
+impl ProcessGroup for Group {
+    fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    fn rank(&self) -> usize {
+        self.shared.rank
+    }
+
+    fn size(&self) -> usize {
+        self.shared.size()
+    }
+
+    fn global_ranks(&self) -> &[usize] {
+        &self.shared.global_ranks
+    }
+
+    fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Work> {
+        check::tensor(self, "all_reduce", "tensor", tensor)?;
+        self.collective(Collective::AllReduce(tensor.clone(), op))
+    }
+
+    fn all_gather_into(&self, parts: Vec<AllGather>) -> Result<Work> {
+        check::all_gather(self, &parts)?;
+        self.collective(Collective::AllGather(parts))
+    }
+
+    fn reduce_scatter(&self, parts: Vec<ReduceScatter>, op: ReduceOp) -> Result<Work> {
+        check::reduce_scatter(self, &parts)?;
+        self.collective(Collective::ReduceScatter(parts, op))
+    }
+
+    fn broadcast(&self, tensor: &Tensor, src: usize) -> Result<Work> {
+        check::root(self, "broadcast", src)?;
+        check::tensor(self, "broadcast", "tensor", tensor)?;
+        self.collective(Collective::Broadcast(tensor.clone(), src))
+    }
+
+    fn all_to_all(&self, output: &Tensor, input: &Tensor) -> Result<Work> {
+        check::all_to_all(self, output, input)?;
+        self.collective(Collective::AllToAll { output: output.clone(), input: input.clone() })
+    }
+
+    fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
+        check::peer(self, "send", dst)?;
+        check::tensor(self, "send", "tensor", tensor)?;
+        let mail = MailTask { sending: true, peer: dst, tensor: tensor.clone() };
+        self.start("send", Task::Mail(mail))
+    }
+
+    fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work> {
+        check::peer(self, "recv", src)?;
+        check::tensor(self, "recv", "tensor", tensor)?;
+        let mail = MailTask { sending: false, peer: src, tensor: tensor.clone() };
+        self.start("recv", Task::Mail(mail))
+    }
+
+    fn barrier(&self) -> Result<Work> {
+        self.collective(Collective::Barrier)
+    }
+
+    fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
+        let (set, place) = check::partition(self, partition)?;
+        let agreed = xxh3_64(format!("{name}\0{partition:?}").as_bytes());
+        self.collective(Collective::Split(agreed))?.wait()?;
+        let split = self.splits.fetch_add(1, Ordering::Relaxed);
+        let global = self.global_ranks();
+        let member = Membership {
+            key: format!("{}/{split}.{set}", self.key),
+            name: name.to_owned(),
+            rank: place,
+            global_ranks: partition[set].iter().map(|&rank| global[rank]).collect(),
+            timeout: self.shared.timeout,
+            chunk_bytes: self.chunk_bytes,
+        };
+        Self::connect(self.rendezvous.clone(), member)
+    }
+
+    fn abort(&self, reason: &str) {
+        self.shared.region.abort(self.shared.rank, None, reason);
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        self.shared.queue().closing = Some(Instant::now());
+        self.shared.ring_self();
+        if let Some(thread) = self.thread.take() {
+            // It catches panics; should one get through, there is nothing left to end.
+            let _ = thread.join();
+        }
+    }
+}

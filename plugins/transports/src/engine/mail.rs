@@ -1,0 +1,215 @@
+//! Messages between two ranks.
+//!
+//! A rank's messages go on side by side, as long as no collective stands between them in its queue:
+//! so all ranks of a ring may start their send before their receive. Messages of one pair in one
+//! direction keep their order.
+#![allow(unsafe_code)] // Reads and writes mail chunks; the channels' counters make it sound.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use fulgurite_core::autograd::storage::{with_bytes, with_bytes_mut};
+use fulgurite_core::collective::check;
+
+use super::failure::Failure;
+use super::plan::{Buffer, dtype_code};
+use super::queue::{Completion, MailTask, Task};
+use super::wait::Shared;
+use super::worker::Worker;
+use crate::memory::{MAILS, ring};
+
+/// A message under way.
+struct Message {
+    sending: bool,
+    peer: usize,
+    buffer: Buffer,
+    total: usize,
+    /// Bytes that went through.
+    offset: usize,
+    /// Also a message without bytes is one chunk.
+    complete: bool,
+    done: Arc<Completion>,
+}
+
+impl Worker {
+    /// Runs this message and all that follow in the queue, up to the next collective.
+    pub(crate) fn run_mail(&mut self, task: MailTask, done: Arc<Completion>) {
+        let mut messages = vec![];
+        self.admit(&mut messages, task, done);
+        while !messages.is_empty() {
+            // Both lists are out here, so that a failure or panic inside leaves nobody waiting.
+            let mut admitted = vec![];
+            let result = self.guarded(|worker| worker.progress(&mut messages, &mut admitted));
+            if let Err(failure) = result {
+                messages.drain(..).for_each(|message| message.done.set(Err(failure.clone())));
+            }
+            for (task, done) in admitted {
+                self.admit(&mut messages, task, done);
+            }
+        }
+    }
+
+    fn admit(&mut self, messages: &mut Vec<Message>, task: MailTask, done: Arc<Completion>) {
+        let MailTask { sending, peer, tensor } = task;
+        let total = tensor.elem_count() * tensor.dtype().size_in_bytes();
+        let buffer = self.guarded(|_| {
+            Ok(if sending { Buffer::read(&tensor)? } else { Buffer::written(&tensor)? })
+        });
+        match buffer {
+            Ok(buffer) => messages.push(Message {
+                sending,
+                peer,
+                buffer,
+                total,
+                offset: 0,
+                complete: false,
+                done,
+            }),
+            Err(failure) => done.set(Err(failure)),
+        }
+    }
+
+    /// Moves what can be moved; waits if nothing can and no message comes.
+    fn progress(
+        &mut self,
+        messages: &mut Vec<Message>,
+        admitted: &mut Vec<(MailTask, Arc<Completion>)>,
+    ) -> Result<(), Failure> {
+        let shared = &*self.shared;
+        let peers: Vec<usize> = messages.iter().map(|m| m.peer).collect();
+        let describe = || {
+            let list: Vec<String> =
+                peers.iter().map(|&p| shared.global_ranks[p].to_string()).collect();
+            format!("in messages to or from rank {}", list.join(", "))
+        };
+        let mut outcome = Ok(false);
+        shared.wait_until(
+            || {
+                while let Some(mail) = next_mail(shared) {
+                    admitted.push(mail);
+                }
+                outcome = step_all(shared, messages);
+                !admitted.is_empty() || !matches!(outcome, Ok(false))
+            },
+            || {
+                let mut missing = peers.clone();
+                missing.sort_unstable();
+                missing.dedup();
+                missing
+            },
+            describe,
+        )?;
+        outcome?;
+        let mut i = 0;
+        while i < messages.len() {
+            if messages[i].complete {
+                let result = messages[i].buffer.finish().map_err(Failure::from);
+                let Message { buffer, done, .. } = messages.remove(i);
+                // The tensor is the caller's own again before it hears of the end.
+                drop(buffer);
+                done.set(result);
+            } else {
+                i += 1;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Takes the next job if it is a message.
+fn next_mail(shared: &Shared) -> Option<(MailTask, Arc<Completion>)> {
+    let mut queue = shared.queue();
+    let job = queue.jobs.pop_front()?;
+    match job.task {
+        Task::Mail(mail) => Some((mail, job.done)),
+        Task::Collective(_) => {
+            queue.jobs.push_front(job);
+            None
+        }
+    }
+}
+
+/// Moves every message that is first on its channel as far as it goes. Whether any moved.
+fn step_all(shared: &Shared, messages: &mut [Message]) -> Result<bool, Failure> {
+    let mut moved = false;
+    let mut busy: Vec<(bool, usize)> = vec![];
+    for message in messages.iter_mut().filter(|m| !m.complete) {
+        let channel = (message.sending, message.peer);
+        if busy.contains(&channel) {
+            continue;
+        }
+        while step(shared, message)? {
+            moved = true;
+            if message.complete {
+                break;
+            }
+        }
+        if !message.complete {
+            busy.push(channel);
+        }
+    }
+    Ok(moved)
+}
+
+/// Moves one chunk, if there is room or one is there.
+fn step(shared: &Shared, message: &mut Message) -> Result<bool, Failure> {
+    let (region, me, peer) = (&shared.region, shared.rank, message.peer);
+    let (src, dst) = if message.sending { (me, peer) } else { (peer, me) };
+    let channel = region.channel(src, dst);
+    let sent = channel.sent.0.load(Ordering::Acquire);
+    let received = channel.received.0.load(Ordering::Acquire);
+    let len = region.layout().mail.min(message.total - message.offset);
+    let range = message.offset..message.offset + len;
+    let host = &message.buffer.host;
+    if message.sending {
+        if sent - received >= MAILS as u64 {
+            return Ok(false);
+        }
+        let index = sent as usize % MAILS;
+        let head = &channel.heads[index];
+        head.total.store(message.total as u64, Ordering::Relaxed);
+        head.offset.store(message.offset as u64, Ordering::Relaxed);
+        head.dtype.store(dtype_code(host.dtype()), Ordering::Relaxed);
+        if len > 0 {
+            // SAFETY: this rank is the source, and fewer than MAILS chunks are unreceived, so
+            // that the chunk that was here has been received.
+            let chunk = unsafe { region.mail_mut(src, dst, index, len) };
+            with_bytes(host, |bytes| chunk.copy_from_slice(&bytes[range]))?;
+        }
+        channel.sent.0.store(sent + 1, Ordering::SeqCst);
+    } else {
+        if sent == received {
+            return Ok(false);
+        }
+        let index = received as usize % MAILS;
+        let head = &channel.heads[index];
+        let found = (
+            head.total.load(Ordering::Relaxed),
+            head.offset.load(Ordering::Relaxed),
+            head.dtype.load(Ordering::Relaxed),
+        );
+        let expected = (message.total as u64, message.offset as u64, dtype_code(host.dtype()));
+        if found != expected {
+            let sent = check::DTYPES.get((found.2 as usize).wrapping_sub(1));
+            return Err(Failure::Group(format!(
+                "rank {} sent {} bytes of {}, and this rank receives {} bytes of {}; send and recv \
+                 must match in pairs, in order",
+                shared.global_ranks[peer],
+                found.0,
+                sent.map_or("unknown dtype", |dtype| dtype.as_str()),
+                message.total,
+                host.dtype().as_str(),
+            )));
+        }
+        if len > 0 {
+            // SAFETY: this rank is the destination, and the chunk was sent and not yet received.
+            let chunk = unsafe { region.mail(src, dst, index, len) };
+            with_bytes_mut(host, |bytes| bytes[range].copy_from_slice(chunk))?;
+        }
+        channel.received.0.store(received + 1, Ordering::SeqCst);
+    }
+    ring(region.record(peer));
+    message.offset += len;
+    message.complete = message.offset == message.total;
+    Ok(true)
+}

@@ -1,0 +1,15 @@
+//! The one engine behind all groups of this crate: collectives through a shared region.
+
+mod failure;
+mod group;
+mod mail;
+mod plan;
+mod queue;
+mod reduce;
+mod rendezvous;
+mod stream;
+mod wait;
+mod worker;
+
+pub(crate) use group::{Group, Membership};
+pub(crate) use rendezvous::{Joined, Rendezvous};

@@ -1,0 +1,314 @@
+//! What a collective moves, chunk by chunk.
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_core::Result;
+use fulgurite_core::autograd::storage;
+use fulgurite_core::collective::{AllGather, ReduceOp, ReduceScatter, check};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::stream::Stream;
+use crate::memory::{LINE, Layout};
+
+/// A collective with its arguments, which have been checked.
+pub(crate) enum Collective {
+    AllReduce(Tensor, ReduceOp),
+    AllGather(Vec<AllGather>),
+    ReduceScatter(Vec<ReduceScatter>, ReduceOp),
+    Broadcast(Tensor, usize),
+    AllToAll {
+        output: Tensor,
+        input: Tensor,
+    },
+    Barrier,
+    /// All ranks have the same value.
+    Split(u64),
+}
+
+/// Names by [`Fingerprint::kind`].
+pub(crate) const KINDS: [&str; 7] = [
+    "all_reduce",
+    "all_gather_into",
+    "reduce_scatter",
+    "broadcast",
+    "all_to_all",
+    "barrier",
+    "split",
+];
+
+/// What must be the same on all ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Fingerprint {
+    /// Index into [`KINDS`].
+    pub(crate) kind: u32,
+    /// Index into [`check::DTYPES`] of the first tensor, plus one; 0 if there is none.
+    pub(crate) dtype: u32,
+    /// Bytes of the whole tensors.
+    pub(crate) bytes: u64,
+    /// Hash of everything else that ranks must agree on.
+    pub(crate) detail: u64,
+}
+
+impl std::fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(KINDS.get(self.kind as usize).unwrap_or(&"an unknown collective"))?;
+        match (self.dtype as usize).checked_sub(1).and_then(|i| check::DTYPES.get(i)) {
+            Some(dtype) => write!(f, " of {} bytes of {}", self.bytes, dtype.as_str()),
+            None => Ok(()),
+        }
+    }
+}
+
+pub(crate) fn dtype_code(dtype: DType) -> u32 {
+    check::DTYPES.iter().position(|&d| d == dtype).map_or(0, |i| i as u32 + 1)
+}
+
+fn bytes(tensor: &Tensor) -> usize {
+    tensor.elem_count() * tensor.dtype().size_in_bytes()
+}
+
+impl Collective {
+    pub(crate) fn name(&self) -> &'static str {
+        KINDS[self.kind() as usize]
+    }
+
+    fn kind(&self) -> u32 {
+        match self {
+            Self::AllReduce(..) => 0,
+            Self::AllGather(..) => 1,
+            Self::ReduceScatter(..) => 2,
+            Self::Broadcast(..) => 3,
+            Self::AllToAll { .. } => 4,
+            Self::Barrier => 5,
+            Self::Split(..) => 6,
+        }
+    }
+
+    pub(crate) fn fingerprint(&self) -> Fingerprint {
+        let none = (None, 0, 0);
+        let (tensor, bytes, detail) = match self {
+            Self::AllReduce(tensor, op) => (Some(tensor), bytes(tensor), *op as u64),
+            Self::AllGather(parts) => {
+                let sum = parts.iter().map(|p| bytes(&p.output)).sum();
+                let detail = digest(parts.iter().map(|p| (&p.output, p.counts.as_slice())), 0);
+                (parts.first().map(|p| &p.output), sum, detail)
+            }
+            Self::ReduceScatter(parts, op) => {
+                let sum = parts.iter().map(|p| bytes(&p.input)).sum();
+                let counts = parts.iter().map(|p| (&p.input, p.counts.as_slice()));
+                (parts.first().map(|p| &p.input), sum, digest(counts, *op as u64))
+            }
+            Self::Broadcast(tensor, src) => (Some(tensor), bytes(tensor), *src as u64),
+            Self::AllToAll { input, .. } => (Some(input), bytes(input), 0),
+            Self::Barrier => none,
+            Self::Split(hash) => (None, 0, *hash),
+        };
+        let dtype = tensor.map_or(0, |t| dtype_code(t.dtype()));
+        Fingerprint { kind: self.kind(), dtype, bytes: bytes as u64, detail }
+    }
+
+    /// Cuts the collective into transfers through slots.
+    pub(crate) fn plan(&self, rank: usize, layout: &Layout) -> Result<Plan> {
+        let size = layout.size;
+        let mut plan = Plan { stride: layout.portion(), stages: 2, ..Plan::default() };
+        match self {
+            Self::AllReduce(tensor, op) => {
+                plan.buffers.push(Buffer::updated(tensor)?);
+                plan.stages = 3;
+                let total = bytes(tensor);
+                let piece = total.div_ceil(size).next_multiple_of(LINE);
+                for peer in 0..size {
+                    let start = (peer * piece).min(total);
+                    let stream = Stream::of(0, start, piece.min(total - start));
+                    plan.reads.push(Read { rank: peer, portion: peer, stream: stream.clone() });
+                    if peer == rank {
+                        plan.reduction = Some(Reduction { own: stream, op: *op });
+                    } else {
+                        plan.writes.push(Write { portion: peer, stream });
+                    }
+                }
+            }
+            Self::ReduceScatter(parts, op) => {
+                let mut streams = vec![Stream::default(); size];
+                let mut output = Stream::default();
+                for part in parts {
+                    let element = part.input.dtype().size_in_bytes();
+                    let input = plan.buffers.len();
+                    plan.buffers.push(Buffer::read(&part.input)?);
+                    plan.buffers.push(Buffer::written(&part.output)?);
+                    output.push(input + 1, 0, bytes(&part.output));
+                    let mut start = 0;
+                    for (stream, count) in streams.iter_mut().zip(&part.counts) {
+                        stream.push(input, start, count * element);
+                        start += count * element;
+                    }
+                }
+                for (peer, stream) in streams.into_iter().enumerate() {
+                    if peer == rank {
+                        plan.reduction = Some(Reduction { own: stream, op: *op });
+                    } else {
+                        plan.writes.push(Write { portion: peer, stream });
+                    }
+                }
+                plan.reads.push(Read { rank, portion: rank, stream: output });
+            }
+            Self::AllGather(parts) => {
+                plan.stride = layout.slot;
+                let mut streams = vec![Stream::default(); size];
+                let mut input = Stream::default();
+                let mut in_place = true;
+                for part in parts {
+                    let element = part.input.dtype().size_in_bytes();
+                    let output = plan.buffers.len();
+                    plan.buffers.push(Buffer::written(&part.output)?);
+                    plan.buffers.push(Buffer::read(&part.input)?);
+                    input.push(output + 1, 0, bytes(&part.input));
+                    let mut start = 0;
+                    for (peer, (stream, count)) in streams.iter_mut().zip(&part.counts).enumerate()
+                    {
+                        stream.push(output, start, count * element);
+                        if peer == rank && *count > 0 {
+                            in_place &= is_at(&part.input, &part.output, start)?;
+                        }
+                        start += count * element;
+                    }
+                }
+                plan.writes.push(Write { portion: 0, stream: input });
+                for (peer, stream) in streams.into_iter().enumerate() {
+                    plan.chunks = plan.chunks.max(stream.len().div_ceil(plan.stride));
+                    if peer != rank || !in_place {
+                        plan.reads.push(Read { rank: peer, portion: 0, stream });
+                    }
+                }
+            }
+            Self::Broadcast(tensor, src) => {
+                plan.stride = layout.slot;
+                let stream = Stream::of(0, 0, bytes(tensor));
+                if rank == *src {
+                    plan.buffers.push(Buffer::read(tensor)?);
+                    plan.writes.push(Write { portion: 0, stream });
+                } else {
+                    plan.buffers.push(Buffer::written(tensor)?);
+                    plan.reads.push(Read { rank: *src, portion: 0, stream });
+                }
+            }
+            Self::AllToAll { output, input } => {
+                plan.buffers.push(Buffer::read(input)?);
+                plan.buffers.push(Buffer::written(output)?);
+                let part = bytes(input) / size;
+                for peer in 0..size {
+                    let stream = Stream::of(0, peer * part, part);
+                    plan.writes.push(Write { portion: peer, stream });
+                    let stream = Stream::of(1, peer * part, part);
+                    plan.reads.push(Read { rank: peer, portion: rank, stream });
+                }
+            }
+            Self::Barrier | Self::Split(_) => {}
+        }
+        let streams = plan.writes.iter().map(|w| &w.stream);
+        let streams = streams.chain(plan.reads.iter().map(|r| &r.stream));
+        let streams = streams.chain(plan.reduction.iter().map(|r| &r.own));
+        let longest = streams.map(Stream::len).max().unwrap_or(0);
+        plan.chunks = plan.chunks.max(longest.div_ceil(plan.stride)).max(1);
+        Ok(plan)
+    }
+}
+
+/// Whether `part` is the memory of `whole` from byte `start` on (on the CPU; elsewhere unknown).
+fn is_at(part: &Tensor, whole: &Tensor, start: usize) -> Result<bool> {
+    if !(part.device().is_cpu() && whole.device().is_cpu()) {
+        return Ok(false);
+    }
+    let part = storage::with_bytes(part, |bytes| bytes.as_ptr() as usize)?;
+    let whole = storage::with_bytes(whole, |bytes| bytes.as_ptr() as usize)?;
+    Ok(part == whole + start)
+}
+
+/// A hash of dtypes and counts.
+fn digest<'a>(parts: impl Iterator<Item = (&'a Tensor, &'a [usize])>, seed: u64) -> u64 {
+    let mut words = vec![seed];
+    for (tensor, counts) in parts {
+        words.push(dtype_code(tensor.dtype()).into());
+        words.extend(counts.iter().map(|&n| n as u64));
+    }
+    xxh3_64(bytemuck::cast_slice(&words))
+}
+
+/// A collective's transfers. Chunk `k` of every stream is its bytes from `k * stride` on.
+#[derive(Default)]
+pub(crate) struct Plan {
+    pub(crate) buffers: Vec<Buffer>,
+    /// Bytes of a chunk of one stream, and of the portions that a slot is dealt into.
+    pub(crate) stride: usize,
+    /// Chunks of the longest stream of any rank, at least one: the same on all ranks.
+    pub(crate) chunks: usize,
+    /// 2: written, read. 3: written, reduced, read.
+    pub(crate) stages: usize,
+    pub(crate) writes: Vec<Write>,
+    pub(crate) reduction: Option<Reduction>,
+    pub(crate) reads: Vec<Read>,
+}
+
+/// From tensors into a portion of this rank's slot.
+pub(crate) struct Write {
+    pub(crate) portion: usize,
+    pub(crate) stream: Stream,
+}
+
+/// Over this rank's portion of all slots, this rank's own contribution coming straight from its
+/// tensors, into this rank's portion of its own slot.
+pub(crate) struct Reduction {
+    pub(crate) own: Stream,
+    pub(crate) op: ReduceOp,
+}
+
+/// From a portion of a rank's slot into tensors.
+pub(crate) struct Read {
+    pub(crate) rank: usize,
+    pub(crate) portion: usize,
+    pub(crate) stream: Stream,
+}
+
+/// A tensor of the collective as host memory.
+pub(crate) struct Buffer {
+    /// The tensor itself, or its host copy.
+    pub(crate) host: Tensor,
+    /// Where the host copy goes in the end.
+    target: Option<Tensor>,
+}
+
+impl Buffer {
+    /// For a tensor that is only read.
+    pub(crate) fn read(tensor: &Tensor) -> Result<Self> {
+        let host = match tensor.device() {
+            Device::Cpu => tensor.clone(),
+            // `copy` first: of a view only its own elements travel.
+            _ => tensor.copy()?.to_device(&Device::Cpu)?,
+        };
+        Ok(Self { host, target: None })
+    }
+
+    /// For a tensor that is overwritten whole.
+    pub(crate) fn written(tensor: &Tensor) -> Result<Self> {
+        match tensor.device() {
+            Device::Cpu => Self::read(tensor),
+            _ => {
+                let host = Tensor::zeros(tensor.shape(), tensor.dtype(), &Device::Cpu)?;
+                Ok(Self { host, target: Some(tensor.clone()) })
+            }
+        }
+    }
+
+    /// For a tensor that is read and written.
+    pub(crate) fn updated(tensor: &Tensor) -> Result<Self> {
+        let target = (!tensor.device().is_cpu()).then(|| tensor.clone());
+        Ok(Self { target, ..Self::read(tensor)? })
+    }
+
+    /// Puts a host copy where it belongs.
+    pub(crate) fn finish(&self) -> Result<()> {
+        match &self.target {
+            Some(target) => storage::copy_from(target, &self.host.to_device(target.device())?),
+            None => Ok(()),
+        }
+    }
+}

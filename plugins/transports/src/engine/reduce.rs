@@ -1,0 +1,175 @@
+//! Element-wise reductions over the ranks, in rank order.
+
+use bytemuck::{Pod, cast_slice, cast_slice_mut};
+use candle_core::DType;
+use fulgurite_core::collective::ReduceOp;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+/// Elements that are reduced over all ranks before the next are: few enough for the L1 cache.
+const BLOCK: usize = 2048;
+
+/// Reduces `sources`, one a rank and in rank order, into `out`. All have the same length, whole
+/// elements of `dtype`, and its alignment.
+///
+/// Integers wrap around. bf16 and f16 are accumulated in f32 and rounded once. Of dtypes that no
+/// collective carries nothing is reduced; `check::tensor` has refused them.
+pub(crate) fn reduce(dtype: DType, op: ReduceOp, sources: &[&[u8]], out: &mut [u8]) {
+    match dtype {
+        DType::F32 => native::<f32>(op, sources, out),
+        DType::F64 => native::<f64>(op, sources, out),
+        DType::U8 => native::<u8>(op, sources, out),
+        DType::U32 => native::<u32>(op, sources, out),
+        DType::I32 => native::<i32>(op, sources, out),
+        DType::I64 => native::<i64>(op, sources, out),
+        DType::BF16 => halves::<bf16>(op, sources, out),
+        DType::F16 => halves::<f16>(op, sources, out),
+        _ => debug_assert!(false, "a dtype that `check::tensor` lets through is missing here"),
+    }
+}
+
+trait Number: Pod {
+    fn sum(self, other: Self) -> Self;
+    fn product(self, other: Self) -> Self;
+    fn least(self, other: Self) -> Self;
+    fn greatest(self, other: Self) -> Self;
+}
+
+macro_rules! floats {
+    ($($ty:ty),*) => { $(impl Number for $ty {
+        #[inline(always)]
+        fn sum(self, other: Self) -> Self { self + other }
+        #[inline(always)]
+        fn product(self, other: Self) -> Self { self * other }
+        #[inline(always)]
+        fn least(self, other: Self) -> Self {
+            if self.is_nan() || self < other { self } else { other }
+        }
+        #[inline(always)]
+        fn greatest(self, other: Self) -> Self {
+            if self.is_nan() || self > other { self } else { other }
+        }
+    })* };
+}
+
+macro_rules! integers {
+    ($($ty:ty),*) => { $(impl Number for $ty {
+        #[inline(always)]
+        fn sum(self, other: Self) -> Self { self.wrapping_add(other) }
+        #[inline(always)]
+        fn product(self, other: Self) -> Self { self.wrapping_mul(other) }
+        #[inline(always)]
+        fn least(self, other: Self) -> Self { self.min(other) }
+        #[inline(always)]
+        fn greatest(self, other: Self) -> Self { self.max(other) }
+    })* };
+}
+
+floats!(f32, f64);
+integers!(u8, u32, i32, i64);
+
+fn native<T: Number>(op: ReduceOp, sources: &[&[u8]], out: &mut [u8]) {
+    match op {
+        ReduceOp::Sum => native_with::<T>(sources, out, T::sum),
+        ReduceOp::Product => native_with::<T>(sources, out, T::product),
+        ReduceOp::Min => native_with::<T>(sources, out, T::least),
+        ReduceOp::Max => native_with::<T>(sources, out, T::greatest),
+    }
+}
+
+#[inline(always)]
+fn native_with<T: Number>(sources: &[&[u8]], out: &mut [u8], f: impl Fn(T, T) -> T) {
+    let out: &mut [T] = cast_slice_mut(out);
+    let of = |i: usize| -> &[T] { cast_slice(sources[i]) };
+    if sources.len() == 1 {
+        out.copy_from_slice(of(0));
+        return;
+    }
+    for (block, out) in out.chunks_mut(BLOCK).enumerate() {
+        let range = block * BLOCK..block * BLOCK + out.len();
+        let (first, second) = (&of(0)[range.clone()], &of(1)[range.clone()]);
+        for ((out, &a), &b) in out.iter_mut().zip(first).zip(second) {
+            *out = f(a, b);
+        }
+        for i in 2..sources.len() {
+            for (out, &b) in out.iter_mut().zip(&of(i)[range.clone()]) {
+                *out = f(*out, b);
+            }
+        }
+    }
+}
+
+trait Half: Pod {
+    fn widen(from: &[Self], to: &mut [f32]);
+    fn narrow(from: &[f32], to: &mut [Self]);
+}
+
+macro_rules! half_types {
+    ($($ty:ty),*) => { $(impl Half for $ty {
+        fn widen(from: &[Self], to: &mut [f32]) { from.convert_to_f32_slice(to) }
+        fn narrow(from: &[f32], to: &mut [Self]) { to.convert_from_f32_slice(from) }
+    })* };
+}
+
+half_types!(bf16, f16);
+
+fn halves<T: Half>(op: ReduceOp, sources: &[&[u8]], out: &mut [u8]) {
+    match op {
+        ReduceOp::Sum => halves_with::<T>(sources, out, f32::sum),
+        ReduceOp::Product => halves_with::<T>(sources, out, f32::product),
+        ReduceOp::Min => halves_with::<T>(sources, out, f32::least),
+        ReduceOp::Max => halves_with::<T>(sources, out, f32::greatest),
+    }
+}
+
+#[inline(always)]
+fn halves_with<T: Half>(sources: &[&[u8]], out: &mut [u8], f: impl Fn(f32, f32) -> f32) {
+    let mut sum = [0f32; BLOCK];
+    let mut wide = [0f32; BLOCK];
+    let out: &mut [T] = cast_slice_mut(out);
+    for (block, out) in out.chunks_mut(BLOCK).enumerate() {
+        let range = block * BLOCK..block * BLOCK + out.len();
+        let (sum, wide) = (&mut sum[..out.len()], &mut wide[..out.len()]);
+        T::widen(&cast_slice(sources[0])[range.clone()], sum);
+        for source in &sources[1..] {
+            T::widen(&cast_slice(source)[range.clone()], wide);
+            for (a, &b) in sum.iter_mut().zip(wide.iter()) {
+                *a = f(*a, b);
+            }
+        }
+        T::narrow(sum, out);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Blocks do not show: the result is the left fold of each column.
+        #[test]
+        fn is_a_left_fold(ranks in 1usize..6, n in 0usize..5000, seed in any::<u32>()) {
+            let value = |r: usize, i: usize| ((i as u32 ^ seed).wrapping_mul(2654435761) >> (r % 7)) as f32;
+            let rows: Vec<Vec<f32>> = (0..ranks).map(|r| (0..n).map(|i| value(r, i)).collect()).collect();
+            let sources: Vec<&[u8]> = rows.iter().map(|row| cast_slice(row)).collect();
+            let mut out = vec![0f32; n];
+            reduce(DType::F32, ReduceOp::Sum, &sources, cast_slice_mut(&mut out));
+            for i in 0..n {
+                let mut expected = rows[0][i];
+                rows[1..].iter().for_each(|row| expected += row[i]);
+                prop_assert_eq!(out[i].to_bits(), expected.to_bits());
+            }
+        }
+    }
+
+    #[test]
+    fn halves_round_once() {
+        // 256 + 1 + 1 = 258 in f32; in bf16 (8 bits) each 1 would be lost on its own.
+        let rows = [256.0, 1.0, 1.0].map(|x| [bf16::from_f32(x)]);
+        let sources: Vec<&[u8]> = rows.iter().map(|row| cast_slice(row)).collect();
+        let mut out = [bf16::ZERO];
+        reduce(DType::BF16, ReduceOp::Sum, &sources, cast_slice_mut(&mut out));
+        assert_eq!(out[0].to_f32(), 258.0);
+    }
+}

@@ -1,0 +1,34 @@
+//! How the ranks of a group come by their common memory and hear of failures.
+
+use std::fs::File;
+use std::sync::Arc;
+use std::time::Duration;
+
+use fulgurite_core::Result;
+
+use crate::memory::{Layout, Region};
+
+/// What differs between threads and processes.
+pub(crate) trait Rendezvous: Send + Sync {
+    /// The region of the group `key`, made by its `leader` (group rank 0), the same for all.
+    fn region(&self, key: &str, leader: bool, layout: Layout, timeout: Duration) -> Result<Joined>;
+
+    /// Whether the ranks can have the region at different times and must meet once, so that the
+    /// leader knows when all are in.
+    fn must_meet(&self) -> bool;
+
+    /// Remembers the process of a global rank, for [`is_gone`](Rendezvous::is_gone).
+    fn watch(&self, global_rank: usize, pid: u32);
+
+    /// Whether the process of a global rank is known to have ended.
+    fn is_gone(&self, global_rank: usize) -> bool;
+
+    /// The job's first failure, if one is known: the global rank and its message.
+    fn failure(&self) -> Option<(usize, String)>;
+}
+
+/// A region, and what must live until all ranks have it.
+pub(crate) struct Joined {
+    pub(crate) region: Arc<Region>,
+    pub(crate) file: Option<File>,
+}

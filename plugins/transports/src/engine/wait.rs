@@ -1,0 +1,197 @@
+//! Waiting for other ranks, and every way a wait can end.
+
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use fulgurite_core::Error;
+
+use super::failure::Failure;
+use super::plan::KINDS;
+use super::queue::Queue;
+use super::rendezvous::Rendezvous;
+use crate::memory::{Bell, Region, ring};
+
+/// How often a waiting rank asks the store and looks after processes.
+const POLL: Duration = Duration::from_millis(100);
+
+/// How long a rank that is gone has for its own error to become known, which says more.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// How long a dropped group tries to finish what was started.
+const CLOSING: Duration = Duration::from_secs(5);
+
+/// What the group's handle and its communication thread share.
+pub(crate) struct Shared {
+    pub(crate) name: String,
+    pub(crate) rank: usize,
+    pub(crate) global_ranks: Vec<usize>,
+    pub(crate) timeout: Duration,
+    pub(crate) region: Arc<Region>,
+    pub(crate) rendezvous: Arc<dyn Rendezvous>,
+    pub(crate) queue: Mutex<Queue>,
+    /// Why the group no longer works, if it does not.
+    pub(crate) failure: Mutex<Option<Failure>>,
+    /// Looks before a rank goes to sleep. None if there are more ranks than cores.
+    pub(crate) spins: u32,
+}
+
+impl Shared {
+    pub(crate) fn size(&self) -> usize {
+        self.global_ranks.len()
+    }
+
+    pub(crate) fn queue(&self) -> std::sync::MutexGuard<'_, Queue> {
+        self.queue.lock().expect("no panic while queueing")
+    }
+
+    /// Makes this rank's communication thread look around.
+    pub(crate) fn ring_self(&self) {
+        ring(self.region.record(self.rank));
+    }
+
+    /// Why nothing can be started any more, if so.
+    pub(crate) fn broken(&self) -> Option<Failure> {
+        let failure = self.failure.lock().expect("no panic while failing").clone();
+        failure.or_else(|| self.aborted())
+    }
+
+    /// Keeps the first failure for later calls, and takes the other ranks down.
+    pub(crate) fn fail(&self, failure: &Failure) {
+        match failure {
+            Failure::Group(message) => self.region.abort(self.rank, None, message),
+            Failure::Peer { rank, message } => {
+                self.region.abort(self.rank, Some(*rank), message);
+            }
+        }
+        let mut first = self.failure.lock().expect("no panic while failing");
+        first.get_or_insert_with(|| failure.clone());
+    }
+
+    /// `failure` as an error of the collective `op`.
+    pub(crate) fn error(&self, op: &'static str, failure: Failure) -> Error {
+        match failure {
+            Failure::Peer { rank, message } => Error::PeerFailed { rank, message },
+            Failure::Group(message) => Error::Collective {
+                rank: self.global_ranks[self.rank],
+                group: self.name.clone(),
+                op,
+                message,
+            },
+        }
+    }
+
+    fn aborted(&self) -> Option<Failure> {
+        let (rank, failed, reason) = self.region.aborted()?;
+        // A failed rank's own words say more than those of a rank that noticed.
+        if let Some((rank, message)) = self.rendezvous.failure() {
+            return Some(Failure::Peer { rank, message });
+        }
+        if let Some(rank) = failed {
+            return Some(Failure::Peer { rank, message: reason });
+        }
+        Some(Failure::Group(match self.global_ranks.get(rank) {
+            Some(_) if rank == self.rank => reason,
+            Some(rank) => format!("aborted by rank {rank}: {reason}"),
+            None => format!("aborted: {reason}"),
+        }))
+    }
+
+    /// Waits until `ready`.
+    ///
+    /// `missing` lists the group ranks that are waited for, and `what` says at what: both are asked
+    /// only if it takes long. `ready` is called often, and is not called again once it said yes.
+    pub(crate) fn wait_until(
+        &self,
+        mut ready: impl FnMut() -> bool,
+        missing: impl Fn() -> Vec<usize>,
+        what: impl Fn() -> String,
+    ) -> Result<(), Failure> {
+        for _ in 0..self.spins {
+            if ready() {
+                return Ok(());
+            }
+            std::hint::spin_loop();
+        }
+        let started = Instant::now();
+        let mut polled = started;
+        let mut gone_since = None;
+        loop {
+            let bell = Bell::new(self.region.record(self.rank));
+            if ready() {
+                return Ok(());
+            }
+            if let Some(failure) = self.aborted() {
+                return Err(failure);
+            }
+            let now = Instant::now();
+            if now - polled >= POLL {
+                polled = now;
+                if let Some((rank, message)) = self.rendezvous.failure() {
+                    return Err(Failure::Peer { rank, message });
+                }
+                match missing().into_iter().find_map(|rank| Some((rank, self.gone(rank)?))) {
+                    Some((rank, how)) => {
+                        if now - *gone_since.get_or_insert(now) >= GRACE {
+                            let rank = self.global_ranks[rank];
+                            let message = format!("{how} while {}", what());
+                            return Err(Failure::Peer { rank, message });
+                        }
+                    }
+                    None => gone_since = None,
+                }
+                self.check_closing(&what)?;
+            }
+            if now - started >= self.timeout {
+                let missing: Vec<String> = missing().into_iter().map(|r| self.place(r)).collect();
+                return Err(Failure::Group(format!(
+                    "timed out after {:?}: {}, waited for {}",
+                    self.timeout,
+                    what(),
+                    missing.join(", "),
+                )));
+            }
+            bell.sleep(POLL.min(self.timeout - (now - started)));
+        }
+    }
+
+    /// How a rank went away, if it did.
+    fn gone(&self, rank: usize) -> Option<String> {
+        let record = self.region.record(rank);
+        if record.left.load(Ordering::Acquire) != 0 {
+            return Some(format!("it left the process group `{}`", self.name));
+        }
+        if self.rendezvous.is_gone(self.global_ranks[rank]) {
+            let pid = record.pid.load(Ordering::Relaxed);
+            return Some(format!("its process ({pid}) ended"));
+        }
+        None
+    }
+
+    /// A rank, and the collective it was last seen in.
+    fn place(&self, rank: usize) -> String {
+        let global = self.global_ranks[rank];
+        let record = self.region.record(rank);
+        match record.begun.load(Ordering::Acquire) {
+            0 => format!("rank {global} (which has started no collective of this group)"),
+            begun => {
+                let op = &record.ops[(begun - 1) as usize % 2];
+                let kind = op.kind.load(Ordering::Relaxed) as usize;
+                let name = KINDS.get(kind).unwrap_or(&"a collective");
+                format!("rank {global} (last seen in {name}, its collective {begun})")
+            }
+        }
+    }
+
+    fn check_closing(&self, what: &impl Fn() -> String) -> Result<(), Failure> {
+        match self.queue().closing {
+            Some(since) if since.elapsed() >= CLOSING => Err(Failure::Group(format!(
+                "rank {} dropped the group while {}",
+                self.global_ranks[self.rank],
+                what(),
+            ))),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! The communication thread: runs a rank's collectives in the order they were started.
+#![allow(unsafe_code)] // Reads and writes slots; the barriers of this file are what makes it sound.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use fulgurite_core::autograd::storage::{with_bytes, with_bytes_mut};
+
+use super::failure::Failure;
+use super::plan::{Collective, Fingerprint, Plan};
+use super::queue::{Job, Task};
+use super::reduce::reduce;
+use super::wait::Shared;
+use crate::memory::{BUFFERS, Bell};
+
+/// The state of a communication thread.
+pub(crate) struct Worker {
+    pub(crate) shared: Arc<Shared>,
+    /// Collectives begun.
+    sequence: u64,
+    /// Barriers arrived at.
+    barriers: u64,
+    /// Chunks that went through the slots: which buffer is next.
+    turn: usize,
+}
+
+impl Worker {
+    pub(crate) fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, sequence: 0, barriers: 0, turn: 0 }
+    }
+
+    /// Runs until the group is dropped and all it started has ended.
+    pub(crate) fn run(mut self) {
+        while let Some(job) = self.next_job() {
+            let Job { task, done } = job;
+            match task {
+                Task::Collective(collective) => {
+                    let result = self.guarded(|worker| worker.collective(&collective));
+                    // The tensors are the caller's own again before it hears of the end.
+                    drop(collective);
+                    done.set(result);
+                }
+                Task::Mail(mail) => self.run_mail(mail, done),
+            }
+        }
+        let shared = &self.shared;
+        shared.region.record(shared.rank).left.store(1, Ordering::SeqCst);
+        shared.region.ring_all();
+    }
+
+    /// Runs `f` unless the group has failed. A failure, or a panic, is the group's.
+    pub(crate) fn guarded<T>(
+        &mut self,
+        f: impl FnOnce(&mut Self) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        if let Some(failure) = self.shared.broken() {
+            return Err(failure);
+        }
+        let result = catch_unwind(AssertUnwindSafe(|| f(self))).unwrap_or_else(|panic| {
+            let message = crate::threads::panic_message(&*panic);
+            Err(Failure::Group(format!("the communication thread panicked: {message}")))
+        });
+        if let Err(failure) = &result {
+            self.shared.fail(failure);
+        }
+        result
+    }
+
+    /// The next job, or none if the group was dropped.
+    fn next_job(&self) -> Option<Job> {
+        let shared = &self.shared;
+        loop {
+            let bell = Bell::new(shared.region.record(shared.rank));
+            {
+                let mut queue = shared.queue();
+                if let Some(job) = queue.jobs.pop_front() {
+                    return Some(job);
+                }
+                if queue.closing.is_some() {
+                    return None;
+                }
+            }
+            bell.sleep(Duration::from_secs(60));
+        }
+    }
+
+    fn collective(&mut self, collective: &Collective) -> Result<(), Failure> {
+        let shared = self.shared.clone();
+        let fingerprint = collective.fingerprint();
+        let plan = collective.plan(shared.rank, shared.region.layout())?;
+        self.publish(&fingerprint);
+        for phase in 0..plan.chunks + plan.stages - 1 {
+            if phase > 0 {
+                self.barrier(&fingerprint)?;
+            }
+            if phase == 1 {
+                self.compare(&fingerprint)?;
+            }
+            if phase < plan.chunks {
+                self.write(&plan, phase)?;
+            }
+            if (1..=plan.chunks).contains(&phase) {
+                self.reduce(&plan, phase - 1)?;
+            }
+            if phase + 1 >= plan.stages {
+                self.read(&plan, phase + 1 - plan.stages)?;
+            }
+        }
+        self.turn += plan.chunks;
+        plan.buffers.iter().try_for_each(|buffer| Ok(buffer.finish()?))
+    }
+
+    /// The buffer of a collective's chunk.
+    fn buffer(&self, chunk: usize) -> usize {
+        (self.turn + chunk) % BUFFERS
+    }
+
+    fn write(&self, plan: &Plan, chunk: usize) -> Result<(), Failure> {
+        let (region, rank, buffer) = (&self.shared.region, self.shared.rank, self.buffer(chunk));
+        for write in &plan.writes {
+            let portion = write.portion * plan.stride;
+            for (index, from, to) in write.stream.chunk(chunk, plan.stride) {
+                let to = portion + to.start..portion + to.end;
+                // SAFETY: this rank's own slot, of which it holds no other slice. Other ranks read
+                // this buffer last BUFFERS chunks ago, in a phase (at most two after the writing)
+                // that ended with a barrier before this phase began.
+                let slot = unsafe { region.slot_mut(buffer, rank, to) };
+                with_bytes(&plan.buffers[index].host, |bytes| slot.copy_from_slice(&bytes[from]))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn reduce(&self, plan: &Plan, chunk: usize) -> Result<(), Failure> {
+        let Some(reduction) = &plan.reduction else { return Ok(()) };
+        let (region, rank, buffer) = (&self.shared.region, self.shared.rank, self.buffer(chunk));
+        let portion = rank * plan.stride;
+        for (index, from, to) in reduction.own.chunk(chunk, plan.stride) {
+            let place = portion + to.start..portion + to.end;
+            // SAFETY: this rank's own portion of its own slot: this rank does not write it in the
+            // write phase, and others read it after the next barrier. The last readers were
+            // BUFFERS chunks ago.
+            let out = unsafe { region.slot_mut(buffer, rank, place.clone()) };
+            let host = &plan.buffers[index].host;
+            with_bytes(host, |own| {
+                let sources: Vec<&[u8]> = (0..self.shared.size())
+                    .map(|peer| {
+                        if peer == rank {
+                            return &own[from.clone()];
+                        }
+                        // SAFETY: written in the phase before, and a barrier lies between; this
+                        // portion is nobody's but this rank's to read, and its owner writes to
+                        // it again BUFFERS chunks later, after more barriers.
+                        unsafe { region.slot(buffer, peer, place.clone()) }
+                    })
+                    .collect();
+                reduce(host.dtype(), reduction.op, &sources, out);
+            })?;
+        }
+        Ok(())
+    }
+
+    fn read(&self, plan: &Plan, chunk: usize) -> Result<(), Failure> {
+        let (region, buffer) = (&self.shared.region, self.buffer(chunk));
+        for read in &plan.reads {
+            let portion = read.portion * plan.stride;
+            for (index, to, from) in read.stream.chunk(chunk, plan.stride) {
+                let from = portion + from.start..portion + from.end;
+                // SAFETY: written or reduced in an earlier phase, and a barrier lies between (or
+                // it is this rank's own slot); written again BUFFERS chunks later, after the
+                // barrier that ends this phase.
+                let slot = unsafe { region.slot(buffer, read.rank, from) };
+                with_bytes_mut(&plan.buffers[index].host, |bytes| {
+                    bytes[to].copy_from_slice(slot);
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Says what this rank is about to do.
+    fn publish(&mut self, fingerprint: &Fingerprint) {
+        let record = self.shared.region.record(self.shared.rank);
+        let op = &record.ops[self.sequence as usize % 2];
+        op.sequence.store(self.sequence, Ordering::Relaxed);
+        op.kind.store(fingerprint.kind, Ordering::Relaxed);
+        op.dtype.store(fingerprint.dtype, Ordering::Relaxed);
+        op.bytes.store(fingerprint.bytes, Ordering::Relaxed);
+        op.detail.store(fingerprint.detail, Ordering::Relaxed);
+        self.sequence += 1;
+        record.begun.store(self.sequence, Ordering::Release);
+    }
+
+    /// Checks that all ranks are in the same collective. After its first barrier.
+    fn compare(&self, own: &Fingerprint) -> Result<(), Failure> {
+        let shared = &self.shared;
+        let sequence = self.sequence - 1;
+        let mut seen = Vec::with_capacity(shared.size());
+        let mut same = true;
+        for rank in 0..shared.size() {
+            let op = &shared.region.record(rank).ops[sequence as usize % 2];
+            let other = Fingerprint {
+                kind: op.kind.load(Ordering::Relaxed),
+                dtype: op.dtype.load(Ordering::Relaxed),
+                bytes: op.bytes.load(Ordering::Relaxed),
+                detail: op.detail.load(Ordering::Relaxed),
+            };
+            same &= other == *own && op.sequence.load(Ordering::Relaxed) == sequence;
+            seen.push(other);
+        }
+        if same {
+            return Ok(());
+        }
+        let shown: Vec<String> = seen.iter().map(Fingerprint::to_string).collect();
+        let what = if shown.iter().all(|s| *s == shown[0]) {
+            format!(
+                "all ranks called {}, but with different arguments (counts, operation, source or \
+                 partition)",
+                shown[0]
+            )
+        } else {
+            let ranks = shared.global_ranks.iter().zip(&shown);
+            let list: Vec<String> = ranks.map(|(rank, op)| format!("rank {rank}: {op}")).collect();
+            list.join("; ")
+        };
+        Err(Failure::Group(format!(
+            "the ranks differ in collective {} of this group: {what}. All ranks must call the same \
+             collectives in the same order",
+            self.sequence
+        )))
+    }
+
+    /// Waits until all ranks have arrived. What they wrote before is seen after.
+    fn barrier(&mut self, fingerprint: &Fingerprint) -> Result<(), Failure> {
+        let shared = &*self.shared;
+        let region = &shared.region;
+        let size = shared.size() as u64;
+        self.barriers += 1;
+        let all = self.barriers * size;
+        let barriers = self.barriers;
+        region.record(shared.rank).arrived.store(barriers, Ordering::Release);
+        let arrivals = &region.header().arrivals.0;
+        if arrivals.fetch_add(1, Ordering::SeqCst) + 1 == all {
+            (0..shared.size())
+                .filter(|&rank| rank != shared.rank)
+                .for_each(|rank| crate::memory::ring(region.record(rank)));
+            return Ok(());
+        }
+        let sequence = self.sequence;
+        shared.wait_until(
+            || arrivals.load(Ordering::SeqCst) >= all,
+            || {
+                let arrived = |rank: &usize| region.record(*rank).arrived.load(Ordering::Acquire);
+                (0..shared.size()).filter(|rank| arrived(rank) < barriers).collect()
+            },
+            || format!("in {fingerprint} (collective {sequence} of this group)"),
+        )
+    }
+}

@@ -1,0 +1,69 @@
+//! Sleeping until another rank has news.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use super::RankRecord;
+
+/// Wakes a rank, or keeps it from falling asleep. To be called after the change it is to see.
+pub(crate) fn ring(record: &RankRecord) {
+    record.bell.fetch_add(1, Ordering::SeqCst);
+    if record.asleep.load(Ordering::SeqCst) != 0 {
+        wake(&record.bell);
+    }
+}
+
+/// A rank that is about to sleep on its bell. The order is: `Bell::new`, look around, `sleep`.
+/// Changes made after the look are followed by a ring, which `sleep` does not miss.
+pub(crate) struct Bell<'a> {
+    record: &'a RankRecord,
+    seen: u32,
+}
+
+impl<'a> Bell<'a> {
+    pub(crate) fn new(record: &'a RankRecord) -> Self {
+        let seen = record.bell.load(Ordering::SeqCst);
+        record.asleep.store(1, Ordering::SeqCst);
+        Self { record, seen }
+    }
+
+    /// Sleeps until the bell rings, for `timeout` at most. May return early.
+    pub(crate) fn sleep(self, timeout: Duration) {
+        wait(&self.record.bell, self.seen, timeout);
+    }
+}
+
+impl Drop for Bell<'_> {
+    fn drop(&mut self) {
+        self.record.asleep.store(0, Ordering::SeqCst);
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn wait(word: &AtomicU32, seen: u32, timeout: Duration) {
+    use rustix::thread::futex;
+    let timeout = futex::Timespec {
+        tv_sec: timeout.as_secs() as i64,
+        tv_nsec: timeout.subsec_nanos().into(),
+    };
+    // Not `PRIVATE`: the word may be shared between processes. Every error (it changed, a signal,
+    // the time is over) means the same to the caller: look around again.
+    let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
+}
+
+#[cfg(target_os = "linux")]
+fn wake(word: &AtomicU32) {
+    use rustix::thread::futex;
+    let _ = futex::wake(word, futex::Flags::empty(), 1);
+}
+
+#[cfg(not(target_os = "linux"))]
+fn wait(word: &AtomicU32, seen: u32, timeout: Duration) {
+    let start = std::time::Instant::now();
+    while word.load(Ordering::SeqCst) == seen && start.elapsed() < timeout {
+        std::thread::sleep(Duration::from_micros(100));
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn wake(_word: &AtomicU32) {}

@@ -1,0 +1,195 @@
+//! A mapped region, and the only unsafe code of the crate.
+#![allow(unsafe_code)] // Memory shared between processes has no safe type.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+use memmap2::{MmapOptions, MmapRaw};
+
+use super::bell::ring;
+use super::layout::{BUFFERS, Channel, Header, Layout, MAGIC, MAILS, REASON_BYTES, RankRecord};
+
+/// Memory that all ranks of a group map. See the crate's documentation for its parts.
+pub(crate) struct Region {
+    map: MmapRaw,
+    layout: Layout,
+}
+
+impl Region {
+    /// Memory of this process alone.
+    pub(crate) fn anonymous(layout: Layout) -> std::io::Result<Self> {
+        let map = MmapOptions::new().len(layout.len).map_anon()?.into();
+        let region = Self { map, layout };
+        region.sign(0);
+        Ok(region)
+    }
+
+    /// Maps `file`, which has (at least) the layout's length, shared and zeroed by whoever made it.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn of_file(file: &std::fs::File, layout: Layout) -> std::io::Result<Self> {
+        let map = MmapOptions::new().len(layout.len).map_raw(file)?;
+        Ok(Self { map, layout })
+    }
+
+    /// Marks fresh memory as a region.
+    pub(crate) fn sign(&self, nonce: u64) {
+        let header = self.header();
+        header.nonce.store(nonce, Ordering::Relaxed);
+        header.size.store(self.layout.size as u64, Ordering::Relaxed);
+        header.len.store(self.layout.len as u64, Ordering::Relaxed);
+        header.magic.store(MAGIC, Ordering::SeqCst);
+    }
+
+    /// Whether this is the region that was signed with `nonce`.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn is_signed(&self, nonce: u64) -> bool {
+        let header = self.header();
+        header.magic.load(Ordering::SeqCst) == MAGIC
+            && header.nonce.load(Ordering::Relaxed) == nonce
+            && header.size.load(Ordering::Relaxed) == self.layout.size as u64
+            && header.len.load(Ordering::Relaxed) == self.layout.len as u64
+    }
+
+    pub(crate) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    pub(crate) fn header(&self) -> &Header {
+        self.at(0)
+    }
+
+    pub(crate) fn record(&self, rank: usize) -> &RankRecord {
+        assert!(rank < self.layout.size);
+        self.at(self.layout.records + rank * size_of::<RankRecord>())
+    }
+
+    pub(crate) fn channel(&self, src: usize, dst: usize) -> &Channel {
+        assert!(src < self.layout.size && dst < self.layout.size);
+        let index = src * self.layout.size + dst;
+        self.at(self.layout.channels + index * size_of::<Channel>())
+    }
+
+    /// A control structure. Private, and called with the three types above only: they consist of
+    /// atomics, for which any bits are valid.
+    fn at<T>(&self, offset: usize) -> &T {
+        assert!(
+            offset + size_of::<T>() <= self.layout.slots && offset.is_multiple_of(align_of::<T>())
+        );
+        // SAFETY: in bounds and aligned (the mapping starts at a page), mapped as long as `self`;
+        // `T` consists of atomics, so others may change it while this reference lives.
+        unsafe { &*self.map.as_ptr().add(offset).cast::<T>() }
+    }
+
+    /// Bytes of a rank's slot.
+    ///
+    /// # Safety
+    /// No rank may write to these bytes while the slice lives: they are the caller's own slot, or
+    /// a barrier lies between the owner's write and this read, and another one will lie between
+    /// this read and the owner's next write.
+    pub(crate) unsafe fn slot(&self, buffer: usize, rank: usize, range: Range<usize>) -> &[u8] {
+        let start = self.slot_start(buffer, rank, &range);
+        // SAFETY: in bounds (checked there); not written meanwhile, as the caller promises.
+        unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(start), range.len()) }
+    }
+
+    /// Bytes of the caller's own slot, to be written.
+    ///
+    /// # Safety
+    /// `rank` is the calling rank, no other slice of these bytes lives in this process, and no
+    /// other rank reads them: a barrier lies between the last read and this write.
+    #[allow(clippy::mut_from_ref)] // The exclusivity is the caller's promise.
+    pub(crate) unsafe fn slot_mut(
+        &self,
+        buffer: usize,
+        rank: usize,
+        range: Range<usize>,
+    ) -> &mut [u8] {
+        let start = self.slot_start(buffer, rank, &range);
+        // SAFETY: in bounds (checked there); not used by others meanwhile, as the caller promises.
+        unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr().add(start), range.len()) }
+    }
+
+    fn slot_start(&self, buffer: usize, rank: usize, range: &Range<usize>) -> usize {
+        let layout = &self.layout;
+        assert!(buffer < BUFFERS && rank < layout.size);
+        assert!(range.start <= range.end && range.end <= layout.slot);
+        layout.slots + (buffer * layout.size + rank) * layout.slot + range.start
+    }
+
+    /// The first `len` bytes of a mail chunk.
+    ///
+    /// # Safety
+    /// The calling rank is `dst`, and the channel says that this chunk was sent and not yet
+    /// received.
+    pub(crate) unsafe fn mail(&self, src: usize, dst: usize, index: usize, len: usize) -> &[u8] {
+        let start = self.mail_start(src, dst, index, len);
+        // SAFETY: in bounds (checked there); the sender does not touch the chunk before it has
+        // been received, as the caller promises.
+        unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(start), len) }
+    }
+
+    /// The first `len` bytes of a mail chunk, to be written.
+    ///
+    /// # Safety
+    /// The calling rank is `src`, no other slice of these bytes lives in this process, and the
+    /// channel says that the chunk has been received, or was never sent.
+    #[allow(clippy::mut_from_ref)] // The exclusivity is the caller's promise.
+    pub(crate) unsafe fn mail_mut(
+        &self,
+        src: usize,
+        dst: usize,
+        index: usize,
+        len: usize,
+    ) -> &mut [u8] {
+        let start = self.mail_start(src, dst, index, len);
+        // SAFETY: in bounds (checked there); the receiver does not touch the chunk before it has
+        // been sent, as the caller promises.
+        unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr().add(start), len) }
+    }
+
+    fn mail_start(&self, src: usize, dst: usize, index: usize, len: usize) -> usize {
+        let layout = &self.layout;
+        assert!(src < layout.size && dst < layout.size && index < MAILS && len <= layout.mail);
+        layout.mails + ((src * layout.size + dst) * MAILS + index) * layout.mail
+    }
+
+    /// Marks the group as aborted and wakes everybody. The first reason is kept.
+    /// `failed` is the global rank whose failure is the reason, if one is.
+    pub(crate) fn abort(&self, rank: usize, failed: Option<usize>, reason: &str) {
+        let header = self.header();
+        let state = &header.abort_state.0;
+        if state.compare_exchange(0, 1, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+            let mut len = reason.len().min(REASON_BYTES);
+            while !reason.is_char_boundary(len) {
+                len -= 1;
+            }
+            for (slot, byte) in header.abort_reason.iter().zip(reason[..len].bytes()) {
+                slot.store(byte, Ordering::Relaxed);
+            }
+            header.abort_len.store(len as u32, Ordering::Relaxed);
+            header.abort_rank.store(rank as u32, Ordering::Relaxed);
+            header.abort_failed.store(failed.map_or(0, |r| r as u32 + 1), Ordering::Relaxed);
+            state.store(2, Ordering::SeqCst);
+        }
+        self.ring_all();
+    }
+
+    /// What [`abort`](Self::abort) was called with first, if it was.
+    pub(crate) fn aborted(&self) -> Option<(usize, Option<usize>, String)> {
+        let header = self.header();
+        if header.abort_state.0.load(Ordering::Acquire) != 2 {
+            return None;
+        }
+        let len = (header.abort_len.load(Ordering::Relaxed) as usize).min(REASON_BYTES);
+        let bytes: Vec<u8> =
+            header.abort_reason[..len].iter().map(|b| b.load(Ordering::Relaxed)).collect();
+        let rank = header.abort_rank.load(Ordering::Relaxed) as usize;
+        let failed = header.abort_failed.load(Ordering::Relaxed).checked_sub(1);
+        Some((rank, failed.map(|r| r as usize), String::from_utf8_lossy(&bytes).into_owned()))
+    }
+
+    /// Makes every rank look around.
+    pub(crate) fn ring_all(&self) {
+        (0..self.layout.size).for_each(|rank| ring(self.record(rank)));
+    }
+}

@@ -1,0 +1,251 @@
+//! Ranks that are processes of one host.
+//!
+//! ```
+//! use fulgurite_core::collective::ProcessGroupConfig;
+//! # use fulgurite_transports::Shm;
+//! let json = r#"{ "type": "shm", "chunk_bytes": 1048576 }"#;
+//! let config: Box<dyn ProcessGroupConfig> = serde_json::from_str(json).unwrap();
+//! # let _ = config;
+//! ```
+
+use std::sync::Arc;
+
+use fulgurite_core::collective::{GroupContext, ProcessGroup, ProcessGroupConfig};
+use fulgurite_core::{Error, Result, register_process_group};
+use serde::{Deserialize, Serialize};
+
+/// `process_group.type = "shm"`: shared memory between the processes of one host.
+///
+/// The memory is an anonymous file (memfd) that one rank makes and the others open through
+/// `/proc`, as the job's store tells them. It has no name in a file system, so nothing is left
+/// behind, however the processes end. Needs Linux.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Shm {
+    /// Bytes of data that a rank has in flight in one step of a collective, 4 KiB to 1 GiB. The
+    /// same on all ranks. A group takes up to three times as much memory a rank.
+    pub chunk_bytes: usize,
+}
+
+impl Default for Shm {
+    fn default() -> Self {
+        Self { chunk_bytes: 2 << 20 }
+    }
+}
+
+register_process_group!(
+    "shm",
+    Shm,
+    "shared memory between the processes of one host",
+    "{ type = \"shm\", chunk_bytes = 2097152 }"
+);
+
+#[typetag::serde(name = "shm")]
+impl ProcessGroupConfig for Shm {
+    fn build(&self, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
+        if !(4 << 10..=1 << 30).contains(&self.chunk_bytes) {
+            return Err(Error::Config(format!(
+                "process_group.chunk_bytes is {}; it must be between 4096 (4 KiB) and 1073741824 \
+                 (1 GiB)",
+                self.chunk_bytes
+            )));
+        }
+        if context.local_world_size != context.world_size {
+            return Err(Error::Config(format!(
+                "process group `shm` connects the processes of one host, but of this job's {} \
+                 processes {} are on this host. {ACROSS_HOSTS}",
+                context.world_size, context.local_world_size,
+            )));
+        }
+        connect(self, context)
+    }
+}
+
+/// Which transports do what this one does not.
+const ACROSS_HOSTS: &str = "Across hosts use `nccl` (GPUs) or `mpi` (CPUs): \
+                            trainer.process_group.type = \"nccl\" or \"mpi\"";
+
+#[cfg(not(target_os = "linux"))]
+fn connect(_: &Shm, _: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
+    Err(Error::Config(format!(
+        "process group `shm` needs Linux (memfd and futex). {ACROSS_HOSTS}; for tests there are \
+         threads"
+    )))
+}
+
+#[cfg(target_os = "linux")]
+use linux::connect;
+
+#[cfg(target_os = "linux")]
+mod linux {
+    use std::collections::HashMap;
+    use std::collections::hash_map::Entry;
+    use std::fs::{File, OpenOptions};
+    use std::hash::{BuildHasher, Hasher, RandomState};
+    use std::os::fd::{AsRawFd, OwnedFd};
+    use std::sync::{Arc, Mutex};
+    use std::time::Duration;
+
+    use fulgurite_core::collective::{GroupContext, ProcessGroup, Store};
+    use fulgurite_core::{Error, Result};
+    use rustix::event::{PollFd, PollFlags, poll};
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+    use rustix::time::Timespec;
+    use serde::{Deserialize, Serialize};
+
+    use super::{ACROSS_HOSTS, Shm};
+    use crate::engine::{Group, Joined, Membership, Rendezvous};
+    use crate::memory::{Layout, Region};
+
+    pub(super) fn connect(config: &Shm, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
+        // A job may build more than one world group; every rank builds them in the same order.
+        let counter = format!("process_group/shm/builds/{}", context.rank);
+        let build = context.store.add(&counter, 1)?;
+        let host = Host { store: context.store.clone(), processes: Mutex::default() };
+        let member = Membership {
+            key: format!("process_group/shm/world{build}"),
+            name: "world".to_owned(),
+            rank: context.rank,
+            global_ranks: (0..context.world_size).collect(),
+            timeout: context.timeout,
+            chunk_bytes: config.chunk_bytes,
+        };
+        Group::connect(Arc::new(host), member)
+    }
+
+    /// What the leader of a group tells the others through the store.
+    #[derive(Serialize, Deserialize)]
+    enum Announcement {
+        /// The region is the file at this path, of this length, signed with this nonce.
+        Region { path: String, len: usize, nonce: u64 },
+        /// There is none, because of this.
+        Failed(String),
+    }
+
+    /// The processes of a job on one host.
+    struct Host {
+        store: Arc<dyn Store>,
+        /// By global rank, what tells when a process ends.
+        processes: Mutex<HashMap<usize, OwnedFd>>,
+    }
+
+    impl Host {
+        fn create(&self, key: &str, layout: Layout) -> Result<Joined> {
+            let made = make_region(layout);
+            let announcement = match &made {
+                Ok((_, file, nonce)) => Announcement::Region {
+                    path: format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()),
+                    len: layout.len,
+                    nonce: *nonce,
+                },
+                Err(error) => Announcement::Failed(error.to_string()),
+            };
+            let bytes = serde_json::to_vec(&announcement).map_err(Error::other)?;
+            self.store.set(key, &bytes)?;
+            let (region, file, _) = made.map_err(|e| no_memory(layout, &e))?;
+            Ok(Joined { region: Arc::new(region), file: Some(file) })
+        }
+
+        fn open(&self, key: &str, layout: Layout, timeout: Duration) -> Result<Joined> {
+            let bytes = self.store.get(key, timeout)?;
+            let announcement = serde_json::from_slice(&bytes).map_err(|e| {
+                Error::Launch(format!("the store's value of `{key}` is no shared memory: {e}"))
+            })?;
+            let (path, len, nonce) = match announcement {
+                Announcement::Region { path, len, nonce } => (path, len, nonce),
+                Announcement::Failed(message) => return Err(no_memory(layout, &message)),
+            };
+            if len != layout.len {
+                return Err(Error::Config(format!(
+                    "the ranks of a `shm` group have different sizes of shared memory ({len} and \
+                     {} bytes): process_group.chunk_bytes must be the same on all",
+                    layout.len
+                )));
+            }
+            let foreign = |why: String| {
+                Error::Launch(format!(
+                    "the shared memory of the first rank cannot be opened at {path} ({why}): the \
+                     ranks are not on one host, not in one PID namespace (containers), or not of \
+                     one user. {ACROSS_HOSTS}"
+                ))
+            };
+            let file = OpenOptions::new().read(true).write(true).open(&path);
+            let file = file.map_err(|e| foreign(e.to_string()))?;
+            // The path may lead to a file of quite another process on this host.
+            let found = file.metadata().map_err(|e| foreign(e.to_string()))?.len();
+            if found != len as u64 {
+                return Err(foreign(format!("it has {found} bytes instead of {len}")));
+            }
+            let region = Region::of_file(&file, layout).map_err(|e| foreign(e.to_string()))?;
+            if !region.is_signed(nonce) {
+                return Err(foreign("it is another file".to_owned()));
+            }
+            Ok(Joined { region: Arc::new(region), file: None })
+        }
+    }
+
+    /// A region in an anonymous file that nobody can shrink.
+    fn make_region(layout: Layout) -> std::io::Result<(Region, File, u64)> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = File::from(memfd_create("fulgurite", flags)?);
+        ftruncate(&file, layout.len as u64)?;
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let region = Region::of_file(&file, layout)?;
+        // std's hash maps have random keys; an empty hash under one is a random number.
+        let nonce = RandomState::new().build_hasher().finish();
+        region.sign(nonce);
+        Ok((region, file, nonce))
+    }
+
+    fn no_memory(layout: Layout, error: &dyn std::fmt::Display) -> Error {
+        Error::Launch(format!(
+            "making {} bytes of shared memory: {error}; a smaller process_group.chunk_bytes needs \
+             less",
+            layout.len
+        ))
+    }
+
+    impl Rendezvous for Host {
+        fn region(
+            &self,
+            key: &str,
+            leader: bool,
+            layout: Layout,
+            timeout: Duration,
+        ) -> Result<Joined> {
+            if leader { self.create(key, layout) } else { self.open(key, layout, timeout) }
+        }
+
+        fn must_meet(&self) -> bool {
+            true
+        }
+
+        fn watch(&self, global_rank: usize, pid: u32) {
+            let mut processes = self.processes.lock().expect("no panic while watching");
+            if let Entry::Vacant(entry) = processes.entry(global_rank)
+                && pid != std::process::id()
+                && let Some(pid) = Pid::from_raw(pid as i32)
+            {
+                // Where a sandbox forbids pidfds, the store and the timeout still end all waits.
+                match pidfd_open(pid, PidfdFlags::empty()) {
+                    Ok(fd) => drop(entry.insert(fd)),
+                    Err(e) => tracing::debug!("no pidfd of rank {global_rank}: {e}"),
+                }
+            }
+        }
+
+        fn is_gone(&self, global_rank: usize) -> bool {
+            let processes = self.processes.lock().expect("no panic while watching");
+            let Some(fd) = processes.get(&global_rank) else { return false };
+            // A pidfd becomes readable when its process ends.
+            let mut fds = [PollFd::new(fd, PollFlags::IN)];
+            let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+            matches!(poll(&mut fds, Some(&at_once)), Ok(1..))
+        }
+
+        fn failure(&self) -> Option<(usize, String)> {
+            self.store.failure()
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! Ranks that are threads of this process.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use fulgurite_core::collective::ProcessGroup;
+use fulgurite_core::{Error, Result};
+
+use crate::engine::{Group, Joined, Membership, Rendezvous};
+use crate::memory::{Layout, Region};
+
+/// Bytes of a rank's slot: small, as tests have many groups of little data.
+const CHUNK_BYTES: usize = 256 << 10;
+
+/// Stack of a rank's thread: a deep model's backward recurses.
+const STACK_BYTES: usize = 64 << 20;
+
+/// How long ranks of [`run_ranks`] wait for each other.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Makes process groups whose ranks are threads of this process.
+#[derive(Debug)]
+pub struct ThreadsGroup;
+
+impl ThreadsGroup {
+    /// The handles of a group named `world`, one a rank, in rank order: one for each thread that is
+    /// to be a rank. `timeout` is how long a collective waits for its peers.
+    ///
+    /// # Errors
+    /// If memory or threads cannot be had.
+    pub fn create(world_size: usize, timeout: Duration) -> Result<Vec<Arc<dyn ProcessGroup>>> {
+        Self::create_with(world_size, timeout, CHUNK_BYTES)
+    }
+
+    /// As [`create`](Self::create), with slots of `chunk_bytes` a rank (rounded up to whole cache
+    /// lines a rank).
+    ///
+    /// # Errors
+    /// As [`create`](Self::create).
+    pub fn create_with(
+        world_size: usize,
+        timeout: Duration,
+        chunk_bytes: usize,
+    ) -> Result<Vec<Arc<dyn ProcessGroup>>> {
+        create(&Arc::default(), world_size, timeout, chunk_bytes)
+    }
+}
+
+fn create(
+    board: &Arc<Board>,
+    world_size: usize,
+    timeout: Duration,
+    chunk_bytes: usize,
+) -> Result<Vec<Arc<dyn ProcessGroup>>> {
+    (0..world_size)
+        .map(|rank| {
+            let member = Membership {
+                key: "world".to_owned(),
+                name: "world".to_owned(),
+                rank,
+                global_ranks: (0..world_size).collect(),
+                timeout,
+                chunk_bytes,
+            };
+            Group::connect(board.clone(), member)
+        })
+        .collect()
+}
+
+/// Runs `f` once a rank, each on a thread of its own (64 MiB of stack) with its handle of a group of
+/// `world_size` ranks, and returns the results in rank order. Ranks wait a minute for each other.
+///
+/// # Errors
+/// The error of the rank that failed first; a panic counts as one. The others' waits end then, in
+/// this group and all that were split from it.
+pub fn run_ranks<T: Send>(
+    world_size: usize,
+    f: impl Fn(Arc<dyn ProcessGroup>) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    run_ranks_with(world_size, TIMEOUT, f)
+}
+
+/// As [`run_ranks`], where ranks wait for each other for `timeout`.
+///
+/// # Errors
+/// As [`run_ranks`].
+pub fn run_ranks_with<T: Send>(
+    world_size: usize,
+    timeout: Duration,
+    f: impl Fn(Arc<dyn ProcessGroup>) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let board = Arc::new(Board::default());
+    let groups = create(&board, world_size, timeout, CHUNK_BYTES)?;
+    let first = Mutex::new(None);
+    let fail = |rank: usize, error: Error| {
+        let mut first = first.lock().expect("no panic while failing");
+        if first.is_none() {
+            board.fail(rank, &error);
+            *first = Some(error);
+        }
+    };
+    let results: Vec<Option<T>> = std::thread::scope(|scope| {
+        let spawn = |(rank, group)| {
+            let (f, fail) = (&f, &fail);
+            let run = move || {
+                // `fail` comes before `f`'s handle of the group is dropped, in a panic too: others
+                // then hear the reason and not just that this rank has left.
+                let result = catch_unwind(AssertUnwindSafe(|| f(Arc::clone(&group))));
+                let value = match result {
+                    Ok(Ok(value)) => Some(value),
+                    Ok(Err(error)) => {
+                        fail(rank, error);
+                        None
+                    }
+                    Err(panic) => {
+                        let message = panic_message(&*panic);
+                        fail(rank, Error::other(format!("rank {rank} panicked: {message}")));
+                        None
+                    }
+                };
+                drop::<Arc<dyn ProcessGroup>>(group);
+                value
+            };
+            let name = format!("rank-{rank}");
+            let builder = std::thread::Builder::new().name(name).stack_size(STACK_BYTES);
+            match builder.spawn_scoped(scope, run) {
+                Ok(handle) => Some(handle),
+                Err(e) => {
+                    fail(rank, Error::Launch(format!("starting a thread for rank {rank}: {e}")));
+                    None
+                }
+            }
+        };
+        let handles: Vec<_> = groups.into_iter().enumerate().map(spawn).collect();
+        handles.into_iter().map(|handle| handle?.join().ok()?).collect()
+    });
+    match first.into_inner().expect("no panic while failing") {
+        Some(error) => Err(error),
+        None => Ok(results.into_iter().flatten().collect()),
+    }
+}
+
+/// What a panic said.
+pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("(no message)")
+}
+
+/// Where threads find each other's regions and failures.
+#[derive(Default)]
+struct Board {
+    /// Regions that not all ranks have yet, and how many have.
+    regions: Mutex<HashMap<String, (Arc<Region>, usize)>>,
+    failure: Mutex<Option<(usize, String)>>,
+}
+
+impl Board {
+    fn fail(&self, rank: usize, error: &Error) {
+        let mut failure = self.failure.lock().expect("no panic while failing");
+        failure.get_or_insert_with(|| (rank, error.to_string()));
+    }
+}
+
+impl Rendezvous for Board {
+    fn region(&self, key: &str, _: bool, layout: Layout, _: Duration) -> Result<Joined> {
+        let mut regions = self.regions.lock().expect("no panic while joining");
+        let (region, taken) = match regions.remove(key) {
+            Some(entry) => entry,
+            None => {
+                let region = Region::anonymous(layout)
+                    .map_err(|e| Error::Launch(format!("reserving {} bytes: {e}", layout.len)))?;
+                (Arc::new(region), 0)
+            }
+        };
+        if taken + 1 < layout.size {
+            regions.insert(key.to_owned(), (region.clone(), taken + 1));
+        }
+        Ok(Joined { region, file: None })
+    }
+
+    fn must_meet(&self) -> bool {
+        false
+    }
+
+    fn watch(&self, _: usize, _: u32) {}
+
+    fn is_gone(&self, _: usize) -> bool {
+        false
+    }
+
+    fn failure(&self) -> Option<(usize, String)> {
+        self.failure.lock().expect("no panic while failing").clone()
+    }
+}
