@@ -1,9 +1,67 @@
 //! Fulgurite: Lightning-style distributed training for candle.
 //!
-//! This crate is the facade: it links the built-in plugins and has the [command line](cli).
+//! A person implements [`LightningModule`](prelude::LightningModule), names a strategy in a
+//! configuration file, and the same program trains on one core or on many processes, under data
+//! parallelism (`ddp`) or fully sharded data parallelism (`fsdp`).
+//!
+//! ```no_run
+//! use fulgurite::prelude::*;
+//! use serde::{Deserialize, Serialize};
+//!
+//! struct Net { embed: Embedding, blocks: Vec<Unit<GeluMlp>>, head: Linear }
+//!
+//! #[derive(Clone, Serialize, Deserialize)]
+//! #[serde(deny_unknown_fields, default)]
+//! struct NetConfig { vocab: usize, dim: usize, layers: usize }
+//!
+//! impl Default for NetConfig {
+//!     fn default() -> Self { Self { vocab: 257, dim: 64, layers: 2 } }
+//! }
+//!
+//! impl LightningModule for Net {
+//!     type Config = NetConfig;
+//!     type Batch = TokenBatch;
+//!
+//!     fn configure_model(cfg: &NetConfig, b: &ModuleBuilder) -> Result<Self> { // allocates nothing
+//!         let block = |i| b.unit(&format!("blocks.{i}"), |b| GeluMlp::new(b, cfg.dim, 4 * cfg.dim));
+//!         Ok(Self {
+//!             embed: Embedding::new(&b.pp("embed"), cfg.vocab, cfg.dim)?,
+//!             blocks: (0..cfg.layers).map(block).collect::<Result<_>>()?,
+//!             head: Linear::new(&b.pp("head"), cfg.dim, cfg.vocab)?,
+//!         })
+//!     }
+//!
+//!     fn training_step(&mut self, batch: &TokenBatch, _: &mut StepContext) -> Result<Loss> {
+//!         let mut x = self.embed.forward(&batch.inputs)?;
+//!         for block in &self.blocks {
+//!             x = (&x + block.forward(&x)?)?;
+//!         }
+//!         cross_entropy(&self.head.forward(&x)?, &batch.targets)
+//!     }
+//! }
+//!
+//! fn main() -> std::process::ExitCode {
+//!     fulgurite::cli::<Net, TextData>() // fit, validate, --config, --set, …
+//! }
+//! ```
+//!
+//! This crate is the facade: it links the built-in plugins, has the [command line](cli()) and
+//! re-exports [`fulgurite_core`] as [`core`].
 
 pub mod cli;
+pub mod prelude;
 
+pub use cli::cli;
 pub use fulgurite_core as core;
-// Linked for what they register: the loggers.
-use fulgurite_loggers as _;
+pub use fulgurite_data as data;
+pub use fulgurite_strategies as strategies;
+
+// Linked for what they register.
+use fulgurite_checkpoint as _;
+use fulgurite_environments as _;
+use fulgurite_transports as _;
+
+/// Keeps large blocks instead of returning them: a tensor a step is a page fault storm otherwise.
+#[cfg(feature = "mimalloc")]
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;

@@ -14,5 +14,7 @@
 pub mod args;
 pub mod plugins;
 mod print;
+mod run;
 
 pub use print::print;
+pub use run::{Cli, cli};

@@ -137,8 +137,8 @@ where
     M: serde::Serialize + Default,
     D: serde::Serialize + Default,
 {
-    program.sections.push(Section::from_defaults("model", &M::default())?);
-    program.sections.push(Section::from_defaults("data", &D::default())?);
+    program.sections.push(Section::undocumented("model", &M::default())?);
+    program.sections.push(Section::undocumented("data", &D::default())?);
     Ok(())
 }
 

@@ -2,6 +2,7 @@
 //!
 //! | `trainer.strategy` | what a rank holds | what crosses the wire in a step |
 //! |---|---|---|
+//! | `auto` | `single_device` on one rank, `ddp` on more | |
 //! | `single_device` | everything | nothing |
 //! | `ddp` | everything | an all-reduce of the gradients, in buckets |
 //! | `fsdp`, `fsdp2` | 1/N of every parameter, gradient and optimizer state | all-gathers of parameters and a reduce-scatter of gradients, a unit at a time |
@@ -15,11 +16,13 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
+mod auto;
 mod ddp;
 mod fsdp;
 mod mixed_precision;
 mod single_device;
 
+pub use auto::Auto;
 pub use ddp::Ddp;
 pub use fsdp::{Fsdp, ReshardAfterForward};
 pub use mixed_precision::{DTypeName, MixedPrecisionPolicy};

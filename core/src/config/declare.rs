@@ -8,7 +8,7 @@ use super::PluginValue;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyDoc {
     /// The key, without the table it is in.
-    pub name: &'static str,
+    pub name: Cow<'static, str>,
     /// What may be written there, in words: `integer`, `list of string`.
     pub ty: String,
     /// The documentation, as written on the field.

@@ -41,6 +41,17 @@ impl Section {
         Self::new(path, T::keys(), &T::default())
     }
 
+    /// A section of a table that is not documented: its keys and their defaults.
+    ///
+    /// # Errors
+    /// If the defaults cannot be serialised.
+    pub fn undocumented(path: &str, defaults: &impl Serialize) -> Result<Self> {
+        let all = serde_json::to_value(defaults).map_err(Error::other)?;
+        let key = |name: &String| KeyDoc { name: name.clone().into(), ty: String::new(), doc: "" };
+        let keys = all.as_object().into_iter().flat_map(|object| object.keys()).map(key).collect();
+        Self::new(path, keys, defaults)
+    }
+
     /// A section from documentation and a value holding the defaults.
     ///
     /// # Errors
@@ -50,7 +61,7 @@ impl Section {
         let all = serde_json::to_value(defaults).map_err(Error::other)?;
         let mut written: Vec<_> =
             all.as_object().into_iter().flat_map(|o| o.keys().map(String::as_str)).collect();
-        let mut documented: Vec<_> = keys.iter().map(|key| key.name).collect();
+        let mut documented: Vec<_> = keys.iter().map(|key| key.name.as_ref()).collect();
         written.sort_unstable();
         documented.sort_unstable();
         if written != documented {
@@ -93,7 +104,7 @@ pub fn markdown(sections: &[Section]) -> String {
         };
         let _ = write!(page, "## {title}\n\n| key | type | default | |\n|---|---|---|---|\n");
         for key in &section.keys {
-            let default = section.defaults.get(key.name).map_or("–".into(), |d| format!("`{d}`"));
+            let default = section.defaults.get(key.name.as_ref()).map_or("–".into(), |d| format!("`{d}`"));
             let doc = one_line(key.doc).replace('|', "\\|");
             let _ = writeln!(page, "| `{}` | {} | {default} | {doc} |", key.name, key.ty);
         }
@@ -108,12 +119,12 @@ pub fn plain(sections: &[Section]) -> String {
     for section in sections {
         for key in &section.keys {
             let name = match section.path.as_str() {
-                "" => key.name.to_owned(),
+                "" => key.name.to_string(),
                 path => format!("{path}.{}", key.name),
             };
             let doc = one_line(key.doc).replace('`', "");
             let sentence = doc.split(['.', ';']).next().unwrap_or_default().to_owned();
-            let default = section.defaults.get(key.name).map(|d| format!(" [{d}]"));
+            let default = section.defaults.get(key.name.as_ref()).map(|d| format!(" [{d}]"));
             rows.push((name, format!("{sentence}{}", default.unwrap_or_default())));
         }
     }

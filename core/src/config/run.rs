@@ -127,7 +127,7 @@ impl Default for RunConfig<Table, Table> {
 /// The reference's rows for the top level. (The macro that writes them for other tables knows no
 /// generics.)
 pub(super) fn top_level() -> Vec<KeyDoc> {
-    let key = |name, ty, doc| KeyDoc { name, ty, doc };
+    let key = |name: &'static str, ty, doc| KeyDoc { name: name.into(), ty, doc };
     vec![
         key(
             "seed",

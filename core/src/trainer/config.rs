@@ -90,15 +90,6 @@ impl TrainerConfig {
         }
     }
 
-    /// The strategy for this many ranks: what was chosen, or what `"auto"` stands for.
-    pub fn strategy_for(&self, world_size: usize) -> PluginValue {
-        let mut strategy = self.strategy.clone();
-        if strategy.name == "auto" {
-            strategy.name = if world_size == 1 { "single_device" } else { "ddp" }.to_owned();
-        }
-        strategy
-    }
-
     /// Checks what the types alone cannot.
     ///
     /// # Errors
@@ -141,9 +132,7 @@ impl TrainerConfig {
     /// # Errors
     /// [`Error::UnknownPlugin`].
     pub fn check_plugins(&self) -> Result<()> {
-        if self.strategy.name != "auto" {
-            registry::require(kind::STRATEGY, &self.strategy.name)?;
-        }
+        registry::require(kind::STRATEGY, &self.strategy.name)?;
         registry::require(kind::PROCESS_GROUP, &self.process_group.name)?;
         if let Some(environment) = &self.environment {
             registry::require(kind::ENVIRONMENT, &environment.name)?;
@@ -176,14 +165,6 @@ mod tests {
         let minute =
             Limits { max_steps: None, max_epochs: None, max_time: Some(Duration::from_secs(60)) };
         assert_eq!(trainer("max_time = '00:00:01:00'").unwrap().limits(), minute);
-    }
-
-    #[test]
-    fn auto_follows_the_world_size() {
-        let auto = TrainerConfig::default();
-        assert_eq!(auto.strategy_for(1).name, "single_device");
-        assert_eq!(auto.strategy_for(2).name, "ddp");
-        assert_eq!(trainer("strategy = 'fsdp'").unwrap().strategy_for(2).name, "fsdp");
     }
 
     #[test]

@@ -181,13 +181,14 @@ impl Trainer {
         let config = &run.trainer;
         run.validate()?;
         run.check_plugins()?;
-        let chosen = config.strategy_for(self.world.size());
-        let mut strategy = chosen
+        let mut strategy = config
+            .strategy
             .build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?
             .build(&BuildContext { world_size: self.world.size() })?;
         if let Some(parallelize) = self.parallelize {
             strategy.set_parallelize(parallelize)?;
         }
+        let strategy_name = strategy.name().to_owned();
         let init = ModuleInit {
             dtype: config.precision.param_dtype(),
             compute_dtype: config.precision.compute_dtype(),
@@ -241,7 +242,7 @@ impl Trainer {
                 hooks,
                 sinks,
                 meter: Meter::new(self.program_start),
-                strategy: chosen.name,
+                strategy: strategy_name,
                 interrupted: self.interrupted,
                 fabric,
             },
