@@ -13,7 +13,7 @@ use crate::nn::gemm::{Mat, Threads, gemm};
 use crate::nn::host::{Float, Host, dot, exp_in_place, host, max, strided_host, tensor};
 
 /// Queries a block.
-const BLOCK: usize = 64;
+const BLOCK: usize = 128;
 
 /// A `[batch, time, heads, dim]` tensor with contiguous rows.
 #[derive(Clone, Copy)]
