@@ -14,8 +14,6 @@ pub use fulgurite_core::optim::{AdamW, Sgd};
 pub use fulgurite_core::parameter::{Init, Parameter};
 pub use fulgurite_core::random::{Purpose, Stream};
 pub use fulgurite_core::strategy::{ParallelizeFn, Strategy, StrategyConfig};
-pub use fulgurite_core::trainer::{
-    Callback, HookContext, LightningModule, StepContext, Trainer,
-};
+pub use fulgurite_core::trainer::{Callback, HookContext, LightningModule, StepContext, Trainer};
 pub use fulgurite_core::{Error, Result};
 pub use fulgurite_data::TextData;

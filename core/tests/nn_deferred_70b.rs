@@ -47,7 +47,7 @@ static ALLOCATOR: Counting = Counting;
 #[test]
 fn seventy_billion_parameters_cost_nothing() {
     let cfg = LlamaConfig {
-        vocab_size: 128_256,
+        vocab_size: Some(128_256),
         hidden_size: 8192,
         intermediate_size: 28_672,
         num_hidden_layers: 80,

@@ -6,6 +6,8 @@
 //! cargo run --release --example pretrain -- fit --help
 //! ```
 
+#![allow(unreachable_pub, reason = "a program's modules read best with plain `pub`")]
+
 mod hugging_face;
 mod llama;
 mod sample;

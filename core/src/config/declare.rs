@@ -1,5 +1,6 @@
 //! Declaring a table of the configuration once: for serde, for rustdoc and for the reference.
 
+use std::borrow::Cow;
 use std::path::PathBuf;
 
 use super::PluginValue;
@@ -119,7 +120,7 @@ macro_rules! config_struct {
             fn keys() -> ::std::vec::Vec<$crate::config::KeyDoc> {
                 ::std::vec![ $(
                     $crate::config::KeyDoc {
-                        name: ::std::stringify!($field),
+                        name: ::std::borrow::Cow::Borrowed(::std::stringify!($field)),
                         ty: <$ty as $crate::config::ConfigType>::describe(),
                         doc: ::std::concat!($($doc, "\n"),+),
                     },

@@ -104,7 +104,8 @@ pub fn markdown(sections: &[Section]) -> String {
         };
         let _ = write!(page, "## {title}\n\n| key | type | default | |\n|---|---|---|---|\n");
         for key in &section.keys {
-            let default = section.defaults.get(key.name.as_ref()).map_or("–".into(), |d| format!("`{d}`"));
+            let default =
+                section.defaults.get(key.name.as_ref()).map_or("–".into(), |d| format!("`{d}`"));
             let doc = one_line(key.doc).replace('|', "\\|");
             let _ = writeln!(page, "| `{}` | {} | {default} | {doc} |", key.name, key.ty);
         }

@@ -341,7 +341,8 @@ where
             &self.data,
         )?;
         let ended = self.fit(&mut optimizer)?;
-        let saved = run.checkpoint.every_n_steps.is_some_and(|n| self.cursor.step % n == 0);
+        let saved =
+            run.checkpoint.every_n_steps.is_some_and(|n| self.cursor.step.is_multiple_of(n));
         if run.checkpoint.save_last && !saved {
             self.save(&mut optimizer)?;
         }
