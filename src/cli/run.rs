@@ -2,18 +2,12 @@
 
 use std::io::IsTerminal as _;
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::time::Duration;
 
-use fulgurite_core::collective::{ProcessGroup, ProcessGroupConfig, Solo};
 use fulgurite_core::config::reference::Section;
-use fulgurite_core::config::{Devices, RunConfig, to_table, to_toml};
+use fulgurite_core::config::{RunConfig, to_table, to_toml};
 use fulgurite_core::data::DataModule;
-use fulgurite_core::environment;
-use fulgurite_core::launch::{
-    LaunchOptions, Launched, interrupt_requested, launch, report_and_exit_code,
-};
-use fulgurite_core::registry::kind;
+use fulgurite_core::fabric::Connection;
+use fulgurite_core::launch::{interrupt_requested, report_and_exit_code};
 use fulgurite_core::trainer::{LightningModule, Trainer};
 use fulgurite_core::{Error, Result};
 use fulgurite_loggers::{JsonLines, ProgressBar};
@@ -153,19 +147,7 @@ where
         return print(&to_toml(&to_table(&run)?)?);
     }
     run.check_plugins()?;
-    let launched = launch(LaunchOptions {
-        devices: match run.trainer.devices {
-            Devices::Count(n) => Some(n),
-            Devices::Auto => Some(available_devices()),
-        },
-        num_nodes: run.trainer.num_nodes,
-        environment: match &run.trainer.environment {
-            Some(value) => Some(environment::by_name(&value.name)?),
-            None => None,
-        },
-        timeout: Duration::from_secs(run.trainer.timeout_secs),
-    })?;
-    let world = connect(&launched, &run)?;
+    let Connection { launched, world } = run.trainer.connect()?;
     let mut trainer = Trainer::new(world)
         .with_program_start(launched.started)
         .with_interrupt(interrupt_requested);
@@ -185,23 +167,6 @@ where
         Action::Fit => trainer.fit::<M, D>(&run).map(drop),
         Action::Validate => trainer.validate::<M, D>(&run).map(drop),
     }
-}
-
-/// The process group of all ranks. Collective.
-fn connect<M, D>(launched: &Launched, run: &RunConfig<M, D>) -> Result<Arc<dyn ProcessGroup>> {
-    if launched.world_size == 1 {
-        return Ok(Arc::new(Solo::new("world", 0)));
-    }
-    let timeout = Duration::from_secs(run.trainer.timeout_secs);
-    run.trainer
-        .process_group
-        .build::<Box<dyn ProcessGroupConfig>>(kind::PROCESS_GROUP, "trainer.process_group")?
-        .build(&launched.group_context(timeout))
-}
-
-/// What `trainer.devices = "auto"` stands for: the GPUs, or without any the cores.
-fn available_devices() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 fn log_to_stderr() {

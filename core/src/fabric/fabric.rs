@@ -6,6 +6,7 @@ use candle_core::Tensor;
 
 use super::FabricOptimizer;
 use crate::collective::{ProcessGroup, ReduceOp, Solo};
+use crate::launch::Launched;
 use crate::mesh::DeviceMesh;
 use crate::module::{ForwardScope, ModuleBuilder, ModuleInit, ModuleTree};
 use crate::nn::Loss;
@@ -45,8 +46,10 @@ pub(super) type SharedStrategy = Arc<Mutex<Box<dyn Strategy>>>;
 pub struct Fabric {
     strategy: SharedStrategy,
     world: Arc<dyn ProcessGroup>,
-    init: ModuleInit,
+    pub(super) init: ModuleInit,
     seed: u64,
+    /// The rank's place in its job, held as long as it takes part.
+    pub(super) launched: Option<Launched>,
 }
 
 impl Fabric {
@@ -62,7 +65,7 @@ impl Fabric {
     ) -> Result<Self> {
         strategy.setup_environment(world.clone())?;
         let init = strategy.module_init_context(init);
-        Ok(Self { strategy: Arc::new(Mutex::new(strategy)), world, init, seed })
+        Ok(Self { strategy: Arc::new(Mutex::new(strategy)), world, init, seed, launched: None })
     }
 
     /// Fabric in this process alone.
@@ -149,7 +152,9 @@ impl Fabric {
         }
         let builder = ModuleBuilder::new(self.init.clone());
         let model = build(&builder)?;
-        strategy.setup_module(builder.finish()?, self.seed)?;
+        let tree = builder.finish()?;
+        self.check_frozen(&tree)?;
+        strategy.setup_module(tree, self.seed)?;
         strategy.prepare_forward()?;
         Ok(model)
     }

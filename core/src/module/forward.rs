@@ -34,6 +34,11 @@ impl ForwardScope {
         CURRENT.get().unwrap_or_default()
     }
 
+    /// Puts this scope in force on this thread from now on.
+    pub fn set(self) {
+        CURRENT.set(Some(self));
+    }
+
     /// Puts this scope in force until the guard is dropped.
     #[must_use = "the scope ends as soon as the guard is dropped"]
     pub fn enter(self) -> ForwardScopeGuard {

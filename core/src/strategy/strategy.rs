@@ -1,17 +1,19 @@
 //! The strategy trait.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use serde::Serialize;
 
 use super::{NoSyncGuard, ParallelizeFn, StepTotals, StrategyState};
+use crate::checkpoint::{self, CheckpointIO, DistributedCheckpoint, SaveMeta};
 use crate::collective::{ProcessGroup, ReduceOp, broadcast_object};
 use crate::config::UnusedParameters;
 use crate::mesh::{DATA_PARALLEL, DeviceMesh};
 use crate::module::{ModuleInit, ModuleTree};
 use crate::nn::Loss;
-use crate::optim::local_squared_norm;
+use crate::optim::{StateTensor, local_squared_norm};
 use crate::{Error, Result};
 
 /// What a strategy can do. The trainer asks here instead of comparing types.
@@ -224,6 +226,49 @@ pub trait Strategy: Send {
     /// for the next forward. Collective.
     fn finish_step(&mut self) -> Result<()> {
         self.state_mut().end_step()?;
+        self.prepare_forward()
+    }
+
+    /// Saves the model and these optimizer states as the distributed checkpoint `name` of `io`, each
+    /// rank what it owns. Of `meta`, mesh and specs are filled in. Collective.
+    ///
+    /// # Errors
+    /// As [`checkpoint::save`].
+    fn save_checkpoint(
+        &self,
+        io: &dyn CheckpointIO,
+        name: &str,
+        optimizer: &[StateTensor],
+        meta: SaveMeta,
+    ) -> Result<PathBuf> {
+        let (mesh, tree) = (self.state().mesh()?, self.state().tree()?);
+        let coordinate = |dim: &str| mesh.coordinate(dim);
+        let model = checkpoint::model_tensors(tree, coordinate)?;
+        let optimizer = checkpoint::optimizer_tensors(tree, optimizer, coordinate)?;
+        let (names, sizes) = (mesh.layout().names(), mesh.layout().sizes());
+        let meta = SaveMeta {
+            mesh: names.iter().cloned().zip(sizes.iter().copied()).collect(),
+            specs: checkpoint::specs(tree),
+            ..meta
+        };
+        checkpoint::save(io, &**mesh.world(), name, &model, &optimizer, &meta)
+    }
+
+    /// Fills the model, and these optimizer states if there are any, from a distributed checkpoint
+    /// of any mesh, and makes the model ready for a forward. Collective.
+    ///
+    /// # Errors
+    /// As [`checkpoint::load_into`]; nothing is changed if the checkpoint is of another model.
+    fn load_checkpoint(
+        &mut self,
+        source: &DistributedCheckpoint,
+        optimizer: Option<&[StateTensor]>,
+    ) -> Result<()> {
+        let tree = self.state().tree()?;
+        checkpoint::load_into(source.model(), tree, true)?;
+        if let Some(optimizer) = optimizer {
+            checkpoint::load_optimizer(source.optimizer(), tree, optimizer, true)?;
+        }
         self.prepare_forward()
     }
 

@@ -30,12 +30,11 @@ pub(super) struct Cursor {
     pub(super) samples: u64,
 }
 
-/// What a checkpoint holds besides tensors.
+/// What the trainer adds to a checkpoint.
 #[derive(Debug, Serialize, Deserialize)]
 struct SavedState {
     cursor: Cursor,
     seed: u64,
-    optimizer: BTreeMap<String, f64>,
 }
 
 /// The parts of a session that do not depend on the module.
@@ -291,33 +290,11 @@ where
     /// Saves a distributed checkpoint of the present step. Collective.
     pub(super) fn save(&mut self, optimizer: &mut FabricOptimizer) -> Result<()> {
         let Some(io) = self.parts.io.clone() else { return Ok(()) };
-        let tree = self.parts.fabric.module_tree()?;
-        let mesh = self.parts.fabric.device_mesh()?;
-        let coordinate = |dim: &str| mesh.coordinate(dim);
-        let model = checkpoint::model_tensors(&tree, coordinate)?;
-        let states = optimizer.state_tensors()?;
-        let optimizer_tensors = checkpoint::optimizer_tensors(&tree, &states, coordinate)?;
-        let state = SavedState {
-            cursor: self.cursor,
-            seed: self.parts.fabric.seed(),
-            optimizer: optimizer.scalars(),
-        };
-        let meta = checkpoint::SaveMeta {
-            step: self.cursor.step,
-            mesh: mesh
-                .layout()
-                .names()
-                .iter()
-                .cloned()
-                .zip(mesh.layout().sizes().iter().copied())
-                .collect(),
-            specs: checkpoint::specs(&tree),
-            state: to_json(&state)?,
-            config: to_json(&self.parts.resolved)?,
-        };
+        let state = SavedState { cursor: self.cursor, seed: self.parts.fabric.seed() };
         let name = checkpoint::step_name(self.cursor.step);
-        let world = self.parts.fabric.world().clone();
-        let path = checkpoint::save(&*io, &*world, &name, &model, &optimizer_tensors, &meta)?;
+        let config = serde_json::to_value(&self.parts.resolved)
+            .map_err(|e| Error::other(format!("encoding the configuration: {e}")))?;
+        let path = self.parts.fabric.save_with(&io, &name, optimizer, &state, config)?;
         self.emit(&Event::Checkpoint { step: self.cursor.step, path: path.clone() })?;
         let moment = Moment { step: self.cursor.step, epoch: 0 };
         self.parts.hooks.saved(&path, moment, &self.metrics, &self.data)
@@ -329,18 +306,7 @@ where
         path: &std::path::Path,
         optimizer: Option<&mut FabricOptimizer>,
     ) -> Result<()> {
-        let source = checkpoint::DistributedCheckpoint::open(path)?;
-        let tree = self.parts.fabric.module_tree()?;
-        checkpoint::load_into(source.model(), &tree, true)?;
-        let state: SavedState =
-            serde_json::from_value(source.manifest().state.clone()).map_err(|error| {
-                Error::checkpoint(path, format!("its training state cannot be read: {error}"))
-            })?;
-        if let Some(optimizer) = optimizer {
-            let states = optimizer.state_tensors()?;
-            checkpoint::load_optimizer(source.optimizer(), &tree, &states, true)?;
-            optimizer.load_scalars(&state.optimizer)?;
-        }
+        let state: SavedState = self.parts.fabric.load(path, optimizer)?;
         if state.seed != self.parts.fabric.seed() && self.rank() == 0 {
             tracing::warn!(
                 "the checkpoint was written with seed {}, this run has {}: the order of samples \
@@ -350,7 +316,7 @@ where
             );
         }
         self.cursor = state.cursor;
-        self.parts.fabric.strategy().prepare_forward()
+        Ok(())
     }
 
     /// The checkpoint that `ckpt_path` names, on every rank. Collective.
@@ -397,8 +363,4 @@ where
         };
         self.emit(&event)
     }
-}
-
-fn to_json<T: Serialize>(value: &T) -> Result<serde_json::Value> {
-    serde_json::to_value(value).map_err(|e| Error::other(format!("encoding training state: {e}")))
 }

@@ -10,12 +10,11 @@ use super::{Callback, EventSink, LightningModule, LoggerConfig, LoggerSink, RunD
 use crate::checkpoint::{self, CheckpointIO, CheckpointIOConfig};
 use crate::collective::{ProcessGroup, Solo, broadcast_object};
 use crate::config::{RunConfig, to_table};
-use crate::data::{DataContext, DataModule};
+use crate::data::DataModule;
 use crate::fabric::Fabric;
-use crate::module::ModuleInit;
 use crate::optim::{OptimizerConfig, SchedulerConfig};
 use crate::registry::kind;
-use crate::strategy::{BuildContext, ParallelizeFn, StrategyConfig};
+use crate::strategy::ParallelizeFn;
 use crate::{Error, Result};
 
 /// Runs a [`LightningModule`] on the data of a [`DataModule`], as a [`RunConfig`] says. Built on
@@ -181,45 +180,13 @@ impl Trainer {
         let config = &run.trainer;
         run.validate()?;
         run.check_plugins()?;
-        let mut strategy = config
-            .strategy
-            .build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?
-            .build(&BuildContext { world_size: self.world.size() })?;
-        if let Some(parallelize) = self.parallelize {
-            strategy.set_parallelize(parallelize)?;
-        }
-        let strategy_name = strategy.name().to_owned();
-        let init = ModuleInit {
-            dtype: config.precision.param_dtype(),
-            compute_dtype: config.precision.compute_dtype(),
-            frozen: config.freeze.clone(),
-            ..ModuleInit::default()
-        };
-        let mut fabric = Fabric::new(self.world.clone(), strategy, init, run.seed)?;
-        let share = fabric.strategy().distributed_sampler_kwargs()?;
-        let data = D::setup(
-            &run.data,
-            &DataContext {
-                seed: run.seed,
-                rank: self.world.rank(),
-                world_size: self.world.size(),
-                data_parallel_rank: share.rank,
-                data_parallel_size: share.num_replicas,
-            },
-        )?;
+        let mut fabric = Fabric::over(self.world.clone(), config, run.seed, self.parallelize)?;
+        let strategy_name = fabric.strategy().name().to_owned();
+        let data = D::setup(&run.data, &fabric.data_context()?)?;
         let mut model_config = run.model.clone();
         M::configure_from_data(&mut model_config, &data)?;
         let module = fabric.setup_module(|b| M::configure_model(&model_config, b))?;
         let tree = fabric.module_tree()?;
-        if let Some(pattern) = config.freeze.iter().find(|pattern| {
-            tree.parameters().iter().all(|p| !crate::module::glob_match(pattern, p.fqn()))
-        }) {
-            return Err(Error::Config(format!(
-                "`trainer.freeze`: no parameter matches `{pattern}`; a pattern is a whole name, in \
-                 which `*` is one segment, such as `{}`",
-                tree.parameters()[0].fqn()
-            )));
-        }
         if let Some(path) = M::pretrained(&model_config) {
             let source = checkpoint::SafetensorsSource::open(&path)?;
             checkpoint::load_into(&source, &tree, true)?;

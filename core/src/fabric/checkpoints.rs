@@ -1,0 +1,100 @@
+//! Saving and loading without a trainer.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::{Fabric, FabricOptimizer};
+use crate::checkpoint::{CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, SaveMeta};
+use crate::config::PluginValue;
+use crate::registry::kind;
+use crate::{Error, Result};
+
+/// What a checkpoint's manifest holds for those who wrote it.
+#[derive(Debug, Serialize, Deserialize)]
+struct SavedState {
+    /// The optimizer's numbers that are no tensors.
+    optimizer: BTreeMap<String, f64>,
+    /// What the program added.
+    user: serde_json::Value,
+}
+
+impl Fabric {
+    /// Saves model, optimizer and `state` (anything that serialises: step, position in the data) as
+    /// a distributed checkpoint in the directory `path`, as a transaction. Collective; rank 0's
+    /// `state` counts.
+    ///
+    /// # Errors
+    /// If it cannot be written; what was at `path` before is untouched then.
+    pub fn save(
+        &self,
+        path: impl AsRef<Path>,
+        optimizer: &mut FabricOptimizer,
+        state: &impl Serialize,
+    ) -> Result<PathBuf> {
+        let path = path.as_ref();
+        let (Some(parent), Some(name)) = (path.parent(), path.file_name().and_then(|n| n.to_str()))
+        else {
+            return Err(Error::checkpoint(path, "a checkpoint needs a directory name"));
+        };
+        let io = PluginValue::new("local")
+            .build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?
+            .build(if parent.as_os_str().is_empty() { Path::new(".") } else { parent })?;
+        self.save_with(&io, name, optimizer, state, serde_json::Value::Null)
+    }
+
+    /// [`save`](Self::save) under `name` of any place, with the run's configuration for
+    /// information. Collective.
+    ///
+    /// # Errors
+    /// As [`save`](Self::save).
+    pub fn save_with(
+        &self,
+        io: &Arc<dyn CheckpointIO>,
+        name: &str,
+        optimizer: &mut FabricOptimizer,
+        state: &impl Serialize,
+        config: serde_json::Value,
+    ) -> Result<PathBuf> {
+        let states = optimizer.state_tensors()?;
+        let state = to_json(&SavedState { optimizer: optimizer.scalars(), user: to_json(state)? })?;
+        let meta = SaveMeta { step: optimizer.steps(), state, config, ..SaveMeta::default() };
+        self.strategy().save_checkpoint(&**io, name, &states, meta)
+    }
+
+    /// Loads a distributed checkpoint, of any strategy and number of ranks, into the model and,
+    /// if given, the optimizer, and returns the state it was saved with. Collective.
+    ///
+    /// # Errors
+    /// If there is no whole checkpoint at `path`, or it is of another model; the message lists
+    /// every difference, and nothing is changed.
+    pub fn load<T: DeserializeOwned>(
+        &self,
+        path: impl AsRef<Path>,
+        optimizer: Option<&mut FabricOptimizer>,
+    ) -> Result<T> {
+        let path = path.as_ref();
+        let source = DistributedCheckpoint::open(path)?;
+        let unreadable = |error: serde_json::Error| {
+            Error::checkpoint(path, format!("its training state cannot be read: {error}"))
+        };
+        let saved = SavedState::deserialize(&source.manifest().state).map_err(unreadable)?;
+        let state = T::deserialize(&saved.user).map_err(unreadable)?;
+        match optimizer {
+            Some(optimizer) => {
+                let states = optimizer.state_tensors()?;
+                self.strategy().load_checkpoint(&source, Some(&states))?;
+                optimizer.load_scalars(&saved.optimizer)?;
+            }
+            None => self.strategy().load_checkpoint(&source, None)?,
+        }
+        Ok(state)
+    }
+}
+
+fn to_json<T: Serialize>(value: &T) -> Result<serde_json::Value> {
+    serde_json::to_value(value).map_err(|e| Error::other(format!("encoding training state: {e}")))
+}

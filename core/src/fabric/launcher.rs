@@ -1,0 +1,133 @@
+//! From a configuration to a Fabric on every rank.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::Fabric;
+use crate::collective::{ProcessGroup, ProcessGroupConfig, Solo};
+use crate::config::{Devices, RunConfig};
+use crate::environment;
+use crate::launch::{LaunchOptions, Launched, launch};
+use crate::module::ModuleInit;
+use crate::registry::{self, kind};
+use crate::strategy::{BuildContext, ParallelizeFn, StrategyConfig};
+use crate::trainer::TrainerConfig;
+use crate::{Error, Result};
+
+/// A rank that has found the others.
+pub struct Connection {
+    /// Who this process is. Held as long as the rank takes part.
+    pub launched: Launched,
+    /// The group of all ranks.
+    pub world: Arc<dyn ProcessGroup>,
+}
+
+impl TrainerConfig {
+    /// Launches the ranks that this configuration asks for, unless somebody did already, and
+    /// connects them. Returns in ranks only; see [`launch`]. Collective.
+    ///
+    /// # Errors
+    /// As [`launch`], and if the process group cannot connect the ranks.
+    pub fn connect(&self) -> Result<Connection> {
+        registry::require(kind::PROCESS_GROUP, &self.process_group.name)?;
+        let timeout = Duration::from_secs(self.timeout_secs);
+        let launched = launch(LaunchOptions {
+            devices: Some(match self.devices {
+                Devices::Count(n) => n,
+                // The GPUs, or without any the cores.
+                Devices::Auto => std::thread::available_parallelism().map_or(1, usize::from),
+            }),
+            num_nodes: self.num_nodes,
+            environment: match &self.environment {
+                Some(value) => Some(environment::by_name(&value.name)?),
+                None => None,
+            },
+            timeout,
+        })?;
+        let world: Arc<dyn ProcessGroup> = if launched.world_size == 1 {
+            Arc::new(Solo::new("world", 0))
+        } else {
+            self.process_group
+                .build::<Box<dyn ProcessGroupConfig>>(kind::PROCESS_GROUP, "trainer.process_group")?
+                .build(&launched.group_context(timeout))?
+        };
+        Ok(Connection { launched, world })
+    }
+}
+
+/// A Fabric that has been configured and not launched yet: [`Fabric::from_config`].
+pub struct FabricLauncher<'a> {
+    config: &'a TrainerConfig,
+    seed: u64,
+}
+
+impl FabricLauncher<'_> {
+    /// Launches the ranks. Returns in ranks only; what the program did before is done by each of
+    /// them again. Collective.
+    ///
+    /// # Errors
+    /// As [`TrainerConfig::connect`] and [`Fabric::over`].
+    pub fn launch(self) -> Result<Fabric> {
+        let Connection { launched, world } = self.config.connect()?;
+        let mut fabric = Fabric::over(world, self.config, self.seed, None)?;
+        fabric.launched = Some(launched);
+        Ok(fabric)
+    }
+}
+
+impl Fabric {
+    /// Fabric as `[trainer]` and `seed` of a run's configuration say; to be launched.
+    ///
+    /// # Errors
+    /// If the configuration is wrong or names plugins that are not linked.
+    pub fn from_config<M, D>(run: &RunConfig<M, D>) -> Result<FabricLauncher<'_>> {
+        run.validate()?;
+        run.check_plugins()?;
+        Ok(FabricLauncher { config: &run.trainer, seed: run.seed })
+    }
+
+    /// Fabric over the ranks of `world`, as a configuration says; `parallelize` decides instead of
+    /// the strategy's configuration how the model is spread. Collective.
+    ///
+    /// # Errors
+    /// If the strategy is unknown or does not fit the world size.
+    pub fn over(
+        world: Arc<dyn ProcessGroup>,
+        config: &TrainerConfig,
+        seed: u64,
+        parallelize: Option<Box<dyn ParallelizeFn>>,
+    ) -> Result<Self> {
+        let mut strategy = config
+            .strategy
+            .build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?
+            .build(&BuildContext { world_size: world.size() })?;
+        if let Some(parallelize) = parallelize {
+            strategy.set_parallelize(parallelize)?;
+        }
+        let init = ModuleInit {
+            dtype: config.precision.param_dtype(),
+            compute_dtype: config.precision.compute_dtype(),
+            frozen: config.freeze.clone(),
+            ..ModuleInit::default()
+        };
+        Self::new(world, strategy, init, seed)
+    }
+
+    /// Checks that every pattern of `trainer.freeze` matches a parameter.
+    ///
+    /// # Errors
+    /// Naming the pattern that does not.
+    pub(super) fn check_frozen(&self, tree: &crate::module::ModuleTree) -> Result<()> {
+        let unmatched = self.init.frozen.iter().find(|pattern| {
+            tree.parameters().iter().all(|p| !crate::module::glob_match(pattern, p.fqn()))
+        });
+        match unmatched {
+            None => Ok(()),
+            Some(pattern) => Err(Error::Config(format!(
+                "`trainer.freeze`: no parameter matches `{pattern}`; a pattern is a whole name, in \
+                 which `*` is one segment, such as `{}`",
+                tree.parameters()[0].fqn()
+            ))),
+        }
+    }
+}
