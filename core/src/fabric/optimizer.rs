@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use super::fabric::SharedStrategy;
 use crate::config::UnusedParameters;
 use crate::optim::{GradScale, Optimizer, SchedulerConfig, StateTensor, clip_factor};
+use crate::strategy::StepTotals;
 use crate::{Error, Result};
 
 /// An optimizer as [`Fabric`](super::Fabric) sets it up: it takes the mean over the global batch,
@@ -84,6 +85,22 @@ impl FabricOptimizer {
         self.clip_value = Some(clip_value);
     }
 
+    /// The mean loss of the step that is being computed.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`] on every rank if it is not finite; nothing was changed.
+    pub fn check_loss(&self, totals: &StepTotals) -> Result<f64> {
+        if totals.loss_sum.is_finite() {
+            return Ok(totals.mean());
+        }
+        Err(Error::NonFinite {
+            what: "loss",
+            value: totals.mean(),
+            step: self.current_step(),
+            detail: "; parameters are as they were before the step".to_owned(),
+        })
+    }
+
     /// The number of the step that is being computed, counted from 1.
     pub(super) fn current_step(&self) -> u64 {
         self.steps + 1
@@ -98,14 +115,7 @@ impl FabricOptimizer {
     pub fn step(&mut self) -> Result<()> {
         let mut strategy = self.strategy.lock().expect("no panic while a strategy works");
         let totals = strategy.step_totals(&[])?;
-        if !totals.loss_sum.is_finite() {
-            return Err(Error::NonFinite {
-                what: "loss",
-                value: totals.mean(),
-                step: self.steps + 1,
-                detail: "; parameters are as they were before the step".to_owned(),
-            });
-        }
+        self.check_loss(&totals)?;
         strategy.audit_gradients(self.unused)?;
         let factor = self.schedule_factor()?;
         self.inner.set_schedule_factor(factor);

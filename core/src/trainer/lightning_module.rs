@@ -9,7 +9,17 @@ use serde::de::DeserializeOwned;
 use super::{HookContext, StepContext};
 use crate::module::ModuleBuilder;
 use crate::nn::Loss;
+use crate::optim::{OptimizerConfig, SchedulerConfig};
 use crate::{Error, Result};
+
+/// What a module is trained with.
+#[derive(Debug)]
+pub struct OptimizerSetup {
+    /// The optimizer.
+    pub optimizer: Box<dyn OptimizerConfig>,
+    /// The learning-rate schedule.
+    pub scheduler: Box<dyn SchedulerConfig>,
+}
 
 /// A model with its training and validation steps (Lightning's `LightningModule`).
 ///
@@ -43,6 +53,14 @@ pub trait LightningModule: Sized {
     fn pretrained(config: &Self::Config) -> Option<PathBuf> {
         let _ = config;
         None
+    }
+
+    /// The optimizer and the schedule: by default what `[optimizer]` and `[scheduler]` say.
+    ///
+    /// # Errors
+    /// If the module cannot be trained with them.
+    fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<OptimizerSetup> {
+        Ok(configured)
     }
 
     /// Computes the loss of one micro-batch. [`Loss`] carries sum and count; the mean over the

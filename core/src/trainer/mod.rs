@@ -20,6 +20,6 @@ pub use callback::Callback;
 pub use config::{Limits, TrainerConfig};
 pub use context::{HookContext, StepContext};
 pub use event::{Event, EventSink, RunStatus};
-pub use lightning_module::LightningModule;
+pub use lightning_module::{LightningModule, OptimizerSetup};
 pub use logger::{Logger, LoggerConfig, LoggerSink, RunDir};
 pub use trainer::{FitOutcome, Trainer};

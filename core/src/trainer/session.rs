@@ -61,6 +61,30 @@ pub(super) struct Session<M, D> {
     pub(super) metrics: BTreeMap<String, f64>,
 }
 
+/// What stays the same from step to step.
+struct Plan {
+    order: SampleOrder,
+    sampler: TrainSampler,
+    accumulate: usize,
+    /// Index of this rank's first sample in a step's global batch.
+    first_sample: u64,
+    validate_every: u64,
+    device: Device,
+}
+
+impl Plan {
+    /// The epoch of the next sample.
+    fn epoch(&self, cursor: Cursor) -> u64 {
+        self.order.at(cursor.samples).0
+    }
+}
+
+/// What any rank wants to happen after the step.
+struct Wishes {
+    stop: bool,
+    interrupt: bool,
+}
+
 /// Why the loop ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ended {
@@ -128,115 +152,114 @@ where
 
     /// The training loop. Collective.
     pub(super) fn fit(&mut self, optimizer: &mut FabricOptimizer) -> Result<Ended> {
-        let (order, sampler) = self.train_sampler()?;
-        let device = self.device()?;
+        let plan = self.plan()?;
         let max_steps = self.max_steps()?;
         let max_time = self.parts.config.limits().max_time;
+        let started = Instant::now();
+        let mut ended = Ended::Finished;
+        let mut epoch = None;
+        self.hook(Hook::TrainStart, plan.epoch(self.cursor))?;
+        while max_steps.is_none_or(|max| self.cursor.step < max) {
+            let this_epoch = plan.epoch(self.cursor);
+            if epoch.replace(this_epoch) != Some(this_epoch) {
+                self.hook(Hook::TrainEpochStart, this_epoch)?;
+            }
+            let out_of_time = max_time.is_some_and(|limit| started.elapsed() >= limit);
+            let wishes = self.train_step(&plan, this_epoch, optimizer, out_of_time)?;
+            if self.cursor.step.is_multiple_of(plan.validate_every) {
+                self.validate()?;
+            }
+            if plan.epoch(self.cursor) != this_epoch {
+                self.hook(Hook::TrainEpochEnd, this_epoch)?;
+            }
+            let every = self.parts.checkpoint.every_n_steps;
+            if every.is_some_and(|n| self.cursor.step.is_multiple_of(n)) {
+                self.save(optimizer)?;
+            }
+            if wishes.interrupt {
+                ended = Ended::Interrupted;
+            }
+            if wishes.interrupt || wishes.stop {
+                break;
+            }
+        }
+        self.hook(Hook::TrainEnd, plan.epoch(self.cursor))?;
+        Ok(ended)
+    }
+
+    /// What stays the same from step to step.
+    fn plan(&self) -> Result<Plan> {
+        let (order, sampler) = self.train_sampler()?;
         let accumulate = self.parts.config.accumulate_grad_batches as usize;
         let share = self.parts.fabric.strategy().distributed_sampler_kwargs()?;
-        let per_rank = (self.batch_size * accumulate) as u64;
         let steps_per_epoch =
             (order.epoch_len() as f64 / sampler.global_batch_size() as f64).max(1.0);
         let validate_every = match self.parts.config.val_check_interval {
             Amount::Count(steps) => steps,
             Amount::Fraction(of_epoch) => ((steps_per_epoch * of_epoch).round() as u64).max(1),
         };
-        let started = Instant::now();
-        let mut ended = Ended::Finished;
-        let epoch_of = |samples: u64| order.at(samples).0;
-        self.hook(Hook::TrainStart, epoch_of(self.cursor.samples))?;
-        let mut epoch = None;
-        while max_steps.is_none_or(|max| self.cursor.step < max) {
-            self.parts.meter.begin_step();
-            let this_epoch = epoch_of(self.cursor.samples);
-            if epoch != Some(this_epoch) {
-                epoch = Some(this_epoch);
-                self.hook(Hook::TrainEpochStart, this_epoch)?;
-            }
-            let step = self.cursor.step + 1;
-            let mut logged = StepContext::new(step, this_epoch, 0, self.rank(), self.world_size());
-            for micro_batch in 0..accumulate {
-                let indices = sampler.indices_from(self.cursor.samples, micro_batch);
-                let batch = self.data.batch(Split::Train, &indices, &device)?;
-                let first_sample =
-                    share.rank as u64 * per_rank + (micro_batch * self.batch_size) as u64;
-                logged.batch_index = micro_batch as u64;
-                let _scope = self.parts.fabric.forward_scope(true, step, first_sample);
-                let loss = self.module.training_step(&batch, &mut logged)?;
-                let _no_sync = self.parts.fabric.no_backward_sync(micro_batch + 1 < accumulate);
-                self.parts.fabric.backward(&loss)?;
-            }
-            // The ranks agree on what to do next in the message that carries the loss.
-            let out_of_time = max_time.is_some_and(|limit| started.elapsed() >= limit);
-            let flag = |on: bool| f64::from(u8::from(on));
-            let flags = [
-                flag(out_of_time || self.parts.hooks.stop_requested()),
-                flag((self.parts.interrupted)()),
-            ];
-            let totals = self.parts.fabric.step_totals(&flags)?;
-            let loss = totals.mean();
-            if !totals.loss_sum.is_finite() {
-                return Err(Error::NonFinite {
-                    what: "loss",
-                    value: loss,
-                    step,
-                    detail: "; parameters are as they were before the step".to_owned(),
-                });
-            }
-            let grad_norm = match self.parts.config.gradient_clip_val {
-                None => self.parts.fabric.gradient_norm(optimizer)?,
-                Some(limit) => match self.parts.config.gradient_clip_algorithm {
-                    ClipAlgorithm::Norm => {
-                        self.parts.fabric.clip_gradients_norm(optimizer, limit)?
-                    }
-                    ClipAlgorithm::Value => {
-                        self.parts.fabric.clip_gradients_value(optimizer, limit)?
-                    }
-                },
-            };
-            self.hook(Hook::BeforeOptimizerStep, this_epoch)?;
-            let lr = optimizer.learning_rate()?;
-            optimizer.step()?;
-            self.cursor =
-                Cursor { step, samples: self.cursor.samples + sampler.global_batch_size() };
-            let tokens_per_s = self.parts.meter.end_step(loss, totals.count);
-            let metrics = logged.metrics();
-            self.metrics.extend(metrics.clone());
-            self.metrics.extend([
-                ("train_loss".to_owned(), loss),
-                ("grad_norm".to_owned(), grad_norm),
-                ("lr".to_owned(), lr),
-            ]);
-            let epochs = self.cursor.samples as f64 / order.epoch_len() as f64;
-            self.emit(&Event::Step {
-                step,
-                epoch: epochs,
-                train_loss: loss,
-                grad_norm,
-                lr,
-                tokens_per_s,
-                metrics,
-            })?;
-            self.hook(Hook::TrainStepEnd, this_epoch)?;
-            if step.is_multiple_of(validate_every) {
-                self.validate()?;
-            }
-            if epoch_of(self.cursor.samples) != this_epoch {
-                self.hook(Hook::TrainEpochEnd, this_epoch)?;
-            }
-            if self.parts.checkpoint.every_n_steps.is_some_and(|n| step.is_multiple_of(n)) {
-                self.save(optimizer)?;
-            }
-            let [stop, interrupt] = [totals.flags[0], totals.flags[1]];
-            if interrupt > 0.0 {
-                ended = Ended::Interrupted;
-            }
-            if stop + interrupt > 0.0 {
-                break;
-            }
+        let first_sample = (share.rank * self.batch_size * accumulate) as u64;
+        let device = self.device()?;
+        Ok(Plan { order, sampler, accumulate, first_sample, validate_every, device })
+    }
+
+    /// One optimizer step: micro-batches, reduction, clipping, update. Collective.
+    fn train_step(
+        &mut self,
+        plan: &Plan,
+        epoch: u64,
+        optimizer: &mut FabricOptimizer,
+        out_of_time: bool,
+    ) -> Result<Wishes> {
+        self.parts.meter.begin_step();
+        let step = self.cursor.step + 1;
+        let mut logged = StepContext::new(step, epoch, 0, self.rank(), self.world_size());
+        for micro_batch in 0..plan.accumulate {
+            let indices = plan.sampler.indices_from(self.cursor.samples, micro_batch);
+            let batch = self.data.batch(Split::Train, &indices, &plan.device)?;
+            let first_sample = plan.first_sample + (micro_batch * self.batch_size) as u64;
+            logged.batch_index = micro_batch as u64;
+            let _scope = self.parts.fabric.forward_scope(true, step, first_sample);
+            let loss = self.module.training_step(&batch, &mut logged)?;
+            let _no_sync = self.parts.fabric.no_backward_sync(micro_batch + 1 < plan.accumulate);
+            self.parts.fabric.backward(&loss)?;
         }
-        self.hook(Hook::TrainEnd, epoch_of(self.cursor.samples))?;
-        Ok(ended)
+        // The ranks agree on what to do next in the message that carries the loss.
+        let flag = |on: bool| f64::from(u8::from(on));
+        let stop = out_of_time || self.parts.hooks.stop_requested();
+        let flags = [flag(stop), flag((self.parts.interrupted)())];
+        let totals = self.parts.fabric.step_totals(&flags)?;
+        let train_loss = optimizer.check_loss(&totals)?;
+        let fabric = &self.parts.fabric;
+        let config = &self.parts.config;
+        let grad_norm = match (config.gradient_clip_val, config.gradient_clip_algorithm) {
+            (None, _) => fabric.gradient_norm(optimizer)?,
+            (Some(limit), ClipAlgorithm::Norm) => fabric.clip_gradients_norm(optimizer, limit)?,
+            (Some(limit), ClipAlgorithm::Value) => fabric.clip_gradients_value(optimizer, limit)?,
+        };
+        self.hook(Hook::BeforeOptimizerStep, epoch)?;
+        let lr = optimizer.learning_rate()?;
+        optimizer.step()?;
+        let samples = self.cursor.samples + plan.sampler.global_batch_size();
+        self.cursor = Cursor { step, samples };
+        let tokens_per_s = self.parts.meter.end_step(train_loss, totals.count);
+        let metrics = logged.metrics();
+        self.metrics.extend(metrics.clone());
+        for (name, value) in [("train_loss", train_loss), ("grad_norm", grad_norm), ("lr", lr)] {
+            self.metrics.insert(name.to_owned(), value);
+        }
+        let epoch_done = samples as f64 / plan.order.epoch_len() as f64;
+        self.emit(&Event::Step {
+            step,
+            epoch: epoch_done,
+            train_loss,
+            grad_norm,
+            lr,
+            tokens_per_s,
+            metrics,
+        })?;
+        self.hook(Hook::TrainStepEnd, epoch)?;
+        Ok(Wishes { stop: totals.flags[0] > 0.0, interrupt: totals.flags[1] > 0.0 })
     }
 
     /// Validates, if there is validation data, and returns the mean loss. Collective.
@@ -244,10 +267,8 @@ where
         let share = self.parts.fabric.strategy().distributed_sampler_kwargs()?;
         let len = self.data.len(Split::Validation);
         let sampler = EvalSampler::new(len, self.batch_size, share.num_replicas, share.rank)?;
-        let batches = match self.parts.config.limit_val_batches {
-            Amount::Count(n) => sampler.num_batches().min(n),
-            Amount::Fraction(part) => (sampler.num_batches() as f64 * part).ceil() as u64,
-        };
+        let all = sampler.num_batches();
+        let batches = self.parts.config.limit_val_batches.of(all).min(all);
         if batches == 0 {
             return Ok(None);
         }

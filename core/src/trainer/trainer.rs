@@ -6,7 +6,10 @@ use std::sync::Arc;
 use super::hooks::{Hook, Hooks, Moment};
 use super::meter::{Meter, seconds_since_epoch};
 use super::session::{Cursor, Ended, Parts, Session};
-use super::{Callback, EventSink, LightningModule, LoggerConfig, LoggerSink, RunDir, RunStatus};
+use super::{
+    Callback, EventSink, LightningModule, LoggerConfig, LoggerSink, OptimizerSetup, RunDir,
+    RunStatus,
+};
 use crate::checkpoint::{self, CheckpointIO, CheckpointIOConfig};
 use crate::collective::{ProcessGroup, Solo, broadcast_object};
 use crate::config::{RunConfig, to_table};
@@ -286,10 +289,15 @@ where
     D: DataModule,
 {
     fn run_fit(&mut self, run: &RunConfig<M::Config, D::Config>) -> Result<(FitOutcome, Ended)> {
-        let optimizer =
-            run.optimizer.build::<Box<dyn OptimizerConfig>>(kind::OPTIMIZER, "optimizer")?;
-        let scheduler =
-            run.scheduler.build::<Box<dyn SchedulerConfig>>(kind::SCHEDULER, "scheduler")?;
+        let OptimizerSetup { optimizer, scheduler } =
+            self.module.configure_optimizers(OptimizerSetup {
+                optimizer: run
+                    .optimizer
+                    .build::<Box<dyn OptimizerConfig>>(kind::OPTIMIZER, "optimizer")?,
+                scheduler: run
+                    .scheduler
+                    .build::<Box<dyn SchedulerConfig>>(kind::SCHEDULER, "scheduler")?,
+            })?;
         let mut optimizer = self
             .parts
             .fabric
