@@ -83,9 +83,17 @@ impl DeviceMesh {
         Ok(mesh)
     }
 
-    /// Adds the flattened view `name` of `dims`. Collective over the world.
-    fn flatten(&mut self, name: &str, dims: &[&str]) -> Result<()> {
-        // A view with at most one dimension above size 1 is that dimension's group.
+    /// Adds the view `name` of several dimensions as one, in mesh order; it is then a name like a
+    /// dimension's. Collective over the mesh.
+    ///
+    /// # Errors
+    /// If a dimension does not exist, or the name is taken.
+    pub fn flatten(&mut self, name: &str, dims: &[&str]) -> Result<()> {
+        if self.groups.contains_key(name) {
+            return Err(Error::Mesh(format!("there is a dimension or view `{name}` already")));
+        }
+        dims.iter().try_for_each(|dim| self.layout.dim(dim).map(drop))?;
+        // A view with one dimension above size 1 is that dimension's group.
         let wide: Vec<&str> = dims.iter().copied().filter(|dim| self.size_of(dim) > 1).collect();
         match wide.as_slice() {
             [dim] => {
@@ -95,6 +103,42 @@ impl DeviceMesh {
             }
             _ => self.add_group(name, &wide),
         }
+    }
+
+    /// The sub-mesh of one dimension or flattened view, with this rank in it: ranks that differ in
+    /// other dimensions are in other sub-meshes. Local.
+    ///
+    /// # Errors
+    /// As [`group`](Self::group).
+    pub fn get(&self, name: &str) -> Result<Self> {
+        let group = self.group(name)?.clone();
+        let layout = MeshLayout::new([(name, group.size())])?;
+        let groups = BTreeMap::from([(name.to_owned(), group.clone())]);
+        Ok(Self { layout, rank: group.rank(), world: group, groups })
+    }
+
+    /// The sub-mesh of several dimensions, given in mesh order. Collective over the mesh.
+    ///
+    /// # Errors
+    /// If a dimension does not exist, or they are not in mesh order.
+    pub fn submesh(&self, dims: &[&str]) -> Result<Self> {
+        let places = dims.iter().map(|dim| self.layout.dim(dim)).collect::<Result<Vec<_>>>()?;
+        if !places.is_sorted_by(|a, b| a < b) {
+            return Err(Error::Mesh(format!(
+                "the dimensions {} are not in the mesh's order ({})",
+                dims.join(", "),
+                self.layout.names().join(", ")
+            )));
+        }
+        let layout = MeshLayout::new(dims.iter().map(|&dim| (dim, self.size_of(dim))))?;
+        let name = dims.join("+");
+        let mut whole = self.clone();
+        whole.groups.remove(&name);
+        whole.flatten(&name, dims)?;
+        let world = whole.group(&name)?.clone();
+        let own = |dim: &&str| Ok(((*dim).to_owned(), self.group(dim)?.clone()));
+        let groups = dims.iter().map(own).collect::<Result<_>>()?;
+        Ok(Self { layout, rank: world.rank(), world, groups })
     }
 
     fn add_group(&mut self, name: &str, dims: &[&str]) -> Result<()> {

@@ -1,0 +1,64 @@
+//! Meshes with real groups: dimensions, views, sub-meshes.
+
+use candle_core::{Device, Tensor};
+use fulgurite_core::collective::{ProcessGroup, ReduceOp};
+use fulgurite_core::mesh::{
+    CONTEXT_PARALLEL, DATA_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, DP_CP,
+    DeviceMesh, TENSOR_PARALLEL,
+};
+use fulgurite_transports::run_ranks;
+
+/// The sum of the ranks' global numbers over a group.
+fn sum_of_ranks(group: &dyn ProcessGroup, rank: usize) -> fulgurite_core::Result<i64> {
+    let number = Tensor::new(&[rank as i64], &Device::Cpu)?;
+    group.all_reduce(&number, ReduceOp::Sum)?.wait()?;
+    Ok(number.to_vec1::<i64>()?[0])
+}
+
+#[test]
+fn groups_connect_the_ranks_that_differ_in_their_dimensions() {
+    run_ranks(8, |world| {
+        let rank = world.rank();
+        let layout = DeviceMesh::layout_for(8, Some(2), Some(2), Some(1), Some(2))?;
+        let mesh = DeviceMesh::new(layout, world)?;
+        let peers = |name| sum_of_ranks(&**mesh.group(name).unwrap(), rank);
+        // Coordinates of rank r are its bits (replicate, shard, tensor).
+        let r = rank as i64;
+        assert_eq!(peers(TENSOR_PARALLEL)?, 2 * (r & !1) + 1);
+        assert_eq!(peers(DATA_PARALLEL_SHARD)?, 2 * (r & !2) + 2);
+        assert_eq!(peers(DATA_PARALLEL_REPLICATE)?, 2 * (r & !4) + 4);
+        assert_eq!(peers(CONTEXT_PARALLEL)?, r);
+        assert_eq!(peers(DATA_PARALLEL)?, 4 * (r & 1) + 2 + 4 + 6);
+        assert_eq!(peers(DP_CP)?, peers(DATA_PARALLEL)?);
+        assert_eq!(mesh.coordinate(DATA_PARALLEL), rank >> 1);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn sub_meshes_have_their_own_coordinates() {
+    run_ranks(8, |world| {
+        let rank = world.rank();
+        let layout = DeviceMesh::layout_for(8, Some(2), Some(2), Some(1), Some(2))?;
+        let mut mesh = DeviceMesh::new(layout, world)?;
+        let tensor = mesh.get(TENSOR_PARALLEL)?;
+        assert_eq!((tensor.layout().world_size(), tensor.rank()), (2, rank & 1));
+        let sub = mesh.submesh(&[DATA_PARALLEL_SHARD, TENSOR_PARALLEL])?;
+        assert_eq!((sub.layout().sizes(), sub.rank()), (&[2, 2][..], rank & 3));
+        assert_eq!(sub.layout().coordinate(sub.rank())?, [(rank >> 1) & 1, rank & 1]);
+        assert_eq!(sum_of_ranks(&**sub.world(), rank)?, 4 * (rank as i64 & 4) + 6);
+
+        mesh.flatten("model", &[DATA_PARALLEL_SHARD, TENSOR_PARALLEL])?;
+        assert_eq!(mesh.size("model")?, 4);
+        let error = mesh.flatten("model", &[TENSOR_PARALLEL]).unwrap_err();
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(error, @"device mesh: there is a dimension or view `model` already");
+            let error = mesh.submesh(&[TENSOR_PARALLEL, DATA_PARALLEL_SHARD]).unwrap_err();
+            insta::assert_snapshot!(error, @"device mesh: the dimensions tensor_parallel, data_parallel_shard are not in the mesh's order (data_parallel_replicate, data_parallel_shard, context_parallel, tensor_parallel)");
+            insta::assert_snapshot!(mesh.get("pp").unwrap_err(), @"device mesh: no dimension `pp`; there are context_parallel, data_parallel, data_parallel_replicate, data_parallel_shard, dp_cp, model, tensor_parallel");
+        }
+        Ok(())
+    })
+    .unwrap();
+}
