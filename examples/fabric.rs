@@ -50,7 +50,7 @@ impl Net {
 }
 
 /// This rank's part of a micro-batch. Every sample is a function of its place, so the data is the
-/// same on any number of ranks.
+/// same on any number of ranks that divides the batch.
 fn batch(micro_batch: u64, rank: usize, world_size: usize) -> Result<(Tensor, Tensor)> {
     let share = GLOBAL_BATCH / world_size;
     let start = micro_batch * GLOBAL_BATCH as u64 + (rank * share) as u64;
@@ -68,7 +68,7 @@ fn main() -> ExitCode {
 fn run() -> Result<()> {
     let mut args = std::env::args().skip(1);
     let devices = args.next().map_or(Ok(2), |n| n.parse()).map_err(Error::other)?;
-    let strategy = PluginValue::new(&args.next().unwrap_or_else(|| "fsdp".to_owned()));
+    let strategy = PluginValue::new(args.next().unwrap_or_else(|| "fsdp".to_owned()));
 
     // Starts the other ranks, or finds that torchrun or srun has done so.
     let launched = launch(LaunchOptions { devices: Some(devices), ..LaunchOptions::default() })?;
