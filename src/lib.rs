@@ -61,6 +61,23 @@ use fulgurite_checkpoint as _;
 use fulgurite_environments as _;
 use fulgurite_transports as _;
 
+/// The code in the README and in the book: compiled and run as documentation tests.
+#[cfg(doctest)]
+mod book {
+    #[doc = include_str!("../README.md")]
+    mod readme {}
+    #[doc = include_str!("../docs/src/guides/candle-nn.md")]
+    mod candle_nn {}
+    #[doc = include_str!("../docs/src/guides/data-module.md")]
+    mod data_module {}
+    #[doc = include_str!("../docs/src/guides/hugging-face.md")]
+    mod hugging_face {}
+    #[doc = include_str!("../docs/src/guides/module.md")]
+    mod module {}
+    #[doc = include_str!("../docs/src/guides/strategies.md")]
+    mod strategies {}
+}
+
 /// Keeps large blocks instead of returning them: a tensor a step is a page fault storm otherwise.
 #[cfg(feature = "mimalloc")]
 #[global_allocator]
