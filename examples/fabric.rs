@@ -1,29 +1,19 @@
-//! Owning the loop: Fabric on as many processes as the first argument says, under the strategy that
-//! the second one names.
+//! Owning the loop: Fabric, under the strategy and on the ranks that the arguments say.
 //!
 //! ```text
-//! cargo run --example fabric -- 2 fsdp
-//! cargo run --example fabric -- 1 single_device
+//! cargo run --example fabric -- trainer.devices=2 trainer.strategy=fsdp
+//! cargo run --example fabric -- trainer.strategy=single_device data.batch_size=64
 //! ```
 
-use std::path::Path;
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::time::Duration;
 
-use fulgurite::core::checkpoint::{self, CheckpointIO, CheckpointIOConfig, SaveMeta};
-use fulgurite::core::collective::{ProcessGroup, ProcessGroupConfig, Solo};
-use fulgurite::core::config::PluginValue;
-use fulgurite::core::launch::{LaunchOptions, launch, report_and_exit_code};
-use fulgurite::core::module::ModuleInit;
-use fulgurite::core::registry::kind;
-use fulgurite::core::strategy::BuildContext;
+use fulgurite::core::config::{ConfigLayers, RunConfig};
+use fulgurite::core::launch::report_and_exit_code;
 use fulgurite::prelude::*;
+use serde::{Deserialize, Serialize};
 
 const STEPS: u64 = 200;
 const ACCUMULATE: u64 = 2;
-const GLOBAL_BATCH: usize = 64;
-const SEED: u64 = 42;
 
 /// Two hidden layers that learn a sine.
 struct Net {
@@ -31,6 +21,11 @@ struct Net {
     block: Unit<GeluMlp>,
     last: Linear,
 }
+
+/// The `[model]` table.
+#[derive(Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NetConfig {}
 
 impl Net {
     fn new(b: &ModuleBuilder) -> Result<Self> {
@@ -41,7 +36,7 @@ impl Net {
         })
     }
 
-    fn loss(&self, x: &Tensor, y: &Tensor) -> Result<Loss> {
+    fn loss(&self, (x, y): &(Tensor, Tensor)) -> Result<Loss> {
         let hidden = self.first.forward(x)?.tanh()?;
         let hidden = (&hidden + self.block.forward(&hidden)?)?;
         let error = (self.last.forward(&hidden)? - y)?;
@@ -49,16 +44,44 @@ impl Net {
     }
 }
 
-/// This rank's part of a micro-batch. Every sample is a function of its place, so the data is the
-/// same on any number of ranks that divides the batch.
-fn batch(micro_batch: u64, rank: usize, world_size: usize) -> Result<(Tensor, Tensor)> {
-    let share = GLOBAL_BATCH / world_size;
-    let start = micro_batch * GLOBAL_BATCH as u64 + (rank * share) as u64;
-    let random = Stream::new(SEED, Purpose::Sample, "x");
-    let xs = (0..share as u64).map(|i| 6.0 * random.uniform(start + i) as f32 - 3.0);
-    let x = Tensor::from_iter(xs, &Device::Cpu)?.reshape((share, 1))?;
-    let y = x.sin()?;
-    Ok((x, y))
+/// Points on a sine.
+struct Sine;
+
+/// The `[data]` table.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct SineConfig {
+    batch_size: usize,
+}
+
+impl Default for SineConfig {
+    fn default() -> Self {
+        Self { batch_size: 32 }
+    }
+}
+
+impl DataModule for Sine {
+    type Config = SineConfig;
+    type Batch = (Tensor, Tensor);
+
+    fn setup(_: &SineConfig, _: &DataContext) -> Result<Self> {
+        Ok(Self)
+    }
+
+    fn batch_size(config: &SineConfig) -> usize {
+        config.batch_size
+    }
+
+    fn len(&self, split: Split) -> u64 {
+        if split == Split::Train { 1024 } else { 0 }
+    }
+
+    fn batch(&self, _: Split, indices: &[u64], device: &Device) -> Result<(Tensor, Tensor)> {
+        let xs: Vec<f32> = indices.iter().map(|&i| i as f32 * (6.0 / 1024.0) - 3.0).collect();
+        let x = Tensor::from_vec(xs, (indices.len(), 1), device)?;
+        let y = x.sin()?;
+        Ok((x, y))
+    }
 }
 
 fn main() -> ExitCode {
@@ -66,67 +89,35 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<()> {
-    let mut args = std::env::args().skip(1);
-    let devices = args.next().map_or(Ok(2), |n| n.parse()).map_err(Error::other)?;
-    let strategy = PluginValue::new(args.next().unwrap_or_else(|| "fsdp".to_owned()));
+    let layers = std::env::args().skip(1).try_fold(ConfigLayers::new(), |l, arg| l.set(&arg))?;
+    let run = RunConfig::<NetConfig, SineConfig>::from_layers(layers)?;
 
     // Starts the other ranks, or finds that torchrun or srun has done so.
-    let launched = launch(LaunchOptions { devices: Some(devices), ..LaunchOptions::default() })?;
-    let world: Arc<dyn ProcessGroup> = if launched.world_size == 1 {
-        Arc::new(Solo::new("world", 0))
-    } else {
-        PluginValue::new("shm")
-            .build::<Box<dyn ProcessGroupConfig>>(kind::PROCESS_GROUP, "process_group")?
-            .build(&launched.group_context(Duration::from_secs(60)))?
-    };
-    let mut context = BuildContext::default();
-    context.world_size = launched.world_size;
-    let strategy =
-        strategy.build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "strategy")?.build(&context)?;
-
-    let mut fabric = Fabric::new(world, strategy, ModuleInit::default(), SEED)?;
+    let mut fabric = Fabric::from_config(&run)?.launch()?;
     let adamw = AdamW { lr: 1e-2, ..AdamW::default() };
     let (model, mut optimizer) = fabric.setup(Net::new, &adamw)?;
-    for step in 0..STEPS {
-        for i in 0..ACCUMULATE {
-            let (x, y) = batch(step * ACCUMULATE + i, fabric.global_rank(), fabric.world_size())?;
-            let loss = model.loss(&x, &y)?;
-            let _no_sync = fabric.no_backward_sync(i + 1 < ACCUMULATE); // restores what was before
-            fabric.backward(&loss)?;
+    let batches = fabric.setup_data::<Sine>(&run.data)?;
+    for (i, batch) in (1..=STEPS * ACCUMULATE).zip(batches) {
+        let accumulating = i % ACCUMULATE != 0;
+        let loss = model.loss(&batch?)?;
+        let _no_sync = fabric.no_backward_sync(accumulating); // restores what was before
+        fabric.backward(&loss)?;
+        if accumulating {
+            continue;
         }
         let loss = fabric.step_totals(&[])?.mean(); // over all ranks and micro-batches
         let norm = fabric.clip_gradients_norm(&mut optimizer, 1.0)?;
         optimizer.step()?; // also clears the gradients
-        if fabric.is_global_zero() && (step + 1) % 50 == 0 {
-            println!("step {:3}  loss {loss:.6}  gradient norm {norm:.6}", step + 1);
+        if fabric.is_global_zero() && optimizer.steps() % 50 == 0 {
+            println!("step {:3}  loss {loss:.6}  gradient norm {norm:.6}", optimizer.steps());
         }
     }
-    let path = save(&fabric, &mut optimizer, &std::env::temp_dir().join("fulgurite-fabric"))?;
+
+    let path = std::env::temp_dir().join("fulgurite-fabric").join("last");
+    fabric.save(&path, &mut optimizer, &(STEPS * ACCUMULATE))?;
+    let batches: u64 = fabric.load(&path, Some(&mut optimizer))?;
     if fabric.is_global_zero() {
-        println!("saved {}", path.display());
+        println!("saved after {batches} micro-batches: {}", path.display());
     }
     Ok(())
-}
-
-/// Saves a distributed checkpoint; every rank writes what it holds.
-fn save(
-    fabric: &Fabric,
-    optimizer: &mut FabricOptimizer,
-    directory: &Path,
-) -> Result<std::path::PathBuf> {
-    let io: Arc<dyn CheckpointIO> = PluginValue::new("local")
-        .build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?
-        .build(directory)?;
-    let (tree, mesh) = (fabric.module_tree()?, fabric.device_mesh()?);
-    let coordinate = |dim: &str| mesh.coordinate(dim);
-    let model = checkpoint::model_tensors(&tree, coordinate)?;
-    let states = optimizer.state_tensors()?;
-    let states = checkpoint::optimizer_tensors(&tree, &states, coordinate)?;
-    let meta = SaveMeta {
-        step: optimizer.steps(),
-        state: serde_json::json!({ "optimizer": optimizer.scalars() }),
-        ..SaveMeta::default()
-    };
-    let name = checkpoint::step_name(optimizer.steps());
-    checkpoint::save(&*io, &**fabric.world(), &name, &model, &states, &meta)
 }
