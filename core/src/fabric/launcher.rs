@@ -34,7 +34,6 @@ impl TrainerConfig {
         let launched = launch(LaunchOptions {
             devices: Some(match self.devices {
                 Devices::Count(n) => n,
-                // The GPUs, or without any the cores.
                 Devices::Auto => std::thread::available_parallelism().map_or(1, usize::from),
             }),
             num_nodes: self.num_nodes,

@@ -13,7 +13,7 @@ crate::config_struct! {
     /// How a model is trained: the table `[trainer]`.
     #[derive(Debug, Clone, PartialEq)]
     pub struct TrainerConfig {
-        /// Ranks on each node. `"auto"` is one a GPU, or without GPUs one a core.
+        /// Ranks on each node. `"auto"` is one a core.
         pub devices: Devices = Devices::Count(1),
         /// Nodes of the job. More than one needs something that starts a process on each, such as
         /// a cluster's scheduler.
