@@ -5,6 +5,6 @@ mod data;
 mod training;
 mod transformer;
 
-pub(crate) use data::{Sample, micro_batch};
+pub(crate) use data::micro_batch;
 pub(crate) use training::{Run, Training, gather_weights, strategy};
 pub(crate) use transformer::{Transformer, VOCABULARY};
