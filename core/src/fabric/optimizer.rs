@@ -111,9 +111,12 @@ impl FabricOptimizer {
     ///
     /// # Errors
     /// [`Error::UnusedParameters`] in the first step, [`Error::NonFinite`] if the loss is not
-    /// finite; nothing is changed then.
+    /// finite, and if the last backward ran under `no_backward_sync`; nothing is changed then.
     pub fn step(&mut self) -> Result<()> {
         let mut strategy = self.strategy.lock().expect("no panic while a strategy works");
+        if strategy.capabilities().no_sync {
+            strategy.state().check_synced()?;
+        }
         let totals = strategy.step_totals(&[])?;
         self.check_loss(&totals)?;
         strategy.audit_gradients(self.unused)?;

@@ -193,6 +193,10 @@ impl ModuleBuilder {
         Ok(tree)
     }
 
+    pub(super) fn share(&self, parameter: &Parameter) {
+        self.tree().share(parameter, self.unit);
+    }
+
     pub(super) fn join(&self, name: &str) -> String {
         if self.path.is_empty() { name.to_owned() } else { format!("{}.{name}", self.path) }
     }

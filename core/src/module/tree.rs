@@ -124,10 +124,17 @@ impl ModuleTree {
         };
         self.name(alias, index)?;
         self.aliases.insert(alias.to_owned(), index);
-        if self.owners[index] != unit {
+        self.share(parameter, unit);
+        Ok(())
+    }
+
+    /// Notes that a unit uses the parameter too: shared between units, it belongs to the root.
+    pub(super) fn share(&mut self, parameter: &Parameter, unit: Option<usize>) {
+        if let Some(&index) = self.names.get(parameter.fqn())
+            && self.owners[index] != unit
+        {
             self.owners[index] = None;
         }
-        Ok(())
     }
 
     fn name(&mut self, fqn: &str, index: usize) -> Result<()> {

@@ -12,6 +12,12 @@ impl Recorder {
     fn find(&self, name: &str) -> Option<Parameter> {
         self.0.tree().parameter(name).cloned()
     }
+
+    /// A parameter that exists already is used from here too.
+    fn share(&self, parameter: &Parameter) -> candle_core::Result<Tensor> {
+        self.0.share(parameter);
+        Ok(parameter.compute()?.clone())
+    }
 }
 
 impl candle_nn::var_builder::SimpleBackend for Recorder {
@@ -37,7 +43,7 @@ impl candle_nn::var_builder::SimpleBackend for Recorder {
                     shape.dims()
                 );
             }
-            return Ok(parameter.compute()?.clone());
+            return self.share(&parameter);
         }
         let init = init::from_candle(hint, &shape);
         let parameter = self.0.add_parameter(name, shape.into_dims(), init, true)?;
@@ -46,7 +52,7 @@ impl candle_nn::var_builder::SimpleBackend for Recorder {
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
         match self.find(name) {
-            Some(parameter) => Ok(parameter.compute()?.clone()),
+            Some(parameter) => self.share(&parameter),
             None => candle_core::bail!(
                 "parameter `{name}` is asked for without a shape; only one that exists can be"
             ),

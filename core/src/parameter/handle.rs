@@ -257,8 +257,11 @@ impl Parameter {
         }
         let complete = {
             let mut flow = self.flow();
+            // A use that is not counted (its forward was before the last backward's end) tells
+            // nothing of how many more there are.
+            let counted = flow.pending_uses > 0;
             flow.pending_uses = flow.pending_uses.saturating_sub(1);
-            flow.complete()
+            counted && flow.complete()
         };
         if complete { self.ready() } else { Ok(()) }
     }
@@ -267,8 +270,8 @@ impl Parameter {
         self.accumulate(grad)?;
         let complete = {
             let mut flow = self.flow();
-            flow.pending_tap = false;
-            flow.complete()
+            let counted = std::mem::replace(&mut flow.pending_tap, false);
+            counted && flow.complete()
         };
         if complete { self.ready() } else { Ok(()) }
     }
@@ -312,6 +315,14 @@ impl Parameter {
         Ok(delivered)
     }
 
+    /// Declares the gradient ready if no use of the parameter waits for a backward: for one that
+    /// this rank's forward left out. For strategies, when the backward of the parameter's unit
+    /// begins, if all graphs that may deliver are of forwards since the last backward.
+    pub fn finish_unused(&self) -> Result<()> {
+        let unused = self.requires_grad() && self.flow().complete();
+        if unused { self.ready() } else { Ok(()) }
+    }
+
     /// Whether the buffer holds a gradient of this step.
     pub fn has_accumulated(&self) -> bool {
         self.flow().accumulated
@@ -320,6 +331,19 @@ impl Parameter {
     /// Forgets the accumulated gradient: the next one overwrites the buffer. For strategies.
     pub fn clear_accumulated(&self) {
         self.flow().accumulated = false;
+    }
+
+    /// Says that the buffer holds a gradient, which the next one is added to. For strategies that
+    /// wrote it themselves.
+    pub fn mark_accumulated(&self) {
+        self.flow().accumulated = true;
+    }
+
+    /// Ends a step: forgets its gradient. For strategies.
+    pub fn end_step(&self) {
+        let mut flow = self.flow();
+        flow.accumulated = false;
+        flow.local_grad = None;
     }
 
     /// This rank's reduced gradient, flat and parallel to [`local`](Self::local)'s values; `None`

@@ -46,6 +46,8 @@ pub struct StrategyState {
     totals: Option<StepTotals>,
     pub(super) delivered: Vec<bool>,
     pub(super) audited: bool,
+    /// Whether the latest backward of the step kept its gradients to its rank.
+    unsynced: bool,
 }
 
 impl Default for StrategyState {
@@ -59,6 +61,7 @@ impl Default for StrategyState {
             totals: None,
             delivered: Vec::new(),
             audited: false,
+            unsynced: false,
         }
     }
 }
@@ -129,11 +132,28 @@ impl StrategyState {
         result
     }
 
-    /// Adds a micro-batch's loss to the step's.
+    /// Adds a micro-batch's loss to the step's. Totals that were taken before are out of date.
     pub(super) fn record_loss(&mut self, loss: &Loss) -> Result<()> {
         self.loss_sum += loss.sum_value()?;
         self.count += loss.count();
+        self.totals = None;
+        self.unsynced = !self.sync();
         Ok(())
+    }
+
+    /// Checks that the step's last backward synchronised gradients.
+    ///
+    /// # Errors
+    /// If it did not: each rank would update its parameters with gradients of its own.
+    pub fn check_synced(&self) -> Result<()> {
+        if !self.unsynced {
+            return Ok(());
+        }
+        Err(Error::other(
+            "the optimizer cannot step: the step's last backward ran under `no_backward_sync`, so \
+             its gradients are on their own ranks only. Run the last micro-batch's backward with \
+             `no_backward_sync(false)`, or without a guard",
+        ))
     }
 
     /// The step's totals over the `dp_cp` group; see
@@ -160,10 +180,10 @@ impl StrategyState {
     /// If no model has been set up.
     pub fn end_step(&mut self) -> Result<()> {
         for parameter in self.tree()?.trainable() {
-            parameter.clear_accumulated();
-            parameter.set_local_grad(None);
+            parameter.end_step();
         }
         self.delivered.fill(false);
+        self.unsynced = false;
         (self.loss_sum, self.count, self.totals) = (0.0, 0.0, None);
         Ok(())
     }

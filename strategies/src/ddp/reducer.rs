@@ -89,9 +89,15 @@ impl Reducer {
     /// only, so that reducing it again adds the new gradients once.
     pub(super) fn begin_backward(&self) {
         for bucket in &mut self.state().buckets {
-            if std::mem::take(&mut bucket.reduced) && self.group.rank() != 0 {
-                bucket.parameters.iter().for_each(Parameter::clear_accumulated);
+            if !std::mem::take(&mut bucket.reduced) {
+                continue;
             }
+            // On rank 0 also for those that only other ranks had a gradient of.
+            let keep = self.group.rank() == 0;
+            bucket.parameters.iter().for_each(|parameter| match keep {
+                true => parameter.mark_accumulated(),
+                false => parameter.clear_accumulated(),
+            });
         }
     }
 

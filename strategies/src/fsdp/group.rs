@@ -202,6 +202,11 @@ impl ParamGroup {
         Ok(())
     }
 
+    /// Drops unsharded gradients.
+    pub(super) fn drop_grads(&self) {
+        self.state().grads.clear();
+    }
+
     /// Ends a backward: the next one counts again.
     pub(super) fn end_backward(&self) {
         self.state().ready = 0;

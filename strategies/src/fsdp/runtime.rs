@@ -193,4 +193,10 @@ impl Strategy for FsdpStrategy {
     fn finish_backward(&mut self) -> Result<()> {
         self.schedule()?.finish_backward()
     }
+
+    fn finish_step(&mut self) -> Result<()> {
+        self.state.end_step()?;
+        self.schedule()?.finish_step();
+        self.prepare_forward()
+    }
 }

@@ -38,6 +38,20 @@ struct Order {
     done: Vec<usize>,
     /// Groups whose reduction has been started, oldest first.
     reducing: Vec<usize>,
+    /// Calls of units whose backward has begun, in the backward that is running.
+    entered: usize,
+    /// Whether a backward of this step left calls of units behind: another backward may be theirs.
+    behind: bool,
+    /// Complete groups whose reduction waits for the end of the backward.
+    held: Vec<usize>,
+}
+
+impl Order {
+    /// Whether the backward that is running is that of the forwards since the last one, so that
+    /// the uses of parameters are counted exactly. The same on all ranks, which run the same units.
+    fn is_plain(&self) -> bool {
+        !self.behind && self.entered <= self.running.len()
+    }
 }
 
 impl Schedule {
@@ -86,14 +100,22 @@ impl Schedule {
         self.groups.iter().try_for_each(ParamGroup::reshard)
     }
 
+    /// Ends a step: gradients that were never reduced are dropped. Local.
+    pub(super) fn finish_step(&self) {
+        self.order().behind = false;
+        self.groups.iter().for_each(ParamGroup::drop_grads);
+    }
+
     /// All of a group's gradients are complete.
     fn post_backward(&self, group: usize) -> Result<()> {
         if self.sync.load(Ordering::Relaxed) {
-            // One reduction at a time holds unsharded gradients besides the one being filled.
-            let earlier = std::mem::take(&mut self.order().reducing);
-            earlier.into_iter().try_for_each(|g| self.groups[g].finish_reduction())?;
-            self.groups[group].reduce_async()?;
-            self.order().reducing.push(group);
+            if self.order().is_plain() {
+                self.reduce(group)?;
+            } else {
+                // When a gradient is complete depends on what this rank's forward used, and ranks
+                // must reduce in one order.
+                self.order().held.push(group);
+            }
         }
         if group != self.root() {
             self.order().done.push(group);
@@ -101,9 +123,21 @@ impl Schedule {
         Ok(())
     }
 
+    fn reduce(&self, group: usize) -> Result<()> {
+        // One reduction at a time holds unsharded gradients besides the one being filled.
+        let earlier = std::mem::take(&mut self.order().reducing);
+        earlier.into_iter().try_for_each(|g| self.groups[g].finish_reduction())?;
+        self.groups[group].reduce_async()?;
+        self.order().reducing.push(group);
+        Ok(())
+    }
+
     /// Ends a backward: finishes what is under way, and frees the units. The root stays gathered
     /// for a further micro-batch. Collective with synchronisation.
     pub(super) fn finish_backward(&self) -> Result<()> {
+        let mut held = std::mem::take(&mut self.order().held);
+        held.sort_unstable();
+        held.into_iter().try_for_each(|group| self.reduce(group))?;
         let reducing = std::mem::take(&mut self.order().reducing);
         reducing.into_iter().try_for_each(|g| self.groups[g].finish_reduction())?;
         self.order().done.clear();
@@ -115,6 +149,8 @@ impl Schedule {
             }
         }
         let order = &mut *self.order();
+        order.behind |= order.entered != order.running.len();
+        order.entered = 0;
         if !order.running.is_empty() {
             order.forward = std::mem::take(&mut order.running);
         }
@@ -162,7 +198,11 @@ impl UnitHooks for Schedule {
 
     fn pre_backward(&self, unit: &UnitHandle) -> Result<()> {
         let Some(group) = self.unit_group(unit) else { return Ok(()) };
-        let done = std::mem::take(&mut self.order().done);
+        let done = {
+            let mut order = self.order();
+            order.entered += 1;
+            std::mem::take(&mut order.done)
+        };
         for other in done {
             if other != group {
                 self.groups[other].reshard()?;
@@ -173,6 +213,12 @@ impl UnitHooks for Schedule {
             if !self.groups[previous].is_complete() {
                 self.groups[previous].unshard_async()?;
             }
+        }
+        // What this rank's forward left out must not hold the unit's reduction back: ranks reduce
+        // in one order, and others may have used it.
+        let plain = self.order().is_plain();
+        if plain {
+            self.groups[group].members.iter().try_for_each(|m| m.parameter.finish_unused())?;
         }
         Ok(())
     }

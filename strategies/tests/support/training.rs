@@ -1,0 +1,135 @@
+//! Training, as a person who owns the loop writes it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use candle_core::DType;
+use fulgurite_core::Result;
+use fulgurite_core::collective::{ProcessGroup, all_gather_object};
+use fulgurite_core::fabric::{Fabric, FabricOptimizer};
+use fulgurite_core::module::{Module as _, ModuleInit, ModuleTree};
+use fulgurite_core::nn::cross_entropy;
+use fulgurite_core::optim::{AdamW, Cosine};
+use fulgurite_core::shard::Region;
+use fulgurite_core::strategy::{BuildContext, Strategy, StrategyConfig};
+use fulgurite_strategies as _;
+
+use super::{Transformer, micro_batch};
+
+/// The strategy that a configuration file's table (as JSON) names.
+pub(crate) fn strategy(config: &str) -> Result<Box<dyn Strategy>> {
+    let config: Box<dyn StrategyConfig> =
+        serde_json::from_str(config).map_err(fulgurite_core::Error::other)?;
+    config.build(&BuildContext::default())
+}
+
+/// What came of a training.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Run {
+    pub(crate) losses: Vec<f64>,
+    pub(crate) norms: Vec<f64>,
+    /// FQN → the whole parameter, gathered.
+    pub(crate) weights: BTreeMap<String, Vec<f32>>,
+}
+
+/// A rank's transformer in training.
+pub(crate) struct Training {
+    pub(crate) fabric: Fabric,
+    pub(crate) model: Transformer,
+    pub(crate) optimizer: FabricOptimizer,
+    /// Micro-batches a step.
+    pub(crate) accumulate: usize,
+    step: u64,
+}
+
+impl Training {
+    pub(crate) const STEPS: u64 = 20;
+
+    /// Sets up. One projection is frozen.
+    pub(crate) fn new(
+        world: Arc<dyn ProcessGroup>,
+        config: &str,
+        compute_dtype: DType,
+        accumulate: usize,
+    ) -> Result<Self> {
+        let frozen = vec!["layers.*.self_attn.k_proj.weight".to_owned()];
+        let init = ModuleInit { compute_dtype, frozen, ..ModuleInit::default() };
+        let mut fabric = Fabric::new(world, strategy(config)?, init, 7)?;
+        let optimizer = AdamW {
+            lr: 3e-3,
+            weight_decay: 0.1,
+            no_decay: vec!["*norm*".to_owned(), "bias".to_owned()],
+            ..AdamW::default()
+        };
+        let (model, optimizer) = fabric.setup(Transformer::new, &optimizer)?;
+        let schedule = Cosine { warmup_steps: 3, ..Cosine::default() };
+        let optimizer = optimizer.with_scheduler(Box::new(schedule), Some(Self::STEPS));
+        Ok(Self { fabric, model, optimizer, accumulate, step: 0 })
+    }
+
+    /// One micro-batch, forward and backward. `last` says whether gradients synchronise.
+    pub(crate) fn micro_step(&self, micro: usize, last: bool) -> Result<()> {
+        let (rank, size) = (self.fabric.global_rank(), self.fabric.world_size());
+        let sample = micro_batch(self.step, micro * size + rank, size * self.accumulate)?;
+        let _scope = self.fabric.forward_scope(true, self.step, sample.first as u64);
+        let logits = self.model.forward(&sample.ids)?;
+        let loss = cross_entropy(&logits, &sample.targets)?;
+        let _no_sync = self.fabric.no_backward_sync(!last);
+        self.fabric.backward(&loss)
+    }
+
+    /// Ends a step: its loss and gradient norm.
+    pub(crate) fn finish_step(&mut self) -> Result<(f64, f64)> {
+        let loss = self.fabric.step_totals(&[])?.mean();
+        let norm = self.fabric.clip_gradients_norm(&mut self.optimizer, 0.5)?;
+        self.optimizer.step()?;
+        self.step += 1;
+        Ok((loss, norm))
+    }
+
+    /// One optimizer step: its loss and gradient norm.
+    pub(crate) fn step(&mut self) -> Result<(f64, f64)> {
+        for micro in 0..self.accumulate {
+            self.micro_step(micro, micro + 1 == self.accumulate)?;
+        }
+        self.finish_step()
+    }
+
+    /// All steps.
+    pub(crate) fn run(mut self) -> Result<Run> {
+        let steps: Vec<(f64, f64)> =
+            (0..Self::STEPS).map(|_| self.step()).collect::<Result<_>>()?;
+        let (losses, norms) = steps.into_iter().unzip();
+        let weights = gather_weights(&self.fabric.module_tree()?, &**self.fabric.world())?;
+        Ok(Run { losses, norms, weights })
+    }
+}
+
+/// Every parameter, whole, on every rank.
+pub(crate) fn gather_weights(
+    tree: &ModuleTree,
+    world: &dyn ProcessGroup,
+) -> Result<BTreeMap<String, Vec<f32>>> {
+    let mut weights = BTreeMap::new();
+    for parameter in tree.parameters() {
+        let local = parameter.local()?;
+        let values = local.values.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        let bits: Vec<u32> = values.into_iter().map(f32::to_bits).collect();
+        let mut whole = vec![None; parameter.elem_count()];
+        let parts: Vec<(Region, Vec<u32>)> = all_gather_object(world, &(local.region, bits))?;
+        for (region, bits) in parts {
+            for run in region.runs(parameter.global_shape()) {
+                for i in 0..run.len {
+                    let value = bits[run.inner + i];
+                    let place = &mut whole[run.outer + i];
+                    // Replicas agree bit for bit.
+                    assert!(place.is_none_or(|other| other == value), "{}", parameter.fqn());
+                    *place = Some(value);
+                }
+            }
+        }
+        let whole = whole.into_iter().map(|bits| f32::from_bits(bits.expect("nothing is missing")));
+        weights.insert(parameter.fqn().to_owned(), whole.collect());
+    }
+    Ok(weights)
+}
