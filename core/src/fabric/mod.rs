@@ -6,4 +6,5 @@ mod fabric;
 mod optimizer;
 
 pub use fabric::Fabric;
+pub(crate) use fabric::NON_FINITE_HINT;
 pub use optimizer::FabricOptimizer;
