@@ -33,16 +33,18 @@ const LAUNCHERS: [&str; 12] = [
     "FULGURITE_SUPERVISOR",
 ];
 
-/// The program, which `cargo test` builds beside the tests.
+/// The program, which `cargo test` builds beside the tests; `cargo test --test NAME` does not.
 pub fn program() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let path = test.parent().unwrap().with_file_name("examples").join("pretrain");
-    assert!(
-        path.is_file(),
-        "{} is missing; `cargo test` builds it unless told which targets to test, then: \
-         cargo build --example pretrain",
-        path.display()
-    );
+    let build = "build it: cargo build --example pretrain, with the profile of the test";
+    assert!(path.is_file(), "{} is missing; {build}", path.display());
+    // What it was made of, as cargo wrote it down: `program: source source …`.
+    let sources = fs::read_to_string(path.with_extension("d")).unwrap_or_default();
+    let changed = |path: &Path| fs::metadata(path).and_then(|file| file.modified()).ok();
+    let newer =
+        sources.split_whitespace().skip(1).find(|of| changed(Path::new(of)) > changed(&path));
+    assert!(newer.is_none(), "{} is older than {newer:?}; {build}", path.display());
     path
 }
 
