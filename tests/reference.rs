@@ -13,6 +13,9 @@ A run is configured in TOML. Files stack (`--config a.toml --config b.toml`), an
 set on the command line (`--set trainer.max_steps=100`). Later layers win: tables merge key by key,
 lists and values are replaced, and a table whose `type` changes is replaced whole.
 
+All overrides of a command line are one layer, so it makes no difference whether
+`--set data.type=tokens` stands before or after `--set data.path=tokens.u16`.
+
 A key whose type is *plugin* takes a name, or a table with `type` and the plugin's options:
 `strategy = \"ddp\"` is short for `strategy = { type = \"ddp\" }`.
 

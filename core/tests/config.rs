@@ -242,6 +242,25 @@ fn merged(layers: &[&str]) -> String {
 }
 
 #[test]
+fn among_overrides_a_type_may_come_after_the_keys_beside_it() {
+    let base = "optimizer = { type = 'adamw', lr = 1, betas = [0, 0] }\ndata.type = 'text'";
+    let config = |assignments: &[&str]| {
+        let layers = ConfigLayers::new().text("base.toml", base).unwrap();
+        let layers = assignments.iter().try_fold(layers, |layers, a| layers.set(a)).unwrap();
+        layers.resolve()
+    };
+    let expected = config(&["optimizer.type=sgd", "optimizer.lr=2"]);
+    assert_eq!(expected["optimizer"], toml::toml! { type = "sgd" lr = 2 }.into());
+    assert_eq!(config(&["optimizer.lr=2", "optimizer.type=sgd"]), expected);
+    assert_eq!(config(&["optimizer.lr=2", "optimizer=sgd"]), expected);
+    let data = config(&["data.path=a.u16", "seed=1", "data.type=tokens"]);
+    assert_eq!(data["data"], toml::toml! { type = "tokens" path = "a.u16" }.into());
+    // Two types: the later one, and nothing that belongs to the other.
+    let last = config(&["optimizer.type=lion", "optimizer.beta=2", "optimizer.type=sgd"]);
+    assert_eq!(last["optimizer"], toml::toml! { type = "sgd" }.into());
+}
+
+#[test]
 fn layers_merge_deeply_and_the_later_wins() {
     insta::assert_snapshot!(merged(&["a = { x = 1, y = { p = 1, q = 2 } }\nl = [1, 2]", "a = { y = { q = 3 } }\nl = [3]"]), @r#"
 l = [3]

@@ -57,7 +57,8 @@ fn default_rope() -> String {
 pub fn read_config(config: &mut LlamaConfig, directory: &Path) -> Result<()> {
     let path = directory.join("config.json");
     let wrong = |what: String| Error::Config(format!("{}: {what}", path.display()));
-    let text = std::fs::read_to_string(&path).map_err(Error::io("reading", &path))?;
+    let text = std::fs::read_to_string(&path)
+        .map_err(|e| wrong(format!("{e}; `model.from_pretrained` is to name a folder with it")))?;
     let hf: HuggingFaceConfig = serde_json::from_str(&text).map_err(|e| wrong(e.to_string()))?;
     let (rope_theta, rope_type) = match hf.rope_parameters {
         Some(rope) => (rope.rope_theta, rope.rope_type),

@@ -180,6 +180,7 @@ fn log_to_stderr() {
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .without_time()
+        .with_target(false)
         .try_init();
 }
 

@@ -37,6 +37,8 @@ struct Layer {
     /// For messages; `None` for what the user did not write.
     origin: Option<String>,
     table: Table,
+    /// Whether it is a single key from the command line.
+    is_override: bool,
 }
 
 impl ConfigLayers {
@@ -52,7 +54,7 @@ impl ConfigLayers {
 
     /// Puts a layer that the program brings under all others.
     pub fn under(mut self, table: Table) -> Self {
-        self.layers.insert(0, Layer { origin: None, table });
+        self.layers.insert(0, Layer { origin: None, table, is_override: false });
         self
     }
 
@@ -79,26 +81,37 @@ impl ConfigLayers {
     }
 
     /// Adds one override, `a.b.c=value`. The value is TOML (`3`, `1e-4`, `true`, `["x", "y"]`,
-    /// `{ type = "fsdp" }`); what is not TOML is a string (`fsdp`, `data/train.txt`).
+    /// `{ type = "fsdp" }`); what is not TOML is a string (`fsdp`, `data/train.txt`). Among
+    /// overrides that follow one another, a `type` may come before or after the keys beside it.
     ///
     /// # Errors
     /// [`Error::Config`] without a `=`, for a malformed key, or for a list, table or quoted string
     /// that does not parse.
     pub fn set(self, assignment: &str) -> Result<Self> {
         let table = parse_assignment(assignment)?;
-        Ok(self.with(Some(format!("--set {assignment}")), table))
+        let mut layers = self.with(Some(format!("--set {assignment}")), table);
+        if let Some(layer) = layers.layers.last_mut() {
+            layer.is_override = true;
+        }
+        Ok(layers)
     }
 
     fn with(mut self, origin: Option<String>, table: Table) -> Self {
-        self.layers.push(Layer { origin, table });
+        self.layers.push(Layer { origin, table, is_override: false });
         self
     }
 
     /// The merged table.
     pub fn resolve(&self) -> Table {
         let mut merged = Table::new();
-        for layer in &self.layers {
-            merge_tables(&mut merged, layer.table.clone());
+        // Overrides that follow one another are put together first: a `type` among them replaces
+        // what files say of its table, not what the overrides before it say.
+        for group in self.layers.chunk_by(|a, b| a.is_override && b.is_override) {
+            let mut together = Table::new();
+            for layer in group {
+                merge_tables(&mut together, layer.table.clone(), group.len() > 1);
+            }
+            merge_tables(&mut merged, together, false);
         }
         merged
     }
@@ -147,16 +160,17 @@ fn mentions(table: &Table, path: &[Segment]) -> bool {
     true
 }
 
-fn merge_tables(base: &mut Table, overlay: Table) {
+/// `partial`: a table without a `type` may be one whose `type` is yet to come.
+fn merge_tables(base: &mut Table, overlay: Table, partial: bool) {
     for (key, value) in overlay {
         match base.get_mut(&key) {
-            Some(existing) => merge_values(existing, value),
+            Some(existing) => merge_values(existing, value, partial),
             None => drop(base.insert(key, value)),
         }
     }
 }
 
-fn merge_values(base: &mut Value, overlay: Value) {
+fn merge_values(base: &mut Value, overlay: Value, partial: bool) {
     match (&mut *base, overlay) {
         (Value::Table(base), Value::Table(overlay)) => {
             let renamed = matches!(
@@ -166,15 +180,15 @@ fn merge_values(base: &mut Value, overlay: Value) {
             if renamed {
                 base.clear();
             }
-            merge_tables(base, overlay);
+            merge_tables(base, overlay, partial);
         }
         (Value::String(name), Value::Table(overlay)) => {
             let mut named = Value::Table(with_type(name));
-            merge_values(&mut named, Value::Table(overlay));
+            merge_values(&mut named, Value::Table(overlay), partial);
             *base = named;
         }
-        (Value::Table(table), Value::String(name)) if table.contains_key("type") => {
-            merge_values(base, Value::Table(with_type(&name)));
+        (Value::Table(table), Value::String(name)) if partial || table.contains_key("type") => {
+            merge_values(base, Value::Table(with_type(&name)), partial);
         }
         (base, overlay) => *base = overlay,
     }

@@ -124,8 +124,8 @@ pub fn plain(sections: &[Section]) -> String {
                 path => format!("{path}.{}", key.name),
             };
             let doc = one_line(key.doc).replace('`', "");
-            let end = doc.find(". ").or(doc.find(';')).unwrap_or(doc.len());
-            let sentence = doc[..end].trim_end_matches('.');
+            let ends = [". ", "; "].iter().filter_map(|end| doc.find(end));
+            let sentence = doc[..ends.min().unwrap_or(doc.len())].trim_end_matches('.');
             let default = section.defaults.get(key.name.as_ref()).map(|d| format!(" [{d}]"));
             rows.push((name, format!("{sentence}{}", default.unwrap_or_default())));
         }

@@ -1,12 +1,14 @@
 //! The configuration of a whole run.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
 use super::{ConfigLayers, ConfigType, KeyDoc, PluginValue, to_table};
+use crate::checkpoint::{CheckpointIO, CheckpointIOConfig};
 use crate::registry::{self, kind};
 use crate::trainer::TrainerConfig;
 use crate::{Error, Result};
@@ -60,6 +62,18 @@ crate::config_struct! {
         pub save_last: bool = true,
         /// How checkpoints reach storage.
         pub io: PluginValue = PluginValue::new("local"),
+    }
+}
+
+impl CheckpointConfig {
+    /// Checkpoints in `dir`, by the configured way.
+    ///
+    /// # Errors
+    /// If the way is not linked or its options are wrong.
+    pub fn open(&self, dir: &Path) -> Result<Arc<dyn CheckpointIO>> {
+        self.io
+            .build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?
+            .build(dir)
     }
 }
 

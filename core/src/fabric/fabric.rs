@@ -219,7 +219,7 @@ impl Fabric {
             what: "gradient norm",
             value: norm,
             step: optimizer.current_step(),
-            detail: "; parameters are as they were before the step".to_owned(),
+            detail: NON_FINITE_HINT.to_owned(),
         })
     }
 
@@ -279,6 +279,10 @@ impl Drop for Fabric {
         }
     }
 }
+
+/// What a message about a loss or norm that is not finite ends with.
+pub(super) const NON_FINITE_HINT: &str = "; parameters are as they were before the step. A lower `optimizer.lr`, a longer warm-up \
+     (`scheduler.warmup_steps`) or `trainer.gradient_clip_val` may help";
 
 fn positive(name: &str, value: f64) -> Result<()> {
     if value > 0.0 {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::fabric::SharedStrategy;
+use super::fabric::{NON_FINITE_HINT, SharedStrategy};
 use crate::config::UnusedParameters;
 use crate::optim::{GradScale, Optimizer, SchedulerConfig, StateTensor, clip_factor};
 use crate::strategy::StepTotals;
@@ -97,7 +97,7 @@ impl FabricOptimizer {
             what: "loss",
             value: totals.mean(),
             step: self.current_step(),
-            detail: "; parameters are as they were before the step".to_owned(),
+            detail: NON_FINITE_HINT.to_owned(),
         })
     }
 

@@ -137,16 +137,32 @@ impl RunDir {
     }
 
     fn next_version(root: &Path) -> Result<u64> {
+        let newest = Self::all(root)?.first().map(|run| run.version.saturating_add(1));
+        Ok(newest.unwrap_or(0))
+    }
+
+    /// The runs under `root`, the newest first.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if `root` cannot be listed.
+    pub fn all(root: &Path) -> Result<Vec<Self>> {
         let entries = std::fs::read_dir(root).map_err(Error::io("listing", root))?;
-        let mut next = 0;
+        let mut runs = Vec::new();
         for entry in entries {
-            let name = entry.map_err(Error::io("listing", root))?.file_name();
+            let entry = entry.map_err(Error::io("listing", root))?;
+            let name = entry.file_name();
             let version = name.to_str().and_then(|name| name.strip_prefix("version_"));
-            if let Some(version) = version.and_then(|version| version.parse::<u64>().ok()) {
-                next = next.max(version.saturating_add(1));
+            if let Some(version) = version.and_then(|version| version.parse().ok()) {
+                runs.push(Self { path: entry.path(), version });
             }
         }
-        Ok(next)
+        runs.sort_unstable_by_key(|run| std::cmp::Reverse(run.version));
+        Ok(runs)
+    }
+
+    /// Where its checkpoints go if the configuration does not say.
+    pub fn checkpoints(&self) -> PathBuf {
+        self.path.join("checkpoints")
     }
 
     /// The directory.
@@ -176,6 +192,8 @@ mod tests {
         std::fs::create_dir(root.join("version_x")).unwrap();
         let run = RunDir::create(&root, &config).unwrap();
         assert_eq!(run.path(), root.join("version_11"));
+        let versions: Vec<_> = RunDir::all(&root).unwrap().iter().map(RunDir::version).collect();
+        assert_eq!(versions, [11, 10, 0]);
         let written = std::fs::read_to_string(run.path().join("config.toml")).unwrap();
         assert_eq!(written, "seed = 7\n");
     }

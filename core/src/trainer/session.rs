@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::hooks::{Hook, Hooks, Moment};
 use super::meter::{Meter, peak_rss_mib};
-use super::{Event, EventSink, LightningModule, Limits, StepContext, TrainerConfig};
+use super::{Event, EventSink, LightningModule, Limits, RunDir, StepContext, TrainerConfig};
 use crate::autograd::no_grad;
 use crate::checkpoint::{self, CheckpointIO};
 use crate::collective::{ReduceOp, all_gather_object, broadcast_object};
@@ -347,15 +347,28 @@ where
             None => Ok(None),
             Some(CkptPath::Path(path)) => Ok(Some(path.clone())),
             Some(CkptPath::Last) => {
-                let latest = match &self.parts.io {
-                    Some(io) if self.rank() == 0 => {
-                        checkpoint::latest(&**io)?.map(|committed| committed.path)
-                    }
-                    _ => None,
-                };
+                let latest = if self.rank() == 0 { self.last_checkpoint()? } else { None };
                 broadcast_object(&**self.parts.fabric.world(), &latest, 0)
             }
         }
+    }
+
+    /// The newest checkpoint of the configured directory, or without one of the newest run that has
+    /// any.
+    fn last_checkpoint(&self) -> Result<Option<PathBuf>> {
+        let Parts { config, checkpoint, .. } = &self.parts;
+        let places = match &checkpoint.dir {
+            Some(dir) => vec![dir.clone()],
+            None => {
+                RunDir::all(&config.default_root_dir)?.iter().map(RunDir::checkpoints).collect()
+            }
+        };
+        for place in places {
+            if let Some(committed) = checkpoint::latest(&*checkpoint.open(&place)?)? {
+                return Ok(Some(committed.path));
+            }
+        }
+        Ok(None)
     }
 
     /// Tells the module and the callbacks that the run is over, and the world what it was. Collective.

@@ -10,7 +10,7 @@ use super::{
     Callback, EventSink, LightningModule, LoggerConfig, LoggerSink, OptimizerSetup, RunDir,
     RunStatus,
 };
-use crate::checkpoint::{self, CheckpointIO, CheckpointIOConfig};
+use crate::checkpoint;
 use crate::collective::{ProcessGroup, Solo, broadcast_object};
 use crate::config::{RunConfig, to_table};
 use crate::data::DataModule;
@@ -152,10 +152,20 @@ impl Trainer {
         M: LightningModule<Batch = D::Batch>,
         D: DataModule,
     {
+        let config_names_one = run.trainer.ckpt_path.is_some();
         let mut session = self.set_up::<M, D>(run)?;
         let result = (|| -> Result<f64> {
-            if let Some(path) = session.checkpoint_to_resume()? {
-                session.resume(&path, None)?;
+            match session.checkpoint_to_resume()? {
+                Some(path) => session.resume(&path, None)?,
+                None if config_names_one => {
+                    return Err(Error::Config(
+                        "`trainer.ckpt_path`: there is no checkpoint yet; name the directory of \
+                         one, or leave the key out to validate the weights that training would \
+                         start from"
+                            .to_owned(),
+                    ));
+                }
+                None => {}
             }
             let loss = session.validate()?.ok_or_else(|| {
                 Error::Data(
@@ -196,8 +206,8 @@ impl Trainer {
             fabric.strategy().prepare_forward()?;
         }
         let resolved = to_table(&serde_config(run, &model_config)?)?;
-        let (run_dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks)?;
-        let io = open_checkpoints(run, run_dir)?;
+        let (dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks)?;
+        let io = run.checkpoint.open(run.checkpoint.dir.as_deref().unwrap_or(&dir))?;
         let world = &self.world;
         let hooks = Hooks::new(self.callbacks, (world.rank(), world.size()), run.seed, self.print);
         if world.rank() != 0 {
@@ -242,8 +252,8 @@ fn serde_config<M: Clone, D: serde::Serialize>(
     })
 }
 
-/// Makes the run's directory and its loggers on rank 0, and tells all ranks where it is.
-/// Collective.
+/// Makes the run's directory and its loggers on rank 0, and tells all ranks where checkpoints go in
+/// it. Collective.
 fn open_run<M, D>(
     world: &dyn ProcessGroup,
     run: &RunConfig<M, D>,
@@ -253,7 +263,7 @@ fn open_run<M, D>(
     let mut path = PathBuf::new();
     if world.rank() == 0 {
         let dir = RunDir::create(&run.trainer.default_root_dir, resolved)?;
-        path = dir.path().to_owned();
+        path = dir.checkpoints();
         let loggers = run
             .trainer
             .loggers
@@ -270,17 +280,6 @@ fn open_run<M, D>(
         );
     }
     Ok((broadcast_object(world, &path, 0)?, sinks))
-}
-
-fn open_checkpoints<M, D>(
-    run: &RunConfig<M, D>,
-    run_dir: PathBuf,
-) -> Result<Arc<dyn CheckpointIO>> {
-    let dir = run.checkpoint.dir.clone().unwrap_or_else(|| run_dir.join("checkpoints"));
-    run.checkpoint
-        .io
-        .build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?
-        .build(&dir)
 }
 
 impl<M, D> Session<M, D>

@@ -142,13 +142,22 @@ fn describe(event: &Event) -> Option<String> {
             tokens_per_s,
             startup_s,
             peak_rss_mib,
-        } => format!(
-            "{steps} steps on {world_size} rank(s) with {strategy}: loss {first_loss:.4} to \
-             {last_loss:.4}, {step_s_median:.3} s a step, {} tok/s, {startup_s:.1} s to start, \
-             at most {:.0} MiB a rank",
-            count(*tokens_per_s),
-            peak_rss_mib.iter().copied().fold(0.0, f64::max)
-        ),
+        } => {
+            let peak = peak_rss_mib.iter().copied().fold(0.0, f64::max);
+            // A validation, or a resumed run that was already done, makes none.
+            let made = match step_s_median.is_nan() {
+                true => "no further step".to_owned(),
+                false => format!(
+                    "loss {first_loss:.4} to {last_loss:.4}, {step_s_median:.3} s a step, {} \
+                     tok/s, {startup_s:.1} s to start",
+                    count(*tokens_per_s)
+                ),
+            };
+            format!(
+                "{steps} steps on {world_size} rank(s) with {strategy}: {made}, at most {peak:.0} \
+                 MiB a rank"
+            )
+        }
         _ => return None,
     })
 }
@@ -243,6 +252,23 @@ validation after step 6: val_loss 2.5000
 checkpoint after step 6: run/step-6
 6 steps on 2 rank(s) with fsdp: loss 3.0000 to 0.5000, 0.250 s a step, 2.50M tok/s, 0.5 s to start, at most 120 MiB a rank
 "#);
+    }
+
+    #[test]
+    fn a_run_without_steps_has_no_loss() {
+        let nan = f64::NAN;
+        let summary = Event::Summary {
+            steps: 6,
+            world_size: 1,
+            strategy: "ddp".to_owned(),
+            first_loss: nan,
+            last_loss: nan,
+            step_s_median: nan,
+            tokens_per_s: nan,
+            startup_s: nan,
+            peak_rss_mib: vec![100.0],
+        };
+        insta::assert_snapshot!(shown(None, &[summary]), @"6 steps on 1 rank(s) with ddp: no further step, at most 100 MiB a rank");
     }
 
     #[test]
