@@ -1,10 +1,10 @@
 //! A small transformer with everything that strategies find hard, its data, and a training loop.
-#![allow(dead_code)] // Each test binary uses a part.
+#![allow(dead_code, unused_imports)] // Each test binary uses a part.
 
 mod data;
 mod training;
 mod transformer;
 
-pub(crate) use data::{Sample, micro_batch};
+pub(crate) use data::micro_batch;
 pub(crate) use training::{Run, Training, gather_weights, strategy};
 pub(crate) use transformer::{Transformer, VOCABULARY};

@@ -1,0 +1,303 @@
+//! What a step may consist of: backwards with and without synchronisation, in any order, over
+//! graphs that differ between ranks. The reference is one rank that does all of it.
+
+mod support;
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_core::Result;
+use fulgurite_core::autograd::no_grad;
+use fulgurite_core::collective::ProcessGroup;
+use fulgurite_core::config::UnusedParameters;
+use fulgurite_core::fabric::Fabric;
+use fulgurite_core::module::{Module as _, ModuleBuilder, ModuleInit, Unit};
+use fulgurite_core::nn::{Linear, Loss};
+use fulgurite_core::optim::AdamW;
+use fulgurite_core::parameter::{Init, Parameter};
+use fulgurite_transports::run_ranks;
+use support::{Run, Training, gather_weights, strategy};
+
+const SINGLE: &str = r#"{"type": "single_device"}"#;
+const CONFIGS: &[&str] = &[
+    r#"{"type": "ddp"}"#,
+    r#"{"type": "ddp", "first_bucket_mb": 0, "bucket_cap_mb": 0}"#,
+    r#"{"type": "fsdp"}"#,
+    r#"{"type": "fsdp", "reshard_after_forward": false}"#,
+    r#"{"type": "fsdp", "prefetch": 0}"#,
+    r#"{"type": "fsdp", "prefetch": 2}"#,
+];
+const WIDTH: usize = 4;
+/// Micro-batches that each rank has in a step.
+const MICRO: usize = 2;
+
+/// A unit of two layers of equal shape, and a plain parameter, of which inputs choose.
+struct Pair {
+    always: Linear,
+    sometimes: Linear,
+    shift: Parameter,
+}
+
+struct Toy {
+    units: Vec<Unit<Pair>>,
+    head: Linear,
+}
+
+impl Toy {
+    fn new(b: &ModuleBuilder) -> Result<Self> {
+        let pair = |b: &ModuleBuilder| {
+            Ok(Pair {
+                always: Linear::with_bias(&b.pp("always"), WIDTH, WIDTH)?,
+                sometimes: Linear::new(&b.pp("sometimes"), WIDTH, WIDTH)?,
+                shift: b.parameter("shift", [WIDTH], Init::ONES)?,
+            })
+        };
+        let units = (0..3).map(|i| b.unit(&format!("units.{i}"), pair)).collect::<Result<_>>()?;
+        Ok(Self { units, head: Linear::new(&b.pp("head"), WIDTH, 1)? })
+    }
+
+    /// The loss of part `part` of the global batch through the units at `route`.
+    fn loss(&self, part: usize, route: &[usize]) -> Result<Loss> {
+        let x: Vec<f32> = (0..2 * WIDTH).map(|i| ((part * 5 + i * 3) % 7) as f32 * 0.2).collect();
+        let mut x = Tensor::from_vec(x, (2, WIDTH), &Device::Cpu)?;
+        for (place, &unit) in route.iter().enumerate() {
+            x = self.units[unit].call(&x, |pair, x| {
+                let mut y = (x + pair.always.forward(x)?.tanh()?)?;
+                if (part + place) % 3 == 0 {
+                    y = (y + pair.sometimes.forward(x)?)?;
+                }
+                if (part + place) % 3 == 1 {
+                    y = y.broadcast_add(&pair.shift.tensor()?)?;
+                }
+                Ok(y)
+            })?;
+        }
+        Ok(Loss::new(self.head.forward(&x)?.sqr()?.sum_all()?, 2.0 + part as f64))
+    }
+}
+
+/// Runs four steps. `step` is given the parts of the global batch that this rank has.
+fn train(
+    world: Arc<dyn ProcessGroup>,
+    config: &str,
+    step: impl Fn(&Fabric, &Toy, &[usize]) -> Result<()>,
+) -> Result<Run> {
+    let (rank, size) = (world.rank(), world.size());
+    let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 3)?;
+    let (toy, optimizer) = fabric.setup(Toy::new, &AdamW { eps: 1e-4, ..AdamW::default() })?;
+    let mut optimizer = optimizer.with_unused_parameters(UnusedParameters::Zero);
+    // One rank does what RANKS ranks do.
+    let ranks = if size == 1 { 0..RANKS } else { rank..rank + 1 };
+    let parts: Vec<usize> =
+        ranks.flat_map(|rank| (0..MICRO).map(move |m| rank * MICRO + m)).collect();
+    let (mut losses, mut norms) = (Vec::new(), Vec::new());
+    for _ in 0..4 {
+        step(&fabric, &toy, &parts)?;
+        losses.push(fabric.step_totals(&[])?.mean());
+        norms.push(fabric.clip_gradients_norm(&mut optimizer, 1.0)?);
+        optimizer.step()?;
+    }
+    let weights = gather_weights(&fabric.module_tree()?, &**fabric.world())?;
+    Ok(Run { losses, norms, weights })
+}
+
+const RANKS: usize = 3;
+
+fn assert_same(what: &str, run: &Run, reference: &Run) {
+    let close = |a: f64, b: f64| (a - b).abs() <= 1e-5 * b.abs().max(1.0);
+    for i in 0..reference.losses.len() {
+        let (a, b) = (run.losses[i], reference.losses[i]);
+        assert!(close(a, b), "{what}: loss of step {i}: {a} and {b}");
+        let (a, b) = (run.norms[i], reference.norms[i]);
+        assert!(close(a, b), "{what}: norm of step {i}: {a} and {b}");
+    }
+    for (fqn, weights) in &reference.weights {
+        for (i, (&a, &b)) in run.weights[fqn].iter().zip(weights).enumerate() {
+            assert!(close(a.into(), b.into()), "{what}: {fqn}[{i}]: {a} and {b}");
+        }
+    }
+}
+
+/// `step` on three ranks gives what `reference` gives on one.
+fn check(
+    reference: impl Fn(&Fabric, &Toy, &[usize]) -> Result<()> + Sync,
+    step: impl Fn(&Fabric, &Toy, &[usize]) -> Result<()> + Sync,
+) {
+    let reference =
+        run_ranks(1, |world| train(world, SINGLE, &reference)).expect("the reference trains");
+    for config in CONFIGS {
+        let runs = run_ranks(RANKS, |world| train(world, config, &step))
+            .unwrap_or_else(|error| panic!("{config}: {error}"));
+        for run in &runs {
+            assert_same(config, run, &reference[0]);
+        }
+    }
+}
+
+const ROUTE: &[usize] = &[0, 1, 2];
+
+fn plain(fabric: &Fabric, toy: &Toy, parts: &[usize]) -> Result<()> {
+    parts.iter().try_for_each(|&part| fabric.backward(&toy.loss(part, ROUTE)?))
+}
+
+/// Parameters that only some ranks use, whose ranks therefore finish units in different ways: the
+/// same layer shapes would let a mix-up pass unseen by the transport.
+#[test]
+fn every_backward_synchronised_over_parameters_that_some_ranks_leave_out() {
+    check(plain, plain);
+}
+
+#[test]
+fn only_the_last_backward_synchronised() {
+    check(plain, |fabric, toy, parts| {
+        for (i, &part) in parts.iter().enumerate() {
+            let _no_sync = fabric.no_backward_sync(i + 1 < parts.len());
+            fabric.backward(&toy.loss(part, ROUTE)?)?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn synchronised_unsynchronised_synchronised() {
+    let twice = |fabric: &Fabric, toy: &Toy, parts: &[usize]| {
+        plain(fabric, toy, parts)?;
+        plain(fabric, toy, parts)
+    };
+    check(twice, |fabric, toy, parts| {
+        for (i, &part) in [parts, parts].concat().iter().enumerate() {
+            let _no_sync = fabric.no_backward_sync(i == 1 || i == 2);
+            fabric.backward(&toy.loss(part, ROUTE)?)?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn forwards_first_and_backwards_after_in_either_order() {
+    for reverse in [false, true] {
+        check(plain, |fabric, toy, parts| {
+            let mut losses: Vec<Loss> =
+                parts.iter().map(|&part| toy.loss(part, ROUTE)).collect::<Result<_>>()?;
+            if reverse {
+                losses.reverse();
+            }
+            losses.iter().try_for_each(|loss| fabric.backward(loss))
+        });
+    }
+}
+
+#[test]
+fn one_graph_twice() {
+    let twice = |fabric: &Fabric, toy: &Toy, parts: &[usize]| {
+        parts.iter().try_for_each(|&part| {
+            let loss = toy.loss(part, ROUTE)?;
+            fabric.backward(&loss)?;
+            fabric.backward(&loss)
+        })
+    };
+    check(twice, twice);
+}
+
+#[test]
+fn units_called_twice_not_at_all_or_in_another_order() {
+    for route in [&[0, 1, 0, 2, 2][..], &[0, 2], &[2, 0, 1], &[1, 1]] {
+        let routed = |fabric: &Fabric, toy: &Toy, parts: &[usize]| {
+            parts.iter().try_for_each(|&part| fabric.backward(&toy.loss(part, route)?))
+        };
+        check(routed, routed);
+    }
+}
+
+#[test]
+fn forwards_without_a_backward_in_between() {
+    check(plain, |fabric, toy, parts| {
+        for &part in parts {
+            drop(toy.loss(part, ROUTE)?); // recorded, and thrown away
+            let loss = toy.loss(part, ROUTE)?;
+            let guard = no_grad();
+            assert!(!toy.loss(part, &[2, 1])?.sum().track_op());
+            drop(guard);
+            fabric.backward(&loss)?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn totals_taken_early_do_not_miss_what_follows() {
+    check(plain, |fabric, toy, parts| {
+        plain(fabric, toy, &parts[..1])?;
+        fabric.step_totals(&[])?;
+        plain(fabric, toy, &parts[1..])
+    });
+}
+
+/// Lightning switches synchronisation off by a flag that a disabled guard leaves behind.
+#[test]
+fn a_disabled_guard_leaves_nothing_behind() {
+    check(plain, |fabric, toy, parts| {
+        drop(fabric.no_backward_sync(true));
+        drop(fabric.no_backward_sync(false));
+        plain(fabric, toy, parts)
+    });
+}
+
+#[test]
+fn guards_restore_what_they_found() {
+    let strategy = strategy(CONFIGS[2]).unwrap();
+    let sync = || strategy.state().sync();
+    assert!(sync());
+    let outer = strategy.no_backward_sync(true);
+    assert!(!sync());
+    let inner = strategy.no_backward_sync(false);
+    assert!(sync());
+    drop(inner);
+    assert!(!sync());
+    drop(outer);
+    assert!(sync());
+}
+
+#[test]
+fn a_step_whose_last_backward_did_not_synchronise_is_refused() {
+    for config in CONFIGS {
+        let errors = run_ranks(2, |world| {
+            let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 3)?;
+            let (toy, mut optimizer) = fabric.setup(Toy::new, &AdamW::default())?;
+            let _no_sync = fabric.no_backward_sync(true);
+            fabric.backward(&toy.loss(0, ROUTE)?)?;
+            let before = gather_weights(&fabric.module_tree()?, &**fabric.world())?;
+            let error = optimizer.step().expect_err("nothing was synchronised").to_string();
+            assert_eq!(gather_weights(&fabric.module_tree()?, &**fabric.world())?, before);
+            Ok(error)
+        })
+        .unwrap();
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(errors[1], @"the optimizer cannot step: the step's last backward ran under `no_backward_sync`, so its gradients are on their own ranks only. Run the last micro-batch's backward with `no_backward_sync(false)`, or without a guard");
+        }
+    }
+}
+
+/// Two synchronised backwards of the transformer, against one.
+#[test]
+fn two_synchronised_backwards_are_as_one() {
+    for config in [CONFIGS[0], CONFIGS[1], CONFIGS[2], CONFIGS[3]] {
+        let run = |all: bool| {
+            run_ranks(3, |world| {
+                let mut training = Training::new(world, config, DType::F32, 2)?;
+                (0..5)
+                    .map(|_| {
+                        training.micro_step(0, all)?;
+                        training.micro_step(1, true)?;
+                        training.finish_step()
+                    })
+                    .collect::<Result<Vec<_>>>()
+            })
+            .unwrap()
+        };
+        for (one, two) in run(false)[0].iter().zip(&run(true)[0]) {
+            assert!((one.0 - two.0).abs() < 1e-5 * one.0, "{config}: losses {one:?} {two:?}");
+            assert!((one.1 - two.1).abs() < 1e-5 * one.1, "{config}: norms {one:?} {two:?}");
+        }
+    }
+}
