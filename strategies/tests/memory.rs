@@ -98,10 +98,11 @@ fn away(tree: &ModuleTree) -> Result<bool> {
 }
 
 /// Bytes a rank holds between steps, and at most within one: the mean over the ranks.
-fn measure(ranks: usize, config: &str) -> (usize, usize) {
+fn measure(ranks: usize, config: &str, frozen: &[String]) -> (usize, usize) {
     let before = LIVE.load(Ordering::SeqCst);
     let held = run_ranks(ranks, |world| {
-        let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 1)?;
+        let init = ModuleInit { frozen: frozen.to_vec(), ..ModuleInit::default() };
+        let mut fabric = Fabric::new(world, strategy(config)?, init, 1)?;
         let (model, mut optimizer) = fabric.setup(Stack::new, &AdamW::default())?;
         let tree = fabric.module_tree()?;
         let sharded = fabric.strategy().capabilities().sharded;
@@ -133,7 +134,7 @@ const SLACK: usize = UNIT / 2;
 #[test]
 fn a_rank_of_fsdp_holds_its_share() {
     let _alone = alone();
-    let (held, peak) = measure(1, r#"{"type": "single_device"}"#);
+    let (held, peak) = measure(1, r#"{"type": "single_device"}"#, &[]);
     // Values, gradients and two moments.
     assert!((4 * MODEL..4 * MODEL + SLACK).contains(&held), "{held}");
     assert!((4 * MODEL..4 * MODEL + UNIT + SLACK).contains(&peak), "{peak}");
@@ -142,7 +143,7 @@ fn a_rank_of_fsdp_holds_its_share() {
             let config = format!(
                 r#"{{"type": "fsdp", "reshard_after_forward": true, "prefetch": {prefetch}}}"#
             );
-            let (held, peak) = measure(ranks, &config);
+            let (held, peak) = measure(ranks, &config, &[]);
             // Values and two moments: gradients are gone between steps.
             let share = 3 * MODEL / ranks;
             assert!((share..share + SLACK).contains(&held), "{config}: {held}, share {share}");
@@ -154,11 +155,23 @@ fn a_rank_of_fsdp_holds_its_share() {
     }
 }
 
+/// No gradient tells when a frozen unit's backward is done, and its memory must go all the same.
+#[test]
+fn frozen_units_go_as_backward_goes_on() {
+    let _alone = alone();
+    let frozen: Vec<String> = (1..UNITS).map(|i| format!("units.{i}.weight")).collect();
+    let config = r#"{"type": "fsdp", "reshard_after_forward": true}"#;
+    let (held, peak) = measure(4, config, &frozen);
+    let share = (MODEL + 2 * UNIT) / 4;
+    assert!((share..share + SLACK).contains(&held), "{held}, share {share}");
+    assert!(peak <= share + 3 * UNIT + 2 * UNIT + SLACK, "{peak}");
+}
+
 #[test]
 fn without_resharding_a_rank_holds_the_gathered_model_within_a_step_only() {
     let _alone = alone();
     let config = r#"{"type": "fsdp", "reshard_after_forward": false}"#;
-    let (held, peak) = measure(4, config);
+    let (held, peak) = measure(4, config, &[]);
     let share = 3 * MODEL / 4;
     assert!((share..share + SLACK).contains(&held), "{held}, share {share}");
     assert!(peak >= share + MODEL, "{peak}");
