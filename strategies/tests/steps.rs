@@ -63,7 +63,7 @@ impl Toy {
         for (place, &unit) in route.iter().enumerate() {
             x = self.units[unit].call(&x, |pair, x| {
                 let mut y = (x + pair.always.forward(x)?.tanh()?)?;
-                if (part + place) % 3 == 0 {
+                if (part + place).is_multiple_of(3) {
                     y = (y + pair.sometimes.forward(x)?)?;
                 }
                 if (part + place) % 3 == 1 {

@@ -212,6 +212,11 @@ impl ParamGroup {
         self.state().ready = 0;
     }
 
+    /// Whether no member gets a gradient.
+    pub(super) fn is_frozen(&self) -> bool {
+        self.trainable().next().is_none()
+    }
+
     /// Whether every trainable member has delivered in this backward.
     pub(super) fn is_complete(&self) -> bool {
         self.state().ready == self.trainable().count()

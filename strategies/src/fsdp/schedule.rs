@@ -33,7 +33,7 @@ struct Order {
     forward: Vec<usize>,
     /// Those of the forward that is running.
     running: Vec<usize>,
-    /// Groups whose gradients are complete, and whose parameters are kept until another unit's
+    /// Groups whose gradients are complete (or that get none), and whose parameters are kept until another unit's
     /// backward begins: operations behind frozen layers may still read them.
     done: Vec<usize>,
     /// Groups whose reduction has been started, oldest first.
@@ -209,9 +209,14 @@ impl UnitHooks for Schedule {
             }
         }
         self.groups[group].unshard()?;
+        if self.groups[group].is_frozen() {
+            // No gradient will say that its backward is done.
+            self.order().done.push(group);
+        }
         for previous in self.neighbours(group, false) {
-            if !self.groups[previous].is_complete() {
-                self.groups[previous].unshard_async()?;
+            let previous_group = &self.groups[previous];
+            if previous_group.is_frozen() || !previous_group.is_complete() {
+                previous_group.unshard_async()?;
             }
         }
         // What this rank's forward left out must not hold the unit's reduction back: ranks reduce

@@ -1,5 +1,5 @@
 //! A small transformer with everything that strategies find hard, its data, and a training loop.
-#![allow(dead_code)] // Each test binary uses a part.
+#![allow(dead_code, unused_imports)] // Each test binary uses a part.
 
 mod data;
 mod training;

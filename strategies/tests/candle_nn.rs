@@ -1,0 +1,232 @@
+//! Unmodified layers of candle_nn train under every strategy, and what they lose is noticed.
+
+mod support;
+
+use std::sync::Arc;
+
+use candle_core::{D, DType, Device, Module as _, Tensor};
+use candle_nn::{Conv2d, Conv2dConfig, Embedding, LayerNorm, Linear, VarBuilder};
+use fulgurite_core::Result;
+use fulgurite_core::collective::ProcessGroup;
+use fulgurite_core::config::UnusedParameters;
+use fulgurite_core::fabric::Fabric;
+use fulgurite_core::module::{ModuleBuilder, ModuleInit, Unit};
+use fulgurite_core::nn::{Loss, cross_entropy};
+use fulgurite_core::optim::AdamW;
+use fulgurite_transports::run_ranks;
+use support::{Run, gather_weights, strategy};
+
+const CONFIGS: &[&str] = &[
+    r#"{"type": "ddp"}"#,
+    r#"{"type": "ddp", "first_bucket_mb": 0, "bucket_cap_mb": 0.0003}"#,
+    r#"{"type": "fsdp"}"#,
+    r#"{"type": "fsdp", "reshard_after_forward": false, "prefetch": 0}"#,
+];
+
+/// As one finds it in candle's examples: built from a `VarBuilder`, forwards with candle's trait.
+struct Patches {
+    convolution: Conv2d,
+    norm: LayerNorm,
+}
+
+impl Patches {
+    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+        let config = Conv2dConfig { stride: 2, ..Default::default() };
+        Ok(Self {
+            convolution: candle_nn::conv2d(1, 5, 2, config, vb.pp("convolution"))?,
+            // Without a bias candle_nn takes differentiable operations.
+            norm: candle_nn::layer_norm_no_bias(5, 1e-5, vb.pp("norm"))?,
+        })
+    }
+}
+
+impl candle_core::Module for Patches {
+    fn forward(&self, images: &Tensor) -> candle_core::Result<Tensor> {
+        let y = self.convolution.forward(images)?.flatten_from(2)?.mean(D::Minus1)?;
+        self.norm.forward(&y)
+    }
+}
+
+struct Mixer {
+    table: Embedding,
+    up: Linear,
+    down: Linear,
+}
+
+impl Mixer {
+    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
+        Ok(Self {
+            table: candle_nn::embedding(4, 5, vb.pp("table"))?,
+            up: candle_nn::linear(5, 7, vb.pp("up"))?,
+            down: candle_nn::linear_no_bias(7, 5, vb.pp("down"))?,
+        })
+    }
+
+    fn mix(&self, x: &Tensor, ids: &Tensor) -> candle_core::Result<Tensor> {
+        let x = (x + self.table.forward(ids)?)?;
+        &x + self.down.forward(&self.up.forward(&x)?.gelu()?)?
+    }
+}
+
+/// Two units and a head, all of candle_nn.
+struct Classifier {
+    patches: Unit<Patches>,
+    mixer: Unit<Mixer>,
+    head: Linear,
+}
+
+impl Classifier {
+    fn new(b: &ModuleBuilder) -> Result<Self> {
+        Ok(Self {
+            patches: b.unit("patches", |b| Ok(Patches::new(b.var_builder())?))?,
+            mixer: b.unit("mixer", |b| Ok(Mixer::new(b.var_builder())?))?,
+            head: candle_nn::linear(5, 3, b.var_builder().pp("head"))?,
+        })
+    }
+
+    fn loss(&self, images: &Tensor, labels: &Tensor) -> Result<Loss> {
+        let x = self.patches.call(images, |patches, x| Ok(patches.forward(x)?))?;
+        let x = self.mixer.call(&x, |mixer, x| Ok(mixer.mix(x, labels)?))?;
+        cross_entropy(&self.head.forward(&x)?, labels)
+    }
+}
+
+fn train(world: Arc<dyn ProcessGroup>, config: &str) -> Result<Run> {
+    const BATCH: usize = 12;
+    let (rank, size) = (world.rank(), world.size());
+    let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 5)?;
+    let optimizer = AdamW { lr: 0.01, eps: 1e-5, ..AdamW::default() };
+    let (model, mut optimizer) = fabric.setup(Classifier::new, &optimizer)?;
+    let (mut losses, mut norms) = (Vec::new(), Vec::new());
+    for step in 0..10 {
+        let samples = rank * BATCH / size..(rank + 1) * BATCH / size;
+        let n = samples.len();
+        let pixel = |s: usize, i: usize| ((s * 7 + i * (s % 3 + 1) + step) % 11) as f32 * 0.1;
+        let images = samples.clone().flat_map(|s| (0..36).map(move |i| pixel(s, i))).collect();
+        let images = Tensor::from_vec(images, (n, 1, 6, 6), &Device::Cpu)?;
+        let labels: Vec<u32> = samples.map(|s| (s % 3) as u32).collect();
+        let labels = Tensor::from_vec(labels, n, &Device::Cpu)?;
+        fabric.backward(&model.loss(&images, &labels)?)?;
+        losses.push(fabric.step_totals(&[])?.mean());
+        norms.push(fabric.clip_gradients_norm(&mut optimizer, 1.0)?);
+        optimizer.step()?;
+    }
+    let weights = gather_weights(&fabric.module_tree()?, &**fabric.world())?;
+    Ok(Run { losses, norms, weights })
+}
+
+#[test]
+fn a_model_of_candle_nn_trains_alike_everywhere() {
+    let single = run_ranks(1, |world| train(world, r#"{"type": "single_device"}"#)).unwrap();
+    let single = &single[0];
+    assert!(single.losses[9] < 0.9 * single.losses[0], "{:?}", single.losses);
+    assert_eq!(single.weights.len(), 9);
+    for ranks in [2, 3] {
+        let runs: Vec<Run> = CONFIGS
+            .iter()
+            .map(|config| run_ranks(ranks, |world| train(world, config)).unwrap().swap_remove(0))
+            .collect();
+        for (run, config) in runs.iter().zip(CONFIGS) {
+            assert_eq!(*run, runs[0], "{config} and ddp on {ranks} ranks");
+        }
+        let close = |a: f64, b: f64, tolerance: f64| (a - b).abs() <= tolerance * b.abs().max(1.0);
+        for i in 0..10 {
+            let (run, what) = (&runs[0], format!("step {i}, {ranks} ranks"));
+            assert!(close(run.losses[i], single.losses[i], 1e-5), "{what}: loss");
+            assert!(close(run.norms[i], single.norms[i], 1e-5), "{what}: norm");
+        }
+        for (fqn, weights) in &single.weights {
+            for (a, b) in runs[0].weights[fqn].iter().zip(weights) {
+                assert!(close((*a).into(), (*b).into(), 1e-4), "{fqn}: {a} and {b}");
+            }
+        }
+    }
+}
+
+/// A parameter that two units ask for by one name is the root's.
+#[test]
+fn a_name_asked_for_twice_ties_across_units() {
+    run_ranks(2, |world| {
+        let mut fabric = Fabric::new(world, strategy(CONFIGS[2])?, ModuleInit::default(), 5)?;
+        let shared = |b: &ModuleBuilder| {
+            Ok(candle_nn::linear_no_bias(3, 3, b.var_builder().root().pp("shared"))?)
+        };
+        let units = fabric.setup_module(|b| Ok([b.unit("a", shared)?, b.unit("b", shared)?]))?;
+        let tree = fabric.module_tree()?;
+        assert_eq!((tree.parameters().len(), tree.unit_parameters(None).len()), (1, 1));
+        let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+        let y = units[0].call(&x, |layer, x| Ok(layer.forward(x)?))?;
+        let y = units[1].call(&y, |layer, x| Ok(layer.forward(x)?))?;
+        fabric.backward(&Loss::new(y.sum_all()?, 1.0))
+    })
+    .unwrap();
+}
+
+/// A linear layer whose gradient candle_nn's fused norm cuts off, and a head that gets one.
+struct Cut {
+    body: Unit<(Linear, Tensor, Tensor)>,
+    head: Linear,
+}
+
+impl Cut {
+    fn new(b: &ModuleBuilder) -> Result<Self> {
+        let body = b.unit("body", |b| {
+            let vb = b.var_builder();
+            let linear = candle_nn::linear_no_bias(4, 4, vb.pp("linear"))?;
+            let weight = vb.get_with_hints(4, "norm.weight", candle_nn::Init::Const(1.0))?;
+            let bias = vb.get_with_hints(4, "norm.bias", candle_nn::Init::Const(0.5))?;
+            Ok((linear, weight, bias))
+        })?;
+        Ok(Self { body, head: candle_nn::linear(4, 1, b.var_builder().pp("head"))? })
+    }
+
+    #[allow(clippy::disallowed_methods, reason = "that it loses gradients is what is tested")]
+    fn loss(&self) -> Result<Loss> {
+        let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu)?;
+        let y = self.body.call(&x, |(linear, weight, bias), x| {
+            Ok(candle_nn::ops::layer_norm(&linear.forward(x)?, weight, bias, 1e-5)?)
+        })?;
+        Ok(Loss::new(self.head.forward(&y)?.sqr()?.sum_all()?, 2.0))
+    }
+}
+
+/// One step of [`Cut`]: the body's linear weight and the head's, before and after.
+fn cut_step(config: &str, policy: UnusedParameters) -> Result<[[Vec<f32>; 2]; 2]> {
+    let steps = run_ranks(2, |world| {
+        let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 5)?;
+        let decaying = AdamW { lr: 0.1, weight_decay: 0.5, ..AdamW::default() };
+        let (model, optimizer) = fabric.setup(Cut::new, &decaying)?;
+        let mut optimizer = optimizer.with_unused_parameters(policy);
+        let read = || -> Result<[Vec<f32>; 2]> {
+            let weights = gather_weights(&fabric.module_tree()?, &**fabric.world())?;
+            Ok(["body.linear.weight", "head.weight"].map(|fqn| weights[fqn].clone()))
+        };
+        let before = read()?;
+        fabric.backward(&model.loss()?)?;
+        optimizer.step()?;
+        Ok([before, read()?])
+    });
+    Ok(steps?.swap_remove(0))
+}
+
+#[test]
+fn gradients_that_candle_nn_loses_are_named() {
+    for config in CONFIGS {
+        let error = cut_step(config, UnusedParameters::Error).unwrap_err();
+        insta::allow_duplicates! { insta::assert_snapshot!(error, @r#"3 trainable parameter(s) got no gradient in the first step: body.linear.weight, body.norm.weight, body.norm.bias. Either they do not take part in the loss, or an operation without a backward cut the graph (candle_nn's fused layer_norm, rms_norm, softmax_last_dim and rope do; the layers of `fulgurite::nn` do not). If it is meant, set `trainer.unused_parameters` to "zero" or "ignore""#); }
+    }
+}
+
+#[test]
+fn unused_parameters_decay_under_zero_and_stay_under_ignore() {
+    for config in CONFIGS {
+        let [before, after] = cut_step(config, UnusedParameters::Ignore).unwrap();
+        assert_eq!(after[0], before[0], "{config}");
+        assert_ne!(after[1], before[1], "{config}");
+        let [before, after] = cut_step(config, UnusedParameters::Zero).unwrap();
+        for (a, b) in after[0].iter().zip(&before[0]) {
+            assert!((a - b * (1.0 - 0.1 * 0.5)).abs() < 1e-6, "{config}: {b} became {a}");
+        }
+        assert_ne!(after[1], before[1], "{config}");
+    }
+}

@@ -1,0 +1,196 @@
+//! What training costs in memory, by the allocator's count.
+#![allow(unsafe_code)] // A global allocator is unsafe to implement; this one counts and passes on.
+
+mod support;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicIsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_core::Result;
+use fulgurite_core::autograd::storage;
+use fulgurite_core::fabric::Fabric;
+use fulgurite_core::module::{Module as _, ModuleBuilder, ModuleInit, ModuleTree, Unit};
+use fulgurite_core::nn::{Linear, Loss};
+use fulgurite_core::optim::AdamW;
+use fulgurite_transports::run_ranks;
+use support::strategy;
+
+struct Counted;
+
+/// Bytes that all threads hold, and the most they held since it was last set.
+static LIVE: AtomicIsize = AtomicIsize::new(0);
+static PEAK: AtomicIsize = AtomicIsize::new(0);
+
+fn add(bytes: isize) {
+    let live = LIVE.fetch_add(bytes, Ordering::SeqCst) + bytes;
+    PEAK.fetch_max(live, Ordering::SeqCst);
+}
+
+// SAFETY: every call goes to the system's allocator as it came; counting allocates nothing.
+unsafe impl GlobalAlloc for Counted {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        add(layout.size() as isize);
+        // SAFETY: the caller's own promise about `layout`.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        add(layout.size() as isize);
+        // SAFETY: the caller's own promise about `layout`.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        add(-(layout.size() as isize));
+        // SAFETY: the caller's own promise about `ptr`, which came from `System`.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counted = Counted;
+
+/// Tests count what the whole process holds: one at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn alone() -> MutexGuard<'static, ()> {
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+const WIDTH: usize = 256;
+const UNITS: usize = 12;
+/// Bytes of a unit's one weight.
+const UNIT: usize = WIDTH * WIDTH * 4;
+const MODEL: usize = UNITS * UNIT;
+
+struct Stack {
+    units: Vec<Unit<Linear>>,
+    head: Linear,
+}
+
+impl Stack {
+    fn new(b: &ModuleBuilder) -> Result<Self> {
+        let unit = |i| b.unit(&format!("units.{i}"), |b| Linear::new(b, WIDTH, WIDTH));
+        let units = (0..UNITS).map(unit).collect::<Result<_>>()?;
+        Ok(Self { units, head: Linear::new(&b.pp("head"), WIDTH, 1)? })
+    }
+
+    fn loss(&self) -> Result<Loss> {
+        let mut x = Tensor::ones((1, WIDTH), DType::F32, &Device::Cpu)?;
+        for unit in &self.units {
+            x = (&x + unit.forward(&x)?.tanh()?)?;
+        }
+        Ok(Loss::new(self.head.forward(&x)?.sqr()?.sum_all()?, 1.0))
+    }
+}
+
+fn away(tree: &ModuleTree) -> Result<bool> {
+    for unit in tree.units() {
+        for parameter in tree.unit_parameters(Some(unit.index())) {
+            if !storage::is_released(parameter.compute()?) {
+                return Ok(false);
+            }
+        }
+    }
+    Ok(true)
+}
+
+/// Bytes a rank holds between steps, and at most within one: the mean over the ranks.
+fn measure(ranks: usize, config: &str, frozen: &[String]) -> (usize, usize) {
+    let before = LIVE.load(Ordering::SeqCst);
+    let held = run_ranks(ranks, |world| {
+        let init = ModuleInit { frozen: frozen.to_vec(), ..ModuleInit::default() };
+        let mut fabric = Fabric::new(world, strategy(config)?, init, 1)?;
+        let (model, mut optimizer) = fabric.setup(Stack::new, &AdamW::default())?;
+        let tree = fabric.module_tree()?;
+        let sharded = fabric.strategy().capabilities().sharded;
+        for _ in 0..3 {
+            fabric.barrier()?;
+            PEAK.store(LIVE.load(Ordering::SeqCst), Ordering::SeqCst);
+            fabric.barrier()?;
+            let loss = model.loss()?;
+            let resharding = config.contains("true");
+            assert_eq!(away(&tree)?, sharded && resharding, "{config}: after forward");
+            fabric.backward(&loss)?;
+            assert_eq!(away(&tree)?, sharded, "{config}: after backward");
+            drop(loss);
+            optimizer.step()?;
+        }
+        fabric.barrier()?;
+        let held = (LIVE.load(Ordering::SeqCst), PEAK.load(Ordering::SeqCst));
+        fabric.barrier()?;
+        Ok(held)
+    })
+    .unwrap();
+    let bytes = |held: isize| (held - before) as usize / ranks;
+    (bytes(held[0].0), bytes(held[0].1))
+}
+
+/// Activations, graphs, the transport's and threads' own: far less than a unit a rank.
+const SLACK: usize = UNIT / 2;
+
+#[test]
+fn a_rank_of_fsdp_holds_its_share() {
+    let _alone = alone();
+    let (held, peak) = measure(1, r#"{"type": "single_device"}"#, &[]);
+    // Values, gradients and two moments.
+    assert!((4 * MODEL..4 * MODEL + SLACK).contains(&held), "{held}");
+    assert!((4 * MODEL..4 * MODEL + UNIT + SLACK).contains(&peak), "{peak}");
+    for ranks in [2, 4] {
+        for prefetch in [0, 1, 2] {
+            let config = format!(
+                r#"{{"type": "fsdp", "reshard_after_forward": true, "prefetch": {prefetch}}}"#
+            );
+            let (held, peak) = measure(ranks, &config, &[]);
+            // Values and two moments: gradients are gone between steps.
+            let share = 3 * MODEL / ranks;
+            assert!((share..share + SLACK).contains(&held), "{config}: {held}, share {share}");
+            // The gradients' shards, the gathered units (one that computes, one whose backward is
+            // done, those ahead), and two units' unsharded gradients.
+            let most = 4 * MODEL / ranks + (2 + prefetch) * UNIT + 2 * UNIT + SLACK;
+            assert!(peak <= most, "{config}: {peak} on {ranks} ranks, expected {most}");
+        }
+    }
+}
+
+/// No gradient tells when a frozen unit's backward is done, and its memory must go all the same.
+#[test]
+fn frozen_units_go_as_backward_goes_on() {
+    let _alone = alone();
+    let frozen: Vec<String> = (1..UNITS).map(|i| format!("units.{i}.weight")).collect();
+    let config = r#"{"type": "fsdp", "reshard_after_forward": true}"#;
+    let (held, peak) = measure(4, config, &frozen);
+    let share = (MODEL + 2 * UNIT) / 4;
+    assert!((share..share + SLACK).contains(&held), "{held}, share {share}");
+    assert!(peak <= share + 3 * UNIT + 2 * UNIT + SLACK, "{peak}");
+}
+
+#[test]
+fn without_resharding_a_rank_holds_the_gathered_model_within_a_step_only() {
+    let _alone = alone();
+    let config = r#"{"type": "fsdp", "reshard_after_forward": false}"#;
+    let (held, peak) = measure(4, config, &[]);
+    let share = 3 * MODEL / 4;
+    assert!((share..share + SLACK).contains(&held), "{held}, share {share}");
+    assert!(peak >= share + MODEL, "{peak}");
+    assert!(peak <= 4 * MODEL / 4 + MODEL + 2 * UNIT + SLACK, "{peak}");
+}
+
+#[test]
+fn describing_a_model_of_terabytes_takes_no_memory() {
+    let _alone = alone();
+    let before = LIVE.load(Ordering::SeqCst);
+    PEAK.store(before, Ordering::SeqCst);
+    let b = ModuleBuilder::new(ModuleInit::default());
+    let layers: Vec<_> = (0..8)
+        .map(|i| b.unit(&format!("layers.{i}"), |b| Linear::with_bias(b, 1 << 20, 1 << 20)))
+        .collect::<Result<_>>()
+        .unwrap();
+    let tree = b.finish().unwrap();
+    assert_eq!(tree.elem_count(), 8 * ((1 << 40) + (1 << 20)));
+    let peak = PEAK.load(Ordering::SeqCst) - before;
+    assert!(peak < 1 << 16, "{peak} bytes");
+    drop((layers, tree));
+}
