@@ -239,6 +239,15 @@ pub trait Strategy: Send {
         self.prepare_forward()
     }
 
+    /// Before the parameters are saved: makes the ranks' parts fit together, if they may differ
+    /// where they should be the same. Collective.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    fn prepare_save(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     /// Reduces a host tensor over all ranks, in place. Collective.
     fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
         self.device_mesh()?.world().all_reduce(tensor, op)?.wait()

@@ -291,6 +291,7 @@ where
     /// Saves a distributed checkpoint of the present step. Collective.
     pub(super) fn save(&mut self, optimizer: &mut FabricOptimizer) -> Result<()> {
         let Some(io) = self.parts.io.clone() else { return Ok(()) };
+        self.parts.fabric.strategy().prepare_save()?;
         let tree = self.parts.fabric.module_tree()?;
         let mesh = self.parts.fabric.device_mesh()?;
         let coordinate = |dim: &str| mesh.coordinate(dim);
