@@ -5,7 +5,7 @@ use std::sync::Arc;
 use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::mesh::DeviceMesh;
 use fulgurite_core::module::ModuleTree;
-use fulgurite_core::parameter::{GradReducer, LocalGrads};
+use fulgurite_core::parameter::LocalGrads;
 use fulgurite_core::strategy::{
     BuildContext, Capabilities, Strategy, StrategyConfig, StrategyState, materialize,
 };
@@ -77,14 +77,6 @@ impl Strategy for SingleDeviceStrategy {
     }
 
     fn finish_backward(&mut self) -> Result<()> {
-        for parameter in self.state.tree()?.trainable() {
-            let grad = self.grads.buffer(parameter)?;
-            if !parameter.has_accumulated() {
-                // A fresh buffer is zero; one of an earlier step may not be.
-                grad.zero_set()?;
-            }
-            parameter.set_local_grad(Some(grad));
-        }
-        Ok(())
+        self.grads.deliver(self.state.tree()?)
     }
 }

@@ -161,6 +161,22 @@ impl PluginKind for dyn crate::trainer::LoggerConfig {
     const KIND: &'static str = registry::kind::LOGGER;
 }
 
+impl PluginKind for dyn crate::strategy::StrategyConfig {
+    const KIND: &'static str = registry::kind::STRATEGY;
+}
+
+impl PluginKind for dyn crate::strategy::ParallelizeConfig {
+    const KIND: &'static str = registry::kind::PARALLELIZE;
+}
+
+impl PluginKind for dyn crate::environment::EnvironmentConfig {
+    const KIND: &'static str = registry::kind::ENVIRONMENT;
+}
+
+impl PluginKind for dyn crate::checkpoint::CheckpointIOConfig {
+    const KIND: &'static str = registry::kind::CHECKPOINT_IO;
+}
+
 /// For `#[serde(deserialize_with = "plugin::deserialize")]` on a field `Box<dyn Trait>`: takes a
 /// name or a table, and checks the name with the registry before typetag sees it.
 ///

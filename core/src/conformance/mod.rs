@@ -1,7 +1,7 @@
 //! Conformance suites that any plugin can be put through.
 //!
-//! [`process_group`] checks a transport. Every rank of a group calls it; a rank that finds
-//! something wrong returns an error that says what.
+//! [`process_group`] checks a transport, [`strategy`] a strategy. Every rank of a group calls them;
+//! a rank that finds something wrong returns an error that says what.
 //!
 //! ```
 //! use fulgurite_core::collective::Solo;
@@ -12,7 +12,9 @@
 //! ```
 
 mod process_group;
+mod strategy;
 
 pub use process_group::{
     process_group, process_group_abort, process_group_on, process_group_timeout,
 };
+pub use strategy::{Equivalence, strategy};

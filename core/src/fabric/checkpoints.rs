@@ -59,6 +59,7 @@ impl Fabric {
         state: &impl Serialize,
         config: serde_json::Value,
     ) -> Result<PathBuf> {
+        self.strategy().prepare_save()?;
         let states = optimizer.state_tensors()?;
         let state = to_json(&SavedState { optimizer: optimizer.scalars(), user: to_json(state)? })?;
         let meta = SaveMeta { step: optimizer.steps(), state, config, ..SaveMeta::default() };

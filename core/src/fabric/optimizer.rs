@@ -123,7 +123,7 @@ impl FabricOptimizer {
         let factor = self.schedule_factor()?;
         self.inner.set_schedule_factor(factor);
         self.inner.step(&GradScale {
-            factor: totals.grad_scale() * self.clip_factor,
+            factor: strategy.grad_scale()? * self.clip_factor,
             clip_value: self.clip_value,
         })?;
         (self.clip_factor, self.clip_value) = (1.0, None);

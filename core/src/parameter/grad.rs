@@ -7,6 +7,7 @@ use candle_core::{DType, Tensor};
 
 use super::Parameter;
 use crate::Result;
+use crate::module::ModuleTree;
 
 /// A strategy's end of the gradient path. Called on the thread that runs backward.
 ///
@@ -29,6 +30,25 @@ pub trait GradReducer: Send + Sync {
 /// Keeps each gradient in a tensor of its own and sends nothing: what one process needs.
 #[derive(Debug, Default)]
 pub struct LocalGrads(Mutex<HashMap<String, Tensor>>);
+
+impl LocalGrads {
+    /// After a backward: hands the gradients to the parameters, whose local shards are the whole
+    /// parameters. One that none arrived for in this step gets zeros.
+    ///
+    /// # Errors
+    /// If memory cannot be had.
+    pub fn deliver(&self, tree: &ModuleTree) -> Result<()> {
+        for parameter in tree.trainable() {
+            let grad = self.buffer(parameter)?;
+            if !parameter.has_accumulated() {
+                // A fresh buffer is zero; one of an earlier step may not be.
+                grad.zero_set()?;
+            }
+            parameter.set_local_grad(Some(grad));
+        }
+        Ok(())
+    }
+}
 
 impl GradReducer for LocalGrads {
     fn buffer(&self, parameter: &Parameter) -> Result<Tensor> {

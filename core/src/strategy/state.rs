@@ -156,6 +156,11 @@ impl StrategyState {
         ))
     }
 
+    /// How many items the losses of this rank's micro-batches were over, in this step so far.
+    pub fn local_count(&self) -> f64 {
+        self.count
+    }
+
     /// The step's totals over the `dp_cp` group; see
     /// [`Strategy::step_totals`](super::Strategy::step_totals).
     pub(super) fn totals(&mut self, flags: &[f64]) -> Result<StepTotals> {

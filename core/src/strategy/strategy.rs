@@ -87,8 +87,8 @@ pub trait StrategyConfig: std::fmt::Debug + Send + Sync {
 /// # Contract
 /// - Every rank calls every method, in the same order; those that say so are collective.
 /// - Gradients are of the **sum** of the loss over ranks and micro-batches. The mean is taken once,
-///   when the optimizer multiplies by [`StepTotals::grad_scale`]; so means are exact over ranks and
-///   micro-batches with unequal counts.
+///   when the optimizer multiplies by [`grad_scale`](Strategy::grad_scale); so means are exact over
+///   ranks and micro-batches with unequal counts.
 /// - After a backward with synchronisation, [`Parameter::local_grad`] of every trainable parameter
 ///   is parallel to [`Parameter::local`]'s values and holds the gradient reduced over `dp_cp`.
 /// - Between [`prepare_forward`](Strategy::prepare_forward) and the next optimizer step the
@@ -200,6 +200,16 @@ pub trait Strategy: Send {
         self.state_mut().totals(flags)
     }
 
+    /// What the optimizer multiplies this rank's gradients by: one over the global count, since they
+    /// are of the sum over all ranks. A strategy whose ranks step on gradients of their own says
+    /// otherwise. Collective as [`step_totals`](Strategy::step_totals).
+    ///
+    /// # Errors
+    /// If a peer fails.
+    fn grad_scale(&mut self) -> Result<f64> {
+        Ok(self.step_totals(&[])?.grad_scale())
+    }
+
     /// Looks for trainable parameters without a gradient, in the first step (and in each under
     /// [`UnusedParameters::Ignore`]). Collective.
     ///
@@ -210,16 +220,18 @@ pub trait Strategy: Send {
     }
 
     /// The Euclidean norm of the mean loss's gradient over all parameters, every element counted
-    /// once whatever is replicated or sharded. Equal on all ranks; may be non-finite. Collective.
+    /// once whatever is replicated or sharded. Equal on all ranks; may be non-finite. Where ranks
+    /// that hold the same parameters have gradients of their own, it is made of a part of each.
+    /// Collective.
     fn gradient_norm(&mut self) -> Result<f64> {
-        let scale = self.step_totals(&[])?.grad_scale();
+        let scale = self.grad_scale()?;
         let state = self.state();
         let mesh = state.mesh()?;
         let parameters: Vec<_> = state.tree()?.trainable().cloned().collect();
         let squares = local_squared_norm(&parameters, &|dim| mesh.coordinate(dim))?;
-        let squares = Tensor::new(&[squares], &Device::Cpu)?;
+        let squares = Tensor::new(&[squares * scale * scale], &Device::Cpu)?;
         mesh.world().all_reduce(&squares, ReduceOp::Sum)?.wait()?;
-        Ok(squares.to_vec1::<f64>()?[0].sqrt() * scale)
+        Ok(squares.to_vec1::<f64>()?[0].sqrt())
     }
 
     /// After the optimizer has stepped: forgets the step's gradients and makes the new values ready
@@ -270,6 +282,15 @@ pub trait Strategy: Send {
             checkpoint::load_optimizer(source.optimizer(), tree, optimizer, true)?;
         }
         self.prepare_forward()
+    }
+
+    /// Before the parameters are saved: makes the ranks' parts fit together, if they may differ
+    /// where they should be the same. Collective.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    fn prepare_save(&mut self) -> Result<()> {
+        Ok(())
     }
 
     /// Reduces a host tensor over all ranks, in place. Collective.

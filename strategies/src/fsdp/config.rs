@@ -1,5 +1,6 @@
 //! The configuration.
 
+use fulgurite_core::config::plugin;
 use fulgurite_core::strategy::{BuildContext, ParallelizeConfig, Strategy, StrategyConfig};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -73,7 +74,9 @@ pub struct Fsdp {
     /// Allows a model of which no unit is gathered on its own: everything is the root unit, sharded
     /// between steps and whole within one.
     pub allow_root_only: bool,
-    /// A parallelize function that decides instead of `shard_conditions`.
+    /// A parallelize function that decides instead of `shard_conditions`: a name, or a table with
+    /// a `type`.
+    #[serde(deserialize_with = "plugin::deserialize_option")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parallelize: Option<Box<dyn ParallelizeConfig>>,
 }

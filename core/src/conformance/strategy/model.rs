@@ -1,0 +1,125 @@
+//! The model and the data of the suite: small, and awkward wherever strategies go wrong.
+
+use candle_core::{Device, Tensor};
+
+use crate::Result;
+use crate::module::{Module, ModuleBuilder, Unit};
+use crate::nn::{GeluMlp, Linear, Loss};
+use crate::parameter::{Init, Parameter};
+use crate::random::{Purpose, Stream};
+
+const INPUTS: usize = 6;
+const OUTPUTS: usize = 3;
+/// Divided by no small world size.
+const HIDDEN: usize = 7;
+/// A parameter that the last replica alone uses.
+pub(super) const USED_BY_ONE_REPLICA: &str = "sometimes";
+/// Micro-batches of a step.
+pub(super) const MICRO_BATCHES: usize = 2;
+
+/// Units and a root; a weight that both use; fewer rows than ranks; a frozen layer; a parameter that
+/// some ranks do not use in a step.
+pub(super) struct Probe {
+    entry: Linear,
+    shared: Linear,
+    blocks: Vec<Unit<Block>>,
+    fixed: Linear,
+    scale: Parameter,
+    sometimes: Parameter,
+    head: Linear,
+}
+
+struct Block {
+    mlp: GeluMlp,
+    shared: Linear,
+}
+
+impl Module for Block {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        Ok((x + self.shared.forward(&self.mlp.forward(x)?)?)?)
+    }
+}
+
+/// What the suite varies in the model.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Variant {
+    /// A parameter `never` that no loss depends on.
+    pub(super) unused: bool,
+    /// Outputs of the model that are there too many.
+    pub(super) extra_outputs: usize,
+}
+
+impl Probe {
+    pub(super) fn new(b: &ModuleBuilder, variant: Variant) -> Result<Self> {
+        let entry = Linear::with_bias(&b.pp("entry"), INPUTS, HIDDEN)?;
+        let shared = Linear::new(&b.pp("shared"), HIDDEN, HIDDEN)?;
+        let block = |i: usize| {
+            b.unit(&format!("blocks.{i}"), |b| {
+                let mlp = GeluMlp::new(&b.pp("mlp"), HIDDEN, HIDDEN + 4)?;
+                Ok(Block { mlp, shared: Linear::tied(&b.pp("shared"), shared.weight())? })
+            })
+        };
+        let blocks = (0..3).map(block).collect::<Result<_>>()?;
+        if variant.unused {
+            b.parameter("never", [HIDDEN, 2], Init::ONES)?;
+        }
+        Ok(Self {
+            blocks,
+            fixed: Linear::new(&b.pp("fixed").frozen(), HIDDEN, HIDDEN)?,
+            scale: b.parameter("scale", [1], Init::ONES)?,
+            sometimes: b.parameter(USED_BY_ONE_REPLICA, [HIDDEN], Init::ZEROS)?,
+            head: Linear::with_bias(&b.pp("head"), HIDDEN, OUTPUTS + variant.extra_outputs)?,
+            entry,
+            shared,
+        })
+    }
+
+    /// The squared error on one micro-batch, summed over its rows.
+    pub(super) fn loss(&self, batch: &Batch) -> Result<Loss> {
+        let x = batch.inputs.to_dtype(self.entry.weight().compute_dtype())?;
+        let mut x = self.shared.forward(&self.entry.forward(&x)?)?;
+        for block in &self.blocks {
+            x = block.forward(&x)?;
+        }
+        x = (self.fixed.forward(&x)? + &x)?.broadcast_mul(&self.scale.tensor()?)?;
+        if batch.sometimes {
+            x = x.broadcast_add(&self.sometimes.tensor()?)?;
+        }
+        let error = (self.head.forward(&x)?.to_dtype(batch.targets.dtype())? - &batch.targets)?;
+        Ok(Loss::new(error.sqr()?.sum_all()?, batch.inputs.dim(0)? as f64))
+    }
+}
+
+/// Rows of one replica in one micro-batch.
+pub(super) struct Batch {
+    inputs: Tensor,
+    targets: Tensor,
+    /// Whether the parameter `sometimes` takes part: on the last replica.
+    sometimes: bool,
+}
+
+impl Batch {
+    /// The rows of `replica` of `replicas`: another number for each, and in each micro-batch. Every
+    /// step has the same, so that a model that learns shows it.
+    pub(super) fn new(
+        replica: usize,
+        replicas: usize,
+        micro_batch: usize,
+        device: &Device,
+    ) -> Result<Self> {
+        let rows = if micro_batch == 0 { 2 + replica } else { 1 + replicas - replica };
+        let random = Stream::new(7, Purpose::Sample, "conformance")
+            .child((replica * MICRO_BATCHES + micro_batch) as u64);
+        let numbers = |start: usize, columns: usize| {
+            let mut values = vec![0f64; rows * columns];
+            random.fill_normal(start as u64, &mut values);
+            let values: Vec<f32> = values.into_iter().map(|x| x as f32).collect();
+            Tensor::from_vec(values, (rows, columns), device)
+        };
+        Ok(Self {
+            inputs: numbers(0, INPUTS)?,
+            targets: numbers(rows * INPUTS, OUTPUTS)?,
+            sometimes: replica + 1 == replicas,
+        })
+    }
+}

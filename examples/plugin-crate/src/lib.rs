@@ -1,0 +1,20 @@
+//! Plugins for Fulgurite, from outside of it: the strategy [`LocalSgd`], the logger [`Markdown`]
+//! and the parallelize function [`EveryOther`].
+//!
+//! A program links them with `use fulgurite_local_sgd as _;`. A configuration then names them:
+//!
+//! ```toml
+//! [trainer]
+//! devices = 2
+//! loggers = [{ type = "markdown", columns = ["train_loss", "val_loss"] }]
+//! strategy = { type = "local_sgd", sync_every = 16 }
+//! # or: strategy = { type = "fsdp", parallelize = "every_other" }
+//! ```
+
+mod every_other;
+mod local_sgd;
+mod markdown;
+
+pub use every_other::EveryOther;
+pub use local_sgd::LocalSgd;
+pub use markdown::Markdown;

@@ -1,0 +1,70 @@
+//! The built-in strategies keep what the trait promises.
+
+use fulgurite_core::Result;
+use fulgurite_core::collective::{ProcessGroup, Solo};
+use fulgurite_core::conformance::{self, Equivalence};
+use fulgurite_core::strategy::StrategyConfig;
+use fulgurite_strategies::{
+    Auto, DTypeName, Ddp, Fsdp, MixedPrecisionPolicy, ReshardAfterForward, SingleDevice,
+};
+use fulgurite_transports::run_ranks;
+use std::sync::Arc;
+
+fn conforms<S: StrategyConfig>(config: &S, equivalence: Equivalence) {
+    for world_size in 1..=3 {
+        run_ranks(world_size, |world| conformance::strategy(config, &world, equivalence)).unwrap();
+    }
+}
+
+#[test]
+fn single_device() {
+    let world: Arc<dyn ProcessGroup> = Arc::new(Solo::new("world", 0));
+    conformance::strategy(&SingleDevice::default(), &world, Equivalence::OneRank).unwrap();
+}
+
+#[test]
+fn auto() {
+    conforms(&Auto::default(), Equivalence::OneRank);
+}
+
+#[test]
+fn ddp() {
+    conforms(&Ddp::default(), Equivalence::OneRank);
+}
+
+#[test]
+fn ddp_with_a_bucket_for_each_parameter() {
+    conforms(&Ddp { bucket_cap_mb: 0.0, first_bucket_mb: 0.0 }, Equivalence::OneRank);
+}
+
+#[test]
+fn fsdp() {
+    conforms(&Fsdp::default(), Equivalence::OneRank);
+}
+
+#[test]
+fn fsdp_with_other_options() {
+    let never = ReshardAfterForward::Never;
+    let no_prefetch = Fsdp { prefetch: 0, ..Fsdp::default() };
+    conforms(&no_prefetch, Equivalence::OneRank);
+    conforms(&Fsdp { reshard_after_forward: never, ..Fsdp::default() }, Equivalence::OneRank);
+    conforms(
+        &Fsdp { shard_conditions: vec!["blocks.1".to_owned()], prefetch: 2, ..Fsdp::default() },
+        Equivalence::OneRank,
+    );
+}
+
+#[test]
+fn fsdp_in_bf16() {
+    let mixed_precision =
+        MixedPrecisionPolicy { param_dtype: Some(DTypeName::Bf16), ..Default::default() };
+    conforms(&Fsdp { mixed_precision, ..Fsdp::default() }, Equivalence::None);
+}
+
+#[test]
+fn one_device_is_one_rank() {
+    let refused = run_ranks(2, |world| -> Result<()> {
+        conformance::strategy(&SingleDevice::default(), &world, Equivalence::OneRank)
+    });
+    assert!(refused.is_err());
+}

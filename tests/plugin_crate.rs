@@ -1,0 +1,163 @@
+//! A crate outside of this workspace adds a strategy, a logger and a parallelize function.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+use fulgurite::core::config::{ConfigLayers, RunConfig};
+use tempfile::TempDir;
+use toml::Table;
+
+const CONFIG: &str = r#"
+[data]
+path = "text.txt"
+seq_len = 32
+batch_size = 4
+
+[optimizer]
+type = "adamw"
+lr = 0.01
+
+[trainer]
+devices = 2
+max_steps = 8
+log_every_n_steps = 4
+enable_progress_bar = false
+loggers = [{ type = "markdown", columns = ["train_loss", "grad_norm"] }]
+strategy = { type = "local_sgd", sync_every = 4 }
+"#;
+
+/// Builds the crate's program once, in the directory that this test was built in, where all that
+/// both need from elsewhere is built already.
+fn program() -> &'static Path {
+    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAM.get_or_init(|| {
+        let manifest =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/plugin-crate/Cargo.toml");
+        let test = std::env::current_exe().unwrap();
+        let profile = test.ancestors().nth(2).unwrap();
+        let release = profile.ends_with("release").then_some("--release");
+        let build = |offline: Option<&str>| {
+            Command::new(env!("CARGO"))
+                .args(["build", "--locked", "--example", "train", "--manifest-path"])
+                .arg(&manifest)
+                .arg("--target-dir")
+                .arg(profile.parent().unwrap())
+                .args(release)
+                .args(offline)
+                .output()
+                .unwrap()
+        };
+        let offline = build(Some("--offline"));
+        if !offline.status.success() {
+            let online = build(None);
+            assert!(online.status.success(), "{}{}", text(&offline.stderr), text(&online.stderr));
+        }
+        profile.join("examples/train")
+    })
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap()
+}
+
+/// A directory with the configuration and its data.
+fn workplace() -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let lines: String = (0..2000).map(|i| format!("{i} bottles\n")).collect();
+    std::fs::write(dir.path().join("text.txt"), lines).unwrap();
+    std::fs::write(dir.path().join("run.toml"), CONFIG).unwrap();
+    dir
+}
+
+fn fit(dir: &TempDir, set: &[&str]) -> Output {
+    let overrides = set.iter().flat_map(|set| ["--set", set]);
+    Command::new(program())
+        .args(["fit", "--config", "run.toml", "--output", "json"])
+        .args(overrides)
+        .current_dir(dir.path())
+        .output()
+        .unwrap()
+}
+
+/// The summary of a run that must have succeeded and learned.
+fn summary(output: &Output) -> serde_json::Value {
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let last = text(&output.stdout).lines().last().unwrap();
+    let summary: serde_json::Value = serde_json::from_str(last).unwrap();
+    assert_eq!((&summary["steps"], &summary["world_size"]), (&8.into(), &2.into()), "{summary}");
+    let loss = |name: &str| summary[name].as_f64().unwrap();
+    assert!(loss("last_loss") < 0.7 * loss("first_loss"), "{summary}");
+    summary
+}
+
+#[test]
+fn a_linked_strategy_and_logger_train_on_two_processes() {
+    let dir = workplace();
+    assert_eq!(summary(&fit(&dir, &[]))["strategy"], "local_sgd");
+    let table = dir.path().join("fulgurite_logs/version_0/metrics.md");
+    let table = std::fs::read_to_string(table).unwrap();
+    let lines: Vec<&str> = table.lines().collect();
+    assert_eq!(lines[..2], ["| step | train_loss | grad_norm |", "| ---: | ---: | ---: |"]);
+    let steps: Vec<&str> = lines[2..].iter().map(|line| &line[..4]).collect();
+    assert_eq!(steps, ["| 1 ", "| 4 ", "| 8 "]);
+}
+
+#[test]
+fn a_linked_parallelize_function_shards_by_its_own_choice() {
+    let dir = workplace();
+    let strategy = "trainer.strategy={ type = \"fsdp\", parallelize = { type = \"every_other\" } }";
+    let long = summary(&fit(&dir, &[strategy]));
+    assert_eq!(long["strategy"], "fsdp");
+    let strategy = "trainer.strategy={ type = \"fsdp\", parallelize = \"every_other\" }";
+    let short = summary(&fit(&dir, &[strategy]));
+    assert_eq!(long["last_loss"], short["last_loss"]);
+}
+
+#[test]
+fn an_option_out_of_range_is_named() {
+    let dir = workplace();
+    let output = fit(&dir, &["trainer.strategy.sync_every=0"]);
+    assert!(!output.status.success());
+    let message = text(&output.stderr);
+    assert!(
+        message.contains("`trainer.strategy.sync_every` = 0: expected at least 1"),
+        "{message}"
+    );
+}
+
+/// This program does not link the crate.
+#[test]
+fn without_the_link_the_error_says_how_to_link() {
+    let refusal = |overrides: &[&str]| {
+        let layers = ConfigLayers::new().defaults(CONFIG.parse::<Table>().unwrap());
+        let layers = overrides.iter().try_fold(layers, |layers, set| layers.set(set)).unwrap();
+        let run = RunConfig::<Table, Table>::from_layers(layers).unwrap();
+        run.check_plugins().unwrap_err().to_string()
+    };
+    insta::assert_snapshot!(refusal(&["trainer.loggers=[]"]), @"unknown strategy `local_sgd`; available: auto, ddp, fsdp, fsdp2, single_device. If a plugin crate provides `local_sgd`, link it with `use that_crate as _;` in the program");
+    insta::assert_snapshot!(refusal(&["trainer.strategy=ddp"]), @"unknown logger `markdown`; available: csv, jsonl. If a plugin crate provides `markdown`, link it with `use that_crate as _;` in the program");
+}
+
+#[test]
+fn the_guide_shows_the_crate_as_it_is() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let read = |path: &str| std::fs::read_to_string(root.join(path)).unwrap();
+    let code: String = [
+        "src/local_sgd.rs",
+        "src/markdown.rs",
+        "src/every_other.rs",
+        "examples/train.rs",
+        "tests/conformance.rs",
+    ]
+    .iter()
+    .map(|file| read(&format!("examples/plugin-crate/{file}")))
+    .collect();
+    let guide = read("docs/src/guides/writing-a-plugin.md");
+    let blocks: Vec<&str> =
+        guide.split("```rust\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();
+    assert!(blocks.len() > 4);
+    for block in blocks {
+        assert!(code.contains(block.trim_end()), "this is not in the crate any more:\n{block}");
+    }
+}
