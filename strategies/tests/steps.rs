@@ -66,7 +66,7 @@ impl Toy {
                 if (part + place).is_multiple_of(3) {
                     y = (y + pair.sometimes.forward(x)?)?;
                 }
-                if (part + place) % 3 == 1 {
+                if (part + place) % 3 != 1 {
                     y = y.broadcast_add(&pair.shift.tensor()?)?;
                 }
                 Ok(y)
