@@ -74,6 +74,8 @@ mod a_function {
             Ok(Box::new(|tree: &mut ModuleTree, _: &DeviceMesh| tree.fully_shard("layers.0")))
         }
     }
+
+    fulgurite_core::register_parallelize!("first", First, "the first layer only");
 }
 
 #[test]
@@ -185,7 +187,7 @@ fn a_loss_that_is_not_finite_on_one_rank() {
         fabric.backward(&loss(layers, factor)?)?;
         let error = optimizer.step().unwrap_err();
         assert!(matches!(error, Error::NonFinite { what: "loss", step: 1, .. }), "{error}");
-        insta::allow_duplicates! { insta::assert_snapshot!(error, @"non-finite loss (NaN) at step 1; parameters are as they were before the step"); }
+        insta::allow_duplicates! { insta::assert_snapshot!(error, @"non-finite loss (NaN) at step 1; parameters are as they were before the step. A lower `optimizer.lr`, a longer warm-up (`scheduler.warmup_steps`) or `trainer.gradient_clip_val` may help"); }
         assert_eq!(gather_weights(&fabric.module_tree()?, &**fabric.world())?, before);
         Ok(())
     });

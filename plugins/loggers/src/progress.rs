@@ -130,8 +130,6 @@ fn describe(event: &Event) -> Option<String> {
         Event::Checkpoint { step, path } => {
             format!("checkpoint after step {step}: {}", path.display())
         }
-        // Validation alone: no step was made, there is nothing to sum up.
-        Event::Summary { step_s_median, .. } if step_s_median.is_nan() => return None,
         Event::Summary {
             steps,
             world_size,
