@@ -94,7 +94,8 @@ pub trait StrategyConfig: std::fmt::Debug + Send + Sync {
 /// - Between [`prepare_forward`](Strategy::prepare_forward) and the next optimizer step the
 ///   parameters outside of units have values; those of a unit have them inside the unit's hooks.
 ///
-/// Implementors write the first six methods and override others where they do something else.
+/// Implementors write the methods without a body, and override others where they do something
+/// else.
 ///
 /// [`Parameter::local_grad`]: crate::parameter::Parameter::local_grad
 /// [`Parameter::local`]: crate::parameter::Parameter::local

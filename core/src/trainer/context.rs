@@ -44,7 +44,7 @@ impl StepContext {
 pub struct HookContext<'a> {
     /// Optimizer steps done.
     pub step: u64,
-    /// The epoch of the next sample, counted from 0.
+    /// The epoch of the step that is being or was last computed, counted from 0.
     pub epoch: u64,
     /// This process's global rank.
     pub rank: usize,

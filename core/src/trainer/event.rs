@@ -59,6 +59,13 @@ pub enum Event {
         #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "numbers")]
         metrics: BTreeMap<String, f64>,
     },
+    /// The run goes on from a checkpoint, instead of from the start.
+    Resume {
+        /// The step whose result it holds.
+        step: u64,
+        /// Where it is.
+        path: PathBuf,
+    },
     /// A checkpoint was saved: it is complete on disk.
     Checkpoint {
         /// The step whose result it holds.
@@ -113,7 +120,7 @@ impl Event {
             Self::Validation { step, val_loss, metrics, .. } => {
                 (*step, &[("val_loss", *val_loss)], metrics)
             }
-            Self::Checkpoint { .. } | Self::Summary { .. } => return None,
+            Self::Resume { .. } | Self::Checkpoint { .. } | Self::Summary { .. } => return None,
         };
         let mut scalars = logged.clone();
         scalars.extend(own.iter().map(|&(name, value)| (name.to_owned(), value)));

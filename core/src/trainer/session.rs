@@ -58,6 +58,8 @@ pub(super) struct Session<M, D> {
     pub(super) batch_size: usize,
     pub(super) shuffle: bool,
     pub(super) cursor: Cursor,
+    /// The epoch of the step that is being or was last computed, counted from 0.
+    pub(super) epoch: u64,
     pub(super) metrics: BTreeMap<String, f64>,
 }
 
@@ -111,9 +113,13 @@ where
         self.parts.sinks.iter_mut().try_for_each(|sink| sink.event(event))
     }
 
-    fn hook(&mut self, hook: Hook, epoch: u64) -> Result<()> {
-        let moment = Moment { step: self.cursor.step, epoch };
+    pub(super) fn hook(&mut self, hook: Hook) -> Result<()> {
+        let moment = self.moment();
         self.parts.hooks.call(hook, &mut self.module, moment, &self.metrics, &self.data)
+    }
+
+    fn moment(&self) -> Moment {
+        Moment { step: self.cursor.step, epoch: self.epoch }
     }
 
     fn device(&self) -> Result<Device> {
@@ -157,20 +163,21 @@ where
         let max_time = self.parts.config.limits().max_time;
         let started = Instant::now();
         let mut ended = Ended::Finished;
-        let mut epoch = None;
-        self.hook(Hook::TrainStart, plan.epoch(self.cursor))?;
+        self.epoch = plan.epoch(self.cursor);
+        self.hook(Hook::TrainStart)?;
+        let mut begun = None;
         while max_steps.is_none_or(|max| self.cursor.step < max) {
-            let this_epoch = plan.epoch(self.cursor);
-            if epoch.replace(this_epoch) != Some(this_epoch) {
-                self.hook(Hook::TrainEpochStart, this_epoch)?;
+            self.epoch = plan.epoch(self.cursor);
+            if begun.replace(self.epoch) != Some(self.epoch) {
+                self.hook(Hook::TrainEpochStart)?;
             }
             let out_of_time = max_time.is_some_and(|limit| started.elapsed() >= limit);
-            let wishes = self.train_step(&plan, this_epoch, optimizer, out_of_time)?;
+            let wishes = self.train_step(&plan, optimizer, out_of_time)?;
             if self.cursor.step.is_multiple_of(plan.validate_every) {
                 self.validate()?;
             }
-            if plan.epoch(self.cursor) != this_epoch {
-                self.hook(Hook::TrainEpochEnd, this_epoch)?;
+            if plan.epoch(self.cursor) != self.epoch {
+                self.hook(Hook::TrainEpochEnd)?;
             }
             let every = self.parts.checkpoint.every_n_steps;
             if every.is_some_and(|n| self.cursor.step.is_multiple_of(n)) {
@@ -183,7 +190,7 @@ where
                 break;
             }
         }
-        self.hook(Hook::TrainEnd, plan.epoch(self.cursor))?;
+        self.hook(Hook::TrainEnd)?;
         Ok(ended)
     }
 
@@ -207,13 +214,12 @@ where
     fn train_step(
         &mut self,
         plan: &Plan,
-        epoch: u64,
         optimizer: &mut FabricOptimizer,
         out_of_time: bool,
     ) -> Result<Wishes> {
         self.parts.meter.begin_step();
         let step = self.cursor.step + 1;
-        let mut logged = StepContext::new(step, epoch, 0, self.rank(), self.world_size());
+        let mut logged = StepContext::new(step, self.epoch, 0, self.rank(), self.world_size());
         for micro_batch in 0..plan.accumulate {
             let indices = plan.sampler.indices_from(self.cursor.samples, micro_batch);
             let batch = self.data.batch(Split::Train, &indices, &plan.device)?;
@@ -237,7 +243,7 @@ where
             (Some(limit), ClipAlgorithm::Norm) => fabric.clip_gradients_norm(optimizer, limit)?,
             (Some(limit), ClipAlgorithm::Value) => fabric.clip_gradients_value(optimizer, limit)?,
         };
-        self.hook(Hook::BeforeOptimizerStep, epoch)?;
+        self.hook(Hook::BeforeOptimizerStep)?;
         let lr = optimizer.learning_rate()?;
         optimizer.step()?;
         let samples = self.cursor.samples + plan.sampler.global_batch_size();
@@ -258,7 +264,7 @@ where
             tokens_per_s,
             metrics,
         })?;
-        self.hook(Hook::TrainStepEnd, epoch)?;
+        self.hook(Hook::TrainStepEnd)?;
         Ok(Wishes { stop: totals.flags[0] > 0.0, interrupt: totals.flags[1] > 0.0 })
     }
 
@@ -274,8 +280,8 @@ where
         }
         let device = self.device()?;
         let step = self.cursor.step;
-        self.hook(Hook::ValidationStart, 0)?;
-        let mut ctx = StepContext::new(step, 0, 0, self.rank(), self.world_size());
+        self.hook(Hook::ValidationStart)?;
+        let mut ctx = StepContext::new(step, self.epoch, 0, self.rank(), self.world_size());
         let (mut sum, mut count) = (0.0, 0.0);
         {
             let _no_grad = no_grad();
@@ -304,7 +310,7 @@ where
         self.metrics.insert("val_loss".to_owned(), val_loss);
         let batches = batches * share.num_replicas as u64;
         self.emit(&Event::Validation { step, val_loss, batches, metrics: ctx.metrics() })?;
-        self.hook(Hook::ValidationEnd, 0)?;
+        self.hook(Hook::ValidationEnd)?;
         Ok(Some(val_loss))
     }
 
@@ -317,7 +323,7 @@ where
             .map_err(|e| Error::other(format!("encoding the configuration: {e}")))?;
         let path = self.parts.fabric.save_with(&io, &name, optimizer, &state, config)?;
         self.emit(&Event::Checkpoint { step: self.cursor.step, path: path.clone() })?;
-        let moment = Moment { step: self.cursor.step, epoch: 0 };
+        let moment = self.moment();
         self.parts.hooks.saved(&path, moment, &self.metrics, &self.data)
     }
 
@@ -337,7 +343,7 @@ where
             );
         }
         self.cursor = state.cursor;
-        Ok(())
+        self.emit(&Event::Resume { step: self.cursor.step, path: path.to_owned() })
     }
 
     /// The checkpoint that `ckpt_path` names, on every rank. Collective.
@@ -373,7 +379,7 @@ where
 
     /// Tells the module and the callbacks that the run is over, and the world what it was. Collective.
     pub(super) fn finish_fit(&mut self) -> Result<()> {
-        self.hook(Hook::FitEnd, 0)?;
+        self.hook(Hook::FitEnd)?;
         self.summary()
     }
 

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::hooks::{Hook, Hooks, Moment};
+use super::hooks::{Hook, Hooks};
 use super::meter::{Meter, seconds_since_epoch};
 use super::session::{Cursor, Ended, Parts, Session};
 use super::{
@@ -231,6 +231,7 @@ impl Trainer {
             shuffle: D::shuffle(&run.data),
             data,
             cursor: Cursor::default(),
+            epoch: 0,
             metrics: std::collections::BTreeMap::new(),
         })
     }
@@ -306,14 +307,7 @@ where
             self.resume(&path, Some(&mut optimizer))?;
         }
         let mut optimizer = optimizer.with_scheduler(scheduler, self.max_steps()?);
-        let moment = Moment { step: self.cursor.step, epoch: 0 };
-        self.parts.hooks.call(
-            Hook::FitStart,
-            &mut self.module,
-            moment,
-            &self.metrics,
-            &self.data,
-        )?;
+        self.hook(Hook::FitStart)?;
         let ended = self.fit(&mut optimizer)?;
         let saved =
             run.checkpoint.every_n_steps.is_some_and(|n| self.cursor.step.is_multiple_of(n));

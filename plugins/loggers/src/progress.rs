@@ -127,6 +127,9 @@ fn describe(event: &Event) -> Option<String> {
         Event::Validation { step, val_loss, metrics, .. } => {
             format!("validation after step {step}: val_loss {val_loss:.4}{}", logged(metrics))
         }
+        Event::Resume { step, path } => {
+            format!("going on after step {step}, from {}", path.display())
+        }
         Event::Checkpoint { step, path } => {
             format!("checkpoint after step {step}: {}", path.display())
         }
@@ -223,7 +226,8 @@ mod tests {
 
     #[test]
     fn lines_come_first_last_and_every_so_often() {
-        let mut events: Vec<_> = (1..=6).map(step).collect();
+        let mut events = vec![Event::Resume { step: 0, path: "run/step-0".into() }];
+        events.extend((1..=6).map(step));
         events.push(Event::Validation {
             step: 6,
             val_loss: 2.5,
@@ -243,6 +247,7 @@ mod tests {
             peak_rss_mib: vec![100.0, 120.4],
         });
         insta::assert_snapshot!(shown(Some(6), &events), @r#"
+going on after step 0, from run/step-0
 step 1/6  epoch 0.06  loss 3.0000  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k tok/s
 step 4/6  epoch 0.25  loss 0.7500  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k tok/s
 step 6/6  epoch 0.38  loss 0.5000  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k tok/s
