@@ -230,7 +230,7 @@ fn limits_end_a_run_whichever_comes_first() {
     assert_eq!(steps(&fit(&["trainer.max_epochs=2", "data.batch_size=3"], None).1).len(), 14);
     let no_time = ["trainer.max_time=0", "trainer.max_steps=100"];
     assert_eq!(steps(&fit(&no_time, None).1), [1], "the time is up in the first step");
-    assert_eq!(steps(&fit(&["trainer.max_steps=100"], Some(3)).1), [1, 2, 3, 4]);
+    assert_eq!(steps(&fit(&["trainer.max_steps=100"], Some(3)).1), [1, 2, 3]);
 }
 
 #[test]
@@ -242,6 +242,10 @@ fn validation_comes_when_it_is_due_and_counts_every_sample_once() {
     assert_eq!(at("1.0"), [5, 10]);
     assert_eq!(at("0.4"), [2, 4, 6, 8, 10]);
     assert_eq!(at("3"), [3, 6, 9]);
+    // Epochs that are no whole number of steps: 20 samples in steps of 3.
+    let (_, events) =
+        fit(&["trainer.max_epochs=3", "trainer.val_check_interval=1.0", "data.batch_size=3"], None);
+    assert_eq!(validations(&events), [7, 14, 20]);
     let (_, events) = fit(&["trainer.max_steps=5", "trainer.limit_val_batches=0"], None);
     assert!(validations(&events).is_empty());
 

@@ -108,18 +108,18 @@ fn ranks_with_different_models() {
             let message = refused(3, config, |rank, b| {
                 b.unit("layer", |b| Linear::new(b, 3, if rank == 2 { 5 } else { 4 }))
             });
-            insta::assert_snapshot!(message, @"the ranks built different models: parameter 0 is `layer.weight` [4, 3] F32 on rank 0 and `layer.weight` [5, 3] F32 on rank 2; `configure_model` must not depend on the rank");
+            insta::assert_snapshot!(message, @"the ranks built different models: part 0 is `layer.weight` [4, 3] F32 on rank 0 and `layer.weight` [5, 3] F32 on rank 2; `configure_model` must not depend on the rank");
             let message = refused(2, config, |rank, b| {
                 let first = b.unit("layer", |b| Linear::new(b, 3, 4))?;
                 let extra = (rank == 1).then(|| Linear::new(&b.pp("extra"), 3, 4)).transpose()?;
                 Ok((first, extra))
             });
-            insta::assert_snapshot!(message, @"the ranks built different models: parameter 1 is nothing on rank 0 and `extra.weight` [4, 3] F32 on rank 1; `configure_model` must not depend on the rank");
+            insta::assert_snapshot!(message, @"the ranks built different models: part 1 is the unit `layer` on rank 0 and `extra.weight` [4, 3] F32 on rank 1; `configure_model` must not depend on the rank");
             let message = refused(2, config, |rank, b| {
                 let b = if rank == 1 { b.frozen() } else { b.clone() };
                 b.unit("layer", |b| Linear::new(b, 3, 4))
             });
-            insta::assert_snapshot!(message, @"the ranks built different models: parameter 0 is `layer.weight` [4, 3] F32 on rank 0 and `layer.weight` [4, 3] F32, frozen on rank 1; `configure_model` must not depend on the rank");
+            insta::assert_snapshot!(message, @"the ranks built different models: part 0 is `layer.weight` [4, 3] F32 on rank 0 and `layer.weight` [4, 3] F32, frozen on rank 1; `configure_model` must not depend on the rank");
         }
     }
 }

@@ -71,10 +71,7 @@ impl LoadReport {
             })
             .collect();
         list(&mut message, "of another shape", &shapes);
-        message.push_str(
-            "\nNothing was loaded. Use the configuration that it was saved with, or load what fits \
-             with strict = false",
-        );
+        message.push_str("\nNothing was loaded. Use the configuration that it was saved with");
         Err(Error::checkpoint(source.location(), message))
     }
 }

@@ -25,8 +25,8 @@ pub struct SaveMeta {
     pub mesh: Vec<(String, usize)>,
     /// How the mesh cuts each parameter. For information; see [`specs`](super::specs).
     pub specs: BTreeMap<String, ShardSpec>,
-    /// Everything that resuming needs and is no tensor: loop, data position, optimizer scalars,
-    /// callbacks. Rank 0's is saved.
+    /// Everything that resuming needs and is no tensor: steps, data position, optimizer scalars.
+    /// Rank 0's is saved.
     pub state: serde_json::Value,
     /// The run's resolved configuration. Rank 0's is saved.
     pub config: serde_json::Value,

@@ -9,6 +9,7 @@ use toml::Table;
 
 use super::{ConfigLayers, ConfigType, KeyDoc, PluginValue, to_table};
 use crate::checkpoint::{CheckpointIO, CheckpointIOConfig};
+use crate::optim::{OptimizerConfig, SchedulerConfig};
 use crate::registry::{self, kind};
 use crate::trainer::TrainerConfig;
 use crate::{Error, Result};
@@ -109,16 +110,17 @@ impl<M, D> RunConfig<M, D> {
         Ok(())
     }
 
-    /// Checks that everything chosen by name is linked into the program, before any process is
-    /// started or any tensor made.
+    /// Checks that everything chosen by name is linked into the program and takes its options,
+    /// before any process is started or any tensor made.
     ///
     /// # Errors
-    /// [`Error::UnknownPlugin`] or [`Error::DuplicatePlugin`].
+    /// [`Error::UnknownPlugin`], [`Error::DuplicatePlugin`], or [`Error::Config`] for an option.
     pub fn check_plugins(&self) -> Result<()> {
         registry::validate()?;
-        registry::require(kind::OPTIMIZER, &self.optimizer.name)?;
-        registry::require(kind::SCHEDULER, &self.scheduler.name)?;
-        registry::require(kind::CHECKPOINT_IO, &self.checkpoint.io.name)?;
+        self.optimizer.build::<Box<dyn OptimizerConfig>>(kind::OPTIMIZER, "optimizer")?;
+        self.scheduler.build::<Box<dyn SchedulerConfig>>(kind::SCHEDULER, "scheduler")?;
+        let io = &self.checkpoint.io;
+        io.build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?;
         self.trainer.check_plugins()
     }
 }

@@ -68,7 +68,7 @@ fn scalar<'de, D: Deserializer<'de>, T>(
 pub enum Devices {
     /// This many.
     Count(usize),
-    /// `"auto"`: one a GPU; without GPUs one a core.
+    /// `"auto"`: one a core.
     Auto,
 }
 

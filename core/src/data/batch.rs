@@ -13,7 +13,7 @@ pub struct TokenBatch {
 }
 
 impl TokenBatch {
-    /// Number of samples; zero for a rank that has no part of a short batch.
+    /// Number of samples.
     pub fn samples(&self) -> usize {
         self.inputs.dims().first().copied().unwrap_or(0)
     }

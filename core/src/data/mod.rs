@@ -19,11 +19,9 @@
 mod batch;
 mod module;
 mod order;
-mod prefetch;
 mod sampler;
 
 pub use batch::TokenBatch;
 pub use module::{DataContext, DataModule, Split};
 pub use order::SampleOrder;
-pub use prefetch::Prefetch;
 pub use sampler::{EvalSampler, TrainSampler};

@@ -125,7 +125,7 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     fn len(&self, split: Split) -> u64;
 
     /// The samples of these indices, each less than [`len`](Self::len), as one batch on `device`.
-    /// There may be none of them: a rank that has no part of the last validation batch still takes
-    /// part in the step.
+    /// There is at least one: a rank that has no part of a short validation batch computes on some
+    /// sample all the same, and its result is not used.
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<Self::Batch>;
 }

@@ -9,6 +9,7 @@ use crate::config::{Devices, RunConfig};
 use crate::environment;
 use crate::launch::{LaunchOptions, Launched, launch};
 use crate::module::ModuleInit;
+use crate::optim::pattern_matches;
 use crate::registry::{self, kind};
 use crate::strategy::{BuildContext, ParallelizeFn, StrategyConfig};
 use crate::trainer::TrainerConfig;
@@ -117,9 +118,10 @@ impl Fabric {
     /// # Errors
     /// Naming the pattern that does not.
     pub(super) fn check_frozen(&self, tree: &crate::module::ModuleTree) -> Result<()> {
-        let unmatched = self.init.frozen.iter().find(|pattern| {
-            tree.parameters().iter().all(|p| !crate::module::glob_match(pattern, p.fqn()))
-        });
+        let unmatched =
+            self.init.frozen.iter().find(|pattern| {
+                tree.parameters().iter().all(|p| !pattern_matches(pattern, p.fqn()))
+            });
         match unmatched {
             None => Ok(()),
             Some(pattern) => Err(Error::Config(format!(

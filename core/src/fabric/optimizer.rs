@@ -88,8 +88,16 @@ impl FabricOptimizer {
     /// The mean loss of the step that is being computed.
     ///
     /// # Errors
-    /// [`Error::NonFinite`] on every rank if it is not finite; nothing was changed.
+    /// On every rank: [`Error::NonFinite`] if it is not finite, [`Error::Data`] if it is the mean of
+    /// nothing. Nothing was changed.
     pub fn check_loss(&self, totals: &StepTotals) -> Result<f64> {
+        if totals.count <= 0.0 {
+            return Err(Error::Data(format!(
+                "nothing counts in the global batch of step {}: every target is ignored \
+                 (`ignore_index`), or there are no samples",
+                self.current_step()
+            )));
+        }
         if totals.loss_sum.is_finite() {
             return Ok(totals.mean());
         }
@@ -113,7 +121,13 @@ impl FabricOptimizer {
     /// [`Error::UnusedParameters`] in the first step, [`Error::NonFinite`] if the loss is not
     /// finite, and if the last backward ran under `no_backward_sync`; nothing is changed then.
     pub fn step(&mut self) -> Result<()> {
-        let mut strategy = self.strategy.lock().expect("no panic while a strategy works");
+        // One thread drives a Fabric, so a lock that is taken is taken by the caller himself.
+        let mut strategy = self.strategy.try_lock().map_err(|_| {
+            Error::other(
+                "the strategy is in use: drop the guard that `Fabric::strategy` returned before \
+                 calling `step`",
+            )
+        })?;
         if strategy.capabilities().no_sync {
             strategy.state().check_synced()?;
         }

@@ -4,9 +4,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::{DType, Device};
 
-use super::tree::{ModuleInfo, ModuleTree, glob_match};
+use super::tree::{ModuleInfo, ModuleTree};
 use super::unit::{Unit, UnitHandle};
 use super::var_builder::Recorder;
+use crate::optim::pattern_matches;
 use crate::parameter::{Init, Parameter, ParameterSpec};
 use crate::{Error, Result};
 
@@ -19,7 +20,8 @@ pub struct ModuleInit {
     pub dtype: DType,
     /// dtype that layers compute with.
     pub compute_dtype: DType,
-    /// Patterns of parameters that get no gradient (`*` is one path segment).
+    /// Patterns of parameters that get no gradient, as
+    /// [`pattern_matches`](crate::optim::pattern_matches) reads them.
     pub frozen: Vec<String>,
 }
 
@@ -138,7 +140,7 @@ impl ModuleBuilder {
         external: bool,
     ) -> Result<Parameter> {
         let fqn = self.join(name);
-        let frozen = self.frozen || self.init.frozen.iter().any(|p| glob_match(p, &fqn));
+        let frozen = self.frozen || self.init.frozen.iter().any(|p| pattern_matches(p, &fqn));
         let parameter = Parameter::new(ParameterSpec {
             fqn,
             shape,

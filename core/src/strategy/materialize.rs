@@ -69,7 +69,9 @@ pub fn verify_same_model(tree: &ModuleTree, group: &dyn ProcessGroup) -> Result<
         let frozen = if p.requires_grad() { "" } else { ", frozen" };
         format!("`{}` {:?} {:?}{frozen}", p.fqn(), p.global_shape(), p.dtype())
     };
-    let lines: Vec<String> = tree.parameters().iter().map(describe).collect();
+    let mut lines: Vec<String> = tree.parameters().iter().map(describe).collect();
+    lines.extend(tree.aliases().map(|(alias, first)| format!("`{alias}`, tied to `{first}`")));
+    lines.extend(tree.units().iter().map(|unit| format!("the unit `{}`", unit.path())));
     let digest = xxhash_rust::xxh3::xxh3_64(lines.join("\n").as_bytes());
     // The digests agree nearly always; the lists travel only when they do not.
     if all_gather_object(group, &digest)?.windows(2).all(|pair| pair[0] == pair[1]) {
@@ -81,7 +83,7 @@ pub fn verify_same_model(tree: &ModuleTree, group: &dyn ProcessGroup) -> Result<
         if let Some(i) = (0..longest).find(|&i| other.get(i) != all[0].get(i)) {
             let show = |lines: &[String]| lines.get(i).map_or("nothing".to_owned(), Clone::clone);
             return Err(Error::other(format!(
-                "the ranks built different models: parameter {i} is {} on rank 0 and {} on rank \
+                "the ranks built different models: part {i} is {} on rank 0 and {} on rank \
                  {rank}; `configure_model` must not depend on the rank",
                 show(&all[0]),
                 show(other)

@@ -278,10 +278,20 @@ pub trait Strategy: Send {
         optimizer: Option<&[StateTensor]>,
     ) -> Result<()> {
         let tree = self.state().tree()?;
-        checkpoint::load_into(source.model(), tree, true)?;
+        // The model is checked first and filled last, so that either both fit or neither changes.
+        checkpoint::check(source.model(), tree)?;
         if let Some(optimizer) = optimizer {
             checkpoint::load_optimizer(source.optimizer(), tree, optimizer, true)?;
         }
+        checkpoint::load_into(source.model(), tree, true)?;
+        self.finish_load()
+    }
+
+    /// After values were loaded into the local shards: makes them ready for a forward. Collective.
+    ///
+    /// # Errors
+    /// If ranks that hold the same parameters have loaded different values.
+    fn finish_load(&mut self) -> Result<()> {
         self.prepare_forward()
     }
 

@@ -3,10 +3,13 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::collective::ProcessGroupConfig;
 use crate::config::{
     Amount, CkptPath, ClipAlgorithm, Devices, PluginValue, Precision, TimeLimit, UnusedParameters,
 };
 use crate::registry::{self, kind};
+use crate::strategy::StrategyConfig;
+use crate::trainer::LoggerConfig;
 use crate::{Error, Result};
 
 crate::config_struct! {
@@ -127,17 +130,20 @@ impl TrainerConfig {
         }
     }
 
-    /// Checks that everything chosen by name is linked into the program.
+    /// Checks that everything chosen by name is linked into the program and takes its options.
     ///
     /// # Errors
-    /// [`Error::UnknownPlugin`].
+    /// [`Error::UnknownPlugin`], or [`Error::Config`] for an option.
     pub fn check_plugins(&self) -> Result<()> {
-        registry::require(kind::STRATEGY, &self.strategy.name)?;
-        registry::require(kind::PROCESS_GROUP, &self.process_group.name)?;
+        self.strategy.build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?;
+        self.process_group
+            .build::<Box<dyn ProcessGroupConfig>>(kind::PROCESS_GROUP, "trainer.process_group")?;
         if let Some(environment) = &self.environment {
             registry::require(kind::ENVIRONMENT, &environment.name)?;
         }
-        self.loggers.iter().try_for_each(|logger| registry::require(kind::LOGGER, &logger.name))
+        self.loggers.iter().try_for_each(|logger| {
+            logger.build::<Box<dyn LoggerConfig>>(kind::LOGGER, "trainer.loggers").map(drop)
+        })
     }
 }
 

@@ -93,7 +93,7 @@ pub enum Event {
         /// Tokens of all ranks a second, over all steps.
         #[serde(deserialize_with = "number")]
         tokens_per_s: f64,
-        /// Seconds from the program's start to the start of the first step.
+        /// Seconds from the program's start to the end of the first step.
         #[serde(deserialize_with = "number")]
         startup_s: f64,
         /// The most memory that each rank's process held, in MiB, by rank.
@@ -142,6 +142,12 @@ pub enum RunStatus {
 
 /// Where events go. Lives on rank 0 only.
 pub trait EventSink: Send {
+    /// Training begins; `max_steps` is the number of steps after which it will end, if that is
+    /// known. Called once, before the first event of a step.
+    fn start(&mut self, max_steps: Option<u64>) {
+        let _ = max_steps;
+    }
+
     /// Takes one event.
     ///
     /// # Errors

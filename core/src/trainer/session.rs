@@ -70,7 +70,7 @@ struct Plan {
     accumulate: usize,
     /// Index of this rank's first sample in a step's global batch.
     first_sample: u64,
-    validate_every: u64,
+    validation: ValidationTimes,
     device: Device,
 }
 
@@ -78,6 +78,28 @@ impl Plan {
     /// The epoch of the next sample.
     fn epoch(&self, cursor: Cursor) -> u64 {
         self.order.at(cursor.samples).0
+    }
+}
+
+/// When validation is due.
+#[derive(Debug, Clone, Copy)]
+enum ValidationTimes {
+    EverySteps(u64),
+    /// Whenever the stream of samples passes a multiple of this fraction of an epoch.
+    EverySamples(f64),
+}
+
+impl ValidationTimes {
+    /// Whether validation is due after a step that led from one place to another.
+    fn is_due(self, before: Cursor, after: Cursor) -> bool {
+        match self {
+            Self::EverySteps(n) => after.step.is_multiple_of(n),
+            Self::EverySamples(n) => {
+                // Rounding must not put a boundary that is met exactly a sample later.
+                let passed = |cursor: Cursor| (cursor.samples as f64 / n + 1e-9).floor();
+                passed(after) > passed(before)
+            }
+        }
     }
 }
 
@@ -147,8 +169,8 @@ where
         let (order, sampler) = self.train_sampler()?;
         let by_epochs = max_epochs.map(|epochs| {
             // Samples are a position, not steps: a run may resume with another global batch.
-            let left = (epochs * order.epoch_len()).saturating_sub(self.cursor.samples);
-            self.cursor.step + left.div_ceil(sampler.global_batch_size())
+            let left = epochs.saturating_mul(order.epoch_len()).saturating_sub(self.cursor.samples);
+            self.cursor.step.saturating_add(left.div_ceil(sampler.global_batch_size()))
         });
         Ok(match (max_steps, by_epochs) {
             (Some(a), Some(b)) => Some(a.min(b)),
@@ -171,9 +193,9 @@ where
             if begun.replace(self.epoch) != Some(self.epoch) {
                 self.hook(Hook::TrainEpochStart)?;
             }
-            let out_of_time = max_time.is_some_and(|limit| started.elapsed() >= limit);
-            let wishes = self.train_step(&plan, optimizer, out_of_time)?;
-            if self.cursor.step.is_multiple_of(plan.validate_every) {
+            let before = self.cursor;
+            self.train_step(&plan, optimizer)?;
+            if plan.validation.is_due(before, self.cursor) {
                 self.validate()?;
             }
             if plan.epoch(self.cursor) != self.epoch {
@@ -183,12 +205,17 @@ where
             if every.is_some_and(|n| self.cursor.step.is_multiple_of(n)) {
                 self.save(optimizer)?;
             }
+            let out_of_time = max_time.is_some_and(|limit| started.elapsed() >= limit);
+            let wishes = self.agree(out_of_time)?;
             if wishes.interrupt {
                 ended = Ended::Interrupted;
             }
             if wishes.interrupt || wishes.stop {
                 break;
             }
+        }
+        if begun.is_some() && plan.epoch(self.cursor) == self.epoch {
+            self.hook(Hook::TrainEpochEnd)?;
         }
         self.hook(Hook::TrainEnd)?;
         Ok(ended)
@@ -199,24 +226,29 @@ where
         let (order, sampler) = self.train_sampler()?;
         let accumulate = self.parts.config.accumulate_grad_batches as usize;
         let share = self.parts.fabric.strategy().distributed_sampler_kwargs()?;
-        let steps_per_epoch =
-            (order.epoch_len() as f64 / sampler.global_batch_size() as f64).max(1.0);
-        let validate_every = match self.parts.config.val_check_interval {
-            Amount::Count(steps) => steps,
-            Amount::Fraction(of_epoch) => ((steps_per_epoch * of_epoch).round() as u64).max(1),
+        let validation = match self.parts.config.val_check_interval {
+            Amount::Count(steps) => ValidationTimes::EverySteps(steps),
+            Amount::Fraction(part) => {
+                ValidationTimes::EverySamples(order.epoch_len() as f64 * part)
+            }
         };
         let first_sample = (share.rank * self.batch_size * accumulate) as u64;
         let device = self.device()?;
-        Ok(Plan { order, sampler, accumulate, first_sample, validate_every, device })
+        Ok(Plan { order, sampler, accumulate, first_sample, validation, device })
+    }
+
+    /// What the ranks want next: one rank's wish is all ranks'. Collective.
+    fn agree(&self, out_of_time: bool) -> Result<Wishes> {
+        let stop = out_of_time || self.parts.hooks.stop_requested();
+        let wishes = [stop, (self.parts.interrupted)()].map(u8::from);
+        let wishes = Tensor::new(&wishes, &Device::Cpu)?;
+        self.parts.fabric.all_reduce(&wishes, ReduceOp::Max)?;
+        let wishes = wishes.to_vec1::<u8>()?;
+        Ok(Wishes { stop: wishes[0] == 1, interrupt: wishes[1] == 1 })
     }
 
     /// One optimizer step: micro-batches, reduction, clipping, update. Collective.
-    fn train_step(
-        &mut self,
-        plan: &Plan,
-        optimizer: &mut FabricOptimizer,
-        out_of_time: bool,
-    ) -> Result<Wishes> {
+    fn train_step(&mut self, plan: &Plan, optimizer: &mut FabricOptimizer) -> Result<()> {
         self.parts.meter.begin_step();
         let step = self.cursor.step + 1;
         let mut logged = StepContext::new(step, self.epoch, 0, self.rank(), self.world_size());
@@ -230,11 +262,7 @@ where
             let _no_sync = self.parts.fabric.no_backward_sync(micro_batch + 1 < plan.accumulate);
             self.parts.fabric.backward(&loss)?;
         }
-        // The ranks agree on what to do next in the message that carries the loss.
-        let flag = |on: bool| f64::from(u8::from(on));
-        let stop = out_of_time || self.parts.hooks.stop_requested();
-        let flags = [flag(stop), flag((self.parts.interrupted)())];
-        let totals = self.parts.fabric.step_totals(&flags)?;
+        let totals = self.parts.fabric.step_totals(&[])?;
         let train_loss = optimizer.check_loss(&totals)?;
         let fabric = &self.parts.fabric;
         let config = &self.parts.config;
@@ -264,8 +292,7 @@ where
             tokens_per_s,
             metrics,
         })?;
-        self.hook(Hook::TrainStepEnd)?;
-        Ok(Wishes { stop: totals.flags[0] > 0.0, interrupt: totals.flags[1] > 0.0 })
+        self.hook(Hook::TrainStepEnd)
     }
 
     /// Validates, if there is validation data, and returns the mean loss. Collective.
@@ -295,10 +322,12 @@ where
                 }
                 let batch = self.data.batch(Split::Validation, &indices, &device)?;
                 ctx.batch_index = batch_index;
-                let loss = self.module.validation_step(&batch, &mut ctx)?;
                 if counts {
+                    let loss = self.module.validation_step(&batch, &mut ctx)?;
                     sum += loss.sum_value()?;
                     count += loss.count();
+                } else {
+                    self.module.validation_step(&batch, &mut ctx.clone())?;
                 }
             }
         }
@@ -307,6 +336,7 @@ where
         mesh.group(DP_CP)?.all_reduce(&totals, ReduceOp::Sum)?.wait()?;
         let totals = totals.to_vec1::<f64>()?;
         let val_loss = totals[0] / totals[1];
+        self.metrics.extend(ctx.metrics());
         self.metrics.insert("val_loss".to_owned(), val_loss);
         let batches = batches * share.num_replicas as u64;
         self.emit(&Event::Validation { step, val_loss, batches, metrics: ctx.metrics() })?;
@@ -378,8 +408,11 @@ where
     }
 
     /// Tells the module and the callbacks that the run is over, and the world what it was. Collective.
-    pub(super) fn finish_fit(&mut self) -> Result<()> {
-        self.hook(Hook::FitEnd)?;
+    pub(super) fn finish_fit(&mut self, ended: Ended) -> Result<()> {
+        // Somebody who has interrupted the run does not want to wait for more.
+        if ended == Ended::Finished {
+            self.hook(Hook::FitEnd)?;
+        }
         self.summary()
     }
 

@@ -203,7 +203,7 @@ impl Trainer {
         if let Some(path) = M::pretrained(&model_config) {
             let source = checkpoint::SafetensorsSource::open(&path)?;
             checkpoint::load_into(&source, &tree, true)?;
-            fabric.strategy().prepare_forward()?;
+            fabric.strategy().finish_load()?;
         }
         let resolved = to_table(&serde_config(run, &model_config)?)?;
         let (dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks)?;
@@ -307,6 +307,10 @@ where
             self.resume(&path, Some(&mut optimizer))?;
         }
         let mut optimizer = optimizer.with_scheduler(scheduler, self.max_steps()?);
+        // A schedule that cannot work is found now and not after the first backward.
+        optimizer.learning_rate()?;
+        let max_steps = self.max_steps()?;
+        self.parts.sinks.iter_mut().for_each(|sink| sink.start(max_steps));
         self.hook(Hook::FitStart)?;
         let ended = self.fit(&mut optimizer)?;
         let saved =
@@ -314,7 +318,7 @@ where
         if run.checkpoint.save_last && !saved {
             self.save(&mut optimizer)?;
         }
-        self.finish_fit()?;
+        self.finish_fit(ended)?;
         let outcome = FitOutcome {
             steps: self.cursor.step,
             first_loss: self.parts.meter.first_loss(),

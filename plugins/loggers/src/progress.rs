@@ -23,6 +23,8 @@ pub struct ProgressBar {
     every_n_steps: u64,
 }
 
+const WITH_LENGTH: &str = "{bar:24} {pos}/{len}  {msg}  [{elapsed_precise}, {eta_precise} left]";
+
 enum Output {
     Bar(indicatif::ProgressBar),
     /// `None` when nobody reads any more.
@@ -38,9 +40,7 @@ impl ProgressBar {
             return Self::lines(io::stderr(), max_steps, every_n_steps);
         }
         let bar = match max_steps {
-            Some(steps) => indicatif::ProgressBar::new(steps).with_style(style(
-                "{bar:24} {pos}/{len}  {msg}  [{elapsed_precise}, {eta_precise} left]",
-            )),
+            Some(steps) => indicatif::ProgressBar::new(steps).with_style(style(WITH_LENGTH)),
             None => indicatif::ProgressBar::new_spinner()
                 .with_style(style("{spinner} {pos}  {msg}  [{elapsed_precise}]")),
         };
@@ -82,6 +82,14 @@ impl ProgressBar {
 }
 
 impl EventSink for ProgressBar {
+    fn start(&mut self, max_steps: Option<u64>) {
+        self.max_steps = max_steps.or(self.max_steps);
+        if let (Output::Bar(bar), Some(steps)) = (&self.output, self.max_steps) {
+            bar.set_length(steps);
+            bar.set_style(style(WITH_LENGTH));
+        }
+    }
+
     fn event(&mut self, event: &Event) -> Result<()> {
         let Some(text) = describe(event) else { return Ok(()) };
         let Event::Step { step, .. } = event else { return self.line(&text) };

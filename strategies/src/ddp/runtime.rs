@@ -83,6 +83,13 @@ impl Strategy for DdpStrategy {
         Ok(())
     }
 
+    fn finish_load(&mut self) -> Result<()> {
+        // Each rank has read its own copy.
+        let group = self.state.mesh()?.group(DATA_PARALLEL_REPLICATE)?;
+        materialize::verify_same_values(self.state.tree()?, &**group)?;
+        self.prepare_forward()
+    }
+
     fn begin_backward(&mut self) -> Result<()> {
         self.reducer.iter().for_each(|reducer| reducer.begin_backward());
         Ok(())

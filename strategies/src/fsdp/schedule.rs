@@ -109,7 +109,8 @@ impl Schedule {
     /// All of a group's gradients are complete.
     fn post_backward(&self, group: usize) -> Result<()> {
         if self.sync.load(Ordering::Relaxed) {
-            if self.order().is_plain() {
+            // The root's gradients come from anywhere in the graph: it is last on every rank.
+            if group != self.root() && self.order().is_plain() {
                 self.reduce(group)?;
             } else {
                 // When a gradient is complete depends on what this rank's forward used, and ranks
