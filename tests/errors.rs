@@ -33,7 +33,7 @@ fn values_that_make_no_sense() {
     assert_snapshot!(error("data.batch_size=0"), @"error: data.batch_size must be at least 1, got 0");
     assert_snapshot!(error("model.num_key_value_heads=3"), @"error: module `model.layers.0.self_attn`: 2 attention heads cannot share 3 key and value heads; the second number must divide the first");
     assert_snapshot!(error("model.max_position_embeddings=4"), @"error: a sequence of 7 tokens is longer than model.max_position_embeddings (4)");
-    assert_snapshot!(error("trainer.freeze=['nothing']"), @"error: `trainer.freeze`: no parameter matches `nothing`; a pattern is a whole name, in which `*` is one segment, such as `model.embed_tokens.weight`");
+    assert_snapshot!(error("trainer.freeze=['nothing']"), @"error: `trainer.freeze`: no parameter matches `nothing`. A pattern with dots must match a whole name, such as `model.embed_tokens.weight`, one without any single segment; `*` stands for any part of a segment");
     assert_snapshot!(error("trainer"), @"error: --set trainer: there is no `=`; expected key=value, such as trainer.max_steps=100");
 }
 

@@ -164,11 +164,12 @@ impl Fabric {
     /// # Errors
     /// If no model was set up, nothing is trainable, or the configuration does not fit.
     pub fn setup_optimizer(&self, config: &dyn OptimizerConfig) -> Result<FabricOptimizer> {
-        let parameters: Vec<_> = self.module_tree()?.trainable().cloned().collect();
-        if parameters.is_empty() {
+        let tree = self.module_tree()?;
+        if tree.trainable().next().is_none() {
             return Err(Error::other("every parameter is frozen; there is nothing to train"));
         }
-        Ok(FabricOptimizer::new(config.build(&parameters)?, self.strategy.clone()))
+        let optimizer = config.build(tree.parameters())?;
+        Ok(FabricOptimizer::new(optimizer, self.strategy.clone()))
     }
 
     /// Sets the surroundings of the forwards that follow on this thread: what dropout depends on.

@@ -125,8 +125,9 @@ impl Fabric {
         match unmatched {
             None => Ok(()),
             Some(pattern) => Err(Error::Config(format!(
-                "`trainer.freeze`: no parameter matches `{pattern}`; a pattern is a whole name, in \
-                 which `*` is one segment, such as `{}`",
+                "`trainer.freeze`: no parameter matches `{pattern}`. A pattern with dots must match a \
+                 whole name, such as `{}`, one without any single segment; `*` stands for any part \
+                 of a segment",
                 tree.parameters()[0].fqn()
             ))),
         }

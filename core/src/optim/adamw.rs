@@ -54,8 +54,8 @@ impl OptimizerConfig for AdamW {
         unit_interval("optimizer.betas[1]", self.betas.1)?;
         at_least_zero("optimizer.eps", self.eps)?;
         let base = Hyper { lr: self.lr, weight_decay: self.weight_decay };
-        let hypers = resolve(parameters, base, &self.groups, &self.no_decay)?;
-        let slots = Slots::new(parameters, hypers, ["exp_avg", "exp_avg_sq"])?;
+        let (trainable, hypers) = resolve(parameters, base, &self.groups, &self.no_decay)?;
+        let slots = Slots::new(&trainable, hypers, ["exp_avg", "exp_avg_sq"])?;
         Ok(Box::new(AdamWOptimizer { config: self.clone(), slots, steps: 0, schedule: 1.0 }))
     }
 }
@@ -422,7 +422,7 @@ mod tests {
         insta::assert_snapshot!(message(AdamW { betas: (0.9, 1.0), ..base() }), @"optimizer.betas[1] must be at least 0 and less than 1, got 1");
         insta::assert_snapshot!(message(AdamW { eps: f64::NAN, ..base() }), @"optimizer.eps must be a number of zero or more, got NaN");
         insta::assert_snapshot!(message(AdamW { weight_decay: -0.1, ..base() }), @"optimizer.weight_decay must be a number of zero or more, got -0.1");
-        insta::assert_snapshot!(message(AdamW { no_decay: vec!["up.bias".into()], ..base() }), @r#"optimizer.no_decay: the pattern "up.bias" matches no trainable parameter; the model has layers.0.up.weight, layers.0.up.bias, norm.weight. A pattern with dots must match a whole name, one without any single segment; `*` stands for any part of a segment"#);
+        insta::assert_snapshot!(message(AdamW { no_decay: vec!["up.bias".into()], ..base() }), @r#"optimizer.no_decay: the pattern "up.bias" matches no parameter; the model has layers.0.up.weight, layers.0.up.bias, norm.weight. A pattern with dots must match a whole name, one without any single segment; `*` stands for any part of a segment"#);
         let group = |patterns: &[&str], lr| ParamGroupConfig {
             patterns: patterns.iter().map(|&p| p.into()).collect(),
             lr,

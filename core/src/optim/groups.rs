@@ -61,7 +61,8 @@ pub(super) struct Hyper {
     pub(super) weight_decay: f64,
 }
 
-/// The options of each parameter, in order.
+/// The parameters that are trained, and the options of each, in order. Patterns may name frozen ones
+/// too.
 ///
 /// # Errors
 /// If an option is out of range, or a pattern matches no parameter.
@@ -70,7 +71,7 @@ pub(super) fn resolve(
     base: Hyper,
     groups: &[ParamGroupConfig],
     no_decay: &[String],
-) -> Result<Vec<Hyper>> {
+) -> Result<(Vec<Parameter>, Vec<Hyper>)> {
     at_least_zero("optimizer.lr", base.lr)?;
     at_least_zero("optimizer.weight_decay", base.weight_decay)?;
     check_patterns("optimizer.no_decay", no_decay, parameters)?;
@@ -96,7 +97,9 @@ pub(super) fn resolve(
             weight_decay: if any(no_decay, fqn) { 0.0 } else { decay },
         }
     };
-    Ok(parameters.iter().map(hyper).collect())
+    let trainable: Vec<_> = parameters.iter().filter(|p| p.requires_grad()).cloned().collect();
+    let hypers = trainable.iter().map(hyper).collect();
+    Ok((trainable, hypers))
 }
 
 fn check_patterns(key: &str, patterns: &[String], parameters: &[Parameter]) -> Result<()> {
@@ -107,7 +110,7 @@ fn check_patterns(key: &str, patterns: &[String], parameters: &[Parameter]) -> R
                 names.push("…");
             }
             return Err(Error::Config(format!(
-                "{key}: the pattern {pattern:?} matches no trainable parameter; the model has {}. \
+                "{key}: the pattern {pattern:?} matches no parameter; the model has {}. \
                  A pattern with dots must match a whole name, one without any single segment; `*` \
                  stands for any part of a segment",
                 if names.is_empty() { "none".to_owned() } else { names.join(", ") }

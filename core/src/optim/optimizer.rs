@@ -70,7 +70,8 @@ pub trait Optimizer: Send {
 /// An optimizer's configuration: `optimizer.type = "adamw"`.
 #[typetag::serde(tag = "type")]
 pub trait OptimizerConfig: std::fmt::Debug + Send + Sync {
-    /// Builds the optimizer for these (trainable, set up) parameters.
+    /// Builds the optimizer for a model's parameters, which are set up. Patterns may name frozen
+    /// ones too; those are not updated and have no state.
     ///
     /// # Errors
     /// If an option is out of range or a pattern matches no parameter.

@@ -70,11 +70,11 @@ impl OptimizerConfig for Sgd {
             )));
         }
         let base = Hyper { lr: self.lr, weight_decay: self.weight_decay };
-        let hypers = resolve(parameters, base, &self.groups, &self.no_decay)?;
+        let (trainable, hypers) = resolve(parameters, base, &self.groups, &self.no_decay)?;
         let kind = if self.momentum == 0.0 {
-            Kind::Plain(Slots::new(parameters, hypers, [])?)
+            Kind::Plain(Slots::new(&trainable, hypers, [])?)
         } else {
-            Kind::Momentum(Slots::new(parameters, hypers, ["momentum_buffer"])?)
+            Kind::Momentum(Slots::new(&trainable, hypers, ["momentum_buffer"])?)
         };
         Ok(Box::new(SgdOptimizer { config: self.clone(), kind, steps: 0, schedule: 1.0 }))
     }

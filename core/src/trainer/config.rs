@@ -54,7 +54,8 @@ crate::config_struct! {
         pub enable_progress_bar: bool = true,
         /// What it means if a trainable parameter gets no gradient in the first step.
         pub unused_parameters: UnusedParameters = UnusedParameters::Error,
-        /// Patterns of parameter names that are not trained: `["model.embed_tokens.*"]`.
+        /// Patterns of parameter names that are not trained, as in `optimizer.no_decay`:
+        /// `["model.embed_tokens.*"]`, `["*norm*"]`.
         pub freeze: Vec<String> = Vec::new(),
         /// Seconds after which a rank that waits for others gives up.
         pub timeout_secs: u64 = 600,
