@@ -230,3 +230,46 @@ fn unused_parameters_decay_under_zero_and_stay_under_ignore() {
         assert_ne!(after[1], before[1], "{config}");
     }
 }
+
+/// Two units of equal shapes; rank 1 leaves out one layer of the second. Its unit is complete late
+/// there, and must still be reduced with the same unit of the other ranks.
+#[test]
+fn ranks_that_leave_out_a_layer_reduce_units_in_one_order() {
+    let train = |config: &'static str| {
+        run_ranks(2, move |world| {
+            let rank = world.rank();
+            let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 3)?;
+            let (units, mut optimizer) = fabric.setup(
+                |b| {
+                    (0..2)
+                        .map(|i| {
+                            b.unit(&format!("units.{i}"), |b| {
+                                let vb = b.var_builder();
+                                Ok([
+                                    candle_nn::linear(3, 3, vb.pp("first"))?,
+                                    candle_nn::linear(3, 3, vb.pp("second"))?,
+                                ])
+                            })
+                        })
+                        .collect::<Result<Vec<Unit<[Linear; 2]>>>>()
+                },
+                &AdamW::default(),
+            )?;
+            for _ in 0..3 {
+                let mut x = Tensor::new(&[[1f32, 2.0, 3.0]], &Device::Cpu)?;
+                for (i, unit) in units.iter().enumerate() {
+                    x = unit.call(&x, |layers, x| {
+                        let y = layers[0].forward(x)?;
+                        Ok(if (rank, i) == (1, 1) { y } else { layers[1].forward(&y)? })
+                    })?;
+                }
+                fabric.backward(&Loss::new(x.sqr()?.sum_all()?, 1.0))?;
+                optimizer.step()?;
+            }
+            gather_weights(&fabric.module_tree()?, &**fabric.world())
+        })
+        .unwrap()
+    };
+    let expected = train(r#"{"type": "ddp"}"#);
+    assert_eq!(train(r#"{"type": "fsdp", "reshard_after_forward": false}"#), expected);
+}

@@ -58,8 +58,8 @@ pub struct BuildContext {
 /// #[typetag::serde(name = "mine")]
 /// impl StrategyConfig for Mine {
 ///     fn build(&self, _context: &BuildContext) -> Result<Box<dyn Strategy>> {
-///         # unimplemented!()
 ///         // …
+///         # Err(fulgurite_core::Error::other(self.every))
 ///     }
 /// }
 /// fulgurite_core::register_strategy!("mine", Mine, "what it does, in a line", "{ every = 4 }");

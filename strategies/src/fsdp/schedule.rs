@@ -42,6 +42,9 @@ struct Order {
     entered: usize,
     /// Whether a backward of this step left calls of units behind: another backward may be theirs.
     behind: bool,
+    /// Groups whose backward has begun and that were not reduced yet, in that order, which is the
+    /// same on all ranks.
+    entered_groups: Vec<usize>,
     /// Complete groups whose reduction waits for the end of the backward.
     held: Vec<usize>,
 }
@@ -109,12 +112,11 @@ impl Schedule {
     /// All of a group's gradients are complete.
     fn post_backward(&self, group: usize) -> Result<()> {
         if self.sync.load(Ordering::Relaxed) {
-            // The root's gradients come from anywhere in the graph: it is last on every rank.
-            if group != self.root() && self.order().is_plain() {
-                self.reduce(group)?;
+            if self.order().entered_groups.contains(&group) {
+                self.reduce_in_order()?;
             } else {
-                // When a gradient is complete depends on what this rank's forward used, and ranks
-                // must reduce in one order.
+                // The root, whose gradients come from anywhere in the graph, and units whose
+                // backward was not seen to begin in a way that is alike on all ranks.
                 self.order().held.push(group);
             }
         }
@@ -122,6 +124,24 @@ impl Schedule {
             self.order().done.push(group);
         }
         Ok(())
+    }
+
+    /// Reduces complete units in the order in which their backwards began. When a unit is complete
+    /// depends on what this rank's forward used; ranks must reduce in one order.
+    fn reduce_in_order(&self) -> Result<()> {
+        loop {
+            let next = {
+                let order = self.order();
+                order.entered_groups.first().copied().filter(|_| order.is_plain())
+            };
+            match next {
+                Some(group) if self.groups[group].is_complete() => {
+                    self.order().entered_groups.remove(0);
+                    self.reduce(group)?;
+                }
+                _ => return Ok(()),
+            }
+        }
     }
 
     fn reduce(&self, group: usize) -> Result<()> {
@@ -136,9 +156,14 @@ impl Schedule {
     /// Ends a backward: finishes what is under way, and frees the units. The root stays gathered
     /// for a further micro-batch. Collective with synchronisation.
     pub(super) fn finish_backward(&self) -> Result<()> {
-        let mut held = std::mem::take(&mut self.order().held);
+        let (entered, mut held) = {
+            let mut order = self.order();
+            (std::mem::take(&mut order.entered_groups), std::mem::take(&mut order.held))
+        };
         held.sort_unstable();
-        held.into_iter().try_for_each(|group| self.reduce(group))?;
+        if self.sync.load(Ordering::Relaxed) {
+            entered.into_iter().chain(held).try_for_each(|group| self.reduce(group))?;
+        }
         let reducing = std::mem::take(&mut self.order().reducing);
         reducing.into_iter().try_for_each(|g| self.groups[g].finish_reduction())?;
         self.order().done.clear();
@@ -224,6 +249,12 @@ impl UnitHooks for Schedule {
         // in one order, and others may have used it.
         let plain = self.order().is_plain();
         if plain {
+            if !self.groups[group].is_frozen() && !self.groups[group].is_complete() {
+                let mut order = self.order();
+                if !order.entered_groups.contains(&group) {
+                    order.entered_groups.push(group);
+                }
+            }
             self.groups[group].members.iter().try_for_each(|m| m.parameter.finish_unused())?;
         }
         Ok(())
