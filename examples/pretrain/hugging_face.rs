@@ -75,7 +75,7 @@ pub fn read_config(config: &mut LlamaConfig, directory: &Path) -> Result<()> {
     if let Some((_, what)) = unsupported.iter().find(|(present, _)| *present) {
         return Err(wrong(format!("{what} is not supported; the model is a plain Llama")));
     }
-    *config = LlamaConfig {
+    let read = LlamaConfig {
         vocab_size: Some(hf.vocab_size),
         hidden_size: hf.hidden_size,
         intermediate_size: hf.intermediate_size,
@@ -89,5 +89,17 @@ pub fn read_config(config: &mut LlamaConfig, directory: &Path) -> Result<()> {
         tie_word_embeddings: hf.tie_word_embeddings,
         ..config.clone()
     };
+    // A key that was set to something else would be passed over in silence.
+    let table = |c: &LlamaConfig| serde_json::to_value(c).map_err(Error::other);
+    let (set, defaults, found) = (table(config)?, table(&LlamaConfig::default())?, table(&read)?);
+    for (key, value) in set.as_object().into_iter().flatten() {
+        if value != &defaults[key] && value != &found[key] {
+            return Err(wrong(format!(
+                "`model.{key}` is {} there and {value} in the configuration; leave it out",
+                found[key]
+            )));
+        }
+    }
+    *config = read;
     Ok(())
 }

@@ -36,7 +36,8 @@ pub struct LlamaConfig {
     pub initializer_range: f64,
     /// Dropout behind attention and MLP; 0 for none.
     pub dropout: f64,
-    /// A directory in Hugging Face's format to take configuration and weights from.
+    /// A directory in Hugging Face's format to take configuration and weights from; the keys
+    /// above then follow from it.
     pub from_pretrained: Option<PathBuf>,
 }
 
