@@ -27,6 +27,7 @@ pub mod mesh;
 pub mod module;
 pub mod nn;
 pub mod optim;
+pub mod parallel;
 pub mod parameter;
 pub mod random;
 pub mod registry;

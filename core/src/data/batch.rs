@@ -2,6 +2,9 @@
 
 use candle_core::Tensor;
 
+use crate::Result;
+use crate::parallel::ContextParallel;
+
 /// Token sequences and what follows each token of them: what a language model trains on.
 #[derive(Debug, Clone)]
 pub struct TokenBatch {
@@ -21,5 +24,15 @@ impl TokenBatch {
     /// Number of input tokens.
     pub fn tokens(&self) -> usize {
         self.inputs.elem_count()
+    }
+    /// This rank's part of the sequences under context parallelism.
+    ///
+    /// # Errors
+    /// As [`ContextParallel::shard`].
+    pub fn shard_sequence(&self, context: &ContextParallel) -> Result<Self> {
+        Ok(Self {
+            inputs: context.shard(&self.inputs, 1)?,
+            targets: context.shard(&self.targets, 1)?,
+        })
     }
 }

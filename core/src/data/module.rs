@@ -4,7 +4,8 @@ use candle_core::Device;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::Result;
+use crate::parallel::ContextParallel;
+use crate::{Error, Result};
 
 /// What samples are used for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -128,4 +129,20 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     /// There is at least one: a rank that has no part of a short validation batch computes on some
     /// sample all the same, and its result is not used.
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<Self::Batch>;
+
+    /// This rank's part of a batch under context parallelism: every tensor that has the sequence as a
+    /// dimension, cut with [`ContextParallel::shard`]. Ranks of one context-parallel group get the
+    /// same batch.
+    ///
+    /// # Errors
+    /// By default: a data module of sequences implements it to be trained with
+    /// `context_parallel_size` above 1.
+    fn shard_sequence(batch: Self::Batch, context: &ContextParallel) -> Result<Self::Batch> {
+        drop(batch);
+        Err(Error::Data(format!(
+            "context_parallel_size is {}, and this data module cannot cut its batches along the \
+             sequence; implement `DataModule::shard_sequence` for it",
+            context.size()
+        )))
+    }
 }

@@ -15,8 +15,7 @@ pub struct TrainLoader<D> {
     data: D,
     sampler: TrainSampler,
     device: Device,
-    seed: u64,
-    share_start: u64,
+    scope: ForwardScope,
     batches: u64,
 }
 
@@ -38,14 +37,12 @@ impl<D: DataModule> Iterator for TrainLoader<D> {
     fn next(&mut self) -> Option<Self::Item> {
         let indices = self.sampler.indices(self.batches, 0);
         self.batches += 1;
-        ForwardScope {
-            training: true,
-            seed: self.seed,
-            step: self.batches,
-            first_sample: self.share_start,
-        }
-        .set();
-        Some(self.data.batch(Split::Train, &indices, &self.device))
+        ForwardScope { step: self.batches, ..self.scope.clone() }.set();
+        let batch = self.data.batch(Split::Train, &indices, &self.device);
+        Some(match &self.scope.context {
+            Some(context) => batch.and_then(|batch| D::shard_sequence(batch, context)),
+            None => batch,
+        })
     }
 }
 
@@ -65,8 +62,7 @@ impl Fabric {
             data,
             sampler,
             device: self.init.device.clone(),
-            seed: self.seed(),
-            share_start: (share.rank * batch_size) as u64,
+            scope: self.scope(true, 0, (share.rank * batch_size) as u64),
             batches: 0,
         })
     }

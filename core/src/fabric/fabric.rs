@@ -7,10 +7,11 @@ use candle_core::Tensor;
 use super::FabricOptimizer;
 use crate::collective::{ProcessGroup, ReduceOp, Solo};
 use crate::launch::Launched;
-use crate::mesh::DeviceMesh;
+use crate::mesh::{CONTEXT_PARALLEL, DeviceMesh};
 use crate::module::{ForwardScope, ModuleBuilder, ModuleInit, ModuleTree};
 use crate::nn::Loss;
 use crate::optim::OptimizerConfig;
+use crate::parallel::ContextParallel;
 use crate::strategy::{NoSyncGuard, StepTotals, Strategy};
 use crate::{Error, Result};
 
@@ -181,7 +182,20 @@ impl Fabric {
         step: u64,
         first_sample: u64,
     ) -> crate::module::ForwardScopeGuard {
-        ForwardScope { training, seed: self.seed, step, first_sample }.enter()
+        self.scope(training, step, first_sample).enter()
+    }
+
+    pub(super) fn scope(&self, training: bool, step: u64, first_sample: u64) -> ForwardScope {
+        let context = self.context_parallel();
+        ForwardScope { training, seed: self.seed, step, first_sample, context, loss_parallel: true }
+    }
+
+    /// The ranks that share sequences with this one, if several do. Batches are cut for them with
+    /// [`DataModule::shard_sequence`](crate::data::DataModule::shard_sequence).
+    pub fn context_parallel(&self) -> Option<ContextParallel> {
+        let strategy = self.strategy();
+        let mesh = strategy.device_mesh().ok()?;
+        ContextParallel::new(mesh.group(CONTEXT_PARALLEL).ok()?.clone())
     }
 
     /// Runs backward on a micro-batch's loss. Collective; see [`Strategy::backward`].

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{
     CONTEXT_PARALLEL, DATA_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, DP_CP,
-    MeshLayout, TENSOR_PARALLEL,
+    DP_SHARD_CP, MeshLayout, TENSOR_PARALLEL,
 };
 use crate::collective::{ProcessGroup, Solo};
 use crate::{Error, Result};
@@ -13,9 +13,9 @@ use crate::{Error, Result};
 /// The ranks of a job in a grid, with a process group along each dimension.
 ///
 /// Dimensions, slowest first: `data_parallel_replicate`, `data_parallel_shard`,
-/// `context_parallel`, `tensor_parallel`. The flattened views `data_parallel` (replicate × shard)
-/// and `dp_cp` (replicate × shard × context) always exist, also at size 1. A dimension of size 1
-/// has a group that communicates nothing.
+/// `context_parallel`, `tensor_parallel`. The flattened views `data_parallel` (replicate × shard),
+/// `dp_cp` (replicate × shard × context) and `dp_shard_cp` (shard × context) always exist, also at
+/// size 1. A dimension of size 1 has a group that communicates nothing.
 #[derive(Clone)]
 pub struct DeviceMesh {
     layout: MeshLayout,
@@ -80,6 +80,7 @@ impl DeviceMesh {
         let dims = [DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, CONTEXT_PARALLEL];
         mesh.flatten(DATA_PARALLEL, &dims[..2].iter().copied().filter(has).collect::<Vec<_>>())?;
         mesh.flatten(DP_CP, &dims.iter().copied().filter(has).collect::<Vec<_>>())?;
+        mesh.flatten(DP_SHARD_CP, &dims[1..].iter().copied().filter(has).collect::<Vec<_>>())?;
         Ok(mesh)
     }
 

@@ -31,3 +31,5 @@ pub const TENSOR_PARALLEL: &str = "tensor_parallel";
 pub const DATA_PARALLEL: &str = "data_parallel";
 /// The flattened view of replicate, shard and context parallel: ranks whose gradients are summed.
 pub const DP_CP: &str = "dp_cp";
+/// The flattened view of shard and context parallel: the ranks that FSDP cuts parameters over.
+pub const DP_SHARD_CP: &str = "dp_shard_cp";

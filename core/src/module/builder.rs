@@ -8,6 +8,7 @@ use super::tree::{ModuleInfo, ModuleTree};
 use super::unit::{Unit, UnitHandle};
 use super::var_builder::Recorder;
 use crate::optim::pattern_matches;
+use crate::parallel::{Heads, LayerHandle};
 use crate::parameter::{Init, Parameter, ParameterSpec};
 use crate::{Error, Result};
 
@@ -112,11 +113,24 @@ impl ModuleBuilder {
     }
 
     /// Records what kind of layer is at this path. Layers of [`nn`](crate::nn) do it themselves.
+    /// Returns the layer's record.
     ///
     /// # Errors
     /// If there is a layer at this path already.
-    pub fn declare(&self, kind: &'static str) -> Result<()> {
-        self.tree().declare(&self.path, ModuleInfo { kind, unit: self.unit })
+    pub fn declare(&self, kind: &'static str) -> Result<LayerHandle> {
+        self.declare_with(kind, None)
+    }
+
+    /// [`declare`](Self::declare) for an attention layer.
+    pub(crate) fn declare_with(
+        &self,
+        kind: &'static str,
+        heads: Option<Heads>,
+    ) -> Result<LayerHandle> {
+        let layer = LayerHandle::new(self.path.clone());
+        let info = ModuleInfo { kind, unit: self.unit, layer: layer.clone(), heads };
+        self.tree().declare(&self.path, info)?;
+        Ok(layer)
     }
 
     /// Declares the parameter `name` of this module.

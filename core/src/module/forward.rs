@@ -1,12 +1,16 @@
 //! What layers need to know of the step they run in.
 
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::marker::PhantomData;
+use std::ops::Range;
+
+use crate::parallel::ContextParallel;
 
 /// The surroundings of a forward on this thread. Dropout reads it: its mask is a function of the
-/// seed, the layer, the step and the sample's place in the global batch, so it is the same on any
-/// mesh.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// seed, the layer, the step and the element's place in the global batch, so it is the same on any
+/// mesh. Attention reads whether sequences are shared by ranks, and output heads whether the loss
+/// can work on a part of the logits.
+#[derive(Debug, Clone)]
 pub struct ForwardScope {
     /// Whether this is training; dropout passes everything otherwise.
     pub training: bool,
@@ -16,27 +20,49 @@ pub struct ForwardScope {
     pub step: u64,
     /// Index, in the step's global batch, of the first sample that this rank is forwarding.
     pub first_sample: u64,
+    /// The ranks that share each sequence, if several do: tensors of two and more dimensions then
+    /// have this rank's part of the sequence in dimension 1.
+    pub context: Option<ContextParallel>,
+    /// Whether heads that a plan made [`loss_parallel`](crate::parallel::Colwise::loss_parallel)
+    /// leave the logits cut.
+    pub loss_parallel: bool,
 }
 
 impl Default for ForwardScope {
     fn default() -> Self {
-        Self { training: true, seed: 0, step: 0, first_sample: 0 }
+        Self {
+            training: true,
+            seed: 0,
+            step: 0,
+            first_sample: 0,
+            context: None,
+            loss_parallel: false,
+        }
     }
 }
 
 thread_local! {
-    static CURRENT: Cell<Option<ForwardScope>> = const { Cell::new(None) };
+    static CURRENT: RefCell<Option<ForwardScope>> = const { RefCell::new(None) };
 }
 
 impl ForwardScope {
     /// The scope in force on this thread: training, seed 0, step 0 unless one was entered.
     pub fn current() -> Self {
-        CURRENT.get().unwrap_or_default()
+        CURRENT.with_borrow(Option::clone).unwrap_or_default()
+    }
+
+    /// The positions, in their whole sequences, of the `n` positions that this rank computes: two
+    /// ranges under context parallelism, one otherwise. For embeddings of positions.
+    pub fn positions(&self, n: usize) -> Vec<Range<usize>> {
+        match &self.context {
+            Some(context) => context.positions(n).to_vec(),
+            None => vec![0..n],
+        }
     }
 
     /// Puts this scope in force on this thread from now on.
     pub fn set(self) {
-        CURRENT.set(Some(self));
+        CURRENT.replace(Some(self));
     }
 
     /// Puts this scope in force until the guard is dropped.
@@ -55,6 +81,6 @@ pub struct ForwardScopeGuard {
 
 impl Drop for ForwardScopeGuard {
     fn drop(&mut self) {
-        CURRENT.set(self.previous);
+        CURRENT.replace(self.previous.take());
     }
 }

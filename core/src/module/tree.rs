@@ -3,16 +3,21 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::UnitHandle;
+use crate::parallel::{Heads, LayerHandle};
 use crate::parameter::Parameter;
 use crate::{Error, Result};
 
 /// What is known of a layer.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct ModuleInfo {
     /// The layer's kind: `Linear`, `Embedding`, `RmsNorm`, …
     pub kind: &'static str,
     /// The index of the unit it is in.
     pub unit: Option<usize>,
+    /// What plans tell the layer.
+    pub(crate) layer: LayerHandle,
+    /// Its heads, if it is an attention layer.
+    pub(crate) heads: Option<Heads>,
 }
 
 /// A model's modules, parameters and units, in the order they were declared, which is the same on

@@ -3,10 +3,13 @@
 use candle_core::Tensor;
 
 use super::kernels::attention::{Attend, merge_heads, split_heads};
+use super::kernels::matmul::InputGrad;
+use super::kernels::sequences::Sequences;
 use super::linear::{Linear, wanted};
 use super::record::record;
 use super::rope::Rope;
-use crate::module::{Module, ModuleBuilder};
+use crate::module::{ForwardScope, Module, ModuleBuilder};
+use crate::parallel::{ContextParallel, Heads, LayerHandle};
 use crate::parameter::{Init, Parameter};
 use crate::{Error, Result};
 
@@ -40,10 +43,9 @@ pub struct CausalSelfAttention {
     k_proj: Linear,
     v_proj: Linear,
     o_proj: Linear,
-    num_heads: usize,
-    num_kv_heads: usize,
     head_dim: usize,
     rope: Option<Rope>,
+    layer: LayerHandle,
 }
 
 impl CausalSelfAttention {
@@ -71,7 +73,8 @@ impl CausalSelfAttention {
                 rope.head_dim()
             ));
         }
-        b.declare("CausalSelfAttention")?;
+        let heads = Heads { num_heads, num_kv_heads, hidden_size };
+        let layer = b.declare_with("CausalSelfAttention", Some(heads))?;
         let project = |name: &str, inputs, heads: usize, bias: bool| {
             let b = b.pp(name);
             let init = config.init.unwrap_or(Init::kaiming_uniform(inputs));
@@ -84,44 +87,55 @@ impl CausalSelfAttention {
             k_proj: project("k_proj", hidden_size, num_kv_heads, config.qkv_bias)?,
             v_proj: project("v_proj", hidden_size, num_kv_heads, config.qkv_bias)?,
             o_proj: project("o_proj", num_heads * head_dim, num_heads, false)?,
-            num_heads,
-            num_kv_heads,
             head_dim,
             rope: config.rope.clone(),
+            layer,
         })
+    }
+
+    /// A projection's output, outside the graph, by heads: those that this rank computes.
+    fn heads(&self, projection: &Linear, x: &Tensor) -> Result<Tensor> {
+        split_heads(&projection.compute(x)?, projection.outputs() / self.head_dim)
     }
 }
 
 impl Module for CausalSelfAttention {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (_, time, _) = x.dims3()?;
+        let (saved, entered) = self.layer.enter(x)?;
+        let (_, time, _) = saved.dims3()?;
+        let context = ForwardScope::current().context;
+        let length = time * context.as_ref().map_or(1, ContextParallel::size);
         let rope = self.rope.as_ref();
         let attend = Attend {
             scale: 1.0 / (self.head_dim as f64).sqrt(),
             causal: true,
-            angles: rope.map(|r| r.angles(0, time, x.dtype(), x.device())).transpose()?,
+            angles: rope.map(|r| r.angles(0, length, x.dtype(), x.device())).transpose()?,
         };
-        let saved = x.detach();
-        let q = split_heads(&self.q_proj.compute(&saved)?, self.num_heads)?;
-        let k = split_heads(&self.k_proj.compute(&saved)?, self.num_kv_heads)?;
-        let v = split_heads(&self.v_proj.compute(&saved)?, self.num_kv_heads)?;
+        let attend = Sequences { attend, context };
+        let q = self.heads(&self.q_proj, &saved)?;
+        let k = self.heads(&self.k_proj, &saved)?;
+        let v = self.heads(&self.v_proj, &saved)?;
         let attended = attend.forward(&q, &k, &v)?;
-        let y = self.o_proj.compute(&merge_heads(&attended.output)?)?;
+        let y = self.o_proj.compute(&merge_heads(attended.output())?)?;
+        let (y, exited) = self.layer.exit(y)?;
+        let y = self.o_proj.add_last_bias(y)?;
 
         let layers = [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];
         let parameters: Vec<&Parameter> = layers.iter().flat_map(|l| l.parameters()).collect();
         let (layer, wanted) = (self.clone(), wanted(x));
         record(&[x], &parameters, y, move |_, grad| {
-            let merged = merge_heads(&attended.output)?;
-            let d = layer.o_proj.backprop(&merged, grad, super::kernels::matmul::InputGrad::New)?;
+            layer.o_proj.last_bias_backprop(grad)?;
+            let grad = exited.backward(grad)?;
+            let merged = merge_heads(attended.output())?;
+            let d = layer.o_proj.backprop(&merged, &grad, InputGrad::New)?;
             let d = d.ok_or_else(|| Error::other("the output projection gave no gradient"))?;
-            let d = split_heads(&d, layer.num_heads)?;
+            let d = split_heads(&d, q.dim(2)?)?;
             let [dq, dk, dv] = attend.backward([&q, &k, &v], &attended, &d)?;
             let mut dx = None;
             for (projection, d) in [(&layer.q_proj, dq), (&layer.k_proj, dk), (&layer.v_proj, dv)] {
                 dx = projection.backprop(&saved, &merge_heads(&d)?, wanted(dx))?;
             }
-            Ok(vec![dx])
+            Ok(vec![dx.map(|dx| entered.backward(&dx)).transpose()?])
         })
     }
 }

@@ -7,18 +7,23 @@ use super::arm::wide_dtype;
 use super::host::{host, tensor, with_float};
 use super::{arm, record::record};
 use crate::module::{ForwardScope, Module, ModuleBuilder};
+use crate::parallel::{LayerHandle, LayerParallel, Layout};
 use crate::random::{Purpose, Stream};
 use crate::{Error, Result};
 
 /// Zeroes each element with probability `p` in training and scales the others by `1 / (1 - p)`.
 ///
 /// The mask is a function of the run's seed, the layer's path, the step and the element's place in
-/// the global batch (dimension 0 is the batch), so it does not depend on how the batch is cut over
-/// ranks and micro-batches; see [`ForwardScope`]. Nothing is kept for backward. A layer that is used twice
-/// in a forward uses the same mask twice: give each place a layer of its own.
+/// the global batch (dimension 0 is the batch, dimension 1 of three the sequence), so it does not
+/// depend on how the batch, the sequence or the last dimension is cut over ranks and micro-batches;
+/// see [`ForwardScope`]. What tensor parallelism does to the input, a plan must say:
+/// [`SequenceParallel`](crate::parallel::SequenceParallel), or
+/// [`PrepareModuleInput`](crate::parallel::PrepareModuleInput) with `desired = "shard(-1)"` between a
+/// colwise and a rowwise layer. Nothing is kept for backward. A layer that is used twice in a forward
+/// uses the same mask twice: give each place a layer of its own.
 #[derive(Debug, Clone)]
 pub struct Dropout {
-    path: String,
+    layer: LayerHandle,
     p: f64,
 }
 
@@ -33,17 +38,95 @@ impl Dropout {
             let message = format!("dropout probability {p} is not in [0, 1)");
             return Err(Error::Module { path, message });
         }
-        b.declare("Dropout")?;
-        Ok(Self { path, p })
+        Ok(Self { layer: b.declare("Dropout")?, p })
     }
 }
 
+/// Where a tensor's elements are in the whole that ranks share.
+struct Places {
+    /// Elements of a row: of what is contiguous here and there.
+    row: usize,
+    /// The place of each row's first element, or of the first row's only, where all is contiguous.
+    starts: Vec<u64>,
+}
+
+impl Places {
+    /// The places of `x`, the first of whose samples is `first_sample`.
+    fn new(x: &Tensor, scope: &ForwardScope, parallel: Option<&LayerParallel>) -> Self {
+        let (dims, first_sample) = (x.dims(), scope.first_sample);
+        let layout = parallel.map_or(Layout::Replicate, |parallel| parallel.layout);
+        let cut_sequence = scope.context.is_some() || layout == Layout::SEQUENCE;
+        let width = dims[dims.len() - 1];
+        if layout == Layout::LAST {
+            // As a norm's or projection's output: rows are all dimensions but the last.
+            let (rank, ranks) = place(parallel);
+            let rows = x.elem_count() / width;
+            let positions = match (&scope.context, dims) {
+                (Some(_), [_, time, _]) => whole_positions(scope, *time),
+                _ => (0..(rows / dims[0]) as u64).collect(),
+            };
+            let per_sample = positions.len() * scope.context.as_ref().map_or(1, |c| c.size());
+            let row = |i: usize| {
+                let sample = first_sample + (i / positions.len()) as u64;
+                let row = sample * per_sample as u64 + positions[i % positions.len()];
+                (row * ranks as u64 + rank as u64) * width as u64
+            };
+            return Self { row: width, starts: (0..rows).map(row).collect() };
+        }
+        match *dims {
+            [batch, time, ..] if cut_sequence && dims.len() > 2 => {
+                let (rank, ranks) = match layout {
+                    Layout::Replicate => (0, 1),
+                    Layout::Shard(_) => place(parallel),
+                };
+                // Within what context parallelism leaves this rank, the ranks' parts follow each other.
+                let local = time * ranks;
+                let positions = &whole_positions(scope, local)[rank * time..][..time];
+                let length = local * scope.context.as_ref().map_or(1, |context| context.size());
+                let row: usize = dims[2..].iter().product();
+                let starts = (0..batch).flat_map(|i| {
+                    let sample = (first_sample + i as u64) * length as u64;
+                    positions.iter().map(move |position| (sample + position) * row as u64)
+                });
+                Self { row, starts: starts.collect() }
+            }
+            _ => {
+                let per_sample = (x.elem_count() / dims[0]) as u64;
+                Self { row: x.elem_count(), starts: vec![first_sample * per_sample] }
+            }
+        }
+    }
+
+    /// Uniform numbers for the elements from `start` on.
+    fn fill(&self, stream: &Stream, mut start: usize, numbers: &mut [f64]) {
+        let mut rest = numbers;
+        while !rest.is_empty() {
+            let (row, column) = (start / self.row, start % self.row);
+            let n = rest.len().min(self.row - column);
+            let (now, later) = rest.split_at_mut(n);
+            stream.fill_uniform(self.starts[row] + column as u64, now);
+            rest = later;
+            start += n;
+        }
+    }
+}
+
+/// This rank's place among those of the plan.
+fn place(parallel: Option<&LayerParallel>) -> (usize, usize) {
+    parallel.map_or((0, 1), |parallel| (parallel.group.rank(), parallel.group.size()))
+}
+
+/// The positions of `n` consecutive places of this rank in the whole sequence.
+fn whole_positions(scope: &ForwardScope, n: usize) -> Vec<u64> {
+    scope.positions(n).into_iter().flatten().map(|position| position as u64).collect()
+}
+
 /// The elements of `x` times 0 or `1 / (1 - p)`.
-fn masked(x: &Tensor, stream: &Stream, first: u64, p: f64) -> Result<Tensor> {
+fn masked(x: &Tensor, stream: &Stream, places: &Places, p: f64) -> Result<Tensor> {
     const PIECE: usize = 4096;
     let scale = 1.0 / (1.0 - p);
     let numbers = |piece: usize, numbers: &mut [f64]| {
-        stream.fill_uniform(first + (piece * PIECE) as u64, numbers);
+        places.fill(stream, piece * PIECE, numbers);
     };
     let (dtype, wide) = (x.dtype(), arm::wide(x)?);
     if arm::on_host(&wide) {
@@ -72,13 +155,16 @@ fn masked(x: &Tensor, stream: &Stream, first: u64, p: f64) -> Result<Tensor> {
 impl Module for Dropout {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let scope = ForwardScope::current();
-        if !scope.training || self.p == 0.0 || x.elem_count() == 0 {
+        if !scope.training || self.p == 0.0 || x.elem_count() == 0 || x.rank() == 0 {
             return Ok(x.clone());
         }
-        let stream = Stream::new(scope.seed, Purpose::Dropout, &self.path).child(scope.step);
-        let elements_per_sample = (x.elem_count() / x.dims().first().unwrap_or(&1)) as u64;
-        let (first, p) = (scope.first_sample * elements_per_sample, self.p);
-        let y = masked(&x.detach(), &stream, first, p)?;
-        record(&[x], &[], y, move |_, grad| Ok(vec![Some(masked(grad, &stream, first, p)?)]))
+        let stream = Stream::new(scope.seed, Purpose::Dropout, self.layer.path()).child(scope.step);
+        let (entered_x, entered) = self.layer.enter(x)?;
+        let places = Places::new(&entered_x, &scope, self.layer.parallel().as_deref());
+        let p = self.p;
+        let y = masked(&entered_x, &stream, &places, p)?;
+        record(&[x], &[], y, move |_, grad| {
+            Ok(vec![Some(entered.backward(&masked(grad, &stream, &places, p)?)?)])
+        })
     }
 }

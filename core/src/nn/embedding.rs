@@ -2,18 +2,23 @@
 
 use candle_core::Tensor;
 
-use super::kernels::embedding::{checked_ids, lookup, lookup_grad};
+use super::kernels::embedding::{checked_ids, local_ids, lookup, lookup_grad};
 use super::record::record;
 use crate::Result;
 use crate::module::{Module, ModuleBuilder};
+use crate::parallel::LayerHandle;
 use crate::parameter::{Init, Parameter};
 
 /// A table of `[rows, width]`, looked up by id.
 ///
 /// `ids` are u32 or i64 of any shape; the output has `width` as one more dimension.
+///
+/// A plan may make it [`Rowwise`](crate::parallel::Rowwise), which cuts the rows (a vocabulary), or
+/// [`Colwise`](crate::parallel::Colwise).
 #[derive(Debug, Clone)]
 pub struct Embedding {
     weight: Parameter,
+    layer: LayerHandle,
 }
 
 impl Embedding {
@@ -30,8 +35,8 @@ impl Embedding {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_init(b: &ModuleBuilder, rows: usize, width: usize, init: Init) -> Result<Self> {
-        b.declare("Embedding")?;
-        Ok(Self { weight: b.parameter("weight", [rows, width], init)? })
+        let layer = b.declare("Embedding")?;
+        Ok(Self { weight: b.parameter("weight", [rows, width], init)?, layer })
     }
 
     /// The table, `[rows, width]`; [`Linear::tied`](super::Linear::tied) shares it.
@@ -46,13 +51,15 @@ impl Module for Embedding {
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         let weight = self.weight.value()?;
         let (rows, width) = weight.dims2()?;
-        let host_ids = checked_ids(ids, rows)?;
+        let all = checked_ids(ids, self.weight.global_shape()[0])?;
+        let host_ids = local_ids(all, self.weight.compute_region().offsets[0], rows);
         let mut shape = ids.dims().to_vec();
         shape.push(width);
         let y = lookup(&host_ids, &weight)?.reshape(shape)?;
+        let (y, exited) = self.layer.exit(y)?;
         let weight = self.weight.clone();
         record(&[], &[&self.weight], y, move |_, grad| {
-            lookup_grad(&weight, &host_ids, grad)?;
+            lookup_grad(&weight, &host_ids, &exited.backward(grad)?)?;
             weight.end_use()?;
             Ok(vec![])
         })

@@ -3,18 +3,24 @@
 use candle_core::Tensor;
 
 use super::kernels::matmul::{self, InputGrad};
+use super::loss_parallel::{self, ShardedLogits};
 use super::record::{check_dtype, record};
-use crate::module::{Module, ModuleBuilder};
+use crate::module::{ForwardScope, Module, ModuleBuilder};
+use crate::parallel::{Crossing, LayerHandle};
 use crate::parameter::{Init, Parameter};
 use crate::{Error, Result};
 
 /// `y = x weight^T (+ bias)`, with `weight` of shape `[out, in]`.
 ///
 /// `x` is `[.., in]` of any rank from 1 on and in the parameters' compute dtype; `y` is `[.., out]`.
+///
+/// A plan may make it [`Colwise`](crate::parallel::Colwise) or
+/// [`Rowwise`](crate::parallel::Rowwise).
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Parameter,
     bias: Option<Parameter>,
+    layer: LayerHandle,
 }
 
 impl Linear {
@@ -31,8 +37,8 @@ impl Linear {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_init(b: &ModuleBuilder, inputs: usize, outputs: usize, init: Init) -> Result<Self> {
-        b.declare("Linear")?;
-        Ok(Self { weight: b.parameter("weight", [outputs, inputs], init)?, bias: None })
+        let layer = b.declare("Linear")?;
+        Ok(Self { weight: b.parameter("weight", [outputs, inputs], init)?, bias: None, layer })
     }
 
     /// A layer with a bias, both uniform within `1 / sqrt(inputs)`.
@@ -49,7 +55,7 @@ impl Linear {
     /// # Errors
     /// If there is a bias at the builder's path already.
     pub fn add_bias(mut self, b: &ModuleBuilder, init: Init) -> Result<Self> {
-        self.bias = Some(b.parameter("bias", [self.outputs()], init)?);
+        self.bias = Some(b.parameter("bias", [self.weight.global_shape()[0]], init)?);
         Ok(self)
     }
 
@@ -66,9 +72,9 @@ impl Linear {
             );
             return Err(Error::parameter(weight.fqn(), message));
         }
-        b.declare("Linear")?;
+        let layer = b.declare("Linear")?;
         b.tie("weight", weight)?;
-        Ok(Self { weight: weight.clone(), bias: None })
+        Ok(Self { weight: weight.clone(), bias: None, layer })
     }
 
     /// The weight, `[out, in]`.
@@ -81,8 +87,9 @@ impl Linear {
         self.bias.as_ref()
     }
 
-    fn outputs(&self) -> usize {
-        self.weight.global_shape()[0]
+    /// How many outputs this rank computes.
+    pub(super) fn outputs(&self) -> usize {
+        self.weight.compute_shape()[0]
     }
 
     /// The parameters, for [`record`].
@@ -90,9 +97,52 @@ impl Linear {
         std::iter::once(&self.weight).chain(&self.bias)
     }
 
-    /// The output, outside the graph.
+    /// The bias that [`compute`](Self::compute) adds, and the one that comes after the sum over the
+    /// ranks of what they computed.
+    fn biases(&self) -> (Option<&Parameter>, Option<&Parameter>) {
+        let bias = self.bias.as_ref();
+        if self.layer.sums() { (None, bias) } else { (bias, None) }
+    }
+
+    /// Adds the bias that comes last, if there is one.
+    pub(super) fn add_last_bias(&self, y: Tensor) -> Result<Tensor> {
+        match self.biases().1 {
+            None => Ok(y),
+            Some(bias) => Ok(y.broadcast_add(&bias.value()?)?),
+        }
+    }
+
+    /// Delivers the gradient of the bias that comes last and ends its use.
+    pub(super) fn last_bias_backprop(&self, grad: &Tensor) -> Result<()> {
+        match self.biases().1 {
+            None => Ok(()),
+            Some(bias) => {
+                matmul::bias_grad(bias, grad)?;
+                bias.end_use()
+            }
+        }
+    }
+
+    /// The output as the next layer gets it: [`LayerHandle::exit`], and logits that the loss takes
+    /// in parts stay as they are.
+    fn exit(&self, y: Tensor) -> Result<(Tensor, Crossing)> {
+        match self.layer.parallel() {
+            Some(parallel) if parallel.loss_parallel && ForwardScope::current().loss_parallel => {
+                loss_parallel::note(ShardedLogits {
+                    group: parallel.group.clone(),
+                    first_class: self.weight.compute_region().offsets[0],
+                    local_classes: self.outputs(),
+                    classes: self.weight.global_shape()[0],
+                });
+                Ok((y, Crossing::none()))
+            }
+            _ => self.layer.exit(y),
+        }
+    }
+
+    /// This rank's output, outside the graph.
     pub(super) fn compute(&self, x: &Tensor) -> Result<Tensor> {
-        let inputs = self.weight.global_shape()[1];
+        let inputs = self.weight.compute_shape()[1];
         if x.dims().last() != Some(&inputs) {
             let message = format!(
                 "the linear layer takes {inputs} inputs in the last dimension, got a tensor of \
@@ -102,7 +152,7 @@ impl Linear {
             return Err(Error::parameter(self.weight.fqn(), message));
         }
         check_dtype("the linear layer", x, &self.weight)?;
-        let bias = self.bias.as_ref().map(Parameter::value).transpose()?;
+        let bias = self.biases().0.map(Parameter::value).transpose()?;
         matmul::linear(x, &self.weight.value()?, bias.as_ref())
     }
 
@@ -120,7 +170,7 @@ impl Linear {
         };
         matmul::weight_grad(&self.weight, x, grad)?;
         self.weight.end_use()?;
-        if let Some(bias) = &self.bias {
+        if let Some(bias) = self.biases().0 {
             matmul::bias_grad(bias, grad)?;
             bias.end_use()?;
         }
@@ -140,11 +190,16 @@ pub(super) fn wanted(x: &Tensor) -> impl Fn(Option<Tensor>) -> InputGrad + Send 
 
 impl Module for Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let y = self.compute(x)?;
-        let (layer, saved, wanted) = (self.clone(), x.detach(), wanted(x));
+        let (saved, entered) = self.layer.enter(x)?;
+        let (y, exited) = self.exit(self.compute(&saved)?)?;
+        let y = self.add_last_bias(y)?;
+        let (layer, wanted) = (self.clone(), wanted(x));
         let parameters: Vec<&Parameter> = self.parameters().collect();
         record(&[x], &parameters, y, move |_, grad| {
-            Ok(vec![layer.backprop(&saved, grad, wanted(None))?])
+            layer.last_bias_backprop(grad)?;
+            let grad = exited.backward(grad)?;
+            let dx = layer.backprop(&saved, &grad, wanted(None))?;
+            Ok(vec![dx.map(|dx| entered.backward(&dx)).transpose()?])
         })
     }
 }

@@ -7,6 +7,7 @@ use super::kernels::matmul::InputGrad;
 use super::linear::{Linear, wanted};
 use super::record::record;
 use crate::module::{Module, ModuleBuilder};
+use crate::parallel::LayerHandle;
 use crate::parameter::{Init, Parameter};
 use crate::{Error, Result};
 
@@ -18,6 +19,7 @@ pub struct SwiGluMlp {
     gate_proj: Linear,
     up_proj: Linear,
     down_proj: Linear,
+    layer: LayerHandle,
 }
 
 impl SwiGluMlp {
@@ -49,7 +51,7 @@ impl SwiGluMlp {
         intermediate: usize,
         init: Option<Init>,
     ) -> Result<Self> {
-        b.declare("SwiGluMlp")?;
+        let layer = b.declare("SwiGluMlp")?;
         let project = |name: &str, inputs, outputs| {
             let init = init.unwrap_or(Init::kaiming_uniform(inputs));
             Linear::with_init(&b.pp(name), inputs, outputs, init)
@@ -58,6 +60,7 @@ impl SwiGluMlp {
             gate_proj: project("gate_proj", hidden, intermediate)?,
             up_proj: project("up_proj", hidden, intermediate)?,
             down_proj: project("down_proj", intermediate, hidden)?,
+            layer,
         })
     }
 }
@@ -69,21 +72,26 @@ fn given(d: Option<Tensor>) -> Result<Tensor> {
 
 impl Module for SwiGluMlp {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let saved = x.detach();
+        let (saved, entered) = self.layer.enter(x)?;
         let gate = self.gate_proj.compute(&saved)?;
         let up = self.up_proj.compute(&saved)?;
         let y = self.down_proj.compute(&swiglu(&gate, &up)?)?;
+        let (y, exited) = self.layer.exit(y)?;
+        let y = self.down_proj.add_last_bias(y)?;
 
         let layers = [&self.gate_proj, &self.up_proj, &self.down_proj];
         let parameters: Vec<&Parameter> = layers.iter().flat_map(|l| l.parameters()).collect();
         let (layer, wanted) = (self.clone(), wanted(x));
         record(&[x], &parameters, y, move |_, grad| {
+            layer.down_proj.last_bias_backprop(grad)?;
+            let grad = exited.backward(grad)?;
             // The product is cheaper to compute again than to keep.
             let hidden = swiglu(&gate, &up)?;
-            let d = given(layer.down_proj.backprop(&hidden, grad, InputGrad::New)?)?;
+            let d = given(layer.down_proj.backprop(&hidden, &grad, InputGrad::New)?)?;
             let (dgate, dup) = swiglu_backward(&gate, &up, &d)?;
             let dx = layer.gate_proj.backprop(&saved, &dgate, wanted(None))?;
-            Ok(vec![layer.up_proj.backprop(&saved, &dup, wanted(dx))?])
+            let dx = layer.up_proj.backprop(&saved, &dup, wanted(dx))?;
+            Ok(vec![dx.map(|dx| entered.backward(&dx)).transpose()?])
         })
     }
 }
@@ -96,6 +104,7 @@ pub struct GeluMlp {
     up_proj: Linear,
     down_proj: Linear,
     activation: Activation,
+    layer: LayerHandle,
 }
 
 impl GeluMlp {
@@ -121,29 +130,35 @@ impl GeluMlp {
         intermediate: usize,
         activation: Activation,
     ) -> Result<Self> {
-        b.declare("GeluMlp")?;
+        let layer = b.declare("GeluMlp")?;
         Ok(Self {
             up_proj: Linear::with_bias(&b.pp("up_proj"), hidden, intermediate)?,
             down_proj: Linear::with_bias(&b.pp("down_proj"), intermediate, hidden)?,
             activation,
+            layer,
         })
     }
 }
 
 impl Module for GeluMlp {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let saved = x.detach();
+        let (saved, entered) = self.layer.enter(x)?;
         let up = self.up_proj.compute(&saved)?;
         let y = self.down_proj.compute(&self.activation.forward(&up)?)?;
+        let (y, exited) = self.layer.exit(y)?;
+        let y = self.down_proj.add_last_bias(y)?;
 
         let layers = [&self.up_proj, &self.down_proj];
         let parameters: Vec<&Parameter> = layers.iter().flat_map(|l| l.parameters()).collect();
         let (layer, wanted) = (self.clone(), wanted(x));
         record(&[x], &parameters, y, move |_, grad| {
+            layer.down_proj.last_bias_backprop(grad)?;
+            let grad = exited.backward(grad)?;
             let hidden = layer.activation.forward(&up)?;
-            let d = given(layer.down_proj.backprop(&hidden, grad, InputGrad::New)?)?;
+            let d = given(layer.down_proj.backprop(&hidden, &grad, InputGrad::New)?)?;
             let d = layer.activation.backward(&up, &d)?;
-            Ok(vec![layer.up_proj.backprop(&saved, &d, wanted(None))?])
+            let dx = layer.up_proj.backprop(&saved, &d, wanted(None))?;
+            Ok(vec![dx.map(|dx| entered.backward(&dx)).transpose()?])
         })
     }
 }

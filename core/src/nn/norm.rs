@@ -5,6 +5,7 @@ use candle_core::Tensor;
 use super::kernels::norm::Norm;
 use super::record::{check_dtype, deliver, record};
 use crate::module::{Module, ModuleBuilder};
+use crate::parallel::LayerHandle;
 use crate::parameter::{Init, Parameter};
 use crate::{Error, Result};
 
@@ -22,6 +23,7 @@ struct Normed {
     norm: Norm,
     weight: Parameter,
     bias: Option<Parameter>,
+    layer: LayerHandle,
 }
 
 impl RmsNorm {
@@ -30,8 +32,8 @@ impl RmsNorm {
     /// # Errors
     /// If there is a layer at the builder's path already.
     pub fn new(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
-        b.declare("RmsNorm")?;
-        Ok(Self(Normed::new(b, width, Norm { center: false, eps }, false)?))
+        let layer = b.declare("RmsNorm")?;
+        Ok(Self(Normed::new(b, width, Norm { center: false, eps }, false, layer)?))
     }
 
     /// The weight, `[width]`.
@@ -46,8 +48,8 @@ impl LayerNorm {
     /// # Errors
     /// If there is a layer at the builder's path already.
     pub fn new(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
-        b.declare("LayerNorm")?;
-        Ok(Self(Normed::new(b, width, Norm { center: true, eps }, true)?))
+        let layer = b.declare("LayerNorm")?;
+        Ok(Self(Normed::new(b, width, Norm { center: true, eps }, true, layer)?))
     }
 
     /// A norm without a bias.
@@ -55,8 +57,8 @@ impl LayerNorm {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn without_bias(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
-        b.declare("LayerNorm")?;
-        Ok(Self(Normed::new(b, width, Norm { center: true, eps }, false)?))
+        let layer = b.declare("LayerNorm")?;
+        Ok(Self(Normed::new(b, width, Norm { center: true, eps }, false, layer)?))
     }
 
     /// The weight, `[width]`.
@@ -71,10 +73,16 @@ impl LayerNorm {
 }
 
 impl Normed {
-    fn new(b: &ModuleBuilder, width: usize, norm: Norm, with_bias: bool) -> Result<Self> {
+    fn new(
+        b: &ModuleBuilder,
+        width: usize,
+        norm: Norm,
+        with_bias: bool,
+        layer: LayerHandle,
+    ) -> Result<Self> {
         let weight = b.parameter("weight", [width], Init::ONES)?;
         let bias = with_bias.then(|| b.parameter("bias", [width], Init::ZEROS)).transpose()?;
-        Ok(Self { norm, weight, bias })
+        Ok(Self { norm, weight, bias, layer })
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
@@ -87,11 +95,14 @@ impl Normed {
             return Err(Error::parameter(self.weight.fqn(), message));
         }
         check_dtype("the norm", x, &self.weight)?;
+        let (saved, entered) = self.layer.enter(x)?;
         let bias = self.bias.as_ref().map(Parameter::value).transpose()?;
-        let y = self.norm.forward(x, &self.weight.value()?, bias.as_ref())?;
+        let y = self.norm.forward(&saved, &self.weight.value()?, bias.as_ref())?;
+        let (y, exited) = self.layer.exit(y)?;
         let parameters: Vec<&Parameter> = std::iter::once(&self.weight).chain(&self.bias).collect();
-        let (layer, saved) = (self.clone(), x.detach());
+        let layer = self.clone();
         record(&[x], &parameters, y, move |_, grad| {
+            let grad = &exited.backward(grad)?;
             let weight = layer.weight.value()?;
             let with_bias = layer.bias.is_some();
             let grads = layer.norm.backward(&saved, &weight, with_bias, grad)?;
@@ -100,7 +111,7 @@ impl Normed {
             if let (Some(bias), Some(grad)) = (&layer.bias, &grads.bias) {
                 deliver(bias, grad)?;
             }
-            Ok(vec![Some(grads.x)])
+            Ok(vec![Some(entered.backward(&grads.x)?)])
         })
     }
 }

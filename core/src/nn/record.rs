@@ -65,7 +65,7 @@ pub(super) fn accumulate_host<T: Float>(
 /// Adds a gradient to the parameter's buffer and ends one use.
 pub(super) fn deliver(parameter: &Parameter, grad: &Tensor) -> Result<()> {
     if parameter.requires_grad() {
-        parameter.accumulate(&grad.reshape(parameter.global_shape())?)?;
+        parameter.accumulate(&grad.reshape(parameter.compute_shape())?)?;
     }
     parameter.end_use()
 }

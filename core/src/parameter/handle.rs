@@ -46,10 +46,20 @@ pub struct LocalShard {
 #[derive(Clone)]
 pub struct Parameter(pub(super) Arc<Inner>);
 
+/// What tensor parallelism makes of a parameter, before strategies cut it further.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct LayerCut {
+    /// The part of the global tensor that this rank's layer computes with.
+    pub(crate) region: Region,
+    /// Whether each rank's gradient is a summand along the cuts that replicate.
+    pub(crate) partial_grad: bool,
+}
+
 pub(super) struct Inner {
     declared: ParameterSpec,
     token: Tensor,
     spec: RwLock<ShardSpec>,
+    layer_cut: RwLock<Option<LayerCut>>,
     compute: OnceLock<Tensor>,
     local: RwLock<Option<LocalShard>>,
     reducer: RwLock<Option<Arc<dyn GradReducer>>>,
@@ -85,6 +95,7 @@ impl Parameter {
             declared,
             token,
             spec,
+            layer_cut: RwLock::default(),
             compute: OnceLock::new(),
             local: RwLock::new(None),
             reducer: RwLock::new(None),
@@ -154,15 +165,52 @@ impl Parameter {
         *self.0.spec.write().expect("no panic while writing") = spec;
     }
 
+    /// Cuts what this rank's layer computes with; each cut comes before those of data parallelism.
+    ///
+    /// # Errors
+    /// If the compute tensor exists already.
+    pub(crate) fn cut_layer(&self, spec: ShardSpec, cut: LayerCut) -> Result<()> {
+        if self.0.compute.get().is_some() && cut.region != Region::full(self.global_shape()) {
+            return Err(Error::parameter(
+                self.fqn(),
+                "cannot be cut by tensor parallelism: its tensor is in use already, by a candle_nn \
+                 layer or by a strategy that has set it up",
+            ));
+        }
+        self.set_spec(spec);
+        *self.0.layer_cut.write().expect("no panic while writing") = Some(cut);
+        Ok(())
+    }
+
+    /// The part of the global tensor that this rank's layer computes with: all of it, unless
+    /// tensor parallelism cuts it.
+    pub fn compute_region(&self) -> Region {
+        let cut = self.0.layer_cut.read().expect("no panic while reading");
+        cut.as_ref().map_or_else(|| Region::full(self.global_shape()), |cut| cut.region.clone())
+    }
+
+    /// The shape of [`compute`](Self::compute), that of [`compute_region`](Self::compute_region).
+    pub fn compute_shape(&self) -> Vec<usize> {
+        self.compute_region().sizes
+    }
+
+    /// Whether each tensor-parallel rank's gradient is a summand, although they hold the same
+    /// values (a norm that computes on a part of the sequence): strategies sum it over the ranks
+    /// along the [spec](Self::spec)'s `tensor_parallel` cut that replicates.
+    pub fn has_partial_grad(&self) -> bool {
+        let cut = self.0.layer_cut.read().expect("no panic while reading");
+        cut.as_ref().is_some_and(|cut| cut.partial_grad)
+    }
+
     /// The compute tensor: what graphs refer to, with or without memory at the moment. Its shape is
-    /// the global shape.
+    /// the global shape, or under tensor parallelism that of this rank's part.
     pub fn compute(&self) -> Result<&Tensor> {
         if let Some(tensor) = self.0.compute.get() {
             return Ok(tensor);
         }
         let tap = ParamTap {
             parameter: Arc::downgrade(&self.0),
-            shape: Shape::from(self.global_shape()),
+            shape: Shape::from(self.compute_shape()),
             dtype: self.compute_dtype(),
         };
         let tensor = self.0.token.apply_op1(tap)?;
@@ -171,7 +219,7 @@ impl Parameter {
 
     /// Number of elements of the compute tensor.
     pub fn compute_elem_count(&self) -> usize {
-        self.elem_count()
+        self.compute_region().elem_count()
     }
 
     /// The one-element tensor that stands for the parameter in a graph: pass it to
@@ -236,11 +284,10 @@ impl Parameter {
 
     /// Adds a gradient of the parameter's shape, any layout and float dtype.
     pub fn accumulate(&self, grad: &Tensor) -> Result<()> {
-        if grad.dims() != self.global_shape() {
-            return Err(Error::parameter(
-                self.fqn(),
-                format!("got a gradient of shape {:?}, not {:?}", grad.dims(), self.global_shape()),
-            ));
+        let shape = self.compute_shape();
+        if grad.dims() != shape {
+            let message = format!("got a gradient of shape {:?}, not {shape:?}", grad.dims());
+            return Err(Error::parameter(self.fqn(), message));
         }
         self.accumulate_with(|buffer, add| {
             let grad = grad.flatten_all()?.to_dtype(buffer.dtype())?.contiguous()?;

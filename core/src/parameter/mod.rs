@@ -13,5 +13,6 @@ pub(crate) mod init;
 mod tap;
 
 pub use grad::{GradReducer, LocalGrads};
+pub(crate) use handle::LayerCut;
 pub use handle::{LocalShard, Parameter, ParameterSpec};
 pub use init::Init;

@@ -18,20 +18,48 @@ pub fn chunk(n: usize, parts: usize, index: usize) -> (usize, usize) {
 }
 
 /// One cut: a mesh dimension and what it does to the part of the tensor that earlier cuts left.
+///
+/// A mesh dimension may make two cuts, one across groups of neighbouring ranks and one within them:
+/// with two key and value heads on four tensor-parallel ranks, `Shard(0)` of size 2 and stride 2
+/// gives a head to each pair, and `Replicate` of size 2 says that the pair holds the same.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cut {
     /// The mesh dimension's name.
     pub mesh_dim: String,
-    /// Number of ranks along it.
+    /// Number of parts, or of replicas.
     pub size: usize,
     /// What each of them holds.
     pub placement: Placement,
+    /// How many neighbouring ranks along the dimension are in one part of this cut: the rank at
+    /// coordinate `c` is in part `c / stride % size`.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub stride: usize,
+}
+
+fn one() -> usize {
+    1
+}
+
+fn is_one(n: &usize) -> bool {
+    *n == 1
 }
 
 impl Cut {
     /// A cut along `mesh_dim`, which has `size` ranks.
     pub fn new(mesh_dim: impl Into<String>, size: usize, placement: Placement) -> Self {
-        Self { mesh_dim: mesh_dim.into(), size, placement }
+        Self { mesh_dim: mesh_dim.into(), size, placement, stride: 1 }
+    }
+
+    /// The same cut across groups of `stride` neighbouring ranks.
+    #[must_use]
+    pub fn with_stride(mut self, stride: usize) -> Self {
+        self.stride = stride;
+        self
+    }
+
+    /// Which part the rank at `coordinate` along the mesh dimension is in.
+    pub fn index(&self, coordinate: usize) -> usize {
+        coordinate / self.stride % self.size
     }
 }
 
@@ -61,7 +89,9 @@ impl ShardSpec {
     /// The region of the rank whose coordinate along each mesh dimension `coordinate` tells.
     pub fn region(&self, coordinate: impl Fn(&str) -> usize) -> Region {
         self.cuts.iter().fold(Region::full(&self.shape), |region, cut| match cut.placement {
-            Placement::Shard(dim) => region.chunked(dim, cut.size, coordinate(&cut.mesh_dim)),
+            Placement::Shard(dim) => {
+                region.chunked(dim, cut.size, cut.index(coordinate(&cut.mesh_dim)))
+            }
             Placement::Replicate | Placement::Partial => region,
         })
     }
@@ -72,7 +102,7 @@ impl ShardSpec {
     pub fn owned_region(&self, coordinate: impl Fn(&str) -> usize) -> Region {
         let (mut index, mut parts) = (0, 1);
         for cut in self.cuts.iter().filter(|cut| !matches!(cut.placement, Placement::Shard(_))) {
-            index = index * cut.size + coordinate(&cut.mesh_dim);
+            index = index * cut.size + cut.index(coordinate(&cut.mesh_dim));
             parts *= cut.size;
         }
         let region = self.region(coordinate);

@@ -10,12 +10,12 @@ use crate::parameter::{LocalShard, Parameter};
 use crate::shard::{Cut, Placement, Region};
 use crate::{Error, Result};
 
-/// Gives this rank every parameter whole, with its initial values. Parameters that compute in
-/// their own dtype are updated in place; others keep a copy that
+/// Gives this rank every parameter whole (under tensor parallelism, all of its part), with its
+/// initial values. Parameters that compute in their own dtype are updated in place; others keep a copy that
 /// [`refresh_compute`] casts. Not collective.
 pub fn replicate(tree: &ModuleTree, seed: u64) -> Result<()> {
     for parameter in tree.parameters() {
-        let region = Region::full(parameter.global_shape());
+        let region = parameter.compute_region();
         let values = initial_values(parameter, seed, &region)?;
         let compute = parameter.compute()?;
         storage::allocate(compute)?;

@@ -18,6 +18,7 @@ use crate::config::{Amount, CheckpointConfig, ClipAlgorithm};
 use crate::data::{DataModule, EvalSampler, SampleOrder, Split, TrainSampler};
 use crate::fabric::{Fabric, FabricOptimizer};
 use crate::mesh::DP_CP;
+use crate::parallel::ContextParallel;
 use crate::{Error, Result};
 
 /// How far a run has come: all that resuming needs besides weights and optimizer state.
@@ -72,6 +73,8 @@ struct Plan {
     first_sample: u64,
     validation: ValidationTimes,
     device: Device,
+    /// The ranks that share sequences with this one.
+    context: Option<ContextParallel>,
 }
 
 impl Plan {
@@ -107,6 +110,17 @@ impl ValidationTimes {
 struct Wishes {
     stop: bool,
     interrupt: bool,
+}
+
+/// This rank's part of a batch.
+fn shard_sequence<D: DataModule>(
+    batch: D::Batch,
+    context: Option<&ContextParallel>,
+) -> Result<D::Batch> {
+    match context {
+        Some(context) => D::shard_sequence(batch, context),
+        None => Ok(batch),
+    }
 }
 
 /// Why the loop ended.
@@ -234,7 +248,8 @@ where
         };
         let first_sample = (share.rank * self.batch_size * accumulate) as u64;
         let device = self.device()?;
-        Ok(Plan { order, sampler, accumulate, first_sample, validation, device })
+        let context = self.parts.fabric.context_parallel();
+        Ok(Plan { order, sampler, accumulate, first_sample, validation, device, context })
     }
 
     /// What the ranks want next: one rank's wish is all ranks'. Collective.
@@ -255,6 +270,7 @@ where
         for micro_batch in 0..plan.accumulate {
             let indices = plan.sampler.indices_from(self.cursor.samples, micro_batch);
             let batch = self.data.batch(Split::Train, &indices, &plan.device)?;
+            let batch = shard_sequence::<D>(batch, plan.context.as_ref())?;
             let first_sample = plan.first_sample + (micro_batch * self.batch_size) as u64;
             logged.batch_index = micro_batch as u64;
             let _scope = self.parts.fabric.forward_scope(true, step, first_sample);
@@ -306,6 +322,7 @@ where
             return Ok(None);
         }
         let device = self.device()?;
+        let context = self.parts.fabric.context_parallel();
         let step = self.cursor.step;
         self.hook(Hook::ValidationStart)?;
         let mut ctx = StepContext::new(step, self.epoch, 0, self.rank(), self.world_size());
@@ -321,6 +338,7 @@ where
                     indices.push(0);
                 }
                 let batch = self.data.batch(Split::Validation, &indices, &device)?;
+                let batch = shard_sequence::<D>(batch, context.as_ref())?;
                 ctx.batch_index = batch_index;
                 if counts {
                     let loss = self.module.validation_step(&batch, &mut ctx)?;

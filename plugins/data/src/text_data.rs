@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use fulgurite_core::data::{DataContext, DataModule, Split, TokenBatch};
+use fulgurite_core::parallel::ContextParallel;
 use fulgurite_core::{Error, Result};
 
 use crate::config::{DataKind, Paths, TextDataConfig};
@@ -119,6 +120,10 @@ impl DataModule for TextData {
     fn len(&self, split: Split) -> u64 {
         let range = &self.part(split).range;
         range.end - range.start
+    }
+
+    fn shard_sequence(batch: TokenBatch, context: &ContextParallel) -> Result<TokenBatch> {
+        batch.shard_sequence(context)
     }
 
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<TokenBatch> {

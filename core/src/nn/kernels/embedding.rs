@@ -23,12 +23,44 @@ pub(in crate::nn) fn checked_ids(ids: &Tensor, rows: usize) -> Result<Vec<u32>> 
         .collect()
 }
 
-/// Row `ids[i]` of `weight` (`[rows, width]`) for each i, flat: `[ids, width]`.
+/// An id that is in none of this rank's rows.
+const ELSEWHERE: u32 = u32::MAX;
+
+/// The ids in a table of which this rank has `rows` rows from `first` on.
+pub(in crate::nn) fn local_ids(mut ids: Vec<u32>, first: usize, rows: usize) -> Vec<u32> {
+    for id in &mut ids {
+        *id = match (*id as usize).checked_sub(first) {
+            Some(row) if row < rows => row as u32,
+            _ => ELSEWHERE,
+        };
+    }
+    ids
+}
+
+/// For tensor operations: ids with some row for those that are elsewhere, and, if there are any, the
+/// factor that makes zeros of those (`[ids, 1]`).
+fn portable_ids(ids: &[u32], like: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    let here: Vec<u32> = ids.iter().map(|&id| if id == ELSEWHERE { 0 } else { id }).collect();
+    let here = Tensor::from_vec(here, ids.len(), like.device())?;
+    if !ids.contains(&ELSEWHERE) {
+        return Ok((here, None));
+    }
+    let factor: Vec<f32> = ids.iter().map(|&id| f32::from(u8::from(id != ELSEWHERE))).collect();
+    let factor = Tensor::from_vec(factor, (ids.len(), 1), like.device())?;
+    Ok((here, Some(factor.to_dtype(like.dtype())?)))
+}
+
+/// Row `ids[i]` of `weight` (`[rows, width]`) for each i, zeros for what is elsewhere, flat:
+/// `[ids, width]`.
 pub(in crate::nn) fn lookup(ids: &[u32], weight: &Tensor) -> Result<Tensor> {
     let width = weight.dim(1)?;
     if !on_host(weight) || weight.dtype() != wide_dtype(weight.dtype()) {
-        let ids = Tensor::from_slice(ids, ids.len(), weight.device())?;
-        return Ok(weight.contiguous()?.index_select(&ids, 0)?);
+        let (ids, factor) = portable_ids(ids, weight)?;
+        let y = weight.contiguous()?.index_select(&ids, 0)?;
+        return Ok(match factor {
+            Some(factor) => y.broadcast_mul(&factor)?,
+            None => y,
+        });
     }
     let weight = wide(weight)?;
     with_float!(weight.dtype(), T => {
@@ -36,7 +68,9 @@ pub(in crate::nn) fn lookup(ids: &[u32], weight: &Tensor) -> Result<Tensor> {
         let weight = weight.slice::<T>()?;
         let mut y = vec![T::ZERO; ids.len() * width];
         y.par_chunks_mut(width.max(1)).zip(ids).with_min_len(64).for_each(|(y, &id)| {
-            y.copy_from_slice(&weight[id as usize * width..][..width]);
+            if id != ELSEWHERE {
+                y.copy_from_slice(&weight[id as usize * width..][..width]);
+            }
         });
         tensor(y, (ids.len(), width))
     })
@@ -47,15 +81,20 @@ pub(in crate::nn) fn lookup_grad(weight: &Parameter, ids: &[u32], grad: &Tensor)
     if !weight.requires_grad() {
         return Ok(());
     }
-    let [rows, width] = *weight.global_shape() else {
+    let [rows, width] = *weight.compute_shape() else {
         return Err(Error::parameter(weight.fqn(), "an embedding has two dimensions"));
     };
     let grad = wide(grad)?;
     if !on_host(&grad) {
         let device: &Device = grad.device();
-        let ids = Tensor::from_slice(ids, ids.len(), device)?;
+        let (ids, factor) = portable_ids(ids, &grad)?;
+        let grad = grad.reshape(((), width))?;
+        let grad = match factor {
+            Some(factor) => grad.broadcast_mul(&factor)?,
+            None => grad,
+        };
         let zeros = Tensor::zeros((rows, width), grad.dtype(), device)?;
-        return weight.accumulate(&zeros.index_add(&ids, &grad.reshape(((), width))?, 0)?);
+        return weight.accumulate(&zeros.index_add(&ids, &grad, 0)?);
     }
     with_float!(grad.dtype(), T => {
         let grad = host(&grad)?;

@@ -10,4 +10,5 @@ pub(super) mod embedding;
 pub(super) mod matmul;
 pub(super) mod norm;
 pub(super) mod rope;
+pub(super) mod sequences;
 pub(super) mod softmax;

@@ -1,0 +1,171 @@
+//! Collectives that carry gradients: for layers of one's own.
+//!
+//! Each takes a tensor in the graph and a process group, communicates when it is called, and moves
+//! the gradient when backward comes by, so all ranks of the group call them in the same order.
+//! Groups of one rank communicate nothing.
+//!
+//! | | forward | backward | for |
+//! |---|---|---|---|
+//! | [`copy_to`] | identity | all-reduce | an input that is replicated, before ranks compute different parts |
+//! | [`reduce_from`] | all-reduce | identity | the sum of what ranks computed, after |
+//! | [`all_gather`] | all-gather | reduce-scatter | an input that is cut, before ranks compute different parts |
+//! | [`reduce_scatter`] | reduce-scatter | all-gather | the sum of what ranks computed, to be cut |
+//! | [`gather`] | all-gather | split | before ranks all compute the same |
+//! | [`split`] | split | all-gather | after ranks all computed the same |
+//! | [`all_to_all`] | all-to-all | all-to-all | cut another dimension instead |
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use candle_core::{DType, Device, Tensor};
+//! use fulgurite_core::collective::{ProcessGroup, Solo};
+//! use fulgurite_core::parallel::collectives::{copy_to, reduce_from};
+//!
+//! let group: Arc<dyn ProcessGroup> = Arc::new(Solo::new("tensor_parallel", 0));
+//! let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu)?;
+//! let hidden = copy_to(&x, &group)?; // … a column-parallel product, then a row-parallel one …
+//! let y = reduce_from(&hidden, &group)?;
+//! assert_eq!(y.dims(), [2, 4]);
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use super::redistribute::{Redistribute, dimension};
+use crate::autograd::function;
+use crate::collective::ProcessGroup;
+use crate::{Error, Result};
+
+fn apply(
+    x: &Tensor,
+    how: Redistribute,
+    total: impl FnOnce() -> Result<usize>,
+    group: &Arc<dyn ProcessGroup>,
+) -> Result<Tensor> {
+    if group.size() == 1 {
+        return Ok(x.clone());
+    }
+    // The graph takes the output's memory over, and sums are made in place.
+    let own = move |x: &Tensor| match how {
+        Redistribute::Copy | Redistribute::AllReduce => x.force_contiguous(),
+        _ => x.contiguous(),
+    };
+    let (y, crossing) = how.forward(&own(x)?.detach(), total, group)?;
+    function(&[x], y, move |_, grad| Ok(vec![Some(crossing.backward(&own(grad)?)?)]))
+}
+
+fn none() -> Result<usize> {
+    Ok(0)
+}
+
+/// Forward: identity. Backward: the gradient's sum over the ranks.
+///
+/// # Errors
+/// If a peer fails.
+pub fn copy_to(x: &Tensor, group: &Arc<dyn ProcessGroup>) -> Result<Tensor> {
+    apply(x, Redistribute::Copy, none, group)
+}
+
+/// Forward: the sum over the ranks. Backward: identity.
+///
+/// # Errors
+/// If a peer fails.
+pub fn reduce_from(x: &Tensor, group: &Arc<dyn ProcessGroup>) -> Result<Tensor> {
+    apply(x, Redistribute::AllReduce, none, group)
+}
+
+/// Forward: the ranks' equal parts, put together along `dim` in rank order. Backward: this rank's
+/// part of the gradient's sum over the ranks.
+///
+/// # Errors
+/// If there is no such dimension, or a peer fails.
+pub fn all_gather(x: &Tensor, dim: isize, group: &Arc<dyn ProcessGroup>) -> Result<Tensor> {
+    apply(x, Redistribute::AllGather(dim), || whole(x, dim, group), group)
+}
+
+/// Forward: this rank's part, along `dim`, of the sum over the ranks. Backward: the gradient's parts
+/// put together.
+///
+/// # Errors
+/// If there is no such dimension or the ranks do not divide it, or a peer fails.
+pub fn reduce_scatter(x: &Tensor, dim: isize, group: &Arc<dyn ProcessGroup>) -> Result<Tensor> {
+    divisible(x, dim, group)?;
+    apply(x, Redistribute::ReduceScatter(dim), none, group)
+}
+
+/// Forward: the ranks' equal parts, put together along `dim` in rank order. Backward: this rank's
+/// part of the gradient, which all ranks have whole.
+///
+/// # Errors
+/// If there is no such dimension, or a peer fails.
+pub fn gather(x: &Tensor, dim: isize, group: &Arc<dyn ProcessGroup>) -> Result<Tensor> {
+    apply(x, Redistribute::Gather(dim), || whole(x, dim, group), group)
+}
+
+/// Forward: this rank's part of `x` along `dim`. Backward: the gradient's parts put together.
+///
+/// # Errors
+/// If there is no such dimension or the ranks do not divide it, or a peer fails.
+pub fn split(x: &Tensor, dim: isize, group: &Arc<dyn ProcessGroup>) -> Result<Tensor> {
+    divisible(x, dim, group)?;
+    apply(x, Redistribute::Split(dim), none, group)
+}
+
+/// Forward: cuts `x` along `split_dim`, sends part `i` to rank `i`, and puts what arrives together
+/// along `concat_dim` in rank order. Backward: the way back.
+///
+/// # Errors
+/// If there are no such dimensions or the ranks do not divide `split_dim`, or a peer fails.
+pub fn all_to_all(
+    x: &Tensor,
+    split_dim: isize,
+    concat_dim: isize,
+    group: &Arc<dyn ProcessGroup>,
+) -> Result<Tensor> {
+    divisible(x, split_dim, group)?;
+    let dims = (dimension(x, split_dim)?, dimension(x, concat_dim)?);
+    if group.size() == 1 {
+        return Ok(x.clone());
+    }
+    let y = exchange(&x.detach(), dims, &**group)?;
+    let group = group.clone();
+    function(&[x], y, move |_, grad| Ok(vec![Some(exchange(grad, (dims.1, dims.0), &*group)?)]))
+}
+
+fn exchange(
+    x: &Tensor,
+    (split_dim, concat_dim): (usize, usize),
+    group: &dyn ProcessGroup,
+) -> Result<Tensor> {
+    let parts = x.chunk(group.size(), split_dim)?;
+    let shape = parts[0].dims().to_vec();
+    let flat = parts.iter().map(Tensor::flatten_all).collect::<candle_core::Result<Vec<_>>>()?;
+    let input = Tensor::cat(&flat, 0)?;
+    let output = input.zeros_like()?;
+    group.all_to_all(&output, &input)?.wait()?;
+    let received = output
+        .chunk(group.size(), 0)?
+        .iter()
+        .map(|part| part.reshape(shape.as_slice()))
+        .collect::<candle_core::Result<Vec<_>>>()?;
+    Ok(Tensor::cat(&received, concat_dim)?.contiguous()?)
+}
+
+fn whole(x: &Tensor, dim: isize, group: &Arc<dyn ProcessGroup>) -> Result<usize> {
+    Ok(x.dim(dimension(x, dim)?)? * group.size())
+}
+
+fn divisible(x: &Tensor, dim: isize, group: &Arc<dyn ProcessGroup>) -> Result<()> {
+    let (size, ranks) = (x.dim(dimension(x, dim)?)?, group.size());
+    if size.is_multiple_of(ranks) {
+        return Ok(());
+    }
+    Err(Error::other(format!(
+        "dimension {dim} of a tensor of shape {:?} cannot be cut over the {ranks} ranks of `{}`: \
+         {size} is not divisible by {ranks}",
+        x.dims(),
+        group.name()
+    )))
+}
