@@ -56,7 +56,7 @@ fn sub_meshes_have_their_own_coordinates() {
             insta::assert_snapshot!(error, @"device mesh: there is a dimension or view `model` already");
             let error = mesh.submesh(&[TENSOR_PARALLEL, DATA_PARALLEL_SHARD]).unwrap_err();
             insta::assert_snapshot!(error, @"device mesh: the dimensions tensor_parallel, data_parallel_shard are not in the mesh's order (data_parallel_replicate, data_parallel_shard, context_parallel, tensor_parallel)");
-            insta::assert_snapshot!(mesh.get("pp").unwrap_err(), @"device mesh: no dimension `pp`; there are context_parallel, data_parallel, data_parallel_replicate, data_parallel_shard, dp_cp, model, tensor_parallel");
+            insta::assert_snapshot!(mesh.get("pp").unwrap_err(), @"device mesh: no dimension `pp`; there are context_parallel, data_parallel, data_parallel_replicate, data_parallel_shard, dp_cp, dp_shard_cp, model, tensor_parallel");
         }
         Ok(())
     })
