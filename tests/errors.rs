@@ -14,7 +14,7 @@ fn any_rank(text: &str) -> String {
 fn names_that_nobody_registered() {
     let scratch = Scratch::with_tokens();
     let error = |assignment| scratch.small().set(&[assignment]).fail();
-    assert_snapshot!(error("trainer.strategy=fsdpp"), @"error: unknown strategy `fsdpp`; available: auto, ddp, fsdp, fsdp2, single_device. If a plugin crate provides `fsdpp`, link it with `use that_crate as _;` in the program");
+    assert_snapshot!(error("trainer.strategy=fsdpp"), @"error: unknown strategy `fsdpp`; available: auto, ddp, fsdp, fsdp2, fsdp_tp, hsdp, model_parallel, single_device, tp. If a plugin crate provides `fsdpp`, link it with `use that_crate as _;` in the program");
     assert_snapshot!(error("trainer.process_group=nccl2"), @"error: unknown process_group `nccl2`; available: shm. If a plugin crate provides `nccl2`, link it with `use that_crate as _;` in the program");
     assert_snapshot!(error("optimizer.type=adam"), @"error: unknown optimizer `adam`; available: adamw, sgd. If a plugin crate provides `adam`, link it with `use that_crate as _;` in the program");
     assert_snapshot!(error("trainer.max_step=3"), @"error: --set trainer.max_step=3: unknown key `trainer.max_step`; did you mean `max_steps`? (the keys of `trainer` are devices, num_nodes, max_steps, max_epochs, max_time, accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, val_check_interval, limit_val_batches, log_every_n_steps, precision, default_root_dir, ckpt_path, enable_progress_bar, unused_parameters, freeze, timeout_secs, strategy, process_group, environment, loggers)");

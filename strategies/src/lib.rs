@@ -5,6 +5,8 @@
 //! | `auto` | `single_device` on one rank, `ddp` on more | |
 //! | `single_device` | everything | nothing |
 //! | `ddp` | everything | an all-reduce of the gradients, in buckets |
+//! | `model_parallel` | its part on a mesh of replicas, shards, context and tensor parallelism | what its dimensions ask for; those of size 1 nothing |
+//! | `hsdp`, `tp`, `fsdp_tp` | as `model_parallel`, with other default sizes | |
 //! | `fsdp`, `fsdp2` | 1/N of every parameter, gradient and optimizer state | all-gathers of parameters and a reduce-scatter of gradients, a unit at a time |
 //!
 //! ```
@@ -16,14 +18,20 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
+mod accumulation;
 mod auto;
 mod ddp;
 mod fsdp;
+mod mesh_strategy;
 mod mixed_precision;
+mod model_parallel;
+pub mod parallelize;
 mod single_device;
 
+pub use accumulation::AccumulationSync;
 pub use auto::Auto;
 pub use ddp::Ddp;
 pub use fsdp::{Fsdp, ReshardAfterForward};
 pub use mixed_precision::{DTypeName, MixedPrecisionPolicy};
+pub use model_parallel::{ModelParallel, Size};
 pub use single_device::SingleDevice;

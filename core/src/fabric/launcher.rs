@@ -31,7 +31,9 @@ impl TrainerConfig {
     /// As [`launch`], and if the process group cannot connect the ranks.
     pub fn connect(&self) -> Result<Connection> {
         registry::require(kind::PROCESS_GROUP, &self.process_group.name)?;
-        let timeout = Duration::from_secs(self.timeout_secs);
+        let strategy =
+            self.strategy.build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?;
+        let timeout = Duration::from_secs(strategy.timeout_secs().unwrap_or(self.timeout_secs));
         let launched = launch(LaunchOptions {
             devices: Some(match self.devices {
                 Devices::Count(n) => n,

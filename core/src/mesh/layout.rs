@@ -47,15 +47,15 @@ impl MeshLayout {
             let sizes = dims
                 .iter()
                 .map(|(name, size)| match size {
-                    Some(size) => format!("{name} = {size}"),
-                    None => format!("{name} = auto"),
+                    Some(size) => format!("`{name}_size={size}`"),
+                    None => format!("`{name}_size=auto`"),
                 })
                 .collect::<Vec<_>>()
                 .join(", ");
-            let verb = if open.is_some() { "divide" } else { "multiply to" };
+            let verb = if open.is_some() { "divide" } else { "equal" };
             return Err(Error::Mesh(format!(
-                "the sizes ({sizes}; product {given}) do not {verb} the world size {world_size}; \
-                 change them, or `trainer.devices` × `trainer.num_nodes`"
+                "the sizes {sizes} multiplied ({given}) should {verb} the world size \
+                 ({world_size}); change them, or `trainer.devices` × `trainer.num_nodes`"
             )));
         }
         Self::new(dims.into_iter().enumerate().map(|(i, (name, size))| {
@@ -181,9 +181,9 @@ mod tests {
     fn sizes_that_do_not_fit_are_named() {
         let message =
             |dims: [(&str, Option<usize>); 2]| MeshLayout::infer(6, dims).unwrap_err().to_string();
-        insta::assert_snapshot!(message([("data_parallel", Some(2)), ("tensor_parallel", Some(2))]), @"device mesh: the sizes (data_parallel = 2, tensor_parallel = 2; product 4) do not multiply to the world size 6; change them, or `trainer.devices` × `trainer.num_nodes`");
-        insta::assert_snapshot!(message([("data_parallel", None), ("tensor_parallel", Some(4))]), @"device mesh: the sizes (data_parallel = auto, tensor_parallel = 4; product 4) do not divide the world size 6; change them, or `trainer.devices` × `trainer.num_nodes`");
-        insta::assert_snapshot!(message([("data_parallel", None), ("tensor_parallel", Some(0))]), @"device mesh: the sizes (data_parallel = auto, tensor_parallel = 0; product 0) do not divide the world size 6; change them, or `trainer.devices` × `trainer.num_nodes`");
+        insta::assert_snapshot!(message([("data_parallel", Some(2)), ("tensor_parallel", Some(2))]), @"device mesh: the sizes `data_parallel_size=2`, `tensor_parallel_size=2` multiplied (4) should equal the world size (6); change them, or `trainer.devices` × `trainer.num_nodes`");
+        insta::assert_snapshot!(message([("data_parallel", None), ("tensor_parallel", Some(4))]), @"device mesh: the sizes `data_parallel_size=auto`, `tensor_parallel_size=4` multiplied (4) should divide the world size (6); change them, or `trainer.devices` × `trainer.num_nodes`");
+        insta::assert_snapshot!(message([("data_parallel", None), ("tensor_parallel", Some(0))]), @"device mesh: the sizes `data_parallel_size=auto`, `tensor_parallel_size=0` multiplied (0) should divide the world size (6); change them, or `trainer.devices` × `trainer.num_nodes`");
         let layout = MeshLayout::new([("dp", 2)]).unwrap();
         insta::assert_snapshot!(layout.dim("pp").unwrap_err(), @"device mesh: no dimension `pp`; there are dp");
     }

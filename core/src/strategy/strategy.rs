@@ -71,6 +71,12 @@ pub trait StrategyConfig: std::fmt::Debug + Send + Sync {
     /// # Errors
     /// If an option is out of range or does not fit the world size.
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Strategy>>;
+
+    /// How long ranks wait for each other in a collective, in seconds, if the strategy's
+    /// configuration says so instead of `trainer.timeout_secs`.
+    fn timeout_secs(&self) -> Option<u64> {
+        None
+    }
 }
 
 /// How a model is spread over ranks, and what that means for a step.

@@ -2,9 +2,11 @@
 #![allow(dead_code, unused_imports)] // Each test binary uses a part.
 
 mod data;
+mod decoder;
 mod training;
 mod transformer;
 
 pub(crate) use data::micro_batch;
+pub(crate) use decoder::{Decoder, DecoderTraining, LENGTH, Variant};
 pub(crate) use training::{Run, Training, gather_weights, strategy};
 pub(crate) use transformer::{Transformer, VOCABULARY};

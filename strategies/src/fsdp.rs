@@ -1,11 +1,13 @@
-//! The configuration.
+//! `strategy = "fsdp"`: parameters, gradients and optimizer state are sharded, and units gathered to
+//! compute.
 
 use fulgurite_core::config::plugin;
 use fulgurite_core::strategy::{BuildContext, ParallelizeConfig, Strategy, StrategyConfig};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use super::runtime::FsdpStrategy;
+use crate::accumulation::AccumulationSync;
+use crate::mesh_strategy::{MeshStrategy, Settings, Sharding};
 use crate::mixed_precision::MixedPrecisionPolicy;
 
 /// Whether a unit's parameters are freed between its forward and its backward.
@@ -74,6 +76,9 @@ pub struct Fsdp {
     /// Allows a model of which no unit is gathered on its own: everything is the root unit, sharded
     /// between steps and whole within one.
     pub allow_root_only: bool,
+    /// What micro-batches before the last of a step communicate: `"none"`, or `"reduce_scatter"` to
+    /// hold no unsharded gradients between them.
+    pub accumulation_sync: AccumulationSync,
     /// A parallelize function that decides instead of `shard_conditions`: a name, or a table with
     /// a `type`.
     #[serde(deserialize_with = "plugin::deserialize_option")]
@@ -89,6 +94,7 @@ impl Default for Fsdp {
             prefetch: 1,
             shard_conditions: Vec::new(),
             allow_root_only: false,
+            accumulation_sync: AccumulationSync::default(),
             parallelize: None,
         }
     }
@@ -103,8 +109,17 @@ impl Fsdp {
                     .to_owned(),
             ));
         }
-        let parallelize = self.parallelize.as_ref().map(|config| config.build()).transpose()?;
-        Ok(Box::new(FsdpStrategy::new(name, self, parallelize)))
+        let sizes = [Some(1), None, Some(1), Some(1)];
+        Ok(Box::new(MeshStrategy::new(Settings {
+            reshard_after_forward: self.reshard_after_forward != ReshardAfterForward::Never,
+            mixed_precision: self.mixed_precision,
+            prefetch: self.prefetch,
+            shard_conditions: self.shard_conditions.clone(),
+            allow_root_only: self.allow_root_only,
+            accumulation_sync: self.accumulation_sync,
+            parallelize: self.parallelize.as_ref().map(|config| config.build()).transpose()?,
+            ..Settings::new(name, sizes, Sharding::Always)
+        })))
     }
 }
 

@@ -1,10 +1,11 @@
-//! The configuration.
+//! `strategy = "ddp"`: every rank holds the model, gradients are all-reduced in buckets while backward
+//! goes on.
 
 use fulgurite_core::strategy::{BuildContext, Strategy, StrategyConfig};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use super::runtime::DdpStrategy;
+use crate::mesh_strategy::{MeshStrategy, Settings, Sharding};
 
 /// `strategy = "ddp"`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -34,10 +35,12 @@ impl StrategyConfig for Ddp {
                 )))
             }
         };
-        Ok(Box::new(DdpStrategy::new(
+        let bucket_bytes = [
             bytes("first_bucket_mb", self.first_bucket_mb)?,
             bytes("bucket_cap_mb", self.bucket_cap_mb)?,
-        )))
+        ];
+        let settings = Settings::new("ddp", [None, Some(1), Some(1), Some(1)], Sharding::Never);
+        Ok(Box::new(MeshStrategy::new(Settings { bucket_bytes, ..settings })))
     }
 }
 

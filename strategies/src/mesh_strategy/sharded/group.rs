@@ -10,10 +10,10 @@ use fulgurite_core::parameter::Parameter;
 use fulgurite_core::{Error, Result};
 
 /// One parameter of a unit, and how it is cut.
-pub(super) struct Member {
-    pub(super) parameter: Parameter,
+pub(in crate::mesh_strategy) struct Member {
+    pub(in crate::mesh_strategy) parameter: Parameter,
     /// Elements of each rank's shard, in rank order.
-    pub(super) counts: Vec<usize>,
+    pub(in crate::mesh_strategy) counts: Vec<usize>,
 }
 
 impl Member {
@@ -26,11 +26,14 @@ impl Member {
 }
 
 /// The parameters that are gathered and reduced together (FSDP2's `FSDPParamGroup`).
-pub(super) struct ParamGroup {
+pub(in crate::mesh_strategy) struct ParamGroup {
     pub(super) path: String,
     pub(super) members: Vec<Member>,
     pub(super) reshard_after_forward: bool,
+    /// The ranks that the parameters are sharded over.
     process_group: Arc<dyn ProcessGroup>,
+    /// The ranks that hold the same shards.
+    replicas: Arc<dyn ProcessGroup>,
     reduce_dtype: Option<DType>,
     state: Mutex<State>,
 }
@@ -43,6 +46,9 @@ struct State {
     /// Trainable members whose gradient is complete in this backward.
     ready: usize,
     reduction: Option<Reduction>,
+    /// What was reduce-scattered in earlier micro-batches and has not met the replicas' yet.
+    waiting: Vec<Tensor>,
+    replication: Option<Replication>,
 }
 
 #[derive(Default)]
@@ -56,22 +62,35 @@ enum ShardedState {
 /// A reduce-scatter under way, with the tensors it reads and writes.
 struct Reduction {
     work: Work,
-    /// Parallel to the trainable members: where this rank's part lands.
-    outputs: Vec<Tensor>,
+    shards: Shards,
     /// Keeps the unsharded gradients until they have been read.
     _inputs: HashMap<String, Tensor>,
 }
 
+/// Reduced gradients of this rank's shards.
+struct Shards {
+    /// One buffer a dtype.
+    buffers: Vec<Tensor>,
+    /// Parallel to the trainable members: each one's view of a buffer.
+    outputs: Vec<Tensor>,
+}
+
+/// All-reduces over the replicas under way.
+struct Replication {
+    works: Vec<Work>,
+    shards: Shards,
+}
+
 impl ParamGroup {
-    pub(super) fn new(
+    pub(in crate::mesh_strategy) fn new(
         path: String,
         members: Vec<Member>,
         reshard_after_forward: bool,
-        process_group: Arc<dyn ProcessGroup>,
+        [process_group, replicas]: [Arc<dyn ProcessGroup>; 2],
         reduce_dtype: Option<DType>,
     ) -> Self {
         let state = Mutex::default();
-        Self { path, members, reshard_after_forward, process_group, reduce_dtype, state }
+        Self { path, members, reshard_after_forward, process_group, replicas, reduce_dtype, state }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -156,55 +175,104 @@ impl ParamGroup {
     }
 
     /// Starts reducing the gradients of this backward (and of earlier ones that did not
-    /// synchronise). Collective.
+    /// synchronise) over the ranks that share the parameters. Collective.
     pub(super) fn reduce_async(&self) -> Result<()> {
         let state = &mut *self.state();
         let inputs = std::mem::take(&mut state.grads);
-        let mut outputs = Vec::new();
+        let shards = self.empty_shards()?;
         let mut parts = Vec::new();
-        for member in self.trainable() {
+        for (member, output) in self.trainable().zip(&shards.outputs) {
             let Some(input) = inputs.get(member.parameter.fqn()) else {
                 return Err(Error::parameter(member.parameter.fqn(), "has no gradient to reduce"));
             };
-            let mine = member.counts[self.process_group.rank()];
-            let output = Tensor::zeros(mine, input.dtype(), input.device())?;
-            outputs.push(output.clone());
             parts.push(ReduceScatter {
                 input: input.clone(),
-                output,
+                output: output.clone(),
                 counts: member.counts.clone(),
             });
             // The next gradient goes into a new buffer.
             member.parameter.clear_accumulated();
         }
         let work = self.process_group.reduce_scatter(parts, ReduceOp::Sum)?;
-        state.reduction = Some(Reduction { work, outputs, _inputs: inputs });
+        state.reduction = Some(Reduction { work, shards, _inputs: inputs });
         Ok(())
     }
 
-    /// Waits for the reduction that is under way, if one is, and adds its result to the shards'
-    /// gradients.
-    pub(super) fn finish_reduction(&self) -> Result<()> {
-        let Some(reduction) = self.state().reduction.take() else { return Ok(()) };
-        reduction.work.wait()?;
-        for (member, output) in self.trainable().zip(reduction.outputs) {
-            let parameter = &member.parameter;
-            let grad = output.to_dtype(match parameter.dtype() {
-                DType::F64 => DType::F64,
-                _ => DType::F32,
-            })?;
-            let sum = match parameter.local_grad() {
-                Some(earlier) => (earlier + grad)?,
-                None => grad,
-            };
-            parameter.set_local_grad(Some(sum));
+    /// Room for the reduced gradients of this rank's shards.
+    fn empty_shards(&self) -> Result<Shards> {
+        let rank = self.process_group.rank();
+        let dtype = |member: &Member| member.reduce_dtype(self.reduce_dtype);
+        let mut sizes: Vec<(DType, usize)> = Vec::new();
+        let mut places = Vec::new();
+        for member in self.trainable() {
+            let dtype = dtype(member);
+            let buffer = sizes.iter().position(|(d, _)| *d == dtype).unwrap_or_else(|| {
+                sizes.push((dtype, 0));
+                sizes.len() - 1
+            });
+            places.push((buffer, sizes[buffer].1, member.counts[rank]));
+            sizes[buffer].1 += member.counts[rank];
         }
+        let device = self.trainable().next().map(|m| m.parameter.device().clone());
+        let device = device.unwrap_or(candle_core::Device::Cpu);
+        let buffers = sizes
+            .into_iter()
+            .map(|(dtype, n)| Tensor::zeros(n, dtype, &device))
+            .collect::<candle_core::Result<Vec<_>>>()?;
+        let outputs = places
+            .into_iter()
+            .map(|(buffer, start, n)| buffers[buffer].narrow(0, start, n))
+            .collect::<candle_core::Result<_>>()?;
+        Ok(Shards { buffers, outputs })
+    }
+
+    /// Waits for the reduction that is under way, if one is, and, where `replicate` says so, starts
+    /// adding the replicas' results to its own. Collective over the replicas then.
+    pub(super) fn finish_reduction(&self, replicate: bool) -> Result<()> {
+        let state = &mut *self.state();
+        let Some(Reduction { work, shards, .. }) = state.reduction.take() else { return Ok(()) };
+        work.wait()?;
+        for (buffer, earlier) in shards.buffers.iter().zip(std::mem::take(&mut state.waiting)) {
+            storage::copy_from(buffer, &(buffer + earlier)?)?;
+        }
+        if !replicate {
+            state.waiting = shards.buffers;
+            return Ok(());
+        }
+        let works = shards
+            .buffers
+            .iter()
+            .filter(|buffer| self.replicas.size() > 1 && buffer.elem_count() > 0)
+            .map(|buffer| self.replicas.all_reduce(buffer, ReduceOp::Sum))
+            .collect::<Result<_>>()?;
+        state.replication = Some(Replication { works, shards });
         Ok(())
     }
 
-    /// Drops unsharded gradients.
+    /// Waits for the replicas, if they are being waited for, and returns the fresh gradients of this
+    /// rank's shards.
+    pub(super) fn finish_replication(&self) -> Result<Vec<(Parameter, Tensor)>> {
+        let Some(Replication { works, shards }) = self.state().replication.take() else {
+            return Ok(Vec::new());
+        };
+        works.into_iter().try_for_each(Work::wait)?;
+        self.trainable()
+            .zip(shards.outputs)
+            .map(|(member, output)| {
+                let grad = output.to_dtype(match member.parameter.dtype() {
+                    DType::F64 => DType::F64,
+                    _ => DType::F32,
+                })?;
+                Ok((member.parameter.clone(), grad))
+            })
+            .collect()
+    }
+
+    /// Drops gradients that were not reduced, or not over the replicas.
     pub(super) fn drop_grads(&self) {
-        self.state().grads.clear();
+        let state = &mut *self.state();
+        state.grads.clear();
+        state.waiting.clear();
     }
 
     /// Ends a backward: the next one counts again.

@@ -10,19 +10,28 @@ use fulgurite_core::module::{UnitHandle, UnitHooks};
 use fulgurite_core::parameter::{GradReducer, Parameter};
 use fulgurite_core::{Error, Result};
 
+use super::super::summands::Summands;
 use super::group::ParamGroup;
+use crate::accumulation::AccumulationSync;
+
+/// dtypes that a unit's input and output are cast to.
+pub(in crate::mesh_strategy) struct Casts {
+    pub(in crate::mesh_strategy) input: Option<DType>,
+    pub(in crate::mesh_strategy) output: Option<DType>,
+}
 
 /// The units at run time. The last group is the root's.
-pub(super) struct Schedule {
+pub(in crate::mesh_strategy) struct Schedule {
     groups: Vec<ParamGroup>,
     /// FQN → group.
     owners: HashMap<String, usize>,
     /// Unit index → group; `None` where the unit was folded into the root.
     units: Vec<Option<usize>>,
     prefetch: usize,
-    input_dtype: Option<DType>,
-    output_dtype: Option<DType>,
+    casts: Casts,
     sync: Arc<AtomicBool>,
+    accumulation_sync: AccumulationSync,
+    summands: Summands,
     order: Mutex<Order>,
 }
 
@@ -58,12 +67,13 @@ impl Order {
 }
 
 impl Schedule {
-    pub(super) fn new(
+    pub(in crate::mesh_strategy) fn new(
         groups: Vec<ParamGroup>,
         units: Vec<Option<usize>>,
         prefetch: usize,
-        dtypes: (Option<DType>, Option<DType>),
-        sync: Arc<AtomicBool>,
+        casts: Casts,
+        (sync, accumulation_sync): (Arc<AtomicBool>, AccumulationSync),
+        summands: Summands,
     ) -> Self {
         let mut owners = HashMap::new();
         for (i, group) in groups.iter().enumerate() {
@@ -71,9 +81,18 @@ impl Schedule {
                 owners.insert(member.parameter.fqn().to_owned(), i);
             }
         }
-        let (input_dtype, output_dtype) = dtypes;
         let order = Mutex::default();
-        Self { groups, owners, units, prefetch, input_dtype, output_dtype, sync, order }
+        Self { groups, owners, units, prefetch, casts, sync, accumulation_sync, summands, order }
+    }
+
+    /// Whether this backward's gradients are reduced over the ranks that share parameters.
+    fn reduces(&self) -> bool {
+        self.sync.load(Ordering::Relaxed) || self.accumulation_sync != AccumulationSync::None
+    }
+
+    /// Whether they are reduced over replicas too.
+    fn replicates(&self) -> bool {
+        self.sync.load(Ordering::Relaxed) || self.accumulation_sync == AccumulationSync::All
     }
 
     fn order(&self) -> MutexGuard<'_, Order> {
@@ -94,24 +113,24 @@ impl Schedule {
     }
 
     /// Gathers the root unit. Collective.
-    pub(super) fn prepare_forward(&self) -> Result<()> {
+    pub(in crate::mesh_strategy) fn prepare_forward(&self) -> Result<()> {
         self.groups[self.root()].unshard()
     }
 
     /// Frees every unit. Local.
-    pub(super) fn reshard_all(&self) -> Result<()> {
+    pub(in crate::mesh_strategy) fn reshard_all(&self) -> Result<()> {
         self.groups.iter().try_for_each(ParamGroup::reshard)
     }
 
     /// Ends a step: gradients that were never reduced are dropped. Local.
-    pub(super) fn finish_step(&self) {
+    pub(in crate::mesh_strategy) fn finish_step(&self) {
         self.order().behind = false;
         self.groups.iter().for_each(ParamGroup::drop_grads);
     }
 
     /// All of a group's gradients are complete.
     fn post_backward(&self, group: usize) -> Result<()> {
-        if self.sync.load(Ordering::Relaxed) {
+        if self.reduces() {
             if self.order().entered_groups.contains(&group) {
                 self.reduce_in_order()?;
             } else {
@@ -145,27 +164,51 @@ impl Schedule {
     }
 
     fn reduce(&self, group: usize) -> Result<()> {
-        // One reduction at a time holds unsharded gradients besides the one being filled.
-        let earlier = std::mem::take(&mut self.order().reducing);
-        earlier.into_iter().try_for_each(|g| self.groups[g].finish_reduction())?;
+        self.finish_reductions()?;
         self.groups[group].reduce_async()?;
         self.order().reducing.push(group);
         Ok(())
     }
 
+    /// One reduction at a time holds unsharded gradients besides the one being filled.
+    fn finish_reductions(&self) -> Result<()> {
+        let replicate = self.replicates();
+        let reducing = std::mem::take(&mut self.order().reducing);
+        reducing.into_iter().try_for_each(|g| self.groups[g].finish_reduction(replicate))
+    }
+
+    /// Adds what this backward reduced to the shards' gradients. Collective over the tensor-parallel
+    /// ranks.
+    fn deliver(&self) -> Result<()> {
+        let mut fresh = Vec::new();
+        for group in &self.groups {
+            fresh.extend(group.finish_replication()?);
+        }
+        let find = |p: &Parameter| fresh.iter().find(|(q, _)| q == p).map(|(_, grad)| grad.clone());
+        self.summands.sum(find)?;
+        for (parameter, grad) in fresh {
+            let sum = match parameter.local_grad() {
+                Some(earlier) => (earlier + grad)?,
+                None => grad,
+            };
+            parameter.set_local_grad(Some(sum));
+        }
+        Ok(())
+    }
+
     /// Ends a backward: finishes what is under way, and frees the units. The root stays gathered
     /// for a further micro-batch. Collective with synchronisation.
-    pub(super) fn finish_backward(&self) -> Result<()> {
+    pub(in crate::mesh_strategy) fn finish_backward(&self) -> Result<()> {
         let (entered, mut held) = {
             let mut order = self.order();
             (std::mem::take(&mut order.entered_groups), std::mem::take(&mut order.held))
         };
         held.sort_unstable();
-        if self.sync.load(Ordering::Relaxed) {
+        if self.reduces() {
             entered.into_iter().chain(held).try_for_each(|group| self.reduce(group))?;
         }
-        let reducing = std::mem::take(&mut self.order().reducing);
-        reducing.into_iter().try_for_each(|g| self.groups[g].finish_reduction())?;
+        self.finish_reductions()?;
+        self.deliver()?;
         self.order().done.clear();
         let root = self.root();
         for (i, group) in self.groups.iter().enumerate() {
@@ -261,11 +304,11 @@ impl UnitHooks for Schedule {
     }
 
     fn input_dtype(&self) -> Option<DType> {
-        self.input_dtype
+        self.casts.input
     }
 
     fn output_dtype(&self) -> Option<DType> {
-        self.output_dtype
+        self.casts.output
     }
 }
 

@@ -10,11 +10,13 @@ use fulgurite_core::collective::{ProcessGroup, ReduceOp, Work};
 use fulgurite_core::parameter::{GradReducer, Parameter};
 use fulgurite_core::{Error, Result};
 
+use super::super::summands::Summands;
 use super::bucket::{Item, pack};
 
-/// Reduces gradients over a group.
-pub(super) struct Reducer {
+/// Reduces gradients over the replicas.
+pub(in crate::mesh_strategy) struct Reducer {
     group: Arc<dyn ProcessGroup>,
+    summands: Summands,
     sync: Arc<AtomicBool>,
     state: Mutex<State>,
 }
@@ -41,8 +43,12 @@ struct Bucket {
 }
 
 impl Reducer {
-    pub(super) fn new(group: Arc<dyn ProcessGroup>, sync: Arc<AtomicBool>) -> Self {
-        Self { group, sync, state: Mutex::default() }
+    pub(in crate::mesh_strategy) fn new(
+        group: Arc<dyn ProcessGroup>,
+        summands: Summands,
+        sync: Arc<AtomicBool>,
+    ) -> Self {
+        Self { group, summands, sync, state: Mutex::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -51,11 +57,10 @@ impl Reducer {
 
     /// Lays buckets out for `parameters` in the order their gradients become ready. Gradients that
     /// are in the present buckets are lost.
-    pub(super) fn lay_out(
+    pub(in crate::mesh_strategy) fn lay_out(
         &self,
         parameters: &[Parameter],
-        first_bytes: usize,
-        cap_bytes: usize,
+        [first_bytes, cap_bytes]: [usize; 2],
     ) -> Result<()> {
         let dtype = |p: &Parameter| if p.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let items: Vec<Item> = parameters
@@ -81,28 +86,30 @@ impl Reducer {
     }
 
     /// The order in which gradients became ready in the first backward that synchronised.
-    pub(super) fn ready_order(&self) -> Vec<String> {
+    pub(in crate::mesh_strategy) fn ready_order(&self) -> Vec<String> {
         self.state().ready_order.clone()
     }
 
     /// Before a backward: a bucket that was reduced already in this step keeps the sum on one rank
     /// only, so that reducing it again adds the new gradients once.
-    pub(super) fn begin_backward(&self) {
+    pub(in crate::mesh_strategy) fn begin_backward(&self) {
         for bucket in &mut self.state().buckets {
             if !std::mem::take(&mut bucket.reduced) {
                 continue;
             }
-            // On rank 0 also for those that only other ranks had a gradient of.
-            let keep = self.group.rank() == 0;
-            bucket.parameters.iter().for_each(|parameter| match keep {
-                true => parameter.mark_accumulated(),
-                false => parameter.clear_accumulated(),
-            });
+            for parameter in &bucket.parameters {
+                // On the first rank also for those that only other ranks had a gradient of.
+                if self.group.rank() == 0 && self.summands.rank_of(parameter) == 0 {
+                    parameter.mark_accumulated();
+                } else {
+                    parameter.clear_accumulated();
+                }
+            }
         }
     }
 
     /// After a backward: waits for the reductions and gives the parameters their gradients.
-    pub(super) fn finish_backward(&self) -> Result<()> {
+    pub(in crate::mesh_strategy) fn finish_backward(&self) -> Result<()> {
         let state = &mut *self.state();
         state.next = 0;
         let sync = self.sync.load(Ordering::Relaxed);
@@ -113,6 +120,10 @@ impl Reducer {
             }
             bucket.reduced = sync;
         }
+        if sync {
+            let grad = |p: &Parameter| state.places.get(p.fqn()).map(|(_, view)| view.clone());
+            self.summands.sum(grad)?;
+        }
         for parameter in state.buckets.iter().flat_map(|bucket| &bucket.parameters) {
             let view = state.places.get(parameter.fqn()).map(|(_, view)| view.clone());
             parameter.set_local_grad(view);
@@ -121,7 +132,7 @@ impl Reducer {
     }
 
     /// After an optimizer step: the buckets hold nothing any more.
-    pub(super) fn finish_step(&self) {
+    pub(in crate::mesh_strategy) fn finish_step(&self) {
         self.state().buckets.iter_mut().for_each(|bucket| bucket.reduced = false);
     }
 }

@@ -1,0 +1,7 @@
+//! Ranks that hold shards: units are gathered to compute, and gradients reduce-scattered.
+
+mod group;
+mod schedule;
+
+pub(super) use group::{Member, ParamGroup};
+pub(super) use schedule::{Casts, Schedule};

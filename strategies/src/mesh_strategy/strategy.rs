@@ -1,0 +1,337 @@
+//! The strategy.
+
+use std::sync::Arc;
+
+use candle_core::DType;
+use fulgurite_core::collective::{ProcessGroup, broadcast_object};
+use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
+use fulgurite_core::module::{ModuleInit, ModuleTree, UnitHooks};
+use fulgurite_core::parameter::{GradReducer, LocalShard, Parameter};
+use fulgurite_core::shard::{Cut, Placement, ShardSpec};
+use fulgurite_core::strategy::{Capabilities, ParallelizeFn, Strategy, StrategyState, materialize};
+use fulgurite_core::{Error, Result};
+
+use super::replicated::Reducer;
+use super::sharded::{Casts, Member, ParamGroup, Schedule};
+use super::summands::Summands;
+use super::{Settings, Sharding, units};
+
+/// Spreads a model over a mesh: tensor parallelism as a plan says, then, over the other dimensions,
+/// replicas or shards.
+pub(crate) struct MeshStrategy {
+    settings: Settings,
+    state: StrategyState,
+    engine: Option<Engine>,
+}
+
+/// How the ranks of the data-parallel dimensions hold what tensor parallelism leaves of a parameter.
+enum Engine {
+    Replicated {
+        reducer: Arc<Reducer>,
+        /// Whether buckets follow the order in which gradients really become ready.
+        ordered: bool,
+    },
+    Sharded(Arc<Schedule>),
+}
+
+impl MeshStrategy {
+    pub(crate) fn new(settings: Settings) -> Self {
+        Self { settings, state: StrategyState::default(), engine: None }
+    }
+
+    fn mixes_dtypes(&self) -> bool {
+        let policy = self.settings.mixed_precision;
+        policy.param_dtype.or(policy.reduce_dtype).or(policy.output_dtype).is_some()
+    }
+
+    /// Whether parameters are sharded on this mesh.
+    fn shards(&self) -> Result<bool> {
+        Ok(match self.settings.sharding {
+            Sharding::Always => true,
+            Sharding::Never => false,
+            Sharding::WhereUseful => {
+                self.mixes_dtypes() || self.state.mesh()?.size(DP_SHARD_CP)? > 1
+            }
+        })
+    }
+
+    /// What tensor parallelism makes of a parameter, and the replicas of it.
+    fn outer_spec(&self, parameter: &Parameter) -> Result<ShardSpec> {
+        let mesh = self.state.mesh()?;
+        let mut spec = parameter.spec();
+        let cut_by = |spec: &ShardSpec, dim| spec.cuts.iter().any(|cut| cut.mesh_dim == dim);
+        for dim in [TENSOR_PARALLEL, DATA_PARALLEL_REPLICATE] {
+            let size = mesh.size(dim)?;
+            if size > 1 && !cut_by(&spec, dim) {
+                spec = spec.with_cut(Cut::new(dim, size, Placement::Replicate));
+            }
+        }
+        Ok(spec)
+    }
+
+    fn replicate(&self, tree: &ModuleTree, seed: u64, summands: Summands) -> Result<Engine> {
+        for parameter in tree.parameters() {
+            parameter.set_spec(self.outer_spec(parameter)?);
+        }
+        materialize::replicate(tree, seed)?;
+        let group = self.state.mesh()?.group(DATA_PARALLEL_REPLICATE)?.clone();
+        // Alone there is nothing to be in order for.
+        let ordered = group.size() == 1;
+        let reducer = Arc::new(Reducer::new(group, summands, self.state.sync_flag()));
+        // Until the real order is known: the reverse of declaration.
+        let reversed: Vec<Parameter> = tree.trainable().cloned().collect::<Vec<_>>();
+        let reversed: Vec<Parameter> = reversed.into_iter().rev().collect();
+        reducer.lay_out(&reversed, self.settings.bucket_bytes)?;
+        tree.trainable().for_each(|p| p.set_reducer(reducer.clone()));
+        Ok(Engine::Replicated { reducer, ordered })
+    }
+
+    fn shard(&self, tree: &ModuleTree, seed: u64, summands: Summands) -> Result<Engine> {
+        let chosen = units::choose(&self.settings, tree)?;
+        let mesh = self.state.mesh()?;
+        let policy = self.settings.mixed_precision;
+        let reduce_dtype = policy.reduce_dtype.map(DType::from);
+        let process_groups =
+            [mesh.group(DP_SHARD_CP)?.clone(), mesh.group(DATA_PARALLEL_REPLICATE)?.clone()];
+        let mut groups = Vec::new();
+        let mut units = Vec::new();
+        let mut root = tree.unit_parameters(None);
+        let mut add = |path: &str, parameters: &[Parameter], reshard: bool| -> Result<usize> {
+            let members = parameters
+                .iter()
+                .map(|parameter| self.shard_parameter(parameter, seed))
+                .collect::<Result<_>>()?;
+            let path = path.to_owned();
+            groups.push(ParamGroup::new(
+                path,
+                members,
+                reshard,
+                process_groups.clone(),
+                reduce_dtype,
+            ));
+            Ok(groups.len() - 1)
+        };
+        for (unit, chosen) in tree.units().iter().zip(chosen) {
+            let parameters = tree.unit_parameters(Some(unit.index()));
+            if chosen {
+                let reshard = self.settings.reshard_after_forward;
+                units.push(Some(add(unit.path(), &parameters, reshard)?));
+            } else {
+                root.extend(parameters);
+                units.push(None);
+            }
+        }
+        add("(root)", &root, false)?;
+        let cast = policy.param_dtype.filter(|_| policy.cast_forward_inputs).map(DType::from);
+        let casts = Casts { input: cast, output: policy.output_dtype.map(DType::from) };
+        let schedule = Arc::new(Schedule::new(
+            groups,
+            units,
+            self.settings.prefetch,
+            casts,
+            (self.state.sync_flag(), self.settings.accumulation_sync),
+            summands,
+        ));
+        for parameter in tree.trainable() {
+            parameter.set_reducer(schedule.clone() as Arc<dyn GradReducer>);
+        }
+        for unit in tree.units() {
+            unit.set_hooks(schedule.clone() as Arc<dyn UnitHooks>);
+        }
+        tracing::debug!(?schedule, "units");
+        Ok(Engine::Sharded(schedule))
+    }
+
+    /// Cuts a parameter along dimension 0 and gives this rank's shard its initial values.
+    fn shard_parameter(&self, parameter: &Parameter, seed: u64) -> Result<Member> {
+        let mesh = self.state.mesh()?;
+        let fqn = parameter.fqn();
+        if parameter.global_shape().is_empty() {
+            let message = "is a scalar, which FSDP cannot shard; give it the shape [1]";
+            return Err(Error::parameter(fqn, message));
+        }
+        let ranks = mesh.size(DP_SHARD_CP)?;
+        let outer = self.outer_spec(parameter)?;
+        check_even(parameter, &outer, ranks)?;
+        let spec = outer.with_cut(Cut::new(DP_SHARD_CP, ranks, Placement::Shard(0)));
+        let region =
+            |rank| spec.region(|dim| if dim == DP_SHARD_CP { rank } else { mesh.coordinate(dim) });
+        let counts = (0..ranks).map(|rank| region(rank).elem_count()).collect();
+        let region = region(mesh.coordinate(DP_SHARD_CP));
+        let values = materialize::initial_values(parameter, seed, &region)?;
+        parameter.set_spec(spec);
+        parameter.set_local(LocalShard { values, region });
+        Ok(Member { parameter: parameter.clone(), counts })
+    }
+
+    fn engine(&self) -> Result<&Engine> {
+        self.engine.as_ref().ok_or_else(|| {
+            Error::other(format!("{}: no model has been set up", self.settings.name))
+        })
+    }
+
+    /// Checks that replicas hold the same. Collective.
+    fn verify_replicas(&self, tree: &ModuleTree) -> Result<()> {
+        let group = self.state.mesh()?.group(DATA_PARALLEL_REPLICATE)?;
+        if group.size() == 1 {
+            return Ok(());
+        }
+        materialize::verify_same_values(tree, &**group)
+    }
+
+    /// After the first synchronised step: lays the buckets out again in the order in which
+    /// gradients became ready on the first replica (the replicas must agree). Collective.
+    fn reorder(&mut self) -> Result<()> {
+        let Some(Engine::Replicated { reducer, ordered: ordered @ false }) = &mut self.engine
+        else {
+            return Ok(());
+        };
+        let tree = self.state.tree()?;
+        let group = self.state.mesh()?.group(DATA_PARALLEL_REPLICATE)?;
+        let order = broadcast_object(&**group, &reducer.ready_order(), 0)?;
+        let parameters: Vec<Parameter> =
+            order.iter().filter_map(|fqn| tree.parameter(fqn).cloned()).collect();
+        if parameters.len() == tree.trainable().count() {
+            reducer.lay_out(&parameters, self.settings.bucket_bytes)?;
+            *ordered = true;
+        }
+        Ok(())
+    }
+}
+
+/// FSDP shards what tensor parallelism leaves of dimension 0, which must be as much on every rank
+/// (in PyTorch too): shards of a parameter that both cut are then of one size but for the last.
+fn check_even(parameter: &Parameter, outer: &ShardSpec, ranks: usize) -> Result<()> {
+    let rows = parameter.global_shape()[0];
+    let uneven = outer.cuts.iter().find(|cut| {
+        cut.mesh_dim == TENSOR_PARALLEL
+            && cut.placement == Placement::Shard(0)
+            && !rows.is_multiple_of(cut.size)
+    });
+    match uneven {
+        Some(cut) if ranks > 1 => Err(Error::parameter(
+            parameter.fqn(),
+            format!(
+                "has {rows} rows, which tensor_parallel (size {}) does not divide and over {ranks} \
+                 ranks FSDP would cut again; make them a multiple of {} (pad a vocabulary), leave \
+                 the layer out of the plan, or use data_parallel_replicate_size in place of shards",
+                cut.size, cut.size
+            ),
+        )),
+        _ => Ok(()),
+    }
+}
+
+impl Strategy for MeshStrategy {
+    fn name(&self) -> &str {
+        self.settings.name
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let alone = self.settings.sizes == [Some(1); 4];
+        Capabilities {
+            distributed: !alone,
+            sharded: self.settings.sharding != Sharding::Never,
+            no_sync: !alone,
+        }
+    }
+
+    fn state(&self) -> &StrategyState {
+        &self.state
+    }
+
+    fn state_mut(&mut self) -> &mut StrategyState {
+        &mut self.state
+    }
+
+    fn setup_environment(&mut self, world: Arc<dyn ProcessGroup>) -> Result<()> {
+        let [replicate, shard, context, tensor] = self.settings.sizes;
+        if self.settings.sizes == [Some(1); 4] && world.size() != 1 {
+            return Err(Error::Mesh(format!(
+                "strategy `{}` runs on one rank, the world size is {}; set `trainer.devices = 1`, or \
+                 choose `ddp` or `fsdp`",
+                self.settings.name,
+                world.size()
+            )));
+        }
+        let layout = DeviceMesh::layout_for(world.size(), replicate, shard, context, tensor)?;
+        self.state.set_mesh(DeviceMesh::new(layout, world)?);
+        Ok(())
+    }
+
+    fn set_parallelize(&mut self, parallelize: Box<dyn ParallelizeFn>) -> Result<()> {
+        if self.settings.sharding == Sharding::Never {
+            return Err(Error::other(format!(
+                "strategy `{}` takes no parallelize function; `fsdp` and `model_parallel` do",
+                self.settings.name
+            )));
+        }
+        self.settings.parallelize = Some(parallelize);
+        Ok(())
+    }
+
+    fn module_init_context(&self, init: ModuleInit) -> ModuleInit {
+        match self.settings.mixed_precision.param_dtype {
+            Some(dtype) => ModuleInit { compute_dtype: dtype.into(), ..init },
+            None => init,
+        }
+    }
+
+    fn setup_module(&mut self, mut tree: ModuleTree, seed: u64) -> Result<()> {
+        let mesh = self.state.mesh()?;
+        materialize::verify_same_model(&tree, &**mesh.world())?;
+        if let Some(parallelize) = &self.settings.parallelize {
+            parallelize.parallelize(&mut tree, mesh)?;
+        }
+        let summands = Summands::new(&tree, mesh)?;
+        let engine = match self.shards()? {
+            true => self.shard(&tree, seed, summands)?,
+            false => self.replicate(&tree, seed, summands)?,
+        };
+        self.verify_replicas(&tree)?;
+        self.engine = Some(engine);
+        self.state.set_tree(tree);
+        Ok(())
+    }
+
+    fn finish_load(&mut self) -> Result<()> {
+        // Each replica has read its own copy.
+        self.verify_replicas(self.state.tree()?)?;
+        self.prepare_forward()
+    }
+
+    fn prepare_forward(&mut self) -> Result<()> {
+        match self.engine()? {
+            Engine::Replicated { .. } => materialize::refresh_compute(self.state.tree()?),
+            Engine::Sharded(schedule) => {
+                // What was gathered before an optimizer step or a load is out of date.
+                schedule.reshard_all()?;
+                schedule.prepare_forward()
+            }
+        }
+    }
+
+    fn begin_backward(&mut self) -> Result<()> {
+        if let Engine::Replicated { reducer, .. } = self.engine()? {
+            reducer.begin_backward();
+        }
+        Ok(())
+    }
+
+    fn finish_backward(&mut self) -> Result<()> {
+        match self.engine()? {
+            Engine::Replicated { reducer, .. } => reducer.finish_backward(),
+            Engine::Sharded(schedule) => schedule.finish_backward(),
+        }
+    }
+
+    fn finish_step(&mut self) -> Result<()> {
+        self.state.end_step()?;
+        match self.engine()? {
+            Engine::Replicated { reducer, .. } => reducer.finish_step(),
+            Engine::Sharded(schedule) => schedule.finish_step(),
+        }
+        self.reorder()?;
+        self.prepare_forward()
+    }
+}

@@ -1,0 +1,92 @@
+//! Gradients that tensor-parallel ranks have summands of: those of parameters that they hold alike
+//! and use on different parts of an activation (norms on parts of the sequence, shared key heads).
+
+use std::sync::Arc;
+
+use candle_core::{DType, Tensor};
+use fulgurite_core::Result;
+use fulgurite_core::autograd::storage;
+use fulgurite_core::collective::{ProcessGroup, ReduceOp};
+use fulgurite_core::mesh::{DeviceMesh, TENSOR_PARALLEL};
+use fulgurite_core::module::ModuleTree;
+use fulgurite_core::parameter::Parameter;
+use fulgurite_core::shard::Placement;
+
+/// The parameters with such gradients, by the ranks that share them.
+#[derive(Default)]
+pub(super) struct Summands {
+    sets: Vec<Set>,
+}
+
+struct Set {
+    group: Arc<dyn ProcessGroup>,
+    /// How many neighbouring ranks the group has.
+    size: usize,
+    parameters: Vec<Parameter>,
+}
+
+impl Summands {
+    /// Finds them in a tree that a plan was applied to. Collective over the tensor-parallel group.
+    pub(super) fn new(tree: &ModuleTree, mesh: &DeviceMesh) -> Result<Self> {
+        let mut sets: Vec<Set> = Vec::new();
+        let whole = mesh.group(TENSOR_PARALLEL)?;
+        for parameter in tree.trainable().filter(|p| p.has_partial_grad()) {
+            let spec = parameter.spec();
+            let replicas = spec.cuts.iter().find(|cut| {
+                cut.mesh_dim == TENSOR_PARALLEL && cut.placement == Placement::Replicate
+            });
+            let Some(size) = replicas.map(|cut| cut.size) else { continue };
+            if let Some(set) = sets.iter_mut().find(|set| set.size == size) {
+                set.parameters.push(parameter.clone());
+                continue;
+            }
+            let group = if size == whole.size() {
+                whole.clone()
+            } else {
+                let ranks: Vec<usize> = (0..whole.size()).collect();
+                let partition: Vec<Vec<usize>> = ranks.chunks(size).map(<[_]>::to_vec).collect();
+                whole.split(&partition, "tensor_parallel_replicas")?
+            };
+            sets.push(Set { group, size, parameters: vec![parameter.clone()] });
+        }
+        Ok(Self { sets })
+    }
+
+    /// This rank's place among those whose summands make up the parameter's gradient; 0 for a
+    /// gradient that is no sum.
+    pub(super) fn rank_of(&self, parameter: &Parameter) -> usize {
+        let set = self.sets.iter().find(|set| set.parameters.contains(parameter));
+        set.map_or(0, |set| set.group.rank())
+    }
+
+    /// Sums, in place, the gradients that `grad` tells of parameters; one collective for those of
+    /// one dtype that the same ranks share. Every rank must have the same ones. Collective.
+    pub(super) fn sum(&self, grad: impl Fn(&Parameter) -> Option<Tensor>) -> Result<()> {
+        for set in &self.sets {
+            let grads: Vec<Tensor> = set.parameters.iter().filter_map(&grad).collect();
+            let mut dtypes: Vec<DType> = Vec::new();
+            for grad in &grads {
+                if !dtypes.contains(&grad.dtype()) {
+                    dtypes.push(grad.dtype());
+                }
+            }
+            for dtype in dtypes {
+                let same: Vec<&Tensor> = grads.iter().filter(|g| g.dtype() == dtype).collect();
+                if same.iter().all(|grad| grad.elem_count() == 0) {
+                    continue;
+                }
+                let flat = Tensor::cat(&same, 0)?;
+                set.group.all_reduce(&flat, ReduceOp::Sum)?.wait()?;
+                let mut start = 0;
+                for grad in same {
+                    let n = grad.elem_count();
+                    if n > 0 {
+                        storage::copy_from(grad, &flat.narrow(0, start, n)?)?;
+                    }
+                    start += n;
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,5 @@
+//! Parallelize functions that a configuration can name.
+
+mod llama;
+
+pub use llama::Llama;

@@ -1,0 +1,96 @@
+//! A training is the same on every mesh, and as on one device.
+
+mod support;
+
+use std::sync::LazyLock;
+
+use fulgurite_transports::run_ranks;
+use support::{DecoderTraining, Run, Variant};
+
+/// Sizes of replicate, shard, context and tensor.
+type Sizes = [usize; 4];
+
+fn config([replicate, shard, context, tensor]: Sizes) -> String {
+    format!(
+        r#"{{"type": "model_parallel", "data_parallel_replicate_size": {replicate},
+            "data_parallel_shard_size": {shard}, "context_parallel_size": {context},
+            "tensor_parallel_size": {tensor}}}"#
+    )
+}
+
+fn train(ranks: usize, config: &str, variant: Variant, accumulate: usize) -> Run {
+    let what = format!("{config}, {variant:?}, {accumulate} micro-batches");
+    let mut runs =
+        run_ranks(ranks, |world| DecoderTraining::new(world, config, variant, accumulate)?.run())
+            .unwrap_or_else(|error| panic!("{what}: {error}"));
+    let run = runs.swap_remove(0);
+    assert!(runs.iter().all(|other| *other == run), "{what}: ranks differ");
+    run
+}
+
+static SINGLE: LazyLock<Run> =
+    LazyLock::new(|| train(1, r#"{"type": "single_device"}"#, Variant::default(), 1));
+
+fn assert_close(what: &str, one: &[f64], other: &[f64], relative: f64) {
+    assert_eq!(one.len(), other.len(), "{what}");
+    for (i, (a, b)) in one.iter().zip(other).enumerate() {
+        assert!((a - b).abs() <= relative * b.abs(), "{what}, step {i}: {a} and {b}");
+    }
+}
+
+/// As on one device: losses and norms to 1e-5, weights to 1e-4.
+fn assert_like_single(what: &str, run: &Run) {
+    let single = &*SINGLE;
+    assert_close(&format!("{what}: loss"), &run.losses, &single.losses, 1e-5);
+    assert_close(&format!("{what}: norm"), &run.norms, &single.norms, 1e-5);
+    for (fqn, weights) in &single.weights {
+        for (i, (a, b)) in run.weights[fqn].iter().zip(weights).enumerate() {
+            assert!((a - b).abs() <= 1e-4 * b.abs().max(1.0), "{what}: {fqn}[{i}]: {a} and {b}");
+        }
+    }
+}
+
+/// Trains on a mesh, with every variant of the plan and with and without accumulation.
+fn check(sizes: Sizes) {
+    let [replicate, shard, _, tensor] = sizes;
+    let variants = if tensor == 1 { &Variant::ALL[..1] } else { &Variant::ALL[..] };
+    for &variant in variants {
+        for accumulate in [1, 2] {
+            if replicate * shard * accumulate > 8 {
+                continue;
+            }
+            let run = train(sizes.iter().product(), &config(sizes), variant, accumulate);
+            assert_like_single(&format!("{sizes:?}, {variant:?}, {accumulate}"), &run);
+        }
+    }
+}
+
+#[test]
+fn the_training_learns() {
+    assert!(SINGLE.losses[9] < 0.95 * SINGLE.losses[0], "{:?}", SINGLE.losses);
+}
+
+#[test]
+fn on_one_and_two_ranks() {
+    [[1, 1, 1, 1], [2, 1, 1, 1], [1, 2, 1, 1], [1, 1, 2, 1], [1, 1, 1, 2]].map(check);
+}
+
+#[test]
+fn on_four_ranks_of_one_dimension() {
+    [[4, 1, 1, 1], [1, 4, 1, 1], [1, 1, 4, 1], [1, 1, 1, 4]].map(check);
+}
+
+#[test]
+fn on_four_ranks_of_two_dimensions() {
+    [[2, 2, 1, 1], [1, 2, 2, 1], [2, 1, 2, 1], [1, 2, 1, 2], [2, 1, 1, 2], [1, 1, 2, 2]].map(check);
+}
+
+#[test]
+fn on_eight_ranks_of_two_dimensions() {
+    [[2, 4, 1, 1], [1, 2, 1, 4], [1, 4, 1, 2], [2, 1, 1, 4], [1, 1, 2, 4], [1, 1, 4, 2]].map(check);
+}
+
+#[test]
+fn on_eight_ranks_of_three_dimensions() {
+    [[2, 2, 2, 1], [2, 2, 1, 2], [2, 1, 2, 2], [1, 2, 2, 2]].map(check);
+}
