@@ -94,3 +94,35 @@ fn on_eight_ranks_of_two_dimensions() {
 fn on_eight_ranks_of_three_dimensions() {
     [[2, 2, 2, 1], [2, 2, 1, 2], [2, 1, 2, 2], [1, 2, 2, 2]].map(check);
 }
+
+#[test]
+fn however_much_micro_batches_communicate() {
+    for mode in ["none", "reduce_scatter", "all"] {
+        for sizes in [[2, 2, 1, 1], [2, 1, 1, 2], [1, 2, 1, 2], [2, 2, 1, 2]] {
+            let config = config(sizes);
+            let config =
+                format!(r#"{}, "accumulation_sync": "{mode}"}}"#, config.trim_end_matches('}'));
+            let run = train(sizes.iter().product(), &config, Variant::ALL[1], 2);
+            assert_like_single(&format!("{config}, {mode}"), &run);
+        }
+    }
+}
+
+/// Every backward may synchronise; what was summed already must not be summed again.
+#[test]
+fn synchronising_twice_in_a_step_changes_nothing() {
+    for sizes in [[1, 1, 1, 2], [2, 1, 1, 4], [1, 2, 1, 4], [2, 2, 1, 2]] {
+        let ranks = sizes.iter().product();
+        let run = |always| {
+            let mut runs = run_ranks(ranks, |world| {
+                let training = DecoderTraining::new(world, &config(sizes), Variant::ALL[3], 2)?;
+                training.synchronising_always(always).run()
+            })
+            .unwrap();
+            runs.swap_remove(0)
+        };
+        for always in [false, true] {
+            assert_like_single(&format!("{sizes:?}, always {always}"), &run(always));
+        }
+    }
+}

@@ -150,6 +150,14 @@ impl Job<'_> {
         ])
     }
 
+    /// What was set so far, but for the keys that begin so.
+    pub fn assignments(&self, but: &str, and: &str) -> Vec<&str> {
+        let set = self.args.iter().filter(|arg| arg.contains('='));
+        set.map(String::as_str)
+            .filter(|arg| !arg.starts_with(but) && !arg.starts_with(and))
+            .collect()
+    }
+
     #[must_use]
     pub fn env(mut self, name: &str, value: impl ToString) -> Self {
         self.envs.push((name.to_owned(), value.to_string()));

@@ -7,7 +7,7 @@ use super::Fabric;
 use crate::collective::{ProcessGroup, ProcessGroupConfig, Solo};
 use crate::config::{Devices, RunConfig};
 use crate::environment;
-use crate::launch::{LaunchOptions, Launched, launch};
+use crate::launch::{LaunchOptions, Launched, launch_checked};
 use crate::module::ModuleInit;
 use crate::optim::pattern_matches;
 use crate::registry::{self, kind};
@@ -34,7 +34,7 @@ impl TrainerConfig {
         let strategy =
             self.strategy.build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?;
         let timeout = Duration::from_secs(strategy.timeout_secs().unwrap_or(self.timeout_secs));
-        let launched = launch(LaunchOptions {
+        let options = LaunchOptions {
             devices: Some(match self.devices {
                 Devices::Count(n) => n,
                 Devices::Auto => std::thread::available_parallelism().map_or(1, usize::from),
@@ -45,7 +45,9 @@ impl TrainerConfig {
                 None => None,
             },
             timeout,
-        })?;
+        };
+        let fits = |world_size| strategy.build(&BuildContext { world_size }).map(drop);
+        let launched = launch_checked(options, &fits)?;
         let world: Arc<dyn ProcessGroup> = if launched.world_size == 1 {
             Arc::new(Solo::new("world", 0))
         } else {

@@ -55,6 +55,18 @@ impl Default for LaunchOptions {
 /// another number of ranks than were started, the store's port is taken, or ranks do not come in
 /// time (naming them); [`Error::PeerFailed`] if one fails meanwhile.
 pub fn launch(options: LaunchOptions) -> Result<Launched> {
+    launch_checked(options, &|_| Ok(()))
+}
+
+/// [`launch`], and before this process starts any other, `check` is asked whether the world size will
+/// do.
+///
+/// # Errors
+/// As [`launch`], and what `check` says.
+pub fn launch_checked(
+    options: LaunchOptions,
+    check: &dyn Fn(usize) -> Result<()>,
+) -> Result<Launched> {
     /// One launch at a time.
     static LAUNCHING: Mutex<()> = Mutex::new(());
     let _guard = LAUNCHING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -90,6 +102,7 @@ pub fn launch(options: LaunchOptions) -> Result<Launched> {
             if ALONE.load(Ordering::Relaxed) {
                 return check_again(&options, 1).and_then(|()| launch_alone(started, name));
             }
+            check(devices)?;
             warn_if_crowded(devices);
             match supervise(devices, started, &variables)? {}
         }

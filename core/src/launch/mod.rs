@@ -52,7 +52,7 @@ mod table;
 mod tcp_store;
 
 pub use failure::{PANIC_EXIT_CODE, PEER_FAILED_EXIT_CODE, report_and_exit_code};
-pub use launcher::{LaunchOptions, launch};
+pub use launcher::{LaunchOptions, launch, launch_checked};
 pub use local_store::LocalStore;
 pub use rank::Launched;
 pub use signals::interrupt_requested;

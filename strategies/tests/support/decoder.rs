@@ -218,6 +218,8 @@ pub(crate) struct DecoderTraining {
     pub(crate) model: Decoder,
     pub(crate) optimizer: FabricOptimizer,
     pub(crate) accumulate: usize,
+    /// Whether every micro-batch synchronises gradients.
+    always: bool,
     step: u64,
 }
 
@@ -246,7 +248,12 @@ impl DecoderTraining {
             ..AdamW::default()
         };
         let (model, optimizer) = fabric.setup(Decoder::new, &optimizer)?;
-        Ok(Self { fabric, model, optimizer, accumulate, step: 0 })
+        Ok(Self { fabric, model, optimizer, accumulate, always: false, step: 0 })
+    }
+
+    /// Lets every micro-batch synchronise gradients.
+    pub(crate) fn synchronising_always(self, always: bool) -> Self {
+        Self { always, ..self }
     }
 
     /// One micro-batch, forward and backward. `last` says whether gradients synchronise.
@@ -269,7 +276,7 @@ impl DecoderTraining {
     /// One optimizer step: its loss and gradient norm.
     pub(crate) fn step(&mut self) -> Result<(f64, f64)> {
         for micro in 0..self.accumulate {
-            self.micro_step(micro, micro + 1 == self.accumulate)?;
+            self.micro_step(micro, self.always || micro + 1 == self.accumulate)?;
         }
         let loss = self.fabric.step_totals(&[])?.mean();
         let norm = self.fabric.clip_gradients_norm(&mut self.optimizer, 0.5)?;
