@@ -11,9 +11,10 @@ pub use fulgurite_core::nn::{
     Linear, Loss, RmsNorm, Rope, SwiGluMlp, cross_entropy,
 };
 pub use fulgurite_core::optim::{AdamW, Sgd};
+pub use fulgurite_core::parallel::{Colwise, Rowwise, SequenceParallel};
 pub use fulgurite_core::parameter::{Init, Parameter};
 pub use fulgurite_core::random::{Purpose, Stream};
 pub use fulgurite_core::strategy::{ParallelizeFn, Strategy, StrategyConfig};
 pub use fulgurite_core::trainer::{Callback, HookContext, LightningModule, StepContext, Trainer};
-pub use fulgurite_core::{Error, Result};
+pub use fulgurite_core::{Error, Result, plan};
 pub use fulgurite_data::TextData;
