@@ -139,9 +139,11 @@ fn exchange(
     (split_dim, concat_dim): (usize, usize),
     group: &dyn ProcessGroup,
 ) -> Result<Tensor> {
-    let parts = x.chunk(group.size(), split_dim)?;
-    let shape = parts[0].dims().to_vec();
-    let flat = parts.iter().map(Tensor::flatten_all).collect::<candle_core::Result<Vec<_>>>()?;
+    let mut shape = x.dims().to_vec();
+    shape[split_dim] /= group.size();
+    let flat = (0..group.size())
+        .map(|i| x.narrow(split_dim, i * shape[split_dim], shape[split_dim])?.flatten_all())
+        .collect::<candle_core::Result<Vec<_>>>()?;
     let input = Tensor::cat(&flat, 0)?;
     let output = input.zeros_like()?;
     group.all_to_all(&output, &input)?.wait()?;
