@@ -75,14 +75,30 @@ impl Op {
         outputs.iter().map(|y| y.contiguous().unwrap()).collect()
     }
 
-    /// Whether the ranks all have the same whole, on the side where it is whole, and all compute the
-    /// same from it: the loss then is one rank's, not the sum of all.
-    fn same_everywhere(self) -> bool {
-        matches!(self, ReduceFrom | Gather(_) | Split(_))
+    /// The shape of an output from that of an input of three dimensions.
+    fn output_shape(self, input: &[usize; 3], n: usize) -> [usize; 3] {
+        let place = |dim: isize| dim.rem_euclid(3) as usize;
+        let mut shape = *input;
+        match self {
+            CopyTo | ReduceFrom => {}
+            AllGather(dim) | Gather(dim) => shape[place(dim)] *= n,
+            ReduceScatter(dim) | Split(dim) => shape[place(dim)] /= n,
+            AllToAll(split, concat) => {
+                shape[place(split)] /= n;
+                shape[place(concat)] *= n;
+            }
+        }
+        shape
     }
 
-    /// Whether the ranks must have the same input.
-    fn replicated_input(self) -> bool {
+    /// Whether the ranks have the same output and all compute the same from it: the loss is one
+    /// rank's then. Otherwise it is the sum of all ranks' losses.
+    fn same_output(self) -> bool {
+        matches!(self, ReduceFrom | Gather(_))
+    }
+
+    /// Whether the ranks have the same input.
+    fn same_input(self) -> bool {
         matches!(self, CopyTo | Split(_))
     }
 
@@ -94,9 +110,7 @@ impl Op {
             AllGather(_) => {
                 [Some(("all_gather_into", bytes * n)), Some(("reduce_scatter", bytes * n))]
             }
-            ReduceScatter(_) => {
-                [Some(("reduce_scatter", bytes)), Some(("all_gather_into", bytes))]
-            }
+            ReduceScatter(_) => [Some(("reduce_scatter", bytes)), Some(("all_gather_into", bytes))],
             Gather(_) => [Some(("all_gather_into", bytes * n)), None],
             Split(_) => [None, Some(("all_gather_into", bytes))],
             AllToAll(..) => [Some(("all_to_all", bytes)); 2],
@@ -114,61 +128,226 @@ fn flat(t: &Tensor) -> Vec<f64> {
     t.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// What a rank makes of its output, not linear so that a gradient from stale values shows: the sum
-/// of the output's sines times fixed numbers. Where ranks compute the same, the numbers are the
-/// same.
+/// A view that begins at an offset and has the last two dimensions turned in memory.
+fn view(padded: &Tensor) -> Tensor {
+    let n = padded.dims()[0] - 2;
+    padded.narrow(0, 1, n).unwrap().transpose(1, 2).unwrap()
+}
+
+/// A tensor whose [`view`] has the elements of `x`.
+fn padded(x: &Tensor) -> Tensor {
+    x.transpose(1, 2).unwrap().contiguous().unwrap().pad_with_zeros(0, 1, 1).unwrap()
+}
+
+/// What a rank makes of its output: sines, so that stale values show, times fixed numbers.
 fn loss(op: Op, rank: usize, y: &Tensor) -> Result<Tensor> {
-    let what = match op {
-        ReduceFrom | Gather(_) => "cotangent".to_owned(),
-        _ => format!("cotangent {rank}"),
-    };
+    let what = if op.same_output() { "loss".to_owned() } else { format!("loss {rank}") };
     Ok((y.sin()? * randn(&what, y.dims()))?.sum_all()?)
 }
 
-/// The loss whose gradient the ranks' backwards compute, from the inputs of all ranks.
+/// The loss of all ranks, from the inputs of all.
 fn total(op: Op, inputs: &[Tensor]) -> f64 {
     let outputs = op.naive(inputs);
-    let of = |rank| loss(op, rank, &outputs[rank]).unwrap().to_scalar::<f64>().unwrap();
-    match op {
-        // Every rank's loss is the one loss.
-        ReduceFrom | Gather(_) => of(0),
-        _ => (0..inputs.len()).map(of).sum(),
-    }
+    let ranks = if op.same_output() { 1 } else { inputs.len() };
+    let loss = |rank: usize| loss(op, rank, &outputs[rank]).unwrap().to_scalar::<f64>().unwrap();
+    (0..ranks).map(loss).sum()
 }
 
-/// The gradient of each rank's input by central differences.
+/// The gradient of each rank's input, by central differences.
 fn numeric(op: Op, inputs: &[Tensor]) -> Vec<Vec<f64>> {
     const H: f64 = 1e-5;
-    let shifted = |rank: usize, i: usize, h: f64| {
+    let at = |rank: usize, i: usize, h: f64| {
         let mut inputs = inputs.to_vec();
-        // Where the input is replicated it is one input, and changes on all ranks.
-        let ranks = if op.replicated_input() { 0..inputs.len() } else { rank..rank + 1 };
-        for rank in ranks {
-            let mut values = flat(&inputs[rank]);
-            values[i] += h;
-            inputs[rank] = Tensor::from_vec(values, inputs[rank].dims(), &Device::Cpu).unwrap();
+        let mut values = flat(&inputs[rank]);
+        values[i] += h;
+        let changed = Tensor::from_vec(values, inputs[rank].dims(), &Device::Cpu).unwrap();
+        if op.same_input() {
+            inputs.fill(changed);
+        } else {
+            inputs[rank] = changed;
         }
         total(op, &inputs)
     };
-    (0..inputs.len())
-        .map(|rank| {
-            let elements = 0..inputs[rank].elem_count();
-            elements
-                .map(|i| (shifted(rank, i, H) - shifted(rank, i, -H)) / (2.0 * H))
-                .collect()
+    let gradient = |rank: usize| {
+        let elements = 0..inputs[rank].elem_count();
+        elements.map(|i| (at(rank, i, H) - at(rank, i, -H)) / (2.0 * H)).collect()
+    };
+    if op.same_input() {
+        return vec![gradient(0); inputs.len()];
+    }
+    (0..inputs.len()).map(gradient).collect()
+}
+
+/// The inputs of all ranks.
+fn inputs(op: Op, shape: &[usize], n: usize) -> Vec<Tensor> {
+    let what = |rank| if op.same_input() { "x".to_owned() } else { format!("x {rank}") };
+    (0..n).map(|rank| randn(&what(rank), shape)).collect()
+}
+
+fn counting(world: Arc<dyn ProcessGroup>) -> (Arc<dyn ProcessGroup>, Counter) {
+    let counter = Counter::default();
+    (Arc::new(Counting::new(world, counter.clone())), counter)
+}
+
+fn assert_counted(counter: &Counter, want: Option<(&'static str, u64)>, what: &str) {
+    let got: Vec<_> =
+        counter.snapshot().into_iter().map(|((_, op), record)| (op, record)).collect();
+    let want: Vec<_> =
+        want.into_iter().map(|(op, bytes)| (op, Record { calls: 1, bytes })).collect();
+    assert_eq!(got, want, "{what}");
+    counter.reset();
+}
+
+/// Checks `op` on inputs of `shape` on `n` ranks.
+fn check(op: Op, shape: &[usize], n: usize) {
+    let inputs = inputs(op, shape, n);
+    let (outputs, gradients) = (op.naive(&inputs), numeric(op, &inputs));
+    let bytes = 8 * inputs[0].elem_count() as u64;
+    run_ranks(n, |world| {
+        let rank = world.rank();
+        let (group, counter) = counting(world);
+        let [forward, backward] = op.calls(bytes, n as u64);
+        for strided in [false, true] {
+            let what = format!("{op:?} of {shape:?} on {n} ranks, strided {strided}");
+            let x = &inputs[rank];
+            let var = Var::from_tensor(&if strided { padded(x) } else { x.copy()? })?;
+            let before = flat(&var);
+            let seen = |t: &Tensor| if strided { view(t) } else { t.clone() };
+            let y = op.apply(&seen(&var), &group)?;
+            assert_counted(&counter, forward, &what);
+            assert_eq!(
+                (y.dims(), flat(&y)),
+                (outputs[rank].dims(), flat(&outputs[rank])),
+                "{what}"
+            );
+            let grads = loss(op, rank, &y)?.backward()?;
+            assert_counted(&counter, backward, &what);
+            let grad = flat(&seen(grads.get(&var).expect("a gradient")));
+            for (i, (g, w)) in grad.iter().zip(&gradients[rank]).enumerate() {
+                assert!((g - w).abs() < 1e-8, "{what}, rank {rank}: gradient {i}: {g}, not {w}");
+            }
+            assert_eq!(flat(&var), before, "{what}: the input has changed");
+
+            // Outside a graph the same, and the input stays as well.
+            let _no_grad = no_grad();
+            let y = op.apply(&seen(&var), &group)?;
+            assert!(!y.detach().track_op());
+            assert_eq!(flat(&y), flat(&outputs[rank]), "{what}, no graph");
+            assert_eq!(flat(&var), before, "{what}: the input has changed");
+            counter.reset();
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn values_gradients_and_traffic_are_right_along_every_dimension() {
+    for n in [2, 3] {
+        for op in Op::all() {
+            check(op, &[n, 2 * n, 3 * n], n);
+        }
+    }
+}
+
+#[test]
+fn a_batch_of_one_is_cut_along_the_sequence() {
+    // The parts of such a tensor are contiguous in it, and yet must not share its memory.
+    for op in [AllGather(1), ReduceScatter(1), Gather(1), Split(1), AllToAll(1, 2), AllToAll(2, 1)]
+    {
+        check(op, &[1, 6, 9], 3);
+    }
+}
+
+#[test]
+fn functions_follow_each_other_in_one_graph() {
+    // A column-parallel and a row-parallel product between two cuts of the sequence.
+    let (n, shape) = (3, [2, 6, 4]);
+    let x = randn("x", &shape);
+    let weights: Vec<Tensor> = (0..n).map(|rank| randn(&format!("w {rank}"), &shape)).collect();
+    let whole = Var::from_tensor(&x).unwrap();
+    let y = weights.iter().map(|w| (whole.sin().unwrap() * w).unwrap());
+    let y = y.reduce(|a, b| (a + b).unwrap()).unwrap();
+    let want_loss = (y.sqr().unwrap()).sum_all().unwrap();
+    let want = flat(want_loss.backward().unwrap().get(&whole).unwrap());
+    let want_loss = want_loss.to_scalar::<f64>().unwrap();
+    for sequence in [false, true] {
+        run_ranks(n, |group| {
+            let rank = group.rank();
+            let var = Var::from_tensor(&x)?;
+            let y = if sequence {
+                let part = collectives::split(&var, 1, &group)?;
+                let gathered = collectives::all_gather(&part.sin()?, 1, &group)?;
+                let part = collectives::reduce_scatter(&(gathered * &weights[rank])?, 1, &group)?;
+                collectives::gather(&part, 1, &group)?
+            } else {
+                let same = collectives::copy_to(&var, &group)?;
+                collectives::reduce_from(&(same.sin()? * &weights[rank])?, &group)?
+            };
+            let loss = y.sqr()?.sum_all()?;
+            let grads = loss.backward()?;
+            assert!((loss.to_scalar::<f64>()? - want_loss).abs() < 1e-10);
+            for (g, w) in flat(grads.get(&var).unwrap()).iter().zip(&want) {
+                assert!((g - w).abs() < 1e-10, "sequence {sequence}: {g}, not {w}");
+            }
+            Ok(())
         })
-        .collect()
+        .unwrap();
+    }
 }
 
-fn input(op: Op, rank: usize) -> Tensor {
-    // Divisible by 2 and by 3, and all different.
-    let what = if op.replicated_input() { "x".to_owned() } else { format!("x {rank}") };
-    randn(&what, &[6, 12, 18])
+#[test]
+fn tensors_without_elements_pass() {
+    for op in Op::all() {
+        // Which dimension is empty must not matter.
+        for shape in [[0, 6, 6], [6, 0, 6], [6, 6, 0]] {
+            run_ranks(2, |group| {
+                let x = Tensor::zeros(&shape, candle_core::DType::F64, &Device::Cpu)?;
+                let y = op.apply(&x, &group)?;
+                assert_eq!(y.dims(), op.output_shape(&shape, 2), "{op:?}");
+                Ok(())
+            })
+            .unwrap();
+        }
+    }
 }
 
-/// The same numbers behind an offset, with the last two dimensions turned in memory.
-fn strided(x: &Tensor) -> Tensor {
-    let turned = x.transpose(1, 2).unwrap().contiguous().unwrap();
-    let padded = turned.pad_with_zeros(0, 1, 1).unwrap();
-    padded.narrow(0, 1, x.dims()[0]).unwrap().transpose(1, 2).unwrap()
+#[test]
+fn one_rank_communicates_nothing() {
+    for op in Op::all() {
+        let (group, counter) = counting(Arc::new(Solo::new("tensor_parallel", 0)));
+        let x = Var::from_tensor(&randn("x", &[2, 3, 5])).unwrap();
+        let y = op.apply(&x, &group).unwrap();
+        assert_eq!((y.dims(), flat(&y)), (x.dims(), flat(&x)), "{op:?}");
+        let grads = loss(op, 0, &y).unwrap().backward().unwrap();
+        let want = loss(op, 0, &x).unwrap().backward().unwrap();
+        assert_eq!(flat(grads.get(&x).unwrap()), flat(want.get(&x).unwrap()), "{op:?}");
+        assert!(counter.snapshot().is_empty(), "{op:?}");
+    }
+}
+
+#[test]
+fn what_cannot_be_cut_is_an_error() {
+    run_ranks(2, |group| {
+        let (group, counter) = counting(group);
+        let x = randn("x", &[2, 3, 4]);
+        let error = |op: Op| op.apply(&x, &group).unwrap_err().to_string();
+        let odd = error(ReduceScatter(1));
+        for op in [Split(1), AllToAll(1, 0)] {
+            assert_eq!(error(op), odd);
+        }
+        let missing = error(AllGather(3));
+        for op in [ReduceScatter(3), Gather(3), Split(3), AllToAll(3, 0), AllToAll(0, 3)] {
+            assert_eq!(error(op), missing);
+        }
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(odd, @"dimension 1 of a tensor of shape [2, 3, 4] cannot be cut over the 2 ranks of `world`: 3 is not divisible by 2");
+            insta::assert_snapshot!(error(Split(-2)), @"dimension -2 of a tensor of shape [2, 3, 4] cannot be cut over the 2 ranks of `world`: 3 is not divisible by 2");
+            insta::assert_snapshot!(missing, @"a tensor of shape [2, 3, 4] has no dimension 3");
+            insta::assert_snapshot!(error(Split(-4)), @"a tensor of shape [2, 3, 4] has no dimension -4");
+        }
+        assert!(counter.snapshot().is_empty());
+        Ok(())
+    })
+    .unwrap();
 }

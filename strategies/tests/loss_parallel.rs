@@ -61,8 +61,8 @@ impl Head {
             ..ModuleInit::default()
         });
         let init = Init::Normal { mean: 0.1, std: 0.7 };
-        let linear = Linear::with_init(&b.pp("head"), DIM, CLASSES, init)?
-            .add_bias(&b.pp("head"), init)?;
+        let linear =
+            Linear::with_init(&b.pp("head"), DIM, CLASSES, init)?.add_bias(&b.pp("head"), init)?;
         let mut tree = b.finish()?;
         tree.parallelize_module(
             &mesh.get(TENSOR_PARALLEL)?,

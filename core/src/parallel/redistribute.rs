@@ -167,7 +167,9 @@ fn reduce_scatter(x: &Tensor, dim: isize, group: &dyn ProcessGroup) -> Result<Te
 fn split(x: &Tensor, dim: isize, group: &dyn ProcessGroup) -> Result<Tensor> {
     let dim = dimension(x, dim)?;
     let (start, size) = chunk(x.dim(dim)?, group.size(), group.rank());
-    Ok(x.detach().narrow(dim, start, size)?.force_contiguous()?)
+    let part = x.detach().narrow(dim, start, size)?;
+    // candle cannot copy a view of no elements that begins behind the end.
+    if part.elem_count() == 0 { Ok(part.zeros_like()?) } else { Ok(part.force_contiguous()?) }
 }
 
 /// Number of entries before and behind a dimension.
