@@ -90,8 +90,8 @@ impl Ema {
         Ok(Self { decay, warmup: false, updates: 0, swapped: false, entries })
     }
 
-    /// Lets the averages follow faster in the beginning, when weights change most and the averages
-    /// are what chance began with: update `n` (from 0) uses `min(decay, (1 + n) / (10 + n))`.
+    /// Lets the averages follow faster in the beginning, when weights change most and random initial
+    /// values would weigh on them for long: update `n` (from 0) uses `min(decay, (1 + n) / (10 + n))`.
     #[must_use]
     pub fn with_warmup(mut self) -> Self {
         self.warmup = true;
@@ -267,12 +267,10 @@ mod tests {
                 let ema = Ema::new(&parameters, 0.5).unwrap();
                 let mut ema = if warmup { ema.with_warmup() } else { ema };
                 let mut want: Vec<Vec<f64>> = parameters.iter().map(values).collect();
-                for n in 0..9u32 {
-                    // The tenth of (1 + 0) / (10 + 0) grows until it passes one half.
-                    let decay = match warmup {
-                        true => f64::min(0.5, f64::from(1 + n) / f64::from(10 + n)),
-                        false => 0.5,
-                    };
+                for n in 0..11u32 {
+                    // A tenth at first, one half from update 8 on.
+                    let warm = f64::from(1 + n) / f64::from(10 + n);
+                    let decay = if warmup { f64::min(0.5, warm) } else { 0.5 };
                     assert_eq!(ema.next_decay(), decay);
                     set_values(&parameters, u64::from(n) + 1);
                     ema.update().unwrap();
@@ -309,7 +307,7 @@ mod tests {
             }
             assert_eq!(averages(&ema), average, "the state stays");
             insta::allow_duplicates! {
-                insta::assert_snapshot!(ema.update().unwrap_err(), @"");
+                insta::assert_snapshot!(ema.update().unwrap_err(), @"the averages are in the weights' place, and cannot be updated with themselves; call `Ema::swap` again before training goes on");
             }
 
             ema.swap().unwrap();
@@ -339,9 +337,9 @@ mod tests {
         second.update().unwrap();
         assert_eq!(averages(&first), averages(&second));
         assert_eq!(first.scalars(), BTreeMap::from([("updates".to_owned(), 4.0)]));
-        insta::assert_snapshot!(second.load_scalars(&BTreeMap::new()).unwrap_err(), @"");
+        insta::assert_snapshot!(second.load_scalars(&BTreeMap::new()).unwrap_err(), @"the saved state of an average of weights has no `updates` (it has: )");
         let half = BTreeMap::from([("updates".to_owned(), 0.5)]);
-        insta::assert_snapshot!(second.load_scalars(&half).unwrap_err(), @"");
+        insta::assert_snapshot!(second.load_scalars(&half).unwrap_err(), @"the saved `updates` of an average of weights is 0.5, not a count; the checkpoint is damaged");
     }
 
     #[test]
@@ -378,13 +376,13 @@ mod tests {
     fn wrong_use_is_explained() {
         let parameters = parameters(&[("w", 3)], DType::F32);
         let message = |decay| Ema::new(&parameters, decay).unwrap_err().to_string();
-        insta::assert_snapshot!(message(1.0), @"");
-        insta::assert_snapshot!(message(f64::NAN), @"");
+        insta::assert_snapshot!(message(1.0), @"the decay of an average of weights must be in [0, 1), such as 0.999; got 1");
+        insta::assert_snapshot!(message(f64::NAN), @"the decay of an average of weights must be in [0, 1), such as 0.999; got NaN");
         let mut ema = Ema::new(&parameters, 0.0).unwrap();
         let values = Tensor::zeros(2, DType::F32, parameters[0].device()).unwrap();
         let region = parameters[0].local().unwrap().region;
         parameters[0].set_local(LocalShard { values, region });
-        insta::assert_snapshot!(ema.swap().unwrap_err(), @"");
+        insta::assert_snapshot!(ema.swap().unwrap_err(), @"parameter `w`: its local shard has 2 elements now, but had 3 when the average of weights was made; make it after the model is set up");
         assert!(!ema.is_swapped());
     }
 }
