@@ -3,8 +3,9 @@
 use candle_core::{DType, Tensor};
 
 use super::host::indices;
-use super::kernels::cross_entropy as kernel;
+use super::kernels::cross_entropy::{self as kernel, Classes};
 use super::loss::Loss;
+use super::loss_parallel;
 use super::record::record;
 use crate::{Error, Result};
 
@@ -24,8 +25,16 @@ use crate::{Error, Result};
 /// # Ok::<(), fulgurite_core::Error>(())
 /// ```
 ///
+/// # Loss parallel
+/// Logits that an output head left cut over tensor-parallel ranks
+/// ([`loss_parallel`](crate::parallel::Colwise::loss_parallel)) are taken as they are: targets count
+/// over all classes, and every rank gets the loss over all classes, in the same bits. It is
+/// **collective** over those ranks then, and carries two numbers a row in forward (with label
+/// smoothing three) and one for their maximum; backward carries nothing.
+///
 /// # Errors
-/// If the shapes do not fit, or a target is not a class (the message names it).
+/// If the shapes do not fit, or a target is not a class (the message names it); if logits are cut
+/// and a peer fails.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Loss> {
     CrossEntropy::default().loss(logits, targets)
 }
@@ -72,13 +81,22 @@ impl CrossEntropy {
         if !(0.0..=1.0).contains(&smoothing) {
             return Err(Error::other(format!("label_smoothing {smoothing} is not in [0, 1]")));
         }
-        let (classes, targets) = self.targets(logits, targets)?;
+        let columns = logits.dims().last().copied().unwrap_or(0);
+        let parts = loss_parallel::find(columns);
+        let classes = match &parts {
+            Some(parts) => parts.range(),
+            None => Classes { first: 0, total: columns },
+        };
+        let targets = self.targets(logits, targets, classes.total)?;
         let count = targets.iter().flatten().count();
-        let saved = logits.detach().reshape((targets.len(), classes))?;
-        let (sum, lse) = kernel::forward(&saved, &targets, smoothing)?;
+        let saved = logits.detach().reshape((targets.len(), columns))?;
+        let (sum, lse) = match parts {
+            Some(parts) => parts.cross_entropy(&saved, &targets, smoothing)?,
+            None => kernel::forward(&saved, &targets, smoothing)?,
+        };
         let shape = logits.shape().clone();
         let sum = record(&[logits], &[], sum, move |_, grad| {
-            let d = kernel::backward(&saved, &lse, &targets, smoothing, grad)?;
+            let d = kernel::backward(&saved, &lse, &targets, classes, smoothing, grad)?;
             Ok(vec![Some(d.reshape(&shape)?)])
         })?;
         Ok(Loss::new(sum, count as f64))
@@ -101,8 +119,13 @@ impl CrossEntropy {
         })
     }
 
-    /// The number of classes, and the targets on the host.
-    fn targets(&self, logits: &Tensor, targets: &Tensor) -> Result<(usize, Vec<Option<u32>>)> {
+    /// The targets on the host.
+    fn targets(
+        &self,
+        logits: &Tensor,
+        targets: &Tensor,
+        classes: usize,
+    ) -> Result<Vec<Option<u32>>> {
         let wrong_shape = || {
             Error::other(format!(
                 "cross entropy takes logits of shape [.., classes] and targets of the same shape \
@@ -111,8 +134,8 @@ impl CrossEntropy {
                 targets.dims()
             ))
         };
-        let (classes, leading) = logits.dims().split_last().ok_or_else(wrong_shape)?;
-        if leading != targets.dims() || *classes == 0 {
+        let (columns, leading) = logits.dims().split_last().ok_or_else(wrong_shape)?;
+        if leading != targets.dims() || *columns == 0 {
             return Err(wrong_shape());
         }
         let unsigned = targets.dtype() == DType::U32;
@@ -122,14 +145,13 @@ impl CrossEntropy {
         };
         let class = |target: i64| match u32::try_from(target) {
             _ if ignored(target) => Ok(None),
-            Ok(class) if (class as usize) < *classes => Ok(Some(class)),
+            Ok(class) if (class as usize) < classes => Ok(Some(class)),
             _ => Err(Error::other(format!(
                 "target {target} is not one of the {classes} classes; a target to leave out has \
                  the value of `ignore_index` ({})",
                 self.ignore_index.unwrap_or(-100)
             ))),
         };
-        let targets = indices(targets, "targets")?;
-        Ok((*classes, targets.into_iter().map(class).collect::<Result<_>>()?))
+        indices(targets, "targets")?.into_iter().map(class).collect()
     }
 }

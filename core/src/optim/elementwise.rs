@@ -128,6 +128,24 @@ pub(super) fn check_scale(scale: &GradScale) -> Result<()> {
     }
 }
 
+/// `state = f(state, values)`.
+pub(super) fn follow<P: Stored<C>, C: Real>(
+    state: &Tensor,
+    values: &Tensor,
+    f: impl Fn(C, C) -> C + Sync,
+) -> Result<()> {
+    with_host(values, |p: &[P]| {
+        with_host_mut(state, |s: &mut [C]| {
+            s.par_chunks_mut(CHUNK).zip(p.par_chunks(CHUNK)).for_each(|(s, p)| {
+                for (s, &p) in s.iter_mut().zip(p) {
+                    *s = f(*s, p.load());
+                }
+            });
+        })
+    })
+    .flatten()
+}
+
 /// `values = f(values, grad)`.
 pub(super) fn update0<P: Stored<C>, C: Real>(
     values: &Tensor,

@@ -1,4 +1,5 @@
-//! Optimizers on this rank's shards, parameter groups, learning-rate schedules, gradient norms.
+//! Optimizers on this rank's shards, parameter groups, learning-rate schedules, gradient norms,
+//! averages of weights.
 //!
 //! A configuration ([`AdamW`], [`Sgd`], a plugin's) builds an [`Optimizer`] for a list of
 //! parameters. State is keyed by FQN, as sharded as the parameters are, in f32 (f64 for f64
@@ -31,6 +32,7 @@
 
 mod adamw;
 mod elementwise;
+mod ema;
 mod grad_norm;
 mod groups;
 mod optimizer;
@@ -41,6 +43,7 @@ mod slots;
 mod testing;
 
 pub use adamw::AdamW;
+pub use ema::Ema;
 pub use grad_norm::{clip_factor, local_squared_norm};
 pub use groups::{ParamGroupConfig, pattern_matches};
 pub use optimizer::{GradScale, Optimizer, OptimizerConfig, SchedulerConfig, StateTensor};

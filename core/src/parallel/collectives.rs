@@ -139,16 +139,21 @@ fn exchange(
     (split_dim, concat_dim): (usize, usize),
     group: &dyn ProcessGroup,
 ) -> Result<Tensor> {
-    let parts = x.chunk(group.size(), split_dim)?;
-    let shape = parts[0].dims().to_vec();
-    let flat = parts.iter().map(Tensor::flatten_all).collect::<candle_core::Result<Vec<_>>>()?;
+    let mut shape = x.dims().to_vec();
+    shape[split_dim] /= group.size();
+    if x.elem_count() == 0 {
+        shape[concat_dim] *= group.size();
+        return Ok(Tensor::zeros(shape, x.dtype(), x.device())?);
+    }
+    let flat = (0..group.size())
+        .map(|i| x.narrow(split_dim, i * shape[split_dim], shape[split_dim])?.flatten_all())
+        .collect::<candle_core::Result<Vec<_>>>()?;
     let input = Tensor::cat(&flat, 0)?;
     let output = input.zeros_like()?;
     group.all_to_all(&output, &input)?.wait()?;
-    let received = output
-        .chunk(group.size(), 0)?
-        .iter()
-        .map(|part| part.reshape(shape.as_slice()))
+    let count = output.elem_count() / group.size();
+    let received = (0..group.size())
+        .map(|i| output.narrow(0, i * count, count)?.reshape(shape.as_slice()))
         .collect::<candle_core::Result<Vec<_>>>()?;
     Ok(Tensor::cat(&received, concat_dim)?.contiguous()?)
 }

@@ -120,7 +120,7 @@ fn all_gather(x: &Tensor, dim: isize, total: usize, group: &dyn ProcessGroup) ->
     let part = AllGather { input, output: flat.clone(), counts: counts.clone() };
     group.all_gather_into(vec![part])?.wait()?;
     let mut dims = x.dims().to_vec();
-    if outer == 1 {
+    if outer == 1 || flat.elem_count() == 0 {
         dims[dim] = total;
         return Ok(flat.reshape(dims)?);
     }
@@ -145,7 +145,7 @@ fn reduce_scatter(x: &Tensor, dim: isize, group: &dyn ProcessGroup) -> Result<Te
         (0..group.size()).map(|r| chunk(total, group.size(), r)).collect();
     let counts: Vec<usize> = chunks.iter().map(|(_, n)| outer * n * inner).collect();
     let x = x.detach();
-    let input = if outer == 1 {
+    let input = if outer == 1 || x.elem_count() == 0 {
         x.contiguous()?.flatten_all()?
     } else {
         let parts = chunks
@@ -163,11 +163,13 @@ fn reduce_scatter(x: &Tensor, dim: isize, group: &dyn ProcessGroup) -> Result<Te
     Ok(mine.reshape(dims)?)
 }
 
-/// This rank's chunk.
+/// This rank's chunk, in memory of its own: a graph takes it over, and leaves `x` its memory.
 fn split(x: &Tensor, dim: isize, group: &dyn ProcessGroup) -> Result<Tensor> {
     let dim = dimension(x, dim)?;
     let (start, size) = chunk(x.dim(dim)?, group.size(), group.rank());
-    Ok(x.detach().narrow(dim, start, size)?.contiguous()?)
+    let part = x.detach().narrow(dim, start, size)?;
+    // candle cannot copy a view of no elements that begins behind the end.
+    if part.elem_count() == 0 { Ok(part.zeros_like()?) } else { Ok(part.force_contiguous()?) }
 }
 
 /// Number of entries before and behind a dimension.

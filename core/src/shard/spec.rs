@@ -132,26 +132,38 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A spec over up to three mesh dimensions, and their sizes.
+    /// A tensor of up to four dimensions, now and then an empty one.
+    fn shapes() -> impl Strategy<Value = Vec<usize>> {
+        prop::collection::vec(prop_oneof![20 => 1usize..7, 1 => Just(0)], 0..5)
+    }
+
+    /// What a mesh dimension does: the sizes of its cuts from the slowest on, and what they place.
+    /// One cut, or two, one across groups of ranks and one within them.
+    fn mesh_dims() -> impl Strategy<Value = Vec<Vec<(usize, usize)>>> {
+        let placement = 0usize..5;
+        let one = (1usize..5, placement.clone()).prop_map(|cut| vec![cut]);
+        let two = prop::collection::vec((1usize..3, placement), 2);
+        prop::collection::vec(prop_oneof![2 => one, 1 => two], 0..5)
+    }
+
+    /// A spec over up to four mesh dimensions, its cuts in any order, and the dimensions' sizes.
     fn specs() -> impl Strategy<Value = (ShardSpec, Vec<usize>)> {
-        (
-            prop::collection::vec(1usize..8, 1..4),
-            prop::collection::vec((1usize..5, 0usize..5), 0..4),
-        )
-            .prop_map(|(shape, cuts)| {
-                let mut spec = ShardSpec::new(shape.clone());
-                let mut sizes = Vec::new();
-                for (i, (size, placement)) in cuts.into_iter().enumerate() {
-                    let placement = if placement < shape.len() {
-                        Placement::Shard(placement)
-                    } else {
-                        Placement::Replicate
-                    };
-                    spec = spec.with_cut(Cut::new(format!("m{i}"), size, placement));
-                    sizes.push(size);
+        (shapes(), mesh_dims()).prop_flat_map(|(shape, mesh)| {
+            let place = |n| {
+                if n < shape.len() { Placement::Shard(n) } else { Placement::Replicate }
+            };
+            let mut cuts = Vec::new();
+            for (i, dim) in mesh.iter().enumerate() {
+                let mut stride = 1;
+                for &(size, n) in dim.iter().rev() {
+                    cuts.push(Cut::new(format!("m{i}"), size, place(n)).with_stride(stride));
+                    stride *= size;
                 }
-                (spec, sizes)
-            })
+            }
+            let sizes = mesh.iter().map(|dim| dim.iter().map(|cut| cut.0).product()).collect();
+            let spec = move |cuts| ShardSpec { shape: shape.clone(), cuts };
+            (Just(cuts).prop_shuffle().prop_map(spec), Just(sizes))
+        })
     }
 
     fn coordinates(sizes: &[usize]) -> Vec<Vec<usize>> {
@@ -162,27 +174,107 @@ mod tests {
         })
     }
 
-    fn count(shape: &[usize], regions: impl Iterator<Item = Region>) -> Vec<usize> {
-        let mut counts = vec![0; shape.iter().product()];
-        for region in regions {
-            if region.sizes.len() == shape.len() {
-                for run in region.runs(shape) {
-                    counts[run.outer..run.outer + run.len].iter_mut().for_each(|c| *c += 1);
-                }
-            }
+    /// The place along mesh dimension `m<i>`.
+    fn at(coordinates: &[usize], dim: &str) -> usize {
+        coordinates[dim[1..].parse::<usize>().unwrap()]
+    }
+
+    /// Row-major indices of the region's elements in the whole, by its runs.
+    fn indices(region: &Region, shape: &[usize]) -> Vec<usize> {
+        if region.sizes.len() != shape.len() {
+            return Vec::new(); // The share of a scalar's later replicas.
         }
+        region.runs(shape).iter().flat_map(|run| run.outer..run.outer + run.len).collect()
+    }
+
+    /// The same for a rank's part, by cutting lists of indices, a list for each tensor dimension,
+    /// into stretches.
+    fn naive(spec: &ShardSpec, coordinates: &[usize]) -> Vec<usize> {
+        let mut kept: Vec<Vec<usize>> = spec.shape.iter().map(|&n| (0..n).collect()).collect();
+        for cut in &spec.cuts {
+            let Placement::Shard(dim) = cut.placement else { continue };
+            let part = at(coordinates, &cut.mesh_dim) / cut.stride % cut.size;
+            let list = &kept[dim];
+            let length = list.len().div_ceil(cut.size).max(1);
+            kept[dim] = list.chunks(length).nth(part).unwrap_or_default().to_vec();
+        }
+        kept.iter().zip(&spec.shape).fold(vec![0], |flat, (kept, n)| {
+            flat.iter().flat_map(|f| kept.iter().map(move |i| f * n + i)).collect()
+        })
+    }
+
+    /// On how many ranks each element is.
+    fn count<'a>(shape: &[usize], lists: impl IntoIterator<Item = &'a Vec<usize>>) -> Vec<usize> {
+        let mut counts = vec![0; shape.iter().product()];
+        lists.into_iter().flatten().for_each(|&i| counts[i] += 1);
         counts
+    }
+
+    /// Checks a spec on all ranks of a mesh of these sizes.
+    fn check(spec: &ShardSpec, sizes: &[usize]) -> std::result::Result<(), TestCaseError> {
+        let (mut held, mut owned) = (Vec::new(), Vec::new());
+        let mut whole = vec![None; spec.shape.iter().product()];
+        for rank in coordinates(sizes) {
+            let region = spec.region(|dim| at(&rank, dim));
+            let part = naive(spec, &rank);
+            prop_assert_eq!(&indices(&region, &spec.shape), &part);
+            // The rank's values, put where its runs say.
+            let values: Vec<usize> = part.iter().map(|i| i * i).collect();
+            prop_assert_eq!(values.len(), region.elem_count());
+            for run in region.runs(&spec.shape) {
+                let values = values[run.inner..run.inner + run.len].iter().copied().map(Some);
+                whole.splice(run.outer..run.outer + run.len, values);
+            }
+            let own = indices(&spec.owned_region(|dim| at(&rank, dim)), &spec.shape);
+            prop_assert!(own.iter().all(|i| part.contains(i)), "owns what it does not hold");
+            held.push(part);
+            owned.push(own);
+        }
+        let original: Vec<_> = (0..whole.len()).map(|i| Some(i * i)).collect();
+        prop_assert_eq!(whole, original);
+        prop_assert!(count(&spec.shape, &held).iter().all(|&n| n == spec.replication()));
+        prop_assert!(count(&spec.shape, &owned).iter().all(|&n| n == 1));
+        Ok(())
+    }
+
+    #[test]
+    fn a_cut_with_a_stride_is_across_groups_of_ranks() {
+        let spec = ShardSpec::new(vec![6])
+            .with_cut(Cut::new("m0", 2, Placement::Shard(0)).with_stride(3))
+            .with_cut(Cut::new("m0", 3, Placement::Replicate));
+        let offsets: Vec<_> = (0..6).map(|rank| spec.region(|_| rank).offsets[0]).collect();
+        assert_eq!(offsets, [0, 0, 0, 3, 3, 3]);
+        let owned: Vec<_> = (0..6).map(|rank| spec.owned_region(|_| rank).offsets[0]).collect();
+        assert_eq!(owned, [0, 1, 2, 3, 4, 5]);
+        assert_eq!(spec.replication(), 3);
     }
 
     proptest! {
         #[test]
-        fn regions_cover_every_element_once_a_replica((spec, sizes) in specs()) {
-            let all = coordinates(&sizes);
-            let at = |c: &[usize], dim: &str| c[dim[1..].parse::<usize>().unwrap()];
-            let held = count(&spec.shape, all.iter().map(|c| spec.region(|d| at(c, d))));
-            prop_assert!(held.iter().all(|&n| n == spec.replication()));
-            let owned = count(&spec.shape, all.iter().map(|c| spec.owned_region(|d| at(c, d))));
-            prop_assert!(owned.iter().all(|&n| n == 1));
+        fn the_parts_of_all_ranks_make_up_the_whole((spec, sizes) in specs()) {
+            check(&spec, &sizes)?;
+        }
+
+        /// FSDP over tensor parallelism, and the other way round, also more than twice.
+        #[test]
+        fn a_dimension_may_be_cut_again_in_any_order(
+            (n, other) in (0usize..40, 1usize..3),
+            first in any::<bool>(),
+            (sizes, stride) in (prop::collection::vec(1usize..5, 2..4), 1usize..3),
+        ) {
+            let (shape, dim) = if first { (vec![n, other], 0) } else { (vec![other, n], 1) };
+            // The first mesh dimension's parts are held by `stride` ranks each.
+            let mut cuts = vec![
+                Cut::new("m0", sizes[0], Placement::Shard(dim)).with_stride(stride),
+                Cut::new("m0", stride, Placement::Replicate),
+            ];
+            let later = sizes.iter().enumerate().skip(1);
+            cuts.extend(later.map(|(i, &n)| Cut::new(format!("m{i}"), n, Placement::Shard(dim))));
+            let mut ranks = sizes.clone();
+            ranks[0] *= stride;
+            check(&ShardSpec { shape: shape.clone(), cuts: cuts.clone() }, &ranks)?;
+            cuts.reverse();
+            check(&ShardSpec { shape, cuts }, &ranks)?;
         }
 
         #[test]

@@ -1,5 +1,6 @@
 //! Cross entropy of rows of logits. Forward keeps one number a row, the log-sum-exp; backward
-//! computes the probabilities again and writes the gradient in one pass.
+//! computes the probabilities again and writes the gradient in one pass. Where each rank has a part
+//! of the classes, the forward is [`super::cross_entropy_parts`]; backward is the same.
 
 use candle_core::{D, Tensor};
 use rayon::prelude::*;
@@ -11,6 +12,15 @@ use crate::nn::host::{Float, host, max, rows_per_piece, sum1, tensor, with_float
 /// Targets on the host: a class for each row, or none where the row is ignored.
 pub(in crate::nn) type Targets = [Option<u32>];
 
+/// Which classes the columns of the logits are.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::nn) struct Classes {
+    /// The class of column 0.
+    pub(in crate::nn) first: usize,
+    /// Number of classes in all, here or on other ranks.
+    pub(in crate::nn) total: usize,
+}
+
 /// The sum over all rows of `lse - (1 - smoothing) z[target] - smoothing mean(z)`, a scalar, and
 /// the log-sum-exp of each row. `logits` is `[rows, classes]`.
 pub(in crate::nn) fn forward(
@@ -21,16 +31,15 @@ pub(in crate::nn) fn forward(
     let (rows, classes) = logits.dims2()?;
     let logits = wide(logits)?;
     if !on_host(&logits) {
-        let (index, weight) = portable_targets(targets, &logits)?;
+        let target = Picked::new(targets, Classes { first: 0, total: classes }, &logits)?;
         let top = logits.max_keepdim(1)?;
         let sum = logits.broadcast_sub(&top)?.exp()?.sum_keepdim(1)?;
         let lse = (top + sum.log()?)?;
-        let mut loss = (&lse - (logits.gather(&index, 1)? * (1.0 - smoothing))?)?;
+        let mut loss = (&lse - (logits.gather(&target.index, 1)? * (1.0 - smoothing))?)?;
         if smoothing != 0.0 {
             loss = (loss - (logits.mean_keepdim(D::Minus1)? * smoothing)?)?;
         }
-        // A row that is ignored may hold infinities, which a product with zero does not remove.
-        let loss = weight.ne(0.0)?.where_cond(&loss, &loss.zeros_like()?)?;
+        let loss = target.kept.where_cond(&loss, &loss.zeros_like()?)?;
         return Ok((loss.sum_all()?, lse.flatten_all()?));
     }
     with_float!(logits.dtype(), T => {
@@ -64,24 +73,26 @@ pub(in crate::nn) fn forward(
     })
 }
 
-/// The gradient of the logits, where the sum has the gradient `grad` (a scalar).
+/// The gradient of the logits, where the sum has the gradient `grad` (a scalar) and `lse` is over
+/// all classes.
 pub(in crate::nn) fn backward(
     logits: &Tensor,
     lse: &Tensor,
     targets: &Targets,
+    classes: Classes,
     smoothing: f64,
     grad: &Tensor,
 ) -> Result<Tensor> {
-    let (dtype, (rows, classes)) = (logits.dtype(), logits.dims2()?);
+    let (dtype, (rows, columns)) = (logits.dtype(), logits.dims2()?);
     let logits = wide(logits)?;
     let grad = grad.to_dtype(logits.dtype())?;
-    let uniform = smoothing / classes as f64;
+    let uniform = smoothing / classes.total as f64;
     if !on_host(&logits) {
-        let (index, weight) = portable_targets(targets, &logits)?;
+        let target = Picked::new(targets, classes, &logits)?;
         let p = (logits.broadcast_sub(&lse.reshape((rows, 1))?)?.exp()? - uniform)?;
-        let hit = weight.ones_like()?.affine(smoothing - 1.0, 0.0)?;
-        let d = p.scatter_add(&index, &hit, 1)?.broadcast_mul(&grad.reshape((1, 1))?)?;
-        let keep = weight.ne(0.0)?.broadcast_as(d.shape())?;
+        let hit = (target.here.to_dtype(p.dtype())? * (smoothing - 1.0))?;
+        let d = p.scatter_add(&target.index, &hit, 1)?.broadcast_mul(&grad.reshape((1, 1))?)?;
+        let keep = target.kept.broadcast_as(d.shape())?;
         return Ok(keep.where_cond(&d, &d.zeros_like()?)?.to_dtype(dtype)?);
     }
     let d = with_float!(logits.dtype(), T => {
@@ -89,29 +100,57 @@ pub(in crate::nn) fn backward(
         let (values, lse) = (host_x.slice::<T>()?, lse.slice::<T>()?);
         let grad = grad.to_scalar::<T>()?;
         let (uniform, hit) = (T::lit(uniform), T::lit(1.0 - smoothing));
-        let mut d = vec![T::ZERO; rows * classes];
-        d.par_chunks_mut(classes)
-            .zip(values.par_chunks(classes).zip(targets.par_iter().zip(lse)))
+        let mut d = vec![T::ZERO; rows * columns];
+        d.par_chunks_mut(columns)
+            .zip(values.par_chunks(columns).zip(targets.par_iter().zip(lse)))
             .with_min_len(8)
             .for_each(|(d, (z, (target, &lse)))| {
                 let Some(target) = target else { return };
                 for (d, &z) in d.iter_mut().zip(z) {
                     *d = ((z - lse).exp() - uniform) * grad;
                 }
-                d[*target as usize] -= hit * grad;
+                if let Some(d) = classes.column(*target).and_then(|column| d.get_mut(column)) {
+                    *d -= hit * grad;
+                }
             });
-        tensor(d, (rows, classes))
+        tensor(d, (rows, columns))
     })?;
     Ok(d.to_dtype(dtype)?)
 }
 
-/// Targets as `[rows, 1]` indices (0 where ignored) and weights (0 where ignored, else 1).
-fn portable_targets(targets: &Targets, like: &Tensor) -> Result<(Tensor, Tensor)> {
-    let index: Vec<u32> = targets.iter().map(|t| t.unwrap_or(0)).collect();
-    let weight: Vec<f32> = targets.iter().map(|t| f32::from(u8::from(t.is_some()))).collect();
-    let shape = (targets.len(), 1);
-    Ok((
-        Tensor::from_vec(index, shape, like.device())?,
-        Tensor::from_vec(weight, shape, like.device())?.to_dtype(like.dtype())?,
-    ))
+impl Classes {
+    /// The column that a class is in; it may be past the last, another rank's.
+    pub(super) fn column(&self, class: u32) -> Option<usize> {
+        (class as usize).checked_sub(self.first)
+    }
+}
+
+/// Targets as tensors of shape `[rows, 1]`. Masks (u8) rather than weights: a row that is ignored
+/// may hold infinities, which a product with zero does not remove.
+pub(super) struct Picked {
+    /// The target's column; 0 where it has none here.
+    pub(super) index: Tensor,
+    /// Whether the target is in one of the columns.
+    pub(super) here: Tensor,
+    /// Whether the row is not ignored.
+    pub(super) kept: Tensor,
+}
+
+impl Picked {
+    pub(super) fn new(targets: &Targets, classes: Classes, logits: &Tensor) -> Result<Self> {
+        let columns = logits.dim(D::Minus1)?;
+        let column = |target: &Option<u32>| {
+            target.and_then(|class| classes.column(class)).filter(|&column| column < columns)
+        };
+        let mask = |f: &dyn Fn(&Option<u32>) -> bool| {
+            let mask: Vec<u8> = targets.iter().map(|target| u8::from(f(target))).collect();
+            Tensor::from_vec(mask, (targets.len(), 1), logits.device())
+        };
+        let index: Vec<u32> = targets.iter().map(|t| column(t).unwrap_or(0) as u32).collect();
+        Ok(Self {
+            index: Tensor::from_vec(index, (targets.len(), 1), logits.device())?,
+            here: mask(&|target| column(target).is_some())?,
+            kept: mask(&Option::is_some)?,
+        })
+    }
 }

@@ -6,6 +6,7 @@ pub(super) mod attention;
 mod attention_host;
 mod attention_portable;
 pub(super) mod cross_entropy;
+pub(super) mod cross_entropy_parts;
 pub(super) mod embedding;
 pub(super) mod matmul;
 pub(super) mod norm;

@@ -1,0 +1,388 @@
+//! The exponential moving average of weights.
+
+use std::collections::BTreeMap;
+
+use candle_core::Tensor;
+
+use super::elementwise::{Real, Stored, dispatch, follow, state_dtype};
+use super::optimizer::StateTensor;
+use crate::autograd::storage;
+use crate::parameter::{LocalShard, Parameter};
+use crate::{Error, Result};
+
+/// An exponential moving average of the weights, to evaluate or to publish in their place.
+///
+/// After each optimizer step, [`update`](Self::update) makes
+/// `average = decay * average + (1 - decay) * weight`. Averages are kept for trainable parameters
+/// (a frozen one is its own), parallel to the shard that this rank's optimizer updates, in f32 (f64
+/// for f64 parameters), so that small differences are not lost to half-precision weights. As an
+/// element's average depends on that element alone, each rank averages what it holds and nothing is
+/// communicated: the averages are the same on any mesh.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fulgurite_core::module::{ModuleBuilder, ModuleInit};
+/// use fulgurite_core::optim::Ema;
+/// use fulgurite_core::parameter::{Init, LocalShard};
+/// use fulgurite_core::shard::Region;
+///
+/// let b = ModuleBuilder::new(ModuleInit::default());
+/// let weight = b.pp("up").parameter("weight", [2], Init::ONES)?;
+/// // A strategy sets values, and an optimizer changes them:
+/// let values = Tensor::new(&[1f32, 2.], &Device::Cpu)?;
+/// weight.set_local(LocalShard { values: values.copy()?, region: Region::full(&[2]) });
+/// let mut ema = Ema::new(&[weight.clone()], 0.75)?;
+/// weight.local()?.values.slice_set(&Tensor::new(&[5f32, 2.], &Device::Cpu)?, 0, 0)?;
+/// ema.update()?;
+///
+/// ema.swap()?; // and then `Strategy::prepare_forward`, before validating with the averages
+/// assert_eq!(weight.local()?.values.to_vec1::<f32>()?, [2., 2.]);
+/// ema.swap()?; // and `prepare_forward` again
+/// assert_eq!(weight.local()?.values.to_vec1::<f32>()?, [5., 2.]);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+///
+/// Every rank calls every method alike; none is collective.
+#[derive(Debug)]
+pub struct Ema {
+    decay: f64,
+    warmup: bool,
+    updates: u64,
+    swapped: bool,
+    entries: Vec<Entry>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    parameter: Parameter,
+    average: Tensor,
+    /// The weights, while the averages are in their place.
+    weights: Option<Tensor>,
+}
+
+impl Ema {
+    /// Averages that begin as the trainable ones of `parameters` are, which a strategy has set up
+    /// with the values that training starts from. `decay` is in `[0, 1)`: 0.999 averages over the
+    /// last thousand steps or so.
+    ///
+    /// # Errors
+    /// If `decay` is out of range, or a parameter has no values yet or is not of a float dtype.
+    pub fn new(parameters: &[Parameter], decay: f64) -> Result<Self> {
+        if !(0.0..1.0).contains(&decay) {
+            return Err(Error::Config(format!(
+                "the decay of an average of weights must be in [0, 1), such as 0.999; got {decay}"
+            )));
+        }
+        let entry = |parameter: &Parameter| {
+            let values = parameter.local()?.values;
+            let dtype = state_dtype(values.dtype()).ok_or_else(|| {
+                let message =
+                    format!("is of dtype {:?}; only floats have an average", values.dtype());
+                Error::parameter(parameter.fqn(), message)
+            })?;
+            // A copy: in the weights' dtype `to_dtype` is the weights' own memory.
+            let average = Tensor::zeros(values.elem_count(), dtype, values.device())?;
+            storage::copy_from(&average, &values)?;
+            Ok(Entry { parameter: parameter.clone(), average, weights: None })
+        };
+        let entries = parameters.iter().filter(|p| p.requires_grad()).map(entry);
+        let entries = entries.collect::<Result<_>>()?;
+        Ok(Self { decay, warmup: false, updates: 0, swapped: false, entries })
+    }
+
+    /// Lets the averages follow faster in the beginning, when weights change most and random initial
+    /// values would weigh on them for long: update `n` (from 0) uses `min(decay, (1 + n) / (10 + n))`.
+    #[must_use]
+    pub fn with_warmup(mut self) -> Self {
+        self.warmup = true;
+        self
+    }
+
+    /// The decay that the next update uses.
+    pub fn next_decay(&self) -> f64 {
+        let n = self.updates as f64;
+        if self.warmup { self.decay.min((1.0 + n) / (10.0 + n)) } else { self.decay }
+    }
+
+    /// Takes the weights into the averages; call it after each optimizer step. One pass over
+    /// memory on the CPU.
+    ///
+    /// # Errors
+    /// While the averages are in the weights' place, and if a parameter's shard is not what it was.
+    pub fn update(&mut self) -> Result<()> {
+        if self.swapped {
+            return Err(Error::other(
+                "the averages are in the weights' place, and cannot be updated with themselves; \
+                 call `Ema::swap` again before training goes on",
+            ));
+        }
+        let shards = self.shards()?;
+        let gain = 1.0 - self.next_decay();
+        for (entry, values) in self.entries.iter().zip(shards) {
+            let average = &entry.average;
+            if values.elem_count() == 0 {
+                continue;
+            }
+            if average.device().is_cpu() {
+                dispatch!(values.dtype(), fused(average, &values, gain))?;
+            } else {
+                let values = values.to_dtype(average.dtype())?;
+                storage::copy_from(average, &(average + ((values - average)? * gain)?)?)?;
+            }
+        }
+        self.updates += 1;
+        Ok(())
+    }
+
+    /// Puts the averages, rounded to the weights' dtype, in the weights' place, and the weights back
+    /// when called again: twice changes nothing, to the bit. Meanwhile the weights are kept, which
+    /// takes one more copy of this rank's shards, and no optimizer must step.
+    ///
+    /// [`Strategy::prepare_forward`](crate::strategy::Strategy::prepare_forward) must be called
+    /// after it: what layers compute with may be a copy of the shards.
+    ///
+    /// # Errors
+    /// If a parameter's shard is not what it was.
+    pub fn swap(&mut self) -> Result<()> {
+        let shards = self.shards()?;
+        for (entry, values) in self.entries.iter_mut().zip(shards) {
+            match entry.weights.take() {
+                Some(weights) => storage::copy_from(&values, &weights)?,
+                None => {
+                    entry.weights = Some(values.copy()?);
+                    storage::copy_from(&values, &entry.average)?;
+                }
+            }
+        }
+        self.swapped = !self.swapped;
+        Ok(())
+    }
+
+    /// Whether the averages are in the weights' place.
+    pub fn is_swapped(&self) -> bool {
+        self.swapped
+    }
+
+    /// The averages, named `ema`, for checkpoints to save and to load into; the same tensors
+    /// whether or not they are in the weights' place, where what is loaded shows at the next
+    /// [`swap`](Self::swap) to them.
+    ///
+    /// # Errors
+    /// If a parameter's shard is not what it was.
+    pub fn state(&self) -> Result<Vec<StateTensor>> {
+        self.shards()?;
+        let state = |entry: &Entry| {
+            let parameter = &entry.parameter;
+            Ok(StateTensor {
+                fqn: parameter.fqn().to_owned(),
+                name: "ema",
+                values: entry.average.clone(),
+                region: parameter.local()?.region,
+                shape: parameter.global_shape().to_vec(),
+            })
+        };
+        self.entries.iter().map(state).collect()
+    }
+
+    /// State that is not a tensor, by name: `updates`, which the warm-up goes by.
+    pub fn scalars(&self) -> BTreeMap<String, f64> {
+        BTreeMap::from([("updates".to_owned(), self.updates as f64)])
+    }
+
+    /// Restores what [`scalars`](Self::scalars) returned.
+    ///
+    /// # Errors
+    /// If there is no count of updates in it.
+    pub fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
+        match scalars.get("updates") {
+            Some(&updates) if updates >= 0.0 && updates.fract() == 0.0 => {
+                self.updates = updates as u64;
+                Ok(())
+            }
+            Some(updates) => Err(Error::other(format!(
+                "the saved `updates` of an average of weights is {updates}, not a count; the \
+                 checkpoint is damaged"
+            ))),
+            None => Err(Error::other(format!(
+                "the saved state of an average of weights has no `updates` (it has: {})",
+                scalars.keys().map(String::as_str).collect::<Vec<_>>().join(", ")
+            ))),
+        }
+    }
+
+    /// The weights of each entry, all checked before any is changed.
+    fn shards(&self) -> Result<Vec<Tensor>> {
+        let shard = |entry: &Entry| {
+            let LocalShard { values, .. } = entry.parameter.local()?;
+            let (now, then) = (values.elem_count(), entry.average.elem_count());
+            if now == then {
+                return Ok(values);
+            }
+            Err(Error::parameter(
+                entry.parameter.fqn(),
+                format!(
+                    "its local shard has {now} elements now, but had {then} when the average of \
+                     weights was made; make it after the model is set up"
+                ),
+            ))
+        };
+        self.entries.iter().map(shard).collect()
+    }
+}
+
+fn fused<P: Stored<C>, C: Real>(average: &Tensor, values: &Tensor, gain: f64) -> Result<()> {
+    let gain = C::from_f64(gain);
+    follow::<P, C>(average, values, |average, value| average + gain * (value - average))
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::DType;
+
+    use super::super::testing::{assert_close, numbers, parameters, values};
+    use super::*;
+
+    const LENGTHS: [(&str, usize); 3] = [("a", 40_000), ("b", 7), ("empty", 0)];
+
+    /// Gives every parameter the values of a step.
+    fn set_values(parameters: &[Parameter], step: u64) {
+        for p in parameters {
+            let n = p.elem_count();
+            let values = Tensor::from_vec(numbers(p.fqn(), step, n), n, p.device()).unwrap();
+            storage::copy_from(&p.local().unwrap().values, &values).unwrap();
+        }
+    }
+
+    fn averages(ema: &Ema) -> Vec<Vec<f64>> {
+        let state = ema.state().unwrap();
+        let all = state.iter().map(|s| s.values.to_dtype(DType::F64).unwrap().to_vec1().unwrap());
+        all.collect()
+    }
+
+    #[test]
+    fn follows_the_naive_loop() {
+        for (dtype, tolerance) in [(DType::F64, 1e-14), (DType::F32, 1e-6), (DType::BF16, 1e-6)] {
+            for warmup in [false, true] {
+                let parameters = parameters(&LENGTHS, dtype);
+                let ema = Ema::new(&parameters, 0.5).unwrap();
+                let mut ema = if warmup { ema.with_warmup() } else { ema };
+                let mut want: Vec<Vec<f64>> = parameters.iter().map(values).collect();
+                for n in 0..11u32 {
+                    // A tenth at first, one half from update 8 on.
+                    let warm = f64::from(1 + n) / f64::from(10 + n);
+                    let decay = if warmup { f64::min(0.5, warm) } else { 0.5 };
+                    assert_eq!(ema.next_decay(), decay);
+                    set_values(&parameters, u64::from(n) + 1);
+                    ema.update().unwrap();
+                    for (want, p) in want.iter_mut().zip(&parameters) {
+                        for (want, value) in want.iter_mut().zip(values(p)) {
+                            *want = decay * *want + (1.0 - decay) * value;
+                        }
+                    }
+                }
+                for (got, want) in averages(&ema).iter().zip(&want) {
+                    assert_close(got, want, tolerance);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn swapping_twice_changes_nothing() {
+        for dtype in [DType::F64, DType::F32, DType::BF16, DType::F16] {
+            let parameters = parameters(&LENGTHS, dtype);
+            let mut ema = Ema::new(&parameters, 0.9).unwrap();
+            set_values(&parameters, 1);
+            ema.update().unwrap();
+            let weights: Vec<_> = parameters.iter().map(values).collect();
+            let average = averages(&ema);
+
+            ema.swap().unwrap();
+            assert!(ema.is_swapped());
+            for (p, average) in parameters.iter().zip(&average) {
+                let n = average.len();
+                let want = Tensor::from_vec(average.clone(), n, p.device()).unwrap();
+                let want = want.to_dtype(dtype).unwrap().to_dtype(DType::F64).unwrap();
+                assert_eq!(values(p), want.to_vec1::<f64>().unwrap());
+            }
+            assert_eq!(averages(&ema), average, "the state stays");
+            insta::allow_duplicates! {
+                insta::assert_snapshot!(ema.update().unwrap_err(), @"the averages are in the weights' place, and cannot be updated with themselves; call `Ema::swap` again before training goes on");
+            }
+
+            ema.swap().unwrap();
+            assert_eq!(parameters.iter().map(values).collect::<Vec<_>>(), weights);
+            assert_eq!(averages(&ema), average);
+            ema.update().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_run_that_is_resumed_goes_on_alike() {
+        let parameters = parameters(&LENGTHS, DType::F32);
+        let mut first = Ema::new(&parameters, 0.9).unwrap().with_warmup();
+        for step in 1..4 {
+            set_values(&parameters, step);
+            first.update().unwrap();
+        }
+        let mut second = Ema::new(&parameters, 0.9).unwrap().with_warmup();
+        for (to, from) in second.state().unwrap().iter().zip(first.state().unwrap()) {
+            assert_eq!((to.name, &to.fqn, &to.region), ("ema", &from.fqn, &from.region));
+            assert_eq!(to.values.dtype(), DType::F32);
+            storage::copy_from(&to.values, &from.values).unwrap();
+        }
+        second.load_scalars(&first.scalars()).unwrap();
+        set_values(&parameters, 4);
+        first.update().unwrap();
+        second.update().unwrap();
+        assert_eq!(averages(&first), averages(&second));
+        assert_eq!(first.scalars(), BTreeMap::from([("updates".to_owned(), 4.0)]));
+        insta::assert_snapshot!(second.load_scalars(&BTreeMap::new()).unwrap_err(), @"the saved state of an average of weights has no `updates` (it has: )");
+        let half = BTreeMap::from([("updates".to_owned(), 0.5)]);
+        insta::assert_snapshot!(second.load_scalars(&half).unwrap_err(), @"the saved `updates` of an average of weights is 0.5, not a count; the checkpoint is damaged");
+    }
+
+    #[test]
+    fn parts_average_as_the_whole_does() {
+        // Each "rank" has a stretch of one tensor; frozen parameters have no average.
+        use crate::module::{ModuleBuilder, ModuleInit};
+        use crate::parameter::Init;
+        use crate::shard::Region;
+        let declare = |offset: usize, n: usize| {
+            let b = ModuleBuilder::new(ModuleInit::default());
+            let p = b.parameter("w", [9], Init::ZEROS).unwrap();
+            b.frozen().parameter("frozen", [9], Init::ZEROS).unwrap();
+            let values = Tensor::zeros(n, DType::F32, p.device()).unwrap();
+            let region = Region { offsets: vec![offset], sizes: vec![n] };
+            p.set_local(LocalShard { values, region });
+            (p, Ema::new(b.finish().unwrap().parameters(), 0.9).unwrap())
+        };
+        let run = |offset: usize, n: usize| {
+            let (p, mut ema) = declare(offset, n);
+            for step in 0..3 {
+                let all = numbers("w", step, 9)[offset..offset + n].to_vec();
+                let all = Tensor::from_vec(all, n, p.device()).unwrap();
+                storage::copy_from(&p.local().unwrap().values, &all).unwrap();
+                ema.update().unwrap();
+            }
+            let state = ema.state().unwrap().remove(0);
+            assert_eq!((state.region.offsets[0], state.shape), (offset, vec![9]));
+            averages(&ema).remove(0)
+        };
+        assert_eq!([run(0, 5), run(5, 4)].concat(), run(0, 9));
+    }
+
+    #[test]
+    fn wrong_use_is_explained() {
+        let parameters = parameters(&[("w", 3)], DType::F32);
+        let message = |decay| Ema::new(&parameters, decay).unwrap_err().to_string();
+        insta::assert_snapshot!(message(1.0), @"the decay of an average of weights must be in [0, 1), such as 0.999; got 1");
+        insta::assert_snapshot!(message(f64::NAN), @"the decay of an average of weights must be in [0, 1), such as 0.999; got NaN");
+        let mut ema = Ema::new(&parameters, 0.0).unwrap();
+        let values = Tensor::zeros(2, DType::F32, parameters[0].device()).unwrap();
+        let region = parameters[0].local().unwrap().region;
+        parameters[0].set_local(LocalShard { values, region });
+        insta::assert_snapshot!(ema.swap().unwrap_err(), @"parameter `w`: its local shard has 2 elements now, but had 3 when the average of weights was made; make it after the model is set up");
+        assert!(!ema.is_swapped());
+    }
+}
