@@ -38,14 +38,17 @@ fn assert_close(what: &str, one: &[f64], other: &[f64], relative: f64) {
     }
 }
 
-/// As on one device: losses and norms to 1e-5, weights to 1e-4.
+/// As on one device: losses and norms to 1e-5, weights and their averages to 1e-4.
 fn assert_like_single(what: &str, run: &Run) {
     let single = &*SINGLE;
     assert_close(&format!("{what}: loss"), &run.losses, &single.losses, 1e-5);
     assert_close(&format!("{what}: norm"), &run.norms, &single.norms, 1e-5);
-    for (fqn, weights) in &single.weights {
-        for (i, (a, b)) in run.weights[fqn].iter().zip(weights).enumerate() {
-            assert!((a - b).abs() <= 1e-4 * b.abs().max(1.0), "{what}: {fqn}[{i}]: {a} and {b}");
+    for (run, single) in [(&run.weights, &single.weights), (&run.averages, &single.averages)] {
+        assert!(single.len() > 20);
+        for (fqn, weights) in single {
+            for (i, (a, b)) in run[fqn].iter().zip(weights).enumerate() {
+                assert!((a - b).abs() <= 1e-4 * b.abs().max(1.0), "{what}: {fqn}[{i}]: {a}, {b}");
+            }
         }
     }
 }

@@ -98,7 +98,7 @@ fn train(
         optimizer.step()?;
     }
     let weights = gather_weights(&fabric.module_tree()?, &**fabric.world())?;
-    Ok(Run { losses, norms, weights })
+    Ok(Run { losses, norms, weights, averages: std::collections::BTreeMap::new() })
 }
 
 const RANKS: usize = 3;

@@ -56,7 +56,7 @@ impl ForwardScope {
     pub fn positions(&self, n: usize) -> Vec<Range<usize>> {
         match &self.context {
             Some(context) => context.positions(n).to_vec(),
-            None => vec![0..n],
+            None => std::iter::once(0..n).collect(),
         }
     }
 

@@ -13,7 +13,7 @@ use fulgurite_core::nn::{
     AttentionConfig, CausalSelfAttention, Dropout, Embedding, GeluMlp, LayerNorm, Linear, RmsNorm,
     Rope, SwiGluMlp, cross_entropy, functional,
 };
-use fulgurite_core::optim::AdamW;
+use fulgurite_core::optim::{AdamW, Ema};
 use fulgurite_core::parallel::{
     Colwise, Layout, ParallelStyle, Plan, PrepareModuleInput, Rowwise, SequenceParallel,
 };
@@ -292,9 +292,17 @@ impl DecoderTraining {
 
     /// All steps.
     pub(crate) fn run(mut self) -> Result<Run> {
-        let steps: Vec<(f64, f64)> =
-            (0..Self::STEPS).map(|_| self.step()).collect::<Result<_>>()?;
+        let mut average = Ema::new(self.fabric.module_tree()?.parameters(), 0.8)?;
+        let steps: Vec<(f64, f64)> = (0..Self::STEPS)
+            .map(|_| {
+                let step = self.step()?;
+                average.update()?;
+                Ok(step)
+            })
+            .collect::<Result<_>>()?;
         let (losses, norms) = steps.into_iter().unzip();
-        Ok(Run { losses, norms, weights: self.weights()? })
+        let weights = self.weights()?;
+        average.swap()?;
+        Ok(Run { losses, norms, weights, averages: self.weights()? })
     }
 }

@@ -30,6 +30,8 @@ pub(crate) struct Run {
     pub(crate) norms: Vec<f64>,
     /// FQN → the whole parameter, gathered.
     pub(crate) weights: BTreeMap<String, Vec<f32>>,
+    /// Their exponential moving averages, where they were kept.
+    pub(crate) averages: BTreeMap<String, Vec<f32>>,
 }
 
 /// A rank's transformer in training.
@@ -101,7 +103,7 @@ impl Training {
             (0..Self::STEPS).map(|_| self.step()).collect::<Result<_>>()?;
         let (losses, norms) = steps.into_iter().unzip();
         let weights = gather_weights(&self.fabric.module_tree()?, &**self.fabric.world())?;
-        Ok(Run { losses, norms, weights })
+        Ok(Run { losses, norms, weights, averages: BTreeMap::new() })
     }
 }
 
