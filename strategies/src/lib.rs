@@ -7,6 +7,15 @@
 //! | `ddp` | everything | an all-reduce of the gradients, in buckets |
 //! | `fsdp`, `fsdp2` | 1/N of every parameter, gradient and optimizer state | all-gathers of parameters and a reduce-scatter of gradients, a unit at a time |
 //!
+//! and tensor-parallel plans for the key `trainer.strategy.parallelize`:
+//!
+//! | `parallelize` | what layers get |
+//! |---|---|
+//! | `llama` | NeMo's plan for Llama, with or without sequence parallelism |
+//! | `hf` | a plan in Hugging Face's words, by default that of its Llama |
+//! | `plan` | a plan written out |
+//! | `none` | no tensor parallelism |
+//!
 //! ```
 //! use fulgurite_core::strategy::{BuildContext, Strategy as _, StrategyConfig as _};
 //! use fulgurite_strategies::Fsdp;
@@ -20,10 +29,12 @@ mod auto;
 mod ddp;
 mod fsdp;
 mod mixed_precision;
+mod parallelize;
 mod single_device;
 
 pub use auto::Auto;
 pub use ddp::Ddp;
 pub use fsdp::{Fsdp, ReshardAfterForward};
 pub use mixed_precision::{DTypeName, MixedPrecisionPolicy};
+pub use parallelize::{HuggingFacePlan, InlinePlan, LlamaPlan, NoPlan, StyleNames};
 pub use single_device::SingleDevice;
