@@ -29,6 +29,7 @@ fn the_built_in_plugins_are_listed() {
     environment: local, slurm, torchelastic
     logger: csv, jsonl
     optimizer: adamw, sgd
+    parallelize: hf, llama, none, plan
     process_group: shm
     scheduler: constant, cosine, linear, step
     strategy: auto, ddp, fsdp, fsdp2, single_device

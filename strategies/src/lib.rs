@@ -9,6 +9,15 @@
 //! | `hsdp`, `tp`, `fsdp_tp` | as `model_parallel`, with other default sizes | |
 //! | `fsdp`, `fsdp2` | 1/N of every parameter, gradient and optimizer state | all-gathers of parameters and a reduce-scatter of gradients, a unit at a time |
 //!
+//! and tensor-parallel plans for the key `trainer.strategy.parallelize`:
+//!
+//! | `parallelize` | what layers get |
+//! |---|---|
+//! | `llama` | NeMo's plan for Llama, with or without sequence parallelism |
+//! | `hf` | a plan in Hugging Face's words, by default that of its Llama |
+//! | `plan` | a plan written out |
+//! | `none` | no tensor parallelism |
+//!
 //! ```
 //! use fulgurite_core::strategy::{BuildContext, Strategy as _, StrategyConfig as _};
 //! use fulgurite_strategies::Fsdp;
@@ -25,7 +34,7 @@ mod fsdp;
 mod mesh_strategy;
 mod mixed_precision;
 mod model_parallel;
-pub mod parallelize;
+mod parallelize;
 mod single_device;
 
 pub use accumulation::AccumulationSync;
@@ -34,4 +43,5 @@ pub use ddp::Ddp;
 pub use fsdp::{Fsdp, ReshardAfterForward};
 pub use mixed_precision::{DTypeName, MixedPrecisionPolicy};
 pub use model_parallel::{ModelParallel, Size};
+pub use parallelize::{HuggingFacePlan, InlinePlan, LlamaPlan, NoPlan, StyleNames};
 pub use single_device::SingleDevice;

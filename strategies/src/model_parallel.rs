@@ -192,7 +192,7 @@ impl ModelParallel {
         let parallelize = match &self.parallelize {
             Some(config) => Some(config.build()?),
             None if tensor == Some(1) => None,
-            None => Some(crate::parallelize::Llama::default().build()?),
+            None => Some(crate::parallelize::LlamaPlan::default().build()?),
         };
         Ok(Box::new(MeshStrategy::new(Settings {
             reshard_after_forward: self.reshard_after_forward != ReshardAfterForward::Never,

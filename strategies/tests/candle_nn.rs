@@ -112,7 +112,7 @@ fn train(world: Arc<dyn ProcessGroup>, config: &str) -> Result<Run> {
         optimizer.step()?;
     }
     let weights = gather_weights(&fabric.module_tree()?, &**fabric.world())?;
-    Ok(Run { losses, norms, weights })
+    Ok(Run { losses, norms, weights, averages: std::collections::BTreeMap::new() })
 }
 
 #[test]

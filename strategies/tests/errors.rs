@@ -71,7 +71,9 @@ mod a_function {
     #[typetag::serde(name = "first")]
     impl ParallelizeConfig for First {
         fn build(&self) -> Result<Box<dyn ParallelizeFn>> {
-            Ok(Box::new(|tree: &mut ModuleTree, _: &DeviceMesh| tree.fully_shard("layers.0")))
+            Ok(Box::new(|tree: &mut ModuleTree, _: &DeviceMesh| {
+                tree.fully_shard_matching("layers.0")
+            }))
         }
     }
 

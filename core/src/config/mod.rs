@@ -35,6 +35,7 @@ pub use declare::{ConfigType, Documented, KeyDoc};
 pub use deserializer::{parse, parse_at};
 pub use layers::{ConfigLayers, to_table, to_toml};
 pub use plugin::{PluginKind, PluginValue};
+pub(crate) use problem::nearest;
 pub use run::{CheckpointConfig, RunConfig};
 pub use values::{
     Amount, CkptPath, ClipAlgorithm, Devices, Precision, TimeLimit, UnusedParameters,

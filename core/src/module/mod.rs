@@ -6,6 +6,7 @@
 
 mod builder;
 mod forward;
+mod fully_shard;
 mod layer;
 mod tree;
 mod unit;
@@ -13,6 +14,7 @@ mod var_builder;
 
 pub use builder::{ModuleBuilder, ModuleInit};
 pub use forward::{ForwardScope, ForwardScopeGuard};
+pub use fully_shard::{FullyShard, layers_or_names};
 pub use layer::Module;
 pub use tree::{ModuleInfo, ModuleTree, glob_match};
 pub use unit::{Unit, UnitHandle, UnitHooks};

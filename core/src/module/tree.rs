@@ -1,8 +1,8 @@
 //! The record of a model: what strategies, plans and checkpoints work on.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 
-use super::UnitHandle;
+use super::{FullyShard, UnitHandle};
 use crate::parallel::{Heads, LayerHandle};
 use crate::parameter::Parameter;
 use crate::{Error, Result};
@@ -29,7 +29,8 @@ pub struct ModuleTree {
     owners: Vec<Option<usize>>,
     names: HashMap<String, usize>,
     aliases: BTreeMap<String, usize>,
-    fully_sharded: BTreeSet<String>,
+    /// The root unit's options, if it was sharded explicitly.
+    pub(super) root: Option<FullyShard>,
     pub(super) units: Vec<UnitHandle>,
 }
 
@@ -73,28 +74,6 @@ impl ModuleTree {
     /// Number of elements of all parameters, tied ones once.
     pub fn elem_count(&self) -> usize {
         self.parameters.iter().map(Parameter::elem_count).sum()
-    }
-
-    /// Marks the units whose paths match `pattern` (`*` is one segment) as gathered on their own;
-    /// the others belong to the root unit. For `ParallelizeFn`s.
-    ///
-    /// # Errors
-    /// If no unit matches; the message lists the units.
-    pub fn fully_shard(&mut self, pattern: &str) -> Result<()> {
-        let matching = self.units.iter().map(UnitHandle::path).filter(|p| glob_match(pattern, p));
-        let matching: Vec<String> = matching.map(str::to_owned).collect();
-        if matching.is_empty() {
-            let units: Vec<&str> = self.units.iter().map(UnitHandle::path).collect();
-            let message = format!("no unit matches this pattern; there are {}", units.join(", "));
-            return Err(Error::Module { path: pattern.to_owned(), message });
-        }
-        self.fully_sharded.extend(matching);
-        Ok(())
-    }
-
-    /// Whether [`fully_shard`](Self::fully_shard) chose the unit at `path`.
-    pub fn is_fully_sharded(&self, path: &str) -> bool {
-        self.fully_sharded.contains(path)
     }
 
     pub(super) fn declare(&mut self, path: &str, info: ModuleInfo) -> Result<()> {

@@ -4,7 +4,7 @@ use std::sync::{Arc, RwLock};
 
 use candle_core::{DType, Tensor};
 
-use super::Module;
+use super::{FullyShard, Module};
 use crate::Result;
 use crate::autograd::{function, is_grad_enabled};
 
@@ -38,11 +38,18 @@ struct UnitInner {
     index: usize,
     path: String,
     hooks: RwLock<Option<Arc<dyn UnitHooks>>>,
+    /// Whether and how it is gathered on its own.
+    fully_shard: RwLock<Option<FullyShard>>,
 }
 
 impl UnitHandle {
     pub(crate) fn new(index: usize, path: String) -> Self {
-        Self(Arc::new(UnitInner { index, path, hooks: RwLock::new(None) }))
+        Self(Arc::new(UnitInner {
+            index,
+            path,
+            hooks: RwLock::default(),
+            fully_shard: RwLock::default(),
+        }))
     }
 
     /// The unit's place in the order in which units were built.
@@ -58,6 +65,14 @@ impl UnitHandle {
     /// Sets the hooks. For strategies.
     pub fn set_hooks(&self, hooks: Arc<dyn UnitHooks>) {
         *self.0.hooks.write().expect("no panic while writing") = Some(hooks);
+    }
+
+    pub(super) fn set_fully_shard(&self, options: FullyShard) {
+        *self.0.fully_shard.write().expect("no panic while writing") = Some(options);
+    }
+
+    pub(super) fn fully_shard_options(&self) -> Option<FullyShard> {
+        *self.0.fully_shard.read().expect("no panic while reading")
     }
 
     fn hooks(&self) -> Option<Arc<dyn UnitHooks>> {

@@ -25,11 +25,15 @@
 //! neighbours agree, as with PyTorch's styles on local tensors.
 
 mod apply;
+mod block;
+mod check;
 pub mod collectives;
 mod context;
+mod cut;
 mod heads;
 mod layer;
 mod layout;
+mod matching;
 mod plan;
 mod redistribute;
 mod style;

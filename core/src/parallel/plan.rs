@@ -1,5 +1,8 @@
 //! Plans: which style each layer gets.
 
+use serde::de::{Error as _, MapAccess, Visitor};
+use serde::{Deserialize, Serialize};
+
 use super::ParallelStyle;
 
 /// One line of a plan.
@@ -13,7 +16,23 @@ pub struct PlanEntry {
 }
 
 /// An ordered list of patterns and styles. Every pattern must match a layer, and no layer more than
-/// one pattern.
+/// one pattern: the order does not matter to a model.
+///
+/// In configuration files a table:
+///
+/// ```
+/// use fulgurite_core::parallel::{Colwise, Layout, Plan, Rowwise};
+/// use fulgurite_core::{config, plan};
+///
+/// let table = toml::toml! {
+///     "layers.*.mlp.up_proj" = "colwise"
+///     "layers.*.mlp.down_proj" = { type = "rowwise", output = "shard(1)" }
+/// };
+/// let plan: Plan = config::parse(table)?;
+/// let style = plan.style("layers.*.mlp.down_proj");
+/// assert_eq!(style, Some(Rowwise { output: Layout::SEQUENCE, ..Rowwise::default() }.into()));
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Plan {
     entries: Vec<PlanEntry>,
@@ -36,11 +55,50 @@ impl Plan {
     pub fn entries(&self) -> &[PlanEntry] {
         &self.entries
     }
+
+    /// The style of the first entry with this very pattern.
+    pub fn style(&self, pattern: &str) -> Option<ParallelStyle> {
+        self.entries.iter().find(|entry| entry.pattern == pattern).map(|entry| entry.style)
+    }
 }
 
 impl<P: Into<String>, S: Into<ParallelStyle>> FromIterator<(P, S)> for Plan {
     fn from_iter<I: IntoIterator<Item = (P, S)>>(entries: I) -> Self {
         entries.into_iter().fold(Self::new(), |plan, (pattern, style)| plan.with(pattern, style))
+    }
+}
+
+impl Serialize for Plan {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.entries.iter().map(|entry| (&entry.pattern, &entry.style)))
+    }
+}
+
+impl<'de> Deserialize<'de> for Plan {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Entries;
+
+        impl<'de> Visitor<'de> for Entries {
+            type Value = Plan;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a table of patterns and styles")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Plan, A::Error> {
+                let mut plan = Plan::new();
+                while let Some((pattern, style)) = map.next_entry::<String, ParallelStyle>()? {
+                    if plan.style(&pattern).is_some() {
+                        let message = format!("the plan has the pattern `{pattern}` twice");
+                        return Err(A::Error::custom(message));
+                    }
+                    plan = plan.with(pattern, style);
+                }
+                Ok(plan)
+            }
+        }
+
+        deserializer.deserialize_map(Entries)
     }
 }
 

@@ -2,6 +2,8 @@
 
 use std::str::FromStr;
 
+use serde::de::value::{MapAccessDeserializer, MapDeserializer};
+use serde::de::{Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
 use super::Layout;
@@ -81,7 +83,8 @@ pub struct PrepareModuleOutput {
 ///
 /// In configuration files a name that Hugging Face's plans have (`"colwise"`, `"rowwise"`,
 /// `"colwise_rep"`, `"rowwise_rep"`, `"sequence_parallel"`, `"replicated_with_grad_allreduce"`), or a
-/// table: `{ type = "rowwise", output = "shard(1)" }`.
+/// table, whose `type` is one of these, `"prepare_module_input"` or `"prepare_module_output"`:
+/// `{ type = "rowwise", output = "shard(1)" }`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum ParallelStyle {
@@ -110,6 +113,29 @@ impl ParallelStyle {
         "sequence_parallel",
         "replicated_with_grad_allreduce",
     ];
+
+    /// The style's own name, which a table's `type` is.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Colwise(_) => "colwise",
+            Self::Rowwise(_) => "rowwise",
+            Self::SequenceParallel(_) => "sequence_parallel",
+            Self::PrepareModuleInput(_) => "prepare_module_input",
+            Self::PrepareModuleOutput(_) => "prepare_module_output",
+            Self::ReplicatedWithGradAllreduce => "replicated_with_grad_allreduce",
+        }
+    }
+
+    /// Whether a layer's parameters are whole on every rank and their gradients summands, since the
+    /// layer computes with a part of an activation.
+    pub(crate) fn is_partial(&self) -> bool {
+        match self {
+            Self::SequenceParallel(_) | Self::ReplicatedWithGradAllreduce => true,
+            Self::PrepareModuleInput(prepare) => prepare.desired != Layout::Replicate,
+            Self::PrepareModuleOutput(prepare) => prepare.output != Layout::Replicate,
+            Self::Colwise(_) | Self::Rowwise(_) => false,
+        }
+    }
 }
 
 impl FromStr for ParallelStyle {
@@ -123,6 +149,13 @@ impl FromStr for ParallelStyle {
             "rowwise_rep" => Rowwise { input: Layout::Replicate, ..Rowwise::default() }.into(),
             "sequence_parallel" => SequenceParallel {}.into(),
             "replicated_with_grad_allreduce" => Self::ReplicatedWithGradAllreduce,
+            "prepare_module_input" | "prepare_module_output" => {
+                let first = name.trim_start_matches("prepare_module_");
+                return Err(Error::Config(format!(
+                    "{name} needs layouts: write a table, {{ type = \"{name}\", {first} = \
+                     \"shard(1)\", desired = \"replicate\" }} for instance"
+                )));
+            }
             _ => {
                 return Err(Error::Config(format!(
                     "`{name}` is not a parallel style; expected one of {}, or a table with a `type`",
@@ -163,49 +196,208 @@ impl From<PrepareModuleOutput> for ParallelStyle {
     }
 }
 
-/// The table form.
-#[derive(Deserialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
-enum Table {
-    Colwise(Colwise),
-    Rowwise(Rowwise),
-    SequenceParallel(SequenceParallel),
-    PrepareModuleInput(PrepareModuleInput),
-    PrepareModuleOutput(PrepareModuleOutput),
-    ReplicatedWithGradAllreduce,
-}
-
 impl<'de> Deserialize<'de> for ParallelStyle {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Visitor;
-        impl<'de> serde::de::Visitor<'de> for Visitor {
-            type Value = ParallelStyle;
+        deserializer.deserialize_any(NameOrTable)
+    }
+}
 
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                write!(f, "one of {}, or a table with a `type`", ParallelStyle::NAMES.join(", "))
+struct NameOrTable;
+
+impl NameOrTable {
+    /// The values that a table's `type` has.
+    const TYPES: &'static [&'static str] = &[
+        "colwise",
+        "rowwise",
+        "colwise_rep",
+        "rowwise_rep",
+        "sequence_parallel",
+        "prepare_module_input",
+        "prepare_module_output",
+        "replicated_with_grad_allreduce",
+    ];
+}
+
+/// The keys of a table of type `colwise_rep`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ColwiseRep {
+    #[serde(default = "replicate")]
+    input: Layout,
+    #[serde(default)]
+    loss_parallel: bool,
+}
+
+/// The keys of a table of type `rowwise_rep`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RowwiseRep {
+    #[serde(default = "replicate")]
+    output: Layout,
+}
+
+fn replicate() -> Layout {
+    Layout::Replicate
+}
+
+impl<'de> Visitor<'de> for NameOrTable {
+    type Value = ParallelStyle;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "one of {}, or a table with a `type`", ParallelStyle::NAMES.join(", "))
+    }
+
+    fn visit_str<E: serde::de::Error>(self, name: &str) -> Result<ParallelStyle, E> {
+        name.parse().map_err(E::custom)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<ParallelStyle, A::Error> {
+        match map.next_key::<String>()?.as_deref() {
+            Some("type") => {
+                let name = map.next_value::<TypeName>()?.0;
+                table(name, map)
             }
-
-            fn visit_str<E: serde::de::Error>(self, name: &str) -> Result<Self::Value, E> {
-                name.parse().map_err(E::custom)
-            }
-
-            fn visit_map<A: serde::de::MapAccess<'de>>(
-                self,
-                map: A,
-            ) -> Result<Self::Value, A::Error> {
-                let table = Table::deserialize(serde::de::value::MapAccessDeserializer::new(map))?;
-                Ok(match table {
-                    Table::Colwise(style) => style.into(),
-                    Table::Rowwise(style) => style.into(),
-                    Table::SequenceParallel(style) => style.into(),
-                    Table::PrepareModuleInput(style) => style.into(),
-                    Table::PrepareModuleOutput(style) => style.into(),
-                    Table::ReplicatedWithGradAllreduce => {
-                        ParallelStyle::ReplicatedWithGradAllreduce
-                    }
-                })
+            None => Err(untyped()),
+            // The configuration's deserializer puts the type first; others keep the order of the
+            // text.
+            Some(first) => {
+                let mut rest = toml::Table::from_iter([(first.to_owned(), map.next_value()?)]);
+                while let Some((key, value)) = map.next_entry()? {
+                    rest.insert(key, value);
+                }
+                let name = rest.remove("type").ok_or_else(untyped)?;
+                let name = TypeName::deserialize(name).map_err(A::Error::custom)?.0;
+                table(name, MapDeserializer::new(rest.into_iter())).map_err(A::Error::custom)
             }
         }
-        deserializer.deserialize_any(Visitor)
+    }
+}
+
+/// A table that is no style: perhaps a pattern that lacks quotes, and was taken for nested tables.
+fn untyped<E: serde::de::Error>() -> E {
+    E::custom(
+        "a style that is a table needs a `type`; if this is the first part of a pattern, put the \
+         whole pattern in quotes: \"layers.*.mlp.up_proj\"",
+    )
+}
+
+/// A value of `type`.
+struct TypeName(&'static str);
+
+impl<'de> Deserialize<'de> for TypeName {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        let known = NameOrTable::TYPES.iter().find(|known| **known == name);
+        let unknown = || D::Error::unknown_variant(&name, NameOrTable::TYPES);
+        known.map(|known| Self(known)).ok_or_else(unknown)
+    }
+}
+
+/// The style of this type, from the table's other keys.
+fn table<'de, A: MapAccess<'de>>(name: &str, keys: A) -> Result<ParallelStyle, A::Error> {
+    let keys = MapAccessDeserializer::new(keys);
+    Ok(match name {
+        "colwise" => Colwise::deserialize(keys)?.into(),
+        "rowwise" => Rowwise::deserialize(keys)?.into(),
+        "colwise_rep" => {
+            let ColwiseRep { input, loss_parallel } = ColwiseRep::deserialize(keys)?;
+            Colwise { input, output: Layout::Replicate, loss_parallel }.into()
+        }
+        "rowwise_rep" => {
+            let RowwiseRep { output } = RowwiseRep::deserialize(keys)?;
+            Rowwise { input: Layout::Replicate, output }.into()
+        }
+        "sequence_parallel" => SequenceParallel::deserialize(keys)?.into(),
+        "prepare_module_input" => PrepareModuleInput::deserialize(keys)?.into(),
+        "prepare_module_output" => PrepareModuleOutput::deserialize(keys)?.into(),
+        _ => {
+            // It has no keys either.
+            SequenceParallel::deserialize(keys)?;
+            ParallelStyle::ReplicatedWithGradAllreduce
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read<T: serde::de::DeserializeOwned>(json: &str) -> Result<T, String> {
+        serde_json::from_str(json).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn layouts_are_read_as_they_are_written() {
+        for (layout, text) in [
+            (Layout::Replicate, "\"replicate\""),
+            (Layout::SEQUENCE, "\"shard(1)\""),
+            (Layout::LAST, "\"shard(-1)\""),
+        ] {
+            assert_eq!(serde_json::to_string(&layout).unwrap(), text);
+            assert_eq!(read(text), Ok(layout));
+        }
+        assert_eq!(read("\"shard( 2 )\""), Ok(Layout::Shard(2)));
+        for text in ["\"shard()\"", "\"Shard(1)\"", "\"shard(1\"", "\"\"", "1"] {
+            assert!(read::<Layout>(text).is_err(), "{text}");
+        }
+        insta::assert_snapshot!(read::<Layout>("\"shard(x)\"").unwrap_err(), @"");
+    }
+
+    #[test]
+    fn names_and_tables_are_the_same_styles() {
+        let same = |name: &str, table: &str| {
+            let style = read::<ParallelStyle>(&format!("{name:?}")).unwrap();
+            assert_eq!(read(table), Ok(style), "{table}");
+            assert_eq!(name.parse::<ParallelStyle>().unwrap(), style);
+            assert!(name.starts_with(style.name()));
+            assert_eq!(read(&serde_json::to_string(&style).unwrap()), Ok(style));
+            // As other formats than TOML may have it.
+            let plain = format!("{{\"type\": {name:?}}}");
+            assert_eq!(read(&plain), Ok(style));
+        };
+        same("colwise", r#"{"type": "colwise", "input": "replicate", "output": "shard(-1)"}"#);
+        same("rowwise", r#"{"output": "replicate", "type": "rowwise"}"#);
+        same("colwise_rep", r#"{"type": "colwise", "output": "replicate"}"#);
+        same("rowwise_rep", r#"{"type": "rowwise", "input": "replicate"}"#);
+        same("sequence_parallel", r#"{"type": "sequence_parallel"}"#);
+        let partial = "replicated_with_grad_allreduce";
+        same(partial, r#"{"type": "replicated_with_grad_allreduce"}"#);
+        assert_eq!(ParallelStyle::NAMES.len(), 6);
+    }
+
+    #[test]
+    fn tables_keep_what_they_say() {
+        for style in [
+            Colwise { input: Layout::SEQUENCE, loss_parallel: true, ..Colwise::default() }.into(),
+            Rowwise { output: Layout::SEQUENCE, ..Rowwise::default() }.into(),
+            PrepareModuleInput { input: Layout::SEQUENCE, desired: Layout::Replicate }.into(),
+            PrepareModuleOutput { output: Layout::Replicate, desired: Layout::SEQUENCE }.into(),
+        ] {
+            let style: ParallelStyle = style;
+            assert_eq!(read(&serde_json::to_string(&style).unwrap()), Ok(style));
+        }
+        let rep = r#"{"loss_parallel": true, "input": "shard(1)", "type": "colwise_rep"}"#;
+        let expected =
+            Colwise { input: Layout::SEQUENCE, output: Layout::Replicate, loss_parallel: true };
+        assert_eq!(read::<ParallelStyle>(rep), Ok(expected.into()));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let wrong = |json: &str| read::<ParallelStyle>(json).unwrap_err();
+        let messages = [
+            wrong("\"columnwise\""),
+            wrong("\"prepare_module_output\""),
+            wrong("[]"),
+            wrong("{}"),
+            wrong(r#"{"input": "shard(1)"}"#),
+            wrong(r#"{"type": "columnwise"}"#),
+            wrong(r#"{"type": "rowwise", "inputs": "shard(1)"}"#),
+            wrong(r#"{"inputs": "shard(1)", "type": "rowwise"}"#),
+            wrong(r#"{"type": "colwise_rep", "output": "shard(-1)"}"#),
+            wrong(r#"{"type": "sequence_parallel", "dim": 1}"#),
+            wrong(r#"{"type": "prepare_module_input", "input": "shard(1)"}"#),
+        ];
+        insta::assert_snapshot!(messages.join("\n"), @"");
     }
 }

@@ -7,7 +7,9 @@ use crate::module::ModuleTree;
 /// Decides how a model is spread over a mesh, before any value exists. Every rank calls it once,
 /// alike; it communicates nothing. A closure is one.
 pub trait ParallelizeFn: Send + Sync {
-    /// Records decisions in the tree: which units are sharded (`fully_shard`), which are not.
+    /// Records decisions in the tree: how layers are cut
+    /// ([`parallelize_module`](ModuleTree::parallelize_module)), which units are gathered on their
+    /// own ([`fully_shard`](ModuleTree::fully_shard), [`shard_model`](ModuleTree::shard_model)).
     ///
     /// # Errors
     /// If the model and the mesh do not allow it, naming the module.

@@ -28,5 +28,5 @@ fulgurite_core::register_parallelize!(
 
 fn every_other(model: &mut ModuleTree, _mesh: &DeviceMesh) -> Result<()> {
     let units: Vec<_> = model.units().iter().map(|unit| unit.path().to_owned()).collect();
-    units.iter().step_by(2).try_for_each(|path| model.fully_shard(path))
+    units.iter().step_by(2).try_for_each(|path| model.fully_shard_matching(path))
 }

@@ -114,7 +114,10 @@ impl MeshStrategy {
         for (unit, chosen) in tree.units().iter().zip(chosen) {
             let parameters = tree.unit_parameters(Some(unit.index()));
             if chosen {
-                let reshard = self.settings.reshard_after_forward;
+                let own = tree.fully_shard_options(unit.path());
+                let reshard = own
+                    .and_then(|options| options.reshard_after_forward)
+                    .unwrap_or(self.settings.reshard_after_forward);
                 units.push(Some(add(unit.path(), &parameters, reshard)?));
             } else {
                 root.extend(parameters);

@@ -1,62 +1,113 @@
-//! Llama's plan.
+//! NeMo's default plan for Llama.
 
-use fulgurite_core::Result;
-use fulgurite_core::mesh::{DeviceMesh, TENSOR_PARALLEL};
-use fulgurite_core::module::ModuleTree;
+use fulgurite_core::mesh::DeviceMesh;
+use fulgurite_core::module::{ModuleTree, glob_match};
 use fulgurite_core::parallel::{Colwise, Layout, Plan, Rowwise, SequenceParallel};
 use fulgurite_core::strategy::{ParallelizeConfig, ParallelizeFn};
+use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// `parallelize = "llama"`.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+use super::plan::{beside, inside, parallelize};
+
+/// `parallelize = "llama"`: for decoders with the names of Hugging Face's Llama.
+///
+/// The vocabulary of embedding and head, the heads of attention and the inside of the MLPs are cut
+/// over the ranks. The head may share the embedding's weight.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Llama {
-    /// Whether norms and dropout compute on parts of the sequence.
+pub struct LlamaPlan {
+    /// Between attention and MLP blocks each rank holds a part of the sequence, and computes norms
+    /// and dropout on that alone: less memory for activations, and as much communication.
     pub sequence_parallel: bool,
-    /// Whether the loss is computed from parts of the logits.
+    /// The logits stay cut over the ranks, and the loss works on the parts.
     pub loss_parallel: bool,
+    /// The path of the decoder, beside which `lm_head` is; `""` if it is the root.
+    pub prefix: String,
+    /// Patterns of the units that are gathered on their own; empty leaves it to the strategy.
+    pub units: Vec<String>,
+}
+
+impl Default for LlamaPlan {
+    fn default() -> Self {
+        Self {
+            sequence_parallel: false,
+            loss_parallel: false,
+            prefix: "model".to_owned(),
+            units: Vec::new(),
+        }
+    }
+}
+
+impl LlamaPlan {
+    /// The plan for a model: the same but for its dropout layers.
+    ///
+    /// # Errors
+    /// With sequence parallelism, if a layer of the decoder has parameters that the plan does not
+    /// know: their gradients would be of a part of the sequence.
+    pub fn plan(&self, model: &ModuleTree) -> Result<Plan> {
+        let within = |name: &str| inside(&self.prefix, name);
+        // Between blocks.
+        let edge = match self.sequence_parallel {
+            true => Layout::SEQUENCE,
+            false => Layout::Replicate,
+        };
+        let colwise = Colwise { input: edge, ..Colwise::default() };
+        let rowwise = Rowwise { output: edge, ..Rowwise::default() };
+        let loss_parallel = self.loss_parallel;
+        let head = Colwise { output: Layout::Replicate, loss_parallel, ..colwise };
+        let mut plan = Plan::new().with(within("embed_tokens"), rowwise);
+        for name in ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] {
+            plan = plan.with(within(&format!("layers.*.{name}")), colwise);
+        }
+        plan = plan
+            .with(within("layers.*.self_attn.o_proj"), rowwise)
+            .with(within("layers.*.mlp.gate_proj"), colwise)
+            .with(within("layers.*.mlp.up_proj"), colwise)
+            .with(within("layers.*.mlp.down_proj"), rowwise)
+            .with(beside(&self.prefix, "lm_head"), head);
+        if !self.sequence_parallel {
+            return Ok(plan);
+        }
+        for name in ["layers.*.input_layernorm", "layers.*.post_attention_layernorm", "norm"] {
+            plan = plan.with(within(name), SequenceParallel {});
+        }
+        let is_ours = |path: &str| self.prefix.is_empty() || path.starts_with(&within(""));
+        for (path, info) in model.modules() {
+            if info.kind == "Dropout" && is_ours(path) {
+                plan = plan.with(path, SequenceParallel {});
+            }
+        }
+        for parameter in model.parameters() {
+            let (path, _) = parameter.fqn().rsplit_once('.').unwrap_or(("", parameter.fqn()));
+            let known = plan.entries().iter().any(|entry| glob_match(&entry.pattern, path));
+            if is_ours(parameter.fqn()) && !known {
+                return Err(Error::parameter(
+                    parameter.fqn(),
+                    "is none of the parameters that the plan `llama` knows: with \
+                     `sequence_parallel = true` its gradient would be that of a part of the \
+                     sequence. Write the plan out (`type = \"plan\"`) with a style for its layer, \
+                     \"replicated_with_grad_allreduce\" if it computes position by position",
+                ));
+            }
+        }
+        Ok(plan)
+    }
 }
 
 #[typetag::serde(name = "llama")]
-impl ParallelizeConfig for Llama {
+impl ParallelizeConfig for LlamaPlan {
     fn build(&self) -> Result<Box<dyn ParallelizeFn>> {
-        Ok(Box::new(self.clone()))
+        let config = self.clone();
+        Ok(Box::new(move |model: &mut ModuleTree, mesh: &DeviceMesh| {
+            let plan = config.plan(model)?;
+            parallelize(model, mesh, &plan, &config.units)
+        }))
     }
 }
 
-impl ParallelizeFn for Llama {
-    fn parallelize(&self, model: &mut ModuleTree, mesh: &DeviceMesh) -> Result<()> {
-        let stream = if self.sequence_parallel { Layout::SEQUENCE } else { Layout::Replicate };
-        let input = Colwise { input: stream, ..Colwise::default() };
-        let output = Rowwise { output: stream, ..Rowwise::default() };
-        let mut plan = Plan::new()
-            .with("model.embed_tokens", Rowwise { output: stream, ..Rowwise::default() })
-            .with("model.layers.*.self_attn.q_proj", input)
-            .with("model.layers.*.self_attn.k_proj", input)
-            .with("model.layers.*.self_attn.v_proj", input)
-            .with("model.layers.*.self_attn.o_proj", output)
-            .with("model.layers.*.mlp.gate_proj", input)
-            .with("model.layers.*.mlp.up_proj", input)
-            .with("model.layers.*.mlp.down_proj", output)
-            .with(
-                "lm_head",
-                Colwise {
-                    input: stream,
-                    output: Layout::Replicate,
-                    loss_parallel: self.loss_parallel,
-                },
-            );
-        if self.sequence_parallel {
-            plan = plan
-                .with("model.layers.*.input_layernorm", SequenceParallel {})
-                .with("model.layers.*.post_attention_layernorm", SequenceParallel {})
-                .with("model.norm", SequenceParallel {});
-            for (path, info) in model.modules() {
-                if info.kind == "Dropout" && path.starts_with("model.") {
-                    plan = plan.with(path.clone(), SequenceParallel {});
-                }
-            }
-        }
-        model.parallelize_module(&mesh.get(TENSOR_PARALLEL)?, &plan)
-    }
-}
+fulgurite_core::register_parallelize!(
+    "llama",
+    LlamaPlan,
+    "tensor (and sequence) parallelism for models with the names of Hugging Face's Llama",
+    r#"{ type = "llama", sequence_parallel = true }"#
+);

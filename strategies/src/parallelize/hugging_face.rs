@@ -1,0 +1,144 @@
+//! Plans in Hugging Face's words.
+
+use std::fmt;
+
+use fulgurite_core::Result;
+use fulgurite_core::mesh::DeviceMesh;
+use fulgurite_core::module::ModuleTree;
+use fulgurite_core::parallel::{ParallelStyle, Plan};
+use fulgurite_core::strategy::{ParallelizeConfig, ParallelizeFn};
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use super::plan::{beside, inside, parallelize};
+
+/// `parallelize = "hf"`: a plan as the configurations of Hugging Face's models have it
+/// (`base_model_tp_plan`), patterns and names of styles.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct HuggingFacePlan {
+    /// Patterns and names. By default the plan of Hugging Face's Llama and `lm_head =
+    /// "colwise_rep"`; where the head shares the embedding's weight, with `embed_tokens =
+    /// "rowwise"`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub plan: Option<StyleNames>,
+    /// The path of the base model, which goes before the patterns. `lm_head` is beside it. `""` if
+    /// it is the root, or if the patterns are whole paths.
+    pub prefix: String,
+    /// Patterns of the units that are gathered on their own; empty leaves it to the strategy.
+    pub units: Vec<String>,
+}
+
+impl Default for HuggingFacePlan {
+    fn default() -> Self {
+        Self { plan: None, prefix: "model".to_owned(), units: Vec::new() }
+    }
+}
+
+/// `LlamaConfig.base_model_tp_plan`, and `LlamaForCausalLM._tp_plan`.
+const LLAMA: [(&str, &str); 8] = [
+    ("layers.*.self_attn.q_proj", "colwise"),
+    ("layers.*.self_attn.k_proj", "colwise"),
+    ("layers.*.self_attn.v_proj", "colwise"),
+    ("layers.*.self_attn.o_proj", "rowwise"),
+    ("layers.*.mlp.gate_proj", "colwise"),
+    ("layers.*.mlp.up_proj", "colwise"),
+    ("layers.*.mlp.down_proj", "rowwise"),
+    ("lm_head", "colwise_rep"),
+];
+
+impl HuggingFacePlan {
+    /// The plan for a model.
+    ///
+    /// # Errors
+    /// None for names that were deserialized.
+    pub fn plan(&self, model: &ModuleTree) -> Result<Plan> {
+        let path = |pattern: &str| match pattern.split('.').next() {
+            Some("lm_head") => beside(&self.prefix, pattern),
+            _ => inside(&self.prefix, pattern),
+        };
+        if let Some(StyleNames(names)) = &self.plan {
+            return names.iter().map(|(p, name)| Ok((path(p), style(name)?))).collect();
+        }
+        let mut names = LLAMA.to_vec();
+        let embedding = path("embed_tokens.weight");
+        let head = path("lm_head.weight");
+        if model.aliases().any(|tied| tied == (&*head, &*embedding)) {
+            names.push(("embed_tokens", "rowwise"));
+        }
+        names.into_iter().map(|(p, name)| Ok((path(p), style(name)?))).collect()
+    }
+}
+
+fn style(name: &str) -> Result<ParallelStyle> {
+    name.parse()
+}
+
+/// A table of patterns and names of styles, in order.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct StyleNames(pub Vec<(String, String)>);
+
+impl Serialize for StyleNames {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(pattern, name)| (pattern, name)))
+    }
+}
+
+impl<'de> Deserialize<'de> for StyleNames {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Entries;
+
+        impl<'de> Visitor<'de> for Entries {
+            type Value = StyleNames;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a table of patterns and names of styles")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<StyleNames, A::Error> {
+                let mut names = Vec::new();
+                while let Some((pattern, StyleName(name))) = map.next_entry::<String, _>()? {
+                    names.push((pattern, name));
+                }
+                Ok(StyleNames(names))
+            }
+        }
+
+        deserializer.deserialize_map(Entries)
+    }
+}
+
+/// One of [`ParallelStyle::NAMES`].
+struct StyleName(String);
+
+impl<'de> Deserialize<'de> for StyleName {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        match ParallelStyle::NAMES.contains(&name.as_str()) {
+            true => Ok(Self(name)),
+            false => Err(serde::de::Error::unknown_variant(&name, &ParallelStyle::NAMES)),
+        }
+    }
+}
+
+#[typetag::serde(name = "hf")]
+impl ParallelizeConfig for HuggingFacePlan {
+    fn build(&self) -> Result<Box<dyn ParallelizeFn>> {
+        // What code wrote, and not the configuration, is checked here.
+        if let Some(StyleNames(names)) = &self.plan {
+            names.iter().try_for_each(|(_, name)| style(name).map(drop))?;
+        }
+        let config = self.clone();
+        Ok(Box::new(move |model: &mut ModuleTree, mesh: &DeviceMesh| {
+            let plan = config.plan(model)?;
+            parallelize(model, mesh, &plan, &config.units)
+        }))
+    }
+}
+
+fulgurite_core::register_parallelize!(
+    "hf",
+    HuggingFacePlan,
+    "tensor parallelism by a plan in Hugging Face's words, by default that of Llama",
+    r#"{ type = "hf", plan = { "layers.*.mlp.up_proj" = "colwise", "layers.*.mlp.down_proj" = "rowwise" } }"#
+);

@@ -1,0 +1,83 @@
+//! A plan that the configuration writes out.
+
+use fulgurite_core::mesh::{DeviceMesh, TENSOR_PARALLEL};
+use fulgurite_core::module::ModuleTree;
+use fulgurite_core::parallel::Plan;
+use fulgurite_core::strategy::{ParallelizeConfig, ParallelizeFn};
+use fulgurite_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// `parallelize = { type = "plan", plan = { … } }`.
+///
+/// ```
+/// use fulgurite_core::config;
+/// use fulgurite_strategies::InlinePlan;
+///
+/// let table = toml::toml! {
+///     [plan]
+///     "layers.*.mlp.up_proj" = "colwise"
+///     "layers.*.mlp.down_proj" = { type = "rowwise", output = "shard(1)" }
+/// };
+/// let config: InlinePlan = config::parse(table)?;
+/// assert_eq!(config.plan.entries().len(), 2);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct InlinePlan {
+    /// Patterns of layers (`*` is one segment) and their styles: names, or tables with a `type`.
+    pub plan: Plan,
+    /// Patterns of the units that are gathered on their own; empty leaves it to the strategy.
+    pub units: Vec<String>,
+}
+
+#[typetag::serde(name = "plan")]
+impl ParallelizeConfig for InlinePlan {
+    fn build(&self) -> Result<Box<dyn ParallelizeFn>> {
+        if self.plan.entries().is_empty() && self.units.is_empty() {
+            return Err(Error::Config(
+                "`parallelize` of type \"plan\" has neither `plan` nor `units`; give it a table of \
+                 patterns and styles, such as plan = { \"layers.*.mlp.up_proj\" = \"colwise\", … }, \
+                 or choose \"none\""
+                    .to_owned(),
+            ));
+        }
+        let Self { plan, units } = self.clone();
+        Ok(Box::new(move |model: &mut ModuleTree, mesh: &DeviceMesh| {
+            parallelize(model, mesh, &plan, &units)
+        }))
+    }
+}
+
+/// Applies a plan along `tensor_parallel` and chooses the units of `units`, if there are any.
+pub(super) fn parallelize(
+    model: &mut ModuleTree,
+    mesh: &DeviceMesh,
+    plan: &Plan,
+    units: &[String],
+) -> Result<()> {
+    if !plan.entries().is_empty() {
+        model.parallelize_module(&mesh.get(TENSOR_PARALLEL)?, plan)?;
+    }
+    units.iter().try_for_each(|pattern| model.fully_shard_matching(pattern))
+}
+
+/// `name` inside the module `prefix`, which may be the root.
+pub(super) fn inside(prefix: &str, name: &str) -> String {
+    match prefix {
+        "" => name.to_owned(),
+        prefix => format!("{prefix}.{name}"),
+    }
+}
+
+/// `name` beside the module `prefix`.
+pub(super) fn beside(prefix: &str, name: &str) -> String {
+    inside(prefix.rsplit_once('.').map_or("", |(parent, _)| parent), name)
+}
+
+fulgurite_core::register_parallelize!(
+    "plan",
+    InlinePlan,
+    "layers are cut as a table of patterns and styles says",
+    r#"{ type = "plan", plan = { "layers.*.mlp.up_proj" = "colwise", "layers.*.mlp.down_proj" = "rowwise" } }"#
+);

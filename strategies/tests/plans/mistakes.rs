@@ -1,0 +1,275 @@
+//! Mistakes in plans: the layer is named, and what to do.
+
+use fulgurite_core::Result;
+use fulgurite_core::mesh::{CONTEXT_PARALLEL, DP_CP, TENSOR_PARALLEL};
+use fulgurite_core::module::{ModuleBuilder, ModuleInit, ModuleTree};
+use fulgurite_core::nn::{CausalSelfAttention, Embedding, GeluMlp, Linear};
+use fulgurite_core::parallel::{
+    Colwise, Layout, ParallelStyle, Plan, PrepareModuleInput, PrepareModuleOutput, Rowwise,
+    SequenceParallel,
+};
+use fulgurite_core::plan;
+use fulgurite_transports::run_ranks;
+
+use super::models::{Gpt, Llama, attention};
+use super::{function, mesh};
+
+const PARTIAL: ParallelStyle = ParallelStyle::ReplicatedWithGradAllreduce;
+
+/// What building and parallelizing on so many ranks ends with.
+fn parallelized<M>(
+    ranks: usize,
+    build: impl Fn(&ModuleBuilder) -> Result<M> + Sync,
+    parallelize: impl Fn(&mut ModuleTree, &fulgurite_core::mesh::DeviceMesh) -> Result<()> + Sync,
+) -> Result<()> {
+    run_ranks(ranks, |world| {
+        let b = ModuleBuilder::new(ModuleInit::default());
+        let _model = build(&b)?;
+        parallelize(&mut b.finish()?, &mesh(world)?)
+    })
+    .map(drop)
+}
+
+/// The message with which a plan is refused, which does not depend on the number of ranks.
+fn refused<M>(build: impl Fn(&ModuleBuilder) -> Result<M> + Sync, plan: Plan) -> String {
+    let on = |ranks| {
+        parallelized(ranks, &build, |tree, mesh| {
+            tree.parallelize_module(&mesh.get(TENSOR_PARALLEL)?, &plan)
+        })
+        .expect_err("the plan is wrong")
+        .to_string()
+    };
+    assert_eq!(on(1), on(2));
+    on(2)
+}
+
+/// The message with which a plan is refused on this number of ranks, not on one.
+fn refused_on<M>(
+    ranks: usize,
+    build: impl Fn(&ModuleBuilder) -> Result<M> + Sync,
+    plan: Plan,
+) -> String {
+    let on = |ranks| {
+        parallelized(ranks, &build, |tree, mesh| {
+            tree.parallelize_module(&mesh.get(TENSOR_PARALLEL)?, &plan)
+        })
+    };
+    on(1).unwrap();
+    on(ranks).expect_err("the plan is wrong").to_string()
+}
+
+fn colwise() -> Colwise {
+    Colwise::default()
+}
+
+fn rowwise() -> Rowwise {
+    Rowwise::default()
+}
+
+#[test]
+fn patterns_that_match_nothing() {
+    insta::assert_snapshot!(refused(Llama::tied, plan! { "transformer.h.*.fc" => colwise() }), @"module `transformer.h.*.fc`: no layer matches this pattern of the plan (`*` is one segment). The model's layers are lm_head, model.embed_tokens, model.layers.*.dropout, model.layers.*.input_layernorm, model.layers.*.mlp, model.layers.*.mlp.down_proj, model.layers.*.mlp.gate_proj, model.layers.*.mlp.up_proj, model.layers.*.post_attention_layernorm, model.layers.*.self_attn, model.layers.*.self_attn.k_proj, model.layers.*.self_attn.o_proj, model.layers.*.self_attn.q_proj, model.layers.*.self_attn.v_proj, model.norm");
+    insta::assert_snapshot!(refused(Gpt::new, plan! { "h.*.mlp.up" => colwise() }), @"module `h.*.mlp.up`: no layer matches this pattern of the plan (`*` is one segment); did you mean `h.*.mlp.up_proj`? The model's layers are h.*, h.*.adapter, h.*.attn, h.*.attn.k_proj, h.*.attn.o_proj, h.*.attn.q_proj, h.*.attn.v_proj, h.*.ln_1, h.*.ln_2, h.*.mlp, h.*.mlp.down_proj, h.*.mlp.up_proj, head, wte");
+    let without_prefix = plan! { "layers.*.mlp.up_proj" => colwise() };
+    assert!(
+        refused(Llama::tied, without_prefix)
+            .contains("; did you mean `model.layers.*.mlp.up_proj`? The")
+    );
+    let too_short = refused(Llama::tied, plan! { "model.layers.*" => colwise() });
+    let end = too_short.find(" The model's").unwrap();
+    insta::assert_snapshot!(too_short[..end], @"module `model.layers.*`: no layer matches this pattern of the plan (`*` is one segment); it is the path of modules that contain layers, name those, such as `model.layers.*.dropout`.");
+}
+
+#[test]
+fn layers_that_match_twice() {
+    let plan = plan! { "model.norm" => SequenceParallel {}, "model.*" => SequenceParallel {} };
+    insta::assert_snapshot!(refused(Llama::tied, plan), @"module `model.norm`: two patterns of the plan match it, `model.norm` and `model.*`; keep one");
+    let plan = plan! { "lm_head" => colwise(), "lm_head" => rowwise() };
+    insta::assert_snapshot!(refused(Llama::tied, plan), @"module `lm_head`: the plan has the pattern `lm_head` twice; keep one");
+}
+
+#[test]
+fn styles_that_a_layer_cannot_take() {
+    let one =
+        |path: &str, style: ParallelStyle| refused(Llama::tied, Plan::new().with(path, style));
+    let sequence = SequenceParallel {}.into();
+    let (replicate, part) = (Layout::Replicate, Layout::SEQUENCE);
+    let to_part = PrepareModuleOutput { output: replicate, desired: part }.into();
+    let messages = [
+        one("lm_head", sequence),
+        one("model.embed_tokens", to_part),
+        one("model.norm", colwise().into()),
+        one("model.layers.0.dropout", rowwise().into()),
+        one("model.layers.0.dropout", PARTIAL),
+        one("model.layers.0.self_attn", colwise().into()),
+        one("model.layers.0.mlp", PARTIAL),
+        refused(Gpt::new, plan! { "h.*" => sequence }),
+        refused(Gpt::new, plan! { "h.*.adapter" => colwise() }),
+    ];
+    insta::assert_snapshot!(messages.join("\n"), @r"
+    module `lm_head`: a layer of kind Linear cannot be sequence_parallel; it takes colwise, rowwise, prepare_module_input, prepare_module_output and replicated_with_grad_allreduce
+    module `model.embed_tokens`: a layer of kind Embedding cannot be prepare_module_output; it takes rowwise (rows, the vocabulary), colwise and replicated_with_grad_allreduce
+    module `model.norm`: a layer of kind RmsNorm cannot be colwise; it takes sequence_parallel, prepare_module_input, prepare_module_output and replicated_with_grad_allreduce
+    module `model.layers.0.dropout`: a layer of kind Dropout cannot be rowwise; it takes sequence_parallel and prepare_module_input
+    module `model.layers.0.dropout`: a layer of kind Dropout cannot be replicated_with_grad_allreduce; it takes sequence_parallel and prepare_module_input
+    module `model.layers.0.self_attn`: a layer of kind CausalSelfAttention cannot be colwise; it takes prepare_module_input and prepare_module_output; colwise and rowwise are for its projections
+    module `model.layers.0.mlp`: a layer of kind SwiGluMlp cannot be replicated_with_grad_allreduce; it takes prepare_module_input and prepare_module_output; colwise and rowwise are for its projections
+    module `h.0`: has parameters of its own and is no layer of `fulgurite::nn`, so it cannot be sequence_parallel; it takes replicated_with_grad_allreduce
+    module `h.0.adapter`: is a candle_nn layer, which cannot be colwise: tensor parallelism needs the layers of `fulgurite::nn`. Leave it out of the plan, where it is replicated, or build it from `nn`
+    ");
+}
+
+#[test]
+fn layouts_that_do_not_exist() {
+    let one =
+        |path: &str, style: ParallelStyle| refused(Llama::tied, Plan::new().with(path, style));
+    let (replicate, part, last) = (Layout::Replicate, Layout::SEQUENCE, Layout::LAST);
+    let input = |input, desired| PrepareModuleInput { input, desired }.into();
+    let output = |output, desired| PrepareModuleOutput { output, desired }.into();
+    let messages = [
+        one("lm_head", Colwise { input: last, ..colwise() }.into()),
+        one("lm_head", Colwise { output: part, ..colwise() }.into()),
+        one("lm_head", Colwise { loss_parallel: true, ..colwise() }.into()),
+        one("model.embed_tokens", Colwise { input: part, ..colwise() }.into()),
+        one("lm_head", Rowwise { input: part, ..rowwise() }.into()),
+        one("lm_head", Rowwise { output: Layout::Shard(0), ..rowwise() }.into()),
+        one("model.norm", input(part, last)),
+        one("model.norm", input(last, part)),
+        one("model.norm", output(last, replicate)),
+        one("model.layers.0.dropout", input(last, replicate)),
+        one("model.layers.0.dropout", input(part, last)),
+        one("model.layers.0.mlp", input(part, part)),
+        one("model.layers.0.self_attn", output(part, replicate)),
+    ];
+    insta::assert_snapshot!(messages.join("\n"), @r"
+    module `lm_head`: colwise with input shard(-1) does not exist for Linear; use replicate or shard(1)
+    module `lm_head`: colwise with output shard(1) does not exist for Linear; use replicate or shard(-1)
+    module `lm_head`: loss_parallel is for a Linear that gives logits, with output replicate
+    module `model.embed_tokens`: colwise with input shard(1) does not exist for Embedding; use replicate
+    module `lm_head`: rowwise with input shard(1) does not exist for Linear; use replicate or shard(-1)
+    module `lm_head`: rowwise with output shard(0) does not exist for Linear; use replicate or shard(1)
+    module `model.norm`: prepare_module_input with desired layout shard(-1) does not exist for RmsNorm; use replicate or shard(1)
+    module `model.norm`: cannot go from shard(-1) to shard(1) in one step; one of them must be replicate
+    module `model.norm`: prepare_module_output with output shard(-1) does not exist for RmsNorm; use replicate or shard(1)
+    module `model.layers.0.dropout`: prepare_module_input with desired layout replicate does not exist for Dropout; use shard(-1)
+    module `model.layers.0.dropout`: cannot go from shard(1) to shard(-1) in one step; one of them must be replicate
+    module `model.layers.0.mlp`: prepare_module_input with desired layout shard(1) does not exist for SwiGluMlp; use replicate
+    module `model.layers.0.self_attn`: prepare_module_output with output shard(1) does not exist for CausalSelfAttention; use replicate
+    ");
+}
+
+#[test]
+fn projections_that_do_not_fit_together() {
+    let gelu = |b: &ModuleBuilder| GeluMlp::new(&b.pp("mlp"), 8, 16);
+    insta::assert_snapshot!(refused(gelu, plan! { "mlp.up_proj" => colwise() }), @"module `mlp`: computes as one: its plan must make up_proj colwise, with one input layout and output shard(-1), and down_proj rowwise, with input shard(-1); here up_proj is colwise from replicate to shard(-1), down_proj has no style");
+    let gathered = Colwise { output: Layout::Replicate, ..colwise() };
+    insta::assert_snapshot!(refused(gelu, plan! { "mlp.up_proj" => gathered, "mlp.down_proj" => rowwise() }), @"module `mlp`: computes as one: its plan must make up_proj colwise, with one input layout and output shard(-1), and down_proj rowwise, with input shard(-1); here up_proj is colwise from replicate to replicate, down_proj is rowwise from shard(-1) to replicate");
+    let swapped = refused(gelu, plan! { "mlp.up_proj" => rowwise(), "mlp.down_proj" => colwise() });
+    assert!(swapped.contains("up_proj is rowwise from shard(-1) to replicate"), "{swapped}");
+
+    let llama = |q: Colwise, o: Rowwise| {
+        let path = |name: &str| format!("model.layers.*.self_attn.{name}_proj");
+        Plan::new()
+            .with(path("q"), q)
+            .with(path("k"), colwise())
+            .with(path("v"), colwise())
+            .with(path("o"), o)
+    };
+    let part = Colwise { input: Layout::SEQUENCE, ..colwise() };
+    insta::assert_snapshot!(refused(Llama::tied, llama(part, rowwise())), @"module `model.layers.0.self_attn`: computes as one: its plan must make q_proj, k_proj, v_proj colwise, with one input layout and output shard(-1), and o_proj rowwise, with input shard(-1); here q_proj is colwise from shard(1) to shard(-1), k_proj is colwise from replicate to shard(-1), v_proj is colwise from replicate to shard(-1), o_proj is rowwise from shard(-1) to replicate");
+
+    let input = PrepareModuleInput { input: Layout::SEQUENCE, desired: Layout::Replicate };
+    let plan = plan! { "mlp" => input, "mlp.up_proj" => part, "mlp.down_proj" => rowwise() };
+    insta::assert_snapshot!(refused(gelu, plan), @"module `mlp`: prepares its input as if it were replicate within, and its colwise projections take shard(1); make that replicate, or leave the block's own style out");
+    let output = PrepareModuleOutput { output: Layout::Replicate, desired: Layout::SEQUENCE };
+    let scattered = Rowwise { output: Layout::SEQUENCE, ..rowwise() };
+    let plan = plan! { "mlp" => output, "mlp.up_proj" => colwise(), "mlp.down_proj" => scattered };
+    insta::assert_snapshot!(refused(gelu, plan), @"module `mlp`: prepares its output as if it were replicate within, and its rowwise projection gives shard(1); make that replicate, or leave the block's own style out");
+}
+
+#[test]
+fn heads_that_do_not_divide() {
+    let attend = |heads, kv_heads| {
+        move |b: &ModuleBuilder| {
+            CausalSelfAttention::new(&b.pp("attn"), &attention(heads, kv_heads, false))
+        }
+    };
+    let plan = || {
+        plan! {
+            "attn.q_proj" => colwise(), "attn.k_proj" => colwise(),
+            "attn.v_proj" => colwise(), "attn.o_proj" => rowwise(),
+        }
+    };
+    insta::assert_snapshot!(refused_on(2, attend(3, 3), plan()), @"module `attn`: 3 attention heads are not divisible by tensor_parallel_size 2; choose a size that divides them");
+    insta::assert_snapshot!(refused_on(2, attend(6, 3), plan()), @"module `attn`: 3 key and value heads are not divisible by tensor_parallel_size 2, nor does their number divide it, so that ranks could share them; choose another size");
+    insta::assert_snapshot!(refused_on(3, attend(6, 3), plan()), @"module `attn`: the hidden size 8 is not divisible by tensor_parallel_size 3; choose a size that divides it");
+    parallelized(4, attend(8, 2), |tree, mesh| {
+        tree.parallelize_module(&mesh.get(TENSOR_PARALLEL)?, &plan())
+    })
+    .unwrap();
+}
+
+#[test]
+fn shared_weights_that_are_not_cut_alike() {
+    let plan = plan! { "model.embed_tokens" => colwise(), "lm_head" => colwise() };
+    insta::assert_snapshot!(refused(Llama::tied, plan), @"parameter `model.embed_tokens.weight`: is shared by two layers that the plan does not cut alike: `model.embed_tokens` is colwise, `lm_head` is colwise; make the embedding rowwise and the head colwise, which both cut the vocabulary, or leave both out of the plan");
+    // One layer would compute with a part of the weight and not know.
+    insta::assert_snapshot!(refused(Llama::tied, plan! { "lm_head" => colwise() }), @"parameter `model.embed_tokens.weight`: is shared by two layers that the plan does not cut alike: `model.embed_tokens` has no style, `lm_head` is colwise; make the embedding rowwise and the head colwise, which both cut the vocabulary, or leave both out of the plan");
+    let whole = plan! { "model.embed_tokens" => rowwise(), "lm_head" => PARTIAL };
+    assert!(refused(Llama::tied, whole).contains("`lm_head` is replicated_with_grad_allreduce"));
+}
+
+#[test]
+fn parameters_that_cannot_be_cut() {
+    let small = |b: &ModuleBuilder| Embedding::new(&b.pp("kinds"), 3, 8);
+    insta::assert_snapshot!(refused_on(4, small, plan! { "kinds" => rowwise() }), @"parameter `kinds.weight`: has shape [3, 8]: dimension 0 cannot be cut over the 4 ranks of `tensor_parallel`, some would have nothing; choose a smaller tensor_parallel_size, or leave `kinds` out of the plan");
+    // Five over four ranks are chunks of two, two, one and none.
+    let five = |b: &ModuleBuilder| Linear::new(&b.pp("head"), 8, 5);
+    insta::assert_snapshot!(refused_on(4, five, plan! { "head" => colwise() }), @"parameter `head.weight`: has shape [5, 8]: dimension 0 cannot be cut over the 4 ranks of `tensor_parallel`, some would have nothing; choose a smaller tensor_parallel_size, or leave `head` out of the plan");
+    // candle_nn uses a layer's weight too.
+    let shared = |b: &ModuleBuilder| {
+        let linear = Linear::new(&b.pp("head"), 8, 8)?;
+        Ok((linear, candle_nn::linear_no_bias(8, 8, b.var_builder().pp("head"))?))
+    };
+    insta::assert_snapshot!(refused_on(2, shared, plan! { "head" => colwise() }), @"parameter `head.weight`: cannot be cut by tensor parallelism: its tensor is in use already, by a candle_nn layer or by a strategy that has set it up");
+    // A second plan.
+    let twice = parallelized(2, small, |tree, mesh| {
+        let mesh = mesh.get(TENSOR_PARALLEL)?;
+        tree.parallelize_module(&mesh, &plan! { "kinds" => rowwise() })?;
+        tree.parallelize_module(&mesh, &plan! { "kinds" => rowwise() })?;
+        tree.parallelize_module(&mesh, &plan! { "kinds" => colwise() })
+    });
+    insta::assert_snapshot!(twice.unwrap_err(), @"parameter `kinds.weight`: has been cut another way already, by an earlier plan or by a strategy; apply one plan, before the strategy sets the model up");
+}
+
+#[test]
+fn meshes_that_do_not_cut_layers() {
+    let along = |name: Option<&'static str>| {
+        parallelized(2, Llama::tied, |tree, mesh| {
+            let mesh = name.map_or(Ok(mesh.clone()), |name| mesh.get(name))?;
+            tree.parallelize_module(&mesh, &plan! { "model.norm" => SequenceParallel {} })
+        })
+    };
+    insta::assert_snapshot!(along(None).unwrap_err(), @r#"device mesh: parallelize_module cuts layers along one mesh dimension, got a mesh of data_parallel_replicate, data_parallel_shard, context_parallel, tensor_parallel; take it with `mesh.get("tensor_parallel")`"#);
+    insta::assert_snapshot!(along(Some(DP_CP)).unwrap_err(), @r#"device mesh: parallelize_module cuts layers along one mesh dimension, got `dp_cp`, whose ranks compute with different data; take it with `mesh.get("tensor_parallel")`"#);
+    along(Some(CONTEXT_PARALLEL)).unwrap_err();
+}
+
+#[test]
+fn a_model_that_is_not_quite_a_llama() {
+    let parallelize = |plan: &'static str, extra: bool| {
+        let build = |b: &ModuleBuilder| {
+            let extra = extra.then(|| Linear::new(&b.pp("model.layers.0.adapter"), 8, 8));
+            Ok((Llama::tied(b)?, extra.transpose()?))
+        };
+        parallelized(2, build, |tree, mesh| function(plan)?.parallelize(tree, mesh))
+    };
+    parallelize(r#""llama""#, true).unwrap();
+    parallelize(r#"{ type = "llama", sequence_parallel = true }"#, false).unwrap();
+    let error = parallelize(r#"{ type = "llama", sequence_parallel = true }"#, true).unwrap_err();
+    insta::assert_snapshot!(error, @r#"parameter `model.layers.0.adapter.weight`: is none of the parameters that the plan `llama` knows: with `sequence_parallel = true` its gradient would be that of a part of the sequence. Write the plan out (`type = "plan"`) with a style for its layer, "replicated_with_grad_allreduce" if it computes position by position"#);
+    let error = parallelize(r#"{ type = "llama", prefix = "" }"#, false).unwrap_err().to_string();
+    insta::assert_snapshot!(error[..error.find(" The model's").unwrap()], @"module `embed_tokens`: no layer matches this pattern of the plan (`*` is one segment); did you mean `model.embed_tokens`?");
+    let error = parallelize(r#"{ type = "hf", units = ["layers.*"] }"#, false).unwrap_err();
+    insta::assert_snapshot!(error, @"module `layers.*`: no unit matches this pattern (`*` is one segment); there are model.layers.0, model.layers.1");
+}
