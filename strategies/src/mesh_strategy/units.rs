@@ -5,14 +5,14 @@ use fulgurite_core::{Error, Result};
 
 use super::Settings;
 
-/// Whether each unit is gathered on its own: what a parallelize function marked in the tree, or all
-/// units if it marked none; without one, what `shard_conditions` say.
+/// Whether each unit is gathered on its own: what a parallelize function marked in the tree; if it
+/// marked nothing, not the root either, what `shard_conditions` say; without those, all.
 pub(super) fn choose(settings: &Settings, tree: &ModuleTree) -> Result<Vec<bool>> {
     let units = tree.units();
-    let marked: Vec<bool> = units.iter().map(|unit| tree.is_fully_sharded(unit.path())).collect();
-    let chosen = if marked.contains(&true) {
-        marked
-    } else if settings.shard_conditions.is_empty() {
+    if tree.has_fully_shard_choice() {
+        return Ok(units.iter().map(|unit| tree.is_fully_sharded(unit.path())).collect());
+    }
+    let chosen = if settings.shard_conditions.is_empty() {
         vec![true; units.len()]
     } else {
         let matches = |path: &str| settings.shard_conditions.iter().any(|p| glob_match(p, path));
