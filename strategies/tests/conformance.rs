@@ -5,7 +5,8 @@ use fulgurite_core::collective::{ProcessGroup, Solo};
 use fulgurite_core::conformance::{self, Equivalence};
 use fulgurite_core::strategy::StrategyConfig;
 use fulgurite_strategies::{
-    Auto, DTypeName, Ddp, Fsdp, MixedPrecisionPolicy, ReshardAfterForward, SingleDevice,
+    AccumulationSync, Auto, DTypeName, Ddp, Fsdp, MixedPrecisionPolicy, ModelParallel,
+    ReshardAfterForward, SingleDevice, Size,
 };
 use fulgurite_transports::run_ranks;
 use std::sync::Arc;
@@ -59,6 +60,29 @@ fn fsdp_in_bf16() {
     let mixed_precision =
         MixedPrecisionPolicy { param_dtype: Some(DTypeName::Bf16), ..Default::default() };
     conforms(&Fsdp { mixed_precision, ..Fsdp::default() }, Equivalence::None);
+}
+
+#[test]
+fn model_parallel() {
+    conforms(&ModelParallel::default(), Equivalence::OneRank);
+}
+
+#[test]
+fn model_parallel_of_replicas() {
+    let replicas = ModelParallel {
+        data_parallel_replicate_size: Some(Size::Auto),
+        data_parallel_shard_size: Some(Size::Ranks(1)),
+        tensor_parallel_size: Some(Size::Ranks(1)),
+        ..ModelParallel::default()
+    };
+    conforms(&replicas, Equivalence::OneRank);
+}
+
+#[test]
+fn accumulation_that_communicates() {
+    for accumulation_sync in [AccumulationSync::ReduceScatter, AccumulationSync::All] {
+        conforms(&Fsdp { accumulation_sync, ..Fsdp::default() }, Equivalence::OneRank);
+    }
 }
 
 #[test]

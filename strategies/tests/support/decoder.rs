@@ -1,6 +1,7 @@
 //! A decoder that every mesh can cut, its plan, its data, and a training of it.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
@@ -19,7 +20,9 @@ use fulgurite_core::parallel::{
 };
 use fulgurite_core::parameter::{Init, Parameter};
 use fulgurite_core::random::{Purpose, Stream};
+use fulgurite_core::shard::chunk;
 
+use super::training::gather_whole;
 use super::{Run, gather_weights, strategy};
 
 const VOCABULARY: usize = 12;
@@ -261,8 +264,7 @@ impl DecoderTraining {
         let mesh = self.fabric.device_mesh()?;
         let (rank, size) = (mesh.local_rank(DATA_PARALLEL)?, mesh.size(DATA_PARALLEL)?);
         let (ids, targets) = global_batch(self.step)?;
-        let n = BATCH / (size * self.accumulate);
-        let first = (rank * self.accumulate + micro) * n;
+        let (first, n) = chunk(BATCH, size * self.accumulate, rank * self.accumulate + micro);
         let (mut ids, mut targets) = (ids.narrow(0, first, n)?, targets.narrow(0, first, n)?);
         let _scope = self.fabric.forward_scope(true, self.step, first as u64);
         if let Some(context) = ForwardScope::current().context {
@@ -283,6 +285,32 @@ impl DecoderTraining {
         self.optimizer.step()?;
         self.step += 1;
         Ok((loss, norm))
+    }
+
+    /// Saves everything.
+    pub(crate) fn save(&mut self, path: &Path) -> Result<()> {
+        self.fabric.save(path, &mut self.optimizer, &self.step).map(drop)
+    }
+
+    /// Goes on from what was saved.
+    pub(crate) fn load(&mut self, path: &Path) -> Result<()> {
+        self.step = self.fabric.load(path, Some(&mut self.optimizer))?;
+        Ok(())
+    }
+
+    /// The optimizer's state, whole, by parameter and name.
+    pub(crate) fn optimizer_state(&mut self) -> Result<BTreeMap<String, Vec<f32>>> {
+        let world = self.fabric.world().clone();
+        let states = self.optimizer.state_tensors()?;
+        states
+            .into_iter()
+            .map(|state| {
+                let name = format!("{}.{}", state.fqn, state.name);
+                let whole =
+                    gather_whole(&name, &state.values, state.region, &state.shape, &*world)?;
+                Ok((name, whole))
+            })
+            .collect()
     }
 
     /// Every parameter, whole.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::collective::{ProcessGroup, all_gather_object};
 use fulgurite_core::fabric::{Fabric, FabricOptimizer};
@@ -112,26 +112,38 @@ pub(crate) fn gather_weights(
     tree: &ModuleTree,
     world: &dyn ProcessGroup,
 ) -> Result<BTreeMap<String, Vec<f32>>> {
-    let mut weights = BTreeMap::new();
-    for parameter in tree.parameters() {
-        let local = parameter.local()?;
-        let values = local.values.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-        let bits: Vec<u32> = values.into_iter().map(f32::to_bits).collect();
-        let mut whole = vec![None; parameter.elem_count()];
-        let parts: Vec<(Region, Vec<u32>)> = all_gather_object(world, &(local.region, bits))?;
-        for (region, bits) in parts {
-            for run in region.runs(parameter.global_shape()) {
-                for i in 0..run.len {
-                    let value = bits[run.inner + i];
-                    let place = &mut whole[run.outer + i];
-                    // Replicas agree bit for bit.
-                    assert!(place.is_none_or(|other| other == value), "{}", parameter.fqn());
-                    *place = Some(value);
-                }
+    let parameters = tree.parameters().iter();
+    parameters
+        .map(|parameter| {
+            let (local, fqn) = (parameter.local()?, parameter.fqn());
+            let shape = parameter.global_shape();
+            Ok((fqn.to_owned(), gather_whole(fqn, &local.values, local.region, shape, world)?))
+        })
+        .collect()
+}
+
+/// A tensor of `shape` from the ranks' parts of it. Where they overlap, they must agree to the bit.
+pub(super) fn gather_whole(
+    name: &str,
+    values: &Tensor,
+    region: Region,
+    shape: &[usize],
+    world: &dyn ProcessGroup,
+) -> Result<Vec<f32>> {
+    let values = values.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+    let bits: Vec<u32> = values.into_iter().map(f32::to_bits).collect();
+    let mut whole = vec![None; shape.iter().product()];
+    let parts: Vec<(Region, Vec<u32>)> = all_gather_object(world, &(region, bits))?;
+    for (region, bits) in parts {
+        for run in region.runs(shape) {
+            for i in 0..run.len {
+                let value = bits[run.inner + i];
+                let place = &mut whole[run.outer + i];
+                assert!(place.is_none_or(|other| other == value), "{name}");
+                *place = Some(value);
             }
         }
-        let whole = whole.into_iter().map(|bits| f32::from_bits(bits.expect("nothing is missing")));
-        weights.insert(parameter.fqn().to_owned(), whole.collect());
     }
-    Ok(weights)
+    let whole = whole.into_iter().map(|bits| f32::from_bits(bits.expect("nothing is missing")));
+    Ok(whole.collect())
 }
