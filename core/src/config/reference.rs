@@ -192,6 +192,7 @@ fn default_options(plugin: &PluginDescriptor) -> Option<String> {
         kind::SCHEDULER => written::<Box<dyn crate::optim::SchedulerConfig>>(plugin),
         kind::PROCESS_GROUP => written::<Box<dyn crate::collective::ProcessGroupConfig>>(plugin),
         kind::STRATEGY => written::<Box<dyn crate::strategy::StrategyConfig>>(plugin),
+        kind::PARALLELIZE => written::<Box<dyn crate::strategy::ParallelizeConfig>>(plugin),
         kind::CHECKPOINT_IO => written::<Box<dyn crate::checkpoint::CheckpointIOConfig>>(plugin),
         kind::LOGGER => written::<Box<dyn crate::trainer::LoggerConfig>>(plugin),
         _ => None,

@@ -16,12 +16,12 @@ impl Applying<'_> {
                 self.replicate_all(path)?;
                 continue;
             };
-            let parent = path.rsplit_once('.').and_then(|(parent, name)| {
-                let info = self.tree.modules().get(parent)?;
-                Block::of(info.kind)?.names().any(|part| part == name).then_some((info, name))
+            let block = path.rsplit_once('.').and_then(|(block, name)| {
+                let info = self.tree.modules().get(block)?;
+                Block::of(info.kind)?.names().any(|part| part == name).then_some((block, info))
             });
-            if let Some((parent, name)) = parent {
-                self.apply_projection(path, name, info, parent, style)?;
+            if let Some((block, block_info)) = block {
+                self.apply_projection(path, info, block, block_info, style)?;
             } else if Block::of(info.kind).is_none() {
                 self.apply_layer(path, info, style)?;
             }
@@ -51,15 +51,15 @@ impl Applying<'_> {
     fn apply_projection(
         &self,
         path: &str,
-        name: &str,
         info: &ModuleInfo,
-        parent: &ModuleInfo,
+        block: &str,
+        block_info: &ModuleInfo,
         style: &ParallelStyle,
     ) -> Result<()> {
         match style {
             ParallelStyle::Colwise(_) => {
-                let replicas = match parent.heads {
-                    Some(heads) if name != "q_proj" => {
+                let replicas = match block_info.heads {
+                    Some(heads) if !path.ends_with(".q_proj") => {
                         heads.kv_replicas(path, self.group.size())?
                     }
                     _ => 1,
@@ -69,8 +69,13 @@ impl Applying<'_> {
                 }
             }
             ParallelStyle::Rowwise(rowwise) => {
+                // The bias comes behind what the block does to its output.
+                let output = match self.styles.get(block) {
+                    Some(ParallelStyle::PrepareModuleOutput(prepare)) => prepare.desired,
+                    _ => rowwise.output,
+                };
                 self.cut(path, "weight", 1, 1)?;
-                self.replicate(path, "bias", rowwise.output != Layout::Replicate)?;
+                self.replicate(path, "bias", output != Layout::Replicate)?;
                 info.layer.set_parallel(LayerParallel { sums: true, ..self.layer() });
             }
             _ => {}

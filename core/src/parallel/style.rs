@@ -266,8 +266,10 @@ impl<'de> Visitor<'de> for NameOrTable {
                     rest.insert(key, value);
                 }
                 let name = rest.remove("type").ok_or_else(untyped)?;
-                let name = TypeName::deserialize(name).map_err(A::Error::custom)?.0;
-                table(name, MapDeserializer::new(rest.into_iter())).map_err(A::Error::custom)
+                // Without the place, of which this format knows nothing.
+                let outside = |error: toml::de::Error| A::Error::custom(error.message());
+                let name = TypeName::deserialize(name).map_err(outside)?.0;
+                table(name, MapDeserializer::new(rest.into_iter())).map_err(outside)
             }
         }
     }
@@ -340,7 +342,7 @@ mod tests {
         for text in ["\"shard()\"", "\"Shard(1)\"", "\"shard(1\"", "\"\"", "1"] {
             assert!(read::<Layout>(text).is_err(), "{text}");
         }
-        insta::assert_snapshot!(read::<Layout>("\"shard(x)\"").unwrap_err(), @"");
+        insta::assert_snapshot!(read::<Layout>("\"shard(x)\"").unwrap_err(), @r#"`shard(x)` is not a layout; expected "replicate", "shard(1)" (the sequence) or "shard(-1)" (the last dimension)"#);
     }
 
     #[test]
@@ -398,6 +400,18 @@ mod tests {
             wrong(r#"{"type": "sequence_parallel", "dim": 1}"#),
             wrong(r#"{"type": "prepare_module_input", "input": "shard(1)"}"#),
         ];
-        insta::assert_snapshot!(messages.join("\n"), @"");
+        insta::assert_snapshot!(messages.join("\n"), @r#"
+        `columnwise` is not a parallel style; expected one of colwise, rowwise, colwise_rep, rowwise_rep, sequence_parallel, replicated_with_grad_allreduce, or a table with a `type` at line 1 column 12
+        prepare_module_output needs layouts: write a table, { type = "prepare_module_output", output = "shard(1)", desired = "replicate" } for instance at line 1 column 23
+        invalid type: sequence, expected one of colwise, rowwise, colwise_rep, rowwise_rep, sequence_parallel, replicated_with_grad_allreduce, or a table with a `type` at line 1 column 2
+        a style that is a table needs a `type`; if this is the first part of a pattern, put the whole pattern in quotes: "layers.*.mlp.up_proj" at line 1 column 2
+        a style that is a table needs a `type`; if this is the first part of a pattern, put the whole pattern in quotes: "layers.*.mlp.up_proj" at line 1 column 21
+        unknown variant `columnwise`, expected one of `colwise`, `rowwise`, `colwise_rep`, `rowwise_rep`, `sequence_parallel`, `prepare_module_input`, `prepare_module_output`, `replicated_with_grad_allreduce` at line 1 column 22
+        unknown field `inputs`, expected `input` or `output` at line 1 column 28
+        unknown field `inputs`, expected `input` or `output` at line 1 column 41
+        unknown field `output`, expected `input` or `loss_parallel` at line 1 column 32
+        unknown field `dim`, there are no fields at line 1 column 35
+        missing field `desired` at line 1 column 53
+        "#);
     }
 }

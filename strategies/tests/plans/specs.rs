@@ -291,6 +291,11 @@ fn prepared_layers_know_what_they_compute_with() {
     let ranks = cut(2, plan, Llama::untied);
     let partial: Vec<&String> = ranks[0].iter().filter(|l| l.contains("partial")).collect();
     insta::assert_snapshot!(format!("{partial:?}"), @r#"["model.norm.weight [8] replicate x2, partial gradient"]"#);
+    // The bias of a block is added to what it gives.
+    let plan = r#"{ type = "plan", plan = { "h.*.mlp" = { type = "prepare_module_output", output = "replicate", desired = "shard(1)" }, "h.*.mlp.up_proj" = "colwise", "h.*.mlp.down_proj" = "rowwise" } }"#;
+    let ranks = cut(2, plan, Gpt::new);
+    let partial: Vec<&String> = ranks[0].iter().filter(|l| l.contains("partial")).collect();
+    insta::assert_snapshot!(format!("{partial:?}"), @r#"["h.0.mlp.down_proj.bias [8] replicate x2, partial gradient", "h.1.mlp.down_proj.bias [8] replicate x2, partial gradient"]"#);
 }
 
 /// A gather of the last dimension knows how wide the whole is.
