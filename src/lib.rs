@@ -48,6 +48,7 @@
 //! This crate is the facade: it links the built-in plugins, has the [command line](cli()) and
 //! re-exports [`fulgurite_core`] as [`core`].
 
+pub mod bench;
 pub mod cli;
 pub mod prelude;
 

@@ -3,7 +3,9 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use fulgurite::bench::{self, CheckpointBench};
 use fulgurite::cli::{plugins, print};
+use fulgurite::core::launch::report_and_exit_code;
 use fulgurite::core::{Result, registry};
 
 /// Lightning-style distributed training for candle
@@ -19,6 +21,15 @@ enum Command {
     /// The plugins that are linked in: strategies, transports, loggers, …
     #[command(subcommand)]
     Plugins(Plugins),
+    /// Measure, on this machine
+    #[command(subcommand)]
+    Bench(Bench),
+}
+
+#[derive(Subcommand)]
+enum Bench {
+    /// Saving and loading checkpoints, against raw writes and reads of the same bytes
+    Checkpoint(CheckpointBench),
 }
 
 #[derive(Subcommand)]
@@ -37,17 +48,14 @@ enum Plugins {
 }
 
 fn main() -> ExitCode {
-    match run(Cli::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    report_and_exit_code(run(Cli::parse()))
 }
 
 fn run(cli: Cli) -> Result<()> {
-    let Command::Plugins(command) = cli.command;
+    let command = match cli.command {
+        Command::Plugins(command) => command,
+        Command::Bench(Bench::Checkpoint(options)) => return bench::checkpoint(&options),
+    };
     let all = registry::plugins();
     match command {
         Plugins::List { json: false } => print(&plugins::list(&all))?,

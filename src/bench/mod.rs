@@ -1,0 +1,12 @@
+//! `fulgurite bench`: measurements that anyone can repeat, on a model and with options that are said
+//! in full.
+//!
+//! Every time is that of the slowest rank, between two barriers, and the median over the repeats. A
+//! limit (raw writes and reads of the same bytes) is measured in the same run.
+
+mod checkpoint;
+mod model;
+mod ranks;
+
+pub use checkpoint::{CheckpointBench, checkpoint};
+pub use model::{Decoder, DecoderSize};

@@ -1,0 +1,137 @@
+//! The decoder that benchmarks speak of: Llama's, with its names, and sizes as options.
+
+use clap::{Args, ValueEnum};
+use fulgurite_core::nn::{
+    AttentionConfig, CausalSelfAttention, Embedding, Linear, RmsNorm, Rope, SwiGluMlp,
+};
+use fulgurite_core::parameter::Init;
+
+use crate::prelude::*;
+
+/// A size that has a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Workload {
+    /// 0.98 M parameters: what is measured is overhead
+    Tiny,
+    /// 29.9 M parameters
+    #[value(name = "30m")]
+    M30,
+    /// 93 M parameters: weights and AdamW's state are 1.04 GiB
+    Ckpt,
+}
+
+/// The sizes of a decoder: a workload's, but for those that are given.
+#[derive(Debug, Clone, Args)]
+pub struct DecoderSize {
+    /// The sizes to start from
+    #[arg(long, value_enum, default_value = "ckpt")]
+    workload: Workload,
+    /// Number of tokens
+    #[arg(long)]
+    vocab: Option<usize>,
+    /// Width of the residual stream
+    #[arg(long)]
+    dim: Option<usize>,
+    /// Number of layers
+    #[arg(long)]
+    layers: Option<usize>,
+    /// Number of query heads
+    #[arg(long)]
+    heads: Option<usize>,
+    /// Number of key and value heads
+    #[arg(long)]
+    kv_heads: Option<usize>,
+    /// Width inside the MLPs
+    #[arg(long)]
+    ffn: Option<usize>,
+}
+
+impl DecoderSize {
+    /// Vocabulary, width, layers, heads, key and value heads, MLP width.
+    fn sizes(&self) -> [usize; 6] {
+        let named = match self.workload {
+            Workload::Tiny => [512, 128, 4, 4, 4, 384],
+            Workload::M30 => [4096, 512, 8, 8, 8, 1408],
+            Workload::Ckpt => [4096, 768, 12, 12, 12, 2112],
+        };
+        let given = [self.vocab, self.dim, self.layers, self.heads, self.kv_heads, self.ffn];
+        std::array::from_fn(|i| given[i].unwrap_or(named[i]))
+    }
+}
+
+struct DecoderLayer {
+    input_layernorm: RmsNorm,
+    self_attn: CausalSelfAttention,
+    post_attention_layernorm: RmsNorm,
+    mlp: SwiGluMlp,
+}
+
+impl Module for DecoderLayer {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let x = (x + self.self_attn.forward(&self.input_layernorm.forward(x)?)?)?;
+        let hidden = self.mlp.forward(&self.post_attention_layernorm.forward(&x)?)?;
+        Ok((x + hidden)?)
+    }
+}
+
+/// The model: token ids in, logits out.
+pub struct Decoder {
+    embed_tokens: Embedding,
+    layers: Vec<Unit<DecoderLayer>>,
+    norm: RmsNorm,
+    lm_head: Linear,
+}
+
+impl Decoder {
+    /// Describes the model; allocates nothing.
+    ///
+    /// # Errors
+    /// If the heads do not divide the width.
+    pub fn new(b: &ModuleBuilder, size: &DecoderSize) -> Result<Self> {
+        let [vocab, dim, layers, heads, kv_heads, ffn] = size.sizes();
+        if heads == 0 || dim % heads != 0 {
+            return Err(Error::Config(format!("--dim {dim} does not divide into --heads {heads}")));
+        }
+        let init = Init::Normal { mean: 0.0, std: 0.02 };
+        let attention = AttentionConfig {
+            hidden_size: dim,
+            num_heads: heads,
+            num_kv_heads: kv_heads,
+            head_dim: dim / heads,
+            qkv_bias: false,
+            rope: Some(Rope::new(dim / heads, 10_000.0)?),
+            init: Some(init),
+        };
+        let layer = |b: &ModuleBuilder| -> Result<DecoderLayer> {
+            Ok(DecoderLayer {
+                input_layernorm: RmsNorm::new(&b.pp("input_layernorm"), dim, 1e-5)?,
+                self_attn: CausalSelfAttention::new(&b.pp("self_attn"), &attention)?,
+                post_attention_layernorm: RmsNorm::new(
+                    &b.pp("post_attention_layernorm"),
+                    dim,
+                    1e-5,
+                )?,
+                mlp: SwiGluMlp::with_init(&b.pp("mlp"), dim, ffn, init)?,
+            })
+        };
+        let model = b.pp("model");
+        Ok(Self {
+            embed_tokens: Embedding::with_init(&model.pp("embed_tokens"), vocab, dim, init)?,
+            layers: (0..layers)
+                .map(|i| model.unit(&format!("layers.{i}"), layer))
+                .collect::<Result<_>>()?,
+            norm: RmsNorm::new(&model.pp("norm"), dim, 1e-5)?,
+            lm_head: Linear::with_init(&b.pp("lm_head"), dim, vocab, init)?,
+        })
+    }
+}
+
+impl Module for Decoder {
+    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        let mut x = self.embed_tokens.forward(ids)?;
+        for layer in &self.layers {
+            x = layer.forward(&x)?;
+        }
+        self.lm_head.forward(&self.norm.forward(&x)?)
+    }
+}
