@@ -20,7 +20,7 @@ fn names_that_nobody_registered() {
     assert_snapshot!(error("trainer.max_step=3"), @"error: --set trainer.max_step=3: unknown key `trainer.max_step`; did you mean `max_steps`? (the keys of `trainer` are devices, num_nodes, max_steps, max_epochs, max_time, accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, val_check_interval, limit_val_batches, log_every_n_steps, precision, default_root_dir, ckpt_path, enable_progress_bar, unused_parameters, freeze, timeout_secs, strategy, process_group, environment, loggers)");
     assert_snapshot!(error("model.hidden=3"), @"error: --set model.hidden=3: unknown key `model.hidden` (the keys of `model` are vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, max_position_embeddings, rms_norm_eps, rope_theta, tie_word_embeddings, initializer_range, dropout, from_pretrained)");
     assert_snapshot!(error("max_steps=3"), @"error: --set max_steps=3: unknown key `max_steps`; did you mean `trainer.max_steps`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
-    assert_snapshot!(error("trainer.strategy={ type = 'fsdp', reshard = true }"), @"error: unknown key `trainer.strategy.reshard` (the keys of `trainer.strategy` are reshard_after_forward, mixed_precision, prefetch, shard_conditions, allow_root_only, parallelize)");
+    assert_snapshot!(error("trainer.strategy={ type = 'fsdp', reshard = true }"), @"error: unknown key `trainer.strategy.reshard` (the keys of `trainer.strategy` are reshard_after_forward, mixed_precision, prefetch, shard_conditions, allow_root_only, accumulation_sync, parallelize)");
 }
 
 #[test]

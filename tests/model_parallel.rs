@@ -73,6 +73,26 @@ fn odd_sizes_are_cut_unevenly() {
 }
 
 #[test]
+fn ranks_share_key_and_value_heads() {
+    let scratch = Scratch::with_tokens();
+    let job = scratch.small().set(&[
+        "model.vocab_size=56",
+        "model.hidden_size=16",
+        "model.intermediate_size=40",
+        "model.num_attention_heads=4",
+        "model.num_key_value_heads=2",
+        "data.seq_len=8",
+    ]);
+    let expected = job.clone().on("single_device", 1, 4).succeed();
+    for sequence_parallel in [false, true] {
+        let plan = format!("{{ type = \"llama\", sequence_parallel = {sequence_parallel} }}");
+        let run = job.clone().on(&table(&format!("tp.parallelize={plan}")), 4, 4).succeed();
+        assert_close(&run.losses(), &expected.losses(), 1e-5);
+        assert_close(&run.steps("grad_norm"), &expected.steps("grad_norm"), 1e-4);
+    }
+}
+
+#[test]
 fn a_plan_in_a_configuration_file() {
     let scratch = Scratch::with_tokens();
     scratch.file(

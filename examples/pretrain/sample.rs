@@ -20,7 +20,7 @@ pub fn continuation(model: &Llama, ctx: &HookContext) -> Result<Option<String>> 
     let mut tokens = prompt.to_vec();
 
     let _no_grad = no_grad();
-    let _scope = ForwardScope { training: false, ..ForwardScope::current() }.enter();
+    let _scope = ForwardScope { training: false, ..ForwardScope::default() }.enter();
     let random = Stream::new(ctx.seed, Purpose::Sample, "continuation");
     for i in 0..NEW_TOKENS {
         let window = &tokens[tokens.len().saturating_sub(data.seq_len())..];

@@ -9,4 +9,4 @@ mod model;
 mod ranks;
 
 pub use checkpoint::{CheckpointBench, checkpoint};
-pub use model::{Decoder, DecoderSize};
+pub use model::{Decoder, DecoderSize, Workload};

@@ -1,6 +1,7 @@
 //! `strategy = "model_parallel"`: any mesh of replicas, shards, context and tensor parallelism.
 
 use fulgurite_core::config::plugin;
+use fulgurite_core::mesh::DeviceMesh;
 use fulgurite_core::strategy::{BuildContext, ParallelizeConfig, Strategy, StrategyConfig};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -9,6 +10,7 @@ use crate::ReshardAfterForward;
 use crate::accumulation::AccumulationSync;
 use crate::mesh_strategy::{MeshStrategy, Settings, Sharding};
 use crate::mixed_precision::MixedPrecisionPolicy;
+use crate::parallelize::LlamaPlan;
 
 /// The size of a mesh dimension: a number, or `"auto"`, which follows from the world size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -181,26 +183,18 @@ impl ModelParallel {
         context: &BuildContext,
     ) -> Result<Box<dyn Strategy>> {
         // What does not fit is said before anything is started.
-        let world_size = context.world_size;
-        let mut tensor = sizes[3];
-        if world_size > 0 {
+        if context.world_size > 0 {
             let [replicate, shard, cp, tp] = sizes;
-            let layout =
-                fulgurite_core::mesh::DeviceMesh::layout_for(world_size, replicate, shard, cp, tp)?;
-            tensor = layout.sizes().last().copied();
+            DeviceMesh::layout_for(context.world_size, replicate, shard, cp, tp)?;
         }
-        let parallelize = match &self.parallelize {
-            Some(config) => Some(config.build()?),
-            None if tensor == Some(1) => None,
-            None => Some(crate::parallelize::LlamaPlan::default().build()?),
-        };
         Ok(Box::new(MeshStrategy::new(Settings {
             reshard_after_forward: self.reshard_after_forward != ReshardAfterForward::Never,
             mixed_precision: self.mixed_precision,
             prefetch: self.prefetch,
             allow_root_only: self.allow_root_only,
             accumulation_sync: self.accumulation_sync,
-            parallelize,
+            parallelize: self.parallelize.as_ref().map(|config| config.build()).transpose()?,
+            default_parallelize: Some(LlamaPlan::default().build()?),
             ..Settings::new(name, sizes, Sharding::WhereUseful)
         })))
     }
@@ -215,6 +209,11 @@ impl StrategyConfig for ModelParallel {
     fn timeout_secs(&self) -> Option<u64> {
         self.timeout_secs
     }
+}
+
+/// A size as it is, also `"auto"`, or where nothing was said a default.
+fn unless_given(said: Option<Size>, size: Option<usize>, default: usize) -> Option<usize> {
+    if said.is_some() { size } else { size.or(Some(default)) }
 }
 
 /// Configurations with other defaults for the sizes.
@@ -264,7 +263,7 @@ alias!(
             ));
         }
         let replicate = if given(config.data_parallel_replicate_size) { replicate } else { None };
-        Ok([replicate, shard, context, tensor.or(Some(1))])
+        Ok([replicate, shard, context, unless_given(config.tensor_parallel_size, tensor, 1)])
     }
 );
 
@@ -275,7 +274,7 @@ alias!(
     "{ type = \"tp\", parallelize = \"llama\" }",
     |config| {
         let [replicate, shard, context, tensor] = config.sizes()?;
-        Ok([replicate, shard.or(Some(1)), context, tensor])
+        Ok([replicate, unless_given(config.data_parallel_shard_size, shard, 1), context, tensor])
     }
 );
 
@@ -286,6 +285,6 @@ alias!(
     "{ type = \"fsdp_tp\", tensor_parallel_size = 2, parallelize = \"llama\" }",
     |config| {
         let [replicate, shard, context, tensor] = config.sizes()?;
-        Ok([replicate, shard, context, tensor.or(Some(2))])
+        Ok([replicate, shard, context, unless_given(config.tensor_parallel_size, tensor, 2)])
     }
 );

@@ -153,15 +153,11 @@ fn context_parallel_attention_gathers_keys_and_values() {
     let group = "context_parallel";
     let expected = tally(&[
         NORM,
-        // Loss and count.
-        (group, "all_reduce", 1, 16),
-        (
-            group,
-            "all_gather_into",
-            gather.calls + 2 * BLOCKS,
-            gather.bytes + 2 * BLOCKS * keys_and_values,
-        ),
-        (group, "reduce_scatter", reduce.calls + BLOCKS, reduce.bytes + BLOCKS * keys_and_values),
+        ("dp_cp", "all_reduce", 1, 16),
+        ("dp_shard_cp", "all_gather_into", gather.calls, gather.bytes),
+        ("dp_shard_cp", "reduce_scatter", reduce.calls, reduce.bytes),
+        (group, "all_gather_into", 2 * BLOCKS, 2 * BLOCKS * keys_and_values),
+        (group, "reduce_scatter", BLOCKS, BLOCKS * keys_and_values),
     ]);
     assert_eq!(got, expected);
 }

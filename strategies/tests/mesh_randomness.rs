@@ -8,8 +8,11 @@ use candle_core::{DType, Device, Tensor};
 use fulgurite_core::collective::{ProcessGroup, all_gather_object};
 use fulgurite_core::mesh::{CONTEXT_PARALLEL, DATA_PARALLEL, DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_core::module::{ForwardScope, Module as _, ModuleBuilder, ModuleInit};
-use fulgurite_core::nn::{Dropout, Linear};
-use fulgurite_core::parallel::{ContextParallel, Layout, PrepareModuleInput, SequenceParallel};
+use fulgurite_core::nn::{Dropout, Embedding};
+use fulgurite_core::parallel::{
+    ContextParallel, Layout, PrepareModuleInput, Rowwise, SequenceParallel,
+};
+use fulgurite_core::strategy::materialize;
 use fulgurite_core::{Result, plan};
 use fulgurite_transports::run_ranks;
 use support::{DecoderTraining, Variant};
@@ -89,11 +92,19 @@ fn rank_masks(mesh: DeviceMesh, world: Arc<dyn ProcessGroup>) -> Result<[Vec<f32
     let b = ModuleBuilder::new(ModuleInit::default());
     let dropout = |name| Dropout::new(&b.pp(name), 0.3);
     let (stream, sequence, last) = (dropout("stream")?, dropout("sequence")?, dropout("last")?);
-    Linear::new(&b.pp("linear"), 1, 1)?;
+    let embedding = Embedding::new(&b.pp("embedding"), 8, 4)?;
     let tp = mesh.get(TENSOR_PARALLEL)?;
     let cut = PrepareModuleInput { input: Layout::LAST, desired: Layout::LAST };
-    b.finish()?
-        .parallelize_module(&tp, &plan! { "sequence" => SequenceParallel {}, "last" => cut })?;
+    let mut tree = b.finish()?;
+    tree.parallelize_module(
+        &tp,
+        &plan! {
+            "embedding" => Rowwise { output: Layout::SEQUENCE, ..Rowwise::default() },
+            "sequence" => SequenceParallel::default(),
+            "last" => cut,
+        },
+    )?;
+    materialize::replicate(&tree, 1)?;
 
     // Each element is its own number, so that every rank's part tells where it is from.
     let count: usize = SHAPE.iter().product();
@@ -117,6 +128,9 @@ fn rank_masks(mesh: DeviceMesh, world: Arc<dyn ProcessGroup>) -> Result<[Vec<f32
     let chunk = |x: &Tensor, dim| -> Result<Tensor> {
         Ok(x.chunk(tp.world().size(), dim)?.swap_remove(tp.rank()).contiguous()?)
     };
+    // What cuts the sequence in a model.
+    let (samples, time, _) = part.dims3()?;
+    embedding.forward(&Tensor::zeros((samples, time), DType::U32, &Device::Cpu)?)?;
     let inputs = [part.clone(), chunk(&part, 1)?, chunk(&part, 2)?];
     let mut masks = [(); 3].map(|()| vec![f32::NAN; count]);
     for ((layer, x), mask) in [stream, sequence, last].iter().zip(inputs).zip(&mut masks) {

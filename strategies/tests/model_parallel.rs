@@ -142,3 +142,35 @@ fn synchronising_twice_in_a_step_changes_nothing() {
         }
     }
 }
+
+/// Frozen parameters, and bf16, on meshes as on one rank of the same dtype.
+#[test]
+fn in_bf16_and_partly_frozen() {
+    let frozen = ["layers.0.norm.weight", "layers.1.self_attn.k_proj.*", "layers.2.mlp.up.bias"];
+    let run = |ranks, config: &str, variant| {
+        let mut runs = run_ranks(ranks, |world| {
+            DecoderTraining::with_frozen(world, config, variant, 2, &frozen)?.run()
+        })
+        .unwrap_or_else(|error| panic!("{config}: {error}"));
+        runs.swap_remove(0)
+    };
+    let meshes: [(usize, Sizes); 4] =
+        [(2, [1, 1, 1, 2]), (4, [1, 2, 1, 2]), (4, [2, 1, 1, 2]), (4, [1, 1, 2, 2])];
+    let single = run(1, r#"{"type": "single_device"}"#, Variant::ALL[0]);
+    let bf16 = |config: &str| {
+        let end = config.trim_end_matches('}');
+        format!(r#"{end}, "mixed_precision": {{"param_dtype": "bf16", "reduce_dtype": "f32"}}}}"#)
+    };
+    let single_bf16 = run(1, &bf16(r#"{"type": "fsdp", "prefetch": 1}"#), Variant::ALL[0]);
+    assert!(single_bf16.losses != single.losses);
+    for (ranks, sizes) in meshes {
+        for variant in [Variant::ALL[0], Variant::ALL[3]] {
+            let run_f32 = run(ranks, &config(sizes), variant);
+            let what = format!("{sizes:?}, {variant:?}");
+            assert_close(&what, &run_f32.losses, &single.losses, 1e-5);
+            assert_close(&what, &run_f32.norms, &single.norms, 1e-5);
+            let run_bf16 = run(ranks, &bf16(&config(sizes)), variant);
+            assert_close(&what, &run_bf16.losses, &single_bf16.losses, 1e-2);
+        }
+    }
+}

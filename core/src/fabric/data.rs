@@ -9,14 +9,25 @@ use crate::module::ForwardScope;
 
 /// This rank's micro-batches of the endless stream of training samples: [`Fabric::setup_data`].
 ///
-/// Taking one also sets the surroundings that dropout depends on, for the forwards that follow on
-/// the thread.
+/// Taking one also sets the [surroundings](ForwardScope) of the forwards that follow on the thread,
+/// which dropout, context parallelism and a parallel loss depend on, until the loader is dropped. To
+/// generate in between, enter `ForwardScope::default()`.
 pub struct TrainLoader<D> {
     data: D,
     sampler: TrainSampler,
     device: Device,
     scope: ForwardScope,
+    /// What was in force before the first batch.
+    outer: Option<ForwardScope>,
     batches: u64,
+}
+
+impl<D> Drop for TrainLoader<D> {
+    fn drop(&mut self) {
+        if let Some(outer) = self.outer.take() {
+            outer.set();
+        }
+    }
 }
 
 impl<D> TrainLoader<D> {
@@ -37,6 +48,7 @@ impl<D: DataModule> Iterator for TrainLoader<D> {
     fn next(&mut self) -> Option<Self::Item> {
         let indices = self.sampler.indices(self.batches, 0);
         self.batches += 1;
+        self.outer.get_or_insert_with(ForwardScope::current);
         ForwardScope { step: self.batches, ..self.scope.clone() }.set();
         let batch = self.data.batch(Split::Train, &indices, &self.device);
         Some(match &self.scope.context {
@@ -63,6 +75,7 @@ impl Fabric {
             sampler,
             device: self.init.device.clone(),
             scope: self.scope(true, 0, (share.rank * batch_size) as u64),
+            outer: None,
             batches: 0,
         })
     }

@@ -94,10 +94,11 @@ impl DeviceMesh {
             return Err(Error::Mesh(format!("there is a dimension or view `{name}` already")));
         }
         dims.iter().try_for_each(|dim| self.layout.dim(dim).map(drop))?;
-        // A view with one dimension above size 1 is that dimension's group.
+        // A view with one dimension above size 1 is that dimension's group, but for one.
         let wide: Vec<&str> = dims.iter().copied().filter(|dim| self.size_of(dim) > 1).collect();
         match wide.as_slice() {
-            [dim] => {
+            // Attention communicates along the context dimension while units are reduced.
+            [dim] if *dim != CONTEXT_PARALLEL => {
                 let group = self.groups[*dim].clone();
                 self.groups.insert(name.to_owned(), group);
                 Ok(())

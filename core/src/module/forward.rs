@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use crate::nn::loss_parallel;
 use crate::parallel::ContextParallel;
 
 /// The surroundings of a forward on this thread. Dropout reads it: its mask is a function of the
@@ -20,8 +21,8 @@ pub struct ForwardScope {
     pub step: u64,
     /// Index, in the step's global batch, of the first sample that this rank is forwarding.
     pub first_sample: u64,
-    /// The ranks that share each sequence, if several do: tensors of two and more dimensions then
-    /// have this rank's part of the sequence in dimension 1.
+    /// The ranks that share each sequence, if several do: ids and activations (`[batch, time]`,
+    /// `[batch, time, width]`) then have this rank's part of the sequence in dimension 1.
     pub context: Option<ContextParallel>,
     /// Whether heads that a plan made [`loss_parallel`](crate::parallel::Colwise::loss_parallel)
     /// leave the logits cut.
@@ -62,12 +63,14 @@ impl ForwardScope {
 
     /// Puts this scope in force on this thread from now on.
     pub fn set(self) {
+        loss_parallel::forget();
         CURRENT.replace(Some(self));
     }
 
     /// Puts this scope in force until the guard is dropped.
     #[must_use = "the scope ends as soon as the guard is dropped"]
     pub fn enter(self) -> ForwardScopeGuard {
+        loss_parallel::forget();
         ForwardScopeGuard { previous: CURRENT.replace(Some(self)), _thread_bound: PhantomData }
     }
 }
@@ -81,6 +84,7 @@ pub struct ForwardScopeGuard {
 
 impl Drop for ForwardScopeGuard {
     fn drop(&mut self) {
+        loss_parallel::forget();
         CURRENT.replace(self.previous.take());
     }
 }

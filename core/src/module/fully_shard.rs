@@ -27,7 +27,9 @@
 
 use super::tree::{ModuleTree, glob_match};
 use super::unit::UnitHandle;
-use crate::mesh::{DATA_PARALLEL, DATA_PARALLEL_SHARD, DP_CP, DP_SHARD_CP, DeviceMesh};
+use crate::mesh::{
+    DATA_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, DP_CP, DP_SHARD_CP, DeviceMesh,
+};
 use crate::{Error, Result};
 
 /// How a unit is sharded: the options of PyTorch's `fully_shard` that are a unit's own.
@@ -40,11 +42,14 @@ pub struct FullyShard {
 
 /// The mesh dimensions and views over which parameters can be sharded.
 const VIEWS: [&str; 4] = [DP_CP, DATA_PARALLEL, DATA_PARALLEL_SHARD, DP_SHARD_CP];
+/// PyTorch's mesh for replicas of shards.
+const HYBRID: [&str; 2] = [DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD];
 
 /// Checks that `mesh` is one that parameters can be sharded over.
 fn check_mesh(mesh: &DeviceMesh) -> Result<()> {
     match mesh.layout().names() {
         [name] if VIEWS.contains(&name.as_str()) => Ok(()),
+        names if names == HYBRID => Ok(()),
         names => Err(Error::Mesh(format!(
             "fully_shard works along one dimension or view, {} or {}; got a mesh of {}. Take one \
              with `mesh.get({DP_CP:?})`",
@@ -76,13 +81,19 @@ impl ModuleTree {
         self.units().iter().filter(move |unit| glob_match(pattern, unit.path())).cloned()
     }
 
-    /// Shards the root unit, which always takes what no chosen unit has, with these options. `mesh`
-    /// and the rest are as for [`UnitHandle::fully_shard`].
+    /// Shards the root unit, which always takes what no chosen unit has. It is gathered throughout a
+    /// step. `mesh` is as for [`UnitHandle::fully_shard`].
     ///
     /// # Errors
-    /// If `mesh` is not one of those.
+    /// If `mesh` is not one of those, or the options ask to free it after forward.
     pub fn fully_shard(&mut self, mesh: &DeviceMesh, options: FullyShard) -> Result<()> {
         check_mesh(mesh)?;
+        if options.reshard_after_forward == Some(true) {
+            return Err(Error::other(
+                "the root unit cannot be freed after forward: its backward begins at once. Leave \
+                 `reshard_after_forward` of the root out, and move what is large into units",
+            ));
+        }
         self.root = Some(options);
         Ok(())
     }
@@ -111,7 +122,7 @@ impl ModuleTree {
     }
 
     /// Chooses, from the last unit to the first, every unit whose path some condition accepts; the
-    /// root unit takes the rest, with the same options (torchtune's `shard_model`).
+    /// root unit takes the rest (torchtune's `shard_model`).
     /// [`layers_or_names`] makes a condition.
     ///
     /// # Errors

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::{FullyShard, UnitHandle};
-use crate::parallel::{Heads, LayerHandle};
+use crate::parallel::{Heads, LayerHandle, Parallelized};
 use crate::parameter::Parameter;
 use crate::{Error, Result};
 
@@ -32,6 +32,8 @@ pub struct ModuleTree {
     /// The root unit's options, if it was sharded explicitly.
     pub(super) root: Option<FullyShard>,
     pub(super) units: Vec<UnitHandle>,
+    /// What plans have said so far.
+    pub(crate) parallel: Parallelized,
 }
 
 impl ModuleTree {

@@ -82,7 +82,7 @@ impl CrossEntropy {
             return Err(Error::other(format!("label_smoothing {smoothing} is not in [0, 1]")));
         }
         let columns = logits.dims().last().copied().unwrap_or(0);
-        let parts = loss_parallel::find(columns);
+        let parts = loss_parallel::find(logits)?;
         let classes = match &parts {
             Some(parts) => parts.range(),
             None => Classes { first: 0, total: columns },

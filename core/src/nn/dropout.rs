@@ -52,14 +52,22 @@ struct Places {
 
 impl Places {
     /// The places of `x`, the first of whose samples is `first_sample`.
-    fn new(x: &Tensor, scope: &ForwardScope, parallel: Option<&LayerParallel>) -> Self {
+    fn new(
+        x: &Tensor,
+        scope: &ForwardScope,
+        layer: &LayerHandle,
+        parallel: Option<&LayerParallel>,
+    ) -> Result<Self> {
         let (dims, first_sample) = (x.dims(), scope.first_sample);
         let layout = parallel.map_or(Layout::Replicate, |parallel| parallel.layout);
         let cut_sequence = scope.context.is_some() || layout == Layout::SEQUENCE;
         let width = dims[dims.len() - 1];
         if layout == Layout::LAST {
             // As a norm's or projection's output: rows are all dimensions but the last.
-            let (rank, ranks) = place(parallel);
+            let (offset, whole) = match parallel {
+                Some(parallel) => parallel.last_dimension(width)?,
+                None => (0, width),
+            };
             let rows = x.elem_count() / width;
             let positions = match (&scope.context, dims) {
                 (Some(_), [_, time, _]) => whole_positions(scope, *time),
@@ -69,12 +77,21 @@ impl Places {
             let row = |i: usize| {
                 let sample = first_sample + (i / positions.len()) as u64;
                 let row = sample * per_sample as u64 + positions[i % positions.len()];
-                (row * ranks as u64 + rank as u64) * width as u64
+                row * whole as u64 + offset as u64
             };
-            return Self { row: width, starts: (0..rows).map(row).collect() };
+            return Ok(Self { row: width, starts: (0..rows).map(row).collect() });
         }
-        match *dims {
-            [batch, time, ..] if cut_sequence && dims.len() > 2 => {
+        if cut_sequence && dims.len() != 3 {
+            return Err(Error::Module {
+                path: layer.path().to_owned(),
+                message: format!(
+                    "drops from a tensor of shape {dims:?} where sequences are cut over ranks; it \
+                     must be [batch, time, width]"
+                ),
+            });
+        }
+        Ok(match *dims {
+            [batch, time, ..] if cut_sequence => {
                 let (rank, ranks) = match layout {
                     Layout::Replicate => (0, 1),
                     Layout::Shard(_) => place(parallel),
@@ -94,7 +111,7 @@ impl Places {
                 let per_sample = (x.elem_count() / dims[0]) as u64;
                 Self { row: x.elem_count(), starts: vec![first_sample * per_sample] }
             }
-        }
+        })
     }
 
     /// Uniform numbers for the elements from `start` on.
@@ -160,7 +177,8 @@ impl Module for Dropout {
         }
         let stream = Stream::new(scope.seed, Purpose::Dropout, self.layer.path()).child(scope.step);
         let (entered_x, entered) = self.layer.enter(x)?;
-        let places = Places::new(&entered_x, &scope, self.layer.parallel().as_deref());
+        let places =
+            Places::new(&entered_x, &scope, &self.layer, self.layer.parallel().as_deref())?;
         let p = self.p;
         let y = masked(&entered_x, &stream, &places, p)?;
         record(&[x], &[], y, move |_, grad| {

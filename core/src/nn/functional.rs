@@ -18,6 +18,7 @@ use super::kernels::norm::Norm;
 use super::kernels::rope::Angles;
 use super::kernels::softmax;
 use super::record::record;
+use crate::module::ForwardScope;
 use crate::{Error, Result};
 
 /// Softmax over the last dimension.
@@ -146,8 +147,15 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// Memory beyond inputs and output is one number a query, and a block of scores a thread.
 ///
 /// # Errors
-/// If shapes or dtypes do not fit.
+/// If shapes or dtypes do not fit, or under context parallelism, where the keys of a sequence are on
+/// several ranks: [`CausalSelfAttention`](super::CausalSelfAttention) gathers them.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, causal: bool) -> Result<Tensor> {
+    if ForwardScope::current().context.is_some() {
+        return Err(Error::other(
+            "`functional::attention` sees this rank's part of the sequence only, and \
+             context_parallel_size is above 1; use `CausalSelfAttention`",
+        ));
+    }
     let attend = Attend { scale, causal, angles: None };
     let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
     let [sq, sk, sv] = [q.detach(), k.detach(), v.detach()];

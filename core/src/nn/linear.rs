@@ -123,21 +123,15 @@ impl Linear {
         }
     }
 
-    /// The output as the next layer gets it: [`LayerHandle::exit`], and logits that the loss takes
-    /// in parts stay as they are.
-    fn exit(&self, y: Tensor) -> Result<(Tensor, Crossing)> {
-        match self.layer.parallel() {
-            Some(parallel) if parallel.loss_parallel && ForwardScope::current().loss_parallel => {
-                loss_parallel::note(ShardedLogits {
-                    group: parallel.group.clone(),
-                    first_class: self.weight.compute_region().offsets[0],
-                    local_classes: self.outputs(),
-                    classes: self.weight.global_shape()[0],
-                });
-                Ok((y, Crossing::none()))
-            }
-            _ => self.layer.exit(y),
-        }
+    /// How the logits are cut, if this is a head whose logits the loss takes in parts.
+    fn sharded_logits(&self) -> Option<ShardedLogits> {
+        let parallel = self.layer.parallel()?;
+        (parallel.loss_parallel && ForwardScope::current().loss_parallel).then(|| ShardedLogits {
+            group: parallel.group.clone(),
+            first_class: self.weight.compute_region().offsets[0],
+            local_classes: self.outputs(),
+            classes: self.weight.global_shape()[0],
+        })
     }
 
     /// This rank's output, outside the graph.
@@ -191,15 +185,24 @@ pub(super) fn wanted(x: &Tensor) -> impl Fn(Option<Tensor>) -> InputGrad + Send 
 impl Module for Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let (saved, entered) = self.layer.enter(x)?;
-        let (y, exited) = self.exit(self.compute(&saved)?)?;
+        let logits = self.sharded_logits();
+        let y = self.compute(&saved)?;
+        let (y, exited) = match logits {
+            Some(_) => (y, Crossing::none()),
+            None => self.layer.exit(y)?,
+        };
         let y = self.add_last_bias(y)?;
         let (layer, wanted) = (self.clone(), wanted(x));
         let parameters: Vec<&Parameter> = self.parameters().collect();
-        record(&[x], &parameters, y, move |_, grad| {
+        let y = record(&[x], &parameters, y, move |_, grad| {
             layer.last_bias_backprop(grad)?;
             let grad = exited.backward(grad)?;
             let dx = layer.backprop(&saved, &grad, wanted(None))?;
             Ok(vec![dx.map(|dx| entered.backward(&dx)).transpose()?])
-        })
+        })?;
+        if let Some(logits) = logits {
+            loss_parallel::note(y.id(), logits);
+        }
+        Ok(y)
     }
 }

@@ -4,13 +4,13 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{D, Tensor, TensorId};
 
 use super::kernels::cross_entropy::{Classes, Targets};
 use super::kernels::cross_entropy_parts::{self as kernel, Part};
-use crate::Result;
 use crate::collective::{ProcessGroup, ReduceOp};
 use crate::module::ForwardScope;
+use crate::{Error, Result};
 
 /// Logits of which each rank has some classes.
 #[derive(Clone)]
@@ -26,19 +26,47 @@ pub(super) struct ShardedLogits {
 }
 
 thread_local! {
-    static LATEST: RefCell<Option<ShardedLogits>> = const { RefCell::new(None) };
+    /// What heads on this thread gave last, one for each way of cutting.
+    static GIVEN: RefCell<Vec<(TensorId, ShardedLogits)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Notes what the head that computes on this thread gives.
-pub(super) fn note(logits: ShardedLogits) {
-    LATEST.replace(Some(logits));
+/// Notes the logits that a head on this thread gives.
+pub(super) fn note(id: TensorId, logits: ShardedLogits) {
+    GIVEN.with_borrow_mut(|given| {
+        given.retain(|(_, other)| {
+            (other.local_classes, other.classes) != (logits.local_classes, logits.classes)
+        });
+        given.push((id, logits));
+    });
 }
 
-/// What is known of logits of this width: they are cut if the scope allows it and the latest head
-/// on this thread gave logits of the width.
-pub(super) fn find(width: usize) -> Option<ShardedLogits> {
-    let latest = LATEST.with_borrow(Option::clone)?;
-    (ForwardScope::current().loss_parallel && latest.local_classes == width).then_some(latest)
+/// Forgets all heads: another forward's surroundings are in force.
+pub(crate) fn forget() {
+    GIVEN.with_borrow_mut(Vec::clear);
+}
+
+/// How `logits` are cut, if they are: a head gave them, or something of their width.
+///
+/// # Errors
+/// If heads of different numbers of classes gave parts of this width.
+pub(super) fn find(logits: &Tensor) -> Result<Option<ShardedLogits>> {
+    if !ForwardScope::current().loss_parallel {
+        return Ok(None);
+    }
+    let width = logits.dim(D::Minus1)?;
+    GIVEN.with_borrow(|given| {
+        if let Some((_, exact)) = given.iter().find(|(id, _)| *id == logits.id()) {
+            return Ok(Some(exact.clone()));
+        }
+        let mut fitting = given.iter().filter(|(_, known)| known.local_classes == width);
+        match (fitting.next(), fitting.next()) {
+            (first, None) => Ok(first.map(|(_, known)| known.clone())),
+            (_, Some(_)) => Err(Error::other(format!(
+                "two output heads gave parts of logits of {width} classes on this rank, and these \
+                 logits are neither's as they came; give cross_entropy a head's output itself"
+            ))),
+        }
+    })
 }
 
 impl ShardedLogits {

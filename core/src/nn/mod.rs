@@ -48,7 +48,7 @@ mod host;
 mod kernels;
 mod linear;
 mod loss;
-mod loss_parallel;
+pub(crate) mod loss_parallel;
 mod mlp;
 mod norm;
 mod record;

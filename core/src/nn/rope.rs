@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use super::arm::wide_dtype;
 use super::kernels::rope::{Angles, rotate};
 use super::record::record;
+use crate::module::ForwardScope;
 use crate::{Error, Result};
 
 /// Rotary position embedding in Hugging Face's convention: element i of a head is paired with
@@ -48,8 +49,15 @@ impl Rope {
     /// Rotates `x` (`[.., time, head_dim]`), the first of whose positions is `offset`.
     ///
     /// # Errors
-    /// If the last dimension is not `head_dim`.
+    /// If the last dimension is not `head_dim`, or under context parallelism, where a rank's
+    /// positions do not follow each other.
     pub fn forward(&self, x: &Tensor, offset: usize) -> Result<Tensor> {
+        if ForwardScope::current().context.is_some() {
+            return Err(Error::other(
+                "`Rope::forward` takes positions that follow each other, and \
+                 context_parallel_size is above 1; use `CausalSelfAttention`",
+            ));
+        }
         let [.., time, dim] = *x.dims() else {
             return Err(Error::other("rotary embedding takes a tensor [.., time, head_dim]"));
         };

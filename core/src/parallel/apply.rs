@@ -14,6 +14,13 @@ use crate::module::ModuleTree;
 use crate::parameter::Parameter;
 use crate::{Error, Result};
 
+/// What the plans applied to a tree have said.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Parallelized {
+    pub(super) styles: Styles,
+    pub(super) sequence: SequenceLength,
+}
+
 /// A plan that is being applied.
 pub(super) struct Applying<'a> {
     pub(super) tree: &'a ModuleTree,
@@ -60,18 +67,28 @@ impl ModuleTree {
     /// names the layer.
     pub fn parallelize_module(&mut self, mesh: &DeviceMesh, plan: &Plan) -> Result<()> {
         let dim = dimension(mesh)?;
+        let styles = self.styles(plan)?;
+        let earlier = &self.parallel.styles;
+        if let Some(path) = styles.keys().find(|path| earlier.contains_key(*path)) {
+            return Err(Error::Module {
+                path: path.clone(),
+                message: "has a style from an earlier plan already; name it in one".to_owned(),
+            });
+        }
         let applying = Applying {
             tree: self,
             dim,
             group: mesh.world().clone(),
-            styles: self.styles(plan)?,
-            sequence: SequenceLength::default(),
+            styles,
+            sequence: self.parallel.sequence.clone(),
         };
         applying.check()?;
-        if applying.group.size() == 1 {
-            return Ok(());
+        if applying.group.size() > 1 {
+            applying.cut_layers()?;
         }
-        applying.cut_layers()
+        let styles = applying.styles;
+        self.parallel.styles.extend(styles);
+        Ok(())
     }
 }
 
@@ -101,14 +118,12 @@ fn dimension(mesh: &DeviceMesh) -> Result<&str> {
 }
 
 impl<'a> Applying<'a> {
-    /// The parameters that a module has itself.
+    /// The parameters that a module has itself, or the one of this name that no module has.
     pub(super) fn parameters_of(&self, path: &str) -> impl Iterator<Item = &'a Parameter> {
-        self.tree.parameters().iter().filter(move |p| {
-            p.fqn()
-                .strip_prefix(path)
-                .and_then(|rest| rest.strip_prefix('.'))
-                .is_some_and(|name| !name.contains('.'))
-        })
+        self.tree
+            .parameters()
+            .iter()
+            .filter(move |p| p.fqn().rsplit_once('.').map_or(p.fqn(), |(owner, _)| owner) == path)
     }
 
     /// The parameter `name` of a module, by any of its names.

@@ -2,7 +2,10 @@
 
 use super::apply::Applying;
 use super::block::Block;
-use super::{Colwise, Layout, ParallelStyle, PrepareModuleInput, PrepareModuleOutput, Rowwise};
+use super::{
+    Colwise, Layout, ParallelStyle, PrepareModuleInput, PrepareModuleOutput, Rowwise,
+    SequenceParallel,
+};
 use crate::module::ModuleInfo;
 use crate::parameter::Parameter;
 use crate::{Error, Result};
@@ -253,7 +256,13 @@ fn check_layouts(path: &str, kind: &str, style: &ParallelStyle) -> Result<()> {
             expect("output", output, &[replicate, sequence])?;
             expect("desired layout", desired, &[replicate, sequence])
         }
-        ParallelStyle::SequenceParallel(_) | ParallelStyle::ReplicatedWithGradAllreduce => Ok(()),
+        ParallelStyle::SequenceParallel(SequenceParallel { input, output }) => {
+            let allowed: &[Layout] =
+                if kind == "Dropout" { &[sequence] } else { &[sequence, replicate] };
+            expect("input", input, allowed)?;
+            expect("output", output, allowed)
+        }
+        ParallelStyle::ReplicatedWithGradAllreduce => Ok(()),
     }
 }
 

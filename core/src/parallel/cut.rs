@@ -1,5 +1,7 @@
 //! Cutting the parameters of a plan's layers, and telling the layers.
 
+use std::sync::Mutex;
+
 use super::apply::Applying;
 use super::block::Block;
 use super::{LayerParallel, Layout, ParallelStyle, Redistribute};
@@ -44,6 +46,7 @@ impl Applying<'_> {
             output_width: 0,
             loss_parallel: false,
             sequence: self.sequence.clone(),
+            last: Mutex::default(),
         }
     }
 
@@ -151,9 +154,14 @@ impl Applying<'_> {
                     ..self.layer()
                 }
             }
-            ParallelStyle::SequenceParallel(_) => {
+            ParallelStyle::SequenceParallel(sequence) => {
                 self.replicate_all(path)?;
-                LayerParallel { layout: Layout::SEQUENCE, ..self.layer() }
+                LayerParallel {
+                    input: between(sequence.input, Layout::SEQUENCE),
+                    output: between(Layout::SEQUENCE, sequence.output),
+                    layout: Layout::SEQUENCE,
+                    ..self.layer()
+                }
             }
             ParallelStyle::PrepareModuleInput(prepare) => {
                 if style.is_partial() {

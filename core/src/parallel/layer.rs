@@ -1,13 +1,13 @@
 //! What a layer knows of its place in a plan.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, Mutex, RwLock};
 
 use candle_core::Tensor;
 
 use super::{Crossing, Layout, Redistribute};
 use crate::autograd::is_grad_enabled;
-use crate::collective::ProcessGroup;
+use crate::collective::{ProcessGroup, all_gather_object};
 use crate::{Error, Result};
 
 /// A layer's record in the [`ModuleTree`](crate::module::ModuleTree), which plans write to and the
@@ -40,6 +40,25 @@ pub(crate) struct LayerParallel {
     /// Whether logits stay cut where the loss works on the parts.
     pub(crate) loss_parallel: bool,
     pub(crate) sequence: SequenceLength,
+    /// What [`last_dimension`](Self::last_dimension) found for a width.
+    pub(crate) last: Mutex<Option<(usize, (usize, usize))>>,
+}
+
+impl LayerParallel {
+    /// Where this rank's part of a last dimension begins, `width` of the whole, and how wide that is.
+    /// Collective over the group when a width is new.
+    pub(crate) fn last_dimension(&self, width: usize) -> Result<(usize, usize)> {
+        let mut known = self.last.lock().expect("no panic while asking");
+        if let Some((of, place)) = *known
+            && of == width
+        {
+            return Ok(place);
+        }
+        let widths = all_gather_object(&*self.group, &width)?;
+        let place = (widths[..self.group.rank()].iter().sum(), widths.iter().sum());
+        *known = Some((width, place));
+        Ok(place)
+    }
 }
 
 impl LayerHandle {
@@ -69,7 +88,12 @@ impl LayerHandle {
     pub(crate) fn enter(&self, x: &Tensor) -> Result<(Tensor, Crossing)> {
         match self.parallel() {
             None => Ok((x.detach(), Crossing::none())),
-            Some(parallel) => self.cross(&parallel, parallel.input, &x.detach()),
+            Some(parallel) => {
+                if parallel.layout == Layout::SEQUENCE && parallel.input == Redistribute::Keep {
+                    parallel.sequence.check(&self.0.path, x, &*parallel.group)?;
+                }
+                self.cross(&parallel, parallel.input, &x.detach())
+            }
         }
     }
 

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::{ParallelStyle, Plan};
 use crate::config::nearest;
 use crate::module::{ModuleTree, glob_match};
+use crate::parameter::Parameter;
 use crate::{Error, Result};
 
 /// The style of each path that a plan names.
@@ -42,8 +43,10 @@ impl ModuleTree {
 
     /// The paths of layers, and of other modules that have parameters of their own.
     fn layer_paths(&self) -> BTreeSet<&str> {
-        let owners = self.parameters().iter().filter_map(|p| p.fqn().rsplit_once('.'));
-        self.modules().keys().map(String::as_str).chain(owners.map(|(path, _)| path)).collect()
+        // A parameter of no module is named by its own name.
+        let owner = |p| Parameter::fqn(p).rsplit_once('.').map_or(p.fqn(), |(path, _)| path);
+        let owners = self.parameters().iter().map(owner);
+        self.modules().keys().map(String::as_str).chain(owners).collect()
     }
 }
 

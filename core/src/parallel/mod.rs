@@ -38,6 +38,7 @@ mod plan;
 mod redistribute;
 mod style;
 
+pub(crate) use apply::Parallelized;
 pub use context::ContextParallel;
 pub(crate) use heads::Heads;
 pub use layer::LayerHandle;

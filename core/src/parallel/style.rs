@@ -21,8 +21,10 @@ pub struct Colwise {
     pub output: Layout,
     /// For an output head with `output = "replicate"`: under a trainer's or Fabric's
     /// [forward scope](crate::module::ForwardScope) the logits stay cut, and
-    /// [`cross_entropy`](crate::nn::cross_entropy) works on the parts. It knows them by their last
-    /// dimension: in such a step, other logits must not be as wide as a rank's part.
+    /// [`cross_entropy`](crate::nn::cross_entropy) works on the parts. It knows them, also cut or
+    /// reshaped, by their last dimension: in such a step, other logits must not be as wide as a
+    /// rank's part. Whatever else looks at the logits there sees the part:
+    /// [`gather`](crate::parallel::collectives::gather) gives the whole.
     pub loss_parallel: bool,
 }
 
@@ -53,9 +55,21 @@ impl Default for Rowwise {
 
 /// A norm or dropout that computes on this rank's part of the sequence (PyTorch's
 /// `SequenceParallel`). Its parameters are replicated, and their gradients summed over the ranks.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct SequenceParallel {}
+pub struct SequenceParallel {
+    /// Layout of what comes in: `shard(1)`, or `replicate`, of which each rank then takes its part.
+    pub input: Layout,
+    /// Layout of what goes out: `shard(1)`, or `replicate`, to which it is then gathered (norms
+    /// only).
+    pub output: Layout,
+}
+
+impl Default for SequenceParallel {
+    fn default() -> Self {
+        Self { input: Layout::SEQUENCE, output: Layout::SEQUENCE }
+    }
+}
 
 /// A layer whose input comes in one layout and is computed in another (PyTorch's
 /// `PrepareModuleInput`). On an attention or MLP block it spares its projections one gather each.
@@ -147,7 +161,7 @@ impl FromStr for ParallelStyle {
             "rowwise" => Rowwise::default().into(),
             "colwise_rep" => Colwise { output: Layout::Replicate, ..Colwise::default() }.into(),
             "rowwise_rep" => Rowwise { input: Layout::Replicate, ..Rowwise::default() }.into(),
-            "sequence_parallel" => SequenceParallel {}.into(),
+            "sequence_parallel" => SequenceParallel::default().into(),
             "replicated_with_grad_allreduce" => Self::ReplicatedWithGradAllreduce,
             "prepare_module_input" | "prepare_module_output" => {
                 let first = name.trim_start_matches("prepare_module_");
@@ -195,6 +209,11 @@ impl From<PrepareModuleOutput> for ParallelStyle {
         Self::PrepareModuleOutput(style)
     }
 }
+
+/// The options of a style that has none.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NoKeys {}
 
 impl<'de> Deserialize<'de> for ParallelStyle {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -313,8 +332,7 @@ fn table<'de, A: MapAccess<'de>>(name: &str, keys: A) -> Result<ParallelStyle, A
         "prepare_module_input" => PrepareModuleInput::deserialize(keys)?.into(),
         "prepare_module_output" => PrepareModuleOutput::deserialize(keys)?.into(),
         _ => {
-            // It has no keys either.
-            SequenceParallel::deserialize(keys)?;
+            NoKeys::deserialize(keys)?;
             ParallelStyle::ReplicatedWithGradAllreduce
         }
     })

@@ -1,10 +1,14 @@
-//! The gradient audit: parameters that got no gradient.
+//! The gradient audit: parameters that got no gradient, or not the same one on ranks that hold them
+//! alike.
 
 use super::StrategyState;
-use crate::collective::ReduceOp;
+use crate::collective::{ReduceOp, all_gather_object};
 use crate::config::UnusedParameters;
+use crate::mesh::TENSOR_PARALLEL;
+use crate::parameter::Parameter;
+use crate::shard::Placement;
 use crate::{Error, Result};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 impl StrategyState {
     /// Looks for trainable parameters that got a gradient on no rank in this step. Collective over
@@ -33,7 +37,54 @@ impl StrategyState {
             UnusedParameters::Ignore => unused.iter().for_each(|p| p.set_local_grad(None)),
             _ => {}
         }
+        if !self.audited {
+            self.check_replicated_gradients()?;
+        }
         self.audited = true;
+        Ok(())
+    }
+
+    /// Checks that tensor-parallel ranks have the same gradients of what they hold alike: a plan that
+    /// cuts a sequence and leaves out a layer that computes on the parts gives each rank another one.
+    /// Collective over the tensor-parallel group.
+    fn check_replicated_gradients(&self) -> Result<()> {
+        let Ok(group) = self.mesh()?.group(TENSOR_PARALLEL) else { return Ok(()) };
+        if group.size() == 1 {
+            return Ok(());
+        }
+        let whole = |p: &Parameter| {
+            p.spec().cuts.iter().any(|cut| {
+                cut.mesh_dim == TENSOR_PARALLEL
+                    && cut.placement == Placement::Replicate
+                    && cut.size == group.size()
+            })
+        };
+        let parameters: Vec<&Parameter> = self.tree()?.trainable().filter(|p| whole(p)).collect();
+        let squares = |p: &&Parameter| -> Result<f64> {
+            let Some(grad) = p.local_grad() else { return Ok(0.0) };
+            Ok(grad.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?)
+        };
+        let own = parameters.iter().map(squares).collect::<Result<Vec<f64>>>()?;
+        let all = all_gather_object(&**group, &own)?;
+        for (i, parameter) in parameters.iter().enumerate() {
+            let (a, b) = all.iter().fold((f64::INFINITY, 0f64), |(low, high), squares| {
+                (low.min(squares[i]), high.max(squares[i]))
+            });
+            // Where numbers are not finite, another check says more.
+            if b - a > 1e-3 * b {
+                return Err(Error::parameter(
+                    parameter.fqn(),
+                    format!(
+                        "tensor-parallel ranks hold it alike and have gradients of different norms, \
+                         {:.6e} to {:.6e}: it is used on parts of an activation. Give its layer a \
+                         style in the plan: sequence_parallel (norms), or \
+                         replicated_with_grad_allreduce",
+                        a.sqrt(),
+                        b.sqrt()
+                    ),
+                ));
+            }
+        }
         Ok(())
     }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{Device, Tensor};
 
-use crate::collective::ReduceOp;
+use crate::collective::{ProcessGroup, ReduceOp};
 use crate::mesh::{DP_CP, DeviceMesh};
 use crate::module::ModuleTree;
 use crate::nn::Loss;
@@ -161,20 +161,22 @@ impl StrategyState {
         self.count
     }
 
-    /// The step's totals over the `dp_cp` group; see
+    /// The step's totals over the `dp_cp` group, and the flags' over the world; see
     /// [`Strategy::step_totals`](super::Strategy::step_totals).
     pub(super) fn totals(&mut self, flags: &[f64]) -> Result<StepTotals> {
         if let Some(totals) = &self.totals {
             return Ok(totals.clone());
         }
-        let mut values = vec![self.loss_sum, self.count];
-        values.extend(flags);
-        let n = values.len();
-        let values = Tensor::from_vec(values, n, &Device::Cpu)?;
-        self.mesh()?.group(DP_CP)?.all_reduce(&values, ReduceOp::Sum)?.wait()?;
-        let values = values.to_vec1::<f64>()?;
-        let totals =
-            StepTotals { loss_sum: values[0], count: values[1], flags: values[2..].to_vec() };
+        let sum = |values: &[f64], group: &dyn ProcessGroup| -> Result<Vec<f64>> {
+            let values = Tensor::new(values, &Device::Cpu)?;
+            group.all_reduce(&values, ReduceOp::Sum)?.wait()?;
+            Ok(values.to_vec1()?)
+        };
+        let mesh = self.mesh()?;
+        let loss = sum(&[self.loss_sum, self.count], &**mesh.group(DP_CP)?)?;
+        // Tensor-parallel ranks have the same loss, but flags of their own.
+        let flags = if flags.is_empty() { Vec::new() } else { sum(flags, &**mesh.world())? };
+        let totals = StepTotals { loss_sum: loss[0], count: loss[1], flags };
         self.totals = Some(totals.clone());
         Ok(totals)
     }

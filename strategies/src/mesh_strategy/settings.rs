@@ -36,6 +36,8 @@ pub(crate) struct Settings {
     /// Bytes of the first gradient bucket, and of the others.
     pub(crate) bucket_bytes: [usize; 2],
     pub(crate) parallelize: Option<Box<dyn ParallelizeFn>>,
+    /// The same where nothing was said and there is tensor parallelism.
+    pub(crate) default_parallelize: Option<Box<dyn ParallelizeFn>>,
 }
 
 impl Settings {
@@ -53,6 +55,7 @@ impl Settings {
             accumulation_sync: AccumulationSync::default(),
             bucket_bytes: [1 << 20, 25 << 20],
             parallelize: None,
+            default_parallelize: None,
         }
     }
 }

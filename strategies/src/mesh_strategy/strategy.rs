@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::DType;
-use fulgurite_core::collective::{ProcessGroup, broadcast_object};
+use fulgurite_core::collective::{ProcessGroup, all_gather_object, broadcast_object};
 use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_core::module::{ModuleInit, ModuleTree, UnitHooks};
 use fulgurite_core::parameter::{GradReducer, LocalShard, Parameter};
@@ -202,6 +202,28 @@ impl MeshStrategy {
     }
 }
 
+/// Checks that all ranks spread the model alike. Collective.
+fn verify_same_choices(tree: &ModuleTree, world: &dyn ProcessGroup) -> Result<()> {
+    let mut choices: Vec<String> = tree
+        .parameters()
+        .iter()
+        .map(|p| format!("`{}`: {:?}, summands {}", p.fqn(), p.spec().cuts, p.has_partial_grad()))
+        .collect();
+    choices.extend(tree.units().iter().map(|unit| {
+        format!("the unit `{}`: {:?}", unit.path(), tree.fully_shard_options(unit.path()))
+    }));
+    let all = all_gather_object(world, &choices)?;
+    for (rank, other) in all.iter().enumerate() {
+        if let Some((here, there)) = all[0].iter().zip(other).find(|(a, b)| a != b) {
+            return Err(Error::other(format!(
+                "the parallelize function decided differently on the ranks: {here} on rank 0, \
+                 {there} on rank {rank}; it must not depend on the rank"
+            )));
+        }
+    }
+    Ok(())
+}
+
 /// FSDP shards what tensor parallelism leaves of dimension 0, which must be as much on every rank
 /// (in PyTorch too): shards of a parameter that both cut are then of one size but for the last.
 fn check_even(parameter: &Parameter, outer: &ShardSpec, ranks: usize) -> Result<()> {
@@ -249,7 +271,7 @@ impl Strategy for MeshStrategy {
 
     fn setup_environment(&mut self, world: Arc<dyn ProcessGroup>) -> Result<()> {
         let [replicate, shard, context, tensor] = self.settings.sizes;
-        if self.settings.sizes == [Some(1); 4] && world.size() != 1 {
+        if self.settings.name == "single_device" && world.size() != 1 {
             return Err(Error::Mesh(format!(
                 "strategy `{}` runs on one rank, the world size is {}; set `trainer.devices = 1`, or \
                  choose `ddp` or `fsdp`",
@@ -283,8 +305,13 @@ impl Strategy for MeshStrategy {
     fn setup_module(&mut self, mut tree: ModuleTree, seed: u64) -> Result<()> {
         let mesh = self.state.mesh()?;
         materialize::verify_same_model(&tree, &**mesh.world())?;
-        if let Some(parallelize) = &self.settings.parallelize {
+        let default = match mesh.size(TENSOR_PARALLEL)? {
+            1 => None,
+            _ => self.settings.default_parallelize.as_ref(),
+        };
+        if let Some(parallelize) = self.settings.parallelize.as_ref().or(default) {
             parallelize.parallelize(&mut tree, mesh)?;
+            verify_same_choices(&tree, &**mesh.world())?;
         }
         let summands = Summands::new(&tree, mesh)?;
         let engine = match self.shards()? {

@@ -75,6 +75,10 @@ impl Summands {
                 if same.iter().all(|grad| grad.elem_count() == 0) {
                     continue;
                 }
+                if let [grad] = same[..] {
+                    set.group.all_reduce(grad, ReduceOp::Sum)?.wait()?;
+                    continue;
+                }
                 let flat = Tensor::cat(&same, 0)?;
                 set.group.all_reduce(&flat, ReduceOp::Sum)?.wait()?;
                 let mut start = 0;

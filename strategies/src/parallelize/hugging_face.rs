@@ -5,7 +5,7 @@ use std::fmt;
 use fulgurite_core::Result;
 use fulgurite_core::mesh::DeviceMesh;
 use fulgurite_core::module::ModuleTree;
-use fulgurite_core::parallel::{ParallelStyle, Plan};
+use fulgurite_core::parallel::{Layout, ParallelStyle, Plan, SequenceParallel};
 use fulgurite_core::strategy::{ParallelizeConfig, ParallelizeFn};
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -70,8 +70,14 @@ impl HuggingFacePlan {
     }
 }
 
+/// Hugging Face's layers take and give whole activations, unless the name says otherwise.
 fn style(name: &str) -> Result<ParallelStyle> {
-    name.parse()
+    match name {
+        "sequence_parallel" => {
+            Ok(SequenceParallel { input: Layout::Replicate, output: Layout::Replicate }.into())
+        }
+        name => name.parse(),
+    }
 }
 
 /// A table of patterns and names of styles, in order.

@@ -69,12 +69,12 @@ impl LlamaPlan {
             return Ok(plan);
         }
         for name in ["layers.*.input_layernorm", "layers.*.post_attention_layernorm", "norm"] {
-            plan = plan.with(within(name), SequenceParallel {});
+            plan = plan.with(within(name), SequenceParallel::default());
         }
         let is_ours = |path: &str| self.prefix.is_empty() || path.starts_with(&within(""));
         for (path, info) in model.modules() {
             if info.kind == "Dropout" && is_ours(path) {
-                plan = plan.with(path, SequenceParallel {});
+                plan = plan.with(path, SequenceParallel::default());
             }
         }
         for parameter in model.parameters() {

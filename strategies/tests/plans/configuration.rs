@@ -72,7 +72,7 @@ fn keys_with_dots_stay_one_key() {
     .unwrap()
     .plan;
     let part = Colwise { input: Layout::SEQUENCE, ..Colwise::default() };
-    assert_eq!(plan.style("layers.*.norm"), Some(SequenceParallel {}.into()));
+    assert_eq!(plan.style("layers.*.norm"), Some(SequenceParallel::default().into()));
     assert_eq!(plan.style("layers.*.mlp.up_proj"), Some(part.into()));
     let whole = Rowwise { input: Layout::Replicate, ..Rowwise::default() };
     assert_eq!(plan.style("layers.*.mlp.down_proj"), Some(whole.into()));

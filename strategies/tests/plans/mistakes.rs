@@ -82,7 +82,7 @@ fn patterns_that_match_nothing() {
 
 #[test]
 fn layers_that_match_twice() {
-    let plan = plan! { "model.norm" => SequenceParallel {}, "model.*" => SequenceParallel {} };
+    let plan = plan! { "model.norm" => SequenceParallel::default(), "model.*" => SequenceParallel::default() };
     insta::assert_snapshot!(refused(Llama::tied, plan), @"module `model.norm`: two patterns of the plan match it, `model.norm` and `model.*`; keep one");
     let plan = plan! { "lm_head" => colwise(), "lm_head" => rowwise() };
     insta::assert_snapshot!(refused(Llama::tied, plan), @"module `lm_head`: the plan has the pattern `lm_head` twice; keep one");
@@ -92,7 +92,7 @@ fn layers_that_match_twice() {
 fn styles_that_a_layer_cannot_take() {
     let one =
         |path: &str, style: ParallelStyle| refused(Llama::tied, Plan::new().with(path, style));
-    let sequence = SequenceParallel {}.into();
+    let sequence = SequenceParallel::default().into();
     let (replicate, part) = (Layout::Replicate, Layout::SEQUENCE);
     let to_part = PrepareModuleOutput { output: replicate, desired: part }.into();
     let messages = [
@@ -239,7 +239,7 @@ fn parameters_that_cannot_be_cut() {
         tree.parallelize_module(&mesh, &plan! { "kinds" => rowwise() })?;
         tree.parallelize_module(&mesh, &plan! { "kinds" => colwise() })
     });
-    insta::assert_snapshot!(twice.unwrap_err(), @"parameter `kinds.weight`: has been cut another way already, by an earlier plan or by a strategy; apply one plan, before the strategy sets the model up");
+    insta::assert_snapshot!(twice.unwrap_err(), @"module `kinds`: has a style from an earlier plan already; name it in one");
 }
 
 #[test]
@@ -247,7 +247,7 @@ fn meshes_that_do_not_cut_layers() {
     let along = |name: Option<&'static str>| {
         parallelized(2, Llama::tied, |tree, mesh| {
             let mesh = name.map_or(Ok(mesh.clone()), |name| mesh.get(name))?;
-            tree.parallelize_module(&mesh, &plan! { "model.norm" => SequenceParallel {} })
+            tree.parallelize_module(&mesh, &plan! { "model.norm" => SequenceParallel::default() })
         })
     };
     insta::assert_snapshot!(along(None).unwrap_err(), @r#"device mesh: parallelize_module cuts layers along one mesh dimension, got a mesh of data_parallel_replicate, data_parallel_shard, context_parallel, tensor_parallel; take it with `mesh.get("tensor_parallel")`"#);

@@ -186,7 +186,7 @@ impl Variant {
         }
         if self.sequence_parallel {
             for layer in ["layers.*.norm", "layers.*.dropout", "layers.*.post_norm", "norm"] {
-                plan = plan.with(layer, SequenceParallel {});
+                plan = plan.with(layer, SequenceParallel::default());
             }
             plan = plan.with("layers.*", ParallelStyle::ReplicatedWithGradAllreduce);
         }
@@ -235,6 +235,17 @@ impl DecoderTraining {
         variant: Variant,
         accumulate: usize,
     ) -> Result<Self> {
+        Self::with_frozen(world, config, variant, accumulate, &[])
+    }
+
+    /// The same without gradients of the parameters that these patterns match.
+    pub(crate) fn with_frozen(
+        world: Arc<dyn ProcessGroup>,
+        config: &str,
+        variant: Variant,
+        accumulate: usize,
+        frozen: &[&str],
+    ) -> Result<Self> {
         let mut strategy = strategy(config)?;
         if !config.contains("single_device") && !config.contains("ddp") {
             strategy.set_parallelize(Box::new(
@@ -243,7 +254,9 @@ impl DecoderTraining {
                 },
             ))?;
         }
-        let mut fabric = Fabric::new(world, strategy, ModuleInit::default(), 7)?;
+        let frozen = frozen.iter().map(|&pattern| pattern.to_owned()).collect();
+        let init = ModuleInit { frozen, ..ModuleInit::default() };
+        let mut fabric = Fabric::new(world, strategy, init, 7)?;
         let optimizer = AdamW {
             lr: 3e-3,
             weight_decay: 0.1,
