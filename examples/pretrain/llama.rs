@@ -10,7 +10,7 @@ use super::prelude::*;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LlamaConfig {
-    /// Number of tokens; that of the tokenizer if not given.
+    /// Number of tokens; that of the tokenizer, rounded up to a multiple of 8, if not given.
     pub vocab_size: Option<usize>,
     /// Width of the residual stream.
     pub hidden_size: usize,

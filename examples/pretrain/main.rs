@@ -32,7 +32,9 @@ impl LightningModule for LitLlama {
             hugging_face::read_config(config, &directory)?;
         }
         if config.vocab_size.is_none() {
-            config.vocab_size = data.downcast_ref::<TextData>().and_then(TextData::vocab_size);
+            // Rows that no token uses let tensor-parallel ranks share the vocabulary evenly.
+            let known = data.downcast_ref::<TextData>().and_then(TextData::vocab_size);
+            config.vocab_size = known.map(|tokens| tokens.next_multiple_of(8));
         }
         Ok(())
     }

@@ -27,7 +27,9 @@ pub fn continuation(model: &Llama, ctx: &HookContext) -> Result<Option<String>> 
         let ids = Tensor::new(window, &device)?.unsqueeze(0)?;
         let logits = model.forward(&ids)?.get(0)?.get(window.len() - 1)?;
         let logits = logits.to_dtype(DType::F64)?.to_vec1::<f64>()?;
-        let next = draw(&logits, random.uniform(i as u64));
+        // The model may have rows that are no token.
+        let known = data.vocab_size().map_or(logits.len(), |n| n.min(logits.len()));
+        let next = draw(&logits[..known], random.uniform(i as u64));
         tokens.push(next);
         if Some(next) == tokenizer.end_of_text() {
             break;
