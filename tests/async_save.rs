@@ -230,7 +230,14 @@ fn an_error_of_one_rank_reaches_all() {
         Ok([first, second, third].map(|error| error.to_string()))
     })
     .unwrap();
-    insta::assert_snapshot!(errors.concat().join("\n"), @"");
+    insta::assert_snapshot!(errors.concat().join("\n"), @r"
+    rank 1 failed: the disk is full
+    rank 1 failed: the disk is full
+    rank 1 failed: saving tensor `weight`: its values are not in memory
+    the disk is full
+    the disk is full
+    saving tensor `weight`: its values are not in memory
+    ");
     assert_eq!(names(dir.path()), [""; 0]);
 }
 

@@ -148,9 +148,8 @@ where
     }
     run.check_plugins()?;
     let Connection { launched, world } = run.trainer.connect()?;
-    let mut trainer = Trainer::new(world)
-        .with_program_start(launched.started)
-        .with_interrupt(interruption);
+    let mut trainer =
+        Trainer::new(world).with_program_start(launched.started).with_interrupt(interruption);
     if launched.rank == 0 {
         if request.output == Output::Json {
             trainer = trainer.with_sink(Box::new(JsonLines::stdout()));

@@ -7,9 +7,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::boxes::check_cover;
+use super::latest::point_last;
 use super::manifest::{MANIFEST, Manifest, SaveMeta, TensorEntry};
 use super::shard_file::{self, Piece};
-use super::latest::point_last;
 use super::{CheckpointIO, Entry, ShardTensor, naming};
 use crate::collective::{ProcessGroup, all_gather_object, broadcast_object};
 use crate::shard::Region;

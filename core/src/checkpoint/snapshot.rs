@@ -5,8 +5,8 @@ use rayon::prelude::*;
 
 use super::ShardTensor;
 use super::shard_file::on_host;
-use crate::Result;
 use crate::autograd::storage;
+use crate::{Error, Result};
 
 /// Bytes that one thread copies at a time.
 const BLOCK: usize = 1 << 20;
@@ -33,15 +33,17 @@ impl Snapshot {
 fn copy_all(copies: &mut Vec<ShardTensor>, tensors: &[ShardTensor]) -> Result<()> {
     copies.truncate(tensors.len());
     for (i, tensor) in tensors.iter().enumerate() {
+        if !tensor.region.is_empty() && storage::is_released(&tensor.values) {
+            let message = format!("saving tensor `{}`: its values are not in memory", tensor.name);
+            return Err(Error::other(message));
+        }
         let like = |copy: &&ShardTensor| {
             copy.values.dtype() == tensor.values.dtype()
                 && copy.values.elem_count() == tensor.values.elem_count()
         };
         let values = match copies.get(i).filter(like) {
             Some(copy) => copy.values.clone(),
-            None => {
-                Tensor::zeros(tensor.values.elem_count(), tensor.values.dtype(), &Device::Cpu)?
-            }
+            None => Tensor::zeros(tensor.values.elem_count(), tensor.values.dtype(), &Device::Cpu)?,
         };
         copy(&values, &tensor.values)?;
         let copy = ShardTensor {
@@ -107,8 +109,11 @@ mod tests {
 
         // What happens to the tensors afterwards does not reach the copies.
         let places: Vec<_> = snapshot.model.iter().map(address).collect();
-        storage::copy_from(&view, &Tensor::zeros(3, candle_core::DType::F32, &Device::Cpu).unwrap())
-            .unwrap();
+        storage::copy_from(
+            &view,
+            &Tensor::zeros(3, candle_core::DType::F32, &Device::Cpu).unwrap(),
+        )
+        .unwrap();
         assert_eq!(floats(&snapshot.model[1]), [5., 6., 7.]);
         snapshot.take(&parts, &[]).unwrap();
         assert_eq!(floats(&snapshot.model[1]), [0.; 3]);

@@ -121,7 +121,7 @@ mod tests {
         insta::assert_snapshot!(error("keep_last = 0"), @"`checkpoint.keep_last`: must be at least 1, as the newest is always kept; leave it out to keep all that `checkpoint.save_top_k` does not remove");
         insta::assert_snapshot!(error("save_top_k = -2"), @"`checkpoint.save_top_k`: must be -1 (all), 0 (none) or a number of them, found -2");
         insta::assert_snapshot!(error("save_top_k = 3"), @r#"`checkpoint.save_top_k`: which 3 are the best needs `checkpoint.monitor`, such as "val_loss"; to keep the newest, set `checkpoint.keep_last`"#);
-        insta::assert_snapshot!(error("mode = 'least'"), @"");
+        insta::assert_snapshot!(error("mode = 'least'"), @r#"run.toml: `checkpoint.mode`: expected "min" or "max", found "least""#);
         for keys in ["save_top_k = -1", "save_top_k = 0", "save_top_k = 2\nmonitor = 'val_loss'"] {
             checkpoint(keys).unwrap();
         }

@@ -5,11 +5,11 @@ use serde::{Deserialize, Serialize};
 use toml::Table;
 
 use super::{CheckpointConfig, ConfigLayers, ConfigType, KeyDoc, PluginValue, to_table};
+use crate::Result;
 use crate::checkpoint::CheckpointIOConfig;
 use crate::optim::{OptimizerConfig, SchedulerConfig};
 use crate::registry::{self, kind};
 use crate::trainer::TrainerConfig;
-use crate::Result;
 
 /// A whole run: `M` is the model's table, `D` the data's.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{Fabric, FabricOptimizer};
 use crate::checkpoint::{
-    CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, SaveMeta, SaveRequest, TensorSource as _,
+    CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, SaveMeta, SaveRequest,
+    TensorSource as _,
 };
 use crate::config::PluginValue;
 use crate::registry::kind;

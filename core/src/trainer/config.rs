@@ -47,8 +47,9 @@ crate::config_struct! {
         pub precision: Precision = Precision::F32True,
         /// Where runs leave their files, each in a `version_N` of its own.
         pub default_root_dir: PathBuf = PathBuf::from("fulgurite_logs"),
-        /// The checkpoint to go on from. `"last"` is the newest of `checkpoint.dir`, or without that
-        /// key of the runs in `default_root_dir`; if there is none yet, training starts afresh.
+        /// The checkpoint to go on from: a path, or a name in `checkpoint.dir`. `"last"` is the one
+        /// that was saved last to `checkpoint.dir`, or without that key by the runs in
+        /// `default_root_dir`; if there is none yet, training starts afresh.
         pub ckpt_path: Option<CkptPath> = None,
         /// Whether progress is shown on stderr: a bar on a terminal, lines elsewhere.
         pub enable_progress_bar: bool = true,

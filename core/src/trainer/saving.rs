@@ -238,7 +238,8 @@ where
             if let (Origin::Kept { name, .. }, true) = (origin, saves_there) {
                 let saving = &mut self.parts.saving;
                 saving.retention.resume(name, state.kept);
-                saving.saved = Some(self.cursor.step);
+                // What a validation that is still to be made changes is not saved yet.
+                saving.saved = (!state.validation_due).then_some(self.cursor.step);
             }
         }
         let path = source.location().to_owned();
@@ -270,8 +271,7 @@ where
             let name = path.file_name().and_then(|name| name.to_str());
             return match name {
                 Some(name)
-                    if path.join(MANIFEST).is_file()
-                        && same(&saving.io.location(name), path) =>
+                    if path.join(MANIFEST).is_file() && same(&saving.io.location(name), path) =>
                 {
                     kept(name)
                 }
