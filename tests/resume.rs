@@ -117,7 +117,12 @@ fn last_without_a_directory_is_the_newest_of_all_runs() {
 fn a_run_that_saves_in_the_background_goes_on_to_the_bit() {
     for (strategy, devices) in SPREADS {
         let scratch = Scratch::with_tokens();
-        let job = job(&scratch).on(strategy, devices, 3).set(&["checkpoint.async_save=true"]);
+        let job = job(&scratch).on(strategy, devices, 3).set(&[
+            "checkpoint.async_save=true",
+            "data.validation_fraction=0.2",
+            "trainer.val_check_interval=2",
+            "trainer.ema_decay=0.9",
+        ]);
         let whole = job.clone().set(&["checkpoint.every_n_steps=1"]).succeed();
         let saved = whole.events_of("checkpoint");
         let steps: Vec<_> = saved.iter().map(|event| event["step"].as_u64().unwrap()).collect();
@@ -127,6 +132,12 @@ fn a_run_that_saves_in_the_background_goes_on_to_the_bit() {
             let from = format!("trainer.ckpt_path={from}");
             let resumed = job.clone().set(&[&from]).succeed();
             assert_eq!(numbers(&resumed), after(step, &numbers(&whole)), "{strategy}");
+            let validations = |run: &Run| {
+                let all = run.events_of("validation").into_iter();
+                all.filter(|event| event["step"].as_u64().unwrap() > step).collect::<Vec<_>>()
+            };
+            assert!(!validations(&whole).is_empty());
+            assert_eq!(validations(&resumed), validations(&whole), "{strategy}");
         }
         // What was saved last, not what is of the latest step.
         let back = ["trainer.ckpt_path=kept/step-00000002", "trainer.max_steps=4"];

@@ -186,7 +186,7 @@ where
         origin: &Origin,
         optimizer: Option<&mut FabricOptimizer>,
     ) -> Result<()> {
-        let saving = &self.parts.saving;
+        let (saving, rank) = (&self.parts.saving, self.rank());
         let io = match origin {
             Origin::Local(_) => None,
             Origin::Kept { root, .. } if *root == saving.root => Some(saving.io.clone()),
@@ -195,7 +195,7 @@ where
         // A run that only looks leaves to the one that saves what is under way there.
         let saves_there = optimizer.is_some()
             && matches!(origin, Origin::Kept { root, .. } if *root == saving.root);
-        if let (Some(io), 0, true) = (&io, self.rank(), saves_there)
+        if let (Some(io), 0, true) = (&io, rank, saves_there)
             && let Err(error) = checkpoint::remove_unfinished(&**io)
         {
             tracing::warn!("what an earlier run left unfinished stays: {error}");
@@ -219,7 +219,7 @@ where
         let source = open()?;
         let training = optimizer.is_some();
         let state: SavedState = self.parts.fabric.load_from(&source, optimizer)?;
-        if state.seed != self.parts.fabric.seed() && self.rank() == 0 {
+        if state.seed != self.parts.fabric.seed() && rank == 0 {
             tracing::warn!(
                 "the checkpoint was written with seed {}, this run has {}: the order of samples \
                  and dropout will differ from an uninterrupted run",
@@ -238,6 +238,14 @@ where
             if let (Origin::Kept { name, .. }, true) = (origin, saves_there) {
                 let saving = &mut self.parts.saving;
                 saving.retention.resume(name, state.kept);
+                // What the run before was about to remove when it ended.
+                for name in saving.retention.take_superfluous() {
+                    if rank == 0
+                        && let Err(error) = saving.io.remove(&name)
+                    {
+                        tracing::warn!("an old checkpoint stays: {error}");
+                    }
+                }
                 // What a validation that is still to be made changes is not saved yet.
                 saving.saved = (!state.validation_due).then_some(self.cursor.step);
             }

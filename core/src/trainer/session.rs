@@ -246,7 +246,7 @@ where
                 self.validation_due = plan.validation.is_due(before, self.cursor);
             }
             if self.validation_due
-                && let Validated::Interrupted(why) = self.validate(true)?
+                && let Validated::Interrupted(why) = self.validate_training(optimizer)?
             {
                 ended = Ended::Interrupted(why);
                 break;
@@ -375,6 +375,14 @@ where
             metrics,
         })?;
         self.hook(Hook::TrainStepEnd)
+    }
+
+    /// Validates within training, with the averages of the weights if there are any. Collective.
+    fn validate_training(&mut self, optimizer: &mut FabricOptimizer) -> Result<Validated> {
+        optimizer.swap_averages()?;
+        let validated = self.validate(true)?;
+        optimizer.swap_averages()?;
+        Ok(validated)
     }
 
     /// Validates, if there is validation data. Within training someone may interrupt it between two

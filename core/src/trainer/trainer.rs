@@ -17,7 +17,7 @@ use crate::config::{RunConfig, to_table};
 use crate::data::DataModule;
 use crate::fabric::Fabric;
 use crate::launch::Interruption;
-use crate::optim::{OptimizerConfig, SchedulerConfig};
+use crate::optim::{Ema, OptimizerConfig, SchedulerConfig};
 use crate::registry::kind;
 use crate::strategy::ParallelizeFn;
 use crate::{Error, Result};
@@ -306,7 +306,17 @@ where
             .fabric
             .setup_optimizer(&*optimizer)?
             .with_unused_parameters(run.trainer.unused_parameters);
-        if let Some(origin) = self.checkpoint_to_resume()? {
+        let mut origin = self.checkpoint_to_resume()?;
+        if run.checkpoint.weights_only
+            && let Some(origin) = origin.take()
+        {
+            self.resume(&origin, None)?;
+        }
+        if let Some(decay) = run.trainer.ema_decay {
+            let tree = self.parts.fabric.module_tree()?;
+            optimizer = optimizer.with_averages(Ema::new(tree.parameters(), decay)?);
+        }
+        if let Some(origin) = origin {
             self.resume(&origin, Some(&mut optimizer))?;
         }
         let mut optimizer = optimizer.with_scheduler(scheduler, self.max_steps()?);
