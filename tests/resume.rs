@@ -112,3 +112,101 @@ fn last_without_a_directory_is_the_newest_of_all_runs() {
     assert_eq!(keys(&done), [0_u64; 0]);
     assert_eq!(done.summary()["steps"], 5);
 }
+
+#[test]
+fn a_run_that_saves_in_the_background_goes_on_to_the_bit() {
+    for (strategy, devices) in SPREADS {
+        let scratch = Scratch::with_tokens();
+        let job = job(&scratch).on(strategy, devices, 3).set(&[
+            "checkpoint.async_save=true",
+            "data.validation_fraction=0.2",
+            "trainer.val_check_interval=2",
+            "trainer.ema_decay=0.9",
+        ]);
+        let whole = job.clone().set(&["checkpoint.every_n_steps=1"]).succeed();
+        let saved = whole.events_of("checkpoint");
+        let steps: Vec<_> = saved.iter().map(|event| event["step"].as_u64().unwrap()).collect();
+        assert_eq!(steps, (1..=9).collect::<Vec<_>>(), "in order, and all told of");
+        assert!(saved.iter().all(|event| event["blocked_s"].as_f64().unwrap() > 0.0));
+        for (from, step) in [("kept/step-00000002", 2), ("step-00000007", 7)] {
+            let from = format!("trainer.ckpt_path={from}");
+            let resumed = job.clone().set(&[&from]).succeed();
+            assert_eq!(numbers(&resumed), after(step, &numbers(&whole)), "{strategy}");
+            let validations = |run: &Run| {
+                let all = run.events_of("validation").into_iter();
+                all.filter(|event| event["step"].as_u64().unwrap() > step).collect::<Vec<_>>()
+            };
+            assert!(!validations(&whole).is_empty());
+            assert_eq!(validations(&resumed), validations(&whole), "{strategy}");
+        }
+        // What was saved last, not what is of the latest step.
+        let back = ["trainer.ckpt_path=kept/step-00000002", "trainer.max_steps=4"];
+        job.clone().set(&back).set(&["checkpoint.save_last=true"]).succeed();
+        let resumed = job.clone().set(&["trainer.ckpt_path=last"]).succeed();
+        assert_eq!(resumed.events_of("resume")[0]["step"], 4);
+        assert_eq!(resumed.losses().into_keys().collect::<Vec<_>>(), [5, 6, 7, 8, 9]);
+    }
+}
+
+#[test]
+fn a_signal_that_takes_the_machine_away_saves_first() {
+    for (signal, code, strategy, devices) in [
+        (Signal::TERM, 143, "fsdp", 2),
+        (Signal::USR1, 138, "ddp", 2),
+        (Signal::USR1, 138, "single_device", 1),
+    ] {
+        let scratch = Scratch::with_tokens();
+        // It saves even if nobody asked for checkpoints, and at once where others are saved in the
+        // background.
+        let job = scratch.small().on(strategy, devices, 6 / devices).set(&[
+            "scheduler=constant",
+            "data.shuffle=true",
+            "model.dropout=0.1",
+            "checkpoint.dir=kept",
+            "checkpoint.async_save=true",
+        ]);
+        let running = job.clone().set(&["trainer.max_steps=1000000"]).start();
+        running.reach(5);
+        running.signal(signal);
+        let stopped = running.wait();
+        assert_eq!(stopped.code(), Some(code), "{}", stopped.stderr);
+        assert!(!stopped.stderr.contains("error"), "{}", stopped.stderr);
+        let step = stopped.losses().len() as u64;
+        let saved = stopped.events_of("checkpoint");
+        assert_eq!(saved.len(), 1);
+        assert_eq!(saved[0]["step"], step);
+        assert_eq!(stopped.summary()["steps"], step);
+
+        let end = format!("trainer.max_steps={}", step + 3);
+        let resumed = job.clone().set(&["trainer.ckpt_path=last", &end]).succeed();
+        let whole = job.set(&[&end]).succeed();
+        assert_eq!(numbers(&resumed), after(step, &numbers(&whole)), "{strategy}");
+        let mut both = stopped.losses();
+        both.extend(resumed.losses());
+        assert_eq!(both, whole.losses());
+    }
+}
+
+#[test]
+fn old_checkpoints_go_on_every_mesh() {
+    let scratch = Scratch::with_tokens();
+    let job = job(&scratch).set(&["checkpoint.every_n_steps=1", "checkpoint.async_save=true"]);
+    let kept = || {
+        let entries = fs::read_dir(scratch.path().join("kept")).unwrap().flatten();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    };
+    let keys =
+        ["checkpoint.keep_last=2", "checkpoint.save_top_k=1", "checkpoint.monitor=train_loss"];
+    let whole = job.clone().on("fsdp", 4, 2).set(&keys).set(&["checkpoint.mode=max"]).succeed();
+    let losses = whole.losses();
+    let worst = losses.iter().max_by(|a, b| a.1.total_cmp(b.1)).unwrap().0;
+    let mut expected: Vec<u64> = vec![*worst, 8, 9];
+    expected.sort_unstable();
+    expected.dedup();
+    let mut names = vec!["last".to_owned()];
+    names.extend(expected.iter().map(|step| format!("step-{step:08}")));
+    assert_eq!(kept(), names);
+}

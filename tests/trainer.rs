@@ -211,8 +211,8 @@ fn hooks_come_in_order() {
     validation_start 4/1
     validation_end 4/1
     epoch_end 4/1
-    train_end 4/1
     save step-00000004 4/1
+    train_end 4/1
     fit_end 4/1
     ");
 }

@@ -149,7 +149,7 @@ pub enum Error {
     #[error("data: {0}")]
     Data(String),
 
-    /// The run was interrupted (Ctrl-C, SIGTERM).
+    /// The run was interrupted (Ctrl-C, SIGTERM, SIGUSR1).
     #[error("interrupted")]
     Interrupted,
 

@@ -7,7 +7,7 @@ use fulgurite_core::config::reference::Section;
 use fulgurite_core::config::{RunConfig, to_table, to_toml};
 use fulgurite_core::data::DataModule;
 use fulgurite_core::fabric::Connection;
-use fulgurite_core::launch::{interrupt_requested, report_and_exit_code};
+use fulgurite_core::launch::{interruption, report_and_exit_code};
 use fulgurite_core::trainer::{LightningModule, Trainer};
 use fulgurite_core::{Error, Result};
 use fulgurite_loggers::{JsonLines, ProgressBar};
@@ -148,9 +148,8 @@ where
     }
     run.check_plugins()?;
     let Connection { launched, world } = run.trainer.connect()?;
-    let mut trainer = Trainer::new(world)
-        .with_program_start(launched.started)
-        .with_interrupt(interrupt_requested);
+    let mut trainer =
+        Trainer::new(world).with_program_start(launched.started).with_interrupt(interruption);
     if launched.rank == 0 {
         if request.output == Output::Json {
             trainer = trainer.with_sink(Box::new(JsonLines::stdout()));

@@ -344,6 +344,13 @@ impl Run {
         self.steps("train_loss")
     }
 
+    /// The losses of a run that was killed, perhaps within a line.
+    pub fn losses_so_far(&self) -> BTreeMap<u64, f64> {
+        let (whole, _) = self.stdout.rsplit_once('\n').unwrap_or_default();
+        let run = Self { stdout: whole.to_owned(), stderr: String::new(), status: self.status };
+        run.losses()
+    }
+
     pub fn summary(&self) -> Value {
         let last = self.events().pop().expect("stdout has lines");
         assert_eq!(last["event"], "summary", "{last}");

@@ -45,6 +45,13 @@ pub trait CheckpointIO: std::fmt::Debug + Send + Sync {
         writer.finish()
     }
 
+    /// Writes a small file that may be there already, in one step: who reads it, also after a
+    /// crash, finds the old content or the new one. By default it is [saved](Self::save), which
+    /// will do where files appear when they are finished, such as in object stores.
+    fn replace(&self, path: &str, bytes: &[u8]) -> Result<()> {
+        self.save(path, bytes)
+    }
+
     /// Reads a small file whole.
     ///
     /// # Errors

@@ -11,7 +11,16 @@
 //!
 //! The two folders are in the layout of PyTorch's `HuggingFaceStorageWriter(save_distributed=True)`
 //! and its `HuggingFaceStorageReader` reads them. [`save`] writes one, all ranks together, as a
-//! transaction: what is there under its name is whole, or is not there. [`latest`] finds the newest.
+//! transaction: what is there under its name is whole, or is not there. [`AsyncSaver`] does so while
+//! training goes on, [`Retention`] says which ones stay, and [`last`] finds the one that was saved
+//! last.
+//!
+//! ## Why saving in the background is no `CheckpointIO`
+//! Lightning's is a wrapper around its `CheckpointIO`, which is handed a finished state. Writes of
+//! shards do not pass through such a call: a save is many files of many ranks that agree at its
+//! beginning and before its end, and what must be fast is copying the shards before the next step
+//! changes them. So it is done above the [`CheckpointIO`], the same way for any of them and for every
+//! strategy.
 //!
 //! Everything that tensors are loaded from is a [`TensorSource`]: a [`DistributedCheckpoint`], or a
 //! [`SafetensorsSource`] (a Hugging Face directory, a single file, PyTorch's shards). [`load_into`]
@@ -31,6 +40,7 @@
 //! Where the bytes go is a [`CheckpointIO`]'s business, a plugin's; `local` in
 //! `fulgurite-checkpoint` is the default.
 
+mod async_save;
 mod boxes;
 mod distributed;
 mod io;
@@ -39,21 +49,25 @@ mod load;
 mod local;
 mod manifest;
 mod naming;
+mod retention;
 mod save;
 mod shard_file;
 mod shard_tensor;
+mod snapshot;
 mod source;
 mod stored;
 mod weights;
 
+pub use async_save::{AsyncSaver, Saved};
 pub use distributed::{DistributedCheckpoint, open};
 pub use io::{CheckpointIO, CheckpointIOConfig, CheckpointReader, CheckpointWriter, Entry};
-pub use latest::{Committed, latest};
+pub use latest::{Committed, LAST, last, latest};
 pub use load::{LoadReport, Mismatch, check, compare, load_into, load_optimizer};
 pub use local::LocalFile;
 pub use manifest::{BoxEntry, FORMAT_VERSION, MANIFEST, Manifest, SaveMeta, TensorEntry};
 pub use naming::{is_temporary, replaced_name, staging_name, step_name};
-pub use save::save;
+pub use retention::{Kept, Retention};
+pub use save::{SaveRequest, remove_unfinished, save};
 pub use shard_tensor::{ShardTensor, model_tensors, optimizer_key, optimizer_tensors, specs};
 pub use source::{TensorInfo, TensorSource};
 pub use stored::StoredTensors;

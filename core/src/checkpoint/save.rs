@@ -7,9 +7,10 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::boxes::check_cover;
+use super::latest::point_last;
 use super::manifest::{MANIFEST, Manifest, SaveMeta, TensorEntry};
 use super::shard_file::{self, Piece};
-use super::{CheckpointIO, ShardTensor, naming};
+use super::{CheckpointIO, Entry, ShardTensor, naming};
 use crate::collective::{ProcessGroup, all_gather_object, broadcast_object};
 use crate::shard::Region;
 use crate::{Error, Result};
@@ -46,9 +47,82 @@ pub fn save(
     optimizer: &[ShardTensor],
     meta: &SaveMeta,
 ) -> Result<PathBuf> {
+    let write = |staged: &str| write(io, group.rank(), staged, model, optimizer);
+    transact(io, group, name, meta, write)
+}
+
+/// A checkpoint to be saved: what one rank contributes, and what follows.
+#[derive(Debug, Clone)]
+pub struct SaveRequest {
+    /// The checkpoint's name.
+    pub name: String,
+    /// This rank's parts of the model ([`model_tensors`](super::model_tensors)).
+    pub model: Vec<ShardTensor>,
+    /// This rank's parts of the optimizer's state
+    /// ([`optimizer_tensors`](super::optimizer_tensors)).
+    pub optimizer: Vec<ShardTensor>,
+    /// What is saved besides; rank 0's counts.
+    pub meta: SaveMeta,
+    /// Whether [`LAST`](super::LAST) is to name this checkpoint once it is committed. Rank 0's
+    /// counts.
+    pub point_last: bool,
+    /// Older checkpoints to remove once this one is committed. One that cannot be removed is
+    /// warned of. Rank 0's count.
+    pub remove: Vec<String>,
+}
+
+impl SaveRequest {
+    /// Saves it to `io`, as [`save`] does, and then does what is to follow. Collective.
+    ///
+    /// # Errors
+    /// As [`save`], and if [`LAST`](super::LAST) cannot be written; the checkpoint is committed
+    /// then, and nothing was removed.
+    pub fn run(&self, io: &dyn CheckpointIO, group: &dyn ProcessGroup) -> Result<PathBuf> {
+        self.run_if(io, group, Ok(()))
+    }
+
+    /// The same; fails, on all ranks, if this rank is not `ready`.
+    pub(super) fn run_if(
+        &self,
+        io: &dyn CheckpointIO,
+        group: &dyn ProcessGroup,
+        ready: Result<()>,
+    ) -> Result<PathBuf> {
+        let Self { name, model, optimizer, meta, .. } = self;
+        let path = transact(io, group, name, meta, |staged| {
+            ready?;
+            write(io, group.rank(), staged, model, optimizer)
+        })?;
+        if self.point_last || !self.remove.is_empty() {
+            on_root(group, || self.follow_up(io))?;
+        }
+        Ok(path)
+    }
+
+    fn follow_up(&self, io: &dyn CheckpointIO) -> Result<()> {
+        if self.point_last {
+            point_last(io, &self.name)?;
+        }
+        for name in self.remove.iter().filter(|name| **name != self.name) {
+            if let Err(error) = io.remove(name) {
+                tracing::warn!("an old checkpoint stays: {error}");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Runs a save in which this rank's files are written by `write`. Collective.
+fn transact(
+    io: &dyn CheckpointIO,
+    group: &dyn ProcessGroup,
+    name: &str,
+    meta: &SaveMeta,
+    write: impl FnOnce(&str) -> Result<Written>,
+) -> Result<PathBuf> {
     let staged = on_root(group, || prepare(io, name))?;
     let mut own_error = None;
-    let written = write(io, group.rank(), &staged, model, optimizer).map_err(|error| {
+    let written = write(&staged).map_err(|error| {
         let message = error.to_string();
         own_error = Some(error);
         message
@@ -115,24 +189,34 @@ fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
     if let Some(complaint) = naming::complaint(name) {
         return Err(Error::checkpoint(io.location(name), complaint));
     }
-    let entries = io.list("")?;
-    let exists = |name: &str| entries.iter().any(|entry| entry.name == name);
-    for entry in entries.iter().filter(|entry| entry.is_directory) {
-        let made_way = naming::replaced_base(&entry.name).is_some_and(exists);
-        if naming::is_temporary(&entry.name) || made_way {
-            tracing::info!(
-                "removing an unfinished checkpoint, {}",
-                io.location(&entry.name).display()
-            );
-            io.remove(&entry.name)?;
-        }
-    }
-    if exists(name) && !io.list(name)?.iter().any(|entry| entry.name == MANIFEST) {
+    let entries = remove_unfinished(io)?;
+    let exists = entries.iter().any(|entry| entry.name == name);
+    if exists && !io.list(name)?.iter().any(|entry| entry.name == MANIFEST) {
         let message = "there is something here already that is no checkpoint; it is not overwritten. \
                        Move it away or save to another place";
         return Err(Error::checkpoint(io.location(name), message));
     }
     Ok(naming::staging_name(name))
+}
+
+/// Removes what saves and removals that were cut short have left in a place, and returns what else
+/// is there. Not collective: one rank does it, while no save to the place is under way. Every save
+/// begins with it.
+///
+/// # Errors
+/// If the place cannot be listed, or something cannot be removed.
+pub fn remove_unfinished(io: &dyn CheckpointIO) -> Result<Vec<Entry>> {
+    let entries = io.list("")?;
+    let exists = |name: &str| entries.iter().any(|entry| entry.name == name);
+    let is_left = |entry: &Entry| {
+        naming::is_temporary(&entry.name) || naming::replaced_base(&entry.name).is_some_and(exists)
+    };
+    let (left, rest): (Vec<_>, Vec<_>) = entries.iter().cloned().partition(is_left);
+    for Entry { name, .. } in left {
+        tracing::info!("removing an unfinished checkpoint, {}", io.location(&name).display());
+        io.remove(&name)?;
+    }
+    Ok(rest)
 }
 
 /// Writes this rank's files.

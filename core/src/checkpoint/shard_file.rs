@@ -135,7 +135,7 @@ pub(super) fn write(
 }
 
 /// The values in host memory, contiguous. Copied only where they are not: one tensor at a time.
-fn on_host(values: &Tensor) -> Result<Tensor> {
+pub(super) fn on_host(values: &Tensor) -> Result<Tensor> {
     if values.device().is_cpu() {
         return Ok(values.flatten_all()?.contiguous()?);
     }

@@ -22,6 +22,7 @@
 //! - [`config_struct!`](crate::config_struct) declares a table once, for serde and for the
 //!   generated [`reference`](mod@reference).
 
+mod checkpoint;
 mod declare;
 mod deserializer;
 mod layers;
@@ -31,12 +32,13 @@ pub mod reference;
 mod run;
 mod values;
 
+pub use checkpoint::{CheckpointConfig, MonitorMode};
 pub use declare::{ConfigType, Documented, KeyDoc};
 pub use deserializer::{parse, parse_at};
 pub use layers::{ConfigLayers, to_table, to_toml};
 pub use plugin::{PluginKind, PluginValue};
 pub(crate) use problem::nearest;
-pub use run::{CheckpointConfig, RunConfig};
+pub use run::RunConfig;
 pub use values::{
     Amount, CkptPath, ClipAlgorithm, Devices, Precision, TimeLimit, UnusedParameters,
 };

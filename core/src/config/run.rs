@@ -1,18 +1,15 @@
 //! The configuration of a whole run.
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
-use super::{ConfigLayers, ConfigType, KeyDoc, PluginValue, to_table};
-use crate::checkpoint::{CheckpointIO, CheckpointIOConfig};
+use super::{CheckpointConfig, ConfigLayers, ConfigType, KeyDoc, PluginValue, to_table};
+use crate::Result;
+use crate::checkpoint::CheckpointIOConfig;
 use crate::optim::{OptimizerConfig, SchedulerConfig};
 use crate::registry::{self, kind};
 use crate::trainer::TrainerConfig;
-use crate::{Error, Result};
 
 /// A whole run: `M` is the model's table, `D` the data's.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -51,39 +48,12 @@ fn default_scheduler() -> PluginValue {
     PluginValue::new("constant")
 }
 
-crate::config_struct! {
-    /// When and where checkpoints are saved: the table `[checkpoint]`.
-    #[derive(Debug, Clone, PartialEq)]
-    pub struct CheckpointConfig {
-        /// Optimizer steps from one checkpoint to the next; without it none is saved on the way.
-        pub every_n_steps: Option<u64> = None,
-        /// Where checkpoints go; by default `checkpoints` in the run's directory.
-        pub dir: Option<PathBuf> = None,
-        /// Whether a checkpoint is saved when training ends.
-        pub save_last: bool = true,
-        /// How checkpoints reach storage.
-        pub io: PluginValue = PluginValue::new("local"),
-    }
-}
-
-impl CheckpointConfig {
-    /// Checkpoints in `dir`, by the configured way.
-    ///
-    /// # Errors
-    /// If the way is not linked or its options are wrong.
-    pub fn open(&self, dir: &Path) -> Result<Arc<dyn CheckpointIO>> {
-        self.io
-            .build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?
-            .build(dir)
-    }
-}
-
 impl<M, D> RunConfig<M, D> {
     /// Reads and checks a run. Sections that no layer mentions are empty tables, so a model or data
     /// type whose keys all have defaults needs none.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the key, and the file or override that it is from.
+    /// [`Error::Config`](crate::Error::Config) naming the key, and the file or override that it is from.
     pub fn from_layers(layers: ConfigLayers) -> Result<Self>
     where
         M: DeserializeOwned,
@@ -97,24 +67,17 @@ impl<M, D> RunConfig<M, D> {
     /// Checks what the types alone cannot: ranges, and keys that depend on one another.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the key.
+    /// [`Error::Config`](crate::Error::Config) naming the key.
     pub fn validate(&self) -> Result<()> {
         self.trainer.validate()?;
-        if self.checkpoint.every_n_steps == Some(0) {
-            return Err(Error::Config(
-                "`checkpoint.every_n_steps`: must be at least 1; leave it out to save none on the \
-                 way"
-                .to_owned(),
-            ));
-        }
-        Ok(())
+        self.checkpoint.validate()
     }
 
     /// Checks that everything chosen by name is linked into the program and takes its options,
     /// before any process is started or any tensor made.
     ///
     /// # Errors
-    /// [`Error::UnknownPlugin`], [`Error::DuplicatePlugin`], or [`Error::Config`] for an option.
+    /// [`Error::UnknownPlugin`](crate::Error::UnknownPlugin), [`Error::DuplicatePlugin`](crate::Error::DuplicatePlugin), or [`Error::Config`](crate::Error::Config) for an option.
     pub fn check_plugins(&self) -> Result<()> {
         registry::validate()?;
         self.optimizer.build::<Box<dyn OptimizerConfig>>(kind::OPTIMIZER, "optimizer")?;

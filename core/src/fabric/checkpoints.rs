@@ -8,7 +8,10 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::{Fabric, FabricOptimizer};
-use crate::checkpoint::{CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, SaveMeta};
+use crate::checkpoint::{
+    CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, SaveMeta, SaveRequest,
+    TensorSource as _,
+};
 use crate::config::PluginValue;
 use crate::registry::kind;
 use crate::{Error, Result};
@@ -59,11 +62,28 @@ impl Fabric {
         state: &impl Serialize,
         config: serde_json::Value,
     ) -> Result<PathBuf> {
+        let request = self.save_request(name, optimizer, state, config)?;
+        request.run(&**io, &**self.world())
+    }
+
+    /// What this rank contributes to a checkpoint `name` of the present state, to be saved with
+    /// [`SaveRequest::run`] or, while training goes on, with an
+    /// [`AsyncSaver`](crate::checkpoint::AsyncSaver). It shares the model's memory. Collective.
+    ///
+    /// # Errors
+    /// If a peer fails, or `state` cannot be written as JSON.
+    pub fn save_request(
+        &self,
+        name: &str,
+        optimizer: &mut FabricOptimizer,
+        state: &impl Serialize,
+        config: serde_json::Value,
+    ) -> Result<SaveRequest> {
         self.strategy().prepare_save()?;
         let states = optimizer.state_tensors()?;
         let state = to_json(&SavedState { optimizer: optimizer.scalars(), user: to_json(state)? })?;
         let meta = SaveMeta { step: optimizer.steps(), state, config, ..SaveMeta::default() };
-        self.strategy().save_checkpoint(&**io, name, &states, meta)
+        self.strategy().save_request(name, &states, meta)
     }
 
     /// Loads a distributed checkpoint, of any strategy and number of ranks, into the model and,
@@ -77,20 +97,31 @@ impl Fabric {
         path: impl AsRef<Path>,
         optimizer: Option<&mut FabricOptimizer>,
     ) -> Result<T> {
-        let path = path.as_ref();
-        let source = DistributedCheckpoint::open(path)?;
+        self.load_from(&DistributedCheckpoint::open(path)?, optimizer)
+    }
+
+    /// [`load`](Self::load) from a checkpoint of any place. Collective.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_from<T: DeserializeOwned>(
+        &self,
+        source: &DistributedCheckpoint,
+        optimizer: Option<&mut FabricOptimizer>,
+    ) -> Result<T> {
         let unreadable = |error: serde_json::Error| {
-            Error::checkpoint(path, format!("its training state cannot be read: {error}"))
+            let message = format!("its training state cannot be read: {error}");
+            Error::checkpoint(source.location(), message)
         };
         let saved = SavedState::deserialize(&source.manifest().state).map_err(unreadable)?;
         let state = T::deserialize(&saved.user).map_err(unreadable)?;
         match optimizer {
             Some(optimizer) => {
                 let states = optimizer.state_tensors()?;
-                self.strategy().load_checkpoint(&source, Some(&states))?;
+                self.strategy().load_checkpoint(source, Some(&states))?;
                 optimizer.load_scalars(&saved.optimizer)?;
             }
-            None => self.strategy().load_checkpoint(&source, None)?,
+            None => self.strategy().load_checkpoint(source, None)?,
         }
         Ok(state)
     }

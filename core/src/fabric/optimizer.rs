@@ -4,9 +4,12 @@ use std::collections::BTreeMap;
 
 use super::fabric::{NON_FINITE_HINT, SharedStrategy};
 use crate::config::UnusedParameters;
-use crate::optim::{GradScale, Optimizer, SchedulerConfig, StateTensor, clip_factor};
+use crate::optim::{Ema, GradScale, Optimizer, SchedulerConfig, StateTensor, clip_factor};
 use crate::strategy::StepTotals;
 use crate::{Error, Result};
+
+/// What the names of the averages' scalars begin with.
+const AVERAGES: &str = "ema.";
 
 /// An optimizer as [`Fabric`](super::Fabric) sets it up: it takes the mean over the global batch,
 /// folds clipping into its one pass, follows the learning-rate schedule, and leaves the model ready
@@ -20,6 +23,7 @@ pub struct FabricOptimizer {
     steps: u64,
     clip_factor: f64,
     clip_value: Option<f64>,
+    averages: Option<Ema>,
 }
 
 impl FabricOptimizer {
@@ -33,6 +37,7 @@ impl FabricOptimizer {
             steps: 0,
             clip_factor: 1.0,
             clip_value: None,
+            averages: None,
         }
     }
 
@@ -53,6 +58,25 @@ impl FabricOptimizer {
     pub fn with_unused_parameters(mut self, policy: UnusedParameters) -> Self {
         self.unused = policy;
         self
+    }
+
+    /// Averages the weights after each step. The averages are a part of the optimizer's state in
+    /// checkpoints.
+    #[must_use]
+    pub fn with_averages(mut self, averages: Ema) -> Self {
+        self.averages = Some(averages);
+        self
+    }
+
+    /// Puts the averages in the weights' place, ready for a forward, or the weights back; nothing
+    /// without averages. No step may be made meanwhile. Collective.
+    ///
+    /// # Errors
+    /// As [`Ema::swap`], and if a peer fails.
+    pub fn swap_averages(&mut self) -> Result<()> {
+        let Some(averages) = &mut self.averages else { return Ok(()) };
+        averages.swap()?;
+        self.strategy.lock().expect("no panic while a strategy works").prepare_forward()
     }
 
     /// Optimizer steps taken.
@@ -142,6 +166,9 @@ impl FabricOptimizer {
         })?;
         (self.clip_factor, self.clip_value) = (1.0, None);
         self.steps += 1;
+        if let Some(averages) = &mut self.averages {
+            averages.update()?;
+        }
         strategy.finish_step()
     }
 
@@ -150,13 +177,21 @@ impl FabricOptimizer {
     /// # Errors
     /// If memory for them cannot be had.
     pub fn state_tensors(&mut self) -> Result<Vec<StateTensor>> {
-        self.inner.state_tensors()
+        let mut states = self.inner.state_tensors()?;
+        if let Some(averages) = &self.averages {
+            states.extend(averages.state()?);
+        }
+        Ok(states)
     }
 
     /// State that is not a tensor, for checkpoints.
     pub fn scalars(&self) -> BTreeMap<String, f64> {
         let mut scalars = self.inner.scalars();
         scalars.insert("fabric.steps".to_owned(), self.steps as f64);
+        if let Some(averages) = &self.averages {
+            scalars
+                .extend(averages.scalars().into_iter().map(|(k, v)| (format!("{AVERAGES}{k}"), v)));
+        }
         scalars
     }
 
@@ -170,6 +205,14 @@ impl FabricOptimizer {
             Error::other("the optimizer's state has no `fabric.steps`; it is of another version")
         })?;
         self.steps = steps as u64;
+        let own = |(name, value): (&String, &f64)| {
+            name.strip_prefix(AVERAGES).map(|name| (name.to_owned(), *value))
+        };
+        let of_averages: BTreeMap<_, _> = inner.iter().filter_map(own).collect();
+        inner.retain(|name, _| !name.starts_with(AVERAGES));
+        if let Some(averages) = &mut self.averages {
+            averages.load_scalars(&of_averages)?;
+        }
         self.inner.load_scalars(&inner)
     }
 }

@@ -33,7 +33,7 @@ const LOOK: Duration = Duration::from_millis(100);
 /// | `result` | printed | exit code |
 /// |---|---|---|
 /// | `Ok` | nothing; rank 0 without a supervisor stays until all ranks are done | 0 |
-/// | [`Error::Interrupted`] | `interrupted` | 128 + the signal: 130 |
+/// | [`Error::Interrupted`] | `interrupted` | 128 + the signal: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1 (on Linux) |
 /// | an error, alone | `error: …` | 1 |
 /// | an error of this rank | `error: rank 1 failed: …`, by the supervisor if there is one | 1 |
 /// | another rank failed before | nothing if a supervisor prints that failure | [`PEER_FAILED_EXIT_CODE`] |

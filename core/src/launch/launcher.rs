@@ -46,8 +46,8 @@ impl Default for LaunchOptions {
 ///
 /// In a rank it may be called again (a second trainer in one program) and gives the same job.
 ///
-/// From the call on Ctrl-C and SIGTERM do not end the process but are told by
-/// [`interrupt_requested`](super::interrupt_requested); in a job of several ranks a panic on any
+/// From the call on Ctrl-C, SIGTERM and SIGUSR1 do not end the process but are told by
+/// [`interruption`](super::interruption()); in a job of several ranks a panic on any
 /// thread ends the process.
 ///
 /// # Errors

@@ -38,8 +38,8 @@
 //! first is the cause. The supervisor prints it, gives the others two seconds, and then ends them.
 //! If the supervisor itself is killed, the kernel takes its ranks along (on Linux).
 //!
-//! Ctrl-C asks all ranks to finish their step ([`interrupt_requested`]); a second one ends them at
-//! once.
+//! Ctrl-C, SIGTERM and SIGUSR1 ask all ranks to finish their step ([`interruption`]); a second one
+//! ends them at once.
 
 mod failure;
 mod handover;
@@ -55,5 +55,5 @@ pub use failure::{PANIC_EXIT_CODE, PEER_FAILED_EXIT_CODE, report_and_exit_code};
 pub use launcher::{LaunchOptions, launch, launch_checked};
 pub use local_store::LocalStore;
 pub use rank::Launched;
-pub use signals::interrupt_requested;
+pub use signals::{Interruption, interrupt_requested, interruption};
 pub use tcp_store::{Identity, LostRank, StoreServer, TcpStore};

@@ -1,19 +1,51 @@
-//! Ctrl-C and SIGTERM.
+//! Ctrl-C, SIGTERM and SIGUSR1.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use signal_hook::consts::{SIGINT, SIGTERM};
+use rustix::process::Signal;
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 
 use crate::{Error, Result};
 
 /// The signals that ask for an end.
-const SIGNALS: [i32; 2] = [SIGINT, SIGTERM];
+const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGUSR1];
 
 /// The signal that arrived last, 0 if none. In a rank it stays; the supervisor takes it.
 static ARRIVED: OnceLock<Arc<AtomicUsize>> = OnceLock::new();
 
-/// Whether this process was asked to end, by Ctrl-C or SIGTERM: finish the step and stop, with
+/// Why a process was asked to end, the most urgent last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Interruption {
+    /// By Ctrl-C (SIGINT): somebody has seen enough.
+    CtrlC,
+    /// By SIGUSR1: a scheduler such as Slurm (`--signal=USR1@90`) will take the machine soon.
+    Preemption,
+    /// By SIGTERM: a scheduler is about to take the machine.
+    Termination,
+}
+
+impl Interruption {
+    fn of(signal: i32) -> Option<Self> {
+        match signal {
+            0 => None,
+            SIGTERM => Some(Self::Termination),
+            SIGUSR1 => Some(Self::Preemption),
+            _ => Some(Self::CtrlC),
+        }
+    }
+}
+
+/// Why this process was asked to end; `None` if it was not. See [`interrupt_requested`].
+pub fn interruption() -> Option<Interruption> {
+    Interruption::of(arrived())
+}
+
+fn arrived() -> i32 {
+    ARRIVED.get().map_or(0, |signal| signal.load(Ordering::Relaxed)) as i32
+}
+
+/// Whether this process was asked to end, by Ctrl-C, SIGTERM or SIGUSR1: finish the step and stop, with
 /// [`Error::Interrupted`] if the work is not done. Always false before
 /// [`launch`](super::launch()).
 ///
@@ -21,13 +53,12 @@ static ARRIVED: OnceLock<Arc<AtomicUsize>> = OnceLock::new();
 /// (`reduce_boolean_decision`), or one would leave the others waiting in a collective. After the
 /// first true answer it stays true.
 pub fn interrupt_requested() -> bool {
-    ARRIVED.get().is_some_and(|signal| signal.load(Ordering::Relaxed) != 0)
+    interruption().is_some()
 }
 
 /// The exit code of a process that a signal ended, as shells have it: 130 for Ctrl-C.
 pub(super) fn interrupted_exit_code() -> u8 {
-    let signal = ARRIVED.get().map_or(0, |signal| signal.load(Ordering::Relaxed));
-    128 + u8::try_from(signal).ok().filter(|&s| s != 0).unwrap_or(SIGINT as u8)
+    128 + u8::try_from(arrived()).ok().filter(|&s| s != 0).unwrap_or(SIGINT as u8)
 }
 
 /// What a second signal does.
@@ -68,6 +99,20 @@ fn register(arrived: &Arc<AtomicUsize>, second: Second) -> std::io::Result<()> {
 pub(super) fn take() -> Option<i32> {
     let signal = ARRIVED.get()?.swap(0, Ordering::Relaxed);
     i32::try_from(signal).ok().filter(|&signal| signal != 0)
+}
+
+/// How the supervisor passes on a signal that asks for an end.
+pub(super) fn to_pass_on(signal: i32) -> Signal {
+    match Interruption::of(signal) {
+        Some(Interruption::Termination) => Signal::TERM,
+        Some(Interruption::Preemption) => Signal::USR1,
+        _ => Signal::INT,
+    }
+}
+
+/// Whether a process ended because of one of these signals.
+pub(super) fn asks_to_end(signal: i32) -> bool {
+    SIGNALS.contains(&signal)
 }
 
 /// `signal 9 (SIGKILL)`.

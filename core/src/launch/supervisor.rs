@@ -8,7 +8,6 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use signal_hook::consts::{SIGINT, SIGTERM};
 
 use super::failure::{PEER_FAILED_EXIT_CODE, say};
 use super::handover::Handover;
@@ -141,7 +140,7 @@ impl Ranks {
         self.interrupted = Some(signal);
         say("interrupted: the ranks finish their step; interrupt again to end them at once");
         // A terminal signals all processes, `kill` just this one. Ranks don't mind twice.
-        self.signal_all(if signal == SIGTERM { Signal::TERM } else { Signal::INT });
+        self.signal_all(signals::to_pass_on(signal));
     }
 
     /// Notes the end of a rank, and tells the others if it was a bad one.
@@ -170,7 +169,7 @@ impl Ranks {
             (Some(code), _) if is_interruption(code) => return,
             (Some(code), _) if code == i32::from(PEER_FAILED_EXIT_CODE) && failure_known => return,
             (Some(code), _) => format!("ended with exit code {code}"),
-            (None, Some(SIGINT | SIGTERM)) if asked_to_end => return,
+            (None, Some(signal)) if asked_to_end && signals::asks_to_end(signal) => return,
             (None, Some(signal)) => format!("was killed by {}", signals::describe(signal)),
             (None, None) => format!("ended: {end}"),
         };
@@ -247,5 +246,5 @@ impl Ranks {
 
 /// Whether a rank's exit code says that it was asked to end.
 fn is_interruption(code: i32) -> bool {
-    code == 128 + SIGINT || code == 128 + SIGTERM
+    signals::asks_to_end(code - 128)
 }

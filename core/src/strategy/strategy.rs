@@ -7,7 +7,7 @@ use candle_core::{Device, Tensor};
 use serde::Serialize;
 
 use super::{NoSyncGuard, ParallelizeFn, StepTotals, StrategyState};
-use crate::checkpoint::{self, CheckpointIO, DistributedCheckpoint, SaveMeta};
+use crate::checkpoint::{self, CheckpointIO, DistributedCheckpoint, SaveMeta, SaveRequest};
 use crate::collective::{ProcessGroup, ReduceOp, broadcast_object};
 use crate::config::UnusedParameters;
 use crate::mesh::{DATA_PARALLEL, DeviceMesh};
@@ -248,6 +248,32 @@ pub trait Strategy: Send {
         self.prepare_forward()
     }
 
+    /// What this rank contributes to a distributed checkpoint `name` of the model and these
+    /// optimizer states: the parts it owns, sharing their memory. Of `meta`, mesh and specs are
+    /// filled in. Every save goes through it, also one in the background.
+    ///
+    /// # Errors
+    /// If a state is of a parameter that the model does not have.
+    fn save_request(
+        &self,
+        name: &str,
+        optimizer: &[StateTensor],
+        meta: SaveMeta,
+    ) -> Result<SaveRequest> {
+        let (mesh, tree) = (self.state().mesh()?, self.state().tree()?);
+        let coordinate = |dim: &str| mesh.coordinate(dim);
+        let model = checkpoint::model_tensors(tree, coordinate)?;
+        let optimizer = checkpoint::optimizer_tensors(tree, optimizer, coordinate)?;
+        let (names, sizes) = (mesh.layout().names(), mesh.layout().sizes());
+        let meta = SaveMeta {
+            mesh: names.iter().cloned().zip(sizes.iter().copied()).collect(),
+            specs: checkpoint::specs(tree),
+            ..meta
+        };
+        let name = name.to_owned();
+        Ok(SaveRequest { name, model, optimizer, meta, point_last: false, remove: Vec::new() })
+    }
+
     /// Saves the model and these optimizer states as the distributed checkpoint `name` of `io`, each
     /// rank what it owns. Of `meta`, mesh and specs are filled in. Collective.
     ///
@@ -260,17 +286,8 @@ pub trait Strategy: Send {
         optimizer: &[StateTensor],
         meta: SaveMeta,
     ) -> Result<PathBuf> {
-        let (mesh, tree) = (self.state().mesh()?, self.state().tree()?);
-        let coordinate = |dim: &str| mesh.coordinate(dim);
-        let model = checkpoint::model_tensors(tree, coordinate)?;
-        let optimizer = checkpoint::optimizer_tensors(tree, optimizer, coordinate)?;
-        let (names, sizes) = (mesh.layout().names(), mesh.layout().sizes());
-        let meta = SaveMeta {
-            mesh: names.iter().cloned().zip(sizes.iter().copied()).collect(),
-            specs: checkpoint::specs(tree),
-            ..meta
-        };
-        checkpoint::save(io, &**mesh.world(), name, &model, &optimizer, &meta)
+        let request = self.save_request(name, optimizer, meta)?;
+        request.run(io, &**self.state().mesh()?.world())
     }
 
     /// Fills the model, and these optimizer states if there are any, from a distributed checkpoint

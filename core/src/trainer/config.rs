@@ -34,6 +34,10 @@ crate::config_struct! {
         pub gradient_clip_val: Option<f64> = None,
         /// What is limited: the norm of all gradients together, or each element's value.
         pub gradient_clip_algorithm: ClipAlgorithm = ClipAlgorithm::Norm,
+        /// The decay of an exponential moving average of the weights, such as `0.999`. It is updated
+        /// after each step, takes the weights' place when training validates, and is saved with the
+        /// optimizer's state (`state.{parameter}.ema`). Without it there is none.
+        pub ema_decay: Option<f64> = None,
         /// How often validation runs: an integer is optimizer steps, a float is a fraction of an
         /// epoch (`1.0` is the end of each).
         pub val_check_interval: Amount = Amount::Fraction(1.0),
@@ -47,8 +51,9 @@ crate::config_struct! {
         pub precision: Precision = Precision::F32True,
         /// Where runs leave their files, each in a `version_N` of its own.
         pub default_root_dir: PathBuf = PathBuf::from("fulgurite_logs"),
-        /// The checkpoint to go on from. `"last"` is the newest of `checkpoint.dir`, or without that
-        /// key of the runs in `default_root_dir`; if there is none yet, training starts afresh.
+        /// The checkpoint to go on from: a path, or a name in `checkpoint.dir`. `"last"` is the one
+        /// that was saved last to `checkpoint.dir`, or without that key by the runs in
+        /// `default_root_dir`; if there is none yet, training starts afresh.
         pub ckpt_path: Option<CkptPath> = None,
         /// Whether progress is shown on stderr: a bar on a terminal, lines elsewhere.
         pub enable_progress_bar: bool = true,
@@ -118,6 +123,14 @@ impl TrainerConfig {
                 format!("must be above 0, found {limit:?}; leave it out for no clipping"),
             );
         }
+        if let Some(decay) = self.ema_decay
+            && !(0.0..1.0).contains(&decay)
+        {
+            return wrong(
+                "ema_decay",
+                format!("must be at least 0 and below 1, such as 0.999; found {decay:?}"),
+            );
+        }
         match self.val_check_interval {
             Amount::Count(0) => wrong(
                 "val_check_interval",
@@ -180,6 +193,7 @@ mod tests {
         insta::assert_snapshot!(error("accumulate_grad_batches = 0"), @"`trainer.accumulate_grad_batches`: must be at least 1, found 0");
         insta::assert_snapshot!(error("gradient_clip_val = -1"), @"`trainer.gradient_clip_val`: must be above 0, found -1.0; leave it out for no clipping");
         insta::assert_snapshot!(error("gradient_clip_val = nan"), @"`trainer.gradient_clip_val`: must be above 0, found NaN; leave it out for no clipping");
+        insta::assert_snapshot!(error("ema_decay = 1.0"), @"`trainer.ema_decay`: must be at least 0 and below 1, such as 0.999; found 1.0");
         insta::assert_snapshot!(error("val_check_interval = 0"), @"`trainer.val_check_interval`: must be at least 1 step; `trainer.limit_val_batches = 0` turns validation off");
         insta::assert_snapshot!(error("val_check_interval = 0.0"), @"`trainer.val_check_interval`: must be above 0.0; `trainer.limit_val_batches = 0` turns validation off");
         insta::assert_snapshot!(error("max_steps = -1"), @"run.toml: `trainer.max_steps`: expected an integer, at least 0, found `-1`");

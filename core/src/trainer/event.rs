@@ -3,9 +3,9 @@
 //! ```
 //! use fulgurite_core::trainer::Event;
 //!
-//! let event = Event::Checkpoint { step: 20, path: "run/step-20".into() };
+//! let event = Event::Checkpoint { step: 20, path: "run/step-20".into(), blocked_s: 0.5 };
 //! let line = serde_json::to_string(&event).unwrap();
-//! assert_eq!(line, r#"{"event":"checkpoint","step":20,"path":"run/step-20"}"#);
+//! assert_eq!(line, r#"{"event":"checkpoint","step":20,"path":"run/step-20","blocked_s":0.5}"#);
 //! ```
 
 use std::collections::BTreeMap;
@@ -66,12 +66,16 @@ pub enum Event {
         /// Where it is.
         path: PathBuf,
     },
-    /// A checkpoint was saved: it is complete on disk.
+    /// A checkpoint was saved: it is complete on disk. One that was saved in the background is told
+    /// of when it is, some steps later.
     Checkpoint {
         /// The step whose result it holds.
         step: u64,
         /// Where it is.
         path: PathBuf,
+        /// How long training stood still for it, in seconds.
+        #[serde(default, deserialize_with = "number")]
+        blocked_s: f64,
     },
     /// The run is over.
     Summary {
@@ -134,7 +138,7 @@ impl Event {
 pub enum RunStatus {
     /// It reached its end.
     Success,
-    /// It was stopped (Ctrl-C, SIGTERM).
+    /// It was stopped (Ctrl-C, SIGTERM, SIGUSR1).
     Interrupted,
     /// An error ended it.
     Failed,

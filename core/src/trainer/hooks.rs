@@ -4,6 +4,8 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use serde::{Deserialize, Serialize};
+
 use super::{Callback, HookContext, LightningModule};
 use crate::Result;
 
@@ -29,6 +31,13 @@ pub(super) struct Moment {
     pub(super) epoch: u64,
 }
 
+/// What a checkpoint keeps of a callback.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct CallbackState {
+    key: String,
+    state: serde_json::Value,
+}
+
 /// The callbacks of a run, and what hooks say back.
 pub(super) struct Hooks {
     callbacks: Vec<Box<dyn Callback>>,
@@ -47,6 +56,28 @@ impl Hooks {
         print: fn(&str),
     ) -> Self {
         Self { callbacks, rank, world_size, seed, print, stop: false }
+    }
+
+    /// What a checkpoint keeps of the callbacks.
+    pub(super) fn states(&self) -> Vec<CallbackState> {
+        let states = self.callbacks.iter().filter_map(|callback| {
+            Some(CallbackState { key: callback.state_key(), state: callback.state()? })
+        });
+        states.collect()
+    }
+
+    /// Gives callbacks what a checkpoint has kept of them.
+    pub(super) fn load_states(&mut self, mut states: Vec<CallbackState>) -> Result<()> {
+        for callback in &mut self.callbacks {
+            let key = callback.state_key();
+            if let Some(place) = states.iter().position(|state| state.key == key) {
+                callback.load_state(states.remove(place).state)?;
+            }
+        }
+        for CallbackState { key, .. } in states.iter().filter(|_| self.rank == 0) {
+            tracing::warn!("the checkpoint has a state of a callback that this run lacks: `{key}`");
+        }
+        Ok(())
     }
 
     /// Whether a hook on this rank has asked to stop.

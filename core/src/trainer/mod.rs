@@ -12,6 +12,7 @@ mod hooks;
 mod lightning_module;
 mod logger;
 mod meter;
+mod saving;
 mod session;
 #[expect(clippy::module_inception, reason = "the type is the module's subject")]
 mod trainer;

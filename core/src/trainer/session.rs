@@ -1,8 +1,6 @@
 //! A run in progress: the module, its data, the optimizer, and how far they have come.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::{Device, Tensor};
@@ -10,13 +8,14 @@ use serde::{Deserialize, Serialize};
 
 use super::hooks::{Hook, Hooks, Moment};
 use super::meter::{Meter, peak_rss_mib};
-use super::{Event, EventSink, LightningModule, Limits, RunDir, StepContext, TrainerConfig};
+use super::saving::Saving;
+use super::{Event, EventSink, LightningModule, Limits, StepContext, TrainerConfig};
 use crate::autograd::no_grad;
-use crate::checkpoint::{self, CheckpointIO};
-use crate::collective::{ReduceOp, all_gather_object, broadcast_object};
-use crate::config::{Amount, CheckpointConfig, ClipAlgorithm};
+use crate::collective::{ReduceOp, all_gather_object};
+use crate::config::{Amount, ClipAlgorithm};
 use crate::data::{DataModule, EvalSampler, SampleOrder, Split, TrainSampler};
 use crate::fabric::{Fabric, FabricOptimizer};
+use crate::launch::Interruption;
 use crate::mesh::DP_CP;
 use crate::parallel::ContextParallel;
 use crate::{Error, Result};
@@ -31,25 +30,18 @@ pub(super) struct Cursor {
     pub(super) samples: u64,
 }
 
-/// What the trainer adds to a checkpoint.
-#[derive(Debug, Serialize, Deserialize)]
-struct SavedState {
-    cursor: Cursor,
-    seed: u64,
-}
-
 /// The parts of a session that do not depend on the module.
 pub(super) struct Parts {
+    /// Dropped first: a save that is under way needs the other ranks.
+    pub(super) saving: Saving,
     pub(super) fabric: Fabric,
     pub(super) config: TrainerConfig,
-    pub(super) checkpoint: CheckpointConfig,
-    pub(super) io: Option<Arc<dyn CheckpointIO>>,
     pub(super) resolved: toml::Table,
     pub(super) hooks: Hooks,
     pub(super) sinks: Vec<Box<dyn EventSink>>,
     pub(super) meter: Meter,
     pub(super) strategy: String,
-    pub(super) interrupted: fn() -> bool,
+    pub(super) interrupted: fn() -> Option<Interruption>,
 }
 
 pub(super) struct Session<M, D> {
@@ -62,6 +54,10 @@ pub(super) struct Session<M, D> {
     /// The epoch of the step that is being or was last computed, counted from 0.
     pub(super) epoch: u64,
     pub(super) metrics: BTreeMap<String, f64>,
+    /// The epoch that was begun, if any was.
+    pub(super) begun: Option<u64>,
+    /// Whether the validation that is due after the last step is still to be made.
+    pub(super) validation_due: bool,
 }
 
 /// What stays the same from step to step.
@@ -109,7 +105,29 @@ impl ValidationTimes {
 /// What any rank wants to happen after the step.
 struct Wishes {
     stop: bool,
-    interrupt: bool,
+    /// The most urgent reason.
+    interruption: Option<Interruption>,
+    /// No rank is still at the save that was under way.
+    saved: bool,
+}
+
+/// What the ranks say of one another: the largest number counts.
+fn urgency(interruption: Option<Interruption>) -> u8 {
+    match interruption {
+        None => 0,
+        Some(Interruption::CtrlC) => 1,
+        Some(Interruption::Preemption) => 2,
+        Some(Interruption::Termination) => 3,
+    }
+}
+
+fn interruption(urgency: u8) -> Option<Interruption> {
+    match urgency {
+        0 => None,
+        1 => Some(Interruption::CtrlC),
+        2 => Some(Interruption::Preemption),
+        _ => Some(Interruption::Termination),
+    }
 }
 
 /// This rank's part of a batch.
@@ -123,13 +141,24 @@ fn shard_sequence<D: DataModule>(
     }
 }
 
+/// What a validation came to.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Validated {
+    /// There is no validation data.
+    Nothing,
+    /// The mean loss.
+    Loss(f64),
+    /// Someone interrupted it.
+    Interrupted(Interruption),
+}
+
 /// Why the loop ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ended {
     /// A limit was reached, or a hook asked to stop.
     Finished,
     /// Someone interrupted the run.
-    Interrupted,
+    Interrupted(Interruption),
 }
 
 impl<M, D> Session<M, D>
@@ -137,15 +166,15 @@ where
     M: LightningModule<Batch = D::Batch>,
     D: DataModule,
 {
-    fn world_size(&self) -> usize {
+    pub(super) fn world_size(&self) -> usize {
         self.parts.fabric.world_size()
     }
 
-    fn rank(&self) -> usize {
+    pub(super) fn rank(&self) -> usize {
         self.parts.fabric.global_rank()
     }
 
-    fn emit(&mut self, event: &Event) -> Result<()> {
+    pub(super) fn emit(&mut self, event: &Event) -> Result<()> {
         self.parts.sinks.iter_mut().try_for_each(|sink| sink.event(event))
     }
 
@@ -154,7 +183,7 @@ where
         self.parts.hooks.call(hook, &mut self.module, moment, &self.metrics, &self.data)
     }
 
-    fn moment(&self) -> Moment {
+    pub(super) fn moment(&self) -> Moment {
         Moment { step: self.cursor.step, epoch: self.epoch }
     }
 
@@ -199,40 +228,75 @@ where
         let max_time = self.parts.config.limits().max_time;
         let started = Instant::now();
         let mut ended = Ended::Finished;
-        self.epoch = plan.epoch(self.cursor);
-        self.hook(Hook::TrainStart)?;
-        let mut begun = None;
-        while max_steps.is_none_or(|max| self.cursor.step < max) {
+        if self.begun.is_none() {
             self.epoch = plan.epoch(self.cursor);
-            if begun.replace(self.epoch) != Some(self.epoch) {
-                self.hook(Hook::TrainEpochStart)?;
+        }
+        self.hook(Hook::TrainStart)?;
+        let mut went_on = false;
+        // A run that was stopped within a validation begins with it.
+        while self.validation_due || max_steps.is_none_or(|max| self.cursor.step < max) {
+            went_on = true;
+            if !self.validation_due {
+                self.epoch = plan.epoch(self.cursor);
+                if self.begun.replace(self.epoch) != Some(self.epoch) {
+                    self.hook(Hook::TrainEpochStart)?;
+                }
+                let before = self.cursor;
+                self.train_step(&plan, optimizer)?;
+                self.validation_due = plan.validation.is_due(before, self.cursor);
             }
-            let before = self.cursor;
-            self.train_step(&plan, optimizer)?;
-            if plan.validation.is_due(before, self.cursor) {
-                self.validate()?;
+            if self.validation_due
+                && let Validated::Interrupted(why) = self.validate_training(optimizer)?
+            {
+                ended = Ended::Interrupted(why);
+                break;
             }
+            self.validation_due = false;
             if plan.epoch(self.cursor) != self.epoch {
                 self.hook(Hook::TrainEpochEnd)?;
             }
-            let every = self.parts.checkpoint.every_n_steps;
+            let every = self.parts.saving.config.every_n_steps;
             if every.is_some_and(|n| self.cursor.step.is_multiple_of(n)) {
-                self.save(optimizer)?;
+                self.save(optimizer, false)?;
             }
             let out_of_time = max_time.is_some_and(|limit| started.elapsed() >= limit);
             let wishes = self.agree(out_of_time)?;
-            if wishes.interrupt {
-                ended = Ended::Interrupted;
+            if wishes.saved {
+                self.finish_saving()?;
             }
-            if wishes.interrupt || wishes.stop {
+            if let Some(why) = wishes.interruption {
+                ended = Ended::Interrupted(why);
+                break;
+            }
+            if wishes.stop {
                 break;
             }
         }
-        if begun.is_some() && plan.epoch(self.cursor) == self.epoch {
+        self.save_at_end(optimizer, ended)?;
+        // One that is interrupted goes on when the run does.
+        if went_on && ended == Ended::Finished && plan.epoch(self.cursor) == self.epoch {
             self.hook(Hook::TrainEpochEnd)?;
         }
         self.hook(Hook::TrainEnd)?;
+        self.finish_saving()?;
         Ok(ended)
+    }
+
+    /// Saves what no checkpoint has yet, before hooks learn of the end: a run that goes on from it
+    /// has not ended. Collective.
+    fn save_at_end(&mut self, optimizer: &mut FabricOptimizer, ended: Ended) -> Result<()> {
+        let wanted = match ended {
+            Ended::Finished | Ended::Interrupted(Interruption::CtrlC) => {
+                self.parts.saving.config.save_last
+            }
+            // Whoever takes the machine away gives it back.
+            Ended::Interrupted(_) => true,
+        };
+        if wanted && !self.parts.saving.has(self.cursor.step) {
+            self.save(optimizer, ended != Ended::Finished)?;
+        }
+        // The machine may be gone soon: what is under way comes before anything else.
+        if ended == Ended::Finished { Ok(()) } else { self.finish_saving() }
     }
 
     /// What stays the same from step to step.
@@ -255,11 +319,13 @@ where
     /// What the ranks want next: one rank's wish is all ranks'. Collective.
     fn agree(&self, out_of_time: bool) -> Result<Wishes> {
         let stop = out_of_time || self.parts.hooks.stop_requested();
-        let wishes = [stop, (self.parts.interrupted)()].map(u8::from);
+        let saving = self.parts.saving.is_running();
+        let wishes = [u8::from(stop), urgency((self.parts.interrupted)()), u8::from(saving)];
         let wishes = Tensor::new(&wishes, &Device::Cpu)?;
         self.parts.fabric.all_reduce(&wishes, ReduceOp::Max)?;
         let wishes = wishes.to_vec1::<u8>()?;
-        Ok(Wishes { stop: wishes[0] == 1, interrupt: wishes[1] == 1 })
+        let (stop, interruption) = (wishes[0] == 1, interruption(wishes[1]));
+        Ok(Wishes { stop, interruption, saved: wishes[2] == 0 })
     }
 
     /// One optimizer step: micro-batches, reduction, clipping, update. Collective.
@@ -311,15 +377,24 @@ where
         self.hook(Hook::TrainStepEnd)
     }
 
-    /// Validates, if there is validation data, and returns the mean loss. Collective.
-    pub(super) fn validate(&mut self) -> Result<Option<f64>> {
+    /// Validates within training, with the averages of the weights if there are any. Collective.
+    fn validate_training(&mut self, optimizer: &mut FabricOptimizer) -> Result<Validated> {
+        optimizer.swap_averages()?;
+        let validated = self.validate(true)?;
+        optimizer.swap_averages()?;
+        Ok(validated)
+    }
+
+    /// Validates, if there is validation data. Within training someone may interrupt it between two
+    /// batches; it is made again from its beginning then, by the run that goes on. Collective.
+    pub(super) fn validate(&mut self, training: bool) -> Result<Validated> {
         let share = self.parts.fabric.strategy().distributed_sampler_kwargs()?;
         let len = self.data.len(Split::Validation);
         let sampler = EvalSampler::new(len, self.batch_size, share.num_replicas, share.rank)?;
         let all = sampler.num_batches();
         let batches = self.parts.config.limit_val_batches.of(all).min(all);
         if batches == 0 {
-            return Ok(None);
+            return Ok(Validated::Nothing);
         }
         let device = self.device()?;
         let context = self.parts.fabric.context_parallel();
@@ -331,6 +406,12 @@ where
             let _no_grad = no_grad();
             let _scope = self.parts.fabric.forward_scope(false, step, 0);
             for batch_index in 0..batches {
+                if training
+                    && batch_index > 0
+                    && let Some(why) = self.agree(false)?.interruption
+                {
+                    return Ok(Validated::Interrupted(why));
+                }
                 let mut indices: Vec<u64> = sampler.indices(batch_index).collect();
                 // A rank without a part computes all the same: forwards gather parameters.
                 let counts = !indices.is_empty();
@@ -359,70 +440,7 @@ where
         let batches = batches * share.num_replicas as u64;
         self.emit(&Event::Validation { step, val_loss, batches, metrics: ctx.metrics() })?;
         self.hook(Hook::ValidationEnd)?;
-        Ok(Some(val_loss))
-    }
-
-    /// Saves a distributed checkpoint of the present step. Collective.
-    pub(super) fn save(&mut self, optimizer: &mut FabricOptimizer) -> Result<()> {
-        let Some(io) = self.parts.io.clone() else { return Ok(()) };
-        let state = SavedState { cursor: self.cursor, seed: self.parts.fabric.seed() };
-        let name = checkpoint::step_name(self.cursor.step);
-        let config = serde_json::to_value(&self.parts.resolved)
-            .map_err(|e| Error::other(format!("encoding the configuration: {e}")))?;
-        let path = self.parts.fabric.save_with(&io, &name, optimizer, &state, config)?;
-        self.emit(&Event::Checkpoint { step: self.cursor.step, path: path.clone() })?;
-        let moment = self.moment();
-        self.parts.hooks.saved(&path, moment, &self.metrics, &self.data)
-    }
-
-    /// Goes on from a distributed checkpoint. Collective.
-    pub(super) fn resume(
-        &mut self,
-        path: &std::path::Path,
-        optimizer: Option<&mut FabricOptimizer>,
-    ) -> Result<()> {
-        let state: SavedState = self.parts.fabric.load(path, optimizer)?;
-        if state.seed != self.parts.fabric.seed() && self.rank() == 0 {
-            tracing::warn!(
-                "the checkpoint was written with seed {}, this run has {}: the order of samples \
-                 and dropout will differ from an uninterrupted run",
-                state.seed,
-                self.parts.fabric.seed()
-            );
-        }
-        self.cursor = state.cursor;
-        self.emit(&Event::Resume { step: self.cursor.step, path: path.to_owned() })
-    }
-
-    /// The checkpoint that `ckpt_path` names, on every rank. Collective.
-    pub(super) fn checkpoint_to_resume(&self) -> Result<Option<PathBuf>> {
-        use crate::config::CkptPath;
-        match &self.parts.config.ckpt_path {
-            None => Ok(None),
-            Some(CkptPath::Path(path)) => Ok(Some(path.clone())),
-            Some(CkptPath::Last) => {
-                let latest = if self.rank() == 0 { self.last_checkpoint()? } else { None };
-                broadcast_object(&**self.parts.fabric.world(), &latest, 0)
-            }
-        }
-    }
-
-    /// The newest checkpoint of the configured directory, or without one of the newest run that has
-    /// any.
-    fn last_checkpoint(&self) -> Result<Option<PathBuf>> {
-        let Parts { config, checkpoint, .. } = &self.parts;
-        let places = match &checkpoint.dir {
-            Some(dir) => vec![dir.clone()],
-            None => {
-                RunDir::all(&config.default_root_dir)?.iter().map(RunDir::checkpoints).collect()
-            }
-        };
-        for place in places {
-            if let Some(committed) = checkpoint::latest(&*checkpoint.open(&place)?)? {
-                return Ok(Some(committed.path));
-            }
-        }
-        Ok(None)
+        Ok(Validated::Loss(val_loss))
     }
 
     /// Tells the module and the callbacks that the run is over, and the world what it was. Collective.

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use super::hooks::{Hook, Hooks};
 use super::meter::{Meter, seconds_since_epoch};
-use super::session::{Cursor, Ended, Parts, Session};
+use super::saving::Saving;
+use super::session::{Cursor, Ended, Parts, Session, Validated};
 use super::{
     Callback, EventSink, LightningModule, LoggerConfig, LoggerSink, OptimizerSetup, RunDir,
     RunStatus,
@@ -15,7 +16,8 @@ use crate::collective::{ProcessGroup, Solo, broadcast_object};
 use crate::config::{RunConfig, to_table};
 use crate::data::DataModule;
 use crate::fabric::Fabric;
-use crate::optim::{OptimizerConfig, SchedulerConfig};
+use crate::launch::Interruption;
+use crate::optim::{Ema, OptimizerConfig, SchedulerConfig};
 use crate::registry::kind;
 use crate::strategy::ParallelizeFn;
 use crate::{Error, Result};
@@ -31,7 +33,7 @@ pub struct Trainer {
     sinks: Vec<Box<dyn EventSink>>,
     parallelize: Option<Box<dyn ParallelizeFn>>,
     print: fn(&str),
-    interrupted: fn() -> bool,
+    interrupted: fn() -> Option<Interruption>,
 }
 
 /// What a run came to.
@@ -65,7 +67,7 @@ impl Trainer {
             sinks: Vec::new(),
             parallelize: None,
             print: |text| eprintln!("{text}"),
-            interrupted: || false,
+            interrupted: || None,
         }
     }
 
@@ -97,11 +99,11 @@ impl Trainer {
         self
     }
 
-    /// Asked after each step whether someone wants the run to end, such as
-    /// [`launch::interrupt_requested`](crate::launch::interrupt_requested). One rank's yes is
-    /// enough: all finish the step, save, and stop.
+    /// Asked after each step (and each batch of a validation) whether someone wants the run to end:
+    /// [`launch::interruption`](crate::launch::interruption()). One rank's yes is enough: all finish
+    /// the step, save (after Ctrl-C only with `checkpoint.save_last`), and stop.
     #[must_use]
-    pub fn with_interrupt(mut self, interrupted: fn() -> bool) -> Self {
+    pub fn with_interrupt(mut self, interrupted: fn() -> Option<Interruption>) -> Self {
         self.interrupted = interrupted;
         self
     }
@@ -129,13 +131,13 @@ impl Trainer {
         let result = session.run_fit(run);
         let status = match &result {
             Ok((_, Ended::Finished)) => RunStatus::Success,
-            Ok((_, Ended::Interrupted)) | Err(Error::Interrupted) => RunStatus::Interrupted,
+            Ok((_, Ended::Interrupted(_))) | Err(Error::Interrupted) => RunStatus::Interrupted,
             Err(_) => RunStatus::Failed,
         };
         let finished = session.finish_sinks(status);
         let (outcome, ended) = result?;
         finished?;
-        if ended == Ended::Interrupted {
+        if ended != Ended::Finished {
             tracing::info!(rank, "interrupted");
             return Err(Error::Interrupted);
         }
@@ -156,7 +158,7 @@ impl Trainer {
         let mut session = self.set_up::<M, D>(run)?;
         let result = (|| -> Result<f64> {
             match session.checkpoint_to_resume()? {
-                Some(path) => session.resume(&path, None)?,
+                Some(origin) => session.resume(&origin, None)?,
                 None if config_names_one => {
                     return Err(Error::Config(
                         "`trainer.ckpt_path`: there is no checkpoint yet; name the directory of \
@@ -167,14 +169,14 @@ impl Trainer {
                 }
                 None => {}
             }
-            let loss = session.validate()?.ok_or_else(|| {
-                Error::Data(
+            let Validated::Loss(loss) = session.validate(false)? else {
+                return Err(Error::Data(
                     "there are no validation samples; give the data module some (for text: \
                      `data.validation_fraction` or `data.validation_path`), and leave \
                      `trainer.limit_val_batches` above 0"
                         .to_owned(),
-                )
-            })?;
+                ));
+            };
             session.summary()?;
             Ok(loss)
         })();
@@ -207,17 +209,16 @@ impl Trainer {
         }
         let resolved = to_table(&serde_config(run, &model_config)?)?;
         let (dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks)?;
-        let io = run.checkpoint.open(run.checkpoint.dir.as_deref().unwrap_or(&dir))?;
         let world = &self.world;
+        let saving = Saving::new(&run.checkpoint, dir, &**world)?;
         let hooks = Hooks::new(self.callbacks, (world.rank(), world.size()), run.seed, self.print);
         if world.rank() != 0 {
             sinks.clear();
         }
         Ok(Session {
             parts: Parts {
+                saving,
                 config: config.clone(),
-                checkpoint: run.checkpoint.clone(),
-                io: Some(io),
                 resolved,
                 hooks,
                 sinks,
@@ -233,6 +234,8 @@ impl Trainer {
             cursor: Cursor::default(),
             epoch: 0,
             metrics: std::collections::BTreeMap::new(),
+            begun: None,
+            validation_due: false,
         })
     }
 }
@@ -303,8 +306,18 @@ where
             .fabric
             .setup_optimizer(&*optimizer)?
             .with_unused_parameters(run.trainer.unused_parameters);
-        if let Some(path) = self.checkpoint_to_resume()? {
-            self.resume(&path, Some(&mut optimizer))?;
+        let mut origin = self.checkpoint_to_resume()?;
+        if run.checkpoint.weights_only
+            && let Some(origin) = origin.take()
+        {
+            self.resume(&origin, None)?;
+        }
+        if let Some(decay) = run.trainer.ema_decay {
+            let tree = self.parts.fabric.module_tree()?;
+            optimizer = optimizer.with_averages(Ema::new(tree.parameters(), decay)?);
+        }
+        if let Some(origin) = origin {
+            self.resume(&origin, Some(&mut optimizer))?;
         }
         let mut optimizer = optimizer.with_scheduler(scheduler, self.max_steps()?);
         // A schedule that cannot work is found now and not after the first backward.
@@ -313,11 +326,6 @@ where
         self.parts.sinks.iter_mut().for_each(|sink| sink.start(max_steps));
         self.hook(Hook::FitStart)?;
         let ended = self.fit(&mut optimizer)?;
-        let saved =
-            run.checkpoint.every_n_steps.is_some_and(|n| self.cursor.step.is_multiple_of(n));
-        if run.checkpoint.save_last && !saved {
-            self.save(&mut optimizer)?;
-        }
         self.finish_fit(ended)?;
         let outcome = FitOutcome {
             steps: self.cursor.step,

@@ -12,7 +12,7 @@ use fulgurite_core::{Error, Result};
 /// use fulgurite_loggers::JsonLines;
 ///
 /// let mut sink = JsonLines::stdout();
-/// sink.event(&Event::Checkpoint { step: 20, path: "step-20".into() })?;
+/// sink.event(&Event::Checkpoint { step: 20, path: "step-20".into(), blocked_s: 0.5 })?;
 /// # Ok::<(), fulgurite_core::Error>(())
 /// ```
 ///
@@ -78,7 +78,7 @@ mod tests {
     fn a_reader_that_leaves_ends_the_stream_quietly() {
         let writes = Arc::default();
         let mut sink = JsonLines::new(Failing(ErrorKind::BrokenPipe, Arc::clone(&writes)));
-        let event = Event::Checkpoint { step: 1, path: "p".into() };
+        let event = Event::Checkpoint { step: 1, path: "p".into(), blocked_s: 0.5 };
         for _ in 0..4 {
             sink.event(&event).unwrap();
         }
@@ -88,7 +88,7 @@ mod tests {
     #[test]
     fn a_full_disk_is_an_error() {
         let mut sink = JsonLines::new(Failing(ErrorKind::StorageFull, Arc::default()));
-        let event = Event::Checkpoint { step: 1, path: "p".into() };
+        let event = Event::Checkpoint { step: 1, path: "p".into(), blocked_s: 0.5 };
         sink.event(&event).unwrap();
         insta::assert_snapshot!(sink.event(&event).unwrap_err(), @"writing an event to stdout: no storage space");
     }

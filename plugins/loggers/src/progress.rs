@@ -138,7 +138,7 @@ fn describe(event: &Event) -> Option<String> {
         Event::Resume { step, path } => {
             format!("going on after step {step}, from {}", path.display())
         }
-        Event::Checkpoint { step, path } => {
+        Event::Checkpoint { step, path, .. } => {
             format!("checkpoint after step {step}: {}", path.display())
         }
         Event::Summary {
@@ -242,7 +242,7 @@ mod tests {
             batches: 3,
             metrics: BTreeMap::new(),
         });
-        events.push(Event::Checkpoint { step: 6, path: "run/step-6".into() });
+        events.push(Event::Checkpoint { step: 6, path: "run/step-6".into(), blocked_s: 0.5 });
         events.push(Event::Summary {
             steps: 6,
             world_size: 2,

@@ -1,0 +1,123 @@
+//! Copies of what a rank saves, in memory that is used again.
+
+use candle_core::{Device, Tensor};
+use rayon::prelude::*;
+
+use super::ShardTensor;
+use super::shard_file::on_host;
+use crate::autograd::storage;
+use crate::{Error, Result};
+
+/// Bytes that one thread copies at a time.
+const BLOCK: usize = 1 << 20;
+
+/// Copies in host memory of the parts that a rank saves. They keep their memory from one
+/// [`take`](Self::take) to the next.
+#[derive(Debug, Default)]
+pub(super) struct Snapshot {
+    pub(super) model: Vec<ShardTensor>,
+    pub(super) optimizer: Vec<ShardTensor>,
+}
+
+impl Snapshot {
+    /// Copies these parts as they are now, in place of what was copied before.
+    ///
+    /// # Errors
+    /// If values are not in memory. The snapshot is of no use then, until the next one succeeds.
+    pub(super) fn take(&mut self, model: &[ShardTensor], optimizer: &[ShardTensor]) -> Result<()> {
+        copy_all(&mut self.model, model)?;
+        copy_all(&mut self.optimizer, optimizer)
+    }
+}
+
+fn copy_all(copies: &mut Vec<ShardTensor>, tensors: &[ShardTensor]) -> Result<()> {
+    copies.truncate(tensors.len());
+    for (i, tensor) in tensors.iter().enumerate() {
+        if !tensor.region.is_empty() && storage::is_released(&tensor.values) {
+            let message = format!("saving tensor `{}`: its values are not in memory", tensor.name);
+            return Err(Error::other(message));
+        }
+        let like = |copy: &&ShardTensor| {
+            copy.values.dtype() == tensor.values.dtype()
+                && copy.values.elem_count() == tensor.values.elem_count()
+        };
+        let values = match copies.get(i).filter(like) {
+            Some(copy) => copy.values.clone(),
+            None => Tensor::zeros(tensor.values.elem_count(), tensor.values.dtype(), &Device::Cpu)?,
+        };
+        copy(&values, &tensor.values)?;
+        let copy = ShardTensor {
+            name: tensor.name.clone(),
+            values,
+            region: tensor.region.clone(),
+            shape: tensor.shape.clone(),
+        };
+        match copies.get_mut(i) {
+            Some(place) => *place = copy,
+            None => copies.push(copy),
+        }
+    }
+    Ok(())
+}
+
+/// One pass over the memory, on all compute threads.
+fn copy(target: &Tensor, source: &Tensor) -> Result<()> {
+    if source.elem_count() == 0 {
+        return Ok(());
+    }
+    let source = on_host(source)?;
+    storage::with_bytes_mut(target, |to| {
+        storage::with_bytes(&source, |from| {
+            if to.len() <= BLOCK {
+                to.copy_from_slice(from);
+            } else {
+                let parts = to.par_chunks_mut(BLOCK).zip(from.par_chunks(BLOCK));
+                parts.for_each(|(to, from)| to.copy_from_slice(from));
+            }
+        })
+    })?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shard::Region;
+
+    fn part(name: &str, values: &Tensor) -> ShardTensor {
+        let shape = values.dims().to_vec();
+        let region = Region::full(&shape);
+        ShardTensor { name: name.to_owned(), values: values.clone(), region, shape }
+    }
+
+    fn address(part: &ShardTensor) -> usize {
+        storage::with_bytes(&part.values, |bytes| bytes.as_ptr() as usize).unwrap()
+    }
+
+    #[test]
+    fn copies_are_whole_and_their_memory_is_used_again() {
+        // More than a block, and not a multiple of it.
+        let n = BLOCK / 4 * 3 + 7;
+        let large = Tensor::arange(0f32, n as f32, &Device::Cpu).unwrap();
+        let view = large.narrow(0, 5, 3).unwrap();
+        let mut snapshot = Snapshot::default();
+        let parts = [part("large", &large), part("view", &view)];
+        snapshot.take(&parts, &parts[1..]).unwrap();
+        let floats = |part: &ShardTensor| part.values.to_vec1::<f32>().unwrap();
+        assert_eq!(floats(&snapshot.model[0]), large.to_vec1::<f32>().unwrap());
+        assert_eq!(floats(&snapshot.optimizer[0]), [5., 6., 7.]);
+        assert_eq!(snapshot.optimizer[0].name, "view");
+
+        // What happens to the tensors afterwards does not reach the copies.
+        let places: Vec<_> = snapshot.model.iter().map(address).collect();
+        storage::copy_from(
+            &view,
+            &Tensor::zeros(3, candle_core::DType::F32, &Device::Cpu).unwrap(),
+        )
+        .unwrap();
+        assert_eq!(floats(&snapshot.model[1]), [5., 6., 7.]);
+        snapshot.take(&parts, &[]).unwrap();
+        assert_eq!(floats(&snapshot.model[1]), [0.; 3]);
+        assert_eq!(snapshot.model.iter().map(address).collect::<Vec<_>>(), places);
+        assert!(snapshot.optimizer.is_empty());
+    }
+}

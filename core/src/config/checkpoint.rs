@@ -1,0 +1,129 @@
+//! The configuration of checkpoints.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::{ConfigType, PluginValue};
+use crate::checkpoint::{CheckpointIO, CheckpointIOConfig};
+use crate::registry::kind;
+use crate::{Error, Result};
+
+crate::config_struct! {
+    /// When and where checkpoints are saved, and which are kept: the table `[checkpoint]`.
+    #[derive(Debug, Clone, PartialEq)]
+    pub struct CheckpointConfig {
+        /// Optimizer steps from one checkpoint to the next; without it none is saved on the way.
+        pub every_n_steps: Option<u64> = None,
+        /// Where checkpoints go; by default `checkpoints` in the run's directory.
+        pub dir: Option<PathBuf> = None,
+        /// Whether a checkpoint is saved when training ends, also by Ctrl-C. Before it ends by
+        /// SIGTERM or SIGUSR1 one is saved in any case.
+        pub save_last: bool = true,
+        /// Whether checkpoints are saved in the background, while training goes on. Takes as much
+        /// memory again as this rank's parts of the model and the optimizer's state.
+        pub async_save: bool = false,
+        /// How many of the newest checkpoints are kept. Without it and `save_top_k`, all are.
+        pub keep_last: Option<u64> = None,
+        /// How many checkpoints are kept because they are the best by `monitor`: `-1` is all, `0`
+        /// none. The newest is always kept, and the one that the run resumed from.
+        pub save_top_k: Option<i64> = None,
+        /// The metric that says which checkpoints are best, such as `"val_loss"`.
+        pub monitor: Option<String> = None,
+        /// Whether a small or a large value of `monitor` is good.
+        pub mode: MonitorMode = MonitorMode::Min,
+        /// Whether `trainer.ckpt_path` gives weights only: training starts from them, at step 0.
+        /// Whatever holds weights will do then, such as a Hugging Face directory.
+        pub weights_only: bool = false,
+        /// How checkpoints reach storage.
+        pub io: PluginValue = PluginValue::new("local"),
+    }
+}
+
+/// Whether less of a metric is better, or more: `checkpoint.mode`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MonitorMode {
+    /// The smallest value is best.
+    #[default]
+    Min,
+    /// The largest value is best.
+    Max,
+}
+
+impl ConfigType for MonitorMode {
+    fn describe() -> String {
+        "`\"min\"` or `\"max\"`".to_owned()
+    }
+}
+
+impl CheckpointConfig {
+    /// Checkpoints in `dir`, by the configured way.
+    ///
+    /// # Errors
+    /// If the way is not linked or its options are wrong.
+    pub fn open(&self, dir: &Path) -> Result<Arc<dyn CheckpointIO>> {
+        self.io
+            .build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?
+            .build(dir)
+    }
+
+    /// Checks what the types alone cannot.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the key.
+    pub fn validate(&self) -> Result<()> {
+        let wrong = |key: &str, message: String| {
+            Err(Error::Config(format!("`checkpoint.{key}`: {message}")))
+        };
+        if self.every_n_steps == Some(0) {
+            let message = "must be at least 1; leave it out to save none on the way";
+            return wrong("every_n_steps", message.to_owned());
+        }
+        if self.keep_last == Some(0) {
+            let message = "must be at least 1, as the newest is always kept; leave it out to keep \
+                           all that `checkpoint.save_top_k` does not remove";
+            return wrong("keep_last", message.to_owned());
+        }
+        match self.save_top_k {
+            Some(k) if k < -1 => {
+                let message = format!("must be -1 (all), 0 (none) or a number of them, found {k}");
+                wrong("save_top_k", message)
+            }
+            Some(k) if k > 0 && self.monitor.is_none() => {
+                let message = format!(
+                    "which {k} are the best needs `checkpoint.monitor`, such as \"val_loss\"; to \
+                     keep the newest, set `checkpoint.keep_last`"
+                );
+                wrong("save_top_k", message)
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{ConfigLayers, RunConfig};
+
+    fn checkpoint(keys: &str) -> Result<CheckpointConfig> {
+        let text = format!("[checkpoint]\n{keys}");
+        let layers = ConfigLayers::new().text("run.toml", &text)?;
+        RunConfig::<toml::Table, toml::Table>::from_layers(layers).map(|run| run.checkpoint)
+    }
+
+    #[test]
+    fn wrong_values_are_refused() {
+        let error = |keys| checkpoint(keys).unwrap_err();
+        insta::assert_snapshot!(error("every_n_steps = 0"), @"`checkpoint.every_n_steps`: must be at least 1; leave it out to save none on the way");
+        insta::assert_snapshot!(error("keep_last = 0"), @"`checkpoint.keep_last`: must be at least 1, as the newest is always kept; leave it out to keep all that `checkpoint.save_top_k` does not remove");
+        insta::assert_snapshot!(error("save_top_k = -2"), @"`checkpoint.save_top_k`: must be -1 (all), 0 (none) or a number of them, found -2");
+        insta::assert_snapshot!(error("save_top_k = 3"), @r#"`checkpoint.save_top_k`: which 3 are the best needs `checkpoint.monitor`, such as "val_loss"; to keep the newest, set `checkpoint.keep_last`"#);
+        insta::assert_snapshot!(error("mode = 'least'"), @r#"run.toml: `checkpoint.mode`: expected "min" or "max", found "least""#);
+        for keys in ["save_top_k = -1", "save_top_k = 0", "save_top_k = 2\nmonitor = 'val_loss'"] {
+            checkpoint(keys).unwrap();
+        }
+    }
+}
