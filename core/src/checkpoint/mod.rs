@@ -13,8 +13,13 @@
 //! and its `HuggingFaceStorageReader` reads them. [`save`] writes one, all ranks together, as a
 //! transaction: what is there under its name is whole, or is not there. [`latest`] finds the newest.
 //!
-//! Everything that tensors are loaded from is a [`TensorSource`]: a [`DistributedCheckpoint`], or a
-//! [`SafetensorsSource`] (a Hugging Face directory, a single file, PyTorch's shards). [`load_into`]
+//! A **full checkpoint** is a directory that others load as it is: `model.safetensors`, or several
+//! files with an index, `config.json` if there is one, and if wanted `optimizer.safetensors`. Its
+//! `fulgurite.json`, written last, has what the manifest has. [`save_full`] writes one from every
+//! strategy; [`tools`] make one of a distributed checkpoint, and the other way round.
+//!
+//! Everything that tensors are loaded from is a [`TensorSource`]: a [`DistributedCheckpoint`], a
+//! [`FullCheckpoint`], or a [`SafetensorsSource`] (a Hugging Face directory, a single file, PyTorch's shards). [`load_into`]
 //! fills a model on any mesh from any of them, each rank reading only the bytes its own part needs.
 //!
 //! ```no_run
@@ -33,6 +38,7 @@
 
 mod boxes;
 mod distributed;
+mod full;
 mod io;
 mod latest;
 mod load;
@@ -44,14 +50,22 @@ mod shard_file;
 mod shard_tensor;
 mod source;
 mod stored;
+mod tensor_file;
+pub mod tools;
 mod weights;
 
 pub use distributed::{DistributedCheckpoint, open};
+pub use full::{
+    FullCheckpoint, FullOptions, GatherOptions, ModelConfig, NameFilter, gather_cpu_state_dict,
+    gather_full_optimizer_state, save_full,
+};
 pub use io::{CheckpointIO, CheckpointIOConfig, CheckpointReader, CheckpointWriter, Entry};
 pub use latest::{Committed, latest};
 pub use load::{LoadReport, Mismatch, check, compare, load_into, load_optimizer};
 pub use local::LocalFile;
-pub use manifest::{BoxEntry, FORMAT_VERSION, MANIFEST, Manifest, SaveMeta, TensorEntry};
+pub use manifest::{
+    BoxEntry, FORMAT_VERSION, FULL_MANIFEST, MANIFEST, Manifest, SaveMeta, TensorEntry,
+};
 pub use naming::{is_temporary, replaced_name, staging_name, step_name};
 pub use save::save;
 pub use shard_tensor::{ShardTensor, model_tensors, optimizer_key, optimizer_tensors, specs};
