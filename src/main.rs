@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use fulgurite::cli::{plugins, print};
+use fulgurite::cli::{checkpoint, plugins, print};
 use fulgurite::core::{Result, registry};
 
 /// Lightning-style distributed training for candle
@@ -19,6 +19,9 @@ enum Command {
     /// The plugins that are linked in: strategies, transports, loggers, …
     #[command(subcommand)]
     Plugins(Plugins),
+    /// Checkpoints on disk: look into, verify, compare and convert them
+    #[command(subcommand)]
+    Checkpoint(checkpoint::Command),
 }
 
 #[derive(Subcommand)]
@@ -38,7 +41,7 @@ enum Plugins {
 
 fn main() -> ExitCode {
     match run(Cli::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             eprintln!("error: {error}");
             ExitCode::FAILURE
@@ -46,8 +49,14 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(cli: Cli) -> Result<()> {
-    let Command::Plugins(command) = cli.command;
+fn run(cli: Cli) -> Result<ExitCode> {
+    match cli.command {
+        Command::Plugins(command) => plugins(command).map(|()| ExitCode::SUCCESS),
+        Command::Checkpoint(command) => checkpoint::run(command),
+    }
+}
+
+fn plugins(command: Plugins) -> Result<()> {
     let all = registry::plugins();
     match command {
         Plugins::List { json: false } => print(&plugins::list(&all))?,
