@@ -69,6 +69,8 @@ mod book {
     mod readme {}
     #[doc = include_str!("../docs/src/guides/candle-nn.md")]
     mod candle_nn {}
+    #[doc = include_str!("../docs/src/guides/checkpoints.md")]
+    mod checkpoints {}
     #[doc = include_str!("../docs/src/guides/data-module.md")]
     mod data_module {}
     #[doc = include_str!("../docs/src/guides/hugging-face.md")]

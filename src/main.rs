@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use fulgurite::bench::{self, CheckpointBench};
-use fulgurite::cli::{plugins, print};
+use fulgurite::cli::{checkpoint, plugins, print};
 use fulgurite::core::launch::report_and_exit_code;
 use fulgurite::core::{Result, registry};
 
@@ -21,6 +21,9 @@ enum Command {
     /// The plugins that are linked in: strategies, transports, loggers, …
     #[command(subcommand)]
     Plugins(Plugins),
+    /// Checkpoints on disk: look into, verify, compare and convert them
+    #[command(subcommand)]
+    Checkpoint(checkpoint::Command),
     /// Measure, on this machine
     #[command(subcommand)]
     Bench(Bench),
@@ -48,14 +51,24 @@ enum Plugins {
 }
 
 fn main() -> ExitCode {
-    report_and_exit_code(run(Cli::parse()))
+    match Cli::parse().command {
+        // It may become several processes, whose failures are one.
+        Command::Bench(Bench::Checkpoint(options)) => {
+            report_and_exit_code(bench::checkpoint(&options))
+        }
+        Command::Plugins(command) => exit_code(plugins(command).map(|()| ExitCode::SUCCESS)),
+        Command::Checkpoint(command) => exit_code(checkpoint::run(command)),
+    }
 }
 
-fn run(cli: Cli) -> Result<()> {
-    let command = match cli.command {
-        Command::Plugins(command) => command,
-        Command::Bench(Bench::Checkpoint(options)) => return bench::checkpoint(&options),
-    };
+fn exit_code(result: Result<ExitCode>) -> ExitCode {
+    result.unwrap_or_else(|error| {
+        eprintln!("error: {error}");
+        ExitCode::FAILURE
+    })
+}
+
+fn plugins(command: Plugins) -> Result<()> {
     let all = registry::plugins();
     match command {
         Plugins::List { json: false } => print(&plugins::list(&all))?,

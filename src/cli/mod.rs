@@ -12,6 +12,7 @@
 //! ```
 
 pub mod args;
+pub mod checkpoint;
 pub mod plugins;
 mod print;
 mod run;

@@ -1,15 +1,17 @@
 //! Reading a distributed checkpoint.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
 use super::boxes::check_cover;
-use super::manifest::{MANIFEST, Manifest, TensorEntry};
+use super::manifest::{FULL_MANIFEST, MANIFEST, Manifest, TensorEntry};
 use super::stored::{Place, StoredBox, refuse};
-use super::{CheckpointIO, SafetensorsSource, StoredTensors, TensorInfo, TensorSource};
+use super::{
+    CheckpointIO, FullCheckpoint, SafetensorsSource, StoredTensors, TensorInfo, TensorSource,
+};
 use crate::shard::Region;
 use crate::{Error, Result};
 
@@ -62,9 +64,7 @@ impl DistributedCheckpoint {
             bytes => bytes?,
         };
         let manifest = Manifest::parse(&bytes, &place.location(MANIFEST))?;
-        check_files(&manifest, &place)?;
-        let model = stored(&manifest.model, &manifest.files, &place, root.clone())?;
-        let optimizer = stored(&manifest.optimizer, &manifest.files, &place, root)?;
+        let (model, optimizer) = contents(&manifest, &place, MANIFEST)?;
         Ok(Self { manifest, model, optimizer })
     }
 
@@ -125,22 +125,35 @@ impl TensorSource for DistributedCheckpoint {
     }
 }
 
-/// Opens whatever model weights are at `path`: a distributed checkpoint, or what
+/// Opens whatever model weights are at `path`: a distributed checkpoint, a full one, or what
 /// [`SafetensorsSource::open`] takes.
 ///
 /// # Errors
-/// As the two.
+/// As the three.
 pub fn open(path: impl AsRef<Path>) -> Result<Box<dyn TensorSource>> {
     let path = path.as_ref();
     if path.join(MANIFEST).is_file() {
         Ok(Box::new(DistributedCheckpoint::open(path)?))
+    } else if path.join(FULL_MANIFEST).is_file() {
+        Ok(Box::new(FullCheckpoint::open(path)?))
     } else {
         Ok(Box::new(SafetensorsSource::open(path)?))
     }
 }
 
+/// The model's and the optimizer's tensors of a manifest, whose file is called `name`.
+pub(super) fn contents(
+    manifest: &Manifest,
+    place: &Place,
+    name: &str,
+) -> Result<(StoredTensors, StoredTensors)> {
+    check_files(manifest, place, name)?;
+    let stored = |entries| stored(entries, &manifest.files, place, name);
+    Ok((stored(&manifest.model)?, stored(&manifest.optimizer)?))
+}
+
 /// Checks that all shards are there, as long as they were written.
-fn check_files(manifest: &Manifest, place: &Place) -> Result<()> {
+fn check_files(manifest: &Manifest, place: &Place, name: &str) -> Result<()> {
     let folders: BTreeSet<&str> = manifest
         .files
         .keys()
@@ -150,10 +163,10 @@ fn check_files(manifest: &Manifest, place: &Place) -> Result<()> {
     for folder in folders {
         if folder.split('/').any(|part| part == "..") || folder.starts_with('/') {
             let message = format!("the manifest names a folder outside the checkpoint: `{folder}`");
-            return Err(Error::checkpoint(place.location(MANIFEST), message));
+            return Err(Error::checkpoint(place.location(name), message));
         }
-        for (name, len) in place.lengths(folder)? {
-            found.insert(if folder.is_empty() { name } else { format!("{folder}/{name}") }, len);
+        for (file, len) in place.lengths(folder)? {
+            found.insert(if folder.is_empty() { file } else { format!("{folder}/{file}") }, len);
         }
     }
     for (file, expected) in &manifest.files {
@@ -189,14 +202,14 @@ fn stored(
     entries: &BTreeMap<String, TensorEntry>,
     lengths: &BTreeMap<String, u64>,
     place: &Place,
-    root: PathBuf,
+    manifest: &str,
 ) -> Result<StoredTensors> {
     let files: Vec<String> = lengths.keys().cloned().collect();
-    let mut tensors = StoredTensors::new(place.clone(), root, files.clone());
+    let mut tensors = StoredTensors::new(place.clone(), place.location(""), files.clone());
     for (name, entry) in entries {
         let damaged = |message: String| {
             let message = format!("the manifest is damaged: tensor `{name}` {message}");
-            Err(Error::checkpoint(place.location(MANIFEST), message))
+            Err(Error::checkpoint(place.location(manifest), message))
         };
         let regions: Vec<Region> = entry.boxes.iter().map(|b| b.region.clone()).collect();
         if let Err(message) = check_cover(&entry.shape, &regions) {

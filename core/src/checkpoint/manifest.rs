@@ -14,7 +14,11 @@ pub const MANIFEST: &str = "manifest.json";
 /// The version of the format that this library writes, and the newest that it reads.
 pub const FORMAT_VERSION: u32 = 1;
 
+/// The file that tells a full checkpoint from other directories; written last, like the manifest.
+pub const FULL_MANIFEST: &str = "fulgurite.json";
+
 const FORMAT: &str = "fulgurite-distributed-checkpoint";
+const FULL_FORMAT: &str = "fulgurite-full-checkpoint";
 
 /// What is saved besides tensors.
 #[derive(Debug, Clone, Default)]
@@ -32,10 +36,10 @@ pub struct SaveMeta {
     pub config: serde_json::Value,
 }
 
-/// What is in a distributed checkpoint.
+/// What is in a distributed checkpoint, or in a full one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// Always `fulgurite-distributed-checkpoint`.
+    /// `fulgurite-distributed-checkpoint` or `fulgurite-full-checkpoint`.
     pub format: String,
     /// The format's version; see [`FORMAT_VERSION`].
     pub format_version: u32,
@@ -105,12 +109,29 @@ impl Manifest {
         }
     }
 
-    /// Reads a manifest; `path` is for messages.
+    /// That of a full checkpoint, which `world_size` ranks save.
+    pub(super) fn new_full(world_size: usize, meta: &SaveMeta) -> Self {
+        Self { format: FULL_FORMAT.to_owned(), ..Self::new(world_size, meta) }
+    }
+
+    /// Reads a distributed checkpoint's manifest; `path` is for messages.
     ///
     /// # Errors
     /// If it is torn, of another kind, or of a version that this library does not know.
     pub fn parse(bytes: &[u8], path: &Path) -> Result<Self> {
-        let stamp = Stamp::parse(bytes, path)?;
+        Self::parse_as(FORMAT, bytes, path)
+    }
+
+    /// Reads a full checkpoint's, [`FULL_MANIFEST`]; otherwise as [`parse`](Self::parse).
+    ///
+    /// # Errors
+    /// As [`parse`](Self::parse).
+    pub fn parse_full(bytes: &[u8], path: &Path) -> Result<Self> {
+        Self::parse_as(FULL_FORMAT, bytes, path)
+    }
+
+    fn parse_as(format: &str, bytes: &[u8], path: &Path) -> Result<Self> {
+        let stamp = Stamp::parse_as(format, bytes, path)?;
         if stamp.format_version > FORMAT_VERSION {
             return Err(Error::checkpoint(
                 path,
@@ -139,8 +160,12 @@ pub(super) struct Stamp {
 
 impl Stamp {
     pub(super) fn parse(bytes: &[u8], path: &Path) -> Result<Self> {
+        Self::parse_as(FORMAT, bytes, path)
+    }
+
+    fn parse_as(format: &str, bytes: &[u8], path: &Path) -> Result<Self> {
         let stamp: Self = serde_json::from_slice(bytes).map_err(|e| torn(path, &e))?;
-        if stamp.format == FORMAT {
+        if stamp.format == format {
             Ok(stamp)
         } else {
             let message =

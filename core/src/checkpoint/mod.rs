@@ -22,8 +22,13 @@
 //! changes them. So it is done above the [`CheckpointIO`], the same way for any of them and for every
 //! strategy.
 //!
-//! Everything that tensors are loaded from is a [`TensorSource`]: a [`DistributedCheckpoint`], or a
-//! [`SafetensorsSource`] (a Hugging Face directory, a single file, PyTorch's shards). [`load_into`]
+//! A **full checkpoint** is a directory that others load as it is: `model.safetensors`, or several
+//! files with an index, `config.json` if there is one, and if wanted `optimizer.safetensors`. Its
+//! `fulgurite.json`, written last, has what the manifest has. [`save_full`] writes one from every
+//! strategy; [`tools`] make one of a distributed checkpoint, and the other way round.
+//!
+//! Everything that tensors are loaded from is a [`TensorSource`]: a [`DistributedCheckpoint`], a
+//! [`FullCheckpoint`], or a [`SafetensorsSource`] (a Hugging Face directory, a single file, PyTorch's shards). [`load_into`]
 //! fills a model on any mesh from any of them, each rank reading only the bytes its own part needs.
 //!
 //! ```no_run
@@ -43,6 +48,7 @@
 mod async_save;
 mod boxes;
 mod distributed;
+mod full;
 mod io;
 mod latest;
 mod load;
@@ -56,15 +62,23 @@ mod shard_tensor;
 mod snapshot;
 mod source;
 mod stored;
+mod tensor_file;
+pub mod tools;
 mod weights;
 
 pub use async_save::{AsyncSaver, Saved};
 pub use distributed::{DistributedCheckpoint, open};
+pub use full::{
+    FullCheckpoint, FullOptions, GatherOptions, ModelConfig, NameFilter, gather_cpu_state_dict,
+    gather_full_optimizer_state, save_full,
+};
 pub use io::{CheckpointIO, CheckpointIOConfig, CheckpointReader, CheckpointWriter, Entry};
 pub use latest::{Committed, LAST, last, latest};
 pub use load::{LoadReport, Mismatch, check, compare, load_into, load_optimizer};
 pub use local::LocalFile;
-pub use manifest::{BoxEntry, FORMAT_VERSION, MANIFEST, Manifest, SaveMeta, TensorEntry};
+pub use manifest::{
+    BoxEntry, FORMAT_VERSION, FULL_MANIFEST, MANIFEST, Manifest, SaveMeta, TensorEntry,
+};
 pub use naming::{is_temporary, replaced_name, staging_name, step_name};
 pub use retention::{Kept, Retention};
 pub use save::{SaveRequest, remove_unfinished, save};

@@ -34,6 +34,11 @@ pub fn is_temporary(name: &str) -> bool {
     base(name, STAGED).is_some()
 }
 
+/// Whether this is a name that [`staging_name`] made of `name`.
+pub(super) fn is_temporary_of(staged: &str, name: &str) -> bool {
+    base(staged, STAGED) == Some(name)
+}
+
 /// The name that a checkpoint had before it was to be replaced.
 pub(super) fn replaced_base(name: &str) -> Option<&str> {
     base(name, REPLACED)

@@ -156,7 +156,7 @@ enum Outcome<T> {
 }
 
 /// Runs `f` on rank 0 and gives its result to all.
-fn on_root<T: Serialize + DeserializeOwned>(
+pub(super) fn on_root<T: Serialize + DeserializeOwned>(
     group: &dyn ProcessGroup,
     f: impl FnOnce() -> Result<T>,
 ) -> Result<T> {

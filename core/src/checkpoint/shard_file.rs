@@ -7,22 +7,22 @@ use candle_core::{Device, Tensor};
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::boxes::{check_bounds, show};
+use super::tensor_file::{self, Slot};
 use super::{BoxEntry, CheckpointIO, CheckpointReader, ShardTensor};
 use crate::autograd::storage;
 use crate::{Error, Result};
 
 /// The key of [`ShardingInfo`] in a file's metadata; PyTorch's name.
-const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
+pub(super) const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 
 /// Bytes that are hashed and written at a time, so that they are in the cache for both.
-const BLOCK: usize = 1 << 20;
+pub(super) const BLOCK: usize = 1 << 20;
 
 /// The length of a header beyond which safetensors readers refuse a file.
-const MAX_HEADER: u64 = 100_000_000;
+pub(super) const MAX_HEADER: u64 = 100_000_000;
 
 /// Where the tensors of a file lie in the global ones, by name.
 type ShardingInfo = HashMap<String, SavedOffsets>;
@@ -149,37 +149,25 @@ fn header(
     tensors: &[ShardTensor],
     pieces: &[Piece],
 ) -> Result<(Vec<u8>, Vec<ByteRange>)> {
-    let mut offset = 0;
-    let mut ranges = Vec::with_capacity(order.len());
-    let mut entries = serde_json::Map::new();
-    let mut offsets = serde_json::Map::new();
-    for &i in order {
-        let (tensor, piece) = (&tensors[i], &pieces[i]);
-        let end =
-            offset + (tensor.values.elem_count() * tensor.values.dtype().size_in_bytes()) as u64;
-        entries.insert(
-            tensor.name.clone(),
-            json!({ "dtype": piece.dtype, "shape": tensor.region.sizes, "data_offsets": [offset, end] }),
-        );
-        offsets.insert(tensor.name.clone(), json!({ "saved_offsets": tensor.region.offsets }));
-        ranges.push((offset, end));
-        offset = end;
-    }
-    let metadata = json!({
-        SHARDING_INFO: serde_json::Value::Object(offsets).to_string(),
-        "DCP_VERSION": "1.0",
-        "format": "pt",
-    });
-    entries.insert("__metadata__".to_owned(), metadata);
-    let mut json = serde_json::Value::Object(entries).to_string().into_bytes();
-    json.resize(json.len().next_multiple_of(8), b' ');
-    if json.len() as u64 > MAX_HEADER {
-        return Err(Error::other("a shard's header exceeds the 100 MB that safetensors allows"));
-    }
-    let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
-    bytes.append(&mut json);
-    let data = bytes.len() as u64;
-    Ok((bytes, ranges.into_iter().map(|(start, end)| (data + start, data + end)).collect()))
+    let slots: Vec<Slot> = order
+        .iter()
+        .map(|&i| Slot {
+            name: tensors[i].name.clone(),
+            dtype: pieces[i].dtype,
+            region: tensors[i].region.clone(),
+        })
+        .collect();
+    let bytes = tensor_file::header(&slots, true)?;
+    let mut end = bytes.len() as u64;
+    let ranges = slots
+        .iter()
+        .map(|slot| {
+            let start = end;
+            end += slot.bytes();
+            (start, end)
+        })
+        .collect();
+    Ok((bytes, ranges))
 }
 
 /// A tensor in a file that may hold a part of it.

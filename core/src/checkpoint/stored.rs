@@ -71,7 +71,8 @@ impl Place {
                 Ok(lengths)
             }
             Self::Io(io, name) => {
-                let entries = io.list(&format!("{name}/{folder}"))?;
+                let path = format!("{name}/{folder}");
+                let entries = io.list(path.trim_end_matches('/'))?;
                 Ok(entries
                     .into_iter()
                     .filter(|e| !e.is_directory)

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Fabric, FabricOptimizer};
 use crate::checkpoint::{
-    CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, SaveMeta, SaveRequest,
+    CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, FullOptions, SaveMeta, SaveRequest,
     TensorSource as _,
 };
 use crate::config::PluginValue;
@@ -38,15 +38,36 @@ impl Fabric {
         optimizer: &mut FabricOptimizer,
         state: &impl Serialize,
     ) -> Result<PathBuf> {
-        let path = path.as_ref();
-        let (Some(parent), Some(name)) = (path.parent(), path.file_name().and_then(|n| n.to_str()))
-        else {
-            return Err(Error::checkpoint(path, "a checkpoint needs a directory name"));
-        };
-        let io = PluginValue::new("local")
-            .build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?
-            .build(if parent.as_os_str().is_empty() { Path::new(".") } else { parent })?;
+        let (io, name) = local(path.as_ref())?;
         self.save_with(&io, name, optimizer, state, serde_json::Value::Null)
+    }
+
+    /// Saves the model, `state` and if given the optimizer as a full checkpoint in the directory
+    /// `path`, as a transaction: whole tensors in files that `transformers` and candle load as they
+    /// are. Collective; rank 0's `state` counts. Tensors are gathered on rank 0 one by one.
+    ///
+    /// # Errors
+    /// If it cannot be written; what was at `path` before is untouched then.
+    pub fn save_full(
+        &self,
+        path: impl AsRef<Path>,
+        optimizer: Option<&mut FabricOptimizer>,
+        state: &impl Serialize,
+        options: &FullOptions,
+    ) -> Result<PathBuf> {
+        let (io, name) = local(path.as_ref())?;
+        self.strategy().prepare_save()?;
+        let user = to_json(state)?;
+        let mut meta = SaveMeta::default();
+        let mut states = Vec::new();
+        let mut scalars = BTreeMap::new();
+        if let Some(optimizer) = optimizer {
+            states = optimizer.state_tensors()?;
+            scalars = optimizer.scalars();
+            meta.step = optimizer.steps();
+        }
+        meta.state = to_json(&SavedState { optimizer: scalars, user })?;
+        self.strategy().save_full_checkpoint(&*io, name, &states, options, meta)
     }
 
     /// [`save`](Self::save) under `name` of any place, with the run's configuration for
@@ -125,6 +146,18 @@ impl Fabric {
         }
         Ok(state)
     }
+}
+
+/// The place that a path on disk is in, and its name there.
+fn local(path: &Path) -> Result<(Arc<dyn CheckpointIO>, &str)> {
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name().and_then(|n| n.to_str()))
+    else {
+        return Err(Error::checkpoint(path, "a checkpoint needs a directory name"));
+    };
+    let io = PluginValue::new("local")
+        .build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?
+        .build(if parent.as_os_str().is_empty() { Path::new(".") } else { parent })?;
+    Ok((io, name))
 }
 
 fn to_json<T: Serialize>(value: &T) -> Result<serde_json::Value> {

@@ -7,7 +7,9 @@ use candle_core::{Device, Tensor};
 use serde::Serialize;
 
 use super::{NoSyncGuard, ParallelizeFn, StepTotals, StrategyState};
-use crate::checkpoint::{self, CheckpointIO, DistributedCheckpoint, SaveMeta, SaveRequest};
+use crate::checkpoint::{
+    self, CheckpointIO, DistributedCheckpoint, FullOptions, SaveMeta, SaveRequest,
+};
 use crate::collective::{ProcessGroup, ReduceOp, broadcast_object};
 use crate::config::UnusedParameters;
 use crate::mesh::{DATA_PARALLEL, DeviceMesh};
@@ -290,6 +292,27 @@ pub trait Strategy: Send {
         request.run(io, &**self.state().mesh()?.world())
     }
 
+    /// Saves the model, and these optimizer states, as the full checkpoint `name` of `io`: whole
+    /// tensors in files that others read, gathered on rank 0 one by one. Of `meta`, mesh and specs
+    /// are filled in. Collective.
+    ///
+    /// # Errors
+    /// As [`checkpoint::save_full`].
+    fn save_full_checkpoint(
+        &self,
+        io: &dyn CheckpointIO,
+        name: &str,
+        optimizer: &[StateTensor],
+        options: &FullOptions,
+        meta: SaveMeta,
+    ) -> Result<PathBuf> {
+        let (mesh, tree) = (self.state().mesh()?, self.state().tree()?);
+        let coordinate = |dim: &str| mesh.coordinate(dim);
+        let meta = describe_mesh(mesh, tree, meta);
+        let world = &**mesh.world();
+        checkpoint::save_full(io, world, name, tree, coordinate, optimizer, options, &meta)
+    }
+
     /// Fills the model, and these optimizer states if there are any, from a distributed checkpoint
     /// of any mesh, and makes the model ready for a forward. Collective.
     ///
@@ -359,4 +382,14 @@ pub trait Strategy: Send {
 
     /// Ends the strategy's use of the process groups.
     fn teardown(&mut self) {}
+}
+
+/// The same with the mesh, and how it cuts each parameter.
+fn describe_mesh(mesh: &DeviceMesh, tree: &ModuleTree, meta: SaveMeta) -> SaveMeta {
+    let (names, sizes) = (mesh.layout().names(), mesh.layout().sizes());
+    SaveMeta {
+        mesh: names.iter().cloned().zip(sizes.iter().copied()).collect(),
+        specs: checkpoint::specs(tree),
+        ..meta
+    }
 }

@@ -1,0 +1,125 @@
+//! Reading a full checkpoint.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+
+use super::super::distributed::contents;
+use super::super::manifest::{FULL_MANIFEST, Manifest};
+use super::super::stored::{Place, refuse};
+use super::super::{CheckpointIO, StoredTensors, TensorInfo, TensorSource};
+use crate::shard::Region;
+use crate::{Error, Result};
+
+/// A checkpoint that [`save_full`](super::save_full) or the [`tools`](super::super::tools) wrote.
+///
+/// As a [`TensorSource`] it is the [model](Self::model). Opening reads `fulgurite.json` and the
+/// lengths of the files; nothing is collective.
+#[derive(Debug)]
+pub struct FullCheckpoint {
+    manifest: Manifest,
+    model: StoredTensors,
+    optimizer: StoredTensors,
+}
+
+impl FullCheckpoint {
+    /// Opens the checkpoint in the local directory `path`.
+    ///
+    /// # Errors
+    /// If there is no [`FULL_MANIFEST`], it is torn or of a newer version, or a file that it names
+    /// is missing or of another length.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let manifest = path.join(FULL_MANIFEST);
+        let bytes = std::fs::read(&manifest).map_err(Error::io("reading", &manifest));
+        Self::from_manifest(bytes, &Place::Local(path.to_owned()))
+    }
+
+    /// Opens the checkpoint `name` of `io`.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_with(io: &Arc<dyn CheckpointIO>, name: &str) -> Result<Self> {
+        let bytes = io.load(&format!("{name}/{FULL_MANIFEST}"));
+        Self::from_manifest(bytes, &Place::Io(io.clone(), name.to_owned()))
+    }
+
+    fn from_manifest(bytes: Result<Vec<u8>>, place: &Place) -> Result<Self> {
+        let bytes = match bytes {
+            Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
+                let message = format!(
+                    "there is no full checkpoint here: it has no {FULL_MANIFEST}. If it holds \
+                     weights that others wrote, open it as a `SafetensorsSource`"
+                );
+                return Err(Error::checkpoint(place.location(""), message));
+            }
+            bytes => bytes?,
+        };
+        let manifest = Manifest::parse_full(&bytes, &place.location(FULL_MANIFEST))?;
+        let (model, optimizer) = contents(&manifest, place, FULL_MANIFEST)?;
+        Ok(Self { manifest, model, optimizer })
+    }
+
+    /// Whether a tensor that is read whole is checked against its checksum; it is, unless told
+    /// otherwise.
+    #[must_use]
+    pub fn verify_on_load(mut self, verify: bool) -> Self {
+        self.model.set_verify(verify);
+        self.optimizer.set_verify(verify);
+        self
+    }
+
+    /// What `fulgurite.json` says.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// What was saved besides tensors: [`SaveMeta::state`](super::super::SaveMeta::state).
+    pub fn state(&self) -> &serde_json::Value {
+        &self.manifest.state
+    }
+
+    /// The model's tensors, by FQN.
+    pub fn model(&self) -> &StoredTensors {
+        &self.model
+    }
+
+    /// The optimizer's tensors, by [`optimizer_key`](super::super::optimizer_key); none if they
+    /// were not saved.
+    pub fn optimizer(&self) -> &StoredTensors {
+        &self.optimizer
+    }
+
+    /// Reads everything and compares it with the checksums.
+    ///
+    /// # Errors
+    /// If anything is damaged, naming file and tensor of all that is.
+    pub fn verify(&self) -> Result<()> {
+        let mut damages = self.model.damages();
+        damages.append(&mut self.optimizer.damages());
+        refuse(self.location(), damages)
+    }
+}
+
+impl TensorSource for FullCheckpoint {
+    fn location(&self) -> &Path {
+        self.model.location()
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.model.names()
+    }
+
+    fn info(&self, name: &str) -> Option<TensorInfo> {
+        self.model.info(name)
+    }
+
+    fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.model.read(name, region, dtype, device)
+    }
+
+    fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        self.model.read_into(name, region, target)
+    }
+}

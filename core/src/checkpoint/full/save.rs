@@ -1,0 +1,165 @@
+//! Saving full checkpoints, and gathering whole tensors in memory. All of it is collective.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::PathBuf;
+
+use candle_core::{DType, Tensor};
+
+use super::super::manifest::SaveMeta;
+use super::super::save::on_root;
+use super::super::{CheckpointIO, ShardTensor, model_tensors, optimizer_tensors};
+use super::gather::Gather;
+use super::layout::{Section, plan};
+use super::writer::{FullWriter, prepare};
+use super::{FullOptions, GatherOptions};
+use crate::collective::ProcessGroup;
+use crate::module::ModuleTree;
+use crate::optim::StateTensor;
+use crate::{Error, Result};
+
+/// Writes the full checkpoint `name` of `io` and returns where it is: the model, and the
+/// optimizer's state if there is any in `optimizer`, as whole tensors in files that others read.
+///
+/// Collective: every rank of `group` calls it with its tree, its place along each mesh dimension
+/// (`coordinate`) and its states; rank 0's `meta` counts, and rank 0 writes. Tensors are gathered
+/// there one by one, in declaration order: it never holds more than one whole tensor, and
+/// parameters that the options leave out are not gathered. A tied parameter is written once, under
+/// its first name.
+///
+/// As with [`save`](super::super::save), the checkpoint appears under its name in one step when
+/// everything is durable, replacing an older full one of that name.
+///
+/// # Errors
+/// On every rank if it fails on any: [`Error::PeerFailed`] on those where it did not. Nothing is
+/// left then under `name` but what was there before.
+#[expect(clippy::too_many_arguments, reason = "as `save`, and what it leaves to its caller")]
+pub fn save_full(
+    io: &dyn CheckpointIO,
+    group: &dyn ProcessGroup,
+    name: &str,
+    tree: &ModuleTree,
+    coordinate: impl Fn(&str) -> usize,
+    optimizer: &[StateTensor],
+    options: &FullOptions,
+    meta: &SaveMeta,
+) -> Result<PathBuf> {
+    let mut extra = Vec::new();
+    let staged = on_root(group, || {
+        if let Some(config) = &options.config {
+            extra.push(("config.json".to_owned(), config.bytes()?));
+        }
+        prepare(io, name)
+    })?;
+    let parts = chosen_model(tree, &coordinate, &options.gather).and_then(|model| {
+        if model.is_empty() {
+            return Err(Error::checkpoint(
+                io.location(name),
+                "there is nothing to save: the options leave out every parameter",
+            ));
+        }
+        let states = chosen_states(tree, optimizer, &coordinate, &options.gather)?;
+        Ok((model, states))
+    });
+    let models = parts.as_ref().map_or(0, |(model, _)| model.len());
+    let parts = parts.map(|(model, states)| [model, states].concat());
+    let dtype = options.gather.dtype;
+    let gather = Gather::agree(group, parts, |i| dtype.filter(|_| i < models))?;
+    let (model, states) = gather.tensors.split_at(models);
+    let mut files = plan(Section::Model, model, options.max_shard_bytes);
+    files.extend(plan(Section::Optimizer, states, options.max_shard_bytes));
+    let order: Vec<usize> = files
+        .iter()
+        .flat_map(|file| {
+            let first = if file.section == Section::Model { 0 } else { models };
+            file.tensors.iter().map(move |i| first + i)
+        })
+        .collect();
+    let mut writer = FullWriter::new(io, &staged, (model, states), &files, (group.size(), meta));
+    let gathered = gather.run(order, |_, whole| writer.put(&whole));
+    let finished = gathered.and_then(|()| {
+        on_root(group, || {
+            writer.finish(&extra, true)?;
+            io.commit(&staged, name)
+        })
+    });
+    if finished.is_err()
+        && group.rank() == 0
+        && let Err(error) = io.remove(&staged)
+    {
+        tracing::warn!("the next save will remove what this one leaves: {error}");
+    }
+    finished.map(|()| io.location(name))
+}
+
+/// The model as whole tensors in host memory, by FQN, on rank 0; the other ranks get an empty map.
+/// A tied parameter is there once, under its first name. Collective; torchtune's function of this
+/// name.
+///
+/// Only what `options` choose is gathered, tensor by tensor: rank 0 holds the result and no more,
+/// the others nothing.
+///
+/// # Errors
+/// On every rank if it fails on any.
+pub fn gather_cpu_state_dict(
+    tree: &ModuleTree,
+    coordinate: impl Fn(&str) -> usize,
+    group: &dyn ProcessGroup,
+    options: &GatherOptions,
+) -> Result<BTreeMap<String, Tensor>> {
+    gather_all(group, chosen_model(tree, &coordinate, options), options.dtype)
+}
+
+/// An optimizer's state as whole tensors in host memory, by
+/// [`optimizer_key`](super::super::optimizer_key), on rank 0; the other ranks get an empty map.
+/// `options` choose by parameter; the dtype stays. Collective.
+///
+/// # Errors
+/// On every rank if it fails on any.
+pub fn gather_full_optimizer_state(
+    tree: &ModuleTree,
+    states: &[StateTensor],
+    coordinate: impl Fn(&str) -> usize,
+    group: &dyn ProcessGroup,
+    options: &GatherOptions,
+) -> Result<BTreeMap<String, Tensor>> {
+    gather_all(group, chosen_states(tree, states, &coordinate, options), None)
+}
+
+fn gather_all(
+    group: &dyn ProcessGroup,
+    parts: Result<Vec<ShardTensor>>,
+    dtype: Option<DType>,
+) -> Result<BTreeMap<String, Tensor>> {
+    let gather = Gather::agree(group, parts, |_| dtype)?;
+    let mut gathered = BTreeMap::new();
+    gather.run(0..gather.tensors.len(), |i, whole| {
+        let tensor = &gather.tensors[i];
+        gathered.insert(tensor.name.clone(), whole.reshape(tensor.shape.as_slice())?);
+        Ok(())
+    })?;
+    Ok(gathered)
+}
+
+fn chosen_model(
+    tree: &ModuleTree,
+    coordinate: &impl Fn(&str) -> usize,
+    options: &GatherOptions,
+) -> Result<Vec<ShardTensor>> {
+    let all = model_tensors(tree, coordinate)?.into_iter().zip(tree.parameters());
+    let chosen = all.filter(|(_, p)| options.wants(p.fqn(), p.requires_grad()));
+    Ok(chosen.map(|(tensor, _)| tensor).collect())
+}
+
+fn chosen_states(
+    tree: &ModuleTree,
+    states: &[StateTensor],
+    coordinate: &impl Fn(&str) -> usize,
+    options: &GatherOptions,
+) -> Result<Vec<ShardTensor>> {
+    let wanted = tree.parameters().iter().filter(|p| options.wants(p.fqn(), p.requires_grad()));
+    let wanted: HashSet<&str> = wanted.map(|p| p.fqn()).collect();
+    let unknown = |state: &&StateTensor| tree.parameter(&state.fqn).is_none();
+    // What the model does not have stays in, to be complained about.
+    let chosen = states.iter().filter(|s| wanted.contains(s.fqn.as_str()) || unknown(s));
+    optimizer_tensors(tree, &chosen.cloned().collect::<Vec<_>>(), coordinate)
+}

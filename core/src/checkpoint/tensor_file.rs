@@ -1,0 +1,148 @@
+//! A safetensors file whose header is known beforehand, written tensor by tensor.
+
+use std::io::Write as _;
+
+use candle_core::Tensor;
+use safetensors::Dtype;
+use serde_json::json;
+use xxhash_rust::xxh3::Xxh3;
+
+use super::shard_file::{BLOCK, MAX_HEADER, SHARDING_INFO, on_host};
+use super::{BoxEntry, CheckpointIO, CheckpointWriter};
+use crate::autograd::storage;
+use crate::shard::Region;
+use crate::{Error, Result};
+
+/// A tensor, or a part of one, that a file will hold.
+#[derive(Debug, Clone)]
+pub(super) struct Slot {
+    pub(super) name: String,
+    pub(super) dtype: Dtype,
+    /// Which part: all of the tensor in files that do not say.
+    pub(super) region: Region,
+}
+
+impl Slot {
+    /// Its length in a file.
+    pub(super) fn bytes(&self) -> u64 {
+        (self.region.elem_count() * self.dtype.bitsize() / 8) as u64
+    }
+}
+
+/// Orders things so that in a file every tensor is aligned to its element size: wide elements
+/// first, otherwise as they were.
+pub(super) fn wide_first<T>(things: &mut [T], dtype: impl Fn(&T) -> Dtype) {
+    things.sort_by_key(|thing| std::cmp::Reverse(dtype(thing).bitsize()));
+}
+
+/// A file that is being written.
+pub(super) struct TensorFile<'a> {
+    io: &'a dyn CheckpointIO,
+    path: String,
+    /// What the manifest calls it.
+    file: String,
+    writer: Box<dyn CheckpointWriter>,
+    slots: std::vec::IntoIter<Slot>,
+    position: u64,
+}
+
+impl<'a> TensorFile<'a> {
+    /// Creates the file `path` of `io` and writes its header. With `is_shard` the header says, as
+    /// PyTorch's does, which part of a tensor each one is.
+    pub(super) fn create(
+        io: &'a dyn CheckpointIO,
+        path: String,
+        file: String,
+        slots: Vec<Slot>,
+        is_shard: bool,
+    ) -> Result<Self> {
+        let header = header(&slots, is_shard)?;
+        let mut writer = io.create(&path)?;
+        writer.write_all(&header).map_err(|e| {
+            Error::checkpoint(io.location(&path), format!("writing the header: {e}"))
+        })?;
+        let position = header.len() as u64;
+        Ok(Self { io, path, file, writer, slots: slots.into_iter(), position })
+    }
+
+    /// Whether all tensors are written.
+    pub(super) fn is_complete(&self) -> bool {
+        self.slots.len() == 0
+    }
+
+    /// Writes the next tensor, whose values are those of its slot's region in the slot's dtype, and
+    /// returns where it went; `None` if it has no elements.
+    pub(super) fn put(&mut self, values: &Tensor) -> Result<Option<BoxEntry>> {
+        let location = || self.io.location(&self.path);
+        let Some(slot) = self.slots.next() else {
+            return Err(Error::checkpoint(location(), "more tensors than the header has"));
+        };
+        let bytes = slot.bytes();
+        let end = self.position + bytes;
+        let mut hash = Xxh3::new();
+        let written = storage::with_bytes(&on_host(values)?, |values| {
+            if values.len() as u64 != bytes {
+                let message = format!("{} bytes of values for {bytes}", values.len());
+                return Err(std::io::Error::other(message));
+            }
+            values.chunks(BLOCK).try_for_each(|block| {
+                hash.update(block);
+                self.writer.write_all(block)
+            })
+        })?;
+        written.map_err(|e| {
+            Error::checkpoint(location(), format!("writing tensor `{}`: {e}", slot.name))
+        })?;
+        let start = std::mem::replace(&mut self.position, end);
+        Ok((bytes > 0).then(|| BoxEntry {
+            file: self.file.clone(),
+            region: slot.region,
+            bytes: (start, end),
+            xxh3: hash.digest(),
+        }))
+    }
+
+    /// Makes the file durable and returns its name in the manifest and its length.
+    pub(super) fn finish(self) -> Result<(String, u64)> {
+        if let Some(slot) = self.slots.as_slice().first() {
+            let message = format!("tensor `{}` was not written", slot.name);
+            return Err(Error::checkpoint(self.io.location(&self.path), message));
+        }
+        self.writer.finish()?;
+        Ok((self.file, self.position))
+    }
+}
+
+/// A file's first bytes; the tensors follow one another without gaps.
+pub(super) fn header(slots: &[Slot], is_shard: bool) -> Result<Vec<u8>> {
+    let mut offset = 0;
+    let mut entries = serde_json::Map::new();
+    let mut offsets = serde_json::Map::new();
+    for slot in slots {
+        let end = offset + slot.bytes();
+        entries.insert(
+            slot.name.clone(),
+            json!({ "dtype": slot.dtype, "shape": slot.region.sizes, "data_offsets": [offset, end] }),
+        );
+        offsets.insert(slot.name.clone(), json!({ "saved_offsets": slot.region.offsets }));
+        offset = end;
+    }
+    let metadata = if is_shard {
+        json!({
+            SHARDING_INFO: serde_json::Value::Object(offsets).to_string(),
+            "DCP_VERSION": "1.0",
+            "format": "pt",
+        })
+    } else {
+        json!({ "format": "pt" })
+    };
+    entries.insert("__metadata__".to_owned(), metadata);
+    let mut json = serde_json::Value::Object(entries).to_string().into_bytes();
+    json.resize(json.len().next_multiple_of(8), b' ');
+    if json.len() as u64 > MAX_HEADER {
+        return Err(Error::other("a file's header exceeds the 100 MB that safetensors allows"));
+    }
+    let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+    bytes.append(&mut json);
+    Ok(bytes)
+}

@@ -1,0 +1,135 @@
+//! Whatever kind of checkpoint there is.
+
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::super::manifest::{FULL_MANIFEST, MANIFEST, Manifest};
+use super::super::{
+    DistributedCheckpoint, FullCheckpoint, SafetensorsSource, StoredTensors, TensorSource,
+};
+use crate::{Error, Result};
+
+/// What a checkpoint is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// Shards and a manifest.
+    Distributed,
+    /// Whole tensors, with what Fulgurite adds.
+    Full,
+    /// Weights alone: a Hugging Face directory, a safetensors file, PyTorch's shards.
+    Weights,
+}
+
+impl std::fmt::Display for Kind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Distributed => "distributed checkpoint",
+            Self::Full => "full checkpoint",
+            Self::Weights => "safetensors weights",
+        })
+    }
+}
+
+/// A checkpoint on disk, of any kind.
+#[derive(Debug)]
+pub enum AnyCheckpoint {
+    /// Shards and a manifest.
+    Distributed(Box<DistributedCheckpoint>),
+    /// Whole tensors, with what Fulgurite adds.
+    Full(Box<FullCheckpoint>),
+    /// Weights alone.
+    Weights(SafetensorsSource),
+}
+
+impl AnyCheckpoint {
+    /// Opens what is at `path`: a directory, or a safetensors or index file.
+    ///
+    /// # Errors
+    /// If there is nothing, it is no checkpoint, or one that is incomplete.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        if path.join(MANIFEST).is_file() {
+            return Ok(Self::Distributed(Box::new(DistributedCheckpoint::open(path)?)));
+        }
+        if path.join(FULL_MANIFEST).is_file() {
+            return Ok(Self::Full(Box::new(FullCheckpoint::open(path)?)));
+        }
+        if let Some(inside) = checkpoints_in(path).into_iter().next_back() {
+            let message = format!(
+                "this directory is no checkpoint but has some in it; name one, such as {}",
+                path.join(inside).display()
+            );
+            return Err(Error::checkpoint(path, message));
+        }
+        Ok(Self::Weights(SafetensorsSource::open(path)?))
+    }
+
+    /// Where it is.
+    pub fn location(&self) -> &Path {
+        self.model().location()
+    }
+
+    /// What it is.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Distributed(_) => Kind::Distributed,
+            Self::Full(_) => Kind::Full,
+            Self::Weights(_) => Kind::Weights,
+        }
+    }
+
+    /// The model's tensors.
+    pub fn model(&self) -> &dyn TensorSource {
+        match self {
+            Self::Distributed(checkpoint) => checkpoint.model(),
+            Self::Full(checkpoint) => checkpoint.model(),
+            Self::Weights(source) => source,
+        }
+    }
+
+    /// The optimizer's tensors; `None` if there are none.
+    pub fn optimizer(&self) -> Option<&StoredTensors> {
+        let optimizer = match self {
+            Self::Distributed(checkpoint) => checkpoint.optimizer(),
+            Self::Full(checkpoint) => checkpoint.optimizer(),
+            Self::Weights(_) => return None,
+        };
+        (!optimizer.is_empty()).then_some(optimizer)
+    }
+
+    /// Its manifest; weights alone have none.
+    pub fn manifest(&self) -> Option<&Manifest> {
+        match self {
+            Self::Distributed(checkpoint) => Some(checkpoint.manifest()),
+            Self::Full(checkpoint) => Some(checkpoint.manifest()),
+            Self::Weights(_) => None,
+        }
+    }
+
+    /// What kinds of tensors it has: the title of each, and themselves.
+    pub(super) fn sections(&self) -> Vec<(&'static str, &dyn TensorSource)> {
+        let optimizer = self.optimizer().map(|o| ("optimizer", o as &dyn TensorSource));
+        [("model", self.model())].into_iter().chain(optimizer).collect()
+    }
+}
+
+/// Names of the directories in this one that are checkpoints, if it holds no weights itself; sorted.
+fn checkpoints_in(path: &Path) -> Vec<String> {
+    let Ok(entries) = std::fs::read_dir(path) else { return Vec::new() };
+    let entries: Vec<_> = entries.flatten().collect();
+    if entries.iter().any(|entry| entry.path().extension().is_some_and(|e| e == "safetensors")) {
+        return Vec::new();
+    }
+    let is_checkpoint =
+        |path: &Path| [MANIFEST, FULL_MANIFEST].iter().any(|m| path.join(m).is_file());
+    let mut names: Vec<_> = entries
+        .iter()
+        .filter(|entry| is_checkpoint(&entry.path()))
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .filter(|name| !super::super::is_temporary(name))
+        .collect();
+    names.sort();
+    names
+}

@@ -1,0 +1,104 @@
+//! Writing a distributed checkpoint from one process.
+
+use super::super::CheckpointIO;
+use super::super::full::{Section, TensorMeta};
+use super::super::manifest::{MANIFEST, Manifest, SaveMeta, TensorEntry};
+use super::super::shard_file::file_name;
+use super::super::tensor_file::{Slot, TensorFile, wide_first};
+use super::convert::Part;
+use super::progress::Counter;
+use crate::mesh::DATA_PARALLEL_SHARD;
+use crate::shard::{Cut, Placement, Region, ShardSpec};
+use crate::{Error, Result};
+
+/// Writes the parts as `shards` ranks of FSDP would, and returns the number of files. All shards
+/// are written side by side, so that every tensor is read once, whole, and its checksum verified.
+pub(super) fn write(
+    io: &dyn CheckpointIO,
+    staged: &str,
+    shards: usize,
+    parts: &[&Part<'_>],
+    meta: SaveMeta,
+    counter: &mut Counter<'_>,
+) -> Result<usize> {
+    let specs = parts.iter().filter(|part| part.section == Section::Model).flat_map(|part| {
+        part.tensors.iter().map(|tensor| (tensor.name.clone(), spec(&tensor.shape, shards)))
+    });
+    let meta = SaveMeta {
+        mesh: vec![(DATA_PARALLEL_SHARD.to_owned(), shards)],
+        specs: specs.collect(),
+        ..meta
+    };
+    let mut manifest = Manifest::new(shards, &meta);
+    for part in parts {
+        let mut order: Vec<usize> = (0..part.tensors.len()).collect();
+        wide_first(&mut order, |&i| part.tensors[i].dtype);
+        let mut files = create(io, staged, shards, part, &order)?;
+        for &i in &order {
+            let (tensor, values) = (&part.tensors[i], part.read(i)?);
+            let mut boxes = Vec::new();
+            for (shard, file) in files.iter_mut().enumerate() {
+                let Some(file) = file else { continue };
+                let region = piece(&tensor.shape, shards, shard);
+                if region.is_empty() {
+                    continue;
+                }
+                // A part along the first dimension is one stretch.
+                let row = tensor.shape.iter().skip(1).product::<usize>();
+                let start = region.offsets.first().map_or(0, |first| first * row);
+                boxes.extend(file.put(&values.narrow(0, start, region.elem_count())?)?);
+            }
+            let entry = TensorEntry { shape: tensor.shape.clone(), dtype: tensor.dtype, boxes };
+            let entries = match part.section {
+                Section::Model => &mut manifest.model,
+                Section::Optimizer => &mut manifest.optimizer,
+            };
+            entries.insert(tensor.name.clone(), entry);
+            counter.add(tensor.bytes());
+        }
+        for file in files.into_iter().flatten() {
+            let (name, len) = file.finish()?;
+            manifest.files.insert(name, len);
+        }
+    }
+    let bytes = serde_json::to_vec_pretty(&manifest)
+        .map_err(|e| Error::checkpoint(io.location(staged), format!("encoding {MANIFEST}: {e}")))?;
+    io.save(&format!("{staged}/{MANIFEST}"), &bytes)?;
+    Ok(manifest.files.len())
+}
+
+/// A file for every shard that holds something.
+fn create<'a>(
+    io: &'a dyn CheckpointIO,
+    staged: &str,
+    shards: usize,
+    part: &Part<'_>,
+    order: &[usize],
+) -> Result<Vec<Option<TensorFile<'a>>>> {
+    (0..shards)
+        .map(|shard| {
+            let slot = |tensor: &TensorMeta| Slot {
+                name: tensor.name.clone(),
+                dtype: tensor.dtype,
+                region: piece(&tensor.shape, shards, shard),
+            };
+            let slots = order.iter().map(|&i| slot(&part.tensors[i]));
+            let slots: Vec<Slot> = slots.filter(|slot| !slot.region.is_empty()).collect();
+            if slots.is_empty() {
+                return Ok(None);
+            }
+            let file = format!("{}/{}", part.section.stem(), file_name(shard));
+            TensorFile::create(io, format!("{staged}/{file}"), file, slots, true).map(Some)
+        })
+        .collect()
+}
+
+fn spec(shape: &[usize], shards: usize) -> ShardSpec {
+    let placement = if shape.is_empty() { Placement::Replicate } else { Placement::Shard(0) };
+    ShardSpec::new(shape.to_vec()).with_cut(Cut::new(DATA_PARALLEL_SHARD, shards, placement))
+}
+
+/// What of a tensor is in a shard.
+fn piece(shape: &[usize], shards: usize, shard: usize) -> Region {
+    spec(shape, shards).owned_region(|_| shard)
+}

@@ -1,0 +1,39 @@
+//! Tools for checkpoints on disk: what the `fulgurite checkpoint` command does, as functions.
+//!
+//! ```no_run
+//! use fulgurite_core::checkpoint::CheckpointIO;
+//! use fulgurite_core::checkpoint::tools::{AnyCheckpoint, ConvertOptions, Target, convert, verify};
+//!
+//! fn publish(io: &dyn CheckpointIO) -> fulgurite_core::Result<()> {
+//!     let checkpoint = AnyCheckpoint::open("checkpoints/step-00000300")?;
+//!     assert!(verify(&checkpoint, &mut |_| {}).damages.is_empty());
+//!     let options = ConvertOptions {
+//!         dtype: Some(candle_core::DType::BF16),
+//!         ..ConvertOptions::new(Target::HuggingFace)
+//!     };
+//!     convert(&checkpoint, io, "my-model", &options, &mut |_| {})?;
+//!     Ok(())
+//! }
+//! ```
+//!
+//! They need no process group and no accelerator. Tensors are read and written one by one; what is
+//! read is checked against its checksum, and what is written appears under its name when it is
+//! complete and durable, as everywhere.
+
+mod any;
+mod convert;
+mod diff;
+mod distribute;
+mod inspect;
+mod output;
+mod progress;
+mod rename;
+mod verify;
+
+pub use any::{AnyCheckpoint, Kind};
+pub use convert::{ConvertOptions, Converted, Target, consolidate, convert, reshard};
+pub use diff::{Change, Comparison, DiffOptions, Difference, ValueDifference, diff};
+pub use inspect::{Summary, TensorSet, TensorSummary, inspect};
+pub use progress::Progress;
+pub use rename::Rename;
+pub use verify::{Damage, Verification, verify};

@@ -1,0 +1,143 @@
+//! Whether a checkpoint is what was written.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use serde::Serialize;
+use xxhash_rust::xxh3::Xxh3;
+
+use super::super::manifest::{BoxEntry, TensorEntry};
+use super::super::shard_file::{Stored, read_header};
+use super::super::stored::Place;
+use super::super::{CheckpointReader, boxes};
+use super::progress::{Counter, Progress};
+use super::{AnyCheckpoint, Kind};
+
+/// Bytes that are read at a time.
+const WINDOW: u64 = 4 << 20;
+
+/// What came of verifying.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Verification {
+    /// Where it is.
+    pub path: PathBuf,
+    /// What it is.
+    pub kind: Kind,
+    /// Number of tensors, the optimizer's included.
+    pub tensors: usize,
+    /// Bytes that were compared with checksums; 0 for weights alone, which have none.
+    pub bytes: u64,
+    /// Everything that is wrong.
+    pub damages: Vec<Damage>,
+}
+
+/// Something that is not what was written.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Damage {
+    /// The file.
+    pub file: PathBuf,
+    /// The tensor; `None` if the whole file is concerned.
+    pub tensor: Option<String>,
+    /// What is wrong.
+    pub message: String,
+}
+
+impl std::fmt::Display for Damage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let file = self.file.display();
+        match &self.tensor {
+            Some(tensor) => write!(f, "{file}: tensor `{tensor}`: {}", self.message),
+            None => write!(f, "{file}: {}", self.message),
+        }
+    }
+}
+
+/// Reads all of a checkpoint and compares it with the checksums, and the files' headers with the
+/// manifest. Weights alone have no checksums: opening them has checked headers and lengths. Takes
+/// 4 MiB of memory. Not collective.
+pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) -> Verification {
+    let tensors = checkpoint.sections().iter().map(|(_, source)| source.names().len()).sum();
+    let mut verification = Verification {
+        path: checkpoint.location().to_owned(),
+        kind: checkpoint.kind(),
+        tensors,
+        bytes: 0,
+        damages: Vec::new(),
+    };
+    let Some(manifest) = checkpoint.manifest() else { return verification };
+    let length = |stored: &BoxEntry| stored.bytes.1 - stored.bytes.0;
+    let all = || manifest.model.iter().chain(&manifest.optimizer);
+    let total = all().flat_map(|(_, tensor)| &tensor.boxes).map(length).sum();
+    verification.bytes = total;
+    let mut counter = Counter::new(total, progress);
+    let place = Place::Local(checkpoint.location().to_owned());
+    let mut buffer = Vec::new();
+    for file in manifest.files.keys() {
+        let location = place.location(file);
+        let mut report = |tensor: Option<&str>, message: String| {
+            let tensor = tensor.map(str::to_owned);
+            verification.damages.push(Damage { file: location.clone(), tensor, message });
+        };
+        let reader = match place.open(file) {
+            Ok(reader) => reader,
+            Err(error) => {
+                report(None, error.to_string());
+                continue;
+            }
+        };
+        let header: Option<BTreeMap<String, Stored>> = match read_header(reader.as_ref()) {
+            Ok(header) => Some(header.into_iter().map(|s| (s.name.clone(), s)).collect()),
+            Err(message) => {
+                report(None, message);
+                None
+            }
+        };
+        let mut inside: Vec<_> = all()
+            .flat_map(|(name, tensor)| tensor.boxes.iter().map(move |b| (name, tensor, b)))
+            .filter(|(_, _, stored)| stored.file == *file)
+            .collect();
+        inside.sort_by_key(|(_, _, stored)| stored.bytes);
+        for (name, tensor, stored) in &inside {
+            if let Some(header) = &header
+                && !is_listed(header.get(*name), tensor, stored)
+            {
+                report(Some(name), "the file's header says something else of it".to_owned());
+            }
+            match hash(&reader, stored, &mut buffer) {
+                Ok(found) if found == stored.xxh3 => {}
+                Ok(_) => {
+                    let region = boxes::show(&stored.region);
+                    let message = format!("the bytes of {region} do not match their checksum");
+                    report(Some(name), message);
+                }
+                Err(error) => report(Some(name), format!("reading it: {error}")),
+            }
+            counter.add(length(stored));
+        }
+    }
+    verification
+}
+
+/// Whether a file's header says of a part what the manifest does.
+fn is_listed(found: Option<&Stored>, tensor: &TensorEntry, stored: &BoxEntry) -> bool {
+    found.is_some_and(|found| {
+        found.bytes == stored.bytes && found.dtype == tensor.dtype && found.region == stored.region
+    })
+}
+
+fn hash(
+    reader: &Arc<dyn CheckpointReader>,
+    stored: &BoxEntry,
+    buffer: &mut Vec<u8>,
+) -> std::io::Result<u64> {
+    let mut hash = Xxh3::new();
+    let (mut position, end) = stored.bytes;
+    while position < end {
+        buffer.resize((end - position).min(WINDOW) as usize, 0);
+        reader.read_exact_at(buffer, position)?;
+        hash.update(buffer);
+        position += buffer.len() as u64;
+    }
+    Ok(hash.digest())
+}

@@ -1,0 +1,208 @@
+//! `fulgurite checkpoint consolidate`, `convert` and `reshard`.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Args, ValueEnum};
+use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_core::checkpoint::ModelConfig;
+use fulgurite_core::checkpoint::tools::{self, ConvertOptions, Rename, Target};
+use fulgurite_core::{Error, Result};
+
+use super::arguments::{Float, Size};
+use super::progress::Bar;
+use super::{Verbosity, bytes, count, open, print, print_json};
+
+/// From where to where.
+#[derive(Debug, Args)]
+struct Paths {
+    /// A checkpoint's directory, a Hugging Face directory or a safetensors file
+    input: PathBuf,
+    /// The directory to write; it appears when it is complete
+    output: PathBuf,
+    /// Replace a checkpoint that is there already
+    #[arg(long)]
+    overwrite: bool,
+    #[command(flatten)]
+    verbosity: Verbosity,
+}
+
+/// What becomes of the tensors.
+#[derive(Debug, Args)]
+struct Changes {
+    /// Convert the model's floating-point tensors
+    #[arg(long, value_enum)]
+    dtype: Option<Float>,
+    /// Leave the optimizer's state out
+    #[arg(long)]
+    model_only: bool,
+    /// Give names that begin with FROM the beginning TO: `model.=`, `=model.`; the first rule that
+    /// fits a name counts
+    #[arg(long, value_name = "FROM=TO")]
+    rename: Vec<Rename>,
+}
+
+/// How whole tensors are filed.
+#[derive(Debug, Args)]
+struct Files {
+    /// Begin another file beyond this size [default: 5GB]
+    #[arg(long, value_name = "SIZE")]
+    max_shard_size: Option<Size>,
+    /// The model's `config.json`, instead of the input's
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+}
+
+/// The arguments of `consolidate`.
+#[derive(Debug, Args)]
+pub struct Consolidate {
+    #[command(flatten)]
+    paths: Paths,
+    #[command(flatten)]
+    changes: Changes,
+    #[command(flatten)]
+    files: Files,
+}
+
+/// The arguments of `convert`.
+#[derive(Debug, Args)]
+pub struct Convert {
+    #[command(flatten)]
+    paths: Paths,
+    /// What to make
+    #[arg(long, value_enum)]
+    to: Format,
+    /// Number of shards of a distributed checkpoint [default: 1]
+    #[arg(long, value_name = "N")]
+    shards: Option<usize>,
+    #[command(flatten)]
+    changes: Changes,
+    #[command(flatten)]
+    files: Files,
+}
+
+/// The arguments of `reshard`.
+#[derive(Debug, Args)]
+pub struct Reshard {
+    #[command(flatten)]
+    paths: Paths,
+    /// Number of shards
+    #[arg(long, value_name = "N")]
+    shards: usize,
+}
+
+/// A format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Format {
+    /// Shards with a manifest, which training resumes from
+    Distributed,
+    /// Whole tensors, with optimizer and state, which others load too
+    Full,
+    /// What `transformers` writes: the model alone
+    HuggingFace,
+}
+
+impl Consolidate {
+    pub(super) fn run(self) -> Result<ExitCode> {
+        let options = options(Target::Full, self.changes, self.files);
+        self.paths.convert("consolidating", options)
+    }
+}
+
+impl Convert {
+    pub(super) fn run(self) -> Result<ExitCode> {
+        if let Some(option) = self.misplaced() {
+            let message = format!("{option} means nothing for this format; leave it out");
+            return Err(Error::other(message));
+        }
+        let to = match self.to {
+            Format::Distributed => Target::Distributed { shards: self.shards.unwrap_or(1) },
+            Format::Full => Target::Full,
+            Format::HuggingFace => Target::HuggingFace,
+        };
+        self.paths.convert("converting", options(to, self.changes, self.files))
+    }
+}
+
+impl Convert {
+    /// An option that was given and is of another format.
+    fn misplaced(&self) -> Option<&'static str> {
+        let distributed = self.to == Format::Distributed;
+        [
+            ("--shards", self.shards.is_some() && !distributed),
+            ("--max-shard-size", self.files.max_shard_size.is_some() && distributed),
+            ("--config", self.files.config.is_some() && distributed),
+        ]
+        .into_iter()
+        .find_map(|(option, is_misplaced)| is_misplaced.then_some(option))
+    }
+}
+
+impl Reshard {
+    pub(super) fn run(self) -> Result<ExitCode> {
+        let to = Target::Distributed { shards: self.shards };
+        self.paths.convert("resharding", ConvertOptions::new(to))
+    }
+}
+
+fn options(to: Target, changes: Changes, files: Files) -> ConvertOptions {
+    let mut rename = Rename::default();
+    rename.extend(changes.rename);
+    let as_it_is = ConvertOptions::new(to);
+    ConvertOptions {
+        dtype: changes.dtype.map(Into::into),
+        model_only: changes.model_only,
+        rename,
+        max_shard_bytes: files.max_shard_size.map_or(as_it_is.max_shard_bytes, |size| size.0),
+        config: files.config.map(ModelConfig::File),
+        ..as_it_is
+    }
+}
+
+impl Paths {
+    fn convert(self, what: &'static str, options: ConvertOptions) -> Result<ExitCode> {
+        let input = open(&self.input)?;
+        let (parent, name) = split(&self.output)?;
+        check_apart(&self.input, &self.output, parent)?;
+        let io = LocalDirectory::new(parent);
+        let options = ConvertOptions { overwrite: self.overwrite, ..options };
+        let bar = Bar::new(what, self.verbosity);
+        let mut converted =
+            tools::convert(&input, &io, name, &options, &mut |progress| bar.show(progress))?;
+        drop(bar);
+        if self.verbosity.json {
+            converted.path = self.output;
+            print_json(&converted)?;
+        } else {
+            print(&format!(
+                "wrote {}: {}, {}, in {}\n",
+                self.output.display(),
+                count(converted.tensors, "tensor"),
+                bytes(converted.bytes),
+                count(converted.files, "file")
+            ))?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+/// The directory that an output is in, and its name there.
+fn split(output: &Path) -> Result<(&Path, &str)> {
+    match (output.parent(), output.file_name().and_then(|name| name.to_str())) {
+        (Some(parent), Some(name)) if parent.as_os_str().is_empty() => Ok((Path::new("."), name)),
+        (Some(parent), Some(name)) => Ok((parent, name)),
+        _ => Err(Error::checkpoint(output, "the output needs a directory name of its own")),
+    }
+}
+
+/// Checks that the output would not be inside of the input.
+fn check_apart(input: &Path, output: &Path, parent: &Path) -> Result<()> {
+    let whole = |path: &Path| path.canonicalize().ok();
+    match (whole(input), whole(parent)) {
+        (Some(input), Some(parent)) if input.is_dir() && parent.starts_with(&input) => {
+            let message = "the output would be inside of the input; name another place";
+            Err(Error::checkpoint(output, message))
+        }
+        _ => Ok(()),
+    }
+}

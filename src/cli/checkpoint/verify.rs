@@ -1,0 +1,64 @@
+//! `fulgurite checkpoint verify`.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+use fulgurite_core::Result;
+use fulgurite_core::checkpoint::tools::{self, Kind, Verification};
+
+use super::progress::Bar;
+use super::{Verbosity, bytes, count, open, print, print_json};
+
+/// The arguments.
+#[derive(Debug, Args)]
+pub struct Verify {
+    /// A checkpoint's directory
+    path: PathBuf,
+    #[command(flatten)]
+    verbosity: Verbosity,
+}
+
+impl Verify {
+    pub(super) fn run(&self) -> Result<ExitCode> {
+        let checkpoint = match open(&self.path) {
+            Err(error) if self.verbosity.json => {
+                let error = error.to_string();
+                print_json(&serde_json::json!({ "path": self.path, "error": error }))?;
+                return Ok(ExitCode::FAILURE);
+            }
+            checkpoint => checkpoint?,
+        };
+        let bar = Bar::new("verifying", self.verbosity);
+        let verification = tools::verify(&checkpoint, &mut |progress| bar.show(progress));
+        drop(bar);
+        if self.verbosity.json {
+            print_json(&verification)?;
+        } else {
+            print(&show(&verification))?;
+        }
+        let is_whole = verification.damages.is_empty();
+        Ok(if is_whole { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
+}
+
+fn show(verification: &Verification) -> String {
+    let path = verification.path.display();
+    let tensors = count(verification.tensors, "tensor");
+    // Writing to a string cannot fail.
+    let mut text = String::new();
+    for damage in &verification.damages {
+        let _ = writeln!(text, "{damage}");
+    }
+    let _ = if !verification.damages.is_empty() {
+        let n = verification.damages.len();
+        writeln!(text, "{path} is damaged in {}", count(n, "place"))
+    } else if verification.kind == Kind::Weights {
+        writeln!(text, "{path}: {tensors}; the headers are sound, and there are no checksums")
+    } else {
+        let bytes = bytes(verification.bytes);
+        writeln!(text, "{path}: {tensors}, {bytes}, all as written")
+    };
+    text
+}

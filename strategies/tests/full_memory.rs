@@ -1,0 +1,153 @@
+//! What saving a full checkpoint costs in memory, by the allocator's count.
+#![allow(unsafe_code)] // A global allocator is unsafe to implement; this one counts and passes on.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicIsize, Ordering};
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_core::Result;
+use fulgurite_core::checkpoint::tools::{AnyCheckpoint, ConvertOptions, Target, convert, verify};
+use fulgurite_core::checkpoint::{
+    FullCheckpoint, FullOptions, GatherOptions, TensorSource, save_full,
+};
+use fulgurite_core::collective::ProcessGroup;
+use fulgurite_core::module::{ModuleBuilder, ModuleInit, ModuleTree};
+use fulgurite_core::parameter::{Init, LocalShard};
+use fulgurite_core::shard::{Cut, Placement, Region};
+use fulgurite_transports::run_ranks;
+
+struct Counted;
+
+/// Bytes that all threads hold, and the most they held since it was last set.
+static LIVE: AtomicIsize = AtomicIsize::new(0);
+static PEAK: AtomicIsize = AtomicIsize::new(0);
+
+fn add(bytes: isize) {
+    let live = LIVE.fetch_add(bytes, Ordering::SeqCst) + bytes;
+    PEAK.fetch_max(live, Ordering::SeqCst);
+}
+
+// SAFETY: every call goes to the system's allocator as it came; counting allocates nothing.
+unsafe impl GlobalAlloc for Counted {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        add(layout.size() as isize);
+        // SAFETY: the caller's own promise about `layout`.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        add(layout.size() as isize);
+        // SAFETY: the caller's own promise about `layout`.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        add(-(layout.size() as isize));
+        // SAFETY: the caller's own promise about `ptr`, which came from `System`.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counted = Counted;
+
+const RANKS: usize = 2;
+const TENSORS: usize = 3;
+const ROWS: usize = 2048;
+const COLUMNS: usize = 3072;
+/// Bytes of the largest tensor.
+const TENSOR: usize = ROWS * COLUMNS * 4;
+/// What is sent at a time.
+const WINDOW: usize = 8 << 20;
+/// Buffers of files, control messages, the transport's own.
+const SLACK: usize = 4 << 20;
+
+/// A model whose tensors are cut along this dimension.
+fn model(group: &dyn ProcessGroup, dim: usize) -> Result<ModuleTree> {
+    let b = ModuleBuilder::new(ModuleInit::default());
+    for i in 0..TENSORS {
+        b.parameter(&format!("w{i}"), [ROWS, COLUMNS], Init::ONES)?;
+    }
+    let tree = b.finish()?;
+    for parameter in tree.parameters() {
+        let cut = Cut::new("data_parallel_shard", group.size(), Placement::Shard(dim));
+        let spec = parameter.spec().with_cut(cut);
+        let region = spec.region(|_| group.rank());
+        let runs = region.runs(&spec.shape);
+        let values = runs.iter().flat_map(|run| run.outer..run.outer + run.len).map(value);
+        let values = Tensor::from_iter(values, parameter.device())?;
+        parameter.set_spec(spec);
+        parameter.set_local(LocalShard { values, region });
+    }
+    Ok(tree)
+}
+
+/// The value of a tensor's element of this index; bf16 holds it too.
+fn value(index: usize) -> f32 {
+    (index % 251) as f32
+}
+
+/// Asserts that every tensor is what the model has.
+fn check(full: &FullCheckpoint) {
+    for name in full.names() {
+        let region = Region::full(&[ROWS, COLUMNS]);
+        let values = full.read(name, &region, DType::F32, &Device::Cpu).unwrap();
+        let values = values.to_vec1::<f32>().unwrap();
+        assert!(values.iter().enumerate().all(|(i, x)| *x == value(i)), "{name}");
+    }
+}
+
+/// Bytes that are held beyond what was held before, at most.
+fn rise(f: impl FnOnce()) -> usize {
+    let before = LIVE.load(Ordering::SeqCst);
+    PEAK.store(before, Ordering::SeqCst);
+    f();
+    (PEAK.load(Ordering::SeqCst) - before) as usize
+}
+
+/// One test: it counts what the whole process holds.
+#[test]
+fn a_save_holds_one_tensor_at_a_time_and_so_do_the_tools() {
+    let temp = tempfile::tempdir().unwrap();
+    let io = LocalDirectory::new(temp.path()).with_sync(false);
+    // Along the rows parts go straight to their place; along the columns by way of a window.
+    for (dim, dtype, most) in [
+        (0, None, TENSOR + SLACK),
+        (1, None, TENSOR + WINDOW + SLACK),
+        (1, Some(DType::BF16), TENSOR / 2 + RANKS * WINDOW / 2 + WINDOW + SLACK),
+    ] {
+        let rises = run_ranks(RANKS, |world| {
+            let tree = model(&*world, dim)?;
+            let gather = GatherOptions { dtype, ..GatherOptions::default() };
+            let options = FullOptions { gather, ..FullOptions::default() };
+            world.barrier()?.wait()?;
+            let mut saved = Ok(Default::default());
+            let rise = rise(|| {
+                let (io, at) = (&io, |_: &str| world.rank());
+                let meta = Default::default();
+                saved = save_full(io, &*world, "full", &tree, at, &[], &options, &meta);
+            });
+            saved?;
+            world.barrier()?.wait()?;
+            Ok(rise)
+        });
+        let rise = rises.unwrap().into_iter().max().unwrap();
+        assert!(rise <= most, "dimension {dim}, {dtype:?}: {rise} bytes, expected {most}");
+        assert!(rise >= TENSOR / 2, "dimension {dim}, {dtype:?}: {rise} bytes");
+        check(&FullCheckpoint::open(temp.path().join("full")).unwrap());
+    }
+    let full = AnyCheckpoint::open(temp.path().join("full")).unwrap();
+    let to = |to: Target, name: &str, input: &AnyCheckpoint| {
+        let rise = rise(|| {
+            convert(input, &io, name, &ConvertOptions::new(to), &mut |_| {}).unwrap();
+        });
+        assert!(rise <= TENSOR + 8 * (1 << 20) + SLACK, "to {to:?}: {rise} bytes");
+        AnyCheckpoint::open(temp.path().join(name)).unwrap()
+    };
+    let shards = to(Target::Distributed { shards: 8 }, "shards", &full);
+    let again = to(Target::Full, "again", &shards);
+    check(&FullCheckpoint::open(temp.path().join("again")).unwrap());
+    let rise = rise(|| assert!(verify(&again, &mut |_| {}).damages.is_empty()));
+    assert!(rise <= (4 << 20) + SLACK, "verifying: {rise} bytes");
+}
