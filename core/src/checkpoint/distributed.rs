@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use super::boxes::check_cover;
 use super::manifest::{MANIFEST, Manifest, TensorEntry};
 use super::stored::{Place, StoredBox, refuse};
-use super::{CheckpointIO, SafetensorsSource, StoredTensors, TensorInfo, TensorSource};
+use super::{CheckpointIO, StoredTensors, TensorInfo, TensorSource};
 use crate::shard::Region;
 use crate::{Error, Result};
 
@@ -63,8 +63,10 @@ impl DistributedCheckpoint {
         };
         let manifest = Manifest::parse(&bytes, &place.location(MANIFEST))?;
         check_files(&manifest, &place)?;
-        let model = stored(&manifest.model, &manifest.files, &place, root.clone())?;
-        let optimizer = stored(&manifest.optimizer, &manifest.files, &place, root)?;
+        let mut model = stored(&manifest.model, &manifest.files, &place, root.clone())?;
+        let mut optimizer = stored(&manifest.optimizer, &manifest.files, &place, root)?;
+        model.set_filtered(manifest.filter.clone());
+        optimizer.set_filtered(manifest.filter.clone());
         Ok(Self { manifest, model, optimizer })
     }
 
@@ -123,19 +125,13 @@ impl TensorSource for DistributedCheckpoint {
     fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
         self.model.read_into(name, region, target)
     }
-}
 
-/// Opens whatever model weights are at `path`: a distributed checkpoint, or what
-/// [`SafetensorsSource::open`] takes.
-///
-/// # Errors
-/// As the two.
-pub fn open(path: impl AsRef<Path>) -> Result<Box<dyn TensorSource>> {
-    let path = path.as_ref();
-    if path.join(MANIFEST).is_file() {
-        Ok(Box::new(DistributedCheckpoint::open(path)?))
-    } else {
-        Ok(Box::new(SafetensorsSource::open(path)?))
+    fn read_into_unverified(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        self.model.read_into_unverified(name, region, target)
+    }
+
+    fn filtered(&self) -> Option<&str> {
+        self.model.filtered()
     }
 }
 

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::boxes::check_cover;
 use super::manifest::{MANIFEST, Manifest, SaveMeta, TensorEntry};
 use super::shard_file::{self, Piece};
-use super::{CheckpointIO, ShardTensor, naming};
+use super::{CheckpointIO, Filter, ShardTensor, naming};
 use crate::collective::{ProcessGroup, all_gather_object, broadcast_object};
 use crate::shard::Region;
 use crate::{Error, Result};
@@ -27,6 +27,9 @@ struct Written {
 /// Collective: every rank of `group` calls it with its parts ([`model_tensors`],
 /// [`optimizer_tensors`]); rank 0's `meta` counts. Ranks need to see the same place. Each writes
 /// straight from the tensors' memory; those on a device are copied one at a time.
+///
+/// With [`SaveMeta::filter`], only what it keeps is written, and the manifest says so: such a
+/// checkpoint loads with the same filter, or not strictly.
 ///
 /// The checkpoint appears under its name when everything is durable, in one step, replacing an
 /// older one of that name. What earlier saves to this place left unfinished is removed first, so
@@ -46,6 +49,7 @@ pub fn save(
     optimizer: &[ShardTensor],
     meta: &SaveMeta,
 ) -> Result<PathBuf> {
+    let (model, optimizer) = &Filter::apply(meta.filter.as_ref(), model, optimizer);
     let staged = on_root(group, || prepare(io, name))?;
     let mut own_error = None;
     let written = write(io, group.rank(), &staged, model, optimizer).map_err(|error| {
