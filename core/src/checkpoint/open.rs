@@ -30,7 +30,8 @@ pub fn open(path: impl AsRef<Path>) -> Result<Box<dyn TensorSource>> {
     let is_torch = if path.is_dir() {
         let names = names_in(path)?;
         let has = |test: fn(&str) -> bool| names.iter().any(|name| test(name));
-        let safetensors = has(|n| n.ends_with(".safetensors") || n.ends_with(".safetensors.index.json"));
+        let safetensors =
+            has(|n| n.ends_with(".safetensors") || n.ends_with(".safetensors.index.json"));
         if !safetensors && has(|n| n == ".metadata" || n.ends_with(".distcp")) {
             let message = "this is a checkpoint of torch.distributed.checkpoint in its own format, \
                            whose index is a pickled program. Make a state dict of it with `python -m \
@@ -56,9 +57,7 @@ fn names_in(path: &Path) -> Result<Vec<String>> {
     let failed = || Error::io("listing", path);
     std::fs::read_dir(path)
         .map_err(failed())?
-        .map(|entry| {
-            entry.map(|e| e.file_name().to_string_lossy().into_owned()).map_err(failed())
-        })
+        .map(|entry| entry.map(|e| e.file_name().to_string_lossy().into_owned()).map_err(failed()))
         .collect()
 }
 

@@ -237,9 +237,7 @@ impl StoredTensors {
             };
             read_segments(reader.as_ref(), stored.bytes.0, &segments, out)
                 .map_err(|e| damaged(format!("reading {}: {}", show(&shared), reason(&e))))?;
-            if let (true, Some(expected)) =
-                (verify && shared == stored.region, stored.checksum)
-            {
+            if let (true, Some(expected)) = (verify && shared == stored.region, stored.checksum) {
                 let mut hash = Xxh3::new();
                 segments.iter().for_each(|s| hash.update(&out[s.to..s.to + s.len]));
                 if hash.digest() != expected {

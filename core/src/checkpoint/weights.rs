@@ -143,7 +143,10 @@ fn assemble(parts: &[(usize, Stored)]) -> Result<Vec<usize>, String> {
     Ok(shape)
 }
 
-pub(super) fn with_index(root: &Path, path: &Path) -> Result<(PathBuf, Vec<String>, Option<Index>)> {
+pub(super) fn with_index(
+    root: &Path,
+    path: &Path,
+) -> Result<(PathBuf, Vec<String>, Option<Index>)> {
     let bytes = std::fs::read(path).map_err(Error::io("reading", path))?;
     let index: Index = serde_json::from_slice(&bytes)
         .map_err(|e| Error::checkpoint(path, format!("the index is damaged: {e}")))?;

@@ -44,7 +44,8 @@ impl Archive {
             return Err(fail("is no file of `torch.save`: it is no zip archive".to_owned()));
         }
         let file = File::open(path).map_err(Error::io("opening", path))?;
-        let damaged = |error: zip::result::ZipError| fail(format!("is truncated or damaged: {error}"));
+        let damaged =
+            |error: zip::result::ZipError| fail(format!("is truncated or damaged: {error}"));
         let mut zip = zip::ZipArchive::new(std::io::BufReader::new(file)).map_err(damaged)?;
         let mut entries = HashMap::new();
         for index in 0..zip.len() {
@@ -59,12 +60,16 @@ impl Archive {
             let range = entry.data_start().and_then(|s| Some((s, s.checked_add(entry.size())?)));
             match range {
                 Some((start, end)) if end <= len => entries.insert(name, (start, end)),
-                _ => return Err(fail(format!("is truncated: `{name}` in it ends beyond the file"))),
+                _ => {
+                    return Err(fail(format!("is truncated: `{name}` in it ends beyond the file")));
+                }
             };
         }
         let pickle = entries.keys().find(|name| *name == "data.pkl" || name.ends_with("/data.pkl"));
         let Some(pickle) = pickle.cloned() else {
-            return Err(fail("is no file of `torch.save`: there is no `data.pkl` in it".to_owned()));
+            return Err(fail(
+                "is no file of `torch.save`: there is no `data.pkl` in it".to_owned(),
+            ));
         };
         let prefix = pickle.strip_suffix("data.pkl").unwrap_or_default();
         let load = |(start, end): (u64, u64)| {

@@ -190,7 +190,8 @@ impl<'a> Machine<'a> {
             }
             b'V' | b'S' => {
                 let line = String::from_utf8_lossy(self.line()?).into_owned();
-                let text = if op == b'S' { line.trim_matches(['\'', '"']).to_owned() } else { line };
+                let text =
+                    if op == b'S' { line.trim_matches(['\'', '"']).to_owned() } else { line };
                 self.push(Object::Text(text))
             }
             b'B' => {
@@ -497,7 +498,8 @@ mod tests {
             let items = heap.items(heap.root).unwrap();
             let keys: Vec<_> = items.iter().map(|(key, _)| heap.text(*key).unwrap()).collect();
             assert_eq!(keys, ["a", "b"]);
-            let first: Vec<_> = heap.sequence(items[0].1).unwrap().iter().map(|&i| heap.get(i)).collect();
+            let first: Vec<_> =
+                heap.sequence(items[0].1).unwrap().iter().map(|&i| heap.get(i)).collect();
             use Object::{Bool, Int};
             assert_eq!(first, [&Int(1), &Int(-2), &Int(70000), &Bool(true)]);
             let second = heap.sequence(items[1].1).unwrap();

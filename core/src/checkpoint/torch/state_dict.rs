@@ -175,7 +175,8 @@ fn view(heap: &Heap, args: &[Id]) -> Result<TensorView, String> {
         let Object::Persistent(key) = heap.get(*storage) else { return None };
         let [_, class, storage, ..] = heap.sequence(*key)? else { return None };
         let class = heap.global(*class)?.rsplit('.').next()?;
-        let dtype = args.get(6).and_then(|id| heap.global(*id)).and_then(|n| n.strip_prefix("torch."));
+        let dtype =
+            args.get(6).and_then(|id| heap.global(*id)).and_then(|n| n.strip_prefix("torch."));
         Some((
             class,
             dtype,
