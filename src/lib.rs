@@ -60,6 +60,8 @@ pub use fulgurite_strategies as strategies;
 // Linked for what they register.
 use fulgurite_checkpoint as _;
 use fulgurite_environments as _;
+#[cfg(feature = "object-store")]
+use fulgurite_object_store as _;
 use fulgurite_transports as _;
 
 /// The code in the README and in the book: compiled and run as documentation tests.

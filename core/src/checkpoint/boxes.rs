@@ -2,13 +2,15 @@
 
 use crate::shard::Region;
 
-/// The boxes that a tensor is stored in, ordered by where they begin along the first dimension, so
-/// that a region is compared only with boxes that may meet it.
+/// The boxes that a tensor is stored in, ordered by where they begin along the dimension that tells
+/// them apart best, so that a region is compared only with boxes that may meet it.
 #[derive(Debug)]
 pub(super) struct BoxIndex {
+    /// The dimension that they are ordered by.
+    dim: usize,
     /// Region and place in the list that the index was made from.
     boxes: Vec<(Region, usize)>,
-    /// How far along the first dimension the boxes up to each one reach.
+    /// How far along that dimension the boxes up to each one reach.
     reach: Vec<usize>,
 }
 
@@ -16,25 +18,29 @@ impl BoxIndex {
     /// An index of boxes that [`check_bounds`] accepts.
     pub(super) fn new(regions: impl Iterator<Item = Region>) -> Self {
         let mut boxes: Vec<_> = regions.enumerate().map(|(i, region)| (region, i)).collect();
-        boxes.sort_by_key(|(region, i)| (start(region), *i));
+        let dim = widest(&boxes);
+        boxes.sort_by_key(|(region, i)| (start(region, dim), *i));
         let mut furthest = 0;
         let reach = boxes
             .iter()
             .map(|(region, _)| {
-                furthest = furthest.max(end(region));
+                furthest = furthest.max(end(region, dim));
                 furthest
             })
             .collect();
-        Self { boxes, reach }
+        Self { dim, boxes, reach }
     }
 
     /// The boxes that `region` meets, and what they share with it, last one first.
-    pub(super) fn intersections(&self, region: &Region) -> impl Iterator<Item = (usize, Region)> {
-        let (from, to) = (start(region), end(region));
-        let first_after = self.boxes.partition_point(|(other, _)| start(other) < to);
+    pub(super) fn intersections(
+        &self,
+        region: &Region,
+    ) -> impl Iterator<Item = (usize, Region)> + use<> {
+        let (from, to) = (start(region, self.dim), end(region, self.dim));
+        let first_after = self.boxes.partition_point(|(other, _)| start(other, self.dim) < to);
         (0..first_after)
             .rev()
-            .take_while(move |&i| self.reach[i] > from)
+            .take_while(|&i| self.reach[i] > from)
             .filter_map(|i| {
                 let (other, index) = &self.boxes[i];
                 other.intersect(region).map(|shared| (*index, shared))
@@ -44,12 +50,25 @@ impl BoxIndex {
     }
 }
 
-fn start(region: &Region) -> usize {
-    region.offsets.first().copied().unwrap_or(0)
+/// The dimension along which boxes begin at the most places: the first one under FSDP, the second
+/// where only tensor parallelism cuts columns.
+fn widest(boxes: &[(Region, usize)]) -> usize {
+    let dims = boxes.first().map_or(0, |(region, _)| region.offsets.len());
+    let places = |dim: usize| {
+        let mut starts: Vec<usize> = boxes.iter().map(|(region, _)| start(region, dim)).collect();
+        starts.sort_unstable();
+        starts.dedup();
+        starts.len()
+    };
+    (0..dims).rev().max_by_key(|&dim| places(dim)).unwrap_or(0)
 }
 
-fn end(region: &Region) -> usize {
-    region.offsets.first().zip(region.sizes.first()).map_or(1, |(o, s)| o + s)
+fn start(region: &Region, dim: usize) -> usize {
+    region.offsets.get(dim).copied().unwrap_or(0)
+}
+
+fn end(region: &Region, dim: usize) -> usize {
+    region.offsets.get(dim).zip(region.sizes.get(dim)).map_or(1, |(o, s)| o + s)
 }
 
 /// The number of elements of a shape; `None` if that or any stride does not fit into `usize`.
@@ -129,6 +148,16 @@ mod tests {
         insta::assert_snapshot!(error, @"[2..18446744073709551615, 0..3] is not a part of a tensor of shape [4, 3]");
         let error = check(&[usize::MAX, 3], &[]).unwrap_err();
         insta::assert_snapshot!(error, @"[18446744073709551615, 3] is no valid shape");
+    }
+
+    #[test]
+    fn the_index_is_along_the_dimension_that_is_cut() {
+        let columns = (0..64).map(|i| region(&[0, i * 2], &[8, 2]));
+        assert_eq!(BoxIndex::new(columns).dim, 1);
+        let rows = (0..64).map(|i| region(&[i * 2, i % 2], &[2, 1]));
+        assert_eq!(BoxIndex::new(rows).dim, 0);
+        assert_eq!(BoxIndex::new(std::iter::once(region(&[], &[]))).dim, 0);
+        assert_eq!(BoxIndex::new(std::iter::once(region(&[0, 0], &[2, 2]))).dim, 0);
     }
 
     proptest! {

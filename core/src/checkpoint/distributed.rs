@@ -7,11 +7,9 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 
 use super::boxes::check_cover;
-use super::manifest::{FULL_MANIFEST, MANIFEST, Manifest, TensorEntry};
+use super::manifest::{MANIFEST, Manifest, TensorEntry};
 use super::stored::{Place, StoredBox, refuse};
-use super::{
-    CheckpointIO, FullCheckpoint, SafetensorsSource, StoredTensors, TensorInfo, TensorSource,
-};
+use super::{CheckpointIO, StoredTensors, TensorInfo, TensorSource};
 use crate::shard::Region;
 use crate::{Error, Result};
 
@@ -64,7 +62,9 @@ impl DistributedCheckpoint {
             bytes => bytes?,
         };
         let manifest = Manifest::parse(&bytes, &place.location(MANIFEST))?;
-        let (model, optimizer) = contents(&manifest, &place, MANIFEST)?;
+        let (mut model, mut optimizer) = contents(&manifest, &place, MANIFEST)?;
+        model.set_filtered(manifest.filter.clone());
+        optimizer.set_filtered(manifest.filter.clone());
         Ok(Self { manifest, model, optimizer })
     }
 
@@ -123,21 +123,13 @@ impl TensorSource for DistributedCheckpoint {
     fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
         self.model.read_into(name, region, target)
     }
-}
 
-/// Opens whatever model weights are at `path`: a distributed checkpoint, a full one, or what
-/// [`SafetensorsSource::open`] takes.
-///
-/// # Errors
-/// As the three.
-pub fn open(path: impl AsRef<Path>) -> Result<Box<dyn TensorSource>> {
-    let path = path.as_ref();
-    if path.join(MANIFEST).is_file() {
-        Ok(Box::new(DistributedCheckpoint::open(path)?))
-    } else if path.join(FULL_MANIFEST).is_file() {
-        Ok(Box::new(FullCheckpoint::open(path)?))
-    } else {
-        Ok(Box::new(SafetensorsSource::open(path)?))
+    fn read_into_unverified(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        self.model.read_into_unverified(name, region, target)
+    }
+
+    fn filtered(&self) -> Option<&str> {
+        self.model.filtered()
     }
 }
 

@@ -1,122 +1,127 @@
 //! Filling models and optimizers from tensor sources.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Write as _;
+use std::path::Path;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
+use safetensors::Dtype;
 
-use super::{TensorSource, optimizer_key};
+use super::load_report::refuse_differences;
+use super::stored::loadable;
+use super::{
+    DistributedCheckpoint, DtypePolicy, LoadOptions, LoadReport, Mismatch, Renamed, TensorSource,
+    open, optimizer_key,
+};
+use crate::Result;
 use crate::module::ModuleTree;
 use crate::optim::StateTensor;
 use crate::shard::Region;
-use crate::{Error, Result};
-
-/// How what a source has and what a model wants differ.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct LoadReport {
-    /// What the model has and the source does not, in the model's order; tied parameters by their
-    /// first name.
-    pub missing: Vec<String>,
-    /// What the source has and the model does not, sorted.
-    pub unexpected: Vec<String>,
-    /// What both have, in different shapes.
-    pub mismatched: Vec<Mismatch>,
-}
-
-/// A tensor of one shape in the model and another in the source.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mismatch {
-    /// Its name in the source.
-    pub name: String,
-    /// Its shape in the model.
-    pub expected: Vec<usize>,
-    /// Its shape in the source.
-    pub found: Vec<usize>,
-}
-
-impl LoadReport {
-    /// Whether there is no difference.
-    pub fn is_empty(&self) -> bool {
-        self.missing.is_empty() && self.unexpected.is_empty() && self.mismatched.is_empty()
-    }
-
-    /// One error that lists everything; `Ok` if there is no difference. `whose` is `model` or
-    /// `optimizer`.
-    fn into_result(self, source: &dyn TensorSource, whose: &str) -> Result<Self> {
-        if self.is_empty() {
-            return Ok(self);
-        }
-        let mut message = format!("does not fit this {whose}:");
-        let list = |message: &mut String, title: &str, lines: &[String]| {
-            if !lines.is_empty() {
-                // Writing to a string cannot fail.
-                let _ = write!(message, "\n  {title} ({}):", lines.len());
-                for line in lines {
-                    let _ = write!(message, "\n    {line}");
-                }
-            }
-        };
-        let title = format!("missing, the {whose} has it and the checkpoint does not");
-        list(&mut message, &title, &self.missing);
-        let title = format!("unexpected, the checkpoint has it and the {whose} does not");
-        list(&mut message, &title, &self.unexpected);
-        let shapes: Vec<_> = self
-            .mismatched
-            .iter()
-            .map(|m| {
-                format!(
-                    "{}: {:?} in the {whose}, {:?} in the checkpoint",
-                    m.name, m.expected, m.found
-                )
-            })
-            .collect();
-        list(&mut message, "of another shape", &shapes);
-        message.push_str("\nNothing was loaded. Use the configuration that it was saved with");
-        Err(Error::checkpoint(source.location(), message))
-    }
-}
 
 /// One thing to fill: the names it may have in a source, and where its values go.
 struct Wanted {
     names: Vec<String>,
     shape: Vec<usize>,
+    dtype: DType,
+    /// Whether the filter takes it.
+    kept: bool,
     local: Option<(Tensor, Region)>,
 }
 
+/// What is filled: names in messages, in sources, and in filters differ.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Whose {
+    Model,
+    Optimizer,
+}
+
+impl Whose {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Model => "model",
+            Self::Optimizer => "optimizer",
+        }
+    }
+
+    fn keeps(self, options: &LoadOptions, name: &str) -> bool {
+        options.filter.as_ref().is_none_or(|filter| match self {
+            Self::Model => filter.keeps(name),
+            Self::Optimizer => filter.keeps_state(name),
+        })
+    }
+
+    /// The source under the model's names.
+    fn renamed<'s>(
+        self,
+        source: &'s dyn TensorSource,
+        options: &LoadOptions,
+    ) -> Result<Box<dyn TensorSource + 's>> {
+        Ok(if options.names.is_empty() {
+            Box::new(source)
+        } else if self == Self::Model {
+            Box::new(Renamed::new(source, &options.names)?)
+        } else {
+            Box::new(Renamed::optimizer(source, &options.names)?)
+        })
+    }
+}
+
 /// How a source and a model differ. Reads no values, changes nothing, and works before the model is
-/// set up. Not collective.
+/// set up. Not collective. See [`compare_with`] for filters and names.
 pub fn compare(source: &dyn TensorSource, tree: &ModuleTree) -> LoadReport {
-    match_up(source, &parameters(tree)).0
+    let options = LoadOptions::default();
+    match_up(source, &parameters(tree, &options), &options, Whose::Model).0
+}
+
+/// How a source and a model differ under these options; otherwise as [`compare`].
+///
+/// # Errors
+/// If the names cannot be brought together: see [`Renamed::new`].
+pub fn compare_with(
+    source: &dyn TensorSource,
+    tree: &ModuleTree,
+    options: &LoadOptions,
+) -> Result<LoadReport> {
+    let source = Whose::Model.renamed(source, options)?;
+    Ok(match_up(&*source, &parameters(tree, options), options, Whose::Model).0)
 }
 
 /// Checks that a checkpoint is of this model, before anything is changed. Not collective.
 ///
 /// # Errors
-/// [`Error::Checkpoint`], listing everything that is missing, unexpected or of another shape.
+/// [`Error::Checkpoint`](crate::Error::Checkpoint), listing everything that is missing, unexpected
+/// or of another shape.
 pub fn check(source: &dyn TensorSource, tree: &ModuleTree) -> Result<()> {
-    compare(source, tree).into_result(source, "model").map(drop)
+    let report = compare(source, tree);
+    refuse_differences(source.location(), &[(&report, "model")], source.filtered())
 }
 
 /// Fills this rank's part of every parameter ([`Parameter::local`](crate::parameter::Parameter::local)),
-/// converting dtypes. A tied parameter is found under any of its names.
+/// converting dtypes. A tied parameter is found under any of its names. `options` may be just
+/// whether to be strict.
 ///
-/// With `strict`, a source that does not fit is refused before anything is changed; otherwise what
+/// Strictly, a source that does not fit is refused before anything is changed; otherwise what
 /// fits is loaded, the rest keeps its values, and the report says what that was. Every rank calls
 /// it; it is not collective.
 ///
 /// # Errors
-/// As [`check`] if `strict`; if a parameter was not set up; if values cannot be read.
-pub fn load_into(source: &dyn TensorSource, tree: &ModuleTree, strict: bool) -> Result<LoadReport> {
-    let mut wanted = parameters(tree);
-    for (wanted, parameter) in wanted.iter_mut().zip(tree.parameters()) {
-        let local = parameter.local()?;
-        wanted.local = Some((local.values, local.region));
-    }
-    fill(source, &wanted, strict, "model")
+/// As [`check`] if strict; if names cannot be brought together; if a parameter was not set up; if
+/// values cannot be read.
+pub fn load_into(
+    source: &dyn TensorSource,
+    tree: &ModuleTree,
+    options: impl Into<LoadOptions>,
+) -> Result<LoadReport> {
+    let options = options.into();
+    let wanted = local_parameters(tree, &options)?;
+    let source = Whose::Model.renamed(source, &options)?;
+    let plan = Plan::new(&*source, &wanted, &options, Whose::Model);
+    plan.check(&options)?;
+    plan.fill(&options)
 }
 
 /// Fills this rank's part of an optimizer's state, from the tensors named by
-/// [`optimizer_key`]; otherwise as [`load_into`]. `tree` tells the names of tied parameters.
+/// [`optimizer_key`]; otherwise as [`load_into`]. `tree` tells the names of tied parameters. Filter
+/// and name rules are for the parameters' names.
 ///
 /// # Errors
 /// As [`load_into`].
@@ -124,10 +129,130 @@ pub fn load_optimizer(
     source: &dyn TensorSource,
     tree: &ModuleTree,
     states: &[StateTensor],
-    strict: bool,
+    options: impl Into<LoadOptions>,
 ) -> Result<LoadReport> {
+    let options = options.into();
+    let wanted = states_wanted(tree, states, &options);
+    let source = Whose::Optimizer.renamed(source, &options)?;
+    let plan = Plan::new(&*source, &wanted, &options, Whose::Optimizer);
+    plan.check(&options)?;
+    plan.fill(&options)
+}
+
+/// How a [distributed checkpoint](DistributedCheckpoint) differed from what was filled from it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RestoreReport {
+    /// The model's part.
+    pub model: LoadReport,
+    /// The optimizer's; empty if it was not loaded.
+    pub optimizer: LoadReport,
+}
+
+/// Fills a model, and an optimizer's state if there is one and not
+/// [`weights_only`](LoadOptions::weights_only), from one checkpoint. Strictly, both are compared
+/// first, and either both fit or neither is changed. Every rank calls it; it is not collective.
+///
+/// # Errors
+/// As [`load_into`]; one error lists the differences of both.
+pub fn restore(
+    checkpoint: &DistributedCheckpoint,
+    tree: &ModuleTree,
+    optimizer: Option<&[StateTensor]>,
+    options: impl Into<LoadOptions>,
+) -> Result<RestoreReport> {
+    let options = options.into();
+    let parameters = local_parameters(tree, &options)?;
+    let model = Whose::Model.renamed(checkpoint.model(), &options)?;
+    let model = Plan::new(&*model, &parameters, &options, Whose::Model);
+    let Some(states) = optimizer.filter(|_| !options.weights_only) else {
+        model.check(&options)?;
+        return Ok(RestoreReport { model: model.fill(&options)?, ..RestoreReport::default() });
+    };
+    let states = states_wanted(tree, states, &options);
+    let optimizer = Whose::Optimizer.renamed(checkpoint.optimizer(), &options)?;
+    let optimizer = Plan::new(&*optimizer, &states, &options, Whose::Optimizer);
+    if options.strict {
+        let reports = [(&model.report, "model"), (&optimizer.report, "optimizer")];
+        let filtered = checkpoint.manifest().filter.as_deref();
+        refuse_differences(checkpoint.location(), &reports, filtered)?;
+    }
+    Ok(RestoreReport { optimizer: optimizer.fill(&options)?, model: model.fill(&options)? })
+}
+
+/// torchtune's name for [`load_into`]: fills this rank's parts of a model from whole tensors (or any
+/// others), one at a time, without the whole model ever being in memory.
+///
+/// Unlike torchtune's, it works on meshes of any number of dimensions, and reports unexpected keys
+/// instead of failing on them.
+///
+/// # Errors
+/// As [`load_into`].
+pub fn load_from_full_model_state_dict(
+    tree: &ModuleTree,
+    source: &dyn TensorSource,
+    options: impl Into<LoadOptions>,
+) -> Result<LoadReport> {
+    load_into(source, tree, options)
+}
+
+/// torchtune's name for [`load_optimizer`]: state is found by its parameter's name, never by its
+/// position.
+///
+/// # Errors
+/// As [`load_optimizer`].
+pub fn load_from_full_optimizer_state_dict(
+    tree: &ModuleTree,
+    states: &[StateTensor],
+    source: &dyn TensorSource,
+    options: impl Into<LoadOptions>,
+) -> Result<LoadReport> {
+    load_optimizer(source, tree, states, options)
+}
+
+/// Lightning's `load_raw`: fills a model from the weights at `path`, whatever [`open`] takes.
+///
+/// Every rank calls it and reads its own parts; not collective. A strategy's
+/// [`finish_load`](crate::strategy::Strategy::finish_load) comes after it.
+///
+/// # Errors
+/// As [`open`] and [`load_into`].
+pub fn load_raw(
+    path: impl AsRef<Path>,
+    tree: &ModuleTree,
+    options: impl Into<LoadOptions>,
+) -> Result<LoadReport> {
+    load_into(&*open(path)?, tree, options)
+}
+
+fn local_parameters(tree: &ModuleTree, options: &LoadOptions) -> Result<Vec<Wanted>> {
+    let mut wanted = parameters(tree, options);
+    for (wanted, parameter) in wanted.iter_mut().zip(tree.parameters()) {
+        let local = parameter.local()?;
+        wanted.local = Some((local.values, local.region));
+    }
+    Ok(wanted)
+}
+
+fn parameters(tree: &ModuleTree, options: &LoadOptions) -> Vec<Wanted> {
     let aliases = aliases(tree);
-    let wanted: Vec<Wanted> = states
+    tree.parameters()
+        .iter()
+        .map(|parameter| {
+            let others = aliases.get(parameter.fqn()).into_iter().flatten().copied();
+            Wanted {
+                names: [parameter.fqn()].into_iter().chain(others).map(str::to_owned).collect(),
+                shape: parameter.global_shape().to_vec(),
+                dtype: parameter.dtype(),
+                kept: Whose::Model.keeps(options, parameter.fqn()),
+                local: None,
+            }
+        })
+        .collect()
+}
+
+fn states_wanted(tree: &ModuleTree, states: &[StateTensor], options: &LoadOptions) -> Vec<Wanted> {
+    let aliases = aliases(tree);
+    states
         .iter()
         .map(|state| {
             let others = aliases.get(state.fqn.as_str()).into_iter().flatten().copied();
@@ -138,23 +263,9 @@ pub fn load_optimizer(
                     .map(|fqn| optimizer_key(fqn, state.name))
                     .collect(),
                 shape: state.shape.clone(),
+                dtype: state.values.dtype(),
+                kept: options.filter.as_ref().is_none_or(|filter| filter.keeps(&state.fqn)),
                 local: Some((state.values.clone(), state.region.clone())),
-            }
-        })
-        .collect();
-    fill(source, &wanted, strict, "optimizer")
-}
-
-fn parameters(tree: &ModuleTree) -> Vec<Wanted> {
-    let aliases = aliases(tree);
-    tree.parameters()
-        .iter()
-        .map(|parameter| {
-            let others = aliases.get(parameter.fqn()).into_iter().flatten().copied();
-            Wanted {
-                names: [parameter.fqn()].into_iter().chain(others).map(str::to_owned).collect(),
-                shape: parameter.global_shape().to_vec(),
-                local: None,
             }
         })
         .collect()
@@ -173,41 +284,84 @@ fn aliases(tree: &ModuleTree) -> BTreeMap<&str, Vec<&str>> {
 fn match_up<'a>(
     source: &dyn TensorSource,
     wanted: &'a [Wanted],
+    options: &LoadOptions,
+    whose: Whose,
 ) -> (LoadReport, Vec<(usize, &'a str)>) {
     let mut report = LoadReport::default();
     let mut matches = Vec::new();
-    for (i, thing) in wanted.iter().enumerate() {
+    for (i, thing) in wanted.iter().enumerate().filter(|(_, thing)| thing.kept) {
         let found = thing.names.iter().find_map(|name| source.info(name).map(|info| (name, info)));
-        match found {
-            None => report.missing.push(thing.names[0].clone()),
-            Some((name, info)) if info.shape == thing.shape => matches.push((i, name.as_str())),
-            Some((name, info)) => report.mismatched.push(Mismatch {
+        let Some((name, info)) = found else {
+            report.missing.push(thing.names[0].clone());
+            continue;
+        };
+        let dtypes = (info.shape == thing.shape).then(|| (Dtype::from(thing.dtype), info.dtype));
+        let other_dtype = options.dtypes == DtypePolicy::Exact
+            && dtypes.is_some_and(|(expected, found)| {
+                expected != found && loadable(found) != Some(thing.dtype)
+            });
+        if dtypes.is_some() && !other_dtype {
+            matches.push((i, name.as_str()));
+        } else {
+            report.mismatched.push(Mismatch {
                 name: name.clone(),
                 expected: thing.shape.clone(),
                 found: info.shape,
-            }),
+                dtypes,
+            });
         }
     }
     let known: BTreeSet<&str> = wanted.iter().flat_map(|w| &w.names).map(String::as_str).collect();
-    let names = source.names().into_iter();
-    report.unexpected = names.filter(|name| !known.contains(name)).map(str::to_owned).collect();
+    report.unexpected = source
+        .names()
+        .into_iter()
+        .filter(|name| !known.contains(name) && whose.keeps(options, name))
+        .map(str::to_owned)
+        .collect();
     (report, matches)
 }
 
-fn fill(
-    source: &dyn TensorSource,
-    wanted: &[Wanted],
-    strict: bool,
-    whose: &str,
-) -> Result<LoadReport> {
-    let (report, matches) = match_up(source, wanted);
-    let report = if strict { report.into_result(source, whose)? } else { report };
-    for (i, name) in matches {
-        if let Some((values, region)) = &wanted[i].local
-            && !region.is_empty()
-        {
-            source.read_into(name, region, values)?;
-        }
+/// What will be read where.
+struct Plan<'a> {
+    source: &'a dyn TensorSource,
+    whose: Whose,
+    wanted: &'a [Wanted],
+    matches: Vec<(usize, &'a str)>,
+    report: LoadReport,
+}
+
+impl<'a> Plan<'a> {
+    fn new(
+        source: &'a dyn TensorSource,
+        wanted: &'a [Wanted],
+        options: &LoadOptions,
+        whose: Whose,
+    ) -> Self {
+        let (report, matches) = match_up(source, wanted, options, whose);
+        Self { source, whose, wanted, matches, report }
     }
-    Ok(report)
+
+    /// Refuses differences if that is asked for.
+    fn check(&self, options: &LoadOptions) -> Result<()> {
+        if !options.strict {
+            return Ok(());
+        }
+        let reports = [(&self.report, self.whose.word())];
+        refuse_differences(self.source.location(), &reports, self.source.filtered())
+    }
+
+    fn fill(self, options: &LoadOptions) -> Result<LoadReport> {
+        for (i, name) in self.matches {
+            let Some((values, region)) = &self.wanted[i].local else { continue };
+            if region.is_empty() {
+                continue;
+            }
+            if options.verify {
+                self.source.read_into(name, region, values)?;
+            } else {
+                self.source.read_into_unverified(name, region, values)?;
+            }
+        }
+        Ok(self.report)
+    }
 }

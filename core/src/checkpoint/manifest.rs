@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::Filter;
 use crate::shard::{Region, ShardSpec};
 use crate::{Error, Result};
 
@@ -34,6 +35,9 @@ pub struct SaveMeta {
     pub state: serde_json::Value,
     /// The run's resolved configuration. Rank 0's is saved.
     pub config: serde_json::Value,
+    /// Which parameters are saved, with their optimizer state; all if `None`. The manifest says
+    /// that there was one. Every rank's must keep the same.
+    pub filter: Option<Filter>,
 }
 
 /// What is in a distributed checkpoint, or in a full one.
@@ -63,6 +67,9 @@ pub struct Manifest {
     pub state: serde_json::Value,
     /// What [`SaveMeta::config`] was.
     pub config: serde_json::Value,
+    /// What [`SaveMeta::filter`] keeps, in words; `None` if everything was saved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub filter: Option<String>,
 }
 
 /// One tensor of a checkpoint.
@@ -106,6 +113,7 @@ impl Manifest {
             specs: meta.specs.clone(),
             state: meta.state.clone(),
             config: meta.config.clone(),
+            filter: meta.filter.as_ref().map(|filter| filter.what().to_owned()),
         }
     }
 

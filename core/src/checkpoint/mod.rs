@@ -28,16 +28,18 @@
 //! strategy; [`tools`] make one of a distributed checkpoint, and the other way round.
 //!
 //! Everything that tensors are loaded from is a [`TensorSource`]: a [`DistributedCheckpoint`], a
-//! [`FullCheckpoint`], or a [`SafetensorsSource`] (a Hugging Face directory, a single file, PyTorch's shards). [`load_into`]
-//! fills a model on any mesh from any of them, each rank reading only the bytes its own part needs.
+//! [`FullCheckpoint`], a [`SafetensorsSource`] (a Hugging Face directory, a single file, PyTorch's
+//! shards) or a [`TorchSource`] (`.pt`, `.pth`, Lightning's `.ckpt`); [`open`] tells which is there.
+//! [`load_into`] fills a model on any mesh from any of them, each rank reading only the bytes its own
+//! part needs; [`LoadOptions`] say what may differ, and [`NameRules`] bring other names in line.
 //!
 //! ```no_run
-//! use fulgurite_core::checkpoint::{self, SafetensorsSource};
+//! use fulgurite_core::checkpoint;
 //! use fulgurite_core::module::ModuleTree;
 //!
 //! fn load(tree: &ModuleTree) -> fulgurite_core::Result<()> {
-//!     let source = SafetensorsSource::open("models/Llama-3.2-1B")?;
-//!     checkpoint::load_into(&source, tree, true)?;
+//!     let source = checkpoint::open("models/Llama-3.2-1B")?;
+//!     checkpoint::load_into(&*source, tree, true)?;
 //!     Ok(())
 //! }
 //! ```
@@ -48,13 +50,18 @@
 mod async_save;
 mod boxes;
 mod distributed;
+mod filter;
 mod full;
 mod io;
 mod latest;
 mod load;
+mod load_options;
+mod load_report;
 mod local;
 mod manifest;
+mod names;
 mod naming;
+mod open;
 mod retention;
 mod save;
 mod shard_file;
@@ -64,25 +71,37 @@ mod source;
 mod stored;
 mod tensor_file;
 pub mod tools;
+mod torch;
 mod weights;
 
 pub use async_save::{AsyncSaver, Saved};
-pub use distributed::{DistributedCheckpoint, open};
+pub use distributed::DistributedCheckpoint;
+pub use filter::Filter;
 pub use full::{
     FullCheckpoint, FullOptions, GatherOptions, ModelConfig, NameFilter, gather_cpu_state_dict,
     gather_full_optimizer_state, save_full,
 };
 pub use io::{CheckpointIO, CheckpointIOConfig, CheckpointReader, CheckpointWriter, Entry};
 pub use latest::{Committed, LAST, last, latest};
-pub use load::{LoadReport, Mismatch, check, compare, load_into, load_optimizer};
+pub use load::{
+    RestoreReport, check, compare, compare_with, load_from_full_model_state_dict,
+    load_from_full_optimizer_state_dict, load_into, load_optimizer, load_raw, restore,
+};
+pub use load_options::{DtypePolicy, LoadOptions};
+pub use load_report::{LoadReport, Mismatch};
 pub use local::LocalFile;
 pub use manifest::{
     BoxEntry, FORMAT_VERSION, FULL_MANIFEST, MANIFEST, Manifest, SaveMeta, TensorEntry,
 };
+pub use names::{NameRules, Renamed, clean_tensor_name};
 pub use naming::{is_temporary, replaced_name, staging_name, step_name};
+pub use open::open;
 pub use retention::{Kept, Retention};
 pub use save::{SaveRequest, remove_unfinished, save};
-pub use shard_tensor::{ShardTensor, model_tensors, optimizer_key, optimizer_tensors, specs};
+pub use shard_tensor::{
+    ShardTensor, model_tensors, optimizer_key, optimizer_tensors, parse_optimizer_key, specs,
+};
 pub use source::{TensorInfo, TensorSource};
 pub use stored::StoredTensors;
+pub use torch::TorchSource;
 pub use weights::SafetensorsSource;

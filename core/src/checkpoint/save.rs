@@ -10,7 +10,7 @@ use super::boxes::check_cover;
 use super::latest::point_last;
 use super::manifest::{MANIFEST, Manifest, SaveMeta, TensorEntry};
 use super::shard_file::{self, Piece};
-use super::{CheckpointIO, Entry, ShardTensor, naming};
+use super::{CheckpointIO, Entry, Filter, ShardTensor, naming};
 use crate::collective::{ProcessGroup, all_gather_object, broadcast_object};
 use crate::shard::Region;
 use crate::{Error, Result};
@@ -28,6 +28,9 @@ struct Written {
 /// Collective: every rank of `group` calls it with its parts ([`model_tensors`],
 /// [`optimizer_tensors`]); rank 0's `meta` counts. Ranks need to see the same place. Each writes
 /// straight from the tensors' memory; those on a device are copied one at a time.
+///
+/// With [`SaveMeta::filter`], only what it keeps is written, and the manifest says so: such a
+/// checkpoint loads with the same filter, or not strictly.
 ///
 /// The checkpoint appears under its name when everything is durable, in one step, replacing an
 /// older one of that name. What earlier saves to this place left unfinished is removed first, so
@@ -47,7 +50,7 @@ pub fn save(
     optimizer: &[ShardTensor],
     meta: &SaveMeta,
 ) -> Result<PathBuf> {
-    let write = |staged: &str| write(io, group.rank(), staged, model, optimizer);
+    let write = |staged: &str| write(io, group.rank(), staged, model, optimizer, meta);
     transact(io, group, name, meta, write)
 }
 
@@ -91,7 +94,7 @@ impl SaveRequest {
         let Self { name, model, optimizer, meta, .. } = self;
         let path = transact(io, group, name, meta, |staged| {
             ready?;
-            write(io, group.rank(), staged, model, optimizer)
+            write(io, group.rank(), staged, model, optimizer, meta)
         })?;
         if self.point_last || !self.remove.is_empty() {
             on_root(group, || self.follow_up(io))?;
@@ -226,7 +229,9 @@ fn write(
     staged: &str,
     model: &[ShardTensor],
     optimizer: &[ShardTensor],
+    meta: &SaveMeta,
 ) -> Result<Written> {
+    let (model, optimizer) = &Filter::apply(meta.filter.as_ref(), model, optimizer);
     let mut files = BTreeMap::new();
     let mut pieces = Vec::new();
     for (folder, tensors) in [("model", model), ("optimizer", optimizer)] {

@@ -86,6 +86,18 @@ pub fn optimizer_key(fqn: &str, name: &str) -> String {
     format!("state.{fqn}.{name}")
 }
 
+/// The parameter and the name of the state tensor that [`optimizer_key`] made a key of; `None` if
+/// it is not one.
+///
+/// ```
+/// use fulgurite_core::checkpoint::parse_optimizer_key;
+/// assert_eq!(parse_optimizer_key("state.norm.weight.exp_avg"), Some(("norm.weight", "exp_avg")));
+/// assert_eq!(parse_optimizer_key("norm.weight"), None);
+/// ```
+pub fn parse_optimizer_key(key: &str) -> Option<(&str, &str)> {
+    key.strip_prefix("state.")?.rsplit_once('.')
+}
+
 /// How the mesh cuts each parameter: [`SaveMeta::specs`](super::SaveMeta::specs).
 pub fn specs(tree: &ModuleTree) -> BTreeMap<String, ShardSpec> {
     tree.parameters().iter().map(|p| (p.fqn().to_owned(), p.spec())).collect()

@@ -47,4 +47,65 @@ pub trait TensorSource: Send + Sync {
         let values = self.read(name, region, target.dtype(), target.device())?;
         storage::copy_from(target, &values)
     }
+
+    /// As [`read_into`](Self::read_into), without comparing checksums where the source has any.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read), but for checksums.
+    fn read_into_unverified(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        self.read_into(name, region, target)
+    }
+
+    /// What was kept when this was saved with a [`Filter`](super::Filter), so that the rest is
+    /// missing on purpose; `None` if nothing was left out.
+    fn filtered(&self) -> Option<&str> {
+        None
+    }
 }
+
+macro_rules! forward {
+    ($($pointer:ty),*) => {$(
+        impl<S: TensorSource + ?Sized> TensorSource for $pointer {
+            fn location(&self) -> &Path {
+                (**self).location()
+            }
+
+            fn names(&self) -> Vec<&str> {
+                (**self).names()
+            }
+
+            fn info(&self, name: &str) -> Option<TensorInfo> {
+                (**self).info(name)
+            }
+
+            fn read(
+                &self,
+                name: &str,
+                region: &Region,
+                dtype: DType,
+                device: &Device,
+            ) -> Result<Tensor> {
+                (**self).read(name, region, dtype, device)
+            }
+
+            fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+                (**self).read_into(name, region, target)
+            }
+
+            fn read_into_unverified(
+                &self,
+                name: &str,
+                region: &Region,
+                target: &Tensor,
+            ) -> Result<()> {
+                (**self).read_into_unverified(name, region, target)
+            }
+
+            fn filtered(&self) -> Option<&str> {
+                (**self).filtered()
+            }
+        }
+    )*};
+}
+
+forward!(&S, Box<S>, std::sync::Arc<S>);

@@ -110,12 +110,13 @@ pub struct StoredTensors {
     tensors: BTreeMap<String, StoredTensor>,
     open: Mutex<VecDeque<(usize, Arc<dyn CheckpointReader>)>>,
     verify: bool,
+    filtered: Option<String>,
 }
 
 impl StoredTensors {
     pub(super) fn new(place: Place, location: PathBuf, files: Vec<String>) -> Self {
         let (tensors, open) = Default::default();
-        Self { place, location, files, tensors, open, verify: true }
+        Self { place, location, files, tensors, open, verify: true, filtered: None }
     }
 
     /// Adds a tensor whose boxes cover its shape and whose byte ranges are inside the files.
@@ -132,6 +133,10 @@ impl StoredTensors {
 
     pub(super) fn set_verify(&mut self, verify: bool) {
         self.verify = verify;
+    }
+
+    pub(super) fn set_filtered(&mut self, filtered: Option<String>) {
+        self.filtered = filtered;
     }
 
     /// Number of tensors.
@@ -220,6 +225,7 @@ impl StoredTensors {
         tensor: &StoredTensor,
         region: &Region,
         out: &mut [u8],
+        verify: bool,
     ) -> Result<()> {
         let width = tensor.dtype.bitsize() / 8;
         for (index, shared) in tensor.index.intersections(region) {
@@ -232,9 +238,7 @@ impl StoredTensors {
             };
             read_segments(reader.as_ref(), stored.bytes.0, &segments, out)
                 .map_err(|e| damaged(format!("reading {}: {}", show(&shared), reason(&e))))?;
-            if let (true, Some(expected)) =
-                (self.verify && shared == stored.region, stored.checksum)
-            {
+            if let (true, Some(expected)) = (verify && shared == stored.region, stored.checksum) {
                 let mut hash = Xxh3::new();
                 segments.iter().for_each(|s| hash.update(&out[s.to..s.to + s.len]));
                 if hash.digest() != expected {
@@ -243,6 +247,37 @@ impl StoredTensors {
             }
         }
         Ok(())
+    }
+}
+
+impl StoredTensors {
+    fn read_checked(
+        &self,
+        name: &str,
+        region: &Region,
+        dtype: DType,
+        device: &Device,
+        verify: bool,
+    ) -> Result<Tensor> {
+        let (tensor, stored) = self.find(name, region)?;
+        let values = Tensor::zeros(region.elem_count(), stored, &Device::Cpu)?;
+        let read = |out: &mut [u8]| self.read_bytes(name, tensor, region, out, verify);
+        storage::with_bytes_mut(&values, read)??;
+        Ok(values.to_dtype(dtype)?.to_device(device)?)
+    }
+
+    fn fill(&self, name: &str, region: &Region, target: &Tensor, verify: bool) -> Result<()> {
+        let (tensor, stored) = self.find(name, region)?;
+        if target.elem_count() != region.elem_count() {
+            let n = target.elem_count();
+            return self.fail(name, format!("{} does not fit into {n} elements", show(region)));
+        }
+        if target.dtype() == stored && target.device().is_cpu() && target.is_contiguous() {
+            let read = |out: &mut [u8]| self.read_bytes(name, tensor, region, out, verify);
+            return storage::with_bytes_mut(target, read)?;
+        }
+        let (dtype, device) = (target.dtype(), target.device());
+        storage::copy_from(target, &self.read_checked(name, region, dtype, device, verify)?)
     }
 }
 
@@ -261,24 +296,19 @@ impl TensorSource for StoredTensors {
     }
 
     fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
-        let (tensor, stored) = self.find(name, region)?;
-        let values = Tensor::zeros(region.elem_count(), stored, &Device::Cpu)?;
-        storage::with_bytes_mut(&values, |out| self.read_bytes(name, tensor, region, out))??;
-        Ok(values.to_dtype(dtype)?.to_device(device)?)
+        self.read_checked(name, region, dtype, device, self.verify)
     }
 
     fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
-        let (tensor, stored) = self.find(name, region)?;
-        if target.elem_count() != region.elem_count() {
-            let n = target.elem_count();
-            return self.fail(name, format!("{} does not fit into {n} elements", show(region)));
-        }
-        if target.dtype() == stored && target.device().is_cpu() && target.is_contiguous() {
-            return storage::with_bytes_mut(target, |out| {
-                self.read_bytes(name, tensor, region, out)
-            })?;
-        }
-        storage::copy_from(target, &self.read(name, region, target.dtype(), target.device())?)
+        self.fill(name, region, target, self.verify)
+    }
+
+    fn read_into_unverified(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        self.fill(name, region, target, false)
+    }
+
+    fn filtered(&self) -> Option<&str> {
+        self.filtered.as_deref()
     }
 }
 

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{Fabric, FabricOptimizer};
 use crate::checkpoint::{
-    CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, FullOptions, SaveMeta, SaveRequest,
-    TensorSource as _,
+    CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, FullOptions, LoadOptions, LoadReport,
+    RestoreReport, SaveMeta, SaveRequest, TensorSource as _, load_raw,
 };
 use crate::config::PluginValue;
 use crate::registry::kind;
@@ -130,21 +130,54 @@ impl Fabric {
         source: &DistributedCheckpoint,
         optimizer: Option<&mut FabricOptimizer>,
     ) -> Result<T> {
+        Ok(self.load_with(source, optimizer, &LoadOptions::default())?.0)
+    }
+
+    /// [`load_from`](Self::load_from) with options: a part of it, under other names, or into a model
+    /// that has changed since; with a report of what differed. Collective.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load), if [`strict`](LoadOptions::strict); otherwise differences are no
+    /// error.
+    pub fn load_with<T: DeserializeOwned>(
+        &self,
+        source: &DistributedCheckpoint,
+        optimizer: Option<&mut FabricOptimizer>,
+        options: &LoadOptions,
+    ) -> Result<(T, RestoreReport)> {
         let unreadable = |error: serde_json::Error| {
             let message = format!("its training state cannot be read: {error}");
             Error::checkpoint(source.location(), message)
         };
         let saved = SavedState::deserialize(&source.manifest().state).map_err(unreadable)?;
         let state = T::deserialize(&saved.user).map_err(unreadable)?;
-        match optimizer {
+        let report = match optimizer.filter(|_| !options.weights_only) {
             Some(optimizer) => {
                 let states = optimizer.state_tensors()?;
-                self.strategy().load_checkpoint(source, Some(&states))?;
+                let report =
+                    self.strategy().load_checkpoint_with(source, Some(&states), options)?;
                 optimizer.load_scalars(&saved.optimizer)?;
+                report
             }
-            None => self.strategy().load_checkpoint(source, None)?,
-        }
-        Ok(state)
+            None => self.strategy().load_checkpoint_with(source, None, options)?,
+        };
+        Ok((state, report))
+    }
+
+    /// Fills the model from the weights at `path`, of any format that
+    /// [`checkpoint::open`](crate::checkpoint::open) takes; `options` may be just whether to be
+    /// strict. Collective.
+    ///
+    /// # Errors
+    /// As [`checkpoint::load_raw`](crate::checkpoint::load_raw).
+    pub fn load_raw(
+        &self,
+        path: impl AsRef<Path>,
+        options: impl Into<LoadOptions>,
+    ) -> Result<LoadReport> {
+        let report = load_raw(path, &self.module_tree()?, options)?;
+        self.strategy().finish_load()?;
+        Ok(report)
     }
 }
 

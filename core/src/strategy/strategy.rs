@@ -8,7 +8,8 @@ use serde::Serialize;
 
 use super::{NoSyncGuard, ParallelizeFn, StepTotals, StrategyState};
 use crate::checkpoint::{
-    self, CheckpointIO, DistributedCheckpoint, FullOptions, SaveMeta, SaveRequest,
+    self, CheckpointIO, DistributedCheckpoint, FullOptions, LoadOptions, RestoreReport, SaveMeta,
+    SaveRequest,
 };
 use crate::collective::{ProcessGroup, ReduceOp, broadcast_object};
 use crate::config::UnusedParameters;
@@ -323,14 +324,23 @@ pub trait Strategy: Send {
         source: &DistributedCheckpoint,
         optimizer: Option<&[StateTensor]>,
     ) -> Result<()> {
-        let tree = self.state().tree()?;
-        // The model is checked first and filled last, so that either both fit or neither changes.
-        checkpoint::check(source.model(), tree)?;
-        if let Some(optimizer) = optimizer {
-            checkpoint::load_optimizer(source.optimizer(), tree, optimizer, true)?;
-        }
-        checkpoint::load_into(source.model(), tree, true)?;
-        self.finish_load()
+        self.load_checkpoint_with(source, optimizer, &LoadOptions::default()).map(drop)
+    }
+
+    /// [`load_checkpoint`](Self::load_checkpoint) with options: a part of it, under other names, or
+    /// into a model that has changed since. The report tells what differed. Collective.
+    ///
+    /// # Errors
+    /// As [`checkpoint::restore`].
+    fn load_checkpoint_with(
+        &mut self,
+        source: &DistributedCheckpoint,
+        optimizer: Option<&[StateTensor]>,
+        options: &LoadOptions,
+    ) -> Result<RestoreReport> {
+        let report = checkpoint::restore(source, self.state().tree()?, optimizer, options)?;
+        self.finish_load()?;
+        Ok(report)
     }
 
     /// After values were loaded into the local shards: makes them ready for a forward. Collective.

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::super::full::{FilePlan, FullWriter, Section, TensorMeta, plan};
 use super::super::stored::loadable;
-use super::super::{CheckpointIO, FullOptions, ModelConfig, SaveMeta, TensorSource};
+use super::super::{CheckpointIO, Filter, FullOptions, ModelConfig, SaveMeta, TensorSource};
 use super::progress::{Counter, Progress};
 use super::{AnyCheckpoint, Kind, Rename, distribute, output};
 use crate::shard::{Region, ShardSpec};
@@ -238,6 +238,8 @@ fn meta(input: &AnyCheckpoint, options: &ConvertOptions) -> SaveMeta {
         specs,
         state: manifest.state.clone(),
         config: manifest.config.clone(),
+        // What is there was kept already.
+        filter: manifest.filter.as_ref().map(|what| Filter::new(what.clone(), |_| true)),
     }
 }
 

@@ -1,0 +1,294 @@
+//! Names in a source and names in a model: rules that lead from the ones to the others.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use serde::{Deserialize, Serialize};
+
+use super::{TensorInfo, TensorSource, optimizer_key, parse_optimizer_key};
+use crate::shard::Region;
+use crate::{Error, Result};
+
+/// What wrappers of PyTorch put between a module's names: FSDP, activation checkpointing,
+/// `torch.compile`.
+const WRAPPERS: [&str; 3] = ["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"];
+
+/// A parameter's name without what PyTorch's wrappers put into it: the segments
+/// `_fsdp_wrapped_module`, `_checkpoint_wrapped_module` and `_orig_mod` anywhere, and `module` at
+/// the front (`DistributedDataParallel`, `DataParallel`).
+///
+/// ```
+/// use fulgurite_core::checkpoint::clean_tensor_name;
+/// assert_eq!(clean_tensor_name("module._orig_mod.layers.0._fsdp_wrapped_module.up")?, "layers.0.up");
+/// assert_eq!(clean_tensor_name("encoder.module.weight")?, "encoder.module.weight");
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+///
+/// # Errors
+/// For the flat parameters of FSDP 1 (`_flat_param`): several parameters in one tensor, cut without
+/// regard to their shapes.
+pub fn clean_tensor_name(name: &str) -> Result<String> {
+    let mut segments: Vec<&str> = name.split('.').filter(|s| !WRAPPERS.contains(s)).collect();
+    if segments.iter().any(|s| matches!(*s, "_flat_param" | "flat_param")) {
+        let message = "is a flat parameter of FSDP 1, which holds several parameters in one tensor. \
+                       Save with `StateDictType.FULL_STATE_DICT` there";
+        return Err(Error::parameter(name, message));
+    }
+    if segments.len() > 1 && segments[0] == "module" {
+        segments.remove(0);
+    }
+    if segments.is_empty() {
+        return Err(Error::parameter(name, "has no name besides those of wrappers"));
+    }
+    Ok(segments.join("."))
+}
+
+/// How the names in a source become a model's. Applied in this order: [`clean`](Self::clean),
+/// [`prefix_strip`](Self::prefix_strip), [`rename`](Self::rename), [`prefix_add`](Self::prefix_add).
+///
+/// ```
+/// use fulgurite_core::checkpoint::NameRules;
+///
+/// let rules = NameRules {
+///     prefix_strip: Some("model.".into()),
+///     rename: vec![("layers.*.attn".into(), "blocks.*.self_attn".into())],
+///     ..NameRules::default()
+/// };
+/// assert_eq!(rules.apply("model.layers.3.attn.q.weight")?, "blocks.3.self_attn.q.weight");
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct NameRules {
+    /// Whether the segments of PyTorch's wrappers are removed; see [`clean_tensor_name`].
+    pub clean: bool,
+    /// Removed from the front of names that begin with it, such as `model.`.
+    pub prefix_strip: Option<String>,
+    /// Patterns and what to put in their place; the first that matches counts. A pattern matches a
+    /// whole name, or the path of a module that the name is in; what follows stays. `*` stands for
+    /// one segment or a part of one, and each `*` of the replacement for what its counterpart
+    /// matched.
+    pub rename: Vec<(String, String)>,
+    /// Put in front of every name, such as `model.`.
+    pub prefix_add: Option<String>,
+}
+
+impl NameRules {
+    /// Whether they leave every name as it is.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// The name in the model of what is called `name` in the source.
+    ///
+    /// # Errors
+    /// As [`clean_tensor_name`]; for a replacement with more `*` than its pattern; if nothing is
+    /// left of the name.
+    pub fn apply(&self, name: &str) -> Result<String> {
+        let mut new = if self.clean { clean_tensor_name(name)? } else { name.to_owned() };
+        if let Some(rest) = self.prefix_strip.as_deref().and_then(|p| new.strip_prefix(p)) {
+            new = rest.to_owned();
+        }
+        for (pattern, replacement) in &self.rename {
+            let wildcards = |text: &str| text.matches('*').count();
+            if wildcards(replacement) > wildcards(pattern) {
+                return Err(Error::other(format!(
+                    "renaming `{pattern}` to `{replacement}`: the replacement has more `*` than \
+                     the pattern, so that nothing is known to put there"
+                )));
+            }
+        }
+        let matching = self
+            .rename
+            .iter()
+            .find_map(|(pattern, to)| leading_match(pattern, &new).map(|found| (to, found)));
+        if let Some((replacement, (captures, rest))) = matching {
+            let mut captures = captures.into_iter();
+            let mut parts = replacement.split('*');
+            let mut renamed = parts.next().unwrap_or_default().to_owned();
+            for part in parts {
+                renamed.push_str(captures.next().unwrap_or_default());
+                renamed.push_str(part);
+            }
+            renamed.push_str(rest);
+            new = renamed;
+        }
+        if let Some(prefix) = &self.prefix_add {
+            new.insert_str(0, prefix);
+        }
+        if new.is_empty() {
+            return Err(Error::parameter(name, "has no name left after renaming"));
+        }
+        Ok(new)
+    }
+}
+
+/// What each `*` of `pattern` stands for and what follows, if it matches the name or whole segments
+/// at its front.
+pub(super) fn leading_match<'n>(pattern: &str, name: &'n str) -> Option<(Vec<&'n str>, &'n str)> {
+    let mut captures = Vec::new();
+    let mut rest = name;
+    for (i, pattern) in pattern.split('.').enumerate() {
+        if i > 0 {
+            rest = rest.strip_prefix('.')?;
+        }
+        let (segment, _) = rest.split_at(rest.find('.').unwrap_or(rest.len()));
+        if segment.is_empty() || !capture(pattern, segment, &mut captures) {
+            return None;
+        }
+        rest = &rest[segment.len()..];
+    }
+    Some((captures, rest))
+}
+
+/// Matches one segment, adding what each `*` stands for.
+fn capture<'n>(pattern: &str, segment: &'n str, captures: &mut Vec<&'n str>) -> bool {
+    let Some((head, tail)) = pattern.split_once('*') else { return pattern == segment };
+    let Some(rest) = segment.strip_prefix(head) else { return false };
+    let before = captures.len();
+    for end in (0..=rest.len()).filter(|&i| rest.is_char_boundary(i)) {
+        captures.push(&rest[..end]);
+        if capture(tail, &rest[end..], captures) {
+            return true;
+        }
+        captures.truncate(before);
+    }
+    false
+}
+
+/// A source under other names.
+///
+/// ```no_run
+/// use fulgurite_core::checkpoint::{self, NameRules, Renamed};
+/// # fn load(tree: &fulgurite_core::module::ModuleTree) -> fulgurite_core::Result<()> {
+/// let rules = NameRules { prefix_strip: Some("model.".into()), ..NameRules::default() };
+/// let source = Renamed::new(checkpoint::open("epoch=3.ckpt")?, &rules)?;
+/// checkpoint::load_into(&source, tree, true)?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Renamed<S> {
+    inner: S,
+    /// Names in `inner`, by the new ones.
+    names: BTreeMap<String, String>,
+}
+
+impl<S: TensorSource> Renamed<S> {
+    /// The tensors of `inner` under the names that `rules` give them.
+    ///
+    /// # Errors
+    /// If two tensors get the same name, naming both; as [`NameRules::apply`].
+    pub fn new(inner: S, rules: &NameRules) -> Result<Self> {
+        Self::with(inner, |name| rules.apply(name))
+    }
+
+    /// The same for an optimizer's tensors, whose names are [`optimizer_key`]s: the rules are for
+    /// the parameters' names in them.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn optimizer(inner: S, rules: &NameRules) -> Result<Self> {
+        Self::with(inner, |key| match parse_optimizer_key(key) {
+            Some((fqn, name)) => Ok(optimizer_key(&rules.apply(fqn)?, name)),
+            None => Ok(key.to_owned()),
+        })
+    }
+
+    fn with(inner: S, rename: impl Fn(&str) -> Result<String>) -> Result<Self> {
+        let mut names = BTreeMap::new();
+        for old in inner.names() {
+            let new = rename(old)
+                .map_err(|error| Error::checkpoint(inner.location(), error.to_string()))?;
+            if let Some(other) = names.insert(new.clone(), old.to_owned()) {
+                let message = format!("`{other}` and `{old}` would both be called `{new}`");
+                return Err(Error::checkpoint(inner.location(), message));
+            }
+        }
+        Ok(Self { inner, names })
+    }
+
+    fn inner_name(&self, name: &str) -> Result<&str> {
+        self.names.get(name).map(String::as_str).ok_or_else(|| {
+            let message = format!("tensor `{name}`: there is none of this name");
+            Error::checkpoint(self.inner.location(), message)
+        })
+    }
+}
+
+impl<S: TensorSource> TensorSource for Renamed<S> {
+    fn location(&self) -> &Path {
+        self.inner.location()
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.names.keys().map(String::as_str).collect()
+    }
+
+    fn info(&self, name: &str) -> Option<TensorInfo> {
+        self.inner.info(self.names.get(name)?)
+    }
+
+    fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.inner.read(self.inner_name(name)?, region, dtype, device)
+    }
+
+    fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        self.inner.read_into(self.inner_name(name)?, region, target)
+    }
+
+    fn read_into_unverified(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        self.inner.read_into_unverified(self.inner_name(name)?, region, target)
+    }
+
+    fn filtered(&self) -> Option<&str> {
+        self.inner.filtered()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wrappers_leave_no_trace_in_names() {
+        let clean = |name: &str| clean_tensor_name(name).unwrap();
+        assert_eq!(clean("_fsdp_wrapped_module.a._checkpoint_wrapped_module.w"), "a.w");
+        assert_eq!(clean("_orig_mod.module.a.w"), "a.w");
+        assert_eq!(clean("module.module.w"), "module.w");
+        assert_eq!(clean("module"), "module");
+        let error = clean_tensor_name("layers.0._fsdp_wrapped_module._flat_param").unwrap_err();
+        insta::assert_snapshot!(error, @"parameter `layers.0._fsdp_wrapped_module._flat_param`: is a flat parameter of FSDP 1, which holds several parameters in one tensor. Save with `StateDictType.FULL_STATE_DICT` there");
+        insta::assert_snapshot!(clean_tensor_name("_orig_mod").unwrap_err(), @"parameter `_orig_mod`: has no name besides those of wrappers");
+    }
+
+    #[test]
+    fn patterns_match_names_and_the_modules_they_are_in() {
+        let find = |pattern, name| leading_match(pattern, name);
+        assert_eq!(find("a.*.c", "a.10.c.w"), Some((vec!["10"], ".w")));
+        assert_eq!(find("a.*_*", "a.x_y_z"), Some((vec!["x", "y_z"], "")));
+        assert_eq!(find("*", "a.b"), Some((vec!["a"], ".b")));
+        for (pattern, name) in [("a", "ab"), ("a.b", "a"), ("a.*.c", "a.b.d"), ("", "a")] {
+            assert_eq!(find(pattern, name), None, "{pattern} {name}");
+        }
+    }
+
+    #[test]
+    fn rules_are_applied_in_order_and_checked() {
+        let pair = |a: &str, b: &str| (a.to_owned(), b.to_owned());
+        let mut rules = NameRules {
+            clean: true,
+            prefix_strip: Some("model.".into()),
+            rename: vec![pair("a.*.x_*", "*.*.y"), pair("a", "never after the first")],
+            prefix_add: Some("net.".into()),
+        };
+        assert_eq!(rules.apply("module.model.a.1.x_q.w").unwrap(), "net.1.q.y.w");
+        assert_eq!(rules.apply("b").unwrap(), "net.b");
+        rules.rename.push(pair("b", "*"));
+        insta::assert_snapshot!(rules.apply("c").unwrap_err(), @"renaming `b` to `*`: the replacement has more `*` than the pattern, so that nothing is known to put there");
+        let strip = NameRules { prefix_strip: Some("w".into()), ..NameRules::default() };
+        insta::assert_snapshot!(strip.apply("w").unwrap_err(), @"parameter `w`: has no name left after renaming");
+        assert!(NameRules::default().is_empty() && !strip.is_empty());
+    }
+}

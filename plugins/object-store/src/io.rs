@@ -1,0 +1,389 @@
+//! An object store as a place for checkpoints.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use fulgurite_core::checkpoint::{
+    CheckpointIO, CheckpointReader, CheckpointWriter, Entry, MANIFEST,
+};
+use fulgurite_core::{Error, Result};
+use futures_util::{StreamExt, TryStreamExt};
+use object_store::path::Path;
+use object_store::{
+    ListResult, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, UpdateVersion,
+};
+use url::Url;
+
+use crate::driver::Driver;
+use crate::layout::{POINTER, Pointer, is_version, split, split_temporary, temporary};
+use crate::reader::ObjectReader;
+use crate::writer::ObjectWriter;
+
+/// A place in an object store.
+///
+/// Requests are retried with growing pauses, as the store is set up to. The methods block; they may
+/// be called from any thread.
+#[derive(Debug)]
+pub struct ObjectStoreIO {
+    driver: Arc<Driver>,
+    store: Arc<dyn ObjectStore>,
+    /// What to call the root in messages.
+    url: String,
+    prefix: Path,
+    part: usize,
+    concurrency: usize,
+    /// The versions that files in folders are read from, by checkpoint.
+    versions: Mutex<BTreeMap<String, String>>,
+}
+
+/// The pointer of a checkpoint, as it was found.
+struct Found {
+    version: String,
+    put: UpdateVersion,
+}
+
+impl ObjectStoreIO {
+    /// The place `url` of `store`: what is behind the URL's host is the prefix of all objects.
+    ///
+    /// # Errors
+    /// If `url` is none, or no thread can be started.
+    pub fn new(store: Arc<dyn ObjectStore>, url: &str) -> Result<Self> {
+        let parsed = Url::parse(url)
+            .map_err(|e| Error::other(format!("the object store's URL `{url}` is wrong: {e}")))?;
+        let prefix = Path::from_url_path(parsed.path())
+            .map_err(|e| Error::other(format!("the object store's URL `{url}` is wrong: {e}")))?;
+        Self::at(store, url, prefix)
+    }
+
+    pub(crate) fn at(store: Arc<dyn ObjectStore>, url: &str, prefix: Path) -> Result<Self> {
+        Ok(Self {
+            driver: Arc::new(Driver::start()?),
+            store,
+            url: url.trim_end_matches('/').to_owned(),
+            prefix,
+            part: 16 << 20,
+            concurrency: 4,
+            versions: Mutex::default(),
+        })
+    }
+
+    /// The same, with files uploaded and read in parts of `bytes`, `concurrency` at the same time;
+    /// at least one of either. By default 4 of 16 MiB.
+    #[must_use]
+    pub fn with_parts(self, bytes: usize, concurrency: usize) -> Self {
+        Self { part: bytes.max(1), concurrency: concurrency.max(1), ..self }
+    }
+
+    fn failed(&self, what: &str, path: &str) -> impl FnOnce(object_store::Error) -> Error {
+        let failed = Error::io(what, self.location(path));
+        |error| failed(error.into())
+    }
+
+    /// The object or the folder of objects at these segments.
+    fn object(&self, path: &str) -> Result<Path> {
+        let mut object = self.prefix.clone();
+        for segment in path.split('/').filter(|s| !s.is_empty()) {
+            let invalid = |e: object_store::path::Error| {
+                Error::io("naming", self.location(path))(std::io::Error::new(
+                    std::io::ErrorKind::InvalidInput,
+                    e,
+                ))
+            };
+            let parsed = Path::parse(segment).map_err(invalid)?;
+            object = Path::from_iter(object.parts().chain(parsed.parts()));
+        }
+        Ok(object)
+    }
+
+    /// Which version of a checkpoint is committed.
+    fn pointer(&self, name: &str) -> Result<Option<Found>> {
+        let path = format!("{name}/{POINTER}");
+        let (store, object) = (self.store.clone(), self.object(&path)?);
+        let found = self.driver.run(async move {
+            let found = match store.get(&object).await {
+                Err(object_store::Error::NotFound { .. }) => return Ok(None),
+                found => found?,
+            };
+            let put = UpdateVersion {
+                e_tag: found.meta.e_tag.clone(),
+                version: found.meta.version.clone(),
+            };
+            Ok(Some((found.bytes().await?, put)))
+        });
+        let found = match found.map_err(self.failed("reading", &path))? {
+            None => None,
+            Some((bytes, put)) => {
+                let pointer = Pointer::parse(&bytes)
+                    .map_err(|message| Error::checkpoint(self.location(&path), message))?;
+                Some(Found { version: pointer.version, put })
+            }
+        };
+        let mut versions = self.versions.lock().expect("no panic while it is held");
+        match &found {
+            Some(found) => versions.insert(name.to_owned(), found.version.clone()),
+            None => versions.remove(name),
+        };
+        Ok(found)
+    }
+
+    /// Where `path` is: in the version of a save, in the committed one, or just there. `fresh` asks
+    /// which version is committed; otherwise it is the one that was found last.
+    fn resolve(&self, path: &str, fresh: bool) -> Result<Path> {
+        let (head, rest) = split(path);
+        if let Some((name, version)) = split_temporary(head) {
+            return self.object(&format!("{name}/{version}/{rest}"));
+        }
+        let known = self.versions.lock().expect("no panic while it is held").get(head).cloned();
+        let version = match known {
+            Some(version) if !fresh => Some(version),
+            _ => self.pointer(head)?.map(|found| found.version),
+        };
+        match version {
+            Some(version) => self.object(&format!("{head}/{version}/{rest}")),
+            None => self.object(&format!("{head}/{rest}")),
+        }
+    }
+
+    /// Where a file is. One at the root is no part of a checkpoint; those directly in a
+    /// checkpoint's folder, the manifest above all, are of the version that is committed now.
+    fn file(&self, path: &str) -> Result<Path> {
+        let (head, rest) = split(path);
+        if rest.is_empty() { self.object(head) } else { self.resolve(path, !rest.contains('/')) }
+    }
+
+    fn children(&self, folder: Path, path: &str) -> Result<ListResult> {
+        let store = self.store.clone();
+        let listed = self.driver.run(async move { store.list_with_delimiter(Some(&folder)).await });
+        listed.map_err(self.failed("listing", path))
+    }
+
+    /// The checkpoints, the unfinished ones and the files at the root.
+    fn list_root(&self) -> Result<Vec<Entry>> {
+        let root = self.children(self.prefix.clone(), "")?;
+        let mut entries = files(&root);
+        for folder in &root.common_prefixes {
+            let Some(name) = folder.filename() else { continue };
+            let inside = self.children(folder.clone(), name)?;
+            let is_pointer = |path: &Path| path.filename() == Some(POINTER);
+            let has_pointer = inside.objects.iter().any(|object| is_pointer(&object.location));
+            let committed =
+                if has_pointer { self.pointer(name)?.map(|found| found.version) } else { None };
+            let mut is_checkpoint = committed.is_some()
+                || inside.objects.iter().any(|object| !is_pointer(&object.location));
+            for version in inside.common_prefixes.iter().filter_map(Path::filename) {
+                if !is_version(version) {
+                    is_checkpoint = true;
+                } else if committed.as_deref() != Some(version) {
+                    entries.push(directory(temporary(name, version)));
+                }
+            }
+            if is_checkpoint {
+                entries.push(directory(name.to_owned()));
+            }
+        }
+        Ok(entries)
+    }
+
+    /// Deletes what is in a folder, but for what `keep` accepts. What makes it a checkpoint goes
+    /// first.
+    fn delete(
+        &self,
+        folder: Path,
+        path: &str,
+        keep: impl Fn(&Path) -> bool + Send + 'static,
+    ) -> Result<()> {
+        let store = self.store.clone();
+        let deleted = self.driver.run(async move {
+            let listed = store.list(Some(&folder)).map_ok(|object| object.location);
+            let mut found: Vec<Path> = listed.try_collect().await?;
+            found.retain(|path| !keep(path));
+            let makes_it = |path: &Path| matches!(path.filename(), Some(MANIFEST | POINTER));
+            let (first, then): (Vec<_>, Vec<_>) = found.into_iter().partition(makes_it);
+            for batch in [first, then] {
+                let batch = futures_util::stream::iter(batch.into_iter().map(Ok)).boxed();
+                let mut deleted = store.delete_stream(batch);
+                while let Some(result) = deleted.next().await {
+                    gone(result.map(drop))?;
+                }
+            }
+            Ok(())
+        });
+        deleted.map_err(self.failed("removing", path))
+    }
+
+    fn delete_one(&self, object: Path, path: &str) -> Result<()> {
+        let store = self.store.clone();
+        let deleted = self.driver.run(async move {
+            // A folder of a local store is no object, but deleting it is tried.
+            match store.head(&object).await {
+                Ok(_) => gone(store.delete(&object).await),
+                missing => gone(missing.map(drop)),
+            }
+        });
+        deleted.map_err(self.failed("removing", path))
+    }
+
+    /// Says that `version` is the checkpoint `name`, if nobody has said otherwise since `before`.
+    fn put_pointer(&self, name: &str, version: &str, before: Option<Found>) -> Result<()> {
+        let path = format!("{name}/{POINTER}");
+        let object = self.object(&path)?;
+        let bytes = Pointer::new(version).to_bytes();
+        let mode = before.map_or(PutMode::Create, |found| PutMode::Update(found.put));
+        let put = |mode: PutMode| {
+            let (store, object) = (self.store.clone(), object.clone());
+            let payload = PutPayload::from(bytes.clone());
+            self.driver.run(async move {
+                store.put_opts(&object, payload, PutOptions::from(mode)).await.map(drop)
+            })
+        };
+        let result = match put(mode) {
+            Err(
+                object_store::Error::NotImplemented { .. }
+                | object_store::Error::NotSupported { .. },
+            ) => put(PutMode::Overwrite),
+            result => result,
+        };
+        let Err(error) = result else { return Ok(()) };
+        // A request that was made twice, because the first answer was lost, fails although the first
+        // has done it.
+        if self.pointer(name)?.is_some_and(|found| found.version == version) {
+            return Ok(());
+        }
+        match error {
+            object_store::Error::AlreadyExists { .. }
+            | object_store::Error::Precondition { .. } => {
+                let message = "another save has committed a checkpoint of this name at the same time. \
+                               Only one run may save to a place";
+                Err(Error::checkpoint(self.location(name), message))
+            }
+            error => Err(self.failed("committing", name)(error)),
+        }
+    }
+}
+
+/// Deleting what is not there is no error.
+fn gone(result: object_store::Result<()>) -> object_store::Result<()> {
+    match result {
+        Err(object_store::Error::NotFound { .. }) => Ok(()),
+        result => result,
+    }
+}
+
+fn directory(name: String) -> Entry {
+    Entry { name, is_directory: true, bytes: 0 }
+}
+
+fn files(listed: &ListResult) -> Vec<Entry> {
+    let entry = |object: &object_store::ObjectMeta| {
+        let name = object.location.filename()?.to_owned();
+        Some(Entry { name, is_directory: false, bytes: object.size })
+    };
+    listed.objects.iter().filter_map(entry).collect()
+}
+
+impl CheckpointIO for ObjectStoreIO {
+    fn location(&self, path: &str) -> PathBuf {
+        let path = path.trim_matches('/');
+        if path.is_empty() {
+            self.url.clone().into()
+        } else {
+            format!("{}/{path}", self.url).into()
+        }
+    }
+
+    fn create(&self, path: &str) -> Result<Box<dyn CheckpointWriter>> {
+        Ok(Box::new(ObjectWriter {
+            driver: self.driver.clone(),
+            store: self.store.clone(),
+            path: self.file(path)?,
+            location: self.location(path),
+            part: self.part,
+            concurrency: self.concurrency,
+            buffer: Vec::new(),
+            upload: None,
+            under_way: VecDeque::new(),
+        }))
+    }
+
+    fn open(&self, path: &str) -> Result<Arc<dyn CheckpointReader>> {
+        let object = self.file(path)?;
+        let (store, head) = (self.store.clone(), object.clone());
+        let meta = self.driver.run(async move { store.head(&head).await });
+        Ok(Arc::new(ObjectReader {
+            driver: self.driver.clone(),
+            store: self.store.clone(),
+            path: object,
+            len: meta.map_err(self.failed("opening", path))?.size,
+            part: self.part,
+            concurrency: self.concurrency,
+        }))
+    }
+
+    fn list(&self, path: &str) -> Result<Vec<Entry>> {
+        let (head, _) = split(path);
+        let mut entries = if head.is_empty() {
+            self.list_root()?
+        } else {
+            let listed = self.children(self.resolve(path, false)?, path)?;
+            let folders = listed.common_prefixes.iter().filter_map(Path::filename);
+            let mut entries: Vec<Entry> = folders.map(|name| directory(name.to_owned())).collect();
+            entries.append(&mut files(&listed));
+            entries
+        };
+        entries.sort();
+        Ok(entries)
+    }
+
+    fn remove(&self, path: &str) -> Result<()> {
+        let (head, rest) = split(path);
+        if !rest.is_empty() {
+            let object = self.resolve(path, false)?;
+            self.delete_one(object.clone(), path)?;
+            return self.delete(object, path, |_| false);
+        }
+        if let Some((name, version)) = split_temporary(head) {
+            if self.pointer(name)?.is_some_and(|found| found.version == version) {
+                // The answer to the commit was lost, and it was taken for failed.
+                tracing::warn!("{} was committed; it stays", self.location(name).display());
+                return Ok(());
+            }
+            return self.delete(self.object(&format!("{name}/{version}"))?, path, |_| false);
+        }
+        self.delete_one(self.object(&format!("{head}/{POINTER}"))?, path)?;
+        self.versions.lock().expect("no panic while it is held").remove(head);
+        self.delete_one(self.object(head)?, path)?;
+        self.delete(self.object(head)?, path, |_| false)
+    }
+
+    fn commit(&self, staged: &str, name: &str) -> Result<()> {
+        let version = match split_temporary(staged) {
+            Some((base, version)) if base == name => version,
+            _ => {
+                let message = format!("`{staged}` is no unfinished save of `{name}`");
+                return Err(Error::checkpoint(self.location(name), message));
+            }
+        };
+        let before = self.pointer(name)?;
+        let replaced = before.as_ref().map(|found| found.version.clone());
+        self.put_pointer(name, version, before)?;
+        let mut versions = self.versions.lock().expect("no panic while it is held");
+        versions.insert(name.to_owned(), version.to_owned());
+        drop(versions);
+        // Other versions are of saves that stopped, which the next one removes.
+        let folder = self.object(name)?;
+        let inside = folder.clone();
+        let keep = move |path: &Path| {
+            let mut parts = path.prefix_match(&inside).into_iter().flatten();
+            let first = parts.next();
+            first.is_some_and(|first| match (first.as_ref(), parts.next()) {
+                (first, None) => first == POINTER,
+                (first, _) => is_version(first) && Some(first) != replaced.as_deref(),
+            })
+        };
+        if let Err(error) = self.delete(folder, name, keep) {
+            tracing::warn!("the next save will remove what this one has replaced: {error}");
+        }
+        Ok(())
+    }
+}

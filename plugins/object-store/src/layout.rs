@@ -1,0 +1,87 @@
+//! Which objects a checkpoint is made of.
+
+use fulgurite_core::checkpoint::is_temporary;
+use serde::{Deserialize, Serialize};
+
+/// The object that says which version of a checkpoint is committed.
+pub(crate) const POINTER: &str = "committed.json";
+
+const FORMAT: &str = "fulgurite-committed-version";
+
+/// What is in it.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Pointer {
+    format: String,
+    format_version: u32,
+    /// The identifier of the save that made it.
+    pub(crate) version: String,
+}
+
+impl Pointer {
+    pub(crate) fn new(version: &str) -> Self {
+        Self { format: FORMAT.to_owned(), format_version: 1, version: version.to_owned() }
+    }
+
+    /// The error is a message for the caller to put the object's name to.
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Self, String> {
+        let pointer: Self =
+            serde_json::from_slice(bytes).map_err(|e| format!("is damaged: {e}"))?;
+        if pointer.format != FORMAT || pointer.format_version != 1 {
+            return Err(format!(
+                "is `{}` of version {}; this library reads `{FORMAT}` of version 1",
+                pointer.format, pointer.format_version
+            ));
+        }
+        if !is_version(&pointer.version) {
+            return Err(format!("is damaged: `{}` is no version", pointer.version));
+        }
+        Ok(pointer)
+    }
+
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        serde_json::to_vec(self).expect("strings and a number can be encoded")
+    }
+}
+
+/// Whether this is a save's identifier.
+pub(crate) fn is_version(name: &str) -> bool {
+    is_temporary(&temporary("x", name))
+}
+
+/// What an unfinished save of `name` is called.
+pub(crate) fn temporary(name: &str, version: &str) -> String {
+    format!("{name}.tmp-{version}")
+}
+
+/// The checkpoint that a temporary name is for, and the save's identifier; `None` if it is none.
+pub(crate) fn split_temporary(name: &str) -> Option<(&str, &str)> {
+    if is_temporary(name) { name.rsplit_once(".tmp-") } else { None }
+}
+
+/// The first segment of a path, and the rest.
+pub(crate) fn split(path: &str) -> (&str, &str) {
+    let path = path.trim_matches('/');
+    path.split_once('/').unwrap_or((path, ""))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fulgurite_core::checkpoint::staging_name;
+
+    #[test]
+    fn names_of_saves_are_taken_apart() {
+        let staged = staging_name("last");
+        let (name, version) = split_temporary(&staged).unwrap();
+        assert_eq!((name, temporary(name, version)), ("last", staged.clone()));
+        assert!(is_version(version) && !is_version("model"));
+        assert_eq!(split_temporary("last"), None);
+        assert_eq!(split("/a/b/c/"), ("a", "b/c"));
+        assert_eq!(split("a"), ("a", ""));
+        let pointer = Pointer::parse(&Pointer::new(version).to_bytes()).unwrap();
+        assert_eq!(pointer.version, version);
+        let text =
+            r#"{"format":"fulgurite-committed-version","format_version":1,"version":"../x"}"#;
+        insta::assert_snapshot!(Pointer::parse(text.as_bytes()).unwrap_err(), @"is damaged: `../x` is no version");
+    }
+}
