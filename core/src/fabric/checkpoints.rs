@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{Fabric, FabricOptimizer};
 use crate::checkpoint::{
-    CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, LoadOptions, LoadReport, RestoreReport,
-    SaveMeta, load_raw,
+    CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, LoadOptions, LoadReport,
+    RestoreReport, SaveMeta, load_raw,
 };
 use crate::config::PluginValue;
 use crate::registry::kind;
