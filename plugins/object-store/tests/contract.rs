@@ -140,7 +140,7 @@ fn a_commit_replaces_in_one_step() {
             staged
         };
         let first = stage(b"one");
-        assert_eq!(names(&*io), [first.clone()], "{place}");
+        assert_eq!(names(&*io), std::slice::from_ref(&first), "{place}");
         io.commit(&first, "last").unwrap();
         assert_eq!(names(&*io), ["last"]);
         let second = stage(b"two");
