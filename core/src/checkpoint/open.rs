@@ -47,8 +47,10 @@ pub fn open(path: impl AsRef<Path>) -> Result<Box<dyn TensorSource>> {
     } else {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let safetensors = name.ends_with(".safetensors") || name.ends_with(".json");
+        let torch = [".pt", ".pth", ".bin", ".ckpt"].iter().any(|suffix| name.ends_with(suffix));
         name.ends_with(TorchSource::INDEX)
-            || (!safetensors && path.is_file() && TorchSource::recognises(&start_of(path)?))
+            || (path.is_file()
+                && (torch || (!safetensors && TorchSource::recognises(&start_of(path)?))))
     };
     if is_torch {
         Ok(Box::new(TorchSource::open(path)?))

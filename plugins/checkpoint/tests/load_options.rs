@@ -85,7 +85,22 @@ fn a_filtered_checkpoint_says_so() {
     let tree = model(ONE, 0, None, DType::F32);
     let state = states(&tree, None);
     let error = restore(&checkpoint, &tree, Some(&state), true).unwrap_err();
-    insta::assert_snapshot!(shown(error, temp.path()), @"");
+    insta::assert_snapshot!(shown(error, temp.path()), @r#"
+checkpoint ROOT/c: does not fit this model:
+  missing, the model has it and the checkpoint does not (3):
+    embed.weight
+    norm.weight
+    row.weight
+and does not fit this optimizer:
+  missing, the optimizer has it and the checkpoint does not (6):
+    state.embed.weight.exp_avg
+    state.embed.weight.exp_avg_sq
+    state.norm.weight.exp_avg
+    state.norm.weight.exp_avg_sq
+    state.row.weight.exp_avg
+    state.row.weight.exp_avg_sq
+Nothing was loaded. It was saved with a filter and holds only: layers.*, scale. Load with the same filter or with `strict = false`
+"#);
     assert!(tree.parameters().iter().all(|p| !is_loaded(&tree, p.fqn())));
     // With the same filter, and not strictly.
     let same = LoadOptions { filter: Some(filter), ..LoadOptions::default() };
@@ -120,7 +135,32 @@ fn one_report_lists_everything_of_model_and_optimizer() {
     let before: Vec<_> =
         tree.parameters().iter().map(|p| bytes(&p.local().unwrap().values)).collect();
     let error = restore(&checkpoint, &tree, Some(&state), true).unwrap_err();
-    insta::assert_snapshot!(shown(error, temp.path()), @"");
+    insta::assert_snapshot!(shown(error, temp.path()), @r#"
+checkpoint ROOT/c: does not fit this model:
+  missing, the model has it and the checkpoint does not (1):
+    layers.1.up
+  unexpected, the checkpoint has it and the model does not (3):
+    layers.0.conv
+    row.weight
+    scale
+  of another shape (1):
+    embed.weight: [8, 6] in the model, [7, 6] in the checkpoint
+and does not fit this optimizer:
+  missing, the optimizer has it and the checkpoint does not (2):
+    state.layers.1.up.exp_avg
+    state.layers.1.up.exp_avg_sq
+  unexpected, the checkpoint has it and the optimizer does not (6):
+    state.layers.0.conv.exp_avg
+    state.layers.0.conv.exp_avg_sq
+    state.row.weight.exp_avg
+    state.row.weight.exp_avg_sq
+    state.scale.exp_avg
+    state.scale.exp_avg_sq
+  of another shape (2):
+    state.embed.weight.exp_avg: [8, 6] in the optimizer, [7, 6] in the checkpoint
+    state.embed.weight.exp_avg_sq: [8, 6] in the optimizer, [7, 6] in the checkpoint
+Nothing was loaded. Use the configuration that it was saved with
+"#);
     let after: Vec<_> =
         tree.parameters().iter().map(|p| bytes(&p.local().unwrap().values)).collect();
     assert_eq!(before, after);
@@ -190,7 +230,16 @@ fn names_are_brought_in_line_for_model_and_optimizer() {
     let only =
         LoadOptions { filter: Some(Filter::matching(["net.blocks"])), strict: true, ..options };
     let report = restore(&checkpoint, &tree, Some(&state), &only).unwrap_err();
-    insta::assert_snapshot!(shown(report, temp.path()), @"");
+    insta::assert_snapshot!(shown(report, temp.path()), @r#"
+checkpoint ROOT/c: does not fit this model:
+  unexpected, the checkpoint has it and the model does not (1):
+    net.blocks.0.conv
+and does not fit this optimizer:
+  unexpected, the checkpoint has it and the optimizer does not (2):
+    state.net.blocks.0.conv.exp_avg
+    state.net.blocks.0.conv.exp_avg_sq
+Nothing was loaded. Use the configuration that it was saved with
+"#);
 }
 
 #[test]
@@ -204,7 +253,13 @@ fn other_dtypes_can_be_refused_and_checksums_skipped() {
         ..LoadOptions::default()
     };
     let error = load_into(&checkpoint, &tree, &exact).unwrap_err();
-    insta::assert_snapshot!(shown(error, temp.path()), @"");
+    insta::assert_snapshot!(shown(error, temp.path()), @r#"
+checkpoint ROOT/c: does not fit this model:
+  of another dtype (2):
+    norm.weight: BF16 in the model, F32 in the checkpoint
+    scale: BF16 in the model, F32 in the checkpoint
+Nothing was loaded. Use the configuration that it was saved with
+"#);
     assert!(load_into(&checkpoint, &tree, true).unwrap().is_empty());
     assert!(load_into(&checkpoint, &model(ONE, 0, None, DType::F32), &exact).unwrap().is_empty());
     // A flipped bit is found, unless nobody looks.
@@ -221,13 +276,13 @@ fn other_dtypes_can_be_refused_and_checksums_skipped() {
 
 #[test]
 fn what_a_filter_lets_through_is_the_same_for_places_and_sources() {
-    let temp = saved(Some(Filter::new("nothing but norms", |fqn| fqn.contains("norm"))));
+    let temp = saved(Some(Filter::new("nothing but the scale", |fqn| fqn == "scale")));
     let place = io(temp.path());
     let place: &dyn CheckpointIO = &*place;
     assert_eq!(place.list("c/model").unwrap().len(), 1, "ranks without a part write no file");
     let source = fulgurite_core::checkpoint::open(temp.path().join("c")).unwrap();
-    assert_eq!(source.filtered(), Some("nothing but norms"));
-    assert_eq!(source.names(), ["norm.weight"]);
+    assert_eq!(source.filtered(), Some("nothing but the scale"));
+    assert_eq!(source.names(), ["scale"]);
     let tree = model(ONE, 0, None, DType::F32);
     assert_eq!(Filter::trainable(&tree).what(), "trainable parameters");
     assert!(

@@ -93,7 +93,18 @@ fn what_cannot_be_read_is_told() {
         here(shown(TorchSource::open(path("text.pth")).unwrap_err(), root)),
         here(error(&path("dcp"))),
     ];
-    insta::assert_snapshot!(errors.join("\n"), @"");
+    insta::assert_snapshot!(errors.join("\n"), @r#"
+checkpoint ROOT/fixtures/legacy.pt: was saved by PyTorch before 1.6, or with `_use_new_zipfile_serialization=False`, in a format that cannot be read in parts. Load it in Python and save it again
+checkpoint ROOT/fixtures/module.pt: holds no state dict but torch.nn.modules.linear.Linear; only tensors are read from pickles, nothing in them is executed. Save `module.state_dict()`
+checkpoint ROOT/fixtures/quantized.pt: tensor `q` is no plain tensor (it is made by `torch._utils._rebuild_qtensor`: quantized, sparse, distributed or on no device). Turn it into one before saving, with `.full_tensor()`, `.dequantize()` or `.to_dense()`
+checkpoint ROOT/fixtures/sparse.pt: tensor `sparse` is no plain tensor (it is made by `torch._utils._rebuild_sparse_tensor`: quantized, sparse, distributed or on no device). Turn it into one before saving, with `.full_tensor()`, `.dequantize()` or `.to_dense()`
+checkpoint ROOT/fixtures/nothing.pt: there is no state dict in it: it has no tensors. Expected them there or in one of `state_dict`, `model`, `module`, `model_state_dict`. It has: `step`, `args`
+checkpoint ROOT/fixtures/nested.pt: there is no `emu` in it; there is: `model`, `step`, `ema`
+checkpoint TEMP/cut.pth: is truncated or damaged: invalid Zip archive: Could not find EOCD
+checkpoint TEMP/text.pth: is no file of `torch.save`: it is no zip archive
+checkpoint TEMP/text.pth: is no file of `torch.save`: it is no zip archive
+checkpoint TEMP/dcp: this is a checkpoint of torch.distributed.checkpoint in its own format, whose index is a pickled program. Make a state dict of it with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY FILE`, or save with `HuggingFaceStorageWriter`
+"#);
 }
 
 /// The model that the fixtures are of, empty, on one of two ranks that share its rows.
@@ -151,5 +162,5 @@ fn renamed_sources_refuse_collisions() {
         NameRules { rename: vec![("model.*".into(), "same".into())], ..NameRules::default() };
     let source = TorchSource::open(fixture("plain.pth")).unwrap();
     let error = Renamed::new(source, &rules).unwrap_err();
-    insta::assert_snapshot!(shown(error, fixture("").parent().unwrap()), @"");
+    insta::assert_snapshot!(shown(error, fixture("").parent().unwrap()), @"checkpoint ROOT/fixtures/plain.pth: `model.column` and `model.empty` would both be called `same`");
 }

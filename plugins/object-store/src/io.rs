@@ -75,7 +75,7 @@ impl ObjectStoreIO {
         Self { part: bytes.max(1), concurrency: concurrency.max(1), ..self }
     }
 
-    fn failed(&self, what: &str, path: &str) -> impl FnOnce(object_store::Error) -> Error {
+    fn failed(&self, what: &'static str, path: &str) -> impl FnOnce(object_store::Error) -> Error {
         let failed = Error::io(what, self.location(path));
         |error| failed(error.into())
     }
@@ -158,6 +158,15 @@ impl ObjectStoreIO {
         listed.map_err(self.failed("listing", path))
     }
 
+    /// Whether there is anything in a folder: a local store lists empty ones.
+    fn has_objects(&self, folder: Path, path: &str) -> Result<bool> {
+        let store = self.store.clone();
+        let first = self.driver.run(async move {
+            store.list(Some(&folder)).try_next().await.map(|first| first.is_some())
+        });
+        first.map_err(self.failed("listing", path))
+    }
+
     /// The checkpoints, the unfinished ones and the files at the root.
     fn list_root(&self) -> Result<Vec<Entry>> {
         let root = self.children(self.prefix.clone(), "")?;
@@ -173,8 +182,11 @@ impl ObjectStoreIO {
                 || inside.objects.iter().any(|object| !is_pointer(&object.location));
             for version in inside.common_prefixes.iter().filter_map(Path::filename) {
                 if !is_version(version) {
-                    is_checkpoint = true;
-                } else if committed.as_deref() != Some(version) {
+                    is_checkpoint = is_checkpoint
+                        || self.has_objects(self.object(&format!("{name}/{version}"))?, name)?;
+                } else if committed.as_deref() != Some(version)
+                    && self.has_objects(self.object(&format!("{name}/{version}"))?, name)?
+                {
                     entries.push(directory(temporary(name, version)));
                 }
             }
@@ -212,13 +224,14 @@ impl ObjectStoreIO {
         deleted.map_err(self.failed("removing", path))
     }
 
-    fn delete_one(&self, object: Path, path: &str) -> Result<()> {
+    /// Deletes an object; whether it was there.
+    fn delete_one(&self, object: Path, path: &str) -> Result<bool> {
         let store = self.store.clone();
         let deleted = self.driver.run(async move {
             // A folder of a local store is no object, but deleting it is tried.
             match store.head(&object).await {
-                Ok(_) => gone(store.delete(&object).await),
-                missing => gone(missing.map(drop)),
+                Ok(_) => gone(store.delete(&object).await).map(|()| true),
+                missing => gone(missing.map(drop)).map(|()| false),
             }
         });
         deleted.map_err(self.failed("removing", path))
@@ -339,7 +352,9 @@ impl CheckpointIO for ObjectStoreIO {
         let (head, rest) = split(path);
         if !rest.is_empty() {
             let object = self.resolve(path, false)?;
-            self.delete_one(object.clone(), path)?;
+            if self.delete_one(object.clone(), path)? {
+                return Ok(());
+            }
             return self.delete(object, path, |_| false);
         }
         if let Some((name, version)) = split_temporary(head) {
@@ -350,9 +365,11 @@ impl CheckpointIO for ObjectStoreIO {
             }
             return self.delete(self.object(&format!("{name}/{version}"))?, path, |_| false);
         }
+        if self.delete_one(self.object(head)?, path)? {
+            return Ok(());
+        }
         self.delete_one(self.object(&format!("{head}/{POINTER}"))?, path)?;
         self.versions.lock().expect("no panic while it is held").remove(head);
-        self.delete_one(self.object(head)?, path)?;
         self.delete(self.object(head)?, path, |_| false)
     }
 

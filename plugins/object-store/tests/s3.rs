@@ -9,7 +9,6 @@
 #[path = "../../checkpoint/tests/common/mod.rs"]
 mod common;
 
-use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
@@ -19,9 +18,10 @@ use std::sync::Arc;
 use candle_core::DType;
 use common::{bytes, model, ranks, save_model};
 use fulgurite_core::checkpoint::{
-    CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, latest, load_into, staging_name,
+    CheckpointIO, DistributedCheckpoint, latest, load_into, staging_name,
 };
-use fulgurite_object_store::ObjectStoreConfig;
+use fulgurite_object_store::ObjectStoreIO;
+use fulgurite_object_store::object_store::aws::AmazonS3Builder;
 
 struct Server {
     process: Child,
@@ -52,23 +52,17 @@ impl Server {
     }
 
     fn place(&self, url: &str) -> Arc<dyn CheckpointIO> {
-        let options = [
-            ("aws_endpoint", format!("http://{}", self.address)),
-            ("aws_region", "us-east-1".to_owned()),
-            ("aws_allow_http", "true".to_owned()),
-            ("aws_skip_signature", "true".to_owned()),
-        ];
-        ObjectStoreConfig {
-            url: url.to_owned(),
-            options: options
-                .into_iter()
-                .map(|(k, v)| (k.to_owned(), v))
-                .collect::<BTreeMap<_, _>>(),
-            part_mib: 5,
-            concurrency: 3,
-        }
-        .build(Path::new(""))
-        .unwrap()
+        let store = AmazonS3Builder::new()
+            .with_endpoint(format!("http://{}", self.address))
+            .with_allow_http(true)
+            .with_region("us-east-1")
+            .with_bucket_name("bucket")
+            .with_access_key_id("somebody")
+            .with_secret_access_key("something")
+            .build()
+            .unwrap();
+        let io = ObjectStoreIO::new(Arc::new(store), url).unwrap();
+        Arc::new(io.with_parts(5 << 20, 3))
     }
 }
 

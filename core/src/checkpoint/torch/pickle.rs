@@ -218,7 +218,7 @@ impl<'a> Machine<'a> {
                 }
                 _ => self.pop().map(drop),
             },
-            b'1' => self.to_mark().map(drop),
+            b'1' => self.above_mark().map(drop),
             b'2' => {
                 let top = self.top()?;
                 self.stack.push(top);
@@ -254,7 +254,7 @@ impl<'a> Machine<'a> {
         match op {
             b')' => self.push(Object::Tuple(Vec::new())),
             b't' => {
-                let items = self.to_mark()?;
+                let items = self.above_mark()?;
                 self.push(Object::Tuple(items))
             }
             0x85..=0x87 => {
@@ -265,7 +265,7 @@ impl<'a> Machine<'a> {
             }
             b']' => self.push(Object::List(Vec::new())),
             b'l' => {
-                let items = self.to_mark()?;
+                let items = self.above_mark()?;
                 self.push(Object::List(items))
             }
             b'a' => {
@@ -273,12 +273,12 @@ impl<'a> Machine<'a> {
                 self.append(vec![item])
             }
             b'e' => {
-                let items = self.to_mark()?;
+                let items = self.above_mark()?;
                 self.append(items)
             }
             b'}' => self.push(Object::Dict(Vec::new())),
             b'd' => {
-                let items = self.to_mark()?;
+                let items = self.above_mark()?;
                 let items = pairs(&items)?;
                 self.push(Object::Dict(items))
             }
@@ -288,13 +288,13 @@ impl<'a> Machine<'a> {
                 self.set(vec![(key, value)])
             }
             b'u' => {
-                let items = self.to_mark()?;
+                let items = self.above_mark()?;
                 self.set(pairs(&items)?)
             }
             0x8f => self.push(Object::Other),
-            0x90 => self.to_mark().map(drop),
+            0x90 => self.above_mark().map(drop),
             0x91 => {
-                self.to_mark()?;
+                self.above_mark()?;
                 self.push(Object::Other)
             }
             b'c' => {
@@ -326,13 +326,13 @@ impl<'a> Machine<'a> {
             b'i' => {
                 let module = String::from_utf8_lossy(self.line()?).into_owned();
                 let name = String::from_utf8_lossy(self.line()?).into_owned();
-                let args = self.to_mark()?;
+                let args = self.above_mark()?;
                 let args = self.add(Object::Tuple(args));
                 let callable = self.add(Object::Global(format!("{module}.{name}")));
                 self.call(callable, args)
             }
             b'o' => {
-                let mut args = self.to_mark()?;
+                let mut args = self.above_mark()?;
                 if args.is_empty() {
                     return Err("an object without a class".to_owned());
                 }
@@ -408,7 +408,7 @@ impl<'a> Machine<'a> {
         Ok(top)
     }
 
-    fn to_mark(&mut self) -> Step<Vec<Id>> {
+    fn above_mark(&mut self) -> Step<Vec<Id>> {
         let mark = self.marks.pop().ok_or("it takes more than there is")?;
         Ok(self.stack.split_off(mark))
     }

@@ -236,6 +236,7 @@ pub(crate) fn meta(step: u64, mesh: Mesh, tree: &ModuleTree) -> SaveMeta {
         specs: specs(tree),
         state: serde_json::json!({ "trainer": { "step": step, "lr": 0.1 + 0.2 } }),
         config: serde_json::json!({ "seed": SEED }),
+        filter: None,
     }
 }
 
