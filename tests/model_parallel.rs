@@ -147,6 +147,27 @@ fn a_run_goes_on_on_another_mesh() {
 }
 
 #[test]
+fn full_checkpoints_are_resumed_from_too() {
+    let scratch = Scratch::with_tokens();
+    let job = job(&scratch).set(&[
+        "checkpoint.every_n_steps=4",
+        "checkpoint.dir=kept",
+        "checkpoint.keep_last=2",
+    ]);
+    let mesh = table("fsdp_tp.save_distributed_checkpoint=false");
+    let whole = job.clone().on(&mesh, 4, 4).succeed();
+    assert!(scratch.path().join("kept/step-00000004/model.safetensors").is_file());
+    let rest = whole.losses().split_off(&5);
+    let from = |path: &str| job.clone().set(&[&format!("trainer.ckpt_path={path}")]);
+    let again = from("kept/step-00000004").on(&mesh, 4, 4).succeed();
+    assert_eq!(again.losses(), rest, "on the same mesh, to the bit");
+    let resumed = from("kept/step-00000004").on("ddp", 2, 4).succeed();
+    assert_close(&resumed.losses(), &rest, 1e-5);
+    let last = from("last").on(&mesh, 4, 4).set(&["trainer.max_steps=10"]).succeed();
+    assert_eq!(last.losses().keys().copied().collect::<Vec<_>>(), [9, 10]);
+}
+
+#[test]
 fn text_is_written_under_every_plan() {
     let scratch = Scratch::new();
     scratch.file("text.txt", "the quick brown fox jumps over the lazy dog; ".repeat(40));
@@ -196,7 +217,7 @@ fn sizes_that_do_not_fit() {
     insta::assert_snapshot!(error("model_parallel.tensor_parallel_size=2", 3, &[]), @"device mesh: the sizes `data_parallel_shard_size=auto`, `data_parallel_replicate_size=1`, `context_parallel_size=1`, `tensor_parallel_size=2` multiplied (2) should divide the world size (3); change them, or `trainer.devices` × `trainer.num_nodes`");
     insta::assert_snapshot!(error("model_parallel.data_parallel_size=2,data_parallel_shard_size=2", 4, &[]), @"`trainer.strategy` has both `data_parallel_size` and `data_parallel_shard_size`; keep one: the first is the second times `data_parallel_replicate_size`");
     insta::assert_snapshot!(error("hsdp", 2, &[]), @"strategy `hsdp` needs `data_parallel_replicate_size` (the number of replicas, for instance of hosts) or `data_parallel_shard_size` (of ranks that share one)");
-    insta::assert_snapshot!(error("model_parallel.tensor_paralel_size=2", 2, &[]), @"unknown key `trainer.strategy.tensor_paralel_size`; did you mean `tensor_parallel_size`? (the keys of `trainer.strategy` are data_parallel_size, data_parallel_replicate_size, data_parallel_shard_size, context_parallel_size, tensor_parallel_size, parallelize, reshard_after_forward, mixed_precision, prefetch, allow_root_only, accumulation_sync, timeout_secs)");
+    insta::assert_snapshot!(error("model_parallel.tensor_paralel_size=2", 2, &[]), @"unknown key `trainer.strategy.tensor_paralel_size`; did you mean `tensor_parallel_size`? (the keys of `trainer.strategy` are data_parallel_size, data_parallel_replicate_size, data_parallel_shard_size, context_parallel_size, tensor_parallel_size, parallelize, reshard_after_forward, mixed_precision, prefetch, allow_root_only, accumulation_sync, save_distributed_checkpoint, timeout_secs)");
     insta::assert_snapshot!(error("tp.tensor_parallel_size=\"all\"", 2, &[]), @r#"`trainer.strategy.tensor_parallel_size`: expected a number of ranks or "auto", found the string "all""#);
     insta::assert_snapshot!(error("tp", 3, &[]), @"a rank failed: module `model.layers.0.self_attn`: 2 attention heads are not divisible by tensor_parallel_size 3; choose a size that divides them");
     insta::assert_snapshot!(error(MESHES[7].0, 2, &odd), @"a rank failed: module `model.embed_tokens`: sequence parallelism cannot cut a sequence of 7 positions over 2 ranks of `tensor_parallel`; use a length that is a multiple of 2");

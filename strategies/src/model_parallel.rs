@@ -114,6 +114,10 @@ pub struct ModelParallel {
     /// What micro-batches before the last of a step communicate: `"none"`, `"reduce_scatter"` or
     /// `"all"`.
     pub accumulation_sync: AccumulationSync,
+    /// Whether checkpoints are distributed, each rank writing what it owns (`true`), or full ones in
+    /// Hugging Face's layout, gathered on rank 0 tensor by tensor (`false`). A run resumes from
+    /// either.
+    pub save_distributed_checkpoint: bool,
     /// How long a rank waits for the others in a collective, in place of `trainer.timeout_secs`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timeout_secs: Option<u64>,
@@ -133,6 +137,7 @@ impl Default for ModelParallel {
             prefetch: 1,
             allow_root_only: false,
             accumulation_sync: AccumulationSync::default(),
+            save_distributed_checkpoint: true,
             timeout_secs: None,
         }
     }
@@ -193,6 +198,7 @@ impl ModelParallel {
             prefetch: self.prefetch,
             allow_root_only: self.allow_root_only,
             accumulation_sync: self.accumulation_sync,
+            save_distributed_checkpoint: self.save_distributed_checkpoint,
             parallelize: self.parallelize.as_ref().map(|config| config.build()).transpose()?,
             default_parallelize: Some(LlamaPlan::default().build()?),
             ..Settings::new(name, sizes, Sharding::WhereUseful)

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 
 use super::boxes::check_cover;
-use super::manifest::{MANIFEST, Manifest, TensorEntry};
+use super::manifest::{FULL_MANIFEST, MANIFEST, Manifest, TensorEntry};
 use super::stored::{Place, StoredBox, refuse};
 use super::{CheckpointIO, StoredTensors, TensorInfo, TensorSource};
 use crate::shard::Region;
@@ -32,9 +32,11 @@ impl DistributedCheckpoint {
     /// missing or of another length.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let manifest = path.join(MANIFEST);
-        let bytes = std::fs::read(&manifest).map_err(Error::io("reading", &manifest));
-        Self::from_manifest(bytes, Place::Local(path.to_owned()))
+        let load = |manifest: &str| {
+            let manifest = path.join(manifest);
+            std::fs::read(&manifest).map_err(Error::io("reading", &manifest))
+        };
+        Self::from_manifest(load, Place::Local(path.to_owned()))
     }
 
     /// Opens the checkpoint `name` of `io`.
@@ -42,27 +44,34 @@ impl DistributedCheckpoint {
     /// # Errors
     /// As [`open`](Self::open).
     pub fn open_with(io: &Arc<dyn CheckpointIO>, name: &str) -> Result<Self> {
-        let bytes = io.load(&format!("{name}/{MANIFEST}"));
-        Self::from_manifest(bytes, Place::Io(io.clone(), name.to_owned()))
+        let load = |manifest: &str| io.load(&format!("{name}/{manifest}"));
+        Self::from_manifest(load, Place::Io(io.clone(), name.to_owned()))
     }
 
-    fn from_manifest(bytes: Result<Vec<u8>>, place: Place) -> Result<Self> {
-        let root = place.location("");
-        let bytes = match bytes {
-            Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
-                return Err(Error::checkpoint(
-                    root,
-                    format!(
-                        "there is no checkpoint here: it has no {MANIFEST}. Name the directory of \
-                         one step, such as `step-00000010`; one without a manifest was never \
-                         completed"
-                    ),
-                ));
-            }
-            bytes => bytes?,
+    fn from_manifest(load: impl Fn(&str) -> Result<Vec<u8>>, place: Place) -> Result<Self> {
+        let missing = |error: &Error| matches!(error, Error::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound);
+        let (file, bytes) = match load(MANIFEST) {
+            Err(error) if missing(&error) => match load(FULL_MANIFEST) {
+                Err(error) if missing(&error) => {
+                    return Err(Error::checkpoint(
+                        place.location(""),
+                        format!(
+                            "there is no checkpoint here: it has no {MANIFEST}. Name the directory \
+                             of one step, such as `step-00000010`; one without a manifest was never \
+                             completed"
+                        ),
+                    ));
+                }
+                bytes => (FULL_MANIFEST, bytes?),
+            },
+            bytes => (MANIFEST, bytes?),
         };
-        let manifest = Manifest::parse(&bytes, &place.location(MANIFEST))?;
-        let (mut model, mut optimizer) = contents(&manifest, &place, MANIFEST)?;
+        let location = place.location(file);
+        let manifest = match file {
+            FULL_MANIFEST => Manifest::parse_full(&bytes, &location)?,
+            _ => Manifest::parse(&bytes, &location)?,
+        };
+        let (mut model, mut optimizer) = contents(&manifest, &place, file)?;
         model.set_filtered(manifest.filter.clone());
         optimizer.set_filtered(manifest.filter.clone());
         Ok(Self { manifest, model, optimizer })

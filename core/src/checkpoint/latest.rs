@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 
 use super::CheckpointIO;
-use super::manifest::{MANIFEST, Stamp};
+use super::manifest::{FULL_MANIFEST, MANIFEST, Stamp};
 use super::naming::{complaint, is_temporary, replaced_base};
 use crate::{Error, Result};
 
@@ -22,7 +22,7 @@ pub struct Committed {
     pub path: PathBuf,
 }
 
-/// The newest committed checkpoint of `io`, by the step in its manifest; `None` if there is none.
+/// The newest committed checkpoint of `io`, distributed or full, by the step in its manifest; `None` if there is none.
 /// Unfinished saves and directories without a valid manifest are not taken for one.
 ///
 /// Not collective: where ranks must agree, one asks and tells the others.
@@ -95,21 +95,21 @@ pub(super) fn point_last(io: &dyn CheckpointIO, name: &str) -> Result<()> {
 
 /// The step of the checkpoint `name`; `None` if it was not committed.
 fn committed_step(io: &dyn CheckpointIO, name: &str) -> Result<Option<u64>> {
-    let path = format!("{name}/{MANIFEST}");
-    let bytes = match io.load(&path) {
-        Ok(bytes) => bytes,
-        Err(Error::Io { source, .. })
-            if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) =>
-        {
-            return Ok(None);
-        }
-        Err(error) => return Err(error),
-    };
-    match Stamp::parse(&bytes, &io.location(&path)) {
-        Ok(stamp) => Ok(Some(stamp.step)),
-        Err(error) => {
-            tracing::warn!("not taken for a checkpoint: {error}");
-            Ok(None)
+    for manifest in [MANIFEST, FULL_MANIFEST] {
+        let path = format!("{name}/{manifest}");
+        let bytes = match io.load(&path) {
+            Ok(bytes) => bytes,
+            Err(Error::Io { source, .. })
+                if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) =>
+            {
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        match Stamp::parse(&bytes, &io.location(&path)) {
+            Ok(stamp) => return Ok(Some(stamp.step)),
+            Err(error) => tracing::warn!("not taken for a checkpoint: {error}"),
         }
     }
+    Ok(None)
 }

@@ -167,8 +167,10 @@ pub(super) struct Stamp {
 }
 
 impl Stamp {
+    /// Of a distributed or a full checkpoint.
     pub(super) fn parse(bytes: &[u8], path: &Path) -> Result<Self> {
-        Self::parse_as(FORMAT, bytes, path)
+        let full = path.file_name().is_some_and(|name| name == FULL_MANIFEST);
+        Self::parse_as(if full { FULL_FORMAT } else { FORMAT }, bytes, path)
     }
 
     fn parse_as(format: &str, bytes: &[u8], path: &Path) -> Result<Self> {

@@ -96,10 +96,16 @@ impl SaveRequest {
             ready?;
             write(io, group.rank(), staged, model, optimizer, meta)
         })?;
+        self.conclude(io, group)?;
+        Ok(path)
+    }
+
+    /// Does what is to follow once the checkpoint is committed. Collective.
+    pub(crate) fn conclude(&self, io: &dyn CheckpointIO, group: &dyn ProcessGroup) -> Result<()> {
         if self.point_last || !self.remove.is_empty() {
             on_root(group, || self.follow_up(io))?;
         }
-        Ok(path)
+        Ok(())
     }
 
     fn follow_up(&self, io: &dyn CheckpointIO) -> Result<()> {

@@ -70,6 +70,27 @@ impl Fabric {
         self.strategy().save_full_checkpoint(&*io, name, &states, options, meta)
     }
 
+    /// [`save_full`](Self::save_full) under `name` of any place, with optimizer, the run's
+    /// configuration and no other options. Collective.
+    ///
+    /// # Errors
+    /// As [`save_full`](Self::save_full).
+    pub fn save_full_with(
+        &self,
+        io: &Arc<dyn CheckpointIO>,
+        name: &str,
+        optimizer: &mut FabricOptimizer,
+        state: &impl Serialize,
+        config: serde_json::Value,
+    ) -> Result<PathBuf> {
+        self.strategy().prepare_save()?;
+        let states = optimizer.state_tensors()?;
+        let state = to_json(&SavedState { optimizer: optimizer.scalars(), user: to_json(state)? })?;
+        let meta = SaveMeta { step: optimizer.steps(), state, config, ..SaveMeta::default() };
+        let options = FullOptions::default();
+        self.strategy().save_full_checkpoint(&**io, name, &states, &options, meta)
+    }
+
     /// [`save`](Self::save) under `name` of any place, with the run's configuration for
     /// information. Collective.
     ///

@@ -293,6 +293,12 @@ pub trait Strategy: Send {
         request.run(io, &**self.state().mesh()?.world())
     }
 
+    /// Whether the trainer saves distributed checkpoints, each rank what it owns; otherwise full ones,
+    /// gathered on rank 0.
+    fn saves_distributed_checkpoints(&self) -> bool {
+        true
+    }
+
     /// Saves the model, and these optimizer states, as the full checkpoint `name` of `io`: whole
     /// tensors in files that others read, gathered on rank 0 one by one. Of `meta`, mesh and specs
     /// are filled in. Collective.

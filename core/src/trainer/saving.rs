@@ -149,6 +149,14 @@ where
         request.point_last = true;
         request.remove = saving.retention.take_superfluous();
         saving.saved = Some(step);
+        if !self.parts.fabric.strategy().saves_distributed_checkpoints() {
+            let saving = &self.parts.saving;
+            let config = request.meta.config.clone();
+            let path =
+                self.parts.fabric.save_full_with(&saving.io, &name, optimizer, &state, config)?;
+            request.conclude(&*saving.io, &**self.parts.fabric.world())?;
+            return self.report_saved(Some(Saved { step, path, blocked: begun.elapsed() }));
+        }
         match &mut saving.background {
             Some(background) if !at_once => {
                 let earlier = background.start(request)?;

@@ -33,6 +33,8 @@ pub(crate) struct Settings {
     pub(crate) shard_conditions: Vec<String>,
     pub(crate) allow_root_only: bool,
     pub(crate) accumulation_sync: AccumulationSync,
+    /// Whether the trainer's checkpoints are distributed.
+    pub(crate) save_distributed_checkpoint: bool,
     /// Bytes of the first gradient bucket, and of the others.
     pub(crate) bucket_bytes: [usize; 2],
     pub(crate) parallelize: Option<Box<dyn ParallelizeFn>>,
@@ -53,6 +55,7 @@ impl Settings {
             shard_conditions: Vec::new(),
             allow_root_only: false,
             accumulation_sync: AccumulationSync::default(),
+            save_distributed_checkpoint: true,
             bucket_bytes: [1 << 20, 25 << 20],
             parallelize: None,
             default_parallelize: None,

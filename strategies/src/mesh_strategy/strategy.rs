@@ -324,6 +324,10 @@ impl Strategy for MeshStrategy {
         Ok(())
     }
 
+    fn saves_distributed_checkpoints(&self) -> bool {
+        self.settings.save_distributed_checkpoint
+    }
+
     fn finish_load(&mut self) -> Result<()> {
         // Each replica has read its own copy.
         self.verify_replicas(self.state.tree()?)?;
