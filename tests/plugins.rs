@@ -32,7 +32,7 @@ fn the_built_in_plugins_are_listed() {
     parallelize: hf, llama, none, plan
     process_group: shm
     scheduler: constant, cosine, linear, step
-    strategy: auto, ddp, fsdp, fsdp2, single_device
+    strategy: auto, ddp, fsdp, fsdp2, fsdp_tp, hsdp, model_parallel, single_device, tp
     ");
     let list = plugins::list(&registry::plugins());
     assert_eq!(list.lines().count(), 1 + registry::plugins().len());

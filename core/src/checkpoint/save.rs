@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::boxes::check_cover;
 use super::latest::point_last;
-use super::manifest::{MANIFEST, Manifest, SaveMeta, TensorEntry};
+use super::manifest::{FULL_MANIFEST, MANIFEST, Manifest, SaveMeta, TensorEntry};
 use super::shard_file::{self, Piece};
 use super::{CheckpointIO, Entry, Filter, ShardTensor, naming};
 use crate::collective::{ProcessGroup, all_gather_object, broadcast_object};
@@ -200,7 +200,8 @@ fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
     }
     let entries = remove_unfinished(io)?;
     let exists = entries.iter().any(|entry| entry.name == name);
-    if exists && !io.list(name)?.iter().any(|entry| entry.name == MANIFEST) {
+    let is_checkpoint = |entry: &Entry| [MANIFEST, FULL_MANIFEST].contains(&&*entry.name);
+    if exists && !io.list(name)?.iter().any(is_checkpoint) {
         let message = "there is something here already that is no checkpoint; it is not overwritten. \
                        Move it away or save to another place";
         return Err(Error::checkpoint(io.location(name), message));

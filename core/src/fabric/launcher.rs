@@ -25,10 +25,10 @@ pub struct Connection {
 
 impl TrainerConfig {
     /// Launches the ranks that this configuration asks for, unless somebody did already, and
-    /// connects them. Returns in ranks only; see [`launch`]. Collective.
+    /// connects them. Returns in ranks only; see [`launch`](crate::launch::launch). Collective.
     ///
     /// # Errors
-    /// As [`launch`], and if the process group cannot connect the ranks.
+    /// As [`launch`](crate::launch::launch), and if the process group cannot connect the ranks.
     pub fn connect(&self) -> Result<Connection> {
         registry::require(kind::PROCESS_GROUP, &self.process_group.name)?;
         let strategy =

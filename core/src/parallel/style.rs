@@ -428,7 +428,7 @@ mod tests {
         unknown field `inputs`, expected `input` or `output` at line 1 column 28
         unknown field `inputs`, expected `input` or `output` at line 1 column 41
         unknown field `output`, expected `input` or `loss_parallel` at line 1 column 32
-        unknown field `dim`, there are no fields at line 1 column 35
+        unknown field `dim`, expected `input` or `output` at line 1 column 35
         missing field `desired` at line 1 column 53
         "#);
     }
