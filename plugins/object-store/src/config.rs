@@ -116,7 +116,14 @@ mod tests {
             ),
             error("io = { type = \"object_store\", uri = \"s3://x\" }"),
         ];
-        insta::assert_snapshot!(errors.join("\n"), @"");
+        insta::assert_snapshot!(errors.join("\n"), @r#"
+checkpoint.io, object store: needs a `url`, such as `s3://bucket/my-run`
+checkpoint.io, object store: `bucket/x` is no URL (relative URL without a base). Expected one such as `s3://bucket/my-run`
+checkpoint.io, object store: `ftp://x/y`: Generic URL error: Unable to recognise URL "ftp://x/y"
+checkpoint.io, object store: `part_mib` and `concurrency` must be at least 1
+checkpoint.io, object store: `options.aws_secret_access_key` is a secret, and the configuration is saved with every checkpoint. Set the environment variable `AWS_SECRET_ACCESS_KEY` instead
+unknown field `uri`, expected one of `url`, `options`, `part_mib`, `concurrency`
+"#);
     }
 
     #[test]
