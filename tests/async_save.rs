@@ -1,7 +1,7 @@
 //! Saving in the background: ranks as threads, and places that are slow or broken.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use fulgurite::core::autograd::storage;
 use fulgurite::core::checkpoint::{
@@ -36,8 +36,15 @@ impl Gated {
         })
     }
 
+    /// Lets writes wait until the guard is dropped: by an assertion that fails, too, or the saver
+    /// would wait for its thread for ever.
+    fn close(self: &Arc<Self>) -> Closed {
+        self.set_open(false);
+        Closed(self.clone())
+    }
+
     fn set_open(&self, open: bool) {
-        *self.open.lock().unwrap() = open;
+        *self.open.lock().unwrap_or_else(PoisonError::into_inner) = open;
         self.opened.notify_all();
     }
 
@@ -47,6 +54,15 @@ impl Gated {
 
     fn note(&self, note: String) {
         self.notes.lock().unwrap().push(note);
+    }
+}
+
+/// Opens the gate again. To be made after the saver, so that it goes before it.
+struct Closed(Arc<Gated>);
+
+impl Drop for Closed {
+    fn drop(&mut self) {
+        self.0.set_open(true);
     }
 }
 
@@ -146,7 +162,7 @@ fn training_goes_on_and_does_not_get_into_the_checkpoint() {
         let weights = Weights::new(&*world);
         let mut saver = AsyncSaver::new(io.clone(), &*world)?;
         assert_eq!(saver.wait()?, None);
-        io.set_open(false);
+        let gate = io.close();
         weights.set(1.0);
         assert_eq!(saver.start(weights.request(1, &[]))?, None);
         // Later steps, with collectives of their own, while nothing can be written.
@@ -156,7 +172,7 @@ fn training_goes_on_and_does_not_get_into_the_checkpoint() {
         }
         assert!(saver.is_running());
         assert!(!dir.path().join(step_name(1)).exists());
-        io.set_open(true);
+        drop(gate);
         let path = dir.path().join(step_name(1));
         // The next one waits for it.
         let earlier = saver.start(weights.request(4, &[]))?.expect("the first one");
@@ -183,10 +199,10 @@ fn old_checkpoints_go_when_the_new_one_is_there() {
     saver.wait().unwrap();
     io.notes.lock().unwrap().clear();
     // It is removed with the second, not before, and what is being saved is never removed.
-    io.set_open(false);
+    let gate = io.close();
     saver.start(weights.request(2, &["step-00000001", "step-00000002"])).unwrap();
     assert!(io.notes.lock().unwrap().is_empty());
-    io.set_open(true);
+    drop(gate);
     saver.wait().unwrap();
     let notes = io.notes.lock().unwrap().join("\n");
     insta::assert_snapshot!(notes, @r"
@@ -250,14 +266,11 @@ fn a_saver_that_is_dropped_completes_what_it_began() {
         let run = || {
             let weights = Weights::new(&world);
             let mut saver = AsyncSaver::new(io.clone(), &world).unwrap();
-            io.set_open(false);
+            let gate = io.close();
             weights.set(3.0);
             saver.start(weights.request(1, &[])).unwrap();
             assert!(saver.is_running());
-            let opener = {
-                let io = io.clone();
-                std::thread::spawn(move || io.set_open(true))
-            };
+            let opener = std::thread::spawn(move || drop(gate));
             if panics {
                 std::panic::resume_unwind(Box::new("a step panics"));
             }

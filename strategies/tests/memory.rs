@@ -1,13 +1,13 @@
 //! What training costs in memory, by the allocator's count.
-#![allow(unsafe_code)] // A global allocator is unsafe to implement; this one counts and passes on.
 
+mod counted;
 mod support;
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicIsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
+use counted::{LIVE, PEAK};
 use fulgurite_core::Result;
 use fulgurite_core::autograd::storage;
 use fulgurite_core::fabric::Fabric;
@@ -16,41 +16,6 @@ use fulgurite_core::nn::{Linear, Loss};
 use fulgurite_core::optim::AdamW;
 use fulgurite_transports::run_ranks;
 use support::strategy;
-
-struct Counted;
-
-/// Bytes that all threads hold, and the most they held since it was last set.
-static LIVE: AtomicIsize = AtomicIsize::new(0);
-static PEAK: AtomicIsize = AtomicIsize::new(0);
-
-fn add(bytes: isize) {
-    let live = LIVE.fetch_add(bytes, Ordering::SeqCst) + bytes;
-    PEAK.fetch_max(live, Ordering::SeqCst);
-}
-
-// SAFETY: every call goes to the system's allocator as it came; counting allocates nothing.
-unsafe impl GlobalAlloc for Counted {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        add(layout.size() as isize);
-        // SAFETY: the caller's own promise about `layout`.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        add(layout.size() as isize);
-        // SAFETY: the caller's own promise about `layout`.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        add(-(layout.size() as isize));
-        // SAFETY: the caller's own promise about `ptr`, which came from `System`.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counted = Counted;
 
 /// Tests count what the whole process holds: one at a time.
 static ALONE: Mutex<()> = Mutex::new(());

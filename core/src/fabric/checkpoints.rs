@@ -13,6 +13,7 @@ use crate::checkpoint::{
     RestoreReport, SaveMeta, SaveRequest, TensorSource as _, load_raw,
 };
 use crate::config::PluginValue;
+use crate::optim::StateTensor;
 use crate::registry::kind;
 use crate::{Error, Result};
 
@@ -56,17 +57,7 @@ impl Fabric {
         options: &FullOptions,
     ) -> Result<PathBuf> {
         let (io, name) = local(path.as_ref())?;
-        self.strategy().prepare_save()?;
-        let user = to_json(state)?;
-        let mut meta = SaveMeta::default();
-        let mut states = Vec::new();
-        let mut scalars = BTreeMap::new();
-        if let Some(optimizer) = optimizer {
-            states = optimizer.state_tensors()?;
-            scalars = optimizer.scalars();
-            meta.step = optimizer.steps();
-        }
-        meta.state = to_json(&SavedState { optimizer: scalars, user })?;
+        let (states, meta) = self.contents(optimizer, state, serde_json::Value::Null)?;
         self.strategy().save_full_checkpoint(&*io, name, &states, options, meta)
     }
 
@@ -83,10 +74,7 @@ impl Fabric {
         state: &impl Serialize,
         config: serde_json::Value,
     ) -> Result<PathBuf> {
-        self.strategy().prepare_save()?;
-        let states = optimizer.state_tensors()?;
-        let state = to_json(&SavedState { optimizer: optimizer.scalars(), user: to_json(state)? })?;
-        let meta = SaveMeta { step: optimizer.steps(), state, config, ..SaveMeta::default() };
+        let (states, meta) = self.contents(Some(optimizer), state, config)?;
         let options = FullOptions::default();
         self.strategy().save_full_checkpoint(&**io, name, &states, &options, meta)
     }
@@ -121,11 +109,25 @@ impl Fabric {
         state: &impl Serialize,
         config: serde_json::Value,
     ) -> Result<SaveRequest> {
-        self.strategy().prepare_save()?;
-        let states = optimizer.state_tensors()?;
-        let state = to_json(&SavedState { optimizer: optimizer.scalars(), user: to_json(state)? })?;
-        let meta = SaveMeta { step: optimizer.steps(), state, config, ..SaveMeta::default() };
+        let (states, meta) = self.contents(Some(optimizer), state, config)?;
         self.strategy().save_request(name, &states, meta)
+    }
+
+    /// The optimizer's tensors, and what a checkpoint says besides. Collective.
+    fn contents(
+        &self,
+        optimizer: Option<&mut FabricOptimizer>,
+        state: &impl Serialize,
+        config: serde_json::Value,
+    ) -> Result<(Vec<StateTensor>, SaveMeta)> {
+        self.strategy().prepare_save()?;
+        let (mut states, mut scalars, mut step) = (Vec::new(), BTreeMap::new(), 0);
+        if let Some(optimizer) = optimizer {
+            states = optimizer.state_tensors()?;
+            (scalars, step) = (optimizer.scalars(), optimizer.steps());
+        }
+        let state = to_json(&SavedState { optimizer: scalars, user: to_json(state)? })?;
+        Ok((states, SaveMeta { step, state, config, ..SaveMeta::default() }))
     }
 
     /// Loads a distributed checkpoint, of any strategy and number of ranks, into the model and,
