@@ -85,7 +85,5 @@ mod book {
     mod strategies {}
 }
 
-/// Keeps large blocks instead of returning them: a tensor a step is a page fault storm otherwise.
 #[cfg(feature = "mimalloc")]
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+mod allocator;

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use fulgurite::bench::{self, CheckpointBench};
+use fulgurite::bench::{self, CheckpointBench, TrainBench};
 use fulgurite::cli::{checkpoint, plugins, print};
 use fulgurite::core::launch::report_and_exit_code;
 use fulgurite::core::{Result, registry};
@@ -31,6 +31,8 @@ enum Command {
 
 #[derive(Subcommand)]
 enum Bench {
+    /// Training steps of a decoder, against its matrix products alone
+    Train(TrainBench),
     /// Saving and loading checkpoints, against raw writes and reads of the same bytes
     Checkpoint(CheckpointBench),
 }
@@ -53,9 +55,10 @@ enum Plugins {
 fn main() -> ExitCode {
     match Cli::parse().command {
         // It may become several processes, whose failures are one.
-        Command::Bench(Bench::Checkpoint(options)) => {
-            report_and_exit_code(bench::checkpoint(&options))
-        }
+        Command::Bench(bench) => report_and_exit_code(match bench {
+            Bench::Train(options) => bench::train(&options),
+            Bench::Checkpoint(options) => bench::checkpoint(&options),
+        }),
         Command::Plugins(command) => exit_code(plugins(command).map(|()| ExitCode::SUCCESS)),
         Command::Checkpoint(command) => exit_code(checkpoint::run(command)),
     }

@@ -32,6 +32,7 @@ pub mod parameter;
 pub mod random;
 pub mod registry;
 pub mod shard;
+mod simd;
 pub mod strategy;
 pub mod trainer;
 

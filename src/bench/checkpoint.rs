@@ -11,7 +11,7 @@ use rustix::fs::{Advice, fadvise};
 use serde_json::json;
 
 use super::ranks::{Ranks, Times};
-use super::{Decoder, DecoderSize};
+use super::{Decoder, SizeOptions, Workload};
 use crate::cli::print;
 use crate::prelude::*;
 
@@ -21,7 +21,7 @@ pub struct CheckpointBench {
     #[command(flatten)]
     ranks: Ranks,
     #[command(flatten)]
-    size: DecoderSize,
+    size: SizeOptions,
     /// Where to write; a directory of its own is made there and removed again
     #[arg(long, default_value = ".")]
     dir: PathBuf,
@@ -40,9 +40,10 @@ const CHUNK: usize = 16 << 20;
 /// # Errors
 /// If ranks cannot be started, or the directory cannot be written.
 pub fn checkpoint(options: &CheckpointBench) -> Result<()> {
+    let size = options.size.decoder(Workload::Ckpt)?;
     let mut fabric = options.ranks.launch()?;
     let adamw = AdamW { lr: 3e-4, weight_decay: 0.1, ..AdamW::default() };
-    let (_model, mut optimizer) = fabric.setup(|b| Decoder::new(b, &options.size), &adamw)?;
+    let (_model, mut optimizer) = fabric.setup(|b| Decoder::new(b, &size), &adamw)?;
     // Moments that are not zero, as after a step.
     for (i, state) in optimizer.state_tensors()?.into_iter().enumerate() {
         let values = (state.values.ones_like()? * (1e-3 * (i + 1) as f64))?;

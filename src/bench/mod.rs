@@ -2,11 +2,15 @@
 //! in full.
 //!
 //! Every time is that of the slowest rank, between two barriers, and the median over the repeats. A
-//! limit (raw writes and reads of the same bytes) is measured in the same run.
+//! limit (raw writes and reads of the same bytes, the matrix products alone) is measured in the same
+//! run.
 
 mod checkpoint;
+mod floor;
 mod model;
 mod ranks;
+mod train;
 
 pub use checkpoint::{CheckpointBench, checkpoint};
-pub use model::{Decoder, DecoderSize, Workload};
+pub use model::{Decoder, DecoderSize, SizeOptions, Workload};
+pub use train::{TrainBench, train};

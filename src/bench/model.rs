@@ -5,6 +5,7 @@ use fulgurite_core::nn::{
     AttentionConfig, CausalSelfAttention, Embedding, Linear, RmsNorm, Rope, SwiGluMlp,
 };
 use fulgurite_core::parameter::Init;
+use serde::Serialize;
 
 use crate::prelude::*;
 
@@ -20,12 +21,12 @@ pub enum Workload {
     Ckpt,
 }
 
-/// The sizes of a decoder: a workload's, but for those that are given.
+/// The options that say how large a decoder is.
 #[derive(Debug, Clone, Args)]
-pub struct DecoderSize {
+pub struct SizeOptions {
     /// The sizes to start from
-    #[arg(long, value_enum, default_value = "ckpt")]
-    workload: Workload,
+    #[arg(long, value_enum)]
+    workload: Option<Workload>,
     /// Number of tokens
     #[arg(long)]
     vocab: Option<usize>,
@@ -46,16 +47,51 @@ pub struct DecoderSize {
     ffn: Option<usize>,
 }
 
-impl DecoderSize {
-    /// Vocabulary, width, layers, heads, key and value heads, MLP width.
-    fn sizes(&self) -> [usize; 6] {
-        let named = match self.workload {
+/// The sizes of a decoder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[allow(missing_docs)] // the options' names
+pub struct DecoderSize {
+    pub vocab: usize,
+    pub dim: usize,
+    pub layers: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub ffn: usize,
+}
+
+impl SizeOptions {
+    /// The workload that was asked for.
+    pub fn workload(&self, default: Workload) -> Workload {
+        self.workload.unwrap_or(default)
+    }
+
+    /// The workload's sizes, but for those that are given.
+    ///
+    /// # Errors
+    /// If the heads do not divide the width, or the key and value heads the heads.
+    pub fn decoder(&self, default: Workload) -> Result<DecoderSize> {
+        let [vocab, dim, layers, heads, kv_heads, ffn] = match self.workload(default) {
             Workload::Tiny => [512, 128, 4, 4, 4, 384],
             Workload::M30 => [4096, 512, 8, 8, 8, 1408],
             Workload::Ckpt => [4096, 768, 12, 12, 12, 2112],
         };
-        let given = [self.vocab, self.dim, self.layers, self.heads, self.kv_heads, self.ffn];
-        std::array::from_fn(|i| given[i].unwrap_or(named[i]))
+        let heads = self.heads.unwrap_or(heads);
+        let size = DecoderSize {
+            vocab: self.vocab.unwrap_or(vocab),
+            dim: self.dim.unwrap_or(dim),
+            layers: self.layers.unwrap_or(layers),
+            heads,
+            // Fewer heads than the workload's key and value heads: as many of those.
+            kv_heads: self.kv_heads.unwrap_or(kv_heads.min(heads)),
+            ffn: self.ffn.unwrap_or(ffn),
+        };
+        if heads == 0 || size.dim % (2 * heads) != 0 {
+            return Err(Error::Config(format!(
+                "--dim {} does not divide into --heads {heads} of an even width",
+                size.dim
+            )));
+        }
+        Ok(size)
     }
 }
 
@@ -86,12 +122,9 @@ impl Decoder {
     /// Describes the model; allocates nothing.
     ///
     /// # Errors
-    /// If the heads do not divide the width.
+    /// If the sizes do not fit one another.
     pub fn new(b: &ModuleBuilder, size: &DecoderSize) -> Result<Self> {
-        let [vocab, dim, layers, heads, kv_heads, ffn] = size.sizes();
-        if heads == 0 || dim % heads != 0 {
-            return Err(Error::Config(format!("--dim {dim} does not divide into --heads {heads}")));
-        }
+        let DecoderSize { vocab, dim, layers, heads, kv_heads, ffn } = *size;
         let init = Init::Normal { mean: 0.0, std: 0.02 };
         let attention = AttentionConfig {
             hidden_size: dim,

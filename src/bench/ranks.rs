@@ -15,10 +15,10 @@ use crate::prelude::*;
 pub(super) struct Ranks {
     /// Number of processes
     #[arg(long, default_value_t = 2)]
-    ranks: usize,
+    pub(super) ranks: usize,
     /// The strategy: a name, or a TOML table such as '{ type = "fsdp_tp" }'
     #[arg(long, default_value = "fsdp")]
-    strategy: String,
+    pub(super) strategy: String,
 }
 
 impl Ranks {
@@ -62,6 +62,11 @@ impl Times {
         }
         self.secs.entry(name).or_default().push(slowest.to_vec1::<f64>()?[0]);
         Ok(())
+    }
+
+    /// All that were noted under a name, in order.
+    pub(super) fn get(&self, name: &str) -> &[f64] {
+        self.secs.get(name).map_or(&[], Vec::as_slice)
     }
 
     /// The median of each, in the order of measuring.

@@ -102,6 +102,11 @@ impl Fabric {
         self.global_rank() == 0
     }
 
+    /// When the program was started, in seconds since 1970, if this Fabric was launched.
+    pub fn started(&self) -> Option<f64> {
+        self.launched.as_ref().map(|launched| launched.started)
+    }
+
     /// The run's seed.
     pub fn seed(&self) -> u64 {
         self.seed

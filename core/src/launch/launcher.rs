@@ -13,6 +13,7 @@ use super::rank::{Launched, Membership, Place, membership};
 use super::signals::{self, Second};
 use super::supervisor::supervise;
 use super::tcp_store::{Identity, LostRank, StoreServer, TcpStore};
+use super::threads::compute_here;
 use crate::environment::{self, ClusterEnvironment, EnvironmentConfig, Variables};
 use crate::{Error, Result};
 
@@ -50,6 +51,10 @@ impl Default for LaunchOptions {
 /// [`interruption`](super::interruption()); in a job of several ranks a panic on any
 /// thread ends the process.
 ///
+/// The calling thread is one of the rank's compute threads from then on, and should be the one that
+/// trains: small pieces of work stay on it. There are as many as `RAYON_NUM_THREADS` says, or the
+/// cores of the host over the ranks on it.
+///
 /// # Errors
 /// [`Error::Launch`] if environment variables are missing or malformed, the configuration asks for
 /// another number of ranks than were started, the store's port is taken, or ranks do not come in
@@ -71,7 +76,16 @@ pub fn launch_checked(
     static LAUNCHING: Mutex<()> = Mutex::new(());
     let _guard = LAUNCHING.lock().unwrap_or_else(PoisonError::into_inner);
 
-    let started = now();
+    let launched = find_place(options, check, now())?;
+    compute_here(threads_a_rank(launched.local_world_size));
+    Ok(launched)
+}
+
+fn find_place(
+    options: LaunchOptions,
+    check: &dyn Fn(usize) -> Result<()>,
+    started: f64,
+) -> Result<Launched> {
     if options.devices == Some(0) || options.num_nodes == 0 {
         return Err(Error::Launch(
             "trainer.devices and trainer.num_nodes must be 1 or more".into(),

@@ -50,6 +50,7 @@ mod signals;
 mod supervisor;
 mod table;
 mod tcp_store;
+mod threads;
 
 pub use failure::{PANIC_EXIT_CODE, PEER_FAILED_EXIT_CODE, report_and_exit_code};
 pub use launcher::{LaunchOptions, launch, launch_checked};

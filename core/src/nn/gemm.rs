@@ -1,4 +1,13 @@
 //! Matrix products on slices, through the `gemm` crate that candle itself multiplies with.
+//!
+//! ```
+//! use fulgurite_core::nn::gemm::{Mat, Threads, gemm};
+//!
+//! let (a, b) = ([1f32, 2., 3., 4.], [1f32, 0., 0., 1.]);
+//! let mut out = [10f32; 4];
+//! gemm(&mut out, Mat::new(&a, 2, 2).t(), Mat::new(&b, 2, 2), true, Threads::One);
+//! assert_eq!(out, [11., 13., 12., 14.]);
+//! ```
 #![allow(unsafe_code)] // the crate's one entry point takes raw pointers; bounds are checked here
 
 use gemm::Parallelism;
@@ -6,8 +15,8 @@ use gemm::Parallelism;
 use super::host::Float;
 
 /// A row-major or transposed matrix in a slice.
-#[derive(Clone, Copy)]
-pub(super) struct Mat<'a, T> {
+#[derive(Debug, Clone, Copy)]
+pub struct Mat<'a, T> {
     data: &'a [T],
     rows: usize,
     cols: usize,
@@ -17,12 +26,12 @@ pub(super) struct Mat<'a, T> {
 
 impl<'a, T> Mat<'a, T> {
     /// A row-major matrix that fills the front of `data`.
-    pub(super) fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
+    pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
         Self { data, rows, cols, row_stride: cols, col_stride: 1 }
     }
 
     /// The transpose, without copying.
-    pub(super) fn t(self) -> Self {
+    pub fn t(self) -> Self {
         Self {
             rows: self.cols,
             cols: self.rows,
@@ -34,8 +43,8 @@ impl<'a, T> Mat<'a, T> {
 }
 
 /// Who multiplies.
-#[derive(Clone, Copy, PartialEq)]
-pub(super) enum Threads {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Threads {
     /// The calling thread.
     One,
     /// rayon's current pool.
@@ -46,32 +55,63 @@ pub(super) enum Threads {
 ///
 /// # Panics
 /// If a slice is too short for its shape or the shapes do not fit: callers have checked them.
-pub(super) fn gemm<T: Float>(out: &mut [T], a: Mat<T>, b: Mat<T>, add: bool, threads: Threads) {
-    let (m, k, n) = (a.rows, a.cols, b.cols);
-    assert_eq!(k, b.rows, "inner dimensions");
-    assert!(out.len() >= m * n && a.data.len() >= m * k && b.data.len() >= k * n, "matrix bounds");
-    if m == 0 || n == 0 {
-        return;
-    }
-    if k == 0 {
+pub fn gemm<T: Float>(out: &mut [T], a: Mat<T>, b: Mat<T>, add: bool, threads: Threads) {
+    let size = checked_size(a, b);
+    let out = &mut out[..size];
+    if a.cols == 0 {
         if !add {
-            out[..m * n].fill(T::ZERO);
+            out.fill(T::ZERO);
         }
-        return;
+    } else if size > 0 {
+        // SAFETY: `out` has that many elements, initialised.
+        unsafe { multiply(out.as_mut_ptr(), a, b, add, threads) }
     }
-    let parallelism = match (threads, candle_core::utils::get_num_threads()) {
+}
+
+/// `a b`, row-major, in memory that is written once.
+///
+/// # Panics
+/// As [`gemm`].
+pub fn product<T: Float>(a: Mat<T>, b: Mat<T>, threads: Threads) -> Vec<T> {
+    let size = checked_size(a, b);
+    if a.cols == 0 || size == 0 {
+        return vec![T::ZERO; size];
+    }
+    let mut out = Vec::with_capacity(size);
+    // SAFETY: there is room for that many elements; without `add` all are written and none is
+    // read, so they are initialised then.
+    unsafe {
+        multiply(out.as_mut_ptr(), a, b, false, threads);
+        out.set_len(size);
+    }
+    out
+}
+
+/// The number of elements of `a b`. Panics unless the shapes fit and the slices hold what they say.
+fn checked_size<T>(a: Mat<T>, b: Mat<T>) -> usize {
+    assert_eq!(a.cols, b.rows, "inner dimensions");
+    assert!(a.data.len() >= a.rows * a.cols && b.data.len() >= b.rows * b.cols, "matrix bounds");
+    a.rows * b.cols
+}
+
+/// # Safety
+/// `out` is valid for writing `a.rows * b.cols` elements, nobody else uses them, and with `add`
+/// they are initialised. [`checked_size`] has passed, and no dimension is 0.
+unsafe fn multiply<T: Float>(out: *mut T, a: Mat<T>, b: Mat<T>, add: bool, threads: Threads) {
+    let (m, k, n) = (a.rows, a.cols, b.cols);
+    let parallelism = match (threads, rayon::current_num_threads()) {
         (Threads::One, _) | (_, 0 | 1) => Parallelism::None,
         (Threads::All, n) => Parallelism::Rayon(n),
     };
-    // SAFETY: the assertion above bounds every element that the strides reach: `out` has m * n
-    // elements row-major, and `a` and `b` are dense, row-major or transposed. `out` is borrowed
-    // mutably, so it overlaps neither. `T` is f32 or f64, which the crate supports.
+    // SAFETY: the strides reach the elements that the caller speaks of: `out` is row-major, `a` and
+    // `b` are dense, row-major or transposed, and their slices are long enough. `out` overlaps
+    // neither, as nobody else uses it. `T` is f32 or f64, which the crate supports.
     unsafe {
         gemm::gemm(
             m,
             n,
             k,
-            out.as_mut_ptr(),
+            out,
             1,
             n as isize,
             add,
@@ -109,5 +149,8 @@ mod tests {
         assert_eq!(out, [1., 4., 6., 2., 5., 9., 3., 6., 12.]);
         gemm(&mut out, Mat::new(&[], 3, 0), Mat::new(&[], 0, 3), false, Threads::One);
         assert_eq!(out, [0.; 9]);
+        let fresh = product(Mat::new(&a, 2, 3).t(), Mat::new(&b, 2, 3), Threads::All);
+        assert_eq!(fresh, [1., 4., 6., 2., 5., 9., 3., 6., 12.]);
+        assert_eq!(product::<f64>(Mat::new(&[], 2, 0), Mat::new(&[], 0, 2), Threads::One), [0.; 4]);
     }
 }

@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Storage, Tensor};
 use rayon::prelude::*;
 
 use crate::autograd::storage::HostElement;
+use crate::simd::vectorized;
 use crate::{Error, Result};
 
 /// Calls `$body` with `$T` as the Rust type of a float dtype that kernels compute in.
@@ -29,11 +30,13 @@ macro_rules! with_float {
 pub(super) use with_float;
 
 /// A float that CPU kernels compute in.
-pub(super) trait Float: HostElement + Default + std::iter::Sum {
+#[allow(missing_docs)] // sealed: only its implementers' names are seen outside
+pub trait Float: HostElement + Default + std::iter::Sum {
     const ZERO: Self;
     const ONE: Self;
     const INFINITY: Self;
-    fn exp(self) -> Self;
+    /// The exponential. Not called `exp`: where the type is known, that is the library's.
+    fn fast_exp(self) -> Self;
     fn ln(self) -> Self;
     fn sqrt(self) -> Self;
     fn erf(self) -> Self;
@@ -44,14 +47,17 @@ pub(super) trait Float: HostElement + Default + std::iter::Sum {
         self.to_f64()
     }
     /// The larger one; like a plain comparison, of no use for NaN.
+    #[inline(always)]
     fn larger(self, other: Self) -> Self {
         if other > self { other } else { self }
     }
+    #[inline(always)]
     fn sigmoid(self) -> Self {
-        Self::ONE / (Self::ONE + (Self::ZERO - self).exp())
+        Self::ONE / (Self::ONE + (Self::ZERO - self).fast_exp())
     }
+    #[inline(always)]
     fn tanh(self) -> Self {
-        Self::ONE - Self::lit(2.0) / ((self + self).exp() + Self::ONE)
+        Self::ONE - Self::lit(2.0) / ((self + self).fast_exp() + Self::ONE)
     }
 }
 
@@ -63,7 +69,7 @@ impl Float for f32 {
     /// Within 2 units in the last place, zero below -87.3 and infinite above 88.3. Has no branch
     /// and no call, so that loops over it become vector code, which the library's `exp` prevents.
     #[inline(always)]
-    fn exp(self) -> Self {
+    fn fast_exp(self) -> Self {
         const MAGIC: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to an integer
         let x = self.clamp(-87.3, 88.3);
         let shifted = x * std::f32::consts::LOG2_E + MAGIC;
@@ -96,7 +102,7 @@ impl Float for f64 {
     const ZERO: Self = 0.0;
     const ONE: Self = 1.0;
     const INFINITY: Self = f64::INFINITY;
-    fn exp(self) -> Self {
+    fn fast_exp(self) -> Self {
         f64::exp(self)
     }
     fn ln(self) -> Self {
@@ -136,11 +142,13 @@ pub(super) fn sum1<T: Float>(a: &[T], f: impl Fn(T) -> T) -> T {
 }
 
 /// The inner product.
+#[inline(always)]
 pub(super) fn dot<T: Float>(a: &[T], b: &[T]) -> T {
     sum2(a, b, |a, b| a * b)
 }
 
 /// The largest element; minus infinity for an empty slice.
+#[inline(always)]
 pub(super) fn max<T: Float>(a: &[T]) -> T {
     let lowest = T::ZERO - T::INFINITY;
     let mut lanes = [lowest; LANES];
@@ -155,8 +163,9 @@ pub(super) fn max<T: Float>(a: &[T]) -> T {
 }
 
 /// Replaces each element by `exp(element - shift)` and returns their sum.
+#[inline(always)]
 pub(super) fn exp_in_place<T: Float>(row: &mut [T], shift: T) -> T {
-    row.iter_mut().for_each(|x| *x = (*x - shift).exp());
+    row.iter_mut().for_each(|x| *x = (*x - shift).fast_exp());
     sum1(row, |x| x)
 }
 
@@ -164,24 +173,28 @@ pub(super) fn exp_in_place<T: Float>(row: &mut [T], shift: T) -> T {
 const PIECE: usize = 16 * 1024;
 
 /// `out[i] = f(a[i])`, in parallel.
-pub(super) fn map1<T: Float>(a: &[T], f: impl Fn(T) -> T + Sync) -> Vec<T> {
+pub(super) fn map1<T: Float>(a: &[T], f: impl Fn(T) -> T + Copy + Sync) -> Vec<T> {
     let mut out = vec![T::ZERO; a.len()];
     out.par_chunks_mut(PIECE).zip(a.par_chunks(PIECE)).for_each(|(out, a)| {
-        for (out, &a) in out.iter_mut().zip(a) {
-            *out = f(a);
-        }
+        vectorized(move || {
+            for (out, &a) in out.iter_mut().zip(a) {
+                *out = f(a);
+            }
+        });
     });
     out
 }
 
 /// `out[i] = f(a[i], b[i])`, in parallel.
-pub(super) fn map2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T + Sync) -> Vec<T> {
+pub(super) fn map2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T + Copy + Sync) -> Vec<T> {
     let mut out = vec![T::ZERO; a.len()];
     let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE));
     out.par_chunks_mut(PIECE).zip(inputs).for_each(|(out, (a, b))| {
-        for (out, (&a, &b)) in out.iter_mut().zip(a.iter().zip(b)) {
-            *out = f(a, b);
-        }
+        vectorized(move || {
+            for (out, (&a, &b)) in out.iter_mut().zip(a.iter().zip(b)) {
+                *out = f(a, b);
+            }
+        });
     });
     out
 }
@@ -189,15 +202,18 @@ pub(super) fn map2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T + Sync) -> 
 /// Two outputs from three inputs, in parallel.
 pub(super) fn map3_2<T: Float>(
     [a, b, c]: [&[T]; 3],
-    f: impl Fn(T, T, T) -> (T, T) + Sync,
+    f: impl Fn(T, T, T) -> (T, T) + Copy + Sync,
 ) -> (Vec<T>, Vec<T>) {
     let (mut left, mut right) = (vec![T::ZERO; a.len()], vec![T::ZERO; a.len()]);
     let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE)).zip(c.par_chunks(PIECE));
     let outputs = left.par_chunks_mut(PIECE).zip(right.par_chunks_mut(PIECE));
     outputs.zip(inputs).for_each(|((left, right), ((a, b), c))| {
-        for i in 0..a.len() {
-            (left[i], right[i]) = f(a[i], b[i], c[i]);
-        }
+        vectorized(move || {
+            let outputs = left.iter_mut().zip(right);
+            for ((left, right), ((&a, &b), &c)) in outputs.zip(a.iter().zip(b).zip(c)) {
+                (*left, *right) = f(a, b, c);
+            }
+        });
     });
     (left, right)
 }
@@ -273,14 +289,14 @@ mod tests {
         let mut worst = 0f64;
         for i in -87_000..88_000 {
             let x = i as f32 * 1e-3;
-            let (got, want) = (f64::from(Float::exp(x)), f64::from(x).exp());
+            let (got, want) = (f64::from(Float::fast_exp(x)), f64::from(x).exp());
             worst = worst.max((got / want - 1.0).abs());
         }
         assert!(worst < 2.5e-7, "{worst}");
-        assert_eq!(Float::exp(f32::NEG_INFINITY), 0.0);
-        assert_eq!(Float::exp(f32::INFINITY), f32::INFINITY);
-        assert!(Float::exp(f32::NAN).is_nan());
-        assert_eq!(Float::exp(0f32), 1.0);
+        assert_eq!(Float::fast_exp(f32::NEG_INFINITY), 0.0);
+        assert_eq!(Float::fast_exp(f32::INFINITY), f32::INFINITY);
+        assert!(Float::fast_exp(f32::NAN).is_nan());
+        assert_eq!(Float::fast_exp(0f32), 1.0);
         assert_eq!((Float::tanh(50f32), Float::tanh(-50f32)), (1.0, -1.0));
         assert!((Float::tanh(0.5f32) - 0.5f32.tanh()).abs() < 1e-6);
     }

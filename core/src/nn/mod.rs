@@ -43,7 +43,7 @@ mod cross_entropy;
 mod dropout;
 mod embedding;
 pub mod functional;
-mod gemm;
+pub mod gemm;
 mod host;
 mod kernels;
 mod linear;

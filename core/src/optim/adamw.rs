@@ -155,7 +155,7 @@ fn fused<P: Stored<C>, C: Real>(work: &Work<2>, c: Coefficients, scale: &GradSca
         [c.correction2_sqrt, c.eps, c.step_size].map(C::from_f64);
     let small = 1.0 - c.beta1 < 0.5;
     let [m, v] = &work.state;
-    update2::<P, C>(&work.values, &work.grad, [m, v], |p, g, m, v| {
+    update2::<P, C>(&work.values, &work.grad, [m, v], move |p, g, m, v| {
         let g = scale.apply(g);
         let p = p * keep;
         // As torch.lerp: from the nearer end.

@@ -9,6 +9,7 @@ use rayon::prelude::*;
 
 use super::GradScale;
 use crate::autograd::storage::{HostElement, with_host, with_host_mut};
+use crate::simd::vectorized;
 use crate::{Error, Result};
 
 /// Elements a task handles: small enough that its slices stay in the second-level cache.
@@ -34,7 +35,9 @@ macro_rules! real {
                 self.sqrt()
             }
             fn limit(self, bound: Self) -> Self {
-                self.clamp(-bound, bound)
+                // Not `clamp`: its check of the bounds keeps loops from becoming vector code.
+                let below = if self > bound { bound } else { self };
+                if below < -bound { -bound } else { below }
             }
         }
         impl Stored<$ty> for $ty {
@@ -132,14 +135,16 @@ pub(super) fn check_scale(scale: &GradScale) -> Result<()> {
 pub(super) fn follow<P: Stored<C>, C: Real>(
     state: &Tensor,
     values: &Tensor,
-    f: impl Fn(C, C) -> C + Sync,
+    f: impl Fn(C, C) -> C + Copy + Sync,
 ) -> Result<()> {
     with_host(values, |p: &[P]| {
         with_host_mut(state, |s: &mut [C]| {
             s.par_chunks_mut(CHUNK).zip(p.par_chunks(CHUNK)).for_each(|(s, p)| {
-                for (s, &p) in s.iter_mut().zip(p) {
-                    *s = f(*s, p.load());
-                }
+                vectorized(move || {
+                    for (s, &p) in s.iter_mut().zip(p) {
+                        *s = f(*s, p.load());
+                    }
+                });
             });
         })
     })
@@ -150,14 +155,16 @@ pub(super) fn follow<P: Stored<C>, C: Real>(
 pub(super) fn update0<P: Stored<C>, C: Real>(
     values: &Tensor,
     grad: &Tensor,
-    f: impl Fn(C, C) -> C + Sync,
+    f: impl Fn(C, C) -> C + Copy + Sync,
 ) -> Result<()> {
     with_host(grad, |g: &[C]| {
         with_host_mut(values, |p: &mut [P]| {
             p.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK)).for_each(|(p, g)| {
-                for (p, &g) in p.iter_mut().zip(g) {
-                    *p = P::store(f(p.load(), g));
-                }
+                vectorized(move || {
+                    for (p, &g) in p.iter_mut().zip(g) {
+                        *p = P::store(f(p.load(), g));
+                    }
+                });
             });
         })
     })
@@ -169,17 +176,19 @@ pub(super) fn update1<P: Stored<C>, C: Real>(
     values: &Tensor,
     grad: &Tensor,
     a: &Tensor,
-    f: impl Fn(C, C, C) -> (C, C) + Sync,
+    f: impl Fn(C, C, C) -> (C, C) + Copy + Sync,
 ) -> Result<()> {
     with_host(grad, |g: &[C]| {
         with_host_mut(a, |a: &mut [C]| {
             with_host_mut(values, |p: &mut [P]| {
                 let chunks = p.par_chunks_mut(CHUNK).zip(a.par_chunks_mut(CHUNK));
                 chunks.zip(g.par_chunks(CHUNK)).for_each(|((p, a), g)| {
-                    for ((p, a), &g) in p.iter_mut().zip(a).zip(g) {
-                        let (new_p, new_a) = f(p.load(), g, *a);
-                        (*p, *a) = (P::store(new_p), new_a);
-                    }
+                    vectorized(move || {
+                        for ((p, a), &g) in p.iter_mut().zip(a).zip(g) {
+                            let (new_p, new_a) = f(p.load(), g, *a);
+                            (*p, *a) = (P::store(new_p), new_a);
+                        }
+                    });
                 });
             })
         })
@@ -193,7 +202,7 @@ pub(super) fn update2<P: Stored<C>, C: Real>(
     values: &Tensor,
     grad: &Tensor,
     [a, b]: [&Tensor; 2],
-    f: impl Fn(C, C, C, C) -> (C, C, C) + Sync,
+    f: impl Fn(C, C, C, C) -> (C, C, C) + Copy + Sync,
 ) -> Result<()> {
     with_host(grad, |g: &[C]| {
         with_host_mut(a, |a: &mut [C]| {
@@ -202,10 +211,12 @@ pub(super) fn update2<P: Stored<C>, C: Real>(
                     let states = a.par_chunks_mut(CHUNK).zip(b.par_chunks_mut(CHUNK));
                     let chunks = p.par_chunks_mut(CHUNK).zip(states);
                     chunks.zip(g.par_chunks(CHUNK)).for_each(|((p, (a, b)), g)| {
-                        for (((p, a), b), &g) in p.iter_mut().zip(a).zip(b).zip(g) {
-                            let (new_p, new_a, new_b) = f(p.load(), g, *a, *b);
-                            (*p, *a, *b) = (P::store(new_p), new_a, new_b);
-                        }
+                        vectorized(move || {
+                            for (((p, a), b), &g) in p.iter_mut().zip(a).zip(b).zip(g) {
+                                let (new_p, new_a, new_b) = f(p.load(), g, *a, *b);
+                                (*p, *a, *b) = (P::store(new_p), new_a, new_b);
+                            }
+                        });
                     });
                 })
             })

@@ -232,7 +232,7 @@ impl Ema {
 
 fn fused<P: Stored<C>, C: Real>(average: &Tensor, values: &Tensor, gain: f64) -> Result<()> {
     let gain = C::from_f64(gain);
-    follow::<P, C>(average, values, |average, value| average + gain * (value - average))
+    follow::<P, C>(average, values, move |average, value| average + gain * (value - average))
 }
 
 #[cfg(test)]

@@ -19,6 +19,7 @@ use rayon::prelude::*;
 use crate::autograd::storage::{HostElement, with_host};
 use crate::parameter::Parameter;
 use crate::shard::Region;
+use crate::simd::vectorized;
 use crate::{Error, Result};
 
 /// Elements that are summed as one block; sums depend on it, so it is fixed.
@@ -109,11 +110,14 @@ fn host_sum(grad: &Tensor, owned: &Region, outer: &[usize]) -> Result<f64> {
 }
 
 fn sum_blocks<T: HostElement>(grad: &[T], blocks: &[(usize, usize)]) -> f64 {
-    let sums: Vec<f64> =
-        blocks.par_iter().map(|&(start, end)| sum_block(&grad[start..end])).collect();
+    let sums: Vec<f64> = blocks
+        .par_iter()
+        .map(|&(start, end)| vectorized(|| sum_block(&grad[start..end])))
+        .collect();
     sums.iter().sum()
 }
 
+#[inline(always)]
 fn sum_block<T: HostElement>(block: &[T]) -> f64 {
     let mut lanes = [0.0; LANES];
     let (whole, rest) = block.as_chunks::<LANES>();

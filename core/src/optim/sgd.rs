@@ -195,7 +195,7 @@ fn fused_plain<P: Stored<C>, C: Real>(
 ) -> Result<()> {
     let scale = Scale::<C>::new(scale);
     let [step_size, weight_decay] = [c.step_size, c.weight_decay].map(C::from_f64);
-    update0::<P, C>(&work.values, &work.grad, |p, g| {
+    update0::<P, C>(&work.values, &work.grad, move |p, g| {
         let g = scale.apply(g) + weight_decay * p;
         p + step_size * g
     })
@@ -210,7 +210,7 @@ fn fused_momentum<P: Stored<C>, C: Real>(
     let [step_size, weight_decay, momentum, gain, keep] =
         [c.step_size, c.weight_decay, c.momentum, c.gain, c.keep].map(C::from_f64);
     let nesterov = c.nesterov;
-    update1::<P, C>(&work.values, &work.grad, &work.state[0], |p, g, buffer| {
+    update1::<P, C>(&work.values, &work.grad, &work.state[0], move |p, g, buffer| {
         let g = scale.apply(g) + weight_decay * p;
         let buffer = buffer * keep + gain * g;
         let g = if nesterov { g + momentum * buffer } else { buffer };

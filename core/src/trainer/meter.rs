@@ -81,7 +81,7 @@ pub(super) fn seconds_since_epoch() -> f64 {
 }
 
 /// The most memory this process has held, in MiB (`VmHWM`), where the system tells.
-pub(super) fn peak_rss_mib() -> Option<f64> {
+pub fn peak_rss_mib() -> Option<f64> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let kib = status
         .lines()

@@ -23,4 +23,5 @@ pub use context::{HookContext, StepContext};
 pub use event::{Event, EventSink, RunStatus};
 pub use lightning_module::{LightningModule, OptimizerSetup};
 pub use logger::{Logger, LoggerConfig, LoggerSink, RunDir};
+pub use meter::peak_rss_mib;
 pub use trainer::{FitOutcome, Trainer};

@@ -38,7 +38,7 @@ fn gelu<T: Float>(x: T) -> T {
 fn gelu_slope<T: Float>(x: T) -> T {
     let half = T::lit(0.5);
     let cdf = half * (T::ONE + (x * T::lit(std::f64::consts::FRAC_1_SQRT_2)).erf());
-    let pdf = T::lit(0.5 * sqrt_2_over_pi()) * (T::ZERO - half * x * x).exp();
+    let pdf = T::lit(0.5 * sqrt_2_over_pi()) * (T::ZERO - half * x * x).fast_exp();
     cdf + x * pdf
 }
 

@@ -11,6 +11,7 @@ use super::rope::rotate_row;
 use crate::Result;
 use crate::nn::gemm::{Mat, Threads, gemm};
 use crate::nn::host::{Float, Host, dot, exp_in_place, host, max, strided_host, tensor};
+use crate::simd::vectorized;
 
 /// Queries a block.
 const BLOCK: usize = 128;
@@ -52,10 +53,12 @@ impl<T: Float> Rotation<'_, T> {
     fn apply(&self, rows: &mut [T], dim: usize, start: usize, back: bool) {
         if let Some((cos, sin)) = self.0 {
             let half = dim / 2;
-            for (i, row) in rows.chunks_exact_mut(dim).enumerate() {
-                let at = (start + i) * half;
-                rotate_row(row, &cos[at..at + half], &sin[at..at + half], back);
-            }
+            vectorized(|| {
+                for (i, row) in rows.chunks_exact_mut(dim).enumerate() {
+                    let at = (start + i) * half;
+                    rotate_row(row, &cos[at..at + half], &sin[at..at + half], back);
+                }
+            });
         }
     }
 }
@@ -71,6 +74,7 @@ fn rows_by_head<T>(out: &mut [T], time: usize, heads: usize, dim: usize) -> Vec<
     rows
 }
 
+#[inline(always)]
 fn scale_rows<T: Float>(rows: &mut [T], scale: T) {
     rows.iter_mut().for_each(|x| *x *= scale);
 }
@@ -144,14 +148,16 @@ fn forward_head<T: Float>(
         let scores = &mut scores[..n * seen];
         let seen_keys = Mat::new(&keys, seen, s.dim);
         gemm(scores, Mat::new(queries, n, s.dim), seen_keys.t(), false, Threads::One);
-        for (i, row) in scores.chunks_exact_mut(seen).enumerate() {
-            let (row, hidden) = row.split_at_mut(s.visible(attend.causal, start + i));
-            let top = max(row);
-            let sum = exp_in_place(row, top);
-            scale_rows(row, T::ONE / sum);
-            hidden.fill(T::ZERO);
-            lse[start + i] = top + sum.ln();
-        }
+        vectorized(|| {
+            for (i, row) in scores.chunks_exact_mut(seen).enumerate() {
+                let (row, hidden) = row.split_at_mut(s.visible(attend.causal, start + i));
+                let top = max(row);
+                let sum = exp_in_place(row, top);
+                scale_rows(row, T::ONE / sum);
+                hidden.fill(T::ZERO);
+                lse[start + i] = top + sum.ln();
+            }
+        });
         let seen_values = Mat::new(&values, seen, s.dim);
         gemm(queries, Mat::new(scores, n, seen), seen_values, false, Threads::One);
         for (row, out) in queries.chunks_exact(s.dim).zip(&mut output[start..]) {
@@ -242,17 +248,21 @@ fn backward_group<T: Float>(
             gemm(scores, queries_mat, keys.t(), false, Threads::One);
             gemm(dscores, grads_mat, values.t(), false, Threads::One);
             let rows = scores.chunks_exact_mut(seen).zip(dscores.chunks_exact_mut(seen));
-            for (i, (p, ds)) in rows.enumerate() {
-                let visible = s.visible(attend.causal, start + i);
-                let level = dot(output.row(batch, start + i, head), &grads[i * s.dim..][..s.dim]);
-                let shift = lse[start + i];
-                for j in 0..visible {
-                    p[j] = (p[j] - shift).exp();
-                    ds[j] = p[j] * (ds[j] - level);
+            vectorized(|| {
+                for (i, (p, ds)) in rows.enumerate() {
+                    let (p, hidden) = p.split_at_mut(s.visible(attend.causal, start + i));
+                    let (ds, hidden_ds) = ds.split_at_mut(p.len());
+                    let grad = &grads[i * s.dim..][..s.dim];
+                    let level = dot(output.row(batch, start + i, head), grad);
+                    let shift = lse[start + i];
+                    for (p, ds) in p.iter_mut().zip(ds) {
+                        *p = (*p - shift).fast_exp();
+                        *ds = *p * (*ds - level);
+                    }
+                    hidden.fill(T::ZERO);
+                    hidden_ds.fill(T::ZERO);
                 }
-                p[visible..].fill(T::ZERO);
-                ds[visible..].fill(T::ZERO);
-            }
+            });
             let (p, ds) = (Mat::new(&*scores, n, seen), Mat::new(&*dscores, n, seen));
             gemm(&mut dv, p.t(), grads_mat, true, Threads::One);
             gemm(&mut dk, ds.t(), queries_mat, true, Threads::One);

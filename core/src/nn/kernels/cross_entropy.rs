@@ -8,6 +8,7 @@ use rayon::prelude::*;
 use crate::Result;
 use crate::nn::arm::{on_host, wide};
 use crate::nn::host::{Float, host, max, rows_per_piece, sum1, tensor, with_float};
+use crate::simd::vectorized;
 
 /// Targets on the host: a class for each row, or none where the row is ignored.
 pub(in crate::nn) type Targets = [Option<u32>];
@@ -56,8 +57,10 @@ pub(in crate::nn) fn forward(
                     lse.iter_mut().zip(values.chunks_exact(classes).zip(targets))
                 {
                     let Some(target) = target else { continue };
-                    let top = max(z);
-                    *lse = top + sum1(z, |z| (z - top).exp()).ln();
+                    *lse = vectorized(|| {
+                        let top = max(z);
+                        top + sum1(z, |z| (z - top).fast_exp()).ln()
+                    });
                     let mut loss =
                         lse.widen() - (1.0 - smoothing) * z[*target as usize].widen();
                     if smoothing != 0.0 {
@@ -106,12 +109,15 @@ pub(in crate::nn) fn backward(
             .with_min_len(8)
             .for_each(|(d, (z, (target, &lse)))| {
                 let Some(target) = target else { return };
-                for (d, &z) in d.iter_mut().zip(z) {
-                    *d = ((z - lse).exp() - uniform) * grad;
-                }
-                if let Some(d) = classes.column(*target).and_then(|column| d.get_mut(column)) {
-                    *d -= hit * grad;
-                }
+                let column = classes.column(*target);
+                vectorized(move || {
+                    for (d, &z) in d.iter_mut().zip(z) {
+                        *d = ((z - lse).fast_exp() - uniform) * grad;
+                    }
+                    if let Some(d) = column.and_then(|column| d.get_mut(column)) {
+                        *d -= hit * grad;
+                    }
+                });
             });
         tensor(d, (rows, columns))
     })?;

@@ -6,10 +6,11 @@ use rayon::prelude::*;
 use crate::Result;
 use crate::autograd::storage;
 use crate::nn::arm::{on_host, wide, wide_dtype};
-use crate::nn::gemm::{Mat, Threads, gemm};
+use crate::nn::gemm::{Mat, Threads, gemm, product};
 use crate::nn::host::{Float, host, tensor, with_float};
 use crate::nn::record::accumulate_host;
 use crate::parameter::Parameter;
+use crate::simd::vectorized;
 
 /// What becomes of the gradient of an input.
 pub(in crate::nn) enum InputGrad {
@@ -52,15 +53,16 @@ pub(in crate::nn) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) 
     let bias = bias.map(wide).transpose()?;
     let y = with_float!(x.dtype(), T => {
         let (x, weight) = (host(&x)?, host(&weight)?);
-        let mut y = vec![T::ZERO; n * outputs];
-        if let Some(bias) = &bias {
-            let bias = host(bias)?;
-            let bias = bias.slice::<T>()?;
-            y.par_chunks_mut(outputs.max(1)).for_each(|row| row.copy_from_slice(bias));
-        }
-        let weight = Mat::new(weight.slice::<T>()?, outputs, inputs);
+        let weight = Mat::new(weight.slice::<T>()?, outputs, inputs).t();
         let x = Mat::new(x.slice()?, n, inputs);
-        gemm(&mut y, x, weight.t(), bias.is_some(), Threads::All);
+        let y = match &bias {
+            None => product(x, weight, Threads::All),
+            Some(bias) => {
+                let mut y = host(bias)?.slice::<T>()?.repeat(n);
+                gemm(&mut y, x, weight, true, Threads::All);
+                y
+            }
+        };
         tensor(y, dims)
     })?;
     Ok(y.to_dtype(dtype)?)
@@ -102,9 +104,7 @@ pub(in crate::nn) fn input_grad(
                 Ok(sum)
             }
             None => {
-                let mut dx = vec![T::ZERO; n * inputs];
-                gemm(&mut dx, grad, weight, false, Threads::All);
-                tensor(dx, dims)
+                tensor(product(grad, weight, Threads::All), dims)
             }
         }
     })?;
@@ -168,9 +168,11 @@ fn column_sums<T: Float>(out: &mut [T], grad: &[T], add: bool) {
         if !add {
             out.fill(T::ZERO);
         }
-        for row in grad.chunks_exact(width) {
-            let row = &row[i * COLUMNS..][..out.len()];
-            out.iter_mut().zip(row).for_each(|(out, &g)| *out += g);
-        }
+        vectorized(|| {
+            for row in grad.chunks_exact(width) {
+                let row = &row[i * COLUMNS..][..out.len()];
+                out.iter_mut().zip(row).for_each(|(out, &g)| *out += g);
+            }
+        });
     });
 }

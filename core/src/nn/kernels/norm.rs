@@ -6,7 +6,8 @@ use rayon::prelude::*;
 
 use crate::Result;
 use crate::nn::arm::{on_host, wide};
-use crate::nn::host::{Float, dot, host, rows_per_piece, sum1, sum2, tensor, with_float};
+use crate::nn::host::{Float, dot, host, rows_per_piece, sum1, tensor, with_float};
+use crate::simd::vectorized;
 
 /// Which norm.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -84,6 +85,7 @@ impl Norm {
         Ok(grads)
     }
 
+    #[inline(always)]
     fn stats<T: Float>(self, x: &[T]) -> (T, T) {
         let n = T::lit(x.len() as f64);
         let mean = if self.center { sum1(x, |x| x) / n } else { T::ZERO };
@@ -96,15 +98,17 @@ impl Norm {
         let mut y = vec![T::ZERO; x.len()];
         let piece = rows_per_piece(x.len() / n) * n;
         y.par_chunks_mut(piece).zip(x.par_chunks(piece)).for_each(|(y, x)| {
-            for (y, x) in y.chunks_exact_mut(n).zip(x.chunks_exact(n)) {
-                let (mean, rstd) = self.stats(x);
-                for i in 0..n {
-                    y[i] = (x[i] - mean) * rstd * weight[i];
+            vectorized(|| {
+                for (y, x) in y.chunks_exact_mut(n).zip(x.chunks_exact(n)) {
+                    let (mean, rstd) = self.stats(x);
+                    for ((y, &x), &weight) in y.iter_mut().zip(x).zip(weight) {
+                        *y = (x - mean) * rstd * weight;
+                    }
+                    if let Some(bias) = bias {
+                        y.iter_mut().zip(bias).for_each(|(y, &b)| *y += b);
+                    }
                 }
-                if let Some(bias) = bias {
-                    y.iter_mut().zip(bias).for_each(|(y, &b)| *y += b);
-                }
-            }
+            });
         });
         y
     }
@@ -128,21 +132,27 @@ impl Norm {
                 let mut db = vec![T::ZERO; if with_bias { n } else { 0 }];
                 let mut g = vec![T::ZERO; n];
                 let rows = x.chunks_exact(n).zip(grad.chunks_exact(n));
-                for (dx, (x, grad)) in dx.chunks_exact_mut(n).zip(rows) {
-                    let (mean, rstd) = self.stats(x);
-                    for i in 0..n {
-                        dx[i] = (x[i] - mean) * rstd; // xhat, for now
-                        g[i] = grad[i] * weight[i];
-                        dw[i] += grad[i] * dx[i];
+                vectorized(|| {
+                    for (dx, (x, grad)) in dx.chunks_exact_mut(n).zip(rows) {
+                        let (mean, rstd) = self.stats(x);
+                        for (dx, &x) in dx.iter_mut().zip(x) {
+                            *dx = (x - mean) * rstd; // xhat, for now
+                        }
+                        for ((g, &grad), &weight) in g.iter_mut().zip(grad).zip(weight) {
+                            *g = grad * weight;
+                        }
+                        for ((dw, &grad), &xhat) in dw.iter_mut().zip(grad).zip(&*dx) {
+                            *dw += grad * xhat;
+                        }
+                        db.iter_mut().zip(grad).for_each(|(db, &g)| *db += g);
+                        let count = T::lit(n as f64);
+                        let along = dot(&g, dx) / count;
+                        let level = if self.center { sum1(&g, |g| g) / count } else { T::ZERO };
+                        for (dx, &g) in dx.iter_mut().zip(&g) {
+                            *dx = rstd * (g - level - *dx * along);
+                        }
                     }
-                    db.iter_mut().zip(grad).for_each(|(db, &g)| *db += g);
-                    let count = T::lit(n as f64);
-                    let along = dot(&g, dx) / count;
-                    let level = if self.center { sum2(&g, &g, |g, _| g) / count } else { T::ZERO };
-                    for i in 0..n {
-                        dx[i] = rstd * (g[i] - level - dx[i] * along);
-                    }
-                }
+                });
                 (dw, db)
             })
             .collect();

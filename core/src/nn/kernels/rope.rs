@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use crate::Result;
 use crate::nn::arm::{on_host, wide, wide_dtype};
 use crate::nn::host::{Float, host, rows_per_piece, tensor, with_float};
+use crate::simd::vectorized;
 
 /// The rotation of each position, `[positions, head_dim / 2]`, in the accumulation dtype.
 #[derive(Debug, Clone)]
@@ -15,13 +16,14 @@ pub(in crate::nn) struct Angles {
 }
 
 /// Rotates one head's row in place, or back.
+#[inline(always)]
 pub(super) fn rotate_row<T: Float>(row: &mut [T], cos: &[T], sin: &[T], back: bool) {
+    let sign = if back { T::ZERO - T::ONE } else { T::ONE };
     let (first, second) = row.split_at_mut(cos.len());
-    for i in 0..cos.len() {
-        let sin = if back { T::ZERO - sin[i] } else { sin[i] };
-        let (a, b) = (first[i], second[i]);
-        first[i] = a * cos[i] - b * sin;
-        second[i] = b * cos[i] + a * sin;
+    for ((first, second), (&cos, &sin)) in first.iter_mut().zip(second).zip(cos.iter().zip(sin)) {
+        let (a, b, sin) = (*first, *second, sign * sin);
+        *first = a * cos - b * sin;
+        *second = b * cos + a * sin;
     }
 }
 
@@ -47,10 +49,12 @@ pub(in crate::nn) fn rotate(x: &Tensor, angles: &Angles, back: bool) -> Result<T
         let mut y = host(&x)?.slice::<T>()?.to_vec();
         let rows = rows_per_piece(y.len() / d);
         y.par_chunks_mut(rows * d).enumerate().for_each(|(piece, y)| {
-            for (i, row) in y.chunks_exact_mut(d).enumerate() {
-                let at = (piece * rows + i) % positions * (d / 2);
-                rotate_row(row, &cos[at..at + d / 2], &sin[at..at + d / 2], back);
-            }
+            vectorized(|| {
+                for (i, row) in y.chunks_exact_mut(d).enumerate() {
+                    let at = (piece * rows + i) % positions * (d / 2);
+                    rotate_row(row, &cos[at..at + d / 2], &sin[at..at + d / 2], back);
+                }
+            });
         });
         tensor(y, x.shape())
     })?;

@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use crate::Result;
 use crate::nn::arm::{on_host, wide};
 use crate::nn::host::{Float, dot, exp_in_place, host, max, rows_per_piece, tensor, with_float};
+use crate::simd::vectorized;
 
 /// The forward.
 pub(in crate::nn) fn softmax(x: &Tensor) -> Result<Tensor> {
@@ -16,10 +17,12 @@ pub(in crate::nn) fn softmax(x: &Tensor) -> Result<Tensor> {
             let mut y = host(&x)?.slice::<T>()?.to_vec();
             let piece = rows_per_piece(y.len() / n) * n;
             y.par_chunks_mut(piece).for_each(|y| {
-                for y in y.chunks_exact_mut(n) {
-                    let scale = T::ONE / exp_in_place(y, max(y));
-                    y.iter_mut().for_each(|y| *y *= scale);
-                }
+                vectorized(|| {
+                    for y in y.chunks_exact_mut(n) {
+                        let scale = T::ONE / exp_in_place(y, max(y));
+                        y.iter_mut().for_each(|y| *y *= scale);
+                    }
+                });
             });
             tensor(y, x.shape())
         })?
@@ -41,10 +44,12 @@ pub(in crate::nn) fn softmax_backward(y: &Tensor, grad: &Tensor) -> Result<Tenso
             let mut dx = host(&grad)?.slice::<T>()?.to_vec();
             let piece = rows_per_piece(values.len() / n) * n;
             dx.par_chunks_mut(piece).zip(values.par_chunks(piece)).for_each(|(dx, y)| {
-                for (dx, y) in dx.chunks_exact_mut(n).zip(y.chunks_exact(n)) {
-                    let level = dot(dx, y);
-                    dx.iter_mut().zip(y).for_each(|(dx, &y)| *dx = (*dx - level) * y);
-                }
+                vectorized(|| {
+                    for (dx, y) in dx.chunks_exact_mut(n).zip(y.chunks_exact(n)) {
+                        let level = dot(dx, y);
+                        dx.iter_mut().zip(y).for_each(|(dx, &y)| *dx = (*dx - level) * y);
+                    }
+                });
             });
             tensor(dx, y.shape())
         })?

@@ -1,0 +1,45 @@
+//! The threads that a rank computes with.
+
+use std::sync::Mutex;
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use super::supervisor::THREADS;
+
+/// Makes the calling thread one of `threads` that compute what it asks for: work that is too small to
+/// share, or for a rank with one thread, stays on it and waits for nobody. Other threads keep rayon's
+/// global pool, so that nobody waits for this one to compute.
+///
+/// Without effect on a thread that is in a pool already.
+pub(super) fn compute_here(threads: usize) {
+    // A pool that a running thread belongs to must live as long as that does.
+    static POOLS: Mutex<Vec<ThreadPool>> = Mutex::new(Vec::new());
+    let threads = match std::env::var(THREADS).ok().and_then(|n| n.parse().ok()) {
+        Some(n) if n > 0 => n,
+        _ => threads,
+    };
+    if let Ok(pool) = ThreadPoolBuilder::new().num_threads(threads).use_current_thread().build() {
+        POOLS.lock().expect("no panic while a pool is kept").push(pool);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_thread_computes_on_the_caller_and_others_are_not_held_up() {
+        std::thread::spawn(|| {
+            compute_here(1);
+            compute_here(1); // the second time without effect
+            let here = std::thread::current().id();
+            let on = || std::thread::current().id();
+            assert_eq!(rayon::join(on, on), (here, here));
+            // Another thread's parallel work ends while this one waits for it.
+            let other = std::thread::spawn(|| rayon::join(|| 1, || 2));
+            assert_eq!(other.join().unwrap(), (1, 2));
+        })
+        .join()
+        .unwrap();
+    }
+}

@@ -1,0 +1,246 @@
+//! Training steps through [`Fabric`], against the matrix products in them alone.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use clap::Args;
+use fulgurite_core::collective::all_gather_object;
+use fulgurite_core::mesh::{DATA_PARALLEL, TENSOR_PARALLEL};
+use fulgurite_core::nn::cross_entropy;
+use fulgurite_core::optim::AdamW;
+use fulgurite_core::trainer::peak_rss_mib;
+use serde::Serialize;
+use serde_json::json;
+
+use super::floor::Floor;
+use super::ranks::{Ranks, Times};
+use super::{Decoder, DecoderSize, SizeOptions, Workload};
+use crate::cli::print;
+use crate::prelude::*;
+
+/// The options of `fulgurite bench train`.
+#[derive(Debug, Clone, Args)]
+pub struct TrainBench {
+    #[command(flatten)]
+    ranks: Ranks,
+    #[command(flatten)]
+    size: SizeOptions,
+    /// Tokens a sequence
+    #[arg(long)]
+    seq: Option<usize>,
+    /// Sequences a micro-batch, on each data-parallel rank
+    #[arg(long)]
+    batch: Option<usize>,
+    /// Micro-batches a step; gradients are synchronised after the last
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    accumulate: u64,
+    /// Steps that are timed
+    #[arg(long, default_value_t = 20)]
+    steps: u64,
+    /// Steps before those
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
+    warmup: u64,
+    /// Leave out the matrix products alone
+    #[arg(long)]
+    no_floor: bool,
+    /// As JSON on standard output
+    #[arg(long)]
+    json: bool,
+}
+
+/// Batches that are taken in turn.
+const POOL: u64 = 4;
+
+/// Measures. Launches the other ranks; returns in ranks only. Collective.
+///
+/// # Errors
+/// If ranks cannot be started, or a step fails.
+pub fn train(options: &TrainBench) -> Result<()> {
+    let size = options.size.decoder(Workload::M30)?;
+    let (seq, batch) = match options.size.workload(Workload::M30) {
+        Workload::Tiny => (64, 4),
+        Workload::M30 => (256, 4),
+        Workload::Ckpt => (16, 1),
+    };
+    let (seq, batch) = (options.seq.unwrap_or(seq), options.batch.unwrap_or(batch));
+    let mut fabric = options.ranks.launch()?;
+    let adamw =
+        AdamW { lr: 3e-4, betas: (0.9, 0.95), weight_decay: 0.1, eps: 1e-8, ..AdamW::default() };
+    let (model, mut optimizer) = fabric.setup(|b| Decoder::new(b, &size), &adamw)?;
+    if fabric.context_parallel().is_some() {
+        return Err(Error::Config(
+            "bench train gives every rank whole sequences; leave out context parallelism".into(),
+        ));
+    }
+    let mesh = fabric.device_mesh()?;
+    let data_parallel = mesh.group(DATA_PARALLEL)?.clone();
+    let tensor_parallel = mesh.group(TENSOR_PARALLEL)?.size();
+
+    let pool: Vec<(Tensor, Tensor)> = (0..POOL * options.accumulate)
+        .map(|i| {
+            tokens(
+                &size,
+                [batch, seq],
+                i * data_parallel.size() as u64 + data_parallel.rank() as u64,
+            )
+        })
+        .collect::<Result<_>>()?;
+    let mut step = |i: u64| -> Result<f64> {
+        for micro in 0..options.accumulate {
+            let (ids, targets) = &pool[((i % POOL) * options.accumulate + micro) as usize];
+            let _scope = fabric.forward_scope(true, i, 0);
+            let _no_sync = fabric.no_backward_sync(micro + 1 < options.accumulate);
+            fabric.backward(&cross_entropy(&model.forward(ids)?, targets)?)?;
+        }
+        let loss = fabric.step_totals(&[])?.mean();
+        fabric.clip_gradients_norm(&mut optimizer, 1.0)?;
+        optimizer.step()?;
+        Ok(loss)
+    };
+
+    let mut times = Times::default();
+    let loss_first = step(0)?;
+    let startup_s = now() - fabric.started().unwrap_or(f64::NAN);
+    times.note(&fabric, "startup", startup_s)?;
+    for i in 1..options.warmup {
+        step(i)?;
+    }
+    let mut loss_last = loss_first;
+    for i in options.warmup..options.warmup + options.steps {
+        loss_last = times.measure(&fabric, "step", || step(i))?;
+    }
+    let peak_rss_mib = all_gather_object(&**fabric.world(), &peak_rss_mib())?;
+    if !options.no_floor {
+        let mut floor = Floor::new(&size, batch, seq, tensor_parallel);
+        for i in 0..6 {
+            // The first touches the memory.
+            let name = if i == 0 { "floor_warmup" } else { "floor" };
+            times.measure(&fabric, name, || {
+                (0..options.accumulate).for_each(|_| floor.run());
+                Ok(())
+            })?;
+        }
+    }
+    let tokens_per_step = batch * seq * data_parallel.size() * options.accumulate as usize;
+    if !fabric.is_global_zero() {
+        return Ok(());
+    }
+    let step = times.get("step");
+    let step_s = median(step);
+    let floor_s = (!options.no_floor).then(|| median(times.get("floor")));
+    report(
+        options,
+        &Report {
+            strategy: &options.ranks.strategy,
+            ranks: fabric.world_size(),
+            data_parallel: data_parallel.size(),
+            tensor_parallel,
+            threads: rayon::current_num_threads(),
+            size,
+            seq,
+            batch,
+            accumulate: options.accumulate,
+            parameters: fabric.module_tree()?.elem_count(),
+            steps: options.steps,
+            step_s,
+            step_s_min: step.iter().copied().fold(f64::INFINITY, f64::min),
+            step_s_max: step.iter().copied().fold(0.0, f64::max),
+            tokens_per_step,
+            tokens_per_s: tokens_per_step as f64 / step_s,
+            gemm_floor_s: floor_s,
+            of_floor: floor_s.map(|floor| step_s / floor),
+            startup_s: median(times.get("startup")),
+            peak_rss_mib,
+            loss_first,
+            loss_last,
+        },
+    )
+}
+
+/// What was measured; times are the slowest rank's, `step_s` the median.
+#[derive(Serialize)]
+struct Report<'a> {
+    strategy: &'a str,
+    ranks: usize,
+    data_parallel: usize,
+    tensor_parallel: usize,
+    threads: usize,
+    #[serde(flatten)]
+    size: DecoderSize,
+    seq: usize,
+    batch: usize,
+    accumulate: u64,
+    parameters: usize,
+    steps: u64,
+    step_s: f64,
+    step_s_min: f64,
+    step_s_max: f64,
+    tokens_per_step: usize,
+    tokens_per_s: f64,
+    gemm_floor_s: Option<f64>,
+    of_floor: Option<f64>,
+    startup_s: f64,
+    peak_rss_mib: Vec<Option<f64>>,
+    loss_first: f64,
+    loss_last: f64,
+}
+
+fn report(options: &TrainBench, report: &Report) -> Result<()> {
+    if options.json {
+        let mut whole = json!({ "bench": "train" });
+        let fields = serde_json::to_value(report).map_err(Error::other)?;
+        if let (Some(whole), serde_json::Value::Object(fields)) = (whole.as_object_mut(), fields) {
+            whole.extend(fields);
+        }
+        return print(&format!("{whole}\n"));
+    }
+    let Report { step_s, step_s_min, step_s_max, .. } = report;
+    let mut text = format!(
+        "{:.2} M parameters, {} on {} ranks, {} threads a rank\n\
+         step        {step_s:.4} s  ({step_s_min:.4} to {step_s_max:.4})\n\
+         tokens/s    {:.0}\n",
+        report.parameters as f64 / 1e6,
+        report.strategy,
+        report.ranks,
+        report.threads,
+        report.tokens_per_s,
+    );
+    if let (Some(floor), Some(ratio)) = (report.gemm_floor_s, report.of_floor) {
+        text += &format!("GEMMs alone {floor:.4} s  (the step takes {ratio:.2} times as long)\n");
+    }
+    let peak: Vec<String> =
+        report.peak_rss_mib.iter().flatten().map(|mib| format!("{mib:.0}")).collect();
+    text += &format!(
+        "start-up    {:.3} s to the end of the first step\n\
+         peak RSS    {} MiB\nloss        {:.4} to {:.4}\n",
+        report.startup_s,
+        peak.join(", "),
+        report.loss_first,
+        report.loss_last,
+    );
+    print(&text)
+}
+
+/// A batch of random ids and their successors.
+fn tokens(size: &DecoderSize, [batch, seq]: [usize; 2], seed: u64) -> Result<(Tensor, Tensor)> {
+    let mut state = seed;
+    let mut next = || {
+        // splitmix64
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) % size.vocab as u64) as u32
+    };
+    let ids: Vec<u32> = (0..batch * (seq + 1)).map(|_| next()).collect();
+    let ids = Tensor::from_vec(ids, (batch, seq + 1), &Device::Cpu)?;
+    Ok((ids.narrow(1, 0, seq)?.contiguous()?, ids.narrow(1, 1, seq)?.contiguous()?))
+}
+
+fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(f64::NAN, |since| since.as_secs_f64())
+}
