@@ -155,7 +155,8 @@ fn any_place_is_resumed_from() {
     assert!(!scratch.path("kept").exists());
 
     // By its name, and by what messages call it.
-    for path in ["step-00000002", &location.to_string_lossy().replace("04", "02")] {
+    let second = location.with_file_name("step-00000002");
+    for path in [Path::new("step-00000002"), &second] {
         let path = format!("trainer.ckpt_path={path:?}");
         let more = fit(&[&path, "trainer.max_steps=7", "checkpoint.async_save=true"]);
         assert_eq!(course(&more), whole[2..]);
