@@ -2,7 +2,7 @@
 
 use fulgurite::core::trainer::Event;
 
-use crate::harness::{Scratch, course, saved};
+use crate::harness::{Scratch, course, names, saved};
 
 #[test]
 fn checkpoints_of_the_background_are_those_of_the_foreground() {
@@ -28,6 +28,45 @@ fn checkpoints_of_the_background_are_those_of_the_foreground() {
     let from = format!("trainer.ckpt_path={:?}", background.path("kept/step-00000002"));
     let more = background.succeed(&[&keys[..], &[&from]].concat());
     assert_eq!(course(&more), course(&whole)[2..]);
+}
+
+#[test]
+fn checkpoints_of_one_kind_make_way_for_the_other() {
+    let scratch = Scratch::new();
+    let strategy = |distributed: bool| {
+        format!("trainer.strategy={{type = \"tp\", save_distributed_checkpoint = {distributed}}}")
+    };
+    let fit = |distributed: bool, more: &[&str]| {
+        let keys = ["checkpoint.every_n_steps=2", "trainer.val_check_interval=1000"];
+        scratch.succeed(&[&keys[..], &[&*strategy(distributed)], more].concat())
+    };
+    let manifests = || {
+        let inside = |step: &String| names(&scratch.path("kept").join(step));
+        let steps = scratch.kept().into_iter().filter(|name| name != "last");
+        let kind = |step: &String| match inside(step) {
+            names if names == ["manifest.json", "model", "optimizer"] => "distributed",
+            names if names.contains(&"model.safetensors".to_owned()) => "full",
+            names => panic!("{names:?}"),
+        };
+        steps.map(|step| (step[12..].to_owned(), kind(&step))).collect::<Vec<_>>()
+    };
+    let kinds = |of: &[(&str, &'static str)]| -> Vec<(String, &'static str)> {
+        of.iter().map(|&(step, kind)| (step.to_owned(), kind)).collect()
+    };
+    let whole = course(&fit(true, &["trainer.max_steps=4"]));
+    assert_eq!(manifests(), kinds(&[("2", "distributed"), ("4", "distributed")]));
+    let second = format!("trainer.ckpt_path={:?}", scratch.path("kept/step-00000002"));
+    // Saved again under the same name, of the other kind.
+    for (distributed, kind) in [(false, "full"), (true, "distributed"), (false, "full")] {
+        let events = fit(distributed, &["trainer.max_steps=4", &second]);
+        assert_eq!(course(&events), whole[2..]);
+        assert_eq!(manifests(), kinds(&[("2", "distributed"), ("4", kind)]));
+    }
+    // A full one by its path is one of those that the run keeps: it stays, and older ones go.
+    let fourth = format!("trainer.ckpt_path={:?}", scratch.path("kept/step-00000004"));
+    let more = ["trainer.max_steps=8", "checkpoint.keep_last=1", &fourth];
+    assert_eq!(saved(&fit(false, &more)), [6, 8]);
+    assert_eq!(manifests(), kinds(&[("4", "full"), ("8", "full")]));
 }
 
 #[test]

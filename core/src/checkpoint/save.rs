@@ -198,7 +198,17 @@ fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
     if let Some(complaint) = naming::complaint(name) {
         return Err(Error::checkpoint(io.location(name), complaint));
     }
-    let entries = remove_unfinished(io)?;
+    check_replaceable(io, name, &remove_unfinished(io)?)?;
+    Ok(naming::staging_name(name))
+}
+
+/// Checks that what a checkpoint `name` would replace is one too, distributed or full. `entries` are
+/// those of the place.
+pub(super) fn check_replaceable(
+    io: &dyn CheckpointIO,
+    name: &str,
+    entries: &[Entry],
+) -> Result<()> {
     let exists = entries.iter().any(|entry| entry.name == name);
     let is_checkpoint = |entry: &Entry| [MANIFEST, FULL_MANIFEST].contains(&&*entry.name);
     if exists && !io.list(name)?.iter().any(is_checkpoint) {
@@ -206,7 +216,7 @@ fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
                        Move it away or save to another place";
         return Err(Error::checkpoint(io.location(name), message));
     }
-    Ok(naming::staging_name(name))
+    Ok(())
 }
 
 /// Removes what saves and removals that were cut short have left in a place, and returns what else

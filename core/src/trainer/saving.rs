@@ -11,8 +11,8 @@ use super::hooks::CallbackState;
 use super::session::{Cursor, Session};
 use super::{Event, LightningModule, RunDir};
 use crate::checkpoint::{
-    self, AsyncSaver, CheckpointIO, DistributedCheckpoint, Kept, MANIFEST, Retention, Saved,
-    TensorSource,
+    self, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, Kept, MANIFEST,
+    Retention, Saved, TensorSource,
 };
 use crate::collective::{ProcessGroup, broadcast_object};
 use crate::config::{CheckpointConfig, CkptPath};
@@ -285,12 +285,9 @@ where
                 real(a).is_some() && real(a) == real(b)
             };
             let name = path.file_name().and_then(|name| name.to_str());
+            let is_ours = [MANIFEST, FULL_MANIFEST].iter().any(|file| path.join(file).is_file());
             return match name {
-                Some(name)
-                    if path.join(MANIFEST).is_file() && same(&saving.io.location(name), path) =>
-                {
-                    kept(name)
-                }
+                Some(name) if is_ours && same(&saving.io.location(name), path) => kept(name),
                 _ => Origin::Local(path.to_owned()),
             };
         }
