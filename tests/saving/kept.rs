@@ -70,6 +70,15 @@ fn checkpoints_of_one_kind_make_way_for_the_other() {
 }
 
 #[test]
+fn full_checkpoints_are_not_saved_in_the_background() {
+    let scratch = Scratch::new();
+    let strategy = "trainer.strategy={type = \"tp\", save_distributed_checkpoint = false}";
+    let (events, result) = scratch.fit(&[strategy, "checkpoint.async_save=true"]);
+    assert_eq!(course(&events), [""; 0]);
+    insta::assert_snapshot!(result.unwrap_err(), @"`checkpoint.async_save`: full checkpoints are gathered on rank 0 while training waits, not in the background; leave it out, or save distributed checkpoints (without `trainer.strategy.save_distributed_checkpoint = false`) and make full ones of them with `fulgurite checkpoint consolidate`");
+}
+
+#[test]
 fn the_newest_and_the_best_are_kept_also_by_a_resumed_run() {
     let run = |keys: &[&str], from: Option<&str>| {
         let scratch = Scratch::new();

@@ -96,29 +96,31 @@ impl SaveRequest {
             ready?;
             write(io, group.rank(), staged, model, optimizer, meta)
         })?;
-        self.conclude(io, group)?;
+        follow_up(io, group, name, self.point_last, &self.remove)?;
         Ok(path)
     }
+}
 
-    /// Does what is to follow once the checkpoint is committed. Collective.
-    pub(crate) fn conclude(&self, io: &dyn CheckpointIO, group: &dyn ProcessGroup) -> Result<()> {
-        if self.point_last || !self.remove.is_empty() {
-            on_root(group, || self.follow_up(io))?;
+/// Does what is to follow once the checkpoint `name` is committed: see [`SaveRequest`]. Collective,
+/// whatever the other ranks than 0 were told.
+pub(crate) fn follow_up(
+    io: &dyn CheckpointIO,
+    group: &dyn ProcessGroup,
+    name: &str,
+    is_last: bool,
+    remove: &[String],
+) -> Result<()> {
+    on_root(group, || {
+        if is_last {
+            point_last(io, name)?;
         }
-        Ok(())
-    }
-
-    fn follow_up(&self, io: &dyn CheckpointIO) -> Result<()> {
-        if self.point_last {
-            point_last(io, &self.name)?;
-        }
-        for name in self.remove.iter().filter(|name| **name != self.name) {
-            if let Err(error) = io.remove(name) {
+        for old in remove.iter().filter(|old| *old != name) {
+            if let Err(error) = io.remove(old) {
                 tracing::warn!("an old checkpoint stays: {error}");
             }
         }
         Ok(())
-    }
+    })
 }
 
 /// Runs a save in which this rank's files are written by `write`. Collective.

@@ -122,8 +122,8 @@ where
     M: LightningModule<Batch = D::Batch>,
     D: DataModule,
 {
-    /// Saves a distributed checkpoint of the present step: in the background if that is configured
-    /// and it is not to be done `at_once`. Collective.
+    /// Saves a checkpoint of the present step, of the kind that the strategy says: in the background if
+    /// that is configured and it is not to be done `at_once`. Collective.
     pub(super) fn save(&mut self, optimizer: &mut FabricOptimizer, at_once: bool) -> Result<()> {
         let begun = Instant::now();
         if at_once {
@@ -145,28 +145,25 @@ where
         };
         let config = serde_json::to_value(&self.parts.resolved)
             .map_err(|e| Error::other(format!("encoding the configuration: {e}")))?;
-        let mut request = self.parts.fabric.save_request(&name, optimizer, &state, config)?;
-        request.point_last = true;
-        request.remove = saving.retention.take_superfluous();
+        let remove = saving.retention.take_superfluous();
         saving.saved = Some(step);
-        if !self.parts.fabric.strategy().saves_distributed_checkpoints() {
-            let saving = &self.parts.saving;
-            let config = request.meta.config.clone();
-            let path =
-                self.parts.fabric.save_full_with(&saving.io, &name, optimizer, &state, config)?;
-            request.conclude(&*saving.io, &**self.parts.fabric.world())?;
-            return self.report_saved(Some(Saved { step, path, blocked: begun.elapsed() }));
-        }
-        match &mut saving.background {
-            Some(background) if !at_once => {
+        let (fabric, io) = (&self.parts.fabric, &saving.io);
+        let world = &**fabric.world();
+        let distributed = fabric.strategy().saves_distributed_checkpoints();
+        let path = if distributed {
+            let mut request = fabric.save_request(&name, optimizer, &state, config)?;
+            (request.point_last, request.remove) = (true, remove);
+            if let (Some(background), false) = (&mut saving.background, at_once) {
                 let earlier = background.start(request)?;
-                self.report_saved(earlier)
+                return self.report_saved(earlier);
             }
-            _ => {
-                let path = request.run(&*saving.io, &**self.parts.fabric.world())?;
-                self.report_saved(Some(Saved { step, path, blocked: begun.elapsed() }))
-            }
-        }
+            request.run(&**io, world)?
+        } else {
+            let path = fabric.save_full_with(io, &name, optimizer, &state, config)?;
+            checkpoint::follow_up(&**io, world, &name, true, &remove)?;
+            path
+        };
+        self.report_saved(Some(Saved { step, path, blocked: begun.elapsed() }))
     }
 
     /// Waits for the save that is under way. Collective.
