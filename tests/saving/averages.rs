@@ -1,5 +1,7 @@
 //! Averages of the weights.
 
+use fulgurite::core::trainer::Event;
+
 use crate::harness::{Scratch, course};
 
 #[test]
@@ -34,4 +36,33 @@ fn averages_of_the_weights_are_validated_and_not_trained() {
     assert!(error.contains("state.double.weight.ema"), "{error}");
     let only = [&keys[..], &more[..], &["checkpoint.weights_only=true"]].concat();
     scratch.succeed(&only);
+}
+
+#[test]
+fn a_checkpoint_is_validated_as_training_did() {
+    let keys = ["trainer.max_steps=6", "trainer.val_check_interval=6"];
+    let (last, decay) = ("trainer.ckpt_path=last", "trainer.ema_decay=0.9");
+    let full = ["trainer.strategy.type=tp", "trainer.strategy.save_distributed_checkpoint=false"];
+    let mut plain = None;
+    for (ema, kind) in [(&[][..], &[][..]), (&[decay], &[]), (&[decay], &full)] {
+        let scratch = Scratch::new();
+        let events = scratch.succeed(&[&keys, ema, kind].concat());
+        let trained = events.iter().find_map(|event| match event {
+            Event::Validation { val_loss, .. } => Some(*val_loss),
+            _ => None,
+        });
+        let validated = scratch.validate(&[ema, kind, &[last]].concat()).unwrap();
+        assert_eq!(Some(validated), trained);
+        let plain = *plain.get_or_insert(validated);
+        assert_eq!(validated == plain, ema.is_empty(), "averages are not the weights");
+        // Without the key the weights themselves, whatever else is there; or if they are asked for.
+        assert_eq!(scratch.validate(&[kind, &[last]].concat()).unwrap(), plain);
+        let weights = [ema, kind, &[last, "checkpoint.weights_only=true"]].concat();
+        assert_eq!(scratch.validate(&weights).unwrap(), plain);
+        if ema.is_empty() {
+            let error = scratch.validate(&[last, decay]).unwrap_err().to_string();
+            let (_, message) = error.split_once(": ").unwrap();
+            insta::assert_snapshot!(message, @"it has no average of the weights that would fit this model (`state.double.weight.ema`); leave out `trainer.ema_decay` to validate the weights themselves");
+        }
+    }
 }

@@ -173,6 +173,11 @@ impl Scratch {
         events
     }
 
+    /// Validates, and returns the loss.
+    pub(crate) fn validate(&self, overrides: &[&str]) -> Result<f64> {
+        Trainer::default().validate::<Double, Numbers>(&self.run_config(overrides))
+    }
+
     pub(crate) fn kept(&self) -> Vec<String> {
         names(&self.path("kept"))
     }

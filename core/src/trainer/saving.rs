@@ -18,6 +18,7 @@ use crate::collective::{ProcessGroup, broadcast_object};
 use crate::config::{CheckpointConfig, CkptPath};
 use crate::data::DataModule;
 use crate::fabric::FabricOptimizer;
+use crate::optim::Ema;
 use crate::{Error, Result};
 
 /// What the trainer adds to a checkpoint: with weights and optimizer state, all that a run needs to
@@ -184,8 +185,9 @@ where
         self.parts.hooks.saved(&path, moment, &self.metrics, &self.data)
     }
 
-    /// Goes on from a distributed checkpoint, or with `checkpoint.weights_only` starts from its
-    /// weights. Collective.
+    /// Goes on from a checkpoint, or with `checkpoint.weights_only` starts from its weights. Without
+    /// an optimizer, only to validate, it takes the averages of the weights if there are to be any.
+    /// Collective.
     pub(super) fn resume(
         &mut self,
         origin: &Origin,
@@ -233,6 +235,9 @@ where
             );
         }
         self.cursor = state.cursor;
+        if let (false, Some(decay)) = (training, self.parts.config.ema_decay) {
+            self.take_averages(&source, decay)?;
+        }
         if training {
             self.epoch = state.epoch.unwrap_or(0);
             self.begun = state.epoch;
@@ -257,6 +262,25 @@ where
         }
         let path = source.location().to_owned();
         self.emit(&Event::Resume { step: self.cursor.step, path })
+    }
+
+    /// Puts the averages that a checkpoint holds in the place of the weights, for good. Collective.
+    fn take_averages(&self, source: &DistributedCheckpoint, decay: f64) -> Result<()> {
+        let tree = self.parts.fabric.module_tree()?;
+        let mut averages = Ema::new(tree.parameters(), decay)?;
+        let states = averages.state()?;
+        // Not strictly: the rest of the optimizer's state is of no use here.
+        let report = checkpoint::load_optimizer(source.optimizer(), &tree, &states, false)?;
+        let unfit = report.mismatched.iter().map(|mismatch| &mismatch.name);
+        if let Some(name) = report.missing.iter().chain(unfit).next() {
+            let message = format!(
+                "it has no average of the weights that would fit this model (`{name}`); leave out \
+                 `trainer.ema_decay` to validate the weights themselves"
+            );
+            return Err(Error::checkpoint(source.location(), message));
+        }
+        averages.swap()?;
+        self.parts.fabric.strategy().prepare_forward()
     }
 
     /// The checkpoint that `ckpt_path` names, on every rank. Collective.

@@ -144,8 +144,9 @@ impl Trainer {
         Ok(outcome)
     }
 
-    /// Validates once: the checkpoint that `trainer.ckpt_path` names, pretrained weights, or the
-    /// initial ones. Returns the mean loss. Collective.
+    /// Validates once: the checkpoint that `trainer.ckpt_path` names (with `trainer.ema_decay` the
+    /// averages in it, as [`fit`](Self::fit) does), pretrained weights, or the initial ones. Returns
+    /// the mean loss. Collective.
     ///
     /// # Errors
     /// As [`fit`](Self::fit), and if there is no validation data.
