@@ -1,6 +1,9 @@
 //! What a run goes on from, and how.
 
+use std::path::Path;
+
 use fulgurite::core::Error;
+use fulgurite::core::checkpoint::DistributedCheckpoint;
 use fulgurite::core::launch::Interruption;
 use fulgurite::core::trainer::Event;
 
@@ -95,4 +98,34 @@ fn weights_alone_may_be_what_a_run_starts_from() {
         let validation = |events: &[Event]| course(events).pop().unwrap();
         assert_eq!(validation(&events), validation(&first));
     }
+}
+
+#[test]
+fn an_optimizer_without_state_is_resumed_and_one_without_its_state_is_not() {
+    let scratch = Scratch::new();
+    let keys = ["trainer.max_steps=4", "checkpoint.every_n_steps=2"];
+    let fit = |more: &[&str]| scratch.fit(&[&keys[..], more].concat());
+    let from = |path: &Path| format!("trainer.ckpt_path={path:?}");
+    let second = scratch.path("kept/step-00000002");
+    // Without momentum there is none.
+    let whole = course(&scratch.succeed(&[&keys[..], &["optimizer=sgd"]].concat()));
+    let (events, result) = fit(&["optimizer=sgd", &from(&second)]);
+    result.unwrap();
+    assert_eq!(course(&events), whole[2..]);
+    let checkpoint = DistributedCheckpoint::open(&second).unwrap();
+    assert!(checkpoint.optimizer().is_empty() && checkpoint.manifest().step == 2);
+
+    let (_, result) = fit(&["optimizer=adamw", &from(&second)]);
+    let error = result.unwrap_err().to_string();
+    insta::assert_snapshot!(error.split_once(": ").unwrap().1, @r"
+    does not fit this optimizer:
+      missing, the optimizer has it and the checkpoint does not (2):
+        state.double.weight.exp_avg
+        state.double.weight.exp_avg_sq
+    Nothing was loaded. Use the configuration that it was saved with
+    ");
+    let only = ["optimizer=adamw", "checkpoint.weights_only=true", &from(&second)];
+    let (events, result) = fit(&only);
+    result.unwrap();
+    assert_eq!(resumed(&events).unwrap().0, 0);
 }

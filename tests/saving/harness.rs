@@ -5,11 +5,13 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
+use fulgurite::core::checkpoint::{DistributedCheckpoint, last};
 use fulgurite::core::config::{ConfigLayers, RunConfig};
 use fulgurite::core::launch::Interruption;
 use fulgurite::core::trainer::{Event, EventSink, RunStatus};
 use fulgurite::core::{Error, Result};
 use fulgurite::prelude::*;
+use fulgurite_checkpoint::LocalDirectory;
 use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
 
@@ -126,6 +128,14 @@ struct Events(Arc<Mutex<Vec<Event>>>);
 
 impl EventSink for Events {
     fn event(&mut self, event: &Event) -> Result<()> {
+        // A checkpoint that is told of is there, whole, and the last one.
+        if let Event::Checkpoint { path, step, .. } = event
+            && path.is_absolute()
+        {
+            DistributedCheckpoint::open(path)?.verify()?;
+            let place = LocalDirectory::new(path.parent().unwrap());
+            assert_eq!(last(&place)?.unwrap().step, *step);
+        }
         self.0.lock().unwrap().push(event.clone());
         Ok(())
     }
