@@ -1,8 +1,9 @@
 //! Fulgurite: Lightning-style distributed training for candle.
 //!
 //! A person implements [`LightningModule`](prelude::LightningModule), names a strategy in a
-//! configuration file, and the same program trains on one core or on many processes, under data
-//! parallelism (`ddp`) or fully sharded data parallelism (`fsdp`).
+//! configuration file, and the same program trains on one core or on many processes: under data
+//! parallelism (`ddp`), fully sharded (`fsdp`), or on any mesh of replicas, shards, context and tensor
+//! parallelism (`model_parallel`).
 //!
 //! ```no_run
 //! use fulgurite::prelude::*;

@@ -189,6 +189,29 @@ fn training_goes_on_and_does_not_get_into_the_checkpoint() {
 }
 
 #[test]
+fn what_follows_a_save_is_rank_0s_to_say() {
+    let dir = tempfile::tempdir().unwrap();
+    let io = LocalDirectory::new(dir.path()).with_sync(false);
+    run_ranks(2, |world| {
+        let weights = Weights::new(&*world);
+        for step in 1..3 {
+            let mut request = weights.request(step, &[]);
+            if world.rank() == 0 {
+                request.remove = vec![step_name(step - 1)];
+            } else {
+                (request.point_last, request.remove) = (false, Vec::new());
+            }
+            request.run(&io, &*world)?;
+            // Whatever the others were told, all are done at the same time.
+            world.barrier()?.wait()?;
+        }
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(names(dir.path()), [LAST.to_owned(), step_name(2)]);
+}
+
+#[test]
 fn old_checkpoints_go_when_the_new_one_is_there() {
     let dir = tempfile::tempdir().unwrap();
     let io = Gated::new(dir.path());

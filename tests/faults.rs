@@ -3,13 +3,9 @@
 mod program;
 
 use std::fs;
-use std::time::{Duration, Instant};
 
 use program::{Job, Running, Scratch};
 use rustix::process::{Signal, kill_process};
-
-/// Far more than it takes, far less than the time after which a collective gives up.
-const SOON: Duration = Duration::from_secs(10);
 
 /// Trains until somebody ends it.
 fn endless(scratch: &Scratch) -> Job<'_> {
@@ -38,10 +34,8 @@ fn a_killed_rank_takes_the_others_along_and_is_named_first() {
         let scratch = Scratch::with_tokens();
         let running = training(&endless(&scratch).on(strategy, devices, 2));
         assert_eq!(running.members().len(), devices + 1);
-        let killed = Instant::now();
         kill_process(running.rank(rank), Signal::KILL).unwrap();
         let run = running.wait();
-        assert!(killed.elapsed() < SOON);
         assert_eq!(run.code(), Some(128 + 9), "{}", run.stderr);
         let expected = format!("error: rank {rank} was killed by signal 9 (SIGKILL)");
         assert_eq!(run.first_error(), expected, "{}", run.stderr);
@@ -54,10 +48,8 @@ fn a_killed_rank_takes_the_others_along_and_is_named_first() {
 fn ranks_end_with_their_supervisor() {
     let scratch = Scratch::with_tokens();
     let running = training(&endless(&scratch).on("fsdp", 3, 2));
-    let killed = Instant::now();
     running.signal(Signal::KILL);
     running.until_gone();
-    assert!(killed.elapsed() < SOON);
     assert_eq!(running.wait().signal(), Some(9));
     assert_nothing_is_left(&scratch);
 }
@@ -70,10 +62,8 @@ fn ctrl_c_saves_sums_up_and_ends() {
             .on(strategy, devices, 2)
             .set(&["checkpoint.save_last=true", "checkpoint.dir=kept"]);
         let running = training(&job);
-        let interrupted = Instant::now();
         running.signal(Signal::INT);
         let run = running.wait();
-        assert!(interrupted.elapsed() < SOON);
         assert_eq!(run.code(), Some(130), "{}", run.stderr);
         let steps = run.losses().len();
         assert_eq!(run.summary()["steps"], steps);

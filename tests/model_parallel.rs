@@ -149,11 +149,7 @@ fn a_run_goes_on_on_another_mesh() {
 #[test]
 fn full_checkpoints_are_resumed_from_too() {
     let scratch = Scratch::with_tokens();
-    let job = job(&scratch).set(&[
-        "checkpoint.every_n_steps=4",
-        "checkpoint.dir=kept",
-        "checkpoint.keep_last=2",
-    ]);
+    let job = job(&scratch).set(&["checkpoint.every_n_steps=4", "checkpoint.dir=kept"]);
     let mesh = table("fsdp_tp.save_distributed_checkpoint=false");
     let whole = job.clone().on(&mesh, 4, 4).succeed();
     assert!(scratch.path().join("kept/step-00000004/model.safetensors").is_file());
@@ -163,8 +159,20 @@ fn full_checkpoints_are_resumed_from_too() {
     assert_eq!(again.losses(), rest, "on the same mesh, to the bit");
     let resumed = from("kept/step-00000004").on("ddp", 2, 4).succeed();
     assert_close(&resumed.losses(), &rest, 1e-5);
-    let last = from("last").on(&mesh, 4, 4).set(&["trainer.max_steps=10"]).succeed();
+    // The one of the other kind makes way again; then the one that was resumed from is kept.
+    let kept = || {
+        let entries = std::fs::read_dir(scratch.path().join("kept")).unwrap().flatten();
+        let name = |entry: std::fs::DirEntry| entry.file_name().into_string().unwrap();
+        entries.map(name).collect::<std::collections::BTreeSet<_>>()
+    };
+    let one = job.clone().on(&mesh, 4, 4).set(&["checkpoint.keep_last=1"]);
+    let from = |path: &str| one.clone().set(&[&format!("trainer.ckpt_path={path}")]);
+    from("kept/step-00000004").succeed();
+    assert_eq!(kept(), ["last", "step-00000004", "step-00000008"].map(str::to_owned).into());
+    let more = ["trainer.max_steps=10", "checkpoint.save_last=true"];
+    let last = from("kept/step-00000008").set(&more).succeed();
     assert_eq!(last.losses().keys().copied().collect::<Vec<_>>(), [9, 10]);
+    assert_eq!(kept(), ["last", "step-00000008", "step-00000010"].map(str::to_owned).into());
 }
 
 #[test]

@@ -38,3 +38,35 @@ fn the_configuration_reference_is_up_to_date() {
         path.display()
     );
 }
+
+/// The text of all Rust files in a folder.
+fn sources(folder: &Path, into: &mut String) {
+    for entry in std::fs::read_dir(folder).unwrap().flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            sources(&path, into);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            into.push_str(&std::fs::read_to_string(path).unwrap());
+        }
+    }
+}
+
+/// The last column of these pages' tables names tests.
+#[test]
+fn the_tests_that_pages_name_are_there() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut code = String::new();
+    for folder in ["core", "strategies", "plugins", "src", "tests"] {
+        sources(&root.join(folder), &mut code);
+    }
+    for page in ["checklist.md", "src/concepts/checkpoint-failures.md"] {
+        let text = std::fs::read_to_string(root.join("docs").join(page)).unwrap();
+        let rows = text.lines().filter_map(|line| line.strip_prefix('|')?.strip_suffix('|'));
+        let cells = rows.filter_map(|row| row.rsplit_once('|')).map(|(_, last)| last);
+        let names: Vec<&str> = cells.flat_map(|cell| cell.split('`').skip(1).step_by(2)).collect();
+        assert!(names.len() > 30, "{page}: {names:?}");
+        for name in names {
+            assert!(code.contains(&format!("fn {name}(")), "{page}: there is no `{name}`");
+        }
+    }
+}

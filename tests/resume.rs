@@ -139,6 +139,16 @@ fn a_run_that_saves_in_the_background_goes_on_to_the_bit() {
             assert!(!validations(&whole).is_empty());
             assert_eq!(validations(&resumed), validations(&whole), "{strategy}");
         }
+        // A checkpoint is validated as training did it then: with the averages of the weights.
+        let validate = scratch
+            .job(&["validate", "--output", "json"])
+            .set(&job.assignments("trainer.ckpt_path", "checkpoint.every"))
+            .set(&["trainer.ckpt_path=kept/step-00000008"])
+            .succeed();
+        let losses: Vec<_> = [&validate, &whole]
+            .map(|run| run.events_of("validation").pop().expect("a validation")["val_loss"].clone())
+            .into();
+        assert_eq!(losses[0], losses[1], "{strategy}");
         // What was saved last, not what is of the latest step.
         let back = ["trainer.ckpt_path=kept/step-00000002", "trainer.max_steps=4"];
         job.clone().set(&back).set(&["checkpoint.save_last=true"]).succeed();

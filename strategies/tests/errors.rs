@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::autograd::no_grad;
-use fulgurite_core::collective::ProcessGroup;
+use fulgurite_core::collective::{Difference, ProcessGroup, first_difference};
 use fulgurite_core::fabric::{Fabric, FabricOptimizer};
 use fulgurite_core::module::{Module as _, ModuleBuilder, ModuleInit, Unit};
 use fulgurite_core::nn::{Linear, Loss};
@@ -122,6 +122,30 @@ fn ranks_with_different_models() {
                 b.unit("layer", |b| Linear::new(b, 3, 4))
             });
             insta::assert_snapshot!(message, @"the ranks built different models: part 0 is `layer.weight` [4, 3] F32 on rank 0 and `layer.weight` [4, 3] F32, frozen on rank 1; `configure_model` must not depend on the rank");
+        }
+    }
+}
+
+#[test]
+fn the_first_difference_may_be_that_a_list_ends() {
+    // What each rank says, and what all of them are told.
+    let cases: [(&[&str], &str); 5] = [
+        (&["ab", "ab", "ab"], "None"),
+        (&["ab", "ab", "ac"], "2 1 b c"),
+        (&["ab", "a", "b"], "1 1 b nothing"),
+        (&["a", "a", "ab"], "2 1 nothing b"),
+        (&["", "", "a"], "2 0 nothing a"),
+    ];
+    for (said, expected) in cases {
+        let told = run_ranks(3, |world| {
+            let lines: Vec<String> = said[world.rank()].chars().map(String::from).collect();
+            first_difference(&*world, &lines)
+        });
+        for told in told.unwrap() {
+            let told = told.map_or("None".to_owned(), |Difference { rank, index, here, there }| {
+                format!("{rank} {index} {here} {there}")
+            });
+            assert_eq!(told, expected, "{said:?}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What saving a full checkpoint costs in memory, by the allocator's count.
+//! What saving a full checkpoint, loading it and converting it cost in memory, by the allocator's count.
 
 mod counted;
 
@@ -10,7 +10,7 @@ use fulgurite_checkpoint::LocalDirectory;
 use fulgurite_core::Result;
 use fulgurite_core::checkpoint::tools::{AnyCheckpoint, ConvertOptions, Target, convert, verify};
 use fulgurite_core::checkpoint::{
-    FullCheckpoint, FullOptions, GatherOptions, TensorSource, save_full,
+    FullCheckpoint, FullOptions, GatherOptions, TensorSource, load_into, save_full,
 };
 use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::module::{ModuleBuilder, ModuleInit, ModuleTree};
@@ -74,7 +74,7 @@ fn rise(f: impl FnOnce()) -> usize {
 
 /// One test: it counts what the whole process holds.
 #[test]
-fn a_save_holds_one_tensor_at_a_time_and_so_do_the_tools() {
+fn saves_loads_and_tools_hold_one_tensor_at_a_time() {
     let temp = tempfile::tempdir().unwrap();
     let io = LocalDirectory::new(temp.path()).with_sync(false);
     // Along the rows parts go straight to their place; along the columns by way of a window.
@@ -113,7 +113,24 @@ fn a_save_holds_one_tensor_at_a_time_and_so_do_the_tools() {
     };
     let shards = to(Target::Distributed { shards: 8 }, "shards", &full);
     let again = to(Target::Full, "again", &shards);
-    check(&FullCheckpoint::open(temp.path().join("again")).unwrap());
+    // A rank reads its part and no more, one tensor after the other: as bytes, then as values.
+    for (dim, source) in [(0, &full), (1, &full), (0, &shards), (1, &shards)] {
+        let rises = run_ranks(RANKS, |world| {
+            let tree = model(&*world, dim)?;
+            let mut risen = 0;
+            for turn in 0..RANKS {
+                world.barrier()?.wait()?;
+                if turn == world.rank() {
+                    let mut loaded = Ok(Default::default());
+                    risen = rise(|| loaded = load_into(source.model(), &tree, true));
+                    loaded?;
+                }
+            }
+            Ok(risen)
+        });
+        let rise = rises.unwrap().into_iter().max().unwrap();
+        assert!(rise <= 2 * TENSOR / RANKS + SLACK, "dimension {dim}: {rise} bytes to load");
+    }
     let rise = rise(|| assert!(verify(&again, &mut |_| {}).damages.is_empty()));
     assert!(rise <= (4 << 20) + SLACK, "verifying: {rise} bytes");
 }

@@ -198,14 +198,41 @@ fn replicas_reduce_shards_as_often_as_accumulation_asks() {
 fn dimensions_of_size_one_send_nothing() {
     let (got, _) = third_step(1, r#"{"type": "model_parallel"}"#, Variant::ALL[3], 1);
     assert_eq!(got, tally(&[NORM]));
-    let (got, _) = third_step(
-        2,
-        r#"{"type": "model_parallel", "tensor_parallel_size": 1}"#,
-        Variant::ALL[3],
-        1,
-    );
-    assert!(
-        got.keys().all(|(group, _)| group == "world" || group == "data_parallel_shard"),
-        "{got:?}"
-    );
+    let config = r#"{"type": "model_parallel", "tensor_parallel_size": 1}"#;
+    let (got, tree) = third_step(2, config, Variant::ALL[3], 1);
+    let [gather, reduce] = fsdp(&tree, 1);
+    let shard = "data_parallel_shard";
+    let expected = tally(&[
+        NORM,
+        // The loss and its count: this dimension is all that `dp_cp` consists of.
+        (shard, "all_reduce", 1, 16),
+        (shard, "all_gather_into", gather.calls, gather.bytes),
+        (shard, "reduce_scatter", reduce.calls, reduce.bytes),
+    ]);
+    assert_eq!(got, expected);
+}
+
+#[test]
+fn shards_and_tensor_parallelism_send_together_what_each_sends_alone() {
+    let config = r#"{"type": "fsdp_tp", "tensor_parallel_size": 2}"#;
+    for accumulate in [1, 2] {
+        let (got, tree) = third_step(4, config, Variant::default(), accumulate);
+        // Units of what the plan leaves of the parameters to a rank, which is less than all.
+        let [gather, reduce] = fsdp(&tree, accumulate as u64);
+        let whole: u64 = tree.parameters().iter().map(|p| 4 * p.elem_count() as u64).sum();
+        assert!(reduce.bytes < whole, "{} of {whole}", reduce.bytes);
+        // Half of the batch is on the other shard.
+        let (stream, logits) = (STREAM / 2, LOGITS / 2);
+        let reductions = 4 * BLOCKS + 2;
+        let (shard, calls) = ("data_parallel_shard", accumulate as u64);
+        let expected = tally(&[
+            NORM,
+            (shard, "all_reduce", 1, 16),
+            (shard, "all_gather_into", gather.calls, gather.bytes),
+            (shard, "reduce_scatter", reduce.calls, reduce.bytes),
+            ("tensor_parallel", "all_reduce", calls * reductions, reductions * stream),
+            ("tensor_parallel", "all_gather_into", calls, logits),
+        ]);
+        assert_eq!(got, expected, "{accumulate}");
+    }
 }

@@ -13,7 +13,8 @@ use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// What a run may take before its whole process tree is killed and the test fails.
+/// What a run may take before its whole process tree is killed and the test fails: far more than any
+/// takes, far less than the time after which a collective gives up by itself.
 const LIMIT: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(5);
 

@@ -97,6 +97,7 @@ pub use names::{NameRules, Renamed, clean_tensor_name};
 pub use naming::{is_temporary, replaced_name, staging_name, step_name};
 pub use open::open;
 pub use retention::{Kept, Retention};
+pub(crate) use save::follow_up;
 pub use save::{SaveRequest, remove_unfinished, save};
 pub use shard_tensor::{
     ShardTensor, model_tensors, optimizer_key, optimizer_tensors, parse_optimizer_key, specs,

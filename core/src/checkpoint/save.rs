@@ -96,29 +96,31 @@ impl SaveRequest {
             ready?;
             write(io, group.rank(), staged, model, optimizer, meta)
         })?;
-        self.conclude(io, group)?;
+        follow_up(io, group, name, self.point_last, &self.remove)?;
         Ok(path)
     }
+}
 
-    /// Does what is to follow once the checkpoint is committed. Collective.
-    pub(crate) fn conclude(&self, io: &dyn CheckpointIO, group: &dyn ProcessGroup) -> Result<()> {
-        if self.point_last || !self.remove.is_empty() {
-            on_root(group, || self.follow_up(io))?;
+/// Does what is to follow once the checkpoint `name` is committed: see [`SaveRequest`]. Collective,
+/// whatever the other ranks than 0 were told.
+pub(crate) fn follow_up(
+    io: &dyn CheckpointIO,
+    group: &dyn ProcessGroup,
+    name: &str,
+    is_last: bool,
+    remove: &[String],
+) -> Result<()> {
+    on_root(group, || {
+        if is_last {
+            point_last(io, name)?;
         }
-        Ok(())
-    }
-
-    fn follow_up(&self, io: &dyn CheckpointIO) -> Result<()> {
-        if self.point_last {
-            point_last(io, &self.name)?;
-        }
-        for name in self.remove.iter().filter(|name| **name != self.name) {
-            if let Err(error) = io.remove(name) {
+        for old in remove.iter().filter(|old| *old != name) {
+            if let Err(error) = io.remove(old) {
                 tracing::warn!("an old checkpoint stays: {error}");
             }
         }
         Ok(())
-    }
+    })
 }
 
 /// Runs a save in which this rank's files are written by `write`. Collective.
@@ -198,7 +200,17 @@ fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
     if let Some(complaint) = naming::complaint(name) {
         return Err(Error::checkpoint(io.location(name), complaint));
     }
-    let entries = remove_unfinished(io)?;
+    check_replaceable(io, name, &remove_unfinished(io)?)?;
+    Ok(naming::staging_name(name))
+}
+
+/// Checks that what a checkpoint `name` would replace is one too, distributed or full. `entries` are
+/// those of the place.
+pub(super) fn check_replaceable(
+    io: &dyn CheckpointIO,
+    name: &str,
+    entries: &[Entry],
+) -> Result<()> {
     let exists = entries.iter().any(|entry| entry.name == name);
     let is_checkpoint = |entry: &Entry| [MANIFEST, FULL_MANIFEST].contains(&&*entry.name);
     if exists && !io.list(name)?.iter().any(is_checkpoint) {
@@ -206,7 +218,7 @@ fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
                        Move it away or save to another place";
         return Err(Error::checkpoint(io.location(name), message));
     }
-    Ok(naming::staging_name(name))
+    Ok(())
 }
 
 /// Removes what saves and removals that were cut short have left in a place, and returns what else

@@ -14,7 +14,7 @@ mod store;
 mod work;
 
 pub use counting::{Counter, Counting, Record};
-pub use objects::{all_gather_object, broadcast_object};
+pub use objects::{Difference, all_gather_object, broadcast_object, first_difference};
 pub use process_group::{AllGather, ProcessGroup, ReduceOp, ReduceScatter};
 pub use solo::Solo;
 pub use store::{GroupContext, ProcessGroupConfig, Store};

@@ -3,6 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::{AllGather, ProcessGroup, ReduceOp};
 use crate::{Error, Result};
@@ -51,6 +52,41 @@ pub fn all_gather_object<T: Serialize + DeserializeOwned>(
             from_bytes(head)
         })
         .collect()
+}
+
+/// Where ranks that should say the same do not: the first rank whose list is not rank 0's, and the
+/// first line of it that is not.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Difference {
+    /// The rank, in the group.
+    pub rank: usize,
+    /// The line, from 0.
+    pub index: usize,
+    /// The line on rank 0; `nothing` if its list has ended.
+    pub here: String,
+    /// The line on `rank`; `nothing` if its list has ended.
+    pub there: String,
+}
+
+/// Compares a list that should be the same on all ranks, and tells all of them where it is not; `None`
+/// if it is. Collective.
+///
+/// # Errors
+/// If a peer fails.
+pub fn first_difference(group: &dyn ProcessGroup, lines: &[String]) -> Result<Option<Difference>> {
+    let digest = xxh3_64(lines.join("\n").as_bytes());
+    // The digests agree nearly always; the lists travel only when they do not.
+    if all_gather_object(group, &digest)?.windows(2).all(|pair| pair[0] == pair[1]) {
+        return Ok(None);
+    }
+    let all = all_gather_object(group, &lines.to_vec())?;
+    let line = |rank: usize, index: usize| all[rank].get(index).map_or("nothing", String::as_str);
+    Ok((1..all.len()).find_map(|rank| {
+        let longest = all[rank].len().max(all[0].len());
+        let index = (0..longest).find(|&i| all[rank].get(i) != all[0].get(i))?;
+        let (here, there) = (line(0, index).to_owned(), line(rank, index).to_owned());
+        Some(Difference { rank, index, here, there })
+    }))
 }
 
 fn to_bytes<T: Serialize>(value: &T) -> Result<Vec<u8>> {

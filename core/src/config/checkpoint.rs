@@ -21,8 +21,9 @@ crate::config_struct! {
         /// Whether a checkpoint is saved when training ends, also by Ctrl-C. Before it ends by
         /// SIGTERM or SIGUSR1 one is saved in any case.
         pub save_last: bool = true,
-        /// Whether checkpoints are saved in the background, while training goes on. Takes as much
-        /// memory again as this rank's parts of the model and the optimizer's state.
+        /// Whether checkpoints are saved in the background, while training goes on; distributed ones
+        /// only. Takes as much memory again as this rank's parts of the model and the optimizer's
+        /// state.
         pub async_save: bool = false,
         /// How many of the newest checkpoints are kept. Without it and `save_top_k`, all are.
         pub keep_last: Option<u64> = None,

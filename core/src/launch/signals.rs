@@ -1,6 +1,6 @@
 //! Ctrl-C, SIGTERM and SIGUSR1.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use rustix::process::Signal;
@@ -8,11 +8,29 @@ use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 
 use crate::{Error, Result};
 
-/// The signals that ask for an end.
-const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGUSR1];
+/// The signals that ask for an end, the most urgent first.
+const SIGNALS: [i32; 3] = [SIGTERM, SIGUSR1, SIGINT];
 
-/// The signal that arrived last, 0 if none. In a rank it stays; the supervisor takes it.
-static ARRIVED: OnceLock<Arc<AtomicUsize>> = OnceLock::new();
+/// In a rank they stay; the supervisor takes them.
+static ARRIVED: OnceLock<Arrived> = OnceLock::new();
+
+/// Which of [`SIGNALS`] have arrived. One that comes later must not make a more urgent one forgotten.
+#[derive(Debug, Default)]
+struct Arrived([Arc<AtomicBool>; SIGNALS.len()]);
+
+impl Arrived {
+    /// The most urgent one.
+    fn most_urgent(&self) -> Option<i32> {
+        let arrived = |flag: &Arc<AtomicBool>| flag.load(Ordering::Relaxed);
+        self.0.iter().position(arrived).map(|i| SIGNALS[i])
+    }
+
+    /// The most urgent one, and forgets all.
+    fn take(&self) -> Option<i32> {
+        let arrived = self.0.each_ref().map(|flag| flag.swap(false, Ordering::Relaxed));
+        arrived.into_iter().position(|arrived| arrived).map(|i| SIGNALS[i])
+    }
+}
 
 /// Why a process was asked to end, the most urgent last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,23 +44,23 @@ pub enum Interruption {
 }
 
 impl Interruption {
-    fn of(signal: i32) -> Option<Self> {
+    fn of(signal: i32) -> Self {
         match signal {
-            0 => None,
-            SIGTERM => Some(Self::Termination),
-            SIGUSR1 => Some(Self::Preemption),
-            _ => Some(Self::CtrlC),
+            SIGTERM => Self::Termination,
+            SIGUSR1 => Self::Preemption,
+            _ => Self::CtrlC,
         }
     }
 }
 
-/// Why this process was asked to end; `None` if it was not. See [`interrupt_requested`].
+/// Why this process was asked to end, the most urgent reason if there were several; `None` if it was
+/// not. See [`interrupt_requested`].
 pub fn interruption() -> Option<Interruption> {
-    Interruption::of(arrived())
+    arrived().map(Interruption::of)
 }
 
-fn arrived() -> i32 {
-    ARRIVED.get().map_or(0, |signal| signal.load(Ordering::Relaxed)) as i32
+fn arrived() -> Option<i32> {
+    ARRIVED.get()?.most_urgent()
 }
 
 /// Whether this process was asked to end, by Ctrl-C, SIGTERM or SIGUSR1: finish the step and stop, with
@@ -58,7 +76,7 @@ pub fn interrupt_requested() -> bool {
 
 /// The exit code of a process that a signal ended, as shells have it: 130 for Ctrl-C.
 pub(super) fn interrupted_exit_code() -> u8 {
-    128 + u8::try_from(arrived()).ok().filter(|&s| s != 0).unwrap_or(SIGINT as u8)
+    128 + arrived().unwrap_or(SIGINT) as u8
 }
 
 /// What a second signal does.
@@ -75,38 +93,38 @@ pub(super) enum Second {
 pub(super) fn handle(second: Second) -> Result<()> {
     let mut result = Ok(());
     ARRIVED.get_or_init(|| {
-        let arrived = Arc::new(AtomicUsize::new(0));
+        let arrived = Arrived::default();
         result = register(&arrived, second);
         arrived
     });
     result.map_err(|e| Error::Launch(format!("cannot handle signals: {e}")))
 }
 
-fn register(arrived: &Arc<AtomicUsize>, second: Second) -> std::io::Result<()> {
+fn register(arrived: &Arrived, second: Second) -> std::io::Result<()> {
     let once = Arc::new(AtomicBool::new(false));
-    for signal in SIGNALS {
+    for (signal, flag) in SIGNALS.into_iter().zip(&arrived.0) {
         if second == Second::Ends {
             // Before the handler that sets the flag, so that the first signal does not end it.
             signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, once.clone())?;
             signal_hook::flag::register(signal, once.clone())?;
         }
-        signal_hook::flag::register_usize(signal, arrived.clone(), signal as usize)?;
+        signal_hook::flag::register(signal, flag.clone())?;
     }
     Ok(())
 }
 
-/// The signal that arrived since the last call. For the supervisor, which counts them.
+/// The most urgent signal that arrived since the last call. For the supervisor, which counts calls
+/// that return one.
 pub(super) fn take() -> Option<i32> {
-    let signal = ARRIVED.get()?.swap(0, Ordering::Relaxed);
-    i32::try_from(signal).ok().filter(|&signal| signal != 0)
+    ARRIVED.get()?.take()
 }
 
 /// How the supervisor passes on a signal that asks for an end.
 pub(super) fn to_pass_on(signal: i32) -> Signal {
     match Interruption::of(signal) {
-        Some(Interruption::Termination) => Signal::TERM,
-        Some(Interruption::Preemption) => Signal::USR1,
-        _ => Signal::INT,
+        Interruption::Termination => Signal::TERM,
+        Interruption::Preemption => Signal::USR1,
+        Interruption::CtrlC => Signal::INT,
     }
 }
 
@@ -120,5 +138,48 @@ pub(super) fn describe(signal: i32) -> String {
     match signal_hook::low_level::signal_name(signal) {
         Some(name) => format!("signal {signal} ({name})"),
         None => format!("signal {signal}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_most_urgent_signal_counts_in_whatever_order_they_come() {
+        let reasons = SIGNALS.map(Interruption::of);
+        assert!(reasons.is_sorted_by(|a, b| a > b), "{reasons:?}");
+        // Each set of signals: all that were sent, in no order.
+        for set in 1..1 << SIGNALS.len() {
+            let arrived = Arrived::default();
+            assert_eq!((arrived.most_urgent(), arrived.take()), (None, None));
+            let sent = |i: &usize| set & (1 << i) != 0;
+            let sent: Vec<usize> = (0..SIGNALS.len()).filter(sent).collect();
+            for &i in sent.iter().rev() {
+                arrived.0[i].store(true, Ordering::Relaxed);
+            }
+            let expected = sent.iter().map(|&i| Interruption::of(SIGNALS[i])).max();
+            // It stays until it is taken; then they are all gone, and another may come.
+            for _ in 0..2 {
+                assert_eq!(arrived.most_urgent().map(Interruption::of), expected);
+            }
+            assert_eq!(arrived.take().map(Interruption::of), expected);
+            assert_eq!((arrived.most_urgent(), arrived.take()), (None, None));
+            arrived.0[2].store(true, Ordering::Relaxed);
+            assert_eq!(arrived.take(), Some(SIGINT));
+        }
+    }
+
+    #[test]
+    fn a_handler_sets_the_flag_of_its_signal() {
+        let arrived = Arrived::default();
+        register(&arrived, Second::IsIgnored).unwrap();
+        for signal in [SIGTERM, SIGINT, SIGUSR1] {
+            signal_hook::low_level::raise(signal).unwrap();
+            assert_eq!(arrived.most_urgent(), Some(SIGTERM));
+        }
+        assert_eq!(arrived.take(), Some(SIGTERM));
+        signal_hook::low_level::raise(SIGUSR1).unwrap();
+        assert_eq!(arrived.take(), Some(SIGUSR1));
     }
 }

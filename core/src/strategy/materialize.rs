@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use crate::autograd::storage;
-use crate::collective::{ProcessGroup, all_gather_object};
+use crate::collective::{Difference, ProcessGroup, all_gather_object, first_difference};
 use crate::mesh::DeviceMesh;
 use crate::module::ModuleTree;
 use crate::parameter::{LocalShard, Parameter};
@@ -72,25 +72,13 @@ pub fn verify_same_model(tree: &ModuleTree, group: &dyn ProcessGroup) -> Result<
     let mut lines: Vec<String> = tree.parameters().iter().map(describe).collect();
     lines.extend(tree.aliases().map(|(alias, first)| format!("`{alias}`, tied to `{first}`")));
     lines.extend(tree.units().iter().map(|unit| format!("the unit `{}`", unit.path())));
-    let digest = xxhash_rust::xxh3::xxh3_64(lines.join("\n").as_bytes());
-    // The digests agree nearly always; the lists travel only when they do not.
-    if all_gather_object(group, &digest)?.windows(2).all(|pair| pair[0] == pair[1]) {
-        return Ok(());
+    match first_difference(group, &lines)? {
+        None => Ok(()),
+        Some(Difference { rank, index, here, there }) => Err(Error::other(format!(
+            "the ranks built different models: part {index} is {here} on rank 0 and {there} on rank \
+             {rank}; `configure_model` must not depend on the rank"
+        ))),
     }
-    let all = all_gather_object(group, &lines)?;
-    for (rank, other) in all.iter().enumerate() {
-        let longest = other.len().max(all[0].len());
-        if let Some(i) = (0..longest).find(|&i| other.get(i) != all[0].get(i)) {
-            let show = |lines: &[String]| lines.get(i).map_or("nothing".to_owned(), Clone::clone);
-            return Err(Error::other(format!(
-                "the ranks built different models: part {i} is {} on rank 0 and {} on rank \
-                 {rank}; `configure_model` must not depend on the rank",
-                show(&all[0]),
-                show(other)
-            )));
-        }
-    }
-    Ok(())
 }
 
 /// Checks that replicated parameters have the same bits on all ranks. Collective.

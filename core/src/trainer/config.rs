@@ -35,8 +35,9 @@ crate::config_struct! {
         /// What is limited: the norm of all gradients together, or each element's value.
         pub gradient_clip_algorithm: ClipAlgorithm = ClipAlgorithm::Norm,
         /// The decay of an exponential moving average of the weights, such as `0.999`. It is updated
-        /// after each step, takes the weights' place when training validates, and is saved with the
-        /// optimizer's state (`state.{parameter}.ema`). Without it there is none.
+        /// after each step, takes the weights' place in validations (of training, and of a
+        /// checkpoint), and is saved with the optimizer's state (`state.{parameter}.ema`). Without it
+        /// there is none.
         pub ema_decay: Option<f64> = None,
         /// How often validation runs: an integer is optimizer steps, a float is a fraction of an
         /// epoch (`1.0` is the end of each).

@@ -11,13 +11,14 @@ use super::hooks::CallbackState;
 use super::session::{Cursor, Session};
 use super::{Event, LightningModule, RunDir};
 use crate::checkpoint::{
-    self, AsyncSaver, CheckpointIO, DistributedCheckpoint, Kept, MANIFEST, Retention, Saved,
-    TensorSource,
+    self, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, Kept, MANIFEST,
+    Retention, Saved, TensorSource,
 };
 use crate::collective::{ProcessGroup, broadcast_object};
 use crate::config::{CheckpointConfig, CkptPath};
 use crate::data::DataModule;
 use crate::fabric::FabricOptimizer;
+use crate::optim::Ema;
 use crate::{Error, Result};
 
 /// What the trainer adds to a checkpoint: with weights and optimizer state, all that a run needs to
@@ -122,8 +123,8 @@ where
     M: LightningModule<Batch = D::Batch>,
     D: DataModule,
 {
-    /// Saves a distributed checkpoint of the present step: in the background if that is configured
-    /// and it is not to be done `at_once`. Collective.
+    /// Saves a checkpoint of the present step, of the kind that the strategy says: in the background if
+    /// that is configured and it is not to be done `at_once`. Collective.
     pub(super) fn save(&mut self, optimizer: &mut FabricOptimizer, at_once: bool) -> Result<()> {
         let begun = Instant::now();
         if at_once {
@@ -145,28 +146,25 @@ where
         };
         let config = serde_json::to_value(&self.parts.resolved)
             .map_err(|e| Error::other(format!("encoding the configuration: {e}")))?;
-        let mut request = self.parts.fabric.save_request(&name, optimizer, &state, config)?;
-        request.point_last = true;
-        request.remove = saving.retention.take_superfluous();
+        let remove = saving.retention.take_superfluous();
         saving.saved = Some(step);
-        if !self.parts.fabric.strategy().saves_distributed_checkpoints() {
-            let saving = &self.parts.saving;
-            let config = request.meta.config.clone();
-            let path =
-                self.parts.fabric.save_full_with(&saving.io, &name, optimizer, &state, config)?;
-            request.conclude(&*saving.io, &**self.parts.fabric.world())?;
-            return self.report_saved(Some(Saved { step, path, blocked: begun.elapsed() }));
-        }
-        match &mut saving.background {
-            Some(background) if !at_once => {
+        let (fabric, io) = (&self.parts.fabric, &saving.io);
+        let world = &**fabric.world();
+        let distributed = fabric.strategy().saves_distributed_checkpoints();
+        let path = if distributed {
+            let mut request = fabric.save_request(&name, optimizer, &state, config)?;
+            (request.point_last, request.remove) = (true, remove);
+            if let (Some(background), false) = (&mut saving.background, at_once) {
                 let earlier = background.start(request)?;
-                self.report_saved(earlier)
+                return self.report_saved(earlier);
             }
-            _ => {
-                let path = request.run(&*saving.io, &**self.parts.fabric.world())?;
-                self.report_saved(Some(Saved { step, path, blocked: begun.elapsed() }))
-            }
-        }
+            request.run(&**io, world)?
+        } else {
+            let path = fabric.save_full_with(io, &name, optimizer, &state, config)?;
+            checkpoint::follow_up(&**io, world, &name, true, &remove)?;
+            path
+        };
+        self.report_saved(Some(Saved { step, path, blocked: begun.elapsed() }))
     }
 
     /// Waits for the save that is under way. Collective.
@@ -187,8 +185,9 @@ where
         self.parts.hooks.saved(&path, moment, &self.metrics, &self.data)
     }
 
-    /// Goes on from a distributed checkpoint, or with `checkpoint.weights_only` starts from its
-    /// weights. Collective.
+    /// Goes on from a checkpoint, or with `checkpoint.weights_only` starts from its weights. Without
+    /// an optimizer, only to validate, it takes the averages of the weights if there are to be any.
+    /// Collective.
     pub(super) fn resume(
         &mut self,
         origin: &Origin,
@@ -236,6 +235,9 @@ where
             );
         }
         self.cursor = state.cursor;
+        if let (false, Some(decay)) = (training, self.parts.config.ema_decay) {
+            self.take_averages(&source, decay)?;
+        }
         if training {
             self.epoch = state.epoch.unwrap_or(0);
             self.begun = state.epoch;
@@ -262,6 +264,25 @@ where
         self.emit(&Event::Resume { step: self.cursor.step, path })
     }
 
+    /// Puts the averages that a checkpoint holds in the place of the weights, for good. Collective.
+    fn take_averages(&self, source: &DistributedCheckpoint, decay: f64) -> Result<()> {
+        let tree = self.parts.fabric.module_tree()?;
+        let mut averages = Ema::new(tree.parameters(), decay)?;
+        let states = averages.state()?;
+        // Not strictly: the rest of the optimizer's state is of no use here.
+        let report = checkpoint::load_optimizer(source.optimizer(), &tree, &states, false)?;
+        let unfit = report.mismatched.iter().map(|mismatch| &mismatch.name);
+        if let Some(name) = report.missing.iter().chain(unfit).next() {
+            let message = format!(
+                "it has no average of the weights that would fit this model (`{name}`); leave out \
+                 `trainer.ema_decay` to validate the weights themselves"
+            );
+            return Err(Error::checkpoint(source.location(), message));
+        }
+        averages.swap()?;
+        self.parts.fabric.strategy().prepare_forward()
+    }
+
     /// The checkpoint that `ckpt_path` names, on every rank. Collective.
     pub(super) fn checkpoint_to_resume(&self) -> Result<Option<Origin>> {
         let found = match &self.parts.config.ckpt_path {
@@ -285,12 +306,9 @@ where
                 real(a).is_some() && real(a) == real(b)
             };
             let name = path.file_name().and_then(|name| name.to_str());
+            let is_ours = [MANIFEST, FULL_MANIFEST].iter().any(|file| path.join(file).is_file());
             return match name {
-                Some(name)
-                    if path.join(MANIFEST).is_file() && same(&saving.io.location(name), path) =>
-                {
-                    kept(name)
-                }
+                Some(name) if is_ours && same(&saving.io.location(name), path) => kept(name),
                 _ => Origin::Local(path.to_owned()),
             };
         }

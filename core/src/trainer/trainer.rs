@@ -144,8 +144,9 @@ impl Trainer {
         Ok(outcome)
     }
 
-    /// Validates once: the checkpoint that `trainer.ckpt_path` names, pretrained weights, or the
-    /// initial ones. Returns the mean loss. Collective.
+    /// Validates once: the checkpoint that `trainer.ckpt_path` names (with `trainer.ema_decay` the
+    /// averages in it, as [`fit`](Self::fit) does), pretrained weights, or the initial ones. Returns
+    /// the mean loss. Collective.
     ///
     /// # Errors
     /// As [`fit`](Self::fit), and if there is no validation data.
@@ -197,6 +198,15 @@ impl Trainer {
         run.check_plugins()?;
         let mut fabric = Fabric::over(self.world.clone(), config, run.seed, self.parallelize)?;
         let strategy_name = fabric.strategy().name().to_owned();
+        if run.checkpoint.async_save && !fabric.strategy().saves_distributed_checkpoints() {
+            return Err(Error::Config(
+                "`checkpoint.async_save`: full checkpoints are gathered on rank 0 while training \
+                 waits, not in the background; leave it out, or save distributed checkpoints (without \
+                 `trainer.strategy.save_distributed_checkpoint = false`) and make full ones of them \
+                 with `fulgurite checkpoint consolidate`"
+                    .to_owned(),
+            ));
+        }
         let data = D::setup(&run.data, &fabric.data_context()?)?;
         let mut model_config = run.model.clone();
         M::configure_from_data(&mut model_config, &data)?;

@@ -12,10 +12,9 @@ use common::{
     world_size,
 };
 use fulgurite_core::checkpoint::{
-    self, CheckpointIO, CheckpointReader, CheckpointWriter, DistributedCheckpoint, Entry,
-    FullCheckpoint, FullOptions, GatherOptions, ModelConfig, SafetensorsSource, TensorSource,
-    gather_cpu_state_dict, gather_full_optimizer_state, load_into, load_optimizer, optimizer_key,
-    save_full, staging_name,
+    self, CheckpointIO, CheckpointReader, CheckpointWriter, Entry, FullCheckpoint, FullOptions,
+    GatherOptions, ModelConfig, SafetensorsSource, TensorSource, gather_cpu_state_dict,
+    gather_full_optimizer_state, load_into, load_optimizer, optimizer_key, save_full, staging_name,
 };
 use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::module::{ModuleBuilder, ModuleInit};
@@ -49,10 +48,15 @@ fn save(root: &Path, mesh: Mesh, options: &FullOptions) -> FullCheckpoint {
     FullCheckpoint::open(root.join("full")).unwrap()
 }
 
+/// What is directly in the checkpoint; of directories just the name.
 fn files(root: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = fs::read_dir(root.join("full")).unwrap().map(|entry| entry.unwrap());
     let name = |entry: &fs::DirEntry| entry.file_name().into_string().unwrap();
-    entries.map(|entry| (name(&entry), fs::read(entry.path()).unwrap())).collect()
+    let content = |entry: &fs::DirEntry| match entry.path() {
+        path if path.is_dir() => Vec::new(),
+        path => fs::read(path).unwrap(),
+    };
+    entries.map(|entry| (name(&entry), content(&entry))).collect()
 }
 
 fn whole(seed: u64, name: &str, shape: &[usize], dtype: DType) -> Tensor {
@@ -293,7 +297,7 @@ checkpoint ROOT/full: there is nothing to save: the options leave out every para
 }
 
 #[test]
-fn nothing_but_a_full_checkpoint_is_replaced() {
+fn nothing_but_a_checkpoint_is_replaced() {
     let temp = tempfile::tempdir().unwrap();
     let io = io(temp.path());
     let stale = [staging_name("full"), staging_name("other")];
@@ -306,13 +310,21 @@ fn nothing_but_a_full_checkpoint_is_replaced() {
     // What another save may be writing is left alone.
     let left: Vec<_> = io.list("").unwrap().into_iter().map(|e| e.name).collect();
     assert_eq!(left, ["full".to_owned(), stale[1].clone()]);
-    fs::remove_dir_all(temp.path().join("full")).unwrap();
+    // Of either kind, and nothing of the one before stays.
     save_all(temp.path(), "full", mesh, 1, SEED);
+    let distributed: Vec<_> = files(temp.path()).into_keys().collect();
+    assert_eq!(distributed, ["manifest.json", "model", "optimizer"]);
+    save(temp.path(), mesh, &FullOptions::default()).verify().unwrap();
+    let full: Vec<_> = files(temp.path()).into_keys().collect();
+    assert_eq!(full, ["fulgurite.json", "model.safetensors", "optimizer.safetensors"]);
+    // Something else may be the only one of its kind.
+    let full = temp.path().join("full");
+    fs::remove_file(full.join("fulgurite.json")).unwrap();
     for saved in ranks(2, |group| save_rank(&*io, group, mesh, &FullOptions::default())) {
         let error = saved.unwrap_err().to_string();
-        assert!(error.contains("no full checkpoint; it is not overwritten"), "{error}");
+        assert!(error.contains("no checkpoint; it is not overwritten"), "{error}");
     }
-    DistributedCheckpoint::open(temp.path().join("full")).unwrap().verify().unwrap();
+    assert!(full.join("model.safetensors").is_file());
 }
 
 /// A place whose files fail beyond some bytes.

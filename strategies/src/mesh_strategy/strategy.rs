@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::DType;
-use fulgurite_core::collective::{ProcessGroup, all_gather_object, broadcast_object};
+use fulgurite_core::collective::{Difference, ProcessGroup, broadcast_object, first_difference};
 use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_core::module::{ModuleInit, ModuleTree, UnitHooks};
 use fulgurite_core::parameter::{GradReducer, LocalShard, Parameter};
@@ -212,16 +212,13 @@ fn verify_same_choices(tree: &ModuleTree, world: &dyn ProcessGroup) -> Result<()
     choices.extend(tree.units().iter().map(|unit| {
         format!("the unit `{}`: {:?}", unit.path(), tree.fully_shard_options(unit.path()))
     }));
-    let all = all_gather_object(world, &choices)?;
-    for (rank, other) in all.iter().enumerate() {
-        if let Some((here, there)) = all[0].iter().zip(other).find(|(a, b)| a != b) {
-            return Err(Error::other(format!(
-                "the parallelize function decided differently on the ranks: {here} on rank 0, \
-                 {there} on rank {rank}; it must not depend on the rank"
-            )));
-        }
+    match first_difference(world, &choices)? {
+        None => Ok(()),
+        Some(Difference { rank, here, there, .. }) => Err(Error::other(format!(
+            "the parallelize function decided differently on the ranks: {here} on rank 0, {there} on \
+             rank {rank}; it must not depend on the rank"
+        ))),
     }
-    Ok(())
 }
 
 /// FSDP shards what tensor parallelism leaves of dimension 0, which must be as much on every rank

@@ -27,7 +27,7 @@ use crate::{Error, Result};
 /// its first name.
 ///
 /// As with [`save`](super::super::save), the checkpoint appears under its name in one step when
-/// everything is durable, replacing an older full one of that name.
+/// everything is durable, replacing an older one of that name, full or distributed.
 ///
 /// # Errors
 /// On every rank if it fails on any: [`Error::PeerFailed`] on those where it did not. Nothing is

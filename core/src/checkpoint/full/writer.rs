@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use candle_core::Tensor;
 
-use super::super::manifest::{FULL_MANIFEST, MANIFEST, Manifest, SaveMeta, TensorEntry};
+use super::super::manifest::{FULL_MANIFEST, Manifest, SaveMeta, TensorEntry};
+use super::super::save::check_replaceable;
 use super::super::tensor_file::TensorFile;
 use super::super::{CheckpointIO, naming};
 use super::layout::{FilePlan, Section, TensorMeta, index};
@@ -21,15 +22,7 @@ pub(super) fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
     for entry in entries.iter().filter(|e| naming::is_temporary_of(&e.name, name)) {
         io.remove(&entry.name)?;
     }
-    if entries.iter().any(|entry| entry.name == name) {
-        let inside = io.list(name)?;
-        let has = |file: &str| inside.iter().any(|entry| entry.name == file);
-        if has(MANIFEST) || !has(FULL_MANIFEST) {
-            let message = "there is something here already that is no full checkpoint; it is not \
-                           overwritten. Move it away or save under another name";
-            return Err(Error::checkpoint(io.location(name), message));
-        }
-    }
+    check_replaceable(io, name, &entries)?;
     Ok(naming::staging_name(name))
 }
 

@@ -1,0 +1,7 @@
+//! What the trainer saves and keeps, and how it goes on from it.
+
+mod averages;
+mod going_on;
+mod harness;
+mod kept;
+mod places;
