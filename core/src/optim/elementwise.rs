@@ -140,11 +140,7 @@ pub(super) fn follow<P: Stored<C>, C: Real>(
     with_host(values, |p: &[P]| {
         with_host_mut(state, |s: &mut [C]| {
             s.par_chunks_mut(CHUNK).zip(p.par_chunks(CHUNK)).for_each(|(s, p)| {
-                vectorized(move || {
-                    for (s, &p) in s.iter_mut().zip(p) {
-                        *s = f(*s, p.load());
-                    }
-                });
+                follow_chunk(s, p, f);
             });
         })
     })
@@ -160,11 +156,7 @@ pub(super) fn update0<P: Stored<C>, C: Real>(
     with_host(grad, |g: &[C]| {
         with_host_mut(values, |p: &mut [P]| {
             p.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK)).for_each(|(p, g)| {
-                vectorized(move || {
-                    for (p, &g) in p.iter_mut().zip(g) {
-                        *p = P::store(f(p.load(), g));
-                    }
-                });
+                update0_chunk(p, g, f);
             });
         })
     })
@@ -183,12 +175,7 @@ pub(super) fn update1<P: Stored<C>, C: Real>(
             with_host_mut(values, |p: &mut [P]| {
                 let chunks = p.par_chunks_mut(CHUNK).zip(a.par_chunks_mut(CHUNK));
                 chunks.zip(g.par_chunks(CHUNK)).for_each(|((p, a), g)| {
-                    vectorized(move || {
-                        for ((p, a), &g) in p.iter_mut().zip(a).zip(g) {
-                            let (new_p, new_a) = f(p.load(), g, *a);
-                            (*p, *a) = (P::store(new_p), new_a);
-                        }
-                    });
+                    update1_chunk(p, g, a, f);
                 });
             })
         })
@@ -211,12 +198,7 @@ pub(super) fn update2<P: Stored<C>, C: Real>(
                     let states = a.par_chunks_mut(CHUNK).zip(b.par_chunks_mut(CHUNK));
                     let chunks = p.par_chunks_mut(CHUNK).zip(states);
                     chunks.zip(g.par_chunks(CHUNK)).for_each(|((p, (a, b)), g)| {
-                        vectorized(move || {
-                            for (((p, a), b), &g) in p.iter_mut().zip(a).zip(b).zip(g) {
-                                let (new_p, new_a, new_b) = f(p.load(), g, *a, *b);
-                                (*p, *a, *b) = (P::store(new_p), new_a, new_b);
-                            }
-                        });
+                        update2_chunk(p, g, a, b, f);
                     });
                 })
             })
@@ -225,4 +207,43 @@ pub(super) fn update2<P: Stored<C>, C: Real>(
         .flatten()
     })
     .flatten()
+}
+
+vectorized! {
+    fn follow_chunk[P: Stored<C>, C: Real, F: Fn(C, C) -> C](s: &mut [C], p: &[P], f: F) {
+        for (s, &p) in s.iter_mut().zip(p) {
+            *s = f(*s, p.load());
+        }
+    }
+
+    fn update0_chunk[P: Stored<C>, C: Real, F: Fn(C, C) -> C](p: &mut [P], g: &[C], f: F) {
+        for (p, &g) in p.iter_mut().zip(g) {
+            *p = P::store(f(p.load(), g));
+        }
+    }
+
+    fn update1_chunk[P: Stored<C>, C: Real, F: Fn(C, C, C) -> (C, C)](
+        p: &mut [P],
+        g: &[C],
+        a: &mut [C],
+        f: F,
+    ) {
+        for ((p, a), &g) in p.iter_mut().zip(a).zip(g) {
+            let (new_p, new_a) = f(p.load(), g, *a);
+            (*p, *a) = (P::store(new_p), new_a);
+        }
+    }
+
+    fn update2_chunk[P: Stored<C>, C: Real, F: Fn(C, C, C, C) -> (C, C, C)](
+        p: &mut [P],
+        g: &[C],
+        a: &mut [C],
+        b: &mut [C],
+        f: F,
+    ) {
+        for (((p, a), b), &g) in p.iter_mut().zip(a).zip(b).zip(g) {
+            let (new_p, new_a, new_b) = f(p.load(), g, *a, *b);
+            (*p, *a, *b) = (P::store(new_p), new_a, new_b);
+        }
+    }
 }

@@ -110,26 +110,25 @@ fn host_sum(grad: &Tensor, owned: &Region, outer: &[usize]) -> Result<f64> {
 }
 
 fn sum_blocks<T: HostElement>(grad: &[T], blocks: &[(usize, usize)]) -> f64 {
-    let sums: Vec<f64> = blocks
-        .par_iter()
-        .map(|&(start, end)| vectorized(|| sum_block(&grad[start..end])))
-        .collect();
+    let sums: Vec<f64> =
+        blocks.par_iter().map(|&(start, end)| sum_block(&grad[start..end])).collect();
     sums.iter().sum()
 }
 
-#[inline(always)]
-fn sum_block<T: HostElement>(block: &[T]) -> f64 {
-    let mut lanes = [0.0; LANES];
-    let (whole, rest) = block.as_chunks::<LANES>();
-    for chunk in whole {
-        for (lane, x) in lanes.iter_mut().zip(chunk) {
+vectorized! {
+    fn sum_block[T: HostElement](block: &[T]) -> f64 {
+        let mut lanes = [0.0; LANES];
+        let (whole, rest) = block.as_chunks::<LANES>();
+        for chunk in whole {
+            for (lane, x) in lanes.iter_mut().zip(chunk) {
+                *lane += x.to_f64() * x.to_f64();
+            }
+        }
+        for (lane, x) in lanes.iter_mut().zip(rest) {
             *lane += x.to_f64() * x.to_f64();
         }
+        lanes.iter().sum()
     }
-    for (lane, x) in lanes.iter_mut().zip(rest) {
-        *lane += x.to_f64() * x.to_f64();
-    }
-    lanes.iter().sum()
 }
 
 /// The same in candle operations: a scalar on the gradient's device.

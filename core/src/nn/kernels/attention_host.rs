@@ -7,7 +7,7 @@ use candle_core::{Storage, Tensor};
 use rayon::prelude::*;
 
 use super::attention::{Attend, Sizes};
-use super::rope::rotate_row;
+use super::rope::rotate_rows;
 use crate::Result;
 use crate::nn::gemm::{Mat, Threads, gemm};
 use crate::nn::host::{Float, Host, dot, exp_in_place, host, max, strided_host, tensor};
@@ -52,13 +52,7 @@ impl<T: Float> Rotation<'_, T> {
     /// Rotates consecutive rows, the first of which is at position `start`, or back.
     fn apply(&self, rows: &mut [T], dim: usize, start: usize, back: bool) {
         if let Some((cos, sin)) = self.0 {
-            let half = dim / 2;
-            vectorized(|| {
-                for (i, row) in rows.chunks_exact_mut(dim).enumerate() {
-                    let at = (start + i) * half;
-                    rotate_row(row, &cos[at..at + half], &sin[at..at + half], back);
-                }
-            });
+            rotate_rows(rows, cos, sin, dim, start, back);
         }
     }
 }
@@ -74,9 +68,36 @@ fn rows_by_head<T>(out: &mut [T], time: usize, heads: usize, dim: usize) -> Vec<
     rows
 }
 
-#[inline(always)]
-fn scale_rows<T: Float>(rows: &mut [T], scale: T) {
-    rows.iter_mut().for_each(|x| *x *= scale);
+vectorized! {
+    fn scale_rows[T: Float](rows: &mut [T], scale: T) {
+        rows.iter_mut().for_each(|x| *x *= scale);
+    }
+
+    /// Makes probabilities of scores; returns the largest score, and the sum of the exponentials of
+    /// how far the scores are below it.
+    fn softmax_row[T: Float](row: &mut [T]) -> (T, T) {
+        let top = max(row);
+        let sum = exp_in_place(row, top);
+        let scale = T::ONE / sum;
+        row.iter_mut().for_each(|x| *x *= scale);
+        (top, sum)
+    }
+
+    /// Makes probabilities `p` of scores, and of the probabilities' gradients `ds` the scores'.
+    /// `output` is the row's and `grad` its gradient.
+    fn softmax_row_backward[T: Float](
+        p: &mut [T],
+        ds: &mut [T],
+        lse: T,
+        output: &[T],
+        grad: &[T],
+    ) {
+        let level = dot(output, grad);
+        for (p, ds) in p.iter_mut().zip(ds) {
+            *p = (*p - lse).fast_exp();
+            *ds = *p * (*ds - level);
+        }
+    }
 }
 
 /// The tables as slices for the life of `$body`.
@@ -148,16 +169,13 @@ fn forward_head<T: Float>(
         let scores = &mut scores[..n * seen];
         let seen_keys = Mat::new(&keys, seen, s.dim);
         gemm(scores, Mat::new(queries, n, s.dim), seen_keys.t(), false, Threads::One);
-        vectorized(|| {
-            for (i, row) in scores.chunks_exact_mut(seen).enumerate() {
-                let (row, hidden) = row.split_at_mut(s.visible(attend.causal, start + i));
-                let top = max(row);
-                let sum = exp_in_place(row, top);
-                scale_rows(row, T::ONE / sum);
-                hidden.fill(T::ZERO);
-                lse[start + i] = top + sum.ln();
-            }
-        });
+        let rows = scores.chunks_exact_mut(seen).zip(&mut lse[start..]);
+        for (i, (row, lse)) in rows.enumerate() {
+            let (row, hidden) = row.split_at_mut(s.visible(attend.causal, start + i));
+            let (top, sum) = softmax_row(row);
+            hidden.fill(T::ZERO);
+            *lse = top + sum.ln();
+        }
         let seen_values = Mat::new(&values, seen, s.dim);
         gemm(queries, Mat::new(scores, n, seen), seen_values, false, Threads::One);
         for (row, out) in queries.chunks_exact(s.dim).zip(&mut output[start..]) {
@@ -248,21 +266,15 @@ fn backward_group<T: Float>(
             gemm(scores, queries_mat, keys.t(), false, Threads::One);
             gemm(dscores, grads_mat, values.t(), false, Threads::One);
             let rows = scores.chunks_exact_mut(seen).zip(dscores.chunks_exact_mut(seen));
-            vectorized(|| {
-                for (i, (p, ds)) in rows.enumerate() {
-                    let (p, hidden) = p.split_at_mut(s.visible(attend.causal, start + i));
-                    let (ds, hidden_ds) = ds.split_at_mut(p.len());
-                    let grad = &grads[i * s.dim..][..s.dim];
-                    let level = dot(output.row(batch, start + i, head), grad);
-                    let shift = lse[start + i];
-                    for (p, ds) in p.iter_mut().zip(ds) {
-                        *p = (*p - shift).fast_exp();
-                        *ds = *p * (*ds - level);
-                    }
-                    hidden.fill(T::ZERO);
-                    hidden_ds.fill(T::ZERO);
-                }
-            });
+            for (i, (p, ds)) in rows.enumerate() {
+                let (p, hidden) = p.split_at_mut(s.visible(attend.causal, start + i));
+                let (ds, hidden_ds) = ds.split_at_mut(p.len());
+                let output = output.row(batch, start + i, head);
+                let grad = &grads[i * s.dim..][..s.dim];
+                softmax_row_backward(p, ds, lse[start + i], output, grad);
+                hidden.fill(T::ZERO);
+                hidden_ds.fill(T::ZERO);
+            }
             let (p, ds) = (Mat::new(&*scores, n, seen), Mat::new(&*dscores, n, seen));
             gemm(&mut dv, p.t(), grads_mat, true, Threads::One);
             gemm(&mut dk, ds.t(), queries_mat, true, Threads::One);

@@ -57,10 +57,8 @@ pub(in crate::nn) fn forward(
                     lse.iter_mut().zip(values.chunks_exact(classes).zip(targets))
                 {
                     let Some(target) = target else { continue };
-                    *lse = vectorized(|| {
-                        let top = max(z);
-                        top + sum1(z, |z| (z - top).fast_exp()).ln()
-                    });
+                    let (top, exp) = top_and_exp(z);
+                    *lse = top + exp.ln();
                     let mut loss =
                         lse.widen() - (1.0 - smoothing) * z[*target as usize].widen();
                     if smoothing != 0.0 {
@@ -109,19 +107,31 @@ pub(in crate::nn) fn backward(
             .with_min_len(8)
             .for_each(|(d, (z, (target, &lse)))| {
                 let Some(target) = target else { return };
-                let column = classes.column(*target);
-                vectorized(move || {
-                    for (d, &z) in d.iter_mut().zip(z) {
-                        *d = ((z - lse).fast_exp() - uniform) * grad;
-                    }
-                    if let Some(d) = column.and_then(|column| d.get_mut(column)) {
-                        *d -= hit * grad;
-                    }
-                });
+                probabilities(d, z, lse, uniform, grad);
+                if let Some(d) = classes.column(*target).and_then(|column| d.get_mut(column)) {
+                    *d -= hit * grad;
+                }
             });
         tensor(d, (rows, columns))
     })?;
     Ok(d.to_dtype(dtype)?)
+}
+
+vectorized! {
+    /// The largest logit, and the sum of `exp(z - top)`. Where all classes are masked out, or NaN,
+    /// which `max` passes over, that of `exp(z)`.
+    pub(super) fn top_and_exp[T: Float](z: &[T]) -> (T, T) {
+        let top = max(z);
+        let shift = if top == T::ZERO - T::INFINITY { T::ZERO } else { top };
+        (top, sum1(z, |z| (z - shift).fast_exp()))
+    }
+
+    /// `d = (exp(z - lse) - uniform) * grad`.
+    fn probabilities[T: Float](d: &mut [T], z: &[T], lse: T, uniform: T, grad: T) {
+        for (d, &z) in d.iter_mut().zip(z) {
+            *d = ((z - lse).fast_exp() - uniform) * grad;
+        }
+    }
 }
 
 impl Classes {

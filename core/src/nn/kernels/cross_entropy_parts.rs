@@ -4,11 +4,10 @@
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::cross_entropy::{Classes, Picked, Targets};
+use super::cross_entropy::{Classes, Picked, Targets, top_and_exp};
 use crate::Result;
 use crate::nn::arm::{on_host, wide};
-use crate::nn::host::{Float, host, max, sum1, tensor, with_float};
-use crate::simd::vectorized;
+use crate::nn::host::{Float, host, sum1, tensor, with_float};
 
 /// What a rank's classes come to: a number for each row, in the accumulation dtype. What stands in
 /// rows that are ignored means nothing.
@@ -54,13 +53,8 @@ impl Part {
                 .with_min_len(8)
                 .map(|(z, target)| {
                     let Some(target) = target else { return [T::ZERO; 4] };
-                    let (top, exp, total) = vectorized(|| {
-                        let top = max(z);
-                        // Where all classes are masked out, or NaN, which `max` passes over.
-                        let shift = if top == T::ZERO - T::INFINITY { T::ZERO } else { top };
-                        let exp = sum1(z, |z| (z - shift).fast_exp());
-                        (top, exp, if smooth { sum1(z, |z| z) } else { T::ZERO })
-                    });
+                    let (top, exp) = top_and_exp(z);
+                    let total = if smooth { sum1(z, |z| z) } else { T::ZERO };
                     let column = classes.column(*target).and_then(|column| z.get(column));
                     [top, exp, column.copied().unwrap_or(T::ZERO), total]
                 })

@@ -168,11 +168,15 @@ fn column_sums<T: Float>(out: &mut [T], grad: &[T], add: bool) {
         if !add {
             out.fill(T::ZERO);
         }
-        vectorized(|| {
-            for row in grad.chunks_exact(width) {
-                let row = &row[i * COLUMNS..][..out.len()];
-                out.iter_mut().zip(row).for_each(|(out, &g)| *out += g);
-            }
-        });
+        add_columns(out, grad, width, i * COLUMNS);
     });
+}
+
+vectorized! {
+    /// Adds the columns from `first` on of the rows of `grad`, each `width` wide.
+    fn add_columns[T: Float](out: &mut [T], grad: &[T], width: usize, first: usize) {
+        for row in grad.chunks_exact(width) {
+            out.iter_mut().zip(&row[first..]).for_each(|(out, &g)| *out += g);
+        }
+    }
 }

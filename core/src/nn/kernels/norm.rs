@@ -98,17 +98,7 @@ impl Norm {
         let mut y = vec![T::ZERO; x.len()];
         let piece = rows_per_piece(x.len() / n) * n;
         y.par_chunks_mut(piece).zip(x.par_chunks(piece)).for_each(|(y, x)| {
-            vectorized(|| {
-                for (y, x) in y.chunks_exact_mut(n).zip(x.chunks_exact(n)) {
-                    let (mean, rstd) = self.stats(x);
-                    for ((y, &x), &weight) in y.iter_mut().zip(x).zip(weight) {
-                        *y = (x - mean) * rstd * weight;
-                    }
-                    if let Some(bias) = bias {
-                        y.iter_mut().zip(bias).for_each(|(y, &b)| *y += b);
-                    }
-                }
-            });
+            forward_rows(self, y, x, weight, bias);
         });
         y
     }
@@ -130,29 +120,7 @@ impl Norm {
             .map(|(dx, (x, grad))| {
                 let mut dw = vec![T::ZERO; n];
                 let mut db = vec![T::ZERO; if with_bias { n } else { 0 }];
-                let mut g = vec![T::ZERO; n];
-                let rows = x.chunks_exact(n).zip(grad.chunks_exact(n));
-                vectorized(|| {
-                    for (dx, (x, grad)) in dx.chunks_exact_mut(n).zip(rows) {
-                        let (mean, rstd) = self.stats(x);
-                        for (dx, &x) in dx.iter_mut().zip(x) {
-                            *dx = (x - mean) * rstd; // xhat, for now
-                        }
-                        for ((g, &grad), &weight) in g.iter_mut().zip(grad).zip(weight) {
-                            *g = grad * weight;
-                        }
-                        for ((dw, &grad), &xhat) in dw.iter_mut().zip(grad).zip(&*dx) {
-                            *dw += grad * xhat;
-                        }
-                        db.iter_mut().zip(grad).for_each(|(db, &g)| *db += g);
-                        let count = T::lit(n as f64);
-                        let along = dot(&g, dx) / count;
-                        let level = if self.center { sum1(&g, |g| g) / count } else { T::ZERO };
-                        for (dx, &g) in dx.iter_mut().zip(&g) {
-                            *dx = rstd * (g - level - *dx * along);
-                        }
-                    }
-                });
+                backward_rows(self, dx, &mut dw, &mut db, x, weight, grad);
                 (dw, db)
             })
             .collect();
@@ -193,5 +161,54 @@ impl Norm {
             weight: over_rows(&(grad * &xhat)?)?,
             bias: with_bias.then(|| over_rows(grad)).transpose()?,
         })
+    }
+}
+
+vectorized! {
+    fn forward_rows[T: Float](norm: Norm, y: &mut [T], x: &[T], weight: &[T], bias: Option<&[T]>) {
+        let n = weight.len().max(1);
+        for (y, x) in y.chunks_exact_mut(n).zip(x.chunks_exact(n)) {
+            let (mean, rstd) = norm.stats(x);
+            for ((y, &x), &weight) in y.iter_mut().zip(x).zip(weight) {
+                *y = (x - mean) * rstd * weight;
+            }
+            if let Some(bias) = bias {
+                y.iter_mut().zip(bias).for_each(|(y, &b)| *y += b);
+            }
+        }
+    }
+
+    /// Writes `dx`, adds to `dw`, and to `db` unless it is empty.
+    fn backward_rows[T: Float](
+        norm: Norm,
+        dx: &mut [T],
+        dw: &mut [T],
+        db: &mut [T],
+        x: &[T],
+        weight: &[T],
+        grad: &[T],
+    ) {
+        let n = weight.len().max(1);
+        let mut g = vec![T::ZERO; n];
+        let rows = x.chunks_exact(n).zip(grad.chunks_exact(n));
+        for (dx, (x, grad)) in dx.chunks_exact_mut(n).zip(rows) {
+            let (mean, rstd) = norm.stats(x);
+            for (dx, &x) in dx.iter_mut().zip(x) {
+                *dx = (x - mean) * rstd; // xhat, for now
+            }
+            for ((g, &grad), &weight) in g.iter_mut().zip(grad).zip(weight) {
+                *g = grad * weight;
+            }
+            for ((dw, &grad), &xhat) in dw.iter_mut().zip(grad).zip(&*dx) {
+                *dw += grad * xhat;
+            }
+            db.iter_mut().zip(grad).for_each(|(db, &g)| *db += g);
+            let count = T::lit(n as f64);
+            let along = dot(&g, dx) / count;
+            let level = if norm.center { sum1(&g, |g| g) / count } else { T::ZERO };
+            for (dx, &g) in dx.iter_mut().zip(&g) {
+                *dx = rstd * (g - level - *dx * along);
+            }
+        }
     }
 }

@@ -15,15 +15,29 @@ pub(in crate::nn) struct Angles {
     pub(in crate::nn) sin: Tensor,
 }
 
-/// Rotates one head's row in place, or back.
-#[inline(always)]
-pub(super) fn rotate_row<T: Float>(row: &mut [T], cos: &[T], sin: &[T], back: bool) {
-    let sign = if back { T::ZERO - T::ONE } else { T::ONE };
-    let (first, second) = row.split_at_mut(cos.len());
-    for ((first, second), (&cos, &sin)) in first.iter_mut().zip(second).zip(cos.iter().zip(sin)) {
-        let (a, b, sin) = (*first, *second, sign * sin);
-        *first = a * cos - b * sin;
-        *second = b * cos + a * sin;
+vectorized! {
+    /// Rotates rows of `d` elements in place, or back: the first as row `start` of the tables says,
+    /// from which they go round.
+    pub(super) fn rotate_rows[T: Float](
+        rows: &mut [T],
+        cos: &[T],
+        sin: &[T],
+        d: usize,
+        start: usize,
+        back: bool,
+    ) {
+        let (half, positions) = (d / 2, cos.len() / (d / 2).max(1));
+        let sign = if back { T::ZERO - T::ONE } else { T::ONE };
+        for (i, row) in rows.chunks_exact_mut(d).enumerate() {
+            let at = (start + i) % positions * half;
+            let angles = cos[at..at + half].iter().zip(&sin[at..at + half]);
+            let (first, second) = row.split_at_mut(half);
+            for ((first, second), (&cos, &sin)) in first.iter_mut().zip(second).zip(angles) {
+                let (a, b, sin) = (*first, *second, sign * sin);
+                *first = a * cos - b * sin;
+                *second = b * cos + a * sin;
+            }
+        }
     }
 }
 
@@ -42,19 +56,13 @@ pub(in crate::nn) fn rotate(x: &Tensor, angles: &Angles, back: bool) -> Result<T
         let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
         return Ok(Tensor::cat(&[first, second], D::Minus1)?.to_dtype(dtype)?);
     }
-    let positions = cos.dim(0)?;
     let y = with_float!(x.dtype(), T => {
         let (cos, sin) = (host(&cos)?, host(&sin)?);
         let (cos, sin) = (cos.slice::<T>()?, sin.slice::<T>()?);
         let mut y = host(&x)?.slice::<T>()?.to_vec();
         let rows = rows_per_piece(y.len() / d);
         y.par_chunks_mut(rows * d).enumerate().for_each(|(piece, y)| {
-            vectorized(|| {
-                for (i, row) in y.chunks_exact_mut(d).enumerate() {
-                    let at = (piece * rows + i) % positions * (d / 2);
-                    rotate_row(row, &cos[at..at + d / 2], &sin[at..at + d / 2], back);
-                }
-            });
+            rotate_rows(y, cos, sin, d, piece * rows, back);
         });
         tensor(y, x.shape())
     })?;

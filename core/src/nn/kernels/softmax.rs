@@ -8,6 +8,23 @@ use crate::nn::arm::{on_host, wide};
 use crate::nn::host::{Float, dot, exp_in_place, host, max, rows_per_piece, tensor, with_float};
 use crate::simd::vectorized;
 
+vectorized! {
+    fn normalize_rows[T: Float](y: &mut [T], n: usize) {
+        for y in y.chunks_exact_mut(n) {
+            let scale = T::ONE / exp_in_place(y, max(y));
+            y.iter_mut().for_each(|y| *y *= scale);
+        }
+    }
+
+    /// `dx` holds the gradient of the output, and then that of the input.
+    fn backward_rows[T: Float](dx: &mut [T], y: &[T], n: usize) {
+        for (dx, y) in dx.chunks_exact_mut(n).zip(y.chunks_exact(n)) {
+            let level = dot(dx, y);
+            dx.iter_mut().zip(y).for_each(|(dx, &y)| *dx = (*dx - level) * y);
+        }
+    }
+}
+
 /// The forward.
 pub(in crate::nn) fn softmax(x: &Tensor) -> Result<Tensor> {
     let (dtype, n) = (x.dtype(), x.dim(D::Minus1)?.max(1));
@@ -17,12 +34,7 @@ pub(in crate::nn) fn softmax(x: &Tensor) -> Result<Tensor> {
             let mut y = host(&x)?.slice::<T>()?.to_vec();
             let piece = rows_per_piece(y.len() / n) * n;
             y.par_chunks_mut(piece).for_each(|y| {
-                vectorized(|| {
-                    for y in y.chunks_exact_mut(n) {
-                        let scale = T::ONE / exp_in_place(y, max(y));
-                        y.iter_mut().for_each(|y| *y *= scale);
-                    }
-                });
+                normalize_rows(y, n);
             });
             tensor(y, x.shape())
         })?
@@ -44,12 +56,7 @@ pub(in crate::nn) fn softmax_backward(y: &Tensor, grad: &Tensor) -> Result<Tenso
             let mut dx = host(&grad)?.slice::<T>()?.to_vec();
             let piece = rows_per_piece(values.len() / n) * n;
             dx.par_chunks_mut(piece).zip(values.par_chunks(piece)).for_each(|(dx, y)| {
-                vectorized(|| {
-                    for (dx, y) in dx.chunks_exact_mut(n).zip(y.chunks_exact(n)) {
-                        let level = dot(dx, y);
-                        dx.iter_mut().zip(y).for_each(|(dx, &y)| *dx = (*dx - level) * y);
-                    }
-                });
+                backward_rows(dx, y, n);
             });
             tensor(dx, y.shape())
         })?
