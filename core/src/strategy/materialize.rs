@@ -1,6 +1,7 @@
 //! Giving parameters values: the parts that strategies share.
 
 use candle_core::Tensor;
+use twox_hash::XxHash3_64;
 
 use crate::autograd::storage;
 use crate::collective::{ProcessGroup, all_gather_object};
@@ -72,7 +73,7 @@ pub fn verify_same_model(tree: &ModuleTree, group: &dyn ProcessGroup) -> Result<
     let mut lines: Vec<String> = tree.parameters().iter().map(describe).collect();
     lines.extend(tree.aliases().map(|(alias, first)| format!("`{alias}`, tied to `{first}`")));
     lines.extend(tree.units().iter().map(|unit| format!("the unit `{}`", unit.path())));
-    let digest = xxhash_rust::xxh3::xxh3_64(lines.join("\n").as_bytes());
+    let digest = XxHash3_64::oneshot(lines.join("\n").as_bytes());
     // The digests agree nearly always; the lists travel only when they do not.
     if all_gather_object(group, &digest)?.windows(2).all(|pair| pair[0] == pair[1]) {
         return Ok(());
@@ -101,7 +102,7 @@ pub fn verify_same_values(tree: &ModuleTree, group: &dyn ProcessGroup) -> Result
     let mut digests = Vec::with_capacity(tree.parameters().len());
     for parameter in tree.parameters() {
         let values = parameter.local()?.values.to_device(&candle_core::Device::Cpu)?;
-        digests.push(storage::with_bytes(&values, xxhash_rust::xxh3::xxh3_64)?);
+        digests.push(storage::with_bytes(&values, XxHash3_64::oneshot)?);
     }
     let all = all_gather_object(group, &digests)?;
     for (rank, other) in all.iter().enumerate() {
