@@ -325,6 +325,7 @@ where
         let max_steps = self.max_steps()?;
         self.parts.sinks.iter_mut().for_each(|sink| sink.start(max_steps));
         self.hook(Hook::FitStart)?;
+        self.prepare_saving(&mut optimizer)?;
         let ended = self.fit(&mut optimizer)?;
         self.finish_fit(ended)?;
         let outcome = FitOutcome {
