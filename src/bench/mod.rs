@@ -5,6 +5,7 @@
 //! limit (raw writes and reads of the same bytes) is measured in the same run.
 
 mod checkpoint;
+mod memory;
 mod model;
 mod ranks;
 
