@@ -84,13 +84,4 @@ fn a_gibibyte_takes_a_share_a_tensor_and_64_mib_at_most() {
     let measured = measured("ckpt", temp.path(), &["--json"]);
     assert!(measured["state_gib"].as_f64().unwrap() > 1.0);
     assert_rises_are_bounded(&measured);
-    let times = measured["times"].as_array().unwrap();
-    let rises = |what: &str| -> Vec<f64> {
-        let time = times.iter().find(|time| time["what"] == what).unwrap();
-        time["rise_mib"].as_array().unwrap().iter().map(|rise| rise.as_f64().unwrap()).collect()
-    };
-    // Shards are written from where they are, and read to where they go.
-    for what in ["save", "load_warm", "load_cold", "async_block"] {
-        assert!(rises(what).iter().all(|rise| *rise <= 64.0), "{what}: {measured}");
-    }
 }
