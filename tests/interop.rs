@@ -7,6 +7,12 @@
 
 #[path = "../plugins/checkpoint/tests/common/mod.rs"]
 mod common;
+#[path = "../examples/pretrain/hugging_face.rs"]
+#[allow(unreachable_pub, dead_code, reason = "it is a part of a program, here of a test")]
+mod hugging_face;
+#[path = "../examples/pretrain/llama.rs"]
+#[allow(unreachable_pub, dead_code, reason = "it is a part of a program, here of a test")]
+mod llama;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,12 +20,18 @@ use std::process::Command;
 use candle_core::{DType, Device, Tensor};
 use common::{Mesh, SEED, bytes, save_all, set_up, states};
 use fulgurite::core::checkpoint::{
-    LoadOptions, NameRules, SafetensorsSource, TensorSource, load_into, load_optimizer, load_raw,
-    open,
+    FullOptions, LoadOptions, NameRules, SafetensorsSource, TensorSource, load_into,
+    load_optimizer, load_raw, open,
 };
 use fulgurite::core::module::{ModuleBuilder, ModuleInit, ModuleTree};
 use fulgurite::core::parameter::Init;
 use fulgurite::core::shard::Region;
+use fulgurite::core::strategy::{BuildContext, StrategyConfig as _};
+use fulgurite::prelude;
+use fulgurite::prelude::Fabric;
+use fulgurite::strategies::Fsdp;
+use fulgurite_transports::run_ranks;
+use llama::{Llama, LlamaConfig};
 
 fn python(script: &str, args: &[&Path]) {
     let program = std::env::var("FULGURITE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
@@ -138,4 +150,26 @@ fn state_dicts_that_torch_saved_load_on_any_mesh() {
 fn transformers_reads_the_fixture_that_it_wrote() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/hf_llama");
     python("transformers_logits.py", &[&fixture, &fixture.join("expected.safetensors")]);
+}
+
+/// A full checkpoint that two ranks of `fsdp` save, with the fixture's weights.
+#[test]
+#[ignore = "needs a Python with transformers"]
+fn transformers_reads_what_two_ranks_of_fsdp_saved_as_a_full_checkpoint() {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/hf_llama");
+    let temp = tempfile::tempdir().unwrap();
+    let full = temp.path().join("full");
+    run_ranks(2, |world| {
+        let strategy = Fsdp::default().build(&BuildContext::default())?;
+        let mut fabric = Fabric::new(world, strategy, ModuleInit::default(), SEED)?;
+        let mut config = LlamaConfig::default();
+        hugging_face::read_config(&mut config, &fixture)?;
+        let _model = fabric.setup_module(|b| Llama::new(&config, b))?;
+        fabric.load_raw(&fixture, true)?;
+        let config = Some(fixture.join("config.json").into());
+        let options = FullOptions { config, ..FullOptions::default() };
+        fabric.save_full(&full, None, &(), &options).map(drop)
+    })
+    .unwrap();
+    python("transformers_logits.py", &[&full, &fixture.join("expected.safetensors")]);
 }

@@ -35,7 +35,7 @@ pub struct Stream {
 impl Stream {
     /// The stream of (`seed`, `purpose`, `what`).
     pub fn new(seed: u64, purpose: Purpose, what: &str) -> Self {
-        let name = xxhash_rust::xxh3::xxh3_64_with_seed(what.as_bytes(), purpose as u64 + 1);
+        let name = twox_hash::XxHash3_64::oneshot_with_seed(purpose as u64 + 1, what.as_bytes());
         Self { key: split(seed), high: split(name) }
     }
 

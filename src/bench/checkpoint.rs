@@ -1,15 +1,22 @@
-//! Saving and loading, against raw writes and reads of the same bytes.
+//! Saving and loading, against raw writes, reads and copies of as many bytes.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
 
 use clap::Args;
+use fulgurite_checkpoint::LocalDirectory;
 use fulgurite_core::autograd::storage;
+use fulgurite_core::checkpoint::{AsyncSaver, FullOptions};
+use fulgurite_core::collective::all_gather_object;
 use fulgurite_core::optim::AdamW;
 use rustix::fs::{Advice, fadvise};
 use serde_json::json;
 
+use super::memory::{forget_peak, resident};
 use super::ranks::{Ranks, Times};
 use super::{Decoder, SizeOptions, Workload};
 use crate::cli::print;
@@ -33,7 +40,21 @@ pub struct CheckpointBench {
     json: bool,
 }
 
+/// Bytes of a raw write or read.
 const CHUNK: usize = 16 << 20;
+
+/// What each time is compared with, where there is something.
+const LIMITS: [(&str, &str); 9] = [
+    ("save", "raw_write"),
+    ("load_warm", "raw_read_warm"),
+    ("load_cold", "raw_read_cold"),
+    ("async_block_first", "memcpy"),
+    ("async_block_reserved", "memcpy"),
+    ("async_block", "memcpy"),
+    ("async_done", "raw_write"),
+    ("full_save", "raw_write_by_one"),
+    ("full_load_warm", "raw_read_warm"),
+];
 
 /// Measures. Launches the other ranks; returns in ranks only. Collective.
 ///
@@ -49,82 +70,194 @@ pub fn checkpoint(options: &CheckpointBench) -> Result<()> {
         let values = (state.values.ones_like()? * (1e-3 * (i + 1) as f64))?;
         storage::copy_from(&state.values, &values)?;
     }
-    let elements = fabric.module_tree()?.elem_count();
-    let total = 12 * elements;
-    let share = total / fabric.world_size();
     let here = options.dir.join(format!("fulgurite-bench-{}", std::process::id()));
     let here = PathBuf::from(fabric.strategy().broadcast(&here.to_string_lossy(), 0)?);
     if fabric.is_global_zero() {
         fs::create_dir_all(&here).map_err(Error::io("creating", &here))?;
     }
     fabric.barrier()?;
-    let measured = measure(options, &fabric, &mut optimizer, &here, share);
+    let sizes = Sizes::of(&fabric)?;
+    let mut meter = Meter { fabric: &fabric, times: Times::default(), rises: BTreeMap::new() };
+    let measured = measure(&mut meter, options.repeat, &mut optimizer, &here, &sizes);
     fabric.barrier()?;
     if fabric.is_global_zero() {
         fs::remove_dir_all(&here).map_err(Error::io("removing", &here))?;
     }
-    let times = measured?;
+    measured?;
+    let rises = all_gather_object(&**fabric.world(), &meter.rises)?;
     if fabric.is_global_zero() {
-        let gib = total as f64 / f64::from(1 << 30);
-        report(options, &times, gib)?;
+        report(options, &sizes, &meter.times, &rises)?;
     }
     Ok(())
 }
 
-fn measure(
-    options: &CheckpointBench,
-    fabric: &Fabric,
-    optimizer: &mut FabricOptimizer,
-    here: &Path,
+/// Bytes.
+struct Sizes {
+    /// Weights and AdamW's state, of all ranks together.
+    state: usize,
+    /// An even share of that.
     share: usize,
-) -> Result<Times> {
-    let mut times = Times::default();
-    let raw = here.join(format!("raw-{}", fabric.global_rank()));
-    let saved = here.join("saved");
-    for _ in 0..options.repeat {
-        times.measure(fabric, "raw_write", || raw_write(&raw, share))?;
-        times.measure(fabric, "raw_read_warm", || raw_read(&raw))?;
-        drop_from_cache(&raw)?;
-        times.measure(fabric, "raw_read_cold", || raw_read(&raw))?;
-        fs::remove_file(&raw).map_err(Error::io("removing", &raw))?;
-
-        times.measure(fabric, "save", || fabric.save(&saved, optimizer, &()))?;
-        times.measure(fabric, "load_warm", || fabric.load::<()>(&saved, Some(optimizer)))?;
-        if fabric.is_global_zero() {
-            drop_from_cache(&saved)?;
-        }
-        times.measure(fabric, "load_cold", || fabric.load::<()>(&saved, Some(optimizer)))?;
-        fabric.barrier()?;
-        if fabric.is_global_zero() {
-            fs::remove_dir_all(&saved).map_err(Error::io("removing", &saved))?;
-        }
-        fabric.barrier()?;
-    }
-    Ok(times)
+    largest_tensor: usize,
 }
 
-/// Writes so many bytes and makes them durable.
-fn raw_write(path: &Path, bytes: usize) -> Result<()> {
-    let failed = || Error::io("writing", path);
+impl Sizes {
+    fn of(fabric: &Fabric) -> Result<Self> {
+        let tree = fabric.module_tree()?;
+        let counts = tree.parameters().iter().map(|p| p.global_shape().iter().product::<usize>());
+        let state = 12 * tree.elem_count();
+        let share = state / fabric.world_size();
+        Ok(Self { state, share, largest_tensor: 4 * counts.max().unwrap_or(0) })
+    }
+}
+
+/// Bytes by which a rank's memory rose above what it held before, at most, by what was done.
+type Rises = BTreeMap<String, u64>;
+
+/// Measures times and memory.
+struct Meter<'f> {
+    fabric: &'f Fabric,
+    times: Times,
+    rises: Rises,
+}
+
+impl Meter<'_> {
+    /// Runs `f` on all ranks and notes how long the slowest took, and this rank's memory.
+    /// Collective.
+    fn measure<T>(&mut self, name: &'static str, f: impl FnOnce() -> Result<T>) -> Result<T> {
+        let resting = resident()?.now;
+        forget_peak()?;
+        let result = self.times.measure(self.fabric, name, f)?;
+        self.note_rise(name, resting)?;
+        Ok(result)
+    }
+
+    fn note_rise(&mut self, name: &str, resting: u64) -> Result<()> {
+        let rise = self.rises.entry(name.to_owned()).or_default();
+        *rise = resident()?.peak.saturating_sub(resting).max(*rise);
+        Ok(())
+    }
+
+    /// Does something on rank 0, while the others wait.
+    fn by_one(&self, f: impl FnOnce() -> Result<()>) -> Result<()> {
+        let result = if self.fabric.is_global_zero() { f() } else { Ok(()) };
+        self.fabric.barrier()?;
+        result
+    }
+
+    /// Saves in the background; notes when control returned and when the checkpoint was there.
+    fn save_in_background(
+        &mut self,
+        saver: &mut AsyncSaver,
+        optimizer: &mut FabricOptimizer,
+        names: [&'static str; 2],
+    ) -> Result<()> {
+        self.fabric.barrier()?;
+        let resting = resident()?.now;
+        forget_peak()?;
+        let started = Instant::now();
+        let request = self.fabric.save_request("saved", optimizer, &(), serde_json::Value::Null)?;
+        saver.start(request)?;
+        let blocked = started.elapsed().as_secs_f64();
+        saver.wait()?;
+        let done = started.elapsed().as_secs_f64();
+        for (name, secs) in names.into_iter().zip([blocked, done]) {
+            self.times.note(self.fabric, name, secs)?;
+        }
+        self.note_rise(names[0], resting)
+    }
+}
+
+fn measure(
+    meter: &mut Meter,
+    repeat: usize,
+    optimizer: &mut FabricOptimizer,
+    here: &Path,
+    sizes: &Sizes,
+) -> Result<()> {
+    let fabric = meter.fabric;
+    let raw = here.join(format!("raw-{}", fabric.global_rank()));
+    let saved = here.join("saved");
+    let remove = || fs::remove_dir_all(&saved).map_err(Error::io("removing", &saved));
     // No two pages alike.
-    let noise: Vec<u8> =
-        (0..CHUNK as u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect();
+    let noise =
+        (0..sizes.share as u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8);
+    let (from, mut to) = (noise.collect::<Vec<_>>(), vec![2_u8; sizes.share]);
+    let io = Arc::new(LocalDirectory::new(here));
+    let new_saver = || AsyncSaver::new(io.clone(), &**fabric.world());
+    for _ in 0..repeat {
+        let mut reserved = new_saver()?;
+        let nothing = serde_json::Value::Null;
+        reserved.reserve(&fabric.save_request("saved", optimizer, &(), nothing)?)?;
+        // What comes first touches the pages of the cache first, which costs more than using them again.
+        raw_write(&raw, &from)?;
+
+        meter.measure("raw_write", || raw_write(&raw, &from))?;
+        meter.measure("raw_read_warm", || raw_read(&raw, &mut to))?;
+        drop_from_cache(&raw)?;
+        meter.measure("raw_read_cold", || raw_read(&raw, &mut to))?;
+        fs::remove_file(&raw).map_err(Error::io("removing", &raw))?;
+
+        meter.measure("save", || fabric.save(&saved, optimizer, &()))?;
+        meter.measure("load_warm", || fabric.load::<()>(&saved, Some(optimizer)))?;
+        meter.by_one(|| drop_from_cache(&saved))?;
+        meter.measure("load_cold", || fabric.load::<()>(&saved, Some(optimizer)))?;
+        meter.by_one(remove)?;
+
+        meter.measure("memcpy", || {
+            to.copy_from_slice(&from);
+            std::hint::black_box(&to);
+            Ok(())
+        })?;
+        meter.save_in_background(
+            &mut reserved,
+            optimizer,
+            ["async_block_reserved", "async_done"],
+        )?;
+        drop(reserved);
+        meter.by_one(remove)?;
+        let mut saver = new_saver()?;
+        for name in ["async_block_first", "async_block"] {
+            meter.save_in_background(&mut saver, optimizer, [name, "async_done"])?;
+            meter.by_one(remove)?;
+        }
+        drop(saver);
+
+        meter.measure("raw_write_by_one", || {
+            let parts = if fabric.is_global_zero() { fabric.world_size() } else { 0 };
+            raw_write_times(&raw, &from, parts)
+        })?;
+        meter.by_one(|| fs::remove_file(&raw).map_err(Error::io("removing", &raw)))?;
+        let full = FullOptions::default();
+        meter.measure("full_save", || fabric.save_full(&saved, Some(optimizer), &(), &full))?;
+        meter.measure("full_load_warm", || fabric.load::<()>(&saved, Some(optimizer)))?;
+        meter.by_one(remove)?;
+    }
+    Ok(())
+}
+
+/// Writes these bytes and makes them durable.
+fn raw_write(path: &Path, bytes: &[u8]) -> Result<()> {
+    raw_write_times(path, bytes, 1)
+}
+
+/// The same, so many times over in one file; for none, no file.
+fn raw_write_times(path: &Path, bytes: &[u8], times: usize) -> Result<()> {
+    let failed = || Error::io("writing", path);
+    if times == 0 {
+        return Ok(());
+    }
     let mut file = File::create(path).map_err(failed())?;
-    let mut left = bytes;
-    while left > 0 {
-        let n = left.min(CHUNK);
-        file.write_all(&noise[..n]).map_err(failed())?;
-        left -= n;
+    for chunk in std::iter::repeat_n(bytes, times).flat_map(|bytes| bytes.chunks(CHUNK)) {
+        file.write_all(chunk).map_err(failed())?;
     }
     file.sync_all().map_err(failed())
 }
 
-fn raw_read(path: &Path) -> Result<()> {
+/// Fills memory from a file.
+fn raw_read(path: &Path, bytes: &mut [u8]) -> Result<()> {
     let failed = || Error::io("reading", path);
     let mut file = File::open(path).map_err(failed())?;
-    let mut buffer = vec![0; CHUNK];
-    while file.read(&mut buffer).map_err(failed())? > 0 {}
-    Ok(())
+    bytes.chunks_mut(CHUNK).try_for_each(|chunk| file.read_exact(chunk)).map_err(failed())
 }
 
 /// Drops a file, or all files under a directory, from the page cache.
@@ -141,38 +274,48 @@ fn drop_from_cache(path: &Path) -> Result<()> {
     fadvise(&file, 0, None, Advice::DontNeed).map_err(|e| Error::io("reading", path)(e.into()))
 }
 
-/// What each time is compared with.
-fn limit(name: &str) -> Option<&'static str> {
-    Some(match name {
-        "save" => "raw_write",
-        "load_warm" => "raw_read_warm",
-        "load_cold" => "raw_read_cold",
-        _ => return None,
-    })
-}
-
-fn report(options: &CheckpointBench, times: &Times, gib: f64) -> Result<()> {
+fn report(options: &CheckpointBench, sizes: &Sizes, times: &Times, rises: &[Rises]) -> Result<()> {
     let medians = times.medians();
+    let gib = sizes.state as f64 / f64::from(1 << 30);
+    let mib = |bytes: u64| (bytes as f64 / f64::from(1 << 20) * 10.0).round() / 10.0;
     let secs = |name: &str| medians.iter().find(|(n, _)| *n == name).map(|(_, secs)| *secs);
-    let ratio = |name: &str, own: f64| limit(name).and_then(secs).map(|raw| raw / own);
+    let limit = |name: &str| LIMITS.iter().find(|(n, _)| *n == name).map(|(_, limit)| *limit);
+    let ratio = |name: &str, own: f64| limit(name).and_then(secs).map(|limit| limit / own);
+    let rises = |name: &str| {
+        rises.iter().filter_map(|rises| rises.get(name)).map(|b| mib(*b)).collect::<Vec<_>>()
+    };
     if options.json {
         let rows: Vec<_> = medians
             .iter()
             .map(|(name, secs)| {
                 json!({
-                    "what": name, "secs": secs, "gib_per_s": gib / secs,
-                    "of_raw": ratio(name, *secs),
+                    "what": name, "secs": secs, "secs_min": times.shortest(name), "gib_per_s": gib / secs, "limit": limit(name),
+                    "of_limit": ratio(name, *secs), "rise_mib": rises(name),
                 })
             })
             .collect();
-        let whole = json!({ "bench": "checkpoint", "state_gib": gib, "repeat": options.repeat,
-            "times": rows });
+        let whole = json!({
+            "bench": "checkpoint", "state_gib": gib, "repeat": options.repeat,
+            "share_mib": mib(sizes.share as u64), "times": rows,
+            "largest_tensor_mib": mib(sizes.largest_tensor as u64),
+        });
         return print(&format!("{whole}\n"));
     }
-    let mut text = format!("{gib:.2} GiB of weights and AdamW state\n");
+    let mut text = format!(
+        "{gib:.2} GiB of weights and AdamW state; a rank's share is {} MiB, the largest tensor {}\n",
+        mib(sizes.share as u64),
+        mib(sizes.largest_tensor as u64)
+    );
     for (name, secs) in &medians {
-        let ratio = ratio(name, *secs).map(|r| format!("  {r:.2} of raw")).unwrap_or_default();
-        text += &format!("{name:15} {secs:8.3} s  {:6.2} GiB/s{ratio}\n", gib / secs);
+        let compared = limit(name).zip(ratio(name, *secs));
+        let compared = compared.map(|(limit, ratio)| format!("{ratio:.2} of {limit}"));
+        text += &format!(
+            "{name:20} {secs:8.3} s (at best {:.3})  {:6.2} GiB/s  {:24} rise of memory {:?} MiB\n",
+            times.shortest(name).unwrap_or(*secs),
+            gib / secs,
+            compared.unwrap_or_default(),
+            rises(name)
+        );
     }
     print(&text)
 }

@@ -7,6 +7,7 @@
 
 mod checkpoint;
 mod floor;
+mod memory;
 mod model;
 mod ranks;
 mod train;

@@ -69,6 +69,11 @@ impl Times {
         self.secs.get(name).map_or(&[], Vec::as_slice)
     }
 
+    /// The shortest time of one.
+    pub(super) fn shortest(&self, name: &str) -> Option<f64> {
+        self.secs.get(name)?.iter().copied().min_by(f64::total_cmp)
+    }
+
     /// The median of each, in the order of measuring.
     pub(super) fn medians(&self) -> Vec<(&'static str, f64)> {
         let median = |name: &&'static str| {

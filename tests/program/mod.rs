@@ -49,6 +49,26 @@ pub fn program() -> PathBuf {
     path
 }
 
+/// A script to which arguments can be added, in namespaces of its own.
+fn unshared(script: &str) -> Command {
+    let mut command = Command::new("unshare");
+    command.args(["--map-root-user", "--mount", "sh", "-euc", script, "sh"]);
+    command
+}
+
+/// Whether this machine lets a test mount something where only the test sees it; if not, says so.
+pub fn can_mount() -> bool {
+    let temp = tempfile::tempdir().unwrap();
+    let output = unshared("mount -t tmpfs none .").current_dir(temp.path()).output();
+    let complaint = match output {
+        Ok(output) if output.status.success() => return true,
+        Ok(output) => String::from_utf8_lossy(&output.stderr).into_owned(),
+        Err(e) => e.to_string(),
+    };
+    eprintln!("not tested: `unshare --map-root-user --mount` does not let mount here: {complaint}");
+    false
+}
+
 pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
@@ -97,7 +117,7 @@ impl Scratch {
     /// `pretrain` with these arguments.
     pub fn job(&self, args: &[&str]) -> Job<'_> {
         let args = args.iter().map(|&arg| arg.to_owned()).collect();
-        Job { scratch: self, args, envs: Vec::new() }
+        Job { scratch: self, args, envs: Vec::new(), shell: None }
     }
 
     /// `pretrain fit` of a tiny model on tokens.u16, in order, with JSON on stdout. Its dimensions
@@ -130,6 +150,8 @@ pub struct Job<'a> {
     scratch: &'a Scratch,
     args: Vec<String>,
     envs: Vec<(String, String)>,
+    /// A script that runs the program, as `"$@"`.
+    shell: Option<&'static str>,
 }
 
 impl Job<'_> {
@@ -165,12 +187,25 @@ impl Job<'_> {
         self
     }
 
+    /// Runs the program from this script, as `"$@"`, as root of a namespace of its own, where it can
+    /// mount what nobody else sees. See [`can_mount`].
+    #[must_use]
+    pub fn mounting(self, script: &'static str) -> Self {
+        Self { shell: Some(script), ..self }
+    }
+
     pub fn start(&self) -> Running {
         static COUNT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
         let n = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let out = self.scratch.root.path().join("out");
         let (stdout, stderr) = (out.join(format!("{n}.stdout")), out.join(format!("{n}.stderr")));
-        let mut command = Command::new(program());
+        let mut command = match self.shell {
+            Some(script) => unshared(script),
+            None => Command::new(program()),
+        };
+        if self.shell.is_some() {
+            command.arg(program());
+        }
         for name in LAUNCHERS {
             command.env_remove(name);
         }

@@ -47,6 +47,8 @@ pub struct AsyncSaver {
     io: Arc<dyn CheckpointIO>,
     group: Group,
     buffers: Snapshot,
+    /// Makes `buffers`.
+    reserving: Option<JoinHandle<Result<Snapshot>>>,
     running: Option<Running>,
 }
 
@@ -86,7 +88,33 @@ impl AsyncSaver {
     pub fn new(io: Arc<dyn CheckpointIO>, world: &dyn ProcessGroup) -> Result<Self> {
         let all = (0..world.size()).collect();
         let group = Group(world.split(&[all], "checkpoint")?);
-        Ok(Self { io, group, buffers: Snapshot::default(), running: None })
+        Ok(Self { io, group, buffers: Snapshot::default(), reserving: None, running: None })
+    }
+
+    /// Makes the memory for copies of what is in `request`, in the background, so that the first
+    /// save does not wait for it: pages that were never used cost several times what copying does.
+    /// Does nothing after the first save. Not collective.
+    ///
+    /// # Errors
+    /// If no thread can be started.
+    pub fn reserve(&mut self, request: &SaveRequest) -> Result<()> {
+        if self.running.is_some() || !self.buffers.is_empty() {
+            return Ok(());
+        }
+        let (model, optimizer) = (request.model.clone(), request.optimizer.clone());
+        let reserve = move || Snapshot::reserve(&model, &optimizer);
+        self.reserving = Some(self.spawn(reserve)?);
+        Ok(())
+    }
+
+    fn spawn<T: Send + 'static>(
+        &self,
+        f: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<JoinHandle<T>> {
+        std::thread::Builder::new()
+            .name("checkpoint".to_owned())
+            .spawn(f)
+            .map_err(Error::io("starting a thread to save", self.io.location("")))
     }
 
     /// Copies what is to be saved and goes on to save it in the background. Waits for the save
@@ -100,6 +128,10 @@ impl AsyncSaver {
         let earlier = self.wait()?;
         let SaveRequest { name, model, optimizer, meta, point_last, remove } = request;
         let mut buffers = std::mem::take(&mut self.buffers);
+        // What became of the reservation is not asked: without it, the memory is made now.
+        if let Some(Ok(Ok(reserved))) = self.reserving.take().map(JoinHandle::join) {
+            buffers = reserved;
+        }
         // Should this fail here alone, the others learn it from the thread.
         let taken = buffers.take(&model, &optimizer);
         drop((model, optimizer));
@@ -110,10 +142,7 @@ impl AsyncSaver {
             let saved = request.run_if(&*io, &*group.0, taken);
             (saved, Snapshot { model: request.model, optimizer: request.optimizer })
         };
-        let thread = std::thread::Builder::new()
-            .name("checkpoint".to_owned())
-            .spawn(save)
-            .map_err(Error::io("starting a thread to save", self.io.location("")))?;
+        let thread = self.spawn(save)?;
         self.running = Some(Running { thread, step, blocked: begun.elapsed() });
         Ok(earlier)
     }

@@ -91,6 +91,22 @@ pub trait CheckpointReader: Send + Sync {
     /// # Errors
     /// Of kind `UnexpectedEof` if the file ends before.
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<()>;
+
+    /// The same; shows what was read to `seen`, piece by piece in order. Who reads in pieces anyway
+    /// shows each while it is in the processor's cache.
+    ///
+    /// # Errors
+    /// As [`read_exact_at`](Self::read_exact_at).
+    fn read_exact_at_seen(
+        &self,
+        buffer: &mut [u8],
+        offset: u64,
+        seen: &mut dyn FnMut(&[u8]),
+    ) -> std::io::Result<()> {
+        self.read_exact_at(buffer, offset)?;
+        seen(buffer);
+        Ok(())
+    }
 }
 
 /// One thing in a directory.

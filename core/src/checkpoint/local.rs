@@ -6,6 +6,9 @@ use std::path::Path;
 use super::CheckpointReader;
 use crate::{Error, Result};
 
+/// Bytes that stay in a core's cache until they have been seen.
+const PIECE: usize = 256 << 10;
+
 /// An open local file. Reads are positioned, so threads share it without a lock.
 #[derive(Debug)]
 pub struct LocalFile(File);
@@ -27,5 +30,19 @@ impl CheckpointReader for LocalFile {
 
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<()> {
         std::os::unix::fs::FileExt::read_exact_at(&self.0, buffer, offset)
+    }
+
+    fn read_exact_at_seen(
+        &self,
+        buffer: &mut [u8],
+        mut offset: u64,
+        seen: &mut dyn FnMut(&[u8]),
+    ) -> std::io::Result<()> {
+        for piece in buffer.chunks_mut(PIECE) {
+            self.read_exact_at(piece, offset)?;
+            seen(piece);
+            offset += piece.len() as u64;
+        }
+        Ok(())
     }
 }

@@ -49,6 +49,7 @@
 
 mod async_save;
 mod boxes;
+mod checksum;
 mod distributed;
 mod filter;
 mod full;

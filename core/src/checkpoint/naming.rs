@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 /// What the checkpoint of an optimizer step is called.
 ///
@@ -55,7 +55,10 @@ fn id() -> String {
     static CALLS: AtomicU64 = AtomicU64::new(0);
     let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos());
     let call = CALLS.fetch_add(1, Ordering::Relaxed);
-    format!("{:016x}", xxh3_64(format!("{nanos} {} {call}", std::process::id()).as_bytes()))
+    format!(
+        "{:016x}",
+        XxHash3_64::oneshot(format!("{nanos} {} {call}", std::process::id()).as_bytes())
+    )
 }
 
 /// Why `name` cannot be a checkpoint's; `None` if it can.

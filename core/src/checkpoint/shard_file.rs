@@ -7,10 +7,10 @@ use candle_core::{Device, Tensor};
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::Xxh3;
 
 use super::boxes::{check_bounds, show};
-use super::tensor_file::{self, Slot};
+use super::checksum::Checksum;
+use super::tensor_file::{self, Slot, wide_first};
 use super::{BoxEntry, CheckpointIO, CheckpointReader, ShardTensor};
 use crate::autograd::storage;
 use crate::{Error, Result};
@@ -99,13 +99,8 @@ pub(super) fn write(
     if order.is_empty() {
         return Ok(None);
     }
-    // Wide elements first keeps every tensor aligned to its element size.
-    order.sort_by(|&a, &b| {
-        let key = |i: usize| {
-            (std::cmp::Reverse(tensors[i].values.dtype().size_in_bytes()), &tensors[i].name)
-        };
-        key(a).cmp(&key(b))
-    });
+    // Otherwise as they are listed: a load asks in the same order, and so reads the file in one go.
+    wide_first(&mut order, |&i| pieces[i].dtype);
     let (header, ranges) = header(&order, tensors, pieces)?;
     let failed = |what: &str, e: &dyn std::fmt::Display| {
         Error::checkpoint(io.location(path), format!("writing {what}: {e}"))
@@ -115,7 +110,7 @@ pub(super) fn write(
     for (&i, range) in order.iter().zip(&ranges) {
         let tensor = &tensors[i];
         let values = on_host(&tensor.values)?;
-        let mut hash = Xxh3::new();
+        let mut hash = Checksum::default();
         storage::with_bytes(&values, |bytes| {
             bytes.chunks(BLOCK).try_for_each(|block| {
                 hash.update(block);

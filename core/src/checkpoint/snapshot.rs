@@ -28,6 +28,32 @@ impl Snapshot {
         copy_all(&mut self.model, model)?;
         copy_all(&mut self.optimizer, optimizer)
     }
+
+    /// Whether it has no copies, and no memory for any.
+    pub(super) fn is_empty(&self) -> bool {
+        self.model.is_empty() && self.optimizer.is_empty()
+    }
+
+    /// Memory for copies of these parts, in use already: the system has nothing left to do when
+    /// they are [taken](Self::take).
+    ///
+    /// # Errors
+    /// If there is not that much.
+    pub(super) fn reserve(model: &[ShardTensor], optimizer: &[ShardTensor]) -> Result<Self> {
+        let all = |tensors: &[ShardTensor]| tensors.iter().map(touched).collect::<Result<_>>();
+        Ok(Self { model: all(model)?, optimizer: all(optimizer)? })
+    }
+}
+
+fn empty(tensor: &ShardTensor) -> Result<Tensor> {
+    let (count, dtype) = (tensor.values.elem_count(), tensor.values.dtype());
+    Ok(Tensor::zeros(count, dtype, &Device::Cpu)?)
+}
+
+fn touched(tensor: &ShardTensor) -> Result<ShardTensor> {
+    let values = empty(tensor)?;
+    storage::with_bytes_mut(&values, |bytes| bytes.fill(0))?;
+    Ok(ShardTensor { values, ..tensor.clone() })
 }
 
 fn copy_all(copies: &mut Vec<ShardTensor>, tensors: &[ShardTensor]) -> Result<()> {
@@ -43,7 +69,7 @@ fn copy_all(copies: &mut Vec<ShardTensor>, tensors: &[ShardTensor]) -> Result<()
         };
         let values = match copies.get(i).filter(like) {
             Some(copy) => copy.values.clone(),
-            None => Tensor::zeros(tensor.values.elem_count(), tensor.values.dtype(), &Device::Cpu)?,
+            None => empty(tensor)?,
         };
         copy(&values, &tensor.values)?;
         let copy = ShardTensor {
@@ -119,5 +145,18 @@ mod tests {
         assert_eq!(floats(&snapshot.model[1]), [0.; 3]);
         assert_eq!(snapshot.model.iter().map(address).collect::<Vec<_>>(), places);
         assert!(snapshot.optimizer.is_empty());
+    }
+
+    #[test]
+    fn reserved_memory_is_what_the_copies_go_to() {
+        let values = Tensor::arange(0f32, 7.0, &Device::Cpu).unwrap();
+        let parts = [part("a", &values), part("b", &values)];
+        let mut snapshot = Snapshot::reserve(&parts[..1], &parts[1..]).unwrap();
+        let places = [address(&snapshot.model[0]), address(&snapshot.optimizer[0])];
+        snapshot.take(&parts[..1], &parts[1..]).unwrap();
+        assert_eq!([address(&snapshot.model[0]), address(&snapshot.optimizer[0])], places);
+        for copy in [&snapshot.model[0], &snapshot.optimizer[0]] {
+            assert_eq!(copy.values.to_vec1::<f32>().unwrap(), [0., 1., 2., 3., 4., 5., 6.]);
+        }
     }
 }

@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
-use xxhash_rust::xxh3::Xxh3;
 
 use super::boxes::{BoxIndex, check_bounds, show};
+use super::checksum::Checksum;
 use super::{CheckpointIO, CheckpointReader, LocalFile, TensorInfo, TensorSource};
 use crate::autograd::storage;
 use crate::shard::Region;
@@ -178,7 +178,7 @@ impl StoredTensors {
 
     fn hash(&self, stored: &StoredBox, buffer: &mut Vec<u8>) -> Result<u64> {
         let reader = self.reader(stored.file)?;
-        let mut hash = Xxh3::new();
+        let mut hash = Checksum::default();
         let (mut position, end) = stored.bytes;
         while position < end {
             buffer.resize((end - position).min(WINDOW as u64) as usize, 0);
@@ -236,14 +236,17 @@ impl StoredTensors {
                 let file = self.place.location(&self.files[stored.file]);
                 Error::checkpoint(file, format!("tensor `{name}`: {complaint}"))
             };
-            read_segments(reader.as_ref(), stored.bytes.0, &segments, out)
-                .map_err(|e| damaged(format!("reading {}: {}", show(&shared), reason(&e))))?;
-            if let (true, Some(expected)) = (verify && shared == stored.region, stored.checksum) {
-                let mut hash = Xxh3::new();
-                segments.iter().for_each(|s| hash.update(&out[s.to..s.to + s.len]));
-                if hash.digest() != expected {
-                    return Err(damaged(wrong_bytes(stored)));
+            let expected = stored.checksum.filter(|_| verify && shared == stored.region);
+            let mut found = expected.map(|_| Checksum::default());
+            let mut seen = |bytes: &[u8]| {
+                if let Some(found) = &mut found {
+                    found.update(bytes);
                 }
+            };
+            read_segments(reader.as_ref(), stored.bytes.0, &segments, out, &mut seen)
+                .map_err(|e| damaged(format!("reading {}: {}", show(&shared), reason(&e))))?;
+            if found.map(|found| found.digest()) != expected {
+                return Err(damaged(wrong_bytes(stored)));
             }
         }
         Ok(())
@@ -390,12 +393,13 @@ fn segments(shared: &Region, stored: &Region, wanted: &Region, width: usize) -> 
 }
 
 /// Reads segments of the box that starts at `base` to their places in `out`: long ones one by one,
-/// short ones close to each other together.
+/// short ones close to each other together. `seen` gets their bytes, in order.
 fn read_segments(
     reader: &dyn CheckpointReader,
     base: u64,
     segments: &[Segment],
     out: &mut [u8],
+    seen: &mut dyn FnMut(&[u8]),
 ) -> std::io::Result<()> {
     let mut scratch = Vec::new();
     let mut rest = segments;
@@ -416,15 +420,16 @@ fn read_segments(
         rest = tail;
         let start = base + first.from as u64;
         if count == 1 {
-            reader.read_exact_at(&mut out[first.to..first.to + first.len], start)?;
+            reader.read_exact_at_seen(&mut out[first.to..first.to + first.len], start, seen)?;
             continue;
         }
         scratch.resize(end - first.from, 0);
         reader.read_exact_at(&mut scratch, start)?;
         for segment in group {
             let from = segment.from - first.from;
-            out[segment.to..segment.to + segment.len]
-                .copy_from_slice(&scratch[from..from + segment.len]);
+            let bytes = &scratch[from..from + segment.len];
+            out[segment.to..segment.to + segment.len].copy_from_slice(bytes);
+            seen(bytes);
         }
     }
     Ok(())

@@ -5,8 +5,8 @@ use std::io::Write as _;
 use candle_core::Tensor;
 use safetensors::Dtype;
 use serde_json::json;
-use xxhash_rust::xxh3::Xxh3;
 
+use super::checksum::Checksum;
 use super::shard_file::{BLOCK, MAX_HEADER, SHARDING_INFO, on_host};
 use super::{BoxEntry, CheckpointIO, CheckpointWriter};
 use crate::autograd::storage;
@@ -79,7 +79,7 @@ impl<'a> TensorFile<'a> {
         };
         let bytes = slot.bytes();
         let end = self.position + bytes;
-        let mut hash = Xxh3::new();
+        let mut hash = Checksum::default();
         let written = storage::with_bytes(&on_host(values)?, |values| {
             if values.len() as u64 != bytes {
                 let message = format!("{} bytes of values for {bytes}", values.len());

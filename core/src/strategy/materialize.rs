@@ -1,6 +1,7 @@
 //! Giving parameters values: the parts that strategies share.
 
 use candle_core::Tensor;
+use twox_hash::XxHash3_64;
 
 use crate::autograd::storage;
 use crate::collective::{Difference, ProcessGroup, all_gather_object, first_difference};
@@ -89,7 +90,7 @@ pub fn verify_same_values(tree: &ModuleTree, group: &dyn ProcessGroup) -> Result
     let mut digests = Vec::with_capacity(tree.parameters().len());
     for parameter in tree.parameters() {
         let values = parameter.local()?.values.to_device(&candle_core::Device::Cpu)?;
-        digests.push(storage::with_bytes(&values, xxhash_rust::xxh3::xxh3_64)?);
+        digests.push(storage::with_bytes(&values, XxHash3_64::oneshot)?);
     }
     let all = all_gather_object(group, &digests)?;
     for (rank, other) in all.iter().enumerate() {

@@ -49,7 +49,9 @@ pub trait LightningModule: Sized {
         Ok(())
     }
 
-    /// A Hugging Face directory or safetensors file to take initial weights from.
+    /// Weights to start from, in whatever format [`open`](crate::checkpoint::open) takes: a Hugging
+    /// Face directory, a checkpoint of this crate, a file of `torch.save`, …. Names, shapes and
+    /// number of the tensors are to be the model's.
     fn pretrained(config: &Self::Config) -> Option<PathBuf> {
         let _ = config;
         None

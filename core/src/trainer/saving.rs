@@ -8,7 +8,7 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 
 use super::hooks::CallbackState;
-use super::session::{Cursor, Session};
+use super::session::{Cursor, Parts, Session};
 use super::{Event, LightningModule, RunDir};
 use crate::checkpoint::{
     self, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, Kept, MANIFEST,
@@ -165,6 +165,22 @@ where
             path
         };
         self.report_saved(Some(Saved { step, path, blocked: begun.elapsed() }))
+    }
+
+    /// Makes memory for saving in the background, if the run will do so. Collective.
+    pub(super) fn prepare_saving(&mut self, optimizer: &mut FabricOptimizer) -> Result<()> {
+        let Parts { fabric, saving, .. } = &mut self.parts;
+        let is_periodic =
+            saving.config.every_n_steps.is_some() || saving.config.save_top_k.is_some();
+        if let Some(background) = saving.background.as_mut().filter(|_| is_periodic) {
+            background.reserve(&fabric.save_request(
+                "",
+                optimizer,
+                &(),
+                serde_json::Value::Null,
+            )?)?;
+        }
+        Ok(())
     }
 
     /// Waits for the save that is under way. Collective.

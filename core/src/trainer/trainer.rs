@@ -11,7 +11,6 @@ use super::{
     Callback, EventSink, LightningModule, LoggerConfig, LoggerSink, OptimizerSetup, RunDir,
     RunStatus,
 };
-use crate::checkpoint;
 use crate::collective::{ProcessGroup, Solo, broadcast_object};
 use crate::config::{RunConfig, to_table};
 use crate::data::DataModule;
@@ -211,11 +210,8 @@ impl Trainer {
         let mut model_config = run.model.clone();
         M::configure_from_data(&mut model_config, &data)?;
         let module = fabric.setup_module(|b| M::configure_model(&model_config, b))?;
-        let tree = fabric.module_tree()?;
         if let Some(path) = M::pretrained(&model_config) {
-            let source = checkpoint::SafetensorsSource::open(&path)?;
-            checkpoint::load_into(&source, &tree, true)?;
-            fabric.strategy().finish_load()?;
+            fabric.load_raw(&path, true)?;
         }
         let resolved = to_table(&serde_config(run, &model_config)?)?;
         let (dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks)?;
@@ -335,6 +331,7 @@ where
         let max_steps = self.max_steps()?;
         self.parts.sinks.iter_mut().for_each(|sink| sink.start(max_steps));
         self.hook(Hook::FitStart)?;
+        self.prepare_saving(&mut optimizer)?;
         let ended = self.fit(&mut optimizer)?;
         self.finish_fit(ended)?;
         let outcome = FitOutcome {

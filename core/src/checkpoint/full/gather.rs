@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use super::super::ShardTensor;
 use super::super::boxes::check_cover;
@@ -67,7 +67,7 @@ impl<'a> Gather<'a> {
                 let bytes = serde_json::to_vec(tensors).map_err(Error::other)?;
                 let parts =
                     parts.iter().map(|part| (!part.region.is_empty()).then(|| part.region.clone()));
-                Ok(Announcement { digest: xxh3_64(&bytes), parts: parts.collect() })
+                Ok(Announcement { digest: XxHash3_64::oneshot(&bytes), parts: parts.collect() })
             }
             Err(error) => Err(error.to_string()),
         };

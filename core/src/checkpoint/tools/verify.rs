@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use serde::Serialize;
-use xxhash_rust::xxh3::Xxh3;
 
+use super::super::checksum::Checksum;
 use super::super::manifest::{BoxEntry, TensorEntry};
 use super::super::shard_file::{Stored, read_header};
 use super::super::stored::Place;
@@ -131,7 +131,7 @@ fn hash(
     stored: &BoxEntry,
     buffer: &mut Vec<u8>,
 ) -> std::io::Result<u64> {
-    let mut hash = Xxh3::new();
+    let mut hash = Checksum::default();
     let (mut position, end) = stored.bytes;
     while position < end {
         buffer.resize((end - position).min(WINDOW) as usize, 0);

@@ -207,7 +207,7 @@ impl Suite<'_> {
         let tree = fabric.module_tree()?;
         for parameter in tree.parameters() {
             let local = parameter.local()?;
-            let digest = xxhash_rust::xxh3::xxh3_64(&bytes(&local.values)?);
+            let digest = twox_hash::XxHash3_64::oneshot(&bytes(&local.values)?);
             let all = all_gather_object(&**self.world, &(local.region.clone(), digest))?;
             self.ensure_of(
                 parameter,

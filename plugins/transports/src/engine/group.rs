@@ -10,7 +10,7 @@ use fulgurite_core::collective::{
     AllGather, ProcessGroup, ReduceOp, ReduceScatter, Solo, Work, check,
 };
 use fulgurite_core::{Error, Result};
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use super::plan::Collective;
 use super::queue::{Completion, Job, MailTask, Queue, Task};
@@ -175,7 +175,7 @@ impl ProcessGroup for Group {
 
     fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
         let (set, place) = check::partition(self, partition)?;
-        let agreed = xxh3_64(format!("{name}\0{partition:?}").as_bytes());
+        let agreed = XxHash3_64::oneshot(format!("{name}\0{partition:?}").as_bytes());
         self.collective(Collective::Split(agreed))?.wait()?;
         let split = self.splits.fetch_add(1, Ordering::Relaxed);
         let global = self.global_ranks();

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::autograd::storage;
 use fulgurite_core::collective::{AllGather, ReduceOp, ReduceScatter, check};
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use super::stream::Stream;
 use crate::memory::{LINE, Layout};
@@ -230,7 +230,7 @@ fn digest<'a>(parts: impl Iterator<Item = (&'a Tensor, &'a [usize])>, seed: u64)
         words.push(dtype_code(tensor.dtype()).into());
         words.extend(counts.iter().map(|&n| n as u64));
     }
-    xxh3_64(bytemuck::cast_slice(&words))
+    XxHash3_64::oneshot(bytemuck::cast_slice(&words))
 }
 
 /// A collective's transfers. Chunk `k` of every stream is its bytes from `k * stride` on.

@@ -1,0 +1,36 @@
+//! The checksum of what is stored.
+
+use std::hash::Hasher as _;
+
+use twox_hash::XxHash3_64;
+
+/// XXH3, 64 bits wide, of bytes that come in pieces.
+#[derive(Default)]
+pub(super) struct Checksum(XxHash3_64);
+
+impl Checksum {
+    pub(super) fn update(&mut self, bytes: &[u8]) {
+        self.0.write(bytes);
+    }
+
+    /// Of all bytes so far.
+    pub(super) fn digest(&self) -> u64 {
+        self.0.finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_that_of_the_reference_implementation_however_the_bytes_come() {
+        assert_eq!(Checksum::default().digest(), 0x2d06_8005_38d3_94c2);
+        let bytes: Vec<u8> = (0..100_000_u32).map(|i| (i.wrapping_mul(i) >> 3) as u8).collect();
+        for pieces in [1, 7, 240, 241, 1000, 100_000] {
+            let mut checksum = Checksum::default();
+            bytes.chunks(pieces).for_each(|piece| checksum.update(piece));
+            assert_eq!(checksum.digest(), 0xde7b_3464_9650_c701, "in pieces of {pieces}");
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! What saving and loading distributed checkpoints costs in memory, by the allocator's count.
+
+mod counted;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use candle_core::Tensor;
+use counted::{LIVE, PEAK};
+use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_core::Result;
+use fulgurite_core::autograd::storage;
+use fulgurite_core::checkpoint::{
+    AsyncSaver, CheckpointIO as _, DistributedCheckpoint, SaveMeta, SaveRequest, load_into,
+    model_tensors, save,
+};
+use fulgurite_core::collective::ProcessGroup;
+use fulgurite_core::module::{ModuleBuilder, ModuleInit, ModuleTree};
+use fulgurite_core::parameter::{Init, LocalShard};
+use fulgurite_core::shard::{Cut, Placement};
+use fulgurite_transports::run_ranks;
+
+const RANKS: usize = 2;
+const TENSORS: usize = 3;
+const ROWS: usize = 2048;
+const COLUMNS: usize = 3072;
+/// Bytes of the model.
+const STATE: usize = TENSORS * ROWS * COLUMNS * 4;
+/// What short rows are read by, a rank.
+const WINDOW: usize = 4 << 20;
+/// Buffers of files, control messages, the transport's own; much less than a rank's part of a tensor.
+const SLACK: usize = 4 << 20;
+
+/// A model whose tensors are cut along this dimension.
+fn model(group: &dyn ProcessGroup, dim: usize) -> Result<ModuleTree> {
+    let b = ModuleBuilder::new(ModuleInit::default());
+    for i in 0..TENSORS {
+        b.parameter(&format!("w{i}"), [ROWS, COLUMNS], Init::ONES)?;
+    }
+    let tree = b.finish()?;
+    for parameter in tree.parameters() {
+        let cut = Cut::new("data_parallel_shard", group.size(), Placement::Shard(dim));
+        let spec = parameter.spec().with_cut(cut);
+        let region = spec.region(|_| group.rank());
+        let values = Tensor::ones(region.elem_count(), parameter.dtype(), parameter.device())?;
+        parameter.set_spec(spec);
+        parameter.set_local(LocalShard { values, region });
+    }
+    Ok(tree)
+}
+
+fn set_all(tree: &ModuleTree, value: f32) -> Result<()> {
+    tree.parameters().iter().try_for_each(|parameter| {
+        storage::with_host_mut(&parameter.local()?.values, |values: &mut [f32]| values.fill(value))
+    })
+}
+
+fn are_all(tree: &ModuleTree, value: f32) -> Result<bool> {
+    let mut all = true;
+    for parameter in tree.parameters() {
+        let local = parameter.local()?;
+        all &=
+            storage::with_host(&local.values, |values: &[f32]| values.iter().all(|x| *x == value))?;
+    }
+    Ok(all)
+}
+
+/// Bytes that all ranks together hold beyond what they held before, at most.
+fn rise(group: &dyn ProcessGroup, f: impl FnOnce() -> Result<()>) -> Result<usize> {
+    group.barrier()?.wait()?;
+    let before = LIVE.load(Ordering::SeqCst);
+    group.barrier()?.wait()?;
+    PEAK.store(before, Ordering::SeqCst);
+    group.barrier()?.wait()?;
+    f()?;
+    group.barrier()?.wait()?;
+    Ok((PEAK.load(Ordering::SeqCst) - before) as usize)
+}
+
+/// One test: it counts what the whole process holds.
+#[test]
+fn shards_are_written_and_read_in_place_and_copied_once_for_the_background() {
+    let temp = tempfile::tempdir().unwrap();
+    let io = Arc::new(LocalDirectory::new(temp.path()).with_sync(false));
+    run_ranks(RANKS, |world| {
+        let tree = model(&*world, 0)?;
+        let parts = || model_tensors(&tree, |_| world.rank());
+        let saved = rise(&*world, || {
+            save(&*io, &*world, "here", &parts()?, &[], &SaveMeta::default()).map(drop)
+        })?;
+        assert!(saved <= SLACK, "saving: {saved} bytes");
+
+        let mut saver = AsyncSaver::new(io.clone(), &*world)?;
+        for (round, most) in [STATE + SLACK, SLACK].into_iter().enumerate() {
+            let name = format!("copy-{round}");
+            let meta = SaveMeta::default();
+            let copied = rise(&*world, || {
+                let model = parts()?;
+                let (optimizer, remove) = (Vec::new(), Vec::new());
+                saver.start(SaveRequest {
+                    name,
+                    model,
+                    optimizer,
+                    meta,
+                    point_last: false,
+                    remove,
+                })?;
+                saver.wait().map(drop)
+            })?;
+            assert!(copied <= most, "copying, round {round}: {copied} bytes, expected {most}");
+            assert!(round > 0 || copied >= STATE, "copying: {copied} bytes");
+        }
+        drop(saver);
+
+        // The same cut is read in place, another one by way of a window.
+        let turned = model(&*world, 1)?;
+        for (tree, most) in [(&tree, SLACK), (&turned, SLACK + RANKS * WINDOW)] {
+            for name in ["here", "copy-1"] {
+                set_all(tree, 0.0)?;
+                let loaded = rise(&*world, || {
+                    let checkpoint = DistributedCheckpoint::open(io.location(name))?;
+                    load_into(&checkpoint, tree, true).map(drop)
+                })?;
+                assert!(loaded <= most, "loading {name}: {loaded} bytes, expected {most}");
+                assert!(are_all(tree, 1.0)?, "{name}");
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+}
