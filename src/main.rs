@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use fulgurite::bench::{self, CheckpointBench, TrainBench};
+use fulgurite::bench::{self, CheckpointBench, CollectivesBench, TrainBench};
 use fulgurite::cli::{checkpoint, plugins, print};
 use fulgurite::core::launch::report_and_exit_code;
 use fulgurite::core::{Result, registry};
@@ -33,6 +33,8 @@ enum Command {
 enum Bench {
     /// Training steps of a decoder, against its matrix products alone
     Train(TrainBench),
+    /// Collectives over the processes of this host
+    Collectives(CollectivesBench),
     /// Saving and loading checkpoints, against raw writes and reads of the same bytes
     Checkpoint(CheckpointBench),
 }
@@ -57,6 +59,7 @@ fn main() -> ExitCode {
         // It may become several processes, whose failures are one.
         Command::Bench(bench) => report_and_exit_code(match bench {
             Bench::Train(options) => bench::train(&options),
+            Bench::Collectives(options) => bench::collectives(&options),
             Bench::Checkpoint(options) => bench::checkpoint(&options),
         }),
         Command::Plugins(command) => exit_code(plugins(command).map(|()| ExitCode::SUCCESS)),

@@ -6,6 +6,7 @@
 //! run.
 
 mod checkpoint;
+mod collectives;
 mod floor;
 mod memory;
 mod model;
@@ -13,5 +14,6 @@ mod ranks;
 mod train;
 
 pub use checkpoint::{CheckpointBench, checkpoint};
+pub use collectives::{CollectivesBench, collectives};
 pub use model::{Decoder, DecoderSize, SizeOptions, Workload};
 pub use train::{TrainBench, train};

@@ -18,4 +18,4 @@ pub use objects::{Difference, all_gather_object, broadcast_object, first_differe
 pub use process_group::{AllGather, ProcessGroup, ReduceOp, ReduceScatter};
 pub use solo::Solo;
 pub use store::{GroupContext, ProcessGroupConfig, Store};
-pub use work::Work;
+pub use work::{Work, caller_waits, wait_for};

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use candle_core::Tensor;
 
 use super::FabricOptimizer;
-use crate::collective::{ProcessGroup, ReduceOp, Solo};
+use crate::collective::{ProcessGroup, ReduceOp, Solo, wait_for};
 use crate::launch::Launched;
 use crate::mesh::{CONTEXT_PARALLEL, DeviceMesh};
 use crate::module::{ForwardScope, ModuleBuilder, ModuleInit, ModuleTree};
@@ -280,7 +280,7 @@ impl Fabric {
     /// # Errors
     /// If a peer fails.
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
-        self.world.all_reduce(tensor, op)?.wait()
+        wait_for(|| self.world.all_reduce(tensor, op))
     }
 
     /// Waits for all ranks. Collective.
@@ -288,7 +288,7 @@ impl Fabric {
     /// # Errors
     /// If a peer fails.
     pub fn barrier(&self) -> Result<()> {
-        self.world.barrier()?.wait()
+        wait_for(|| self.world.barrier())
     }
 }
 

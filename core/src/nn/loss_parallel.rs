@@ -8,7 +8,7 @@ use candle_core::{D, Tensor, TensorId};
 
 use super::kernels::cross_entropy::{Classes, Targets};
 use super::kernels::cross_entropy_parts::{self as kernel, Part};
-use crate::collective::{ProcessGroup, ReduceOp};
+use crate::collective::{ProcessGroup, ReduceOp, wait_for};
 use crate::module::ForwardScope;
 use crate::{Error, Result};
 
@@ -86,9 +86,9 @@ impl ShardedLogits {
     ) -> Result<(Tensor, Tensor)> {
         let part = Part::new(logits, targets, self.range(), smoothing)?;
         let top = part.top()?;
-        self.group.all_reduce(&top, ReduceOp::Max)?.wait()?;
+        wait_for(|| self.group.all_reduce(&top, ReduceOp::Max))?;
         let sums = part.summands(&top)?;
-        self.group.all_reduce(&sums, ReduceOp::Sum)?.wait()?;
+        wait_for(|| self.group.all_reduce(&sums, ReduceOp::Sum))?;
         kernel::forward(&top, &sums, targets, self.range(), smoothing)
     }
 }

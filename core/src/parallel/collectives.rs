@@ -35,7 +35,7 @@ use candle_core::Tensor;
 
 use super::redistribute::{Redistribute, dimension};
 use crate::autograd::function;
-use crate::collective::ProcessGroup;
+use crate::collective::{ProcessGroup, wait_for};
 use crate::{Error, Result};
 
 fn apply(
@@ -150,7 +150,7 @@ fn exchange(
         .collect::<candle_core::Result<Vec<_>>>()?;
     let input = Tensor::cat(&flat, 0)?;
     let output = input.zeros_like()?;
-    group.all_to_all(&output, &input)?.wait()?;
+    wait_for(|| group.all_to_all(&output, &input))?;
     let count = output.elem_count() / group.size();
     let received = (0..group.size())
         .map(|i| output.narrow(0, i * count, count)?.reshape(shape.as_slice()))

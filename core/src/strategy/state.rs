@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{Device, Tensor};
 
-use crate::collective::{ProcessGroup, ReduceOp};
+use crate::collective::{ProcessGroup, ReduceOp, wait_for};
 use crate::mesh::{DP_CP, DeviceMesh};
 use crate::module::ModuleTree;
 use crate::nn::Loss;
@@ -169,7 +169,7 @@ impl StrategyState {
         }
         let sum = |values: &[f64], group: &dyn ProcessGroup| -> Result<Vec<f64>> {
             let values = Tensor::new(values, &Device::Cpu)?;
-            group.all_reduce(&values, ReduceOp::Sum)?.wait()?;
+            wait_for(|| group.all_reduce(&values, ReduceOp::Sum))?;
             Ok(values.to_vec1()?)
         };
         let mesh = self.mesh()?;

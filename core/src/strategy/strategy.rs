@@ -11,7 +11,7 @@ use crate::checkpoint::{
     self, CheckpointIO, DistributedCheckpoint, FullOptions, LoadOptions, RestoreReport, SaveMeta,
     SaveRequest,
 };
-use crate::collective::{ProcessGroup, ReduceOp, broadcast_object};
+use crate::collective::{ProcessGroup, ReduceOp, broadcast_object, wait_for};
 use crate::config::UnusedParameters;
 use crate::mesh::{DATA_PARALLEL, DeviceMesh};
 use crate::module::{ModuleInit, ModuleTree};
@@ -240,7 +240,7 @@ pub trait Strategy: Send {
         let parameters: Vec<_> = state.tree()?.trainable().cloned().collect();
         let squares = local_squared_norm(&parameters, &|dim| mesh.coordinate(dim))?;
         let squares = Tensor::new(&[squares * scale * scale], &Device::Cpu)?;
-        mesh.world().all_reduce(&squares, ReduceOp::Sum)?.wait()?;
+        wait_for(|| mesh.world().all_reduce(&squares, ReduceOp::Sum))?;
         Ok(squares.to_vec1::<f64>()?[0].sqrt())
     }
 
@@ -368,7 +368,7 @@ pub trait Strategy: Send {
 
     /// Reduces a host tensor over all ranks, in place. Collective.
     fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
-        self.device_mesh()?.world().all_reduce(tensor, op)?.wait()
+        wait_for(|| self.device_mesh()?.world().all_reduce(tensor, op))
     }
 
     /// Rank `src`'s text, on every rank. Collective.
@@ -378,7 +378,7 @@ pub trait Strategy: Send {
 
     /// Waits for all ranks. Collective.
     fn barrier(&self) -> Result<()> {
-        self.device_mesh()?.world().barrier()?.wait()
+        wait_for(|| self.device_mesh()?.world().barrier())
     }
 
     /// Whether all ranks (`all`), or any, say yes. Collective.

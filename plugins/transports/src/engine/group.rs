@@ -3,17 +3,17 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use candle_core::Tensor;
 use fulgurite_core::collective::{
-    AllGather, ProcessGroup, ReduceOp, ReduceScatter, Solo, Work, check,
+    AllGather, ProcessGroup, ReduceOp, ReduceScatter, Solo, Work, caller_waits, check,
 };
 use fulgurite_core::{Error, Result};
 use twox_hash::XxHash3_64;
 
 use super::plan::Collective;
-use super::queue::{Completion, Job, MailTask, Queue, Task};
+use super::queue::{Completion, Job, MailTask, Queue, Task, Turn};
 use super::rendezvous::{Joined, Rendezvous};
 use super::wait::Shared;
 use super::worker::Worker;
@@ -37,6 +37,7 @@ pub(crate) struct Membership {
 /// joins the communication thread.
 pub(crate) struct Group {
     shared: Arc<Shared>,
+    worker: Arc<Mutex<Worker>>,
     thread: Option<JoinHandle<()>>,
     rendezvous: Arc<dyn Rendezvous>,
     key: String,
@@ -66,17 +67,21 @@ impl Group {
             timeout,
             region,
             rendezvous: rendezvous.clone(),
-            queue: Mutex::new(Queue::default()),
+            queue: Queue::default(),
             failure: Mutex::new(None),
             spins: if size <= cores { SPINS } else { 0 },
         });
-        let worker = Worker::new(shared.clone());
+        let worker = Arc::new(Mutex::new(Worker::new(shared.clone())));
         let thread = std::thread::Builder::new()
             .name(format!("comm-{}", shared.name))
-            .spawn(move || worker.run())
+            .spawn({
+                let (shared, worker) = (shared.clone(), worker.clone());
+                move || communicate(&shared, &worker)
+            })
             .map_err(|e| Error::Launch(format!("starting a communication thread: {e}")))?;
         let group = Self {
             shared,
+            worker,
             thread: Some(thread),
             rendezvous,
             key,
@@ -101,10 +106,21 @@ impl Group {
             return Err(shared.error(op, failure));
         }
         let done = Arc::new(Completion::default());
-        shared.queue().jobs.push_back(Job { task, done: done.clone() });
-        shared.ring_self();
-        let shared = shared.clone();
-        Ok(Work::pending(move || done.wait().map_err(|failure| shared.error(op, failure))))
+        let mail = matches!(task, Task::Mail(_));
+        shared.queue.push(Job { task, done: done.clone() }, mail || !caller_waits());
+        if mail {
+            // A thread that carries out messages takes this one along.
+            shared.ring_self();
+        }
+        let (shared, worker) = (shared.clone(), self.worker.clone());
+        Ok(Work::pending(move || {
+            let result = if mail {
+                done.wait()
+            } else {
+                shared.queue.finish(&done, |turn, job| run(&worker, turn, job))
+            };
+            result.map_err(|failure| shared.error(op, failure))
+        }))
     }
 
     fn collective(&self, collective: Collective) -> Result<Work> {
@@ -195,9 +211,24 @@ impl ProcessGroup for Group {
     }
 }
 
+/// The communication thread: until the group is dropped and all it started has ended.
+fn communicate(shared: &Shared, worker: &Mutex<Worker>) {
+    while let Some((turn, job)) = shared.queue.next() {
+        run(worker, turn, job);
+    }
+    shared.region.record(shared.rank).left.store(1, Ordering::SeqCst);
+    shared.region.ring_all();
+}
+
+/// Carries out a job; whose turn it is has the worker for itself.
+fn run(worker: &Mutex<Worker>, turn: Turn<'_>, job: Job) {
+    worker.lock().expect("a worker catches panics").run(job);
+    drop(turn);
+}
+
 impl Drop for Group {
     fn drop(&mut self) {
-        self.shared.queue().closing = Some(Instant::now());
+        self.shared.queue.close();
         self.shared.ring_self();
         if let Some(thread) = self.thread.take() {
             // It catches panics; should one get through, there is nothing left to end.

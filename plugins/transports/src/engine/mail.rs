@@ -13,7 +13,7 @@ use fulgurite_core::collective::check;
 
 use super::failure::Failure;
 use super::plan::{Buffer, dtype_code};
-use super::queue::{Completion, MailTask, Task};
+use super::queue::{Completion, MailTask};
 use super::wait::Shared;
 use super::worker::Worker;
 use crate::memory::{MAILS, ring};
@@ -85,7 +85,7 @@ impl Worker {
         let mut outcome = Ok(false);
         shared.wait_until(
             || {
-                while let Some(mail) = next_mail(shared) {
+                while let Some(mail) = shared.queue.next_mail() {
                     admitted.push(mail);
                 }
                 outcome = step_all(shared, messages);
@@ -113,19 +113,6 @@ impl Worker {
             }
         }
         Ok(())
-    }
-}
-
-/// Takes the next job if it is a message.
-fn next_mail(shared: &Shared) -> Option<(MailTask, Arc<Completion>)> {
-    let mut queue = shared.queue();
-    let job = queue.jobs.pop_front()?;
-    match job.task {
-        Task::Mail(mail) => Some((mail, job.done)),
-        Task::Collective(_) => {
-            queue.jobs.push_front(job);
-            None
-        }
     }
 }
 

@@ -30,7 +30,7 @@ pub(crate) struct Shared {
     pub(crate) timeout: Duration,
     pub(crate) region: Arc<Region>,
     pub(crate) rendezvous: Arc<dyn Rendezvous>,
-    pub(crate) queue: Mutex<Queue>,
+    pub(crate) queue: Queue,
     /// Why the group no longer works, if it does not.
     pub(crate) failure: Mutex<Option<Failure>>,
     /// Looks before a rank goes to sleep. None if there are more ranks than cores.
@@ -42,11 +42,7 @@ impl Shared {
         self.global_ranks.len()
     }
 
-    pub(crate) fn queue(&self) -> std::sync::MutexGuard<'_, Queue> {
-        self.queue.lock().expect("no panic while queueing")
-    }
-
-    /// Makes this rank's communication thread look around.
+    /// Makes the thread of this rank that waits for other ranks look around.
     pub(crate) fn ring_self(&self) {
         ring(self.region.record(self.rank));
     }
@@ -185,8 +181,8 @@ impl Shared {
     }
 
     fn check_closing(&self, what: &impl Fn() -> String) -> Result<(), Failure> {
-        match self.queue().closing {
-            Some(since) if since.elapsed() >= CLOSING => Err(Failure::Group(format!(
+        match self.queue.closing_for() {
+            Some(time) if time >= CLOSING => Err(Failure::Group(format!(
                 "rank {} dropped the group while {}",
                 self.global_ranks[self.rank],
                 what(),

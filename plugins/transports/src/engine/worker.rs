@@ -1,10 +1,9 @@
-//! The communication thread: runs a rank's collectives in the order they were started.
+//! Carrying out a rank's collectives, in the order they were started.
 #![allow(unsafe_code)] // Reads and writes slots; the barriers of this file are what makes it sound.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use fulgurite_core::autograd::storage::{with_bytes, with_bytes_mut};
 
@@ -13,9 +12,9 @@ use super::plan::{Collective, Fingerprint, Plan};
 use super::queue::{Job, Task};
 use super::reduce::reduce;
 use super::wait::Shared;
-use crate::memory::{BUFFERS, Bell};
+use crate::memory::BUFFERS;
 
-/// The state of a communication thread.
+/// How far a rank has come. One thread at a time has it, whose [`Turn`](super::queue::Turn) it is.
 pub(crate) struct Worker {
     pub(crate) shared: Arc<Shared>,
     /// Collectives begun.
@@ -31,23 +30,18 @@ impl Worker {
         Self { shared, sequence: 0, barriers: 0, turn: 0 }
     }
 
-    /// Runs until the group is dropped and all it started has ended.
-    pub(crate) fn run(mut self) {
-        while let Some(job) = self.next_job() {
-            let Job { task, done } = job;
-            match task {
-                Task::Collective(collective) => {
-                    let result = self.guarded(|worker| worker.collective(&collective));
-                    // The tensors are the caller's own again before it hears of the end.
-                    drop(collective);
-                    done.set(result);
-                }
-                Task::Mail(mail) => self.run_mail(mail, done),
+    /// Carries out a job.
+    pub(crate) fn run(&mut self, job: Job) {
+        let Job { task, done } = job;
+        match task {
+            Task::Collective(collective) => {
+                let result = self.guarded(|worker| worker.collective(&collective));
+                // The tensors are the caller's own again before it hears of the end.
+                drop(collective);
+                done.set(result);
             }
+            Task::Mail(mail) => self.run_mail(mail, done),
         }
-        let shared = &self.shared;
-        shared.region.record(shared.rank).left.store(1, Ordering::SeqCst);
-        shared.region.ring_all();
     }
 
     /// Runs `f` unless the group has failed. A failure, or a panic, is the group's.
@@ -60,30 +54,12 @@ impl Worker {
         }
         let result = catch_unwind(AssertUnwindSafe(|| f(self))).unwrap_or_else(|panic| {
             let message = crate::threads::panic_message(&*panic);
-            Err(Failure::Group(format!("the communication thread panicked: {message}")))
+            Err(Failure::Group(format!("a collective panicked: {message}")))
         });
         if let Err(failure) = &result {
             self.shared.fail(failure);
         }
         result
-    }
-
-    /// The next job, or none if the group was dropped.
-    fn next_job(&self) -> Option<Job> {
-        let shared = &self.shared;
-        loop {
-            let bell = Bell::new(shared.region.record(shared.rank));
-            {
-                let mut queue = shared.queue();
-                if let Some(job) = queue.jobs.pop_front() {
-                    return Some(job);
-                }
-                if queue.closing.is_some() {
-                    return None;
-                }
-            }
-            bell.sleep(Duration::from_secs(60));
-        }
     }
 
     fn collective(&mut self, collective: &Collective) -> Result<(), Failure> {

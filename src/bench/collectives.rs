@@ -1,0 +1,151 @@
+//! Collectives of f32 buffers, from a few kilobytes to many megabytes.
+
+use std::time::Instant;
+
+use clap::Args;
+use fulgurite_core::collective::{AllGather, ReduceOp, ReduceScatter, all_gather_object, wait_for};
+use serde_json::json;
+
+use super::ranks::Ranks;
+use crate::cli::print;
+use crate::prelude::*;
+
+/// The options of `fulgurite bench collectives`.
+#[derive(Debug, Clone, Args)]
+pub struct CollectivesBench {
+    #[command(flatten)]
+    ranks: Ranks,
+    /// Bytes of the whole buffer: an all-gather's output, a reduce-scatter's input
+    #[arg(long, value_delimiter = ',', default_values_t = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20])]
+    sizes: Vec<usize>,
+    /// As JSON on standard output, a line each
+    #[arg(long)]
+    json: bool,
+}
+
+/// A collective to measure.
+const OPS: [&str; 5] = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier"];
+
+/// Measures. Launches the other ranks; returns in ranks only. Collective.
+///
+/// # Errors
+/// If ranks cannot be started, or a collective fails or gives a wrong result.
+pub fn collectives(options: &CollectivesBench) -> Result<()> {
+    let fabric = options.ranks.launch()?;
+    for op in OPS {
+        let sizes: &[usize] = if op == "barrier" { &[0] } else { &options.sizes };
+        for &bytes in sizes {
+            let measured = Measured::new(&fabric, op, bytes)?;
+            if fabric.is_global_zero() {
+                measured.report(options, op, fabric.world_size())?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The times of one collective at one size.
+struct Measured {
+    bytes: usize,
+    /// The slowest rank's, each call after a barrier.
+    median_secs: f64,
+    shortest_secs: f64,
+    /// The mean of calls one after the other.
+    in_a_row_secs: f64,
+}
+
+impl Measured {
+    fn new(fabric: &Fabric, op: &str, bytes: usize) -> Result<Self> {
+        let (world, n) = (fabric.world(), fabric.world_size());
+        let part = bytes / 4 / n;
+        let value = (fabric.global_rank() + 1) as f32;
+        let full = |value| Tensor::full(value, part * n, &Device::Cpu);
+        let (whole, own) = (full(value)?, Tensor::full(value, part, &Device::Cpu)?);
+        let counts = vec![part; n];
+        let call = || {
+            wait_for(|| match op {
+                "all_reduce" => world.all_reduce(&whole, ReduceOp::Sum),
+                "all_gather" => world.all_gather_into(vec![AllGather {
+                    output: whole.clone(),
+                    input: own.clone(),
+                    counts: counts.clone(),
+                }]),
+                "reduce_scatter" => world.reduce_scatter(
+                    vec![ReduceScatter {
+                        output: own.clone(),
+                        input: whole.clone(),
+                        counts: counts.clone(),
+                    }],
+                    ReduceOp::Sum,
+                ),
+                "broadcast" => world.broadcast(&whole, 0),
+                _ => world.barrier(),
+            })
+        };
+        call()?;
+        let sum = (n * (n + 1) / 2) as f32;
+        let wanted: Option<(&Tensor, Vec<f32>)> = match op {
+            "all_reduce" => Some((&whole, vec![sum; part * n])),
+            "all_gather" => {
+                let ranks = (1..=n).flat_map(|rank| std::iter::repeat_n(rank as f32, part));
+                Some((&whole, ranks.collect()))
+            }
+            "reduce_scatter" => Some((&own, vec![sum; part])),
+            "broadcast" => Some((&whole, vec![1.0; part * n])),
+            _ => None,
+        };
+        if let Some((tensor, wanted)) = wanted
+            && tensor.to_vec1::<f32>()? != wanted
+        {
+            return Err(Error::other(format!("{op} of {bytes} bytes gave a wrong result")));
+        }
+        // Sums of zeros stay finite.
+        for tensor in [&whole, &own] {
+            fulgurite_core::autograd::storage::with_host_mut(tensor, |x: &mut [f32]| x.fill(0.0))?;
+        }
+        let calls = ((128 << 20) / bytes.max(1)).clamp(8, 200);
+        let mut secs = Vec::with_capacity(calls);
+        for i in 0..calls + 3 {
+            world.barrier()?.wait()?;
+            let started = Instant::now();
+            call()?;
+            if i >= 3 {
+                secs.push(started.elapsed().as_secs_f64());
+            }
+        }
+        world.barrier()?.wait()?;
+        let started = Instant::now();
+        (0..calls).try_for_each(|_| call())?;
+        let in_a_row = started.elapsed().as_secs_f64() / calls as f64;
+
+        let all = all_gather_object(&**world, &(secs, in_a_row))?;
+        let slowest = |i: usize| all.iter().map(|(secs, _)| secs[i]).fold(0.0, f64::max);
+        let mut slowest: Vec<f64> = (0..calls).map(slowest).collect();
+        slowest.sort_by(f64::total_cmp);
+        Ok(Self {
+            bytes: if op == "barrier" { 0 } else { part * n * 4 },
+            median_secs: slowest[calls / 2],
+            shortest_secs: slowest[0],
+            in_a_row_secs: all.iter().map(|(_, secs)| *secs).fold(0.0, f64::max),
+        })
+    }
+
+    fn report(&self, options: &CollectivesBench, op: &str, ranks: usize) -> Result<()> {
+        let Self { bytes, median_secs, shortest_secs, in_a_row_secs } = *self;
+        let gib_per_s = bytes as f64 / median_secs / f64::from(1 << 30);
+        if options.json {
+            let line = json!({
+                "bench": "collectives", "op": op, "ranks": ranks, "bytes": bytes,
+                "latency_s": median_secs, "latency_min_s": shortest_secs, "loop_s": in_a_row_secs,
+                "algbw_gib_s": gib_per_s,
+            });
+            return print(&format!("{line}\n"));
+        }
+        print(&format!(
+            "{op:15} {bytes:>9} bytes  {:>9.1} us  (best {:.1}, in a row {:.1})  {gib_per_s:.2} GiB/s\n",
+            median_secs * 1e6,
+            shortest_secs * 1e6,
+            in_a_row_secs * 1e6,
+        ))
+    }
+}
