@@ -3,10 +3,8 @@
 use std::ops::Deref;
 
 use candle_core::{DType, Device, Storage, Tensor};
-use rayon::prelude::*;
 
 use crate::autograd::storage::HostElement;
-use crate::simd::vectorized;
 use crate::{Error, Result};
 
 /// Calls `$body` with `$T` as the Rust type of a float dtype that kernels compute in.
@@ -167,70 +165,6 @@ pub(super) fn max<T: Float>(a: &[T]) -> T {
 pub(super) fn exp_in_place<T: Float>(row: &mut [T], shift: T) -> T {
     row.iter_mut().for_each(|x| *x = (*x - shift).fast_exp());
     sum1(row, |x| x)
-}
-
-vectorized! {
-    fn fill1[T: Float, F: Fn(T) -> T](out: &mut [T], a: &[T], f: F) {
-        for (out, &a) in out.iter_mut().zip(a) {
-            *out = f(a);
-        }
-    }
-
-    fn fill2[T: Float, F: Fn(T, T) -> T](out: &mut [T], a: &[T], b: &[T], f: F) {
-        for (out, (&a, &b)) in out.iter_mut().zip(a.iter().zip(b)) {
-            *out = f(a, b);
-        }
-    }
-
-    fn fill3_2[T: Float, F: Fn(T, T, T) -> (T, T)](
-        left: &mut [T],
-        right: &mut [T],
-        a: &[T],
-        b: &[T],
-        c: &[T],
-        f: F,
-    ) {
-        let outputs = left.iter_mut().zip(right);
-        for ((left, right), ((&a, &b), &c)) in outputs.zip(a.iter().zip(b).zip(c)) {
-            (*left, *right) = f(a, b, c);
-        }
-    }
-}
-
-/// How many elements a parallel piece of an element-wise kernel has.
-const PIECE: usize = 16 * 1024;
-
-/// `out[i] = f(a[i])`, in parallel.
-pub(super) fn map1<T: Float>(a: &[T], f: impl Fn(T) -> T + Copy + Sync) -> Vec<T> {
-    let mut out = vec![T::ZERO; a.len()];
-    out.par_chunks_mut(PIECE).zip(a.par_chunks(PIECE)).for_each(|(out, a)| {
-        fill1(out, a, f);
-    });
-    out
-}
-
-/// `out[i] = f(a[i], b[i])`, in parallel.
-pub(super) fn map2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T + Copy + Sync) -> Vec<T> {
-    let mut out = vec![T::ZERO; a.len()];
-    let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE));
-    out.par_chunks_mut(PIECE).zip(inputs).for_each(|(out, (a, b))| {
-        fill2(out, a, b, f);
-    });
-    out
-}
-
-/// Two outputs from three inputs, in parallel.
-pub(super) fn map3_2<T: Float>(
-    [a, b, c]: [&[T]; 3],
-    f: impl Fn(T, T, T) -> (T, T) + Copy + Sync,
-) -> (Vec<T>, Vec<T>) {
-    let (mut left, mut right) = (vec![T::ZERO; a.len()], vec![T::ZERO; a.len()]);
-    let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE)).zip(c.par_chunks(PIECE));
-    let outputs = left.par_chunks_mut(PIECE).zip(right.par_chunks_mut(PIECE));
-    outputs.zip(inputs).for_each(|((left, right), ((a, b), c))| {
-        fill3_2(left, right, a, b, c, f);
-    });
-    (left, right)
 }
 
 /// How many rows one parallel piece of a row-wise kernel has. It depends on the shape alone, so

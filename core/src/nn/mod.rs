@@ -49,6 +49,7 @@ mod kernels;
 mod linear;
 mod loss;
 pub(crate) mod loss_parallel;
+mod map;
 mod mlp;
 mod norm;
 mod record;

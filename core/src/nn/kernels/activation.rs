@@ -4,7 +4,8 @@ use candle_core::Tensor;
 
 use crate::Result;
 use crate::nn::arm::{on_host, wide};
-use crate::nn::host::{Float, host, map1, map2, map3_2, tensor, with_float};
+use crate::nn::host::{Float, host, tensor, with_float};
+use crate::nn::map::{map1, map2, map3_2};
 
 /// A non-linearity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

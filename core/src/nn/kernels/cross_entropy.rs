@@ -1,6 +1,9 @@
 //! Cross entropy of rows of logits. Forward keeps one number a row, the log-sum-exp; backward
 //! computes the probabilities again and writes the gradient in one pass. Where each rank has a part
 //! of the classes, the forward is [`super::cross_entropy_parts`]; backward is the same.
+#![allow(unsafe_code)] // the gradient's memory is not zeroed before it is written
+
+use std::mem::MaybeUninit;
 
 use candle_core::{D, Tensor};
 use rayon::prelude::*;
@@ -8,6 +11,7 @@ use rayon::prelude::*;
 use crate::Result;
 use crate::nn::arm::{on_host, wide};
 use crate::nn::host::{Float, host, max, rows_per_piece, sum1, tensor, with_float};
+use crate::nn::map;
 use crate::simd::vectorized;
 
 /// Targets on the host: a class for each row, or none where the row is ignored.
@@ -101,17 +105,23 @@ pub(in crate::nn) fn backward(
         let (values, lse) = (host_x.slice::<T>()?, lse.slice::<T>()?);
         let grad = grad.to_scalar::<T>()?;
         let (uniform, hit) = (T::lit(uniform), T::lit(1.0 - smoothing));
-        let mut d = vec![T::ZERO; rows * columns];
-        d.par_chunks_mut(columns)
-            .zip(values.par_chunks(columns).zip(targets.par_iter().zip(lse)))
-            .with_min_len(8)
-            .for_each(|(d, (z, (target, &lse)))| {
-                let Some(target) = target else { return };
-                probabilities(d, z, lse, uniform, grad);
-                if let Some(d) = classes.column(*target).and_then(|column| d.get_mut(column)) {
-                    *d -= hit * grad;
+        let write = |first: usize, d: &mut [MaybeUninit<T>]| {
+            for (row, d) in (first..).zip(d.chunks_exact_mut(columns)) {
+                let z = &values[row * columns..][..columns];
+                let Some(target) = targets[row] else {
+                    d.fill(MaybeUninit::new(T::ZERO));
+                    continue;
+                };
+                probabilities(d, z, lse[row], uniform, grad);
+                let column = classes.column(target).filter(|&column| column < columns);
+                if let Some(column) = column {
+                    let p = (z[column] - lse[row]).fast_exp() - uniform;
+                    d[column].write(p * grad - hit * grad);
                 }
-            });
+            }
+        };
+        // SAFETY: rows are whole, and of each every element is written.
+        let d = unsafe { map::rows(rows * columns, columns, 8, write) };
         tensor(d, (rows, columns))
     })?;
     Ok(d.to_dtype(dtype)?)
@@ -127,9 +137,9 @@ vectorized! {
     }
 
     /// `d = (exp(z - lse) - uniform) * grad`.
-    fn probabilities[T: Float](d: &mut [T], z: &[T], lse: T, uniform: T, grad: T) {
+    fn probabilities[T: Float](d: &mut [MaybeUninit<T>], z: &[T], lse: T, uniform: T, grad: T) {
         for (d, &z) in d.iter_mut().zip(z) {
-            *d = ((z - lse).fast_exp() - uniform) * grad;
+            d.write(((z - lse).fast_exp() - uniform) * grad);
         }
     }
 }

@@ -1,0 +1,133 @@
+//! Outputs that are written once, element by element.
+#![allow(unsafe_code)] // memory that is not zeroed first: a pass over it that no thread shares
+
+use std::mem::MaybeUninit;
+
+use rayon::prelude::*;
+
+use super::host::Float;
+use crate::simd::vectorized;
+
+/// How many elements a parallel piece of an element-wise kernel has.
+const PIECE: usize = 16 * 1024;
+
+/// `out[i] = f(a[i])`, in parallel.
+pub(super) fn map1<T: Float>(a: &[T], f: impl Fn(T) -> T + Copy + Sync) -> Vec<T> {
+    let mut out = Vec::with_capacity(a.len());
+    let room = &mut out.spare_capacity_mut()[..a.len()];
+    room.par_chunks_mut(PIECE).zip(a.par_chunks(PIECE)).for_each(|(out, a)| write1(out, a, f));
+    // SAFETY: the pieces are all of `room`, and `write1` writes all of a piece.
+    unsafe { out.set_len(a.len()) };
+    out
+}
+
+/// `out[i] = f(a[i], b[i])`, in parallel; the inputs have one length.
+pub(super) fn map2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T + Copy + Sync) -> Vec<T> {
+    assert_eq!(a.len(), b.len(), "inputs of one length");
+    let mut out = Vec::with_capacity(a.len());
+    let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE));
+    let room = &mut out.spare_capacity_mut()[..a.len()];
+    room.par_chunks_mut(PIECE).zip(inputs).for_each(|(out, (a, b))| write2(out, a, b, f));
+    // SAFETY: the pieces are all of `room`, each as long as those of `a` and `b`, and `write2`
+    // writes all of one.
+    unsafe { out.set_len(a.len()) };
+    out
+}
+
+/// Two outputs from three inputs of one length, in parallel.
+pub(super) fn map3_2<T: Float>(
+    [a, b, c]: [&[T]; 3],
+    f: impl Fn(T, T, T) -> (T, T) + Copy + Sync,
+) -> (Vec<T>, Vec<T>) {
+    let n = a.len();
+    assert!(b.len() == n && c.len() == n, "inputs of one length");
+    let (mut left, mut right) = (Vec::with_capacity(n), Vec::with_capacity(n));
+    let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE)).zip(c.par_chunks(PIECE));
+    let left_room = &mut left.spare_capacity_mut()[..n];
+    let right_room = &mut right.spare_capacity_mut()[..n];
+    let outputs = left_room.par_chunks_mut(PIECE).zip(right_room.par_chunks_mut(PIECE));
+    outputs.zip(inputs).for_each(|((left, right), ((a, b), c))| {
+        write3_2(left, right, a, b, c, f);
+    });
+    // SAFETY: as in `map2`, for both.
+    unsafe {
+        left.set_len(n);
+        right.set_len(n);
+    }
+    (left, right)
+}
+
+/// A vector of `len` elements, in rows of `width` of which `write` writes all, in parallel.
+///
+/// # Safety
+/// `write` writes every element of the rows that it gets; the number is the first row's.
+pub(super) unsafe fn rows<T: Float>(
+    len: usize,
+    width: usize,
+    rows_a_piece: usize,
+    write: impl Fn(usize, &mut [MaybeUninit<T>]) + Sync,
+) -> Vec<T> {
+    let mut out = Vec::with_capacity(len);
+    let room = &mut out.spare_capacity_mut()[..len];
+    room.par_chunks_mut((rows_a_piece * width).max(1))
+        .enumerate()
+        .for_each(|(i, rows)| write(i * rows_a_piece, rows));
+    // SAFETY: the pieces are all of `room`; the caller promises that they are written.
+    unsafe { out.set_len(len) };
+    out
+}
+
+vectorized! {
+    fn write1[T: Float, F: Fn(T) -> T](out: &mut [MaybeUninit<T>], a: &[T], f: F) {
+        for (out, &a) in out.iter_mut().zip(a) {
+            out.write(f(a));
+        }
+    }
+
+    fn write2[T: Float, F: Fn(T, T) -> T](out: &mut [MaybeUninit<T>], a: &[T], b: &[T], f: F) {
+        for (out, (&a, &b)) in out.iter_mut().zip(a.iter().zip(b)) {
+            out.write(f(a, b));
+        }
+    }
+
+    fn write3_2[T: Float, F: Fn(T, T, T) -> (T, T)](
+        left: &mut [MaybeUninit<T>],
+        right: &mut [MaybeUninit<T>],
+        a: &[T],
+        b: &[T],
+        c: &[T],
+        f: F,
+    ) {
+        let outputs = left.iter_mut().zip(right);
+        for ((left, right), ((&a, &b), &c)) in outputs.zip(a.iter().zip(b).zip(c)) {
+            let (x, y) = f(a, b, c);
+            left.write(x);
+            right.write(y);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_element_is_written_across_pieces() {
+        let n = 2 * PIECE + 3;
+        let a: Vec<f32> = (0..n).map(|i| i as f32).collect();
+        assert!(map1(&a, |x| -x).iter().zip(&a).all(|(y, x)| *y == -x));
+        assert!(map2(&a, &a, |x, y| x + y).iter().zip(&a).all(|(y, x)| *y == 2.0 * x));
+        let (left, right) = map3_2([&a, &a, &a], |x, y, z| (x + y + z, x));
+        assert!(left.iter().zip(&a).all(|(y, x)| *y == 3.0 * x) && right == a);
+        assert!(map1::<f32>(&[], |x| x).is_empty());
+        // SAFETY: all elements are written.
+        let rows = unsafe {
+            rows(15, 3, 2, |first, rows| {
+                rows.iter_mut()
+                    .enumerate()
+                    .for_each(|(i, x)| drop(x.write((3 * first + i) as f64)));
+            })
+        };
+        assert_eq!(rows, (0..15).map(f64::from).collect::<Vec<_>>());
+    }
+}
