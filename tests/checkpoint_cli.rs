@@ -167,7 +167,7 @@ fn verify_names_what_is_damaged() {
     fs::write(scratch.path(shard), &damaged).unwrap();
     insta::assert_snapshot!(scratch.finds("verify c"), @r#"
 c/model/shard-00001-model-00001-of-00001.safetensors: tensor `model.up.weight`: the file's header says something else of it
-c/model/shard-00001-model-00001-of-00001.safetensors: tensor `model.up.weight`: the bytes of [0..6, 0..4] do not match their checksum
+c/model/shard-00001-model-00001-of-00001.safetensors: tensor `model.up.bias`: the bytes of [0..6] do not match their checksum
 c is damaged in 2 places
 "#);
     let json = scratch.json("verify c --json");

@@ -160,10 +160,13 @@ fn a_run_that_saves_in_the_background_goes_on_to_the_bit() {
 
 #[test]
 fn a_signal_that_takes_the_machine_away_saves_first() {
-    for (signal, code, strategy, devices) in [
-        (Signal::TERM, 143, "fsdp", 2),
-        (Signal::USR1, 138, "ddp", 2),
-        (Signal::USR1, 138, "single_device", 1),
+    for (signals, code, strategy, devices) in [
+        (&[Signal::TERM][..], 143, "fsdp", 2),
+        (&[Signal::USR1], 138, "ddp", 2),
+        (&[Signal::USR1], 138, "single_device", 1),
+        // A notice, and the end that it told of: no second request.
+        (&[Signal::USR1, Signal::TERM], 143, "single_device", 1),
+        (&[Signal::USR1, Signal::TERM], 143, "ddp", 2),
     ] {
         let scratch = Scratch::with_tokens();
         // It saves even if nobody asked for checkpoints, and at once where others are saved in the
@@ -177,7 +180,7 @@ fn a_signal_that_takes_the_machine_away_saves_first() {
         ]);
         let running = job.clone().set(&["trainer.max_steps=1000000"]).start();
         running.reach(5);
-        running.signal(signal);
+        signals.iter().for_each(|&signal| running.signal(signal));
         let stopped = running.wait();
         assert_eq!(stopped.code(), Some(code), "{}", stopped.stderr);
         assert!(!stopped.stderr.contains("error"), "{}", stopped.stderr);

@@ -39,7 +39,7 @@
 //! If the supervisor itself is killed, the kernel takes its ranks along (on Linux).
 //!
 //! Ctrl-C, SIGTERM and SIGUSR1 ask all ranks to finish their step ([`interruption`]); a second one
-//! ends them at once.
+//! ends them at once, unless one of the two is SIGUSR1, which only tells of an end to come.
 
 mod failure;
 mod handover;

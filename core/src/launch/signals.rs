@@ -103,7 +103,7 @@ pub(super) fn handle(second: Second) -> Result<()> {
 fn register(arrived: &Arrived, second: Second) -> std::io::Result<()> {
     let once = Arc::new(AtomicBool::new(false));
     for (signal, flag) in SIGNALS.into_iter().zip(&arrived.0) {
-        if second == Second::Ends {
+        if second == Second::Ends && !is_notice(signal) {
             // Before the handler that sets the flag, so that the first signal does not end it.
             signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, once.clone())?;
             signal_hook::flag::register(signal, once.clone())?;
@@ -111,6 +111,12 @@ fn register(arrived: &Arrived, second: Second) -> std::io::Result<()> {
         signal_hook::flag::register(signal, flag.clone())?;
     }
     Ok(())
+}
+
+/// Whether a signal only tells of an end to come, which another signal will ask for: that one is not
+/// a second request.
+pub(super) fn is_notice(signal: i32) -> bool {
+    signal == SIGUSR1
 }
 
 /// The most urgent signal that arrived since the last call. For the supervisor, which counts calls

@@ -132,7 +132,11 @@ impl Ranks {
 
     fn heed_signals(&mut self) {
         let Some(signal) = signals::take() else { return };
-        if self.interrupted.is_some() {
+        let before = self.interrupted;
+        if before.is_some() && signals::is_notice(signal) {
+            return;
+        }
+        if before.is_some_and(|before| !signals::is_notice(before)) {
             self.killed = true;
             self.signal_all(Signal::KILL);
             return;

@@ -90,11 +90,11 @@ fn a_flipped_bit_is_found_when_loading_and_by_verify() {
     let load = |checkpoint: &DistributedCheckpoint| {
         load_into(checkpoint, &model([1, 1, 1], 0, None, DType::F32), true)
     };
-    insta::assert_snapshot!(shown(load(&open()).unwrap_err(), root), @"checkpoint ROOT/c/model/shard-00002-model-00001-of-00001.safetensors: tensor `layers.0.up`: the bytes of [3..6, 0..10] do not match their checksum; the file is damaged");
+    insta::assert_snapshot!(shown(load(&open()).unwrap_err(), root), @"checkpoint ROOT/c/model/shard-00002-model-00001-of-00001.safetensors: tensor `layers.0.conv`: the bytes of [1..2, 0..3, 0..4] do not match their checksum; the file is damaged");
     load(&open().verify_on_load(false)).unwrap();
     insta::assert_snapshot!(shown(open().verify().unwrap_err(), root), @r#"
 checkpoint ROOT/c: is damaged:
-  ROOT/c/model/shard-00002-model-00001-of-00001.safetensors: tensor `layers.0.up`: the bytes of [3..6, 0..10] do not match their checksum; the file is damaged
+  ROOT/c/model/shard-00002-model-00001-of-00001.safetensors: tensor `layers.0.conv`: the bytes of [1..2, 0..3, 0..4] do not match their checksum; the file is damaged
   ROOT/c/optimizer/shard-00001-model-00001-of-00001.safetensors: tensor `state.scale.exp_avg_sq`: the bytes of [] do not match their checksum; the file is damaged
 "#);
 }
