@@ -123,9 +123,9 @@ mod tests {
         // SAFETY: all elements are written.
         let rows = unsafe {
             rows(15, 3, 2, |first, rows| {
-                rows.iter_mut()
-                    .enumerate()
-                    .for_each(|(i, x)| drop(x.write((3 * first + i) as f64)));
+                for (i, x) in rows.iter_mut().enumerate() {
+                    x.write((3 * first + i) as f64);
+                }
             })
         };
         assert_eq!(rows, (0..15).map(f64::from).collect::<Vec<_>>());
