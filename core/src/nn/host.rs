@@ -122,12 +122,23 @@ const LANES: usize = 8;
 /// The sum of `f` over two slices of one length, in eight independent lanes.
 #[inline(always)]
 pub(super) fn sum2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T) -> T {
+    // Values first, in a loop of its own: with `f` inside, the lanes do not become vector code.
+    const BLOCK: usize = 8 * LANES;
+    let mut values = [T::ZERO; BLOCK];
     let mut lanes = [T::ZERO; LANES];
-    let (a8, b8) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
-    let tail: T = a8.remainder().iter().zip(b8.remainder()).map(|(&a, &b)| f(a, b)).sum();
-    for (a, b) in a8.zip(b8) {
-        for i in 0..LANES {
-            lanes[i] += f(a[i], b[i]);
+    let mut tail = T::ZERO;
+    for (a, b) in a.chunks(BLOCK).zip(b.chunks(BLOCK)) {
+        let values = &mut values[..a.len()];
+        for (value, (&a, &b)) in values.iter_mut().zip(a.iter().zip(b)) {
+            *value = f(a, b);
+        }
+        let whole = values.chunks_exact(LANES);
+        // Of the last block alone.
+        whole.remainder().iter().for_each(|&value| tail += value);
+        for chunk in whole {
+            for i in 0..LANES {
+                lanes[i] += chunk[i];
+            }
         }
     }
     lanes.into_iter().sum::<T>() + tail
