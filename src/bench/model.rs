@@ -85,7 +85,7 @@ impl SizeOptions {
             kv_heads: self.kv_heads.unwrap_or(kv_heads.min(heads)),
             ffn: self.ffn.unwrap_or(ffn),
         };
-        if heads == 0 || size.dim % (2 * heads) != 0 {
+        if heads == 0 || !size.dim.is_multiple_of(2 * heads) {
             return Err(Error::Config(format!(
                 "--dim {} does not divide into --heads {heads} of an even width",
                 size.dim

@@ -71,7 +71,7 @@ pub fn gemm<T: Float>(out: &mut [T], a: Mat<T>, b: Mat<T>, add: bool, threads: T
 /// `a b`, row-major, in memory that is written once.
 ///
 /// # Panics
-/// As [`gemm`].
+/// As [`gemm()`].
 pub fn product<T: Float>(a: Mat<T>, b: Mat<T>, threads: Threads) -> Vec<T> {
     let size = checked_size(a, b);
     if a.cols == 0 || size == 0 {
