@@ -1,0 +1,75 @@
+//! `fulgurite bench train` and `fulgurite bench collectives`, as programs.
+
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn bench(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+        .arg("bench")
+        .args(args)
+        .env("RAYON_NUM_THREADS", "1")
+        .output()
+        .unwrap()
+}
+
+/// The JSON objects that it prints, one a line.
+fn measured(args: &[&str]) -> Vec<Value> {
+    let output = bench(args);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let lines = String::from_utf8(output.stdout).unwrap();
+    lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn steps_are_measured_against_their_matrix_products() {
+    let size = ["--workload", "tiny", "--layers", "2", "--kv-heads", "2", "--seq", "32"];
+    let steps = ["train", "--json", "--warmup", "1", "--steps", "3", "--accumulate", "2"];
+    let mut losses = Vec::new();
+    for (strategy, ranks, data_parallel) in
+        [("single_device", "1", 1), ("fsdp", "2", 2), ("tp", "2", 1)]
+    {
+        let place = ["--strategy", strategy, "--ranks", ranks];
+        let rows = measured(&[&steps[..], &size, &place].concat());
+        let [row] = rows.as_slice() else { panic!("{rows:?}") };
+        let number = |key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key}: {row}"));
+        assert_eq!((&row["kv_heads"], &row["steps"]), (&2.into(), &3.into()));
+        assert_eq!(row["tokens_per_step"], 4 * 32 * 2 * data_parallel);
+        assert_eq!(number("tokens_per_s"), number("tokens_per_step") / number("step_s"));
+        assert!(
+            number("step_s_min") <= number("step_s") && number("step_s") <= number("step_s_max")
+        );
+        assert_eq!(number("of_floor"), number("step_s") / number("gemm_floor_s"));
+        assert!(number("startup_s") > 0.0 && number("gemm_floor_s") > 0.0);
+        assert_eq!(row["peak_rss_mib"].as_array().unwrap().len(), ranks.parse::<usize>().unwrap());
+        if data_parallel == 1 {
+            losses.push((number("loss_first"), number("loss_last")));
+        }
+    }
+    // The same model and batches.
+    assert!((losses[0].0 - losses[1].0).abs() < 1e-5 && (losses[0].1 - losses[1].1).abs() < 1e-4);
+    assert!(losses[0].1 < losses[0].0, "{losses:?}");
+}
+
+#[test]
+fn collectives_are_measured_at_each_size() {
+    let rows = measured(&["collectives", "--json", "--ranks", "2", "--sizes", "4096,65536"]);
+    let seen: Vec<_> = rows
+        .iter()
+        .map(|row| (row["op"].as_str().unwrap(), row["bytes"].as_u64().unwrap()))
+        .collect();
+    assert_eq!(seen.len(), 9);
+    assert_eq!(seen[..2], [("all_reduce", 4096), ("all_reduce", 65536)]);
+    assert_eq!(seen[8], ("barrier", 0));
+    for row in &rows {
+        let secs = |key: &str| row[key].as_f64().unwrap();
+        assert!(0.0 < secs("latency_min_s") && secs("latency_min_s") <= secs("latency_s"), "{row}");
+    }
+}
+
+#[test]
+fn sizes_that_do_not_fit_are_explained() {
+    let output = bench(&["train", "--workload", "tiny", "--heads", "3", "--ranks", "1"]);
+    assert!(!output.status.success());
+    insta::assert_snapshot!(String::from_utf8_lossy(&output.stderr).trim(), @"error: --dim 128 does not divide into --heads 3 of an even width");
+}
