@@ -1,53 +1,29 @@
 //! What saving a full checkpoint, loading it and converting it cost in memory, by the allocator's count.
 
 mod counted;
+mod cut_model;
 
 use std::sync::atomic::Ordering;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use counted::{LIVE, PEAK};
+use cut_model::{COLUMNS, ROWS, cut_model};
 use fulgurite_checkpoint::LocalDirectory;
 use fulgurite_core::Result;
 use fulgurite_core::checkpoint::tools::{AnyCheckpoint, ConvertOptions, Target, convert, verify};
 use fulgurite_core::checkpoint::{
     FullCheckpoint, FullOptions, GatherOptions, TensorSource, load_into, save_full,
 };
-use fulgurite_core::collective::ProcessGroup;
-use fulgurite_core::module::{ModuleBuilder, ModuleInit, ModuleTree};
-use fulgurite_core::parameter::{Init, LocalShard};
-use fulgurite_core::shard::{Cut, Placement, Region};
+use fulgurite_core::shard::Region;
 use fulgurite_transports::run_ranks;
 
 const RANKS: usize = 2;
-const TENSORS: usize = 3;
-const ROWS: usize = 2048;
-const COLUMNS: usize = 3072;
 /// Bytes of the largest tensor.
 const TENSOR: usize = ROWS * COLUMNS * 4;
 /// What is sent at a time.
 const WINDOW: usize = 8 << 20;
 /// Buffers of files, control messages, the transport's own.
 const SLACK: usize = 4 << 20;
-
-/// A model whose tensors are cut along this dimension.
-fn model(group: &dyn ProcessGroup, dim: usize) -> Result<ModuleTree> {
-    let b = ModuleBuilder::new(ModuleInit::default());
-    for i in 0..TENSORS {
-        b.parameter(&format!("w{i}"), [ROWS, COLUMNS], Init::ONES)?;
-    }
-    let tree = b.finish()?;
-    for parameter in tree.parameters() {
-        let cut = Cut::new("data_parallel_shard", group.size(), Placement::Shard(dim));
-        let spec = parameter.spec().with_cut(cut);
-        let region = spec.region(|_| group.rank());
-        let runs = region.runs(&spec.shape);
-        let values = runs.iter().flat_map(|run| run.outer..run.outer + run.len).map(value);
-        let values = Tensor::from_iter(values, parameter.device())?;
-        parameter.set_spec(spec);
-        parameter.set_local(LocalShard { values, region });
-    }
-    Ok(tree)
-}
 
 /// The value of a tensor's element of this index; bf16 holds it too.
 fn value(index: usize) -> f32 {
@@ -84,7 +60,7 @@ fn saves_loads_and_tools_hold_one_tensor_at_a_time() {
         (1, Some(DType::BF16), TENSOR / 2 + RANKS * WINDOW / 2 + WINDOW + SLACK),
     ] {
         let rises = run_ranks(RANKS, |world| {
-            let tree = model(&*world, dim)?;
+            let tree = cut_model(&*world, dim, value)?;
             let gather = GatherOptions { dtype, ..GatherOptions::default() };
             let options = FullOptions { gather, ..FullOptions::default() };
             world.barrier()?.wait()?;
@@ -116,7 +92,7 @@ fn saves_loads_and_tools_hold_one_tensor_at_a_time() {
     // A rank reads its part and no more, one tensor after the other: as bytes, then as values.
     for (dim, source) in [(0, &full), (1, &full), (0, &shards), (1, &shards)] {
         let rises = run_ranks(RANKS, |world| {
-            let tree = model(&*world, dim)?;
+            let tree = cut_model(&*world, dim, value)?;
             let mut risen = 0;
             for turn in 0..RANKS {
                 world.barrier()?.wait()?;

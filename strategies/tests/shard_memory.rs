@@ -1,12 +1,13 @@
 //! What saving and loading distributed checkpoints costs in memory, by the allocator's count.
 
 mod counted;
+mod cut_model;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use candle_core::Tensor;
 use counted::{LIVE, PEAK};
+use cut_model::{COLUMNS, ROWS, TENSORS, cut_model};
 use fulgurite_checkpoint::LocalDirectory;
 use fulgurite_core::Result;
 use fulgurite_core::autograd::storage;
@@ -15,39 +16,16 @@ use fulgurite_core::checkpoint::{
     model_tensors, save,
 };
 use fulgurite_core::collective::ProcessGroup;
-use fulgurite_core::module::{ModuleBuilder, ModuleInit, ModuleTree};
-use fulgurite_core::parameter::{Init, LocalShard};
-use fulgurite_core::shard::{Cut, Placement};
+use fulgurite_core::module::ModuleTree;
 use fulgurite_transports::run_ranks;
 
 const RANKS: usize = 2;
-const TENSORS: usize = 3;
-const ROWS: usize = 2048;
-const COLUMNS: usize = 3072;
 /// Bytes of the model.
 const STATE: usize = TENSORS * ROWS * COLUMNS * 4;
 /// What short rows are read by, a rank.
 const WINDOW: usize = 4 << 20;
 /// Buffers of files, control messages, the transport's own; much less than a rank's part of a tensor.
 const SLACK: usize = 4 << 20;
-
-/// A model whose tensors are cut along this dimension.
-fn model(group: &dyn ProcessGroup, dim: usize) -> Result<ModuleTree> {
-    let b = ModuleBuilder::new(ModuleInit::default());
-    for i in 0..TENSORS {
-        b.parameter(&format!("w{i}"), [ROWS, COLUMNS], Init::ONES)?;
-    }
-    let tree = b.finish()?;
-    for parameter in tree.parameters() {
-        let cut = Cut::new("data_parallel_shard", group.size(), Placement::Shard(dim));
-        let spec = parameter.spec().with_cut(cut);
-        let region = spec.region(|_| group.rank());
-        let values = Tensor::ones(region.elem_count(), parameter.dtype(), parameter.device())?;
-        parameter.set_spec(spec);
-        parameter.set_local(LocalShard { values, region });
-    }
-    Ok(tree)
-}
 
 fn set_all(tree: &ModuleTree, value: f32) -> Result<()> {
     tree.parameters().iter().try_for_each(|parameter| {
@@ -83,7 +61,7 @@ fn shards_are_written_and_read_in_place_and_copied_once_for_the_background() {
     let temp = tempfile::tempdir().unwrap();
     let io = Arc::new(LocalDirectory::new(temp.path()).with_sync(false));
     run_ranks(RANKS, |world| {
-        let tree = model(&*world, 0)?;
+        let tree = cut_model(&*world, 0, |_| 1.0)?;
         let parts = || model_tensors(&tree, |_| world.rank());
         let saved = rise(&*world, || {
             save(&*io, &*world, "here", &parts()?, &[], &SaveMeta::default()).map(drop)
@@ -113,7 +91,7 @@ fn shards_are_written_and_read_in_place_and_copied_once_for_the_background() {
         drop(saver);
 
         // The same cut is read in place, another one by way of a window.
-        let turned = model(&*world, 1)?;
+        let turned = cut_model(&*world, 1, |_| 1.0)?;
         for (tree, most) in [(&tree, SLACK), (&turned, SLACK + RANKS * WINDOW)] {
             for name in ["here", "copy-1"] {
                 set_all(tree, 0.0)?;

@@ -49,7 +49,10 @@ impl DistributedCheckpoint {
     }
 
     fn from_manifest(load: impl Fn(&str) -> Result<Vec<u8>>, place: Place) -> Result<Self> {
-        let missing = |error: &Error| matches!(error, Error::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound);
+        let missing = |error: &Error| match error {
+            Error::Io { source, .. } => source.kind() == std::io::ErrorKind::NotFound,
+            _ => false,
+        };
         let (file, bytes) = match load(MANIFEST) {
             Err(error) if missing(&error) => match load(FULL_MANIFEST) {
                 Err(error) if missing(&error) => {

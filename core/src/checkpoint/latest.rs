@@ -22,7 +22,8 @@ pub struct Committed {
     pub path: PathBuf,
 }
 
-/// The newest committed checkpoint of `io`, distributed or full, by the step in its manifest; `None` if there is none.
+/// The newest committed checkpoint of `io`, distributed or full, by the step in its manifest; `None` if
+/// there is none.
 /// Unfinished saves and directories without a valid manifest are not taken for one.
 ///
 /// Not collective: where ranks must agree, one asks and tells the others.

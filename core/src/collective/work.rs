@@ -68,7 +68,8 @@ pub fn wait_for(start: impl FnOnce() -> Result<Work>) -> Result<()> {
 }
 
 /// Whether the collective that is being started on this thread is waited for at once
-/// ([`wait_for`]): it need not go on before [`Work::wait`]. For transports.
+/// ([`wait_for`]): it need not go on before [`Work::wait`], or before a later collective of the group
+/// does. For transports.
 pub fn caller_waits() -> bool {
     WAITS.get()
 }

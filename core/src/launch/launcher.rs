@@ -13,7 +13,7 @@ use super::rank::{Launched, Membership, Place, membership};
 use super::signals::{self, Second};
 use super::supervisor::supervise;
 use super::tcp_store::{Identity, LostRank, StoreServer, TcpStore};
-use super::threads::compute_here;
+use super::threads::{asked, compute_here};
 use crate::environment::{self, ClusterEnvironment, EnvironmentConfig, Variables};
 use crate::{Error, Result};
 
@@ -77,7 +77,7 @@ pub fn launch_checked(
     let _guard = LAUNCHING.lock().unwrap_or_else(PoisonError::into_inner);
 
     let launched = find_place(options, check, now())?;
-    compute_here(threads_a_rank(launched.local_world_size));
+    compute_here(asked().unwrap_or_else(|| threads_a_rank(launched.local_world_size)));
     Ok(launched)
 }
 

@@ -6,6 +6,11 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::supervisor::THREADS;
 
+/// The number of compute threads that the user asks for.
+pub(super) fn asked() -> Option<usize> {
+    std::env::var(THREADS).ok()?.parse().ok().filter(|&n| n > 0)
+}
+
 /// Makes the calling thread one of `threads` that compute what it asks for: work that is too small to
 /// share, or for a rank with one thread, stays on it and waits for nobody. Other threads keep rayon's
 /// global pool, so that nobody waits for this one to compute.
@@ -14,10 +19,6 @@ use super::supervisor::THREADS;
 pub(super) fn compute_here(threads: usize) {
     // A pool that a running thread belongs to must live as long as that does.
     static POOLS: Mutex<Vec<ThreadPool>> = Mutex::new(Vec::new());
-    let threads = match std::env::var(THREADS).ok().and_then(|n| n.parse().ok()) {
-        Some(n) if n > 0 => n,
-        _ => threads,
-    };
     if let Ok(pool) = ThreadPoolBuilder::new().num_threads(threads).use_current_thread().build() {
         POOLS.lock().expect("no panic while a pool is kept").push(pool);
     }

@@ -35,6 +35,7 @@ pub fn process_group_on(group: &dyn ProcessGroup, device: &Device) -> Result<()>
     suite.broadcast()?;
     suite.all_to_all()?;
     suite.point_to_point()?;
+    suite.waited_for()?;
     suite.in_flight()?;
     suite.misuse()?;
     suite.split()?;

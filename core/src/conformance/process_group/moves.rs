@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use super::value::{Value, reduced, values};
 use super::{LARGE, Suite};
 use crate::Result;
-use crate::collective::{AllGather, ReduceOp};
+use crate::collective::{AllGather, ReduceOp, wait_for};
 
 impl Suite<'_> {
     pub(super) fn all_gather(&self) -> Result<()> {
@@ -173,6 +173,27 @@ impl Suite<'_> {
             }
         }
         self.group.barrier()?.wait()
+    }
+
+    /// Collectives that are waited for at once, by some ranks, come after those that were started
+    /// before, and before those that are started after.
+    pub(super) fn waited_for(&self) -> Result<()> {
+        let size = self.size() as i64;
+        let chain = self.view(&[1i64; 10])?;
+        let mut expected = 1;
+        for round in 0..6 {
+            let before = self.group.all_reduce(&chain.tensor, ReduceOp::Sum)?;
+            let start = || self.group.all_reduce(&chain.tensor, ReduceOp::Sum);
+            if self.rank() % 2 == round % 2 {
+                wait_for(start)?
+            } else {
+                start()?.wait()?
+            }
+            expected *= size * size;
+            chain.expect(self, "a chain that is waited for at once", &[expected; 10])?;
+            before.wait()?;
+        }
+        Ok(())
     }
 
     /// Many collectives started before the first wait, and waited for in the reverse order; some
