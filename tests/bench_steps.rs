@@ -69,7 +69,18 @@ fn collectives_are_measured_at_each_size() {
 
 #[test]
 fn sizes_that_do_not_fit_are_explained() {
-    let output = bench(&["train", "--workload", "tiny", "--heads", "3", "--ranks", "1"]);
-    assert!(!output.status.success());
-    insta::assert_snapshot!(String::from_utf8_lossy(&output.stderr).trim(), @"error: --dim 128 does not divide into --heads 3 of an even width");
+    let message = |args: &str| {
+        let args: Vec<&str> = args.split(' ').collect();
+        let output = bench(&args);
+        assert!(!output.status.success());
+        String::from_utf8_lossy(&output.stderr).lines().next().unwrap().to_owned()
+    };
+    insta::assert_snapshot!(message("train --workload tiny --heads 3 --ranks 1"), @"error: --dim 128 does not divide into --heads 3 of an even width");
+    insta::assert_snapshot!(message("train --workload tiny --kv-heads 3 --ranks 1"), @"error: module `model.layers.0.self_attn`: 4 attention heads cannot share 3 key and value heads; the second number must divide the first");
+    for zero in ["vocab", "dim", "layers", "heads", "kv-heads", "ffn", "seq", "batch", "ranks"] {
+        let message = message(&format!("train --{zero} 0"));
+        assert!(message.contains(zero) && message.ends_with("it must be 1 or more"), "{message}");
+    }
+    insta::assert_snapshot!(message("train --steps 0"), @"error: invalid value '0' for '--steps <STEPS>': 0 is not in 1..18446744073709551615");
+    insta::assert_snapshot!(message("collectives --ranks 2 --sizes 4"), @"error: rank 0 failed: --sizes 4: a buffer has an f32 for each rank, so at least 8 bytes");
 }

@@ -17,7 +17,7 @@ use rustix::fs::{Advice, fadvise};
 use serde_json::json;
 
 use super::memory::{forget_peak, resident};
-use super::ranks::{Ranks, Times};
+use super::ranks::{Ranks, Times, at_least_one};
 use super::{Decoder, SizeOptions, Workload};
 use crate::cli::print;
 use crate::prelude::*;
@@ -33,7 +33,7 @@ pub struct CheckpointBench {
     #[arg(long, default_value = ".")]
     dir: PathBuf,
     /// How often to measure each
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, value_parser = at_least_one)]
     repeat: usize,
     /// As JSON on standard output
     #[arg(long)]

@@ -58,6 +58,12 @@ impl Measured {
     fn new(fabric: &Fabric, op: &str, bytes: usize) -> Result<Self> {
         let (world, n) = (fabric.world(), fabric.world_size());
         let part = bytes / 4 / n;
+        if op != "barrier" && part == 0 {
+            return Err(Error::Config(format!(
+                "--sizes {bytes}: a buffer has an f32 for each rank, so at least {} bytes",
+                4 * n
+            )));
+        }
         let value = (fabric.global_rank() + 1) as f32;
         let full = |value| Tensor::full(value, part * n, &Device::Cpu);
         let (whole, own) = (full(value)?, Tensor::full(value, part, &Device::Cpu)?);

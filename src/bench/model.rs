@@ -7,6 +7,7 @@ use fulgurite_core::nn::{
 use fulgurite_core::parameter::Init;
 use serde::Serialize;
 
+use super::ranks::at_least_one;
 use crate::prelude::*;
 
 /// A size that has a name.
@@ -28,22 +29,22 @@ pub struct SizeOptions {
     #[arg(long, value_enum)]
     workload: Option<Workload>,
     /// Number of tokens
-    #[arg(long)]
+    #[arg(long, value_parser = at_least_one)]
     vocab: Option<usize>,
     /// Width of the residual stream
-    #[arg(long)]
+    #[arg(long, value_parser = at_least_one)]
     dim: Option<usize>,
     /// Number of layers
-    #[arg(long)]
+    #[arg(long, value_parser = at_least_one)]
     layers: Option<usize>,
     /// Number of query heads
-    #[arg(long)]
+    #[arg(long, value_parser = at_least_one)]
     heads: Option<usize>,
     /// Number of key and value heads
-    #[arg(long)]
+    #[arg(long, value_parser = at_least_one)]
     kv_heads: Option<usize>,
     /// Width inside the MLPs
-    #[arg(long)]
+    #[arg(long, value_parser = at_least_one)]
     ffn: Option<usize>,
 }
 
@@ -68,7 +69,7 @@ impl SizeOptions {
     /// The workload's sizes, but for those that are given.
     ///
     /// # Errors
-    /// If the heads do not divide the width, or the key and value heads the heads.
+    /// If the heads do not divide the width.
     pub fn decoder(&self, default: Workload) -> Result<DecoderSize> {
         let [vocab, dim, layers, heads, kv_heads, ffn] = match self.workload(default) {
             Workload::Tiny => [512, 128, 4, 4, 4, 384],
@@ -85,7 +86,7 @@ impl SizeOptions {
             kv_heads: self.kv_heads.unwrap_or(kv_heads.min(heads)),
             ffn: self.ffn.unwrap_or(ffn),
         };
-        if heads == 0 || !size.dim.is_multiple_of(2 * heads) {
+        if !size.dim.is_multiple_of(2 * heads) {
             return Err(Error::Config(format!(
                 "--dim {} does not divide into --heads {heads} of an even width",
                 size.dim

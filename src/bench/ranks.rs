@@ -14,7 +14,7 @@ use crate::prelude::*;
 #[derive(Debug, Clone, Args)]
 pub(super) struct Ranks {
     /// Number of processes
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = at_least_one)]
     pub(super) ranks: usize,
     /// The strategy: a name, or a TOML table such as '{ type = "fsdp_tp" }'
     #[arg(long, default_value = "fsdp")]
@@ -28,6 +28,15 @@ impl Ranks {
             .set(&format!("trainer.devices={}", self.ranks))?
             .set(&format!("trainer.strategy={}", self.strategy))?;
         Fabric::from_config(&RunConfig::<Table, Table>::from_layers(layers)?)?.launch()
+    }
+}
+
+/// Reads a number of things of which there must be one.
+pub(super) fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) => Err("it must be 1 or more".to_owned()),
+        Ok(n) => Ok(n),
+        Err(error) => Err(format!("{error}")),
     }
 }
 

@@ -12,7 +12,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::floor::Floor;
-use super::ranks::{Ranks, Times};
+use super::ranks::{Ranks, Times, at_least_one};
 use super::{Decoder, DecoderSize, SizeOptions, Workload};
 use crate::cli::print;
 use crate::prelude::*;
@@ -25,16 +25,16 @@ pub struct TrainBench {
     #[command(flatten)]
     size: SizeOptions,
     /// Tokens a sequence
-    #[arg(long)]
+    #[arg(long, value_parser = at_least_one)]
     seq: Option<usize>,
     /// Sequences a micro-batch, on each data-parallel rank
-    #[arg(long)]
+    #[arg(long, value_parser = at_least_one)]
     batch: Option<usize>,
     /// Micro-batches a step; gradients are synchronised after the last
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     accumulate: u64,
     /// Steps that are timed
-    #[arg(long, default_value_t = 20)]
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
     /// Steps before those
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
