@@ -157,6 +157,16 @@ impl Llama {
     /// The logits (`[batch, time, vocab_size]`) of the token that follows each of `ids`
     /// (`[batch, time]`).
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        self.lm_head.forward(&self.hidden(ids)?)
+    }
+
+    /// The cross entropy of `targets`, the tokens that follow `ids`.
+    pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Loss> {
+        linear_cross_entropy(&self.lm_head, &self.hidden(ids)?, targets)
+    }
+
+    /// The last layer's output, normalised.
+    fn hidden(&self, ids: &Tensor) -> Result<Tensor> {
         let (_, time) = ids.dims2()?;
         if time > self.max_position_embeddings {
             return Err(Error::other(format!(
@@ -168,6 +178,6 @@ impl Llama {
         for layer in &self.layers {
             x = layer.forward(&x)?;
         }
-        self.lm_head.forward(&self.norm.forward(&x)?)
+        self.norm.forward(&x)
     }
 }

@@ -48,7 +48,7 @@ impl LightningModule for LitLlama {
     }
 
     fn training_step(&mut self, batch: &TokenBatch, _: &mut StepContext) -> Result<Loss> {
-        cross_entropy(&self.0.forward(&batch.inputs)?, &batch.targets)
+        self.0.loss(&batch.inputs, &batch.targets)
     }
 
     fn on_fit_end(&mut self, ctx: &mut HookContext) -> Result<()> {

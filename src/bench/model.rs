@@ -111,7 +111,7 @@ impl Module for DecoderLayer {
     }
 }
 
-/// The model: token ids in, logits out.
+/// The model.
 pub struct Decoder {
     embed_tokens: Embedding,
     layers: Vec<Unit<DecoderLayer>>,
@@ -160,12 +160,16 @@ impl Decoder {
     }
 }
 
-impl Module for Decoder {
-    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+impl Decoder {
+    /// The cross entropy of the targets that follow the token ids.
+    ///
+    /// # Errors
+    /// If an id is not in the vocabulary.
+    pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Loss> {
         let mut x = self.embed_tokens.forward(ids)?;
         for layer in &self.layers {
             x = layer.forward(&x)?;
         }
-        self.lm_head.forward(&self.norm.forward(&x)?)
+        linear_cross_entropy(&self.lm_head, &self.norm.forward(&x)?, targets)
     }
 }

@@ -89,7 +89,7 @@ pub fn train(options: &TrainBench) -> Result<()> {
             let (ids, targets) = &pool[((i % POOL) * options.accumulate + micro) as usize];
             let _scope = fabric.forward_scope(true, i, 0);
             let _no_sync = fabric.no_backward_sync(micro + 1 < options.accumulate);
-            fabric.backward(&cross_entropy(&model.forward(ids)?, targets)?)?;
+            fabric.backward(&model.loss(ids, targets)?)?;
         }
         let loss = fabric.step_totals(&[])?.mean();
         fabric.clip_gradients_norm(&mut optimizer, 1.0)?;

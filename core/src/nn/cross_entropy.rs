@@ -77,17 +77,14 @@ impl CrossEntropy {
     /// # Errors
     /// As [`cross_entropy`], and if the smoothing is not in `[0, 1]`.
     pub fn loss(&self, logits: &Tensor, targets: &Tensor) -> Result<Loss> {
-        let smoothing = self.label_smoothing;
-        if !(0.0..=1.0).contains(&smoothing) {
-            return Err(Error::other(format!("label_smoothing {smoothing} is not in [0, 1]")));
-        }
+        let smoothing = self.smoothing()?;
         let columns = logits.dims().last().copied().unwrap_or(0);
         let parts = loss_parallel::find(logits)?;
         let classes = match &parts {
             Some(parts) => parts.range(),
             None => Classes { first: 0, total: columns },
         };
-        let targets = self.targets(logits, targets, classes.total)?;
+        let targets = self.targets(logits.dims(), targets, classes.total)?;
         let count = targets.iter().flatten().count();
         let saved = logits.detach().reshape((targets.len(), columns))?;
         let (sum, lse) = match parts {
@@ -119,22 +116,30 @@ impl CrossEntropy {
         })
     }
 
-    /// The targets on the host.
-    fn targets(
+    /// The label smoothing.
+    pub(super) fn smoothing(&self) -> Result<f64> {
+        let smoothing = self.label_smoothing;
+        if !(0.0..=1.0).contains(&smoothing) {
+            return Err(Error::other(format!("label_smoothing {smoothing} is not in [0, 1]")));
+        }
+        Ok(smoothing)
+    }
+
+    /// The targets of logits of this shape, on the host.
+    pub(super) fn targets(
         &self,
-        logits: &Tensor,
+        logits: &[usize],
         targets: &Tensor,
         classes: usize,
     ) -> Result<Vec<Option<u32>>> {
         let wrong_shape = || {
             Error::other(format!(
                 "cross entropy takes logits of shape [.., classes] and targets of the same shape \
-                 without the last dimension, got {:?} and {:?}",
-                logits.dims(),
+                 without the last dimension, got {logits:?} and {:?}",
                 targets.dims()
             ))
         };
-        let (columns, leading) = logits.dims().split_last().ok_or_else(wrong_shape)?;
+        let (columns, leading) = logits.split_last().ok_or_else(wrong_shape)?;
         if leading != targets.dims() || *columns == 0 {
             return Err(wrong_shape());
         }

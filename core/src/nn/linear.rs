@@ -134,8 +134,8 @@ impl Linear {
         })
     }
 
-    /// This rank's output, outside the graph.
-    pub(super) fn compute(&self, x: &Tensor) -> Result<Tensor> {
+    /// Checks that the last dimension of `x` is the layer's inputs.
+    pub(super) fn check_width(&self, x: &Tensor) -> Result<()> {
         let inputs = self.weight.compute_shape()[1];
         if x.dims().last() != Some(&inputs) {
             let message = format!(
@@ -145,9 +145,20 @@ impl Linear {
             );
             return Err(Error::parameter(self.weight.fqn(), message));
         }
+        Ok(())
+    }
+
+    /// This rank's output, outside the graph.
+    pub(super) fn compute(&self, x: &Tensor) -> Result<Tensor> {
+        self.check_width(x)?;
         check_dtype("the linear layer", x, &self.weight)?;
         let bias = self.biases().0.map(Parameter::value).transpose()?;
         matmul::linear(x, &self.weight.value()?, bias.as_ref())
+    }
+
+    /// Whether a plan gave the layer a style.
+    pub(super) fn is_parallel(&self) -> bool {
+        self.layer.parallel().is_some()
     }
 
     /// Computes the gradient of `x`, delivers those of the parameters and ends their uses.
@@ -157,18 +168,34 @@ impl Linear {
         grad: &Tensor,
         into: InputGrad,
     ) -> Result<Option<Tensor>> {
-        // The last delivery may take the unit's values away: the gradient of x comes first.
+        let dx = self.gradients(x, grad, into)?;
+        self.end_uses()?;
+        Ok(dx)
+    }
+
+    /// Computes the gradient of `x` and delivers those of the parameters: of some rows, if more
+    /// follow.
+    pub(super) fn gradients(
+        &self,
+        x: &Tensor,
+        grad: &Tensor,
+        into: InputGrad,
+    ) -> Result<Option<Tensor>> {
         let dx = match into {
             InputGrad::Skip => None,
             into => matmul::input_grad(grad, &self.weight.value()?, into)?,
         };
         matmul::weight_grad(&self.weight, x, grad)?;
-        self.weight.end_use()?;
         if let Some(bias) = self.biases().0 {
             matmul::bias_grad(bias, grad)?;
-            bias.end_use()?;
         }
         Ok(dx)
+    }
+
+    /// Ends the uses of the parameters. The last one may take the unit's values away.
+    pub(super) fn end_uses(&self) -> Result<()> {
+        self.weight.end_use()?;
+        self.biases().0.map_or(Ok(()), Parameter::end_use)
     }
 }
 

@@ -5,5 +5,6 @@ mod attention;
 mod functional;
 mod harness;
 mod layers;
+mod linear_cross_entropy;
 mod loss;
 mod precision;

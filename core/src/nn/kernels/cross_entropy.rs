@@ -9,7 +9,8 @@ use candle_core::{D, Tensor};
 use rayon::prelude::*;
 
 use crate::Result;
-use crate::nn::arm::{on_host, wide};
+use crate::autograd::storage;
+use crate::nn::arm::{on_host, wide, wide_dtype};
 use crate::nn::host::{Float, host, max, rows_per_piece, sum1, tensor, with_float};
 use crate::nn::map;
 use crate::simd::vectorized;
@@ -127,7 +128,49 @@ pub(in crate::nn) fn backward(
     Ok(d.to_dtype(dtype)?)
 }
 
+/// As [`backward`], the same bits, but into the memory of the logits, which nobody else has, where
+/// they are on the host and of a dtype that is computed in.
+pub(in crate::nn) fn backward_into(
+    logits: Tensor,
+    lse: &Tensor,
+    targets: &Targets,
+    classes: Classes,
+    smoothing: f64,
+    grad: &Tensor,
+) -> Result<Tensor> {
+    if !on_host(&logits) || wide_dtype(logits.dtype()) != logits.dtype() {
+        return backward(&logits, lse, targets, classes, smoothing, grad);
+    }
+    let columns = logits.dim(1)?;
+    let uniform = smoothing / classes.total as f64;
+    with_float!(logits.dtype(), T => {
+        let lse = host(lse)?;
+        let lse = lse.slice::<T>()?;
+        let grad = grad.to_dtype(logits.dtype())?.to_scalar::<T>()?;
+        let (uniform, hit) = (T::lit(uniform), T::lit(1.0 - smoothing));
+        storage::with_host_mut(&logits, |z: &mut [T]| {
+            let rows = z.par_chunks_exact_mut(columns).zip(lse.par_iter().zip(targets));
+            rows.with_min_len(8).for_each(|(z, (&lse, target))| {
+                let Some(target) = target else { return z.fill(T::ZERO) };
+                become_probabilities(z, lse, uniform, grad);
+                if let Some(hit_class) = classes.column(*target).and_then(|i| z.get_mut(i)) {
+                    *hit_class = *hit_class - hit * grad;
+                }
+            });
+        })?;
+        Result::Ok(())
+    })?;
+    Ok(logits)
+}
+
 vectorized! {
+    /// `z = (exp(z - lse) - uniform) * grad`.
+    fn become_probabilities[T: Float](z: &mut [T], lse: T, uniform: T, grad: T) {
+        for z in z.iter_mut() {
+            *z = ((*z - lse).fast_exp() - uniform) * grad;
+        }
+    }
+
     /// The largest logit, and the sum of `exp(z - top)`. Where all classes are masked out, or NaN,
     /// which `max` passes over, that of `exp(z)`.
     pub(super) fn top_and_exp[T: Float](z: &[T]) -> (T, T) {
