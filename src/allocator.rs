@@ -1,10 +1,11 @@
 //! The allocator of programs that link this crate.
 #![allow(unsafe_code)] // setting an option of the allocator is a foreign call
 
+use fulgurite_transports::SharedMemory;
 use libmimalloc_sys::{mi_option_set, mi_option_t};
 
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: SharedMemory<mimalloc::MiMalloc> = SharedMemory(mimalloc::MiMalloc);
 
 /// `mi_option_purge_delay`, which the bindings leave out.
 const PURGE_DELAY: mi_option_t = 15;

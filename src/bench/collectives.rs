@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use clap::Args;
+use fulgurite_core::autograd::storage::with_host_mut;
 use fulgurite_core::collective::{AllGather, ReduceOp, ReduceScatter, all_gather_object, wait_for};
 use serde_json::json;
 
@@ -18,6 +19,10 @@ pub struct CollectivesBench {
     /// Bytes of the whole buffer: an all-gather's output, a reduce-scatter's input
     #[arg(long, value_delimiter = ',', default_values_t = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20])]
     sizes: Vec<usize>,
+    /// Buffers in memory of each process's own; by default they are where the transport reaches them
+    /// best, as strategies place what they communicate
+    #[arg(long)]
+    private: bool,
     /// As JSON on standard output, a line each
     #[arg(long)]
     json: bool,
@@ -35,7 +40,7 @@ pub fn collectives(options: &CollectivesBench) -> Result<()> {
     for op in OPS {
         let sizes: &[usize] = if op == "barrier" { &[0] } else { &options.sizes };
         for &bytes in sizes {
-            let measured = Measured::new(&fabric, op, bytes)?;
+            let measured = Measured::new(&fabric, options, op, bytes)?;
             if fabric.is_global_zero() {
                 measured.report(options, op, fabric.world_size())?;
             }
@@ -55,7 +60,7 @@ struct Measured {
 }
 
 impl Measured {
-    fn new(fabric: &Fabric, op: &str, bytes: usize) -> Result<Self> {
+    fn new(fabric: &Fabric, options: &CollectivesBench, op: &str, bytes: usize) -> Result<Self> {
         let (world, n) = (fabric.world(), fabric.world_size());
         let part = bytes / 4 / n;
         if op != "barrier" && part == 0 {
@@ -65,8 +70,15 @@ impl Measured {
             )));
         }
         let value = (fabric.global_rank() + 1) as f32;
-        let full = |value| Tensor::full(value, part * n, &Device::Cpu);
-        let (whole, own) = (full(value)?, Tensor::full(value, part, &Device::Cpu)?);
+        let full = |elements| -> Result<Tensor> {
+            let tensor = match options.private {
+                true => Tensor::zeros(elements, DType::F32, &Device::Cpu)?,
+                false => world.empty(elements, DType::F32, &Device::Cpu)?,
+            };
+            with_host_mut(&tensor, |x: &mut [f32]| x.fill(value))?;
+            Ok(tensor)
+        };
+        let (whole, own) = (full(part * n)?, full(part)?);
         let counts = vec![part; n];
         let call = || {
             wait_for(|| match op {
@@ -107,7 +119,7 @@ impl Measured {
         }
         // Sums of zeros stay finite.
         for tensor in [&whole, &own] {
-            fulgurite_core::autograd::storage::with_host_mut(tensor, |x: &mut [f32]| x.fill(0.0))?;
+            with_host_mut(tensor, |x: &mut [f32]| x.fill(0.0))?;
         }
         let calls = ((128 << 20) / bytes.max(1)).clamp(8, 200);
         let mut secs = Vec::with_capacity(calls);
@@ -142,6 +154,7 @@ impl Measured {
         if options.json {
             let line = json!({
                 "bench": "collectives", "op": op, "ranks": ranks, "bytes": bytes,
+                "private": options.private,
                 "latency_s": median_secs, "latency_min_s": shortest_secs, "loop_s": in_a_row_secs,
                 "algbw_gib_s": gib_per_s,
             });

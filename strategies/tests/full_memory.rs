@@ -9,7 +9,6 @@ use candle_core::{DType, Device};
 use counted::{LIVE, PEAK};
 use cut_model::{COLUMNS, ROWS, cut_model};
 use fulgurite_checkpoint::LocalDirectory;
-use fulgurite_core::Result;
 use fulgurite_core::checkpoint::tools::{AnyCheckpoint, ConvertOptions, Target, convert, verify};
 use fulgurite_core::checkpoint::{
     FullCheckpoint, FullOptions, GatherOptions, TensorSource, load_into, save_full,

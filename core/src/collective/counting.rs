@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 
 use super::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, Work};
 use crate::Result;
@@ -126,6 +126,10 @@ impl ProcessGroup for Counting {
     fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
         let inner = self.inner.split(partition, name)?;
         Ok(Arc::new(Self { inner, counter: self.counter.clone() }))
+    }
+
+    fn empty(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.inner.empty(elements, dtype, device)
     }
 
     fn abort(&self, reason: &str) {

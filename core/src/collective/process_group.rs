@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::Work;
@@ -121,6 +121,17 @@ pub trait ProcessGroup: Send + Sync {
     /// on every rank, and every rank is in exactly one of them; the returned group is the one that
     /// this rank is in, its order that of the set. Collective over the whole group.
     fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>>;
+
+    /// A flat tensor of arbitrary content (as `torch.empty`) in memory that this transport's collectives
+    /// reach with the fewest copies (as PyTorch's symmetric memory and `ncclMemAlloc`): for what is
+    /// communicated step after step, such as buckets and shards. Not collective. Tensors in other
+    /// memory may be communicated just as well.
+    ///
+    /// # Errors
+    /// If there is no memory for it.
+    fn empty(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+        Ok(Tensor::zeros(elements, dtype, device)?)
+    }
 
     /// Makes every pending and future call on this group fail with `reason`, on all its ranks.
     /// Not collective; callable from any thread.

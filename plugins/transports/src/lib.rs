@@ -31,6 +31,13 @@
 //! is one barrier. Collectives without a reduction read chunk `k - 1` instead. Slots rotate through
 //! three buffers, also from one collective to the next.
 //!
+//! Where all ranks reach each other's tensors (threads do; processes do for tensors from
+//! [`ProcessGroup::empty`](fulgurite_core::collective::ProcessGroup::empty), where strategies put
+//! buckets, shards and gradients, in programs whose allocator is a [`SharedMemory`]), a collective of
+//! 16 KiB and more is *direct*: the ranks tell each other in their slots where their tensors are, and
+//! between two barriers each reads its peers' and writes its results, an all-reduce's also into
+//! theirs. All ranks see whether all can, so they choose alike.
+//!
 //! # The region
 //! All offsets are multiples of a cache line, all words native-endian atomics; the ranks are on one
 //! machine and run one program.
@@ -38,7 +45,7 @@
 //! | part | per | content |
 //! |---|---|---|
 //! | header | group | magic, nonce, size, length; arrivals at barriers so far; abort flag, rank and reason |
-//! | rank record | rank | bell (futex word) and whether the rank sleeps on it; pid; barriers arrived at; collectives begun; fingerprints of the last two; whether it has left |
+//! | rank record | rank | bell (futex word) and whether the rank sleeps on it; pid; barriers arrived at; collectives begun; fingerprints of the last two; whether it has left; how to map its tensors' memory |
 //! | channel | ordered pair | messages' chunks sent and received, and two chunk headers |
 //! | slots | 3 buffers × rank | `chunk_bytes` each, the data of collectives |
 //! | mail | ordered pair × 2 | the data of `send` / `recv` |
@@ -50,6 +57,8 @@
 //! - A rank writes only to its own slots and to the mail it sends. It reads another rank's slot
 //!   only after a barrier that comes after the write, and rewrites a slot of its own only after a
 //!   barrier that comes after all reads. Nothing else synchronises data.
+//! - It touches another rank's tensors only between the two barriers of a direct collective that
+//!   they are arguments of, and there no byte that one rank writes is read or written by another.
 //! - Before a rank reads a peer's slot in a collective, it has seen that the peer is in the same
 //!   collective: sequence number, kind, dtype, bytes and a hash of the arguments are compared after
 //!   the first barrier. A mismatch is an error on all ranks and ends the group.
@@ -65,5 +74,6 @@ mod memory;
 mod shm;
 mod threads;
 
+pub use memory::SharedMemory;
 pub use shm::Shm;
 pub use threads::{ThreadsGroup, run_ranks, run_ranks_with};

@@ -82,13 +82,14 @@ mod linux {
     use std::collections::HashMap;
     use std::collections::hash_map::Entry;
     use std::fs::{File, OpenOptions};
-    use std::hash::{BuildHasher, Hasher, RandomState};
     use std::os::fd::{AsRawFd, OwnedFd};
     use std::sync::{Arc, Mutex};
     use std::time::Duration;
 
+    use candle_core::{DType, Device, Tensor};
     use fulgurite_core::collective::{GroupContext, ProcessGroup, Store};
     use fulgurite_core::{Error, Result};
+    use memmap2::{MmapOptions, MmapRaw};
     use rustix::event::{PollFd, PollFlags, poll};
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
     use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -96,14 +97,18 @@ mod linux {
     use serde::{Deserialize, Serialize};
 
     use super::{ACROSS_HOSTS, Shm};
-    use crate::engine::{Group, Joined, Membership, Rendezvous};
-    use crate::memory::{Layout, Region};
+    use crate::engine::{Group, Joined, Membership, Owner, Rendezvous};
+    use crate::memory::{self, Layout, Region, Share, nonce};
 
     pub(super) fn connect(config: &Shm, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
         // A job may build more than one world group; every rank builds them in the same order.
         let counter = format!("process_group/shm/builds/{}", context.rank);
         let build = context.store.add(&counter, 1)?;
-        let host = Host { store: context.store.clone(), processes: Mutex::default() };
+        let host = Host {
+            store: context.store.clone(),
+            processes: Mutex::default(),
+            memories: Mutex::default(),
+        };
         let member = Membership {
             key: format!("process_group/shm/world{build}"),
             name: "world".to_owned(),
@@ -129,6 +134,8 @@ mod linux {
         store: Arc<dyn Store>,
         /// By global rank, what tells when a process ends.
         processes: Mutex<HashMap<usize, OwnedFd>>,
+        /// By global rank, its memory as this process maps it.
+        memories: Mutex<HashMap<usize, Arc<MmapRaw>>>,
     }
 
     impl Host {
@@ -164,26 +171,54 @@ mod linux {
                     layout.len
                 )));
             }
-            let foreign = |why: String| {
-                Error::Launch(format!(
-                    "the shared memory of the first rank cannot be opened at {path} ({why}): the \
-                     ranks are not on one host, not in one PID namespace (containers), or not of \
-                     one user. {ACROSS_HOSTS}"
-                ))
-            };
-            let file = OpenOptions::new().read(true).write(true).open(&path);
-            let file = file.map_err(|e| foreign(e.to_string()))?;
-            // The path may lead to a file of quite another process on this host.
-            let found = file.metadata().map_err(|e| foreign(e.to_string()))?.len();
-            if found != len as u64 {
-                return Err(foreign(format!("it has {found} bytes instead of {len}")));
-            }
+            let foreign = |why: String| foreign("the first rank", &path, &why);
+            let file = open_file(&path, len).map_err(foreign)?;
             let region = Region::of_file(&file, layout).map_err(|e| foreign(e.to_string()))?;
             if !region.is_signed(nonce) {
                 return Err(foreign("it is another file".to_owned()));
             }
             Ok(Joined { region: Arc::new(region), file: None })
         }
+
+        /// The memory of another rank, mapped at the first call.
+        fn memory(&self, owner: &Owner) -> Result<Arc<MmapRaw>> {
+            let mut memories = self.memories.lock().expect("no panic while mapping");
+            if let Some(memory) = memories.get(&owner.global_rank) {
+                return Ok(memory.clone());
+            }
+            let Share { fd, len, nonce } = owner.share;
+            let path = format!("/proc/{}/fd/{fd}", owner.pid);
+            let rank = format!("rank {}", owner.global_rank);
+            let foreign = |why: String| foreign(&rank, &path, &why);
+            let file = open_file(&path, len).map_err(foreign)?;
+            let map = MmapOptions::new().len(len).map_raw(&file);
+            let map = map.map_err(|e| foreign(e.to_string()))?;
+            if memory::nonce_of(&map) != Some(nonce) {
+                return Err(foreign("it is another file".to_owned()));
+            }
+            let map = Arc::new(map);
+            memories.insert(owner.global_rank, map.clone());
+            Ok(map)
+        }
+    }
+
+    /// Opens a file of another process, of `len` bytes.
+    fn open_file(path: &str, len: usize) -> Result<File, String> {
+        let file =
+            OpenOptions::new().read(true).write(true).open(path).map_err(|e| e.to_string())?;
+        // The path may lead to a file of quite another process on this host.
+        let found = file.metadata().map_err(|e| e.to_string())?.len();
+        match found == len as u64 {
+            true => Ok(file),
+            false => Err(format!("it has {found} bytes instead of {len}")),
+        }
+    }
+
+    fn foreign(whose: &str, path: &str, why: &str) -> Error {
+        Error::Launch(format!(
+            "the shared memory of {whose} cannot be opened at {path} ({why}): the ranks are not on \
+             one host, not in one PID namespace (containers), or not of one user. {ACROSS_HOSTS}"
+        ))
     }
 
     /// A region in an anonymous file that nobody can shrink.
@@ -193,8 +228,7 @@ mod linux {
         ftruncate(&file, layout.len as u64)?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let region = Region::of_file(&file, layout)?;
-        // std's hash maps have random keys; an empty hash under one is a random number.
-        let nonce = RandomState::new().build_hasher().finish();
+        let nonce = nonce();
         region.sign(nonce);
         Ok((region, file, nonce))
     }
@@ -243,6 +277,45 @@ mod linux {
             let mut fds = [PollFd::new(fd, PollFlags::IN)];
             let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
             matches!(poll(&mut fds, Some(&at_once)), Ok(1..))
+        }
+
+        fn empty(&self, elements: usize, dtype: DType) -> Result<Option<Tensor>> {
+            macro_rules! empty {
+                ($($dtype:ident: $ty:ty),*) => { match dtype {
+                    $(DType::$dtype => memory::empty::<$ty>(elements)
+                        .map(|content| Tensor::from_vec(content, elements, &Device::Cpu)),)*
+                    _ => None,
+                } };
+            }
+            let tensor = empty!(
+                F32: f32, F64: f64, BF16: half::bf16, F16: half::f16, U8: u8, U32: u32, I32: i32,
+                I64: i64
+            );
+            Ok(tensor.transpose()?)
+        }
+
+        fn place(&self, bytes: &[u8]) -> Option<u64> {
+            memory::place(bytes).map(|place| place as u64)
+        }
+
+        fn share(&self) -> Option<Share> {
+            memory::share()
+        }
+
+        fn reach(&self, owner: Owner, place: u64, len: usize) -> Result<*mut u8> {
+            if owner.pid == std::process::id() {
+                return Ok(memory::at(place as usize));
+            }
+            let memory = self.memory(&owner)?;
+            let end = usize::try_from(place).ok().and_then(|place| place.checked_add(len));
+            match end {
+                Some(end) if end <= memory.len() => Ok(memory.as_mut_ptr().wrapping_add(end - len)),
+                _ => Err(Error::other(format!(
+                    "rank {} told of a tensor at byte {place} of its {} bytes of shared memory",
+                    owner.global_rank,
+                    memory.len()
+                ))),
+            }
         }
 
         fn failure(&self) -> Option<(usize, String)> {

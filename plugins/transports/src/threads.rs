@@ -6,11 +6,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use candle_core::{DType, Tensor};
 use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::{Error, Result};
 
-use crate::engine::{Group, Joined, Membership, Rendezvous};
-use crate::memory::{Layout, Region};
+use crate::engine::{Group, Joined, Membership, Owner, Rendezvous};
+use crate::memory::{Layout, Region, Share};
 
 /// Bytes of a rank's slot: small, as tests have many groups of little data.
 const CHUNK_BYTES: usize = 256 << 10;
@@ -32,11 +33,12 @@ impl ThreadsGroup {
     /// # Errors
     /// If memory or threads cannot be had.
     pub fn create(world_size: usize, timeout: Duration) -> Result<Vec<Arc<dyn ProcessGroup>>> {
-        Self::create_with(world_size, timeout, CHUNK_BYTES)
+        create(&Board::new(true), world_size, timeout, CHUNK_BYTES)
     }
 
-    /// As [`create`](Self::create), with slots of `chunk_bytes` a rank (rounded up to whole cache
-    /// lines a rank).
+    /// As [`create`](Self::create), but no rank touches another's tensors: all data go through slots
+    /// of `chunk_bytes` a rank (rounded up to whole cache lines a rank), as between processes whose
+    /// tensors are in memory of their own.
     ///
     /// # Errors
     /// As [`create`](Self::create).
@@ -45,7 +47,7 @@ impl ThreadsGroup {
         timeout: Duration,
         chunk_bytes: usize,
     ) -> Result<Vec<Arc<dyn ProcessGroup>>> {
-        create(&Arc::default(), world_size, timeout, chunk_bytes)
+        create(&Board::new(false), world_size, timeout, chunk_bytes)
     }
 }
 
@@ -92,7 +94,7 @@ pub fn run_ranks_with<T: Send>(
     timeout: Duration,
     f: impl Fn(Arc<dyn ProcessGroup>) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
-    let board = Arc::new(Board::default());
+    let board = Board::new(true);
     let groups = create(&board, world_size, timeout, CHUNK_BYTES)?;
     let first = Mutex::new(None);
     let fail = |rank: usize, error: Error| {
@@ -150,14 +152,19 @@ pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> &str {
 }
 
 /// Where threads find each other's regions and failures.
-#[derive(Default)]
 struct Board {
+    /// Whether ranks read and write each other's tensors where they are.
+    direct: bool,
     /// Regions that not all ranks have yet, and how many have.
     regions: Mutex<HashMap<String, (Arc<Region>, usize)>>,
     failure: Mutex<Option<(usize, String)>>,
 }
 
 impl Board {
+    fn new(direct: bool) -> Arc<Self> {
+        Arc::new(Self { direct, regions: Mutex::default(), failure: Mutex::default() })
+    }
+
     fn fail(&self, rank: usize, error: &Error) {
         let mut failure = self.failure.lock().expect("no panic while failing");
         failure.get_or_insert_with(|| (rank, error.to_string()));
@@ -189,6 +196,23 @@ impl Rendezvous for Board {
 
     fn is_gone(&self, _: usize) -> bool {
         false
+    }
+
+    fn empty(&self, _: usize, _: DType) -> Result<Option<Tensor>> {
+        // Any memory of the process will do.
+        Ok(None)
+    }
+
+    fn place(&self, bytes: &[u8]) -> Option<u64> {
+        self.direct.then(|| bytes.as_ptr().expose_provenance() as u64)
+    }
+
+    fn share(&self) -> Option<Share> {
+        None
+    }
+
+    fn reach(&self, _: Owner, place: u64, _: usize) -> Result<*mut u8> {
+        Ok(std::ptr::with_exposed_provenance_mut(place as usize))
     }
 
     fn failure(&self) -> Option<(usize, String)> {

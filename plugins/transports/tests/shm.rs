@@ -11,7 +11,11 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::collective::{GroupContext, ProcessGroup, ProcessGroupConfig, ReduceOp, Store};
 use fulgurite_core::{Error, Result, conformance};
-use fulgurite_transports::Shm;
+use fulgurite_transports::{SharedMemory, Shm};
+
+/// Ranks reach tensors that a group made.
+#[global_allocator]
+static ALLOCATOR: SharedMemory<std::alloc::System> = SharedMemory(std::alloc::System);
 
 /// A store in a directory: a key is a file.
 struct DirectoryStore {
@@ -204,6 +208,7 @@ fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
     match scenario {
         "default" | "small" => {
             conformance::process_group(&*group)?;
+            assert_eq!(mapped_memories(), context.world_size, "this rank's and its peers' memory");
             // A second world on the same store.
             let again = Shm { chunk_bytes }.build(context)?;
             all_reduce_once(&*again)?;
@@ -242,7 +247,8 @@ fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
 }
 
 fn all_reduce_once(group: &dyn ProcessGroup) -> Result<()> {
-    let x = Tensor::ones(10_000, DType::F32, &Device::Cpu)?;
+    let x = group.empty(10_000, DType::F32, &Device::Cpu)?;
+    x.const_set(1f32.into())?;
     group.all_reduce(&x, ReduceOp::Sum)?.wait()?;
     assert_eq!(x.to_vec1::<f32>()?, vec![group.size() as f32; 10_000]);
     Ok(())
@@ -255,6 +261,12 @@ fn open_shared_memory() -> usize {
         .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok())
         .filter(|target| target.to_string_lossy().contains("memfd:fulgurite"))
         .count()
+}
+
+/// Memories for tensors that this process maps, its own and others'.
+fn mapped_memories() -> usize {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().filter(|line| line.contains("memfd:fulgurite-tensors")).count()
 }
 
 /// Files in shared memory that this crate could have made, had it made files.

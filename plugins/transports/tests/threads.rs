@@ -55,6 +55,15 @@ fn eight_threads_conform() {
 }
 
 #[test]
+fn groups_that_copy_through_slots_conform() {
+    for size in [2, 3] {
+        let groups = ThreadsGroup::create_with(size, LONG, 64 << 10).unwrap();
+        let results = on_threads(groups, |group| conformance::process_group(&*group));
+        results.into_iter().for_each(|result| result.unwrap());
+    }
+}
+
+#[test]
 fn tiny_chunks_conform() {
     // A portion is one cache line: every collective takes many phases.
     for size in [2, 3] {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::DType;
+use fulgurite_core::autograd::storage;
 use fulgurite_core::collective::{Difference, ProcessGroup, broadcast_object, first_difference};
 use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_core::module::{ModuleInit, ModuleTree, UnitHooks};
@@ -161,7 +162,15 @@ impl MeshStrategy {
             |rank| spec.region(|dim| if dim == DP_SHARD_CP { rank } else { mesh.coordinate(dim) });
         let counts = (0..ranks).map(|rank| region(rank).elem_count()).collect();
         let region = region(mesh.coordinate(DP_SHARD_CP));
-        let values = materialize::initial_values(parameter, seed, &region)?;
+        let initial = materialize::initial_values(parameter, seed, &region)?;
+        let group = mesh.group(DP_SHARD_CP)?;
+        let values = if group.size() > 1 {
+            let shard = group.empty(initial.elem_count(), initial.dtype(), initial.device())?;
+            storage::copy_from(&shard, &initial)?;
+            shard
+        } else {
+            initial
+        };
         parameter.set_spec(spec);
         parameter.set_local(LocalShard { values, region });
         Ok(Member { parameter: parameter.clone(), counts })

@@ -15,7 +15,7 @@ use crate::collective::{ProcessGroup, ReduceOp, Work};
 /// # Errors
 /// What was wrong.
 pub fn process_group_abort(group: &dyn ProcessGroup) -> Result<()> {
-    let suite = Suite { group, device: &Device::Cpu };
+    let suite = Suite { group, device: &Device::Cpu, from_group: false };
     let reason = "the roof is on fire";
     group.barrier()?.wait()?;
     let expect_reason = |what: &str, result: Result<()>| match result {
@@ -47,7 +47,7 @@ pub fn process_group_abort(group: &dyn ProcessGroup) -> Result<()> {
 /// # Errors
 /// What was wrong.
 pub fn process_group_timeout(group: &dyn ProcessGroup, timeout: Duration) -> Result<()> {
-    let suite = Suite { group, device: &Device::Cpu };
+    let suite = Suite { group, device: &Device::Cpu, from_group: false };
     group.barrier()?.wait()?;
     if group.size() == 1 {
         return Ok(());

@@ -9,6 +9,7 @@ mod value;
 
 use candle_core::{Device, Tensor};
 
+use crate::autograd::storage;
 use crate::collective::ProcessGroup;
 use crate::{Error, Result};
 
@@ -27,13 +28,12 @@ pub fn process_group(group: &dyn ProcessGroup) -> Result<()> {
 
 /// As [`process_group`], with tensors on `device`.
 pub fn process_group_on(group: &dyn ProcessGroup, device: &Device) -> Result<()> {
-    let suite = Suite { group, device };
+    let suite = Suite { group, device, from_group: false };
     suite.identity()?;
-    suite.all_reduce()?;
-    suite.reduce_scatter()?;
-    suite.all_gather()?;
-    suite.broadcast()?;
-    suite.all_to_all()?;
+    suite.data()?;
+    // Tensors in the group's own memory, on all ranks and on some.
+    Suite { from_group: true, ..suite }.data()?;
+    Suite { from_group: group.rank() % 2 == 1, ..suite }.data()?;
     suite.point_to_point()?;
     suite.waited_for()?;
     suite.in_flight()?;
@@ -46,12 +46,24 @@ pub fn process_group_on(group: &dyn ProcessGroup, device: &Device) -> Result<()>
 const LARGE: usize = 1_500_007;
 
 /// A group under test.
+#[derive(Clone, Copy)]
 struct Suite<'a> {
     group: &'a dyn ProcessGroup,
     device: &'a Device,
+    /// Whether tensors are made by [`ProcessGroup::empty`].
+    from_group: bool,
 }
 
 impl Suite<'_> {
+    /// The collectives that move data.
+    fn data(&self) -> Result<()> {
+        self.all_reduce()?;
+        self.reduce_scatter()?;
+        self.all_gather()?;
+        self.broadcast()?;
+        self.all_to_all()
+    }
+
     fn size(&self) -> usize {
         self.group.size()
     }
@@ -93,7 +105,14 @@ impl Suite<'_> {
         let mut all = vec![T::MARGIN; values.len() + 2 * margin];
         all[margin..margin + values.len()].copy_from_slice(values);
         let n = all.len();
-        let whole = Tensor::from_vec(all, n, &Device::Cpu)?.to_device(self.device)?;
+        let mut whole = Tensor::from_vec(all, n, &Device::Cpu)?.to_device(self.device)?;
+        if self.from_group {
+            let empty = self.group.empty(n, T::DTYPE, self.device)?;
+            let fits = empty.dims() == [n] && empty.dtype() == T::DTYPE;
+            self.ensure(fits, format!("empty() made {empty:?} of {n} {:?}", T::DTYPE))?;
+            storage::copy_from(&empty, &whole)?;
+            whole = empty;
+        }
         let tensor = whole.narrow(0, margin, values.len())?;
         Ok(View { whole, tensor, margin, _type: std::marker::PhantomData })
     }

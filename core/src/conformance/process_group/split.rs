@@ -19,7 +19,7 @@ impl Suite<'_> {
             let child = self.split_case(&partition, &name)?;
             // A group of a group: its sets are in the child's ranks.
             let nested: Vec<usize> = (0..child.size()).rev().collect();
-            let suite = Suite { group: &*child, device: self.device };
+            let suite = Suite { group: &*child, ..*self };
             suite.split_case(&[nested], "nested")?;
             child.barrier()?.wait()?;
         }
@@ -53,7 +53,7 @@ impl Suite<'_> {
             child.global_ranks() == global && set[child.rank()] == self.rank(),
             format!("{what}: rank {} of {:?}", child.rank(), child.global_ranks()),
         )?;
-        let suite = Suite { group: &*child, device: self.device };
+        let suite = Suite { group: &*child, ..*self };
         let view = suite.view(&values::<f32>(child.rank(), 2049, 3))?;
         child.all_reduce(&view.tensor, ReduceOp::Sum)?.wait()?;
         let expected = reduced::<f32>(ReduceOp::Sum, child.size(), 2049, 3);

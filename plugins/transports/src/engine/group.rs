@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use fulgurite_core::collective::{
     AllGather, ProcessGroup, ReduceOp, ReduceScatter, Solo, Work, caller_waits, check,
 };
@@ -204,6 +204,14 @@ impl ProcessGroup for Group {
             chunk_bytes: self.chunk_bytes,
         };
         Self::connect(self.rendezvous.clone(), member)
+    }
+
+    fn empty(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+        let shared = match device {
+            Device::Cpu => self.rendezvous.empty(elements, dtype)?,
+            _ => None,
+        };
+        shared.map_or_else(|| Ok(Tensor::zeros(elements, dtype, device)?), Ok)
     }
 
     fn abort(&self, reason: &str) {

@@ -1,5 +1,6 @@
 //! The one engine behind all groups of this crate: collectives through a shared region.
 
+mod direct;
 mod failure;
 mod group;
 mod mail;
@@ -12,4 +13,4 @@ mod wait;
 mod worker;
 
 pub(crate) use group::{Group, Membership};
-pub(crate) use rendezvous::{Joined, Rendezvous};
+pub(crate) use rendezvous::{Joined, Owner, Rendezvous};

@@ -62,7 +62,7 @@ pub(crate) fn dtype_code(dtype: DType) -> u32 {
     check::DTYPES.iter().position(|&d| d == dtype).map_or(0, |i| i as u32 + 1)
 }
 
-fn bytes(tensor: &Tensor) -> usize {
+pub(super) fn bytes(tensor: &Tensor) -> usize {
     tensor.elem_count() * tensor.dtype().size_in_bytes()
 }
 
@@ -214,7 +214,7 @@ impl Collective {
 }
 
 /// Whether `part` is the memory of `whole` from byte `start` on (on the CPU; elsewhere unknown).
-fn is_at(part: &Tensor, whole: &Tensor, start: usize) -> Result<bool> {
+pub(super) fn is_at(part: &Tensor, whole: &Tensor, start: usize) -> Result<bool> {
     if !(part.device().is_cpu() && whole.device().is_cpu()) {
         return Ok(false);
     }

@@ -4,9 +4,10 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::Duration;
 
+use candle_core::{DType, Tensor};
 use fulgurite_core::Result;
 
-use crate::memory::{Layout, Region};
+use crate::memory::{Layout, Region, Share};
 
 /// What differs between threads and processes.
 pub(crate) trait Rendezvous: Send + Sync {
@@ -23,6 +24,19 @@ pub(crate) trait Rendezvous: Send + Sync {
     /// Whether the process of a global rank is known to have ended.
     fn is_gone(&self, global_rank: usize) -> bool;
 
+    /// A flat CPU tensor of arbitrary content that all ranks reach, if there is memory for it.
+    fn empty(&self, elements: usize, dtype: DType) -> Result<Option<Tensor>>;
+
+    /// Where `bytes` of this rank are, in words that [`reach`](Rendezvous::reach) understands; none
+    /// if other ranks cannot reach them.
+    fn place(&self, bytes: &[u8]) -> Option<u64>;
+
+    /// How other ranks map this rank's memory, where they must.
+    fn share(&self) -> Option<Share>;
+
+    /// The address of `len` bytes at a `place` that `owner` told of.
+    fn reach(&self, owner: Owner, place: u64, len: usize) -> Result<*mut u8>;
+
     /// The job's first failure, if one is known: the global rank and its message.
     fn failure(&self) -> Option<(usize, String)>;
 }
@@ -31,4 +45,12 @@ pub(crate) trait Rendezvous: Send + Sync {
 pub(crate) struct Joined {
     pub(crate) region: Arc<Region>,
     pub(crate) file: Option<File>,
+}
+
+/// A rank, and what it says of its memory.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Owner {
+    pub(crate) global_rank: usize,
+    pub(crate) pid: u32,
+    pub(crate) share: Share,
 }

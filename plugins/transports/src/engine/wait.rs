@@ -10,8 +10,8 @@ use fulgurite_core::Error;
 use super::failure::Failure;
 use super::plan::KINDS;
 use super::queue::Queue;
-use super::rendezvous::Rendezvous;
-use crate::memory::{Bell, Region, ring};
+use super::rendezvous::{Owner, Rendezvous};
+use crate::memory::{Bell, Region, Share, ring};
 
 /// How often a waiting rank asks the store and looks after processes.
 const POLL: Duration = Duration::from_millis(100);
@@ -40,6 +40,24 @@ pub(crate) struct Shared {
 impl Shared {
     pub(crate) fn size(&self) -> usize {
         self.global_ranks.len()
+    }
+
+    /// The memory of `len` bytes at a place that a rank of the group told of.
+    pub(crate) fn reach(
+        &self,
+        rank: usize,
+        place: u64,
+        len: usize,
+    ) -> fulgurite_core::Result<*mut u8> {
+        let record = self.region.record(rank);
+        let share = Share {
+            fd: record.memory.fd.load(Ordering::Relaxed),
+            len: record.memory.len.load(Ordering::Relaxed) as usize,
+            nonce: record.memory.nonce.load(Ordering::Relaxed),
+        };
+        let pid = record.pid.load(Ordering::Relaxed);
+        let owner = Owner { global_rank: self.global_ranks[rank], pid, share };
+        self.rendezvous.reach(owner, place, len)
     }
 
     /// Makes the thread of this rank that waits for other ranks look around.

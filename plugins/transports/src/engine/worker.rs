@@ -7,12 +7,13 @@ use std::sync::atomic::Ordering;
 
 use fulgurite_core::autograd::storage::{with_bytes, with_bytes_mut};
 
+use super::direct::Direct;
 use super::failure::Failure;
 use super::plan::{Collective, Fingerprint, Plan};
 use super::queue::{Job, Task};
 use super::reduce::reduce;
 use super::wait::Shared;
-use crate::memory::BUFFERS;
+use crate::memory::{BUFFERS, OpRecord};
 
 /// How far a rank has come. One thread at a time has it, whose [`Turn`](super::queue::Turn) it is.
 pub(crate) struct Worker {
@@ -65,14 +66,64 @@ impl Worker {
     fn collective(&mut self, collective: &Collective) -> Result<(), Failure> {
         let shared = self.shared.clone();
         let fingerprint = collective.fingerprint();
-        let plan = collective.plan(shared.rank, shared.region.layout())?;
-        self.publish(&fingerprint);
+        let Some(direct) = Direct::of(collective, shared.rank, shared.size())? else {
+            self.publish(&fingerprint, false);
+            return self.through_slots(collective, &fingerprint, true);
+        };
+        let shows = self.show(&direct)?;
+        self.publish(&fingerprint, shows);
+        self.barrier(&fingerprint)?;
+        self.compare(&fingerprint)?;
+        let buffer = self.buffer(0);
+        self.turn += 1;
+        if !(0..shared.size()).all(|rank| self.op(rank).direct.load(Ordering::Relaxed) == 1) {
+            return self.through_slots(collective, &fingerprint, false);
+        }
+        direct.carry_out(shared.size(), |rank, shown, len| {
+            let place = shown * size_of::<u64>()..(shown + 1) * size_of::<u64>();
+            // SAFETY: written before the barrier, by a rank that says so, and again BUFFERS
+            // collectives or chunks later, after more barriers.
+            let place = unsafe { shared.region.slot(buffer, rank, place) };
+            shared.reach(rank, bytemuck::pod_read_unaligned(place), len)
+        })?;
+        self.barrier(&fingerprint)
+    }
+
+    /// Puts into this rank's slot where the others find its tensors; whether they can.
+    fn show(&self, direct: &Direct) -> Result<bool, Failure> {
+        let (region, rank) = (&self.shared.region, self.shared.rank);
+        let Some(places) = direct.places(&*self.shared.rendezvous)? else { return Ok(false) };
+        let places: &[u8] = bytemuck::cast_slice(&places);
+        if places.len() > region.layout().slot {
+            return Ok(false);
+        }
+        // SAFETY: as in `write`, of which this is chunk 0.
+        let slot = unsafe { region.slot_mut(self.buffer(0), rank, 0..places.len()) };
+        slot.copy_from_slice(places);
+        if let Some(share) = self.shared.rendezvous.share() {
+            let memory = &region.record(rank).memory;
+            memory.fd.store(share.fd, Ordering::Relaxed);
+            memory.len.store(share.len as u64, Ordering::Relaxed);
+            memory.nonce.store(share.nonce, Ordering::Relaxed);
+        }
+        Ok(true)
+    }
+
+    /// Moves the data chunk by chunk. `compare`: the ranks have not yet found that they are in the
+    /// same collective.
+    fn through_slots(
+        &mut self,
+        collective: &Collective,
+        fingerprint: &Fingerprint,
+        compare: bool,
+    ) -> Result<(), Failure> {
+        let plan = collective.plan(self.shared.rank, self.shared.region.layout())?;
         for phase in 0..plan.chunks + plan.stages - 1 {
             if phase > 0 {
-                self.barrier(&fingerprint)?;
+                self.barrier(fingerprint)?;
             }
-            if phase == 1 {
-                self.compare(&fingerprint)?;
+            if phase == 1 && compare {
+                self.compare(fingerprint)?;
             }
             if phase < plan.chunks {
                 self.write(&plan, phase)?;
@@ -157,7 +208,7 @@ impl Worker {
     }
 
     /// Says what this rank is about to do.
-    fn publish(&mut self, fingerprint: &Fingerprint) {
+    fn publish(&mut self, fingerprint: &Fingerprint, direct: bool) {
         let record = self.shared.region.record(self.shared.rank);
         let op = &record.ops[self.sequence as usize % 2];
         op.sequence.store(self.sequence, Ordering::Relaxed);
@@ -165,6 +216,7 @@ impl Worker {
         op.dtype.store(fingerprint.dtype, Ordering::Relaxed);
         op.bytes.store(fingerprint.bytes, Ordering::Relaxed);
         op.detail.store(fingerprint.detail, Ordering::Relaxed);
+        op.direct.store(direct.into(), Ordering::Relaxed);
         self.sequence += 1;
         record.begun.store(self.sequence, Ordering::Release);
     }
@@ -176,7 +228,7 @@ impl Worker {
         let mut seen = Vec::with_capacity(shared.size());
         let mut same = true;
         for rank in 0..shared.size() {
-            let op = &shared.region.record(rank).ops[sequence as usize % 2];
+            let op = self.op(rank);
             let other = Fingerprint {
                 kind: op.kind.load(Ordering::Relaxed),
                 dtype: op.dtype.load(Ordering::Relaxed),
@@ -206,6 +258,11 @@ impl Worker {
              collectives in the same order",
             self.sequence
         )))
+    }
+
+    /// What a rank says of the collective that this one is in.
+    fn op(&self, rank: usize) -> &OpRecord {
+        &self.shared.region.record(rank).ops[(self.sequence - 1) as usize % 2]
     }
 
     /// Waits until all ranks have arrived. What they wrote before is seen after.

@@ -60,6 +60,17 @@ pub(crate) struct RankRecord {
     /// Fingerprints of the last two collectives, by sequence number: while one rank still compares
     /// those of one collective, another may have begun the next, but not the one after.
     pub(crate) ops: [OpRecord; 2],
+    /// Memory of the rank that others may map, once it has told of places in it.
+    pub(crate) memory: MemoryRecord,
+}
+
+/// How to map a rank's shared memory.
+#[repr(C)]
+pub(crate) struct MemoryRecord {
+    /// File descriptor, in the rank's process.
+    pub(crate) fd: AtomicU32,
+    pub(crate) len: AtomicU64,
+    pub(crate) nonce: AtomicU64,
 }
 
 /// What a rank says it is doing.
@@ -70,6 +81,8 @@ pub(crate) struct OpRecord {
     pub(crate) dtype: AtomicU32,
     pub(crate) bytes: AtomicU64,
     pub(crate) detail: AtomicU64,
+    /// Whether this rank's slot says where its tensors are, for the others to read and write.
+    pub(crate) direct: AtomicU32,
 }
 
 /// One direction between two ranks.

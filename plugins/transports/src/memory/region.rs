@@ -1,4 +1,4 @@
-//! A mapped region, and the only unsafe code of the crate.
+//! A mapped region.
 #![allow(unsafe_code)] // Memory shared between processes has no safe type.
 
 use std::ops::Range;

@@ -71,7 +71,7 @@ impl Reducer {
         for indices in pack(&items, first_bytes, cap_bytes) {
             let members: Vec<Parameter> = indices.iter().map(|&i| parameters[i].clone()).collect();
             let total: usize = indices.iter().map(|&i| items[i].elements).sum();
-            let flat = Tensor::zeros(total, items[indices[0]].dtype, members[0].device())?;
+            let flat = self.group.empty(total, items[indices[0]].dtype, members[0].device())?;
             let mut offset = 0;
             for (parameter, &i) in members.iter().zip(&indices) {
                 let view = flat.narrow(0, offset, items[i].elements)?;

@@ -147,7 +147,8 @@ impl ParamGroup {
         self.members.iter().try_for_each(|member| storage::release(member.parameter.compute()?))
     }
 
-    /// The memory that a member's gradient is accumulated in.
+    /// The memory that a member's gradient is accumulated in: a gradient, or anything if there is
+    /// none yet.
     pub(super) fn grad_buffer(&self, parameter: &Parameter) -> Result<Tensor> {
         let state = &mut *self.state();
         if let Some(grad) = state.grads.get(parameter.fqn()) {
@@ -157,17 +158,18 @@ impl ParamGroup {
             return Err(Error::parameter(parameter.fqn(), "is in no FSDP unit"));
         };
         let dtype = member.reduce_dtype(self.reduce_dtype);
-        let grad = Tensor::zeros(parameter.compute_elem_count(), dtype, parameter.device())?;
+        let elements = parameter.compute_elem_count();
+        let grad = self.process_group.empty(elements, dtype, parameter.device())?;
         state.grads.insert(parameter.fqn().to_owned(), grad.clone());
         Ok(grad)
     }
 
     /// Notes that one more gradient is complete; whether all are now.
     pub(super) fn note_ready(&self, parameter: &Parameter) -> Result<bool> {
-        if !parameter.has_accumulated() {
-            // No gradient on this rank; others may have one. A fresh buffer is zero, and one that
-            // is not fresh holds a gradient.
-            self.grad_buffer(parameter)?;
+        let in_use = self.state().grads.contains_key(parameter.fqn());
+        if !parameter.has_accumulated() && !in_use {
+            // No gradient on this rank; others may have one.
+            self.grad_buffer(parameter)?.zero_set()?;
         }
         let state = &mut *self.state();
         state.ready += 1;
@@ -217,8 +219,8 @@ impl ParamGroup {
         let device = device.unwrap_or(candle_core::Device::Cpu);
         let buffers = sizes
             .into_iter()
-            .map(|(dtype, n)| Tensor::zeros(n, dtype, &device))
-            .collect::<candle_core::Result<Vec<_>>>()?;
+            .map(|(dtype, n)| self.replicas.empty(n, dtype, &device))
+            .collect::<Result<Vec<_>>>()?;
         let outputs = places
             .into_iter()
             .map(|(buffer, start, n)| buffers[buffer].narrow(0, start, n))

@@ -1,0 +1,211 @@
+//! Collectives whose tensors all ranks reach where they are: nothing is copied in between.
+#![allow(unsafe_code)] // Reads and writes tensors of other ranks; see `Direct`.
+
+use std::ops::Range;
+
+use candle_core::{DType, Tensor};
+use fulgurite_core::Result;
+use fulgurite_core::autograd::storage::{with_bytes, with_bytes_mut};
+use fulgurite_core::collective::ReduceOp;
+
+use super::failure::Failure;
+use super::plan::{Collective, bytes, is_at};
+use super::reduce::reduce;
+use super::rendezvous::Rendezvous;
+use crate::memory::LINE;
+
+/// Collectives of fewer bytes go through the slots, which takes a barrier less where it turns out
+/// that not all tensors can be reached, and no lookups.
+const DIRECT_BYTES: usize = 16 << 10;
+
+/// Bytes that are reduced at a time: they stay in the first-level cache.
+const BLOCK_BYTES: usize = 16 << 10;
+
+/// A collective as moves between tensors.
+///
+/// Ranks carry their moves out between two barriers. Before the first, all tensors are as their
+/// owners mean them, after the second nobody touches another rank's any more. In between a byte of
+/// a tensor is written by one rank only, and by no rank if another reads it: a rank reads and writes
+/// its own segment of an all-reduced tensor, and what is gathered or scattered is only read. The
+/// owner keeps its hands off as long as the collective runs, as [`Work`](fulgurite_core::collective::Work)
+/// demands; the collective holds the tensors, so their memory stays.
+pub(crate) struct Direct {
+    /// Tensors that other ranks read or write, in an order that they know.
+    shown: Vec<Tensor>,
+    moves: Vec<Move>,
+}
+
+enum Move {
+    /// From the bytes of a rank's shown tensor into this rank's `to`, from byte `at` on.
+    Copy { rank: usize, shown: usize, from: Range<usize>, to: Tensor, at: usize },
+    /// The bytes of all ranks' shown tensors, reduced.
+    Reduce { shown: usize, range: Range<usize>, op: ReduceOp, into: Target },
+}
+
+/// Where a reduction goes.
+enum Target {
+    /// Where it came from, on every rank.
+    Everywhere,
+    /// The whole of a tensor of this rank.
+    Own(Tensor),
+}
+
+/// A reachable tensor of another rank, or of this one.
+#[derive(Clone, Copy)]
+struct Reached {
+    start: *mut u8,
+    len: usize,
+}
+
+impl Direct {
+    /// The collective as moves, if it is of a kind and size that gains by it: the same on all ranks.
+    pub(crate) fn of(collective: &Collective, rank: usize, size: usize) -> Result<Option<Self>> {
+        let (mut shown, mut moves) = (Vec::new(), Vec::new());
+        let total = match collective {
+            Collective::AllReduce(tensor, op) => {
+                let total = bytes(tensor);
+                let piece = total.div_ceil(size).next_multiple_of(LINE);
+                let range = (rank * piece).min(total)..((rank + 1) * piece).min(total);
+                shown.push(tensor.clone());
+                moves.push(Move::Reduce { shown: 0, range, op: *op, into: Target::Everywhere });
+                total
+            }
+            Collective::ReduceScatter(parts, op) => {
+                for (i, part) in parts.iter().enumerate() {
+                    let element = part.input.dtype().size_in_bytes();
+                    let start = part.counts[..rank].iter().sum::<usize>() * element;
+                    let range = start..start + part.counts[rank] * element;
+                    let into = Target::Own(part.output.clone());
+                    shown.push(part.input.clone());
+                    moves.push(Move::Reduce { shown: i, range, op: *op, into });
+                }
+                parts.iter().map(|part| bytes(&part.input)).sum()
+            }
+            Collective::AllGather(parts) => {
+                for (i, part) in parts.iter().enumerate() {
+                    let element = part.input.dtype().size_in_bytes();
+                    shown.push(part.input.clone());
+                    let mut at = 0;
+                    for (peer, count) in part.counts.iter().enumerate() {
+                        let len = count * element;
+                        let there = peer == rank && is_at(&part.input, &part.output, at)?;
+                        if len > 0 && !there {
+                            let to = part.output.clone();
+                            moves.push(Move::Copy { rank: peer, shown: i, from: 0..len, to, at });
+                        }
+                        at += len;
+                    }
+                }
+                parts.iter().map(|part| bytes(&part.output)).sum()
+            }
+            Collective::Broadcast(tensor, src) => {
+                if rank == *src {
+                    shown.push(tensor.clone());
+                } else {
+                    let (from, to) = (0..bytes(tensor), tensor.clone());
+                    moves.push(Move::Copy { rank: *src, shown: 0, from, to, at: 0 });
+                }
+                bytes(tensor)
+            }
+            Collective::AllToAll { output, input } => {
+                shown.push(input.clone());
+                let part = bytes(input) / size;
+                for peer in 0..size {
+                    let (from, to) = (rank * part..(rank + 1) * part, output.clone());
+                    moves.push(Move::Copy { rank: peer, shown: 0, from, to, at: peer * part });
+                }
+                bytes(input)
+            }
+            Collective::Barrier | Collective::Split(_) => 0,
+        };
+        Ok((total >= DIRECT_BYTES).then_some(Self { shown, moves }))
+    }
+
+    /// Where the shown tensors are, for the other ranks; none if they cannot reach all of them, or
+    /// if this rank cannot carry out its moves in place.
+    pub(crate) fn places(&self, rendezvous: &dyn Rendezvous) -> Result<Option<Vec<u64>>> {
+        let own = self.moves.iter().filter_map(|m| match m {
+            Move::Copy { to, .. } | Move::Reduce { into: Target::Own(to), .. } => Some(to),
+            Move::Reduce { .. } => None,
+        });
+        if !self.shown.iter().chain(own).all(|tensor| tensor.device().is_cpu()) {
+            return Ok(None);
+        }
+        let place = |tensor: &Tensor| match tensor.elem_count() {
+            0 => Ok(Some(0)),
+            _ => with_bytes(tensor, |bytes| rendezvous.place(bytes)),
+        };
+        self.shown.iter().map(place).collect()
+    }
+
+    /// Carries the moves out. `reach` finds the memory of a rank's shown tensor: its length is that
+    /// of this rank's shown tensor, or for tensors that are gathered what the move names.
+    pub(crate) fn carry_out(
+        &self,
+        size: usize,
+        reach: impl Fn(usize, usize, usize) -> Result<*mut u8>,
+    ) -> Result<(), Failure> {
+        for step in &self.moves {
+            match step {
+                Move::Copy { rank, shown, from, to, at } => {
+                    let source = reach(*rank, *shown, from.end)?;
+                    // SAFETY: reachable and that long; only read by anyone (see `Direct`).
+                    let source = unsafe {
+                        std::slice::from_raw_parts(source.add(from.start).cast_const(), from.len())
+                    };
+                    with_bytes_mut(to, |to| to[*at..*at + from.len()].copy_from_slice(source))?;
+                }
+                Move::Reduce { shown, range, op, into } => {
+                    let ranks = (0..size)
+                        .map(|rank| {
+                            let start = reach(rank, *shown, range.end)?;
+                            // SAFETY: reachable and at least `range.end` long.
+                            let start = unsafe { start.add(range.start) };
+                            Ok(Reached { start, len: range.len() })
+                        })
+                        .collect::<Result<Vec<_>>>()?;
+                    let dtype = self.shown[*shown].dtype();
+                    match into {
+                        Target::Everywhere => reduce_into(dtype, *op, &ranks, &ranks),
+                        Target::Own(tensor) => {
+                            // No lock stays on the tensor: it may be a view of a shown one.
+                            let to = with_bytes_mut(tensor, |bytes| Reached {
+                                start: bytes.as_mut_ptr(),
+                                len: bytes.len(),
+                            })?;
+                            reduce_into(dtype, *op, &ranks, &[to]);
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reduces `sources`, one a rank and in rank order, into all of `targets`, which may be the sources
+/// (or parts of them at the same places). All have the same length.
+fn reduce_into(dtype: DType, op: ReduceOp, sources: &[Reached], targets: &[Reached]) {
+    let mut block = vec![0u64; BLOCK_BYTES / size_of::<u64>()];
+    let block: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
+    let len = sources.first().map_or(0, |source| source.len);
+    for start in (0..len).step_by(BLOCK_BYTES) {
+        let block = &mut block[..BLOCK_BYTES.min(len - start)];
+        let bytes = |reached: &Reached| {
+            // SAFETY: reachable and `len` long; until the copies below nobody writes these bytes,
+            // which are this rank's alone to write (see `Direct`).
+            unsafe {
+                std::slice::from_raw_parts(reached.start.add(start).cast_const(), block.len())
+            }
+        };
+        let sources: Vec<&[u8]> = sources.iter().map(bytes).collect();
+        reduce(dtype, op, &sources, block);
+        for target in targets {
+            assert_eq!(target.len, len, "targets are as long as sources");
+            // SAFETY: as above, and the slices of the sources are used no more.
+            unsafe {
+                std::ptr::copy_nonoverlapping(block.as_ptr(), target.start.add(start), block.len());
+            }
+        }
+    }
+}

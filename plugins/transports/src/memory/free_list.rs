@@ -1,0 +1,84 @@
+//! Which pages of a stretch of memory are free.
+
+use std::collections::BTreeMap;
+
+/// Pages by their number: first page of each free run, and its length. Neighbouring runs are one.
+#[derive(Debug, Default)]
+pub(crate) struct FreeList {
+    runs: BTreeMap<usize, usize>,
+}
+
+impl FreeList {
+    /// `pages` pages from `first` on, all free.
+    pub(crate) fn new(first: usize, pages: usize) -> Self {
+        Self { runs: BTreeMap::from([(first, pages)]) }
+    }
+
+    /// Takes the lowest run of `pages` pages: what was touched before is used again.
+    pub(crate) fn take(&mut self, pages: usize) -> Option<usize> {
+        let (&first, &len) = self.runs.iter().find(|(_, len)| **len >= pages)?;
+        self.runs.remove(&first);
+        if len > pages {
+            self.runs.insert(first + pages, len - pages);
+        }
+        Some(first)
+    }
+
+    /// Gives back what was taken.
+    pub(crate) fn put(&mut self, first: usize, pages: usize) {
+        let (mut first, mut pages) = (first, pages);
+        if let Some((&before, &len)) = self.runs.range(..first).next_back()
+            && before + len == first
+        {
+            self.runs.remove(&before);
+            (first, pages) = (before, len + pages);
+        }
+        if let Some(len) = self.runs.remove(&(first + pages)) {
+            pages += len;
+        }
+        self.runs.insert(first, pages);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// No page is given twice, and when all came back they are one run again.
+        #[test]
+        fn gives_each_page_once(moves in prop::collection::vec((1usize..40, any::<bool>(), any::<prop::sample::Index>()), 0..200)) {
+            let mut list = FreeList::new(7, 100);
+            let mut held: Vec<(usize, usize)> = Vec::new();
+            for (pages, take, index) in moves {
+                if take || held.is_empty() {
+                    if let Some(first) = list.take(pages) {
+                        prop_assert!(first >= 7 && first + pages <= 107);
+                        for &(other, len) in &held {
+                            prop_assert!(first + pages <= other || other + len <= first);
+                        }
+                        held.push((first, pages));
+                    }
+                } else {
+                    let (first, pages) = held.swap_remove(index.index(held.len()));
+                    list.put(first, pages);
+                }
+            }
+            for (first, pages) in held {
+                list.put(first, pages);
+            }
+            prop_assert_eq!(list.take(100), Some(7));
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let mut list = FreeList::new(0, 4);
+        assert_eq!(list.take(5), None);
+        assert_eq!(list.take(3), Some(0));
+        assert_eq!(list.take(2), None);
+        list.put(0, 3);
+        assert_eq!(list.take(4), Some(0));
+    }
+}

@@ -1,0 +1,189 @@
+//! Memory of this process that the other processes of a job can map, for tensors that collectives
+//! read and write where they are.
+//!
+//! It is one anonymous file, as long as the machine's memory but sparse: a page costs memory from
+//! its first use on. Tensors own their elements as a `Vec`, which the program's allocator frees; so
+//! the memory is there only in programs whose allocator is a [`SharedMemory`], which knows it again.
+#![allow(unsafe_code)] // an allocator, and memory that it hands out
+
+use std::alloc::{GlobalAlloc, Layout};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock};
+
+use super::free_list::FreeList;
+
+const PAGE: usize = 4096;
+
+/// Whether some allocation went through a [`SharedMemory`].
+static INSTALLED: AtomicBool = AtomicBool::new(false);
+static BASE: AtomicPtr<u8> = AtomicPtr::new(std::ptr::null_mut());
+/// Bytes from [`BASE`] on; 0 as long as there is no such memory.
+static LEN: AtomicUsize = AtomicUsize::new(0);
+static FREE: Mutex<Option<FreeList>> = Mutex::new(None);
+
+/// A program's allocator that can also free memory which other ranks of a job have mapped: with it
+/// the collectives of [`Shm`](crate::Shm) read and write each other's gradients, buckets and shards
+/// in place, without it they copy through a region in between. All else it leaves to `A`.
+///
+/// Programs that link the `fulgurite` crate with its feature `mimalloc` (the default) have it.
+///
+/// ```
+/// use fulgurite_transports::SharedMemory;
+///
+/// #[global_allocator]
+/// static ALLOCATOR: SharedMemory<std::alloc::System> = SharedMemory(std::alloc::System);
+/// # fn main() {}
+/// ```
+#[derive(Debug)]
+pub struct SharedMemory<A>(pub A);
+
+/// The offset of `address` in the shared memory, if it is there.
+fn offset(address: usize) -> Option<usize> {
+    // The length first: where it is seen, the base is.
+    let len = LEN.load(Ordering::Acquire);
+    let offset = address.wrapping_sub(BASE.load(Ordering::Relaxed).addr());
+    (offset < len).then_some(offset)
+}
+
+fn free(offset: usize, layout: Layout) {
+    // A panic elsewhere cannot leave the list half changed.
+    let mut list = FREE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    if let Some(list) = list.as_mut() {
+        list.put(offset / PAGE, layout.size().div_ceil(PAGE));
+    }
+}
+
+// SAFETY: `A` is one; memory that is not of it is known by its address, is never handed out twice
+// before it is freed, and stays mapped as long as the process lives.
+unsafe impl<A: GlobalAlloc> GlobalAlloc for SharedMemory<A> {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller's promises are those that `A` asks for.
+        unsafe { self.0.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: as in `alloc`.
+        unsafe { self.0.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        if !INSTALLED.load(Ordering::Relaxed) {
+            INSTALLED.store(true, Ordering::Relaxed);
+        }
+        match offset(ptr.addr()) {
+            Some(offset) => free(offset, layout),
+            // SAFETY: not of the shared memory, so of `A`; the rest as in `alloc`.
+            None => unsafe { self.0.dealloc(ptr, layout) },
+        }
+    }
+
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        let Some(offset) = offset(ptr.addr()) else {
+            // SAFETY: not of the shared memory, so of `A`; the rest as in `alloc`.
+            return unsafe { self.0.realloc(ptr, layout, new_size) };
+        };
+        // SAFETY: the caller promises that `new_size` and the alignment make a layout, not empty.
+        let new =
+            unsafe { self.0.alloc(Layout::from_size_align_unchecked(new_size, layout.align())) };
+        if !new.is_null() {
+            // SAFETY: both are at least so long, and of different memory.
+            unsafe { std::ptr::copy_nonoverlapping(ptr, new, layout.size().min(new_size)) };
+            free(offset, layout);
+        }
+        new
+    }
+}
+
+/// What another process needs to map this one's shared memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Share {
+    /// File descriptor, in this process.
+    pub(crate) fd: u32,
+    pub(crate) len: usize,
+    /// The first word of the memory.
+    pub(crate) nonce: u64,
+}
+
+/// This process's shared memory, made at the first call; none where it cannot be had.
+pub(crate) fn share() -> Option<Share> {
+    static SHARE: OnceLock<Option<Share>> = OnceLock::new();
+    if !INSTALLED.load(Ordering::Relaxed) {
+        return None;
+    }
+    *SHARE.get_or_init(|| match reserve() {
+        Ok(share) => Some(share),
+        Err(error) => {
+            tracing::debug!("no memory that other ranks can map: {error}");
+            None
+        }
+    })
+}
+
+#[cfg(not(target_os = "linux"))]
+fn reserve() -> std::io::Result<Share> {
+    Err(std::io::ErrorKind::Unsupported.into())
+}
+
+#[cfg(target_os = "linux")]
+fn reserve() -> std::io::Result<Share> {
+    use std::fs::File;
+    use std::os::fd::IntoRawFd;
+
+    use memmap2::MmapOptions;
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+
+    let info = rustix::system::sysinfo();
+    let memory = info.totalram as usize * info.mem_unit as usize;
+    let len = memory.next_multiple_of(PAGE);
+    let file = File::from(memfd_create(
+        "fulgurite-tensors",
+        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+    )?);
+    ftruncate(&file, len as u64)?;
+    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    let map = MmapOptions::new().len(len).map_raw(&file)?;
+    let nonce = super::nonce();
+    // SAFETY: a fresh mapping of at least a page, which nobody else knows yet.
+    unsafe { map.as_mut_ptr().cast::<u64>().write(nonce) };
+    *FREE.lock().unwrap_or_else(std::sync::PoisonError::into_inner) =
+        Some(FreeList::new(1, len / PAGE - 1));
+    BASE.store(map.as_mut_ptr(), Ordering::Relaxed);
+    LEN.store(len, Ordering::Release);
+    // Mapped, and open for others, as long as the process lives.
+    std::mem::forget(map);
+    Ok(Share { fd: file.into_raw_fd() as u32, len, nonce })
+}
+
+/// `len` elements of arbitrary content in the shared memory, if there is room.
+pub(crate) fn empty<T: bytemuck::Pod>(len: usize) -> Option<Vec<T>> {
+    share()?;
+    let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| bytes > 0)?;
+    let page = {
+        let mut list = FREE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        list.as_mut()?.take(bytes.div_ceil(PAGE))?
+    };
+    // SAFETY: within the mapping, whose pages all are in the list.
+    let start = unsafe { BASE.load(Ordering::Relaxed).add(page * PAGE) };
+    // SAFETY: nobody else's until they are freed; aligned to a page; initialised, as pages of a file
+    // are, and any bytes are valid for `Pod`. The program's allocator (a `SharedMemory`: it is
+    // installed) knows the address again when they are freed.
+    Some(unsafe { Vec::from_raw_parts(start.cast::<T>(), len, len) })
+}
+
+/// Where in the shared memory `bytes` are, if they are.
+pub(crate) fn place(bytes: &[u8]) -> Option<usize> {
+    offset(bytes.as_ptr().addr())
+}
+
+/// The address of a [`place`].
+#[cfg(target_os = "linux")]
+pub(crate) fn at(place: usize) -> *mut u8 {
+    BASE.load(Ordering::Relaxed).wrapping_add(place)
+}
+
+/// The nonce of a mapping of another process's shared memory.
+#[cfg(target_os = "linux")]
+pub(crate) fn nonce_of(map: &memmap2::MmapRaw) -> Option<u64> {
+    // SAFETY: aligned to a page and long enough; written once, before anyone else heard of it.
+    (map.len() >= PAGE).then(|| unsafe { map.as_ptr().cast::<u64>().read() })
+}
