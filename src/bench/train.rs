@@ -5,7 +5,6 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use clap::Args;
 use fulgurite_core::collective::all_gather_object;
 use fulgurite_core::mesh::{DATA_PARALLEL, TENSOR_PARALLEL};
-use fulgurite_core::nn::cross_entropy;
 use fulgurite_core::optim::AdamW;
 use fulgurite_core::trainer::peak_rss_mib;
 use serde::Serialize;
