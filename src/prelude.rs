@@ -10,7 +10,7 @@ pub use fulgurite_core::module::{
 };
 pub use fulgurite_core::nn::{
     AttentionConfig, CausalSelfAttention, CrossEntropy, Dropout, Embedding, GeluMlp, LayerNorm,
-    Linear, Loss, RmsNorm, Rope, SwiGluMlp, cross_entropy, linear_cross_entropy,
+    Linear, Loss, RmsNorm, Rope, SwiGluMlp, cross_entropy, linear_cross_entropy, residual,
 };
 pub use fulgurite_core::optim::{AdamW, Sgd};
 pub use fulgurite_core::parallel::{

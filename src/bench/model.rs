@@ -105,9 +105,8 @@ struct DecoderLayer {
 
 impl Module for DecoderLayer {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let x = (x + self.self_attn.forward(&self.input_layernorm.forward(x)?)?)?;
-        let hidden = self.mlp.forward(&self.post_attention_layernorm.forward(&x)?)?;
-        Ok((x + hidden)?)
+        let x = residual(x, &self.input_layernorm, &self.self_attn)?;
+        residual(&x, &self.post_attention_layernorm, &self.mlp)
     }
 }
 

@@ -5,12 +5,12 @@ use candle_core::Tensor;
 use super::kernels::attention::{Attend, merge_heads, split_heads};
 use super::kernels::matmul::InputGrad;
 use super::kernels::sequences::Sequences;
-use super::linear::{Linear, wanted};
-use super::record::record;
+use super::linear::Linear;
+use super::residual::{Applied, FusedLayer};
 use super::rope::Rope;
 use crate::module::{ForwardScope, Module, ModuleBuilder};
 use crate::parallel::{ContextParallel, Heads, LayerHandle};
-use crate::parameter::{Init, Parameter};
+use crate::parameter::Init;
 use crate::{Error, Result};
 
 /// The shape of a [`CausalSelfAttention`].
@@ -99,8 +99,8 @@ impl CausalSelfAttention {
     }
 }
 
-impl Module for CausalSelfAttention {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+impl FusedLayer for CausalSelfAttention {
+    fn apply(&self, x: &Tensor) -> Result<Applied> {
         let (saved, entered) = self.layer.enter(x)?;
         let (_, time, _) = saved.dims3()?;
         let context = ForwardScope::current().context;
@@ -121,9 +121,9 @@ impl Module for CausalSelfAttention {
         let y = self.o_proj.add_last_bias(y)?;
 
         let layers = [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];
-        let parameters: Vec<&Parameter> = layers.iter().flat_map(|l| l.parameters()).collect();
-        let (layer, wanted) = (self.clone(), wanted(x));
-        record(&[x], &parameters, y, move |_, grad| {
+        let parameters = layers.into_iter().flat_map(|l| l.parameters());
+        let layer = self.clone();
+        Ok(Applied::new(y, parameters, move |grad, wanted| {
             layer.o_proj.last_bias_backprop(grad)?;
             let grad = exited.backward(grad)?;
             let merged = merge_heads(attended.output())?;
@@ -133,9 +133,19 @@ impl Module for CausalSelfAttention {
             let [dq, dk, dv] = attend.backward([&q, &k, &v], &attended, &d)?;
             let mut dx = None;
             for (projection, d) in [(&layer.q_proj, dq), (&layer.k_proj, dk), (&layer.v_proj, dv)] {
-                dx = projection.backprop(&saved, &merge_heads(&d)?, wanted(dx))?;
+                dx = projection.backprop(
+                    &saved,
+                    &merge_heads(&d)?,
+                    InputGrad::new(wanted).add_to(dx),
+                )?;
             }
-            Ok(vec![dx.map(|dx| entered.backward(&dx)).transpose()?])
-        })
+            dx.map(|dx| entered.backward(&dx)).transpose()
+        }))
+    }
+}
+
+impl Module for CausalSelfAttention {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.apply(x)?.record(x)
     }
 }

@@ -199,16 +199,6 @@ impl Linear {
     }
 }
 
-/// What to do for the gradient of an input that may be outside the graph.
-pub(super) fn wanted(x: &Tensor) -> impl Fn(Option<Tensor>) -> InputGrad + Send + Sync + use<> {
-    let tracked = x.track_op();
-    move |sum| match sum {
-        _ if !tracked => InputGrad::Skip,
-        None => InputGrad::New,
-        Some(sum) => InputGrad::AddTo(sum),
-    }
-}
-
 impl Module for Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let (saved, entered) = self.layer.enter(x)?;
@@ -219,12 +209,12 @@ impl Module for Linear {
             None => self.layer.exit(y)?,
         };
         let y = self.add_last_bias(y)?;
-        let (layer, wanted) = (self.clone(), wanted(x));
+        let (layer, tracked) = (self.clone(), x.track_op());
         let parameters: Vec<&Parameter> = self.parameters().collect();
         let y = record(&[x], &parameters, y, move |_, grad| {
             layer.last_bias_backprop(grad)?;
             let grad = exited.backward(grad)?;
-            let dx = layer.backprop(&saved, &grad, wanted(None))?;
+            let dx = layer.backprop(&saved, &grad, InputGrad::new(tracked))?;
             Ok(vec![dx.map(|dx| entered.backward(&dx)).transpose()?])
         })?;
         if let Some(logits) = logits {

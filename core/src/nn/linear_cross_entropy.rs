@@ -7,7 +7,8 @@ use candle_core::{D, Tensor};
 
 use super::cross_entropy::CrossEntropy;
 use super::kernels::cross_entropy::{self as kernel, Classes};
-use super::linear::{Linear, wanted};
+use super::kernels::matmul::InputGrad;
+use super::linear::Linear;
 use super::loss::Loss;
 use super::record::record;
 use crate::autograd::is_grad_enabled;
@@ -117,7 +118,7 @@ impl LinearCrossEntropy {
 
         // A second backward over the graph finds nothing kept, and computes it again.
         let (kept, layer, shape) = (Mutex::new(kept), head.clone(), hidden.shape().clone());
-        let wanted = wanted(hidden);
+        let tracked = hidden.track_op();
         let parameters: Vec<_> = head.parameters().collect();
         let sum = record(&[hidden], &parameters, sum, move |_, grad| {
             let mut dx = Vec::with_capacity(pieces.len());
@@ -128,7 +129,7 @@ impl LinearCrossEntropy {
                 let classes = Classes { first: 0, total: logits.dim(D::Minus1)? };
                 let targets = &targets[piece.clone()];
                 let d = kernel::backward_into(logits, lse, targets, classes, smoothing, grad)?;
-                dx.extend(layer.gradients(&x, &d, wanted(None))?);
+                dx.extend(layer.gradients(&x, &d, InputGrad::new(tracked))?);
             }
             layer.end_uses()?;
             let dx = match dx.len() {

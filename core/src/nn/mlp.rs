@@ -4,11 +4,11 @@ use candle_core::Tensor;
 
 use super::kernels::activation::{Activation, swiglu, swiglu_backward};
 use super::kernels::matmul::InputGrad;
-use super::linear::{Linear, wanted};
-use super::record::record;
+use super::linear::Linear;
+use super::residual::{Applied, FusedLayer};
 use crate::module::{Module, ModuleBuilder};
 use crate::parallel::LayerHandle;
-use crate::parameter::{Init, Parameter};
+use crate::parameter::Init;
 use crate::{Error, Result};
 
 /// `down_proj(silu(gate_proj(x)) * up_proj(x))`, as Llama has it. One operation in the graph.
@@ -70,8 +70,8 @@ fn given(d: Option<Tensor>) -> Result<Tensor> {
     d.ok_or_else(|| Error::other("a projection gave no gradient"))
 }
 
-impl Module for SwiGluMlp {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+impl FusedLayer for SwiGluMlp {
+    fn apply(&self, x: &Tensor) -> Result<Applied> {
         let (saved, entered) = self.layer.enter(x)?;
         let gate = self.gate_proj.compute(&saved)?;
         let up = self.up_proj.compute(&saved)?;
@@ -80,19 +80,25 @@ impl Module for SwiGluMlp {
         let y = self.down_proj.add_last_bias(y)?;
 
         let layers = [&self.gate_proj, &self.up_proj, &self.down_proj];
-        let parameters: Vec<&Parameter> = layers.iter().flat_map(|l| l.parameters()).collect();
-        let (layer, wanted) = (self.clone(), wanted(x));
-        record(&[x], &parameters, y, move |_, grad| {
+        let parameters = layers.into_iter().flat_map(|l| l.parameters());
+        let layer = self.clone();
+        Ok(Applied::new(y, parameters, move |grad, wanted| {
             layer.down_proj.last_bias_backprop(grad)?;
             let grad = exited.backward(grad)?;
             // The product is cheaper to compute again than to keep.
             let hidden = swiglu(&gate, &up)?;
             let d = given(layer.down_proj.backprop(&hidden, &grad, InputGrad::New)?)?;
             let (dgate, dup) = swiglu_backward(&gate, &up, &d)?;
-            let dx = layer.gate_proj.backprop(&saved, &dgate, wanted(None))?;
-            let dx = layer.up_proj.backprop(&saved, &dup, wanted(dx))?;
-            Ok(vec![dx.map(|dx| entered.backward(&dx)).transpose()?])
-        })
+            let dx = layer.gate_proj.backprop(&saved, &dgate, InputGrad::new(wanted))?;
+            let dx = layer.up_proj.backprop(&saved, &dup, InputGrad::new(wanted).add_to(dx))?;
+            dx.map(|dx| entered.backward(&dx)).transpose()
+        }))
+    }
+}
+
+impl Module for SwiGluMlp {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.apply(x)?.record(x)
     }
 }
 
@@ -140,8 +146,8 @@ impl GeluMlp {
     }
 }
 
-impl Module for GeluMlp {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+impl FusedLayer for GeluMlp {
+    fn apply(&self, x: &Tensor) -> Result<Applied> {
         let (saved, entered) = self.layer.enter(x)?;
         let up = self.up_proj.compute(&saved)?;
         let y = self.down_proj.compute(&self.activation.forward(&up)?)?;
@@ -149,16 +155,22 @@ impl Module for GeluMlp {
         let y = self.down_proj.add_last_bias(y)?;
 
         let layers = [&self.up_proj, &self.down_proj];
-        let parameters: Vec<&Parameter> = layers.iter().flat_map(|l| l.parameters()).collect();
-        let (layer, wanted) = (self.clone(), wanted(x));
-        record(&[x], &parameters, y, move |_, grad| {
+        let parameters = layers.into_iter().flat_map(|l| l.parameters());
+        let layer = self.clone();
+        Ok(Applied::new(y, parameters, move |grad, wanted| {
             layer.down_proj.last_bias_backprop(grad)?;
             let grad = exited.backward(grad)?;
             let hidden = layer.activation.forward(&up)?;
             let d = given(layer.down_proj.backprop(&hidden, &grad, InputGrad::New)?)?;
             let d = layer.activation.backward(&up, &d)?;
-            let dx = layer.up_proj.backprop(&saved, &d, wanted(None))?;
-            Ok(vec![dx.map(|dx| entered.backward(&dx)).transpose()?])
-        })
+            let dx = layer.up_proj.backprop(&saved, &d, InputGrad::new(wanted))?;
+            dx.map(|dx| entered.backward(&dx)).transpose()
+        }))
+    }
+}
+
+impl Module for GeluMlp {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.apply(x)?.record(x)
     }
 }

@@ -54,6 +54,7 @@ mod map;
 mod mlp;
 mod norm;
 mod record;
+mod residual;
 mod rope;
 
 pub use arm::{PortableGuard, force_portable};
@@ -66,4 +67,5 @@ pub use linear_cross_entropy::{LinearCrossEntropy, linear_cross_entropy};
 pub use loss::Loss;
 pub use mlp::{GeluMlp, SwiGluMlp};
 pub use norm::{LayerNorm, RmsNorm};
+pub use residual::{FusedLayer, residual};
 pub use rope::Rope;

@@ -3,7 +3,8 @@
 use candle_core::Tensor;
 
 use super::kernels::norm::Norm;
-use super::record::{check_dtype, deliver, record};
+use super::record::{check_dtype, deliver};
+use super::residual::{Applied, FusedLayer};
 use crate::module::{Module, ModuleBuilder};
 use crate::parallel::LayerHandle;
 use crate::parameter::{Init, Parameter};
@@ -85,7 +86,7 @@ impl Normed {
         Ok(Self { norm, weight, bias, layer })
     }
 
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    fn apply(&self, x: &Tensor) -> Result<Applied> {
         let width = self.weight.elem_count();
         if x.dims().last() != Some(&width) {
             let message = format!(
@@ -99,9 +100,9 @@ impl Normed {
         let bias = self.bias.as_ref().map(Parameter::value).transpose()?;
         let y = self.norm.forward(&saved, &self.weight.value()?, bias.as_ref())?;
         let (y, exited) = self.layer.exit(y)?;
-        let parameters: Vec<&Parameter> = std::iter::once(&self.weight).chain(&self.bias).collect();
+        let parameters = std::iter::once(&self.weight).chain(&self.bias);
         let layer = self.clone();
-        record(&[x], &parameters, y, move |_, grad| {
+        Ok(Applied::new(y, parameters, move |grad, wanted| {
             let grad = &exited.backward(grad)?;
             let weight = layer.weight.value()?;
             let with_bias = layer.bias.is_some();
@@ -111,19 +112,31 @@ impl Normed {
             if let (Some(bias), Some(grad)) = (&layer.bias, &grads.bias) {
                 deliver(bias, grad)?;
             }
-            Ok(vec![Some(entered.backward(&grads.x)?)])
-        })
+            wanted.then(|| entered.backward(&grads.x)).transpose()
+        }))
+    }
+}
+
+impl FusedLayer for RmsNorm {
+    fn apply(&self, x: &Tensor) -> Result<Applied> {
+        self.0.apply(x)
     }
 }
 
 impl Module for RmsNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.0.forward(x)
+        self.apply(x)?.record(x)
+    }
+}
+
+impl FusedLayer for LayerNorm {
+    fn apply(&self, x: &Tensor) -> Result<Applied> {
+        self.0.apply(x)
     }
 }
 
 impl Module for LayerNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.0.forward(x)
+        self.apply(x)?.record(x)
     }
 }

@@ -8,3 +8,4 @@ mod layers;
 mod linear_cross_entropy;
 mod loss;
 mod precision;
+mod residual;

@@ -22,6 +22,21 @@ pub(in crate::nn) enum InputGrad {
     AddTo(Tensor),
 }
 
+impl InputGrad {
+    /// For an input whose gradient is wanted, or not.
+    pub(in crate::nn) fn new(wanted: bool) -> Self {
+        if wanted { Self::New } else { Self::Skip }
+    }
+
+    /// The same, to be added to what there is of it.
+    pub(in crate::nn) fn add_to(self, sum: Option<Tensor>) -> Self {
+        match (self, sum) {
+            (Self::New, Some(sum)) => Self::AddTo(sum),
+            (into, _) => into,
+        }
+    }
+}
+
 fn rows(x: &Tensor) -> Result<(usize, usize)> {
     let width = x.dim(D::Minus1)?;
     Ok((x.elem_count() / width.max(1), width))

@@ -1,0 +1,113 @@
+//! Layers that can be fused, and residual branches as one operation.
+
+use candle_core::Tensor;
+use rayon::prelude::*;
+
+use super::arm::{on_host, wide_dtype};
+use super::host::with_float;
+use super::record::record;
+use crate::autograd::storage;
+use crate::parameter::Parameter;
+use crate::{Error, Result};
+
+/// A layer of this module that [`residual`] can fuse: the norms, attention and the feed-forward
+/// blocks. Sealed.
+pub trait FusedLayer {
+    /// Computes the output, outside the graph.
+    #[doc(hidden)]
+    fn apply(&self, x: &Tensor) -> Result<Applied>;
+}
+
+/// From the output's gradient to the input's, if that is wanted; delivers those of the parameters
+/// and ends their uses.
+type Backward = dyn Fn(&Tensor, bool) -> Result<Option<Tensor>> + Send + Sync;
+
+/// A layer's output, and its way back.
+pub struct Applied {
+    output: Tensor,
+    parameters: Vec<Parameter>,
+    backward: Box<Backward>,
+}
+
+impl Applied {
+    pub(super) fn new<'a>(
+        output: Tensor,
+        parameters: impl IntoIterator<Item = &'a Parameter>,
+        backward: impl Fn(&Tensor, bool) -> Result<Option<Tensor>> + Send + Sync + 'static,
+    ) -> Self {
+        let parameters = parameters.into_iter().cloned().collect();
+        Self { output, parameters, backward: Box::new(backward) }
+    }
+
+    /// Enters the output into the graph, as computed from `x`.
+    pub(super) fn record(self, x: &Tensor) -> Result<Tensor> {
+        let Self { output, parameters, backward } = self;
+        let (parameters, tracked): (Vec<_>, _) = (parameters.iter().collect(), x.track_op());
+        record(&[x], &parameters, output, move |_, grad| Ok(vec![backward(grad, tracked)?]))
+    }
+}
+
+/// `x + branch(norm(x))`, half of a transformer block, as one operation: the same bits as the three
+/// apart, without the passes over memory in which candle adds each one's gradient to zeros.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fulgurite_core::module::{ModuleBuilder, ModuleInit};
+/// # use fulgurite_core::autograd::storage;
+/// use fulgurite_core::nn::{RmsNorm, SwiGluMlp, residual};
+///
+/// let b = ModuleBuilder::new(ModuleInit::default());
+/// let norm = RmsNorm::new(&b.pp("norm"), 4, 1e-5)?;
+/// let mlp = SwiGluMlp::new(&b.pp("mlp"), 4, 8)?;
+/// # for p in b.finish()?.parameters() { storage::allocate(p.compute()?)?; }
+/// let x = Tensor::ones((1, 3, 4), DType::F32, &Device::Cpu)?;
+/// let y = residual(&x, &norm, &mlp)?;
+/// assert_eq!(y.dims(), [1, 3, 4]);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of the two layers, and if the branch's output has another shape or dtype than `x`.
+pub fn residual(x: &Tensor, norm: &dyn FusedLayer, branch: &dyn FusedLayer) -> Result<Tensor> {
+    let norm = norm.apply(x)?;
+    let branch = branch.apply(&norm.output)?;
+    let y = branch.output;
+    if y.dims() != x.dims() || y.dtype() != x.dtype() {
+        return Err(Error::other(format!(
+            "a residual branch must give what it is added to: it got {:?} {:?} and gave {:?} {:?}",
+            x.dims(),
+            x.dtype(),
+            y.dims(),
+            y.dtype()
+        )));
+    }
+    let y = add_to(y, &x.detach())?;
+    let (norm_back, branch_back) = (norm.backward, branch.backward);
+    let parameters: Vec<Parameter> = norm.parameters.into_iter().chain(branch.parameters).collect();
+    Applied::new(y, &parameters, move |grad, wanted| {
+        let inner = branch_back(grad, true)?;
+        let inner = inner.ok_or_else(|| Error::other("a residual branch gave no gradient"))?;
+        let dx = norm_back(&inner, wanted)?;
+        dx.map(|dx| add_to(dx, grad)).transpose()
+    })
+    .record(x)
+}
+
+/// `sum + x`, in the memory of `sum`, which nobody else has, where it is on the host and of a dtype
+/// that is computed in.
+fn add_to(sum: Tensor, x: &Tensor) -> Result<Tensor> {
+    const PIECE: usize = 16 * 1024;
+    if !on_host(&sum) || wide_dtype(sum.dtype()) != sum.dtype() || !sum.is_contiguous() {
+        return Ok((sum + x)?);
+    }
+    let x = x.contiguous()?;
+    with_float!(sum.dtype(), T => {
+        storage::with_host_mut(&sum, |sum: &mut [T]| {
+            storage::with_host(&x, |x: &[T]| {
+                let pieces = sum.par_chunks_mut(PIECE).zip(x.par_chunks(PIECE));
+                pieces.for_each(|(sum, x)| sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += *x));
+            })
+        })?
+    })?;
+    Ok(sum)
+}
