@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use fulgurite::bench::{self, CheckpointBench, CollectivesBench, TrainBench};
+use fulgurite::bench::{self, CheckpointBench, CollectivesBench, OverheadBench, TrainBench};
 use fulgurite::cli::{checkpoint, plugins, print};
 use fulgurite::core::launch::report_and_exit_code;
 use fulgurite::core::{Result, registry};
@@ -37,6 +37,8 @@ enum Bench {
     Collectives(CollectivesBench),
     /// Saving and loading checkpoints, against raw writes and reads of the same bytes
     Checkpoint(CheckpointBench),
+    /// What trainer and Fabric add to loops written by hand, and what a start takes
+    Overhead(OverheadBench),
 }
 
 #[derive(Subcommand)]
@@ -61,6 +63,7 @@ fn main() -> ExitCode {
             Bench::Train(options) => bench::train(&options),
             Bench::Collectives(options) => bench::collectives(&options),
             Bench::Checkpoint(options) => bench::checkpoint(&options),
+            Bench::Overhead(options) => bench::overhead(&options),
         }),
         Command::Plugins(command) => exit_code(plugins(command).map(|()| ExitCode::SUCCESS)),
         Command::Checkpoint(command) => exit_code(checkpoint::run(command)),

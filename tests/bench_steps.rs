@@ -1,4 +1,4 @@
-//! `fulgurite bench train` and `fulgurite bench collectives`, as programs.
+//! `fulgurite bench train`, `fulgurite bench collectives` and `fulgurite bench overhead`, as programs.
 
 use std::process::{Command, Output};
 
@@ -68,12 +68,78 @@ fn collectives_are_measured_at_each_size() {
 }
 
 #[test]
+fn the_frameworks_own_time_is_measured_by_three_loops() {
+    let few = ["overhead", "--json", "--warmup", "2", "--steps", "3", "--rounds", "2"];
+    for (ranks, models) in [(1, "one,small"), (2, "tiny,small,one")] {
+        let place = ["--ranks", &ranks.to_string(), "--models", models];
+        let rows = measured(&[&few[..], &place].concat());
+        let [whole] = rows.as_slice() else { panic!("{rows:?}") };
+        for (key, value) in [("ranks", ranks), ("warmup", 2), ("steps", 3), ("rounds", 2)] {
+            assert_eq!(whole[key], value, "{key}");
+        }
+        let loops = whole["loops"].as_array().unwrap();
+        let text = |row: &Value, key: &str| row[key].as_str().unwrap().to_owned();
+        let names: Vec<String> = loops
+            .iter()
+            .map(|row| ["model", "strategy", "loop"].map(|key| text(row, key)).join(" "))
+            .collect();
+        let mut expected = Vec::new();
+        for model in models.split(',') {
+            for by in ["trainer", "fabric", "bare"] {
+                expected.push(format!("{model} single_device {by}"));
+            }
+            for strategy in ["ddp", "fsdp"].into_iter().take(if ranks > 1 { 2 } else { 0 }) {
+                for by in ["trainer", "fabric"] {
+                    expected.push(format!("{model} {strategy} {by}"));
+                }
+            }
+        }
+        assert_eq!(names, expected);
+        for row in loops {
+            let number = |row: &Value, key: &str| {
+                row[key].as_f64().unwrap_or_else(|| panic!("{key}: {row}"))
+            };
+            let same = |key: &str, other: &Value| other[key] == row[key];
+            let by = |name: &str| {
+                loops.iter().find(|other| {
+                    same("model", other) && same("strategy", other) && other["loop"] == *name
+                })
+            };
+            let step = number(row, "step_us");
+            assert!(0.0 < number(row, "step_us_min") && number(row, "step_us_min") <= step);
+            assert!(number(row, "step_us_min") <= number(row, "mean_us"), "{row}");
+            let single = row["strategy"] == "single_device";
+            assert_eq!(row["ranks"], if single { 1 } else { ranks });
+            for (key, name) in [("of_fabric", "fabric"), ("of_bare", "bare")] {
+                let other = by(name).map(|other| step / number(other, "step_us"));
+                assert_eq!(row[key].is_null(), name == "bare" && !single, "{row}");
+                if let Some(ratio) = other {
+                    assert!((number(row, key) - ratio).abs() < 1e-9, "{key}: {row}");
+                }
+            }
+            // The loops train the same model on the same batches.
+            let loss = number(by("fabric").unwrap(), "loss");
+            assert!((number(row, "loss") - loss).abs() < 1e-6 * loss, "{row}, not {loss}");
+        }
+        let startup = &whole["startup"];
+        let part = |key: &str| startup[key].as_f64().unwrap_or_else(|| panic!("{key}: {startup}"));
+        for key in ["rendezvous", "strategy", "build", "materialize", "optimizer", "data"] {
+            assert!(0.0 < part(&format!("{key}_s")) && part(&format!("{key}_s")) < part("total_s"));
+        }
+        assert!(0.0 < part("first_step_s") && part("process_s") < part("total_s"));
+    }
+}
+
+#[test]
 fn sizes_that_do_not_fit_are_explained() {
     let message = |args: &str| {
         let args: Vec<&str> = args.split(' ').collect();
         let output = bench(&args);
         assert!(!output.status.success());
-        String::from_utf8_lossy(&output.stderr).lines().next().unwrap().to_owned()
+        // All ranks fail alike; one of them is first.
+        let errors =
+            String::from_utf8_lossy(&output.stderr).replace("error: rank 1", "error: rank 0");
+        errors.lines().next().unwrap().to_owned()
     };
     insta::assert_snapshot!(message("train --workload tiny --heads 3 --ranks 1"), @"error: --dim 128 does not divide into --heads 3 of an even width");
     insta::assert_snapshot!(message("train --workload tiny --kv-heads 3 --ranks 1"), @"error: module `model.layers.0.self_attn`: 4 attention heads cannot share 3 key and value heads; the second number must divide the first");
@@ -83,4 +149,10 @@ fn sizes_that_do_not_fit_are_explained() {
     }
     insta::assert_snapshot!(message("train --steps 0"), @"error: invalid value '0' for '--steps <STEPS>': 0 is not in 1..18446744073709551615");
     insta::assert_snapshot!(message("collectives --ranks 2 --sizes 4"), @"error: rank 0 failed: --sizes 4: a buffer has an f32 for each rank, so at least 8 bytes");
+    for zero in ["--ranks 0", "--rounds 0"] {
+        let message = message(&format!("overhead {zero}"));
+        assert!(message.contains(zero.split(' ').next().unwrap()), "{message}");
+        assert!(message.ends_with("it must be 1 or more"), "{message}");
+    }
+    insta::assert_snapshot!(message("overhead --models two"), @"error: invalid value 'two' for '--models <MODELS>'");
 }

@@ -23,6 +23,8 @@ pub enum Purpose {
     Shuffle,
     /// Sampled text and other output; keyed by the caller.
     Sample,
+    /// Whether the optimizer's state is rounded up or down; keyed by FQN and step.
+    Rounding,
 }
 
 /// A sequence of random numbers with random access.
@@ -93,6 +95,26 @@ impl Stream {
         }
     }
 
+    /// Fills `out` with the words at `start ..` of a sequence that is cheaper than
+    /// [`word`](Self::word)'s, a few instructions each in vector registers: a Philox block is the key
+    /// of 2^16 words, and a hash of place and key is the word. Each word is uniform over all keys,
+    /// words of two streams are independent, and those of one are distinct within a stretch: good
+    /// enough to round with, and not for what is sampled from a distribution.
+    #[inline(always)]
+    pub(crate) fn fill_hashed(&self, start: u64, out: &mut [u32]) {
+        let (mut start, mut rest) = (start, out);
+        while !rest.is_empty() {
+            let key = self.block(start >> 16);
+            let first = start as u32 & 0xffff;
+            let n = rest.len().min(0x1_0000 - first as usize);
+            let (now, later) = rest.split_at_mut(n);
+            for (i, word) in now.iter_mut().enumerate() {
+                *word = hash(first.wrapping_add(i as u32), key);
+            }
+            (start, rest) = (start + n as u64, later);
+        }
+    }
+
     /// Where `index` goes in a random order of `0..n`: a bijection that needs no memory (a
     /// four-round Feistel network with cycle walking).
     pub fn permute(&self, n: u64, index: u64) -> u64 {
@@ -112,6 +134,16 @@ impl Stream {
             }
         }
     }
+}
+
+/// A bijection of 32-bit words for each key (two rounds of multiplications, whose constants are
+/// those of Wellons' search for the least bias).
+#[inline(always)]
+fn hash(place: u32, key: [u32; 4]) -> u32 {
+    let mut x = place ^ key[0];
+    x = (x ^ (x >> 16)).wrapping_mul(0x21f0_aaad).wrapping_add(key[1]);
+    x = (x ^ (x >> 15)).wrapping_mul(0xd35a_2d97).wrapping_add(key[2]);
+    x ^ (x >> 15) ^ key[3]
 }
 
 fn split(value: u64) -> [u32; 2] {
@@ -190,6 +222,68 @@ mod tests {
             stream.fill_normal(start, &mut filled);
             let single: Vec<f64> = (0..11).map(|i| stream.normal(start + i)).collect();
             assert_eq!(filled, single);
+        }
+    }
+
+    #[test]
+    fn hashed_words_are_a_function_of_the_place() {
+        let stream = Stream::new(5, Purpose::Rounding, "w").child(2);
+        let mut all = vec![0; 1 << 17];
+        stream.fill_hashed(0, &mut all);
+        for (start, n) in [(3, 5), (0xfff0, 40), (0xffff, 1), (0x1_0000, 3)] {
+            let mut part = vec![0; n];
+            stream.fill_hashed(start as u64, &mut part);
+            assert_eq!(part, all[start..start + n]);
+        }
+        let mut other = vec![0; 1 << 17];
+        stream.child(1).fill_hashed(0, &mut other);
+        let same = all.iter().zip(&other).filter(|(a, b)| a == b).count();
+        assert!(same < 5, "{same} words are those of another step");
+        // Far beyond 32 bits.
+        stream.fill_hashed(1 << 40, &mut other);
+        assert_ne!(all, other);
+    }
+
+    /// Rounding takes both halves of a word: each bit is set half of the time, and independent of
+    /// the other bits, of the next words, and of the same word in the next step.
+    #[test]
+    fn bits_of_hashed_words_are_independent() {
+        let n = 1 << 16;
+        let words = |step| {
+            let mut words = vec![0u32; n];
+            let stream = Stream::new(1, Purpose::Rounding, "model.layers.0.mlp.up_proj.weight");
+            stream.child(step).fill_hashed(12_345, &mut words);
+            words
+        };
+        let (now, next_step) = (words(7), words(8));
+        let agreements = |what: &str, a: &dyn Fn(usize) -> u32, b: &dyn Fn(usize) -> u32| {
+            for shift in 0..32 {
+                let equal = |i: usize| !(a(i) ^ b(i).rotate_left(shift));
+                let mut counts = [0u32; 32];
+                for i in 0..n - 64 {
+                    let equal = equal(i);
+                    counts.iter_mut().enumerate().for_each(|(k, c)| *c += equal >> k & 1);
+                }
+                for (bit, count) in counts.into_iter().enumerate() {
+                    // Six standard deviations of a fair coin's.
+                    let off = (f64::from(count) - (n - 64) as f64 / 2.0).abs();
+                    assert!(
+                        off < 6.0 * 0.5 * (n as f64).sqrt(),
+                        "{what}: bit {bit}, {shift}: {off}"
+                    );
+                }
+            }
+        };
+        agreements("zeros", &|i| now[i], &|_| 0);
+        for distance in [1, 2, 3, 4, 8, 16, 32, 64] {
+            agreements("neighbours", &|i| now[i], &|i| now[i + distance]);
+        }
+        agreements("the next step", &|i| now[i], &|i| next_step[i]);
+        // A bit with the others of its word.
+        for bits in 1..32 {
+            let equal = (0..n).map(|i| !(now[i] ^ now[i].rotate_left(bits)) & 1).sum::<u32>();
+            let off = (f64::from(equal) - n as f64 / 2.0).abs();
+            assert!(off < 6.0 * 0.5 * (n as f64).sqrt(), "bits {bits} apart: {off}");
         }
     }
 

@@ -234,12 +234,14 @@ fn tokens(size: &DecoderSize, [batch, seq]: [usize; 2], seed: u64) -> Result<(Te
     Ok((ids.narrow(1, 0, seq)?.contiguous()?, ids.narrow(1, 1, seq)?.contiguous()?))
 }
 
-fn median(values: &[f64]) -> f64 {
+/// The median; of an even number, the upper one.
+pub(super) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-fn now() -> f64 {
+/// Seconds since 1970.
+pub(super) fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(f64::NAN, |since| since.as_secs_f64())
 }

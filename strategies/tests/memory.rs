@@ -13,7 +13,7 @@ use fulgurite_core::autograd::storage;
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::module::{Module as _, ModuleBuilder, ModuleInit, ModuleTree, Unit};
 use fulgurite_core::nn::{Linear, Loss};
-use fulgurite_core::optim::AdamW;
+use fulgurite_core::optim::{AdamW, OptimizerConfig, Sgd, StateDtype};
 use fulgurite_transports::run_ranks;
 use support::strategy;
 
@@ -64,11 +64,20 @@ fn away(tree: &ModuleTree) -> Result<bool> {
 
 /// Bytes a rank holds between steps, and at most within one: the mean over the ranks.
 fn measure(ranks: usize, config: &str, frozen: &[String]) -> (usize, usize) {
+    measure_with(ranks, config, frozen, &AdamW::default())
+}
+
+fn measure_with(
+    ranks: usize,
+    config: &str,
+    frozen: &[String],
+    optimizer: &dyn OptimizerConfig,
+) -> (usize, usize) {
     let before = LIVE.load(Ordering::SeqCst);
     let held = run_ranks(ranks, |world| {
         let init = ModuleInit { frozen: frozen.to_vec(), ..ModuleInit::default() };
         let mut fabric = Fabric::new(world, strategy(config)?, init, 1)?;
-        let (model, mut optimizer) = fabric.setup(Stack::new, &AdamW::default())?;
+        let (model, mut optimizer) = fabric.setup(Stack::new, optimizer)?;
         let tree = fabric.module_tree()?;
         let sharded = fabric.strategy().capabilities().sharded;
         for _ in 0..3 {
@@ -117,6 +126,27 @@ fn a_rank_of_fsdp_holds_its_share() {
             let most = 4 * MODEL / ranks + (2 + prefetch) * UNIT + 2 * UNIT + SLACK;
             assert!(peak <= most, "{config}: {peak} on {ranks} ranks, expected {most}");
         }
+    }
+}
+
+/// Half of what f32 state takes, and nothing of it for the time of a step.
+#[test]
+fn state_in_bf16_takes_half_the_memory() {
+    let _alone = alone();
+    let state_dtype = StateDtype::Bf16;
+    let adamw = AdamW { state_dtype, ..AdamW::default() };
+    let sgd = Sgd { momentum: 0.9, state_dtype, ..Sgd::default() };
+    // Values, gradients, and two moments of half the size, or one momentum.
+    let optimizers: [(&dyn OptimizerConfig, usize); 2] =
+        [(&adamw, 3 * MODEL), (&sgd, 5 * MODEL / 2)];
+    for (optimizer, all) in optimizers {
+        let (held, peak) = measure_with(1, r#"{"type": "single_device"}"#, &[], optimizer);
+        assert!((all..all + SLACK).contains(&held), "{optimizer:?}: {held}, expected {all}");
+        assert!((all..all + UNIT + SLACK).contains(&peak), "{optimizer:?}: {peak}");
+        let config = r#"{"type": "fsdp", "reshard_after_forward": true}"#;
+        let (held, _) = measure_with(4, config, &[], optimizer);
+        let share = (all - MODEL) / 4;
+        assert!((share..share + SLACK).contains(&held), "{optimizer:?}: {held}, share {share}");
     }
 }
 

@@ -174,7 +174,8 @@ impl Fabric {
         if tree.trainable().next().is_none() {
             return Err(Error::other("every parameter is frozen; there is nothing to train"));
         }
-        let optimizer = config.build(tree.parameters())?;
+        let mut optimizer = config.build(tree.parameters())?;
+        optimizer.set_seed(self.seed);
         Ok(FabricOptimizer::new(optimizer, self.strategy.clone()))
     }
 

@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::elementwise::{Real, Scale, Stored, check_scale, dispatch, scaled_grad, update2};
+use super::elementwise::{Real, Scale, State, Stored, check_scale, dispatch, scaled_grad, update2};
 use super::groups::{Hyper, ParamGroupConfig, at_least_zero, resolve, unit_interval};
 use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
 use super::slots::{Slots, Work, load_step};
+use super::state_dtype::{StateDtype, store};
 use crate::Result;
 use crate::autograd::storage;
 use crate::parameter::Parameter;
@@ -32,6 +33,8 @@ pub struct AdamW {
     pub no_decay: Vec<String>,
     /// Parameters with options of their own.
     pub groups: Vec<ParamGroupConfig>,
+    /// What the two moments are kept in: `"f32"`, or `"bf16"` for half of the memory.
+    pub state_dtype: StateDtype,
 }
 
 impl Default for AdamW {
@@ -43,6 +46,7 @@ impl Default for AdamW {
             weight_decay: 0.01,
             no_decay: Vec::new(),
             groups: Vec::new(),
+            state_dtype: StateDtype::default(),
         }
     }
 }
@@ -55,7 +59,7 @@ impl OptimizerConfig for AdamW {
         at_least_zero("optimizer.eps", self.eps)?;
         let base = Hyper { lr: self.lr, weight_decay: self.weight_decay };
         let (trainable, hypers) = resolve(parameters, base, &self.groups, &self.no_decay)?;
-        let slots = Slots::new(&trainable, hypers, ["exp_avg", "exp_avg_sq"])?;
+        let slots = Slots::new(&trainable, hypers, ["exp_avg", "exp_avg_sq"], self.state_dtype)?;
         Ok(Box::new(AdamWOptimizer { config: self.clone(), slots, steps: 0, schedule: 1.0 }))
     }
 }
@@ -97,16 +101,20 @@ impl Optimizer for AdamWOptimizer {
         check_scale(scale)?;
         self.steps += 1;
         for index in 0..self.slots.parameters().len() {
-            let Some(work) = self.slots.work(index)? else { continue };
+            let Some(work) = self.slots.work(index, self.steps)? else { continue };
             let coefficients = self.coefficients(work.hyper);
             if work.values.device().is_cpu() {
-                let dtype = work.values.dtype();
-                dispatch!(dtype, fused(&work, coefficients, scale))?;
+                let (values, state) = (work.values.dtype(), work.state[0].dtype());
+                dispatch!(values, state, fused(&work, coefficients, scale))?;
             } else {
                 composed(&work, coefficients, scale)?;
             }
         }
         Ok(())
+    }
+
+    fn set_seed(&mut self, seed: u64) {
+        self.slots.set_seed(seed);
     }
 
     fn learning_rate(&self) -> f64 {
@@ -147,7 +155,11 @@ impl AdamWOptimizer {
     }
 }
 
-fn fused<P: Stored<C>, C: Real>(work: &Work<2>, c: Coefficients, scale: &GradScale) -> Result<()> {
+fn fused<P: Stored<C>, B: State<C>, C: Real>(
+    work: &Work<2>,
+    c: Coefficients,
+    scale: &GradScale,
+) -> Result<()> {
     let scale = Scale::<C>::new(scale);
     let [keep, weight1, rest1, beta2, weight2] =
         [c.keep, 1.0 - c.beta1, c.beta1, c.beta2, 1.0 - c.beta2].map(C::from_f64);
@@ -155,7 +167,7 @@ fn fused<P: Stored<C>, C: Real>(work: &Work<2>, c: Coefficients, scale: &GradSca
         [c.correction2_sqrt, c.eps, c.step_size].map(C::from_f64);
     let small = 1.0 - c.beta1 < 0.5;
     let [m, v] = &work.state;
-    update2::<P, C>(&work.values, &work.grad, [m, v], move |p, g, m, v| {
+    update2::<P, B, C>(&work.values, &work.grad, [m, v], &work.noise, move |p, g, m, v| {
         let g = scale.apply(g);
         let p = p * keep;
         // As torch.lerp: from the nearer end.
@@ -168,21 +180,22 @@ fn fused<P: Stored<C>, C: Real>(work: &Work<2>, c: Coefficients, scale: &GradSca
 
 /// The same update in candle operations, for any device.
 fn composed(work: &Work<2>, c: Coefficients, scale: &GradScale) -> Result<()> {
-    let Work { values, grad, state: [exp_avg, exp_avg_sq], .. } = work;
+    let Work { values, grad, state: [exp_avg, exp_avg_sq], noise, .. } = work;
     let g = scaled_grad(grad, scale)?;
+    let (old_m, old_v) = (exp_avg.to_dtype(g.dtype())?, exp_avg_sq.to_dtype(g.dtype())?);
     let p = (values.detach().to_dtype(g.dtype())? * c.keep)?;
     let weight1 = 1.0 - c.beta1;
-    let difference = (&g - exp_avg)?;
+    let difference = (&g - &old_m)?;
     let m = if weight1 < 0.5 {
-        (exp_avg + (difference * weight1)?)?
+        (old_m + (difference * weight1)?)?
     } else {
         (&g - (difference * c.beta1)?)?
     };
-    let v = ((exp_avg_sq * c.beta2)? + (g.sqr()? * (1.0 - c.beta2))?)?;
+    let v = ((old_v * c.beta2)? + (g.sqr()? * (1.0 - c.beta2))?)?;
     let denominator: Tensor = ((v.sqrt()? / c.correction2_sqrt)? + c.eps)?;
     let p = (p + ((&m * c.step_size)? / denominator)?)?;
-    storage::copy_from(exp_avg, &m)?;
-    storage::copy_from(exp_avg_sq, &v)?;
+    store(exp_avg, &m, noise, 0)?;
+    store(exp_avg_sq, &v, noise, 16)?;
     storage::copy_from(values, &p)
 }
 
@@ -302,7 +315,8 @@ mod tests {
     #[test]
     fn composed_and_fused_agree() {
         let scale = GradScale { factor: 0.7, clip_value: Some(0.6) };
-        for beta1 in [0.9, 0.3] {
+        let rounded = [StateDtype::F32, StateDtype::Bf16];
+        for (beta1, state_dtype) in [0.9, 0.3].into_iter().flat_map(|b| rounded.map(|s| (b, s))) {
             for dtype in [DType::F32, DType::F64, DType::BF16] {
                 let c = Coefficients {
                     keep: 0.99,
@@ -316,8 +330,9 @@ mod tests {
                     let parameters = parameters(&NAMES[2..], dtype);
                     set_grads(&parameters, 1);
                     let hyper = Hyper { lr: 0.0, weight_decay: 0.0 };
-                    let mut slots = Slots::new(&parameters, vec![hyper], ["m", "v"]).unwrap();
-                    let work = slots.work(0).unwrap().unwrap();
+                    let mut slots =
+                        Slots::new(&parameters, vec![hyper], ["m", "v"], state_dtype).unwrap();
+                    let work = slots.work(0, 1).unwrap().unwrap();
                     let state = numbers("state", 0, 33);
                     let state = Tensor::from_vec(state, 33, &Device::Cpu).unwrap();
                     storage::copy_from(&work.state[0], &state).unwrap();
@@ -325,7 +340,9 @@ mod tests {
                     work
                 };
                 let (one, other) = (make(), make());
-                dispatch!(dtype, fused(&one, c, &scale)).unwrap();
+                let state = one.state[0].dtype();
+                assert_eq!(state == DType::BF16, state_dtype == StateDtype::Bf16);
+                dispatch!(dtype, state, fused(&one, c, &scale)).unwrap();
                 composed(&other, c, &scale).unwrap();
                 let all = |w: &Work<2>| {
                     let tensors = [&w.values, &w.state[0], &w.state[1]];
@@ -407,7 +424,7 @@ mod tests {
         let again: Box<dyn OptimizerConfig> = toml::from_str(&written).unwrap();
         assert_eq!(format!("{again:?}"), format!("{expected:?}"));
         let error = toml::from_str::<Box<dyn OptimizerConfig>>("type = \"adamw\"\nbeta = 1");
-        insta::assert_snapshot!(error.unwrap_err().message().to_owned(), @"unknown field `beta`, expected one of `lr`, `betas`, `eps`, `weight_decay`, `no_decay`, `groups`");
+        insta::assert_snapshot!(error.unwrap_err().message().to_owned(), @"unknown field `beta`, expected one of `lr`, `betas`, `eps`, `weight_decay`, `no_decay`, `groups`, `state_dtype`");
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::Tensor;
 
-use super::elementwise::{Real, Stored, dispatch, follow, state_dtype};
+use super::elementwise::{Real, Stored, arithmetic_dtype, dispatch, follow};
 use super::optimizer::StateTensor;
 use crate::autograd::storage;
 use crate::parameter::{LocalShard, Parameter};
@@ -75,7 +75,7 @@ impl Ema {
         }
         let entry = |parameter: &Parameter| {
             let values = parameter.local()?.values;
-            let dtype = state_dtype(values.dtype()).ok_or_else(|| {
+            let dtype = arithmetic_dtype(values.dtype()).ok_or_else(|| {
                 let message =
                     format!("is of dtype {:?}; only floats have an average", values.dtype());
                 Error::parameter(parameter.fqn(), message)

@@ -3,7 +3,7 @@
 //!
 //! A configuration ([`AdamW`], [`Sgd`], a plugin's) builds an [`Optimizer`] for a list of
 //! parameters. State is keyed by FQN, as sharded as the parameters are, in f32 (f64 for f64
-//! parameters), and allocated at the first step. Schedules are pure functions of the step.
+//! parameters) or in bf16 ([`StateDtype`]), and allocated at the first step. Schedules are pure functions of the step.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -39,6 +39,7 @@ mod optimizer;
 mod schedule;
 mod sgd;
 mod slots;
+mod state_dtype;
 #[cfg(test)]
 mod testing;
 
@@ -49,3 +50,4 @@ pub use groups::{ParamGroupConfig, pattern_matches};
 pub use optimizer::{GradScale, Optimizer, OptimizerConfig, SchedulerConfig, StateTensor};
 pub use schedule::{Constant, Cosine, Linear, Step};
 pub use sgd::Sgd;
+pub use state_dtype::StateDtype;

@@ -50,6 +50,12 @@ pub trait Optimizer: Send {
     /// [`local`](Parameter::local)'s values; a parameter without one is left alone.
     fn step(&mut self, scale: &GradScale) -> Result<()>;
 
+    /// Sets the run's seed, which random numbers of the updates follow from; an optimizer that uses
+    /// none need not care. [`Fabric`](crate::fabric::Fabric) calls it before the first step.
+    fn set_seed(&mut self, seed: u64) {
+        let _ = seed;
+    }
+
     /// The base learning rate, before groups' own rates and the schedule.
     fn learning_rate(&self) -> f64;
 

@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::elementwise::{Real, Scale, Stored, check_scale, dispatch, scaled_grad};
+use super::elementwise::{Real, Scale, State, Stored, check_scale, dispatch, scaled_grad};
 use super::elementwise::{update0, update1};
 use super::groups::{Hyper, ParamGroupConfig, at_least_zero, resolve};
 use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
 use super::slots::{Slots, Work, load_step};
+use super::state_dtype::{StateDtype, store};
 use crate::autograd::storage;
 use crate::parameter::Parameter;
 use crate::{Error, Result};
@@ -36,6 +37,8 @@ pub struct Sgd {
     pub no_decay: Vec<String>,
     /// Parameters with options of their own.
     pub groups: Vec<ParamGroupConfig>,
+    /// What the momentum is kept in: `"f32"`, or `"bf16"` for half of the memory.
+    pub state_dtype: StateDtype,
 }
 
 impl Default for Sgd {
@@ -48,6 +51,7 @@ impl Default for Sgd {
             weight_decay: 0.0,
             no_decay: Vec::new(),
             groups: Vec::new(),
+            state_dtype: StateDtype::default(),
         }
     }
 }
@@ -71,10 +75,11 @@ impl OptimizerConfig for Sgd {
         }
         let base = Hyper { lr: self.lr, weight_decay: self.weight_decay };
         let (trainable, hypers) = resolve(parameters, base, &self.groups, &self.no_decay)?;
+        let dtype = self.state_dtype;
         let kind = if self.momentum == 0.0 {
-            Kind::Plain(Slots::new(&trainable, hypers, [])?)
+            Kind::Plain(Slots::new(&trainable, hypers, [], dtype)?)
         } else {
-            Kind::Momentum(Slots::new(&trainable, hypers, ["momentum_buffer"])?)
+            Kind::Momentum(Slots::new(&trainable, hypers, ["momentum_buffer"], dtype)?)
         };
         Ok(Box::new(SgdOptimizer { config: self.clone(), kind, steps: 0, schedule: 1.0 }))
     }
@@ -127,7 +132,7 @@ impl Optimizer for SgdOptimizer {
         for index in 0..self.parameters().len() {
             match &mut self.kind {
                 Kind::Plain(slots) => {
-                    let Some(work) = slots.work(index)? else { continue };
+                    let Some(work) = slots.work(index, self.steps)? else { continue };
                     let c = coefficients(&self.config, self.steps, self.schedule, work.hyper);
                     if work.values.device().is_cpu() {
                         let dtype = work.values.dtype();
@@ -137,11 +142,11 @@ impl Optimizer for SgdOptimizer {
                     }
                 }
                 Kind::Momentum(slots) => {
-                    let Some(work) = slots.work(index)? else { continue };
+                    let Some(work) = slots.work(index, self.steps)? else { continue };
                     let c = coefficients(&self.config, self.steps, self.schedule, work.hyper);
                     if work.values.device().is_cpu() {
-                        let dtype = work.values.dtype();
-                        dispatch!(dtype, fused_momentum(&work, c, scale))?;
+                        let (values, state) = (work.values.dtype(), work.state[0].dtype());
+                        dispatch!(values, state, fused_momentum(&work, c, scale))?;
                     } else {
                         composed_momentum(&work, c, scale)?;
                     }
@@ -149,6 +154,13 @@ impl Optimizer for SgdOptimizer {
             }
         }
         Ok(())
+    }
+
+    fn set_seed(&mut self, seed: u64) {
+        match &mut self.kind {
+            Kind::Plain(slots) => slots.set_seed(seed),
+            Kind::Momentum(slots) => slots.set_seed(seed),
+        }
     }
 
     fn learning_rate(&self) -> f64 {
@@ -201,7 +213,7 @@ fn fused_plain<P: Stored<C>, C: Real>(
     })
 }
 
-fn fused_momentum<P: Stored<C>, C: Real>(
+fn fused_momentum<P: Stored<C>, B: State<C>, C: Real>(
     work: &Work<1>,
     c: Coefficients,
     scale: &GradScale,
@@ -210,7 +222,8 @@ fn fused_momentum<P: Stored<C>, C: Real>(
     let [step_size, weight_decay, momentum, gain, keep] =
         [c.step_size, c.weight_decay, c.momentum, c.gain, c.keep].map(C::from_f64);
     let nesterov = c.nesterov;
-    update1::<P, C>(&work.values, &work.grad, &work.state[0], move |p, g, buffer| {
+    let Work { values, grad, state: [buffer], noise, .. } = work;
+    update1::<P, B, C>(values, grad, buffer, noise, move |p, g, buffer| {
         let g = scale.apply(g) + weight_decay * p;
         let buffer = buffer * keep + gain * g;
         let g = if nesterov { g + momentum * buffer } else { buffer };
@@ -229,9 +242,10 @@ fn composed_plain(work: &Work<0>, c: Coefficients, scale: &GradScale) -> Result<
 fn composed_momentum(work: &Work<1>, c: Coefficients, scale: &GradScale) -> Result<()> {
     let p = work.values.detach().to_dtype(work.grad.dtype())?;
     let g = (scaled_grad(&work.grad, scale)? + (&p * c.weight_decay)?)?;
-    let buffer = ((&work.state[0] * c.keep)? + (&g * c.gain)?)?;
+    let old = work.state[0].to_dtype(g.dtype())?;
+    let buffer = ((old * c.keep)? + (&g * c.gain)?)?;
     let update = if c.nesterov { (g + (&buffer * c.momentum)?)? } else { buffer.clone() };
-    storage::copy_from(&work.state[0], &buffer)?;
+    store(&work.state[0], &buffer, &work.noise, 0)?;
     storage::copy_from(&work.values, &(p + (update * c.step_size)?)?)
 }
 
@@ -301,7 +315,8 @@ mod tests {
     #[test]
     fn composed_and_fused_agree() {
         let scale = GradScale { factor: 0.7, clip_value: Some(0.6) };
-        for nesterov in [false, true] {
+        let rounded = [StateDtype::F32, StateDtype::Bf16];
+        for (nesterov, dtype) in [false, true].into_iter().flat_map(|n| rounded.map(|d| (n, d))) {
             let c = Coefficients {
                 step_size: -0.1,
                 weight_decay: 0.2,
@@ -314,15 +329,16 @@ mod tests {
             let momentum = || {
                 let parameters = parameters(&NAMES[..1], DType::F32);
                 set_grads(&parameters, 1);
-                let mut slots = Slots::new(&parameters, vec![hyper], ["b"]).unwrap();
-                let work = slots.work(0).unwrap().unwrap();
+                let mut slots = Slots::new(&parameters, vec![hyper], ["b"], dtype).unwrap();
+                let work = slots.work(0, 1).unwrap().unwrap();
                 let state = numbers("state", 0, NAMES[0].1);
                 let state = Tensor::from_vec(state, NAMES[0].1, &Device::Cpu).unwrap();
                 storage::copy_from(&work.state[0], &state).unwrap();
                 (work, parameters)
             };
             let ((one, p), (other, q)) = (momentum(), momentum());
-            fused_momentum::<f32, f32>(&one, c, &scale).unwrap();
+            let state = one.state[0].dtype();
+            dispatch!(DType::F32, state, fused_momentum(&one, c, &scale)).unwrap();
             composed_momentum(&other, c, &scale).unwrap();
             assert_close(&values(&p[0]), &values(&q[0]), 1e-6);
             let state =
@@ -332,8 +348,8 @@ mod tests {
             let plain = || {
                 let parameters = parameters(&NAMES[..1], DType::F32);
                 set_grads(&parameters, 1);
-                let mut slots = Slots::new(&parameters, vec![hyper], []).unwrap();
-                (slots.work(0).unwrap().unwrap(), parameters)
+                let mut slots = Slots::new(&parameters, vec![hyper], [], dtype).unwrap();
+                (slots.work(0, 1).unwrap().unwrap(), parameters)
             };
             let ((one, p), (other, q)) = (plain(), plain());
             fused_plain::<f32, f32>(&one, c, &scale).unwrap();

@@ -2,10 +2,11 @@
 
 use candle_core::{DType, Tensor};
 
-use super::elementwise::state_dtype;
+use super::elementwise::arithmetic_dtype;
 use super::groups::Hyper;
 use super::optimizer::StateTensor;
-use crate::parameter::Parameter;
+use super::state_dtype::{Noise, StateDtype};
+use crate::parameter::{LocalShard, Parameter};
 use crate::{Error, Result};
 
 /// Parameters, their groups' options, and `N` state tensors each, allocated when first needed.
@@ -14,6 +15,8 @@ pub(super) struct Slots<const N: usize> {
     hypers: Vec<Hyper>,
     states: Vec<Option<[Tensor; N]>>,
     names: [&'static str; N],
+    dtype: StateDtype,
+    seed: u64,
 }
 
 /// What one parameter's update works on. All tensors are flat and of equal length.
@@ -21,10 +24,12 @@ pub(super) struct Work<const N: usize> {
     pub(super) hyper: Hyper,
     /// The values to change in place.
     pub(super) values: Tensor,
-    /// The gradient, in the state's dtype.
+    /// The gradient, in the dtype of the arithmetic.
     pub(super) grad: Tensor,
     /// The state to change in place.
     pub(super) state: [Tensor; N],
+    /// What the state is rounded with, if it is.
+    pub(super) noise: Noise,
 }
 
 impl<const N: usize> Slots<N> {
@@ -36,23 +41,30 @@ impl<const N: usize> Slots<N> {
         parameters: &[Parameter],
         hypers: Vec<Hyper>,
         names: [&'static str; N],
+        dtype: StateDtype,
     ) -> Result<Self> {
         for parameter in parameters {
-            state_dtype_of(parameter)?;
+            arithmetic_dtype_of(parameter)?;
         }
         let states = parameters.iter().map(|_| None).collect();
-        Ok(Self { parameters: parameters.to_vec(), hypers, states, names })
+        Ok(Self { parameters: parameters.to_vec(), hypers, states, names, dtype, seed: 0 })
+    }
+
+    /// Sets what the rounding of the state follows from.
+    pub(super) fn set_seed(&mut self, seed: u64) {
+        self.seed = seed;
     }
 
     pub(super) fn parameters(&self) -> &[Parameter] {
         &self.parameters
     }
 
-    /// What to update for parameter `index`; `None` without a gradient or without elements here.
-    pub(super) fn work(&mut self, index: usize) -> Result<Option<Work<N>>> {
+    /// What to update for parameter `index` in optimizer step `step`; `None` without a gradient or
+    /// without elements here.
+    pub(super) fn work(&mut self, index: usize, step: u64) -> Result<Option<Work<N>>> {
         let parameter = &self.parameters[index];
         let Some(grad) = parameter.local_grad() else { return Ok(None) };
-        let values = parameter.local()?.values;
+        let LocalShard { values, region } = parameter.local()?;
         if grad.elem_count() != values.elem_count() {
             return Err(Error::parameter(
                 parameter.fqn(),
@@ -63,12 +75,14 @@ impl<const N: usize> Slots<N> {
                 ),
             ));
         }
-        let grad = grad.to_dtype(state_dtype_of(parameter)?)?;
+        let grad = grad.to_dtype(arithmetic_dtype_of(parameter)?)?;
+        let shape = parameter.global_shape();
+        let noise = Noise::new(self.seed, parameter.fqn(), step, &region, shape);
         let state = self.state(index)?.clone();
         if values.elem_count() == 0 {
             return Ok(None);
         }
-        Ok(Some(Work { hyper: self.hypers[index], values, grad, state }))
+        Ok(Some(Work { hyper: self.hypers[index], values, grad, state, noise }))
     }
 
     fn state(&mut self, index: usize) -> Result<&[Tensor; N]> {
@@ -89,7 +103,7 @@ impl<const N: usize> Slots<N> {
         }
         let slot = &mut self.states[index];
         if slot.is_none() {
-            let dtype = state_dtype_of(parameter)?;
+            let dtype = self.dtype.of(arithmetic_dtype_of(parameter)?);
             let mut tensors = Vec::with_capacity(N);
             for _ in 0..N {
                 tensors.push(Tensor::zeros(values.elem_count(), dtype, values.device())?);
@@ -120,8 +134,8 @@ impl<const N: usize> Slots<N> {
     }
 }
 
-fn state_dtype_of(parameter: &Parameter) -> Result<DType> {
-    state_dtype(parameter.dtype()).ok_or_else(|| {
+fn arithmetic_dtype_of(parameter: &Parameter) -> Result<DType> {
+    arithmetic_dtype(parameter.dtype()).ok_or_else(|| {
         Error::parameter(
             parameter.fqn(),
             format!("is of dtype {:?}; optimizers update floats only", parameter.dtype()),

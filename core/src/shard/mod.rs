@@ -21,5 +21,6 @@ mod region;
 mod spec;
 
 pub use placement::Placement;
+pub(crate) use region::Runs;
 pub use region::{Region, Run};
 pub use spec::{Cut, ShardSpec, chunk};

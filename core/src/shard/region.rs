@@ -74,39 +74,55 @@ impl Region {
     ///
     /// A region that is contiguous in the tensor is one run.
     pub fn runs(&self, outer: &[usize]) -> Vec<Run> {
-        if self.is_empty() {
-            return Vec::new();
+        let runs = Runs::new(self, outer);
+        (0..runs.count).map(|index| runs.get(index)).collect()
+    }
+}
+
+/// The runs of a region, which are of one length, by their numbers: without a list of them.
+#[derive(Debug, Clone)]
+pub(crate) struct Runs {
+    /// Number of elements of each.
+    pub(crate) len: usize,
+    /// How many there are.
+    pub(crate) count: usize,
+    /// Row-major index of the first run's first element in the surrounding tensor.
+    base: usize,
+    /// Sizes in the region and strides in the tensor of the dimensions that runs go through,
+    /// innermost first.
+    dims: Vec<[usize; 2]>,
+}
+
+impl Runs {
+    /// The runs of `region` in a row-major tensor of shape `outer`.
+    pub(crate) fn new(region: &Region, outer: &[usize]) -> Self {
+        if region.is_empty() {
+            return Self { len: 0, count: 0, base: 0, dims: Vec::new() };
         }
         // Trailing dimensions that the region covers whole merge into one run.
-        let mut split = self.sizes.len();
+        let mut split = region.sizes.len();
         let mut len = 1;
         while split > 0 {
             split -= 1;
-            len *= self.sizes[split];
-            if self.sizes[split] != outer[split] {
+            len *= region.sizes[split];
+            if region.sizes[split] != outer[split] {
                 break;
             }
         }
-        let strides: Vec<usize> =
-            (0..outer.len()).map(|d| outer[d + 1..].iter().product()).collect();
-        let base: usize = self.offsets.iter().zip(&strides).map(|(o, s)| o * s).sum();
-        let mut index = vec![0; split];
-        let mut runs = Vec::with_capacity(self.elem_count() / len);
-        loop {
-            let shift: usize = index.iter().zip(&strides).map(|(i, s)| i * s).sum();
-            runs.push(Run { outer: base + shift, inner: runs.len() * len, len });
-            let mut d = split;
-            loop {
-                if d == 0 {
-                    return runs;
-                }
-                d -= 1;
-                index[d] += 1;
-                if index[d] < self.sizes[d] {
-                    break;
-                }
-                index[d] = 0;
-            }
+        let stride = |d: usize| outer[d + 1..].iter().product::<usize>();
+        let base = (0..outer.len()).map(|d| region.offsets[d] * stride(d)).sum();
+        let dims: Vec<_> = (0..split).rev().map(|d| [region.sizes[d], stride(d)]).collect();
+        let count = dims.iter().map(|[size, _]| size).product();
+        Self { len, count, base, dims }
+    }
+
+    /// Run number `index`.
+    pub(crate) fn get(&self, index: usize) -> Run {
+        let (mut outer, mut rest) = (self.base, index);
+        for [size, stride] in &self.dims {
+            outer += rest % size * stride;
+            rest /= size;
         }
+        Run { outer, inner: index * self.len, len: self.len }
     }
 }

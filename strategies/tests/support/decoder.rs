@@ -14,7 +14,7 @@ use fulgurite_core::nn::{
     AttentionConfig, CausalSelfAttention, Dropout, Embedding, GeluMlp, LayerNorm, Linear, RmsNorm,
     Rope, SwiGluMlp, cross_entropy, functional,
 };
-use fulgurite_core::optim::{AdamW, Ema};
+use fulgurite_core::optim::{AdamW, Ema, OptimizerConfig, StateTensor};
 use fulgurite_core::parallel::{
     Colwise, Layout, ParallelStyle, Plan, PrepareModuleInput, Rowwise, SequenceParallel,
 };
@@ -246,6 +246,28 @@ impl DecoderTraining {
         accumulate: usize,
         frozen: &[&str],
     ) -> Result<Self> {
+        Self::with_optimizer(world, config, variant, accumulate, frozen, &Self::adamw())
+    }
+
+    /// The optimizer that is used unless another is given.
+    pub(crate) fn adamw() -> AdamW {
+        AdamW {
+            lr: 3e-3,
+            weight_decay: 0.1,
+            no_decay: vec!["*norm*".to_owned(), "bias".to_owned()],
+            ..AdamW::default()
+        }
+    }
+
+    /// The same with this optimizer.
+    pub(crate) fn with_optimizer(
+        world: Arc<dyn ProcessGroup>,
+        config: &str,
+        variant: Variant,
+        accumulate: usize,
+        frozen: &[&str],
+        optimizer: &dyn OptimizerConfig,
+    ) -> Result<Self> {
         let mut strategy = strategy(config)?;
         if !config.contains("single_device") && !config.contains("ddp") {
             strategy.set_parallelize(Box::new(
@@ -257,13 +279,7 @@ impl DecoderTraining {
         let frozen = frozen.iter().map(|&pattern| pattern.to_owned()).collect();
         let init = ModuleInit { frozen, ..ModuleInit::default() };
         let mut fabric = Fabric::new(world, strategy, init, 7)?;
-        let optimizer = AdamW {
-            lr: 3e-3,
-            weight_decay: 0.1,
-            no_decay: vec!["*norm*".to_owned(), "bias".to_owned()],
-            ..AdamW::default()
-        };
-        let (model, optimizer) = fabric.setup(Decoder::new, &optimizer)?;
+        let (model, optimizer) = fabric.setup(Decoder::new, optimizer)?;
         Ok(Self { fabric, model, optimizer, accumulate, always: false, step: 0 })
     }
 
@@ -313,8 +329,13 @@ impl DecoderTraining {
 
     /// The optimizer's state, whole, by parameter and name.
     pub(crate) fn optimizer_state(&mut self) -> Result<BTreeMap<String, Vec<f32>>> {
-        let world = self.fabric.world().clone();
         let states = self.optimizer.state_tensors()?;
+        self.gather(states)
+    }
+
+    /// These tensors, whole.
+    pub(crate) fn gather(&self, states: Vec<StateTensor>) -> Result<BTreeMap<String, Vec<f32>>> {
+        let world = self.fabric.world().clone();
         states
             .into_iter()
             .map(|state| {
