@@ -88,7 +88,7 @@ impl Net {
     /// The loss of a batch.
     pub(super) fn loss(&self, (ids, targets): &(Tensor, Tensor)) -> Result<Loss> {
         match self {
-            Self::Decoder(decoder) => cross_entropy(&decoder.forward(ids)?, targets),
+            Self::Decoder(decoder) => decoder.loss(ids, targets),
             Self::One(number) => Ok(Loss::new(number.forward(ids)?.sum_all()?, 1.0)),
         }
     }

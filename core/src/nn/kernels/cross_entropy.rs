@@ -154,7 +154,7 @@ pub(in crate::nn) fn backward_into(
                 let Some(target) = target else { return z.fill(T::ZERO) };
                 become_probabilities(z, lse, uniform, grad);
                 if let Some(hit_class) = classes.column(*target).and_then(|i| z.get_mut(i)) {
-                    *hit_class = *hit_class - hit * grad;
+                    *hit_class -= hit * grad;
                 }
             });
         })?;
