@@ -7,6 +7,7 @@ use crate::collective::ProcessGroupConfig;
 use crate::config::{
     Amount, CkptPath, ClipAlgorithm, Devices, PluginValue, Precision, TimeLimit, UnusedParameters,
 };
+use crate::module::ActivationCheckpointing;
 use crate::registry::{self, kind};
 use crate::strategy::StrategyConfig;
 use crate::trainer::LoggerConfig;
@@ -63,6 +64,11 @@ crate::config_struct! {
         /// Patterns of parameter names that are not trained, as in `optimizer.no_decay`:
         /// `["model.embed_tokens.*"]`, `["*norm*"]`.
         pub freeze: Vec<String> = Vec::new(),
+        /// Whose activations are not kept from forward to backward but computed again: `"none"`,
+        /// `"full"` (of every unit) or `"selective"` (of every second one), or a table such as
+        /// `{ mode = "selective", every = 3, units = ["model.layers.*"] }`: of every third unit
+        /// whose path matches one of the patterns (`*` is one segment).
+        pub activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing::default(),
         /// Seconds after which a rank that waits for others gives up.
         pub timeout_secs: u64 = 600,
         /// How the model is spread over the ranks. `"auto"` is one device for one rank and data
@@ -131,6 +137,9 @@ impl TrainerConfig {
                 "ema_decay",
                 format!("must be at least 0 and below 1, such as 0.999; found {decay:?}"),
             );
+        }
+        if let Err(message) = self.activation_checkpointing.check() {
+            return wrong("activation_checkpointing", message);
         }
         match self.val_check_interval {
             Amount::Count(0) => wrong(
