@@ -22,7 +22,7 @@ const CONFIGS: &[&str] = &[
     r#"{"type": "fsdp"}"#,
     r#"{"type": "fsdp", "reshard_after_forward": false, "prefetch": 0}"#,
     r#"{"type": "ddp", "activation_checkpointing": "full"}"#,
-    r#"{"type": "ddp", "bucket_cap_mb": 0.0003, "activation_checkpointing": "selective"}"#,
+    r#"{"type": "ddp", "bucket_cap_mb": 0.0003, "activation_checkpointing": "full"}"#,
     r#"{"type": "fsdp", "activation_checkpointing": "full"}"#,
 ];
 

@@ -204,6 +204,13 @@ mod tests {
         insta::assert_snapshot!(error("gradient_clip_val = -1"), @"`trainer.gradient_clip_val`: must be above 0, found -1.0; leave it out for no clipping");
         insta::assert_snapshot!(error("gradient_clip_val = nan"), @"`trainer.gradient_clip_val`: must be above 0, found NaN; leave it out for no clipping");
         insta::assert_snapshot!(error("ema_decay = 1.0"), @"`trainer.ema_decay`: must be at least 0 and below 1, such as 0.999; found 1.0");
+        insta::assert_snapshot!(error("activation_checkpointing = 'some'"), @"");
+        insta::assert_snapshot!(error("activation_checkpointing = true"), @"");
+        insta::assert_snapshot!(error("activation_checkpointing = { every = 2 }"), @"");
+        insta::assert_snapshot!(error("activation_checkpointing = { mode = 'full', evry = 2 }"), @"");
+        insta::assert_snapshot!(error("activation_checkpointing = { mode = 'full', every = 2 }"), @"");
+        insta::assert_snapshot!(error("activation_checkpointing = { mode = 'selective', every = 0 }"), @"");
+        insta::assert_snapshot!(error("activation_checkpointing = { mode = 'none', units = ['a'] }"), @"");
         insta::assert_snapshot!(error("val_check_interval = 0"), @"`trainer.val_check_interval`: must be at least 1 step; `trainer.limit_val_batches = 0` turns validation off");
         insta::assert_snapshot!(error("val_check_interval = 0.0"), @"`trainer.val_check_interval`: must be above 0.0; `trainer.limit_val_batches = 0` turns validation off");
         insta::assert_snapshot!(error("max_steps = -1"), @"run.toml: `trainer.max_steps`: expected an integer, at least 0, found `-1`");
@@ -222,7 +229,17 @@ mod tests {
 
     #[test]
     fn the_defaults_survive_every_format() {
-        let config = TrainerConfig::default();
+        let table = ActivationCheckpointing {
+            units: vec!["layers.*".to_owned()],
+            ..ActivationCheckpointing::selective(3)
+        };
+        let choices = [ActivationCheckpointing::default(), ActivationCheckpointing::full(), table];
+        for activation_checkpointing in choices {
+            survives(TrainerConfig { activation_checkpointing, ..TrainerConfig::default() });
+        }
+    }
+
+    fn survives(config: TrainerConfig) {
         let toml = crate::config::to_table(&config).unwrap();
         assert_eq!(crate::config::parse::<TrainerConfig>(toml).unwrap(), config);
         let json = serde_json::to_string(&config).unwrap();
