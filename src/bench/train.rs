@@ -31,7 +31,7 @@ pub struct TrainBench {
     #[arg(long, value_parser = at_least_one)]
     batch: Option<usize>,
     /// Whose activations are computed again in backward: none, full or selective, or a TOML table
-    /// such as '{ mode = "selective", every = 3 }'
+    /// such as '{ type = "selective", every = 3 }'
     #[arg(long, default_value = "none")]
     activation_checkpointing: String,
     /// Micro-batches a step; gradients are synchronised after the last

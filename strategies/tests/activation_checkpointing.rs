@@ -287,8 +287,8 @@ fn choices_that_choose_nothing_are_refused() {
     insta::assert_snapshot!(error(ActivationCheckpointing { units: units.clone(), ..full.clone() }), @"`trainer.activation_checkpointing`: no unit matches `blocks.*` (`*` is one segment); there are layers.0, layers.1, layers.2, layers.3, head");
     insta::assert_snapshot!(error(ActivationCheckpointing::selective(6)), @"`trainer.activation_checkpointing`: every = 6 takes none of the units, of which there are too few; there are layers.0, layers.1, layers.2, layers.3, head");
     insta::assert_snapshot!(error(ActivationCheckpointing::selective(0)), @"`trainer.activation_checkpointing`: `every` must be at least 1, found 0; leave it out for every second unit");
-    insta::assert_snapshot!(error(ActivationCheckpointing { every: Some(2), ..full.clone() }), @r#"`trainer.activation_checkpointing`: `every` says which units `mode = "selective"` takes; the mode is "full""#);
-    insta::assert_snapshot!(error(ActivationCheckpointing { units, ..ActivationCheckpointing::default() }), @r#"`trainer.activation_checkpointing`: `units` names units and the mode is "none"; choose "full" for all of them, or "selective""#);
+    insta::assert_snapshot!(error(ActivationCheckpointing { every: Some(2), ..full.clone() }), @r#"`trainer.activation_checkpointing`: `every` says which units `type = "selective"` takes; the type is "full""#);
+    insta::assert_snapshot!(error(ActivationCheckpointing { units, ..ActivationCheckpointing::default() }), @r#"`trainer.activation_checkpointing`: `units` names units and the type is "none"; choose "full" for all of them, or "selective""#);
     let b =
         ModuleBuilder::new(ModuleInit { activation_checkpointing: full, ..ModuleInit::default() });
     Linear::new(&b.pp("only"), 2, 2).unwrap();

@@ -83,11 +83,11 @@ impl ActivationCheckpointing {
                  leave it out for every second unit"
                 .to_owned()),
             (CheckpointMode::None | CheckpointMode::Full, Some(_)) => Err(format!(
-                "`every` says which units `mode = \"selective\"` takes; the mode is \"{}\"",
+                "`every` says which units `type = \"selective\"` takes; the type is \"{}\"",
                 self.mode.name()
             )),
             (CheckpointMode::None, None) if !self.units.is_empty() => Err(
-                "`units` names units and the mode is \"none\"; choose \"full\" for all of them, or \
+                "`units` names units and the type is \"none\"; choose \"full\" for all of them, or \
                  \"selective\""
                     .to_owned(),
             ),
@@ -147,7 +147,7 @@ impl Serialize for ActivationCheckpointing {
             return self.mode.serialize(serializer);
         }
         let mut table = serializer.serialize_map(None)?;
-        table.serialize_entry("mode", &self.mode)?;
+        table.serialize_entry("type", &self.mode)?;
         if let Some(every) = self.every {
             table.serialize_entry("every", &every)?;
         }
@@ -163,6 +163,7 @@ impl<'de> Deserialize<'de> for ActivationCheckpointing {
         #[derive(Deserialize)]
         #[serde(deny_unknown_fields)]
         struct Table {
+            #[serde(rename = "type")]
             mode: CheckpointMode,
             #[serde(default)]
             every: Option<usize>,
@@ -176,7 +177,7 @@ impl<'de> Deserialize<'de> for ActivationCheckpointing {
             type Value = ActivationCheckpointing;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("\"none\", \"full\", \"selective\" or a table with a `mode`")
+                f.write_str("\"none\", \"full\", \"selective\" or a table with a `type`")
             }
 
             fn visit_str<E: serde::de::Error>(self, word: &str) -> Result<Self::Value, E> {

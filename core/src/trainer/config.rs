@@ -66,7 +66,7 @@ crate::config_struct! {
         pub freeze: Vec<String> = Vec::new(),
         /// Whose activations are not kept from forward to backward but computed again: `"none"`,
         /// `"full"` (of every unit) or `"selective"` (of every second one), or a table such as
-        /// `{ mode = "selective", every = 3, units = ["model.layers.*"] }`: of every third unit
+        /// `{ type = "selective", every = 3, units = ["model.layers.*"] }`: of every third unit
         /// whose path matches one of the patterns (`*` is one segment).
         pub activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing::default(),
         /// Seconds after which a rank that waits for others gives up.
@@ -205,12 +205,11 @@ mod tests {
         insta::assert_snapshot!(error("gradient_clip_val = nan"), @"`trainer.gradient_clip_val`: must be above 0, found NaN; leave it out for no clipping");
         insta::assert_snapshot!(error("ema_decay = 1.0"), @"`trainer.ema_decay`: must be at least 0 and below 1, such as 0.999; found 1.0");
         insta::assert_snapshot!(error("activation_checkpointing = 'some'"), @r#"run.toml: `trainer.activation_checkpointing`: expected "none", "full" or "selective", found "some""#);
-        insta::assert_snapshot!(error("activation_checkpointing = true"), @r#"run.toml: `trainer.activation_checkpointing`: expected "none", "full", "selective" or a table with a `mode`, found `true`"#);
+        insta::assert_snapshot!(error("activation_checkpointing = true"), @r#"run.toml: `trainer.activation_checkpointing`: expected "none", "full", "selective" or a table with a `type`, found `true`"#);
         insta::assert_snapshot!(error("activation_checkpointing = { every = 2 }"), @"unknown key `trainer.activation_checkpointing.type` (the keys of `trainer.activation_checkpointing` are mode, every, units)");
-        insta::assert_snapshot!(error("activation_checkpointing = { mode = 'full', evry = 2 }"), @"unknown key `trainer.activation_checkpointing.type` (the keys of `trainer.activation_checkpointing` are mode, every, units)");
-        insta::assert_snapshot!(error("activation_checkpointing = { mode = 'full', every = 2 }"), @"unknown key `trainer.activation_checkpointing.type` (the keys of `trainer.activation_checkpointing` are mode, every, units)");
-        insta::assert_snapshot!(error("activation_checkpointing = { mode = 'selective', every = 0 }"), @"unknown key `trainer.activation_checkpointing.type` (the keys of `trainer.activation_checkpointing` are mode, every, units)");
-        insta::assert_snapshot!(error("activation_checkpointing = { mode = 'none', units = ['a'] }"), @"unknown key `trainer.activation_checkpointing.type` (the keys of `trainer.activation_checkpointing` are mode, every, units)");
+        insta::assert_snapshot!(error("activation_checkpointing = { type = 'full', every = 2 }"), @r#"`trainer.activation_checkpointing`: `every` says which units `type = "selective"` takes; the type is "full""#);
+        insta::assert_snapshot!(error("activation_checkpointing = { type = 'selective', every = 0 }"), @"`trainer.activation_checkpointing`: `every` must be at least 1, found 0; leave it out for every second unit");
+        insta::assert_snapshot!(error("activation_checkpointing = { type = 'none', units = ['a'] }"), @r#"`trainer.activation_checkpointing`: `units` names units and the type is "none"; choose "full" for all of them, or "selective""#);
         insta::assert_snapshot!(error("val_check_interval = 0"), @"`trainer.val_check_interval`: must be at least 1 step; `trainer.limit_val_batches = 0` turns validation off");
         insta::assert_snapshot!(error("val_check_interval = 0.0"), @"`trainer.val_check_interval`: must be above 0.0; `trainer.limit_val_batches = 0` turns validation off");
         insta::assert_snapshot!(error("max_steps = -1"), @"run.toml: `trainer.max_steps`: expected an integer, at least 0, found `-1`");
