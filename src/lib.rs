@@ -70,6 +70,8 @@ use fulgurite_transports as _;
 mod book {
     #[doc = include_str!("../README.md")]
     mod readme {}
+    #[doc = include_str!("../docs/src/guides/activation-checkpointing.md")]
+    mod activation_checkpointing {}
     #[doc = include_str!("../docs/src/guides/candle-nn.md")]
     mod candle_nn {}
     #[doc = include_str!("../docs/src/guides/checkpoints.md")]

@@ -46,6 +46,13 @@ fn steps_are_measured_against_their_matrix_products() {
             losses.push((number("loss_first"), number("loss_last")));
         }
     }
+    // With units that are computed again, the same bits.
+    let one = ["--strategy", "single_device", "--ranks", "1", "--no-floor"];
+    let again = ["--activation-checkpointing", "full"];
+    let rows = measured(&[&steps[..], &size, &one, &again].concat());
+    assert_eq!(rows[0]["activation_checkpointing"], "full");
+    let loss = |key: &str| rows[0][key].as_f64().unwrap();
+    assert_eq!((loss("loss_first"), loss("loss_last")), losses[0]);
     // The same model and batches.
     assert!((losses[0].0 - losses[1].0).abs() < 1e-5 && (losses[0].1 - losses[1].1).abs() < 1e-4);
     assert!(losses[0].1 < losses[0].0, "{losses:?}");

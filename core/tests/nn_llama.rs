@@ -9,7 +9,8 @@ mod prelude {
     pub(crate) use candle_core::Tensor;
     pub(crate) use fulgurite_core::module::{Module, ModuleBuilder, Unit};
     pub(crate) use fulgurite_core::nn::{
-        AttentionConfig, CausalSelfAttention, Dropout, Embedding, Linear, RmsNorm, Rope, SwiGluMlp,
+        AttentionConfig, CausalSelfAttention, Dropout, Embedding, Linear, Loss, RmsNorm, Rope,
+        SwiGluMlp, linear_cross_entropy,
     };
     pub(crate) use fulgurite_core::parameter::Init;
     pub(crate) use fulgurite_core::{Error, Result};

@@ -24,9 +24,17 @@ pub(super) struct Ranks {
 impl Ranks {
     /// Becomes a rank; see [`launch`](fulgurite_core::launch::launch).
     pub(super) fn launch(&self) -> Result<Fabric> {
-        let layers = ConfigLayers::new()
+        self.launch_with(&[])
+    }
+
+    /// The same with further keys of the configuration, `key=value`.
+    pub(super) fn launch_with(&self, keys: &[String]) -> Result<Fabric> {
+        let mut layers = ConfigLayers::new()
             .set(&format!("trainer.devices={}", self.ranks))?
             .set(&format!("trainer.strategy={}", self.strategy))?;
+        for key in keys {
+            layers = layers.set(key)?;
+        }
         Fabric::from_config(&RunConfig::<Table, Table>::from_layers(layers)?)?.launch()
     }
 }

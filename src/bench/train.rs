@@ -29,6 +29,10 @@ pub struct TrainBench {
     /// Sequences a micro-batch, on each data-parallel rank
     #[arg(long, value_parser = at_least_one)]
     batch: Option<usize>,
+    /// Whose activations are computed again in backward: none, full or selective, or a TOML table
+    /// such as '{ type = "selective", every = 3 }'
+    #[arg(long, default_value = "none")]
+    activation_checkpointing: String,
     /// Micro-batches a step; gradients are synchronised after the last
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     accumulate: u64,
@@ -61,7 +65,9 @@ pub fn train(options: &TrainBench) -> Result<()> {
         Workload::Ckpt => (16, 1),
     };
     let (seq, batch) = (options.seq.unwrap_or(seq), options.batch.unwrap_or(batch));
-    let mut fabric = options.ranks.launch()?;
+    let checkpointing = &options.activation_checkpointing;
+    let key = format!("trainer.activation_checkpointing={checkpointing}");
+    let mut fabric = options.ranks.launch_with(&[key])?;
     let adamw =
         AdamW { lr: 3e-4, betas: (0.9, 0.95), weight_decay: 0.1, eps: 1e-8, ..AdamW::default() };
     let (model, mut optimizer) = fabric.setup(|b| Decoder::new(b, &size), &adamw)?;
@@ -138,6 +144,7 @@ pub fn train(options: &TrainBench) -> Result<()> {
             seq,
             batch,
             accumulate: options.accumulate,
+            activation_checkpointing: checkpointing,
             parameters: fabric.module_tree()?.elem_count(),
             steps: options.steps,
             step_s,
@@ -168,6 +175,7 @@ struct Report<'a> {
     seq: usize,
     batch: usize,
     accumulate: u64,
+    activation_checkpointing: &'a str,
     parameters: usize,
     steps: u64,
     step_s: f64,

@@ -10,17 +10,20 @@ use fulgurite_core::Result;
 use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::config::UnusedParameters;
 use fulgurite_core::fabric::Fabric;
-use fulgurite_core::module::{ModuleBuilder, ModuleInit, Unit};
+use fulgurite_core::module::{ModuleBuilder, Unit};
 use fulgurite_core::nn::{Loss, cross_entropy};
 use fulgurite_core::optim::AdamW;
 use fulgurite_transports::run_ranks;
-use support::{Run, gather_weights, strategy};
+use support::{Run, checkpointed, gather_weights, init, strategy};
 
 const CONFIGS: &[&str] = &[
     r#"{"type": "ddp"}"#,
     r#"{"type": "ddp", "first_bucket_mb": 0, "bucket_cap_mb": 0.0003}"#,
     r#"{"type": "fsdp"}"#,
     r#"{"type": "fsdp", "reshard_after_forward": false, "prefetch": 0}"#,
+    r#"{"type": "ddp", "activation_checkpointing": "full"}"#,
+    r#"{"type": "ddp", "bucket_cap_mb": 0.0003, "activation_checkpointing": "full"}"#,
+    r#"{"type": "fsdp", "activation_checkpointing": "full"}"#,
 ];
 
 /// As one finds it in candle's examples: built from a `VarBuilder`, forwards with candle's trait.
@@ -86,7 +89,8 @@ impl Classifier {
 
     fn loss(&self, images: &Tensor, labels: &Tensor) -> Result<Loss> {
         let x = self.patches.call(images, |patches, x| Ok(patches.forward(x)?))?;
-        let x = self.mixer.call(&x, |mixer, x| Ok(mixer.mix(x, labels)?))?;
+        let ids = labels.clone();
+        let x = self.mixer.call(&x, move |mixer, x| Ok(mixer.mix(x, &ids)?))?;
         cross_entropy(&self.head.forward(&x)?, labels)
     }
 }
@@ -94,7 +98,7 @@ impl Classifier {
 fn train(world: Arc<dyn ProcessGroup>, config: &str) -> Result<Run> {
     const BATCH: usize = 12;
     let (rank, size) = (world.rank(), world.size());
-    let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 5)?;
+    let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
     let optimizer = AdamW { lr: 0.01, eps: 1e-5, ..AdamW::default() };
     let (model, mut optimizer) = fabric.setup(Classifier::new, &optimizer)?;
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
@@ -146,8 +150,24 @@ fn a_model_of_candle_nn_trains_alike_everywhere() {
 /// A parameter that two units ask for by one name is the root's.
 #[test]
 fn a_name_asked_for_twice_ties_across_units() {
+    for config in CONFIGS {
+        let gradients = tied_across_units(config);
+        assert_eq!(gradients, tied_across_units(&plain(config)), "{config}");
+    }
+}
+
+/// The configuration without activation checkpointing.
+fn plain(config: &str) -> String {
+    match config.split_once(", \"activation_checkpointing\"") {
+        Some((plain, _)) => format!("{plain}}}"),
+        None => config.to_owned(),
+    }
+}
+
+/// The gradients of a weight that two units share, on both ranks, of which one has half.
+fn tied_across_units(config: &str) -> Vec<Vec<f32>> {
     run_ranks(2, |world| {
-        let mut fabric = Fabric::new(world, strategy(CONFIGS[2])?, ModuleInit::default(), 5)?;
+        let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
         let shared = |b: &ModuleBuilder| {
             Ok(candle_nn::linear_no_bias(3, 3, b.var_builder().root().pp("shared"))?)
         };
@@ -157,9 +177,11 @@ fn a_name_asked_for_twice_ties_across_units() {
         let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
         let y = units[0].call(&x, |layer, x| Ok(layer.forward(x)?))?;
         let y = units[1].call(&y, |layer, x| Ok(layer.forward(x)?))?;
-        fabric.backward(&Loss::new(y.sum_all()?, 1.0))
+        fabric.backward(&Loss::new(y.sum_all()?, 1.0))?;
+        let grad = tree.parameters()[0].local_grad().expect("a gradient was synchronised");
+        Ok(grad.to_vec1()?)
     })
-    .unwrap();
+    .unwrap()
 }
 
 /// A linear layer whose gradient candle_nn's fused norm cuts off, and a head that gets one.
@@ -193,7 +215,7 @@ impl Cut {
 /// One step of [`Cut`]: the body's linear weight and the head's, before and after.
 fn cut_step(config: &str, policy: UnusedParameters) -> Result<[[Vec<f32>; 2]; 2]> {
     let steps = run_ranks(2, |world| {
-        let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 5)?;
+        let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
         let decaying = AdamW { lr: 0.1, weight_decay: 0.5, ..AdamW::default() };
         let (model, optimizer) = fabric.setup(Cut::new, &decaying)?;
         let mut optimizer = optimizer.with_unused_parameters(policy);
@@ -235,10 +257,10 @@ fn unused_parameters_decay_under_zero_and_stay_under_ignore() {
 /// there, and must still be reduced with the same unit of the other ranks.
 #[test]
 fn ranks_that_leave_out_a_layer_reduce_units_in_one_order() {
-    let train = |config: &'static str| {
+    let train = |config: &str| {
         run_ranks(2, move |world| {
             let rank = world.rank();
-            let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 3)?;
+            let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 3)?;
             let (units, mut optimizer) = fabric.setup(
                 |b| {
                     (0..2)
@@ -258,7 +280,7 @@ fn ranks_that_leave_out_a_layer_reduce_units_in_one_order() {
             for _ in 0..3 {
                 let mut x = Tensor::new(&[[1f32, 2.0, 3.0]], &Device::Cpu)?;
                 for (i, unit) in units.iter().enumerate() {
-                    x = unit.call(&x, |layers, x| {
+                    x = unit.call(&x, move |layers, x| {
                         let y = layers[0].forward(x)?;
                         Ok(if (rank, i) == (1, 1) { y } else { layers[1].forward(&y)? })
                     })?;
@@ -271,5 +293,9 @@ fn ranks_that_leave_out_a_layer_reduce_units_in_one_order() {
         .unwrap()
     };
     let expected = train(r#"{"type": "ddp"}"#);
-    assert_eq!(train(r#"{"type": "fsdp", "reshard_after_forward": false}"#), expected);
+    let fsdp = r#"{"type": "fsdp", "reshard_after_forward": false}"#;
+    assert_eq!(train(fsdp), expected);
+    for mode in ["full", "selective"] {
+        assert_eq!(train(&checkpointed(fsdp, mode)), expected, "{mode}");
+    }
 }

@@ -10,7 +10,7 @@ use fulgurite_core::collective::{Counter, Counting, Record};
 use fulgurite_core::module::ModuleTree;
 use fulgurite_core::parameter::Parameter;
 use fulgurite_transports::run_ranks;
-use support::Training;
+use support::{Training, checkpointed};
 
 type Tally = BTreeMap<(String, &'static str), Record>;
 
@@ -121,6 +121,29 @@ fn units_that_no_condition_chose_are_gathered_with_the_root_once() {
     assert_eq!(gathers, Record { calls: 3, bytes: bytes(tree.parameters()) + unit });
     let reductions = tally[&("data_parallel_shard".to_owned(), "reduce_scatter")];
     assert_eq!(reductions, Record { calls: 2, bytes: bytes(tree.trainable()) });
+}
+
+/// Units that are computed again have been gathered for that already.
+#[test]
+fn activation_checkpointing_sends_nothing_more() {
+    for config in [
+        r#"{"type": "ddp"}"#,
+        r#"{"type": "fsdp"}"#,
+        r#"{"type": "fsdp", "prefetch": 0}"#,
+        r#"{"type": "fsdp", "prefetch": 2}"#,
+        r#"{"type": "fsdp", "reshard_after_forward": false}"#,
+        r#"{"type": "fsdp", "shard_conditions": ["layers.1"]}"#,
+    ] {
+        for accumulate in [1, 3] {
+            let expected = third_step(3, config, accumulate).0;
+            for mode in ["full", "selective"] {
+                let (tally, tree) = third_step(3, &checkpointed(config, mode), accumulate);
+                let again = tree.units().iter().filter(|u| u.activation_checkpointing()).count();
+                assert_eq!(again, if mode == "full" { 3 } else { 1 });
+                assert_eq!(tally, expected, "{config}, {mode}, {accumulate} micro-batches");
+            }
+        }
+    }
 }
 
 /// What half the bytes of parameters cost, and no more than that.

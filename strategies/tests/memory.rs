@@ -4,18 +4,19 @@ mod counted;
 mod support;
 
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
 use counted::{LIVE, PEAK};
 use fulgurite_core::Result;
 use fulgurite_core::autograd::storage;
+use fulgurite_core::collective::Solo;
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::module::{Module as _, ModuleBuilder, ModuleInit, ModuleTree, Unit};
-use fulgurite_core::nn::{Linear, Loss};
+use fulgurite_core::nn::{GeluMlp, Linear, Loss};
 use fulgurite_core::optim::{AdamW, OptimizerConfig, Sgd, StateDtype};
 use fulgurite_transports::run_ranks;
-use support::strategy;
+use support::{checkpointed, init, strategy};
 
 /// Tests count what the whole process holds: one at a time.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -171,6 +172,61 @@ fn without_resharding_a_rank_holds_the_gathered_model_within_a_step_only() {
     assert!((share..share + SLACK).contains(&held), "{held}, share {share}");
     assert!(peak >= share + MODEL, "{peak}");
     assert!(peak <= 4 * MODEL / 4 + MODEL + 2 * UNIT + SLACK, "{peak}");
+}
+
+/// Bytes of the activations between units.
+const STREAM: usize = ROWS * NARROW * 4;
+const ROWS: usize = 4096;
+const NARROW: usize = 32;
+
+/// What a stack of MLPs holds when its forward is done, and at most in its backward, without its
+/// parameters and gradients.
+fn activations(config: &str) -> Result<(usize, usize)> {
+    let world = Arc::new(Solo::new("world", 0));
+    let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 1)?;
+    let units: Vec<Unit<GeluMlp>> = fabric.setup_module(|b| {
+        let unit = |i| b.unit(&format!("units.{i}"), |b| GeluMlp::new(b, NARROW, 4 * NARROW));
+        (0..UNITS).map(unit).collect()
+    })?;
+    let mut held = (0, 0);
+    // The first backward makes the gradients' memory.
+    for _ in 0..2 {
+        let before = LIVE.load(Ordering::SeqCst);
+        let mut x = Tensor::ones((ROWS, NARROW), DType::F32, &Device::Cpu)?;
+        for unit in &units {
+            x = unit.forward(&x)?;
+        }
+        let loss = Loss::new(x.sum_all()?, 1.0);
+        drop(x);
+        PEAK.store(LIVE.load(Ordering::SeqCst), Ordering::SeqCst);
+        held.0 = (LIVE.load(Ordering::SeqCst) - before) as usize;
+        fabric.backward(&loss)?;
+        held.1 = (PEAK.load(Ordering::SeqCst) - before) as usize;
+    }
+    Ok(held)
+}
+
+#[test]
+fn units_that_are_computed_again_keep_their_outputs_alone() {
+    let _alone = alone();
+    let slack = STREAM / 4;
+    for config in [r#"{"type": "single_device"}"#, r#"{"type": "fsdp"}"#] {
+        let (kept, peak) = activations(config).unwrap();
+        // Output, and the hidden layer once or twice.
+        let unit = kept / UNITS;
+        assert!((5 * STREAM..10 * STREAM).contains(&unit), "{config}: {unit} bytes a unit");
+        let (full, full_peak) = activations(&checkpointed(config, "full")).unwrap();
+        let outputs = (UNITS + 1) * STREAM;
+        assert!((outputs..outputs + slack).contains(&full), "{config}: {full}, outputs {outputs}");
+        let (selective, selective_peak) = activations(&checkpointed(config, "selective")).unwrap();
+        let half = (kept + full) / 2;
+        assert!(selective.abs_diff(half) < STREAM, "{config}: {selective}, half {half}");
+        // Backward needs no more than it did, and the unit that is computed again, with its input.
+        let more = peak - kept + unit + 2 * STREAM + slack;
+        assert!(full_peak <= full + more, "{config}: {full_peak}, expected {}", full + more);
+        assert!(selective_peak <= selective + more, "{config}: {selective_peak}, {more}");
+        assert!(full_peak < kept, "{config}: {full_peak} of {kept}");
+    }
 }
 
 #[test]

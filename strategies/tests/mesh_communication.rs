@@ -10,7 +10,7 @@ use fulgurite_core::collective::{Counter, Counting, Record};
 use fulgurite_core::module::ModuleTree;
 use fulgurite_core::parameter::Parameter;
 use fulgurite_transports::run_ranks;
-use support::{DecoderTraining, LENGTH, Variant};
+use support::{DecoderTraining, LENGTH, Variant, checkpointed};
 
 type Tally = BTreeMap<(String, &'static str), Record>;
 
@@ -160,6 +160,32 @@ fn context_parallel_attention_gathers_keys_and_values() {
         (group, "reduce_scatter", BLOCKS, BLOCKS * keys_and_values),
     ]);
     assert_eq!(got, expected);
+}
+
+/// Forwards of units communicate twice where they run twice; nothing else does.
+#[test]
+fn units_that_are_computed_again_repeat_what_their_forwards_send() {
+    // Two reductions in a block's forward; with sequence parallelism two gathers and two
+    // reduce-scatters.
+    for (variant, ops) in [
+        (Variant::ALL[0], &["all_reduce"][..]),
+        (Variant::ALL[1], &["all_gather_into", "reduce_scatter"]),
+    ] {
+        let mut expected = third_step(2, &tp(2), variant, 1).0;
+        for op in ops {
+            let record = expected.get_mut(&("tensor_parallel".to_owned(), *op)).unwrap();
+            record.calls += 2 * BLOCKS;
+            record.bytes += 2 * BLOCKS * STREAM;
+        }
+        assert_eq!(third_step(2, &checkpointed(&tp(2), "full"), variant, 1).0, expected);
+    }
+    let config =
+        r#"{"type": "model_parallel", "context_parallel_size": 2, "tensor_parallel_size": 1}"#;
+    let mut expected = third_step(2, config, Variant::default(), 1).0;
+    let keys = expected.get_mut(&("context_parallel".to_owned(), "all_gather_into")).unwrap();
+    // Those of the forward and those of the backward were as many.
+    *keys = Record { calls: keys.calls / 2 * 3, bytes: keys.bytes / 2 * 3 };
+    assert_eq!(third_step(2, &checkpointed(config, "full"), Variant::default(), 1).0, expected);
 }
 
 #[test]

@@ -5,7 +5,7 @@ mod support;
 use std::sync::LazyLock;
 
 use fulgurite_transports::run_ranks;
-use support::{DecoderTraining, Run, Variant};
+use support::{DecoderTraining, Run, Variant, checkpointed};
 
 /// Sizes of replicate, shard, context and tensor.
 type Sizes = [usize; 4];
@@ -120,6 +120,20 @@ fn however_much_micro_batches_communicate() {
                 format!(r#"{}, "accumulation_sync": "{mode}"}}"#, config.trim_end_matches('}'));
             let run = train(sizes.iter().product(), &config, Variant::ALL[1], 2);
             assert_like_single(&format!("{config}, {mode}"), &run);
+        }
+    }
+}
+
+#[test]
+fn units_that_are_computed_again_give_the_same_bits() {
+    for sizes in [[1, 1, 1, 2], [2, 1, 1, 2], [1, 2, 1, 2], [1, 2, 2, 1], [1, 1, 2, 2]] {
+        let ranks = sizes.iter().product();
+        for variant in [Variant::ALL[0], Variant::ALL[3]] {
+            let plain = train(ranks, &config(sizes), variant, 2);
+            for mode in ["full", "selective"] {
+                let run = train(ranks, &checkpointed(&config(sizes), mode), variant, 2);
+                assert_eq!(run, plain, "{sizes:?}, {variant:?}, {mode}");
+            }
         }
     }
 }

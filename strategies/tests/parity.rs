@@ -16,6 +16,12 @@ const CASES: &[&str] = &[
     r#"{"type": "fsdp2", "reshard_after_forward": "auto", "prefetch": 2}"#,
     r#"{"type": "fsdp", "prefetch": 0}"#,
     r#"{"type": "fsdp", "shard_conditions": ["layers.1", "layers.2"]}"#,
+    // The same with units that are computed again in backward.
+    r#"{"type": "ddp", "activation_checkpointing": "full"}"#,
+    r#"{"type": "fsdp", "activation_checkpointing": "full"}"#,
+    r#"{"type": "fsdp", "reshard_after_forward": false, "activation_checkpointing": "selective"}"#,
+    r#"{"type": "fsdp", "prefetch": 0, "activation_checkpointing": "selective"}"#,
+    r#"{"type": "fsdp", "shard_conditions": ["layers.1"], "activation_checkpointing": "full"}"#,
 ];
 
 fn train(ranks: usize, config: &str, accumulate: usize) -> Run {

@@ -11,12 +11,12 @@ use fulgurite_core::autograd::no_grad;
 use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::config::UnusedParameters;
 use fulgurite_core::fabric::Fabric;
-use fulgurite_core::module::{Module as _, ModuleBuilder, ModuleInit, Unit};
+use fulgurite_core::module::{Module as _, ModuleBuilder, Unit};
 use fulgurite_core::nn::{Linear, Loss};
 use fulgurite_core::optim::AdamW;
 use fulgurite_core::parameter::{Init, Parameter};
 use fulgurite_transports::run_ranks;
-use support::{Run, Training, gather_weights, strategy};
+use support::{Run, Training, gather_weights, init, strategy};
 
 const SINGLE: &str = r#"{"type": "single_device"}"#;
 const CONFIGS: &[&str] = &[
@@ -26,6 +26,11 @@ const CONFIGS: &[&str] = &[
     r#"{"type": "fsdp", "reshard_after_forward": false}"#,
     r#"{"type": "fsdp", "prefetch": 0}"#,
     r#"{"type": "fsdp", "prefetch": 2}"#,
+    r#"{"type": "ddp", "activation_checkpointing": "full"}"#,
+    r#"{"type": "ddp", "first_bucket_mb": 0, "bucket_cap_mb": 0, "activation_checkpointing": "full"}"#,
+    r#"{"type": "fsdp", "activation_checkpointing": "full"}"#,
+    r#"{"type": "fsdp", "reshard_after_forward": false, "activation_checkpointing": "selective"}"#,
+    r#"{"type": "fsdp", "prefetch": 2, "activation_checkpointing": "full"}"#,
 ];
 const WIDTH: usize = 4;
 /// Micro-batches that each rank has in a step.
@@ -61,7 +66,7 @@ impl Toy {
         let x: Vec<f32> = (0..2 * WIDTH).map(|i| ((part * 5 + i * 3) % 7) as f32 * 0.2).collect();
         let mut x = Tensor::from_vec(x, (2, WIDTH), &Device::Cpu)?;
         for (place, &unit) in route.iter().enumerate() {
-            x = self.units[unit].call(&x, |pair, x| {
+            x = self.units[unit].call(&x, move |pair, x| {
                 let mut y = (x + pair.always.forward(x)?.tanh()?)?;
                 if (part + place).is_multiple_of(3) {
                     y = (y + pair.sometimes.forward(x)?)?;
@@ -83,7 +88,7 @@ fn train(
     step: impl Fn(&Fabric, &Toy, &[usize]) -> Result<()>,
 ) -> Result<Run> {
     let (rank, size) = (world.rank(), world.size());
-    let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 3)?;
+    let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 3)?;
     let (toy, optimizer) = fabric.setup(Toy::new, &AdamW { eps: 1e-4, ..AdamW::default() })?;
     let mut optimizer = optimizer.with_unused_parameters(UnusedParameters::Zero);
     // One rank does what RANKS ranks do.
@@ -262,7 +267,7 @@ fn guards_restore_what_they_found() {
 fn a_step_whose_last_backward_did_not_synchronise_is_refused() {
     for config in CONFIGS {
         let errors = run_ranks(2, |world| {
-            let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 3)?;
+            let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 3)?;
             let (toy, mut optimizer) = fabric.setup(Toy::new, &AdamW::default())?;
             let _no_sync = fabric.no_backward_sync(true);
             fabric.backward(&toy.loss(0, ROUTE)?)?;

@@ -6,7 +6,7 @@ use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Shape, Storage, Tensor,
 };
 
-use super::{is_grad_enabled, storage};
+use super::{GradMode, is_grad_enabled, storage};
 use crate::{Error, Result};
 
 /// The backward of a [`function`]: from the output and its gradient to one gradient an input.
@@ -49,6 +49,7 @@ pub fn function(
     let op = Function {
         output: Mutex::new(Some((storage::take(&output.contiguous()?)?, shape))),
         backward: Box::new(backward),
+        recomputation: GradMode::current().recomputation(),
     };
     match inputs {
         [a] => Ok(a.apply_op1(op)?),
@@ -61,6 +62,8 @@ pub fn function(
 struct Function {
     output: Mutex<Option<(Storage, Shape)>>,
     backward: Box<Backward>,
+    /// The recomputation of a unit that it is part of, if it is.
+    recomputation: Option<u64>,
 }
 
 impl Function {
@@ -90,6 +93,14 @@ impl Function {
         output: &Tensor,
         grad: &Tensor,
     ) -> candle_core::Result<[Option<Tensor>; N]> {
+        if self.recomputation != GradMode::current().recomputation() {
+            return Err(Error::other(
+                "the backward of a unit whose activations are checkpointed reached what was \
+                 computed outside of it: the unit's closure captured a tensor that gets a gradient. \
+                 Give it to the unit as its input, detach it, or do not checkpoint this unit",
+            )
+            .into());
+        }
         let grads = (self.backward)(output, grad)?;
         let got = grads.len();
         grads.try_into().map_err(|_| {

@@ -7,4 +7,5 @@ mod grad_mode;
 pub mod storage;
 
 pub use function::{Backward, function};
+pub(crate) use grad_mode::GradMode;
 pub use grad_mode::{NoGradGuard, is_grad_enabled, no_grad};

@@ -112,6 +112,7 @@ impl Fabric {
             dtype: config.precision.param_dtype(),
             compute_dtype: config.precision.compute_dtype(),
             frozen: config.freeze.clone(),
+            activation_checkpointing: config.activation_checkpointing.clone(),
             ..ModuleInit::default()
         };
         Self::new(world, strategy, init, seed)

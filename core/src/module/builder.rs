@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::{DType, Device};
 
+use super::ActivationCheckpointing;
 use super::tree::{ModuleInfo, ModuleTree};
 use super::unit::{Unit, UnitHandle};
 use super::var_builder::Recorder;
@@ -24,11 +25,19 @@ pub struct ModuleInit {
     /// Patterns of parameters that get no gradient, as
     /// [`pattern_matches`](crate::optim::pattern_matches) reads them.
     pub frozen: Vec<String>,
+    /// Which units are computed again in backward.
+    pub activation_checkpointing: ActivationCheckpointing,
 }
 
 impl Default for ModuleInit {
     fn default() -> Self {
-        Self { device: Device::Cpu, dtype: DType::F32, compute_dtype: DType::F32, frozen: vec![] }
+        Self {
+            device: Device::Cpu,
+            dtype: DType::F32,
+            compute_dtype: DType::F32,
+            frozen: vec![],
+            activation_checkpointing: ActivationCheckpointing::default(),
+        }
     }
 }
 
@@ -195,7 +204,8 @@ impl ModuleBuilder {
     /// clones of this builder go nowhere.
     ///
     /// # Errors
-    /// If no parameter was declared.
+    /// If no parameter was declared, or the units whose activations are to be checkpointed are not
+    /// there.
     pub fn finish(&self) -> Result<ModuleTree> {
         let tree = std::mem::take(&mut *self.tree());
         if tree.parameters().is_empty() {
@@ -206,11 +216,13 @@ impl ModuleBuilder {
                     .to_owned(),
             });
         }
+        self.init.activation_checkpointing.apply(&tree)?;
         Ok(tree)
     }
 
-    pub(super) fn share(&self, parameter: &Parameter) {
-        self.tree().share(parameter, self.unit);
+    /// Notes that a layer here gets the parameter's compute tensor itself.
+    pub(super) fn hand_out(&self, parameter: &Parameter) {
+        self.tree().hand_out(parameter, self.unit);
     }
 
     pub(super) fn join(&self, name: &str) -> String {

@@ -67,11 +67,29 @@ impl ForwardScope {
         CURRENT.replace(Some(self));
     }
 
+    /// Puts the scope of an earlier forward in force again, until the guard is dropped, to compute
+    /// a part of it anew. What heads gave meanwhile is not forgotten.
+    pub(super) fn resume(self) -> ResumedScope {
+        ResumedScope { previous: CURRENT.replace(Some(self)), _thread_bound: PhantomData }
+    }
+
     /// Puts this scope in force until the guard is dropped.
     #[must_use = "the scope ends as soon as the guard is dropped"]
     pub fn enter(self) -> ForwardScopeGuard {
         loss_parallel::forget();
         ForwardScopeGuard { previous: CURRENT.replace(Some(self)), _thread_bound: PhantomData }
+    }
+}
+
+/// Restores the scope that was in force before a part of an earlier forward was computed anew.
+pub(super) struct ResumedScope {
+    previous: Option<ForwardScope>,
+    _thread_bound: PhantomData<*const ()>,
+}
+
+impl Drop for ResumedScope {
+    fn drop(&mut self) {
+        CURRENT.replace(self.previous.take());
     }
 }
 

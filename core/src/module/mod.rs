@@ -4,14 +4,17 @@
 //! layer kinds, parameters, units. Strategies, plans and checkpoints work on the tree. A [`Unit`]
 //! marks a module that is worth gathering as one.
 
+mod activation_checkpointing;
 mod builder;
 mod forward;
 mod fully_shard;
 mod layer;
+mod recompute;
 mod tree;
 mod unit;
 mod var_builder;
 
+pub use activation_checkpointing::{ActivationCheckpointing, CheckpointMode};
 pub use builder::{ModuleBuilder, ModuleInit};
 pub use forward::{ForwardScope, ForwardScopeGuard};
 pub use fully_shard::{FullyShard, layers_or_names};

@@ -123,6 +123,15 @@ impl ModuleTree {
         }
     }
 
+    /// Notes that a layer in `unit` got the parameter's compute tensor itself, not its handle.
+    pub(super) fn hand_out(&mut self, parameter: &Parameter, unit: Option<usize>) {
+        self.share(parameter, unit);
+        match unit.and_then(|unit| self.units.get(unit)) {
+            Some(unit) => unit.hand_out(parameter),
+            None => parameter.set_tap_holder(None, true),
+        }
+    }
+
     fn name(&mut self, fqn: &str, index: usize) -> Result<()> {
         if self.names.insert(fqn.to_owned(), index).is_some() {
             return Err(Error::parameter(

@@ -1,12 +1,14 @@
 //! Units: modules that are gathered, computed and released as one.
 
-use std::sync::{Arc, RwLock};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 
-use super::{FullyShard, Module};
+use super::{FullyShard, Module, recompute};
 use crate::Result;
-use crate::autograd::{function, is_grad_enabled};
+use crate::autograd::{GradMode, function, is_grad_enabled};
+use crate::parameter::{Parameter, note_tap};
 
 /// A strategy's hooks around a unit's forward and backward. Called on the thread that computes.
 pub trait UnitHooks: Send + Sync {
@@ -40,6 +42,12 @@ struct UnitInner {
     hooks: RwLock<Option<Arc<dyn UnitHooks>>>,
     /// Whether and how it is gathered on its own.
     fully_shard: RwLock<Option<FullyShard>>,
+    /// Whether it is computed again in backward.
+    activation_checkpointing: AtomicBool,
+    /// Trainable parameters whose compute tensors layers in it hold: their uses are not seen.
+    handed_out: Mutex<Vec<Parameter>>,
+    /// Stands for its parameters in the graph where it is computed again.
+    token: OnceLock<Tensor>,
 }
 
 impl UnitHandle {
@@ -49,6 +57,9 @@ impl UnitHandle {
             path,
             hooks: RwLock::default(),
             fully_shard: RwLock::default(),
+            activation_checkpointing: AtomicBool::default(),
+            handed_out: Mutex::default(),
+            token: OnceLock::new(),
         }))
     }
 
@@ -65,6 +76,48 @@ impl UnitHandle {
     /// Sets the hooks. For strategies.
     pub fn set_hooks(&self, hooks: Arc<dyn UnitHooks>) {
         *self.0.hooks.write().expect("no panic while writing") = Some(hooks);
+    }
+
+    /// Chooses whether the unit's activations are kept from its forward to its backward (`false`, as
+    /// in the beginning) or computed again then. For [`ParallelizeFn`](crate::strategy::ParallelizeFn)s
+    /// and programs, before the first forward; every rank calls it alike. In a configuration it is
+    /// `trainer.activation_checkpointing`, which comes before.
+    pub fn set_activation_checkpointing(&self, on: bool) {
+        self.0.activation_checkpointing.store(on, Ordering::Relaxed);
+        for parameter in &*self.handed_out() {
+            parameter.set_tap_holder(Some(self.index()), !on);
+        }
+    }
+
+    /// Whether the unit is computed again in backward.
+    pub fn activation_checkpointing(&self) -> bool {
+        self.0.activation_checkpointing.load(Ordering::Relaxed)
+    }
+
+    /// Notes that a layer in the unit holds the parameter's compute tensor.
+    pub(super) fn hand_out(&self, parameter: &Parameter) {
+        if parameter.requires_grad() && !self.handed_out().contains(parameter) {
+            self.handed_out().push(parameter.clone());
+            parameter.set_tap_holder(Some(self.index()), !self.activation_checkpointing());
+        }
+    }
+
+    /// Counts the uses of parameters that layers do not tell of, in a forward that collects uses.
+    pub(super) fn note_handed_out(&self) {
+        self.handed_out().iter().for_each(note_tap);
+    }
+
+    fn handed_out(&self) -> MutexGuard<'_, Vec<Parameter>> {
+        self.0.handed_out.lock().expect("no panic while noting")
+    }
+
+    /// A variable of one element.
+    pub(super) fn token(&self, device: &Device) -> Result<Tensor> {
+        if let Some(token) = self.0.token.get() {
+            return Ok(token.clone());
+        }
+        let token = Var::zeros((), DType::F32, device)?.into_inner();
+        Ok(self.0.token.get_or_init(|| token).clone())
     }
 
     pub(super) fn set_fully_shard(&self, options: FullyShard) {
@@ -89,17 +142,49 @@ impl std::fmt::Debug for UnitHandle {
     }
 }
 
+/// dtypes that a unit's input and output are cast to.
+#[derive(Clone, Copy)]
+struct Casts {
+    input: Option<DType>,
+    output: Option<DType>,
+}
+
+impl Casts {
+    fn of(hooks: Option<&dyn UnitHooks>) -> Self {
+        Self {
+            input: hooks.and_then(UnitHooks::input_dtype),
+            output: hooks.and_then(UnitHooks::output_dtype),
+        }
+    }
+
+    fn input(self, x: &Tensor) -> Result<Tensor> {
+        cast(x, self.input)
+    }
+
+    fn output(self, y: &Tensor) -> Result<Tensor> {
+        cast(y, self.output)
+    }
+}
+
+fn cast(x: &Tensor, dtype: Option<DType>) -> Result<Tensor> {
+    Ok(match dtype {
+        Some(dtype) if x.dtype().is_float() => x.to_dtype(dtype)?,
+        _ => x.clone(),
+    })
+}
+
 /// A module that is worth gathering as one, a transformer block for instance. Made by
 /// [`ModuleBuilder::unit`](super::ModuleBuilder::unit). Without a strategy's hooks it costs nothing.
 #[derive(Debug)]
 pub struct Unit<M> {
-    module: M,
+    /// Shared with the graphs that will compute it again.
+    module: Arc<M>,
     handle: UnitHandle,
 }
 
 impl<M> Unit<M> {
     pub(crate) fn new(module: M, handle: UnitHandle) -> Self {
-        Self { module, handle }
+        Self { module: Arc::new(module), handle }
     }
 
     /// The unit's handle.
@@ -115,21 +200,49 @@ impl<M> Unit<M> {
 
     /// Computes with the module through any of its methods, from one tensor to another, with the
     /// strategy's hooks around it.
+    ///
+    /// Where the unit's [activations are checkpointed](UnitHandle::set_activation_checkpointing) `f` is
+    /// called again in backward; that is why it owns what it captures, and what it computes must
+    /// depend on nothing else. Gradients flow to `x` and to parameters. A captured tensor takes part
+    /// as a constant:
+    ///
+    /// ```
+    /// # use candle_core::Tensor;
+    /// # use fulgurite_core::{Result, module::Unit, nn::Linear, module::Module as _};
+    /// fn masked(block: &Unit<Linear>, x: &Tensor, mask: &Tensor) -> Result<Tensor> {
+    ///     let mask = mask.clone(); // shares its memory
+    ///     block.call(x, move |block, x| Ok((block.forward(x)? * &mask)?))
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// Those of `f` and of the strategy. In the backward of a unit with checkpointed activations also
+    /// if `f` captured a tensor that gets a gradient.
     pub fn call(
         &self,
         x: &Tensor,
-        f: impl FnOnce(&M, &Tensor) -> Result<Tensor>,
-    ) -> Result<Tensor> {
-        let Some(hooks) = self.handle.hooks() else {
+        f: impl Fn(&M, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
+    ) -> Result<Tensor>
+    where
+        M: Send + Sync + 'static,
+    {
+        let hooks = self.handle.hooks();
+        let mode = GradMode::current();
+        if mode == GradMode::Enabled && self.handle.activation_checkpointing() {
+            let (module, casts) = (self.module.clone(), Casts::of(hooks.as_deref()));
+            let compute = move |x: &Tensor| casts.output(&f(&module, &casts.input(x)?)?);
+            return recompute::call(&self.handle, hooks, x, compute);
+        }
+        if mode == GradMode::Deferred {
+            // Within another unit, which is computed again as a whole.
+            self.handle.note_handed_out();
+        }
+        let Some(hooks) = hooks else {
             return f(&self.module, x);
         };
         hooks.pre_forward(&self.handle)?;
-        let cast = |x: &Tensor, dtype: Option<DType>| match dtype {
-            Some(dtype) if x.dtype().is_float() => x.to_dtype(dtype),
-            _ => Ok(x.clone()),
-        };
-        let y = f(&self.module, &cast(x, hooks.input_dtype())?)?;
-        let y = cast(&y, hooks.output_dtype())?;
+        let casts = Casts::of(Some(&*hooks));
+        let y = casts.output(&f(&self.module, &casts.input(x)?)?)?;
         hooks.post_forward(&self.handle)?;
         if !is_grad_enabled() {
             return Ok(y.detach());
@@ -142,8 +255,8 @@ impl<M> Unit<M> {
     }
 }
 
-impl<M: Module> Module for Unit<M> {
+impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.call(x, |module, x| module.forward(x))
+        self.call(x, M::forward)
     }
 }

@@ -21,6 +21,8 @@ pub(super) fn record(
     backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     if !is_grad_enabled() {
+        // Counts where a later backward computes this again.
+        parameters.iter().for_each(|p| p.begin_use());
         return Ok(output);
     }
     let tracked: Vec<bool> = inputs.iter().map(|input| input.track_op()).collect();

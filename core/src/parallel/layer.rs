@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, RwLock};
 use candle_core::Tensor;
 
 use super::{Crossing, Layout, Redistribute};
-use crate::autograd::is_grad_enabled;
+use crate::autograd::GradMode;
 use crate::collective::{ProcessGroup, all_gather_object};
 use crate::{Error, Result};
 
@@ -135,7 +135,7 @@ impl SequenceLength {
     fn note(&self, path: &str, x: &Tensor, group: &dyn ProcessGroup) -> Result<()> {
         let (length, ranks) = (x.dims().get(1).copied().unwrap_or(0), group.size());
         // Without a graph, in generation, any length will do.
-        if is_grad_enabled() && !length.is_multiple_of(ranks) {
+        if GradMode::current().expects_backward() && !length.is_multiple_of(ranks) {
             return Err(Error::Module {
                 path: path.to_owned(),
                 message: format!(

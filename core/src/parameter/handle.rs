@@ -1,12 +1,13 @@
 //! The parameter handle.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
 
 use candle_core::{DType, Device, Shape, Tensor, Var};
 
 use super::tap::ParamTap;
-use super::{GradReducer, Init};
-use crate::autograd::{is_grad_enabled, storage};
+use super::{GradReducer, Init, uses};
+use crate::autograd::{GradMode, storage};
 use crate::shard::{Region, ShardSpec};
 use crate::{Error, Result};
 
@@ -71,8 +72,11 @@ pub(super) struct Inner {
 struct GradFlow {
     /// Uses by fused layers that have not delivered yet.
     pending_uses: usize,
-    /// Whether the tap has still to deliver.
+    /// Whether the tap has still to deliver, in the backward of the graph.
     pending_tap: bool,
+    /// The units (`None`: what is in no unit) whose layers hold the compute tensor itself and are
+    /// part of the graph: uses of it are not seen, so each step's backward is taken to reach the tap.
+    tap_holders: BTreeSet<Option<usize>>,
     /// Whether the buffer holds a gradient already, so that the next one is added.
     accumulated: bool,
     /// Whether anything was delivered in the backward that is running.
@@ -103,7 +107,6 @@ impl Parameter {
         });
         let parameter = Self(inner);
         if parameter.0.declared.external {
-            parameter.flow().pending_tap = parameter.requires_grad();
             parameter.compute()?;
         }
         Ok(parameter)
@@ -235,11 +238,21 @@ impl Parameter {
     /// If the parameter has no values at the moment.
     pub fn tensor(&self) -> Result<Tensor> {
         let value = self.value()?;
-        if !is_grad_enabled() || !self.requires_grad() {
+        if !self.requires_grad() {
             return Ok(value);
         }
-        self.flow().pending_tap = true;
-        Ok(self.compute()?.clone())
+        match GradMode::current() {
+            GradMode::Disabled => Ok(value),
+            GradMode::Deferred => {
+                uses::note_tap(self);
+                Ok(value)
+            }
+            GradMode::Recomputing(_) => Ok(self.compute()?.clone()),
+            GradMode::Enabled => {
+                self.flow().pending_tap = true;
+                Ok(self.compute()?.clone())
+            }
+        }
     }
 
     /// The parameter's values, detached: for layers that deliver the gradient themselves.
@@ -260,11 +273,31 @@ impl Parameter {
     }
 
     /// Counts one use in a forward whose backward will call [`end_use`](Self::end_use). Nothing is
-    /// counted when no gradient is recorded.
+    /// counted when there will be no backward, and, in a unit that is computed again for its
+    /// backward, nothing a second time.
     pub fn begin_use(&self) {
-        if is_grad_enabled() && self.requires_grad() {
-            self.flow().pending_uses += 1;
+        if !self.requires_grad() {
+            return;
         }
+        match GradMode::current() {
+            GradMode::Enabled => self.flow().pending_uses += 1,
+            GradMode::Deferred => {
+                uses::note();
+                self.flow().pending_uses += 1;
+            }
+            GradMode::Disabled | GradMode::Recomputing(_) => {}
+        }
+    }
+
+    /// Notes whether the layers of a unit (`None`: those in no unit) hold the compute tensor itself
+    /// and are part of the graph, which those of a unit with checkpointed activations are not.
+    pub(crate) fn set_tap_holder(&self, unit: Option<usize>, in_graph: bool) {
+        let mut flow = self.flow();
+        match in_graph {
+            true => flow.tap_holders.insert(unit),
+            false => flow.tap_holders.remove(&unit),
+        };
+        flow.pending_tap = self.requires_grad() && !flow.tap_holders.is_empty();
     }
 
     /// Lets `write` add a gradient to the parameter's buffer: it gets the flat buffer, and whether
@@ -272,6 +305,14 @@ impl Parameter {
     pub fn accumulate_with(&self, write: impl FnOnce(&Tensor, bool) -> Result<()>) -> Result<()> {
         if !self.requires_grad() {
             return Ok(());
+        }
+        if self.flow().ready && GradMode::current().recomputation().is_some() {
+            return Err(Error::parameter(
+                self.fqn(),
+                "got a gradient after its last one: a unit whose activations are checkpointed used \
+                 it more often when it was computed again than in its forward. What it computes \
+                 must depend on its input and on what its closure captured alone",
+            ));
         }
         let buffer = self.reducer()?.buffer(self)?;
         let accumulated = {
@@ -314,6 +355,11 @@ impl Parameter {
     }
 
     pub(super) fn deliver_tap(&self, grad: &Tensor) -> Result<()> {
+        if GradMode::current().recomputation().is_some() {
+            // The unit ends the use of what its forward noted.
+            uses::check_tap(self)?;
+            return self.accumulate(grad);
+        }
         self.accumulate(grad)?;
         let complete = {
             let mut flow = self.flow();
@@ -356,7 +402,7 @@ impl Parameter {
         }
         let mut flow = self.flow();
         flow.pending_uses = 0;
-        flow.pending_tap = self.is_external();
+        flow.pending_tap = !flow.tap_holders.is_empty();
         flow.delivered_now = false;
         flow.ready = false;
         Ok(delivered)

@@ -11,8 +11,10 @@ mod grad;
 mod handle;
 pub(crate) mod init;
 mod tap;
+mod uses;
 
 pub use grad::{GradReducer, LocalGrads};
 pub(crate) use handle::LayerCut;
 pub use handle::{LocalShard, Parameter, ParameterSpec};
 pub use init::Init;
+pub(crate) use uses::{Uses, note_tap};

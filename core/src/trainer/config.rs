@@ -7,6 +7,7 @@ use crate::collective::ProcessGroupConfig;
 use crate::config::{
     Amount, CkptPath, ClipAlgorithm, Devices, PluginValue, Precision, TimeLimit, UnusedParameters,
 };
+use crate::module::ActivationCheckpointing;
 use crate::registry::{self, kind};
 use crate::strategy::StrategyConfig;
 use crate::trainer::LoggerConfig;
@@ -63,6 +64,11 @@ crate::config_struct! {
         /// Patterns of parameter names that are not trained, as in `optimizer.no_decay`:
         /// `["model.embed_tokens.*"]`, `["*norm*"]`.
         pub freeze: Vec<String> = Vec::new(),
+        /// Whose activations are not kept from forward to backward but computed again: `"none"`,
+        /// `"full"` (of every unit) or `"selective"` (of every second one), or a table such as
+        /// `{ type = "selective", every = 3, units = ["model.layers.*"] }`: of every third unit
+        /// whose path matches one of the patterns (`*` is one segment).
+        pub activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing::default(),
         /// Seconds after which a rank that waits for others gives up.
         pub timeout_secs: u64 = 600,
         /// How the model is spread over the ranks. `"auto"` is one device for one rank and data
@@ -132,6 +138,9 @@ impl TrainerConfig {
                 format!("must be at least 0 and below 1, such as 0.999; found {decay:?}"),
             );
         }
+        if let Err(message) = self.activation_checkpointing.check() {
+            return wrong("activation_checkpointing", message);
+        }
         match self.val_check_interval {
             Amount::Count(0) => wrong(
                 "val_check_interval",
@@ -195,6 +204,12 @@ mod tests {
         insta::assert_snapshot!(error("gradient_clip_val = -1"), @"`trainer.gradient_clip_val`: must be above 0, found -1.0; leave it out for no clipping");
         insta::assert_snapshot!(error("gradient_clip_val = nan"), @"`trainer.gradient_clip_val`: must be above 0, found NaN; leave it out for no clipping");
         insta::assert_snapshot!(error("ema_decay = 1.0"), @"`trainer.ema_decay`: must be at least 0 and below 1, such as 0.999; found 1.0");
+        insta::assert_snapshot!(error("activation_checkpointing = 'some'"), @r#"run.toml: `trainer.activation_checkpointing`: expected "none", "full" or "selective", found "some""#);
+        insta::assert_snapshot!(error("activation_checkpointing = true"), @r#"run.toml: `trainer.activation_checkpointing`: expected "none", "full", "selective" or a table with a `type`, found `true`"#);
+        insta::assert_snapshot!(error("activation_checkpointing = { every = 2 }"), @"unknown key `trainer.activation_checkpointing.type` (the keys of `trainer.activation_checkpointing` are mode, every, units)");
+        insta::assert_snapshot!(error("activation_checkpointing = { type = 'full', every = 2 }"), @r#"`trainer.activation_checkpointing`: `every` says which units `type = "selective"` takes; the type is "full""#);
+        insta::assert_snapshot!(error("activation_checkpointing = { type = 'selective', every = 0 }"), @"`trainer.activation_checkpointing`: `every` must be at least 1, found 0; leave it out for every second unit");
+        insta::assert_snapshot!(error("activation_checkpointing = { type = 'none', units = ['a'] }"), @r#"`trainer.activation_checkpointing`: `units` names units and the type is "none"; choose "full" for all of them, or "selective""#);
         insta::assert_snapshot!(error("val_check_interval = 0"), @"`trainer.val_check_interval`: must be at least 1 step; `trainer.limit_val_batches = 0` turns validation off");
         insta::assert_snapshot!(error("val_check_interval = 0.0"), @"`trainer.val_check_interval`: must be above 0.0; `trainer.limit_val_batches = 0` turns validation off");
         insta::assert_snapshot!(error("max_steps = -1"), @"run.toml: `trainer.max_steps`: expected an integer, at least 0, found `-1`");
@@ -213,7 +228,17 @@ mod tests {
 
     #[test]
     fn the_defaults_survive_every_format() {
-        let config = TrainerConfig::default();
+        let table = ActivationCheckpointing {
+            units: vec!["layers.*".to_owned()],
+            ..ActivationCheckpointing::selective(3)
+        };
+        let choices = [ActivationCheckpointing::default(), ActivationCheckpointing::full(), table];
+        for activation_checkpointing in choices {
+            survives(TrainerConfig { activation_checkpointing, ..TrainerConfig::default() });
+        }
+    }
+
+    fn survives(config: TrainerConfig) {
         let toml = crate::config::to_table(&config).unwrap();
         assert_eq!(crate::config::parse::<TrainerConfig>(toml).unwrap(), config);
         let json = serde_json::to_string(&config).unwrap();

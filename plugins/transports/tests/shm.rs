@@ -8,7 +8,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use fulgurite_core::collective::{GroupContext, ProcessGroup, ProcessGroupConfig, ReduceOp, Store};
 use fulgurite_core::{Error, Result, conformance};
 use fulgurite_transports::{SharedMemory, Shm};

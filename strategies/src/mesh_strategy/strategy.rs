@@ -219,7 +219,8 @@ fn verify_same_choices(tree: &ModuleTree, world: &dyn ProcessGroup) -> Result<()
         .map(|p| format!("`{}`: {:?}, summands {}", p.fqn(), p.spec().cuts, p.has_partial_grad()))
         .collect();
     choices.extend(tree.units().iter().map(|unit| {
-        format!("the unit `{}`: {:?}", unit.path(), tree.fully_shard_options(unit.path()))
+        let again = if unit.activation_checkpointing() { ", checkpointed" } else { "" };
+        format!("the unit `{}`: {:?}{again}", unit.path(), tree.fully_shard_options(unit.path()))
     }));
     match first_difference(world, &choices)? {
         None => Ok(()),

@@ -23,7 +23,7 @@ use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_core::shard::chunk;
 
 use super::training::gather_whole;
-use super::{Run, gather_weights, strategy};
+use super::{Run, gather_weights, init, strategy};
 
 const VOCABULARY: usize = 12;
 const WIDTH: usize = 8;
@@ -277,7 +277,7 @@ impl DecoderTraining {
             ))?;
         }
         let frozen = frozen.iter().map(|&pattern| pattern.to_owned()).collect();
-        let init = ModuleInit { frozen, ..ModuleInit::default() };
+        let init = ModuleInit { frozen, ..init(config)? };
         let mut fabric = Fabric::new(world, strategy, init, 7)?;
         let (model, optimizer) = fabric.setup(Decoder::new, optimizer)?;
         Ok(Self { fabric, model, optimizer, accumulate, always: false, step: 0 })

@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::collective::{ProcessGroup, all_gather_object};
 use fulgurite_core::fabric::{Fabric, FabricOptimizer};
-use fulgurite_core::module::{Module as _, ModuleInit, ModuleTree};
+use fulgurite_core::module::{ActivationCheckpointing, Module as _, ModuleInit, ModuleTree};
 use fulgurite_core::nn::cross_entropy;
 use fulgurite_core::optim::{AdamW, Cosine};
 use fulgurite_core::shard::Region;
@@ -16,11 +16,30 @@ use fulgurite_strategies as _;
 
 use super::{Transformer, micro_batch};
 
-/// The strategy that a configuration file's table (as JSON) names.
+/// A strategy's table (as JSON), and `trainer.activation_checkpointing`, which tests write into it.
+fn parse(config: &str) -> Result<(Box<dyn StrategyConfig>, ActivationCheckpointing)> {
+    const KEY: &str = "activation_checkpointing";
+    let parsed = || -> serde_json::Result<_> {
+        let mut table: serde_json::Map<String, serde_json::Value> = serde_json::from_str(config)?;
+        let checkpointing = table.remove(KEY).map(serde_json::from_value).transpose()?;
+        Ok((serde_json::from_value(table.into())?, checkpointing.unwrap_or_default()))
+    };
+    parsed().map_err(fulgurite_core::Error::other)
+}
+
+/// The strategy that a configuration names.
 pub(crate) fn strategy(config: &str) -> Result<Box<dyn Strategy>> {
-    let config: Box<dyn StrategyConfig> =
-        serde_json::from_str(config).map_err(fulgurite_core::Error::other)?;
-    config.build(&BuildContext::default())
+    parse(config)?.0.build(&BuildContext::default())
+}
+
+/// The circumstances that a configuration builds models in.
+pub(crate) fn init(config: &str) -> Result<ModuleInit> {
+    Ok(ModuleInit { activation_checkpointing: parse(config)?.1, ..ModuleInit::default() })
+}
+
+/// A configuration with activation checkpointing.
+pub(crate) fn checkpointed(config: &str, mode: &str) -> String {
+    format!(r#"{}, "activation_checkpointing": "{mode}"}}"#, config.trim_end_matches('}'))
 }
 
 /// What came of a training.
@@ -55,7 +74,7 @@ impl Training {
         accumulate: usize,
     ) -> Result<Self> {
         let frozen = vec!["layers.*.self_attn.k_proj.weight".to_owned()];
-        let init = ModuleInit { compute_dtype, frozen, ..ModuleInit::default() };
+        let init = ModuleInit { compute_dtype, frozen, ..init(config)? };
         let mut fabric = Fabric::new(world, strategy(config)?, init, 7)?;
         let optimizer = AdamW {
             lr: 3e-3,
