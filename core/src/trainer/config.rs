@@ -206,7 +206,7 @@ mod tests {
         insta::assert_snapshot!(error("ema_decay = 1.0"), @"`trainer.ema_decay`: must be at least 0 and below 1, such as 0.999; found 1.0");
         insta::assert_snapshot!(error("activation_checkpointing = 'some'"), @r#"run.toml: `trainer.activation_checkpointing`: expected "none", "full" or "selective", found "some""#);
         insta::assert_snapshot!(error("activation_checkpointing = true"), @r#"run.toml: `trainer.activation_checkpointing`: expected "none", "full", "selective" or a table with a `type`, found `true`"#);
-        insta::assert_snapshot!(error("activation_checkpointing = { every = 2 }"), @"unknown key `trainer.activation_checkpointing.type` (the keys of `trainer.activation_checkpointing` are mode, every, units)");
+        insta::assert_snapshot!(error("activation_checkpointing = { every = 2 }"), @r#"`trainer.activation_checkpointing`: `every` says which units `type = "selective"` takes; the type is "none""#);
         insta::assert_snapshot!(error("activation_checkpointing = { type = 'full', every = 2 }"), @r#"`trainer.activation_checkpointing`: `every` says which units `type = "selective"` takes; the type is "full""#);
         insta::assert_snapshot!(error("activation_checkpointing = { type = 'selective', every = 0 }"), @"`trainer.activation_checkpointing`: `every` must be at least 1, found 0; leave it out for every second unit");
         insta::assert_snapshot!(error("activation_checkpointing = { type = 'none', units = ['a'] }"), @r#"`trainer.activation_checkpointing`: `units` names units and the type is "none"; choose "full" for all of them, or "selective""#);
