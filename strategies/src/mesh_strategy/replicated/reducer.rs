@@ -67,7 +67,8 @@ impl Reducer {
             .iter()
             .map(|p| Item { elements: p.compute_elem_count(), dtype: dtype(p) })
             .collect();
-        let mut state = State { ready_order: self.state().ready_order.clone(), ..State::default() };
+        let ready_order = std::mem::take(&mut *self.state()).ready_order; // frees the old buckets
+        let mut state = State { ready_order, ..State::default() };
         for indices in pack(&items, first_bytes, cap_bytes) {
             let members: Vec<Parameter> = indices.iter().map(|&i| parameters[i].clone()).collect();
             let total: usize = indices.iter().map(|&i| items[i].elements).sum();
