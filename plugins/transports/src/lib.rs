@@ -31,7 +31,7 @@
 //! is one barrier. Collectives without a reduction read chunk `k - 1` instead. Slots rotate through
 //! three buffers, also from one collective to the next.
 //!
-//! Where all ranks reach each other's tensors (threads do; processes do for tensors from
+//! Where all ranks reach each other's tensors (those from
 //! [`ProcessGroup::empty`](fulgurite_core::collective::ProcessGroup::empty), where strategies put
 //! buckets, shards and gradients, in programs whose allocator is a [`SharedMemory`]), a collective of
 //! 16 KiB and more is *direct*: the ranks tell each other in their slots where their tensors are, and
@@ -58,7 +58,8 @@
 //!   only after a barrier that comes after the write, and rewrites a slot of its own only after a
 //!   barrier that comes after all reads. Nothing else synchronises data.
 //! - It touches another rank's tensors only between the two barriers of a direct collective that
-//!   they are arguments of, and there no byte that one rank writes is read or written by another.
+//!   they are arguments of, and there no byte that one rank writes is read or written by another. If
+//!   a barrier fails, the rank's tensors stay allocated for ever, as others may be at them.
 //! - Before a rank reads a peer's slot in a collective, it has seen that the peer is in the same
 //!   collective: sequence number, kind, dtype, bytes and a hash of the arguments are compared after
 //!   the first barrier. A mismatch is an error on all ranks and ends the group.

@@ -86,7 +86,7 @@ mod linux {
     use std::sync::{Arc, Mutex};
     use std::time::Duration;
 
-    use candle_core::{DType, Device, Tensor};
+    use candle_core::{DType, Tensor};
     use fulgurite_core::collective::{GroupContext, ProcessGroup, Store};
     use fulgurite_core::{Error, Result};
     use memmap2::{MmapOptions, MmapRaw};
@@ -193,6 +193,7 @@ mod linux {
             let file = open_file(&path, len).map_err(foreign)?;
             let map = MmapOptions::new().len(len).map_raw(&file);
             let map = map.map_err(|e| foreign(e.to_string()))?;
+            memory::keep_from_dumps(&map);
             if memory::nonce_of(&map) != Some(nonce) {
                 return Err(foreign("it is another file".to_owned()));
             }
@@ -280,18 +281,7 @@ mod linux {
         }
 
         fn empty(&self, elements: usize, dtype: DType) -> Result<Option<Tensor>> {
-            macro_rules! empty {
-                ($($dtype:ident: $ty:ty),*) => { match dtype {
-                    $(DType::$dtype => memory::empty::<$ty>(elements)
-                        .map(|content| Tensor::from_vec(content, elements, &Device::Cpu)),)*
-                    _ => None,
-                } };
-            }
-            let tensor = empty!(
-                F32: f32, F64: f64, BF16: half::bf16, F16: half::f16, U8: u8, U32: u32, I32: i32,
-                I64: i64
-            );
-            Ok(tensor.transpose()?)
+            memory::empty_tensor(elements, dtype)
         }
 
         fn place(&self, bytes: &[u8]) -> Option<u64> {

@@ -11,7 +11,7 @@ use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::{Error, Result};
 
 use crate::engine::{Group, Joined, Membership, Owner, Rendezvous};
-use crate::memory::{Layout, Region, Share};
+use crate::memory::{self, Layout, Region, Share};
 
 /// Bytes of a rank's slot: small, as tests have many groups of little data.
 const CHUNK_BYTES: usize = 256 << 10;
@@ -30,15 +30,18 @@ impl ThreadsGroup {
     /// The handles of a group named `world`, one a rank, in rank order: one for each thread that is
     /// to be a rank. `timeout` is how long a collective waits for its peers.
     ///
+    /// As between processes, ranks reach tensors that [`ProcessGroup::empty`] made where they are, in
+    /// programs whose allocator is a [`SharedMemory`](crate::SharedMemory); all else goes through
+    /// slots.
+    ///
     /// # Errors
     /// If memory or threads cannot be had.
     pub fn create(world_size: usize, timeout: Duration) -> Result<Vec<Arc<dyn ProcessGroup>>> {
-        create(&Board::new(true), world_size, timeout, CHUNK_BYTES)
+        Self::create_with(world_size, timeout, CHUNK_BYTES)
     }
 
-    /// As [`create`](Self::create), but no rank touches another's tensors: all data go through slots
-    /// of `chunk_bytes` a rank (rounded up to whole cache lines a rank), as between processes whose
-    /// tensors are in memory of their own.
+    /// As [`create`](Self::create), with slots of `chunk_bytes` a rank (rounded up to whole cache
+    /// lines a rank).
     ///
     /// # Errors
     /// As [`create`](Self::create).
@@ -47,7 +50,7 @@ impl ThreadsGroup {
         timeout: Duration,
         chunk_bytes: usize,
     ) -> Result<Vec<Arc<dyn ProcessGroup>>> {
-        create(&Board::new(false), world_size, timeout, chunk_bytes)
+        create(&Arc::default(), world_size, timeout, chunk_bytes)
     }
 }
 
@@ -94,7 +97,7 @@ pub fn run_ranks_with<T: Send>(
     timeout: Duration,
     f: impl Fn(Arc<dyn ProcessGroup>) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
-    let board = Board::new(true);
+    let board = Arc::<Board>::default();
     let groups = create(&board, world_size, timeout, CHUNK_BYTES)?;
     let first = Mutex::new(None);
     let fail = |rank: usize, error: Error| {
@@ -152,19 +155,14 @@ pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> &str {
 }
 
 /// Where threads find each other's regions and failures.
+#[derive(Default)]
 struct Board {
-    /// Whether ranks read and write each other's tensors where they are.
-    direct: bool,
     /// Regions that not all ranks have yet, and how many have.
     regions: Mutex<HashMap<String, (Arc<Region>, usize)>>,
     failure: Mutex<Option<(usize, String)>>,
 }
 
 impl Board {
-    fn new(direct: bool) -> Arc<Self> {
-        Arc::new(Self { direct, regions: Mutex::default(), failure: Mutex::default() })
-    }
-
     fn fail(&self, rank: usize, error: &Error) {
         let mut failure = self.failure.lock().expect("no panic while failing");
         failure.get_or_insert_with(|| (rank, error.to_string()));
@@ -198,13 +196,12 @@ impl Rendezvous for Board {
         false
     }
 
-    fn empty(&self, _: usize, _: DType) -> Result<Option<Tensor>> {
-        // Any memory of the process will do.
-        Ok(None)
+    fn empty(&self, elements: usize, dtype: DType) -> Result<Option<Tensor>> {
+        memory::empty_tensor(elements, dtype)
     }
 
     fn place(&self, bytes: &[u8]) -> Option<u64> {
-        self.direct.then(|| bytes.as_ptr().expose_provenance() as u64)
+        memory::place(bytes).map(|place| place as u64)
     }
 
     fn share(&self) -> Option<Share> {
@@ -212,7 +209,7 @@ impl Rendezvous for Board {
     }
 
     fn reach(&self, _: Owner, place: u64, _: usize) -> Result<*mut u8> {
-        Ok(std::ptr::with_exposed_provenance_mut(place as usize))
+        Ok(memory::at(place as usize))
     }
 
     fn failure(&self) -> Option<(usize, String)> {

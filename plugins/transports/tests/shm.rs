@@ -12,6 +12,7 @@ use candle_core::{DType, Device};
 use fulgurite_core::collective::{GroupContext, ProcessGroup, ProcessGroupConfig, ReduceOp, Store};
 use fulgurite_core::{Error, Result, conformance};
 use fulgurite_transports::{SharedMemory, Shm};
+use rustix::process::{Resource, Rlimit, setrlimit};
 
 /// Ranks reach tensors that a group made.
 #[global_allocator]
@@ -198,6 +199,11 @@ fn a_rank() {
 }
 
 fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
+    if scenario == "limits" && context.rank == 1 {
+        // Its own memory for tensors is small, and it cannot map the others'.
+        limit(Resource::Fsize, 1 << 20);
+        limit(Resource::As, 4 << 30);
+    }
     let chunk_bytes = match scenario {
         "default" => Shm::default().chunk_bytes,
         "unequal" => 4096 << context.rank,
@@ -214,6 +220,7 @@ fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
             all_reduce_once(&*again)?;
             all_reduce_once(&*group)
         }
+        "limits" => conformance::process_group(&*group),
         "abort" => conformance::process_group_abort(&*group),
         "timeout" => conformance::process_group_timeout(&*group, context.timeout),
         "killed" => {
@@ -246,6 +253,11 @@ fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
     }
 }
 
+fn limit(resource: Resource, bytes: u64) {
+    let limit = Rlimit { current: Some(bytes), maximum: Some(bytes) };
+    setrlimit(resource, limit).unwrap();
+}
+
 fn all_reduce_once(group: &dyn ProcessGroup) -> Result<()> {
     let x = group.empty(10_000, DType::F32, &Device::Cpu)?;
     x.const_set(1f32.into())?;
@@ -259,7 +271,7 @@ fn open_shared_memory() -> usize {
     let links = fs::read_dir("/proc/self/fd").unwrap();
     links
         .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok())
-        .filter(|target| target.to_string_lossy().contains("memfd:fulgurite"))
+        .filter(|target| target.to_string_lossy().contains("memfd:fulgurite (deleted)"))
         .count()
 }
 
@@ -289,6 +301,11 @@ fn three_processes_conform() {
 #[test]
 fn four_processes_conform() {
     Job::start(4, "default").expect_ok();
+}
+
+#[test]
+fn a_process_with_limits_copies_through_slots() {
+    Job::start(2, "limits").expect_ok();
 }
 
 #[test]

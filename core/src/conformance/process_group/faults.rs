@@ -28,16 +28,23 @@ pub fn process_group_abort(group: &dyn ProcessGroup) -> Result<()> {
     if group.rank() == group.size() - 1 {
         group.abort(reason);
     } else {
-        let tensor = Tensor::ones(100, DType::F32, &Device::Cpu)?;
-        let first = group.barrier();
-        let second = group.all_reduce(&tensor, ReduceOp::Sum);
-        expect_reason("a pending barrier on an aborted group", first.and_then(Work::wait))?;
-        expect_reason("a pending all_reduce on an aborted group", second.and_then(Work::wait))?;
+        let tensor = large(group)?;
+        let first = group.all_reduce(&tensor, ReduceOp::Sum);
+        let second = group.barrier();
+        expect_reason("a pending all_reduce on an aborted group", first.and_then(Work::wait))?;
+        expect_reason("a pending barrier on an aborted group", second.and_then(Work::wait))?;
     }
     let later = group.barrier().and_then(Work::wait);
     expect_reason("a later barrier on an aborted group", later)?;
     let partition = [(0..group.size()).collect()];
     expect_reason("a later split of an aborted group", group.split(&partition, "late").map(drop))
+}
+
+/// A tensor that a transport may reduce where it is.
+fn large(group: &dyn ProcessGroup) -> Result<Tensor> {
+    let tensor = group.empty(1 << 16, DType::F32, &Device::Cpu)?;
+    tensor.zero_set()?;
+    Ok(tensor)
 }
 
 /// Checks that the others time out, naming it, when the last rank does not come to a collective.
@@ -52,7 +59,7 @@ pub fn process_group_timeout(group: &dyn ProcessGroup, timeout: Duration) -> Res
     if group.size() == 1 {
         return Ok(());
     }
-    let tensor = Tensor::ones(100, DType::F32, &Device::Cpu)?;
+    let tensor = large(group)?;
     if group.rank() == group.size() - 1 {
         // It comes when the others have given up, and must not wait for ever either.
         std::thread::sleep(3 * timeout);

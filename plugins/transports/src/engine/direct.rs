@@ -28,7 +28,8 @@ const BLOCK_BYTES: usize = 16 << 10;
 /// a tensor is written by one rank only, and by no rank if another reads it: a rank reads and writes
 /// its own segment of an all-reduced tensor, and what is gathered or scattered is only read. The
 /// owner keeps its hands off as long as the collective runs, as [`Work`](fulgurite_core::collective::Work)
-/// demands; the collective holds the tensors, so their memory stays.
+/// demands; the collective holds the tensors, so their memory stays, and a rank whose collective
+/// fails, so that it comes out while others may be in, never lets go of it.
 pub(crate) struct Direct {
     /// Tensors that other ranks read or write, in an order that they know.
     shown: Vec<Tensor>,
@@ -131,11 +132,34 @@ impl Direct {
         if !self.shown.iter().chain(own).all(|tensor| tensor.device().is_cpu()) {
             return Ok(None);
         }
+        if self.overwrites_shown()? {
+            return Ok(None);
+        }
         let place = |tensor: &Tensor| match tensor.elem_count() {
             0 => Ok(Some(0)),
             _ => with_bytes(tensor, |bytes| rendezvous.place(bytes)),
         };
         self.shown.iter().map(place).collect()
+    }
+
+    /// Whether a copy goes to where another rank reads, as an all-to-all in place does.
+    fn overwrites_shown(&self) -> Result<bool> {
+        let range = |tensor: &Tensor| match tensor.elem_count() {
+            0 => Ok(0..0),
+            _ => with_bytes(tensor, |bytes| bytes.as_ptr_range().start.addr())
+                .map(|start| start..start + bytes(tensor)),
+        };
+        let shown = self.shown.iter().map(range).collect::<Result<Vec<_>>>()?;
+        for step in &self.moves {
+            if let Move::Copy { from, to, at, .. } = step {
+                let start = range(to)?.start + at;
+                let written = start..start + from.len();
+                if shown.iter().any(|r| r.start < written.end && written.start < r.end) {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
     }
 
     /// Carries the moves out. `reach` finds the memory of a rank's shown tensor: its length is that

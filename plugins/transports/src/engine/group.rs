@@ -1,6 +1,6 @@
 //! A rank's handle of a group.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -59,6 +59,12 @@ impl Group {
         let layout = Layout::new(size, chunk_bytes);
         let Joined { region, file } = rendezvous.region(&key, rank == 0, layout, timeout)?;
         region.record(rank).pid.store(std::process::id(), Ordering::SeqCst);
+        if let Some(share) = rendezvous.share() {
+            let memory = &region.record(rank).memory;
+            memory.fd.store(share.fd, Ordering::SeqCst);
+            memory.len.store(share.len as u64, Ordering::SeqCst);
+            memory.nonce.store(share.nonce, Ordering::SeqCst);
+        }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let shared = Arc::new(Shared {
             name,
@@ -70,6 +76,7 @@ impl Group {
             queue: Queue::default(),
             failure: Mutex::new(None),
             spins: if size <= cores { SPINS } else { 0 },
+            reaches_all: AtomicBool::new(false),
         });
         let worker = Arc::new(Mutex::new(Worker::new(shared.clone())));
         let thread = std::thread::Builder::new()
@@ -95,6 +102,7 @@ impl Group {
                 group.rendezvous.watch(global, pid);
             }
         }
+        group.shared.reach_all();
         // All ranks have mapped the region; nobody opens it any more.
         drop(file);
         Ok(Arc::new(group))

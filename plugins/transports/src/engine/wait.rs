@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::Mutex;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use fulgurite_core::Error;
@@ -35,11 +35,26 @@ pub(crate) struct Shared {
     pub(crate) failure: Mutex<Option<Failure>>,
     /// Looks before a rank goes to sleep. None if there are more ranks than cores.
     pub(crate) spins: u32,
+    /// Whether this rank can map the memory that the others' [`empty`](Rendezvous::empty) tensors
+    /// are in. Once all have met.
+    pub(crate) reaches_all: AtomicBool,
 }
 
 impl Shared {
     pub(crate) fn size(&self) -> usize {
         self.global_ranks.len()
+    }
+
+    /// Maps the memory of all ranks, after they have met.
+    pub(crate) fn reach_all(&self) {
+        let reaches = (0..self.size()).all(|rank| match self.reach(rank, 0, 0) {
+            Ok(_) => true,
+            Err(error) => {
+                tracing::debug!("collectives of `{}` copy through slots: {error}", self.name);
+                false
+            }
+        });
+        self.reaches_all.store(reaches, Ordering::Relaxed);
     }
 
     /// The memory of `len` bytes at a place that a rank of the group told of.

@@ -37,8 +37,12 @@ impl Worker {
         match task {
             Task::Collective(collective) => {
                 let result = self.guarded(|worker| worker.collective(&collective));
-                // The tensors are the caller's own again before it hears of the end.
-                drop(collective);
+                match result {
+                    // The tensors are the caller's own again before it hears of the end.
+                    Ok(()) => drop(collective),
+                    // Another rank may still be at them: their memory is never used again.
+                    Err(_) => std::mem::forget(collective),
+                }
                 done.set(result);
             }
             Task::Mail(mail) => self.run_mail(mail, done),
@@ -94,18 +98,12 @@ impl Worker {
         let (region, rank) = (&self.shared.region, self.shared.rank);
         let Some(places) = direct.places(&*self.shared.rendezvous)? else { return Ok(false) };
         let places: &[u8] = bytemuck::cast_slice(&places);
-        if places.len() > region.layout().slot {
+        if places.len() > region.layout().slot || !self.shared.reaches_all.load(Ordering::Relaxed) {
             return Ok(false);
         }
         // SAFETY: as in `write`, of which this is chunk 0.
         let slot = unsafe { region.slot_mut(self.buffer(0), rank, 0..places.len()) };
         slot.copy_from_slice(places);
-        if let Some(share) = self.shared.rendezvous.share() {
-            let memory = &region.record(rank).memory;
-            memory.fd.store(share.fd, Ordering::Relaxed);
-            memory.len.store(share.len as u64, Ordering::Relaxed);
-            memory.nonce.store(share.nonce, Ordering::Relaxed);
-        }
         Ok(true)
     }
 
@@ -279,7 +277,8 @@ impl Worker {
             (0..shared.size())
                 .filter(|&rank| rank != shared.rank)
                 .for_each(|rank| crate::memory::ring(region.record(rank)));
-            return Ok(());
+            // The others may have given up, and then they are not coming back.
+            return shared.broken().map_or(Ok(()), Err);
         }
         let sequence = self.sequence;
         shared.wait_until(

@@ -10,6 +10,8 @@ use std::alloc::{GlobalAlloc, Layout};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 
+use candle_core::{DType, Device, Tensor};
+
 use super::free_list::FreeList;
 
 const PAGE: usize = 4096;
@@ -25,7 +27,10 @@ static FREE: Mutex<Option<FreeList>> = Mutex::new(None);
 /// the collectives of [`Shm`](crate::Shm) read and write each other's gradients, buckets and shards
 /// in place, without it they copy through a region in between. All else it leaves to `A`.
 ///
-/// Programs that link the `fulgurite` crate with its feature `mimalloc` (the default) have it.
+/// Programs that link the `fulgurite` crate with its feature `mimalloc` (the default) have it. It must
+/// be the program's only allocator, for it hands out memory that no other one can free.
+///
+/// What is freed is kept for the next tensor that a group makes: it is not given back to the system.
 ///
 /// ```
 /// use fulgurite_transports::SharedMemory;
@@ -132,9 +137,10 @@ fn reserve() -> std::io::Result<Share> {
     use memmap2::MmapOptions;
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-    let info = rustix::system::sysinfo();
-    let memory = info.totalram as usize * info.mem_unit as usize;
-    let len = memory.next_multiple_of(PAGE);
+    let len = length();
+    if len < 2 * PAGE {
+        return Err(std::io::ErrorKind::OutOfMemory.into());
+    }
     let file = File::from(memfd_create(
         "fulgurite-tensors",
         MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
@@ -142,6 +148,7 @@ fn reserve() -> std::io::Result<Share> {
     ftruncate(&file, len as u64)?;
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     let map = MmapOptions::new().len(len).map_raw(&file)?;
+    keep_from_dumps(&map);
     let nonce = super::nonce();
     // SAFETY: a fresh mapping of at least a page, which nobody else knows yet.
     unsafe { map.as_mut_ptr().cast::<u64>().write(nonce) };
@@ -154,8 +161,48 @@ fn reserve() -> std::io::Result<Share> {
     Ok(Share { fd: file.into_raw_fd() as u32, len, nonce })
 }
 
+/// The bytes to reserve: all that can ever be used, as far as limits of the process allow.
+#[cfg(target_os = "linux")]
+fn length() -> usize {
+    use rustix::process::{Resource, getrlimit};
+
+    let info = rustix::system::sysinfo();
+    let memory = info.totalram as u64 * u64::from(info.mem_unit);
+    // A file that grows beyond its limit ends the process; addresses are shared with all else.
+    let file = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
+    let addresses = getrlimit(Resource::As).current.map_or(u64::MAX, |limit| limit / 8);
+    memory.min(file).min(addresses) as usize / PAGE * PAGE
+}
+
+/// Leaves a mapping out of core dumps, which would fill its holes.
+#[cfg(target_os = "linux")]
+pub(crate) fn keep_from_dumps(map: &memmap2::MmapRaw) {
+    if let Err(error) = map.advise(memmap2::Advice::DontDump) {
+        tracing::debug!("core dumps will have the shared memory in them: {error}");
+    }
+}
+
+/// A flat CPU tensor of arbitrary content in the shared memory, if there is room and the elements
+/// are of a type that can be there.
+pub(crate) fn empty_tensor(
+    elements: usize,
+    dtype: DType,
+) -> fulgurite_core::Result<Option<Tensor>> {
+    macro_rules! empty {
+        ($($dtype:ident: $ty:ty),*) => { match dtype {
+            $(DType::$dtype => empty::<$ty>(elements)
+                .map(|content| Tensor::from_vec(content, elements, &Device::Cpu)),)*
+            _ => None,
+        } };
+    }
+    let tensor = empty!(
+        F32: f32, F64: f64, BF16: half::bf16, F16: half::f16, U8: u8, U32: u32, I32: i32, I64: i64
+    );
+    Ok(tensor.transpose()?)
+}
+
 /// `len` elements of arbitrary content in the shared memory, if there is room.
-pub(crate) fn empty<T: bytemuck::Pod>(len: usize) -> Option<Vec<T>> {
+fn empty<T: bytemuck::Pod>(len: usize) -> Option<Vec<T>> {
     share()?;
     let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| bytes > 0)?;
     let page = {
@@ -176,7 +223,6 @@ pub(crate) fn place(bytes: &[u8]) -> Option<usize> {
 }
 
 /// The address of a [`place`].
-#[cfg(target_os = "linux")]
 pub(crate) fn at(place: usize) -> *mut u8 {
     BASE.load(Ordering::Relaxed).wrapping_add(place)
 }

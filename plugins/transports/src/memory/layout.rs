@@ -60,11 +60,11 @@ pub(crate) struct RankRecord {
     /// Fingerprints of the last two collectives, by sequence number: while one rank still compares
     /// those of one collective, another may have begun the next, but not the one after.
     pub(crate) ops: [OpRecord; 2],
-    /// Memory of the rank that others may map, once it has told of places in it.
+    /// Memory of the rank that others may map.
     pub(crate) memory: MemoryRecord,
 }
 
-/// How to map a rank's shared memory.
+/// How to map a rank's shared memory; zeros if it has none.
 #[repr(C)]
 pub(crate) struct MemoryRecord {
     /// File descriptor, in the rank's process.

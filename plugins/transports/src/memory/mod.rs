@@ -8,9 +8,9 @@ mod region;
 
 pub(crate) use bell::{Bell, ring};
 pub use heap::SharedMemory;
-pub(crate) use heap::{Share, empty, place, share};
+pub(crate) use heap::{Share, at, empty_tensor, place, share};
 #[cfg(target_os = "linux")]
-pub(crate) use heap::{at, nonce_of};
+pub(crate) use heap::{keep_from_dumps, nonce_of};
 pub(crate) use layout::{BUFFERS, LINE, Layout, MAILS, OpRecord, RankRecord};
 pub(crate) use region::Region;
 
