@@ -131,6 +131,49 @@ fn gradients_have_the_same_bits() {
     }
 }
 
+/// The losses of a model whose units give views: the end of what they computed, its middle turned, and
+/// a parameter, which FSDP takes away after the unit.
+fn loss_of_views(config: &str, training: bool) -> Result<(f64, Vec<Vec<f32>>)> {
+    let world = Arc::new(Solo::new("world", 0));
+    let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
+    let (end, table) = fabric.setup_module(|b| {
+        let table = |b: &ModuleBuilder| b.parameter("table", [7, 4], Init::Const(0.5));
+        Ok((b.unit("end", |b| Linear::new(b, 4, 4))?, b.unit("table", table)?))
+    })?;
+    let x = Tensor::arange(0f32, 24., &Device::Cpu)?.reshape((6, 4))?;
+    let forward = || -> Result<Tensor> {
+        let y = end.call(&x, |layer, x| Ok(layer.forward(x)?.narrow(0, 4, 2)?))?;
+        let turned = end.call(&y, |layer, x| {
+            Ok(layer.forward(&x.broadcast_as((3, 2, 4))?.contiguous()?)?.get(1)?.t()?)
+        })?;
+        let rows = table.call(&x, |table, _| Ok(table.tensor()?.narrow(0, 5, 2)?))?;
+        Ok((y.sqr()? + turned.t()?.sqr()?)?.mul(&(rows + 1.0)?)?.sum_all()?)
+    };
+    let validation = (!training).then(no_grad);
+    let sum = forward()?;
+    drop(validation);
+    let loss = Loss::new(sum, 1.0);
+    if training {
+        fabric.backward(&loss)?;
+    }
+    let tree = fabric.module_tree()?;
+    let gradients = tree.trainable().filter_map(|p| Some(p.local_grad()?.to_vec1()));
+    Ok((loss.sum_value()?, gradients.collect::<candle_core::Result<_>>()?))
+}
+
+#[test]
+fn units_may_give_views() {
+    let plain = loss_of_views(SINGLE, true).unwrap();
+    assert!(plain.0 > 0.0 && plain.1.len() == 2, "{plain:?}");
+    for config in [SINGLE, r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
+        assert_eq!(loss_of_views(config, false).unwrap().0, plain.0, "{config}, validation");
+        for mode in ["none", "full"] {
+            let views = loss_of_views(&checkpointed(config, mode), true).unwrap();
+            assert_eq!(views, plain, "{config}, {mode}");
+        }
+    }
+}
+
 /// One unit of a linear layer, in a model whose units are all computed again.
 fn one_unit() -> Result<(Fabric, Unit<Linear>)> {
     let config = checkpointed(r#"{"type": "ddp"}"#, "full");

@@ -130,6 +130,22 @@ fn a_rank_of_fsdp_holds_its_share() {
     }
 }
 
+/// A program may set up one model after the other.
+#[test]
+fn nothing_is_left_of_a_fabric_that_was_dropped() {
+    let _alone = alone();
+    let fsdp = r#"{"type": "fsdp", "reshard_after_forward": true}"#;
+    for (config, ranks) in
+        [(r#"{"type": "single_device"}"#, 1), (r#"{"type": "ddp"}"#, 2), (fsdp, 2)]
+    {
+        measure(ranks, config, &[]);
+        let before = LIVE.load(Ordering::SeqCst);
+        measure(ranks, config, &[]);
+        let left = LIVE.load(Ordering::SeqCst) - before;
+        assert!(left < SLACK as isize, "{config}: {left} bytes");
+    }
+}
+
 /// Half of what f32 state takes, and nothing of it for the time of a step.
 #[test]
 fn state_in_bf16_takes_half_the_memory() {

@@ -20,7 +20,7 @@ pub type Backward = dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Se
 ///
 /// The forward has run before the call, by whatever means and on any device; its tensors should be
 /// detached. The storage of `output` moves into the returned tensor, nothing is copied; `output`
-/// itself is left released. If no input takes part in a graph, or inside
+/// itself is left released. A view of a larger tensor is copied. If no input takes part in a graph, or inside
 /// [`no_grad`](super::no_grad), `output` comes back as it is.
 ///
 /// ```
@@ -46,8 +46,9 @@ pub fn function(
         return Ok(output);
     }
     let shape = output.shape().clone();
+    let output = if storage::is_whole(&output) { output } else { output.force_contiguous()? };
     let op = Function {
-        output: Mutex::new(Some((storage::take(&output.contiguous()?)?, shape))),
+        output: Mutex::new(Some((storage::take(&output)?, shape))),
         backward: Box::new(backward),
         recomputation: GradMode::current().recomputation(),
     };

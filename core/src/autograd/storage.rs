@@ -107,15 +107,23 @@ pub fn allocate(tensor: &Tensor) -> Result<()> {
 
 /// Whether the tensor's memory is away. A tensor without elements is never released.
 pub fn is_released(tensor: &Tensor) -> bool {
-    if tensor.elem_count() == 0 {
-        return false;
-    }
-    let (storage, _) = tensor.storage_and_layout();
-    match &*storage {
-        Storage::Cpu(storage) => cpu_len(storage) == 0,
+    tensor.elem_count() > 0 && len(&tensor.storage_and_layout().0) == 0
+}
+
+/// Whether the tensor is all that is in its memory, in order: no view of a larger one, and no
+/// transpose.
+pub fn is_whole(tensor: &Tensor) -> bool {
+    let (storage, layout) = tensor.storage_and_layout();
+    layout.is_contiguous() && layout.start_offset() == 0 && len(&storage) == tensor.elem_count()
+}
+
+/// Elements of a storage; of a kind that is not known here, more than there can be.
+fn len(storage: &Storage) -> usize {
+    match storage {
+        Storage::Cpu(storage) => cpu_len(storage),
         #[cfg(feature = "cuda")]
-        Storage::Cuda(storage) => cuda_len(storage) == 0,
-        _ => false,
+        Storage::Cuda(storage) => cuda_len(storage),
+        _ => usize::MAX,
     }
 }
 

@@ -27,7 +27,7 @@ pub(super) fn call(
         Uses::collect(|| {
             unit.note_handed_out();
             // A copy, because the output may share memory with the input or a parameter.
-            Ok::<_, Error>(compute(&saved)?.copy()?.detach())
+            Ok::<_, Error>(compute(&saved)?.detach().force_contiguous()?)
         })
     };
     let y = y?;

@@ -243,12 +243,14 @@ impl<M> Unit<M> {
         hooks.pre_forward(&self.handle)?;
         let casts = Casts::of(Some(&*hooks));
         let y = casts.output(&f(&self.module, &casts.input(x)?)?)?;
+        // A copy, because the output may share memory with the input or a parameter, which goes now.
+        let own = y.detach().force_contiguous()?;
         hooks.post_forward(&self.handle)?;
         if !is_grad_enabled() {
-            return Ok(y.detach());
+            return Ok(own);
         }
         let handle = self.handle.clone();
-        function(&[&y], y.copy()?.detach(), move |_, grad| {
+        function(&[&y], own, move |_, grad| {
             hooks.pre_backward(&handle)?;
             Ok(vec![Some(grad.clone())])
         })

@@ -51,7 +51,10 @@ pub fn linear_cross_entropy(head: &Linear, hidden: &Tensor, targets: &Tensor) ->
 pub struct LinearCrossEntropy {
     /// What is left out, and label smoothing.
     pub cross_entropy: CrossEntropy,
-    /// The most bytes of logits that there are at a time (one row at least). By default 64 MiB.
+    /// The most bytes of logits that there are at a time (one row at least). By default 64 MiB. In
+    /// f32 and f64 on the CPU their gradient takes over their memory; in bf16 and f16, and on GPUs,
+    /// copies in f32 come on top of it. Each piece is added to the head's gradient, and rounded where
+    /// that is kept in bf16 or f16 (`reduce_dtype`): there, take few pieces.
     pub logits_bytes: usize,
 }
 

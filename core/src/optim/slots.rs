@@ -75,6 +75,16 @@ impl<const N: usize> Slots<N> {
                 ),
             ));
         }
+        if values.elem_count() != region.elem_count() {
+            return Err(Error::parameter(
+                parameter.fqn(),
+                format!(
+                    "its local shard has {} elements, and the region that the strategy gave it {}",
+                    values.elem_count(),
+                    region.elem_count()
+                ),
+            ));
+        }
         let grad = grad.to_dtype(arithmetic_dtype_of(parameter)?)?;
         let shape = parameter.global_shape();
         let noise = Noise::new(self.seed, parameter.fqn(), step, &region, shape);

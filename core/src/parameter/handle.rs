@@ -377,13 +377,22 @@ impl Parameter {
     fn reducer(&self) -> Result<Arc<dyn GradReducer>> {
         let reducer = self.0.reducer.read().expect("no panic while reading");
         reducer.clone().ok_or_else(|| {
-            Error::parameter(self.fqn(), "got a gradient before a strategy set it up")
+            Error::parameter(
+                self.fqn(),
+                "got a gradient before a strategy set it up, or after its Fabric was dropped",
+            )
         })
     }
 
     /// Sets where gradients go. For strategies.
     pub fn set_reducer(&self, reducer: Arc<dyn GradReducer>) {
         *self.0.reducer.write().expect("no panic while writing") = Some(reducer);
+    }
+
+    /// Ends what [`set_reducer`](Self::set_reducer) began: gradients go nowhere. A reducer that holds
+    /// parameters, which hold it, is freed by this only. For strategies.
+    pub fn clear_reducer(&self) {
+        *self.0.reducer.write().expect("no panic while writing") = None;
     }
 
     /// Ends a backward for this parameter: one that is not ready yet is declared so now, whatever

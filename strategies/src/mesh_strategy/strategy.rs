@@ -375,4 +375,11 @@ impl Strategy for MeshStrategy {
         self.reorder()?;
         self.prepare_forward()
     }
+
+    fn teardown(&mut self) {
+        // The engine has the parameters, and they have it.
+        if let Ok(tree) = self.state.tree() {
+            tree.trainable().for_each(Parameter::clear_reducer);
+        }
+    }
 }
