@@ -69,6 +69,10 @@ fn rows_by_head<T>(out: &mut [T], time: usize, heads: usize, dim: usize) -> Vec<
 }
 
 vectorized! {
+    fn add_rows[T: Float](sum: &mut [T], rows: &[T]) {
+        sum.iter_mut().zip(rows).for_each(|(sum, &x)| *sum += x);
+    }
+
     fn scale_rows[T: Float](rows: &mut [T], scale: T) {
         rows.iter_mut().for_each(|x| *x *= scale);
     }
@@ -228,15 +232,51 @@ pub(super) fn backward<T: Float>(
 /// The rows of the gradients of one key head and its query heads.
 type GroupRows<'a, T> = (Vec<Vec<&'a mut [T]>>, Vec<&'a mut [T]>, Vec<&'a mut [T]>);
 
+/// The query heads of one key head, in parallel: of few key heads there may be fewer than threads.
 fn backward_group<T: Float>(
     attend: &Attend,
     s: Sizes,
-    [q, k, v, output, grad]: [Rows<T>; 5],
+    inputs: [Rows<T>; 5],
     lse: &[T],
     rotation: Rotation<T>,
     (batch, kv): (usize, usize),
     (dq_rows, mut dk_rows, mut dv_rows): GroupRows<T>,
 ) {
+    let heads: Vec<(Vec<T>, Vec<T>)> = dq_rows
+        .into_par_iter()
+        .enumerate()
+        .map(|(i, rows)| {
+            let head = kv * s.group() + i;
+            backward_head(attend, s, inputs, lse, rotation, (batch, head), rows)
+        })
+        .collect();
+    let mut heads = heads.into_iter();
+    let Some((mut dk, mut dv)) = heads.next() else { return };
+    for (more_dk, more_dv) in heads {
+        add_rows(&mut dk, &more_dk);
+        add_rows(&mut dv, &more_dv);
+    }
+    rotation.apply(&mut dk, s.dim, 0, true);
+    for (row, out) in dk.chunks_exact(s.dim).zip(&mut dk_rows) {
+        out.copy_from_slice(row);
+    }
+    for (row, out) in dv.chunks_exact(s.dim).zip(&mut dv_rows) {
+        out.copy_from_slice(row);
+    }
+}
+
+/// The gradients of one query head's queries, into their rows, and what it adds to those of its
+/// keys, still rotated, and values.
+fn backward_head<T: Float>(
+    attend: &Attend,
+    s: Sizes,
+    [q, k, v, output, grad]: [Rows<T>; 5],
+    lse: &[T],
+    rotation: Rotation<T>,
+    (batch, head): (usize, usize),
+    mut dq_rows: Vec<&mut [T]>,
+) -> (Vec<T>, Vec<T>) {
+    let kv = head / s.group();
     let zeros = |n: usize| vec![T::ZERO; n];
     let (mut keys, mut values) = (zeros(s.keys * s.dim), zeros(s.keys * s.dim));
     k.pack(batch, 0, kv, &mut keys);
@@ -247,50 +287,40 @@ fn backward_group<T: Float>(
     let [mut queries, mut grads, mut dq] = [(); 3].map(|()| zeros(block * s.dim));
     let [mut scores, mut dscores] = [(); 2].map(|()| zeros(block * s.keys));
     let scale = T::lit(attend.scale);
-    for (in_group, mut dq_rows) in dq_rows.into_iter().enumerate() {
-        let head = kv * s.group() + in_group;
-        let lse = &lse[(batch * s.heads + head) * s.queries..][..s.queries];
-        for start in (0..s.queries).step_by(block) {
-            let n = block.min(s.queries - start);
-            let position = s.keys.saturating_sub(s.queries) + start;
-            let seen = s.visible(attend.causal, start + n - 1);
-            let (queries, grads) = (&mut queries[..n * s.dim], &mut grads[..n * s.dim]);
-            q.pack(batch, start, head, queries);
-            rotation.apply(queries, s.dim, position, false);
-            scale_rows(queries, scale);
-            grad.pack(batch, start, head, grads);
-            let (queries_mat, grads_mat) =
-                (Mat::new(&*queries, n, s.dim), Mat::new(&*grads, n, s.dim));
-            let (keys, values) = (Mat::new(&keys, seen, s.dim), Mat::new(&values, seen, s.dim));
-            let (scores, dscores) = (&mut scores[..n * seen], &mut dscores[..n * seen]);
-            gemm(scores, queries_mat, keys.t(), false, Threads::One);
-            gemm(dscores, grads_mat, values.t(), false, Threads::One);
-            let rows = scores.chunks_exact_mut(seen).zip(dscores.chunks_exact_mut(seen));
-            for (i, (p, ds)) in rows.enumerate() {
-                let (p, hidden) = p.split_at_mut(s.visible(attend.causal, start + i));
-                let (ds, hidden_ds) = ds.split_at_mut(p.len());
-                let output = output.row(batch, start + i, head);
-                let grad = &grads[i * s.dim..][..s.dim];
-                softmax_row_backward(p, ds, lse[start + i], output, grad);
-                hidden.fill(T::ZERO);
-                hidden_ds.fill(T::ZERO);
-            }
-            let (p, ds) = (Mat::new(&*scores, n, seen), Mat::new(&*dscores, n, seen));
-            gemm(&mut dv, p.t(), grads_mat, true, Threads::One);
-            gemm(&mut dk, ds.t(), queries_mat, true, Threads::One);
-            let dq = &mut dq[..n * s.dim];
-            gemm(dq, ds, keys, false, Threads::One);
-            rotation.apply(dq, s.dim, position, true);
-            for (row, out) in dq.chunks_exact(s.dim).zip(&mut dq_rows[start..]) {
-                out.iter_mut().zip(row).for_each(|(out, &x)| *out = x * scale);
-            }
+    let lse = &lse[(batch * s.heads + head) * s.queries..][..s.queries];
+    for start in (0..s.queries).step_by(block) {
+        let n = block.min(s.queries - start);
+        let position = s.keys.saturating_sub(s.queries) + start;
+        let seen = s.visible(attend.causal, start + n - 1);
+        let (queries, grads) = (&mut queries[..n * s.dim], &mut grads[..n * s.dim]);
+        q.pack(batch, start, head, queries);
+        rotation.apply(queries, s.dim, position, false);
+        scale_rows(queries, scale);
+        grad.pack(batch, start, head, grads);
+        let (queries_mat, grads_mat) = (Mat::new(&*queries, n, s.dim), Mat::new(&*grads, n, s.dim));
+        let (keys, values) = (Mat::new(&keys, seen, s.dim), Mat::new(&values, seen, s.dim));
+        let (scores, dscores) = (&mut scores[..n * seen], &mut dscores[..n * seen]);
+        gemm(scores, queries_mat, keys.t(), false, Threads::One);
+        gemm(dscores, grads_mat, values.t(), false, Threads::One);
+        let rows = scores.chunks_exact_mut(seen).zip(dscores.chunks_exact_mut(seen));
+        for (i, (p, ds)) in rows.enumerate() {
+            let (p, hidden) = p.split_at_mut(s.visible(attend.causal, start + i));
+            let (ds, hidden_ds) = ds.split_at_mut(p.len());
+            let output = output.row(batch, start + i, head);
+            let grad = &grads[i * s.dim..][..s.dim];
+            softmax_row_backward(p, ds, lse[start + i], output, grad);
+            hidden.fill(T::ZERO);
+            hidden_ds.fill(T::ZERO);
+        }
+        let (p, ds) = (Mat::new(&*scores, n, seen), Mat::new(&*dscores, n, seen));
+        gemm(&mut dv, p.t(), grads_mat, true, Threads::One);
+        gemm(&mut dk, ds.t(), queries_mat, true, Threads::One);
+        let dq = &mut dq[..n * s.dim];
+        gemm(dq, ds, keys, false, Threads::One);
+        rotation.apply(dq, s.dim, position, true);
+        for (row, out) in dq.chunks_exact(s.dim).zip(&mut dq_rows[start..]) {
+            out.iter_mut().zip(row).for_each(|(out, &x)| *out = x * scale);
         }
     }
-    rotation.apply(&mut dk, s.dim, 0, true);
-    for (row, out) in dk.chunks_exact(s.dim).zip(&mut dk_rows) {
-        out.copy_from_slice(row);
-    }
-    for (row, out) in dv.chunks_exact(s.dim).zip(&mut dv_rows) {
-        out.copy_from_slice(row);
-    }
+    (dk, dv)
 }
