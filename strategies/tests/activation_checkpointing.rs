@@ -1,6 +1,7 @@
 //! Units that are computed again in backward: the same gradients, from less memory, and what goes
 //! wrong is said.
 
+mod shared_memory;
 mod support;
 
 use std::collections::BTreeMap;

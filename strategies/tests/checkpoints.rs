@@ -1,6 +1,7 @@
 //! What one mesh saved, every other loads: model and optimizer to the bit, and the next step is that
 //! of a run that never stopped.
 
+mod shared_memory;
 mod support;
 
 use std::collections::BTreeMap;

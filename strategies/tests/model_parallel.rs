@@ -1,5 +1,6 @@
 //! A training is the same on every mesh, and as on one device.
 
+mod shared_memory;
 mod support;
 
 use std::sync::LazyLock;

@@ -1,5 +1,6 @@
 //! A training is the same under every strategy, on any number of ranks, however its batches are cut.
 
+mod shared_memory;
 mod support;
 
 use candle_core::DType;

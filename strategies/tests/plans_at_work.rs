@@ -1,6 +1,7 @@
 //! Small models under plans of their own: what has to be right, and what is said when a plan does not
 //! fit what the model does.
 
+mod shared_memory;
 mod support;
 
 use std::sync::Arc;

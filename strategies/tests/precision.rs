@@ -1,5 +1,6 @@
 //! bf16: computing in it, reducing in it.
 
+mod shared_memory;
 mod support;
 
 use candle_core::DType;

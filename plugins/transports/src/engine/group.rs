@@ -19,8 +19,13 @@ use super::wait::Shared;
 use super::worker::Worker;
 use crate::memory::Layout;
 
-/// Looks at a flag before a waiting rank sleeps: some tens of microseconds.
+/// Looks at a flag before the communication thread sleeps: some tens of microseconds, as it takes
+/// cycles from threads that compute.
 const SPINS: u32 = 2000;
+
+/// Looks before a caller sleeps that has nothing else to do: longer than waking another rank takes.
+/// Were it shorter, a rank that once slept would make the others sleep, and they it, for ever.
+const CALLERS_SPINS: u32 = 20_000;
 
 /// Which group this is, and this rank's place in it.
 pub(crate) struct Membership {
@@ -75,7 +80,7 @@ impl Group {
             rendezvous: rendezvous.clone(),
             queue: Queue::default(),
             failure: Mutex::new(None),
-            spins: if size <= cores { SPINS } else { 0 },
+            spins: size <= cores,
             reaches_all: AtomicBool::new(false),
         });
         let worker = Arc::new(Mutex::new(Worker::new(shared.clone())));
@@ -125,7 +130,7 @@ impl Group {
             let result = if mail {
                 done.wait()
             } else {
-                shared.queue.finish(&done, |turn, job| run(&worker, turn, job))
+                shared.queue.finish(&done, |turn, job| run(&worker, turn, job, CALLERS_SPINS))
             };
             result.map_err(|failure| shared.error(op, failure))
         }))
@@ -230,15 +235,15 @@ impl ProcessGroup for Group {
 /// The communication thread: until the group is dropped and all it started has ended.
 fn communicate(shared: &Shared, worker: &Mutex<Worker>) {
     while let Some((turn, job)) = shared.queue.next() {
-        run(worker, turn, job);
+        run(worker, turn, job, SPINS);
     }
     shared.region.record(shared.rank).left.store(1, Ordering::SeqCst);
     shared.region.ring_all();
 }
 
 /// Carries out a job; whose turn it is has the worker for itself.
-fn run(worker: &Mutex<Worker>, turn: Turn<'_>, job: Job) {
-    worker.lock().expect("a worker catches panics").run(job);
+fn run(worker: &Mutex<Worker>, turn: Turn<'_>, job: Job, spins: u32) {
+    worker.lock().expect("a worker catches panics").run(job, spins);
     drop(turn);
 }
 

@@ -84,6 +84,7 @@ impl Worker {
         };
         let mut outcome = Ok(false);
         shared.wait_until(
+            self.spins,
             || {
                 while let Some(mail) = shared.queue.next_mail() {
                     admitted.push(mail);

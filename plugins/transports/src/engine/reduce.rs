@@ -5,6 +5,7 @@ use candle_core::DType;
 use fulgurite_core::collective::ReduceOp;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use pulp::{Arch, Simd, WithSimd};
 
 /// Elements that are reduced over all ranks before the next are: few enough for the L1 cache.
 const BLOCK: usize = 2048;
@@ -15,16 +16,34 @@ const BLOCK: usize = 2048;
 /// Integers wrap around. bf16 and f16 are accumulated in f32 and rounded once. Of dtypes that no
 /// collective carries nothing is reduced; `check::tensor` has refused them.
 pub(crate) fn reduce(dtype: DType, op: ReduceOp, sources: &[&[u8]], out: &mut [u8]) {
-    match dtype {
-        DType::F32 => native::<f32>(op, sources, out),
-        DType::F64 => native::<f64>(op, sources, out),
-        DType::U8 => native::<u8>(op, sources, out),
-        DType::U32 => native::<u32>(op, sources, out),
-        DType::I32 => native::<i32>(op, sources, out),
-        DType::I64 => native::<i64>(op, sources, out),
-        DType::BF16 => halves::<bf16>(op, sources, out),
-        DType::F16 => halves::<f16>(op, sources, out),
-        _ => debug_assert!(false, "a dtype that `check::tensor` lets through is missing here"),
+    Arch::new().dispatch(Reduction { dtype, op, sources, out });
+}
+
+/// The arguments of [`reduce`], whose loops are compiled for the CPU that runs them.
+struct Reduction<'a> {
+    dtype: DType,
+    op: ReduceOp,
+    sources: &'a [&'a [u8]],
+    out: &'a mut [u8],
+}
+
+impl WithSimd for Reduction<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self { dtype, op, sources, out } = self;
+        match dtype {
+            DType::F32 => native::<f32>(op, sources, out),
+            DType::F64 => native::<f64>(op, sources, out),
+            DType::U8 => native::<u8>(op, sources, out),
+            DType::U32 => native::<u32>(op, sources, out),
+            DType::I32 => native::<i32>(op, sources, out),
+            DType::I64 => native::<i64>(op, sources, out),
+            DType::BF16 => halves::<bf16>(op, sources, out),
+            DType::F16 => halves::<f16>(op, sources, out),
+            _ => debug_assert!(false, "a dtype that `check::tensor` lets through is missing here"),
+        }
     }
 }
 
@@ -68,6 +87,7 @@ macro_rules! integers {
 floats!(f32, f64);
 integers!(u8, u32, i32, i64);
 
+#[inline(always)]
 fn native<T: Number>(op: ReduceOp, sources: &[&[u8]], out: &mut [u8]) {
     match op {
         ReduceOp::Sum => native_with::<T>(sources, out, T::sum),
@@ -105,10 +125,12 @@ trait Half: Pod {
 }
 
 impl Half for f16 {
+    #[inline(always)]
     fn widen(from: &[Self], to: &mut [f32]) {
         from.convert_to_f32_slice(to);
     }
 
+    #[inline(always)]
     fn narrow(from: &[f32], to: &mut [Self]) {
         to.convert_from_f32_slice(from);
     }
@@ -117,12 +139,14 @@ impl Half for f16 {
 /// bf16 is the upper half of f32. Written without branches, so that it vectorises: the conversions
 /// of the `half` crate do not, and took more than half of an all-reduce's time.
 impl Half for bf16 {
+    #[inline(always)]
     fn widen(from: &[Self], to: &mut [f32]) {
         for (to, from) in to.iter_mut().zip(from) {
             *to = f32::from_bits(u32::from(from.to_bits()) << 16);
         }
     }
 
+    #[inline(always)]
     fn narrow(from: &[f32], to: &mut [Self]) {
         for (to, from) in to.iter_mut().zip(from) {
             let bits = from.to_bits();
@@ -134,6 +158,7 @@ impl Half for bf16 {
     }
 }
 
+#[inline(always)]
 fn halves<T: Half>(op: ReduceOp, sources: &[&[u8]], out: &mut [u8]) {
     match op {
         ReduceOp::Sum => halves_with::<T>(sources, out, f32::sum),

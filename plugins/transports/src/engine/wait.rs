@@ -33,8 +33,8 @@ pub(crate) struct Shared {
     pub(crate) queue: Queue,
     /// Why the group no longer works, if it does not.
     pub(crate) failure: Mutex<Option<Failure>>,
-    /// Looks before a rank goes to sleep. None if there are more ranks than cores.
-    pub(crate) spins: u32,
+    /// Whether a rank looks for a while before it goes to sleep: there are cores for all.
+    pub(crate) spins: bool,
     /// Whether this rank can map the memory that the others' [`empty`](Rendezvous::empty) tensors
     /// are in. Once all have met.
     pub(crate) reaches_all: AtomicBool,
@@ -127,17 +127,19 @@ impl Shared {
         }))
     }
 
-    /// Waits until `ready`.
+    /// Waits until `ready`, and looks `spins` times, if at all, before it sleeps.
     ///
     /// `missing` lists the group ranks that are waited for, and `what` says at what: both are asked
     /// only if it takes long. `ready` is called often, and is not called again once it said yes.
     pub(crate) fn wait_until(
         &self,
+        spins: u32,
         mut ready: impl FnMut() -> bool,
         missing: impl Fn() -> Vec<usize>,
         what: impl Fn() -> String,
     ) -> Result<(), Failure> {
-        for _ in 0..self.spins {
+        let spins = if self.spins { spins } else { 0 };
+        for _ in 0..spins {
             if ready() {
                 return Ok(());
             }

@@ -24,15 +24,18 @@ pub(crate) struct Worker {
     barriers: u64,
     /// Chunks that went through the slots: which buffer is next.
     turn: usize,
+    /// Looks before the thread that carries out this job sleeps.
+    pub(super) spins: u32,
 }
 
 impl Worker {
     pub(crate) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, sequence: 0, barriers: 0, turn: 0 }
+        Self { shared, sequence: 0, barriers: 0, turn: 0, spins: 0 }
     }
 
-    /// Carries out a job.
-    pub(crate) fn run(&mut self, job: Job) {
+    /// Carries out a job on a thread that looks `spins` times before it sleeps.
+    pub(crate) fn run(&mut self, job: Job, spins: u32) {
+        self.spins = spins;
         let Job { task, done } = job;
         match task {
             Task::Collective(collective) => {
@@ -282,6 +285,7 @@ impl Worker {
         }
         let sequence = self.sequence;
         shared.wait_until(
+            self.spins,
             || arrivals.load(Ordering::SeqCst) >= all,
             || {
                 let arrived = |rank: &usize| region.record(*rank).arrived.load(Ordering::Acquire);
