@@ -93,32 +93,38 @@ fn measure(
             |strategy| Job { subject, strategy, warmup: options.warmup, steps: options.steps, dir };
         // One rank, while the others wait.
         let loops = [Loop::Trainer, Loop::Fabric, Loop::Bare];
+        let meet = || wait_for(|| world.barrier());
         if world.rank() == 0 {
-            rows.extend(in_turns(options.rounds, &job("single_device"), &loops, &alone())?);
+            rows.extend(in_turns(options.rounds, &job("single_device"), &loops, &alone(), meet)?);
+        } else {
+            (0..options.rounds * loops.len()).try_for_each(|_| meet())?;
         }
-        wait_for(|| world.barrier())?;
+        meet()?;
         for strategy in ["ddp", "fsdp"] {
             if world.size() > 1 {
-                rows.extend(in_turns(options.rounds, &job(strategy), &loops[..2], world)?);
+                let loops = &loops[..2];
+                rows.extend(in_turns(options.rounds, &job(strategy), loops, world, meet)?);
             }
         }
     }
     Ok(rows)
 }
 
-/// The times of one model under one strategy. Collective over `world`.
+/// The times of one model under one strategy. Collective over `world`; before each loop all ranks
+/// `meet`, those that are idle too, so that none waits longer than one loop takes.
 fn in_turns(
     rounds: usize,
     job: &Job,
     loops: &[Loop],
     world: &Arc<dyn ProcessGroup>,
+    meet: impl Fn() -> Result<()>,
 ) -> Result<Vec<Row>> {
     let mut steps = vec![Vec::new(); loops.len()];
     let mut means = vec![Vec::new(); loops.len()];
     let mut losses = vec![f64::NAN; loops.len()];
     for _ in 0..rounds {
         for (i, &by) in loops.iter().enumerate() {
-            wait_for(|| world.barrier())?;
+            meet()?;
             let Measured { steps: secs, loss } = job.run(by, world)?;
             means[i].push(secs.iter().sum::<f64>() / secs.len() as f64);
             steps[i].extend(secs);
