@@ -116,6 +116,7 @@ mod linux {
             global_ranks: (0..context.world_size).collect(),
             timeout: context.timeout,
             chunk_bytes: config.chunk_bytes,
+            spins: None,
         };
         Group::connect(Arc::new(host), member)
     }

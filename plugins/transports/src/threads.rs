@@ -69,6 +69,7 @@ fn create(
                 global_ranks: (0..world_size).collect(),
                 timeout,
                 chunk_bytes,
+                spins: None,
             };
             Group::connect(board.clone(), member)
         })

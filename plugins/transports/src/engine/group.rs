@@ -36,6 +36,9 @@ pub(crate) struct Membership {
     pub(crate) global_ranks: Vec<usize>,
     pub(crate) timeout: Duration,
     pub(crate) chunk_bytes: usize,
+    /// Whether ranks look for a while before they sleep; by default, if there are cores for all. A
+    /// part of a group does as the whole.
+    pub(crate) spins: Option<bool>,
 }
 
 /// A group of the engine. Dropping it finishes what was started (for some seconds at most) and
@@ -56,7 +59,7 @@ impl Group {
         rendezvous: Arc<dyn Rendezvous>,
         member: Membership,
     ) -> Result<Arc<dyn ProcessGroup>> {
-        let Membership { key, name, rank, global_ranks, timeout, chunk_bytes } = member;
+        let Membership { key, name, rank, global_ranks, timeout, chunk_bytes, spins } = member;
         if global_ranks.len() == 1 {
             return Ok(Arc::new(Solo::new(name, global_ranks[0])));
         }
@@ -80,7 +83,7 @@ impl Group {
             rendezvous: rendezvous.clone(),
             queue: Queue::default(),
             failure: Mutex::new(None),
-            spins: size <= cores,
+            spins: spins.unwrap_or(size <= cores),
             reaches_all: AtomicBool::new(false),
         });
         let worker = Arc::new(Mutex::new(Worker::new(shared.clone())));
@@ -215,6 +218,7 @@ impl ProcessGroup for Group {
             global_ranks: partition[set].iter().map(|&rank| global[rank]).collect(),
             timeout: self.shared.timeout,
             chunk_bytes: self.chunk_bytes,
+            spins: Some(self.shared.spins),
         };
         Self::connect(self.rendezvous.clone(), member)
     }
