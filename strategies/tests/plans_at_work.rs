@@ -119,6 +119,47 @@ fn a_norm_that_cuts_and_gathers_for_itself() {
     assert!((one - two).abs() < 1e-5 * one, "{one} and {two}");
 }
 
+/// The sequence that is computed again may not be the one that was cut last.
+#[test]
+fn sequences_of_two_lengths_are_computed_again() {
+    let norm = |ranks: usize, plan: Plan, mode: &'static str| -> Result<f64> {
+        let norms = run_ranks(ranks, |world| {
+            let config = support::checkpointed(TP, mode);
+            let mut strategy = support::strategy(&config)?;
+            let plan = plan.clone();
+            strategy.set_parallelize(Box::new(
+                move |tree: &mut ModuleTree, mesh: &DeviceMesh| {
+                    tree.parallelize_module(&mesh.get(TENSOR_PARALLEL)?, &plan)
+                },
+            ))?;
+            let mut fabric = Fabric::new(world, strategy, support::init(&config)?, 7)?;
+            let (embedding, norm, head) = fabric.setup_module(|b| {
+                let embedding = Embedding::new(&b.pp("embedding"), 8, 4)?;
+                let norm = b.unit("norm", |b| RmsNorm::new(b, 4, 1e-5))?;
+                Ok((embedding, norm, b.unit("head", |b| Linear::new(b, 4, 8))?))
+            })?;
+            let _scope = fabric.forward_scope(true, 1, 0);
+            let logits = |ids: &Tensor| head.forward(&norm.forward(&embedding.forward(ids)?)?);
+            let (long, short) = (ids(), ids().reshape((4, 2))?);
+            let logits = [logits(&long)?.flatten(0, 1)?, logits(&short)?.flatten(0, 1)?];
+            let targets = Tensor::cat(&[long.flatten_all()?, short.flatten_all()?], 0)?;
+            fabric.backward(&cross_entropy(&Tensor::cat(&logits, 0)?, &targets)?)?;
+            fabric.strategy().gradient_norm()
+        })?;
+        Ok(norms[0])
+    };
+    let plan = plan! {
+        "embedding" => cut_embedding(),
+        "norm" => SequenceParallel::default(),
+        "head" => gathering_head(),
+    };
+    let single = norm(1, Plan::new(), "none").unwrap();
+    for mode in ["none", "full"] {
+        let two = norm(2, plan.clone(), mode).unwrap();
+        assert!((two - single).abs() < 1e-5 * single, "{mode}: {two} and {single}");
+    }
+}
+
 #[test]
 fn plans_that_do_not_fit_the_model() {
     // The norm is to work on parts, and nothing cuts the sequence.

@@ -217,7 +217,8 @@ impl<M> Unit<M> {
     ///
     /// # Errors
     /// Those of `f` and of the strategy. In the backward of a unit with checkpointed activations also
-    /// if `f` captured a tensor that gets a gradient.
+    /// if `f` captured a tensor that gets a gradient (a candle `Var` of the program's own, and what
+    /// candle computed from it alone, is not seen: there it gets none).
     pub fn call(
         &self,
         x: &Tensor,
