@@ -458,7 +458,7 @@ mod tests {
         let short = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();
         parameters[0].set_local_grad(Some(short));
         let mut message = |scale| optimizer.step(&scale).unwrap_err().to_string();
-        insta::assert_snapshot!(message(GradScale::default()), @"parameter `layers.0.up.bias`: its local gradient has 3 elements, its local shard 7");
+        insta::assert_snapshot!(message(GradScale::default()), @"parameter `layers.0.up.bias`: its local gradient has 3 elements, its local shard 7, and the region that the strategy gave it 7");
         insta::assert_snapshot!(message(GradScale { factor: 1.0, clip_value: Some(-1.0) }), @"trainer.gradient_clip_val must be zero or more when clipping by value, got -1");
         let error = optimizer.load_scalars(&BTreeMap::from([("rho".to_owned(), 1.0)]));
         insta::assert_snapshot!(error.unwrap_err(), @"the optimizer's saved state has no `step` (it has: rho); it was saved by another kind of optimizer");

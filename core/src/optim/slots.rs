@@ -65,23 +65,14 @@ impl<const N: usize> Slots<N> {
         let parameter = &self.parameters[index];
         let Some(grad) = parameter.local_grad() else { return Ok(None) };
         let LocalShard { values, region } = parameter.local()?;
-        if grad.elem_count() != values.elem_count() {
+        let counts = [grad.elem_count(), values.elem_count(), region.elem_count()];
+        if counts.iter().any(|count| *count != counts[0]) {
+            let [grad, values, region] = counts;
             return Err(Error::parameter(
                 parameter.fqn(),
                 format!(
-                    "its local gradient has {} elements, its local shard {}",
-                    grad.elem_count(),
-                    values.elem_count()
-                ),
-            ));
-        }
-        if values.elem_count() != region.elem_count() {
-            return Err(Error::parameter(
-                parameter.fqn(),
-                format!(
-                    "its local shard has {} elements, and the region that the strategy gave it {}",
-                    values.elem_count(),
-                    region.elem_count()
+                    "its local gradient has {grad} elements, its local shard {values}, and the \
+                     region that the strategy gave it {region}"
                 ),
             ));
         }
