@@ -79,8 +79,7 @@ impl Worker {
         };
         let shows = self.show(&direct)?;
         self.publish(&fingerprint, shows);
-        self.barrier(&fingerprint)?;
-        self.compare(&fingerprint)?;
+        self.meet(&fingerprint)?;
         let buffer = self.buffer(0);
         self.turn += 1;
         if !(0..shared.size()).all(|rank| self.op(rank).direct.load(Ordering::Relaxed) == 1) {
@@ -120,11 +119,10 @@ impl Worker {
     ) -> Result<(), Failure> {
         let plan = collective.plan(self.shared.rank, self.shared.region.layout())?;
         for phase in 0..plan.chunks + plan.stages - 1 {
-            if phase > 0 {
-                self.barrier(fingerprint)?;
-            }
-            if phase == 1 && compare {
-                self.compare(fingerprint)?;
+            match phase {
+                0 => {}
+                1 if compare => self.meet(fingerprint)?,
+                _ => self.barrier(fingerprint)?,
             }
             if phase < plan.chunks {
                 self.write(&plan, phase)?;
@@ -220,6 +218,23 @@ impl Worker {
         op.direct.store(direct.into(), Ordering::Relaxed);
         self.sequence += 1;
         record.begun.store(self.sequence, Ordering::Release);
+    }
+
+    /// The first barrier of a collective, and the check that all ranks are in the same one.
+    fn meet(&mut self, fingerprint: &Fingerprint) -> Result<(), Failure> {
+        let met = self.barrier(fingerprint);
+        // A rank that was faster has perhaps failed over a difference already: this one finds it
+        // too, and says it in the same words.
+        if self.all_arrived() {
+            self.compare(fingerprint)?;
+        }
+        met
+    }
+
+    /// Whether all ranks have come to the barrier that this rank is in or was in last.
+    fn all_arrived(&self) -> bool {
+        let arrivals = self.shared.region.header().arrivals.0.load(Ordering::SeqCst);
+        arrivals >= self.barriers * self.shared.size() as u64
     }
 
     /// Checks that all ranks are in the same collective. After its first barrier.
