@@ -53,9 +53,26 @@ fn steps_are_measured_against_their_matrix_products() {
     assert_eq!(rows[0]["activation_checkpointing"], "full");
     let loss = |key: &str| rows[0][key].as_f64().unwrap();
     assert_eq!((loss("loss_first"), loss("loss_last")), losses[0]);
+    let again = ["--activation-checkpointing", r#"{ type = "full", offload = "disk" }"#];
+    let offloaded = [&steps[..], &size, &one, &again].concat();
+    assert_eq!(measured(&offloaded)[0]["loss_last"], rows[0]["loss_last"]);
     // The same model and batches.
     assert!((losses[0].0 - losses[1].0).abs() < 1e-5 && (losses[0].1 - losses[1].1).abs() < 1e-4);
     assert!(losses[0].1 < losses[0].0, "{losses:?}");
+}
+
+#[test]
+fn activations_that_cannot_be_written_end_the_run() {
+    let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+        .args(["bench", "train", "--workload", "tiny", "--ranks", "1"])
+        .args(["--strategy", "single_device"])
+        .args(["--activation-checkpointing", r#"{ type = "full", offload = "disk" }"#])
+        .env("TMPDIR", "/no such directory")
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let error = String::from_utf8(output.stderr).unwrap();
+    insta::assert_snapshot!(error.trim(), @"error: creating a file in /no such directory: No such file or directory (os error 2)");
 }
 
 #[test]

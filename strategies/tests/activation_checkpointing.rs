@@ -14,13 +14,13 @@ use fulgurite_core::collective::Solo;
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::mesh::DeviceMesh;
 use fulgurite_core::module::{
-    ActivationCheckpointing, Module, ModuleBuilder, ModuleInit, ModuleTree, Unit,
+    ActivationCheckpointing, ActivationOffload, Module, ModuleBuilder, ModuleInit, ModuleTree, Unit,
 };
 use fulgurite_core::nn::{Dropout, Embedding, Linear, Loss, RmsNorm, functional};
 use fulgurite_core::parameter::{Init, Parameter};
 use fulgurite_core::trainer::TrainerConfig;
 use fulgurite_core::{Error, Result};
-use support::{checkpointed, init, strategy};
+use support::{OFFLOADED, checkpointed, init, strategy};
 
 const SINGLE: &str = r#"{"type": "single_device"}"#;
 const WIDTH: usize = 6;
@@ -124,7 +124,7 @@ fn gradients_have_the_same_bits() {
         let dropped = plain.1.values().flatten().filter(|g| **g == 0.0).count();
         assert!(plain.1.values().flatten().count() > 3 * dropped, "{frozen:?}: {plain:?}");
         for config in [SINGLE, r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
-            for mode in ["full", "selective"] {
+            for mode in ["full", "selective", OFFLOADED] {
                 let again = gradients(&checkpointed(config, mode), frozen).unwrap();
                 assert_eq!(again, plain, "{config}, {mode}, frozen: {frozen:?}");
             }
@@ -168,9 +168,43 @@ fn units_may_give_views() {
     assert!(plain.0 > 0.0 && plain.1.len() == 2, "{plain:?}");
     for config in [SINGLE, r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
         assert_eq!(loss_of_views(config, false).unwrap().0, plain.0, "{config}, validation");
-        for mode in ["none", "full"] {
+        for mode in ["none", "full", OFFLOADED] {
             let views = loss_of_views(&checkpointed(config, mode), true).unwrap();
             assert_eq!(views, plain, "{config}, {mode}");
+        }
+    }
+}
+
+/// The loss of units whose outputs are used again and again, by units and by the model itself.
+fn loss_of_skips(config: &str) -> Result<(f64, Vec<Vec<f32>>)> {
+    let world = Arc::new(Solo::new("world", 0));
+    let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
+    let units = fabric.setup_module(layers)?;
+    let x = Tensor::arange(0f32, 8., &Device::Cpu)?.reshape((2, 4))?;
+    let first = units[0].forward(&x)?;
+    let second = units[1].forward(&first)?;
+    let third = (units[2].forward(&first)? + units[3].forward(&(&second * 0.5)?)?)?;
+    let sum = units[4].forward(&((third + &first)? * &second)?)?.sqr()?.sum_all()?;
+    drop((first, second));
+    let loss = Loss::new(sum, 1.0);
+    fabric.backward(&loss)?;
+    let tree = fabric.module_tree()?;
+    let gradients = tree.trainable().filter_map(|p| Some(p.local_grad()?.to_vec1()));
+    Ok((loss.sum_value()?, gradients.collect::<candle_core::Result<_>>()?))
+}
+
+#[test]
+fn outputs_that_are_offloaded_may_be_used_again() {
+    let (loss, gradients) = loss_of_skips(SINGLE).unwrap();
+    assert!(loss > 0.0 && gradients.len() == 5, "{gradients:?}");
+    for config in [SINGLE, r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
+        for mode in ["full", "selective", OFFLOADED] {
+            let again = loss_of_skips(&checkpointed(config, mode)).unwrap();
+            assert_eq!(again.0, loss, "{config}, {mode}");
+            // Three gradients of one tensor are added in another order.
+            for (again, plain) in again.1.iter().flatten().zip(gradients.iter().flatten()) {
+                assert!((again - plain).abs() <= 1e-5 * plain.abs(), "{config}, {mode}");
+            }
         }
     }
 }
@@ -333,6 +367,10 @@ fn choices_that_choose_nothing_are_refused() {
     insta::assert_snapshot!(error(ActivationCheckpointing::selective(0)), @"`trainer.activation_checkpointing`: `every` must be at least 1, found 0; leave it out for every second unit");
     insta::assert_snapshot!(error(ActivationCheckpointing { every: Some(2), ..full.clone() }), @r#"`trainer.activation_checkpointing`: `every` says which units `type = "selective"` takes; the type is "full""#);
     insta::assert_snapshot!(error(ActivationCheckpointing { units, ..ActivationCheckpointing::default() }), @r#"`trainer.activation_checkpointing`: `units` names units and the type is "none"; choose "full" for all of them, or "selective""#);
+    let offload = |to| ActivationCheckpointing { offload: Some(to), ..full.clone() };
+    insta::assert_snapshot!(error(offload(ActivationOffload::Host)), @r#"`trainer.activation_checkpointing`: offload = "host" moves activations from a GPU to the host's memory, and the model is there already; offload = "disk" moves them to files"#);
+    let mode = ActivationCheckpointing::default().mode;
+    insta::assert_snapshot!(error(ActivationCheckpointing { mode, ..offload(ActivationOffload::Disk) }), @r#"`trainer.activation_checkpointing`: `offload` says where the inputs of units are that are computed again, and the type is "none"; choose "full" or "selective""#);
     let b =
         ModuleBuilder::new(ModuleInit { activation_checkpointing: full, ..ModuleInit::default() });
     Linear::new(&b.pp("only"), 2, 2).unwrap();

@@ -16,7 +16,7 @@ use fulgurite_core::module::{Module as _, ModuleBuilder, ModuleInit, ModuleTree,
 use fulgurite_core::nn::{GeluMlp, Linear, Loss};
 use fulgurite_core::optim::{AdamW, OptimizerConfig, Sgd, StateDtype};
 use fulgurite_transports::run_ranks;
-use support::{checkpointed, init, strategy};
+use support::{OFFLOADED, checkpointed, init, strategy};
 
 /// Tests count what the whole process holds: one at a time.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -242,6 +242,10 @@ fn units_that_are_computed_again_keep_their_outputs_alone() {
         assert!(full_peak <= full + more, "{config}: {full_peak}, expected {}", full + more);
         assert!(selective_peak <= selective + more, "{config}: {selective_peak}, {more}");
         assert!(full_peak < kept, "{config}: {full_peak} of {kept}");
+        // What goes into the first unit, and what comes out of the last.
+        let (offloaded, offloaded_peak) = activations(&checkpointed(config, OFFLOADED)).unwrap();
+        assert!((2 * STREAM..2 * STREAM + slack).contains(&offloaded), "{config}: {offloaded}");
+        assert!(offloaded_peak <= offloaded + more, "{config}: {offloaded_peak}, {more}");
     }
 }
 

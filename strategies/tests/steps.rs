@@ -31,6 +31,7 @@ const CONFIGS: &[&str] = &[
     r#"{"type": "fsdp", "activation_checkpointing": "full"}"#,
     r#"{"type": "fsdp", "reshard_after_forward": false, "activation_checkpointing": "selective"}"#,
     r#"{"type": "fsdp", "prefetch": 2, "activation_checkpointing": "full"}"#,
+    r#"{"type": "fsdp", "activation_checkpointing": {"type": "full", "offload": "disk"}}"#,
 ];
 const WIDTH: usize = 4;
 /// Micro-batches that each rank has in a step.

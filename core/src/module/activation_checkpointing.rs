@@ -19,11 +19,13 @@
 
 use std::fmt;
 
+use candle_core::Device;
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde::ser::{SerializeMap as _, Serializer};
 use serde::{Deserialize, Serialize};
 
+use super::ActivationOffload;
 use super::tree::{ModuleTree, glob_match};
 use super::unit::UnitHandle;
 use crate::config::ConfigType;
@@ -60,6 +62,9 @@ pub struct ActivationCheckpointing {
     pub every: Option<usize>,
     /// Patterns of the units it is about (`*` is one segment), which alone are counted. Empty: all.
     pub units: Vec<String>,
+    /// Where those units' inputs are from forward to backward, if they are moved. Of a unit whose
+    /// input is not the output of another of them it stays where it is.
+    pub offload: Option<ActivationOffload>,
 }
 
 impl ActivationCheckpointing {
@@ -91,6 +96,11 @@ impl ActivationCheckpointing {
                  \"selective\""
                     .to_owned(),
             ),
+            (CheckpointMode::None, None) if self.offload.is_some() => {
+                Err("`offload` says where the inputs of units are that are computed again, and the \
+                     type is \"none\"; choose \"full\" or \"selective\""
+                    .to_owned())
+            }
             _ => Ok(()),
         }
     }
@@ -98,8 +108,8 @@ impl ActivationCheckpointing {
     /// Tells the units of a model.
     ///
     /// # Errors
-    /// If a pattern matches no unit, or no unit is chosen.
-    pub(super) fn apply(&self, tree: &ModuleTree) -> Result<()> {
+    /// If a pattern matches no unit, no unit is chosen, or activations on `device` cannot be moved.
+    pub(super) fn apply(&self, tree: &ModuleTree, device: &Device) -> Result<()> {
         let wrong =
             |message: &str| Error::Config(format!("`trainer.activation_checkpointing`: {message}"));
         self.check().map_err(|message| wrong(&message))?;
@@ -108,6 +118,12 @@ impl ActivationCheckpointing {
             CheckpointMode::Full => 1,
             CheckpointMode::Selective => self.every.unwrap_or(2),
         };
+        if self.offload == Some(ActivationOffload::Host) && device.is_cpu() {
+            return Err(wrong(
+                "offload = \"host\" moves activations from a GPU to the host's memory, and the model \
+                 is there already; offload = \"disk\" moves them to files",
+            ));
+        }
         let units = tree.units();
         if units.is_empty() {
             return Err(wrong(&format!(
@@ -136,14 +152,17 @@ impl ActivationCheckpointing {
                 paths()
             )));
         }
-        chosen.for_each(|unit| unit.set_activation_checkpointing(true));
+        chosen.for_each(|unit| {
+            unit.set_activation_checkpointing(true);
+            unit.set_activation_offload(self.offload);
+        });
         Ok(())
     }
 }
 
 impl Serialize for ActivationCheckpointing {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        if self.every.is_none() && self.units.is_empty() {
+        if self.every.is_none() && self.units.is_empty() && self.offload.is_none() {
             return self.mode.serialize(serializer);
         }
         let mut table = serializer.serialize_map(None)?;
@@ -153,6 +172,9 @@ impl Serialize for ActivationCheckpointing {
         }
         if !self.units.is_empty() {
             table.serialize_entry("units", &self.units)?;
+        }
+        if let Some(offload) = self.offload {
+            table.serialize_entry("offload", &offload)?;
         }
         table.end()
     }
@@ -169,6 +191,8 @@ impl<'de> Deserialize<'de> for ActivationCheckpointing {
             every: Option<usize>,
             #[serde(default)]
             units: Vec<String>,
+            #[serde(default)]
+            offload: Option<ActivationOffload>,
         }
 
         struct WordOrTable;
@@ -191,9 +215,9 @@ impl<'de> Deserialize<'de> for ActivationCheckpointing {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
-                let Table { mode, every, units } =
+                let Table { mode, every, units, offload } =
                     Table::deserialize(MapAccessDeserializer::new(map))?;
-                Ok(ActivationCheckpointing { mode, every, units })
+                Ok(ActivationCheckpointing { mode, every, units, offload })
             }
         }
 

@@ -216,7 +216,7 @@ impl ModuleBuilder {
                     .to_owned(),
             });
         }
-        self.init.activation_checkpointing.apply(&tree)?;
+        self.init.activation_checkpointing.apply(&tree, &self.init.device)?;
         Ok(tree)
     }
 

@@ -5,16 +5,19 @@
 //! marks a module that is worth gathering as one.
 
 mod activation_checkpointing;
+mod activation_offload;
 mod builder;
 mod forward;
 mod fully_shard;
 mod layer;
 mod recompute;
+mod stand_in;
 mod tree;
 mod unit;
 mod var_builder;
 
 pub use activation_checkpointing::{ActivationCheckpointing, CheckpointMode};
+pub use activation_offload::ActivationOffload;
 pub use builder::{ModuleBuilder, ModuleInit};
 pub use forward::{ForwardScope, ForwardScopeGuard};
 pub use fully_shard::{FullyShard, layers_or_names};

@@ -5,6 +5,8 @@ use std::sync::Arc;
 use candle_core::{Tensor, Var};
 
 use super::ForwardScope;
+use super::activation_offload::Kept;
+use super::stand_in;
 use super::unit::{UnitHandle, UnitHooks};
 use crate::autograd::{GradMode, function};
 use crate::parameter::Uses;
@@ -35,32 +37,40 @@ pub(super) fn call(
         hooks.post_forward(unit)?;
     }
     let tracked = x.track_op();
+    let offload = unit.activation_offload();
+    let stand_in = offload.and_then(|_| stand_in::of(x));
     // The token stands for the parameters. It goes in even where the input is in the graph: candle
     // takes a cast from an integer for tracked, and does not follow it.
     let token = uses.any().then(|| unit.token(x.device())).transpose()?;
-    let inputs: Vec<&Tensor> = tracked.then_some(x).into_iter().chain(&token).collect();
+    let in_graph = stand_in.as_deref().unwrap_or(x);
+    let inputs: Vec<&Tensor> = tracked.then_some(in_graph).into_iter().chain(&token).collect();
     if inputs.is_empty() {
         return Ok(y);
     }
     uses.begin_taps();
     let with_token = token.is_some();
-    let again =
-        Again { unit: unit.clone(), input: saved, tracked, scope: ForwardScope::current(), uses };
-    function(&inputs, y, move |y, grad| {
+    let input = match offload {
+        // If the graph holds its memory anyway, a copy elsewhere frees none.
+        Some(to) if stand_in.is_some() => Kept::away(saved, to)?,
+        _ => Kept::InPlace(saved),
+    };
+    let again = Again { unit: unit.clone(), input, tracked, scope: ForwardScope::current(), uses };
+    let y = function(&inputs, y, move |y, grad| {
         if let Some(hooks) = &hooks {
             hooks.pre_backward(&again.unit)?;
         }
         let grad_x = again.backward(y, grad, &compute).map_err(|error| again.explain(error))?;
         again.uses.end_taps()?;
         Ok(tracked.then_some(grad_x).into_iter().chain(with_token.then_some(None)).collect())
-    })
+    })?;
+    if offload.is_some() { stand_in::leave(y) } else { Ok(y) }
 }
 
 /// What the backward of a call needs.
 struct Again {
     unit: UnitHandle,
-    /// The input, detached: it shares the memory of what the graph holds anyway.
-    input: Tensor,
+    /// The input, detached: in its place it shares the memory of what the graph holds anyway.
+    input: Kept,
     /// Whether a gradient flows to the input.
     tracked: bool,
     /// The surroundings of the forward: masks of dropout follow from them.
@@ -79,8 +89,8 @@ impl Again {
         let _recomputing = GradMode::recomputing().enter();
         let _scope = self.scope.clone().resume();
         let input = match self.tracked {
-            true => Var::from_tensor(&self.input)?.into_inner(),
-            false => self.input.clone(),
+            true => Var::from_tensor(&self.input.get()?)?.into_inner(),
+            false => self.input.get()?,
         };
         let grad_x = self.uses.during(|| -> Result<Option<Tensor>> {
             let again = compute(&input)?;
@@ -104,7 +114,7 @@ impl Again {
             Ok(seed.backward()?.remove(&input))
         })?;
         match (self.tracked, grad_x) {
-            (true, None) => Ok(Some(self.input.zeros_like()?)),
+            (true, None) => Ok(Some(input.zeros_like()?)),
             (_, grad_x) => Ok(grad_x),
         }
     }

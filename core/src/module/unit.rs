@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
 
 use candle_core::{DType, Device, Tensor, Var};
 
-use super::{FullyShard, Module, recompute};
+use super::{ActivationOffload, FullyShard, Module, recompute};
 use crate::Result;
 use crate::autograd::{GradMode, function, is_grad_enabled};
 use crate::parameter::{Parameter, note_tap};
@@ -44,6 +44,8 @@ struct UnitInner {
     fully_shard: RwLock<Option<FullyShard>>,
     /// Whether it is computed again in backward.
     activation_checkpointing: AtomicBool,
+    /// Where its input is meanwhile, if it is moved.
+    activation_offload: RwLock<Option<ActivationOffload>>,
     /// Trainable parameters whose compute tensors layers in it hold: their uses are not seen.
     handed_out: Mutex<Vec<Parameter>>,
     /// Stands for its parameters in the graph where it is computed again.
@@ -58,6 +60,7 @@ impl UnitHandle {
             hooks: RwLock::default(),
             fully_shard: RwLock::default(),
             activation_checkpointing: AtomicBool::default(),
+            activation_offload: RwLock::default(),
             handed_out: Mutex::default(),
             token: OnceLock::new(),
         }))
@@ -92,6 +95,19 @@ impl UnitHandle {
     /// Whether the unit is computed again in backward.
     pub fn activation_checkpointing(&self) -> bool {
         self.0.activation_checkpointing.load(Ordering::Relaxed)
+    }
+
+    /// Chooses where the input of a unit that is computed again is from forward to backward: where it
+    /// was (`None`, as in the beginning), or elsewhere if it is the output of another unit for which
+    /// that was chosen too, and the model lets go of it. As
+    /// [`set_activation_checkpointing`](Self::set_activation_checkpointing) in all else.
+    pub fn set_activation_offload(&self, to: Option<ActivationOffload>) {
+        *self.0.activation_offload.write().expect("no panic while writing") = to;
+    }
+
+    /// Where the input of a unit that is computed again is meanwhile, if it is moved.
+    pub fn activation_offload(&self) -> Option<ActivationOffload> {
+        *self.0.activation_offload.read().expect("no panic while reading")
     }
 
     /// Notes that a layer in the unit holds the parameter's compute tensor.

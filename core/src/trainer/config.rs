@@ -67,7 +67,8 @@ crate::config_struct! {
         /// Whose activations are not kept from forward to backward but computed again: `"none"`,
         /// `"full"` (of every unit) or `"selective"` (of every second one), or a table such as
         /// `{ type = "selective", every = 3, units = ["model.layers.*"] }`: of every third unit
-        /// whose path matches one of the patterns (`*` is one segment).
+        /// whose path matches one of the patterns (`*` is one segment). `offload = "host"` or `"disk"` in the table
+        /// moves those units' inputs to the host's memory or to temporary files meanwhile.
         pub activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing::default(),
         /// Seconds after which a rank that waits for others gives up.
         pub timeout_secs: u64 = 600,
@@ -179,6 +180,7 @@ fn wrong<T>(key: &str, message: impl std::fmt::Display) -> Result<T> {
 mod tests {
     use super::*;
     use crate::config::{ConfigLayers, RunConfig};
+    use crate::module::ActivationOffload;
 
     fn trainer(keys: &str) -> Result<TrainerConfig> {
         let text = format!("[trainer]\n{keys}");
@@ -209,6 +211,7 @@ mod tests {
         insta::assert_snapshot!(error("activation_checkpointing = { every = 2 }"), @r#"`trainer.activation_checkpointing`: `every` says which units `type = "selective"` takes; the type is "none""#);
         insta::assert_snapshot!(error("activation_checkpointing = { type = 'full', every = 2 }"), @r#"`trainer.activation_checkpointing`: `every` says which units `type = "selective"` takes; the type is "full""#);
         insta::assert_snapshot!(error("activation_checkpointing = { type = 'selective', every = 0 }"), @"`trainer.activation_checkpointing`: `every` must be at least 1, found 0; leave it out for every second unit");
+        insta::assert_snapshot!(error("activation_checkpointing = { type = 'full', offload = 'cloud' }"), @r#"run.toml: `trainer.activation_checkpointing.offload`: expected "host" or "disk", found "cloud""#);
         insta::assert_snapshot!(error("activation_checkpointing = { type = 'none', units = ['a'] }"), @r#"`trainer.activation_checkpointing`: `units` names units and the type is "none"; choose "full" for all of them, or "selective""#);
         insta::assert_snapshot!(error("val_check_interval = 0"), @"`trainer.val_check_interval`: must be at least 1 step; `trainer.limit_val_batches = 0` turns validation off");
         insta::assert_snapshot!(error("val_check_interval = 0.0"), @"`trainer.val_check_interval`: must be above 0.0; `trainer.limit_val_batches = 0` turns validation off");
@@ -232,7 +235,12 @@ mod tests {
             units: vec!["layers.*".to_owned()],
             ..ActivationCheckpointing::selective(3)
         };
-        let choices = [ActivationCheckpointing::default(), ActivationCheckpointing::full(), table];
+        let offloaded = ActivationCheckpointing {
+            offload: Some(ActivationOffload::Disk),
+            ..ActivationCheckpointing::full()
+        };
+        let choices =
+            [ActivationCheckpointing::default(), ActivationCheckpointing::full(), table, offloaded];
         for activation_checkpointing in choices {
             survives(TrainerConfig { activation_checkpointing, ..TrainerConfig::default() });
         }

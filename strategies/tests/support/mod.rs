@@ -8,5 +8,5 @@ mod transformer;
 
 pub(crate) use data::micro_batch;
 pub(crate) use decoder::{Decoder, DecoderTraining, LENGTH, Variant};
-pub(crate) use training::{Run, Training, checkpointed, gather_weights, init, strategy};
+pub(crate) use training::{OFFLOADED, Run, Training, checkpointed, gather_weights, init, strategy};
 pub(crate) use transformer::{Transformer, VOCABULARY};

@@ -37,10 +37,14 @@ pub(crate) fn init(config: &str) -> Result<ModuleInit> {
     Ok(ModuleInit { activation_checkpointing: parse(config)?.1, ..ModuleInit::default() })
 }
 
-/// A configuration with activation checkpointing.
+/// A configuration with activation checkpointing: a word, or a table (as JSON).
 pub(crate) fn checkpointed(config: &str, mode: &str) -> String {
-    format!(r#"{}, "activation_checkpointing": "{mode}"}}"#, config.trim_end_matches('}'))
+    let mode = if mode.starts_with('{') { mode.to_owned() } else { format!("{mode:?}") };
+    format!(r#"{}, "activation_checkpointing": {mode}}}"#, config.trim_end_matches('}'))
 }
+
+/// Activation checkpointing with inputs in files.
+pub(crate) const OFFLOADED: &str = r#"{"type": "full", "offload": "disk"}"#;
 
 /// What came of a training.
 #[derive(Debug, Clone, PartialEq)]

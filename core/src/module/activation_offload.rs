@@ -1,0 +1,96 @@
+//! Where the inputs of units that are computed again are, from forward to backward.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+
+use candle_core::{DType, Device, Shape, Tensor};
+use serde::{Deserialize, Serialize};
+
+use crate::autograd::storage::{with_bytes, with_bytes_mut};
+use crate::{Error, Result};
+
+/// Where to: `offload` in `trainer.activation_checkpointing`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ActivationOffload {
+    /// The host's memory, for a model on a GPU.
+    Host,
+    /// Files without a name in the directory for temporary files (`TMPDIR`).
+    Disk,
+}
+
+/// A tensor that is kept for backward.
+pub(super) enum Kept {
+    /// Where it is.
+    InPlace(Tensor),
+    /// A copy on the host.
+    Host { copy: Tensor, device: Device },
+    /// Its bytes in a file, which goes when this does.
+    Disk { file: File, shape: Shape, dtype: DType, device: Device },
+}
+
+impl Kept {
+    /// Copies a detached tensor to where it is kept.
+    pub(super) fn away(x: Tensor, to: ActivationOffload) -> Result<Self> {
+        let device = x.device().clone();
+        let copy = x.to_device(&Device::Cpu)?.contiguous()?;
+        match to {
+            // Copied already, unless it was there.
+            ActivationOffload::Host => Ok(Self::Host { copy, device }),
+            ActivationOffload::Disk => {
+                let file = tempfile::tempfile().map_err(failed("creating a file in"))?;
+                with_bytes(&copy, |bytes| file.write_all_at(bytes, 0))?
+                    .map_err(failed("writing activations to"))?;
+                Ok(Self::Disk { file, shape: x.shape().clone(), dtype: x.dtype(), device })
+            }
+        }
+    }
+
+    /// The tensor, on its device.
+    pub(super) fn get(&self) -> Result<Tensor> {
+        match self {
+            Self::InPlace(x) => Ok(x.clone()),
+            Self::Host { copy, device } => Ok(copy.to_device(device)?),
+            Self::Disk { file, shape, dtype, device } => {
+                let x = Tensor::zeros(shape.elem_count(), *dtype, &Device::Cpu)?;
+                with_bytes_mut(&x, |bytes| file.read_exact_at(bytes, 0))?
+                    .map_err(failed("reading activations from"))?;
+                Ok(x.reshape(shape)?.to_device(device)?)
+            }
+        }
+    }
+}
+
+fn failed(action: &'static str) -> impl FnOnce(std::io::Error) -> Error {
+    Error::io(action, std::env::temp_dir())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_kept_comes_back() {
+        let x = Tensor::arange(0f32, 24., &Device::Cpu).unwrap().reshape((4, 6)).unwrap();
+        let views =
+            [x.clone(), x.t().unwrap(), x.narrow(0, 1, 2).unwrap(), x.narrow(1, 0, 0).unwrap()];
+        for to in [ActivationOffload::Host, ActivationOffload::Disk] {
+            for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64, DType::U32, DType::U8] {
+                for view in &views {
+                    let view = view.to_dtype(dtype).unwrap();
+                    let back = Kept::away(view.clone(), to).unwrap().get().unwrap();
+                    assert_eq!((back.dims(), back.dtype()), (view.dims(), dtype));
+                    let values = |x: &Tensor| {
+                        x.to_dtype(DType::F64)
+                            .unwrap()
+                            .flatten_all()
+                            .unwrap()
+                            .to_vec1::<f64>()
+                            .unwrap()
+                    };
+                    assert_eq!(values(&back), values(&view), "{to:?}, {dtype:?}");
+                }
+            }
+        }
+    }
+}
