@@ -72,7 +72,7 @@ fn activations_that_cannot_be_written_end_the_run() {
         .unwrap();
     assert_eq!(output.status.code(), Some(1));
     let error = String::from_utf8(output.stderr).unwrap();
-    insta::assert_snapshot!(error.trim(), @"error: creating a file in /no such directory: No such file or directory (os error 2)");
+    insta::assert_snapshot!(error.trim(), @"error: offloading activations: creating a file in /no such directory: No such file or directory (os error 2)");
 }
 
 #[test]

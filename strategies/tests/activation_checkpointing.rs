@@ -369,8 +369,9 @@ fn choices_that_choose_nothing_are_refused() {
     insta::assert_snapshot!(error(ActivationCheckpointing { units, ..ActivationCheckpointing::default() }), @r#"`trainer.activation_checkpointing`: `units` names units and the type is "none"; choose "full" for all of them, or "selective""#);
     let offload = |to| ActivationCheckpointing { offload: Some(to), ..full.clone() };
     insta::assert_snapshot!(error(offload(ActivationOffload::Host)), @r#"`trainer.activation_checkpointing`: offload = "host" moves activations from a GPU to the host's memory, and the model is there already; offload = "disk" moves them to files"#);
-    let mode = ActivationCheckpointing::default().mode;
-    insta::assert_snapshot!(error(ActivationCheckpointing { mode, ..offload(ActivationOffload::Disk) }), @r#"`trainer.activation_checkpointing`: `offload` says where the inputs of units are that are computed again, and the type is "none"; choose "full" or "selective""#);
+    let selective = ActivationCheckpointing::selective(2);
+    let offload = Some(ActivationOffload::Disk);
+    insta::assert_snapshot!(error(ActivationCheckpointing { offload, ..selective }), @r#"`trainer.activation_checkpointing`: `offload` moves what is passed from one unit that is computed again to the next, and the type is "selective"; choose "full""#);
     let b =
         ModuleBuilder::new(ModuleInit { activation_checkpointing: full, ..ModuleInit::default() });
     Linear::new(&b.pp("only"), 2, 2).unwrap();

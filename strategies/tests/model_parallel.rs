@@ -6,7 +6,7 @@ mod support;
 use std::sync::LazyLock;
 
 use fulgurite_transports::run_ranks;
-use support::{DecoderTraining, Run, Variant, checkpointed};
+use support::{DecoderTraining, OFFLOADED, Run, Variant, checkpointed};
 
 /// Sizes of replicate, shard, context and tensor.
 type Sizes = [usize; 4];
@@ -131,7 +131,7 @@ fn units_that_are_computed_again_give_the_same_bits() {
         let ranks = sizes.iter().product();
         for variant in [Variant::ALL[0], Variant::ALL[3]] {
             let plain = train(ranks, &config(sizes), variant, 2);
-            for mode in ["full", "selective"] {
+            for mode in ["full", "selective", OFFLOADED] {
                 let run = train(ranks, &checkpointed(&config(sizes), mode), variant, 2);
                 assert_eq!(run, plain, "{sizes:?}, {variant:?}, {mode}");
             }

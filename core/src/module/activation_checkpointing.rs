@@ -96,10 +96,12 @@ impl ActivationCheckpointing {
                  \"selective\""
                     .to_owned(),
             ),
-            (CheckpointMode::None, None) if self.offload.is_some() => {
-                Err("`offload` says where the inputs of units are that are computed again, and the \
-                     type is \"none\"; choose \"full\" or \"selective\""
-                    .to_owned())
+            (CheckpointMode::None | CheckpointMode::Selective, _) if self.offload.is_some() => {
+                Err(format!(
+                    "`offload` moves what is passed from one unit that is computed again to the \
+                     next, and the type is \"{}\"; choose \"full\"",
+                    self.mode.name()
+                ))
             }
             _ => Ok(()),
         }

@@ -38,9 +38,10 @@ impl Kept {
             // Copied already, unless it was there.
             ActivationOffload::Host => Ok(Self::Host { copy, device }),
             ActivationOffload::Disk => {
-                let file = tempfile::tempfile().map_err(failed("creating a file in"))?;
+                let file = tempfile::tempfile()
+                    .map_err(failed("offloading activations: creating a file in"))?;
                 with_bytes(&copy, |bytes| file.write_all_at(bytes, 0))?
-                    .map_err(failed("writing activations to"))?;
+                    .map_err(failed("offloading activations: writing to"))?;
                 Ok(Self::Disk { file, shape: x.shape().clone(), dtype: x.dtype(), device })
             }
         }
@@ -54,7 +55,7 @@ impl Kept {
             Self::Disk { file, shape, dtype, device } => {
                 let x = Tensor::zeros(shape.elem_count(), *dtype, &Device::Cpu)?;
                 with_bytes_mut(&x, |bytes| file.read_exact_at(bytes, 0))?
-                    .map_err(failed("reading activations from"))?;
+                    .map_err(failed("reading offloaded activations from"))?;
                 Ok(x.reshape(shape)?.to_device(device)?)
             }
         }

@@ -47,13 +47,13 @@ pub(super) fn call(
     if inputs.is_empty() {
         return Ok(y);
     }
-    uses.begin_taps();
-    let with_token = token.is_some();
     let input = match offload {
-        // If the graph holds its memory anyway, a copy elsewhere frees none.
-        Some(to) if stand_in.is_some() => Kept::away(saved, to)?,
+        // Otherwise the graph holds its memory, and a copy elsewhere frees none.
+        Some(to) if stand_in.is_some() || !tracked => Kept::away(saved, to)?,
         _ => Kept::InPlace(saved),
     };
+    uses.begin_taps();
+    let with_token = token.is_some();
     let again = Again { unit: unit.clone(), input, tracked, scope: ForwardScope::current(), uses };
     let y = function(&inputs, y, move |y, grad| {
         if let Some(hooks) = &hooks {

@@ -99,7 +99,8 @@ impl UnitHandle {
 
     /// Chooses where the input of a unit that is computed again is from forward to backward: where it
     /// was (`None`, as in the beginning), or elsewhere if it is the output of another unit for which
-    /// that was chosen too, and the model lets go of it. As
+    /// that was chosen too, or needs no gradient, and the model lets go of it.
+    /// [`Host`](ActivationOffload::Host) frees nothing of a model that is on the CPU. As
     /// [`set_activation_checkpointing`](Self::set_activation_checkpointing) in all else.
     pub fn set_activation_offload(&self, to: Option<ActivationOffload>) {
         *self.0.activation_offload.write().expect("no panic while writing") = to;

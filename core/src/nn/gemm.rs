@@ -153,4 +153,46 @@ mod tests {
         assert_eq!(fresh, [1., 4., 6., 2., 5., 9., 3., 6., 12.]);
         assert_eq!(product::<f64>(Mat::new(&[], 2, 0), Mat::new(&[], 0, 2), Threads::One), [0.; 4]);
     }
+
+    fn threads_change_no_bit<T: Float>() {
+        let value = |i: usize| T::lit(((i * 7919) % 1013) as f64 / 511. - 1.);
+        let data: Vec<T> = (0..1000 * 1000).map(value).collect();
+        let pool = |n| rayon::ThreadPoolBuilder::new().num_threads(n).build().unwrap();
+        let pools = [2, 3, 4, 5].map(pool);
+        let shapes = [
+            [[64, 256, 100], [97, 256, 97], [32, 768, 128]],
+            [[512, 96, 48], [385, 619, 234], [20, 300, 801]],
+            [[1, 1000, 1000], [1000, 1000, 1], [2, 1000, 900]],
+        ];
+        for [m, k, n] in shapes.into_iter().flatten() {
+            for transposed in [[false, false], [false, true], [true, false], [true, true]] {
+                let mat = |rows, cols, transposed| match transposed {
+                    true => Mat::new(&data, cols, rows).t(),
+                    false => Mat::new(&data, rows, cols),
+                };
+                let (a, b) = (mat(m, k, transposed[0]), mat(k, n, transposed[1]));
+                let run = |threads| {
+                    let mut out = data[..m * n].to_vec();
+                    gemm(&mut out, a, b, true, threads);
+                    (product(a, b, threads), out)
+                };
+                let one = run(Threads::One);
+                for pool in &pools {
+                    let all = pool.install(|| run(Threads::All));
+                    let threads = pool.current_num_threads();
+                    assert!(one == all, "{m} x {k} x {n}, {transposed:?}, {threads} threads");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn threads_change_no_bit_of_f32() {
+        threads_change_no_bit::<f32>();
+    }
+
+    #[test]
+    fn threads_change_no_bit_of_f64() {
+        threads_change_no_bit::<f64>();
+    }
 }
