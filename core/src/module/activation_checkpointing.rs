@@ -62,8 +62,9 @@ pub struct ActivationCheckpointing {
     pub every: Option<usize>,
     /// Patterns of the units it is about (`*` is one segment), which alone are counted. Empty: all.
     pub units: Vec<String>,
-    /// Where those units' inputs are from forward to backward, if they are moved. Of a unit whose
-    /// input is not the output of another of them it stays where it is.
+    /// Where those units' inputs are from forward to backward, if they are moved; for
+    /// [`Full`](CheckpointMode::Full). An input that gets a gradient and is not the output of another
+    /// of them stays where it is.
     pub offload: Option<ActivationOffload>,
 }
 

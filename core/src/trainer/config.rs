@@ -67,8 +67,9 @@ crate::config_struct! {
         /// Whose activations are not kept from forward to backward but computed again: `"none"`,
         /// `"full"` (of every unit) or `"selective"` (of every second one), or a table such as
         /// `{ type = "selective", every = 3, units = ["model.layers.*"] }`: of every third unit
-        /// whose path matches one of the patterns (`*` is one segment). `offload = "host"` or `"disk"` in the table
-        /// moves those units' inputs to the host's memory or to temporary files meanwhile.
+        /// whose path matches one of the patterns (`*` is one segment). `offload = "host"` or
+        /// `"disk"` in a table of type `"full"` moves those units' inputs to the host's memory or to
+        /// temporary files meanwhile.
         pub activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing::default(),
         /// Seconds after which a rank that waits for others gives up.
         pub timeout_secs: u64 = 600,
