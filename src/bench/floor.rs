@@ -84,9 +84,9 @@ impl Floor {
     /// keys backward.
     fn attend(&self, heads: usize) {
         let (d, block) = (self.head_dim, BLOCK.min(self.seq));
-        let rows = vec![0.01; self.seq * d];
-        let mut sums = vec![0.01; self.seq * d];
-        let mut scores = vec![0.01; block * self.seq];
+        let rows = vec![0.01f32; self.seq * d];
+        let mut sums = vec![0.01f32; self.seq * d];
+        let mut scores = vec![0.01f32; block * self.seq];
         for _ in 0..heads {
             for start in (0..self.seq).step_by(block) {
                 let n = block.min(self.seq - start);
