@@ -10,9 +10,12 @@
 //! ```
 #![allow(unsafe_code)] // the crate's one entry point takes raw pointers; bounds are checked here
 
+use std::ops::Range;
+
 use gemm::Parallelism;
 
 use super::host::Float;
+use super::spread::spread;
 
 /// A row-major or transposed matrix in a slice.
 #[derive(Debug, Clone, Copy)]
@@ -99,26 +102,109 @@ fn checked_size<T>(a: Mat<T>, b: Mat<T>) -> usize {
 /// they are initialised. [`checked_size`] has passed, and no dimension is 0.
 unsafe fn multiply<T: Float>(out: *mut T, a: Mat<T>, b: Mat<T>, add: bool, threads: Threads) {
     let (m, k, n) = (a.rows, a.cols, b.cols);
-    let parallelism = match (threads, rayon::current_num_threads()) {
-        (Threads::One, _) | (_, 0 | 1) => Parallelism::None,
-        (Threads::All, n) => Parallelism::Rayon(n),
+    let [across, along] = match threads {
+        Threads::One => [1, 1],
+        Threads::All => grid(m, k, n, rayon::current_num_threads()),
     };
-    // SAFETY: the strides reach the elements that the caller speaks of: `out` is row-major, `a` and
-    // `b` are dense, row-major or transposed, and their slices are long enough. `out` overlaps
-    // neither, as nobody else uses it. `T` is f32 or f64, which the crate supports.
+    if across * along == 1 {
+        // SAFETY: what the caller promises, for the whole.
+        return unsafe { multiply_part(out, 0..m, 0..n, a, b, add) };
+    }
+    let out = Out(out);
+    spread(across * along, |i| {
+        let rows = share(m, ROWS, across, i / along);
+        let cols = share(n, COLS, along, i % along);
+        // SAFETY: what the caller promises; the parts of the grid share no element.
+        unsafe { multiply_part(out.pointer(), rows, cols, a, b, add) }
+    });
+}
+
+/// A product's elements, which threads write without touching each other's.
+struct Out<T>(*mut T);
+// SAFETY: who shares it writes only elements that are nobody else's.
+unsafe impl<T: Float> Sync for Out<T> {}
+
+impl<T> Out<T> {
+    fn pointer(&self) -> *mut T {
+        self.0
+    }
+}
+
+/// What the rows and columns of a part are multiples of, so that the `gemm` crate's kernels fill
+/// their tiles.
+const ROWS: usize = 12;
+const COLS: usize = 32;
+
+/// Multiplications that are worth another thread.
+const WORTH_A_THREAD: usize = 1 << 18;
+
+/// A product of up to this many rows and columns is summed in other pieces than a larger one, as is one
+/// of up to 256 elements.
+const SMALL: usize = 64;
+
+/// How many parts to cut the rows and the columns of an `m` x `k` by `k` x `n` product into for at most
+/// `threads`: those that read least.
+///
+/// A part's elements are summed as those of the whole, so results are the same to the bit on any
+/// number of threads: what the `gemm` crate computes another way, such as a vector, is not cut.
+fn grid(m: usize, k: usize, n: usize, threads: usize) -> [usize; 2] {
+    let parts = threads.min(m.saturating_mul(n).saturating_mul(k) / WORTH_A_THREAD);
+    let mut best = ([1, 1], usize::MAX);
+    if m == 1 || n == 1 || k <= 2 {
+        return best.0;
+    }
+    for across in (1..=parts).filter(|across| parts.is_multiple_of(*across)) {
+        let along = parts / across;
+        let (rows, cols) = (smallest_share(m, ROWS, across), smallest_share(n, COLS, along));
+        let size = m.div_ceil(across) + n.div_ceil(along);
+        if rows.min(cols) >= 4 && rows.max(cols) > SMALL && size < best.1 {
+            best = ([across, along], size);
+        }
+    }
+    best.0
+}
+
+/// The `i`-th of `parts` shares of `0..len`, which begin at multiples of `unit`.
+fn share(len: usize, unit: usize, parts: usize, i: usize) -> Range<usize> {
+    let units = len.div_ceil(unit);
+    let at = |i: usize| (units * i / parts * unit).min(len);
+    at(i)..at(i + 1)
+}
+
+fn smallest_share(len: usize, unit: usize, parts: usize) -> usize {
+    (0..parts).map(|i| share(len, unit, parts, i).len()).min().unwrap_or(len)
+}
+
+/// Multiplies the part of `out` that has these rows and columns, on this thread.
+///
+/// # Safety
+/// As [`multiply`], for the elements of the part.
+unsafe fn multiply_part<T: Float>(
+    out: *mut T,
+    rows: Range<usize>,
+    cols: Range<usize>,
+    a: Mat<T>,
+    b: Mat<T>,
+    add: bool,
+) {
+    let ld = b.cols;
+    // SAFETY: the part lies within `out`, `a` and `b`. The strides reach the elements that the caller
+    // speaks of: `out` is row-major, `a` and `b` are dense, row-major or transposed, and their slices
+    // are long enough. `out` overlaps neither, as nobody else uses it. `T` is f32 or f64, which the
+    // crate supports.
     unsafe {
         gemm::gemm(
-            m,
-            n,
-            k,
-            out,
+            rows.len(),
+            cols.len(),
+            a.cols,
+            out.add(rows.start * ld + cols.start),
             1,
-            n as isize,
+            ld as isize,
             add,
-            a.data.as_ptr(),
+            a.data.as_ptr().add(rows.start * a.row_stride),
             a.col_stride as isize,
             a.row_stride as isize,
-            b.data.as_ptr(),
+            b.data.as_ptr().add(cols.start * b.col_stride),
             b.col_stride as isize,
             b.row_stride as isize,
             T::ONE,
@@ -126,7 +212,7 @@ unsafe fn multiply<T: Float>(out: *mut T, a: Mat<T>, b: Mat<T>, add: bool, threa
             false,
             false,
             false,
-            parallelism,
+            Parallelism::None,
         );
     }
 }
@@ -158,11 +244,12 @@ mod tests {
         let value = |i: usize| T::lit(((i * 7919) % 1013) as f64 / 511. - 1.);
         let data: Vec<T> = (0..1000 * 1000).map(value).collect();
         let pool = |n| rayon::ThreadPoolBuilder::new().num_threads(n).build().unwrap();
-        let pools = [2, 3, 4, 5].map(pool);
+        let pools = [2, 3, 4, 5, 12].map(pool);
         let shapes = [
             [[64, 256, 100], [97, 256, 97], [32, 768, 128]],
             [[512, 96, 48], [385, 619, 234], [20, 300, 801]],
             [[1, 1000, 1000], [1000, 1000, 1], [2, 1000, 900]],
+            [[97, 700, 65], [130, 1000, 64], [73, 600, 67]],
         ];
         for [m, k, n] in shapes.into_iter().flatten() {
             for transposed in [[false, false], [false, true], [true, false], [true, true]] {

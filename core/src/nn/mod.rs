@@ -56,6 +56,7 @@ mod norm;
 mod record;
 mod residual;
 mod rope;
+mod spread;
 
 pub use arm::{PortableGuard, force_portable};
 pub use attention::{AttentionConfig, CausalSelfAttention};
