@@ -289,14 +289,18 @@ impl Worker {
         self.barriers += 1;
         let all = self.barriers * size;
         let barriers = self.barriers;
+        // The others may have given up, and then they are not coming back. Not asked after arriving:
+        // one that was faster may have aborted since, which is nothing to this barrier.
+        if let Some(failure) = shared.broken() {
+            return Err(failure);
+        }
         region.record(shared.rank).arrived.store(barriers, Ordering::Release);
         let arrivals = &region.header().arrivals.0;
         if arrivals.fetch_add(1, Ordering::SeqCst) + 1 == all {
             (0..shared.size())
                 .filter(|&rank| rank != shared.rank)
                 .for_each(|rank| crate::memory::ring(region.record(rank)));
-            // The others may have given up, and then they are not coming back.
-            return shared.broken().map_or(Ok(()), Err);
+            return Ok(());
         }
         let sequence = self.sequence;
         shared.wait_until(
