@@ -247,7 +247,7 @@ fn errors_of_the_second_run_say_where_they_are_from() {
     let error = error_of(forward, |layer, x| Ok(x.matmul(&layer.forward(x)?)?));
     assert!(matches!(&error, Error::Module { path, .. } if path == "block"), "{error:?}");
     let error = error_of(forward, |layer, x| layer.forward(&layer.forward(x)?));
-    insta::assert_snapshot!(error, @"parameter `block.weight`: got a gradient after its last one: a unit whose activations are checkpointed used it more often when it was computed again than in its forward. What it computes must depend on its input and on what its closure captured alone");
+    insta::assert_snapshot!(error, @"parameter `block.weight`: got a gradient after its last one: a unit whose activations are checkpointed used it more often when it was computed again than in its forward, where what it computes must depend on its input and on what its closure captured alone; or the loss joins the graph of a forward from before the last backward with that of a newer one");
     // What tells of another rank stays what it is.
     let peer = |_: &Linear, _: &Tensor| {
         Err(Error::PeerFailed { rank: 3, message: "out of memory".to_owned() })

@@ -205,6 +205,62 @@ fn one_graph_twice() {
     check(twice, twice);
 }
 
+fn joined(losses: [&Loss; 2]) -> Result<Loss> {
+    let [a, b] = losses;
+    Ok(Loss::new((a.sum() + b.sum())?, a.count() + b.count()))
+}
+
+/// `step` on three ranks gives what it gives on one, or an error: that a loss joins what cannot be joined, or, if
+/// ranks came to it at different places, that their collectives differ.
+fn check_or_error(
+    step: impl Fn(&Fabric, &Toy, &[usize]) -> Result<()> + Sync,
+) -> Vec<&'static str> {
+    let reference = run_ranks(1, |world| train(world, SINGLE, &step)).expect("one rank trains");
+    let mut trained = Vec::new();
+    for config in CONFIGS {
+        match run_ranks(RANKS, |world| train(world, config, &step)) {
+            Ok(runs) => {
+                runs.iter().for_each(|run| assert_same(config, run, &reference[0]));
+                trained.push(*config);
+            }
+            Err(error) => {
+                let error = error.to_string();
+                let known = ["joins the graph of a forward", "the ranks differ in collective"];
+                assert!(known.iter().any(|text| error.contains(text)), "{config}: {error}");
+            }
+        }
+    }
+    trained
+}
+
+/// Of the second backward's uses, only those of the newer forward are counted.
+#[test]
+fn a_forward_from_before_the_last_backward_joined_with_a_newer_one() {
+    let trained = check_or_error(|fabric: &Fabric, toy: &Toy, parts: &[usize]| {
+        parts.chunks(MICRO).try_for_each(|own| {
+            let [first, older] = [toy.loss(own[0], ROUTE)?, toy.loss(own[1], ROUTE)?];
+            fabric.backward(&first)?;
+            let newer = toy.loss(own[0], ROUTE)?;
+            fabric.backward(&joined([&older, &newer])?)
+        })
+    });
+    for config in CONFIGS.iter().filter(|config| !config.contains("activation_checkpointing")) {
+        assert!(trained.contains(config), "{config}");
+    }
+}
+
+#[test]
+fn a_graph_that_was_used_joined_with_a_newer_one() {
+    check_or_error(|fabric: &Fabric, toy: &Toy, parts: &[usize]| {
+        parts.chunks(MICRO).try_for_each(|own| {
+            let used = toy.loss(own[0], ROUTE)?;
+            fabric.backward(&used)?;
+            let newer = toy.loss(own[1], ROUTE)?;
+            fabric.backward(&joined([&used, &newer])?)
+        })
+    });
+}
+
 #[test]
 fn units_called_twice_not_at_all_or_in_another_order() {
     for route in [&[0, 1, 0, 2, 2][..], &[0, 2], &[2, 0, 1], &[1, 1]] {

@@ -310,8 +310,10 @@ impl Parameter {
             return Err(Error::parameter(
                 self.fqn(),
                 "got a gradient after its last one: a unit whose activations are checkpointed used \
-                 it more often when it was computed again than in its forward. What it computes \
-                 must depend on its input and on what its closure captured alone",
+                 it more often when it was computed again than in its forward, where what it \
+                 computes must depend on its input and on what its closure captured alone; or the \
+                 loss joins the graph of a forward from before the last backward with that of a \
+                 newer one",
             ));
         }
         let buffer = self.reducer()?.buffer(self)?;
@@ -423,6 +425,12 @@ impl Parameter {
     pub fn finish_unused(&self) -> Result<()> {
         let unused = self.requires_grad() && self.flow().complete();
         if unused { self.ready() } else { Ok(()) }
+    }
+
+    /// Whether uses that were counted have not delivered: when a backward ends, before
+    /// [`finish_backward`](Self::finish_backward) counts anew, those that another backward may bring.
+    pub fn has_pending_uses(&self) -> bool {
+        self.flow().pending_uses > 0
     }
 
     /// Whether the buffer holds a gradient of this step.

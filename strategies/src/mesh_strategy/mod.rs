@@ -7,8 +7,10 @@
 //! | `units` | which units are gathered on their own |
 //! | `replicated/` | ranks that hold whole parameters: gradients are all-reduced in buckets |
 //! | `sharded/` | ranks that hold shards: units are gathered, gradients reduce-scattered |
+//! | `late_gradient` | the error of gradients that come when their sum has begun |
 //! | `summands` | gradients that tensor-parallel ranks have summands of |
 
+mod late_gradient;
 mod replicated;
 mod settings;
 mod sharded;

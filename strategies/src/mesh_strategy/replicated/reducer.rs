@@ -10,6 +10,7 @@ use fulgurite_core::collective::{ProcessGroup, ReduceOp, Work};
 use fulgurite_core::parameter::{GradReducer, Parameter};
 use fulgurite_core::{Error, Result};
 
+use super::super::late_gradient::late_gradient;
 use super::super::summands::Summands;
 use super::bucket::{Item, pack};
 
@@ -31,6 +32,10 @@ struct State {
     next: usize,
     /// FQNs in the order gradients became ready, in the first backward that synchronised.
     ready_order: Vec<String>,
+    /// Whether a backward of this step left uses behind. A later one that they are part of counts only
+    /// those of newer forwards, so buckets wait for its end. May differ from rank to rank: the order
+    /// in which buckets are launched is the same.
+    behind: bool,
 }
 
 struct Bucket {
@@ -112,8 +117,11 @@ impl Reducer {
     /// After a backward: waits for the reductions and gives the parameters their gradients.
     pub(in crate::mesh_strategy) fn finish_backward(&self) -> Result<()> {
         let state = &mut *self.state();
-        state.next = 0;
         let sync = self.sync.load(Ordering::Relaxed);
+        if sync {
+            state.launch(&*self.group)?;
+        }
+        state.next = 0;
         for bucket in &mut state.buckets {
             bucket.ready = 0;
             if let Some(work) = bucket.work.take() {
@@ -134,15 +142,36 @@ impl Reducer {
 
     /// After an optimizer step: the buckets hold nothing any more.
     pub(in crate::mesh_strategy) fn finish_step(&self) {
-        self.state().buckets.iter_mut().for_each(|bucket| bucket.reduced = false);
+        let state = &mut *self.state();
+        state.behind = false;
+        state.buckets.iter_mut().for_each(|bucket| bucket.reduced = false);
+    }
+}
+
+impl State {
+    /// Starts reducing the buckets that are full and have no other before them that is not.
+    fn launch(&mut self, group: &dyn ProcessGroup) -> Result<()> {
+        while let Some(bucket) = self.buckets.get_mut(self.next) {
+            if bucket.ready < bucket.parameters.len() {
+                break;
+            }
+            bucket.work = Some(group.all_reduce(&bucket.flat, ReduceOp::Sum)?);
+            self.next += 1;
+        }
+        Ok(())
     }
 }
 
 impl GradReducer for Reducer {
     fn buffer(&self, parameter: &Parameter) -> Result<Tensor> {
         let state = self.state();
-        let place = state.places.get(parameter.fqn()).map(|(_, view)| view.clone());
-        place.ok_or_else(|| Error::parameter(parameter.fqn(), "is in no gradient bucket"))
+        let Some((index, view)) = state.places.get(parameter.fqn()) else {
+            return Err(Error::parameter(parameter.fqn(), "is in no gradient bucket"));
+        };
+        if state.buckets[*index].work.is_some() {
+            return Err(late_gradient(parameter));
+        }
+        Ok(view.clone())
     }
 
     fn ready(&self, parameter: &Parameter) -> Result<()> {
@@ -150,6 +179,7 @@ impl GradReducer for Reducer {
             // No gradient on this rank; others may have one.
             self.buffer(parameter)?.zero_set()?;
         }
+        self.state().behind |= parameter.has_pending_uses();
         if !self.sync.load(Ordering::Relaxed) {
             return Ok(());
         }
@@ -161,13 +191,6 @@ impl GradReducer for Reducer {
             return Err(Error::parameter(parameter.fqn(), "is in no gradient bucket"));
         };
         state.buckets[*index].ready += 1;
-        while let Some(bucket) = state.buckets.get_mut(state.next) {
-            if bucket.ready < bucket.parameters.len() {
-                break;
-            }
-            bucket.work = Some(self.group.all_reduce(&bucket.flat, ReduceOp::Sum)?);
-            state.next += 1;
-        }
-        Ok(())
+        if state.behind { Ok(()) } else { state.launch(&*self.group) }
     }
 }

@@ -9,6 +9,8 @@ use fulgurite_core::collective::{AllGather, ProcessGroup, ReduceOp, ReduceScatte
 use fulgurite_core::parameter::Parameter;
 use fulgurite_core::{Error, Result};
 
+use super::super::late_gradient::late_gradient;
+
 /// One parameter of a unit, and how it is cut.
 pub(in crate::mesh_strategy) struct Member {
     pub(in crate::mesh_strategy) parameter: Parameter,
@@ -45,6 +47,8 @@ struct State {
     grads: HashMap<String, Tensor>,
     /// Trainable members whose gradient is complete in this backward.
     ready: usize,
+    /// Whether the gradients of this backward have been handed to a reduction.
+    reduced: bool,
     reduction: Option<Reduction>,
     /// What was reduce-scattered in earlier micro-batches and has not met the replicas' yet.
     waiting: Vec<Tensor>,
@@ -63,8 +67,8 @@ enum ShardedState {
 struct Reduction {
     work: Work,
     shards: Shards,
-    /// Keeps the unsharded gradients until they have been read.
-    _inputs: HashMap<String, Tensor>,
+    /// The unsharded gradients, kept until they have been read.
+    inputs: HashMap<String, Tensor>,
 }
 
 /// Reduced gradients of this rank's shards.
@@ -154,6 +158,9 @@ impl ParamGroup {
         if let Some(grad) = state.grads.get(parameter.fqn()) {
             return Ok(grad.clone());
         }
+        if state.reduced {
+            return Err(late_gradient(parameter));
+        }
         let Some(member) = self.members.iter().find(|m| m.parameter == *parameter) else {
             return Err(Error::parameter(parameter.fqn(), "is in no FSDP unit"));
         };
@@ -181,6 +188,7 @@ impl ParamGroup {
     pub(super) fn reduce_async(&self) -> Result<()> {
         let state = &mut *self.state();
         let inputs = std::mem::take(&mut state.grads);
+        state.reduced = true;
         let shards = self.empty_shards()?;
         let mut parts = Vec::new();
         for (member, output) in self.trainable().zip(&shards.outputs) {
@@ -196,7 +204,7 @@ impl ParamGroup {
             member.parameter.clear_accumulated();
         }
         let work = self.process_group.reduce_scatter(parts, ReduceOp::Sum)?;
-        state.reduction = Some(Reduction { work, shards, _inputs: inputs });
+        state.reduction = Some(Reduction { work, shards, inputs });
         Ok(())
     }
 
@@ -232,8 +240,11 @@ impl ParamGroup {
     /// adding the replicas' results to its own. Collective over the replicas then.
     pub(super) fn finish_reduction(&self, replicate: bool) -> Result<()> {
         let state = &mut *self.state();
-        let Some(Reduction { work, shards, .. }) = state.reduction.take() else { return Ok(()) };
+        let Some(Reduction { work, shards, inputs }) = state.reduction.take() else {
+            return Ok(());
+        };
         work.wait()?;
+        drop(inputs);
         for (buffer, earlier) in shards.buffers.iter().zip(std::mem::take(&mut state.waiting)) {
             storage::copy_from(buffer, &(buffer + earlier)?)?;
         }
@@ -279,7 +290,8 @@ impl ParamGroup {
 
     /// Ends a backward: the next one counts again.
     pub(super) fn end_backward(&self) {
-        self.state().ready = 0;
+        let state = &mut *self.state();
+        (state.ready, state.reduced) = (0, false);
     }
 
     /// Whether no member gets a gradient.

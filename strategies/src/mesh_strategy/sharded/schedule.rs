@@ -42,13 +42,19 @@ struct Order {
     forward: Vec<usize>,
     /// Those of the forward that is running.
     running: Vec<usize>,
-    /// Groups whose gradients are complete (or that get none), and whose parameters are kept until another unit's
-    /// backward begins: operations behind frozen layers may still read them.
+    /// Groups whose gradients are complete (or that get none) and whose backward does not begin again,
+    /// and whose parameters are kept until another unit's backward begins: operations behind frozen
+    /// layers may still read them.
     done: Vec<usize>,
     /// Groups whose reduction has been started, oldest first.
     reducing: Vec<usize>,
-    /// Calls of units whose backward has begun, in the backward that is running.
+    /// Calls of units with trainable parameters in the forward that is running. The others' outputs may
+    /// have no backward.
+    calls: usize,
+    /// Those whose backward has begun, in the backward that is running.
     entered: usize,
+    /// Groups whose backward has begun, once for each call.
+    begun: Vec<usize>,
     /// Whether a backward of this step left calls of units behind: another backward may be theirs.
     behind: bool,
     /// Groups whose backward has begun and that were not reduced yet, in that order, which is the
@@ -62,7 +68,22 @@ impl Order {
     /// Whether the backward that is running is that of the forwards since the last one, so that
     /// the uses of parameters are counted exactly. The same on all ranks, which run the same units.
     fn is_plain(&self) -> bool {
-        !self.behind && self.entered <= self.running.len()
+        !self.behind && self.entered <= self.calls
+    }
+
+    /// Whether the backward of this group may still begin, for the first time or again. The same on all
+    /// ranks, unlike whether its gradients are complete, so it decides what is gathered and freed: else
+    /// one rank would gather a unit while others gather the next.
+    fn awaits(&self, group: usize) -> bool {
+        let times = |groups: &[usize]| groups.iter().filter(|&&g| g == group).count();
+        !self.is_plain() || times(&self.begun) < times(&self.running)
+    }
+
+    /// Has a group freed when the next unit's backward begins, if its own does not begin again.
+    fn free_later(&mut self, group: usize) {
+        if !self.awaits(group) {
+            self.done.push(group);
+        }
     }
 }
 
@@ -140,7 +161,7 @@ impl Schedule {
             }
         }
         if group != self.root() {
-            self.order().done.push(group);
+            self.order().free_later(group);
         }
         Ok(())
     }
@@ -218,8 +239,9 @@ impl Schedule {
             }
         }
         let order = &mut *self.order();
-        order.behind |= order.entered != order.running.len();
-        order.entered = 0;
+        order.behind |= order.entered != order.calls;
+        (order.entered, order.calls) = (0, 0);
+        order.begun.clear();
         if !order.running.is_empty() {
             order.forward = std::mem::take(&mut order.running);
         }
@@ -250,7 +272,11 @@ impl UnitHooks for Schedule {
         let Some(group) = self.unit_group(unit) else { return Ok(()) };
         self.groups[group].unshard()?;
         if is_grad_enabled() {
-            self.order().running.push(group);
+            {
+                let mut order = self.order();
+                order.running.push(group);
+                order.calls += usize::from(!self.groups[group].is_frozen());
+            }
             for next in self.neighbours(group, true) {
                 self.groups[next].unshard_async()?;
             }
@@ -269,7 +295,8 @@ impl UnitHooks for Schedule {
         let Some(group) = self.unit_group(unit) else { return Ok(()) };
         let done = {
             let mut order = self.order();
-            order.entered += 1;
+            order.entered += usize::from(!self.groups[group].is_frozen());
+            order.begun.push(group);
             std::mem::take(&mut order.done)
         };
         for other in done {
@@ -280,12 +307,11 @@ impl UnitHooks for Schedule {
         self.groups[group].unshard()?;
         if self.groups[group].is_frozen() {
             // No gradient will say that its backward is done.
-            self.order().done.push(group);
+            self.order().free_later(group);
         }
         for previous in self.neighbours(group, false) {
-            let previous_group = &self.groups[previous];
-            if previous_group.is_frozen() || !previous_group.is_complete() {
-                previous_group.unshard_async()?;
+            if self.order().awaits(previous) {
+                self.groups[previous].unshard_async()?;
             }
         }
         // What this rank's forward left out must not hold the unit's reduction back: ranks reduce
