@@ -153,14 +153,15 @@ impl Shared {
             if ready() {
                 return Ok(());
             }
+            // A rank may have gone on, and failed, since we looked.
             if let Some(failure) = self.aborted() {
-                return Err(failure);
+                return if ready() { Ok(()) } else { Err(failure) };
             }
             let now = Instant::now();
             if now - polled >= POLL {
                 polled = now;
                 if let Some((rank, message)) = self.rendezvous.failure() {
-                    return Err(Failure::Peer { rank, message });
+                    return if ready() { Ok(()) } else { Err(Failure::Peer { rank, message }) };
                 }
                 match missing().into_iter().find_map(|rank| Some((rank, self.gone(rank)?))) {
                     Some((rank, how)) => {
