@@ -144,7 +144,9 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// key and value head. With `causal`, the last query is at the last key's position and each sees
 /// the keys up to its own. The output has the shape of `q`.
 ///
-/// Memory beyond inputs and output is one number a query, and a block of scores a thread.
+/// Memory beyond inputs and output is one number a query. While it runs on the CPU, heads are computed in
+/// parallel, each of them running with a copy of its keys and values, 128 queries' scores, and in
+/// backward as much again and the keys' and values' gradients.
 ///
 /// # Errors
 /// If shapes or dtypes do not fit, or under context parallelism, where the keys of a sequence are on

@@ -142,23 +142,35 @@ const WORTH_A_THREAD: usize = 1 << 18;
 /// of up to 256 elements.
 const SMALL: usize = 64;
 
+/// Up to this many elements of a product may be computed in a way of their own.
+const FEW: usize = 256;
+
+/// About how many multiplications reading a number takes as long as.
+const READING: usize = 16;
+
 /// How many parts to cut the rows and the columns of an `m` x `k` by `k` x `n` product into for at most
-/// `threads`: those that read least.
+/// `threads`: those of which the largest takes least, by what it multiplies and reads.
 ///
 /// A part's elements are summed as those of the whole, so results are the same to the bit on any
-/// number of threads: what the `gemm` crate computes another way, such as a vector, is not cut.
+/// number of threads: what the `gemm` crate computes another way, such as a vector, is not cut, and
+/// nothing into such parts.
 fn grid(m: usize, k: usize, n: usize, threads: usize) -> [usize; 2] {
-    let parts = threads.min(m.saturating_mul(n).saturating_mul(k) / WORTH_A_THREAD);
-    let mut best = ([1, 1], usize::MAX);
-    if m == 1 || n == 1 || k <= 2 {
+    let most = threads.min(m.saturating_mul(n).saturating_mul(k) / WORTH_A_THREAD);
+    let takes = |rows: usize, cols: usize| rows.saturating_mul(cols) + READING * (rows + cols);
+    let mut best = ([1, 1], takes(m, n));
+    if k <= 2 {
         return best.0;
     }
-    for across in (1..=parts).filter(|across| parts.is_multiple_of(*across)) {
-        let along = parts / across;
-        let (rows, cols) = (smallest_share(m, ROWS, across), smallest_share(n, COLS, along));
-        let size = m.div_ceil(across) + n.div_ceil(along);
-        if rows.min(cols) >= 4 && rows.max(cols) > SMALL && size < best.1 {
-            best = ([across, along], size);
+    for across in 1..=most {
+        for along in 1..=most / across {
+            let [rows, cols] = [smallest_share(m, ROWS, across), smallest_share(n, COLS, along)];
+            let alike = rows.min(cols) > 1
+                && rows.saturating_mul(cols) > FEW
+                && (m.max(n) <= SMALL || rows.max(cols) > SMALL);
+            let takes = takes(largest_share(m, ROWS, across), largest_share(n, COLS, along));
+            if alike && takes < best.1 {
+                best = ([across, along], takes);
+            }
         }
     }
     best.0
@@ -171,8 +183,13 @@ fn share(len: usize, unit: usize, parts: usize, i: usize) -> Range<usize> {
     at(i)..at(i + 1)
 }
 
+/// The first share has the fewest units, the last the most, of which one may be cut off.
 fn smallest_share(len: usize, unit: usize, parts: usize) -> usize {
-    (0..parts).map(|i| share(len, unit, parts, i).len()).min().unwrap_or(len)
+    share(len, unit, parts, 0).len().min(share(len, unit, parts, parts - 1).len())
+}
+
+fn largest_share(len: usize, unit: usize, parts: usize) -> usize {
+    len.min(len.div_ceil(unit).div_ceil(parts) * unit)
 }
 
 /// Multiplies the part of `out` that has these rows and columns, on this thread.
@@ -242,7 +259,7 @@ mod tests {
 
     fn threads_change_no_bit<T: Float>() {
         let value = |i: usize| T::lit(((i * 7919) % 1013) as f64 / 511. - 1.);
-        let data: Vec<T> = (0..1000 * 1000).map(value).collect();
+        let data: Vec<T> = (0..1_000_000).map(value).collect();
         let pool = |n| rayon::ThreadPoolBuilder::new().num_threads(n).build().unwrap();
         let pools = [2, 3, 4, 5, 12].map(pool);
         let shapes = [
@@ -250,6 +267,7 @@ mod tests {
             [[512, 96, 48], [385, 619, 234], [20, 300, 801]],
             [[1, 1000, 1000], [1000, 1000, 1], [2, 1000, 900]],
             [[97, 700, 65], [130, 1000, 64], [73, 600, 67]],
+            [[3, 1000, 1000], [64, 5000, 64], [48, 5000, 40]],
         ];
         for [m, k, n] in shapes.into_iter().flatten() {
             for transposed in [[false, false], [false, true], [true, false], [true, true]] {
@@ -269,6 +287,31 @@ mod tests {
                     let threads = pool.current_num_threads();
                     assert!(one == all, "{m} x {k} x {n}, {transposed:?}, {threads} threads");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn more_threads_cut_into_no_larger_parts() {
+        let shapes = [[512, 768, 64], [1024, 4096, 16], [64, 768, 768], [32, 2048, 2048]];
+        let more = [[256, 1024, 256], [128, 65536, 128], [3, 4096, 4096], [64, 65536, 64]];
+        for [m, k, n] in shapes.into_iter().chain(more) {
+            let largest = |threads| {
+                let [across, along] = grid(m, k, n, threads);
+                assert!(across * along <= threads);
+                for (len, unit, parts) in [(m, ROWS, across), (n, COLS, along)] {
+                    let shares: Vec<_> = (0..parts).map(|i| share(len, unit, parts, i)).collect();
+                    let lens = || shares.iter().map(Range::len);
+                    assert_eq!(lens().sum::<usize>(), len);
+                    assert_eq!(lens().min().unwrap(), smallest_share(len, unit, parts));
+                    assert!(lens().max().unwrap() <= largest_share(len, unit, parts));
+                }
+                let [rows, cols] = [largest_share(m, ROWS, across), largest_share(n, COLS, along)];
+                rows * cols + READING * (rows + cols)
+            };
+            assert!(largest(2) < largest(1), "{m} x {k} x {n} is cut for two threads");
+            for threads in 2..64 {
+                assert!(largest(threads) <= largest(threads - 1), "{m} x {k} x {n}, {threads}");
             }
         }
     }

@@ -54,7 +54,8 @@ pub struct LinearCrossEntropy {
     /// The most bytes of logits that there are at a time (one row at least). By default 64 MiB. In
     /// f32 and f64 on the CPU their gradient takes over their memory; in bf16 and f16, and on GPUs,
     /// copies in f32 come on top of it. Each piece is added to the head's gradient, and rounded where
-    /// that is kept in bf16 or f16 (`reduce_dtype`): there, take few pieces.
+    /// that is kept in bf16 or f16 (`reduce_dtype`), and on the CPU each makes an f32 copy of a bf16
+    /// or f16 head: there, take few pieces.
     pub logits_bytes: usize,
 }
 
@@ -98,7 +99,9 @@ impl LinearCrossEntropy {
         let targets = self.cross_entropy.targets(&dims, targets, classes)?;
         let count = targets.iter().flatten().count();
         let saved = hidden.detach().reshape((targets.len(), inputs))?;
-        let rows = (self.logits_bytes / (classes * saved.dtype().size_in_bytes())).max(1);
+        let most = (self.logits_bytes / (classes * saved.dtype().size_in_bytes())).max(1);
+        // Pieces alike: the last may otherwise be a single row, for which all of the head is read.
+        let rows = targets.len().div_ceil(targets.len().div_ceil(most).max(1)).max(1);
         let pieces: Vec<Range<usize>> = (0..targets.len().max(1))
             .step_by(rows)
             .map(|start| start..targets.len().min(start + rows))

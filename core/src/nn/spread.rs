@@ -15,10 +15,13 @@ const LOOKS_FOR: Duration = Duration::from_millis(1);
 const KEEPS_CORE_FOR: Duration = Duration::from_micros(100);
 
 /// Calls `part` with every number below `parts`, on the threads of rayon's current pool, and returns
-/// when all calls have: the first on this thread, which takes others where no thread is free.
+/// when all calls have: the first on this thread, which, if it is one of the pool's, takes others where
+/// no thread is free.
 ///
 /// Rayon's own loops let a thread sleep some microseconds after its work is done.
 pub(super) fn spread(parts: usize, part: impl Fn(usize) + Sync) {
+    // A part that this thread takes itself must leave nothing behind that it would look for.
+    let _looking = Looking::begin();
     let left = AtomicUsize::new(parts.saturating_sub(1));
     let (part, left) = (&part, &left);
     rayon::in_place_scope(|scope| {
@@ -37,18 +40,39 @@ pub(super) fn spread(parts: usize, part: impl Fn(usize) + Sync) {
     });
 }
 
+thread_local! {
+    /// Whether this thread looks for work, or will when it is done with what it does.
+    static LOOKS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// While it lives, this thread looks for work, or did before.
+struct Looking {
+    before: bool,
+}
+
+impl Looking {
+    fn begin() -> Self {
+        Self { before: LOOKS.replace(true) }
+    }
+}
+
+impl Drop for Looking {
+    fn drop(&mut self) {
+        LOOKS.set(self.before);
+    }
+}
+
 /// Has this thread, one of a pool's, look for more work when it is done with what it does.
 fn stay_awake() {
-    thread_local!(static LOOKS: Cell<bool> = const { Cell::new(false) });
     let thread = rayon::current_thread_index();
     if LOOKS.get() {
         return;
     }
     rayon::spawn(move || {
         // Another thread may have taken this, such as one that waits for its own parts.
-        if rayon::current_thread_index() == thread && !LOOKS.replace(true) {
+        if rayon::current_thread_index() == thread && !LOOKS.get() {
+            let _looking = Looking::begin();
             look(|| false);
-            LOOKS.set(false);
         }
     });
 }
@@ -96,6 +120,17 @@ mod tests {
             }
         }
         assert_eq!(calls(5), [1; 5], "from a thread of no pool");
+    }
+
+    #[test]
+    fn a_part_that_the_caller_takes_leaves_nothing_for_it_to_look_for() {
+        let pool = pool(1);
+        pool.install(|| {
+            spread(2, |_| {});
+            assert!(!LOOKS.get(), "as before");
+            // What is left in the pool's queue, this thread would do now.
+            assert_ne!(rayon::yield_now(), Some(rayon::Yield::Executed));
+        });
     }
 
     #[test]

@@ -1,5 +1,6 @@
-//! Attention on the CPU. Queries are taken in blocks; a block's scores live in a buffer of the
-//! thread's, and backward computes the probabilities again from the saved log-sum-exp.
+//! Attention on the CPU, (sequence, head) pairs in parallel. Queries are taken in blocks; for a head
+//! there are copies of its keys and values and a block's scores at a time, in backward also the
+//! gradients of all three. Backward computes the probabilities again from the saved log-sum-exp.
 
 use std::ops::Deref;
 
@@ -242,20 +243,32 @@ fn backward_group<T: Float>(
     (batch, kv): (usize, usize),
     (dq_rows, mut dk_rows, mut dv_rows): GroupRows<T>,
 ) {
-    let heads: Vec<(Vec<T>, Vec<T>)> = dq_rows
-        .into_par_iter()
-        .enumerate()
-        .map(|(i, rows)| {
-            let head = kv * s.group() + i;
-            backward_head(attend, s, inputs, lse, rotation, (batch, head), rows)
-        })
-        .collect();
-    let mut heads = heads.into_iter();
-    let Some((mut dk, mut dv)) = heads.next() else { return };
-    for (more_dk, more_dv) in heads {
-        add_rows(&mut dk, &more_dk);
-        add_rows(&mut dv, &more_dv);
+    // As many at a time as there are threads: each has gradients of its own of all keys.
+    let at_a_time = rayon::current_num_threads();
+    let mut dq_rows = dq_rows.into_iter();
+    let mut sum: Option<(Vec<T>, Vec<T>)> = None;
+    for first in (kv * s.group()..(kv + 1) * s.group()).step_by(at_a_time) {
+        let heads: Vec<(Vec<T>, Vec<T>)> = dq_rows
+            .by_ref()
+            .take(at_a_time)
+            .collect::<Vec<_>>()
+            .into_par_iter()
+            .enumerate()
+            .map(|(i, rows)| {
+                backward_head(attend, s, inputs, lse, rotation, (batch, first + i), rows)
+            })
+            .collect();
+        for (more_dk, more_dv) in heads {
+            match &mut sum {
+                None => sum = Some((more_dk, more_dv)),
+                Some((dk, dv)) => {
+                    add_rows(dk, &more_dk);
+                    add_rows(dv, &more_dv);
+                }
+            }
+        }
     }
+    let Some((mut dk, dv)) = sum else { return };
     rotation.apply(&mut dk, s.dim, 0, true);
     for (row, out) in dk.chunks_exact(s.dim).zip(&mut dk_rows) {
         out.copy_from_slice(row);

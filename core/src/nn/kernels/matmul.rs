@@ -7,7 +7,7 @@ use crate::Result;
 use crate::autograd::storage;
 use crate::nn::arm::{on_host, wide, wide_dtype};
 use crate::nn::gemm::{Mat, Threads, gemm, product};
-use crate::nn::host::{Float, host, tensor, with_float};
+use crate::nn::host::{Float, host, rows_per_piece, tensor, with_float};
 use crate::nn::record::accumulate_host;
 use crate::parameter::Parameter;
 use crate::simd::vectorized;
@@ -177,21 +177,26 @@ pub(in crate::nn) fn bias_grad(bias: &Parameter, grad: &Tensor) -> Result<()> {
 
 /// Sums the rows of `grad` into `out`.
 fn column_sums<T: Float>(out: &mut [T], grad: &[T], add: bool) {
-    const COLUMNS: usize = 256;
-    let width = out.len();
-    out.par_chunks_mut(COLUMNS).enumerate().for_each(|(i, out)| {
-        if !add {
-            out.fill(T::ZERO);
-        }
-        add_columns(out, grad, width, i * COLUMNS);
-    });
+    let width = out.len().max(1);
+    let sums: Vec<Vec<T>> = grad
+        .par_chunks(rows_per_piece(grad.len() / width) * width)
+        .map(|rows| {
+            let mut sum = vec![T::ZERO; width];
+            add_rows(&mut sum, rows);
+            sum
+        })
+        .collect();
+    if !add {
+        out.fill(T::ZERO);
+    }
+    sums.iter().for_each(|sum| add_rows(out, sum));
 }
 
 vectorized! {
-    /// Adds the columns from `first` on of the rows of `grad`, each `width` wide.
-    fn add_columns[T: Float](out: &mut [T], grad: &[T], width: usize, first: usize) {
-        for row in grad.chunks_exact(width) {
-            out.iter_mut().zip(&row[first..]).for_each(|(out, &g)| *out += g);
+    /// Adds rows as wide as `out` to it.
+    fn add_rows[T: Float](out: &mut [T], rows: &[T]) {
+        for row in rows.chunks_exact(out.len()) {
+            out.iter_mut().zip(row).for_each(|(out, &g)| *out += g);
         }
     }
 }
