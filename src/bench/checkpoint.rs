@@ -17,7 +17,7 @@ use rustix::fs::{Advice, fadvise};
 use serde_json::json;
 
 use super::memory::{forget_peak, resident};
-use super::ranks::{Ranks, Times, at_least_one};
+use super::ranks::{Job, Times, at_least_one};
 use super::{Decoder, SizeOptions, Workload};
 use crate::cli::print;
 use crate::prelude::*;
@@ -26,7 +26,7 @@ use crate::prelude::*;
 #[derive(Debug, Clone, Args)]
 pub struct CheckpointBench {
     #[command(flatten)]
-    ranks: Ranks,
+    job: Job,
     #[command(flatten)]
     size: SizeOptions,
     /// Where to write; a directory of its own is made there and removed again
@@ -62,7 +62,7 @@ const LIMITS: [(&str, &str); 9] = [
 /// If ranks cannot be started, or the directory cannot be written.
 pub fn checkpoint(options: &CheckpointBench) -> Result<()> {
     let size = options.size.decoder(Workload::Ckpt)?;
-    let mut fabric = options.ranks.launch()?;
+    let mut fabric = options.job.launch(&[])?;
     let adamw = AdamW { lr: 3e-4, weight_decay: 0.1, ..AdamW::default() };
     let (_model, mut optimizer) = fabric.setup(|b| Decoder::new(b, &size), &adamw)?;
     // Moments that are not zero, as after a step.
@@ -79,11 +79,13 @@ pub fn checkpoint(options: &CheckpointBench) -> Result<()> {
     let sizes = Sizes::of(&fabric)?;
     let mut meter = Meter { fabric: &fabric, times: Times::default(), rises: BTreeMap::new() };
     let measured = measure(&mut meter, options.repeat, &mut optimizer, &here, &sizes);
-    fabric.barrier()?;
-    if fabric.is_global_zero() {
-        fs::remove_dir_all(&here).map_err(Error::io("removing", &here))?;
-    }
-    measured?;
+    // A rank that failed left the others in another collective: there is nothing to wait for.
+    let met = measured.as_ref().map_or(Ok(()), |()| fabric.barrier());
+    let removed = match fabric.is_global_zero() {
+        true => fs::remove_dir_all(&here).map_err(Error::io("removing", &here)),
+        false => Ok(()),
+    };
+    measured.and(met).and(removed)?;
     let rises = all_gather_object(&**fabric.world(), &meter.rises)?;
     if fabric.is_global_zero() {
         report(options, &sizes, &meter.times, &rises)?;

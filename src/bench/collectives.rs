@@ -7,7 +7,7 @@ use fulgurite_core::autograd::storage::with_host_mut;
 use fulgurite_core::collective::{AllGather, ReduceOp, ReduceScatter, all_gather_object, wait_for};
 use serde_json::json;
 
-use super::ranks::Ranks;
+use super::ranks::{Ranks, median};
 use crate::cli::print;
 use crate::prelude::*;
 
@@ -16,7 +16,8 @@ use crate::prelude::*;
 pub struct CollectivesBench {
     #[command(flatten)]
     ranks: Ranks,
-    /// Bytes of the whole buffer: an all-gather's output, a reduce-scatter's input
+    /// Bytes of the whole buffer, an all-gather's output, a reduce-scatter's input; separated by
+    /// commas
     #[arg(long, value_delimiter = ',', default_values_t = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20])]
     sizes: Vec<usize>,
     /// Buffers in memory of each process's own; by default they are where the transport reaches them
@@ -36,7 +37,7 @@ const OPS: [&str; 5] = ["all_reduce", "all_gather", "reduce_scatter", "broadcast
 /// # Errors
 /// If ranks cannot be started, or a collective fails or gives a wrong result.
 pub fn collectives(options: &CollectivesBench) -> Result<()> {
-    let fabric = options.ranks.launch()?;
+    let fabric = options.ranks.launch("ddp", &[])?;
     for op in OPS {
         let sizes: &[usize] = if op == "barrier" { &[0] } else { &options.sizes };
         for &bytes in sizes {
@@ -138,12 +139,11 @@ impl Measured {
 
         let all = all_gather_object(&**world, &(secs, in_a_row))?;
         let slowest = |i: usize| all.iter().map(|(secs, _)| secs[i]).fold(0.0, f64::max);
-        let mut slowest: Vec<f64> = (0..calls).map(slowest).collect();
-        slowest.sort_by(f64::total_cmp);
+        let slowest: Vec<f64> = (0..calls).map(slowest).collect();
         Ok(Self {
             bytes: if op == "barrier" { 0 } else { part * n * 4 },
-            median_secs: slowest[calls / 2],
-            shortest_secs: slowest[0],
+            median_secs: median(&slowest),
+            shortest_secs: slowest.iter().copied().fold(f64::INFINITY, f64::min),
             in_a_row_secs: all.iter().map(|(_, secs)| *secs).fold(0.0, f64::max),
         })
     }

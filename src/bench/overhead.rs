@@ -12,10 +12,10 @@ use serde_json::json;
 use toml::Table;
 
 use super::loops::{Job, Loop, Measured, alone};
-use super::ranks::at_least_one;
+use super::ranks::{at_least_one, median};
 use super::startup::{Startup, start};
 use super::subject::Subject;
-use super::train::{median, now};
+use super::train::now;
 use crate::cli::print;
 use crate::prelude::*;
 
@@ -26,7 +26,7 @@ pub struct OverheadBench {
     /// alone
     #[arg(long, default_value_t = 2, value_parser = at_least_one)]
     ranks: usize,
-    /// What is trained
+    /// What is trained, separated by commas
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Subject::Tiny, Subject::Small, Subject::One])]
     models: Vec<Subject>,
     /// Steps that are timed, each time
@@ -61,14 +61,14 @@ pub fn overhead(options: &OverheadBench) -> Result<()> {
     let dir = std::env::temp_dir().join(format!("fulgurite-bench-{}", std::process::id()));
     let dir: PathBuf = broadcast_object(&*world, &dir, 0)?;
     let measured = measure(options, &world, &dir);
-    wait_for(|| world.barrier())?;
+    // A rank that failed left the others in another collective: there is nothing to wait for.
+    let met = measured.as_ref().map_or(Ok(()), |_| wait_for(|| world.barrier()));
     let removed = match world.rank() {
         0 => std::fs::remove_dir_all(&dir).map_err(Error::io("removing", &dir)),
         _ => Ok(()),
     };
-    // Why there may be nothing to remove comes first.
     let loops = measured?;
-    removed?;
+    met.and(removed)?;
     let report = Report {
         ranks: world.size(),
         threads: rayon::current_num_threads(),

@@ -13,25 +13,36 @@ use crate::prelude::*;
 /// Where a benchmark runs.
 #[derive(Debug, Clone, Args)]
 pub(super) struct Ranks {
-    /// Number of processes
+    /// Number of processes. Each computes on as many threads as RAYON_NUM_THREADS says, without it
+    /// on its share of this machine's cores
     #[arg(long, default_value_t = 2, value_parser = at_least_one)]
     pub(super) ranks: usize,
+}
+
+/// Where a benchmark of a strategy runs.
+#[derive(Debug, Clone, Args)]
+pub(super) struct Job {
+    #[command(flatten)]
+    ranks: Ranks,
     /// The strategy: a name, or a TOML table such as '{ type = "fsdp_tp" }'
     #[arg(long, default_value = "fsdp")]
     pub(super) strategy: String,
 }
 
-impl Ranks {
-    /// Becomes a rank; see [`launch`](fulgurite_core::launch::launch).
-    pub(super) fn launch(&self) -> Result<Fabric> {
-        self.launch_with(&[])
+impl Job {
+    /// Becomes a rank; see [`launch`](fulgurite_core::launch::launch). `keys` are further keys of
+    /// the configuration, `key=value`.
+    pub(super) fn launch(&self, keys: &[String]) -> Result<Fabric> {
+        self.ranks.launch(&self.strategy, keys)
     }
+}
 
-    /// The same with further keys of the configuration, `key=value`.
-    pub(super) fn launch_with(&self, keys: &[String]) -> Result<Fabric> {
+impl Ranks {
+    /// The same under a strategy that is not an option.
+    pub(super) fn launch(&self, strategy: &str, keys: &[String]) -> Result<Fabric> {
         let mut layers = ConfigLayers::new()
             .set(&format!("trainer.devices={}", self.ranks))?
-            .set(&format!("trainer.strategy={}", self.strategy))?;
+            .set(&format!("trainer.strategy={strategy}"))?;
         for key in keys {
             layers = layers.set(key)?;
         }
@@ -93,11 +104,17 @@ impl Times {
 
     /// The median of each, in the order of measuring.
     pub(super) fn medians(&self) -> Vec<(&'static str, f64)> {
-        let median = |name: &&'static str| {
-            let mut secs = self.secs[*name].clone();
-            secs.sort_by(f64::total_cmp);
-            (*name, secs[secs.len() / 2])
-        };
-        self.order.iter().map(median).collect()
+        self.order.iter().map(|name| (*name, median(&self.secs[*name]))).collect()
+    }
+}
+
+/// The median: of an even number of values, the mean of the two in the middle; of none, NaN.
+pub(super) fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let n = sorted.len();
+    match n {
+        0 => f64::NAN,
+        _ => f64::midpoint(sorted[(n - 1) / 2], sorted[n / 2]),
     }
 }

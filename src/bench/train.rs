@@ -3,15 +3,16 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use fulgurite_core::collective::all_gather_object;
 use fulgurite_core::mesh::{DATA_PARALLEL, TENSOR_PARALLEL};
-use fulgurite_core::optim::AdamW;
+use fulgurite_core::optim::{AdamW, StateDtype};
 use fulgurite_core::trainer::peak_rss_mib;
 use serde::Serialize;
 use serde_json::json;
 
 use super::floor::Floor;
-use super::ranks::{Ranks, Times, at_least_one};
+use super::ranks::{Job, Times, at_least_one, median};
 use super::{Decoder, DecoderSize, SizeOptions, Workload};
 use crate::cli::print;
 use crate::prelude::*;
@@ -20,19 +21,22 @@ use crate::prelude::*;
 #[derive(Debug, Clone, Args)]
 pub struct TrainBench {
     #[command(flatten)]
-    ranks: Ranks,
+    job: Job,
     #[command(flatten)]
     size: SizeOptions,
-    /// Tokens a sequence
+    /// Tokens a sequence [default: the workload's]
     #[arg(long, value_parser = at_least_one)]
     seq: Option<usize>,
-    /// Sequences a micro-batch, on each data-parallel rank
+    /// Sequences a micro-batch, on each data-parallel rank [default: the workload's]
     #[arg(long, value_parser = at_least_one)]
     batch: Option<usize>,
     /// Whose activations are computed again in backward: none, full or selective, or a TOML table
-    /// such as '{ type = "selective", every = 3 }'
+    /// such as '{ type = "selective", every = 3 }' or '{ type = "full", offload = "disk" }'
     #[arg(long, default_value = "none")]
     activation_checkpointing: String,
+    /// What AdamW's moments are kept in
+    #[arg(long, default_value = "f32", value_parser = state_dtypes())]
+    optimizer_state_dtype: StateDtype,
     /// Micro-batches a step; gradients are synchronised after the last
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     accumulate: u64,
@@ -42,7 +46,7 @@ pub struct TrainBench {
     /// Steps before those
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
     warmup: u64,
-    /// Leave out the matrix products alone
+    /// Do not measure the floor: the step's matrix products and nothing else
     #[arg(long)]
     no_floor: bool,
     /// As JSON on standard output
@@ -52,6 +56,16 @@ pub struct TrainBench {
 
 /// Batches that are taken in turn.
 const POOL: u64 = 4;
+
+/// How often the floor takes its turn among the timed steps.
+const FLOOR_TURNS: u64 = 5;
+
+fn state_dtypes() -> impl TypedValueParser<Value = StateDtype> {
+    PossibleValuesParser::new(["f32", "bf16"]).map(|name| match name.as_str() {
+        "bf16" => StateDtype::Bf16,
+        _ => StateDtype::F32,
+    })
+}
 
 /// Measures. Launches the other ranks; returns in ranks only. Collective.
 ///
@@ -67,9 +81,15 @@ pub fn train(options: &TrainBench) -> Result<()> {
     let (seq, batch) = (options.seq.unwrap_or(seq), options.batch.unwrap_or(batch));
     let checkpointing = &options.activation_checkpointing;
     let key = format!("trainer.activation_checkpointing={checkpointing}");
-    let mut fabric = options.ranks.launch_with(&[key])?;
-    let adamw =
-        AdamW { lr: 3e-4, betas: (0.9, 0.95), weight_decay: 0.1, eps: 1e-8, ..AdamW::default() };
+    let mut fabric = options.job.launch(&[key])?;
+    let adamw = AdamW {
+        lr: 3e-4,
+        betas: (0.9, 0.95),
+        weight_decay: 0.1,
+        eps: 1e-8,
+        state_dtype: options.optimizer_state_dtype,
+        ..AdamW::default()
+    };
     let (model, mut optimizer) = fabric.setup(|b| Decoder::new(b, &size), &adamw)?;
     if fabric.context_parallel().is_some() {
         return Err(Error::Config(
@@ -109,22 +129,30 @@ pub fn train(options: &TrainBench) -> Result<()> {
     for i in 1..options.warmup {
         step(i)?;
     }
-    let mut loss_last = loss_first;
-    for i in options.warmup..options.warmup + options.steps {
-        loss_last = times.measure(&fabric, "step", || step(i))?;
+    let peak_before_floor = peak_rss_mib();
+    let mut floor = (!options.no_floor).then(|| Floor::new(&size, batch, seq, tensor_parallel));
+    if let Some(floor) = &mut floor {
+        floor.run();
     }
-    let peak_rss_mib = all_gather_object(&**fabric.world(), &peak_rss_mib())?;
-    if !options.no_floor {
-        let mut floor = Floor::new(&size, batch, seq, tensor_parallel);
-        for i in 0..6 {
-            // The first touches the memory.
-            let name = if i == 0 { "floor_warmup" } else { "floor" };
-            times.measure(&fabric, name, || {
+    let mut loss_last = loss_first;
+    // The floor takes turns with the steps: how fast a machine is may change meanwhile.
+    let turns = FLOOR_TURNS.min(options.steps);
+    for i in 0..options.steps {
+        loss_last = times.measure(&fabric, "step", || step(options.warmup + i))?;
+        if let Some(floor) = &mut floor
+            && (i + 1) * turns / options.steps > i * turns / options.steps
+        {
+            times.measure(&fabric, "floor", || {
                 (0..options.accumulate).for_each(|_| floor.run());
                 Ok(())
             })?;
         }
     }
+    // The floor's memory is not the training's, and was there all the time.
+    let floor_mib = floor.map_or(0.0, |floor| floor.mib());
+    let peak_rss_mib =
+        peak_rss_mib().zip(peak_before_floor).map(|(all, before)| before.max(all - floor_mib));
+    let peak_rss_mib = all_gather_object(&**fabric.world(), &peak_rss_mib)?;
     let tokens_per_step = batch * seq * data_parallel.size() * options.accumulate as usize;
     if !fabric.is_global_zero() {
         return Ok(());
@@ -135,7 +163,7 @@ pub fn train(options: &TrainBench) -> Result<()> {
     report(
         options,
         &Report {
-            strategy: &options.ranks.strategy,
+            strategy: &options.job.strategy,
             ranks: fabric.world_size(),
             data_parallel: data_parallel.size(),
             tensor_parallel,
@@ -145,6 +173,7 @@ pub fn train(options: &TrainBench) -> Result<()> {
             batch,
             accumulate: options.accumulate,
             activation_checkpointing: checkpointing,
+            optimizer_state_dtype: options.optimizer_state_dtype,
             parameters: fabric.module_tree()?.elem_count(),
             steps: options.steps,
             step_s,
@@ -162,7 +191,7 @@ pub fn train(options: &TrainBench) -> Result<()> {
     )
 }
 
-/// What was measured; times are the slowest rank's, `step_s` the median.
+/// What was measured; times are the slowest rank's, `step_s` and `gemm_floor_s` medians.
 #[derive(Serialize)]
 struct Report<'a> {
     strategy: &'a str,
@@ -176,6 +205,7 @@ struct Report<'a> {
     batch: usize,
     accumulate: u64,
     activation_checkpointing: &'a str,
+    optimizer_state_dtype: StateDtype,
     parameters: usize,
     steps: u64,
     step_s: f64,
@@ -240,13 +270,6 @@ fn tokens(size: &DecoderSize, [batch, seq]: [usize; 2], seed: u64) -> Result<(Te
     let ids: Vec<u32> = (0..batch * (seq + 1)).map(|_| next()).collect();
     let ids = Tensor::from_vec(ids, (batch, seq + 1), &Device::Cpu)?;
     Ok((ids.narrow(1, 0, seq)?.contiguous()?, ids.narrow(1, 1, seq)?.contiguous()?))
-}
-
-/// The median; of an even number, the upper one.
-pub(super) fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// Seconds since 1970.
