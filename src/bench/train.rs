@@ -57,8 +57,8 @@ pub struct TrainBench {
 /// Batches that are taken in turn.
 const POOL: u64 = 4;
 
-/// How often the floor takes its turn among the timed steps.
-const FLOOR_TURNS: u64 = 5;
+/// How often the floor is measured before the timed steps, and again after.
+const FLOORS: usize = 3;
 
 fn state_dtypes() -> impl TypedValueParser<Value = StateDtype> {
     PossibleValuesParser::new(["f32", "bf16"]).map(|name| match name.as_str() {
@@ -131,22 +131,29 @@ pub fn train(options: &TrainBench) -> Result<()> {
     }
     let peak_before_floor = peak_rss_mib();
     let mut floor = (!options.no_floor).then(|| Floor::new(&size, batch, seq, tensor_parallel));
+    let accumulate = options.accumulate;
+    let measure_floor = |floor: &mut Floor, times: &mut Times| -> Result<()> {
+        (0..FLOORS).try_for_each(|_| {
+            times.measure(&fabric, "floor", || {
+                (0..accumulate).for_each(|_| floor.run());
+                Ok(())
+            })
+        })
+    };
+    // Before the steps and after, for how fast a machine is changes; not between them, so that steps
+    // follow each other as in training.
     if let Some(floor) = &mut floor {
         floor.run();
+        measure_floor(floor, &mut times)?;
+        step(options.warmup)?;
     }
+    let first = options.warmup + u64::from(floor.is_some());
     let mut loss_last = loss_first;
-    // The floor takes turns with the steps: how fast a machine is may change meanwhile.
-    let turns = FLOOR_TURNS.min(options.steps);
-    for i in 0..options.steps {
-        loss_last = times.measure(&fabric, "step", || step(options.warmup + i))?;
-        if let Some(floor) = &mut floor
-            && (i + 1) * turns / options.steps > i * turns / options.steps
-        {
-            times.measure(&fabric, "floor", || {
-                (0..options.accumulate).for_each(|_| floor.run());
-                Ok(())
-            })?;
-        }
+    for i in first..first + options.steps {
+        loss_last = times.measure(&fabric, "step", || step(i))?;
+    }
+    if let Some(floor) = &mut floor {
+        measure_floor(floor, &mut times)?;
     }
     // The floor's memory is not the training's, and was there all the time.
     let floor_mib = floor.map_or(0.0, |floor| floor.mib());
