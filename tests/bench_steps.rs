@@ -24,7 +24,7 @@ fn measured(args: &[&str]) -> Vec<Value> {
 #[test]
 fn steps_are_measured_against_their_matrix_products() {
     let size = ["--workload", "tiny", "--layers", "2", "--kv-heads", "2", "--seq", "32"];
-    let steps = ["train", "--json", "--warmup", "1", "--steps", "3", "--accumulate", "2"];
+    let steps = ["train", "--json", "--warmup", "2", "--steps", "3", "--accumulate", "2"];
     let mut losses = Vec::new();
     for (strategy, ranks, data_parallel) in
         [("single_device", "1", 1), ("fsdp", "2", 2), ("tp", "2", 1)]

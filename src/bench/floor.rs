@@ -64,12 +64,6 @@ impl Floor {
         }
     }
 
-    /// The memory that the products are run on, in MiB.
-    pub(super) fn mib(&self) -> f64 {
-        let numbers = self.x.len() + self.y.len() + self.weight.len() + self.out.len();
-        (4 * numbers) as f64 / f64::from(1 << 20)
-    }
-
     /// Multiplies once; threads as layers use them.
     pub(super) fn run(&mut self) {
         let n = self.tokens;

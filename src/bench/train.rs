@@ -43,8 +43,8 @@ pub struct TrainBench {
     /// Steps that are timed
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
-    /// Steps before those
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
+    /// Steps before those, two at least: from the second on the optimizer's state is in memory
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(2..))]
     warmup: u64,
     /// Do not measure the floor: the step's matrix products and nothing else
     #[arg(long)]
@@ -145,20 +145,16 @@ pub fn train(options: &TrainBench) -> Result<()> {
     if let Some(floor) = &mut floor {
         floor.run();
         measure_floor(floor, &mut times)?;
-        step(options.warmup)?;
     }
-    let first = options.warmup + u64::from(floor.is_some());
     let mut loss_last = loss_first;
-    for i in first..first + options.steps {
+    for i in options.warmup..options.warmup + options.steps {
         loss_last = times.measure(&fabric, "step", || step(i))?;
     }
+    // The floor's memory is not the training's.
+    let peak_rss_mib = if floor.is_some() { peak_before_floor } else { peak_rss_mib() };
     if let Some(floor) = &mut floor {
         measure_floor(floor, &mut times)?;
     }
-    // The floor's memory is not the training's, and was there all the time.
-    let floor_mib = floor.map_or(0.0, |floor| floor.mib());
-    let peak_rss_mib =
-        peak_rss_mib().zip(peak_before_floor).map(|(all, before)| before.max(all - floor_mib));
     let peak_rss_mib = all_gather_object(&**fabric.world(), &peak_rss_mib)?;
     let tokens_per_step = batch * seq * data_parallel.size() * options.accumulate as usize;
     if !fabric.is_global_zero() {
