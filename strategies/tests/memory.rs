@@ -74,6 +74,17 @@ fn measure_with(
     frozen: &[String],
     optimizer: &dyn OptimizerConfig,
 ) -> (usize, usize) {
+    measure_steps(ranks, config, frozen, optimizer, 1)
+}
+
+/// The same with steps of so many backwards, each of which synchronises.
+fn measure_steps(
+    ranks: usize,
+    config: &str,
+    frozen: &[String],
+    optimizer: &dyn OptimizerConfig,
+    backwards: usize,
+) -> (usize, usize) {
     let before = LIVE.load(Ordering::SeqCst);
     let held = run_ranks(ranks, |world| {
         let init = ModuleInit { frozen: frozen.to_vec(), ..ModuleInit::default() };
@@ -85,12 +96,13 @@ fn measure_with(
             fabric.barrier()?;
             PEAK.store(LIVE.load(Ordering::SeqCst), Ordering::SeqCst);
             fabric.barrier()?;
-            let loss = model.loss()?;
-            let resharding = config.contains("true");
-            assert_eq!(away(&tree)?, sharded && resharding, "{config}: after forward");
-            fabric.backward(&loss)?;
-            assert_eq!(away(&tree)?, sharded, "{config}: after backward");
-            drop(loss);
+            for _ in 0..backwards {
+                let loss = model.loss()?;
+                let resharding = config.contains("true");
+                assert_eq!(away(&tree)?, sharded && resharding, "{config}: after forward");
+                fabric.backward(&loss)?;
+                assert_eq!(away(&tree)?, sharded, "{config}: after backward");
+            }
             optimizer.step()?;
         }
         fabric.barrier()?;
@@ -177,6 +189,19 @@ fn frozen_units_go_as_backward_goes_on() {
     let share = (MODEL + 2 * UNIT) / 4;
     assert!((share..share + SLACK).contains(&held), "{held}, share {share}");
     assert!(peak <= share + 3 * UNIT + 2 * UNIT + SLACK, "{peak}");
+}
+
+/// The first units have no backward if they are frozen: that says nothing of the others', which are reduced
+/// as they are done, in every backward of a step.
+#[test]
+fn units_over_frozen_ones_are_reduced_as_backward_goes_on() {
+    let _alone = alone();
+    let frozen: Vec<String> = (0..UNITS / 2).map(|i| format!("units.{i}.weight")).collect();
+    let config = r#"{"type": "fsdp", "reshard_after_forward": true}"#;
+    let (_, peak) = measure_steps(4, config, &frozen, &AdamW::default(), 2);
+    // Values, two moments and the gradients of two backwards, of half the units but for the values.
+    let share = (MODEL + 4 * MODEL / 2) / 4;
+    assert!(peak <= share + 3 * UNIT + 2 * UNIT + SLACK, "{peak}, share {share}, unit {UNIT}");
 }
 
 #[test]
