@@ -17,7 +17,7 @@ use rustix::fs::{Advice, fadvise};
 use serde_json::json;
 
 use super::memory::{forget_peak, resident};
-use super::ranks::{Job, Times, at_least_one};
+use super::ranks::{StrategyRanks, Times, at_least_one};
 use super::{Decoder, SizeOptions, Workload};
 use crate::cli::print;
 use crate::prelude::*;
@@ -26,7 +26,7 @@ use crate::prelude::*;
 #[derive(Debug, Clone, Args)]
 pub struct CheckpointBench {
     #[command(flatten)]
-    job: Job,
+    ranks: StrategyRanks,
     #[command(flatten)]
     size: SizeOptions,
     /// Where to write; a directory of its own is made there and removed again
@@ -62,7 +62,7 @@ const LIMITS: [(&str, &str); 9] = [
 /// If ranks cannot be started, or the directory cannot be written.
 pub fn checkpoint(options: &CheckpointBench) -> Result<()> {
     let size = options.size.decoder(Workload::Ckpt)?;
-    let mut fabric = options.job.launch(&[])?;
+    let mut fabric = options.ranks.launch(&[])?;
     let adamw = AdamW { lr: 3e-4, weight_decay: 0.1, ..AdamW::default() };
     let (_model, mut optimizer) = fabric.setup(|b| Decoder::new(b, &size), &adamw)?;
     // Moments that are not zero, as after a step.

@@ -21,7 +21,7 @@ pub(super) struct Ranks {
 
 /// Where a benchmark of a strategy runs.
 #[derive(Debug, Clone, Args)]
-pub(super) struct Job {
+pub(super) struct StrategyRanks {
     #[command(flatten)]
     ranks: Ranks,
     /// The strategy: a name, or a TOML table such as '{ type = "fsdp_tp" }'
@@ -29,7 +29,7 @@ pub(super) struct Job {
     pub(super) strategy: String,
 }
 
-impl Job {
+impl StrategyRanks {
     /// Becomes a rank; see [`launch`](fulgurite_core::launch::launch). `keys` are further keys of
     /// the configuration, `key=value`.
     pub(super) fn launch(&self, keys: &[String]) -> Result<Fabric> {

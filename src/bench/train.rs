@@ -12,7 +12,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::floor::Floor;
-use super::ranks::{Job, Times, at_least_one, median};
+use super::ranks::{StrategyRanks, Times, at_least_one, median};
 use super::{Decoder, DecoderSize, SizeOptions, Workload};
 use crate::cli::print;
 use crate::prelude::*;
@@ -21,7 +21,7 @@ use crate::prelude::*;
 #[derive(Debug, Clone, Args)]
 pub struct TrainBench {
     #[command(flatten)]
-    job: Job,
+    ranks: StrategyRanks,
     #[command(flatten)]
     size: SizeOptions,
     /// Tokens a sequence [default: the workload's]
@@ -81,7 +81,7 @@ pub fn train(options: &TrainBench) -> Result<()> {
     let (seq, batch) = (options.seq.unwrap_or(seq), options.batch.unwrap_or(batch));
     let checkpointing = &options.activation_checkpointing;
     let key = format!("trainer.activation_checkpointing={checkpointing}");
-    let mut fabric = options.job.launch(&[key])?;
+    let mut fabric = options.ranks.launch(&[key])?;
     let adamw = AdamW {
         lr: 3e-4,
         betas: (0.9, 0.95),
@@ -166,7 +166,7 @@ pub fn train(options: &TrainBench) -> Result<()> {
     report(
         options,
         &Report {
-            strategy: &options.job.strategy,
+            strategy: &options.ranks.strategy,
             ranks: fabric.world_size(),
             data_parallel: data_parallel.size(),
             tensor_parallel,

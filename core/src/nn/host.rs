@@ -5,6 +5,7 @@ use std::ops::Deref;
 use candle_core::{DType, Device, Storage, Tensor};
 
 use crate::autograd::storage::HostElement;
+use crate::simd::vectorized;
 use crate::{Error, Result};
 
 /// Calls `$body` with `$T` as the Rust type of a float dtype that kernels compute in.
@@ -176,6 +177,15 @@ pub(super) fn max<T: Float>(a: &[T]) -> T {
 pub(super) fn exp_in_place<T: Float>(row: &mut [T], shift: T) -> T {
     row.iter_mut().for_each(|x| *x = (*x - shift).fast_exp());
     sum1(row, |x| x)
+}
+
+vectorized! {
+    /// Adds rows, each as wide as `out`, to it.
+    pub(super) fn add_rows[T: Float](out: &mut [T], rows: &[T]) {
+        for row in rows.chunks_exact(out.len().max(1)) {
+            out.iter_mut().zip(row).for_each(|(out, &x)| *out += x);
+        }
+    }
 }
 
 /// How many rows one parallel piece of a row-wise kernel has. It depends on the shape alone, so

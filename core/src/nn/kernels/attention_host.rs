@@ -11,7 +11,7 @@ use super::attention::{Attend, Sizes};
 use super::rope::rotate_rows;
 use crate::Result;
 use crate::nn::gemm::{Mat, Threads, gemm};
-use crate::nn::host::{Float, Host, dot, exp_in_place, host, max, strided_host, tensor};
+use crate::nn::host::{Float, Host, add_rows, dot, exp_in_place, host, max, strided_host, tensor};
 use crate::simd::vectorized;
 
 /// Queries a block.
@@ -70,10 +70,6 @@ fn rows_by_head<T>(out: &mut [T], time: usize, heads: usize, dim: usize) -> Vec<
 }
 
 vectorized! {
-    fn add_rows[T: Float](sum: &mut [T], rows: &[T]) {
-        sum.iter_mut().zip(rows).for_each(|(sum, &x)| *sum += x);
-    }
-
     fn scale_rows[T: Float](rows: &mut [T], scale: T) {
         rows.iter_mut().for_each(|x| *x *= scale);
     }

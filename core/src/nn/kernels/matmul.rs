@@ -7,10 +7,9 @@ use crate::Result;
 use crate::autograd::storage;
 use crate::nn::arm::{on_host, wide, wide_dtype};
 use crate::nn::gemm::{Mat, Threads, gemm, product};
-use crate::nn::host::{Float, host, rows_per_piece, tensor, with_float};
+use crate::nn::host::{Float, add_rows, host, rows_per_piece, tensor, with_float};
 use crate::nn::record::accumulate_host;
 use crate::parameter::Parameter;
-use crate::simd::vectorized;
 
 /// What becomes of the gradient of an input.
 pub(in crate::nn) enum InputGrad {
@@ -190,13 +189,4 @@ fn column_sums<T: Float>(out: &mut [T], grad: &[T], add: bool) {
         out.fill(T::ZERO);
     }
     sums.iter().for_each(|sum| add_rows(out, sum));
-}
-
-vectorized! {
-    /// Adds rows as wide as `out` to it.
-    fn add_rows[T: Float](out: &mut [T], rows: &[T]) {
-        for row in rows.chunks_exact(out.len()) {
-            out.iter_mut().zip(row).for_each(|(out, &g)| *out += g);
-        }
-    }
 }

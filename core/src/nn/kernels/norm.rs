@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use crate::Result;
 use crate::nn::arm::{on_host, wide};
-use crate::nn::host::{Float, dot, host, rows_per_piece, sum1, tensor, with_float};
+use crate::nn::host::{Float, add_rows, dot, host, rows_per_piece, sum1, tensor, with_float};
 use crate::simd::vectorized;
 
 /// Which norm.
@@ -127,8 +127,8 @@ impl Norm {
         let mut dw = vec![T::ZERO; n];
         let mut db = vec![T::ZERO; if with_bias { n } else { 0 }];
         for (w, b) in &partial {
-            dw.iter_mut().zip(w).for_each(|(sum, &x)| *sum += x);
-            db.iter_mut().zip(b).for_each(|(sum, &x)| *sum += x);
+            add_rows(&mut dw, w);
+            add_rows(&mut db, b);
         }
         (dx, dw, db)
     }
