@@ -7,8 +7,9 @@
 
 use std::process::ExitCode;
 
-use fulgurite::core::config::{ConfigLayers, RunConfig};
+use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::launch::report_and_exit_code;
+use fulgurite::core::run::RunConfig;
 use fulgurite::prelude::*;
 use serde::{Deserialize, Serialize};
 

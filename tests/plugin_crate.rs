@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
 
-use fulgurite::core::config::{ConfigLayers, RunConfig};
+use fulgurite::core::config::ConfigLayers;
+use fulgurite::core::run::RunConfig;
 use tempfile::TempDir;
 use toml::Table;
 

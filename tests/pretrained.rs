@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use fulgurite::core::checkpoint::FullOptions;
-use fulgurite::core::config::{ConfigLayers, RunConfig};
+use fulgurite::core::config::ConfigLayers;
+use fulgurite::core::run::RunConfig;
 use fulgurite::core::strategy::BuildContext;
 use fulgurite::prelude::*;
 use fulgurite::strategies::SingleDevice;

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use fulgurite::core::config::reference;
 use fulgurite::core::registry;
+use fulgurite::core::run::reference_sections;
 
 const INTRODUCTION: &str = "# Configuration
 
@@ -24,7 +25,7 @@ A key whose type is *plugin* takes a name, or a table with `type` and the plugin
 #[test]
 fn the_configuration_reference_is_up_to_date() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/src/reference/configuration.md");
-    let keys = reference::markdown(&reference::sections().unwrap());
+    let keys = reference::markdown(&reference_sections().unwrap());
     let plugins = reference::plugins_markdown(&registry::plugins());
     let page = format!("{INTRODUCTION}{keys}## Plugins\n{plugins}");
     if std::env::var_os("UPDATE_DOCS").is_some() {

@@ -4,7 +4,8 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use fulgurite::core::Result;
-use fulgurite::core::config::{ConfigLayers, RunConfig};
+use fulgurite::core::config::ConfigLayers;
+use fulgurite::core::run::RunConfig;
 use fulgurite::core::trainer::{Event, EventSink, RunStatus};
 use fulgurite::prelude::*;
 use serde::{Deserialize, Serialize};

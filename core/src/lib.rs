@@ -31,6 +31,7 @@ pub mod parallel;
 pub mod parameter;
 pub mod random;
 pub mod registry;
+pub mod run;
 pub mod shard;
 mod simd;
 pub mod strategy;

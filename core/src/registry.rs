@@ -8,30 +8,30 @@ use std::collections::BTreeMap;
 
 use crate::{Error, Result};
 
-/// The kinds of plugin, as they are called in messages and listings.
+/// The kinds of plugin that the framework has, as they are called in messages and listings.
 pub mod kind {
-    /// [`Strategy`](crate::strategy::Strategy): `trainer.strategy`.
+    /// A `Strategy`: `trainer.strategy`.
     pub const STRATEGY: &str = "strategy";
-    /// [`ProcessGroup`](crate::collective::ProcessGroup): `trainer.process_group`.
+    /// A `ProcessGroup`: `trainer.process_group`.
     pub const PROCESS_GROUP: &str = "process_group";
-    /// [`ClusterEnvironment`](crate::environment::ClusterEnvironment): `trainer.environment`.
+    /// A `ClusterEnvironment`: `trainer.environment`.
     pub const ENVIRONMENT: &str = "environment";
-    /// [`CheckpointIO`](crate::checkpoint::CheckpointIO): `checkpoint.io`.
+    /// A `CheckpointIO`: `checkpoint.io`.
     pub const CHECKPOINT_IO: &str = "checkpoint_io";
-    /// [`Logger`](crate::trainer::Logger): `trainer.loggers`.
+    /// A `Logger`: `trainer.loggers`.
     pub const LOGGER: &str = "logger";
-    /// [`ParallelizeFn`](crate::strategy::ParallelizeFn): `trainer.strategy.parallelize`.
+    /// A `ParallelizeFn`: `trainer.strategy.parallelize`.
     pub const PARALLELIZE: &str = "parallelize";
-    /// [`OptimizerConfig`](crate::optim::OptimizerConfig): `optimizer`.
+    /// An `Optimizer`: `optimizer`.
     pub const OPTIMIZER: &str = "optimizer";
-    /// [`SchedulerConfig`](crate::optim::SchedulerConfig): `scheduler`.
+    /// A schedule of the learning rate: `scheduler`.
     pub const SCHEDULER: &str = "scheduler";
 }
 
 /// What the registry knows of one plugin.
 #[derive(Debug, Clone, Copy)]
 pub struct PluginDescriptor {
-    /// One of [`kind`].
+    /// The kind, such as one of [`kind`].
     pub kind: &'static str,
     /// The `type` tag.
     pub name: &'static str,

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::autograd::storage;
-use fulgurite_core::config::{ConfigLayers, RunConfig};
+use fulgurite_core::config::ConfigLayers;
 use fulgurite_core::module::{ModuleBuilder, ModuleInit};
 use fulgurite_core::optim::{
     AdamW, GradScale, Optimizer, OptimizerConfig, Sgd, StateDtype, StateTensor,
@@ -10,6 +10,7 @@ use fulgurite_core::optim::{
 use fulgurite_core::parameter::{Init, LocalShard, Parameter};
 use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_core::registry::kind;
+use fulgurite_core::run::RunConfig;
 use fulgurite_core::shard::{Cut, Placement, Region, ShardSpec};
 use toml::Table;
 

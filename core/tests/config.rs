@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use fulgurite_core::config::{
-    self, ConfigLayers, PluginValue, RunConfig, plugin, reference, to_table, to_toml,
+    self, ConfigLayers, PluginValue, plugin, reference, to_table, to_toml,
 };
 use fulgurite_core::registry::kind;
+use fulgurite_core::run::{RunConfig, reference_sections};
 use fulgurite_core::trainer::{Logger, LoggerConfig};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -391,7 +392,7 @@ io = "local"
 
 #[test]
 fn the_reference_knows_every_key() {
-    let sections = reference::sections().unwrap();
+    let sections = reference_sections().unwrap();
     let page = reference::markdown(&sections);
     for key in ["`seed`", "`max_steps`", "`every_n_steps`"] {
         assert!(page.contains(&format!("| {key} |")), "{page}");

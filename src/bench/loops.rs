@@ -5,10 +5,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use fulgurite_core::collective::{ProcessGroup, Solo};
-use fulgurite_core::config::{ConfigLayers, PluginValue, RunConfig};
+use fulgurite_core::config::{ConfigLayers, PluginValue};
 use fulgurite_core::module::ModuleInit;
 use fulgurite_core::optim::{GradScale, OptimizerConfig as _, clip_factor, local_squared_norm};
 use fulgurite_core::parameter::LocalGrads;
+use fulgurite_core::run::RunConfig;
 use fulgurite_core::strategy::materialize;
 
 use super::subject::{Net, Subject, SubjectConfig, Tokens};

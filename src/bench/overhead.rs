@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use clap::Args;
 use fulgurite_core::collective::{ProcessGroup, all_gather_object, broadcast_object, wait_for};
-use fulgurite_core::config::{ConfigLayers, RunConfig};
+use fulgurite_core::config::ConfigLayers;
 use fulgurite_core::fabric::Connection;
+use fulgurite_core::run::RunConfig;
 use serde::Serialize;
 use serde_json::json;
 use toml::Table;

@@ -5,7 +5,8 @@ use std::time::Instant;
 
 use clap::Args;
 use fulgurite_core::collective::ReduceOp;
-use fulgurite_core::config::{ConfigLayers, RunConfig};
+use fulgurite_core::config::ConfigLayers;
+use fulgurite_core::run::RunConfig;
 use toml::Table;
 
 use crate::prelude::*;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use fulgurite_core::collective::{ProcessGroup, all_gather_object};
-use fulgurite_core::trainer::TrainerConfig;
+use fulgurite_core::run::TrainerConfig;
 use serde::Serialize;
 
 use super::subject::{Net, Subject, SubjectConfig, Tokens};

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use fulgurite_core::Result;
+use fulgurite_core::config::ConfigLayers;
 use fulgurite_core::config::reference::{self, Section};
-use fulgurite_core::config::{ConfigLayers, RunConfig};
+use fulgurite_core::run::{RunConfig, reference_sections};
 use serde::de::DeserializeOwned;
 use toml::Table;
 
@@ -156,7 +157,7 @@ fn command(program: &Program) -> clap::Command {
          {name} fit --config run.toml --print-config"
     );
     // The framework's own tables always match their declarations; a test sees to it.
-    let mut sections = reference::sections().unwrap_or_default();
+    let mut sections = reference_sections().unwrap_or_default();
     sections.extend(program.sections.iter().cloned());
     let help =
         format!("{examples}\n\nConfiguration keys [default]:\n{}", reference::plain(&sections));
@@ -223,7 +224,7 @@ mod tests {
         let run = request.run_config::<Table, Table>(defaults).unwrap();
         let trainer = &run.trainer;
         assert_eq!((run.seed, trainer.max_steps, trainer.num_nodes), (3, Some(2), 4));
-        assert_eq!(trainer.devices, fulgurite_core::config::Devices::Count(2));
+        assert_eq!(trainer.devices, fulgurite_core::run::Devices::Count(2));
     }
 
     #[test]
@@ -274,7 +275,7 @@ Examples:
 For all configuration keys: pretrain fit --help
 "#);
         let long = refusal(&["fit", "--help"]);
-        for section in reference::sections().unwrap() {
+        for section in reference_sections().unwrap() {
             for key in section.keys {
                 let dot = if section.path.is_empty() { "" } else { "." };
                 let name = format!("  {}{dot}{} ", section.path, key.name);

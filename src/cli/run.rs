@@ -4,10 +4,11 @@ use std::io::IsTerminal as _;
 use std::process::ExitCode;
 
 use fulgurite_core::config::reference::Section;
-use fulgurite_core::config::{RunConfig, to_table, to_toml};
+use fulgurite_core::config::{to_table, to_toml};
 use fulgurite_core::data::DataModule;
 use fulgurite_core::fabric::Connection;
 use fulgurite_core::launch::{interruption, report_and_exit_code};
+use fulgurite_core::run::RunConfig;
 use fulgurite_core::trainer::{LightningModule, Trainer};
 use fulgurite_core::{Error, Result};
 use fulgurite_loggers::{JsonLines, ProgressBar};

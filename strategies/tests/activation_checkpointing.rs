@@ -18,7 +18,7 @@ use fulgurite_core::module::{
 };
 use fulgurite_core::nn::{Dropout, Embedding, Linear, Loss, RmsNorm, functional};
 use fulgurite_core::parameter::{Init, Parameter};
-use fulgurite_core::trainer::TrainerConfig;
+use fulgurite_core::run::TrainerConfig;
 use fulgurite_core::{Error, Result};
 use support::{OFFLOADED, checkpointed, init, strategy};
 

@@ -8,11 +8,11 @@ use candle_core::{D, DType, Device, Module as _, Tensor};
 use candle_nn::{Conv2d, Conv2dConfig, Embedding, LayerNorm, Linear, VarBuilder};
 use fulgurite_core::Result;
 use fulgurite_core::collective::ProcessGroup;
-use fulgurite_core::config::UnusedParameters;
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::module::{ModuleBuilder, Unit};
 use fulgurite_core::nn::{Loss, cross_entropy};
 use fulgurite_core::optim::AdamW;
+use fulgurite_core::strategy::UnusedParameters;
 use fulgurite_transports::run_ranks;
 use support::{Run, checkpointed, gather_weights, init, strategy};
 

@@ -10,7 +10,6 @@ use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::autograd::no_grad;
 use fulgurite_core::collective::ProcessGroup;
-use fulgurite_core::config::UnusedParameters;
 use fulgurite_core::data::{DataContext, DataModule, Split};
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::mesh::{DeviceMesh, TENSOR_PARALLEL};
@@ -22,6 +21,7 @@ use fulgurite_core::parallel::{
 };
 use fulgurite_core::plan;
 use fulgurite_core::shard::chunk;
+use fulgurite_core::strategy::UnusedParameters;
 use fulgurite_core::strategy::materialize;
 use fulgurite_transports::run_ranks;
 

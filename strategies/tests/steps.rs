@@ -9,12 +9,12 @@ use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::autograd::no_grad;
 use fulgurite_core::collective::ProcessGroup;
-use fulgurite_core::config::UnusedParameters;
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::module::{Module as _, ModuleBuilder, Unit};
 use fulgurite_core::nn::{Linear, Loss};
 use fulgurite_core::optim::AdamW;
 use fulgurite_core::parameter::{Init, Parameter};
+use fulgurite_core::strategy::UnusedParameters;
 use fulgurite_transports::run_ranks;
 use support::{Run, Training, gather_weights, init, strategy};
 

@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use fulgurite::core::checkpoint::{DistributedCheckpoint, last};
-use fulgurite::core::config::{ConfigLayers, RunConfig};
+use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::launch::Interruption;
+use fulgurite::core::run::RunConfig;
 use fulgurite::core::trainer::{Event, EventSink, RunStatus};
 use fulgurite::core::{Error, Result};
 use fulgurite::prelude::*;

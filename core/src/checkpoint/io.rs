@@ -134,3 +134,5 @@ pub trait CheckpointIOConfig: std::fmt::Debug + Send + Sync {
     /// If the place cannot be reached.
     fn build(&self, root: &Path) -> Result<Arc<dyn CheckpointIO>>;
 }
+
+crate::plugin_kind!(dyn CheckpointIOConfig, crate::registry::kind::CHECKPOINT_IO, "checkpoint.io");

@@ -12,8 +12,7 @@
 //! The two folders are in the layout of PyTorch's `HuggingFaceStorageWriter(save_distributed=True)`
 //! and its `HuggingFaceStorageReader` reads them. [`save`] writes one, all ranks together, as a
 //! transaction: what is there under its name is whole, or is not there. [`AsyncSaver`] does so while
-//! training goes on, [`Retention`] says which ones stay, and [`last`] finds the one that was saved
-//! last.
+//! training goes on, and [`last`] finds the one that was saved last.
 //!
 //! ## Why saving in the background is no `CheckpointIO`
 //! Lightning's is a wrapper around its `CheckpointIO`, which is handed a finished state. Writes of
@@ -63,7 +62,6 @@ mod manifest;
 mod names;
 mod naming;
 mod open;
-mod retention;
 mod save;
 mod shard_file;
 mod shard_tensor;
@@ -97,7 +95,6 @@ pub use manifest::{
 pub use names::{NameRules, Renamed, clean_tensor_name};
 pub use naming::{is_temporary, replaced_name, staging_name, step_name};
 pub use open::open;
-pub use retention::{Kept, Retention};
 pub(crate) use save::follow_up;
 pub use save::{SaveRequest, remove_unfinished, save};
 pub use shard_tensor::{

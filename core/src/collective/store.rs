@@ -58,3 +58,9 @@ pub trait ProcessGroupConfig: std::fmt::Debug + Send + Sync {
     /// saying which transport can.
     fn build(&self, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>>;
 }
+
+crate::plugin_kind!(
+    dyn ProcessGroupConfig,
+    crate::registry::kind::PROCESS_GROUP,
+    "trainer.process_group"
+);

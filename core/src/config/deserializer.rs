@@ -33,7 +33,7 @@ pub fn parse<T: DeserializeOwned>(table: Table) -> Result<T> {
 /// As for [`parse`].
 pub fn parse_at<T: DeserializeOwned>(path: &str, table: Table) -> Result<T> {
     deserialize(read_path(path), &Value::Table(table))
-        .map_err(|(p, problem)| Error::Config(render(&p, &problem)))
+        .map_err(|(p, problem)| Error::Config(render(&p, &problem, &[])))
 }
 
 /// As [`parse`], with the problem and its place apart.

@@ -6,8 +6,9 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 
+use super::KeyDoc;
 use super::deserializer::deserialize;
-use super::problem::{Segment, offender, render};
+use super::problem::{KnownTable, Segment, offender, render};
 use crate::{Error, Result};
 
 /// A stack of configurations. Later layers win:
@@ -30,6 +31,7 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, Default)]
 pub struct ConfigLayers {
     layers: Vec<Layer>,
+    known: Vec<KnownTable>,
 }
 
 #[derive(Debug, Clone)]
@@ -55,6 +57,13 @@ impl ConfigLayers {
     /// Puts a layer that the program brings under all others.
     pub fn under(mut self, table: Table) -> Self {
         self.layers.insert(0, Layer { origin: None, table, is_override: false });
+        self
+    }
+
+    /// Makes the keys of a table known to messages: to a key at the top level that this table has,
+    /// they suggest the table.
+    pub fn known_table(mut self, name: &'static str, keys: Vec<KeyDoc>) -> Self {
+        self.known.push((name, keys));
         self
     }
 
@@ -122,7 +131,7 @@ impl ConfigLayers {
     /// As [`parse`](super::parse), and says which file or override the key is from.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T> {
         deserialize(Vec::new(), &Value::Table(self.resolve())).map_err(|(path, problem)| {
-            let message = render(&path, &problem);
+            let message = render(&path, &problem, &self.known);
             match self.origin(&offender(&path, &problem)) {
                 Some(origin) => Error::Config(format!("{origin}: {message}")),
                 None => Error::Config(message),

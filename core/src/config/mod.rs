@@ -1,16 +1,18 @@
 //! Configuration: TOML in layers, with messages that name the key.
 //!
 //! ```
-//! use fulgurite_core::config::{ConfigLayers, RunConfig};
+//! use fulgurite_core::config::ConfigLayers;
 //!
-//! # #[derive(serde::Serialize, serde::Deserialize)] struct Model {}
-//! # #[derive(serde::Serialize, serde::Deserialize)] struct Data {}
+//! #[derive(serde::Deserialize)]
+//! struct Run { trainer: Trainer }
+//! #[derive(serde::Deserialize)]
+//! struct Trainer { max_steps: u64 }
+//!
 //! let layers = ConfigLayers::new()
-//!     .text("run.toml", "[trainer]\nmax_steps = 100\nstrategy = \"fsdp\"")?
+//!     .text("run.toml", "[trainer]\nmax_steps = 100")?
 //!     .set("trainer.max_steps=200")?;
-//! let run = RunConfig::<Model, Data>::from_layers(layers)?;
-//! assert_eq!(run.trainer.max_steps, Some(200));
-//! assert_eq!(run.trainer.strategy.name, "fsdp");
+//! let run: Run = layers.parse()?;
+//! assert_eq!(run.trainer.max_steps, 200);
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 //!
@@ -22,23 +24,17 @@
 //! - [`config_struct!`](crate::config_struct) declares a table once, for serde and for the
 //!   generated [`reference`](mod@reference).
 
-mod checkpoint;
 mod declare;
 mod deserializer;
 mod layers;
 pub mod plugin;
 mod problem;
 pub mod reference;
-mod run;
-mod values;
+mod scalar;
 
-pub use checkpoint::{CheckpointConfig, MonitorMode};
 pub use declare::{ConfigType, Documented, KeyDoc};
 pub use deserializer::{parse, parse_at};
 pub use layers::{ConfigLayers, to_table, to_toml};
 pub use plugin::{PluginKind, PluginValue};
-pub(crate) use problem::nearest;
-pub use run::RunConfig;
-pub use values::{
-    Amount, CkptPath, ClipAlgorithm, Devices, Precision, TimeLimit, UnusedParameters,
-};
+pub use problem::nearest;
+pub use scalar::{Scalar, deserialize_scalar};

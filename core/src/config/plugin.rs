@@ -6,17 +6,28 @@
 //!
 //! ```
 //! use fulgurite_core::config::{self, plugin};
-//! use fulgurite_core::optim::OptimizerConfig;
+//! use serde::{Deserialize, Serialize};
 //!
-//! #[derive(Debug, serde::Deserialize)]
-//! struct TwoRates {
+//! #[typetag::serde(tag = "type")]
+//! trait Lamp: std::fmt::Debug {}
+//! fulgurite_core::plugin_kind!(dyn Lamp, "lamp", "lamps.hall");
+//!
+//! #[derive(Debug, Serialize, Deserialize)]
+//! struct Bulb { watts: u32 }
+//! #[typetag::serde(name = "bulb")]
+//! impl Lamp for Bulb {}
+//! fulgurite_core::register_plugin!("lamp", "bulb", "a bulb", "");
+//!
+//! #[derive(Debug, Deserialize)]
+//! struct Lamps {
 //!     #[serde(deserialize_with = "plugin::deserialize")]
-//!     slow: Box<dyn OptimizerConfig>,
+//!     hall: Box<dyn Lamp>,
 //! }
 //!
-//! let table = toml::toml! { slow = "lamp" };
-//! let error = config::parse::<TwoRates>(table).unwrap_err().to_string();
-//! assert!(error.starts_with("`slow`: unknown optimizer `lamp`; available: "));
+//! let lamps: Lamps = config::parse(toml::toml! { hall = { type = "bulb", watts = 60 } })?;
+//! let error = config::parse::<Lamps>(toml::toml! { hall = "candle" }).unwrap_err().to_string();
+//! assert!(error.starts_with("`hall`: unknown lamp `candle`; available: bulb."), "{error}");
+//! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
 use std::fmt;
@@ -29,6 +40,7 @@ use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 use super::deserializer::parse_at;
+use super::layers::to_table;
 use crate::registry;
 use crate::{Error, Result};
 
@@ -78,6 +90,19 @@ impl PluginValue {
     pub fn build<T: DeserializeOwned>(&self, kind: &'static str, path: &str) -> Result<T> {
         registry::require(kind, &self.name)?;
         parse_at(path, self.to_table())
+    }
+
+    /// Checks that the plugin is linked and takes these options. `kind` and `path` as in
+    /// [`build`](Self::build).
+    ///
+    /// # Errors
+    /// As [`build`](Self::build).
+    pub fn check(&self, kind: &'static str, path: &str) -> Result<()> {
+        registry::require(kind, &self.name)?;
+        match kind_of(kind) {
+            Some(kind) => (kind.options)(self, path).map(drop),
+            None => Ok(()),
+        }
     }
 }
 
@@ -138,43 +163,63 @@ impl<'de> Deserialize<'de> for PluginValue {
 
 const EXPECTING: &str = "a name or a table with a `type`";
 
-/// A trait whose configurations are plugins of one kind. Implemented for the trait object, beside
-/// the trait: `impl PluginKind for dyn StrategyConfig { … }`.
+/// A trait whose configurations are plugins of one kind. [`plugin_kind!`](crate::plugin_kind)
+/// implements it for the trait object, beside the trait.
 pub trait PluginKind {
-    /// One of [`registry::kind`].
+    /// The kind, such as one of [`registry::kind`].
     const KIND: &'static str;
 }
 
-impl PluginKind for dyn crate::optim::OptimizerConfig {
-    const KIND: &'static str = registry::kind::OPTIMIZER;
+/// What is known of one kind of plugin. [`plugin_kind!`](crate::plugin_kind) submits it.
+#[derive(Debug, Clone, Copy)]
+pub struct KindDescriptor {
+    /// The kind, such as one of [`registry::kind`].
+    pub kind: &'static str,
+    /// The key of a configuration that chooses a plugin of this kind.
+    pub key: &'static str,
+    /// All options of the plugin that a value chooses, those left out at their defaults; the error
+    /// is that of [`PluginValue::build`] with this path.
+    pub options: fn(&PluginValue, &str) -> Result<Table>,
 }
 
-impl PluginKind for dyn crate::optim::SchedulerConfig {
-    const KIND: &'static str = registry::kind::SCHEDULER;
+inventory::collect!(KindDescriptor);
+
+/// What is known of a kind; `None` if no linked crate declares it.
+pub fn kind_of(kind: &str) -> Option<&'static KindDescriptor> {
+    inventory::iter::<KindDescriptor>().find(|descriptor| descriptor.kind == kind)
 }
 
-impl PluginKind for dyn crate::collective::ProcessGroupConfig {
-    const KIND: &'static str = registry::kind::PROCESS_GROUP;
+/// [`KindDescriptor::options`] of the kind whose trait is `T`.
+#[doc(hidden)]
+pub fn options<T>(value: &PluginValue, path: &str) -> Result<Table>
+where
+    T: ?Sized + PluginKind,
+    Box<T>: DeserializeOwned + Serialize,
+{
+    let built: Box<T> = value.build(T::KIND, path)?;
+    let mut options = to_table(&built)?;
+    options.remove("type");
+    Ok(options)
 }
 
-impl PluginKind for dyn crate::trainer::LoggerConfig {
-    const KIND: &'static str = registry::kind::LOGGER;
-}
+/// Declares a kind of plugin beside its trait, a typetag trait with `tag = "type"`:
+/// `plugin_kind!(dyn LoggerConfig, "logger", "trainer.loggers")`, the last being the key that chooses
+/// a plugin of the kind.
+#[macro_export]
+macro_rules! plugin_kind {
+    ($ty:ty, $kind:expr, $key:literal) => {
+        impl $crate::config::PluginKind for $ty {
+            const KIND: &'static str = $kind;
+        }
 
-impl PluginKind for dyn crate::strategy::StrategyConfig {
-    const KIND: &'static str = registry::kind::STRATEGY;
-}
-
-impl PluginKind for dyn crate::strategy::ParallelizeConfig {
-    const KIND: &'static str = registry::kind::PARALLELIZE;
-}
-
-impl PluginKind for dyn crate::environment::EnvironmentConfig {
-    const KIND: &'static str = registry::kind::ENVIRONMENT;
-}
-
-impl PluginKind for dyn crate::checkpoint::CheckpointIOConfig {
-    const KIND: &'static str = registry::kind::CHECKPOINT_IO;
+        $crate::__private::inventory::submit! {
+            $crate::config::plugin::KindDescriptor {
+                kind: $kind,
+                key: $key,
+                options: $crate::config::plugin::options::<$ty>,
+            }
+        }
+    };
 }
 
 /// For `#[serde(deserialize_with = "plugin::deserialize")]` on a field `Box<dyn Trait>`: takes a

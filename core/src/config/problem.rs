@@ -4,7 +4,7 @@ use std::fmt::{self, Display};
 
 use serde::de::{self, Expected, Unexpected};
 
-use super::reference;
+use super::KeyDoc;
 
 /// One step of a path into a configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -116,8 +116,11 @@ impl de::Error for Problem {
     }
 }
 
+/// A table of the top level, and its keys: what a message suggests to somebody who left out the table.
+pub(crate) type KnownTable = (&'static str, Vec<KeyDoc>);
+
 /// The whole message: the problem, with the place it is at.
-pub(crate) fn render(path: &[Segment], problem: &Problem) -> String {
+pub(crate) fn render(path: &[Segment], problem: &Problem, known: &[KnownTable]) -> String {
     let at = if path.is_empty() { String::new() } else { format!("`{}`: ", show(path)) };
     match problem {
         Problem::UnknownKey { expected, .. } => {
@@ -129,8 +132,12 @@ pub(crate) fn render(path: &[Segment], problem: &Problem) -> String {
             let mut message = format!("unknown key `{}`", show(&full));
             if let Some(near) = nearest(key, expected) {
                 message += &format!("; did you mean `{near}`?");
-            } else if let Some(elsewhere) = reference::path_of(key).filter(|_| table.is_empty()) {
-                message += &format!("; did you mean `{elsewhere}`?");
+            } else if let Some((elsewhere, _)) = known
+                .iter()
+                .find(|(_, keys)| keys.iter().any(|k| k.name == key))
+                .filter(|_| table.is_empty())
+            {
+                message += &format!("; did you mean `{elsewhere}.{key}`?");
             }
             if !expected.is_empty() {
                 let of = match table {
@@ -199,7 +206,7 @@ pub(crate) fn show(path: &[Segment]) -> String {
 }
 
 /// The candidate that `word` was most likely meant to be, if there is one close enough.
-pub(crate) fn nearest<'a>(word: &str, candidates: &'a [String]) -> Option<&'a str> {
+pub fn nearest<'a>(word: &str, candidates: &'a [String]) -> Option<&'a str> {
     let word = word.to_lowercase();
     let limit = (word.chars().count() / 3).max(1);
     candidates

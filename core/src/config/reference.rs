@@ -1,10 +1,18 @@
 //! The reference of configuration keys, rendered from the declarations themselves.
 //!
 //! ```
-//! use fulgurite_core::config::reference;
+//! use fulgurite_core::config::reference::{self, Section};
 //!
-//! let page = reference::markdown(&reference::sections()?);
-//! assert!(page.contains("| `max_steps` |"));
+//! fulgurite_core::config_struct! {
+//!     /// The table `[data]`.
+//!     struct DataConfig {
+//!         /// Tokens in a sample.
+//!         seq_len: usize = 128,
+//!     }
+//! }
+//!
+//! let page = reference::markdown(&[Section::of::<DataConfig>("data")?]);
+//! assert!(page.contains("| `seq_len` | integer | `128` | Tokens in a sample. |"));
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
@@ -12,13 +20,10 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use serde::Serialize;
-use serde::de::DeserializeOwned;
-use toml::Table;
 
-use super::run::top_level;
-use super::{CheckpointConfig, Documented, KeyDoc, PluginValue, RunConfig};
-use crate::registry::{PluginDescriptor, kind};
-use crate::trainer::TrainerConfig;
+use super::plugin::kind_of;
+use super::{Documented, KeyDoc, PluginValue};
+use crate::registry::PluginDescriptor;
 use crate::{Error, Result};
 
 /// One table of the configuration, for the reference.
@@ -80,18 +85,6 @@ impl Section {
             defaults.iter().filter_map(|(key, value)| Some((key.clone(), text(value)?))).collect();
         Ok(Self { path: path.to_owned(), keys, defaults })
     }
-}
-
-/// The sections that the framework itself declares.
-///
-/// # Errors
-/// As [`Section::new`].
-pub fn sections() -> Result<Vec<Section>> {
-    Ok(vec![
-        Section::new("", top_level(), &RunConfig::<Table, Table>::default())?,
-        Section::of::<TrainerConfig>("trainer")?,
-        Section::of::<CheckpointConfig>("checkpoint")?,
-    ])
 }
 
 /// The sections as Markdown, a table each.
@@ -170,44 +163,15 @@ pub fn plugins_markdown(plugins: &[PluginDescriptor]) -> String {
 
 /// The key that plugins of a kind are chosen with.
 pub fn plugin_key(kind: &str) -> &str {
-    match kind {
-        kind::STRATEGY => "trainer.strategy",
-        kind::PROCESS_GROUP => "trainer.process_group",
-        kind::ENVIRONMENT => "trainer.environment",
-        kind::LOGGER => "trainer.loggers",
-        kind::PARALLELIZE => "trainer.strategy.parallelize",
-        kind::CHECKPOINT_IO => "checkpoint.io",
-        other => other,
-    }
+    kind_of(kind).map_or(kind, |kind| kind.key)
 }
 
 /// A plugin's options as `lr = 0.001, …`; `None` if some have no default.
 fn default_options(plugin: &PluginDescriptor) -> Option<String> {
-    fn written<T: DeserializeOwned + Serialize>(plugin: &PluginDescriptor) -> Option<Table> {
-        let built: T = PluginValue::new(plugin.name).build(plugin.kind, "").ok()?;
-        super::to_table(&built).ok()
-    }
-    let mut options = match plugin.kind {
-        kind::OPTIMIZER => written::<Box<dyn crate::optim::OptimizerConfig>>(plugin),
-        kind::SCHEDULER => written::<Box<dyn crate::optim::SchedulerConfig>>(plugin),
-        kind::PROCESS_GROUP => written::<Box<dyn crate::collective::ProcessGroupConfig>>(plugin),
-        kind::STRATEGY => written::<Box<dyn crate::strategy::StrategyConfig>>(plugin),
-        kind::PARALLELIZE => written::<Box<dyn crate::strategy::ParallelizeConfig>>(plugin),
-        kind::CHECKPOINT_IO => written::<Box<dyn crate::checkpoint::CheckpointIOConfig>>(plugin),
-        kind::LOGGER => written::<Box<dyn crate::trainer::LoggerConfig>>(plugin),
-        _ => None,
-    }?;
-    options.remove("type");
+    let kind = kind_of(plugin.kind)?;
+    let options = (kind.options)(&PluginValue::new(plugin.name), "").ok()?;
     let options: Vec<_> = options.iter().map(|(key, value)| format!("{key} = {value}")).collect();
     Some(options.join(", "))
-}
-
-/// The full path of a key of the framework's own, for the hint to somebody who left out the table.
-pub(super) fn path_of(key: &str) -> Option<String> {
-    let own = [("trainer", TrainerConfig::keys()), ("checkpoint", CheckpointConfig::keys())];
-    own.iter()
-        .find(|(_, keys)| keys.iter().any(|k| k.name == key))
-        .map(|(table, _)| format!("{table}.{key}"))
 }
 
 fn one_line(doc: &str) -> String {

@@ -80,3 +80,9 @@ pub trait EnvironmentConfig: Debug + Send + Sync {
     /// [`Error::Launch`], naming the variable that is missing, malformed or out of range.
     fn build(&self, variables: &Variables) -> Result<Box<dyn ClusterEnvironment>>;
 }
+
+crate::plugin_kind!(
+    dyn EnvironmentConfig,
+    crate::registry::kind::ENVIRONMENT,
+    "trainer.environment"
+);

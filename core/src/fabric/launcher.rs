@@ -5,14 +5,13 @@ use std::time::Duration;
 
 use super::Fabric;
 use crate::collective::{ProcessGroup, ProcessGroupConfig, Solo};
-use crate::config::{Devices, RunConfig};
 use crate::environment;
 use crate::launch::{LaunchOptions, Launched, launch_checked};
 use crate::module::ModuleInit;
 use crate::optim::pattern_matches;
 use crate::registry::{self, kind};
+use crate::run::{Devices, RunConfig, TrainerConfig};
 use crate::strategy::{BuildContext, ParallelizeFn, StrategyConfig};
-use crate::trainer::TrainerConfig;
 use crate::{Error, Result};
 
 /// A rank that has found the others.

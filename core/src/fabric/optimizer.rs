@@ -3,9 +3,8 @@
 use std::collections::BTreeMap;
 
 use super::fabric::{NON_FINITE_HINT, SharedStrategy};
-use crate::config::UnusedParameters;
 use crate::optim::{Ema, GradScale, Optimizer, SchedulerConfig, StateTensor, clip_factor};
-use crate::strategy::StepTotals;
+use crate::strategy::{StepTotals, UnusedParameters};
 use crate::{Error, Result};
 
 /// What the names of the averages' scalars begin with.

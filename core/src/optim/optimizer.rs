@@ -84,6 +84,8 @@ pub trait OptimizerConfig: std::fmt::Debug + Send + Sync {
     fn build(&self, parameters: &[Parameter]) -> Result<Box<dyn Optimizer>>;
 }
 
+crate::plugin_kind!(dyn OptimizerConfig, crate::registry::kind::OPTIMIZER, "optimizer");
+
 /// A learning-rate schedule's configuration: `scheduler.type = "cosine"`.
 #[typetag::serde(tag = "type")]
 pub trait SchedulerConfig: std::fmt::Debug + Send + Sync {
@@ -94,3 +96,5 @@ pub trait SchedulerConfig: std::fmt::Debug + Send + Sync {
     /// If the schedule needs a length and there is none.
     fn factor(&self, step: u64, max_steps: Option<u64>) -> Result<f64>;
 }
+
+crate::plugin_kind!(dyn SchedulerConfig, crate::registry::kind::SCHEDULER, "scheduler");

@@ -3,12 +3,32 @@
 
 use super::StrategyState;
 use crate::collective::{ReduceOp, all_gather_object};
-use crate::config::UnusedParameters;
+use crate::config::ConfigType;
 use crate::mesh::TENSOR_PARALLEL;
 use crate::parameter::Parameter;
 use crate::shard::Placement;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
+use serde::{Deserialize, Serialize};
+
+/// What a trainable parameter without a gradient means: `trainer.unused_parameters`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum UnusedParameters {
+    /// An error in the first step, which names them.
+    #[default]
+    Error,
+    /// Their gradient is zero, so weight decay and momentum still move them.
+    Zero,
+    /// They are left alone.
+    Ignore,
+}
+
+impl ConfigType for UnusedParameters {
+    fn describe() -> String {
+        "`\"error\"`, `\"zero\"` or `\"ignore\"`".to_owned()
+    }
+}
 
 impl StrategyState {
     /// Looks for trainable parameters that got a gradient on no rank in this step. Collective over

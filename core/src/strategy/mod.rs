@@ -12,6 +12,7 @@ mod state;
 #[expect(clippy::module_inception, reason = "the trait is the module's subject")]
 mod strategy;
 
+pub use audit::UnusedParameters;
 pub use parallelize::{ParallelizeConfig, ParallelizeFn};
 pub use state::{NoSyncGuard, StepTotals, StrategyState};
 pub use strategy::{BuildContext, Capabilities, SamplerShare, Strategy, StrategyConfig};

@@ -34,3 +34,9 @@ pub trait ParallelizeConfig: std::fmt::Debug + Send + Sync {
     /// If an option is out of range.
     fn build(&self) -> Result<Box<dyn ParallelizeFn>>;
 }
+
+crate::plugin_kind!(
+    dyn ParallelizeConfig,
+    crate::registry::kind::PARALLELIZE,
+    "trainer.strategy.parallelize"
+);

@@ -6,13 +6,12 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use serde::Serialize;
 
-use super::{NoSyncGuard, ParallelizeFn, StepTotals, StrategyState};
+use super::{NoSyncGuard, ParallelizeFn, StepTotals, StrategyState, UnusedParameters};
 use crate::checkpoint::{
     self, CheckpointIO, DistributedCheckpoint, FullOptions, LoadOptions, RestoreReport, SaveMeta,
     SaveRequest,
 };
 use crate::collective::{ProcessGroup, ReduceOp, broadcast_object, wait_for};
-use crate::config::UnusedParameters;
 use crate::mesh::{DATA_PARALLEL, DeviceMesh};
 use crate::module::{ModuleInit, ModuleTree};
 use crate::nn::Loss;
@@ -81,6 +80,8 @@ pub trait StrategyConfig: std::fmt::Debug + Send + Sync {
         None
     }
 }
+
+crate::plugin_kind!(dyn StrategyConfig, crate::registry::kind::STRATEGY, "trainer.strategy");
 
 /// How a model is spread over ranks, and what that means for a step.
 ///

@@ -54,6 +54,8 @@ pub trait LoggerConfig: std::fmt::Debug + Send + Sync {
     fn build(&self, dir: &Path) -> Result<Box<dyn Logger>>;
 }
 
+crate::plugin_kind!(dyn LoggerConfig, crate::registry::kind::LOGGER, "trainer.loggers");
+
 /// Passes events on to loggers: each validation, and the steps 1, n, 2n, ….
 pub struct LoggerSink {
     loggers: Vec<Box<dyn Logger>>,

@@ -1,24 +1,23 @@
 //! The trainer: loop, events, loggers, callbacks.
 //!
 //! A person implements [`LightningModule`]; [`Trainer`] runs it on the data of a
-//! [`DataModule`](crate::data::DataModule), as a [`RunConfig`](crate::config::RunConfig) says.
+//! [`DataModule`](crate::data::DataModule), as a [`RunConfig`](crate::run::RunConfig) says.
 //! What happens is told as [`Event`]s to [`EventSink`]s, and as numbers to [`Logger`]s.
 
 mod callback;
-mod config;
 mod context;
 mod event;
 mod hooks;
 mod lightning_module;
 mod logger;
 mod meter;
+mod retention;
 mod saving;
 mod session;
 #[expect(clippy::module_inception, reason = "the type is the module's subject")]
 mod trainer;
 
 pub use callback::Callback;
-pub use config::{Limits, TrainerConfig};
 pub use context::{HookContext, StepContext};
 pub use event::{Event, EventSink, RunStatus};
 pub use lightning_module::{LightningModule, OptimizerSetup};

@@ -8,17 +8,18 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 
 use super::hooks::CallbackState;
+use super::retention::{Kept, Retention};
 use super::session::{Cursor, Parts, Session};
 use super::{Event, LightningModule, RunDir};
 use crate::checkpoint::{
-    self, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, Kept, MANIFEST,
-    Retention, Saved, TensorSource,
+    self, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, MANIFEST, Saved,
+    TensorSource,
 };
 use crate::collective::{ProcessGroup, broadcast_object};
-use crate::config::{CheckpointConfig, CkptPath};
 use crate::data::DataModule;
 use crate::fabric::FabricOptimizer;
 use crate::optim::Ema;
+use crate::run::{CheckpointConfig, CkptPath};
 use crate::{Error, Result};
 
 /// What the trainer adds to a checkpoint: with weights and optimizer state, all that a run needs to

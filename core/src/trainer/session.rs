@@ -9,15 +9,15 @@ use serde::{Deserialize, Serialize};
 use super::hooks::{Hook, Hooks, Moment};
 use super::meter::{Meter, peak_rss_mib};
 use super::saving::Saving;
-use super::{Event, EventSink, LightningModule, Limits, StepContext, TrainerConfig};
+use super::{Event, EventSink, LightningModule, StepContext};
 use crate::autograd::no_grad;
 use crate::collective::{ReduceOp, all_gather_object};
-use crate::config::{Amount, ClipAlgorithm};
 use crate::data::{DataModule, EvalSampler, SampleOrder, Split, TrainSampler};
 use crate::fabric::{Fabric, FabricOptimizer};
 use crate::launch::Interruption;
 use crate::mesh::DP_CP;
 use crate::parallel::ContextParallel;
+use crate::run::{Amount, ClipAlgorithm, Limits, TrainerConfig};
 use crate::{Error, Result};
 
 /// How far a run has come: all that resuming needs besides weights and optimizer state.

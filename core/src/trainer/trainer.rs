@@ -12,12 +12,13 @@ use super::{
     RunStatus,
 };
 use crate::collective::{ProcessGroup, Solo, broadcast_object};
-use crate::config::{RunConfig, to_table};
+use crate::config::to_table;
 use crate::data::DataModule;
 use crate::fabric::Fabric;
 use crate::launch::Interruption;
 use crate::optim::{Ema, OptimizerConfig, SchedulerConfig};
 use crate::registry::kind;
+use crate::run::RunConfig;
 use crate::strategy::ParallelizeFn;
 use crate::{Error, Result};
 

@@ -8,13 +8,12 @@ use super::model::{Batch, MICRO_BATCHES, Probe, Variant};
 use super::reference;
 use crate::autograd::no_grad;
 use crate::collective::ProcessGroup;
-use crate::config::UnusedParameters;
 use crate::fabric::Fabric;
 use crate::module::ModuleInit;
 use crate::nn::Loss;
 use crate::optim::Sgd;
 use crate::registry::{self, kind};
-use crate::strategy::{BuildContext, SamplerShare, Strategy, StrategyConfig};
+use crate::strategy::{BuildContext, SamplerShare, Strategy, StrategyConfig, UnusedParameters};
 use crate::{Error, Result};
 
 pub(super) const SEED: u64 = 42;

@@ -8,9 +8,10 @@ use super::reference::Whole;
 use super::{Equivalence, strategy};
 use crate::Result;
 use crate::collective::{ProcessGroup, Solo};
-use crate::config::UnusedParameters;
 use crate::module::ModuleTree;
-use crate::strategy::{BuildContext, Capabilities, Strategy, StrategyConfig, StrategyState};
+use crate::strategy::{
+    BuildContext, Capabilities, Strategy, StrategyConfig, StrategyState, UnusedParameters,
+};
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 enum Fault {

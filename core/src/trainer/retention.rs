@@ -2,17 +2,17 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::{CheckpointConfig, MonitorMode};
+use crate::run::{CheckpointConfig, MonitorMode};
 
 /// A checkpoint that a run has saved and not removed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Kept {
+pub(super) struct Kept {
     /// The optimizer step after which it was saved.
-    pub step: u64,
+    pub(super) step: u64,
     /// Its name in its place.
-    pub name: String,
+    pub(super) name: String,
     /// The monitored metric then; `None` if there was none or it was not finite.
-    pub score: Option<f64>,
+    pub(super) score: Option<f64>,
 }
 
 /// Which of a run's checkpoints stay: the newest `checkpoint.keep_last`, the best
@@ -22,7 +22,7 @@ pub struct Kept {
 /// It knows the checkpoints that this run saved, and those of the run it resumed from if they are in
 /// the same place. Others are never removed.
 #[derive(Debug, Clone)]
-pub struct Retention {
+pub(super) struct Retention {
     keep_last: Option<u64>,
     save_top_k: Option<i64>,
     mode: MonitorMode,
@@ -33,33 +33,33 @@ pub struct Retention {
 
 impl Retention {
     /// The rules of a configuration, for a run that has saved nothing.
-    pub fn new(config: &CheckpointConfig) -> Self {
+    pub(super) fn new(config: &CheckpointConfig) -> Self {
         let CheckpointConfig { keep_last, save_top_k, mode, .. } = *config;
         Self { keep_last, save_top_k, mode, kept: Vec::new(), resumed_from: None }
     }
 
     /// Goes on with what an earlier run kept, when it saved the checkpoint `name` that this one
     /// resumes from.
-    pub fn resume(&mut self, name: &str, kept: Vec<Kept>) {
+    pub(super) fn resume(&mut self, name: &str, kept: Vec<Kept>) {
         self.kept = kept;
         self.resumed_from = Some(name.to_owned());
     }
 
     /// Adds a checkpoint that is about to be saved, the newest one.
-    pub fn add(&mut self, step: u64, name: &str, score: Option<f64>) {
+    pub(super) fn add(&mut self, step: u64, name: &str, score: Option<f64>) {
         self.kept.retain(|kept| kept.name != name);
         let score = score.filter(|score| score.is_finite());
         self.kept.push(Kept { step, name: name.to_owned(), score });
     }
 
     /// What is kept, oldest first. Saved in every checkpoint, so that a resumed run knows it.
-    pub fn kept(&self) -> &[Kept] {
+    pub(super) fn kept(&self) -> &[Kept] {
         &self.kept
     }
 
     /// Takes out the checkpoints that no rule keeps, and returns their names: to be removed once
     /// the newest is committed.
-    pub fn take_superfluous(&mut self) -> Vec<String> {
+    pub(super) fn take_superfluous(&mut self) -> Vec<String> {
         let all = match (self.keep_last, self.save_top_k) {
             (None, None) => true,
             (_, top) => top.is_some_and(|k| k < 0),

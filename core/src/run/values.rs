@@ -1,67 +1,14 @@
-//! The types of values that are more than a number or a string.
+//! The trainer's types of values that are more than a number or a string.
 
-use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use candle_core::DType;
-use serde::de::{Deserializer, Error as _, Unexpected, Visitor};
+use serde::de::Deserializer;
 use serde::ser::Serializer;
 use serde::{Deserialize, Serialize};
 
-use super::ConfigType;
-
-/// A value of TOML that is neither list nor table.
-enum Scalar {
-    Int(i64),
-    Float(f64),
-    Text(String),
-}
-
-/// Reads a scalar and makes of it what `convert` says; `None` is a value that is not `expected`.
-fn scalar<'de, D: Deserializer<'de>, T>(
-    deserializer: D,
-    expected: &'static str,
-    convert: impl FnOnce(&Scalar) -> Option<T>,
-) -> Result<T, D::Error> {
-    struct ScalarVisitor(&'static str);
-
-    impl Visitor<'_> for ScalarVisitor {
-        type Value = Scalar;
-
-        fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-            f.write_str(self.0)
-        }
-
-        fn visit_i64<E>(self, value: i64) -> Result<Scalar, E> {
-            Ok(Scalar::Int(value))
-        }
-
-        fn visit_u64<E: serde::de::Error>(self, value: u64) -> Result<Scalar, E> {
-            i64::try_from(value)
-                .map(Scalar::Int)
-                .map_err(|_| E::invalid_value(Unexpected::Unsigned(value), &self.0))
-        }
-
-        fn visit_f64<E>(self, value: f64) -> Result<Scalar, E> {
-            Ok(Scalar::Float(value))
-        }
-
-        fn visit_str<E>(self, value: &str) -> Result<Scalar, E> {
-            Ok(Scalar::Text(value.to_owned()))
-        }
-    }
-
-    let value = deserializer.deserialize_any(ScalarVisitor(expected))?;
-    convert(&value).ok_or_else(|| {
-        let found = match &value {
-            Scalar::Int(value) => Unexpected::Signed(*value),
-            Scalar::Float(value) => Unexpected::Float(*value),
-            Scalar::Text(value) => Unexpected::Str(value),
-        };
-        D::Error::invalid_value(found, &expected)
-    })
-}
+use crate::config::{ConfigType, Scalar, deserialize_scalar};
 
 /// How many ranks a node runs: `trainer.devices`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,10 +30,12 @@ impl Serialize for Devices {
 
 impl<'de> Deserialize<'de> for Devices {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        scalar(deserializer, "a number of ranks, at least 1, or \"auto\"", |value| match value {
-            Scalar::Int(count) if *count >= 1 => usize::try_from(*count).ok().map(Self::Count),
-            Scalar::Text(text) if text == "auto" => Some(Self::Auto),
-            _ => None,
+        deserialize_scalar(deserializer, "a number of ranks, at least 1, or \"auto\"", |value| {
+            match value {
+                Scalar::Int(count) if *count >= 1 => usize::try_from(*count).ok().map(Self::Count),
+                Scalar::Text(text) if text == "auto" => Some(Self::Auto),
+                _ => None,
+            }
         })
     }
 }
@@ -133,7 +82,7 @@ impl Serialize for Amount {
 impl<'de> Deserialize<'de> for Amount {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let expected = "a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0)";
-        scalar(deserializer, expected, |value| match value {
+        deserialize_scalar(deserializer, expected, |value| match value {
             Scalar::Int(count) => u64::try_from(*count).ok().map(Self::Count),
             Scalar::Float(part) => (0.0..=1.0).contains(part).then_some(Self::Fraction(*part)),
             Scalar::Text(_) => None,
@@ -200,7 +149,7 @@ impl Serialize for Precision {
 impl<'de> Deserialize<'de> for Precision {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let expected = "\"32-true\", \"bf16-mixed\", \"bf16-true\" or \"64-true\"";
-        scalar(deserializer, expected, |value| match value {
+        deserialize_scalar(deserializer, expected, |value| match value {
             Scalar::Int(32) => Some(Self::F32True),
             Scalar::Int(64) => Some(Self::F64True),
             Scalar::Text(text) => match text.as_str() {
@@ -253,12 +202,14 @@ impl Serialize for TimeLimit {
 
 impl<'de> Deserialize<'de> for TimeLimit {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        scalar(deserializer, "\"DD:HH:MM:SS\" or a number of seconds", |value| match value {
-            Scalar::Int(seconds) => {
-                u64::try_from(*seconds).ok().map(|seconds| Self(Duration::from_secs(seconds)))
+        deserialize_scalar(deserializer, "\"DD:HH:MM:SS\" or a number of seconds", |value| {
+            match value {
+                Scalar::Int(seconds) => {
+                    u64::try_from(*seconds).ok().map(|seconds| Self(Duration::from_secs(seconds)))
+                }
+                Scalar::Float(seconds) => Duration::try_from_secs_f64(*seconds).ok().map(Self),
+                Scalar::Text(text) => Self::from_clock(text),
             }
-            Scalar::Float(seconds) => Duration::try_from_secs_f64(*seconds).ok().map(Self),
-            Scalar::Text(text) => Self::from_clock(text),
         })
     }
 }
@@ -289,7 +240,7 @@ impl Serialize for CkptPath {
 
 impl<'de> Deserialize<'de> for CkptPath {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        scalar(deserializer, "a path or \"last\"", |value| match value {
+        deserialize_scalar(deserializer, "a path or \"last\"", |value| match value {
             Scalar::Text(text) if text == "last" => Some(Self::Last),
             Scalar::Text(text) if !text.is_empty() => Some(Self::Path(text.into())),
             _ => None,
@@ -320,29 +271,13 @@ impl ConfigType for ClipAlgorithm {
     }
 }
 
-/// What a trainable parameter without a gradient means: `trainer.unused_parameters`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum UnusedParameters {
-    /// An error in the first step, which names them.
-    #[default]
-    Error,
-    /// Their gradient is zero, so weight decay and momentum still move them.
-    Zero,
-    /// They are left alone.
-    Ignore,
-}
-
-impl ConfigType for UnusedParameters {
-    fn describe() -> String {
-        "`\"error\"`, `\"zero\"` or `\"ignore\"`".to_owned()
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fmt;
+
     use super::*;
     use crate::config::{parse, to_table};
+    use crate::strategy::UnusedParameters;
     use toml::{Table, Value};
 
     fn read<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, String> {

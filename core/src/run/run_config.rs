@@ -4,12 +4,12 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
-use super::{CheckpointConfig, ConfigLayers, ConfigType, KeyDoc, PluginValue, to_table};
+use super::CheckpointConfig;
+use super::TrainerConfig;
 use crate::Result;
-use crate::checkpoint::CheckpointIOConfig;
-use crate::optim::{OptimizerConfig, SchedulerConfig};
+use crate::config::reference::Section;
+use crate::config::{ConfigLayers, ConfigType, Documented as _, KeyDoc, PluginValue, to_table};
 use crate::registry::{self, kind};
-use crate::trainer::TrainerConfig;
 
 /// A whole run: `M` is the model's table, `D` the data's.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -59,7 +59,11 @@ impl<M, D> RunConfig<M, D> {
         M: DeserializeOwned,
         D: DeserializeOwned,
     {
-        let run: Self = layers.under(to_table(&RunConfig::default())?).parse()?;
+        let layers = layers
+            .under(to_table(&RunConfig::default())?)
+            .known_table("trainer", TrainerConfig::keys())
+            .known_table("checkpoint", CheckpointConfig::keys());
+        let run: Self = layers.parse()?;
         run.validate()?;
         Ok(run)
     }
@@ -80,10 +84,9 @@ impl<M, D> RunConfig<M, D> {
     /// [`Error::UnknownPlugin`](crate::Error::UnknownPlugin), [`Error::DuplicatePlugin`](crate::Error::DuplicatePlugin), or [`Error::Config`](crate::Error::Config) for an option.
     pub fn check_plugins(&self) -> Result<()> {
         registry::validate()?;
-        self.optimizer.build::<Box<dyn OptimizerConfig>>(kind::OPTIMIZER, "optimizer")?;
-        self.scheduler.build::<Box<dyn SchedulerConfig>>(kind::SCHEDULER, "scheduler")?;
-        let io = &self.checkpoint.io;
-        io.build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?;
+        self.optimizer.check(kind::OPTIMIZER, "optimizer")?;
+        self.scheduler.check(kind::SCHEDULER, "scheduler")?;
+        self.checkpoint.io.check(kind::CHECKPOINT_IO, "checkpoint.io")?;
         self.trainer.check_plugins()
     }
 }
@@ -103,9 +106,21 @@ impl Default for RunConfig<Table, Table> {
     }
 }
 
+/// The sections of the [reference](crate::config::reference) that the framework itself declares.
+///
+/// # Errors
+/// As [`Section::new`].
+pub fn reference_sections() -> Result<Vec<Section>> {
+    Ok(vec![
+        Section::new("", top_level(), &RunConfig::<Table, Table>::default())?,
+        Section::of::<TrainerConfig>("trainer")?,
+        Section::of::<CheckpointConfig>("checkpoint")?,
+    ])
+}
+
 /// The reference's rows for the top level. (The macro that writes them for other tables knows no
 /// generics.)
-pub(super) fn top_level() -> Vec<KeyDoc> {
+fn top_level() -> Vec<KeyDoc> {
     let key = |name: &'static str, ty, doc| KeyDoc { name: name.into(), ty, doc };
     vec![
         key(

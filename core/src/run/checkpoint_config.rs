@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::{ConfigType, PluginValue};
 use crate::checkpoint::{CheckpointIO, CheckpointIOConfig};
+use crate::config::{ConfigType, PluginValue};
 use crate::registry::kind;
 use crate::{Error, Result};
 
@@ -107,7 +107,8 @@ impl CheckpointConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{ConfigLayers, RunConfig};
+    use crate::config::ConfigLayers;
+    use crate::run::RunConfig;
 
     fn checkpoint(keys: &str) -> Result<CheckpointConfig> {
         let text = format!("[checkpoint]\n{keys}");

@@ -3,14 +3,11 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::collective::ProcessGroupConfig;
-use crate::config::{
-    Amount, CkptPath, ClipAlgorithm, Devices, PluginValue, Precision, TimeLimit, UnusedParameters,
-};
+use super::{Amount, CkptPath, ClipAlgorithm, Devices, Precision, TimeLimit};
+use crate::config::PluginValue;
 use crate::module::ActivationCheckpointing;
-use crate::registry::{self, kind};
-use crate::strategy::StrategyConfig;
-use crate::trainer::LoggerConfig;
+use crate::registry::kind;
+use crate::strategy::UnusedParameters;
 use crate::{Error, Result};
 
 crate::config_struct! {
@@ -161,15 +158,12 @@ impl TrainerConfig {
     /// # Errors
     /// [`Error::UnknownPlugin`], or [`Error::Config`] for an option.
     pub fn check_plugins(&self) -> Result<()> {
-        self.strategy.build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?;
-        self.process_group
-            .build::<Box<dyn ProcessGroupConfig>>(kind::PROCESS_GROUP, "trainer.process_group")?;
+        self.strategy.check(kind::STRATEGY, "trainer.strategy")?;
+        self.process_group.check(kind::PROCESS_GROUP, "trainer.process_group")?;
         if let Some(environment) = &self.environment {
-            registry::require(kind::ENVIRONMENT, &environment.name)?;
+            environment.check(kind::ENVIRONMENT, "trainer.environment")?;
         }
-        self.loggers.iter().try_for_each(|logger| {
-            logger.build::<Box<dyn LoggerConfig>>(kind::LOGGER, "trainer.loggers").map(drop)
-        })
+        self.loggers.iter().try_for_each(|logger| logger.check(kind::LOGGER, "trainer.loggers"))
     }
 }
 
@@ -180,8 +174,9 @@ fn wrong<T>(key: &str, message: impl std::fmt::Display) -> Result<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{ConfigLayers, RunConfig};
+    use crate::config::ConfigLayers;
     use crate::module::ActivationOffload;
+    use crate::run::RunConfig;
 
     fn trainer(keys: &str) -> Result<TrainerConfig> {
         let text = format!("[trainer]\n{keys}");

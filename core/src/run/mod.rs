@@ -1,0 +1,26 @@
+//! What a run is configured by: seed, model, data, and the tables `[trainer]` and `[checkpoint]`.
+//!
+//! ```
+//! use fulgurite_core::config::ConfigLayers;
+//! use fulgurite_core::run::RunConfig;
+//!
+//! # #[derive(serde::Serialize, serde::Deserialize)] struct Model {}
+//! # #[derive(serde::Serialize, serde::Deserialize)] struct Data {}
+//! let layers = ConfigLayers::new()
+//!     .text("run.toml", "[trainer]\nmax_steps = 100\nstrategy = \"fsdp\"")?
+//!     .set("trainer.max_steps=200")?;
+//! let run = RunConfig::<Model, Data>::from_layers(layers)?;
+//! assert_eq!(run.trainer.max_steps, Some(200));
+//! assert_eq!(run.trainer.strategy.name, "fsdp");
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+mod checkpoint_config;
+mod run_config;
+mod trainer_config;
+mod values;
+
+pub use checkpoint_config::{CheckpointConfig, MonitorMode};
+pub use run_config::{RunConfig, reference_sections};
+pub use trainer_config::{Limits, TrainerConfig};
+pub use values::{Amount, CkptPath, ClipAlgorithm, Devices, Precision, TimeLimit};
