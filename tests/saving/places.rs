@@ -8,11 +8,12 @@ use std::sync::{Arc, Mutex};
 use fulgurite::core::checkpoint::{
     CheckpointIO, CheckpointIOConfig, CheckpointReader, CheckpointWriter, Entry,
 };
+use fulgurite::core::launch::Interruption;
 use fulgurite::core::register_checkpoint_io;
 use fulgurite::core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::harness::{Scratch, course, resumed};
+use crate::harness::{PATIENCE, Scratch, course, resumed};
 
 /// Checkpoints in memory, by the place's root.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -136,6 +137,117 @@ impl CheckpointIO for Memory {
         }
         Ok(())
     }
+}
+
+/// Files that reach the place when the run ends.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WriteBehindConfig {}
+
+#[typetag::serde(name = "test_write_behind")]
+impl CheckpointIOConfig for WriteBehindConfig {
+    fn build(&self, root: &Path) -> Result<Arc<dyn CheckpointIO>> {
+        let mut places = PLACES.lock().unwrap();
+        let place = places.entry(root.to_owned()).or_default().clone();
+        let pending = Arc::new(Mutex::new(place.lock().unwrap().clone()));
+        let pending = Memory { root: root.to_owned(), files: pending };
+        Ok(Arc::new(WriteBehind { place, pending }))
+    }
+}
+
+register_checkpoint_io!("test_write_behind", WriteBehindConfig, "for this test");
+
+#[derive(Debug)]
+struct WriteBehind {
+    place: Files,
+    pending: Memory,
+}
+
+impl CheckpointIO for WriteBehind {
+    fn location(&self, path: &str) -> PathBuf {
+        self.pending.location(path)
+    }
+    fn create(&self, path: &str) -> Result<Box<dyn CheckpointWriter>> {
+        self.pending.create(path)
+    }
+    fn open(&self, path: &str) -> Result<Arc<dyn CheckpointReader>> {
+        self.pending.open(path)
+    }
+    fn list(&self, path: &str) -> Result<Vec<Entry>> {
+        self.pending.list(path)
+    }
+    fn remove(&self, path: &str) -> Result<()> {
+        self.pending.remove(path)
+    }
+    fn commit(&self, staged: &str, name: &str) -> Result<()> {
+        self.pending.commit(staged, name)
+    }
+    fn teardown(&self) -> Result<()> {
+        let root = &self.pending.root;
+        *TEARDOWNS.lock().unwrap().entry(root.clone()).or_default() += 1;
+        if root.ends_with("refuses") {
+            return Err(Error::checkpoint(self.location(""), "it cannot be completed"));
+        }
+        *self.place.lock().unwrap() = self.pending.files.lock().unwrap().clone();
+        Ok(())
+    }
+}
+
+static TEARDOWNS: Mutex<BTreeMap<PathBuf, usize>> = Mutex::new(BTreeMap::new());
+
+/// The checkpoints that reached the place, and how often it was asked to complete them.
+fn written(scratch: &Scratch) -> (Vec<String>, usize) {
+    let root = scratch.path("kept");
+    let files = PLACES.lock().unwrap()[&root].clone();
+    let names = Memory { root: root.clone(), files }.list("").unwrap();
+    let names = names.into_iter().filter(|entry| entry.is_directory).map(|entry| entry.name);
+    (names.collect(), TEARDOWNS.lock().unwrap()[&root])
+}
+
+#[test]
+fn what_a_place_holds_back_is_written_at_the_end_of_any_run() {
+    let fit = |more: &[&str]| {
+        let scratch = Scratch::new();
+        let keys = [
+            "checkpoint.io=test_write_behind",
+            "checkpoint.every_n_steps=2",
+            "trainer.max_steps=5",
+        ];
+        let result = scratch.fit(&[&keys[..], more].concat()).1;
+        (written(&scratch), result)
+    };
+    let names = |steps: &[u64]| -> Vec<String> {
+        steps.iter().map(|step| format!("step-{step:08}")).collect()
+    };
+    for background in ["checkpoint.async_save=false", "checkpoint.async_save=true"] {
+        let (written, result) = fit(&[background]);
+        result.unwrap();
+        assert_eq!(written, (names(&[2, 4, 5]), 1));
+
+        // One that fails when it saves after step 4.
+        let monitor = ["trainer.val_check_interval=3", "checkpoint.monitor=none_such", background];
+        let (written, result) = fit(&monitor);
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("there is no metric `none_such`"), "{error}");
+        assert_eq!(written, (names(&[2]), 1));
+
+        PATIENCE.set(Some((2, Interruption::Termination)));
+        let (written, result) = fit(&[background]);
+        PATIENCE.set(None);
+        assert!(matches!(result, Err(Error::Interrupted)), "{result:?}");
+        assert_eq!(written, (names(&[2, 3]), 1));
+    }
+
+    // What goes wrong then is the run's error, unless there is one already.
+    let scratch = Scratch::new();
+    let dir = format!("checkpoint.dir={:?}", scratch.path("refuses"));
+    let keys = ["checkpoint.io=test_write_behind", "trainer.max_steps=2", &dir];
+    let error = scratch.fit(&keys).1.unwrap_err().to_string();
+    assert!(error.ends_with("it cannot be completed"), "{error}");
+    assert_eq!(TEARDOWNS.lock().unwrap()[&scratch.path("refuses")], 1);
+    let error = scratch.fit(&[&keys[..], &["trainer.ckpt_path=none_such"]].concat()).1.unwrap_err();
+    assert!(error.to_string().contains("there is no checkpoint here"), "{error}");
+    assert_eq!(TEARDOWNS.lock().unwrap()[&scratch.path("refuses")], 2);
 }
 
 #[test]

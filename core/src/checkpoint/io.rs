@@ -64,7 +64,12 @@ pub trait CheckpointIO: std::fmt::Debug + Send + Sync {
         Ok(bytes)
     }
 
-    /// Completes what is still under way. Called once, at the end of a run.
+    /// Completes what is still under way. Called once on each rank, by who opened the place and after
+    /// the last save: by the trainer at the end of a run, also of one that failed or was interrupted;
+    /// by [`Fabric::save`](crate::fabric::Fabric::save) and
+    /// [`save_full`](crate::fabric::Fabric::save_full) before they return. A loop that opens a place
+    /// of its own ([`CheckpointConfig::open`](crate::run::CheckpointConfig::open)) calls it itself;
+    /// dropping a Fabric does not.
     ///
     /// # Errors
     /// Those of writes that were not reported yet.

@@ -40,7 +40,8 @@ impl Fabric {
         state: &impl Serialize,
     ) -> Result<PathBuf> {
         let (io, name) = local(path.as_ref())?;
-        self.save_with(&io, name, optimizer, state, serde_json::Value::Null)
+        let saved = self.save_with(&io, name, optimizer, state, serde_json::Value::Null);
+        torn_down(&*io, saved)
     }
 
     /// Saves the model, `state` and if given the optimizer as a full checkpoint in the directory
@@ -58,11 +59,13 @@ impl Fabric {
     ) -> Result<PathBuf> {
         let (io, name) = local(path.as_ref())?;
         let (states, meta) = self.contents(optimizer, state, serde_json::Value::Null)?;
-        self.strategy().save_full_checkpoint(&*io, name, &states, options, meta)
+        let saved = self.strategy().save_full_checkpoint(&*io, name, &states, options, meta);
+        torn_down(&*io, saved)
     }
 
     /// [`save_full`](Self::save_full) under `name` of any place, with optimizer, the run's
-    /// configuration and no other options. Collective.
+    /// configuration and no other options. The caller ends the place with
+    /// [`teardown`](CheckpointIO::teardown) after the last save. Collective.
     ///
     /// # Errors
     /// As [`save_full`](Self::save_full).
@@ -80,7 +83,8 @@ impl Fabric {
     }
 
     /// [`save`](Self::save) under `name` of any place, with the run's configuration for
-    /// information. Collective.
+    /// information. The caller ends the place with [`teardown`](CheckpointIO::teardown) after the last
+    /// save. Collective.
     ///
     /// # Errors
     /// As [`save`](Self::save).
@@ -214,6 +218,12 @@ fn local(path: &Path) -> Result<(Arc<dyn CheckpointIO>, &str)> {
         .build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?
         .build(if parent.as_os_str().is_empty() { Path::new(".") } else { parent })?;
     Ok((io, name))
+}
+
+/// What came of a save, once its place has completed it.
+fn torn_down<T>(io: &dyn CheckpointIO, saved: Result<T>) -> Result<T> {
+    let torn_down = io.teardown();
+    saved.and_then(|saved| torn_down.map(|()| saved))
 }
 
 fn to_json<T: Serialize>(value: &T) -> Result<serde_json::Value> {

@@ -17,7 +17,7 @@ use gemm::Parallelism;
 use super::host::Float;
 use super::spread::spread;
 
-/// A row-major or transposed matrix in a slice.
+/// A row-major or transposed matrix in a slice, which has all its elements.
 #[derive(Debug, Clone, Copy)]
 pub struct Mat<'a, T> {
     data: &'a [T],
@@ -29,7 +29,12 @@ pub struct Mat<'a, T> {
 
 impl<'a, T> Mat<'a, T> {
     /// A row-major matrix that fills the front of `data`.
+    ///
+    /// # Panics
+    /// If `data` has fewer than `rows * cols` elements.
     pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
+        let fits = rows.checked_mul(cols).is_some_and(|len| len <= data.len());
+        assert!(fits, "a {rows} x {cols} matrix in a slice of {} elements", data.len());
         Self { data, rows, cols, row_stride: cols, col_stride: 1 }
     }
 
@@ -57,7 +62,7 @@ pub enum Threads {
 /// `out = a b`, or `out += a b` if `add`; `out` is row-major.
 ///
 /// # Panics
-/// If a slice is too short for its shape or the shapes do not fit: callers have checked them.
+/// If `out` is too short for the product, or the inner dimensions differ: callers have checked them.
 pub fn gemm<T: Float>(out: &mut [T], a: Mat<T>, b: Mat<T>, add: bool, threads: Threads) {
     let size = checked_size(a, b);
     let out = &mut out[..size];
@@ -90,11 +95,10 @@ pub fn product<T: Float>(a: Mat<T>, b: Mat<T>, threads: Threads) -> Vec<T> {
     out
 }
 
-/// The number of elements of `a b`. Panics unless the shapes fit and the slices hold what they say.
+/// The number of elements of `a b`. Panics unless the inner dimensions are equal.
 fn checked_size<T>(a: Mat<T>, b: Mat<T>) -> usize {
     assert_eq!(a.cols, b.rows, "inner dimensions");
-    assert!(a.data.len() >= a.rows * a.cols && b.data.len() >= b.rows * b.cols, "matrix bounds");
-    a.rows * b.cols
+    a.rows.checked_mul(b.cols).expect("a product has no more elements than memory")
 }
 
 /// # Safety
@@ -255,6 +259,20 @@ mod tests {
         let fresh = product(Mat::new(&a, 2, 3).t(), Mat::new(&b, 2, 3), Threads::All);
         assert_eq!(fresh, [1., 4., 6., 2., 5., 9., 3., 6., 12.]);
         assert_eq!(product::<f64>(Mat::new(&[], 2, 0), Mat::new(&[], 0, 2), Threads::One), [0.; 4]);
+    }
+
+    #[test]
+    #[should_panic(expected = "matrix in a slice of 4 elements")]
+    fn a_shape_whose_size_overflows_is_refused() {
+        // The size is 0 where overflow wraps.
+        Mat::new(&[0f32; 4], 1 << (usize::BITS - 1), 2);
+    }
+
+    #[test]
+    #[should_panic(expected = "no more elements than memory")]
+    fn a_product_whose_size_overflows_is_refused() {
+        let (a, b) = (Mat::new(&[], 1 << (usize::BITS - 1), 0), Mat::new(&[], 0, 2));
+        gemm::<f32>(&mut [], a, b, false, Threads::One);
     }
 
     fn threads_change_no_bit<T: Float>() {

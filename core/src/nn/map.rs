@@ -69,7 +69,7 @@ pub(super) unsafe fn rows<T: Float>(
 ) -> Vec<T> {
     let mut out = Vec::with_capacity(len);
     let room = &mut out.spare_capacity_mut()[..len];
-    room.par_chunks_mut((rows_a_piece * width).max(1))
+    room.par_chunks_mut(rows_a_piece.saturating_mul(width).max(1))
         .enumerate()
         .for_each(|(i, rows)| write(i * rows_a_piece, rows));
     // SAFETY: the pieces are all of `room`; the caller promises that they are written.

@@ -56,6 +56,16 @@ pub(super) struct Saving {
     /// The step whose result is saved already.
     saved: Option<u64>,
     warned: bool,
+    is_torn_down: bool,
+}
+
+/// For a run that fails while it is set up.
+impl Drop for Saving {
+    fn drop(&mut self) {
+        if let Err(error) = self.teardown() {
+            tracing::error!("completing what checkpoints are still under way: {error}");
+        }
+    }
 }
 
 impl Saving {
@@ -71,7 +81,24 @@ impl Saving {
             config.async_save.then(|| AsyncSaver::new(io.clone(), world)).transpose()?;
         let retention = Retention::new(config);
         let config = config.clone();
-        Ok(Self { config, root, io, background, retention, saved: None, warned: false })
+        Ok(Self {
+            config,
+            root,
+            io,
+            background,
+            retention,
+            saved: None,
+            warned: false,
+            is_torn_down: false,
+        })
+    }
+
+    /// The end of a run: waits for the save that is under way on this rank, and lets the place
+    /// complete what it has. Does nothing the second time.
+    pub(super) fn teardown(&mut self) -> Result<()> {
+        // Dropping the saver waits for its thread; an error is one that ended the run before.
+        drop(self.background.take());
+        if std::mem::replace(&mut self.is_torn_down, true) { Ok(()) } else { self.io.teardown() }
     }
 
     /// Whether a save in the background is under way on this rank.

@@ -129,6 +129,7 @@ impl Trainer {
         let rank = self.world.rank();
         let mut session = self.set_up::<M, D>(run)?;
         let result = session.run_fit(run);
+        let result = session.tear_down_saving(result);
         let status = match &result {
             Ok((_, Ended::Finished)) => RunStatus::Success,
             Ok((_, Ended::Interrupted(_))) | Err(Error::Interrupted) => RunStatus::Interrupted,
@@ -181,6 +182,7 @@ impl Trainer {
             session.summary()?;
             Ok(loss)
         })();
+        let result = session.tear_down_saving(result);
         let status = if result.is_ok() { RunStatus::Success } else { RunStatus::Failed };
         let finished = session.finish_sinks(status);
         let loss = result?;
@@ -342,6 +344,20 @@ where
             metrics: self.metrics.clone(),
         };
         Ok((outcome, ended))
+    }
+
+    /// Lets the checkpoints' place complete what it has, whatever came of the run, whose error is the
+    /// one that counts.
+    fn tear_down_saving<T>(&mut self, result: Result<T>) -> Result<T> {
+        match (result, self.parts.saving.teardown()) {
+            (Ok(outcome), torn_down) => torn_down.map(|()| outcome),
+            (Err(error), torn_down) => {
+                if let Err(second) = torn_down {
+                    tracing::error!("completing what checkpoints are still under way: {second}");
+                }
+                Err(error)
+            }
+        }
     }
 
     /// Ends the sinks, all of them, and returns the first error.

@@ -55,11 +55,11 @@ pub(in crate::nn) fn forward(
         let piece = rows_per_piece(rows);
         let sums: Vec<f64> = lse
             .par_chunks_mut(piece)
-            .zip(values.par_chunks(piece * classes).zip(targets.par_chunks(piece)))
+            .zip(values.par_chunks((piece * classes).max(1)).zip(targets.par_chunks(piece)))
             .map(|(lse, (values, targets))| {
                 let mut sum = 0.0;
                 for (lse, (z, target)) in
-                    lse.iter_mut().zip(values.chunks_exact(classes).zip(targets))
+                    lse.iter_mut().zip(values.chunks_exact(classes.max(1)).zip(targets))
                 {
                     let Some(target) = target else { continue };
                     let (top, exp) = top_and_exp(z);
@@ -149,7 +149,7 @@ pub(in crate::nn) fn backward_into(
         let grad = grad.to_dtype(logits.dtype())?.to_scalar::<T>()?;
         let (uniform, hit) = (T::lit(uniform), T::lit(1.0 - smoothing));
         storage::with_host_mut(&logits, |z: &mut [T]| {
-            let rows = z.par_chunks_exact_mut(columns).zip(lse.par_iter().zip(targets));
+            let rows = z.par_chunks_exact_mut(columns.max(1)).zip(lse.par_iter().zip(targets));
             rows.with_min_len(8).for_each(|(z, (&lse, target))| {
                 let Some(target) = target else { return z.fill(T::ZERO) };
                 become_probabilities(z, lse, uniform, grad);
@@ -221,5 +221,30 @@ impl Picked {
             here: mask(&|target| column(target).is_some())?,
             kept: mask(&Option::is_some)?,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+
+    #[test]
+    fn rows_without_classes_have_no_loss() {
+        let device = Device::Cpu;
+        let logits = Tensor::zeros((2, 0), DType::F32, &device).unwrap();
+        let (sum, lse) = forward(&logits, &[None, None], 0.0).unwrap();
+        assert_eq!((sum.to_scalar::<f32>().unwrap(), lse.dims1().unwrap()), (0.0, 2));
+        let classes = Classes { first: 0, total: 0 };
+        let one = Tensor::ones((), DType::F32, &device).unwrap();
+        for f in
+            [backward, |logits: &Tensor, lse: &_, targets: &_, classes, smoothing, grad: &_| {
+                backward_into(logits.clone(), lse, targets, classes, smoothing, grad)
+            }]
+        {
+            let grad = f(&logits, &lse, &[None, None], classes, 0.0, &one).unwrap();
+            assert_eq!(grad.dims(), [2, 0]);
+        }
     }
 }
