@@ -1,0 +1,152 @@
+//! Which file each tensor goes to.
+
+use std::collections::BTreeMap;
+
+use safetensors::Dtype;
+use serde::{Deserialize, Serialize};
+
+use super::super::tensor_file::{Slot, wide_first};
+use crate::shard::Region;
+
+/// A whole tensor, without its values.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct TensorMeta {
+    pub(crate) name: String,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) dtype: Dtype,
+}
+
+impl TensorMeta {
+    pub(crate) fn slot(&self) -> Slot {
+        Slot { name: self.name.clone(), dtype: self.dtype, region: Region::full(&self.shape) }
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.slot().bytes()
+    }
+}
+
+/// What a file is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Section {
+    Model,
+    Optimizer,
+}
+
+impl Section {
+    /// How its files' names begin; transformers' for the model.
+    pub(crate) fn stem(self) -> &'static str {
+        match self {
+            Self::Model => "model",
+            Self::Optimizer => "optimizer",
+        }
+    }
+}
+
+/// A file, and the tensors in it, in the order they are written.
+#[derive(Debug, Clone)]
+pub(crate) struct FilePlan {
+    pub(crate) section: Section,
+    pub(crate) file: String,
+    /// Indices into the tensors that were planned for.
+    pub(crate) tensors: Vec<usize>,
+}
+
+/// Distributes tensors over files of at most `max_bytes`, in their order; one that is larger has a
+/// file of its own. No tensors, no file.
+pub(crate) fn plan(section: Section, tensors: &[TensorMeta], max_bytes: u64) -> Vec<FilePlan> {
+    let mut groups: Vec<Vec<usize>> = Vec::new();
+    let mut filled = 0;
+    for (i, tensor) in tensors.iter().enumerate() {
+        let bytes = tensor.bytes();
+        match groups.last_mut() {
+            Some(group) if filled + bytes <= max_bytes => {
+                group.push(i);
+                filled += bytes;
+            }
+            _ => {
+                groups.push(vec![i]);
+                filled = bytes;
+            }
+        }
+    }
+    let (n, stem) = (groups.len(), section.stem());
+    let name = |i: usize| match n {
+        1 => format!("{stem}.safetensors"),
+        _ => format!("{stem}-{:05}-of-{n:05}.safetensors", i + 1),
+    };
+    let plan = |(i, mut group): (usize, Vec<usize>)| {
+        wide_first(&mut group, |&i| tensors[i].dtype);
+        FilePlan { section, file: name(i), tensors: group }
+    };
+    groups.into_iter().enumerate().map(plan).collect()
+}
+
+/// The index of several files, as Hugging Face's libraries write it.
+#[derive(Debug, Serialize)]
+pub(super) struct Index {
+    metadata: IndexMetadata,
+    weight_map: BTreeMap<String, String>,
+}
+
+#[derive(Debug, Serialize)]
+struct IndexMetadata {
+    total_size: u64,
+}
+
+/// The index of these files, if there is more than one: its name and itself.
+pub(super) fn index(
+    section: Section,
+    tensors: &[TensorMeta],
+    files: &[FilePlan],
+) -> Option<(String, Index)> {
+    if files.len() < 2 {
+        return None;
+    }
+    let map = files.iter().flat_map(|file| {
+        file.tensors.iter().map(|&i| (tensors[i].name.clone(), file.file.clone()))
+    });
+    let total_size = tensors.iter().map(TensorMeta::bytes).sum();
+    let index = Index { metadata: IndexMetadata { total_size }, weight_map: map.collect() };
+    Some((format!("{}.safetensors.index.json", section.stem()), index))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tensor(name: &str, n: usize, dtype: Dtype) -> TensorMeta {
+        TensorMeta { name: name.to_owned(), shape: vec![n], dtype }
+    }
+
+    #[test]
+    fn files_are_filled_in_order_and_no_further_than_they_may_be() {
+        let tensors = [
+            tensor("a", 3, Dtype::BF16),
+            tensor("b", 1, Dtype::F32),
+            tensor("huge", 100, Dtype::F32),
+            tensor("c", 2, Dtype::F32),
+            tensor("none", 0, Dtype::F32),
+            tensor("d", 1, Dtype::F32),
+        ];
+        let files = plan(Section::Model, &tensors, 10);
+        let shown: Vec<_> = files.iter().map(|f| (f.file.as_str(), f.tensors.clone())).collect();
+        assert_eq!(
+            shown,
+            [
+                ("model-00001-of-00004.safetensors", vec![1, 0]),
+                ("model-00002-of-00004.safetensors", vec![2]),
+                ("model-00003-of-00004.safetensors", vec![3, 4]),
+                ("model-00004-of-00004.safetensors", vec![5]),
+            ]
+        );
+        let (name, index) = index(Section::Model, &tensors, &files).unwrap();
+        assert_eq!(name, "model.safetensors.index.json");
+        assert_eq!(index.metadata.total_size, 6 + 4 + 400 + 8 + 4);
+        assert_eq!(index.weight_map["none"], "model-00003-of-00004.safetensors");
+        let one = plan(Section::Optimizer, &tensors, 1000);
+        assert_eq!(one[0].file, "optimizer.safetensors");
+        assert!(super::index(Section::Optimizer, &tensors, &one).is_none());
+        assert!(plan(Section::Optimizer, &[], 1000).is_empty());
+    }
+}

@@ -1,0 +1,45 @@
+//! Where a tool writes to.
+
+use super::super::manifest::{FULL_MANIFEST, MANIFEST};
+use crate::{Error, Result};
+use fulgurite_engine::checkpoint_io::{self as naming, CheckpointIO};
+
+/// What of a directory says that it is a checkpoint or a model, and may be replaced by one.
+const MARKS: [&str; 4] =
+    [MANIFEST, FULL_MANIFEST, "model.safetensors", "model.safetensors.index.json"];
+
+/// Lets `write` fill a fresh directory, which then appears as `name`.
+pub(super) fn transaction<T>(
+    io: &dyn CheckpointIO,
+    name: &str,
+    overwrite: bool,
+    write: impl FnOnce(&str) -> Result<T>,
+) -> Result<T> {
+    let fail = |message: &str| Err(Error::checkpoint(io.location(name), message));
+    if let Some(complaint) = naming::complaint(name) {
+        return fail(complaint);
+    }
+    let entries = io.list("")?;
+    if entries.iter().any(|entry| entry.name == name) {
+        if !overwrite {
+            return fail("exists already; name another output, or say `--overwrite` to replace it");
+        }
+        if !io.list(name)?.iter().any(|entry| MARKS.contains(&entry.name.as_str())) {
+            return fail(
+                "there is something here that is no checkpoint; it is not overwritten. Move it \
+                 away or name another output",
+            );
+        }
+    }
+    for entry in entries.iter().filter(|e| naming::is_temporary_of(&e.name, name)) {
+        io.remove(&entry.name)?;
+    }
+    let staged = naming::staging_name(name);
+    let written = write(&staged).and_then(|value| io.commit(&staged, name).map(|()| value));
+    if written.is_err()
+        && let Err(error) = io.remove(&staged)
+    {
+        tracing::warn!("an unfinished output is left: {error}");
+    }
+    written
+}

@@ -1,0 +1,96 @@
+//! Where the parts of a `torch.save` archive are in the file.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::Path;
+
+use crate::{CheckpointReader, LocalFile};
+use crate::{Error, Result};
+
+/// What a `torch.save` file without a zip archive, of PyTorch before 1.6, begins with.
+const LEGACY: [u8; 4] = [0x80, 0x02, 0x8a, 0x0a];
+
+const ZIP: [u8; 4] = *b"PK\x03\x04";
+
+/// Whether a file that begins with these bytes is one of `torch.save`.
+pub(super) fn recognises(start: &[u8]) -> bool {
+    start == ZIP || start == LEGACY
+}
+
+/// The pickle of a file, and where its tensor data is.
+#[derive(Debug)]
+pub(super) struct Archive {
+    pub(super) pickle: Vec<u8>,
+    /// First byte and the one after the last, by storage key.
+    pub(super) storages: HashMap<String, (u64, u64)>,
+}
+
+impl Archive {
+    pub(super) fn read(path: &Path) -> Result<Self> {
+        let fail = |message: String| Error::checkpoint(path, message);
+        let reader = LocalFile::open(path)?;
+        let len = reader.len().map_err(Error::io("reading", path))?;
+        let mut start = [0; 4];
+        if len >= 4 {
+            reader.read_exact_at(&mut start, 0).map_err(Error::io("reading", path))?;
+        }
+        if start == LEGACY {
+            let message = "was saved by PyTorch before 1.6, or with \
+                           `_use_new_zipfile_serialization=False`, in a format that cannot be read \
+                           in parts. Load it in Python and save it again";
+            return Err(fail(message.to_owned()));
+        }
+        if start != ZIP {
+            return Err(fail("is no file of `torch.save`: it is no zip archive".to_owned()));
+        }
+        let file = File::open(path).map_err(Error::io("opening", path))?;
+        let damaged =
+            |error: zip::result::ZipError| fail(format!("is truncated or damaged: {error}"));
+        let mut zip = zip::ZipArchive::new(std::io::BufReader::new(file)).map_err(damaged)?;
+        let mut entries = HashMap::new();
+        for index in 0..zip.len() {
+            let entry = zip.by_index_raw(index).map_err(damaged)?;
+            let name = entry.name().map_err(damaged)?.into_owned();
+            if entry.compression() != zip::CompressionMethod::Stored {
+                return Err(fail(format!(
+                    "`{name}` in it is compressed, which `torch.save` never does; unpack it and \
+                     archive it again without compression"
+                )));
+            }
+            let range = entry.data_start().and_then(|s| Some((s, s.checked_add(entry.size())?)));
+            match range {
+                Some((start, end)) if end <= len => entries.insert(name, (start, end)),
+                _ => {
+                    return Err(fail(format!("is truncated: `{name}` in it ends beyond the file")));
+                }
+            };
+        }
+        let pickle = entries.keys().find(|name| *name == "data.pkl" || name.ends_with("/data.pkl"));
+        let Some(pickle) = pickle.cloned() else {
+            return Err(fail(
+                "is no file of `torch.save`: there is no `data.pkl` in it".to_owned(),
+            ));
+        };
+        let prefix = pickle.strip_suffix("data.pkl").unwrap_or_default();
+        let load = |(start, end): (u64, u64)| {
+            let mut bytes = vec![0; (end - start) as usize];
+            reader.read_exact_at(&mut bytes, start).map_err(Error::io("reading", path))?;
+            Ok::<_, Error>(bytes)
+        };
+        if entries.contains_key(&format!("{prefix}constants.pkl")) {
+            let message = "is a TorchScript program, not a state dict. Save its `state_dict()`";
+            return Err(fail(message.to_owned()));
+        }
+        if let Some(&order) = entries.get(&format!("{prefix}byteorder"))
+            && order.1 - order.0 != 6
+        {
+            return Err(fail("was saved on a machine of the other byte order".to_owned()));
+        }
+        let data = format!("{prefix}data/");
+        let storages = entries
+            .iter()
+            .filter_map(|(name, range)| Some((name.strip_prefix(&data)?.to_owned(), *range)))
+            .collect();
+        Ok(Self { pickle: load(entries[&pickle])?, storages })
+    }
+}

@@ -1,0 +1,174 @@
+//! State dicts of PyTorch as a tensor source.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+
+use super::archive::{self, Archive};
+use super::state_dict::{TensorView, tensors};
+use super::{pickle, strided};
+use crate::autograd::storage;
+use crate::boxes::check_bounds;
+use crate::shard::Region;
+use crate::stored::{Place, StoredBox, loadable};
+use crate::weights::with_index;
+use crate::{Error, Result};
+use crate::{LocalFile, StoredTensors, TensorInfo, TensorSource};
+
+/// A state dict that `torch.save` wrote: a `.pt`, `.pth` or `.bin` file, a Lightning `.ckpt`, or the
+/// `pytorch_model.bin` shards of a Hugging Face directory.
+///
+/// The state dict may be the file's object, or lie in it as `state_dict`, `model`, `module` or
+/// `model_state_dict`, also one in the other. Only tensors are read and nothing is executed: what
+/// else the pickle holds is left out. Opening reads the pickle; values are read when asked for, and
+/// only the bytes of that part. Names are as they are in the file: see
+/// [`NameRules`](crate::NameRules). Nothing is collective.
+#[derive(Debug)]
+pub struct TorchSource {
+    /// Tensors that lie in row-major order: nearly always all.
+    stored: StoredTensors,
+    views: BTreeMap<String, View>,
+}
+
+/// A tensor that does not.
+#[derive(Debug)]
+struct View {
+    file: PathBuf,
+    /// Its storage's first byte.
+    base: u64,
+    view: TensorView,
+}
+
+impl TorchSource {
+    /// The file that a Hugging Face directory has instead of a safetensors file.
+    pub(crate) const SINGLE: &str = "pytorch_model.bin";
+    /// The index of its shards.
+    pub(crate) const INDEX: &str = "pytorch_model.bin.index.json";
+
+    /// Whether a file that begins with these four bytes is one of `torch.save`.
+    pub(crate) fn recognises(start: &[u8]) -> bool {
+        archive::recognises(start)
+    }
+
+    /// Opens a file, a Hugging Face directory with `pytorch_model.bin`, or its index.
+    ///
+    /// # Errors
+    /// If it is no file of `torch.save`, is damaged, or holds no state dict, or one with tensors that
+    /// are more than numbers in memory (quantized, sparse, `DTensor`s); the message says what to do.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        Self::open_at(path, &[])
+    }
+
+    /// Opens the state dict that is found under these keys, one inside the other, such as
+    /// `["ema", "state_dict"]`.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open); if there is no such key, naming those that there are.
+    pub fn open_at(path: impl AsRef<Path>, keys: &[&str]) -> Result<Self> {
+        let path = path.as_ref();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let (root, files) = if path.is_dir() {
+            if path.join(Self::INDEX).is_file() {
+                let (root, files, _) = with_index(path, &path.join(Self::INDEX))?;
+                (root, files)
+            } else {
+                (path.to_owned(), vec![Self::SINGLE.to_owned()])
+            }
+        } else {
+            let root = path.parent().unwrap_or(Path::new("")).to_owned();
+            if name.ends_with(".index.json") {
+                let (root, files, _) = with_index(&root, path)?;
+                (root, files)
+            } else {
+                (root, vec![name])
+            }
+        };
+        let place = Place::Local(root);
+        let mut stored = StoredTensors::new(place.clone(), path.to_owned(), files.clone());
+        let mut views = BTreeMap::new();
+        for (index, name) in files.iter().enumerate() {
+            let file = place.location(name);
+            let fail = |message: String| Error::checkpoint(&file, message);
+            let archive = Archive::read(&file)?;
+            let heap = pickle::parse(&archive.pickle).map_err(fail)?;
+            for (tensor, view) in tensors(&heap, keys).map_err(fail)? {
+                if stored.info(&tensor).is_some() || views.contains_key(&tensor) {
+                    return Err(fail(format!("tensor `{tensor}` is stored twice")));
+                }
+                let place = archive.storages.get(&view.storage);
+                let needed = view.bytes_needed();
+                let (base, needed) = match (place, needed) {
+                    (Some((start, end)), Some(needed)) if needed <= end - start => (*start, needed),
+                    // Storages of no bytes need not be there.
+                    (None, Some(_)) if view.shape.contains(&0) => (0, 0),
+                    _ => {
+                        return Err(fail(format!(
+                            "is damaged: tensor `{tensor}` lies outside of its storage `{}`",
+                            view.storage
+                        )));
+                    }
+                };
+                if view.is_contiguous() {
+                    let region = Region::full(&view.shape);
+                    let first = base + (view.offset * view.dtype.bitsize() / 8) as u64;
+                    let bytes = (first, base + needed);
+                    let part = StoredBox { region, file: index, bytes, checksum: None };
+                    let parts = if part.region.is_empty() { vec![] } else { vec![part] };
+                    stored.add(tensor, view.shape, view.dtype, parts);
+                } else {
+                    views.insert(tensor, View { file: file.clone(), base, view });
+                }
+            }
+        }
+        Ok(Self { stored, views })
+    }
+}
+
+impl TensorSource for TorchSource {
+    fn location(&self) -> &Path {
+        self.stored.location()
+    }
+
+    fn names(&self) -> Vec<&str> {
+        let mut names = self.stored.names();
+        names.extend(self.views.keys().map(String::as_str));
+        names.sort_unstable();
+        names
+    }
+
+    fn info(&self, name: &str) -> Option<TensorInfo> {
+        match self.views.get(name) {
+            Some(View { view, .. }) => {
+                Some(TensorInfo { shape: view.shape.clone(), dtype: view.dtype })
+            }
+            None => self.stored.info(name),
+        }
+    }
+
+    fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        let Some(View { file, base, view }) = self.views.get(name) else {
+            return self.stored.read(name, region, dtype, device);
+        };
+        let fail = |message: String| Error::checkpoint(file, format!("tensor `{name}`: {message}"));
+        check_bounds(&view.shape, region).map_err(fail)?;
+        let stored = loadable(view.dtype)
+            .ok_or_else(|| fail(format!("values of dtype {} cannot be loaded", view.dtype)))?;
+        let values = Tensor::zeros(region.elem_count(), stored, &Device::Cpu)?;
+        let reader = LocalFile::open(file)?;
+        storage::with_bytes_mut(&values, |out| {
+            strided::read_region(&reader, *base, view, region, out)
+        })?
+        .map_err(|e| fail(format!("reading it: {e}")))?;
+        Ok(values.to_dtype(dtype)?.to_device(device)?)
+    }
+
+    fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        if self.views.contains_key(name) {
+            let values = self.read(name, region, target.dtype(), target.device())?;
+            storage::copy_from(target, &values)
+        } else {
+            self.stored.read_into(name, region, target)
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! Declaring a table of the configuration once: for serde, for rustdoc and for the reference.
+
+use std::borrow::Cow;
+use std::path::PathBuf;
+
+use super::PluginValue;
+
+/// What the reference says of one key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyDoc {
+    /// The key, without the table it is in.
+    pub name: Cow<'static, str>,
+    /// What may be written there, in words: `integer`, `list of string`.
+    pub ty: String,
+    /// The documentation, as written on the field.
+    pub doc: &'static str,
+}
+
+/// A table of the configuration that can describe its keys. [`config_struct!`](crate::config_struct)
+/// implements it.
+pub trait Documented: Default + serde::Serialize {
+    /// All keys, in order of declaration.
+    fn keys() -> Vec<KeyDoc>;
+}
+
+/// A type of value, as the reference calls it.
+pub trait ConfigType {
+    /// The words for it.
+    fn describe() -> String;
+}
+
+macro_rules! config_types {
+    ($($ty:ty => $words:literal),* $(,)?) => { $(
+        impl ConfigType for $ty {
+            fn describe() -> String {
+                $words.to_owned()
+            }
+        }
+    )* };
+}
+
+config_types! {
+    bool => "true or false",
+    u32 => "integer",
+    u64 => "integer",
+    usize => "integer",
+    i64 => "integer",
+    f32 => "number",
+    f64 => "number",
+    String => "string",
+    PathBuf => "path",
+    PluginValue => "plugin",
+    toml::Table => "table",
+}
+
+impl<T: ConfigType> ConfigType for Option<T> {
+    fn describe() -> String {
+        format!("{}, optional", T::describe())
+    }
+}
+
+impl<T: ConfigType> ConfigType for Vec<T> {
+    fn describe() -> String {
+        format!("list of {}", T::describe())
+    }
+}
+
+impl<T: ConfigType, const N: usize> ConfigType for [T; N] {
+    fn describe() -> String {
+        format!("list of {N} {}", T::describe())
+    }
+}
+
+/// Declares a table of the configuration: a struct whose fields have documentation and defaults.
+///
+/// The struct is `Serialize`, `Deserialize` (every key optional, unknown keys refused), `Default`
+/// and [`Documented`](crate::Documented). The calling crate needs `serde` with `derive`.
+///
+/// ```
+/// use fulgurite_core::config::{self, Documented as _};
+///
+/// fulgurite_core::config_struct! {
+///     /// The table `[data]`.
+///     #[derive(Debug, Clone, PartialEq)]
+///     pub struct DataConfig {
+///         /// Tokens in a sample.
+///         pub seq_len: usize = 128,
+///         /// Where the text is.
+///         pub path: Option<std::path::PathBuf> = None,
+///     }
+/// }
+///
+/// let data: DataConfig = config::parse(toml::toml! { seq_len = 64 })?;
+/// assert_eq!(data, DataConfig { seq_len: 64, ..Default::default() });
+/// assert_eq!(DataConfig::keys()[1].ty, "path, optional");
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+#[macro_export]
+macro_rules! config_struct {
+    (
+        $(#[$meta:meta])*
+        $vis:vis struct $name:ident {
+            $( $(#[doc = $doc:expr])+ $field_vis:vis $field:ident: $ty:ty = $default:expr ),* $(,)?
+        }
+    ) => {
+        $(#[$meta])*
+        #[derive(::serde::Serialize, ::serde::Deserialize)]
+        #[serde(deny_unknown_fields, default)]
+        $vis struct $name {
+            $( $(#[doc = $doc])+ $field_vis $field: $ty, )*
+        }
+
+        impl ::std::default::Default for $name {
+            fn default() -> Self {
+                Self { $( $field: $default, )* }
+            }
+        }
+
+        impl $crate::Documented for $name {
+            fn keys() -> ::std::vec::Vec<$crate::KeyDoc> {
+                ::std::vec![ $(
+                    $crate::KeyDoc {
+                        name: ::std::borrow::Cow::Borrowed(::std::stringify!($field)),
+                        ty: <$ty as $crate::ConfigType>::describe(),
+                        doc: ::std::concat!($($doc, "\n"),+),
+                    },
+                )* ]
+            }
+        }
+    };
+}

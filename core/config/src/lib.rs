@@ -1,0 +1,50 @@
+//! Configuration: TOML in layers, with messages that name the key.
+//!
+//! ```
+//! use fulgurite_core::config::ConfigLayers;
+//!
+//! #[derive(serde::Deserialize)]
+//! struct Run { trainer: Trainer }
+//! #[derive(serde::Deserialize)]
+//! struct Trainer { max_steps: u64 }
+//!
+//! let layers = ConfigLayers::new()
+//!     .text("run.toml", "[trainer]\nmax_steps = 100")?
+//!     .set("trainer.max_steps=200")?;
+//! let run: Run = layers.parse()?;
+//! assert_eq!(run.trainer.max_steps, 200);
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+//!
+//! - [`ConfigLayers`] stacks files and `--set` overrides.
+//! - [`parse`] turns a table into any `Deserialize` type. An unknown key is an error everywhere,
+//!   also for types without `deny_unknown_fields`.
+//! - [`PluginValue`] and [`plugin`] take what a plugin is chosen by: `"name"` or
+//!   `{ type = "name", … }`.
+//! - [`config_struct!`](crate::config_struct) declares a table once, for serde and for the
+//!   generated [`reference`](mod@reference).
+
+mod declare;
+mod deserializer;
+mod layers;
+pub mod plugin;
+mod problem;
+pub mod reference;
+mod scalar;
+
+pub use declare::{ConfigType, Documented, KeyDoc};
+pub use deserializer::{parse, parse_at};
+pub use layers::{ConfigLayers, to_table, to_toml};
+pub use plugin::{PluginKind, PluginValue};
+pub use problem::nearest;
+pub use scalar::{Scalar, deserialize_scalar};
+
+pub mod registry;
+
+pub use fulgurite_error::{Error, Result};
+
+/// What the registration macros expand to.
+#[doc(hidden)]
+pub mod __private {
+    pub use inventory;
+}

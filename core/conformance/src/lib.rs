@@ -1,0 +1,26 @@
+//! Conformance suites that any plugin can be put through.
+//!
+//! [`process_group`] checks a transport, [`strategy`] a strategy. Every rank of a group calls them;
+//! a rank that finds something wrong returns an error that says what.
+//!
+//! ```
+//! use fulgurite_core::collective::Solo;
+//! use fulgurite_core::conformance;
+//!
+//! conformance::process_group(&Solo::new("world", 0))?;
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+mod process_group;
+mod strategy;
+
+pub use process_group::{
+    process_group, process_group_abort, process_group_on, process_group_timeout,
+};
+pub use strategy::{Equivalence, strategy};
+
+use fulgurite_config::registry;
+use fulgurite_engine::{Error, Result};
+use fulgurite_engine::{autograd, collective, mesh, module, optim, parameter, random};
+use fulgurite_nn as nn;
+use fulgurite_trainer::fabric;

@@ -1,0 +1,76 @@
+//! One rank with the whole model and all data: what other ways of training are compared with.
+
+use std::sync::Arc;
+
+use super::model::{Batch, MICRO_BATCHES, Probe, Variant};
+use super::suite::{SEED, optimizer};
+use crate::Result;
+use crate::collective::ProcessGroup;
+use crate::fabric::Fabric;
+use crate::mesh::DeviceMesh;
+use crate::module::{ModuleInit, ModuleTree};
+use crate::parameter::LocalGrads;
+use fulgurite_engine::strategy::{Capabilities, Strategy, StrategyState, materialize};
+
+/// The simplest strategy.
+#[derive(Default)]
+pub(super) struct Whole {
+    state: StrategyState,
+    grads: Arc<LocalGrads>,
+}
+
+impl Strategy for Whole {
+    fn name(&self) -> &str {
+        "reference"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { distributed: false, sharded: false, no_sync: false }
+    }
+
+    fn state(&self) -> &StrategyState {
+        &self.state
+    }
+
+    fn state_mut(&mut self) -> &mut StrategyState {
+        &mut self.state
+    }
+
+    fn setup_environment(&mut self, world: Arc<dyn ProcessGroup>) -> Result<()> {
+        let layout = DeviceMesh::layout_for(world.size(), None, None, None, None)?;
+        self.state.set_mesh(DeviceMesh::new(layout, world)?);
+        Ok(())
+    }
+
+    fn setup_module(&mut self, tree: ModuleTree, seed: u64) -> Result<()> {
+        materialize::replicate(&tree, seed)?;
+        tree.trainable().for_each(|parameter| parameter.set_reducer(self.grads.clone()));
+        self.state.set_tree(tree);
+        Ok(())
+    }
+
+    fn finish_backward(&mut self) -> Result<()> {
+        self.grads.deliver(self.state.tree()?)
+    }
+}
+
+/// Loss and gradient norm of each step, with the batches of all replicas.
+pub(super) fn train(steps: usize, replicas: usize, init: &ModuleInit) -> Result<Vec<(f64, f64)>> {
+    let world = Arc::new(crate::collective::Solo::new("reference", 0));
+    let mut fabric = Fabric::new(world, Box::new(Whole::default()), init.clone(), SEED)?;
+    let (model, mut optimizer) =
+        fabric.setup(|b| Probe::new(b, Variant::default()), &optimizer())?;
+    let step = |_| {
+        for replica in 0..replicas {
+            for micro_batch in 0..MICRO_BATCHES {
+                let batch = Batch::new(replica, replicas, micro_batch, &init.device)?;
+                fabric.backward(&model.loss(&batch)?)?;
+            }
+        }
+        let loss = fabric.step_totals(&[])?.mean();
+        let norm = fabric.gradient_norm(&optimizer)?;
+        optimizer.step()?;
+        Ok((loss, norm))
+    };
+    (0..steps).map(step).collect()
+}

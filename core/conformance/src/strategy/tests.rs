@@ -1,0 +1,133 @@
+//! The suite finds what is wrong.
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::reference::Whole;
+use super::{Equivalence, strategy};
+use crate::Result;
+use crate::collective::{ProcessGroup, Solo};
+use crate::module::ModuleTree;
+use fulgurite_engine::strategy::{
+    BuildContext, Capabilities, Strategy, StrategyConfig, StrategyState, UnusedParameters,
+};
+
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+enum Fault {
+    None,
+    OtherSeed,
+    KeepsGradients,
+    LosesGradient,
+    WrongScale,
+    NoAudit,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Faulty {
+    fault: Fault,
+}
+
+#[typetag::serde(name = "faulty")]
+impl StrategyConfig for Faulty {
+    fn build(&self, _context: &BuildContext) -> Result<Box<dyn Strategy>> {
+        Ok(Box::new(FaultyStrategy { fault: self.fault, whole: Whole::default() }))
+    }
+}
+
+fulgurite_core::register_plugin!(
+    crate::registry::kind::STRATEGY,
+    "faulty",
+    "a strategy with faults",
+    ""
+);
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Unregistered {}
+
+#[typetag::serde(name = "unregistered")]
+impl StrategyConfig for Unregistered {
+    fn build(&self, _context: &BuildContext) -> Result<Box<dyn Strategy>> {
+        Ok(Box::new(Whole::default()))
+    }
+}
+
+struct FaultyStrategy {
+    fault: Fault,
+    whole: Whole,
+}
+
+impl Strategy for FaultyStrategy {
+    fn name(&self) -> &str {
+        "faulty"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.whole.capabilities()
+    }
+
+    fn state(&self) -> &StrategyState {
+        self.whole.state()
+    }
+
+    fn state_mut(&mut self) -> &mut StrategyState {
+        self.whole.state_mut()
+    }
+
+    fn setup_environment(&mut self, world: Arc<dyn ProcessGroup>) -> Result<()> {
+        self.whole.setup_environment(world)
+    }
+
+    fn setup_module(&mut self, tree: ModuleTree, seed: u64) -> Result<()> {
+        self.whole.setup_module(tree, seed + u64::from(self.fault == Fault::OtherSeed))
+    }
+
+    fn finish_backward(&mut self) -> Result<()> {
+        self.whole.finish_backward()?;
+        if self.fault == Fault::LosesGradient
+            && let Some(parameter) = self.state().tree()?.parameter("blocks.1.mlp.up_proj.bias")
+        {
+            parameter.set_local_grad(None);
+        }
+        Ok(())
+    }
+
+    fn grad_scale(&mut self) -> Result<f64> {
+        let factor = if self.fault == Fault::WrongScale { 1.01 } else { 1.0 };
+        Ok(self.step_totals(&[])?.grad_scale() * factor)
+    }
+
+    fn audit_gradients(&mut self, policy: UnusedParameters) -> Result<()> {
+        if self.fault == Fault::NoAudit { Ok(()) } else { self.whole.audit_gradients(policy) }
+    }
+
+    fn finish_step(&mut self) -> Result<()> {
+        if self.fault == Fault::KeepsGradients { Ok(()) } else { self.whole.finish_step() }
+    }
+}
+
+fn run(config: &impl StrategyConfig) -> Result<()> {
+    let world: Arc<dyn ProcessGroup> = Arc::new(Solo::new("world", 0));
+    strategy(config, &world, Equivalence::OneRank)
+}
+
+fn finding(fault: Fault) -> String {
+    run(&Faulty { fault }).unwrap_err().to_string()
+}
+
+#[test]
+fn a_right_strategy_passes() {
+    run(&Faulty { fault: Fault::None }).unwrap();
+}
+
+#[test]
+fn faults_are_found() {
+    insta::assert_snapshot!(finding(Fault::OtherSeed), @"conformance, rank 0 of 1: parameter `entry.weight`: its initial values are not those of `materialize::initial_values`; it is Faulty { fault: OtherSeed }");
+    insta::assert_snapshot!(finding(Fault::KeepsGradients), @"conformance, rank 0 of 1: parameter `entry.weight`: finish_step() does not forget its gradient; it is Faulty { fault: KeepsGradients }");
+    insta::assert_snapshot!(finding(Fault::LosesGradient), @"conformance, rank 0 of 1: parameter `blocks.1.mlp.up_proj.bias`: local_grad() after a synchronised backward is set for what is frozen, or is not set for what is trained; it is Faulty { fault: LosesGradient }");
+    insta::assert_snapshot!(finding(Fault::NoAudit), @"conformance, rank 0 of 1: audit_gradients() names [] as unused, not `never` alone; it is Faulty { fault: NoAudit }");
+    let error = finding(Fault::WrongScale);
+    assert!(error.contains("the gradient norm of step 1 is "), "{error}");
+    let error = run(&Unregistered {}).unwrap_err().to_string();
+    assert!(error.starts_with("unknown strategy `unregistered`; available: faulty"), "{error}");
+}

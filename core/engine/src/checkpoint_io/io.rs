@@ -1,0 +1,147 @@
+//! Where checkpoints are kept.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::{Error, Result};
+
+/// Bytes to and from a place: a directory, an object store. Checkpoints go through it and through
+/// nothing else.
+///
+/// Paths are relative to the place's root, with `/` between their parts: `step-00000010/model/x`.
+/// Wrappers (retries, asynchronous writing) hold another `CheckpointIO` and pass calls on. Every
+/// rank has one of its own, on the same place; none of the methods is collective.
+pub trait CheckpointIO: std::fmt::Debug + Send + Sync {
+    /// What to call `path` in messages and results: for a local directory, the path on disk.
+    fn location(&self, path: &str) -> PathBuf;
+
+    /// Opens a new file for writing, making the directories above it and replacing what is there.
+    fn create(&self, path: &str) -> Result<Box<dyn CheckpointWriter>>;
+
+    /// Opens a file for reading.
+    ///
+    /// # Errors
+    /// [`Error::Io`] of kind `NotFound` if there is no such file.
+    fn open(&self, path: &str) -> Result<Arc<dyn CheckpointReader>>;
+
+    /// What is in a directory, sorted by name; the root is `""`. One that does not exist is empty.
+    fn list(&self, path: &str) -> Result<Vec<Entry>>;
+
+    /// Removes a file, or a directory with all that is in it. A removal that is cut short must not
+    /// leave anything that could be taken for a whole checkpoint. Nothing there is no error.
+    fn remove(&self, path: &str) -> Result<()>;
+
+    /// Makes the finished directory `staged` appear as `name`, durably, in one step: until then
+    /// what was under `name` stays whole, from then on the new one is there. What it replaced is
+    /// removed. Both are direct children of the root. Called by one rank, after all have
+    /// [finished](CheckpointWriter::finish) their files.
+    fn commit(&self, staged: &str, name: &str) -> Result<()>;
+
+    /// Writes a small file whole, durably.
+    fn save(&self, path: &str, bytes: &[u8]) -> Result<()> {
+        let mut writer = self.create(path)?;
+        writer.write_all(bytes).map_err(Error::io("writing", self.location(path)))?;
+        writer.finish()
+    }
+
+    /// Writes a small file that may be there already, in one step: who reads it, also after a
+    /// crash, finds the old content or the new one. By default it is [saved](Self::save), which
+    /// will do where files appear when they are finished, such as in object stores.
+    fn replace(&self, path: &str, bytes: &[u8]) -> Result<()> {
+        self.save(path, bytes)
+    }
+
+    /// Reads a small file whole.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    fn load(&self, path: &str) -> Result<Vec<u8>> {
+        let reader = self.open(path)?;
+        let failed = || Error::io("reading", self.location(path));
+        let mut bytes = vec![0; reader.len().map_err(failed())? as usize];
+        reader.read_exact_at(&mut bytes, 0).map_err(failed())?;
+        Ok(bytes)
+    }
+
+    /// Completes what is still under way. Called once on each rank, by who opened the place and after
+    /// the last save: by the trainer at the end of a run, also of one that failed or was interrupted;
+    /// by [`Fabric::save`](crate::fabric::Fabric::save) and
+    /// [`save_full`](crate::fabric::Fabric::save_full) before they return. A loop that opens a place
+    /// of its own ([`CheckpointConfig::open`](crate::run::CheckpointConfig::open)) calls it itself;
+    /// dropping a Fabric does not.
+    ///
+    /// # Errors
+    /// Those of writes that were not reported yet.
+    fn teardown(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A file that is being written. Dropping it without [`finish`](Self::finish) gives it up; what it
+/// leaves is not to be relied on.
+pub trait CheckpointWriter: Write + Send {
+    /// Makes everything that was written durable, the file's name included.
+    fn finish(self: Box<Self>) -> Result<()>;
+}
+
+/// A file that can be read anywhere, from any thread.
+#[expect(clippy::len_without_is_empty, reason = "a file's length, not a collection's")]
+pub trait CheckpointReader: Send + Sync {
+    /// The file's length in bytes.
+    fn len(&self) -> std::io::Result<u64>;
+
+    /// Fills `buffer` with the bytes that start at `offset`.
+    ///
+    /// # Errors
+    /// Of kind `UnexpectedEof` if the file ends before.
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<()>;
+
+    /// The same; shows what was read to `seen`, piece by piece in order. Who reads in pieces anyway
+    /// shows each while it is in the processor's cache.
+    ///
+    /// # Errors
+    /// As [`read_exact_at`](Self::read_exact_at).
+    fn read_exact_at_seen(
+        &self,
+        buffer: &mut [u8],
+        offset: u64,
+        seen: &mut dyn FnMut(&[u8]),
+    ) -> std::io::Result<()> {
+        self.read_exact_at(buffer, offset)?;
+        seen(buffer);
+        Ok(())
+    }
+}
+
+/// One thing in a directory.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Entry {
+    /// Its name in the directory.
+    pub name: String,
+    /// Whether it is a directory itself.
+    pub is_directory: bool,
+    /// A file's length; 0 for directories.
+    pub bytes: u64,
+}
+
+/// A place's configuration: `checkpoint.io.type = "local"`.
+///
+/// Registered with `#[typetag::serde(name = "…")]` and
+/// [`register_checkpoint_io!`](crate::register_checkpoint_io). A wrapper's configuration holds
+/// another one as `Box<dyn CheckpointIOConfig>`.
+#[typetag::serde(tag = "type")]
+pub trait CheckpointIOConfig: std::fmt::Debug + Send + Sync {
+    /// Opens the place whose root is `root` (`checkpoint.dir`). Called on every rank; not
+    /// collective. A root that does not exist is made when something is first written.
+    ///
+    /// # Errors
+    /// If the place cannot be reached.
+    fn build(&self, root: &Path) -> Result<Arc<dyn CheckpointIO>>;
+}
+
+fulgurite_config::plugin_kind!(
+    dyn CheckpointIOConfig,
+    crate::registry::kind::CHECKPOINT_IO,
+    "checkpoint.io"
+);

@@ -1,0 +1,11 @@
+//! Where checkpoints are kept: bytes to and from a place, and the names used there.
+
+mod io;
+mod local;
+mod naming;
+
+pub use io::{CheckpointIO, CheckpointIOConfig, CheckpointReader, CheckpointWriter, Entry};
+pub use local::LocalFile;
+pub use naming::{
+    complaint, is_temporary, is_temporary_of, replaced_base, replaced_name, staging_name, step_name,
+};

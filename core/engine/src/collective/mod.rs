@@ -1,0 +1,22 @@
+//! Process groups: what ranks say to each other.
+//!
+//! [`ProcessGroup`] is the seam that transports implement; [`Solo`] is the group of one rank, which
+//! communicates nothing; [`Counting`] wraps any group and counts calls and bytes; [`Store`] is the
+//! small key-value store over which ranks find each other. [`check`] has the argument checks that all
+//! transports share.
+
+pub mod check;
+mod counting;
+mod objects;
+mod process_group;
+mod solo;
+mod store;
+mod work;
+
+pub use counting::{Counter, Counting, Record};
+pub use fulgurite_store::Store;
+pub use objects::{Difference, all_gather_object, broadcast_object, first_difference};
+pub use process_group::{AllGather, ProcessGroup, ReduceOp, ReduceScatter};
+pub use solo::Solo;
+pub use store::{GroupContext, ProcessGroupConfig};
+pub use work::{Work, caller_waits, wait_for};

@@ -1,0 +1,46 @@
+//! How a transport is configured, and what it is built from.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use fulgurite_store::Store;
+
+use super::ProcessGroup;
+use crate::Result;
+
+/// What a transport needs to build its world group.
+#[derive(Clone)]
+pub struct GroupContext {
+    /// This process's global rank.
+    pub rank: usize,
+    /// Number of processes of the job.
+    pub world_size: usize,
+    /// This process's place on its host.
+    pub local_rank: usize,
+    /// Number of the job's processes on this host.
+    pub local_world_size: usize,
+    /// The job's store.
+    pub store: Arc<dyn Store>,
+    /// How long a collective may wait for its peers.
+    pub timeout: Duration,
+}
+
+/// A transport's configuration: `trainer.process_group.type = "shm"`.
+///
+/// Registered with `#[typetag::serde(name = "…")]` and
+/// [`register_process_group!`](crate::register_process_group).
+#[typetag::serde(tag = "type")]
+pub trait ProcessGroupConfig: std::fmt::Debug + Send + Sync {
+    /// Builds the group of all ranks. Collective: every rank of the job calls it once.
+    ///
+    /// # Errors
+    /// If the transport cannot connect these ranks (shared memory across hosts, no such library),
+    /// saying which transport can.
+    fn build(&self, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>>;
+}
+
+fulgurite_config::plugin_kind!(
+    dyn ProcessGroupConfig,
+    crate::registry::kind::PROCESS_GROUP,
+    "trainer.process_group"
+);

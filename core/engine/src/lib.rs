@@ -1,0 +1,27 @@
+//! What training stands on: parameters, modules, shards, meshes, collectives, optimizers, and the
+//! traits [`Strategy`](strategy::Strategy) and [`CheckpointIO`](checkpoint_io::CheckpointIO). It names
+//! no layer, no strategy, no transport and no checkpoint format.
+
+pub mod autograd;
+pub mod checkpoint_io;
+pub mod collective;
+pub mod data;
+pub mod mesh;
+pub mod module;
+pub mod optim;
+pub mod parallel;
+pub mod parameter;
+pub mod random;
+pub mod shard;
+pub mod simd;
+pub mod strategy;
+
+use fulgurite_config as config;
+use fulgurite_config::{register_plugin, registry};
+pub use fulgurite_error::{Error, Result};
+
+#[doc(hidden)]
+pub mod __private {
+    pub use fulgurite_config::__private::inventory;
+    pub use pulp;
+}

@@ -1,0 +1,235 @@
+//! Which units are computed again in backward.
+//!
+//! ```
+//! use fulgurite_core::module::{ActivationCheckpointing, ModuleBuilder, ModuleInit};
+//! use fulgurite_core::nn::Linear;
+//!
+//! let init = ModuleInit {
+//!     activation_checkpointing: ActivationCheckpointing::selective(2),
+//!     ..ModuleInit::default()
+//! };
+//! let b = ModuleBuilder::new(init);
+//! let blocks = (0..4).map(|i| b.unit(&format!("blocks.{i}"), |b| Linear::new(b, 8, 8)));
+//! let blocks = blocks.collect::<fulgurite_core::Result<Vec<_>>>()?;
+//! b.finish()?;
+//! assert!(!blocks[0].handle().activation_checkpointing());
+//! assert!(blocks[1].handle().activation_checkpointing());
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+use std::fmt;
+
+use candle_core::Device;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Deserializer, MapAccess, Visitor};
+use serde::ser::{SerializeMap as _, Serializer};
+use serde::{Deserialize, Serialize};
+
+use super::ActivationOffload;
+use super::tree::{ModuleTree, glob_match};
+use super::unit::UnitHandle;
+use crate::config::ConfigType;
+use crate::{Error, Result};
+
+/// How many units are computed again in backward: the words of `trainer.activation_checkpointing`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CheckpointMode {
+    /// None: all activations are kept from forward to backward.
+    #[default]
+    None,
+    /// Every unit: of each, its output is kept alone.
+    Full,
+    /// Every n-th unit.
+    Selective,
+}
+
+impl CheckpointMode {
+    const NAMES: [&'static str; 3] = ["none", "full", "selective"];
+
+    fn name(self) -> &'static str {
+        Self::NAMES[self as usize]
+    }
+}
+
+/// Which units are computed again in backward: `trainer.activation_checkpointing`, a word or a table.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ActivationCheckpointing {
+    /// How many.
+    pub mode: CheckpointMode,
+    /// For [`Selective`](CheckpointMode::Selective): every how many-th, counted from the first unit
+    /// built (2: the second, the fourth, …). 2 unless given.
+    pub every: Option<usize>,
+    /// Patterns of the units it is about (`*` is one segment), which alone are counted. Empty: all.
+    pub units: Vec<String>,
+    /// Where those units' inputs are from forward to backward, if they are moved; for
+    /// [`Full`](CheckpointMode::Full). An input that gets a gradient and is not the output of another
+    /// of them stays where it is.
+    pub offload: Option<ActivationOffload>,
+}
+
+impl ActivationCheckpointing {
+    /// Every unit.
+    pub fn full() -> Self {
+        Self { mode: CheckpointMode::Full, ..Self::default() }
+    }
+
+    /// Every `every`-th unit.
+    pub fn selective(every: usize) -> Self {
+        Self { mode: CheckpointMode::Selective, every: Some(every), ..Self::default() }
+    }
+
+    /// Checks what needs no model.
+    ///
+    /// # Errors
+    /// What is wrong, without the key.
+    pub fn check(&self) -> Result<(), String> {
+        match (self.mode, self.every) {
+            (CheckpointMode::Selective, Some(0)) => Err("`every` must be at least 1, found 0; \
+                 leave it out for every second unit"
+                .to_owned()),
+            (CheckpointMode::None | CheckpointMode::Full, Some(_)) => Err(format!(
+                "`every` says which units `type = \"selective\"` takes; the type is \"{}\"",
+                self.mode.name()
+            )),
+            (CheckpointMode::None, None) if !self.units.is_empty() => Err(
+                "`units` names units and the type is \"none\"; choose \"full\" for all of them, or \
+                 \"selective\""
+                    .to_owned(),
+            ),
+            (CheckpointMode::None | CheckpointMode::Selective, _) if self.offload.is_some() => {
+                Err(format!(
+                    "`offload` moves what is passed from one unit that is computed again to the \
+                     next, and the type is \"{}\"; choose \"full\"",
+                    self.mode.name()
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Tells the units of a model.
+    ///
+    /// # Errors
+    /// If a pattern matches no unit, no unit is chosen, or activations on `device` cannot be moved.
+    pub(super) fn apply(&self, tree: &ModuleTree, device: &Device) -> Result<()> {
+        let wrong =
+            |message: &str| Error::Config(format!("`trainer.activation_checkpointing`: {message}"));
+        self.check().map_err(|message| wrong(&message))?;
+        let every = match self.mode {
+            CheckpointMode::None => return Ok(()),
+            CheckpointMode::Full => 1,
+            CheckpointMode::Selective => self.every.unwrap_or(2),
+        };
+        if self.offload == Some(ActivationOffload::Host) && device.is_cpu() {
+            return Err(wrong(
+                "offload = \"host\" moves activations from a GPU to the host's memory, and the model \
+                 is there already; offload = \"disk\" moves them to files",
+            ));
+        }
+        let units = tree.units();
+        if units.is_empty() {
+            return Err(wrong(&format!(
+                "\"{}\" is about the model's units, and it has none; build its blocks with \
+                 `ModuleBuilder::unit`",
+                self.mode.name()
+            )));
+        }
+        let paths = || units.iter().map(UnitHandle::path).collect::<Vec<_>>().join(", ");
+        let matches = |pattern: &String, unit: &UnitHandle| glob_match(pattern, unit.path());
+        if let Some(pattern) =
+            self.units.iter().find(|pattern| !units.iter().any(|unit| matches(pattern, unit)))
+        {
+            return Err(wrong(&format!(
+                "no unit matches `{pattern}` (`*` is one segment); there are {}",
+                paths()
+            )));
+        }
+        let about = units
+            .iter()
+            .filter(|unit| self.units.is_empty() || self.units.iter().any(|p| matches(p, unit)));
+        let mut chosen = about.skip(every - 1).step_by(every).peekable();
+        if chosen.peek().is_none() {
+            return Err(wrong(&format!(
+                "every = {every} takes none of the units, of which there are too few; there are {}",
+                paths()
+            )));
+        }
+        chosen.for_each(|unit| {
+            unit.set_activation_checkpointing(true);
+            unit.set_activation_offload(self.offload);
+        });
+        Ok(())
+    }
+}
+
+impl Serialize for ActivationCheckpointing {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if self.every.is_none() && self.units.is_empty() && self.offload.is_none() {
+            return self.mode.serialize(serializer);
+        }
+        let mut table = serializer.serialize_map(None)?;
+        table.serialize_entry("type", &self.mode)?;
+        if let Some(every) = self.every {
+            table.serialize_entry("every", &every)?;
+        }
+        if !self.units.is_empty() {
+            table.serialize_entry("units", &self.units)?;
+        }
+        if let Some(offload) = self.offload {
+            table.serialize_entry("offload", &offload)?;
+        }
+        table.end()
+    }
+}
+
+impl<'de> Deserialize<'de> for ActivationCheckpointing {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Table {
+            #[serde(rename = "type")]
+            mode: CheckpointMode,
+            #[serde(default)]
+            every: Option<usize>,
+            #[serde(default)]
+            units: Vec<String>,
+            #[serde(default)]
+            offload: Option<ActivationOffload>,
+        }
+
+        struct WordOrTable;
+
+        impl<'de> Visitor<'de> for WordOrTable {
+            type Value = ActivationCheckpointing;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("\"none\", \"full\", \"selective\" or a table with a `type`")
+            }
+
+            fn visit_str<E: serde::de::Error>(self, word: &str) -> Result<Self::Value, E> {
+                let mode = match word {
+                    "none" => CheckpointMode::None,
+                    "full" => CheckpointMode::Full,
+                    "selective" => CheckpointMode::Selective,
+                    _ => return Err(E::unknown_variant(word, &CheckpointMode::NAMES)),
+                };
+                Ok(ActivationCheckpointing { mode, ..ActivationCheckpointing::default() })
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
+                let Table { mode, every, units, offload } =
+                    Table::deserialize(MapAccessDeserializer::new(map))?;
+                Ok(ActivationCheckpointing { mode, every, units, offload })
+            }
+        }
+
+        deserializer.deserialize_any(WordOrTable)
+    }
+}
+
+impl ConfigType for ActivationCheckpointing {
+    fn describe() -> String {
+        "`\"none\"`, `\"full\"`, `\"selective\"` or a table".to_owned()
+    }
+}

@@ -1,0 +1,304 @@
+//! Which units are gathered on their own, as PyTorch users say it.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use fulgurite_core::collective::Solo;
+//! use fulgurite_core::mesh::{DP_CP, DeviceMesh};
+//! use fulgurite_core::module::{FullyShard, ModuleBuilder, ModuleInit};
+//! use fulgurite_core::nn::Linear;
+//!
+//! let b = ModuleBuilder::new(ModuleInit::default());
+//! let blocks = (0..3).map(|i| b.unit(&format!("blocks.{i}"), |b| Linear::new(b, 8, 8)));
+//! let blocks = blocks.collect::<fulgurite_core::Result<Vec<_>>>()?;
+//! let mut model = b.finish()?;
+//! let mesh = DeviceMesh::new(
+//!     DeviceMesh::layout_for(1, None, None, None, None)?,
+//!     Arc::new(Solo::new("world", 0)),
+//! )?;
+//!
+//! for unit in model.units_matching("blocks.*") {
+//!     unit.fully_shard(&mesh.get(DP_CP)?, FullyShard::default())?;
+//! }
+//! model.fully_shard(&mesh.get(DP_CP)?, FullyShard::default())?;
+//! assert!(model.is_fully_sharded("blocks.2"));
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+use super::tree::{ModuleTree, glob_match};
+use super::unit::UnitHandle;
+use crate::mesh::{
+    DATA_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, DP_CP, DP_SHARD_CP, DeviceMesh,
+};
+use crate::{Error, Result};
+
+/// How a unit is sharded: the options of PyTorch's `fully_shard` that are a unit's own.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct FullyShard {
+    /// Whether the unit's parameters are freed between its forward and its backward; `None` leaves
+    /// it to the strategy.
+    pub reshard_after_forward: Option<bool>,
+}
+
+/// The mesh dimensions and views over which parameters can be sharded.
+const VIEWS: [&str; 4] = [DP_CP, DATA_PARALLEL, DATA_PARALLEL_SHARD, DP_SHARD_CP];
+/// PyTorch's mesh for replicas of shards.
+const HYBRID: [&str; 2] = [DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD];
+
+/// Checks that `mesh` is one that parameters can be sharded over.
+fn check_mesh(mesh: &DeviceMesh) -> Result<()> {
+    match mesh.layout().names() {
+        [name] if VIEWS.contains(&name.as_str()) => Ok(()),
+        names if names == HYBRID => Ok(()),
+        names => Err(Error::Mesh(format!(
+            "fully_shard works along one dimension or view, {} or {}; got a mesh of {}. Take one \
+             with `mesh.get({DP_CP:?})`",
+            VIEWS[..3].join(", "),
+            VIEWS[3],
+            names.join(", ")
+        ))),
+    }
+}
+
+impl UnitHandle {
+    /// Chooses the unit to be gathered on its own; a later call replaces the options. `mesh` is
+    /// `mesh.get("dp_cp")`, or the same of `data_parallel`, `data_parallel_shard` or `dp_shard_cp`:
+    /// which ranks share parameters follows from the strategy's mesh, whichever of them is named.
+    /// Before any value exists; every rank calls it alike, and it communicates nothing.
+    ///
+    /// # Errors
+    /// If `mesh` is another mesh.
+    pub fn fully_shard(&self, mesh: &DeviceMesh, options: FullyShard) -> Result<()> {
+        check_mesh(mesh)?;
+        self.set_fully_shard(options);
+        Ok(())
+    }
+}
+
+impl ModuleTree {
+    /// The units whose paths match `pattern` (see [`glob_match`]), in the order they were built.
+    pub fn units_matching(&self, pattern: &str) -> impl Iterator<Item = UnitHandle> {
+        self.units().iter().filter(move |unit| glob_match(pattern, unit.path())).cloned()
+    }
+
+    /// Shards the root unit, which always takes what no chosen unit has. It is gathered throughout a
+    /// step. `mesh` is as for [`UnitHandle::fully_shard`].
+    ///
+    /// # Errors
+    /// If `mesh` is not one of those, or the options ask to free it after forward.
+    pub fn fully_shard(&mut self, mesh: &DeviceMesh, options: FullyShard) -> Result<()> {
+        check_mesh(mesh)?;
+        if options.reshard_after_forward == Some(true) {
+            return Err(Error::other(
+                "the root unit cannot be freed after forward: its backward begins at once. Leave \
+                 `reshard_after_forward` of the root out, and move what is large into units",
+            ));
+        }
+        self.root = Some(options);
+        Ok(())
+    }
+
+    /// Chooses the units whose paths match `pattern` (`*` is one segment) to be gathered on their
+    /// own, with the strategy's options; the others belong to the root unit.
+    ///
+    /// # Errors
+    /// If no unit matches; the message lists the units.
+    pub fn fully_shard_matching(&mut self, pattern: &str) -> Result<()> {
+        let mut matching = self.units_matching(pattern).peekable();
+        if matching.peek().is_none() {
+            let message = match self.units() {
+                [] => "no unit matches this pattern: the model has none; build blocks with \
+                       `ModuleBuilder::unit`"
+                    .to_owned(),
+                units => format!(
+                    "no unit matches this pattern (`*` is one segment); there are {}",
+                    paths(units)
+                ),
+            };
+            return Err(Error::Module { path: pattern.to_owned(), message });
+        }
+        matching.for_each(|unit| unit.set_fully_shard(FullyShard::default()));
+        Ok(())
+    }
+
+    /// Chooses, from the last unit to the first, every unit whose path some condition accepts; the
+    /// root unit takes the rest (torchtune's `shard_model`).
+    /// [`layers_or_names`] makes a condition.
+    ///
+    /// # Errors
+    /// If no unit is accepted.
+    pub fn shard_model(
+        &mut self,
+        conditions: &[&dyn Fn(&str) -> bool],
+        options: FullyShard,
+    ) -> Result<()> {
+        let mut sharded = false;
+        for unit in self.units().iter().rev() {
+            if conditions.iter().any(|accepts| accepts(unit.path())) {
+                unit.set_fully_shard(options);
+                sharded = true;
+            }
+        }
+        if !sharded {
+            return Err(Error::other(format!(
+                "No layer modules were sharded. Please check if shard conditions are working as \
+                 expected: they see the paths of the model's units ({})",
+                match self.units() {
+                    [] => "there are none; build blocks with `ModuleBuilder::unit`".to_owned(),
+                    units => paths(units),
+                }
+            )));
+        }
+        self.root = Some(options);
+        Ok(())
+    }
+
+    /// Whether the unit at `path` was chosen to be gathered on its own.
+    pub fn is_fully_sharded(&self, path: &str) -> bool {
+        self.fully_shard_options(path).is_some()
+    }
+
+    /// The options with which the unit at `path` was chosen, or, for the path `""`, those of the
+    /// root unit; `None` if there was no such choice. For strategies.
+    pub fn fully_shard_options(&self, path: &str) -> Option<FullyShard> {
+        match path {
+            "" => self.root,
+            path => self.units().iter().find(|unit| unit.path() == path)?.fully_shard_options(),
+        }
+    }
+
+    /// Whether anything, a unit or the root, was chosen. If not, the choice is the strategy's, which
+    /// may take all units. For strategies.
+    pub fn has_fully_shard_choice(&self) -> bool {
+        self.root.is_some() || self.units().iter().any(|u| u.fully_shard_options().is_some())
+    }
+}
+
+fn paths(units: &[UnitHandle]) -> String {
+    units.iter().map(UnitHandle::path).collect::<Vec<_>>().join(", ")
+}
+
+/// A condition for [`ModuleTree::shard_model`]: accepts the given paths, and layers, paths that end in
+/// `layers` and a number (torchtune's `get_shard_conditions`).
+///
+/// ```
+/// use fulgurite_core::module::layers_or_names;
+/// let accepts = layers_or_names(["embedding"]);
+/// assert!(accepts("decoder.layers.1") && accepts("embedding"));
+/// assert!(!accepts("encoder.layers.2.attention"));
+/// ```
+pub fn layers_or_names<N: Into<String>>(
+    names: impl IntoIterator<Item = N>,
+) -> impl Fn(&str) -> bool {
+    let names: Vec<String> = names.into_iter().map(Into::into).collect();
+    move |path| {
+        let mut segments = path.rsplit('.');
+        let (last, before) = (segments.next().unwrap_or_default(), segments.next());
+        names.iter().any(|name| name == path)
+            || (before == Some("layers")
+                && !last.is_empty()
+                && last.bytes().all(|b| b.is_ascii_digit()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::collective::Solo;
+    use crate::mesh::{CONTEXT_PARALLEL, DATA_PARALLEL_REPLICATE, TENSOR_PARALLEL};
+    use crate::module::{ModuleBuilder, ModuleInit};
+    use crate::parameter::Init;
+
+    fn model(units: &[&str]) -> ModuleTree {
+        let b = ModuleBuilder::new(ModuleInit::default());
+        for unit in units {
+            b.unit(unit, |b| b.parameter("weight", &[2, 2], Init::ZEROS)).unwrap();
+        }
+        b.pp("head").parameter("weight", &[2, 2], Init::ZEROS).unwrap();
+        b.finish().unwrap()
+    }
+
+    fn mesh() -> DeviceMesh {
+        let layout = DeviceMesh::layout_for(1, None, None, None, None).unwrap();
+        DeviceMesh::new(layout, Arc::new(Solo::new("world", 0))).unwrap()
+    }
+
+    const OPTIONS: FullyShard = FullyShard { reshard_after_forward: Some(false) };
+
+    /// The examples of torchtune's documentation.
+    #[test]
+    fn layers_and_names_are_accepted() {
+        let none: [&str; 0] = [];
+        let accepts = layers_or_names(none);
+        assert!(accepts("layers.0"));
+        assert!(accepts("decoder.layers.1"));
+        assert!(!accepts("encoder.layers.2.attention"));
+        assert!(!accepts("my_wrapper.layer.1.something"));
+        assert!(!accepts("embedding"));
+        assert!(!accepts("layers") && !accepts("0") && !accepts("layers.") && !accepts("layers.a"));
+        let accepts = layers_or_names(["embedding"]);
+        assert!(accepts("embedding") && accepts("layers.0"));
+        assert!(!accepts("model.embedding"));
+    }
+
+    #[test]
+    fn units_are_chosen_one_by_one() {
+        let mut tree = model(&["layers.0", "layers.1", "extra"]);
+        assert!(!tree.has_fully_shard_choice());
+        assert_eq!(tree.units_matching("layers.*").count(), 2);
+        for view in VIEWS {
+            for unit in tree.units_matching("layers.1") {
+                unit.fully_shard(&mesh().get(view).unwrap(), OPTIONS).unwrap();
+            }
+        }
+        assert!(tree.has_fully_shard_choice());
+        assert_eq!(tree.fully_shard_options("layers.1"), Some(OPTIONS));
+        assert!(!tree.is_fully_sharded("layers.0") && !tree.is_fully_sharded("nowhere"));
+        assert_eq!(tree.fully_shard_options(""), None);
+        tree.fully_shard(&mesh().get(DP_CP).unwrap(), OPTIONS).unwrap();
+        assert_eq!(tree.fully_shard_options(""), Some(OPTIONS));
+        // A root alone is a choice too.
+        let mut tree = model(&["layers.0"]);
+        tree.fully_shard(&mesh().get(DP_CP).unwrap(), OPTIONS).unwrap();
+        assert!(tree.has_fully_shard_choice() && !tree.is_fully_sharded("layers.0"));
+    }
+
+    #[test]
+    fn conditions_choose_units() {
+        let mut tree = model(&["embed", "layers.0", "layers.1", "extra"]);
+        let (layers, first) = (layers_or_names(["embed"]), |path: &str| path == "layers.0");
+        tree.shard_model(&[&layers, &first], OPTIONS).unwrap();
+        let chosen = |path| tree.fully_shard_options(path) == Some(OPTIONS);
+        assert!(chosen("embed") && chosen("layers.0") && chosen("layers.1") && chosen(""));
+        assert!(!tree.is_fully_sharded("extra"));
+
+        let mut tree = model(&["blocks.0", "blocks.1"]);
+        insta::assert_snapshot!(tree.shard_model(&[&layers], OPTIONS).unwrap_err(), @"No layer modules were sharded. Please check if shard conditions are working as expected: they see the paths of the model's units (blocks.0, blocks.1)");
+        assert!(!tree.has_fully_shard_choice());
+        insta::assert_snapshot!(model(&[]).shard_model(&[&layers], OPTIONS).unwrap_err(), @"No layer modules were sharded. Please check if shard conditions are working as expected: they see the paths of the model's units (there are none; build blocks with `ModuleBuilder::unit`)");
+    }
+
+    #[test]
+    fn patterns_choose_units() {
+        let mut tree = model(&["blocks.0", "blocks.1", "extra"]);
+        tree.fully_shard_matching("blocks.*").unwrap();
+        assert_eq!(tree.fully_shard_options("blocks.1"), Some(FullyShard::default()));
+        assert!(!tree.is_fully_sharded("extra"));
+        insta::assert_snapshot!(tree.fully_shard_matching("layers.*").unwrap_err(), @"module `layers.*`: no unit matches this pattern (`*` is one segment); there are blocks.0, blocks.1, extra");
+        insta::assert_snapshot!(model(&[]).fully_shard_matching("layers.*").unwrap_err(), @"module `layers.*`: no unit matches this pattern: the model has none; build blocks with `ModuleBuilder::unit`");
+    }
+
+    #[test]
+    fn meshes_that_do_not_hold_parameters_are_refused() {
+        let mut tree = model(&["blocks.0"]);
+        let refused =
+            |name| mesh().get(name).and_then(|mesh| tree.units()[0].fully_shard(&mesh, OPTIONS));
+        insta::assert_snapshot!(refused(TENSOR_PARALLEL).unwrap_err(), @r#"device mesh: fully_shard works along one dimension or view, dp_cp, data_parallel, data_parallel_shard or dp_shard_cp; got a mesh of tensor_parallel. Take one with `mesh.get("dp_cp")`"#);
+        refused(CONTEXT_PARALLEL).unwrap_err();
+        refused(DATA_PARALLEL_REPLICATE).unwrap_err();
+        insta::assert_snapshot!(tree.fully_shard(&mesh(), OPTIONS).unwrap_err(), @r#"device mesh: fully_shard works along one dimension or view, dp_cp, data_parallel, data_parallel_shard or dp_shard_cp; got a mesh of data_parallel_replicate, data_parallel_shard, context_parallel, tensor_parallel. Take one with `mesh.get("dp_cp")`"#);
+        assert!(!tree.has_fully_shard_choice());
+    }
+}

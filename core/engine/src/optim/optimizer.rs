@@ -1,0 +1,100 @@
+//! The optimizer trait.
+
+use std::collections::BTreeMap;
+
+use candle_core::Tensor;
+
+use crate::Result;
+use crate::parameter::Parameter;
+use crate::shard::Region;
+
+/// What a gradient is put through before it is used, folded into the optimizer's one pass.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GradScale {
+    /// Gradients are multiplied by this first (one over the token count, times the clip factor).
+    pub factor: f64,
+    /// Then each element is clamped to plus or minus this.
+    pub clip_value: Option<f64>,
+}
+
+impl Default for GradScale {
+    fn default() -> Self {
+        Self { factor: 1.0, clip_value: None }
+    }
+}
+
+/// One tensor of an optimizer's state, as a checkpoint takes it.
+#[derive(Debug, Clone)]
+pub struct StateTensor {
+    /// The parameter's FQN.
+    pub fqn: String,
+    /// The state's name: `exp_avg`, `exp_avg_sq`, `momentum_buffer`.
+    pub name: &'static str,
+    /// This rank's values, flat; shared with the optimizer, not a copy.
+    pub values: Tensor,
+    /// Where they lie in a tensor of the parameter's global shape.
+    pub region: Region,
+    /// The parameter's global shape.
+    pub shape: Vec<usize>,
+}
+
+/// Updates this rank's shards of parameters. Object-safe; state is keyed by FQN and is as sharded
+/// as the parameters are.
+///
+/// Every rank calls every method alike; none is collective.
+pub trait Optimizer: Send {
+    /// The parameters it updates, in declaration order.
+    fn parameters(&self) -> &[Parameter];
+
+    /// One update of every parameter that has a [`local_grad`](Parameter::local_grad), in place on
+    /// [`local`](Parameter::local)'s values; a parameter without one is left alone.
+    fn step(&mut self, scale: &GradScale) -> Result<()>;
+
+    /// Sets the run's seed, which random numbers of the updates follow from; an optimizer that uses
+    /// none need not care. [`Fabric`](crate::fabric::Fabric) calls it before the first step.
+    fn set_seed(&mut self, seed: u64) {
+        let _ = seed;
+    }
+
+    /// The base learning rate, before groups' own rates and the schedule.
+    fn learning_rate(&self) -> f64;
+
+    /// Sets the factor that the schedule multiplies every group's learning rate with.
+    fn set_schedule_factor(&mut self, factor: f64);
+
+    /// All state tensors, allocated (zero-filled) if no step was taken yet, so that they can be
+    /// loaded into.
+    fn state_tensors(&mut self) -> Result<Vec<StateTensor>>;
+
+    /// State that is not a tensor, by name: `step`.
+    fn scalars(&self) -> BTreeMap<String, f64>;
+
+    /// Restores what [`scalars`](Self::scalars) returned.
+    fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()>;
+}
+
+/// An optimizer's configuration: `optimizer.type = "adamw"`.
+#[typetag::serde(tag = "type")]
+pub trait OptimizerConfig: std::fmt::Debug + Send + Sync {
+    /// Builds the optimizer for a model's parameters, which are set up. Patterns may name frozen
+    /// ones too; those are not updated and have no state.
+    ///
+    /// # Errors
+    /// If an option is out of range or a pattern matches no parameter.
+    fn build(&self, parameters: &[Parameter]) -> Result<Box<dyn Optimizer>>;
+}
+
+fulgurite_config::plugin_kind!(dyn OptimizerConfig, crate::registry::kind::OPTIMIZER, "optimizer");
+
+/// A learning-rate schedule's configuration: `scheduler.type = "cosine"`.
+#[typetag::serde(tag = "type")]
+pub trait SchedulerConfig: std::fmt::Debug + Send + Sync {
+    /// The factor on the learning rate for optimizer step `step` (counted from 0), a pure function,
+    /// so that nothing need be saved. `max_steps` is the run's length, if it is known.
+    ///
+    /// # Errors
+    /// If the schedule needs a length and there is none.
+    fn factor(&self, step: u64, max_steps: Option<u64>) -> Result<f64>;
+}
+
+fulgurite_config::plugin_kind!(dyn SchedulerConfig, crate::registry::kind::SCHEDULER, "scheduler");

@@ -1,0 +1,145 @@
+//! Context parallelism: sequences cut over ranks.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use super::redistribute::dimension;
+use crate::collective::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, wait_for};
+use crate::{Error, Result};
+
+/// The ranks of a context-parallel group and how they share a sequence.
+///
+/// A sequence is cut into `2 C` chunks for `C` ranks; rank `r` holds chunks `r` and `2 C - 1 - r`, so
+/// that under causal attention, where late positions see more than early ones, every rank has as
+/// much to do (head-tail balance, as PyTorch's context parallelism).
+///
+/// Attention needs the keys and values of the whole sequence. They are **all-gathered**, not passed
+/// around a ring: with grouped key and value heads they are small, one collective a layer costs one
+/// rendezvous where a ring costs `C - 1`, and each chunk of queries then sees its keys in one piece,
+/// in one product without rescaling partial results. Both move the same bytes. A ring would hold
+/// `2 / C` of the keys and values at a time and could overlap with products, which is worth it where
+/// the network has processors of its own. Backward gathers them again instead of keeping them, and
+/// reduce-scatters their gradients.
+#[derive(Clone)]
+pub struct ContextParallel {
+    group: Arc<dyn ProcessGroup>,
+}
+
+impl ContextParallel {
+    /// Sequences are shared by the ranks of `group`; `None` if that is one rank.
+    pub fn new(group: Arc<dyn ProcessGroup>) -> Option<Self> {
+        (group.size() > 1).then_some(Self { group })
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> usize {
+        self.group.size()
+    }
+
+    /// This rank's place among them.
+    pub fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    /// What rank `rank` holds of a sequence of `length` positions: two ranges, in order.
+    fn chunks(&self, rank: usize, length: usize) -> [Range<usize>; 2] {
+        let n = length / (2 * self.size());
+        [rank, 2 * self.size() - 1 - rank].map(|i| i * n..(i + 1) * n)
+    }
+
+    /// The positions in the whole sequence of this rank's `local` positions.
+    pub fn positions(&self, local: usize) -> [Range<usize>; 2] {
+        self.chunks(self.rank(), local * self.size())
+    }
+
+    /// This rank's part of `x` along `dim`, its sequence: input ids, targets, position ids. Not
+    /// collective.
+    ///
+    /// # Errors
+    /// If `2 C` does not divide the sequence.
+    pub fn shard(&self, x: &Tensor, dim: isize) -> Result<Tensor> {
+        let dim = dimension(x, dim)?;
+        let (length, parts) = (x.dim(dim)?, 2 * self.size());
+        if !length.is_multiple_of(parts) {
+            return Err(Error::other(format!(
+                "context parallelism cannot cut a sequence of {length} positions: each of the {} \
+                 ranks of `{}` takes two chunks of equal length; use a length that is a multiple \
+                 of {parts}",
+                self.size(),
+                self.group.name()
+            )));
+        }
+        let chunks = self.chunks(self.rank(), length);
+        let parts = chunks
+            .iter()
+            .map(|chunk| x.narrow(dim, chunk.start, chunk.len()))
+            .collect::<candle_core::Result<Vec<_>>>()?;
+        Ok(Tensor::cat(&parts, dim)?)
+    }
+
+    /// The whole of `parts` along dimension 1, in the order of positions. Collective; outside the
+    /// graph.
+    pub fn gather(&self, parts: &[&Tensor]) -> Result<Vec<Tensor>> {
+        let gathers = parts
+            .iter()
+            .map(|x| {
+                let input = x.detach().contiguous()?.flatten_all()?;
+                let n = input.elem_count() * self.size();
+                Ok(AllGather::even(&Tensor::zeros(n, x.dtype(), x.device())?, &input, self.size()))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        wait_for(|| self.group.all_gather_into(gathers.clone()))?;
+        gathers.iter().zip(parts).map(|(gather, x)| self.in_order(&gather.output, x)).collect()
+    }
+
+    /// `flat`, the ranks' tensors shaped like `x` one after the other, in the order of positions.
+    fn in_order(&self, flat: &Tensor, x: &Tensor) -> Result<Tensor> {
+        let half = x.dim(1)? / 2;
+        let ranks = flat
+            .chunk(self.size(), 0)?
+            .into_iter()
+            .map(|part| part.reshape(x.shape()))
+            .collect::<candle_core::Result<Vec<_>>>()?;
+        let heads = ranks.iter().map(|part| part.narrow(1, 0, half));
+        let tails = ranks.iter().rev().map(|part| part.narrow(1, half, half));
+        Ok(Tensor::cat(&heads.chain(tails).collect::<candle_core::Result<Vec<_>>>()?, 1)?)
+    }
+
+    /// This rank's part, along dimension 1, of each whole tensor's sum over the ranks. Collective;
+    /// outside the graph.
+    pub fn reduce_scatter(&self, wholes: &[&Tensor]) -> Result<Vec<Tensor>> {
+        let size = self.size();
+        let mut shapes = Vec::with_capacity(wholes.len());
+        let parts = wholes
+            .iter()
+            .map(|x| {
+                let length = x.dim(1)?;
+                let mut chunks = Vec::with_capacity(2 * size);
+                for rank in 0..size {
+                    let [head, tail] = self
+                        .chunks(rank, length)
+                        .map(|chunk| x.narrow(1, chunk.start, chunk.len()));
+                    chunks.push(Tensor::cat(&[head?, tail?], 1)?.contiguous()?.flatten_all()?);
+                }
+                let input = Tensor::cat(&chunks, 0)?;
+                let mut shape = x.dims().to_vec();
+                shape[1] = length / size;
+                shapes.push(shape);
+                let n = input.elem_count() / size;
+                let output = Tensor::zeros(n, x.dtype(), x.device())?;
+                Ok(ReduceScatter::even(&output, &input, size))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        wait_for(|| self.group.reduce_scatter(parts.clone(), ReduceOp::Sum))?;
+        let outputs = parts.into_iter().map(|part| part.output).zip(shapes);
+        outputs.map(|(output, shape)| Ok(output.reshape(shape)?)).collect()
+    }
+}
+
+impl std::fmt::Debug for ContextParallel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "ContextParallel(rank {} of {})", self.rank(), self.size())
+    }
+}

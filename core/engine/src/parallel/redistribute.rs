@@ -1,0 +1,179 @@
+//! From one layout to another and back: the raw moves behind styles and collectives.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use crate::collective::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, wait_for};
+use crate::shard::chunk;
+use crate::{Error, Result};
+
+/// A move of an activation at the edge of a layer; its backward is the move of the gradient.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Redistribute {
+    /// Stays. Backward: stays.
+    Keep,
+    /// Stays, and is used by ranks that each compute a part. Backward: all-reduce.
+    Copy,
+    /// All-reduce of summands. Backward: stays.
+    AllReduce,
+    /// All-gather along a dimension, for ranks that each compute a part. Backward: reduce-scatter.
+    AllGather(isize),
+    /// Reduce-scatter of summands along a dimension. Backward: all-gather.
+    ReduceScatter(isize),
+    /// All-gather along a dimension, for ranks that all compute the same. Backward: this rank's
+    /// chunk.
+    Gather(isize),
+    /// This rank's chunk of a dimension. Backward: all-gather.
+    Split(isize),
+}
+
+/// A move that was made: what its backward needs to know.
+#[derive(Clone)]
+pub struct Crossing {
+    /// `None` where nothing moves.
+    group: Option<Arc<dyn ProcessGroup>>,
+    how: Redistribute,
+    /// Size of the whole along the dimension.
+    total: usize,
+}
+
+/// The dimension that `dim`, which may count from the end, is in `x`.
+pub(super) fn dimension(x: &Tensor, dim: isize) -> Result<usize> {
+    let place = if dim < 0 { x.rank().checked_add_signed(dim) } else { Some(dim.unsigned_abs()) };
+    place.filter(|&d| d < x.rank()).ok_or_else(|| {
+        Error::other(format!("a tensor of shape {:?} has no dimension {dim}", x.dims()))
+    })
+}
+
+impl Redistribute {
+    /// Moves `x`, which is outside the graph and may be overwritten. `total` is the size of the whole
+    /// along the dimension that is gathered. Collective.
+    pub fn forward(
+        self,
+        x: &Tensor,
+        total: impl FnOnce() -> Result<usize>,
+        group: &Arc<dyn ProcessGroup>,
+    ) -> Result<(Tensor, Crossing)> {
+        let crossing = |total| Crossing { group: Some(group.clone()), how: self, total };
+        let whole = |dim| Ok::<_, Error>(x.dim(dimension(x, dim)?)?);
+        Ok(match self {
+            Self::Keep | Self::Copy => (x.clone(), crossing(0)),
+            Self::AllReduce => (all_reduce(x, &**group)?, crossing(0)),
+            Self::AllGather(dim) | Self::Gather(dim) => {
+                let total = total()?;
+                (all_gather(x, dim, total, &**group)?, crossing(total))
+            }
+            Self::ReduceScatter(dim) => (reduce_scatter(x, dim, &**group)?, crossing(whole(dim)?)),
+            Self::Split(dim) => (split(x, dim, &**group)?, crossing(whole(dim)?)),
+        })
+    }
+}
+
+impl Crossing {
+    /// Nothing moved.
+    pub fn none() -> Self {
+        Self { group: None, how: Redistribute::Keep, total: 0 }
+    }
+
+    /// Moves the gradient back, which may be overwritten. Collective.
+    pub fn backward(&self, grad: &Tensor) -> Result<Tensor> {
+        let Some(group) = &self.group else { return Ok(grad.clone()) };
+        match self.how {
+            Redistribute::Keep | Redistribute::AllReduce => Ok(grad.clone()),
+            Redistribute::Copy => all_reduce(grad, &**group),
+            Redistribute::AllGather(dim) => reduce_scatter(grad, dim, &**group),
+            Redistribute::ReduceScatter(dim) | Redistribute::Split(dim) => {
+                all_gather(grad, dim, self.total, &**group)
+            }
+            Redistribute::Gather(dim) => split(grad, dim, &**group),
+        }
+    }
+}
+
+/// The sum over the ranks, in place where that can be.
+fn all_reduce(x: &Tensor, group: &dyn ProcessGroup) -> Result<Tensor> {
+    let sum = x.detach().contiguous()?;
+    wait_for(|| group.all_reduce(&sum, ReduceOp::Sum))?;
+    Ok(sum)
+}
+
+/// The ranks' chunks (cut as `torch.chunk`) put together.
+fn all_gather(x: &Tensor, dim: isize, total: usize, group: &dyn ProcessGroup) -> Result<Tensor> {
+    let dim = dimension(x, dim)?;
+    let sizes: Vec<usize> = (0..group.size()).map(|r| chunk(total, group.size(), r).1).collect();
+    if x.dim(dim)? != sizes[group.rank()] {
+        return Err(group.error(
+            "all_gather",
+            format!(
+                "dimension {dim} of {:?} should be a chunk of {} of {total} entries; is the tensor \
+                 sharded as the layer expects?",
+                x.dims(),
+                sizes[group.rank()]
+            ),
+        ));
+    }
+    let (outer, inner) = around(x, dim);
+    let counts: Vec<usize> = sizes.iter().map(|n| outer * n * inner).collect();
+    let input = x.detach().contiguous()?.flatten_all()?;
+    let flat = Tensor::zeros(outer * total * inner, x.dtype(), x.device())?;
+    let part = AllGather { input, output: flat.clone(), counts: counts.clone() };
+    wait_for(|| group.all_gather_into(vec![part]))?;
+    let mut dims = x.dims().to_vec();
+    if outer == 1 || flat.elem_count() == 0 {
+        dims[dim] = total;
+        return Ok(flat.reshape(dims)?);
+    }
+    let mut start = 0;
+    let mut parts = Vec::with_capacity(sizes.len());
+    for (size, count) in sizes.into_iter().zip(counts) {
+        dims[dim] = size;
+        if count > 0 {
+            parts.push(flat.narrow(0, start, count)?.reshape(dims.as_slice())?);
+        }
+        start += count;
+    }
+    Ok(Tensor::cat(&parts, dim)?)
+}
+
+/// This rank's chunk of the sum over the ranks.
+fn reduce_scatter(x: &Tensor, dim: isize, group: &dyn ProcessGroup) -> Result<Tensor> {
+    let dim = dimension(x, dim)?;
+    let total = x.dim(dim)?;
+    let (outer, inner) = around(x, dim);
+    let chunks: Vec<(usize, usize)> =
+        (0..group.size()).map(|r| chunk(total, group.size(), r)).collect();
+    let counts: Vec<usize> = chunks.iter().map(|(_, n)| outer * n * inner).collect();
+    let x = x.detach();
+    let input = if outer == 1 || x.elem_count() == 0 {
+        x.contiguous()?.flatten_all()?
+    } else {
+        let parts = chunks
+            .iter()
+            .filter(|(_, n)| *n > 0)
+            .map(|&(start, n)| x.narrow(dim, start, n)?.contiguous()?.flatten_all())
+            .collect::<candle_core::Result<Vec<_>>>()?;
+        Tensor::cat(&parts, 0)?
+    };
+    let mine = Tensor::zeros(counts[group.rank()], x.dtype(), x.device())?;
+    let part = ReduceScatter { input, output: mine.clone(), counts };
+    wait_for(|| group.reduce_scatter(vec![part], ReduceOp::Sum))?;
+    let mut dims = x.dims().to_vec();
+    dims[dim] = chunks[group.rank()].1;
+    Ok(mine.reshape(dims)?)
+}
+
+/// This rank's chunk, in memory of its own: a graph takes it over, and leaves `x` its memory.
+fn split(x: &Tensor, dim: isize, group: &dyn ProcessGroup) -> Result<Tensor> {
+    let dim = dimension(x, dim)?;
+    let (start, size) = chunk(x.dim(dim)?, group.size(), group.rank());
+    let part = x.detach().narrow(dim, start, size)?;
+    // candle cannot copy a view of no elements that begins behind the end.
+    if part.elem_count() == 0 { Ok(part.zeros_like()?) } else { Ok(part.force_contiguous()?) }
+}
+
+/// Number of entries before and behind a dimension.
+fn around(x: &Tensor, dim: usize) -> (usize, usize) {
+    let dims = x.dims();
+    (dims[..dim].iter().product(), dims[dim + 1..].iter().product())
+}

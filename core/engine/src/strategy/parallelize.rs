@@ -1,0 +1,42 @@
+//! User-chosen parallelism: functions from a module tree and a mesh to cuts.
+
+use crate::Result;
+use crate::mesh::DeviceMesh;
+use crate::module::ModuleTree;
+
+/// Decides how a model is spread over a mesh, before any value exists. Every rank calls it once,
+/// alike; it communicates nothing. A closure is one.
+pub trait ParallelizeFn: Send + Sync {
+    /// Records decisions in the tree: how layers are cut
+    /// ([`parallelize_module`](ModuleTree::parallelize_module)), which units are gathered on their
+    /// own ([`fully_shard`](ModuleTree::fully_shard), [`shard_model`](ModuleTree::shard_model)).
+    ///
+    /// # Errors
+    /// If the model and the mesh do not allow it, naming the module.
+    fn parallelize(&self, model: &mut ModuleTree, mesh: &DeviceMesh) -> Result<()>;
+}
+
+impl<F> ParallelizeFn for F
+where
+    F: Fn(&mut ModuleTree, &DeviceMesh) -> Result<()> + Send + Sync,
+{
+    fn parallelize(&self, model: &mut ModuleTree, mesh: &DeviceMesh) -> Result<()> {
+        self(model, mesh)
+    }
+}
+
+/// A parallelize function's configuration: `trainer.strategy.parallelize.type = "…"`.
+#[typetag::serde(tag = "type")]
+pub trait ParallelizeConfig: std::fmt::Debug + Send + Sync {
+    /// Builds the function.
+    ///
+    /// # Errors
+    /// If an option is out of range.
+    fn build(&self) -> Result<Box<dyn ParallelizeFn>>;
+}
+
+fulgurite_config::plugin_kind!(
+    dyn ParallelizeConfig,
+    crate::registry::kind::PARALLELIZE,
+    "trainer.strategy.parallelize"
+);

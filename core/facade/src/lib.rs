@@ -1,0 +1,33 @@
+//! The heart of Fulgurite: every trait, the trainer, parameters, units, meshes, optimizers and
+//! layers. It names no strategy and no transport; those are plugins.
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use fulgurite_core::module::{Module, ModuleBuilder, ModuleInit};
+//! use fulgurite_core::nn::Linear;
+//!
+//! let b = ModuleBuilder::new(ModuleInit::default());
+//! let layer = Linear::new(&b.pp("up"), 8, 32)?;
+//! let tree = b.finish()?; // the model is described; nothing is allocated yet
+//! assert_eq!(tree.elem_count(), 8 * 32);
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+pub use fulgurite_checkpoint_format as checkpoint;
+pub use fulgurite_config as config;
+pub use fulgurite_config::{__private, registry};
+pub use fulgurite_config::{
+    config_struct, register_checkpoint_io, register_environment, register_logger,
+    register_optimizer, register_parallelize, register_plugin, register_process_group,
+    register_scheduler, register_strategy,
+};
+pub use fulgurite_conformance as conformance;
+pub use fulgurite_engine::plan;
+pub use fulgurite_engine::{
+    autograd, collective, data, mesh, module, optim, parallel, parameter, random, shard, strategy,
+};
+pub use fulgurite_error::{Error, Result};
+pub use fulgurite_launch as launch;
+pub use fulgurite_launch::environment;
+pub use fulgurite_nn as nn;
+pub use fulgurite_trainer::{fabric, run, trainer};

@@ -1,0 +1,201 @@
+//! How a rank's end is told: to the other ranks first, then to whoever reads the terminal.
+
+use std::any::Any;
+use std::io::Write;
+use std::panic::PanicHookInfo;
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use super::handover::is_parent;
+use super::rank::{Membership, membership};
+use super::signals::{interrupt_requested, interrupted_exit_code};
+use crate::{Error, Result};
+use fulgurite_store::Store;
+
+/// The exit code of a rank that stopped because another failed.
+pub const PEER_FAILED_EXIT_CODE: u8 = 79;
+/// The exit code of a process that panicked.
+pub const PANIC_EXIT_CODE: u8 = 101;
+
+/// How long a rank whose collective failed waits for the failure behind it to be known.
+const CAUSE: Duration = Duration::from_millis(500);
+/// How long the store's host stays so that the job's failure reaches the others.
+const TELL: Duration = Duration::from_secs(2);
+/// How long the store's host stays for ranks that finish after it.
+const FINISH: Duration = Duration::from_secs(30 * 60);
+/// How often it looks whether it was interrupted meanwhile.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// What a program's `main` ends with: tells the other ranks how this one ended, prints its error,
+/// and gives the exit code.
+///
+/// | `result` | printed | exit code |
+/// |---|---|---|
+/// | `Ok` | nothing; rank 0 without a supervisor stays until all ranks are done | 0 |
+/// | [`Error::Interrupted`] | `interrupted` | 128 + the signal: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1 (on Linux) |
+/// | an error, alone | `error: …` | 1 |
+/// | an error of this rank | `error: rank 1 failed: …`, by the supervisor if there is one | 1 |
+/// | another rank failed before | nothing if a supervisor prints that failure | [`PEER_FAILED_EXIT_CODE`] |
+///
+/// To be called after everything that holds a [`Launched`](super::Launched) is dropped, so at the
+/// very end.
+pub fn report_and_exit_code(result: Result<()>) -> ExitCode {
+    let code = match (membership(), result) {
+        (Some(membership), result) => membership.finish(result),
+        (None, Ok(())) => 0,
+        (None, Err(Error::Interrupted)) => {
+            say("interrupted");
+            interrupted_exit_code()
+        }
+        (None, Err(error)) => {
+            say(&format!("error: {error}"));
+            1
+        }
+    };
+    ExitCode::from(code)
+}
+
+/// Prints a line on stderr. Unlike `eprintln!` it does not panic if nobody reads that.
+pub(super) fn say(line: &str) {
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
+}
+
+impl Membership {
+    fn finish(&self, result: Result<()>) -> u8 {
+        match result {
+            Ok(()) => {
+                self.stay_for_others(FINISH);
+                0
+            }
+            Err(Error::Interrupted) => {
+                if self.supervisor.is_none() && self.place.rank == 0 {
+                    say("interrupted");
+                }
+                self.stay_for_others(TELL);
+                interrupted_exit_code()
+            }
+            Err(error) => {
+                let code = match self.cause(&error) {
+                    Some(peer) => {
+                        self.stop_for(&peer);
+                        PEER_FAILED_EXIT_CODE
+                    }
+                    None => {
+                        self.report(&error.to_string());
+                        1
+                    }
+                };
+                self.stay_until_told();
+                code
+            }
+        }
+    }
+
+    /// The other rank's failure that `error` is a symptom of, if it is one.
+    fn cause(&self, error: &Error) -> Option<(usize, String)> {
+        if let Some(peer) = self.peer_failure() {
+            return Some(peer);
+        }
+        match error {
+            Error::PeerFailed { rank, message } if *rank != self.place.rank => {
+                Some((*rank, message.clone()))
+            }
+            // A peer that dies breaks its connections a moment before the store knows of it.
+            Error::Collective { .. } => {
+                self.client.wait_for_failure(CAUSE).filter(|(rank, _)| *rank != self.place.rank)
+            }
+            _ => None,
+        }
+    }
+
+    /// Tells the job of this rank's own failure; prints it if no supervisor will.
+    fn report(&self, message: &str) {
+        let told = self.client.report_failure(message).is_ok();
+        if !(told && self.supervisor_prints()) {
+            say(&format!("error: rank {} failed: {message}", self.place.rank));
+        }
+    }
+
+    fn stop_for(&self, (rank, message): &(usize, String)) {
+        if !self.supervisor_prints() {
+            let own = self.place.rank;
+            say(&format!("error: rank {own} stops, because rank {rank} failed: {message}"));
+        }
+    }
+
+    fn supervisor_prints(&self) -> bool {
+        self.supervisor.is_some_and(is_parent)
+    }
+
+    /// The store's host is needed as long as there are others. Ctrl-C ends the wait.
+    fn stay_for_others(&self, timeout: Duration) {
+        self.set_left(true);
+        let Some(server) = &self.server else { return };
+        let (start, interrupted) = (Instant::now(), interrupt_requested());
+        while !server.wait_for_others(self.place.rank, timeout.min(LOOK))
+            && start.elapsed() < timeout
+            && interrupt_requested() == interrupted
+        {}
+        self.stay_until_told();
+    }
+
+    fn stay_until_told(&self) {
+        if let Some(server) = &self.server
+            && !server.failures().is_empty()
+        {
+            server.wait_until_told(self.place.rank, TELL);
+        }
+    }
+
+    /// From now on a panic, on any thread, is this rank's failure and ends the process: a rank that
+    /// lost a thread would leave the others waiting.
+    pub(super) fn end_on_panic(&'static self) {
+        static PANICKED: AtomicBool = AtomicBool::new(false);
+        let usual = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if PANICKED.swap(true, Ordering::SeqCst) {
+                // Another thread is ending the process.
+                loop {
+                    std::thread::park();
+                }
+            }
+            // The supervisor prints the message; a backtrace only we can give.
+            if std::env::var_os("RUST_BACKTRACE").is_some_and(|value| value != "0") {
+                usual(info);
+            }
+            match self.peer_failure() {
+                Some(peer) => {
+                    self.stop_for(&peer);
+                    self.stay_until_told();
+                    std::process::exit(PEER_FAILED_EXIT_CODE.into());
+                }
+                None => {
+                    self.report(&describe(info));
+                    self.stay_until_told();
+                    std::process::exit(PANIC_EXIT_CODE.into());
+                }
+            }
+        }));
+    }
+}
+
+/// `panicked at src/main.rs:3:5: message`, with the thread's name unless it is the main one.
+fn describe(info: &PanicHookInfo<'_>) -> String {
+    let thread = std::thread::current();
+    let thread = match thread.name() {
+        Some("main") => String::new(),
+        Some(name) => format!("thread `{name}` "),
+        None => "a thread without a name ".to_owned(),
+    };
+    let place = info.location().map(|place| format!(" at {place}")).unwrap_or_default();
+    format!("{thread}panicked{place}: {}", payload(info.payload()))
+}
+
+fn payload(payload: &(dyn Any + Send)) -> &str {
+    match (payload.downcast_ref::<&str>(), payload.downcast_ref::<String>()) {
+        (Some(message), _) => message,
+        (None, Some(message)) => message,
+        (None, None) => "a value that is no message",
+    }
+}

@@ -1,0 +1,293 @@
+//! Becoming a rank.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::num::NonZero;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, SystemTime};
+
+use super::failure::say;
+use super::handover::Handover;
+use super::rank::{Launched, Membership, Place, membership};
+use super::signals::{self, Second};
+use super::supervisor::supervise;
+use super::threads::{asked, compute_here};
+use crate::environment::{self, ClusterEnvironment, EnvironmentConfig, Variables};
+use crate::{Error, Result};
+use fulgurite_store::LocalStore;
+use fulgurite_store::{Identity, LostRank, StoreServer, TcpStore};
+
+/// What a program wants to be launched as.
+#[derive(Debug)]
+pub struct LaunchOptions {
+    /// Ranks a node. `None`: as many as somebody started, one if nobody did.
+    pub devices: Option<usize>,
+    /// Nodes. Several need somebody who starts the ranks.
+    pub num_nodes: usize,
+    /// Who to ask; `None` finds it out ([`environment::detect()`]).
+    pub environment: Option<Box<dyn EnvironmentConfig>>,
+    /// How long ranks wait for each other to come.
+    pub timeout: Duration,
+}
+
+impl Default for LaunchOptions {
+    fn default() -> Self {
+        let timeout = Duration::from_secs(300);
+        Self { devices: None, num_nodes: 1, environment: None, timeout }
+    }
+}
+
+/// Makes this process a rank of its job, and returns once all ranks have come. See the
+/// [module](crate::launch) for the three ways. Every rank calls it, early in the program: what was done
+/// before is done by the supervisor and again by every rank.
+///
+/// As the **supervisor** it does not return but ends the process when the ranks have ended, with
+/// the exit code of the rank that failed first (128 + the signal if it was killed, or if the job
+/// was interrupted). Returning would run the rest of the program, meant for ranks, once more.
+///
+/// In a rank it may be called again (a second trainer in one program) and gives the same job.
+///
+/// From the call on Ctrl-C, SIGTERM and SIGUSR1 do not end the process but are told by
+/// [`interruption`](super::interruption()); in a job of several ranks a panic on any
+/// thread ends the process.
+///
+/// The calling thread is one of the rank's compute threads from then on, and should be the one that
+/// trains: small pieces of work stay on it. There are as many as `RAYON_NUM_THREADS` says, or the
+/// cores of the host over the ranks on it.
+///
+/// # Errors
+/// [`Error::Launch`] if environment variables are missing or malformed, the configuration asks for
+/// another number of ranks than were started, the store's port is taken, or ranks do not come in
+/// time (naming them); [`Error::PeerFailed`] if one fails meanwhile.
+pub fn launch(options: LaunchOptions) -> Result<Launched> {
+    launch_checked(options, &|_| Ok(()))
+}
+
+/// [`launch`], and before this process starts any other, `check` is asked whether the world size will
+/// do.
+///
+/// # Errors
+/// As [`launch`], and what `check` says.
+pub fn launch_checked(
+    options: LaunchOptions,
+    check: &dyn Fn(usize) -> Result<()>,
+) -> Result<Launched> {
+    /// One launch at a time.
+    static LAUNCHING: Mutex<()> = Mutex::new(());
+    let _guard = LAUNCHING.lock().unwrap_or_else(PoisonError::into_inner);
+
+    let launched = find_place(options, check, now())?;
+    compute_here(asked().unwrap_or_else(|| threads_a_rank(launched.local_world_size)));
+    Ok(launched)
+}
+
+fn find_place(
+    options: LaunchOptions,
+    check: &dyn Fn(usize) -> Result<()>,
+    started: f64,
+) -> Result<Launched> {
+    if options.devices == Some(0) || options.num_nodes == 0 {
+        return Err(Error::Launch(
+            "trainer.devices and trainer.num_nodes must be 1 or more".into(),
+        ));
+    }
+    if let Some(membership) = membership() {
+        check_again(&options, membership.place.world_size)?;
+        return Ok(membership.launched());
+    }
+    let variables = Variables::current();
+    if let Some(handover) = Handover::read(&variables)? {
+        return join_supervisor(&options, handover);
+    }
+    let environment = find(&options, &variables)?;
+    match environment {
+        Some(environment) if environment.creates_processes_externally() => {
+            join_started(&options, environment.as_ref(), &variables, started)
+        }
+        alone => {
+            let devices = options.devices.unwrap_or(1);
+            if let Some(environment) = &alone {
+                environment.validate_settings(devices, options.num_nodes)?;
+            }
+            let name = alone.map_or("local", |environment| environment.name());
+            if devices == 1 {
+                return launch_alone(started, name);
+            }
+            if ALONE.load(Ordering::Relaxed) {
+                return check_again(&options, 1).and_then(|()| launch_alone(started, name));
+            }
+            check(devices)?;
+            warn_if_crowded(devices);
+            match supervise(devices, started, &variables)? {}
+        }
+    }
+}
+
+/// Whether this process was launched as a job of its own.
+static ALONE: AtomicBool = AtomicBool::new(false);
+
+/// The configured environment, or the one whose variables are set. `None` if no plugin knows.
+fn find(
+    options: &LaunchOptions,
+    variables: &Variables,
+) -> Result<Option<Box<dyn ClusterEnvironment>>> {
+    let found = match &options.environment {
+        Some(config) => Some(config.build(variables)?),
+        None => match environment::detect(variables)? {
+            Some(config) => Some(config.build(variables)?),
+            None => None,
+        },
+    };
+    if found.is_none() && options.num_nodes > 1 {
+        return Err(Error::Launch(format!(
+            "trainer.num_nodes = {}, but no linked environment plugin recognises who started this \
+             process",
+            options.num_nodes
+        )));
+    }
+    Ok(found)
+}
+
+fn check_again(options: &LaunchOptions, world_size: usize) -> Result<()> {
+    match options.devices.map(|devices| devices * options.num_nodes) {
+        Some(asked) if asked != world_size => Err(Error::Launch(format!(
+            "this process belongs to a job of {world_size} rank(s) and cannot be launched again as \
+             one of {asked}: all launches of a program must ask for the same number"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+fn launch_alone(started: f64, environment: &'static str) -> Result<Launched> {
+    signals::handle(Second::Ends)?;
+    ALONE.store(true, Ordering::Relaxed);
+    Ok(Launched::new(Place::ALONE, Arc::new(LocalStore::new()), started, environment, None))
+}
+
+/// A rank that our own supervisor started.
+fn join_supervisor(options: &LaunchOptions, handover: Handover) -> Result<Launched> {
+    handover.die_with_supervisor()?;
+    signals::handle(Second::IsIgnored)?;
+    let Handover { supervisor, job_id, started, place, port } = handover;
+    let identity = Identity { job_id, rank: place.rank, world_size: place.world_size };
+    let client = TcpStore::connect("127.0.0.1", port, identity, options.timeout)?;
+    let membership = Membership {
+        place,
+        client: Arc::new(client),
+        server: None,
+        supervisor: Some(supervisor),
+        environment: "local",
+        started,
+        presence: Mutex::new(Weak::new()),
+    };
+    enter(membership, options)
+}
+
+/// A rank that somebody else started.
+fn join_started(
+    options: &LaunchOptions,
+    environment: &dyn ClusterEnvironment,
+    variables: &Variables,
+    started: f64,
+) -> Result<Launched> {
+    let place = Place {
+        rank: environment.global_rank(),
+        world_size: environment.world_size(),
+        local_rank: environment.local_rank(),
+        local_world_size: environment.local_world_size(),
+        node_rank: environment.node_rank(),
+    };
+    place.check("rank", "world size")?;
+    if let Some(devices) = options.devices {
+        environment.validate_settings(devices, options.num_nodes)?;
+    }
+    if place.world_size == 1 {
+        return launch_alone(started, environment.name());
+    }
+    signals::handle(Second::IsIgnored)?;
+    if place.local_rank == 0 {
+        warn_if_crowded(place.local_world_size);
+    }
+    if !variables.is_set(super::supervisor::THREADS) {
+        // Fails if the pool is already in use; then it stays as it is.
+        let threads = threads_a_rank(place.local_world_size);
+        let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
+    }
+    let (host, port) = (environment.main_address(), environment.main_port());
+    let job_id = environment.job_id();
+    let server = match place.rank {
+        0 => Some(host_store(&host, port, &job_id, place.world_size)?),
+        _ => None,
+    };
+    // Rank 0 may not reach itself by the name that others know it by.
+    let host = match &server {
+        Some(server) if server.address().ip().is_unspecified() => "127.0.0.1".to_owned(),
+        Some(server) => server.address().ip().to_string(),
+        None => host,
+    };
+    let identity = Identity { job_id, rank: place.rank, world_size: place.world_size };
+    let client = TcpStore::connect(&host, port, identity, options.timeout)?;
+    let membership = Membership {
+        place,
+        client: Arc::new(client),
+        server,
+        supervisor: None,
+        environment: environment.name(),
+        started,
+        presence: Mutex::new(Weak::new()),
+    };
+    enter(membership, options)
+}
+
+/// Only on the loopback interface if that is the main address; else on all, since a host's name
+/// may not lead to the interface that others reach it by.
+fn host_store(host: &str, port: u16, job_id: &str, world_size: usize) -> Result<StoreServer> {
+    let loopback = match host.parse::<IpAddr>() {
+        Ok(ip) => ip.is_loopback(),
+        Err(_) => host == "localhost",
+    };
+    let ip = match host.parse::<IpAddr>() {
+        Ok(ip) if loopback => ip,
+        _ if loopback => IpAddr::V4(Ipv4Addr::LOCALHOST),
+        _ => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+    };
+    StoreServer::bind(SocketAddr::new(ip, port), job_id, world_size, LostRank::Failed)
+}
+
+fn enter(membership: Membership, options: &LaunchOptions) -> Result<Launched> {
+    let membership = membership.enter();
+    membership.end_on_panic();
+    check_again(options, membership.place.world_size)?;
+    membership.client.wait_for_all(options.timeout)?;
+    Ok(membership.launched())
+}
+
+/// Cores that this process may use.
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, NonZero::get)
+}
+
+/// Compute threads of each of `ranks` processes of this host.
+pub(super) fn threads_a_rank(ranks: usize) -> usize {
+    (cores() / ranks).max(1)
+}
+
+fn warn_if_crowded(ranks: usize) {
+    let cores = cores();
+    if ranks <= cores {
+        return;
+    }
+    let warning = format!(
+        "{ranks} ranks share {cores} core(s) of this host, so they will wait for each other"
+    );
+    if tracing::dispatcher::has_been_set() {
+        tracing::warn!("{warning}");
+    } else {
+        say(&format!("warning: {warning}"));
+    }
+}
+
+/// Seconds since 1970.
+fn now() -> f64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
+}

@@ -1,0 +1,174 @@
+//! What a rank has of its launch.
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+
+use crate::{Error, Result};
+use fulgurite_store::Store;
+use fulgurite_store::{StoreServer, TcpStore};
+
+/// A rank's numbers.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Place {
+    pub(super) rank: usize,
+    pub(super) world_size: usize,
+    pub(super) local_rank: usize,
+    pub(super) local_world_size: usize,
+    pub(super) node_rank: usize,
+}
+
+impl Place {
+    /// A job of one process.
+    pub(super) const ALONE: Self =
+        Self { rank: 0, world_size: 1, local_rank: 0, local_world_size: 1, node_rank: 0 };
+
+    /// Checks that the numbers fit together; `rank` and `size` are what to call them.
+    pub(super) fn check(&self, rank: &str, size: &str) -> Result<()> {
+        let Self { local_rank, local_world_size, .. } = self;
+        if self.rank >= self.world_size {
+            return Err(Error::Launch(format!(
+                "{rank} = {} is not below {size} = {}",
+                self.rank, self.world_size
+            )));
+        }
+        if local_rank >= local_world_size || *local_world_size > self.world_size {
+            return Err(Error::Launch(format!(
+                "local rank {local_rank} of {local_world_size} processes on this node does not \
+                 fit {size} = {}",
+                self.world_size
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// What [`launch`](super::launch()) gives a rank. Hold it as long as the rank takes part in the
+/// job: dropping the last clone says that this rank is done, and its end no failure.
+#[derive(Clone)]
+#[non_exhaustive]
+pub struct Launched {
+    /// This process's rank in the job.
+    pub rank: usize,
+    /// Number of processes of the job.
+    pub world_size: usize,
+    /// This process's place among those of its node.
+    pub local_rank: usize,
+    /// Number of the job's processes on this node.
+    pub local_world_size: usize,
+    /// This node's place among the job's nodes.
+    pub node_rank: usize,
+    /// The job's store.
+    pub store: Arc<dyn Store>,
+    /// When the job's program was started, as far as this process knows, in seconds since 1970.
+    pub started: f64,
+    /// The environment that said so: `local`, or the name of a plugin.
+    pub environment: &'static str,
+    /// `None` when alone.
+    presence: Option<Arc<Presence>>,
+}
+
+impl Launched {
+    pub(super) fn new(
+        place: Place,
+        store: Arc<dyn Store>,
+        started: f64,
+        environment: &'static str,
+        presence: Option<Arc<Presence>>,
+    ) -> Self {
+        let Place { rank, world_size, local_rank, local_world_size, node_rank } = place;
+        Self {
+            rank,
+            world_size,
+            local_rank,
+            local_world_size,
+            node_rank,
+            store,
+            started,
+            environment,
+            presence,
+        }
+    }
+
+    /// Whether other processes take part in the job.
+    pub fn is_distributed(&self) -> bool {
+        self.presence.is_some()
+    }
+}
+
+impl std::fmt::Debug for Launched {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Launched")
+            .field("rank", &self.rank)
+            .field("world_size", &self.world_size)
+            .field("local_rank", &self.local_rank)
+            .field("local_world_size", &self.local_world_size)
+            .field("node_rank", &self.node_rank)
+            .field("environment", &self.environment)
+            .finish_non_exhaustive()
+    }
+}
+
+/// That a rank takes part. A program may launch again after the last [`Launched`] is gone.
+pub(super) struct Presence(());
+
+impl Drop for Presence {
+    fn drop(&mut self) {
+        // An unwinding rank is not done; the panic hook has its say.
+        if let (false, Some(membership)) = (std::thread::panicking(), membership()) {
+            membership.set_left(true);
+        }
+    }
+}
+
+/// This process's part in a job of several ranks. Lives until the process ends, since how the
+/// process ends must still be told.
+pub(super) struct Membership {
+    pub(super) place: Place,
+    pub(super) client: Arc<TcpStore>,
+    /// If this process hosts the store.
+    pub(super) server: Option<StoreServer>,
+    /// The process id of this rank's supervisor, if it has one. It prints the job's failure.
+    pub(super) supervisor: Option<i32>,
+    pub(super) environment: &'static str,
+    pub(super) started: f64,
+    pub(super) presence: Mutex<Weak<Presence>>,
+}
+
+static MEMBERSHIP: OnceLock<Membership> = OnceLock::new();
+
+/// This process's part in a job of several ranks, once launched.
+pub(super) fn membership() -> Option<&'static Membership> {
+    MEMBERSHIP.get()
+}
+
+impl Membership {
+    /// Makes this the process's. There is none yet.
+    pub(super) fn enter(self) -> &'static Self {
+        MEMBERSHIP.get_or_init(|| self)
+    }
+
+    /// A handle for the user's code.
+    pub(super) fn launched(&self) -> Launched {
+        let mut presence = self.presence.lock().unwrap_or_else(PoisonError::into_inner);
+        let present = presence.upgrade().unwrap_or_else(|| {
+            self.set_left(false);
+            let new = Arc::new(Presence(()));
+            *presence = Arc::downgrade(&new);
+            new
+        });
+        let store = self.client.clone();
+        Launched::new(self.place, store, self.started, self.environment, Some(present))
+    }
+
+    /// Whether this process's end is no failure from now on.
+    pub(super) fn set_left(&self, left: bool) {
+        self.client.set_left(left);
+        if let Some(server) = &self.server {
+            server.set_left(left);
+        }
+    }
+
+    /// The job's failure, if it is another rank's.
+    pub(super) fn peer_failure(&self) -> Option<(usize, String)> {
+        self.client.failure().filter(|(rank, _)| *rank != self.place.rank)
+    }
+}

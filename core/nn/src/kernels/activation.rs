@@ -1,0 +1,172 @@
+//! Element-wise non-linearities and the gated product.
+
+use candle_core::Tensor;
+
+use crate::Result;
+use crate::arm::{on_host, wide};
+use crate::host::{Float, host, tensor, with_float};
+use crate::map::{map1, map2, map3_2};
+
+/// A non-linearity.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Activation {
+    Silu,
+    /// With the exact error function.
+    Gelu,
+    /// The tanh approximation.
+    GeluTanh,
+}
+
+const TANH_CUBE: f64 = 0.044_715;
+
+fn sqrt_2_over_pi() -> f64 {
+    std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2
+}
+
+fn silu<T: Float>(x: T) -> T {
+    x * x.sigmoid()
+}
+
+fn silu_slope<T: Float>(x: T) -> T {
+    let s = x.sigmoid();
+    s * (T::ONE + x * (T::ONE - s))
+}
+
+fn gelu<T: Float>(x: T) -> T {
+    T::lit(0.5) * x * (T::ONE + (x * T::lit(std::f64::consts::FRAC_1_SQRT_2)).erf())
+}
+
+fn gelu_slope<T: Float>(x: T) -> T {
+    let half = T::lit(0.5);
+    let cdf = half * (T::ONE + (x * T::lit(std::f64::consts::FRAC_1_SQRT_2)).erf());
+    let pdf = T::lit(0.5 * sqrt_2_over_pi()) * (T::ZERO - half * x * x).fast_exp();
+    cdf + x * pdf
+}
+
+fn gelu_tanh<T: Float>(x: T) -> T {
+    let inner = T::lit(sqrt_2_over_pi()) * (x + T::lit(TANH_CUBE) * x * x * x);
+    T::lit(0.5) * x * (T::ONE + inner.tanh())
+}
+
+fn gelu_tanh_slope<T: Float>(x: T) -> T {
+    let half = T::lit(0.5);
+    let t = (T::lit(sqrt_2_over_pi()) * (x + T::lit(TANH_CUBE) * x * x * x)).tanh();
+    let inner = T::lit(sqrt_2_over_pi()) * (T::ONE + T::lit(3.0 * TANH_CUBE) * x * x);
+    half * (T::ONE + t) + half * x * (T::ONE - t * t) * inner
+}
+
+fn sigmoid_portable(x: &Tensor) -> candle_core::Result<Tensor> {
+    (x.neg()?.exp()? + 1.0)?.recip()
+}
+
+impl Activation {
+    /// The forward, element by element.
+    pub(crate) fn forward(self, x: &Tensor) -> Result<Tensor> {
+        let dtype = x.dtype();
+        let x = wide(x)?;
+        let y = if on_host(&x) {
+            with_float!(x.dtype(), T => {
+                let host_x = host(&x)?;
+                let values = host_x.slice::<T>()?;
+                let y = match self {
+                    Self::Silu => map1(values, silu),
+                    Self::Gelu => map1(values, gelu),
+                    Self::GeluTanh => map1(values, gelu_tanh),
+                };
+                tensor(y, x.shape())
+            })?
+        } else {
+            match self {
+                Self::Silu => (&x * sigmoid_portable(&x)?)?,
+                Self::Gelu => x.gelu_erf()?,
+                Self::GeluTanh => ((Self::inner(&x)?.tanh()? + 1.0)? * (&x * 0.5)?)?,
+            }
+        };
+        Ok(y.to_dtype(dtype)?)
+    }
+
+    /// The gradient of the input `x`.
+    pub(crate) fn backward(self, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
+        let dtype = x.dtype();
+        let (x, grad) = (wide(x)?, wide(grad)?);
+        let dx = if on_host(&x) {
+            with_float!(x.dtype(), T => {
+                let (host_x, grad) = (host(&x)?, host(&grad)?);
+                let (values, grad) = (host_x.slice::<T>()?, grad.slice::<T>()?);
+                let dx = match self {
+                    Self::Silu => map2(values, grad, |x, g| g * silu_slope(x)),
+                    Self::Gelu => map2(values, grad, |x, g| g * gelu_slope(x)),
+                    Self::GeluTanh => map2(values, grad, |x, g| g * gelu_tanh_slope(x)),
+                };
+                tensor(dx, x.shape())
+            })?
+        } else {
+            (self.slope_portable(&x)? * grad)?
+        };
+        Ok(dx.to_dtype(dtype)?)
+    }
+
+    fn inner(x: &Tensor) -> candle_core::Result<Tensor> {
+        ((x + ((x.sqr()? * x)? * TANH_CUBE)?)? * sqrt_2_over_pi())?.contiguous()
+    }
+
+    fn slope_portable(self, x: &Tensor) -> candle_core::Result<Tensor> {
+        match self {
+            Self::Silu => {
+                let s = sigmoid_portable(x)?;
+                &s + (x * (&s * s.affine(-1.0, 1.0)?)?)?
+            }
+            Self::Gelu => {
+                let cdf = ((x * std::f64::consts::FRAC_1_SQRT_2)?.erf()? + 1.0)? * 0.5;
+                let pdf = (x.sqr()? * -0.5)?.exp()? * (0.5 * sqrt_2_over_pi());
+                cdf? + (x * pdf?)?
+            }
+            Self::GeluTanh => {
+                let t = Self::inner(x)?.tanh()?;
+                let inner = x.sqr()?.affine(3.0 * TANH_CUBE, 1.0)? * sqrt_2_over_pi();
+                let slope = (t.sqr()?.affine(-0.5, 0.5)? * inner?)?;
+                t.affine(0.5, 0.5)? + (x * slope)?
+            }
+        }
+    }
+}
+
+/// `silu(gate) * up`.
+pub(crate) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    let dtype = gate.dtype();
+    let (gate, up) = (wide(gate)?, wide(up)?);
+    let y = if on_host(&gate) {
+        with_float!(gate.dtype(), T => {
+            let (g, u) = (host(&gate)?, host(&up)?);
+            tensor(map2::<T>(g.slice()?, u.slice()?, |g, u| silu(g) * u), gate.shape())
+        })?
+    } else {
+        ((&gate * sigmoid_portable(&gate)?)? * up)?
+    };
+    Ok(y.to_dtype(dtype)?)
+}
+
+/// The gradients of `gate` and `up`.
+pub(crate) fn swiglu_backward(
+    gate: &Tensor,
+    up: &Tensor,
+    grad: &Tensor,
+) -> Result<(Tensor, Tensor)> {
+    let dtype = gate.dtype();
+    let (gate, up, grad) = (wide(gate)?, wide(up)?, wide(grad)?);
+    let (dgate, dup) = if on_host(&gate) {
+        with_float!(gate.dtype(), T => {
+            let (g, u, d) = (host(&gate)?, host(&up)?, host(&grad)?);
+            let (dgate, dup) = map3_2::<T>([g.slice()?, u.slice()?, d.slice()?], |g, u, d| {
+                let s = g.sigmoid();
+                (d * u * s * (T::ONE + g * (T::ONE - s)), d * g * s)
+            });
+            Ok::<_, crate::Error>((tensor(dgate, gate.shape())?, tensor(dup, gate.shape())?))
+        })?
+    } else {
+        let slope = Activation::Silu.slope_portable(&gate)?;
+        let dup = (&grad * (&gate * sigmoid_portable(&gate)?)?)?;
+        (((grad * up)? * slope)?, dup)
+    };
+    Ok((dgate.to_dtype(dtype)?, dup.to_dtype(dtype)?))
+}

@@ -1,0 +1,151 @@
+//! Attention with grouped key and value heads; tensors are `[batch, time, heads, head_dim]`.
+
+use candle_core::{D, Tensor};
+
+use super::rope::Angles;
+use super::{attention_host, attention_portable};
+use crate::arm::{on_host, wide_dtype};
+use crate::host::with_float;
+use crate::{Error, Result};
+
+/// How to attend.
+#[derive(Debug, Clone)]
+pub(crate) struct Attend {
+    /// What scores are multiplied with.
+    pub(crate) scale: f64,
+    /// Whether a query sees only the keys up to its own position; the last query is at the last
+    /// key's.
+    pub(crate) causal: bool,
+    /// Rotations of queries and keys, one a key position.
+    pub(crate) angles: Option<Angles>,
+}
+
+/// What backward needs of a forward.
+#[derive(Debug, Clone)]
+pub(crate) struct Attended {
+    /// `[batch, queries, heads, head_dim]`.
+    pub(crate) output: Tensor,
+    /// Logarithm of the sum of the exponentials of each row of scores, `[batch, heads, queries]`.
+    pub(crate) lse: Tensor,
+}
+
+/// The sizes of one attention.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sizes {
+    pub(super) batch: usize,
+    pub(super) queries: usize,
+    pub(super) keys: usize,
+    pub(super) heads: usize,
+    pub(super) kv_heads: usize,
+    pub(super) dim: usize,
+}
+
+impl Sizes {
+    fn new(q: &Tensor, k: &Tensor, v: &Tensor, causal: bool) -> Result<Self> {
+        let (batch, queries, heads, dim) = q.dims4()?;
+        let (kv_batch, keys, kv_heads, kv_dim) = k.dims4()?;
+        let wrong = |why: String| {
+            let shapes = [q, k, v].map(|t| {
+                let [b, t, h, d] = [0, 1, 2, 3].map(|i| t.dims().get(i).copied().unwrap_or(0));
+                format!("batch {b}, heads {h}, time {t}, head_dim {d}")
+            });
+            Err(Error::other(format!(
+                "attention: {why}; q: {}; k: {}; v: {}",
+                shapes[0], shapes[1], shapes[2]
+            )))
+        };
+        if k.dims() != v.dims() {
+            return wrong("k and v must have one shape".to_owned());
+        }
+        if kv_batch != batch || kv_dim != dim {
+            return wrong("q and k must agree in batch and head_dim".to_owned());
+        }
+        if kv_heads == 0 || heads % kv_heads != 0 {
+            return wrong(format!("{heads} query heads do not divide into {kv_heads} groups"));
+        }
+        if causal && queries > keys {
+            return wrong("a causal query needs a key at its own position".to_owned());
+        }
+        if q.dtype() != k.dtype() || q.dtype() != v.dtype() {
+            return wrong(format!(
+                "dtypes differ: q {:?}, k {:?}, v {:?}",
+                q.dtype(),
+                k.dtype(),
+                v.dtype()
+            ));
+        }
+        Ok(Self { batch, queries, keys, heads, kv_heads, dim })
+    }
+
+    /// Query heads a key head.
+    pub(super) fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    /// How many keys the query at `i` sees.
+    pub(super) fn visible(&self, causal: bool, i: usize) -> usize {
+        if causal { self.keys - self.queries + i + 1 } else { self.keys }
+    }
+}
+
+/// In the accumulation dtype, rows of `head_dim` contiguous; copied only if it is not so.
+fn rows_contiguous(x: &Tensor) -> Result<Tensor> {
+    let x = x.detach().to_dtype(wide_dtype(x.dtype()))?;
+    Ok(if x.stride().last() == Some(&1) { x } else { x.contiguous()? })
+}
+
+impl Attend {
+    /// `softmax(scale q k^T) v`.
+    pub(crate) fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Attended> {
+        let sizes = Sizes::new(q, k, v, self.causal)?;
+        let dtype = q.dtype();
+        let [q, k, v] = [rows_contiguous(q)?, rows_contiguous(k)?, rows_contiguous(v)?];
+        let (output, lse) = if q.elem_count() == 0 || sizes.keys == 0 {
+            (
+                q.zeros_like()?,
+                Tensor::zeros((sizes.batch, sizes.heads, sizes.queries), q.dtype(), q.device())?,
+            )
+        } else if on_host(&q) {
+            with_float!(q.dtype(), T => attention_host::forward::<T>(self, sizes, [&q, &k, &v]))?
+        } else {
+            attention_portable::forward(self, sizes, [&q, &k, &v])?
+        };
+        Ok(Attended { output: output.to_dtype(dtype)?, lse })
+    }
+
+    /// The gradients of q, k and v, contiguous.
+    pub(crate) fn backward(
+        &self,
+        [q, k, v]: [&Tensor; 3],
+        attended: &Attended,
+        grad: &Tensor,
+    ) -> Result<[Tensor; 3]> {
+        let sizes = Sizes::new(q, k, v, self.causal)?;
+        let dtype = q.dtype();
+        let [q, k, v] = [rows_contiguous(q)?, rows_contiguous(k)?, rows_contiguous(v)?];
+        let (output, grad) = (rows_contiguous(&attended.output)?, rows_contiguous(grad)?);
+        let saved = [&output, &attended.lse, &grad];
+        let grads = if q.elem_count() == 0 || sizes.keys == 0 {
+            [q.zeros_like()?, k.zeros_like()?, v.zeros_like()?]
+        } else if on_host(&q) {
+            with_float!(q.dtype(), T => {
+                attention_host::backward::<T>(self, sizes, [&q, &k, &v], saved)
+            })?
+        } else {
+            attention_portable::backward(self, sizes, [&q, &k, &v], saved)?
+        };
+        let [dq, dk, dv] = grads;
+        Ok([dq.to_dtype(dtype)?, dk.to_dtype(dtype)?, dv.to_dtype(dtype)?])
+    }
+}
+
+/// `[batch, time, heads * head_dim]` seen as `[batch, time, heads, head_dim]`.
+pub(crate) fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
+    let (batch, time, width) = x.dims3()?;
+    Ok(x.reshape((batch, time, heads, width / heads))?)
+}
+
+/// The way back.
+pub(crate) fn merge_heads(x: &Tensor) -> Result<Tensor> {
+    Ok(x.flatten_from(D::Minus2)?)
+}

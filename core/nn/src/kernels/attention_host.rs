@@ -1,0 +1,335 @@
+//! Attention on the CPU, (sequence, head) pairs in parallel. Queries are taken in blocks; for a head
+//! there are copies of its keys and values and a block's scores at a time, in backward also the
+//! gradients of all three. Backward computes the probabilities again from the saved log-sum-exp.
+
+use std::ops::Deref;
+
+use candle_core::{Storage, Tensor};
+use rayon::prelude::*;
+
+use super::attention::{Attend, Sizes};
+use super::rope::rotate_rows;
+use crate::Result;
+use crate::gemm::{Mat, Threads, gemm};
+use crate::host::{Float, Host, add_rows, dot, exp_in_place, host, max, strided_host, tensor};
+use crate::simd::vectorized;
+
+/// Queries a block.
+const BLOCK: usize = 128;
+
+/// A `[batch, time, heads, dim]` tensor with contiguous rows.
+#[derive(Clone, Copy)]
+struct Rows<'a, T> {
+    data: &'a [T],
+    strides: [usize; 3],
+    dim: usize,
+}
+
+impl<'a, T: Float> Rows<'a, T> {
+    fn new(host: &'a Host<impl Deref<Target = Storage>>, of: &Tensor) -> Result<Self> {
+        let stride = of.stride();
+        let strides = [stride[0], stride[1], stride[2]];
+        Ok(Self { data: host.slice()?, strides, dim: of.dims()[3] })
+    }
+
+    fn row(&self, batch: usize, time: usize, head: usize) -> &'a [T] {
+        let [b, t, h] = self.strides;
+        &self.data[batch * b + time * t + head * h..][..self.dim]
+    }
+
+    /// The rows of one head from `start` on, one after the other, until `out` is full.
+    fn pack(&self, batch: usize, start: usize, head: usize, out: &mut [T]) {
+        for (i, out) in out.chunks_exact_mut(self.dim).enumerate() {
+            out.copy_from_slice(self.row(batch, start + i, head));
+        }
+    }
+}
+
+/// The rotation tables, if positions are rotated.
+#[derive(Clone, Copy)]
+struct Rotation<'a, T>(Option<(&'a [T], &'a [T])>);
+
+impl<T: Float> Rotation<'_, T> {
+    /// Rotates consecutive rows, the first of which is at position `start`, or back.
+    fn apply(&self, rows: &mut [T], dim: usize, start: usize, back: bool) {
+        if let Some((cos, sin)) = self.0 {
+            rotate_rows(rows, cos, sin, dim, start, back);
+        }
+    }
+}
+
+/// The rows of each (batch, head) of a contiguous `[batch, time, heads, dim]`.
+fn rows_by_head<T>(out: &mut [T], time: usize, heads: usize, dim: usize) -> Vec<Vec<&mut [T]>> {
+    let batch = out.len() / (time * heads * dim);
+    let mut rows: Vec<Vec<&mut [T]>> =
+        (0..batch * heads).map(|_| Vec::with_capacity(time)).collect();
+    for (i, row) in out.chunks_exact_mut(dim).enumerate() {
+        rows[i / (time * heads) * heads + i % heads].push(row);
+    }
+    rows
+}
+
+vectorized! {
+    fn scale_rows[T: Float](rows: &mut [T], scale: T) {
+        rows.iter_mut().for_each(|x| *x *= scale);
+    }
+
+    /// Makes probabilities of scores; returns the largest score, and the sum of the exponentials of
+    /// how far the scores are below it.
+    fn softmax_row[T: Float](row: &mut [T]) -> (T, T) {
+        let top = max(row);
+        let sum = exp_in_place(row, top);
+        let scale = T::ONE / sum;
+        row.iter_mut().for_each(|x| *x *= scale);
+        (top, sum)
+    }
+
+    /// Makes probabilities `p` of scores, and of the probabilities' gradients `ds` the scores'.
+    /// `output` is the row's and `grad` its gradient.
+    fn softmax_row_backward[T: Float](
+        p: &mut [T],
+        ds: &mut [T],
+        lse: T,
+        output: &[T],
+        grad: &[T],
+    ) {
+        let level = dot(output, grad);
+        for (p, ds) in p.iter_mut().zip(ds) {
+            *p = (*p - lse).fast_exp();
+            *ds = *p * (*ds - level);
+        }
+    }
+}
+
+/// The tables as slices for the life of `$body`.
+macro_rules! with_rotation {
+    ($attend:expr, $T:ty, $rotation:ident => $body:expr) => {
+        match &$attend.angles {
+            None => {
+                let $rotation = Rotation::<$T>(None);
+                $body
+            }
+            Some(angles) => {
+                let (cos, sin) = (host(&angles.cos)?, host(&angles.sin)?);
+                let $rotation = Rotation(Some((cos.slice::<$T>()?, sin.slice::<$T>()?)));
+                $body
+            }
+        }
+    };
+}
+
+pub(super) fn forward<T: Float>(
+    attend: &Attend,
+    s: Sizes,
+    [q, k, v]: [&Tensor; 3],
+) -> Result<(Tensor, Tensor)> {
+    let hosts = [strided_host(q), strided_host(k), strided_host(v)];
+    let (q, k, v) =
+        (Rows::<T>::new(&hosts[0], q)?, Rows::new(&hosts[1], k)?, Rows::new(&hosts[2], v)?);
+    let mut output = vec![T::ZERO; s.batch * s.queries * s.heads * s.dim];
+    let mut lse = vec![T::ZERO; s.batch * s.heads * s.queries];
+    with_rotation!(attend, T, rotation => {
+        rows_by_head(&mut output, s.queries, s.heads, s.dim)
+            .into_par_iter()
+            .zip(lse.par_chunks_mut(s.queries))
+            .enumerate()
+            .for_each(|(i, (rows, lse))| {
+                forward_head(attend, s, [q, k, v], rotation, (i / s.heads, i % s.heads), rows, lse);
+            });
+    });
+    Ok((
+        tensor(output, (s.batch, s.queries, s.heads, s.dim))?,
+        tensor(lse, (s.batch, s.heads, s.queries))?,
+    ))
+}
+
+fn forward_head<T: Float>(
+    attend: &Attend,
+    s: Sizes,
+    [q, k, v]: [Rows<T>; 3],
+    rotation: Rotation<T>,
+    (batch, head): (usize, usize),
+    mut output: Vec<&mut [T]>,
+    lse: &mut [T],
+) {
+    let kv = head / s.group();
+    let (mut keys, mut values) = (vec![T::ZERO; s.keys * s.dim], vec![T::ZERO; s.keys * s.dim]);
+    k.pack(batch, 0, kv, &mut keys);
+    rotation.apply(&mut keys, s.dim, 0, false);
+    v.pack(batch, 0, kv, &mut values);
+    let block = BLOCK.min(s.queries);
+    let mut queries = vec![T::ZERO; block * s.dim];
+    let mut scores = vec![T::ZERO; block * s.keys];
+    for start in (0..s.queries).step_by(block) {
+        let n = block.min(s.queries - start);
+        let seen = s.visible(attend.causal, start + n - 1);
+        let queries = &mut queries[..n * s.dim];
+        q.pack(batch, start, head, queries);
+        rotation.apply(queries, s.dim, s.keys.saturating_sub(s.queries) + start, false);
+        scale_rows(queries, T::lit(attend.scale));
+        let scores = &mut scores[..n * seen];
+        let seen_keys = Mat::new(&keys, seen, s.dim);
+        gemm(scores, Mat::new(queries, n, s.dim), seen_keys.t(), false, Threads::One);
+        let rows = scores.chunks_exact_mut(seen).zip(&mut lse[start..]);
+        for (i, (row, lse)) in rows.enumerate() {
+            let (row, hidden) = row.split_at_mut(s.visible(attend.causal, start + i));
+            let (top, sum) = softmax_row(row);
+            hidden.fill(T::ZERO);
+            *lse = top + sum.ln();
+        }
+        let seen_values = Mat::new(&values, seen, s.dim);
+        gemm(queries, Mat::new(scores, n, seen), seen_values, false, Threads::One);
+        for (row, out) in queries.chunks_exact(s.dim).zip(&mut output[start..]) {
+            out.copy_from_slice(row);
+        }
+    }
+}
+
+pub(super) fn backward<T: Float>(
+    attend: &Attend,
+    s: Sizes,
+    [q, k, v]: [&Tensor; 3],
+    [output, lse, grad]: [&Tensor; 3],
+) -> Result<[Tensor; 3]> {
+    let hosts = [q, k, v, output, grad].map(strided_host);
+    let inputs = [
+        Rows::<T>::new(&hosts[0], q)?,
+        Rows::new(&hosts[1], k)?,
+        Rows::new(&hosts[2], v)?,
+        Rows::new(&hosts[3], output)?,
+        Rows::new(&hosts[4], grad)?,
+    ];
+    let lse = host(lse)?;
+    let lse = lse.slice::<T>()?;
+    let mut dq = vec![T::ZERO; s.batch * s.queries * s.heads * s.dim];
+    let mut dk = vec![T::ZERO; s.batch * s.keys * s.kv_heads * s.dim];
+    let mut dv = dk.clone();
+    with_rotation!(attend, T, rotation => {
+        let mut query_rows = rows_by_head(&mut dq, s.queries, s.heads, s.dim).into_iter();
+        let groups: Vec<Vec<_>> = (0..s.batch * s.kv_heads)
+            .map(|_| query_rows.by_ref().take(s.group()).collect())
+            .collect();
+        groups
+            .into_par_iter()
+            .zip(rows_by_head(&mut dk, s.keys, s.kv_heads, s.dim))
+            .zip(rows_by_head(&mut dv, s.keys, s.kv_heads, s.dim))
+            .enumerate()
+            .for_each(|(i, ((dq, dk), dv))| {
+                let at = (i / s.kv_heads, i % s.kv_heads);
+                backward_group(attend, s, inputs, lse, rotation, at, (dq, dk, dv));
+            });
+    });
+    Ok([
+        tensor(dq, (s.batch, s.queries, s.heads, s.dim))?,
+        tensor(dk, (s.batch, s.keys, s.kv_heads, s.dim))?,
+        tensor(dv, (s.batch, s.keys, s.kv_heads, s.dim))?,
+    ])
+}
+
+/// The rows of the gradients of one key head and its query heads.
+type GroupRows<'a, T> = (Vec<Vec<&'a mut [T]>>, Vec<&'a mut [T]>, Vec<&'a mut [T]>);
+
+/// The query heads of one key head, in parallel: of few key heads there may be fewer than threads.
+fn backward_group<T: Float>(
+    attend: &Attend,
+    s: Sizes,
+    inputs: [Rows<T>; 5],
+    lse: &[T],
+    rotation: Rotation<T>,
+    (batch, kv): (usize, usize),
+    (dq_rows, mut dk_rows, mut dv_rows): GroupRows<T>,
+) {
+    // As many at a time as there are threads: each has gradients of its own of all keys.
+    let at_a_time = rayon::current_num_threads();
+    let mut dq_rows = dq_rows.into_iter();
+    let mut sum: Option<(Vec<T>, Vec<T>)> = None;
+    for first in (kv * s.group()..(kv + 1) * s.group()).step_by(at_a_time) {
+        let heads: Vec<(Vec<T>, Vec<T>)> = dq_rows
+            .by_ref()
+            .take(at_a_time)
+            .collect::<Vec<_>>()
+            .into_par_iter()
+            .enumerate()
+            .map(|(i, rows)| {
+                backward_head(attend, s, inputs, lse, rotation, (batch, first + i), rows)
+            })
+            .collect();
+        for (more_dk, more_dv) in heads {
+            match &mut sum {
+                None => sum = Some((more_dk, more_dv)),
+                Some((dk, dv)) => {
+                    add_rows(dk, &more_dk);
+                    add_rows(dv, &more_dv);
+                }
+            }
+        }
+    }
+    let Some((mut dk, dv)) = sum else { return };
+    rotation.apply(&mut dk, s.dim, 0, true);
+    for (row, out) in dk.chunks_exact(s.dim).zip(&mut dk_rows) {
+        out.copy_from_slice(row);
+    }
+    for (row, out) in dv.chunks_exact(s.dim).zip(&mut dv_rows) {
+        out.copy_from_slice(row);
+    }
+}
+
+/// The gradients of one query head's queries, into their rows, and what it adds to those of its
+/// keys, still rotated, and values.
+fn backward_head<T: Float>(
+    attend: &Attend,
+    s: Sizes,
+    [q, k, v, output, grad]: [Rows<T>; 5],
+    lse: &[T],
+    rotation: Rotation<T>,
+    (batch, head): (usize, usize),
+    mut dq_rows: Vec<&mut [T]>,
+) -> (Vec<T>, Vec<T>) {
+    let kv = head / s.group();
+    let zeros = |n: usize| vec![T::ZERO; n];
+    let (mut keys, mut values) = (zeros(s.keys * s.dim), zeros(s.keys * s.dim));
+    k.pack(batch, 0, kv, &mut keys);
+    rotation.apply(&mut keys, s.dim, 0, false);
+    v.pack(batch, 0, kv, &mut values);
+    let (mut dk, mut dv) = (zeros(s.keys * s.dim), zeros(s.keys * s.dim));
+    let block = BLOCK.min(s.queries);
+    let [mut queries, mut grads, mut dq] = [(); 3].map(|()| zeros(block * s.dim));
+    let [mut scores, mut dscores] = [(); 2].map(|()| zeros(block * s.keys));
+    let scale = T::lit(attend.scale);
+    let lse = &lse[(batch * s.heads + head) * s.queries..][..s.queries];
+    for start in (0..s.queries).step_by(block) {
+        let n = block.min(s.queries - start);
+        let position = s.keys.saturating_sub(s.queries) + start;
+        let seen = s.visible(attend.causal, start + n - 1);
+        let (queries, grads) = (&mut queries[..n * s.dim], &mut grads[..n * s.dim]);
+        q.pack(batch, start, head, queries);
+        rotation.apply(queries, s.dim, position, false);
+        scale_rows(queries, scale);
+        grad.pack(batch, start, head, grads);
+        let (queries_mat, grads_mat) = (Mat::new(&*queries, n, s.dim), Mat::new(&*grads, n, s.dim));
+        let (keys, values) = (Mat::new(&keys, seen, s.dim), Mat::new(&values, seen, s.dim));
+        let (scores, dscores) = (&mut scores[..n * seen], &mut dscores[..n * seen]);
+        gemm(scores, queries_mat, keys.t(), false, Threads::One);
+        gemm(dscores, grads_mat, values.t(), false, Threads::One);
+        let rows = scores.chunks_exact_mut(seen).zip(dscores.chunks_exact_mut(seen));
+        for (i, (p, ds)) in rows.enumerate() {
+            let (p, hidden) = p.split_at_mut(s.visible(attend.causal, start + i));
+            let (ds, hidden_ds) = ds.split_at_mut(p.len());
+            let output = output.row(batch, start + i, head);
+            let grad = &grads[i * s.dim..][..s.dim];
+            softmax_row_backward(p, ds, lse[start + i], output, grad);
+            hidden.fill(T::ZERO);
+            hidden_ds.fill(T::ZERO);
+        }
+        let (p, ds) = (Mat::new(&*scores, n, seen), Mat::new(&*dscores, n, seen));
+        gemm(&mut dv, p.t(), grads_mat, true, Threads::One);
+        gemm(&mut dk, ds.t(), queries_mat, true, Threads::One);
+        let dq = &mut dq[..n * s.dim];
+        gemm(dq, ds, keys, false, Threads::One);
+        rotation.apply(dq, s.dim, position, true);
+        for (row, out) in dq.chunks_exact(s.dim).zip(&mut dq_rows[start..]) {
+            out.iter_mut().zip(row).for_each(|(out, &x)| *out = x * scale);
+        }
+    }
+    (dk, dv)
+}

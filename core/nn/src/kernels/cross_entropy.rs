@@ -1,0 +1,250 @@
+//! Cross entropy of rows of logits. Forward keeps one number a row, the log-sum-exp; backward
+//! computes the probabilities again and writes the gradient in one pass. Where each rank has a part
+//! of the classes, the forward is [`super::cross_entropy_parts`]; backward is the same.
+#![allow(unsafe_code)] // the gradient's memory is not zeroed before it is written
+
+use std::mem::MaybeUninit;
+
+use candle_core::{D, Tensor};
+use rayon::prelude::*;
+
+use crate::Result;
+use crate::arm::{on_host, wide, wide_dtype};
+use crate::autograd::storage;
+use crate::host::{Float, host, max, rows_per_piece, sum1, tensor, with_float};
+use crate::map;
+use crate::simd::vectorized;
+
+/// Targets on the host: a class for each row, or none where the row is ignored.
+pub(crate) type Targets = [Option<u32>];
+
+/// Which classes the columns of the logits are.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Classes {
+    /// The class of column 0.
+    pub(crate) first: usize,
+    /// Number of classes in all, here or on other ranks.
+    pub(crate) total: usize,
+}
+
+/// The sum over all rows of `lse - (1 - smoothing) z[target] - smoothing mean(z)`, a scalar, and
+/// the log-sum-exp of each row. `logits` is `[rows, classes]`.
+pub(crate) fn forward(
+    logits: &Tensor,
+    targets: &Targets,
+    smoothing: f64,
+) -> Result<(Tensor, Tensor)> {
+    let (rows, classes) = logits.dims2()?;
+    let logits = wide(logits)?;
+    if !on_host(&logits) {
+        let target = Picked::new(targets, Classes { first: 0, total: classes }, &logits)?;
+        let top = logits.max_keepdim(1)?;
+        let sum = logits.broadcast_sub(&top)?.exp()?.sum_keepdim(1)?;
+        let lse = (top + sum.log()?)?;
+        let mut loss = (&lse - (logits.gather(&target.index, 1)? * (1.0 - smoothing))?)?;
+        if smoothing != 0.0 {
+            loss = (loss - (logits.mean_keepdim(D::Minus1)? * smoothing)?)?;
+        }
+        let loss = target.kept.where_cond(&loss, &loss.zeros_like()?)?;
+        return Ok((loss.sum_all()?, lse.flatten_all()?));
+    }
+    with_float!(logits.dtype(), T => {
+        let host_x = host(&logits)?;
+        let values = host_x.slice::<T>()?;
+        let mut lse = vec![T::ZERO; rows];
+        let piece = rows_per_piece(rows);
+        let sums: Vec<f64> = lse
+            .par_chunks_mut(piece)
+            .zip(values.par_chunks((piece * classes).max(1)).zip(targets.par_chunks(piece)))
+            .map(|(lse, (values, targets))| {
+                let mut sum = 0.0;
+                for (lse, (z, target)) in
+                    lse.iter_mut().zip(values.chunks_exact(classes.max(1)).zip(targets))
+                {
+                    let Some(target) = target else { continue };
+                    let (top, exp) = top_and_exp(z);
+                    *lse = top + exp.ln();
+                    let mut loss =
+                        lse.widen() - (1.0 - smoothing) * z[*target as usize].widen();
+                    if smoothing != 0.0 {
+                        loss -= smoothing * sum1(z, |z| z).widen() / classes as f64;
+                    }
+                    sum += loss;
+                }
+                sum
+            })
+            .collect();
+        let sum: f64 = sums.into_iter().sum();
+        Ok((tensor(vec![T::lit(sum)], ())?, tensor(lse, rows)?))
+    })
+}
+
+/// The gradient of the logits, where the sum has the gradient `grad` (a scalar) and `lse` is over
+/// all classes.
+pub(crate) fn backward(
+    logits: &Tensor,
+    lse: &Tensor,
+    targets: &Targets,
+    classes: Classes,
+    smoothing: f64,
+    grad: &Tensor,
+) -> Result<Tensor> {
+    let (dtype, (rows, columns)) = (logits.dtype(), logits.dims2()?);
+    let logits = wide(logits)?;
+    let grad = grad.to_dtype(logits.dtype())?;
+    let uniform = smoothing / classes.total as f64;
+    if !on_host(&logits) {
+        let target = Picked::new(targets, classes, &logits)?;
+        let p = (logits.broadcast_sub(&lse.reshape((rows, 1))?)?.exp()? - uniform)?;
+        let hit = (target.here.to_dtype(p.dtype())? * (smoothing - 1.0))?;
+        let d = p.scatter_add(&target.index, &hit, 1)?.broadcast_mul(&grad.reshape((1, 1))?)?;
+        let keep = target.kept.broadcast_as(d.shape())?;
+        return Ok(keep.where_cond(&d, &d.zeros_like()?)?.to_dtype(dtype)?);
+    }
+    let d = with_float!(logits.dtype(), T => {
+        let (host_x, lse) = (host(&logits)?, host(lse)?);
+        let (values, lse) = (host_x.slice::<T>()?, lse.slice::<T>()?);
+        let grad = grad.to_scalar::<T>()?;
+        let (uniform, hit) = (T::lit(uniform), T::lit(1.0 - smoothing));
+        let write = |first: usize, d: &mut [MaybeUninit<T>]| {
+            for (row, d) in (first..).zip(d.chunks_exact_mut(columns)) {
+                let z = &values[row * columns..][..columns];
+                let Some(target) = targets[row] else {
+                    d.fill(MaybeUninit::new(T::ZERO));
+                    continue;
+                };
+                probabilities(d, z, lse[row], uniform, grad);
+                let column = classes.column(target).filter(|&column| column < columns);
+                if let Some(column) = column {
+                    let p = (z[column] - lse[row]).fast_exp() - uniform;
+                    d[column].write(p * grad - hit * grad);
+                }
+            }
+        };
+        // SAFETY: rows are whole, and of each every element is written.
+        let d = unsafe { map::rows(rows * columns, columns, 8, write) };
+        tensor(d, (rows, columns))
+    })?;
+    Ok(d.to_dtype(dtype)?)
+}
+
+/// As [`backward`], the same bits, but into the memory of the logits, which nobody else has, where
+/// they are on the host and of a dtype that is computed in.
+pub(crate) fn backward_into(
+    logits: Tensor,
+    lse: &Tensor,
+    targets: &Targets,
+    classes: Classes,
+    smoothing: f64,
+    grad: &Tensor,
+) -> Result<Tensor> {
+    if !on_host(&logits) || wide_dtype(logits.dtype()) != logits.dtype() {
+        return backward(&logits, lse, targets, classes, smoothing, grad);
+    }
+    let columns = logits.dim(1)?;
+    let uniform = smoothing / classes.total as f64;
+    with_float!(logits.dtype(), T => {
+        let lse = host(lse)?;
+        let lse = lse.slice::<T>()?;
+        let grad = grad.to_dtype(logits.dtype())?.to_scalar::<T>()?;
+        let (uniform, hit) = (T::lit(uniform), T::lit(1.0 - smoothing));
+        storage::with_host_mut(&logits, |z: &mut [T]| {
+            let rows = z.par_chunks_exact_mut(columns.max(1)).zip(lse.par_iter().zip(targets));
+            rows.with_min_len(8).for_each(|(z, (&lse, target))| {
+                let Some(target) = target else { return z.fill(T::ZERO) };
+                become_probabilities(z, lse, uniform, grad);
+                if let Some(hit_class) = classes.column(*target).and_then(|i| z.get_mut(i)) {
+                    *hit_class -= hit * grad;
+                }
+            });
+        })?;
+        Result::Ok(())
+    })?;
+    Ok(logits)
+}
+
+vectorized! {
+    /// `z = (exp(z - lse) - uniform) * grad`.
+    fn become_probabilities[T: Float](z: &mut [T], lse: T, uniform: T, grad: T) {
+        for z in z.iter_mut() {
+            *z = ((*z - lse).fast_exp() - uniform) * grad;
+        }
+    }
+
+    /// The largest logit, and the sum of `exp(z - top)`. Where all classes are masked out, or NaN,
+    /// which `max` passes over, that of `exp(z)`.
+    pub(super) fn top_and_exp[T: Float](z: &[T]) -> (T, T) {
+        let top = max(z);
+        let shift = if top == T::ZERO - T::INFINITY { T::ZERO } else { top };
+        (top, sum1(z, |z| (z - shift).fast_exp()))
+    }
+
+    /// `d = (exp(z - lse) - uniform) * grad`.
+    fn probabilities[T: Float](d: &mut [MaybeUninit<T>], z: &[T], lse: T, uniform: T, grad: T) {
+        for (d, &z) in d.iter_mut().zip(z) {
+            d.write(((z - lse).fast_exp() - uniform) * grad);
+        }
+    }
+}
+
+impl Classes {
+    /// The column that a class is in; it may be past the last, another rank's.
+    pub(super) fn column(&self, class: u32) -> Option<usize> {
+        (class as usize).checked_sub(self.first)
+    }
+}
+
+/// Targets as tensors of shape `[rows, 1]`. Masks (u8) rather than weights: a row that is ignored
+/// may hold infinities, which a product with zero does not remove.
+pub(super) struct Picked {
+    /// The target's column; 0 where it has none here.
+    pub(super) index: Tensor,
+    /// Whether the target is in one of the columns.
+    pub(super) here: Tensor,
+    /// Whether the row is not ignored.
+    pub(super) kept: Tensor,
+}
+
+impl Picked {
+    pub(super) fn new(targets: &Targets, classes: Classes, logits: &Tensor) -> Result<Self> {
+        let columns = logits.dim(D::Minus1)?;
+        let column = |target: &Option<u32>| {
+            target.and_then(|class| classes.column(class)).filter(|&column| column < columns)
+        };
+        let mask = |f: &dyn Fn(&Option<u32>) -> bool| {
+            let mask: Vec<u8> = targets.iter().map(|target| u8::from(f(target))).collect();
+            Tensor::from_vec(mask, (targets.len(), 1), logits.device())
+        };
+        let index: Vec<u32> = targets.iter().map(|t| column(t).unwrap_or(0) as u32).collect();
+        Ok(Self {
+            index: Tensor::from_vec(index, (targets.len(), 1), logits.device())?,
+            here: mask(&|target| column(target).is_some())?,
+            kept: mask(&Option::is_some)?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+
+    #[test]
+    fn rows_without_classes_have_no_loss() {
+        let device = Device::Cpu;
+        let logits = Tensor::zeros((2, 0), DType::F32, &device).unwrap();
+        let (sum, lse) = forward(&logits, &[None, None], 0.0).unwrap();
+        assert_eq!((sum.to_scalar::<f32>().unwrap(), lse.dims1().unwrap()), (0.0, 2));
+        let classes = Classes { first: 0, total: 0 };
+        let one = Tensor::ones((), DType::F32, &device).unwrap();
+        for f in
+            [backward, |logits: &Tensor, lse: &_, targets: &_, classes, smoothing, grad: &_| {
+                backward_into(logits.clone(), lse, targets, classes, smoothing, grad)
+            }]
+        {
+            let grad = f(&logits, &lse, &[None, None], classes, 0.0, &one).unwrap();
+            assert_eq!(grad.dims(), [2, 0]);
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! Looking rows up and summing their gradients.
+
+use candle_core::{Device, Tensor};
+use rayon::prelude::*;
+
+use crate::arm::{on_host, wide, wide_dtype};
+use crate::host::{Float, host, indices, tensor, with_float};
+use crate::parameter::Parameter;
+use crate::record::accumulate_host;
+use crate::{Error, Result};
+
+/// The ids on the host, each checked against the size of the table.
+pub(crate) fn checked_ids(ids: &Tensor, rows: usize) -> Result<Vec<u32>> {
+    let ids = indices(ids, "ids")?;
+    ids.into_iter()
+        .map(|id| match u32::try_from(id) {
+            Ok(small) if (small as usize) < rows => Ok(small),
+            _ => Err(Error::other(format!(
+                "id {id} is out of range for an embedding of {rows} rows; check the tokenizer's \
+                 vocabulary against the model's"
+            ))),
+        })
+        .collect()
+}
+
+/// An id that is in none of this rank's rows.
+const ELSEWHERE: u32 = u32::MAX;
+
+/// The ids in a table of which this rank has `rows` rows from `first` on.
+pub(crate) fn local_ids(mut ids: Vec<u32>, first: usize, rows: usize) -> Vec<u32> {
+    for id in &mut ids {
+        *id = match (*id as usize).checked_sub(first) {
+            Some(row) if row < rows => row as u32,
+            _ => ELSEWHERE,
+        };
+    }
+    ids
+}
+
+/// For tensor operations: ids with some row for those that are elsewhere, and, if there are any, the
+/// factor that makes zeros of those (`[ids, 1]`).
+fn portable_ids(ids: &[u32], like: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    let here: Vec<u32> = ids.iter().map(|&id| if id == ELSEWHERE { 0 } else { id }).collect();
+    let here = Tensor::from_vec(here, ids.len(), like.device())?;
+    if !ids.contains(&ELSEWHERE) {
+        return Ok((here, None));
+    }
+    let factor: Vec<f32> = ids.iter().map(|&id| f32::from(u8::from(id != ELSEWHERE))).collect();
+    let factor = Tensor::from_vec(factor, (ids.len(), 1), like.device())?;
+    Ok((here, Some(factor.to_dtype(like.dtype())?)))
+}
+
+/// Row `ids[i]` of `weight` (`[rows, width]`) for each i, zeros for what is elsewhere, flat:
+/// `[ids, width]`.
+pub(crate) fn lookup(ids: &[u32], weight: &Tensor) -> Result<Tensor> {
+    let width = weight.dim(1)?;
+    if !on_host(weight) || weight.dtype() != wide_dtype(weight.dtype()) {
+        let (ids, factor) = portable_ids(ids, weight)?;
+        let y = weight.contiguous()?.index_select(&ids, 0)?;
+        return Ok(match factor {
+            Some(factor) => y.broadcast_mul(&factor)?,
+            None => y,
+        });
+    }
+    let weight = wide(weight)?;
+    with_float!(weight.dtype(), T => {
+        let weight = host(&weight)?;
+        let weight = weight.slice::<T>()?;
+        let mut y = vec![T::ZERO; ids.len() * width];
+        y.par_chunks_mut(width.max(1)).zip(ids).with_min_len(64).for_each(|(y, &id)| {
+            if id != ELSEWHERE {
+                y.copy_from_slice(&weight[id as usize * width..][..width]);
+            }
+        });
+        tensor(y, (ids.len(), width))
+    })
+}
+
+/// Adds `grad` (`[ids, width]`) to the rows of the gradient of `weight`. The use is not ended.
+pub(crate) fn lookup_grad(weight: &Parameter, ids: &[u32], grad: &Tensor) -> Result<()> {
+    if !weight.requires_grad() {
+        return Ok(());
+    }
+    let [rows, width] = *weight.compute_shape() else {
+        return Err(Error::parameter(weight.fqn(), "an embedding has two dimensions"));
+    };
+    let grad = wide(grad)?;
+    if !on_host(&grad) {
+        let device: &Device = grad.device();
+        let (ids, factor) = portable_ids(ids, &grad)?;
+        let grad = grad.reshape(((), width))?;
+        let grad = match factor {
+            Some(factor) => grad.broadcast_mul(&factor)?,
+            None => grad,
+        };
+        let zeros = Tensor::zeros((rows, width), grad.dtype(), device)?;
+        return weight.accumulate(&zeros.index_add(&ids, &grad, 0)?);
+    }
+    with_float!(grad.dtype(), T => {
+        let grad = host(&grad)?;
+        let grad = grad.slice::<T>()?;
+        accumulate_host::<T>(weight, |out, add| {
+            scatter(out, ids, grad, width, add);
+            Ok(())
+        })
+    })
+}
+
+/// Each piece of the table takes its rows from all ids, in order: the sums depend on no thread.
+fn scatter<T: Float>(out: &mut [T], ids: &[u32], grad: &[T], width: usize, add: bool) {
+    if width == 0 {
+        return;
+    }
+    let rows = (out.len() / width).div_ceil(rayon::current_num_threads()).max(1);
+    out.par_chunks_mut(rows * width).enumerate().for_each(|(i, out)| {
+        if !add {
+            out.fill(T::ZERO);
+        }
+        let (first, end) = (i * rows, i * rows + out.len() / width);
+        for (&id, grad) in ids.iter().zip(grad.chunks_exact(width)) {
+            let id = id as usize;
+            if (first..end).contains(&id) {
+                let out = &mut out[(id - first) * width..][..width];
+                out.iter_mut().zip(grad).for_each(|(out, &g)| *out += g);
+            }
+        }
+    });
+}

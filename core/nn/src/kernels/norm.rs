@@ -1,0 +1,214 @@
+//! RMS norm and layer norm over the last dimension: `y = xhat * weight + bias`, with
+//! `xhat = (x - mean) * rstd`; RMS norm takes the mean for zero.
+
+use candle_core::{D, Tensor};
+use rayon::prelude::*;
+
+use crate::Result;
+use crate::arm::{on_host, wide};
+use crate::host::{Float, add_rows, dot, host, rows_per_piece, sum1, tensor, with_float};
+use crate::simd::vectorized;
+
+/// Which norm.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Norm {
+    /// Whether the mean is subtracted.
+    pub(crate) center: bool,
+    /// What is added to the variance.
+    pub(crate) eps: f64,
+}
+
+/// The gradients of a norm; `bias` where it was asked for.
+pub(crate) struct NormGrads {
+    pub(crate) x: Tensor,
+    pub(crate) weight: Tensor,
+    pub(crate) bias: Option<Tensor>,
+}
+
+impl Norm {
+    /// The forward.
+    pub(crate) fn forward(
+        self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let dtype = x.dtype();
+        let (x, weight) = (wide(x)?, wide(weight)?);
+        let bias = bias.map(wide).transpose()?;
+        if !on_host(&x) {
+            let (xhat, _) = self.normalize(&x)?;
+            let y = xhat.broadcast_mul(&weight)?;
+            let y = match &bias {
+                Some(bias) => y.broadcast_add(bias)?,
+                None => y,
+            };
+            return Ok(y.to_dtype(dtype)?);
+        }
+        let y = with_float!(x.dtype(), T => {
+            let (host_x, weight) = (host(&x)?, host(&weight)?);
+            let bias = bias.as_ref().map(host).transpose()?;
+            let bias = bias.as_ref().map(|b| b.slice::<T>()).transpose()?;
+            let y = self.forward_host(host_x.slice()?, weight.slice()?, bias);
+            tensor(y, x.shape())
+        })?;
+        Ok(y.to_dtype(dtype)?)
+    }
+
+    /// The backward.
+    pub(crate) fn backward(
+        self,
+        x: &Tensor,
+        weight: &Tensor,
+        with_bias: bool,
+        grad: &Tensor,
+    ) -> Result<NormGrads> {
+        let dtype = x.dtype();
+        let (x, weight, grad) = (wide(x)?, wide(weight)?, wide(grad)?);
+        let mut grads = if on_host(&x) {
+            with_float!(x.dtype(), T => {
+                let (host_x, weight, grad) = (host(&x)?, host(&weight)?, host(&grad)?);
+                let weight = weight.slice::<T>()?;
+                let (dx, dw, db) =
+                    self.backward_host(host_x.slice()?, weight, grad.slice()?, with_bias);
+                let bias = with_bias.then(|| tensor(db, weight.len())).transpose()?;
+                Ok(NormGrads {
+                    x: tensor(dx, x.shape())?,
+                    weight: tensor(dw, weight.len())?,
+                    bias,
+                })
+            })?
+        } else {
+            self.backward_portable(&x, &weight, with_bias, &grad)?
+        };
+        grads.x = grads.x.to_dtype(dtype)?;
+        Ok(grads)
+    }
+
+    #[inline(always)]
+    fn stats<T: Float>(self, x: &[T]) -> (T, T) {
+        let n = T::lit(x.len() as f64);
+        let mean = if self.center { sum1(x, |x| x) / n } else { T::ZERO };
+        let variance = sum1(x, |x| (x - mean) * (x - mean)) / n;
+        (mean, T::ONE / (variance + T::lit(self.eps)).sqrt())
+    }
+
+    fn forward_host<T: Float>(self, x: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T> {
+        let n = weight.len().max(1);
+        let mut y = vec![T::ZERO; x.len()];
+        let piece = rows_per_piece(x.len() / n) * n;
+        y.par_chunks_mut(piece).zip(x.par_chunks(piece)).for_each(|(y, x)| {
+            forward_rows(self, y, x, weight, bias);
+        });
+        y
+    }
+
+    fn backward_host<T: Float>(
+        self,
+        x: &[T],
+        weight: &[T],
+        grad: &[T],
+        with_bias: bool,
+    ) -> (Vec<T>, Vec<T>, Vec<T>) {
+        let n = weight.len().max(1);
+        let mut dx = vec![T::ZERO; x.len()];
+        let piece = rows_per_piece(x.len() / n) * n;
+        let inputs = x.par_chunks(piece).zip(grad.par_chunks(piece));
+        let partial: Vec<(Vec<T>, Vec<T>)> = dx
+            .par_chunks_mut(piece)
+            .zip(inputs)
+            .map(|(dx, (x, grad))| {
+                let mut dw = vec![T::ZERO; n];
+                let mut db = vec![T::ZERO; if with_bias { n } else { 0 }];
+                backward_rows(self, dx, &mut dw, &mut db, x, weight, grad);
+                (dw, db)
+            })
+            .collect();
+        let mut dw = vec![T::ZERO; n];
+        let mut db = vec![T::ZERO; if with_bias { n } else { 0 }];
+        for (w, b) in &partial {
+            add_rows(&mut dw, w);
+            add_rows(&mut db, b);
+        }
+        (dx, dw, db)
+    }
+
+    /// `xhat` and `rstd`.
+    fn normalize(self, x: &Tensor) -> Result<(Tensor, Tensor)> {
+        let x = if self.center { x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)? } else { x.clone() };
+        let rstd = (x.sqr()?.mean_keepdim(D::Minus1)? + self.eps)?.sqrt()?.recip()?;
+        Ok((x.broadcast_mul(&rstd)?, rstd))
+    }
+
+    fn backward_portable(
+        self,
+        x: &Tensor,
+        weight: &Tensor,
+        with_bias: bool,
+        grad: &Tensor,
+    ) -> Result<NormGrads> {
+        let n = x.dim(D::Minus1)?;
+        let (xhat, rstd) = self.normalize(x)?;
+        let g = grad.broadcast_mul(weight)?;
+        let along = (&g * &xhat)?.mean_keepdim(D::Minus1)?;
+        let mut dx = (&g - xhat.broadcast_mul(&along)?)?;
+        if self.center {
+            dx = dx.broadcast_sub(&g.mean_keepdim(D::Minus1)?)?;
+        }
+        let over_rows = |t: &Tensor| t.reshape(((), n))?.sum(0);
+        Ok(NormGrads {
+            x: dx.broadcast_mul(&rstd)?,
+            weight: over_rows(&(grad * &xhat)?)?,
+            bias: with_bias.then(|| over_rows(grad)).transpose()?,
+        })
+    }
+}
+
+vectorized! {
+    fn forward_rows[T: Float](norm: Norm, y: &mut [T], x: &[T], weight: &[T], bias: Option<&[T]>) {
+        let n = weight.len().max(1);
+        for (y, x) in y.chunks_exact_mut(n).zip(x.chunks_exact(n)) {
+            let (mean, rstd) = norm.stats(x);
+            for ((y, &x), &weight) in y.iter_mut().zip(x).zip(weight) {
+                *y = (x - mean) * rstd * weight;
+            }
+            if let Some(bias) = bias {
+                y.iter_mut().zip(bias).for_each(|(y, &b)| *y += b);
+            }
+        }
+    }
+
+    /// Writes `dx`, adds to `dw`, and to `db` unless it is empty.
+    fn backward_rows[T: Float](
+        norm: Norm,
+        dx: &mut [T],
+        dw: &mut [T],
+        db: &mut [T],
+        x: &[T],
+        weight: &[T],
+        grad: &[T],
+    ) {
+        let n = weight.len().max(1);
+        let mut g = vec![T::ZERO; n];
+        let rows = x.chunks_exact(n).zip(grad.chunks_exact(n));
+        for (dx, (x, grad)) in dx.chunks_exact_mut(n).zip(rows) {
+            let (mean, rstd) = norm.stats(x);
+            for (dx, &x) in dx.iter_mut().zip(x) {
+                *dx = (x - mean) * rstd; // xhat, for now
+            }
+            for ((g, &grad), &weight) in g.iter_mut().zip(grad).zip(weight) {
+                *g = grad * weight;
+            }
+            for ((dw, &grad), &xhat) in dw.iter_mut().zip(grad).zip(&*dx) {
+                *dw += grad * xhat;
+            }
+            db.iter_mut().zip(grad).for_each(|(db, &g)| *db += g);
+            let count = T::lit(n as f64);
+            let along = dot(&g, dx) / count;
+            let level = if norm.center { sum1(&g, |g| g) / count } else { T::ZERO };
+            for (dx, &g) in dx.iter_mut().zip(&g) {
+                *dx = rstd * (g - level - *dx * along);
+            }
+        }
+    }
+}

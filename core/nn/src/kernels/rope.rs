@@ -1,0 +1,70 @@
+//! Rotary position embedding: the rotation of (first half, second half) pairs.
+
+use candle_core::{D, Tensor};
+use rayon::prelude::*;
+
+use crate::Result;
+use crate::arm::{on_host, wide, wide_dtype};
+use crate::host::{Float, host, rows_per_piece, tensor, with_float};
+use crate::simd::vectorized;
+
+/// The rotation of each position, `[positions, head_dim / 2]`, in the accumulation dtype.
+#[derive(Debug, Clone)]
+pub(crate) struct Angles {
+    pub(crate) cos: Tensor,
+    pub(crate) sin: Tensor,
+}
+
+vectorized! {
+    /// Rotates rows of `d` elements in place, or back: the first as row `start` of the tables says,
+    /// from which they go round.
+    pub(super) fn rotate_rows[T: Float](
+        rows: &mut [T],
+        cos: &[T],
+        sin: &[T],
+        d: usize,
+        start: usize,
+        back: bool,
+    ) {
+        let (half, positions) = (d / 2, cos.len() / (d / 2).max(1));
+        let sign = if back { T::ZERO - T::ONE } else { T::ONE };
+        for (i, row) in rows.chunks_exact_mut(d).enumerate() {
+            let at = (start + i) % positions * half;
+            let angles = cos[at..at + half].iter().zip(&sin[at..at + half]);
+            let (first, second) = row.split_at_mut(half);
+            for ((first, second), (&cos, &sin)) in first.iter_mut().zip(second).zip(angles) {
+                let (a, b, sin) = (*first, *second, sign * sin);
+                *first = a * cos - b * sin;
+                *second = b * cos + a * sin;
+            }
+        }
+    }
+}
+
+/// `x` (`[.., positions, head_dim]`) rotated, or back: the transpose, which is the backward.
+pub(crate) fn rotate(x: &Tensor, angles: &Angles, back: bool) -> Result<Tensor> {
+    let (dtype, d) = (x.dtype(), x.dim(D::Minus1)?);
+    let (cos, sin) = (
+        angles.cos.to_dtype(wide_dtype(dtype))?.contiguous()?,
+        angles.sin.to_dtype(wide_dtype(dtype))?.contiguous()?,
+    );
+    let x = wide(x)?;
+    if !on_host(&x) {
+        let sin = if back { sin.neg()? } else { sin };
+        let (a, b) = (x.narrow(D::Minus1, 0, d / 2)?, x.narrow(D::Minus1, d / 2, d / 2)?);
+        let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
+        let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
+        return Ok(Tensor::cat(&[first, second], D::Minus1)?.to_dtype(dtype)?);
+    }
+    let y = with_float!(x.dtype(), T => {
+        let (cos, sin) = (host(&cos)?, host(&sin)?);
+        let (cos, sin) = (cos.slice::<T>()?, sin.slice::<T>()?);
+        let mut y = host(&x)?.slice::<T>()?.to_vec();
+        let rows = rows_per_piece(y.len() / d);
+        y.par_chunks_mut(rows * d).enumerate().for_each(|(piece, y)| {
+            rotate_rows(y, cos, sin, d, piece * rows, back);
+        });
+        tensor(y, x.shape())
+    })?;
+    Ok(y.to_dtype(dtype)?)
+}

@@ -1,0 +1,68 @@
+//! Softmax over the last dimension.
+
+use candle_core::{D, Tensor};
+use rayon::prelude::*;
+
+use crate::Result;
+use crate::arm::{on_host, wide};
+use crate::host::{Float, dot, exp_in_place, host, max, rows_per_piece, tensor, with_float};
+use crate::simd::vectorized;
+
+vectorized! {
+    fn normalize_rows[T: Float](y: &mut [T], n: usize) {
+        for y in y.chunks_exact_mut(n) {
+            let scale = T::ONE / exp_in_place(y, max(y));
+            y.iter_mut().for_each(|y| *y *= scale);
+        }
+    }
+
+    /// `dx` holds the gradient of the output, and then that of the input.
+    fn backward_rows[T: Float](dx: &mut [T], y: &[T], n: usize) {
+        for (dx, y) in dx.chunks_exact_mut(n).zip(y.chunks_exact(n)) {
+            let level = dot(dx, y);
+            dx.iter_mut().zip(y).for_each(|(dx, &y)| *dx = (*dx - level) * y);
+        }
+    }
+}
+
+/// The forward.
+pub(crate) fn softmax(x: &Tensor) -> Result<Tensor> {
+    let (dtype, n) = (x.dtype(), x.dim(D::Minus1)?.max(1));
+    let x = wide(x)?;
+    let y = if on_host(&x) {
+        with_float!(x.dtype(), T => {
+            let mut y = host(&x)?.slice::<T>()?.to_vec();
+            let piece = rows_per_piece(y.len() / n) * n;
+            y.par_chunks_mut(piece).for_each(|y| {
+                normalize_rows(y, n);
+            });
+            tensor(y, x.shape())
+        })?
+    } else {
+        let exp = x.broadcast_sub(&x.max_keepdim(D::Minus1)?)?.exp()?;
+        exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)?
+    };
+    Ok(y.to_dtype(dtype)?)
+}
+
+/// The gradient of the input, from the output.
+pub(crate) fn softmax_backward(y: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    let (dtype, n) = (y.dtype(), y.dim(D::Minus1)?.max(1));
+    let (y, grad) = (wide(y)?, wide(grad)?);
+    let dx = if on_host(&y) {
+        with_float!(y.dtype(), T => {
+            let host_x = host(&y)?;
+            let values = host_x.slice::<T>()?;
+            let mut dx = host(&grad)?.slice::<T>()?.to_vec();
+            let piece = rows_per_piece(values.len() / n) * n;
+            dx.par_chunks_mut(piece).zip(values.par_chunks(piece)).for_each(|(dx, y)| {
+                backward_rows(dx, y, n);
+            });
+            tensor(dx, y.shape())
+        })?
+    } else {
+        let level = (&grad * &y)?.sum_keepdim(D::Minus1)?;
+        (grad.broadcast_sub(&level)? * &y)?
+    };
+    Ok(dx.to_dtype(dtype)?)
+}

@@ -1,0 +1,75 @@
+//! Layers with hand-written gradients.
+//!
+//! A layer computes outside the graph and enters it as one operation. It holds its parameters by
+//! handle: their memory may go after forward and come back for backward, and their gradients are
+//! written straight into the strategy's buffers. On the CPU layers use kernels written by hand, on
+//! every other device tensor operations. bf16 and f16 are computed in f32 on the CPU and rounded
+//! at the edge of each operation.
+//!
+//! ```
+//! use candle_core::Tensor;
+//! use fulgurite_core::Result;
+//! use fulgurite_core::module::{Module, ModuleBuilder, ModuleInit};
+//! use fulgurite_core::nn::{Linear, RmsNorm, functional};
+//!
+//! struct Block { norm: RmsNorm, up: Linear, down: Linear }
+//!
+//! impl Block {
+//!     fn new(b: &ModuleBuilder, dim: usize) -> Result<Self> {
+//!         Ok(Self {
+//!             norm: RmsNorm::new(&b.pp("norm"), dim, 1e-6)?,
+//!             up: Linear::new(&b.pp("up"), dim, 4 * dim)?,
+//!             down: Linear::new(&b.pp("down"), 4 * dim, dim)?,
+//!         })
+//!     }
+//! }
+//!
+//! impl Module for Block {
+//!     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+//!         let hidden = self.up.forward(&self.norm.forward(x)?)?;
+//!         Ok((x + self.down.forward(&functional::gelu(&hidden)?)?)?)
+//!     }
+//! }
+//!
+//! let b = ModuleBuilder::new(ModuleInit::default());
+//! let block = Block::new(&b.pp("block"), 64)?;
+//! assert_eq!(b.finish()?.elem_count(), 64 + 2 * 4 * 64 * 64);
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+mod arm;
+mod attention;
+mod cross_entropy;
+mod dropout;
+mod embedding;
+pub mod functional;
+pub mod gemm;
+mod host;
+mod kernels;
+mod linear;
+mod linear_cross_entropy;
+mod loss_parallel;
+mod map;
+mod mlp;
+mod norm;
+mod record;
+mod residual;
+mod rope;
+mod spread;
+
+pub use arm::{PortableGuard, force_portable};
+pub use attention::{AttentionConfig, CausalSelfAttention};
+pub use cross_entropy::{CrossEntropy, Reduction, cross_entropy};
+pub use dropout::Dropout;
+pub use embedding::Embedding;
+pub use fulgurite_engine::strategy::Loss;
+pub use linear::Linear;
+pub use linear_cross_entropy::{LinearCrossEntropy, linear_cross_entropy};
+pub use mlp::{GeluMlp, SwiGluMlp};
+pub use norm::{LayerNorm, RmsNorm};
+pub use residual::{FusedLayer, residual};
+pub use rope::Rope;
+
+use fulgurite_engine::simd;
+use fulgurite_engine::{Error, Result};
+use fulgurite_engine::{autograd, collective, module, parallel, parameter, random};

@@ -1,0 +1,120 @@
+//! The store of a job that is one process.
+
+use std::time::Duration;
+
+use super::table::{Refusal, Table};
+use crate::Store;
+use crate::{Error, Result};
+
+/// An in-memory [`Store`]: no sockets, no threads. For a job of one rank, and for the threads of
+/// one process that stand in for ranks in tests.
+///
+/// ```
+/// use std::time::Duration;
+/// use fulgurite_core::collective::Store;
+/// use fulgurite_core::launch::LocalStore;
+///
+/// let store = LocalStore::new();
+/// store.set("greeting", b"hello")?;
+/// assert_eq!(store.get("greeting", Duration::ZERO)?, b"hello");
+/// assert_eq!(store.add("ready", 1)?, 1);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+pub struct LocalStore {
+    table: Table,
+    rank: usize,
+}
+
+impl LocalStore {
+    /// An empty store, whose failures are rank 0's.
+    pub fn new() -> Self {
+        Self { table: Table::new(1), rank: 0 }
+    }
+}
+
+impl Default for LocalStore {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Store for LocalStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.table.set(key, value);
+        Ok(())
+    }
+
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        self.table.get(key, timeout).map_err(|refusal| refusal.into_error(key, timeout))
+    }
+
+    fn add(&self, key: &str, amount: i64) -> Result<i64> {
+        self.table.add(key, amount).map_err(|value| not_an_integer(key, &value))
+    }
+
+    fn report_failure(&self, message: &str) -> Result<()> {
+        self.table.fail(self.rank, message);
+        Ok(())
+    }
+
+    fn failure(&self) -> Option<(usize, String)> {
+        self.table.failure()
+    }
+}
+
+impl Refusal {
+    /// The error of a `get` of `key`.
+    pub(super) fn into_error(self, key: &str, timeout: Duration) -> Error {
+        match self {
+            Self::Timeout => Error::Launch(format!(
+                "no rank set the store's key `{key}` within {timeout:?}; the ranks may have gone \
+                 different ways, or one is stuck"
+            )),
+            Self::Failed((rank, message)) => Error::PeerFailed { rank, message },
+            Self::Closed => {
+                Error::Launch(format!("the store was closed while waiting for its key `{key}`"))
+            }
+        }
+    }
+}
+
+pub(super) fn not_an_integer(key: &str, value: &str) -> Error {
+    Error::Launch(format!("the store's key `{key}` holds `{value}`, to which nothing can be added"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_time_out_and_fail_by_name() {
+        let store = LocalStore::new();
+        insta::assert_snapshot!(
+            store.get("nobody", Duration::from_millis(1)).unwrap_err(),
+            @"launch: no rank set the store's key `nobody` within 1ms; the ranks may have gone different ways, or one is stuck"
+        );
+        store.set("word", b"abc").unwrap();
+        insta::assert_snapshot!(
+            store.add("word", 1).unwrap_err(),
+            @"launch: the store's key `word` holds `abc`, to which nothing can be added"
+        );
+        assert_eq!(store.failure(), None);
+        store.report_failure("first").unwrap();
+        store.report_failure("second").unwrap();
+        assert_eq!(store.failure(), Some((0, "first".to_owned())));
+        let error = store.get("nobody", Duration::from_secs(60)).unwrap_err();
+        insta::assert_snapshot!(error, @"rank 0 failed: first");
+        assert_eq!(store.get("word", Duration::ZERO).unwrap(), b"abc", "what is there is given");
+    }
+
+    #[test]
+    fn a_waiting_thread_is_woken() {
+        let store = LocalStore::new();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| store.get("late", Duration::from_secs(60)));
+            store.set("late", b"1").unwrap();
+            assert_eq!(waiter.join().unwrap().unwrap(), b"1");
+        });
+        assert_eq!(store.add("late", 41).unwrap(), 42);
+    }
+}

@@ -1,0 +1,27 @@
+//! The trait.
+
+use std::time::Duration;
+
+use crate::Result;
+
+/// A small key-value store that all ranks of a job share (as PyTorch's `TCPStore`): rendezvous,
+/// health and control messages go over it; no data does.
+pub trait Store: Send + Sync {
+    /// Sets `key`, replacing what was there.
+    fn set(&self, key: &str, value: &[u8]) -> Result<()>;
+
+    /// The value of `key`, waiting until some rank sets it.
+    ///
+    /// # Errors
+    /// After `timeout`, naming the key; or as soon as a rank of the job is known to have failed.
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>>;
+
+    /// Adds `amount` to the integer at `key` (absent: 0) and returns the new value.
+    fn add(&self, key: &str, amount: i64) -> Result<i64>;
+
+    /// Tells all ranks of the job that this one failed, and why. The first report is the job's.
+    fn report_failure(&self, message: &str) -> Result<()>;
+
+    /// The job's first failure, if one is known: the rank and its message. Does not block.
+    fn failure(&self) -> Option<(usize, String)>;
+}

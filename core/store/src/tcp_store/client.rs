@@ -1,0 +1,350 @@
+//! The client of a rank.
+
+use std::io;
+use std::net::{TcpStream, ToSocketAddrs};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::protocol::{FrameReader, Greeting, Incoming, Purpose, Reply, Request, write_frame};
+use super::{ANSWER, HEARTBEAT, Identity, SILENT_HEARTBEATS, WITHOUT_A_WORD};
+use crate::Store;
+use crate::local_store::not_an_integer;
+use crate::table::{Failure, Refusal, deadline};
+use crate::{Error, Result};
+
+/// A rank's view of the job's [`Store`]. Threads may share it; one that waits does not keep others
+/// from their requests.
+///
+/// Dropping it is a goodbye: the job goes on without this rank.
+pub struct TcpStore {
+    server: Server,
+    /// Connections that no request is using.
+    idle: Mutex<Vec<TcpStream>>,
+    health: Arc<Health>,
+}
+
+/// Where the server is, and who asks.
+#[derive(Clone)]
+struct Server {
+    host: String,
+    port: u16,
+    identity: Identity,
+}
+
+/// What the health connection brought.
+struct Health {
+    stream: TcpStream,
+    failure: Mutex<Option<Failure>>,
+    changed: Condvar,
+    host_left: AtomicBool,
+    closing: AtomicBool,
+}
+
+impl TcpStore {
+    /// Connects to the server at `host:port`, trying again until `timeout`: the server may start
+    /// later than its clients.
+    ///
+    /// # Errors
+    /// [`Error::Launch`] if nobody answers in time; at once if it is no store, another job's, of
+    /// another build, or has another process as this rank.
+    pub fn connect(host: &str, port: u16, identity: Identity, timeout: Duration) -> Result<Self> {
+        let server = Server { host: host.to_owned(), port, identity };
+        let deadline = deadline(timeout);
+        let mut pause = Duration::from_millis(10);
+        let stream = loop {
+            match server.open(Purpose::Health, deadline) {
+                Ok(stream) => break stream,
+                Err(Unopened::Never(error)) => return Err(error),
+                Err(Unopened::NotYet(why)) => {
+                    if Instant::now() + pause >= deadline {
+                        return Err(server.error(&format!(
+                            "no store answered within {timeout:?} ({why}). Rank 0 hosts it: \
+                             check that rank 0 runs, that MASTER_ADDR and MASTER_PORT name its \
+                             host and a port that other hosts may reach"
+                        )));
+                    }
+                }
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(Duration::from_millis(500));
+        };
+        let health = Arc::new(Health {
+            stream,
+            failure: Mutex::default(),
+            changed: Condvar::new(),
+            host_left: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
+        });
+        let for_thread = health.clone();
+        std::thread::Builder::new()
+            .name("store-health".into())
+            .stack_size(256 << 10)
+            .spawn(move || for_thread.watch())
+            .map_err(|e| server.error(&format!("no thread to watch its health: {e}")))?;
+        Ok(Self { server, idle: Mutex::default(), health })
+    }
+
+    /// Waits until all ranks have connected. Every rank calls it.
+    ///
+    /// # Errors
+    /// After `timeout`, naming the ranks that are missing; or as soon as a rank fails.
+    pub fn wait_for_all(&self, timeout: Duration) -> Result<()> {
+        let request = Request::WaitForAll { timeout_ms: millis(timeout) };
+        match self.request(&request, timeout.saturating_add(ANSWER))? {
+            Reply::Done => Ok(()),
+            Reply::Refused(missing) => Err(Error::Launch(format!(
+                "after {timeout:?} these of {} ranks have not come: {missing}. Check that they \
+                 were started and what they say",
+                self.server.identity.world_size
+            ))),
+            other => Err(self.unexpected(other)),
+        }
+    }
+
+    /// Tells the server whether this rank's end would be a failure (no, once it left).
+    pub fn set_left(&self, left: bool) {
+        // If the server is gone there is nobody to tell.
+        let _ = write_frame(&self.health.stream, &Request::Left(left).encode());
+    }
+
+    /// Waits up to `timeout` for the job's failure to be known.
+    pub fn wait_for_failure(&self, timeout: Duration) -> Option<Failure> {
+        let (failure, _) = self
+            .health
+            .changed
+            .wait_timeout_while(self.health.failure(), timeout, |failure| failure.is_none())
+            .unwrap_or_else(PoisonError::into_inner);
+        failure.clone()
+    }
+
+    fn request(&self, request: &Request, within: Duration) -> Result<Reply> {
+        let deadline = deadline(within);
+        let idle = self.idle().pop();
+        let stream = match idle {
+            Some(stream) => stream,
+            None => match self.server.open(Purpose::Requests, deadline) {
+                Ok(stream) => stream,
+                Err(Unopened::Never(error)) => return Err(error),
+                Err(Unopened::NotYet(why)) => return Err(self.broken(&why)),
+            },
+        };
+        if let Err(e) = write_frame(&stream, &request.encode()) {
+            return Err(self.broken(&e.to_string()));
+        }
+        let mut reader = FrameReader::new(&stream);
+        let bytes = loop {
+            match reader.next() {
+                Incoming::Frame(bytes) => break bytes,
+                // The answer may never come if a host died silently; the health connection knows.
+                Incoming::Idle => {
+                    if let Some((rank, message)) = self.failure() {
+                        return Err(Error::PeerFailed { rank, message });
+                    }
+                    if Instant::now() >= deadline {
+                        return Err(self.broken(&format!("no answer within {within:?}")));
+                    }
+                }
+                Incoming::Closed => return Err(self.broken("it closed the connection")),
+                Incoming::Garbage => return Err(self.broken("its answer makes no sense")),
+            }
+        };
+        let Some(reply) = Reply::decode(&bytes) else {
+            return Err(self.broken("its answer makes no sense"));
+        };
+        self.idle().push(stream);
+        if let Reply::Failed { rank, message } = &reply {
+            self.health.set_failure((*rank as usize, message.clone()));
+        }
+        Ok(reply)
+    }
+
+    /// The error of a request that got no answer: that of the rank behind it, if one is known in a
+    /// moment.
+    fn broken(&self, why: &str) -> Error {
+        match self.wait_for_failure(Duration::from_secs(1)) {
+            Some((rank, message)) => Error::PeerFailed { rank, message },
+            None if self.health.host_left.load(Ordering::Relaxed) => {
+                self.server.error("rank 0, which hosted the store, has finished")
+            }
+            None => self.server.error(why),
+        }
+    }
+
+    fn unexpected(&self, reply: Reply) -> Error {
+        match reply {
+            Reply::Failed { rank, message } => Error::PeerFailed { rank: rank as usize, message },
+            Reply::Refused(why) => self.server.error(&why),
+            other => self.server.error(&format!("an unexpected answer: {other:?}")),
+        }
+    }
+
+    fn idle(&self) -> MutexGuard<'_, Vec<TcpStream>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for TcpStore {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.set_left(true);
+        }
+        self.health.closing.store(true, Ordering::Relaxed);
+        let _ = self.health.stream.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+impl Store for TcpStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        let request = Request::Set { key: key.to_owned(), value: value.to_owned() };
+        match self.request(&request, ANSWER)? {
+            Reply::Done => Ok(()),
+            other => Err(self.unexpected(other)),
+        }
+    }
+
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        let request = Request::Get { key: key.to_owned(), timeout_ms: millis(timeout) };
+        match self.request(&request, timeout.saturating_add(ANSWER))? {
+            Reply::Value(value) => Ok(value),
+            Reply::Timeout => Err(Refusal::Timeout.into_error(key, timeout)),
+            other => Err(self.unexpected(other)),
+        }
+    }
+
+    fn add(&self, key: &str, amount: i64) -> Result<i64> {
+        match self.request(&Request::Add { key: key.to_owned(), amount }, ANSWER)? {
+            Reply::Number(number) => Ok(number),
+            Reply::Refused(value) => Err(not_an_integer(key, &value)),
+            other => Err(self.unexpected(other)),
+        }
+    }
+
+    fn report_failure(&self, message: &str) -> Result<()> {
+        // Less patience than usual: this process is about to end.
+        match self.request(&Request::Fail { message: message.to_owned() }, ANSWER / 4)? {
+            Reply::Failed { .. } => Ok(()),
+            other => Err(self.unexpected(other)),
+        }
+    }
+
+    fn failure(&self) -> Option<(usize, String)> {
+        self.health.failure().clone()
+    }
+}
+
+/// Why a connection could not be opened.
+enum Unopened {
+    /// Trying again may help.
+    NotYet(String),
+    /// It will not.
+    Never(Error),
+}
+
+impl Server {
+    fn error(&self, why: &str) -> Error {
+        let Self { host, port, identity } = self;
+        Error::Launch(format!("rank {}, store at {host}:{port}: {why}", identity.rank))
+    }
+
+    fn open(&self, purpose: Purpose, deadline: Instant) -> Result<TcpStream, Unopened> {
+        let not_yet = |e: io::Error| Unopened::NotYet(e.to_string());
+        // Resolved every time: a host's name may come up with the host.
+        let addresses = (self.host.as_str(), self.port).to_socket_addrs().map_err(|e| {
+            Unopened::NotYet(format!("the name `{}` has no address: {e}", self.host))
+        })?;
+        let mut stream = Err(Unopened::NotYet("the name has no address".into()));
+        for address in addresses {
+            let rest = deadline.saturating_duration_since(Instant::now());
+            let patience = rest.clamp(Duration::from_millis(1), ANSWER / 4);
+            stream = TcpStream::connect_timeout(&address, patience).map_err(not_yet);
+            if stream.is_ok() {
+                break;
+            }
+        }
+        let stream = stream?;
+        stream.set_nodelay(true).map_err(not_yet)?;
+        stream.set_read_timeout(Some(HEARTBEAT)).map_err(not_yet)?;
+        stream.set_write_timeout(Some(ANSWER)).map_err(not_yet)?;
+        let greeting = Greeting { identity: self.identity.clone(), purpose };
+        write_frame(&stream, &greeting.encode()).map_err(not_yet)?;
+        let stranger = || {
+            Unopened::Never(self.error(
+                "something answers there that is not a Fulgurite store. If another program has \
+                 the port, give this job another MASTER_PORT",
+            ))
+        };
+        let patience = deadline.min(Instant::now() + ANSWER);
+        match FrameReader::new(&stream).next_before(patience) {
+            Incoming::Frame(bytes) => match Reply::decode(&bytes) {
+                Some(Reply::Done) => Ok(stream),
+                Some(Reply::Refused(why)) => {
+                    Err(Unopened::Never(self.error(&format!("it refuses this process: {why}"))))
+                }
+                _ => Err(stranger()),
+            },
+            Incoming::Garbage => Err(stranger()),
+            Incoming::Closed => Err(Unopened::NotYet("it closed the connection".into())),
+            Incoming::Idle => {
+                Err(Unopened::NotYet("something listens there but does not answer".into()))
+            }
+        }
+    }
+}
+
+impl Health {
+    fn failure(&self) -> MutexGuard<'_, Option<Failure>> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps the first.
+    fn set_failure(&self, failure: Failure) {
+        self.failure().get_or_insert(failure);
+        self.changed.notify_all();
+    }
+
+    /// Reads the health connection, and sends signs of life, until it ends.
+    fn watch(&self) {
+        let same_host = self.stream.peer_addr().is_ok_and(|peer| peer.ip().is_loopback());
+        let mut reader = FrameReader::new(&self.stream);
+        let mut silent = 0;
+        let mut sent = Instant::now();
+        while same_host || silent < SILENT_HEARTBEATS {
+            let message = match reader.next() {
+                Incoming::Frame(bytes) => Reply::decode(&bytes),
+                Incoming::Idle => None,
+                Incoming::Closed | Incoming::Garbage => break,
+            };
+            silent = if message.is_some() { 0 } else { silent + 1 };
+            match message {
+                Some(Reply::Failed { rank, message }) => {
+                    self.set_failure((rank as usize, message));
+                    let _ = write_frame(&self.stream, &Request::Told.encode());
+                }
+                Some(Reply::HostLeft(left)) => self.host_left.store(left, Ordering::Relaxed),
+                _ => {}
+            }
+            if sent.elapsed() >= HEARTBEAT {
+                sent = Instant::now();
+                // A broken connection shows when it is read.
+                let _ = write_frame(&self.stream, &Request::Ping.encode());
+            }
+        }
+        if !self.closing.load(Ordering::Relaxed) && !self.host_left.load(Ordering::Relaxed) {
+            self.set_failure((0, format!("{WITHOUT_A_WORD}; it hosted the job's store")));
+        }
+    }
+}
+
+/// Whole milliseconds, rounded up, so that a short timeout is not none.
+fn millis(timeout: Duration) -> u64 {
+    u64::try_from(timeout.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+impl TcpStore {
+    /// Whether the goodbye of the hosting process has arrived.
+    pub(super) fn health_says_host_left(&self) -> bool {
+        self.health.host_left.load(Ordering::Relaxed)
+    }
+}

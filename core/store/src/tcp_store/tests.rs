@@ -1,0 +1,229 @@
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::Duration;
+
+use super::protocol::{FrameReader, Greeting, Incoming, Purpose, Reply, write_frame};
+use super::*;
+use crate::Error;
+use crate::Store;
+
+const LONG: Duration = Duration::from_secs(60);
+
+fn loopback() -> SocketAddr {
+    ([127, 0, 0, 1], 0).into()
+}
+
+fn server(world_size: usize) -> StoreServer {
+    StoreServer::bind(loopback(), "job", world_size, LostRank::Failed).unwrap()
+}
+
+fn identity(rank: usize, world_size: usize) -> Identity {
+    Identity { job_id: "job".into(), rank, world_size }
+}
+
+fn client(server: &StoreServer, rank: usize, world_size: usize) -> TcpStore {
+    let port = server.address().port();
+    TcpStore::connect("127.0.0.1", port, identity(rank, world_size), LONG).unwrap()
+}
+
+/// The error of connecting, with the port blanked.
+fn refusal(port: u16, identity: Identity, timeout: Duration) -> String {
+    let error = TcpStore::connect("127.0.0.1", port, identity, timeout).err().unwrap();
+    error.to_string().replace(&format!(":{port}"), ":PORT")
+}
+
+/// A process that connects as `rank` and then does as the test says.
+fn raw_health(server: &StoreServer, rank: usize, world_size: usize) -> TcpStream {
+    let stream = TcpStream::connect(server.address()).unwrap();
+    let greeting = Greeting { identity: identity(rank, world_size), purpose: Purpose::Health };
+    write_frame(&stream, &greeting.encode()).unwrap();
+    let answer = FrameReader::new(&stream).next();
+    assert_eq!(answer, Incoming::Frame(Reply::Done.encode()));
+    stream
+}
+
+fn peer_failed(error: Error) -> (usize, String) {
+    match error {
+        Error::PeerFailed { rank, message } => (rank, message),
+        other => panic!("expected a peer's failure, got: {other}"),
+    }
+}
+
+#[test]
+fn values_and_counters_are_shared() {
+    let server = server(2);
+    let (a, b) = (client(&server, 0, 2), client(&server, 1, 2));
+    a.wait_for_all(LONG).unwrap();
+    a.set("key", b"value").unwrap();
+    assert_eq!(b.get("key", Duration::ZERO).unwrap(), b"value");
+    a.set("empty", b"").unwrap();
+    assert_eq!(b.get("empty", Duration::ZERO).unwrap(), b"");
+    let large = vec![7; 1 << 20];
+    b.set("key", &large).unwrap();
+    assert_eq!(a.get("key", Duration::ZERO).unwrap(), large, "the last value counts");
+    assert_eq!(a.add("n", 2).unwrap(), 2);
+    assert_eq!(b.add("n", -5).unwrap(), -3);
+    assert_eq!(a.get("n", Duration::ZERO).unwrap(), b"-3");
+    insta::assert_snapshot!(
+        a.add("empty", 1).unwrap_err(),
+        @"launch: the store's key `empty` holds ``, to which nothing can be added"
+    );
+    insta::assert_snapshot!(
+        a.get("nobody", Duration::from_millis(20)).unwrap_err(),
+        @"launch: no rank set the store's key `nobody` within 20ms; the ranks may have gone different ways, or one is stuck"
+    );
+}
+
+#[test]
+fn a_waiting_thread_does_not_hold_up_others() {
+    let server = server(1);
+    let store = client(&server, 0, 1);
+    std::thread::scope(|scope| {
+        let waiters: Vec<_> = (0..8).map(|_| scope.spawn(|| store.get("late", LONG))).collect();
+        store.set("late", b"now").unwrap();
+        for waiter in waiters {
+            assert_eq!(waiter.join().unwrap().unwrap(), b"now");
+        }
+    });
+}
+
+#[test]
+fn a_reported_failure_ends_all_waits() {
+    let server = server(3);
+    let stores: Vec<_> = (0..3).map(|rank| client(&server, rank, 3)).collect();
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| stores[0].get("never", LONG));
+        stores[1].report_failure("out of data").unwrap();
+        let expected = (1, "out of data".to_owned());
+        assert_eq!(peer_failed(waiter.join().unwrap().unwrap_err()), expected);
+        assert_eq!(stores[2].wait_for_failure(LONG), Some(expected.clone()));
+        assert_eq!(stores[2].failure(), Some(expected.clone()));
+        stores[2].report_failure("also").unwrap();
+        assert_eq!(stores[2].failure(), Some(expected.clone()), "the first is the job's");
+        let all = vec![expected, (2, "also".to_owned())];
+        assert_eq!(server.failures(), all);
+        assert!(server.wait_until_told(0, LONG));
+    });
+}
+
+#[test]
+fn a_lost_rank_is_a_failure_but_one_that_left_is_not() {
+    let server = server(3);
+    let store = client(&server, 0, 3);
+    let goes = client(&server, 1, 3);
+    let dies = raw_health(&server, 2, 3);
+    drop(goes);
+    assert!(!server.wait_for_others(0, Duration::from_millis(1)), "rank 2 is still there");
+    assert_eq!(store.failure(), None);
+    drop(dies);
+    let (rank, message) = store.wait_for_failure(LONG).unwrap();
+    assert_eq!((rank, message.as_str()), (2, "the process ended without a word (killed?)"));
+    assert!(server.wait_for_others(0, LONG), "a failure ends the wait");
+}
+
+#[test]
+fn a_parent_tells_in_its_own_words() {
+    let server = StoreServer::bind(loopback(), "job", 2, LostRank::ParentTells).unwrap();
+    let store = client(&server, 0, 2);
+    drop(raw_health(&server, 1, 2));
+    assert!(server.wait_for_others(0, LONG), "rank 1 is seen as lost");
+    assert_eq!(server.failures(), []);
+    server.fail(1, "killed");
+    assert_eq!(store.wait_for_failure(LONG), Some((1, "killed".to_owned())));
+}
+
+#[test]
+fn a_server_that_goes_without_a_word_is_a_failure_but_not_after_it_left() {
+    let server_1 = server(1);
+    let store = client(&server_1, 0, 1);
+    store.set("a", b"b").unwrap();
+    drop(server_1);
+    let (rank, message) = store.wait_for_failure(LONG).unwrap();
+    assert_eq!(rank, 0);
+    insta::assert_snapshot!(message, @"the process ended without a word (killed?); it hosted the job's store");
+    peer_failed(store.get("a", LONG).unwrap_err());
+
+    let server_2 = server(1);
+    let store = client(&server_2, 0, 1);
+    server_2.set_left(true);
+    while !store.health_says_host_left() {
+        std::thread::yield_now();
+    }
+    let port = server_2.address().port();
+    drop(server_2);
+    let error = store.set("a", b"b").unwrap_err().to_string();
+    insta::assert_snapshot!(error.replace(&port.to_string(), "PORT"), @"launch: rank 0, store at 127.0.0.1:PORT: rank 0, which hosted the store, has finished");
+    assert_eq!(store.failure(), None);
+}
+
+#[test]
+fn missing_ranks_are_named() {
+    let server = server(4);
+    let (a, _b) = (client(&server, 0, 4), client(&server, 2, 4));
+    insta::assert_snapshot!(
+        a.wait_for_all(Duration::from_millis(20)).unwrap_err(),
+        @"launch: after 20ms these of 4 ranks have not come: 1, 3. Check that they were started and what they say"
+    );
+}
+
+#[test]
+fn strangers_are_refused() {
+    let server = server(2);
+    let port = server.address().port();
+    let _one = client(&server, 1, 2);
+    let other = Identity { job_id: "other".into(), ..identity(0, 2) };
+    insta::assert_snapshot!(refusal(port, other, LONG), @"launch: rank 0, store at 127.0.0.1:PORT: it refuses this process: it belongs to job `job`, this process to job `other`: two jobs share one address and port; give one of them another MASTER_PORT");
+    insta::assert_snapshot!(refusal(port, identity(0, 3), LONG), @"launch: rank 0, store at 127.0.0.1:PORT: it refuses this process: it serves 2 ranks, this process expects 3: all ranks must be started with the same WORLD_SIZE");
+    insta::assert_snapshot!(refusal(port, identity(1, 2), LONG), @"launch: rank 1, store at 127.0.0.1:PORT: it refuses this process: another process is or was rank 1: every process of a job needs a RANK of its own");
+    insta::assert_snapshot!(refusal(port, identity(2, 2), LONG), @"launch: rank 2, store at 127.0.0.1:PORT: it refuses this process: rank 2 is not below the world size 2");
+
+    let mut browser = TcpStream::connect(server.address()).unwrap();
+    browser.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    browser.set_read_timeout(Some(LONG)).unwrap();
+    let mut answer = Vec::new();
+    let _ = browser.read_to_end(&mut answer);
+    assert!(String::from_utf8_lossy(&answer).contains("this is a Fulgurite store"));
+    let greeting = Greeting { identity: identity(0, 2), purpose: Purpose::Health };
+    let mut future = greeting.encode();
+    future[8] += 1;
+    insta::assert_snapshot!(Greeting::decode(&future).unwrap_err(), @"the store speaks version 1 of its protocol, this client version 2: all ranks must run the same build of the program");
+    let _zero = client(&server, 0, 2); // strangers did not take its place
+    assert_eq!(server.failures(), []);
+}
+
+#[test]
+fn what_is_no_store_is_recognised() {
+    let listener = TcpListener::bind(loopback()).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
+            let _ = stream.read_to_end(&mut Vec::new());
+        });
+        insta::assert_snapshot!(refusal(port, identity(0, 1), LONG), @"launch: rank 0, store at 127.0.0.1:PORT: something answers there that is not a Fulgurite store. If another program has the port, give this job another MASTER_PORT");
+    });
+    drop(listener);
+    insta::assert_snapshot!(refusal(port, identity(1, 2), Duration::from_millis(30)), @"launch: rank 1, store at 127.0.0.1:PORT: no store answered within 30ms (Connection refused (os error 111)). Rank 0 hosts it: check that rank 0 runs, that MASTER_ADDR and MASTER_PORT name its host and a port that other hosts may reach");
+}
+
+#[test]
+fn a_taken_port_is_named() {
+    let taken = server(1);
+    let error = StoreServer::bind(taken.address(), "job", 1, LostRank::Failed).err().unwrap();
+    let error = error.to_string().replace(&taken.address().port().to_string(), "PORT");
+    insta::assert_snapshot!(error, @"launch: rank 0 cannot host the store on 127.0.0.1:PORT: the port is taken, perhaps by another job on this host. Choose a free MASTER_PORT");
+}
+
+#[test]
+fn a_rank_that_comes_early_waits_for_the_server() {
+    let address = server(1).address();
+    std::thread::scope(|scope| {
+        let early = scope
+            .spawn(move || TcpStore::connect("127.0.0.1", address.port(), identity(0, 1), LONG));
+        let late = StoreServer::bind(address, "job", 1, LostRank::Failed);
+        // Another process may have taken the port in between; then there is nothing to see.
+        let Ok(_late) = late else { return };
+        early.join().unwrap().unwrap().set("a", b"b").unwrap();
+    });
+}

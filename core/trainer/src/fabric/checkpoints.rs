@@ -1,0 +1,232 @@
+//! Saving and loading without a trainer.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::StrategyCheckpoints as _;
+use super::{Fabric, FabricOptimizer};
+use crate::checkpoint::{
+    CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, FullOptions, LoadOptions, LoadReport,
+    RestoreReport, SaveMeta, SaveRequest, TensorSource as _, load_raw,
+};
+use crate::config::PluginValue;
+use crate::optim::StateTensor;
+use crate::registry::kind;
+use crate::{Error, Result};
+
+/// What a checkpoint's manifest holds for those who wrote it.
+#[derive(Debug, Serialize, Deserialize)]
+struct SavedState {
+    /// The optimizer's numbers that are no tensors.
+    optimizer: BTreeMap<String, f64>,
+    /// What the program added.
+    user: serde_json::Value,
+}
+
+impl Fabric {
+    /// Saves model, optimizer and `state` (anything that serialises: step, position in the data) as
+    /// a distributed checkpoint in the directory `path`, as a transaction. Collective; rank 0's
+    /// `state` counts.
+    ///
+    /// # Errors
+    /// If it cannot be written; what was at `path` before is untouched then.
+    pub fn save(
+        &self,
+        path: impl AsRef<Path>,
+        optimizer: &mut FabricOptimizer,
+        state: &impl Serialize,
+    ) -> Result<PathBuf> {
+        let (io, name) = local(path.as_ref())?;
+        let saved = self.save_with(&io, name, optimizer, state, serde_json::Value::Null);
+        torn_down(&*io, saved)
+    }
+
+    /// Saves the model, `state` and if given the optimizer as a full checkpoint in the directory
+    /// `path`, as a transaction: whole tensors in files that `transformers` and candle load as they
+    /// are. Collective; rank 0's `state` counts. Tensors are gathered on rank 0 one by one.
+    ///
+    /// # Errors
+    /// If it cannot be written; what was at `path` before is untouched then.
+    pub fn save_full(
+        &self,
+        path: impl AsRef<Path>,
+        optimizer: Option<&mut FabricOptimizer>,
+        state: &impl Serialize,
+        options: &FullOptions,
+    ) -> Result<PathBuf> {
+        let (io, name) = local(path.as_ref())?;
+        let (states, meta) = self.contents(optimizer, state, serde_json::Value::Null)?;
+        let saved = self.strategy().save_full_checkpoint(&*io, name, &states, options, meta);
+        torn_down(&*io, saved)
+    }
+
+    /// [`save_full`](Self::save_full) under `name` of any place, with optimizer, the run's
+    /// configuration and no other options. The caller ends the place with
+    /// [`teardown`](CheckpointIO::teardown) after the last save. Collective.
+    ///
+    /// # Errors
+    /// As [`save_full`](Self::save_full).
+    pub fn save_full_with(
+        &self,
+        io: &Arc<dyn CheckpointIO>,
+        name: &str,
+        optimizer: &mut FabricOptimizer,
+        state: &impl Serialize,
+        config: serde_json::Value,
+    ) -> Result<PathBuf> {
+        let (states, meta) = self.contents(Some(optimizer), state, config)?;
+        let options = FullOptions::default();
+        self.strategy().save_full_checkpoint(&**io, name, &states, &options, meta)
+    }
+
+    /// [`save`](Self::save) under `name` of any place, with the run's configuration for
+    /// information. The caller ends the place with [`teardown`](CheckpointIO::teardown) after the last
+    /// save. Collective.
+    ///
+    /// # Errors
+    /// As [`save`](Self::save).
+    pub fn save_with(
+        &self,
+        io: &Arc<dyn CheckpointIO>,
+        name: &str,
+        optimizer: &mut FabricOptimizer,
+        state: &impl Serialize,
+        config: serde_json::Value,
+    ) -> Result<PathBuf> {
+        let request = self.save_request(name, optimizer, state, config)?;
+        request.run(&**io, &**self.world())
+    }
+
+    /// What this rank contributes to a checkpoint `name` of the present state, to be saved with
+    /// [`SaveRequest::run`] or, while training goes on, with an
+    /// [`AsyncSaver`](crate::checkpoint::AsyncSaver). It shares the model's memory. Collective.
+    ///
+    /// # Errors
+    /// If a peer fails, or `state` cannot be written as JSON.
+    pub fn save_request(
+        &self,
+        name: &str,
+        optimizer: &mut FabricOptimizer,
+        state: &impl Serialize,
+        config: serde_json::Value,
+    ) -> Result<SaveRequest> {
+        let (states, meta) = self.contents(Some(optimizer), state, config)?;
+        self.strategy().save_request(name, &states, meta)
+    }
+
+    /// The optimizer's tensors, and what a checkpoint says besides. Collective.
+    fn contents(
+        &self,
+        optimizer: Option<&mut FabricOptimizer>,
+        state: &impl Serialize,
+        config: serde_json::Value,
+    ) -> Result<(Vec<StateTensor>, SaveMeta)> {
+        self.strategy().prepare_save()?;
+        let (mut states, mut scalars, mut step) = (Vec::new(), BTreeMap::new(), 0);
+        if let Some(optimizer) = optimizer {
+            states = optimizer.state_tensors()?;
+            (scalars, step) = (optimizer.scalars(), optimizer.steps());
+        }
+        let state = to_json(&SavedState { optimizer: scalars, user: to_json(state)? })?;
+        Ok((states, SaveMeta { step, state, config, ..SaveMeta::default() }))
+    }
+
+    /// Loads a distributed checkpoint, of any strategy and number of ranks, into the model and,
+    /// if given, the optimizer, and returns the state it was saved with. Collective.
+    ///
+    /// # Errors
+    /// If there is no whole checkpoint at `path`, or it is of another model; the message lists
+    /// every difference, and nothing is changed.
+    pub fn load<T: DeserializeOwned>(
+        &self,
+        path: impl AsRef<Path>,
+        optimizer: Option<&mut FabricOptimizer>,
+    ) -> Result<T> {
+        self.load_from(&DistributedCheckpoint::open(path)?, optimizer)
+    }
+
+    /// [`load`](Self::load) from a checkpoint of any place. Collective.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_from<T: DeserializeOwned>(
+        &self,
+        source: &DistributedCheckpoint,
+        optimizer: Option<&mut FabricOptimizer>,
+    ) -> Result<T> {
+        Ok(self.load_with(source, optimizer, &LoadOptions::default())?.0)
+    }
+
+    /// [`load_from`](Self::load_from) with options: a part of it, under other names, or into a model
+    /// that has changed since; with a report of what differed. Collective.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load), if [`strict`](LoadOptions::strict); otherwise differences are no
+    /// error.
+    pub fn load_with<T: DeserializeOwned>(
+        &self,
+        source: &DistributedCheckpoint,
+        optimizer: Option<&mut FabricOptimizer>,
+        options: &LoadOptions,
+    ) -> Result<(T, RestoreReport)> {
+        let unreadable = |error: serde_json::Error| {
+            let message = format!("its training state cannot be read: {error}");
+            Error::checkpoint(source.location(), message)
+        };
+        let saved = SavedState::deserialize(&source.manifest().state).map_err(unreadable)?;
+        let state = T::deserialize(&saved.user).map_err(unreadable)?;
+        let report = match optimizer.filter(|_| !options.weights_only) {
+            Some(optimizer) => {
+                let states = optimizer.state_tensors()?;
+                let report =
+                    self.strategy().load_checkpoint_with(source, Some(&states), options)?;
+                optimizer.load_scalars(&saved.optimizer)?;
+                report
+            }
+            None => self.strategy().load_checkpoint_with(source, None, options)?,
+        };
+        Ok((state, report))
+    }
+
+    /// Fills the model from the weights at `path`, of any format that
+    /// [`checkpoint::open`](crate::checkpoint::open) takes; `options` may be just whether to be
+    /// strict. Collective.
+    ///
+    /// # Errors
+    /// As [`checkpoint::load_raw`](crate::checkpoint::load_raw).
+    pub fn load_raw(
+        &self,
+        path: impl AsRef<Path>,
+        options: impl Into<LoadOptions>,
+    ) -> Result<LoadReport> {
+        let report = load_raw(path, &self.module_tree()?, options)?;
+        self.strategy().finish_load()?;
+        Ok(report)
+    }
+}
+
+/// The place that a path on disk is in, and its name there.
+fn local(path: &Path) -> Result<(Arc<dyn CheckpointIO>, &str)> {
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name().and_then(|n| n.to_str()))
+    else {
+        return Err(Error::checkpoint(path, "a checkpoint needs a directory name"));
+    };
+    let io = PluginValue::new("local")
+        .build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?
+        .build(if parent.as_os_str().is_empty() { Path::new(".") } else { parent })?;
+    Ok((io, name))
+}
+
+/// What came of a save, once its place has completed it.
+fn torn_down<T>(io: &dyn CheckpointIO, saved: Result<T>) -> Result<T> {
+    let torn_down = io.teardown();
+    saved.and_then(|saved| torn_down.map(|()| saved))
+}
+
+fn to_json<T: Serialize>(value: &T) -> Result<serde_json::Value> {
+    serde_json::to_value(value).map_err(|e| Error::other(format!("encoding training state: {e}")))
+}

@@ -1,0 +1,146 @@
+//! From a configuration to a Fabric on every rank.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::Fabric;
+use crate::collective::{GroupContext, ProcessGroup, ProcessGroupConfig, Solo};
+use crate::environment;
+use crate::launch::{LaunchOptions, Launched, launch_checked};
+use crate::module::ModuleInit;
+use crate::optim::pattern_matches;
+use crate::registry::{self, kind};
+use crate::run::{Devices, RunConfig, TrainerConfig};
+use crate::strategy::{BuildContext, ParallelizeFn, StrategyConfig};
+use crate::{Error, Result};
+
+/// A rank that has found the others.
+pub struct Connection {
+    /// Who this process is. Held as long as the rank takes part.
+    pub launched: Launched,
+    /// The group of all ranks.
+    pub world: Arc<dyn ProcessGroup>,
+}
+
+impl TrainerConfig {
+    /// Launches the ranks that this configuration asks for, unless somebody did already, and
+    /// connects them. Returns in ranks only; see [`launch`](crate::launch::launch). Collective.
+    ///
+    /// # Errors
+    /// As [`launch`](crate::launch::launch), and if the process group cannot connect the ranks.
+    pub fn connect(&self) -> Result<Connection> {
+        registry::require(kind::PROCESS_GROUP, &self.process_group.name)?;
+        let strategy =
+            self.strategy.build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?;
+        let timeout = Duration::from_secs(strategy.timeout_secs().unwrap_or(self.timeout_secs));
+        let options = LaunchOptions {
+            devices: Some(match self.devices {
+                Devices::Count(n) => n,
+                Devices::Auto => std::thread::available_parallelism().map_or(1, usize::from),
+            }),
+            num_nodes: self.num_nodes,
+            environment: match &self.environment {
+                Some(value) => Some(environment::by_name(&value.name)?),
+                None => None,
+            },
+            timeout,
+        };
+        let fits = |world_size| strategy.build(&BuildContext::new(world_size)).map(drop);
+        let launched = launch_checked(options, &fits)?;
+        let world: Arc<dyn ProcessGroup> = if launched.world_size == 1 {
+            Arc::new(Solo::new("world", 0))
+        } else {
+            self.process_group
+                .build::<Box<dyn ProcessGroupConfig>>(kind::PROCESS_GROUP, "trainer.process_group")?
+                .build(&GroupContext {
+                    rank: launched.rank,
+                    world_size: launched.world_size,
+                    local_rank: launched.local_rank,
+                    local_world_size: launched.local_world_size,
+                    store: launched.store.clone(),
+                    timeout,
+                })?
+        };
+        Ok(Connection { launched, world })
+    }
+}
+
+/// A Fabric that has been configured and not launched yet: [`Fabric::from_config`].
+pub struct FabricLauncher<'a> {
+    config: &'a TrainerConfig,
+    seed: u64,
+}
+
+impl FabricLauncher<'_> {
+    /// Launches the ranks. Returns in ranks only; what the program did before is done by each of
+    /// them again. Collective.
+    ///
+    /// # Errors
+    /// As [`TrainerConfig::connect`] and [`Fabric::over`].
+    pub fn launch(self) -> Result<Fabric> {
+        let Connection { launched, world } = self.config.connect()?;
+        let mut fabric = Fabric::over(world, self.config, self.seed, None)?;
+        fabric.launched = Some(launched);
+        Ok(fabric)
+    }
+}
+
+impl Fabric {
+    /// Fabric as `[trainer]` and `seed` of a run's configuration say; to be launched.
+    ///
+    /// # Errors
+    /// If the configuration is wrong or names plugins that are not linked.
+    pub fn from_config<M, D>(run: &RunConfig<M, D>) -> Result<FabricLauncher<'_>> {
+        run.validate()?;
+        run.check_plugins()?;
+        Ok(FabricLauncher { config: &run.trainer, seed: run.seed })
+    }
+
+    /// Fabric over the ranks of `world`, as a configuration says; `parallelize` decides instead of
+    /// the strategy's configuration how the model is spread. Collective.
+    ///
+    /// # Errors
+    /// If the strategy is unknown or does not fit the world size.
+    pub fn over(
+        world: Arc<dyn ProcessGroup>,
+        config: &TrainerConfig,
+        seed: u64,
+        parallelize: Option<Box<dyn ParallelizeFn>>,
+    ) -> Result<Self> {
+        let mut strategy = config
+            .strategy
+            .build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?
+            .build(&BuildContext::new(world.size()))?;
+        if let Some(parallelize) = parallelize {
+            strategy.set_parallelize(parallelize)?;
+        }
+        let init = ModuleInit {
+            dtype: config.precision.param_dtype(),
+            compute_dtype: config.precision.compute_dtype(),
+            frozen: config.freeze.clone(),
+            activation_checkpointing: config.activation_checkpointing.clone(),
+            ..ModuleInit::default()
+        };
+        Self::new(world, strategy, init, seed)
+    }
+
+    /// Checks that every pattern of `trainer.freeze` matches a parameter.
+    ///
+    /// # Errors
+    /// Naming the pattern that does not.
+    pub(super) fn check_frozen(&self, tree: &crate::module::ModuleTree) -> Result<()> {
+        let unmatched =
+            self.init.frozen.iter().find(|pattern| {
+                tree.parameters().iter().all(|p| !pattern_matches(pattern, p.fqn()))
+            });
+        match unmatched {
+            None => Ok(()),
+            Some(pattern) => Err(Error::Config(format!(
+                "`trainer.freeze`: no parameter matches `{pattern}`. A pattern with dots must match a \
+                 whole name, such as `{}`, one without any single segment; `*` stands for any part \
+                 of a segment",
+                tree.parameters()[0].fqn()
+            ))),
+        }
+    }
+}

@@ -1,0 +1,16 @@
+//! Fabric: strategy, launcher and checkpoints without the loop, for people who own their loop. The
+//! trainer is built on it.
+
+mod checkpoints;
+mod data;
+#[expect(clippy::module_inception, reason = "the type is the module's subject")]
+mod fabric;
+mod launcher;
+mod optimizer;
+mod strategy_checkpoints;
+
+pub use data::TrainLoader;
+pub use fabric::Fabric;
+pub use launcher::{Connection, FabricLauncher};
+pub use optimizer::FabricOptimizer;
+pub use strategy_checkpoints::StrategyCheckpoints;

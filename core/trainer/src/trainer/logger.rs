@@ -1,0 +1,273 @@
+//! Loggers, and the directory of a run that they write to.
+
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use toml::Table;
+
+use super::{Event, EventSink, RunStatus};
+use crate::config::to_toml;
+use crate::{Error, Result};
+
+/// Keeps a run's metrics somewhere. Lives on rank 0 only.
+pub trait Logger: Send {
+    /// The logger's name: its `type` in the configuration.
+    fn name(&self) -> &str;
+
+    /// Takes the resolved configuration, once, before the first metrics.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    fn log_hyperparams(&mut self, params: &Table) -> Result<()>;
+
+    /// Takes numbers of one optimizer step (counted from 1). A step may come more than once, with
+    /// different names: training and validation.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    fn log_metrics(&mut self, metrics: &BTreeMap<String, f64>, step: u64) -> Result<()>;
+
+    /// Writes out what is buffered.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    fn save(&mut self) -> Result<()>;
+
+    /// The run is over. Called once; also after an error.
+    ///
+    /// # Errors
+    /// If what was buffered cannot be written.
+    fn finalize(&mut self, status: RunStatus) -> Result<()> {
+        let _ = status;
+        self.save()
+    }
+}
+
+/// A logger's configuration: `trainer.loggers = ["csv", { type = "jsonl" }]`.
+#[typetag::serde(tag = "type")]
+pub trait LoggerConfig: std::fmt::Debug + Send + Sync {
+    /// Builds the logger. `dir` is the run's directory, which exists. Called on rank 0 only.
+    ///
+    /// # Errors
+    /// If an option is wrong or a file cannot be created.
+    fn build(&self, dir: &Path) -> Result<Box<dyn Logger>>;
+}
+
+fulgurite_config::plugin_kind!(dyn LoggerConfig, crate::registry::kind::LOGGER, "trainer.loggers");
+
+/// Passes events on to loggers: each validation, and the steps 1, n, 2n, ….
+pub struct LoggerSink {
+    loggers: Vec<Box<dyn Logger>>,
+    every_n_steps: u64,
+}
+
+impl LoggerSink {
+    /// A sink for these loggers, which are told `params` right away. `every_n_steps` is at least 1.
+    ///
+    /// # Errors
+    /// If a logger cannot write.
+    pub fn new(
+        mut loggers: Vec<Box<dyn Logger>>,
+        every_n_steps: u64,
+        params: &Table,
+    ) -> Result<Self> {
+        for logger in &mut loggers {
+            logger.log_hyperparams(params)?;
+        }
+        Ok(Self { loggers, every_n_steps: every_n_steps.max(1) })
+    }
+}
+
+impl EventSink for LoggerSink {
+    fn event(&mut self, event: &Event) -> Result<()> {
+        if let Event::Step { step, .. } = event
+            && *step != 1
+            && !step.is_multiple_of(self.every_n_steps)
+        {
+            return Ok(());
+        }
+        if let Some((step, scalars)) = event.scalars() {
+            for logger in &mut self.loggers {
+                logger.log_metrics(&scalars, step)?;
+            }
+        }
+        if matches!(event, Event::Checkpoint { .. }) {
+            for logger in &mut self.loggers {
+                logger.save()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, status: RunStatus) -> Result<()> {
+        // Every logger is finished, even if one before it fails.
+        let results: Vec<_> = self.loggers.iter_mut().map(|l| l.finalize(status)).collect();
+        results.into_iter().collect()
+    }
+}
+
+/// The directory of one run: `version_N` under `trainer.default_root_dir`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RunDir {
+    path: PathBuf,
+    version: u64,
+}
+
+impl RunDir {
+    /// Makes the next free version under `root`, with the resolved configuration in `config.toml`.
+    /// Called on rank 0 only; programs that do so at the same time get different versions.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if something cannot be created.
+    pub fn create(root: &Path, config: &Table) -> Result<Self> {
+        std::fs::create_dir_all(root).map_err(Error::io("creating the directory", root))?;
+        let mut version = Self::next_version(root)?;
+        loop {
+            let path = root.join(format!("version_{version}"));
+            match std::fs::create_dir(&path) {
+                Ok(()) => {
+                    let file = path.join("config.toml");
+                    std::fs::write(&file, to_toml(config)?)
+                        .map_err(Error::io("writing the configuration", file))?;
+                    return Ok(Self { path, version });
+                }
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => version += 1,
+                Err(error) => return Err(Error::io("creating the run's directory", path)(error)),
+            }
+        }
+    }
+
+    fn next_version(root: &Path) -> Result<u64> {
+        let newest = Self::all(root)?.first().map(|run| run.version.saturating_add(1));
+        Ok(newest.unwrap_or(0))
+    }
+
+    /// The runs under `root`, the newest first.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if `root` cannot be listed.
+    pub fn all(root: &Path) -> Result<Vec<Self>> {
+        let entries = std::fs::read_dir(root).map_err(Error::io("listing", root))?;
+        let mut runs = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(Error::io("listing", root))?;
+            let name = entry.file_name();
+            let version = name.to_str().and_then(|name| name.strip_prefix("version_"));
+            if let Some(version) = version.and_then(|version| version.parse().ok()) {
+                runs.push(Self { path: entry.path(), version });
+            }
+        }
+        runs.sort_unstable_by_key(|run| std::cmp::Reverse(run.version));
+        Ok(runs)
+    }
+
+    /// Where its checkpoints go if the configuration does not say.
+    pub fn checkpoints(&self) -> PathBuf {
+        self.path.join("checkpoints")
+    }
+
+    /// The directory.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its number.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+
+    #[test]
+    fn versions_follow_one_another_and_hold_the_configuration() {
+        let root = tempfile::tempdir().unwrap();
+        let root = root.path().join("logs");
+        let config = toml::toml! { seed = 7 };
+        assert_eq!(RunDir::create(&root, &config).unwrap().version(), 0);
+        std::fs::create_dir(root.join("version_10")).unwrap();
+        std::fs::create_dir(root.join("version_x")).unwrap();
+        let run = RunDir::create(&root, &config).unwrap();
+        assert_eq!(run.path(), root.join("version_11"));
+        let versions: Vec<_> = RunDir::all(&root).unwrap().iter().map(RunDir::version).collect();
+        assert_eq!(versions, [11, 10, 0]);
+        let written = std::fs::read_to_string(run.path().join("config.toml")).unwrap();
+        assert_eq!(written, "seed = 7\n");
+    }
+
+    #[test]
+    fn a_root_that_is_a_file_is_named() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let error = RunDir::create(file.path(), &Table::new()).unwrap_err().to_string();
+        assert!(error.contains(&file.path().display().to_string()), "{error}");
+    }
+
+    #[derive(Clone, Default)]
+    struct Recorder(Arc<Mutex<Vec<String>>>);
+
+    impl Logger for Recorder {
+        fn name(&self) -> &str {
+            "recorder"
+        }
+
+        fn log_hyperparams(&mut self, params: &Table) -> Result<()> {
+            self.0.lock().unwrap().push(format!("params {params:?}"));
+            Ok(())
+        }
+
+        fn log_metrics(&mut self, metrics: &BTreeMap<String, f64>, step: u64) -> Result<()> {
+            let names: Vec<_> = metrics.keys().cloned().collect();
+            self.0.lock().unwrap().push(format!("{step}: {}", names.join(" ")));
+            Ok(())
+        }
+
+        fn save(&mut self) -> Result<()> {
+            self.0.lock().unwrap().push("save".to_owned());
+            Err(Error::other("disk full"))
+        }
+    }
+
+    #[test]
+    fn the_sink_thins_out_steps_and_finishes_all_loggers() {
+        let (first, second) = (Recorder::default(), Recorder::default());
+        let loggers: Vec<Box<dyn Logger>> = vec![Box::new(first.clone()), Box::new(second.clone())];
+        let mut sink = LoggerSink::new(loggers, 3, &Table::new()).unwrap();
+        for step in 1..=6 {
+            let metrics = BTreeMap::from([("acc".to_owned(), 0.5)]);
+            sink.event(&Event::Step {
+                step,
+                epoch: 0.0,
+                train_loss: 1.0,
+                grad_norm: 1.0,
+                lr: 0.1,
+                tokens_per_s: 1.0,
+                metrics,
+            })
+            .unwrap();
+        }
+        sink.event(&Event::Validation {
+            step: 6,
+            val_loss: 1.0,
+            batches: 1,
+            metrics: BTreeMap::new(),
+        })
+        .unwrap();
+        assert_eq!(sink.finish(RunStatus::Failed).unwrap_err().to_string(), "disk full");
+        let all = "acc epoch grad_norm lr tokens_per_s train_loss";
+        let expected = vec![
+            "params {}".to_owned(),
+            format!("1: {all}"),
+            format!("3: {all}"),
+            format!("6: {all}"),
+            "6: val_loss".to_owned(),
+            "save".to_owned(),
+        ];
+        assert_eq!(*first.0.lock().unwrap(), expected);
+        assert_eq!(*second.0.lock().unwrap(), expected);
+    }
+}
