@@ -95,7 +95,7 @@ pub fn check(source: &dyn TensorSource, tree: &ModuleTree) -> Result<()> {
     refuse_differences(source.location(), &[(&report, "model")], source.filtered())
 }
 
-/// Fills this rank's part of every parameter ([`Parameter::local`](crate::parameter::Parameter::local)),
+/// Fills this rank's part of every parameter ([`Parameter::local`](fulgurite_engine::parameter::Parameter::local)),
 /// converting dtypes. A tied parameter is found under any of its names. `options` may be just
 /// whether to be strict.
 ///
@@ -212,7 +212,7 @@ pub fn load_from_full_optimizer_state_dict(
 /// Lightning's `load_raw`: fills a model from the weights at `path`, whatever [`open`] takes.
 ///
 /// Every rank calls it and reads its own parts; not collective. A strategy's
-/// [`finish_load`](crate::strategy::Strategy::finish_load) comes after it.
+/// [`finish_load`](fulgurite_engine::strategy::Strategy::finish_load) comes after it.
 ///
 /// # Errors
 /// As [`open`] and [`load_into`].

@@ -19,7 +19,7 @@
 //! }
 //! ```
 //!
-//! [`launch`] asks the [environment](crate::environment) who this process is. There are three
+//! [`launch`] asks the [`environment`] who this process is. There are three
 //! answers:
 //!
 //! - **One rank.** Nothing is started, no socket is opened; the store is a [`LocalStore`].
@@ -33,8 +33,8 @@
 //! The store keeps the job's *first failure*. A rank that fails reports its error there
 //! ([`report_and_exit_code`]; a panic on any thread does it by itself); one that is killed is
 //! noticed by the end of its connection, or by its parent. Every other rank then finds
-//! [`Store::failure`](crate::collective::Store::failure) set, stops with
-//! [`Error::PeerFailed`](crate::Error::PeerFailed) and says nothing, so that what a person reads
+//! [`Store::failure`](fulgurite_store::Store::failure) set, stops with
+//! [`Error::PeerFailed`] and says nothing, so that what a person reads
 //! first is the cause. The supervisor prints it, gives the others two seconds, and then ends them.
 //! If the supervisor itself is killed, the kernel takes its ranks along (on Linux).
 //!

@@ -66,9 +66,9 @@ pub trait CheckpointIO: std::fmt::Debug + Send + Sync {
 
     /// Completes what is still under way. Called once on each rank, by who opened the place and after
     /// the last save: by the trainer at the end of a run, also of one that failed or was interrupted;
-    /// by [`Fabric::save`](crate::fabric::Fabric::save) and
-    /// [`save_full`](crate::fabric::Fabric::save_full) before they return. A loop that opens a place
-    /// of its own ([`CheckpointConfig::open`](crate::run::CheckpointConfig::open)) calls it itself;
+    /// by `Fabric::save` and
+    /// `save_full` before they return. A loop that opens a place
+    /// of its own (`CheckpointConfig::open`) calls it itself;
     /// dropping a Fabric does not.
     ///
     /// # Errors
@@ -128,7 +128,7 @@ pub struct Entry {
 /// A place's configuration: `checkpoint.io.type = "local"`.
 ///
 /// Registered with `#[typetag::serde(name = "…")]` and
-/// [`register_checkpoint_io!`](crate::register_checkpoint_io). A wrapper's configuration holds
+/// [`register_checkpoint_io!`](fulgurite_config::register_checkpoint_io). A wrapper's configuration holds
 /// another one as `Box<dyn CheckpointIOConfig>`.
 #[typetag::serde(tag = "type")]
 pub trait CheckpointIOConfig: std::fmt::Debug + Send + Sync {

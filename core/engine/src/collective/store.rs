@@ -28,7 +28,7 @@ pub struct GroupContext {
 /// A transport's configuration: `trainer.process_group.type = "shm"`.
 ///
 /// Registered with `#[typetag::serde(name = "…")]` and
-/// [`register_process_group!`](crate::register_process_group).
+/// [`register_process_group!`](fulgurite_config::register_process_group).
 #[typetag::serde(tag = "type")]
 pub trait ProcessGroupConfig: std::fmt::Debug + Send + Sync {
     /// Builds the group of all ranks. Collective: every rank of the job calls it once.

@@ -121,7 +121,7 @@ impl ModuleBuilder {
         Ok(Unit::new(build(&builder)?, handle))
     }
 
-    /// Records what kind of layer is at this path. Layers of [`nn`](crate::nn) do it themselves.
+    /// Records what kind of layer is at this path. Layers of `nn` do it themselves.
     /// Returns the layer's record.
     ///
     /// # Errors

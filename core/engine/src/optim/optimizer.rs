@@ -51,7 +51,7 @@ pub trait Optimizer: Send {
     fn step(&mut self, scale: &GradScale) -> Result<()>;
 
     /// Sets the run's seed, which random numbers of the updates follow from; an optimizer that uses
-    /// none need not care. [`Fabric`](crate::fabric::Fabric) calls it before the first step.
+    /// none need not care. `Fabric` calls it before the first step.
     fn set_seed(&mut self, seed: u64) {
         let _ = seed;
     }

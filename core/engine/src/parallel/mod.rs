@@ -4,7 +4,7 @@
 //! A [`Plan`] maps patterns of module paths to [`ParallelStyle`]s, with PyTorch's names and meaning;
 //! [`ModuleTree::parallelize_module`](crate::module::ModuleTree::parallelize_module) applies it
 //! before any value exists: it cuts the parameters' specs and tells the layers of
-//! [`nn`](crate::nn) what to communicate at their edges. [`ContextParallel`] cuts sequences.
+//! `nn` what to communicate at their edges. [`ContextParallel`] cuts sequences.
 //! [`collectives`] are there for layers of one's own.
 //!
 //! ```

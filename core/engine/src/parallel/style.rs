@@ -21,7 +21,7 @@ pub struct Colwise {
     pub output: Layout,
     /// For an output head with `output = "replicate"`: under a trainer's or Fabric's
     /// [forward scope](crate::module::ForwardScope) the logits stay cut, and
-    /// [`cross_entropy`](crate::nn::cross_entropy) works on the parts. It knows them, also cut or
+    /// `cross_entropy` works on the parts. It knows them, also cut or
     /// reshaped, by their last dimension: in such a step, other logits must not be as wide as a
     /// rank's part. Whatever else looks at the logits there sees the part:
     /// [`gather`](crate::parallel::collectives::gather) gives the whole.

@@ -147,7 +147,7 @@ impl Parameter {
         self.0.declared.requires_grad
     }
 
-    /// Whether the layer that holds it is not one of [`nn`](crate::nn) but took it through
+    /// Whether the layer that holds it is not one of `nn` but took it through
     /// [`var_builder`](crate::module::ModuleBuilder::var_builder).
     pub fn is_external(&self) -> bool {
         self.0.declared.external

@@ -60,7 +60,7 @@ pub trait ClusterEnvironment: Debug + Send + Sync {
 /// Recognises and reads one launcher's variables: `trainer.environment = "torchelastic"`.
 ///
 /// Registered with `#[typetag::serde(name = "…")]` and
-/// [`register_environment!`](crate::register_environment). It must deserialise from its `type` tag
+/// [`register_environment!`](fulgurite_config::register_environment). It must deserialise from its `type` tag
 /// alone, since that is how [`detect`](super::detect()) makes the candidates.
 #[typetag::serde(tag = "type")]
 pub trait EnvironmentConfig: Debug + Send + Sync {
