@@ -1,0 +1,78 @@
+//! What a change of structure must not change: the bits of losses, norms, weights and their averages,
+//! and the calls and bytes of every collective, for every kind of training.
+//!
+//! They are on record in `record.json`. Bits depend on the vector instructions that products are
+//! computed with, so each CPU family has its own; on a family without any, losses and norms are compared
+//! with another's to a tolerance.
+//!
+//! After a change that is meant to change them:
+//! `UPDATE_GOLDEN=1 cargo test --test golden`, which writes this CPU's bits and forgets those of other
+//! CPUs that they contradict.
+
+#[path = "../../strategies/tests/support/mod.rs"]
+mod support;
+
+mod case;
+mod cases;
+mod outcome;
+mod record;
+mod training;
+mod with_trainer;
+
+use std::collections::BTreeSet;
+use std::io::Write as _;
+use std::path::Path;
+
+use record::{Against, Record};
+
+/// Whatever a test's output is captured to, people see this.
+fn tell(text: &str) {
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
+
+#[test]
+fn nothing_on_record_has_changed() {
+    let cases = cases::all();
+    let names: BTreeSet<&str> = cases.iter().map(|case| case.name).collect();
+    assert_eq!(names.len(), cases.len(), "two cases have one name");
+
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/record.json");
+    let update = std::env::var_os("UPDATE_GOLDEN").is_some();
+    let mut record = Record::read(&file, update);
+    let (mut differences, mut compared_with) = (Vec::new(), BTreeSet::new());
+    for case in &cases {
+        let outcome = case.run();
+        if update {
+            record.put(case.name, &outcome);
+            continue;
+        }
+        match record.compare(case.name, &outcome, case.tolerance()) {
+            Ok(Against::SameCpu) => {}
+            Ok(Against::OtherCpu(cpu)) => drop(compared_with.insert(cpu)),
+            Err(difference) => differences.push(format!("{}: {difference}", case.name)),
+        }
+    }
+    if update {
+        record.retain(|name| names.contains(name));
+        record.write(&file);
+        tell(&format!("{}: {} cases on {}", file.display(), cases.len(), record::cpu()));
+        return;
+    }
+    let forgotten = record.names().filter(|name| !names.contains(name));
+    differences.extend(forgotten.map(|name| format!("{name}: on record, and no case any more")));
+    for cpu in compared_with {
+        tell(&format!(
+            "golden: no bits of {} are on record; losses and norms were compared with those of {cpu} to a \
+             tolerance, calls and bytes exactly",
+            record::cpu()
+        ));
+    }
+    assert!(
+        differences.is_empty(),
+        "{} of {} cases differ from tests/golden/record.json:\n{}\n\
+         If that is meant, `UPDATE_GOLDEN=1 cargo test --test golden` puts the new ones on record.",
+        differences.len(),
+        cases.len(),
+        differences.join("\n")
+    );
+}

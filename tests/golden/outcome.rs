@@ -1,0 +1,87 @@
+//! What came of a case.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use fulgurite_core::collective::Counter;
+use serde::{Deserialize, Serialize};
+
+/// FNV-1a of the bits.
+fn digest<T: Into<f64>>(values: Vec<T>) -> u64 {
+    let bytes = values.into_iter().flat_map(|value| value.into().to_le_bytes());
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+/// Digests of tensors, by name.
+pub(crate) fn digests<T: Into<f64>>(tensors: BTreeMap<String, Vec<T>>) -> BTreeMap<String, u64> {
+    tensors.into_iter().map(|(name, values)| (name, digest(values))).collect()
+}
+
+/// How often a collective was called, and with how many bytes in all; `3 calls, 120 bytes` on record.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub(crate) struct Calls {
+    pub(crate) calls: u64,
+    pub(crate) bytes: u64,
+}
+
+impl fmt::Display for Calls {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{} calls, {} bytes", self.calls, self.bytes)
+    }
+}
+
+impl From<Calls> for String {
+    fn from(calls: Calls) -> Self {
+        calls.to_string()
+    }
+}
+
+impl TryFrom<String> for Calls {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let parse = || {
+            let (calls, bytes) = text.strip_suffix(" bytes")?.split_once(" calls, ")?;
+            Some(Self { calls: calls.parse().ok()?, bytes: bytes.parse().ok()? })
+        };
+        parse().ok_or_else(|| format!("`{text}` is not like `3 calls, 120 bytes`"))
+    }
+}
+
+/// What was communicated, by phase of the training and `group collective`.
+pub(crate) type Tally = BTreeMap<String, BTreeMap<String, Calls>>;
+
+/// Adds what was counted to a phase's tally, and counts anew.
+pub(crate) fn count(tally: &mut Tally, phase: &str, counter: &Counter) {
+    let of_phase = tally.entry(phase.to_owned()).or_default();
+    for ((group, collective), record) in counter.snapshot() {
+        let calls = of_phase.entry(format!("{group} {collective}")).or_default();
+        calls.calls += record.calls;
+        calls.bytes += record.bytes;
+    }
+    counter.reset();
+}
+
+/// What came of a case on one rank, or, with the tallies of all ranks, on all.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct Outcome {
+    /// Numbers by step: losses, norms, and what else a run tells.
+    pub(crate) numbers: BTreeMap<String, Vec<f64>>,
+    /// Digests of tensors by kind (weights, averages) and name.
+    pub(crate) tensors: BTreeMap<String, BTreeMap<String, u64>>,
+    /// By rank.
+    pub(crate) tallies: Vec<Tally>,
+}
+
+impl Outcome {
+    /// Of the ranks' outcomes, which must be equal but for what they communicated.
+    pub(crate) fn of_ranks(what: &str, mut ranks: Vec<Self>) -> Self {
+        let tallies = ranks.iter_mut().flat_map(|rank| std::mem::take(&mut rank.tallies)).collect();
+        let first = ranks.swap_remove(0);
+        assert!(ranks.iter().all(|rank| *rank == first), "{what}: ranks differ");
+        Self { tallies, ..first }
+    }
+}
