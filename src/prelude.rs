@@ -1,4 +1,40 @@
 //! What a training program usually imports: `use fulgurite::prelude::*;`.
+//!
+//! It goes together with candle's trait `Module`, however that is imported:
+//!
+//! ```
+//! mod by_name {
+//!     use candle_core::Module; // from here on `Module` is candle's
+//!     use fulgurite::prelude::*;
+//!
+//!     pub fn both(ours: &Linear, theirs: &candle_nn::Linear, x: &Tensor) -> Result<Tensor> {
+//!         ours.forward(&theirs.forward(x)?)
+//!     }
+//! }
+//!
+//! mod for_its_method {
+//!     use candle_nn::Module as _;
+//!     use fulgurite::prelude::*;
+//!
+//!     pub struct Block(candle_nn::Linear, Unit<Linear>);
+//!
+//!     impl Module for Block {
+//!         fn forward(&self, x: &Tensor) -> Result<Tensor> {
+//!             self.1.forward(&self.0.forward(x)?)
+//!         }
+//!     }
+//! }
+//!
+//! mod with_all {
+//!     use candle_nn::*;
+//!     use fulgurite::prelude::*;
+//!
+//!     pub fn both(ours: &GeluMlp, theirs: &Conv1d, x: &Tensor) -> Result<Tensor> {
+//!         ours.forward(&theirs.forward(x)?)
+//!     }
+//! }
+//! # fn main() {}
+//! ```
 
 pub use candle_core::{DType, Device, Tensor};
 pub use fulgurite_core::autograd::no_grad;
@@ -6,8 +42,10 @@ pub use fulgurite_core::data::{DataContext, DataModule, Split, TokenBatch};
 pub use fulgurite_core::fabric::{Fabric, FabricOptimizer};
 pub use fulgurite_core::mesh::DeviceMesh;
 pub use fulgurite_core::module::{
-    ForwardScope, FullyShard, Module, ModuleBuilder, ModuleTree, Unit,
+    CandleModule, ForwardScope, FullyShard, Module, ModuleBuilder, ModuleTree, Unit,
 };
+// Also without its name, which a program may give to candle's trait.
+pub use fulgurite_core::module::Module as _;
 pub use fulgurite_core::nn::{
     AttentionConfig, CausalSelfAttention, CrossEntropy, Dropout, Embedding, GeluMlp, LayerNorm,
     Linear, Loss, RmsNorm, Rope, SwiGluMlp, cross_entropy, linear_cross_entropy, residual,

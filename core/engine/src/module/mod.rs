@@ -21,6 +21,6 @@ pub use activation_offload::ActivationOffload;
 pub use builder::{ModuleBuilder, ModuleInit};
 pub use forward::{ForwardScope, ForwardScopeGuard};
 pub use fully_shard::{FullyShard, layers_or_names};
-pub use layer::Module;
+pub use layer::{CandleModule, Module};
 pub use tree::{ModuleInfo, ModuleTree, glob_match};
 pub use unit::{Unit, UnitHandle, UnitHooks};
