@@ -21,7 +21,7 @@
 //!
 //! impl LightningModule for Net {
 //!     type Config = NetConfig;
-//!     type Batch = TokenBatch;
+//!     type Data = TextData;
 //!
 //!     fn configure_model(cfg: &NetConfig, b: &ModuleBuilder) -> Result<Self> { // allocates nothing
 //!         let block = |i| b.unit(&format!("blocks.{i}"), |b| GeluMlp::new(b, cfg.dim, 4 * cfg.dim));
@@ -41,8 +41,10 @@
 //!     }
 //! }
 //!
+//! impl Hooks<TextData> for Net {} // none
+//!
 //! fn main() -> std::process::ExitCode {
-//!     fulgurite::cli::<Net, TextData>() // fit, validate, --config, --set, …
+//!     fulgurite::cli::<Net>() // fit, validate, --config, --set, …
 //! }
 //! ```
 //!

@@ -59,6 +59,8 @@ pub use fulgurite_core::parameter::{Init, Parameter};
 pub use fulgurite_core::plan;
 pub use fulgurite_core::random::{Purpose, Stream};
 pub use fulgurite_core::strategy::{ParallelizeFn, Strategy, StrategyConfig};
-pub use fulgurite_core::trainer::{Callback, HookContext, LightningModule, StepContext, Trainer};
+pub use fulgurite_core::trainer::{
+    Callback, HookContext, Hooks, LightningModule, StepContext, Trainer,
+};
 pub use fulgurite_core::{Error, Result};
 pub use fulgurite_data::TextData;

@@ -22,7 +22,7 @@ struct LineConfig {
 
 impl LightningModule for Line {
     type Config = LineConfig;
-    type Batch = Tensor;
+    type Data = Numbers;
 
     fn configure_model(_: &LineConfig, b: &ModuleBuilder) -> Result<Self> {
         Ok(Self(Linear::new(&b.pp("line"), 1, 1)?))
@@ -36,6 +36,8 @@ impl LightningModule for Line {
         Ok(Loss::new(self.0.forward(x)?.sqr()?.sum_all()?, x.dim(0)? as f64))
     }
 }
+
+impl Hooks<Numbers> for Line {}
 
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -76,7 +78,7 @@ fn loss(from: &Path, scratch: &Path) -> Result<f64> {
     ];
     let layers = sets.iter().try_fold(ConfigLayers::new(), |layers, set| layers.set(set))?;
     let run = RunConfig::<LineConfig, NoKeys>::from_layers(layers)?;
-    Trainer::default().validate::<Line, Numbers>(&run)
+    Trainer::default().validate::<Line>(&run)
 }
 
 #[test]

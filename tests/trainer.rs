@@ -19,26 +19,66 @@ struct DoubleConfig {}
 
 impl LightningModule for Double {
     type Config = DoubleConfig;
-    type Batch = (Tensor, Tensor);
+    type Data = Numbers;
 
     fn configure_model(_: &DoubleConfig, b: &ModuleBuilder) -> Result<Self> {
         Ok(Self(Linear::new(&b.pp("double"), 1, 1)?))
     }
 
-    fn training_step(&mut self, (x, y): &Self::Batch, ctx: &mut StepContext) -> Result<Loss> {
+    fn training_step(&mut self, (x, y): &(Tensor, Tensor), ctx: &mut StepContext) -> Result<Loss> {
         let error = (self.0.forward(x)? - y)?;
         ctx.log("samples", x.dim(0)? as f64);
         Ok(Loss::new(error.sqr()?.sum_all()?, x.dim(0)? as f64))
     }
+}
 
-    fn on_train_start(&mut self, ctx: &mut HookContext) -> Result<()> {
-        ctx.data::<Numbers>().expect("the data module").0.lock().unwrap().push("module".into());
-        Ok(())
+/// Notes each hook with its data module.
+impl Hooks<Numbers> for Double {
+    fn on_fit_start(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
+        ctx.data().note("fit_start")
+    }
+    fn on_train_start(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
+        ctx.data().note("train_start")
+    }
+    fn on_train_epoch_start(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
+        ctx.data().note("epoch_start")
+    }
+    fn on_before_optimizer_step(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
+        ctx.data().note("before_optimizer_step")
+    }
+    fn on_train_step_end(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
+        ctx.data().note("step_end")
+    }
+    fn on_train_epoch_end(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
+        ctx.data().note("epoch_end")
+    }
+    fn on_validation_start(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
+        ctx.data().note("validation_start")
+    }
+    fn on_validation_end(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
+        ctx.data().note("validation_end")
+    }
+    fn on_save_checkpoint(&mut self, path: &Path, ctx: &mut HookContext<Numbers>) -> Result<()> {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        ctx.data().note(&format!("save {name}"))
+    }
+    fn on_train_end(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
+        ctx.data().note("train_end")
+    }
+    fn on_fit_end(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
+        ctx.data().note("fit_end")
     }
 }
 
-/// The numbers 0 to 19 for training, 3 more for validation; it also keeps what callbacks note.
+/// The numbers 0 to 19 for training, 3 more for validation; it also keeps what hooks note.
 struct Numbers(Notes);
+
+impl Numbers {
+    fn note(&self, hook: &str) -> Result<()> {
+        self.0.lock().unwrap().push(format!("  module: {hook}"));
+        Ok(())
+    }
+}
 
 type Notes = Arc<Mutex<Vec<String>>>;
 
@@ -85,7 +125,7 @@ impl DataModule for Numbers {
     }
 }
 
-/// Notes every hook; asks to stop after a step.
+/// Notes each hook with how far the run is; asks to stop after a step.
 struct Recorder {
     notes: Notes,
     stop_after: Option<u64>,
@@ -98,7 +138,9 @@ impl Recorder {
     }
 }
 
-impl Callback for Recorder {
+impl Callback for Recorder {}
+
+impl Hooks for Recorder {
     fn on_fit_start(&mut self, ctx: &mut HookContext) -> Result<()> {
         self.note("fit_start", ctx)
     }
@@ -164,7 +206,7 @@ fn fit(overrides: &[&str], stop_after: Option<u64>) -> (Vec<String>, Vec<Event>)
     Trainer::default()
         .with_callback(Box::new(Recorder { notes: notes.clone(), stop_after }))
         .with_sink(Box::new(events.clone()))
-        .fit::<Double, Numbers>(&run)
+        .fit::<Double>(&run)
         .unwrap();
     let notes = notes.lock().unwrap().clone();
     let events = events.0.lock().unwrap().clone();
@@ -193,28 +235,49 @@ fn hooks_come_in_order() {
         fit(&["trainer.max_epochs=2", "data.batch_size=10", "checkpoint.every_n_steps=3"], None);
     insta::assert_snapshot!(notes.join("\n"), @"
     fit_start 0/0
+      module: fit_start
     train_start 0/0
-    module
+      module: train_start
     epoch_start 0/0
+      module: epoch_start
     before_optimizer_step 0/0
+      module: before_optimizer_step
     step_end 1/0
+      module: step_end
     before_optimizer_step 1/0
+      module: before_optimizer_step
     step_end 2/0
+      module: step_end
     validation_start 2/0
+      module: validation_start
     validation_end 2/0
+      module: validation_end
     epoch_end 2/0
+      module: epoch_end
     epoch_start 2/1
+      module: epoch_start
     before_optimizer_step 2/1
+      module: before_optimizer_step
     step_end 3/1
+      module: step_end
     save step-00000003 3/1
+      module: save step-00000003
     before_optimizer_step 3/1
+      module: before_optimizer_step
     step_end 4/1
+      module: step_end
     validation_start 4/1
+      module: validation_start
     validation_end 4/1
+      module: validation_end
     epoch_end 4/1
+      module: epoch_end
     save step-00000004 4/1
+      module: save step-00000004
     train_end 4/1
+      module: train_end
     fit_end 4/1
+      module: fit_end
     ");
 }
 
@@ -297,4 +360,15 @@ fn steps_tell_what_happened() {
     assert_eq!(*steps, 4);
     assert_eq!(first_loss, train_loss);
     assert!(last_loss < first_loss);
+}
+
+#[test]
+fn a_trainer_that_is_alone_refuses_to_train_for_several() {
+    let refusal = |set: &str| {
+        let layers = ConfigLayers::new().set(set).unwrap();
+        let run = RunConfig::<DoubleConfig, NumbersConfig>::from_layers(layers).unwrap();
+        Trainer::default().fit::<Double>(&run).unwrap_err().to_string()
+    };
+    insta::assert_snapshot!(refusal("trainer.devices=2"), @"`trainer.devices` = 2: `Trainer::default()` trains in this process alone. Start the ranks with `let connection = run.trainer.connect()?;`, and train with `Trainer::new(connection.world.clone())`");
+    insta::assert_snapshot!(refusal("trainer.num_nodes=3"), @"`trainer.num_nodes` = 3: `Trainer::default()` trains in this process alone. Start the ranks with `let connection = run.trainer.connect()?;`, and train with `Trainer::new(connection.world.clone())`");
 }

@@ -12,7 +12,6 @@ mod hugging_face;
 mod llama;
 mod sample;
 
-use std::any::Any;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -25,16 +24,15 @@ struct LitLlama(Llama);
 
 impl LightningModule for LitLlama {
     type Config = LlamaConfig;
-    type Batch = TokenBatch;
+    type Data = TextData;
 
-    fn configure_from_data(config: &mut LlamaConfig, data: &dyn Any) -> Result<()> {
+    fn configure_from_data(config: &mut LlamaConfig, data: &TextData) -> Result<()> {
         if let Some(directory) = config.from_pretrained.clone() {
             hugging_face::read_config(config, &directory)?;
         }
         if config.vocab_size.is_none() {
             // Rows that no token uses let tensor-parallel ranks share the vocabulary evenly.
-            let known = data.downcast_ref::<TextData>().and_then(TextData::vocab_size);
-            config.vocab_size = known.map(|tokens| tokens.next_multiple_of(8));
+            config.vocab_size = data.vocab_size().map(|tokens| tokens.next_multiple_of(8));
         }
         Ok(())
     }
@@ -50,8 +48,10 @@ impl LightningModule for LitLlama {
     fn training_step(&mut self, batch: &TokenBatch, _: &mut StepContext) -> Result<Loss> {
         self.0.loss(&batch.inputs, &batch.targets)
     }
+}
 
-    fn on_fit_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+impl Hooks<TextData> for LitLlama {
+    fn on_fit_end(&mut self, ctx: &mut HookContext<TextData>) -> Result<()> {
         if let Some(text) = sample::continuation(&self.0, ctx)? {
             ctx.print(text);
         }
@@ -63,5 +63,5 @@ fn main() -> ExitCode {
     Cli::new("pretrain", "Pretrains a Llama-style language model on text")
         .with_defaults(include_str!("pretrain.toml"))
         .with_default("data.path", env!("CARGO_MANIFEST_DIR"))
-        .run::<LitLlama, TextData>()
+        .run::<LitLlama>()
 }

@@ -10,8 +10,8 @@ const TEMPERATURE: f64 = 0.7;
 
 /// A piece of the data and how the model goes on from it; `None` for data without a tokenizer. All
 /// ranks take part, for a forward gathers parameters, and all draw the same tokens.
-pub fn continuation(model: &Llama, ctx: &HookContext) -> Result<Option<String>> {
-    let Some(data) = ctx.data::<TextData>() else { return Ok(None) };
+pub fn continuation(model: &Llama, ctx: &HookContext<TextData>) -> Result<Option<String>> {
+    let data = ctx.data();
     let Some(tokenizer) = data.tokenizer() else { return Ok(None) };
     let split = if data.len(Split::Validation) > 0 { Split::Validation } else { Split::Train };
     let device = Device::Cpu;

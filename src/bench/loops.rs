@@ -93,7 +93,7 @@ impl Job<'_> {
         let clock = Clock::default();
         let ends = clock.0.clone();
         let trainer = Trainer::new(world).with_callback(Box::new(clock));
-        let outcome = trainer.fit::<Net, Tokens>(&self.config()?)?;
+        let outcome = trainer.fit::<Net>(&self.config()?)?;
         let ends = std::mem::take(&mut *ends.lock().unwrap_or_else(PoisonError::into_inner));
         Ok((ends, outcome.last_loss))
     }
@@ -160,7 +160,9 @@ impl Job<'_> {
 #[derive(Default)]
 struct Clock(Arc<Mutex<Vec<Instant>>>);
 
-impl Callback for Clock {
+impl Callback for Clock {}
+
+impl Hooks for Clock {
     fn on_train_step_end(&mut self, _: &mut HookContext) -> Result<()> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(Instant::now());
         Ok(())

@@ -96,7 +96,7 @@ impl Net {
 
 impl LightningModule for Net {
     type Config = SubjectConfig;
-    type Batch = (Tensor, Tensor);
+    type Data = Tokens;
 
     fn configure_model(config: &SubjectConfig, b: &ModuleBuilder) -> Result<Self> {
         Self::new(b, config.subject)
@@ -106,6 +106,8 @@ impl LightningModule for Net {
         self.loss(batch)
     }
 }
+
+impl Hooks<Tokens> for Net {}
 
 /// Random tokens, without end.
 pub(super) struct Tokens {

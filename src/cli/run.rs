@@ -8,8 +8,7 @@ use fulgurite_core::config::{to_table, to_toml};
 use fulgurite_core::data::DataModule;
 use fulgurite_core::fabric::Connection;
 use fulgurite_core::launch::{interruption, report_and_exit_code};
-use fulgurite_core::run::RunConfig;
-use fulgurite_core::trainer::{LightningModule, Trainer};
+use fulgurite_core::trainer::{LightningModule, RunConfigOf, Trainer};
 use fulgurite_core::{Error, Result};
 use fulgurite_loggers::{JsonLines, ProgressBar};
 use toml::Table;
@@ -17,33 +16,31 @@ use toml::Table;
 use super::args::{self, Action, CliRequest, Output, Program};
 use super::print;
 
-/// The command line of a training program for module `M` on data `D`: `fit`, `validate`,
-/// `--config`, `--set`, `--print-config`, `--output`. The whole of a program's `main`:
+/// The command line of a training program for module `M` on its data: `fit`, `validate`, `--config`,
+/// `--set`, `--print-config`, `--output`. The whole of a program's `main`:
 ///
 /// ```no_run
 /// # mod my { use fulgurite::prelude::*;
 /// #     pub struct Net;
 /// #     impl LightningModule for Net {
 /// #         type Config = toml::Table;
-/// #         type Batch = TokenBatch;
+/// #         type Data = TextData;
 /// #         fn configure_model(_: &toml::Table, _: &ModuleBuilder) -> Result<Self> { Ok(Net) }
 /// #         fn training_step(&mut self, _: &TokenBatch, _: &mut StepContext) -> Result<Loss> {
 /// #             Err(Error::other("nothing to do"))
 /// #         }
-/// #     } }
+/// #     }
+/// #     impl Hooks<TextData> for Net {}
+/// # }
 /// # use my::Net;
 /// use fulgurite::prelude::*;
 ///
 /// fn main() -> std::process::ExitCode {
-///     fulgurite::cli::<Net, TextData>()
+///     fulgurite::cli::<Net>()
 /// }
 /// ```
-pub fn cli<M, D>() -> ExitCode
-where
-    M: LightningModule<Batch = D::Batch>,
-    D: DataModule,
-{
-    Cli::new(program_name(), "Trains and validates a model").run::<M, D>()
+pub fn cli<M: LightningModule>() -> ExitCode {
+    Cli::new(program_name(), "Trains and validates a model").run::<M>()
 }
 
 /// A training program's command line, with a name and defaults of its own; [`cli`] is the short
@@ -95,16 +92,15 @@ impl Cli {
 
     /// Parses the command line and does what it says. Collective between the ranks that are
     /// launched from here.
-    pub fn run<M, D>(mut self) -> ExitCode
-    where
-        M: LightningModule<Batch = D::Batch>,
-        D: DataModule,
-    {
-        if let Err(error) = describe::<M::Config, D::Config>(&mut self.program) {
+    pub fn run<M: LightningModule>(mut self) -> ExitCode {
+        if let Err(error) = describe::<M>(&mut self.program) {
             return report_and_exit_code(Err(error));
         }
         let request = match args::parse(&self.program, std::env::args_os()) {
-            Ok(request) => request,
+            Ok(CliCommand::Run(request)) => request,
+            Ok(CliCommand::Plugins(command)) => {
+                return report_and_exit_code(plugins::run(&command));
+            }
             Err(error) => error.exit(),
         };
         log_to_stderr();
@@ -112,7 +108,7 @@ impl Cli {
         let worker = std::thread::Builder::new()
             .name("main".to_owned())
             .stack_size(STACK_BYTES)
-            .spawn(move || report_and_exit_code(execute::<M, D>(&request, self.defaults)));
+            .spawn(move || report_and_exit_code(execute::<M>(&request, self.defaults)));
         match worker.map(std::thread::JoinHandle::join) {
             Ok(Ok(code)) => code,
             // The panic has been reported by the hook.
@@ -128,22 +124,15 @@ impl Cli {
 const STACK_BYTES: usize = 256 << 20;
 
 /// Adds the model's and the data's keys to the help.
-fn describe<M, D>(program: &mut Program) -> Result<()>
-where
-    M: serde::Serialize + Default,
-    D: serde::Serialize + Default,
-{
-    program.sections.push(Section::undocumented("model", &M::default())?);
-    program.sections.push(Section::undocumented("data", &D::default())?);
+fn describe<M: LightningModule>(program: &mut Program) -> Result<()> {
+    let (model, data) = (M::Config::default(), <M::Data as DataModule>::Config::default());
+    program.sections.push(Section::undocumented("model", &model)?);
+    program.sections.push(Section::undocumented("data", &data)?);
     Ok(())
 }
 
-fn execute<M, D>(request: &CliRequest, defaults: Result<Table>) -> Result<()>
-where
-    M: LightningModule<Batch = D::Batch>,
-    D: DataModule,
-{
-    let run: RunConfig<M::Config, D::Config> = request.run_config(defaults?)?;
+fn execute<M: LightningModule>(request: &CliRequest, defaults: Result<Table>) -> Result<()> {
+    let run: RunConfigOf<M> = request.run_config(defaults?)?;
     if request.print_config {
         return print(&to_toml(&to_table(&run)?)?);
     }
@@ -164,8 +153,8 @@ where
         }
     }
     match request.action {
-        Action::Fit => trainer.fit::<M, D>(&run).map(drop),
-        Action::Validate => trainer.validate::<M, D>(&run).map(drop),
+        Action::Fit => trainer.fit::<M>(&run).map(drop),
+        Action::Validate => trainer.validate::<M>(&run).map(drop),
     }
 }
 

@@ -27,16 +27,22 @@ struct NoKeys {}
 
 impl LightningModule for Lit {
     type Config = NoKeys;
-    type Batch = (Tensor, Tensor);
+    type Data = Samples;
 
     fn configure_model(_: &NoKeys, b: &ModuleBuilder) -> Result<Self> {
         Ok(Self(Transformer::new(b)?))
     }
 
-    fn training_step(&mut self, (ids, targets): &Self::Batch, _: &mut StepContext) -> Result<Loss> {
+    fn training_step(
+        &mut self,
+        (ids, targets): &(Tensor, Tensor),
+        _: &mut StepContext,
+    ) -> Result<Loss> {
         cross_entropy(&self.0.forward(ids)?, targets)
     }
 }
+
+impl Hooks<Samples> for Lit {}
 
 /// Samples of the tests' support, shuffled.
 struct Samples;
@@ -98,7 +104,9 @@ impl Counted {
     }
 }
 
-impl Callback for Counted {
+impl Callback for Counted {}
+
+impl Hooks for Counted {
     fn on_train_start(&mut self, _: &mut HookContext) -> Result<()> {
         self.count("setup")
     }
@@ -145,7 +153,7 @@ fn fit(ranks: usize, dir: &Path, keys: &[&str]) -> Result<(Vec<Event>, Vec<Tally
         Trainer::new(world)
             .with_callback(Box::new(Counted { counter, tally: tally.clone() }))
             .with_sink(Box::new(events.clone()))
-            .fit::<Lit, Samples>(&run)?;
+            .fit::<Lit>(&run)?;
         Ok(std::mem::take(&mut *tally.lock().expect("no panic while counting")))
     })?;
     let events = std::mem::take(&mut *events.0.lock().expect("no panic while an event is noted"));

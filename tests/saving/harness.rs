@@ -25,18 +25,20 @@ struct NoKeys {}
 
 impl LightningModule for Double {
     type Config = NoKeys;
-    type Batch = (Tensor, Tensor);
+    type Data = Numbers;
 
     fn configure_model(_: &NoKeys, b: &ModuleBuilder) -> Result<Self> {
         Ok(Self(Linear::new(&b.pp("double"), 1, 1)?))
     }
 
-    fn training_step(&mut self, (x, y): &Self::Batch, ctx: &mut StepContext) -> Result<Loss> {
+    fn training_step(&mut self, (x, y): &(Tensor, Tensor), ctx: &mut StepContext) -> Result<Loss> {
         ctx.log("first", x.flatten_all()?.to_vec1::<f32>()?[0].into());
         let error = (self.0.forward(x)? - y)?;
         Ok(Loss::new(error.sqr()?.sum_all()?, x.dim(0)? as f64))
     }
 }
+
+impl Hooks<Numbers> for Double {}
 
 /// The numbers 0 to 19 for training, 7 more for validation, by threes and shuffled.
 struct Numbers;
@@ -104,6 +106,9 @@ impl Callback for Counter {
         self.0 = serde_json::from_value(state).map_err(Error::other)?;
         Ok(())
     }
+}
+
+impl Hooks for Counter {
     fn on_train_epoch_start(&mut self, _: &mut HookContext) -> Result<()> {
         self.count("epoch start")
     }
@@ -173,7 +178,7 @@ impl Scratch {
             .with_callback(Box::new(Counter::default()))
             .with_sink(Box::new(events.clone()))
             .with_interrupt(interrupted)
-            .fit::<Double, Numbers>(&run);
+            .fit::<Double>(&run);
         let events = events.0.lock().unwrap().clone();
         (events, result.map(drop))
     }
@@ -186,7 +191,7 @@ impl Scratch {
 
     /// Validates, and returns the loss.
     pub(crate) fn validate(&self, overrides: &[&str]) -> Result<f64> {
-        Trainer::default().validate::<Double, Numbers>(&self.run_config(overrides))
+        Trainer::default().validate::<Double>(&self.run_config(overrides))
     }
 
     pub(crate) fn kept(&self) -> Vec<String> {

@@ -30,7 +30,7 @@ const VOCAB: usize = 257;
 
 impl LightningModule for Net {
     type Config = NetConfig;
-    type Batch = TokenBatch;
+    type Data = TextData;
 
     fn configure_model(cfg: &NetConfig, b: &ModuleBuilder) -> Result<Self> {
         let block = |i| b.unit(&format!("blocks.{i}"), |b| GeluMlp::new(b, cfg.dim, 4 * cfg.dim));
@@ -50,6 +50,8 @@ impl LightningModule for Net {
     }
 }
 
+impl Hooks<TextData> for Net {} // none
+
 fn main() -> ExitCode {
-    fulgurite::cli::<Net, TextData>()
+    fulgurite::cli::<Net>()
 }

@@ -21,7 +21,7 @@ impl Suite<'_> {
             (mesh.rank(), mesh.layout().world_size()) == (self.world.rank(), self.world.size()),
             "the mesh is not over the ranks that setup_environment() was given",
         )?;
-        let share = fabric.strategy().distributed_sampler_kwargs()?;
+        let share = fabric.strategy().sampler_share()?;
         let SamplerShare { num_replicas, rank } = share;
         let all = all_gather_object(&**self.world, &(num_replicas, rank))?;
         self.ensure(

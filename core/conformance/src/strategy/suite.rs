@@ -217,7 +217,7 @@ impl Suite<'_> {
         let mut fabric = self.fabric()?;
         let variant = Variant { unused: true, ..Variant::default() };
         let model = fabric.setup_module(|b| Probe::new(b, variant))?;
-        let share = fabric.strategy().distributed_sampler_kwargs()?;
+        let share = fabric.strategy().sampler_share()?;
         self.backward(&fabric, &model, share)?;
         let names = match fabric.strategy().audit_gradients(UnusedParameters::Error) {
             Err(Error::UnusedParameters { names }) => names,

@@ -305,7 +305,7 @@ pub trait Strategy: Send {
 
     /// Which part of the data this rank sees: its place along `data_parallel`. Ranks that differ
     /// only in tensor or context parallel see the same samples.
-    fn distributed_sampler_kwargs(&self) -> Result<SamplerShare> {
+    fn sampler_share(&self) -> Result<SamplerShare> {
         let group = self.device_mesh()?.group(DATA_PARALLEL)?;
         Ok(SamplerShare { num_replicas: group.size(), rank: group.rank() })
     }

@@ -1,18 +1,40 @@
 //! Behaviour that is added to a run without touching the module.
 
-use super::HookContext;
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::hooks::Hook;
+use super::runner::ModuleRunner;
+use super::{HookContext, Hooks};
 use crate::Result;
 
-/// Hooks around a run (Lightning's `Callback`). Every rank calls every hook, callbacks before the
-/// module's hook of the same name, in the order they were added.
+/// [`Hooks`] that are added to a run from outside of the module (Lightning's `Callback`), and what a
+/// checkpoint keeps of them.
 ///
-/// Order in `fit`: `on_fit_start`, `on_train_start`, then for each epoch `on_train_epoch_start`, its
-/// steps (`on_before_optimizer_step`, `on_train_step_end`, and `on_validation_start`,
-/// `on_validation_end` when due) and `on_train_epoch_end`, and last `on_train_end`, `on_fit_end`.
+/// ```
+/// use fulgurite_core::Result;
+/// use fulgurite_core::trainer::{Callback, HookContext, Hooks, Trainer};
+///
+/// /// Ends a run whose loss is low enough.
+/// struct StopBelow(f64);
+///
+/// impl Hooks for StopBelow {
+///     fn on_train_step_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+///         if ctx.metrics["train_loss"] < self.0 {
+///             ctx.stop();
+///         }
+///         Ok(())
+///     }
+/// }
+/// impl Callback for StopBelow {}
+///
+/// let trainer = Trainer::default().with_callback(Box::new(StopBelow(0.1)));
+/// ```
 ///
 /// A run that resumes within an epoch does not start it again: what a callback needs to know of an
 /// epoch's beginning belongs to its [`state`](Callback::state).
-pub trait Callback: Send {
+pub trait Callback: Hooks + Send {
     /// What the callback's state is saved under. Of several callbacks with the same key, the first
     /// added gets the first state, and so on.
     fn state_key(&self) -> String {
@@ -34,71 +56,94 @@ pub trait Callback: Send {
         let _ = state;
         Ok(())
     }
+}
 
-    /// Once, when the model is set up.
-    fn on_fit_start(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
+/// What a checkpoint keeps of a callback.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct CallbackState {
+    key: String,
+    state: serde_json::Value,
+}
+
+/// How far a run is when a hook is called.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Progress {
+    pub(super) step: u64,
+    pub(super) epoch: u64,
+}
+
+/// The callbacks of a run, and whether a hook has asked it to stop.
+pub(super) struct Callbacks {
+    callbacks: Vec<Box<dyn Callback>>,
+    rank: usize,
+    world_size: usize,
+    seed: u64,
+    print: fn(&str),
+    stop: bool,
+}
+
+impl Callbacks {
+    pub(super) fn new(
+        callbacks: Vec<Box<dyn Callback>>,
+        (rank, world_size): (usize, usize),
+        seed: u64,
+        print: fn(&str),
+    ) -> Self {
+        Self { callbacks, rank, world_size, seed, print, stop: false }
+    }
+
+    /// What a checkpoint keeps of the callbacks.
+    pub(super) fn states(&self) -> Vec<CallbackState> {
+        let states = self.callbacks.iter().filter_map(|callback| {
+            Some(CallbackState { key: callback.state_key(), state: callback.state()? })
+        });
+        states.collect()
+    }
+
+    /// Gives callbacks what a checkpoint has kept of them.
+    pub(super) fn load_states(&mut self, mut states: Vec<CallbackState>) -> Result<()> {
+        for callback in &mut self.callbacks {
+            let key = callback.state_key();
+            if let Some(index) = states.iter().position(|state| state.key == key) {
+                callback.load_state(states.remove(index).state)?;
+            }
+        }
+        for CallbackState { key, .. } in states.iter().filter(|_| self.rank == 0) {
+            tracing::warn!("the checkpoint has a state of a callback that this run lacks: `{key}`");
+        }
         Ok(())
     }
 
-    /// Before the first step.
-    fn on_train_start(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
+    /// Whether a hook on this rank has asked to stop.
+    pub(super) fn stop_requested(&self) -> bool {
+        self.stop
     }
 
-    /// Before the first step of each epoch.
-    fn on_train_epoch_start(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-
-    /// When gradients are complete, reduced and checked, before the optimizer uses them.
-    fn on_before_optimizer_step(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-
-    /// After each optimizer step.
-    fn on_train_step_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-
-    /// After the last step of each epoch.
-    fn on_train_epoch_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-
-    /// Before a validation.
-    fn on_validation_start(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-
-    /// After a validation.
-    fn on_validation_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-
-    /// After a checkpoint was committed at `path`; with `checkpoint.async_save` some steps after the
-    /// one whose result it holds.
-    fn on_save_checkpoint(&mut self, path: &std::path::Path, ctx: &mut HookContext) -> Result<()> {
-        let _ = (path, ctx);
-        Ok(())
-    }
-
-    /// After the last step.
-    fn on_train_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-
-    /// At the very end, when everything is saved.
-    fn on_fit_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
+    /// Calls a hook of every callback, then the module's.
+    pub(super) fn call(
+        &mut self,
+        hook: Hook,
+        module: &mut dyn ModuleRunner,
+        progress: Progress,
+        metrics: &BTreeMap<String, f64>,
+    ) -> Result<()> {
+        let mut printed = Vec::new();
+        let mut ctx = HookContext {
+            step: progress.step,
+            epoch: progress.epoch,
+            rank: self.rank,
+            world_size: self.world_size,
+            seed: self.seed,
+            metrics,
+            data: &(),
+            stop: &mut self.stop,
+            printed: &mut printed,
+        };
+        let callbacks = self.callbacks.iter_mut();
+        let result = { callbacks }
+            .try_for_each(|callback| hook.call(&mut **callback, &mut ctx))
+            .and_then(|()| module.call_hook(hook, &mut ctx));
+        printed.iter().for_each(|text| (self.print)(text));
+        result
     }
 }

@@ -1,6 +1,5 @@
 //! What hooks and steps are told.
 
-use std::any::Any;
 use std::collections::BTreeMap;
 
 /// What a step knows of the run, and where it leaves metrics.
@@ -40,8 +39,8 @@ impl StepContext {
     }
 }
 
-/// What a hook knows of the run.
-pub struct HookContext<'a> {
+/// What a hook knows of the run; `D` is the type of the data module that it sees.
+pub struct HookContext<'a, D: ?Sized = ()> {
     /// Optimizer steps done.
     pub step: u64,
     /// The epoch of the step that is being or was last computed, counted from 0.
@@ -54,15 +53,30 @@ pub struct HookContext<'a> {
     pub seed: u64,
     /// The latest metrics: `train_loss`, `grad_norm`, `lr`, `val_loss` and what steps logged.
     pub metrics: &'a BTreeMap<String, f64>,
-    pub(super) data: &'a dyn Any,
+    pub(super) data: &'a D,
     pub(super) stop: &'a mut bool,
     pub(super) printed: &'a mut Vec<String>,
 }
 
-impl<'a> HookContext<'a> {
-    /// The data module, if it is a `D`.
-    pub fn data<D: Any>(&self) -> Option<&'a D> {
-        self.data.downcast_ref()
+impl<'a, D: ?Sized> HookContext<'a, D> {
+    /// The run's data module, in the hooks of a module. Callbacks work with any, and get `()`.
+    pub fn data(&self) -> &'a D {
+        self.data
+    }
+
+    /// The same context with another view of the data.
+    pub(super) fn with_data<'b, E: ?Sized>(&'b mut self, data: &'b E) -> HookContext<'b, E> {
+        HookContext {
+            step: self.step,
+            epoch: self.epoch,
+            rank: self.rank,
+            world_size: self.world_size,
+            seed: self.seed,
+            metrics: self.metrics,
+            data,
+            stop: self.stop,
+            printed: self.printed,
+        }
     }
 
     /// Whether this is rank 0.
@@ -70,7 +84,7 @@ impl<'a> HookContext<'a> {
         self.rank == 0
     }
 
-    /// Asks the trainer to stop after this step. One rank's wish is enough.
+    /// Asks the trainer to stop after this step. One rank that asks is enough.
     pub fn stop(&mut self) {
         *self.stop = true;
     }

@@ -1,17 +1,108 @@
-//! Calling hooks: callbacks first, then the module.
+//! The hooks of modules and callbacks, and the one place that calls them.
 
-use std::any::Any;
-use std::collections::BTreeMap;
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
-
-use super::{Callback, HookContext, LightningModule};
+use super::HookContext;
 use crate::Result;
 
-/// The moments at which hooks are called.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Hook {
+/// What is called around the steps of a run: on callbacks, and on the module itself. Every method has a
+/// default that does nothing.
+///
+/// `D` is what [`HookContext::data`] gives: the module's own data module for a
+/// [`LightningModule`](super::LightningModule), nothing for a [`Callback`](super::Callback).
+///
+/// The names are Lightning's, and so is the order in `fit`:
+///
+/// 1. [`on_fit_start`](Self::on_fit_start), [`on_train_start`](Self::on_train_start);
+/// 2. for each epoch [`on_train_epoch_start`](Self::on_train_epoch_start), its steps
+///    ([`on_before_optimizer_step`](Self::on_before_optimizer_step) and
+///    [`on_train_step_end`](Self::on_train_step_end)), and
+///    [`on_train_epoch_end`](Self::on_train_epoch_end);
+/// 3. [`on_train_end`](Self::on_train_end), [`on_fit_end`](Self::on_fit_end).
+///
+/// [`on_validation_start`](Self::on_validation_start) and [`on_validation_end`](Self::on_validation_end)
+/// come after the step that made a validation due, [`on_save_checkpoint`](Self::on_save_checkpoint) after
+/// each checkpoint. At each of these points every rank calls the callbacks' hooks, in the order in which
+/// the callbacks were added, and then the module's.
+///
+/// A run that resumes within an epoch does not start that epoch again.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` has no hooks for the data `{D}`",
+    note = "a module or callback without hooks says so in one line: `impl Hooks<{D}> for {Self} {{}}` \
+            (for a callback: `impl Hooks for {Self} {{}}`)"
+)]
+pub trait Hooks<D: ?Sized = ()> {
+    /// Once, when the model is set up.
+    fn on_fit_start(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// Before the first step.
+    fn on_train_start(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// Before the first step of each epoch.
+    fn on_train_epoch_start(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// When gradients are complete, reduced and checked, before the optimizer uses them.
+    fn on_before_optimizer_step(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// After each optimizer step.
+    fn on_train_step_end(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// After the last step of each epoch.
+    fn on_train_epoch_end(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// Before a validation.
+    fn on_validation_start(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// After a validation.
+    fn on_validation_end(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// After a checkpoint was committed at `path`. With `checkpoint.async_save` that is some steps after
+    /// the one whose result the checkpoint holds.
+    fn on_save_checkpoint(&mut self, path: &Path, ctx: &mut HookContext<D>) -> Result<()> {
+        let _ = (path, ctx);
+        Ok(())
+    }
+
+    /// After the last step.
+    fn on_train_end(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// At the very end, when everything is saved.
+    fn on_fit_end(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+}
+
+/// One of the hooks, to be called on whatever has [`Hooks`].
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Hook<'a> {
     FitStart,
     TrainStart,
     TrainEpochStart,
@@ -20,142 +111,29 @@ pub(super) enum Hook {
     TrainEpochEnd,
     ValidationStart,
     ValidationEnd,
+    SaveCheckpoint(&'a Path),
     TrainEnd,
     FitEnd,
 }
 
-/// Where in the run a hook is called.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Moment {
-    pub(super) step: u64,
-    pub(super) epoch: u64,
-}
-
-/// What a checkpoint keeps of a callback.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct CallbackState {
-    key: String,
-    state: serde_json::Value,
-}
-
-/// The callbacks of a run, and what hooks say back.
-pub(super) struct Hooks {
-    callbacks: Vec<Box<dyn Callback>>,
-    rank: usize,
-    world_size: usize,
-    seed: u64,
-    print: fn(&str),
-    stop: bool,
-}
-
-impl Hooks {
-    pub(super) fn new(
-        callbacks: Vec<Box<dyn Callback>>,
-        (rank, world_size): (usize, usize),
-        seed: u64,
-        print: fn(&str),
-    ) -> Self {
-        Self { callbacks, rank, world_size, seed, print, stop: false }
-    }
-
-    /// What a checkpoint keeps of the callbacks.
-    pub(super) fn states(&self) -> Vec<CallbackState> {
-        let states = self.callbacks.iter().filter_map(|callback| {
-            Some(CallbackState { key: callback.state_key(), state: callback.state()? })
-        });
-        states.collect()
-    }
-
-    /// Gives callbacks what a checkpoint has kept of them.
-    pub(super) fn load_states(&mut self, mut states: Vec<CallbackState>) -> Result<()> {
-        for callback in &mut self.callbacks {
-            let key = callback.state_key();
-            if let Some(place) = states.iter().position(|state| state.key == key) {
-                callback.load_state(states.remove(place).state)?;
-            }
+impl Hook<'_> {
+    pub(super) fn call<D: ?Sized>(
+        self,
+        hooks: &mut (impl Hooks<D> + ?Sized),
+        ctx: &mut HookContext<D>,
+    ) -> Result<()> {
+        match self {
+            Self::FitStart => hooks.on_fit_start(ctx),
+            Self::TrainStart => hooks.on_train_start(ctx),
+            Self::TrainEpochStart => hooks.on_train_epoch_start(ctx),
+            Self::BeforeOptimizerStep => hooks.on_before_optimizer_step(ctx),
+            Self::TrainStepEnd => hooks.on_train_step_end(ctx),
+            Self::TrainEpochEnd => hooks.on_train_epoch_end(ctx),
+            Self::ValidationStart => hooks.on_validation_start(ctx),
+            Self::ValidationEnd => hooks.on_validation_end(ctx),
+            Self::SaveCheckpoint(path) => hooks.on_save_checkpoint(path, ctx),
+            Self::TrainEnd => hooks.on_train_end(ctx),
+            Self::FitEnd => hooks.on_fit_end(ctx),
         }
-        for CallbackState { key, .. } in states.iter().filter(|_| self.rank == 0) {
-            tracing::warn!("the checkpoint has a state of a callback that this run lacks: `{key}`");
-        }
-        Ok(())
-    }
-
-    /// Whether a hook on this rank has asked to stop.
-    pub(super) fn stop_requested(&self) -> bool {
-        self.stop
-    }
-
-    pub(super) fn call<M: LightningModule>(
-        &mut self,
-        hook: Hook,
-        module: &mut M,
-        moment: Moment,
-        metrics: &BTreeMap<String, f64>,
-        data: &dyn Any,
-    ) -> Result<()> {
-        self.with_context(moment, metrics, data, |callbacks, ctx| {
-            for callback in callbacks {
-                match hook {
-                    Hook::FitStart => callback.on_fit_start(ctx),
-                    Hook::TrainStart => callback.on_train_start(ctx),
-                    Hook::TrainEpochStart => callback.on_train_epoch_start(ctx),
-                    Hook::BeforeOptimizerStep => callback.on_before_optimizer_step(ctx),
-                    Hook::TrainStepEnd => callback.on_train_step_end(ctx),
-                    Hook::TrainEpochEnd => callback.on_train_epoch_end(ctx),
-                    Hook::ValidationStart => callback.on_validation_start(ctx),
-                    Hook::ValidationEnd => callback.on_validation_end(ctx),
-                    Hook::TrainEnd => callback.on_train_end(ctx),
-                    Hook::FitEnd => callback.on_fit_end(ctx),
-                }?;
-            }
-            match hook {
-                Hook::FitStart => module.on_fit_start(ctx),
-                Hook::TrainStart => module.on_train_start(ctx),
-                Hook::TrainEpochStart => module.on_train_epoch_start(ctx),
-                Hook::BeforeOptimizerStep => module.on_before_optimizer_step(ctx),
-                Hook::TrainStepEnd => module.on_train_step_end(ctx),
-                Hook::TrainEpochEnd => module.on_train_epoch_end(ctx),
-                Hook::ValidationStart => module.on_validation_start(ctx),
-                Hook::ValidationEnd => module.on_validation_end(ctx),
-                Hook::TrainEnd => module.on_train_end(ctx),
-                Hook::FitEnd => module.on_fit_end(ctx),
-            }
-        })
-    }
-
-    pub(super) fn saved(
-        &mut self,
-        path: &Path,
-        moment: Moment,
-        metrics: &BTreeMap<String, f64>,
-        data: &dyn Any,
-    ) -> Result<()> {
-        self.with_context(moment, metrics, data, |callbacks, ctx| {
-            callbacks.iter_mut().try_for_each(|callback| callback.on_save_checkpoint(path, ctx))
-        })
-    }
-
-    fn with_context(
-        &mut self,
-        moment: Moment,
-        metrics: &BTreeMap<String, f64>,
-        data: &dyn Any,
-        f: impl FnOnce(&mut [Box<dyn Callback>], &mut HookContext) -> Result<()>,
-    ) -> Result<()> {
-        let mut printed = Vec::new();
-        let mut ctx = HookContext {
-            step: moment.step,
-            epoch: moment.epoch,
-            rank: self.rank,
-            world_size: self.world_size,
-            seed: self.seed,
-            metrics,
-            data,
-            stop: &mut self.stop,
-            printed: &mut printed,
-        };
-        let result = f(&mut self.callbacks, &mut ctx);
-        printed.iter().for_each(|text| (self.print)(text));
-        result
     }
 }

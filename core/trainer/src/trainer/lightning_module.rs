@@ -6,7 +6,9 @@ use candle_core::Tensor;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{HookContext, StepContext};
+use super::{Hooks, StepContext};
+use crate::run::RunConfig;
+use crate::data::DataModule;
 use crate::module::ModuleBuilder;
 use crate::nn::Loss;
 use crate::optim::{OptimizerConfig, SchedulerConfig};
@@ -21,18 +23,59 @@ pub struct OptimizerSetup {
     pub scheduler: Box<dyn SchedulerConfig>,
 }
 
+/// What a module's steps take: the batches of its data module.
+pub type BatchOf<M> = <<M as LightningModule>::Data as DataModule>::Batch;
+
+/// The configuration of a run of a module: with its `[model]` table and its data module's `[data]`.
+pub type RunConfigOf<M> =
+    RunConfig<<M as LightningModule>::Config, <<M as LightningModule>::Data as DataModule>::Config>;
+
 /// A model with its training and validation steps (Lightning's `LightningModule`).
+///
+/// ```
+/// use candle_core::Tensor;
+/// use fulgurite_core::Result;
+/// use fulgurite_core::data::DataModule;
+/// use fulgurite_core::module::{Module as _, ModuleBuilder};
+/// use fulgurite_core::nn::{Linear, Loss};
+/// use fulgurite_core::trainer::{Hooks, LightningModule, StepContext};
+/// use std::marker::PhantomData;
+///
+/// /// A line through points, from any data module that has such.
+/// struct Line<D> { layer: Linear, data: PhantomData<D> }
+///
+/// #[derive(Clone, Default, serde::Serialize, serde::Deserialize)]
+/// #[serde(deny_unknown_fields)]
+/// struct LineConfig {}
+///
+/// impl<D: DataModule<Batch = (Tensor, Tensor)>> LightningModule for Line<D> {
+///     type Config = LineConfig;
+///     type Data = D; // or one data module's name, for a module that is made for it
+///
+///     fn configure_model(_: &LineConfig, b: &ModuleBuilder) -> Result<Self> {
+///         Ok(Self { layer: Linear::new(&b.pp("line"), 1, 1)?, data: PhantomData })
+///     }
+///
+///     fn training_step(&mut self, (x, y): &(Tensor, Tensor), _: &mut StepContext) -> Result<Loss> {
+///         let error = (self.layer.forward(x)? - y)?;
+///         Ok(Loss::new(error.sqr()?.sum_all()?, y.elem_count() as f64))
+///     }
+/// }
+///
+/// impl<D> Hooks<D> for Line<D> {} // has none
+/// ```
 ///
 /// Only [`configure_model`](LightningModule::configure_model) and
 /// [`training_step`](LightningModule::training_step) must be written. Every rank calls every method
 /// alike; none may depend on the rank in which collectives it causes (forward passes gather
 /// parameters under FSDP), so a step that runs on one rank runs on all.
-pub trait LightningModule: Sized {
+pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'static {
     /// The `[model]` table of a configuration file. Use `#[serde(deny_unknown_fields, default)]`.
     type Config: Serialize + DeserializeOwned + Default + Clone;
 
-    /// What one step computes on, as the data module makes it.
-    type Batch;
+    /// The data that the module is trained on. A module that works with several data modules is generic
+    /// over them.
+    type Data: DataModule;
 
     /// Describes the model; allocates nothing. Parameters get values later, when the strategy has
     /// decided which part of them this rank holds.
@@ -42,9 +85,11 @@ pub trait LightningModule: Sized {
     fn configure_model(config: &Self::Config, builder: &ModuleBuilder) -> Result<Self>;
 
     /// Fills in what the configuration leaves open and the data decides (a vocabulary size). Called
-    /// before [`configure_model`](Self::configure_model); `data` is the data module, to be
-    /// downcast.
-    fn configure_from_data(config: &mut Self::Config, data: &dyn std::any::Any) -> Result<()> {
+    /// before [`configure_model`](Self::configure_model).
+    ///
+    /// # Errors
+    /// If data and configuration do not go together.
+    fn configure_from_data(config: &mut Self::Config, data: &Self::Data) -> Result<()> {
         let _ = (config, data);
         Ok(())
     }
@@ -67,17 +112,17 @@ pub trait LightningModule: Sized {
 
     /// Computes the loss of one micro-batch. [`Loss`] carries sum and count; the mean over the
     /// global batch and the backward are the trainer's.
-    fn training_step(&mut self, batch: &Self::Batch, ctx: &mut StepContext) -> Result<Loss>;
+    fn training_step(&mut self, batch: &BatchOf<Self>, ctx: &mut StepContext) -> Result<Loss>;
 
     /// Computes the loss of one validation batch, without a graph and with dropout off. By default
     /// what [`training_step`](Self::training_step) computes.
-    fn validation_step(&mut self, batch: &Self::Batch, ctx: &mut StepContext) -> Result<Loss> {
+    fn validation_step(&mut self, batch: &BatchOf<Self>, ctx: &mut StepContext) -> Result<Loss> {
         self.training_step(batch, ctx)
     }
 
     /// Computes the loss of one test batch; by default that of
     /// [`validation_step`](Self::validation_step).
-    fn test_step(&mut self, batch: &Self::Batch, ctx: &mut StepContext) -> Result<Loss> {
+    fn test_step(&mut self, batch: &BatchOf<Self>, ctx: &mut StepContext) -> Result<Loss> {
         self.validation_step(batch, ctx)
     }
 
@@ -85,68 +130,8 @@ pub trait LightningModule: Sized {
     ///
     /// # Errors
     /// By default: there is nothing to predict.
-    fn predict_step(&mut self, batch: &Self::Batch, ctx: &mut StepContext) -> Result<Tensor> {
+    fn predict_step(&mut self, batch: &BatchOf<Self>, ctx: &mut StepContext) -> Result<Tensor> {
         let _ = (batch, ctx);
         Err(Error::other("this module has no `predict_step`; implement it to predict"))
-    }
-
-    /// Once, when the model is set up.
-    fn on_fit_start(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-
-    /// Before the first step.
-    fn on_train_start(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-
-    /// Before the first step of each epoch.
-    fn on_train_epoch_start(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-
-    /// When gradients are complete, reduced and checked, before the optimizer uses them.
-    fn on_before_optimizer_step(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-
-    /// After each optimizer step.
-    fn on_train_step_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-
-    /// After the last step of each epoch.
-    fn on_train_epoch_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-
-    /// Before a validation.
-    fn on_validation_start(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-
-    /// After a validation.
-    fn on_validation_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-
-    /// After the last step.
-    fn on_train_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-
-    /// At the very end, when everything is saved.
-    fn on_fit_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let _ = ctx;
-        Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! The trainer: loop, events, loggers, callbacks.
 //!
-//! A person implements [`LightningModule`]; [`Trainer`] runs it on the data of a
+//! A person implements [`LightningModule`]; [`Trainer`] runs it on the data of its
 //! [`DataModule`](crate::data::DataModule), as a [`RunConfig`](crate::run::RunConfig) says.
 //! What happens is told as [`Event`]s to [`EventSink`]s, and as numbers to [`Logger`]s.
 
@@ -12,6 +12,7 @@ mod lightning_module;
 mod logger;
 mod meter;
 mod retention;
+mod runner;
 mod saving;
 mod session;
 #[expect(clippy::module_inception, reason = "the type is the module's subject")]
@@ -20,7 +21,8 @@ mod trainer;
 pub use callback::Callback;
 pub use context::{HookContext, StepContext};
 pub use event::{Event, EventSink, RunStatus};
-pub use lightning_module::{LightningModule, OptimizerSetup};
+pub use hooks::Hooks;
+pub use lightning_module::{BatchOf, LightningModule, OptimizerSetup, RunConfigOf};
 pub use logger::{Logger, LoggerConfig, LoggerSink, RunDir};
 pub use meter::peak_rss_mib;
 pub use trainer::{FitOutcome, Trainer};

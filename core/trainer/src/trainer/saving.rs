@@ -7,16 +7,16 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
-use super::hooks::CallbackState;
+use super::callback::CallbackState;
+use super::hooks::Hook;
 use super::retention::{Kept, Retention};
 use super::session::{Cursor, Parts, Session};
-use super::{Event, LightningModule, RunDir};
+use super::{Event, RunDir};
 use crate::checkpoint::{
     self, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, MANIFEST, Saved,
     TensorSource,
 };
 use crate::collective::{ProcessGroup, broadcast_object};
-use crate::data::DataModule;
 use crate::fabric::FabricOptimizer;
 use crate::optim::Ema;
 use crate::run::{CheckpointConfig, CkptPath};
@@ -146,11 +146,7 @@ pub(super) enum Origin {
     Kept { root: PathBuf, name: String },
 }
 
-impl<M, D> Session<M, D>
-where
-    M: LightningModule<Batch = D::Batch>,
-    D: DataModule,
-{
+impl Session {
     /// Saves a checkpoint of the present step, of the kind that the strategy says: in the background if
     /// that is configured and it is not to be done `at_once`. Collective.
     pub(super) fn save(&mut self, optimizer: &mut FabricOptimizer, at_once: bool) -> Result<()> {
@@ -169,7 +165,7 @@ where
             epoch: (step > 0).then_some(self.epoch),
             validation_due: self.validation_due,
             metrics: self.metrics.iter().map(|(k, v)| (k.clone(), Some(*v))).collect(),
-            callbacks: self.parts.hooks.states(),
+            callbacks: self.parts.callbacks.states(),
             kept: saving.retention.kept().to_vec(),
         };
         let config = serde_json::to_value(&self.parts.resolved)
@@ -225,8 +221,7 @@ where
         let Some(Saved { step, path, blocked }) = saved else { return Ok(()) };
         let blocked_s = blocked.as_secs_f64();
         self.emit(&Event::Checkpoint { step, path: path.clone(), blocked_s })?;
-        let moment = self.moment();
-        self.parts.hooks.saved(&path, moment, &self.metrics, &self.data)
+        self.hook(Hook::SaveCheckpoint(&path))
     }
 
     /// Goes on from a checkpoint, or with `checkpoint.weights_only` starts from its weights. Without
@@ -288,7 +283,7 @@ where
             self.validation_due = state.validation_due;
             let number = |value: Option<f64>| value.unwrap_or(f64::NAN);
             self.metrics = state.metrics.into_iter().map(|(k, v)| (k, number(v))).collect();
-            self.parts.hooks.load_states(state.callbacks)?;
+            self.parts.callbacks.load_states(state.callbacks)?;
             if let (Origin::Kept { name, .. }, true) = (origin, saves_there) {
                 let saving = &mut self.parts.saving;
                 saving.retention.resume(name, state.kept);

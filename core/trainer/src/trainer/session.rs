@@ -6,13 +6,15 @@ use std::time::Instant;
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::hooks::{Hook, Hooks, Moment};
+use super::callback::{Callbacks, Progress};
+use super::hooks::Hook;
 use super::meter::{Meter, peak_rss_mib};
+use super::runner::{BatchRequest, ModuleRunner};
 use super::saving::Saving;
-use super::{Event, EventSink, LightningModule, StepContext};
+use super::{Event, EventSink, StepContext};
 use crate::autograd::no_grad;
 use crate::collective::{ReduceOp, all_gather_object};
-use crate::data::{DataModule, EvalSampler, SampleOrder, Split, TrainSampler};
+use crate::data::{EvalSampler, SampleOrder, Split, TrainSampler};
 use crate::fabric::{Fabric, FabricOptimizer};
 use crate::launch::Interruption;
 use crate::mesh::DP_CP;
@@ -37,17 +39,16 @@ pub(super) struct Parts {
     pub(super) fabric: Fabric,
     pub(super) config: TrainerConfig,
     pub(super) resolved: toml::Table,
-    pub(super) hooks: Hooks,
+    pub(super) callbacks: Callbacks,
     pub(super) sinks: Vec<Box<dyn EventSink>>,
     pub(super) meter: Meter,
     pub(super) strategy: String,
     pub(super) interrupted: fn() -> Option<Interruption>,
 }
 
-pub(super) struct Session<M, D> {
+pub(super) struct Session {
     pub(super) parts: Parts,
-    pub(super) module: M,
-    pub(super) data: D,
+    pub(super) runner: Box<dyn ModuleRunner>,
     pub(super) batch_size: usize,
     pub(super) shuffle: bool,
     pub(super) cursor: Cursor,
@@ -61,7 +62,7 @@ pub(super) struct Session<M, D> {
 }
 
 /// What stays the same from step to step.
-struct Plan {
+struct LoopPlan {
     order: SampleOrder,
     sampler: TrainSampler,
     accumulate: usize,
@@ -73,10 +74,19 @@ struct Plan {
     context: Option<ContextParallel>,
 }
 
-impl Plan {
+impl LoopPlan {
     /// The epoch of the next sample.
     fn epoch(&self, cursor: Cursor) -> u64 {
         self.order.at(cursor.samples).0
+    }
+
+    fn train_request<'a>(&'a self, indices: &'a [u64]) -> BatchRequest<'a> {
+        BatchRequest {
+            split: Split::Train,
+            indices,
+            device: &self.device,
+            context: self.context.as_ref(),
+        }
     }
 }
 
@@ -102,16 +112,17 @@ impl ValidationTimes {
     }
 }
 
-/// What any rank wants to happen after the step.
-struct Wishes {
+/// What the ranks have agreed on at the end of a step.
+struct StopVote {
+    /// Some rank's time is up, or one of its hooks asked to stop.
     stop: bool,
-    /// The most urgent reason.
+    /// The most urgent interruption that any rank was sent.
     interruption: Option<Interruption>,
-    /// No rank is still at the save that was under way.
+    /// Every rank has finished the save that was under way.
     saved: bool,
 }
 
-/// What the ranks say of one another: the largest number counts.
+/// An interruption as a number that ranks can compare: the largest counts.
 fn urgency(interruption: Option<Interruption>) -> u8 {
     match interruption {
         None => 0,
@@ -121,6 +132,7 @@ fn urgency(interruption: Option<Interruption>) -> u8 {
     }
 }
 
+/// The interruption of that [`urgency`].
 fn interruption(urgency: u8) -> Option<Interruption> {
     match urgency {
         0 => None,
@@ -130,42 +142,27 @@ fn interruption(urgency: u8) -> Option<Interruption> {
     }
 }
 
-/// This rank's part of a batch.
-fn shard_sequence<D: DataModule>(
-    batch: D::Batch,
-    context: Option<&ContextParallel>,
-) -> Result<D::Batch> {
-    match context {
-        Some(context) => D::shard_sequence(batch, context),
-        None => Ok(batch),
-    }
-}
-
-/// What a validation came to.
+/// How a validation ended.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Validated {
+pub(super) enum ValidationOutcome {
     /// There is no validation data.
-    Nothing,
-    /// The mean loss.
+    NoData,
+    /// With this mean loss.
     Loss(f64),
-    /// Someone interrupted it.
+    /// By an interruption.
     Interrupted(Interruption),
 }
 
 /// Why the loop ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Ended {
+pub(super) enum FitEnd {
     /// A limit was reached, or a hook asked to stop.
     Finished,
     /// Someone interrupted the run.
     Interrupted(Interruption),
 }
 
-impl<M, D> Session<M, D>
-where
-    M: LightningModule<Batch = D::Batch>,
-    D: DataModule,
-{
+impl Session {
     pub(super) fn world_size(&self) -> usize {
         self.parts.fabric.world_size()
     }
@@ -179,12 +176,8 @@ where
     }
 
     pub(super) fn hook(&mut self, hook: Hook) -> Result<()> {
-        let moment = self.moment();
-        self.parts.hooks.call(hook, &mut self.module, moment, &self.metrics, &self.data)
-    }
-
-    pub(super) fn moment(&self) -> Moment {
-        Moment { step: self.cursor.step, epoch: self.epoch }
+        let progress = Progress { step: self.cursor.step, epoch: self.epoch };
+        self.parts.callbacks.call(hook, &mut *self.runner, progress, &self.metrics)
     }
 
     fn device(&self) -> Result<Device> {
@@ -194,11 +187,11 @@ where
 
     /// The order of training samples of this rank.
     fn train_sampler(&self) -> Result<(SampleOrder, TrainSampler)> {
-        let len = self.data.len(Split::Train);
+        let len = self.runner.num_samples(Split::Train);
         if len == 0 {
             return Err(Error::Data("there are no training samples".to_owned()));
         }
-        let share = self.parts.fabric.strategy().distributed_sampler_kwargs()?;
+        let share = self.parts.fabric.strategy().sampler_share()?;
         let order = SampleOrder::new(self.parts.fabric.seed(), self.shuffle, len)?;
         let accumulate = self.parts.config.accumulate_grad_batches as usize;
         let sampler =
@@ -222,12 +215,12 @@ where
     }
 
     /// The training loop. Collective.
-    pub(super) fn fit(&mut self, optimizer: &mut FabricOptimizer) -> Result<Ended> {
+    pub(super) fn fit(&mut self, optimizer: &mut FabricOptimizer) -> Result<FitEnd> {
         let plan = self.plan()?;
         let max_steps = self.max_steps()?;
         let max_time = self.parts.config.limits().max_time;
         let started = Instant::now();
-        let mut ended = Ended::Finished;
+        let mut end = FitEnd::Finished;
         if self.begun.is_none() {
             self.epoch = plan.epoch(self.cursor);
         }
@@ -246,9 +239,9 @@ where
                 self.validation_due = plan.validation.is_due(before, self.cursor);
             }
             if self.validation_due
-                && let Validated::Interrupted(why) = self.validate_training(optimizer)?
+                && let ValidationOutcome::Interrupted(why) = self.validate_training(optimizer)?
             {
-                ended = Ended::Interrupted(why);
+                end = FitEnd::Interrupted(why);
                 break;
             }
             self.validation_due = false;
@@ -260,50 +253,50 @@ where
                 self.save(optimizer, false)?;
             }
             let out_of_time = max_time.is_some_and(|limit| started.elapsed() >= limit);
-            let wishes = self.agree(out_of_time)?;
-            if wishes.saved {
+            let vote = self.agree(out_of_time)?;
+            if vote.saved {
                 self.finish_saving()?;
             }
-            if let Some(why) = wishes.interruption {
-                ended = Ended::Interrupted(why);
+            if let Some(why) = vote.interruption {
+                end = FitEnd::Interrupted(why);
                 break;
             }
-            if wishes.stop {
+            if vote.stop {
                 break;
             }
         }
-        self.save_at_end(optimizer, ended)?;
+        self.save_at_end(optimizer, end)?;
         // One that is interrupted goes on when the run does.
-        if went_on && ended == Ended::Finished && plan.epoch(self.cursor) == self.epoch {
+        if went_on && end == FitEnd::Finished && plan.epoch(self.cursor) == self.epoch {
             self.hook(Hook::TrainEpochEnd)?;
         }
         self.hook(Hook::TrainEnd)?;
         self.finish_saving()?;
-        Ok(ended)
+        Ok(end)
     }
 
     /// Saves what no checkpoint has yet, before hooks learn of the end: a run that goes on from it
     /// has not ended. Collective.
-    fn save_at_end(&mut self, optimizer: &mut FabricOptimizer, ended: Ended) -> Result<()> {
-        let wanted = match ended {
-            Ended::Finished | Ended::Interrupted(Interruption::CtrlC) => {
+    fn save_at_end(&mut self, optimizer: &mut FabricOptimizer, end: FitEnd) -> Result<()> {
+        let wanted = match end {
+            FitEnd::Finished | FitEnd::Interrupted(Interruption::CtrlC) => {
                 self.parts.saving.config.save_last
             }
             // Whoever takes the machine away gives it back.
-            Ended::Interrupted(_) => true,
+            FitEnd::Interrupted(_) => true,
         };
         if wanted && !self.parts.saving.has(self.cursor.step) {
-            self.save(optimizer, ended != Ended::Finished)?;
+            self.save(optimizer, end != FitEnd::Finished)?;
         }
         // The machine may be gone soon: what is under way comes before anything else.
-        if ended == Ended::Finished { Ok(()) } else { self.finish_saving() }
+        if end == FitEnd::Finished { Ok(()) } else { self.finish_saving() }
     }
 
     /// What stays the same from step to step.
-    fn plan(&self) -> Result<Plan> {
+    fn plan(&self) -> Result<LoopPlan> {
         let (order, sampler) = self.train_sampler()?;
         let accumulate = self.parts.config.accumulate_grad_batches as usize;
-        let share = self.parts.fabric.strategy().distributed_sampler_kwargs()?;
+        let share = self.parts.fabric.strategy().sampler_share()?;
         let validation = match self.parts.config.val_check_interval {
             Amount::Count(steps) => ValidationTimes::EverySteps(steps),
             Amount::Fraction(part) => {
@@ -313,36 +306,39 @@ where
         let first_sample = (share.rank * self.batch_size * accumulate) as u64;
         let device = self.device()?;
         let context = self.parts.fabric.context_parallel();
-        Ok(Plan { order, sampler, accumulate, first_sample, validation, device, context })
+        Ok(LoopPlan { order, sampler, accumulate, first_sample, validation, device, context })
     }
 
-    /// What the ranks want next: one rank's wish is all ranks'. Collective.
-    fn agree(&self, out_of_time: bool) -> Result<Wishes> {
-        let stop = out_of_time || self.parts.hooks.stop_requested();
+    /// Asks all ranks whether the run is to end. One rank's yes counts for all. Collective.
+    fn agree(&self, out_of_time: bool) -> Result<StopVote> {
+        let stop = out_of_time || self.parts.callbacks.stop_requested();
         let saving = self.parts.saving.is_running();
-        let wishes = [u8::from(stop), urgency((self.parts.interrupted)()), u8::from(saving)];
-        let wishes = Tensor::new(&wishes, &Device::Cpu)?;
-        self.parts.fabric.all_reduce(&wishes, ReduceOp::Max)?;
-        let wishes = wishes.to_vec1::<u8>()?;
-        let (stop, interruption) = (wishes[0] == 1, interruption(wishes[1]));
-        Ok(Wishes { stop, interruption, saved: wishes[2] == 0 })
+        let votes = [u8::from(stop), urgency((self.parts.interrupted)()), u8::from(saving)];
+        let votes = Tensor::new(&votes, &Device::Cpu)?;
+        self.parts.fabric.all_reduce(&votes, ReduceOp::Max)?;
+        let votes = votes.to_vec1::<u8>()?;
+        let (stop, interruption) = (votes[0] == 1, interruption(votes[1]));
+        Ok(StopVote { stop, interruption, saved: votes[2] == 0 })
     }
 
     /// One optimizer step: micro-batches, reduction, clipping, update. Collective.
-    fn train_step(&mut self, plan: &Plan, optimizer: &mut FabricOptimizer) -> Result<()> {
+    fn train_step(&mut self, plan: &LoopPlan, optimizer: &mut FabricOptimizer) -> Result<()> {
         self.parts.meter.begin_step();
         let step = self.cursor.step + 1;
         let mut logged = StepContext::new(step, self.epoch, 0, self.rank(), self.world_size());
         for micro_batch in 0..plan.accumulate {
             let indices = plan.sampler.indices_from(self.cursor.samples, micro_batch);
-            let batch = self.data.batch(Split::Train, &indices, &plan.device)?;
-            let batch = shard_sequence::<D>(batch, plan.context.as_ref())?;
+            let request = plan.train_request(&indices);
             let first_sample = plan.first_sample + (micro_batch * self.batch_size) as u64;
+            let accumulating = micro_batch + 1 < plan.accumulate;
+            let fabric = &self.parts.fabric;
             logged.batch_index = micro_batch as u64;
-            let _scope = self.parts.fabric.forward_scope(true, step, first_sample);
-            let loss = self.module.training_step(&batch, &mut logged)?;
-            let _no_sync = self.parts.fabric.no_backward_sync(micro_batch + 1 < plan.accumulate);
-            self.parts.fabric.backward(&loss)?;
+            self.runner.training_step(&request, &mut logged, &mut |forward| {
+                let _scope = fabric.forward_scope(true, step, first_sample);
+                let loss = forward()?;
+                let _no_sync = fabric.no_backward_sync(accumulating);
+                fabric.backward(&loss)
+            })?;
         }
         let totals = self.parts.fabric.step_totals(&[])?;
         let train_loss = optimizer.check_loss(&totals)?;
@@ -378,7 +374,7 @@ where
     }
 
     /// Validates within training, with the averages of the weights if there are any. Collective.
-    fn validate_training(&mut self, optimizer: &mut FabricOptimizer) -> Result<Validated> {
+    fn validate_training(&mut self, optimizer: &mut FabricOptimizer) -> Result<ValidationOutcome> {
         optimizer.swap_averages()?;
         let validated = self.validate(true)?;
         optimizer.swap_averages()?;
@@ -387,14 +383,14 @@ where
 
     /// Validates, if there is validation data. Within training someone may interrupt it between two
     /// batches; it is made again from its beginning then, by the run that goes on. Collective.
-    pub(super) fn validate(&mut self, training: bool) -> Result<Validated> {
-        let share = self.parts.fabric.strategy().distributed_sampler_kwargs()?;
-        let len = self.data.len(Split::Validation);
+    pub(super) fn validate(&mut self, training: bool) -> Result<ValidationOutcome> {
+        let share = self.parts.fabric.strategy().sampler_share()?;
+        let len = self.runner.num_samples(Split::Validation);
         let sampler = EvalSampler::new(len, self.batch_size, share.num_replicas, share.rank)?;
         let all = sampler.num_batches();
         let batches = self.parts.config.limit_val_batches.of(all).min(all);
         if batches == 0 {
-            return Ok(Validated::Nothing);
+            return Ok(ValidationOutcome::NoData);
         }
         let device = self.device()?;
         let context = self.parts.fabric.context_parallel();
@@ -410,7 +406,7 @@ where
                     && batch_index > 0
                     && let Some(why) = self.agree(false)?.interruption
                 {
-                    return Ok(Validated::Interrupted(why));
+                    return Ok(ValidationOutcome::Interrupted(why));
                 }
                 let mut indices: Vec<u64> = sampler.indices(batch_index).collect();
                 // A rank without a part computes all the same: forwards gather parameters.
@@ -418,15 +414,19 @@ where
                 if !counts {
                     indices.push(0);
                 }
-                let batch = self.data.batch(Split::Validation, &indices, &device)?;
-                let batch = shard_sequence::<D>(batch, context.as_ref())?;
+                let request = BatchRequest {
+                    split: Split::Validation,
+                    indices: &indices,
+                    device: &device,
+                    context: context.as_ref(),
+                };
                 ctx.batch_index = batch_index;
                 if counts {
-                    let loss = self.module.validation_step(&batch, &mut ctx)?;
+                    let loss = self.runner.validation_step(&request, &mut ctx)?;
                     sum += loss.sum_value()?;
                     count += loss.count();
                 } else {
-                    self.module.validation_step(&batch, &mut ctx.clone())?;
+                    self.runner.validation_step(&request, &mut ctx.clone())?;
                 }
             }
         }
@@ -440,13 +440,13 @@ where
         let batches = batches * share.num_replicas as u64;
         self.emit(&Event::Validation { step, val_loss, batches, metrics: ctx.metrics() })?;
         self.hook(Hook::ValidationEnd)?;
-        Ok(Validated::Loss(val_loss))
+        Ok(ValidationOutcome::Loss(val_loss))
     }
 
     /// Tells the module and the callbacks that the run is over, and the world what it was. Collective.
-    pub(super) fn finish_fit(&mut self, ended: Ended) -> Result<()> {
+    pub(super) fn finish_fit(&mut self, end: FitEnd) -> Result<()> {
         // Somebody who has interrupted the run does not want to wait for more.
-        if ended == Ended::Finished {
+        if end == FitEnd::Finished {
             self.hook(Hook::FitEnd)?;
         }
         self.summary()

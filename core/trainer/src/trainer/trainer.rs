@@ -3,27 +3,30 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::hooks::{Hook, Hooks};
+use toml::Table;
+
+use super::callback::Callbacks;
+use super::hooks::Hook;
 use super::meter::{Meter, seconds_since_epoch};
+use super::runner::{self, RunnerSetup};
 use super::saving::Saving;
-use super::session::{Cursor, Ended, Parts, Session, Validated};
+use super::session::{Cursor, FitEnd, Parts, Session, ValidationOutcome};
 use super::{
-    Callback, EventSink, LightningModule, LoggerConfig, LoggerSink, OptimizerSetup, RunDir,
-    RunStatus,
+    Callback, EventSink, LightningModule, LoggerConfig, LoggerSink, OptimizerSetup, RunConfigOf,
+    RunDir, RunStatus,
 };
 use crate::collective::{ProcessGroup, Solo, broadcast_object};
 use crate::config::to_table;
-use crate::data::DataModule;
 use crate::fabric::Fabric;
 use crate::launch::Interruption;
 use crate::optim::{Ema, OptimizerConfig, SchedulerConfig};
 use crate::registry::kind;
-use crate::run::RunConfig;
+use crate::run::{Devices, RunConfig};
 use crate::strategy::ParallelizeFn;
 use crate::{Error, Result};
 
-/// Runs a [`LightningModule`] on the data of a [`DataModule`], as a [`RunConfig`] says. Built on
-/// [`Fabric`]: one strategy, one checkpoint path.
+/// Runs a [`LightningModule`] on its data, as a [`RunConfig`] says. Built on [`Fabric`]: one strategy,
+/// one checkpoint path.
 ///
 /// Every rank makes a trainer and calls the same methods.
 pub struct Trainer {
@@ -34,9 +37,11 @@ pub struct Trainer {
     parallelize: Option<Box<dyn ParallelizeFn>>,
     print: fn(&str),
     interrupted: fn() -> Option<Interruption>,
+    /// Whether the ranks were never connected, so that the configuration can ask for one only.
+    alone: bool,
 }
 
-/// What a run came to.
+/// How a run ended.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct FitOutcome {
@@ -51,9 +56,9 @@ pub struct FitOutcome {
 }
 
 impl Default for Trainer {
-    /// A trainer in this process alone.
+    /// A trainer in this process alone, for a configuration that asks for no more.
     fn default() -> Self {
-        Self::new(Arc::new(Solo::new("world", 0)))
+        Self { alone: true, ..Self::new(Arc::new(Solo::new("world", 0))) }
     }
 }
 
@@ -68,6 +73,7 @@ impl Trainer {
             parallelize: None,
             print: |text| eprintln!("{text}"),
             interrupted: || None,
+            alone: false,
         }
     }
 
@@ -121,24 +127,24 @@ impl Trainer {
     /// # Errors
     /// Whatever goes wrong on this rank, [`Error::PeerFailed`] if it was on another one, and
     /// [`Error::Interrupted`] after an interrupted run was ended in order.
-    pub fn fit<M, D>(self, run: &RunConfig<M::Config, D::Config>) -> Result<FitOutcome>
-    where
-        M: LightningModule<Batch = D::Batch>,
-        D: DataModule,
-    {
+    pub fn fit<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<FitOutcome> {
+        self.run_fit(untyped(run), &mut |fabric| runner::set_up::<M>(run, fabric))
+    }
+
+    fn run_fit(self, run: UntypedRun, set_up: &mut SetUpRunner) -> Result<FitOutcome> {
         let rank = self.world.rank();
-        let mut session = self.set_up::<M, D>(run)?;
-        let result = session.run_fit(run);
+        let mut session = self.set_up(&run, set_up)?;
+        let result = session.run_fit(&run);
         let result = session.tear_down_saving(result);
         let status = match &result {
-            Ok((_, Ended::Finished)) => RunStatus::Success,
-            Ok((_, Ended::Interrupted(_))) | Err(Error::Interrupted) => RunStatus::Interrupted,
+            Ok((_, FitEnd::Finished)) => RunStatus::Success,
+            Ok((_, FitEnd::Interrupted(_))) | Err(Error::Interrupted) => RunStatus::Interrupted,
             Err(_) => RunStatus::Failed,
         };
         let finished = session.finish_sinks(status);
-        let (outcome, ended) = result?;
+        let (outcome, end) = result?;
         finished?;
-        if ended != Ended::Finished {
+        if end != FitEnd::Finished {
             tracing::info!(rank, "interrupted");
             return Err(Error::Interrupted);
         }
@@ -151,13 +157,13 @@ impl Trainer {
     ///
     /// # Errors
     /// As [`fit`](Self::fit), and if there is no validation data.
-    pub fn validate<M, D>(self, run: &RunConfig<M::Config, D::Config>) -> Result<f64>
-    where
-        M: LightningModule<Batch = D::Batch>,
-        D: DataModule,
-    {
+    pub fn validate<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<f64> {
+        self.run_validate(untyped(run), &mut |fabric| runner::set_up::<M>(run, fabric))
+    }
+
+    fn run_validate(self, run: UntypedRun, set_up: &mut SetUpRunner) -> Result<f64> {
         let config_names_one = run.trainer.ckpt_path.is_some();
-        let mut session = self.set_up::<M, D>(run)?;
+        let mut session = self.set_up(&run, set_up)?;
         let result = (|| -> Result<f64> {
             match session.checkpoint_to_resume()? {
                 Some(origin) => session.resume(&origin, None)?,
@@ -171,7 +177,7 @@ impl Trainer {
                 }
                 None => {}
             }
-            let Validated::Loss(loss) = session.validate(false)? else {
+            let ValidationOutcome::Loss(loss) = session.validate(false)? else {
                 return Err(Error::Data(
                     "there are no validation samples; give the data module some (for text: \
                      `data.validation_fraction` or `data.validation_path`), and leave \
@@ -190,13 +196,22 @@ impl Trainer {
     }
 
     /// Sets everything up: data, strategy, model, loggers. Collective.
-    fn set_up<M, D>(self, run: &RunConfig<M::Config, D::Config>) -> Result<Session<M, D>>
-    where
-        M: LightningModule<Batch = D::Batch>,
-        D: DataModule,
-    {
+    fn set_up(self, run: &UntypedRun, set_up: &mut SetUpRunner) -> Result<Session> {
         let config = &run.trainer;
         run.validate()?;
+        let devices = match config.devices {
+            Devices::Count(count) => count,
+            Devices::Auto => 1,
+        };
+        for (key, count) in [("devices", devices), ("num_nodes", config.num_nodes)] {
+            if self.alone && count > 1 {
+                return Err(Error::Config(format!(
+                    "`trainer.{key}` = {count}: `Trainer::default()` trains in this process alone. \
+                     Start the ranks with `let connection = run.trainer.connect()?;`, and train with \
+                     `Trainer::new(connection.world.clone())`"
+                )));
+            }
+        }
         run.check_plugins()?;
         let mut fabric = Fabric::over(self.world.clone(), config, run.seed, self.parallelize)?;
         let strategy_name = fabric.strategy().name().to_owned();
@@ -209,18 +224,13 @@ impl Trainer {
                     .to_owned(),
             ));
         }
-        let data = D::setup(&run.data, &fabric.data_context()?)?;
-        let mut model_config = run.model.clone();
-        M::configure_from_data(&mut model_config, &data)?;
-        let module = fabric.setup_module(|b| M::configure_model(&model_config, b))?;
-        if let Some(path) = M::pretrained(&model_config) {
-            fabric.load_raw(&path, true)?;
-        }
-        let resolved = to_table(&serde_config(run, &model_config)?)?;
+        let RunnerSetup { runner, model, data, batch_size, shuffle } = set_up(&mut fabric)?;
+        let resolved = to_table(&RunConfig { model, data, ..run.clone() })?;
         let (dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks)?;
         let world = &self.world;
         let saving = Saving::new(&run.checkpoint, dir, &**world)?;
-        let hooks = Hooks::new(self.callbacks, (world.rank(), world.size()), run.seed, self.print);
+        let ranks = (world.rank(), world.size());
+        let callbacks = Callbacks::new(self.callbacks, ranks, run.seed, self.print);
         if world.rank() != 0 {
             sinks.clear();
         }
@@ -229,17 +239,16 @@ impl Trainer {
                 saving,
                 config: config.clone(),
                 resolved,
-                hooks,
+                callbacks,
                 sinks,
                 meter: Meter::new(self.program_start),
                 strategy: strategy_name,
                 interrupted: self.interrupted,
                 fabric,
             },
-            module,
-            batch_size: D::batch_size(&run.data),
-            shuffle: D::shuffle(&run.data),
-            data,
+            runner,
+            batch_size,
+            shuffle,
             cursor: Cursor::default(),
             epoch: 0,
             metrics: std::collections::BTreeMap::new(),
@@ -249,28 +258,30 @@ impl Trainer {
     }
 }
 
-/// The run with the model's configuration as it was completed from the data.
-fn serde_config<M: Clone, D: serde::Serialize>(
-    run: &RunConfig<M, D>,
-    model: &M,
-) -> Result<RunConfig<M, toml::Table>> {
-    Ok(RunConfig {
+/// A run whose `[model]` and `[data]` tables only the [runner](runner::set_up) knows.
+type UntypedRun = RunConfig<Table, Table>;
+
+/// Sets up the module and its data on the ranks of a Fabric. Collective.
+type SetUpRunner<'a> = dyn FnMut(&mut Fabric) -> Result<RunnerSetup> + 'a;
+
+fn untyped<M, D>(run: &RunConfig<M, D>) -> UntypedRun {
+    RunConfig {
         seed: run.seed,
-        model: model.clone(),
-        data: to_table(&run.data)?,
+        model: Table::new(),
+        data: Table::new(),
         optimizer: run.optimizer.clone(),
         scheduler: run.scheduler.clone(),
         trainer: run.trainer.clone(),
         checkpoint: run.checkpoint.clone(),
-    })
+    }
 }
 
 /// Makes the run's directory and its loggers on rank 0, and tells all ranks where checkpoints go in
 /// it. Collective.
-fn open_run<M, D>(
+fn open_run(
     world: &dyn ProcessGroup,
-    run: &RunConfig<M, D>,
-    resolved: &toml::Table,
+    run: &UntypedRun,
+    resolved: &Table,
     mut sinks: Vec<Box<dyn EventSink>>,
 ) -> Result<(PathBuf, Vec<Box<dyn EventSink>>)> {
     let mut path = PathBuf::new();
@@ -295,14 +306,10 @@ fn open_run<M, D>(
     Ok((broadcast_object(world, &path, 0)?, sinks))
 }
 
-impl<M, D> Session<M, D>
-where
-    M: LightningModule<Batch = D::Batch>,
-    D: DataModule,
-{
-    fn run_fit(&mut self, run: &RunConfig<M::Config, D::Config>) -> Result<(FitOutcome, Ended)> {
+impl Session {
+    fn run_fit(&mut self, run: &UntypedRun) -> Result<(FitOutcome, FitEnd)> {
         let OptimizerSetup { optimizer, scheduler } =
-            self.module.configure_optimizers(OptimizerSetup {
+            self.runner.configure_optimizers(OptimizerSetup {
                 optimizer: run
                     .optimizer
                     .build::<Box<dyn OptimizerConfig>>(kind::OPTIMIZER, "optimizer")?,
@@ -335,15 +342,15 @@ where
         self.parts.sinks.iter_mut().for_each(|sink| sink.start(max_steps));
         self.hook(Hook::FitStart)?;
         self.prepare_saving(&mut optimizer)?;
-        let ended = self.fit(&mut optimizer)?;
-        self.finish_fit(ended)?;
+        let end = self.fit(&mut optimizer)?;
+        self.finish_fit(end)?;
         let outcome = FitOutcome {
             steps: self.cursor.step,
             first_loss: self.parts.meter.first_loss(),
             last_loss: self.parts.meter.last_loss(),
             metrics: self.metrics.clone(),
         };
-        Ok((outcome, ended))
+        Ok((outcome, end))
     }
 
     /// Lets the checkpoints' place complete what it has, whatever came of the run, whose error is the

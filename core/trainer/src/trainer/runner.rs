@@ -1,0 +1,124 @@
+//! A module on its data, without their types: what the loop works with. The loop is compiled once, with
+//! this crate, and not in each program for its module.
+
+use candle_core::Device;
+use toml::Table;
+
+use super::hooks::Hook;
+use super::{BatchOf, HookContext, LightningModule, OptimizerSetup, RunConfigOf, StepContext};
+use crate::Result;
+use crate::config::to_table;
+use crate::data::{DataModule, Split};
+use crate::fabric::Fabric;
+use crate::nn::Loss;
+use crate::parallel::ContextParallel;
+
+/// The samples of a batch, and where and for whom it is made.
+pub(super) struct BatchRequest<'a> {
+    pub(super) split: Split,
+    pub(super) indices: &'a [u64],
+    pub(super) device: &'a Device,
+    /// The ranks that share sequences with this one.
+    pub(super) context: Option<&'a ContextParallel>,
+}
+
+/// What runs a training step's forward, and its backward after it; it is given the forward.
+pub(super) type RunStep<'a> = dyn FnMut(&mut dyn FnMut() -> Result<Loss>) -> Result<()> + 'a;
+
+/// A module on its data.
+pub(super) trait ModuleRunner {
+    fn num_samples(&self, split: Split) -> u64;
+
+    fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<OptimizerSetup>;
+
+    /// Makes the batch and has `run` compute on it. The batch lives until `run` returns.
+    fn training_step(
+        &mut self,
+        request: &BatchRequest,
+        ctx: &mut StepContext,
+        run: &mut RunStep,
+    ) -> Result<()>;
+
+    /// Makes the batch and computes its validation loss.
+    fn validation_step(&mut self, request: &BatchRequest, ctx: &mut StepContext) -> Result<Loss>;
+
+    /// Calls one of the module's hooks.
+    fn call_hook(&mut self, hook: Hook, ctx: &mut HookContext) -> Result<()>;
+}
+
+/// What is known when a module has been set up.
+pub(super) struct RunnerSetup {
+    pub(super) runner: Box<dyn ModuleRunner>,
+    /// The `[model]` table, as it was completed from the data.
+    pub(super) model: Table,
+    /// The `[data]` table.
+    pub(super) data: Table,
+    pub(super) batch_size: usize,
+    pub(super) shuffle: bool,
+}
+
+/// Opens the data and sets up the module. Collective.
+pub(super) fn set_up<M: LightningModule>(
+    run: &RunConfigOf<M>,
+    fabric: &mut Fabric,
+) -> Result<RunnerSetup> {
+    let data = M::Data::setup(&run.data, &fabric.data_context()?)?;
+    let mut model = run.model.clone();
+    M::configure_from_data(&mut model, &data)?;
+    let module = fabric.setup_module(|b| M::configure_model(&model, b))?;
+    if let Some(path) = M::pretrained(&model) {
+        fabric.load_raw(&path, true)?;
+    }
+    Ok(RunnerSetup {
+        runner: Box::new(Typed { module, data }),
+        model: to_table(&model)?,
+        data: to_table(&run.data)?,
+        batch_size: M::Data::batch_size(&run.data),
+        shuffle: M::Data::shuffle(&run.data),
+    })
+}
+
+struct Typed<M: LightningModule> {
+    module: M,
+    data: M::Data,
+}
+
+impl<M: LightningModule> Typed<M> {
+    /// The batch that is asked for, or this rank's part of it under context parallelism.
+    fn batch(&self, request: &BatchRequest) -> Result<BatchOf<M>> {
+        let batch = self.data.batch(request.split, request.indices, request.device)?;
+        match request.context {
+            Some(context) => M::Data::shard_sequence(batch, context),
+            None => Ok(batch),
+        }
+    }
+}
+
+impl<M: LightningModule> ModuleRunner for Typed<M> {
+    fn num_samples(&self, split: Split) -> u64 {
+        self.data.len(split)
+    }
+
+    fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<OptimizerSetup> {
+        self.module.configure_optimizers(configured)
+    }
+
+    fn training_step(
+        &mut self,
+        request: &BatchRequest,
+        ctx: &mut StepContext,
+        run: &mut RunStep,
+    ) -> Result<()> {
+        let batch = self.batch(request)?;
+        run(&mut || self.module.training_step(&batch, ctx))
+    }
+
+    fn validation_step(&mut self, request: &BatchRequest, ctx: &mut StepContext) -> Result<Loss> {
+        let batch = self.batch(request)?;
+        self.module.validation_step(&batch, ctx)
+    }
+
+    fn call_hook(&mut self, hook: Hook, ctx: &mut HookContext) -> Result<()> {
+        hook.call(&mut self.module, &mut ctx.with_data(&self.data))
+    }
+}
