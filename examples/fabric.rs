@@ -85,6 +85,8 @@ impl DataModule for Sine {
     }
 }
 
+fulgurite::use_mimalloc!();
+
 fn main() -> ExitCode {
     report_and_exit_code(run())
 }

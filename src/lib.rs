@@ -43,6 +43,8 @@
 //!
 //! impl Hooks<TextData> for Net {} // none
 //!
+//! fulgurite::use_mimalloc!(); // an allocator that keeps memory for the next step; optional
+//!
 //! fn main() -> std::process::ExitCode {
 //!     fulgurite::cli::<Net>() // fit, validate, --config, --set, …
 //! }
@@ -51,6 +53,8 @@
 //! This crate is the facade: it links the built-in plugins, has the [command line](cli()) and
 //! re-exports [`fulgurite_core`] as [`core`].
 
+#[cfg(feature = "mimalloc")]
+pub mod allocator;
 pub mod bench;
 pub mod cli;
 pub mod prelude;
@@ -89,6 +93,3 @@ mod book {
     #[doc = include_str!("../docs/src/guides/strategies.md")]
     mod strategies {}
 }
-
-#[cfg(feature = "mimalloc")]
-mod allocator;

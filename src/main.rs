@@ -56,6 +56,8 @@ enum Plugins {
     },
 }
 
+fulgurite::use_mimalloc!();
+
 fn main() -> ExitCode {
     match Cli::parse().command {
         // It may become several processes, whose failures are one.

@@ -59,6 +59,8 @@ impl Hooks<TextData> for LitLlama {
     }
 }
 
+fulgurite::use_mimalloc!();
+
 fn main() -> ExitCode {
     Cli::new("pretrain", "Pretrains a Llama-style language model on text")
         .with_defaults(include_str!("pretrain.toml"))

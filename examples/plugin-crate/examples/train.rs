@@ -52,6 +52,8 @@ impl LightningModule for Net {
 
 impl Hooks<TextData> for Net {} // none
 
+fulgurite::use_mimalloc!();
+
 fn main() -> ExitCode {
     fulgurite::cli::<Net>()
 }

@@ -27,8 +27,8 @@ static FREE: Mutex<Option<FreeList>> = Mutex::new(None);
 /// the collectives of [`Shm`](crate::Shm) read and write each other's gradients, buckets and shards
 /// in place, without it they copy through a region in between. All else it leaves to `A`.
 ///
-/// Programs that link the `fulgurite` crate with its feature `mimalloc` (the default) have it. It must
-/// be the program's only allocator, for it hands out memory that no other one can free.
+/// Programs that say `fulgurite::use_mimalloc!();` have it. It must be the program's only allocator, for
+/// it hands out memory that no other one can free.
 ///
 /// What is freed is kept for the next tensor that a group makes: it is not given back to the system.
 ///
