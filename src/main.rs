@@ -4,9 +4,9 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use fulgurite::bench::{self, CheckpointBench, CollectivesBench, OverheadBench, TrainBench};
-use fulgurite::cli::{checkpoint, plugins, print};
+use fulgurite::cli::{checkpoint, plugins};
+use fulgurite::core::Result;
 use fulgurite::core::launch::report_and_exit_code;
-use fulgurite::core::{Result, registry};
 
 /// Lightning-style distributed training for candle
 #[derive(Parser)]
@@ -18,9 +18,9 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// The plugins that are linked in: strategies, transports, loggers, …
+    /// The plugins that are linked into this program: strategies, transports, loggers, …
     #[command(subcommand)]
-    Plugins(Plugins),
+    Plugins(plugins::Command),
     /// Checkpoints on disk: look into, verify, compare and convert them
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
@@ -41,21 +41,6 @@ enum Bench {
     Overhead(OverheadBench),
 }
 
-#[derive(Subcommand)]
-enum Plugins {
-    /// List all plugins
-    List {
-        /// As a JSON array
-        #[arg(long)]
-        json: bool,
-    },
-    /// Show one plugin, with an example of its configuration
-    Show {
-        /// The plugin's name: its `type` in a configuration
-        name: String,
-    },
-}
-
 fulgurite::use_mimalloc!();
 
 fn main() -> ExitCode {
@@ -67,7 +52,7 @@ fn main() -> ExitCode {
             Bench::Checkpoint(options) => bench::checkpoint(&options),
             Bench::Overhead(options) => bench::overhead(&options),
         }),
-        Command::Plugins(command) => exit_code(plugins(command).map(|()| ExitCode::SUCCESS)),
+        Command::Plugins(command) => exit_code(plugins::run(&command).map(|()| ExitCode::SUCCESS)),
         Command::Checkpoint(command) => exit_code(checkpoint::run(command)),
     }
 }
@@ -77,14 +62,4 @@ fn exit_code(result: Result<ExitCode>) -> ExitCode {
         eprintln!("error: {error}");
         ExitCode::FAILURE
     })
-}
-
-fn plugins(command: Plugins) -> Result<()> {
-    let all = registry::plugins();
-    match command {
-        Plugins::List { json: false } => print(&plugins::list(&all))?,
-        Plugins::List { json: true } => print(&plugins::list_json(&all))?,
-        Plugins::Show { name } => print(&plugins::show(&all, &name)?)?,
-    }
-    registry::validate()
 }

@@ -116,6 +116,25 @@ fn a_linked_parallelize_function_shards_by_its_own_choice() {
 }
 
 #[test]
+fn the_program_lists_what_it_links() {
+    let say = |args: &[&str]| {
+        let output = Command::new(program()).arg("plugins").args(args).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stdout).to_owned()
+    };
+    let list = say(&["list"]);
+    for plugin in ["local_sgd", "markdown", "every_other", "fsdp", "csv"] {
+        assert!(list.lines().any(|line| line.split_whitespace().nth(1) == Some(plugin)), "{list}");
+    }
+    insta::assert_snapshot!(say(&["show", "every_other"]), @r#"
+    parallelize `every_other`
+      every other unit is sharded on its own, the rest with the root
+      example: trainer.strategy.parallelize = "every_other"
+      from:    fulgurite-local-sgd 0.1.0
+    "#);
+}
+
+#[test]
 fn an_option_out_of_range_is_named() {
     let dir = workplace();
     let output = fit(&dir, &["trainer.strategy.sync_every=0"]);

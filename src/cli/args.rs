@@ -11,6 +11,8 @@ use fulgurite_core::run::{RunConfig, reference_sections};
 use serde::de::DeserializeOwned;
 use toml::Table;
 
+use super::plugins;
+
 /// What the help says of a training program.
 #[derive(Debug, Clone)]
 pub struct Program {
@@ -34,7 +36,16 @@ impl Program {
 
 /// What the command line asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CliRequest {
+pub enum CliCommand {
+    /// A run of the module.
+    Run(RunRequest),
+    /// What plugins are linked into the program.
+    Plugins(plugins::Command),
+}
+
+/// A run that the command line asks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RunRequest {
     /// What is to be done.
     pub action: Action,
     /// Configuration files, the later over the earlier.
@@ -47,7 +58,7 @@ pub struct CliRequest {
     pub output: Output,
 }
 
-/// What a training program can do.
+/// What a run can be for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Train, and validate on the way.
@@ -66,7 +77,7 @@ pub enum Output {
     Json,
 }
 
-impl CliRequest {
+impl RunRequest {
     /// The configuration in layers: the program's defaults, the files, the overrides.
     ///
     /// # Errors
@@ -102,6 +113,9 @@ enum Command {
     Fit(RunArgs),
     /// Validate the model of `trainer.ckpt_path`
     Validate(RunArgs),
+    /// The plugins that are linked into this program: strategies, transports, loggers, …
+    #[command(subcommand)]
+    Plugins(plugins::Command),
 }
 
 #[derive(Args)]
@@ -131,7 +145,7 @@ struct RunArgs {
 /// # Errors
 /// A [`clap::Error`] for wrong arguments, and also for `--help` and `--version`: its
 /// [`exit`](clap::Error::exit) prints what is to be printed, with the right exit status.
-pub fn parse<I>(program: &Program, args: I) -> Result<CliRequest, clap::Error>
+pub fn parse<I>(program: &Program, args: I) -> Result<CliCommand, clap::Error>
 where
     I: IntoIterator,
     I::Item: Into<OsString> + Clone,
@@ -140,9 +154,10 @@ where
     let (action, run) = match Cli::from_arg_matches(&matches)?.command {
         Command::Fit(run) => (Action::Fit, run),
         Command::Validate(run) => (Action::Validate, run),
+        Command::Plugins(command) => return Ok(CliCommand::Plugins(command)),
     };
     let RunArgs { config, set, print_config, output } = run;
-    Ok(CliRequest { action, config, set, print_config, output })
+    Ok(CliCommand::Run(RunRequest { action, config, set, print_config, output }))
 }
 
 fn command(program: &Program) -> clap::Command {
@@ -154,7 +169,8 @@ fn command(program: &Program) -> clap::Command {
          {name} fit --set trainer.devices=4 --set trainer.strategy=fsdp\n  \
          {name} fit --config run.toml --set trainer.ckpt_path=last\n  \
          {name} validate --config run.toml --set trainer.ckpt_path=checkpoints/step-1000\n  \
-         {name} fit --config run.toml --print-config"
+         {name} fit --config run.toml --print-config\n  \
+         {name} plugins list"
     );
     // The framework's own tables always match their declarations; a test sees to it.
     let mut sections = reference_sections().unwrap_or_default();
@@ -181,8 +197,11 @@ mod tests {
         Program::new("pretrain", "Trains a language model")
     }
 
-    fn request(args: &[&str]) -> CliRequest {
-        parse(&program(), [&["pretrain"], args].concat()).unwrap()
+    fn request(args: &[&str]) -> RunRequest {
+        match parse(&program(), [&["pretrain"], args].concat()).unwrap() {
+            CliCommand::Run(request) => request,
+            other @ CliCommand::Plugins(_) => panic!("{other:?} is no run"),
+        }
     }
 
     fn refusal(args: &[&str]) -> String {
@@ -197,7 +216,7 @@ mod tests {
         ]);
         assert_eq!(
             request,
-            CliRequest {
+            RunRequest {
                 action: Action::Fit,
                 config: vec!["a.toml".into(), "b.toml".into()],
                 set: vec!["x=1".to_owned(), "x=2".to_owned()],
@@ -205,6 +224,31 @@ mod tests {
                 output: Output::Json,
             }
         );
+    }
+
+    #[test]
+    fn every_program_lists_its_plugins() {
+        let command = |args: &[&str]| {
+            let all = [&["pretrain", "plugins"], args].concat();
+            parse(&program(), all).unwrap()
+        };
+        let list = plugins::Command::List { json: true };
+        assert_eq!(command(&["list", "--json"]), CliCommand::Plugins(list));
+        let show = plugins::Command::Show { name: "fsdp".to_owned() };
+        assert_eq!(command(&["show", "fsdp"]), CliCommand::Plugins(show));
+        insta::assert_snapshot!(refusal(&["plugins", "--help"]), @r"
+        The plugins that are linked into this program: strategies, transports, loggers, …
+
+        Usage: pretrain plugins <COMMAND>
+
+        Commands:
+          list  List all plugins
+          show  Show one plugin, with an example of its configuration
+          help  Print this message or the help of the given subcommand(s)
+
+        Options:
+          -h, --help  Print help
+        ");
     }
 
     #[test]
@@ -271,6 +315,7 @@ Examples:
   pretrain fit --config run.toml --set trainer.ckpt_path=last
   pretrain validate --config run.toml --set trainer.ckpt_path=checkpoints/step-1000
   pretrain fit --config run.toml --print-config
+  pretrain plugins list
 
 For all configuration keys: pretrain fit --help
 "#);

@@ -1,10 +1,11 @@
 //! The command line: of a training program, and of the `fulgurite` program itself.
 //!
 //! ```
-//! use fulgurite::cli::args::{self, Action, Program};
+//! use fulgurite::cli::args::{self, Action, CliCommand, Program};
 //!
 //! let program = Program::new("pretrain", "Trains a language model");
-//! let request = args::parse(&program, ["pretrain", "fit", "--set", "trainer.max_steps=10"])?;
+//! let command = args::parse(&program, ["pretrain", "fit", "--set", "trainer.max_steps=10"])?;
+//! let CliCommand::Run(request) = command else { panic!("a run was asked for") };
 //! assert_eq!(request.action, Action::Fit);
 //! let config = request.layers(toml::Table::new())?.resolve();
 //! assert_eq!(config["trainer"]["max_steps"].as_integer(), Some(10));

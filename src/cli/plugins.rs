@@ -1,11 +1,46 @@
-//! `fulgurite plugins`: what is linked into a program.
+//! `plugins list` and `plugins show`: what is linked into a program.
 
 use std::fmt::Write as _;
 
+use clap::Subcommand;
+
 use fulgurite_core::config::reference::plugin_key;
-use fulgurite_core::registry::{PluginDescriptor, kind};
+use fulgurite_core::registry::{self, PluginDescriptor, kind};
 use fulgurite_core::{Error, Result};
 use serde_json::json;
+
+use super::print;
+
+/// What to say of the plugins.
+#[derive(Debug, Clone, PartialEq, Eq, Subcommand)]
+pub enum Command {
+    /// List all plugins
+    List {
+        /// As a JSON array
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show one plugin, with an example of its configuration
+    Show {
+        /// The plugin's name: its `type` in a configuration
+        name: String,
+    },
+}
+
+/// Says on stdout what is linked into this program.
+///
+/// # Errors
+/// If no plugin has the name that is asked for, two of a kind share a name, or stdout cannot be
+/// written.
+pub fn run(command: &Command) -> Result<()> {
+    let all = registry::plugins();
+    match command {
+        Command::List { json: false } => print(&list(&all))?,
+        Command::List { json: true } => print(&list_json(&all))?,
+        Command::Show { name } => print(&show(&all, name)?)?,
+    }
+    registry::validate()
+}
 
 /// The plugins as a table for a terminal.
 pub fn list(plugins: &[PluginDescriptor]) -> String {

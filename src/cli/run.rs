@@ -13,11 +13,11 @@ use fulgurite_core::{Error, Result};
 use fulgurite_loggers::{JsonLines, ProgressBar};
 use toml::Table;
 
-use super::args::{self, Action, CliRequest, Output, Program};
-use super::print;
+use super::args::{self, Action, CliCommand, Output, Program, RunRequest};
+use super::{plugins, print};
 
 /// The command line of a training program for module `M` on its data: `fit`, `validate`, `--config`,
-/// `--set`, `--print-config`, `--output`. The whole of a program's `main`:
+/// `--set`, `--print-config`, `--output`, and `plugins list`. The whole of a program's `main`:
 ///
 /// ```no_run
 /// # mod my { use fulgurite::prelude::*;
@@ -131,7 +131,7 @@ fn describe<M: LightningModule>(program: &mut Program) -> Result<()> {
     Ok(())
 }
 
-fn execute<M: LightningModule>(request: &CliRequest, defaults: Result<Table>) -> Result<()> {
+fn execute<M: LightningModule>(request: &RunRequest, defaults: Result<Table>) -> Result<()> {
     let run: RunConfigOf<M> = request.run_config(defaults?)?;
     if request.print_config {
         return print(&to_toml(&to_table(&run)?)?);
