@@ -7,11 +7,11 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{Hooks, StepContext};
-use crate::run::RunConfig;
 use crate::data::DataModule;
 use crate::module::ModuleBuilder;
 use crate::nn::Loss;
 use crate::optim::{OptimizerConfig, SchedulerConfig};
+use crate::run::RunConfig;
 use crate::{Error, Result};
 
 /// What a module is trained with.
