@@ -13,6 +13,7 @@ use fulgurite_core::parallel::{Colwise, Layout};
 use fulgurite_core::parameter::{GradReducer, Init, LocalGrads};
 use fulgurite_core::plan;
 use fulgurite_core::random::{Purpose, Stream};
+use fulgurite_core::strategy::materialize;
 use fulgurite_transports::run_ranks;
 
 const CLASSES: usize = 11;
@@ -193,8 +194,7 @@ fn outside_of_such_a_scope_the_head_gives_whole_logits() {
         assert_eq!(whole.dims(), want.dims());
         assert_close("whole", &flat(&whole), &flat(&want));
         assert_eq!(head.counter.get(TENSOR_PARALLEL, "all_gather_into").calls, 1);
-        // The loss of whole logits communicates nothing, and what the head noted is not taken for
-        // the width of something else, in or out of a scope.
+        // The loss of whole logits communicates nothing, in or out of a scope.
         head.counter.reset();
         let t = targets(&[4, 1, 0, 10, 7, 8]);
         let loss = cross_entropy(&whole, &t)?.mean()?;
@@ -206,18 +206,29 @@ fn outside_of_such_a_scope_the_head_gives_whole_logits() {
     .unwrap();
 }
 
-/// Runs `f` on 3 ranks, which have 4, 4 and 3 classes, with both arms, after the head's forward and
-/// in its scope. `f` gets what it may make this rank's part of logits with.
-fn on_parts(f: impl Fn(&Head, &dyn Fn(&Tensor) -> Result<Var>) -> Result<()> + Sync) {
+/// This rank's part of logits: what is differentiated, and what the loss gets.
+struct Part {
+    var: Var,
+    logits: Tensor,
+}
+
+/// Runs `f` on 3 ranks, which have 4, 4 and 3 classes, with both arms, in a head's scope. `f` gets what
+/// it may make this rank's part of logits with: of what the head gave, or the loss takes them for whole
+/// ones.
+fn on_parts(f: impl Fn(&Head, &dyn Fn(&Tensor) -> Result<Part>) -> Result<()> + Sync) {
     for portable in [false, true] {
         run_ranks(3, |world| {
             let _portable = portable.then(force_portable);
             let head = Head::new(world)?;
             let _scope = scope().enter();
-            head.linear.forward(&randn("x", &[1, DIM]))?;
+            let given = head.linear.forward(&randn("x", &[1, DIM]))?;
+            let zero = (&given - &given)?;
             let mine = head.classes();
             f(&head, &|whole| {
-                Ok(Var::from_tensor(&whole.narrow(1, mine.start, mine.len())?.contiguous()?)?)
+                let part = whole.narrow(1, mine.start, mine.len())?.contiguous()?;
+                let var = Var::from_tensor(&part)?;
+                let logits = var.broadcast_add(&zero.to_dtype(whole.dtype())?)?;
+                Ok(Part { var, logits })
             })
         })
         .unwrap();
@@ -245,10 +256,10 @@ fn infinities_in_ignored_rows_do_no_harm() {
         let want = options.loss(&logits_with(&[]), &t).unwrap().sum_value().unwrap();
         on_parts(|head, part| {
             let logits = part(&logits_with(&bad))?;
-            let loss = options.loss(&logits, &t)?;
+            let loss = options.loss(&logits.logits, &t)?;
             assert_eq!(loss.count(), 2.0);
             assert_close("sum", &[loss.sum_value()?], &[want]);
-            let grad = flat(loss.sum().backward()?.get(&logits).unwrap());
+            let grad = flat(loss.sum().backward()?.get(&logits.var).unwrap());
             let columns = head.classes().len();
             assert!(grad.iter().all(|g| g.is_finite()), "{grad:?}");
             assert!(grad[columns..2 * columns].iter().all(|g| *g == 0.0), "{grad:?}");
@@ -271,12 +282,12 @@ fn classes_may_be_masked_out_also_all_of_a_rank() {
     let want_grad = grads.get(&whole).unwrap();
     on_parts(|head, part| {
         let logits = part(&whole)?;
-        let loss = cross_entropy(&logits, &t)?;
+        let loss = cross_entropy(&logits.logits, &t)?;
         assert_close("sum", &[loss.sum_value()?], &[want]);
         let mine = head.classes();
         let grads = loss.sum().backward()?;
         let want = flat(&want_grad.narrow(1, mine.start, mine.len())?);
-        assert_close("gradient", &flat(grads.get(&logits).unwrap()), &want);
+        assert_close("gradient", &flat(grads.get(&logits.var).unwrap()), &want);
         Ok(())
     });
 }
@@ -287,11 +298,11 @@ fn large_logits_do_not_overflow_and_bad_ones_are_not_hidden() {
     let large = logits_with(&[(0, 0, 1e4), (1, 6, 2e4), (2, 9, -3e4)]);
     let want = cross_entropy(&large, &t).unwrap().sum_value().unwrap();
     on_parts(|_, part| {
-        assert_close("sum", &[cross_entropy(part(&large)?.as_tensor(), &t)?.sum_value()?], &[want]);
+        assert_close("sum", &[cross_entropy(&part(&large)?.logits, &t)?.sum_value()?], &[want]);
         for bad in [f64::NAN, f64::INFINITY] {
             let all_of_rank_1 = [(2, 4, bad), (2, 5, bad), (2, 6, bad), (2, 7, bad)];
             for changes in [&all_of_rank_1[..1], &all_of_rank_1] {
-                let loss = cross_entropy(part(&logits_with(changes))?.as_tensor(), &t)?;
+                let loss = cross_entropy(&part(&logits_with(changes))?.logits, &t)?;
                 assert!(!loss.mean()?.is_finite(), "{bad}: {loss:?}");
             }
         }
@@ -307,12 +318,12 @@ fn half_precision_logits_go_over_the_wire_in_f32() {
     on_parts(|head, part| {
         let logits = part(&whole)?;
         let _ = head.reduced();
-        let loss = CrossEntropy::default().reduce(&logits, &t, Reduction::Mean)?;
+        let loss = CrossEntropy::default().reduce(&logits.logits, &t, Reduction::Mean)?;
         assert_eq!(head.reduced(), Record { calls: 2, bytes: 4 * 3 * 3 });
         assert_eq!(loss.dtype(), DType::F32);
         assert!((f64::from(loss.to_scalar::<f32>()?) - want).abs() < 1e-6);
         let grads = loss.backward()?;
-        assert_eq!(grads.get(&logits).unwrap().dtype(), DType::BF16);
+        assert_eq!(grads.get(&logits.var).unwrap().dtype(), DType::BF16);
         assert_eq!(head.reduced(), Record::default());
         Ok(())
     });
@@ -327,7 +338,7 @@ fn validation_has_no_graph_and_the_same_loss() {
         let _no_grad = no_grad();
         let logits = part(&whole)?;
         let _ = head.reduced();
-        let loss = cross_entropy(&logits, &t)?;
+        let loss = cross_entropy(&logits.logits, &t)?;
         assert!(!loss.sum().track_op());
         assert_close("sum", &[loss.sum_value()?], &[want]);
         assert_eq!(head.reduced().calls, 2);
@@ -338,7 +349,7 @@ fn validation_has_no_graph_and_the_same_loss() {
 #[test]
 fn a_target_that_is_no_class_is_an_error_with_the_count_of_all_classes() {
     on_parts(|head, part| {
-        let logits = part(&logits_with(&[]))?;
+        let logits = part(&logits_with(&[]))?.logits;
         // 4 and 10 are classes of other ranks.
         cross_entropy(&logits, &Tensor::new(&[4u32, 10, 0], &Device::Cpu)?)?;
         let _ = head.reduced();
@@ -349,4 +360,50 @@ fn a_target_that_is_no_class_is_an_error_with_the_count_of_all_classes() {
         assert_eq!(head.reduced(), Record::default());
         Ok(())
     });
+}
+
+/// Logits that are as wide as a part of others are whole all the same, and those that came of a part
+/// are a part, with and without a graph.
+#[test]
+fn parts_are_known_by_where_they_come_from() {
+    let losses = |ranks: usize, graph: bool| {
+        let runs = run_ranks(ranks, |world| {
+            let size = world.size();
+            let layout = DeviceMesh::layout_for(size, Some(1), Some(1), Some(1), Some(size))?;
+            let mesh = DeviceMesh::new(layout, world)?;
+            let b = ModuleBuilder::new(ModuleInit::default());
+            // On two ranks, each part of the vocabulary is as wide as the small head.
+            let head = Linear::new(&b.pp("head"), DIM, 256)?;
+            let small = Linear::new(&b.pp("small"), DIM, 128)?;
+            let mut tree = b.finish()?;
+            let parts =
+                Colwise { output: Layout::Replicate, loss_parallel: true, ..Colwise::default() };
+            tree.parallelize_module(&mesh.get(TENSOR_PARALLEL)?, &plan! { "head" => parts })?;
+            materialize::replicate(&tree, 3)?;
+            let _no_grad = (!graph).then(no_grad);
+            let _scope = scope().enter();
+            let x = randn("x", &[2, 3, DIM]).to_dtype(DType::F32)?;
+            let t = targets(&[4, 1, 0, 127, 7, 8]);
+            let first = |x: &Tensor| x.narrow(1, 0, 2);
+            let (logits, other) = (head.forward(&x)?, small.forward(&x)?);
+            let capped = ((&logits / 5.0)?.tanh()? * 5.0)?;
+            [
+                cross_entropy(&logits, &t)?,
+                cross_entropy(&other, &t)?,
+                cross_entropy(&first(&logits)?, &first(&t)?.contiguous()?)?,
+                cross_entropy(&first(&other)?, &first(&t)?.contiguous()?)?,
+                cross_entropy(&capped.flatten_to(1)?, &t.flatten_all()?)?,
+                cross_entropy(&(other * 2.0)?.flatten_to(1)?, &t.flatten_all()?)?,
+            ]
+            .iter()
+            .map(Loss::mean)
+            .collect::<Result<Vec<f64>>>()
+        });
+        runs.unwrap().swap_remove(0)
+    };
+    for graph in [true, false] {
+        for (one, two) in losses(1, graph).into_iter().zip(losses(2, graph)) {
+            assert!((one - two).abs() < 1e-6, "{one} and {two}");
+        }
+    }
 }

@@ -8,8 +8,9 @@ use super::kernels::sequences::Sequences;
 use super::linear::Linear;
 use super::residual::{Applied, FusedLayer};
 use super::rope::Rope;
+use super::styles::BlockStyles;
 use crate::module::{ForwardScope, Module, ModuleBuilder};
-use crate::parallel::{ContextParallel, Heads, LayerHandle};
+use crate::parallel::{ContextParallel, LayerHandle};
 use crate::parameter::Init;
 use crate::{Error, Result};
 
@@ -73,8 +74,7 @@ impl CausalSelfAttention {
                 rope.head_dim()
             ));
         }
-        let heads = Heads { num_heads, num_kv_heads, hidden_size };
-        let layer = b.declare_with("CausalSelfAttention", Some(heads))?;
+        let layer = b.declare(BlockStyles::attention(num_heads, num_kv_heads, hidden_size))?;
         let project = |name: &str, inputs, heads: usize, bias: bool| {
             let b = b.pp(name);
             let init = config.init.unwrap_or(Init::kaiming_uniform(inputs));
@@ -101,7 +101,7 @@ impl CausalSelfAttention {
 
 impl FusedLayer for CausalSelfAttention {
     fn apply(&self, x: &Tensor) -> Result<Applied> {
-        let (saved, entered) = self.layer.enter(x)?;
+        let (saved, input) = self.layer.redistribute_input(x)?;
         let (_, time, _) = saved.dims3()?;
         let context = ForwardScope::current().context;
         let length = time * context.as_ref().map_or(1, ContextParallel::size);
@@ -117,15 +117,15 @@ impl FusedLayer for CausalSelfAttention {
         let v = self.heads(&self.v_proj, &saved)?;
         let attended = attend.forward(&q, &k, &v)?;
         let y = self.o_proj.compute(&merge_heads(attended.output())?)?;
-        let (y, exited) = self.layer.exit(y)?;
+        let (y, output) = self.layer.redistribute_output(y)?;
         let y = self.o_proj.add_last_bias(y)?;
 
         let layers = [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];
         let parameters = layers.into_iter().flat_map(|l| l.parameters());
         let layer = self.clone();
-        Ok(Applied::new(y, parameters, move |grad, wanted| {
+        Ok(Applied::new(&self.layer, y, parameters, move |grad, wanted| {
             layer.o_proj.last_bias_backprop(grad)?;
-            let grad = exited.backward(grad)?;
+            let grad = output.backward(grad)?;
             let merged = merge_heads(attended.output())?;
             let d = layer.o_proj.backprop(&merged, &grad, InputGrad::New)?;
             let d = d.ok_or_else(|| Error::other("the output projection gave no gradient"))?;
@@ -139,7 +139,7 @@ impl FusedLayer for CausalSelfAttention {
                     InputGrad::new(wanted).add_to(dx),
                 )?;
             }
-            dx.map(|dx| entered.backward(&dx)).transpose()
+            dx.map(|dx| input.backward(&dx)).transpose()
         }))
     }
 }

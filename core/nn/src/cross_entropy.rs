@@ -6,7 +6,8 @@ use super::Loss;
 use super::host::indices;
 use super::kernels::cross_entropy::{self as kernel, Classes};
 use super::loss_parallel;
-use super::record::record;
+use crate::parallel::ShardedLogits;
+use crate::parameter::record;
 use crate::{Error, Result};
 
 /// The cross entropy of `logits` (`[.., classes]`) against `targets` (u32 or i64, the leading
@@ -79,16 +80,16 @@ impl CrossEntropy {
     pub fn loss(&self, logits: &Tensor, targets: &Tensor) -> Result<Loss> {
         let smoothing = self.smoothing()?;
         let columns = logits.dims().last().copied().unwrap_or(0);
-        let parts = loss_parallel::find(logits)?;
+        let parts = ShardedLogits::of(logits)?;
         let classes = match &parts {
-            Some(parts) => parts.range(),
+            Some(parts) => Classes { first: parts.first_class, total: parts.classes },
             None => Classes { first: 0, total: columns },
         };
         let targets = self.targets(logits.dims(), targets, classes.total)?;
         let count = targets.iter().flatten().count();
         let saved = logits.detach().reshape((targets.len(), columns))?;
-        let (sum, lse) = match parts {
-            Some(parts) => parts.cross_entropy(&saved, &targets, smoothing)?,
+        let (sum, lse) = match &parts {
+            Some(parts) => loss_parallel::forward(parts, &saved, &targets, smoothing)?,
             None => kernel::forward(&saved, &targets, smoothing)?,
         };
         let shape = logits.shape().clone();
@@ -96,6 +97,9 @@ impl CrossEntropy {
             let d = kernel::backward(&saved, &lse, &targets, classes, smoothing, grad)?;
             Ok(vec![Some(d.reshape(&shape)?)])
         })?;
+        if let Some(parts) = &parts {
+            parts.note_loss(&sum);
+        }
         Ok(Loss::new(sum, count as f64))
     }
 

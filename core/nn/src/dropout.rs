@@ -3,11 +3,12 @@
 use candle_core::Tensor;
 use rayon::prelude::*;
 
+use super::arm;
 use super::arm::wide_dtype;
 use super::host::{host, tensor, with_float};
-use super::{arm, record::record};
+use super::styles::DropoutStyles;
 use crate::module::{ForwardScope, Module, ModuleBuilder};
-use crate::parallel::{LayerHandle, LayerParallel, Layout};
+use crate::parallel::{LayerHandle, Layout};
 use crate::random::{Purpose, Stream};
 use crate::{Error, Result};
 
@@ -38,7 +39,7 @@ impl Dropout {
             let message = format!("dropout probability {p} is not in [0, 1)");
             return Err(Error::Module { path, message });
         }
-        Ok(Self { layer: b.declare("Dropout")?, p })
+        Ok(Self { layer: b.declare(DropoutStyles)?, p })
     }
 }
 
@@ -51,23 +52,15 @@ struct Places {
 }
 
 impl Places {
-    /// The places of `x`, the first of whose samples is `first_sample`.
-    fn new(
-        x: &Tensor,
-        scope: &ForwardScope,
-        layer: &LayerHandle,
-        parallel: Option<&LayerParallel>,
-    ) -> Result<Self> {
+    /// The places of `x`, what the layer computes with of `given`.
+    fn new(given: &Tensor, x: &Tensor, scope: &ForwardScope, layer: &LayerHandle) -> Result<Self> {
         let (dims, first_sample) = (x.dims(), scope.first_sample);
-        let layout = parallel.map_or(Layout::Replicate, |parallel| parallel.layout);
+        let layout = layer.computes_with();
         let cut_sequence = scope.context.is_some() || layout == Layout::SEQUENCE;
         let width = dims[dims.len() - 1];
         if layout == Layout::LAST {
             // As a norm's or projection's output: rows are all dimensions but the last.
-            let (offset, whole) = match parallel {
-                Some(parallel) => parallel.last_dimension(width)?,
-                None => (0, width),
-            };
+            let (offset, whole) = layer.last_dimension(given, x)?;
             let rows = x.elem_count() / width;
             let positions = match (&scope.context, dims) {
                 (Some(_), [_, time, _]) => whole_positions(scope, *time),
@@ -93,8 +86,8 @@ impl Places {
         Ok(match *dims {
             [batch, time, ..] if cut_sequence => {
                 let (rank, ranks) = match layout {
-                    Layout::Replicate => (0, 1),
-                    Layout::Shard(_) => place(parallel),
+                    Layout::SEQUENCE => layer.place(),
+                    _ => (0, 1),
                 };
                 // Within what context parallelism leaves this rank, the ranks' parts follow each other.
                 let local = time * ranks;
@@ -126,11 +119,6 @@ impl Places {
             start += n;
         }
     }
-}
-
-/// This rank's place among those of the plan.
-fn place(parallel: Option<&LayerParallel>) -> (usize, usize) {
-    parallel.map_or((0, 1), |parallel| (parallel.group.rank(), parallel.group.size()))
 }
 
 /// The positions of `n` consecutive places of this rank in the whole sequence.
@@ -172,17 +160,21 @@ fn masked(x: &Tensor, stream: &Stream, places: &Places, p: f64) -> Result<Tensor
 impl Module for Dropout {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let scope = ForwardScope::current();
-        if !scope.training || self.p == 0.0 || x.elem_count() == 0 || x.rank() == 0 {
+        let drops = scope.training && self.p > 0.0 && x.elem_count() > 0 && x.rank() > 0;
+        if !drops && !self.layer.moves_input() {
             return Ok(x.clone());
         }
+        let (input, moved) = self.layer.redistribute_input(x)?;
+        if !drops {
+            let backward = move |_: &Tensor, grad: &Tensor| Ok(vec![Some(moved.backward(grad)?)]);
+            return self.layer.record(&[x], &[], input, backward);
+        }
         let stream = Stream::new(scope.seed, Purpose::Dropout, self.layer.path()).child(scope.step);
-        let (entered_x, entered) = self.layer.enter(x)?;
-        let places =
-            Places::new(&entered_x, &scope, &self.layer, self.layer.parallel().as_deref())?;
+        let places = Places::new(x, &input, &scope, &self.layer)?;
         let p = self.p;
-        let y = masked(&entered_x, &stream, &places, p)?;
-        record(&[x], &[], y, move |_, grad| {
-            Ok(vec![Some(entered.backward(&masked(grad, &stream, &places, p)?)?)])
+        let y = masked(&input, &stream, &places, p)?;
+        self.layer.record(&[x], &[], y, move |_, grad| {
+            Ok(vec![Some(moved.backward(&masked(grad, &stream, &places, p)?)?)])
         })
     }
 }

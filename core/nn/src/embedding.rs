@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use super::kernels::embedding::{checked_ids, local_ids, lookup, lookup_grad};
-use super::record::record;
+use super::styles::EmbeddingStyles;
 use crate::Result;
 use crate::module::{Module, ModuleBuilder};
 use crate::parallel::LayerHandle;
@@ -35,7 +35,7 @@ impl Embedding {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_init(b: &ModuleBuilder, rows: usize, width: usize, init: Init) -> Result<Self> {
-        let layer = b.declare("Embedding")?;
+        let layer = b.declare(EmbeddingStyles { width })?;
         Ok(Self { weight: b.parameter("weight", [rows, width], init)?, layer })
     }
 
@@ -56,10 +56,10 @@ impl Module for Embedding {
         let mut shape = ids.dims().to_vec();
         shape.push(width);
         let y = lookup(&host_ids, &weight)?.reshape(shape)?;
-        let (y, exited) = self.layer.exit(y)?;
+        let (y, output) = self.layer.redistribute_output(y)?;
         let weight = self.weight.clone();
-        record(&[], &[&self.weight], y, move |_, grad| {
-            lookup_grad(&weight, &host_ids, &exited.backward(grad)?)?;
+        self.layer.record(&[], &[&self.weight], y, move |_, grad| {
+            lookup_grad(&weight, &host_ids, &output.backward(grad)?)?;
             weight.end_use()?;
             Ok(vec![])
         })

@@ -17,20 +17,20 @@ use super::kernels::attention::{Attend, Attended};
 use super::kernels::norm::Norm;
 use super::kernels::rope::Angles;
 use super::kernels::softmax;
-use super::record::record;
 use crate::module::ForwardScope;
+use crate::parallel::record_function;
 use crate::{Error, Result};
 
 /// Softmax over the last dimension.
 pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
     let y = softmax::softmax(&x.detach())?;
-    record(&[x], &[], y, |y, grad| Ok(vec![Some(softmax::softmax_backward(y, grad)?)]))
+    record_function(&[x], y, |y, grad| Ok(vec![Some(softmax::softmax_backward(y, grad)?)]))
 }
 
 fn activate(x: &Tensor, activation: Activation) -> Result<Tensor> {
     let saved = x.detach();
     let y = activation.forward(&saved)?;
-    record(&[x], &[], y, move |_, grad| Ok(vec![Some(activation.backward(&saved, grad)?)]))
+    record_function(&[x], y, move |_, grad| Ok(vec![Some(activation.backward(&saved, grad)?)]))
 }
 
 /// `x * sigmoid(x)`.
@@ -64,7 +64,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     }
     let (saved_gate, saved_up) = (gate.detach(), up.detach());
     let y = activation::swiglu(&saved_gate, &saved_up)?;
-    record(&[gate, up], &[], y, move |_, grad| {
+    record_function(&[gate, up], y, move |_, grad| {
         let (dgate, dup) = activation::swiglu_backward(&saved_gate, &saved_up, grad)?;
         Ok(vec![Some(dgate), Some(dup)])
     })
@@ -102,7 +102,7 @@ fn norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, norm: Norm) -> Resul
     let inputs: Vec<&Tensor> = [x, weight].into_iter().chain(bias).collect();
     let with_bias = bias.is_some();
     let dtype = weight.dtype();
-    record(&inputs, &[], y, move |_, grad| {
+    record_function(&inputs, y, move |_, grad| {
         let grads = norm.backward(&saved, &saved_weight, with_bias, grad)?;
         let cast = |t: Tensor| t.to_dtype(dtype).map(Some);
         let mut all = vec![Some(grads.x), cast(grads.weight)?];
@@ -162,7 +162,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, causal: bool) -
     let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
     let [sq, sk, sv] = [q.detach(), k.detach(), v.detach()];
     let Attended { output, lse } = attend.forward(&sq, &sk, &sv)?;
-    let y = record(&[&q, &k, &v], &[], output, move |output, grad| {
+    let y = record_function(&[&q, &k, &v], output, move |output, grad| {
         let attended = Attended { output: output.detach(), lse: lse.clone() };
         let grads = attend.backward([&sq, &sk, &sv], &attended, grad)?;
         Ok(grads.map(Some).to_vec())

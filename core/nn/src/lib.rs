@@ -56,6 +56,7 @@ mod record;
 mod residual;
 mod rope;
 mod spread;
+mod styles;
 
 pub use arm::{PortableGuard, force_portable};
 pub use attention::{AttentionConfig, CausalSelfAttention};

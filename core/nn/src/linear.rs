@@ -3,10 +3,10 @@
 use candle_core::Tensor;
 
 use super::kernels::matmul::{self, InputGrad};
-use super::loss_parallel::{self, ShardedLogits};
-use super::record::{check_dtype, record};
+use super::record::check_dtype;
+use super::styles::LinearStyles;
 use crate::module::{ForwardScope, Module, ModuleBuilder};
-use crate::parallel::{Crossing, LayerHandle};
+use crate::parallel::{LayerHandle, Redistributed};
 use crate::parameter::{Init, Parameter};
 use crate::{Error, Result};
 
@@ -37,7 +37,7 @@ impl Linear {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_init(b: &ModuleBuilder, inputs: usize, outputs: usize, init: Init) -> Result<Self> {
-        let layer = b.declare("Linear")?;
+        let layer = b.declare(LinearStyles { inputs, outputs })?;
         Ok(Self { weight: b.parameter("weight", [outputs, inputs], init)?, bias: None, layer })
     }
 
@@ -65,14 +65,14 @@ impl Linear {
     /// # Errors
     /// If `weight` is of another model or does not have two dimensions, and as [`new`](Self::new).
     pub fn tied(b: &ModuleBuilder, weight: &Parameter) -> Result<Self> {
-        if weight.global_shape().len() != 2 {
+        let [outputs, inputs] = *weight.global_shape() else {
             let message = format!(
                 "has shape {:?}; a linear layer's weight has two dimensions",
                 weight.global_shape()
             );
             return Err(Error::parameter(weight.fqn(), message));
-        }
-        let layer = b.declare("Linear")?;
+        };
+        let layer = b.declare(LinearStyles { inputs, outputs })?;
         b.tie("weight", weight)?;
         Ok(Self { weight: weight.clone(), bias: None, layer })
     }
@@ -101,7 +101,7 @@ impl Linear {
     /// ranks of what they computed.
     fn biases(&self) -> (Option<&Parameter>, Option<&Parameter>) {
         let bias = self.bias.as_ref();
-        if self.layer.sums() { (None, bias) } else { (bias, None) }
+        if self.layer.output_is_partial() { (None, bias) } else { (bias, None) }
     }
 
     /// Adds the bias that comes last, if there is one.
@@ -121,17 +121,6 @@ impl Linear {
                 bias.end_use()
             }
         }
-    }
-
-    /// How the logits are cut, if this is a head whose logits the loss takes in parts.
-    fn sharded_logits(&self) -> Option<ShardedLogits> {
-        let parallel = self.layer.parallel()?;
-        (parallel.loss_parallel && ForwardScope::current().loss_parallel).then(|| ShardedLogits {
-            group: parallel.group.clone(),
-            first_class: self.weight.compute_region().offsets[0],
-            local_classes: self.outputs(),
-            classes: self.weight.global_shape()[0],
-        })
     }
 
     /// Checks that the last dimension of `x` is the layer's inputs.
@@ -156,9 +145,9 @@ impl Linear {
         matmul::linear(x, &self.weight.value()?, bias.as_ref())
     }
 
-    /// Whether a plan gave the layer a style.
-    pub(super) fn is_parallel(&self) -> bool {
-        self.layer.parallel().is_some()
+    /// What a plan said to the layer.
+    pub(super) fn layer(&self) -> &LayerHandle {
+        &self.layer
     }
 
     /// Computes the gradient of `x`, delivers those of the parameters and ends their uses.
@@ -201,25 +190,28 @@ impl Linear {
 
 impl Module for Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (saved, entered) = self.layer.enter(x)?;
-        let logits = self.sharded_logits();
+        let (saved, input) = self.layer.redistribute_input(x)?;
+        let parts = self.layer.loss_parallel() && ForwardScope::current().loss_parallel;
         let y = self.compute(&saved)?;
-        let (y, exited) = match logits {
-            Some(_) => (y, Crossing::none()),
-            None => self.layer.exit(y)?,
+        let (y, output) = match parts {
+            true => (y, Redistributed::none()),
+            false => self.layer.redistribute_output(y)?,
         };
         let y = self.add_last_bias(y)?;
         let (layer, tracked) = (self.clone(), x.track_op());
         let parameters: Vec<&Parameter> = self.parameters().collect();
-        let y = record(&[x], &parameters, y, move |_, grad| {
+        let backward = move |_: &Tensor, grad: &Tensor| {
             layer.last_bias_backprop(grad)?;
-            let grad = exited.backward(grad)?;
+            let grad = output.backward(grad)?;
             let dx = layer.backprop(&saved, &grad, InputGrad::new(tracked))?;
-            Ok(vec![dx.map(|dx| entered.backward(&dx)).transpose()?])
-        })?;
-        if let Some(logits) = logits {
-            loss_parallel::note(y.id(), logits);
+            Ok(vec![dx.map(|dx| input.backward(&dx)).transpose()?])
+        };
+        match parts {
+            true => {
+                let first = self.weight.compute_region().offsets[0];
+                self.layer.record_logits(&[x], &parameters, y, first, backward)
+            }
+            false => self.layer.record(&[x], &parameters, y, backward),
         }
-        Ok(y)
     }
 }

@@ -10,7 +10,6 @@ use super::cross_entropy::CrossEntropy;
 use super::kernels::cross_entropy::{self as kernel, Classes};
 use super::kernels::matmul::InputGrad;
 use super::linear::Linear;
-use super::record::record;
 use crate::autograd::is_grad_enabled;
 use crate::module::Module;
 use crate::{Error, Result};
@@ -86,9 +85,10 @@ impl LinearCrossEntropy {
     /// # Errors
     /// As [`linear_cross_entropy`].
     pub fn loss(&self, head: &Linear, hidden: &Tensor, targets: &Tensor) -> Result<Loss> {
-        if head.is_parallel() {
+        if head.layer().is_in_plan() {
             return self.cross_entropy.loss(&head.forward(hidden)?, targets);
         }
+        head.layer().check_input(hidden)?;
         let smoothing = self.cross_entropy.smoothing()?;
         let classes = head.outputs();
         let mut dims = hidden.dims().to_vec();
@@ -126,7 +126,7 @@ impl LinearCrossEntropy {
         let (kept, layer, shape) = (Mutex::new(kept), head.clone(), hidden.shape().clone());
         let tracked = hidden.track_op();
         let parameters: Vec<_> = head.parameters().collect();
-        let sum = record(&[hidden], &parameters, sum, move |_, grad| {
+        let sum = head.layer().record(&[hidden], &parameters, sum, move |_, grad| {
             let mut dx = Vec::with_capacity(pieces.len());
             for (piece, lse) in pieces.iter().zip(&lse) {
                 let x = saved.narrow(0, piece.start, piece.len())?;

@@ -6,6 +6,7 @@ use super::kernels::activation::{Activation, swiglu, swiglu_backward};
 use super::kernels::matmul::InputGrad;
 use super::linear::Linear;
 use super::residual::{Applied, FusedLayer};
+use super::styles::BlockStyles;
 use crate::module::{Module, ModuleBuilder};
 use crate::parallel::LayerHandle;
 use crate::parameter::Init;
@@ -51,7 +52,7 @@ impl SwiGluMlp {
         intermediate: usize,
         init: Option<Init>,
     ) -> Result<Self> {
-        let layer = b.declare("SwiGluMlp")?;
+        let layer = b.declare(BlockStyles::SWIGLU)?;
         let project = |name: &str, inputs, outputs| {
             let init = init.unwrap_or(Init::kaiming_uniform(inputs));
             Linear::with_init(&b.pp(name), inputs, outputs, init)
@@ -72,26 +73,26 @@ fn given(d: Option<Tensor>) -> Result<Tensor> {
 
 impl FusedLayer for SwiGluMlp {
     fn apply(&self, x: &Tensor) -> Result<Applied> {
-        let (saved, entered) = self.layer.enter(x)?;
+        let (saved, input) = self.layer.redistribute_input(x)?;
         let gate = self.gate_proj.compute(&saved)?;
         let up = self.up_proj.compute(&saved)?;
         let y = self.down_proj.compute(&swiglu(&gate, &up)?)?;
-        let (y, exited) = self.layer.exit(y)?;
+        let (y, output) = self.layer.redistribute_output(y)?;
         let y = self.down_proj.add_last_bias(y)?;
 
         let layers = [&self.gate_proj, &self.up_proj, &self.down_proj];
         let parameters = layers.into_iter().flat_map(|l| l.parameters());
         let layer = self.clone();
-        Ok(Applied::new(y, parameters, move |grad, wanted| {
+        Ok(Applied::new(&self.layer, y, parameters, move |grad, wanted| {
             layer.down_proj.last_bias_backprop(grad)?;
-            let grad = exited.backward(grad)?;
+            let grad = output.backward(grad)?;
             // The product is cheaper to compute again than to keep.
             let hidden = swiglu(&gate, &up)?;
             let d = given(layer.down_proj.backprop(&hidden, &grad, InputGrad::New)?)?;
             let (dgate, dup) = swiglu_backward(&gate, &up, &d)?;
             let dx = layer.gate_proj.backprop(&saved, &dgate, InputGrad::new(wanted))?;
             let dx = layer.up_proj.backprop(&saved, &dup, InputGrad::new(wanted).add_to(dx))?;
-            dx.map(|dx| entered.backward(&dx)).transpose()
+            dx.map(|dx| input.backward(&dx)).transpose()
         }))
     }
 }
@@ -136,7 +137,7 @@ impl GeluMlp {
         intermediate: usize,
         activation: Activation,
     ) -> Result<Self> {
-        let layer = b.declare("GeluMlp")?;
+        let layer = b.declare(BlockStyles::GELU)?;
         Ok(Self {
             up_proj: Linear::with_bias(&b.pp("up_proj"), hidden, intermediate)?,
             down_proj: Linear::with_bias(&b.pp("down_proj"), intermediate, hidden)?,
@@ -148,23 +149,23 @@ impl GeluMlp {
 
 impl FusedLayer for GeluMlp {
     fn apply(&self, x: &Tensor) -> Result<Applied> {
-        let (saved, entered) = self.layer.enter(x)?;
+        let (saved, input) = self.layer.redistribute_input(x)?;
         let up = self.up_proj.compute(&saved)?;
         let y = self.down_proj.compute(&self.activation.forward(&up)?)?;
-        let (y, exited) = self.layer.exit(y)?;
+        let (y, output) = self.layer.redistribute_output(y)?;
         let y = self.down_proj.add_last_bias(y)?;
 
         let layers = [&self.up_proj, &self.down_proj];
         let parameters = layers.into_iter().flat_map(|l| l.parameters());
         let layer = self.clone();
-        Ok(Applied::new(y, parameters, move |grad, wanted| {
+        Ok(Applied::new(&self.layer, y, parameters, move |grad, wanted| {
             layer.down_proj.last_bias_backprop(grad)?;
-            let grad = exited.backward(grad)?;
+            let grad = output.backward(grad)?;
             let hidden = layer.activation.forward(&up)?;
             let d = given(layer.down_proj.backprop(&hidden, &grad, InputGrad::New)?)?;
             let d = layer.activation.backward(&up, &d)?;
             let dx = layer.up_proj.backprop(&saved, &d, InputGrad::new(wanted))?;
-            dx.map(|dx| entered.backward(&dx)).transpose()
+            dx.map(|dx| input.backward(&dx)).transpose()
         }))
     }
 }

@@ -5,6 +5,7 @@ use candle_core::Tensor;
 use super::kernels::norm::Norm;
 use super::record::{check_dtype, deliver};
 use super::residual::{Applied, FusedLayer};
+use super::styles::NormStyles;
 use crate::module::{Module, ModuleBuilder};
 use crate::parallel::LayerHandle;
 use crate::parameter::{Init, Parameter};
@@ -33,7 +34,7 @@ impl RmsNorm {
     /// # Errors
     /// If there is a layer at the builder's path already.
     pub fn new(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
-        let layer = b.declare("RmsNorm")?;
+        let layer = b.declare(NormStyles { kind: "RmsNorm", width })?;
         Ok(Self(Normed::new(b, width, Norm { center: false, eps }, false, layer)?))
     }
 
@@ -49,7 +50,7 @@ impl LayerNorm {
     /// # Errors
     /// If there is a layer at the builder's path already.
     pub fn new(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
-        let layer = b.declare("LayerNorm")?;
+        let layer = b.declare(NormStyles { kind: "LayerNorm", width })?;
         Ok(Self(Normed::new(b, width, Norm { center: true, eps }, true, layer)?))
     }
 
@@ -58,7 +59,7 @@ impl LayerNorm {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn without_bias(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
-        let layer = b.declare("LayerNorm")?;
+        let layer = b.declare(NormStyles { kind: "LayerNorm", width })?;
         Ok(Self(Normed::new(b, width, Norm { center: true, eps }, false, layer)?))
     }
 
@@ -96,14 +97,14 @@ impl Normed {
             return Err(Error::parameter(self.weight.fqn(), message));
         }
         check_dtype("the norm", x, &self.weight)?;
-        let (saved, entered) = self.layer.enter(x)?;
+        let (saved, input) = self.layer.redistribute_input(x)?;
         let bias = self.bias.as_ref().map(Parameter::value).transpose()?;
         let y = self.norm.forward(&saved, &self.weight.value()?, bias.as_ref())?;
-        let (y, exited) = self.layer.exit(y)?;
+        let (y, output) = self.layer.redistribute_output(y)?;
         let parameters = std::iter::once(&self.weight).chain(&self.bias);
         let layer = self.clone();
-        Ok(Applied::new(y, parameters, move |grad, wanted| {
-            let grad = &exited.backward(grad)?;
+        Ok(Applied::new(&self.layer, y, parameters, move |grad, wanted| {
+            let grad = &output.backward(grad)?;
             let weight = layer.weight.value()?;
             let with_bias = layer.bias.is_some();
             let grads = layer.norm.backward(&saved, &weight, with_bias, grad)?;
@@ -112,7 +113,7 @@ impl Normed {
             if let (Some(bias), Some(grad)) = (&layer.bias, &grads.bias) {
                 deliver(bias, grad)?;
             }
-            wanted.then(|| entered.backward(&grads.x)).transpose()
+            wanted.then(|| input.backward(&grads.x)).transpose()
         }))
     }
 }

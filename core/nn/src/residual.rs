@@ -5,8 +5,8 @@ use rayon::prelude::*;
 
 use super::arm::{on_host, wide_dtype};
 use super::host::with_float;
-use super::record::record;
 use crate::autograd::storage;
+use crate::parallel::{LayerHandle, describe_layout};
 use crate::parameter::Parameter;
 use crate::{Error, Result};
 
@@ -24,6 +24,7 @@ type Backward = dyn Fn(&Tensor, bool) -> Result<Option<Tensor>> + Send + Sync;
 
 /// A layer's output, and its way back.
 pub struct Applied {
+    layer: LayerHandle,
     output: Tensor,
     parameters: Vec<Parameter>,
     backward: Box<Backward>,
@@ -31,19 +32,20 @@ pub struct Applied {
 
 impl Applied {
     pub(super) fn new<'a>(
+        layer: &LayerHandle,
         output: Tensor,
         parameters: impl IntoIterator<Item = &'a Parameter>,
         backward: impl Fn(&Tensor, bool) -> Result<Option<Tensor>> + Send + Sync + 'static,
     ) -> Self {
         let parameters = parameters.into_iter().cloned().collect();
-        Self { output, parameters, backward: Box::new(backward) }
+        Self { layer: layer.clone(), output, parameters, backward: Box::new(backward) }
     }
 
     /// Enters the output into the graph, as computed from `x`.
     pub(super) fn record(self, x: &Tensor) -> Result<Tensor> {
-        let Self { output, parameters, backward } = self;
+        let Self { layer, output, parameters, backward } = self;
         let (parameters, tracked): (Vec<_>, _) = (parameters.iter().collect(), x.track_op());
-        record(&[x], &parameters, output, move |_, grad| Ok(vec![backward(grad, tracked)?]))
+        layer.record(&[x], &parameters, output, move |_, grad| Ok(vec![backward(grad, tracked)?]))
     }
 }
 
@@ -70,21 +72,26 @@ impl Applied {
 /// Those of the two layers, and if the branch's output has another shape or dtype than `x`.
 pub fn residual(x: &Tensor, norm: &dyn FusedLayer, branch: &dyn FusedLayer) -> Result<Tensor> {
     let norm = norm.apply(x)?;
+    norm.layer.note_output(x, &norm.output)?;
     let branch = branch.apply(&norm.output)?;
     let y = branch.output;
     if y.dims() != x.dims() || y.dtype() != x.dtype() {
+        branch.layer.note_output(&norm.output, &y)?;
+        let layout = |x| describe_layout(x).map_or(String::new(), |layout| format!(" ({layout})"));
         return Err(Error::other(format!(
-            "a residual branch must give what it is added to: it got {:?} {:?} and gave {:?} {:?}",
+            "a residual branch must give what it is added to: it got {:?} {:?}{} and gave {:?} {:?}{}",
             x.dims(),
             x.dtype(),
+            layout(x),
             y.dims(),
-            y.dtype()
+            y.dtype(),
+            layout(&y)
         )));
     }
     let y = add_to(y, &x.detach())?;
     let (norm_back, branch_back) = (norm.backward, branch.backward);
     let parameters: Vec<Parameter> = norm.parameters.into_iter().chain(branch.parameters).collect();
-    Applied::new(y, &parameters, move |grad, wanted| {
+    Applied::new(&branch.layer, y, &parameters, move |grad, wanted| {
         let inner = branch_back(grad, true)?;
         let inner = inner.ok_or_else(|| Error::other("a residual branch gave no gradient"))?;
         let dx = norm_back(&inner, wanted)?;

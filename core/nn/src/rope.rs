@@ -6,8 +6,8 @@ use candle_core::{DType, Device, Tensor};
 
 use super::arm::wide_dtype;
 use super::kernels::rope::{Angles, rotate};
-use super::record::record;
 use crate::module::ForwardScope;
+use crate::parallel::record_function;
 use crate::{Error, Result};
 
 /// Rotary position embedding in Hugging Face's convention: element i of a head is paired with
@@ -121,5 +121,5 @@ impl Rope {
 /// The differentiable rotation.
 pub(super) fn apply(x: &Tensor, angles: Angles) -> Result<Tensor> {
     let y = rotate(x, &angles, false)?;
-    record(&[x], &[], y, move |_, grad| Ok(vec![Some(rotate(grad, &angles, true)?)]))
+    record_function(&[x], y, move |_, grad| Ok(vec![Some(rotate(grad, &angles, true)?)]))
 }

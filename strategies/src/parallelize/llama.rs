@@ -1,5 +1,7 @@
 //! NeMo's default plan for Llama.
 
+use std::collections::BTreeSet;
+
 use fulgurite_core::mesh::DeviceMesh;
 use fulgurite_core::module::{ModuleTree, glob_match};
 use fulgurite_core::parallel::{Colwise, Layout, Plan, Rowwise, SequenceParallel};
@@ -72,8 +74,13 @@ impl LlamaPlan {
             plan = plan.with(within(name), SequenceParallel::default());
         }
         let is_ours = |path: &str| self.prefix.is_empty() || path.starts_with(&within(""));
-        for (path, info) in model.modules() {
-            if info.kind == "Dropout" && is_ours(path) {
+        // Dropout: layers without parameters that compute with a part of the sequence.
+        let owners: BTreeSet<&str> =
+            model.parameters().iter().filter_map(|p| Some(p.fqn().rsplit_once('.')?.0)).collect();
+        for path in model.modules().keys().filter(|path| is_ours(path)) {
+            if !owners.contains(path.as_str())
+                && model.takes_style(path, SequenceParallel::default())
+            {
                 plan = plan.with(path, SequenceParallel::default());
             }
         }

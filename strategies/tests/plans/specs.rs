@@ -22,7 +22,6 @@ fn lines(tree: &ModuleTree) -> Vec<String> {
             line += &match cut.placement {
                 Placement::Shard(dim) => format!(" shard({dim})x{}{stride}", cut.size),
                 Placement::Replicate => format!(" replicate x{}{stride}", cut.size),
-                Placement::Partial => " partial".to_owned(),
             };
         }
         let region = p.compute_region();

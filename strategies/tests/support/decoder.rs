@@ -223,7 +223,7 @@ pub(crate) struct DecoderTraining {
     pub(crate) accumulate: usize,
     /// Whether every micro-batch synchronises gradients.
     always: bool,
-    pub(crate) step: u64,
+    step: u64,
 }
 
 impl DecoderTraining {

@@ -3,7 +3,8 @@
 use std::sync::Mutex;
 
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Shape, Storage, Tensor,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Shape, Storage,
+    Tensor, Var,
 };
 
 use super::{GradMode, is_grad_enabled, storage};
@@ -58,6 +59,21 @@ pub fn function(
         [a, b, c] => Ok(a.apply_op3(b, c, op)?),
         _ => Err(Error::other(format!("a function takes 1 to 3 inputs, got {}", inputs.len()))),
     }
+}
+
+/// `output` as the beginning of a graph of its own, which tells what comes of it
+/// ([`Tensor::sorted_nodes`]) and through which no gradient flows. Its storage moves into the returned
+/// tensor, as in [`function`].
+pub(crate) fn leaf(output: Tensor) -> Result<Tensor> {
+    let shape = output.shape().clone();
+    let output = if storage::is_whole(&output) { output } else { output.force_contiguous()? };
+    let token = Var::zeros((), DType::F32, output.device())?;
+    let op = Function {
+        output: Mutex::new(Some((storage::take(&output)?, shape))),
+        backward: Box::new(|_, _| Ok(vec![None])),
+        recomputation: GradMode::current().recomputation(),
+    };
+    Ok(token.apply_op1(op)?)
 }
 
 struct Function {

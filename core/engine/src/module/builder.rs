@@ -9,7 +9,8 @@ use super::tree::{ModuleInfo, ModuleTree};
 use super::unit::{Unit, UnitHandle};
 use super::var_builder::Recorder;
 use crate::optim::pattern_matches;
-use crate::parallel::{Heads, LayerHandle};
+use crate::parallel::LayerHandle;
+use crate::parallel::ParallelLayer;
 use crate::parameter::{Init, Parameter, ParameterSpec};
 use crate::{Error, Result};
 
@@ -121,19 +122,15 @@ impl ModuleBuilder {
         Ok(Unit::new(build(&builder)?, handle))
     }
 
-    /// Records what kind of layer is at this path. Layers of `nn` do it themselves.
-    /// Returns the layer's record.
+    /// Records what kind of layer is at this path, and what tensor-parallel plans may do to it. Layers
+    /// of `nn` do it themselves. Returns the layer's record.
     ///
     /// # Errors
     /// If there is a layer at this path already.
-    pub fn declare(&self, kind: &'static str) -> Result<LayerHandle> {
-        self.declare_with(kind, None)
-    }
-
-    /// [`declare`](Self::declare) for an attention layer.
-    pub fn declare_with(&self, kind: &'static str, heads: Option<Heads>) -> Result<LayerHandle> {
+    pub fn declare(&self, parallel: impl ParallelLayer) -> Result<LayerHandle> {
         let layer = LayerHandle::new(self.path.clone());
-        let info = ModuleInfo { kind, unit: self.unit, layer: layer.clone(), heads };
+        let (kind, parallel) = (parallel.kind(), Arc::new(parallel));
+        let info = ModuleInfo { kind, unit: self.unit, layer: layer.clone(), parallel };
         self.tree().declare(&self.path, info)?;
         Ok(layer)
     }

@@ -1,6 +1,6 @@
 //! What layers need to know of the step they run in.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -42,22 +42,10 @@ impl Default for ForwardScope {
 }
 
 thread_local! {
-    /// Counts the scopes that were entered and left.
-    static GENERATION: Cell<u64> = const { Cell::new(0) };
     static CURRENT: RefCell<Option<ForwardScope>> = const { RefCell::new(None) };
 }
 
-fn next_generation() {
-    GENERATION.set(GENERATION.get() + 1);
-}
-
 impl ForwardScope {
-    /// Changes whenever a scope is entered or left on this thread: what layers told each other in another
-    /// scope is out of date.
-    pub fn generation() -> u64 {
-        GENERATION.get()
-    }
-
     /// The scope in force on this thread: training, seed 0, step 0 unless one was entered.
     pub fn current() -> Self {
         CURRENT.with_borrow(Option::clone).unwrap_or_default()
@@ -74,7 +62,6 @@ impl ForwardScope {
 
     /// Puts this scope in force on this thread from now on.
     pub fn set(self) {
-        next_generation();
         CURRENT.replace(Some(self));
     }
 
@@ -87,7 +74,6 @@ impl ForwardScope {
     /// Puts this scope in force until the guard is dropped.
     #[must_use = "the scope ends as soon as the guard is dropped"]
     pub fn enter(self) -> ForwardScopeGuard {
-        next_generation();
         ForwardScopeGuard { previous: CURRENT.replace(Some(self)), _thread_bound: PhantomData }
     }
 }
@@ -113,7 +99,6 @@ pub struct ForwardScopeGuard {
 
 impl Drop for ForwardScopeGuard {
     fn drop(&mut self) {
-        next_generation();
         CURRENT.replace(self.previous.take());
     }
 }

@@ -10,6 +10,7 @@ mod builder;
 mod forward;
 mod fully_shard;
 mod layer;
+mod parallelize;
 mod recompute;
 mod stand_in;
 mod tree;

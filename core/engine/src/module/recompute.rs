@@ -9,6 +9,7 @@ use super::activation_offload::Kept;
 use super::stand_in;
 use super::unit::{UnitHandle, UnitHooks};
 use crate::autograd::{GradMode, function};
+use crate::parallel::activations::{self, Activation};
 use crate::parameter::Uses;
 use crate::{Error, Result};
 
@@ -24,15 +25,19 @@ pub(super) fn call(
         hooks.pre_forward(unit)?;
     }
     let saved = x.detach();
+    let held = activations::of(x, unit.path())?;
+    activations::pass_on(&held, &saved);
     let (y, uses) = {
         let _deferred = GradMode::Deferred.enter();
         Uses::collect(|| {
             unit.note_handed_out();
+            let y = compute(&saved)?;
+            let activation = activations::of(&y, unit.path())?;
             // A copy, because the output may share memory with the input or a parameter.
-            Ok::<_, Error>(compute(&saved)?.detach().force_contiguous()?)
+            Ok::<_, Error>((y.detach().force_contiguous()?, activation))
         })
     };
-    let y = y?;
+    let (y, activation) = y?;
     if let Some(hooks) = &hooks {
         hooks.post_forward(unit)?;
     }
@@ -45,6 +50,7 @@ pub(super) fn call(
     let in_graph = stand_in.as_deref().unwrap_or(x);
     let inputs: Vec<&Tensor> = tracked.then_some(in_graph).into_iter().chain(&token).collect();
     if inputs.is_empty() {
+        activations::pass_on(&activation, &y);
         return Ok(y);
     }
     let input = match offload {
@@ -54,7 +60,8 @@ pub(super) fn call(
     };
     uses.begin_taps();
     let with_token = token.is_some();
-    let again = Again { unit: unit.clone(), input, tracked, scope: ForwardScope::current(), uses };
+    let scope = ForwardScope::current();
+    let again = Again { unit: unit.clone(), input, activation: held, tracked, scope, uses };
     let y = function(&inputs, y, move |y, grad| {
         if let Some(hooks) = &hooks {
             hooks.pre_backward(&again.unit)?;
@@ -63,7 +70,9 @@ pub(super) fn call(
         again.uses.end_taps()?;
         Ok(tracked.then_some(grad_x).into_iter().chain(with_token.then_some(None)).collect())
     })?;
-    if offload.is_some() { stand_in::leave(y) } else { Ok(y) }
+    let y = if offload.is_some() { stand_in::leave(y)? } else { y };
+    activations::pass_on(&activation, &y);
+    Ok(y)
 }
 
 /// What the backward of a call needs.
@@ -71,6 +80,8 @@ struct Again {
     unit: UnitHandle,
     /// The input, detached: in its place it shares the memory of what the graph holds anyway.
     input: Kept,
+    /// How tensor-parallel ranks hold the input.
+    activation: Option<Arc<Activation>>,
     /// Whether a gradient flows to the input.
     tracked: bool,
     /// The surroundings of the forward: masks of dropout follow from them.
@@ -92,6 +103,7 @@ impl Again {
             true => Var::from_tensor(&self.input.get()?)?.into_inner(),
             false => self.input.get()?,
         };
+        activations::pass_on(&self.activation, &input);
         let grad_x = self.uses.during(|| -> Result<Option<Tensor>> {
             let again = compute(&input)?;
             if (again.shape(), again.dtype()) != (y.shape(), y.dtype()) {
@@ -105,6 +117,8 @@ impl Again {
                     y.dtype()
                 )));
             }
+            // Plain operations with parameters had no graph in the forward.
+            activations::of(&again, self.unit.path())?;
             if !again.track_op() {
                 return Ok(None);
             }

@@ -1,9 +1,11 @@
 //! The record of a model: what strategies, plans and checkpoints work on.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 
+use super::parallelize::Parallelized;
 use super::{FullyShard, UnitHandle};
-use crate::parallel::{Heads, LayerHandle, Parallelized};
+use crate::parallel::{LayerHandle, ParallelLayer};
 use crate::parameter::Parameter;
 use crate::{Error, Result};
 
@@ -16,8 +18,8 @@ pub struct ModuleInfo {
     pub unit: Option<usize>,
     /// What plans tell the layer.
     pub(crate) layer: LayerHandle,
-    /// Its heads, if it is an attention layer.
-    pub(crate) heads: Option<Heads>,
+    /// What plans may do to it.
+    pub(crate) parallel: Arc<dyn ParallelLayer>,
 }
 
 /// A model's modules, parameters and units, in the order they were declared, which is the same on

@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use super::{ActivationOffload, FullyShard, Module, recompute};
 use crate::Result;
 use crate::autograd::{GradMode, function, is_grad_enabled};
+use crate::parallel::activations;
 use crate::parameter::{Parameter, note_tap};
 
 /// A strategy's hooks around a unit's forward and backward. Called on the thread that computes.
@@ -185,7 +186,11 @@ impl Casts {
 
 fn cast(x: &Tensor, dtype: Option<DType>) -> Result<Tensor> {
     Ok(match dtype {
-        Some(dtype) if x.dtype().is_float() => x.to_dtype(dtype)?,
+        Some(dtype) if x.dtype().is_float() && x.dtype() != dtype => {
+            let y = x.to_dtype(dtype)?;
+            activations::pass_on(&activations::of(x, "a unit")?, &y);
+            y
+        }
         _ => x.clone(),
     })
 }
@@ -244,6 +249,7 @@ impl<M> Unit<M> {
     where
         M: Send + Sync + 'static,
     {
+        let f = move |module: &M, x: &Tensor| f(module, x).map_err(activations::explain_shapes);
         let hooks = self.handle.hooks();
         let mode = GradMode::current();
         if mode == GradMode::Enabled && self.handle.activation_checkpointing() {
@@ -261,17 +267,21 @@ impl<M> Unit<M> {
         hooks.pre_forward(&self.handle)?;
         let casts = Casts::of(Some(&*hooks));
         let y = casts.output(&f(&self.module, &casts.input(x)?)?)?;
+        let activation = activations::of(&y, self.handle.path())?;
         // A copy, because the output may share memory with the input or a parameter, which goes now.
         let own = y.detach().force_contiguous()?;
         hooks.post_forward(&self.handle)?;
-        if !is_grad_enabled() {
-            return Ok(own);
-        }
-        let handle = self.handle.clone();
-        function(&[&y], own, move |_, grad| {
-            hooks.pre_backward(&handle)?;
-            Ok(vec![Some(grad.clone())])
-        })
+        let own = if is_grad_enabled() {
+            let handle = self.handle.clone();
+            function(&[&y], own, move |_, grad| {
+                hooks.pre_backward(&handle)?;
+                Ok(vec![Some(grad.clone())])
+            })?
+        } else {
+            activations::keep_known(own, &activation)?
+        };
+        activations::pass_on(&activation, &own);
+        Ok(own)
     }
 }
 

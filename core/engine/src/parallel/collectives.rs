@@ -34,9 +34,24 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::redistribute::{Redistribute, dimension};
+use super::{Layout, activations};
 use crate::autograd::function;
 use crate::collective::{ProcessGroup, wait_for};
 use crate::{Error, Result};
+
+/// Notes how the ranks hold `y`, if they are those that a plan cuts layers over.
+fn note(
+    what: &str,
+    layout: Option<Layout>,
+    y: Tensor,
+    group: &Arc<dyn ProcessGroup>,
+) -> Result<Tensor> {
+    let Some(plan) = activations::plan_of(group) else { return Ok(y) };
+    let activation = Some(plan.activation(layout, format!("`collectives::{what}`")));
+    let y = activations::keep_known(y, &activation)?;
+    activations::pass_on(&activation, &y);
+    Ok(y)
+}
 
 fn apply(
     x: &Tensor,
@@ -52,8 +67,18 @@ fn apply(
         Redistribute::Copy | Redistribute::AllReduce => x.force_contiguous(),
         _ => x.contiguous(),
     };
-    let (y, crossing) = how.forward(&own(x)?.detach(), total, group)?;
-    function(&[x], y, move |_, grad| Ok(vec![Some(crossing.backward(&own(grad)?)?)]))
+    let (y, redistributed) = how.forward(&own(x)?.detach(), total, group)?;
+    let y = function(&[x], y, move |_, grad| Ok(vec![Some(redistributed.backward(&own(grad)?)?)]))?;
+    let (what, layout) = match how {
+        Redistribute::Keep => return Ok(y),
+        Redistribute::Copy => ("copy_to", None),
+        Redistribute::AllGather(_) => ("all_gather", None),
+        Redistribute::AllReduce => ("reduce_from", Some(Layout::Replicate)),
+        Redistribute::Gather(_) => ("gather", Some(Layout::Replicate)),
+        Redistribute::ReduceScatter(dim) => ("reduce_scatter", Some(Layout::Shard(dim))),
+        Redistribute::Split(dim) => ("split", Some(Layout::Shard(dim))),
+    };
+    note(what, layout, y, group)
 }
 
 fn none() -> Result<usize> {
@@ -130,8 +155,11 @@ pub fn all_to_all(
         return Ok(x.clone());
     }
     let y = exchange(&x.detach(), dims, &**group)?;
-    let group = group.clone();
-    function(&[x], y, move |_, grad| Ok(vec![Some(exchange(grad, (dims.1, dims.0), &*group)?)]))
+    let ranks = group.clone();
+    let y = function(&[x], y, move |_, grad| {
+        Ok(vec![Some(exchange(grad, (dims.1, dims.0), &*ranks)?)])
+    })?;
+    note("all_to_all", Some(Layout::Shard(split_dim)), y, group)
 }
 
 fn exchange(

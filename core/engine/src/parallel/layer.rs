@@ -1,17 +1,26 @@
 //! What a layer knows of its place in a plan.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, RwLock};
 
-use candle_core::Tensor;
+use candle_core::{D, Tensor, TensorId};
 
-use super::{Crossing, Layout, Redistribute};
-use crate::autograd::GradMode;
+use super::activations::{self, Activation};
+use super::{LayerSharding, Layout, ParallelStyle, Redistribute, Redistributed};
+use crate::autograd::{GradMode, is_grad_enabled};
 use crate::collective::{ProcessGroup, all_gather_object};
+use crate::parameter::{Parameter, record};
+use crate::shard::chunk;
 use crate::{Error, Result};
 
 /// A layer's record in the [`ModuleTree`](crate::module::ModuleTree), which plans write to and the
 /// layer reads when it computes. Clones are the same record.
+///
+/// A layer of one's own gets it from [`ModuleBuilder::declare`](crate::module::ModuleBuilder::declare)
+/// and computes between [`redistribute_input`](Self::redistribute_input) and
+/// [`redistribute_output`](Self::redistribute_output); what these give moves the gradients back, in the
+/// opposite order. [`record`](Self::record) enters the output into the graph.
 #[derive(Clone)]
 pub struct LayerHandle(Arc<Inner>);
 
@@ -20,49 +29,125 @@ struct Inner {
     parallel: RwLock<Option<Arc<LayerParallel>>>,
 }
 
+/// What the layers of a plan share.
+pub(crate) struct PlanRecord {
+    /// The ranks that the layers are cut over.
+    pub(super) group: Arc<dyn ProcessGroup>,
+    /// The trainable parameters, by the ids of their tokens.
+    pub(super) parameters: HashMap<TensorId, Parameter>,
+    sequence: SequenceLength,
+}
+
+impl PlanRecord {
+    pub(crate) fn new<'a>(
+        group: &Arc<dyn ProcessGroup>,
+        trainable: impl Iterator<Item = &'a Parameter>,
+        sequence: &SequenceLength,
+    ) -> Arc<Self> {
+        let plan = Arc::new(Self {
+            group: group.clone(),
+            parameters: trainable.map(|p| (p.token().id(), p.clone())).collect(),
+            sequence: sequence.clone(),
+        });
+        activations::add_plan(&plan);
+        plan
+    }
+
+    /// An activation that the ranks hold in this layout.
+    pub(super) fn activation(
+        self: &Arc<Self>,
+        layout: Option<Layout>,
+        source: impl Into<Arc<str>>,
+    ) -> Arc<Activation> {
+        let plan = Arc::downgrade(self);
+        Arc::new(Activation { layout, width: 0, classes: None, source: source.into(), plan })
+    }
+}
+
 /// The length of the sequence that a plan's layers have cut, for those that put it together again.
 #[derive(Debug, Clone, Default)]
-pub struct SequenceLength(Arc<AtomicUsize>);
+pub(crate) struct SequenceLength(Arc<AtomicUsize>);
 
 /// What a plan asks of a layer.
-pub struct LayerParallel {
-    pub group: Arc<dyn ProcessGroup>,
-    /// What happens to the input.
-    pub input: Redistribute,
-    /// What happens to the output.
-    pub output: Redistribute,
-    /// The layout that the layer itself computes in, where its result depends on it (dropout).
-    pub layout: Layout,
-    /// Whether the output is the sum over the ranks, so that a bias is added after the reduction.
-    pub sums: bool,
-    /// Size of the whole output's last dimension.
-    pub output_width: usize,
-    /// Whether logits stay cut where the loss works on the parts.
-    pub loss_parallel: bool,
-    pub sequence: SequenceLength,
-    /// What [`last_dimension`](Self::last_dimension) found for a width.
-    pub last: Mutex<Option<(usize, (usize, usize))>>,
+pub(crate) struct LayerParallel {
+    plan: Arc<PlanRecord>,
+    /// What the layer is in messages, with its style.
+    name: Arc<str>,
+    /// Whether the plan names it.
+    in_plan: bool,
+    /// Whether it computes with whatever part it gets.
+    on_parts: bool,
+    /// What happens to the input, and its layouts before and after.
+    input: Redistribute,
+    takes: Layout,
+    computes_with: Layout,
+    /// What happens to the output, and its layouts before and after.
+    output: Redistribute,
+    computes: Layout,
+    gives: Layout,
+    /// Sizes of the last dimension of the whole input and output.
+    widths: [usize; 2],
+    loss_parallel: bool,
 }
 
 impl LayerParallel {
-    /// Where this rank's part of a last dimension begins, `width` of the whole, and how wide that is.
-    /// Collective over the group when a width is new.
-    pub fn last_dimension(&self, width: usize) -> Result<(usize, usize)> {
-        let mut known = self.last.lock().expect("no panic while asking");
-        if let Some((of, place)) = *known
-            && of == width
-        {
-            return Ok(place);
+    pub(crate) fn new(
+        plan: Arc<PlanRecord>,
+        path: &str,
+        style: Option<&ParallelStyle>,
+        sharding: &LayerSharding,
+    ) -> Result<Self> {
+        let [input, output] = sharding.moves(path)?;
+        let name = match style {
+            Some(style) => format!("`{path}` ({})", style.name()),
+            None => format!("`{path}`"),
+        };
+        Ok(Self {
+            name: name.into(),
+            in_plan: true,
+            on_parts: sharding.on_parts,
+            input,
+            takes: sharding.input[0],
+            computes_with: sharding.input[1],
+            output,
+            computes: sharding.output[0],
+            gives: sharding.output[1],
+            widths: sharding.widths,
+            loss_parallel: sharding.loss_parallel,
+            ..Self::not_in_plan(plan, path)
+        })
+    }
+
+    /// A layer that another one computes, which moves activations for it.
+    pub(crate) fn of_part(plan: Arc<PlanRecord>, path: &str, sharding: &LayerSharding) -> Self {
+        Self { in_plan: true, computes: sharding.output[0], ..Self::not_in_plan(plan, path) }
+    }
+
+    /// A layer that computes with whole activations.
+    pub(crate) fn not_in_plan(plan: Arc<PlanRecord>, path: &str) -> Self {
+        Self {
+            plan,
+            name: format!("`{path}` (not in the plan)").into(),
+            in_plan: false,
+            on_parts: false,
+            input: Redistribute::Keep,
+            takes: Layout::Replicate,
+            computes_with: Layout::Replicate,
+            output: Redistribute::Keep,
+            computes: Layout::Replicate,
+            gives: Layout::Replicate,
+            widths: [0; 2],
+            loss_parallel: false,
         }
-        let widths = all_gather_object(&*self.group, &width)?;
-        let place = (widths[..self.group.rank()].iter().sum(), widths.iter().sum());
-        *known = Some((width, place));
-        Ok(place)
+    }
+
+    fn group(&self) -> &Arc<dyn ProcessGroup> {
+        &self.plan.group
     }
 }
 
 impl LayerHandle {
-    pub fn new(path: String) -> Self {
+    pub(crate) fn new(path: String) -> Self {
         Self(Arc::new(Inner { path, parallel: RwLock::default() }))
     }
 
@@ -71,63 +156,292 @@ impl LayerHandle {
         &self.0.path
     }
 
-    pub fn parallel(&self) -> Option<Arc<LayerParallel>> {
+    pub(crate) fn parallel(&self) -> Option<Arc<LayerParallel>> {
         self.0.parallel.read().expect("no panic while reading").clone()
     }
 
-    pub fn set_parallel(&self, parallel: LayerParallel) {
+    pub(crate) fn set_parallel(&self, parallel: LayerParallel) {
         *self.0.parallel.write().expect("no panic while writing") = Some(Arc::new(parallel));
     }
 
-    /// Whether the layer's output is the sum over ranks, so that its bias comes last.
-    pub fn sums(&self) -> bool {
-        self.parallel().is_some_and(|parallel| parallel.sums)
+    /// Whether a plan that cuts layers over several ranks names this one.
+    pub fn is_in_plan(&self) -> bool {
+        self.parallel().is_some_and(|parallel| parallel.in_plan)
     }
 
-    /// The input as the layer computes with it. Collective if a plan says so.
-    pub fn enter(&self, x: &Tensor) -> Result<(Tensor, Crossing)> {
+    /// Whether what the layer computes is a partial sum on each rank, so that a bias comes after
+    /// [`redistribute_output`](Self::redistribute_output).
+    pub fn output_is_partial(&self) -> bool {
+        self.parallel().is_some_and(|parallel| parallel.computes == Layout::Partial)
+    }
+
+    /// The layout that the layer computes with, where its result depends on it (dropout).
+    pub fn computes_with(&self) -> Layout {
+        self.parallel().map_or(Layout::Replicate, |parallel| parallel.computes_with)
+    }
+
+    /// Whether the plan moves the layer's input.
+    pub fn moves_input(&self) -> bool {
+        self.parallel().is_some_and(|parallel| parallel.input != Redistribute::Keep)
+    }
+
+    /// This rank's place among those that the layer is cut over, and their number.
+    pub fn place(&self) -> (usize, usize) {
+        self.parallel()
+            .map_or((0, 1), |parallel| (parallel.group().rank(), parallel.group().size()))
+    }
+
+    /// Checks that the ranks hold `x`, which the layer is given, as it takes its input.
+    ///
+    /// # Errors
+    /// If they do not; the message names the layer that gave it and how to make the two ends agree.
+    pub fn check_input(&self, x: &Tensor) -> Result<()> {
+        let Some(parallel) = self.parallel() else { return Ok(()) };
+        let at = |message: String| Error::Module { path: self.0.path.clone(), message };
+        let got =
+            activations::of(x, &format!("`{}`", self.0.path)).map_err(|error| match error {
+                Error::Other(_) => at(error.to_string()),
+                error => error,
+            })?;
+        let Some(got) = got else { return Ok(()) };
+        if parallel.on_parts {
+            return match got.is_whole() {
+                false => Ok(()),
+                true => Err(at(format!(
+                    "is replicated_with_grad_allreduce, which sums its gradients over the ranks \
+                     because each has a partial one from another part of an activation, and it gets \
+                     {}, of which every rank has the whole gradient: it would count {} times. Leave \
+                     it out of the plan, or give it a part",
+                    got.describe(),
+                    parallel.group().size()
+                ))),
+            };
+        }
+        let fits = match (parallel.takes, got.layout) {
+            (takes, Some(layout)) => same(takes, layout, x.rank()),
+            (takes, None) => takes != Layout::Replicate,
+        };
+        if fits {
+            return Ok(());
+        }
+        Err(at(match parallel.in_plan {
+            true => format!(
+                "takes {} as its input and gets {}; both ends of an edge must have one layout: \
+                 change what one gives or what the other takes (`input` and `output` of their \
+                 styles), or put a style with a move between them",
+                parallel.takes,
+                got.describe()
+            ),
+            false => format!(
+                "is not in the plan, so it computes with whole activations, and gets {}: give it a \
+                 style for that part (sequence_parallel, replicated_with_grad_allreduce, …), or let \
+                 {} give replicate",
+                got.describe(),
+                got.source
+            ),
+        }))
+    }
+
+    /// The input as the layer computes with it, outside the graph. Checks that the ranks hold `x` as
+    /// the layer takes it. Collective if the plan moves it.
+    ///
+    /// # Errors
+    /// As [`check_input`](Self::check_input), and if a peer fails.
+    pub fn redistribute_input(&self, x: &Tensor) -> Result<(Tensor, Redistributed)> {
+        let Some(parallel) = self.parallel() else {
+            return Ok((x.detach(), Redistributed::none()));
+        };
+        self.check_input(x)?;
+        if parallel.computes_with == Layout::SEQUENCE && parallel.input == Redistribute::Keep {
+            parallel.plan.sequence.check(&self.0.path, x, &**parallel.group())?;
+        }
+        self.redistribute(&parallel, parallel.input, parallel.widths[0], &x.detach())
+    }
+
+    /// The output as the next layer gets it, outside the graph. Collective if the plan moves it.
+    ///
+    /// # Errors
+    /// If a peer fails, or the dimension that is cut does not divide.
+    pub fn redistribute_output(&self, y: Tensor) -> Result<(Tensor, Redistributed)> {
         match self.parallel() {
-            None => Ok((x.detach(), Crossing::none())),
-            Some(parallel) => {
-                if parallel.layout == Layout::SEQUENCE && parallel.input == Redistribute::Keep {
-                    parallel.sequence.check(&self.0.path, x, &*parallel.group)?;
-                }
-                self.cross(&parallel, parallel.input, &x.detach())
-            }
+            None => Ok((y, Redistributed::none())),
+            Some(parallel) => self.redistribute(&parallel, parallel.output, parallel.widths[1], &y),
         }
     }
 
-    /// The output as the next layer gets it. Collective if a plan says so.
-    pub fn exit(&self, y: Tensor) -> Result<(Tensor, Crossing)> {
-        match self.parallel() {
-            None => Ok((y, Crossing::none())),
-            Some(parallel) => self.cross(&parallel, parallel.output, &y),
-        }
-    }
-
-    fn cross(
+    fn redistribute(
         &self,
         parallel: &LayerParallel,
         how: Redistribute,
+        width: usize,
         x: &Tensor,
-    ) -> Result<(Tensor, Crossing)> {
+    ) -> Result<(Tensor, Redistributed)> {
+        let (sequence, group) = (&parallel.plan.sequence, parallel.group());
         let total = |dim| match dim {
-            1 => parallel.sequence.check(&self.0.path, x, &*parallel.group),
-            _ => Ok(parallel.output_width),
+            1 => sequence.check(&self.0.path, x, &**group),
+            _ => Ok(width),
         };
         match how {
             Redistribute::ReduceScatter(1) | Redistribute::Split(1) => {
-                parallel.sequence.note(&self.0.path, x, &*parallel.group)?;
+                sequence.note(&self.0.path, x, &**group)?;
             }
             _ => {}
         }
         match how {
             Redistribute::AllGather(dim) | Redistribute::Gather(dim) => {
-                how.forward(x, || total(dim), &parallel.group)
+                how.forward(x, || total(dim), group)
             }
-            _ => how.forward(x, || Ok(0), &parallel.group),
+            _ => how.forward(x, || Ok(0), group),
         }
     }
+
+    /// Where this rank's part of the last dimension of `input` begins, which the layer was given as
+    /// `x` and computes with cut (`shard(-1)`), and how wide the whole is. Collective where the layer
+    /// that gave `x` is not known, which is the same on all ranks.
+    ///
+    /// # Errors
+    /// If a peer fails, or the part is not the rank's of what the layer gave.
+    pub fn last_dimension(&self, x: &Tensor, input: &Tensor) -> Result<(usize, usize)> {
+        let width = input.dim(D::Minus1)?;
+        let Some(parallel) = self.parallel() else { return Ok((0, width)) };
+        let group = parallel.group();
+        let known = match parallel.input {
+            Redistribute::Split(_) => x.dim(D::Minus1)?,
+            _ => activations::of(x, &self.0.path)?.map_or(0, |activation| activation.width),
+        };
+        if known == 0 {
+            let widths = all_gather_object(&**group, &width)?;
+            return Ok((widths[..group.rank()].iter().sum(), widths.iter().sum()));
+        }
+        match chunk(known, group.size(), group.rank()) {
+            (start, n) if n == width => Ok((start, known)),
+            (_, n) => Err(Error::Module {
+                path: self.0.path.clone(),
+                message: format!(
+                    "computes with a part of a last dimension of {known} (shard(-1)), of which this \
+                     rank has {n}, and got a tensor of shape {:?}",
+                    input.dims()
+                ),
+            }),
+        }
+    }
+
+    /// Whether the layer leaves its output cut where the loss works on parts of the classes
+    /// ([`ForwardScope::loss_parallel`](crate::module::ForwardScope::loss_parallel)).
+    pub fn loss_parallel(&self) -> bool {
+        self.parallel().is_some_and(|parallel| parallel.loss_parallel)
+    }
+
+    /// Enters `output`, which the layer computed from `inputs` and `parameters`, into the graph, and
+    /// notes how the ranks hold it. `inputs` are the tensors that the layer was given, of which the
+    /// first is its input; at most three, or two where there are parameters.
+    ///
+    /// `backward` gets the output and its gradient (contiguous), must
+    /// [accumulate](Parameter::accumulate) into every one of `parameters` and
+    /// [end its use](Parameter::end_use), after it has read the parameter's value for the last time,
+    /// and returns a gradient for each input; those of inputs outside the graph are dropped.
+    ///
+    /// # Errors
+    /// None but candle's.
+    pub fn record(
+        &self,
+        inputs: &[&Tensor],
+        parameters: &[&Parameter],
+        output: Tensor,
+        backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+    ) -> Result<Tensor> {
+        let activation = self.output_activation(inputs.first().copied())?;
+        let y = record(inputs, parameters, output, backward)?;
+        match activation {
+            Some(activation) => mark(y, activation),
+            None => Ok(y),
+        }
+    }
+
+    /// As [`record`](Self::record), for logits that stay cut: `first` is this rank's first class.
+    pub fn record_logits(
+        &self,
+        inputs: &[&Tensor],
+        parameters: &[&Parameter],
+        output: Tensor,
+        first: usize,
+        backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+    ) -> Result<Tensor> {
+        let activation = self.output_activation(inputs.first().copied())?;
+        let local = output.dim(D::Minus1)?;
+        let y = record(inputs, parameters, output, backward)?;
+        let Some(activation) = activation else { return Ok(y) };
+        let layout = Some(Layout::LAST);
+        let classes = Some((first, local));
+        mark(y, Arc::new(Activation { layout, classes, ..(*activation).clone() }))
+    }
+
+    /// Notes how the ranks hold `output`, outside the graph, which the layer computed from `x`.
+    pub fn note_output(&self, x: &Tensor, output: &Tensor) -> Result<()> {
+        if let Some(activation) = self.output_activation(Some(x))? {
+            activations::note(output, activation);
+        }
+        Ok(())
+    }
+
+    /// How the ranks hold the output for this input.
+    fn output_activation(&self, x: Option<&Tensor>) -> Result<Option<Arc<Activation>>> {
+        let Some(parallel) = self.parallel() else { return Ok(None) };
+        let mut activation = Activation {
+            layout: Some(parallel.gives),
+            width: parallel.widths[1],
+            classes: None,
+            source: parallel.name.clone(),
+            plan: Arc::downgrade(&parallel.plan),
+        };
+        if parallel.on_parts {
+            match x.map(|x| activations::of(x, &self.0.path)).transpose()?.flatten() {
+                Some(input) => {
+                    activation = Activation { source: activation.source, ..(*input).clone() }
+                }
+                None => return Ok(None),
+            }
+        }
+        Ok(Some(Arc::new(activation)))
+    }
+}
+
+/// Notes how the ranks hold `y`, of which nobody else has the memory.
+fn mark(y: Tensor, activation: Arc<Activation>) -> Result<Tensor> {
+    let activation = Some(activation);
+    let y = activations::keep_known(y, &activation)?;
+    activations::pass_on(&activation, &y);
+    Ok(y)
+}
+
+/// Whether two layouts of a tensor of this rank are the same.
+fn same(a: Layout, b: Layout, rank: usize) -> bool {
+    let place = |layout| match layout {
+        Layout::Shard(dim) if dim < 0 => Layout::Shard(dim + rank as isize),
+        layout => layout,
+    };
+    a == b || place(a) == place(b)
+}
+
+/// Enters `output`, computed from `inputs` (at most three) by a function without parameters that
+/// changes no layout, into the graph.
+///
+/// # Errors
+/// None but candle's.
+pub fn record_function(
+    inputs: &[&Tensor],
+    output: Tensor,
+    backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    if is_grad_enabled() {
+        return record(inputs, &[], output, backward);
+    }
+    for input in inputs {
+        if let Some(activation) = activations::of(input, "a function")? {
+            return mark(output, activation);
+        }
+    }
+    Ok(output)
 }
 
 impl SequenceLength {

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// How the ranks of a group hold an activation and its gradient between two layers.
+/// How the ranks of a group hold an activation and its gradient (DTensor's placements).
 ///
 /// In configuration files `"replicate"` or `"shard(1)"`; negative dimensions count from the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,6 +16,9 @@ pub enum Layout {
     Replicate,
     /// The dimension is cut into one chunk a rank.
     Shard(isize),
+    /// Each rank holds a partial sum; the whole is the sum over the ranks. Within a layer only:
+    /// between layers neither an activation nor its gradient is partial, and no plan can say so.
+    Partial,
 }
 
 impl Layout {
@@ -30,6 +33,7 @@ impl std::fmt::Display for Layout {
         match self {
             Self::Replicate => f.write_str("replicate"),
             Self::Shard(dim) => write!(f, "shard({dim})"),
+            Self::Partial => f.write_str("partial"),
         }
     }
 }

@@ -3,9 +3,10 @@
 //!
 //! A [`Plan`] maps patterns of module paths to [`ParallelStyle`]s, with PyTorch's names and meaning;
 //! [`ModuleTree::parallelize_module`](crate::module::ModuleTree::parallelize_module) applies it
-//! before any value exists: it cuts the parameters' specs and tells the layers of
-//! `nn` what to communicate at their edges. [`ContextParallel`] cuts sequences.
-//! [`collectives`] are there for layers of one's own.
+//! before any value exists: it cuts the parameters' specs and tells the layers what to communicate at
+//! their edges. A [`ParallelLayer`] says which styles a kind of layer takes and what they do to it; the
+//! layers of `nn` are such, and so can be those of others. [`ContextParallel`] cuts
+//! sequences. [`collectives`] are there for layers that a plan knows nothing of.
 //!
 //! ```
 //! use fulgurite_core::parallel::{Colwise, Rowwise};
@@ -21,31 +22,37 @@
 //! # Layouts
 //! Between layers an activation is replicated over the tensor-parallel ranks or cut along a
 //! dimension, and **its gradient has the same layout**. A style says which layouts a layer takes and
-//! gives; nothing checks what the plain operations between layers do with them, so a plan must make
-//! neighbours agree, as with PyTorch's styles on local tensors.
+//! gives, and a plan must make neighbours agree. Each layer checks that in the forward, before it
+//! communicates: it knows who gave its input, directly or through plain operations of candle, and the
+//! error names both ends. A layer that is not in the plan takes whole activations, a loss whole ones or
+//! [`ShardedLogits`], and a parameter whose gradient the plan sums must be used on parts.
 
-mod apply;
-mod block;
-mod check;
+pub(crate) mod activations;
 pub mod collectives;
 mod context;
-mod cut;
-mod heads;
 mod layer;
 mod layout;
-mod matching;
+mod parallel_layer;
 mod plan;
 mod redistribute;
+mod sharded_logits;
+mod sharding;
 mod style;
 
-pub(crate) use apply::Parallelized;
+pub(crate) use activations::check_loss;
+pub use activations::{describe_layout, explain_shapes};
 pub use context::ContextParallel;
-pub use heads::Heads;
-pub use layer::LayerHandle;
-pub use layer::LayerParallel;
+pub use layer::{LayerHandle, record_function};
+pub(crate) use layer::{LayerParallel, PlanRecord, SequenceLength};
 pub use layout::Layout;
+pub(crate) use parallel_layer::Styles;
+pub use parallel_layer::{LayerStyles, ParallelLayer};
 pub use plan::{Plan, PlanEntry};
-pub use redistribute::{Crossing, Redistribute};
+pub(crate) use redistribute::Redistribute;
+pub use redistribute::Redistributed;
+pub use sharded_logits::ShardedLogits;
+pub use sharding::LayerSharding;
+pub(crate) use sharding::{ALL, ParameterSharding};
 pub use style::{
     Colwise, ParallelStyle, PrepareModuleInput, PrepareModuleOutput, Rowwise, SequenceParallel,
 };

@@ -4,22 +4,23 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
+use super::Layout;
 use crate::collective::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, wait_for};
 use crate::shard::chunk;
 use crate::{Error, Result};
 
 /// A move of an activation at the edge of a layer; its backward is the move of the gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Redistribute {
+pub(crate) enum Redistribute {
     /// Stays. Backward: stays.
     Keep,
     /// Stays, and is used by ranks that each compute a part. Backward: all-reduce.
     Copy,
-    /// All-reduce of summands. Backward: stays.
+    /// All-reduce of partial sums. Backward: stays.
     AllReduce,
     /// All-gather along a dimension, for ranks that each compute a part. Backward: reduce-scatter.
     AllGather(isize),
-    /// Reduce-scatter of summands along a dimension. Backward: all-gather.
+    /// Reduce-scatter of partial sums along a dimension. Backward: all-gather.
     ReduceScatter(isize),
     /// All-gather along a dimension, for ranks that all compute the same. Backward: this rank's
     /// chunk.
@@ -28,9 +29,9 @@ pub enum Redistribute {
     Split(isize),
 }
 
-/// A move that was made: what its backward needs to know.
+/// A redistribution that was made: moves the gradient back.
 #[derive(Clone)]
-pub struct Crossing {
+pub struct Redistributed {
     /// `None` where nothing moves.
     group: Option<Arc<dyn ProcessGroup>>,
     how: Redistribute,
@@ -47,36 +48,73 @@ pub(super) fn dimension(x: &Tensor, dim: isize) -> Result<usize> {
 }
 
 impl Redistribute {
+    /// From an input's layout between layers to the one that the layer computes with, if one
+    /// collective does it. `Partial` inside: the values are whole, and what each rank computes of
+    /// their gradient is a partial sum.
+    pub(crate) fn input(outside: Layout, inside: Layout) -> Option<Self> {
+        Some(match (outside, inside) {
+            (Layout::Replicate, Layout::Partial) => Self::Copy,
+            (Layout::Shard(dim), Layout::Partial) => Self::AllGather(dim),
+            _ => return Self::between(outside, inside),
+        })
+    }
+
+    /// From what the layer computes to its output's layout between layers. `Partial` inside: each
+    /// rank computes a partial sum.
+    pub(crate) fn output(inside: Layout, outside: Layout) -> Option<Self> {
+        Some(match (inside, outside) {
+            (Layout::Partial, Layout::Replicate) => Self::AllReduce,
+            (Layout::Partial, Layout::Shard(dim)) => Self::ReduceScatter(dim),
+            _ => return Self::between(inside, outside),
+        })
+    }
+
+    /// Between two layouts of an activation whose gradient has the same ones.
+    fn between(from: Layout, to: Layout) -> Option<Self> {
+        match (from, to) {
+            _ if from == to => Some(Self::Keep),
+            (Layout::Shard(dim), Layout::Replicate) => Some(Self::Gather(dim)),
+            (Layout::Replicate, Layout::Shard(dim)) => Some(Self::Split(dim)),
+            _ => None,
+        }
+    }
+
     /// Moves `x`, which is outside the graph and may be overwritten. `total` is the size of the whole
     /// along the dimension that is gathered. Collective.
-    pub fn forward(
+    pub(crate) fn forward(
         self,
         x: &Tensor,
         total: impl FnOnce() -> Result<usize>,
         group: &Arc<dyn ProcessGroup>,
-    ) -> Result<(Tensor, Crossing)> {
-        let crossing = |total| Crossing { group: Some(group.clone()), how: self, total };
+    ) -> Result<(Tensor, Redistributed)> {
+        let redistributed = |total| Redistributed { group: Some(group.clone()), how: self, total };
         let whole = |dim| Ok::<_, Error>(x.dim(dimension(x, dim)?)?);
         Ok(match self {
-            Self::Keep | Self::Copy => (x.clone(), crossing(0)),
-            Self::AllReduce => (all_reduce(x, &**group)?, crossing(0)),
+            Self::Keep | Self::Copy => (x.clone(), redistributed(0)),
+            Self::AllReduce => (all_reduce(x, &**group)?, redistributed(0)),
             Self::AllGather(dim) | Self::Gather(dim) => {
                 let total = total()?;
-                (all_gather(x, dim, total, &**group)?, crossing(total))
+                (all_gather(x, dim, total, &**group)?, redistributed(total))
             }
-            Self::ReduceScatter(dim) => (reduce_scatter(x, dim, &**group)?, crossing(whole(dim)?)),
-            Self::Split(dim) => (split(x, dim, &**group)?, crossing(whole(dim)?)),
+            Self::ReduceScatter(dim) => {
+                (reduce_scatter(x, dim, &**group)?, redistributed(whole(dim)?))
+            }
+            Self::Split(dim) => (split(x, dim, &**group)?, redistributed(whole(dim)?)),
         })
     }
 }
 
-impl Crossing {
+impl Redistributed {
     /// Nothing moved.
     pub fn none() -> Self {
         Self { group: None, how: Redistribute::Keep, total: 0 }
     }
 
-    /// Moves the gradient back, which may be overwritten. Collective.
+    /// Moves the gradient back, which may be overwritten. Collective where the forward was, and where
+    /// the forward had nothing to move and the gradient does.
+    ///
+    /// # Errors
+    /// If a peer fails.
     pub fn backward(&self, grad: &Tensor) -> Result<Tensor> {
         let Some(group) = &self.group else { return Ok(grad.clone()) };
         match self.how {

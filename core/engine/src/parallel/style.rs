@@ -20,11 +20,10 @@ pub struct Colwise {
     /// Layout of what goes out: `shard(-1)`, or `replicate`, to which it is then gathered.
     pub output: Layout,
     /// For an output head with `output = "replicate"`: under a trainer's or Fabric's
-    /// [forward scope](crate::module::ForwardScope) the logits stay cut, and
-    /// `cross_entropy` works on the parts. It knows them, also cut or
-    /// reshaped, by their last dimension: in such a step, other logits must not be as wide as a
-    /// rank's part. Whatever else looks at the logits there sees the part:
-    /// [`gather`](crate::parallel::collectives::gather) gives the whole.
+    /// [forward scope](crate::module::ForwardScope) the logits stay cut, and the cross entropy works on
+    /// the parts. It knows them by where they come from, also if rows were taken or reshaped in
+    /// between ([`ShardedLogits`](super::ShardedLogits)). Whatever else looks at the logits there sees
+    /// the part: [`gather`](crate::parallel::collectives::gather) gives the whole.
     pub loss_parallel: bool,
 }
 
@@ -112,8 +111,8 @@ pub enum ParallelStyle {
     PrepareModuleInput(PrepareModuleInput),
     /// See [`PrepareModuleOutput`].
     PrepareModuleOutput(PrepareModuleOutput),
-    /// Parameters that are replicated and whose gradient on each rank is a summand, because the
-    /// ranks use them on different parts of an activation.
+    /// Parameters that are replicated and whose gradient on each rank is a partial sum, because the
+    /// ranks use them on different parts of an activation: a layer that gets whole ones refuses it.
     ReplicatedWithGradAllreduce,
 }
 
@@ -137,17 +136,6 @@ impl ParallelStyle {
             Self::PrepareModuleInput(_) => "prepare_module_input",
             Self::PrepareModuleOutput(_) => "prepare_module_output",
             Self::ReplicatedWithGradAllreduce => "replicated_with_grad_allreduce",
-        }
-    }
-
-    /// Whether a layer's parameters are whole on every rank and their gradients summands, since the
-    /// layer computes with a part of an activation.
-    pub(crate) fn is_partial(&self) -> bool {
-        match self {
-            Self::SequenceParallel(_) | Self::ReplicatedWithGradAllreduce => true,
-            Self::PrepareModuleInput(prepare) => prepare.desired != Layout::Replicate,
-            Self::PrepareModuleOutput(prepare) => prepare.output != Layout::Replicate,
-            Self::Colwise(_) | Self::Rowwise(_) => false,
         }
     }
 }

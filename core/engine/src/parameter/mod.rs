@@ -10,6 +10,7 @@
 mod grad;
 mod handle;
 pub(crate) mod init;
+mod record;
 mod tap;
 mod uses;
 
@@ -17,4 +18,5 @@ pub use grad::{GradReducer, LocalGrads};
 pub(crate) use handle::LayerCut;
 pub use handle::{LocalShard, Parameter, ParameterSpec};
 pub use init::Init;
+pub use record::record;
 pub(crate) use uses::{Uses, note_tap};

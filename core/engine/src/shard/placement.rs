@@ -11,6 +11,4 @@ pub enum Placement {
     Shard(usize),
     /// Every rank holds the whole.
     Replicate,
-    /// Every rank holds a summand. Activations and gradients only, never parameters.
-    Partial,
 }

@@ -92,7 +92,7 @@ impl ShardSpec {
             Placement::Shard(dim) => {
                 region.chunked(dim, cut.size, cut.index(coordinate(&cut.mesh_dim)))
             }
-            Placement::Replicate | Placement::Partial => region,
+            Placement::Replicate => region,
         })
     }
 

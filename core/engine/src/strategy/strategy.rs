@@ -10,6 +10,7 @@ use crate::collective::{ProcessGroup, ReduceOp, broadcast_object, wait_for};
 use crate::mesh::{DATA_PARALLEL, DeviceMesh};
 use crate::module::{ModuleInit, ModuleTree};
 use crate::optim::local_squared_norm;
+use crate::parallel::check_loss;
 use crate::{Error, Result};
 
 /// What a strategy can do. The trainer asks here instead of comparing types.
@@ -194,6 +195,7 @@ pub trait Strategy: Send {
                  was called inside `no_grad`, or an operation without a backward cut the graph",
             ));
         }
+        check_loss(sum)?;
         self.state_mut().record_loss(loss)?;
         self.begin_backward()?;
         // The taps have taken every parameter's gradient; what candle returns holds none.

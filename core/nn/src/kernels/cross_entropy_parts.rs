@@ -76,14 +76,14 @@ impl Part {
 
     /// What the ranks add up, `[2 rows]` or with smoothing `[3 rows]`, given the largest logits of
     /// all ranks.
-    pub(crate) fn summands(&self, top: &Tensor) -> Result<Tensor> {
+    pub(crate) fn partial_sums(&self, top: &Tensor) -> Result<Tensor> {
         let exp = (&self.exp * (&self.top - top)?.exp()?)?;
         Ok(Tensor::cat(&[&exp, &self.rest], 0)?)
     }
 }
 
 /// As the forward of [`super::cross_entropy`] returns it, from the largest logits of all ranks and
-/// the sums of their [`summands`](Part::summands).
+/// the sums of their [`partial_sums`](Part::partial_sums).
 pub(crate) fn forward(
     top: &Tensor,
     sums: &Tensor,

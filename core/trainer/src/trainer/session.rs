@@ -19,6 +19,7 @@ use crate::fabric::{Fabric, FabricOptimizer};
 use crate::launch::Interruption;
 use crate::mesh::DP_CP;
 use crate::parallel::ContextParallel;
+use crate::parallel::explain_shapes;
 use crate::run::{Amount, ClipAlgorithm, Limits, TrainerConfig};
 use crate::{Error, Result};
 
@@ -335,7 +336,7 @@ impl Session {
             logged.batch_index = micro_batch as u64;
             self.runner.training_step(&request, &mut logged, &mut |forward| {
                 let _scope = fabric.forward_scope(true, step, first_sample);
-                let loss = forward()?;
+                let loss = forward().map_err(explain_shapes)?;
                 let _no_sync = fabric.no_backward_sync(accumulating);
                 fabric.backward(&loss)
             })?;

@@ -1,16 +1,19 @@
 //! Applying a plan to a module tree.
 
+mod check;
+mod cut;
+mod matching;
+
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::Plan;
-use super::layer::SequenceLength;
-use super::matching::Styles;
+use super::ModuleTree;
 use crate::collective::ProcessGroup;
 use crate::mesh::{
     CONTEXT_PARALLEL, DATA_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, DP_CP,
     DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL,
 };
-use crate::module::ModuleTree;
+use crate::parallel::{LayerSharding, LayerStyles, ParallelStyle, Plan, SequenceLength, Styles};
 use crate::parameter::Parameter;
 use crate::{Error, Result};
 
@@ -20,6 +23,10 @@ pub(crate) struct Parallelized {
     pub(super) styles: Styles,
     pub(super) sequence: SequenceLength,
 }
+
+/// What a plan does to the layers that it names, by path. Those that another layer computes are in the
+/// sharding of that one.
+pub(super) type Shardings = BTreeMap<String, LayerSharding>;
 
 /// A plan that is being applied.
 pub(super) struct Applying<'a> {
@@ -82,13 +89,21 @@ impl ModuleTree {
             styles,
             sequence: self.parallel.sequence.clone(),
         };
-        applying.check()?;
+        let shardings = applying.check()?;
         if applying.group.size() > 1 {
-            applying.cut_layers()?;
+            applying.cut_layers(&shardings)?;
         }
         let styles = applying.styles;
         self.parallel.styles.extend(styles);
         Ok(())
+    }
+
+    /// Whether the layer at `path` takes a style, on any number of ranks.
+    pub fn takes_style(&self, path: &str, style: impl Into<ParallelStyle>) -> bool {
+        self.modules().get(path).is_some_and(|info| {
+            let styles = Styles::from([(path.to_owned(), style.into())]);
+            info.parallel.shard(&LayerStyles::new(path, &styles, 1)).is_ok()
+        })
     }
 }
 

@@ -2,14 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{ParallelStyle, Plan};
 use crate::config::nearest;
 use crate::module::{ModuleTree, glob_match};
+use crate::parallel::{ParallelStyle, Plan, Styles};
 use crate::parameter::Parameter;
 use crate::{Error, Result};
-
-/// The style of each path that a plan names.
-pub(super) type Styles = BTreeMap<String, ParallelStyle>;
 
 impl ModuleTree {
     /// The style of each path that the plan names.

@@ -1,0 +1,150 @@
+//! What a layer says of itself to plans.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use super::{LayerSharding, Layout, ParallelStyle};
+use crate::{Error, Result};
+
+/// What tensor-parallel plans may do to a kind of layer: the layer's side of
+/// [`parallelize_module`](crate::module::ModuleTree::parallelize_module). A layer hands it to
+/// [`ModuleBuilder::declare`](crate::module::ModuleBuilder::declare) when it is built, and gets the
+/// [`LayerHandle`](super::LayerHandle) with which it computes as the plan says.
+///
+/// ```
+/// use fulgurite_core::Result;
+/// use fulgurite_core::parallel::{
+///     LayerSharding, LayerStyles, Layout, ParallelLayer, ParallelStyle,
+/// };
+///
+/// /// A layer with a `weight` of `[out, in]` that may be cut along its outputs.
+/// #[derive(Debug)]
+/// struct Projection;
+///
+/// impl ParallelLayer for Projection {
+///     fn kind(&self) -> &'static str {
+///         "Projection"
+///     }
+///
+///     fn takes(&self) -> &'static str {
+///         "it takes colwise"
+///     }
+///
+///     fn shard(&self, styles: &LayerStyles<'_>) -> Result<LayerSharding> {
+///         match styles.own() {
+///             Some(ParallelStyle::Colwise(style)) => Ok(LayerSharding::default()
+///                 .cut("weight", 0)
+///                 // Each rank computes other outputs from the whole input, so it has a partial sum
+///                 // of the input's gradient.
+///                 .input(style.input, Layout::Partial)
+///                 .output(Layout::LAST, style.output)),
+///             _ => Err(styles.cannot_take(self)),
+///         }
+///     }
+/// }
+/// ```
+pub trait ParallelLayer: fmt::Debug + Send + Sync + 'static {
+    /// The name of the kind of layer, which messages have: `Linear`.
+    fn kind(&self) -> &'static str;
+
+    /// Which styles the layer takes, for messages: "it takes colwise and rowwise".
+    fn takes(&self) -> &'static str {
+        "it takes replicated_with_grad_allreduce"
+    }
+
+    /// The layers inside of this one, by name, that it computes itself, as one operation: attention
+    /// its projections. Plans name them; this layer says what their styles do.
+    fn parts(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// What the styles that a plan gives the layer and its parts do: how the parameters are cut, and
+    /// where input and output move. Called when a plan is applied, if it gives any, with the same
+    /// answer on every rank; it communicates nothing.
+    ///
+    /// # Errors
+    /// If the layer does not take the style ([`LayerStyles::cannot_take`]) or one of its layouts
+    /// ([`LayerStyles::expect`]), or its sizes do not divide ([`LayerStyles::error`]).
+    fn shard(&self, styles: &LayerStyles<'_>) -> Result<LayerSharding> {
+        match styles.own() {
+            Some(ParallelStyle::ReplicatedWithGradAllreduce) => Ok(LayerSharding::on_parts()),
+            _ => Err(styles.cannot_take(self)),
+        }
+    }
+}
+
+/// The style of each path that a plan names.
+pub(crate) type Styles = BTreeMap<String, ParallelStyle>;
+
+/// The styles that a plan gives a layer and its parts.
+pub struct LayerStyles<'a> {
+    path: &'a str,
+    styles: &'a Styles,
+    ranks: usize,
+}
+
+impl<'a> LayerStyles<'a> {
+    pub(crate) fn new(path: &'a str, styles: &'a Styles, ranks: usize) -> Self {
+        Self { path, styles, ranks }
+    }
+
+    /// The layer's path.
+    pub fn path(&self) -> &str {
+        self.path
+    }
+
+    /// The layer's own style.
+    pub fn own(&self) -> Option<ParallelStyle> {
+        self.styles.get(self.path).copied()
+    }
+
+    /// The style of one of its [parts](ParallelLayer::parts).
+    pub fn part(&self, name: &str) -> Option<ParallelStyle> {
+        self.styles.get(&format!("{}.{name}", self.path)).copied()
+    }
+
+    /// Over how many ranks the plan cuts layers.
+    pub fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// An error that names the layer.
+    pub fn error(&self, message: impl Into<String>) -> Error {
+        Error::Module { path: self.path.to_owned(), message: message.into() }
+    }
+
+    /// The error that the layer does not take its own style.
+    pub fn cannot_take(&self, layer: &(impl ParallelLayer + ?Sized)) -> Error {
+        let style = self.own().map_or("cut", |style| style.name());
+        self.error(format!("a layer of kind {} cannot be {style}; {}", layer.kind(), layer.takes()))
+    }
+
+    /// Checks a layout of the layer's own style; `what` is the key's name.
+    ///
+    /// # Errors
+    /// If it is not one of `allowed`, which the message lists.
+    pub fn expect(
+        &self,
+        layer: &(impl ParallelLayer + ?Sized),
+        what: &str,
+        got: Layout,
+        allowed: &[Layout],
+    ) -> Result<()> {
+        if allowed.contains(&got) {
+            return Ok(());
+        }
+        let allowed: Vec<String> = allowed.iter().map(Layout::to_string).collect();
+        let style = self.own().map_or("this", |style| style.name());
+        Err(self.error(format!(
+            "{style} with {what} {got} does not exist for {}; use {}",
+            layer.kind(),
+            allowed.join(" or ")
+        )))
+    }
+}
+
+impl fmt::Debug for LayerStyles<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LayerStyles").field("path", &self.path).finish()
+    }
+}

@@ -1,0 +1,64 @@
+//! Logits whose classes are cut over ranks.
+
+use std::sync::Arc;
+
+use candle_core::{D, Tensor};
+
+use super::{Layout, activations};
+use crate::collective::ProcessGroup;
+use crate::{Error, Result};
+
+/// Logits of which each rank has some classes: the output of a head that a plan made
+/// [`loss_parallel`](super::Colwise::loss_parallel), as it came or what plain operations made of it.
+#[derive(Clone)]
+pub struct ShardedLogits {
+    /// The ranks that share the classes.
+    pub group: Arc<dyn ProcessGroup>,
+    /// This rank's first class.
+    pub first_class: usize,
+    /// Number of classes.
+    pub classes: usize,
+}
+
+impl ShardedLogits {
+    /// How the classes of `logits` are cut, if they are. They are known by where they come from, not
+    /// by their shape. For losses.
+    ///
+    /// # Errors
+    /// If the logits are another part of an activation, of which no loss can be computed, or if
+    /// something was done to their classes since the head gave them.
+    pub fn of(logits: &Tensor) -> Result<Option<Self>> {
+        let Some(activation) = activations::of(logits, "the loss")? else { return Ok(None) };
+        if activation.is_whole() {
+            return Ok(None);
+        }
+        let (Some((first_class, local)), Some(plan)) =
+            (activation.classes, activation.plan.upgrade())
+        else {
+            return Err(Error::other(format!(
+                "the loss takes whole logits and gets {}; give the layer `output = \"replicate\"`, \
+                 with `loss_parallel = true` if the loss is to work on parts of the classes",
+                activation.describe()
+            )));
+        };
+        let columns = logits.dim(D::Minus1)?;
+        if columns != local {
+            return Err(Error::other(format!(
+                "the loss gets logits of {columns} classes made from {}, of which this rank has \
+                 {local} classes; the classes of a head with `loss_parallel` cannot be put together or \
+                 taken apart before the loss: leave `loss_parallel` out",
+                activation.describe()
+            )));
+        }
+        let (group, classes) = (plan.group.clone(), activation.width);
+        Ok(Some(Self { group, first_class, classes }))
+    }
+
+    /// Notes that a loss of these logits is the same whole one on every rank. For losses, whose
+    /// gradient every rank computes for its own classes.
+    pub fn note_loss(&self, loss: &Tensor) {
+        if let Some(plan) = activations::plan_of(&self.group) {
+            activations::note(loss, plan.activation(Some(Layout::Replicate), "the loss"));
+        }
+    }
+}

@@ -1,0 +1,367 @@
+//! What tensor-parallel plans may do to the layers of this module.
+
+use crate::Result;
+use crate::parallel::{
+    Colwise, LayerSharding, LayerStyles, Layout, ParallelLayer, ParallelStyle, PrepareModuleInput,
+    PrepareModuleOutput, Rowwise, SequenceParallel,
+};
+
+const REPLICATE: Layout = Layout::Replicate;
+const SEQUENCE: Layout = Layout::SEQUENCE;
+const LAST: Layout = Layout::LAST;
+const PARTIAL: Layout = Layout::Partial;
+
+/// A layer that computes position by position, of so many elements in the last dimension of input and
+/// output, with a style that leaves its parameters whole.
+fn by_position(
+    layer: &impl ParallelLayer,
+    styles: &LayerStyles<'_>,
+    [inputs, outputs]: [usize; 2],
+) -> Result<LayerSharding> {
+    let sharding = LayerSharding::default().widths(inputs, outputs);
+    // Where the layer computes with a part, its gradients are partial sums.
+    let computes_with = |sharding: LayerSharding, layout| match layout {
+        REPLICATE => sharding,
+        _ => sharding.replicate_all(true),
+    };
+    match styles.own() {
+        Some(ParallelStyle::PrepareModuleInput(PrepareModuleInput { input, desired })) => {
+            styles.expect(layer, "input", input, &[REPLICATE, SEQUENCE, LAST])?;
+            styles.expect(layer, "desired layout", desired, &[REPLICATE, SEQUENCE])?;
+            Ok(computes_with(sharding.input(input, desired).output(desired, desired), desired))
+        }
+        Some(ParallelStyle::PrepareModuleOutput(PrepareModuleOutput { output, desired })) => {
+            styles.expect(layer, "output", output, &[REPLICATE, SEQUENCE])?;
+            styles.expect(layer, "desired layout", desired, &[REPLICATE, SEQUENCE])?;
+            Ok(computes_with(sharding.input(output, output).output(output, desired), output))
+        }
+        Some(ParallelStyle::ReplicatedWithGradAllreduce) => Ok(LayerSharding::on_parts()),
+        _ => Err(styles.cannot_take(layer)),
+    }
+}
+
+/// Those of [`Linear`](super::Linear).
+#[derive(Debug)]
+pub(super) struct LinearStyles {
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
+}
+
+impl ParallelLayer for LinearStyles {
+    fn kind(&self) -> &'static str {
+        "Linear"
+    }
+
+    fn takes(&self) -> &'static str {
+        "it takes colwise, rowwise, prepare_module_input, prepare_module_output and \
+         replicated_with_grad_allreduce"
+    }
+
+    fn shard(&self, styles: &LayerStyles<'_>) -> Result<LayerSharding> {
+        let sharding = LayerSharding::default().widths(self.inputs, self.outputs);
+        match styles.own() {
+            Some(ParallelStyle::Colwise(Colwise { input, output, loss_parallel })) => {
+                styles.expect(self, "input", input, &[REPLICATE, SEQUENCE])?;
+                styles.expect(self, "output", output, &[REPLICATE, LAST])?;
+                if loss_parallel && output != REPLICATE {
+                    return Err(styles.error(NO_LOGITS));
+                }
+                let sharding = sharding.cut("weight", 0).cut("bias", 0);
+                Ok(sharding.input(input, PARTIAL).output(LAST, output).loss_parallel(loss_parallel))
+            }
+            Some(ParallelStyle::Rowwise(Rowwise { input, output })) => {
+                styles.expect(self, "input", input, &[REPLICATE, LAST])?;
+                styles.expect(self, "output", output, &[REPLICATE, SEQUENCE])?;
+                // The bias comes behind the reduction.
+                let sharding = sharding.cut("weight", 1).replicate("bias", output != REPLICATE);
+                Ok(sharding.input(input, LAST).output(PARTIAL, output))
+            }
+            _ => by_position(self, styles, [self.inputs, self.outputs]),
+        }
+    }
+}
+
+const NO_LOGITS: &str = "loss_parallel is for a Linear that gives logits, with output replicate";
+
+/// Those of [`Embedding`](super::Embedding).
+#[derive(Debug)]
+pub(super) struct EmbeddingStyles {
+    pub(super) width: usize,
+}
+
+impl ParallelLayer for EmbeddingStyles {
+    fn kind(&self) -> &'static str {
+        "Embedding"
+    }
+
+    fn takes(&self) -> &'static str {
+        "it takes rowwise (rows, the vocabulary), colwise and replicated_with_grad_allreduce"
+    }
+
+    fn shard(&self, styles: &LayerStyles<'_>) -> Result<LayerSharding> {
+        let sharding = LayerSharding::default().widths(0, self.width);
+        match styles.own() {
+            Some(ParallelStyle::Colwise(Colwise { input, output, loss_parallel })) => {
+                styles.expect(self, "input", input, &[REPLICATE])?;
+                styles.expect(self, "output", output, &[REPLICATE, LAST])?;
+                if loss_parallel {
+                    return Err(styles.error(NO_LOGITS));
+                }
+                Ok(sharding.cut("weight", 1).output(LAST, output))
+            }
+            Some(ParallelStyle::Rowwise(Rowwise { input, output })) => {
+                styles.expect(self, "input", input, &[REPLICATE, LAST])?;
+                styles.expect(self, "output", output, &[REPLICATE, SEQUENCE])?;
+                Ok(sharding.cut("weight", 0).output(PARTIAL, output))
+            }
+            // The ids are those of this rank's part of the sequence.
+            Some(ParallelStyle::ReplicatedWithGradAllreduce) => {
+                Ok(sharding.replicate("weight", true).output(SEQUENCE, SEQUENCE))
+            }
+            _ => Err(styles.cannot_take(self)),
+        }
+    }
+}
+
+/// Those of [`RmsNorm`](super::RmsNorm) and [`LayerNorm`](super::LayerNorm).
+#[derive(Debug)]
+pub(super) struct NormStyles {
+    pub(super) kind: &'static str,
+    pub(super) width: usize,
+}
+
+impl ParallelLayer for NormStyles {
+    fn kind(&self) -> &'static str {
+        self.kind
+    }
+
+    fn takes(&self) -> &'static str {
+        "it takes sequence_parallel, prepare_module_input, prepare_module_output and \
+         replicated_with_grad_allreduce"
+    }
+
+    fn shard(&self, styles: &LayerStyles<'_>) -> Result<LayerSharding> {
+        match styles.own() {
+            Some(ParallelStyle::SequenceParallel(SequenceParallel { input, output })) => {
+                styles.expect(self, "input", input, &[SEQUENCE, REPLICATE])?;
+                styles.expect(self, "output", output, &[SEQUENCE, REPLICATE])?;
+                let sharding = LayerSharding::default().replicate_all(true);
+                Ok(sharding.input(input, SEQUENCE).output(SEQUENCE, output))
+            }
+            _ => by_position(self, styles, [self.width; 2]),
+        }
+    }
+}
+
+/// Those of [`Dropout`](super::Dropout).
+#[derive(Debug)]
+pub(super) struct DropoutStyles;
+
+impl ParallelLayer for DropoutStyles {
+    fn kind(&self) -> &'static str {
+        "Dropout"
+    }
+
+    fn takes(&self) -> &'static str {
+        "it takes sequence_parallel and prepare_module_input"
+    }
+
+    fn shard(&self, styles: &LayerStyles<'_>) -> Result<LayerSharding> {
+        let sharding = LayerSharding::default();
+        match styles.own() {
+            Some(ParallelStyle::SequenceParallel(SequenceParallel { input, output })) => {
+                styles.expect(self, "input", input, &[SEQUENCE])?;
+                styles.expect(self, "output", output, &[SEQUENCE])?;
+                Ok(sharding.input(SEQUENCE, SEQUENCE).output(SEQUENCE, SEQUENCE))
+            }
+            Some(ParallelStyle::PrepareModuleInput(PrepareModuleInput { input, desired })) => {
+                styles.expect(self, "input", input, &[REPLICATE, SEQUENCE, LAST])?;
+                // It does not know the size of a last dimension that it would gather.
+                let inside: &[Layout] =
+                    if input == LAST { &[LAST] } else { &[REPLICATE, SEQUENCE, LAST] };
+                styles.expect(self, "desired layout", desired, inside)?;
+                Ok(sharding.input(input, desired).output(desired, desired))
+            }
+            _ => Err(styles.cannot_take(self)),
+        }
+    }
+}
+
+/// Those of blocks: layers of several projections that compute as one operation.
+#[derive(Debug, Clone)]
+pub(super) struct BlockStyles {
+    kind: &'static str,
+    /// All projections: those of the input, and the one to the output.
+    projections: &'static [&'static str],
+    heads: Option<Heads>,
+}
+
+impl BlockStyles {
+    pub(super) const SWIGLU: Self = Self {
+        kind: "SwiGluMlp",
+        projections: &["gate_proj", "up_proj", "down_proj"],
+        heads: None,
+    };
+
+    pub(super) const GELU: Self =
+        Self { kind: "GeluMlp", projections: &["up_proj", "down_proj"], heads: None };
+
+    pub(super) fn attention(num_heads: usize, num_kv_heads: usize, hidden_size: usize) -> Self {
+        Self {
+            kind: "CausalSelfAttention",
+            projections: &["q_proj", "k_proj", "v_proj", "o_proj"],
+            heads: Some(Heads { num_heads, num_kv_heads, hidden_size }),
+        }
+    }
+
+    /// The styles of the projections, if they fit together; `None` if they have none.
+    fn cut(&self, styles: &LayerStyles<'_>) -> Result<Option<(Colwise, Rowwise)>> {
+        let found: Vec<_> = self.projections.iter().map(|name| (name, styles.part(name))).collect();
+        if found.iter().all(|(_, style)| style.is_none()) {
+            return Ok(None);
+        }
+        if let [inputs @ .., (_, Some(ParallelStyle::Rowwise(rowwise)))] = &found[..]
+            && let Some((_, Some(ParallelStyle::Colwise(colwise)))) = inputs.first()
+            && inputs.iter().all(|(_, style)| *style == Some((*colwise).into()))
+            && (colwise.output, colwise.loss_parallel) == (LAST, false)
+            && [REPLICATE, SEQUENCE].contains(&colwise.input)
+            && rowwise.input == LAST
+            && [REPLICATE, SEQUENCE].contains(&rowwise.output)
+        {
+            return Ok(Some((*colwise, *rowwise)));
+        }
+        let (output, inputs) = self.projections.split_last().expect("a block has projections");
+        let found: Vec<String> = found
+            .iter()
+            .map(|(name, style)| match style {
+                Some(
+                    ParallelStyle::Colwise(Colwise { input, output, .. })
+                    | ParallelStyle::Rowwise(Rowwise { input, output }),
+                ) => {
+                    let style = style.map_or("", |style| style.name());
+                    format!("{name} is {style} from {input} to {output}")
+                }
+                Some(style) => format!("{name} is {}", style.name()),
+                None => format!("{name} has no style"),
+            })
+            .collect();
+        Err(styles.error(format!(
+            "computes as one: its plan must make {} colwise, with one input layout and output \
+             shard(-1), and {output} rowwise, with input shard(-1); here {}",
+            inputs.join(", "),
+            found.join(", ")
+        )))
+    }
+}
+
+impl ParallelLayer for BlockStyles {
+    fn kind(&self) -> &'static str {
+        self.kind
+    }
+
+    fn takes(&self) -> &'static str {
+        "it takes prepare_module_input and prepare_module_output; colwise and rowwise are for its \
+         projections"
+    }
+
+    fn parts(&self) -> &'static [&'static str] {
+        self.projections
+    }
+
+    fn shard(&self, styles: &LayerStyles<'_>) -> Result<LayerSharding> {
+        // The layout of the input, and those of the output within and outside.
+        let (mut input, mut output) = ([REPLICATE; 2], [REPLICATE; 2]);
+        match styles.own() {
+            Some(ParallelStyle::PrepareModuleInput(prepare)) => {
+                styles.expect(self, "input", prepare.input, &[REPLICATE, SEQUENCE])?;
+                styles.expect(self, "desired layout", prepare.desired, &[REPLICATE])?;
+                input = [prepare.input, prepare.desired];
+            }
+            Some(ParallelStyle::PrepareModuleOutput(prepare)) => {
+                styles.expect(self, "output", prepare.output, &[REPLICATE])?;
+                styles.expect(self, "desired layout", prepare.desired, &[REPLICATE, SEQUENCE])?;
+                output = [prepare.output, prepare.desired];
+            }
+            Some(_) => return Err(styles.cannot_take(self)),
+            None => {}
+        }
+        let sharding = LayerSharding::default();
+        let Some((colwise, rowwise)) = self.cut(styles)? else {
+            return Ok(sharding.input(input[0], input[1]).output(output[0], output[1]));
+        };
+        let unprepared = |what: &str, projections: &str, expected: Layout, got: Layout| {
+            Err(styles.error(format!(
+                "prepares its {what} as if it were {expected} within, and its {projections} {got}; \
+                 make that {expected}, or leave the block's own style out"
+            )))
+        };
+        match styles.own() {
+            Some(ParallelStyle::PrepareModuleInput(_)) if colwise.input != input[1] => {
+                return unprepared("input", "colwise projections take", input[1], colwise.input);
+            }
+            Some(ParallelStyle::PrepareModuleInput(_)) => output[1] = rowwise.output,
+            Some(ParallelStyle::PrepareModuleOutput(_)) if rowwise.output != output[0] => {
+                return unprepared("output", "rowwise projection gives", output[0], rowwise.output);
+            }
+            Some(ParallelStyle::PrepareModuleOutput(_)) => input[0] = colwise.input,
+            _ => (input[0], output[1]) = (colwise.input, rowwise.output),
+        }
+        let kv_replicas = match self.heads {
+            Some(heads) => heads.kv_replicas(styles)?,
+            None => 1,
+        };
+        let mut sharding = sharding.input(input[0], PARTIAL).output(PARTIAL, output[1]);
+        let (last, inputs) = self.projections.split_last().expect("a block has projections");
+        for &name in inputs {
+            let replicas = if matches!(name, "k_proj" | "v_proj") { kv_replicas } else { 1 };
+            let part = LayerSharding::default();
+            let part = part.cut_shared("weight", 0, replicas).cut_shared("bias", 0, replicas);
+            sharding = sharding.part(name, part);
+        }
+        // The bias comes behind what the block does to its output.
+        let part = LayerSharding::default().cut("weight", 1);
+        let part = part.replicate("bias", output[1] != REPLICATE).output(PARTIAL, PARTIAL);
+        Ok(sharding.part(last, part))
+    }
+}
+
+/// The heads of an attention layer.
+#[derive(Debug, Clone, Copy)]
+struct Heads {
+    num_heads: usize,
+    num_kv_heads: usize,
+    hidden_size: usize,
+}
+
+impl Heads {
+    /// On how many neighbouring ranks each key and value head is.
+    ///
+    /// # Errors
+    /// If heads, key and value heads, or the hidden size do not divide; one message for each, as
+    /// torchtune's `prepare_mha_for_tp` has. Fewer key and value heads than ranks are fine if they
+    /// divide the ranks: neighbouring ranks then hold the same ones.
+    fn kv_replicas(self, styles: &LayerStyles<'_>) -> Result<usize> {
+        let Self { num_heads, num_kv_heads, hidden_size } = self;
+        let ranks = styles.ranks();
+        if !num_heads.is_multiple_of(ranks) {
+            return Err(styles.error(format!(
+                "{num_heads} attention heads are not divisible by tensor_parallel_size {ranks}; \
+                 choose a size that divides them"
+            )));
+        }
+        if !num_kv_heads.is_multiple_of(ranks) && !ranks.is_multiple_of(num_kv_heads) {
+            return Err(styles.error(format!(
+                "{num_kv_heads} key and value heads are not divisible by tensor_parallel_size \
+                 {ranks}, nor does their number divide it, so that ranks could share them; choose \
+                 another size"
+            )));
+        }
+        if !hidden_size.is_multiple_of(ranks) {
+            return Err(styles.error(format!(
+                "the hidden size {hidden_size} is not divisible by tensor_parallel_size {ranks}; \
+                 choose a size that divides it"
+            )));
+        }
+        Ok(ranks.div_ceil(num_kv_heads).max(1))
+    }
+}
