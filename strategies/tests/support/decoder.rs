@@ -223,7 +223,7 @@ pub(crate) struct DecoderTraining {
     pub(crate) accumulate: usize,
     /// Whether every micro-batch synchronises gradients.
     always: bool,
-    step: u64,
+    pub(crate) step: u64,
 }
 
 impl DecoderTraining {

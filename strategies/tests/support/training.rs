@@ -9,7 +9,7 @@ use fulgurite_core::collective::{ProcessGroup, all_gather_object};
 use fulgurite_core::fabric::{Fabric, FabricOptimizer};
 use fulgurite_core::module::{ActivationCheckpointing, Module as _, ModuleInit, ModuleTree};
 use fulgurite_core::nn::cross_entropy;
-use fulgurite_core::optim::{AdamW, Cosine};
+use fulgurite_core::optim::{AdamW, Cosine, OptimizerConfig};
 use fulgurite_core::shard::Region;
 use fulgurite_core::strategy::{BuildContext, Strategy, StrategyConfig};
 use fulgurite_strategies as _;
@@ -64,7 +64,7 @@ pub(crate) struct Training {
     pub(crate) optimizer: FabricOptimizer,
     /// Micro-batches a step.
     pub(crate) accumulate: usize,
-    step: u64,
+    pub(crate) step: u64,
 }
 
 impl Training {
@@ -77,16 +77,27 @@ impl Training {
         compute_dtype: DType,
         accumulate: usize,
     ) -> Result<Self> {
-        let frozen = vec!["layers.*.self_attn.k_proj.weight".to_owned()];
-        let init = ModuleInit { compute_dtype, frozen, ..init(config)? };
-        let mut fabric = Fabric::new(world, strategy(config)?, init, 7)?;
         let optimizer = AdamW {
             lr: 3e-3,
             weight_decay: 0.1,
             no_decay: vec!["*norm*".to_owned(), "bias".to_owned()],
             ..AdamW::default()
         };
-        let (model, optimizer) = fabric.setup(Transformer::new, &optimizer)?;
+        Self::with_optimizer(world, config, compute_dtype, accumulate, &optimizer)
+    }
+
+    /// The same with this optimizer.
+    pub(crate) fn with_optimizer(
+        world: Arc<dyn ProcessGroup>,
+        config: &str,
+        compute_dtype: DType,
+        accumulate: usize,
+        optimizer: &dyn OptimizerConfig,
+    ) -> Result<Self> {
+        let frozen = vec!["layers.*.self_attn.k_proj.weight".to_owned()];
+        let init = ModuleInit { compute_dtype, frozen, ..init(config)? };
+        let mut fabric = Fabric::new(world, strategy(config)?, init, 7)?;
+        let (model, optimizer) = fabric.setup(Transformer::new, optimizer)?;
         let schedule = Cosine { warmup_steps: 3, ..Cosine::default() };
         let optimizer = optimizer.with_scheduler(Box::new(schedule), Some(Self::STEPS));
         Ok(Self { fabric, model, optimizer, accumulate, step: 0 })
