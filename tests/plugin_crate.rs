@@ -167,6 +167,7 @@ fn the_guide_shows_the_crate_as_it_is() {
         "src/local_sgd.rs",
         "src/markdown.rs",
         "src/every_other.rs",
+        "src/glu.rs",
         "examples/train.rs",
         "tests/conformance.rs",
     ]

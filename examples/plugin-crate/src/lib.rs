@@ -1,5 +1,5 @@
 //! Plugins for Fulgurite, from outside of it: the strategy [`LocalSgd`], the logger [`Markdown`]
-//! and the parallelize function [`EveryOther`].
+//! and the parallelize function [`EveryOther`]; and the layer [`Glu`], which plans can cut.
 //!
 //! A program links them with `use fulgurite_local_sgd as _;`. A configuration then names them:
 //!
@@ -12,9 +12,11 @@
 //! ```
 
 mod every_other;
+mod glu;
 mod local_sgd;
 mod markdown;
 
 pub use every_other::EveryOther;
+pub use glu::Glu;
 pub use local_sgd::LocalSgd;
 pub use markdown::Markdown;
