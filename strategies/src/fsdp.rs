@@ -6,8 +6,7 @@ use fulgurite_core::strategy::{BuildContext, ParallelizeConfig, Strategy, Strate
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::accumulation::AccumulationSync;
-use crate::mesh_strategy::{MeshStrategy, Settings, Sharding};
+use crate::mesh_strategy::{AccumulationSync, MeshStrategy, Settings, Sharding};
 use crate::mixed_precision::MixedPrecisionPolicy;
 
 /// Whether a unit's parameters are freed between its forward and its backward.

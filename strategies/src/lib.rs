@@ -27,7 +27,6 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
-mod accumulation;
 mod auto;
 mod ddp;
 mod fsdp;
@@ -35,12 +34,13 @@ mod mesh_strategy;
 mod mixed_precision;
 mod model_parallel;
 mod parallelize;
+pub mod schedule;
 mod single_device;
 
-pub use accumulation::AccumulationSync;
 pub use auto::Auto;
 pub use ddp::Ddp;
 pub use fsdp::{Fsdp, ReshardAfterForward};
+pub use mesh_strategy::AccumulationSync;
 pub use mixed_precision::{DTypeName, MixedPrecisionPolicy};
 pub use model_parallel::{ModelParallel, Size};
 pub use parallelize::{HuggingFacePlan, InlinePlan, LlamaPlan, NoPlan, StyleNames};

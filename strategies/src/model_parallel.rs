@@ -7,8 +7,7 @@ use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::ReshardAfterForward;
-use crate::accumulation::AccumulationSync;
-use crate::mesh_strategy::{MeshStrategy, Settings, Sharding};
+use crate::mesh_strategy::{AccumulationSync, MeshStrategy, Settings, Sharding};
 use crate::mixed_precision::MixedPrecisionPolicy;
 use crate::parallelize::LlamaPlan;
 

@@ -101,14 +101,14 @@ fn sequence_parallel_blocks_gather_and_scatter_what_tensor_parallel_ones_reduce(
     let variant = Variant { sequence_parallel: true, loss_parallel: false };
     let (got, tree) = third_step(2, &tp(2), variant, 1);
     let moves = 4 * BLOCKS + 2;
-    let summands = bytes(tree.parameters().iter().filter(|p| p.has_partial_grad()));
+    let partial = bytes(tree.parameters().iter().filter(|p| p.has_partial_grad()));
     // Norms, the biases behind reductions, and the scale of each block.
-    assert_eq!(summands, 4 * (BLOCKS * (3 * WIDTH + 1) + 2 * WIDTH + WIDTH));
+    assert_eq!(partial, 4 * (BLOCKS * (3 * WIDTH + 1) + 2 * WIDTH + WIDTH));
     let expected = tally(&[
         NORM,
         ("tensor_parallel", "all_gather_into", moves + 1, moves * STREAM + LOGITS),
         ("tensor_parallel", "reduce_scatter", moves, moves * STREAM),
-        ("tensor_parallel", "all_reduce", 1, summands),
+        ("tensor_parallel", "all_reduce", 1, partial),
     ]);
     assert_eq!(got, expected);
 }

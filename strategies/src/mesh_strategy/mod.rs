@@ -7,16 +7,18 @@
 //! | `units` | which units are gathered on their own |
 //! | `replicated/` | ranks that hold whole parameters: gradients are all-reduced in buckets |
 //! | `sharded/` | ranks that hold shards: units are gathered, gradients reduce-scattered |
-//! | `late_gradient` | the error of gradients that come when their sum has begun |
-//! | `summands` | gradients that tensor-parallel ranks have summands of |
+//! | `gradients` | partial gradients of tensor-parallel ranks, and the error of gradients that come too late |
+//!
+//! When to gather, free and reduce is decided in [`schedule`](crate::schedule); `replicated` and `sharded`
+//! perform it.
 
-mod late_gradient;
+mod gradients;
 mod replicated;
 mod settings;
 mod sharded;
 mod strategy;
-mod summands;
 mod units;
 
+pub use settings::AccumulationSync;
 pub(crate) use settings::{Settings, Sharding};
 pub(crate) use strategy::MeshStrategy;

@@ -1,9 +1,45 @@
 //! What a configuration decides.
 
 use fulgurite_core::strategy::ParallelizeFn;
+use serde::{Deserialize, Serialize};
 
-use crate::accumulation::AccumulationSync;
 use crate::mixed_precision::MixedPrecisionPolicy;
+use crate::schedule::fsdp::ReduceScope;
+
+/// What the backward of a micro-batch communicates under
+/// [`no_backward_sync`](fulgurite_core::strategy::Strategy::no_backward_sync), that is for all
+/// micro-batches of a step but the last. Results differ in rounding only.
+///
+/// For `P` bytes of gradients, `N` ranks that shard parameters and `R` replicas:
+///
+/// | | memory between micro-batches | sent in each micro-batch but the last |
+/// |---|---|---|
+/// | `"none"` | `P`: unsharded gradients | nothing |
+/// | `"reduce_scatter"` | `P / N` | `P (N - 1) / N`, within the shard group |
+/// | `"all"` | `P / N` | the same and `2 P / N (R - 1) / R`, over the replicas |
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AccumulationSync {
+    /// Nothing: least traffic, most memory.
+    #[default]
+    None,
+    /// Gradients are reduce-scattered in the shard group; replicas wait for the last micro-batch.
+    ReduceScatter,
+    /// Everything, as if each micro-batch were the last.
+    All,
+}
+
+impl AccumulationSync {
+    /// Over which ranks a backward reduces gradients.
+    pub(super) fn scope(self, synchronise: bool) -> ReduceScope {
+        match self {
+            _ if synchronise => ReduceScope::All,
+            Self::None => ReduceScope::None,
+            Self::ReduceScatter => ReduceScope::Shards,
+            Self::All => ReduceScope::All,
+        }
+    }
+}
 
 /// Whether parameters are sharded over the `dp_shard_cp` ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

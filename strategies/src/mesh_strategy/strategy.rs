@@ -12,10 +12,12 @@ use fulgurite_core::shard::{Cut, Placement, ShardSpec};
 use fulgurite_core::strategy::{Capabilities, ParallelizeFn, Strategy, StrategyState, materialize};
 use fulgurite_core::{Error, Result};
 
+use super::gradients::PartialGrads;
 use super::replicated::Reducer;
-use super::sharded::{Casts, Member, ParamGroup, Schedule};
-use super::summands::Summands;
+use super::sharded::{Casts, Member, ParamGroup, ShardedRuntime};
 use super::{Settings, Sharding, units};
+use crate::schedule::ddp;
+use crate::schedule::fsdp;
 
 /// Spreads a model over a mesh: tensor parallelism as a plan says, then, over the other dimensions,
 /// replicas or shards.
@@ -32,7 +34,7 @@ enum Engine {
         /// Whether buckets follow the order in which gradients really become ready.
         ordered: bool,
     },
-    Sharded(Arc<Schedule>),
+    Sharded(Arc<ShardedRuntime>),
 }
 
 impl MeshStrategy {
@@ -70,7 +72,12 @@ impl MeshStrategy {
         Ok(spec)
     }
 
-    fn replicate(&self, tree: &ModuleTree, seed: u64, summands: Summands) -> Result<Engine> {
+    fn replicate(
+        &self,
+        tree: &ModuleTree,
+        seed: u64,
+        partial_grads: PartialGrads,
+    ) -> Result<Engine> {
         for parameter in tree.parameters() {
             parameter.set_spec(self.outer_spec(parameter)?);
         }
@@ -78,16 +85,16 @@ impl MeshStrategy {
         let group = self.state.mesh()?.group(DATA_PARALLEL_REPLICATE)?.clone();
         // Alone there is nothing to be in order for.
         let ordered = group.size() == 1;
-        let reducer = Arc::new(Reducer::new(group, summands, self.state.sync_flag()));
         // Until the real order is known: the reverse of declaration.
-        let reversed: Vec<Parameter> = tree.trainable().cloned().collect::<Vec<_>>();
-        let reversed: Vec<Parameter> = reversed.into_iter().rev().collect();
-        reducer.lay_out(&reversed, self.settings.bucket_bytes)?;
+        let mut parameters: Vec<Parameter> = tree.trainable().cloned().collect();
+        parameters.reverse();
+        let bucket_bytes = self.settings.bucket_bytes;
+        let reducer = Arc::new(Reducer::new(group, partial_grads, &parameters, bucket_bytes)?);
         tree.trainable().for_each(|p| p.set_reducer(reducer.clone()));
         Ok(Engine::Replicated { reducer, ordered })
     }
 
-    fn shard(&self, tree: &ModuleTree, seed: u64, summands: Summands) -> Result<Engine> {
+    fn shard(&self, tree: &ModuleTree, seed: u64, partial_grads: PartialGrads) -> Result<Engine> {
         let chosen = units::choose(&self.settings, tree)?;
         let mesh = self.state.mesh()?;
         let policy = self.settings.mixed_precision;
@@ -128,22 +135,16 @@ impl MeshStrategy {
         add("(root)", &root, false)?;
         let cast = policy.param_dtype.filter(|_| policy.cast_forward_inputs).map(DType::from);
         let casts = Casts { input: cast, output: policy.output_dtype.map(DType::from) };
-        let schedule = Arc::new(Schedule::new(
-            groups,
-            units,
-            self.settings.prefetch,
-            casts,
-            (self.state.sync_flag(), self.settings.accumulation_sync),
-            summands,
-        ));
+        let prefetch = self.settings.prefetch;
+        let runtime = Arc::new(ShardedRuntime::new(groups, units, prefetch, casts, partial_grads));
         for parameter in tree.trainable() {
-            parameter.set_reducer(schedule.clone() as Arc<dyn GradReducer>);
+            parameter.set_reducer(runtime.clone() as Arc<dyn GradReducer>);
         }
         for unit in tree.units() {
-            unit.set_hooks(schedule.clone() as Arc<dyn UnitHooks>);
+            unit.set_hooks(runtime.clone() as Arc<dyn UnitHooks>);
         }
-        tracing::debug!(?schedule, "units");
-        Ok(Engine::Sharded(schedule))
+        tracing::debug!(?runtime, "units");
+        Ok(Engine::Sharded(runtime))
     }
 
     /// Cuts a parameter along dimension 0 and gives this rank's shard its initial values.
@@ -216,7 +217,9 @@ fn verify_same_choices(tree: &ModuleTree, world: &dyn ProcessGroup) -> Result<()
     let mut choices: Vec<String> = tree
         .parameters()
         .iter()
-        .map(|p| format!("`{}`: {:?}, summands {}", p.fqn(), p.spec().cuts, p.has_partial_grad()))
+        .map(|p| {
+            format!("`{}`: {:?}, partial gradient {}", p.fqn(), p.spec().cuts, p.has_partial_grad())
+        })
         .collect();
     choices.extend(tree.units().iter().map(|unit| {
         let again = if unit.activation_checkpointing() { ", checkpointed" } else { "" };
@@ -320,10 +323,10 @@ impl Strategy for MeshStrategy {
             parallelize.parallelize(&mut tree, mesh)?;
             verify_same_choices(&tree, &**mesh.world())?;
         }
-        let summands = Summands::new(&tree, mesh)?;
+        let partial_grads = PartialGrads::new(&tree, mesh)?;
         let engine = match self.shards()? {
-            true => self.shard(&tree, seed, summands)?,
-            false => self.replicate(&tree, seed, summands)?,
+            true => self.shard(&tree, seed, partial_grads)?,
+            false => self.replicate(&tree, seed, partial_grads)?,
         };
         self.verify_replicas(&tree)?;
         self.engine = Some(engine);
@@ -344,33 +347,37 @@ impl Strategy for MeshStrategy {
     fn prepare_forward(&mut self) -> Result<()> {
         match self.engine()? {
             Engine::Replicated { .. } => materialize::refresh_compute(self.state.tree()?),
-            Engine::Sharded(schedule) => {
-                // What was gathered before an optimizer step or a load is out of date.
-                schedule.reshard_all()?;
-                schedule.prepare_forward()
-            }
+            // What was gathered before an optimizer step or a load is out of date.
+            Engine::Sharded(runtime) => runtime.on(fsdp::Event::PrepareForward),
         }
     }
 
     fn begin_backward(&mut self) -> Result<()> {
-        if let Engine::Replicated { reducer, .. } = self.engine()? {
-            reducer.begin_backward();
+        // One rank has all gradients as soon as it has its own.
+        let synchronise = self.state.sync() || !self.capabilities().no_sync;
+        match self.engine()? {
+            Engine::Replicated { reducer, .. } => {
+                reducer.on(ddp::Event::BeginBackward { synchronise })
+            }
+            Engine::Sharded(runtime) => {
+                let reduce = self.settings.accumulation_sync.scope(synchronise);
+                runtime.on(fsdp::Event::BeginBackward { reduce })
+            }
         }
-        Ok(())
     }
 
     fn finish_backward(&mut self) -> Result<()> {
         match self.engine()? {
-            Engine::Replicated { reducer, .. } => reducer.finish_backward(),
-            Engine::Sharded(schedule) => schedule.finish_backward(),
+            Engine::Replicated { reducer, .. } => reducer.on(ddp::Event::FinishBackward),
+            Engine::Sharded(runtime) => runtime.on(fsdp::Event::FinishBackward),
         }
     }
 
     fn finish_step(&mut self) -> Result<()> {
         self.state.end_step()?;
         match self.engine()? {
-            Engine::Replicated { reducer, .. } => reducer.finish_step(),
-            Engine::Sharded(schedule) => schedule.finish_step(),
+            Engine::Replicated { reducer, .. } => reducer.on(ddp::Event::FinishStep)?,
+            Engine::Sharded(runtime) => runtime.on(fsdp::Event::FinishStep)?,
         }
         self.reorder()?;
         self.prepare_forward()

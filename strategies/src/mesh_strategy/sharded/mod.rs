@@ -1,7 +1,7 @@
 //! Ranks that hold shards: units are gathered to compute, and gradients reduce-scattered.
 
 mod group;
-mod schedule;
+mod runtime;
 
 pub(super) use group::{Member, ParamGroup};
-pub(super) use schedule::{Casts, Schedule};
+pub(super) use runtime::{Casts, ShardedRuntime};

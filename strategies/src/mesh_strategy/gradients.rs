@@ -1,20 +1,32 @@
-//! Gradients that tensor-parallel ranks have summands of: those of parameters that they hold alike
-//! and use on different parts of an activation (norms on parts of the sequence, shared key heads).
+//! What replicated and sharded parameters share: partial gradients, and the error of gradients that
+//! come too late.
 
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
-use fulgurite_core::Result;
 use fulgurite_core::autograd::storage;
 use fulgurite_core::collective::{ProcessGroup, ReduceOp, wait_for};
 use fulgurite_core::mesh::{DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_core::module::ModuleTree;
 use fulgurite_core::parameter::Parameter;
 use fulgurite_core::shard::Placement;
+use fulgurite_core::{Error, Result};
 
-/// The parameters with such gradients, by the ranks that share them.
+/// The error of a gradient that comes after the sum over the ranks of what was there has begun: a loss
+/// joined forwards whose uses of `parameter` could not be counted together.
+pub(super) fn gradient_after_reduction(parameter: &Parameter) -> Error {
+    Error::parameter(
+        parameter.fqn(),
+        "got a gradient after its sum over the ranks was begun: this loss joins the graph of a forward \
+         from before the last backward with that of a newer one. Call backward for each of them, or \
+         run these forwards before the step's first backward",
+    )
+}
+
+/// The parameters whose gradients on tensor-parallel ranks are parts of a sum: ranks hold them alike
+/// and use them on different parts of an activation (norms on parts of the sequence, shared key heads).
 #[derive(Default)]
-pub(super) struct Summands {
+pub(super) struct PartialGrads {
     sets: Vec<Set>,
 }
 
@@ -25,8 +37,8 @@ struct Set {
     parameters: Vec<Parameter>,
 }
 
-impl Summands {
-    /// Finds them in a tree that a plan was applied to. Collective over the tensor-parallel group.
+impl PartialGrads {
+    /// Finds the parameters in a tree that a plan was applied to. Collective over the tensor-parallel group.
     pub(super) fn new(tree: &ModuleTree, mesh: &DeviceMesh) -> Result<Self> {
         let mut sets: Vec<Set> = Vec::new();
         let whole = mesh.group(TENSOR_PARALLEL)?;
@@ -52,15 +64,15 @@ impl Summands {
         Ok(Self { sets })
     }
 
-    /// This rank's place among those whose summands make up the parameter's gradient; 0 for a
-    /// gradient that is no sum.
+    /// This rank's place among those whose partial gradients make up the parameter's; 0 for a
+    /// gradient that is not partial.
     pub(super) fn rank_of(&self, parameter: &Parameter) -> usize {
         let set = self.sets.iter().find(|set| set.parameters.contains(parameter));
         set.map_or(0, |set| set.group.rank())
     }
 
-    /// Sums, in place, the gradients that `grad` tells of parameters; one collective for those of
-    /// one dtype that the same ranks share. Every rank must have the same ones. Collective.
+    /// Sums the partial gradients that `grad` finds, in place: one collective for those of one dtype
+    /// that the same ranks share. Every rank must find the same ones. Collective.
     pub(super) fn sum(&self, grad: impl Fn(&Parameter) -> Option<Tensor>) -> Result<()> {
         for set in &self.sets {
             let grads: Vec<Tensor> = set.parameters.iter().filter_map(&grad).collect();

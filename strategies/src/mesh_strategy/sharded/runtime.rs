@@ -1,0 +1,222 @@
+//! The hooks around forward and backward, which perform what the schedule says.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard};
+
+use candle_core::{DType, Tensor};
+use fulgurite_core::autograd::is_grad_enabled;
+use fulgurite_core::collective::Work;
+use fulgurite_core::module::{UnitHandle, UnitHooks};
+use fulgurite_core::parameter::{GradReducer, Parameter};
+use fulgurite_core::{Error, Result};
+
+use super::super::gradients::{PartialGrads, gradient_after_reduction};
+use super::group::{GradShards, ParamGroup, Reduction, Replication};
+use crate::schedule::fsdp::{Action, Event, Schedule};
+
+/// dtypes that a unit's input and output are cast to.
+pub(in crate::mesh_strategy) struct Casts {
+    pub(in crate::mesh_strategy) input: Option<DType>,
+    pub(in crate::mesh_strategy) output: Option<DType>,
+}
+
+/// The units at run time. The last group is the root's.
+pub(in crate::mesh_strategy) struct ShardedRuntime {
+    groups: Vec<ParamGroup>,
+    /// FQN → group.
+    owners: HashMap<String, usize>,
+    /// Unit index → group; `None` where the unit was folded into the root.
+    units: Vec<Option<usize>>,
+    casts: Casts,
+    partial_grads: PartialGrads,
+    /// Held for a look-up or an event at a time, and never while an action is performed.
+    state: Mutex<State>,
+}
+
+struct State {
+    schedule: Schedule,
+    /// Parallel to the groups.
+    buffers: Vec<Buffers>,
+}
+
+/// What a group has under way.
+#[derive(Default)]
+struct Buffers {
+    gather: Option<Work>,
+    /// Unsharded gradients by FQN, from the first one of a backward until they are reduced.
+    grads: HashMap<String, Tensor>,
+    reduction: Option<Reduction>,
+    /// Gradients that were reduce-scattered, before they meet the replicas' and afterwards.
+    shards: Option<GradShards>,
+    replication: Option<Replication>,
+}
+
+impl ShardedRuntime {
+    pub(in crate::mesh_strategy) fn new(
+        groups: Vec<ParamGroup>,
+        units: Vec<Option<usize>>,
+        prefetch: usize,
+        casts: Casts,
+        partial_grads: PartialGrads,
+    ) -> Self {
+        let mut owners = HashMap::new();
+        for (i, group) in groups.iter().enumerate() {
+            for member in &group.members {
+                owners.insert(member.parameter.fqn().to_owned(), i);
+            }
+        }
+        let described: Vec<_> = groups.iter().map(ParamGroup::describe).collect();
+        let state = Mutex::new(State {
+            schedule: Schedule::new(&described, prefetch),
+            buffers: groups.iter().map(|_| Buffers::default()).collect(),
+        });
+        Self { groups, owners, units, casts, partial_grads, state }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no panic while scheduling")
+    }
+
+    fn group_of(&self, parameter: &Parameter) -> Result<usize> {
+        let owner = self.owners.get(parameter.fqn()).copied();
+        owner.ok_or_else(|| Error::parameter(parameter.fqn(), "is in no FSDP unit"))
+    }
+
+    /// Tells the schedule of an event, and does what it says.
+    pub(in crate::mesh_strategy) fn on(&self, event: Event) -> Result<()> {
+        let actions = self.state().schedule.on(event);
+        actions.into_iter().try_for_each(|action| self.perform(action))
+    }
+
+    /// [`on`](Self::on) for an event of the group that a unit has, if it has one.
+    fn on_unit(&self, unit: &UnitHandle, event: impl FnOnce(usize) -> Event) -> Result<()> {
+        match self.units.get(unit.index()).copied().flatten() {
+            Some(group) => self.on(event(group)),
+            None => Ok(()),
+        }
+    }
+
+    fn perform(&self, action: Action) -> Result<()> {
+        // What an action works on is taken out of the state first: nobody waits for a peer under the
+        // lock.
+        match action {
+            Action::Gather(group) => {
+                let work = self.groups[group].gather()?;
+                self.state().buffers[group].gather = Some(work);
+            }
+            Action::WaitGather(group) => {
+                let work = self.state().buffers[group].gather.take();
+                work.map_or(Ok(()), Work::wait)?;
+            }
+            Action::Free(group) => self.groups[group].free()?,
+            Action::CompleteUnused(group) => self.groups[group].complete_unused()?,
+            Action::Reduce(group) => {
+                let grads = std::mem::take(&mut self.state().buffers[group].grads);
+                let reduction = self.groups[group].reduce(grads)?;
+                self.state().buffers[group].reduction = Some(reduction);
+            }
+            Action::WaitReduction(group) => {
+                let (reduction, earlier) = {
+                    let buffers = &mut self.state().buffers[group];
+                    (buffers.reduction.take(), buffers.shards.take())
+                };
+                let shards = reduction.map(|reduction| reduction.wait(earlier)).transpose()?;
+                self.state().buffers[group].shards = shards;
+            }
+            Action::Replicate(group) => {
+                let shards = self.state().buffers[group].shards.take();
+                let replication =
+                    shards.map(|shards| self.groups[group].replicate(shards)).transpose()?;
+                self.state().buffers[group].replication = replication;
+            }
+            Action::WaitReplication(group) => {
+                let replication = self.state().buffers[group].replication.take();
+                let shards = replication.map(Replication::wait).transpose()?;
+                self.state().buffers[group].shards = shards;
+            }
+            Action::Deliver => self.deliver()?,
+        }
+        Ok(())
+    }
+
+    /// Adds what the backward pass reduced to the parameters' gradients. Collective over the
+    /// tensor-parallel ranks.
+    fn deliver(&self) -> Result<()> {
+        let mut fresh = Vec::new();
+        for (i, group) in self.groups.iter().enumerate() {
+            let shards = self.state().buffers[i].shards.take();
+            if let Some(shards) = shards {
+                fresh.extend(group.local_grads(shards)?);
+            }
+        }
+        let find = |p: &Parameter| fresh.iter().find(|(q, _)| q == p).map(|(_, grad)| grad.clone());
+        self.partial_grads.sum(find)?;
+        for (parameter, grad) in fresh {
+            let sum = match parameter.local_grad() {
+                Some(earlier) => (earlier + grad)?,
+                None => grad,
+            };
+            parameter.set_local_grad(Some(sum));
+        }
+        Ok(())
+    }
+}
+
+impl UnitHooks for ShardedRuntime {
+    fn pre_forward(&self, unit: &UnitHandle) -> Result<()> {
+        let records_graph = is_grad_enabled();
+        self.on_unit(unit, |group| Event::PreForward { group, records_graph })
+    }
+
+    fn post_forward(&self, unit: &UnitHandle) -> Result<()> {
+        self.on_unit(unit, |group| Event::PostForward { group })
+    }
+
+    fn pre_backward(&self, unit: &UnitHandle) -> Result<()> {
+        self.on_unit(unit, |group| Event::PreBackward { group })
+    }
+
+    fn input_dtype(&self) -> Option<DType> {
+        self.casts.input
+    }
+
+    fn output_dtype(&self) -> Option<DType> {
+        self.casts.output
+    }
+}
+
+impl GradReducer for ShardedRuntime {
+    fn buffer(&self, parameter: &Parameter) -> Result<Tensor> {
+        let group = self.group_of(parameter)?;
+        {
+            let state = self.state();
+            if !state.schedule.accepts_gradients(group) {
+                return Err(gradient_after_reduction(parameter));
+            }
+            if let Some(grad) = state.buffers[group].grads.get(parameter.fqn()) {
+                return Ok(grad.clone());
+            }
+        }
+        let grad = self.groups[group].empty_grad(parameter)?;
+        let fqn = parameter.fqn().to_owned();
+        self.state().buffers[group].grads.insert(fqn, grad.clone());
+        Ok(grad)
+    }
+
+    fn ready(&self, parameter: &Parameter) -> Result<()> {
+        let group = self.group_of(parameter)?;
+        let has_buffer = self.state().buffers[group].grads.contains_key(parameter.fqn());
+        if !parameter.has_accumulated() && !has_buffer {
+            // No gradient on this rank; others may have one.
+            self.buffer(parameter)?.zero_set()?;
+        }
+        self.on(Event::GradientReady { group })
+    }
+}
+
+impl std::fmt::Debug for ShardedRuntime {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let paths: Vec<&str> = self.groups.iter().map(|group| group.path.as_str()).collect();
+        f.debug_struct("ShardedRuntime").field("groups", &paths).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,205 @@
+//! DDP's schedule: when gradient buckets are all-reduced.
+//!
+//! Gradients are accumulated in buckets, and a bucket is reduced while backward goes on. The
+//! [`Schedule`] is told [`Event`]s and answers with [`Action`]s.
+//!
+//! ```
+//! use fulgurite_strategies::schedule::ddp::{Action, Event, Schedule};
+//!
+//! // Three parameters, the first two in bucket 0.
+//! let mut schedule = Schedule::new(&[0, 0, 1]);
+//! assert!(schedule.on(Event::BeginBackward { synchronise: true }).is_empty());
+//! let ready = |parameter| Event::GradientReady { parameter, uses_left: false };
+//! assert!(schedule.on(ready(2)).is_empty()); // bucket 1 is full and waits for bucket 0
+//! assert!(schedule.on(ready(0)).is_empty());
+//! assert_eq!(schedule.on(ready(1)), [Action::AllReduce(0), Action::AllReduce(1)]);
+//! let end = schedule.on(Event::FinishBackward);
+//! assert_eq!(end, [Action::Wait(0), Action::Wait(1), Action::SumPartialGrads, Action::Deliver]);
+//! ```
+//!
+//! # States of a bucket
+//!
+//! | state | event | next state | actions |
+//! |---|---|---|---|
+//! | filling | all its gradients are ready, and every bucket before it is launched | reducing | all-reduce |
+//! | filling | a backward that synchronises ends | reduced | all-reduce, wait |
+//! | reducing | the backward ends | reduced | wait |
+//! | reduced | the step's next backward begins | filling | keep on one rank |
+//! | reduced | the step ends | filling | |
+//!
+//! A bucket that was reduced holds the sum over the ranks on each of them. A further backward of the
+//! step adds to it on one rank and overwrites it on the others, so that reducing it again adds the new
+//! gradients to the sum once.
+//!
+//! # What ranks do alike
+//!
+//! Ranks all-reduce buckets in index order, whatever order they become full in: that depends on which
+//! parameters a rank's forward used. If a backward of the step left uses of parameters behind, a later
+//! one may bring gradients that are not counted, and buckets wait for its end. That may differ between
+//! ranks: the order of the reductions does not.
+
+/// What a [`Schedule`] is told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    /// A backward begins.
+    BeginBackward {
+        /// Whether its gradients, with those of earlier backwards that did not synchronise, are
+        /// reduced over the ranks.
+        synchronise: bool,
+    },
+    /// A parameter's gradient is complete. Comes once in a backward for each parameter, at the latest
+    /// before [`FinishBackward`](Event::FinishBackward).
+    GradientReady {
+        /// The parameter's index in the list that the schedule was made of.
+        parameter: usize,
+        /// Whether uses of the parameter have not delivered: another backward may bring them.
+        uses_left: bool,
+    },
+    /// The backward has gone through the graph.
+    FinishBackward,
+    /// The optimizer has stepped: the buckets hold nothing any more.
+    FinishStep,
+}
+
+/// What the driver of a [`Schedule`] performs, in the order given. The number is the bucket's index.
+/// The machine takes every action as done; a driver that fails at one cannot go on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Action {
+    /// Add the next gradients to the bucket's content on one rank, and overwrite it on the others.
+    KeepOnOneRank(usize),
+    /// Start summing the bucket over the ranks. Collective.
+    AllReduce(usize),
+    /// Wait for the sum.
+    Wait(usize),
+    /// Sum the gradients that tensor-parallel ranks have parts of. Collective over those.
+    SumPartialGrads,
+    /// Make the buckets' content the parameters' gradients.
+    Deliver,
+}
+
+/// Where a bucket's content is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Bucket {
+    /// Gradients of this rank: those of so many parameters are ready in this backward.
+    Filling { ready: usize },
+    /// Under way: no gradient may be added.
+    Reducing,
+    /// The sum over the ranks.
+    Reduced,
+}
+
+/// The state machine. See the [module](self) for its states.
+#[derive(Debug, Clone)]
+pub struct Schedule {
+    /// The bucket of each parameter.
+    bucket_of: Vec<usize>,
+    /// Each bucket, and how many parameters have their gradient in it.
+    buckets: Vec<(Bucket, usize)>,
+    /// The first bucket that has not been launched in this backward.
+    next: usize,
+    synchronise: bool,
+    /// Whether a backward of this step left uses of parameters behind.
+    older_uses: bool,
+    /// Parameters in the order their gradients became ready, in the first backward that synchronised.
+    ready_order: Vec<usize>,
+}
+
+impl Schedule {
+    /// A schedule for parameters whose gradients are in these buckets, which are numbered without gaps.
+    pub fn new(bucket_of: &[usize]) -> Self {
+        let count = bucket_of.iter().max().map_or(0, |last| last + 1);
+        let mut buckets = vec![(Bucket::Filling { ready: 0 }, 0); count];
+        bucket_of.iter().for_each(|&bucket| buckets[bucket].1 += 1);
+        Self {
+            bucket_of: bucket_of.to_vec(),
+            buckets,
+            next: 0,
+            synchronise: true,
+            older_uses: false,
+            ready_order: Vec::new(),
+        }
+    }
+
+    /// Takes an event in, and says what to do about it.
+    ///
+    /// # Panics
+    /// If the event's parameter is not one of those that the schedule was made of.
+    pub fn on(&mut self, event: Event) -> Vec<Action> {
+        let mut actions = Vec::new();
+        match event {
+            Event::BeginBackward { synchronise } => {
+                self.synchronise = synchronise;
+                for (index, (bucket, _)) in self.buckets.iter_mut().enumerate() {
+                    if *bucket == Bucket::Reduced {
+                        actions.push(Action::KeepOnOneRank(index));
+                    }
+                    *bucket = Bucket::Filling { ready: 0 };
+                }
+            }
+            Event::GradientReady { parameter, uses_left } => {
+                self.gradient_ready(parameter, uses_left, &mut actions);
+            }
+            Event::FinishBackward => self.finish_backward(&mut actions),
+            Event::FinishStep => {
+                self.older_uses = false;
+                for (bucket, _) in &mut self.buckets {
+                    *bucket = Bucket::Filling { ready: 0 };
+                }
+            }
+        }
+        actions
+    }
+
+    /// Whether gradients can be added to the parameter's bucket now: not while it is being reduced.
+    pub fn accepts_gradients(&self, parameter: usize) -> bool {
+        self.buckets[self.bucket_of[parameter]].0 != Bucket::Reducing
+    }
+
+    /// Parameters in the order their gradients became ready, in the first backward that synchronised:
+    /// all of them, once there was one.
+    pub fn ready_order(&self) -> &[usize] {
+        &self.ready_order
+    }
+
+    fn gradient_ready(&mut self, parameter: usize, uses_left: bool, actions: &mut Vec<Action>) {
+        self.older_uses |= uses_left;
+        if !self.synchronise {
+            return;
+        }
+        if self.ready_order.len() < self.bucket_of.len() {
+            self.ready_order.push(parameter);
+        }
+        if let (Bucket::Filling { ready }, _) = &mut self.buckets[self.bucket_of[parameter]] {
+            *ready += 1;
+        }
+        if self.older_uses {
+            return;
+        }
+        while let Some(&(Bucket::Filling { ready }, count)) = self.buckets.get(self.next)
+            && ready == count
+        {
+            self.launch(actions);
+        }
+    }
+
+    fn finish_backward(&mut self, actions: &mut Vec<Action>) {
+        if self.synchronise {
+            while self.next < self.buckets.len() {
+                self.launch(actions);
+            }
+            actions.extend((0..self.buckets.len()).map(Action::Wait));
+            actions.push(Action::SumPartialGrads);
+        }
+        actions.push(Action::Deliver);
+        let end = if self.synchronise { Bucket::Reduced } else { Bucket::Filling { ready: 0 } };
+        self.buckets.iter_mut().for_each(|(bucket, _)| *bucket = end);
+        self.next = 0;
+    }
+
+    /// Starts reducing the next bucket.
+    fn launch(&mut self, actions: &mut Vec<Action>) {
+        self.buckets[self.next].0 = Bucket::Reducing;
+        actions.push(Action::AllReduce(self.next));
+        self.next += 1;
+    }
+}

@@ -1,0 +1,151 @@
+//! DDP's buckets. Gradients are numbers here: at the end of a step each rank must have the sum of
+//! all.
+
+use fulgurite_strategies::schedule::ddp::{Action, Event, Schedule};
+use proptest::prelude::*;
+
+use super::draw;
+
+const RANKS: usize = 3;
+
+#[derive(Debug, Clone)]
+struct Scenario {
+    bucket_of: Vec<usize>,
+    /// For each step, which backwards synchronise.
+    steps: Vec<Vec<bool>>,
+    seed: u64,
+}
+
+#[derive(Default)]
+struct Rank {
+    /// Each parameter's gradient in its bucket.
+    content: Vec<u64>,
+    /// Whether the next gradient is added to the content.
+    accumulated: Vec<bool>,
+    reduced: Vec<usize>,
+    waited: Vec<usize>,
+    delivered: bool,
+}
+
+impl Rank {
+    fn perform(&mut self, actions: &[Action], rank: usize, bucket_of: &[usize]) {
+        for &action in actions {
+            assert!(!self.delivered, "{action:?} after the end");
+            match action {
+                Action::KeepOnOneRank(bucket) => {
+                    for (p, _) in bucket_of.iter().enumerate().filter(|(_, b)| **b == bucket) {
+                        self.accumulated[p] = rank == 0;
+                    }
+                }
+                Action::AllReduce(bucket) => self.reduced.push(bucket),
+                Action::Wait(bucket) => {
+                    assert!(self.reduced.contains(&bucket), "{action:?}");
+                    self.waited.push(bucket);
+                }
+                Action::SumPartialGrads => {
+                    assert_eq!(self.waited, self.reduced, "{action:?} before all are reduced");
+                }
+                Action::Deliver => self.delivered = true,
+            }
+        }
+    }
+}
+
+/// What one rank's backward does: gradients of some parameters, in an order of its own.
+fn backward(
+    scenario: &Scenario,
+    at: [usize; 3],
+    synchronise: bool,
+    schedule: &mut Schedule,
+    rank: &mut Rank,
+) -> Vec<u64> {
+    let [_, _, index] = at;
+    let of = |what: usize, p: usize| draw(scenario.seed, &[what, at[0], at[1], at[2], p]);
+    let n = scenario.bucket_of.len();
+    let mut gradients = vec![0; n];
+    rank.perform(&schedule.on(Event::BeginBackward { synchronise }), index, &scenario.bucket_of);
+    let mut order: Vec<usize> = (0..n).collect();
+    order.sort_by_key(|&p| of(0, p));
+    for p in order {
+        if of(1, p).is_multiple_of(3) {
+            // Not used on this rank; its part of the bucket counts as zero.
+            if !rank.accumulated[p] {
+                rank.content[p] = 0;
+            }
+        } else {
+            assert!(schedule.accepts_gradients(p), "a gradient while its bucket is reduced");
+            gradients[p] = 1 + of(2, p) as u64 % 1000;
+            rank.content[p] = gradients[p] + if rank.accumulated[p] { rank.content[p] } else { 0 };
+            rank.accumulated[p] = true;
+        }
+        let uses_left = of(3, p).is_multiple_of(20);
+        let ready = Event::GradientReady { parameter: p, uses_left };
+        rank.perform(&schedule.on(ready), index, &scenario.bucket_of);
+    }
+    rank.perform(&schedule.on(Event::FinishBackward), index, &scenario.bucket_of);
+    assert!(std::mem::take(&mut rank.delivered));
+    gradients
+}
+
+fn run(scenario: &Scenario) {
+    let n = scenario.bucket_of.len();
+    let buckets = scenario.bucket_of.last().map_or(0, |last| last + 1);
+    let fresh = || Rank { content: vec![0; n], accumulated: vec![false; n], ..Rank::default() };
+    let mut ranks: Vec<Rank> = (0..RANKS).map(|_| fresh()).collect();
+    let mut schedules = vec![Schedule::new(&scenario.bucket_of); RANKS];
+    for (i, step) in scenario.steps.iter().enumerate() {
+        let mut sums = vec![0; n];
+        for (j, &synchronise) in step.iter().enumerate() {
+            for (index, rank) in ranks.iter_mut().enumerate() {
+                let schedule = &mut schedules[index];
+                let gradients = backward(scenario, [i, j, index], synchronise, schedule, rank);
+                sums.iter_mut().zip(gradients).for_each(|(sum, gradient)| *sum += gradient);
+            }
+            let expected: Vec<usize> = if synchronise { (0..buckets).collect() } else { vec![] };
+            for rank in &mut ranks {
+                // Each bucket once, in index order, on every rank.
+                assert_eq!(std::mem::take(&mut rank.reduced), expected);
+                assert_eq!(std::mem::take(&mut rank.waited), expected);
+            }
+            if synchronise {
+                for p in 0..n {
+                    let sum = ranks.iter().map(|rank| rank.content[p]).sum();
+                    ranks.iter_mut().for_each(|rank| rank.content[p] = sum);
+                }
+            }
+        }
+        for (index, rank) in ranks.iter_mut().enumerate() {
+            assert_eq!(rank.content, sums, "rank {index} after step {i}");
+            rank.accumulated.fill(false);
+            assert_eq!(schedules[index].on(Event::FinishStep), []);
+        }
+    }
+    for schedule in &schedules {
+        let mut ready_order = schedule.ready_order().to_vec();
+        ready_order.sort_unstable();
+        assert_eq!(ready_order, (0..n).collect::<Vec<_>>());
+    }
+}
+
+fn scenario() -> impl Strategy<Value = Scenario> {
+    let sizes = prop::collection::vec(1..4usize, 0..5);
+    let buckets = sizes.prop_map(|sizes| {
+        let parameters = |(bucket, &size)| std::iter::repeat_n(bucket, size);
+        sizes.iter().enumerate().flat_map(parameters).collect()
+    });
+    let step = prop::collection::vec(any::<bool>(), 0..4).prop_map(|mut backwards| {
+        backwards.push(true);
+        backwards
+    });
+    (buckets, prop::collection::vec(step, 1..4), any::<u64>())
+        .prop_map(|(bucket_of, steps, seed)| Scenario { bucket_of, steps, seed })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_gradient_is_summed_once_in_one_order(scenario in scenario()) {
+        run(&scenario);
+    }
+}
