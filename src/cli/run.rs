@@ -4,10 +4,11 @@ use std::io::IsTerminal as _;
 use std::process::ExitCode;
 
 use fulgurite_core::config::reference::Section;
-use fulgurite_core::config::{to_table, to_toml};
+use fulgurite_core::config::to_toml;
 use fulgurite_core::data::DataModule;
 use fulgurite_core::fabric::Connection;
-use fulgurite_core::launch::{interruption, report_and_exit_code};
+use fulgurite_core::launch::{Launched, interruption, report_and_exit_code};
+use fulgurite_core::run::TrainerConfig;
 use fulgurite_core::trainer::{LightningModule, RunConfigOf, Trainer};
 use fulgurite_core::{Error, Result};
 use fulgurite_loggers::{JsonLines, ProgressBar};
@@ -92,9 +93,14 @@ impl Cli {
 
     /// Parses the command line and does what it says. Collective between the ranks that are
     /// launched from here.
-    pub fn run<M: LightningModule>(mut self) -> ExitCode {
-        if let Err(error) = describe::<M>(&mut self.program) {
-            return report_and_exit_code(Err(error));
+    pub fn run<M: LightningModule>(self) -> ExitCode {
+        self.run_program(sections::<M>(), execute::<M>)
+    }
+
+    fn run_program(mut self, sections: Result<[Section; 2]>, execute: Execute) -> ExitCode {
+        match sections {
+            Ok(sections) => self.program.sections.extend(sections),
+            Err(error) => return report_and_exit_code(Err(error)),
         }
         let request = match args::parse(&self.program, std::env::args_os()) {
             Ok(CliCommand::Run(request)) => request,
@@ -108,7 +114,7 @@ impl Cli {
         let worker = std::thread::Builder::new()
             .name("main".to_owned())
             .stack_size(STACK_BYTES)
-            .spawn(move || report_and_exit_code(execute::<M>(&request, self.defaults)));
+            .spawn(move || report_and_exit_code(execute(&request, self.defaults)));
         match worker.map(std::thread::JoinHandle::join) {
             Ok(Ok(code)) => code,
             // The panic has been reported by the hook.
@@ -123,21 +129,37 @@ impl Cli {
 /// Address space, not memory: pages are taken as they are used.
 const STACK_BYTES: usize = 256 << 20;
 
-/// Adds the model's and the data's keys to the help.
-fn describe<M: LightningModule>(program: &mut Program) -> Result<()> {
+/// The model's and the data's keys, for the help.
+fn sections<M: LightningModule>() -> Result<[Section; 2]> {
     let (model, data) = (M::Config::default(), <M::Data as DataModule>::Config::default());
-    program.sections.push(Section::undocumented("model", &model)?);
-    program.sections.push(Section::undocumented("data", &data)?);
-    Ok(())
+    Ok([Section::undocumented("model", &model)?, Section::undocumented("data", &data)?])
 }
+
+/// Does what is asked for, of a module. What does not depend on its type is elsewhere, so that it is
+/// compiled once and not in each program.
+type Execute = fn(&RunRequest, Result<Table>) -> Result<()>;
 
 fn execute<M: LightningModule>(request: &RunRequest, defaults: Result<Table>) -> Result<()> {
     let run: RunConfigOf<M> = request.run_config(defaults?)?;
     if request.print_config {
-        return print(&to_toml(&to_table(&run)?)?);
+        return print_toml(&run.to_table()?);
     }
     run.check_plugins()?;
-    let Connection { launched, world } = run.trainer.connect()?;
+    let (_launched, trainer) = connect(request, &run.trainer)?;
+    match request.action {
+        Action::Fit => trainer.fit::<M>(&run).map(drop),
+        Action::Validate => trainer.validate::<M>(&run).map(drop),
+    }
+}
+
+fn print_toml(config: &Table) -> Result<()> {
+    print(&to_toml(config)?)
+}
+
+/// Becomes a rank, with a trainer that reports as the request says. The rank takes part as long as what
+/// is returned first lives. Collective.
+fn connect(request: &RunRequest, config: &TrainerConfig) -> Result<(Launched, Trainer)> {
+    let Connection { launched, world } = config.connect()?;
     let mut trainer =
         Trainer::new(world).with_program_start(launched.started).with_interrupt(interruption);
     if launched.rank == 0 {
@@ -146,16 +168,13 @@ fn execute<M: LightningModule>(request: &RunRequest, defaults: Result<Table>) ->
         } else {
             trainer = trainer.with_print(|text| println!("{text}"));
         }
-        if run.trainer.enable_progress_bar {
-            let every = run.trainer.log_every_n_steps;
-            let bar = ProgressBar::stderr(run.trainer.limits().max_steps, every);
+        if config.enable_progress_bar {
+            let every = config.log_every_n_steps;
+            let bar = ProgressBar::stderr(config.limits().max_steps, every);
             trainer = trainer.with_sink(Box::new(bar));
         }
     }
-    match request.action {
-        Action::Fit => trainer.fit::<M>(&run).map(drop),
-        Action::Validate => trainer.validate::<M>(&run).map(drop),
-    }
+    Ok((launched, trainer))
 }
 
 fn log_to_stderr() {

@@ -8,7 +8,7 @@ use toml::{Table, Value};
 
 use super::KeyDoc;
 use super::deserializer::deserialize;
-use super::problem::{KnownTable, Segment, offender, render};
+use super::problem::{KnownTable, Problem, Segment, offender, render};
 use crate::{Error, Result};
 
 /// A stack of configurations. Later layers win:
@@ -130,13 +130,24 @@ impl ConfigLayers {
     /// # Errors
     /// As [`parse`](super::parse), and says which file or override the key is from.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T> {
-        deserialize(Vec::new(), &Value::Table(self.resolve())).map_err(|(path, problem)| {
-            let message = render(&path, &problem, &self.known);
-            match self.origin(&offender(&path, &problem)) {
-                Some(origin) => Error::Config(format!("{origin}: {message}")),
-                None => Error::Config(message),
-            }
-        })
+        deserialize(Vec::new(), &Value::Table(self.resolve())).map_err(|e| self.error(e))
+    }
+
+    /// One table of the merged one as a `T`; an empty one if no layer has it.
+    ///
+    /// # Errors
+    /// As [`parse`](Self::parse).
+    pub fn parse_table<T: DeserializeOwned>(&self, key: &str) -> Result<T> {
+        let value = self.resolve().remove(key).unwrap_or_else(|| Table::new().into());
+        deserialize(vec![Segment::Key(key.to_owned())], &value).map_err(|e| self.error(e))
+    }
+
+    fn error(&self, (path, problem): (Vec<Segment>, Problem)) -> Error {
+        let message = render(&path, &problem, &self.known);
+        match self.origin(&offender(&path, &problem)) {
+            Some(origin) => Error::Config(format!("{origin}: {message}")),
+            None => Error::Config(message),
+        }
     }
 
     /// The last layer that says anything about `path`, if the user wrote it.

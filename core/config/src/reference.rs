@@ -54,7 +54,7 @@ impl Section {
         let all = serde_json::to_value(defaults).map_err(Error::other)?;
         let key = |name: &String| KeyDoc { name: name.clone().into(), ty: String::new(), doc: "" };
         let keys = all.as_object().into_iter().flat_map(|object| object.keys()).map(key).collect();
-        Self::new(path, keys, defaults)
+        Self::assemble(path, keys, &all, &super::to_table(defaults)?)
     }
 
     /// A section from documentation and a value holding the defaults.
@@ -64,6 +64,15 @@ impl Section {
     pub fn new(path: &str, keys: Vec<KeyDoc>, defaults: &impl Serialize) -> Result<Self> {
         // JSON, because TOML leaves out the keys that have no value.
         let all = serde_json::to_value(defaults).map_err(Error::other)?;
+        Self::assemble(path, keys, &all, &super::to_table(defaults)?)
+    }
+
+    fn assemble(
+        path: &str,
+        keys: Vec<KeyDoc>,
+        all: &serde_json::Value,
+        defaults: &toml::Table,
+    ) -> Result<Self> {
         let mut written: Vec<_> =
             all.as_object().into_iter().flat_map(|o| o.keys().map(String::as_str)).collect();
         let mut documented: Vec<_> = keys.iter().map(|key| key.name.as_ref()).collect();
@@ -76,7 +85,6 @@ impl Section {
                 written.join(", ")
             )));
         }
-        let defaults = super::to_table(defaults)?;
         let text = |value: &toml::Value| match value {
             toml::Value::Table(_) => None,
             other => Some(other.to_string()),

@@ -63,9 +63,42 @@ impl<M, D> RunConfig<M, D> {
             .under(to_table(&RunConfig::default())?)
             .known_table("trainer", TrainerConfig::keys())
             .known_table("checkpoint", CheckpointConfig::keys());
-        let run: Self = layers.parse()?;
+        // What does not depend on `M` and `D` is compiled here and not in each program.
+        let run: RunConfig<Table, Table> = layers.parse()?;
+        let run = run.with(layers.parse_table("model")?, layers.parse_table("data")?);
         run.validate()?;
         Ok(run)
+    }
+
+    /// The same run with another model's and data module's tables.
+    pub(crate) fn with<N, E>(self, model: N, data: E) -> RunConfig<N, E> {
+        let Self { seed, optimizer, scheduler, trainer, checkpoint, .. } = self;
+        RunConfig { seed, model, data, optimizer, scheduler, trainer, checkpoint }
+    }
+
+    /// The run with the tables `[model]` and `[data]` left empty.
+    pub(crate) fn untyped(&self) -> RunConfig<Table, Table> {
+        RunConfig {
+            seed: self.seed,
+            model: Table::new(),
+            data: Table::new(),
+            optimizer: self.optimizer.clone(),
+            scheduler: self.scheduler.clone(),
+            trainer: self.trainer.clone(),
+            checkpoint: self.checkpoint.clone(),
+        }
+    }
+
+    /// The run as a table, as a configuration file has it.
+    ///
+    /// # Errors
+    /// If TOML cannot hold a number of it.
+    pub fn to_table(&self) -> Result<Table>
+    where
+        M: Serialize,
+        D: Serialize,
+    {
+        to_table(&self.untyped().with(to_table(&self.model)?, to_table(&self.data)?))
     }
 
     /// Checks what the types alone cannot: ranges, and keys that depend on one another.

@@ -139,8 +139,8 @@ impl Callbacks {
             stop: &mut self.stop,
             printed: &mut printed,
         };
-        let callbacks = self.callbacks.iter_mut();
-        let result = { callbacks }
+        let mut callbacks = self.callbacks.iter_mut();
+        let result = callbacks
             .try_for_each(|callback| hook.call(&mut **callback, &mut ctx))
             .and_then(|()| module.call_hook(hook, &mut ctx));
         printed.iter().for_each(|text| (self.print)(text));

@@ -283,7 +283,7 @@ impl Session {
             FitEnd::Finished | FitEnd::Interrupted(Interruption::CtrlC) => {
                 self.parts.saving.config.save_last
             }
-            // Whoever takes the machine away gives it back.
+            // The run goes on from here when it is given a machine again.
             FitEnd::Interrupted(_) => true,
         };
         if wanted && !self.parts.saving.has(self.cursor.step) {
@@ -382,8 +382,8 @@ impl Session {
         Ok(validated)
     }
 
-    /// Validates, if there is validation data. Within training someone may interrupt it between two
-    /// batches; it is made again from its beginning then, by the run that goes on. Collective.
+    /// Validates, if there is validation data. A validation of training can be interrupted between two
+    /// batches; the run that resumes starts it again. Collective.
     pub(super) fn validate(&mut self, training: bool) -> Result<ValidationOutcome> {
         let share = self.parts.fabric.strategy().sampler_share()?;
         let len = self.runner.num_samples(Split::Validation);

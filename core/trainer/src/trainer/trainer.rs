@@ -128,7 +128,7 @@ impl Trainer {
     /// Whatever goes wrong on this rank, [`Error::PeerFailed`] if it was on another one, and
     /// [`Error::Interrupted`] after an interrupted run was ended in order.
     pub fn fit<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<FitOutcome> {
-        self.run_fit(untyped(run), &mut |fabric| runner::set_up::<M>(run, fabric))
+        self.run_fit(run.untyped(), &mut |fabric| runner::set_up::<M>(run, fabric))
     }
 
     fn run_fit(self, run: UntypedRun, set_up: &mut SetUpRunner) -> Result<FitOutcome> {
@@ -158,7 +158,7 @@ impl Trainer {
     /// # Errors
     /// As [`fit`](Self::fit), and if there is no validation data.
     pub fn validate<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<f64> {
-        self.run_validate(untyped(run), &mut |fabric| runner::set_up::<M>(run, fabric))
+        self.run_validate(run.untyped(), &mut |fabric| runner::set_up::<M>(run, fabric))
     }
 
     fn run_validate(self, run: UntypedRun, set_up: &mut SetUpRunner) -> Result<f64> {
@@ -225,7 +225,7 @@ impl Trainer {
             ));
         }
         let RunnerSetup { runner, model, data, batch_size, shuffle } = set_up(&mut fabric)?;
-        let resolved = to_table(&RunConfig { model, data, ..run.clone() })?;
+        let resolved = to_table(&run.clone().with(model, data))?;
         let (dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks)?;
         let world = &self.world;
         let saving = Saving::new(&run.checkpoint, dir, &**world)?;
@@ -263,18 +263,6 @@ type UntypedRun = RunConfig<Table, Table>;
 
 /// Sets up the module and its data on the ranks of a Fabric. Collective.
 type SetUpRunner<'a> = dyn FnMut(&mut Fabric) -> Result<RunnerSetup> + 'a;
-
-fn untyped<M, D>(run: &RunConfig<M, D>) -> UntypedRun {
-    RunConfig {
-        seed: run.seed,
-        model: Table::new(),
-        data: Table::new(),
-        optimizer: run.optimizer.clone(),
-        scheduler: run.scheduler.clone(),
-        trainer: run.trainer.clone(),
-        checkpoint: run.checkpoint.clone(),
-    }
-}
 
 /// Makes the run's directory and its loggers on rank 0, and tells all ranks where checkpoints go in
 /// it. Collective.
