@@ -55,7 +55,6 @@
 
 #[cfg(feature = "mimalloc")]
 pub mod allocator;
-pub mod bench;
 pub mod cli;
 pub mod prelude;
 

@@ -1,4 +1,4 @@
-//! The command line: of a training program, and of the `fulgurite` program itself.
+//! The command line of a training program.
 //!
 //! ```
 //! use fulgurite::cli::args::{self, Action, CliCommand, Program};
@@ -13,7 +13,6 @@
 //! ```
 
 pub mod args;
-pub mod checkpoint;
 pub mod plugins;
 mod print;
 mod run;

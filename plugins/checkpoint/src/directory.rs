@@ -5,11 +5,11 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use fulgurite_core::checkpoint::{
+use fulgurite_config::{Error, Result, register_checkpoint_io};
+use fulgurite_engine::checkpoint_io::{
     CheckpointIO, CheckpointIOConfig, CheckpointReader, CheckpointWriter, Entry, LocalFile,
     is_temporary, replaced_name, staging_name,
 };
-use fulgurite_core::{Error, Result, register_checkpoint_io};
 use serde::{Deserialize, Serialize};
 
 use crate::file::{LocalWriter, sync_directory};

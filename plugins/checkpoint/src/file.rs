@@ -4,8 +4,8 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use fulgurite_core::checkpoint::CheckpointWriter;
-use fulgurite_core::{Error, Result};
+use fulgurite_config::{Error, Result};
+use fulgurite_engine::checkpoint_io::CheckpointWriter;
 
 /// Small tensors are gathered up to this many bytes; larger ones are written as they are.
 const BUFFER: usize = 1 << 20;

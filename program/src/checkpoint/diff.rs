@@ -5,15 +5,16 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use fulgurite_core::Result;
-use fulgurite_core::checkpoint::tools::{self, Change, Comparison, DiffOptions, ValueDifference};
+use fulgurite_checkpoint_format::tools::{
+    self, AnyCheckpoint, Change, Comparison, DiffOptions, ValueDifference,
+};
+use fulgurite_error::Result;
 
-use super::progress::Bar;
-use super::{Verbosity, count, open, print, print_json};
+use super::output::{Bar, Verbosity, count, print, print_json};
 
 /// The arguments.
 #[derive(Debug, Args)]
-pub struct Diff {
+pub(crate) struct Diff {
     /// A checkpoint of any format
     a: PathBuf,
     /// Another one
@@ -30,7 +31,7 @@ pub struct Diff {
 
 impl Diff {
     pub(super) fn run(&self) -> Result<ExitCode> {
-        let (a, b) = (open(&self.a)?, open(&self.b)?);
+        let (a, b) = (AnyCheckpoint::open(&self.a)?, AnyCheckpoint::open(&self.b)?);
         let options = DiffOptions { model_only: self.model_only, atol: self.atol };
         let bar = Bar::new("comparing", self.verbosity);
         let comparison = tools::diff(&a, &b, &options, &mut |progress| bar.show(progress))?;

@@ -1,6 +1,6 @@
 //! What a process holds in memory, as Linux counts it.
 
-use crate::prelude::*;
+use fulgurite::prelude::*;
 
 /// Resident memory in bytes: all pages of this process that are in memory, files' included.
 #[derive(Debug, Clone, Copy)]

@@ -17,8 +17,8 @@ use super::ranks::{at_least_one, median};
 use super::startup::{Startup, start};
 use super::subject::Subject;
 use super::train::now;
-use crate::cli::print;
-use crate::prelude::*;
+use fulgurite::cli::print;
+use fulgurite::prelude::*;
 
 /// The options of `fulgurite bench overhead`.
 #[derive(Debug, Clone, Args)]
@@ -48,7 +48,7 @@ pub struct OverheadBench {
 ///
 /// # Errors
 /// If ranks cannot be started, or a step fails.
-pub fn overhead(options: &OverheadBench) -> Result<()> {
+pub(crate) fn overhead(options: &OverheadBench) -> Result<()> {
     let entered = now();
     let strategy = if options.ranks == 1 { "single_device" } else { "fsdp" };
     let layers = ConfigLayers::new()

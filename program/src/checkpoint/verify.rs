@@ -5,15 +5,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use fulgurite_core::Result;
-use fulgurite_core::checkpoint::tools::{self, Kind, Verification};
+use fulgurite_checkpoint_format::tools::{self, AnyCheckpoint, Kind, Verification};
+use fulgurite_error::Result;
 
-use super::progress::Bar;
-use super::{Verbosity, bytes, count, open, print, print_json};
+use super::output::{Bar, Verbosity, bytes, count, print, print_json};
 
 /// The arguments.
 #[derive(Debug, Args)]
-pub struct Verify {
+pub(crate) struct Verify {
     /// A checkpoint's directory
     path: PathBuf,
     #[command(flatten)]
@@ -22,7 +21,7 @@ pub struct Verify {
 
 impl Verify {
     pub(super) fn run(&self) -> Result<ExitCode> {
-        let checkpoint = match open(&self.path) {
+        let checkpoint = match AnyCheckpoint::open(&self.path) {
             Err(error) if self.verbosity.json => {
                 let error = error.to_string();
                 print_json(&serde_json::json!({ "path": self.path, "error": error }))?;

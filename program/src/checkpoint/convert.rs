@@ -5,13 +5,12 @@ use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
 use fulgurite_checkpoint::LocalDirectory;
-use fulgurite_core::checkpoint::ModelConfig;
-use fulgurite_core::checkpoint::tools::{self, ConvertOptions, Rename, Target};
-use fulgurite_core::{Error, Result};
+use fulgurite_checkpoint_format::ModelConfig;
+use fulgurite_checkpoint_format::tools::{self, AnyCheckpoint, ConvertOptions, Rename, Target};
+use fulgurite_error::{Error, Result};
 
 use super::arguments::{Float, Size};
-use super::progress::Bar;
-use super::{Verbosity, bytes, count, open, print, print_json};
+use super::output::{Bar, Verbosity, bytes, count, print, print_json};
 
 /// From where to where.
 #[derive(Debug, Args)]
@@ -55,7 +54,7 @@ struct Files {
 
 /// The arguments of `consolidate`.
 #[derive(Debug, Args)]
-pub struct Consolidate {
+pub(crate) struct Consolidate {
     #[command(flatten)]
     paths: Paths,
     #[command(flatten)]
@@ -66,7 +65,7 @@ pub struct Consolidate {
 
 /// The arguments of `convert`.
 #[derive(Debug, Args)]
-pub struct Convert {
+pub(crate) struct Convert {
     #[command(flatten)]
     paths: Paths,
     /// What to make
@@ -83,7 +82,7 @@ pub struct Convert {
 
 /// The arguments of `reshard`.
 #[derive(Debug, Args)]
-pub struct Reshard {
+pub(crate) struct Reshard {
     #[command(flatten)]
     paths: Paths,
     /// Number of shards
@@ -161,7 +160,7 @@ fn options(to: Target, changes: Changes, files: Files) -> ConvertOptions {
 
 impl Paths {
     fn convert(self, what: &'static str, options: ConvertOptions) -> Result<ExitCode> {
-        let input = open(&self.input)?;
+        let input = AnyCheckpoint::open(&self.input)?;
         let (parent, name) = split(&self.output)?;
         check_apart(&self.input, &self.output, parent)?;
         let io = LocalDirectory::new(parent);

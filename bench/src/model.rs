@@ -8,11 +8,11 @@ use fulgurite_core::parameter::Init;
 use serde::Serialize;
 
 use super::ranks::at_least_one;
-use crate::prelude::*;
+use fulgurite::prelude::*;
 
 /// A size that has a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Workload {
+pub(crate) enum Workload {
     /// 0.98 M parameters, 4 layers of 128, 4 sequences of 64 tokens: what is measured is overhead
     Tiny,
     /// 29.9 M parameters, 8 layers of 512, 4 sequences of 256 tokens
@@ -25,7 +25,7 @@ pub enum Workload {
 
 /// The options that say how large a decoder is.
 #[derive(Debug, Clone, Args)]
-pub struct SizeOptions {
+pub(crate) struct SizeOptions {
     /// The sizes to start from; if not given, 30m to train and ckpt for checkpoints
     #[arg(long, value_enum)]
     workload: Option<Workload>,
@@ -52,7 +52,7 @@ pub struct SizeOptions {
 /// The sizes of a decoder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[allow(missing_docs)] // the options' names
-pub struct DecoderSize {
+pub(crate) struct DecoderSize {
     pub vocab: usize,
     pub dim: usize,
     pub layers: usize,
@@ -63,7 +63,7 @@ pub struct DecoderSize {
 
 impl SizeOptions {
     /// The workload that was asked for.
-    pub fn workload(&self, default: Workload) -> Workload {
+    pub(crate) fn workload(&self, default: Workload) -> Workload {
         self.workload.unwrap_or(default)
     }
 
@@ -71,7 +71,7 @@ impl SizeOptions {
     ///
     /// # Errors
     /// If the heads do not divide the width.
-    pub fn decoder(&self, default: Workload) -> Result<DecoderSize> {
+    pub(crate) fn decoder(&self, default: Workload) -> Result<DecoderSize> {
         let [vocab, dim, layers, heads, ffn] = match self.workload(default) {
             Workload::Tiny => [512, 128, 4, 4, 384],
             Workload::M30 => [4096, 512, 8, 8, 1408],
@@ -111,7 +111,7 @@ impl Module for DecoderLayer {
 }
 
 /// The model.
-pub struct Decoder {
+pub(crate) struct Decoder {
     embed_tokens: Embedding,
     layers: Vec<Unit<DecoderLayer>>,
     norm: RmsNorm,
@@ -123,7 +123,7 @@ impl Decoder {
     ///
     /// # Errors
     /// If the sizes do not fit one another.
-    pub fn new(b: &ModuleBuilder, size: &DecoderSize) -> Result<Self> {
+    pub(crate) fn new(b: &ModuleBuilder, size: &DecoderSize) -> Result<Self> {
         let DecoderSize { vocab, dim, layers, heads, kv_heads, ffn } = *size;
         let init = Init::Normal { mean: 0.0, std: 0.02 };
         let attention = AttentionConfig {
@@ -164,7 +164,7 @@ impl Decoder {
     ///
     /// # Errors
     /// If an id is not in the vocabulary.
-    pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Loss> {
+    pub(crate) fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Loss> {
         let mut x = self.embed_tokens.forward(ids)?;
         for layer in &self.layers {
             x = layer.forward(&x)?;

@@ -13,7 +13,7 @@ use fulgurite_core::run::RunConfig;
 use fulgurite_core::strategy::materialize;
 
 use super::subject::{Net, Subject, SubjectConfig, Tokens};
-use crate::prelude::*;
+use fulgurite::prelude::*;
 
 /// Who runs the loop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,12 +4,12 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::{Decoder, DecoderSize};
-use crate::prelude::*;
+use fulgurite::prelude::*;
 
 /// A model, by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Subject {
+pub(crate) enum Subject {
     /// The decoder of `bench train --workload tiny`: 0.98 M parameters, 4 × 64 tokens a rank
     Tiny,
     /// A decoder of one layer and 5 thousand parameters, 8 tokens a rank

@@ -1,27 +1,22 @@
 //! `fulgurite checkpoint`: looking at checkpoints on disk, and making others of them.
 //!
-//! The work is done by [`fulgurite_core::checkpoint::tools`].
+//! The work is done by [`fulgurite_checkpoint_format::tools`].
 
 mod arguments;
 mod convert;
 mod diff;
 mod inspect;
-mod progress;
+mod output;
 mod verify;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Args, Subcommand};
-use fulgurite_core::checkpoint::tools::AnyCheckpoint;
-use fulgurite_core::{Error, Result};
-use serde::Serialize;
-
-use super::print;
+use clap::Subcommand;
+use fulgurite_error::Result;
 
 /// What can be done with checkpoints.
 #[derive(Debug, Subcommand)]
-pub enum Command {
+pub(crate) enum Command {
     /// Say what is in a checkpoint, without reading its values
     Inspect(inspect::Inspect),
     /// Read all of a checkpoint and compare it with its checksums
@@ -40,22 +35,11 @@ pub enum Command {
     Reshard(convert::Reshard),
 }
 
-/// How much a command says.
-#[derive(Debug, Clone, Copy, Args)]
-struct Verbosity {
-    /// Write the result as JSON
-    #[arg(long)]
-    json: bool,
-    /// Show no progress bar
-    #[arg(short, long)]
-    quiet: bool,
-}
-
 /// Does what the command says and prints the result; the exit code is that of the program.
 ///
 /// # Errors
 /// If what it needs is no checkpoint, or incomplete, or its output cannot be written.
-pub fn run(command: Command) -> Result<ExitCode> {
+pub(crate) fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Inspect(command) => command.run(),
         Command::Verify(command) => command.run(),
@@ -64,24 +48,4 @@ pub fn run(command: Command) -> Result<ExitCode> {
         Command::Convert(command) => command.run(),
         Command::Reshard(command) => command.run(),
     }
-}
-
-fn open(path: &PathBuf) -> Result<AnyCheckpoint> {
-    AnyCheckpoint::open(path)
-}
-
-fn print_json(value: &impl Serialize) -> Result<()> {
-    let text = serde_json::to_string_pretty(value)
-        .map_err(|e| Error::other(format!("encoding the result: {e}")))?;
-    print(&(text + "\n"))
-}
-
-/// `1 tensor`, `2 tensors`.
-fn count(n: usize, what: &str) -> String {
-    let s = if n == 1 { "" } else { "s" };
-    format!("{} {what}{s}", indicatif::HumanCount(n as u64))
-}
-
-fn bytes(n: u64) -> indicatif::HumanBytes {
-    indicatif::HumanBytes(n)
 }

@@ -9,7 +9,7 @@ use fulgurite_core::config::ConfigLayers;
 use fulgurite_core::run::RunConfig;
 use toml::Table;
 
-use crate::prelude::*;
+use fulgurite::prelude::*;
 
 /// Where a benchmark runs.
 #[derive(Debug, Clone, Args)]

@@ -14,8 +14,8 @@ use serde_json::json;
 use super::floor::Floor;
 use super::ranks::{StrategyRanks, Times, at_least_one, median};
 use super::{Decoder, DecoderSize, SizeOptions, Workload};
-use crate::cli::print;
-use crate::prelude::*;
+use fulgurite::cli::print;
+use fulgurite::prelude::*;
 
 /// The options of `fulgurite bench train`.
 #[derive(Debug, Clone, Args)]
@@ -71,7 +71,7 @@ fn state_dtypes() -> impl TypedValueParser<Value = StateDtype> {
 ///
 /// # Errors
 /// If ranks cannot be started, or a step fails.
-pub fn train(options: &TrainBench) -> Result<()> {
+pub(crate) fn train(options: &TrainBench) -> Result<()> {
     let size = options.size.decoder(Workload::M30)?;
     let (seq, batch) = match options.size.workload(Workload::M30) {
         Workload::Tiny => (64, 4),

@@ -19,8 +19,8 @@ use serde_json::json;
 use super::memory::{forget_peak, resident};
 use super::ranks::{StrategyRanks, Times, at_least_one};
 use super::{Decoder, SizeOptions, Workload};
-use crate::cli::print;
-use crate::prelude::*;
+use fulgurite::cli::print;
+use fulgurite::prelude::*;
 
 /// The options of `fulgurite bench checkpoint`.
 #[derive(Debug, Clone, Args)]
@@ -60,7 +60,7 @@ const LIMITS: [(&str, &str); 9] = [
 ///
 /// # Errors
 /// If ranks cannot be started, or the directory cannot be written.
-pub fn checkpoint(options: &CheckpointBench) -> Result<()> {
+pub(crate) fn checkpoint(options: &CheckpointBench) -> Result<()> {
     let size = options.size.decoder(Workload::Ckpt)?;
     let mut fabric = options.ranks.launch(&[])?;
     let adamw = AdamW { lr: 3e-4, weight_decay: 0.1, ..AdamW::default() };

@@ -93,7 +93,7 @@ impl Scratch {
     }
 
     fn fixture(&self) -> PathBuf {
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/hf_llama_tied")
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/hf_llama_tied")
     }
 }
 

@@ -8,8 +8,8 @@ use fulgurite_core::collective::{AllGather, ReduceOp, ReduceScatter, all_gather_
 use serde_json::json;
 
 use super::ranks::{Ranks, median};
-use crate::cli::print;
-use crate::prelude::*;
+use fulgurite::cli::print;
+use fulgurite::prelude::*;
 
 /// The options of `fulgurite bench collectives`.
 #[derive(Debug, Clone, Args)]
@@ -36,7 +36,7 @@ const OPS: [&str; 5] = ["all_reduce", "all_gather", "reduce_scatter", "broadcast
 ///
 /// # Errors
 /// If ranks cannot be started, or a collective fails or gives a wrong result.
-pub fn collectives(options: &CollectivesBench) -> Result<()> {
+pub(crate) fn collectives(options: &CollectivesBench) -> Result<()> {
     let fabric = options.ranks.launch("ddp", &[])?;
     for op in OPS {
         let sizes: &[usize] = if op == "barrier" { &[0] } else { &options.sizes };

@@ -5,14 +5,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use fulgurite_core::Result;
-use fulgurite_core::checkpoint::tools::{self, Summary, TensorSet};
+use fulgurite_checkpoint_format::tools::{self, AnyCheckpoint, Summary, TensorSet};
+use fulgurite_error::Result;
 
-use super::{bytes, count, open, print, print_json};
+use super::output::{bytes, count, print, print_json};
 
 /// The arguments.
 #[derive(Debug, Args)]
-pub struct Inspect {
+pub(crate) struct Inspect {
     /// A checkpoint's directory, a Hugging Face directory or a safetensors file
     path: PathBuf,
     /// List the tensors
@@ -25,7 +25,7 @@ pub struct Inspect {
 
 impl Inspect {
     pub(super) fn run(&self) -> Result<ExitCode> {
-        let summary = tools::inspect(&open(&self.path)?);
+        let summary = tools::inspect(&AnyCheckpoint::open(&self.path)?);
         if self.json {
             print_json(&summary)?;
         } else {

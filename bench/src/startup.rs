@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::subject::{Net, Subject, SubjectConfig, Tokens};
 use super::train::now;
-use crate::prelude::*;
+use fulgurite::prelude::*;
 
 /// Seconds of the parts of a start, each the slowest rank's: from the start of the program to the end
 /// of the first step of `tiny`.

@@ -1,0 +1,48 @@
+//! What `fulgurite bench` does: measurements that anyone can repeat, on a model and with options that are said
+//! in full.
+//!
+//! Every time is that of the slowest rank, and the median over the repeats, which begin at a barrier. A
+//! limit (raw writes and reads of the same bytes, the matrix products alone) is measured in the same
+//! run.
+
+mod checkpoint;
+mod collectives;
+mod floor;
+mod loops;
+mod memory;
+mod model;
+mod overhead;
+mod ranks;
+mod startup;
+mod subject;
+mod train;
+
+use clap::Subcommand;
+use fulgurite::prelude::*;
+pub(crate) use model::{Decoder, DecoderSize, SizeOptions, Workload};
+
+/// What can be measured.
+#[derive(Debug, Clone, Subcommand)]
+pub enum Command {
+    /// Training steps of a decoder, against its matrix products alone
+    Train(train::TrainBench),
+    /// Collectives over the processes of this host
+    Collectives(collectives::CollectivesBench),
+    /// Saving and loading checkpoints, against raw writes and reads of the same bytes
+    Checkpoint(checkpoint::CheckpointBench),
+    /// What trainer and Fabric add to loops written by hand, and what a start takes
+    Overhead(overhead::OverheadBench),
+}
+
+/// Measures. Launches the other ranks; returns in ranks only. Collective.
+///
+/// # Errors
+/// If ranks cannot be started, or what is measured fails.
+pub fn run(command: &Command) -> Result<()> {
+    match command {
+        Command::Train(options) => train::train(options),
+        Command::Collectives(options) => collectives::collectives(options),
+        Command::Checkpoint(options) => checkpoint::checkpoint(options),
+        Command::Overhead(options) => overhead::overhead(options),
+    }
+}

@@ -1,0 +1,5 @@
+//! The `fulgurite` program, as a user runs it.
+
+mod bench_checkpoint;
+mod bench_steps;
+mod checkpoint;
