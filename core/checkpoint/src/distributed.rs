@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::boxes::check_cover;
+use super::chunks::check_cover;
 use super::manifest::{FULL_MANIFEST, MANIFEST, Manifest, TensorEntry};
-use super::stored::{Place, StoredBox, refuse};
+use super::stored::{FileLocation, StoredChunk, refuse};
 use super::{CheckpointIO, StoredTensors, TensorInfo, TensorSource};
 use crate::shard::Region;
 use crate::{Error, Result};
@@ -36,7 +36,7 @@ impl DistributedCheckpoint {
             let manifest = path.join(manifest);
             std::fs::read(&manifest).map_err(Error::io("reading", &manifest))
         };
-        Self::from_manifest(load, Place::Local(path.to_owned()))
+        Self::from_manifest(load, FileLocation::Local(path.to_owned()))
     }
 
     /// Opens the checkpoint `name` of `io`.
@@ -45,10 +45,10 @@ impl DistributedCheckpoint {
     /// As [`open`](Self::open).
     pub fn open_with(io: &Arc<dyn CheckpointIO>, name: &str) -> Result<Self> {
         let load = |manifest: &str| io.load(&format!("{name}/{manifest}"));
-        Self::from_manifest(load, Place::Io(io.clone(), name.to_owned()))
+        Self::from_manifest(load, FileLocation::Io(io.clone(), name.to_owned()))
     }
 
-    fn from_manifest(load: impl Fn(&str) -> Result<Vec<u8>>, place: Place) -> Result<Self> {
+    fn from_manifest(load: impl Fn(&str) -> Result<Vec<u8>>, place: FileLocation) -> Result<Self> {
         let missing = |error: &Error| match error {
             Error::Io { source, .. } => source.kind() == std::io::ErrorKind::NotFound,
             _ => false,
@@ -80,7 +80,7 @@ impl DistributedCheckpoint {
         Ok(Self { manifest, model, optimizer })
     }
 
-    /// Whether a box that is read whole is checked against its checksum; it is, unless told
+    /// Whether a chunk that is read whole is checked against its checksum; it is, unless told
     /// otherwise.
     #[must_use]
     pub fn verify_on_load(mut self, verify: bool) -> Self {
@@ -148,7 +148,7 @@ impl TensorSource for DistributedCheckpoint {
 /// The model's and the optimizer's tensors of a manifest, whose file is called `name`.
 pub(super) fn contents(
     manifest: &Manifest,
-    place: &Place,
+    place: &FileLocation,
     name: &str,
 ) -> Result<(StoredTensors, StoredTensors)> {
     check_files(manifest, place, name)?;
@@ -157,7 +157,7 @@ pub(super) fn contents(
 }
 
 /// Checks that all shards are there, as long as they were written.
-fn check_files(manifest: &Manifest, place: &Place, name: &str) -> Result<()> {
+fn check_files(manifest: &Manifest, place: &FileLocation, name: &str) -> Result<()> {
     let folders: BTreeSet<&str> = manifest
         .files
         .keys()
@@ -196,7 +196,7 @@ fn tensors_in<'a>(manifest: &'a Manifest, file: &str) -> (usize, &'a str) {
         .model
         .iter()
         .chain(&manifest.optimizer)
-        .filter(|(_, tensor)| tensor.boxes.iter().any(|b| b.file == file))
+        .filter(|(_, tensor)| tensor.chunks.iter().any(|b| b.file == file))
         .map(|(name, _)| name.as_str());
     let first = names.next();
     (names.count() + usize::from(first.is_some()), first.unwrap_or_default())
@@ -205,7 +205,7 @@ fn tensors_in<'a>(manifest: &'a Manifest, file: &str) -> (usize, &'a str) {
 fn stored(
     entries: &BTreeMap<String, TensorEntry>,
     lengths: &BTreeMap<String, u64>,
-    place: &Place,
+    place: &FileLocation,
     manifest: &str,
 ) -> Result<StoredTensors> {
     let files: Vec<String> = lengths.keys().cloned().collect();
@@ -215,12 +215,12 @@ fn stored(
             let message = format!("the manifest is damaged: tensor `{name}` {message}");
             Err(Error::checkpoint(place.location(manifest), message))
         };
-        let regions: Vec<Region> = entry.boxes.iter().map(|b| b.region.clone()).collect();
+        let regions: Vec<Region> = entry.chunks.iter().map(|b| b.region.clone()).collect();
         if let Err(message) = check_cover(&entry.shape, &regions) {
             return damaged(message);
         }
-        let mut boxes = Vec::with_capacity(entry.boxes.len());
-        for stored in &entry.boxes {
+        let mut chunks = Vec::with_capacity(entry.chunks.len());
+        for stored in &entry.chunks {
             let Ok(file) = files.binary_search(&stored.file) else {
                 return damaged(format!("is in `{}`, which is not listed", stored.file));
             };
@@ -235,14 +235,14 @@ fn stored(
                     stored.file
                 ));
             }
-            boxes.push(StoredBox {
+            chunks.push(StoredChunk {
                 region: stored.region.clone(),
                 file,
                 bytes: stored.bytes,
                 checksum: Some(stored.xxh3),
             });
         }
-        tensors.add(name.clone(), entry.shape.clone(), entry.dtype, boxes);
+        tensors.add(name.clone(), entry.shape.clone(), entry.dtype, chunks);
     }
     Ok(tensors)
 }

@@ -47,8 +47,8 @@
 //! `fulgurite-checkpoint` is the default.
 
 mod async_save;
-mod boxes;
 mod checksum;
+mod chunks;
 mod distributed;
 mod filter;
 mod full;
@@ -85,7 +85,7 @@ pub use load::{
 pub use load_options::{DtypePolicy, LoadOptions};
 pub use load_report::{LoadReport, Mismatch};
 pub use manifest::{
-    BoxEntry, FORMAT_VERSION, FULL_MANIFEST, MANIFEST, Manifest, SaveMeta, TensorEntry,
+    ChunkEntry, FORMAT_VERSION, FULL_MANIFEST, MANIFEST, Manifest, SaveMeta, TensorEntry,
 };
 pub use names::{NameRules, Renamed, clean_tensor_name};
 pub use open::open;

@@ -17,8 +17,8 @@ use crate::module::ModuleTree;
 use crate::optim::StateTensor;
 use crate::shard::Region;
 
-/// One thing to fill: the names it may have in a source, and where its values go.
-struct Wanted {
+/// A tensor to fill: the names it may have in a source, and where its values go.
+struct LoadTarget {
     names: Vec<String>,
     shape: Vec<usize>,
     dtype: DType,
@@ -27,15 +27,15 @@ struct Wanted {
     local: Option<(Tensor, Region)>,
 }
 
-/// What is filled: names in messages, in sources, and in filters differ.
+/// The part of a checkpoint that is loaded: names in messages, in sources, and in filters differ.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Whose {
+enum Section {
     Model,
     Optimizer,
 }
 
-impl Whose {
-    fn word(self) -> &'static str {
+impl Section {
+    fn name(self) -> &'static str {
         match self {
             Self::Model => "model",
             Self::Optimizer => "optimizer",
@@ -69,7 +69,7 @@ impl Whose {
 /// set up. Not collective. See [`compare_with`] for filters and names.
 pub fn compare(source: &dyn TensorSource, tree: &ModuleTree) -> LoadReport {
     let options = LoadOptions::default();
-    match_up(source, &parameters(tree, &options), &options, Whose::Model).0
+    match_up(source, &parameter_targets(tree, &options), &options, Section::Model).0
 }
 
 /// How a source and a model differ under these options; otherwise as [`compare`].
@@ -81,8 +81,8 @@ pub fn compare_with(
     tree: &ModuleTree,
     options: &LoadOptions,
 ) -> Result<LoadReport> {
-    let source = Whose::Model.renamed(source, options)?;
-    Ok(match_up(&*source, &parameters(tree, options), options, Whose::Model).0)
+    let source = Section::Model.renamed(source, options)?;
+    Ok(match_up(&*source, &parameter_targets(tree, options), options, Section::Model).0)
 }
 
 /// Checks that a checkpoint is of this model, before anything is changed. Not collective.
@@ -112,9 +112,9 @@ pub fn load_into(
     options: impl Into<LoadOptions>,
 ) -> Result<LoadReport> {
     let options = options.into();
-    let wanted = local_parameters(tree, &options)?;
-    let source = Whose::Model.renamed(source, &options)?;
-    let plan = Plan::new(&*source, &wanted, &options, Whose::Model);
+    let targets = local_parameter_targets(tree, &options)?;
+    let source = Section::Model.renamed(source, &options)?;
+    let plan = LoadPlan::new(&*source, &targets, &options, Section::Model);
     plan.check(&options)?;
     plan.fill(&options)
 }
@@ -132,9 +132,9 @@ pub fn load_optimizer(
     options: impl Into<LoadOptions>,
 ) -> Result<LoadReport> {
     let options = options.into();
-    let wanted = states_wanted(tree, states, &options);
-    let source = Whose::Optimizer.renamed(source, &options)?;
-    let plan = Plan::new(&*source, &wanted, &options, Whose::Optimizer);
+    let targets = state_targets(tree, states, &options);
+    let source = Section::Optimizer.renamed(source, &options)?;
+    let plan = LoadPlan::new(&*source, &targets, &options, Section::Optimizer);
     plan.check(&options)?;
     plan.fill(&options)
 }
@@ -161,16 +161,16 @@ pub fn restore(
     options: impl Into<LoadOptions>,
 ) -> Result<RestoreReport> {
     let options = options.into();
-    let parameters = local_parameters(tree, &options)?;
-    let model = Whose::Model.renamed(checkpoint.model(), &options)?;
-    let model = Plan::new(&*model, &parameters, &options, Whose::Model);
+    let parameters = local_parameter_targets(tree, &options)?;
+    let model = Section::Model.renamed(checkpoint.model(), &options)?;
+    let model = LoadPlan::new(&*model, &parameters, &options, Section::Model);
     let Some(states) = optimizer.filter(|_| !options.weights_only) else {
         model.check(&options)?;
         return Ok(RestoreReport { model: model.fill(&options)?, ..RestoreReport::default() });
     };
-    let states = states_wanted(tree, states, &options);
-    let optimizer = Whose::Optimizer.renamed(checkpoint.optimizer(), &options)?;
-    let optimizer = Plan::new(&*optimizer, &states, &options, Whose::Optimizer);
+    let states = state_targets(tree, states, &options);
+    let optimizer = Section::Optimizer.renamed(checkpoint.optimizer(), &options)?;
+    let optimizer = LoadPlan::new(&*optimizer, &states, &options, Section::Optimizer);
     if options.strict {
         let reports = [(&model.report, "model"), (&optimizer.report, "optimizer")];
         let filtered = checkpoint.manifest().filter.as_deref();
@@ -224,39 +224,43 @@ pub fn load_raw(
     load_into(&*open(path)?, tree, options)
 }
 
-fn local_parameters(tree: &ModuleTree, options: &LoadOptions) -> Result<Vec<Wanted>> {
-    let mut wanted = parameters(tree, options);
-    for (wanted, parameter) in wanted.iter_mut().zip(tree.parameters()) {
+fn local_parameter_targets(tree: &ModuleTree, options: &LoadOptions) -> Result<Vec<LoadTarget>> {
+    let mut targets = parameter_targets(tree, options);
+    for (target, parameter) in targets.iter_mut().zip(tree.parameters()) {
         let local = parameter.local()?;
-        wanted.local = Some((local.values, local.region));
+        target.local = Some((local.values, local.region));
     }
-    Ok(wanted)
+    Ok(targets)
 }
 
-fn parameters(tree: &ModuleTree, options: &LoadOptions) -> Vec<Wanted> {
+fn parameter_targets(tree: &ModuleTree, options: &LoadOptions) -> Vec<LoadTarget> {
     let aliases = aliases(tree);
     tree.parameters()
         .iter()
         .map(|parameter| {
             let others = aliases.get(parameter.fqn()).into_iter().flatten().copied();
-            Wanted {
+            LoadTarget {
                 names: [parameter.fqn()].into_iter().chain(others).map(str::to_owned).collect(),
                 shape: parameter.global_shape().to_vec(),
                 dtype: parameter.dtype(),
-                kept: Whose::Model.keeps(options, parameter.fqn()),
+                kept: Section::Model.keeps(options, parameter.fqn()),
                 local: None,
             }
         })
         .collect()
 }
 
-fn states_wanted(tree: &ModuleTree, states: &[StateTensor], options: &LoadOptions) -> Vec<Wanted> {
+fn state_targets(
+    tree: &ModuleTree,
+    states: &[StateTensor],
+    options: &LoadOptions,
+) -> Vec<LoadTarget> {
     let aliases = aliases(tree);
     states
         .iter()
         .map(|state| {
             let others = aliases.get(state.fqn.as_str()).into_iter().flatten().copied();
-            Wanted {
+            LoadTarget {
                 names: [state.fqn.as_str()]
                     .into_iter()
                     .chain(others)
@@ -280,65 +284,66 @@ fn aliases(tree: &ModuleTree) -> BTreeMap<&str, Vec<&str>> {
     aliases
 }
 
-/// The differences, and for each thing that can be filled, its place in `wanted` and its name.
+/// The differences, and for each target that can be filled, its index in `targets` and its name in the
+/// source.
 fn match_up<'a>(
     source: &dyn TensorSource,
-    wanted: &'a [Wanted],
+    targets: &'a [LoadTarget],
     options: &LoadOptions,
-    whose: Whose,
+    section: Section,
 ) -> (LoadReport, Vec<(usize, &'a str)>) {
     let mut report = LoadReport::default();
     let mut matches = Vec::new();
-    for (i, thing) in wanted.iter().enumerate().filter(|(_, thing)| thing.kept) {
-        let found = thing.names.iter().find_map(|name| source.info(name).map(|info| (name, info)));
+    for (i, target) in targets.iter().enumerate().filter(|(_, target)| target.kept) {
+        let found = target.names.iter().find_map(|name| source.info(name).map(|info| (name, info)));
         let Some((name, info)) = found else {
-            report.missing.push(thing.names[0].clone());
+            report.missing.push(target.names[0].clone());
             continue;
         };
-        let dtypes = (info.shape == thing.shape).then(|| (Dtype::from(thing.dtype), info.dtype));
+        let dtypes = (info.shape == target.shape).then(|| (Dtype::from(target.dtype), info.dtype));
         let other_dtype = options.dtypes == DtypePolicy::Exact
             && dtypes.is_some_and(|(expected, found)| {
-                expected != found && loadable(found) != Some(thing.dtype)
+                expected != found && loadable(found) != Some(target.dtype)
             });
         if dtypes.is_some() && !other_dtype {
             matches.push((i, name.as_str()));
         } else {
             report.mismatched.push(Mismatch {
                 name: name.clone(),
-                expected: thing.shape.clone(),
+                expected: target.shape.clone(),
                 found: info.shape,
                 dtypes,
             });
         }
     }
-    let known: BTreeSet<&str> = wanted.iter().flat_map(|w| &w.names).map(String::as_str).collect();
+    let known: BTreeSet<&str> = targets.iter().flat_map(|t| &t.names).map(String::as_str).collect();
     report.unexpected = source
         .names()
         .into_iter()
-        .filter(|name| !known.contains(name) && whose.keeps(options, name))
+        .filter(|name| !known.contains(name) && section.keeps(options, name))
         .map(str::to_owned)
         .collect();
     (report, matches)
 }
 
-/// What will be read where.
-struct Plan<'a> {
+/// Which tensors of a source are read into which targets.
+struct LoadPlan<'a> {
     source: &'a dyn TensorSource,
-    whose: Whose,
-    wanted: &'a [Wanted],
+    section: Section,
+    targets: &'a [LoadTarget],
     matches: Vec<(usize, &'a str)>,
     report: LoadReport,
 }
 
-impl<'a> Plan<'a> {
+impl<'a> LoadPlan<'a> {
     fn new(
         source: &'a dyn TensorSource,
-        wanted: &'a [Wanted],
+        targets: &'a [LoadTarget],
         options: &LoadOptions,
-        whose: Whose,
+        section: Section,
     ) -> Self {
-        let (report, matches) = match_up(source, wanted, options, whose);
-        Self { source, whose, wanted, matches, report }
+        let (report, matches) = match_up(source, targets, options, section);
+        Self { source, section, targets, matches, report }
     }
 
     /// Refuses differences if that is asked for.
@@ -346,13 +351,13 @@ impl<'a> Plan<'a> {
         if !options.strict {
             return Ok(());
         }
-        let reports = [(&self.report, self.whose.word())];
+        let reports = [(&self.report, self.section.name())];
         refuse_differences(self.source.location(), &reports, self.source.filtered())
     }
 
     fn fill(self, options: &LoadOptions) -> Result<LoadReport> {
         for (i, name) in self.matches {
-            let Some((values, region)) = &self.wanted[i].local else { continue };
+            let Some((values, region)) = &self.targets[i].local else { continue };
             if region.is_empty() {
                 continue;
             }

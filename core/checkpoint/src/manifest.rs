@@ -12,8 +12,9 @@ use crate::{Error, Result};
 /// The manifest's file name.
 pub const MANIFEST: &str = "manifest.json";
 
-/// The version of the format that this library writes, and the newest that it reads.
-pub const FORMAT_VERSION: u32 = 1;
+/// The version of the format that this library writes, and the newest that it reads. Version 1 is
+/// version 2 with the key `boxes` for [`chunks`](TensorEntry::chunks).
+pub const FORMAT_VERSION: u32 = 2;
 
 /// The file that tells a full checkpoint from other directories; written last, like the manifest.
 pub const FULL_MANIFEST: &str = "fulgurite.json";
@@ -79,16 +80,18 @@ pub struct TensorEntry {
     pub shape: Vec<usize>,
     /// The dtype, in safetensors' spelling.
     pub dtype: safetensors::Dtype,
-    /// The parts it is stored in. They cover it, each element once.
-    pub boxes: Vec<BoxEntry>,
+    /// The chunks it is stored in. They cover it, each element once. Format version 1 calls them
+    /// `boxes`.
+    #[serde(alias = "boxes")]
+    pub chunks: Vec<ChunkEntry>,
 }
 
-/// One stored part of a tensor.
+/// One chunk of a stored tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct BoxEntry {
+pub struct ChunkEntry {
     /// The shard file, relative to the checkpoint.
     pub file: String,
-    /// Which part it is.
+    /// The part of the tensor that it is.
     #[serde(flatten)]
     pub region: Region,
     /// The first byte in the file, and the one after the last.

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::boxes::check_cover;
+use super::chunks::check_cover;
 use super::latest::point_last;
 use super::manifest::{FULL_MANIFEST, MANIFEST, Manifest, SaveMeta, TensorEntry};
 use super::shard_file::{self, Piece};
@@ -302,7 +302,7 @@ fn finish(
                 let entry = entries.entry(piece.name.clone()).or_insert_with(|| TensorEntry {
                     shape: piece.shape.clone(),
                     dtype: piece.dtype,
-                    boxes: Vec::new(),
+                    chunks: Vec::new(),
                 });
                 if (&entry.shape, entry.dtype) != (&piece.shape, piece.dtype) {
                     return fail(format!(
@@ -310,12 +310,12 @@ fn finish(
                         piece.name, entry.shape, entry.dtype, piece.shape, piece.dtype
                     ));
                 }
-                entry.boxes.extend(piece.part);
+                entry.chunks.extend(piece.part);
             }
         }
     }
     for (tensor, entry) in manifest.model.iter().chain(&manifest.optimizer) {
-        let regions: Vec<Region> = entry.boxes.iter().map(|b| b.region.clone()).collect();
+        let regions: Vec<Region> = entry.chunks.iter().map(|b| b.region.clone()).collect();
         if let Err(message) = check_cover(&entry.shape, &regions) {
             return fail(format!("tensor `{tensor}` {message}"));
         }

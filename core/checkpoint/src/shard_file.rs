@@ -8,10 +8,10 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde::{Deserialize, Serialize};
 
-use super::boxes::{check_bounds, show};
 use super::checksum::Checksum;
+use super::chunks::{check_bounds, show};
 use super::tensor_file::{self, Slot, wide_first};
-use super::{BoxEntry, CheckpointIO, CheckpointReader, ShardTensor};
+use super::{CheckpointIO, CheckpointReader, ChunkEntry, ShardTensor};
 use crate::autograd::storage;
 use crate::{Error, Result};
 
@@ -42,7 +42,7 @@ pub(super) struct Piece {
     pub(super) shape: Vec<usize>,
     pub(super) dtype: Dtype,
     /// `None` if this rank has no part of it.
-    pub(super) part: Option<BoxEntry>,
+    pub(super) part: Option<ChunkEntry>,
 }
 
 /// The file that the rank `rank` writes, as PyTorch's writer names it.
@@ -118,7 +118,7 @@ pub(super) fn write(
             })
         })?
         .map_err(|e| failed(&format!("tensor `{}`", tensor.name), &e))?;
-        pieces[i].part = Some(BoxEntry {
+        pieces[i].part = Some(ChunkEntry {
             file: file.to_owned(),
             region: tensor.region.clone(),
             bytes: *range,

@@ -1,4 +1,4 @@
-//! Tensors stored as boxes in files, and how parts of them are read.
+//! Tensors that are stored as chunks in files, and reading regions of them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
 
-use super::boxes::{BoxIndex, check_bounds, show};
 use super::checksum::Checksum;
+use super::chunks::{ChunkIndex, check_bounds, show};
 use super::{CheckpointIO, CheckpointReader, LocalFile, TensorInfo, TensorSource};
 use crate::autograd::storage;
 use crate::shard::Region;
@@ -23,14 +23,14 @@ const WINDOW: usize = 4 << 20;
 /// Files that are kept open at most.
 const MAX_OPEN: usize = 64;
 
-/// Where a checkpoint's files are.
+/// Where a checkpoint's files are: a local directory, or a checkpoint of a [`CheckpointIO`].
 #[derive(Debug, Clone)]
-pub(super) enum Place {
+pub(super) enum FileLocation {
     Local(PathBuf),
     Io(Arc<dyn CheckpointIO>, String),
 }
 
-impl Place {
+impl FileLocation {
     pub(super) fn location(&self, file: &str) -> PathBuf {
         match self {
             Self::Local(root) if file.is_empty() => root.clone(),
@@ -83,9 +83,9 @@ impl Place {
     }
 }
 
-/// One part of a tensor.
+/// One chunk of a tensor.
 #[derive(Debug, Clone)]
-pub(super) struct StoredBox {
+pub(super) struct StoredChunk {
     pub(super) region: Region,
     /// Index of the file.
     pub(super) file: usize,
@@ -98,13 +98,13 @@ pub(super) struct StoredBox {
 struct StoredTensor {
     shape: Vec<usize>,
     dtype: Dtype,
-    boxes: Vec<StoredBox>,
-    index: BoxIndex,
+    chunks: Vec<StoredChunk>,
+    index: ChunkIndex,
 }
 
 /// Tensors that are stored in parts, in files: the model's or the optimizer's of a checkpoint.
 pub struct StoredTensors {
-    place: Place,
+    place: FileLocation,
     location: PathBuf,
     files: Vec<String>,
     tensors: BTreeMap<String, StoredTensor>,
@@ -114,21 +114,21 @@ pub struct StoredTensors {
 }
 
 impl StoredTensors {
-    pub(super) fn new(place: Place, location: PathBuf, files: Vec<String>) -> Self {
+    pub(super) fn new(place: FileLocation, location: PathBuf, files: Vec<String>) -> Self {
         let (tensors, open) = Default::default();
         Self { place, location, files, tensors, open, verify: true, filtered: None }
     }
 
-    /// Adds a tensor whose boxes cover its shape and whose byte ranges are inside the files.
+    /// Adds a tensor whose chunks cover its shape and whose byte ranges are inside the files.
     pub(super) fn add(
         &mut self,
         name: String,
         shape: Vec<usize>,
         dtype: Dtype,
-        boxes: Vec<StoredBox>,
+        chunks: Vec<StoredChunk>,
     ) {
-        let index = BoxIndex::new(boxes.iter().map(|b| b.region.clone()));
-        self.tensors.insert(name, StoredTensor { shape, dtype, boxes, index });
+        let index = ChunkIndex::new(chunks.iter().map(|chunk| chunk.region.clone()));
+        self.tensors.insert(name, StoredTensor { shape, dtype, chunks, index });
     }
 
     pub(super) fn set_verify(&mut self, verify: bool) {
@@ -149,20 +149,20 @@ impl StoredTensors {
         self.tensors.is_empty()
     }
 
-    /// Reads every box that has a checksum and compares. Takes 4 MiB of memory.
+    /// Reads every chunk that has a checksum and compares. Takes 4 MiB of memory.
     ///
     /// # Errors
-    /// One error that names file and tensor of all boxes that are damaged or cannot be read.
+    /// One error that names file and tensor of all chunks that are damaged or cannot be read.
     pub fn verify(&self) -> Result<()> {
         refuse(&self.location, self.damages())
     }
 
-    /// What is wrong with the stored bytes: a line a box.
+    /// What is wrong with the stored bytes: one line for each damaged chunk.
     pub(super) fn damages(&self) -> Vec<String> {
         let mut damages = Vec::new();
         let mut buffer = Vec::new();
         for (name, tensor) in &self.tensors {
-            for stored in &tensor.boxes {
+            for stored in &tensor.chunks {
                 let Some(expected) = stored.checksum else { continue };
                 let complaint = match self.hash(stored, &mut buffer) {
                     Ok(found) if found == expected => continue,
@@ -176,7 +176,7 @@ impl StoredTensors {
         damages
     }
 
-    fn hash(&self, stored: &StoredBox, buffer: &mut Vec<u8>) -> Result<u64> {
+    fn hash(&self, stored: &StoredChunk, buffer: &mut Vec<u8>) -> Result<u64> {
         let reader = self.reader(stored.file)?;
         let mut hash = Checksum::default();
         let (mut position, end) = stored.bytes;
@@ -229,9 +229,9 @@ impl StoredTensors {
     ) -> Result<()> {
         let width = tensor.dtype.bitsize() / 8;
         for (index, shared) in tensor.index.intersections(region) {
-            let stored = &tensor.boxes[index];
+            let stored = &tensor.chunks[index];
             let reader = self.reader(stored.file)?;
-            let segments = segments(&shared, &stored.region, region, width);
+            let copies = copies(&shared, &stored.region, region, width);
             let damaged = |complaint: String| {
                 let file = self.place.location(&self.files[stored.file]);
                 Error::checkpoint(file, format!("tensor `{name}`: {complaint}"))
@@ -243,7 +243,7 @@ impl StoredTensors {
                     found.update(bytes);
                 }
             };
-            read_segments(reader.as_ref(), stored.bytes.0, &segments, out, &mut seen)
+            read_copies(reader.as_ref(), stored.bytes.0, &copies, out, &mut seen)
                 .map_err(|e| damaged(format!("reading {}: {}", show(&shared), reason(&e))))?;
             if found.map(|found| found.digest()) != expected {
                 return Err(damaged(wrong_bytes(stored)));
@@ -332,7 +332,7 @@ fn reason(error: &std::io::Error) -> String {
     }
 }
 
-fn wrong_bytes(stored: &StoredBox) -> String {
+fn wrong_bytes(stored: &StoredChunk) -> String {
     format!(
         "the bytes of {} do not match their checksum; the file is damaged",
         show(&stored.region)
@@ -363,24 +363,27 @@ pub(super) fn loadable(dtype: Dtype) -> Option<DType> {
     })
 }
 
-/// Bytes that are contiguous both in a stored box and in what is read.
+/// Bytes that are contiguous both in a stored chunk and in the memory that is filled; offsets and
+/// length in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Segment {
+struct ContiguousCopy {
+    /// In the chunk.
     from: usize,
+    /// In the memory.
     to: usize,
     len: usize,
 }
 
 /// What `stored` and `wanted` share, in stored order. `width` is an element's size in bytes.
-fn segments(shared: &Region, stored: &Region, wanted: &Region, width: usize) -> Vec<Segment> {
+fn copies(shared: &Region, stored: &Region, wanted: &Region, width: usize) -> Vec<ContiguousCopy> {
     let sources = shared.relative_to(stored).runs(&stored.sizes);
     let targets = shared.relative_to(wanted).runs(&wanted.sizes);
     let (mut s, mut t, mut at) = (0, 0, 0);
-    let mut segments = Vec::with_capacity(sources.len().max(targets.len()));
+    let mut copies = Vec::with_capacity(sources.len().max(targets.len()));
     while s < sources.len() && t < targets.len() {
         let (source, target) = (sources[s], targets[t]);
         let end = (source.inner + source.len).min(target.inner + target.len);
-        segments.push(Segment {
+        copies.push(ContiguousCopy {
             from: (source.outer + at - source.inner) * width,
             to: (target.outer + at - target.inner) * width,
             len: (end - at) * width,
@@ -389,20 +392,20 @@ fn segments(shared: &Region, stored: &Region, wanted: &Region, width: usize) -> 
         s += usize::from(source.inner + source.len == at);
         t += usize::from(target.inner + target.len == at);
     }
-    segments
+    copies
 }
 
-/// Reads segments of the box that starts at `base` to their places in `out`: long ones one by one,
+/// Reads parts of the chunk that starts at `base` to their offsets in `out`: long ones one by one,
 /// short ones close to each other together. `seen` gets their bytes, in order.
-fn read_segments(
+fn read_copies(
     reader: &dyn CheckpointReader,
     base: u64,
-    segments: &[Segment],
+    copies: &[ContiguousCopy],
     out: &mut [u8],
     seen: &mut dyn FnMut(&[u8]),
 ) -> std::io::Result<()> {
     let mut scratch = Vec::new();
-    let mut rest = segments;
+    let mut rest = copies;
     while let Some(first) = rest.first() {
         let mut end = first.from + first.len;
         let mut count = 1;
@@ -425,10 +428,10 @@ fn read_segments(
         }
         scratch.resize(end - first.from, 0);
         reader.read_exact_at(&mut scratch, start)?;
-        for segment in group {
-            let from = segment.from - first.from;
-            let bytes = &scratch[from..from + segment.len];
-            out[segment.to..segment.to + segment.len].copy_from_slice(bytes);
+        for copy in group {
+            let from = copy.from - first.from;
+            let bytes = &scratch[from..from + copy.len];
+            out[copy.to..copy.to + copy.len].copy_from_slice(bytes);
             seen(bytes);
         }
     }

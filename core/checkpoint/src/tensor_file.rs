@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::checksum::Checksum;
 use super::shard_file::{BLOCK, MAX_HEADER, SHARDING_INFO, on_host};
-use super::{BoxEntry, CheckpointIO, CheckpointWriter};
+use super::{CheckpointIO, CheckpointWriter, ChunkEntry};
 use crate::autograd::storage;
 use crate::shard::Region;
 use crate::{Error, Result};
@@ -72,7 +72,7 @@ impl<'a> TensorFile<'a> {
 
     /// Writes the next tensor, whose values are those of its slot's region in the slot's dtype, and
     /// returns where it went; `None` if it has no elements.
-    pub(super) fn put(&mut self, values: &Tensor) -> Result<Option<BoxEntry>> {
+    pub(super) fn put(&mut self, values: &Tensor) -> Result<Option<ChunkEntry>> {
         let location = || self.io.location(&self.path);
         let Some(slot) = self.slots.next() else {
             return Err(Error::checkpoint(location(), "more tensors than the header has"));
@@ -94,7 +94,7 @@ impl<'a> TensorFile<'a> {
             Error::checkpoint(location(), format!("writing tensor `{}`: {e}", slot.name))
         })?;
         let start = std::mem::replace(&mut self.position, end);
-        Ok((bytes > 0).then(|| BoxEntry {
+        Ok((bytes > 0).then(|| ChunkEntry {
             file: self.file.clone(),
             region: slot.region,
             bytes: (start, end),

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use serde::Deserialize;
 
-use super::boxes::check_cover;
+use super::chunks::check_cover;
 use super::shard_file::{Stored, read_header};
-use super::stored::{Place, StoredBox};
+use super::stored::{FileLocation, StoredChunk};
 use super::{StoredTensors, TensorInfo, TensorSource};
 use crate::shard::Region;
 use crate::{Error, Result};
@@ -44,7 +44,7 @@ impl SafetensorsSource {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let (root, files, index) = if path.is_dir() {
             let names: Vec<String> =
-                Place::Local(path.to_owned()).lengths("")?.into_keys().collect();
+                FileLocation::Local(path.to_owned()).lengths("")?.into_keys().collect();
             let has = |name: &str| names.iter().any(|n| n == name);
             if has(INDEX) {
                 with_index(path, &path.join(INDEX))?
@@ -76,7 +76,7 @@ impl SafetensorsSource {
     }
 
     fn read(path: &Path, root: PathBuf, files: Vec<String>, index: Option<Index>) -> Result<Self> {
-        let place = Place::Local(root);
+        let place = FileLocation::Local(root);
         let mut found: BTreeMap<String, Vec<(usize, Stored)>> = BTreeMap::new();
         for (i, file) in files.iter().enumerate() {
             let location = place.location(file);
@@ -104,14 +104,14 @@ impl SafetensorsSource {
             match assemble(&parts) {
                 Ok(shape) => {
                     let dtype = parts[0].1.dtype;
-                    let boxes = parts.into_iter().map(|(file, stored)| StoredBox {
+                    let chunks = parts.into_iter().map(|(file, stored)| StoredChunk {
                         region: stored.region,
                         file,
                         bytes: stored.bytes,
                         checksum: None,
                     });
-                    let boxes = boxes.filter(|b| !b.region.is_empty()).collect();
-                    tensors.add(name, shape, dtype, boxes);
+                    let chunks = chunks.filter(|b| !b.region.is_empty()).collect();
+                    tensors.add(name, shape, dtype, chunks);
                 }
                 Err(message) => {
                     return Err(Error::checkpoint(path, format!("tensor `{name}` {message}")));

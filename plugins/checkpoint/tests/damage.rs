@@ -44,7 +44,7 @@ fn opening_says_what_is_missing_or_wrong() {
     let errors = [
         opening(|c| fs::remove_file(c.join("manifest.json")).unwrap()),
         opening(|c| truncate(&c.join("manifest.json"))),
-        manifest("\"format_version\": 1", "\"format_version\": 2"),
+        manifest("\"format_version\": 2", "\"format_version\": 3"),
         manifest("fulgurite-distributed-checkpoint", "something"),
         opening(|c| fs::remove_file(c.join(SHARD)).unwrap()),
         opening(|c| truncate(&c.join(SHARD))),
@@ -59,7 +59,7 @@ fn opening_says_what_is_missing_or_wrong() {
     insta::assert_snapshot!(errors.join("\n"), @r#"
 checkpoint ROOT/c: there is no checkpoint here: it has no manifest.json. Name the directory of one step, such as `step-00000010`; one without a manifest was never completed
 checkpoint ROOT/c/manifest.json: the manifest is damaged or incomplete: EOF while parsing an object at line 809 column 0
-checkpoint ROOT/c/manifest.json: is of format version 2, written by Fulgurite 0.1.0; this is Fulgurite 0.1.0, which reads up to version 1. Use that version or a newer one
+checkpoint ROOT/c/manifest.json: is of format version 3, written by Fulgurite 0.1.0; this is Fulgurite 0.1.0, which reads up to version 2. Use that version or a newer one
 checkpoint ROOT/c/manifest.json: is no manifest of a checkpoint: its format is `something`
 checkpoint ROOT/c/model/shard-00002-model-00001-of-00001.safetensors: this shard is missing; it holds parts of 4 tensors, such as `embed.weight`
 checkpoint ROOT/c/model/shard-00002-model-00001-of-00001.safetensors: this shard is truncated: it has 779 bytes of 784; it holds parts of 4 tensors, such as `embed.weight`

@@ -396,8 +396,9 @@ fn the_corpus() {
         ("model/shard-00001", "../shard-00001"),
         (
             "\"model\": {",
-            "\"model\": {\"x\": {\"shape\": [1000000, 1000000], \"dtype\": \"F32\", \"boxes\": []}, ",
+            "\"model\": {\"x\": {\"shape\": [1000000, 1000000], \"dtype\": \"F32\", \"chunks\": []}, ",
         ),
+        ("\"chunks\": [", "\"boxes\": [], \"chunks\": ["),
     ] {
         assert!(manifest.contains(from), "{from}");
         check_checkpoint("manifest.json", manifest.replacen(from, to, 1).as_bytes());

@@ -2,13 +2,15 @@
 
 mod common;
 
+use std::path::Path;
+
 use candle_core::{DType, Device, Tensor};
 use common::{
     Mesh, SEED, bytes, coordinate, io, meta, model, ranks, save_all, set_up, shown, states, values,
     world_size,
 };
 use fulgurite_core::checkpoint::{
-    self, DistributedCheckpoint, SafetensorsSource, ShardTensor, TensorSource, load_into,
+    self, DistributedCheckpoint, Manifest, SafetensorsSource, ShardTensor, TensorSource, load_into,
     load_optimizer, save,
 };
 use fulgurite_core::module::{ModuleBuilder, ModuleInit};
@@ -96,9 +98,36 @@ fn replicas_share_the_writing() {
     let manifest = checkpoint.manifest();
     assert_eq!(manifest.files.len(), 6);
     assert_eq!(manifest.world_size, 3);
-    let boxes = &manifest.model["embed.weight"].boxes;
-    let rows: Vec<_> = boxes.iter().map(|b| (b.region.offsets[0], b.region.sizes[0])).collect();
+    let chunks = &manifest.model["embed.weight"].chunks;
+    let rows: Vec<_> = chunks.iter().map(|c| (c.region.offsets[0], c.region.sizes[0])).collect();
     assert_eq!(rows, [(0, 3), (3, 3), (6, 1)]);
+}
+
+/// In format version 1 a tensor's chunks were called boxes.
+#[test]
+fn the_first_format_version_is_read() {
+    let old = include_bytes!("fixtures/manifest-v1.json");
+    let manifest = Manifest::parse(old, Path::new("manifest-v1.json")).unwrap();
+    let chunks = &manifest.model["up.weight"].chunks;
+    let parts: Vec<_> = chunks.iter().map(|c| (&c.region.offsets[..], c.bytes, c.xxh3)).collect();
+    assert_eq!(
+        parts,
+        [(&[0, 0][..], (136, 152), 0xdead_beef), (&[2, 0][..], (136, 144), u64::MAX)]
+    );
+
+    let temp = tempfile::tempdir().unwrap();
+    save_all(temp.path(), "c", [1, 2, 1], 3, SEED);
+    let path = temp.path().join("c/manifest.json");
+    let new = std::fs::read_to_string(&path).unwrap();
+    assert!(!new.contains("boxes"));
+    let old = new.replace("\"chunks\"", "\"boxes\"");
+    std::fs::write(&path, old.replace("\"format_version\": 2", "\"format_version\": 1")).unwrap();
+    let checkpoint = DistributedCheckpoint::open(temp.path().join("c")).unwrap();
+    assert_eq!(checkpoint.manifest().format_version, 1);
+    checkpoint.verify().unwrap();
+    let written = Manifest::parse(new.as_bytes(), &path).unwrap();
+    assert_eq!(checkpoint.manifest().model, written.model);
+    assert_eq!(checkpoint.manifest().optimizer, written.optimizer);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
 use super::super::ShardTensor;
-use super::super::boxes::check_cover;
+use super::super::chunks::check_cover;
 use super::super::shard_file::{describe, on_host};
 use super::super::stored::loadable;
 use super::layout::TensorMeta;

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::super::distributed::contents;
 use super::super::manifest::{FULL_MANIFEST, Manifest};
-use super::super::stored::{Place, refuse};
+use super::super::stored::{FileLocation, refuse};
 use super::super::{CheckpointIO, StoredTensors, TensorInfo, TensorSource};
 use crate::shard::Region;
 use crate::{Error, Result};
@@ -33,7 +33,7 @@ impl FullCheckpoint {
         let path = path.as_ref();
         let manifest = path.join(FULL_MANIFEST);
         let bytes = std::fs::read(&manifest).map_err(Error::io("reading", &manifest));
-        Self::from_manifest(bytes, &Place::Local(path.to_owned()))
+        Self::from_manifest(bytes, &FileLocation::Local(path.to_owned()))
     }
 
     /// Opens the checkpoint `name` of `io`.
@@ -42,10 +42,10 @@ impl FullCheckpoint {
     /// As [`open`](Self::open).
     pub fn open_with(io: &Arc<dyn CheckpointIO>, name: &str) -> Result<Self> {
         let bytes = io.load(&format!("{name}/{FULL_MANIFEST}"));
-        Self::from_manifest(bytes, &Place::Io(io.clone(), name.to_owned()))
+        Self::from_manifest(bytes, &FileLocation::Io(io.clone(), name.to_owned()))
     }
 
-    fn from_manifest(bytes: Result<Vec<u8>>, place: &Place) -> Result<Self> {
+    fn from_manifest(bytes: Result<Vec<u8>>, place: &FileLocation) -> Result<Self> {
         let bytes = match bytes {
             Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
                 let message = format!(

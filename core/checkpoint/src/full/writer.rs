@@ -89,7 +89,7 @@ impl<'a> FullWriter<'a> {
         let entry = TensorEntry {
             shape: tensor.shape,
             dtype: tensor.dtype,
-            boxes: written.into_iter().collect(),
+            chunks: written.into_iter().collect(),
         };
         entries.insert(tensor.name, entry);
         if file.is_complete() {

@@ -280,6 +280,6 @@ mod tests {
         let blocks = blocks(&shape, 4);
         assert!(blocks.len() > 1);
         assert!(blocks.iter().all(|b| b.elem_count() * 4 <= WINDOW));
-        super::super::super::boxes::check_cover(&shape, &blocks).unwrap();
+        super::super::super::chunks::check_cover(&shape, &blocks).unwrap();
     }
 }

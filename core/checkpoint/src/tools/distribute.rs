@@ -36,7 +36,7 @@ pub(super) fn write(
         let mut files = create(io, staged, shards, part, &order)?;
         for &i in &order {
             let (tensor, values) = (&part.tensors[i], part.read(i)?);
-            let mut boxes = Vec::new();
+            let mut chunks = Vec::new();
             for (shard, file) in files.iter_mut().enumerate() {
                 let Some(file) = file else { continue };
                 let region = piece(&tensor.shape, shards, shard);
@@ -46,9 +46,9 @@ pub(super) fn write(
                 // A part along the first dimension is one stretch.
                 let row = tensor.shape.iter().skip(1).product::<usize>();
                 let start = region.offsets.first().map_or(0, |first| first * row);
-                boxes.extend(file.put(&values.narrow(0, start, region.elem_count())?)?);
+                chunks.extend(file.put(&values.narrow(0, start, region.elem_count())?)?);
             }
-            let entry = TensorEntry { shape: tensor.shape.clone(), dtype: tensor.dtype, boxes };
+            let entry = TensorEntry { shape: tensor.shape.clone(), dtype: tensor.dtype, chunks };
             let entries = match part.section {
                 Section::Model => &mut manifest.model,
                 Section::Optimizer => &mut manifest.optimizer,

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use super::super::TensorSource;
-use super::super::boxes::checked_elem_count;
+use super::super::chunks::checked_elem_count;
 use super::{AnyCheckpoint, Kind};
 
 /// What is in a checkpoint.
@@ -66,7 +66,7 @@ pub fn inspect(checkpoint: &AnyCheckpoint) -> Summary {
     let parts = |name: &str, optimizer: bool| {
         let manifest = manifest?;
         let entries = if optimizer { &manifest.optimizer } else { &manifest.model };
-        Some(entries.get(name)?.boxes.len())
+        Some(entries.get(name)?.chunks.len())
     };
     let optimizer = checkpoint.optimizer();
     Summary {

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use serde::Serialize;
 
 use super::super::checksum::Checksum;
-use super::super::manifest::{BoxEntry, TensorEntry};
+use super::super::manifest::{ChunkEntry, TensorEntry};
 use super::super::shard_file::{Stored, read_header};
-use super::super::stored::Place;
-use super::super::{CheckpointReader, boxes};
+use super::super::stored::FileLocation;
+use super::super::{CheckpointReader, chunks};
 use super::progress::{Counter, Progress};
 use super::{AnyCheckpoint, Kind};
 
@@ -66,12 +66,12 @@ pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) ->
         damages: Vec::new(),
     };
     let Some(manifest) = checkpoint.manifest() else { return verification };
-    let length = |stored: &BoxEntry| stored.bytes.1 - stored.bytes.0;
+    let length = |stored: &ChunkEntry| stored.bytes.1 - stored.bytes.0;
     let all = || manifest.model.iter().chain(&manifest.optimizer);
-    let total = all().flat_map(|(_, tensor)| &tensor.boxes).map(length).sum();
+    let total = all().flat_map(|(_, tensor)| &tensor.chunks).map(length).sum();
     verification.bytes = total;
     let mut counter = Counter::new(total, progress);
-    let place = Place::Local(checkpoint.location().to_owned());
+    let place = FileLocation::Local(checkpoint.location().to_owned());
     let mut buffer = Vec::new();
     for file in manifest.files.keys() {
         let location = place.location(file);
@@ -94,7 +94,7 @@ pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) ->
             }
         };
         let mut inside: Vec<_> = all()
-            .flat_map(|(name, tensor)| tensor.boxes.iter().map(move |b| (name, tensor, b)))
+            .flat_map(|(name, tensor)| tensor.chunks.iter().map(move |b| (name, tensor, b)))
             .filter(|(_, _, stored)| stored.file == *file)
             .collect();
         inside.sort_by_key(|(_, _, stored)| stored.bytes);
@@ -107,7 +107,7 @@ pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) ->
             match hash(&reader, stored, &mut buffer) {
                 Ok(found) if found == stored.xxh3 => {}
                 Ok(_) => {
-                    let region = boxes::show(&stored.region);
+                    let region = chunks::show(&stored.region);
                     let message = format!("the bytes of {region} do not match their checksum");
                     report(Some(name), message);
                 }
@@ -120,7 +120,7 @@ pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) ->
 }
 
 /// Whether a file's header says of a part what the manifest does.
-fn is_listed(found: Option<&Stored>, tensor: &TensorEntry, stored: &BoxEntry) -> bool {
+fn is_listed(found: Option<&Stored>, tensor: &TensorEntry, stored: &ChunkEntry) -> bool {
     found.is_some_and(|found| {
         found.bytes == stored.bytes && found.dtype == tensor.dtype && found.region == stored.region
     })
@@ -128,7 +128,7 @@ fn is_listed(found: Option<&Stored>, tensor: &TensorEntry, stored: &BoxEntry) ->
 
 fn hash(
     reader: &Arc<dyn CheckpointReader>,
-    stored: &BoxEntry,
+    stored: &ChunkEntry,
     buffer: &mut Vec<u8>,
 ) -> std::io::Result<u64> {
     let mut hash = Checksum::default();

@@ -9,9 +9,9 @@ use super::archive::{self, Archive};
 use super::state_dict::{TensorView, tensors};
 use super::{pickle, strided};
 use crate::autograd::storage;
-use crate::boxes::check_bounds;
+use crate::chunks::check_bounds;
 use crate::shard::Region;
-use crate::stored::{Place, StoredBox, loadable};
+use crate::stored::{FileLocation, StoredChunk, loadable};
 use crate::weights::with_index;
 use crate::{Error, Result};
 use crate::{LocalFile, StoredTensors, TensorInfo, TensorSource};
@@ -84,7 +84,7 @@ impl TorchSource {
                 (root, vec![name])
             }
         };
-        let place = Place::Local(root);
+        let place = FileLocation::Local(root);
         let mut stored = StoredTensors::new(place.clone(), path.to_owned(), files.clone());
         let mut views = BTreeMap::new();
         for (index, name) in files.iter().enumerate() {
@@ -113,7 +113,7 @@ impl TorchSource {
                     let region = Region::full(&view.shape);
                     let first = base + (view.offset * view.dtype.bitsize() / 8) as u64;
                     let bytes = (first, base + needed);
-                    let part = StoredBox { region, file: index, bytes, checksum: None };
+                    let part = StoredChunk { region, file: index, bytes, checksum: None };
                     let parts = if part.region.is_empty() { vec![] } else { vec![part] };
                     stored.add(tensor, view.shape, view.dtype, parts);
                 } else {

@@ -3,7 +3,7 @@
 use safetensors::Dtype;
 
 use super::pickle::{Heap, Id, Object};
-use crate::boxes::checked_elem_count;
+use crate::chunks::checked_elem_count;
 
 /// Under which keys programs put their model's state dict: Lightning, most scripts, DeepSpeed.
 const KEYS: [&str; 4] = ["state_dict", "model", "module", "model_state_dict"];

@@ -97,8 +97,9 @@ pub trait CheckpointReader: Send + Sync {
     /// Of kind `UnexpectedEof` if the file ends before.
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<()>;
 
-    /// The same; shows what was read to `seen`, piece by piece in order. Who reads in pieces anyway
-    /// shows each while it is in the processor's cache.
+    /// [`read_exact_at`](Self::read_exact_at) that also passes the bytes read to `seen`, in order. An
+    /// implementation that reads in pieces passes each piece on as soon as it is read, while it is in
+    /// the processor's cache: `seen` computes checksums.
     ///
     /// # Errors
     /// As [`read_exact_at`](Self::read_exact_at).

@@ -6,7 +6,7 @@ use crate::run::{CheckpointConfig, MonitorMode};
 
 /// A checkpoint that a run has saved and not removed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Kept {
+pub(super) struct RetainedCheckpoint {
     /// The optimizer step after which it was saved.
     pub(super) step: u64,
     /// Its name in its place.
@@ -27,7 +27,7 @@ pub(super) struct Retention {
     save_top_k: Option<i64>,
     mode: MonitorMode,
     /// Oldest first.
-    kept: Vec<Kept>,
+    kept: Vec<RetainedCheckpoint>,
     resumed_from: Option<String>,
 }
 
@@ -40,7 +40,7 @@ impl Retention {
 
     /// Goes on with what an earlier run kept, when it saved the checkpoint `name` that this one
     /// resumes from.
-    pub(super) fn resume(&mut self, name: &str, kept: Vec<Kept>) {
+    pub(super) fn resume(&mut self, name: &str, kept: Vec<RetainedCheckpoint>) {
         self.kept = kept;
         self.resumed_from = Some(name.to_owned());
     }
@@ -49,11 +49,11 @@ impl Retention {
     pub(super) fn add(&mut self, step: u64, name: &str, score: Option<f64>) {
         self.kept.retain(|kept| kept.name != name);
         let score = score.filter(|score| score.is_finite());
-        self.kept.push(Kept { step, name: name.to_owned(), score });
+        self.kept.push(RetainedCheckpoint { step, name: name.to_owned(), score });
     }
 
     /// What is kept, oldest first. Saved in every checkpoint, so that a resumed run knows it.
-    pub(super) fn kept(&self) -> &[Kept] {
+    pub(super) fn kept(&self) -> &[RetainedCheckpoint] {
         &self.kept
     }
 
@@ -146,7 +146,7 @@ mod tests {
     #[test]
     fn a_resumed_run_knows_what_was_kept_and_keeps_where_it_began() {
         let config = config(Some(1), None);
-        let kept = |step: u64| Kept { step, name: format!("s{step}"), score: None };
+        let kept = |step: u64| RetainedCheckpoint { step, name: format!("s{step}"), score: None };
         let mut retention = Retention::new(&config);
         retention.resume("s2", vec![kept(1), kept(2)]);
         retention.add(3, "s3", None);

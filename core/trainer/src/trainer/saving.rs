@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::callback::CallbackState;
 use super::hooks::Hook;
-use super::retention::{Kept, Retention};
+use super::retention::{RetainedCheckpoint, Retention};
 use super::session::{Cursor, Parts, Session};
 use super::{Event, RunDir};
 use crate::checkpoint::{
@@ -42,7 +42,7 @@ struct SavedState {
     callbacks: Vec<CallbackState>,
     /// The checkpoints that this run has kept, this one included.
     #[serde(default)]
-    kept: Vec<Kept>,
+    kept: Vec<RetainedCheckpoint>,
 }
 
 /// Where and how a run saves.

@@ -1,48 +1,49 @@
-//! Which boxes of a tensor a region meets, and whether boxes make up a tensor.
+//! Chunks of a tensor: the regions it is stored in. Which of them overlap a region that is read, and
+//! whether they make up the tensor.
 
 use crate::shard::Region;
 
-/// The boxes that a tensor is stored in, ordered by where they begin along the dimension that tells
-/// them apart best, so that a region is compared only with boxes that may meet it.
+/// The chunks of a tensor, ordered by where they begin along the dimension with the most distinct
+/// beginnings, so that a region is compared only with chunks that may overlap it.
 #[derive(Debug)]
-pub(super) struct BoxIndex {
+pub(super) struct ChunkIndex {
     /// The dimension that they are ordered by.
     dim: usize,
-    /// Region and place in the list that the index was made from.
-    boxes: Vec<(Region, usize)>,
-    /// How far along that dimension the boxes up to each one reach.
+    /// Region, and index in the list that this was made from.
+    chunks: Vec<(Region, usize)>,
+    /// For each chunk, how far along that dimension it or any chunk before it reaches.
     reach: Vec<usize>,
 }
 
-impl BoxIndex {
-    /// An index of boxes that [`check_bounds`] accepts.
+impl ChunkIndex {
+    /// An index of chunks that [`check_bounds`] accepts.
     pub(super) fn new(regions: impl Iterator<Item = Region>) -> Self {
-        let mut boxes: Vec<_> = regions.enumerate().map(|(i, region)| (region, i)).collect();
-        let dim = widest(&boxes);
-        boxes.sort_by_key(|(region, i)| (start(region, dim), *i));
+        let mut chunks: Vec<_> = regions.enumerate().map(|(i, region)| (region, i)).collect();
+        let dim = widest(&chunks);
+        chunks.sort_by_key(|(region, i)| (start(region, dim), *i));
         let mut furthest = 0;
-        let reach = boxes
+        let reach = chunks
             .iter()
             .map(|(region, _)| {
                 furthest = furthest.max(end(region, dim));
                 furthest
             })
             .collect();
-        Self { dim, boxes, reach }
+        Self { dim, chunks, reach }
     }
 
-    /// The boxes that `region` meets, and what they share with it, last one first.
+    /// The chunks that overlap `region`, and what they share with it, last one first.
     pub(super) fn intersections(
         &self,
         region: &Region,
     ) -> impl Iterator<Item = (usize, Region)> + use<> {
         let (from, to) = (start(region, self.dim), end(region, self.dim));
-        let first_after = self.boxes.partition_point(|(other, _)| start(other, self.dim) < to);
+        let first_after = self.chunks.partition_point(|(other, _)| start(other, self.dim) < to);
         (0..first_after)
             .rev()
             .take_while(|&i| self.reach[i] > from)
             .filter_map(|i| {
-                let (other, index) = &self.boxes[i];
+                let (other, index) = &self.chunks[i];
                 other.intersect(region).map(|shared| (*index, shared))
             })
             .collect::<Vec<_>>()
@@ -50,17 +51,17 @@ impl BoxIndex {
     }
 }
 
-/// The dimension along which boxes begin at the most places: the first one under FSDP, the second
+/// The dimension along which chunks begin at the most offsets: the first one under FSDP, the second
 /// where only tensor parallelism cuts columns.
-fn widest(boxes: &[(Region, usize)]) -> usize {
-    let dims = boxes.first().map_or(0, |(region, _)| region.offsets.len());
-    let places = |dim: usize| {
-        let mut starts: Vec<usize> = boxes.iter().map(|(region, _)| start(region, dim)).collect();
+fn widest(chunks: &[(Region, usize)]) -> usize {
+    let dims = chunks.first().map_or(0, |(region, _)| region.offsets.len());
+    let distinct = |dim: usize| {
+        let mut starts: Vec<usize> = chunks.iter().map(|(region, _)| start(region, dim)).collect();
         starts.sort_unstable();
         starts.dedup();
         starts.len()
     };
-    (0..dims).rev().max_by_key(|&dim| places(dim)).unwrap_or(0)
+    (0..dims).rev().max_by_key(|&dim| distinct(dim)).unwrap_or(0)
 }
 
 fn start(region: &Region, dim: usize) -> usize {
@@ -92,13 +93,13 @@ pub(super) fn check_bounds(shape: &[usize], region: &Region) -> Result<(), Strin
     }
 }
 
-/// Checks that boxes make up a tensor of this shape, each element once.
+/// Checks that chunks make up a tensor of this shape, each element once.
 pub(super) fn check_cover(shape: &[usize], regions: &[Region]) -> Result<(), String> {
     let total = checked_elem_count(shape).ok_or_else(|| format!("{shape:?} is no valid shape"))?;
     for region in regions {
         check_bounds(shape, region)?;
     }
-    let index = BoxIndex::new(regions.iter().cloned());
+    let index = ChunkIndex::new(regions.iter().cloned());
     let mut covered = 0;
     for (i, region) in regions.iter().enumerate() {
         covered += region.elem_count();
@@ -153,28 +154,28 @@ mod tests {
     #[test]
     fn the_index_is_along_the_dimension_that_is_cut() {
         let columns = (0..64).map(|i| region(&[0, i * 2], &[8, 2]));
-        assert_eq!(BoxIndex::new(columns).dim, 1);
+        assert_eq!(ChunkIndex::new(columns).dim, 1);
         let rows = (0..64).map(|i| region(&[i * 2, i % 2], &[2, 1]));
-        assert_eq!(BoxIndex::new(rows).dim, 0);
-        assert_eq!(BoxIndex::new(std::iter::once(region(&[], &[]))).dim, 0);
-        assert_eq!(BoxIndex::new(std::iter::once(region(&[0, 0], &[2, 2]))).dim, 0);
+        assert_eq!(ChunkIndex::new(rows).dim, 0);
+        assert_eq!(ChunkIndex::new(std::iter::once(region(&[], &[]))).dim, 0);
+        assert_eq!(ChunkIndex::new(std::iter::once(region(&[0, 0], &[2, 2]))).dim, 0);
     }
 
     proptest! {
         #[test]
         fn the_index_finds_what_comparing_all_finds(
-            boxes in prop::collection::vec((0usize..8, 1usize..8, 0usize..4, 1usize..4), 0..12),
+            chunks in prop::collection::vec((0usize..8, 1usize..8, 0usize..4, 1usize..4), 0..12),
             wanted in (0usize..8, 1usize..8, 0usize..4, 1usize..4),
         ) {
             let make = |(o0, s0, o1, s1): (usize, usize, usize, usize)| region(&[o0, o1], &[s0, s1]);
-            let boxes: Vec<Region> = boxes.into_iter().map(make).collect();
+            let chunks: Vec<Region> = chunks.into_iter().map(make).collect();
             let wanted = make(wanted);
-            let naive: Vec<_> = boxes
+            let naive: Vec<_> = chunks
                 .iter()
                 .enumerate()
-                .filter_map(|(i, b)| b.intersect(&wanted).map(|shared| (i, shared)))
+                .filter_map(|(i, chunk)| chunk.intersect(&wanted).map(|shared| (i, shared)))
                 .collect();
-            let mut found: Vec<_> = BoxIndex::new(boxes.into_iter()).intersections(&wanted).collect();
+            let mut found: Vec<_> = ChunkIndex::new(chunks.into_iter()).intersections(&wanted).collect();
             found.sort_by_key(|(i, _)| *i);
             prop_assert_eq!(found, naive);
         }
