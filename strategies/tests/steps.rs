@@ -5,18 +5,16 @@ mod support;
 
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::DType;
 use fulgurite_core::Result;
 use fulgurite_core::autograd::no_grad;
 use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::fabric::Fabric;
-use fulgurite_core::module::{Module as _, ModuleBuilder, Unit};
-use fulgurite_core::nn::{Linear, Loss};
+use fulgurite_core::nn::Loss;
 use fulgurite_core::optim::AdamW;
-use fulgurite_core::parameter::{Init, Parameter};
 use fulgurite_core::strategy::UnusedParameters;
 use fulgurite_transports::run_ranks;
-use support::{Run, Training, gather_weights, init, strategy};
+use support::{ROUTE, Run, Toy, Training, gather_weights, init, strategy};
 
 const SINGLE: &str = r#"{"type": "single_device"}"#;
 const CONFIGS: &[&str] = &[

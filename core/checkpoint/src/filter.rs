@@ -4,9 +4,9 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::names::leading_match;
 use super::{ShardTensor, parse_optimizer_key};
 use crate::module::ModuleTree;
+use crate::module::prefix_match;
 
 /// A choice of parameters, for saving ([`SaveMeta::filter`](super::SaveMeta::filter)) and loading
 /// ([`LoadOptions::filter`](super::LoadOptions::filter)) a part of a model. A parameter's optimizer
@@ -46,7 +46,7 @@ impl Filter {
     pub fn matching<P: Into<String>>(patterns: impl IntoIterator<Item = P>) -> Self {
         let patterns: Vec<String> = patterns.into_iter().map(Into::into).collect();
         Self::new(patterns.join(", "), move |fqn| {
-            patterns.iter().any(|pattern| leading_match(pattern, fqn).is_some())
+            patterns.iter().any(|pattern| prefix_match(pattern, fqn).is_some())
         })
     }
 

@@ -7,6 +7,8 @@ use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::{TensorInfo, TensorSource, optimizer_key, parse_optimizer_key};
+use crate::module::PrefixMatch;
+use crate::module::prefix_match;
 use crate::shard::Region;
 use crate::{Error, Result};
 
@@ -102,8 +104,9 @@ impl NameRules {
         let matching = self
             .rename
             .iter()
-            .find_map(|(pattern, to)| leading_match(pattern, &new).map(|found| (to, found)));
-        if let Some((replacement, (captures, rest))) = matching {
+            .filter(|_| !new.is_empty())
+            .find_map(|(pattern, to)| prefix_match(pattern, &new).map(|found| (to, found)));
+        if let Some((replacement, PrefixMatch { captures, rest })) = matching {
             let mut captures = captures.into_iter();
             let mut parts = replacement.split('*');
             let mut renamed = parts.next().unwrap_or_default().to_owned();
@@ -122,39 +125,6 @@ impl NameRules {
         }
         Ok(new)
     }
-}
-
-/// What each `*` of `pattern` stands for and what follows, if it matches the name or whole segments
-/// at its front.
-pub(super) fn leading_match<'n>(pattern: &str, name: &'n str) -> Option<(Vec<&'n str>, &'n str)> {
-    let mut captures = Vec::new();
-    let mut rest = name;
-    for (i, pattern) in pattern.split('.').enumerate() {
-        if i > 0 {
-            rest = rest.strip_prefix('.')?;
-        }
-        let (segment, _) = rest.split_at(rest.find('.').unwrap_or(rest.len()));
-        if segment.is_empty() || !capture(pattern, segment, &mut captures) {
-            return None;
-        }
-        rest = &rest[segment.len()..];
-    }
-    Some((captures, rest))
-}
-
-/// Matches one segment, adding what each `*` stands for.
-fn capture<'n>(pattern: &str, segment: &'n str, captures: &mut Vec<&'n str>) -> bool {
-    let Some((head, tail)) = pattern.split_once('*') else { return pattern == segment };
-    let Some(rest) = segment.strip_prefix(head) else { return false };
-    let before = captures.len();
-    for end in (0..=rest.len()).filter(|&i| rest.is_char_boundary(i)) {
-        captures.push(&rest[..end]);
-        if capture(tail, &rest[end..], captures) {
-            return true;
-        }
-        captures.truncate(before);
-    }
-    false
 }
 
 /// A source under other names.
@@ -261,17 +231,6 @@ mod tests {
         let error = clean_tensor_name("layers.0._fsdp_wrapped_module._flat_param").unwrap_err();
         insta::assert_snapshot!(error, @"parameter `layers.0._fsdp_wrapped_module._flat_param`: is a flat parameter of FSDP 1, which holds several parameters in one tensor. Save with `StateDictType.FULL_STATE_DICT` there");
         insta::assert_snapshot!(clean_tensor_name("_orig_mod").unwrap_err(), @"parameter `_orig_mod`: has no name besides those of wrappers");
-    }
-
-    #[test]
-    fn patterns_match_names_and_the_modules_they_are_in() {
-        let find = |pattern, name| leading_match(pattern, name);
-        assert_eq!(find("a.*.c", "a.10.c.w"), Some((vec!["10"], ".w")));
-        assert_eq!(find("a.*_*", "a.x_y_z"), Some((vec!["x", "y_z"], "")));
-        assert_eq!(find("*", "a.b"), Some((vec!["a"], ".b")));
-        for (pattern, name) in [("a", "ab"), ("a.b", "a"), ("a.*.c", "a.b.d"), ("", "a")] {
-            assert_eq!(find(pattern, name), None, "{pattern} {name}");
-        }
     }
 
     #[test]

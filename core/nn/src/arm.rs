@@ -3,9 +3,10 @@
 use std::cell::Cell;
 use std::marker::PhantomData;
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 use crate::Result;
+use crate::parameter::accumulation_dtype;
 
 thread_local! {
     static FORCED: Cell<bool> = const { Cell::new(false) };
@@ -36,12 +37,7 @@ pub(super) fn on_host(x: &Tensor) -> bool {
     x.device().is_cpu() && !FORCED.get()
 }
 
-/// What an operation on this dtype accumulates in: f64 for f64, f32 for the others.
-pub(super) fn wide_dtype(dtype: DType) -> DType {
-    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
-}
-
 /// The tensor detached, contiguous and in its accumulation dtype. Copies only what is not so.
 pub(super) fn wide(x: &Tensor) -> Result<Tensor> {
-    Ok(x.detach().to_dtype(wide_dtype(x.dtype()))?.contiguous()?)
+    Ok(x.detach().to_dtype(accumulation_dtype(x.dtype()))?.contiguous()?)
 }

@@ -4,11 +4,11 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::arm;
-use super::arm::wide_dtype;
 use super::host::{host, tensor, with_float};
 use super::styles::DropoutStyles;
 use crate::module::{ForwardScope, Module, ModuleBuilder};
 use crate::parallel::{LayerHandle, Layout};
+use crate::parameter::accumulation_dtype;
 use crate::random::{Purpose, Stream};
 use crate::{Error, Result};
 
@@ -43,16 +43,16 @@ impl Dropout {
     }
 }
 
-/// Where a tensor's elements are in the whole that ranks share.
-struct Places {
-    /// Elements of a row: of what is contiguous here and there.
+/// The offsets of a tensor's elements in the whole tensor, of which ranks have parts.
+struct ElementOffsets {
+    /// Elements of a row: contiguous in the part and in the whole.
     row: usize,
-    /// The place of each row's first element, or of the first row's only, where all is contiguous.
+    /// The offset of each row's first element, or of the first row's only, where all is contiguous.
     starts: Vec<u64>,
 }
 
-impl Places {
-    /// The places of `x`, what the layer computes with of `given`.
+impl ElementOffsets {
+    /// The offsets of `x`, what the layer computes with of `given`.
     fn new(given: &Tensor, x: &Tensor, scope: &ForwardScope, layer: &LayerHandle) -> Result<Self> {
         let (dims, first_sample) = (x.dims(), scope.first_sample);
         let layout = layer.computes_with();
@@ -127,11 +127,11 @@ fn whole_positions(scope: &ForwardScope, n: usize) -> Vec<u64> {
 }
 
 /// The elements of `x` times 0 or `1 / (1 - p)`.
-fn masked(x: &Tensor, stream: &Stream, places: &Places, p: f64) -> Result<Tensor> {
+fn masked(x: &Tensor, stream: &Stream, offsets: &ElementOffsets, p: f64) -> Result<Tensor> {
     const PIECE: usize = 4096;
     let scale = 1.0 / (1.0 - p);
     let numbers = |piece: usize, numbers: &mut [f64]| {
-        places.fill(stream, piece * PIECE, numbers);
+        offsets.fill(stream, piece * PIECE, numbers);
     };
     let (dtype, wide) = (x.dtype(), arm::wide(x)?);
     if arm::on_host(&wide) {
@@ -153,7 +153,8 @@ fn masked(x: &Tensor, stream: &Stream, places: &Places, p: f64) -> Result<Tensor
         numbers(i, mask);
         mask.iter_mut().for_each(|u| *u = if *u < p { 0.0 } else { scale });
     });
-    let mask = tensor(mask, x.shape())?.to_dtype(wide_dtype(dtype))?.to_device(x.device())?;
+    let mask =
+        tensor(mask, x.shape())?.to_dtype(accumulation_dtype(dtype))?.to_device(x.device())?;
     Ok((wide * mask)?.to_dtype(dtype)?)
 }
 
@@ -170,11 +171,11 @@ impl Module for Dropout {
             return self.layer.record(&[x], &[], input, backward);
         }
         let stream = Stream::new(scope.seed, Purpose::Dropout, self.layer.path()).child(scope.step);
-        let places = Places::new(x, &input, &scope, &self.layer)?;
+        let offsets = ElementOffsets::new(x, &input, &scope, &self.layer)?;
         let p = self.p;
-        let y = masked(&input, &stream, &places, p)?;
+        let y = masked(&input, &stream, &offsets, p)?;
         self.layer.record(&[x], &[], y, move |_, grad| {
-            Ok(vec![Some(moved.backward(&masked(grad, &stream, &places, p)?)?)])
+            Ok(vec![Some(moved.backward(&masked(grad, &stream, &offsets, p)?)?)])
         })
     }
 }

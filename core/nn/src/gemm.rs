@@ -149,8 +149,8 @@ const SMALL: usize = 64;
 /// Up to this many elements of a product may be computed in a way of their own.
 const FEW: usize = 256;
 
-/// About how many multiplications reading a number takes as long as.
-const READING: usize = 16;
+/// What reading one element costs, in multiplications: a measured order of magnitude.
+const READ_COST: usize = 16;
 
 /// How many parts to cut the rows and the columns of an `m` x `k` by `k` x `n` product into for at most
 /// `threads`: those of which the largest takes least, by what it multiplies and reads.
@@ -160,7 +160,7 @@ const READING: usize = 16;
 /// nothing into such parts.
 fn grid(m: usize, k: usize, n: usize, threads: usize) -> [usize; 2] {
     let most = threads.min(m.saturating_mul(n).saturating_mul(k) / WORTH_A_THREAD);
-    let takes = |rows: usize, cols: usize| rows.saturating_mul(cols) + READING * (rows + cols);
+    let takes = |rows: usize, cols: usize| rows.saturating_mul(cols) + READ_COST * (rows + cols);
     let mut best = ([1, 1], takes(m, n));
     if k <= 2 {
         return best.0;
@@ -276,7 +276,7 @@ mod tests {
     }
 
     fn threads_change_no_bit<T: Float>() {
-        let value = |i: usize| T::lit(((i * 7919) % 1013) as f64 / 511. - 1.);
+        let value = |i: usize| T::from_f64(((i * 7919) % 1013) as f64 / 511. - 1.);
         let data: Vec<T> = (0..1_000_000).map(value).collect();
         let pool = |n| rayon::ThreadPoolBuilder::new().num_threads(n).build().unwrap();
         let pools = [2, 3, 4, 5, 12].map(pool);
@@ -325,7 +325,7 @@ mod tests {
                     assert!(lens().max().unwrap() <= largest_share(len, unit, parts));
                 }
                 let [rows, cols] = [largest_share(m, ROWS, across), largest_share(n, COLS, along)];
-                rows * cols + READING * (rows + cols)
+                rows * cols + READ_COST * (rows + cols)
             };
             assert!(largest(2) < largest(1), "{m} x {k} x {n} is cut for two threads");
             for threads in 2..64 {

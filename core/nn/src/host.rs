@@ -39,15 +39,9 @@ pub trait Float: HostElement + Default + std::iter::Sum {
     fn ln(self) -> Self;
     fn sqrt(self) -> Self;
     fn erf(self) -> Self;
-    fn lit(value: f64) -> Self {
-        Self::from_f64(value)
-    }
-    fn widen(self) -> f64 {
-        self.to_f64()
-    }
-    /// The larger one; like a plain comparison, of no use for NaN.
+    /// The larger one. Not the library's `max`: a NaN in `other` is passed over, one in `self` stays.
     #[inline(always)]
-    fn larger(self, other: Self) -> Self {
+    fn max(self, other: Self) -> Self {
         if other > self { other } else { self }
     }
     #[inline(always)]
@@ -56,7 +50,7 @@ pub trait Float: HostElement + Default + std::iter::Sum {
     }
     #[inline(always)]
     fn tanh(self) -> Self {
-        Self::ONE - Self::lit(2.0) / ((self + self).fast_exp() + Self::ONE)
+        Self::ONE - Self::from_f64(2.0) / ((self + self).fast_exp() + Self::ONE)
     }
 }
 
@@ -163,13 +157,13 @@ pub(super) fn max<T: Float>(a: &[T]) -> T {
     let lowest = T::ZERO - T::INFINITY;
     let mut lanes = [lowest; LANES];
     let chunks = a.chunks_exact(LANES);
-    let tail = chunks.remainder().iter().fold(lowest, |m, &x| m.larger(x));
+    let tail = chunks.remainder().iter().fold(lowest, |m, &x| Float::max(m, x));
     for chunk in chunks {
         for i in 0..LANES {
-            lanes[i] = lanes[i].larger(chunk[i]);
+            lanes[i] = Float::max(lanes[i], chunk[i]);
         }
     }
-    lanes.into_iter().fold(tail, T::larger)
+    lanes.into_iter().fold(tail, Float::max)
 }
 
 /// Replaces each element by `exp(element - shift)` and returns their sum.

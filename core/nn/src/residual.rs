@@ -3,11 +3,12 @@
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::arm::{on_host, wide_dtype};
+use super::arm::on_host;
 use super::host::with_float;
 use crate::autograd::storage;
 use crate::parallel::{LayerHandle, describe_layout};
 use crate::parameter::Parameter;
+use crate::parameter::accumulation_dtype;
 use crate::{Error, Result};
 
 /// A layer of this module that [`residual`] can fuse: the norms, attention and the feed-forward
@@ -104,7 +105,7 @@ pub fn residual(x: &Tensor, norm: &dyn FusedLayer, branch: &dyn FusedLayer) -> R
 /// that is computed in.
 fn add_to(sum: Tensor, x: &Tensor) -> Result<Tensor> {
     const PIECE: usize = 16 * 1024;
-    if !on_host(&sum) || wide_dtype(sum.dtype()) != sum.dtype() || !sum.is_contiguous() {
+    if !on_host(&sum) || accumulation_dtype(sum.dtype()) != sum.dtype() || !sum.is_contiguous() {
         return Ok((sum + x)?);
     }
     let x = x.contiguous()?;

@@ -4,10 +4,10 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Tensor};
 
-use super::arm::wide_dtype;
 use super::kernels::rope::{Angles, rotate};
 use crate::module::ForwardScope;
 use crate::parallel::record_function;
+use crate::parameter::accumulation_dtype;
 use crate::{Error, Result};
 
 /// Rotary position embedding in Hugging Face's convention: element i of a head is paired with
@@ -79,7 +79,7 @@ impl Rope {
         dtype: DType,
         device: &Device,
     ) -> Result<Angles> {
-        let dtype = wide_dtype(dtype);
+        let dtype = accumulation_dtype(dtype);
         let mut tables = self.0.tables.lock().expect("no panic while making tables");
         let fits = tables.as_ref().is_some_and(|t| {
             t.cos.dims()[0] >= offset + n

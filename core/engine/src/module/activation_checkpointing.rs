@@ -26,7 +26,8 @@ use serde::ser::{SerializeMap as _, Serializer};
 use serde::{Deserialize, Serialize};
 
 use super::ActivationOffload;
-use super::tree::{ModuleTree, glob_match};
+use super::pattern::glob_match;
+use super::tree::ModuleTree;
 use super::unit::UnitHandle;
 use crate::config::ConfigType;
 use crate::{Error, Result};

@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use candle_core::{DType, Device};
 
 use super::ActivationCheckpointing;
+use super::pattern::pattern_matches;
 use super::tree::{ModuleInfo, ModuleTree};
 use super::unit::{Unit, UnitHandle};
 use super::var_builder::Recorder;
-use crate::optim::pattern_matches;
 use crate::parallel::LayerHandle;
 use crate::parallel::ParallelLayer;
 use crate::parameter::{Init, Parameter, ParameterSpec};
@@ -24,7 +24,7 @@ pub struct ModuleInit {
     /// dtype that layers compute with.
     pub compute_dtype: DType,
     /// Patterns of parameters that get no gradient, as
-    /// [`pattern_matches`](crate::optim::pattern_matches) reads them.
+    /// [`pattern_matches`](super::pattern_matches) reads them.
     pub frozen: Vec<String>,
     /// Which units are computed again in backward.
     pub activation_checkpointing: ActivationCheckpointing,

@@ -25,7 +25,8 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
-use super::tree::{ModuleTree, glob_match};
+use super::pattern::glob_match;
+use super::tree::ModuleTree;
 use super::unit::UnitHandle;
 use crate::mesh::{
     DATA_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, DP_CP, DP_SHARD_CP, DeviceMesh,

@@ -144,35 +144,3 @@ impl ModuleTree {
         Ok(())
     }
 }
-
-/// Whether a dotted name matches a pattern in which `*` stands for any one segment, or any part of
-/// one (`layers.*.norm*.weight`).
-///
-/// ```
-/// use fulgurite_core::module::glob_match;
-/// assert!(glob_match("layers.*.mlp.up", "layers.10.mlp.up"));
-/// assert!(!glob_match("layers.*", "layers.10.mlp")); // never more than one segment
-/// assert!(glob_match("*norm.weight", "norm.weight"));
-/// ```
-pub fn glob_match(pattern: &str, name: &str) -> bool {
-    let mut patterns = pattern.split('.');
-    let mut segments = name.split('.');
-    loop {
-        match (patterns.next(), segments.next()) {
-            (None, None) => return true,
-            (Some(pattern), Some(segment)) if segment_match(pattern, segment) => {}
-            _ => return false,
-        }
-    }
-}
-
-fn segment_match(pattern: &str, segment: &str) -> bool {
-    match pattern.split_once('*') {
-        None => pattern == segment,
-        Some((head, rest)) => segment.strip_prefix(head).is_some_and(|tail| {
-            (0..=tail.len())
-                .filter(|&i| tail.is_char_boundary(i))
-                .any(|i| segment_match(rest, &tail[i..]))
-        }),
-    }
-}

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::elementwise::{Real, Scale, State, Stored, check_scale, dispatch, scaled_grad, update2};
+use super::elementwise::{Real, Scale, State, Stored, check_scale, dispatch, scaled_grad, update};
 use super::groups::{Hyper, ParamGroupConfig, at_least_zero, resolve, unit_interval};
 use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
-use super::slots::{Slots, Work, load_step};
+use super::state::{OptimizerState, ParamUpdate, load_step};
 use super::state_dtype::{StateDtype, store};
 use crate::Result;
 use crate::autograd::storage;
@@ -59,8 +59,9 @@ impl OptimizerConfig for AdamW {
         at_least_zero("optimizer.eps", self.eps)?;
         let base = Hyper { lr: self.lr, weight_decay: self.weight_decay };
         let (trainable, hypers) = resolve(parameters, base, &self.groups, &self.no_decay)?;
-        let slots = Slots::new(&trainable, hypers, ["exp_avg", "exp_avg_sq"], self.state_dtype)?;
-        Ok(Box::new(AdamWOptimizer { config: self.clone(), slots, steps: 0, schedule: 1.0 }))
+        let state =
+            OptimizerState::new(&trainable, hypers, ["exp_avg", "exp_avg_sq"], self.state_dtype)?;
+        Ok(Box::new(AdamWOptimizer { config: self.clone(), state, steps: 0, schedule: 1.0 }))
     }
 }
 
@@ -73,7 +74,7 @@ crate::register_plugin!(
 
 struct AdamWOptimizer {
     config: AdamW,
-    slots: Slots<2>,
+    state: OptimizerState<2>,
     steps: u64,
     schedule: f64,
 }
@@ -94,27 +95,27 @@ struct Coefficients {
 
 impl Optimizer for AdamWOptimizer {
     fn parameters(&self) -> &[Parameter] {
-        self.slots.parameters()
+        self.state.parameters()
     }
 
     fn step(&mut self, scale: &GradScale) -> Result<()> {
         check_scale(scale)?;
         self.steps += 1;
-        for index in 0..self.slots.parameters().len() {
-            let Some(work) = self.slots.work(index, self.steps)? else { continue };
-            let coefficients = self.coefficients(work.hyper);
-            if work.values.device().is_cpu() {
-                let (values, state) = (work.values.dtype(), work.state[0].dtype());
-                dispatch!(values, state, fused(&work, coefficients, scale))?;
+        for index in 0..self.state.parameters().len() {
+            let Some(update) = self.state.update_of(index, self.steps)? else { continue };
+            let coefficients = self.coefficients(update.hyper);
+            if update.values.device().is_cpu() {
+                let (values, state) = (update.values.dtype(), update.state[0].dtype());
+                dispatch!(values, state, fused(&update, coefficients, scale))?;
             } else {
-                composed(&work, coefficients, scale)?;
+                composed(&update, coefficients, scale)?;
             }
         }
         Ok(())
     }
 
     fn set_seed(&mut self, seed: u64) {
-        self.slots.set_seed(seed);
+        self.state.set_seed(seed);
     }
 
     fn learning_rate(&self) -> f64 {
@@ -126,7 +127,7 @@ impl Optimizer for AdamWOptimizer {
     }
 
     fn state_tensors(&mut self) -> Result<Vec<StateTensor>> {
-        self.slots.state_tensors()
+        self.state.state_tensors()
     }
 
     fn scalars(&self) -> BTreeMap<String, f64> {
@@ -156,7 +157,7 @@ impl AdamWOptimizer {
 }
 
 fn fused<P: Stored<C>, B: State<C>, C: Real>(
-    work: &Work<2>,
+    param: &ParamUpdate<2>,
     c: Coefficients,
     scale: &GradScale,
 ) -> Result<()> {
@@ -166,21 +167,21 @@ fn fused<P: Stored<C>, B: State<C>, C: Real>(
     let [correction2_sqrt, eps, step_size] =
         [c.correction2_sqrt, c.eps, c.step_size].map(C::from_f64);
     let small = 1.0 - c.beta1 < 0.5;
-    let [m, v] = &work.state;
-    update2::<P, B, C>(&work.values, &work.grad, [m, v], &work.noise, move |p, g, m, v| {
+    let ParamUpdate { values, grad, state, noise, .. } = param;
+    update::<2, P, C, B, C>(values, grad, state.each_ref(), Some(noise), move |p, g, [m, v]| {
         let g = scale.apply(g);
         let p = p * keep;
         // As torch.lerp: from the nearer end.
         let m = if small { m + weight1 * (g - m) } else { g - (g - m) * rest1 };
         let v = v * beta2 + weight2 * g * g;
         let denominator = v.sqrt() / correction2_sqrt + eps;
-        (p + step_size * m / denominator, m, v)
+        (p + step_size * m / denominator, [m, v])
     })
 }
 
 /// The same update in candle operations, for any device.
-fn composed(work: &Work<2>, c: Coefficients, scale: &GradScale) -> Result<()> {
-    let Work { values, grad, state: [exp_avg, exp_avg_sq], noise, .. } = work;
+fn composed(update: &ParamUpdate<2>, c: Coefficients, scale: &GradScale) -> Result<()> {
+    let ParamUpdate { values, grad, state: [exp_avg, exp_avg_sq], noise, .. } = update;
     let g = scaled_grad(grad, scale)?;
     let (old_m, old_v) = (exp_avg.to_dtype(g.dtype())?, exp_avg_sq.to_dtype(g.dtype())?);
     let p = (values.detach().to_dtype(g.dtype())? * c.keep)?;
@@ -330,21 +331,22 @@ mod tests {
                     let parameters = parameters(&NAMES[2..], dtype);
                     set_grads(&parameters, 1);
                     let hyper = Hyper { lr: 0.0, weight_decay: 0.0 };
-                    let mut slots =
-                        Slots::new(&parameters, vec![hyper], ["m", "v"], state_dtype).unwrap();
-                    let work = slots.work(0, 1).unwrap().unwrap();
+                    let mut state =
+                        OptimizerState::new(&parameters, vec![hyper], ["m", "v"], state_dtype)
+                            .unwrap();
+                    let update = state.update_of(0, 1).unwrap().unwrap();
                     let state = numbers("state", 0, 33);
                     let state = Tensor::from_vec(state, 33, &Device::Cpu).unwrap();
-                    storage::copy_from(&work.state[0], &state).unwrap();
-                    storage::copy_from(&work.state[1], &state.sqr().unwrap()).unwrap();
-                    work
+                    storage::copy_from(&update.state[0], &state).unwrap();
+                    storage::copy_from(&update.state[1], &state.sqr().unwrap()).unwrap();
+                    update
                 };
                 let (one, other) = (make(), make());
                 let state = one.state[0].dtype();
                 assert_eq!(state == DType::BF16, state_dtype == StateDtype::Bf16);
                 dispatch!(dtype, state, fused(&one, c, &scale)).unwrap();
                 composed(&other, c, &scale).unwrap();
-                let all = |w: &Work<2>| {
+                let all = |w: &ParamUpdate<2>| {
                     let tensors = [&w.values, &w.state[0], &w.state[1]];
                     tensors.map(|t| t.to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap())
                 };

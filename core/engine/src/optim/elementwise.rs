@@ -10,6 +10,7 @@ use rayon::prelude::*;
 use super::GradScale;
 use super::state_dtype::{Noise, round};
 use crate::autograd::storage::{HostElement, with_host, with_host_mut};
+use crate::parameter::accumulation_dtype;
 use crate::simd::vectorized;
 use crate::{Error, Result};
 
@@ -19,11 +20,11 @@ const CHUNK: usize = 1 << 14;
 /// Elements whose random words are made at once: few enough to stay in the first-level cache.
 const BLOCK: usize = 1 << 10;
 
-/// What updates are computed in.
-pub(super) trait Real: HostElement {
+/// A type that updates are computed in.
+pub(super) trait Real: HostElement + State<Self> + Stored<Self> {
     fn sqrt(self) -> Self;
     /// Clamped to plus or minus `bound`; NaN stays NaN.
-    fn limit(self, bound: Self) -> Self;
+    fn clamp(self, bound: Self) -> Self;
 }
 
 /// A dtype that state may have.
@@ -47,8 +48,8 @@ macro_rules! real {
             fn sqrt(self) -> Self {
                 self.sqrt()
             }
-            fn limit(self, bound: Self) -> Self {
-                // Not `clamp`: its check of the bounds keeps loops from becoming vector code.
+            fn clamp(self, bound: Self) -> Self {
+                // Not the library's: its check of the bounds keeps loops from becoming vector code.
                 let below = if self > bound { bound } else { self };
                 if below < -bound { -bound } else { below }
             }
@@ -101,17 +102,15 @@ macro_rules! stored_as_half {
 stored_as_half!(bf16);
 stored_as_half!(f16);
 
-/// dtype of the arithmetic for parameters of dtype `values`, and of state that is not rounded.
+/// The dtype of the arithmetic for parameters of dtype `values`, and of state that is not rounded;
+/// `None` for dtypes that no optimizer updates.
 pub(super) fn arithmetic_dtype(values: DType) -> Option<DType> {
-    match values {
-        DType::F64 => Some(DType::F64),
-        DType::F32 | DType::F16 | DType::BF16 => Some(DType::F32),
-        _ => None,
-    }
+    let is_updated = matches!(values, DType::F64 | DType::F32 | DType::F16 | DType::BF16);
+    is_updated.then(|| accumulation_dtype(values))
 }
 
-/// Calls the generic function `$f::<P, C>` for the values' dtype, or `$f::<P, B, C>` for those of
-/// values and state.
+/// Calls the generic function `$f::<P, C>` for the values' dtype, or `$f::<P, B, C>` (written `$f[N]`,
+/// `$f::<N, P, B, C>`) for those of values and state.
 macro_rules! dispatch {
     ($values:expr, $f:ident($($arg:expr),* $(,)?)) => {
         match $values {
@@ -122,16 +121,16 @@ macro_rules! dispatch {
             other => Err($crate::Error::other(format!("no optimizer updates dtype {other:?}"))),
         }
     };
-    ($values:expr, $state:expr, $f:ident($($arg:expr),* $(,)?)) => {
+    ($values:expr, $state:expr, $f:ident$([$n:tt])?($($arg:expr),* $(,)?)) => {
         match ($values, $state) {
-            (candle_core::DType::F32, candle_core::DType::F32) => $f::<f32, f32, f32>($($arg),*),
-            (candle_core::DType::F32, candle_core::DType::BF16) => $f::<f32, half::bf16, f32>($($arg),*),
-            (candle_core::DType::F64, candle_core::DType::F64) => $f::<f64, f64, f64>($($arg),*),
-            (candle_core::DType::F64, candle_core::DType::BF16) => $f::<f64, half::bf16, f64>($($arg),*),
-            (candle_core::DType::BF16, candle_core::DType::F32) => $f::<half::bf16, f32, f32>($($arg),*),
-            (candle_core::DType::BF16, candle_core::DType::BF16) => $f::<half::bf16, half::bf16, f32>($($arg),*),
-            (candle_core::DType::F16, candle_core::DType::F32) => $f::<half::f16, f32, f32>($($arg),*),
-            (candle_core::DType::F16, candle_core::DType::BF16) => $f::<half::f16, half::bf16, f32>($($arg),*),
+            (candle_core::DType::F32, candle_core::DType::F32) => $f::<$($n,)?f32, f32, f32>($($arg),*),
+            (candle_core::DType::F32, candle_core::DType::BF16) => $f::<$($n,)?f32, half::bf16, f32>($($arg),*),
+            (candle_core::DType::F64, candle_core::DType::F64) => $f::<$($n,)?f64, f64, f64>($($arg),*),
+            (candle_core::DType::F64, candle_core::DType::BF16) => $f::<$($n,)?f64, half::bf16, f64>($($arg),*),
+            (candle_core::DType::BF16, candle_core::DType::F32) => $f::<$($n,)?half::bf16, f32, f32>($($arg),*),
+            (candle_core::DType::BF16, candle_core::DType::BF16) => $f::<$($n,)?half::bf16, half::bf16, f32>($($arg),*),
+            (candle_core::DType::F16, candle_core::DType::F32) => $f::<$($n,)?half::f16, f32, f32>($($arg),*),
+            (candle_core::DType::F16, candle_core::DType::BF16) => $f::<$($n,)?half::f16, half::bf16, f32>($($arg),*),
             (values, state) => Err($crate::Error::other(format!(
                 "no optimizer updates values of dtype {values:?} with state of dtype {state:?}"
             ))),
@@ -156,7 +155,7 @@ impl<C: Real> Scale<C> {
     }
 
     pub(super) fn apply(self, grad: C) -> C {
-        (grad * self.factor).limit(self.bound)
+        (grad * self.factor).clamp(self.bound)
     }
 }
 
@@ -180,140 +179,92 @@ pub(super) fn check_scale(scale: &GradScale) -> Result<()> {
     }
 }
 
-/// `state = f(state, values)`.
-pub(super) fn follow<P: Stored<C>, C: Real>(
-    state: &Tensor,
+/// `(values, states) = f(values, inputs, states)`, element by element, for `N` states of one
+/// parameter. All tensors have one length. `noise` rounds the states, the `k`-th by bits `16 k` to
+/// `16 k + 15` of each word; it is not used where states are not rounded or there are none.
+pub(super) fn update<const N: usize, P: Stored<C>, G: Stored<C>, B: State<C>, C: Real>(
     values: &Tensor,
-    f: impl Fn(C, C) -> C + Copy + Sync,
+    inputs: &Tensor,
+    states: [&Tensor; N],
+    noise: Option<&Noise>,
+    f: impl Fn(C, C, [C; N]) -> (C, [C; N]) + Copy + Sync,
 ) -> Result<()> {
-    with_host(values, |p: &[P]| {
-        with_host_mut(state, |s: &mut [C]| {
-            s.par_chunks_mut(CHUNK).zip(p.par_chunks(CHUNK)).for_each(|(s, p)| {
-                follow_chunk(s, p, f);
-            });
-        })
-    })
-    .flatten()
-}
-
-/// `values = f(values, grad)`.
-pub(super) fn update0<P: Stored<C>, C: Real>(
-    values: &Tensor,
-    grad: &Tensor,
-    f: impl Fn(C, C) -> C + Copy + Sync,
-) -> Result<()> {
-    with_host(grad, |g: &[C]| {
-        with_host_mut(values, |p: &mut [P]| {
-            p.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK)).for_each(|(p, g)| {
-                update0_chunk(p, g, f);
-            });
-        })
-    })
-    .flatten()
-}
-
-/// `(values, a) = f(values, grad, a)`.
-pub(super) fn update1<P: Stored<C>, B: State<C>, C: Real>(
-    values: &Tensor,
-    grad: &Tensor,
-    a: &Tensor,
-    noise: &Noise,
-    f: impl Fn(C, C, C) -> (C, C) + Copy + Sync,
-) -> Result<()> {
-    with_host(grad, |g: &[C]| {
-        with_host_mut(a, |a: &mut [B]| {
-            with_host_mut(values, |p: &mut [P]| {
-                let chunks = p.par_chunks_mut(CHUNK).zip(a.par_chunks_mut(CHUNK));
-                chunks.zip(g.par_chunks(CHUNK)).enumerate().for_each(|(i, ((p, a), g))| {
-                    let blocks = p.chunks_mut(BLOCK).zip(a.chunks_mut(BLOCK)).zip(g.chunks(BLOCK));
-                    let mut words = [0; BLOCK];
-                    for (j, ((p, a), g)) in blocks.enumerate() {
-                        let words = &mut words[..g.len()];
-                        if B::ROUNDED {
-                            noise.fill(i * CHUNK + j * BLOCK, words);
-                        }
-                        update1_block(p, g, a, words, f);
-                    }
-                });
-            })
+    let noise = noise.filter(|_| N > 0 && B::ROUNDED);
+    let on_slices = |p: &mut [P], g: &[G], states: Vec<&mut [B]>| {
+        let mut states = states.into_iter();
+        let states: [_; N] = std::array::from_fn(|_| states.next().unwrap_or_default());
+        let chunks: Vec<_> = parts(p, g, states, CHUNK).collect();
+        chunks.into_par_iter().enumerate().for_each(|(i, (p, g, states))| {
+            let mut words = [0; BLOCK];
+            for (j, (p, g, states)) in parts(p, g, states, BLOCK).enumerate() {
+                let words = &mut words[..p.len()];
+                if let Some(noise) = noise {
+                    noise.fill(i * CHUNK + j * BLOCK, words);
+                }
+                update_block(p, g, states, words, C::from_f64(0.0), f);
+            }
+        });
+    };
+    with_host(inputs, |g: &[G]| {
+        with_all_mut(&states, Vec::with_capacity(N), &mut |states| {
+            with_host_mut(values, |p: &mut [P]| on_slices(p, g, states))
         })
         .flatten()
     })
     .flatten()
 }
 
-/// `(values, a, b) = f(values, grad, a, b)`.
-pub(super) fn update2<P: Stored<C>, B: State<C>, C: Real>(
-    values: &Tensor,
-    grad: &Tensor,
-    [a, b]: [&Tensor; 2],
-    noise: &Noise,
-    f: impl Fn(C, C, C, C) -> (C, C, C) + Copy + Sync,
-) -> Result<()> {
-    with_host(grad, |g: &[C]| {
-        with_host_mut(a, |a: &mut [B]| {
-            with_host_mut(b, |b: &mut [B]| {
-                with_host_mut(values, |p: &mut [P]| {
-                    let states = a.par_chunks_mut(CHUNK).zip(b.par_chunks_mut(CHUNK));
-                    let chunks = p.par_chunks_mut(CHUNK).zip(states).zip(g.par_chunks(CHUNK));
-                    chunks.enumerate().for_each(|(i, ((p, (a, b)), g))| {
-                        let states = a.chunks_mut(BLOCK).zip(b.chunks_mut(BLOCK));
-                        let blocks = p.chunks_mut(BLOCK).zip(states).zip(g.chunks(BLOCK));
-                        let mut words = [0; BLOCK];
-                        for (j, ((p, (a, b)), g)) in blocks.enumerate() {
-                            let words = &mut words[..g.len()];
-                            if B::ROUNDED {
-                                noise.fill(i * CHUNK + j * BLOCK, words);
-                            }
-                            update2_block(p, g, a, b, words, f);
-                        }
-                    });
-                })
-            })
-            .flatten()
-        })
-        .flatten()
+/// Calls `f` with the elements of all tensors, to be changed in place.
+fn with_all_mut<T: HostElement, R>(
+    tensors: &[&Tensor],
+    slices: Vec<&mut [T]>,
+    f: &mut dyn FnMut(Vec<&mut [T]>) -> R,
+) -> Result<R> {
+    let Some((first, others)) = tensors.split_first() else { return Ok(f(slices)) };
+    with_host_mut(first, |slice: &mut [T]| {
+        let mut slices: Vec<&mut [T]> = slices;
+        slices.push(slice);
+        with_all_mut(others, slices, f)
     })
     .flatten()
+}
+
+/// Slices of one length, cut alike into parts of `len` elements.
+fn parts<'a, const N: usize, P, G, B>(
+    p: &'a mut [P],
+    g: &'a [G],
+    states: [&'a mut [B]; N],
+    len: usize,
+) -> impl Iterator<Item = (&'a mut [P], &'a [G], [&'a mut [B]; N])> {
+    let mut states = states.map(|state| state.chunks_mut(len));
+    p.chunks_mut(len)
+        .zip(g.chunks(len))
+        .map(move |(p, g)| (p, g, states.each_mut().map(|state| state.next().unwrap_or_default())))
 }
 
 vectorized! {
-    fn follow_chunk[P: Stored<C>, C: Real, F: Fn(C, C) -> C](s: &mut [C], p: &[P], f: F) {
-        for (s, &p) in s.iter_mut().zip(p) {
-            *s = f(*s, p.load());
-        }
-    }
-
-    fn update0_chunk[P: Stored<C>, C: Real, F: Fn(C, C) -> C](p: &mut [P], g: &[C], f: F) {
-        for (p, &g) in p.iter_mut().zip(g) {
-            *p = P::store(f(p.load(), g));
-        }
-    }
-
-    fn update1_block[P: Stored<C>, B: State<C>, C: Real, F: Fn(C, C, C) -> (C, C)](
-        p: &mut [P],
-        g: &[C],
-        a: &mut [B],
-        words: &[u32],
-        f: F,
-    ) {
-        for (((p, a), &g), &word) in p.iter_mut().zip(a).zip(g).zip(words) {
-            let (new_p, new_a) = f(p.load(), g, a.load());
-            (*p, *a) = (P::store(new_p), B::store(new_a, word));
-        }
-    }
-
-    fn update2_block[P: Stored<C>, B: State<C>, C: Real, F: Fn(C, C, C, C) -> (C, C, C)](
-        p: &mut [P],
-        g: &[C],
-        a: &mut [B],
-        b: &mut [B],
-        words: &[u32],
-        f: F,
-    ) {
-        for ((((p, a), b), &g), &word) in p.iter_mut().zip(a).zip(b).zip(g).zip(words) {
-            let (new_p, new_a, new_b) = f(p.load(), g, a.load(), b.load());
-            (*p, *a, *b) = (P::store(new_p), B::store(new_a, word), B::store(new_b, word >> 16));
+    fn update_block[
+        const N: usize,
+        P: Stored<C>,
+        G: Stored<C>,
+        B: State<C>,
+        C: Real,
+        F: Fn(C, C, [C; N]) -> (C, [C; N]),
+    ](p: &mut [P], g: &[G], states: [&mut [B]; N], words: &[u32], zero: C, f: F) {
+        let n = p.len();
+        // Of one length, which the compiler then knows: no element's bounds are checked.
+        let (g, words) = (&g[..n], &words[..n]);
+        let states = states.map(|state| &mut state[..n]);
+        for (i, ((p, &g), &word)) in p.iter_mut().zip(g).zip(words).enumerate() {
+            let mut old = [zero; N];
+            for (old, state) in old.iter_mut().zip(&states) {
+                *old = state[i].load();
+            }
+            let (value, new) = f(p.load(), g.load(), old);
+            *p = P::store(value);
+            for (k, new) in new.into_iter().enumerate() {
+                states[k][i] = B::store(new, word >> (16 * k));
+            }
         }
     }
 }

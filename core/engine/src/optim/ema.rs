@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::Tensor;
 
-use super::elementwise::{Real, Stored, arithmetic_dtype, dispatch, follow};
+use super::elementwise::{Real, Stored, arithmetic_dtype, dispatch, update};
 use super::optimizer::StateTensor;
 use crate::autograd::storage;
 use crate::parameter::{LocalShard, Parameter};
@@ -124,7 +124,7 @@ impl Ema {
                 continue;
             }
             if average.device().is_cpu() {
-                dispatch!(values.dtype(), fused(average, &values, gain))?;
+                dispatch!(values.dtype(), lerp_state(average, &values, gain))?;
             } else {
                 let values = values.to_dtype(average.dtype())?;
                 storage::copy_from(average, &(average + ((values - average)? * gain)?)?)?;
@@ -230,9 +230,12 @@ impl Ema {
     }
 }
 
-fn fused<P: Stored<C>, C: Real>(average: &Tensor, values: &Tensor, gain: f64) -> Result<()> {
+/// `average += gain * (values - average)`.
+fn lerp_state<P: Stored<C>, C: Real>(average: &Tensor, values: &Tensor, gain: f64) -> Result<()> {
     let gain = C::from_f64(gain);
-    follow::<P, C>(average, values, move |average, value| average + gain * (value - average))
+    update::<0, C, P, C, C>(average, values, [], None, move |average, value, []| {
+        (average + gain * (value - average), [])
+    })
 }
 
 #[cfg(test)]

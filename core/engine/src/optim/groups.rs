@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::module::glob_match;
+use crate::module::pattern_matches;
 use crate::parameter::Parameter;
 use crate::{Error, Result};
 
@@ -24,7 +24,7 @@ const SHOWN: usize = 6;
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ParamGroupConfig {
-    /// FQN patterns, as [`pattern_matches`] reads them.
+    /// FQN patterns, as [`pattern_matches`](crate::module::pattern_matches) reads them.
     pub patterns: Vec<String>,
     /// The group's learning rate, before the schedule.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -32,26 +32,6 @@ pub struct ParamGroupConfig {
     /// The group's weight decay.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight_decay: Option<f64>,
-}
-
-/// Whether an FQN pattern matches a parameter. A pattern with dots must match the whole name,
-/// segment by segment; one without matches any single segment. `*` stands for any part of a
-/// segment.
-///
-/// ```
-/// use fulgurite_core::optim::pattern_matches;
-///
-/// assert!(pattern_matches("*norm*", "layers.0.input_layernorm.weight"));
-/// assert!(pattern_matches("bias", "layers.0.mlp.up.bias"));
-/// assert!(pattern_matches("layers.*.mlp.up.bias", "layers.0.mlp.up.bias"));
-/// assert!(!pattern_matches("mlp.up.bias", "layers.0.mlp.up.bias")); // not the whole name
-/// ```
-pub fn pattern_matches(pattern: &str, fqn: &str) -> bool {
-    if pattern.contains('.') {
-        glob_match(pattern, fqn)
-    } else {
-        fqn.split('.').any(|segment| glob_match(pattern, segment))
-    }
 }
 
 /// What a group decides for a parameter.

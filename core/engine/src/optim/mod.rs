@@ -38,7 +38,7 @@ mod groups;
 mod optimizer;
 mod schedule;
 mod sgd;
-mod slots;
+mod state;
 mod state_dtype;
 #[cfg(test)]
 mod testing;
@@ -46,7 +46,7 @@ mod testing;
 pub use adamw::AdamW;
 pub use ema::Ema;
 pub use grad_norm::{clip_factor, local_squared_norm};
-pub use groups::{ParamGroupConfig, pattern_matches};
+pub use groups::ParamGroupConfig;
 pub use optimizer::{GradScale, Optimizer, OptimizerConfig, SchedulerConfig, StateTensor};
 pub use schedule::{Constant, Cosine, Linear, Step};
 pub use sgd::Sgd;

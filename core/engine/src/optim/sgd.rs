@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 
+use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::elementwise::{Real, Scale, State, Stored, check_scale, dispatch, scaled_grad};
-use super::elementwise::{update0, update1};
+use super::elementwise::{Real, Scale, State, Stored, arithmetic_dtype, check_scale, dispatch};
+use super::elementwise::{scaled_grad, update};
 use super::groups::{Hyper, ParamGroupConfig, at_least_zero, resolve};
 use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
-use super::slots::{Slots, Work, load_step};
+use super::state::{OptimizerState, ParamUpdate, load_step};
 use super::state_dtype::{StateDtype, store};
 use crate::autograd::storage;
 use crate::parameter::Parameter;
@@ -75,13 +76,14 @@ impl OptimizerConfig for Sgd {
         }
         let base = Hyper { lr: self.lr, weight_decay: self.weight_decay };
         let (trainable, hypers) = resolve(parameters, base, &self.groups, &self.no_decay)?;
-        let dtype = self.state_dtype;
-        let kind = if self.momentum == 0.0 {
-            Kind::Plain(Slots::new(&trainable, hypers, [], dtype)?)
+        let (config, dtype) = (self.clone(), self.state_dtype);
+        Ok(if self.momentum == 0.0 {
+            let state = OptimizerState::new(&trainable, hypers, [], dtype)?;
+            Box::new(SgdOptimizer { config, state, steps: 0, schedule: 1.0 })
         } else {
-            Kind::Momentum(Slots::new(&trainable, hypers, ["momentum_buffer"], dtype)?)
-        };
-        Ok(Box::new(SgdOptimizer { config: self.clone(), kind, steps: 0, schedule: 1.0 }))
+            let state = OptimizerState::new(&trainable, hypers, ["momentum_buffer"], dtype)?;
+            Box::new(SgdOptimizer { config, state, steps: 0, schedule: 1.0 })
+        })
     }
 }
 
@@ -92,15 +94,10 @@ crate::register_plugin!(
     "{ type = \"sgd\", lr = 0.1, momentum = 0.9, nesterov = true }"
 );
 
-/// Without momentum there is no state to keep.
-enum Kind {
-    Plain(Slots<0>),
-    Momentum(Slots<1>),
-}
-
-struct SgdOptimizer {
+/// `N` is 1 with momentum, whose buffer is the state, and 0 without.
+struct SgdOptimizer<const N: usize> {
     config: Sgd,
-    kind: Kind,
+    state: OptimizerState<N>,
     steps: u64,
     schedule: f64,
 }
@@ -118,49 +115,31 @@ struct Coefficients {
     nesterov: bool,
 }
 
-impl Optimizer for SgdOptimizer {
+impl<const N: usize> Optimizer for SgdOptimizer<N> {
     fn parameters(&self) -> &[Parameter] {
-        match &self.kind {
-            Kind::Plain(slots) => slots.parameters(),
-            Kind::Momentum(slots) => slots.parameters(),
-        }
+        self.state.parameters()
     }
 
     fn step(&mut self, scale: &GradScale) -> Result<()> {
         check_scale(scale)?;
         self.steps += 1;
-        for index in 0..self.parameters().len() {
-            match &mut self.kind {
-                Kind::Plain(slots) => {
-                    let Some(work) = slots.work(index, self.steps)? else { continue };
-                    let c = coefficients(&self.config, self.steps, self.schedule, work.hyper);
-                    if work.values.device().is_cpu() {
-                        let dtype = work.values.dtype();
-                        dispatch!(dtype, fused_plain(&work, c, scale))?;
-                    } else {
-                        composed_plain(&work, c, scale)?;
-                    }
-                }
-                Kind::Momentum(slots) => {
-                    let Some(work) = slots.work(index, self.steps)? else { continue };
-                    let c = coefficients(&self.config, self.steps, self.schedule, work.hyper);
-                    if work.values.device().is_cpu() {
-                        let (values, state) = (work.values.dtype(), work.state[0].dtype());
-                        dispatch!(values, state, fused_momentum(&work, c, scale))?;
-                    } else {
-                        composed_momentum(&work, c, scale)?;
-                    }
-                }
+        for index in 0..self.state.parameters().len() {
+            let Some(update) = self.state.update_of(index, self.steps)? else { continue };
+            let c = coefficients(&self.config, self.steps, self.schedule, update.hyper);
+            if update.values.device().is_cpu() {
+                let values = update.values.dtype();
+                let state = update.state.first().map(Tensor::dtype).or(arithmetic_dtype(values));
+                let state = state.unwrap_or(values);
+                dispatch!(values, state, fused[N](&update, c, scale))?;
+            } else {
+                composed(&update, c, scale)?;
             }
         }
         Ok(())
     }
 
     fn set_seed(&mut self, seed: u64) {
-        match &mut self.kind {
-            Kind::Plain(slots) => slots.set_seed(seed),
-            Kind::Momentum(slots) => slots.set_seed(seed),
-        }
+        self.state.set_seed(seed);
     }
 
     fn learning_rate(&self) -> f64 {
@@ -172,10 +151,7 @@ impl Optimizer for SgdOptimizer {
     }
 
     fn state_tensors(&mut self) -> Result<Vec<StateTensor>> {
-        match &mut self.kind {
-            Kind::Plain(slots) => slots.state_tensors(),
-            Kind::Momentum(slots) => slots.state_tensors(),
-        }
+        self.state.state_tensors()
     }
 
     fn scalars(&self) -> BTreeMap<String, f64> {
@@ -200,21 +176,8 @@ fn coefficients(config: &Sgd, steps: u64, schedule: f64, hyper: Hyper) -> Coeffi
     }
 }
 
-fn fused_plain<P: Stored<C>, C: Real>(
-    work: &Work<0>,
-    c: Coefficients,
-    scale: &GradScale,
-) -> Result<()> {
-    let scale = Scale::<C>::new(scale);
-    let [step_size, weight_decay] = [c.step_size, c.weight_decay].map(C::from_f64);
-    update0::<P, C>(&work.values, &work.grad, move |p, g| {
-        let g = scale.apply(g) + weight_decay * p;
-        p + step_size * g
-    })
-}
-
-fn fused_momentum<P: Stored<C>, B: State<C>, C: Real>(
-    work: &Work<1>,
+fn fused<const N: usize, P: Stored<C>, B: State<C>, C: Real>(
+    param: &ParamUpdate<N>,
     c: Coefficients,
     scale: &GradScale,
 ) -> Result<()> {
@@ -222,36 +185,36 @@ fn fused_momentum<P: Stored<C>, B: State<C>, C: Real>(
     let [step_size, weight_decay, momentum, gain, keep] =
         [c.step_size, c.weight_decay, c.momentum, c.gain, c.keep].map(C::from_f64);
     let nesterov = c.nesterov;
-    let Work { values, grad, state: [buffer], noise, .. } = work;
-    update1::<P, B, C>(values, grad, buffer, noise, move |p, g, buffer| {
+    let ParamUpdate { values, grad, state, noise, .. } = param;
+    update::<N, P, C, B, C>(values, grad, state.each_ref(), Some(noise), move |p, g, mut state| {
         let g = scale.apply(g) + weight_decay * p;
-        let buffer = buffer * keep + gain * g;
-        let g = if nesterov { g + momentum * buffer } else { buffer };
-        (p + step_size * g, buffer)
+        let Some(buffer) = state.first_mut() else { return (p + step_size * g, state) };
+        *buffer = *buffer * keep + gain * g;
+        let g = if nesterov { g + momentum * *buffer } else { *buffer };
+        (p + step_size * g, state)
     })
 }
 
-/// [`fused_plain`] in candle operations, for any device.
-fn composed_plain(work: &Work<0>, c: Coefficients, scale: &GradScale) -> Result<()> {
-    let p = work.values.detach().to_dtype(work.grad.dtype())?;
-    let g = (scaled_grad(&work.grad, scale)? + (&p * c.weight_decay)?)?;
-    storage::copy_from(&work.values, &(p + (g * c.step_size)?)?)
-}
-
-/// [`fused_momentum`] in candle operations, for any device.
-fn composed_momentum(work: &Work<1>, c: Coefficients, scale: &GradScale) -> Result<()> {
-    let p = work.values.detach().to_dtype(work.grad.dtype())?;
-    let g = (scaled_grad(&work.grad, scale)? + (&p * c.weight_decay)?)?;
-    let old = work.state[0].to_dtype(g.dtype())?;
-    let buffer = ((old * c.keep)? + (&g * c.gain)?)?;
-    let update = if c.nesterov { (g + (&buffer * c.momentum)?)? } else { buffer.clone() };
-    store(&work.state[0], &buffer, &work.noise, 0)?;
-    storage::copy_from(&work.values, &(p + (update * c.step_size)?)?)
+/// The same update in candle operations, for any device.
+fn composed<const N: usize>(
+    update: &ParamUpdate<N>,
+    c: Coefficients,
+    scale: &GradScale,
+) -> Result<()> {
+    let ParamUpdate { values, grad, state, noise, .. } = update;
+    let p = values.detach().to_dtype(grad.dtype())?;
+    let mut g = (scaled_grad(grad, scale)? + (&p * c.weight_decay)?)?;
+    if let Some(state) = state.first() {
+        let buffer = ((state.to_dtype(g.dtype())? * c.keep)? + (&g * c.gain)?)?;
+        store(state, &buffer, noise, 0)?;
+        g = if c.nesterov { (g + (&buffer * c.momentum)?)? } else { buffer };
+    }
+    storage::copy_from(values, &(p + (g * c.step_size)?)?)
 }
 
 #[cfg(test)]
 mod tests {
-    use candle_core::{DType, Device, Tensor};
+    use candle_core::{DType, Device};
 
     use super::*;
     use crate::optim::testing::*;
@@ -329,8 +292,9 @@ mod tests {
             let momentum = || {
                 let parameters = parameters(&NAMES[..1], DType::F32);
                 set_grads(&parameters, 1);
-                let mut slots = Slots::new(&parameters, vec![hyper], ["b"], dtype).unwrap();
-                let work = slots.work(0, 1).unwrap().unwrap();
+                let mut state =
+                    OptimizerState::new(&parameters, vec![hyper], ["b"], dtype).unwrap();
+                let work = state.update_of(0, 1).unwrap().unwrap();
                 let state = numbers("state", 0, NAMES[0].1);
                 let state = Tensor::from_vec(state, NAMES[0].1, &Device::Cpu).unwrap();
                 storage::copy_from(&work.state[0], &state).unwrap();
@@ -338,22 +302,23 @@ mod tests {
             };
             let ((one, p), (other, q)) = (momentum(), momentum());
             let state = one.state[0].dtype();
-            dispatch!(DType::F32, state, fused_momentum(&one, c, &scale)).unwrap();
-            composed_momentum(&other, c, &scale).unwrap();
+            dispatch!(DType::F32, state, fused[1](&one, c, &scale)).unwrap();
+            composed(&other, c, &scale).unwrap();
             assert_close(&values(&p[0]), &values(&q[0]), 1e-6);
-            let state =
-                |w: &Work<1>| w.state[0].to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
+            let state = |w: &ParamUpdate<1>| {
+                w.state[0].to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap()
+            };
             assert_close(&state(&one), &state(&other), 1e-6);
 
             let plain = || {
                 let parameters = parameters(&NAMES[..1], DType::F32);
                 set_grads(&parameters, 1);
-                let mut slots = Slots::new(&parameters, vec![hyper], [], dtype).unwrap();
-                (slots.work(0, 1).unwrap().unwrap(), parameters)
+                let mut state = OptimizerState::new(&parameters, vec![hyper], [], dtype).unwrap();
+                (state.update_of(0, 1).unwrap().unwrap(), parameters)
             };
             let ((one, p), (other, q)) = (plain(), plain());
-            fused_plain::<f32, f32>(&one, c, &scale).unwrap();
-            composed_plain(&other, c, &scale).unwrap();
+            fused::<0, f32, f32, f32>(&one, c, &scale).unwrap();
+            composed(&other, c, &scale).unwrap();
             assert_close(&values(&p[0]), &values(&q[0]), 1e-6);
             assert_ne!(values(&p[0]), numbers(NAMES[0].0, 0, NAMES[0].1));
         }

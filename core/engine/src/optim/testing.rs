@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{GradScale, Optimizer};
 use crate::module::{ModuleBuilder, ModuleInit};
-use crate::parameter::{Init, LocalShard, Parameter};
+use crate::parameter::{Init, LocalShard, Parameter, accumulation_dtype};
 use crate::random::{Purpose, Stream};
 use crate::shard::Region;
 
@@ -31,10 +31,9 @@ pub(super) fn numbers(fqn: &str, step: u64, n: usize) -> Vec<f64> {
 /// Gives every parameter the gradient of `step`, in f64 for f64 parameters, else in f32.
 pub(super) fn set_grads(parameters: &[Parameter], step: u64) {
     for p in parameters {
-        let dtype = if p.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let n = p.elem_count();
         let grad = Tensor::from_vec(numbers(p.fqn(), step, n), n, &Device::Cpu).unwrap();
-        p.set_local_grad(Some(grad.to_dtype(dtype).unwrap()));
+        p.set_local_grad(Some(grad.to_dtype(accumulation_dtype(p.dtype())).unwrap()));
     }
 }
 

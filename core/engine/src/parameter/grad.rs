@@ -9,6 +9,15 @@ use super::Parameter;
 use crate::Result;
 use crate::module::ModuleTree;
 
+/// The dtype that values of `dtype` are accumulated and computed in where sums must not lose small
+/// terms (gradients, layers' sums, optimizer updates): f64 for f64, f32 for all others.
+pub fn accumulation_dtype(dtype: DType) -> DType {
+    match dtype {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    }
+}
+
 /// A strategy's end of the gradient path. Called on the thread that runs backward.
 ///
 /// # Contract
@@ -56,10 +65,7 @@ impl GradReducer for LocalGrads {
         if let Some(grad) = grads.get(parameter.fqn()) {
             return Ok(grad.clone());
         }
-        let dtype = match parameter.dtype() {
-            DType::F64 => DType::F64,
-            _ => DType::F32,
-        };
+        let dtype = accumulation_dtype(parameter.dtype());
         let grad = Tensor::zeros(parameter.compute_elem_count(), dtype, parameter.device())?;
         grads.insert(parameter.fqn().to_owned(), grad.clone());
         Ok(grad)

@@ -14,7 +14,7 @@ mod record;
 mod tap;
 mod uses;
 
-pub use grad::{GradReducer, LocalGrads};
+pub use grad::{GradReducer, LocalGrads, accumulation_dtype};
 pub(crate) use handle::LayerCut;
 pub use handle::{LocalShard, Parameter, ParameterSpec};
 pub use init::Init;

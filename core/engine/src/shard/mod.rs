@@ -1,4 +1,4 @@
-//! The box algebra: which part of a parameter a rank holds.
+//! Shards: which region of a parameter a rank holds.
 //!
 //! Every parameter has a global shape and a [`ShardSpec`]: the ordered cuts that mesh dimensions
 //! make. From it and a rank's mesh coordinate follows one hyper-rectangle, a [`Region`].

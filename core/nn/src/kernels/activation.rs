@@ -33,25 +33,25 @@ fn silu_slope<T: Float>(x: T) -> T {
 }
 
 fn gelu<T: Float>(x: T) -> T {
-    T::lit(0.5) * x * (T::ONE + (x * T::lit(std::f64::consts::FRAC_1_SQRT_2)).erf())
+    T::from_f64(0.5) * x * (T::ONE + (x * T::from_f64(std::f64::consts::FRAC_1_SQRT_2)).erf())
 }
 
 fn gelu_slope<T: Float>(x: T) -> T {
-    let half = T::lit(0.5);
-    let cdf = half * (T::ONE + (x * T::lit(std::f64::consts::FRAC_1_SQRT_2)).erf());
-    let pdf = T::lit(0.5 * sqrt_2_over_pi()) * (T::ZERO - half * x * x).fast_exp();
+    let half = T::from_f64(0.5);
+    let cdf = half * (T::ONE + (x * T::from_f64(std::f64::consts::FRAC_1_SQRT_2)).erf());
+    let pdf = T::from_f64(0.5 * sqrt_2_over_pi()) * (T::ZERO - half * x * x).fast_exp();
     cdf + x * pdf
 }
 
 fn gelu_tanh<T: Float>(x: T) -> T {
-    let inner = T::lit(sqrt_2_over_pi()) * (x + T::lit(TANH_CUBE) * x * x * x);
-    T::lit(0.5) * x * (T::ONE + inner.tanh())
+    let inner = T::from_f64(sqrt_2_over_pi()) * (x + T::from_f64(TANH_CUBE) * x * x * x);
+    T::from_f64(0.5) * x * (T::ONE + inner.tanh())
 }
 
 fn gelu_tanh_slope<T: Float>(x: T) -> T {
-    let half = T::lit(0.5);
-    let t = (T::lit(sqrt_2_over_pi()) * (x + T::lit(TANH_CUBE) * x * x * x)).tanh();
-    let inner = T::lit(sqrt_2_over_pi()) * (T::ONE + T::lit(3.0 * TANH_CUBE) * x * x);
+    let half = T::from_f64(0.5);
+    let t = (T::from_f64(sqrt_2_over_pi()) * (x + T::from_f64(TANH_CUBE) * x * x * x)).tanh();
+    let inner = T::from_f64(sqrt_2_over_pi()) * (T::ONE + T::from_f64(3.0 * TANH_CUBE) * x * x);
     half * (T::ONE + t) + half * x * (T::ONE - t * t) * inner
 }
 

@@ -4,8 +4,9 @@ use candle_core::{D, Tensor};
 
 use super::rope::Angles;
 use super::{attention_host, attention_portable};
-use crate::arm::{on_host, wide_dtype};
+use crate::arm::on_host;
 use crate::host::with_float;
+use crate::parameter::accumulation_dtype;
 use crate::{Error, Result};
 
 /// How to attend.
@@ -90,7 +91,7 @@ impl Sizes {
 
 /// In the accumulation dtype, rows of `head_dim` contiguous; copied only if it is not so.
 fn rows_contiguous(x: &Tensor) -> Result<Tensor> {
-    let x = x.detach().to_dtype(wide_dtype(x.dtype()))?;
+    let x = x.detach().to_dtype(accumulation_dtype(x.dtype()))?;
     Ok(if x.stride().last() == Some(&1) { x } else { x.contiguous()? })
 }
 

@@ -166,7 +166,7 @@ fn forward_head<T: Float>(
         let queries = &mut queries[..n * s.dim];
         q.pack(batch, start, head, queries);
         rotation.apply(queries, s.dim, s.keys.saturating_sub(s.queries) + start, false);
-        scale_rows(queries, T::lit(attend.scale));
+        scale_rows(queries, T::from_f64(attend.scale));
         let scores = &mut scores[..n * seen];
         let seen_keys = Mat::new(&keys, seen, s.dim);
         gemm(scores, Mat::new(queries, n, s.dim), seen_keys.t(), false, Threads::One);
@@ -295,7 +295,7 @@ fn backward_head<T: Float>(
     let block = BLOCK.min(s.queries);
     let [mut queries, mut grads, mut dq] = [(); 3].map(|()| zeros(block * s.dim));
     let [mut scores, mut dscores] = [(); 2].map(|()| zeros(block * s.keys));
-    let scale = T::lit(attend.scale);
+    let scale = T::from_f64(attend.scale);
     let lse = &lse[(batch * s.heads + head) * s.queries..][..s.queries];
     for start in (0..s.queries).step_by(block) {
         let n = block.min(s.queries - start);

@@ -5,14 +5,15 @@
 
 use std::mem::MaybeUninit;
 
-use candle_core::{D, Tensor};
+use candle_core::{D, Tensor, WithDType as _};
 use rayon::prelude::*;
 
 use crate::Result;
-use crate::arm::{on_host, wide, wide_dtype};
+use crate::arm::{on_host, wide};
 use crate::autograd::storage;
 use crate::host::{Float, host, max, rows_per_piece, sum1, tensor, with_float};
 use crate::map;
+use crate::parameter::accumulation_dtype;
 use crate::simd::vectorized;
 
 /// Targets on the host: a class for each row, or none where the row is ignored.
@@ -65,9 +66,9 @@ pub(crate) fn forward(
                     let (top, exp) = top_and_exp(z);
                     *lse = top + exp.ln();
                     let mut loss =
-                        lse.widen() - (1.0 - smoothing) * z[*target as usize].widen();
+                        lse.to_f64() - (1.0 - smoothing) * z[*target as usize].to_f64();
                     if smoothing != 0.0 {
-                        loss -= smoothing * sum1(z, |z| z).widen() / classes as f64;
+                        loss -= smoothing * sum1(z, |z| z).to_f64() / classes as f64;
                     }
                     sum += loss;
                 }
@@ -75,7 +76,7 @@ pub(crate) fn forward(
             })
             .collect();
         let sum: f64 = sums.into_iter().sum();
-        Ok((tensor(vec![T::lit(sum)], ())?, tensor(lse, rows)?))
+        Ok((tensor(vec![T::from_f64(sum)], ())?, tensor(lse, rows)?))
     })
 }
 
@@ -105,7 +106,7 @@ pub(crate) fn backward(
         let (host_x, lse) = (host(&logits)?, host(lse)?);
         let (values, lse) = (host_x.slice::<T>()?, lse.slice::<T>()?);
         let grad = grad.to_scalar::<T>()?;
-        let (uniform, hit) = (T::lit(uniform), T::lit(1.0 - smoothing));
+        let (uniform, hit) = (T::from_f64(uniform), T::from_f64(1.0 - smoothing));
         let write = |first: usize, d: &mut [MaybeUninit<T>]| {
             for (row, d) in (first..).zip(d.chunks_exact_mut(columns)) {
                 let z = &values[row * columns..][..columns];
@@ -138,7 +139,7 @@ pub(crate) fn backward_into(
     smoothing: f64,
     grad: &Tensor,
 ) -> Result<Tensor> {
-    if !on_host(&logits) || wide_dtype(logits.dtype()) != logits.dtype() {
+    if !on_host(&logits) || accumulation_dtype(logits.dtype()) != logits.dtype() {
         return backward(&logits, lse, targets, classes, smoothing, grad);
     }
     let columns = logits.dim(1)?;
@@ -147,7 +148,7 @@ pub(crate) fn backward_into(
         let lse = host(lse)?;
         let lse = lse.slice::<T>()?;
         let grad = grad.to_dtype(logits.dtype())?.to_scalar::<T>()?;
-        let (uniform, hit) = (T::lit(uniform), T::lit(1.0 - smoothing));
+        let (uniform, hit) = (T::from_f64(uniform), T::from_f64(1.0 - smoothing));
         storage::with_host_mut(&logits, |z: &mut [T]| {
             let rows = z.par_chunks_exact_mut(columns.max(1)).zip(lse.par_iter().zip(targets));
             rows.with_min_len(8).for_each(|(z, (&lse, target))| {

@@ -1,7 +1,7 @@
 //! The forward of cross entropy where each rank has some of the classes of every row. A rank reads
 //! its logits once ([`Part::new`]); what ranks tell each other then is a few numbers a row.
 
-use candle_core::Tensor;
+use candle_core::{Tensor, WithDType as _};
 use rayon::prelude::*;
 
 use super::cross_entropy::{Classes, Picked, Targets, top_and_exp};
@@ -111,11 +111,11 @@ pub(crate) fn forward(
         let mut sum = 0.0;
         for row in (0..rows).filter(|&row| targets[row].is_some()) {
             lse[row] = top[row] + sums[row].ln();
-            sum += lse[row].widen() - (1.0 - smoothing) * sums[rows + row].widen();
+            sum += lse[row].to_f64() - (1.0 - smoothing) * sums[rows + row].to_f64();
             if smoothing != 0.0 {
-                sum -= spread * sums[2 * rows + row].widen();
+                sum -= spread * sums[2 * rows + row].to_f64();
             }
         }
-        Ok((tensor(vec![T::lit(sum)], ())?, tensor(lse, rows)?))
+        Ok((tensor(vec![T::from_f64(sum)], ())?, tensor(lse, rows)?))
     })
 }

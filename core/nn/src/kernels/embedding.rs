@@ -3,9 +3,10 @@
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
-use crate::arm::{on_host, wide, wide_dtype};
+use crate::arm::{on_host, wide};
 use crate::host::{Float, host, indices, tensor, with_float};
 use crate::parameter::Parameter;
+use crate::parameter::accumulation_dtype;
 use crate::record::accumulate_host;
 use crate::{Error, Result};
 
@@ -54,7 +55,7 @@ fn portable_ids(ids: &[u32], like: &Tensor) -> Result<(Tensor, Option<Tensor>)> 
 /// `[ids, width]`.
 pub(crate) fn lookup(ids: &[u32], weight: &Tensor) -> Result<Tensor> {
     let width = weight.dim(1)?;
-    if !on_host(weight) || weight.dtype() != wide_dtype(weight.dtype()) {
+    if !on_host(weight) || weight.dtype() != accumulation_dtype(weight.dtype()) {
         let (ids, factor) = portable_ids(ids, weight)?;
         let y = weight.contiguous()?.index_select(&ids, 0)?;
         return Ok(match factor {

@@ -4,11 +4,12 @@ use candle_core::{D, Tensor};
 use rayon::prelude::*;
 
 use crate::Result;
-use crate::arm::{on_host, wide, wide_dtype};
+use crate::arm::{on_host, wide};
 use crate::autograd::storage;
 use crate::gemm::{Mat, Threads, gemm, product};
 use crate::host::{Float, add_rows, host, rows_per_piece, tensor, with_float};
 use crate::parameter::Parameter;
+use crate::parameter::accumulation_dtype;
 use crate::record::accumulate_host;
 
 /// What becomes of the gradient of an input.
@@ -96,7 +97,7 @@ pub(crate) fn input_grad(
         InputGrad::New => None,
         InputGrad::AddTo(sum) => Some(sum),
     };
-    let native = grad.dtype() == wide_dtype(grad.dtype());
+    let native = grad.dtype() == accumulation_dtype(grad.dtype());
     if !on_host(grad) || (sum.is_some() && !native) {
         let fresh = match on_host(grad) {
             true => return add(sum, input_grad(grad, weight, InputGrad::New)?),

@@ -87,10 +87,10 @@ impl Norm {
 
     #[inline(always)]
     fn stats<T: Float>(self, x: &[T]) -> (T, T) {
-        let n = T::lit(x.len() as f64);
+        let n = T::from_f64(x.len() as f64);
         let mean = if self.center { sum1(x, |x| x) / n } else { T::ZERO };
         let variance = sum1(x, |x| (x - mean) * (x - mean)) / n;
-        (mean, T::ONE / (variance + T::lit(self.eps)).sqrt())
+        (mean, T::ONE / (variance + T::from_f64(self.eps)).sqrt())
     }
 
     fn forward_host<T: Float>(self, x: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T> {
@@ -203,7 +203,7 @@ vectorized! {
                 *dw += grad * xhat;
             }
             db.iter_mut().zip(grad).for_each(|(db, &g)| *db += g);
-            let count = T::lit(n as f64);
+            let count = T::from_f64(n as f64);
             let along = dot(&g, dx) / count;
             let level = if norm.center { sum1(&g, |g| g) / count } else { T::ZERO };
             for (dx, &g) in dx.iter_mut().zip(&g) {

@@ -4,8 +4,9 @@ use candle_core::{D, Tensor};
 use rayon::prelude::*;
 
 use crate::Result;
-use crate::arm::{on_host, wide, wide_dtype};
+use crate::arm::{on_host, wide};
 use crate::host::{Float, host, rows_per_piece, tensor, with_float};
+use crate::parameter::accumulation_dtype;
 use crate::simd::vectorized;
 
 /// The rotation of each position, `[positions, head_dim / 2]`, in the accumulation dtype.
@@ -45,8 +46,8 @@ vectorized! {
 pub(crate) fn rotate(x: &Tensor, angles: &Angles, back: bool) -> Result<Tensor> {
     let (dtype, d) = (x.dtype(), x.dim(D::Minus1)?);
     let (cos, sin) = (
-        angles.cos.to_dtype(wide_dtype(dtype))?.contiguous()?,
-        angles.sin.to_dtype(wide_dtype(dtype))?.contiguous()?,
+        angles.cos.to_dtype(accumulation_dtype(dtype))?.contiguous()?,
+        angles.sin.to_dtype(accumulation_dtype(dtype))?.contiguous()?,
     );
     let x = wide(x)?;
     if !on_host(&x) {

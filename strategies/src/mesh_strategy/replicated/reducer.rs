@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use fulgurite_core::collective::{ProcessGroup, ReduceOp, Work};
-use fulgurite_core::parameter::{GradReducer, Parameter};
+use fulgurite_core::parameter::{GradReducer, Parameter, accumulation_dtype};
 use fulgurite_core::{Error, Result};
 
 use super::super::gradients::{PartialGrads, gradient_after_reduction};
@@ -132,10 +132,12 @@ impl State {
         parameters: &[Parameter],
         [first_bytes, cap_bytes]: [usize; 2],
     ) -> Result<Self> {
-        let dtype = |p: &Parameter| if p.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let items: Vec<Item> = parameters
             .iter()
-            .map(|p| Item { elements: p.compute_elem_count(), dtype: dtype(p) })
+            .map(|p| Item {
+                elements: p.compute_elem_count(),
+                dtype: accumulation_dtype(p.dtype()),
+            })
             .collect();
         let (mut buckets, mut gradients) = (Vec::new(), Vec::new());
         // Buckets are of consecutive parameters.

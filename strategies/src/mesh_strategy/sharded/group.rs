@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::autograd::storage;
 use fulgurite_core::collective::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, Work};
-use fulgurite_core::parameter::Parameter;
+use fulgurite_core::parameter::{Parameter, accumulation_dtype};
 use fulgurite_core::{Error, Result};
 
 use crate::schedule::fsdp::Group;
@@ -210,8 +210,5 @@ impl Replication {
 
 /// dtype of the gradients that the optimizer takes.
 fn local_grad_dtype(parameter: &Parameter) -> DType {
-    match parameter.dtype() {
-        DType::F64 => DType::F64,
-        _ => DType::F32,
-    }
+    accumulation_dtype(parameter.dtype())
 }

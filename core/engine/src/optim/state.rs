@@ -10,7 +10,7 @@ use crate::parameter::{LocalShard, Parameter};
 use crate::{Error, Result};
 
 /// Parameters, their groups' options, and `N` state tensors each, allocated when first needed.
-pub(super) struct Slots<const N: usize> {
+pub(super) struct OptimizerState<const N: usize> {
     parameters: Vec<Parameter>,
     hypers: Vec<Hyper>,
     states: Vec<Option<[Tensor; N]>>,
@@ -20,7 +20,7 @@ pub(super) struct Slots<const N: usize> {
 }
 
 /// What one parameter's update works on. All tensors are flat and of equal length.
-pub(super) struct Work<const N: usize> {
+pub(super) struct ParamUpdate<const N: usize> {
     pub(super) hyper: Hyper,
     /// The values to change in place.
     pub(super) values: Tensor,
@@ -32,7 +32,7 @@ pub(super) struct Work<const N: usize> {
     pub(super) noise: Noise,
 }
 
-impl<const N: usize> Slots<N> {
+impl<const N: usize> OptimizerState<N> {
     /// `hypers` is parallel to `parameters`.
     ///
     /// # Errors
@@ -61,7 +61,7 @@ impl<const N: usize> Slots<N> {
 
     /// What to update for parameter `index` in optimizer step `step`; `None` without a gradient or
     /// without elements here.
-    pub(super) fn work(&mut self, index: usize, step: u64) -> Result<Option<Work<N>>> {
+    pub(super) fn update_of(&mut self, index: usize, step: u64) -> Result<Option<ParamUpdate<N>>> {
         let parameter = &self.parameters[index];
         let Some(grad) = parameter.local_grad() else { return Ok(None) };
         let LocalShard { values, region } = parameter.local()?;
@@ -83,7 +83,7 @@ impl<const N: usize> Slots<N> {
         if values.elem_count() == 0 {
             return Ok(None);
         }
-        Ok(Some(Work { hyper: self.hypers[index], values, grad, state, noise }))
+        Ok(Some(ParamUpdate { hyper: self.hypers[index], values, grad, state, noise }))
     }
 
     fn state(&mut self, index: usize) -> Result<&[Tensor; N]> {
@@ -102,16 +102,16 @@ impl<const N: usize> Slots<N> {
                 ),
             ));
         }
-        let slot = &mut self.states[index];
-        if slot.is_none() {
+        let state = &mut self.states[index];
+        if state.is_none() {
             let dtype = self.dtype.of(arithmetic_dtype_of(parameter)?);
             let mut tensors = Vec::with_capacity(N);
             for _ in 0..N {
                 tensors.push(Tensor::zeros(values.elem_count(), dtype, values.device())?);
             }
-            *slot = tensors.try_into().ok();
+            *state = tensors.try_into().ok();
         }
-        slot.as_ref().ok_or_else(|| Error::other("optimizer state was not allocated"))
+        state.as_ref().ok_or_else(|| Error::other("optimizer state was not allocated"))
     }
 
     /// All state tensors, as [`Optimizer::state_tensors`](super::Optimizer::state_tensors).
