@@ -147,6 +147,20 @@ fn a_layer_that_the_plan_forgot() {
     }
 }
 
+/// Where nothing before is trained there is no graph that tells where activations come from.
+#[test]
+fn behind_frozen_layers() {
+    let frozen = |shape: Shape, plan: Plan| {
+        let case = Case::on_two_ranks(shape, plan);
+        outcome(&Case { frozen: vec!["embedding.weight".to_owned()], ..case })
+    };
+    let positions = Shape { positions: 1, kv_heads: None, ..shape() };
+    let Outcome::Refused(message) = frozen(positions, plan! { "position_table" => PARTIAL }) else {
+        panic!("the plan is taken")
+    };
+    insta::assert_snapshot!(message, @r#"parameter `position_table`: has a gradient that the plan sums over the ranks (replicated_with_grad_allreduce), and is used on replicate from `embedding` (not in the plan), where every rank has the whole gradient: it would count once a rank; leave `position_table` out of the plan"#);
+}
+
 #[test]
 fn what_is_put_together_has_one_layout() {
     let error = run_ranks(2, |world| {

@@ -52,10 +52,13 @@ impl Activation {
 struct ActivationLayouts {
     known: HashMap<TensorId, Arc<Activation>>,
     order: VecDeque<TensorId>,
+    /// Those of the latest tensors that are in no graph, as frozen layers give them, with their shapes.
+    constants: VecDeque<(Vec<usize>, Arc<Activation>)>,
     plans: Vec<Weak<PlanRecord>>,
 }
 
 const CAPACITY: usize = 1 << 16;
+const CONSTANTS: usize = 256;
 
 thread_local! {
     static LAYOUTS: RefCell<ActivationLayouts> = RefCell::default();
@@ -71,6 +74,20 @@ impl ActivationLayouts {
         {
             self.known.remove(&oldest);
         }
+    }
+
+    fn note_constant(&mut self, dims: &[usize], activation: Arc<Activation>) {
+        self.constants.push_front((dims.to_vec(), activation));
+        self.constants.truncate(CONSTANTS);
+    }
+
+    /// What `x` was made from, if no graph tells it because none of that is trained: the latest such
+    /// tensor of its shape. The ranks have the same shapes of whole activations and of parts of the
+    /// sequence in training, so all of them find the same one.
+    fn constant(&self, x: &Tensor) -> Option<Arc<Activation>> {
+        let mut constants = self.constants.iter();
+        let found = constants.find(|(dims, _)| dims == x.dims() && x.dtype().is_float());
+        found.map(|(_, activation)| activation.clone())
     }
 
     /// From which noted tensors plain operations made `x`, the latest first, and the ids of what is
@@ -111,7 +128,13 @@ pub(super) fn plan_of(group: &Arc<dyn ProcessGroup>) -> Option<Arc<PlanRecord>> 
 
 /// Notes how the ranks hold `x`.
 pub(crate) fn note(x: &Tensor, activation: Arc<Activation>) {
-    LAYOUTS.with_borrow_mut(|layouts| layouts.note(x.id(), activation));
+    let by_shape = matches!(activation.layout, Some(Layout::Replicate | Layout::SEQUENCE));
+    LAYOUTS.with_borrow_mut(|layouts| {
+        if by_shape && is_grad_enabled() && !x.track_op() {
+            layouts.note_constant(x.dims(), activation.clone());
+        }
+        layouts.note(x.id(), activation);
+    });
 }
 
 /// Notes that the ranks hold `to`, a copy of a tensor, as they hold that.
@@ -148,8 +171,14 @@ pub(crate) fn of(x: &Tensor, user: &str) -> Result<Option<Arc<Activation>>> {
         }
         match layouts.known.get(&x.id()) {
             Some(activation) => Some((vec![activation.clone()], Vec::new())),
-            None if x.track_op() => Some(layouts.origins(x)),
-            None => None,
+            None => {
+                let (mut origins, between) =
+                    if x.track_op() { layouts.origins(x) } else { (Vec::new(), vec![x.id()]) };
+                if origins.is_empty() && is_grad_enabled() {
+                    origins.extend(layouts.constant(x));
+                }
+                Some((origins, between))
+            }
         }
     });
     let Some((origins, between)) = found else { return Ok(None) };
