@@ -135,7 +135,8 @@ impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let x = (x + self.attention.forward(&self.norms[0].forward(x)?)?)?;
         let y = self.mlp.forward(&self.norms[1].forward(&x)?)?;
-        let y = self.adapter.forward(&y)?.broadcast_mul(&self.scale.tensor()?)?;
+        let y = candle_core::Module::forward(&self.adapter, &y)?
+            .broadcast_mul(&self.scale.tensor()?)?;
         Ok((&x + y)?)
     }
 }
