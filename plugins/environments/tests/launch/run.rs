@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -41,7 +42,8 @@ const FOREIGN: [&str; 14] = [
 pub(crate) struct Run {
     process: Child,
     lines: Receiver<String>,
-    stderr: Option<JoinHandle<String>>,
+    stderr: Arc<Mutex<Vec<u8>>>,
+    stderr_reader: Option<JoinHandle<()>>,
 }
 
 /// How a program ended.
@@ -77,12 +79,15 @@ impl Run {
             }
         });
         let mut stderr = process.stderr.take().unwrap();
-        let stderr = std::thread::spawn(move || {
-            let mut all = Vec::new();
-            let _ = stderr.read_to_end(&mut all);
-            String::from_utf8_lossy(&all).into_owned()
+        let all = Arc::<Mutex<Vec<u8>>>::default();
+        let shared = all.clone();
+        let stderr_reader = std::thread::spawn(move || {
+            let mut some = [0; 1024];
+            while let Ok(n @ 1..) = stderr.read(&mut some) {
+                shared.lock().unwrap().extend(&some[..n]);
+            }
         });
-        Self { process, lines, stderr: Some(stderr) }
+        Self { process, lines, stderr: all, stderr_reader: Some(stderr_reader) }
     }
 
     /// The next `n` lines of stdout as JSON, by rank.
@@ -98,6 +103,19 @@ impl Run {
         kill_process(Pid::from_child(&self.process), signal).unwrap();
     }
 
+    fn stderr_so_far(&self) -> String {
+        String::from_utf8_lossy(&self.stderr.lock().unwrap()).into_owned()
+    }
+
+    /// Waits until stderr has this text.
+    pub(crate) fn until_stderr_has(&self, text: &str) {
+        let deadline = Instant::now() + PATIENCE;
+        while !self.stderr_so_far().contains(text) {
+            assert!(Instant::now() < deadline, "stderr has no `{text}`:\n{}", self.stderr_so_far());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     pub(crate) fn wait(mut self) -> Ended {
         let deadline = Instant::now() + PATIENCE;
         let status = loop {
@@ -108,7 +126,8 @@ impl Run {
             std::thread::sleep(Duration::from_millis(5));
         };
         // Ends when the last process that holds the pipe has ended.
-        let stderr = self.stderr.take().unwrap().join().unwrap();
+        self.stderr_reader.take().unwrap().join().unwrap();
+        let stderr = self.stderr_so_far();
         let stdout = std::iter::from_fn(|| self.lines.recv_timeout(PATIENCE).ok()).collect();
         let code = status.code().unwrap_or_else(|| 128 + status.signal().unwrap());
         let (warnings, stderr) =

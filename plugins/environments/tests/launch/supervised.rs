@@ -180,8 +180,8 @@ fn a_second_ctrl_c_kills() {
     let run = run("deaf", "2");
     let ranks = run.ranks(2);
     run.signal(Signal::INT);
-    // Two signals at once are one.
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    // Two signals at once are one: the first has been taken notice of.
+    run.until_stderr_has("interrupt again to end them at once");
     run.signal(Signal::INT);
     let ended = run.wait();
     assert_eq!(ended.code, 130);
