@@ -1,4 +1,4 @@
-//! How a rank's end is told: to the other ranks first, then to whoever reads the terminal.
+//! How a rank's end is reported: to the other ranks first, then on the terminal.
 
 use std::any::Any;
 use std::io::Write;
@@ -7,8 +7,8 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::handover::is_parent;
 use super::rank::{Membership, membership};
+use super::rank_env::is_parent;
 use super::signals::{interrupt_requested, interrupted_exit_code};
 use crate::{Error, Result};
 use fulgurite_store::Store;
@@ -19,16 +19,16 @@ pub const PEER_FAILED_EXIT_CODE: u8 = 79;
 pub const PANIC_EXIT_CODE: u8 = 101;
 
 /// How long a rank whose collective failed waits for the failure behind it to be known.
-const CAUSE: Duration = Duration::from_millis(500);
+const CAUSE_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long the store's host stays so that the job's failure reaches the others.
-const TELL: Duration = Duration::from_secs(2);
+const NOTICE_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the store's host stays for ranks that finish after it.
-const FINISH: Duration = Duration::from_secs(30 * 60);
-/// How often it looks whether it was interrupted meanwhile.
-const LOOK: Duration = Duration::from_millis(100);
+const FINISH_TIMEOUT: Duration = Duration::from_secs(30 * 60);
+/// How often it checks meanwhile whether it was interrupted.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What a program's `main` ends with: tells the other ranks how this one ended, prints its error,
-/// and gives the exit code.
+/// The last call of a program's `main`: tells the other ranks how this one ended, prints its error, and
+/// returns the exit code.
 ///
 /// | `result` | printed | exit code |
 /// |---|---|---|
@@ -38,18 +38,17 @@ const LOOK: Duration = Duration::from_millis(100);
 /// | an error of this rank | `error: rank 1 failed: …`, by the supervisor if there is one | 1 |
 /// | another rank failed before | nothing if a supervisor prints that failure | [`PEER_FAILED_EXIT_CODE`] |
 ///
-/// To be called after everything that holds a [`Launched`](super::Launched) is dropped, so at the
-/// very end.
+/// To be called after everything that holds a [`Launched`](super::Launched) is dropped.
 pub fn report_and_exit_code(result: Result<()>) -> ExitCode {
     let code = match (membership(), result) {
         (Some(membership), result) => membership.finish(result),
         (None, Ok(())) => 0,
         (None, Err(Error::Interrupted)) => {
-            say("interrupted");
+            eprint_lossy("interrupted");
             interrupted_exit_code()
         }
         (None, Err(error)) => {
-            say(&format!("error: {error}"));
+            eprint_lossy(&format!("error: {error}"));
             1
         }
     };
@@ -57,7 +56,7 @@ pub fn report_and_exit_code(result: Result<()>) -> ExitCode {
 }
 
 /// Prints a line on stderr. Unlike `eprintln!` it does not panic if nobody reads that.
-pub(super) fn say(line: &str) {
+pub(super) fn eprint_lossy(line: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{line}");
 }
 
@@ -65,14 +64,14 @@ impl Membership {
     fn finish(&self, result: Result<()>) -> u8 {
         match result {
             Ok(()) => {
-                self.stay_for_others(FINISH);
+                self.stay_for_others(FINISH_TIMEOUT);
                 0
             }
             Err(Error::Interrupted) => {
-                if self.supervisor.is_none() && self.place.rank == 0 {
-                    say("interrupted");
+                if self.supervisor.is_none() && self.info.rank == 0 {
+                    eprint_lossy("interrupted");
                 }
-                self.stay_for_others(TELL);
+                self.stay_for_others(NOTICE_TIMEOUT);
                 interrupted_exit_code()
             }
             Err(error) => {
@@ -98,29 +97,32 @@ impl Membership {
             return Some(peer);
         }
         match error {
-            Error::PeerFailed { rank, message } if *rank != self.place.rank => {
+            Error::PeerFailed { rank, message } if *rank != self.info.rank => {
                 Some((*rank, message.clone()))
             }
-            // A peer that dies breaks its connections a moment before the store knows of it.
-            Error::Collective { .. } => {
-                self.client.wait_for_failure(CAUSE).filter(|(rank, _)| *rank != self.place.rank)
-            }
+            // A collective fails at once when a peer dies; the store knows of it a moment later.
+            Error::Collective { .. } => self
+                .client
+                .wait_for_failure(CAUSE_TIMEOUT)
+                .filter(|(rank, _)| *rank != self.info.rank),
             _ => None,
         }
     }
 
-    /// Tells the job of this rank's own failure; prints it if no supervisor will.
+    /// Reports this rank's own failure to the store; prints it if no supervisor will.
     fn report(&self, message: &str) {
         let told = self.client.report_failure(message).is_ok();
         if !(told && self.supervisor_prints()) {
-            say(&format!("error: rank {} failed: {message}", self.place.rank));
+            eprint_lossy(&format!("error: rank {} failed: {message}", self.info.rank));
         }
     }
 
     fn stop_for(&self, (rank, message): &(usize, String)) {
         if !self.supervisor_prints() {
-            let own = self.place.rank;
-            say(&format!("error: rank {own} stops, because rank {rank} failed: {message}"));
+            let own = self.info.rank;
+            eprint_lossy(&format!(
+                "error: rank {own} stops, because rank {rank} failed: {message}"
+            ));
         }
     }
 
@@ -128,31 +130,32 @@ impl Membership {
         self.supervisor.is_some_and(is_parent)
     }
 
-    /// The store's host is needed as long as there are others. Ctrl-C ends the wait.
+    /// Waits, on the rank that hosts the store, until the other ranks have ended. Ctrl-C ends the wait.
     fn stay_for_others(&self, timeout: Duration) {
         self.set_left(true);
         let Some(server) = &self.server else { return };
         let (start, interrupted) = (Instant::now(), interrupt_requested());
-        while !server.wait_for_others(self.place.rank, timeout.min(LOOK))
+        while !server.wait_for_others(self.info.rank, timeout.min(POLL_INTERVAL))
             && start.elapsed() < timeout
             && interrupt_requested() == interrupted
         {}
         self.stay_until_told();
     }
 
+    /// Waits, on the rank that hosts the store, until the other ranks know of the job's failure.
     fn stay_until_told(&self) {
         if let Some(server) = &self.server
             && !server.failures().is_empty()
         {
-            server.wait_until_told(self.place.rank, TELL);
+            server.wait_until_told(self.info.rank, NOTICE_TIMEOUT);
         }
     }
 
-    /// From now on a panic, on any thread, is this rank's failure and ends the process: a rank that
-    /// lost a thread would leave the others waiting.
+    /// Makes a panic, on any thread, this rank's failure and the end of the process: a rank that goes on
+    /// without one of its threads would leave the others waiting.
     pub(super) fn end_on_panic(&'static self) {
         static PANICKED: AtomicBool = AtomicBool::new(false);
-        let usual = std::panic::take_hook();
+        let default_hook = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
             if PANICKED.swap(true, Ordering::SeqCst) {
                 // Another thread is ending the process.
@@ -160,9 +163,9 @@ impl Membership {
                     std::thread::park();
                 }
             }
-            // The supervisor prints the message; a backtrace only we can give.
+            // The supervisor prints the message; only this process has the backtrace.
             if std::env::var_os("RUST_BACKTRACE").is_some_and(|value| value != "0") {
-                usual(info);
+                default_hook(info);
             }
             match self.peer_failure() {
                 Some(peer) => {
@@ -188,8 +191,8 @@ fn describe(info: &PanicHookInfo<'_>) -> String {
         Some(name) => format!("thread `{name}` "),
         None => "a thread without a name ".to_owned(),
     };
-    let place = info.location().map(|place| format!(" at {place}")).unwrap_or_default();
-    format!("{thread}panicked{place}: {}", payload(info.payload()))
+    let location = info.location().map(|place| format!(" at {place}")).unwrap_or_default();
+    format!("{thread}panicked{location}: {}", payload(info.payload()))
 }
 
 fn payload(payload: &(dyn Any + Send)) -> &str {

@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, SystemTime};
 
-use super::failure::say;
-use super::handover::Handover;
-use super::rank::{Launched, Membership, Place, membership};
-use super::signals::{self, Second};
+use super::failure::eprint_lossy;
+use super::rank::{Launched, Membership, RankInfo, membership};
+use super::rank_env::RankEnv;
+use super::signals::{self, SecondSignal};
 use super::supervisor::supervise;
 use super::threads::{asked, compute_here};
 use crate::environment::{self, ClusterEnvironment, EnvironmentConfig, Variables};
@@ -20,13 +20,13 @@ use fulgurite_store::{Identity, LostRank, StoreServer, TcpStore};
 /// What a program wants to be launched as.
 #[derive(Debug)]
 pub struct LaunchOptions {
-    /// Ranks a node. `None`: as many as somebody started, one if nobody did.
+    /// Ranks on each node. `None`: as many as were started, one if none were.
     pub devices: Option<usize>,
-    /// Nodes. Several need somebody who starts the ranks.
+    /// Nodes. With several, something else must start the ranks (`torchrun`, `srun`).
     pub num_nodes: usize,
-    /// Who to ask; `None` finds it out ([`environment::detect()`]).
+    /// What says which rank this process is; `None` detects it ([`environment::detect()`]).
     pub environment: Option<Box<dyn EnvironmentConfig>>,
-    /// How long ranks wait for each other to come.
+    /// How long ranks wait for each other to connect.
     pub timeout: Duration,
 }
 
@@ -37,9 +37,9 @@ impl Default for LaunchOptions {
     }
 }
 
-/// Makes this process a rank of its job, and returns once all ranks have come. See the
-/// [module](crate::launch) for the three ways. Every rank calls it, early in the program: what was done
-/// before is done by the supervisor and again by every rank.
+/// Makes this process a rank of its job, and returns once all ranks have connected. See the
+/// [crate](crate) for the three ways. Every rank calls it, early in the program: the supervisor and
+/// every rank run what comes before the call.
 ///
 /// As the **supervisor** it does not return but ends the process when the ranks have ended, with
 /// the exit code of the rank that failed first (128 + the signal if it was killed, or if the job
@@ -47,7 +47,7 @@ impl Default for LaunchOptions {
 ///
 /// In a rank it may be called again (a second trainer in one program) and gives the same job.
 ///
-/// From the call on Ctrl-C, SIGTERM and SIGUSR1 do not end the process but are told by
+/// From the call on Ctrl-C, SIGTERM and SIGUSR1 do not end the process but are reported by
 /// [`interruption`](super::interruption()); in a job of several ranks a panic on any
 /// thread ends the process.
 ///
@@ -63,8 +63,8 @@ pub fn launch(options: LaunchOptions) -> Result<Launched> {
     launch_checked(options, &|_| Ok(()))
 }
 
-/// [`launch`], and before this process starts any other, `check` is asked whether the world size will
-/// do.
+/// As [`launch`]; before this process starts ranks, `check` is asked whether the world size is one that
+/// the program can run with.
 ///
 /// # Errors
 /// As [`launch`], and what `check` says.
@@ -76,12 +76,13 @@ pub fn launch_checked(
     static LAUNCHING: Mutex<()> = Mutex::new(());
     let _guard = LAUNCHING.lock().unwrap_or_else(PoisonError::into_inner);
 
-    let launched = find_place(options, check, now())?;
-    compute_here(asked().unwrap_or_else(|| threads_a_rank(launched.local_world_size)));
+    let launched = become_rank(options, check, now())?;
+    compute_here(asked().unwrap_or_else(|| threads_per_rank(launched.local_world_size)));
     Ok(launched)
 }
 
-fn find_place(
+/// Finds out which rank this process is and joins the job, or supervises it.
+fn become_rank(
     options: LaunchOptions,
     check: &dyn Fn(usize) -> Result<()>,
     started: f64,
@@ -92,12 +93,12 @@ fn find_place(
         ));
     }
     if let Some(membership) = membership() {
-        check_again(&options, membership.place.world_size)?;
+        check_again(&options, membership.info.world_size)?;
         return Ok(membership.launched());
     }
     let variables = Variables::current();
-    if let Some(handover) = Handover::read(&variables)? {
-        return join_supervisor(&options, handover);
+    if let Some(env) = RankEnv::read(&variables)? {
+        return join_supervisor(&options, env);
     }
     let environment = find(&options, &variables)?;
     match environment {
@@ -126,7 +127,7 @@ fn find_place(
 /// Whether this process was launched as a job of its own.
 static ALONE: AtomicBool = AtomicBool::new(false);
 
-/// The configured environment, or the one whose variables are set. `None` if no plugin knows.
+/// The configured environment, or the one whose variables are set. `None` if no plugin recognises any.
 fn find(
     options: &LaunchOptions,
     variables: &Variables,
@@ -149,7 +150,7 @@ fn find(
 }
 
 fn check_again(options: &LaunchOptions, world_size: usize) -> Result<()> {
-    match options.devices.map(|devices| devices * options.num_nodes) {
+    match options.devices.map(|devices| devices.saturating_mul(options.num_nodes)) {
         Some(asked) if asked != world_size => Err(Error::Launch(format!(
             "this process belongs to a job of {world_size} rank(s) and cannot be launched again as \
              one of {asked}: all launches of a program must ask for the same number"
@@ -159,20 +160,20 @@ fn check_again(options: &LaunchOptions, world_size: usize) -> Result<()> {
 }
 
 fn launch_alone(started: f64, environment: &'static str) -> Result<Launched> {
-    signals::handle(Second::Ends)?;
+    signals::handle(SecondSignal::Exit)?;
     ALONE.store(true, Ordering::Relaxed);
-    Ok(Launched::new(Place::ALONE, Arc::new(LocalStore::new()), started, environment, None))
+    Ok(Launched::new(RankInfo::ALONE, Arc::new(LocalStore::new()), started, environment, None))
 }
 
-/// A rank that our own supervisor started.
-fn join_supervisor(options: &LaunchOptions, handover: Handover) -> Result<Launched> {
-    handover.die_with_supervisor()?;
-    signals::handle(Second::IsIgnored)?;
-    let Handover { supervisor, job_id, started, place, port } = handover;
-    let identity = Identity { job_id, rank: place.rank, world_size: place.world_size };
+/// Joins the job as a rank that this program's supervisor started.
+fn join_supervisor(options: &LaunchOptions, env: RankEnv) -> Result<Launched> {
+    env.die_with_supervisor()?;
+    signals::handle(SecondSignal::Ignore)?;
+    let RankEnv { supervisor, job_id, started, info, port } = env;
+    let identity = Identity { job_id, rank: info.rank, world_size: info.world_size };
     let client = TcpStore::connect("127.0.0.1", port, identity, options.timeout)?;
     let membership = Membership {
-        place,
+        info,
         client: Arc::new(client),
         server: None,
         supervisor: Some(supervisor),
@@ -183,52 +184,52 @@ fn join_supervisor(options: &LaunchOptions, handover: Handover) -> Result<Launch
     enter(membership, options)
 }
 
-/// A rank that somebody else started.
+/// Joins the job as a rank that was started from outside.
 fn join_started(
     options: &LaunchOptions,
     environment: &dyn ClusterEnvironment,
     variables: &Variables,
     started: f64,
 ) -> Result<Launched> {
-    let place = Place {
+    let info = RankInfo {
         rank: environment.global_rank(),
         world_size: environment.world_size(),
         local_rank: environment.local_rank(),
         local_world_size: environment.local_world_size(),
         node_rank: environment.node_rank(),
     };
-    place.check("rank", "world size")?;
+    info.check("rank", "world size")?;
     if let Some(devices) = options.devices {
         environment.validate_settings(devices, options.num_nodes)?;
     }
-    if place.world_size == 1 {
+    if info.world_size == 1 {
         return launch_alone(started, environment.name());
     }
-    signals::handle(Second::IsIgnored)?;
-    if place.local_rank == 0 {
-        warn_if_crowded(place.local_world_size);
+    signals::handle(SecondSignal::Ignore)?;
+    if info.local_rank == 0 {
+        warn_if_crowded(info.local_world_size);
     }
     if !variables.is_set(super::supervisor::THREADS) {
         // Fails if the pool is already in use; then it stays as it is.
-        let threads = threads_a_rank(place.local_world_size);
+        let threads = threads_per_rank(info.local_world_size);
         let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
     }
     let (host, port) = (environment.main_address(), environment.main_port());
     let job_id = environment.job_id();
-    let server = match place.rank {
-        0 => Some(host_store(&host, port, &job_id, place.world_size)?),
+    let server = match info.rank {
+        0 => Some(host_store(&host, port, &job_id, info.world_size)?),
         _ => None,
     };
-    // Rank 0 may not reach itself by the name that others know it by.
+    // Rank 0 may not reach itself by the name that other hosts know it by.
     let host = match &server {
         Some(server) if server.address().ip().is_unspecified() => "127.0.0.1".to_owned(),
         Some(server) => server.address().ip().to_string(),
         None => host,
     };
-    let identity = Identity { job_id, rank: place.rank, world_size: place.world_size };
+    let identity = Identity { job_id, rank: info.rank, world_size: info.world_size };
     let client = TcpStore::connect(&host, port, identity, options.timeout)?;
     let membership = Membership {
-        place,
+        info,
         client: Arc::new(client),
         server,
         supervisor: None,
@@ -239,8 +240,8 @@ fn join_started(
     enter(membership, options)
 }
 
-/// Only on the loopback interface if that is the main address; else on all, since a host's name
-/// may not lead to the interface that others reach it by.
+/// Hosts the store on the loopback interface if that is the main address. Otherwise on all interfaces,
+/// since a host's name may resolve to another interface than the one that other hosts reach.
 fn host_store(host: &str, port: u16, job_id: &str, world_size: usize) -> Result<StoreServer> {
     let loopback = match host.parse::<IpAddr>() {
         Ok(ip) => ip.is_loopback(),
@@ -257,7 +258,7 @@ fn host_store(host: &str, port: u16, job_id: &str, world_size: usize) -> Result<
 fn enter(membership: Membership, options: &LaunchOptions) -> Result<Launched> {
     let membership = membership.enter();
     membership.end_on_panic();
-    check_again(options, membership.place.world_size)?;
+    check_again(options, membership.info.world_size)?;
     membership.client.wait_for_all(options.timeout)?;
     Ok(membership.launched())
 }
@@ -268,7 +269,7 @@ fn cores() -> usize {
 }
 
 /// Compute threads of each of `ranks` processes of this host.
-pub(super) fn threads_a_rank(ranks: usize) -> usize {
+pub(super) fn threads_per_rank(ranks: usize) -> usize {
     (cores() / ranks).max(1)
 }
 
@@ -283,11 +284,29 @@ fn warn_if_crowded(ranks: usize) {
     if tracing::dispatcher::has_been_set() {
         tracing::warn!("{warning}");
     } else {
-        say(&format!("warning: {warning}"));
+        eprint_lossy(&format!("warning: {warning}"));
     }
 }
 
 /// Seconds since 1970.
 fn now() -> f64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_launch_asks_for_the_same_number_of_ranks() {
+        let asking = |devices, num_nodes| {
+            let options = LaunchOptions { devices, num_nodes, ..Default::default() };
+            check_again(&options, 2)
+        };
+        asking(None, 1).unwrap();
+        asking(Some(1), 2).unwrap();
+        insta::assert_snapshot!(asking(Some(3), 1).unwrap_err(), @"launch: this process belongs to a job of 2 rank(s) and cannot be launched again as one of 3: all launches of a program must ask for the same number");
+        // In wrapping arithmetic this makes 2.
+        assert!(asking(Some((1 << 63) + 1), 2).is_err());
+    }
 }

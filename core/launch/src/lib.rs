@@ -5,13 +5,13 @@
 //!
 //! ```no_run
 //! use std::process::ExitCode;
-//! use fulgurite_core::launch::{LaunchOptions, launch, report_and_exit_code};
+//! use fulgurite_launch::{LaunchOptions, launch, report_and_exit_code};
 //!
 //! fn main() -> ExitCode {
 //!     report_and_exit_code(run())
 //! }
 //!
-//! fn run() -> fulgurite_core::Result<()> {
+//! fn run() -> fulgurite_launch::Result<()> {
 //!     let launched = launch(LaunchOptions { devices: Some(2), ..Default::default() })?;
 //!     // From here on there are two processes.
 //!     println!("rank {} of {}", launched.rank, launched.world_size);
@@ -23,19 +23,20 @@
 //! answers:
 //!
 //! - **One rank.** Nothing is started, no socket is opened; the store is a [`LocalStore`].
-//! - **Somebody else started the ranks** (`torchrun`, `srun`). This process is one of them; rank 0
-//!   hosts the [`StoreServer`] at the main address, all connect to it.
-//! - **Nobody did, and several are wanted.** This process becomes the *supervisor*: it hosts the
-//!   store, runs its own executable again once a rank, and never returns from [`launch`]. User
-//!   code after the call runs in ranks only.
+//! - **Several ranks, started from outside** (`torchrun`, `srun`). This process is one of them; rank
+//!   0 hosts the [`StoreServer`] at the main address, and all ranks connect to it.
+//! - **Several ranks, not started yet.** This process becomes the *supervisor*: it hosts the store,
+//!   runs its own executable again once for each rank, and never returns from [`launch`]. User code
+//!   after the call runs in ranks only.
 //!
 //! # How a job ends
 //! The store keeps the job's *first failure*. A rank that fails reports its error there
 //! ([`report_and_exit_code`]; a panic on any thread does it by itself); one that is killed is
 //! noticed by the end of its connection, or by its parent. Every other rank then finds
-//! [`Store::failure`](fulgurite_store::Store::failure) set, stops with
-//! [`Error::PeerFailed`] and says nothing, so that what a person reads
-//! first is the cause. The supervisor prints it, gives the others two seconds, and then ends them.
+//! [`Store::failure`] set, stops with
+//! [`Error::PeerFailed`] and prints nothing, so that what a person reads
+//! first is the cause. The supervisor prints that, gives the other ranks two seconds to stop, and
+//! then ends them.
 //! If the supervisor itself is killed, the kernel takes its ranks along (on Linux).
 //!
 //! Ctrl-C, SIGTERM and SIGUSR1 ask all ranks to finish their step ([`interruption`]); a second one
@@ -43,15 +44,15 @@
 
 pub mod environment;
 mod failure;
-mod handover;
 mod launcher;
 mod rank;
+mod rank_env;
 mod signals;
 mod supervisor;
 mod threads;
 
 pub use failure::{PANIC_EXIT_CODE, PEER_FAILED_EXIT_CODE, report_and_exit_code};
-pub use fulgurite_store::{Identity, LocalStore, LostRank, StoreServer, TcpStore};
+pub use fulgurite_store::{Identity, LocalStore, LostRank, Store, StoreServer, TcpStore};
 pub use launcher::{LaunchOptions, launch, launch_checked};
 pub use rank::Launched;
 pub use signals::{Interruption, interrupt_requested, interruption};

@@ -6,9 +6,9 @@ use crate::{Error, Result};
 use fulgurite_store::Store;
 use fulgurite_store::{StoreServer, TcpStore};
 
-/// A rank's numbers.
+/// A rank, and the numbers of ranks and nodes around it.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Place {
+pub(super) struct RankInfo {
     pub(super) rank: usize,
     pub(super) world_size: usize,
     pub(super) local_rank: usize,
@@ -16,12 +16,12 @@ pub(super) struct Place {
     pub(super) node_rank: usize,
 }
 
-impl Place {
+impl RankInfo {
     /// A job of one process.
     pub(super) const ALONE: Self =
         Self { rank: 0, world_size: 1, local_rank: 0, local_world_size: 1, node_rank: 0 };
 
-    /// Checks that the numbers fit together; `rank` and `size` are what to call them.
+    /// Checks that the numbers fit together; `rank` and `size` are their names in messages.
     pub(super) fn check(&self, rank: &str, size: &str) -> Result<()> {
         let Self { local_rank, local_world_size, .. } = self;
         if self.rank >= self.world_size {
@@ -50,31 +50,31 @@ pub struct Launched {
     pub rank: usize,
     /// Number of processes of the job.
     pub world_size: usize,
-    /// This process's place among those of its node.
+    /// This process's rank among those of its node.
     pub local_rank: usize,
     /// Number of the job's processes on this node.
     pub local_world_size: usize,
-    /// This node's place among the job's nodes.
+    /// This node's rank among the job's nodes.
     pub node_rank: usize,
     /// The job's store.
     pub store: Arc<dyn Store>,
     /// When the job's program was started, as far as this process knows, in seconds since 1970.
     pub started: f64,
-    /// The environment that said so: `local`, or the name of a plugin.
+    /// The environment that the numbers come from: `local`, or the name of a plugin.
     pub environment: &'static str,
-    /// `None` when alone.
-    presence: Option<Arc<Presence>>,
+    /// `None` in a job of one process. Held for its end.
+    _presence: Option<Arc<Presence>>,
 }
 
 impl Launched {
     pub(super) fn new(
-        place: Place,
+        info: RankInfo,
         store: Arc<dyn Store>,
         started: f64,
         environment: &'static str,
         presence: Option<Arc<Presence>>,
     ) -> Self {
-        let Place { rank, world_size, local_rank, local_world_size, node_rank } = place;
+        let RankInfo { rank, world_size, local_rank, local_world_size, node_rank } = info;
         Self {
             rank,
             world_size,
@@ -84,13 +84,8 @@ impl Launched {
             store,
             started,
             environment,
-            presence,
+            _presence: presence,
         }
-    }
-
-    /// Whether other processes take part in the job.
-    pub fn is_distributed(&self) -> bool {
-        self.presence.is_some()
     }
 }
 
@@ -107,24 +102,25 @@ impl std::fmt::Debug for Launched {
     }
 }
 
-/// That a rank takes part. A program may launch again after the last [`Launched`] is gone.
+/// A token of taking part in the job; dropping the last one says that this rank is done. A program may
+/// launch again after that.
 pub(super) struct Presence(());
 
 impl Drop for Presence {
     fn drop(&mut self) {
-        // An unwinding rank is not done; the panic hook has its say.
+        // A rank that unwinds is not done: the panic hook reports its failure.
         if let (false, Some(membership)) = (std::thread::panicking(), membership()) {
             membership.set_left(true);
         }
     }
 }
 
-/// This process's part in a job of several ranks. Lives until the process ends, since how the
-/// process ends must still be told.
+/// This process's part in a job of several ranks. Lives until the process ends, since its end is
+/// reported too.
 pub(super) struct Membership {
-    pub(super) place: Place,
+    pub(super) info: RankInfo,
     pub(super) client: Arc<TcpStore>,
-    /// If this process hosts the store.
+    /// The store's server, if this process hosts it.
     pub(super) server: Option<StoreServer>,
     /// The process id of this rank's supervisor, if it has one. It prints the job's failure.
     pub(super) supervisor: Option<i32>,
@@ -141,7 +137,7 @@ pub(super) fn membership() -> Option<&'static Membership> {
 }
 
 impl Membership {
-    /// Makes this the process's. There is none yet.
+    /// Makes this the process's membership. There is none yet.
     pub(super) fn enter(self) -> &'static Self {
         MEMBERSHIP.get_or_init(|| self)
     }
@@ -156,7 +152,7 @@ impl Membership {
             new
         });
         let store = self.client.clone();
-        Launched::new(self.place, store, self.started, self.environment, Some(present))
+        Launched::new(self.info, store, self.started, self.environment, Some(present))
     }
 
     /// Whether this process's end is no failure from now on.
@@ -169,6 +165,6 @@ impl Membership {
 
     /// The job's failure, if it is another rank's.
     pub(super) fn peer_failure(&self) -> Option<(usize, String)> {
-        self.client.failure().filter(|(rank, _)| *rank != self.place.rank)
+        self.client.failure().filter(|(rank, _)| *rank != self.info.rank)
     }
 }

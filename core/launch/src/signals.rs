@@ -11,7 +11,7 @@ use crate::{Error, Result};
 /// The signals that ask for an end, the most urgent first.
 const SIGNALS: [i32; 3] = [SIGTERM, SIGUSR1, SIGINT];
 
-/// In a rank they stay; the supervisor takes them.
+/// The signals that have arrived. In a rank they stay set; the supervisor takes them.
 static ARRIVED: OnceLock<Arrived> = OnceLock::new();
 
 /// Which of [`SIGNALS`] have arrived. One that comes later must not make a more urgent one forgotten.
@@ -79,18 +79,18 @@ pub(super) fn interrupted_exit_code() -> u8 {
     128 + arrived().unwrap_or(SIGINT) as u8
 }
 
-/// What a second signal does.
+/// What a second signal does to this process.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Second {
-    /// Ends the process at once. For a process on its own.
-    Ends,
-    /// Nothing. For a rank, which may get one signal twice (from the terminal, and from whoever
-    /// started it), and whom its parent will kill if need be.
-    IsIgnored,
+pub(super) enum SecondSignal {
+    /// It ends the process at once. For a process without others.
+    Exit,
+    /// Nothing. For a rank, which may get one signal twice (from the terminal and from its parent),
+    /// and which its parent kills if it must.
+    Ignore,
 }
 
 /// Sets the handlers, once in a process.
-pub(super) fn handle(second: Second) -> Result<()> {
+pub(super) fn handle(second: SecondSignal) -> Result<()> {
     let mut result = Ok(());
     ARRIVED.get_or_init(|| {
         let arrived = Arrived::default();
@@ -100,11 +100,12 @@ pub(super) fn handle(second: Second) -> Result<()> {
     result.map_err(|e| Error::Launch(format!("cannot handle signals: {e}")))
 }
 
-fn register(arrived: &Arrived, second: Second) -> std::io::Result<()> {
+fn register(arrived: &Arrived, second: SecondSignal) -> std::io::Result<()> {
     let once = Arc::new(AtomicBool::new(false));
     for (signal, flag) in SIGNALS.into_iter().zip(&arrived.0) {
-        if second == Second::Ends && !is_notice(signal) {
-            // Before the handler that sets the flag, so that the first signal does not end it.
+        if second == SecondSignal::Exit && !is_notice(signal) {
+            // Registered before the handler that sets the flag, so that the first signal does not end
+            // the process.
             signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, once.clone())?;
             signal_hook::flag::register(signal, once.clone())?;
         }
@@ -113,20 +114,20 @@ fn register(arrived: &Arrived, second: Second) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Whether a signal only tells of an end to come, which another signal will ask for: that one is not
-/// a second request.
+/// Whether a signal only announces that another signal will ask for an end. The other one is then the
+/// first request and not the second.
 pub(super) fn is_notice(signal: i32) -> bool {
     signal == SIGUSR1
 }
 
-/// The most urgent signal that arrived since the last call. For the supervisor, which counts calls
-/// that return one.
+/// The most urgent signal that arrived since the last call. For the supervisor, to which each is a
+/// request of its own.
 pub(super) fn take() -> Option<i32> {
     ARRIVED.get()?.take()
 }
 
-/// How the supervisor passes on a signal that asks for an end.
-pub(super) fn to_pass_on(signal: i32) -> Signal {
+/// The signal that the supervisor sends its ranks when it gets `signal`.
+pub(super) fn forwarded(signal: i32) -> Signal {
     match Interruption::of(signal) {
         Interruption::Termination => Signal::TERM,
         Interruption::Preemption => Signal::USR1,
@@ -179,7 +180,7 @@ mod tests {
     #[test]
     fn a_handler_sets_the_flag_of_its_signal() {
         let arrived = Arrived::default();
-        register(&arrived, Second::IsIgnored).unwrap();
+        register(&arrived, SecondSignal::Ignore).unwrap();
         for signal in [SIGTERM, SIGINT, SIGUSR1] {
             signal_hook::low_level::raise(signal).unwrap();
             assert_eq!(arrived.most_urgent(), Some(SIGTERM));

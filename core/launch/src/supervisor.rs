@@ -1,5 +1,4 @@
-//! The parent of the ranks of one host: starts them, waits for them, and sees to it that they end
-//! together.
+//! The parent of the ranks of one host: starts them, waits for them, and ends all when one fails.
 
 use std::convert::Infallible;
 use std::net::Ipv4Addr;
@@ -9,19 +8,19 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::failure::{PEER_FAILED_EXIT_CODE, say};
-use super::handover::Handover;
-use super::launcher::threads_a_rank;
-use super::rank::Place;
-use super::signals::{self, Second};
+use super::failure::{PEER_FAILED_EXIT_CODE, eprint_lossy};
+use super::launcher::threads_per_rank;
+use super::rank::RankInfo;
+use super::rank_env::RankEnv;
+use super::signals::{self, SecondSignal};
 use crate::environment::Variables;
 use crate::{Error, Result};
 use fulgurite_store::{LostRank, StoreServer};
 
 /// The number of threads of rayon, and of candle with it.
 pub(super) const THREADS: &str = "RAYON_NUM_THREADS";
-/// How often the ranks are looked after.
-const LOOK: Duration = Duration::from_millis(15);
+/// How often the supervisor checks on its ranks.
+const POLL_INTERVAL: Duration = Duration::from_millis(15);
 /// How long ranks have to stop by themselves once one has failed.
 const GRACE: Duration = Duration::from_secs(2);
 /// How long they have after SIGTERM.
@@ -32,28 +31,28 @@ const TERM_GRACE: Duration = Duration::from_secs(2);
 /// # Errors
 /// Returns only if the ranks cannot be started; then none is left.
 pub(super) fn supervise(devices: usize, started: f64, variables: &Variables) -> Result<Infallible> {
-    signals::handle(Second::IsIgnored)?;
+    signals::handle(SecondSignal::Ignore)?;
     let job_id = format!("{}-{started:.6}", std::process::id());
     let address = (Ipv4Addr::LOCALHOST, 0).into();
-    let server = StoreServer::bind(address, &job_id, devices, LostRank::ParentTells)?;
+    let server = StoreServer::bind(address, &job_id, devices, LostRank::ParentReports)?;
     let mut ranks =
         Ranks { ranks: Vec::new(), server, failed: None, interrupted: None, killed: false };
     for rank in 0..devices {
-        let place = Place {
+        let info = RankInfo {
             rank,
             world_size: devices,
             local_rank: rank,
             local_world_size: devices,
             node_rank: 0,
         };
-        let handover = Handover {
+        let env = RankEnv {
             supervisor: std::process::id().cast_signed(),
             job_id: job_id.clone(),
             started,
-            place,
+            info,
             port: ranks.server.address().port(),
         };
-        match start(&handover, variables) {
+        match start(&env, variables) {
             Ok(process) => ranks.ranks.push(Rank { process, end: None, sentence: None }),
             Err(error) => {
                 ranks.signal_all(Signal::KILL);
@@ -67,19 +66,19 @@ pub(super) fn supervise(devices: usize, started: f64, variables: &Variables) -> 
     std::process::exit(code)
 }
 
-fn start(handover: &Handover, variables: &Variables) -> Result<Child> {
-    let Place { rank, world_size, .. } = handover.place;
+fn start(env: &RankEnv, variables: &Variables) -> Result<Child> {
+    let RankInfo { rank, world_size, .. } = env.info;
     let fail = |what: &str, e: std::io::Error| {
         Error::Launch(format!("cannot start rank {rank} of {world_size}: {what}: {e}"))
     };
     let program = std::env::current_exe().map_err(|e| fail("finding this program's file", e))?;
     let mut command = Command::new(&program);
     command.args(std::env::args_os().skip(1));
-    handover.set(&mut command);
+    env.set(&mut command);
     if !variables.is_set(THREADS) {
-        command.env(THREADS, threads_a_rank(world_size).to_string());
+        command.env(THREADS, threads_per_rank(world_size).to_string());
     }
-    // One reader at most.
+    // Only rank 0 reads the terminal.
     if rank > 0 {
         command.stdin(Stdio::null());
     }
@@ -89,48 +88,48 @@ fn start(handover: &Handover, variables: &Variables) -> Result<Child> {
 struct Ranks {
     ranks: Vec<Rank>,
     server: StoreServer,
-    /// The job's failure, since it was printed.
+    /// The job's failure, once it is printed.
     failed: Option<Failed>,
     /// The first signal that asked for an end.
     interrupted: Option<i32>,
-    /// A second one came.
+    /// A second signal came.
     killed: bool,
 }
 
 struct Rank {
     process: Child,
     end: Option<ExitStatus>,
-    /// What this process saw of the rank's end, if it was a bad one: `was killed by signal 9`.
+    /// How the rank ended, if it reported nothing and its end is a failure: `was killed by signal 9`.
     sentence: Option<String>,
 }
 
 struct Failed {
     rank: usize,
     since: Instant,
-    /// How often the others were told to go.
-    told: u8,
+    /// How many signals the other ranks were sent: none, SIGTERM, then SIGKILL.
+    signals_sent: u8,
 }
 
 impl Ranks {
     /// Waits until all ranks have ended; the exit code.
     fn run(&mut self) -> i32 {
         loop {
-            self.heed_signals();
+            self.handle_signals();
             for rank in 0..self.ranks.len() {
-                self.look_after(rank);
+                self.poll_rank(rank);
             }
-            self.announce();
+            self.print_failure();
             if self.ranks.iter().all(|rank| rank.end.is_some()) {
                 break;
             }
-            self.press();
-            std::thread::sleep(LOOK);
+            self.kill_stragglers();
+            std::thread::sleep(POLL_INTERVAL);
         }
-        self.announce_others();
+        self.print_other_failures();
         self.exit_code()
     }
 
-    fn heed_signals(&mut self) {
+    fn handle_signals(&mut self) {
         let Some(signal) = signals::take() else { return };
         let before = self.interrupted;
         if before.is_some() && signals::is_notice(signal) {
@@ -142,15 +141,15 @@ impl Ranks {
             return;
         }
         self.interrupted = Some(signal);
-        say("interrupted: the ranks finish their step; interrupt again to end them at once");
-        // A terminal signals all processes, `kill` just this one. Ranks don't mind twice.
-        self.signal_all(signals::to_pass_on(signal));
+        eprint_lossy(
+            "interrupted: the ranks finish their step; interrupt again to end them at once",
+        );
+        // A terminal signals all processes, `kill` only this one. Ranks ignore the second.
+        self.signal_all(signals::forwarded(signal));
     }
 
-    /// Notes the end of a rank, and tells the others if it was a bad one.
-    fn look_after(&mut self, rank: usize) {
-        let failure_known = !self.server.failures().is_empty();
-        let joined = self.server.has_joined(rank);
+    /// Records whether a rank has ended, and tells the other ranks if its end is a failure.
+    fn poll_rank(&mut self, rank: usize) {
         let this = &mut self.ranks[rank];
         if this.end.is_some() {
             return;
@@ -158,16 +157,19 @@ impl Ranks {
         let end = match this.process.try_wait() {
             Ok(None) => return,
             Ok(Some(end)) => end,
-            // Somebody else took its exit status (SIGCHLD ignored); it has ended for sure.
+            // Its exit status is not to be had (SIGCHLD is ignored), so it has ended.
             Err(_) => ExitStatus::from_raw(1 << 8),
         };
         this.end = Some(end);
+        // Asked after the rank has ended, so that what it reported before is known.
+        let failure_known = !self.server.failures().is_empty();
+        let joined = self.server.has_joined(rank);
         if self.killed {
             return;
         }
         let asked_to_end = self.interrupted.is_some();
         let sentence = match (end.code(), end.signal()) {
-            // The other ranks are waiting for it.
+            // The other ranks wait for it to join.
             (Some(0), _) if !joined => "ended before it had launched".to_owned(),
             (Some(0), _) => return,
             (Some(code), _) if is_interruption(code) => return,
@@ -177,8 +179,8 @@ impl Ranks {
             (None, Some(signal)) => format!("was killed by {}", signals::describe(signal)),
             (None, None) => format!("ended: {end}"),
         };
-        // What the rank itself reported says more, and stays. After a first failure, the end of
-        // others is its consequence.
+        // A failure that the rank itself reported says more. After a first failure, the ends of other
+        // ranks follow from it.
         if !failure_known {
             self.server.fail(rank, &format!("it {sentence}"));
             this.sentence = Some(sentence);
@@ -186,43 +188,43 @@ impl Ranks {
     }
 
     /// Prints the job's first failure, once.
-    fn announce(&mut self) {
+    fn print_failure(&mut self) {
         if self.failed.is_some() {
             return;
         }
         let Some((rank, message)) = self.server.failures().into_iter().next() else { return };
         match self.ranks.get(rank).and_then(|rank| rank.sentence.as_ref()) {
-            Some(sentence) => say(&format!("error: rank {rank} {sentence}")),
-            None => say(&format!("error: rank {rank} failed: {message}")),
+            Some(sentence) => eprint_lossy(&format!("error: rank {rank} {sentence}")),
+            None => eprint_lossy(&format!("error: rank {rank} failed: {message}")),
         }
-        self.failed = Some(Failed { rank, since: Instant::now(), told: 0 });
+        self.failed = Some(Failed { rank, since: Instant::now(), signals_sent: 0 });
     }
 
     /// Prints what other ranks reported besides, unless it is the same.
-    fn announce_others(&self) {
-        let mut said = Vec::new();
+    fn print_other_failures(&self) {
+        let mut printed = Vec::new();
         for (rank, message) in self.server.failures() {
-            if !said.is_empty() && !said.contains(&message) {
-                say(&format!("error: rank {rank} failed too: {message}"));
+            if !printed.is_empty() && !printed.contains(&message) {
+                eprint_lossy(&format!("error: rank {rank} failed too: {message}"));
             }
-            said.push(message);
+            printed.push(message);
         }
     }
 
     /// Ends ranks that do not end by themselves after a failure.
-    fn press(&mut self) {
+    fn kill_stragglers(&mut self) {
         let Some(failed) = &mut self.failed else { return };
-        let (elapsed, told) = (failed.since.elapsed(), failed.told);
-        if told == 0 && elapsed >= GRACE {
-            failed.told = 1;
+        let (elapsed, sent) = (failed.since.elapsed(), failed.signals_sent);
+        if sent == 0 && elapsed >= GRACE {
+            failed.signals_sent = 1;
             self.signal_all(Signal::TERM);
-        } else if told == 1 && elapsed >= GRACE + TERM_GRACE {
-            failed.told = 2;
+        } else if sent == 1 && elapsed >= GRACE + TERM_GRACE {
+            failed.signals_sent = 2;
             self.signal_all(Signal::KILL);
         }
     }
 
-    /// Signals the ranks that have not ended. Their process ids are still theirs: nobody else
+    /// Signals the ranks that have not ended. Their process ids are not reused yet: only this process
     /// waits for them.
     fn signal_all(&self, signal: Signal) {
         for rank in self.ranks.iter().filter(|rank| rank.end.is_none()) {
@@ -237,12 +239,12 @@ impl Ranks {
         let code = |end: ExitStatus| end.code().or(end.signal().map(|signal| 128 + signal));
         let codes = || self.ranks.iter().map(|rank| rank.end.and_then(code).unwrap_or(1));
         match &self.failed {
-            // A rank that reported a failure and then ended well, or only when pressed.
-            Some(Failed { rank, told, .. }) => match codes().nth(*rank) {
-                Some(code) if code != 0 && *told == 0 => code,
+            // 1 for a rank that reported a failure and then ended well, or only because of a signal.
+            Some(Failed { rank, signals_sent, .. }) => match codes().nth(*rank) {
+                Some(code) if code != 0 && *signals_sent == 0 => code,
                 _ => 1,
             },
-            // Each rank was interrupted for itself.
+            // Without a failure, a code other than 0 is of a rank that was interrupted by itself.
             None => codes().find(|code| *code != 0).unwrap_or(0),
         }
     }

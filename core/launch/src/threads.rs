@@ -11,9 +11,9 @@ pub(super) fn asked() -> Option<usize> {
     std::env::var(THREADS).ok()?.parse().ok().filter(|&n| n > 0)
 }
 
-/// Makes the calling thread one of `threads` that compute what it asks for: work that is too small to
-/// share, or for a rank with one thread, stays on it and waits for nobody. Other threads keep rayon's
-/// global pool, so that nobody waits for this one to compute.
+/// Makes the calling thread one of the `threads` of a pool for its own parallel work. Work that is too
+/// small to share stays on it, as all of it does if there is one thread. Other threads keep rayon's
+/// global pool, so that they do not wait for this one.
 ///
 /// Without effect on a thread that is in a pool already.
 pub(super) fn compute_here(threads: usize) {

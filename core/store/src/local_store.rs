@@ -11,14 +11,13 @@ use crate::{Error, Result};
 ///
 /// ```
 /// use std::time::Duration;
-/// use fulgurite_core::collective::Store;
-/// use fulgurite_core::launch::LocalStore;
+/// use fulgurite_store::{LocalStore, Store};
 ///
 /// let store = LocalStore::new();
 /// store.set("greeting", b"hello")?;
 /// assert_eq!(store.get("greeting", Duration::ZERO)?, b"hello");
 /// assert_eq!(store.add("ready", 1)?, 1);
-/// # Ok::<(), fulgurite_core::Error>(())
+/// # Ok::<(), fulgurite_store::Error>(())
 /// ```
 pub struct LocalStore {
     table: Table,

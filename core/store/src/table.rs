@@ -4,15 +4,15 @@ use std::collections::HashMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The job's failures: the rank and what it said.
+/// A failure of the job: the rank and its message.
 pub(super) type Failure = (usize, String);
 
 /// Why a wait ended without a value.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Refusal {
-    /// The time is over.
+    /// The timeout passed.
     Timeout,
-    /// A rank failed: waiting longer is in vain.
+    /// A rank failed, so the value will not come.
     Failed(Failure),
     /// The store was closed.
     Closed,
@@ -23,7 +23,7 @@ pub(super) enum Refusal {
 pub(super) struct Member {
     /// It connected.
     pub(super) joined: bool,
-    /// It said that it will not take part any longer, so losing it is no failure.
+    /// It said goodbye, so the end of its connection is no failure.
     pub(super) left: bool,
     /// Its connection ended.
     pub(super) lost: bool,
@@ -43,9 +43,19 @@ pub(super) struct State {
     /// In the order they became known; the first is the job's.
     pub(super) failures: Vec<Failure>,
     pub(super) members: Vec<Member>,
-    /// The hosting process will take no further part (see [`Member::left`]).
+    /// The hosting process said goodbye (as [`Member::left`]).
     pub(super) host_left: bool,
     pub(super) closed: bool,
+}
+
+impl State {
+    /// Why there is nothing to wait for any more, if so.
+    pub(super) fn refusal(&self) -> Option<Refusal> {
+        match self.failures.first() {
+            Some(failure) => Some(Refusal::Failed(failure.clone())),
+            None => self.closed.then_some(Refusal::Closed),
+        }
+    }
 }
 
 impl Table {
@@ -66,7 +76,7 @@ impl Table {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the state and wakes all who wait.
+    /// Changes the state and wakes all waiting threads.
     pub(super) fn change<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
         let result = change(&mut self.read());
         self.changed.notify_all();
@@ -94,28 +104,17 @@ impl Table {
         }
     }
 
-    /// As [`wait`](Self::wait), ending early on a failure or when the store closes.
-    pub(super) fn wait_or_fail<R>(
-        &self,
-        timeout: Duration,
-        mut ready: impl FnMut(&State) -> Option<R>,
-    ) -> Result<R, Refusal> {
-        self.wait(timeout, |state| match ready(state) {
-            Some(result) => Some(Ok(result)),
-            None => match state.failures.first() {
-                Some(failure) => Some(Err(Refusal::Failed(failure.clone()))),
-                None => state.closed.then_some(Err(Refusal::Closed)),
-            },
-        })
-        .unwrap_or(Err(Refusal::Timeout))
-    }
-
     pub(super) fn set(&self, key: &str, value: &[u8]) {
         self.change(|state| state.values.insert(key.to_owned(), value.to_owned()));
     }
 
     pub(super) fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, Refusal> {
-        self.wait_or_fail(timeout, |state| state.values.get(key).cloned())
+        // A value that is there is given, also after a failure.
+        self.wait(timeout, |state| match state.values.get(key) {
+            Some(value) => Some(Ok(value.clone())),
+            None => state.refusal().map(Err),
+        })
+        .unwrap_or(Err(Refusal::Timeout))
     }
 
     /// The error is the value that is no integer.
@@ -134,7 +133,7 @@ impl Table {
         })
     }
 
-    /// Records a failure and returns the job's first. A rank's later words do not replace its first.
+    /// Records a failure and returns the job's first. A rank's later reports do not replace its first.
     pub(super) fn fail(&self, rank: usize, message: &str) -> Failure {
         self.change(|state| {
             if state.failures.iter().all(|(other, _)| *other != rank) {

@@ -1,9 +1,9 @@
 //! Process groups: what ranks say to each other.
 //!
-//! [`ProcessGroup`] is the seam that transports implement; [`Solo`] is the group of one rank, which
-//! communicates nothing; [`Counting`] wraps any group and counts calls and bytes; [`Store`] is the
-//! small key-value store over which ranks find each other. [`check`] has the argument checks that all
-//! transports share.
+//! [`ProcessGroup`] is the trait that transports implement, and [`ProcessGroupConfig`] is what makes one
+//! from a configuration; [`Solo`] is the group of one rank, which communicates nothing; [`Counting`]
+//! wraps any group and counts calls and bytes. [`check`] has the argument checks that all transports
+//! share. Ranks find each other over a job's [`Store`](crate::launch::Store).
 
 pub mod check;
 mod counting;

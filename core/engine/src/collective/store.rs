@@ -1,4 +1,4 @@
-//! How a transport is configured, and what it is built from.
+//! How a transport is configured, and what it needs to connect the ranks.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ pub struct GroupContext {
     pub rank: usize,
     /// Number of processes of the job.
     pub world_size: usize,
-    /// This process's place on its host.
+    /// This process's rank among those of its host.
     pub local_rank: usize,
     /// Number of the job's processes on this host.
     pub local_world_size: usize,

@@ -5,13 +5,13 @@ use std::fmt::Debug;
 use super::Variables;
 use crate::{Error, Result};
 
-/// This process's place in its job. Nothing here communicates.
+/// Which rank of its job this process is. Nothing here communicates.
 pub trait ClusterEnvironment: Debug + Send + Sync {
     /// The `type` tag of the [`EnvironmentConfig`] that built it.
     fn name(&self) -> &'static str;
 
-    /// Whether someone else starts all processes of the job. If not, this process is alone and the
-    /// launcher starts the other ranks.
+    /// Whether all processes of the job are started from outside (`torchrun`, `srun`). If not, this
+    /// process is alone and [`launch`](crate::launch()) starts the other ranks.
     fn creates_processes_externally(&self) -> bool;
 
     /// Number of processes of the job, at least 1.
@@ -20,13 +20,13 @@ pub trait ClusterEnvironment: Debug + Send + Sync {
     /// This process's rank, below [`world_size`](Self::world_size).
     fn global_rank(&self) -> usize;
 
-    /// This process's place among those of its node.
+    /// This process's rank among those of its node.
     fn local_rank(&self) -> usize;
 
     /// Number of the job's processes on this node.
     fn local_world_size(&self) -> usize;
 
-    /// This node's place among the job's nodes.
+    /// This node's rank among the job's nodes.
     fn node_rank(&self) -> usize;
 
     /// Host name or address of rank 0, which hosts the store.
@@ -35,16 +35,17 @@ pub trait ClusterEnvironment: Debug + Send + Sync {
     /// The TCP port of rank 0's store. It must be free on that host.
     fn main_port(&self) -> u16;
 
-    /// What tells this job from others: the same on all its ranks, different for another job that
-    /// might meet it on the same port, as far as the launcher lets one know.
+    /// The job's id: the same on all its ranks, and, as far as the launcher's variables allow, another
+    /// one for a job that could take the same port.
     fn job_id(&self) -> String;
 
-    /// Checks that the configured `devices` (ranks a node) and `num_nodes` are what was started.
+    /// Checks that as many ranks were started as the configured `devices` (ranks on each node) and
+    /// `num_nodes` make.
     ///
     /// # Errors
     /// [`Error::Launch`], with both numbers.
     fn validate_settings(&self, devices: usize, num_nodes: usize) -> Result<()> {
-        let (asked, started) = (devices * num_nodes, self.world_size());
+        let (asked, started) = (devices.saturating_mul(num_nodes), self.world_size());
         if asked == started {
             return Ok(());
         }
@@ -64,14 +65,15 @@ pub trait ClusterEnvironment: Debug + Send + Sync {
 /// alone, since that is how [`detect`](super::detect()) makes the candidates.
 #[typetag::serde(tag = "type")]
 pub trait EnvironmentConfig: Debug + Send + Sync {
-    /// Candidates are asked in descending order. 0 is in the middle; a fallback that always answers
-    /// is far below.
+    /// Environments are asked in descending order of priority. 0 is in the middle; a fallback that
+    /// recognises any variables is far below.
     fn priority(&self) -> i32 {
         0
     }
 
-    /// Whether these variables are this launcher's. Partly set ones should count, so that
-    /// [`build`](Self::build) can say what is missing instead of a job running as many single ones.
+    /// Whether these variables are this launcher's. A part of them should be enough: then
+    /// [`build`](Self::build) names those that are missing, and the job does not run as many jobs of one
+    /// rank.
     fn detect(&self, variables: &Variables) -> bool;
 
     /// Reads the variables.
@@ -86,3 +88,53 @@ fulgurite_config::plugin_kind!(
     crate::registry::kind::ENVIRONMENT,
     "trainer.environment"
 );
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A rank of two that were started from outside.
+    #[derive(Debug)]
+    struct Started;
+
+    impl ClusterEnvironment for Started {
+        fn name(&self) -> &'static str {
+            "started"
+        }
+        fn creates_processes_externally(&self) -> bool {
+            true
+        }
+        fn world_size(&self) -> usize {
+            2
+        }
+        fn global_rank(&self) -> usize {
+            0
+        }
+        fn local_rank(&self) -> usize {
+            0
+        }
+        fn local_world_size(&self) -> usize {
+            2
+        }
+        fn node_rank(&self) -> usize {
+            0
+        }
+        fn main_address(&self) -> String {
+            "127.0.0.1".to_owned()
+        }
+        fn main_port(&self) -> u16 {
+            29500
+        }
+        fn job_id(&self) -> String {
+            "job".to_owned()
+        }
+    }
+
+    #[test]
+    fn numbers_of_ranks_that_overflow_are_not_what_was_started() {
+        Started.validate_settings(1, 2).unwrap();
+        insta::assert_snapshot!(Started.validate_settings(3, 1).unwrap_err(), @"launch: trainer.devices = 3 and trainer.num_nodes = 1 make 3 ranks, but the `started` environment started 2. Change the configuration or the number of processes that are started");
+        // In wrapping arithmetic this makes 2.
+        assert!(Started.validate_settings((1 << 63) + 1, 2).is_err());
+    }
+}

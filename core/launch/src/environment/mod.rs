@@ -1,12 +1,13 @@
-//! Cluster environments: who am I among the processes of a job.
+//! Cluster environments: which rank of its job this process is.
 //!
-//! Whoever starts the processes of a job (a batch scheduler, an elastic agent, nobody) tells each
-//! of them its rank through environment variables. A [`ClusterEnvironment`] is the answer; an
+//! What starts the processes of a job (a batch scheduler, an elastic agent) tells each of them its
+//! rank through environment variables. A [`ClusterEnvironment`] is the answer; an
 //! [`EnvironmentConfig`] is the plugin that recognises one launcher's variables and reads them.
 //!
 //! ```
-//! use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
-//! use fulgurite_core::{Result, register_environment};
+//! use fulgurite_launch::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
+//! use fulgurite_config::register_environment;
+//! use fulgurite_launch::Result;
 //! use serde::{Deserialize, Serialize};
 //!
 //! /// Ranks that a home-made script starts with `MY_RANK=r MY_SIZE=n`.
@@ -43,9 +44,9 @@
 //! }
 //!
 //! let variables = Variables::from([("MY_RANK", "1"), ("MY_SIZE", "2")]);
-//! let found = fulgurite_core::environment::detect(&variables)?.unwrap();
+//! let found = fulgurite_launch::environment::detect(&variables)?.unwrap();
 //! assert_eq!(found.build(&variables)?.global_rank(), 1);
-//! # Ok::<(), fulgurite_core::Error>(())
+//! # Ok::<(), fulgurite_launch::Error>(())
 //! ```
 
 mod cluster;

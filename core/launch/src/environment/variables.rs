@@ -22,7 +22,7 @@ impl Variables {
         self.0.get(name).map(String::as_str)
     }
 
-    /// Whether `name` is set, if only to nothing.
+    /// Whether `name` is set, be it to an empty value.
     pub fn is_set(&self, name: &str) -> bool {
         self.0.contains_key(name)
     }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::protocol::{FrameReader, Greeting, Incoming, Purpose, Reply, Request, write_frame};
+use super::protocol::{Greeting, Incoming, Purpose, Reader, Reply, Request, send, send_frame};
 use super::{ANSWER, HEARTBEAT, Identity, SILENT_HEARTBEATS, WITHOUT_A_WORD};
 use crate::Store;
 use crate::local_store::not_an_integer;
@@ -20,11 +20,11 @@ use crate::{Error, Result};
 pub struct TcpStore {
     server: Server,
     /// Connections that no request is using.
-    idle: Mutex<Vec<TcpStream>>,
+    idle: Mutex<Vec<Reader<TcpStream>>>,
     health: Arc<Health>,
 }
 
-/// Where the server is, and who asks.
+/// Where the server is, and which rank connects to it.
 #[derive(Clone)]
 struct Server {
     host: String,
@@ -34,6 +34,7 @@ struct Server {
 
 /// What the health connection brought.
 struct Health {
+    /// To write to; the thread that watches has the reader.
     stream: TcpStream,
     failure: Mutex<Option<Failure>>,
     changed: Condvar,
@@ -52,9 +53,9 @@ impl TcpStore {
         let server = Server { host: host.to_owned(), port, identity };
         let deadline = deadline(timeout);
         let mut pause = Duration::from_millis(10);
-        let stream = loop {
+        let reader = loop {
             match server.open(Purpose::Health, deadline) {
-                Ok(stream) => break stream,
+                Ok(reader) => break reader,
                 Err(Unopened::Never(error)) => return Err(error),
                 Err(Unopened::NotYet(why)) => {
                     if Instant::now() + pause >= deadline {
@@ -69,8 +70,9 @@ impl TcpStore {
             std::thread::sleep(pause);
             pause = (pause * 2).min(Duration::from_millis(500));
         };
+        let stream = reader.stream().try_clone();
         let health = Arc::new(Health {
-            stream,
+            stream: stream.map_err(|e| server.error(&e.to_string()))?,
             failure: Mutex::default(),
             changed: Condvar::new(),
             host_left: AtomicBool::new(false),
@@ -80,7 +82,7 @@ impl TcpStore {
         std::thread::Builder::new()
             .name("store-health".into())
             .stack_size(256 << 10)
-            .spawn(move || for_thread.watch())
+            .spawn(move || for_thread.watch(reader))
             .map_err(|e| server.error(&format!("no thread to watch its health: {e}")))?;
         Ok(Self { server, idle: Mutex::default(), health })
     }
@@ -93,11 +95,15 @@ impl TcpStore {
         let request = Request::WaitForAll { timeout_ms: millis(timeout) };
         match self.request(&request, timeout.saturating_add(ANSWER))? {
             Reply::Done => Ok(()),
-            Reply::Refused(missing) => Err(Error::Launch(format!(
-                "after {timeout:?} these of {} ranks have not come: {missing}. Check that they \
-                 were started and what they say",
-                self.server.identity.world_size
-            ))),
+            Reply::Missing(ranks) => {
+                let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
+                Err(Error::Launch(format!(
+                    "after {timeout:?} these of {} ranks have not come: {}. Check that they were \
+                     started and what they say",
+                    self.server.identity.world_size,
+                    ranks.join(", ")
+                )))
+            }
             other => Err(self.unexpected(other)),
         }
     }
@@ -105,7 +111,7 @@ impl TcpStore {
     /// Tells the server whether this rank's end would be a failure (no, once it left).
     pub fn set_left(&self, left: bool) {
         // If the server is gone there is nobody to tell.
-        let _ = write_frame(&self.health.stream, &Request::Left(left).encode());
+        let _ = send(&self.health.stream, &Request::Left(left));
     }
 
     /// Waits up to `timeout` for the job's failure to be known.
@@ -121,22 +127,21 @@ impl TcpStore {
     fn request(&self, request: &Request, within: Duration) -> Result<Reply> {
         let deadline = deadline(within);
         let idle = self.idle().pop();
-        let stream = match idle {
-            Some(stream) => stream,
+        let mut reader = match idle {
+            Some(reader) => reader,
             None => match self.server.open(Purpose::Requests, deadline) {
-                Ok(stream) => stream,
+                Ok(reader) => reader,
                 Err(Unopened::Never(error)) => return Err(error),
                 Err(Unopened::NotYet(why)) => return Err(self.broken(&why)),
             },
         };
-        if let Err(e) = write_frame(&stream, &request.encode()) {
+        if let Err(e) = send(reader.stream(), request) {
             return Err(self.broken(&e.to_string()));
         }
-        let mut reader = FrameReader::new(&stream);
-        let bytes = loop {
+        let reply = loop {
             match reader.next() {
-                Incoming::Frame(bytes) => break bytes,
-                // The answer may never come if a host died silently; the health connection knows.
+                Incoming::Message(reply) => break reply,
+                // If the server's host died silently no answer comes; the health connection notices.
                 Incoming::Idle => {
                     if let Some((rank, message)) = self.failure() {
                         return Err(Error::PeerFailed { rank, message });
@@ -149,18 +154,15 @@ impl TcpStore {
                 Incoming::Garbage => return Err(self.broken("its answer makes no sense")),
             }
         };
-        let Some(reply) = Reply::decode(&bytes) else {
-            return Err(self.broken("its answer makes no sense"));
-        };
-        self.idle().push(stream);
+        self.idle().push(reader);
         if let Reply::Failed { rank, message } = &reply {
-            self.health.set_failure((*rank as usize, message.clone()));
+            self.health.set_failure((*rank, message.clone()));
         }
         Ok(reply)
     }
 
-    /// The error of a request that got no answer: that of the rank behind it, if one is known in a
-    /// moment.
+    /// The error of a request that got no answer: the failure of the rank that is the cause, if one
+    /// becomes known within a second.
     fn broken(&self, why: &str) -> Error {
         match self.wait_for_failure(Duration::from_secs(1)) {
             Some((rank, message)) => Error::PeerFailed { rank, message },
@@ -173,13 +175,13 @@ impl TcpStore {
 
     fn unexpected(&self, reply: Reply) -> Error {
         match reply {
-            Reply::Failed { rank, message } => Error::PeerFailed { rank: rank as usize, message },
+            Reply::Failed { rank, message } => Error::PeerFailed { rank, message },
             Reply::Refused(why) => self.server.error(&why),
             other => self.server.error(&format!("an unexpected answer: {other:?}")),
         }
     }
 
-    fn idle(&self) -> MutexGuard<'_, Vec<TcpStream>> {
+    fn idle(&self) -> MutexGuard<'_, Vec<Reader<TcpStream>>> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -221,7 +223,7 @@ impl Store for TcpStore {
     }
 
     fn report_failure(&self, message: &str) -> Result<()> {
-        // Less patience than usual: this process is about to end.
+        // A shorter wait than usual: this process is about to end.
         match self.request(&Request::Fail { message: message.to_owned() }, ANSWER / 4)? {
             Reply::Failed { .. } => Ok(()),
             other => Err(self.unexpected(other)),
@@ -247,9 +249,10 @@ impl Server {
         Error::Launch(format!("rank {}, store at {host}:{port}: {why}", identity.rank))
     }
 
-    fn open(&self, purpose: Purpose, deadline: Instant) -> Result<TcpStream, Unopened> {
+    /// Connects and is admitted.
+    fn open(&self, purpose: Purpose, deadline: Instant) -> Result<Reader<TcpStream>, Unopened> {
         let not_yet = |e: io::Error| Unopened::NotYet(e.to_string());
-        // Resolved every time: a host's name may come up with the host.
+        // Resolved every time: a host's name may become known only when the host is up.
         let addresses = (self.host.as_str(), self.port).to_socket_addrs().map_err(|e| {
             Unopened::NotYet(format!("the name `{}` has no address: {e}", self.host))
         })?;
@@ -267,7 +270,8 @@ impl Server {
         stream.set_read_timeout(Some(HEARTBEAT)).map_err(not_yet)?;
         stream.set_write_timeout(Some(ANSWER)).map_err(not_yet)?;
         let greeting = Greeting { identity: self.identity.clone(), purpose };
-        write_frame(&stream, &greeting.encode()).map_err(not_yet)?;
+        let greeting = greeting.encode().map_err(not_yet)?;
+        send_frame(&stream, &greeting).map_err(not_yet)?;
         let stranger = || {
             Unopened::Never(self.error(
                 "something answers there that is not a Fulgurite store. If another program has \
@@ -275,15 +279,13 @@ impl Server {
             ))
         };
         let patience = deadline.min(Instant::now() + ANSWER);
-        match FrameReader::new(&stream).next_before(patience) {
-            Incoming::Frame(bytes) => match Reply::decode(&bytes) {
-                Some(Reply::Done) => Ok(stream),
-                Some(Reply::Refused(why)) => {
-                    Err(Unopened::Never(self.error(&format!("it refuses this process: {why}"))))
-                }
-                _ => Err(stranger()),
-            },
-            Incoming::Garbage => Err(stranger()),
+        let mut reader = Reader::new(stream);
+        match reader.next_before(patience) {
+            Incoming::Message(Reply::Done) => Ok(reader),
+            Incoming::Message(Reply::Refused(why)) => {
+                Err(Unopened::Never(self.error(&format!("it refuses this process: {why}"))))
+            }
+            Incoming::Message(_) | Incoming::Garbage => Err(stranger()),
             Incoming::Closed => Err(Unopened::NotYet("it closed the connection".into())),
             Incoming::Idle => {
                 Err(Unopened::NotYet("something listens there but does not answer".into()))
@@ -304,22 +306,21 @@ impl Health {
     }
 
     /// Reads the health connection, and sends signs of life, until it ends.
-    fn watch(&self) {
+    fn watch(&self, mut reader: Reader<TcpStream>) {
         let same_host = self.stream.peer_addr().is_ok_and(|peer| peer.ip().is_loopback());
-        let mut reader = FrameReader::new(&self.stream);
         let mut silent = 0;
         let mut sent = Instant::now();
         while same_host || silent < SILENT_HEARTBEATS {
             let message = match reader.next() {
-                Incoming::Frame(bytes) => Reply::decode(&bytes),
+                Incoming::Message(message) => Some(message),
                 Incoming::Idle => None,
                 Incoming::Closed | Incoming::Garbage => break,
             };
             silent = if message.is_some() { 0 } else { silent + 1 };
             match message {
                 Some(Reply::Failed { rank, message }) => {
-                    self.set_failure((rank as usize, message));
-                    let _ = write_frame(&self.stream, &Request::Told.encode());
+                    self.set_failure((rank, message));
+                    let _ = send(&self.stream, &Request::Told);
                 }
                 Some(Reply::HostLeft(left)) => self.host_left.store(left, Ordering::Relaxed),
                 _ => {}
@@ -327,7 +328,7 @@ impl Health {
             if sent.elapsed() >= HEARTBEAT {
                 sent = Instant::now();
                 // A broken connection shows when it is read.
-                let _ = write_frame(&self.stream, &Request::Ping.encode());
+                let _ = send(&self.stream, &Request::Ping);
             }
         }
         if !self.closing.load(Ordering::Relaxed) && !self.host_left.load(Ordering::Relaxed) {

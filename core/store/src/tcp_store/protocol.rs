@@ -1,37 +1,39 @@
-//! What goes over the wire: frames of a little-endian `u32` length and that many bytes, the first
-//! of which says what it is.
+//! What goes over the wire: frames of a little-endian `u32` length and that many bytes, each a
+//! message in [postcard](https://postcard.jamesmunns.com)'s format.
 
 use std::io::{self, Read, Write};
-use std::net::TcpStream;
 use std::time::Instant;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 use super::Identity;
 
 /// First bytes of a greeting, before anything else is read.
 const MAGIC: &[u8; 8] = b"FULGSTOR";
 /// Changes with every change of what goes over the wire.
-pub(super) const VERSION: u16 = 1;
+pub(super) const VERSION: u16 = 2;
 /// Control messages are small; anything above is not of this protocol.
 const MAX_FRAME: usize = 64 << 20;
 /// A greeting is smaller still, so that a stray connection cannot make the server allocate.
-pub(super) const MAX_GREETING: usize = 4096;
+const MAX_GREETING: usize = 4096;
 
 /// What a connection is for.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(super) enum Purpose {
     Requests,
     Health,
 }
 
-/// The first frame of a client.
-#[derive(Debug, PartialEq)]
+/// The first frame of a client: [`MAGIC`], [`VERSION`], and this message.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Greeting {
     pub(super) identity: Identity,
     pub(super) purpose: Purpose,
 }
 
-/// A client's frames.
-#[derive(Debug, Clone, PartialEq)]
+/// What a client sends after its greeting.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum Request {
     Set {
         key: String,
@@ -60,16 +62,18 @@ pub(super) enum Request {
     Told,
 }
 
-/// A server's frames.
-#[derive(Debug, Clone, PartialEq)]
+/// What a server sends.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum Reply {
     Done,
     Value(Vec<u8>),
     Number(i64),
     Timeout,
+    /// These ranks have not joined in time.
+    Missing(Vec<usize>),
     /// In answer to a request, or unasked on a health connection.
     Failed {
-        rank: u64,
+        rank: usize,
         message: String,
     },
     /// The request or greeting makes no sense; in the server's words.
@@ -81,221 +85,131 @@ pub(super) enum Reply {
 }
 
 impl Greeting {
-    pub(super) fn encode(&self) -> Vec<u8> {
-        let mut out = MAGIC.to_vec();
-        out.extend(VERSION.to_le_bytes());
-        out.push(matches!(self.purpose, Purpose::Health).into());
-        out.extend((self.identity.rank as u64).to_le_bytes());
-        out.extend((self.identity.world_size as u64).to_le_bytes());
-        put_bytes(&mut out, self.identity.job_id.as_bytes());
-        out
+    /// The body of its frame.
+    pub(super) fn encode(&self) -> io::Result<Vec<u8>> {
+        let mut body = MAGIC.to_vec();
+        body.extend(VERSION.to_le_bytes());
+        body.extend(encode(self)?);
+        Ok(body)
     }
 
     /// The error is what to tell the stranger.
-    pub(super) fn decode(bytes: &[u8]) -> Result<Self, String> {
-        let mut rest = Fields(bytes);
-        if rest.take(MAGIC.len()) != Some(MAGIC) {
+    pub(super) fn decode(body: &[u8]) -> Result<Self, String> {
+        let Some(rest) = body.strip_prefix(MAGIC) else {
             return Err("this is a Fulgurite store, and that was no greeting of its client".into());
-        }
-        let version = rest.u16().unwrap_or_default();
+        };
+        let (version, rest) = rest.split_first_chunk().ok_or("the greeting is cut off")?;
+        let version = u16::from_le_bytes(*version);
         if version != VERSION {
             return Err(format!(
                 "the store speaks version {VERSION} of its protocol, this client version \
                  {version}: all ranks must run the same build of the program"
             ));
         }
-        let parsed = (|| {
-            let purpose = if rest.u8()? == 0 { Purpose::Requests } else { Purpose::Health };
-            let rank = usize::try_from(rest.u64()?).ok()?;
-            let world_size = usize::try_from(rest.u64()?).ok()?;
-            let job_id = rest.string()?;
-            Some(Self { identity: Identity { job_id, rank, world_size }, purpose })
-        })();
-        parsed.ok_or_else(|| "the greeting is cut off".into())
+        decode(rest).ok_or_else(|| "the greeting is cut off or has the wrong form".into())
     }
 }
 
-impl Request {
-    pub(super) fn encode(&self) -> Vec<u8> {
-        let mut out = Vec::new();
-        match self {
-            Self::Set { key, value } => {
-                out.push(0);
-                put_bytes(&mut out, key.as_bytes());
-                put_bytes(&mut out, value);
-            }
-            Self::Get { key, timeout_ms } => {
-                out.push(1);
-                put_bytes(&mut out, key.as_bytes());
-                out.extend(timeout_ms.to_le_bytes());
-            }
-            Self::Add { key, amount } => {
-                out.push(2);
-                put_bytes(&mut out, key.as_bytes());
-                out.extend(amount.to_le_bytes());
-            }
-            Self::Fail { message } => {
-                out.push(3);
-                put_bytes(&mut out, message.as_bytes());
-            }
-            Self::WaitForAll { timeout_ms } => {
-                out.push(4);
-                out.extend(timeout_ms.to_le_bytes());
-            }
-            Self::Ping => out.push(5),
-            Self::Left(left) => out.extend([6, (*left).into()]),
-            Self::Told => out.push(7),
-        }
-        out
-    }
+/// The body of a message's frame.
+fn encode(message: &impl Serialize) -> io::Result<Vec<u8>> {
+    postcard::to_stdvec(message).map_err(io::Error::other)
+}
 
-    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
-        let mut rest = Fields(bytes);
-        Some(match rest.u8()? {
-            0 => Self::Set { key: rest.string()?, value: rest.bytes()?.to_vec() },
-            1 => Self::Get { key: rest.string()?, timeout_ms: rest.u64()? },
-            2 => Self::Add { key: rest.string()?, amount: rest.u64()?.cast_signed() },
-            3 => Self::Fail { message: rest.string()? },
-            4 => Self::WaitForAll { timeout_ms: rest.u64()? },
-            5 => Self::Ping,
-            6 => Self::Left(rest.u8()? != 0),
-            7 => Self::Told,
-            _ => return None,
-        })
+/// The message that `body` is, no more and no less.
+fn decode<T: DeserializeOwned>(body: &[u8]) -> Option<T> {
+    match postcard::take_from_bytes(body) {
+        Ok((message, [])) => Some(message),
+        _ => None,
     }
 }
 
-impl Reply {
-    pub(super) fn encode(&self) -> Vec<u8> {
-        let mut out = Vec::new();
-        match self {
-            Self::Done => out.push(0),
-            Self::Value(value) => {
-                out.push(1);
-                put_bytes(&mut out, value);
-            }
-            Self::Number(number) => {
-                out.push(2);
-                out.extend(number.to_le_bytes());
-            }
-            Self::Timeout => out.push(3),
-            Self::Failed { rank, message } => {
-                out.push(4);
-                out.extend(rank.to_le_bytes());
-                put_bytes(&mut out, message.as_bytes());
-            }
-            Self::Refused(message) => {
-                out.push(5);
-                put_bytes(&mut out, message.as_bytes());
-            }
-            Self::Ping => out.push(6),
-            Self::HostLeft(left) => out.extend([7, (*left).into()]),
-        }
-        out
-    }
-
-    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
-        let mut rest = Fields(bytes);
-        Some(match rest.u8()? {
-            0 => Self::Done,
-            1 => Self::Value(rest.bytes()?.to_vec()),
-            2 => Self::Number(rest.u64()?.cast_signed()),
-            3 => Self::Timeout,
-            4 => Self::Failed { rank: rest.u64()?, message: rest.string()? },
-            5 => Self::Refused(rest.string()?),
-            6 => Self::Ping,
-            7 => Self::HostLeft(rest.u8()? != 0),
-            _ => return None,
-        })
-    }
+/// Sends one message.
+pub(super) fn send(stream: impl Write, message: &impl Serialize) -> io::Result<()> {
+    send_frame(stream, &encode(message)?)
 }
 
-fn put_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
-    out.extend((bytes.len() as u64).to_le_bytes());
-    out.extend(bytes);
-}
-
-/// What of a frame is still to be read.
-struct Fields<'a>(&'a [u8]);
-
-impl<'a> Fields<'a> {
-    fn take(&mut self, n: usize) -> Option<&'a [u8]> {
-        let (head, tail) = self.0.split_at_checked(n)?;
-        self.0 = tail;
-        Some(head)
-    }
-
-    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
-        self.take(N)?.try_into().ok()
-    }
-
-    fn u8(&mut self) -> Option<u8> {
-        self.array().map(|[byte]| byte)
-    }
-
-    fn u16(&mut self) -> Option<u16> {
-        self.array().map(u16::from_le_bytes)
-    }
-
-    fn u64(&mut self) -> Option<u64> {
-        self.array().map(u64::from_le_bytes)
-    }
-
-    fn bytes(&mut self) -> Option<&'a [u8]> {
-        let len = usize::try_from(self.u64()?).ok()?;
-        self.take(len)
-    }
-
-    fn string(&mut self) -> Option<String> {
-        Some(String::from_utf8_lossy(self.bytes()?).into_owned())
-    }
-}
-
-/// Writes one frame with one system call, so that frames of two threads do not mix.
-pub(super) fn write_frame(mut stream: &TcpStream, body: &[u8]) -> io::Result<()> {
+/// Writes one frame, in one call: what two threads write at the same time does not mix as long as
+/// the socket's buffer takes each whole. Where two threads write, frames are small.
+pub(super) fn send_frame(mut stream: impl Write, body: &[u8]) -> io::Result<()> {
     if body.len() > MAX_FRAME {
         return Err(io::Error::other(format!(
-            "a value of {} bytes is too large for the store, which takes control messages only",
+            "a message of {} bytes is too large for the store, which takes {MAX_FRAME} bytes at \
+             most",
             body.len()
         )));
     }
-    let mut frame = (body.len() as u32).to_le_bytes().to_vec();
+    let mut frame = Vec::with_capacity(4 + body.len());
+    frame.extend((body.len() as u32).to_le_bytes());
     frame.extend(body);
     stream.write_all(&frame)
 }
 
 /// What reading brought.
 #[derive(Debug, PartialEq)]
-pub(super) enum Incoming {
-    Frame(Vec<u8>),
+pub(super) enum Incoming<T> {
+    Message(T),
     /// The stream's read timeout passed. What came of a frame is kept.
     Idle,
     /// The other side ended or broke the connection.
     Closed,
-    /// This is no frame of the protocol.
+    /// This is no message of the protocol.
     Garbage,
 }
 
-/// Reads frames from a stream that has a read timeout.
-pub(super) struct FrameReader<'a> {
-    stream: &'a TcpStream,
+/// The reading half of a connection whose stream has a read timeout. One read may bring several
+/// messages, or a part of one: the rest stays in here, so a connection has one reader all its life.
+pub(super) struct Reader<S> {
+    stream: S,
     buffer: Vec<u8>,
     max: usize,
 }
 
-impl<'a> FrameReader<'a> {
-    pub(super) fn new(stream: &'a TcpStream) -> Self {
+impl<S: Read> Reader<S> {
+    /// A reader at the client's end of a new connection.
+    pub(super) fn new(stream: S) -> Self {
         Self { stream, buffer: Vec::new(), max: MAX_FRAME }
     }
 
-    /// Refuses frames above `max` bytes.
-    pub(super) fn with_max(mut self, max: usize) -> Self {
-        self.max = max;
-        self
+    /// A reader at the server's end, and the greeting that it reads first; of a small size only.
+    pub(super) fn greeted(
+        stream: S,
+        deadline: Instant,
+    ) -> (Self, Incoming<Result<Greeting, String>>) {
+        let mut reader = Self { max: MAX_GREETING, ..Self::new(stream) };
+        let frame = until(deadline, || reader.frame());
+        reader.max = MAX_FRAME;
+        let greeting = match frame {
+            Incoming::Message(body) => Incoming::Message(Greeting::decode(&body)),
+            // Something spoke, if not our language. It is told who answers.
+            Incoming::Garbage => Incoming::Message(Greeting::decode(&[])),
+            Incoming::Idle => Incoming::Idle,
+            Incoming::Closed => Incoming::Closed,
+        };
+        (reader, greeting)
     }
 
-    /// The next frame, [`Incoming::Idle`] each time the stream's read timeout passes.
-    pub(super) fn next(&mut self) -> Incoming {
+    /// The stream, to write to.
+    pub(super) fn stream(&self) -> &S {
+        &self.stream
+    }
+
+    /// The next message, [`Incoming::Idle`] each time the stream's read timeout passes.
+    pub(super) fn next<T: DeserializeOwned>(&mut self) -> Incoming<T> {
+        match self.frame() {
+            Incoming::Message(body) => decode(&body).map_or(Incoming::Garbage, Incoming::Message),
+            Incoming::Idle => Incoming::Idle,
+            Incoming::Closed => Incoming::Closed,
+            Incoming::Garbage => Incoming::Garbage,
+        }
+    }
+
+    /// The next message; [`Incoming::Idle`] once `deadline` has passed.
+    pub(super) fn next_before<T: DeserializeOwned>(&mut self, deadline: Instant) -> Incoming<T> {
+        until(deadline, || self.next())
+    }
+
+    /// The body of the next frame. Memory grows with what arrives, not with what a length claims.
+    fn frame(&mut self) -> Incoming<Vec<u8>> {
         loop {
             if let Some((len, rest)) = self.buffer.split_first_chunk::<4>() {
                 let len = u32::from_le_bytes(*len) as usize;
@@ -303,9 +217,9 @@ impl<'a> FrameReader<'a> {
                     return Incoming::Garbage;
                 }
                 if rest.len() >= len {
-                    let frame = rest[..len].to_vec();
+                    let body = rest[..len].to_vec();
                     self.buffer.drain(..4 + len);
-                    return Incoming::Frame(frame);
+                    return Incoming::Message(body);
                 }
             }
             let mut chunk = [0; 4096];
@@ -320,14 +234,14 @@ impl<'a> FrameReader<'a> {
             }
         }
     }
+}
 
-    /// The next frame; [`Incoming::Idle`] once `deadline` has passed.
-    pub(super) fn next_before(&mut self, deadline: Instant) -> Incoming {
-        loop {
-            match self.next() {
-                Incoming::Idle if Instant::now() < deadline => {}
-                other => return other,
-            }
+/// What `next` brings, asked again while it is idle and `deadline` has not passed.
+fn until<T>(deadline: Instant, mut next: impl FnMut() -> Incoming<T>) -> Incoming<T> {
+    loop {
+        match next() {
+            Incoming::Idle if Instant::now() < deadline => {}
+            other => return other,
         }
     }
 }
@@ -351,42 +265,154 @@ mod tests {
         ]
     }
 
-    fn replies() -> impl Strategy<Value = Reply> {
+    /// With values of fewer than `bytes` bytes.
+    fn replies(bytes: usize) -> impl Strategy<Value = Reply> {
         prop_oneof![
             Just(Reply::Done),
-            any::<Vec<u8>>().prop_map(Reply::Value),
+            prop::collection::vec(any::<u8>(), 0..bytes).prop_map(Reply::Value),
             any::<i64>().prop_map(Reply::Number),
             Just(Reply::Timeout),
-            (any::<u64>(), ".*").prop_map(|(rank, message)| Reply::Failed { rank, message }),
+            prop::collection::vec(any::<usize>(), 0..9).prop_map(Reply::Missing),
+            (any::<usize>(), ".*").prop_map(|(rank, message)| Reply::Failed { rank, message }),
             ".*".prop_map(Reply::Refused),
             Just(Reply::Ping),
             any::<bool>().prop_map(Reply::HostLeft),
         ]
     }
 
+    /// A stream that gives `bytes` in pieces of these sizes (in turn), with a pause before each.
+    struct Pieces<'a> {
+        bytes: &'a [u8],
+        sizes: std::iter::Cycle<std::slice::Iter<'a, usize>>,
+        paused: bool,
+    }
+
+    impl<'a> Pieces<'a> {
+        fn new(bytes: &'a [u8], sizes: &'a [usize]) -> Self {
+            Self { bytes, sizes: sizes.iter().cycle(), paused: false }
+        }
+    }
+
+    impl Read for Pieces<'_> {
+        fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+            self.paused = !self.paused;
+            if self.paused {
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+            let size = *self.sizes.next().expect("there are sizes");
+            self.bytes.read(&mut out[..size.min(4096)])
+        }
+    }
+
+    /// All that a reader brings up to the end of its stream.
+    fn read_all<T: DeserializeOwned>(bytes: &[u8], sizes: &[usize]) -> Vec<Incoming<T>> {
+        let mut reader = Reader::new(Pieces::new(bytes, sizes));
+        let mut all = Vec::new();
+        loop {
+            match reader.next() {
+                Incoming::Idle => {}
+                Incoming::Message(message) => all.push(Incoming::Message(message)),
+                end => {
+                    all.push(end);
+                    return all;
+                }
+            }
+        }
+    }
+
     proptest! {
         #[test]
-        fn frames_round_trip_and_cut_ones_are_refused(
-            request in requests(), reply in replies(), job_id in ".{0,40}", rank: u32,
+        fn messages_arrive_whole_however_the_stream_is_cut(
+            replies in prop::collection::vec(replies(9000), 0..6),
+            sizes in prop::collection::vec(1usize..6000, 1..6),
+            kept: prop::sample::Index,
         ) {
-            let bytes = request.encode();
-            prop_assert_eq!(Request::decode(&bytes[..bytes.len() - 1]), None);
-            prop_assert_eq!(Request::decode(&bytes), Some(request));
-            let bytes = reply.encode();
-            prop_assert_eq!(Reply::decode(&bytes[..bytes.len() - 1]), None);
-            prop_assert_eq!(Reply::decode(&bytes), Some(reply));
-            let identity = Identity { job_id, rank: rank as usize, world_size: 7 };
-            let greeting = Greeting { identity, purpose: Purpose::Health };
-            let bytes = greeting.encode();
-            prop_assert!(Greeting::decode(&bytes[..bytes.len() - 1]).is_err());
-            prop_assert_eq!(Greeting::decode(&bytes), Ok(greeting));
+            let mut bytes = Vec::new();
+            let mut ends = Vec::new();
+            for reply in &replies {
+                send(&mut bytes, reply).unwrap();
+                ends.push(bytes.len());
+            }
+            let cut = kept.index(bytes.len() + 1);
+            let whole = ends.iter().filter(|&&end| end <= cut).count();
+            let mut expected: Vec<_> =
+                replies[..whole].iter().cloned().map(Incoming::Message).collect();
+            expected.push(Incoming::Closed);
+            prop_assert_eq!(read_all::<Reply>(&bytes[..cut], &sizes), expected);
         }
 
         #[test]
-        fn arbitrary_bytes_never_panic(bytes: Vec<u8>) {
-            let _ = Request::decode(&bytes);
-            let _ = Reply::decode(&bytes);
-            prop_assert!(Greeting::decode(&bytes).is_err());
+        fn bodies_that_are_cut_or_too_long_are_refused(
+            request in requests(), reply in replies(100), job_id in ".{0,40}", rank: usize,
+        ) {
+            fn check<T>(message: T, mut body: Vec<u8>, decode: impl Fn(&[u8]) -> Option<T>)
+                -> Result<(), TestCaseError>
+            where T: PartialEq + std::fmt::Debug
+            {
+                for cut in 0..body.len() {
+                    prop_assert_eq!(decode(&body[..cut]), None);
+                }
+                prop_assert_eq!(decode(&body), Some(message));
+                body.push(0);
+                prop_assert_eq!(decode(&body), None);
+                Ok(())
+            }
+            let body = encode(&request).unwrap();
+            check(request, body, decode)?;
+            let body = encode(&reply).unwrap();
+            check(reply, body, decode)?;
+            let identity = Identity { job_id, rank, world_size: 7 };
+            let greeting = Greeting { identity, purpose: Purpose::Health };
+            let body = greeting.encode().unwrap();
+            check(greeting, body, |body| Greeting::decode(body).ok())?;
         }
+
+        #[test]
+        fn arbitrary_bytes_never_panic(
+            bytes: Vec<u8>, sizes in prop::collection::vec(1usize..300, 1..4),
+        ) {
+            let _ = decode::<Request>(&bytes);
+            let _ = decode::<Reply>(&bytes);
+            prop_assert!(Greeting::decode(&bytes).is_err());
+            let _ = Greeting::decode(&[&MAGIC[..], &VERSION.to_le_bytes(), &bytes].concat());
+            read_all::<Request>(&bytes, &sizes);
+        }
+    }
+
+    #[test]
+    fn a_length_that_is_claimed_allocates_nothing() {
+        // A frame of MAX_FRAME bytes of which four arrive; a text and a list in a frame of a few.
+        let claimed = [&(MAX_FRAME as u32).to_le_bytes()[..], &[0; 4]].concat();
+        let mut reader = Reader::new(Pieces::new(&claimed, &[100]));
+        while reader.next::<Reply>() != Incoming::Closed {}
+        assert!(reader.buffer.capacity() <= 4096);
+        let above = (MAX_FRAME as u32 + 1).to_le_bytes();
+        assert_eq!(read_all::<Reply>(&above, &[100]), [Incoming::Garbage]);
+        const LARGEST: [u8; 10] = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01];
+        let text = [&[6], &LARGEST[..], b"abc"].concat();
+        let list = [&[1], &LARGEST[..], b"abc"].concat();
+        assert_eq!((decode::<Reply>(&text), decode::<Reply>(&list)), (None, None));
+    }
+
+    #[test]
+    fn a_greeting_is_small_and_what_follows_need_not_be() {
+        let greeting = Greeting {
+            identity: Identity { job_id: "job".into(), rank: 1, world_size: 2 },
+            purpose: Purpose::Requests,
+        };
+        let request = Request::Set { key: "key".into(), value: vec![7; 3 * MAX_GREETING] };
+        let mut bytes = Vec::new();
+        send_frame(&mut bytes, &greeting.encode().unwrap()).unwrap();
+        send(&mut bytes, &request).unwrap();
+        let now = Instant::now();
+        let (mut reader, greeted) = Reader::greeted(&bytes[..], now);
+        assert_eq!(greeted, Incoming::Message(Ok(greeting)));
+        assert_eq!(reader.next_before(now), Incoming::Message(request.clone()));
+
+        let mut bytes = Vec::new();
+        send(&mut bytes, &request).unwrap();
+        let (_, greeted) = Reader::greeted(&bytes[..], now);
+        let Incoming::Message(Err(why)) = greeted else { panic!("admitted: {greeted:?}") };
+        insta::assert_snapshot!(why, @"this is a Fulgurite store, and that was no greeting of its client");
     }
 }

@@ -9,22 +9,23 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::protocol::{
-    FrameReader, Greeting, Incoming, MAX_GREETING, Purpose, Reply, Request, write_frame,
-};
+use super::protocol::{Greeting, Incoming, Purpose, Reader, Reply, Request, send};
 use super::{ANSWER, HEARTBEAT, Identity, SILENT_HEARTBEATS, WITHOUT_A_WORD};
 use crate::table::{Refusal, State, Table};
 use crate::{Error, Result};
 
-/// What the end of a rank's connection without a goodbye means.
+/// What follows if a rank's connection ends without a goodbye.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LostRank {
     /// The rank failed.
     Failed,
-    /// Nothing yet: the host of this server is the ranks' parent process and will
-    /// [tell](StoreServer::fail) what became of the rank, in better words.
-    ParentTells,
+    /// Nothing yet: the process that hosts this server is the ranks' parent, knows how the rank ended,
+    /// and [reports](StoreServer::fail) it.
+    ParentReports,
 }
+
+/// A number that no job reaches: memory is reserved for each rank.
+const MAX_WORLD_SIZE: usize = 1 << 20;
 
 /// Hosts a job's store. Dropping it ends the store for all clients.
 pub struct StoreServer {
@@ -37,7 +38,7 @@ struct Shared {
     table: Table,
     job_id: String,
     world_size: usize,
-    lost: LostRank,
+    on_lost: LostRank,
     /// Open connections, to shut them down when the server ends.
     connections: Mutex<HashMap<u64, TcpStream>>,
     next_connection: AtomicU64,
@@ -47,20 +48,27 @@ impl StoreServer {
     /// Listens on `address`; port 0 takes a free one.
     ///
     /// # Errors
-    /// [`Error::Launch`] if the port is taken or the address is not one of this host.
+    /// [`Error::Launch`] if the port is taken, the address is not one of this host, or there are more
+    /// than a million ranks.
     pub fn bind(
         address: SocketAddr,
         job_id: &str,
         world_size: usize,
         lost: LostRank,
     ) -> Result<Self> {
+        if world_size > MAX_WORLD_SIZE {
+            return Err(Error::Launch(format!(
+                "a job of {world_size} ranks is more than the store serves ({MAX_WORLD_SIZE}). Check \
+                 trainer.devices and trainer.num_nodes, or WORLD_SIZE"
+            )));
+        }
         let listener = TcpListener::bind(address).map_err(|e| bind_error(address, &e))?;
         let address = listener.local_addr().map_err(|e| bind_error(address, &e))?;
         let shared = Arc::new(Shared {
             table: Table::new(world_size),
             job_id: job_id.to_owned(),
             world_size,
-            lost,
+            on_lost: lost,
             connections: Mutex::default(),
             next_connection: AtomicU64::new(0),
         });
@@ -196,30 +204,27 @@ fn serve(stream: &TcpStream, shared: &Arc<Shared>) {
         return;
     }
     let deadline = Instant::now() + ANSWER;
-    let greeting = match FrameReader::new(stream).with_max(MAX_GREETING).next_before(deadline) {
-        Incoming::Frame(bytes) => Greeting::decode(&bytes),
-        Incoming::Garbage => Greeting::decode(&[]),
-        Incoming::Idle | Incoming::Closed => return,
-    };
+    let (reader, greeting) = Reader::greeted(stream, deadline);
+    let Incoming::Message(greeting) = greeting else { return };
     let admitted = greeting.and_then(|greeting| admit(greeting, shared));
     let reply = match &admitted {
         Ok(_) => Reply::Done,
         Err(why) => Reply::Refused(why.clone()),
     };
-    let answered = write_frame(stream, &reply.encode()).is_ok();
+    let answered = send(stream, &reply).is_ok();
     match admitted {
-        Ok((identity, Purpose::Requests)) if answered => requests(stream, shared, identity.rank),
+        Ok((identity, Purpose::Requests)) if answered => requests(reader, shared, identity.rank),
         Ok((identity, Purpose::Health)) => {
             if answered {
-                health(stream, shared, identity.rank);
+                health(reader, shared, identity.rank);
             }
-            lose(shared, identity.rank);
+            rank_lost(shared, identity.rank);
         }
         _ => {}
     }
 }
 
-/// Whether the stranger is one of us. A health connection makes it a member.
+/// Whether the client is a rank of this job. A health connection makes it a member.
 fn admit(greeting: Greeting, shared: &Shared) -> Result<(Identity, Purpose), String> {
     let Greeting { identity, purpose } = greeting;
     if identity.job_id != shared.job_id {
@@ -258,58 +263,58 @@ fn admit(greeting: Greeting, shared: &Shared) -> Result<(Identity, Purpose), Str
     Ok((identity, purpose))
 }
 
-fn requests(stream: &TcpStream, shared: &Shared, rank: usize) {
+fn requests(mut reader: Reader<&TcpStream>, shared: &Shared, rank: usize) {
     let table = &shared.table;
-    let mut reader = FrameReader::new(stream);
     loop {
         let request = match reader.next() {
-            Incoming::Frame(bytes) => Request::decode(&bytes),
+            Incoming::Message(request) => request,
             Incoming::Idle => continue,
             Incoming::Closed | Incoming::Garbage => return,
         };
         let reply = match request {
-            Some(Request::Set { key, value }) => {
+            Request::Set { key, value } => {
                 table.set(&key, &value);
                 Reply::Done
             }
-            Some(Request::Get { key, timeout_ms }) => {
+            Request::Get { key, timeout_ms } => {
                 match table.get(&key, Duration::from_millis(timeout_ms)) {
                     Ok(value) => Reply::Value(value),
                     Err(refusal) => refusal.into(),
                 }
             }
-            Some(Request::Add { key, amount }) => match table.add(&key, amount) {
+            Request::Add { key, amount } => match table.add(&key, amount) {
                 Ok(number) => Reply::Number(number),
                 Err(value) => Reply::Refused(value),
             },
-            Some(Request::Fail { message }) => failed(table.fail(rank, &message)),
-            Some(Request::WaitForAll { timeout_ms }) => {
+            Request::Fail { message } => failed(table.fail(rank, &message)),
+            Request::WaitForAll { timeout_ms } => {
                 wait_for_all(table, Duration::from_millis(timeout_ms))
             }
-            _ => Reply::Refused("a request that this store does not know".into()),
+            Request::Ping | Request::Left(_) | Request::Told => {
+                Reply::Refused("that belongs on a health connection".into())
+            }
         };
-        if write_frame(stream, &reply.encode()).is_err() {
+        if send(*reader.stream(), &reply).is_err() {
             return;
         }
     }
 }
 
 fn wait_for_all(table: &Table, timeout: Duration) -> Reply {
-    let all = |state: &State| state.members.iter().all(|member| member.joined).then_some(());
-    match table.wait_or_fail(timeout, all) {
-        Ok(()) => Reply::Done,
-        Err(Refusal::Timeout) => {
-            let state = table.read();
-            let missing = state.members.iter().enumerate().filter(|(_, member)| !member.joined);
-            let missing: Vec<_> = missing.map(|(rank, _)| rank.to_string()).collect();
-            Reply::Refused(missing.join(", "))
-        }
-        Err(refusal) => refusal.into(),
-    }
+    let missing = |state: &State| -> Vec<usize> {
+        let members = state.members.iter().enumerate();
+        members.filter(|(_, member)| !member.joined).map(|(rank, _)| rank).collect()
+    };
+    // A failure comes first: a job that has one does not start, even if all its ranks have come.
+    let outcome = table.wait(timeout, |state| match state.refusal() {
+        Some(refusal) => Some(refusal.into()),
+        None => missing(state).is_empty().then_some(Reply::Done),
+    });
+    outcome.unwrap_or_else(|| Reply::Missing(missing(&table.read())))
 }
 
 fn failed((rank, message): (usize, String)) -> Reply {
-    Reply::Failed { rank: rank as u64, message }
+    Reply::Failed { rank, message }
 }
 
 impl From<Refusal> for Reply {
@@ -323,16 +328,18 @@ impl From<Refusal> for Reply {
 }
 
 /// Reads a rank's signs of life until they end.
-fn health(stream: &TcpStream, shared: &Arc<Shared>, rank: usize) {
+fn health(mut reader: Reader<&TcpStream>, shared: &Arc<Shared>, rank: usize) {
+    let stream = *reader.stream();
     let Ok(copy) = stream.try_clone() else { return };
     let for_thread = shared.clone();
-    let Ok(teller) = spawn("store-tell", move || tell(&copy, &for_thread, rank)) else { return };
+    let Ok(notifier) = spawn("store-notify", move || send_notices(&copy, &for_thread, rank)) else {
+        return;
+    };
     let same_host = stream.peer_addr().is_ok_and(|peer| peer.ip().is_loopback());
-    let mut reader = FrameReader::new(stream);
     let mut silent = 0;
     while same_host || silent < SILENT_HEARTBEATS {
         let message = match reader.next() {
-            Incoming::Frame(bytes) => Request::decode(&bytes),
+            Incoming::Message(message) => message,
             Incoming::Idle => {
                 silent += 1;
                 continue;
@@ -341,37 +348,37 @@ fn health(stream: &TcpStream, shared: &Arc<Shared>, rank: usize) {
         };
         silent = 0;
         match message {
-            Some(Request::Ping) => {}
-            Some(Request::Left(left)) => member(shared, rank, |member| member.left = left),
-            Some(Request::Told) => member(shared, rank, |member| member.told = true),
+            Request::Ping => {}
+            Request::Left(left) => update_member(shared, rank, |member| member.left = left),
+            Request::Told => update_member(shared, rank, |member| member.told = true),
             _ => break,
         }
     }
-    lose(shared, rank);
-    let _ = teller.join();
+    rank_lost(shared, rank);
+    let _ = notifier.join();
 }
 
-fn member(shared: &Shared, rank: usize, change: impl FnOnce(&mut crate::table::Member)) {
+fn update_member(shared: &Shared, rank: usize, change: impl FnOnce(&mut crate::table::Member)) {
     shared.table.change(|state| state.members.get_mut(rank).map(change));
 }
 
 /// The connection of `rank` has ended.
-fn lose(shared: &Shared, rank: usize) {
+fn rank_lost(shared: &Shared, rank: usize) {
     shared.table.change(|state| {
         let closed = state.closed;
         let Some(member) = state.members.get_mut(rank) else { return };
         member.lost = true;
-        // Once a failure is known, the others go because of it.
+        // Once a failure is known, other ranks end because of it.
         let failed = !closed && !member.left && state.failures.is_empty();
-        if failed && shared.lost == LostRank::Failed {
+        if failed && shared.on_lost == LostRank::Failed {
             state.failures.push((rank, WITHOUT_A_WORD.to_owned()));
         }
     });
 }
 
-/// Writes to a rank's health connection: what it must know, as soon as it is known, and signs of
-/// life.
-fn tell(stream: &TcpStream, shared: &Shared, rank: usize) {
+/// Writes to a rank's health connection: the job's failure and the host's goodbye as soon as there is
+/// one, and signs of life.
+fn send_notices(stream: &TcpStream, shared: &Shared, rank: usize) {
     let (mut told_failure, mut told_left) = (false, false);
     loop {
         let news = shared.table.wait(HEARTBEAT, |state| {
@@ -394,7 +401,7 @@ fn tell(stream: &TcpStream, shared: &Shared, rank: usize) {
             Reply::Failed { .. } => told_failure = true,
             _ => {}
         }
-        if write_frame(stream, &message.encode()).is_err() {
+        if send(stream, &message).is_err() {
             return;
         }
     }

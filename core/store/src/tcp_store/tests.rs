@@ -1,8 +1,8 @@
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::protocol::{FrameReader, Greeting, Incoming, Purpose, Reply, write_frame};
+use super::protocol::{Greeting, Incoming, Purpose, Reader, Reply, send, send_frame};
 use super::*;
 use crate::Error;
 use crate::Store;
@@ -36,9 +36,8 @@ fn refusal(port: u16, identity: Identity, timeout: Duration) -> String {
 fn raw_health(server: &StoreServer, rank: usize, world_size: usize) -> TcpStream {
     let stream = TcpStream::connect(server.address()).unwrap();
     let greeting = Greeting { identity: identity(rank, world_size), purpose: Purpose::Health };
-    write_frame(&stream, &greeting.encode()).unwrap();
-    let answer = FrameReader::new(&stream).next();
-    assert_eq!(answer, Incoming::Frame(Reply::Done.encode()));
+    send_frame(&stream, &greeting.encode().unwrap()).unwrap();
+    assert_eq!(Reader::new(&stream).next(), Incoming::Message(Reply::Done));
     stream
 }
 
@@ -123,7 +122,7 @@ fn a_lost_rank_is_a_failure_but_one_that_left_is_not() {
 
 #[test]
 fn a_parent_tells_in_its_own_words() {
-    let server = StoreServer::bind(loopback(), "job", 2, LostRank::ParentTells).unwrap();
+    let server = StoreServer::bind(loopback(), "job", 2, LostRank::ParentReports).unwrap();
     let store = client(&server, 0, 2);
     drop(raw_health(&server, 1, 2));
     assert!(server.wait_for_others(0, LONG), "rank 1 is seen as lost");
@@ -184,10 +183,10 @@ fn strangers_are_refused() {
     let _ = browser.read_to_end(&mut answer);
     assert!(String::from_utf8_lossy(&answer).contains("this is a Fulgurite store"));
     let greeting = Greeting { identity: identity(0, 2), purpose: Purpose::Health };
-    let mut future = greeting.encode();
+    let mut future = greeting.encode().unwrap();
     future[8] += 1;
-    insta::assert_snapshot!(Greeting::decode(&future).unwrap_err(), @"the store speaks version 1 of its protocol, this client version 2: all ranks must run the same build of the program");
-    let _zero = client(&server, 0, 2); // strangers did not take its place
+    insta::assert_snapshot!(Greeting::decode(&future).unwrap_err(), @"the store speaks version 2 of its protocol, this client version 3: all ranks must run the same build of the program");
+    let _zero = client(&server, 0, 2); // strangers did not take its rank
     assert_eq!(server.failures(), []);
 }
 
@@ -216,6 +215,12 @@ fn a_taken_port_is_named() {
 }
 
 #[test]
+fn a_world_size_beyond_all_jobs_is_refused() {
+    let error = StoreServer::bind(loopback(), "job", usize::MAX, LostRank::Failed).err().unwrap();
+    insta::assert_snapshot!(error, @"launch: a job of 18446744073709551615 ranks is more than the store serves (1048576). Check trainer.devices and trainer.num_nodes, or WORLD_SIZE");
+}
+
+#[test]
 fn a_rank_that_comes_early_waits_for_the_server() {
     let address = server(1).address();
     std::thread::scope(|scope| {
@@ -226,4 +231,39 @@ fn a_rank_that_comes_early_waits_for_the_server() {
         let Ok(_late) = late else { return };
         early.join().unwrap().unwrap().set("a", b"b").unwrap();
     });
+}
+
+/// A server that admits one client and sends the job's failure with the same write, then ends.
+fn admits_and_tells_at_once(message: &str) -> Option<(usize, String)> {
+    let listener = TcpListener::bind(loopback()).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (mut stream, _) = listener.accept().unwrap();
+            let (_, greeted) = Reader::greeted(&stream, Instant::now() + LONG);
+            assert!(matches!(greeted, Incoming::Message(Ok(_))));
+            let mut both = Vec::new();
+            send(&mut both, &Reply::Done).unwrap();
+            send(&mut both, &Reply::Failed { rank: 1, message: message.to_owned() }).unwrap();
+            stream.write_all(&both).unwrap();
+        });
+        let store = TcpStore::connect("127.0.0.1", port, identity(0, 2), LONG).unwrap();
+        store.wait_for_failure(LONG)
+    })
+}
+
+#[test]
+fn a_failure_that_arrives_with_the_admission_is_known() {
+    for message in ["out of data".to_owned(), "very long ".repeat(2_000)] {
+        assert_eq!(admits_and_tells_at_once(&message), Some((1, message)));
+    }
+}
+
+#[test]
+fn ranks_that_have_all_come_do_not_start_after_a_failure() {
+    let server = server(2);
+    let (a, b) = (client(&server, 0, 2), client(&server, 1, 2));
+    b.report_failure("out of data").unwrap();
+    let expected = (1, "out of data".to_owned());
+    assert_eq!(peer_failed(a.wait_for_all(LONG).unwrap_err()), expected);
 }

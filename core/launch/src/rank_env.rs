@@ -1,8 +1,8 @@
-//! What the supervisor tells the ranks it starts, through environment variables.
+//! The environment variables through which a supervisor tells the ranks that it starts who they are.
 
 use std::process::Command;
 
-use super::rank::Place;
+use super::rank::RankInfo;
 use crate::environment::Variables;
 use crate::{Error, Result};
 
@@ -10,33 +10,33 @@ const SUPERVISOR: &str = "FULGURITE_SUPERVISOR";
 const JOB_ID: &str = "FULGURITE_JOB_ID";
 const START_TIME: &str = "FULGURITE_START_TIME";
 
-/// Who a rank is, in its supervisor's words. The variables of `torchrun` are set besides our own,
-/// so that programs that read them work.
+/// What a supervisor tells a rank. `torchrun`'s variables are set besides Fulgurite's own, so that
+/// programs that read them work.
 #[derive(Debug, PartialEq)]
-pub(super) struct Handover {
-    /// The supervisor's process id. That it is there says: the store is hosted by the supervisor.
+pub(super) struct RankEnv {
+    /// The supervisor's process id. The supervisor hosts the store.
     pub(super) supervisor: i32,
     pub(super) job_id: String,
     /// When the supervisor was started, in seconds since 1970.
     pub(super) started: f64,
-    pub(super) place: Place,
+    pub(super) info: RankInfo,
     /// The store's port on this host.
     pub(super) port: u16,
 }
 
-impl Handover {
+impl RankEnv {
     pub(super) fn variables(&self) -> [(&'static str, String); 11] {
-        let place = &self.place;
+        let info = &self.info;
         [
             (SUPERVISOR, self.supervisor.to_string()),
             (JOB_ID, self.job_id.clone()),
             (START_TIME, format!("{:.6}", self.started)),
-            ("RANK", place.rank.to_string()),
-            ("WORLD_SIZE", place.world_size.to_string()),
-            ("LOCAL_RANK", place.local_rank.to_string()),
-            ("LOCAL_WORLD_SIZE", place.local_world_size.to_string()),
-            ("GROUP_RANK", place.node_rank.to_string()),
-            ("NODE_RANK", place.node_rank.to_string()),
+            ("RANK", info.rank.to_string()),
+            ("WORLD_SIZE", info.world_size.to_string()),
+            ("LOCAL_RANK", info.local_rank.to_string()),
+            ("LOCAL_WORLD_SIZE", info.local_world_size.to_string()),
+            ("GROUP_RANK", info.node_rank.to_string()),
+            ("NODE_RANK", info.node_rank.to_string()),
             ("MASTER_ADDR", "127.0.0.1".to_owned()),
             ("MASTER_PORT", self.port.to_string()),
         ]
@@ -46,30 +46,30 @@ impl Handover {
         command.envs(self.variables());
     }
 
-    /// What was handed over to this process; `None` if no supervisor started it.
+    /// What this process's supervisor told it; `None` if no supervisor started it.
     pub(super) fn read(variables: &Variables) -> Result<Option<Self>> {
         if !variables.is_set(SUPERVISOR) {
             return Ok(None);
         }
         let number = |name| variables.require::<usize>(name, "a number");
-        let place = Place {
+        let info = RankInfo {
             rank: number("RANK")?,
             world_size: number("WORLD_SIZE")?,
             local_rank: number("LOCAL_RANK")?,
             local_world_size: number("LOCAL_WORLD_SIZE")?,
             node_rank: number("GROUP_RANK")?,
         };
-        place.check("RANK", "WORLD_SIZE")?;
+        info.check("RANK", "WORLD_SIZE")?;
         Ok(Some(Self {
             supervisor: variables.require(SUPERVISOR, "the supervisor's process id")?,
             job_id: variables.require(JOB_ID, "the job's id")?,
             started: variables.require(START_TIME, "seconds since 1970")?,
-            place,
+            info,
             port: variables.require("MASTER_PORT", "the store's port")?,
         }))
     }
 
-    /// Ties this process to its supervisor: when that ends, however it ends, this one is killed.
+    /// Has the kernel kill this process when its supervisor ends, however that ends.
     ///
     /// # Errors
     /// If the supervisor is not the parent of this process (any more).
@@ -77,7 +77,7 @@ impl Handover {
         #[cfg(any(target_os = "linux", target_os = "android"))]
         rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
             .map_err(|e| Error::Launch(format!("cannot tie this rank to its supervisor: {e}")))?;
-        // It may have ended before the line above.
+        // The supervisor may have ended before the call above.
         if self.supervisor_lives() {
             return Ok(());
         }
@@ -104,17 +104,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_handed_over_arrives() {
-        let place =
-            Place { rank: 1, world_size: 3, local_rank: 1, local_world_size: 3, node_rank: 0 };
-        let handover =
-            Handover { supervisor: 1, job_id: "a b".into(), started: 12.5, place, port: 4711 };
-        let variables = handover.variables();
+    fn a_rank_reads_what_its_supervisor_set() {
+        let info =
+            RankInfo { rank: 1, world_size: 3, local_rank: 1, local_world_size: 3, node_rank: 0 };
+        let env = RankEnv { supervisor: 1, job_id: "a b".into(), started: 12.5, info, port: 4711 };
+        let variables = env.variables();
         let read = variables.iter().map(|(name, value)| (*name, value.as_str())).collect();
-        assert_eq!(Handover::read(&read).unwrap(), Some(handover));
-        assert_eq!(Handover::read(&Variables::from([("RANK", "1")])).unwrap(), None);
+        assert_eq!(RankEnv::read(&read).unwrap(), Some(env));
+        assert_eq!(RankEnv::read(&Variables::from([("RANK", "1")])).unwrap(), None);
         insta::assert_snapshot!(
-            Handover::read(&Variables::from([(SUPERVISOR, "1")])).unwrap_err(),
+            RankEnv::read(&Variables::from([(SUPERVISOR, "1")])).unwrap_err(),
             @"launch: the environment variable RANK (a number) is not set, but others of its family are. Set it, or unset them all to run without a launcher"
         );
     }
