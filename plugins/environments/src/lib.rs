@@ -26,14 +26,13 @@ mod slurm;
 mod torchelastic;
 
 pub use local::Local;
-pub use node_list::first_node;
 pub use slurm::Slurm;
 pub use torchelastic::TorchElastic;
 
 use fulgurite_core::environment::ClusterEnvironment;
 use fulgurite_core::{Error, Result};
 
-/// What the environments of this crate find out.
+/// A rank that was started from outside, as `torchelastic` and `slurm` read it.
 #[derive(Debug, Clone, PartialEq)]
 struct Process {
     name: &'static str,
@@ -45,7 +44,7 @@ struct Process {
     main_address: String,
     main_port: u16,
     job_id: String,
-    /// What world size and ranks a node are called, for messages.
+    /// The variable that gives the world size, for messages.
     size_variable: &'static str,
 }
 
@@ -116,7 +115,7 @@ impl ClusterEnvironment for Process {
     }
 
     fn validate_settings(&self, devices: usize, num_nodes: usize) -> Result<()> {
-        let asked = devices * num_nodes;
+        let asked = devices.saturating_mul(num_nodes);
         let Self { name, world_size, local_world_size, size_variable, .. } = self;
         if asked != *world_size {
             return Err(Error::Launch(format!(

@@ -1,12 +1,12 @@
-//! Nobody started other processes.
+//! A process that was not started as one of several.
 
 use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
 use fulgurite_core::{Error, Result, register_environment};
 use serde::{Deserialize, Serialize};
 
 /// `environment.type = "local"`: this process is alone, and the launcher starts the other ranks on
-/// this host. Chosen by itself when no other environment is recognised; by name to use one node of
-/// an allocation without its launcher.
+/// this host. It is the default when no other environment is recognised; set it to use one node of an
+/// allocation without the allocation's launcher.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Local {}
@@ -69,7 +69,7 @@ impl ClusterEnvironment for Alone {
         "127.0.0.1".to_owned()
     }
 
-    /// Any that is free: only processes started from here need to know it.
+    /// 0, for any port that is free: only processes that this one starts need to know it.
     fn main_port(&self) -> u16 {
         0
     }
@@ -88,7 +88,7 @@ impl ClusterEnvironment for Alone {
              `srun`, or on every node `torchrun --nnodes {num_nodes} --nproc-per-node {devices} \
              --no-python PROGRAM`, or whatever sets RANK, WORLD_SIZE, LOCAL_RANK, \
              LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
-            devices * num_nodes
+            devices.saturating_mul(num_nodes)
         )))
     }
 }
@@ -101,6 +101,7 @@ mod tests {
     fn several_nodes_need_a_launcher() {
         let alone = Local {}.build(&Variables::default()).unwrap();
         alone.validate_settings(7, 1).unwrap();
+        assert!(alone.validate_settings(usize::MAX, 2).is_err());
         insta::assert_snapshot!(alone.validate_settings(2, 3).unwrap_err(), @"launch: trainer.devices = 2 and trainer.num_nodes = 3 make 6 ranks, but nobody started this process as one of them. Ranks of several nodes need a launcher: `srun`, or on every node `torchrun --nnodes 3 --nproc-per-node 2 --no-python PROGRAM`, or whatever sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT");
     }
 }

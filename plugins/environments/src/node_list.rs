@@ -2,15 +2,7 @@
 
 /// The first host of a Slurm node list: `alpha[3,1], beta` → `alpha3`. `None` if the list is empty
 /// or malformed.
-///
-/// ```
-/// use fulgurite_environments::first_node;
-///
-/// assert_eq!(first_node("host[22,5-9],other"), Some("host22".to_owned()));
-/// assert_eq!(first_node("rack[1-2]node[003-010]"), Some("rack1node003".to_owned()));
-/// assert_eq!(first_node("alpha,beta"), Some("alpha".to_owned()));
-/// ```
-pub fn first_node(list: &str) -> Option<String> {
+pub(crate) fn first_node(list: &str) -> Option<String> {
     let mut name = String::new();
     let mut rest = list.trim_start();
     loop {
@@ -45,6 +37,8 @@ mod tests {
             ("1.2.3.[100-110]", "1.2.3.100"),
             ("1.2.3.[089, 100-110]", "1.2.3.089"),
             ("host[22]", "host22"),
+            ("host[22,5-9],other", "host22"),
+            ("rack[1-2]node[003-010]", "rack1node003"),
             ("host[1,5-9]", "host1"),
             ("host[5-9,1]", "host5"),
             ("alpha[3,1], beta", "alpha3"),

@@ -4,7 +4,8 @@ use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variabl
 use fulgurite_core::{Error, Result, register_environment};
 use serde::{Deserialize, Serialize};
 
-use crate::{Process, first_node};
+use crate::Process;
+use crate::node_list::first_node;
 
 /// `environment.type = "slurm"`: the ranks were started by `srun`.
 ///
@@ -16,7 +17,7 @@ use crate::{Process, first_node};
 /// | `MASTER_PORT` | a free port there; else 15000 plus the last four digits of `SLURM_JOB_ID` (12910 without one) |
 ///
 /// Recognised by `SLURM_NTASKS`, unless the job's name is `bash` or `interactive`: in the shell of
-/// an allocation nobody started the ranks. To use one node of an allocation without `srun`, set
+/// an allocation no ranks were started. To use one node of an allocation without `srun`, set
 /// `trainer.environment = "local"`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -101,7 +102,7 @@ fn tasks_of_node(list: &str, node: usize) -> Option<usize> {
             None => (part.trim(), 1_usize),
         };
         let tasks = tasks.parse().ok()?;
-        nodes += repeat;
+        nodes = repeat.saturating_add(nodes);
         if node < nodes {
             return Some(tasks);
         }
@@ -188,6 +189,7 @@ mod tests {
             ("2(x3),1", 2, Some(2)),
             ("2(x3),1", 3, Some(1)),
             ("2(x3),1", 4, None),
+            ("1,2(x18446744073709551615)", 7, Some(2)),
             ("2(x3", 0, None),
             ("two", 0, None),
             ("", 0, None),
@@ -226,6 +228,8 @@ mod tests {
         insta::assert_snapshot!(error(&[("SLURM_TASKS_PER_NODE", "4")]), @"launch: the environment variable SLURM_TASKS_PER_NODE is `4`, but should give the tasks of every node, such as `2(x3),1`, and so those of node SLURM_NODEID = 1");
         insta::assert_snapshot!(error(&[NODES, ("SLURM_STEP_NODELIST", "node[")]), @"launch: the environment variable SLURM_STEP_NODELIST is `node[`, but should be a list of nodes such as `node[01-04]`; MASTER_ADDR can name rank 0's host instead");
         insta::assert_snapshot!(error(&[NODES, ("MASTER_PORT", "0")]), @"launch: MASTER_PORT is `0`, but should be a free TCP port of rank 0's host, 1-65535");
+        // In wrapping arithmetic this makes 4.
+        assert!(build(&[NODES]).validate_settings((1 << 63) + 2, 2).is_err());
         insta::assert_snapshot!(build(&[NODES]).validate_settings(4, 2).unwrap_err(), @"launch: trainer.devices = 4 and trainer.num_nodes = 2 make 8 ranks, but SLURM_NTASKS = 4 were started (environment `slurm`). Set trainer.devices = 2 and trainer.num_nodes = 2, or start 8 processes");
     }
 }

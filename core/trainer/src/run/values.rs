@@ -179,9 +179,11 @@ impl TimeLimit {
         let parts = text.split(':').map(|part| part.parse::<u64>().ok());
         let parts: [u64; 4] = parts.collect::<Option<Vec<_>>>()?.try_into().ok()?;
         let [days, hours, minutes, seconds] = parts;
-        let in_range = hours < 24 && minutes < 60 && seconds < 60;
+        if hours >= 24 || minutes >= 60 || seconds >= 60 {
+            return None;
+        }
         let seconds = days.checked_mul(86_400)?.checked_add(hours * 3600 + minutes * 60 + seconds);
-        seconds.filter(|_| in_range).map(Duration::from_secs).map(Self)
+        seconds.map(Duration::from_secs).map(Self)
     }
 }
 
@@ -336,6 +338,9 @@ mod tests {
         insta::assert_snapshot!(read::<Precision>("'fp16'").unwrap_err(), @r#"`key`: expected "32-true", "bf16-mixed", "bf16-true" or "64-true", found the string "fp16""#);
         insta::assert_snapshot!(read::<TimeLimit>("'12:00'").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found the string "12:00""#);
         insta::assert_snapshot!(read::<TimeLimit>("'00:25:00:00'").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found the string "00:25:00:00""#);
+        for text in ["'00:18446744073709551615:00:00'", "'00:00:18446744073709551615:00'"] {
+            assert!(read::<TimeLimit>(text).unwrap_err().contains("expected \"DD:HH:MM:SS\""));
+        }
         insta::assert_snapshot!(read::<TimeLimit>("-1").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found `-1`"#);
         insta::assert_snapshot!(read::<TimeLimit>("12:00:00").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found the string "12:00:00""#);
         insta::assert_snapshot!(read::<CkptPath>("{}").unwrap_err(), @r#"`key`: expected a path or "last", found a table"#);
