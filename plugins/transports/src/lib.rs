@@ -45,27 +45,27 @@
 //! | part | per | content |
 //! |---|---|---|
 //! | header | group | magic, nonce, size, length; arrivals at barriers so far; abort flag, rank and reason |
-//! | rank record | rank | bell (futex word) and whether the rank sleeps on it; pid; barriers arrived at; collectives begun; fingerprints of the last two; whether it has left; how to map its tensors' memory |
+//! | rank record | rank | waker (futex word) and whether the rank sleeps on it; pid; barriers arrived at; collectives begun; fingerprints of the last two; whether it has left; how to map its tensors' memory |
 //! | channel | ordered pair | messages' chunks sent and received, and two chunk headers |
 //! | slots | 3 buffers × rank | `chunk_bytes` each, the data of collectives |
-//! | mail | ordered pair × 2 | the data of `send` / `recv` |
+//! | p2p chunks | ordered pair × 2 | the data of `send` / `recv` |
 //!
 //! The memory is committed as it is touched, at most `3 × chunk_bytes` a rank and group plus the
-//! mail of the pairs that talk.
+//! p2p chunks of the pairs that talk.
 //!
 //! # Invariants
-//! - A rank writes only to its own slots and to the mail it sends. It reads another rank's slot
+//! - A rank writes only to its own slots and to the chunks of messages it sends. It reads another rank's slot
 //!   only after a barrier that comes after the write, and rewrites a slot of its own only after a
 //!   barrier that comes after all reads. Nothing else synchronises data.
 //! - It touches another rank's tensors only between the two barriers of a direct collective that
 //!   they are arguments of, and there no byte that one rank writes is read or written by another. If
-//!   a barrier fails, the rank's tensors stay allocated for ever, as others may be at them.
+//!   a barrier fails, the rank's tensors stay allocated for ever, as other ranks may still use them.
 //! - Before a rank reads a peer's slot in a collective, it has seen that the peer is in the same
 //!   collective: sequence number, kind, dtype, bytes and a hash of the arguments are compared after
 //!   the first barrier. A mismatch is an error on all ranks and ends the group.
 //! - No lock on a tensor is held while waiting for a peer.
-//! - Every wait looks at the abort flag, the timeout and, every 100 ms, at the store's report of
-//!   failed ranks and whether the processes of missing ranks still live.
+//! - Every wait checks the abort flag, the timeout and, every 100 ms, the store's report of failed
+//!   ranks and whether the processes of missing ranks still live.
 //! - The memory of a `shm` group has no name in any file system: it is gone when the last process
 //!   that maps it is, however that one ends.
 //! - After an error a group is out of step; all its later calls fail with the same reason.

@@ -62,7 +62,7 @@ impl ProcessGroupConfig for Shm {
     }
 }
 
-/// Which transports do what this one does not.
+/// The transports that connect several hosts.
 const ACROSS_HOSTS: &str = "Across hosts use `nccl` (GPUs) or `mpi` (CPUs): \
                             trainer.process_group.type = \"nccl\" or \"mpi\"";
 
@@ -87,7 +87,8 @@ mod linux {
     use std::time::Duration;
 
     use candle_core::{DType, Tensor};
-    use fulgurite_core::collective::{GroupContext, ProcessGroup, Store};
+    use fulgurite_core::collective::{GroupContext, ProcessGroup};
+    use fulgurite_core::launch::Store;
     use fulgurite_core::{Error, Result};
     use memmap2::{MmapOptions, MmapRaw};
     use rustix::event::{PollFd, PollFlags, poll};
@@ -98,7 +99,7 @@ mod linux {
 
     use super::{ACROSS_HOSTS, Shm};
     use crate::engine::{Group, Joined, Membership, Owner, Rendezvous};
-    use crate::memory::{self, Layout, Region, Share, nonce};
+    use crate::memory::{self, Region, RegionLayout, Share, nonce};
 
     pub(super) fn connect(config: &Shm, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
         // A job may build more than one world group; every rank builds them in the same order.
@@ -140,7 +141,7 @@ mod linux {
     }
 
     impl Host {
-        fn create(&self, key: &str, layout: Layout) -> Result<Joined> {
+        fn create(&self, key: &str, layout: RegionLayout) -> Result<Joined> {
             let made = make_region(layout);
             let announcement = match &made {
                 Ok((_, file, nonce)) => Announcement::Region {
@@ -156,7 +157,7 @@ mod linux {
             Ok(Joined { region: Arc::new(region), file: Some(file) })
         }
 
-        fn open(&self, key: &str, layout: Layout, timeout: Duration) -> Result<Joined> {
+        fn open(&self, key: &str, layout: RegionLayout, timeout: Duration) -> Result<Joined> {
             let bytes = self.store.get(key, timeout)?;
             let announcement = serde_json::from_slice(&bytes).map_err(|e| {
                 Error::Launch(format!("the store's value of `{key}` is no shared memory: {e}"))
@@ -224,7 +225,7 @@ mod linux {
     }
 
     /// A region in an anonymous file that nobody can shrink.
-    fn make_region(layout: Layout) -> std::io::Result<(Region, File, u64)> {
+    fn make_region(layout: RegionLayout) -> std::io::Result<(Region, File, u64)> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = File::from(memfd_create("fulgurite", flags)?);
         ftruncate(&file, layout.len as u64)?;
@@ -235,7 +236,7 @@ mod linux {
         Ok((region, file, nonce))
     }
 
-    fn no_memory(layout: Layout, error: &dyn std::fmt::Display) -> Error {
+    fn no_memory(layout: RegionLayout, error: &dyn std::fmt::Display) -> Error {
         Error::Launch(format!(
             "making {} bytes of shared memory: {error}; a smaller process_group.chunk_bytes needs \
              less",
@@ -248,7 +249,7 @@ mod linux {
             &self,
             key: &str,
             leader: bool,
-            layout: Layout,
+            layout: RegionLayout,
             timeout: Duration,
         ) -> Result<Joined> {
             if leader { self.create(key, layout) } else { self.open(key, layout, timeout) }
@@ -285,24 +286,24 @@ mod linux {
             memory::empty_tensor(elements, dtype)
         }
 
-        fn place(&self, bytes: &[u8]) -> Option<u64> {
-            memory::place(bytes).map(|place| place as u64)
+        fn offset_of(&self, bytes: &[u8]) -> Option<u64> {
+            memory::offset_of(bytes).map(|offset| offset as u64)
         }
 
         fn share(&self) -> Option<Share> {
             memory::share()
         }
 
-        fn reach(&self, owner: Owner, place: u64, len: usize) -> Result<*mut u8> {
+        fn reach(&self, owner: Owner, offset: u64, len: usize) -> Result<*mut u8> {
             if owner.pid == std::process::id() {
-                return Ok(memory::at(place as usize));
+                return Ok(memory::at(offset as usize));
             }
             let memory = self.memory(&owner)?;
-            let end = usize::try_from(place).ok().and_then(|place| place.checked_add(len));
+            let end = usize::try_from(offset).ok().and_then(|offset| offset.checked_add(len));
             match end {
                 Some(end) if end <= memory.len() => Ok(memory.as_mut_ptr().wrapping_add(end - len)),
                 _ => Err(Error::other(format!(
-                    "rank {} told of a tensor at byte {place} of its {} bytes of shared memory",
+                    "rank {} told of a tensor at byte {offset} of its {} bytes of shared memory",
                     owner.global_rank,
                     memory.len()
                 ))),

@@ -11,7 +11,7 @@ use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::{Error, Result};
 
 use crate::engine::{Group, Joined, Membership, Owner, Rendezvous};
-use crate::memory::{self, Layout, Region, Share};
+use crate::memory::{self, Region, RegionLayout, Share};
 
 /// Bytes of a rank's slot: small, as tests have many groups of little data.
 const CHUNK_BYTES: usize = 256 << 10;
@@ -171,7 +171,7 @@ impl Board {
 }
 
 impl Rendezvous for Board {
-    fn region(&self, key: &str, _: bool, layout: Layout, _: Duration) -> Result<Joined> {
+    fn region(&self, key: &str, _: bool, layout: RegionLayout, _: Duration) -> Result<Joined> {
         let mut regions = self.regions.lock().expect("no panic while joining");
         let (region, taken) = match regions.remove(key) {
             Some(entry) => entry,
@@ -201,16 +201,16 @@ impl Rendezvous for Board {
         memory::empty_tensor(elements, dtype)
     }
 
-    fn place(&self, bytes: &[u8]) -> Option<u64> {
-        memory::place(bytes).map(|place| place as u64)
+    fn offset_of(&self, bytes: &[u8]) -> Option<u64> {
+        memory::offset_of(bytes).map(|offset| offset as u64)
     }
 
     fn share(&self) -> Option<Share> {
         None
     }
 
-    fn reach(&self, _: Owner, place: u64, _: usize) -> Result<*mut u8> {
-        Ok(memory::at(place as usize))
+    fn reach(&self, _: Owner, offset: u64, _: usize) -> Result<*mut u8> {
+        Ok(memory::at(offset as usize))
     }
 
     fn failure(&self) -> Option<(usize, String)> {

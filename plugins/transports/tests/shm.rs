@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device};
-use fulgurite_core::collective::{GroupContext, ProcessGroup, ProcessGroupConfig, ReduceOp, Store};
+use fulgurite_core::collective::{GroupContext, ProcessGroup, ProcessGroupConfig, ReduceOp};
+use fulgurite_core::launch::Store;
 use fulgurite_core::{Error, Result, conformance};
 use fulgurite_transports::{SharedMemory, Shm};
 use rustix::process::{Resource, Rlimit, setrlimit};

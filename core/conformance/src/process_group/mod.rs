@@ -1,8 +1,8 @@
 //! What [`ProcessGroup`] promises, checked from outside.
 
+mod data_movement;
 mod faults;
 mod misuse;
-mod moves;
 mod reductions;
 mod split;
 mod value;

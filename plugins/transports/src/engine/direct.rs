@@ -8,36 +8,37 @@ use fulgurite_core::Result;
 use fulgurite_core::autograd::storage::{with_bytes, with_bytes_mut};
 use fulgurite_core::collective::ReduceOp;
 
-use super::failure::Failure;
 use super::plan::{Collective, bytes, is_at};
 use super::reduce::reduce;
 use super::rendezvous::Rendezvous;
+use super::wait::Failure;
 use crate::memory::LINE;
 
-/// Collectives of fewer bytes go through the slots, which takes a barrier less where it turns out
-/// that not all tensors can be reached, and no lookups.
+/// Collectives of fewer bytes go through the slots at once. That needs no look-ups, and one barrier
+/// less than a direct collective whose tensors turn out not to be reachable.
 const DIRECT_BYTES: usize = 16 << 10;
 
 /// Bytes that are reduced at a time: with those of a few sources they stay in the first-level cache (16
 /// KiB at a time took 1.4 times as long).
 const BLOCK_BYTES: usize = 4 << 10;
 
-/// A collective as moves between tensors.
+/// A collective as transfers between tensors.
 ///
-/// Ranks carry their moves out between two barriers. Before the first, all tensors are as their
-/// owners mean them, after the second nobody touches another rank's any more. In between a byte of
-/// a tensor is written by one rank only, and by no rank if another reads it: a rank reads and writes
-/// its own segment of an all-reduced tensor, and what is gathered or scattered is only read. The
-/// owner keeps its hands off as long as the collective runs, as [`Work`](fulgurite_core::collective::Work)
-/// demands; the collective holds the tensors, so their memory stays, and a rank whose collective
-/// fails, so that it comes out while others may be in, never lets go of it.
+/// Ranks carry out their transfers between two barriers. Before the first, the owners of the tensors
+/// have written them; after the second, no rank touches another rank's tensors. In between, one rank
+/// at most writes a byte of a tensor, and then no other rank reads it: a rank reads and writes its own
+/// part of an all-reduced tensor, and tensors that are gathered or scattered are only read. The owner
+/// does not touch its tensors while the collective runs, as
+/// [`Work`](fulgurite_core::collective::Work) demands. The collective holds the tensors, so their
+/// memory stays; a rank whose collective fails may leave it before the others do, and so never frees
+/// them.
 pub(crate) struct Direct {
     /// Tensors that other ranks read or write, in an order that they know.
     shown: Vec<Tensor>,
-    moves: Vec<Move>,
+    transfers: Vec<Transfer>,
 }
 
-enum Move {
+enum Transfer {
     /// From the bytes of a rank's shown tensor into this rank's `to`, from byte `at` on.
     Copy { rank: usize, shown: usize, from: Range<usize>, to: Tensor, at: usize },
     /// The bytes of all ranks' shown tensors, reduced.
@@ -60,16 +61,21 @@ struct Reached {
 }
 
 impl Direct {
-    /// The collective as moves, if it is of a kind and size that gains by it: the same on all ranks.
+    /// The collective as transfers, if it is of a kind and size that gains by it: the same on all ranks.
     pub(crate) fn of(collective: &Collective, rank: usize, size: usize) -> Result<Option<Self>> {
-        let (mut shown, mut moves) = (Vec::new(), Vec::new());
+        let (mut shown, mut transfers) = (Vec::new(), Vec::new());
         let total = match collective {
             Collective::AllReduce(tensor, op) => {
                 let total = bytes(tensor);
                 let piece = total.div_ceil(size).next_multiple_of(LINE);
                 let range = (rank * piece).min(total)..((rank + 1) * piece).min(total);
                 shown.push(tensor.clone());
-                moves.push(Move::Reduce { shown: 0, range, op: *op, into: Target::Everywhere });
+                transfers.push(Transfer::Reduce {
+                    shown: 0,
+                    range,
+                    op: *op,
+                    into: Target::Everywhere,
+                });
                 total
             }
             Collective::ReduceScatter(parts, op) => {
@@ -79,7 +85,7 @@ impl Direct {
                     let range = start..start + part.counts[rank] * element;
                     let into = Target::Own(part.output.clone());
                     shown.push(part.input.clone());
-                    moves.push(Move::Reduce { shown: i, range, op: *op, into });
+                    transfers.push(Transfer::Reduce { shown: i, range, op: *op, into });
                 }
                 parts.iter().map(|part| bytes(&part.input)).sum()
             }
@@ -93,7 +99,13 @@ impl Direct {
                         let there = peer == rank && is_at(&part.input, &part.output, at)?;
                         if len > 0 && !there {
                             let to = part.output.clone();
-                            moves.push(Move::Copy { rank: peer, shown: i, from: 0..len, to, at });
+                            transfers.push(Transfer::Copy {
+                                rank: peer,
+                                shown: i,
+                                from: 0..len,
+                                to,
+                                at,
+                            });
                         }
                         at += len;
                     }
@@ -105,7 +117,7 @@ impl Direct {
                     shown.push(tensor.clone());
                 } else {
                     let (from, to) = (0..bytes(tensor), tensor.clone());
-                    moves.push(Move::Copy { rank: *src, shown: 0, from, to, at: 0 });
+                    transfers.push(Transfer::Copy { rank: *src, shown: 0, from, to, at: 0 });
                 }
                 bytes(tensor)
             }
@@ -114,21 +126,27 @@ impl Direct {
                 let part = bytes(input) / size;
                 for peer in 0..size {
                     let (from, to) = (rank * part..(rank + 1) * part, output.clone());
-                    moves.push(Move::Copy { rank: peer, shown: 0, from, to, at: peer * part });
+                    transfers.push(Transfer::Copy {
+                        rank: peer,
+                        shown: 0,
+                        from,
+                        to,
+                        at: peer * part,
+                    });
                 }
                 bytes(input)
             }
             Collective::Barrier | Collective::Split(_) => 0,
         };
-        Ok((total >= DIRECT_BYTES).then_some(Self { shown, moves }))
+        Ok((total >= DIRECT_BYTES).then_some(Self { shown, transfers }))
     }
 
-    /// Where the shown tensors are, for the other ranks; none if they cannot reach all of them, or
-    /// if this rank cannot carry out its moves in place.
-    pub(crate) fn places(&self, rendezvous: &dyn Rendezvous) -> Result<Option<Vec<u64>>> {
-        let own = self.moves.iter().filter_map(|m| match m {
-            Move::Copy { to, .. } | Move::Reduce { into: Target::Own(to), .. } => Some(to),
-            Move::Reduce { .. } => None,
+    /// The offsets of the shown tensors, for the other ranks; none if they cannot reach all of them,
+    /// or if this rank cannot carry out its transfers in place.
+    pub(crate) fn shown_offsets(&self, rendezvous: &dyn Rendezvous) -> Result<Option<Vec<u64>>> {
+        let own = self.transfers.iter().filter_map(|m| match m {
+            Transfer::Copy { to, .. } | Transfer::Reduce { into: Target::Own(to), .. } => Some(to),
+            Transfer::Reduce { .. } => None,
         });
         if !self.shown.iter().chain(own).all(|tensor| tensor.device().is_cpu()) {
             return Ok(None);
@@ -136,11 +154,11 @@ impl Direct {
         if self.overwrites_shown()? {
             return Ok(None);
         }
-        let place = |tensor: &Tensor| match tensor.elem_count() {
+        let offset = |tensor: &Tensor| match tensor.elem_count() {
             0 => Ok(Some(0)),
-            _ => with_bytes(tensor, |bytes| rendezvous.place(bytes)),
+            _ => with_bytes(tensor, |bytes| rendezvous.offset_of(bytes)),
         };
-        self.shown.iter().map(place).collect()
+        self.shown.iter().map(offset).collect()
     }
 
     /// Whether a copy goes to where another rank reads, as an all-to-all in place does.
@@ -151,8 +169,8 @@ impl Direct {
                 .map(|start| start..start + bytes(tensor)),
         };
         let shown = self.shown.iter().map(range).collect::<Result<Vec<_>>>()?;
-        for step in &self.moves {
-            if let Move::Copy { from, to, at, .. } = step {
+        for step in &self.transfers {
+            if let Transfer::Copy { from, to, at, .. } = step {
                 let start = range(to)?.start + at;
                 let written = start..start + from.len();
                 if shown.iter().any(|r| r.start < written.end && written.start < r.end) {
@@ -163,16 +181,16 @@ impl Direct {
         Ok(false)
     }
 
-    /// Carries the moves out. `reach` finds the memory of a rank's shown tensor: its length is that
-    /// of this rank's shown tensor, or for tensors that are gathered what the move names.
+    /// Carries out the transfers. `reach` finds the memory of a rank's shown tensor: its length is that
+    /// of this rank's shown tensor, or for tensors that are gathered what the transfer names.
     pub(crate) fn carry_out(
         &self,
         size: usize,
         reach: impl Fn(usize, usize, usize) -> Result<*mut u8>,
     ) -> Result<(), Failure> {
-        for step in &self.moves {
+        for step in &self.transfers {
             match step {
-                Move::Copy { rank, shown, from, to, at } => {
+                Transfer::Copy { rank, shown, from, to, at } => {
                     let source = reach(*rank, *shown, from.end)?;
                     // SAFETY: reachable and that long; only read by anyone (see `Direct`).
                     let source = unsafe {
@@ -180,7 +198,7 @@ impl Direct {
                     };
                     with_bytes_mut(to, |to| to[*at..*at + from.len()].copy_from_slice(source))?;
                 }
-                Move::Reduce { shown, range, op, into } => {
+                Transfer::Reduce { shown, range, op, into } => {
                     let ranks = (0..size)
                         .map(|rank| {
                             let start = reach(rank, *shown, range.end)?;

@@ -13,21 +13,22 @@ use fulgurite_core::{Error, Result};
 use twox_hash::XxHash3_64;
 
 use super::plan::Collective;
-use super::queue::{Completion, Job, MailTask, Queue, Task, Turn};
+use super::queue::{Completion, Job, P2pTask, Queue, Task, Turn};
 use super::rendezvous::{Joined, Rendezvous};
 use super::wait::Shared;
 use super::worker::Worker;
-use crate::memory::Layout;
+use crate::memory::RegionLayout;
 
-/// Looks at a flag before the communication thread sleeps: some tens of microseconds, as it takes
-/// cycles from threads that compute.
+/// How often the communication thread checks a flag before it sleeps. That takes some tens of
+/// microseconds; more would take cycles from the threads that compute.
 const SPINS: u32 = 2000;
 
-/// Looks before a caller sleeps that has nothing else to do: longer than waking another rank takes.
-/// Were it shorter, a rank that once slept would make the others sleep, and they it, for ever.
+/// How often a caller that waits, and has nothing else to do, checks a flag before it sleeps. That
+/// takes longer than waking another rank: otherwise a rank that slept once would come so late to the
+/// next collective that the others sleep there, and they would then make it sleep, and so on.
 const CALLERS_SPINS: u32 = 20_000;
 
-/// Which group this is, and this rank's place in it.
+/// Which group this is, and which rank of it this process is.
 pub(crate) struct Membership {
     /// Unique among all groups that share a rendezvous.
     pub(crate) key: String,
@@ -36,8 +37,8 @@ pub(crate) struct Membership {
     pub(crate) global_ranks: Vec<usize>,
     pub(crate) timeout: Duration,
     pub(crate) chunk_bytes: usize,
-    /// Whether ranks look for a while before they sleep; by default, if there are cores for all. A
-    /// part of a group does as the whole.
+    /// Whether a waiting rank spins before it sleeps. `None`: if there is a core for each rank. A
+    /// group that is split off takes the setting of the whole group.
     pub(crate) spins: Option<bool>,
 }
 
@@ -64,7 +65,7 @@ impl Group {
             return Ok(Arc::new(Solo::new(name, global_ranks[0])));
         }
         let size = global_ranks.len();
-        let layout = Layout::new(size, chunk_bytes);
+        let layout = RegionLayout::new(size, chunk_bytes);
         let Joined { region, file } = rendezvous.region(&key, rank == 0, layout, timeout)?;
         region.record(rank).pid.store(std::process::id(), Ordering::SeqCst);
         if let Some(share) = rendezvous.share() {
@@ -105,13 +106,13 @@ impl Group {
         };
         if group.rendezvous.must_meet() {
             group.barrier()?.wait()?;
-            for (place, &global) in group.shared.global_ranks.iter().enumerate() {
-                let pid = group.shared.region.record(place).pid.load(Ordering::SeqCst);
+            for (rank, &global) in group.shared.global_ranks.iter().enumerate() {
+                let pid = group.shared.region.record(rank).pid.load(Ordering::SeqCst);
                 group.rendezvous.watch(global, pid);
             }
         }
         group.shared.reach_all();
-        // All ranks have mapped the region; nobody opens it any more.
+        // All ranks have mapped the region, so none opens the file any more.
         drop(file);
         Ok(Arc::new(group))
     }
@@ -122,15 +123,15 @@ impl Group {
             return Err(shared.error(op, failure));
         }
         let done = Arc::new(Completion::default());
-        let mail = matches!(task, Task::Mail(_));
-        shared.queue.push(Job { task, done: done.clone() }, mail || !caller_waits());
-        if mail {
-            // A thread that carries out messages takes this one along.
-            shared.ring_self();
+        let is_p2p = matches!(task, Task::P2p(_));
+        shared.queue.push(Job { task, done: done.clone() }, is_p2p || !caller_waits());
+        if is_p2p {
+            // A thread that carries out messages, and sleeps until one moves, must take this one too.
+            shared.notify_self();
         }
         let (shared, worker) = (shared.clone(), self.worker.clone());
         Ok(Work::pending(move || {
-            let result = if mail {
+            let result = if is_p2p {
                 done.wait()
             } else {
                 shared.queue.finish(&done, |turn, job| run(&worker, turn, job, CALLERS_SPINS))
@@ -190,15 +191,15 @@ impl ProcessGroup for Group {
     fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
         check::peer(self, "send", dst)?;
         check::tensor(self, "send", "tensor", tensor)?;
-        let mail = MailTask { sending: true, peer: dst, tensor: tensor.clone() };
-        self.start("send", Task::Mail(mail))
+        let task = P2pTask { sending: true, peer: dst, tensor: tensor.clone() };
+        self.start("send", Task::P2p(task))
     }
 
     fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work> {
         check::peer(self, "recv", src)?;
         check::tensor(self, "recv", "tensor", tensor)?;
-        let mail = MailTask { sending: false, peer: src, tensor: tensor.clone() };
-        self.start("recv", Task::Mail(mail))
+        let task = P2pTask { sending: false, peer: src, tensor: tensor.clone() };
+        self.start("recv", Task::P2p(task))
     }
 
     fn barrier(&self) -> Result<Work> {
@@ -206,7 +207,7 @@ impl ProcessGroup for Group {
     }
 
     fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
-        let (set, place) = check::partition(self, partition)?;
+        let (set, rank) = check::partition(self, partition)?;
         let agreed = XxHash3_64::oneshot(format!("{name}\0{partition:?}").as_bytes());
         self.collective(Collective::Split(agreed))?.wait()?;
         let split = self.splits.fetch_add(1, Ordering::Relaxed);
@@ -214,7 +215,7 @@ impl ProcessGroup for Group {
         let member = Membership {
             key: format!("{}/{split}.{set}", self.key),
             name: name.to_owned(),
-            rank: place,
+            rank,
             global_ranks: partition[set].iter().map(|&rank| global[rank]).collect(),
             timeout: self.shared.timeout,
             chunk_bytes: self.chunk_bytes,
@@ -236,16 +237,17 @@ impl ProcessGroup for Group {
     }
 }
 
-/// The communication thread: until the group is dropped and all it started has ended.
+/// The body of the communication thread. Returns once the group is dropped and all that was started
+/// has ended.
 fn communicate(shared: &Shared, worker: &Mutex<Worker>) {
     while let Some((turn, job)) = shared.queue.next() {
         run(worker, turn, job, SPINS);
     }
     shared.region.record(shared.rank).left.store(1, Ordering::SeqCst);
-    shared.region.ring_all();
+    shared.region.notify_all();
 }
 
-/// Carries out a job; whose turn it is has the worker for itself.
+/// Carries out a job. Only the thread that has the turn uses the worker, so the lock is free.
 fn run(worker: &Mutex<Worker>, turn: Turn<'_>, job: Job, spins: u32) {
     worker.lock().expect("a worker catches panics").run(job, spins);
     drop(turn);
@@ -254,9 +256,9 @@ fn run(worker: &Mutex<Worker>, turn: Turn<'_>, job: Job, spins: u32) {
 impl Drop for Group {
     fn drop(&mut self) {
         self.shared.queue.close();
-        self.shared.ring_self();
+        self.shared.notify_self();
         if let Some(thread) = self.thread.take() {
-            // It catches panics; should one get through, there is nothing left to end.
+            // The thread catches panics. If one got through, the thread has ended, as it should.
             let _ = thread.join();
         }
     }

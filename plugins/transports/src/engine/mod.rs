@@ -1,9 +1,8 @@
 //! The one engine behind all groups of this crate: collectives through a shared region.
 
 mod direct;
-mod failure;
 mod group;
-mod mail;
+mod p2p;
 mod plan;
 mod queue;
 mod reduce;

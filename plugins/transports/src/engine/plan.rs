@@ -1,4 +1,4 @@
-//! What a collective moves, chunk by chunk.
+//! A collective's plan: the chunks that it moves through the slots.
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
@@ -7,7 +7,7 @@ use fulgurite_core::collective::{AllGather, ReduceOp, ReduceScatter, check};
 use twox_hash::XxHash3_64;
 
 use super::stream::Stream;
-use crate::memory::{LINE, Layout};
+use crate::memory::{LINE, RegionLayout};
 
 /// A collective with its arguments, which have been checked.
 pub(crate) enum Collective {
@@ -107,9 +107,10 @@ impl Collective {
     }
 
     /// Cuts the collective into transfers through slots.
-    pub(crate) fn plan(&self, rank: usize, layout: &Layout) -> Result<Plan> {
+    pub(crate) fn plan(&self, rank: usize, layout: &RegionLayout) -> Result<CollectivePlan> {
         let size = layout.size;
-        let mut plan = Plan { stride: layout.portion(), stages: 2, ..Plan::default() };
+        let mut plan =
+            CollectivePlan { stride: layout.portion(), stages: 2, ..CollectivePlan::default() };
         match self {
             Self::AllReduce(tensor, op) => {
                 plan.buffers.push(Buffer::updated(tensor)?);
@@ -235,7 +236,7 @@ fn digest<'a>(parts: impl Iterator<Item = (&'a Tensor, &'a [usize])>, seed: u64)
 
 /// A collective's transfers. Chunk `k` of every stream is its bytes from `k * stride` on.
 #[derive(Default)]
-pub(crate) struct Plan {
+pub(crate) struct CollectivePlan {
     pub(crate) buffers: Vec<Buffer>,
     /// Bytes of a chunk of one stream, and of the portions that a slot is dealt into.
     pub(crate) stride: usize,

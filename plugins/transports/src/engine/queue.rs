@@ -1,6 +1,7 @@
-//! What a rank has started and not finished, and who carries it out.
+//! A rank's collectives and messages that were started and have not ended, and which thread carries
+//! them out.
 //!
-//! One thread at a time does: the communication thread, or one that waits for a collective. So a
+//! One thread at a time does: the communication thread, or a thread that waits for a collective. So a
 //! collective that is waited for at once needs no other thread.
 
 use std::collections::VecDeque;
@@ -9,23 +10,23 @@ use std::time::{Duration, Instant};
 
 use candle_core::Tensor;
 
-use super::failure::Failure;
 use super::plan::Collective;
+use super::wait::Failure;
 
-/// What there is to do.
+/// A collective or a message.
 pub(crate) enum Task {
     Collective(Collective),
-    Mail(MailTask),
+    P2p(P2pTask),
 }
 
 /// A message to or from a peer.
-pub(crate) struct MailTask {
+pub(crate) struct P2pTask {
     pub(crate) sending: bool,
     pub(crate) peer: usize,
     pub(crate) tensor: Tensor,
 }
 
-/// A task, and who waits for it.
+/// A task, and where its result goes.
 pub(crate) struct Job {
     pub(crate) task: Task,
     pub(crate) done: Arc<Completion>,
@@ -105,7 +106,7 @@ impl Queue {
         self.state.lock().expect("no panic while queueing")
     }
 
-    /// Puts a job last; `now` if the communication thread is to see to it.
+    /// Puts a job last. `now`: the communication thread is woken to carry it out.
     pub(crate) fn push(&self, job: Job, now: bool) {
         self.state().jobs.push_back(job);
         if now {
@@ -113,12 +114,12 @@ impl Queue {
         }
     }
 
-    /// The next job if it is a message, for whoever carries out messages already.
-    pub(crate) fn next_mail(&self) -> Option<(MailTask, Arc<Completion>)> {
+    /// The next job if it is a message, for the thread that carries out messages already.
+    pub(crate) fn next_p2p(&self) -> Option<(P2pTask, Arc<Completion>)> {
         let mut state = self.state();
         let job = state.jobs.pop_front()?;
         match job.task {
-            Task::Mail(mail) => Some((mail, job.done)),
+            Task::P2p(task) => Some((task, job.done)),
             Task::Collective(_) => {
                 state.jobs.push_front(job);
                 None
@@ -144,8 +145,8 @@ impl Queue {
         }
     }
 
-    /// Waits for a collective's end, and meanwhile carries out what comes up to it with `run`, as
-    /// long as nobody else does.
+    /// Waits for a collective's end. Meanwhile, as long as no other thread carries out jobs, this one
+    /// carries them out with `run`, up to the collective.
     pub(crate) fn finish(
         &self,
         done: &Completion,
@@ -171,7 +172,7 @@ impl Queue {
         }
     }
 
-    /// The group is dropped: what was started is ended, nothing more comes.
+    /// The group was dropped: no job comes any more, and those that were started are carried out.
     pub(crate) fn close(&self) {
         self.state().closing = Some(Instant::now());
         self.work.notify_one();

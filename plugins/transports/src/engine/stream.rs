@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use crate::memory::LINE;
 
-/// Bytes of one tensor in a stream.
+/// Bytes of one tensor, as a part of a stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Segment {
+pub(crate) struct StreamSegment {
     /// Index of the tensor among the collective's buffers.
     pub(crate) buffer: usize,
     /// First byte in the tensor.
@@ -17,11 +17,12 @@ pub(crate) struct Segment {
 }
 
 /// Segments one after another. Each begins on a cache line, so that it can be cut at any line
-/// without cutting an element, whatever its dtype. Streams of the same lengths have the same
-/// places, whichever tensors they are of: that is how a writer's stream meets a reader's.
+/// without cutting an element, whatever its dtype. Two
+/// streams of segments of the same lengths have them at the same positions, whatever tensors they are
+/// of: so a reader finds what a writer put there.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Stream {
-    segments: Vec<Segment>,
+    segments: Vec<StreamSegment>,
     len: usize,
 }
 
@@ -29,7 +30,7 @@ impl Stream {
     pub(crate) fn push(&mut self, buffer: usize, start: usize, len: usize) {
         let at = self.len.next_multiple_of(LINE);
         if len > 0 {
-            self.segments.push(Segment { buffer, start, len, at });
+            self.segments.push(StreamSegment { buffer, start, len, at });
             self.len = at + len;
         }
     }

@@ -7,20 +7,44 @@ use std::time::{Duration, Instant};
 
 use fulgurite_core::Error;
 
-use super::failure::Failure;
 use super::plan::KINDS;
 use super::queue::Queue;
 use super::rendezvous::{Owner, Rendezvous};
-use crate::memory::{Bell, Region, Share, ring};
+use crate::memory::{Region, Share, Waker, notify};
 
-/// How often a waiting rank asks the store and looks after processes.
+/// How often a waiting rank asks the store for failures and checks that missing ranks' processes live.
 const POLL: Duration = Duration::from_millis(100);
 
-/// How long a rank that is gone has for its own error to become known, which says more.
+/// How long a waiting rank waits on after another's process has ended: the error that the other has
+/// perhaps reported says more than that it is gone.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// How long a dropped group tries to finish what was started.
+/// How long a dropped group tries to finish the collectives that were started.
 const CLOSING: Duration = Duration::from_secs(5);
+
+/// What ended a collective, and the group with it. Unlike [`Error`] it can be told many times.
+#[derive(Debug, Clone)]
+pub(crate) enum Failure {
+    /// A rank of the job failed: its global rank and its message.
+    Peer { rank: usize, message: String },
+    /// Anything else, in words.
+    Group(String),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::PeerFailed { rank, message } => Self::Peer { rank, message },
+            other => Self::Group(other.to_string()),
+        }
+    }
+}
+
+impl From<candle_core::Error> for Failure {
+    fn from(error: candle_core::Error) -> Self {
+        Error::from(error).into()
+    }
+}
 
 /// What the group's handle and its communication thread share.
 pub(crate) struct Shared {
@@ -33,7 +57,7 @@ pub(crate) struct Shared {
     pub(crate) queue: Queue,
     /// Why the group no longer works, if it does not.
     pub(crate) failure: Mutex<Option<Failure>>,
-    /// Whether a rank looks for a while before it goes to sleep: there are cores for all.
+    /// Whether a waiting rank spins before it sleeps: there is a core for each rank.
     pub(crate) spins: bool,
     /// Whether this rank can map the memory that the others' [`empty`](Rendezvous::empty) tensors
     /// are in. Once all have met.
@@ -57,11 +81,11 @@ impl Shared {
         self.reaches_all.store(reaches, Ordering::Relaxed);
     }
 
-    /// The memory of `len` bytes at a place that a rank of the group told of.
+    /// The address of `len` bytes at an offset in the memory of a rank of the group.
     pub(crate) fn reach(
         &self,
         rank: usize,
-        place: u64,
+        offset: u64,
         len: usize,
     ) -> fulgurite_core::Result<*mut u8> {
         let record = self.region.record(rank);
@@ -72,12 +96,12 @@ impl Shared {
         };
         let pid = record.pid.load(Ordering::Relaxed);
         let owner = Owner { global_rank: self.global_ranks[rank], pid, share };
-        self.rendezvous.reach(owner, place, len)
+        self.rendezvous.reach(owner, offset, len)
     }
 
-    /// Makes the thread of this rank that waits for other ranks look around.
-    pub(crate) fn ring_self(&self) {
-        ring(self.region.record(self.rank));
+    /// Makes this rank's thread that waits for other ranks check again what it waits for.
+    pub(crate) fn notify_self(&self) {
+        notify(self.region.record(self.rank));
     }
 
     /// Why nothing can be started any more, if so.
@@ -127,10 +151,12 @@ impl Shared {
         }))
     }
 
-    /// Waits until `ready`, and looks `spins` times, if at all, before it sleeps.
+    /// Waits until `ready` says yes. Asks it `spins` times before it sleeps, or never in a group that
+    /// does not spin.
     ///
-    /// `missing` lists the group ranks that are waited for, and `what` says at what: both are asked
-    /// only if it takes long. `ready` is called often, and is not called again once it said yes.
+    /// `missing` lists the group ranks that are waited for, and `what` names the operation that waits:
+    /// both are called only if the wait takes long. `ready` is called often, and not again once it
+    /// said yes.
     pub(crate) fn wait_until(
         &self,
         spins: u32,
@@ -149,11 +175,11 @@ impl Shared {
         let mut polled = started;
         let mut gone_since = None;
         loop {
-            let bell = Bell::new(self.region.record(self.rank));
+            let waker = Waker::new(self.region.record(self.rank));
             if ready() {
                 return Ok(());
             }
-            // A rank may have gone on, and failed, since we looked.
+            // Another rank may have passed this point, and then failed, since `ready` was asked.
             if let Some(failure) = self.aborted() {
                 return if ready() { Ok(()) } else { Err(failure) };
             }
@@ -176,7 +202,8 @@ impl Shared {
                 self.check_closing(&what)?;
             }
             if now - started >= self.timeout {
-                let missing: Vec<String> = missing().into_iter().map(|r| self.place(r)).collect();
+                let missing: Vec<String> =
+                    missing().into_iter().map(|r| self.last_seen(r)).collect();
                 return Err(Failure::Group(format!(
                     "timed out after {:?}: {}, waited for {}",
                     self.timeout,
@@ -184,11 +211,11 @@ impl Shared {
                     missing.join(", "),
                 )));
             }
-            bell.sleep(POLL.min(self.timeout - (now - started)));
+            waker.sleep(POLL.min(self.timeout - (now - started)));
         }
     }
 
-    /// How a rank went away, if it did.
+    /// How a rank left the group, if it did.
     fn gone(&self, rank: usize) -> Option<String> {
         let record = self.region.record(rank);
         if record.left.load(Ordering::Acquire) != 0 {
@@ -202,7 +229,7 @@ impl Shared {
     }
 
     /// A rank, and the collective it was last seen in.
-    fn place(&self, rank: usize) -> String {
+    fn last_seen(&self, rank: usize) -> String {
         let global = self.global_ranks[rank];
         let record = self.region.record(rank);
         match record.begun.load(Ordering::Acquire) {

@@ -8,14 +8,14 @@ use std::sync::atomic::Ordering;
 use fulgurite_core::autograd::storage::{with_bytes, with_bytes_mut};
 
 use super::direct::Direct;
-use super::failure::Failure;
-use super::plan::{Collective, Fingerprint, Plan};
+use super::plan::{Collective, CollectivePlan, Fingerprint};
 use super::queue::{Job, Task};
 use super::reduce::reduce;
-use super::wait::Shared;
-use crate::memory::{BUFFERS, OpRecord};
+use super::wait::{Failure, Shared};
+use crate::memory::{BUFFERS, OpRecord, notify};
 
-/// How far a rank has come. One thread at a time has it, whose [`Turn`](super::queue::Turn) it is.
+/// Carries out a rank's collectives and counts them. The thread that has the
+/// [`Turn`](super::queue::Turn) uses it, and no other.
 pub(crate) struct Worker {
     pub(crate) shared: Arc<Shared>,
     /// Collectives begun.
@@ -24,7 +24,7 @@ pub(crate) struct Worker {
     barriers: u64,
     /// Chunks that went through the slots: which buffer is next.
     turn: usize,
-    /// Looks before the thread that carries out this job sleeps.
+    /// How often the thread that carries out this job checks a flag before it sleeps.
     pub(super) spins: u32,
 }
 
@@ -33,7 +33,7 @@ impl Worker {
         Self { shared, sequence: 0, barriers: 0, turn: 0, spins: 0 }
     }
 
-    /// Carries out a job on a thread that looks `spins` times before it sleeps.
+    /// Carries out a job on a thread that checks a flag `spins` times before it sleeps.
     pub(crate) fn run(&mut self, job: Job, spins: u32) {
         self.spins = spins;
         let Job { task, done } = job;
@@ -41,14 +41,14 @@ impl Worker {
             Task::Collective(collective) => {
                 let result = self.guarded(|worker| worker.collective(&collective));
                 match result {
-                    // The tensors are the caller's own again before it hears of the end.
+                    // The tensors are released before the caller hears of the end.
                     Ok(()) => drop(collective),
-                    // Another rank may still be at them: their memory is never used again.
+                    // Another rank may still read or write the tensors: their memory is never freed.
                     Err(_) => std::mem::forget(collective),
                 }
                 done.set(result);
             }
-            Task::Mail(mail) => self.run_mail(mail, done),
+            Task::P2p(task) => self.run_p2p(task, done),
         }
     }
 
@@ -86,31 +86,35 @@ impl Worker {
             return self.through_slots(collective, &fingerprint, false);
         }
         direct.carry_out(shared.size(), |rank, shown, len| {
-            let place = shown * size_of::<u64>()..(shown + 1) * size_of::<u64>();
+            let range = shown * size_of::<u64>()..(shown + 1) * size_of::<u64>();
             // SAFETY: written before the barrier, by a rank that says so, and again BUFFERS
             // collectives or chunks later, after more barriers.
-            let place = unsafe { shared.region.slot(buffer, rank, place) };
-            shared.reach(rank, bytemuck::pod_read_unaligned(place), len)
+            let offset = unsafe { shared.region.slot(buffer, rank, range) };
+            shared.reach(rank, bytemuck::pod_read_unaligned(offset), len)
         })?;
         self.barrier(&fingerprint)
     }
 
-    /// Puts into this rank's slot where the others find its tensors; whether they can.
+    /// Writes the offsets of this rank's tensors to its slot, for the other ranks. Returns whether they
+    /// can reach the tensors.
     fn show(&self, direct: &Direct) -> Result<bool, Failure> {
         let (region, rank) = (&self.shared.region, self.shared.rank);
-        let Some(places) = direct.places(&*self.shared.rendezvous)? else { return Ok(false) };
-        let places: &[u8] = bytemuck::cast_slice(&places);
-        if places.len() > region.layout().slot || !self.shared.reaches_all.load(Ordering::Relaxed) {
+        let Some(offsets) = direct.shown_offsets(&*self.shared.rendezvous)? else {
+            return Ok(false);
+        };
+        let offsets: &[u8] = bytemuck::cast_slice(&offsets);
+        if offsets.len() > region.layout().slot || !self.shared.reaches_all.load(Ordering::Relaxed)
+        {
             return Ok(false);
         }
         // SAFETY: as in `write`, of which this is chunk 0.
-        let slot = unsafe { region.slot_mut(self.buffer(0), rank, 0..places.len()) };
-        slot.copy_from_slice(places);
+        let slot = unsafe { region.slot_mut(self.buffer(0), rank, 0..offsets.len()) };
+        slot.copy_from_slice(offsets);
         Ok(true)
     }
 
-    /// Moves the data chunk by chunk. `compare`: the ranks have not yet found that they are in the
-    /// same collective.
+    /// Moves the data chunk by chunk. `compare`: the ranks have yet to check that they are in the same
+    /// collective.
     fn through_slots(
         &mut self,
         collective: &Collective,
@@ -143,7 +147,7 @@ impl Worker {
         (self.turn + chunk) % BUFFERS
     }
 
-    fn write(&self, plan: &Plan, chunk: usize) -> Result<(), Failure> {
+    fn write(&self, plan: &CollectivePlan, chunk: usize) -> Result<(), Failure> {
         let (region, rank, buffer) = (&self.shared.region, self.shared.rank, self.buffer(chunk));
         for write in &plan.writes {
             let portion = write.portion * plan.stride;
@@ -159,16 +163,16 @@ impl Worker {
         Ok(())
     }
 
-    fn reduce(&self, plan: &Plan, chunk: usize) -> Result<(), Failure> {
+    fn reduce(&self, plan: &CollectivePlan, chunk: usize) -> Result<(), Failure> {
         let Some(reduction) = &plan.reduction else { return Ok(()) };
         let (region, rank, buffer) = (&self.shared.region, self.shared.rank, self.buffer(chunk));
         let portion = rank * plan.stride;
         for (index, from, to) in reduction.own.chunk(chunk, plan.stride) {
-            let place = portion + to.start..portion + to.end;
+            let range = portion + to.start..portion + to.end;
             // SAFETY: this rank's own portion of its own slot: this rank does not write it in the
             // write phase, and others read it after the next barrier. The last readers were
             // BUFFERS chunks ago.
-            let out = unsafe { region.slot_mut(buffer, rank, place.clone()) };
+            let out = unsafe { region.slot_mut(buffer, rank, range.clone()) };
             let host = &plan.buffers[index].host;
             with_bytes(host, |own| {
                 let sources: Vec<&[u8]> = (0..self.shared.size())
@@ -179,7 +183,7 @@ impl Worker {
                         // SAFETY: written in the phase before, and a barrier lies between; this
                         // portion is nobody's but this rank's to read, and its owner writes to
                         // it again BUFFERS chunks later, after more barriers.
-                        unsafe { region.slot(buffer, peer, place.clone()) }
+                        unsafe { region.slot(buffer, peer, range.clone()) }
                     })
                     .collect();
                 reduce(host.dtype(), reduction.op, &sources, out);
@@ -188,7 +192,7 @@ impl Worker {
         Ok(())
     }
 
-    fn read(&self, plan: &Plan, chunk: usize) -> Result<(), Failure> {
+    fn read(&self, plan: &CollectivePlan, chunk: usize) -> Result<(), Failure> {
         let (region, buffer) = (&self.shared.region, self.buffer(chunk));
         for read in &plan.reads {
             let portion = read.portion * plan.stride;
@@ -206,7 +210,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Says what this rank is about to do.
+    /// Writes to this rank's record which collective it is about to carry out.
     fn publish(&mut self, fingerprint: &Fingerprint, direct: bool) {
         let record = self.shared.region.record(self.shared.rank);
         let op = &record.ops[self.sequence as usize % 2];
@@ -223,8 +227,8 @@ impl Worker {
     /// The first barrier of a collective, and the check that all ranks are in the same one.
     fn meet(&mut self, fingerprint: &Fingerprint) -> Result<(), Failure> {
         let met = self.barrier(fingerprint);
-        // A rank that was faster has perhaps failed over a difference already: this one finds it
-        // too, and says it in the same words.
+        // A faster rank may have found a difference, and aborted, already: then this one finds the
+        // difference too, and reports it in the same words.
         if self.all_arrived() {
             self.compare(fingerprint)?;
         }
@@ -276,7 +280,7 @@ impl Worker {
         )))
     }
 
-    /// What a rank says of the collective that this one is in.
+    /// A rank's record of the collective that this rank is in.
     fn op(&self, rank: usize) -> &OpRecord {
         &self.shared.region.record(rank).ops[(self.sequence - 1) as usize % 2]
     }
@@ -289,8 +293,8 @@ impl Worker {
         self.barriers += 1;
         let all = self.barriers * size;
         let barriers = self.barriers;
-        // The others may have given up, and then they are not coming back. Not asked after arriving:
-        // one that was faster may have aborted since, which is nothing to this barrier.
+        // If the group has failed, the other ranks do not come. This is not asked after arriving: a
+        // faster rank may abort after this barrier, and the barrier has been passed all the same.
         if let Some(failure) = shared.broken() {
             return Err(failure);
         }
@@ -299,7 +303,7 @@ impl Worker {
         if arrivals.fetch_add(1, Ordering::SeqCst) + 1 == all {
             (0..shared.size())
                 .filter(|&rank| rank != shared.rank)
-                .for_each(|rank| crate::memory::ring(region.record(rank)));
+                .for_each(|rank| notify(region.record(rank)));
             return Ok(());
         }
         let sequence = self.sequence;

@@ -3,7 +3,8 @@
 //!
 //! It is one anonymous file, as long as the machine's memory but sparse: a page costs memory from
 //! its first use on. Tensors own their elements as a `Vec`, which the program's allocator frees; so
-//! the memory is there only in programs whose allocator is a [`SharedMemory`], which knows it again.
+//! this memory is used only in programs whose allocator is a [`SharedMemory`], which recognises it when
+//! it is freed.
 #![allow(unsafe_code)] // an allocator, and memory that it hands out
 
 use std::alloc::{GlobalAlloc, Layout};
@@ -30,7 +31,8 @@ static FREE: Mutex<Option<FreeList>> = Mutex::new(None);
 /// Programs that say `fulgurite::use_mimalloc!();` have it. It must be the program's only allocator, for
 /// it hands out memory that no other one can free.
 ///
-/// What is freed is kept for the next tensor that a group makes: it is not given back to the system.
+/// Freed shared memory is kept for the next tensor that a group makes; it is not given back to the
+/// system.
 ///
 /// ```
 /// use fulgurite_transports::SharedMemory;
@@ -58,8 +60,8 @@ fn free(offset: usize, layout: Layout) {
     }
 }
 
-// SAFETY: `A` is one; memory that is not of it is known by its address, is never handed out twice
-// before it is freed, and stays mapped as long as the process lives.
+// SAFETY: `A` is a global allocator. The shared memory is told from the memory of `A` by its address,
+// is never handed out twice before it is freed, and stays mapped as long as the process lives.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for SharedMemory<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's promises are those that `A` asks for.
@@ -217,14 +219,14 @@ fn empty<T: bytemuck::Pod>(len: usize) -> Option<Vec<T>> {
     Some(unsafe { Vec::from_raw_parts(start.cast::<T>(), len, len) })
 }
 
-/// Where in the shared memory `bytes` are, if they are.
-pub(crate) fn place(bytes: &[u8]) -> Option<usize> {
+/// The offset of `bytes` in the shared memory, if they are there.
+pub(crate) fn offset_of(bytes: &[u8]) -> Option<usize> {
     offset(bytes.as_ptr().addr())
 }
 
-/// The address of a [`place`].
-pub(crate) fn at(place: usize) -> *mut u8 {
-    BASE.load(Ordering::Relaxed).wrapping_add(place)
+/// The address at an [offset](offset_of).
+pub(crate) fn at(offset: usize) -> *mut u8 {
+    BASE.load(Ordering::Relaxed).wrapping_add(offset)
 }
 
 /// The nonce of a mapping of another process's shared memory.

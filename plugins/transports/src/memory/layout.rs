@@ -1,4 +1,4 @@
-//! What is where in a region. Zeroed memory is the valid initial state of everything here.
+//! The parts of a region and their offsets. Zeroed memory is a valid initial state of all of them.
 
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64};
 
@@ -9,7 +9,7 @@ pub(crate) const MAGIC: u64 = 0x666c_6775_7269_0001;
 pub(crate) const BUFFERS: usize = 3;
 
 /// Chunks that a sender may be ahead of its receiver.
-pub(crate) const MAILS: usize = 2;
+pub(crate) const P2P_CHUNKS: usize = 2;
 
 /// Longest abort reason; the rest is cut.
 pub(crate) const REASON_BYTES: usize = 2048;
@@ -42,11 +42,12 @@ pub(crate) struct Header {
     pub(crate) abort_reason: [AtomicU8; REASON_BYTES],
 }
 
-/// One rank's words; only that rank writes them, but for the bell, which others ring.
+/// One rank's words; only that rank writes them, but for the waker, which others
+/// notify.
 #[repr(C, align(128))]
 pub(crate) struct RankRecord {
-    /// Futex word: changes whenever the rank should look around.
-    pub(crate) bell: AtomicU32,
+    /// Futex word: changes whenever the rank should check what it waits for.
+    pub(crate) waker: AtomicU32,
     /// 1 while the rank sleeps, or is about to.
     pub(crate) asleep: AtomicU32,
     /// 1 once the rank has dropped the group.
@@ -92,7 +93,7 @@ pub(crate) struct Channel {
     pub(crate) sent: Line<AtomicU64>,
     /// Chunks the receiver has taken out.
     pub(crate) received: Line<AtomicU64>,
-    pub(crate) heads: [ChunkHead; MAILS],
+    pub(crate) heads: [ChunkHead; P2P_CHUNKS],
 }
 
 /// What a chunk belongs to.
@@ -107,30 +108,31 @@ pub(crate) struct ChunkHead {
 
 /// Sizes and offsets of a region, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Layout {
+pub(crate) struct RegionLayout {
     pub(crate) size: usize,
     /// One rank's slot in one buffer: `size` portions of whole lines.
     pub(crate) slot: usize,
-    /// One mail chunk.
-    pub(crate) mail: usize,
+    /// One chunk of a message.
+    pub(crate) p2p_chunk: usize,
     pub(crate) records: usize,
     pub(crate) channels: usize,
     pub(crate) slots: usize,
-    pub(crate) mails: usize,
+    /// Where the chunks of messages begin.
+    pub(crate) p2p_chunks: usize,
     pub(crate) len: usize,
 }
 
-impl Layout {
+impl RegionLayout {
     pub(crate) fn new(size: usize, chunk_bytes: usize) -> Self {
         const PAGE: usize = 4096;
         let slot = chunk_bytes.div_ceil(size).next_multiple_of(LINE) * size;
-        let mail = chunk_bytes.min(256 << 10).next_multiple_of(LINE);
+        let p2p_chunk = chunk_bytes.min(256 << 10).next_multiple_of(LINE);
         let records = size_of::<Header>().next_multiple_of(LINE * 2);
         let channels = records + size * size_of::<RankRecord>();
         let slots = (channels + size * size * size_of::<Channel>()).next_multiple_of(PAGE);
-        let mails = slots + BUFFERS * size * slot;
-        let len = (mails + size * size * MAILS * mail).next_multiple_of(PAGE);
-        Self { size, slot, mail, records, channels, slots, mails, len }
+        let p2p_chunks = slots + BUFFERS * size * slot;
+        let len = (p2p_chunks + size * size * P2P_CHUNKS * p2p_chunk).next_multiple_of(PAGE);
+        Self { size, slot, p2p_chunk, records, channels, slots, p2p_chunks, len }
     }
 
     /// Bytes of a slot that belong to one rank, when a chunk is dealt to all of them.

@@ -1,18 +1,18 @@
 //! The memory that the ranks of a group share.
 
-mod bell;
 mod free_list;
 mod heap;
 mod layout;
 mod region;
+mod waker;
 
-pub(crate) use bell::{Bell, ring};
 pub use heap::SharedMemory;
-pub(crate) use heap::{Share, at, empty_tensor, place, share};
+pub(crate) use heap::{Share, at, empty_tensor, offset_of, share};
 #[cfg(target_os = "linux")]
 pub(crate) use heap::{keep_from_dumps, nonce_of};
-pub(crate) use layout::{BUFFERS, LINE, Layout, MAILS, OpRecord, RankRecord};
+pub(crate) use layout::{BUFFERS, LINE, OpRecord, P2P_CHUNKS, RankRecord, RegionLayout};
 pub(crate) use region::Region;
+pub(crate) use waker::{Waker, notify};
 
 /// A random number.
 pub(crate) fn nonce() -> u64 {

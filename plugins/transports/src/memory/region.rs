@@ -6,18 +6,20 @@ use std::sync::atomic::Ordering;
 
 use memmap2::{MmapOptions, MmapRaw};
 
-use super::bell::ring;
-use super::layout::{BUFFERS, Channel, Header, Layout, MAGIC, MAILS, REASON_BYTES, RankRecord};
+use super::layout::{
+    BUFFERS, Channel, Header, MAGIC, P2P_CHUNKS, REASON_BYTES, RankRecord, RegionLayout,
+};
+use super::waker::notify;
 
 /// Memory that all ranks of a group map. See the crate's documentation for its parts.
 pub(crate) struct Region {
     map: MmapRaw,
-    layout: Layout,
+    layout: RegionLayout,
 }
 
 impl Region {
     /// Memory of this process alone.
-    pub(crate) fn anonymous(layout: Layout) -> std::io::Result<Self> {
+    pub(crate) fn anonymous(layout: RegionLayout) -> std::io::Result<Self> {
         let map = MmapOptions::new().len(layout.len).map_anon()?.into();
         let region = Self { map, layout };
         region.sign(0);
@@ -26,7 +28,7 @@ impl Region {
 
     /// Maps `file`, which has (at least) the layout's length, shared and zeroed by whoever made it.
     #[cfg(target_os = "linux")]
-    pub(crate) fn of_file(file: &std::fs::File, layout: Layout) -> std::io::Result<Self> {
+    pub(crate) fn of_file(file: &std::fs::File, layout: RegionLayout) -> std::io::Result<Self> {
         let map = MmapOptions::new().len(layout.len).map_raw(file)?;
         Ok(Self { map, layout })
     }
@@ -50,7 +52,7 @@ impl Region {
             && header.len.load(Ordering::Relaxed) == self.layout.len as u64
     }
 
-    pub(crate) fn layout(&self) -> &Layout {
+    pub(crate) fn layout(&self) -> &RegionLayout {
         &self.layout
     }
 
@@ -116,41 +118,49 @@ impl Region {
         layout.slots + (buffer * layout.size + rank) * layout.slot + range.start
     }
 
-    /// The first `len` bytes of a mail chunk.
+    /// The first `len` bytes of a chunk of a message.
     ///
     /// # Safety
     /// The calling rank is `dst`, and the channel says that this chunk was sent and not yet
     /// received.
-    pub(crate) unsafe fn mail(&self, src: usize, dst: usize, index: usize, len: usize) -> &[u8] {
-        let start = self.mail_start(src, dst, index, len);
+    pub(crate) unsafe fn p2p_chunk(
+        &self,
+        src: usize,
+        dst: usize,
+        index: usize,
+        len: usize,
+    ) -> &[u8] {
+        let start = self.p2p_start(src, dst, index, len);
         // SAFETY: in bounds (checked there); the sender does not touch the chunk before it has
         // been received, as the caller promises.
         unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(start), len) }
     }
 
-    /// The first `len` bytes of a mail chunk, to be written.
+    /// The first `len` bytes of a chunk of a message, to be written.
     ///
     /// # Safety
     /// The calling rank is `src`, no other slice of these bytes lives in this process, and the
     /// channel says that the chunk has been received, or was never sent.
     #[allow(clippy::mut_from_ref)] // The exclusivity is the caller's promise.
-    pub(crate) unsafe fn mail_mut(
+    pub(crate) unsafe fn p2p_chunk_mut(
         &self,
         src: usize,
         dst: usize,
         index: usize,
         len: usize,
     ) -> &mut [u8] {
-        let start = self.mail_start(src, dst, index, len);
+        let start = self.p2p_start(src, dst, index, len);
         // SAFETY: in bounds (checked there); the receiver does not touch the chunk before it has
         // been sent, as the caller promises.
         unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr().add(start), len) }
     }
 
-    fn mail_start(&self, src: usize, dst: usize, index: usize, len: usize) -> usize {
+    fn p2p_start(&self, src: usize, dst: usize, index: usize, len: usize) -> usize {
         let layout = &self.layout;
-        assert!(src < layout.size && dst < layout.size && index < MAILS && len <= layout.mail);
-        layout.mails + ((src * layout.size + dst) * MAILS + index) * layout.mail
+        assert!(
+            src < layout.size && dst < layout.size && index < P2P_CHUNKS && len <= layout.p2p_chunk
+        );
+        layout.p2p_chunks + ((src * layout.size + dst) * P2P_CHUNKS + index) * layout.p2p_chunk
     }
 
     /// Marks the group as aborted and wakes everybody. The first reason is kept.
@@ -171,7 +181,7 @@ impl Region {
             header.abort_failed.store(failed.map_or(0, |r| r as u32 + 1), Ordering::Relaxed);
             state.store(2, Ordering::SeqCst);
         }
-        self.ring_all();
+        self.notify_all();
     }
 
     /// What [`abort`](Self::abort) was called with first, if it was.
@@ -188,8 +198,8 @@ impl Region {
         Some((rank, failed.map(|r| r as usize), String::from_utf8_lossy(&bytes).into_owned()))
     }
 
-    /// Makes every rank look around.
-    pub(crate) fn ring_all(&self) {
-        (0..self.layout.size).for_each(|rank| ring(self.record(rank)));
+    /// Makes every rank check what it waits for.
+    pub(crate) fn notify_all(&self) {
+        (0..self.layout.size).for_each(|rank| notify(self.record(rank)));
     }
 }

@@ -1,39 +1,41 @@
-//! Sleeping until another rank has news.
+//! Sleeping until another rank has changed something.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use super::RankRecord;
 
-/// Wakes a rank, or keeps it from falling asleep. To be called after the change it is to see.
-pub(crate) fn ring(record: &RankRecord) {
-    record.bell.fetch_add(1, Ordering::SeqCst);
+/// Wakes a rank, or keeps it from falling asleep. To be called after the change that the rank is to
+/// see.
+pub(crate) fn notify(record: &RankRecord) {
+    record.waker.fetch_add(1, Ordering::SeqCst);
     if record.asleep.load(Ordering::SeqCst) != 0 {
-        wake(&record.bell);
+        wake(&record.waker);
     }
 }
 
-/// A rank that is about to sleep on its bell. The order is: `Bell::new`, look around, `sleep`.
-/// Changes made after the look are followed by a ring, which `sleep` does not miss.
-pub(crate) struct Bell<'a> {
+/// The futex word of a rank that is about to sleep. The rank calls `Waker::new`, checks what it waits
+/// for, and calls `sleep`: a change after the check is followed by a [`notify`], which `sleep` does
+/// not miss.
+pub(crate) struct Waker<'a> {
     record: &'a RankRecord,
     seen: u32,
 }
 
-impl<'a> Bell<'a> {
+impl<'a> Waker<'a> {
     pub(crate) fn new(record: &'a RankRecord) -> Self {
-        let seen = record.bell.load(Ordering::SeqCst);
+        let seen = record.waker.load(Ordering::SeqCst);
         record.asleep.store(1, Ordering::SeqCst);
         Self { record, seen }
     }
 
-    /// Sleeps until the bell rings, for `timeout` at most. May return early.
+    /// Sleeps until the rank is notified, for `timeout` at most. May return early.
     pub(crate) fn sleep(self, timeout: Duration) {
-        wait(&self.record.bell, self.seen, timeout);
+        wait(&self.record.waker, self.seen, timeout);
     }
 }
 
-impl Drop for Bell<'_> {
+impl Drop for Waker<'_> {
     fn drop(&mut self) {
         self.record.asleep.store(0, Ordering::SeqCst);
     }
@@ -47,7 +49,7 @@ fn wait(word: &AtomicU32, seen: u32, timeout: Duration) {
         tv_nsec: timeout.subsec_nanos().into(),
     };
     // Not `PRIVATE`: the word may be shared between processes. Every error (it changed, a signal,
-    // the time is over) means the same to the caller: look around again.
+    // the time is over) means the same to the caller: check again.
     let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
 }
 

@@ -3,7 +3,7 @@
 //! A rank's messages go on side by side, as long as no collective stands between them in its queue:
 //! so all ranks of a ring may start their send before their receive. Messages of one pair in one
 //! direction keep their order.
-#![allow(unsafe_code)] // Reads and writes mail chunks; the channels' counters make it sound.
+#![allow(unsafe_code)] // Reads and writes chunks of messages; the channels' counters make it sound.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,12 +11,11 @@ use std::sync::atomic::Ordering;
 use fulgurite_core::autograd::storage::{with_bytes, with_bytes_mut};
 use fulgurite_core::collective::check;
 
-use super::failure::Failure;
 use super::plan::{Buffer, dtype_code};
-use super::queue::{Completion, MailTask};
-use super::wait::Shared;
+use super::queue::{Completion, P2pTask};
+use super::wait::{Failure, Shared};
 use super::worker::Worker;
-use crate::memory::{MAILS, ring};
+use crate::memory::{P2P_CHUNKS, notify};
 
 /// A message under way.
 struct Message {
@@ -33,11 +32,12 @@ struct Message {
 
 impl Worker {
     /// Runs this message and all that follow in the queue, up to the next collective.
-    pub(crate) fn run_mail(&mut self, task: MailTask, done: Arc<Completion>) {
+    pub(crate) fn run_p2p(&mut self, task: P2pTask, done: Arc<Completion>) {
         let mut messages = vec![];
         self.admit(&mut messages, task, done);
         while !messages.is_empty() {
-            // Both lists are out here, so that a failure or panic inside leaves nobody waiting.
+            // Both lists are outside of `guarded`, so that after a failure or panic in it every message
+            // still gets a result.
             let mut admitted = vec![];
             let result = self.guarded(|worker| worker.progress(&mut messages, &mut admitted));
             if let Err(failure) = result {
@@ -49,8 +49,8 @@ impl Worker {
         }
     }
 
-    fn admit(&mut self, messages: &mut Vec<Message>, task: MailTask, done: Arc<Completion>) {
-        let MailTask { sending, peer, tensor } = task;
+    fn admit(&mut self, messages: &mut Vec<Message>, task: P2pTask, done: Arc<Completion>) {
+        let P2pTask { sending, peer, tensor } = task;
         let total = tensor.elem_count() * tensor.dtype().size_in_bytes();
         let buffer = self.guarded(|_| {
             Ok(if sending { Buffer::read(&tensor)? } else { Buffer::written(&tensor)? })
@@ -69,11 +69,12 @@ impl Worker {
         }
     }
 
-    /// Moves what can be moved; waits if nothing can and no message comes.
+    /// Moves every message as far as it goes. If none can be moved, waits until one can or another
+    /// message is started.
     fn progress(
         &mut self,
         messages: &mut Vec<Message>,
-        admitted: &mut Vec<(MailTask, Arc<Completion>)>,
+        admitted: &mut Vec<(P2pTask, Arc<Completion>)>,
     ) -> Result<(), Failure> {
         let shared = &*self.shared;
         let peers: Vec<usize> = messages.iter().map(|m| m.peer).collect();
@@ -86,8 +87,8 @@ impl Worker {
         shared.wait_until(
             self.spins,
             || {
-                while let Some(mail) = shared.queue.next_mail() {
-                    admitted.push(mail);
+                while let Some(message) = shared.queue.next_p2p() {
+                    admitted.push(message);
                 }
                 outcome = step_all(shared, messages);
                 !admitted.is_empty() || !matches!(outcome, Ok(false))
@@ -106,7 +107,7 @@ impl Worker {
             if messages[i].complete {
                 let result = messages[i].buffer.finish().map_err(Failure::from);
                 let Message { buffer, done, .. } = messages.remove(i);
-                // The tensor is the caller's own again before it hears of the end.
+                // The tensor is released before the caller hears of the end.
                 drop(buffer);
                 done.set(result);
             } else {
@@ -146,22 +147,22 @@ fn step(shared: &Shared, message: &mut Message) -> Result<bool, Failure> {
     let channel = region.channel(src, dst);
     let sent = channel.sent.0.load(Ordering::Acquire);
     let received = channel.received.0.load(Ordering::Acquire);
-    let len = region.layout().mail.min(message.total - message.offset);
+    let len = region.layout().p2p_chunk.min(message.total - message.offset);
     let range = message.offset..message.offset + len;
     let host = &message.buffer.host;
     if message.sending {
-        if sent - received >= MAILS as u64 {
+        if sent - received >= P2P_CHUNKS as u64 {
             return Ok(false);
         }
-        let index = sent as usize % MAILS;
+        let index = sent as usize % P2P_CHUNKS;
         let head = &channel.heads[index];
         head.total.store(message.total as u64, Ordering::Relaxed);
         head.offset.store(message.offset as u64, Ordering::Relaxed);
         head.dtype.store(dtype_code(host.dtype()), Ordering::Relaxed);
         if len > 0 {
-            // SAFETY: this rank is the source, and fewer than MAILS chunks are unreceived, so
+            // SAFETY: this rank is the source, and fewer than P2P_CHUNKS chunks are unreceived, so
             // that the chunk that was here has been received.
-            let chunk = unsafe { region.mail_mut(src, dst, index, len) };
+            let chunk = unsafe { region.p2p_chunk_mut(src, dst, index, len) };
             with_bytes(host, |bytes| chunk.copy_from_slice(&bytes[range]))?;
         }
         channel.sent.0.store(sent + 1, Ordering::SeqCst);
@@ -169,7 +170,7 @@ fn step(shared: &Shared, message: &mut Message) -> Result<bool, Failure> {
         if sent == received {
             return Ok(false);
         }
-        let index = received as usize % MAILS;
+        let index = received as usize % P2P_CHUNKS;
         let head = &channel.heads[index];
         let found = (
             head.total.load(Ordering::Relaxed),
@@ -191,12 +192,12 @@ fn step(shared: &Shared, message: &mut Message) -> Result<bool, Failure> {
         }
         if len > 0 {
             // SAFETY: this rank is the destination, and the chunk was sent and not yet received.
-            let chunk = unsafe { region.mail(src, dst, index, len) };
+            let chunk = unsafe { region.p2p_chunk(src, dst, index, len) };
             with_bytes_mut(host, |bytes| bytes[range].copy_from_slice(chunk))?;
         }
         channel.received.0.store(received + 1, Ordering::SeqCst);
     }
-    ring(region.record(peer));
+    notify(region.record(peer));
     message.offset += len;
     message.complete = message.offset == message.total;
     Ok(true)
