@@ -144,7 +144,7 @@ impl Job<'_> {
             for parameter in &parameters {
                 parameter.finish_backward()?;
             }
-            grads.deliver(&tree)?;
+            grads.deliver(tree.trainable())?;
             let scale = 1.0 / loss.count();
             let norm = scale * local_squared_norm(&parameters, &|_| 0)?.sqrt();
             let factor = scale * clip_factor(norm, CLIP);

@@ -108,7 +108,7 @@ impl Strategy for LocalSgdStrategy {
     }
 
     fn finish_backward(&mut self) -> Result<()> {
-        self.grads.deliver(self.state.tree()?)
+        self.grads.deliver(self.state.tree()?.trainable())
     }
 
     /// Gradients are of the sum over this rank's own items, so the mean is over those.

@@ -50,7 +50,7 @@ impl Strategy for Whole {
     }
 
     fn finish_backward(&mut self) -> Result<()> {
-        self.grads.deliver(self.state.tree()?)
+        self.grads.deliver(self.state.tree()?.trainable())
     }
 }
 

@@ -7,7 +7,6 @@ use candle_core::{DType, Tensor};
 
 use super::Parameter;
 use crate::Result;
-use crate::module::ModuleTree;
 
 /// The dtype that values of `dtype` are accumulated and computed in where sums must not lose small
 /// terms (gradients, layers' sums, optimizer updates): f64 for f64, f32 for all others.
@@ -41,13 +40,13 @@ pub trait GradReducer: Send + Sync {
 pub struct LocalGrads(Mutex<HashMap<String, Tensor>>);
 
 impl LocalGrads {
-    /// After a backward: hands the gradients to the parameters, whose local shards are the whole
-    /// parameters. One that none arrived for in this step gets zeros.
+    /// After a backward: hands the gradients to the trainable parameters, whose local shards are the
+    /// whole parameters. One that none arrived for in this step gets zeros.
     ///
     /// # Errors
     /// If memory cannot be had.
-    pub fn deliver(&self, tree: &ModuleTree) -> Result<()> {
-        for parameter in tree.trainable() {
+    pub fn deliver<'a>(&self, trainable: impl IntoIterator<Item = &'a Parameter>) -> Result<()> {
+        for parameter in trainable {
             let grad = self.buffer(parameter)?;
             if !parameter.has_accumulated() {
                 // A fresh buffer is zero; one of an earlier step may not be.

@@ -148,7 +148,7 @@ impl Parameter {
     }
 
     /// Whether the layer that holds it is not one of `nn` but took it through
-    /// [`var_builder`](crate::module::ModuleBuilder::var_builder).
+    /// `ModuleBuilder::var_builder`.
     pub fn is_external(&self) -> bool {
         self.0.declared.external
     }
