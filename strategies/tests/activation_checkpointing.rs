@@ -14,7 +14,8 @@ use fulgurite_core::collective::Solo;
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::mesh::DeviceMesh;
 use fulgurite_core::module::{
-    ActivationCheckpointing, ActivationOffload, Module, ModuleBuilder, ModuleInit, ModuleTree, Unit,
+    ActivationCheckpointing, ActivationOffload, CandleModule, Module, ModuleBuilder, ModuleInit,
+    ModuleTree, Unit,
 };
 use fulgurite_core::nn::{Dropout, Embedding, Linear, Loss, RmsNorm, functional};
 use fulgurite_core::parameter::{Init, Parameter};
@@ -61,7 +62,7 @@ impl Block {
 struct Model {
     embedding: Unit<Embedding>,
     blocks: Vec<Unit<Block>>,
-    foreign: Unit<candle_nn::Linear>,
+    foreign: Unit<CandleModule<candle_nn::Linear>>,
     head: Linear,
 }
 
@@ -70,8 +71,9 @@ impl Model {
         let first = b.unit("blocks.0", |b| Block::new(b, None))?;
         let shared = first.module().down.weight().clone();
         let second = b.unit("blocks.1", |b| Block::new(b, Some(&shared)))?;
-        let foreign =
-            |b: &ModuleBuilder| Ok(candle_nn::linear(WIDTH, WIDTH, b.var_builder().pp("linear"))?);
+        let foreign = |b: &ModuleBuilder| {
+            Ok(CandleModule(candle_nn::linear(WIDTH, WIDTH, b.var_builder().pp("linear"))?))
+        };
         Ok(Self {
             embedding: b.unit("embedding", |b| Embedding::new(b, 5, WIDTH))?,
             blocks: vec![first, second],
@@ -258,7 +260,7 @@ fn errors_of_the_second_run_say_where_they_are_from() {
 /// A unit and something before it, whose output the unit's closure captures.
 struct Captured {
     before: Linear,
-    foreign: candle_nn::Linear,
+    foreign: CandleModule<candle_nn::Linear>,
     unit: Unit<Linear>,
 }
 
@@ -266,7 +268,7 @@ impl Captured {
     fn new(b: &ModuleBuilder) -> Result<Self> {
         Ok(Self {
             before: Linear::new(&b.pp("before"), 4, 4)?,
-            foreign: candle_nn::linear_no_bias(4, 4, b.var_builder().pp("foreign"))?,
+            foreign: CandleModule(candle_nn::linear_no_bias(4, 4, b.var_builder().pp("foreign"))?),
             unit: b.unit("block", |b| Linear::new(b, 4, 4))?,
         })
     }

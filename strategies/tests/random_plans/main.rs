@@ -135,7 +135,8 @@ fn outcome(case: &Case) -> Outcome {
 fn difference(one: &Run, run: &Run) -> Option<String> {
     let differ = |what: &str, a: &[f64], b: &[f64]| {
         let pairs = a.iter().zip(b).enumerate();
-        let mut wrong = pairs.filter(|(_, (a, b))| !((*a - *b).abs() <= 1e-10 * a.abs().max(1.0)));
+        let far = |a: f64, b: f64| (a - b).is_nan() || (a - b).abs() > 1e-10 * a.abs().max(1.0);
+        let mut wrong = pairs.filter(|(_, (a, b))| far(**a, **b));
         wrong.next().map(|(i, (a, b))| format!("{what}[{i}]: {a} on one device, {b} with the plan"))
     };
     differ("loss", &one.losses, &run.losses)

@@ -148,6 +148,7 @@ impl Module for Block {
     }
 }
 
+#[expect(clippy::large_enum_variant, reason = "a handful of layers in a test")]
 enum Layer {
     Unit(Unit<Block>),
     Plain(Block),

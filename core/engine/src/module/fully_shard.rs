@@ -215,9 +215,9 @@ mod tests {
     fn model(units: &[&str]) -> ModuleTree {
         let b = ModuleBuilder::new(ModuleInit::default());
         for unit in units {
-            b.unit(unit, |b| b.parameter("weight", &[2, 2], Init::ZEROS)).unwrap();
+            b.unit(unit, |b| b.parameter("weight", [2, 2], Init::ZEROS)).unwrap();
         }
-        b.pp("head").parameter("weight", &[2, 2], Init::ZEROS).unwrap();
+        b.pp("head").parameter("weight", [2, 2], Init::ZEROS).unwrap();
         b.finish().unwrap()
     }
 
