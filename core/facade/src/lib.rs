@@ -17,7 +17,7 @@ pub use fulgurite_checkpoint_format as checkpoint;
 pub use fulgurite_config as config;
 pub use fulgurite_config::{__private, registry};
 pub use fulgurite_config::{
-    config_struct, register_checkpoint_io, register_environment, register_logger,
+    config_struct, plugin_kind, register_checkpoint_io, register_environment, register_logger,
     register_optimizer, register_parallelize, register_plugin, register_process_group,
     register_scheduler, register_strategy,
 };

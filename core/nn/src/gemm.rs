@@ -50,7 +50,7 @@ impl<'a, T> Mat<'a, T> {
     }
 }
 
-/// Who multiplies.
+/// The threads that compute a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Threads {
     /// The calling thread.

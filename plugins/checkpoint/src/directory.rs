@@ -281,7 +281,7 @@ mod tests {
         let old = io.open("last").unwrap();
         io.replace("last", b"three").unwrap();
         assert_eq!(io.load("last").unwrap(), b"three");
-        // Who has it open goes on to see the old one: it was not written over.
+        // A reader that has the old file open still sees its content: it was not written over.
         assert_eq!(old.len().unwrap(), 3);
         assert_eq!(names(&io), ["last"]);
         io.save("dir/file", b"").unwrap();
