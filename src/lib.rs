@@ -91,4 +91,6 @@ mod book {
     mod model_parallel {}
     #[doc = include_str!("../docs/src/guides/strategies.md")]
     mod strategies {}
+    #[doc = include_str!("../docs/src/guides/writing-a-strategy.md")]
+    mod writing_a_strategy {}
 }

@@ -58,7 +58,7 @@ fn logits_loss_and_gradients_are_those_of_transformers() {
         let tree = fabric.module_tree().unwrap();
         let source = SafetensorsSource::open(fixture(case)).unwrap();
         load_into(&source, &tree, true).unwrap();
-        fabric.strategy().prepare_forward().unwrap();
+        fabric.finish_load().unwrap();
 
         let ids = expected["input_ids"].to_dtype(DType::U32).unwrap();
         let logits = model.forward(&ids).unwrap();

@@ -96,7 +96,7 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
             "bench train gives every rank whole sequences; leave out context parallelism".into(),
         ));
     }
-    let mesh = fabric.device_mesh()?;
+    let mesh = fabric.device_mesh();
     let data_parallel = mesh.group(DATA_PARALLEL)?.clone();
     let tensor_parallel = mesh.group(TENSOR_PARALLEL)?.size();
 

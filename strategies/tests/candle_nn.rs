@@ -9,10 +9,10 @@ use candle_nn::Linear;
 use fulgurite_core::Result;
 use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::fabric::Fabric;
+use fulgurite_core::fabric::UnusedParameters;
 use fulgurite_core::module::{ModuleBuilder, Unit};
 use fulgurite_core::nn::Loss;
 use fulgurite_core::optim::AdamW;
-use fulgurite_core::strategy::UnusedParameters;
 use fulgurite_transports::run_ranks;
 use support::{Classifier, Run, checkpointed, gather_weights, images, init, strategy};
 

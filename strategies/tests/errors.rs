@@ -160,12 +160,11 @@ fn a_scalar_under_fsdp() {
 }
 
 #[test]
-fn a_mesh_or_a_model_before_there_is_one() {
+fn a_model_before_there_is_one() {
     for config in [r#"{"type": "single_device"}"#, DDP, FSDP] {
-        let strategy = strategy(config).unwrap();
+        let fabric = Fabric::single(strategy(config).unwrap(), 1).unwrap();
         insta::allow_duplicates! {
-            insta::assert_snapshot!(strategy.device_mesh().unwrap_err(), @"device mesh: accessing the device mesh before processes have initialized is not allowed; call `setup_environment` (or `Fabric::launch`) first");
-            insta::assert_snapshot!(strategy.state().tree().unwrap_err(), @"no model has been set up; call `Fabric::setup` (`setup_module`) first");
+            insta::assert_snapshot!(fabric.module_tree().unwrap_err(), @"no model has been set up; call `Fabric::setup` (`setup_module`) first");
         }
     }
 }

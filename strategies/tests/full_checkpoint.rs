@@ -46,7 +46,7 @@ fn save(
         let saved = training.fabric.save_full(path, optimizer, &"mine", &options)?;
         assert_eq!(saved, path);
         let tree = training.fabric.module_tree()?;
-        let mesh = training.fabric.device_mesh()?;
+        let mesh = training.fabric.device_mesh();
         let coordinate = |dim: &str| mesh.coordinate(dim);
         let states = training.optimizer.state_tensors()?;
         let all = GatherOptions::default();
@@ -98,7 +98,7 @@ fn it_is_what_the_ranks_hold_and_every_strategy_loads_it() {
             load_into(full.model(), &tree, true)?;
             let states = training.optimizer.state_tensors()?;
             load_optimizer(full.optimizer(), &tree, &states, true)?;
-            training.fabric.strategy().finish_load()?;
+            training.fabric.finish_load()?;
             let again = training.fabric.save_full(
                 temp.path().join("again"),
                 Some(&mut training.optimizer),

@@ -69,7 +69,7 @@ fn samples(config: &str, shuffle: bool, skip: u64) -> Vec<(usize, Vec<Vec<u64>>)
         let mut loader = fabric.setup_data::<Numbers>(&NumbersConfig { shuffle })?;
         loader.skip_to(skip);
         let batches = loader.take(7).collect::<Result<_>>()?;
-        Ok((fabric.device_mesh()?.local_rank(DATA_PARALLEL)?, batches))
+        Ok((fabric.device_mesh().local_rank(DATA_PARALLEL)?, batches))
     });
     ranks.unwrap()
 }

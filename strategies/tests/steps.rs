@@ -5,14 +5,13 @@ mod support;
 
 use std::sync::Arc;
 
-use candle_core::DType;
+use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::autograd::no_grad;
-use fulgurite_core::collective::ProcessGroup;
-use fulgurite_core::fabric::Fabric;
+use fulgurite_core::collective::{ProcessGroup, ReduceOp};
+use fulgurite_core::fabric::{Fabric, UnusedParameters};
 use fulgurite_core::nn::Loss;
 use fulgurite_core::optim::AdamW;
-use fulgurite_core::strategy::UnusedParameters;
 use fulgurite_transports::run_ranks;
 use support::{ROUTE, Run, Toy, Training, gather_weights, init, strategy};
 
@@ -257,17 +256,72 @@ fn a_disabled_guard_leaves_nothing_behind() {
 
 #[test]
 fn guards_restore_what_they_found() {
-    let strategy = strategy(CONFIGS[2]).unwrap();
-    let sync = || strategy.state().sync();
+    let fabric = Fabric::single(strategy(CONFIGS[2]).unwrap(), 3).unwrap();
+    let sync = || fabric.synchronises_backward();
     assert!(sync());
-    let outer = strategy.no_backward_sync(true);
+    let outer = fabric.no_backward_sync(true);
     assert!(!sync());
-    let inner = strategy.no_backward_sync(false);
+    let inner = fabric.no_backward_sync(false);
     assert!(sync());
     drop(inner);
     assert!(!sync());
     drop(outer);
     assert!(sync());
+}
+
+/// What a Fabric returns holds no lock: any call can follow while it is alive.
+#[test]
+fn every_call_can_be_made_while_what_others_returned_is_alive() {
+    for config in CONFIGS {
+        run_ranks(2, |world| {
+            let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 3)?;
+            let (toy, mut optimizer) = fabric.setup(Toy::new, &AdamW::default())?;
+            let mesh = fabric.device_mesh();
+            let tree = fabric.module_tree()?;
+            let (name, capabilities) = (fabric.strategy_name()?, fabric.capabilities()?);
+            let (world, share) = (fabric.world(), fabric.sampler_share()?);
+            let scope = fabric.forward_scope(true, 0, 0);
+            let context = (fabric.context_parallel(), fabric.data_context()?);
+            let no_sync = fabric.no_backward_sync(true);
+            fabric.backward(&toy.loss(0, ROUTE)?)?;
+            assert!(!fabric.synchronises_backward());
+            let sync = fabric.no_backward_sync(false);
+            fabric.backward(&toy.loss(1, ROUTE)?)?;
+            let totals = fabric.step_totals(&[])?;
+            fabric.audit_gradients(UnusedParameters::Zero)?;
+            let norm = fabric.clip_gradients_norm(&mut optimizer, 1.0)?;
+            assert_eq!(norm, fabric.gradient_norm(&optimizer)?);
+            optimizer.step()?;
+            fabric.finish_load()?;
+            fabric.all_reduce(&Tensor::ones(1, DType::F32, &Device::Cpu)?, ReduceOp::Sum)?;
+            fabric.barrier()?;
+            drop((mesh, tree, name, capabilities, world, share, scope, context, no_sync, sync));
+            assert_eq!(totals.count, 10.0); // 2 and 3 items on each of two ranks
+            Ok(())
+        })
+        .unwrap_or_else(|error| panic!("{config}: {error}"));
+    }
+}
+
+/// A call from within another one, here from the backward of an operation, is an error and does not wait
+/// for itself.
+#[test]
+fn a_call_from_within_a_backward_is_refused() {
+    use fulgurite_core::autograd::function;
+    let mut fabric = Fabric::single(strategy(SINGLE).unwrap(), 3).unwrap();
+    let toy = fabric.setup_module(Toy::new).unwrap();
+    let loss = toy.loss(0, ROUTE).unwrap();
+    let count = loss.count();
+    let fabric = Arc::new(fabric);
+    let inside = fabric.clone();
+    let sum = function(&[loss.sum()], loss.sum().detach(), move |_, grad| {
+        let mesh = inside.device_mesh();
+        assert_eq!(mesh.rank(), 0);
+        inside.capabilities()?;
+        Ok(vec![Some(grad.clone())])
+    });
+    let error = fabric.backward(&Loss::new(sum.unwrap(), count)).unwrap_err();
+    insta::assert_snapshot!(error, @"the strategy is at work: a call that needs it comes from within another one (from a hook or the backward of an operation), or from a second thread. Make it before or after, on the thread that trains");
 }
 
 #[test]

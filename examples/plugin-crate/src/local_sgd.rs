@@ -10,7 +10,7 @@ use fulgurite_core::module::ModuleTree;
 use fulgurite_core::optim::local_squared_norm;
 use fulgurite_core::parameter::LocalGrads;
 use fulgurite_core::strategy::{
-    BuildContext, Capabilities, Strategy, StrategyConfig, StrategyState, materialize,
+    BuildContext, Capabilities, StepTotals, Strategy, StrategyConfig, StrategyContext, materialize,
 };
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -38,7 +38,6 @@ impl StrategyConfig for LocalSgd {
         Ok(Box::new(LocalSgdStrategy {
             sync_every: self.sync_every,
             steps: 0,
-            state: StrategyState::default(),
             grads: Arc::default(),
         }))
     }
@@ -55,15 +54,14 @@ fulgurite_core::register_strategy!(
 struct LocalSgdStrategy {
     sync_every: usize,
     steps: usize,
-    state: StrategyState,
     grads: Arc<LocalGrads>,
 }
 
 impl LocalSgdStrategy {
     /// Gives all ranks the mean of their parameters. Collective.
-    fn average(&self) -> Result<()> {
-        let group = self.state.mesh()?.group(DATA_PARALLEL_REPLICATE)?;
-        for parameter in self.state.tree()?.trainable() {
+    fn average(&self, context: StrategyContext<'_>) -> Result<()> {
+        let group = context.mesh.group(DATA_PARALLEL_REPLICATE)?;
+        for parameter in context.tree.trainable() {
             let values = parameter.local()?.values;
             group.all_reduce(&values, ReduceOp::Sum)?.wait()?;
             // In place: layers and optimizer hold this very memory.
@@ -82,45 +80,34 @@ impl Strategy for LocalSgdStrategy {
         Capabilities { distributed: true, sharded: false, no_sync: false }
     }
 
-    fn state(&self) -> &StrategyState {
-        &self.state
-    }
-
-    fn state_mut(&mut self) -> &mut StrategyState {
-        &mut self.state
-    }
-
-    fn setup_environment(&mut self, world: Arc<dyn ProcessGroup>) -> Result<()> {
+    fn device_mesh(&self, world: Arc<dyn ProcessGroup>) -> Result<DeviceMesh> {
         let layout = DeviceMesh::layout_for(world.size(), None, Some(1), Some(1), Some(1))?;
-        self.state.set_mesh(DeviceMesh::new(layout, world)?);
-        Ok(())
+        DeviceMesh::new(layout, world)
     }
 
-    fn setup_module(&mut self, tree: ModuleTree, seed: u64) -> Result<()> {
-        let mesh = self.state.mesh()?;
-        materialize::verify_same_model(&tree, &**mesh.world())?;
-        materialize::replicate_along(&tree, seed, mesh, DATA_PARALLEL_REPLICATE)?;
+    fn setup_module(&mut self, tree: &mut ModuleTree, mesh: &DeviceMesh, seed: u64) -> Result<()> {
+        materialize::verify_same_model(tree, &**mesh.world())?;
+        materialize::replicate_along(tree, seed, mesh, DATA_PARALLEL_REPLICATE)?;
         for parameter in tree.trainable() {
             parameter.set_reducer(self.grads.clone());
         }
-        self.state.set_tree(tree);
         Ok(())
     }
 
-    fn finish_backward(&mut self) -> Result<()> {
-        self.grads.deliver(self.state.tree()?.trainable())
+    /// Each rank keeps its own.
+    fn reduce_gradients(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        self.grads.deliver(context.tree.trainable())
     }
 
     /// Gradients are of the sum over this rank's own items, so the mean is over those.
-    fn grad_scale(&mut self) -> Result<f64> {
-        Ok(1.0 / self.state.local_count().max(1.0))
+    fn grad_scale(&self, _totals: &StepTotals, local_count: f64) -> f64 {
+        1.0 / local_count.max(1.0)
     }
 
     /// The root mean square of the ranks' norms, so that all ranks clip alike.
-    fn gradient_norm(&mut self) -> Result<f64> {
-        let scale = self.grad_scale()?;
-        let parameters: Vec<_> = self.state.tree()?.trainable().cloned().collect();
-        let world = self.state.mesh()?.world();
+    fn gradient_norm(&self, context: StrategyContext<'_>, scale: f64) -> Result<f64> {
+        let parameters: Vec<_> = context.tree.trainable().cloned().collect();
+        let world = context.mesh.world();
         // The default counts only the part that this replica owns; here every replica's is another.
         let squares = (0..world.size())
             .map(|replica| local_squared_norm(&parameters, &|_| replica))
@@ -130,17 +117,16 @@ impl Strategy for LocalSgdStrategy {
         Ok((squares.to_vec1::<f64>()?[0] / world.size() as f64).sqrt())
     }
 
-    fn prepare_save(&mut self) -> Result<()> {
-        self.average()?;
-        self.prepare_forward()
+    fn prepare_save(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        self.average(context)?;
+        self.prepare_forward(context)
     }
 
-    fn finish_step(&mut self) -> Result<()> {
-        self.state.end_step()?;
+    fn finish_step(&mut self, context: StrategyContext<'_>) -> Result<()> {
         self.steps += 1;
         if self.steps.is_multiple_of(self.sync_every) {
-            self.average()?;
+            self.average(context)?;
         }
-        self.prepare_forward()
+        self.prepare_forward(context)
     }
 }

@@ -7,7 +7,7 @@ use crate::mixed_precision::MixedPrecisionPolicy;
 use crate::schedule::fsdp::ReduceScope;
 
 /// What the backward of a micro-batch communicates under
-/// [`no_backward_sync`](fulgurite_core::strategy::Strategy::no_backward_sync), that is for all
+/// [`no_backward_sync`](fulgurite_core::fabric::Fabric::no_backward_sync), that is for all
 /// micro-batches of a step but the last. Results differ in rounding only.
 ///
 /// For `P` bytes of gradients, `N` ranks that shard parameters and `R` replicas:

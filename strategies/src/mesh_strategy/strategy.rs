@@ -9,7 +9,9 @@ use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, TEN
 use fulgurite_core::module::{ModuleInit, ModuleTree, UnitHooks};
 use fulgurite_core::parameter::{GradReducer, LocalShard, Parameter};
 use fulgurite_core::shard::{Cut, Placement, ShardSpec};
-use fulgurite_core::strategy::{Capabilities, ParallelizeFn, Strategy, StrategyState, materialize};
+use fulgurite_core::strategy::{
+    Capabilities, ParallelizeFn, Strategy, StrategyContext, materialize,
+};
 use fulgurite_core::{Error, Result};
 
 use super::gradients::PartialGrads;
@@ -23,7 +25,6 @@ use crate::schedule::fsdp;
 /// replicas or shards.
 pub(crate) struct MeshStrategy {
     settings: Settings,
-    state: StrategyState,
     engine: Option<Engine>,
 }
 
@@ -39,7 +40,7 @@ enum Engine {
 
 impl MeshStrategy {
     pub(crate) fn new(settings: Settings) -> Self {
-        Self { settings, state: StrategyState::default(), engine: None }
+        Self { settings, engine: None }
     }
 
     fn mixes_dtypes(&self) -> bool {
@@ -48,19 +49,16 @@ impl MeshStrategy {
     }
 
     /// Whether parameters are sharded on this mesh.
-    fn shards(&self) -> Result<bool> {
+    fn shards(&self, mesh: &DeviceMesh) -> Result<bool> {
         Ok(match self.settings.sharding {
             Sharding::Always => true,
             Sharding::Never => false,
-            Sharding::WhereUseful => {
-                self.mixes_dtypes() || self.state.mesh()?.size(DP_SHARD_CP)? > 1
-            }
+            Sharding::WhereUseful => self.mixes_dtypes() || mesh.size(DP_SHARD_CP)? > 1,
         })
     }
 
     /// What tensor parallelism makes of a parameter, and the replicas of it.
-    fn outer_spec(&self, parameter: &Parameter) -> Result<ShardSpec> {
-        let mesh = self.state.mesh()?;
+    fn outer_spec(parameter: &Parameter, mesh: &DeviceMesh) -> Result<ShardSpec> {
         let mut spec = parameter.spec();
         let cut_by = |spec: &ShardSpec, dim| spec.cuts.iter().any(|cut| cut.mesh_dim == dim);
         for dim in [TENSOR_PARALLEL, DATA_PARALLEL_REPLICATE] {
@@ -75,14 +73,15 @@ impl MeshStrategy {
     fn replicate(
         &self,
         tree: &ModuleTree,
+        mesh: &DeviceMesh,
         seed: u64,
         partial_grads: PartialGrads,
     ) -> Result<Engine> {
         for parameter in tree.parameters() {
-            parameter.set_spec(self.outer_spec(parameter)?);
+            parameter.set_spec(Self::outer_spec(parameter, mesh)?);
         }
         materialize::replicate(tree, seed)?;
-        let group = self.state.mesh()?.group(DATA_PARALLEL_REPLICATE)?.clone();
+        let group = mesh.group(DATA_PARALLEL_REPLICATE)?.clone();
         // Alone there is nothing to be in order for.
         let ordered = group.size() == 1;
         // Until the real order is known: the reverse of declaration.
@@ -94,9 +93,14 @@ impl MeshStrategy {
         Ok(Engine::Replicated { reducer, ordered })
     }
 
-    fn shard(&self, tree: &ModuleTree, seed: u64, partial_grads: PartialGrads) -> Result<Engine> {
+    fn shard(
+        &self,
+        tree: &ModuleTree,
+        mesh: &DeviceMesh,
+        seed: u64,
+        partial_grads: PartialGrads,
+    ) -> Result<Engine> {
         let chosen = units::choose(&self.settings, tree)?;
-        let mesh = self.state.mesh()?;
         let policy = self.settings.mixed_precision;
         let reduce_dtype = policy.reduce_dtype.map(DType::from);
         let process_groups =
@@ -107,7 +111,7 @@ impl MeshStrategy {
         let mut add = |path: &str, parameters: &[Parameter], reshard: bool| -> Result<usize> {
             let members = parameters
                 .iter()
-                .map(|parameter| self.shard_parameter(parameter, seed))
+                .map(|parameter| Self::shard_parameter(parameter, mesh, seed))
                 .collect::<Result<_>>()?;
             let path = path.to_owned();
             groups.push(ParamGroup::new(
@@ -148,15 +152,14 @@ impl MeshStrategy {
     }
 
     /// Cuts a parameter along dimension 0 and gives this rank's shard its initial values.
-    fn shard_parameter(&self, parameter: &Parameter, seed: u64) -> Result<Member> {
-        let mesh = self.state.mesh()?;
+    fn shard_parameter(parameter: &Parameter, mesh: &DeviceMesh, seed: u64) -> Result<Member> {
         let fqn = parameter.fqn();
         if parameter.global_shape().is_empty() {
             let message = "is a scalar, which FSDP cannot shard; give it the shape [1]";
             return Err(Error::parameter(fqn, message));
         }
         let ranks = mesh.size(DP_SHARD_CP)?;
-        let outer = self.outer_spec(parameter)?;
+        let outer = Self::outer_spec(parameter, mesh)?;
         check_even(parameter, &outer, ranks)?;
         let spec = outer.with_cut(Cut::new(DP_SHARD_CP, ranks, Placement::Shard(0)));
         let region =
@@ -183,9 +186,17 @@ impl MeshStrategy {
         })
     }
 
+    /// Ends a backward; whether it reduces gradients was said when it began.
+    fn finish_backward(&self) -> Result<()> {
+        match self.engine()? {
+            Engine::Replicated { reducer, .. } => reducer.on(ddp::Event::FinishBackward),
+            Engine::Sharded(runtime) => runtime.on(fsdp::Event::FinishBackward),
+        }
+    }
+
     /// Checks that replicas hold the same. Collective.
-    fn verify_replicas(&self, tree: &ModuleTree) -> Result<()> {
-        let group = self.state.mesh()?.group(DATA_PARALLEL_REPLICATE)?;
+    fn verify_replicas(tree: &ModuleTree, mesh: &DeviceMesh) -> Result<()> {
+        let group = mesh.group(DATA_PARALLEL_REPLICATE)?;
         if group.size() == 1 {
             return Ok(());
         }
@@ -194,13 +205,13 @@ impl MeshStrategy {
 
     /// After the first synchronised step: lays the buckets out again in the order in which
     /// gradients became ready on the first replica (the replicas must agree). Collective.
-    fn reorder(&mut self) -> Result<()> {
+    fn reorder(&mut self, context: StrategyContext<'_>) -> Result<()> {
         let Some(Engine::Replicated { reducer, ordered: ordered @ false }) = &mut self.engine
         else {
             return Ok(());
         };
-        let tree = self.state.tree()?;
-        let group = self.state.mesh()?.group(DATA_PARALLEL_REPLICATE)?;
+        let StrategyContext { mesh, tree } = context;
+        let group = mesh.group(DATA_PARALLEL_REPLICATE)?;
         let order = broadcast_object(&**group, &reducer.ready_order(), 0)?;
         let parameters: Vec<Parameter> =
             order.iter().filter_map(|fqn| tree.parameter(fqn).cloned()).collect();
@@ -271,15 +282,7 @@ impl Strategy for MeshStrategy {
         }
     }
 
-    fn state(&self) -> &StrategyState {
-        &self.state
-    }
-
-    fn state_mut(&mut self) -> &mut StrategyState {
-        &mut self.state
-    }
-
-    fn setup_environment(&mut self, world: Arc<dyn ProcessGroup>) -> Result<()> {
+    fn device_mesh(&self, world: Arc<dyn ProcessGroup>) -> Result<DeviceMesh> {
         let [replicate, shard, context, tensor] = self.settings.sizes;
         if self.settings.name == "single_device" && world.size() != 1 {
             return Err(Error::Mesh(format!(
@@ -290,8 +293,7 @@ impl Strategy for MeshStrategy {
             )));
         }
         let layout = DeviceMesh::layout_for(world.size(), replicate, shard, context, tensor)?;
-        self.state.set_mesh(DeviceMesh::new(layout, world)?);
-        Ok(())
+        DeviceMesh::new(layout, world)
     }
 
     fn set_parallelize(&mut self, parallelize: Box<dyn ParallelizeFn>) -> Result<()> {
@@ -312,49 +314,35 @@ impl Strategy for MeshStrategy {
         }
     }
 
-    fn setup_module(&mut self, mut tree: ModuleTree, seed: u64) -> Result<()> {
-        let mesh = self.state.mesh()?;
-        materialize::verify_same_model(&tree, &**mesh.world())?;
+    fn setup_module(&mut self, tree: &mut ModuleTree, mesh: &DeviceMesh, seed: u64) -> Result<()> {
+        materialize::verify_same_model(tree, &**mesh.world())?;
         let default = match mesh.size(TENSOR_PARALLEL)? {
             1 => None,
             _ => self.settings.default_parallelize.as_ref(),
         };
         if let Some(parallelize) = self.settings.parallelize.as_ref().or(default) {
-            parallelize.parallelize(&mut tree, mesh)?;
-            verify_same_choices(&tree, &**mesh.world())?;
+            parallelize.parallelize(tree, mesh)?;
+            verify_same_choices(tree, &**mesh.world())?;
         }
-        let partial_grads = PartialGrads::new(&tree, mesh)?;
-        let engine = match self.shards()? {
-            true => self.shard(&tree, seed, partial_grads)?,
-            false => self.replicate(&tree, seed, partial_grads)?,
+        let partial_grads = PartialGrads::new(tree, mesh)?;
+        let engine = match self.shards(mesh)? {
+            true => self.shard(tree, mesh, seed, partial_grads)?,
+            false => self.replicate(tree, mesh, seed, partial_grads)?,
         };
-        self.verify_replicas(&tree)?;
+        Self::verify_replicas(tree, mesh)?;
         self.engine = Some(engine);
-        self.state.set_tree(tree);
         Ok(())
     }
 
-    fn saves_distributed_checkpoints(&self) -> bool {
-        self.settings.save_distributed_checkpoint
-    }
-
-    fn finish_load(&mut self) -> Result<()> {
-        // Each replica has read its own copy.
-        self.verify_replicas(self.state.tree()?)?;
-        self.prepare_forward()
-    }
-
-    fn prepare_forward(&mut self) -> Result<()> {
+    fn prepare_forward(&mut self, context: StrategyContext<'_>) -> Result<()> {
         match self.engine()? {
-            Engine::Replicated { .. } => materialize::refresh_compute(self.state.tree()?),
+            Engine::Replicated { .. } => materialize::refresh_compute(context.tree),
             // What was gathered before an optimizer step or a load is out of date.
             Engine::Sharded(runtime) => runtime.on(fsdp::Event::PrepareForward),
         }
     }
 
-    fn begin_backward(&mut self) -> Result<()> {
-        // One rank has all gradients as soon as it has its own.
-        let synchronise = self.state.sync() || !self.capabilities().no_sync;
+    fn begin_backward(&mut self, _context: StrategyContext<'_>, synchronise: bool) -> Result<()> {
         match self.engine()? {
             Engine::Replicated { reducer, .. } => {
                 reducer.on(ddp::Event::BeginBackward { synchronise })
@@ -366,27 +354,30 @@ impl Strategy for MeshStrategy {
         }
     }
 
-    fn finish_backward(&mut self) -> Result<()> {
-        match self.engine()? {
-            Engine::Replicated { reducer, .. } => reducer.on(ddp::Event::FinishBackward),
-            Engine::Sharded(runtime) => runtime.on(fsdp::Event::FinishBackward),
-        }
+    fn reduce_gradients(&mut self, _context: StrategyContext<'_>) -> Result<()> {
+        self.finish_backward()
     }
 
-    fn finish_step(&mut self) -> Result<()> {
-        self.state.end_step()?;
+    fn keep_gradients(&mut self, _context: StrategyContext<'_>) -> Result<()> {
+        self.finish_backward()
+    }
+
+    fn finish_step(&mut self, context: StrategyContext<'_>) -> Result<()> {
         match self.engine()? {
             Engine::Replicated { reducer, .. } => reducer.on(ddp::Event::FinishStep)?,
             Engine::Sharded(runtime) => runtime.on(fsdp::Event::FinishStep)?,
         }
-        self.reorder()?;
-        self.prepare_forward()
+        self.reorder(context)?;
+        self.prepare_forward(context)
     }
 
-    fn teardown(&mut self) {
-        // The engine has the parameters, and they have it.
-        if let Ok(tree) = self.state.tree() {
-            tree.trainable().for_each(Parameter::clear_reducer);
-        }
+    fn finish_load(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        // Each replica has read its own copy.
+        Self::verify_replicas(context.tree, context.mesh)?;
+        self.prepare_forward(context)
+    }
+
+    fn saves_distributed_checkpoints(&self) -> bool {
+        self.settings.save_distributed_checkpoint
     }
 }

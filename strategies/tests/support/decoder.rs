@@ -290,7 +290,7 @@ impl DecoderTraining {
 
     /// One micro-batch, forward and backward. `last` says whether gradients synchronise.
     pub(crate) fn micro_step(&self, micro: usize, last: bool) -> Result<()> {
-        let mesh = self.fabric.device_mesh()?;
+        let mesh = self.fabric.device_mesh();
         let (rank, size) = (mesh.local_rank(DATA_PARALLEL)?, mesh.size(DATA_PARALLEL)?);
         let (ids, targets) = global_batch(self.step)?;
         let (first, n) = chunk(BATCH, size * self.accumulate, rank * self.accumulate + micro);

@@ -7,21 +7,21 @@ use super::suite::{SEED, Suite};
 use crate::Result;
 use crate::autograd::storage;
 use crate::collective::{ReduceOp, all_gather_object};
-use crate::fabric::{Fabric, FabricOptimizer};
+use crate::fabric::{Fabric, FabricOptimizer, SamplerShare};
 use crate::mesh::DP_CP;
 use crate::nn::Loss;
 use crate::parameter::Parameter;
-use fulgurite_engine::strategy::{SamplerShare, materialize};
+use fulgurite_engine::strategy::materialize;
 
 impl Suite<'_> {
     /// The mesh is over the world, and the data is shared out over all of it.
     pub(super) fn mesh(&self, fabric: &Fabric) -> Result<SamplerShare> {
-        let mesh = fabric.device_mesh()?;
+        let mesh = fabric.device_mesh();
         self.ensure(
             (mesh.rank(), mesh.layout().world_size()) == (self.world.rank(), self.world.size()),
-            "the mesh is not over the ranks that setup_environment() was given",
+            "the mesh is not over the ranks that device_mesh() was given",
         )?;
-        let share = fabric.strategy().sampler_share()?;
+        let share = fabric.sampler_share()?;
         let SamplerShare { num_replicas, rank } = share;
         let all = all_gather_object(&**self.world, &(num_replicas, rank))?;
         self.ensure(
@@ -38,7 +38,7 @@ impl Suite<'_> {
 
     /// Every rank holds its region of every parameter, as the seed says; together they hold all.
     pub(super) fn initial_values(&self, fabric: &Fabric) -> Result<()> {
-        let (tree, mesh) = (fabric.module_tree()?, fabric.device_mesh()?);
+        let (tree, mesh) = (fabric.module_tree()?, fabric.device_mesh());
         let mut owned_counts = Vec::new();
         for parameter in tree.parameters() {
             let local = parameter.local()?;
@@ -107,7 +107,7 @@ impl Suite<'_> {
 
     /// The guard switches synchronisation off and restores what was before, nested or not.
     pub(super) fn no_sync_guard(&self, fabric: &Fabric) -> Result<()> {
-        let sync = || fabric.strategy().state().sync();
+        let sync = || fabric.synchronises_backward();
         let mut seen = vec![sync()];
         {
             let _outer = fabric.no_backward_sync(true);
@@ -151,7 +151,7 @@ impl Suite<'_> {
         let flags = [self.world.rank() as f64, 1.0];
         let numbers = [local.sum_value()?, local.count(), flags[0], flags[1]];
         let expected = Tensor::new(&numbers, &Device::Cpu)?;
-        let mesh = fabric.device_mesh()?;
+        let mesh = fabric.device_mesh();
         mesh.group(DP_CP)?.all_reduce(&expected, ReduceOp::Sum)?.wait()?;
         let expected = expected.to_vec1::<f64>()?;
         let totals = fabric.step_totals(&flags)?;
@@ -194,15 +194,15 @@ impl Suite<'_> {
             self.ensure_of(
                 parameter,
                 parameter.local_grad().is_none() && !parameter.has_accumulated(),
-                "finish_step() does not forget its gradient",
+                "its gradient is not forgotten after a step",
             )?;
         }
         self.values_outside_units(fabric, "after a step")
     }
 
     /// After `prepare_save`, ranks that hold the same region hold the same values.
-    pub(super) fn saved(&self, fabric: &Fabric) -> Result<()> {
-        fabric.strategy().prepare_save()?;
+    pub(super) fn saved(&self, fabric: &Fabric, optimizer: &mut FabricOptimizer) -> Result<()> {
+        drop(fabric.save_request("conformance", optimizer, &(), Default::default())?);
         self.values_outside_units(fabric, "after prepare_save()")?;
         let tree = fabric.module_tree()?;
         for parameter in tree.parameters() {

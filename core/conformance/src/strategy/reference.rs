@@ -10,12 +10,11 @@ use crate::fabric::Fabric;
 use crate::mesh::DeviceMesh;
 use crate::module::{ModuleInit, ModuleTree};
 use crate::parameter::LocalGrads;
-use fulgurite_engine::strategy::{Capabilities, Strategy, StrategyState, materialize};
+use fulgurite_engine::strategy::{Capabilities, Strategy, StrategyContext, materialize};
 
 /// The simplest strategy.
 #[derive(Default)]
 pub(super) struct Whole {
-    state: StrategyState,
     grads: Arc<LocalGrads>,
 }
 
@@ -28,29 +27,18 @@ impl Strategy for Whole {
         Capabilities { distributed: false, sharded: false, no_sync: false }
     }
 
-    fn state(&self) -> &StrategyState {
-        &self.state
+    fn device_mesh(&self, world: Arc<dyn ProcessGroup>) -> Result<DeviceMesh> {
+        DeviceMesh::new(DeviceMesh::layout_for(world.size(), None, None, None, None)?, world)
     }
 
-    fn state_mut(&mut self) -> &mut StrategyState {
-        &mut self.state
-    }
-
-    fn setup_environment(&mut self, world: Arc<dyn ProcessGroup>) -> Result<()> {
-        let layout = DeviceMesh::layout_for(world.size(), None, None, None, None)?;
-        self.state.set_mesh(DeviceMesh::new(layout, world)?);
-        Ok(())
-    }
-
-    fn setup_module(&mut self, tree: ModuleTree, seed: u64) -> Result<()> {
-        materialize::replicate(&tree, seed)?;
+    fn setup_module(&mut self, tree: &mut ModuleTree, _mesh: &DeviceMesh, seed: u64) -> Result<()> {
+        materialize::replicate(tree, seed)?;
         tree.trainable().for_each(|parameter| parameter.set_reducer(self.grads.clone()));
-        self.state.set_tree(tree);
         Ok(())
     }
 
-    fn finish_backward(&mut self) -> Result<()> {
-        self.grads.deliver(self.state.tree()?.trainable())
+    fn reduce_gradients(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        self.grads.deliver(context.tree.trainable())
     }
 }
 

@@ -8,15 +8,13 @@ use super::model::{Batch, MICRO_BATCHES, Probe, Variant};
 use super::reference;
 use crate::autograd::no_grad;
 use crate::collective::ProcessGroup;
-use crate::fabric::Fabric;
+use crate::fabric::{Fabric, SamplerShare, UnusedParameters};
 use crate::module::ModuleInit;
 use crate::nn::Loss;
 use crate::optim::Sgd;
 use crate::registry::{self, kind};
 use crate::{Error, Result};
-use fulgurite_engine::strategy::{
-    BuildContext, SamplerShare, Strategy, StrategyConfig, UnusedParameters,
-};
+use fulgurite_engine::strategy::{BuildContext, Strategy, StrategyConfig};
 
 pub(super) const SEED: u64 = 42;
 const STEPS: usize = 6;
@@ -105,10 +103,6 @@ impl Suite<'_> {
         self.ensure(
             capabilities.distributed || self.world.size() == 1,
             "capabilities() say it is not distributed, but it was built for several ranks",
-        )?;
-        self.ensure(
-            strategy.device_mesh().is_err(),
-            "device_mesh() succeeds before setup_environment()",
         )
     }
 
@@ -143,7 +137,7 @@ impl Suite<'_> {
         let no_grad = no_grad();
         model.loss(&self.batch(share, 0)?)?.sum_value()?;
         drop(no_grad);
-        self.saved(&fabric)?;
+        self.saved(&fabric, &mut optimizer)?;
         self.compare(equivalence, &found, share.num_replicas)
     }
 
@@ -217,9 +211,9 @@ impl Suite<'_> {
         let mut fabric = self.fabric()?;
         let variant = Variant { unused: true, ..Variant::default() };
         let model = fabric.setup_module(|b| Probe::new(b, variant))?;
-        let share = fabric.strategy().sampler_share()?;
+        let share = fabric.sampler_share()?;
         self.backward(&fabric, &model, share)?;
-        let names = match fabric.strategy().audit_gradients(UnusedParameters::Error) {
+        let names = match fabric.audit_gradients(UnusedParameters::Error) {
             Err(Error::UnusedParameters { names }) => names,
             Err(error) => return Err(error),
             Ok(()) => Vec::new(),
@@ -228,7 +222,7 @@ impl Suite<'_> {
             names == ["never"],
             format!("audit_gradients() names {names:?} as unused, not `never` alone"),
         )?;
-        fabric.strategy().audit_gradients(UnusedParameters::Ignore)?;
+        fabric.audit_gradients(UnusedParameters::Ignore)?;
         let tree = fabric.module_tree()?;
         for parameter in tree.trainable() {
             let fqn = parameter.fqn();
@@ -237,7 +231,7 @@ impl Suite<'_> {
                 format!("with unused parameters ignored, the gradient of `{fqn}` is wrong"),
             )?;
         }
-        fabric.strategy().finish_step()
+        Ok(())
     }
 
     /// Ranks that built different models all get an error.

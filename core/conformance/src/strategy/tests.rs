@@ -8,19 +8,18 @@ use super::reference::Whole;
 use super::{Equivalence, strategy};
 use crate::Result;
 use crate::collective::{ProcessGroup, Solo};
+use crate::mesh::DeviceMesh;
 use crate::module::ModuleTree;
 use fulgurite_engine::strategy::{
-    BuildContext, Capabilities, Strategy, StrategyConfig, StrategyState, UnusedParameters,
+    BuildContext, Capabilities, StepTotals, Strategy, StrategyConfig, StrategyContext,
 };
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 enum Fault {
     None,
     OtherSeed,
-    KeepsGradients,
     LosesGradient,
     WrongScale,
-    NoAudit,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -66,43 +65,27 @@ impl Strategy for FaultyStrategy {
         self.whole.capabilities()
     }
 
-    fn state(&self) -> &StrategyState {
-        self.whole.state()
+    fn device_mesh(&self, world: Arc<dyn ProcessGroup>) -> Result<DeviceMesh> {
+        self.whole.device_mesh(world)
     }
 
-    fn state_mut(&mut self) -> &mut StrategyState {
-        self.whole.state_mut()
+    fn setup_module(&mut self, tree: &mut ModuleTree, mesh: &DeviceMesh, seed: u64) -> Result<()> {
+        self.whole.setup_module(tree, mesh, seed + u64::from(self.fault == Fault::OtherSeed))
     }
 
-    fn setup_environment(&mut self, world: Arc<dyn ProcessGroup>) -> Result<()> {
-        self.whole.setup_environment(world)
-    }
-
-    fn setup_module(&mut self, tree: ModuleTree, seed: u64) -> Result<()> {
-        self.whole.setup_module(tree, seed + u64::from(self.fault == Fault::OtherSeed))
-    }
-
-    fn finish_backward(&mut self) -> Result<()> {
-        self.whole.finish_backward()?;
+    fn reduce_gradients(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        self.whole.reduce_gradients(context)?;
         if self.fault == Fault::LosesGradient
-            && let Some(parameter) = self.state().tree()?.parameter("blocks.1.mlp.up_proj.bias")
+            && let Some(parameter) = context.tree.parameter("blocks.1.mlp.up_proj.bias")
         {
             parameter.set_local_grad(None);
         }
         Ok(())
     }
 
-    fn grad_scale(&mut self) -> Result<f64> {
+    fn grad_scale(&self, totals: &StepTotals, local_count: f64) -> f64 {
         let factor = if self.fault == Fault::WrongScale { 1.01 } else { 1.0 };
-        Ok(self.step_totals(&[])?.grad_scale() * factor)
-    }
-
-    fn audit_gradients(&mut self, policy: UnusedParameters) -> Result<()> {
-        if self.fault == Fault::NoAudit { Ok(()) } else { self.whole.audit_gradients(policy) }
-    }
-
-    fn finish_step(&mut self) -> Result<()> {
-        if self.fault == Fault::KeepsGradients { Ok(()) } else { self.whole.finish_step() }
+        self.whole.grad_scale(totals, local_count) * factor
     }
 }
 
@@ -123,9 +106,7 @@ fn a_right_strategy_passes() {
 #[test]
 fn faults_are_found() {
     insta::assert_snapshot!(finding(Fault::OtherSeed), @"conformance, rank 0 of 1: parameter `entry.weight`: its initial values are not those of `materialize::initial_values`; it is Faulty { fault: OtherSeed }");
-    insta::assert_snapshot!(finding(Fault::KeepsGradients), @"conformance, rank 0 of 1: parameter `entry.weight`: finish_step() does not forget its gradient; it is Faulty { fault: KeepsGradients }");
     insta::assert_snapshot!(finding(Fault::LosesGradient), @"conformance, rank 0 of 1: parameter `blocks.1.mlp.up_proj.bias`: local_grad() after a synchronised backward is set for what is frozen, or is not set for what is trained; it is Faulty { fault: LosesGradient }");
-    insta::assert_snapshot!(finding(Fault::NoAudit), @"conformance, rank 0 of 1: audit_gradients() names [] as unused, not `never` alone; it is Faulty { fault: NoAudit }");
     let error = finding(Fault::WrongScale);
     assert!(error.contains("the gradient norm of step 1 is "), "{error}");
     let error = run(&Unregistered {}).unwrap_err().to_string();

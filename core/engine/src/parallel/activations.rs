@@ -257,7 +257,7 @@ pub fn describe_layout(x: &Tensor) -> Option<String> {
 }
 
 /// Checks that a loss was not computed from a part of an activation.
-pub(crate) fn check_loss(loss: &Tensor) -> Result<()> {
+pub fn check_loss(loss: &Tensor) -> Result<()> {
     match of(loss, "the loss")? {
         Some(activation) if !activation.is_whole() => Err(Error::other(format!(
             "the loss is computed from {}, and each rank must have the same whole one: let the plan \

@@ -39,7 +39,7 @@ mod sharded_logits;
 mod sharding;
 mod style;
 
-pub(crate) use activations::check_loss;
+pub use activations::check_loss;
 pub use activations::{describe_layout, explain_shapes};
 pub use context::ContextParallel;
 pub use layer::{LayerHandle, record_function};

@@ -40,21 +40,38 @@ pub trait GradReducer: Send + Sync {
 pub struct LocalGrads(Mutex<HashMap<String, Tensor>>);
 
 impl LocalGrads {
-    /// After a backward: hands the gradients to the trainable parameters, whose local shards are the
-    /// whole parameters. One that none arrived for in this step gets zeros.
+    /// Hands the gradients of all backwards of the step to the trainable parameters, whose local shards
+    /// are the whole parameters. One that none arrived for in this step gets zeros.
     ///
     /// # Errors
     /// If memory cannot be had.
     pub fn deliver<'a>(&self, trainable: impl IntoIterator<Item = &'a Parameter>) -> Result<()> {
         for parameter in trainable {
-            let grad = self.buffer(parameter)?;
-            if !parameter.has_accumulated() {
-                // A fresh buffer is zero; one of an earlier step may not be.
-                grad.zero_set()?;
-            }
-            parameter.set_local_grad(Some(grad));
+            parameter.set_local_grad(Some(self.complete(parameter)?));
         }
         Ok(())
+    }
+
+    /// Gives away a parameter's gradient, the sum over this rank's backwards since it was taken last; zeros
+    /// if none arrived.
+    ///
+    /// # Errors
+    /// If memory cannot be had.
+    pub fn take(&self, parameter: &Parameter) -> Result<Tensor> {
+        let grad = self.complete(parameter)?;
+        self.0.lock().expect("no panic while looking up").remove(parameter.fqn());
+        parameter.clear_accumulated();
+        Ok(grad)
+    }
+
+    /// A parameter's buffer, with zeros where no gradient was written.
+    fn complete(&self, parameter: &Parameter) -> Result<Tensor> {
+        let grad = self.buffer(parameter)?;
+        if !parameter.has_accumulated() {
+            // A fresh buffer is zero; one of an earlier step may not be.
+            grad.zero_set()?;
+        }
+        Ok(grad)
     }
 }
 

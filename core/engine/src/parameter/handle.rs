@@ -467,6 +467,28 @@ impl Parameter {
         self.flow().local_grad = grad;
     }
 
+    /// Adds to this rank's reduced gradient of the step. For strategies.
+    ///
+    /// # Errors
+    /// If `grad` is not parallel to [`local`](Self::local)'s values.
+    pub fn add_local_grad(&self, grad: Tensor) -> Result<()> {
+        let elements = self.local()?.values.elem_count();
+        if grad.dims() != [elements] {
+            let message = format!(
+                "got a local gradient of shape {:?}; it must be flat, with an element for each of \
+                 the {elements} of this rank's part",
+                grad.dims()
+            );
+            return Err(Error::parameter(self.fqn(), message));
+        }
+        let sum = match self.local_grad() {
+            Some(earlier) => (earlier + grad)?,
+            None => grad,
+        };
+        self.set_local_grad(Some(sum));
+        Ok(())
+    }
+
     /// The part of the parameter that this rank's optimizer updates.
     ///
     /// # Errors

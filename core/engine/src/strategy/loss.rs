@@ -1,4 +1,4 @@
-//! A loss as a sum and a count.
+//! A loss as a sum and a count, and a step's.
 
 use candle_core::{DType, Tensor};
 
@@ -90,5 +90,29 @@ impl std::ops::Add for &Loss {
 
     fn add(self, other: Self) -> Self::Output {
         Ok(Loss { sum: (&self.sum + &other.sum)?, count: self.count + other.count })
+    }
+}
+
+/// The loss of one optimizer step, over all ranks and micro-batches.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepTotals {
+    /// Sum of the losses.
+    pub loss_sum: f64,
+    /// What the sum is over: tokens, samples.
+    pub count: f64,
+    /// The ranks' flags, summed.
+    pub flags: Vec<f64>,
+}
+
+impl StepTotals {
+    /// The mean over the whole global batch.
+    pub fn mean(&self) -> f64 {
+        self.loss_sum / self.count
+    }
+
+    /// What gradients of the summed loss are multiplied by to be those of the mean. A batch with
+    /// nothing to count has a gradient of zero.
+    pub fn grad_scale(&self) -> f64 {
+        if self.count > 0.0 { 1.0 / self.count } else { 0.0 }
     }
 }

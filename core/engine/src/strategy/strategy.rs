@@ -5,12 +5,11 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use serde::Serialize;
 
-use super::{Loss, NoSyncGuard, ParallelizeFn, StepTotals, StrategyState, UnusedParameters};
-use crate::collective::{ProcessGroup, ReduceOp, broadcast_object, wait_for};
-use crate::mesh::{DATA_PARALLEL, DeviceMesh};
+use super::{ParallelizeFn, StepTotals};
+use crate::collective::{ProcessGroup, ReduceOp, wait_for};
+use crate::mesh::DeviceMesh;
 use crate::module::{ModuleInit, ModuleTree};
 use crate::optim::local_squared_norm;
-use crate::parallel::check_loss;
 use crate::{Error, Result};
 
 /// What a strategy can do. The trainer asks here instead of comparing types.
@@ -20,17 +19,10 @@ pub struct Capabilities {
     pub distributed: bool,
     /// Parameters are sharded: a rank holds less than the model.
     pub sharded: bool,
-    /// [`no_backward_sync`](Strategy::no_backward_sync) saves communication.
+    /// Backwards may leave their gradients on their rank
+    /// ([`keep_gradients`](Strategy::keep_gradients)); otherwise each ends with
+    /// [`reduce_gradients`](Strategy::reduce_gradients).
     pub no_sync: bool,
-}
-
-/// Which part of the data a rank sees (Lightning's `distributed_sampler_kwargs`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SamplerShare {
-    /// Number of ranks that see different data.
-    pub num_replicas: usize,
-    /// This rank's place among them.
-    pub rank: usize,
 }
 
 /// What a strategy is built in.
@@ -89,24 +81,39 @@ fulgurite_config::plugin_kind!(
     "trainer.strategy"
 );
 
+/// What a strategy has set up, as its later calls are given it.
+#[derive(Debug, Clone, Copy)]
+pub struct StrategyContext<'a> {
+    /// The mesh that [`Strategy::device_mesh`] made.
+    pub mesh: &'a DeviceMesh,
+    /// The model that [`Strategy::setup_module`] spread.
+    pub tree: &'a ModuleTree,
+}
+
 /// How a model is spread over ranks, and what that means for a step.
 ///
+/// What strategies do alike is not theirs: the runtime that owns a strategy runs candle's backward,
+/// counts losses, audits gradients, keeps the mesh and the model, and saves and loads.
+///
 /// # Lifecycle
-/// [`setup_environment`](Strategy::setup_environment) → the model is built in
+/// [`device_mesh`](Strategy::device_mesh) → the model is built in
 /// [`module_init_context`](Strategy::module_init_context) → [`setup_module`](Strategy::setup_module)
-/// → optimizers are built on the parameters' local shards →
-/// [`prepare_forward`](Strategy::prepare_forward) → for each step: forwards and
-/// [`backward`](Strategy::backward)s, [`step_totals`](Strategy::step_totals),
-/// [`audit_gradients`](Strategy::audit_gradients), [`gradient_norm`](Strategy::gradient_norm), the
-/// optimizer, [`finish_step`](Strategy::finish_step) → [`teardown`](Strategy::teardown).
+/// → [`prepare_forward`](Strategy::prepare_forward) → optimizers are built on the parameters' local
+/// shards → for each step: forwards, and for each backward
+/// [`begin_backward`](Strategy::begin_backward), then [`reduce_gradients`](Strategy::reduce_gradients) if
+/// it synchronises and [`keep_gradients`](Strategy::keep_gradients) if not; the optimizer;
+/// [`finish_step`](Strategy::finish_step).
 ///
 /// # Contract
 /// - Every rank calls every method, in the same order; those that say so are collective.
 /// - Gradients are of the **sum** of the loss over ranks and micro-batches. The mean is taken once,
 ///   when the optimizer multiplies by [`grad_scale`](Strategy::grad_scale); so means are exact over
 ///   ranks and micro-batches with unequal counts.
+/// - A step may have several backwards. Those that do not synchronise leave their gradients on their
+///   rank; the next that does reduces them too.
 /// - After a backward with synchronisation, [`Parameter::local_grad`] of every trainable parameter
-///   is parallel to [`Parameter::local`]'s values and holds the gradient reduced over `dp_cp`.
+///   is parallel to [`Parameter::local`]'s values and holds the gradient of all backwards of the step,
+///   reduced over `dp_cp`.
 /// - Between [`prepare_forward`](Strategy::prepare_forward) and the next optimizer step the
 ///   parameters outside of units have values; those of a unit have them inside the unit's hooks.
 ///
@@ -122,42 +129,11 @@ pub trait Strategy: Send {
     /// What it can do.
     fn capabilities(&self) -> Capabilities;
 
-    /// The shared state.
-    fn state(&self) -> &StrategyState;
-
-    /// The shared state.
-    fn state_mut(&mut self) -> &mut StrategyState;
-
-    /// Makes the device mesh over the ranks of `world` and hands it to the state. Collective.
+    /// Makes the device mesh over the ranks of `world`. Collective.
     ///
     /// # Errors
     /// If the configured sizes do not fit the world size.
-    fn setup_environment(&mut self, world: Arc<dyn ProcessGroup>) -> Result<()>;
-
-    /// Cuts the model's parameters, gives this rank's shards their initial values (a function of
-    /// `seed`, the FQN and the element's index), sets reducers and hooks, and hands the tree to the
-    /// state. Collective.
-    ///
-    /// # Errors
-    /// If the ranks' models differ, or the strategy cannot spread this model.
-    fn setup_module(&mut self, tree: ModuleTree, seed: u64) -> Result<()>;
-
-    /// Before a backward's first gradient arrives. Not collective.
-    fn begin_backward(&mut self) -> Result<()> {
-        Ok(())
-    }
-
-    /// Ends a backward: completes the reductions that were started, if gradients are synchronised,
-    /// and sets the parameters' local gradients. Collective if [`StrategyState::sync`] is on.
-    fn finish_backward(&mut self) -> Result<()>;
-
-    /// The mesh.
-    ///
-    /// # Errors
-    /// Before [`setup_environment`](Strategy::setup_environment).
-    fn device_mesh(&self) -> Result<&DeviceMesh> {
-        self.state().mesh()
-    }
+    fn device_mesh(&self, world: Arc<dyn ProcessGroup>) -> Result<DeviceMesh>;
 
     /// Lets a function decide how the model is spread, instead of the configuration. Called before
     /// [`setup_module`](Strategy::setup_module).
@@ -175,102 +151,93 @@ pub trait Strategy: Send {
         init
     }
 
-    /// Gives parameters outside of units the values that the next forward needs. Called after
-    /// setup, after loading and after each optimizer step. Collective.
-    fn prepare_forward(&mut self) -> Result<()> {
-        super::materialize::refresh_compute(self.state().tree()?)
-    }
-
-    /// Runs backward on one micro-batch's loss; gradients are added to the step's. With
-    /// synchronisation on (see [`no_backward_sync`](Strategy::no_backward_sync)) they are reduced
-    /// over the ranks while backward goes on, and complete when this returns. Collective.
+    /// Cuts the model's parameters, gives this rank's shards their initial values (a function of
+    /// `seed`, the FQN and the element's index), and sets reducers and hooks. Collective.
     ///
     /// # Errors
-    /// If the loss depends on no trainable parameter, or a peer fails.
-    fn backward(&mut self, loss: &Loss) -> Result<()> {
-        let sum = loss.sum();
-        if !sum.track_op() {
-            return Err(Error::other(
-                "the loss does not depend on any trainable parameter: all are frozen, the model \
-                 was called inside `no_grad`, or an operation without a backward cut the graph",
-            ));
-        }
-        check_loss(sum)?;
-        self.state_mut().record_loss(loss)?;
-        self.begin_backward()?;
-        // The taps have taken every parameter's gradient; what candle returns holds none.
-        drop(sum.backward()?);
-        self.state_mut().finish_parameters()?;
-        self.finish_backward()
+    /// If the ranks' models differ, or the strategy cannot spread this model.
+    fn setup_module(&mut self, tree: &mut ModuleTree, mesh: &DeviceMesh, seed: u64) -> Result<()>;
+
+    /// Gives parameters outside of units the values that the next forward needs. Called after
+    /// setup, after loading and after each optimizer step. Collective.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    fn prepare_forward(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        super::materialize::refresh_compute(context.tree)
     }
 
-    /// While the guard lives and `enabled` is true, backward does not synchronise gradients over
-    /// ranks (for all micro-batches of a step but the last). Dropping it restores what was before,
-    /// whatever that was.
-    fn no_backward_sync(&self, enabled: bool) -> NoSyncGuard {
-        self.state().no_backward_sync(enabled)
+    /// Before a backward's first gradient arrives. `synchronise` says whether its gradients are to be
+    /// reduced: whether [`reduce_gradients`](Strategy::reduce_gradients) ends it, and not
+    /// [`keep_gradients`](Strategy::keep_gradients). Not collective.
+    ///
+    /// # Errors
+    /// If the strategy cannot take gradients.
+    fn begin_backward(&mut self, context: StrategyContext<'_>, synchronise: bool) -> Result<()> {
+        let _ = (context, synchronise);
+        Ok(())
     }
 
-    /// The step's loss and count over all ranks and micro-batches, and the sum of each of `flags`
-    /// over the ranks. The first call of a step is collective and its flags count; later ones
-    /// return the same.
-    fn step_totals(&mut self, flags: &[f64]) -> Result<StepTotals> {
-        self.state_mut().totals(flags)
+    /// Ends a backward that synchronises: reduces this rank's gradients that were not reduced yet
+    /// (those of earlier backwards of the step that ended with
+    /// [`keep_gradients`](Strategy::keep_gradients) too) over the ranks, and adds them to the parameters'
+    /// local gradients. Collective.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    fn reduce_gradients(&mut self, context: StrategyContext<'_>) -> Result<()>;
+
+    /// Ends a backward that does not synchronise (all micro-batches of a step but the last): its
+    /// gradients stay in the reducer's memory on this rank. Collective only for strategies that
+    /// communicate here all the same.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    fn keep_gradients(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        let _ = context;
+        Ok(())
     }
 
     /// What the optimizer multiplies this rank's gradients by: one over the global count, since they
     /// are of the sum over all ranks. A strategy whose ranks step on gradients of their own says
-    /// otherwise. Collective as [`step_totals`](Strategy::step_totals).
+    /// otherwise; `local_count` is how many items this rank's losses in the step were over. Not
+    /// collective.
+    fn grad_scale(&self, totals: &StepTotals, local_count: f64) -> f64 {
+        let _ = local_count;
+        totals.grad_scale()
+    }
+
+    /// The Euclidean norm of the step's gradient, times `scale`, over all parameters, every element
+    /// counted once whatever is replicated or sharded. Equal on all ranks; may be non-finite. Where
+    /// ranks that hold the same parameters have gradients of their own, it is made of a part of each.
+    /// Collective.
     ///
     /// # Errors
     /// If a peer fails.
-    fn grad_scale(&mut self) -> Result<f64> {
-        Ok(self.step_totals(&[])?.grad_scale())
-    }
-
-    /// Looks for trainable parameters without a gradient, in the first step (and in each under
-    /// [`UnusedParameters::Ignore`]). Collective.
-    ///
-    /// # Errors
-    /// [`Error::UnusedParameters`] under [`UnusedParameters::Error`].
-    fn audit_gradients(&mut self, policy: UnusedParameters) -> Result<()> {
-        self.state_mut().audit(policy)
-    }
-
-    /// The Euclidean norm of the mean loss's gradient over all parameters, every element counted
-    /// once whatever is replicated or sharded. Equal on all ranks; may be non-finite. Where ranks
-    /// that hold the same parameters have gradients of their own, it is made of a part of each.
-    /// Collective.
-    fn gradient_norm(&mut self) -> Result<f64> {
-        let scale = self.grad_scale()?;
-        let state = self.state();
-        let mesh = state.mesh()?;
-        let parameters: Vec<_> = state.tree()?.trainable().cloned().collect();
+    fn gradient_norm(&self, context: StrategyContext<'_>, scale: f64) -> Result<f64> {
+        let StrategyContext { mesh, tree } = context;
+        let parameters: Vec<_> = tree.trainable().cloned().collect();
         let squares = local_squared_norm(&parameters, &|dim| mesh.coordinate(dim))?;
         let squares = Tensor::new(&[squares * scale * scale], &Device::Cpu)?;
         wait_for(|| mesh.world().all_reduce(&squares, ReduceOp::Sum))?;
         Ok(squares.to_vec1::<f64>()?[0].sqrt())
     }
 
-    /// After the optimizer has stepped: forgets the step's gradients and makes the new values ready
-    /// for the next forward. Collective.
-    fn finish_step(&mut self) -> Result<()> {
-        self.state_mut().end_step()?;
-        self.prepare_forward()
-    }
-
-    /// Whether the trainer saves distributed checkpoints, each rank what it owns; otherwise full ones,
-    /// gathered on rank 0.
-    fn saves_distributed_checkpoints(&self) -> bool {
-        true
+    /// After the optimizer has stepped and the step's gradients are forgotten: makes the new values
+    /// ready for the next forward. Collective.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    fn finish_step(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        self.prepare_forward(context)
     }
 
     /// After values were loaded into the local shards: makes them ready for a forward. Collective.
     ///
     /// # Errors
     /// If ranks that hold the same parameters have loaded different values.
-    fn finish_load(&mut self) -> Result<()> {
-        self.prepare_forward()
+    fn finish_load(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        self.prepare_forward(context)
     }
 
     /// Before the parameters are saved: makes the ranks' parts fit together, if they may differ
@@ -278,40 +245,14 @@ pub trait Strategy: Send {
     ///
     /// # Errors
     /// If a peer fails.
-    fn prepare_save(&mut self) -> Result<()> {
+    fn prepare_save(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        let _ = context;
         Ok(())
     }
 
-    /// Reduces a host tensor over all ranks, in place. Collective.
-    fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
-        wait_for(|| self.device_mesh()?.world().all_reduce(tensor, op))
+    /// Whether the trainer saves distributed checkpoints, each rank what it owns; otherwise full ones,
+    /// gathered on rank 0.
+    fn saves_distributed_checkpoints(&self) -> bool {
+        true
     }
-
-    /// Rank `src`'s text, on every rank. Collective.
-    fn broadcast(&self, value: &str, src: usize) -> Result<String> {
-        broadcast_object(&**self.device_mesh()?.world(), &value.to_owned(), src)
-    }
-
-    /// Waits for all ranks. Collective.
-    fn barrier(&self) -> Result<()> {
-        wait_for(|| self.device_mesh()?.world().barrier())
-    }
-
-    /// Whether all ranks (`all`), or any, say yes. Collective.
-    fn reduce_boolean_decision(&self, decision: bool, all: bool) -> Result<bool> {
-        let vote = Tensor::new(&[u8::from(decision)], &Device::Cpu)?;
-        let op = if all { ReduceOp::Min } else { ReduceOp::Max };
-        self.all_reduce(&vote, op)?;
-        Ok(vote.to_vec1::<u8>()?[0] == 1)
-    }
-
-    /// Which part of the data this rank sees: its place along `data_parallel`. Ranks that differ
-    /// only in tensor or context parallel see the same samples.
-    fn sampler_share(&self) -> Result<SamplerShare> {
-        let group = self.device_mesh()?.group(DATA_PARALLEL)?;
-        Ok(SamplerShare { num_replicas: group.size(), rank: group.rank() })
-    }
-
-    /// Ends the strategy's use of the process groups.
-    fn teardown(&mut self) {}
 }

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::StrategyCheckpoints as _;
 use super::{Fabric, FabricOptimizer};
 use crate::checkpoint::{
     CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, FullOptions, LoadOptions, LoadReport,
@@ -60,7 +59,7 @@ impl Fabric {
     ) -> Result<PathBuf> {
         let (io, name) = local(path.as_ref())?;
         let (states, meta) = self.contents(optimizer, state, serde_json::Value::Null)?;
-        let saved = self.strategy().save_full_checkpoint(&*io, name, &states, options, meta);
+        let saved = self.runtime.save_full_checkpoint(&*io, name, &states, options, meta);
         torn_down(&*io, saved)
     }
 
@@ -80,7 +79,7 @@ impl Fabric {
     ) -> Result<PathBuf> {
         let (states, meta) = self.contents(Some(optimizer), state, config)?;
         let options = FullOptions::default();
-        self.strategy().save_full_checkpoint(&**io, name, &states, &options, meta)
+        self.runtime.save_full_checkpoint(&**io, name, &states, &options, meta)
     }
 
     /// [`save`](Self::save) under `name` of any place, with the run's configuration for
@@ -115,7 +114,7 @@ impl Fabric {
         config: serde_json::Value,
     ) -> Result<SaveRequest> {
         let (states, meta) = self.contents(Some(optimizer), state, config)?;
-        self.strategy().save_request(name, &states, meta)
+        self.runtime.save_request(name, &states, meta)
     }
 
     /// The optimizer's tensors, and what a checkpoint says besides. Collective.
@@ -125,7 +124,7 @@ impl Fabric {
         state: &impl Serialize,
         config: serde_json::Value,
     ) -> Result<(Vec<StateTensor>, SaveMeta)> {
-        self.strategy().prepare_save()?;
+        self.runtime.prepare_save()?;
         let (mut states, mut scalars, mut step) = (Vec::new(), BTreeMap::new(), 0);
         if let Some(optimizer) = optimizer {
             states = optimizer.state_tensors()?;
@@ -182,12 +181,11 @@ impl Fabric {
         let report = match optimizer.filter(|_| !options.weights_only) {
             Some(optimizer) => {
                 let states = optimizer.state_tensors()?;
-                let report =
-                    self.strategy().load_checkpoint_with(source, Some(&states), options)?;
+                let report = self.runtime.load_checkpoint(source, Some(&states), options)?;
                 optimizer.load_scalars(&saved.optimizer)?;
                 report
             }
-            None => self.strategy().load_checkpoint_with(source, None, options)?,
+            None => self.runtime.load_checkpoint(source, None, options)?,
         };
         Ok((state, report))
     }
@@ -204,7 +202,7 @@ impl Fabric {
         options: impl Into<LoadOptions>,
     ) -> Result<LoadReport> {
         let report = load_raw(path, &self.module_tree()?, options)?;
-        self.strategy().finish_load()?;
+        self.runtime.finish_load()?;
         Ok(report)
     }
 }

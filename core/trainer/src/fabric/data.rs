@@ -66,7 +66,7 @@ impl Fabric {
     /// If the data cannot be opened or has no training samples.
     pub fn setup_data<D: DataModule>(&self, config: &D::Config) -> Result<TrainLoader<D>> {
         let data = D::setup(config, &self.data_context()?)?;
-        let share = self.strategy().sampler_share()?;
+        let share = self.sampler_share()?;
         let order = SampleOrder::new(self.seed(), D::shuffle(config), data.len(Split::Train))?;
         let batch_size = D::batch_size(config);
         let sampler = TrainSampler::new(order, batch_size, share.num_replicas, share.rank, 1)?;
@@ -85,7 +85,7 @@ impl Fabric {
     /// # Errors
     /// None after construction; the strategy's own otherwise.
     pub fn data_context(&self) -> Result<DataContext> {
-        let share = self.strategy().sampler_share()?;
+        let share = self.sampler_share()?;
         Ok(DataContext {
             seed: self.seed(),
             rank: self.global_rank(),

@@ -1,21 +1,20 @@
 //! The Fabric type.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 use candle_core::Tensor;
 
 use super::FabricOptimizer;
-use crate::collective::{ProcessGroup, ReduceOp, Solo, wait_for};
+use crate::collective::{ProcessGroup, ReduceOp, Solo, broadcast_object, wait_for};
 use crate::launch::Launched;
 use crate::mesh::{CONTEXT_PARALLEL, DeviceMesh};
 use crate::module::{ForwardScope, ModuleBuilder, ModuleInit, ModuleTree};
 use crate::nn::Loss;
 use crate::optim::OptimizerConfig;
 use crate::parallel::ContextParallel;
-use crate::strategy::{NoSyncGuard, StepTotals, Strategy};
+use crate::runtime::{NoSyncGuard, SamplerShare, StrategyRuntime, UnusedParameters};
+use crate::strategy::{Capabilities, StepTotals, Strategy};
 use crate::{Error, Result};
-
-pub(super) type SharedStrategy = Arc<Mutex<Box<dyn Strategy>>>;
 
 /// A strategy at work in this process.
 ///
@@ -45,7 +44,7 @@ pub(super) type SharedStrategy = Arc<Mutex<Box<dyn Strategy>>>;
 /// # }
 /// ```
 pub struct Fabric {
-    strategy: SharedStrategy,
+    pub(crate) runtime: Arc<StrategyRuntime>,
     world: Arc<dyn ProcessGroup>,
     pub(super) init: ModuleInit,
     seed: u64,
@@ -60,13 +59,13 @@ impl Fabric {
     /// If the strategy does not fit the world size.
     pub fn new(
         world: Arc<dyn ProcessGroup>,
-        mut strategy: Box<dyn Strategy>,
+        strategy: Box<dyn Strategy>,
         init: ModuleInit,
         seed: u64,
     ) -> Result<Self> {
-        strategy.setup_environment(world.clone())?;
         let init = strategy.module_init_context(init);
-        Ok(Self { strategy: Arc::new(Mutex::new(strategy)), world, init, seed, launched: None })
+        let runtime = Arc::new(StrategyRuntime::new(strategy, world.clone())?);
+        Ok(Self { runtime, world, init, seed, launched: None })
     }
 
     /// Fabric in this process alone.
@@ -77,9 +76,29 @@ impl Fabric {
         Self::new(Arc::new(Solo::new("world", 0)), strategy, ModuleInit::default(), seed)
     }
 
-    /// The strategy. Locked until the guard is dropped; other calls on this Fabric wait for it.
-    pub fn strategy(&self) -> MutexGuard<'_, Box<dyn Strategy>> {
-        self.strategy.lock().expect("no panic while a strategy works")
+    /// The name of the strategy.
+    ///
+    /// # Errors
+    /// In a call of the strategy.
+    pub fn strategy_name(&self) -> Result<String> {
+        self.runtime.name()
+    }
+
+    /// What the strategy can do.
+    ///
+    /// # Errors
+    /// In a call of the strategy.
+    pub fn capabilities(&self) -> Result<Capabilities> {
+        self.runtime.capabilities()
+    }
+
+    /// Which part of the data this rank sees: its place along `data_parallel`. Ranks that differ
+    /// only in tensor or context parallel see the same samples.
+    ///
+    /// # Errors
+    /// If the mesh has no such dimension.
+    pub fn sampler_share(&self) -> Result<SamplerShare> {
+        self.runtime.sampler_share()
     }
 
     /// The group of all ranks.
@@ -112,12 +131,9 @@ impl Fabric {
         self.seed
     }
 
-    /// A clone of the device mesh.
-    ///
-    /// # Errors
-    /// None after construction; the strategy's own otherwise.
-    pub fn device_mesh(&self) -> Result<DeviceMesh> {
-        self.strategy().device_mesh().cloned()
+    /// The device mesh.
+    pub fn device_mesh(&self) -> &DeviceMesh {
+        self.runtime.mesh()
     }
 
     /// A clone of the model's tree.
@@ -125,7 +141,7 @@ impl Fabric {
     /// # Errors
     /// Before [`setup_module`](Self::setup_module).
     pub fn module_tree(&self) -> Result<ModuleTree> {
-        self.strategy().state().tree().cloned()
+        self.runtime.tree().cloned()
     }
 
     /// Builds a model and an optimizer for it. Collective.
@@ -150,8 +166,7 @@ impl Fabric {
         &mut self,
         build: impl FnOnce(&ModuleBuilder) -> Result<M>,
     ) -> Result<M> {
-        let mut strategy = self.strategy();
-        if strategy.state().tree().is_ok() {
+        if self.runtime.tree().is_ok() {
             return Err(Error::other(
                 "a model has been set up already; one Fabric trains one model",
             ));
@@ -160,8 +175,7 @@ impl Fabric {
         let model = build(&builder)?;
         let tree = builder.finish()?;
         self.check_frozen(&tree)?;
-        strategy.setup_module(tree, self.seed)?;
-        strategy.prepare_forward()?;
+        self.runtime.setup_module(tree, self.seed)?;
         Ok(model)
     }
 
@@ -176,7 +190,7 @@ impl Fabric {
         }
         let mut optimizer = config.build(tree.parameters())?;
         optimizer.set_seed(self.seed);
-        Ok(FabricOptimizer::new(optimizer, self.strategy.clone()))
+        Ok(FabricOptimizer::new(optimizer, self.runtime.clone()))
     }
 
     /// Sets the surroundings of the forwards that follow on this thread: what dropout depends on.
@@ -199,32 +213,66 @@ impl Fabric {
     /// The ranks that share sequences with this one, if several do. Batches are cut for them with
     /// [`DataModule::shard_sequence`](crate::data::DataModule::shard_sequence).
     pub fn context_parallel(&self) -> Option<ContextParallel> {
-        let strategy = self.strategy();
-        let mesh = strategy.device_mesh().ok()?;
-        ContextParallel::new(mesh.group(CONTEXT_PARALLEL).ok()?.clone())
+        ContextParallel::new(self.device_mesh().group(CONTEXT_PARALLEL).ok()?.clone())
     }
 
-    /// Runs backward on a micro-batch's loss. Collective; see [`Strategy::backward`].
+    /// Runs backward on one micro-batch's loss; gradients are added to the step's. With
+    /// synchronisation on (see [`no_backward_sync`](Self::no_backward_sync)) they are reduced over the
+    /// ranks while backward goes on, and complete when this returns. Collective.
     ///
     /// # Errors
-    /// As [`Strategy::backward`].
+    /// If the loss depends on no trainable parameter, or a peer fails.
     pub fn backward(&self, loss: &Loss) -> Result<()> {
-        self.strategy().backward(loss)
+        self.runtime.backward(loss)
     }
 
-    /// While the guard lives and `enabled` is true, backward does not synchronise gradients. See
-    /// [`Strategy::no_backward_sync`].
+    /// While the guard lives and `enabled` is true, backward does not synchronise gradients over
+    /// ranks (for all micro-batches of a step but the last). Dropping it restores what was before,
+    /// whatever that was.
     pub fn no_backward_sync(&self, enabled: bool) -> NoSyncGuard {
-        self.strategy().no_backward_sync(enabled)
+        self.runtime.no_backward_sync(enabled)
     }
 
-    /// The loss over all ranks and micro-batches of the step. Collective the first time in a step;
-    /// see [`Strategy::step_totals`].
+    /// Whether the next backward synchronises gradients: not under a guard of
+    /// [`no_backward_sync`](Self::no_backward_sync).
+    pub fn synchronises_backward(&self) -> bool {
+        self.runtime.synchronises()
+    }
+
+    /// The step's loss and count over all ranks and micro-batches, and the sum of each of `flags`
+    /// over the ranks. The first call of a step is collective and its flags count; later ones
+    /// return the same.
     ///
     /// # Errors
     /// If a peer fails.
     pub fn step_totals(&self, flags: &[f64]) -> Result<StepTotals> {
-        self.strategy().step_totals(flags)
+        self.runtime.step_totals(flags)
+    }
+
+    /// Looks for trainable parameters without a gradient, in the first step (and in each under
+    /// [`UnusedParameters::Ignore`]). The optimizer's step does it. Collective.
+    ///
+    /// # Errors
+    /// [`Error::UnusedParameters`] under [`UnusedParameters::Error`].
+    pub fn audit_gradients(&self, policy: UnusedParameters) -> Result<()> {
+        self.runtime.audit_gradients(policy)
+    }
+
+    /// Makes the model ready for a forward after values were written into its local shards by other
+    /// means than [`load`](Self::load). Collective.
+    ///
+    /// # Errors
+    /// If ranks that hold the same parameters have different values, or a peer fails.
+    pub fn finish_load(&self) -> Result<()> {
+        self.runtime.finish_load()
+    }
+
+    /// The norm of the mean gradient over all parameters, which may be no finite number. Collective.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn unchecked_gradient_norm(&self) -> Result<f64> {
+        self.runtime.gradient_norm()
     }
 
     /// The norm of the mean gradient over all parameters. Collective.
@@ -232,7 +280,7 @@ impl Fabric {
     /// # Errors
     /// [`Error::NonFinite`] on every rank if it is not finite; nothing was changed.
     pub fn gradient_norm(&self, optimizer: &FabricOptimizer) -> Result<f64> {
-        let norm = self.strategy().gradient_norm()?;
+        let norm = self.runtime.gradient_norm()?;
         if norm.is_finite() {
             return Ok(norm);
         }
@@ -284,6 +332,14 @@ impl Fabric {
         wait_for(|| self.world.all_reduce(tensor, op))
     }
 
+    /// Rank `src`'s text, on every rank. Collective.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn broadcast(&self, value: &str, src: usize) -> Result<String> {
+        broadcast_object(&*self.world, &value.to_owned(), src)
+    }
+
     /// Waits for all ranks. Collective.
     ///
     /// # Errors
@@ -295,9 +351,7 @@ impl Fabric {
 
 impl Drop for Fabric {
     fn drop(&mut self) {
-        if let Ok(mut strategy) = self.strategy.lock() {
-            strategy.teardown();
-        }
+        self.runtime.teardown();
     }
 }
 

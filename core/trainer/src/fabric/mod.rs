@@ -7,10 +7,9 @@ mod data;
 mod fabric;
 mod launcher;
 mod optimizer;
-mod strategy_checkpoints;
 
+pub use crate::runtime::{NoSyncGuard, SamplerShare, UnusedParameters};
 pub use data::TrainLoader;
 pub use fabric::Fabric;
 pub use launcher::{Connection, FabricLauncher};
 pub use optimizer::FabricOptimizer;
-pub use strategy_checkpoints::StrategyCheckpoints;

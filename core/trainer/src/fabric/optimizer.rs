@@ -1,10 +1,12 @@
 //! An optimizer that knows the strategy it works under.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use super::fabric::{NON_FINITE_HINT, SharedStrategy};
+use super::fabric::NON_FINITE_HINT;
 use crate::optim::{Ema, GradScale, Optimizer, SchedulerConfig, StateTensor, clip_factor};
-use crate::strategy::{StepTotals, UnusedParameters};
+use crate::runtime::{StrategyRuntime, UnusedParameters};
+use crate::strategy::StepTotals;
 use crate::{Error, Result};
 
 /// What the names of the averages' scalars begin with.
@@ -15,7 +17,7 @@ const AVERAGES: &str = "ema.";
 /// for the next forward. Gradients are cleared by the step; there is no `zero_grad`.
 pub struct FabricOptimizer {
     inner: Box<dyn Optimizer>,
-    strategy: SharedStrategy,
+    runtime: Arc<StrategyRuntime>,
     scheduler: Option<Box<dyn SchedulerConfig>>,
     max_steps: Option<u64>,
     unused: UnusedParameters,
@@ -26,10 +28,10 @@ pub struct FabricOptimizer {
 }
 
 impl FabricOptimizer {
-    pub(super) fn new(inner: Box<dyn Optimizer>, strategy: SharedStrategy) -> Self {
+    pub(super) fn new(inner: Box<dyn Optimizer>, runtime: Arc<StrategyRuntime>) -> Self {
         Self {
             inner,
-            strategy,
+            runtime,
             scheduler: None,
             max_steps: None,
             unused: UnusedParameters::default(),
@@ -75,7 +77,7 @@ impl FabricOptimizer {
     pub fn swap_averages(&mut self) -> Result<()> {
         let Some(averages) = &mut self.averages else { return Ok(()) };
         averages.swap()?;
-        self.strategy.lock().expect("no panic while a strategy works").prepare_forward()
+        self.runtime.prepare_forward()
     }
 
     /// Optimizer steps taken.
@@ -144,23 +146,14 @@ impl FabricOptimizer {
     /// [`Error::UnusedParameters`] in the first step, [`Error::NonFinite`] if the loss is not
     /// finite, and if the last backward ran under `no_backward_sync`; nothing is changed then.
     pub fn step(&mut self) -> Result<()> {
-        // One thread drives a Fabric, so a lock that is taken is taken by the caller himself.
-        let mut strategy = self.strategy.try_lock().map_err(|_| {
-            Error::other(
-                "the strategy is in use: drop the guard that `Fabric::strategy` returned before \
-                 calling `step`",
-            )
-        })?;
-        if strategy.capabilities().no_sync {
-            strategy.state().check_synced()?;
-        }
-        let totals = strategy.step_totals(&[])?;
+        self.runtime.check_synchronised()?;
+        let totals = self.runtime.step_totals(&[])?;
         self.check_loss(&totals)?;
-        strategy.audit_gradients(self.unused)?;
+        self.runtime.audit_gradients(self.unused)?;
         let factor = self.schedule_factor()?;
         self.inner.set_schedule_factor(factor);
         self.inner.step(&GradScale {
-            factor: strategy.grad_scale()? * self.clip_factor,
+            factor: self.runtime.grad_scale()? * self.clip_factor,
             clip_value: self.clip_value,
         })?;
         (self.clip_factor, self.clip_value) = (1.0, None);
@@ -168,7 +161,7 @@ impl FabricOptimizer {
         if let Some(averages) = &mut self.averages {
             averages.update()?;
         }
-        strategy.finish_step()
+        self.runtime.finish_step()
     }
 
     /// All state tensors, for checkpoints.

@@ -7,7 +7,7 @@ use super::{Amount, CkptPath, ClipAlgorithm, Devices, Precision, TimeLimit};
 use crate::config::PluginValue;
 use crate::module::ActivationCheckpointing;
 use crate::registry::kind;
-use crate::strategy::UnusedParameters;
+use crate::runtime::UnusedParameters;
 use crate::{Error, Result};
 
 crate::config_struct! {

@@ -279,7 +279,7 @@ mod tests {
 
     use super::*;
     use crate::config::{parse, to_table};
-    use crate::strategy::UnusedParameters;
+    use crate::runtime::UnusedParameters;
     use toml::{Table, Value};
 
     fn read<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, String> {

@@ -174,7 +174,7 @@ impl Session {
         saving.saved = Some(step);
         let (fabric, io) = (&self.parts.fabric, &saving.io);
         let world = &**fabric.world();
-        let distributed = fabric.strategy().saves_distributed_checkpoints();
+        let distributed = fabric.runtime.saves_distributed_checkpoints()?;
         let path = if distributed {
             let mut request = fabric.save_request(&name, optimizer, &state, config)?;
             (request.point_last, request.remove) = (true, remove);
@@ -259,7 +259,7 @@ impl Session {
             };
             let tree = self.parts.fabric.module_tree()?;
             checkpoint::load_into(&*source, &tree, true)?;
-            self.parts.fabric.strategy().finish_load()?;
+            self.parts.fabric.finish_load()?;
             return self.emit(&Event::Resume { step: 0, path: source.location().to_owned() });
         }
         let source = open()?;
@@ -319,7 +319,7 @@ impl Session {
             return Err(Error::checkpoint(source.location(), message));
         }
         averages.swap()?;
-        self.parts.fabric.strategy().prepare_forward()
+        self.parts.fabric.runtime.prepare_forward()
     }
 
     /// The checkpoint that `ckpt_path` names, on every rank. Collective.

@@ -192,7 +192,7 @@ impl Session {
         if len == 0 {
             return Err(Error::Data("there are no training samples".to_owned()));
         }
-        let share = self.parts.fabric.strategy().sampler_share()?;
+        let share = self.parts.fabric.sampler_share()?;
         let order = SampleOrder::new(self.parts.fabric.seed(), self.shuffle, len)?;
         let accumulate = self.parts.config.accumulate_grad_batches as usize;
         let sampler =
@@ -297,7 +297,7 @@ impl Session {
     fn plan(&self) -> Result<LoopPlan> {
         let (order, sampler) = self.train_sampler()?;
         let accumulate = self.parts.config.accumulate_grad_batches as usize;
-        let share = self.parts.fabric.strategy().sampler_share()?;
+        let share = self.parts.fabric.sampler_share()?;
         let validation = match self.parts.config.val_check_interval {
             Amount::Count(steps) => ValidationTimes::EverySteps(steps),
             Amount::Fraction(part) => {
@@ -385,7 +385,7 @@ impl Session {
     /// Validates, if there is validation data. A validation of training can be interrupted between two
     /// batches; the run that resumes starts it again. Collective.
     pub(super) fn validate(&mut self, training: bool) -> Result<ValidationOutcome> {
-        let share = self.parts.fabric.strategy().sampler_share()?;
+        let share = self.parts.fabric.sampler_share()?;
         let len = self.runner.num_samples(Split::Validation);
         let sampler = EvalSampler::new(len, self.batch_size, share.num_replicas, share.rank)?;
         let all = sampler.num_batches();
@@ -432,7 +432,7 @@ impl Session {
             }
         }
         let totals = Tensor::new(&[sum, count], &Device::Cpu)?;
-        let mesh = self.parts.fabric.device_mesh()?;
+        let mesh = self.parts.fabric.device_mesh();
         mesh.group(DP_CP)?.all_reduce(&totals, ReduceOp::Sum)?.wait()?;
         let totals = totals.to_vec1::<f64>()?;
         let val_loss = totals[0] / totals[1];

@@ -214,8 +214,8 @@ impl Trainer {
         }
         run.check_plugins()?;
         let mut fabric = Fabric::over(self.world.clone(), config, run.seed, self.parallelize)?;
-        let strategy_name = fabric.strategy().name().to_owned();
-        if run.checkpoint.async_save && !fabric.strategy().saves_distributed_checkpoints() {
+        let strategy_name = fabric.strategy_name()?;
+        if run.checkpoint.async_save && !fabric.runtime.saves_distributed_checkpoints()? {
             return Err(Error::Config(
                 "`checkpoint.async_save`: full checkpoints are gathered on rank 0 while training \
                  waits, not in the background; leave it out, or save distributed checkpoints (without \

@@ -152,11 +152,7 @@ impl ShardedRuntime {
         let find = |p: &Parameter| fresh.iter().find(|(q, _)| q == p).map(|(_, grad)| grad.clone());
         self.partial_grads.sum(find)?;
         for (parameter, grad) in fresh {
-            let sum = match parameter.local_grad() {
-                Some(earlier) => (earlier + grad)?,
-                None => grad,
-            };
-            parameter.set_local_grad(Some(sum));
+            parameter.add_local_grad(grad)?;
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! The gradient audit: parameters that got no gradient, or not the same one on ranks that hold them
 //! alike.
 
-use super::StrategyState;
+use super::StrategyRuntime;
 use crate::collective::{ReduceOp, all_gather_object};
 use crate::config::ConfigType;
 use crate::mesh::TENSOR_PARALLEL;
@@ -30,20 +30,21 @@ impl ConfigType for UnusedParameters {
     }
 }
 
-impl StrategyState {
+impl StrategyRuntime {
     /// Looks for trainable parameters that got a gradient on no rank in this step. Collective over
     /// the world in the first step, and in every step under [`UnusedParameters::Ignore`].
-    pub(super) fn audit(&mut self, policy: UnusedParameters) -> Result<()> {
-        if self.audited && policy != UnusedParameters::Ignore {
+    pub(crate) fn audit_gradients(&self, policy: UnusedParameters) -> Result<()> {
+        let tree = self.tree()?;
+        let step = &mut self.at_work()?.step;
+        if step.audited && policy != UnusedParameters::Ignore {
             return Ok(());
         }
-        let used: Vec<u8> = self.delivered.iter().map(|&used| u8::from(used)).collect();
+        let used: Vec<u8> = step.delivered.iter().map(|&used| u8::from(used)).collect();
         let n = used.len();
         let used = Tensor::from_vec(used, n, &Device::Cpu)?;
-        self.mesh()?.world().all_reduce(&used, ReduceOp::Max)?.wait()?;
+        self.mesh().world().all_reduce(&used, ReduceOp::Max)?.wait()?;
         let used = used.to_vec1::<u8>()?;
-        let unused: Vec<_> = self
-            .tree()?
+        let unused: Vec<_> = tree
             .trainable()
             .zip(used)
             .filter(|(_, used)| *used == 0)
@@ -57,10 +58,10 @@ impl StrategyState {
             UnusedParameters::Ignore => unused.iter().for_each(|p| p.set_local_grad(None)),
             _ => {}
         }
-        if !self.audited {
+        if !step.audited {
             self.check_replicated_gradients()?;
         }
-        self.audited = true;
+        step.audited = true;
         Ok(())
     }
 
@@ -68,7 +69,7 @@ impl StrategyState {
     /// cuts a sequence and leaves out a layer that computes on the parts gives each rank another one.
     /// Collective over the tensor-parallel group.
     fn check_replicated_gradients(&self) -> Result<()> {
-        let Ok(group) = self.mesh()?.group(TENSOR_PARALLEL) else { return Ok(()) };
+        let Ok(group) = self.mesh().group(TENSOR_PARALLEL) else { return Ok(()) };
         if group.size() == 1 {
             return Ok(());
         }

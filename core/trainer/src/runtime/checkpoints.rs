@@ -1,0 +1,87 @@
+//! Checkpoints of what a strategy spreads.
+
+use std::path::PathBuf;
+
+use super::StrategyRuntime;
+use crate::Result;
+use crate::checkpoint::{
+    self, CheckpointIO, DistributedCheckpoint, FullOptions, LoadOptions, RestoreReport, SaveMeta,
+    SaveRequest,
+};
+use crate::optim::StateTensor;
+
+impl StrategyRuntime {
+    /// Before a save: makes the ranks' parts fit together. Collective.
+    pub(crate) fn prepare_save(&self) -> Result<()> {
+        self.at_work()?.strategy.prepare_save(self.context()?)
+    }
+
+    /// What this rank contributes to a distributed checkpoint `name` of the model and these
+    /// optimizer states: the parts it owns, sharing their memory. Of `meta`, mesh and specs are
+    /// filled in. Every save goes through it, also one in the background.
+    ///
+    /// # Errors
+    /// If a state is of a parameter that the model does not have.
+    pub(crate) fn save_request(
+        &self,
+        name: &str,
+        optimizer: &[StateTensor],
+        meta: SaveMeta,
+    ) -> Result<SaveRequest> {
+        let (mesh, tree) = (self.mesh(), self.tree()?);
+        let coordinate = |dim: &str| mesh.coordinate(dim);
+        let model = checkpoint::model_tensors(tree, coordinate)?;
+        let optimizer = checkpoint::optimizer_tensors(tree, optimizer, coordinate)?;
+        let meta = self.describe(meta)?;
+        let name = name.to_owned();
+        Ok(SaveRequest { name, model, optimizer, meta, point_last: false, remove: Vec::new() })
+    }
+
+    /// Saves the model, and these optimizer states, as the full checkpoint `name` of `io`: whole
+    /// tensors in files that others read, gathered on rank 0 one by one. Of `meta`, mesh and specs
+    /// are filled in. Collective.
+    ///
+    /// # Errors
+    /// As [`checkpoint::save_full`].
+    pub(crate) fn save_full_checkpoint(
+        &self,
+        io: &dyn CheckpointIO,
+        name: &str,
+        optimizer: &[StateTensor],
+        options: &FullOptions,
+        meta: SaveMeta,
+    ) -> Result<PathBuf> {
+        let (mesh, tree) = (self.mesh(), self.tree()?);
+        let coordinate = |dim: &str| mesh.coordinate(dim);
+        let meta = self.describe(meta)?;
+        let world = &**mesh.world();
+        checkpoint::save_full(io, world, name, tree, coordinate, optimizer, options, &meta)
+    }
+
+    /// Fills the model, and these optimizer states if there are any, from a distributed checkpoint of
+    /// any mesh (a part of it, under other names, or into a model that has changed since, as `options`
+    /// say) and makes the model ready for a forward. The report tells what differed. Collective.
+    ///
+    /// # Errors
+    /// As [`checkpoint::restore`].
+    pub(crate) fn load_checkpoint(
+        &self,
+        source: &DistributedCheckpoint,
+        optimizer: Option<&[StateTensor]>,
+        options: &LoadOptions,
+    ) -> Result<RestoreReport> {
+        let report = checkpoint::restore(source, self.tree()?, optimizer, options)?;
+        self.finish_load()?;
+        Ok(report)
+    }
+
+    /// `meta` with the mesh, and how it cuts each parameter.
+    fn describe(&self, meta: SaveMeta) -> Result<SaveMeta> {
+        let (names, sizes) = (self.mesh().layout().names(), self.mesh().layout().sizes());
+        Ok(SaveMeta {
+            mesh: names.iter().cloned().zip(sizes.iter().copied()).collect(),
+            specs: checkpoint::specs(self.tree()?),
+            ..meta
+        })
+    }
+}

@@ -1,0 +1,11 @@
+//! The runtime that owns a [`Strategy`](fulgurite_engine::strategy::Strategy) and does what all of them do
+//! alike.
+
+mod audit;
+mod checkpoints;
+#[expect(clippy::module_inception, reason = "the runtime is the module's subject")]
+mod runtime;
+
+pub use audit::UnusedParameters;
+pub(crate) use runtime::StrategyRuntime;
+pub use runtime::{NoSyncGuard, SamplerShare};

@@ -1,0 +1,256 @@
+//! A strategy at work.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+
+use candle_core::{Device, Tensor};
+
+use crate::collective::{ProcessGroup, ReduceOp, wait_for};
+use crate::mesh::{DATA_PARALLEL, DP_CP, DeviceMesh};
+use crate::module::ModuleTree;
+use crate::parallel::check_loss;
+use crate::parameter::Parameter;
+use crate::strategy::{Capabilities, Loss, StepTotals, Strategy, StrategyContext};
+use crate::{Error, Result};
+
+/// Which part of the data a rank sees (Lightning's `distributed_sampler_kwargs`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SamplerShare {
+    /// Number of ranks that see different data.
+    pub num_replicas: usize,
+    /// This rank's place among them.
+    pub rank: usize,
+}
+
+/// A strategy with its mesh, the model that it has spread, and the state of the step.
+///
+/// What does not change is read without a lock. Calls of the strategy hold one, which is given to
+/// nobody: a call from within another is an error.
+pub(crate) struct StrategyRuntime {
+    mesh: DeviceMesh,
+    tree: OnceLock<ModuleTree>,
+    synchronise: Arc<AtomicBool>,
+    at_work: Mutex<AtWork>,
+}
+
+/// What calls change.
+pub(super) struct AtWork {
+    pub(super) strategy: Box<dyn Strategy>,
+    pub(super) step: StepState,
+}
+
+/// The state of a step.
+#[derive(Default)]
+pub(super) struct StepState {
+    loss_sum: f64,
+    count: f64,
+    totals: Option<StepTotals>,
+    /// Which trainable parameters got a gradient on this rank.
+    pub(super) delivered: Vec<bool>,
+    /// Whether the first step's gradients were audited.
+    pub(super) audited: bool,
+    /// Whether the latest backward left its gradients on their ranks.
+    unsynchronised: bool,
+}
+
+impl StrategyRuntime {
+    /// Lets the strategy make its mesh. Collective.
+    pub(crate) fn new(strategy: Box<dyn Strategy>, world: Arc<dyn ProcessGroup>) -> Result<Self> {
+        let mesh = strategy.device_mesh(world)?;
+        Ok(Self {
+            mesh,
+            tree: OnceLock::new(),
+            synchronise: Arc::new(AtomicBool::new(true)),
+            at_work: Mutex::new(AtWork { strategy, step: StepState::default() }),
+        })
+    }
+
+    /// The strategy and the step, for one call. One thread drives a strategy, so a lock that is taken
+    /// is taken by a call that this one comes from.
+    pub(super) fn at_work(&self) -> Result<MutexGuard<'_, AtWork>> {
+        self.at_work.try_lock().map_err(|_| {
+            Error::other(
+                "the strategy is at work: a call that needs it comes from within another one (from a \
+                 hook or the backward of an operation), or from a second thread. Make it before or \
+                 after, on the thread that trains",
+            )
+        })
+    }
+
+    pub(crate) fn mesh(&self) -> &DeviceMesh {
+        &self.mesh
+    }
+
+    /// The model's tree.
+    ///
+    /// # Errors
+    /// Before [`setup_module`](Self::setup_module).
+    pub(crate) fn tree(&self) -> Result<&ModuleTree> {
+        self.tree.get().ok_or_else(|| {
+            Error::other("no model has been set up; call `Fabric::setup` (`setup_module`) first")
+        })
+    }
+
+    pub(super) fn context(&self) -> Result<StrategyContext<'_>> {
+        Ok(StrategyContext { mesh: &self.mesh, tree: self.tree()? })
+    }
+
+    pub(crate) fn name(&self) -> Result<String> {
+        Ok(self.at_work()?.strategy.name().to_owned())
+    }
+
+    pub(crate) fn capabilities(&self) -> Result<Capabilities> {
+        Ok(self.at_work()?.strategy.capabilities())
+    }
+
+    pub(crate) fn saves_distributed_checkpoints(&self) -> Result<bool> {
+        Ok(self.at_work()?.strategy.saves_distributed_checkpoints())
+    }
+
+    /// Lets the strategy spread a model, and makes it ready for a forward. Collective.
+    pub(crate) fn setup_module(&self, mut tree: ModuleTree, seed: u64) -> Result<()> {
+        let mut at_work = self.at_work()?;
+        at_work.strategy.setup_module(&mut tree, &self.mesh, seed)?;
+        at_work.step.delivered = vec![false; tree.trainable().count()];
+        self.tree.get_or_init(|| tree);
+        at_work.strategy.prepare_forward(self.context()?)
+    }
+
+    pub(crate) fn prepare_forward(&self) -> Result<()> {
+        self.at_work()?.strategy.prepare_forward(self.context()?)
+    }
+
+    pub(crate) fn finish_load(&self) -> Result<()> {
+        self.at_work()?.strategy.finish_load(self.context()?)
+    }
+
+    /// Whether the next backward reduces gradients over ranks.
+    pub(crate) fn synchronises(&self) -> bool {
+        self.synchronise.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn no_backward_sync(&self, enabled: bool) -> NoSyncGuard {
+        let previous = self.synchronise.swap(!enabled, Ordering::Relaxed);
+        NoSyncGuard { synchronise: self.synchronise.clone(), previous }
+    }
+
+    /// See [`Fabric::backward`](crate::fabric::Fabric::backward).
+    pub(crate) fn backward(&self, loss: &Loss) -> Result<()> {
+        let context = self.context()?;
+        let AtWork { strategy, step } = &mut *self.at_work()?;
+        let sum = loss.sum();
+        if !sum.track_op() {
+            return Err(Error::other(
+                "the loss does not depend on any trainable parameter: all are frozen, the model \
+                 was called inside `no_grad`, or an operation without a backward cut the graph",
+            ));
+        }
+        check_loss(sum)?;
+        let synchronise = self.synchronises() || !strategy.capabilities().no_sync;
+        step.loss_sum += loss.sum_value()?;
+        step.count += loss.count();
+        step.totals = None;
+        step.unsynchronised = !synchronise;
+        strategy.begin_backward(context, synchronise)?;
+        // Each parameter has taken its gradient; what candle returns holds none.
+        drop(sum.backward()?);
+        for (parameter, delivered) in context.tree.trainable().zip(&mut step.delivered) {
+            *delivered |= parameter.finish_backward()?;
+        }
+        if synchronise {
+            strategy.reduce_gradients(context)
+        } else {
+            strategy.keep_gradients(context)
+        }
+    }
+
+    /// Checks that the step's last backward synchronised gradients.
+    ///
+    /// # Errors
+    /// If it did not: each rank would update its parameters with gradients of its own.
+    pub(crate) fn check_synchronised(&self) -> Result<()> {
+        if !self.at_work()?.step.unsynchronised {
+            return Ok(());
+        }
+        Err(Error::other(
+            "the optimizer cannot step: the step's last backward ran under `no_backward_sync`, so \
+             its gradients are on their own ranks only. Run the last micro-batch's backward with \
+             `no_backward_sync(false)`, or without a guard",
+        ))
+    }
+
+    /// See [`Fabric::step_totals`](crate::fabric::Fabric::step_totals).
+    pub(crate) fn step_totals(&self, flags: &[f64]) -> Result<StepTotals> {
+        self.totals(&mut self.at_work()?.step, flags)
+    }
+
+    fn totals(&self, step: &mut StepState, flags: &[f64]) -> Result<StepTotals> {
+        if let Some(totals) = &step.totals {
+            return Ok(totals.clone());
+        }
+        let sum = |values: &[f64], group: &dyn ProcessGroup| -> Result<Vec<f64>> {
+            let values = Tensor::new(values, &Device::Cpu)?;
+            wait_for(|| group.all_reduce(&values, ReduceOp::Sum))?;
+            Ok(values.to_vec1()?)
+        };
+        let loss = sum(&[step.loss_sum, step.count], &**self.mesh.group(DP_CP)?)?;
+        // Tensor-parallel ranks have the same loss, but flags of their own.
+        let flags = if flags.is_empty() { Vec::new() } else { sum(flags, &**self.mesh.world())? };
+        let totals = StepTotals { loss_sum: loss[0], count: loss[1], flags };
+        step.totals = Some(totals.clone());
+        Ok(totals)
+    }
+
+    /// What the optimizer multiplies this rank's gradients by. Collective as
+    /// [`step_totals`](Self::step_totals).
+    pub(crate) fn grad_scale(&self) -> Result<f64> {
+        let AtWork { strategy, step } = &mut *self.at_work()?;
+        let totals = self.totals(step, &[])?;
+        Ok(strategy.grad_scale(&totals, step.count))
+    }
+
+    /// The norm of the mean loss's gradient; may be non-finite. Collective.
+    pub(crate) fn gradient_norm(&self) -> Result<f64> {
+        let scale = self.grad_scale()?;
+        self.at_work()?.strategy.gradient_norm(self.context()?, scale)
+    }
+
+    /// After the optimizer has stepped. Collective.
+    pub(crate) fn finish_step(&self) -> Result<()> {
+        let context = self.context()?;
+        let AtWork { strategy, step } = &mut *self.at_work()?;
+        context.tree.trainable().for_each(Parameter::end_step);
+        step.delivered.fill(false);
+        step.unsynchronised = false;
+        (step.loss_sum, step.count, step.totals) = (0.0, 0.0, None);
+        strategy.finish_step(context)
+    }
+
+    /// Which part of the data this rank sees: its place along `data_parallel`. Ranks that differ
+    /// only in tensor or context parallel see the same samples.
+    pub(crate) fn sampler_share(&self) -> Result<SamplerShare> {
+        let group = self.mesh.group(DATA_PARALLEL)?;
+        Ok(SamplerShare { num_replicas: group.size(), rank: group.rank() })
+    }
+
+    /// Ends the gradients' way: a strategy has the parameters, and they have its reducer.
+    pub(crate) fn teardown(&self) {
+        if let Ok(tree) = self.tree() {
+            tree.trainable().for_each(Parameter::clear_reducer);
+        }
+    }
+}
+
+/// Restores what [`Fabric::no_backward_sync`](crate::fabric::Fabric::no_backward_sync) found.
+#[must_use = "gradients are synchronised again as soon as the guard is dropped"]
+#[derive(Debug)]
+pub struct NoSyncGuard {
+    synchronise: Arc<AtomicBool>,
+    previous: bool,
+}
+
+impl Drop for NoSyncGuard {
+    fn drop(&mut self) {
+        self.synchronise.store(self.previous, Ordering::Relaxed);
+    }
+}
