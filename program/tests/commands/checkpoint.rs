@@ -102,7 +102,7 @@ fn inspect_says_what_is_there() {
     let scratch = Scratch::new();
     scratch.checkpoint("step-00000000", 1);
     insta::assert_snapshot!(scratch.ok("inspect step-00000000"), @r#"
-step-00000000: distributed checkpoint, format 1, written by Fulgurite 0.1.0
+step-00000000: distributed checkpoint, format 2, written by Fulgurite 0.1.0
 step 0, saved by 1 rank
 2 safetensors files
 model: 3 tensors (3 F32), 58 elements, 232 B

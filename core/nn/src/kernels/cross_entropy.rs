@@ -139,7 +139,10 @@ pub(crate) fn backward_into(
     smoothing: f64,
     grad: &Tensor,
 ) -> Result<Tensor> {
-    if !on_host(&logits) || accumulation_dtype(logits.dtype()) != logits.dtype() {
+    let in_place = on_host(&logits)
+        && accumulation_dtype(logits.dtype()) == logits.dtype()
+        && logits.elem_count() > 0;
+    if !in_place {
         return backward(&logits, lse, targets, classes, smoothing, grad);
     }
     let columns = logits.dim(1)?;

@@ -94,6 +94,11 @@ pub(crate) fn play(part: &str) -> Result<()> {
             drop(launched);
             let again = launch(LaunchOptions { devices: number(DEVICES), ..Default::default() })?;
             announce(&again);
+            // Once a rank has failed the other could not launch any more.
+            again.store.add("announced", 1)?;
+            while again.store.add("announced", 0)? < again.world_size as i64 {
+                std::thread::yield_now();
+            }
             let other = LaunchOptions { devices: Some(9), ..Default::default() };
             Err(launch(other).expect_err("another number of ranks"))
         }
