@@ -57,7 +57,7 @@ fn sources(folder: &Path, into: &mut String) {
 fn the_tests_that_pages_name_are_there() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut code = String::new();
-    for folder in ["core", "strategies", "plugins", "src", "tests"] {
+    for folder in ["bench", "core", "plugins", "program", "src", "strategies", "tests"] {
         sources(&root.join(folder), &mut code);
     }
     for page in ["checklist.md", "src/concepts/checkpoint-failures.md"] {

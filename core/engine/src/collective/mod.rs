@@ -3,7 +3,7 @@
 //! [`ProcessGroup`] is the trait that transports implement, and [`ProcessGroupConfig`] is what makes one
 //! from a configuration; [`Solo`] is the group of one rank, which communicates nothing; [`Counting`]
 //! wraps any group and counts calls and bytes. [`check`] has the argument checks that all transports
-//! share. Ranks find each other over a job's [`Store`](crate::launch::Store).
+//! share. Ranks find each other over a job's [`Store`].
 
 pub mod check;
 mod counting;
