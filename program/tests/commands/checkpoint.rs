@@ -110,7 +110,7 @@ optimizer: 6 tensors (6 F32), 116 elements, 464 B
 "#);
     scratch.ok("consolidate step-00000000 full --model-only --dtype bf16");
     insta::assert_snapshot!(scratch.ok("inspect full --tensors"), @r#"
-full: full checkpoint, format 1, written by Fulgurite 0.1.0
+full: full checkpoint, format 2, written by Fulgurite 0.1.0
 step 0, saved by 1 rank
 1 safetensors file
 model: 3 tensors (3 BF16), 58 elements, 116 B
