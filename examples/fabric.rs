@@ -102,7 +102,7 @@ fn run() -> Result<()> {
     let batches = fabric.setup_data::<Sine>(&run.data)?;
     for (i, batch) in (1..=STEPS * ACCUMULATE).zip(batches) {
         let accumulating = i % ACCUMULATE != 0;
-        let loss = model.loss(&batch?)?;
+        let loss = batch?.forward(|batch| model.loss(batch))?; // in its batch's scope
         let _no_sync = fabric.no_backward_sync(accumulating); // restores what was before
         fabric.backward(&loss)?;
         if accumulating {

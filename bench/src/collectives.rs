@@ -4,7 +4,9 @@ use std::time::Instant;
 
 use clap::Args;
 use fulgurite_core::autograd::storage::with_host_mut;
-use fulgurite_core::collective::{AllGather, ReduceOp, ReduceScatter, all_gather_object, wait_for};
+use fulgurite_core::collective::{
+    AllGather, Collective, ReduceOp, ReduceScatter, all_gather_object,
+};
 use serde_json::json;
 
 use super::ranks::{Ranks, median};
@@ -82,14 +84,14 @@ impl Measured {
         let (whole, own) = (full(part * n)?, full(part)?);
         let counts = vec![part; n];
         let call = || {
-            wait_for(|| match op {
-                "all_reduce" => world.all_reduce(&whole, ReduceOp::Sum),
-                "all_gather" => world.all_gather_into(vec![AllGather {
+            world.run(match op {
+                "all_reduce" => Collective::all_reduce(&whole, ReduceOp::Sum),
+                "all_gather" => Collective::all_gather_into(vec![AllGather {
                     output: whole.clone(),
                     input: own.clone(),
                     counts: counts.clone(),
                 }]),
-                "reduce_scatter" => world.reduce_scatter(
+                "reduce_scatter" => Collective::reduce_scatter(
                     vec![ReduceScatter {
                         output: own.clone(),
                         input: whole.clone(),
@@ -97,8 +99,8 @@ impl Measured {
                     }],
                     ReduceOp::Sum,
                 ),
-                "broadcast" => world.broadcast(&whole, 0),
-                _ => world.barrier(),
+                "broadcast" => Collective::broadcast(&whole, 0),
+                _ => Collective::Barrier,
             })
         };
         call()?;

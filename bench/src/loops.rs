@@ -106,7 +106,7 @@ impl Job<'_> {
         let batches = fabric.setup_data::<Tokens>(&run.data)?;
         let (mut ends, mut loss) = (Vec::new(), f64::NAN);
         for batch in batches.take(self.total() as usize) {
-            fabric.backward(&net.loss(&batch?)?)?;
+            fabric.backward(&batch?.forward(|batch| net.loss(batch))?)?;
             loss = fabric.step_totals(&[])?.mean();
             fabric.clip_gradients_norm(&mut optimizer, CLIP)?;
             optimizer.step()?;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
-use fulgurite_core::collective::{ProcessGroup, all_gather_object, broadcast_object, wait_for};
+use fulgurite_core::collective::{Collective, ProcessGroup, all_gather_object, broadcast_object};
 use fulgurite_core::config::ConfigLayers;
 use fulgurite_core::fabric::Connection;
 use fulgurite_core::run::RunConfig;
@@ -63,7 +63,7 @@ pub(crate) fn overhead(options: &OverheadBench) -> Result<()> {
     let dir: PathBuf = broadcast_object(&*world, &dir, 0)?;
     let measured = measure(options, &world, &dir);
     // A rank that failed left the others in another collective: there is nothing to wait for.
-    let met = measured.as_ref().map_or(Ok(()), |_| wait_for(|| world.barrier()));
+    let met = measured.as_ref().map_or(Ok(()), |_| world.run(Collective::Barrier));
     let removed = match world.rank() {
         0 => std::fs::remove_dir_all(&dir).map_err(Error::io("removing", &dir)),
         _ => Ok(()),
@@ -94,7 +94,7 @@ fn measure(
             |strategy| Job { subject, strategy, warmup: options.warmup, steps: options.steps, dir };
         // One rank, while the others wait.
         let loops = [Loop::Trainer, Loop::Fabric, Loop::Bare];
-        let meet = || wait_for(|| world.barrier());
+        let meet = || world.run(Collective::Barrier);
         if world.rank() == 0 {
             rows.extend(in_turns(options.rounds, &job("single_device"), &loops, &alone(), meet)?);
         } else {

@@ -66,7 +66,7 @@ pub(super) fn start(
     let mut batches = fabric.setup_data::<Tokens>(&SubjectConfig { subject: Subject::Tiny })?;
     let data_s = lap();
     if let Some(batch) = batches.next() {
-        fabric.backward(&net.loss(&batch?)?)?;
+        fabric.backward(&batch?.forward(|batch| net.loss(batch))?)?;
         fabric.clip_gradients_norm(&mut optimizer, 1.0)?;
         optimizer.step()?;
     }

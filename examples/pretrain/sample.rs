@@ -20,7 +20,7 @@ pub fn continuation(model: &Llama, ctx: &HookContext<TextData>) -> Result<Option
     let mut tokens = prompt.to_vec();
 
     let _no_grad = no_grad();
-    let _scope = ForwardScope { training: false, ..ForwardScope::default() }.enter();
+    let _scope = ForwardScope::default().enter(); // of evaluation, on whole sequences
     let random = Stream::new(ctx.seed, Purpose::Sample, "continuation");
     for i in 0..NEW_TOKENS {
         let window = &tokens[tokens.len().saturating_sub(data.seq_len())..];

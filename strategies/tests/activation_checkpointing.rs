@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::autograd::no_grad;
 use fulgurite_core::collective::Solo;
+use fulgurite_core::execution::ExecutionContext;
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::mesh::DeviceMesh;
 use fulgurite_core::module::{
@@ -255,6 +256,42 @@ fn errors_of_the_second_run_say_where_they_are_from() {
         Err(Error::PeerFailed { rank: 3, message: "out of memory".to_owned() })
     };
     assert!(matches!(error_of(forward, peer), Error::PeerFailed { rank: 3, .. }));
+}
+
+/// The loss and the gradients of a unit that computes its block on another thread.
+fn on_another_thread(mode: &str) -> Result<(f64, Vec<Vec<f32>>)> {
+    let config = checkpointed(SINGLE, mode);
+    let world = Arc::new(Solo::new("world", 0));
+    let mut fabric = Fabric::new(world, strategy(&config)?, init(&config)?, 5)?;
+    let unit = fabric.setup_module(|b| b.unit("block", |b| Block::new(b, None)))?;
+    let forward = |block: &Block, x: &Tensor| {
+        let context = ExecutionContext::current();
+        let mask = Tensor::ones((1, 1), DType::F32, &Device::Cpu)?;
+        let forward = || context.run(|| block.forward(x, &mask));
+        std::thread::scope(|threads| threads.spawn(forward).join().expect("does not panic"))
+    };
+    {
+        let _no_grad = no_grad();
+        assert!(!unit.call(&ones(WIDTH)?, forward)?.track_op(), "inside of no_grad");
+    }
+    let sum = {
+        let _scope = fabric.forward_scope(true, 3, 0);
+        unit.call(&ones(WIDTH)?, forward)?.sqr()?.sum_all()?
+    };
+    let loss = Loss::new(sum, 1.0);
+    fabric.backward(&loss)?;
+    let tree = fabric.module_tree()?;
+    let gradients = tree.trainable().map(|p| {
+        Ok(p.local_grad().expect("every parameter is in the graph").flatten_all()?.to_vec1()?)
+    });
+    Ok((loss.sum_value()?, gradients.collect::<Result<_>>()?))
+}
+
+#[test]
+fn a_unit_may_compute_on_other_threads_in_the_context_of_its_caller() {
+    let plain = on_another_thread("none").unwrap();
+    assert!(plain.1.iter().all(|gradient| gradient.iter().any(|g| *g != 0.0)), "{plain:?}");
+    assert_eq!(on_another_thread("full").unwrap(), plain);
 }
 
 /// A unit and something before it, whose output the unit's closure captures.

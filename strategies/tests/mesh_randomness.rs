@@ -118,6 +118,7 @@ fn rank_masks(mesh: DeviceMesh, world: Arc<dyn ProcessGroup>) -> Result<[Vec<f32
         part = context.shard(&part, 1)?;
     }
     let _scope = ForwardScope {
+        training: true,
         seed: 5,
         step: 3,
         first_sample: (rank * samples) as u64,

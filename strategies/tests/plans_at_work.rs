@@ -242,7 +242,7 @@ impl DataModule for Nothing {
 }
 
 #[test]
-fn logits_are_whole_again_when_the_loader_is_done() {
+fn logits_are_parts_in_the_scope_of_a_batch_alone() {
     let widths = run_ranks(2, |world| {
         let (fabric, model) = tiny(world, TP, |tree, mesh| {
             let head =
@@ -252,10 +252,8 @@ fn logits_are_whole_again_when_the_loader_is_done() {
         let _no_grad = no_grad();
         let width = || Ok::<_, fulgurite_core::Error>(model.forward(&ids())?.dim(2)?);
         let before = width()?;
-        let mut loader = fabric.setup_data::<Nothing>(&())?;
-        loader.next().unwrap()?;
-        let within = width()?;
-        drop(loader);
+        let batch = fabric.setup_data::<Nothing>(&())?.next().unwrap()?;
+        let within = batch.forward(|()| width())?;
         Ok([before, within, width()?])
     });
     assert_eq!(widths.unwrap(), [[8, 4, 8]; 2]);
@@ -321,7 +319,8 @@ fn dropped(ranks: usize) -> Vec<f32> {
         let cut = PrepareModuleInput { input: Layout::LAST, desired: Layout::LAST };
         let plan = plan! { "dropout" => cut };
         b.finish()?.parallelize_module(&mesh.get(TENSOR_PARALLEL)?, &plan)?;
-        let _scope = ForwardScope { seed: 5, step: 3, ..ForwardScope::default() }.enter();
+        let scope = ForwardScope { training: true, seed: 5, step: 3, ..ForwardScope::default() };
+        let _scope = scope.enter();
         let (start, n) = chunk(5, mesh.world().size(), mesh.rank());
         let x = Tensor::ones((2, 4, 5), DType::F32, &Device::Cpu)?;
         dropout.forward(&x.narrow(2, start, n)?.contiguous()?)

@@ -2,12 +2,13 @@
 
 use std::collections::BTreeSet;
 
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::data::{DataContext, DataModule, Split};
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::mesh::DATA_PARALLEL;
-use fulgurite_core::module::ModuleInit;
+use fulgurite_core::module::{ForwardScope, ModuleInit};
+use fulgurite_core::nn::Loss;
 use fulgurite_core::parallel::ContextParallel;
 use fulgurite_core::strategy::{BuildContext, StrategyConfig};
 use fulgurite_strategies as _;
@@ -60,18 +61,25 @@ impl DataModule for Numbers {
     }
 }
 
-/// Each rank's place along `data_parallel` and its first micro-batches, from `skip` on.
-fn samples(config: &str, shuffle: bool, skip: u64) -> Vec<(usize, Vec<Vec<u64>>)> {
+/// Runs `f` with a Fabric on each of 8 ranks.
+fn on_ranks<T: Send>(config: &str, f: impl Fn(Fabric) -> Result<T> + Sync) -> Vec<T> {
     let ranks = run_ranks(8, |world| {
         let config: Box<dyn StrategyConfig> = serde_json::from_str(config).unwrap();
         let strategy = config.build(&BuildContext::default())?;
-        let fabric = Fabric::new(world, strategy, ModuleInit::default(), 11)?;
-        let mut loader = fabric.setup_data::<Numbers>(&NumbersConfig { shuffle })?;
-        loader.skip_to(skip);
-        let batches = loader.take(7).collect::<Result<_>>()?;
-        Ok((fabric.device_mesh().local_rank(DATA_PARALLEL)?, batches))
+        f(Fabric::new(world, strategy, ModuleInit::default(), 11)?)
     });
     ranks.unwrap()
+}
+
+/// Each rank's place along `data_parallel` and its first micro-batches, from `skip` on.
+fn samples(config: &str, shuffle: bool, skip: u64) -> Vec<(usize, Vec<Vec<u64>>)> {
+    on_ranks(config, |fabric| {
+        let mut loader = fabric.setup_data::<Numbers>(&NumbersConfig { shuffle })?;
+        loader.skip_to(skip);
+        let batches =
+            loader.take(7).map(|batch| Ok(batch?.into_parts().0)).collect::<Result<_>>()?;
+        Ok((fabric.device_mesh().local_rank(DATA_PARALLEL)?, batches))
+    })
 }
 
 /// Ranks that see different data, and the mesh.
@@ -131,5 +139,70 @@ fn a_resumed_loader_goes_on_where_it_was() {
         for ((_, whole), (_, rest)) in whole.iter().zip(samples(config, true, 4)) {
             assert_eq!(whole[4..], rest[..3], "{config}");
         }
+    }
+}
+
+/// What layers see of a forward's surroundings: whether it trains, its step and first sample, and the
+/// ranks that share a sequence.
+fn seen() -> (bool, u64, u64, Option<usize>) {
+    let scope = ForwardScope::current();
+    (scope.training, scope.step, scope.first_sample, scope.context.map(|context| context.size()))
+}
+
+#[test]
+fn a_batch_is_computed_in_its_own_scope_on_whatever_thread() {
+    let (_, config) = MESHES[1];
+    let evaluation = (false, 0, 0, None);
+    let ranks = on_ranks(config, |fabric| {
+        let mut loader = fabric.setup_data::<Numbers>(&NumbersConfig::default())?;
+        let (first, mut loader) = std::thread::scope(|threads| {
+            let prefetch = move || (loader.next().expect("an endless stream"), loader);
+            threads.spawn(prefetch).join().expect("does not panic")
+        });
+        let (first, second) = (first?, loader.next().expect("an endless stream")?);
+        assert_eq!(seen(), evaluation, "taking a batch enters nothing");
+        let nested = second.forward(|_| [seen(), first.forward(|_| seen()), seen()]);
+        let elsewhere = std::thread::scope(|threads| {
+            threads.spawn(|| first.forward(|_| seen())).join().expect("does not panic")
+        });
+        assert_eq!(seen(), evaluation);
+        Ok((fabric.device_mesh().local_rank(DATA_PARALLEL)?, nested, elsewhere))
+    });
+    for (place, [outer, inner, outer_again], elsewhere) in ranks {
+        let at = |step| (true, step, (place * BATCH) as u64, Some(2));
+        assert_eq!([outer, inner, outer_again], [at(2), at(1), at(2)]);
+        assert_eq!(elsewhere, at(1));
+    }
+}
+
+#[test]
+fn loaders_that_are_dropped_in_another_order_leave_no_scope() {
+    let (_, config) = MESHES[0];
+    on_ranks(config, |fabric| {
+        let loader = || fabric.setup_data::<Numbers>(&NumbersConfig::default());
+        let (mut first, mut second) = (loader()?, loader()?);
+        let batches = [first.next(), second.next()];
+        drop(first);
+        drop(second);
+        drop(batches);
+        assert_eq!(seen(), (false, 0, 0, None));
+        Ok(())
+    });
+}
+
+#[test]
+fn a_loss_from_outside_of_its_batchs_scope_is_refused_where_ranks_share_sequences() {
+    let (_, config) = MESHES[3];
+    let errors = on_ranks(config, |fabric| {
+        let batch = fabric.setup_data::<Numbers>(&NumbersConfig::default())?.next();
+        let batch = batch.expect("an endless stream")?;
+        let loss =
+            || Ok::<_, fulgurite_core::Error>(Loss::new(Tensor::new(1f32, &Device::Cpu)?, 1.0));
+        let error = |loss: &Loss| fabric.backward(loss).unwrap_err().to_string();
+        Ok((error(&loss()?), error(&batch.forward(|_| loss())?)))
+    });
+    for (outside, inside) in errors {
+        insta::allow_duplicates! { insta::assert_snapshot!(outside, @"4 ranks share each sequence, and the loss was computed where a sequence is on one rank (outside of any forward scope?), so that attention saw a part of it: compute the model and its loss inside of `TrainBatch::forward`, or while the guard of `Fabric::forward_scope` lives"); }
+        insta::allow_duplicates! { insta::assert_snapshot!(inside, @""); }
     }
 }

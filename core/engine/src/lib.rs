@@ -6,6 +6,7 @@ pub mod autograd;
 pub mod checkpoint_io;
 pub mod collective;
 pub mod data;
+pub mod execution;
 pub mod mesh;
 pub mod module;
 pub mod optim;

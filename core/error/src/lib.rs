@@ -3,8 +3,6 @@
 //! A message says what was wrong, what was expected and what to do about it. Context (rank, FQN,
 //! path) travels in the variant's fields, so callers can match on it.
 
-#[cfg(feature = "candle")]
-use std::cell::RefCell;
 use std::path::PathBuf;
 
 /// The result of every fallible call of the crate.
@@ -186,24 +184,15 @@ impl Error {
     }
 }
 
-#[cfg(feature = "candle")]
-thread_local! {
-    /// The error that is travelling through candle on this thread, and its text.
-    static IN_CANDLE: RefCell<Option<(String, Error)>> = const { RefCell::new(None) };
-}
-
-/// Hooks run inside candle's backward, which carries candle's errors only. The original waits on
-/// this thread until the conversion back finds it.
+/// Hooks run inside candle's backward, which carries candle's errors only: the original travels
+/// inside of one, by value, and comes out again in the conversion back.
 #[cfg(feature = "candle")]
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
         match error {
             Error::Candle(error) => error,
-            other => {
-                let text = other.to_string();
-                IN_CANDLE.set(Some((text.clone(), other)));
-                candle_core::Error::Msg(text)
-            }
+            // `Wrapped` takes any error too, and does not give it back.
+            other => candle_core::Error::Io(std::io::Error::other(other)),
         }
     }
 }
@@ -211,26 +200,113 @@ impl From<Error> for candle_core::Error {
 #[cfg(feature = "candle")]
 impl From<candle_core::Error> for Error {
     fn from(error: candle_core::Error) -> Self {
-        match IN_CANDLE.take() {
-            Some((text, original)) if error.to_string().contains(&text) => original,
-            _ => Self::Candle(error),
+        carried(error).unwrap_or_else(Self::Candle)
+    }
+}
+
+/// The error that candle's carries, also under the context, paths and backtraces that candle puts
+/// around errors; or candle's own.
+#[cfg(feature = "candle")]
+fn carried(error: candle_core::Error) -> Result<Error, candle_core::Error> {
+    use candle_core::Error as Candle;
+    match error {
+        Candle::Io(io) => io.downcast().map_err(Candle::Io),
+        Candle::Context { inner, context } => {
+            carried(*inner).map_err(|inner| Candle::Context { inner: Box::new(inner), context })
         }
+        Candle::WithPath { inner, path } => {
+            carried(*inner).map_err(|inner| Candle::WithPath { inner: Box::new(inner), path })
+        }
+        Candle::WithBacktrace { inner, backtrace } => carried(*inner)
+            .map_err(|inner| Candle::WithBacktrace { inner: Box::new(inner), backtrace }),
+        Candle::WrappedContext { wrapped, context } => {
+            let wrapped = match wrapped.downcast::<Error>() {
+                Ok(error) => return Ok(*error),
+                Err(wrapped) => wrapped,
+            };
+            let wrapped = match wrapped.downcast::<Candle>() {
+                Ok(inner) => match carried(*inner) {
+                    Ok(error) => return Ok(error),
+                    Err(inner) => Box::new(inner),
+                },
+                Err(wrapped) => wrapped,
+            };
+            Err(Candle::WrappedContext { wrapped, context })
+        }
+        other => Err(other),
     }
 }
 
 #[cfg(all(test, feature = "candle"))]
 mod tests {
+    use candle_core::Context as _;
+
     use super::*;
+
+    fn peer() -> Error {
+        Error::PeerFailed { rank: 3, message: "out of memory".to_owned() }
+    }
+
+    fn in_candle() -> candle_core::Error {
+        peer().into()
+    }
 
     #[test]
     fn an_error_comes_back_from_candle_as_it_went_in() {
-        let peer = || Error::PeerFailed { rank: 3, message: "out of memory".to_owned() };
-        let through: candle_core::Error = peer().into();
-        let through = through.context("in a hook").bt();
-        assert!(matches!(Error::from(through), Error::PeerFailed { rank: 3, .. }));
-        let stale: candle_core::Error = peer().into();
-        let unrelated = Error::from(candle_core::Error::Msg("shape mismatch".to_owned()));
-        assert!(matches!(unrelated, Error::Candle(_)));
-        drop(stale);
+        let result = || Err::<(), _>(in_candle());
+        let backtrace = candle_core::Error::WithBacktrace {
+            inner: Box::new(in_candle()),
+            backtrace: Box::new(std::backtrace::Backtrace::force_capture()),
+        };
+        assert_eq!(in_candle().to_string(), peer().to_string());
+        for through in [
+            in_candle(),
+            in_candle().context("in a hook").bt(),
+            in_candle().with_path("model.safetensors").context("reading"),
+            backtrace.context("in a hook"),
+            result().context("in a hook").unwrap_err(),
+            result().context("inner").context("outer").unwrap_err(),
+            Err::<(), _>(peer()).context("in a hook").unwrap_err(),
+        ] {
+            let text = through.to_string();
+            let back = Error::from(through);
+            assert!(matches!(back, Error::PeerFailed { rank: 3, .. }), "{text}");
+        }
+        let elsewhere = std::thread::spawn(in_candle).join().expect("does not panic");
+        assert!(matches!(Error::from(elsewhere), Error::PeerFailed { rank: 3, .. }));
+    }
+
+    #[test]
+    fn a_swallowed_error_does_not_come_back_in_place_of_a_later_one() {
+        drop(in_candle());
+        let later = candle_core::Error::Msg(format!("retried: {}", peer()));
+        assert!(matches!(Error::from(later), Error::Candle(candle_core::Error::Msg(_))));
+    }
+
+    #[test]
+    fn errors_with_the_same_text_are_told_apart() {
+        let (first, second): (candle_core::Error, candle_core::Error) =
+            (peer().into(), Error::other(peer()).into());
+        assert!(matches!(Error::from(first), Error::PeerFailed { .. }));
+        assert!(matches!(Error::from(second), Error::Other(_)));
+    }
+
+    #[test]
+    fn candles_own_errors_keep_what_is_around_them() {
+        let own = || candle_core::Error::Msg("shape mismatch".to_owned());
+        let not_found = std::io::Error::from(std::io::ErrorKind::NotFound);
+        for around in [
+            own().context("in a hook"),
+            own().with_path("model.safetensors"),
+            Err::<(), _>(own()).context("in a hook").unwrap_err(),
+            Err::<(), _>("x".parse::<u8>().unwrap_err()).context("a number").unwrap_err(),
+            not_found.into(),
+        ] {
+            let text = around.to_string();
+            match Error::from(around) {
+                Error::Candle(back) => assert_eq!(back.to_string(), text),
+                other => panic!("{other:?}"),
+            }
+        }
     }
 }

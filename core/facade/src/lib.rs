@@ -24,7 +24,8 @@ pub use fulgurite_config::{
 pub use fulgurite_conformance as conformance;
 pub use fulgurite_engine::plan;
 pub use fulgurite_engine::{
-    autograd, collective, data, mesh, module, optim, parallel, parameter, random, shard, strategy,
+    autograd, collective, data, execution, mesh, module, optim, parallel, parameter, random, shard,
+    strategy,
 };
 pub use fulgurite_error::{Error, Result};
 pub use fulgurite_launch as launch;

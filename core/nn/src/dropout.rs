@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::arm;
+use super::backend::{on_host, wide};
 use super::host::{host, tensor, with_float};
 use super::styles::DropoutStyles;
 use crate::module::{ForwardScope, Module, ModuleBuilder};
@@ -22,6 +22,11 @@ use crate::{Error, Result};
 /// [`PrepareModuleInput`](crate::parallel::PrepareModuleInput) with `desired = "shard(-1)"` between a
 /// colwise and a rowwise layer. Nothing is kept for backward. A layer that is used twice in a forward
 /// uses the same mask twice: give each place a layer of its own.
+///
+/// In a scope of evaluation, and outside of any scope inside of [`no_grad`](crate::autograd::no_grad),
+/// it passes its input on. Outside of any scope with gradients on, it is an error: nothing tells the
+/// step, as where a loop forgot to enter the scope, or a thread was not given its
+/// [`ExecutionContext`](crate::execution::ExecutionContext).
 #[derive(Debug, Clone)]
 pub struct Dropout {
     layer: LayerHandle,
@@ -43,16 +48,17 @@ impl Dropout {
     }
 }
 
-/// The offsets of a tensor's elements in the whole tensor, of which ranks have parts.
+/// Where the elements of this rank's tensor are in the tensor of the whole global batch.
 struct ElementOffsets {
-    /// Elements of a row: contiguous in the part and in the whole.
+    /// Elements of a row: of a run that is contiguous in both tensors.
     row: usize,
-    /// The offset of each row's first element, or of the first row's only, where all is contiguous.
+    /// The offset, in the whole, of each row's first element; one offset if all of this rank's tensor
+    /// is one row.
     starts: Vec<u64>,
 }
 
 impl ElementOffsets {
-    /// The offsets of `x`, what the layer computes with of `given`.
+    /// The offsets of the elements of `x`, what the layer computes with of `given` in `scope`.
     fn new(given: &Tensor, x: &Tensor, scope: &ForwardScope, layer: &LayerHandle) -> Result<Self> {
         let (dims, first_sample) = (x.dims(), scope.first_sample);
         let layout = layer.computes_with();
@@ -89,7 +95,8 @@ impl ElementOffsets {
                     Layout::SEQUENCE => layer.place(),
                     _ => (0, 1),
                 };
-                // Within what context parallelism leaves this rank, the ranks' parts follow each other.
+                // Tensor-parallel ranks have consecutive parts of what context parallelism leaves
+                // this rank.
                 let local = time * ranks;
                 let positions = &whole_positions(scope, local)[rank * time..][..time];
                 let length = local * scope.context.as_ref().map_or(1, |context| context.size());
@@ -121,7 +128,7 @@ impl ElementOffsets {
     }
 }
 
-/// The positions of `n` consecutive places of this rank in the whole sequence.
+/// The positions, in the whole sequence, of this rank's `n` positions.
 fn whole_positions(scope: &ForwardScope, n: usize) -> Vec<u64> {
     scope.positions(n).into_iter().flatten().map(|position| position as u64).collect()
 }
@@ -133,8 +140,8 @@ fn masked(x: &Tensor, stream: &Stream, offsets: &ElementOffsets, p: f64) -> Resu
     let numbers = |piece: usize, numbers: &mut [f64]| {
         offsets.fill(stream, piece * PIECE, numbers);
     };
-    let (dtype, wide) = (x.dtype(), arm::wide(x)?);
-    if arm::on_host(&wide) {
+    let (dtype, wide) = (x.dtype(), wide(x)?);
+    if on_host(&wide) {
         let y = with_float!(wide.dtype(), T => {
             let mut y = host(&wide)?.slice::<T>()?.to_vec();
             y.par_chunks_mut(PIECE).enumerate().for_each(|(i, y)| {
@@ -160,16 +167,19 @@ fn masked(x: &Tensor, stream: &Stream, offsets: &ElementOffsets, p: f64) -> Resu
 
 impl Module for Dropout {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let scope = ForwardScope::current();
-        let drops = scope.training && self.p > 0.0 && x.elem_count() > 0 && x.rank() > 0;
-        if !drops && !self.layer.moves_input() {
+        let drops = self.p > 0.0 && x.elem_count() > 0 && x.rank() > 0;
+        let scope = match drops {
+            true => ForwardScope::of_random_layer(self.layer.path())?,
+            false => None,
+        };
+        if scope.is_none() && !self.layer.moves_input() {
             return Ok(x.clone());
         }
         let (input, moved) = self.layer.redistribute_input(x)?;
-        if !drops {
+        let Some(scope) = scope else {
             let backward = move |_: &Tensor, grad: &Tensor| Ok(vec![Some(moved.backward(grad)?)]);
             return self.layer.record(&[x], &[], input, backward);
-        }
+        };
         let stream = Stream::new(scope.seed, Purpose::Dropout, self.layer.path()).child(scope.step);
         let offsets = ElementOffsets::new(x, &input, &scope, &self.layer)?;
         let p = self.p;

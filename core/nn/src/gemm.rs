@@ -15,7 +15,7 @@ use std::ops::Range;
 use gemm::Parallelism;
 
 use super::host::Float;
-use super::spread::spread;
+use super::parallel_for::parallel_for;
 
 /// A row-major or transposed matrix in a slice, which has all its elements.
 #[derive(Debug, Clone, Copy)]
@@ -115,7 +115,7 @@ unsafe fn multiply<T: Float>(out: *mut T, a: Mat<T>, b: Mat<T>, add: bool, threa
         return unsafe { multiply_part(out, 0..m, 0..n, a, b, add) };
     }
     let out = Out(out);
-    spread(across * along, |i| {
+    parallel_for(across * along, |i| {
         let rows = share(m, ROWS, across, i / along);
         let cols = share(n, COLS, along, i % along);
         // SAFETY: what the caller promises; the parts of the grid share no element.

@@ -37,8 +37,8 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
-mod arm;
 mod attention;
+mod backend;
 mod cross_entropy;
 mod dropout;
 mod embedding;
@@ -52,14 +52,14 @@ mod loss_parallel;
 mod map;
 mod mlp;
 mod norm;
+mod parallel_for;
 mod record;
 mod residual;
 mod rope;
-mod spread;
 mod styles;
 
-pub use arm::{PortableGuard, force_portable};
 pub use attention::{AttentionConfig, CausalSelfAttention};
+pub use backend::force_portable;
 pub use cross_entropy::{CrossEntropy, Reduction, cross_entropy};
 pub use dropout::Dropout;
 pub use embedding::Embedding;
@@ -71,6 +71,7 @@ pub use norm::{LayerNorm, RmsNorm};
 pub use residual::{FusedLayer, residual};
 pub use rope::Rope;
 
+use fulgurite_engine::execution;
 use fulgurite_engine::simd;
 use fulgurite_engine::{Error, Result};
 use fulgurite_engine::{autograd, collective, module, parallel, parameter, random};

@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use super::kernels::cross_entropy::{Classes, Targets};
 use super::kernels::cross_entropy_parts::{self as kernel, Part};
 use crate::Result;
-use crate::collective::{ReduceOp, wait_for};
+use crate::collective::{Collective, ReduceOp};
 use crate::parallel::ShardedLogits;
 
 /// The sum of the losses and the log-sum-exp of each row, the same bits on all ranks, from this rank's
@@ -20,8 +20,8 @@ pub(super) fn forward(
     let classes = Classes { first: parts.first_class, total: parts.classes };
     let part = Part::new(logits, targets, classes, smoothing)?;
     let top = part.top()?;
-    wait_for(|| parts.group.all_reduce(&top, ReduceOp::Max))?;
+    parts.group.run(Collective::all_reduce(&top, ReduceOp::Max))?;
     let sums = part.partial_sums(&top)?;
-    wait_for(|| parts.group.all_reduce(&sums, ReduceOp::Sum))?;
+    parts.group.run(Collective::all_reduce(&sums, ReduceOp::Sum))?;
     kernel::forward(&top, &sums, targets, classes, smoothing)
 }

@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::arm::on_host;
+use super::backend::on_host;
 use super::host::with_float;
 use crate::autograd::storage;
 use crate::parallel::{LayerHandle, describe_layout};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 use fulgurite_core::autograd::storage;
-use fulgurite_core::collective::{ProcessGroup, ReduceOp, wait_for};
+use fulgurite_core::collective::{Collective, ProcessGroup, ReduceOp};
 use fulgurite_core::mesh::{DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_core::module::ModuleTree;
 use fulgurite_core::parameter::Parameter;
@@ -88,11 +88,11 @@ impl PartialGrads {
                     continue;
                 }
                 if let [grad] = same[..] {
-                    wait_for(|| set.group.all_reduce(grad, ReduceOp::Sum))?;
+                    set.group.run(Collective::all_reduce(grad, ReduceOp::Sum))?;
                     continue;
                 }
                 let flat = Tensor::cat(&same, 0)?;
-                wait_for(|| set.group.all_reduce(&flat, ReduceOp::Sum))?;
+                set.group.run(Collective::all_reduce(&flat, ReduceOp::Sum))?;
                 let mut start = 0;
                 for grad in same {
                     let n = grad.elem_count();

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use super::value::{Value, reduced, values};
 use super::{LARGE, Suite};
 use crate::Result;
-use crate::collective::{AllGather, ReduceOp, wait_for};
+use crate::collective::{AllGather, Collective, ReduceOp};
 
 impl Suite<'_> {
     pub(super) fn all_gather(&self) -> Result<()> {
@@ -183,12 +183,9 @@ impl Suite<'_> {
         let mut expected = 1;
         for round in 0..6 {
             let before = self.group.all_reduce(&chain.tensor, ReduceOp::Sum)?;
-            let start = || self.group.all_reduce(&chain.tensor, ReduceOp::Sum);
-            if self.rank() % 2 == round % 2 {
-                wait_for(start)?
-            } else {
-                start()?.wait()?
-            }
+            let overlap = self.rank() % 2 != round % 2;
+            let sum = Collective::all_reduce(&chain.tensor, ReduceOp::Sum);
+            self.group.start(sum, overlap)?.wait()?;
             expected *= size * size;
             chain.expect(self, "a chain that is waited for at once", &[expected; 10])?;
             before.wait()?;

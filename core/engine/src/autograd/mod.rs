@@ -6,7 +6,7 @@ mod function;
 mod grad_mode;
 pub mod storage;
 
+pub(crate) use crate::execution::GradMode;
 pub(crate) use function::leaf;
 pub use function::{Backward, function};
-pub(crate) use grad_mode::GradMode;
-pub use grad_mode::{NoGradGuard, is_grad_enabled, no_grad};
+pub use grad_mode::{is_grad_enabled, no_grad};

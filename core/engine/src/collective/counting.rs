@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, Work};
+use super::{Collective, ProcessGroup, Work};
 use crate::Result;
 
 /// Calls of one kind on one group, and the payload bytes they concerned.
@@ -83,29 +83,9 @@ impl ProcessGroup for Counting {
         self.inner.global_ranks()
     }
 
-    fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Work> {
-        self.count("all_reduce", bytes(tensor));
-        self.inner.all_reduce(tensor, op)
-    }
-
-    fn all_gather_into(&self, parts: Vec<AllGather>) -> Result<Work> {
-        self.count("all_gather_into", parts.iter().map(|p| bytes(&p.output)).sum());
-        self.inner.all_gather_into(parts)
-    }
-
-    fn reduce_scatter(&self, parts: Vec<ReduceScatter>, op: ReduceOp) -> Result<Work> {
-        self.count("reduce_scatter", parts.iter().map(|p| bytes(&p.input)).sum());
-        self.inner.reduce_scatter(parts, op)
-    }
-
-    fn broadcast(&self, tensor: &Tensor, src: usize) -> Result<Work> {
-        self.count("broadcast", bytes(tensor));
-        self.inner.broadcast(tensor, src)
-    }
-
-    fn all_to_all(&self, output: &Tensor, input: &Tensor) -> Result<Work> {
-        self.count("all_to_all", bytes(input));
-        self.inner.all_to_all(output, input)
+    fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
+        self.count(collective.name(), collective.bytes());
+        self.inner.start(collective, overlap)
     }
 
     fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
@@ -116,11 +96,6 @@ impl ProcessGroup for Counting {
     fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work> {
         self.count("recv", bytes(tensor));
         self.inner.recv(tensor, src)
-    }
-
-    fn barrier(&self) -> Result<Work> {
-        self.count("barrier", 0);
-        self.inner.barrier()
     }
 
     fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {

@@ -6,6 +6,8 @@
 //! share. Ranks find each other over a job's [`Store`].
 
 pub mod check;
+#[expect(clippy::module_inception, reason = "the type is the module's subject")]
+mod collective;
 mod counting;
 mod objects;
 mod process_group;
@@ -13,10 +15,11 @@ mod solo;
 mod store;
 mod work;
 
+pub use collective::{AllGather, Collective, ReduceOp, ReduceScatter};
 pub use counting::{Counter, Counting, Record};
 pub use fulgurite_store::Store;
 pub use objects::{Difference, all_gather_object, broadcast_object, first_difference};
-pub use process_group::{AllGather, ProcessGroup, ReduceOp, ReduceScatter};
+pub use process_group::ProcessGroup;
 pub use solo::Solo;
 pub use store::{GroupContext, ProcessGroupConfig};
-pub use work::{Work, caller_waits, wait_for};
+pub use work::Work;

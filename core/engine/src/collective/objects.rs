@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use twox_hash::XxHash3_64;
 
-use super::{AllGather, ProcessGroup, ReduceOp, wait_for};
+use super::{AllGather, Collective, ProcessGroup, ReduceOp};
 use crate::{Error, Result};
 
 /// Group rank `src`'s value, on every rank. Collective; `value` is ignored on the others.
@@ -16,14 +16,14 @@ pub fn broadcast_object<T: Serialize + DeserializeOwned>(
 ) -> Result<T> {
     let bytes = to_bytes(value)?;
     let len = Tensor::new(&[bytes.len() as i64], &Device::Cpu)?;
-    wait_for(|| group.broadcast(&len, src))?;
+    group.run(Collective::broadcast(&len, src))?;
     let len = len.to_vec1::<i64>()?[0] as usize;
     let buffer = if group.rank() == src {
         Tensor::from_vec(bytes, len, &Device::Cpu)?
     } else {
         Tensor::zeros(len, DType::U8, &Device::Cpu)?
     };
-    wait_for(|| group.broadcast(&buffer, src))?;
+    group.run(Collective::broadcast(&buffer, src))?;
     from_bytes(&buffer.to_vec1::<u8>()?)
 }
 
@@ -36,12 +36,12 @@ pub fn all_gather_object<T: Serialize + DeserializeOwned>(
     let mut lens = vec![0i64; group.size()];
     lens[group.rank()] = bytes.len() as i64;
     let lens = Tensor::new(lens, &Device::Cpu)?;
-    wait_for(|| group.all_reduce(&lens, ReduceOp::Sum))?;
+    group.run(Collective::all_reduce(&lens, ReduceOp::Sum))?;
     let counts: Vec<usize> = lens.to_vec1::<i64>()?.into_iter().map(|n| n as usize).collect();
     let input = Tensor::from_vec(bytes, counts[group.rank()], &Device::Cpu)?;
     let output = Tensor::zeros(counts.iter().sum::<usize>(), DType::U8, &Device::Cpu)?;
     let part = AllGather { input, output: output.clone(), counts: counts.clone() };
-    wait_for(|| group.all_gather_into(vec![part]))?;
+    group.run(Collective::all_gather_into(vec![part]))?;
     let all = output.to_vec1::<u8>()?;
     let mut rest = all.as_slice();
     counts

@@ -3,64 +3,10 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use serde::{Deserialize, Serialize};
 
 use super::Work;
+use super::collective::{AllGather, Collective, ReduceOp, ReduceScatter};
 use crate::{Error, Result};
-
-/// How elements of several ranks become one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum ReduceOp {
-    /// The sum, accumulated in rank order. bf16 and f16 accumulate in f32 and round once.
-    Sum,
-    /// The product, in rank order.
-    Product,
-    /// The smallest; NaN if any rank has NaN.
-    Min,
-    /// The largest; NaN if any rank has NaN.
-    Max,
-}
-
-/// One tensor of an all-gather: every rank's `input` lands in every rank's `output`, in rank order.
-#[derive(Debug, Clone)]
-pub struct AllGather {
-    /// This rank's part, contiguous, `counts[rank]` elements. It may be the view of `output` where
-    /// this rank's part goes.
-    pub input: Tensor,
-    /// Where the whole goes: contiguous, `counts.iter().sum()` elements, same dtype.
-    pub output: Tensor,
-    /// Elements a rank contributes, by group rank. Equal on all ranks; may contain zeros.
-    pub counts: Vec<usize>,
-}
-
-impl AllGather {
-    /// A part of equal size from each of `size` ranks.
-    pub fn even(output: &Tensor, input: &Tensor, size: usize) -> Self {
-        let counts = vec![input.elem_count(); size];
-        Self { input: input.clone(), output: output.clone(), counts }
-    }
-}
-
-/// One tensor of a reduce-scatter: the ranks' `input`s are reduced, and each rank gets its part.
-#[derive(Debug, Clone)]
-pub struct ReduceScatter {
-    /// This rank's whole contribution: contiguous, `counts.iter().sum()` elements.
-    pub input: Tensor,
-    /// Where this rank's part of the result goes: contiguous, `counts[rank]` elements, same dtype.
-    /// It may be the view of `input` that is this rank's part.
-    pub output: Tensor,
-    /// Elements a rank receives, by group rank. Equal on all ranks; may contain zeros.
-    pub counts: Vec<usize>,
-}
-
-impl ReduceScatter {
-    /// A part of equal size for each of `size` ranks.
-    pub fn even(output: &Tensor, input: &Tensor, size: usize) -> Self {
-        let counts = vec![output.elem_count(); size];
-        Self { input: input.clone(), output: output.clone(), counts }
-    }
-}
 
 /// An ordered set of ranks that communicate.
 ///
@@ -68,8 +14,9 @@ impl ReduceScatter {
 /// - Every method but the accessors and [`abort`](ProcessGroup::abort) is **collective**: all ranks
 ///   of the group call the same methods in the same order with matching shapes and dtypes
 ///   (`send` / `recv` are matched in pairs, in order).
-/// - A call starts the collective and returns; the result is there after [`Work::wait`]. Collectives
-///   of one group run in the order they were started.
+/// - [`start`](ProcessGroup::start) starts the collective and returns; the result is there after
+///   [`Work::wait`]. Collectives of one group run in the order they were started. The methods with a
+///   collective's name are `start` in other words; transports do not implement them.
 /// - Tensors are contiguous (views of a larger one included) and are written in place. A transport
 ///   takes tensors of any device; one that cannot reach a device's memory stages through the host.
 /// - Reductions are deterministic: they combine in rank order, and every rank gets the same bits;
@@ -92,30 +39,63 @@ pub trait ProcessGroup: Send + Sync {
     /// The global ranks of the group's members, in group order.
     fn global_ranks(&self) -> &[usize];
 
-    /// Reduces `tensor` over the ranks, in place: afterwards all ranks hold the same values.
-    fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Work>;
+    /// Starts a collective.
+    ///
+    /// With `overlap` it goes on while the caller computes. Without, the caller waits for it at once: it
+    /// need not go on before [`Work::wait`], or before a later collective of the group does, so a
+    /// transport may carry it out on the thread that waits, which saves waking another. The result is
+    /// the same.
+    fn start(&self, collective: Collective, overlap: bool) -> Result<Work>;
 
-    /// Gathers every rank's part of each tensor; one collective for all of `parts`.
-    fn all_gather_into(&self, parts: Vec<AllGather>) -> Result<Work>;
+    /// Carries out a collective and waits for it: the way for small ones that nothing overlaps.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use fulgurite_core::collective::{Collective, ProcessGroup as _, ReduceOp, Solo};
+    ///
+    /// let (group, sum) = (Solo::new("world", 0), Tensor::new(&[1f32], &Device::Cpu)?);
+    /// group.run(Collective::all_reduce(&sum, ReduceOp::Sum))?;
+    /// # Ok::<(), fulgurite_core::Error>(())
+    /// ```
+    fn run(&self, collective: Collective) -> Result<()> {
+        self.start(collective, false)?.wait()
+    }
 
-    /// Reduces each tensor over the ranks and leaves each rank its part; one collective for all.
-    fn reduce_scatter(&self, parts: Vec<ReduceScatter>, op: ReduceOp) -> Result<Work>;
+    /// Starts a [`Collective::AllReduce`] that overlaps with what the caller does.
+    fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Work> {
+        self.start(Collective::all_reduce(tensor, op), true)
+    }
 
-    /// Copies `tensor` of group rank `src` into `tensor` of all others.
-    fn broadcast(&self, tensor: &Tensor, src: usize) -> Result<Work>;
+    /// Starts a [`Collective::AllGatherInto`] that overlaps with what the caller does.
+    fn all_gather_into(&self, parts: Vec<AllGather>) -> Result<Work> {
+        self.start(Collective::all_gather_into(parts), true)
+    }
 
-    /// Sends part `i` of `input` (`size()` equal parts) to rank `i`, and receives part `i` of
-    /// `output` from rank `i`.
-    fn all_to_all(&self, output: &Tensor, input: &Tensor) -> Result<Work>;
+    /// Starts a [`Collective::ReduceScatter`] that overlaps with what the caller does.
+    fn reduce_scatter(&self, parts: Vec<ReduceScatter>, op: ReduceOp) -> Result<Work> {
+        self.start(Collective::reduce_scatter(parts, op), true)
+    }
+
+    /// Starts a [`Collective::Broadcast`] that overlaps with what the caller does.
+    fn broadcast(&self, tensor: &Tensor, src: usize) -> Result<Work> {
+        self.start(Collective::broadcast(tensor, src), true)
+    }
+
+    /// Starts a [`Collective::AllToAll`] that overlaps with what the caller does.
+    fn all_to_all(&self, output: &Tensor, input: &Tensor) -> Result<Work> {
+        self.start(Collective::all_to_all(output, input), true)
+    }
+
+    /// Starts a [`Collective::Barrier`] that overlaps with what the caller does.
+    fn barrier(&self) -> Result<Work> {
+        self.start(Collective::Barrier, true)
+    }
 
     /// Sends `tensor` to group rank `dst`, which calls [`recv`](ProcessGroup::recv).
     fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work>;
 
     /// Receives into `tensor` from group rank `src`.
     fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work>;
-
-    /// Returns (after `wait`) when every rank has called it.
-    fn barrier(&self) -> Result<Work>;
 
     /// Makes smaller groups. `partition` lists disjoint sets of this group's ranks, the same list
     /// on every rank, and every rank is in exactly one of them; the returned group is the one that

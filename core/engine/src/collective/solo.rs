@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use candle_core::{Storage, Tensor};
 
-use super::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, Work, check};
+use super::{Collective, ProcessGroup, Work, check};
 use crate::Result;
 use crate::autograd::storage;
 
@@ -68,37 +68,18 @@ impl ProcessGroup for Solo {
         &self.global_rank
     }
 
-    fn all_reduce(&self, tensor: &Tensor, _op: ReduceOp) -> Result<Work> {
-        check::tensor(self.alive("all_reduce")?, "all_reduce", "tensor", tensor)?;
-        Ok(Work::ready())
-    }
-
-    fn all_gather_into(&self, parts: Vec<AllGather>) -> Result<Work> {
-        check::all_gather(self.alive("all_gather_into")?, &parts)?;
-        for part in parts {
-            copy(&part.output, &part.input)?;
+    fn start(&self, collective: Collective, _overlap: bool) -> Result<Work> {
+        collective.check(self.alive(collective.name())?)?;
+        match collective {
+            Collective::AllGatherInto(parts) => {
+                parts.iter().try_for_each(|part| copy(&part.output, &part.input))?;
+            }
+            Collective::ReduceScatter { parts, .. } => {
+                parts.iter().try_for_each(|part| copy(&part.output, &part.input))?;
+            }
+            Collective::AllToAll { output, input } => copy(&output, &input)?,
+            Collective::AllReduce { .. } | Collective::Broadcast { .. } | Collective::Barrier => {}
         }
-        Ok(Work::ready())
-    }
-
-    fn reduce_scatter(&self, parts: Vec<ReduceScatter>, _op: ReduceOp) -> Result<Work> {
-        check::reduce_scatter(self.alive("reduce_scatter")?, &parts)?;
-        for part in parts {
-            copy(&part.output, &part.input)?;
-        }
-        Ok(Work::ready())
-    }
-
-    fn broadcast(&self, tensor: &Tensor, src: usize) -> Result<Work> {
-        let group = self.alive("broadcast")?;
-        check::root(group, "broadcast", src)?;
-        check::tensor(group, "broadcast", "tensor", tensor)?;
-        Ok(Work::ready())
-    }
-
-    fn all_to_all(&self, output: &Tensor, input: &Tensor) -> Result<Work> {
-        check::all_to_all(self.alive("all_to_all")?, output, input)?;
-        copy(output, input)?;
         Ok(Work::ready())
     }
 
@@ -109,11 +90,6 @@ impl ProcessGroup for Solo {
 
     fn recv(&self, _tensor: &Tensor, src: usize) -> Result<Work> {
         check::peer(self.alive("recv")?, "recv", src)?;
-        Ok(Work::ready())
-    }
-
-    fn barrier(&self) -> Result<Work> {
-        self.alive("barrier")?;
         Ok(Work::ready())
     }
 

@@ -1,4 +1,5 @@
-//! Which units are computed again in backward.
+//! Activation checkpointing: which units drop their activations after forward and are computed again
+//! in backward.
 //!
 //! ```
 //! use fulgurite_core::module::{ActivationCheckpointing, ModuleBuilder, ModuleInit};
@@ -32,14 +33,14 @@ use super::unit::UnitHandle;
 use crate::config::ConfigType;
 use crate::{Error, Result};
 
-/// How many units are computed again in backward: the words of `trainer.activation_checkpointing`.
+/// How many units are checkpointed: the words of `trainer.activation_checkpointing`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CheckpointMode {
-    /// None: all activations are kept from forward to backward.
+    /// None: every unit keeps its activations from forward to backward.
     #[default]
     None,
-    /// Every unit: of each, its output is kept alone.
+    /// Every unit: each keeps only its output.
     Full,
     /// Every n-th unit.
     Selective,
@@ -53,19 +54,21 @@ impl CheckpointMode {
     }
 }
 
-/// Which units are computed again in backward: `trainer.activation_checkpointing`, a word or a table.
+/// Which units are computed again in backward: `trainer.activation_checkpointing`, one of the words of
+/// [`CheckpointMode`] or a table.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ActivationCheckpointing {
-    /// How many.
+    /// How many of the units.
     pub mode: CheckpointMode,
-    /// For [`Selective`](CheckpointMode::Selective): every how many-th, counted from the first unit
-    /// built (2: the second, the fourth, …). 2 unless given.
+    /// For [`Selective`](CheckpointMode::Selective): `n` takes every n-th unit, in the order in which
+    /// they are built (2: the second, the fourth, …). 2 if it is `None`.
     pub every: Option<usize>,
-    /// Patterns of the units it is about (`*` is one segment), which alone are counted. Empty: all.
+    /// Patterns of paths (`*` is one segment): units that match none are neither checkpointed nor
+    /// counted. Empty: every unit matches.
     pub units: Vec<String>,
-    /// Where those units' inputs are from forward to backward, if they are moved; for
-    /// [`Full`](CheckpointMode::Full). An input that gets a gradient and is not the output of another
-    /// of them stays where it is.
+    /// Where the inputs of checkpointed units are stored from forward to backward, for
+    /// [`Full`](CheckpointMode::Full). `None`: where they are. An input that gets a gradient and is not
+    /// the output of another checkpointed unit is never moved.
     pub offload: Option<ActivationOffload>,
 }
 
@@ -80,10 +83,10 @@ impl ActivationCheckpointing {
         Self { mode: CheckpointMode::Selective, every: Some(every), ..Self::default() }
     }
 
-    /// Checks what needs no model.
+    /// Checks that the fields go together, which needs no model.
     ///
     /// # Errors
-    /// What is wrong, without the key.
+    /// What is wrong, without the name of the key.
     pub fn check(&self) -> Result<(), String> {
         match (self.mode, self.every) {
             (CheckpointMode::Selective, Some(0)) => Err("`every` must be at least 1, found 0; \
@@ -109,7 +112,7 @@ impl ActivationCheckpointing {
         }
     }
 
-    /// Tells the units of a model.
+    /// Marks the units of a model, which is on `device`.
     ///
     /// # Errors
     /// If a pattern matches no unit, no unit is chosen, or activations on `device` cannot be moved.

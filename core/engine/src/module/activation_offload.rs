@@ -1,4 +1,4 @@
-//! Where the inputs of units that are computed again are, from forward to backward.
+//! Where the inputs of checkpointed units are stored from forward to backward.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::autograd::storage::{with_bytes, with_bytes_mut};
 use crate::{Error, Result};
 
-/// Where to: `offload` in `trainer.activation_checkpointing`.
+/// Where inputs of checkpointed units are moved: `offload` in `trainer.activation_checkpointing`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationOffload {
@@ -19,23 +19,23 @@ pub enum ActivationOffload {
     Disk,
 }
 
-/// A tensor that is kept for backward.
-pub(super) enum Kept {
-    /// Where it is.
+/// A tensor that is saved for backward.
+pub(super) enum SavedActivation {
+    /// The tensor itself.
     InPlace(Tensor),
-    /// A copy on the host.
+    /// A copy on the host, and the device that the tensor was on.
     Host { copy: Tensor, device: Device },
-    /// Its bytes in a file, which goes when this does.
+    /// The tensor's bytes in a file without a name, which the system removes when it is closed.
     Disk { file: File, shape: Shape, dtype: DType, device: Device },
 }
 
-impl Kept {
-    /// Copies a detached tensor to where it is kept.
-    pub(super) fn away(x: Tensor, to: ActivationOffload) -> Result<Self> {
+impl SavedActivation {
+    /// Copies a detached tensor to the host's memory or to a file.
+    pub(super) fn offload(x: Tensor, to: ActivationOffload) -> Result<Self> {
         let device = x.device().clone();
         let copy = x.to_device(&Device::Cpu)?.contiguous()?;
         match to {
-            // Copied already, unless it was there.
+            // `to_device` has copied it, unless it was on the host already.
             ActivationOffload::Host => Ok(Self::Host { copy, device }),
             ActivationOffload::Disk => {
                 let file = tempfile::tempfile()
@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_kept_comes_back() {
+    fn saved_activations_come_back() {
         let x = Tensor::arange(0f32, 24., &Device::Cpu).unwrap().reshape((4, 6)).unwrap();
         let views =
             [x.clone(), x.t().unwrap(), x.narrow(0, 1, 2).unwrap(), x.narrow(1, 0, 0).unwrap()];
@@ -79,7 +79,7 @@ mod tests {
             for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64, DType::U32, DType::U8] {
                 for view in &views {
                     let view = view.to_dtype(dtype).unwrap();
-                    let back = Kept::away(view.clone(), to).unwrap().get().unwrap();
+                    let back = SavedActivation::offload(view.clone(), to).unwrap().get().unwrap();
                     assert_eq!((back.dims(), back.dtype()), (view.dims(), dtype));
                     let values = |x: &Tensor| {
                         x.to_dtype(DType::F64)

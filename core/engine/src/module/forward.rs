@@ -1,16 +1,29 @@
 //! What layers need to know of the step they run in.
 
-use std::cell::RefCell;
-use std::marker::PhantomData;
 use std::ops::Range;
 
+use crate::autograd::GradMode;
+use crate::execution;
+use crate::execution::ContextGuard;
 use crate::parallel::ContextParallel;
+use crate::{Error, Result};
 
-/// The surroundings of a forward on this thread. Dropout reads it: its mask is a function of the
-/// seed, the layer, the step and the element's place in the global batch, so it is the same on any
-/// mesh. Attention reads whether sequences are shared by ranks, and output heads whether the loss
-/// can work on a part of the logits.
-#[derive(Debug, Clone)]
+/// Which step, and which part of its batch, a forward computes. Dropout reads it: its mask is a
+/// function of the seed, the layer, the step and the element's place in the global batch, so it is the
+/// same on any mesh. Attention reads whether sequences are shared by ranks, and output heads whether
+/// the loss can work on a part of the logits.
+///
+/// It is part of a thread's [execution context](crate::execution). The default is that of evaluation on
+/// whole sequences: nothing is dropped.
+///
+/// ```
+/// use fulgurite_core::module::ForwardScope;
+///
+/// let scope = ForwardScope { training: true, seed: 42, step: 1, ..ForwardScope::default() };
+/// scope.run(|| assert!(ForwardScope::current().training));
+/// assert!(!ForwardScope::current().training);
+/// ```
+#[derive(Debug, Clone, Default)]
 pub struct ForwardScope {
     /// Whether this is training; dropout passes everything otherwise.
     pub training: bool,
@@ -28,27 +41,33 @@ pub struct ForwardScope {
     pub loss_parallel: bool,
 }
 
-impl Default for ForwardScope {
-    fn default() -> Self {
-        Self {
-            training: true,
-            seed: 0,
-            step: 0,
-            first_sample: 0,
-            context: None,
-            loss_parallel: false,
-        }
-    }
-}
-
-thread_local! {
-    static CURRENT: RefCell<Option<ForwardScope>> = const { RefCell::new(None) };
-}
-
 impl ForwardScope {
-    /// The scope in force on this thread: training, seed 0, step 0 unless one was entered.
+    /// The scope in force on this thread; outside of any, the default.
     pub fn current() -> Self {
-        CURRENT.with_borrow(Option::clone).unwrap_or_default()
+        execution::value::<Self>().map(|scope| (*scope).clone()).unwrap_or_default()
+    }
+
+    /// The scope that the random numbers of the layer at `path` follow, if it draws any now: not in
+    /// evaluation, nor outside of any scope where no gradients are recorded.
+    ///
+    /// # Errors
+    /// Outside of any scope where gradients are recorded: the layer cannot tell the step, and each
+    /// would draw the same numbers.
+    pub fn of_random_layer(path: &str) -> Result<Option<Self>> {
+        match execution::value::<Self>() {
+            Some(scope) => Ok(scope.training.then(|| (*scope).clone())),
+            None if !GradMode::current().expects_backward() => Ok(None),
+            None => Err(Error::Module {
+                path: path.to_owned(),
+                message: "is called outside of any forward scope with gradients on, where it cannot \
+                          tell whether this is training, nor which step. In a loop of your own, call the \
+                          model inside of `TrainBatch::forward`, or while the guard of \
+                          `Fabric::forward_scope` lives; to evaluate, use `no_grad` or \
+                          `ForwardScope::default().enter()`; on a thread of your own, enter the \
+                          `ExecutionContext` of the thread that gives it work"
+                    .to_owned(),
+            }),
+        }
     }
 
     /// The positions, in their whole sequences, of the `n` positions that this rank computes: two
@@ -60,45 +79,14 @@ impl ForwardScope {
         }
     }
 
-    /// Puts this scope in force on this thread from now on.
-    pub fn set(self) {
-        CURRENT.replace(Some(self));
+    /// Puts this scope in force on this thread until the guard is dropped.
+    pub fn enter(self) -> ContextGuard {
+        execution::enter(self)
     }
 
-    /// Puts the scope of an earlier forward in force again, until the guard is dropped, to compute
-    /// a part of it anew. What heads gave meanwhile is not forgotten.
-    pub(super) fn resume(self) -> ResumedScope {
-        ResumedScope { previous: CURRENT.replace(Some(self)), _thread_bound: PhantomData }
-    }
-
-    /// Puts this scope in force until the guard is dropped.
-    #[must_use = "the scope ends as soon as the guard is dropped"]
-    pub fn enter(self) -> ForwardScopeGuard {
-        ForwardScopeGuard { previous: CURRENT.replace(Some(self)), _thread_bound: PhantomData }
-    }
-}
-
-/// Restores the scope that was in force before a part of an earlier forward was computed anew.
-pub(super) struct ResumedScope {
-    previous: Option<ForwardScope>,
-    _thread_bound: PhantomData<*const ()>,
-}
-
-impl Drop for ResumedScope {
-    fn drop(&mut self) {
-        CURRENT.replace(self.previous.take());
-    }
-}
-
-/// Restores the scope that was in force before.
-#[derive(Debug)]
-pub struct ForwardScopeGuard {
-    previous: Option<ForwardScope>,
-    _thread_bound: PhantomData<*const ()>,
-}
-
-impl Drop for ForwardScopeGuard {
-    fn drop(&mut self) {
-        CURRENT.replace(self.previous.take());
+    /// Calls `f` in this scope.
+    pub fn run<R>(self, f: impl FnOnce() -> R) -> R {
+        let _guard = self.enter();
+        f()
     }
 }

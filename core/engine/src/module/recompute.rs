@@ -1,20 +1,21 @@
-//! Units whose activations are computed again in backward.
+//! The call of a unit whose activations are checkpointed: they are dropped after forward and computed
+//! again in backward.
 
 use std::sync::Arc;
 
 use candle_core::{Tensor, Var};
 
-use super::ForwardScope;
-use super::activation_offload::Kept;
-use super::stand_in;
+use super::activation_offload::SavedActivation;
+use super::graph_alias;
 use super::unit::{UnitHandle, UnitHooks};
 use crate::autograd::{GradMode, function};
+use crate::execution::ExecutionContext;
 use crate::parallel::activations::{self, Activation};
 use crate::parameter::Uses;
 use crate::{Error, Result};
 
-/// Calls a unit without a graph, and enters its output into the graph with a backward that computes
-/// it again, this time with a graph of its own.
+/// Calls a unit without recording a graph, and enters its output into the caller's graph with a
+/// backward that computes the unit again, then with a graph of its own, and runs that graph's backward.
 pub(super) fn call(
     unit: &UnitHandle,
     hooks: Option<Arc<dyn UnitHooks>>,
@@ -43,53 +44,55 @@ pub(super) fn call(
     }
     let tracked = x.track_op();
     let offload = unit.activation_offload();
-    let stand_in = offload.and_then(|_| stand_in::of(x));
+    let alias = offload.and_then(|_| graph_alias::lookup(x));
     // The token stands for the parameters. It goes in even where the input is in the graph: candle
     // takes a cast from an integer for tracked, and does not follow it.
     let token = uses.any().then(|| unit.token(x.device())).transpose()?;
-    let in_graph = stand_in.as_deref().unwrap_or(x);
+    let in_graph = alias.as_deref().unwrap_or(x);
     let inputs: Vec<&Tensor> = tracked.then_some(in_graph).into_iter().chain(&token).collect();
     if inputs.is_empty() {
         activations::pass_on(&activation, &y);
         return Ok(y);
     }
     let input = match offload {
-        // Otherwise the graph holds its memory, and a copy elsewhere frees none.
-        Some(to) if stand_in.is_some() || !tracked => Kept::away(saved, to)?,
-        _ => Kept::InPlace(saved),
+        // A graph that holds the input itself holds its memory too, and a copy elsewhere frees none.
+        Some(to) if alias.is_some() || !tracked => SavedActivation::offload(saved, to)?,
+        _ => SavedActivation::InPlace(saved),
     };
     uses.begin_taps();
     let with_token = token.is_some();
-    let scope = ForwardScope::current();
-    let again = Again { unit: unit.clone(), input, activation: held, tracked, scope, uses };
+    let context = ExecutionContext::current();
+    let state =
+        RecomputeState { unit: unit.clone(), input, activation: held, tracked, context, uses };
     let y = function(&inputs, y, move |y, grad| {
         if let Some(hooks) = &hooks {
-            hooks.pre_backward(&again.unit)?;
+            hooks.pre_backward(&state.unit)?;
         }
-        let grad_x = again.backward(y, grad, &compute).map_err(|error| again.explain(error))?;
-        again.uses.end_taps()?;
+        let grad_x = state.backward(y, grad, &compute).map_err(|error| state.explain(error))?;
+        state.uses.end_taps()?;
         Ok(tracked.then_some(grad_x).into_iter().chain(with_token.then_some(None)).collect())
     })?;
-    let y = if offload.is_some() { stand_in::leave(y)? } else { y };
+    let y = if offload.is_some() { graph_alias::detach_storage(y)? } else { y };
     activations::pass_on(&activation, &y);
     Ok(y)
 }
 
 /// What the backward of a call needs.
-struct Again {
+struct RecomputeState {
     unit: UnitHandle,
-    /// The input, detached: in its place it shares the memory of what the graph holds anyway.
-    input: Kept,
+    /// The input, detached. If it was not offloaded it shares the memory of the tensor in the graph.
+    input: SavedActivation,
     /// How tensor-parallel ranks hold the input.
     activation: Option<Arc<Activation>>,
     /// Whether a gradient flows to the input.
     tracked: bool,
-    /// The surroundings of the forward: masks of dropout follow from them.
-    scope: ForwardScope,
+    /// That of the forward: dropout's masks follow from its scope.
+    context: ExecutionContext,
+    /// The uses that the forward counted.
     uses: Uses,
 }
 
-impl Again {
+impl RecomputeState {
     /// Computes the unit again and runs its backward. The gradient of the input, if one flows.
     fn backward(
         &self,
@@ -97,34 +100,34 @@ impl Again {
         grad: &Tensor,
         compute: &impl Fn(&Tensor) -> Result<Tensor>,
     ) -> Result<Option<Tensor>> {
+        let _context = self.context.enter();
         let _recomputing = GradMode::recomputing().enter();
-        let _scope = self.scope.clone().resume();
         let input = match self.tracked {
             true => Var::from_tensor(&self.input.get()?)?.into_inner(),
             false => self.input.get()?,
         };
         activations::pass_on(&self.activation, &input);
         let grad_x = self.uses.during(|| -> Result<Option<Tensor>> {
-            let again = compute(&input)?;
-            if (again.shape(), again.dtype()) != (y.shape(), y.dtype()) {
+            let recomputed = compute(&input)?;
+            if (recomputed.shape(), recomputed.dtype()) != (y.shape(), y.dtype()) {
                 return Err(Error::other(format!(
                     "gave {:?} in {:?} when it was computed again for backward, and {:?} in {:?} in \
                      its forward; what it computes must depend on its input and on what its closure \
                      captured alone",
-                    again.dims(),
-                    again.dtype(),
+                    recomputed.dims(),
+                    recomputed.dtype(),
                     y.dims(),
                     y.dtype()
                 )));
             }
             // Plain operations with parameters had no graph in the forward.
-            activations::of(&again, self.unit.path())?;
-            if !again.track_op() {
+            activations::of(&recomputed, self.unit.path())?;
+            if !recomputed.track_op() {
                 return Ok(None);
             }
             let (seed, grad) = (Tensor::zeros((), y.dtype(), y.device())?, grad.clone());
-            let seed = function(&[&again], seed, move |_, _| Ok(vec![Some(grad.clone())]))?;
-            drop(again);
+            let seed = function(&[&recomputed], seed, move |_, _| Ok(vec![Some(grad.clone())]))?;
+            drop(recomputed);
             Ok(seed.backward()?.remove(&input))
         })?;
         match (self.tracked, grad_x) {

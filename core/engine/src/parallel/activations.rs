@@ -6,9 +6,8 @@
 //! used on the way. Where there is no graph (a forward that backward computes again), outputs that are
 //! parts are put into one of their own, so that this is known there too.
 
-use std::cell::RefCell;
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use candle_core::{Tensor, TensorId};
 
@@ -16,6 +15,7 @@ use super::Layout;
 use super::layer::PlanRecord;
 use crate::autograd::{GradMode, is_grad_enabled, leaf};
 use crate::collective::ProcessGroup;
+use crate::execution;
 use crate::parameter::Parameter;
 use crate::{Error, Result};
 
@@ -47,6 +47,10 @@ impl Activation {
     }
 }
 
+/// What is known of the activations in an execution context.
+#[derive(Default)]
+struct SharedLayouts(Mutex<ActivationLayouts>);
+
 /// What is known of activations: of the latest ones, far more than a model has layers.
 #[derive(Default)]
 struct ActivationLayouts {
@@ -60,8 +64,9 @@ struct ActivationLayouts {
 const CAPACITY: usize = 1 << 16;
 const CONSTANTS: usize = 256;
 
-thread_local! {
-    static LAYOUTS: RefCell<ActivationLayouts> = RefCell::default();
+fn with_layouts<R>(f: impl FnOnce(&mut ActivationLayouts) -> R) -> R {
+    let layouts = execution::shared::<SharedLayouts>();
+    f(&mut layouts.0.lock().expect("no panic while noting"))
 }
 
 impl ActivationLayouts {
@@ -110,9 +115,9 @@ impl ActivationLayouts {
     }
 }
 
-/// A plan whose layers compute on this thread.
+/// A plan whose layers compute on this thread, and in its context on others.
 pub(super) fn add_plan(plan: &Arc<PlanRecord>) {
-    LAYOUTS.with_borrow_mut(|layouts| {
+    with_layouts(|layouts| {
         layouts.plans.retain(|plan| plan.strong_count() > 0);
         layouts.plans.push(Arc::downgrade(plan));
     });
@@ -120,7 +125,7 @@ pub(super) fn add_plan(plan: &Arc<PlanRecord>) {
 
 /// The plan that cuts layers over the ranks of `group`, if there is one.
 pub(super) fn plan_of(group: &Arc<dyn ProcessGroup>) -> Option<Arc<PlanRecord>> {
-    LAYOUTS.with_borrow(|layouts| {
+    with_layouts(|layouts| {
         let plans = layouts.plans.iter().filter_map(Weak::upgrade);
         plans.into_iter().find(|plan| Arc::ptr_eq(&plan.group, group))
     })
@@ -129,7 +134,7 @@ pub(super) fn plan_of(group: &Arc<dyn ProcessGroup>) -> Option<Arc<PlanRecord>> 
 /// Notes how the ranks hold `x`.
 pub(crate) fn note(x: &Tensor, activation: Arc<Activation>) {
     let by_shape = matches!(activation.layout, Some(Layout::Replicate | Layout::SEQUENCE));
-    LAYOUTS.with_borrow_mut(|layouts| {
+    with_layouts(|layouts| {
         if by_shape && is_grad_enabled() && !x.track_op() {
             layouts.note_constant(x.dims(), activation.clone());
         }
@@ -165,7 +170,7 @@ pub(crate) fn keep_known(y: Tensor, activation: &Option<Arc<Activation>>) -> Res
 /// If it was made from activations that they hold in different ways, or with parameters whose
 /// gradients the plan takes for whole and are not, or the other way round.
 pub(crate) fn of(x: &Tensor, user: &str) -> Result<Option<Arc<Activation>>> {
-    let found = LAYOUTS.with_borrow(|layouts| {
+    let found = with_layouts(|layouts| {
         if layouts.known.is_empty() {
             return None;
         }
@@ -276,7 +281,7 @@ pub fn explain_shapes(error: Error) -> Error {
     let Error::Candle(candle) = &error else { return error };
     let text = candle.to_string();
     let text = text.lines().next().unwrap_or_default();
-    let layouts = LAYOUTS.with_borrow(|layouts| {
+    let layouts = with_layouts(|layouts| {
         let known = |id: &TensorId| layouts.known.get(id).cloned();
         let mut latest = layouts.order.iter().rev().filter_map(known);
         let last = latest.next()?;

@@ -36,7 +36,7 @@ use candle_core::Tensor;
 use super::redistribute::{Redistribute, dimension};
 use super::{Layout, activations};
 use crate::autograd::function;
-use crate::collective::{ProcessGroup, wait_for};
+use crate::collective::{Collective, ProcessGroup};
 use crate::{Error, Result};
 
 /// Notes how the ranks hold `y`, if they are those that a plan cuts layers over.
@@ -178,7 +178,7 @@ fn exchange(
         .collect::<candle_core::Result<Vec<_>>>()?;
     let input = Tensor::cat(&flat, 0)?;
     let output = input.zeros_like()?;
-    wait_for(|| group.all_to_all(&output, &input))?;
+    group.run(Collective::all_to_all(&output, &input))?;
     let count = output.elem_count() / group.size();
     let received = (0..group.size())
         .map(|i| output.narrow(0, i * count, count)?.reshape(shape.as_slice()))

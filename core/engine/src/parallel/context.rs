@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::redistribute::dimension;
-use crate::collective::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, wait_for};
+use crate::collective::{AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter};
 use crate::{Error, Result};
 
 /// The ranks of a context-parallel group and how they share a sequence.
@@ -90,7 +90,7 @@ impl ContextParallel {
                 Ok(AllGather::even(&Tensor::zeros(n, x.dtype(), x.device())?, &input, self.size()))
             })
             .collect::<Result<Vec<_>>>()?;
-        wait_for(|| self.group.all_gather_into(gathers.clone()))?;
+        self.group.run(Collective::all_gather_into(gathers.clone()))?;
         gathers.iter().zip(parts).map(|(gather, x)| self.in_order(&gather.output, x)).collect()
     }
 
@@ -132,7 +132,7 @@ impl ContextParallel {
                 Ok(ReduceScatter::even(&output, &input, size))
             })
             .collect::<Result<Vec<_>>>()?;
-        wait_for(|| self.group.reduce_scatter(parts.clone(), ReduceOp::Sum))?;
+        self.group.run(Collective::reduce_scatter(parts.clone(), ReduceOp::Sum))?;
         let outputs = parts.into_iter().map(|part| part.output).zip(shapes);
         outputs.map(|(output, shape)| Ok(output.reshape(shape)?)).collect()
     }

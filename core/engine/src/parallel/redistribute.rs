@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::Layout;
-use crate::collective::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, wait_for};
+use crate::collective::{AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter};
 use crate::shard::chunk;
 use crate::{Error, Result};
 
@@ -132,7 +132,7 @@ impl Redistributed {
 /// The sum over the ranks, in place where that can be.
 fn all_reduce(x: &Tensor, group: &dyn ProcessGroup) -> Result<Tensor> {
     let sum = x.detach().contiguous()?;
-    wait_for(|| group.all_reduce(&sum, ReduceOp::Sum))?;
+    group.run(Collective::all_reduce(&sum, ReduceOp::Sum))?;
     Ok(sum)
 }
 
@@ -156,7 +156,7 @@ fn all_gather(x: &Tensor, dim: isize, total: usize, group: &dyn ProcessGroup) ->
     let input = x.detach().contiguous()?.flatten_all()?;
     let flat = Tensor::zeros(outer * total * inner, x.dtype(), x.device())?;
     let part = AllGather { input, output: flat.clone(), counts: counts.clone() };
-    wait_for(|| group.all_gather_into(vec![part]))?;
+    group.run(Collective::all_gather_into(vec![part]))?;
     let mut dims = x.dims().to_vec();
     if outer == 1 || flat.elem_count() == 0 {
         dims[dim] = total;
@@ -195,7 +195,7 @@ fn reduce_scatter(x: &Tensor, dim: isize, group: &dyn ProcessGroup) -> Result<Te
     };
     let mine = Tensor::zeros(counts[group.rank()], x.dtype(), x.device())?;
     let part = ReduceScatter { input, output: mine.clone(), counts };
-    wait_for(|| group.reduce_scatter(vec![part], ReduceOp::Sum))?;
+    group.run(Collective::reduce_scatter(vec![part], ReduceOp::Sum))?;
     let mut dims = x.dims().to_vec();
     dims[dim] = chunks[group.rank()].1;
     Ok(mine.reshape(dims)?)

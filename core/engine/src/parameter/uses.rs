@@ -1,15 +1,12 @@
-//! What the forward of a unit with checkpointed activations used of parameters, so that its
-//! backward, which computes it again, counts the same.
+//! Which parameters the forward of a unit with checkpointed activations used, so that its backward,
+//! which computes the unit again, counts the same uses.
 
-use std::cell::RefCell;
+use std::sync::Arc;
+use std::sync::Mutex;
 
 use super::Parameter;
+use crate::execution;
 use crate::{Error, Result};
-
-thread_local! {
-    /// The uses of the unit that is computed now, or computed again.
-    static CURRENT: RefCell<Uses> = const { RefCell::new(Uses { any: false, taps: Vec::new() }) };
-}
 
 /// Uses of parameters in one call of a unit.
 #[derive(Debug, Default, Clone)]
@@ -20,19 +17,32 @@ pub(crate) struct Uses {
     taps: Vec<Parameter>,
 }
 
+/// The uses of the unit that is computed now, or again: a value of the execution context.
+#[derive(Default)]
+struct UnitUses(Mutex<Uses>);
+
+impl UnitUses {
+    fn current() -> Option<Arc<Self>> {
+        execution::value()
+    }
+
+    fn with<R>(&self, f: impl FnOnce(&mut Uses) -> R) -> R {
+        f(&mut self.0.lock().expect("no panic while noting"))
+    }
+}
+
 impl Uses {
-    /// Collects the uses of what `f` computes on this thread.
+    /// Collects the uses of what `f` computes.
     pub(crate) fn collect<R>(f: impl FnOnce() -> R) -> (R, Self) {
-        let restore = Restore(CURRENT.take());
+        let _collecting = execution::enter(UnitUses::default());
+        let collected = UnitUses::current();
         let result = f();
-        let uses = CURRENT.take();
-        drop(restore);
-        (result, uses)
+        (result, collected.map(|uses| uses.with(std::mem::take)).unwrap_or_default())
     }
 
     /// Runs `f`, the backward of the call with these uses.
     pub(crate) fn during<R>(&self, f: impl FnOnce() -> R) -> R {
-        let _restore = Restore(CURRENT.replace(self.clone()));
+        let _known = execution::enter(UnitUses(Mutex::new(self.clone())));
         f()
     }
 
@@ -52,28 +62,23 @@ impl Uses {
     }
 }
 
-/// Puts back what was collected before.
-struct Restore(Uses);
-
-impl Drop for Restore {
-    fn drop(&mut self) {
-        CURRENT.set(std::mem::take(&mut self.0));
-    }
-}
-
 /// Notes that a trainable parameter was used.
 pub(super) fn note() {
-    CURRENT.with_borrow_mut(|uses| uses.any = true);
+    if let Some(uses) = UnitUses::current() {
+        uses.with(|uses| uses.any = true);
+    }
 }
 
 /// Notes that a trainable parameter was used as a plain tensor.
 pub(crate) fn note_tap(parameter: &Parameter) {
-    CURRENT.with_borrow_mut(|uses| {
-        uses.any = true;
-        if !uses.taps.contains(parameter) {
-            uses.taps.push(parameter.clone());
-        }
-    });
+    if let Some(uses) = UnitUses::current() {
+        uses.with(|uses| {
+            uses.any = true;
+            if !uses.taps.contains(parameter) {
+                uses.taps.push(parameter.clone());
+            }
+        });
+    }
 }
 
 /// Checks that the forward used the parameter as a plain tensor.
@@ -81,7 +86,8 @@ pub(crate) fn note_tap(parameter: &Parameter) {
 /// # Errors
 /// If it did not: its gradient would come after others believe it complete.
 pub(super) fn check_tap(parameter: &Parameter) -> Result<()> {
-    if CURRENT.with_borrow(|uses| uses.taps.contains(parameter)) {
+    let uses = UnitUses::current();
+    if uses.is_some_and(|uses| uses.with(|uses| uses.taps.contains(parameter))) {
         return Ok(());
     }
     Err(Error::parameter(

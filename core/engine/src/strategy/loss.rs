@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Tensor};
 
+use crate::module::ForwardScope;
 use crate::{Error, Result};
 
 /// The sum of a loss over the items it was computed from, and how many they were.
@@ -24,12 +25,15 @@ use crate::{Error, Result};
 pub struct Loss {
     sum: Tensor,
     count: f64,
+    /// Ranks that share each sequence in the scope that it was made in.
+    sequence_ranks: usize,
 }
 
 impl Loss {
     /// A loss of `count` items whose sum is the scalar `sum` (f32 or f64, in the graph).
     pub fn new(sum: Tensor, count: f64) -> Self {
-        Self { sum, count }
+        let sequence_ranks = ForwardScope::current().context.map_or(1, |context| context.size());
+        Self { sum, count, sequence_ranks }
     }
 
     /// A loss that is a mean already (a scalar, in the graph); it counts as one item, so batches
@@ -73,7 +77,27 @@ impl Loss {
     /// The same numbers outside the graph.
     #[must_use]
     pub fn detach(&self) -> Self {
-        Self { sum: self.sum.detach(), count: self.count }
+        Self { sum: self.sum.detach(), ..self.clone() }
+    }
+
+    /// Checks that the loss was computed in the scope of a run whose sequences are each shared by this
+    /// many ranks.
+    ///
+    /// # Errors
+    /// If it was not: attention took this rank's part of a sequence for the whole.
+    pub fn check_sequence_ranks(&self, ranks: usize) -> Result<()> {
+        if self.sequence_ranks == ranks {
+            return Ok(());
+        }
+        Err(Error::other(format!(
+            "{ranks} ranks share each sequence, and the loss was computed where a sequence is on {}, \
+             so that attention saw a part of it: compute the model and its loss inside of \
+             `TrainBatch::forward`, or while the guard of `Fabric::forward_scope` lives",
+            match self.sequence_ranks {
+                1 => "one rank (outside of any forward scope?)".to_owned(),
+                n => format!("{n} ranks"),
+            }
+        )))
     }
 }
 
@@ -89,7 +113,8 @@ impl std::ops::Add for &Loss {
     type Output = Result<Loss>;
 
     fn add(self, other: Self) -> Self::Output {
-        Ok(Loss { sum: (&self.sum + &other.sum)?, count: self.count + other.count })
+        let (sum, count) = ((&self.sum + &other.sum)?, self.count + other.count);
+        Ok(Loss { sum, count, sequence_ranks: self.sequence_ranks.min(other.sequence_ranks) })
     }
 }
 

@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 use serde::Serialize;
 
 use super::{ParallelizeFn, StepTotals};
-use crate::collective::{ProcessGroup, ReduceOp, wait_for};
+use crate::collective::{Collective, ProcessGroup, ReduceOp};
 use crate::mesh::DeviceMesh;
 use crate::module::{ModuleInit, ModuleTree};
 use crate::optim::local_squared_norm;
@@ -219,7 +219,7 @@ pub trait Strategy: Send {
         let parameters: Vec<_> = tree.trainable().cloned().collect();
         let squares = local_squared_norm(&parameters, &|dim| mesh.coordinate(dim))?;
         let squares = Tensor::new(&[squares * scale * scale], &Device::Cpu)?;
-        wait_for(|| mesh.world().all_reduce(&squares, ReduceOp::Sum))?;
+        mesh.world().run(Collective::all_reduce(&squares, ReduceOp::Sum))?;
         Ok(squares.to_vec1::<f64>()?[0].sqrt())
     }
 

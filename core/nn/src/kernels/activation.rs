@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use crate::Result;
-use crate::arm::{on_host, wide};
+use crate::backend::{on_host, wide};
 use crate::host::{Float, host, tensor, with_float};
 use crate::map::{map1, map2, map3_2};
 

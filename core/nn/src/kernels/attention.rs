@@ -4,7 +4,7 @@ use candle_core::{D, Tensor};
 
 use super::rope::Angles;
 use super::{attention_host, attention_portable};
-use crate::arm::on_host;
+use crate::backend::on_host;
 use crate::host::with_float;
 use crate::parameter::accumulation_dtype;
 use crate::{Error, Result};

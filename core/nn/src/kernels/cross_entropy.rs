@@ -9,8 +9,8 @@ use candle_core::{D, Tensor, WithDType as _};
 use rayon::prelude::*;
 
 use crate::Result;
-use crate::arm::{on_host, wide};
 use crate::autograd::storage;
+use crate::backend::{on_host, wide};
 use crate::host::{Float, host, max, rows_per_piece, sum1, tensor, with_float};
 use crate::map;
 use crate::parameter::accumulation_dtype;

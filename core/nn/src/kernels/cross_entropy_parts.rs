@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::cross_entropy::{Classes, Picked, Targets, top_and_exp};
 use crate::Result;
-use crate::arm::{on_host, wide};
+use crate::backend::{on_host, wide};
 use crate::host::{Float, host, sum1, tensor, with_float};
 
 /// What a rank's classes come to: a number for each row, in the accumulation dtype. What stands in
@@ -92,13 +92,13 @@ pub(crate) fn forward(
     smoothing: f64,
 ) -> Result<(Tensor, Tensor)> {
     let rows = targets.len();
-    let spread = smoothing / classes.total as f64;
+    let per_class = smoothing / classes.total as f64;
     if !on_host(top) {
         let number = |i: usize| sums.narrow(0, i * rows, rows);
         let lse = (top + number(0)?.log()?)?;
         let mut loss = (&lse - (number(1)? * (1.0 - smoothing))?)?;
         if smoothing != 0.0 {
-            loss = (loss - (number(2)? * spread)?)?;
+            loss = (loss - (number(2)? * per_class)?)?;
         }
         let kept: Vec<u8> = targets.iter().map(|target| u8::from(target.is_some())).collect();
         let kept = Tensor::from_vec(kept, rows, top.device())?;
@@ -113,7 +113,7 @@ pub(crate) fn forward(
             lse[row] = top[row] + sums[row].ln();
             sum += lse[row].to_f64() - (1.0 - smoothing) * sums[rows + row].to_f64();
             if smoothing != 0.0 {
-                sum -= spread * sums[2 * rows + row].to_f64();
+                sum -= per_class * sums[2 * rows + row].to_f64();
             }
         }
         Ok((tensor(vec![T::from_f64(sum)], ())?, tensor(lse, rows)?))

@@ -3,7 +3,7 @@
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
-use crate::arm::{on_host, wide};
+use crate::backend::{on_host, wide};
 use crate::host::{Float, host, indices, tensor, with_float};
 use crate::parameter::Parameter;
 use crate::parameter::accumulation_dtype;

@@ -4,8 +4,8 @@ use candle_core::{D, Tensor};
 use rayon::prelude::*;
 
 use crate::Result;
-use crate::arm::{on_host, wide};
 use crate::autograd::storage;
+use crate::backend::{on_host, wide};
 use crate::gemm::{Mat, Threads, gemm, product};
 use crate::host::{Float, add_rows, host, rows_per_piece, tensor, with_float};
 use crate::parameter::Parameter;

@@ -1,5 +1,6 @@
-//! The mathematics of the layers, forward and backward, on tensors outside any graph. Each has an
-//! arm written by hand for the CPU and one made of tensor operations, for every other device.
+//! The mathematics of the layers, forward and backward, on tensors outside any graph. Each has
+//! two implementations: one written by hand for the CPU, and one made of tensor operations, for every
+//! other device.
 
 pub(super) mod activation;
 pub(super) mod attention;

@@ -5,7 +5,7 @@ use candle_core::{D, Tensor};
 use rayon::prelude::*;
 
 use crate::Result;
-use crate::arm::{on_host, wide};
+use crate::backend::{on_host, wide};
 use crate::host::{Float, add_rows, dot, host, rows_per_piece, sum1, tensor, with_float};
 use crate::simd::vectorized;
 

@@ -4,7 +4,7 @@ use candle_core::{D, Tensor};
 use rayon::prelude::*;
 
 use crate::Result;
-use crate::arm::{on_host, wide};
+use crate::backend::{on_host, wide};
 use crate::host::{Float, dot, exp_in_place, host, max, rows_per_piece, tensor, with_float};
 use crate::simd::vectorized;
 

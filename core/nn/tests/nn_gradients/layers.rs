@@ -1,6 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::autograd::no_grad;
+use fulgurite_core::execution::ExecutionContext;
 use fulgurite_core::module::{ForwardScope, Module, ModuleBuilder};
 use fulgurite_core::nn::*;
 
@@ -212,7 +213,7 @@ fn dropout_does_not_depend_on_how_the_batch_is_cut() {
     let b = builder(DType::F64);
     let dropout = Dropout::new(&b.pp("layers.0.drop"), 0.3).unwrap();
     let other = Dropout::new(&b.pp("layers.1.drop"), 0.3).unwrap();
-    let scope = ForwardScope { seed: 7, step: 3, ..ForwardScope::default() };
+    let scope = ForwardScope { training: true, seed: 7, step: 3, ..ForwardScope::default() };
     let x = randn("x", &[6, 5, 3]);
     let at = |layer: &Dropout, first_sample: u64, step: u64, x: &Tensor| {
         let _scope = ForwardScope { first_sample, step, ..scope.clone() }.enter();
@@ -232,10 +233,41 @@ fn dropout_does_not_depend_on_how_the_batch_is_cut() {
 }
 
 #[test]
+fn dropout_outside_of_any_scope_drops_nothing_and_refuses_to_train() {
+    let b = builder(DType::F64);
+    let dropout = Dropout::new(&b.pp("drop"), 0.5).unwrap();
+    let x = randn("x", &[6, 5]);
+    {
+        let _no_grad = no_grad();
+        assert_eq!(flat(&dropout.forward(&x).unwrap()), flat(&x));
+    }
+    let default = ForwardScope::default().run(|| dropout.forward(&x));
+    assert_eq!(flat(&default.unwrap()), flat(&x));
+    insta::assert_snapshot!(dropout.forward(&x).unwrap_err(), @"module `drop`: is called outside of any forward scope with gradients on, where it cannot tell whether this is training, nor which step. In a loop of your own, call the model inside of `TrainBatch::forward`, or while the guard of `Fabric::forward_scope` lives; to evaluate, use `no_grad` or `ForwardScope::default().enter()`; on a thread of your own, enter the `ExecutionContext` of the thread that gives it work");
+}
+
+#[test]
+fn dropout_on_a_worker_thread_uses_the_mask_of_its_context() {
+    let b = builder(DType::F64);
+    let dropout = Dropout::new(&b.pp("drop"), 0.5).unwrap();
+    let x = randn("x", &[6, 5]);
+    let forward = || dropout.forward(&x).map(|y| flat(&y));
+    let scope = ForwardScope { training: true, seed: 7, step: 3, ..ForwardScope::default() };
+    let (here, context) = scope.run(|| (forward().unwrap(), ExecutionContext::current()));
+    assert!(here.contains(&0.0));
+    let (without, with) = std::thread::scope(|threads| {
+        threads.spawn(|| (forward(), context.run(forward))).join().expect("does not panic")
+    });
+    assert!(without.is_err(), "{without:?}");
+    assert_eq!(with.unwrap(), here);
+}
+
+#[test]
 fn dropout_drops_its_share_and_backward_uses_the_same_mask() {
     let b = builder(DType::F64);
     let dropout = Dropout::new(&b.pp("drop"), 0.25).unwrap();
-    let _scope = ForwardScope { first_sample: 5, ..ForwardScope::default() }.enter();
+    let scope = ForwardScope { training: true, first_sample: 5, ..ForwardScope::default() };
+    let _scope = scope.enter();
     check(&[randn("x", &[3, 7])], &Params::none(), &|x| dropout.forward(&x[0]));
     let ones = Tensor::ones((10, 10_000), DType::F64, &Device::Cpu).unwrap();
     let y = flat(&dropout.forward(&ones).unwrap());

@@ -7,27 +7,52 @@ use crate::Result;
 use crate::data::{DataContext, DataModule, SampleOrder, Split, TrainSampler};
 use crate::module::ForwardScope;
 
-/// This rank's micro-batches of the endless stream of training samples: [`Fabric::setup_data`].
+/// A micro-batch of training samples, with the [scope](ForwardScope) that it is to be computed in:
+/// dropout, context parallelism and a parallel loss follow from the scope.
 ///
-/// Taking one also sets the [surroundings](ForwardScope) of the forwards that follow on the thread,
-/// which dropout, context parallelism and a parallel loss depend on, until the loader is dropped. To
-/// generate in between, enter `ForwardScope::default()`.
+/// ```
+/// # use candle_core::Tensor;
+/// # use fulgurite_core::{Result, fabric::{Fabric, TrainLoader}, data::DataModule, nn::Loss};
+/// # fn train<D: DataModule<Batch = Tensor>>(
+/// #     fabric: &Fabric,
+/// #     batches: TrainLoader<D>,
+/// #     model: impl Fn(&Tensor) -> Result<Loss>,
+/// # ) -> Result<()> {
+/// for batch in batches {
+///     let loss = batch?.forward(|batch| model(batch))?;
+///     fabric.backward(&loss)?;
+///     // …
+/// }
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+#[must_use = "a micro-batch that is not computed is missing from its step"]
+pub struct TrainBatch<B> {
+    batch: B,
+    scope: ForwardScope,
+}
+
+impl<B> TrainBatch<B> {
+    /// Calls `f`, the model's forward up to the loss, with the batch and in its scope.
+    pub fn forward<R>(&self, f: impl FnOnce(&B) -> R) -> R {
+        self.scope.clone().run(|| f(&self.batch))
+    }
+
+    /// The batch, and the scope that its forward must be computed in.
+    pub fn into_parts(self) -> (B, ForwardScope) {
+        (self.batch, self.scope)
+    }
+}
+
+/// This rank's micro-batches of the endless stream of training samples: [`Fabric::setup_data`].
 pub struct TrainLoader<D> {
     data: D,
     sampler: TrainSampler,
     device: Device,
+    /// That of every batch, but for the step.
     scope: ForwardScope,
-    /// What was in force before the first batch.
-    outer: Option<ForwardScope>,
     batches: u64,
-}
-
-impl<D> Drop for TrainLoader<D> {
-    fn drop(&mut self) {
-        if let Some(outer) = self.outer.take() {
-            outer.set();
-        }
-    }
 }
 
 impl<D> TrainLoader<D> {
@@ -43,18 +68,18 @@ impl<D> TrainLoader<D> {
 }
 
 impl<D: DataModule> Iterator for TrainLoader<D> {
-    type Item = Result<D::Batch>;
+    type Item = Result<TrainBatch<D::Batch>>;
 
     fn next(&mut self) -> Option<Self::Item> {
         let indices = self.sampler.indices(self.batches, 0);
         self.batches += 1;
-        self.outer.get_or_insert_with(ForwardScope::current);
-        ForwardScope { step: self.batches, ..self.scope.clone() }.set();
+        let scope = ForwardScope { step: self.batches, ..self.scope.clone() };
         let batch = self.data.batch(Split::Train, &indices, &self.device);
-        Some(match &self.scope.context {
+        let batch = match &scope.context {
             Some(context) => batch.and_then(|batch| D::shard_sequence(batch, context)),
             None => batch,
-        })
+        };
+        Some(batch.map(|batch| TrainBatch { batch, scope }))
     }
 }
 
@@ -75,7 +100,6 @@ impl Fabric {
             sampler,
             device: self.init.device.clone(),
             scope: self.scope(true, 0, (share.rank * batch_size) as u64),
-            outer: None,
             batches: 0,
         })
     }

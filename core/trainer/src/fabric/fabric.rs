@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::FabricOptimizer;
-use crate::collective::{ProcessGroup, ReduceOp, Solo, broadcast_object, wait_for};
+use crate::collective::{Collective, ProcessGroup, ReduceOp, Solo, broadcast_object};
 use crate::launch::Launched;
 use crate::mesh::{CONTEXT_PARALLEL, DeviceMesh};
 use crate::module::{ForwardScope, ModuleBuilder, ModuleInit, ModuleTree};
@@ -15,6 +15,7 @@ use crate::parallel::ContextParallel;
 use crate::runtime::{NoSyncGuard, SamplerShare, StrategyRuntime, UnusedParameters};
 use crate::strategy::{Capabilities, StepTotals, Strategy};
 use crate::{Error, Result};
+use fulgurite_engine::execution::ContextGuard;
 
 /// A strategy at work in this process.
 ///
@@ -193,15 +194,11 @@ impl Fabric {
         Ok(FabricOptimizer::new(optimizer, self.runtime.clone()))
     }
 
-    /// Sets the surroundings of the forwards that follow on this thread: what dropout depends on.
-    /// `first_sample` is the index of this rank's first sample in the step's global batch.
-    #[must_use = "the scope ends as soon as the guard is dropped"]
-    pub fn forward_scope(
-        &self,
-        training: bool,
-        step: u64,
-        first_sample: u64,
-    ) -> crate::module::ForwardScopeGuard {
+    /// Enters the [scope](ForwardScope) of the forwards that follow on this thread, which dropout,
+    /// context parallelism and a parallel loss depend on, until the guard is dropped. `first_sample` is
+    /// the index of this rank's first sample in the step's global batch. The batches of
+    /// [`setup_data`](Self::setup_data) have scopes of their own.
+    pub fn forward_scope(&self, training: bool, step: u64, first_sample: u64) -> ContextGuard {
         self.scope(training, step, first_sample).enter()
     }
 
@@ -221,8 +218,10 @@ impl Fabric {
     /// ranks while backward goes on, and complete when this returns. Collective.
     ///
     /// # Errors
-    /// If the loss depends on no trainable parameter, or a peer fails.
+    /// If the loss depends on no trainable parameter, if context-parallel ranks share sequences and the
+    /// loss was not computed in a [scope](ForwardScope) that says so, or if a peer fails.
     pub fn backward(&self, loss: &Loss) -> Result<()> {
+        loss.check_sequence_ranks(self.context_parallel().map_or(1, |context| context.size()))?;
         self.runtime.backward(loss)
     }
 
@@ -329,7 +328,7 @@ impl Fabric {
     /// # Errors
     /// If a peer fails.
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
-        wait_for(|| self.world.all_reduce(tensor, op))
+        self.world.run(Collective::all_reduce(tensor, op))
     }
 
     /// Rank `src`'s text, on every rank. Collective.
@@ -345,7 +344,7 @@ impl Fabric {
     /// # Errors
     /// If a peer fails.
     pub fn barrier(&self) -> Result<()> {
-        wait_for(|| self.world.barrier())
+        self.world.run(Collective::Barrier)
     }
 }
 

@@ -9,7 +9,7 @@ mod launcher;
 mod optimizer;
 
 pub use crate::runtime::{NoSyncGuard, SamplerShare, UnusedParameters};
-pub use data::TrainLoader;
+pub use data::{TrainBatch, TrainLoader};
 pub use fabric::Fabric;
 pub use launcher::{Connection, FabricLauncher};
 pub use optimizer::FabricOptimizer;

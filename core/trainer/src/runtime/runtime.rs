@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use candle_core::{Device, Tensor};
 
-use crate::collective::{ProcessGroup, ReduceOp, wait_for};
+use crate::collective::{Collective, ProcessGroup, ReduceOp};
 use crate::mesh::{DATA_PARALLEL, DP_CP, DeviceMesh};
 use crate::module::ModuleTree;
 use crate::parallel::check_loss;
@@ -190,7 +190,7 @@ impl StrategyRuntime {
         }
         let sum = |values: &[f64], group: &dyn ProcessGroup| -> Result<Vec<f64>> {
             let values = Tensor::new(values, &Device::Cpu)?;
-            wait_for(|| group.all_reduce(&values, ReduceOp::Sum))?;
+            group.run(Collective::all_reduce(&values, ReduceOp::Sum))?;
             Ok(values.to_vec1()?)
         };
         let loss = sum(&[step.loss_sum, step.count], &**self.mesh.group(DP_CP)?)?;

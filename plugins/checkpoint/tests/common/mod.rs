@@ -11,7 +11,7 @@ use fulgurite_core::autograd::storage;
 use fulgurite_core::checkpoint::{
     CheckpointIO, SaveMeta, ShardTensor, model_tensors, optimizer_tensors, save, specs,
 };
-use fulgurite_core::collective::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, Work};
+use fulgurite_core::collective::{Collective, ProcessGroup, Work};
 use fulgurite_core::module::{ModuleBuilder, ModuleInit, ModuleTree};
 use fulgurite_core::optim::StateTensor;
 use fulgurite_core::parameter::{Init, LocalShard};
@@ -64,42 +64,35 @@ impl ProcessGroup for Threads {
         &self.ranks
     }
 
-    fn all_reduce(&self, tensor: &Tensor, _: ReduceOp) -> Result<Work> {
-        let mut sum = vec![0i64; tensor.elem_count()];
-        for bytes in self.exchange(tensor)? {
-            for (sum, x) in sum.iter_mut().zip(bytes.chunks_exact(8)) {
-                *sum += i64::from_ne_bytes(x.try_into().unwrap());
+    fn start(&self, collective: Collective, _: bool) -> Result<Work> {
+        match collective {
+            Collective::AllReduce { tensor, .. } => {
+                let mut sum = vec![0i64; tensor.elem_count()];
+                for bytes in self.exchange(&tensor)? {
+                    for (sum, x) in sum.iter_mut().zip(bytes.chunks_exact(8)) {
+                        *sum += i64::from_ne_bytes(x.try_into().unwrap());
+                    }
+                }
+                storage::copy_from(&tensor, &Tensor::new(sum, &Device::Cpu)?)?;
+            }
+            Collective::AllGatherInto(parts) => {
+                for part in parts {
+                    let all = self.exchange(&part.input)?.concat();
+                    storage::with_bytes_mut(&part.output, |out| out.copy_from_slice(&all))?;
+                }
+            }
+            Collective::Broadcast { tensor, src } => {
+                let all = self.exchange(&tensor)?;
+                storage::with_bytes_mut(&tensor, |out| out.copy_from_slice(&all[src]))?;
+            }
+            Collective::Barrier => {
+                self.shared.0.wait();
+            }
+            Collective::ReduceScatter { .. } | Collective::AllToAll { .. } => {
+                return Err(Error::other("not needed here"));
             }
         }
-        storage::copy_from(tensor, &Tensor::new(sum, &Device::Cpu)?)?;
         Ok(Work::ready())
-    }
-
-    fn all_gather_into(&self, parts: Vec<AllGather>) -> Result<Work> {
-        for part in parts {
-            let all = self.exchange(&part.input)?.concat();
-            storage::with_bytes_mut(&part.output, |out| out.copy_from_slice(&all))?;
-        }
-        Ok(Work::ready())
-    }
-
-    fn broadcast(&self, tensor: &Tensor, src: usize) -> Result<Work> {
-        let all = self.exchange(tensor)?;
-        storage::with_bytes_mut(tensor, |out| out.copy_from_slice(&all[src]))?;
-        Ok(Work::ready())
-    }
-
-    fn barrier(&self) -> Result<Work> {
-        self.shared.0.wait();
-        Ok(Work::ready())
-    }
-
-    fn reduce_scatter(&self, _: Vec<ReduceScatter>, _: ReduceOp) -> Result<Work> {
-        Err(Error::other("not needed here"))
-    }
-
-    fn all_to_all(&self, _: &Tensor, _: &Tensor) -> Result<Work> {
-        Err(Error::other("not needed here"))
     }
 
     fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {

@@ -6,13 +6,11 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_core::collective::{
-    AllGather, ProcessGroup, ReduceOp, ReduceScatter, Solo, Work, caller_waits, check,
-};
+use fulgurite_core::collective::{Collective, ProcessGroup, Solo, Work, check};
 use fulgurite_core::{Error, Result};
 use twox_hash::XxHash3_64;
 
-use super::plan::Collective;
+use super::plan::Collective as EngineCollective;
 use super::queue::{Completion, Job, P2pTask, Queue, Task, Turn};
 use super::rendezvous::{Joined, Rendezvous};
 use super::wait::Shared;
@@ -117,14 +115,15 @@ impl Group {
         Ok(Arc::new(group))
     }
 
-    fn start(&self, op: &'static str, task: Task) -> Result<Work> {
+    /// Starts a task; without `wake` the communication thread sleeps on.
+    fn push(&self, op: &'static str, task: Task, wake: bool) -> Result<Work> {
         let shared = &self.shared;
         if let Some(failure) = shared.broken() {
             return Err(shared.error(op, failure));
         }
         let done = Arc::new(Completion::default());
         let is_p2p = matches!(task, Task::P2p(_));
-        shared.queue.push(Job { task, done: done.clone() }, is_p2p || !caller_waits());
+        shared.queue.push(Job { task, done: done.clone() }, wake);
         if is_p2p {
             // A thread that carries out messages, and sleeps until one moves, must take this one too.
             shared.notify_self();
@@ -140,8 +139,8 @@ impl Group {
         }))
     }
 
-    fn collective(&self, collective: Collective) -> Result<Work> {
-        self.start(collective.name(), Task::Collective(collective))
+    fn carry_out(&self, collective: EngineCollective, overlap: bool) -> Result<Work> {
+        self.push(collective.name(), Task::Collective(collective), overlap)
     }
 }
 
@@ -162,54 +161,29 @@ impl ProcessGroup for Group {
         &self.shared.global_ranks
     }
 
-    fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Work> {
-        check::tensor(self, "all_reduce", "tensor", tensor)?;
-        self.collective(Collective::AllReduce(tensor.clone(), op))
-    }
-
-    fn all_gather_into(&self, parts: Vec<AllGather>) -> Result<Work> {
-        check::all_gather(self, &parts)?;
-        self.collective(Collective::AllGather(parts))
-    }
-
-    fn reduce_scatter(&self, parts: Vec<ReduceScatter>, op: ReduceOp) -> Result<Work> {
-        check::reduce_scatter(self, &parts)?;
-        self.collective(Collective::ReduceScatter(parts, op))
-    }
-
-    fn broadcast(&self, tensor: &Tensor, src: usize) -> Result<Work> {
-        check::root(self, "broadcast", src)?;
-        check::tensor(self, "broadcast", "tensor", tensor)?;
-        self.collective(Collective::Broadcast(tensor.clone(), src))
-    }
-
-    fn all_to_all(&self, output: &Tensor, input: &Tensor) -> Result<Work> {
-        check::all_to_all(self, output, input)?;
-        self.collective(Collective::AllToAll { output: output.clone(), input: input.clone() })
+    fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
+        collective.check(self)?;
+        self.carry_out(collective.into(), overlap)
     }
 
     fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
         check::peer(self, "send", dst)?;
         check::tensor(self, "send", "tensor", tensor)?;
         let task = P2pTask { sending: true, peer: dst, tensor: tensor.clone() };
-        self.start("send", Task::P2p(task))
+        self.push("send", Task::P2p(task), true)
     }
 
     fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work> {
         check::peer(self, "recv", src)?;
         check::tensor(self, "recv", "tensor", tensor)?;
         let task = P2pTask { sending: false, peer: src, tensor: tensor.clone() };
-        self.start("recv", Task::P2p(task))
-    }
-
-    fn barrier(&self) -> Result<Work> {
-        self.collective(Collective::Barrier)
+        self.push("recv", Task::P2p(task), true)
     }
 
     fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
         let (set, rank) = check::partition(self, partition)?;
         let agreed = XxHash3_64::oneshot(format!("{name}\0{partition:?}").as_bytes());
-        self.collective(Collective::Split(agreed))?.wait()?;
+        self.carry_out(EngineCollective::Split(agreed), true)?.wait()?;
         let split = self.splits.fetch_add(1, Ordering::Relaxed);
         let global = self.global_ranks();
         let member = Membership {

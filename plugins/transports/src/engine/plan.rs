@@ -3,6 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::autograd::storage;
+use fulgurite_core::collective;
 use fulgurite_core::collective::{AllGather, ReduceOp, ReduceScatter, check};
 use twox_hash::XxHash3_64;
 
@@ -60,6 +61,20 @@ impl std::fmt::Display for Fingerprint {
 
 pub(crate) fn dtype_code(dtype: DType) -> u32 {
     check::DTYPES.iter().position(|&d| d == dtype).map_or(0, |i| i as u32 + 1)
+}
+
+impl From<collective::Collective> for Collective {
+    fn from(collective: collective::Collective) -> Self {
+        use collective::Collective as Asked;
+        match collective {
+            Asked::AllReduce { tensor, op } => Self::AllReduce(tensor, op),
+            Asked::AllGatherInto(parts) => Self::AllGather(parts),
+            Asked::ReduceScatter { parts, op } => Self::ReduceScatter(parts, op),
+            Asked::Broadcast { tensor, src } => Self::Broadcast(tensor, src),
+            Asked::AllToAll { output, input } => Self::AllToAll { output, input },
+            Asked::Barrier => Self::Barrier,
+        }
+    }
 }
 
 pub(super) fn bytes(tensor: &Tensor) -> usize {
