@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use super::snapshot::Snapshot;
 use super::{CheckpointIO, SaveRequest};
-use crate::collective::ProcessGroup;
 use crate::{Error, Result};
+use fulgurite_engine::collective::ProcessGroup;
 
 /// Saves checkpoints in the background, one at a time.
 ///

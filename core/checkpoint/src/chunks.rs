@@ -1,7 +1,7 @@
 //! Chunks of a tensor: the regions it is stored in. Which of them overlap a region that is read, and
 //! whether they make up the tensor.
 
-use crate::shard::Region;
+use fulgurite_engine::shard::Region;
 
 /// The chunks of a tensor, ordered by where they begin along the dimension with the most distinct
 /// beginnings, so that a region is compared only with chunks that may overlap it.

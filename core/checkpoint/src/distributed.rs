@@ -10,8 +10,8 @@ use super::chunks::check_cover;
 use super::manifest::{FULL_MANIFEST, MANIFEST, Manifest, TensorEntry};
 use super::stored::{FileLocation, StoredChunk, refuse};
 use super::{CheckpointIO, StoredTensors, TensorInfo, TensorSource};
-use crate::shard::Region;
 use crate::{Error, Result};
+use fulgurite_engine::shard::Region;
 
 /// A checkpoint that [`save`](super::save) wrote, on however many ranks.
 ///

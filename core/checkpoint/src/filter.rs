@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::{ShardTensor, parse_optimizer_key};
-use crate::module::ModuleTree;
-use crate::module::prefix_match;
+use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::module::prefix_match;
 
 /// A choice of parameters, for saving ([`SaveMeta::filter`](super::SaveMeta::filter)) and loading
 /// ([`LoadOptions::filter`](super::LoadOptions::filter)) a part of a model. A parameter's optimizer

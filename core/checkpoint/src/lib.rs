@@ -102,5 +102,4 @@ pub use fulgurite_engine::checkpoint_io::{
     CheckpointIO, CheckpointIOConfig, CheckpointReader, CheckpointWriter, Entry, LocalFile,
     is_temporary, replaced_name, staging_name, step_name,
 };
-use fulgurite_engine::{Error, Result};
-use fulgurite_engine::{autograd, collective, mesh, module, optim, shard};
+pub use fulgurite_engine::{Error, Result};

@@ -13,9 +13,9 @@ use super::{
     open, optimizer_key,
 };
 use crate::Result;
-use crate::module::ModuleTree;
-use crate::optim::StateTensor;
-use crate::shard::Region;
+use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::optim::StateTensor;
+use fulgurite_engine::shard::Region;
 
 /// A tensor to fill: the names it may have in a source, and where its values go.
 struct LoadTarget {

@@ -6,8 +6,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::Filter;
-use crate::shard::{Region, ShardSpec};
 use crate::{Error, Result};
+use fulgurite_engine::shard::{Region, ShardSpec};
 
 /// The manifest's file name.
 pub const MANIFEST: &str = "manifest.json";

@@ -7,10 +7,10 @@ use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::{TensorInfo, TensorSource, optimizer_key, parse_optimizer_key};
-use crate::module::PrefixMatch;
-use crate::module::prefix_match;
-use crate::shard::Region;
 use crate::{Error, Result};
+use fulgurite_engine::module::PrefixMatch;
+use fulgurite_engine::module::prefix_match;
+use fulgurite_engine::shard::Region;
 
 /// What wrappers of PyTorch put between a module's names: FSDP, activation checkpointing,
 /// `torch.compile`.

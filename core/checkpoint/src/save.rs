@@ -11,10 +11,10 @@ use super::latest::point_last;
 use super::manifest::{FULL_MANIFEST, MANIFEST, Manifest, SaveMeta, TensorEntry};
 use super::shard_file::{self, Piece};
 use super::{CheckpointIO, Entry, Filter, ShardTensor};
-use crate::collective::{ProcessGroup, all_gather_object, broadcast_object};
-use crate::shard::Region;
 use crate::{Error, Result};
 use fulgurite_engine::checkpoint_io as naming;
+use fulgurite_engine::collective::{ProcessGroup, all_gather_object, broadcast_object};
+use fulgurite_engine::shard::Region;
 
 /// What one rank wrote.
 #[derive(Debug, Serialize, Deserialize)]

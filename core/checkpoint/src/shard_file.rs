@@ -12,8 +12,8 @@ use super::checksum::Checksum;
 use super::chunks::{check_bounds, show};
 use super::tensor_file::{self, Slot, wide_first};
 use super::{CheckpointIO, CheckpointReader, ChunkEntry, ShardTensor};
-use crate::autograd::storage;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::storage;
 
 /// The key of [`ShardingInfo`] in a file's metadata; PyTorch's name.
 pub(super) const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
@@ -171,7 +171,7 @@ pub(super) struct Stored {
     pub(super) name: String,
     pub(super) dtype: Dtype,
     /// The part; all of the tensor where the file does not say otherwise.
-    pub(super) region: crate::shard::Region,
+    pub(super) region: fulgurite_engine::shard::Region,
     /// Its bytes in the file.
     pub(super) bytes: ByteRange,
     /// Whether the file says which part it is.
@@ -219,7 +219,7 @@ pub(super) fn read_header(reader: &dyn CheckpointReader) -> Result<Vec<Stored>, 
             let saved = sharding.remove(&name);
             let is_shard = saved.is_some();
             let offsets = saved.map_or_else(|| vec![0; info.shape.len()], |s| s.saved_offsets);
-            let region = crate::shard::Region { offsets, sizes: info.shape.clone() };
+            let region = fulgurite_engine::shard::Region { offsets, sizes: info.shape.clone() };
             let in_range = region.offsets.len() == region.sizes.len()
                 && region
                     .offsets

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use candle_core::Tensor;
 
-use crate::module::ModuleTree;
-use crate::optim::StateTensor;
-use crate::shard::{Region, ShardSpec};
 use crate::{Error, Result};
+use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::optim::StateTensor;
+use fulgurite_engine::shard::{Region, ShardSpec};
 
 /// The part of one tensor that this rank writes.
 #[derive(Debug, Clone)]

@@ -5,8 +5,8 @@ use rayon::prelude::*;
 
 use super::ShardTensor;
 use super::shard_file::on_host;
-use crate::autograd::storage;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::storage;
 
 /// Bytes that one thread copies at a time.
 const BLOCK: usize = 1 << 20;
@@ -107,7 +107,7 @@ fn copy(target: &Tensor, source: &Tensor) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::shard::Region;
+    use fulgurite_engine::shard::Region;
 
     fn part(name: &str, values: &Tensor) -> ShardTensor {
         let shape = values.dims().to_vec();

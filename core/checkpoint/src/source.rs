@@ -5,8 +5,8 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 
 use crate::Result;
-use crate::autograd::storage;
-use crate::shard::Region;
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::shard::Region;
 
 /// Shape and dtype of a tensor that can be loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]

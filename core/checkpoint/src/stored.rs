@@ -10,9 +10,9 @@ use safetensors::Dtype;
 use super::checksum::Checksum;
 use super::chunks::{ChunkIndex, check_bounds, show};
 use super::{CheckpointIO, CheckpointReader, LocalFile, TensorInfo, TensorSource};
-use crate::autograd::storage;
-use crate::shard::Region;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::shard::Region;
 
 /// Shorter stretches than this are read together with their neighbours.
 const SHORT: usize = 64 << 10;

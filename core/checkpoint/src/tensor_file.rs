@@ -9,9 +9,9 @@ use serde_json::json;
 use super::checksum::Checksum;
 use super::shard_file::{BLOCK, MAX_HEADER, SHARDING_INFO, on_host};
 use super::{CheckpointIO, CheckpointWriter, ChunkEntry};
-use crate::autograd::storage;
-use crate::shard::Region;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::shard::Region;
 
 /// A tensor, or a part of one, that a file will hold.
 #[derive(Debug, Clone)]

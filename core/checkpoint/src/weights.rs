@@ -10,8 +10,8 @@ use super::chunks::check_cover;
 use super::shard_file::{Stored, read_header};
 use super::stored::{FileLocation, StoredChunk};
 use super::{StoredTensors, TensorInfo, TensorSource};
-use crate::shard::Region;
 use crate::{Error, Result};
+use fulgurite_engine::shard::Region;
 
 const SUFFIX: &str = ".safetensors";
 const SINGLE: &str = "model.safetensors";

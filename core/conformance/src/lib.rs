@@ -14,13 +14,8 @@
 mod process_group;
 mod strategy;
 
+pub use fulgurite_engine::{Error, Result};
 pub use process_group::{
     process_group, process_group_abort, process_group_on, process_group_timeout,
 };
 pub use strategy::{Equivalence, strategy};
-
-use fulgurite_config::registry;
-use fulgurite_engine::{Error, Result};
-use fulgurite_engine::{autograd, collective, mesh, module, optim, parameter, random};
-use fulgurite_nn as nn;
-use fulgurite_trainer::fabric;

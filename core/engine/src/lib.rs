@@ -17,8 +17,6 @@ pub mod shard;
 pub mod simd;
 pub mod strategy;
 
-use fulgurite_config as config;
-use fulgurite_config::{register_plugin, registry};
 pub use fulgurite_error::{Error, Result};
 
 #[doc(hidden)]

@@ -57,5 +57,4 @@ pub use launcher::{LaunchOptions, launch, launch_checked};
 pub use rank::Launched;
 pub use signals::{Interruption, interrupt_requested, interruption};
 
-use fulgurite_config::registry;
 pub use fulgurite_error::{Error, Result};

@@ -9,10 +9,10 @@ use super::linear::Linear;
 use super::residual::{Applied, FusedLayer};
 use super::rope::Rope;
 use super::styles::BlockStyles;
-use crate::module::{ForwardScope, Module, ModuleBuilder};
-use crate::parallel::{ContextParallel, LayerHandle};
-use crate::parameter::Init;
 use crate::{Error, Result};
+use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder};
+use fulgurite_engine::parallel::{ContextParallel, LayerHandle};
+use fulgurite_engine::parameter::Init;
 
 /// The shape of a [`CausalSelfAttention`].
 #[derive(Debug, Clone)]

@@ -4,9 +4,9 @@
 use candle_core::Tensor;
 
 use crate::Result;
-use crate::execution;
-use crate::execution::ContextGuard;
-use crate::parameter::accumulation_dtype;
+use fulgurite_engine::execution;
+use fulgurite_engine::execution::ContextGuard;
+use fulgurite_engine::parameter::accumulation_dtype;
 
 /// In a thread's execution context: layers compute with tensor operations, on the CPU too.
 struct Portable;

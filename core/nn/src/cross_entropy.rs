@@ -6,9 +6,9 @@ use super::Loss;
 use super::host::indices;
 use super::kernels::cross_entropy::{self as kernel, Classes};
 use super::loss_parallel;
-use crate::parallel::ShardedLogits;
-use crate::parameter::record;
 use crate::{Error, Result};
+use fulgurite_engine::parallel::ShardedLogits;
+use fulgurite_engine::parameter::record;
 
 /// The cross entropy of `logits` (`[.., classes]`) against `targets` (u32 or i64, the leading
 /// shape), as the sum over the targets that are not ignored, and their count. Ignored are -100 and,
@@ -28,7 +28,7 @@ use crate::{Error, Result};
 ///
 /// # Loss parallel
 /// Logits that an output head left cut over tensor-parallel ranks
-/// ([`loss_parallel`](crate::parallel::Colwise::loss_parallel)) are taken as they are: targets count
+/// ([`loss_parallel`](fulgurite_engine::parallel::Colwise::loss_parallel)) are taken as they are: targets count
 /// over all classes, and every rank gets the loss over all classes, in the same bits. It is
 /// **collective** over those ranks then, and carries two numbers a row in forward (with label
 /// smoothing three) and one for their maximum; backward carries nothing.

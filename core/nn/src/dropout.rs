@@ -6,11 +6,11 @@ use rayon::prelude::*;
 use super::backend::{on_host, wide};
 use super::host::{host, tensor, with_float};
 use super::styles::DropoutStyles;
-use crate::module::{ForwardScope, Module, ModuleBuilder};
-use crate::parallel::{LayerHandle, Layout};
-use crate::parameter::accumulation_dtype;
-use crate::random::{Purpose, Stream};
 use crate::{Error, Result};
+use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder};
+use fulgurite_engine::parallel::{LayerHandle, Layout};
+use fulgurite_engine::parameter::accumulation_dtype;
+use fulgurite_engine::random::{Purpose, Stream};
 
 /// Zeroes each element with probability `p` in training and scales the others by `1 / (1 - p)`.
 ///
@@ -18,15 +18,15 @@ use crate::{Error, Result};
 /// the global batch (dimension 0 is the batch, dimension 1 of three the sequence), so it does not
 /// depend on how the batch, the sequence or the last dimension is cut over ranks and micro-batches;
 /// see [`ForwardScope`]. What tensor parallelism does to the input, a plan must say:
-/// [`SequenceParallel`](crate::parallel::SequenceParallel), or
-/// [`PrepareModuleInput`](crate::parallel::PrepareModuleInput) with `desired = "shard(-1)"` between a
+/// [`SequenceParallel`](fulgurite_engine::parallel::SequenceParallel), or
+/// [`PrepareModuleInput`](fulgurite_engine::parallel::PrepareModuleInput) with `desired = "shard(-1)"` between a
 /// colwise and a rowwise layer. Nothing is kept for backward. A layer that is used twice in a forward
 /// uses the same mask twice: give each place a layer of its own.
 ///
-/// In a scope of evaluation, and outside of any scope inside of [`no_grad`](crate::autograd::no_grad),
+/// In a scope of evaluation, and outside of any scope inside of [`no_grad`](fulgurite_engine::autograd::no_grad),
 /// it passes its input on. Outside of any scope with gradients on, it is an error: nothing tells the
 /// step, as where a loop forgot to enter the scope, or a thread was not given its
-/// [`ExecutionContext`](crate::execution::ExecutionContext).
+/// [`ExecutionContext`](fulgurite_engine::execution::ExecutionContext).
 #[derive(Debug, Clone)]
 pub struct Dropout {
     layer: LayerHandle,

@@ -5,16 +5,16 @@ use candle_core::Tensor;
 use super::kernels::embedding::{checked_ids, local_ids, lookup, lookup_grad};
 use super::styles::EmbeddingStyles;
 use crate::Result;
-use crate::module::{Module, ModuleBuilder};
-use crate::parallel::LayerHandle;
-use crate::parameter::{Init, Parameter};
+use fulgurite_engine::module::{Module, ModuleBuilder};
+use fulgurite_engine::parallel::LayerHandle;
+use fulgurite_engine::parameter::{Init, Parameter};
 
 /// A table of `[rows, width]`, looked up by id.
 ///
 /// `ids` are u32 or i64 of any shape; the output has `width` as one more dimension.
 ///
-/// A plan may make it [`Rowwise`](crate::parallel::Rowwise), which cuts the rows (a vocabulary), or
-/// [`Colwise`](crate::parallel::Colwise).
+/// A plan may make it [`Rowwise`](fulgurite_engine::parallel::Rowwise), which cuts the rows (a vocabulary), or
+/// [`Colwise`](fulgurite_engine::parallel::Colwise).
 #[derive(Debug, Clone)]
 pub struct Embedding {
     weight: Parameter,

@@ -17,9 +17,9 @@ use super::kernels::attention::{Attend, Attended};
 use super::kernels::norm::Norm;
 use super::kernels::rope::Angles;
 use super::kernels::softmax;
-use crate::module::ForwardScope;
-use crate::parallel::record_function;
 use crate::{Error, Result};
+use fulgurite_engine::module::ForwardScope;
+use fulgurite_engine::parallel::record_function;
 
 /// Softmax over the last dimension.
 pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {

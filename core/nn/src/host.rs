@@ -4,9 +4,9 @@ use std::ops::Deref;
 
 use candle_core::{DType, Device, Storage, Tensor};
 
-use crate::autograd::storage::HostElement;
-use crate::simd::vectorized;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::storage::HostElement;
+use fulgurite_engine::simd::vectorized;
 
 /// Calls `$body` with `$T` as the Rust type of a float dtype that kernels compute in.
 macro_rules! with_float {

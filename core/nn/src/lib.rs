@@ -64,14 +64,10 @@ pub use cross_entropy::{CrossEntropy, Reduction, cross_entropy};
 pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub use fulgurite_engine::strategy::Loss;
+pub use fulgurite_engine::{Error, Result};
 pub use linear::Linear;
 pub use linear_cross_entropy::{LinearCrossEntropy, linear_cross_entropy};
 pub use mlp::{GeluMlp, SwiGluMlp};
 pub use norm::{LayerNorm, RmsNorm};
 pub use residual::{FusedLayer, residual};
 pub use rope::Rope;
-
-use fulgurite_engine::execution;
-use fulgurite_engine::simd;
-use fulgurite_engine::{Error, Result};
-use fulgurite_engine::{autograd, collective, module, parallel, parameter, random};

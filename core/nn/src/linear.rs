@@ -5,17 +5,17 @@ use candle_core::Tensor;
 use super::kernels::matmul::{self, InputGrad};
 use super::record::check_dtype;
 use super::styles::LinearStyles;
-use crate::module::{ForwardScope, Module, ModuleBuilder};
-use crate::parallel::{LayerHandle, Redistributed};
-use crate::parameter::{Init, Parameter};
 use crate::{Error, Result};
+use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder};
+use fulgurite_engine::parallel::{LayerHandle, Redistributed};
+use fulgurite_engine::parameter::{Init, Parameter};
 
 /// `y = x weight^T (+ bias)`, with `weight` of shape `[out, in]`.
 ///
 /// `x` is `[.., in]` of any rank from 1 on and in the parameters' compute dtype; `y` is `[.., out]`.
 ///
-/// A plan may make it [`Colwise`](crate::parallel::Colwise) or
-/// [`Rowwise`](crate::parallel::Rowwise).
+/// A plan may make it [`Colwise`](fulgurite_engine::parallel::Colwise) or
+/// [`Rowwise`](fulgurite_engine::parallel::Rowwise).
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Parameter,

@@ -10,9 +10,9 @@ use super::cross_entropy::CrossEntropy;
 use super::kernels::cross_entropy::{self as kernel, Classes};
 use super::kernels::matmul::InputGrad;
 use super::linear::Linear;
-use crate::autograd::is_grad_enabled;
-use crate::module::Module;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::is_grad_enabled;
+use fulgurite_engine::module::Module;
 
 /// As [`cross_entropy`](super::cross_entropy) of `head`'s logits of `hidden` (`[.., inputs]`), with
 /// no more than one copy of the logits, whose memory their gradient takes over, where the two apart

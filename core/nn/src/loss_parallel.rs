@@ -5,8 +5,8 @@ use candle_core::Tensor;
 use super::kernels::cross_entropy::{Classes, Targets};
 use super::kernels::cross_entropy_parts::{self as kernel, Part};
 use crate::Result;
-use crate::collective::{Collective, ReduceOp};
-use crate::parallel::ShardedLogits;
+use fulgurite_engine::collective::{Collective, ReduceOp};
+use fulgurite_engine::parallel::ShardedLogits;
 
 /// The sum of the losses and the log-sum-exp of each row, the same bits on all ranks, from this rank's
 /// `logits` (`[rows, local classes]`). Collective: an all-reduce of one number a row for the largest

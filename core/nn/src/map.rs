@@ -6,7 +6,7 @@ use std::mem::MaybeUninit;
 use rayon::prelude::*;
 
 use super::host::Float;
-use crate::simd::vectorized;
+use fulgurite_engine::simd::vectorized;
 
 /// How many elements a parallel piece of an element-wise kernel has.
 const PIECE: usize = 16 * 1024;

@@ -7,10 +7,10 @@ use super::kernels::matmul::InputGrad;
 use super::linear::Linear;
 use super::residual::{Applied, FusedLayer};
 use super::styles::BlockStyles;
-use crate::module::{Module, ModuleBuilder};
-use crate::parallel::LayerHandle;
-use crate::parameter::Init;
 use crate::{Error, Result};
+use fulgurite_engine::module::{Module, ModuleBuilder};
+use fulgurite_engine::parallel::LayerHandle;
+use fulgurite_engine::parameter::Init;
 
 /// `down_proj(silu(gate_proj(x)) * up_proj(x))`, as Llama has it. One operation in the graph.
 ///

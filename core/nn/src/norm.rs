@@ -6,10 +6,10 @@ use super::kernels::norm::Norm;
 use super::record::{check_dtype, deliver};
 use super::residual::{Applied, FusedLayer};
 use super::styles::NormStyles;
-use crate::module::{Module, ModuleBuilder};
-use crate::parallel::LayerHandle;
-use crate::parameter::{Init, Parameter};
 use crate::{Error, Result};
+use fulgurite_engine::module::{Module, ModuleBuilder};
+use fulgurite_engine::parallel::LayerHandle;
+use fulgurite_engine::parameter::{Init, Parameter};
 
 /// `y = x / sqrt(mean(x^2) + eps) * weight` over the last dimension. Computed in f32 at least.
 #[derive(Debug, Clone)]

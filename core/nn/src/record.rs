@@ -4,8 +4,8 @@ use candle_core::{DType, Tensor};
 
 use super::host::Float;
 use crate::Result;
-use crate::autograd::storage;
-use crate::parameter::Parameter;
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::parameter::Parameter;
 
 /// Lets `write` put (`false`) or add (`true`) a gradient into the parameter's buffer as a slice of
 /// `T`. A buffer of another dtype is added to by way of a temporary. For CPU parameters.

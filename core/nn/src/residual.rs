@@ -5,11 +5,11 @@ use rayon::prelude::*;
 
 use super::backend::on_host;
 use super::host::with_float;
-use crate::autograd::storage;
-use crate::parallel::{LayerHandle, describe_layout};
-use crate::parameter::Parameter;
-use crate::parameter::accumulation_dtype;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::parallel::{LayerHandle, describe_layout};
+use fulgurite_engine::parameter::Parameter;
+use fulgurite_engine::parameter::accumulation_dtype;
 
 /// A layer of this module that [`residual`] can fuse: the norms, attention and the feed-forward
 /// blocks. Sealed.

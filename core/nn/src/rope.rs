@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Device, Tensor};
 
 use super::kernels::rope::{Angles, rotate};
-use crate::module::ForwardScope;
-use crate::parallel::record_function;
-use crate::parameter::accumulation_dtype;
 use crate::{Error, Result};
+use fulgurite_engine::module::ForwardScope;
+use fulgurite_engine::parallel::record_function;
+use fulgurite_engine::parameter::accumulation_dtype;
 
 /// Rotary position embedding in Hugging Face's convention: element i of a head is paired with
 /// element i + head_dim / 2.

@@ -1,7 +1,7 @@
 //! What tensor-parallel plans may do to the layers of this module.
 
 use crate::Result;
-use crate::parallel::{
+use fulgurite_engine::parallel::{
     Colwise, LayerSharding, LayerStyles, Layout, ParallelLayer, ParallelStyle, PrepareModuleInput,
     PrepareModuleOutput, Rowwise, SequenceParallel,
 };

@@ -9,10 +9,10 @@ use super::super::chunks::check_cover;
 use super::super::shard_file::{describe, on_host};
 use super::super::stored::loadable;
 use super::layout::TensorMeta;
-use crate::autograd::storage;
-use crate::collective::{ProcessGroup, all_gather_object};
-use crate::shard::Region;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
+use fulgurite_engine::shard::Region;
 
 /// Bytes that are sent at a time.
 const WINDOW: usize = 8 << 20;
@@ -242,7 +242,7 @@ impl<'a> Gather<'a> {
 /// Puts a window of a region, which begins at its element `start`, to its places in the whole.
 fn scatter(
     whole: &Tensor,
-    runs: &[crate::shard::Run],
+    runs: &[fulgurite_engine::shard::Run],
     window: &Tensor,
     start: usize,
 ) -> Result<()> {

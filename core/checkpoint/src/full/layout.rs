@@ -6,7 +6,7 @@ use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
 use super::super::tensor_file::{Slot, wide_first};
-use crate::shard::Region;
+use fulgurite_engine::shard::Region;
 
 /// A whole tensor, without its values.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

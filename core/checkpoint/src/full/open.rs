@@ -9,8 +9,8 @@ use super::super::distributed::contents;
 use super::super::manifest::{FULL_MANIFEST, Manifest};
 use super::super::stored::{FileLocation, refuse};
 use super::super::{CheckpointIO, StoredTensors, TensorInfo, TensorSource};
-use crate::shard::Region;
 use crate::{Error, Result};
+use fulgurite_engine::shard::Region;
 
 /// A checkpoint that [`save_full`](super::save_full) or the [`tools`](super::super::tools) wrote.
 ///

@@ -12,10 +12,10 @@ use super::gather::Gather;
 use super::layout::{Section, plan};
 use super::writer::{FullWriter, prepare};
 use super::{FullOptions, GatherOptions};
-use crate::collective::ProcessGroup;
-use crate::module::ModuleTree;
-use crate::optim::StateTensor;
 use crate::{Error, Result};
+use fulgurite_engine::collective::ProcessGroup;
+use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::optim::StateTensor;
 
 /// Writes the full checkpoint `name` of `io` and returns where it is: the model, and the
 /// optimizer's state if there is any in `optimizer`, as whole tensors in files that others read.

@@ -12,8 +12,8 @@ use super::super::stored::loadable;
 use super::super::{CheckpointIO, Filter, FullOptions, ModelConfig, SaveMeta, TensorSource};
 use super::progress::{Counter, Progress};
 use super::{AnyCheckpoint, Kind, Rename, distribute, output};
-use crate::shard::{Region, ShardSpec};
 use crate::{Error, Result};
+use fulgurite_engine::shard::{Region, ShardSpec};
 
 /// What a checkpoint is made into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,9 +9,9 @@ use super::super::stored::loadable;
 use super::super::{TensorInfo, TensorSource};
 use super::AnyCheckpoint;
 use super::progress::{Counter, Progress};
-use crate::autograd::storage;
-use crate::shard::Region;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::shard::Region;
 
 /// Bytes of a tensor that are compared at a time.
 const WINDOW: usize = 4 << 20;

@@ -7,9 +7,9 @@ use super::super::shard_file::file_name;
 use super::super::tensor_file::{Slot, TensorFile, wide_first};
 use super::convert::Part;
 use super::progress::Counter;
-use crate::mesh::DATA_PARALLEL_SHARD;
-use crate::shard::{Cut, Placement, Region, ShardSpec};
 use crate::{Error, Result};
+use fulgurite_engine::mesh::DATA_PARALLEL_SHARD;
+use fulgurite_engine::shard::{Cut, Placement, Region, ShardSpec};
 
 /// Writes the parts as `shards` ranks of FSDP would, and returns the number of files. All shards
 /// are written side by side, so that every tensor is read once, whole, and its checksum verified.

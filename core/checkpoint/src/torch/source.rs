@@ -8,13 +8,13 @@ use candle_core::{DType, Device, Tensor};
 use super::archive::{self, Archive};
 use super::state_dict::{TensorView, tensors};
 use super::{pickle, strided};
-use crate::autograd::storage;
 use crate::chunks::check_bounds;
-use crate::shard::Region;
 use crate::stored::{FileLocation, StoredChunk, loadable};
 use crate::weights::with_index;
 use crate::{Error, Result};
 use crate::{LocalFile, StoredTensors, TensorInfo, TensorSource};
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::shard::Region;
 
 /// A state dict that `torch.save` wrote: a `.pt`, `.pth` or `.bin` file, a Lightning `.ckpt`, or the
 /// `pytorch_model.bin` shards of a Hugging Face directory.

@@ -1,7 +1,7 @@
 //! Tensors that were saved as views: transposed, expanded, every other row.
 
 use crate::CheckpointReader;
-use crate::shard::Region;
+use fulgurite_engine::shard::Region;
 
 use super::state_dict::TensorView;
 

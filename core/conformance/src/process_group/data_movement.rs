@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use super::value::{Value, reduced, values};
 use super::{LARGE, Suite};
 use crate::Result;
-use crate::collective::{AllGather, Collective, ReduceOp};
+use fulgurite_engine::collective::{AllGather, Collective, ReduceOp};
 
 impl Suite<'_> {
     pub(super) fn all_gather(&self) -> Result<()> {

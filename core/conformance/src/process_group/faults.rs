@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::Suite;
 use crate::Result;
-use crate::collective::{ProcessGroup, ReduceOp, Work};
+use fulgurite_engine::collective::{ProcessGroup, ReduceOp, Work};
 
 /// Checks that [`ProcessGroup::abort`] by the last rank ends the waits of all others with its
 /// reason, and that nothing works on the group afterwards. Every rank calls it; the group is of no

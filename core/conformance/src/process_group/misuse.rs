@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 use super::Suite;
 use super::value::{reduced, values};
 use crate::Result;
-use crate::collective::{AllGather, ReduceOp, ReduceScatter, Work};
+use fulgurite_engine::collective::{AllGather, ReduceOp, ReduceScatter, Work};
 
 impl Suite<'_> {
     /// Every rank makes the same mistake, so that no rank waits for one that made none.

@@ -9,9 +9,9 @@ mod value;
 
 use candle_core::{Device, Tensor};
 
-use crate::autograd::storage;
-use crate::collective::ProcessGroup;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::collective::ProcessGroup;
 
 pub use faults::{process_group_abort, process_group_timeout};
 
@@ -148,7 +148,7 @@ impl<T: value::Value> View<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::collective::Solo;
+    use fulgurite_engine::collective::Solo;
     use std::time::Duration;
 
     #[test]

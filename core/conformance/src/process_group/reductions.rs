@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use super::value::{Value, reduced, values};
 use super::{LARGE, Suite};
 use crate::Result;
-use crate::collective::{ReduceOp, ReduceScatter};
+use fulgurite_engine::collective::{ReduceOp, ReduceScatter};
 
 const OPS: [ReduceOp; 4] = [ReduceOp::Sum, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max];
 

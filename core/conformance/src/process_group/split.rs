@@ -3,7 +3,7 @@
 use super::Suite;
 use super::value::{reduced, values};
 use crate::Result;
-use crate::collective::{ProcessGroup, ReduceOp};
+use fulgurite_engine::collective::{ProcessGroup, ReduceOp};
 
 impl Suite<'_> {
     pub(super) fn split(&self) -> Result<()> {

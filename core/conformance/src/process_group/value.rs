@@ -2,8 +2,8 @@
 
 use half::{bf16, f16};
 
-use crate::autograd::storage::HostElement;
-use crate::collective::ReduceOp;
+use fulgurite_engine::autograd::storage::HostElement;
+use fulgurite_engine::collective::ReduceOp;
 
 /// An element type of the suite.
 pub(super) trait Value: HostElement + std::fmt::Debug {

@@ -5,13 +5,13 @@ use candle_core::{DType, Device, Tensor};
 use super::model;
 use super::suite::{SEED, Suite};
 use crate::Result;
-use crate::autograd::storage;
-use crate::collective::{ReduceOp, all_gather_object};
-use crate::fabric::{Fabric, FabricOptimizer, SamplerShare};
-use crate::mesh::DP_CP;
-use crate::nn::Loss;
-use crate::parameter::Parameter;
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::collective::{ReduceOp, all_gather_object};
+use fulgurite_engine::mesh::DP_CP;
+use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::strategy::materialize;
+use fulgurite_nn::Loss;
+use fulgurite_trainer::fabric::{Fabric, FabricOptimizer, SamplerShare};
 
 impl Suite<'_> {
     /// The mesh is over the world, and the data is shared out over all of it.

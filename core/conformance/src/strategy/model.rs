@@ -3,10 +3,10 @@
 use candle_core::{Device, Tensor};
 
 use crate::Result;
-use crate::module::{Module, ModuleBuilder, Unit};
-use crate::nn::{GeluMlp, Linear, Loss};
-use crate::parameter::{Init, Parameter};
-use crate::random::{Purpose, Stream};
+use fulgurite_engine::module::{Module, ModuleBuilder, Unit};
+use fulgurite_engine::parameter::{Init, Parameter};
+use fulgurite_engine::random::{Purpose, Stream};
+use fulgurite_nn::{GeluMlp, Linear, Loss};
 
 const INPUTS: usize = 6;
 const OUTPUTS: usize = 3;

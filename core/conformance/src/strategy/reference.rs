@@ -5,12 +5,12 @@ use std::sync::Arc;
 use super::model::{Batch, MICRO_BATCHES, Probe, Variant};
 use super::suite::{SEED, optimizer};
 use crate::Result;
-use crate::collective::ProcessGroup;
-use crate::fabric::Fabric;
-use crate::mesh::DeviceMesh;
-use crate::module::{ModuleInit, ModuleTree};
-use crate::parameter::LocalGrads;
+use fulgurite_engine::collective::ProcessGroup;
+use fulgurite_engine::mesh::DeviceMesh;
+use fulgurite_engine::module::{ModuleInit, ModuleTree};
+use fulgurite_engine::parameter::LocalGrads;
 use fulgurite_engine::strategy::{Capabilities, Strategy, StrategyContext, materialize};
+use fulgurite_trainer::fabric::Fabric;
 
 /// The simplest strategy.
 #[derive(Default)]
@@ -44,7 +44,7 @@ impl Strategy for Whole {
 
 /// Loss and gradient norm of each step, with the batches of all replicas.
 pub(super) fn train(steps: usize, replicas: usize, init: &ModuleInit) -> Result<Vec<(f64, f64)>> {
-    let world = Arc::new(crate::collective::Solo::new("reference", 0));
+    let world = Arc::new(fulgurite_engine::collective::Solo::new("reference", 0));
     let mut fabric = Fabric::new(world, Box::new(Whole::default()), init.clone(), SEED)?;
     let (model, mut optimizer) =
         fabric.setup(|b| Probe::new(b, Variant::default()), &optimizer())?;

@@ -6,15 +6,15 @@ use serde::Deserialize as _;
 
 use super::model::{Batch, MICRO_BATCHES, Probe, Variant};
 use super::reference;
-use crate::autograd::no_grad;
-use crate::collective::ProcessGroup;
-use crate::fabric::{Fabric, SamplerShare, UnusedParameters};
-use crate::module::ModuleInit;
-use crate::nn::Loss;
-use crate::optim::Sgd;
-use crate::registry::{self, kind};
 use crate::{Error, Result};
+use fulgurite_config::registry::{self, kind};
+use fulgurite_engine::autograd::no_grad;
+use fulgurite_engine::collective::ProcessGroup;
+use fulgurite_engine::module::ModuleInit;
+use fulgurite_engine::optim::Sgd;
 use fulgurite_engine::strategy::{BuildContext, Strategy, StrategyConfig};
+use fulgurite_nn::Loss;
+use fulgurite_trainer::fabric::{Fabric, SamplerShare, UnusedParameters};
 
 pub(super) const SEED: u64 = 42;
 const STEPS: usize = 6;

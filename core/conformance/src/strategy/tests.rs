@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 use super::reference::Whole;
 use super::{Equivalence, strategy};
 use crate::Result;
-use crate::collective::{ProcessGroup, Solo};
-use crate::mesh::DeviceMesh;
-use crate::module::ModuleTree;
+use fulgurite_engine::collective::{ProcessGroup, Solo};
+use fulgurite_engine::mesh::DeviceMesh;
+use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::strategy::{
     BuildContext, Capabilities, StepTotals, Strategy, StrategyConfig, StrategyContext,
 };
@@ -35,7 +35,7 @@ impl StrategyConfig for Faulty {
 }
 
 fulgurite_core::register_plugin!(
-    crate::registry::kind::STRATEGY,
+    fulgurite_config::registry::kind::STRATEGY,
     "faulty",
     "a strategy with faults",
     ""

@@ -143,6 +143,6 @@ pub trait CheckpointIOConfig: std::fmt::Debug + Send + Sync {
 
 fulgurite_config::plugin_kind!(
     dyn CheckpointIOConfig,
-    crate::registry::kind::CHECKPOINT_IO,
+    fulgurite_config::registry::kind::CHECKPOINT_IO,
     "checkpoint.io"
 );

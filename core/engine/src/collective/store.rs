@@ -41,6 +41,6 @@ pub trait ProcessGroupConfig: std::fmt::Debug + Send + Sync {
 
 fulgurite_config::plugin_kind!(
     dyn ProcessGroupConfig,
-    crate::registry::kind::PROCESS_GROUP,
+    fulgurite_config::registry::kind::PROCESS_GROUP,
     "trainer.process_group"
 );

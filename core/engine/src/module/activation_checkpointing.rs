@@ -30,8 +30,8 @@ use super::ActivationOffload;
 use super::pattern::glob_match;
 use super::tree::ModuleTree;
 use super::unit::UnitHandle;
-use crate::config::ConfigType;
 use crate::{Error, Result};
+use fulgurite_config::ConfigType;
 
 /// How many units are checkpointed: the words of `trainer.activation_checkpointing`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

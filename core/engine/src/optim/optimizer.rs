@@ -84,7 +84,11 @@ pub trait OptimizerConfig: std::fmt::Debug + Send + Sync {
     fn build(&self, parameters: &[Parameter]) -> Result<Box<dyn Optimizer>>;
 }
 
-fulgurite_config::plugin_kind!(dyn OptimizerConfig, crate::registry::kind::OPTIMIZER, "optimizer");
+fulgurite_config::plugin_kind!(
+    dyn OptimizerConfig,
+    fulgurite_config::registry::kind::OPTIMIZER,
+    "optimizer"
+);
 
 /// A learning-rate schedule's configuration: `scheduler.type = "cosine"`.
 #[typetag::serde(tag = "type")]
@@ -97,4 +101,8 @@ pub trait SchedulerConfig: std::fmt::Debug + Send + Sync {
     fn factor(&self, step: u64, max_steps: Option<u64>) -> Result<f64>;
 }
 
-fulgurite_config::plugin_kind!(dyn SchedulerConfig, crate::registry::kind::SCHEDULER, "scheduler");
+fulgurite_config::plugin_kind!(
+    dyn SchedulerConfig,
+    fulgurite_config::registry::kind::SCHEDULER,
+    "scheduler"
+);

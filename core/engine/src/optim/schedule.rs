@@ -114,26 +114,26 @@ impl SchedulerConfig for Step {
     }
 }
 
-crate::register_plugin!(
-    crate::registry::kind::SCHEDULER,
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::SCHEDULER,
     "constant",
     "The same rate all along, after an optional warm-up",
     "{ type = \"constant\", warmup_steps = 100 }"
 );
-crate::register_plugin!(
-    crate::registry::kind::SCHEDULER,
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::SCHEDULER,
     "linear",
     "A straight fall to min_factor, after an optional warm-up",
     "{ type = \"linear\", warmup_steps = 100, min_factor = 0.1 }"
 );
-crate::register_plugin!(
-    crate::registry::kind::SCHEDULER,
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::SCHEDULER,
     "cosine",
     "Half a cosine wave down to min_factor, after an optional warm-up",
     "{ type = \"cosine\", warmup_steps = 100, min_factor = 0.1 }"
 );
-crate::register_plugin!(
-    crate::registry::kind::SCHEDULER,
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::SCHEDULER,
     "step",
     "A fall by gamma every step_size steps, after an optional warm-up",
     "{ type = \"step\", step_size = 1000, gamma = 0.5 }"
@@ -259,10 +259,11 @@ mod tests {
         let message = error.unwrap_err().message().to_owned();
         insta::assert_snapshot!(message, @"unknown field `warmup`, expected one of `warmup_steps`, `min_factor`, `decay_steps`");
         for name in ["constant", "cosine", "linear", "step"] {
-            crate::registry::require(crate::registry::kind::SCHEDULER, name).unwrap();
-            let example = crate::registry::plugins()
+            fulgurite_config::registry::require(fulgurite_config::registry::kind::SCHEDULER, name)
+                .unwrap();
+            let example = fulgurite_config::registry::plugins()
                 .into_iter()
-                .find(|p| p.kind == crate::registry::kind::SCHEDULER && p.name == name)
+                .find(|p| p.kind == fulgurite_config::registry::kind::SCHEDULER && p.name == name)
                 .map(|p| format!("scheduler = {}", p.example))
                 .unwrap();
             let table: toml::Table = toml::from_str(&example).unwrap();

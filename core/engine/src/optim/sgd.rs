@@ -87,8 +87,8 @@ impl OptimizerConfig for Sgd {
     }
 }
 
-crate::register_plugin!(
-    crate::registry::kind::OPTIMIZER,
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::OPTIMIZER,
     "sgd",
     "Stochastic gradient descent with momentum, as torch.optim.SGD",
     "{ type = \"sgd\", lr = 0.1, momentum = 0.9, nesterov = true }"

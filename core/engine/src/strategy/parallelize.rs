@@ -37,6 +37,6 @@ pub trait ParallelizeConfig: std::fmt::Debug + Send + Sync {
 
 fulgurite_config::plugin_kind!(
     dyn ParallelizeConfig,
-    crate::registry::kind::PARALLELIZE,
+    fulgurite_config::registry::kind::PARALLELIZE,
     "trainer.strategy.parallelize"
 );

@@ -77,7 +77,7 @@ pub trait StrategyConfig: std::fmt::Debug + Send + Sync {
 
 fulgurite_config::plugin_kind!(
     dyn StrategyConfig,
-    crate::registry::kind::STRATEGY,
+    fulgurite_config::registry::kind::STRATEGY,
     "trainer.strategy"
 );
 

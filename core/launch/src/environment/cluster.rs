@@ -85,7 +85,7 @@ pub trait EnvironmentConfig: Debug + Send + Sync {
 
 fulgurite_config::plugin_kind!(
     dyn EnvironmentConfig,
-    crate::registry::kind::ENVIRONMENT,
+    fulgurite_config::registry::kind::ENVIRONMENT,
     "trainer.environment"
 );
 

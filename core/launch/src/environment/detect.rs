@@ -1,8 +1,8 @@
 //! Finding the environment among the linked plugins.
 
 use super::{EnvironmentConfig, Variables};
-use crate::registry::{self, kind};
 use crate::{Error, Result};
+use fulgurite_config::registry::{self, kind};
 
 /// The environment whose variables these are: of all linked plugins that recognise them, the one of
 /// highest priority (then the first by name). `None` if no linked plugin does.

@@ -6,8 +6,8 @@ use super::rope::Angles;
 use super::{attention_host, attention_portable};
 use crate::backend::on_host;
 use crate::host::with_float;
-use crate::parameter::accumulation_dtype;
 use crate::{Error, Result};
+use fulgurite_engine::parameter::accumulation_dtype;
 
 /// How to attend.
 #[derive(Debug, Clone)]

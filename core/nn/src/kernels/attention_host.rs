@@ -12,7 +12,7 @@ use super::rope::rotate_rows;
 use crate::Result;
 use crate::gemm::{Mat, Threads, gemm};
 use crate::host::{Float, Host, add_rows, dot, exp_in_place, host, max, strided_host, tensor};
-use crate::simd::vectorized;
+use fulgurite_engine::simd::vectorized;
 
 /// Queries a block.
 const BLOCK: usize = 128;

@@ -9,12 +9,12 @@ use candle_core::{D, Tensor, WithDType as _};
 use rayon::prelude::*;
 
 use crate::Result;
-use crate::autograd::storage;
 use crate::backend::{on_host, wide};
 use crate::host::{Float, host, max, rows_per_piece, sum1, tensor, with_float};
 use crate::map;
-use crate::parameter::accumulation_dtype;
-use crate::simd::vectorized;
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::parameter::accumulation_dtype;
+use fulgurite_engine::simd::vectorized;
 
 /// Targets on the host: a class for each row, or none where the row is ignored.
 pub(crate) type Targets = [Option<u32>];

@@ -5,10 +5,10 @@ use rayon::prelude::*;
 
 use crate::backend::{on_host, wide};
 use crate::host::{Float, host, indices, tensor, with_float};
-use crate::parameter::Parameter;
-use crate::parameter::accumulation_dtype;
 use crate::record::accumulate_host;
 use crate::{Error, Result};
+use fulgurite_engine::parameter::Parameter;
+use fulgurite_engine::parameter::accumulation_dtype;
 
 /// The ids on the host, each checked against the size of the table.
 pub(crate) fn checked_ids(ids: &Tensor, rows: usize) -> Result<Vec<u32>> {

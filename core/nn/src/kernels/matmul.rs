@@ -4,13 +4,13 @@ use candle_core::{D, Tensor};
 use rayon::prelude::*;
 
 use crate::Result;
-use crate::autograd::storage;
 use crate::backend::{on_host, wide};
 use crate::gemm::{Mat, Threads, gemm, product};
 use crate::host::{Float, add_rows, host, rows_per_piece, tensor, with_float};
-use crate::parameter::Parameter;
-use crate::parameter::accumulation_dtype;
 use crate::record::accumulate_host;
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::parameter::Parameter;
+use fulgurite_engine::parameter::accumulation_dtype;
 
 /// What becomes of the gradient of an input.
 pub(crate) enum InputGrad {

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use crate::Result;
 use crate::backend::{on_host, wide};
 use crate::host::{Float, add_rows, dot, host, rows_per_piece, sum1, tensor, with_float};
-use crate::simd::vectorized;
+use fulgurite_engine::simd::vectorized;
 
 /// Which norm.
 #[derive(Debug, Clone, Copy, PartialEq)]

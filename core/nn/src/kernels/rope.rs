@@ -6,8 +6,8 @@ use rayon::prelude::*;
 use crate::Result;
 use crate::backend::{on_host, wide};
 use crate::host::{Float, host, rows_per_piece, tensor, with_float};
-use crate::parameter::accumulation_dtype;
-use crate::simd::vectorized;
+use fulgurite_engine::parameter::accumulation_dtype;
+use fulgurite_engine::simd::vectorized;
 
 /// The rotation of each position, `[positions, head_dim / 2]`, in the accumulation dtype.
 #[derive(Debug, Clone)]

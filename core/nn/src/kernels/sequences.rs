@@ -3,8 +3,8 @@
 use candle_core::Tensor;
 
 use super::attention::{Attend, Attended};
-use crate::parallel::ContextParallel;
 use crate::{Error, Result};
+use fulgurite_engine::parallel::ContextParallel;
 
 /// How to attend, over sequences shared by ranks or not.
 #[derive(Debug, Clone)]

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use crate::Result;
 use crate::backend::{on_host, wide};
 use crate::host::{Float, dot, exp_in_place, host, max, rows_per_piece, tensor, with_float};
-use crate::simd::vectorized;
+use fulgurite_engine::simd::vectorized;
 
 vectorized! {
     fn normalize_rows[T: Float](y: &mut [T], n: usize) {

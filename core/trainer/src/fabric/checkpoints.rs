@@ -8,14 +8,14 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::{Fabric, FabricOptimizer};
-use crate::checkpoint::{
+use crate::{Error, Result};
+use fulgurite_checkpoint_format::{
     CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, FullOptions, LoadOptions, LoadReport,
     RestoreReport, SaveMeta, SaveRequest, TensorSource as _, load_raw,
 };
-use crate::config::PluginValue;
-use crate::optim::StateTensor;
-use crate::registry::kind;
-use crate::{Error, Result};
+use fulgurite_config::PluginValue;
+use fulgurite_config::registry::kind;
+use fulgurite_engine::optim::StateTensor;
 
 /// What a checkpoint's manifest holds for those who wrote it.
 #[derive(Debug, Serialize, Deserialize)]
@@ -102,7 +102,7 @@ impl Fabric {
 
     /// What this rank contributes to a checkpoint `name` of the present state, to be saved with
     /// [`SaveRequest::run`] or, while training goes on, with an
-    /// [`AsyncSaver`](crate::checkpoint::AsyncSaver). It shares the model's memory. Collective.
+    /// [`AsyncSaver`](fulgurite_checkpoint_format::AsyncSaver). It shares the model's memory. Collective.
     ///
     /// # Errors
     /// If a peer fails, or `state` cannot be written as JSON.
@@ -191,11 +191,11 @@ impl Fabric {
     }
 
     /// Fills the model from the weights at `path`, of any format that
-    /// [`checkpoint::open`](crate::checkpoint::open) takes; `options` may be just whether to be
+    /// [`checkpoint::open`](fulgurite_checkpoint_format::open) takes; `options` may be just whether to be
     /// strict. Collective.
     ///
     /// # Errors
-    /// As [`checkpoint::load_raw`](crate::checkpoint::load_raw).
+    /// As [`checkpoint::load_raw`](fulgurite_checkpoint_format::load_raw).
     pub fn load_raw(
         &self,
         path: impl AsRef<Path>,

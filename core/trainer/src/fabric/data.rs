@@ -4,8 +4,8 @@ use candle_core::Device;
 
 use super::Fabric;
 use crate::Result;
-use crate::data::{DataContext, DataModule, SampleOrder, Split, TrainSampler};
-use crate::module::ForwardScope;
+use fulgurite_engine::data::{DataContext, DataModule, SampleOrder, Split, TrainSampler};
+use fulgurite_engine::module::ForwardScope;
 
 /// A micro-batch of training samples, with the [scope](ForwardScope) that it is to be computed in:
 /// dropout, context parallelism and a parallel loss follow from the scope.

@@ -5,17 +5,17 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::FabricOptimizer;
-use crate::collective::{Collective, ProcessGroup, ReduceOp, Solo, broadcast_object};
-use crate::launch::Launched;
-use crate::mesh::{CONTEXT_PARALLEL, DeviceMesh};
-use crate::module::{ForwardScope, ModuleBuilder, ModuleInit, ModuleTree};
-use crate::nn::Loss;
-use crate::optim::OptimizerConfig;
-use crate::parallel::ContextParallel;
 use crate::runtime::{NoSyncGuard, SamplerShare, StrategyRuntime, UnusedParameters};
-use crate::strategy::{Capabilities, StepTotals, Strategy};
 use crate::{Error, Result};
+use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp, Solo, broadcast_object};
 use fulgurite_engine::execution::ContextGuard;
+use fulgurite_engine::mesh::{CONTEXT_PARALLEL, DeviceMesh};
+use fulgurite_engine::module::{ForwardScope, ModuleBuilder, ModuleInit, ModuleTree};
+use fulgurite_engine::optim::OptimizerConfig;
+use fulgurite_engine::parallel::ContextParallel;
+use fulgurite_engine::strategy::{Capabilities, StepTotals, Strategy};
+use fulgurite_launch::Launched;
+use fulgurite_nn::Loss;
 
 /// A strategy at work in this process.
 ///
@@ -208,7 +208,7 @@ impl Fabric {
     }
 
     /// The ranks that share sequences with this one, if several do. Batches are cut for them with
-    /// [`DataModule::shard_sequence`](crate::data::DataModule::shard_sequence).
+    /// [`DataModule::shard_sequence`](fulgurite_engine::data::DataModule::shard_sequence).
     pub fn context_parallel(&self) -> Option<ContextParallel> {
         ContextParallel::new(self.device_mesh().group(CONTEXT_PARALLEL).ok()?.clone())
     }

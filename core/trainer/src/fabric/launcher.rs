@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Fabric;
-use crate::collective::{GroupContext, ProcessGroup, ProcessGroupConfig, Solo};
-use crate::environment;
-use crate::launch::{LaunchOptions, Launched, launch_checked};
-use crate::module::{ModuleInit, pattern_matches};
-use crate::registry::{self, kind};
 use crate::run::{Devices, RunConfig, TrainerConfig};
-use crate::strategy::{BuildContext, ParallelizeFn, StrategyConfig};
 use crate::{Error, Result};
+use fulgurite_config::registry::{self, kind};
+use fulgurite_engine::collective::{GroupContext, ProcessGroup, ProcessGroupConfig, Solo};
+use fulgurite_engine::module::{ModuleInit, pattern_matches};
+use fulgurite_engine::strategy::{BuildContext, ParallelizeFn, StrategyConfig};
+use fulgurite_launch::environment;
+use fulgurite_launch::{LaunchOptions, Launched, launch_checked};
 
 /// A rank that has found the others.
 pub struct Connection {
@@ -23,10 +23,10 @@ pub struct Connection {
 
 impl TrainerConfig {
     /// Launches the ranks that this configuration asks for, unless somebody did already, and
-    /// connects them. Returns in ranks only; see [`launch`](crate::launch::launch). Collective.
+    /// connects them. Returns in ranks only; see [`launch`](fulgurite_launch::launch). Collective.
     ///
     /// # Errors
-    /// As [`launch`](crate::launch::launch), and if the process group cannot connect the ranks.
+    /// As [`launch`](fulgurite_launch::launch), and if the process group cannot connect the ranks.
     pub fn connect(&self) -> Result<Connection> {
         registry::require(kind::PROCESS_GROUP, &self.process_group.name)?;
         let strategy =
@@ -127,7 +127,7 @@ impl Fabric {
     ///
     /// # Errors
     /// Naming the pattern that does not.
-    pub(super) fn check_frozen(&self, tree: &crate::module::ModuleTree) -> Result<()> {
+    pub(super) fn check_frozen(&self, tree: &fulgurite_engine::module::ModuleTree) -> Result<()> {
         let unmatched =
             self.init.frozen.iter().find(|pattern| {
                 tree.parameters().iter().all(|p| !pattern_matches(pattern, p.fqn()))

@@ -4,10 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::fabric::NON_FINITE_HINT;
-use crate::optim::{Ema, GradScale, Optimizer, SchedulerConfig, StateTensor, clip_factor};
 use crate::runtime::{StrategyRuntime, UnusedParameters};
-use crate::strategy::StepTotals;
 use crate::{Error, Result};
+use fulgurite_engine::optim::{
+    Ema, GradScale, Optimizer, SchedulerConfig, StateTensor, clip_factor,
+};
+use fulgurite_engine::strategy::StepTotals;
 
 /// What the names of the averages' scalars begin with.
 const AVERAGES: &str = "ema.";

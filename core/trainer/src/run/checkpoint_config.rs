@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::{CheckpointIO, CheckpointIOConfig};
-use crate::config::{ConfigType, PluginValue};
-use crate::registry::kind;
 use crate::{Error, Result};
+use fulgurite_checkpoint_format::{CheckpointIO, CheckpointIOConfig};
+use fulgurite_config::registry::kind;
+use fulgurite_config::{ConfigType, PluginValue};
 
-crate::config_struct! {
+fulgurite_config::config_struct! {
     /// When and where checkpoints are saved, and which are kept: the table `[checkpoint]`.
     #[derive(Debug, Clone, PartialEq)]
     pub struct CheckpointConfig {
@@ -107,8 +107,8 @@ impl CheckpointConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::ConfigLayers;
     use crate::run::RunConfig;
+    use fulgurite_config::ConfigLayers;
 
     fn checkpoint(keys: &str) -> Result<CheckpointConfig> {
         let text = format!("[checkpoint]\n{keys}");

@@ -7,9 +7,9 @@ use toml::Table;
 use super::CheckpointConfig;
 use super::TrainerConfig;
 use crate::Result;
-use crate::config::reference::Section;
-use crate::config::{ConfigLayers, ConfigType, Documented as _, KeyDoc, PluginValue, to_table};
-use crate::registry::{self, kind};
+use fulgurite_config::reference::Section;
+use fulgurite_config::registry::{self, kind};
+use fulgurite_config::{ConfigLayers, ConfigType, Documented as _, KeyDoc, PluginValue, to_table};
 
 /// A whole run: `M` is the model's table, `D` the data's.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -139,7 +139,7 @@ impl Default for RunConfig<Table, Table> {
     }
 }
 
-/// The sections of the [reference](crate::config::reference) that the framework itself declares.
+/// The sections of the [reference](fulgurite_config::reference) that the framework itself declares.
 ///
 /// # Errors
 /// As [`Section::new`].

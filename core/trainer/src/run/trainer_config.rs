@@ -4,13 +4,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::{Amount, CkptPath, ClipAlgorithm, Devices, Precision, TimeLimit};
-use crate::config::PluginValue;
-use crate::module::ActivationCheckpointing;
-use crate::registry::kind;
 use crate::runtime::UnusedParameters;
 use crate::{Error, Result};
+use fulgurite_config::PluginValue;
+use fulgurite_config::registry::kind;
+use fulgurite_engine::module::ActivationCheckpointing;
 
-crate::config_struct! {
+fulgurite_config::config_struct! {
     /// How a model is trained: the table `[trainer]`.
     #[derive(Debug, Clone, PartialEq)]
     pub struct TrainerConfig {
@@ -174,9 +174,9 @@ fn wrong<T>(key: &str, message: impl std::fmt::Display) -> Result<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::ConfigLayers;
-    use crate::module::ActivationOffload;
     use crate::run::RunConfig;
+    use fulgurite_config::ConfigLayers;
+    use fulgurite_engine::module::ActivationOffload;
 
     fn trainer(keys: &str) -> Result<TrainerConfig> {
         let text = format!("[trainer]\n{keys}");
@@ -243,8 +243,8 @@ mod tests {
     }
 
     fn survives(config: TrainerConfig) {
-        let toml = crate::config::to_table(&config).unwrap();
-        assert_eq!(crate::config::parse::<TrainerConfig>(toml).unwrap(), config);
+        let toml = fulgurite_config::to_table(&config).unwrap();
+        assert_eq!(fulgurite_config::parse::<TrainerConfig>(toml).unwrap(), config);
         let json = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<TrainerConfig>(&json).unwrap(), config);
     }

@@ -8,7 +8,7 @@ use serde::de::Deserializer;
 use serde::ser::Serializer;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{ConfigType, Scalar, deserialize_scalar};
+use fulgurite_config::{ConfigType, Scalar, deserialize_scalar};
 
 /// How many ranks a node runs: `trainer.devices`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -278,8 +278,8 @@ mod tests {
     use std::fmt;
 
     use super::*;
-    use crate::config::{parse, to_table};
     use crate::runtime::UnusedParameters;
+    use fulgurite_config::{parse, to_table};
     use toml::{Table, Value};
 
     fn read<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, String> {

@@ -2,13 +2,13 @@
 //! alike.
 
 use super::StrategyRuntime;
-use crate::collective::{ReduceOp, all_gather_object};
-use crate::config::ConfigType;
-use crate::mesh::TENSOR_PARALLEL;
-use crate::parameter::Parameter;
-use crate::shard::Placement;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
+use fulgurite_config::ConfigType;
+use fulgurite_engine::collective::{ReduceOp, all_gather_object};
+use fulgurite_engine::mesh::TENSOR_PARALLEL;
+use fulgurite_engine::parameter::Parameter;
+use fulgurite_engine::shard::Placement;
 use serde::{Deserialize, Serialize};
 
 /// What a trainable parameter without a gradient means: `trainer.unused_parameters`.

@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use super::StrategyRuntime;
 use crate::Result;
-use crate::checkpoint::{
-    self, CheckpointIO, DistributedCheckpoint, FullOptions, LoadOptions, RestoreReport, SaveMeta,
-    SaveRequest,
+use fulgurite_checkpoint_format::{
+    self as checkpoint, CheckpointIO, DistributedCheckpoint, FullOptions, LoadOptions,
+    RestoreReport, SaveMeta, SaveRequest,
 };
-use crate::optim::StateTensor;
+use fulgurite_engine::optim::StateTensor;
 
 impl StrategyRuntime {
     /// Before a save: makes the ranks' parts fit together. Collective.

@@ -5,13 +5,13 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use candle_core::{Device, Tensor};
 
-use crate::collective::{Collective, ProcessGroup, ReduceOp};
-use crate::mesh::{DATA_PARALLEL, DP_CP, DeviceMesh};
-use crate::module::ModuleTree;
-use crate::parallel::check_loss;
-use crate::parameter::Parameter;
-use crate::strategy::{Capabilities, Loss, StepTotals, Strategy, StrategyContext};
 use crate::{Error, Result};
+use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
+use fulgurite_engine::mesh::{DATA_PARALLEL, DP_CP, DeviceMesh};
+use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::parallel::check_loss;
+use fulgurite_engine::parameter::Parameter;
+use fulgurite_engine::strategy::{Capabilities, Loss, StepTotals, Strategy, StrategyContext};
 
 /// Which part of the data a rank sees (Lightning's `distributed_sampler_kwargs`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,12 +7,12 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{Hooks, StepContext};
-use crate::data::DataModule;
-use crate::module::ModuleBuilder;
-use crate::nn::Loss;
-use crate::optim::{OptimizerConfig, SchedulerConfig};
 use crate::run::RunConfig;
 use crate::{Error, Result};
+use fulgurite_engine::data::DataModule;
+use fulgurite_engine::module::ModuleBuilder;
+use fulgurite_engine::optim::{OptimizerConfig, SchedulerConfig};
+use fulgurite_nn::Loss;
 
 /// What a module is trained with.
 #[derive(Debug)]
@@ -94,7 +94,7 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
         Ok(())
     }
 
-    /// Weights to start from, in whatever format [`open`](crate::checkpoint::open) takes: a Hugging
+    /// Weights to start from, in whatever format [`open`](fulgurite_checkpoint_format::open) takes: a Hugging
     /// Face directory, a checkpoint of this crate, a file of `torch.save`, …. Names, shapes and
     /// number of the tensors are to be the model's.
     fn pretrained(config: &Self::Config) -> Option<PathBuf> {

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use toml::Table;
 
 use super::{Event, EventSink, RunStatus};
-use crate::config::to_toml;
 use crate::{Error, Result};
+use fulgurite_config::to_toml;
 
 /// Keeps a run's metrics somewhere. Lives on rank 0 only.
 pub trait Logger: Send {
@@ -54,7 +54,11 @@ pub trait LoggerConfig: std::fmt::Debug + Send + Sync {
     fn build(&self, dir: &Path) -> Result<Box<dyn Logger>>;
 }
 
-fulgurite_config::plugin_kind!(dyn LoggerConfig, crate::registry::kind::LOGGER, "trainer.loggers");
+fulgurite_config::plugin_kind!(
+    dyn LoggerConfig,
+    fulgurite_config::registry::kind::LOGGER,
+    "trainer.loggers"
+);
 
 /// Passes events on to loggers: each validation, and the steps 1, n, 2n, ….
 pub struct LoggerSink {

@@ -1,7 +1,7 @@
 //! The trainer: loop, events, loggers, callbacks.
 //!
 //! A person implements [`LightningModule`]; [`Trainer`] runs it on the data of its
-//! [`DataModule`](crate::data::DataModule), as a [`RunConfig`](crate::run::RunConfig) says.
+//! [`DataModule`](fulgurite_engine::data::DataModule), as a [`RunConfig`](crate::run::RunConfig) says.
 //! What happens is told as [`Event`]s to [`EventSink`]s, and as numbers to [`Logger`]s.
 
 mod callback;

@@ -7,11 +7,11 @@ use toml::Table;
 use super::hooks::Hook;
 use super::{BatchOf, HookContext, LightningModule, OptimizerSetup, RunConfigOf, StepContext};
 use crate::Result;
-use crate::config::to_table;
-use crate::data::{DataModule, Split};
 use crate::fabric::Fabric;
-use crate::nn::Loss;
-use crate::parallel::ContextParallel;
+use fulgurite_config::to_table;
+use fulgurite_engine::data::{DataModule, Split};
+use fulgurite_engine::parallel::ContextParallel;
+use fulgurite_nn::Loss;
 
 /// The samples of a batch, and where and for whom it is made.
 pub(super) struct BatchRequest<'a> {

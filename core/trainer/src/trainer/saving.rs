@@ -12,15 +12,15 @@ use super::hooks::Hook;
 use super::retention::{RetainedCheckpoint, Retention};
 use super::session::{Cursor, Parts, Session};
 use super::{Event, RunDir};
-use crate::checkpoint::{
-    self, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, MANIFEST, Saved,
-    TensorSource,
-};
-use crate::collective::{ProcessGroup, broadcast_object};
 use crate::fabric::FabricOptimizer;
-use crate::optim::Ema;
 use crate::run::{CheckpointConfig, CkptPath};
 use crate::{Error, Result};
+use fulgurite_checkpoint_format::{
+    self as checkpoint, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, MANIFEST,
+    Saved, TensorSource,
+};
+use fulgurite_engine::collective::{ProcessGroup, broadcast_object};
+use fulgurite_engine::optim::Ema;
 
 /// What the trainer adds to a checkpoint: with weights and optimizer state, all that a run needs to
 /// go on as if it had never stopped.

@@ -12,16 +12,16 @@ use super::meter::{Meter, peak_rss_mib};
 use super::runner::{BatchRequest, ModuleRunner};
 use super::saving::Saving;
 use super::{Event, EventSink, StepContext};
-use crate::autograd::no_grad;
-use crate::collective::{ReduceOp, all_gather_object};
-use crate::data::{EvalSampler, SampleOrder, Split, TrainSampler};
 use crate::fabric::{Fabric, FabricOptimizer};
-use crate::launch::Interruption;
-use crate::mesh::DP_CP;
-use crate::parallel::ContextParallel;
-use crate::parallel::explain_shapes;
 use crate::run::{Amount, ClipAlgorithm, Limits, TrainerConfig};
 use crate::{Error, Result};
+use fulgurite_engine::autograd::no_grad;
+use fulgurite_engine::collective::{ReduceOp, all_gather_object};
+use fulgurite_engine::data::{EvalSampler, SampleOrder, Split, TrainSampler};
+use fulgurite_engine::mesh::DP_CP;
+use fulgurite_engine::parallel::ContextParallel;
+use fulgurite_engine::parallel::explain_shapes;
+use fulgurite_launch::Interruption;
 
 /// How far a run has come: all that resuming needs besides weights and optimizer state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -15,15 +15,15 @@ use super::{
     Callback, EventSink, LightningModule, LoggerConfig, LoggerSink, OptimizerSetup, RunConfigOf,
     RunDir, RunStatus,
 };
-use crate::collective::{ProcessGroup, Solo, broadcast_object};
-use crate::config::to_table;
 use crate::fabric::Fabric;
-use crate::launch::Interruption;
-use crate::optim::{Ema, OptimizerConfig, SchedulerConfig};
-use crate::registry::kind;
 use crate::run::{Devices, RunConfig};
-use crate::strategy::ParallelizeFn;
 use crate::{Error, Result};
+use fulgurite_config::registry::kind;
+use fulgurite_config::to_table;
+use fulgurite_engine::collective::{ProcessGroup, Solo, broadcast_object};
+use fulgurite_engine::optim::{Ema, OptimizerConfig, SchedulerConfig};
+use fulgurite_engine::strategy::ParallelizeFn;
+use fulgurite_launch::Interruption;
 
 /// Runs a [`LightningModule`] on its data, as a [`RunConfig`] says. Built on [`Fabric`]: one strategy,
 /// one checkpoint path.
@@ -106,7 +106,7 @@ impl Trainer {
     }
 
     /// Asked after each step (and each batch of a validation) whether someone wants the run to end:
-    /// [`launch::interruption`](crate::launch::interruption()). One rank's yes is enough: all finish
+    /// [`launch::interruption`](fulgurite_launch::interruption()). One rank's yes is enough: all finish
     /// the step, save (after Ctrl-C only with `checkpoint.save_last`), and stop.
     #[must_use]
     pub fn with_interrupt(mut self, interrupted: fn() -> Option<Interruption>) -> Self {

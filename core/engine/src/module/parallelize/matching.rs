@@ -2,11 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::config::nearest;
 use crate::module::{ModuleTree, glob_match, prefix_match};
 use crate::parallel::{ParallelStyle, Plan, Styles};
 use crate::parameter::Parameter;
 use crate::{Error, Result};
+use fulgurite_config::nearest;
 
 impl ModuleTree {
     /// The style of each path that the plan names.
