@@ -358,6 +358,7 @@ fn dropout_communicates_on_all_ranks_or_none() {
         };
         // Of a layer whose output has a known size, none.
         let x = Tensor::ones((1, 2, 4), DType::F32, &Device::Cpu)?;
+        let _scope = ForwardScope { training: true, ..ForwardScope::default() }.enter();
         let part = up.forward(&x)?;
         assert_eq!(calls(&part)?, 0);
         assert_eq!(calls(&functional::gelu(&(part * 2.0)?)?)?, 0);

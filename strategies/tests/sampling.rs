@@ -203,6 +203,6 @@ fn a_loss_from_outside_of_its_batchs_scope_is_refused_where_ranks_share_sequence
     });
     for (outside, inside) in errors {
         insta::allow_duplicates! { insta::assert_snapshot!(outside, @"4 ranks share each sequence, and the loss was computed where a sequence is on one rank (outside of any forward scope?), so that attention saw a part of it: compute the model and its loss inside of `TrainBatch::forward`, or while the guard of `Fabric::forward_scope` lives"); }
-        insta::allow_duplicates! { insta::assert_snapshot!(inside, @""); }
+        insta::allow_duplicates! { insta::assert_snapshot!(inside, @"no model has been set up; call `Fabric::setup` (`setup_module`) first"); }
     }
 }

@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::autograd::{no_grad, storage};
-use fulgurite_core::module::{ModuleBuilder, ModuleInit, ModuleTree};
+use fulgurite_core::module::{ForwardScope, ModuleBuilder, ModuleInit, ModuleTree};
 use fulgurite_core::nn::cross_entropy;
 use fulgurite_core::parameter::{GradReducer, LocalGrads};
 use fulgurite_core::shard::Region;
@@ -153,7 +153,8 @@ fn it_learns_a_sentence() {
     let t = build(&LlamaConfig { dropout: 0.02, ..small(true) }, DType::F32);
     let (inputs, targets) = ids(&[[1, 5, 0, 10, 2, 3], [7, 3, 8, 4, 9, 1]]);
     let mut losses = vec![];
-    for _ in 0..60 {
+    for step in 0..60 {
+        let _scope = ForwardScope { training: true, step, ..ForwardScope::default() }.enter();
         let loss = cross_entropy(&t.model.forward(&inputs).unwrap(), &targets).unwrap();
         losses.push(loss.mean().unwrap());
         loss.sum().backward().unwrap();
