@@ -175,8 +175,10 @@ fn command(program: &Program) -> clap::Command {
     // The framework's own tables always match their declarations; a test sees to it.
     let mut sections = reference_sections().unwrap_or_default();
     sections.extend(program.sections.iter().cloned());
-    let help =
-        format!("{examples}\n\nConfiguration keys [default]:\n{}", reference::plain(&sections));
+    let help = format!(
+        "{examples}\n\nConfiguration keys [default]:\n{}",
+        reference::plain_text(&sections)
+    );
     let short = format!("{examples}\n\nFor all configuration keys: {name} fit --help");
     let with_help =
         |command: clap::Command| command.after_help(short.clone()).after_long_help(help.clone());

@@ -5,14 +5,14 @@ use std::path::PathBuf;
 
 use super::PluginValue;
 
-/// What the reference says of one key.
+/// One key of a table, as the reference lists it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyDoc {
     /// The key, without the table it is in.
     pub name: Cow<'static, str>,
-    /// What may be written there, in words: `integer`, `list of string`.
+    /// The type of its values, in words: `integer`, `list of string`.
     pub ty: String,
-    /// The documentation, as written on the field.
+    /// The documentation comment of the field.
     pub doc: &'static str,
 }
 
@@ -23,9 +23,9 @@ pub trait Documented: Default + serde::Serialize {
     fn keys() -> Vec<KeyDoc>;
 }
 
-/// A type of value, as the reference calls it.
+/// A type that values of the configuration can have.
 pub trait ConfigType {
-    /// The words for it.
+    /// The type in words, for the reference: `integer`, `list of string`.
     fn describe() -> String;
 }
 

@@ -1,8 +1,8 @@
-//! A serde deserializer over TOML values that knows where it is.
+//! A serde deserializer over TOML values that reports the path of an error.
 //!
-//! toml's own loses the path of an error inside a plugin's table, because typetag passes errors on
-//! as text; and serde's derive ignores unknown keys unless told otherwise. Here the path and the
-//! structured [`Problem`] are recorded where an error arises, and unknown keys are errors always.
+//! toml's deserializer loses the path of an error inside a plugin's table, because typetag passes
+//! errors on as text, and serde's derive ignores unknown keys by default. This one records path and
+//! structured [`Problem`] where an error arises, and makes every unknown key an error.
 
 use std::cell::RefCell;
 
@@ -14,7 +14,7 @@ use serde::de::{
 use serde::forward_to_deserialize_any;
 use toml::{Table, Value};
 
-use super::problem::{Problem, Segment, read_path, render};
+use super::problem::{PathSegment, Problem, parse_path, render};
 use crate::{Error, Result};
 
 /// Turns a whole configuration into `T`.
@@ -32,15 +32,15 @@ pub fn parse<T: DeserializeOwned>(table: Table) -> Result<T> {
 /// # Errors
 /// As for [`parse`].
 pub fn parse_at<T: DeserializeOwned>(path: &str, table: Table) -> Result<T> {
-    deserialize(read_path(path), &Value::Table(table))
+    deserialize(parse_path(path), &Value::Table(table))
         .map_err(|(p, problem)| Error::Config(render(&p, &problem, &[])))
 }
 
-/// As [`parse`], with the problem and its place apart.
+/// Like [`parse`] of a value at `base`; the error is the path and the problem, not yet a message.
 pub(crate) fn deserialize<T: DeserializeOwned>(
-    base: Vec<Segment>,
+    base: Vec<PathSegment>,
     value: &Value,
-) -> Result<T, (Vec<Segment>, Problem)> {
+) -> Result<T, (Vec<PathSegment>, Problem)> {
     let context = Context { path: RefCell::new(base), first: RefCell::new(None) };
     T::deserialize(Node { value, context: &context }).map_err(|problem| {
         let recorded = context.first.take();
@@ -48,16 +48,17 @@ pub(crate) fn deserialize<T: DeserializeOwned>(
     })
 }
 
-/// Where the walk is, and the innermost error on the way up, which outer layers may have garbled.
 struct Context {
-    path: RefCell<Vec<Segment>>,
-    first: RefCell<Option<(Vec<Segment>, Problem)>>,
+    /// The path of the value that is being deserialized.
+    path: RefCell<Vec<PathSegment>>,
+    /// The innermost error so far and its path: typetag turns it into text on the way out.
+    first: RefCell<Option<(Vec<PathSegment>, Problem)>>,
 }
 
 impl Context {
     fn record<T>(&self, result: Result<T, Problem>) -> Result<T, Problem> {
         match &result {
-            // An error that somebody recovered from is none.
+            // The caller recovered from the inner error, as untagged enums do.
             Ok(_) => drop(self.first.take()),
             Err(problem) => {
                 let mut first = self.first.borrow_mut();
@@ -65,7 +66,7 @@ impl Context {
                     let mut path = self.path.borrow().clone();
                     let mut problem = problem.clone();
                     if let Problem::UnknownKey { key: key @ None, .. } = &mut problem
-                        && let Some(Segment::Key(last)) = path.last().cloned()
+                        && let Some(PathSegment::Key(last)) = path.last().cloned()
                     {
                         *key = Some(last);
                         path.pop();
@@ -79,7 +80,7 @@ impl Context {
 
     fn inside<T>(
         &self,
-        segment: Segment,
+        segment: PathSegment,
         body: impl FnOnce() -> Result<T, Problem>,
     ) -> Result<T, Problem> {
         self.path.borrow_mut().push(segment);
@@ -121,7 +122,7 @@ impl<'de> Deserializer<'de> for Node<'de> {
             Value::Integer(value) => visitor.visit_i64(*value),
             Value::Float(value) => visitor.visit_f64(*value),
             Value::Boolean(value) => visitor.visit_bool(*value),
-            // No key is a date; `00:12:00` is more likely a duration that wants to be a string.
+            // No key takes a date; `00:12:00` is a duration written without quotes.
             Value::Datetime(value) => visitor.visit_string(value.to_string()),
             Value::Array(elements) => visitor.visit_seq(Elements {
                 elements: elements.iter().enumerate(),
@@ -172,7 +173,7 @@ impl<'de> Deserializer<'de> for Node<'de> {
         }
     }
 
-    /// What is ignored is a key that nobody reads.
+    /// serde calls this for keys that the type does not have.
     fn deserialize_ignored_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Problem> {
         Err(Problem::UnknownKey { key: None, expected: Vec::new() })
     }
@@ -206,7 +207,7 @@ impl<'de, I: Iterator<Item = (&'de String, &'de Value)>> MapAccess<'de> for Entr
         let (key, value) =
             self.value.take().ok_or_else(|| Problem::custom("a value was asked for twice"))?;
         let node = Node { value, context: self.context };
-        self.context.inside(Segment::Key(key.clone()), || seed.deserialize(node))
+        self.context.inside(PathSegment::Key(key.clone()), || seed.deserialize(node))
     }
 }
 
@@ -224,11 +225,11 @@ impl<'de, I: Iterator<Item = (usize, &'de Value)>> SeqAccess<'de> for Elements<'
     ) -> Result<Option<T::Value>, Problem> {
         let Some((index, value)) = self.elements.next() else { return Ok(None) };
         let node = Node { value, context: self.context };
-        self.context.inside(Segment::Index(index), || seed.deserialize(node)).map(Some)
+        self.context.inside(PathSegment::Index(index), || seed.deserialize(node)).map(Some)
     }
 }
 
-/// An enum's variant with content: `{ variant = content }`.
+/// An enum variant with content, `{ variant = content }`.
 struct Variant<'de> {
     variant: &'de str,
     node: Node<'de>,
@@ -252,12 +253,12 @@ impl<'de> VariantAccess<'de> for Variant<'de> {
     }
 
     fn newtype_variant_seed<T: DeserializeSeed<'de>>(self, seed: T) -> Result<T::Value, Problem> {
-        let segment = Segment::Key(self.variant.to_owned());
+        let segment = PathSegment::Key(self.variant.to_owned());
         self.node.context.inside(segment, || seed.deserialize(self.node))
     }
 
     fn tuple_variant<V: Visitor<'de>>(self, len: usize, visitor: V) -> Result<V::Value, Problem> {
-        let segment = Segment::Key(self.variant.to_owned());
+        let segment = PathSegment::Key(self.variant.to_owned());
         self.node.context.inside(segment, || self.node.deserialize_tuple(len, visitor))
     }
 
@@ -266,7 +267,7 @@ impl<'de> VariantAccess<'de> for Variant<'de> {
         fields: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, Problem> {
-        let segment = Segment::Key(self.variant.to_owned());
+        let segment = PathSegment::Key(self.variant.to_owned());
         self.node.context.inside(segment, || self.node.deserialize_struct("", fields, visitor))
     }
 }

@@ -1,4 +1,4 @@
-//! Layers: defaults, files and overrides, the later over the earlier.
+//! Layers of configuration: defaults, files and overrides. Later layers win.
 
 use std::path::Path;
 
@@ -8,15 +8,15 @@ use toml::{Table, Value};
 
 use super::KeyDoc;
 use super::deserializer::deserialize;
-use super::problem::{KnownTable, Problem, Segment, offender, render};
+use super::problem::{KnownTable, PathSegment, Problem, error_path, render};
 use crate::{Error, Result};
 
 /// A stack of configurations. Later layers win:
 ///
 /// - tables merge key by key; anything else (lists too) is replaced;
-/// - a table whose `type` changes is replaced whole, since its other keys are those of another
+/// - a table whose `type` changes is replaced whole, since its other keys are options of another
 ///   plugin;
-/// - `"name"` and `{ type = "name" }` are the same, so a table laid over a name adds options to it.
+/// - `"name"` and `{ type = "name" }` are equal, so a table over a name adds options to it.
 ///
 /// ```
 /// # use fulgurite_core::config::ConfigLayers;
@@ -36,10 +36,10 @@ pub struct ConfigLayers {
 
 #[derive(Debug, Clone)]
 struct Layer {
-    /// For messages; `None` for what the user did not write.
+    /// The file or override, for messages; `None` for defaults of the program.
     origin: Option<String>,
     table: Table,
-    /// Whether it is a single key from the command line.
+    /// Whether it is one `--set` override.
     is_override: bool,
 }
 
@@ -49,19 +49,19 @@ impl ConfigLayers {
         Self::default()
     }
 
-    /// Adds a layer that the program brings.
+    /// Adds a layer of the program's own defaults on top of the layers so far.
     pub fn defaults(self, table: Table) -> Self {
         self.with(None, table)
     }
 
-    /// Puts a layer that the program brings under all others.
-    pub fn under(mut self, table: Table) -> Self {
+    /// Puts a layer of the program's own defaults below all others.
+    pub fn prepend_defaults(mut self, table: Table) -> Self {
         self.layers.insert(0, Layer { origin: None, table, is_override: false });
         self
     }
 
-    /// Makes the keys of a table known to messages: to a key at the top level that this table has,
-    /// they suggest the table.
+    /// Names the keys of a table for messages: where such a key is found at the top level, the message
+    /// suggests `name.key`.
     pub fn known_table(mut self, name: &'static str, keys: Vec<KeyDoc>) -> Self {
         self.known.push((name, keys));
         self
@@ -78,7 +78,7 @@ impl ConfigLayers {
         self.text(path.display(), &text)
     }
 
-    /// Adds TOML text under a name for messages, such as a file's.
+    /// Adds TOML text; messages call it `name`.
     ///
     /// # Errors
     /// [`Error::Config`] if it is not TOML.
@@ -90,8 +90,8 @@ impl ConfigLayers {
     }
 
     /// Adds one override, `a.b.c=value`. The value is TOML (`3`, `1e-4`, `true`, `["x", "y"]`,
-    /// `{ type = "fsdp" }`); what is not TOML is a string (`fsdp`, `data/train.txt`). Among
-    /// overrides that follow one another, a `type` may come before or after the keys beside it.
+    /// `{ type = "fsdp" }`); anything that is not TOML is a string (`fsdp`, `data/train.txt`). Among
+    /// consecutive overrides, a `type` may come before or after the options beside it.
     ///
     /// # Errors
     /// [`Error::Config`] without a `=`, for a malformed key, or for a list, table or quoted string
@@ -113,8 +113,8 @@ impl ConfigLayers {
     /// The merged table.
     pub fn resolve(&self) -> Table {
         let mut merged = Table::new();
-        // Overrides that follow one another are put together first: a `type` among them replaces
-        // what files say of its table, not what the overrides before it say.
+        // Consecutive overrides are merged with each other first, so that a `type` among them
+        // replaces the table of a file and not the options of an earlier override.
         for group in self.layers.chunk_by(|a, b| a.is_override && b.is_override) {
             let mut together = Table::new();
             for layer in group {
@@ -128,30 +128,30 @@ impl ConfigLayers {
     /// The merged table as a `T`.
     ///
     /// # Errors
-    /// As [`parse`](super::parse), and says which file or override the key is from.
+    /// As [`parse`](super::parse), and names the file or override that the key is from.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T> {
         deserialize(Vec::new(), &Value::Table(self.resolve())).map_err(|e| self.error(e))
     }
 
-    /// One table of the merged one as a `T`; an empty one if no layer has it.
+    /// The table `key` of the merged configuration as a `T`; empty if no layer has it.
     ///
     /// # Errors
     /// As [`parse`](Self::parse).
     pub fn parse_table<T: DeserializeOwned>(&self, key: &str) -> Result<T> {
         let value = self.resolve().remove(key).unwrap_or_else(|| Table::new().into());
-        deserialize(vec![Segment::Key(key.to_owned())], &value).map_err(|e| self.error(e))
+        deserialize(vec![PathSegment::Key(key.to_owned())], &value).map_err(|e| self.error(e))
     }
 
-    fn error(&self, (path, problem): (Vec<Segment>, Problem)) -> Error {
+    fn error(&self, (path, problem): (Vec<PathSegment>, Problem)) -> Error {
         let message = render(&path, &problem, &self.known);
-        match self.origin(&offender(&path, &problem)) {
+        match self.origin(&error_path(&path, &problem)) {
             Some(origin) => Error::Config(format!("{origin}: {message}")),
             None => Error::Config(message),
         }
     }
 
-    /// The last layer that says anything about `path`, if the user wrote it.
-    fn origin(&self, path: &[Segment]) -> Option<&str> {
+    /// The origin of the topmost layer that sets `path`; `None` if that is a default of the program.
+    fn origin(&self, path: &[PathSegment]) -> Option<&str> {
         if path.is_empty() {
             return None;
         }
@@ -160,10 +160,10 @@ impl ConfigLayers {
     }
 }
 
-fn mentions(table: &Table, path: &[Segment]) -> bool {
+fn mentions(table: &Table, path: &[PathSegment]) -> bool {
     let mut keys = path.iter().map_while(|segment| match segment {
-        Segment::Key(key) => Some(key),
-        Segment::Index(_) => None,
+        PathSegment::Key(key) => Some(key),
+        PathSegment::Index(_) => None,
     });
     let Some(mut value) = keys.next().and_then(|key| table.get(key)) else { return false };
     for key in keys {
@@ -172,7 +172,7 @@ fn mentions(table: &Table, path: &[Segment]) -> bool {
                 Some(inner) => value = inner,
                 None => return false,
             },
-            // A list, or a name that stands for a table.
+            // A name, which is short for a table with this `type`.
             Value::String(_) => return key == "type",
             _ => return true,
         }
@@ -180,7 +180,7 @@ fn mentions(table: &Table, path: &[Segment]) -> bool {
     true
 }
 
-/// `partial`: a table without a `type` may be one whose `type` is yet to come.
+/// With `partial`, a table without a `type` may get one from a later override of the same group.
 fn merge_tables(base: &mut Table, overlay: Table, partial: bool) {
     for (key, value) in overlay {
         match base.get_mut(&key) {
@@ -239,15 +239,15 @@ fn parse_assignment(assignment: &str) -> Result<Table> {
     };
     let value =
         parse_value(text).map_err(|why| Error::Config(format!("--set {assignment}: {why}")))?;
-    put_in_leaf(&mut nested, value);
+    set_leaf(&mut nested, value);
     Ok(nested)
 }
 
-/// Replaces the one leaf of nested tables of one entry each.
-fn put_in_leaf(table: &mut Table, value: Value) {
+/// Sets the leaf of nested tables that have one entry each.
+fn set_leaf(table: &mut Table, value: Value) {
     if let Some((_, inner)) = table.iter_mut().next() {
         match inner {
-            Value::Table(inner) => put_in_leaf(inner, value),
+            Value::Table(inner) => set_leaf(inner, value),
             leaf => *leaf = value,
         }
     }
@@ -267,7 +267,7 @@ fn parse_value(text: &str) -> Result<Value, String> {
     }
 }
 
-/// Any configuration as a table; keys without a value are left out.
+/// A configuration as a TOML table; keys that are `None` are left out.
 ///
 /// # Errors
 /// [`Error::Config`] if TOML cannot hold it (an integer above `i64::MAX`).
@@ -276,7 +276,7 @@ pub fn to_table(config: &impl Serialize) -> Result<Table> {
         .map_err(|error| Error::Config(format!("the configuration does not fit TOML: {error}")))
 }
 
-/// Any configuration as TOML text, in the order of its declaration.
+/// A configuration as TOML text, keys in order of declaration.
 ///
 /// # Errors
 /// As [`to_table`].

@@ -19,7 +19,7 @@
 //! - [`ConfigLayers`] stacks files and `--set` overrides.
 //! - [`parse`] turns a table into any `Deserialize` type. An unknown key is an error everywhere,
 //!   also for types without `deny_unknown_fields`.
-//! - [`PluginValue`] and [`plugin`] take what a plugin is chosen by: `"name"` or
+//! - [`PluginValue`] and [`plugin`] read the value that chooses a plugin: `"name"` or
 //!   `{ type = "name", … }`.
 //! - [`config_struct!`](crate::config_struct) declares a table once, for serde and for the
 //!   generated [`reference`](mod@reference).
@@ -43,7 +43,7 @@ pub mod registry;
 
 pub use fulgurite_error::{Error, Result};
 
-/// What the registration macros expand to.
+/// Used by the registration macros.
 #[doc(hidden)]
 pub mod __private {
     pub use inventory;

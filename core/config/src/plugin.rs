@@ -1,8 +1,8 @@
 //! Values that choose a plugin: `"name"`, or `{ type = "name", option = … }`.
 //!
-//! Two ways to take one. A [`PluginValue`] keeps name and options apart from the trait, and is
-//! built when it is needed. A field of type `Box<dyn Trait>` is built while the configuration is
-//! read, with this module as its `deserialize_with`:
+//! A field can have one of two types. A [`PluginValue`] keeps name and options, and is built later. A
+//! `Box<dyn Trait>` is built while the configuration is read, by the `deserialize_with` of this
+//! module:
 //!
 //! ```
 //! use fulgurite_core::config::{self, plugin};
@@ -68,21 +68,21 @@ impl PluginValue {
         Self { name: name.into(), options: Table::new() }
     }
 
-    /// The same with an option set.
+    /// Sets an option.
     pub fn with(mut self, key: impl Into<String>, value: impl Into<Value>) -> Self {
         self.options.insert(key.into(), value.into());
         self
     }
 
-    /// The whole table, `type` included.
+    /// Name and options as one table, the name under `type`.
     pub fn to_table(&self) -> Table {
         let mut table = self.options.clone();
         table.insert("type".to_owned(), Value::String(self.name.clone()));
         table
     }
 
-    /// Builds the plugin's configuration: `T` is `Box<dyn Trait>` of a typetag trait of this
-    /// [`kind`](registry::kind). `path` is where in the configuration the value stands.
+    /// Builds the plugin's configuration: `T` is the `Box<dyn Trait>` of a typetag trait of this
+    /// [`kind`](registry::kind). `path` is the key of this value in the configuration, for messages.
     ///
     /// # Errors
     /// [`Error::UnknownPlugin`] if no linked crate provides it; [`Error::Config`] with the full
@@ -99,7 +99,7 @@ impl PluginValue {
     /// As [`build`](Self::build).
     pub fn check(&self, kind: &'static str, path: &str) -> Result<()> {
         registry::require(kind, &self.name)?;
-        match kind_of(kind) {
+        match kind_descriptor(kind) {
             Some(kind) => (kind.options)(self, path).map(drop),
             None => Ok(()),
         }
@@ -163,29 +163,29 @@ impl<'de> Deserialize<'de> for PluginValue {
 
 const EXPECTING: &str = "a name or a table with a `type`";
 
-/// A trait whose configurations are plugins of one kind. [`plugin_kind!`](crate::plugin_kind)
-/// implements it for the trait object, beside the trait.
+/// The trait object of a kind of plugin. [`plugin_kind!`](crate::plugin_kind) implements it, beside
+/// the trait.
 pub trait PluginKind {
     /// The kind, such as one of [`registry::kind`].
     const KIND: &'static str;
 }
 
-/// What is known of one kind of plugin. [`plugin_kind!`](crate::plugin_kind) submits it.
+/// A kind of plugin, as [`plugin_kind!`](crate::plugin_kind) registers it.
 #[derive(Debug, Clone, Copy)]
 pub struct KindDescriptor {
     /// The kind, such as one of [`registry::kind`].
     pub kind: &'static str,
     /// The key of a configuration that chooses a plugin of this kind.
     pub key: &'static str,
-    /// All options of the plugin that a value chooses, those left out at their defaults; the error
-    /// is that of [`PluginValue::build`] with this path.
+    /// All options of the plugin that a value chooses, with the defaults of those that it leaves out.
+    /// Fails as [`PluginValue::build`] with the same path.
     pub options: fn(&PluginValue, &str) -> Result<Table>,
 }
 
 inventory::collect!(KindDescriptor);
 
-/// What is known of a kind; `None` if no linked crate declares it.
-pub fn kind_of(kind: &str) -> Option<&'static KindDescriptor> {
+/// The descriptor of a kind; `None` if no linked crate declares it.
+pub fn kind_descriptor(kind: &str) -> Option<&'static KindDescriptor> {
     inventory::iter::<KindDescriptor>().find(|descriptor| descriptor.kind == kind)
 }
 
@@ -203,8 +203,8 @@ where
 }
 
 /// Declares a kind of plugin beside its trait, a typetag trait with `tag = "type"`:
-/// `plugin_kind!(dyn LoggerConfig, "logger", "trainer.loggers")`, the last being the key that chooses
-/// a plugin of the kind.
+/// `plugin_kind!(dyn LoggerConfig, "logger", "trainer.loggers")`. The last argument is the key of the
+/// configuration that chooses a plugin of the kind.
 #[macro_export]
 macro_rules! plugin_kind {
     ($ty:ty, $kind:expr, $key:literal) => {
@@ -222,8 +222,8 @@ macro_rules! plugin_kind {
     };
 }
 
-/// For `#[serde(deserialize_with = "plugin::deserialize")]` on a field `Box<dyn Trait>`: takes a
-/// name or a table, and checks the name with the registry before typetag sees it.
+/// For `#[serde(deserialize_with = "plugin::deserialize")]` on a field `Box<dyn Trait>`: reads a
+/// name or a table, and looks the name up in the registry before typetag does.
 ///
 /// # Errors
 /// The text of [`Error::UnknownPlugin`], or what is wrong with the options.
@@ -302,7 +302,7 @@ where
                 Box::<T>::deserialize(MapAccessDeserializer::new(TagFirst { tag: Some(name), map }))
             }
             None => Err(A::Error::missing_field("type")),
-            // Our own deserializer puts the tag first; others (JSON) keep the order of the text.
+            // The deserializer of this crate puts the tag first; others (JSON) keep the order of the text.
             Some(first) => {
                 let mut table = Table::from_iter([(first.to_owned(), map.next_value()?)]);
                 while let Some((key, value)) = map.next_entry()? {
@@ -321,7 +321,7 @@ fn require<T: ?Sized + PluginKind, E: serde::de::Error>(name: &str) -> Result<()
     registry::require(T::KIND, name).map_err(|error: Error| E::custom(error))
 }
 
-/// A map whose tag has been read already, with it put back.
+/// A map, preceded by the `type` that has been read from it.
 struct TagFirst<A> {
     tag: Option<String>,
     map: A,

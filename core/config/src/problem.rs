@@ -1,4 +1,4 @@
-//! What can be wrong with a configuration, and how it is said.
+//! What can be wrong with a configuration, and the messages for it.
 
 use std::fmt::{self, Display};
 
@@ -8,26 +8,27 @@ use super::KeyDoc;
 
 /// One step of a path into a configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Segment {
+pub(crate) enum PathSegment {
     /// A key of a table.
     Key(String),
     /// An element of a list, counted from 0.
     Index(usize),
 }
 
-/// What is wrong, without the place. It is the error type of the [deserializer](super::parse).
+/// What is wrong with a value, without its path: the error type of the
+/// [deserializer](super::parse).
 ///
 /// typetag and erased-serde pass errors on as text, so [`Display`] writes serde's own phrases and
-/// [`custom`](de::Error::custom) reads them: a problem survives the way through a plugin.
+/// [`custom`](de::Error::custom) parses them, so that a problem survives typetag.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Problem {
-    /// A key that nothing reads. `key` is `None` where the place itself is that key.
+    /// A key that the table does not have. With `key: None` it is the last segment of the path.
     UnknownKey { key: Option<String>, expected: Vec<String> },
-    /// A word that is none of the words expected.
-    UnknownWord { word: String, expected: Vec<String> },
+    /// A string that is none of the expected ones.
+    UnknownValue { value: String, expected: Vec<String> },
     /// A value of the wrong type, or out of range.
     Mismatch { found: String, expected: String },
-    /// A key that has no default is not there.
+    /// A key without a default is missing.
     MissingKey { key: String },
     /// Anything else.
     Custom(String),
@@ -43,8 +44,8 @@ impl Display for Problem {
                 let key = key.as_deref().unwrap_or_default();
                 write!(f, "unknown field `{key}`, expected one of {}", list(expected))
             }
-            Self::UnknownWord { word, expected } => {
-                write!(f, "unknown variant `{word}`, expected one of {}", list(expected))
+            Self::UnknownValue { value, expected } => {
+                write!(f, "unknown variant `{value}`, expected one of {}", list(expected))
             }
             Self::Mismatch { found, expected } => {
                 write!(f, "invalid type: {found}, expected {expected}")
@@ -66,13 +67,13 @@ impl Problem {
             return Some(Self::UnknownKey { key, expected: quoted(rest) });
         }
         if let Some(rest) = text.strip_prefix("unknown variant `") {
-            let (word, rest) = rest.split_once('`')?;
-            return Some(Self::UnknownWord { word: word.to_owned(), expected: quoted(rest) });
+            let (value, rest) = rest.split_once('`')?;
+            return Some(Self::UnknownValue { value: value.to_owned(), expected: quoted(rest) });
         }
         let rest =
             text.strip_prefix("invalid type: ").or_else(|| text.strip_prefix("invalid value: "))?;
         let (found, expected) = rest.split_once(", expected ")?;
-        Some(Self::Mismatch { found: as_found(found), expected: as_expected(expected) })
+        Some(Self::Mismatch { found: describe_found(found), expected: describe_expected(expected) })
     }
 }
 
@@ -87,8 +88,8 @@ impl de::Error for Problem {
 
     fn invalid_type(unexpected: Unexpected, expected: &dyn Expected) -> Self {
         Self::Mismatch {
-            found: as_found(&unexpected.to_string()),
-            expected: as_expected(&expected.to_string()),
+            found: describe_found(&unexpected.to_string()),
+            expected: describe_expected(&expected.to_string()),
         }
     }
 
@@ -99,12 +100,12 @@ impl de::Error for Problem {
     fn invalid_length(len: usize, expected: &dyn Expected) -> Self {
         Self::Mismatch {
             found: format!("{len} element(s)"),
-            expected: as_expected(&expected.to_string()),
+            expected: describe_expected(&expected.to_string()),
         }
     }
 
     fn unknown_variant(variant: &str, expected: &'static [&'static str]) -> Self {
-        Self::UnknownWord { word: variant.to_owned(), expected: owned(expected) }
+        Self::UnknownValue { value: variant.to_owned(), expected: owned(expected) }
     }
 
     fn unknown_field(field: &str, expected: &'static [&'static str]) -> Self {
@@ -116,20 +117,20 @@ impl de::Error for Problem {
     }
 }
 
-/// A table of the top level, and its keys: what a message suggests to somebody who left out the table.
+/// A table of the top level and its keys, which messages suggest for a key written outside of it.
 pub(crate) type KnownTable = (&'static str, Vec<KeyDoc>);
 
-/// The whole message: the problem, with the place it is at.
-pub(crate) fn render(path: &[Segment], problem: &Problem, known: &[KnownTable]) -> String {
-    let at = if path.is_empty() { String::new() } else { format!("`{}`: ", show(path)) };
+/// The message for a problem at a path.
+pub(crate) fn render(path: &[PathSegment], problem: &Problem, known: &[KnownTable]) -> String {
+    let at = if path.is_empty() { String::new() } else { format!("`{}`: ", format_path(path)) };
     match problem {
         Problem::UnknownKey { expected, .. } => {
-            let full = offender(path, problem);
+            let full = error_path(path, problem);
             let (table, key) = match full.split_last() {
-                Some((Segment::Key(key), table)) => (table, key.as_str()),
+                Some((PathSegment::Key(key), table)) => (table, key.as_str()),
                 _ => (path, ""),
             };
-            let mut message = format!("unknown key `{}`", show(&full));
+            let mut message = format!("unknown key `{}`", format_path(&full));
             if let Some(near) = nearest(key, expected) {
                 message += &format!("; did you mean `{near}`?");
             } else if let Some((elsewhere, _)) = known
@@ -142,16 +143,16 @@ pub(crate) fn render(path: &[Segment], problem: &Problem, known: &[KnownTable]) 
             if !expected.is_empty() {
                 let of = match table {
                     [] => "at the top level".to_owned(),
-                    table => format!("of `{}`", show(table)),
+                    table => format!("of `{}`", format_path(table)),
                 };
                 message += &format!(" (the keys {of} are {})", expected.join(", "));
             }
             message
         }
-        Problem::UnknownWord { word, expected } => {
+        Problem::UnknownValue { value, expected } => {
             let words: Vec<_> = expected.iter().map(|word| format!("{word:?}")).collect();
-            let mut message = format!("{at}expected {}, found {word:?}", one_of(&words));
-            if let Some(near) = nearest(word, expected) {
+            let mut message = format!("{at}expected {}, found {value:?}", one_of(&words));
+            if let Some(near) = nearest(value, expected) {
                 message += &format!("; did you mean {near:?}?");
             }
             message
@@ -166,29 +167,29 @@ pub(crate) fn render(path: &[Segment], problem: &Problem, known: &[KnownTable]) 
         }
         Problem::MissingKey { key } => {
             let mut full = path.to_vec();
-            full.push(Segment::Key(key.clone()));
-            format!("missing key `{}`, which has no default", show(&full))
+            full.push(PathSegment::Key(key.clone()));
+            format!("missing key `{}`, which has no default", format_path(&full))
         }
         Problem::Custom(message) => format!("{at}{message}"),
     }
 }
 
-/// The path of the key or value that is at fault.
-pub(crate) fn offender(path: &[Segment], problem: &Problem) -> Vec<Segment> {
+/// The path of the key or value at fault.
+pub(crate) fn error_path(path: &[PathSegment], problem: &Problem) -> Vec<PathSegment> {
     let mut full = path.to_vec();
     if let Problem::UnknownKey { key: Some(key), .. } = problem {
-        full.push(Segment::Key(key.clone()));
+        full.push(PathSegment::Key(key.clone()));
     }
     full
 }
 
-/// A path as one would write it: `trainer.loggers[0].dir`.
-pub(crate) fn show(path: &[Segment]) -> String {
+/// A path as text: `trainer.loggers[0].dir`.
+pub(crate) fn format_path(path: &[PathSegment]) -> String {
     let mut text = String::new();
     for segment in path {
         match segment {
-            Segment::Index(index) => text += &format!("[{index}]"),
-            Segment::Key(key) => {
+            PathSegment::Index(index) => text += &format!("[{index}]"),
+            PathSegment::Key(key) => {
                 if !text.is_empty() {
                     text.push('.');
                 }
@@ -205,7 +206,7 @@ pub(crate) fn show(path: &[Segment]) -> String {
     text
 }
 
-/// The candidate that `word` was most likely meant to be, if there is one close enough.
+/// The candidate with the smallest edit distance to `word`; `None` if none is similar.
 pub fn nearest<'a>(word: &str, candidates: &'a [String]) -> Option<&'a str> {
     let word = word.to_lowercase();
     let limit = (word.chars().count() / 3).max(1);
@@ -234,8 +235,8 @@ fn quoted(text: &str) -> Vec<String> {
     text.split('`').skip(1).step_by(2).map(str::to_owned).collect()
 }
 
-/// serde's and Rust's words for types, as people who write TOML know them.
-fn as_expected(expected: &str) -> String {
+/// serde's name of an expected type in the terms of TOML.
+fn describe_expected(expected: &str) -> String {
     let ours = match expected {
         "u8" | "u16" | "u32" | "u64" | "usize" => "an integer, at least 0",
         "i8" | "i16" | "i32" | "i64" | "isize" => "an integer",
@@ -251,8 +252,8 @@ fn as_expected(expected: &str) -> String {
     ours.to_owned()
 }
 
-/// serde's words for a value that was found, likewise.
-fn as_found(found: &str) -> String {
+/// serde's description of a value that was found in the terms of TOML.
+fn describe_found(found: &str) -> String {
     match found {
         "map" => return "a table".to_owned(),
         "sequence" => return "a list".to_owned(),
@@ -266,14 +267,14 @@ fn as_found(found: &str) -> String {
     bare.unwrap_or(found).to_owned()
 }
 
-/// The inverse of [`show`]: where in a configuration `trainer.loggers[0]` is.
-pub(crate) fn read_path(text: &str) -> Vec<Segment> {
+/// The inverse of [`format_path`], for paths without quoted keys.
+pub(crate) fn parse_path(text: &str) -> Vec<PathSegment> {
     let mut path = Vec::new();
     for part in text.split('.').filter(|part| !part.is_empty()) {
         let mut pieces = part.split('[');
-        path.extend(pieces.next().map(|key| Segment::Key(key.to_owned())));
+        path.extend(pieces.next().map(|key| PathSegment::Key(key.to_owned())));
         let indices = pieces.filter_map(|piece| piece.strip_suffix(']')?.parse().ok());
-        path.extend(indices.map(Segment::Index));
+        path.extend(indices.map(PathSegment::Index));
     }
     path
 }

@@ -1,4 +1,4 @@
-//! The reference of configuration keys, rendered from the declarations themselves.
+//! The reference of configuration keys, rendered from the declarations.
 //!
 //! ```
 //! use fulgurite_core::config::reference::{self, Section};
@@ -21,7 +21,7 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::plugin::kind_of;
+use super::plugin::kind_descriptor;
 use super::{Documented, KeyDoc, PluginValue};
 use crate::registry::PluginDescriptor;
 use crate::{Error, Result};
@@ -38,7 +38,7 @@ pub struct Section {
 }
 
 impl Section {
-    /// The section of a declared table.
+    /// The section of a table declared with [`config_struct!`](crate::config_struct).
     ///
     /// # Errors
     /// [`Error::Config`] if the documented keys are not the keys that serde writes.
@@ -46,7 +46,7 @@ impl Section {
         Self::new(path, T::keys(), &T::default())
     }
 
-    /// A section of a table that is not documented: its keys and their defaults.
+    /// A section with the keys and defaults of a table that is not [`Documented`].
     ///
     /// # Errors
     /// If the defaults cannot be serialised.
@@ -57,12 +57,12 @@ impl Section {
         Self::assemble(path, keys, &all, &super::to_table(defaults)?)
     }
 
-    /// A section from documentation and a value holding the defaults.
+    /// A section from the documentation of its keys and a value with the defaults.
     ///
     /// # Errors
     /// As [`of`](Self::of).
     pub fn new(path: &str, keys: Vec<KeyDoc>, defaults: &impl Serialize) -> Result<Self> {
-        // JSON, because TOML leaves out the keys that have no value.
+        // JSON has all keys; TOML leaves out those that are `None`.
         let all = serde_json::to_value(defaults).map_err(Error::other)?;
         Self::assemble(path, keys, &all, &super::to_table(defaults)?)
     }
@@ -95,7 +95,7 @@ impl Section {
     }
 }
 
-/// The sections as Markdown, a table each.
+/// The sections as Markdown, one table each.
 pub fn markdown(sections: &[Section]) -> String {
     let mut page = String::new();
     for section in sections {
@@ -115,8 +115,9 @@ pub fn markdown(sections: &[Section]) -> String {
     page
 }
 
-/// The sections as a list for a terminal: one key a line, and the first sentence about it.
-pub fn plain(sections: &[Section]) -> String {
+/// The sections as a list for a terminal: one key a line, with the first sentence of its
+/// documentation.
+pub fn plain_text(sections: &[Section]) -> String {
     let mut rows = Vec::new();
     for section in sections {
         for key in &section.keys {
@@ -169,14 +170,14 @@ pub fn plugins_markdown(plugins: &[PluginDescriptor]) -> String {
     page
 }
 
-/// The key that plugins of a kind are chosen with.
+/// The key of the configuration that chooses a plugin of this kind.
 pub fn plugin_key(kind: &str) -> &str {
-    kind_of(kind).map_or(kind, |kind| kind.key)
+    kind_descriptor(kind).map_or(kind, |kind| kind.key)
 }
 
-/// A plugin's options as `lr = 0.001, …`; `None` if some have no default.
+/// A plugin's options as `lr = 0.001, …`; `None` if one of them has no default.
 fn default_options(plugin: &PluginDescriptor) -> Option<String> {
-    let kind = kind_of(plugin.kind)?;
+    let kind = kind_descriptor(plugin.kind)?;
     let options = (kind.options)(&PluginValue::new(plugin.name), "").ok()?;
     let options: Vec<_> = options.iter().map(|(key, value)| format!("{key} = {value}")).collect();
     Some(options.join(", "))

@@ -1,14 +1,13 @@
-//! The registry of plugins: what is linked into this program, under which names.
+//! The registry of plugins: those linked into this program, with their names.
 //!
-//! typetag knows how to build a plugin from its `type` tag; this registry knows what there is to
-//! build, so that plugins can be listed, described and checked. The `register_*!` macros put a
-//! [`PluginDescriptor`] beside the typetag implementation.
+//! typetag builds a plugin from its `type` tag but cannot list them; the registry can. The
+//! `register_*!` macros add a [`PluginDescriptor`] beside the typetag implementation.
 
 use std::collections::BTreeMap;
 
 use crate::{Error, Result};
 
-/// The kinds of plugin that the framework has, as they are called in messages and listings.
+/// The kinds of plugin that the framework declares, by their names in messages and listings.
 pub mod kind {
     /// A `Strategy`: `trainer.strategy`.
     pub const STRATEGY: &str = "strategy";
@@ -28,7 +27,7 @@ pub mod kind {
     pub const SCHEDULER: &str = "scheduler";
 }
 
-/// What the registry knows of one plugin.
+/// A registered plugin.
 #[derive(Debug, Clone, Copy)]
 pub struct PluginDescriptor {
     /// The kind, such as one of [`kind`].
@@ -39,7 +38,7 @@ pub struct PluginDescriptor {
     pub krate: &'static str,
     /// That crate's version.
     pub version: &'static str,
-    /// One line.
+    /// One line about it.
     pub summary: &'static str,
     /// An example of its configuration, as a TOML inline value.
     pub example: &'static str,
@@ -54,7 +53,7 @@ pub fn plugins() -> Vec<PluginDescriptor> {
     all
 }
 
-/// The sorted names of one kind.
+/// The sorted names of the plugins of one kind.
 pub fn names(kind: &str) -> Vec<&'static str> {
     plugins().into_iter().filter(|d| d.kind == kind).map(|d| d.name).collect()
 }

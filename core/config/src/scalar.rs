@@ -15,8 +15,8 @@ pub enum Scalar {
     Text(String),
 }
 
-/// Reads a scalar and makes of it what `convert` says; `None` is a value that is not `expected`,
-/// which is how the message calls what may be written there.
+/// Reads a scalar and converts it. `convert` returns `None` for a value that is not allowed; the
+/// message then says what was `expected`.
 ///
 /// # Errors
 /// If the value is a list or a table, or `convert` refuses it.

@@ -32,7 +32,7 @@ pub enum Error {
     #[error("{0}")]
     Config(String),
 
-    /// A name that no linked plugin answers to.
+    /// No linked plugin of this kind has this name.
     #[error(
         "unknown {kind} `{name}`; available: {available}. If a plugin crate provides `{name}`, \
          link it with `use that_crate as _;` in the program"
@@ -56,13 +56,13 @@ pub enum Error {
         kind: &'static str,
         /// The name they share.
         name: String,
-        /// The crate of the first.
+        /// The crate of the first one.
         first: String,
-        /// The crate of the second.
+        /// The crate of the second one.
         second: String,
     },
 
-    /// Mesh sizes, names or ranks do not fit together.
+    /// Sizes, names or ranks of a device mesh contradict each other.
     #[error("device mesh: {0}")]
     Mesh(String),
 
@@ -79,12 +79,12 @@ pub enum Error {
         message: String,
     },
 
-    /// Another rank failed, so this one stops. The message is the other rank's own.
+    /// Another rank failed, so this one stops.
     #[error("rank {rank} failed: {message}")]
     PeerFailed {
         /// The rank that failed first.
         rank: usize,
-        /// Its error.
+        /// Its error message.
         message: String,
     },
 
@@ -123,7 +123,7 @@ pub enum Error {
         names: Vec<String>,
     },
 
-    /// A loss or gradient norm is NaN or infinite. Nothing was changed.
+    /// A loss or gradient norm is NaN or infinite. No parameter was changed.
     #[error("non-finite {what} ({value}) at step {step}{detail}")]
     NonFinite {
         /// `loss` or `gradient norm`.
@@ -132,7 +132,7 @@ pub enum Error {
         value: f64,
         /// The optimizer step that was being computed, counted from 1.
         step: u64,
-        /// More, starting with a separator; may be empty.
+        /// Text appended to the message, starting with a separator; may be empty.
         detail: String,
     },
 
@@ -145,7 +145,7 @@ pub enum Error {
         message: String,
     },
 
-    /// Data is missing or does not fit.
+    /// Training data is missing or unusable.
     #[error("data: {0}")]
     Data(String),
 
@@ -153,13 +153,13 @@ pub enum Error {
     #[error("interrupted")]
     Interrupted,
 
-    /// Anything else, in the words of whoever raised it (user code, third-party plugins).
+    /// Any other error, raised by user code or a plugin.
     #[error("{0}")]
     Other(String),
 }
 
 impl Error {
-    /// An [`Error::Other`] from anything that can be shown.
+    /// An [`Error::Other`] from anything that implements `Display`.
     pub fn other(message: impl std::fmt::Display) -> Self {
         Self::Other(message.to_string())
     }
@@ -184,14 +184,14 @@ impl Error {
     }
 }
 
-/// Hooks run inside candle's backward, which carries candle's errors only: the original travels
-/// inside of one, by value, and comes out again in the conversion back.
+/// Hooks run inside candle's backward, which returns candle's errors only. An error of this crate is
+/// wrapped in one of candle's, by value, and the conversion back unwraps it.
 #[cfg(feature = "candle")]
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
         match error {
             Error::Candle(error) => error,
-            // `Wrapped` takes any error too, and does not give it back.
+            // `Wrapped` holds any error too, but cannot be unwrapped.
             other => candle_core::Error::Io(std::io::Error::other(other)),
         }
     }
@@ -200,24 +200,23 @@ impl From<Error> for candle_core::Error {
 #[cfg(feature = "candle")]
 impl From<candle_core::Error> for Error {
     fn from(error: candle_core::Error) -> Self {
-        carried(error).unwrap_or_else(Self::Candle)
+        unwrap_candle(error).unwrap_or_else(Self::Candle)
     }
 }
 
-/// The error that candle's carries, also under the context, paths and backtraces that candle puts
-/// around errors; or candle's own.
+/// Unwraps the error inside candle's error, below any context, path or backtrace that candle added;
+/// gives candle's error back if there is none.
 #[cfg(feature = "candle")]
-fn carried(error: candle_core::Error) -> Result<Error, candle_core::Error> {
+fn unwrap_candle(error: candle_core::Error) -> Result<Error, candle_core::Error> {
     use candle_core::Error as Candle;
     match error {
         Candle::Io(io) => io.downcast().map_err(Candle::Io),
-        Candle::Context { inner, context } => {
-            carried(*inner).map_err(|inner| Candle::Context { inner: Box::new(inner), context })
-        }
+        Candle::Context { inner, context } => unwrap_candle(*inner)
+            .map_err(|inner| Candle::Context { inner: Box::new(inner), context }),
         Candle::WithPath { inner, path } => {
-            carried(*inner).map_err(|inner| Candle::WithPath { inner: Box::new(inner), path })
+            unwrap_candle(*inner).map_err(|inner| Candle::WithPath { inner: Box::new(inner), path })
         }
-        Candle::WithBacktrace { inner, backtrace } => carried(*inner)
+        Candle::WithBacktrace { inner, backtrace } => unwrap_candle(*inner)
             .map_err(|inner| Candle::WithBacktrace { inner: Box::new(inner), backtrace }),
         Candle::WrappedContext { wrapped, context } => {
             let wrapped = match wrapped.downcast::<Error>() {
@@ -225,7 +224,7 @@ fn carried(error: candle_core::Error) -> Result<Error, candle_core::Error> {
                 Err(wrapped) => wrapped,
             };
             let wrapped = match wrapped.downcast::<Candle>() {
-                Ok(inner) => match carried(*inner) {
+                Ok(inner) => match unwrap_candle(*inner) {
                     Ok(error) => return Ok(error),
                     Err(inner) => Box::new(inner),
                 },

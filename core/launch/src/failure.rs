@@ -1,4 +1,4 @@
-//! How a rank's end is reported: to the other ranks first, then on the terminal.
+//! Reporting how a rank ended: to the other ranks, then on the terminal.
 
 use std::any::Any;
 use std::io::Write;
@@ -18,27 +18,25 @@ pub const PEER_FAILED_EXIT_CODE: u8 = 79;
 /// The exit code of a process that panicked.
 pub const PANIC_EXIT_CODE: u8 = 101;
 
-/// How long a rank whose collective failed waits for the failure behind it to be known.
+/// How long a rank whose collective failed waits for the cause to be known.
 const CAUSE_TIMEOUT: Duration = Duration::from_millis(500);
-/// How long the store's host stays so that the job's failure reaches the others.
+/// How long the rank that hosts the store waits until the others know of the job's failure.
 const NOTICE_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long the store's host stays for ranks that finish after it.
+/// How long the rank that hosts the store waits for ranks that finish later.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(30 * 60);
-/// How often it checks meanwhile whether it was interrupted.
+/// How often it checks in this time whether it was interrupted.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The last call of a program's `main`: tells the other ranks how this one ended, prints its error, and
-/// returns the exit code.
+/// returns the exit code. Everything that holds a [`Launched`](super::Launched) must have been dropped.
 ///
 /// | `result` | printed | exit code |
 /// |---|---|---|
-/// | `Ok` | nothing; rank 0 without a supervisor stays until all ranks are done | 0 |
+/// | `Ok` | nothing; rank 0 without a supervisor waits until all ranks are done | 0 |
 /// | [`Error::Interrupted`] | `interrupted` | 128 + the signal: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1 (on Linux) |
 /// | an error, alone | `error: …` | 1 |
 /// | an error of this rank | `error: rank 1 failed: …`, by the supervisor if there is one | 1 |
-/// | another rank failed before | nothing if a supervisor prints that failure | [`PEER_FAILED_EXIT_CODE`] |
-///
-/// To be called after everything that holds a [`Launched`](super::Launched) is dropped.
+/// | another rank had failed before | nothing if a supervisor prints that failure | [`PEER_FAILED_EXIT_CODE`] |
 pub fn report_and_exit_code(result: Result<()>) -> ExitCode {
     let code = match (membership(), result) {
         (Some(membership), result) => membership.finish(result),
@@ -64,20 +62,20 @@ impl Membership {
     fn finish(&self, result: Result<()>) -> u8 {
         match result {
             Ok(()) => {
-                self.stay_for_others(FINISH_TIMEOUT);
+                self.wait_for_others(FINISH_TIMEOUT);
                 0
             }
             Err(Error::Interrupted) => {
                 if self.supervisor.is_none() && self.info.rank == 0 {
                     eprint_lossy("interrupted");
                 }
-                self.stay_for_others(NOTICE_TIMEOUT);
+                self.wait_for_others(NOTICE_TIMEOUT);
                 interrupted_exit_code()
             }
             Err(error) => {
                 let code = match self.cause(&error) {
                     Some(peer) => {
-                        self.stop_for(&peer);
+                        self.print_stopped_by(&peer);
                         PEER_FAILED_EXIT_CODE
                     }
                     None => {
@@ -85,13 +83,13 @@ impl Membership {
                         1
                     }
                 };
-                self.stay_until_told();
+                self.wait_until_notified();
                 code
             }
         }
     }
 
-    /// The other rank's failure that `error` is a symptom of, if it is one.
+    /// The failure of another rank that caused `error`, if one did.
     fn cause(&self, error: &Error) -> Option<(usize, String)> {
         if let Some(peer) = self.peer_failure() {
             return Some(peer);
@@ -100,7 +98,7 @@ impl Membership {
             Error::PeerFailed { rank, message } if *rank != self.info.rank => {
                 Some((*rank, message.clone()))
             }
-            // A collective fails at once when a peer dies; the store knows of it a moment later.
+            // A collective fails as soon as a peer dies; the store learns of it a moment later.
             Error::Collective { .. } => self
                 .client
                 .wait_for_failure(CAUSE_TIMEOUT)
@@ -117,7 +115,7 @@ impl Membership {
         }
     }
 
-    fn stop_for(&self, (rank, message): &(usize, String)) {
+    fn print_stopped_by(&self, (rank, message): &(usize, String)) {
         if !self.supervisor_prints() {
             let own = self.info.rank;
             eprint_lossy(&format!(
@@ -130,8 +128,9 @@ impl Membership {
         self.supervisor.is_some_and(is_parent)
     }
 
-    /// Waits, on the rank that hosts the store, until the other ranks have ended. Ctrl-C ends the wait.
-    fn stay_for_others(&self, timeout: Duration) {
+    /// Announces that this rank leaves. On the rank that hosts the store, waits until the others have
+    /// ended; Ctrl-C ends the wait.
+    fn wait_for_others(&self, timeout: Duration) {
         self.set_left(true);
         let Some(server) = &self.server else { return };
         let (start, interrupted) = (Instant::now(), interrupt_requested());
@@ -139,26 +138,26 @@ impl Membership {
             && start.elapsed() < timeout
             && interrupt_requested() == interrupted
         {}
-        self.stay_until_told();
+        self.wait_until_notified();
     }
 
-    /// Waits, on the rank that hosts the store, until the other ranks know of the job's failure.
-    fn stay_until_told(&self) {
+    /// On the rank that hosts the store, waits until the others know of the job's failure, if there is one.
+    fn wait_until_notified(&self) {
         if let Some(server) = &self.server
             && !server.failures().is_empty()
         {
-            server.wait_until_told(self.info.rank, NOTICE_TIMEOUT);
+            server.wait_until_notified(self.info.rank, NOTICE_TIMEOUT);
         }
     }
 
-    /// Makes a panic, on any thread, this rank's failure and the end of the process: a rank that goes on
-    /// without one of its threads would leave the others waiting.
+    /// Sets a panic hook that reports this rank's failure and ends the process, for a rank that goes on
+    /// without one of its threads leaves the others waiting.
     pub(super) fn end_on_panic(&'static self) {
         static PANICKED: AtomicBool = AtomicBool::new(false);
         let default_hook = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
             if PANICKED.swap(true, Ordering::SeqCst) {
-                // Another thread is ending the process.
+                // Another thread already ends the process.
                 loop {
                     std::thread::park();
                 }
@@ -169,13 +168,13 @@ impl Membership {
             }
             match self.peer_failure() {
                 Some(peer) => {
-                    self.stop_for(&peer);
-                    self.stay_until_told();
+                    self.print_stopped_by(&peer);
+                    self.wait_until_notified();
                     std::process::exit(PEER_FAILED_EXIT_CODE.into());
                 }
                 None => {
                     self.report(&describe(info));
-                    self.stay_until_told();
+                    self.wait_until_notified();
                     std::process::exit(PANIC_EXIT_CODE.into());
                 }
             }
@@ -191,7 +190,7 @@ fn describe(info: &PanicHookInfo<'_>) -> String {
         Some(name) => format!("thread `{name}` "),
         None => "a thread without a name ".to_owned(),
     };
-    let location = info.location().map(|place| format!(" at {place}")).unwrap_or_default();
+    let location = info.location().map(|location| format!(" at {location}")).unwrap_or_default();
     format!("{thread}panicked{location}: {}", payload(info.payload()))
 }
 

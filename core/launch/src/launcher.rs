@@ -1,4 +1,4 @@
-//! Becoming a rank.
+//! [`launch`]: how a process becomes a rank.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::num::NonZero;
@@ -11,20 +11,20 @@ use super::rank::{Launched, Membership, RankInfo, membership};
 use super::rank_env::RankEnv;
 use super::signals::{self, SecondSignal};
 use super::supervisor::supervise;
-use super::threads::{asked, compute_here};
+use super::threads::{configured_threads, install_compute_pool};
 use crate::environment::{self, ClusterEnvironment, EnvironmentConfig, Variables};
 use crate::{Error, Result};
 use fulgurite_store::LocalStore;
 use fulgurite_store::{Identity, LostRank, StoreServer, TcpStore};
 
-/// What a program wants to be launched as.
+/// The ranks that a program asks [`launch`] for.
 #[derive(Debug)]
 pub struct LaunchOptions {
-    /// Ranks on each node. `None`: as many as were started, one if none were.
+    /// Ranks on each node. `None`: as many as a launcher has started, or one.
     pub devices: Option<usize>,
-    /// Nodes. With several, something else must start the ranks (`torchrun`, `srun`).
+    /// Number of nodes. With several, a launcher must start the ranks (`torchrun`, `srun`).
     pub num_nodes: usize,
-    /// What says which rank this process is; `None` detects it ([`environment::detect()`]).
+    /// The environment that tells this process its rank; `None` detects it ([`environment::detect()`]).
     pub environment: Option<Box<dyn EnvironmentConfig>>,
     /// How long ranks wait for each other to connect.
     pub timeout: Duration,
@@ -38,50 +38,51 @@ impl Default for LaunchOptions {
 }
 
 /// Makes this process a rank of its job, and returns once all ranks have connected. See the
-/// [crate](crate) for the three ways. Every rank calls it, early in the program: the supervisor and
-/// every rank run what comes before the call.
+/// [crate](crate) for the three ways. Every rank calls it, early in the program, since the code before
+/// the call runs in the supervisor and in every rank.
 ///
-/// As the **supervisor** it does not return but ends the process when the ranks have ended, with
-/// the exit code of the rank that failed first (128 + the signal if it was killed, or if the job
-/// was interrupted). Returning would run the rest of the program, meant for ranks, once more.
+/// In the **supervisor** it never returns, because the rest of the program is meant for ranks. It ends
+/// the process when the ranks have ended, with the exit code of the rank that failed first (128 + the
+/// signal if it was killed, or if the job was interrupted).
 ///
-/// In a rank it may be called again (a second trainer in one program) and gives the same job.
+/// A rank may call it again (a second trainer in one program) and gets the same job.
 ///
-/// From the call on Ctrl-C, SIGTERM and SIGUSR1 do not end the process but are reported by
-/// [`interruption`](super::interruption()); in a job of several ranks a panic on any
-/// thread ends the process.
+/// From then on Ctrl-C, SIGTERM and SIGUSR1 no longer end the process;
+/// [`interruption`](super::interruption()) reports them. In a job of several ranks a panic on any thread
+/// ends the process.
 ///
-/// The calling thread is one of the rank's compute threads from then on, and should be the one that
-/// trains: small pieces of work stay on it. There are as many as `RAYON_NUM_THREADS` says, or the
-/// cores of the host over the ranks on it.
+/// The calling thread becomes one of the rank's compute threads and should be the one that trains, since
+/// small pieces of work stay on it. There are `RAYON_NUM_THREADS` compute threads; by default the host's
+/// cores, divided by its ranks.
 ///
 /// # Errors
 /// [`Error::Launch`] if environment variables are missing or malformed, the configuration asks for
-/// another number of ranks than were started, the store's port is taken, or ranks do not come in
+/// another number of ranks than were started, the store's port is taken, or ranks do not connect in
 /// time (naming them); [`Error::PeerFailed`] if one fails meanwhile.
 pub fn launch(options: LaunchOptions) -> Result<Launched> {
     launch_checked(options, &|_| Ok(()))
 }
 
-/// As [`launch`]; before this process starts ranks, `check` is asked whether the world size is one that
-/// the program can run with.
+/// As [`launch`], but calls `check` with the world size before this process starts any rank.
 ///
 /// # Errors
-/// As [`launch`], and what `check` says.
+/// As [`launch`], and those of `check`.
 pub fn launch_checked(
     options: LaunchOptions,
     check: &dyn Fn(usize) -> Result<()>,
 ) -> Result<Launched> {
-    /// One launch at a time.
+    /// Held during a launch: one at a time.
     static LAUNCHING: Mutex<()> = Mutex::new(());
     let _guard = LAUNCHING.lock().unwrap_or_else(PoisonError::into_inner);
 
     let launched = become_rank(options, check, now())?;
-    compute_here(asked().unwrap_or_else(|| threads_per_rank(launched.local_world_size)));
+    install_compute_pool(
+        configured_threads().unwrap_or_else(|| threads_per_rank(launched.local_world_size)),
+    );
     Ok(launched)
 }
 
-/// Finds out which rank this process is and joins the job, or supervises it.
+/// Joins the job as the rank that this process is, or starts and supervises the ranks.
 fn become_rank(
     options: LaunchOptions,
     check: &dyn Fn(usize) -> Result<()>,
@@ -93,14 +94,14 @@ fn become_rank(
         ));
     }
     if let Some(membership) = membership() {
-        check_again(&options, membership.info.world_size)?;
+        check_same_world_size(&options, membership.info.world_size)?;
         return Ok(membership.launched());
     }
     let variables = Variables::current();
     if let Some(env) = RankEnv::read(&variables)? {
         return join_supervisor(&options, env);
     }
-    let environment = find(&options, &variables)?;
+    let environment = find_environment(&options, &variables)?;
     match environment {
         Some(environment) if environment.creates_processes_externally() => {
             join_started(&options, environment.as_ref(), &variables, started)
@@ -112,10 +113,11 @@ fn become_rank(
             }
             let name = alone.map_or("local", |environment| environment.name());
             if devices == 1 {
-                return launch_alone(started, name);
+                return launch_single_process(started, name);
             }
             if ALONE.load(Ordering::Relaxed) {
-                return check_again(&options, 1).and_then(|()| launch_alone(started, name));
+                return check_same_world_size(&options, 1)
+                    .and_then(|()| launch_single_process(started, name));
             }
             check(devices)?;
             warn_if_crowded(devices);
@@ -124,11 +126,11 @@ fn become_rank(
     }
 }
 
-/// Whether this process was launched as a job of its own.
+/// Whether this process was launched as a job of one rank.
 static ALONE: AtomicBool = AtomicBool::new(false);
 
 /// The configured environment, or the one whose variables are set. `None` if no plugin recognises any.
-fn find(
+fn find_environment(
     options: &LaunchOptions,
     variables: &Variables,
 ) -> Result<Option<Box<dyn ClusterEnvironment>>> {
@@ -149,7 +151,7 @@ fn find(
     Ok(found)
 }
 
-fn check_again(options: &LaunchOptions, world_size: usize) -> Result<()> {
+fn check_same_world_size(options: &LaunchOptions, world_size: usize) -> Result<()> {
     match options.devices.map(|devices| devices.saturating_mul(options.num_nodes)) {
         Some(asked) if asked != world_size => Err(Error::Launch(format!(
             "this process belongs to a job of {world_size} rank(s) and cannot be launched again as \
@@ -159,7 +161,7 @@ fn check_again(options: &LaunchOptions, world_size: usize) -> Result<()> {
     }
 }
 
-fn launch_alone(started: f64, environment: &'static str) -> Result<Launched> {
+fn launch_single_process(started: f64, environment: &'static str) -> Result<Launched> {
     signals::handle(SecondSignal::Exit)?;
     ALONE.store(true, Ordering::Relaxed);
     Ok(Launched::new(RankInfo::ALONE, Arc::new(LocalStore::new()), started, environment, None))
@@ -181,10 +183,10 @@ fn join_supervisor(options: &LaunchOptions, env: RankEnv) -> Result<Launched> {
         started,
         presence: Mutex::new(Weak::new()),
     };
-    enter(membership, options)
+    join(membership, options)
 }
 
-/// Joins the job as a rank that was started from outside.
+/// Joins the job as a rank that a launcher (`torchrun`, `srun`) has started.
 fn join_started(
     options: &LaunchOptions,
     environment: &dyn ClusterEnvironment,
@@ -203,14 +205,14 @@ fn join_started(
         environment.validate_settings(devices, options.num_nodes)?;
     }
     if info.world_size == 1 {
-        return launch_alone(started, environment.name());
+        return launch_single_process(started, environment.name());
     }
     signals::handle(SecondSignal::Ignore)?;
     if info.local_rank == 0 {
         warn_if_crowded(info.local_world_size);
     }
-    if !variables.is_set(super::supervisor::THREADS) {
-        // Fails if the pool is already in use; then it stays as it is.
+    if !variables.is_set(super::supervisor::THREADS_VARIABLE) {
+        // An error means that the pool is in use already; it stays as it is.
         let threads = threads_per_rank(info.local_world_size);
         let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
     }
@@ -220,7 +222,7 @@ fn join_started(
         0 => Some(host_store(&host, port, &job_id, info.world_size)?),
         _ => None,
     };
-    // Rank 0 may not reach itself by the name that other hosts know it by.
+    // Rank 0 may not reach itself under the name that the other hosts use.
     let host = match &server {
         Some(server) if server.address().ip().is_unspecified() => "127.0.0.1".to_owned(),
         Some(server) => server.address().ip().to_string(),
@@ -237,11 +239,11 @@ fn join_started(
         started,
         presence: Mutex::new(Weak::new()),
     };
-    enter(membership, options)
+    join(membership, options)
 }
 
-/// Hosts the store on the loopback interface if that is the main address. Otherwise on all interfaces,
-/// since a host's name may resolve to another interface than the one that other hosts reach.
+/// Starts the store's server: on the loopback interface if that is the main address, else on all
+/// interfaces, since the host's name may resolve to an interface that other hosts do not reach.
 fn host_store(host: &str, port: u16, job_id: &str, world_size: usize) -> Result<StoreServer> {
     let loopback = match host.parse::<IpAddr>() {
         Ok(ip) => ip.is_loopback(),
@@ -255,10 +257,10 @@ fn host_store(host: &str, port: u16, job_id: &str, world_size: usize) -> Result<
     StoreServer::bind(SocketAddr::new(ip, port), job_id, world_size, LostRank::Failed)
 }
 
-fn enter(membership: Membership, options: &LaunchOptions) -> Result<Launched> {
+fn join(membership: Membership, options: &LaunchOptions) -> Result<Launched> {
     let membership = membership.enter();
     membership.end_on_panic();
-    check_again(options, membership.info.world_size)?;
+    check_same_world_size(options, membership.info.world_size)?;
     membership.client.wait_for_all(options.timeout)?;
     Ok(membership.launched())
 }
@@ -268,7 +270,7 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, NonZero::get)
 }
 
-/// Compute threads of each of `ranks` processes of this host.
+/// Compute threads of a rank, of `ranks` on this host.
 pub(super) fn threads_per_rank(ranks: usize) -> usize {
     (cores() / ranks).max(1)
 }
@@ -301,7 +303,7 @@ mod tests {
     fn a_second_launch_asks_for_the_same_number_of_ranks() {
         let asking = |devices, num_nodes| {
             let options = LaunchOptions { devices, num_nodes, ..Default::default() };
-            check_again(&options, 2)
+            check_same_world_size(&options, 2)
         };
         asking(None, 1).unwrap();
         asking(Some(1), 2).unwrap();

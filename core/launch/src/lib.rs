@@ -1,5 +1,4 @@
-//! From one program to the ranks of a job: who starts them, how they find each other, and how they
-//! end.
+//! Launching: which process starts the ranks of a job, how they find each other, and how they end.
 //!
 //! A program's `main` is two lines around its own work:
 //!
@@ -19,28 +18,26 @@
 //! }
 //! ```
 //!
-//! [`launch`] asks the [`environment`] who this process is. There are three
-//! answers:
+//! [`launch`] asks the [`environment`] which rank this process is. There are three cases:
 //!
 //! - **One rank.** Nothing is started, no socket is opened; the store is a [`LocalStore`].
-//! - **Several ranks, started from outside** (`torchrun`, `srun`). This process is one of them; rank
+//! - **Several ranks, started by a launcher** (`torchrun`, `srun`). This process is one of them; rank
 //!   0 hosts the [`StoreServer`] at the main address, and all ranks connect to it.
 //! - **Several ranks, not started yet.** This process becomes the *supervisor*: it hosts the store,
 //!   runs its own executable again once for each rank, and never returns from [`launch`]. User code
 //!   after the call runs in ranks only.
 //!
 //! # How a job ends
-//! The store keeps the job's *first failure*. A rank that fails reports its error there
-//! ([`report_and_exit_code`]; a panic on any thread does it by itself); one that is killed is
+//! The store keeps the job's *first failure*. A rank that fails reports its error to the store
+//! ([`report_and_exit_code`]; the panic hook does so for a panic on any thread). A rank that is killed is
 //! noticed by the end of its connection, or by its parent. Every other rank then finds
-//! [`Store::failure`] set, stops with
-//! [`Error::PeerFailed`] and prints nothing, so that what a person reads
-//! first is the cause. The supervisor prints that, gives the other ranks two seconds to stop, and
-//! then ends them.
-//! If the supervisor itself is killed, the kernel takes its ranks along (on Linux).
+//! [`Store::failure`] set, stops with [`Error::PeerFailed`] and prints nothing, so that the first message
+//! on the terminal is the cause. The supervisor prints that, gives the other ranks two seconds to stop,
+//! and then ends them.
+//! If the supervisor is killed, the kernel kills its ranks (on Linux).
 //!
 //! Ctrl-C, SIGTERM and SIGUSR1 ask all ranks to finish their step ([`interruption`]); a second one
-//! ends them at once, unless one of the two is SIGUSR1, which only tells of an end to come.
+//! ends them at once, unless one of the two is SIGUSR1, which only announces a later signal.
 
 pub mod environment;
 mod failure;

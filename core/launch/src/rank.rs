@@ -1,4 +1,4 @@
-//! What a rank has of its launch.
+//! A launched rank: [`Launched`] for the program, `Membership` for the process.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
@@ -6,7 +6,7 @@ use crate::{Error, Result};
 use fulgurite_store::Store;
 use fulgurite_store::{StoreServer, TcpStore};
 
-/// A rank, and the numbers of ranks and nodes around it.
+/// A rank and its numbers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct RankInfo {
     pub(super) rank: usize,
@@ -21,7 +21,7 @@ impl RankInfo {
     pub(super) const ALONE: Self =
         Self { rank: 0, world_size: 1, local_rank: 0, local_world_size: 1, node_rank: 0 };
 
-    /// Checks that the numbers fit together; `rank` and `size` are their names in messages.
+    /// Checks that the numbers are consistent. `rank` and `size` name rank and world size in messages.
     pub(super) fn check(&self, rank: &str, size: &str) -> Result<()> {
         let Self { local_rank, local_world_size, .. } = self;
         if self.rank >= self.world_size {
@@ -41,8 +41,8 @@ impl RankInfo {
     }
 }
 
-/// What [`launch`](super::launch()) gives a rank. Hold it as long as the rank takes part in the
-/// job: dropping the last clone says that this rank is done, and its end no failure.
+/// A launched rank, returned by [`launch`](super::launch()). To be held as long as the rank takes part in
+/// the job: dropping the last clone announces that it leaves, so that its end is no failure.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct Launched {
@@ -58,11 +58,12 @@ pub struct Launched {
     pub node_rank: usize,
     /// The job's store.
     pub store: Arc<dyn Store>,
-    /// When the job's program was started, as far as this process knows, in seconds since 1970.
+    /// When the job's program was started, in seconds since 1970: by the supervisor's clock if there is
+    /// one, else by this process's.
     pub started: f64,
-    /// The environment that the numbers come from: `local`, or the name of a plugin.
+    /// The environment that said the numbers: `local`, or the name of a plugin.
     pub environment: &'static str,
-    /// `None` in a job of one process. Held for its end.
+    /// Held for its `Drop`. `None` in a job of one process.
     _presence: Option<Arc<Presence>>,
 }
 
@@ -102,27 +103,27 @@ impl std::fmt::Debug for Launched {
     }
 }
 
-/// A token of taking part in the job; dropping the last one says that this rank is done. A program may
-/// launch again after that.
+/// A token of taking part in the job: dropping the last one announces that this rank leaves. A program
+/// may launch again after that.
 pub(super) struct Presence(());
 
 impl Drop for Presence {
     fn drop(&mut self) {
-        // A rank that unwinds is not done: the panic hook reports its failure.
+        // A panic is no announced end; the panic hook reports it.
         if let (false, Some(membership)) = (std::thread::panicking(), membership()) {
             membership.set_left(true);
         }
     }
 }
 
-/// This process's part in a job of several ranks. Lives until the process ends, since its end is
-/// reported too.
+/// This process's part in a job of several ranks. Lives as long as the process, since the end of the
+/// process is reported too.
 pub(super) struct Membership {
     pub(super) info: RankInfo,
     pub(super) client: Arc<TcpStore>,
     /// The store's server, if this process hosts it.
     pub(super) server: Option<StoreServer>,
-    /// The process id of this rank's supervisor, if it has one. It prints the job's failure.
+    /// The process id of this rank's supervisor, if it has one. The supervisor prints the job's failure.
     pub(super) supervisor: Option<i32>,
     pub(super) environment: &'static str,
     pub(super) started: f64,
@@ -137,12 +138,12 @@ pub(super) fn membership() -> Option<&'static Membership> {
 }
 
 impl Membership {
-    /// Makes this the process's membership. There is none yet.
+    /// Sets the membership of the process, which has none yet.
     pub(super) fn enter(self) -> &'static Self {
         MEMBERSHIP.get_or_init(|| self)
     }
 
-    /// A handle for the user's code.
+    /// A [`Launched`] for the program.
     pub(super) fn launched(&self) -> Launched {
         let mut presence = self.presence.lock().unwrap_or_else(PoisonError::into_inner);
         let present = presence.upgrade().unwrap_or_else(|| {
@@ -155,7 +156,7 @@ impl Membership {
         Launched::new(self.info, store, self.started, self.environment, Some(present))
     }
 
-    /// Whether this process's end is no failure from now on.
+    /// Announces that this rank leaves, so that its end is no failure; `false` takes that back.
     pub(super) fn set_left(&self, left: bool) {
         self.client.set_left(left);
         if let Some(server) = &self.server {

@@ -1,4 +1,4 @@
-//! The environment variables through which a supervisor tells the ranks that it starts who they are.
+//! The environment variables by which a supervisor tells its ranks their numbers.
 
 use std::process::Command;
 
@@ -10,8 +10,8 @@ const SUPERVISOR: &str = "FULGURITE_SUPERVISOR";
 const JOB_ID: &str = "FULGURITE_JOB_ID";
 const START_TIME: &str = "FULGURITE_START_TIME";
 
-/// What a supervisor tells a rank. `torchrun`'s variables are set besides Fulgurite's own, so that
-/// programs that read them work.
+/// What a supervisor tells a rank. Besides Fulgurite's own variables those of `torchrun` are set, for
+/// programs that read them.
 #[derive(Debug, PartialEq)]
 pub(super) struct RankEnv {
     /// The supervisor's process id. The supervisor hosts the store.
@@ -69,16 +69,16 @@ impl RankEnv {
         }))
     }
 
-    /// Has the kernel kill this process when its supervisor ends, however that ends.
+    /// Has the kernel kill this process when its supervisor ends, even by SIGKILL.
     ///
     /// # Errors
-    /// If the supervisor is not the parent of this process (any more).
+    /// If the supervisor is not, or no longer, the parent of this process.
     pub(super) fn die_with_supervisor(&self) -> Result<()> {
         #[cfg(any(target_os = "linux", target_os = "android"))]
         rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
             .map_err(|e| Error::Launch(format!("cannot tie this rank to its supervisor: {e}")))?;
         // The supervisor may have ended before the call above.
-        if self.supervisor_lives() {
+        if is_parent(self.supervisor) {
             return Ok(());
         }
         Err(Error::Launch(format!(
@@ -88,13 +88,9 @@ impl RankEnv {
             self.supervisor
         )))
     }
-
-    fn supervisor_lives(&self) -> bool {
-        is_parent(self.supervisor)
-    }
 }
 
-/// Whether process `pid` is this process's parent, and so alive.
+/// Whether process `pid` is the parent of this process, and therefore alive.
 pub(super) fn is_parent(pid: i32) -> bool {
     rustix::process::getppid().is_some_and(|parent| parent.as_raw_nonzero().get() == pid)
 }

@@ -1,4 +1,4 @@
-//! Ctrl-C, SIGTERM and SIGUSR1.
+//! The signals that ask a process to end: Ctrl-C (SIGINT), SIGTERM and SIGUSR1.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -11,21 +11,21 @@ use crate::{Error, Result};
 /// The signals that ask for an end, the most urgent first.
 const SIGNALS: [i32; 3] = [SIGTERM, SIGUSR1, SIGINT];
 
-/// The signals that have arrived. In a rank they stay set; the supervisor takes them.
+/// The signals that have arrived. In a rank they stay set; the supervisor [takes](take) them.
 static ARRIVED: OnceLock<Arrived> = OnceLock::new();
 
-/// Which of [`SIGNALS`] have arrived. One that comes later must not make a more urgent one forgotten.
+/// Which of [`SIGNALS`] have arrived: a flag each, so that a later one does not hide a more urgent one.
 #[derive(Debug, Default)]
 struct Arrived([Arc<AtomicBool>; SIGNALS.len()]);
 
 impl Arrived {
-    /// The most urgent one.
+    /// The most urgent signal that has arrived.
     fn most_urgent(&self) -> Option<i32> {
         let arrived = |flag: &Arc<AtomicBool>| flag.load(Ordering::Relaxed);
         self.0.iter().position(arrived).map(|i| SIGNALS[i])
     }
 
-    /// The most urgent one, and forgets all.
+    /// The most urgent signal that has arrived; clears all.
     fn take(&self) -> Option<i32> {
         let arrived = self.0.each_ref().map(|flag| flag.swap(false, Ordering::Relaxed));
         arrived.into_iter().position(|arrived| arrived).map(|i| SIGNALS[i])
@@ -35,11 +35,12 @@ impl Arrived {
 /// Why a process was asked to end, the most urgent last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Interruption {
-    /// By Ctrl-C (SIGINT): somebody has seen enough.
+    /// Ctrl-C (SIGINT): a person ends the run.
     CtrlC,
-    /// By SIGUSR1: a scheduler such as Slurm (`--signal=USR1@90`) will take the machine soon.
+    /// SIGUSR1: a scheduler announces that it will take the machine, such as Slurm with
+    /// `--signal=USR1@90`.
     Preemption,
-    /// By SIGTERM: a scheduler is about to take the machine.
+    /// SIGTERM: a scheduler is about to take the machine.
     Termination,
 }
 
@@ -53,8 +54,8 @@ impl Interruption {
     }
 }
 
-/// Why this process was asked to end, the most urgent reason if there were several; `None` if it was
-/// not. See [`interrupt_requested`].
+/// The most urgent reason why this process was asked to end; `None` if it was not. See
+/// [`interrupt_requested`].
 pub fn interruption() -> Option<Interruption> {
     arrived().map(Interruption::of)
 }
@@ -63,33 +64,33 @@ fn arrived() -> Option<i32> {
     ARRIVED.get()?.most_urgent()
 }
 
-/// Whether this process was asked to end, by Ctrl-C, SIGTERM or SIGUSR1: finish the step and stop, with
-/// [`Error::Interrupted`] if the work is not done. Always false before
+/// Whether this process was asked to end, by Ctrl-C, SIGTERM or SIGUSR1. The program then finishes its
+/// step and stops, with [`Error::Interrupted`] if it is not done. Always false before
 /// [`launch`](super::launch()).
 ///
-/// Ranks learn it at different moments, so they must agree before they act on it
-/// (`reduce_boolean_decision`), or one would leave the others waiting in a collective. After the
-/// first true answer it stays true.
+/// Ranks learn of a signal at different times, so they must agree (with an all-reduce of the answer)
+/// before one acts on it, or it leaves the others waiting in a collective. Once true it stays true.
 pub fn interrupt_requested() -> bool {
     interruption().is_some()
 }
 
-/// The exit code of a process that a signal ended, as shells have it: 130 for Ctrl-C.
+/// The exit code that shells give a process which a signal has ended: 130 for Ctrl-C.
 pub(super) fn interrupted_exit_code() -> u8 {
     128 + arrived().unwrap_or(SIGINT) as u8
 }
 
-/// What a second signal does to this process.
+/// What a second signal does to a process.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum SecondSignal {
-    /// It ends the process at once. For a process without others.
+    /// It ends the process at once: for a job of one process.
     Exit,
-    /// Nothing. For a rank, which may get one signal twice (from the terminal and from its parent),
-    /// and which its parent kills if it must.
+    /// Nothing: for a rank, which may get the same signal twice (from the terminal and from its
+    /// supervisor) and is killed by its supervisor, and for the supervisor, which handles a second signal
+    /// itself.
     Ignore,
 }
 
-/// Sets the handlers, once in a process.
+/// Sets the signal handlers, once in a process.
 pub(super) fn handle(second: SecondSignal) -> Result<()> {
     let mut result = Ok(());
     ARRIVED.get_or_init(|| {
@@ -103,8 +104,8 @@ pub(super) fn handle(second: SecondSignal) -> Result<()> {
 fn register(arrived: &Arrived, second: SecondSignal) -> std::io::Result<()> {
     let once = Arc::new(AtomicBool::new(false));
     for (signal, flag) in SIGNALS.into_iter().zip(&arrived.0) {
-        if second == SecondSignal::Exit && !is_notice(signal) {
-            // Registered before the handler that sets the flag, so that the first signal does not end
+        if second == SecondSignal::Exit && !is_advance_notice(signal) {
+            // Registered before the handler that sets `once`, so that the first signal does not end
             // the process.
             signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, once.clone())?;
             signal_hook::flag::register(signal, once.clone())?;
@@ -114,19 +115,19 @@ fn register(arrived: &Arrived, second: SecondSignal) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Whether a signal only announces that another signal will ask for an end. The other one is then the
-/// first request and not the second.
-pub(super) fn is_notice(signal: i32) -> bool {
+/// Whether a signal announces that another one will follow. That other one then counts as the first
+/// request to end, not as the second.
+pub(super) fn is_advance_notice(signal: i32) -> bool {
     signal == SIGUSR1
 }
 
-/// The most urgent signal that arrived since the last call. For the supervisor, to which each is a
-/// request of its own.
+/// The most urgent signal that has arrived since the last call. For the supervisor, which handles a
+/// second signal otherwise than the first.
 pub(super) fn take() -> Option<i32> {
     ARRIVED.get()?.take()
 }
 
-/// The signal that the supervisor sends its ranks when it gets `signal`.
+/// The signal that the supervisor sends to its ranks when it receives `signal`.
 pub(super) fn forwarded(signal: i32) -> Signal {
     match Interruption::of(signal) {
         Interruption::Termination => Signal::TERM,
@@ -135,12 +136,12 @@ pub(super) fn forwarded(signal: i32) -> Signal {
     }
 }
 
-/// Whether a process ended because of one of these signals.
-pub(super) fn asks_to_end(signal: i32) -> bool {
+/// Whether `signal` is one of those handled here.
+pub(super) fn is_handled(signal: i32) -> bool {
     SIGNALS.contains(&signal)
 }
 
-/// `signal 9 (SIGKILL)`.
+/// Number and name: `signal 9 (SIGKILL)`.
 pub(super) fn describe(signal: i32) -> String {
     match signal_hook::low_level::signal_name(signal) {
         Some(name) => format!("signal {signal} ({name})"),

@@ -1,4 +1,4 @@
-//! The parent of the ranks of one host: starts them, waits for them, and ends all when one fails.
+//! The parent process of the ranks: starts them, waits for them, and ends all when one fails.
 
 use std::convert::Infallible;
 use std::net::Ipv4Addr;
@@ -17,19 +17,19 @@ use crate::environment::Variables;
 use crate::{Error, Result};
 use fulgurite_store::{LostRank, StoreServer};
 
-/// The number of threads of rayon, and of candle with it.
-pub(super) const THREADS: &str = "RAYON_NUM_THREADS";
+/// The variable with the number of rayon's threads, which candle uses too.
+pub(super) const THREADS_VARIABLE: &str = "RAYON_NUM_THREADS";
 /// How often the supervisor checks on its ranks.
 const POLL_INTERVAL: Duration = Duration::from_millis(15);
-/// How long ranks have to stop by themselves once one has failed.
+/// How long ranks have to stop by themselves after one has failed, before they get SIGTERM.
 const GRACE: Duration = Duration::from_secs(2);
-/// How long they have after SIGTERM.
+/// How long they have from SIGTERM to SIGKILL.
 const TERM_GRACE: Duration = Duration::from_secs(2);
 
-/// Runs this program again as `devices` ranks and ends the process as they end.
+/// Runs this program again as `devices` ranks and, when they have ended, ends this process.
 ///
 /// # Errors
-/// Returns only if the ranks cannot be started; then none is left.
+/// If a rank cannot be started; those that were started have been killed.
 pub(super) fn supervise(devices: usize, started: f64, variables: &Variables) -> Result<Infallible> {
     signals::handle(SecondSignal::Ignore)?;
     let job_id = format!("{}-{started:.6}", std::process::id());
@@ -53,7 +53,7 @@ pub(super) fn supervise(devices: usize, started: f64, variables: &Variables) -> 
             port: ranks.server.address().port(),
         };
         match start(&env, variables) {
-            Ok(process) => ranks.ranks.push(Rank { process, end: None, sentence: None }),
+            Ok(process) => ranks.ranks.push(Rank { process, end: None, description: None }),
             Err(error) => {
                 ranks.signal_all(Signal::KILL);
                 ranks.ranks.iter_mut().for_each(|rank| drop(rank.process.wait()));
@@ -75,10 +75,10 @@ fn start(env: &RankEnv, variables: &Variables) -> Result<Child> {
     let mut command = Command::new(&program);
     command.args(std::env::args_os().skip(1));
     env.set(&mut command);
-    if !variables.is_set(THREADS) {
-        command.env(THREADS, threads_per_rank(world_size).to_string());
+    if !variables.is_set(THREADS_VARIABLE) {
+        command.env(THREADS_VARIABLE, threads_per_rank(world_size).to_string());
     }
-    // Only rank 0 reads the terminal.
+    // Only rank 0 may read the terminal.
     if rank > 0 {
         command.stdin(Stdio::null());
     }
@@ -92,26 +92,26 @@ struct Ranks {
     failed: Option<Failed>,
     /// The first signal that asked for an end.
     interrupted: Option<i32>,
-    /// A second signal came.
+    /// Whether a second signal has come.
     killed: bool,
 }
 
 struct Rank {
     process: Child,
     end: Option<ExitStatus>,
-    /// How the rank ended, if it reported nothing and its end is a failure: `was killed by signal 9`.
-    sentence: Option<String>,
+    /// How the rank ended, if that is a failure that it did not report itself: `was killed by signal 9`.
+    description: Option<String>,
 }
 
 struct Failed {
     rank: usize,
     since: Instant,
-    /// How many signals the other ranks were sent: none, SIGTERM, then SIGKILL.
+    /// How many signals the other ranks were sent: none, SIGTERM, SIGKILL.
     signals_sent: u8,
 }
 
 impl Ranks {
-    /// Waits until all ranks have ended; the exit code.
+    /// Waits until all ranks have ended and returns the exit code.
     fn run(&mut self) -> i32 {
         loop {
             self.handle_signals();
@@ -132,10 +132,10 @@ impl Ranks {
     fn handle_signals(&mut self) {
         let Some(signal) = signals::take() else { return };
         let before = self.interrupted;
-        if before.is_some() && signals::is_notice(signal) {
+        if before.is_some() && signals::is_advance_notice(signal) {
             return;
         }
-        if before.is_some_and(|before| !signals::is_notice(before)) {
+        if before.is_some_and(|before| !signals::is_advance_notice(before)) {
             self.killed = true;
             self.signal_all(Signal::KILL);
             return;
@@ -144,11 +144,11 @@ impl Ranks {
         eprint_lossy(
             "interrupted: the ranks finish their step; interrupt again to end them at once",
         );
-        // A terminal signals all processes, `kill` only this one. Ranks ignore the second.
+        // A terminal signals all processes, `kill` only this one. A rank ignores what it gets twice.
         self.signal_all(signals::forwarded(signal));
     }
 
-    /// Records whether a rank has ended, and tells the other ranks if its end is a failure.
+    /// Records the end of a rank, and notifies the other ranks if it is a failure.
     fn poll_rank(&mut self, rank: usize) {
         let this = &mut self.ranks[rank];
         if this.end.is_some() {
@@ -157,33 +157,33 @@ impl Ranks {
         let end = match this.process.try_wait() {
             Ok(None) => return,
             Ok(Some(end)) => end,
-            // Its exit status is not to be had (SIGCHLD is ignored), so it has ended.
+            // Without an exit status, because SIGCHLD is ignored: it has ended.
             Err(_) => ExitStatus::from_raw(1 << 8),
         };
         this.end = Some(end);
-        // Asked after the rank has ended, so that what it reported before is known.
+        // Read after the rank has ended, so that a report of its own is included.
         let failure_known = !self.server.failures().is_empty();
         let joined = self.server.has_joined(rank);
         if self.killed {
             return;
         }
         let asked_to_end = self.interrupted.is_some();
-        let sentence = match (end.code(), end.signal()) {
-            // The other ranks wait for it to join.
+        let description = match (end.code(), end.signal()) {
+            // A failure, since the other ranks wait for it to join.
             (Some(0), _) if !joined => "ended before it had launched".to_owned(),
             (Some(0), _) => return,
             (Some(code), _) if is_interruption(code) => return,
             (Some(code), _) if code == i32::from(PEER_FAILED_EXIT_CODE) && failure_known => return,
             (Some(code), _) => format!("ended with exit code {code}"),
-            (None, Some(signal)) if asked_to_end && signals::asks_to_end(signal) => return,
+            (None, Some(signal)) if asked_to_end && signals::is_handled(signal) => return,
             (None, Some(signal)) => format!("was killed by {}", signals::describe(signal)),
             (None, None) => format!("ended: {end}"),
         };
-        // A failure that the rank itself reported says more. After a first failure, the ends of other
-        // ranks follow from it.
+        // A report of the rank itself says more, and after a first failure other ranks end because of
+        // it.
         if !failure_known {
-            self.server.fail(rank, &format!("it {sentence}"));
-            this.sentence = Some(sentence);
+            self.server.fail(rank, &format!("it {description}"));
+            this.description = Some(description);
         }
     }
 
@@ -193,14 +193,14 @@ impl Ranks {
             return;
         }
         let Some((rank, message)) = self.server.failures().into_iter().next() else { return };
-        match self.ranks.get(rank).and_then(|rank| rank.sentence.as_ref()) {
-            Some(sentence) => eprint_lossy(&format!("error: rank {rank} {sentence}")),
+        match self.ranks.get(rank).and_then(|rank| rank.description.as_ref()) {
+            Some(description) => eprint_lossy(&format!("error: rank {rank} {description}")),
             None => eprint_lossy(&format!("error: rank {rank} failed: {message}")),
         }
         self.failed = Some(Failed { rank, since: Instant::now(), signals_sent: 0 });
     }
 
-    /// Prints what other ranks reported besides, unless it is the same.
+    /// Prints the other failures that ranks have reported, each message once.
     fn print_other_failures(&self) {
         let mut printed = Vec::new();
         for (rank, message) in self.server.failures() {
@@ -211,7 +211,7 @@ impl Ranks {
         }
     }
 
-    /// Ends ranks that do not end by themselves after a failure.
+    /// Signals ranks that do not end by themselves after a failure.
     fn kill_stragglers(&mut self) {
         let Some(failed) = &mut self.failed else { return };
         let (elapsed, sent) = (failed.since.elapsed(), failed.signals_sent);
@@ -224,8 +224,8 @@ impl Ranks {
         }
     }
 
-    /// Signals the ranks that have not ended. Their process ids are not reused yet: only this process
-    /// waits for them.
+    /// Signals the ranks that have not ended. Their process ids cannot have been reused, since only this
+    /// process waits for them.
     fn signal_all(&self, signal: Signal) {
         for rank in self.ranks.iter().filter(|rank| rank.end.is_none()) {
             let _ = kill_process(Pid::from_child(&rank.process), signal);
@@ -239,18 +239,18 @@ impl Ranks {
         let code = |end: ExitStatus| end.code().or(end.signal().map(|signal| 128 + signal));
         let codes = || self.ranks.iter().map(|rank| rank.end.and_then(code).unwrap_or(1));
         match &self.failed {
-            // 1 for a rank that reported a failure and then ended well, or only because of a signal.
+            // 1 if the rank reported a failure and then exited with 0, or ended by a signal from here.
             Some(Failed { rank, signals_sent, .. }) => match codes().nth(*rank) {
                 Some(code) if code != 0 && *signals_sent == 0 => code,
                 _ => 1,
             },
-            // Without a failure, a code other than 0 is of a rank that was interrupted by itself.
+            // Without a failure, another code than 0 is that of a rank that alone was interrupted.
             None => codes().find(|code| *code != 0).unwrap_or(0),
         }
     }
 }
 
-/// Whether a rank's exit code says that it was asked to end.
+/// Whether an exit code is that of an interrupted rank.
 fn is_interruption(code: i32) -> bool {
-    signals::asks_to_end(code - 128)
+    signals::is_handled(code - 128)
 }

@@ -4,20 +4,20 @@ use std::sync::Mutex;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use super::supervisor::THREADS;
+use super::supervisor::THREADS_VARIABLE;
 
-/// The number of compute threads that the user asks for.
-pub(super) fn asked() -> Option<usize> {
-    std::env::var(THREADS).ok()?.parse().ok().filter(|&n| n > 0)
+/// The number of compute threads that `RAYON_NUM_THREADS` asks for.
+pub(super) fn configured_threads() -> Option<usize> {
+    std::env::var(THREADS_VARIABLE).ok()?.parse().ok().filter(|&n| n > 0)
 }
 
-/// Makes the calling thread one of the `threads` of a pool for its own parallel work. Work that is too
-/// small to share stays on it, as all of it does if there is one thread. Other threads keep rayon's
-/// global pool, so that they do not wait for this one.
+/// Makes a pool of `threads` threads, of which the calling thread is one, for the parallel work of the
+/// calling thread. Work too small to share stays on it. Other threads keep rayon's global pool, so that
+/// they do not wait for this one.
 ///
-/// Without effect on a thread that is in a pool already.
-pub(super) fn compute_here(threads: usize) {
-    // A pool that a running thread belongs to must live as long as that does.
+/// Has no effect on a thread that is in a pool already.
+pub(super) fn install_compute_pool(threads: usize) {
+    // A pool must live as long as its threads.
     static POOLS: Mutex<Vec<ThreadPool>> = Mutex::new(Vec::new());
     if let Ok(pool) = ThreadPoolBuilder::new().num_threads(threads).use_current_thread().build() {
         POOLS.lock().expect("no panic while a pool is kept").push(pool);
@@ -31,8 +31,8 @@ mod tests {
     #[test]
     fn one_thread_computes_on_the_caller_and_others_are_not_held_up() {
         std::thread::spawn(|| {
-            compute_here(1);
-            compute_here(1); // the second time without effect
+            install_compute_pool(1);
+            install_compute_pool(1); // has no effect the second time
             let here = std::thread::current().id();
             let on = || std::thread::current().id();
             assert_eq!(rayon::join(on, on), (here, here));

@@ -1,8 +1,9 @@
 //! The key-value store over which the ranks of a job meet.
 //!
-//! Rendezvous, health and control messages go over a [`Store`]; no data does. [`LocalStore`] is that of
-//! a job of one process; [`TcpStore`] talks to a [`StoreServer`], which one process of the job hosts.
-//! Knows no tensor, and not how ranks are started.
+//! A [`Store`] carries rendezvous, health and control messages; tensors go over process groups. A job of
+//! one process has a [`LocalStore`]; in others each rank has a [`TcpStore`], a client of the
+//! [`StoreServer`] that one process hosts. The crate depends on no tensor library, and not on how ranks
+//! are started.
 
 mod local_store;
 mod store;

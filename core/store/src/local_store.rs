@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use super::table::{Refusal, Table};
+use super::table::{Table, WaitError};
 use crate::Store;
 use crate::{Error, Result};
 
-/// An in-memory [`Store`]: no sockets, no threads. For a job of one rank, and for the threads of
-/// one process that stand in for ranks in tests.
+/// An in-memory [`Store`] without sockets or threads: for a job of one rank, and for tests whose ranks
+/// are threads.
 ///
 /// ```
 /// use std::time::Duration;
@@ -25,7 +25,7 @@ pub struct LocalStore {
 }
 
 impl LocalStore {
-    /// An empty store, whose failures are rank 0's.
+    /// An empty store. Failures reported to it are those of rank 0.
     pub fn new() -> Self {
         Self { table: Table::new(1), rank: 0 }
     }
@@ -44,7 +44,7 @@ impl Store for LocalStore {
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        self.table.get(key, timeout).map_err(|refusal| refusal.into_error(key, timeout))
+        self.table.get(key, timeout).map_err(|wait_error| wait_error.into_error(key, timeout))
     }
 
     fn add(&self, key: &str, amount: i64) -> Result<i64> {
@@ -61,7 +61,7 @@ impl Store for LocalStore {
     }
 }
 
-impl Refusal {
+impl WaitError {
     /// The error of a `get` of `key`.
     pub(super) fn into_error(self, key: &str, timeout: Duration) -> Error {
         match self {

@@ -1,4 +1,4 @@
-//! The content of a store: values, members and failures, for threads that wait on them.
+//! The content of a store (values, members, failures), and waiting for a change of it.
 
 use std::collections::HashMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -9,29 +9,30 @@ pub(super) type Failure = (usize, String);
 
 /// Why a wait ended without a value.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Refusal {
+pub(super) enum WaitError {
     /// The timeout passed.
     Timeout,
-    /// A rank failed, so the value will not come.
+    /// A rank failed.
     Failed(Failure),
     /// The store was closed.
     Closed,
 }
 
-/// What is known of one rank.
+/// The state of one rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Member {
     /// It connected.
     pub(super) joined: bool,
-    /// It said goodbye, so the end of its connection is no failure.
+    /// It announced that it leaves, so the end of its connection is no failure.
     pub(super) left: bool,
     /// Its connection ended.
     pub(super) lost: bool,
-    /// It confirmed that it knows the job's failure.
-    pub(super) told: bool,
+    /// It confirmed the notice of the job's failure.
+    pub(super) notified: bool,
 }
 
-/// Shared by the TCP server's threads, and the whole of the in-memory store.
+/// The state behind a lock, shared by the threads of a server; a [`LocalStore`](crate::LocalStore) is
+/// little more.
 pub(super) struct Table {
     state: Mutex<State>,
     changed: Condvar,
@@ -40,20 +41,20 @@ pub(super) struct Table {
 #[derive(Debug)]
 pub(super) struct State {
     values: HashMap<String, Vec<u8>>,
-    /// In the order they became known; the first is the job's.
+    /// In the order in which they became known; the first is the job's failure.
     pub(super) failures: Vec<Failure>,
     pub(super) members: Vec<Member>,
-    /// The hosting process said goodbye (as [`Member::left`]).
+    /// The hosting process announced that it leaves, as [`Member::left`].
     pub(super) host_left: bool,
     pub(super) closed: bool,
 }
 
 impl State {
-    /// Why there is nothing to wait for any more, if so.
-    pub(super) fn refusal(&self) -> Option<Refusal> {
+    /// Why waiting is pointless from now on; `None` if it is not.
+    pub(super) fn wait_error(&self) -> Option<WaitError> {
         match self.failures.first() {
-            Some(failure) => Some(Refusal::Failed(failure.clone())),
-            None => self.closed.then_some(Refusal::Closed),
+            Some(failure) => Some(WaitError::Failed(failure.clone())),
+            None => self.closed.then_some(WaitError::Closed),
         }
     }
 }
@@ -70,8 +71,8 @@ impl Table {
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// The state, to read. A thread that panicked cannot have left it half-changed: every change is
-    /// one assignment or push.
+    /// Locks the state for reading. A poisoned lock is taken all the same: every change is one assignment
+    /// or push, so a panic leaves no half of one.
     pub(super) fn read(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -83,7 +84,7 @@ impl Table {
         result
     }
 
-    /// Waits until `ready` gives something; `None` after `timeout`.
+    /// Waits until `ready` returns a value; `None` after `timeout`.
     pub(super) fn wait<R>(
         &self,
         timeout: Duration,
@@ -108,16 +109,16 @@ impl Table {
         self.change(|state| state.values.insert(key.to_owned(), value.to_owned()));
     }
 
-    pub(super) fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, Refusal> {
-        // A value that is there is given, also after a failure.
+    pub(super) fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, WaitError> {
+        // A value that is set is returned even after a failure.
         self.wait(timeout, |state| match state.values.get(key) {
             Some(value) => Some(Ok(value.clone())),
-            None => state.refusal().map(Err),
+            None => state.wait_error().map(Err),
         })
-        .unwrap_or(Err(Refusal::Timeout))
+        .unwrap_or(Err(WaitError::Timeout))
     }
 
-    /// The error is the value that is no integer.
+    /// Fails with the present value if that is no integer.
     pub(super) fn add(&self, key: &str, amount: i64) -> Result<i64, String> {
         self.change(|state| {
             let old = match state.values.get(key) {
@@ -133,7 +134,7 @@ impl Table {
         })
     }
 
-    /// Records a failure and returns the job's first. A rank's later reports do not replace its first.
+    /// Records a failure, unless the rank has one already, and returns the job's first.
     pub(super) fn fail(&self, rank: usize, message: &str) -> Failure {
         self.change(|state| {
             if state.failures.iter().all(|(other, _)| *other != rank) {
@@ -148,8 +149,8 @@ impl Table {
     }
 }
 
-/// `timeout` from now; far away if that cannot be expressed.
+/// `timeout` from now, at most ten years, which an [`Instant`] can express.
 pub(super) fn deadline(timeout: Duration) -> Instant {
-    const FAR: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
-    Instant::now() + timeout.min(FAR)
+    const MAX: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+    Instant::now() + timeout.min(MAX)
 }

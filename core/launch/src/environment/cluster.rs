@@ -1,11 +1,11 @@
-//! The traits of a cluster environment.
+//! The traits [`ClusterEnvironment`] and [`EnvironmentConfig`].
 
 use std::fmt::Debug;
 
 use super::Variables;
 use crate::{Error, Result};
 
-/// Which rank of its job this process is. Nothing here communicates.
+/// Which rank of its job this process is. No method communicates.
 pub trait ClusterEnvironment: Debug + Send + Sync {
     /// The `type` tag of the [`EnvironmentConfig`] that built it.
     fn name(&self) -> &'static str;
@@ -35,22 +35,21 @@ pub trait ClusterEnvironment: Debug + Send + Sync {
     /// The TCP port of rank 0's store. It must be free on that host.
     fn main_port(&self) -> u16;
 
-    /// The job's id: the same on all its ranks, and, as far as the launcher's variables allow, another
-    /// one for a job that could take the same port.
+    /// The job's id: equal on all its ranks and, as far as the launcher's variables allow, different for
+    /// jobs that may use the same port.
     fn job_id(&self) -> String;
 
-    /// Checks that as many ranks were started as the configured `devices` (ranks on each node) and
-    /// `num_nodes` make.
+    /// Checks that `devices * num_nodes` ranks were started (`devices` is the ranks on each node).
     ///
     /// # Errors
     /// [`Error::Launch`], with both numbers.
     fn validate_settings(&self, devices: usize, num_nodes: usize) -> Result<()> {
-        let (asked, started) = (devices.saturating_mul(num_nodes), self.world_size());
-        if asked == started {
+        let (configured, started) = (devices.saturating_mul(num_nodes), self.world_size());
+        if configured == started {
             return Ok(());
         }
         Err(Error::Launch(format!(
-            "trainer.devices = {devices} and trainer.num_nodes = {num_nodes} make {asked} ranks, \
+            "trainer.devices = {devices} and trainer.num_nodes = {num_nodes} make {configured} ranks, \
              but the `{}` environment started {started}. Change the configuration or the number \
              of processes that are started",
             self.name()
@@ -65,15 +64,14 @@ pub trait ClusterEnvironment: Debug + Send + Sync {
 /// alone, since that is how [`detect`](super::detect()) makes the candidates.
 #[typetag::serde(tag = "type")]
 pub trait EnvironmentConfig: Debug + Send + Sync {
-    /// Environments are asked in descending order of priority. 0 is in the middle; a fallback that
-    /// recognises any variables is far below.
+    /// Of the environments that [detect](Self::detect) their variables, the one with the highest
+    /// priority is used. A fallback that recognises any variables has a low, negative one.
     fn priority(&self) -> i32 {
         0
     }
 
-    /// Whether these variables are this launcher's. A part of them should be enough: then
-    /// [`build`](Self::build) names those that are missing, and the job does not run as many jobs of one
-    /// rank.
+    /// Whether these variables are those of this launcher. A part of them should do: then
+    /// [`build`](Self::build) can name the missing ones, instead of each process training alone.
     fn detect(&self, variables: &Variables) -> bool;
 
     /// Reads the variables.
@@ -93,7 +91,7 @@ fulgurite_config::plugin_kind!(
 mod tests {
     use super::*;
 
-    /// A rank of two that were started from outside.
+    /// One of two ranks that a launcher has started.
     #[derive(Debug)]
     struct Started;
 

@@ -1,11 +1,11 @@
-//! Finding the environment among the linked plugins.
+//! Detecting the environment among the linked plugins.
 
 use super::{EnvironmentConfig, Variables};
 use crate::{Error, Result};
 use fulgurite_config::registry::{self, kind};
 
-/// The environment whose variables these are: of all linked plugins that recognise them, the one of
-/// highest priority (then the first by name). `None` if no linked plugin does.
+/// The linked plugin of highest priority (then the first by name) that recognises these variables;
+/// `None` if no linked plugin does.
 ///
 /// # Errors
 /// If two plugins share a name, or one cannot be made from its name alone.

@@ -1,8 +1,8 @@
 //! Cluster environments: which rank of its job this process is.
 //!
-//! What starts the processes of a job (a batch scheduler, an elastic agent) tells each of them its
-//! rank through environment variables. A [`ClusterEnvironment`] is the answer; an
-//! [`EnvironmentConfig`] is the plugin that recognises one launcher's variables and reads them.
+//! A launcher (a batch scheduler, an elastic agent) tells each process of a job its rank through
+//! environment variables. An [`EnvironmentConfig`] is the plugin that recognises and reads the variables
+//! of one launcher; it gives a [`ClusterEnvironment`].
 //!
 //! ```
 //! use fulgurite_launch::environment::{ClusterEnvironment, EnvironmentConfig, Variables};

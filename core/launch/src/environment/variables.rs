@@ -5,8 +5,8 @@ use std::str::FromStr;
 
 use crate::{Error, Result};
 
-/// A snapshot of environment variables. Passed around instead of reading the process's own, so
-/// that reading them is a pure function that can be tested.
+/// A snapshot of environment variables, passed as an argument so that code which reads them can be
+/// tested.
 #[derive(Debug, Clone, Default)]
 pub struct Variables(BTreeMap<String, String>);
 
@@ -22,13 +22,13 @@ impl Variables {
         self.0.get(name).map(String::as_str)
     }
 
-    /// Whether `name` is set, be it to an empty value.
+    /// Whether `name` is set, possibly to an empty value.
     pub fn is_set(&self, name: &str) -> bool {
         self.0.contains_key(name)
     }
 
-    /// The value of `name`, parsed. `what` says what it should be, for the message: `this
-    /// process's rank, a number`.
+    /// The value of `name`, parsed. `what` says in messages what it should be: `this process's rank, a
+    /// number`.
     ///
     /// # Errors
     /// [`Error::Launch`] naming the variable, if it is set and does not parse.

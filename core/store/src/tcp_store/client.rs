@@ -1,4 +1,4 @@
-//! The client of a rank.
+//! The client that each rank has.
 
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
@@ -7,24 +7,24 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::protocol::{Greeting, Incoming, Purpose, Reader, Reply, Request, send, send_frame};
-use super::{ANSWER, HEARTBEAT, Identity, SILENT_HEARTBEATS, WITHOUT_A_WORD};
+use super::{DIED, HEARTBEAT, Identity, REPLY_TIMEOUT, SILENT_HEARTBEATS};
 use crate::Store;
 use crate::local_store::not_an_integer;
-use crate::table::{Failure, Refusal, deadline};
+use crate::table::{Failure, WaitError, deadline};
 use crate::{Error, Result};
 
-/// A rank's view of the job's [`Store`]. Threads may share it; one that waits does not keep others
-/// from their requests.
+/// A rank's client of the job's [`Store`]. Threads may share it: each request under way has a
+/// connection of its own.
 ///
-/// Dropping it is a goodbye: the job goes on without this rank.
+/// Dropping it announces that the rank leaves; the job goes on without it.
 pub struct TcpStore {
     server: Server,
-    /// Connections that no request is using.
+    /// Connections without a request under way.
     idle: Mutex<Vec<Reader<TcpStream>>>,
     health: Arc<Health>,
 }
 
-/// Where the server is, and which rank connects to it.
+/// The server's address, and which rank connects to it.
 #[derive(Clone)]
 struct Server {
     host: String,
@@ -32,9 +32,9 @@ struct Server {
     identity: Identity,
 }
 
-/// What the health connection brought.
+/// The health connection, and what came over it.
 struct Health {
-    /// To write to; the thread that watches has the reader.
+    /// For writing; the thread that watches has the reader.
     stream: TcpStream,
     failure: Mutex<Option<Failure>>,
     changed: Condvar,
@@ -43,12 +43,12 @@ struct Health {
 }
 
 impl TcpStore {
-    /// Connects to the server at `host:port`, trying again until `timeout`: the server may start
+    /// Connects to the server at `host:port`, with retries until `timeout`, since the server may start
     /// later than its clients.
     ///
     /// # Errors
-    /// [`Error::Launch`] if nobody answers in time; at once if it is no store, another job's, of
-    /// another build, or has another process as this rank.
+    /// [`Error::Launch`] if no server answers in time; at once if the server is no store, belongs to
+    /// another job or build, or already has a process of this rank.
     pub fn connect(host: &str, port: u16, identity: Identity, timeout: Duration) -> Result<Self> {
         let server = Server { host: host.to_owned(), port, identity };
         let deadline = deadline(timeout);
@@ -56,8 +56,8 @@ impl TcpStore {
         let reader = loop {
             match server.open(Purpose::Health, deadline) {
                 Ok(reader) => break reader,
-                Err(Unopened::Never(error)) => return Err(error),
-                Err(Unopened::NotYet(why)) => {
+                Err(ConnectError::Fatal(error)) => return Err(error),
+                Err(ConnectError::Retry(why)) => {
                     if Instant::now() + pause >= deadline {
                         return Err(server.error(&format!(
                             "no store answered within {timeout:?} ({why}). Rank 0 hosts it: \
@@ -78,11 +78,11 @@ impl TcpStore {
             host_left: AtomicBool::new(false),
             closing: AtomicBool::new(false),
         });
-        let for_thread = health.clone();
+        let shared_for_thread = health.clone();
         std::thread::Builder::new()
             .name("store-health".into())
             .stack_size(256 << 10)
-            .spawn(move || for_thread.watch(reader))
+            .spawn(move || shared_for_thread.watch(reader))
             .map_err(|e| server.error(&format!("no thread to watch its health: {e}")))?;
         Ok(Self { server, idle: Mutex::default(), health })
     }
@@ -93,7 +93,7 @@ impl TcpStore {
     /// After `timeout`, naming the ranks that are missing; or as soon as a rank fails.
     pub fn wait_for_all(&self, timeout: Duration) -> Result<()> {
         let request = Request::WaitForAll { timeout_ms: millis(timeout) };
-        match self.request(&request, timeout.saturating_add(ANSWER))? {
+        match self.request(&request, timeout.saturating_add(REPLY_TIMEOUT))? {
             Reply::Done => Ok(()),
             Reply::Missing(ranks) => {
                 let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
@@ -108,9 +108,9 @@ impl TcpStore {
         }
     }
 
-    /// Tells the server whether this rank's end would be a failure (no, once it left).
+    /// Tells the server that this rank leaves, so that its end is no failure; `false` takes that back.
     pub fn set_left(&self, left: bool) {
-        // If the server is gone there is nobody to tell.
+        // An error means that the server has ended.
         let _ = send(&self.health.stream, &Request::Left(left));
     }
 
@@ -131,8 +131,8 @@ impl TcpStore {
             Some(reader) => reader,
             None => match self.server.open(Purpose::Requests, deadline) {
                 Ok(reader) => reader,
-                Err(Unopened::Never(error)) => return Err(error),
-                Err(Unopened::NotYet(why)) => return Err(self.broken(&why)),
+                Err(ConnectError::Fatal(error)) => return Err(error),
+                Err(ConnectError::Retry(why)) => return Err(self.broken(&why)),
             },
         };
         if let Err(e) = send(reader.stream(), request) {
@@ -141,7 +141,7 @@ impl TcpStore {
         let reply = loop {
             match reader.next() {
                 Incoming::Message(reply) => break reply,
-                // If the server's host died silently no answer comes; the health connection notices.
+                // Without an answer, the health connection notices that the server's host has died.
                 Incoming::Idle => {
                     if let Some((rank, message)) = self.failure() {
                         return Err(Error::PeerFailed { rank, message });
@@ -151,7 +151,7 @@ impl TcpStore {
                     }
                 }
                 Incoming::Closed => return Err(self.broken("it closed the connection")),
-                Incoming::Garbage => return Err(self.broken("its answer makes no sense")),
+                Incoming::Malformed => return Err(self.broken("its answer makes no sense")),
             }
         };
         self.idle().push(reader);
@@ -161,8 +161,8 @@ impl TcpStore {
         Ok(reply)
     }
 
-    /// The error of a request that got no answer: the failure of the rank that is the cause, if one
-    /// becomes known within a second.
+    /// The error of a request without an answer: the failure that caused it, if one becomes known within
+    /// a second.
     fn broken(&self, why: &str) -> Error {
         match self.wait_for_failure(Duration::from_secs(1)) {
             Some((rank, message)) => Error::PeerFailed { rank, message },
@@ -199,7 +199,7 @@ impl Drop for TcpStore {
 impl Store for TcpStore {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         let request = Request::Set { key: key.to_owned(), value: value.to_owned() };
-        match self.request(&request, ANSWER)? {
+        match self.request(&request, REPLY_TIMEOUT)? {
             Reply::Done => Ok(()),
             other => Err(self.unexpected(other)),
         }
@@ -207,15 +207,15 @@ impl Store for TcpStore {
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
         let request = Request::Get { key: key.to_owned(), timeout_ms: millis(timeout) };
-        match self.request(&request, timeout.saturating_add(ANSWER))? {
+        match self.request(&request, timeout.saturating_add(REPLY_TIMEOUT))? {
             Reply::Value(value) => Ok(value),
-            Reply::Timeout => Err(Refusal::Timeout.into_error(key, timeout)),
+            Reply::Timeout => Err(WaitError::Timeout.into_error(key, timeout)),
             other => Err(self.unexpected(other)),
         }
     }
 
     fn add(&self, key: &str, amount: i64) -> Result<i64> {
-        match self.request(&Request::Add { key: key.to_owned(), amount }, ANSWER)? {
+        match self.request(&Request::Add { key: key.to_owned(), amount }, REPLY_TIMEOUT)? {
             Reply::Number(number) => Ok(number),
             Reply::Refused(value) => Err(not_an_integer(key, &value)),
             other => Err(self.unexpected(other)),
@@ -223,8 +223,8 @@ impl Store for TcpStore {
     }
 
     fn report_failure(&self, message: &str) -> Result<()> {
-        // A shorter wait than usual: this process is about to end.
-        match self.request(&Request::Fail { message: message.to_owned() }, ANSWER / 4)? {
+        // A short wait, since this process is about to end.
+        match self.request(&Request::Fail { message: message.to_owned() }, REPLY_TIMEOUT / 4)? {
             Reply::Failed { .. } => Ok(()),
             other => Err(self.unexpected(other)),
         }
@@ -236,11 +236,11 @@ impl Store for TcpStore {
 }
 
 /// Why a connection could not be opened.
-enum Unopened {
-    /// Trying again may help.
-    NotYet(String),
-    /// It will not.
-    Never(Error),
+enum ConnectError {
+    /// The server may not be ready yet.
+    Retry(String),
+    /// A retry would fail too.
+    Fatal(Error),
 }
 
 impl Server {
@@ -249,18 +249,18 @@ impl Server {
         Error::Launch(format!("rank {}, store at {host}:{port}: {why}", identity.rank))
     }
 
-    /// Connects and is admitted.
-    fn open(&self, purpose: Purpose, deadline: Instant) -> Result<Reader<TcpStream>, Unopened> {
-        let not_yet = |e: io::Error| Unopened::NotYet(e.to_string());
-        // Resolved every time: a host's name may become known only when the host is up.
+    /// Opens a connection and waits for admission.
+    fn open(&self, purpose: Purpose, deadline: Instant) -> Result<Reader<TcpStream>, ConnectError> {
+        let not_yet = |e: io::Error| ConnectError::Retry(e.to_string());
+        // Resolved in each retry: a host's name may become known only when the host is up.
         let addresses = (self.host.as_str(), self.port).to_socket_addrs().map_err(|e| {
-            Unopened::NotYet(format!("the name `{}` has no address: {e}", self.host))
+            ConnectError::Retry(format!("the name `{}` has no address: {e}", self.host))
         })?;
-        let mut stream = Err(Unopened::NotYet("the name has no address".into()));
+        let mut stream = Err(ConnectError::Retry("the name has no address".into()));
         for address in addresses {
             let rest = deadline.saturating_duration_since(Instant::now());
-            let patience = rest.clamp(Duration::from_millis(1), ANSWER / 4);
-            stream = TcpStream::connect_timeout(&address, patience).map_err(not_yet);
+            let timeout = rest.clamp(Duration::from_millis(1), REPLY_TIMEOUT / 4);
+            stream = TcpStream::connect_timeout(&address, timeout).map_err(not_yet);
             if stream.is_ok() {
                 break;
             }
@@ -268,27 +268,27 @@ impl Server {
         let stream = stream?;
         stream.set_nodelay(true).map_err(not_yet)?;
         stream.set_read_timeout(Some(HEARTBEAT)).map_err(not_yet)?;
-        stream.set_write_timeout(Some(ANSWER)).map_err(not_yet)?;
+        stream.set_write_timeout(Some(REPLY_TIMEOUT)).map_err(not_yet)?;
         let greeting = Greeting { identity: self.identity.clone(), purpose };
         let greeting = greeting.encode().map_err(not_yet)?;
         send_frame(&stream, &greeting).map_err(not_yet)?;
-        let stranger = || {
-            Unopened::Never(self.error(
+        let not_a_store = || {
+            ConnectError::Fatal(self.error(
                 "something answers there that is not a Fulgurite store. If another program has \
                  the port, give this job another MASTER_PORT",
             ))
         };
-        let patience = deadline.min(Instant::now() + ANSWER);
+        let timeout = deadline.min(Instant::now() + REPLY_TIMEOUT);
         let mut reader = Reader::new(stream);
-        match reader.next_before(patience) {
+        match reader.next_before(timeout) {
             Incoming::Message(Reply::Done) => Ok(reader),
             Incoming::Message(Reply::Refused(why)) => {
-                Err(Unopened::Never(self.error(&format!("it refuses this process: {why}"))))
+                Err(ConnectError::Fatal(self.error(&format!("it refuses this process: {why}"))))
             }
-            Incoming::Message(_) | Incoming::Garbage => Err(stranger()),
-            Incoming::Closed => Err(Unopened::NotYet("it closed the connection".into())),
+            Incoming::Message(_) | Incoming::Malformed => Err(not_a_store()),
+            Incoming::Closed => Err(ConnectError::Retry("it closed the connection".into())),
             Incoming::Idle => {
-                Err(Unopened::NotYet("something listens there but does not answer".into()))
+                Err(ConnectError::Retry("something listens there but does not answer".into()))
             }
         }
     }
@@ -299,13 +299,13 @@ impl Health {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps the first.
+    /// Sets the failure, unless there is one already.
     fn set_failure(&self, failure: Failure) {
         self.failure().get_or_insert(failure);
         self.changed.notify_all();
     }
 
-    /// Reads the health connection, and sends signs of life, until it ends.
+    /// Reads the health connection and sends heartbeats over it until it ends.
     fn watch(&self, mut reader: Reader<TcpStream>) {
         let same_host = self.stream.peer_addr().is_ok_and(|peer| peer.ip().is_loopback());
         let mut silent = 0;
@@ -314,37 +314,37 @@ impl Health {
             let message = match reader.next() {
                 Incoming::Message(message) => Some(message),
                 Incoming::Idle => None,
-                Incoming::Closed | Incoming::Garbage => break,
+                Incoming::Closed | Incoming::Malformed => break,
             };
             silent = if message.is_some() { 0 } else { silent + 1 };
             match message {
                 Some(Reply::Failed { rank, message }) => {
                     self.set_failure((rank, message));
-                    let _ = send(&self.stream, &Request::Told);
+                    let _ = send(&self.stream, &Request::FailureReceived);
                 }
                 Some(Reply::HostLeft(left)) => self.host_left.store(left, Ordering::Relaxed),
                 _ => {}
             }
             if sent.elapsed() >= HEARTBEAT {
                 sent = Instant::now();
-                // A broken connection shows when it is read.
+                // An error shows in the next read too.
                 let _ = send(&self.stream, &Request::Ping);
             }
         }
         if !self.closing.load(Ordering::Relaxed) && !self.host_left.load(Ordering::Relaxed) {
-            self.set_failure((0, format!("{WITHOUT_A_WORD}; it hosted the job's store")));
+            self.set_failure((0, format!("{DIED}; it hosted the job's store")));
         }
     }
 }
 
-/// Whole milliseconds, rounded up, so that a short timeout is not none.
+/// Whole milliseconds, rounded up so that a short timeout does not become 0.
 fn millis(timeout: Duration) -> u64 {
     u64::try_from(timeout.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
 impl TcpStore {
-    /// Whether the goodbye of the hosting process has arrived.
+    /// Whether the hosting process has announced that it leaves.
     pub(super) fn health_says_host_left(&self) -> bool {
         self.health.host_left.load(Ordering::Relaxed)
     }

@@ -1,10 +1,10 @@
 //! The store of a job of several processes: a server in one of them, a client in each.
 //!
-//! Every client holds a *health connection* beside those for its requests. It carries nothing but
-//! signs of life, and the job's first failure as soon as there is one; its end without a word is
-//! how a rank that was killed is noticed. Between hosts, where a connection may die without ending,
-//! silence for a minute means the same. On one host it does not: there the kernel closes
-//! the connections of a dead process, and a process that a debugger has stopped is not dead.
+//! Beside the connections for its requests every client has a *health connection*. It carries
+//! heartbeats and, as soon as there is one, the job's first failure. If it ends before the client has
+//! announced that it leaves, the rank was killed. Between hosts a connection may break without an end, so
+//! there a minute without a heartbeat means the same. Within a host it does not: the kernel closes the
+//! connections of a dead process, and a process that a debugger has stopped is not dead.
 
 mod client;
 mod protocol;
@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 /// Which rank of which job a client is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
-    /// What tells this job from others.
+    /// The job's id, different from that of any other job.
     pub job_id: String,
     /// The client's rank.
     pub rank: usize,
@@ -28,15 +28,15 @@ pub struct Identity {
     pub world_size: usize,
 }
 
-/// How often a sign of life is sent.
+/// The interval of heartbeats.
 const HEARTBEAT: Duration = Duration::from_secs(2);
-/// After so many heartbeats without a sign of life, a peer on another host is taken for dead. Counted
-/// and not timed, so that a machine that was suspended does not find all its peers dead.
+/// A peer on another host is taken for dead after this many missed heartbeats. They are counted
+/// rather than timed, so that a machine that was suspended does not find all its peers dead.
 const SILENT_HEARTBEATS: u32 = 30;
-/// How long a greeting or an immediate answer may take.
-const ANSWER: Duration = Duration::from_secs(20);
-/// The failure of a rank whose connection ended without a goodbye.
-const WITHOUT_A_WORD: &str = "the process ended without a word (killed?)";
+/// How long a greeting, or the answer to a request that does not wait, may take.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(20);
+/// The failure message of a rank whose connection ended before it announced that it leaves.
+const DIED: &str = "the process ended without a word (killed?)";
 
 #[cfg(test)]
 mod tests;

@@ -1,5 +1,4 @@
-//! What goes over the wire: frames of a little-endian `u32` length and that many bytes, each a
-//! message in [postcard](https://postcard.jamesmunns.com)'s format.
+//! The wire format: frames of a little-endian `u32` length and that many bytes, each a message in [postcard](https://postcard.jamesmunns.com)'s format.
 
 use std::io::{self, Read, Write};
 use std::time::Instant;
@@ -9,13 +8,13 @@ use serde::{Deserialize, Serialize};
 
 use super::Identity;
 
-/// First bytes of a greeting, before anything else is read.
+/// The first bytes of a greeting.
 const MAGIC: &[u8; 8] = b"FULGSTOR";
-/// Changes with every change of what goes over the wire.
+/// Increased with every change of the wire format.
 pub(super) const VERSION: u16 = 2;
-/// Control messages are small; anything above is not of this protocol.
+/// Longest frame. Control messages are smaller; a longer frame is none of this protocol.
 const MAX_FRAME: usize = 64 << 20;
-/// A greeting is smaller still, so that a stray connection cannot make the server allocate.
+/// Longest greeting, so that a stray connection cannot make the server allocate much.
 const MAX_GREETING: usize = 4096;
 
 /// What a connection is for.
@@ -54,12 +53,12 @@ pub(super) enum Request {
     WaitForAll {
         timeout_ms: u64,
     },
-    /// Health: a sign of life.
+    /// Health: a heartbeat.
     Ping,
-    /// Health: this rank leaves (or is back).
+    /// Health: this rank leaves (`true`) or is back (`false`).
     Left(bool),
-    /// Health: the failure has arrived.
-    Told,
+    /// Health: confirms [`Reply::Failed`].
+    FailureReceived,
 }
 
 /// What a server sends.
@@ -71,16 +70,16 @@ pub(super) enum Reply {
     Timeout,
     /// These ranks have not joined in time.
     Missing(Vec<usize>),
-    /// In answer to a request, or unasked on a health connection.
+    /// A rank failed: the answer to a request, or a notice on a health connection.
     Failed {
         rank: usize,
         message: String,
     },
-    /// The request or greeting makes no sense; in the server's words.
+    /// The server refuses the request or the greeting; its message.
     Refused(String),
-    /// Health: a sign of life.
+    /// Health: a heartbeat.
     Ping,
-    /// Health: the hosting process leaves (or is back).
+    /// Health: the hosting process leaves (`true`) or is back (`false`).
     HostLeft(bool),
 }
 
@@ -93,7 +92,7 @@ impl Greeting {
         Ok(body)
     }
 
-    /// The error is what to tell the stranger.
+    /// Fails with the message for the client.
     pub(super) fn decode(body: &[u8]) -> Result<Self, String> {
         let Some(rest) = body.strip_prefix(MAGIC) else {
             return Err("this is a Fulgurite store, and that was no greeting of its client".into());
@@ -115,7 +114,7 @@ fn encode(message: &impl Serialize) -> io::Result<Vec<u8>> {
     postcard::to_stdvec(message).map_err(io::Error::other)
 }
 
-/// The message that `body` is, no more and no less.
+/// The message in `body`; `None` if it is malformed or followed by more bytes.
 fn decode<T: DeserializeOwned>(body: &[u8]) -> Option<T> {
     match postcard::take_from_bytes(body) {
         Ok((message, [])) => Some(message),
@@ -128,8 +127,8 @@ pub(super) fn send(stream: impl Write, message: &impl Serialize) -> io::Result<(
     send_frame(stream, &encode(message)?)
 }
 
-/// Writes one frame, in one call: what two threads write at the same time does not mix as long as
-/// the socket's buffer takes each whole. Where two threads write, frames are small.
+/// Writes one frame with one call, so that the frames of two threads do not mix as long as each fits
+/// into the socket's buffer. Frames on health connections, where two threads write, do.
 pub(super) fn send_frame(mut stream: impl Write, body: &[u8]) -> io::Result<()> {
     if body.len() > MAX_FRAME {
         return Err(io::Error::other(format!(
@@ -144,20 +143,20 @@ pub(super) fn send_frame(mut stream: impl Write, body: &[u8]) -> io::Result<()> 
     stream.write_all(&frame)
 }
 
-/// What reading brought.
+/// The outcome of a read.
 #[derive(Debug, PartialEq)]
 pub(super) enum Incoming<T> {
     Message(T),
-    /// The stream's read timeout passed. What came of a frame is kept.
+    /// The stream's read timeout passed. A part of a frame that has arrived is kept.
     Idle,
     /// The other side ended or broke the connection.
     Closed,
     /// This is no message of the protocol.
-    Garbage,
+    Malformed,
 }
 
-/// The reading half of a connection whose stream has a read timeout. One read may bring several
-/// messages, or a part of one: the rest stays in here, so a connection has one reader all its life.
+/// The reading half of a connection, whose stream has a read timeout. It buffers what follows the
+/// message that was asked for, so a connection keeps one reader all its life.
 pub(super) struct Reader<S> {
     stream: S,
     buffer: Vec<u8>,
@@ -170,18 +169,18 @@ impl<S: Read> Reader<S> {
         Self { stream, buffer: Vec::new(), max: MAX_FRAME }
     }
 
-    /// A reader at the server's end, and the greeting that it reads first; of a small size only.
-    pub(super) fn greeted(
+    /// A reader at the server's end, and the greeting, whose size is limited, that it has read.
+    pub(super) fn with_greeting(
         stream: S,
         deadline: Instant,
     ) -> (Self, Incoming<Result<Greeting, String>>) {
         let mut reader = Self { max: MAX_GREETING, ..Self::new(stream) };
-        let frame = until(deadline, || reader.frame());
+        let frame = retry_until(deadline, || reader.frame());
         reader.max = MAX_FRAME;
         let greeting = match frame {
             Incoming::Message(body) => Incoming::Message(Greeting::decode(&body)),
-            // Something spoke, if not our language. It is told who answers.
-            Incoming::Garbage => Incoming::Message(Greeting::decode(&[])),
+            // Another protocol. The refusal says that this is a store.
+            Incoming::Malformed => Incoming::Message(Greeting::decode(&[])),
             Incoming::Idle => Incoming::Idle,
             Incoming::Closed => Incoming::Closed,
         };
@@ -193,28 +192,29 @@ impl<S: Read> Reader<S> {
         &self.stream
     }
 
-    /// The next message, [`Incoming::Idle`] each time the stream's read timeout passes.
+    /// The next message; [`Incoming::Idle`] each time the stream's read timeout passes.
     pub(super) fn next<T: DeserializeOwned>(&mut self) -> Incoming<T> {
         match self.frame() {
-            Incoming::Message(body) => decode(&body).map_or(Incoming::Garbage, Incoming::Message),
+            Incoming::Message(body) => decode(&body).map_or(Incoming::Malformed, Incoming::Message),
             Incoming::Idle => Incoming::Idle,
             Incoming::Closed => Incoming::Closed,
-            Incoming::Garbage => Incoming::Garbage,
+            Incoming::Malformed => Incoming::Malformed,
         }
     }
 
     /// The next message; [`Incoming::Idle`] once `deadline` has passed.
     pub(super) fn next_before<T: DeserializeOwned>(&mut self, deadline: Instant) -> Incoming<T> {
-        until(deadline, || self.next())
+        retry_until(deadline, || self.next())
     }
 
-    /// The body of the next frame. Memory grows with what arrives, not with what a length claims.
+    /// The body of the next frame. Memory is allocated for the bytes that arrive, not for the length that
+    /// the frame claims.
     fn frame(&mut self) -> Incoming<Vec<u8>> {
         loop {
             if let Some((len, rest)) = self.buffer.split_first_chunk::<4>() {
                 let len = u32::from_le_bytes(*len) as usize;
                 if len > self.max {
-                    return Incoming::Garbage;
+                    return Incoming::Malformed;
                 }
                 if rest.len() >= len {
                     let body = rest[..len].to_vec();
@@ -236,8 +236,8 @@ impl<S: Read> Reader<S> {
     }
 }
 
-/// What `next` brings, asked again while it is idle and `deadline` has not passed.
-fn until<T>(deadline: Instant, mut next: impl FnMut() -> Incoming<T>) -> Incoming<T> {
+/// Calls `next` again while it is idle and `deadline` has not passed.
+fn retry_until<T>(deadline: Instant, mut next: impl FnMut() -> Incoming<T>) -> Incoming<T> {
     loop {
         match next() {
             Incoming::Idle if Instant::now() < deadline => {}
@@ -261,11 +261,11 @@ mod tests {
             any::<u64>().prop_map(|timeout_ms| Request::WaitForAll { timeout_ms }),
             Just(Request::Ping),
             any::<bool>().prop_map(Request::Left),
-            Just(Request::Told),
+            Just(Request::FailureReceived),
         ]
     }
 
-    /// With values of fewer than `bytes` bytes.
+    /// Replies with values of fewer than `bytes` bytes.
     fn replies(bytes: usize) -> impl Strategy<Value = Reply> {
         prop_oneof![
             Just(Reply::Done),
@@ -280,7 +280,7 @@ mod tests {
         ]
     }
 
-    /// A stream that gives `bytes` in pieces of these sizes (in turn), with a pause before each.
+    /// A stream of `bytes` in pieces of these sizes (in turn), each after a read timeout.
     struct Pieces<'a> {
         bytes: &'a [u8],
         sizes: std::iter::Cycle<std::slice::Iter<'a, usize>>,
@@ -304,7 +304,7 @@ mod tests {
         }
     }
 
-    /// All that a reader brings up to the end of its stream.
+    /// All messages of a stream, and how it ends.
     fn read_all<T: DeserializeOwned>(bytes: &[u8], sizes: &[usize]) -> Vec<Incoming<T>> {
         let mut reader = Reader::new(Pieces::new(bytes, sizes));
         let mut all = Vec::new();
@@ -387,7 +387,7 @@ mod tests {
         while reader.next::<Reply>() != Incoming::Closed {}
         assert!(reader.buffer.capacity() <= 4096);
         let above = (MAX_FRAME as u32 + 1).to_le_bytes();
-        assert_eq!(read_all::<Reply>(&above, &[100]), [Incoming::Garbage]);
+        assert_eq!(read_all::<Reply>(&above, &[100]), [Incoming::Malformed]);
         const LARGEST: [u8; 10] = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01];
         let text = [&[6], &LARGEST[..], b"abc"].concat();
         let list = [&[1], &LARGEST[..], b"abc"].concat();
@@ -405,13 +405,13 @@ mod tests {
         send_frame(&mut bytes, &greeting.encode().unwrap()).unwrap();
         send(&mut bytes, &request).unwrap();
         let now = Instant::now();
-        let (mut reader, greeted) = Reader::greeted(&bytes[..], now);
+        let (mut reader, greeted) = Reader::with_greeting(&bytes[..], now);
         assert_eq!(greeted, Incoming::Message(Ok(greeting)));
         assert_eq!(reader.next_before(now), Incoming::Message(request.clone()));
 
         let mut bytes = Vec::new();
         send(&mut bytes, &request).unwrap();
-        let (_, greeted) = Reader::greeted(&bytes[..], now);
+        let (_, greeted) = Reader::with_greeting(&bytes[..], now);
         let Incoming::Message(Err(why)) = greeted else { panic!("admitted: {greeted:?}") };
         insta::assert_snapshot!(why, @"this is a Fulgurite store, and that was no greeting of its client");
     }

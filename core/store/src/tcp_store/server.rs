@@ -1,5 +1,5 @@
-//! The server: a thread that accepts, one for each request connection, two for each health
-//! connection. All state is in the [`Table`].
+//! The server: one thread that accepts connections, one for each request connection, two for each
+//! health connection. All state is in the [`Table`].
 
 use std::collections::HashMap;
 use std::io;
@@ -10,24 +10,24 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::protocol::{Greeting, Incoming, Purpose, Reader, Reply, Request, send};
-use super::{ANSWER, HEARTBEAT, Identity, SILENT_HEARTBEATS, WITHOUT_A_WORD};
-use crate::table::{Refusal, State, Table};
+use super::{DIED, HEARTBEAT, Identity, REPLY_TIMEOUT, SILENT_HEARTBEATS};
+use crate::table::{State, Table, WaitError};
 use crate::{Error, Result};
 
-/// What follows if a rank's connection ends without a goodbye.
+/// What it means if a rank's connection ends before the rank announced that it leaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LostRank {
     /// The rank failed.
     Failed,
-    /// Nothing yet: the process that hosts this server is the ranks' parent, knows how the rank ended,
-    /// and [reports](StoreServer::fail) it.
+    /// Nothing yet: the process that hosts this server is the parent of the ranks, and
+    /// [reports](StoreServer::fail) how the rank ended.
     ParentReports,
 }
 
-/// A number that no job reaches: memory is reserved for each rank.
+/// Largest world size, since memory is reserved for each rank; no job reaches it.
 const MAX_WORLD_SIZE: usize = 1 << 20;
 
-/// Hosts a job's store. Dropping it ends the store for all clients.
+/// Hosts a job's store. Dropping it closes the store for all clients.
 pub struct StoreServer {
     shared: Arc<Shared>,
     address: SocketAddr,
@@ -39,7 +39,7 @@ struct Shared {
     job_id: String,
     world_size: usize,
     on_lost: LostRank,
-    /// Open connections, to shut them down when the server ends.
+    /// Open connections, which are shut down when the server ends.
     connections: Mutex<HashMap<u64, TcpStream>>,
     next_connection: AtomicU64,
 }
@@ -72,8 +72,8 @@ impl StoreServer {
             connections: Mutex::default(),
             next_connection: AtomicU64::new(0),
         });
-        let for_thread = shared.clone();
-        let acceptor = spawn("store-accept", move || accept(&listener, &for_thread))
+        let shared_for_thread = shared.clone();
+        let acceptor = spawn("store-accept", move || accept(&listener, &shared_for_thread))
             .map_err(|e| Error::Launch(format!("no thread for the store: {e}")))?;
         Ok(Self { shared, address, acceptor: Some(acceptor) })
     }
@@ -83,12 +83,12 @@ impl StoreServer {
         self.address
     }
 
-    /// Records that `rank` failed and tells all ranks, if it is the job's first failure.
+    /// Records that `rank` failed, and notifies all ranks if it is the job's first failure.
     pub fn fail(&self, rank: usize, message: &str) {
         self.shared.table.fail(rank, message);
     }
 
-    /// All failures, one a rank, in the order they became known.
+    /// All failures, one for each failed rank, in the order in which they became known.
     pub fn failures(&self) -> Vec<(usize, String)> {
         self.shared.table.read().failures.clone()
     }
@@ -98,13 +98,14 @@ impl StoreServer {
         self.shared.table.read().members.get(rank).is_some_and(|member| member.joined)
     }
 
-    /// Tells the clients whether the end of this process would be a failure (no, once it left).
+    /// Tells the clients that this process leaves, so that its end is no failure; `false` takes that
+    /// back.
     pub fn set_left(&self, left: bool) {
         self.shared.table.change(|state| state.host_left = left);
     }
 
-    /// Waits until all ranks but `own` have left or are lost, or one failed. False if `timeout`
-    /// passed before.
+    /// Waits until all ranks but `own` have left or are lost, or one has failed. False after
+    /// `timeout`.
     pub fn wait_for_others(&self, own: usize, timeout: Duration) -> bool {
         let gone = |state: &State| {
             !state.failures.is_empty()
@@ -113,11 +114,12 @@ impl StoreServer {
         self.shared.table.wait(timeout, |state| gone(state).then_some(())).is_some()
     }
 
-    /// Waits until every rank but `own` that is still there knows of the job's failure.
-    pub fn wait_until_told(&self, own: usize, timeout: Duration) -> bool {
-        let told =
-            |state: &State| others(state, own).all(|m| !m.joined || m.told || m.left || m.lost);
-        self.shared.table.wait(timeout, |state| told(state).then_some(())).is_some()
+    /// Waits until all connected ranks but `own` have confirmed the notice of the job's failure. False
+    /// after `timeout`.
+    pub fn wait_until_notified(&self, own: usize, timeout: Duration) -> bool {
+        let notified =
+            |state: &State| others(state, own).all(|m| !m.joined || m.notified || m.left || m.lost);
+        self.shared.table.wait(timeout, |state| notified(state).then_some(())).is_some()
     }
 }
 
@@ -128,7 +130,7 @@ fn others(state: &State, own: usize) -> impl Iterator<Item = crate::table::Membe
 impl Drop for StoreServer {
     fn drop(&mut self) {
         self.shared.table.change(|state| state.closed = true);
-        // `accept` has no timeout: a connection of our own wakes it.
+        // `accept` has no timeout; a connection from here wakes it.
         let mut own = self.address;
         if own.ip().is_unspecified() {
             own.set_ip(IpAddr::V4(Ipv4Addr::LOCALHOST));
@@ -182,12 +184,12 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
         let id = shared.next_connection.fetch_add(1, Ordering::Relaxed);
         let Ok(copy) = stream.try_clone() else { continue };
         shared.connections().insert(id, copy);
-        let for_thread = shared.clone();
+        let shared_for_thread = shared.clone();
         let spawned = spawn("store-connection", move || {
-            serve(&stream, &for_thread);
-            // Also ends the copy's half, so that the client sees the end at once.
+            serve(&stream, &shared_for_thread);
+            // The copy in `connections` would keep the connection open.
             let _ = stream.shutdown(std::net::Shutdown::Both);
-            for_thread.connections().remove(&id);
+            shared_for_thread.connections().remove(&id);
         });
         if spawned.is_err() {
             shared.connections().remove(&id);
@@ -199,12 +201,12 @@ fn serve(stream: &TcpStream, shared: &Arc<Shared>) {
     let ready = stream
         .set_nodelay(true)
         .and_then(|()| stream.set_read_timeout(Some(HEARTBEAT)))
-        .and_then(|()| stream.set_write_timeout(Some(ANSWER)));
+        .and_then(|()| stream.set_write_timeout(Some(REPLY_TIMEOUT)));
     if ready.is_err() {
         return;
     }
-    let deadline = Instant::now() + ANSWER;
-    let (reader, greeting) = Reader::greeted(stream, deadline);
+    let deadline = Instant::now() + REPLY_TIMEOUT;
+    let (reader, greeting) = Reader::with_greeting(stream, deadline);
     let Incoming::Message(greeting) = greeting else { return };
     let admitted = greeting.and_then(|greeting| admit(greeting, shared));
     let reply = match &admitted {
@@ -224,7 +226,7 @@ fn serve(stream: &TcpStream, shared: &Arc<Shared>) {
     }
 }
 
-/// Whether the client is a rank of this job. A health connection makes it a member.
+/// Checks that the client is a rank of this job; a health connection makes it a member.
 fn admit(greeting: Greeting, shared: &Shared) -> Result<(Identity, Purpose), String> {
     let Greeting { identity, purpose } = greeting;
     if identity.job_id != shared.job_id {
@@ -269,7 +271,7 @@ fn requests(mut reader: Reader<&TcpStream>, shared: &Shared, rank: usize) {
         let request = match reader.next() {
             Incoming::Message(request) => request,
             Incoming::Idle => continue,
-            Incoming::Closed | Incoming::Garbage => return,
+            Incoming::Closed | Incoming::Malformed => return,
         };
         let reply = match request {
             Request::Set { key, value } => {
@@ -279,18 +281,18 @@ fn requests(mut reader: Reader<&TcpStream>, shared: &Shared, rank: usize) {
             Request::Get { key, timeout_ms } => {
                 match table.get(&key, Duration::from_millis(timeout_ms)) {
                     Ok(value) => Reply::Value(value),
-                    Err(refusal) => refusal.into(),
+                    Err(wait_error) => wait_error.into(),
                 }
             }
             Request::Add { key, amount } => match table.add(&key, amount) {
                 Ok(number) => Reply::Number(number),
                 Err(value) => Reply::Refused(value),
             },
-            Request::Fail { message } => failed(table.fail(rank, &message)),
+            Request::Fail { message } => failure_reply(table.fail(rank, &message)),
             Request::WaitForAll { timeout_ms } => {
                 wait_for_all(table, Duration::from_millis(timeout_ms))
             }
-            Request::Ping | Request::Left(_) | Request::Told => {
+            Request::Ping | Request::Left(_) | Request::FailureReceived => {
                 Reply::Refused("that belongs on a health connection".into())
             }
         };
@@ -305,34 +307,35 @@ fn wait_for_all(table: &Table, timeout: Duration) -> Reply {
         let members = state.members.iter().enumerate();
         members.filter(|(_, member)| !member.joined).map(|(rank, _)| rank).collect()
     };
-    // A failure comes first: a job that has one does not start, even if all its ranks have come.
-    let outcome = table.wait(timeout, |state| match state.refusal() {
-        Some(refusal) => Some(refusal.into()),
+    // A failure comes first: a job with a failure does not start, even if all ranks have joined.
+    let outcome = table.wait(timeout, |state| match state.wait_error() {
+        Some(wait_error) => Some(wait_error.into()),
         None => missing(state).is_empty().then_some(Reply::Done),
     });
     outcome.unwrap_or_else(|| Reply::Missing(missing(&table.read())))
 }
 
-fn failed((rank, message): (usize, String)) -> Reply {
+fn failure_reply((rank, message): (usize, String)) -> Reply {
     Reply::Failed { rank, message }
 }
 
-impl From<Refusal> for Reply {
-    fn from(refusal: Refusal) -> Self {
-        match refusal {
-            Refusal::Timeout => Self::Timeout,
-            Refusal::Failed(failure) => failed(failure),
-            Refusal::Closed => Self::Refused("the store is closing".into()),
+impl From<WaitError> for Reply {
+    fn from(wait_error: WaitError) -> Self {
+        match wait_error {
+            WaitError::Timeout => Self::Timeout,
+            WaitError::Failed(failure) => failure_reply(failure),
+            WaitError::Closed => Self::Refused("the store is closing".into()),
         }
     }
 }
 
-/// Reads a rank's signs of life until they end.
+/// Reads a rank's health connection until it ends.
 fn health(mut reader: Reader<&TcpStream>, shared: &Arc<Shared>, rank: usize) {
     let stream = *reader.stream();
     let Ok(copy) = stream.try_clone() else { return };
-    let for_thread = shared.clone();
-    let Ok(notifier) = spawn("store-notify", move || send_notices(&copy, &for_thread, rank)) else {
+    let shared_for_thread = shared.clone();
+    let Ok(notifier) = spawn("store-notify", move || send_notices(&copy, &shared_for_thread, rank))
+    else {
         return;
     };
     let same_host = stream.peer_addr().is_ok_and(|peer| peer.ip().is_loopback());
@@ -344,13 +347,15 @@ fn health(mut reader: Reader<&TcpStream>, shared: &Arc<Shared>, rank: usize) {
                 silent += 1;
                 continue;
             }
-            Incoming::Closed | Incoming::Garbage => break,
+            Incoming::Closed | Incoming::Malformed => break,
         };
         silent = 0;
         match message {
             Request::Ping => {}
             Request::Left(left) => update_member(shared, rank, |member| member.left = left),
-            Request::Told => update_member(shared, rank, |member| member.told = true),
+            Request::FailureReceived => {
+                update_member(shared, rank, |member| member.notified = true)
+            }
             _ => break,
         }
     }
@@ -362,43 +367,43 @@ fn update_member(shared: &Shared, rank: usize, change: impl FnOnce(&mut crate::t
     shared.table.change(|state| state.members.get_mut(rank).map(change));
 }
 
-/// The connection of `rank` has ended.
+/// Records that the health connection of `rank` has ended.
 fn rank_lost(shared: &Shared, rank: usize) {
     shared.table.change(|state| {
         let closed = state.closed;
         let Some(member) = state.members.get_mut(rank) else { return };
         member.lost = true;
-        // Once a failure is known, other ranks end because of it.
+        // After a first failure, other ranks end because of it.
         let failed = !closed && !member.left && state.failures.is_empty();
         if failed && shared.on_lost == LostRank::Failed {
-            state.failures.push((rank, WITHOUT_A_WORD.to_owned()));
+            state.failures.push((rank, DIED.to_owned()));
         }
     });
 }
 
-/// Writes to a rank's health connection: the job's failure and the host's goodbye as soon as there is
-/// one, and signs of life.
+/// Writes to a rank's health connection: heartbeats, the job's failure as soon as there is one, and
+/// whether the hosting process leaves.
 fn send_notices(stream: &TcpStream, shared: &Shared, rank: usize) {
-    let (mut told_failure, mut told_left) = (false, false);
+    let (mut sent_failure, mut sent_host_left) = (false, false);
     loop {
-        let news = shared.table.wait(HEARTBEAT, |state| {
+        let notice = shared.table.wait(HEARTBEAT, |state| {
             if state.closed || state.members.get(rank).is_none_or(|member| member.lost) {
                 return Some(None);
             }
-            if state.host_left != told_left {
+            if state.host_left != sent_host_left {
                 return Some(Some(Reply::HostLeft(state.host_left)));
             }
-            let failure = state.failures.first().filter(|_| !told_failure)?;
-            Some(Some(failed(failure.clone())))
+            let failure = state.failures.first().filter(|_| !sent_failure)?;
+            Some(Some(failure_reply(failure.clone())))
         });
-        let message = match news {
+        let message = match notice {
             Some(None) => return,
             Some(Some(message)) => message,
             None => Reply::Ping,
         };
         match message {
-            Reply::HostLeft(left) => told_left = left,
-            Reply::Failed { .. } => told_failure = true,
+            Reply::HostLeft(left) => sent_host_left = left,
+            Reply::Failed { .. } => sent_failure = true,
             _ => {}
         }
         if send(stream, &message).is_err() {

@@ -32,7 +32,7 @@ fn refusal(port: u16, identity: Identity, timeout: Duration) -> String {
     error.to_string().replace(&format!(":{port}"), ":PORT")
 }
 
-/// A process that connects as `rank` and then does as the test says.
+/// A health connection of `rank`, which the test drives.
 fn raw_health(server: &StoreServer, rank: usize, world_size: usize) -> TcpStream {
     let stream = TcpStream::connect(server.address()).unwrap();
     let greeting = Greeting { identity: identity(rank, world_size), purpose: Purpose::Health };
@@ -101,7 +101,7 @@ fn a_reported_failure_ends_all_waits() {
         assert_eq!(stores[2].failure(), Some(expected.clone()), "the first is the job's");
         let all = vec![expected, (2, "also".to_owned())];
         assert_eq!(server.failures(), all);
-        assert!(server.wait_until_told(0, LONG));
+        assert!(server.wait_until_notified(0, LONG));
     });
 }
 
@@ -234,13 +234,13 @@ fn a_rank_that_comes_early_waits_for_the_server() {
 }
 
 /// A server that admits one client and sends the job's failure with the same write, then ends.
-fn admits_and_tells_at_once(message: &str) -> Option<(usize, String)> {
+fn admits_and_notifies_at_once(message: &str) -> Option<(usize, String)> {
     let listener = TcpListener::bind(loopback()).unwrap();
     let port = listener.local_addr().unwrap().port();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let (mut stream, _) = listener.accept().unwrap();
-            let (_, greeted) = Reader::greeted(&stream, Instant::now() + LONG);
+            let (_, greeted) = Reader::with_greeting(&stream, Instant::now() + LONG);
             assert!(matches!(greeted, Incoming::Message(Ok(_))));
             let mut both = Vec::new();
             send(&mut both, &Reply::Done).unwrap();
@@ -255,7 +255,7 @@ fn admits_and_tells_at_once(message: &str) -> Option<(usize, String)> {
 #[test]
 fn a_failure_that_arrives_with_the_admission_is_known() {
     for message in ["out of data".to_owned(), "very long ".repeat(2_000)] {
-        assert_eq!(admits_and_tells_at_once(&message), Some((1, message)));
+        assert_eq!(admits_and_notifies_at_once(&message), Some((1, message)));
     }
 }
 

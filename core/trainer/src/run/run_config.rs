@@ -60,7 +60,7 @@ impl<M, D> RunConfig<M, D> {
         D: DeserializeOwned,
     {
         let layers = layers
-            .under(to_table(&RunConfig::default())?)
+            .prepend_defaults(to_table(&RunConfig::default())?)
             .known_table("trainer", TrainerConfig::keys())
             .known_table("checkpoint", CheckpointConfig::keys());
         // What does not depend on `M` and `D` is compiled here and not in each program.
