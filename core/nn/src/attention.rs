@@ -2,11 +2,11 @@
 
 use candle_core::Tensor;
 
-use super::kernels::attention::{Attend, merge_heads, split_heads};
+use super::kernels::attention::{DotProductAttention, merge_heads, split_heads};
+use super::kernels::context_attention::ContextAttention;
 use super::kernels::matmul::InputGrad;
-use super::kernels::sequences::Sequences;
 use super::linear::Linear;
-use super::residual::{Applied, FusedLayer};
+use super::residual::{FusedLayer, FusedOutput};
 use super::rope::Rope;
 use super::styles::BlockStyles;
 use crate::{Error, Result};
@@ -23,19 +23,19 @@ pub struct AttentionConfig {
     pub num_heads: usize,
     /// Number of key and value heads; it divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Elements of one head.
+    /// Width of one head.
     pub head_dim: usize,
     /// Whether the projections of queries, keys and values have a bias.
     pub qkv_bias: bool,
     /// The position embedding; shared between layers.
     pub rope: Option<Rope>,
-    /// How the projections' weights start; `None` as [`Linear::new`] does. Biases start at zero.
+    /// Initial values of the projections' weights; `None` for those of [`Linear::new`]. Biases start at
+    /// zero.
     pub init: Option<Init>,
 }
 
-/// Self-attention in which a position sees itself and those before it, with the projections
-/// `q_proj`, `k_proj`, `v_proj` and `o_proj`, rotary positions and grouped key and value heads, as
-/// Llama has it. One operation in the graph.
+/// Causal self-attention as in Llama: projections `q_proj`, `k_proj`, `v_proj` and `o_proj`, rotary
+/// position embedding and grouped query attention. One operation in the graph.
 ///
 /// Input and output are `[batch, time, hidden_size]`.
 #[derive(Debug, Clone)]
@@ -50,7 +50,7 @@ pub struct CausalSelfAttention {
 }
 
 impl CausalSelfAttention {
-    /// The layer.
+    /// A layer of this shape.
     ///
     /// # Errors
     /// If the heads do not divide into groups, if `rope` is for another head size, or if there is a
@@ -93,47 +93,47 @@ impl CausalSelfAttention {
         })
     }
 
-    /// A projection's output, outside the graph, by heads: those that this rank computes.
-    fn heads(&self, projection: &Linear, x: &Tensor) -> Result<Tensor> {
+    /// A projection's output, outside the graph: `[batch, time, heads of this rank, head_dim]`.
+    fn project(&self, projection: &Linear, x: &Tensor) -> Result<Tensor> {
         split_heads(&projection.compute(x)?, projection.outputs() / self.head_dim)
     }
 }
 
 impl FusedLayer for CausalSelfAttention {
-    fn apply(&self, x: &Tensor) -> Result<Applied> {
+    fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
         let (saved, input) = self.layer.redistribute_input(x)?;
         let (_, time, _) = saved.dims3()?;
         let context = ForwardScope::current().context;
         let length = time * context.as_ref().map_or(1, ContextParallel::size);
         let rope = self.rope.as_ref();
-        let attend = Attend {
+        let attend = DotProductAttention {
             scale: 1.0 / (self.head_dim as f64).sqrt(),
             causal: true,
             angles: rope.map(|r| r.angles(0, length, x.dtype(), x.device())).transpose()?,
         };
-        let attend = Sequences { attend, context };
-        let q = self.heads(&self.q_proj, &saved)?;
-        let k = self.heads(&self.k_proj, &saved)?;
-        let v = self.heads(&self.v_proj, &saved)?;
+        let attend = ContextAttention { attend, context };
+        let q = self.project(&self.q_proj, &saved)?;
+        let k = self.project(&self.k_proj, &saved)?;
+        let v = self.project(&self.v_proj, &saved)?;
         let attended = attend.forward(&q, &k, &v)?;
         let y = self.o_proj.compute(&merge_heads(attended.output())?)?;
         let (y, output) = self.layer.redistribute_output(y)?;
-        let y = self.o_proj.add_last_bias(y)?;
+        let y = self.o_proj.add_bias_after_reduction(y)?;
 
         let layers = [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];
         let parameters = layers.into_iter().flat_map(|l| l.parameters());
         let layer = self.clone();
-        Ok(Applied::new(&self.layer, y, parameters, move |grad, wanted| {
-            layer.o_proj.last_bias_backprop(grad)?;
+        Ok(FusedOutput::new(&self.layer, y, parameters, move |grad, wanted| {
+            layer.o_proj.bias_after_reduction_backward(grad)?;
             let grad = output.backward(grad)?;
             let merged = merge_heads(attended.output())?;
-            let d = layer.o_proj.backprop(&merged, &grad, InputGrad::New)?;
+            let d = layer.o_proj.backward(&merged, &grad, InputGrad::New)?;
             let d = d.ok_or_else(|| Error::other("the output projection gave no gradient"))?;
             let d = split_heads(&d, q.dim(2)?)?;
             let [dq, dk, dv] = attend.backward([&q, &k, &v], &attended, &d)?;
             let mut dx = None;
             for (projection, d) in [(&layer.q_proj, dq), (&layer.k_proj, dk), (&layer.v_proj, dv)] {
-                dx = projection.backprop(
+                dx = projection.backward(
                     &saved,
                     &merge_heads(&d)?,
                     InputGrad::new(wanted).add_to(dx),
@@ -146,6 +146,6 @@ impl FusedLayer for CausalSelfAttention {
 
 impl Module for CausalSelfAttention {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.apply(x)?.record(x)
+        self.compute(x)?.record(x)
     }
 }

@@ -1,5 +1,5 @@
-//! Which of an operation's two implementations computes: the kernels written for the CPU, or tensor
-//! operations.
+//! The choice between an operation's two implementations: kernels written for the CPU, and tensor
+//! operations for every device.
 
 use candle_core::Tensor;
 
@@ -8,22 +8,22 @@ use fulgurite_engine::execution;
 use fulgurite_engine::execution::ContextGuard;
 use fulgurite_engine::parameter::accumulation_dtype;
 
-/// In a thread's execution context: layers compute with tensor operations, on the CPU too.
-struct Portable;
+/// Set in a thread's execution context by [`force_portable`].
+struct ForcePortable;
 
-/// Makes layers compute with tensor operations on this thread, on the CPU too, until the guard is
-/// dropped: the way they compute on every other device. For comparing the two.
+/// Makes layers on this thread compute with tensor operations on the CPU too, as on every other device,
+/// until the guard is dropped. For comparing the two implementations.
 #[must_use = "the hand-written kernels are back as soon as the guard is dropped"]
 pub fn force_portable() -> ContextGuard {
-    execution::enter(Portable)
+    execution::enter(ForcePortable)
 }
 
-/// Whether the hand-written CPU kernels compute for this tensor.
-pub(super) fn on_host(x: &Tensor) -> bool {
-    x.device().is_cpu() && execution::value::<Portable>().is_none()
+/// Whether operations on this tensor use the kernels written for the CPU.
+pub(super) fn uses_cpu_kernels(x: &Tensor) -> bool {
+    x.device().is_cpu() && execution::value::<ForcePortable>().is_none()
 }
 
-/// The tensor detached, contiguous and in its accumulation dtype. Copies only what is not so.
-pub(super) fn wide(x: &Tensor) -> Result<Tensor> {
+/// The tensor, detached, contiguous and in its accumulation dtype. Copied only where it must be.
+pub(super) fn to_accumulation_dtype(x: &Tensor) -> Result<Tensor> {
     Ok(x.detach().to_dtype(accumulation_dtype(x.dtype()))?.contiguous()?)
 }

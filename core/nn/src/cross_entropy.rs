@@ -4,15 +4,16 @@ use candle_core::{DType, Tensor};
 
 use super::Loss;
 use super::host::indices;
-use super::kernels::cross_entropy::{self as kernel, Classes};
-use super::loss_parallel;
+use super::kernels::cross_entropy::{self as kernel, ClassRange, Targets};
+use super::kernels::cross_entropy_parallel::{self as parallel, LocalStatistics};
 use crate::{Error, Result};
+use fulgurite_engine::collective::{Collective, ReduceOp};
 use fulgurite_engine::parallel::ShardedLogits;
 use fulgurite_engine::parameter::record;
 
-/// The cross entropy of `logits` (`[.., classes]`) against `targets` (u32 or i64, the leading
-/// shape), as the sum over the targets that are not ignored, and their count. Ignored are -100 and,
-/// in a u32 tensor, `u32::MAX`.
+/// The cross entropy of `logits` (`[.., classes]`) and `targets` (u32 or i64, of the same shape without
+/// the last dimension): the sum over the targets that are not ignored, and their number. Targets of
+/// -100 are ignored, and of `u32::MAX` in a u32 tensor.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -28,10 +29,10 @@ use fulgurite_engine::parameter::record;
 ///
 /// # Loss parallel
 /// Logits that an output head left cut over tensor-parallel ranks
-/// ([`loss_parallel`](fulgurite_engine::parallel::Colwise::loss_parallel)) are taken as they are: targets count
-/// over all classes, and every rank gets the loss over all classes, in the same bits. It is
-/// **collective** over those ranks then, and carries two numbers a row in forward (with label
-/// smoothing three) and one for their maximum; backward carries nothing.
+/// ([`loss_parallel`](fulgurite_engine::parallel::Colwise::loss_parallel)) are not gathered. Targets are numbers
+/// of all classes, and every rank gets the loss over all classes, equal to the bit. Forward is
+/// **collective** over those ranks then: it all-reduces each row's largest logit and two sums a row
+/// (three with label smoothing). Backward communicates nothing.
 ///
 /// # Errors
 /// If the shapes do not fit, or a target is not a class (the message names it); if logits are cut
@@ -43,13 +44,13 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Loss> {
 /// Cross entropy with options.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct CrossEntropy {
-    /// The target that is left out; `None` stands for -100, and `u32::MAX` in u32 targets.
+    /// The target that is ignored; `None` ignores -100, and `u32::MAX` in u32 targets.
     pub ignore_index: Option<i64>,
     /// How much of the target's probability is spread evenly over all classes; 0 to 1.
     pub label_smoothing: f64,
 }
 
-/// How the losses of the targets become one number.
+/// How the losses of the targets are reduced to one number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reduction {
     /// Their sum.
@@ -59,14 +60,14 @@ pub enum Reduction {
 }
 
 impl CrossEntropy {
-    /// Leaves out this target.
+    /// Sets the target that is ignored.
     #[must_use]
     pub fn ignore_index(mut self, index: i64) -> Self {
         self.ignore_index = Some(index);
         self
     }
 
-    /// Spreads this much of the target's probability evenly over all classes.
+    /// Sets how much of the target's probability is spread evenly over all classes.
     #[must_use]
     pub fn label_smoothing(mut self, smoothing: f64) -> Self {
         self.label_smoothing = smoothing;
@@ -80,16 +81,16 @@ impl CrossEntropy {
     pub fn loss(&self, logits: &Tensor, targets: &Tensor) -> Result<Loss> {
         let smoothing = self.smoothing()?;
         let columns = logits.dims().last().copied().unwrap_or(0);
-        let parts = ShardedLogits::of(logits)?;
-        let classes = match &parts {
-            Some(parts) => Classes { first: parts.first_class, total: parts.classes },
-            None => Classes { first: 0, total: columns },
+        let sharded = ShardedLogits::of(logits)?;
+        let classes = match &sharded {
+            Some(sharded) => ClassRange { first: sharded.first_class, total: sharded.classes },
+            None => ClassRange { first: 0, total: columns },
         };
         let targets = self.targets(logits.dims(), targets, classes.total)?;
         let count = targets.iter().flatten().count();
         let saved = logits.detach().reshape((targets.len(), columns))?;
-        let (sum, lse) = match &parts {
-            Some(parts) => loss_parallel::forward(parts, &saved, &targets, smoothing)?,
+        let (sum, lse) = match &sharded {
+            Some(sharded) => forward_loss_parallel(sharded, &saved, &targets, smoothing)?,
             None => kernel::forward(&saved, &targets, smoothing)?,
         };
         let shape = logits.shape().clone();
@@ -97,8 +98,8 @@ impl CrossEntropy {
             let d = kernel::backward(&saved, &lse, &targets, classes, smoothing, grad)?;
             Ok(vec![Some(d.reshape(&shape)?)])
         })?;
-        if let Some(parts) = &parts {
-            parts.note_loss(&sum);
+        if let Some(sharded) = &sharded {
+            sharded.note_loss(&sum);
         }
         Ok(Loss::new(sum, count as f64))
     }
@@ -120,7 +121,7 @@ impl CrossEntropy {
         })
     }
 
-    /// The label smoothing.
+    /// The label smoothing, checked.
     pub(super) fn smoothing(&self) -> Result<f64> {
         let smoothing = self.label_smoothing;
         if !(0.0..=1.0).contains(&smoothing) {
@@ -129,7 +130,7 @@ impl CrossEntropy {
         Ok(smoothing)
     }
 
-    /// The targets of logits of this shape, on the host.
+    /// The targets of logits of this shape, on the host: `None` where ignored.
     pub(super) fn targets(
         &self,
         logits: &[usize],
@@ -163,4 +164,22 @@ impl CrossEntropy {
         };
         indices(targets, "targets")?.into_iter().map(class).collect()
     }
+}
+
+/// The sum of the losses and the log-sum-exp of each row, equal to the bit on all ranks, from this rank's
+/// `logits` (`[rows, local classes]`). Collective: an all-reduce of each row's largest logit, and one of
+/// two sums over the classes of each row, three with smoothing.
+fn forward_loss_parallel(
+    sharded: &ShardedLogits,
+    logits: &Tensor,
+    targets: &Targets,
+    smoothing: f64,
+) -> Result<(Tensor, Tensor)> {
+    let classes = ClassRange { first: sharded.first_class, total: sharded.classes };
+    let local = LocalStatistics::new(logits, targets, classes, smoothing)?;
+    let row_max = local.row_max()?;
+    sharded.group.run(Collective::all_reduce(&row_max, ReduceOp::Max))?;
+    let sums = local.partial_sums(&row_max)?;
+    sharded.group.run(Collective::all_reduce(&sums, ReduceOp::Sum))?;
+    parallel::forward(&row_max, &sums, targets, classes, smoothing)
 }

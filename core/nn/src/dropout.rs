@@ -1,9 +1,9 @@
-//! Dropout that is the same on any mesh.
+//! Dropout with a mask that does not depend on the mesh.
 
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::backend::{on_host, wide};
+use super::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use super::host::{host, tensor, with_float};
 use super::styles::DropoutStyles;
 use crate::{Error, Result};
@@ -17,15 +17,15 @@ use fulgurite_engine::random::{Purpose, Stream};
 /// The mask is a function of the run's seed, the layer's path, the step and the element's place in
 /// the global batch (dimension 0 is the batch, dimension 1 of three the sequence), so it does not
 /// depend on how the batch, the sequence or the last dimension is cut over ranks and micro-batches;
-/// see [`ForwardScope`]. What tensor parallelism does to the input, a plan must say:
+/// see [`ForwardScope`]. Where tensor parallelism cuts the input, the plan must name the layer:
 /// [`SequenceParallel`](fulgurite_engine::parallel::SequenceParallel), or
 /// [`PrepareModuleInput`](fulgurite_engine::parallel::PrepareModuleInput) with `desired = "shard(-1)"` between a
-/// colwise and a rowwise layer. Nothing is kept for backward. A layer that is used twice in a forward
-/// uses the same mask twice: give each place a layer of its own.
+/// colwise and a rowwise layer. No mask is saved for backward. A layer that is called twice in a forward
+/// uses the same mask twice, so each call should have a layer of its own.
 ///
-/// In a scope of evaluation, and outside of any scope inside of [`no_grad`](fulgurite_engine::autograd::no_grad),
-/// it passes its input on. Outside of any scope with gradients on, it is an error: nothing tells the
-/// step, as where a loop forgot to enter the scope, or a thread was not given its
+/// It returns its input in a scope of evaluation, and outside of any scope under
+/// [`no_grad`](fulgurite_engine::autograd::no_grad). Outside of any scope with gradients enabled it fails, since
+/// the step is unknown: the loop did not enter the scope, or a thread was not given its
 /// [`ExecutionContext`](fulgurite_engine::execution::ExecutionContext).
 #[derive(Debug, Clone)]
 pub struct Dropout {
@@ -34,7 +34,7 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// A layer that drops with probability `p`.
+    /// A layer that zeroes elements with probability `p`.
     ///
     /// # Errors
     /// If `p` is not in `[0, 1)`, or if there is a layer at the builder's path already.
@@ -48,28 +48,28 @@ impl Dropout {
     }
 }
 
-/// Where the elements of this rank's tensor are in the tensor of the whole global batch.
+/// Offsets of this rank's elements in the tensor of the whole global batch.
 struct ElementOffsets {
-    /// Elements of a row: of a run that is contiguous in both tensors.
+    /// Elements of a row, which is contiguous in both tensors.
     row: usize,
-    /// The offset, in the whole, of each row's first element; one offset if all of this rank's tensor
-    /// is one row.
+    /// The offset in the global tensor of each row's first element.
     starts: Vec<u64>,
 }
 
 impl ElementOffsets {
-    /// The offsets of the elements of `x`, what the layer computes with of `given` in `scope`.
+    /// The offsets of the elements of `x`, the tensor that the layer computes with, in the global form of
+    /// its input `given`.
     fn new(given: &Tensor, x: &Tensor, scope: &ForwardScope, layer: &LayerHandle) -> Result<Self> {
         let (dims, first_sample) = (x.dims(), scope.first_sample);
         let layout = layer.computes_with();
         let cut_sequence = scope.context.is_some() || layout == Layout::SEQUENCE;
         let width = dims[dims.len() - 1];
         if layout == Layout::LAST {
-            // As a norm's or projection's output: rows are all dimensions but the last.
+            // Rows are all dimensions but the last.
             let (offset, whole) = layer.last_dimension(given, x)?;
             let rows = x.elem_count() / width;
             let positions = match (&scope.context, dims) {
-                (Some(_), [_, time, _]) => whole_positions(scope, *time),
+                (Some(_), [_, time, _]) => global_positions(scope, *time),
                 _ => (0..(rows / dims[0]) as u64).collect(),
             };
             let per_sample = positions.len() * scope.context.as_ref().map_or(1, |c| c.size());
@@ -95,10 +95,9 @@ impl ElementOffsets {
                     Layout::SEQUENCE => layer.place(),
                     _ => (0, 1),
                 };
-                // Tensor-parallel ranks have consecutive parts of what context parallelism leaves
-                // this rank.
+                // Sequence parallelism cuts the positions that context parallelism gives this rank.
                 let local = time * ranks;
-                let positions = &whole_positions(scope, local)[rank * time..][..time];
+                let positions = &global_positions(scope, local)[rank * time..][..time];
                 let length = local * scope.context.as_ref().map_or(1, |context| context.size());
                 let row: usize = dims[2..].iter().product();
                 let starts = (0..batch).flat_map(|i| {
@@ -114,7 +113,7 @@ impl ElementOffsets {
         })
     }
 
-    /// Uniform numbers for the elements from `start` on.
+    /// Fills `numbers` with uniform random numbers of the elements from `start` on.
     fn fill(&self, stream: &Stream, mut start: usize, numbers: &mut [f64]) {
         let mut rest = numbers;
         while !rest.is_empty() {
@@ -128,8 +127,8 @@ impl ElementOffsets {
     }
 }
 
-/// The positions, in the whole sequence, of this rank's `n` positions.
-fn whole_positions(scope: &ForwardScope, n: usize) -> Vec<u64> {
+/// This rank's `n` positions, in numbers of the whole sequence.
+fn global_positions(scope: &ForwardScope, n: usize) -> Vec<u64> {
     scope.positions(n).into_iter().flatten().map(|position| position as u64).collect()
 }
 
@@ -140,8 +139,8 @@ fn masked(x: &Tensor, stream: &Stream, offsets: &ElementOffsets, p: f64) -> Resu
     let numbers = |piece: usize, numbers: &mut [f64]| {
         offsets.fill(stream, piece * PIECE, numbers);
     };
-    let (dtype, wide) = (x.dtype(), wide(x)?);
-    if on_host(&wide) {
+    let (dtype, wide) = (x.dtype(), to_accumulation_dtype(x)?);
+    if uses_cpu_kernels(&wide) {
         let y = with_float!(wide.dtype(), T => {
             let mut y = host(&wide)?.slice::<T>()?.to_vec();
             y.par_chunks_mut(PIECE).enumerate().for_each(|(i, y)| {

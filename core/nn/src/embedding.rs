@@ -9,7 +9,7 @@ use fulgurite_engine::module::{Module, ModuleBuilder};
 use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::{Init, Parameter};
 
-/// A table of `[rows, width]`, looked up by id.
+/// An embedding table of `[rows, width]`.
 ///
 /// `ids` are u32 or i64 of any shape; the output has `width` as one more dimension.
 ///
@@ -22,7 +22,7 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// A table that starts normally distributed with standard deviation 1.
+    /// A table with normally distributed initial values of standard deviation 1.
     ///
     /// # Errors
     /// If there is a layer at the builder's path already.
@@ -30,7 +30,7 @@ impl Embedding {
         Self::with_init(b, rows, width, Init::Normal { mean: 0.0, std: 1.0 })
     }
 
-    /// A table that starts as `init` says.
+    /// A table with these initial values.
     ///
     /// # Errors
     /// As [`new`](Self::new).

@@ -1,4 +1,5 @@
-//! Differentiable functions of tensors, also in place of those of candle_nn that lose gradients.
+//! Differentiable functions of tensors, among them those whose counterparts in candle_nn have no
+//! backward.
 //!
 //! ```
 //! use candle_core::{Device, Tensor, Var};
@@ -6,14 +7,14 @@
 //!
 //! let x = Var::new(&[[1f32, 2., 3.]], &Device::Cpu)?;
 //! let first = softmax_last_dim(&x)?.narrow(1, 0, 1)?;
-//! assert!(first.sum_all()?.backward()?.get(&x).is_some()); // candle_nn's gives none
+//! assert!(first.sum_all()?.backward()?.get(&x).is_some()); // candle_nn's has no gradient
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
 use candle_core::Tensor;
 
 use super::kernels::activation::{self, Activation};
-use super::kernels::attention::{Attend, Attended};
+use super::kernels::attention::{AttentionOutput, DotProductAttention};
 use super::kernels::norm::Norm;
 use super::kernels::rope::Angles;
 use super::kernels::softmax;
@@ -43,12 +44,12 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
     activate(x, Activation::Gelu)
 }
 
-/// GELU's tanh approximation, as GPT-2 has it (`gelu_new`).
+/// GELU's tanh approximation, `gelu_new` of transformers, as in GPT-2.
 pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
     activate(x, Activation::GeluTanh)
 }
 
-/// `silu(gate) * up`, of one shape.
+/// `silu(gate) * up`; both have the same shape.
 ///
 /// # Errors
 /// If the shapes differ.
@@ -73,7 +74,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// `x / sqrt(mean(x^2) + eps) * weight` over the last dimension; `weight` is `[width]`.
 ///
 /// # Errors
-/// If the weight is not as wide as the last dimension.
+/// If the weight has another size than the last dimension.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     norm(x, weight, None, Norm { center: false, eps })
 }
@@ -82,7 +83,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// are `[width]`.
 ///
 /// # Errors
-/// If weight or bias is not as wide as the last dimension.
+/// If weight or bias has another size than the last dimension.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     norm(x, weight, bias, Norm { center: true, eps })
 }
@@ -113,8 +114,8 @@ fn norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, norm: Norm) -> Resul
     })
 }
 
-/// Rotates the pairs (i, i + head_dim / 2) of `x` (`[.., time, head_dim]`) by angles whose cosines
-/// and sines are given, `[time, head_dim / 2]`; they get no gradient. As `rotary_emb::rope` of
+/// Rotates the pairs (i, i + head_dim / 2) of `x` (`[.., time, head_dim]`) by the angles with these
+/// cosines and sines, `[time, head_dim / 2]`, which get no gradient. Same as `rotary_emb::rope` of
 /// candle_nn.
 ///
 /// # Errors
@@ -141,12 +142,12 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 
 /// `softmax(scale q k^T) v` with `q` of shape `[batch, heads, queries, head_dim]` and `k` and `v`
 /// of `[batch, kv_heads, keys, head_dim]`; each group of `heads / kv_heads` query heads shares a
-/// key and value head. With `causal`, the last query is at the last key's position and each sees
-/// the keys up to its own. The output has the shape of `q`.
+/// key and value head. With `causal`, the last query is at the position of the last key, and each query
+/// attends to the keys up to its own position. The output has the shape of `q`.
 ///
-/// Memory beyond inputs and output is one number a query. While it runs on the CPU, heads are computed in
-/// parallel, each of them running with a copy of its keys and values, 128 queries' scores, and in
-/// backward as much again and the keys' and values' gradients.
+/// One number a query is saved for backward, besides inputs and output. On the CPU, heads are computed
+/// in parallel; each running head has a copy of its keys and values and the scores of 128 queries, in
+/// backward twice that and the gradients of keys and values.
 ///
 /// # Errors
 /// If shapes or dtypes do not fit, or under context parallelism, where the keys of a sequence are on
@@ -158,12 +159,12 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, causal: bool) -
              context_parallel_size is above 1; use `CausalSelfAttention`",
         ));
     }
-    let attend = Attend { scale, causal, angles: None };
+    let attend = DotProductAttention { scale, causal, angles: None };
     let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
     let [sq, sk, sv] = [q.detach(), k.detach(), v.detach()];
-    let Attended { output, lse } = attend.forward(&sq, &sk, &sv)?;
+    let AttentionOutput { output, lse } = attend.forward(&sq, &sk, &sv)?;
     let y = record_function(&[&q, &k, &v], output, move |output, grad| {
-        let attended = Attended { output: output.detach(), lse: lse.clone() };
+        let attended = AttentionOutput { output: output.detach(), lse: lse.clone() };
         let grads = attend.backward([&sq, &sk, &sv], &attended, grad)?;
         Ok(grads.map(Some).to_vec())
     })?;

@@ -17,7 +17,7 @@ use gemm::Parallelism;
 use super::host::Float;
 use super::parallel_for::parallel_for;
 
-/// A row-major or transposed matrix in a slice, which has all its elements.
+/// A view of a slice as a matrix, row-major or transposed.
 #[derive(Debug, Clone, Copy)]
 pub struct Mat<'a, T> {
     data: &'a [T],
@@ -28,7 +28,7 @@ pub struct Mat<'a, T> {
 }
 
 impl<'a, T> Mat<'a, T> {
-    /// A row-major matrix that fills the front of `data`.
+    /// A row-major matrix of the first elements of `data`.
     ///
     /// # Panics
     /// If `data` has fewer than `rows * cols` elements.
@@ -62,7 +62,7 @@ pub enum Threads {
 /// `out = a b`, or `out += a b` if `add`; `out` is row-major.
 ///
 /// # Panics
-/// If `out` is too short for the product, or the inner dimensions differ: callers have checked them.
+/// If `out` is too short for the product, or the inner dimensions differ.
 pub fn gemm<T: Float>(out: &mut [T], a: Mat<T>, b: Mat<T>, add: bool, threads: Threads) {
     let size = checked_size(a, b);
     let out = &mut out[..size];
@@ -76,7 +76,7 @@ pub fn gemm<T: Float>(out: &mut [T], a: Mat<T>, b: Mat<T>, add: bool, threads: T
     }
 }
 
-/// `a b`, row-major, in memory that is written once.
+/// `a b`, row-major, in new memory that is not zeroed first.
 ///
 /// # Panics
 /// As [`gemm()`].
@@ -87,7 +87,7 @@ pub fn product<T: Float>(a: Mat<T>, b: Mat<T>, threads: Threads) -> Vec<T> {
     }
     let mut out = Vec::with_capacity(size);
     // SAFETY: there is room for that many elements; without `add` all are written and none is
-    // read, so they are initialised then.
+    // read.
     unsafe {
         multiply(out.as_mut_ptr(), a, b, false, threads);
         out.set_len(size);
@@ -111,21 +111,21 @@ unsafe fn multiply<T: Float>(out: *mut T, a: Mat<T>, b: Mat<T>, add: bool, threa
         Threads::All => grid(m, k, n, rayon::current_num_threads()),
     };
     if across * along == 1 {
-        // SAFETY: what the caller promises, for the whole.
+        // SAFETY: the caller's promise, for the whole product.
         return unsafe { multiply_part(out, 0..m, 0..n, a, b, add) };
     }
     let out = Out(out);
     parallel_for(across * along, |i| {
         let rows = share(m, ROWS, across, i / along);
         let cols = share(n, COLS, along, i % along);
-        // SAFETY: what the caller promises; the parts of the grid share no element.
+        // SAFETY: the caller's promise; the parts of the grid share no element.
         unsafe { multiply_part(out.pointer(), rows, cols, a, b, add) }
     });
 }
 
-/// A product's elements, which threads write without touching each other's.
+/// The elements of a product, of which each thread writes others.
 struct Out<T>(*mut T);
-// SAFETY: who shares it writes only elements that are nobody else's.
+// SAFETY: threads that share it write disjoint elements.
 unsafe impl<T: Float> Sync for Out<T> {}
 
 impl<T> Out<T> {
@@ -134,30 +134,30 @@ impl<T> Out<T> {
     }
 }
 
-/// What the rows and columns of a part are multiples of, so that the `gemm` crate's kernels fill
-/// their tiles.
+/// Rows and columns of a part are multiples of these, so that the `gemm` crate's kernels fill their
+/// tiles.
 const ROWS: usize = 12;
 const COLS: usize = 32;
 
-/// Multiplications that are worth another thread.
+/// Multiplications that justify another thread.
 const WORTH_A_THREAD: usize = 1 << 18;
 
-/// A product of up to this many rows and columns is summed in other pieces than a larger one, as is one
-/// of up to 256 elements.
+/// The `gemm` crate sums products of up to this many rows and columns in another order than larger
+/// ones.
 const SMALL: usize = 64;
 
-/// Up to this many elements of a product may be computed in a way of their own.
+/// So it does for products of up to this many elements.
 const FEW: usize = 256;
 
 /// What reading one element costs, in multiplications: a measured order of magnitude.
 const READ_COST: usize = 16;
 
-/// How many parts to cut the rows and the columns of an `m` x `k` by `k` x `n` product into for at most
-/// `threads`: those of which the largest takes least, by what it multiplies and reads.
+/// Into how many parts to cut the rows and the columns of an `m` x `k` by `k` x `n` product for at most
+/// `threads` threads: the grid whose largest part multiplies and reads least.
 ///
-/// A part's elements are summed as those of the whole, so results are the same to the bit on any
-/// number of threads: what the `gemm` crate computes another way, such as a vector, is not cut, and
-/// nothing into such parts.
+/// Results do not depend on the number of threads, because each part is summed in the order of the whole
+/// product: products that the `gemm` crate sums in another order ([`SMALL`], [`FEW`]) are neither cut nor
+/// made by a cut.
 fn grid(m: usize, k: usize, n: usize, threads: usize) -> [usize; 2] {
     let most = threads.min(m.saturating_mul(n).saturating_mul(k) / WORTH_A_THREAD);
     let takes = |rows: usize, cols: usize| rows.saturating_mul(cols) + READ_COST * (rows + cols);
@@ -180,23 +180,24 @@ fn grid(m: usize, k: usize, n: usize, threads: usize) -> [usize; 2] {
     best.0
 }
 
-/// The `i`-th of `parts` shares of `0..len`, which begin at multiples of `unit`.
+/// The `i`-th of `parts` shares of `0..len`; shares begin at multiples of `unit`.
 fn share(len: usize, unit: usize, parts: usize, i: usize) -> Range<usize> {
     let units = len.div_ceil(unit);
     let at = |i: usize| (units * i / parts * unit).min(len);
     at(i)..at(i + 1)
 }
 
-/// The first share has the fewest units, the last the most, of which one may be cut off.
+/// The length of the first share, which has the fewest units.
 fn smallest_share(len: usize, unit: usize, parts: usize) -> usize {
     share(len, unit, parts, 0).len().min(share(len, unit, parts, parts - 1).len())
 }
 
+/// An upper bound of the length of the last share, which has the most units.
 fn largest_share(len: usize, unit: usize, parts: usize) -> usize {
     len.min(len.div_ceil(unit).div_ceil(parts) * unit)
 }
 
-/// Multiplies the part of `out` that has these rows and columns, on this thread.
+/// Computes the part of `out` with these rows and columns, on this thread.
 ///
 /// # Safety
 /// As [`multiply`], for the elements of the part.
@@ -209,10 +210,9 @@ unsafe fn multiply_part<T: Float>(
     add: bool,
 ) {
     let ld = b.cols;
-    // SAFETY: the part lies within `out`, `a` and `b`. The strides reach the elements that the caller
-    // speaks of: `out` is row-major, `a` and `b` are dense, row-major or transposed, and their slices
-    // are long enough. `out` overlaps neither, as nobody else uses it. `T` is f32 or f64, which the
-    // crate supports.
+    // SAFETY: the part lies within `out`, `a` and `b`, whose strides reach no element outside: `out` is
+    // row-major, `a` and `b` are dense, row-major or transposed, and their slices are long enough.
+    // `out` overlaps neither, as nobody else uses it. `T` is f32 or f64, which the crate supports.
     unsafe {
         gemm::gemm(
             rows.len(),

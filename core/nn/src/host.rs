@@ -8,7 +8,7 @@ use crate::{Error, Result};
 use fulgurite_engine::autograd::storage::HostElement;
 use fulgurite_engine::simd::vectorized;
 
-/// Calls `$body` with `$T` as the Rust type of a float dtype that kernels compute in.
+/// Evaluates `$body` with `$T` as the Rust type of a dtype that kernels compute in.
 macro_rules! with_float {
     ($dtype:expr, $T:ident => $body:expr) => {
         match $dtype {
@@ -34,12 +34,13 @@ pub trait Float: HostElement + Default + std::iter::Sum {
     const ZERO: Self;
     const ONE: Self;
     const INFINITY: Self;
-    /// The exponential. Not called `exp`: where the type is known, that is the library's.
+    /// The exponential. Not called `exp`, which is the standard library's for a known type.
     fn fast_exp(self) -> Self;
     fn ln(self) -> Self;
     fn sqrt(self) -> Self;
     fn erf(self) -> Self;
-    /// The larger one. Not the library's `max`: a NaN in `other` is passed over, one in `self` stays.
+    /// The maximum. Unlike the standard library's `max` it returns a NaN in `self`; one in `other` is
+    /// ignored.
     #[inline(always)]
     fn max(self, other: Self) -> Self {
         if other > self { other } else { self }
@@ -60,7 +61,7 @@ impl Float for f32 {
     const INFINITY: Self = f32::INFINITY;
 
     /// Within 2 units in the last place, zero below -87.3 and infinite above 88.3. Has no branch
-    /// and no call, so that loops over it become vector code, which the library's `exp` prevents.
+    /// and no call, so that loops over it are vectorised, unlike with the standard library's `exp`.
     #[inline(always)]
     fn fast_exp(self) -> Self {
         const MAGIC: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to an integer
@@ -117,7 +118,8 @@ const LANES: usize = 8;
 /// The sum of `f` over two slices of one length, in eight independent lanes.
 #[inline(always)]
 pub(super) fn sum2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T) -> T {
-    // Values first, in a loop of its own: with `f` inside, the lanes do not become vector code.
+    // The values are computed in a loop of their own, since a loop with `f` and the lanes is not
+    // vectorised.
     const BLOCK: usize = 8 * LANES;
     let mut values = [T::ZERO; BLOCK];
     let mut lanes = [T::ZERO; LANES];
@@ -128,7 +130,7 @@ pub(super) fn sum2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T) -> T {
             *value = f(a, b);
         }
         let whole = values.chunks_exact(LANES);
-        // Of the last block alone.
+        // The remainder of a block that is no multiple of the lanes: only the last has one.
         whole.remainder().iter().for_each(|&value| tail += value);
         for chunk in whole {
             for i in 0..LANES {
@@ -145,7 +147,7 @@ pub(super) fn sum1<T: Float>(a: &[T], f: impl Fn(T) -> T) -> T {
     sum2(a, a, |a, _| f(a))
 }
 
-/// The inner product.
+/// The dot product.
 #[inline(always)]
 pub(super) fn dot<T: Float>(a: &[T], b: &[T]) -> T {
     sum2(a, b, |a, b| a * b)
@@ -174,7 +176,7 @@ pub(super) fn exp_in_place<T: Float>(row: &mut [T], shift: T) -> T {
 }
 
 vectorized! {
-    /// Adds rows, each as wide as `out`, to it.
+    /// Adds rows, each as long as `out`, to `out`.
     pub(super) fn add_rows[T: Float](out: &mut [T], rows: &[T]) {
         for row in rows.chunks_exact(out.len().max(1)) {
             out.iter_mut().zip(row).for_each(|(out, &x)| *out += x);
@@ -182,8 +184,8 @@ vectorized! {
     }
 }
 
-/// How many rows one parallel piece of a row-wise kernel has. It depends on the shape alone, so
-/// that sums over rows are the same for any number of threads.
+/// The number of rows that a row-wise kernel computes at a time. It depends on the shape alone, so that
+/// sums over rows do not depend on the number of threads.
 pub(super) fn rows_per_piece(rows: usize) -> usize {
     rows.div_ceil(32).max(1)
 }
@@ -195,7 +197,7 @@ pub(super) struct Host<G> {
     end: Option<usize>,
 }
 
-/// Access to a contiguous tensor.
+/// Read access to a contiguous tensor.
 pub(super) fn host(tensor: &Tensor) -> Result<Host<impl Deref<Target = Storage>>> {
     let (guard, layout) = tensor.storage_and_layout();
     match layout.contiguous_offsets() {
@@ -204,7 +206,7 @@ pub(super) fn host(tensor: &Tensor) -> Result<Host<impl Deref<Target = Storage>>
     }
 }
 
-/// Access to a tensor of any layout: everything from its first element on.
+/// Read access to a tensor of any layout: its storage from its first element on.
 pub(super) fn strided_host(tensor: &Tensor) -> Host<impl Deref<Target = Storage>> {
     let (guard, layout) = tensor.storage_and_layout();
     Host { guard, start: layout.start_offset(), end: None }
@@ -235,7 +237,7 @@ pub(super) fn indices(ids: &Tensor, what: &str) -> Result<Vec<i64>> {
     }
 }
 
-/// A CPU tensor that takes over the elements.
+/// A CPU tensor of these elements, which are not copied.
 pub(super) fn tensor<T: Float>(
     values: Vec<T>,
     shape: impl Into<candle_core::Shape>,

@@ -2,17 +2,17 @@
 
 use candle_core::Tensor;
 
+use super::gradients::check_dtype;
 use super::kernels::matmul::{self, InputGrad};
-use super::record::check_dtype;
 use super::styles::LinearStyles;
 use crate::{Error, Result};
 use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder};
 use fulgurite_engine::parallel::{LayerHandle, Redistributed};
 use fulgurite_engine::parameter::{Init, Parameter};
 
-/// `y = x weight^T (+ bias)`, with `weight` of shape `[out, in]`.
+/// A linear layer: `y = x weight^T (+ bias)`, with `weight` of shape `[out, in]`.
 ///
-/// `x` is `[.., in]` of any rank from 1 on and in the parameters' compute dtype; `y` is `[.., out]`.
+/// `x` is `[.., in]`, in the parameters' compute dtype; `y` is `[.., out]`.
 ///
 /// A plan may make it [`Colwise`](fulgurite_engine::parallel::Colwise) or
 /// [`Rowwise`](fulgurite_engine::parallel::Rowwise).
@@ -24,7 +24,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// A layer without a bias, its weight uniform within `1 / sqrt(inputs)`.
+    /// A layer without a bias. The initial weight is uniform within `1 / sqrt(inputs)`.
     ///
     /// # Errors
     /// If there is a layer at the builder's path already.
@@ -32,7 +32,7 @@ impl Linear {
         Self::with_init(b, inputs, outputs, Init::kaiming_uniform(inputs))
     }
 
-    /// A layer without a bias, its weight as `init` says.
+    /// A layer without a bias, with this initial weight.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -41,7 +41,7 @@ impl Linear {
         Ok(Self { weight: b.parameter("weight", [outputs, inputs], init)?, bias: None, layer })
     }
 
-    /// A layer with a bias, both uniform within `1 / sqrt(inputs)`.
+    /// A layer with a bias. Initial weight and bias are uniform within `1 / sqrt(inputs)`.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -49,8 +49,7 @@ impl Linear {
         Self::new(b, inputs, outputs)?.add_bias(b, Init::kaiming_uniform(inputs))
     }
 
-    /// The layer with a bias that starts as `init` says. `b` is the builder the layer was made
-    /// with.
+    /// Adds a bias with these initial values. `b` is the builder that the layer was made with.
     ///
     /// # Errors
     /// If there is a bias at the builder's path already.
@@ -59,8 +58,8 @@ impl Linear {
         Ok(self)
     }
 
-    /// A layer without a bias whose weight is `weight` (`[out, in]`): an output head that shares
-    /// the embedding.
+    /// A layer without a bias that shares `weight` (`[out, in]`) with another layer, such as an output
+    /// head with the embedding.
     ///
     /// # Errors
     /// If `weight` is of another model or does not have two dimensions, and as [`new`](Self::new).
@@ -87,34 +86,35 @@ impl Linear {
         self.bias.as_ref()
     }
 
-    /// How many outputs this rank computes.
+    /// The number of outputs that this rank computes.
     pub(super) fn outputs(&self) -> usize {
         self.weight.compute_shape()[0]
     }
 
-    /// The parameters, for [`record`].
+    /// Weight and bias.
     pub(super) fn parameters(&self) -> impl Iterator<Item = &Parameter> {
         std::iter::once(&self.weight).chain(&self.bias)
     }
 
-    /// The bias that [`compute`](Self::compute) adds, and the one that comes after the sum over the
-    /// ranks of what they computed.
-    fn biases(&self) -> (Option<&Parameter>, Option<&Parameter>) {
+    /// The bias that [`compute`](Self::compute) adds, and the bias that is added after the ranks' partial
+    /// outputs are summed; at most one of them.
+    fn split_bias(&self) -> (Option<&Parameter>, Option<&Parameter>) {
         let bias = self.bias.as_ref();
         if self.layer.output_is_partial() { (None, bias) } else { (bias, None) }
     }
 
-    /// Adds the bias that comes last, if there is one.
-    pub(super) fn add_last_bias(&self, y: Tensor) -> Result<Tensor> {
-        match self.biases().1 {
+    /// Adds the bias of a layer whose outputs are partial sums, after their reduction.
+    pub(super) fn add_bias_after_reduction(&self, y: Tensor) -> Result<Tensor> {
+        match self.split_bias().1 {
             None => Ok(y),
             Some(bias) => Ok(y.broadcast_add(&bias.value()?)?),
         }
     }
 
-    /// Delivers the gradient of the bias that comes last and ends its use.
-    pub(super) fn last_bias_backprop(&self, grad: &Tensor) -> Result<()> {
-        match self.biases().1 {
+    /// The backward of [`add_bias_after_reduction`](Self::add_bias_after_reduction) for the bias: adds its
+    /// gradient and ends its use.
+    pub(super) fn bias_after_reduction_backward(&self, grad: &Tensor) -> Result<()> {
+        match self.split_bias().1 {
             None => Ok(()),
             Some(bias) => {
                 matmul::bias_grad(bias, grad)?;
@@ -123,7 +123,7 @@ impl Linear {
         }
     }
 
-    /// Checks that the last dimension of `x` is the layer's inputs.
+    /// Checks the last dimension of `x`.
     pub(super) fn check_width(&self, x: &Tensor) -> Result<()> {
         let inputs = self.weight.compute_shape()[1];
         if x.dims().last() != Some(&inputs) {
@@ -141,30 +141,30 @@ impl Linear {
     pub(super) fn compute(&self, x: &Tensor) -> Result<Tensor> {
         self.check_width(x)?;
         check_dtype("the linear layer", x, &self.weight)?;
-        let bias = self.biases().0.map(Parameter::value).transpose()?;
+        let bias = self.split_bias().0.map(Parameter::value).transpose()?;
         matmul::linear(x, &self.weight.value()?, bias.as_ref())
     }
 
-    /// What a plan said to the layer.
+    /// The layer's record, which a plan may have changed.
     pub(super) fn layer(&self) -> &LayerHandle {
         &self.layer
     }
 
-    /// Computes the gradient of `x`, delivers those of the parameters and ends their uses.
-    pub(super) fn backprop(
+    /// Computes the gradient of `x`, adds the parameters' gradients and ends their uses.
+    pub(super) fn backward(
         &self,
         x: &Tensor,
         grad: &Tensor,
         into: InputGrad,
     ) -> Result<Option<Tensor>> {
-        let dx = self.gradients(x, grad, into)?;
+        let dx = self.backward_rows(x, grad, into)?;
         self.end_uses()?;
         Ok(dx)
     }
 
-    /// Computes the gradient of `x` and delivers those of the parameters: of some rows, if more
+    /// [`backward`](Self::backward) without ending the uses: for some rows of the input, if other rows
     /// follow.
-    pub(super) fn gradients(
+    pub(super) fn backward_rows(
         &self,
         x: &Tensor,
         grad: &Tensor,
@@ -175,38 +175,38 @@ impl Linear {
             into => matmul::input_grad(grad, &self.weight.value()?, into)?,
         };
         matmul::weight_grad(&self.weight, x, grad)?;
-        if let Some(bias) = self.biases().0 {
+        if let Some(bias) = self.split_bias().0 {
             matmul::bias_grad(bias, grad)?;
         }
         Ok(dx)
     }
 
-    /// Ends the uses of the parameters. The last one may take the unit's values away.
+    /// Ends the uses of the parameters. After the last use the strategy may free the unit's values.
     pub(super) fn end_uses(&self) -> Result<()> {
         self.weight.end_use()?;
-        self.biases().0.map_or(Ok(()), Parameter::end_use)
+        self.split_bias().0.map_or(Ok(()), Parameter::end_use)
     }
 }
 
 impl Module for Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let (saved, input) = self.layer.redistribute_input(x)?;
-        let parts = self.layer.loss_parallel() && ForwardScope::current().loss_parallel;
+        let sharded_logits = self.layer.loss_parallel() && ForwardScope::current().loss_parallel;
         let y = self.compute(&saved)?;
-        let (y, output) = match parts {
+        let (y, output) = match sharded_logits {
             true => (y, Redistributed::none()),
             false => self.layer.redistribute_output(y)?,
         };
-        let y = self.add_last_bias(y)?;
+        let y = self.add_bias_after_reduction(y)?;
         let (layer, tracked) = (self.clone(), x.track_op());
         let parameters: Vec<&Parameter> = self.parameters().collect();
         let backward = move |_: &Tensor, grad: &Tensor| {
-            layer.last_bias_backprop(grad)?;
+            layer.bias_after_reduction_backward(grad)?;
             let grad = output.backward(grad)?;
-            let dx = layer.backprop(&saved, &grad, InputGrad::new(tracked))?;
+            let dx = layer.backward(&saved, &grad, InputGrad::new(tracked))?;
             Ok(vec![dx.map(|dx| input.backward(&dx)).transpose()?])
         };
-        match parts {
+        match sharded_logits {
             true => {
                 let first = self.weight.compute_region().offsets[0];
                 self.layer.record_logits(&[x], &parameters, y, first, backward)

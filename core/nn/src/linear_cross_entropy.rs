@@ -7,16 +7,16 @@ use candle_core::{D, Tensor};
 
 use super::Loss;
 use super::cross_entropy::CrossEntropy;
-use super::kernels::cross_entropy::{self as kernel, Classes};
+use super::kernels::cross_entropy::{self as kernel, ClassRange};
 use super::kernels::matmul::InputGrad;
 use super::linear::Linear;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::is_grad_enabled;
 use fulgurite_engine::module::Module;
 
-/// As [`cross_entropy`](super::cross_entropy) of `head`'s logits of `hidden` (`[.., inputs]`), with
-/// no more than one copy of the logits, whose memory their gradient takes over, where the two apart
-/// need several. See [`LinearCrossEntropy`].
+/// The [`cross_entropy`](super::cross_entropy) of the logits that `head` computes of `hidden`
+/// (`[.., inputs]`). There is one copy of the logits at most, and their gradient is computed in its
+/// memory; head and loss as two operations need several copies. See [`LinearCrossEntropy`].
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -42,19 +42,18 @@ pub fn linear_cross_entropy(head: &Linear, hidden: &Tensor, targets: &Tensor) ->
 
 /// [`linear_cross_entropy`] with options.
 ///
-/// Up to [`logits_bytes`](Self::logits_bytes) of logits are kept for backward. Where there are more,
-/// they are computed that many at a time and again in backward: a third more products of the head
-/// for a bound on the memory that does not grow with the batch or the vocabulary (long sequences
-/// over 128 thousand classes have gigabytes of logits).
+/// Up to [`logits_bytes`](Self::logits_bytes) of logits are saved for backward. More logits than that
+/// are computed in pieces of that size, and once more in backward. This costs a third more matrix
+/// products of the head, and the memory no longer grows with batch and vocabulary (the logits of long
+/// sequences over 128 thousand classes take gigabytes).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinearCrossEntropy {
-    /// What is left out, and label smoothing.
+    /// Ignored targets and label smoothing.
     pub cross_entropy: CrossEntropy,
-    /// The most bytes of logits that there are at a time (one row at least). By default 64 MiB. In
-    /// f32 and f64 on the CPU their gradient takes over their memory; in bf16 and f16, and on GPUs,
-    /// copies in f32 come on top of it. Each piece is added to the head's gradient, and rounded where
-    /// that is kept in bf16 or f16 (`reduce_dtype`), and on the CPU each makes an f32 copy of a bf16
-    /// or f16 head: there, take few pieces.
+    /// The largest size of a piece of logits, in bytes (at least one row). By default 64 MiB. In bf16 and
+    /// f16, and on GPUs, copies of the piece in f32 add to that. Few pieces are better in bf16 and f16:
+    /// each piece rounds the head's gradient if that is saved_logits in such a dtype (`reduce_dtype`), and on the
+    /// CPU makes an f32 copy of the head.
     pub logits_bytes: usize,
 }
 
@@ -65,14 +64,14 @@ impl Default for LinearCrossEntropy {
 }
 
 impl LinearCrossEntropy {
-    /// With these options of the cross entropy.
+    /// Sets the options of the cross entropy.
     #[must_use]
     pub fn cross_entropy(mut self, options: CrossEntropy) -> Self {
         self.cross_entropy = options;
         self
     }
 
-    /// With at most so many bytes of logits at a time.
+    /// Sets the largest size of a piece of logits, in bytes.
     #[must_use]
     pub fn logits_bytes(mut self, bytes: usize) -> Self {
         self.logits_bytes = bytes;
@@ -80,7 +79,7 @@ impl LinearCrossEntropy {
     }
 
     /// The loss; see [`linear_cross_entropy`]. A head that a plan has cut over tensor-parallel ranks
-    /// computes its (part of the) logits at once, as if the two were called apart.
+    /// computes all its logits at once, as head and loss apart do.
     ///
     /// # Errors
     /// As [`linear_cross_entropy`].
@@ -99,15 +98,15 @@ impl LinearCrossEntropy {
         let targets = self.cross_entropy.targets(&dims, targets, classes)?;
         let count = targets.iter().flatten().count();
         let saved = hidden.detach().reshape((targets.len(), inputs))?;
-        let most = (self.logits_bytes / (classes * saved.dtype().size_in_bytes())).max(1);
-        // Pieces alike: the last may otherwise be a single row, for which all of the head is read.
-        let rows = targets.len().div_ceil(targets.len().div_ceil(most).max(1)).max(1);
+        let max_rows = (self.logits_bytes / (classes * saved.dtype().size_in_bytes())).max(1);
+        // Pieces of equal size: a last piece of a single row would read the whole head for it.
+        let rows = targets.len().div_ceil(targets.len().div_ceil(max_rows).max(1)).max(1);
         let pieces: Vec<Range<usize>> = (0..targets.len().max(1))
             .step_by(rows)
             .map(|start| start..targets.len().min(start + rows))
             .collect();
 
-        let (mut sum, mut lse, mut kept) = (None, Vec::with_capacity(pieces.len()), None);
+        let (mut sum, mut lse, mut saved_logits) = (None, Vec::with_capacity(pieces.len()), None);
         for piece in &pieces {
             let logits = head.compute(&saved.narrow(0, piece.start, piece.len())?)?;
             let (part, piece_lse) = kernel::forward(&logits, &targets[piece.clone()], smoothing)?;
@@ -117,25 +116,26 @@ impl LinearCrossEntropy {
                 Some(sum) => (sum + part)?,
             });
             if pieces.len() == 1 && is_grad_enabled() {
-                kept = Some(logits);
+                saved_logits = Some(logits);
             }
         }
         let sum = sum.ok_or_else(|| Error::other("a loss of no piece"))?;
 
-        // A second backward over the graph finds nothing kept, and computes it again.
-        let (kept, layer, shape) = (Mutex::new(kept), head.clone(), hidden.shape().clone());
+        // A second backward over the graph finds no saved logits and computes them again.
+        let (saved_logits, layer, shape) =
+            (Mutex::new(saved_logits), head.clone(), hidden.shape().clone());
         let tracked = hidden.track_op();
         let parameters: Vec<_> = head.parameters().collect();
         let sum = head.layer().record(&[hidden], &parameters, sum, move |_, grad| {
             let mut dx = Vec::with_capacity(pieces.len());
             for (piece, lse) in pieces.iter().zip(&lse) {
                 let x = saved.narrow(0, piece.start, piece.len())?;
-                let kept = kept.lock().expect("no panic while taking").take();
-                let logits = kept.map_or_else(|| layer.compute(&x), Ok)?;
-                let classes = Classes { first: 0, total: logits.dim(D::Minus1)? };
+                let saved_logits = saved_logits.lock().expect("no panic while taking").take();
+                let logits = saved_logits.map_or_else(|| layer.compute(&x), Ok)?;
+                let classes = ClassRange { first: 0, total: logits.dim(D::Minus1)? };
                 let targets = &targets[piece.clone()];
                 let d = kernel::backward_into(logits, lse, targets, classes, smoothing, grad)?;
-                dx.extend(layer.gradients(&x, &d, InputGrad::new(tracked))?);
+                dx.extend(layer.backward_rows(&x, &d, InputGrad::new(tracked))?);
             }
             layer.end_uses()?;
             let dx = match dx.len() {

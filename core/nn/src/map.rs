@@ -1,5 +1,5 @@
-//! Outputs that are written once, element by element.
-#![allow(unsafe_code)] // memory that is not zeroed first: a pass over it that no thread shares
+//! Element-wise kernels with outputs in new memory that is not zeroed first.
+#![allow(unsafe_code)] // memory that is not zeroed first: zeroing is a pass on one thread
 
 use std::mem::MaybeUninit;
 
@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use super::host::Float;
 use fulgurite_engine::simd::vectorized;
 
-/// How many elements a parallel piece of an element-wise kernel has.
+/// Elements that an element-wise kernel computes at a time.
 const PIECE: usize = 16 * 1024;
 
 /// `out[i] = f(a[i])`, in parallel.
@@ -16,25 +16,25 @@ pub(super) fn map1<T: Float>(a: &[T], f: impl Fn(T) -> T + Copy + Sync) -> Vec<T
     let mut out = Vec::with_capacity(a.len());
     let room = &mut out.spare_capacity_mut()[..a.len()];
     room.par_chunks_mut(PIECE).zip(a.par_chunks(PIECE)).for_each(|(out, a)| write1(out, a, f));
-    // SAFETY: the pieces are all of `room`, and `write1` writes all of a piece.
+    // SAFETY: the pieces make up `room`, and `write1` writes all of a piece.
     unsafe { out.set_len(a.len()) };
     out
 }
 
-/// `out[i] = f(a[i], b[i])`, in parallel; the inputs have one length.
+/// `out[i] = f(a[i], b[i])`, in parallel; the inputs have the same length.
 pub(super) fn map2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T + Copy + Sync) -> Vec<T> {
     assert_eq!(a.len(), b.len(), "inputs of one length");
     let mut out = Vec::with_capacity(a.len());
     let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE));
     let room = &mut out.spare_capacity_mut()[..a.len()];
     room.par_chunks_mut(PIECE).zip(inputs).for_each(|(out, (a, b))| write2(out, a, b, f));
-    // SAFETY: the pieces are all of `room`, each as long as those of `a` and `b`, and `write2`
-    // writes all of one.
+    // SAFETY: the pieces make up `room`, each is as long as those of `a` and `b`, and `write2` writes
+    // all of a piece.
     unsafe { out.set_len(a.len()) };
     out
 }
 
-/// Two outputs from three inputs of one length, in parallel.
+/// Two outputs from three inputs of the same length, in parallel.
 pub(super) fn map3_2<T: Float>(
     [a, b, c]: [&[T]; 3],
     f: impl Fn(T, T, T) -> (T, T) + Copy + Sync,
@@ -49,7 +49,7 @@ pub(super) fn map3_2<T: Float>(
     outputs.zip(inputs).for_each(|((left, right), ((a, b), c))| {
         write3_2(left, right, a, b, c, f);
     });
-    // SAFETY: as in `map2`, for both.
+    // SAFETY: as in `map2`, for both outputs.
     unsafe {
         left.set_len(n);
         right.set_len(n);
@@ -57,10 +57,10 @@ pub(super) fn map3_2<T: Float>(
     (left, right)
 }
 
-/// A vector of `len` elements, in rows of `width` of which `write` writes all, in parallel.
+/// A vector of `len` elements in rows of `width`, written by `write` in parallel.
 ///
 /// # Safety
-/// `write` writes every element of the rows that it gets; the number is the first row's.
+/// `write` is given the number of the first row of some rows, and must write all their elements.
 pub(super) unsafe fn rows<T: Float>(
     len: usize,
     width: usize,
@@ -72,7 +72,7 @@ pub(super) unsafe fn rows<T: Float>(
     room.par_chunks_mut(rows_a_piece.saturating_mul(width).max(1))
         .enumerate()
         .for_each(|(i, rows)| write(i * rows_a_piece, rows));
-    // SAFETY: the pieces are all of `room`; the caller promises that they are written.
+    // SAFETY: the pieces make up `room`; the caller promises that they are written.
     unsafe { out.set_len(len) };
     out
 }

@@ -5,14 +5,15 @@ use candle_core::Tensor;
 use super::kernels::activation::{Activation, swiglu, swiglu_backward};
 use super::kernels::matmul::InputGrad;
 use super::linear::Linear;
-use super::residual::{Applied, FusedLayer};
+use super::residual::{FusedLayer, FusedOutput};
 use super::styles::BlockStyles;
 use crate::{Error, Result};
 use fulgurite_engine::module::{Module, ModuleBuilder};
 use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::Init;
 
-/// `down_proj(silu(gate_proj(x)) * up_proj(x))`, as Llama has it. One operation in the graph.
+/// The feed-forward block of Llama, `down_proj(silu(gate_proj(x)) * up_proj(x))`. One operation in the
+/// graph.
 ///
 /// Input and output are `[.., hidden]`.
 #[derive(Debug, Clone)]
@@ -24,8 +25,7 @@ pub struct SwiGluMlp {
 }
 
 impl SwiGluMlp {
-    /// A block of `hidden` elements with `intermediate` inside, no biases, its weights as
-    /// [`Linear::new`] starts them.
+    /// A block without biases, with the initial weights of [`Linear::new`].
     ///
     /// # Errors
     /// If there is a layer at the builder's path already.
@@ -33,7 +33,7 @@ impl SwiGluMlp {
         Self::build(b, hidden, intermediate, None)
     }
 
-    /// The same with weights that start as `init` says.
+    /// A block without biases, with these initial weights.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -66,32 +66,33 @@ impl SwiGluMlp {
     }
 }
 
-/// The gradient of a projection's input, which was asked for.
-fn given(d: Option<Tensor>) -> Result<Tensor> {
+/// Unwraps the input gradient of a projection that was asked for it.
+fn require_input_grad(d: Option<Tensor>) -> Result<Tensor> {
     d.ok_or_else(|| Error::other("a projection gave no gradient"))
 }
 
 impl FusedLayer for SwiGluMlp {
-    fn apply(&self, x: &Tensor) -> Result<Applied> {
+    fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
         let (saved, input) = self.layer.redistribute_input(x)?;
         let gate = self.gate_proj.compute(&saved)?;
         let up = self.up_proj.compute(&saved)?;
         let y = self.down_proj.compute(&swiglu(&gate, &up)?)?;
         let (y, output) = self.layer.redistribute_output(y)?;
-        let y = self.down_proj.add_last_bias(y)?;
+        let y = self.down_proj.add_bias_after_reduction(y)?;
 
         let layers = [&self.gate_proj, &self.up_proj, &self.down_proj];
         let parameters = layers.into_iter().flat_map(|l| l.parameters());
         let layer = self.clone();
-        Ok(Applied::new(&self.layer, y, parameters, move |grad, wanted| {
-            layer.down_proj.last_bias_backprop(grad)?;
+        Ok(FusedOutput::new(&self.layer, y, parameters, move |grad, wanted| {
+            layer.down_proj.bias_after_reduction_backward(grad)?;
             let grad = output.backward(grad)?;
-            // The product is cheaper to compute again than to keep.
+            // Computing the product again is cheaper than saving it.
             let hidden = swiglu(&gate, &up)?;
-            let d = given(layer.down_proj.backprop(&hidden, &grad, InputGrad::New)?)?;
+            let d =
+                require_input_grad(layer.down_proj.backward(&hidden, &grad, InputGrad::New)?)?;
             let (dgate, dup) = swiglu_backward(&gate, &up, &d)?;
-            let dx = layer.gate_proj.backprop(&saved, &dgate, InputGrad::new(wanted))?;
-            let dx = layer.up_proj.backprop(&saved, &dup, InputGrad::new(wanted).add_to(dx))?;
+            let dx = layer.gate_proj.backward(&saved, &dgate, InputGrad::new(wanted))?;
+            let dx = layer.up_proj.backward(&saved, &dup, InputGrad::new(wanted).add_to(dx))?;
             dx.map(|dx| input.backward(&dx)).transpose()
         }))
     }
@@ -99,11 +100,12 @@ impl FusedLayer for SwiGluMlp {
 
 impl Module for SwiGluMlp {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.apply(x)?.record(x)
+        self.compute(x)?.record(x)
     }
 }
 
-/// `down_proj(gelu(up_proj(x)))` with biases, as GPT-2 has it. One operation in the graph.
+/// The feed-forward block of GPT-2, `down_proj(gelu(up_proj(x)))` with biases. One operation in the
+/// graph.
 ///
 /// Input and output are `[.., hidden]`.
 #[derive(Debug, Clone)]
@@ -115,7 +117,7 @@ pub struct GeluMlp {
 }
 
 impl GeluMlp {
-    /// A block of `hidden` elements with `intermediate` inside and the exact GELU.
+    /// A block with the exact GELU.
     ///
     /// # Errors
     /// If there is a layer at the builder's path already.
@@ -123,7 +125,7 @@ impl GeluMlp {
         Self::build(b, hidden, intermediate, Activation::Gelu)
     }
 
-    /// The same with GELU's tanh approximation.
+    /// A block with GELU's tanh approximation, as in GPT-2.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -148,23 +150,24 @@ impl GeluMlp {
 }
 
 impl FusedLayer for GeluMlp {
-    fn apply(&self, x: &Tensor) -> Result<Applied> {
+    fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
         let (saved, input) = self.layer.redistribute_input(x)?;
         let up = self.up_proj.compute(&saved)?;
         let y = self.down_proj.compute(&self.activation.forward(&up)?)?;
         let (y, output) = self.layer.redistribute_output(y)?;
-        let y = self.down_proj.add_last_bias(y)?;
+        let y = self.down_proj.add_bias_after_reduction(y)?;
 
         let layers = [&self.up_proj, &self.down_proj];
         let parameters = layers.into_iter().flat_map(|l| l.parameters());
         let layer = self.clone();
-        Ok(Applied::new(&self.layer, y, parameters, move |grad, wanted| {
-            layer.down_proj.last_bias_backprop(grad)?;
+        Ok(FusedOutput::new(&self.layer, y, parameters, move |grad, wanted| {
+            layer.down_proj.bias_after_reduction_backward(grad)?;
             let grad = output.backward(grad)?;
             let hidden = layer.activation.forward(&up)?;
-            let d = given(layer.down_proj.backprop(&hidden, &grad, InputGrad::New)?)?;
+            let d =
+                require_input_grad(layer.down_proj.backward(&hidden, &grad, InputGrad::New)?)?;
             let d = layer.activation.backward(&up, &d)?;
-            let dx = layer.up_proj.backprop(&saved, &d, InputGrad::new(wanted))?;
+            let dx = layer.up_proj.backward(&saved, &d, InputGrad::new(wanted))?;
             dx.map(|dx| input.backward(&dx)).transpose()
         }))
     }
@@ -172,6 +175,6 @@ impl FusedLayer for GeluMlp {
 
 impl Module for GeluMlp {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.apply(x)?.record(x)
+        self.compute(x)?.record(x)
     }
 }

@@ -2,26 +2,27 @@
 
 use candle_core::Tensor;
 
+use super::gradients::{accumulate_and_end_use, check_dtype};
 use super::kernels::norm::Norm;
-use super::record::{check_dtype, deliver};
-use super::residual::{Applied, FusedLayer};
+use super::residual::{FusedLayer, FusedOutput};
 use super::styles::NormStyles;
 use crate::{Error, Result};
 use fulgurite_engine::module::{Module, ModuleBuilder};
 use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::{Init, Parameter};
 
-/// `y = x / sqrt(mean(x^2) + eps) * weight` over the last dimension. Computed in f32 at least.
+/// RMS norm over the last dimension: `y = x / sqrt(mean(x^2) + eps) * weight`. Computed in f32 at least.
 #[derive(Debug, Clone)]
-pub struct RmsNorm(Normed);
+pub struct RmsNorm(NormLayer);
 
-/// `y = (x - mean) / sqrt(variance + eps) * weight (+ bias)` over the last dimension. Computed in
-/// f32 at least.
+/// Layer norm over the last dimension: `y = (x - mean) / sqrt(variance + eps) * weight (+ bias)`. Computed
+/// in f32 at least.
 #[derive(Debug, Clone)]
-pub struct LayerNorm(Normed);
+pub struct LayerNorm(NormLayer);
 
+/// The layer of both norms.
 #[derive(Debug, Clone)]
-struct Normed {
+struct NormLayer {
     norm: Norm,
     weight: Parameter,
     bias: Option<Parameter>,
@@ -35,7 +36,7 @@ impl RmsNorm {
     /// If there is a layer at the builder's path already.
     pub fn new(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
         let layer = b.declare(NormStyles { kind: "RmsNorm", width })?;
-        Ok(Self(Normed::new(b, width, Norm { center: false, eps }, false, layer)?))
+        Ok(Self(NormLayer::new(b, width, Norm { center: false, eps }, false, layer)?))
     }
 
     /// The weight, `[width]`.
@@ -51,7 +52,7 @@ impl LayerNorm {
     /// If there is a layer at the builder's path already.
     pub fn new(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
         let layer = b.declare(NormStyles { kind: "LayerNorm", width })?;
-        Ok(Self(Normed::new(b, width, Norm { center: true, eps }, true, layer)?))
+        Ok(Self(NormLayer::new(b, width, Norm { center: true, eps }, true, layer)?))
     }
 
     /// A norm without a bias.
@@ -60,7 +61,7 @@ impl LayerNorm {
     /// As [`new`](Self::new).
     pub fn without_bias(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
         let layer = b.declare(NormStyles { kind: "LayerNorm", width })?;
-        Ok(Self(Normed::new(b, width, Norm { center: true, eps }, false, layer)?))
+        Ok(Self(NormLayer::new(b, width, Norm { center: true, eps }, false, layer)?))
     }
 
     /// The weight, `[width]`.
@@ -74,7 +75,7 @@ impl LayerNorm {
     }
 }
 
-impl Normed {
+impl NormLayer {
     fn new(
         b: &ModuleBuilder,
         width: usize,
@@ -87,7 +88,7 @@ impl Normed {
         Ok(Self { norm, weight, bias, layer })
     }
 
-    fn apply(&self, x: &Tensor) -> Result<Applied> {
+    fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
         let width = self.weight.elem_count();
         if x.dims().last() != Some(&width) {
             let message = format!(
@@ -103,15 +104,15 @@ impl Normed {
         let (y, output) = self.layer.redistribute_output(y)?;
         let parameters = std::iter::once(&self.weight).chain(&self.bias);
         let layer = self.clone();
-        Ok(Applied::new(&self.layer, y, parameters, move |grad, wanted| {
+        Ok(FusedOutput::new(&self.layer, y, parameters, move |grad, wanted| {
             let grad = &output.backward(grad)?;
             let weight = layer.weight.value()?;
             let with_bias = layer.bias.is_some();
             let grads = layer.norm.backward(&saved, &weight, with_bias, grad)?;
             drop(weight);
-            deliver(&layer.weight, &grads.weight)?;
+            accumulate_and_end_use(&layer.weight, &grads.weight)?;
             if let (Some(bias), Some(grad)) = (&layer.bias, &grads.bias) {
-                deliver(bias, grad)?;
+                accumulate_and_end_use(bias, grad)?;
             }
             wanted.then(|| input.backward(&grads.x)).transpose()
         }))
@@ -119,25 +120,25 @@ impl Normed {
 }
 
 impl FusedLayer for RmsNorm {
-    fn apply(&self, x: &Tensor) -> Result<Applied> {
-        self.0.apply(x)
+    fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
+        self.0.compute(x)
     }
 }
 
 impl Module for RmsNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.apply(x)?.record(x)
+        self.compute(x)?.record(x)
     }
 }
 
 impl FusedLayer for LayerNorm {
-    fn apply(&self, x: &Tensor) -> Result<Applied> {
-        self.0.apply(x)
+    fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
+        self.0.compute(x)
     }
 }
 
 impl Module for LayerNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.apply(x)?.record(x)
+        self.compute(x)?.record(x)
     }
 }

@@ -1,4 +1,4 @@
-//! A parallel loop for kernels, whose threads stay awake for the next one.
+//! A parallel loop for kernels whose threads stay awake for the next loop.
 
 use std::cell::Cell;
 use std::hint::spin_loop;
@@ -11,15 +11,15 @@ use std::time::{Duration, Instant};
 /// this.
 const SPIN_FOR: Duration = Duration::from_millis(1);
 
-/// How long a spinning thread keeps its core to itself; after that it yields the core to other threads
-/// between two looks for work.
+/// How long a spinning thread keeps its core; after that it yields the core to other threads each time
+/// it has found no work.
 const KEEP_CORE_FOR: Duration = Duration::from_micros(100);
 
 /// Calls `part` with every number below `parts` on the threads of rayon's current pool, and returns when
 /// all calls have returned. Part 0 runs on the calling thread, which also takes other parts if it is one
 /// of the pool's and no other thread is free.
 ///
-/// Rayon's own loops let a thread sleep some microseconds after its work is done.
+/// Unlike in rayon's own loops, threads do not sleep some microseconds after their work is done.
 pub(super) fn parallel_for(parts: usize, part: impl Fn(usize) + Sync) {
     // While this thread runs a part that it took from the queue, it must not `linger` afterwards.
     let _spinning = Spinning::begin();
@@ -37,13 +37,13 @@ pub(super) fn parallel_for(parts: usize, part: impl Fn(usize) + Sync) {
             part(0);
         }
         spin_for_work(|| left.load(Ordering::Acquire) == 0);
-        // The scope waits, asleep, for parts that are not done yet.
+        // The end of the scope waits, asleep, for parts that are not done yet.
     });
 }
 
 thread_local! {
-    /// Whether [`spin_for_work`] runs on this thread, or will when the thread's present work is done.
-    /// It belongs to the thread, as one of the pool's, and not to what the thread computes.
+    /// Whether [`spin_for_work`] runs on this thread, or will when the thread's present work is done. A
+    /// property of the thread, not of the execution context.
     static SPINS: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -64,7 +64,8 @@ impl Drop for Spinning {
     }
 }
 
-/// Has this thread of a pool spin for more work once its present work is done, unless it will anyway.
+/// Makes this thread of a pool spin for more work once its present work is done, unless it will
+/// anyway.
 fn linger() {
     let thread = rayon::current_thread_index();
     if SPINS.get() {
@@ -79,7 +80,7 @@ fn linger() {
     });
 }
 
-/// Does the pool's work until `done`, or until there has been none for [`SPIN_FOR`].
+/// Runs work of the pool until `done` or until there has been none for [`SPIN_FOR`].
 fn spin_for_work(done: impl Fn() -> bool) {
     let mut idle_since = Instant::now();
     while !done() {

@@ -1,9 +1,9 @@
-//! Layers that can be fused, and residual branches as one operation.
+//! [`residual`]: a residual branch as one operation, and the layers it can be made of.
 
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::backend::on_host;
+use super::backend::uses_cpu_kernels;
 use super::host::with_float;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
@@ -11,27 +11,26 @@ use fulgurite_engine::parallel::{LayerHandle, describe_layout};
 use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::parameter::accumulation_dtype;
 
-/// A layer of this module that [`residual`] can fuse: the norms, attention and the feed-forward
-/// blocks. Sealed.
+/// A layer that [`residual`] can fuse: the norms, attention and the feed-forward blocks. Sealed.
 pub trait FusedLayer {
     /// Computes the output, outside the graph.
     #[doc(hidden)]
-    fn apply(&self, x: &Tensor) -> Result<Applied>;
+    fn compute(&self, x: &Tensor) -> Result<FusedOutput>;
 }
 
-/// From the output's gradient to the input's, if that is wanted; delivers those of the parameters
-/// and ends their uses.
+/// The backward of a layer: takes the output's gradient and whether the input's is wanted, and returns
+/// the latter. Adds the parameters' gradients and ends their uses.
 type Backward = dyn Fn(&Tensor, bool) -> Result<Option<Tensor>> + Send + Sync;
 
-/// A layer's output, and its way back.
-pub struct Applied {
+/// A layer's output outside the graph, and its backward.
+pub struct FusedOutput {
     layer: LayerHandle,
     output: Tensor,
     parameters: Vec<Parameter>,
     backward: Box<Backward>,
 }
 
-impl Applied {
+impl FusedOutput {
     pub(super) fn new<'a>(
         layer: &LayerHandle,
         output: Tensor,
@@ -42,7 +41,7 @@ impl Applied {
         Self { layer: layer.clone(), output, parameters, backward: Box::new(backward) }
     }
 
-    /// Enters the output into the graph, as computed from `x`.
+    /// The output as a node of the graph, computed from `x`.
     pub(super) fn record(self, x: &Tensor) -> Result<Tensor> {
         let Self { layer, output, parameters, backward } = self;
         let (parameters, tracked): (Vec<_>, _) = (parameters.iter().collect(), x.track_op());
@@ -50,8 +49,9 @@ impl Applied {
     }
 }
 
-/// `x + branch(norm(x))`, half of a transformer block, as one operation: the same bits as the three
-/// apart, without the passes over memory in which candle adds each one's gradient to zeros.
+/// `x + branch(norm(x))`, half of a transformer block, as one operation. The result is equal to the bit
+/// to that of three operations, but saves the passes over memory in which candle adds the gradient of
+/// each to zeros.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -72,9 +72,9 @@ impl Applied {
 /// # Errors
 /// Those of the two layers, and if the branch's output has another shape or dtype than `x`.
 pub fn residual(x: &Tensor, norm: &dyn FusedLayer, branch: &dyn FusedLayer) -> Result<Tensor> {
-    let norm = norm.apply(x)?;
+    let norm = norm.compute(x)?;
     norm.layer.note_output(x, &norm.output)?;
-    let branch = branch.apply(&norm.output)?;
+    let branch = branch.compute(&norm.output)?;
     let y = branch.output;
     if y.dims() != x.dims() || y.dtype() != x.dtype() {
         branch.layer.note_output(&norm.output, &y)?;
@@ -92,7 +92,7 @@ pub fn residual(x: &Tensor, norm: &dyn FusedLayer, branch: &dyn FusedLayer) -> R
     let y = add_to(y, &x.detach())?;
     let (norm_back, branch_back) = (norm.backward, branch.backward);
     let parameters: Vec<Parameter> = norm.parameters.into_iter().chain(branch.parameters).collect();
-    Applied::new(&branch.layer, y, &parameters, move |grad, wanted| {
+    FusedOutput::new(&branch.layer, y, &parameters, move |grad, wanted| {
         let inner = branch_back(grad, true)?;
         let inner = inner.ok_or_else(|| Error::other("a residual branch gave no gradient"))?;
         let dx = norm_back(&inner, wanted)?;
@@ -101,11 +101,14 @@ pub fn residual(x: &Tensor, norm: &dyn FusedLayer, branch: &dyn FusedLayer) -> R
     .record(x)
 }
 
-/// `sum + x`, in the memory of `sum`, which nobody else has, where it is on the host and of a dtype
-/// that is computed in.
+/// `sum + x`. Computed in the memory of `sum`, which must have no other user, if that is on the CPU and in
+/// its accumulation dtype.
 fn add_to(sum: Tensor, x: &Tensor) -> Result<Tensor> {
     const PIECE: usize = 16 * 1024;
-    if !on_host(&sum) || accumulation_dtype(sum.dtype()) != sum.dtype() || !sum.is_contiguous() {
+    if !uses_cpu_kernels(&sum)
+        || accumulation_dtype(sum.dtype()) != sum.dtype()
+        || !sum.is_contiguous()
+    {
         return Ok((sum + x)?);
     }
     let x = x.contiguous()?;

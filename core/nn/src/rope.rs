@@ -10,10 +10,11 @@ use fulgurite_engine::module::ForwardScope;
 use fulgurite_engine::parallel::record_function;
 use fulgurite_engine::parameter::accumulation_dtype;
 
-/// Rotary position embedding in Hugging Face's convention: element i of a head is paired with
-/// element i + head_dim / 2.
+/// Rotary position embedding in Hugging Face's convention: element i of a head is paired with element
+/// i + head_dim / 2.
 ///
-/// Clones share the tables, which are made when first needed: give one to all layers of a model.
+/// Clones share the tables of cosines and sines, which are computed when first needed, so all layers of a
+/// model should have clones of one.
 #[derive(Debug, Clone)]
 pub struct Rope(Arc<Inner>);
 
@@ -25,7 +26,7 @@ struct Inner {
 }
 
 impl Rope {
-    /// For heads of `head_dim` elements with the base `theta` (10000 in Llama, 500000 in Llama 3).
+    /// For heads of width `head_dim`, with the base `theta` (10000 in Llama, 500000 in Llama 3).
     ///
     /// # Errors
     /// If `head_dim` is odd or zero, or `theta` is not positive.
@@ -41,12 +42,12 @@ impl Rope {
         Ok(Self(Arc::new(Inner { head_dim, theta, tables: Mutex::new(None) })))
     }
 
-    /// The size of the heads it rotates.
+    /// The width of the heads that it rotates.
     pub fn head_dim(&self) -> usize {
         self.0.head_dim
     }
 
-    /// Rotates `x` (`[.., time, head_dim]`), the first of whose positions is `offset`.
+    /// Rotates `x` (`[.., time, head_dim]`), whose first position is `offset`.
     ///
     /// # Errors
     /// If the last dimension is not `head_dim`, or under context parallelism, where a rank's
@@ -71,7 +72,7 @@ impl Rope {
         apply(x, self.angles(offset, time, x.dtype(), x.device())?)
     }
 
-    /// The rotations of `n` positions from `offset` on.
+    /// The angles of `n` positions from `offset` on.
     pub(super) fn angles(
         &self,
         offset: usize,
@@ -104,7 +105,7 @@ impl Rope {
             let frequency = self.0.theta.powf(-pair / half as f64);
             match dtype {
                 DType::F64 => position * frequency,
-                // Other implementations multiply in f32; far positions differ visibly otherwise.
+                // In f32, as other implementations: at far positions an f64 product differs visibly.
                 _ => f64::from(position as f32 * frequency as f32),
             }
         };
@@ -118,7 +119,7 @@ impl Rope {
     }
 }
 
-/// The differentiable rotation.
+/// The rotation as an operation of the graph.
 pub(super) fn apply(x: &Tensor, angles: Angles) -> Result<Tensor> {
     let y = rotate(x, &angles, false)?;
     record_function(&[x], y, move |_, grad| Ok(vec![Some(rotate(grad, &angles, true)?)]))

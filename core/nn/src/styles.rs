@@ -1,4 +1,4 @@
-//! What tensor-parallel plans may do to the layers of this module.
+//! The tensor-parallel styles that the layers of this crate take, and how each cuts them.
 
 use crate::Result;
 use fulgurite_engine::parallel::{
@@ -11,15 +11,15 @@ const SEQUENCE: Layout = Layout::SEQUENCE;
 const LAST: Layout = Layout::LAST;
 const PARTIAL: Layout = Layout::Partial;
 
-/// A layer that computes position by position, of so many elements in the last dimension of input and
-/// output, with a style that leaves its parameters whole.
+/// The sharding of a layer that computes each position alone and has `width` elements in the last
+/// dimension of input and output, under a style that leaves its parameters whole.
 fn by_position(
     layer: &impl ParallelLayer,
     styles: &LayerStyles<'_>,
     [inputs, outputs]: [usize; 2],
 ) -> Result<LayerSharding> {
     let sharding = LayerSharding::default().widths(inputs, outputs);
-    // Where the layer computes with a part, its gradients are partial sums.
+    // Where the layer computes with a part of its input, its parameters' gradients are partial sums.
     let computes_with = |sharding: LayerSharding, layout| match layout {
         REPLICATE => sharding,
         _ => sharding.replicate_all(true),
@@ -40,7 +40,7 @@ fn by_position(
     }
 }
 
-/// Those of [`Linear`](super::Linear).
+/// The styles of [`Linear`](super::Linear).
 #[derive(Debug)]
 pub(super) struct LinearStyles {
     pub(super) inputs: usize,
@@ -72,7 +72,7 @@ impl ParallelLayer for LinearStyles {
             Some(ParallelStyle::Rowwise(Rowwise { input, output })) => {
                 styles.expect(self, "input", input, &[REPLICATE, LAST])?;
                 styles.expect(self, "output", output, &[REPLICATE, SEQUENCE])?;
-                // The bias comes behind the reduction.
+                // The bias is added after the reduction.
                 let sharding = sharding.cut("weight", 1).replicate("bias", output != REPLICATE);
                 Ok(sharding.input(input, LAST).output(PARTIAL, output))
             }
@@ -83,7 +83,7 @@ impl ParallelLayer for LinearStyles {
 
 const NO_LOGITS: &str = "loss_parallel is for a Linear that gives logits, with output replicate";
 
-/// Those of [`Embedding`](super::Embedding).
+/// The styles of [`Embedding`](super::Embedding).
 #[derive(Debug)]
 pub(super) struct EmbeddingStyles {
     pub(super) width: usize,
@@ -114,7 +114,7 @@ impl ParallelLayer for EmbeddingStyles {
                 styles.expect(self, "output", output, &[REPLICATE, SEQUENCE])?;
                 Ok(sharding.cut("weight", 0).output(PARTIAL, output))
             }
-            // The ids are those of this rank's part of the sequence.
+            // The ids belong to this rank's part of the sequence.
             Some(ParallelStyle::ReplicatedWithGradAllreduce) => {
                 Ok(sharding.replicate("weight", true).output(SEQUENCE, SEQUENCE))
             }
@@ -123,7 +123,7 @@ impl ParallelLayer for EmbeddingStyles {
     }
 }
 
-/// Those of [`RmsNorm`](super::RmsNorm) and [`LayerNorm`](super::LayerNorm).
+/// The styles of [`RmsNorm`](super::RmsNorm) and [`LayerNorm`](super::LayerNorm).
 #[derive(Debug)]
 pub(super) struct NormStyles {
     pub(super) kind: &'static str,
@@ -153,7 +153,7 @@ impl ParallelLayer for NormStyles {
     }
 }
 
-/// Those of [`Dropout`](super::Dropout).
+/// The styles of [`Dropout`](super::Dropout).
 #[derive(Debug)]
 pub(super) struct DropoutStyles;
 
@@ -176,7 +176,7 @@ impl ParallelLayer for DropoutStyles {
             }
             Some(ParallelStyle::PrepareModuleInput(PrepareModuleInput { input, desired })) => {
                 styles.expect(self, "input", input, &[REPLICATE, SEQUENCE, LAST])?;
-                // It does not know the size of a last dimension that it would gather.
+                // It does not know the size of the last dimension, so it cannot gather that.
                 let inside: &[Layout] =
                     if input == LAST { &[LAST] } else { &[REPLICATE, SEQUENCE, LAST] };
                 styles.expect(self, "desired layout", desired, inside)?;
@@ -187,11 +187,11 @@ impl ParallelLayer for DropoutStyles {
     }
 }
 
-/// Those of blocks: layers of several projections that compute as one operation.
+/// The styles of blocks: layers of several projections that are one operation in the graph.
 #[derive(Debug, Clone)]
 pub(super) struct BlockStyles {
     kind: &'static str,
-    /// All projections: those of the input, and the one to the output.
+    /// All projections, that of the output last.
     projections: &'static [&'static str],
     heads: Option<Heads>,
 }
@@ -214,8 +214,8 @@ impl BlockStyles {
         }
     }
 
-    /// The styles of the projections, if they fit together; `None` if they have none.
-    fn cut(&self, styles: &LayerStyles<'_>) -> Result<Option<(Colwise, Rowwise)>> {
+    /// The styles of the input projections and of the output projection; `None` if they have none.
+    fn projection_styles(&self, styles: &LayerStyles<'_>) -> Result<Option<(Colwise, Rowwise)>> {
         let found: Vec<_> = self.projections.iter().map(|name| (name, styles.part(name))).collect();
         if found.iter().all(|(_, style)| style.is_none()) {
             return Ok(None);
@@ -269,7 +269,7 @@ impl ParallelLayer for BlockStyles {
     }
 
     fn shard(&self, styles: &LayerStyles<'_>) -> Result<LayerSharding> {
-        // The layout of the input, and those of the output within and outside.
+        // Each as [outside, inside] of the block for the input, [inside, outside] for the output.
         let (mut input, mut output) = ([REPLICATE; 2], [REPLICATE; 2]);
         match styles.own() {
             Some(ParallelStyle::PrepareModuleInput(prepare)) => {
@@ -286,7 +286,7 @@ impl ParallelLayer for BlockStyles {
             None => {}
         }
         let sharding = LayerSharding::default();
-        let Some((colwise, rowwise)) = self.cut(styles)? else {
+        let Some((colwise, rowwise)) = self.projection_styles(styles)? else {
             return Ok(sharding.input(input[0], input[1]).output(output[0], output[1]));
         };
         let unprepared = |what: &str, projections: &str, expected: Layout, got: Layout| {
@@ -318,7 +318,7 @@ impl ParallelLayer for BlockStyles {
             let part = part.cut_shared("weight", 0, replicas).cut_shared("bias", 0, replicas);
             sharding = sharding.part(name, part);
         }
-        // The bias comes behind what the block does to its output.
+        // The bias is added after the block has redistributed its output.
         let part = LayerSharding::default().cut("weight", 1);
         let part = part.replicate("bias", output[1] != REPLICATE).output(PARTIAL, PARTIAL);
         Ok(sharding.part(last, part))
@@ -334,12 +334,12 @@ struct Heads {
 }
 
 impl Heads {
-    /// On how many neighbouring ranks each key and value head is.
+    /// The number of neighbouring ranks that hold each key and value head.
     ///
     /// # Errors
-    /// If heads, key and value heads, or the hidden size do not divide; one message for each, as
-    /// torchtune's `prepare_mha_for_tp` has. Fewer key and value heads than ranks are fine if they
-    /// divide the ranks: neighbouring ranks then hold the same ones.
+    /// If the ranks do not divide the heads, the key and value heads, or the hidden size; one message for
+    /// each, as in torchtune's `prepare_mha_for_tp`. Fewer key and value heads than ranks are allowed if
+    /// they divide the ranks: neighbouring ranks then hold the same heads.
     fn kv_replicas(self, styles: &LayerStyles<'_>) -> Result<usize> {
         let Self { num_heads, num_kv_heads, hidden_size } = self;
         let ranks = styles.ranks();

@@ -1,13 +1,13 @@
-//! Element-wise non-linearities and the gated product.
+//! Activation functions and SwiGLU.
 
 use candle_core::Tensor;
 
 use crate::Result;
-use crate::backend::{on_host, wide};
+use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::host::{Float, host, tensor, with_float};
 use crate::map::{map1, map2, map3_2};
 
-/// A non-linearity.
+/// An activation function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Activation {
     Silu,
@@ -60,11 +60,11 @@ fn sigmoid_portable(x: &Tensor) -> candle_core::Result<Tensor> {
 }
 
 impl Activation {
-    /// The forward, element by element.
+    /// The activation of each element.
     pub(crate) fn forward(self, x: &Tensor) -> Result<Tensor> {
         let dtype = x.dtype();
-        let x = wide(x)?;
-        let y = if on_host(&x) {
+        let x = to_accumulation_dtype(x)?;
+        let y = if uses_cpu_kernels(&x) {
             with_float!(x.dtype(), T => {
                 let host_x = host(&x)?;
                 let values = host_x.slice::<T>()?;
@@ -88,8 +88,8 @@ impl Activation {
     /// The gradient of the input `x`.
     pub(crate) fn backward(self, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
         let dtype = x.dtype();
-        let (x, grad) = (wide(x)?, wide(grad)?);
-        let dx = if on_host(&x) {
+        let (x, grad) = (to_accumulation_dtype(x)?, to_accumulation_dtype(grad)?);
+        let dx = if uses_cpu_kernels(&x) {
             with_float!(x.dtype(), T => {
                 let (host_x, grad) = (host(&x)?, host(&grad)?);
                 let (values, grad) = (host_x.slice::<T>()?, grad.slice::<T>()?);
@@ -134,8 +134,8 @@ impl Activation {
 /// `silu(gate) * up`.
 pub(crate) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let dtype = gate.dtype();
-    let (gate, up) = (wide(gate)?, wide(up)?);
-    let y = if on_host(&gate) {
+    let (gate, up) = (to_accumulation_dtype(gate)?, to_accumulation_dtype(up)?);
+    let y = if uses_cpu_kernels(&gate) {
         with_float!(gate.dtype(), T => {
             let (g, u) = (host(&gate)?, host(&up)?);
             tensor(map2::<T>(g.slice()?, u.slice()?, |g, u| silu(g) * u), gate.shape())
@@ -153,8 +153,9 @@ pub(crate) fn swiglu_backward(
     grad: &Tensor,
 ) -> Result<(Tensor, Tensor)> {
     let dtype = gate.dtype();
-    let (gate, up, grad) = (wide(gate)?, wide(up)?, wide(grad)?);
-    let (dgate, dup) = if on_host(&gate) {
+    let (gate, up, grad) =
+        (to_accumulation_dtype(gate)?, to_accumulation_dtype(up)?, to_accumulation_dtype(grad)?);
+    let (dgate, dup) = if uses_cpu_kernels(&gate) {
         with_float!(gate.dtype(), T => {
             let (g, u, d) = (host(&gate)?, host(&up)?, host(&grad)?);
             let (dgate, dup) = map3_2::<T>([g.slice()?, u.slice()?, d.slice()?], |g, u, d| {

@@ -4,35 +4,35 @@ use candle_core::{D, Tensor};
 
 use super::rope::Angles;
 use super::{attention_host, attention_portable};
-use crate::backend::on_host;
+use crate::backend::uses_cpu_kernels;
 use crate::host::with_float;
 use crate::{Error, Result};
 use fulgurite_engine::parameter::accumulation_dtype;
 
-/// How to attend.
+/// Scaled dot-product attention with these options.
 #[derive(Debug, Clone)]
-pub(crate) struct Attend {
-    /// What scores are multiplied with.
+pub(crate) struct DotProductAttention {
+    /// Factor of the scores.
     pub(crate) scale: f64,
-    /// Whether a query sees only the keys up to its own position; the last query is at the last
-    /// key's.
+    /// Whether a query attends only to the keys up to its own position; the last query is at the position
+    /// of the last key.
     pub(crate) causal: bool,
-    /// Rotations of queries and keys, one a key position.
+    /// Angles of the rotary position embedding, for each key position.
     pub(crate) angles: Option<Angles>,
 }
 
-/// What backward needs of a forward.
+/// The output, and what backward needs besides the inputs.
 #[derive(Debug, Clone)]
-pub(crate) struct Attended {
+pub(crate) struct AttentionOutput {
     /// `[batch, queries, heads, head_dim]`.
     pub(crate) output: Tensor,
-    /// Logarithm of the sum of the exponentials of each row of scores, `[batch, heads, queries]`.
+    /// The log-sum-exp of each row of scores, `[batch, heads, queries]`.
     pub(crate) lse: Tensor,
 }
 
-/// The sizes of one attention.
+/// The sizes of queries, keys and heads.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Sizes {
+pub(super) struct AttentionShape {
     pub(super) batch: usize,
     pub(super) queries: usize,
     pub(super) keys: usize,
@@ -41,7 +41,7 @@ pub(super) struct Sizes {
     pub(super) dim: usize,
 }
 
-impl Sizes {
+impl AttentionShape {
     fn new(q: &Tensor, k: &Tensor, v: &Tensor, causal: bool) -> Result<Self> {
         let (batch, queries, heads, dim) = q.dims4()?;
         let (kv_batch, keys, kv_heads, kv_dim) = k.dims4()?;
@@ -78,27 +78,27 @@ impl Sizes {
         Ok(Self { batch, queries, keys, heads, kv_heads, dim })
     }
 
-    /// Query heads a key head.
+    /// Query heads of each key head.
     pub(super) fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
 
-    /// How many keys the query at `i` sees.
+    /// The number of keys that query `i` attends to.
     pub(super) fn visible(&self, causal: bool, i: usize) -> usize {
         if causal { self.keys - self.queries + i + 1 } else { self.keys }
     }
 }
 
-/// In the accumulation dtype, rows of `head_dim` contiguous; copied only if it is not so.
+/// The tensor in its accumulation dtype, with contiguous rows of `head_dim`. Copied only where it must be.
 fn rows_contiguous(x: &Tensor) -> Result<Tensor> {
     let x = x.detach().to_dtype(accumulation_dtype(x.dtype()))?;
     Ok(if x.stride().last() == Some(&1) { x } else { x.contiguous()? })
 }
 
-impl Attend {
+impl DotProductAttention {
     /// `softmax(scale q k^T) v`.
-    pub(crate) fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Attended> {
-        let sizes = Sizes::new(q, k, v, self.causal)?;
+    pub(crate) fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<AttentionOutput> {
+        let sizes = AttentionShape::new(q, k, v, self.causal)?;
         let dtype = q.dtype();
         let [q, k, v] = [rows_contiguous(q)?, rows_contiguous(k)?, rows_contiguous(v)?];
         let (output, lse) = if q.elem_count() == 0 || sizes.keys == 0 {
@@ -106,29 +106,29 @@ impl Attend {
                 q.zeros_like()?,
                 Tensor::zeros((sizes.batch, sizes.heads, sizes.queries), q.dtype(), q.device())?,
             )
-        } else if on_host(&q) {
+        } else if uses_cpu_kernels(&q) {
             with_float!(q.dtype(), T => attention_host::forward::<T>(self, sizes, [&q, &k, &v]))?
         } else {
             attention_portable::forward(self, sizes, [&q, &k, &v])?
         };
-        Ok(Attended { output: output.to_dtype(dtype)?, lse })
+        Ok(AttentionOutput { output: output.to_dtype(dtype)?, lse })
     }
 
     /// The gradients of q, k and v, contiguous.
     pub(crate) fn backward(
         &self,
         [q, k, v]: [&Tensor; 3],
-        attended: &Attended,
+        attended: &AttentionOutput,
         grad: &Tensor,
     ) -> Result<[Tensor; 3]> {
-        let sizes = Sizes::new(q, k, v, self.causal)?;
+        let sizes = AttentionShape::new(q, k, v, self.causal)?;
         let dtype = q.dtype();
         let [q, k, v] = [rows_contiguous(q)?, rows_contiguous(k)?, rows_contiguous(v)?];
         let (output, grad) = (rows_contiguous(&attended.output)?, rows_contiguous(grad)?);
         let saved = [&output, &attended.lse, &grad];
         let grads = if q.elem_count() == 0 || sizes.keys == 0 {
             [q.zeros_like()?, k.zeros_like()?, v.zeros_like()?]
-        } else if on_host(&q) {
+        } else if uses_cpu_kernels(&q) {
             with_float!(q.dtype(), T => {
                 attention_host::backward::<T>(self, sizes, [&q, &k, &v], saved)
             })?
@@ -146,7 +146,7 @@ pub(crate) fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     Ok(x.reshape((batch, time, heads, width / heads))?)
 }
 
-/// The way back.
+/// The inverse of [`split_heads`].
 pub(crate) fn merge_heads(x: &Tensor) -> Result<Tensor> {
     Ok(x.flatten_from(D::Minus2)?)
 }

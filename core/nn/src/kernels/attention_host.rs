@@ -1,20 +1,20 @@
-//! Attention on the CPU, (sequence, head) pairs in parallel. Queries are taken in blocks; for a head
-//! there are copies of its keys and values and a block's scores at a time, in backward also the
-//! gradients of all three. Backward computes the probabilities again from the saved log-sum-exp.
+//! Attention on the CPU, with (sequence, head) pairs in parallel and queries in blocks. A pair has copies
+//! of its keys and values and the scores of one block; in backward also the gradients of all three.
+//! Backward computes the probabilities again from the saved log-sum-exp.
 
 use std::ops::Deref;
 
 use candle_core::{Storage, Tensor};
 use rayon::prelude::*;
 
-use super::attention::{Attend, Sizes};
+use super::attention::{AttentionShape, DotProductAttention};
 use super::rope::rotate_rows;
 use crate::Result;
 use crate::gemm::{Mat, Threads, gemm};
 use crate::host::{Float, Host, add_rows, dot, exp_in_place, host, max, strided_host, tensor};
 use fulgurite_engine::simd::vectorized;
 
-/// Queries a block.
+/// Queries in a block.
 const BLOCK: usize = 128;
 
 /// A `[batch, time, heads, dim]` tensor with contiguous rows.
@@ -37,7 +37,7 @@ impl<'a, T: Float> Rows<'a, T> {
         &self.data[batch * b + time * t + head * h..][..self.dim]
     }
 
-    /// The rows of one head from `start` on, one after the other, until `out` is full.
+    /// Copies rows of one head, from `start` on, into `out` until it is full.
     fn pack(&self, batch: usize, start: usize, head: usize, out: &mut [T]) {
         for (i, out) in out.chunks_exact_mut(self.dim).enumerate() {
             out.copy_from_slice(self.row(batch, start + i, head));
@@ -45,20 +45,20 @@ impl<'a, T: Float> Rows<'a, T> {
     }
 }
 
-/// The rotation tables, if positions are rotated.
+/// The cosines and sines of the rotary position embedding, if there is one.
 #[derive(Clone, Copy)]
 struct Rotation<'a, T>(Option<(&'a [T], &'a [T])>);
 
 impl<T: Float> Rotation<'_, T> {
-    /// Rotates consecutive rows, the first of which is at position `start`, or back.
-    fn apply(&self, rows: &mut [T], dim: usize, start: usize, back: bool) {
+    /// Rotates consecutive rows, the first at position `start`; with `inverse` by the negative angles.
+    fn apply(&self, rows: &mut [T], dim: usize, start: usize, inverse: bool) {
         if let Some((cos, sin)) = self.0 {
-            rotate_rows(rows, cos, sin, dim, start, back);
+            rotate_rows(rows, cos, sin, dim, start, inverse);
         }
     }
 }
 
-/// The rows of each (batch, head) of a contiguous `[batch, time, heads, dim]`.
+/// The rows of each (batch, head) pair of a contiguous `[batch, time, heads, dim]`.
 fn rows_by_head<T>(out: &mut [T], time: usize, heads: usize, dim: usize) -> Vec<Vec<&mut [T]>> {
     let batch = out.len() / (time * heads * dim);
     let mut rows: Vec<Vec<&mut [T]>> =
@@ -74,8 +74,8 @@ vectorized! {
         rows.iter_mut().for_each(|x| *x *= scale);
     }
 
-    /// Makes probabilities of scores; returns the largest score, and the sum of the exponentials of
-    /// how far the scores are below it.
+    /// Replaces scores by probabilities. Returns the largest score `max` and the sum of
+    /// `exp(score - max)`.
     fn softmax_row[T: Float](row: &mut [T]) -> (T, T) {
         let top = max(row);
         let sum = exp_in_place(row, top);
@@ -84,8 +84,8 @@ vectorized! {
         (top, sum)
     }
 
-    /// Makes probabilities `p` of scores, and of the probabilities' gradients `ds` the scores'.
-    /// `output` is the row's and `grad` its gradient.
+    /// Replaces the scores in `p` by probabilities, and the probabilities' gradients in `ds` by those of
+    /// the scores. `output` is the row's output and `grad` its gradient.
     fn softmax_row_backward[T: Float](
         p: &mut [T],
         ds: &mut [T],
@@ -101,7 +101,7 @@ vectorized! {
     }
 }
 
-/// The tables as slices for the life of `$body`.
+/// Evaluates `$body` with the tables of the rotation as slices.
 macro_rules! with_rotation {
     ($attend:expr, $T:ty, $rotation:ident => $body:expr) => {
         match &$attend.angles {
@@ -119,8 +119,8 @@ macro_rules! with_rotation {
 }
 
 pub(super) fn forward<T: Float>(
-    attend: &Attend,
-    s: Sizes,
+    attend: &DotProductAttention,
+    s: AttentionShape,
     [q, k, v]: [&Tensor; 3],
 ) -> Result<(Tensor, Tensor)> {
     let hosts = [strided_host(q), strided_host(k), strided_host(v)];
@@ -144,8 +144,8 @@ pub(super) fn forward<T: Float>(
 }
 
 fn forward_head<T: Float>(
-    attend: &Attend,
-    s: Sizes,
+    attend: &DotProductAttention,
+    s: AttentionShape,
     [q, k, v]: [Rows<T>; 3],
     rotation: Rotation<T>,
     (batch, head): (usize, usize),
@@ -186,8 +186,8 @@ fn forward_head<T: Float>(
 }
 
 pub(super) fn backward<T: Float>(
-    attend: &Attend,
-    s: Sizes,
+    attend: &DotProductAttention,
+    s: AttentionShape,
     [q, k, v]: [&Tensor; 3],
     [output, lse, grad]: [&Tensor; 3],
 ) -> Result<[Tensor; 3]> {
@@ -226,20 +226,21 @@ pub(super) fn backward<T: Float>(
     ])
 }
 
-/// The rows of the gradients of one key head and its query heads.
+/// The gradient rows of one key head and its query heads: of queries, keys and values.
 type GroupRows<'a, T> = (Vec<Vec<&'a mut [T]>>, Vec<&'a mut [T]>, Vec<&'a mut [T]>);
 
-/// The query heads of one key head, in parallel: of few key heads there may be fewer than threads.
+/// The backward of one key head. Its query heads run in parallel, since there may be fewer key heads than
+/// threads.
 fn backward_group<T: Float>(
-    attend: &Attend,
-    s: Sizes,
+    attend: &DotProductAttention,
+    s: AttentionShape,
     inputs: [Rows<T>; 5],
     lse: &[T],
     rotation: Rotation<T>,
     (batch, kv): (usize, usize),
     (dq_rows, mut dk_rows, mut dv_rows): GroupRows<T>,
 ) {
-    // As many at a time as there are threads: each has gradients of its own of all keys.
+    // At most as many as there are threads, since each has its own gradients of all keys.
     let at_a_time = rayon::current_num_threads();
     let mut dq_rows = dq_rows.into_iter();
     let mut sum: Option<(Vec<T>, Vec<T>)> = None;
@@ -274,11 +275,11 @@ fn backward_group<T: Float>(
     }
 }
 
-/// The gradients of one query head's queries, into their rows, and what it adds to those of its
-/// keys, still rotated, and values.
+/// The backward of one query head: writes the gradient rows of its queries and returns its contributions
+/// to the gradients of the keys (still rotated) and the values.
 fn backward_head<T: Float>(
-    attend: &Attend,
-    s: Sizes,
+    attend: &DotProductAttention,
+    s: AttentionShape,
     [q, k, v, output, grad]: [Rows<T>; 5],
     lse: &[T],
     rotation: Rotation<T>,

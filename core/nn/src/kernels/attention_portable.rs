@@ -1,13 +1,13 @@
-//! Attention as tensor operations, for any device. Queries are taken in blocks, so that scores of
-//! all queries against all keys are never in memory at once.
+//! Attention as tensor operations, for any device. Queries are computed in blocks, so that the scores of
+//! all queries are never in memory at once.
 
 use candle_core::{D, DType, Tensor};
 
-use super::attention::{Attend, Sizes};
+use super::attention::{AttentionShape, DotProductAttention};
 use super::rope::rotate;
 use crate::Result;
 
-/// Queries a block.
+/// Queries in a block.
 const BLOCK: usize = 512;
 
 /// `[batch, time, heads, dim]` as `[batch, heads, time, dim]`, contiguous.
@@ -15,9 +15,9 @@ fn heads_first(x: &Tensor) -> candle_core::Result<Tensor> {
     x.transpose(1, 2)?.contiguous()
 }
 
-impl Attend {
+impl DotProductAttention {
     /// Queries as `[batch, heads, time, dim]`, rotated and scaled.
-    fn queries(&self, s: Sizes, q: &Tensor) -> Result<Tensor> {
+    fn queries(&self, s: AttentionShape, q: &Tensor) -> Result<Tensor> {
         let q = heads_first(q)?;
         let q = match &self.angles {
             None => q,
@@ -40,8 +40,16 @@ impl Attend {
         }
     }
 
-    /// Minus infinity where the queries from `start` on must not look, `[n, seen]`.
-    fn mask(&self, s: Sizes, start: usize, n: usize, seen: usize, like: &Tensor) -> Result<Tensor> {
+    /// The causal mask of `n` queries from `start` on: minus infinity at keys that they must not attend to,
+    /// `[n, seen]`.
+    fn mask(
+        &self,
+        s: AttentionShape,
+        start: usize,
+        n: usize,
+        seen: usize,
+        like: &Tensor,
+    ) -> Result<Tensor> {
         let hidden: Vec<f32> = (0..n * seen)
             .map(|i| match i % seen < s.visible(self.causal, start + i / seen) {
                 true => 0.0,
@@ -51,8 +59,8 @@ impl Attend {
         Ok(Tensor::from_vec(hidden, (n, seen), like.device())?.to_dtype(like.dtype())?)
     }
 
-    /// Masked scores of a block, `[batch, kv_heads, group * n, seen]`.
-    fn scores(&self, s: Sizes, q: &Tensor, k: &Tensor, start: usize) -> Result<Tensor> {
+    /// The masked scores of a block, `[batch, kv_heads, group * n, seen]`.
+    fn scores(&self, s: AttentionShape, q: &Tensor, k: &Tensor, start: usize) -> Result<Tensor> {
         let (n, seen) = (q.dim(2)? / s.group(), k.dim(2)?);
         let scores = q.matmul(&k.t()?)?;
         if !self.causal {
@@ -66,18 +74,19 @@ impl Attend {
 
 /// A block of queries, with the heads of one group one after the other:
 /// `[batch, kv_heads, group * n, dim]`.
-fn block(x: &Tensor, s: Sizes, start: usize, n: usize) -> candle_core::Result<Tensor> {
+fn block(x: &Tensor, s: AttentionShape, start: usize, n: usize) -> candle_core::Result<Tensor> {
     let x = x.narrow(2, start, n)?.contiguous()?;
     x.reshape((s.batch, s.kv_heads, s.group() * n, ()))
 }
 
-fn unblock(x: &Tensor, s: Sizes, n: usize) -> candle_core::Result<Tensor> {
+/// The inverse of [`block`].
+fn unblock(x: &Tensor, s: AttentionShape, n: usize) -> candle_core::Result<Tensor> {
     x.reshape((s.batch, s.heads, n, ()))
 }
 
 pub(super) fn forward(
-    attend: &Attend,
-    s: Sizes,
+    attend: &DotProductAttention,
+    s: AttentionShape,
     [q, k, v]: [&Tensor; 3],
 ) -> Result<(Tensor, Tensor)> {
     let (q, k, v) = (attend.queries(s, q)?, attend.keys(k)?, heads_first(v)?);
@@ -98,8 +107,8 @@ pub(super) fn forward(
 }
 
 pub(super) fn backward(
-    attend: &Attend,
-    s: Sizes,
+    attend: &DotProductAttention,
+    s: AttentionShape,
     [q, k, v]: [&Tensor; 3],
     [output, lse, grad]: [&Tensor; 3],
 ) -> Result<[Tensor; 3]> {

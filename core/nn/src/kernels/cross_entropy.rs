@@ -1,6 +1,6 @@
-//! Cross entropy of rows of logits. Forward keeps one number a row, the log-sum-exp; backward
-//! computes the probabilities again and writes the gradient in one pass. Where each rank has a part
-//! of the classes, the forward is [`super::cross_entropy_parts`]; backward is the same.
+//! Cross entropy of rows of logits. Forward saves the log-sum-exp of each row; backward computes the
+//! probabilities again and writes the gradient in one pass. Where the classes are cut over ranks, the
+//! forward is in [`super::cross_entropy_parallel`]; backward is the same.
 #![allow(unsafe_code)] // the gradient's memory is not zeroed before it is written
 
 use std::mem::MaybeUninit;
@@ -9,44 +9,44 @@ use candle_core::{D, Tensor, WithDType as _};
 use rayon::prelude::*;
 
 use crate::Result;
-use crate::backend::{on_host, wide};
+use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::host::{Float, host, max, rows_per_piece, sum1, tensor, with_float};
 use crate::map;
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parameter::accumulation_dtype;
 use fulgurite_engine::simd::vectorized;
 
-/// Targets on the host: a class for each row, or none where the row is ignored.
+/// Targets on the host: the class of each row, `None` for rows that are ignored.
 pub(crate) type Targets = [Option<u32>];
 
-/// Which classes the columns of the logits are.
+/// The classes that the columns of the logits stand for.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Classes {
+pub(crate) struct ClassRange {
     /// The class of column 0.
     pub(crate) first: usize,
-    /// Number of classes in all, here or on other ranks.
+    /// Number of all classes, on all ranks.
     pub(crate) total: usize,
 }
 
-/// The sum over all rows of `lse - (1 - smoothing) z[target] - smoothing mean(z)`, a scalar, and
-/// the log-sum-exp of each row. `logits` is `[rows, classes]`.
+/// The loss, `lse - (1 - smoothing) z[target] - smoothing mean(z)` summed over the rows, and the
+/// log-sum-exp of each row. `logits` is `[rows, classes]`.
 pub(crate) fn forward(
     logits: &Tensor,
     targets: &Targets,
     smoothing: f64,
 ) -> Result<(Tensor, Tensor)> {
     let (rows, classes) = logits.dims2()?;
-    let logits = wide(logits)?;
-    if !on_host(&logits) {
-        let target = Picked::new(targets, Classes { first: 0, total: classes }, &logits)?;
-        let top = logits.max_keepdim(1)?;
-        let sum = logits.broadcast_sub(&top)?.exp()?.sum_keepdim(1)?;
-        let lse = (top + sum.log()?)?;
+    let logits = to_accumulation_dtype(logits)?;
+    if !uses_cpu_kernels(&logits) {
+        let target = TargetMasks::new(targets, ClassRange { first: 0, total: classes }, &logits)?;
+        let row_max = logits.max_keepdim(1)?;
+        let sum = logits.broadcast_sub(&row_max)?.exp()?.sum_keepdim(1)?;
+        let lse = (row_max + sum.log()?)?;
         let mut loss = (&lse - (logits.gather(&target.index, 1)? * (1.0 - smoothing))?)?;
         if smoothing != 0.0 {
             loss = (loss - (logits.mean_keepdim(D::Minus1)? * smoothing)?)?;
         }
-        let loss = target.kept.where_cond(&loss, &loss.zeros_like()?)?;
+        let loss = target.not_ignored.where_cond(&loss, &loss.zeros_like()?)?;
         return Ok((loss.sum_all()?, lse.flatten_all()?));
     }
     with_float!(logits.dtype(), T => {
@@ -63,8 +63,8 @@ pub(crate) fn forward(
                     lse.iter_mut().zip(values.chunks_exact(classes.max(1)).zip(targets))
                 {
                     let Some(target) = target else { continue };
-                    let (top, exp) = top_and_exp(z);
-                    *lse = top + exp.ln();
+                    let (row_max, exp) = max_and_sum_exp(z);
+                    *lse = row_max + exp.ln();
                     let mut loss =
                         lse.to_f64() - (1.0 - smoothing) * z[*target as usize].to_f64();
                     if smoothing != 0.0 {
@@ -80,26 +80,26 @@ pub(crate) fn forward(
     })
 }
 
-/// The gradient of the logits, where the sum has the gradient `grad` (a scalar) and `lse` is over
-/// all classes.
+/// The gradient of the logits. `grad` is the gradient of the loss, and `lse` the log-sum-exp over all
+/// classes.
 pub(crate) fn backward(
     logits: &Tensor,
     lse: &Tensor,
     targets: &Targets,
-    classes: Classes,
+    classes: ClassRange,
     smoothing: f64,
     grad: &Tensor,
 ) -> Result<Tensor> {
     let (dtype, (rows, columns)) = (logits.dtype(), logits.dims2()?);
-    let logits = wide(logits)?;
+    let logits = to_accumulation_dtype(logits)?;
     let grad = grad.to_dtype(logits.dtype())?;
     let uniform = smoothing / classes.total as f64;
-    if !on_host(&logits) {
-        let target = Picked::new(targets, classes, &logits)?;
+    if !uses_cpu_kernels(&logits) {
+        let target = TargetMasks::new(targets, classes, &logits)?;
         let p = (logits.broadcast_sub(&lse.reshape((rows, 1))?)?.exp()? - uniform)?;
-        let hit = (target.here.to_dtype(p.dtype())? * (smoothing - 1.0))?;
+        let hit = (target.is_local.to_dtype(p.dtype())? * (smoothing - 1.0))?;
         let d = p.scatter_add(&target.index, &hit, 1)?.broadcast_mul(&grad.reshape((1, 1))?)?;
-        let keep = target.kept.broadcast_as(d.shape())?;
+        let keep = target.not_ignored.broadcast_as(d.shape())?;
         return Ok(keep.where_cond(&d, &d.zeros_like()?)?.to_dtype(dtype)?);
     }
     let d = with_float!(logits.dtype(), T => {
@@ -114,7 +114,7 @@ pub(crate) fn backward(
                     d.fill(MaybeUninit::new(T::ZERO));
                     continue;
                 };
-                probabilities(d, z, lse[row], uniform, grad);
+                softmax_grad(d, z, lse[row], uniform, grad);
                 let column = classes.column(target).filter(|&column| column < columns);
                 if let Some(column) = column {
                     let p = (z[column] - lse[row]).fast_exp() - uniform;
@@ -122,24 +122,24 @@ pub(crate) fn backward(
                 }
             }
         };
-        // SAFETY: rows are whole, and of each every element is written.
+        // SAFETY: the rows are whole, and every element of each is written.
         let d = unsafe { map::rows(rows * columns, columns, 8, write) };
         tensor(d, (rows, columns))
     })?;
     Ok(d.to_dtype(dtype)?)
 }
 
-/// As [`backward`], the same bits, but into the memory of the logits, which nobody else has, where
-/// they are on the host and of a dtype that is computed in.
+/// [`backward`], equal to the bit, but in the memory of the logits, which must have no other user, if they
+/// are on the CPU and in their accumulation dtype.
 pub(crate) fn backward_into(
     logits: Tensor,
     lse: &Tensor,
     targets: &Targets,
-    classes: Classes,
+    classes: ClassRange,
     smoothing: f64,
     grad: &Tensor,
 ) -> Result<Tensor> {
-    let in_place = on_host(&logits)
+    let in_place = uses_cpu_kernels(&logits)
         && accumulation_dtype(logits.dtype()) == logits.dtype()
         && logits.elem_count() > 0;
     if !in_place {
@@ -156,7 +156,7 @@ pub(crate) fn backward_into(
             let rows = z.par_chunks_exact_mut(columns.max(1)).zip(lse.par_iter().zip(targets));
             rows.with_min_len(8).for_each(|(z, (&lse, target))| {
                 let Some(target) = target else { return z.fill(T::ZERO) };
-                become_probabilities(z, lse, uniform, grad);
+                softmax_grad_in_place(z, lse, uniform, grad);
                 if let Some(hit_class) = classes.column(*target).and_then(|i| z.get_mut(i)) {
                     *hit_class -= hit * grad;
                 }
@@ -169,48 +169,48 @@ pub(crate) fn backward_into(
 
 vectorized! {
     /// `z = (exp(z - lse) - uniform) * grad`.
-    fn become_probabilities[T: Float](z: &mut [T], lse: T, uniform: T, grad: T) {
+    fn softmax_grad_in_place[T: Float](z: &mut [T], lse: T, uniform: T, grad: T) {
         for z in z.iter_mut() {
             *z = ((*z - lse).fast_exp() - uniform) * grad;
         }
     }
 
-    /// The largest logit, and the sum of `exp(z - top)`. Where all classes are masked out, or NaN,
-    /// which `max` passes over, that of `exp(z)`.
-    pub(super) fn top_and_exp[T: Float](z: &[T]) -> (T, T) {
-        let top = max(z);
-        let shift = if top == T::ZERO - T::INFINITY { T::ZERO } else { top };
-        (top, sum1(z, |z| (z - shift).fast_exp()))
+    /// The largest logit `m`, and the sum of `exp(z - m)`; of `exp(z)` where all logits are minus infinity or
+    /// NaN, which `max` ignores.
+    pub(super) fn max_and_sum_exp[T: Float](z: &[T]) -> (T, T) {
+        let row_max = max(z);
+        let shift = if row_max == T::ZERO - T::INFINITY { T::ZERO } else { row_max };
+        (row_max, sum1(z, |z| (z - shift).fast_exp()))
     }
 
     /// `d = (exp(z - lse) - uniform) * grad`.
-    fn probabilities[T: Float](d: &mut [MaybeUninit<T>], z: &[T], lse: T, uniform: T, grad: T) {
+    fn softmax_grad[T: Float](d: &mut [MaybeUninit<T>], z: &[T], lse: T, uniform: T, grad: T) {
         for (d, &z) in d.iter_mut().zip(z) {
             d.write(((z - lse).fast_exp() - uniform) * grad);
         }
     }
 }
 
-impl Classes {
-    /// The column that a class is in; it may be past the last, another rank's.
+impl ClassRange {
+    /// The column of a class, which may be past the last; `None` before the first.
     pub(super) fn column(&self, class: u32) -> Option<usize> {
         (class as usize).checked_sub(self.first)
     }
 }
 
-/// Targets as tensors of shape `[rows, 1]`. Masks (u8) rather than weights: a row that is ignored
-/// may hold infinities, which a product with zero does not remove.
-pub(super) struct Picked {
-    /// The target's column; 0 where it has none here.
+/// Targets as tensors of shape `[rows, 1]`. Masks (u8) rather than factors, because an ignored row may
+/// have infinities, which a product with zero does not remove.
+pub(super) struct TargetMasks {
+    /// The target's column; 0 where it is none of this rank's.
     pub(super) index: Tensor,
-    /// Whether the target is in one of the columns.
-    pub(super) here: Tensor,
+    /// Whether the target's column is one of this rank's.
+    pub(super) is_local: Tensor,
     /// Whether the row is not ignored.
-    pub(super) kept: Tensor,
+    pub(super) not_ignored: Tensor,
 }
 
-impl Picked {
-    pub(super) fn new(targets: &Targets, classes: Classes, logits: &Tensor) -> Result<Self> {
+impl TargetMasks {
+    pub(super) fn new(targets: &Targets, classes: ClassRange, logits: &Tensor) -> Result<Self> {
         let columns = logits.dim(D::Minus1)?;
         let column = |target: &Option<u32>| {
             target.and_then(|class| classes.column(class)).filter(|&column| column < columns)
@@ -222,8 +222,8 @@ impl Picked {
         let index: Vec<u32> = targets.iter().map(|t| column(t).unwrap_or(0) as u32).collect();
         Ok(Self {
             index: Tensor::from_vec(index, (targets.len(), 1), logits.device())?,
-            here: mask(&|target| column(target).is_some())?,
-            kept: mask(&Option::is_some)?,
+            is_local: mask(&|target| column(target).is_some())?,
+            not_ignored: mask(&Option::is_some)?,
         })
     }
 }
@@ -240,7 +240,7 @@ mod tests {
         let logits = Tensor::zeros((2, 0), DType::F32, &device).unwrap();
         let (sum, lse) = forward(&logits, &[None, None], 0.0).unwrap();
         assert_eq!((sum.to_scalar::<f32>().unwrap(), lse.dims1().unwrap()), (0.0, 2));
-        let classes = Classes { first: 0, total: 0 };
+        let classes = ClassRange { first: 0, total: 0 };
         let one = Tensor::ones((), DType::F32, &device).unwrap();
         for f in
             [backward, |logits: &Tensor, lse: &_, targets: &_, classes, smoothing, grad: &_| {

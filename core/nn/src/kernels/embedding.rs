@@ -1,16 +1,16 @@
-//! Looking rows up and summing their gradients.
+//! Embedding lookup and its gradient.
 
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
-use crate::backend::{on_host, wide};
+use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
+use crate::gradients::accumulate_host;
 use crate::host::{Float, host, indices, tensor, with_float};
-use crate::record::accumulate_host;
 use crate::{Error, Result};
 use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::parameter::accumulation_dtype;
 
-/// The ids on the host, each checked against the size of the table.
+/// The ids on the host, each checked to be below the number of rows.
 pub(crate) fn checked_ids(ids: &Tensor, rows: usize) -> Result<Vec<u32>> {
     let ids = indices(ids, "ids")?;
     ids.into_iter()
@@ -24,38 +24,38 @@ pub(crate) fn checked_ids(ids: &Tensor, rows: usize) -> Result<Vec<u32>> {
         .collect()
 }
 
-/// An id that is in none of this rank's rows.
-const ELSEWHERE: u32 = u32::MAX;
+/// The local id of rows that are on other ranks.
+const NOT_LOCAL: u32 = u32::MAX;
 
-/// The ids in a table of which this rank has `rows` rows from `first` on.
+/// Ids relative to this rank's `rows` rows, which begin at row `first` of the table; [`NOT_LOCAL`] for
+/// others.
 pub(crate) fn local_ids(mut ids: Vec<u32>, first: usize, rows: usize) -> Vec<u32> {
     for id in &mut ids {
         *id = match (*id as usize).checked_sub(first) {
             Some(row) if row < rows => row as u32,
-            _ => ELSEWHERE,
+            _ => NOT_LOCAL,
         };
     }
     ids
 }
 
-/// For tensor operations: ids with some row for those that are elsewhere, and, if there are any, the
-/// factor that makes zeros of those (`[ids, 1]`).
+/// Ids for tensor operations, with any row for [`NOT_LOCAL`], and, if there are such, the factor that
+/// zeroes their rows (`[ids, 1]`).
 fn portable_ids(ids: &[u32], like: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
-    let here: Vec<u32> = ids.iter().map(|&id| if id == ELSEWHERE { 0 } else { id }).collect();
+    let here: Vec<u32> = ids.iter().map(|&id| if id == NOT_LOCAL { 0 } else { id }).collect();
     let here = Tensor::from_vec(here, ids.len(), like.device())?;
-    if !ids.contains(&ELSEWHERE) {
+    if !ids.contains(&NOT_LOCAL) {
         return Ok((here, None));
     }
-    let factor: Vec<f32> = ids.iter().map(|&id| f32::from(u8::from(id != ELSEWHERE))).collect();
+    let factor: Vec<f32> = ids.iter().map(|&id| f32::from(u8::from(id != NOT_LOCAL))).collect();
     let factor = Tensor::from_vec(factor, (ids.len(), 1), like.device())?;
     Ok((here, Some(factor.to_dtype(like.dtype())?)))
 }
 
-/// Row `ids[i]` of `weight` (`[rows, width]`) for each i, zeros for what is elsewhere, flat:
-/// `[ids, width]`.
+/// Row `ids[i]` of `weight` (`[rows, width]`) for each i, zeros for [`NOT_LOCAL`]: `[ids, width]`.
 pub(crate) fn lookup(ids: &[u32], weight: &Tensor) -> Result<Tensor> {
     let width = weight.dim(1)?;
-    if !on_host(weight) || weight.dtype() != accumulation_dtype(weight.dtype()) {
+    if !uses_cpu_kernels(weight) || weight.dtype() != accumulation_dtype(weight.dtype()) {
         let (ids, factor) = portable_ids(ids, weight)?;
         let y = weight.contiguous()?.index_select(&ids, 0)?;
         return Ok(match factor {
@@ -63,13 +63,13 @@ pub(crate) fn lookup(ids: &[u32], weight: &Tensor) -> Result<Tensor> {
             None => y,
         });
     }
-    let weight = wide(weight)?;
+    let weight = to_accumulation_dtype(weight)?;
     with_float!(weight.dtype(), T => {
         let weight = host(&weight)?;
         let weight = weight.slice::<T>()?;
         let mut y = vec![T::ZERO; ids.len() * width];
         y.par_chunks_mut(width.max(1)).zip(ids).with_min_len(64).for_each(|(y, &id)| {
-            if id != ELSEWHERE {
+            if id != NOT_LOCAL {
                 y.copy_from_slice(&weight[id as usize * width..][..width]);
             }
         });
@@ -77,7 +77,7 @@ pub(crate) fn lookup(ids: &[u32], weight: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// Adds `grad` (`[ids, width]`) to the rows of the gradient of `weight`. The use is not ended.
+/// Adds `grad` (`[ids, width]`) to the rows of the gradient of `weight`, without ending the use.
 pub(crate) fn lookup_grad(weight: &Parameter, ids: &[u32], grad: &Tensor) -> Result<()> {
     if !weight.requires_grad() {
         return Ok(());
@@ -85,8 +85,8 @@ pub(crate) fn lookup_grad(weight: &Parameter, ids: &[u32], grad: &Tensor) -> Res
     let [rows, width] = *weight.compute_shape() else {
         return Err(Error::parameter(weight.fqn(), "an embedding has two dimensions"));
     };
-    let grad = wide(grad)?;
-    if !on_host(&grad) {
+    let grad = to_accumulation_dtype(grad)?;
+    if !uses_cpu_kernels(&grad) {
         let device: &Device = grad.device();
         let (ids, factor) = portable_ids(ids, &grad)?;
         let grad = grad.reshape(((), width))?;
@@ -107,7 +107,8 @@ pub(crate) fn lookup_grad(weight: &Parameter, ids: &[u32], grad: &Tensor) -> Res
     })
 }
 
-/// Each piece of the table takes its rows from all ids, in order: the sums depend on no thread.
+/// Sums the rows of `grad` by id. Each thread goes through all ids, in order, for its piece of the table,
+/// so that sums do not depend on the number of threads.
 fn scatter<T: Float>(out: &mut [T], ids: &[u32], grad: &[T], width: usize, add: bool) {
     if width == 0 {
         return;

@@ -4,31 +4,31 @@ use candle_core::{D, Tensor};
 use rayon::prelude::*;
 
 use crate::Result;
-use crate::backend::{on_host, wide};
+use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::gemm::{Mat, Threads, gemm, product};
+use crate::gradients::accumulate_host;
 use crate::host::{Float, add_rows, host, rows_per_piece, tensor, with_float};
-use crate::record::accumulate_host;
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::parameter::accumulation_dtype;
 
-/// What becomes of the gradient of an input.
+/// What is computed of the gradient of an input.
 pub(crate) enum InputGrad {
-    /// Nobody needs it.
+    /// Nothing; it is not needed.
     Skip,
     /// A new tensor.
     New,
-    /// Added to this one in place, which has the input's shape and this backward for its only user.
+    /// The gradient added in place to this tensor, which has the input's shape and no other user.
     AddTo(Tensor),
 }
 
 impl InputGrad {
-    /// For an input whose gradient is wanted, or not.
+    /// [`New`](Self::New) if the gradient is wanted, else [`Skip`](Self::Skip).
     pub(crate) fn new(wanted: bool) -> Self {
         if wanted { Self::New } else { Self::Skip }
     }
 
-    /// The same, to be added to what there is of it.
+    /// Has the gradient added to `sum`, if there is one.
     pub(crate) fn add_to(self, sum: Option<Tensor>) -> Self {
         match (self, sum) {
             (Self::New, Some(sum)) => Self::AddTo(sum),
@@ -55,7 +55,7 @@ pub(crate) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Resu
     let (n, inputs) = rows(x)?;
     let outputs = weight.dim(0)?;
     let dims = with_width(x, outputs);
-    if !on_host(x) {
+    if !uses_cpu_kernels(x) {
         let y = x.detach().reshape((n, inputs))?.matmul(&weight.t()?)?;
         let y = match bias {
             Some(bias) => y.broadcast_add(bias)?,
@@ -64,8 +64,8 @@ pub(crate) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Resu
         return Ok(y.reshape(dims)?);
     }
     let dtype = x.dtype();
-    let (x, weight) = (wide(x)?, wide(weight)?);
-    let bias = bias.map(wide).transpose()?;
+    let (x, weight) = (to_accumulation_dtype(x)?, to_accumulation_dtype(weight)?);
+    let bias = bias.map(to_accumulation_dtype).transpose()?;
     let y = with_float!(x.dtype(), T => {
         let (x, weight) = (host(&x)?, host(&weight)?);
         let weight = Mat::new(weight.slice::<T>()?, outputs, inputs).t();
@@ -98,15 +98,15 @@ pub(crate) fn input_grad(
         InputGrad::AddTo(sum) => Some(sum),
     };
     let native = grad.dtype() == accumulation_dtype(grad.dtype());
-    if !on_host(grad) || (sum.is_some() && !native) {
-        let fresh = match on_host(grad) {
+    if !uses_cpu_kernels(grad) || (sum.is_some() && !native) {
+        let fresh = match uses_cpu_kernels(grad) {
             true => return add(sum, input_grad(grad, weight, InputGrad::New)?),
             false => grad.reshape((n, outputs))?.matmul(weight)?.reshape(dims)?,
         };
         return add(sum, Some(fresh));
     }
     let dtype = grad.dtype();
-    let (grad, weight) = (wide(grad)?, wide(weight)?);
+    let (grad, weight) = (to_accumulation_dtype(grad)?, to_accumulation_dtype(weight)?);
     let dx = with_float!(grad.dtype(), T => {
         let (grad, weight) = (host(&grad)?, host(&weight)?);
         let grad = Mat::new(grad.slice::<T>()?, n, outputs);
@@ -133,17 +133,17 @@ fn add(sum: Option<Tensor>, fresh: Option<Tensor>) -> Result<Option<Tensor>> {
     })
 }
 
-/// Adds `grad^T x` to the gradient of a weight. The use is not ended.
+/// Adds `grad^T x` to the gradient of a weight, without ending the use.
 pub(crate) fn weight_grad(weight: &Parameter, x: &Tensor, grad: &Tensor) -> Result<()> {
     if !weight.requires_grad() {
         return Ok(());
     }
     let ((n, inputs), (_, outputs)) = (rows(x)?, rows(grad)?);
-    if !on_host(x) {
+    if !uses_cpu_kernels(x) {
         let (x, grad) = (x.reshape((n, inputs))?, grad.reshape((n, outputs))?);
         return weight.accumulate(&grad.t()?.matmul(&x)?);
     }
-    let (x, grad) = (wide(x)?, wide(grad)?);
+    let (x, grad) = (to_accumulation_dtype(x)?, to_accumulation_dtype(grad)?);
     with_float!(x.dtype(), T => {
         let (x, grad) = (host(&x)?, host(&grad)?);
         let x = Mat::new(x.slice::<T>()?, n, inputs);
@@ -155,16 +155,16 @@ pub(crate) fn weight_grad(weight: &Parameter, x: &Tensor, grad: &Tensor) -> Resu
     })
 }
 
-/// Adds the sum over the rows of `grad` to the gradient of a bias. The use is not ended.
+/// Adds the sum over the rows of `grad` to the gradient of a bias, without ending the use.
 pub(crate) fn bias_grad(bias: &Parameter, grad: &Tensor) -> Result<()> {
     if !bias.requires_grad() {
         return Ok(());
     }
     let (n, outputs) = rows(grad)?;
-    if !on_host(grad) {
-        return bias.accumulate(&wide(grad)?.reshape((n, outputs))?.sum(0)?);
+    if !uses_cpu_kernels(grad) {
+        return bias.accumulate(&to_accumulation_dtype(grad)?.reshape((n, outputs))?.sum(0)?);
     }
-    let grad = wide(grad)?;
+    let grad = to_accumulation_dtype(grad)?;
     with_float!(grad.dtype(), T => {
         let grad = host(&grad)?;
         let grad = grad.slice::<T>()?;

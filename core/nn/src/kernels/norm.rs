@@ -1,15 +1,15 @@
 //! RMS norm and layer norm over the last dimension: `y = xhat * weight + bias`, with
-//! `xhat = (x - mean) * rstd`; RMS norm takes the mean for zero.
+//! `xhat = (x - mean) * rstd`; in RMS norm the mean is 0.
 
 use candle_core::{D, Tensor};
 use rayon::prelude::*;
 
 use crate::Result;
-use crate::backend::{on_host, wide};
+use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::host::{Float, add_rows, dot, host, rows_per_piece, sum1, tensor, with_float};
 use fulgurite_engine::simd::vectorized;
 
-/// Which norm.
+/// RMS norm or layer norm.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Norm {
     /// Whether the mean is subtracted.
@@ -18,7 +18,7 @@ pub(crate) struct Norm {
     pub(crate) eps: f64,
 }
 
-/// The gradients of a norm; `bias` where it was asked for.
+/// The gradients of a norm.
 pub(crate) struct NormGrads {
     pub(crate) x: Tensor,
     pub(crate) weight: Tensor,
@@ -34,9 +34,9 @@ impl Norm {
         bias: Option<&Tensor>,
     ) -> Result<Tensor> {
         let dtype = x.dtype();
-        let (x, weight) = (wide(x)?, wide(weight)?);
-        let bias = bias.map(wide).transpose()?;
-        if !on_host(&x) {
+        let (x, weight) = (to_accumulation_dtype(x)?, to_accumulation_dtype(weight)?);
+        let bias = bias.map(to_accumulation_dtype).transpose()?;
+        if !uses_cpu_kernels(&x) {
             let (xhat, _) = self.normalize(&x)?;
             let y = xhat.broadcast_mul(&weight)?;
             let y = match &bias {
@@ -64,8 +64,12 @@ impl Norm {
         grad: &Tensor,
     ) -> Result<NormGrads> {
         let dtype = x.dtype();
-        let (x, weight, grad) = (wide(x)?, wide(weight)?, wide(grad)?);
-        let mut grads = if on_host(&x) {
+        let (x, weight, grad) = (
+            to_accumulation_dtype(x)?,
+            to_accumulation_dtype(weight)?,
+            to_accumulation_dtype(grad)?,
+        );
+        let mut grads = if uses_cpu_kernels(&x) {
             with_float!(x.dtype(), T => {
                 let (host_x, weight, grad) = (host(&x)?, host(&weight)?, host(&grad)?);
                 let weight = weight.slice::<T>()?;
@@ -178,7 +182,7 @@ vectorized! {
         }
     }
 
-    /// Writes `dx`, adds to `dw`, and to `db` unless it is empty.
+    /// Writes `dx`, adds to `dw`, and to `db` unless that is empty.
     fn backward_rows[T: Float](
         norm: Norm,
         dx: &mut [T],
@@ -194,7 +198,7 @@ vectorized! {
         for (dx, (x, grad)) in dx.chunks_exact_mut(n).zip(rows) {
             let (mean, rstd) = norm.stats(x);
             for (dx, &x) in dx.iter_mut().zip(x) {
-                *dx = (x - mean) * rstd; // xhat, for now
+                *dx = (x - mean) * rstd; // xhat; replaced by the gradient below
             }
             for ((g, &grad), &weight) in g.iter_mut().zip(grad).zip(weight) {
                 *g = grad * weight;

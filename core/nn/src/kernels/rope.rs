@@ -1,15 +1,15 @@
-//! Rotary position embedding: the rotation of (first half, second half) pairs.
+//! Rotary position embedding: rotates pairs of an element of the first and one of the second half.
 
 use candle_core::{D, Tensor};
 use rayon::prelude::*;
 
 use crate::Result;
-use crate::backend::{on_host, wide};
+use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::host::{Float, host, rows_per_piece, tensor, with_float};
 use fulgurite_engine::parameter::accumulation_dtype;
 use fulgurite_engine::simd::vectorized;
 
-/// The rotation of each position, `[positions, head_dim / 2]`, in the accumulation dtype.
+/// Cosines and sines for each position, `[positions, head_dim / 2]`, in the accumulation dtype.
 #[derive(Debug, Clone)]
 pub(crate) struct Angles {
     pub(crate) cos: Tensor,
@@ -17,18 +17,18 @@ pub(crate) struct Angles {
 }
 
 vectorized! {
-    /// Rotates rows of `d` elements in place, or back: the first as row `start` of the tables says,
-    /// from which they go round.
+    /// Rotates rows of `d` elements in place, the first one by row `start` of the tables, which repeat;
+    /// with `inverse` by the negative angles.
     pub(super) fn rotate_rows[T: Float](
         rows: &mut [T],
         cos: &[T],
         sin: &[T],
         d: usize,
         start: usize,
-        back: bool,
+        inverse: bool,
     ) {
         let (half, positions) = (d / 2, cos.len() / (d / 2).max(1));
-        let sign = if back { T::ZERO - T::ONE } else { T::ONE };
+        let sign = if inverse { T::ZERO - T::ONE } else { T::ONE };
         for (i, row) in rows.chunks_exact_mut(d).enumerate() {
             let at = (start + i) % positions * half;
             let angles = cos[at..at + half].iter().zip(&sin[at..at + half]);
@@ -42,16 +42,17 @@ vectorized! {
     }
 }
 
-/// `x` (`[.., positions, head_dim]`) rotated, or back: the transpose, which is the backward.
-pub(crate) fn rotate(x: &Tensor, angles: &Angles, back: bool) -> Result<Tensor> {
+/// Rotates `x` (`[.., positions, head_dim]`); with `inverse` by the negative angles, which is the
+/// backward.
+pub(crate) fn rotate(x: &Tensor, angles: &Angles, inverse: bool) -> Result<Tensor> {
     let (dtype, d) = (x.dtype(), x.dim(D::Minus1)?);
     let (cos, sin) = (
         angles.cos.to_dtype(accumulation_dtype(dtype))?.contiguous()?,
         angles.sin.to_dtype(accumulation_dtype(dtype))?.contiguous()?,
     );
-    let x = wide(x)?;
-    if !on_host(&x) {
-        let sin = if back { sin.neg()? } else { sin };
+    let x = to_accumulation_dtype(x)?;
+    if !uses_cpu_kernels(&x) {
+        let sin = if inverse { sin.neg()? } else { sin };
         let (a, b) = (x.narrow(D::Minus1, 0, d / 2)?, x.narrow(D::Minus1, d / 2, d / 2)?);
         let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
         let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
@@ -63,7 +64,7 @@ pub(crate) fn rotate(x: &Tensor, angles: &Angles, back: bool) -> Result<Tensor> 
         let mut y = host(&x)?.slice::<T>()?.to_vec();
         let rows = rows_per_piece(y.len() / d);
         y.par_chunks_mut(rows * d).enumerate().for_each(|(piece, y)| {
-            rotate_rows(y, cos, sin, d, piece * rows, back);
+            rotate_rows(y, cos, sin, d, piece * rows, inverse);
         });
         tensor(y, x.shape())
     })?;

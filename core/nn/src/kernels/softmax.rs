@@ -4,7 +4,7 @@ use candle_core::{D, Tensor};
 use rayon::prelude::*;
 
 use crate::Result;
-use crate::backend::{on_host, wide};
+use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::host::{Float, dot, exp_in_place, host, max, rows_per_piece, tensor, with_float};
 use fulgurite_engine::simd::vectorized;
 
@@ -16,7 +16,7 @@ vectorized! {
         }
     }
 
-    /// `dx` holds the gradient of the output, and then that of the input.
+    /// Replaces the gradient of the output in `dx` by that of the input.
     fn backward_rows[T: Float](dx: &mut [T], y: &[T], n: usize) {
         for (dx, y) in dx.chunks_exact_mut(n).zip(y.chunks_exact(n)) {
             let level = dot(dx, y);
@@ -28,8 +28,8 @@ vectorized! {
 /// The forward.
 pub(crate) fn softmax(x: &Tensor) -> Result<Tensor> {
     let (dtype, n) = (x.dtype(), x.dim(D::Minus1)?.max(1));
-    let x = wide(x)?;
-    let y = if on_host(&x) {
+    let x = to_accumulation_dtype(x)?;
+    let y = if uses_cpu_kernels(&x) {
         with_float!(x.dtype(), T => {
             let mut y = host(&x)?.slice::<T>()?.to_vec();
             let piece = rows_per_piece(y.len() / n) * n;
@@ -48,8 +48,8 @@ pub(crate) fn softmax(x: &Tensor) -> Result<Tensor> {
 /// The gradient of the input, from the output.
 pub(crate) fn softmax_backward(y: &Tensor, grad: &Tensor) -> Result<Tensor> {
     let (dtype, n) = (y.dtype(), y.dim(D::Minus1)?.max(1));
-    let (y, grad) = (wide(y)?, wide(grad)?);
-    let dx = if on_host(&y) {
+    let (y, grad) = (to_accumulation_dtype(y)?, to_accumulation_dtype(grad)?);
+    let dx = if uses_cpu_kernels(&y) {
         with_float!(y.dtype(), T => {
             let host_x = host(&y)?;
             let values = host_x.slice::<T>()?;

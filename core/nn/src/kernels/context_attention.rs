@@ -1,70 +1,75 @@
-//! Attention over sequences that are whole, or of which each rank has a part.
+//! Attention under context parallelism, where each rank has a part of every sequence, or without it.
 
 use candle_core::Tensor;
 
-use super::attention::{Attend, Attended};
+use super::attention::{AttentionOutput, DotProductAttention};
 use crate::{Error, Result};
 use fulgurite_engine::parallel::ContextParallel;
 
-/// How to attend, over sequences shared by ranks or not.
+/// Attention whose sequences may be cut over ranks.
 #[derive(Debug, Clone)]
-pub(crate) struct Sequences {
-    /// Its angles are those of all positions.
-    pub(crate) attend: Attend,
-    /// The ranks that share sequences.
+pub(crate) struct ContextAttention {
+    /// With the angles of all positions of a sequence.
+    pub(crate) attend: DotProductAttention,
+    /// The ranks that share sequences; `None` if sequences are whole.
     pub(crate) context: Option<ContextParallel>,
 }
 
-/// What backward needs of a forward.
+/// The output, and what backward needs besides the inputs.
 #[derive(Debug, Clone)]
-pub(crate) struct SequencesAttended {
+pub(crate) struct ContextAttentionOutput {
     output: Tensor,
-    /// One for each stretch of consecutive positions.
-    stretches: Vec<Attended>,
+    /// One for each range of consecutive positions.
+    query_ranges: Vec<AttentionOutput>,
 }
 
-impl SequencesAttended {
+impl ContextAttentionOutput {
     /// `[batch, queries, heads, head_dim]`.
     pub(crate) fn output(&self) -> &Tensor {
         &self.output
     }
 }
 
-impl Sequences {
+impl ContextAttention {
     /// `softmax(scale q k^T) v`. Collective over the ranks that share sequences.
-    pub(crate) fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<SequencesAttended> {
+    pub(crate) fn forward(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+    ) -> Result<ContextAttentionOutput> {
         let Some(context) = &self.context else {
             let attended = self.attend.forward(q, k, v)?;
             let output = attended.output.clone();
-            return Ok(SequencesAttended { output, stretches: vec![attended] });
+            return Ok(ContextAttentionOutput { output, query_ranges: vec![attended] });
         };
         let (k, v) = gather(context, k, v)?;
-        let mut stretches = Vec::new();
-        for Stretch { attend, queries, keys } in self.stretches(context, q)? {
+        let mut query_ranges = Vec::new();
+        for QueryRange { attend, queries, keys } in self.query_ranges(context, q)? {
             let (k, v) = (k.narrow(1, 0, keys)?, v.narrow(1, 0, keys)?);
-            stretches.push(attend.forward(&queries, &k, &v)?);
+            query_ranges.push(attend.forward(&queries, &k, &v)?);
         }
-        let outputs: Vec<&Tensor> = stretches.iter().map(|attended| &attended.output).collect();
-        Ok(SequencesAttended { output: Tensor::cat(&outputs, 1)?, stretches })
+        let outputs: Vec<&Tensor> = query_ranges.iter().map(|attended| &attended.output).collect();
+        Ok(ContextAttentionOutput { output: Tensor::cat(&outputs, 1)?, query_ranges })
     }
 
     /// The gradients of q, k and v, contiguous. Collective over the ranks that share sequences.
     pub(crate) fn backward(
         &self,
         [q, k, v]: [&Tensor; 3],
-        attended: &SequencesAttended,
+        attended: &ContextAttentionOutput,
         grad: &Tensor,
     ) -> Result<[Tensor; 3]> {
         let Some(context) = &self.context else {
-            return self.attend.backward([q, k, v], &attended.stretches[0], grad);
+            return self.attend.backward([q, k, v], &attended.query_ranges[0], grad);
         };
         let (k, v) = gather(context, k, v)?;
         let mut dqs = Vec::new();
         let mut sums: Option<[Tensor; 2]> = None;
         let mut start = 0;
-        let stretches = self.stretches(context, q)?;
-        for (Stretch { attend, queries, keys }, attended) in
-            stretches.into_iter().zip(&attended.stretches)
+        let query_ranges = self.query_ranges(context, q)?;
+        for (QueryRange { attend, queries, keys }, attended) in
+            query_ranges.into_iter().zip(&attended.query_ranges)
         {
             let n = queries.dim(1)?;
             let grad = grad.narrow(1, start, n)?;
@@ -87,10 +92,10 @@ impl Sequences {
         }
     }
 
-    /// This rank's stretches of consecutive positions.
-    fn stretches(&self, context: &ContextParallel, q: &Tensor) -> Result<Vec<Stretch>> {
+    /// This rank's query_ranges of consecutive positions.
+    fn query_ranges(&self, context: &ContextParallel, q: &Tensor) -> Result<Vec<QueryRange>> {
         let mut start = 0;
-        let mut stretches = Vec::new();
+        let mut query_ranges = Vec::new();
         for range in context.positions(q.dim(1)?) {
             let mut attend = self.attend.clone();
             if let Some(angles) = &mut attend.angles {
@@ -98,21 +103,21 @@ impl Sequences {
                 angles.sin = angles.sin.narrow(0, 0, range.end)?;
             }
             let queries = q.narrow(1, start, range.len())?;
-            stretches.push(Stretch { attend, queries, keys: range.end });
+            query_ranges.push(QueryRange { attend, queries, keys: range.end });
             start += range.len();
         }
-        Ok(stretches)
+        Ok(query_ranges)
     }
 }
 
-/// Consecutive queries, and the keys up to the last one's position.
-struct Stretch {
-    attend: Attend,
+/// Consecutive queries, and the number of keys up to the last one's position.
+struct QueryRange {
+    attend: DotProductAttention,
     queries: Tensor,
     keys: usize,
 }
 
-/// The keys and values of whole sequences. Collective.
+/// Gathers the keys and values of whole sequences. Collective.
 fn gather(context: &ContextParallel, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
     let mut wholes = context.gather(&[k, v])?.into_iter();
     match (wholes.next(), wholes.next()) {

@@ -1,4 +1,4 @@
-//! How layers deliver gradients, and which inputs they take.
+//! Adding gradients to parameters, and the check of an input's dtype.
 
 use candle_core::{DType, Tensor};
 
@@ -7,8 +7,9 @@ use crate::Result;
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parameter::Parameter;
 
-/// Lets `write` put (`false`) or add (`true`) a gradient into the parameter's buffer as a slice of
-/// `T`. A buffer of another dtype is added to by way of a temporary. For CPU parameters.
+/// Calls `write` with the parameter's gradient buffer as a slice of `T`, to write (`false`) a gradient
+/// into it or add (`true`) one. For a buffer of another dtype the slice is a temporary. For CPU
+/// parameters.
 pub(super) fn accumulate_host<T: Float>(
     parameter: &Parameter,
     write: impl FnOnce(&mut [T], bool) -> Result<()>,
@@ -27,15 +28,15 @@ pub(super) fn accumulate_host<T: Float>(
     })
 }
 
-/// Adds a gradient to the parameter's buffer and ends one use.
-pub(super) fn deliver(parameter: &Parameter, grad: &Tensor) -> Result<()> {
+/// Adds a gradient to the parameter's buffer and ends one use of the parameter.
+pub(super) fn accumulate_and_end_use(parameter: &Parameter, grad: &Tensor) -> Result<()> {
     if parameter.requires_grad() {
         parameter.accumulate(&grad.reshape(parameter.compute_shape())?)?;
     }
     parameter.end_use()
 }
 
-/// The dtypes a layer's input may have.
+/// Checks that an input has the parameter's compute dtype.
 pub(super) fn check_dtype(layer: &str, x: &Tensor, parameter: &Parameter) -> Result<()> {
     let (got, want): (DType, DType) = (x.dtype(), parameter.compute_dtype());
     if got != want {
