@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use fulgurite::core::autograd::storage;
 use fulgurite::core::checkpoint::{
     AsyncSaver, CheckpointIO, CheckpointReader, CheckpointWriter, DistributedCheckpoint, Entry,
-    LAST, SaveMeta, SaveRequest, Saved, ShardTensor, TensorSource, last, step_name,
+    LAST, SaveMeta, SaveRequest, SavedCheckpoint, ShardTensor, TensorSource, last, step_name,
 };
 use fulgurite::core::collective::{ProcessGroup, Solo};
 use fulgurite::core::shard::Region;
@@ -136,7 +136,7 @@ impl Weights {
             model: vec![part],
             optimizer: Vec::new(),
             meta: SaveMeta { step, ..SaveMeta::default() },
-            point_last: true,
+            update_last: true,
             remove: remove.iter().map(|&name| name.to_owned()).collect(),
         }
     }
@@ -178,7 +178,7 @@ fn training_goes_on_and_does_not_get_into_the_checkpoint() {
         let earlier = saver.start(weights.request(4, &[]))?.expect("the first one");
         assert_eq!((earlier.step, &earlier.path), (1, &path));
         weights.set(9.0);
-        assert!(matches!(saver.wait()?, Some(Saved { step: 4, .. })));
+        assert!(matches!(saver.wait()?, Some(SavedCheckpoint { step: 4, .. })));
         assert!(!saver.is_running());
         assert_eq!(saver.wait()?, None);
         Ok(())
@@ -199,7 +199,7 @@ fn what_follows_a_save_is_rank_0s_to_say() {
             if world.rank() == 0 {
                 request.remove = vec![step_name(step - 1)];
             } else {
-                (request.point_last, request.remove) = (false, Vec::new());
+                (request.update_last, request.remove) = (false, Vec::new());
             }
             request.run(&io, &*world)?;
             // Whatever the others were told, all are done at the same time.

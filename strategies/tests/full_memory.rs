@@ -9,7 +9,9 @@ use candle_core::{DType, Device};
 use counted::{LIVE, PEAK};
 use cut_model::{COLUMNS, ROWS, cut_model};
 use fulgurite_checkpoint::LocalDirectory;
-use fulgurite_core::checkpoint::tools::{AnyCheckpoint, ConvertOptions, Target, convert, verify};
+use fulgurite_core::checkpoint::tools::{
+    AnyCheckpoint, ConvertOptions, ConvertTarget, convert, verify,
+};
 use fulgurite_core::checkpoint::{
     FullCheckpoint, FullOptions, GatherOptions, TensorSource, load_into, save_full,
 };
@@ -79,15 +81,15 @@ fn saves_loads_and_tools_hold_one_tensor_at_a_time() {
         check(&FullCheckpoint::open(temp.path().join("full")).unwrap());
     }
     let full = AnyCheckpoint::open(temp.path().join("full")).unwrap();
-    let to = |to: Target, name: &str, input: &AnyCheckpoint| {
+    let to = |to: ConvertTarget, name: &str, input: &AnyCheckpoint| {
         let rise = rise(|| {
             convert(input, &io, name, &ConvertOptions::new(to), &mut |_| {}).unwrap();
         });
         assert!(rise <= TENSOR + 8 * (1 << 20) + SLACK, "to {to:?}: {rise} bytes");
         AnyCheckpoint::open(temp.path().join(name)).unwrap()
     };
-    let shards = to(Target::Distributed { shards: 8 }, "shards", &full);
-    let again = to(Target::Full, "again", &shards);
+    let shards = to(ConvertTarget::Distributed { shards: 8 }, "shards", &full);
+    let again = to(ConvertTarget::Full, "again", &shards);
     // A rank reads its part and no more, one tensor after the other: as bytes, then as values.
     for (dim, source) in [(0, &full), (1, &full), (0, &shards), (1, &shards)] {
         let rises = run_ranks(RANKS, |world| {

@@ -80,7 +80,7 @@ fn shards_are_written_and_read_in_place_and_copied_once_for_the_background() {
                     model,
                     optimizer,
                     meta,
-                    point_last: false,
+                    update_last: false,
                     remove,
                 })?;
                 saver.wait().map(drop)

@@ -1,4 +1,4 @@
-//! Saving while training goes on.
+//! Saving in the background, while training goes on.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,17 +12,15 @@ use fulgurite_engine::collective::ProcessGroup;
 
 /// Saves checkpoints in the background, one at a time.
 ///
-/// [`start`](Self::start) copies this rank's parts into host memory that is used again for the
-/// next checkpoint (the only thing the caller waits for: one pass over the shards, and as much
-/// memory as they have), and a thread then saves the copies, with the transaction that
-/// [`save`](super::save) is: nothing that happens to the tensors later gets into the checkpoint,
-/// and a crash leaves what a crash in an ordinary save leaves. What follows a commit (the pointer
-/// `last`, removing old checkpoints) is done by the same thread, after it.
+/// [`start`](Self::start) copies this rank's parts into host memory, which is reused for the next
+/// checkpoint. The caller waits for this copy only: one pass over the shards, and as much memory as they
+/// take. A thread then saves the copies in the same transaction as [`save`](super::save), so later
+/// changes of the tensors do not reach the checkpoint, and a crash has the consequences of a crash in
+/// `save`. The thread also updates `last` and removes old checkpoints, after the commit.
 ///
-/// The ranks' threads agree over a process group of their own, so training uses the others
-/// meanwhile. An error that any rank meets is returned on every rank, by the call that learns of
-/// the save's end: [`start`](Self::start) of the next, or [`wait`](Self::wait). Dropping it waits for
-/// the save that is under way.
+/// The threads communicate over a process group of their own, so that training can use the other groups.
+/// An error of any rank is returned on every rank, by the next [`start`](Self::start) or by
+/// [`wait`](Self::wait). Dropping it waits for the save under way.
 ///
 /// ```no_run
 /// # use std::sync::Arc;
@@ -47,12 +45,12 @@ pub struct AsyncSaver {
     io: Arc<dyn CheckpointIO>,
     group: Group,
     buffers: Snapshot,
-    /// Makes `buffers`.
+    /// The thread that allocates `buffers`, after [`reserve`](Self::reserve).
     reserving: Option<JoinHandle<Result<Snapshot>>>,
     running: Option<Running>,
 }
 
-/// The ranks' threads.
+/// The process group of the ranks' threads.
 #[derive(Clone)]
 struct Group(Arc<dyn ProcessGroup>);
 
@@ -71,17 +69,17 @@ struct Running {
 
 /// A checkpoint that was committed.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Saved {
+pub struct SavedCheckpoint {
     /// The optimizer step that it was saved after.
     pub step: u64,
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
-    /// How long the caller was kept from going on.
+    /// How long the caller waited.
     pub blocked: Duration,
 }
 
 impl AsyncSaver {
-    /// Saves to `io`, over all ranks of `world`. Collective: makes a process group for the threads.
+    /// For saving to `io` from all ranks of `world`. Collective: makes a process group for the threads.
     ///
     /// # Errors
     /// If the group cannot be made.
@@ -91,9 +89,8 @@ impl AsyncSaver {
         Ok(Self { io, group, buffers: Snapshot::default(), reserving: None, running: None })
     }
 
-    /// Makes the memory for copies of what is in `request`, in the background, so that the first
-    /// save does not wait for it: pages that were never used cost several times what copying does.
-    /// Does nothing after the first save. Not collective.
+    /// Allocates the memory for the copies of `request` in the background, since the first use of its
+    /// pages takes several times as long as copying. Does nothing after the first save. Not collective.
     ///
     /// # Errors
     /// If no thread can be started.
@@ -117,28 +114,28 @@ impl AsyncSaver {
             .map_err(Error::io("starting a thread to save", self.io.location("")))
     }
 
-    /// Copies what is to be saved and goes on to save it in the background. Waits for the save
-    /// before first, and returns what it saved unless [`wait`](Self::wait) did. Every rank calls it,
-    /// with its own parts; the copying is not collective.
+    /// Starts to save `request` in the background: copies its tensors and returns. Before that waits for
+    /// the previous save, and returns its result unless [`wait`](Self::wait) has done so. Every rank calls
+    /// it, with its own parts; the copying is not collective.
     ///
     /// # Errors
-    /// If the save before failed on any rank, on all ranks; then nothing is started.
-    pub fn start(&mut self, request: SaveRequest) -> Result<Option<Saved>> {
+    /// On all ranks, if the previous save failed on any; then nothing is started.
+    pub fn start(&mut self, request: SaveRequest) -> Result<Option<SavedCheckpoint>> {
         let begun = Instant::now();
         let earlier = self.wait()?;
-        let SaveRequest { name, model, optimizer, meta, point_last, remove } = request;
+        let SaveRequest { name, model, optimizer, meta, update_last, remove } = request;
         let mut buffers = std::mem::take(&mut self.buffers);
-        // What became of the reservation is not asked: without it, the memory is made now.
+        // If the reservation failed, the memory is allocated now.
         if let Some(Ok(Ok(reserved))) = self.reserving.take().map(JoinHandle::join) {
             buffers = reserved;
         }
-        // Should this fail here alone, the others learn it from the thread.
+        // A failure on this rank alone is told to the others by the thread.
         let taken = buffers.take(&model, &optimizer);
         drop((model, optimizer));
         let (io, group, step) = (self.io.clone(), self.group.clone(), meta.step);
         let save = move || {
             let Snapshot { model, optimizer } = buffers;
-            let request = SaveRequest { name, model, optimizer, meta, point_last, remove };
+            let request = SaveRequest { name, model, optimizer, meta, update_last, remove };
             let saved = request.run_if(&*io, &*group.0, taken);
             (saved, Snapshot { model: request.model, optimizer: request.optimizer })
         };
@@ -147,17 +144,16 @@ impl AsyncSaver {
         Ok(earlier)
     }
 
-    /// Whether a save is under way on this rank. Ranks see the end of one at different moments.
+    /// Whether a save is under way on this rank. Ranks see its end at different times.
     pub fn is_running(&self) -> bool {
         self.running.as_ref().is_some_and(|running| !running.thread.is_finished())
     }
 
-    /// Waits until the save that is under way is done, and returns what it saved; `None` if there
-    /// was none. Every rank calls it.
+    /// Waits for the save under way and returns its result; `None` if there is none. Every rank calls it.
     ///
     /// # Errors
     /// On every rank if it failed on any, as [`save`](super::save).
-    pub fn wait(&mut self) -> Result<Option<Saved>> {
+    pub fn wait(&mut self) -> Result<Option<SavedCheckpoint>> {
         let Some(Running { thread, step, blocked }) = self.running.take() else { return Ok(None) };
         let (saved, buffers) = thread.join().map_err(|_| {
             Error::checkpoint(
@@ -166,7 +162,7 @@ impl AsyncSaver {
             )
         })?;
         self.buffers = buffers;
-        saved.map(|path| Some(Saved { step, path, blocked }))
+        saved.map(|path| Some(SavedCheckpoint { step, path, blocked }))
     }
 }
 

@@ -1,10 +1,10 @@
-//! The checksum of what is stored.
+//! The checksum of stored bytes.
 
 use std::hash::Hasher as _;
 
 use twox_hash::XxHash3_64;
 
-/// XXH3, 64 bits wide, of bytes that come in pieces.
+/// XXH3-64 over pieces of bytes.
 #[derive(Default)]
 pub(super) struct Checksum(XxHash3_64);
 
@@ -13,7 +13,7 @@ impl Checksum {
         self.0.write(bytes);
     }
 
-    /// Of all bytes so far.
+    /// The checksum of all bytes so far.
     pub(super) fn digest(&self) -> u64 {
         self.0.finish()
     }

@@ -1,17 +1,17 @@
-//! Chunks of a tensor: the regions it is stored in. Which of them overlap a region that is read, and
-//! whether they make up the tensor.
+//! Chunks of a tensor, the regions that it is stored in: finding those that overlap a region, and
+//! checking that they cover the tensor.
 
 use fulgurite_engine::shard::Region;
 
-/// The chunks of a tensor, ordered by where they begin along the dimension with the most distinct
-/// beginnings, so that a region is compared only with chunks that may overlap it.
+/// The chunks of a tensor, ordered by their first index along the dimension in which they have the most
+/// different ones, so that a region is compared only with chunks that may overlap it.
 #[derive(Debug)]
 pub(super) struct ChunkIndex {
-    /// The dimension that they are ordered by.
+    /// The dimension by which the chunks are ordered.
     dim: usize,
-    /// Region, and index in the list that this was made from.
+    /// The region of each chunk, and its index in the list that this was made from.
     chunks: Vec<(Region, usize)>,
-    /// For each chunk, how far along that dimension it or any chunk before it reaches.
+    /// For each chunk, the largest end along that dimension of it and all chunks before it.
     reach: Vec<usize>,
 }
 
@@ -32,7 +32,7 @@ impl ChunkIndex {
         Self { dim, chunks, reach }
     }
 
-    /// The chunks that overlap `region`, and what they share with it, last one first.
+    /// The chunks that overlap `region`, each with the intersection; the last one first.
     pub(super) fn intersections(
         &self,
         region: &Region,
@@ -51,8 +51,8 @@ impl ChunkIndex {
     }
 }
 
-/// The dimension along which chunks begin at the most offsets: the first one under FSDP, the second
-/// where only tensor parallelism cuts columns.
+/// The dimension in which the chunks have the most different first indices: the first one under FSDP,
+/// the second where tensor parallelism alone cuts columns.
 fn widest(chunks: &[(Region, usize)]) -> usize {
     let dims = chunks.first().map_or(0, |(region, _)| region.offsets.len());
     let distinct = |dim: usize| {
@@ -89,11 +89,11 @@ pub(super) fn check_bounds(shape: &[usize], region: &Region) -> Result<(), Strin
     if inside && checked_elem_count(shape).is_some() {
         Ok(())
     } else {
-        Err(format!("{} is not a part of a tensor of shape {shape:?}", show(region)))
+        Err(format!("{} is not a part of a tensor of shape {shape:?}", format_region(region)))
     }
 }
 
-/// Checks that chunks make up a tensor of this shape, each element once.
+/// Checks that chunks cover a tensor of this shape, each element once.
 pub(super) fn check_cover(shape: &[usize], regions: &[Region]) -> Result<(), String> {
     let total = checked_elem_count(shape).ok_or_else(|| format!("{shape:?} is no valid shape"))?;
     for region in regions {
@@ -104,7 +104,8 @@ pub(super) fn check_cover(shape: &[usize], regions: &[Region]) -> Result<(), Str
     for (i, region) in regions.iter().enumerate() {
         covered += region.elem_count();
         if let Some((other, _)) = index.intersections(region).find(|(other, _)| *other != i) {
-            let (a, b) = (show(&regions[other.min(i)]), show(&regions[other.max(i)]));
+            let (a, b) =
+                (format_region(&regions[other.min(i)]), format_region(&regions[other.max(i)]));
             return Err(format!("is stored twice in part: {a} and {b} overlap"));
         }
     }
@@ -116,7 +117,7 @@ pub(super) fn check_cover(shape: &[usize], regions: &[Region]) -> Result<(), Str
 }
 
 /// A region as slices, `[0..4, 8..16]`.
-pub(super) fn show(region: &Region) -> String {
+pub(super) fn format_region(region: &Region) -> String {
     let slices: Vec<_> = region
         .offsets
         .iter()

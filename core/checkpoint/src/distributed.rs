@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::chunks::check_cover;
 use super::manifest::{FULL_MANIFEST, MANIFEST, Manifest, TensorEntry};
-use super::stored::{FileLocation, StoredChunk, refuse};
+use super::stored::{FileLocation, StoredChunk, check_undamaged};
 use super::{CheckpointIO, StoredTensors, TensorInfo, TensorSource};
 use crate::{Error, Result};
 use fulgurite_engine::shard::Region;
@@ -80,8 +80,7 @@ impl DistributedCheckpoint {
         Ok(Self { manifest, model, optimizer })
     }
 
-    /// Whether a chunk that is read whole is checked against its checksum; it is, unless told
-    /// otherwise.
+    /// Sets whether a chunk that is read whole is compared with its checksum. The default is `true`.
     #[must_use]
     pub fn verify_on_load(mut self, verify: bool) -> Self {
         self.model.set_verify(verify);
@@ -89,7 +88,7 @@ impl DistributedCheckpoint {
         self
     }
 
-    /// What is in it.
+    /// The manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
@@ -107,11 +106,11 @@ impl DistributedCheckpoint {
     /// Reads everything and compares it with the checksums.
     ///
     /// # Errors
-    /// If anything is damaged, naming file and tensor of all that is.
+    /// If anything is damaged, naming file and tensor of each damage.
     pub fn verify(&self) -> Result<()> {
         let mut damages = self.model.damages();
         damages.append(&mut self.optimizer.damages());
-        refuse(self.location(), damages)
+        check_undamaged(self.location(), damages)
     }
 }
 
@@ -145,7 +144,7 @@ impl TensorSource for DistributedCheckpoint {
     }
 }
 
-/// The model's and the optimizer's tensors of a manifest, whose file is called `name`.
+/// The model's and the optimizer's tensors of the manifest in the file `name`.
 pub(super) fn contents(
     manifest: &Manifest,
     place: &FileLocation,
@@ -156,7 +155,7 @@ pub(super) fn contents(
     Ok((stored(&manifest.model)?, stored(&manifest.optimizer)?))
 }
 
-/// Checks that all shards are there, as long as they were written.
+/// Checks that all shards exist and have the length that the manifest says.
 fn check_files(manifest: &Manifest, place: &FileLocation, name: &str) -> Result<()> {
     let folders: BTreeSet<&str> = manifest
         .files

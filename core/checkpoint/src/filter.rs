@@ -1,4 +1,4 @@
-//! Which parameters are saved or loaded.
+//! The choice of parameters to save or load.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -8,9 +8,8 @@ use super::{ShardTensor, parse_optimizer_key};
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::module::prefix_match;
 
-/// A choice of parameters, for saving ([`SaveMeta::filter`](super::SaveMeta::filter)) and loading
-/// ([`LoadOptions::filter`](super::LoadOptions::filter)) a part of a model. A parameter's optimizer
-/// state goes with it.
+/// Chooses the parameters of a partial save ([`SaveMeta::filter`](super::SaveMeta::filter)) or load
+/// ([`LoadOptions::filter`](super::LoadOptions::filter)), with their optimizer state.
 ///
 /// ```
 /// use fulgurite_core::checkpoint::Filter;
@@ -26,8 +25,8 @@ pub struct Filter {
 }
 
 impl Filter {
-    /// Those whose FQN `keep` accepts; `what` says in words which these are, for manifests and
-    /// messages. `keep` must answer alike on all ranks.
+    /// Keeps the parameters whose FQN `keep` accepts, which must be the same on all ranks. `what` describes
+    /// them in manifests and messages.
     pub fn new(
         what: impl Into<String>,
         keep: impl Fn(&str) -> bool + Send + Sync + 'static,
@@ -35,14 +34,14 @@ impl Filter {
         Self { what: what.into(), keep: Arc::new(keep) }
     }
 
-    /// The parameters of `tree` that are trained.
+    /// Keeps the trainable parameters of `tree`.
     pub fn trainable(tree: &ModuleTree) -> Self {
         let names: BTreeSet<String> = tree.trainable().map(|p| p.fqn().to_owned()).collect();
         Self::new("trainable parameters", move |fqn| names.contains(fqn))
     }
 
-    /// Parameters, and modules with all that is in them, by patterns in which `*` stands for a
-    /// segment or a part of one.
+    /// Keeps the parameters, and all parameters of the modules, that match a pattern. `*` matches a segment
+    /// or a part of one.
     pub fn matching<P: Into<String>>(patterns: impl IntoIterator<Item = P>) -> Self {
         let patterns: Vec<String> = patterns.into_iter().map(Into::into).collect();
         Self::new(patterns.join(", "), move |fqn| {
@@ -50,7 +49,7 @@ impl Filter {
         })
     }
 
-    /// What it keeps, in words.
+    /// The description of what it keeps.
     pub fn what(&self) -> &str {
         &self.what
     }
@@ -60,13 +59,13 @@ impl Filter {
         (self.keep)(fqn)
     }
 
-    /// Whether the optimizer's tensor of this [key](super::optimizer_key) is kept: whether its
-    /// parameter is.
-    pub fn keeps_state(&self, key: &str) -> bool {
+    /// Whether the optimizer state tensor of this [key](super::optimizer_key) is kept, as its parameter
+    /// is.
+    pub(super) fn keeps_state(&self, key: &str) -> bool {
         self.keeps(parse_optimizer_key(key).map_or(key, |(fqn, _)| fqn))
     }
 
-    /// What is to be saved of a model and its optimizer.
+    /// The tensors of a model and its optimizer that are kept.
     pub(super) fn apply<'a>(
         filter: Option<&Self>,
         model: &'a [ShardTensor],

@@ -1,4 +1,4 @@
-//! Which checkpoint to resume from.
+//! The newest checkpoint, and the one saved last.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -8,56 +8,55 @@ use super::manifest::{FULL_MANIFEST, MANIFEST, Stamp};
 use crate::{Error, Result};
 use fulgurite_engine::checkpoint_io::{complaint, is_temporary, replaced_base};
 
-/// The file that names the checkpoint which was saved last.
+/// The file with the name of the checkpoint that was saved last.
 pub const LAST: &str = "last";
 
 /// A checkpoint that was committed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Committed {
+pub struct CommittedCheckpoint {
     /// The optimizer step after which it was saved.
     pub step: u64,
     /// Its name in its [`CheckpointIO`].
     pub name: String,
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
 }
 
-/// The newest committed checkpoint of `io`, distributed or full, by the step in its manifest; `None` if
-/// there is none.
-/// Unfinished saves and directories without a valid manifest are not taken for one.
+/// The committed checkpoint of `io`, distributed or full, with the largest step in its manifest; `None` if
+/// there is none. Unfinished saves and directories without a valid manifest are ignored.
 ///
-/// Not collective: where ranks must agree, one asks and tells the others.
+/// Not collective: ranks that need the same answer have one rank broadcast it.
 ///
 /// # Errors
 /// If the place cannot be listed or a manifest cannot be read.
-pub fn latest(io: &dyn CheckpointIO) -> Result<Option<Committed>> {
+pub fn latest(io: &dyn CheckpointIO) -> Result<Option<CommittedCheckpoint>> {
     let mut newest: Option<(u64, bool, String)> = None;
     for entry in io.list("")? {
         if !entry.is_directory || is_temporary(&entry.name) {
             continue;
         }
         if let Some(step) = committed_step(io, &entry.name)? {
-            // Of two of one step, one may be about to be replaced by the other.
+            // Two with the same step: one is about to replace the other.
             let key = (step, replaced_base(&entry.name).is_none(), entry.name);
             newest = newest.max(Some(key));
         }
     }
-    Ok(newest.map(|(step, _, name)| Committed { step, path: io.location(&name), name }))
+    Ok(newest.map(|(step, _, name)| CommittedCheckpoint { step, path: io.location(&name), name }))
 }
 
-/// The checkpoint of `io` that was saved last: the one that the file [`LAST`] names, or, if that is
-/// missing, torn, or names none that was committed, the [`latest`] one.
+/// The checkpoint of `io` that was saved last: the one that the file [`LAST`] names or, if that is
+/// missing, torn, or names no committed checkpoint, the [`latest`] one.
 ///
-/// The two differ where a run went back to an earlier checkpoint and saved from there: what it
-/// left of its first course is of later steps, but is not what was saved last.
+/// The two differ after a run that resumed from an earlier checkpoint: the checkpoints saved before that
+/// have later steps than the one saved last.
 ///
 /// Not collective.
 ///
 /// # Errors
 /// As [`latest`].
-pub fn last(io: &dyn CheckpointIO) -> Result<Option<Committed>> {
+pub fn last(io: &dyn CheckpointIO) -> Result<Option<CommittedCheckpoint>> {
     let pointed = match io.load(LAST) {
-        Ok(bytes) => pointed(io, &bytes)?,
+        Ok(bytes) => read_last(io, &bytes)?,
         Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => None,
         Err(error) => {
             tracing::warn!("looking for the newest checkpoint instead: {error}");
@@ -70,14 +69,15 @@ pub fn last(io: &dyn CheckpointIO) -> Result<Option<Committed>> {
     }
 }
 
-fn pointed(io: &dyn CheckpointIO, bytes: &[u8]) -> Result<Option<Committed>> {
-    // The line's end says that the name is whole.
+/// The checkpoint that the content of [`LAST`] names; `None` if it was not committed.
+fn read_last(io: &dyn CheckpointIO, bytes: &[u8]) -> Result<Option<CommittedCheckpoint>> {
+    // A torn file has no end of line.
     let name = std::str::from_utf8(bytes).ok().and_then(|text| text.strip_suffix('\n'));
     let name = name.filter(|name| complaint(name).is_none());
     let step = name.map(|name| committed_step(io, name)).transpose()?.flatten();
     match (name, step) {
         (Some(name), Some(step)) => {
-            Ok(Some(Committed { step, name: name.to_owned(), path: io.location(name) }))
+            Ok(Some(CommittedCheckpoint { step, name: name.to_owned(), path: io.location(name) }))
         }
         _ => {
             tracing::warn!(
@@ -89,8 +89,8 @@ fn pointed(io: &dyn CheckpointIO, bytes: &[u8]) -> Result<Option<Committed>> {
     }
 }
 
-/// Makes [`LAST`] name the committed checkpoint `name`.
-pub(super) fn point_last(io: &dyn CheckpointIO, name: &str) -> Result<()> {
+/// Writes the file [`LAST`].
+pub(super) fn write_last(io: &dyn CheckpointIO, name: &str) -> Result<()> {
     io.replace(LAST, format!("{name}\n").as_bytes())
 }
 

@@ -11,26 +11,25 @@
 //!
 //! The two folders are in the layout of PyTorch's `HuggingFaceStorageWriter(save_distributed=True)`
 //! and its `HuggingFaceStorageReader` reads them. [`save`] writes one, all ranks together, as a
-//! transaction: what is there under its name is whole, or is not there. [`AsyncSaver`] does so while
-//! training goes on, and [`last`] finds the one that was saved last.
+//! transaction: under its name there is a whole checkpoint or none. [`AsyncSaver`] saves in the
+//! background, and [`last`] finds the checkpoint that was saved last.
 //!
 //! ## Why saving in the background is no `CheckpointIO`
-//! Lightning's is a wrapper around its `CheckpointIO`, which is handed a finished state. Writes of
-//! shards do not pass through such a call: a save is many files of many ranks that agree at its
-//! beginning and before its end, and what must be fast is copying the shards before the next step
-//! changes them. So it is done above the [`CheckpointIO`], the same way for any of them and for every
-//! strategy.
+//! In Lightning it is one: a wrapper of another `CheckpointIO`, whose `save_checkpoint` is given the whole
+//! state. Here a save has many files of many ranks, which communicate at its beginning and before its
+//! end, and its fast part must be the copy of the shards before the next step changes them. So it is
+//! implemented above the [`CheckpointIO`], once for all of them and for every strategy.
 //!
-//! A **full checkpoint** is a directory that others load as it is: `model.safetensors`, or several
-//! files with an index, `config.json` if there is one, and if wanted `optimizer.safetensors`. Its
-//! `fulgurite.json`, written last, has what the manifest has. [`save_full`] writes one from every
-//! strategy; [`tools`] make one of a distributed checkpoint, and the other way round.
+//! A **full checkpoint** is a directory that `transformers` and candle load: `model.safetensors`, or
+//! several files with an index; `config.json` if there is one; `optimizer.safetensors` if the optimizer's
+//! state is saved; and a manifest, `fulgurite.json`, written last. [`save_full`] writes one under any
+//! strategy; [`tools`] convert between full and distributed checkpoints.
 //!
-//! Everything that tensors are loaded from is a [`TensorSource`]: a [`DistributedCheckpoint`], a
+//! Tensors are loaded from a [`TensorSource`]: a [`DistributedCheckpoint`], a
 //! [`FullCheckpoint`], a [`SafetensorsSource`] (a Hugging Face directory, a single file, PyTorch's
-//! shards) or a [`TorchSource`] (`.pt`, `.pth`, Lightning's `.ckpt`); [`open`] tells which is there.
-//! [`load_into`] fills a model on any mesh from any of them, each rank reading only the bytes its own
-//! part needs; [`LoadOptions`] say what may differ, and [`NameRules`] bring other names in line.
+//! shards) or a [`TorchSource`] (`.pt`, `.pth`, Lightning's `.ckpt`); [`open`] detects the format.
+//! [`load_into`] fills a model on any mesh from any of them; each rank reads only the bytes of its own
+//! part. [`LoadOptions`] say what may differ, and [`NameRules`] map names.
 //!
 //! ```no_run
 //! use fulgurite_core::checkpoint;
@@ -43,8 +42,8 @@
 //! }
 //! ```
 //!
-//! Where the bytes go is a [`CheckpointIO`]'s business, a plugin's; `local` in
-//! `fulgurite-checkpoint` is the default.
+//! Bytes are written and read through a [`CheckpointIO`], a plugin; the default is `local` in
+//! `fulgurite-checkpoint`.
 
 mod async_save;
 mod checksum;
@@ -70,16 +69,16 @@ pub mod tools;
 mod torch;
 mod weights;
 
-pub use async_save::{AsyncSaver, Saved};
+pub use async_save::{AsyncSaver, SavedCheckpoint};
 pub use distributed::DistributedCheckpoint;
 pub use filter::Filter;
 pub use full::{
     FullCheckpoint, FullOptions, GatherOptions, ModelConfig, NameFilter, gather_cpu_state_dict,
     gather_full_optimizer_state, save_full,
 };
-pub use latest::{Committed, LAST, last, latest};
+pub use latest::{CommittedCheckpoint, LAST, last, latest};
 pub use load::{
-    RestoreReport, check, compare, compare_with, load_from_full_model_state_dict,
+    RestoreReport, check_compatible, compare, compare_with, load_from_full_model_state_dict,
     load_from_full_optimizer_state_dict, load_into, load_optimizer, load_raw, restore,
 };
 pub use load_options::{DtypePolicy, LoadOptions};
@@ -89,9 +88,9 @@ pub use manifest::{
 };
 pub use names::{NameRules, Renamed, clean_tensor_name};
 pub use open::open;
-pub use save::{SaveRequest, follow_up, remove_unfinished, save};
+pub use save::{SaveRequest, after_commit, remove_unfinished, save};
 pub use shard_tensor::{
-    ShardTensor, model_tensors, optimizer_key, optimizer_tensors, parse_optimizer_key, specs,
+    ShardTensor, model_tensors, optimizer_key, optimizer_tensors, parse_optimizer_key, shard_specs,
 };
 pub use source::{TensorInfo, TensorSource};
 pub use stored::StoredTensors;

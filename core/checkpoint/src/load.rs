@@ -1,4 +1,4 @@
-//! Filling models and optimizers from tensor sources.
+//! Loading models and optimizers from tensor sources.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -7,7 +7,8 @@ use candle_core::{DType, Tensor};
 use safetensors::Dtype;
 
 use super::load_report::refuse_differences;
-use super::stored::loadable;
+use super::manifest::Section;
+use super::stored::loadable_dtype;
 use super::{
     DistributedCheckpoint, DtypePolicy, LoadOptions, LoadReport, Mismatch, Renamed, TensorSource,
     open, optimizer_key,
@@ -17,31 +18,20 @@ use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::StateTensor;
 use fulgurite_engine::shard::Region;
 
-/// A tensor to fill: the names it may have in a source, and where its values go.
+/// A tensor to fill.
 struct LoadTarget {
+    /// The names that it may have in a source.
     names: Vec<String>,
     shape: Vec<usize>,
     dtype: DType,
-    /// Whether the filter takes it.
+    /// Whether the filter keeps it.
     kept: bool,
+    /// The memory of this rank's part, and its region; `None` for a comparison.
     local: Option<(Tensor, Region)>,
 }
 
-/// The part of a checkpoint that is loaded: names in messages, in sources, and in filters differ.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Section {
-    Model,
-    Optimizer,
-}
-
 impl Section {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Model => "model",
-            Self::Optimizer => "optimizer",
-        }
-    }
-
+    /// Whether the filter of the options keeps the tensor of this name.
     fn keeps(self, options: &LoadOptions, name: &str) -> bool {
         options.filter.as_ref().is_none_or(|filter| match self {
             Self::Model => filter.keeps(name),
@@ -65,17 +55,17 @@ impl Section {
     }
 }
 
-/// How a source and a model differ. Reads no values, changes nothing, and works before the model is
-/// set up. Not collective. See [`compare_with`] for filters and names.
+/// The differences between a source and a model. Reads no values, changes nothing, and works before the
+/// model is set up. Not collective. See [`compare_with`] for filters and names.
 pub fn compare(source: &dyn TensorSource, tree: &ModuleTree) -> LoadReport {
     let options = LoadOptions::default();
     match_up(source, &parameter_targets(tree, &options), &options, Section::Model).0
 }
 
-/// How a source and a model differ under these options; otherwise as [`compare`].
+/// [`compare`] with options.
 ///
 /// # Errors
-/// If the names cannot be brought together: see [`Renamed::new`].
+/// If the name rules fail: see [`Renamed::new`].
 pub fn compare_with(
     source: &dyn TensorSource,
     tree: &ModuleTree,
@@ -85,27 +75,27 @@ pub fn compare_with(
     Ok(match_up(&*source, &parameter_targets(tree, options), options, Section::Model).0)
 }
 
-/// Checks that a checkpoint is of this model, before anything is changed. Not collective.
+/// Checks that a source has the tensors of this model. Changes nothing. Not collective.
 ///
 /// # Errors
 /// [`Error::Checkpoint`](crate::Error::Checkpoint), listing everything that is missing, unexpected
 /// or of another shape.
-pub fn check(source: &dyn TensorSource, tree: &ModuleTree) -> Result<()> {
+pub fn check_compatible(source: &dyn TensorSource, tree: &ModuleTree) -> Result<()> {
     let report = compare(source, tree);
     refuse_differences(source.location(), &[(&report, "model")], source.filtered())
 }
 
 /// Fills this rank's part of every parameter ([`Parameter::local`](fulgurite_engine::parameter::Parameter::local)),
-/// converting dtypes. A tied parameter is found under any of its names. `options` may be just
-/// whether to be strict.
+/// converting dtypes. A tied parameter is found under any of its names. `options` may be a `bool`, for
+/// [`strict`](LoadOptions::strict).
 ///
-/// Strictly, a source that does not fit is refused before anything is changed; otherwise what
-/// fits is loaded, the rest keeps its values, and the report says what that was. Every rank calls
-/// it; it is not collective.
+/// If strict, a source with differences is refused before anything is changed. Otherwise the tensors that
+/// fit are loaded, the others keep their values, and the report lists them. Every rank calls it; it is
+/// not collective.
 ///
 /// # Errors
-/// As [`check`] if strict; if names cannot be brought together; if a parameter was not set up; if
-/// values cannot be read.
+/// As [`check_compatible`] if strict; if the name rules fail; if a parameter was not set up; if values cannot be
+/// read.
 pub fn load_into(
     source: &dyn TensorSource,
     tree: &ModuleTree,
@@ -119,9 +109,9 @@ pub fn load_into(
     plan.fill(&options)
 }
 
-/// Fills this rank's part of an optimizer's state, from the tensors named by
-/// [`optimizer_key`]; otherwise as [`load_into`]. `tree` tells the names of tied parameters. Filter
-/// and name rules are for the parameters' names.
+/// Fills this rank's part of an optimizer's state from the tensors named by [`optimizer_key`]; otherwise
+/// as [`load_into`]. `tree` has the names of tied parameters. Filter and name rules apply to the
+/// parameters' names.
 ///
 /// # Errors
 /// As [`load_into`].
@@ -139,18 +129,19 @@ pub fn load_optimizer(
     plan.fill(&options)
 }
 
-/// How a [distributed checkpoint](DistributedCheckpoint) differed from what was filled from it.
+/// The differences between a [distributed checkpoint](DistributedCheckpoint) and the model and optimizer
+/// that were filled from it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RestoreReport {
-    /// The model's part.
+    /// The differences of the model.
     pub model: LoadReport,
-    /// The optimizer's; empty if it was not loaded.
+    /// The differences of the optimizer; empty if it was not loaded.
     pub optimizer: LoadReport,
 }
 
-/// Fills a model, and an optimizer's state if there is one and not
-/// [`weights_only`](LoadOptions::weights_only), from one checkpoint. Strictly, both are compared
-/// first, and either both fit or neither is changed. Every rank calls it; it is not collective.
+/// Fills a model, and an optimizer's state unless that is `None` or
+/// [`weights_only`](LoadOptions::weights_only) is set, from one checkpoint. If strict, both are compared
+/// first, and neither is changed if one does not fit. Every rank calls it; it is not collective.
 ///
 /// # Errors
 /// As [`load_into`]; one error lists the differences of both.
@@ -179,8 +170,8 @@ pub fn restore(
     Ok(RestoreReport { optimizer: optimizer.fill(&options)?, model: model.fill(&options)? })
 }
 
-/// torchtune's name for [`load_into`]: fills this rank's parts of a model from whole tensors (or any
-/// others), one at a time, without the whole model ever being in memory.
+/// torchtune's name for [`load_into`]: fills this rank's parts of a model from any tensors, one at a time,
+/// without ever having the whole model in memory.
 ///
 /// Unlike torchtune's, it works on meshes of any number of dimensions, and reports unexpected keys
 /// instead of failing on them.
@@ -195,8 +186,7 @@ pub fn load_from_full_model_state_dict(
     load_into(source, tree, options)
 }
 
-/// torchtune's name for [`load_optimizer`]: state is found by its parameter's name, never by its
-/// position.
+/// torchtune's name for [`load_optimizer`]. State is found by the parameter's name, never by its position.
 ///
 /// # Errors
 /// As [`load_optimizer`].
@@ -209,10 +199,10 @@ pub fn load_from_full_optimizer_state_dict(
     load_optimizer(source, tree, states, options)
 }
 
-/// Lightning's `load_raw`: fills a model from the weights at `path`, whatever [`open`] takes.
+/// Lightning's `load_raw`: fills a model from the weights at `path`, in any format that [`open`] takes.
 ///
-/// Every rank calls it and reads its own parts; not collective. A strategy's
-/// [`finish_load`](fulgurite_engine::strategy::Strategy::finish_load) comes after it.
+/// Every rank calls it and reads its own parts; not collective. To be followed by the strategy's
+/// [`finish_load`](fulgurite_engine::strategy::Strategy::finish_load).
 ///
 /// # Errors
 /// As [`open`] and [`load_into`].
@@ -275,7 +265,7 @@ fn state_targets(
         .collect()
 }
 
-/// The other names of tied parameters, by their first.
+/// The other names of tied parameters, by their first name.
 fn aliases(tree: &ModuleTree) -> BTreeMap<&str, Vec<&str>> {
     let mut aliases = BTreeMap::<_, Vec<_>>::new();
     for (alias, fqn) in tree.aliases() {
@@ -284,8 +274,7 @@ fn aliases(tree: &ModuleTree) -> BTreeMap<&str, Vec<&str>> {
     aliases
 }
 
-/// The differences, and for each target that can be filled, its index in `targets` and its name in the
-/// source.
+/// The differences and, for each target that can be filled, its index and its name in the source.
 fn match_up<'a>(
     source: &dyn TensorSource,
     targets: &'a [LoadTarget],
@@ -303,7 +292,7 @@ fn match_up<'a>(
         let dtypes = (info.shape == target.shape).then(|| (Dtype::from(target.dtype), info.dtype));
         let other_dtype = options.dtypes == DtypePolicy::Exact
             && dtypes.is_some_and(|(expected, found)| {
-                expected != found && loadable(found) != Some(target.dtype)
+                expected != found && loadable_dtype(found) != Some(target.dtype)
             });
         if dtypes.is_some() && !other_dtype {
             matches.push((i, name.as_str()));
@@ -326,7 +315,7 @@ fn match_up<'a>(
     (report, matches)
 }
 
-/// Which tensors of a source are read into which targets.
+/// The targets, and the tensors of a source that they are filled from.
 struct LoadPlan<'a> {
     source: &'a dyn TensorSource,
     section: Section,
@@ -346,7 +335,7 @@ impl<'a> LoadPlan<'a> {
         Self { source, section, targets, matches, report }
     }
 
-    /// Refuses differences if that is asked for.
+    /// Fails for differences, if strict.
     fn check(&self, options: &LoadOptions) -> Result<()> {
         if !options.strict {
             return Ok(());

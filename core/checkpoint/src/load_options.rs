@@ -1,10 +1,10 @@
-//! How a model or an optimizer is filled from a tensor source.
+//! Options of loading.
 
 use super::{Filter, NameRules};
 
-/// How [`load_into`](super::load_into) and its relatives load.
+/// Options of [`load_into`](super::load_into) and the other functions that load.
 ///
-/// `true` and `false` turn into the default options with that [`strict`](Self::strict).
+/// A `bool` converts into the default options with that [`strict`](Self::strict).
 ///
 /// ```
 /// use fulgurite_core::checkpoint::{Filter, LoadOptions, NameRules};
@@ -20,22 +20,21 @@ use super::{Filter, NameRules};
 /// ```
 #[derive(Debug, Clone)]
 pub struct LoadOptions {
-    /// Whether a source that does not fit is refused, before anything is changed. Otherwise what
-    /// fits is loaded, the rest keeps its values (newly added parameters, their optimizer state), and
-    /// the report says what that was. The default is `true`.
+    /// Whether a source with differences is refused before anything is changed. Otherwise the tensors that
+    /// fit are loaded, the others (new parameters, their optimizer state) keep their values, and the
+    /// report lists them. The default is `true`.
     pub strict: bool,
-    /// Which parameters are loaded, by their names in the model; all if `None`. The others keep
-    /// their values, and are neither missing nor unexpected.
+    /// The parameters to load, by their names in the model; `None` for all. The others keep their values
+    /// and are reported neither as missing nor as unexpected.
     pub filter: Option<Filter>,
-    /// How names in the source become the model's. By default they are the same.
+    /// How names in the source become those of the model. By default they are equal.
     pub names: NameRules,
-    /// What becomes of values that are stored in another dtype than the model's.
+    /// What happens to values that are stored in another dtype than the model's.
     pub dtypes: DtypePolicy,
-    /// Whether a stored part that is read whole is compared with its checksum, where the source has
-    /// any. The default is `true`.
+    /// Whether a chunk that is read whole is compared with its checksum, if the source has checksums. The
+    /// default is `true`.
     pub verify: bool,
-    /// Whether the optimizer keeps its state where model and optimizer are loaded together
-    /// ([`restore`](super::restore)).
+    /// Whether [`restore`](super::restore), which loads model and optimizer, leaves the optimizer out.
     pub weights_only: bool,
 }
 
@@ -64,12 +63,12 @@ impl From<&LoadOptions> for LoadOptions {
     }
 }
 
-/// What becomes of values that are stored in another dtype than the one they are loaded into.
+/// What happens to values that are stored in another dtype than that of their target.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum DtypePolicy {
     /// They are converted.
     #[default]
     Convert,
-    /// They do not fit: [`LoadReport::mismatched`](super::LoadReport::mismatched) lists them.
+    /// They are a difference, listed in [`LoadReport::mismatched`](super::LoadReport::mismatched).
     Exact,
 }

@@ -1,4 +1,4 @@
-//! How what a source has and what is to be filled differ.
+//! The differences between a source and what is filled from it.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -7,20 +7,20 @@ use safetensors::Dtype;
 
 use crate::{Error, Result};
 
-/// How what a source has and what a model or an optimizer wants differ.
+/// The differences between a source and a model or optimizer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LoadReport {
-    /// What the model has and the source does not, in the model's order; tied parameters by their
+    /// Tensors that the model has and the source does not, in the model's order; tied parameters by their
     /// first name.
     pub missing: Vec<String>,
-    /// What the source has and the model does not, sorted.
+    /// Tensors that the source has and the model does not, sorted.
     pub unexpected: Vec<String>,
-    /// What both have, in different shapes, or, under
+    /// Tensors that both have, but in different shapes or, under
     /// [`DtypePolicy::Exact`](super::DtypePolicy::Exact), in different dtypes.
     pub mismatched: Vec<Mismatch>,
 }
 
-/// A tensor of one shape in the model and another in the source.
+/// A tensor section shape or dtype in the model is not that in the source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mismatch {
     /// Its name in the source, after renaming.
@@ -29,19 +29,19 @@ pub struct Mismatch {
     pub expected: Vec<usize>,
     /// Its shape in the source.
     pub found: Vec<usize>,
-    /// Its dtypes in the model and in the source, where the shapes are the same and these are not.
+    /// Its dtypes in the model and in the source, if the shapes are equal.
     pub dtypes: Option<(Dtype, Dtype)>,
 }
 
 impl LoadReport {
-    /// Whether there is no difference.
+    /// Whether there are no differences.
     pub fn is_empty(&self) -> bool {
         self.missing.is_empty() && self.unexpected.is_empty() && self.mismatched.is_empty()
     }
 
-    /// The differences in words, a line each; `whose` is `model` or `optimizer`.
-    fn describe(&self, whose: &str) -> String {
-        let mut message = format!("does not fit this {whose}:");
+    /// The differences as text, one a line; `section` is `model` or `optimizer`.
+    fn describe(&self, section: &str) -> String {
+        let mut message = format!("does not fit this {section}:");
         let mut list = |title: &str, lines: &[String]| {
             if !lines.is_empty() {
                 // Writing to a string cannot fail.
@@ -51,9 +51,9 @@ impl LoadReport {
                 }
             }
         };
-        list(&format!("missing, the {whose} has it and the checkpoint does not"), &self.missing);
+        list(&format!("missing, the {section} has it and the checkpoint does not"), &self.missing);
         list(
-            &format!("unexpected, the checkpoint has it and the {whose} does not"),
+            &format!("unexpected, the checkpoint has it and the {section} does not"),
             &self.unexpected,
         );
         let both = |dtypes: bool| -> Vec<String> {
@@ -61,10 +61,13 @@ impl LoadReport {
             of_kind
                 .map(|m| match &m.dtypes {
                     Some((expected, found)) => {
-                        format!("{}: {expected} in the {whose}, {found} in the checkpoint", m.name)
+                        format!(
+                            "{}: {expected} in the {section}, {found} in the checkpoint",
+                            m.name
+                        )
                     }
                     None => format!(
-                        "{}: {:?} in the {whose}, {:?} in the checkpoint",
+                        "{}: {:?} in the {section}, {:?} in the checkpoint",
                         m.name, m.expected, m.found
                     ),
                 })
@@ -76,9 +79,8 @@ impl LoadReport {
     }
 }
 
-/// One error that lists everything in which these differ; `Ok` if nothing does. With each report,
-/// whose it is: `model` or `optimizer`. `filtered` is
-/// [`TensorSource::filtered`](super::TensorSource::filtered).
+/// One error that lists all differences; `Ok` if there are none. Each report comes with its section,
+/// `model` or `optimizer`. `filtered` is [`TensorSource::filtered`](super::TensorSource::filtered).
 pub(super) fn refuse_differences(
     location: &Path,
     reports: &[(&LoadReport, &str)],
@@ -87,7 +89,7 @@ pub(super) fn refuse_differences(
     let parts: Vec<String> = reports
         .iter()
         .filter(|(report, _)| !report.is_empty())
-        .map(|(report, whose)| report.describe(whose))
+        .map(|(report, section)| report.describe(section))
         .collect();
     if parts.is_empty() {
         return Ok(());

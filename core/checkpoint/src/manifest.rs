@@ -1,4 +1,4 @@
-//! The manifest: what is in a distributed checkpoint. It is written last.
+//! The manifest of a checkpoint, which is written last.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,36 +12,53 @@ use fulgurite_engine::shard::{Region, ShardSpec};
 /// The manifest's file name.
 pub const MANIFEST: &str = "manifest.json";
 
-/// The version of the format that this library writes, and the newest that it reads. Version 1 is
-/// version 2 with the key `boxes` for [`chunks`](TensorEntry::chunks).
+/// The format version that this library writes, and the newest that it reads. Version 1 has the key
+/// `boxes` for [`chunks`](TensorEntry::chunks) and is otherwise equal to version 2.
 pub const FORMAT_VERSION: u32 = 2;
 
-/// The file that tells a full checkpoint from other directories; written last, like the manifest.
+/// The manifest of a full checkpoint, by which it is told from other directories.
 pub const FULL_MANIFEST: &str = "fulgurite.json";
 
 const FORMAT: &str = "fulgurite-distributed-checkpoint";
 const FULL_FORMAT: &str = "fulgurite-full-checkpoint";
+
+/// One of the two parts of a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Section {
+    Model,
+    Optimizer,
+}
+
+impl Section {
+    /// The name in messages, and the beginning of the names of a full checkpoint's files.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Model => "model",
+            Self::Optimizer => "optimizer",
+        }
+    }
+}
 
 /// What is saved besides tensors.
 #[derive(Debug, Clone, Default)]
 pub struct SaveMeta {
     /// The optimizer step after which it is saved.
     pub step: u64,
-    /// The mesh's dimensions, outermost first, and their sizes. For information.
+    /// The mesh's dimensions, outermost first, and their sizes. For information only.
     pub mesh: Vec<(String, usize)>,
-    /// How the mesh cuts each parameter. For information; see [`specs`](super::specs).
+    /// How the mesh cuts each parameter. For information only; see [`shard_specs`](super::shard_specs).
     pub specs: BTreeMap<String, ShardSpec>,
-    /// Everything that resuming needs and is no tensor: steps, data position, optimizer scalars.
-    /// Rank 0's is saved.
+    /// Everything else that resuming needs: steps, data position, optimizer scalars. That of rank 0 is
+    /// saved.
     pub state: serde_json::Value,
-    /// The run's resolved configuration. Rank 0's is saved.
+    /// The run's resolved configuration. That of rank 0 is saved.
     pub config: serde_json::Value,
-    /// Which parameters are saved, with their optimizer state; all if `None`. The manifest says
-    /// that there was one. Every rank's must keep the same.
+    /// The parameters to save, with their optimizer state; `None` for all. Recorded in the manifest. Must
+    /// be the same on every rank.
     pub filter: Option<Filter>,
 }
 
-/// What is in a distributed checkpoint, or in a full one.
+/// The content of a distributed or a full checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// `fulgurite-distributed-checkpoint` or `fulgurite-full-checkpoint`.
@@ -64,11 +81,11 @@ pub struct Manifest {
     pub optimizer: BTreeMap<String, TensorEntry>,
     /// How the mesh cut each parameter.
     pub specs: BTreeMap<String, ShardSpec>,
-    /// What [`SaveMeta::state`] was.
+    /// [`SaveMeta::state`].
     pub state: serde_json::Value,
-    /// What [`SaveMeta::config`] was.
+    /// [`SaveMeta::config`].
     pub config: serde_json::Value,
-    /// What [`SaveMeta::filter`] keeps, in words; `None` if everything was saved.
+    /// The description of [`SaveMeta::filter`]; `None` if everything was saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub filter: Option<String>,
 }
@@ -80,8 +97,7 @@ pub struct TensorEntry {
     pub shape: Vec<usize>,
     /// The dtype, in safetensors' spelling.
     pub dtype: safetensors::Dtype,
-    /// The chunks it is stored in. They cover it, each element once. Format version 1 calls them
-    /// `boxes`.
+    /// The chunks that it is stored in, which cover each element once. `boxes` in format version 1.
     #[serde(alias = "boxes")]
     pub chunks: Vec<ChunkEntry>,
 }
@@ -91,7 +107,7 @@ pub struct TensorEntry {
 pub struct ChunkEntry {
     /// The shard file, relative to the checkpoint.
     pub file: String,
-    /// The part of the tensor that it is.
+    /// Its region in the tensor.
     #[serde(flatten)]
     pub region: Region,
     /// The first byte in the file, and the one after the last.
@@ -120,7 +136,7 @@ impl Manifest {
         }
     }
 
-    /// That of a full checkpoint, which `world_size` ranks save.
+    /// The manifest of a full checkpoint, saved by `world_size` ranks.
     pub(super) fn new_full(world_size: usize, meta: &SaveMeta) -> Self {
         Self { format: FULL_FORMAT.to_owned(), ..Self::new(world_size, meta) }
     }
@@ -133,11 +149,8 @@ impl Manifest {
         Self::parse_as(FORMAT, bytes, path)
     }
 
-    /// Reads a full checkpoint's, [`FULL_MANIFEST`]; otherwise as [`parse`](Self::parse).
-    ///
-    /// # Errors
-    /// As [`parse`](Self::parse).
-    pub fn parse_full(bytes: &[u8], path: &Path) -> Result<Self> {
+    /// Reads a full checkpoint's manifest, [`FULL_MANIFEST`]; otherwise as [`parse`](Self::parse).
+    pub(super) fn parse_full(bytes: &[u8], path: &Path) -> Result<Self> {
         Self::parse_as(FULL_FORMAT, bytes, path)
     }
 
@@ -159,7 +172,7 @@ impl Manifest {
     }
 }
 
-/// The part of a manifest that every version has.
+/// The keys of a manifest that every version has.
 #[derive(Debug, Deserialize)]
 pub(super) struct Stamp {
     format: String,
@@ -170,7 +183,7 @@ pub(super) struct Stamp {
 }
 
 impl Stamp {
-    /// Of a distributed or a full checkpoint.
+    /// Reads those of a distributed or a full checkpoint.
     pub(super) fn parse(bytes: &[u8], path: &Path) -> Result<Self> {
         let full = path.file_name().is_some_and(|name| name == FULL_MANIFEST);
         Self::parse_as(if full { FULL_FORMAT } else { FORMAT }, bytes, path)

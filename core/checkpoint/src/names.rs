@@ -1,4 +1,4 @@
-//! Names in a source and names in a model: rules that lead from the ones to the others.
+//! Rules that map the names in a source to those in a model.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,13 +12,13 @@ use fulgurite_engine::module::PrefixMatch;
 use fulgurite_engine::module::prefix_match;
 use fulgurite_engine::shard::Region;
 
-/// What wrappers of PyTorch put between a module's names: FSDP, activation checkpointing,
+/// Segments that PyTorch's wrappers insert into names: FSDP, activation checkpointing,
 /// `torch.compile`.
 const WRAPPERS: [&str; 3] = ["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"];
 
-/// A parameter's name without what PyTorch's wrappers put into it: the segments
+/// A parameter's name without the segments that PyTorch's wrappers insert:
 /// `_fsdp_wrapped_module`, `_checkpoint_wrapped_module` and `_orig_mod` anywhere, and `module` at
-/// the front (`DistributedDataParallel`, `DataParallel`).
+/// the beginning (`DistributedDataParallel`, `DataParallel`).
 ///
 /// ```
 /// use fulgurite_core::checkpoint::clean_tensor_name;
@@ -28,8 +28,7 @@ const WRAPPERS: [&str; 3] = ["_fsdp_wrapped_module", "_checkpoint_wrapped_module
 /// ```
 ///
 /// # Errors
-/// For the flat parameters of FSDP 1 (`_flat_param`): several parameters in one tensor, cut without
-/// regard to their shapes.
+/// For the flat parameters of FSDP 1 (`_flat_param`), which hold several parameters without their shapes.
 pub fn clean_tensor_name(name: &str) -> Result<String> {
     let mut segments: Vec<&str> = name.split('.').filter(|s| !WRAPPERS.contains(s)).collect();
     if segments.iter().any(|s| matches!(*s, "_flat_param" | "flat_param")) {
@@ -46,7 +45,7 @@ pub fn clean_tensor_name(name: &str) -> Result<String> {
     Ok(segments.join("."))
 }
 
-/// How the names in a source become a model's. Applied in this order: [`clean`](Self::clean),
+/// How names in a source become those of a model. Applied in this order: [`clean`](Self::clean),
 /// [`prefix_strip`](Self::prefix_strip), [`rename`](Self::rename), [`prefix_add`](Self::prefix_add).
 ///
 /// ```
@@ -65,28 +64,27 @@ pub fn clean_tensor_name(name: &str) -> Result<String> {
 pub struct NameRules {
     /// Whether the segments of PyTorch's wrappers are removed; see [`clean_tensor_name`].
     pub clean: bool,
-    /// Removed from the front of names that begin with it, such as `model.`.
+    /// A prefix that is removed from names, such as `model.`.
     pub prefix_strip: Option<String>,
-    /// Patterns and what to put in their place; the first that matches counts. A pattern matches a
-    /// whole name, or the path of a module that the name is in; what follows stays. `*` stands for
-    /// one segment or a part of one, and each `*` of the replacement for what its counterpart
-    /// matched.
+    /// Patterns and their replacements; the first pattern that matches is replaced. A pattern matches a
+    /// whole name, or the path of a module that the name is in; the rest of the name stays. `*` matches a
+    /// segment or a part of one, and each `*` of the replacement stands for the match of its counterpart.
     pub rename: Vec<(String, String)>,
-    /// Put in front of every name, such as `model.`.
+    /// A prefix that is added to every name, such as `model.`.
     pub prefix_add: Option<String>,
 }
 
 impl NameRules {
-    /// Whether they leave every name as it is.
+    /// Whether no name is changed.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// The name in the model of what is called `name` in the source.
+    /// The name in the model of the tensor `name` of the source.
     ///
     /// # Errors
-    /// As [`clean_tensor_name`]; for a replacement with more `*` than its pattern; if nothing is
-    /// left of the name.
+    /// As [`clean_tensor_name`]; if a replacement has more `*` than its pattern; if the resulting name is
+    /// empty.
     pub fn apply(&self, name: &str) -> Result<String> {
         let mut new = if self.clean { clean_tensor_name(name)? } else { name.to_owned() };
         if let Some(rest) = self.prefix_strip.as_deref().and_then(|p| new.strip_prefix(p)) {
@@ -127,7 +125,7 @@ impl NameRules {
     }
 }
 
-/// A source under other names.
+/// A source whose tensors have other names.
 ///
 /// ```no_run
 /// use fulgurite_core::checkpoint::{self, NameRules, Renamed};
@@ -141,7 +139,7 @@ impl NameRules {
 #[derive(Debug)]
 pub struct Renamed<S> {
     inner: S,
-    /// Names in `inner`, by the new ones.
+    /// Names in `inner`, by new name.
     names: BTreeMap<String, String>,
 }
 
@@ -154,8 +152,8 @@ impl<S: TensorSource> Renamed<S> {
         Self::with(inner, |name| rules.apply(name))
     }
 
-    /// The same for an optimizer's tensors, whose names are [`optimizer_key`]s: the rules are for
-    /// the parameters' names in them.
+    /// An optimizer's tensors, whose names are [`optimizer_key`]s; the rules apply to the parameters' names
+    /// in them.
     ///
     /// # Errors
     /// As [`new`](Self::new).

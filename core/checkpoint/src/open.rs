@@ -1,4 +1,4 @@
-//! Opening model weights of whatever format.
+//! Opening model weights of any format.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{Error, Result};
 
-/// Opens whatever model weights are at `path`:
+/// Opens the model weights at `path`, whose format it detects:
 ///
 /// | at `path` | is opened as |
 /// |---|---|
@@ -19,10 +19,10 @@ use crate::{Error, Result};
 /// | a directory with `pytorch_model.bin`, or its shards and index | [`TorchSource`] |
 /// | a file of `torch.save`: `.pt`, `.pth`, `.bin`, Lightning's `.ckpt` | [`TorchSource`] |
 ///
-/// Nothing is collective, and nothing but headers is read.
+/// Reads headers only. Not collective.
 ///
 /// # Errors
-/// As the four; if it is none of these, saying what it is where that is known.
+/// As the four types' `open`; if `path` has none of these formats.
 pub fn open(path: impl AsRef<Path>) -> Result<Box<dyn TensorSource>> {
     let path = path.as_ref();
     if path.join(MANIFEST).is_file() {
@@ -67,7 +67,7 @@ fn names_in(path: &Path) -> Result<Vec<String>> {
         .collect()
 }
 
-/// The first bytes of a file; fewer than four if it has no more.
+/// The first four bytes of a file; fewer if it is shorter.
 fn start_of(path: &Path) -> Result<Vec<u8>> {
     let file = LocalFile::open(path)?;
     let mut bytes = vec![0; file.len().map_err(Error::io("reading", path))?.min(4) as usize];

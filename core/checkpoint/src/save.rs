@@ -7,42 +7,42 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::chunks::check_cover;
-use super::latest::point_last;
+use super::latest::write_last;
 use super::manifest::{FULL_MANIFEST, MANIFEST, Manifest, SaveMeta, TensorEntry};
-use super::shard_file::{self, Piece};
+use super::shard_file::{self, WrittenPart};
 use super::{CheckpointIO, Entry, Filter, ShardTensor};
 use crate::{Error, Result};
 use fulgurite_engine::checkpoint_io as naming;
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object, broadcast_object};
 use fulgurite_engine::shard::Region;
 
-/// What one rank wrote.
+/// The files and tensors that one rank wrote.
 #[derive(Debug, Serialize, Deserialize)]
 struct Written {
     files: BTreeMap<String, u64>,
-    model: Vec<Piece>,
-    optimizer: Vec<Piece>,
+    model: Vec<WrittenPart>,
+    optimizer: Vec<WrittenPart>,
 }
 
-/// Writes the distributed checkpoint `name` of `io` and returns where it is.
+/// Writes the distributed checkpoint `name` of `io` and returns its path.
 ///
 /// Collective: every rank of `group` calls it with its parts ([`model_tensors`],
-/// [`optimizer_tensors`]); rank 0's `meta` counts. Ranks need to see the same place. Each writes
-/// straight from the tensors' memory; those on a device are copied one at a time.
+/// [`optimizer_tensors`]); the `meta` of rank 0 is saved. All ranks must reach the same place. Tensors on
+/// the CPU are written without a copy; those on a device are copied one at a time.
 ///
-/// With [`SaveMeta::filter`], only what it keeps is written, and the manifest says so: such a
-/// checkpoint loads with the same filter, or not strictly.
+/// With a [`SaveMeta::filter`] only the parameters that it keeps are written, and the manifest says so.
+/// Such a checkpoint loads with the same filter, or not strictly.
 ///
-/// The checkpoint appears under its name when everything is durable, in one step, replacing an
-/// older one of that name. What earlier saves to this place left unfinished is removed first, so
-/// only one save at a time may be under way in a place.
+/// The checkpoint appears under its name in one step, when everything is durable, and replaces an older
+/// one of that name. Unfinished saves in the same place are removed first, so only one save at a time
+/// may be under way in a place.
 ///
 /// [`model_tensors`]: super::model_tensors
 /// [`optimizer_tensors`]: super::optimizer_tensors
 ///
 /// # Errors
-/// On every rank if it fails on any: [`Error::PeerFailed`] on those where it did not. Nothing is
-/// left then under `name` but what was there before.
+/// On every rank, if it fails on any: [`Error::PeerFailed`] on those that did not fail. What was under
+/// `name` before is still there then.
 pub fn save(
     io: &dyn CheckpointIO,
     group: &dyn ProcessGroup,
@@ -55,7 +55,7 @@ pub fn save(
     transact(io, group, name, meta, write)
 }
 
-/// A checkpoint to be saved: what one rank contributes, and what follows.
+/// A checkpoint to be saved: one rank's parts, and what to do after the commit.
 #[derive(Debug, Clone)]
 pub struct SaveRequest {
     /// The checkpoint's name.
@@ -65,27 +65,27 @@ pub struct SaveRequest {
     /// This rank's parts of the optimizer's state
     /// ([`optimizer_tensors`](super::optimizer_tensors)).
     pub optimizer: Vec<ShardTensor>,
-    /// What is saved besides; rank 0's counts.
+    /// What is saved besides tensors; that of rank 0 is used.
     pub meta: SaveMeta,
-    /// Whether [`LAST`](super::LAST) is to name this checkpoint once it is committed. Rank 0's
-    /// counts.
-    pub point_last: bool,
-    /// Older checkpoints to remove once this one is committed. One that cannot be removed is
-    /// warned of. Rank 0's count.
+    /// Whether [`LAST`](super::LAST) names this checkpoint after the commit; that of rank 0 is used.
+    pub update_last: bool,
+    /// Older checkpoints to remove after the commit; those of rank 0 are used. For one that cannot be
+    /// removed there is a warning.
     pub remove: Vec<String>,
 }
 
 impl SaveRequest {
-    /// Saves it to `io`, as [`save`] does, and then does what is to follow. Collective.
+    /// Saves to `io`, as [`save`] does, then updates [`LAST`](super::LAST) and removes old checkpoints.
+    /// Collective.
     ///
     /// # Errors
-    /// As [`save`], and if [`LAST`](super::LAST) cannot be written; the checkpoint is committed
-    /// then, and nothing was removed.
+    /// As [`save`], and if [`LAST`](super::LAST) cannot be written; then the checkpoint is committed and
+    /// nothing was removed.
     pub fn run(&self, io: &dyn CheckpointIO, group: &dyn ProcessGroup) -> Result<PathBuf> {
         self.run_if(io, group, Ok(()))
     }
 
-    /// The same; fails, on all ranks, if this rank is not `ready`.
+    /// [`run`](Self::run), which fails on all ranks if `ready` is an error on one.
     pub(super) fn run_if(
         &self,
         io: &dyn CheckpointIO,
@@ -97,23 +97,23 @@ impl SaveRequest {
             ready?;
             write(io, group.rank(), staged, model, optimizer, meta)
         })?;
-        follow_up(io, group, name, self.point_last, &self.remove)?;
+        after_commit(io, group, name, self.update_last, &self.remove)?;
         Ok(path)
     }
 }
 
-/// Does what is to follow once the checkpoint `name` is committed: see [`SaveRequest`]. Collective,
-/// whatever the other ranks than 0 were told.
-pub fn follow_up(
+/// After the commit of the checkpoint `name`: on rank 0 writes [`LAST`](super::LAST) if `is_last`, and
+/// removes the checkpoints `remove`. Collective; the arguments of rank 0 are used.
+pub fn after_commit(
     io: &dyn CheckpointIO,
     group: &dyn ProcessGroup,
     name: &str,
     is_last: bool,
     remove: &[String],
 ) -> Result<()> {
-    on_root(group, || {
+    on_rank_zero(group, || {
         if is_last {
-            point_last(io, name)?;
+            write_last(io, name)?;
         }
         for old in remove.iter().filter(|old| *old != name) {
             if let Err(error) = io.remove(old) {
@@ -124,7 +124,7 @@ pub fn follow_up(
     })
 }
 
-/// Runs a save in which this rank's files are written by `write`. Collective.
+/// Runs the transaction of a save, in which `write` writes this rank's files. Collective.
 fn transact(
     io: &dyn CheckpointIO,
     group: &dyn ProcessGroup,
@@ -132,7 +132,7 @@ fn transact(
     meta: &SaveMeta,
     write: impl FnOnce(&str) -> Result<Written>,
 ) -> Result<PathBuf> {
-    let staged = on_root(group, || prepare(io, name))?;
+    let staged = on_rank_zero(group, || prepare(io, name))?;
     let mut own_error = None;
     let written = write(&staged).map_err(|error| {
         let message = error.to_string();
@@ -140,7 +140,7 @@ fn transact(
         message
     });
     let reports = all_gather_object(group, &written)?;
-    on_root(group, || {
+    on_rank_zero(group, || {
         let committed =
             successes(group, reports).and_then(|written| finish(io, &staged, name, meta, written));
         if committed.is_err()
@@ -150,15 +150,15 @@ fn transact(
         }
         committed
     })
-    // A rank's own failure says more than that it failed.
+    // On the rank that failed, its own error.
     .map_err(|error| own_error.unwrap_or(error))?;
     Ok(io.location(name))
 }
 
-/// What came of something that rank 0 does for all.
+/// The result of a closure that rank 0 runs for all.
 #[derive(Serialize, Deserialize)]
 enum Outcome<T> {
-    /// Rank 0 has not said.
+    /// On ranks other than 0, before the broadcast.
     Unknown,
     Done(T),
     Failed {
@@ -167,8 +167,8 @@ enum Outcome<T> {
     },
 }
 
-/// Runs `f` on rank 0 and gives its result to all.
-pub(super) fn on_root<T: Serialize + DeserializeOwned>(
+/// Runs `f` on rank 0 and returns its result on all ranks. Collective.
+pub(super) fn on_rank_zero<T: Serialize + DeserializeOwned>(
     group: &dyn ProcessGroup,
     f: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
@@ -196,7 +196,7 @@ pub(super) fn on_root<T: Serialize + DeserializeOwned>(
     }
 }
 
-/// Removes what earlier saves left, and names the directory to write in.
+/// Removes unfinished saves, and returns the name of the directory to write in.
 fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
     if let Some(complaint) = naming::complaint(name) {
         return Err(Error::checkpoint(io.location(name), complaint));
@@ -205,8 +205,8 @@ fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
     Ok(naming::staging_name(name))
 }
 
-/// Checks that what a checkpoint `name` would replace is one too, distributed or full. `entries` are
-/// those of the place.
+/// Checks that an entry `name` of the place, which the checkpoint would replace, is a checkpoint too.
+/// `entries` are all entries of the place.
 pub(super) fn check_replaceable(
     io: &dyn CheckpointIO,
     name: &str,
@@ -222,9 +222,8 @@ pub(super) fn check_replaceable(
     Ok(())
 }
 
-/// Removes what saves and removals that were cut short have left in a place, and returns what else
-/// is there. Not collective: one rank does it, while no save to the place is under way. Every save
-/// begins with it.
+/// Removes the remains of interrupted saves and removals from a place, and returns the other entries. Not
+/// collective: one rank calls it, while no save to the place is under way. Every save begins with it.
 ///
 /// # Errors
 /// If the place cannot be listed, or something cannot be removed.
@@ -262,7 +261,7 @@ fn write(
             files.insert(file, len);
         }
         if rank > 0 {
-            // Rank 0 names all tensors; the others need only tell what they hold.
+            // Rank 0 lists all tensors; the others only those that they have a part of.
             described.retain(|piece| piece.part.is_some());
         }
         pieces.push(described);
@@ -271,7 +270,7 @@ fn write(
     Ok(Written { files, model, optimizer })
 }
 
-/// What all ranks wrote, or the first one's error.
+/// What all ranks wrote; or the error of the first that failed.
 fn successes(
     group: &dyn ProcessGroup,
     reports: Vec<Result<Written, String>>,
@@ -327,7 +326,7 @@ fn finish(
     io.commit(staged, name)
 }
 
-/// Checks that this rank sees the files of all.
+/// Checks that this rank sees the files of all ranks.
 fn check_visible(io: &dyn CheckpointIO, staged: &str, manifest: &Manifest) -> Result<()> {
     let mut seen = BTreeMap::new();
     for folder in ["model", "optimizer"] {

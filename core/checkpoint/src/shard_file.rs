@@ -1,4 +1,4 @@
-//! One safetensors file: written tensor by tensor, read by its header.
+//! Shard files: safetensors files with parts of tensors.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -9,22 +9,22 @@ use safetensors::tensor::Metadata;
 use serde::{Deserialize, Serialize};
 
 use super::checksum::Checksum;
-use super::chunks::{check_bounds, show};
-use super::tensor_file::{self, Slot, wide_first};
+use super::chunks::{check_bounds, format_region};
+use super::tensor_file::{self, TensorSlot, sort_by_alignment};
 use super::{CheckpointIO, CheckpointReader, ChunkEntry, ShardTensor};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
 
-/// The key of [`ShardingInfo`] in a file's metadata; PyTorch's name.
+/// PyTorch's key of the [`ShardingInfo`] in a file's metadata.
 pub(super) const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 
-/// Bytes that are hashed and written at a time, so that they are in the cache for both.
+/// Bytes that are hashed and then written, few enough to stay in the cache.
 pub(super) const BLOCK: usize = 1 << 20;
 
-/// The length of a header beyond which safetensors readers refuse a file.
+/// The longest header that readers of safetensors accept.
 pub(super) const MAX_HEADER: u64 = 100_000_000;
 
-/// Where the tensors of a file lie in the global ones, by name.
+/// The offsets of a file's tensors in the global tensors, by name.
 type ShardingInfo = HashMap<String, SavedOffsets>;
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -35,23 +35,23 @@ struct SavedOffsets {
 /// First byte in a file, and the one after the last.
 type ByteRange = (u64, u64);
 
-/// What was written of one tensor.
+/// The part that a rank wrote of one tensor.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Piece {
+pub(super) struct WrittenPart {
     pub(super) name: String,
     pub(super) shape: Vec<usize>,
     pub(super) dtype: Dtype,
-    /// `None` if this rank has no part of it.
+    /// `None` if the rank has no part of it.
     pub(super) part: Option<ChunkEntry>,
 }
 
-/// The file that the rank `rank` writes, as PyTorch's writer names it.
+/// The name of the file that `rank` writes, as PyTorch's writer names it.
 pub(super) fn file_name(rank: usize) -> String {
     format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1)
 }
 
-/// Checks the tensors that this rank contributes, and lists them without their parts.
-pub(super) fn describe(tensors: &[ShardTensor]) -> Result<Vec<Piece>> {
+/// Checks the tensors of this rank, and lists them without their parts.
+pub(super) fn describe(tensors: &[ShardTensor]) -> Result<Vec<WrittenPart>> {
     let mut names = std::collections::HashSet::new();
     tensors
         .iter()
@@ -64,7 +64,7 @@ pub(super) fn describe(tensors: &[ShardTensor]) -> Result<Vec<Piece>> {
             }
             let dtype = tensor.values.dtype();
             let dtype = match Dtype::from(dtype) {
-                stored if super::stored::loadable(stored) == Some(dtype) => stored,
+                stored if super::stored::loadable_dtype(stored) == Some(dtype) => stored,
                 _ => return fail(format!("values of dtype {dtype:?} cannot be saved")),
             };
             if !tensor.region.is_empty() {
@@ -72,35 +72,40 @@ pub(super) fn describe(tensors: &[ShardTensor]) -> Result<Vec<Piece>> {
                     return fail(message);
                 }
                 if tensor.region.elem_count() != tensor.values.elem_count() {
-                    let (region, n) = (show(&tensor.region), tensor.values.elem_count());
+                    let (region, n) = (format_region(&tensor.region), tensor.values.elem_count());
                     return fail(format!("there are {n} values for the part {region}"));
                 }
                 if storage::is_released(&tensor.values) {
                     return fail("its values are not in memory".to_owned());
                 }
             }
-            Ok(Piece { name: tensor.name.clone(), shape: tensor.shape.clone(), dtype, part: None })
+            Ok(WrittenPart {
+                name: tensor.name.clone(),
+                shape: tensor.shape.clone(),
+                dtype,
+                part: None,
+            })
         })
         .collect()
 }
 
-/// Writes the non-empty parts of `tensors` to the file `path` of `io`, fills in where they went
-/// (`file` is what the manifest calls the file), and returns the file's length. No file is written
-/// and `None` returned if all parts are empty.
+/// Writes the non-empty parts of `tensors` to the file `path` of `io`, sets them in `pieces` (`file` is the
+/// file's name in the manifest), and returns the file's length. If all parts are empty, writes no file
+/// and returns `None`.
 pub(super) fn write(
     io: &dyn CheckpointIO,
     path: &str,
     file: &str,
     tensors: &[ShardTensor],
-    pieces: &mut [Piece],
+    pieces: &mut [WrittenPart],
 ) -> Result<Option<u64>> {
     let mut order: Vec<usize> =
         (0..tensors.len()).filter(|&i| !tensors[i].region.is_empty()).collect();
     if order.is_empty() {
         return Ok(None);
     }
-    // Otherwise as they are listed: a load asks in the same order, and so reads the file in one go.
-    wide_first(&mut order, |&i| pieces[i].dtype);
+    // Otherwise in the order of the list, in which a load reads them.
+    sort_by_alignment(&mut order, |&i| pieces[i].dtype);
     let (header, ranges) = header(&order, tensors, pieces)?;
     let failed = |what: &str, e: &dyn std::fmt::Display| {
         Error::checkpoint(io.location(path), format!("writing {what}: {e}"))
@@ -129,24 +134,24 @@ pub(super) fn write(
     Ok(ranges.last().map(|range| range.1))
 }
 
-/// The values in host memory, contiguous. Copied only where they are not: one tensor at a time.
+/// The values in host memory, contiguous. Copied only where they are not.
 pub(super) fn on_host(values: &Tensor) -> Result<Tensor> {
     if values.device().is_cpu() {
         return Ok(values.flatten_all()?.contiguous()?);
     }
-    // Moving a view moves all of the storage that it looks at, so it gets one of its own first.
+    // `to_device` of a view copies its whole storage, so the view is copied first.
     Ok(values.flatten_all()?.force_contiguous()?.to_device(&Device::Cpu)?)
 }
 
-/// The file's first bytes, and where in the file each tensor of `order` will be.
+/// The header, and the byte range of each tensor of `order` in the file.
 fn header(
     order: &[usize],
     tensors: &[ShardTensor],
-    pieces: &[Piece],
+    pieces: &[WrittenPart],
 ) -> Result<(Vec<u8>, Vec<ByteRange>)> {
-    let slots: Vec<Slot> = order
+    let slots: Vec<TensorSlot> = order
         .iter()
-        .map(|&i| Slot {
+        .map(|&i| TensorSlot {
             name: tensors[i].name.clone(),
             dtype: pieces[i].dtype,
             region: tensors[i].region.clone(),
@@ -165,21 +170,21 @@ fn header(
     Ok((bytes, ranges))
 }
 
-/// A tensor in a file that may hold a part of it.
+/// A tensor, or a part of one, in a file.
 #[derive(Debug)]
-pub(super) struct Stored {
+pub(super) struct StoredPart {
     pub(super) name: String,
     pub(super) dtype: Dtype,
-    /// The part; all of the tensor where the file does not say otherwise.
+    /// Its region in the tensor; the whole tensor unless the file says otherwise.
     pub(super) region: fulgurite_engine::shard::Region,
     /// Its bytes in the file.
     pub(super) bytes: ByteRange,
-    /// Whether the file says which part it is.
+    /// Whether the file says which region it is.
     pub(super) is_shard: bool,
 }
 
-/// Reads a file's header. The error is a message for the caller to put the file's name to.
-pub(super) fn read_header(reader: &dyn CheckpointReader) -> Result<Vec<Stored>, String> {
+/// Reads a file's header. The error is a message without the file's name.
+pub(super) fn read_header(reader: &dyn CheckpointReader) -> Result<Vec<StoredPart>, String> {
     let failed = |e: std::io::Error| format!("reading the header: {e}");
     let len = reader.len().map_err(failed)?;
     let mut size = [0; 8];
@@ -229,7 +234,7 @@ pub(super) fn read_header(reader: &dyn CheckpointReader) -> Result<Vec<Stored>, 
             if !in_range {
                 return Err(format!("has damaged offsets for tensor `{name}`"));
             }
-            Ok(Stored { name, dtype: info.dtype, region, bytes, is_shard })
+            Ok(StoredPart { name, dtype: info.dtype, region, bytes, is_shard })
         })
         .collect()
 }

@@ -1,4 +1,4 @@
-//! What a rank contributes to a checkpoint.
+//! The tensors that a rank writes to a checkpoint.
 
 use std::collections::BTreeMap;
 
@@ -9,22 +9,22 @@ use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::StateTensor;
 use fulgurite_engine::shard::{Region, ShardSpec};
 
-/// The part of one tensor that this rank writes.
+/// This rank's part of one tensor of a checkpoint.
 #[derive(Debug, Clone)]
 pub struct ShardTensor {
     /// The tensor's name in the checkpoint.
     pub name: String,
-    /// The values of the part, in its row-major order; a view, not a copy.
+    /// The values of the part, flat in row-major order; a view, not a copy.
     pub values: Tensor,
-    /// Which part it is. Over all ranks, the parts cover the tensor, each element once; an empty
-    /// one is not written.
+    /// Its region in the tensor. The parts of all ranks cover each element once; an empty part is not
+    /// written.
     pub region: Region,
     /// The tensor's global shape.
     pub shape: Vec<usize>,
 }
 
-/// What this rank writes of a model: of every parameter, frozen ones included, the part it
-/// [owns](ShardSpec::owned_region). `coordinate` is this rank's place along each mesh dimension.
+/// This rank's part of a model: the region that it [owns](ShardSpec::owned_region) of every parameter,
+/// frozen or not. `coordinate` is this rank's coordinate in the mesh.
 ///
 /// Not collective. The tensors share memory with the parameters.
 ///
@@ -44,11 +44,11 @@ pub fn model_tensors(
         .collect()
 }
 
-/// What this rank writes of an optimizer's state, cut as the parameters of `tree` are; the names
-/// are [`optimizer_key`]s. Not collective.
+/// This rank's part of an optimizer's state, which is cut as the parameters of `tree` are, named by
+/// [`optimizer_key`]. Not collective.
 ///
 /// # Errors
-/// If a state tensor is of a parameter that `tree` does not have, or of another shape than it.
+/// If `tree` does not have the parameter of a state tensor, or it has another shape.
 pub fn optimizer_tensors(
     tree: &ModuleTree,
     states: &[StateTensor],
@@ -86,8 +86,8 @@ pub fn optimizer_key(fqn: &str, name: &str) -> String {
     format!("state.{fqn}.{name}")
 }
 
-/// The parameter and the name of the state tensor that [`optimizer_key`] made a key of; `None` if
-/// it is not one.
+/// The inverse of [`optimizer_key`]: the parameter's FQN and the name of its state tensor; `None` if `key`
+/// is none.
 ///
 /// ```
 /// use fulgurite_core::checkpoint::parse_optimizer_key;
@@ -98,12 +98,12 @@ pub fn parse_optimizer_key(key: &str) -> Option<(&str, &str)> {
     key.strip_prefix("state.")?.rsplit_once('.')
 }
 
-/// How the mesh cuts each parameter: [`SaveMeta::specs`](super::SaveMeta::specs).
-pub fn specs(tree: &ModuleTree) -> BTreeMap<String, ShardSpec> {
+/// How the mesh cuts each parameter, for [`SaveMeta::specs`](super::SaveMeta::specs).
+pub fn shard_specs(tree: &ModuleTree) -> BTreeMap<String, ShardSpec> {
     tree.parameters().iter().map(|p| (p.fqn().to_owned(), p.spec())).collect()
 }
 
-/// The owned part of a local one.
+/// The owned part of this rank's part.
 fn owned(
     name: &str,
     values: &Tensor,
@@ -129,7 +129,7 @@ fn owned(
             .iter()
             .map(|run| values.narrow(0, run.outer, run.len))
             .collect::<Result<_, _>>()?;
-        // Owned parts are chunks of the first dimension, hence one run and no copy.
+        // An owned part is a range of the first dimension, hence one run and no copy.
         if let [part] = parts.as_slice() { part.clone() } else { Tensor::cat(&parts, 0)? }
     };
     Ok(ShardTensor { name: name.to_owned(), values, region: owned, shape: spec.shape.clone() })

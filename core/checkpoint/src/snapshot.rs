@@ -1,4 +1,4 @@
-//! Copies of what a rank saves, in memory that is used again.
+//! Copies of the tensors that a rank saves, in memory that is reused.
 
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
@@ -11,8 +11,8 @@ use fulgurite_engine::autograd::storage;
 /// Bytes that one thread copies at a time.
 const BLOCK: usize = 1 << 20;
 
-/// Copies in host memory of the parts that a rank saves. They keep their memory from one
-/// [`take`](Self::take) to the next.
+/// Copies in host memory of the tensors that a rank saves. The memory is reused by the next
+/// [`take`](Self::take).
 #[derive(Debug, Default)]
 pub(super) struct Snapshot {
     pub(super) model: Vec<ShardTensor>,
@@ -20,25 +20,25 @@ pub(super) struct Snapshot {
 }
 
 impl Snapshot {
-    /// Copies these parts as they are now, in place of what was copied before.
+    /// Copies these tensors over the copies before.
     ///
     /// # Errors
-    /// If values are not in memory. The snapshot is of no use then, until the next one succeeds.
+    /// If values are not in memory. The copies are then undefined until a `take` succeeds.
     pub(super) fn take(&mut self, model: &[ShardTensor], optimizer: &[ShardTensor]) -> Result<()> {
         copy_all(&mut self.model, model)?;
         copy_all(&mut self.optimizer, optimizer)
     }
 
-    /// Whether it has no copies, and no memory for any.
+    /// Whether it has no memory yet.
     pub(super) fn is_empty(&self) -> bool {
         self.model.is_empty() && self.optimizer.is_empty()
     }
 
-    /// Memory for copies of these parts, in use already: the system has nothing left to do when
-    /// they are [taken](Self::take).
+    /// Memory for copies of these tensors, whose pages have been touched, so that [`take`](Self::take) causes
+    /// no page faults.
     ///
     /// # Errors
-    /// If there is not that much.
+    /// If the memory cannot be allocated.
     pub(super) fn reserve(model: &[ShardTensor], optimizer: &[ShardTensor]) -> Result<Self> {
         let all = |tensors: &[ShardTensor]| tensors.iter().map(touched).collect::<Result<_>>();
         Ok(Self { model: all(model)?, optimizer: all(optimizer)? })

@@ -1,4 +1,4 @@
-//! What tensors are loaded from.
+//! The trait [`TensorSource`], which tensors are loaded from.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use crate::Result;
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::shard::Region;
 
-/// Shape and dtype of a tensor that can be loaded.
+/// Shape and dtype of a tensor in a source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorInfo {
     /// The global shape.
@@ -17,11 +17,11 @@ pub struct TensorInfo {
     pub dtype: safetensors::Dtype,
 }
 
-/// A set of named tensors, any part of which can be read: a checkpoint of whatever format.
+/// Named tensors of which any part can be read: a checkpoint of any format.
 ///
 /// Reads are local; nothing is collective, and ranks may read different parts.
 pub trait TensorSource: Send + Sync {
-    /// Where it is, for messages.
+    /// Its path, for messages.
     fn location(&self) -> &Path;
 
     /// The names of all tensors, sorted.
@@ -38,17 +38,17 @@ pub trait TensorSource: Send + Sync {
     /// damaged or of a dtype that cannot be converted; the message names file and tensor.
     fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor>;
 
-    /// The same, into the memory of `target`: contiguous, with as many elements as the region, of
-    /// any dtype and device.
+    /// [`read`](Self::read) into the memory of `target`, which is contiguous, has as many elements as the
+    /// region, and any dtype and device.
     ///
     /// # Errors
-    /// As [`read`](Self::read); `target`'s content is undefined then.
+    /// As [`read`](Self::read); the values of `target` are undefined then.
     fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
         let values = self.read(name, region, target.dtype(), target.device())?;
         storage::copy_from(target, &values)
     }
 
-    /// As [`read_into`](Self::read_into), without comparing checksums where the source has any.
+    /// [`read_into`](Self::read_into) without comparing checksums, if the source has any.
     ///
     /// # Errors
     /// As [`read`](Self::read), but for checksums.
@@ -56,8 +56,7 @@ pub trait TensorSource: Send + Sync {
         self.read_into(name, region, target)
     }
 
-    /// What was kept when this was saved with a [`Filter`](super::Filter), so that the rest is
-    /// missing on purpose; `None` if nothing was left out.
+    /// The description of the [`Filter`](super::Filter) that this was saved with; `None` if there was none.
     fn filtered(&self) -> Option<&str> {
         None
     }

@@ -1,4 +1,4 @@
-//! Tensors that are stored as chunks in files, and reading regions of them.
+//! Tensors that are stored as chunks in files, and reading regions of them from the files.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
@@ -8,22 +8,22 @@ use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
 
 use super::checksum::Checksum;
-use super::chunks::{ChunkIndex, check_bounds, show};
+use super::chunks::{ChunkIndex, check_bounds, format_region};
 use super::{CheckpointIO, CheckpointReader, LocalFile, TensorInfo, TensorSource};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::shard::Region;
 
-/// Shorter stretches than this are read together with their neighbours.
+/// Shorter byte ranges than this are read together with their neighbours.
 const SHORT: usize = 64 << 10;
-/// Gaps up to this are read over: the disk reads whole pages anyway.
+/// Largest gap that is read too: the disk reads whole pages anyway.
 const GAP: usize = 4 << 10;
-/// Bytes that are read together at most, and that verifying takes at a time.
+/// Most bytes that are read together, and that are verified at a time.
 const WINDOW: usize = 4 << 20;
-/// Files that are kept open at most.
+/// Most files that are kept open.
 const MAX_OPEN: usize = 64;
 
-/// Where a checkpoint's files are: a local directory, or a checkpoint of a [`CheckpointIO`].
+/// The place of a checkpoint's files: a local directory, or a checkpoint of a [`CheckpointIO`].
 #[derive(Debug, Clone)]
 pub(super) enum FileLocation {
     Local(PathBuf),
@@ -62,7 +62,7 @@ impl FileLocation {
                 let mut lengths = BTreeMap::new();
                 for entry in entries {
                     let path = entry.map_err(failed)?.path();
-                    // Links are followed: Hugging Face's cache is made of them.
+                    // Follows links, which Hugging Face's cache is made of.
                     let metadata = std::fs::metadata(&path).map_err(Error::io("reading", &path))?;
                     if let (true, Some(name)) = (metadata.is_file(), path.file_name()) {
                         lengths.insert(name.to_string_lossy().into_owned(), metadata.len());
@@ -102,7 +102,7 @@ struct StoredTensor {
     index: ChunkIndex,
 }
 
-/// Tensors that are stored in parts, in files: the model's or the optimizer's of a checkpoint.
+/// The model's or the optimizer's tensors of a checkpoint in files.
 pub struct StoredTensors {
     place: FileLocation,
     location: PathBuf,
@@ -149,15 +149,15 @@ impl StoredTensors {
         self.tensors.is_empty()
     }
 
-    /// Reads every chunk that has a checksum and compares. Takes 4 MiB of memory.
+    /// Reads every chunk that has a checksum and compares it. Takes 4 MiB of memory.
     ///
     /// # Errors
-    /// One error that names file and tensor of all chunks that are damaged or cannot be read.
+    /// If chunks are damaged or cannot be read, naming file and tensor of each.
     pub fn verify(&self) -> Result<()> {
-        refuse(&self.location, self.damages())
+        check_undamaged(&self.location, self.damages())
     }
 
-    /// What is wrong with the stored bytes: one line for each damaged chunk.
+    /// One line for each damaged chunk.
     pub(super) fn damages(&self) -> Vec<String> {
         let mut damages = Vec::new();
         let mut buffer = Vec::new();
@@ -204,7 +204,7 @@ impl StoredTensors {
         Err(Error::checkpoint(&self.location, format!("tensor `{name}`: {message}")))
     }
 
-    /// The tensor and the dtype to read it in, if `region` is a part of it.
+    /// The tensor `name`, and the dtype to read it in. Checks that `region` is a part of it.
     fn find(&self, name: &str, region: &Region) -> Result<(&StoredTensor, DType)> {
         let Some(tensor) = self.tensors.get(name) else {
             return self.fail(name, "there is none of this name");
@@ -212,13 +212,13 @@ impl StoredTensors {
         if let Err(message) = check_bounds(&tensor.shape, region) {
             return self.fail(name, message);
         }
-        match loadable(tensor.dtype) {
+        match loadable_dtype(tensor.dtype) {
             Some(dtype) => Ok((tensor, dtype)),
             None => self.fail(name, format!("values of dtype {} cannot be loaded", tensor.dtype)),
         }
     }
 
-    /// Reads `region` as it is stored.
+    /// Reads the stored bytes of `region` into `out`.
     fn read_bytes(
         &self,
         name: &str,
@@ -243,17 +243,16 @@ impl StoredTensors {
                     found.update(bytes);
                 }
             };
-            read_copies(reader.as_ref(), stored.bytes.0, &copies, out, &mut seen)
-                .map_err(|e| damaged(format!("reading {}: {}", show(&shared), reason(&e))))?;
+            read_copies(reader.as_ref(), stored.bytes.0, &copies, out, &mut seen).map_err(|e| {
+                damaged(format!("reading {}: {}", format_region(&shared), reason(&e)))
+            })?;
             if found.map(|found| found.digest()) != expected {
                 return Err(damaged(wrong_bytes(stored)));
             }
         }
         Ok(())
     }
-}
 
-impl StoredTensors {
     fn read_checked(
         &self,
         name: &str,
@@ -273,7 +272,8 @@ impl StoredTensors {
         let (tensor, stored) = self.find(name, region)?;
         if target.elem_count() != region.elem_count() {
             let n = target.elem_count();
-            return self.fail(name, format!("{} does not fit into {n} elements", show(region)));
+            return self
+                .fail(name, format!("{} does not fit into {n} elements", format_region(region)));
         }
         if target.dtype() == stored && target.device().is_cpu() && target.is_contiguous() {
             let read = |out: &mut [u8]| self.read_bytes(name, tensor, region, out, verify);
@@ -335,20 +335,20 @@ fn reason(error: &std::io::Error) -> String {
 fn wrong_bytes(stored: &StoredChunk) -> String {
     format!(
         "the bytes of {} do not match their checksum; the file is damaged",
-        show(&stored.region)
+        format_region(&stored.region)
     )
 }
 
-/// One error for all damages; `Ok` if there are none.
-pub(super) fn refuse(location: &Path, damages: Vec<String>) -> Result<()> {
+/// One error that lists all damages; `Ok` if there are none.
+pub(super) fn check_undamaged(location: &Path, damages: Vec<String>) -> Result<()> {
     if damages.is_empty() {
         return Ok(());
     }
     Err(Error::checkpoint(location, format!("is damaged:\n  {}", damages.join("\n  "))))
 }
 
-/// The dtype that stored values are read in; `None` if they cannot be.
-pub(super) fn loadable(dtype: Dtype) -> Option<DType> {
+/// The dtype that stored values are read in; `None` if candle has none for them.
+pub(super) fn loadable_dtype(dtype: Dtype) -> Option<DType> {
     Some(match dtype {
         Dtype::BOOL | Dtype::U8 => DType::U8,
         Dtype::U32 => DType::U32,
@@ -363,18 +363,18 @@ pub(super) fn loadable(dtype: Dtype) -> Option<DType> {
     })
 }
 
-/// Bytes that are contiguous both in a stored chunk and in the memory that is filled; offsets and
-/// length in bytes.
+/// A copy of bytes that are contiguous in the stored chunk and in the target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ContiguousCopy {
-    /// In the chunk.
+    /// Offset in the chunk.
     from: usize,
-    /// In the memory.
+    /// Offset in the target.
     to: usize,
     len: usize,
 }
 
-/// What `stored` and `wanted` share, in stored order. `width` is an element's size in bytes.
+/// The copies of `shared`, the intersection of the chunk `stored` and the target `wanted`, in the order of
+/// the chunk. `width` is an element's size in bytes.
 fn copies(shared: &Region, stored: &Region, wanted: &Region, width: usize) -> Vec<ContiguousCopy> {
     let sources = shared.relative_to(stored).runs(&stored.sizes);
     let targets = shared.relative_to(wanted).runs(&wanted.sizes);
@@ -395,8 +395,8 @@ fn copies(shared: &Region, stored: &Region, wanted: &Region, width: usize) -> Ve
     copies
 }
 
-/// Reads parts of the chunk that starts at `base` to their offsets in `out`: long ones one by one,
-/// short ones close to each other together. `seen` gets their bytes, in order.
+/// Carries out copies from the chunk that starts at byte `base` into `out`. Long ones are read one by one,
+/// neighbouring short ones together. `seen` is called with the bytes, in order.
 fn read_copies(
     reader: &dyn CheckpointReader,
     base: u64,

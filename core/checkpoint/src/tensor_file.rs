@@ -1,4 +1,4 @@
-//! A safetensors file whose header is known beforehand, written tensor by tensor.
+//! Writing a safetensors file tensor by tensor: its header follows from shapes and dtypes alone.
 
 use std::io::Write as _;
 
@@ -13,25 +13,25 @@ use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::shard::Region;
 
-/// A tensor, or a part of one, that a file will hold.
+/// A tensor, or a part of one, of a file to be written.
 #[derive(Debug, Clone)]
-pub(super) struct Slot {
+pub(super) struct TensorSlot {
     pub(super) name: String,
     pub(super) dtype: Dtype,
-    /// Which part: all of the tensor in files that do not say.
+    /// Its region in the tensor; the whole tensor in files of whole tensors.
     pub(super) region: Region,
 }
 
-impl Slot {
-    /// Its length in a file.
+impl TensorSlot {
+    /// Its length in the file.
     pub(super) fn bytes(&self) -> u64 {
         (self.region.elem_count() * self.dtype.bitsize() / 8) as u64
     }
 }
 
-/// Orders things so that in a file every tensor is aligned to its element size: wide elements
-/// first, otherwise as they were.
-pub(super) fn wide_first<T>(things: &mut [T], dtype: impl Fn(&T) -> Dtype) {
+/// Sorts tensors so that in a file each is aligned to its element size: larger elements first, otherwise in
+/// the order they had.
+pub(super) fn sort_by_alignment<T>(things: &mut [T], dtype: impl Fn(&T) -> Dtype) {
     things.sort_by_key(|thing| std::cmp::Reverse(dtype(thing).bitsize()));
 }
 
@@ -39,21 +39,21 @@ pub(super) fn wide_first<T>(things: &mut [T], dtype: impl Fn(&T) -> Dtype) {
 pub(super) struct TensorFile<'a> {
     io: &'a dyn CheckpointIO,
     path: String,
-    /// What the manifest calls it.
+    /// Its name in the manifest.
     file: String,
     writer: Box<dyn CheckpointWriter>,
-    slots: std::vec::IntoIter<Slot>,
+    slots: std::vec::IntoIter<TensorSlot>,
     position: u64,
 }
 
 impl<'a> TensorFile<'a> {
-    /// Creates the file `path` of `io` and writes its header. With `is_shard` the header says, as
-    /// PyTorch's does, which part of a tensor each one is.
+    /// Creates the file `path` of `io` and writes its header. With `is_shard` the header has, as PyTorch's, the
+    /// region of each part.
     pub(super) fn create(
         io: &'a dyn CheckpointIO,
         path: String,
         file: String,
-        slots: Vec<Slot>,
+        slots: Vec<TensorSlot>,
         is_shard: bool,
     ) -> Result<Self> {
         let header = header(&slots, is_shard)?;
@@ -70,8 +70,8 @@ impl<'a> TensorFile<'a> {
         self.slots.len() == 0
     }
 
-    /// Writes the next tensor, whose values are those of its slot's region in the slot's dtype, and
-    /// returns where it went; `None` if it has no elements.
+    /// Writes the values of the next slot, of the slot's region and dtype. Returns their chunk; `None` if
+    /// there are no elements.
     pub(super) fn put(&mut self, values: &Tensor) -> Result<Option<ChunkEntry>> {
         let location = || self.io.location(&self.path);
         let Some(slot) = self.slots.next() else {
@@ -113,8 +113,8 @@ impl<'a> TensorFile<'a> {
     }
 }
 
-/// A file's first bytes; the tensors follow one another without gaps.
-pub(super) fn header(slots: &[Slot], is_shard: bool) -> Result<Vec<u8>> {
+/// The header of a file; the tensors follow without gaps.
+pub(super) fn header(slots: &[TensorSlot], is_shard: bool) -> Result<Vec<u8>> {
     let mut offset = 0;
     let mut entries = serde_json::Map::new();
     let mut offsets = serde_json::Map::new();

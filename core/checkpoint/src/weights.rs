@@ -1,4 +1,4 @@
-//! Model weights in safetensors files that others wrote.
+//! Model weights in safetensors files of other libraries.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use serde::Deserialize;
 
 use super::chunks::check_cover;
-use super::shard_file::{Stored, read_header};
+use super::shard_file::{StoredPart, read_header};
 use super::stored::{FileLocation, StoredChunk};
 use super::{StoredTensors, TensorInfo, TensorSource};
 use crate::{Error, Result};
@@ -34,8 +34,8 @@ impl SafetensorsSource {
     /// Opens a directory, a `.safetensors` file or an index file.
     ///
     /// # Errors
-    /// If there are no weights, a shard is missing, truncated or damaged, or the parts of a tensor
-    /// do not make up a whole; the message names file and tensor.
+    /// If there are no weights, a shard is missing, truncated or damaged, or the parts of a tensor do not
+    /// cover it; the message names file and tensor.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         if !path.exists() {
@@ -77,7 +77,7 @@ impl SafetensorsSource {
 
     fn read(path: &Path, root: PathBuf, files: Vec<String>, index: Option<Index>) -> Result<Self> {
         let place = FileLocation::Local(root);
-        let mut found: BTreeMap<String, Vec<(usize, Stored)>> = BTreeMap::new();
+        let mut found: BTreeMap<String, Vec<(usize, StoredPart)>> = BTreeMap::new();
         for (i, file) in files.iter().enumerate() {
             let location = place.location(file);
             let reader =
@@ -123,10 +123,10 @@ impl SafetensorsSource {
 }
 
 /// The global shape of a tensor that is stored in these parts.
-fn assemble(parts: &[(usize, Stored)]) -> Result<Vec<usize>, String> {
+fn assemble(parts: &[(usize, StoredPart)]) -> Result<Vec<usize>, String> {
     let first = &parts[0].1;
     let same =
-        |s: &Stored| s.dtype == first.dtype && s.region.sizes.len() == first.region.sizes.len();
+        |s: &StoredPart| s.dtype == first.dtype && s.region.sizes.len() == first.region.sizes.len();
     if !parts.iter().all(|(_, stored)| same(stored)) {
         return Err("has parts of different dtypes or numbers of dimensions".to_owned());
     }
@@ -189,7 +189,7 @@ impl TensorSource for SafetensorsSource {
     }
 
     fn names(&self) -> Vec<&str> {
-        // Older Llama files hold this table, which every program computes itself.
+        // A table in older Llama files, which programs compute.
         let computed = |name: &&str| !name.ends_with(".rotary_emb.inv_freq");
         self.0.names().into_iter().filter(computed).collect()
     }

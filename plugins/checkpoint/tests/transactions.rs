@@ -9,8 +9,8 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use common::{Mesh, SEED, bytes, io, meta, model, ranks, save_all, save_model, shown};
 use fulgurite_core::checkpoint::{
-    CheckpointIO, CheckpointReader, CheckpointWriter, Committed, DistributedCheckpoint, Entry,
-    SaveMeta, ShardTensor, latest, load_into, replaced_name, save, staging_name, step_name,
+    CheckpointIO, CheckpointReader, CheckpointWriter, CommittedCheckpoint, DistributedCheckpoint,
+    Entry, SaveMeta, ShardTensor, latest, load_into, replaced_name, save, staging_name, step_name,
 };
 use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::shard::Region;
@@ -62,7 +62,7 @@ fn the_newest_is_found_and_what_is_torn_is_not() {
         b"{\"format\": \"something else\", \"format_version\": 1, \"step\": 902}",
     );
     fs::write(root.join("step-00000999"), "a file").unwrap();
-    let expected = Committed { step: 100, name: step_name(100), path: whole.clone() };
+    let expected = CommittedCheckpoint { step: 100, name: step_name(100), path: whole.clone() };
     assert_eq!(latest(&*io(root)).unwrap(), Some(expected.clone()));
     // The next save removes the temporary one and nothing else.
     let before = names(root);

@@ -6,7 +6,9 @@ use std::process::ExitCode;
 use clap::{Args, ValueEnum};
 use fulgurite_checkpoint::LocalDirectory;
 use fulgurite_checkpoint_format::ModelConfig;
-use fulgurite_checkpoint_format::tools::{self, AnyCheckpoint, ConvertOptions, Rename, Target};
+use fulgurite_checkpoint_format::tools::{
+    self, AnyCheckpoint, ConvertOptions, ConvertTarget, Rename,
+};
 use fulgurite_error::{Error, Result};
 
 use super::arguments::{Float, Size};
@@ -103,7 +105,7 @@ enum Format {
 
 impl Consolidate {
     pub(super) fn run(self) -> Result<ExitCode> {
-        let options = options(Target::Full, self.changes, self.files);
+        let options = options(ConvertTarget::Full, self.changes, self.files);
         self.paths.convert("consolidating", options)
     }
 }
@@ -115,9 +117,9 @@ impl Convert {
             return Err(Error::other(message));
         }
         let to = match self.to {
-            Format::Distributed => Target::Distributed { shards: self.shards.unwrap_or(1) },
-            Format::Full => Target::Full,
-            Format::HuggingFace => Target::HuggingFace,
+            Format::Distributed => ConvertTarget::Distributed { shards: self.shards.unwrap_or(1) },
+            Format::Full => ConvertTarget::Full,
+            Format::HuggingFace => ConvertTarget::HuggingFace,
         };
         self.paths.convert("converting", options(to, self.changes, self.files))
     }
@@ -139,12 +141,12 @@ impl Convert {
 
 impl Reshard {
     pub(super) fn run(self) -> Result<ExitCode> {
-        let to = Target::Distributed { shards: self.shards };
+        let to = ConvertTarget::Distributed { shards: self.shards };
         self.paths.convert("resharding", ConvertOptions::new(to))
     }
 }
 
-fn options(to: Target, changes: Changes, files: Files) -> ConvertOptions {
+fn options(to: ConvertTarget, changes: Changes, files: Files) -> ConvertOptions {
     let mut rename = Rename::default();
     rename.extend(changes.rename);
     let as_it_is = ConvertOptions::new(to);

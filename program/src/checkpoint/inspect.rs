@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use fulgurite_checkpoint_format::tools::{self, AnyCheckpoint, Summary, TensorSet};
+use fulgurite_checkpoint_format::tools::{self, AnyCheckpoint, CheckpointSummary, TensorSet};
 use fulgurite_error::Result;
 
 use super::output::{bytes, count, print, print_json};
@@ -35,7 +35,7 @@ impl Inspect {
     }
 }
 
-fn show(summary: &Summary, tensors: bool) -> String {
+fn show(summary: &CheckpointSummary, tensors: bool) -> String {
     let mut text = format!("{}: {}", summary.path.display(), summary.kind);
     // Writing to a string cannot fail.
     if let (Some(version), Some(library)) = (summary.format_version, &summary.library_version) {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use fulgurite_checkpoint_format::tools::{self, AnyCheckpoint, Kind, Verification};
+use fulgurite_checkpoint_format::tools::{self, AnyCheckpoint, CheckpointKind, Verification};
 use fulgurite_error::Result;
 
 use super::output::{Bar, Verbosity, bytes, count, print, print_json};
@@ -53,7 +53,7 @@ fn show(verification: &Verification) -> String {
     let _ = if !verification.damages.is_empty() {
         let n = verification.damages.len();
         writeln!(text, "{path} is damaged in {}", count(n, "place"))
-    } else if verification.kind == Kind::Weights {
+    } else if verification.kind == CheckpointKind::Weights {
         writeln!(text, "{path}: {tensors}; the headers are sound, and there are no checksums")
     } else {
         let bytes = bytes(verification.bytes);

@@ -1,4 +1,4 @@
-//! Whole tensors on rank 0, one at a time.
+//! Gathering whole tensors on rank 0, one at a time.
 
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -7,23 +7,23 @@ use twox_hash::XxHash3_64;
 use super::super::ShardTensor;
 use super::super::chunks::check_cover;
 use super::super::shard_file::{describe, on_host};
-use super::super::stored::loadable;
+use super::super::stored::loadable_dtype;
 use super::layout::TensorMeta;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
 use fulgurite_engine::shard::Region;
 
-/// Bytes that are sent at a time.
+/// Bytes of a message.
 const WINDOW: usize = 8 << 20;
 
-/// Bytes of tensors after which ranks tell each other whether they still can go on.
-const CHECKED: u64 = 256 << 20;
+/// Bytes of tensors after which the ranks check whether one has failed.
+const CHECK_INTERVAL: u64 = 256 << 20;
 
-/// What a rank says before anything is sent.
+/// What ranks exchange before any tensor is sent.
 #[derive(Debug, Serialize, Deserialize)]
 struct Announcement {
-    /// Of names, shapes and dtypes.
+    /// Hash of names, shapes and dtypes.
     digest: u64,
     /// The part of each tensor that this rank has; `None` if it has none.
     parts: Vec<Option<Region>>,
@@ -32,20 +32,21 @@ struct Announcement {
 /// Tensors that all ranks have agreed to gather.
 pub(super) struct Gather<'a> {
     group: &'a dyn ProcessGroup,
-    /// This rank's parts.
+    /// This rank's parts of the tensors.
     parts: Vec<ShardTensor>,
-    /// The whole ones.
+    /// The whole tensors.
     pub(super) tensors: Vec<TensorMeta>,
-    /// The ranks that have a part of each tensor, and which.
+    /// For each tensor, the ranks that have a part of it, and their regions.
     owners: Vec<Vec<(usize, Region)>>,
 }
 
 impl<'a> Gather<'a> {
-    /// Agrees on what is gathered: this rank's parts, or why it has none. Floating-point tensors
-    /// for which `convert` says so become of that dtype. Collective.
+    /// Exchanges the list of tensors to gather: this rank's parts, or its error. `convert` gives the dtype
+    /// that a floating-point tensor is converted to. Collective.
     ///
     /// # Errors
-    /// On every rank: if any has none, or they list different tensors, or a tensor is not whole.
+    /// On every rank, if any rank has an error, the ranks list different tensors, or the parts do not cover
+    /// a tensor.
     pub(super) fn agree(
         group: &'a dyn ProcessGroup,
         parts: Result<Vec<ShardTensor>>,
@@ -110,12 +111,12 @@ impl<'a> Gather<'a> {
         Ok(Self { group, parts, tensors, owners })
     }
 
-    /// Gathers the tensors `order`, in that order; rank 0's `sink` gets each with its index, flat,
-    /// on the host. Rank 0 holds one whole tensor and a few megabytes, the others the latter.
-    /// Collective.
+    /// Gathers the tensors `order`, in that order. On rank 0 `sink` is called with the index and the flat
+    /// values, on the host, of each. Rank 0 holds one whole tensor and a few megabytes, the others a few
+    /// megabytes. Collective.
     ///
     /// # Errors
-    /// On every rank if anything fails on one, the sink included.
+    /// On every rank, if anything fails on one, including `sink`.
     pub(super) fn run(
         &self,
         order: impl IntoIterator<Item = usize>,
@@ -133,7 +134,7 @@ impl<'a> Gather<'a> {
                 self.send(i, &mut failure)?;
             }
             unchecked += self.tensors[i].bytes();
-            if unchecked >= CHECKED {
+            if unchecked >= CHECK_INTERVAL {
                 self.check(&mut failure)?;
                 unchecked = 0;
             }
@@ -141,8 +142,8 @@ impl<'a> Gather<'a> {
         self.check(&mut failure)
     }
 
-    /// Stops all ranks if one has failed. Until here those that failed go on with what they owe
-    /// the others, so that none waits for them.
+    /// Fails on all ranks if one has failed. Up to this check a failed rank keeps sending and receiving, so
+    /// that no other rank waits for it.
     fn check(&self, failure: &mut Option<Error>) -> Result<()> {
         let message = failure.as_ref().map(Error::to_string);
         let messages = all_gather_object(self.group, &message)?;
@@ -159,7 +160,7 @@ impl<'a> Gather<'a> {
     /// The dtype that tensor `i` is gathered in.
     fn dtype(&self, i: usize) -> Result<DType> {
         let tensor = &self.tensors[i];
-        loadable(tensor.dtype).ok_or_else(|| {
+        loadable_dtype(tensor.dtype).ok_or_else(|| {
             Error::other(format!(
                 "tensor `{}`: dtype {} cannot be saved",
                 tensor.name, tensor.dtype
@@ -167,7 +168,7 @@ impl<'a> Gather<'a> {
         })
     }
 
-    /// Elements `start..start + len` of this rank's part, on the host.
+    /// Elements `start..start + len` of this rank's part of tensor `i`, on the host.
     fn window(&self, i: usize, dtype: DType, start: usize, len: usize) -> Result<Tensor> {
         let values = self.parts[i].values.flatten_all()?.narrow(0, start, len)?;
         on_host(&values.to_dtype(dtype)?)
@@ -191,7 +192,7 @@ impl<'a> Gather<'a> {
         Ok(())
     }
 
-    /// The whole tensor; `None` if this rank has failed and only takes what the others send.
+    /// The whole tensor; `None` if this rank has failed and receives only so that the others go on.
     fn receive(&self, i: usize, failure: &mut Option<Error>) -> Result<Option<Tensor>> {
         let (tensor, dtype) = (&self.tensors[i], self.dtype(i)?);
         let n: usize = tensor.shape.iter().product();
@@ -239,7 +240,7 @@ impl<'a> Gather<'a> {
     }
 }
 
-/// Puts a window of a region, which begins at its element `start`, to its places in the whole.
+/// Copies a window of a region, from its element `start` on, into the whole tensor.
 fn scatter(
     whole: &Tensor,
     runs: &[fulgurite_engine::shard::Run],
@@ -261,7 +262,7 @@ fn scatter(
     })?
 }
 
-/// First element and number of elements of what is sent at a time.
+/// First element and number of elements of each message.
 fn windows(n: usize, dtype: DType) -> impl Iterator<Item = (usize, usize)> {
     let step = WINDOW / dtype.size_in_bytes().max(1);
     (0..n).step_by(step).map(move |start| (start, step.min(n - start)))

@@ -1,11 +1,12 @@
-//! Which file each tensor goes to.
+//! The files of a full checkpoint, and which tensors each has.
 
 use std::collections::BTreeMap;
 
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
-use super::super::tensor_file::{Slot, wide_first};
+use super::super::manifest::Section;
+use super::super::tensor_file::{TensorSlot, sort_by_alignment};
 use fulgurite_engine::shard::Region;
 
 /// A whole tensor, without its values.
@@ -17,8 +18,8 @@ pub(crate) struct TensorMeta {
 }
 
 impl TensorMeta {
-    pub(crate) fn slot(&self) -> Slot {
-        Slot { name: self.name.clone(), dtype: self.dtype, region: Region::full(&self.shape) }
+    pub(crate) fn slot(&self) -> TensorSlot {
+        TensorSlot { name: self.name.clone(), dtype: self.dtype, region: Region::full(&self.shape) }
     }
 
     pub(crate) fn bytes(&self) -> u64 {
@@ -26,35 +27,22 @@ impl TensorMeta {
     }
 }
 
-/// What a file is of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Section {
-    Model,
-    Optimizer,
-}
-
-impl Section {
-    /// How its files' names begin; transformers' for the model.
-    pub(crate) fn stem(self) -> &'static str {
-        match self {
-            Self::Model => "model",
-            Self::Optimizer => "optimizer",
-        }
-    }
-}
-
-/// A file, and the tensors in it, in the order they are written.
+/// A file to be written, and its tensors in order.
 #[derive(Debug, Clone)]
 pub(crate) struct FilePlan {
     pub(crate) section: Section,
     pub(crate) file: String,
-    /// Indices into the tensors that were planned for.
+    /// Indices into the list of tensors.
     pub(crate) tensors: Vec<usize>,
 }
 
-/// Distributes tensors over files of at most `max_bytes`, in their order; one that is larger has a
-/// file of its own. No tensors, no file.
-pub(crate) fn plan(section: Section, tensors: &[TensorMeta], max_bytes: u64) -> Vec<FilePlan> {
+/// Distributes tensors over files of at most `max_bytes`, in order; a larger tensor has a file of its
+/// own. Without tensors there is no file.
+pub(crate) fn plan_files(
+    section: Section,
+    tensors: &[TensorMeta],
+    max_bytes: u64,
+) -> Vec<FilePlan> {
     let mut groups: Vec<Vec<usize>> = Vec::new();
     let mut filled = 0;
     for (i, tensor) in tensors.iter().enumerate() {
@@ -70,13 +58,13 @@ pub(crate) fn plan(section: Section, tensors: &[TensorMeta], max_bytes: u64) -> 
             }
         }
     }
-    let (n, stem) = (groups.len(), section.stem());
+    let (n, stem) = (groups.len(), section.name());
     let name = |i: usize| match n {
         1 => format!("{stem}.safetensors"),
         _ => format!("{stem}-{:05}-of-{n:05}.safetensors", i + 1),
     };
     let plan = |(i, mut group): (usize, Vec<usize>)| {
-        wide_first(&mut group, |&i| tensors[i].dtype);
+        sort_by_alignment(&mut group, |&i| tensors[i].dtype);
         FilePlan { section, file: name(i), tensors: group }
     };
     groups.into_iter().enumerate().map(plan).collect()
@@ -94,7 +82,7 @@ struct IndexMetadata {
     total_size: u64,
 }
 
-/// The index of these files, if there is more than one: its name and itself.
+/// Name and content of the index of these files; `None` if there are fewer than two.
 pub(super) fn index(
     section: Section,
     tensors: &[TensorMeta],
@@ -108,7 +96,7 @@ pub(super) fn index(
     });
     let total_size = tensors.iter().map(TensorMeta::bytes).sum();
     let index = Index { metadata: IndexMetadata { total_size }, weight_map: map.collect() };
-    Some((format!("{}.safetensors.index.json", section.stem()), index))
+    Some((format!("{}.safetensors.index.json", section.name()), index))
 }
 
 #[cfg(test)]
@@ -129,7 +117,7 @@ mod tests {
             tensor("none", 0, Dtype::F32),
             tensor("d", 1, Dtype::F32),
         ];
-        let files = plan(Section::Model, &tensors, 10);
+        let files = plan_files(Section::Model, &tensors, 10);
         let shown: Vec<_> = files.iter().map(|f| (f.file.as_str(), f.tensors.clone())).collect();
         assert_eq!(
             shown,
@@ -144,9 +132,9 @@ mod tests {
         assert_eq!(name, "model.safetensors.index.json");
         assert_eq!(index.metadata.total_size, 6 + 4 + 400 + 8 + 4);
         assert_eq!(index.weight_map["none"], "model-00003-of-00004.safetensors");
-        let one = plan(Section::Optimizer, &tensors, 1000);
+        let one = plan_files(Section::Optimizer, &tensors, 1000);
         assert_eq!(one[0].file, "optimizer.safetensors");
         assert!(super::index(Section::Optimizer, &tensors, &one).is_none());
-        assert!(plan(Section::Optimizer, &[], 1000).is_empty());
+        assert!(plan_files(Section::Optimizer, &[], 1000).is_empty());
     }
 }

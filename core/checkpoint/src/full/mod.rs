@@ -1,4 +1,4 @@
-//! Full checkpoints: whole tensors, in a directory that others load as it is.
+//! Full checkpoints: whole tensors, in a directory that `transformers` and candle load.
 //!
 //! ```text
 //! step-00000010-full/
@@ -9,8 +9,8 @@
 //!   fulgurite.json               written last: version, step, state, configuration, checksums
 //! ```
 //!
-//! Tensors are gathered on rank 0 one by one and go straight into the file, whose header is known
-//! beforehand from the global shapes.
+//! Tensors are gathered on rank 0 one by one and written at once, since the header of the file follows
+//! from the global shapes.
 
 mod gather;
 mod layout;
@@ -23,5 +23,5 @@ pub use open::FullCheckpoint;
 pub use options::{FullOptions, GatherOptions, ModelConfig, NameFilter};
 pub use save::{gather_cpu_state_dict, gather_full_optimizer_state, save_full};
 
-pub(super) use layout::{FilePlan, Section, TensorMeta, plan};
+pub(super) use layout::{FilePlan, TensorMeta, plan_files};
 pub(super) use writer::FullWriter;

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::super::distributed::contents;
 use super::super::manifest::{FULL_MANIFEST, Manifest};
-use super::super::stored::{FileLocation, refuse};
+use super::super::stored::{FileLocation, check_undamaged};
 use super::super::{CheckpointIO, StoredTensors, TensorInfo, TensorSource};
 use crate::{Error, Result};
 use fulgurite_engine::shard::Region;
@@ -61,8 +61,7 @@ impl FullCheckpoint {
         Ok(Self { manifest, model, optimizer })
     }
 
-    /// Whether a tensor that is read whole is checked against its checksum; it is, unless told
-    /// otherwise.
+    /// Sets whether a tensor that is read whole is compared with its checksum. The default is `true`.
     #[must_use]
     pub fn verify_on_load(mut self, verify: bool) -> Self {
         self.model.set_verify(verify);
@@ -70,12 +69,12 @@ impl FullCheckpoint {
         self
     }
 
-    /// What `fulgurite.json` says.
+    /// The manifest, `fulgurite.json`.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// What was saved besides tensors: [`SaveMeta::state`](super::super::SaveMeta::state).
+    /// The state that was saved, [`SaveMeta::state`](super::super::SaveMeta::state).
     pub fn state(&self) -> &serde_json::Value {
         &self.manifest.state
     }
@@ -94,11 +93,11 @@ impl FullCheckpoint {
     /// Reads everything and compares it with the checksums.
     ///
     /// # Errors
-    /// If anything is damaged, naming file and tensor of all that is.
+    /// If anything is damaged, naming file and tensor of each damage.
     pub fn verify(&self) -> Result<()> {
         let mut damages = self.model.damages();
         damages.append(&mut self.optimizer.damages());
-        refuse(self.location(), damages)
+        check_undamaged(self.location(), damages)
     }
 }
 

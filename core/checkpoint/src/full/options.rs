@@ -1,4 +1,4 @@
-//! What goes into a full checkpoint.
+//! Options of full checkpoints.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -7,23 +7,23 @@ use candle_core::DType;
 
 use crate::{Error, Result};
 
-/// Whether the parameter of this FQN is wanted.
+/// Whether the parameter of this FQN is gathered.
 pub type NameFilter = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
-/// Which tensors are gathered, and how. Every rank must give the same.
+/// Which tensors are gathered, and in which dtype. Must be the same on every rank.
 #[derive(Clone, Default)]
 pub struct GatherOptions {
-    /// The dtype that floating-point tensors of the model are converted to, before they are sent.
-    /// Without, each keeps its own. The optimizer's always do.
+    /// The dtype that floating-point tensors of the model are converted to before they are sent; `None`
+    /// keeps their dtypes. The optimizer's tensors are never converted.
     pub dtype: Option<DType>,
     /// Whether frozen parameters are left out.
     pub trainable_only: bool,
-    /// Asked for every parameter by its FQN; what it refuses is not gathered at all.
+    /// Called with every parameter's FQN; parameters that it refuses are not gathered.
     pub filter: Option<NameFilter>,
 }
 
 impl GatherOptions {
-    /// The same with a filter, such as `|fqn| fqn.contains("lora_")`.
+    /// Sets the filter, such as `|fqn| fqn.contains("lora_")`.
     #[must_use]
     pub fn with_filter(self, filter: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
         Self { filter: Some(Arc::new(filter)), ..self }
@@ -44,15 +44,15 @@ impl std::fmt::Debug for GatherOptions {
     }
 }
 
-/// How a full checkpoint is written. Every rank must give the same.
+/// How a full checkpoint is written. Must be the same on every rank.
 #[derive(Debug, Clone)]
 pub struct FullOptions {
     /// Which tensors, and their dtype.
     pub gather: GatherOptions,
-    /// Files are made no longer than this many bytes of tensors, unless a single tensor is. 5 GB
-    /// unless told otherwise, as in Hugging Face's libraries.
+    /// The most bytes of tensors in a file, unless it has a single tensor. The default is 5 GB, as in
+    /// Hugging Face's libraries.
     pub max_shard_bytes: u64,
-    /// The model's `config.json`, for `transformers`. Rank 0's counts.
+    /// The model's `config.json`, for `transformers`. That of rank 0 is written.
     pub config: Option<ModelConfig>,
 }
 
@@ -62,12 +62,12 @@ impl Default for FullOptions {
     }
 }
 
-/// A `config.json` that is passed through.
+/// A `config.json` for a full checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ModelConfig {
     /// Its content.
     Json(serde_json::Value),
-    /// A file with it, copied as it is.
+    /// A file that is copied.
     File(PathBuf),
 }
 

@@ -6,10 +6,11 @@ use std::path::PathBuf;
 use candle_core::{DType, Tensor};
 
 use super::super::manifest::SaveMeta;
-use super::super::save::on_root;
+use super::super::manifest::Section;
+use super::super::save::on_rank_zero;
 use super::super::{CheckpointIO, ShardTensor, model_tensors, optimizer_tensors};
 use super::gather::Gather;
-use super::layout::{Section, plan};
+use super::layout::plan_files;
 use super::writer::{FullWriter, prepare};
 use super::{FullOptions, GatherOptions};
 use crate::{Error, Result};
@@ -17,21 +18,20 @@ use fulgurite_engine::collective::ProcessGroup;
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::StateTensor;
 
-/// Writes the full checkpoint `name` of `io` and returns where it is: the model, and the
-/// optimizer's state if there is any in `optimizer`, as whole tensors in files that others read.
+/// Writes the full checkpoint `name` of `io` and returns its path: the model, and the optimizer's state
+/// if `optimizer` has any, as whole tensors.
 ///
-/// Collective: every rank of `group` calls it with its tree, its place along each mesh dimension
-/// (`coordinate`) and its states; rank 0's `meta` counts, and rank 0 writes. Tensors are gathered
-/// there one by one, in declaration order: it never holds more than one whole tensor, and
-/// parameters that the options leave out are not gathered. A tied parameter is written once, under
-/// its first name.
+/// Collective: every rank of `group` calls it with its tree, its coordinate in the mesh and its states.
+/// Rank 0 gathers the tensors one by one, in declaration order, and writes them with its own `meta`. It
+/// never holds more than one whole tensor. Parameters that the options leave out are not gathered, and a
+/// tied parameter is written once, under its first name.
 ///
 /// As with [`save`](super::super::save), the checkpoint appears under its name in one step when
 /// everything is durable, replacing an older one of that name, full or distributed.
 ///
 /// # Errors
-/// On every rank if it fails on any: [`Error::PeerFailed`] on those where it did not. Nothing is
-/// left then under `name` but what was there before.
+/// On every rank, if it fails on any: [`Error::PeerFailed`] on those that did not fail. What was under
+/// `name` before is still there then.
 #[expect(clippy::too_many_arguments, reason = "as `save`, and what it leaves to its caller")]
 pub fn save_full(
     io: &dyn CheckpointIO,
@@ -44,7 +44,7 @@ pub fn save_full(
     meta: &SaveMeta,
 ) -> Result<PathBuf> {
     let mut extra = Vec::new();
-    let staged = on_root(group, || {
+    let staged = on_rank_zero(group, || {
         if let Some(config) = &options.config {
             extra.push(("config.json".to_owned(), config.bytes()?));
         }
@@ -65,8 +65,8 @@ pub fn save_full(
     let dtype = options.gather.dtype;
     let gather = Gather::agree(group, parts, |i| dtype.filter(|_| i < models))?;
     let (model, states) = gather.tensors.split_at(models);
-    let mut files = plan(Section::Model, model, options.max_shard_bytes);
-    files.extend(plan(Section::Optimizer, states, options.max_shard_bytes));
+    let mut files = plan_files(Section::Model, model, options.max_shard_bytes);
+    files.extend(plan_files(Section::Optimizer, states, options.max_shard_bytes));
     let order: Vec<usize> = files
         .iter()
         .flat_map(|file| {
@@ -77,7 +77,7 @@ pub fn save_full(
     let mut writer = FullWriter::new(io, &staged, (model, states), &files, (group.size(), meta));
     let gathered = gather.run(order, |_, whole| writer.put(&whole));
     let finished = gathered.and_then(|()| {
-        on_root(group, || {
+        on_rank_zero(group, || {
             writer.finish(&extra, true)?;
             io.commit(&staged, name)
         })
@@ -91,12 +91,11 @@ pub fn save_full(
     finished.map(|()| io.location(name))
 }
 
-/// The model as whole tensors in host memory, by FQN, on rank 0; the other ranks get an empty map.
-/// A tied parameter is there once, under its first name. Collective; torchtune's function of this
-/// name.
+/// The model as whole tensors in host memory, by FQN, on rank 0; the other ranks get an empty map. It has
+/// a tied parameter once, under its first name. Collective. torchtune's function of this name.
 ///
-/// Only what `options` choose is gathered, tensor by tensor: rank 0 holds the result and no more,
-/// the others nothing.
+/// Gathers the parameters that `options` choose, one by one: rank 0 holds the result and the others
+/// nothing.
 ///
 /// # Errors
 /// On every rank if it fails on any.
@@ -159,7 +158,7 @@ fn chosen_states(
     let wanted = tree.parameters().iter().filter(|p| options.wants(p.fqn(), p.requires_grad()));
     let wanted: HashSet<&str> = wanted.map(|p| p.fqn()).collect();
     let unknown = |state: &&StateTensor| tree.parameter(&state.fqn).is_none();
-    // What the model does not have stays in, to be complained about.
+    // States of parameters that the model does not have are kept, for the error about them.
     let chosen = states.iter().filter(|s| wanted.contains(s.fqn.as_str()) || unknown(s));
     optimizer_tensors(tree, &chosen.cloned().collect::<Vec<_>>(), coordinate)
 }

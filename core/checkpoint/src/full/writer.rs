@@ -5,15 +5,16 @@ use std::path::PathBuf;
 
 use candle_core::Tensor;
 
+use super::super::manifest::Section;
 use super::super::manifest::{FULL_MANIFEST, Manifest, SaveMeta, TensorEntry};
 use super::super::save::check_replaceable;
 use super::super::tensor_file::TensorFile;
-use super::layout::{FilePlan, Section, TensorMeta, index};
+use super::layout::{FilePlan, TensorMeta, index};
 use crate::{Error, Result};
 use fulgurite_engine::checkpoint_io::{self as naming, CheckpointIO};
 
-/// Names the directory that the full checkpoint `name` is written in, after removing what earlier
-/// saves of that name left unfinished.
+/// The name of the directory in which the full checkpoint `name` is written. Removes unfinished saves of
+/// that name.
 pub(super) fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
     if let Some(complaint) = naming::complaint(name) {
         return Err(Error::checkpoint(io.location(name), complaint));
@@ -26,7 +27,7 @@ pub(super) fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
     Ok(naming::staging_name(name))
 }
 
-/// Takes tensors in the order of the files that they are planned for.
+/// Writes the files of a full checkpoint; is given the tensors in the order of the [`FilePlan`]s.
 pub(crate) struct FullWriter<'a> {
     io: &'a dyn CheckpointIO,
     staged: String,
@@ -39,7 +40,7 @@ pub(crate) struct FullWriter<'a> {
 }
 
 impl<'a> FullWriter<'a> {
-    /// Writes into the directory `staged` of `io`. The metadata is that of the checkpoint.
+    /// A writer into the directory `staged` of `io`, of a checkpoint with this metadata.
     pub(crate) fn new(
         io: &'a dyn CheckpointIO,
         staged: &str,
@@ -66,7 +67,7 @@ impl<'a> FullWriter<'a> {
         }
     }
 
-    /// Writes the next tensor: its values, in its dtype.
+    /// Writes the values of the next tensor, which have its dtype.
     pub(crate) fn put(&mut self, values: &Tensor) -> Result<()> {
         let (plan, mut file, i) = match self.current.take() {
             Some(current) => current,
@@ -101,8 +102,8 @@ impl<'a> FullWriter<'a> {
         Ok(())
     }
 
-    /// Writes what is not tensors, [`FULL_MANIFEST`] last if `marked`, and returns what was
-    /// written. The checkpoint is still to be committed.
+    /// Writes the other files, [`FULL_MANIFEST`] last if `marked`, and returns the manifest. The caller
+    /// commits the checkpoint.
     pub(crate) fn finish(self, extra: &[(String, Vec<u8>)], marked: bool) -> Result<Manifest> {
         if self.current.is_some() || !self.waiting.is_empty() {
             return Err(Error::other("a full checkpoint was given too few tensors"));
@@ -129,7 +130,7 @@ impl<'a> FullWriter<'a> {
     }
 }
 
-/// Writes the index of several files; one needs none.
+/// Writes the index of the files, if there are several.
 fn write_index(
     io: &dyn CheckpointIO,
     staged: &str,

@@ -1,4 +1,4 @@
-//! Whatever kind of checkpoint there is.
+//! [`AnyCheckpoint`]: a checkpoint of any kind.
 
 use std::path::Path;
 
@@ -10,19 +10,19 @@ use super::super::{
 };
 use crate::{Error, Result};
 
-/// What a checkpoint is.
+/// The kind of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Kind {
+pub enum CheckpointKind {
     /// Shards and a manifest.
     Distributed,
-    /// Whole tensors, with what Fulgurite adds.
+    /// Whole tensors, with Fulgurite's manifest.
     Full,
     /// Weights alone: a Hugging Face directory, a safetensors file, PyTorch's shards.
     Weights,
 }
 
-impl std::fmt::Display for Kind {
+impl std::fmt::Display for CheckpointKind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Distributed => "distributed checkpoint",
@@ -37,17 +37,17 @@ impl std::fmt::Display for Kind {
 pub enum AnyCheckpoint {
     /// Shards and a manifest.
     Distributed(Box<DistributedCheckpoint>),
-    /// Whole tensors, with what Fulgurite adds.
+    /// Whole tensors, with Fulgurite's manifest.
     Full(Box<FullCheckpoint>),
     /// Weights alone.
     Weights(SafetensorsSource),
 }
 
 impl AnyCheckpoint {
-    /// Opens what is at `path`: a directory, or a safetensors or index file.
+    /// Opens the checkpoint at `path`: a directory, or a safetensors or index file.
     ///
     /// # Errors
-    /// If there is nothing, it is no checkpoint, or one that is incomplete.
+    /// If there is no checkpoint, or it is incomplete.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         if path.join(MANIFEST).is_file() {
@@ -66,17 +66,17 @@ impl AnyCheckpoint {
         Ok(Self::Weights(SafetensorsSource::open(path)?))
     }
 
-    /// Where it is.
+    /// Its path.
     pub fn location(&self) -> &Path {
         self.model().location()
     }
 
-    /// What it is.
-    pub fn kind(&self) -> Kind {
+    /// Its kind.
+    pub fn kind(&self) -> CheckpointKind {
         match self {
-            Self::Distributed(_) => Kind::Distributed,
-            Self::Full(_) => Kind::Full,
-            Self::Weights(_) => Kind::Weights,
+            Self::Distributed(_) => CheckpointKind::Distributed,
+            Self::Full(_) => CheckpointKind::Full,
+            Self::Weights(_) => CheckpointKind::Weights,
         }
     }
 
@@ -99,7 +99,7 @@ impl AnyCheckpoint {
         (!optimizer.is_empty()).then_some(optimizer)
     }
 
-    /// Its manifest; weights alone have none.
+    /// Its manifest; `None` for weights alone.
     pub fn manifest(&self) -> Option<&Manifest> {
         match self {
             Self::Distributed(checkpoint) => Some(checkpoint.manifest()),
@@ -108,14 +108,14 @@ impl AnyCheckpoint {
         }
     }
 
-    /// What kinds of tensors it has: the title of each, and themselves.
+    /// The model's and the optimizer's tensors, each with its name.
     pub(super) fn sections(&self) -> Vec<(&'static str, &dyn TensorSource)> {
         let optimizer = self.optimizer().map(|o| ("optimizer", o as &dyn TensorSource));
         [("model", self.model())].into_iter().chain(optimizer).collect()
     }
 }
 
-/// Names of the directories in this one that are checkpoints, if it holds no weights itself; sorted.
+/// The sorted names of checkpoints in this directory, if it has no weights itself.
 fn checkpoints_in(path: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(path) else { return Vec::new() };
     let entries: Vec<_> = entries.flatten().collect();

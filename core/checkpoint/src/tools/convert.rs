@@ -1,4 +1,4 @@
-//! From one format to another.
+//! Converting checkpoints between formats.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -7,52 +7,52 @@ use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
 use serde::Serialize;
 
-use super::super::full::{FilePlan, FullWriter, Section, TensorMeta, plan};
-use super::super::stored::loadable;
+use super::super::full::{FilePlan, FullWriter, TensorMeta, plan_files};
+use super::super::manifest::Section;
+use super::super::stored::loadable_dtype;
 use super::super::{CheckpointIO, Filter, FullOptions, ModelConfig, SaveMeta, TensorSource};
 use super::progress::{Counter, Progress};
-use super::{AnyCheckpoint, Kind, Rename, distribute, output};
+use super::{AnyCheckpoint, CheckpointKind, Rename, distribute, output};
 use crate::{Error, Result};
 use fulgurite_engine::shard::{Region, ShardSpec};
 
-/// What a checkpoint is made into.
+/// The format that a checkpoint is converted to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Target {
-    /// Shards as this many ranks write them, each tensor cut along its first dimension, and a
-    /// manifest.
+pub enum ConvertTarget {
+    /// A distributed checkpoint, cut along the first dimension of each tensor.
     Distributed {
         /// Number of shards; at least one.
         shards: usize,
     },
     /// A full checkpoint.
     Full,
-    /// What `transformers` writes: the model and its `config.json`, nothing of Fulgurite's.
+    /// The model and its `config.json`, as `transformers` writes them.
     HuggingFace,
 }
 
-/// How a checkpoint is converted.
+/// Options of [`convert`].
 #[derive(Debug, Clone)]
 pub struct ConvertOptions {
-    /// What into.
-    pub to: Target,
-    /// What the model's floating-point tensors are converted to. The optimizer's never are.
+    /// The format.
+    pub to: ConvertTarget,
+    /// The dtype that the model's floating-point tensors are converted to; `None` keeps their dtypes. The
+    /// optimizer's are never converted.
     pub dtype: Option<DType>,
-    /// Whether the optimizer's state is left out. [`Target::HuggingFace`] never has it.
+    /// Whether the optimizer's state is left out. [`ConvertTarget::HuggingFace`] never has it.
     pub model_only: bool,
-    /// Other names.
+    /// New names of the parameters.
     pub rename: Rename,
-    /// As [`FullOptions::max_shard_bytes`]; not for [`Target::Distributed`].
+    /// As [`FullOptions::max_shard_bytes`]; not for [`ConvertTarget::Distributed`].
     pub max_shard_bytes: u64,
-    /// The model's `config.json`, instead of the one that the input has. Not for
-    /// [`Target::Distributed`].
+    /// The model's `config.json`, instead of the input's. Not for [`ConvertTarget::Distributed`].
     pub config: Option<ModelConfig>,
-    /// Whether a checkpoint that is there already is replaced.
+    /// Whether an existing checkpoint is replaced.
     pub overwrite: bool,
 }
 
 impl ConvertOptions {
-    /// Everything, as it is.
-    pub fn new(to: Target) -> Self {
+    /// Converts everything, without other changes.
+    pub fn new(to: ConvertTarget) -> Self {
         let FullOptions { max_shard_bytes, .. } = FullOptions::default();
         Self {
             to,
@@ -66,10 +66,10 @@ impl ConvertOptions {
     }
 }
 
-/// What was written.
+/// The checkpoint that was written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Converted {
-    /// Where.
+    /// Its path.
     pub path: PathBuf,
     /// Number of tensors.
     pub tensors: usize,
@@ -79,7 +79,7 @@ pub struct Converted {
     pub files: usize,
 }
 
-/// Makes a full checkpoint of any; [`convert`] to [`Target::Full`] with everything as it is.
+/// Makes a full checkpoint from any checkpoint: [`convert`] to [`ConvertTarget::Full`].
 ///
 /// # Errors
 /// As [`convert`].
@@ -89,10 +89,10 @@ pub fn consolidate(
     name: &str,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Converted> {
-    convert(input, io, name, &ConvertOptions::new(Target::Full), progress)
+    convert(input, io, name, &ConvertOptions::new(ConvertTarget::Full), progress)
 }
 
-/// Makes a distributed checkpoint of `shards` shards of any.
+/// Makes a distributed checkpoint of `shards` shards from any checkpoint.
 ///
 /// # Errors
 /// As [`convert`].
@@ -103,19 +103,18 @@ pub fn reshard(
     shards: usize,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Converted> {
-    convert(input, io, name, &ConvertOptions::new(Target::Distributed { shards }), progress)
+    convert(input, io, name, &ConvertOptions::new(ConvertTarget::Distributed { shards }), progress)
 }
 
-/// Writes `input` as `name` of `io`, in another format, dtype or with other names. Holds one whole
-/// tensor at a time. Not collective.
+/// Writes `input` as the checkpoint `name` of `io`, in another format or dtype or with other names. Holds one
+/// whole tensor at a time. Not collective.
 ///
-/// Step, state and configuration are kept where both formats have them. From weights into a full
-/// checkpoint or a Hugging Face directory, the tokenizer's and other small files come along.
+/// Step, state and configuration are kept if both formats have them. The tokenizer's and other small files
+/// are copied from weights into a full checkpoint or a Hugging Face directory.
 ///
 /// # Errors
-/// If there is something under `name` already and `overwrite` is not set, or it is no checkpoint;
-/// if the input is damaged, or two tensors get the same name; if the output cannot be written.
-/// Nothing is changed then.
+/// If `name` exists and is no checkpoint or `overwrite` is not set; if the input is damaged; if two tensors
+/// get the same name; if the output cannot be written. Nothing is changed then.
 pub fn convert(
     input: &AnyCheckpoint,
     io: &dyn CheckpointIO,
@@ -123,7 +122,7 @@ pub fn convert(
     options: &ConvertOptions,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Converted> {
-    if let Target::Distributed { shards: 0 } = options.to {
+    if let ConvertTarget::Distributed { shards: 0 } = options.to {
         return Err(Error::other("a distributed checkpoint has at least one shard"));
     }
     if let Some(dtype) = options.dtype.filter(|dtype| !dtype.is_float()) {
@@ -131,25 +130,26 @@ pub fn convert(
             format!("parameters cannot be converted to {dtype:?}; expected a float dtype");
         return Err(Error::other(message));
     }
-    let model = Part::model(input.model(), options)?;
-    let with_optimizer = !options.model_only && options.to != Target::HuggingFace;
+    let model = OutputSection::model(input.model(), options)?;
+    let with_optimizer = !options.model_only && options.to != ConvertTarget::HuggingFace;
     let optimizer = input.optimizer().filter(|_| with_optimizer);
-    let optimizer = optimizer.map(|source| Part::optimizer(source, options)).transpose()?;
-    let parts: Vec<&Part<'_>> = [&model].into_iter().chain(&optimizer).collect();
+    let optimizer =
+        optimizer.map(|source| OutputSection::optimizer(source, options)).transpose()?;
+    let parts: Vec<&OutputSection<'_>> = [&model].into_iter().chain(&optimizer).collect();
     let bytes = parts.iter().flat_map(|part| &part.tensors).map(TensorMeta::bytes).sum();
     let tensors = parts.iter().map(|part| part.tensors.len()).sum();
     let mut counter = Counter::new(bytes, progress);
     let meta = meta(input, options);
     let world_size = input.manifest().map_or(1, |manifest| manifest.world_size);
     let files = output::transaction(io, name, options.overwrite, |staged| match options.to {
-        Target::Distributed { shards } => {
+        ConvertTarget::Distributed { shards } => {
             distribute::write(io, staged, shards, &parts, meta, &mut counter)
         }
         to => {
             let none = Vec::new();
             let states = optimizer.as_ref().map_or(&none, |part| &part.tensors);
-            let mut files = plan(Section::Model, &model.tensors, options.max_shard_bytes);
-            files.extend(plan(Section::Optimizer, states, options.max_shard_bytes));
+            let mut files = plan_files(Section::Model, &model.tensors, options.max_shard_bytes);
+            files.extend(plan_files(Section::Optimizer, states, options.max_shard_bytes));
             let metas = (model.tensors.as_slice(), states.as_slice());
             let mut writer = FullWriter::new(io, staged, metas, &files, (world_size, &meta));
             for FilePlan { section, tensors, .. } in &files {
@@ -163,23 +163,23 @@ pub fn convert(
                 }
             }
             let extra = companions(input, options)?;
-            writer.finish(&extra, to == Target::Full)?;
+            writer.finish(&extra, to == ConvertTarget::Full)?;
             Ok(files.len())
         }
     })?;
     Ok(Converted { path: io.location(name), tensors, bytes, files })
 }
 
-/// The tensors of a model or an optimizer, under the names and in the dtypes that they will have.
-pub(super) struct Part<'a> {
+/// The tensors of a model or an optimizer, with their new names and dtypes.
+pub(super) struct OutputSection<'a> {
     pub(super) section: Section,
     source: &'a dyn TensorSource,
-    /// What each is called in the source.
+    /// The name of each in the source.
     names: Vec<String>,
     pub(super) tensors: Vec<TensorMeta>,
 }
 
-impl<'a> Part<'a> {
+impl<'a> OutputSection<'a> {
     fn model(source: &'a dyn TensorSource, options: &ConvertOptions) -> Result<Self> {
         let rename = |name: &str| options.rename.apply(name);
         Self::new(Section::Model, source, rename, options.dtype)
@@ -205,7 +205,7 @@ impl<'a> Part<'a> {
                 let message = format!("`{other}` and `{name}` would both be called `{renamed}`");
                 return Err(Error::checkpoint(source.location(), message));
             }
-            let dtype = match (dtype, loadable(info.dtype)) {
+            let dtype = match (dtype, loadable_dtype(info.dtype)) {
                 (Some(wanted), Some(stored)) if stored.is_float() => Dtype::from(wanted),
                 _ => info.dtype,
             };
@@ -215,16 +215,16 @@ impl<'a> Part<'a> {
         Ok(Self { section, source, names, tensors })
     }
 
-    /// All values of tensor `i`, flat, in the dtype they will have.
+    /// The values of tensor `i`, flat, in the new dtype.
     pub(super) fn read(&self, i: usize) -> Result<Tensor> {
         let (name, tensor) = (&self.names[i], &self.tensors[i]);
-        // A dtype that cannot be loaded is complained about by reading, whatever it is asked for.
-        let dtype = loadable(tensor.dtype).unwrap_or(DType::U8);
+        // For a dtype that cannot be loaded `read` fails, in whatever dtype it is asked for.
+        let dtype = loadable_dtype(tensor.dtype).unwrap_or(DType::U8);
         self.source.read(name, &Region::full(&tensor.shape), dtype, &Device::Cpu)
     }
 }
 
-/// What is kept besides tensors. Mesh and specs are those of the output, if it is distributed.
+/// Everything besides tensors. Mesh and specs are those of the output, if it is distributed.
 fn meta(input: &AnyCheckpoint, options: &ConvertOptions) -> SaveMeta {
     let Some(manifest) = input.manifest() else { return SaveMeta::default() };
     let specs: BTreeMap<String, ShardSpec> = manifest
@@ -238,7 +238,7 @@ fn meta(input: &AnyCheckpoint, options: &ConvertOptions) -> SaveMeta {
         specs,
         state: manifest.state.clone(),
         config: manifest.config.clone(),
-        // What is there was kept already.
+        // The input has only the tensors that the filter kept.
         filter: manifest.filter.as_ref().map(|what| Filter::new(what.clone(), |_| true)),
     }
 }
@@ -251,7 +251,7 @@ fn companions(input: &AnyCheckpoint, options: &ConvertOptions) -> Result<Vec<(St
         files.push((CONFIG.to_owned(), config.bytes()?));
     }
     let directory = input.location();
-    if input.kind() == Kind::Distributed || !directory.is_dir() {
+    if input.kind() == CheckpointKind::Distributed || !directory.is_dir() {
         return Ok(files);
     }
     let entries = std::fs::read_dir(directory).map_err(Error::io("listing", directory))?;
@@ -269,7 +269,7 @@ fn companions(input: &AnyCheckpoint, options: &ConvertOptions) -> Result<Vec<(St
     Ok(files)
 }
 
-/// Whether a file belongs to a model without being of its weights.
+/// Whether a file belongs to a model and has no weights.
 fn is_companion(name: &str) -> bool {
     let kind = Path::new(name).extension().and_then(|e| e.to_str());
     matches!(kind, Some("json" | "txt" | "model" | "jinja"))

@@ -1,11 +1,11 @@
-//! How two checkpoints differ.
+//! The differences between two checkpoints.
 
 use std::collections::BTreeSet;
 
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
-use super::super::stored::loadable;
+use super::super::stored::loadable_dtype;
 use super::super::{TensorInfo, TensorSource};
 use super::AnyCheckpoint;
 use super::progress::{Counter, Progress};
@@ -16,22 +16,22 @@ use fulgurite_engine::shard::Region;
 /// Bytes of a tensor that are compared at a time.
 const WINDOW: usize = 4 << 20;
 
-/// What counts as a difference.
+/// Options of [`diff`].
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct DiffOptions {
-    /// Whether the optimizers' states are left out.
+    /// Whether the optimizers' states are ignored.
     pub model_only: bool,
-    /// How far values may be apart; their dtypes may differ then too. Without, their bits must be
-    /// the same.
+    /// The largest absolute difference of values that are equal, whatever their dtypes. `None`: dtypes and
+    /// bits must be equal.
     pub atol: Option<f64>,
 }
 
-/// What came of a comparison.
+/// The result of [`diff`].
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
-    /// Number of tensors that both have and that are the same.
+    /// Number of tensors that are equal in both.
     pub same: usize,
-    /// What differs.
+    /// The tensors that differ.
     pub differences: Vec<Difference>,
 }
 
@@ -75,14 +75,14 @@ pub enum Change {
     Values(ValueDifference),
 }
 
-/// How far values are apart.
+/// The difference of two tensors' values.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct ValueDifference {
-    /// How many elements differ, bit for bit.
+    /// Number of elements whose bits differ.
     pub elements: u64,
-    /// How many there are.
+    /// Number of elements.
     pub of: u64,
-    /// The largest difference; NaN (in JSON: null) if only one of two is not a number.
+    /// The largest absolute difference; NaN (in JSON: null) if only one of two values is NaN.
     pub max_abs: f64,
 }
 
@@ -90,7 +90,7 @@ impl ValueDifference {
     fn counts(&self, atol: Option<f64>) -> bool {
         match atol {
             None => self.elements > 0,
-            // NaN is beyond any tolerance.
+            // NaN exceeds any tolerance.
             Some(atol) => self.elements > 0 && (self.max_abs.is_nan() || self.max_abs > atol),
         }
     }
@@ -166,7 +166,7 @@ fn compare(
     let mut values = ValueDifference::default();
     for region in blocks(&a_info.shape, a_info.dtype.bitsize().max(b_info.dtype.bitsize()) / 8) {
         let read = |source: &dyn TensorSource, info: &TensorInfo| {
-            let dtype = loadable(info.dtype).ok_or_else(|| {
+            let dtype = loadable_dtype(info.dtype).ok_or_else(|| {
                 let message = format!("tensor `{name}`: dtype {} cannot be compared", info.dtype);
                 Error::checkpoint(source.location(), message)
             })?;
@@ -186,7 +186,7 @@ fn compare(
     })
 }
 
-/// A tensor in stretches of its first dimension.
+/// The tensor as blocks of its first dimension.
 fn blocks(shape: &[usize], width: usize) -> Vec<Region> {
     let whole = Region::full(shape);
     if whole.is_empty() || shape.is_empty() {
@@ -231,7 +231,7 @@ fn compare_block(a: &Tensor, b: &Tensor, total: &mut ValueDifference) -> Result<
         };
         if is_different {
             total.elements += 1;
-            // Equal infinities, and two that are not numbers, are no distance apart.
+            // Equal infinities and two NaN are equal.
             let distance = if a == b || both_nan { 0.0 } else { (a - b).abs() };
             if distance.is_nan() || distance > total.max_abs {
                 total.max_abs = if total.max_abs.is_nan() { total.max_abs } else { distance };

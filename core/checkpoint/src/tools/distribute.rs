@@ -1,23 +1,24 @@
 //! Writing a distributed checkpoint from one process.
 
 use super::super::CheckpointIO;
-use super::super::full::{Section, TensorMeta};
+use super::super::full::TensorMeta;
+use super::super::manifest::Section;
 use super::super::manifest::{MANIFEST, Manifest, SaveMeta, TensorEntry};
 use super::super::shard_file::file_name;
-use super::super::tensor_file::{Slot, TensorFile, wide_first};
-use super::convert::Part;
+use super::super::tensor_file::{TensorFile, TensorSlot, sort_by_alignment};
+use super::convert::OutputSection;
 use super::progress::Counter;
 use crate::{Error, Result};
 use fulgurite_engine::mesh::DATA_PARALLEL_SHARD;
 use fulgurite_engine::shard::{Cut, Placement, Region, ShardSpec};
 
-/// Writes the parts as `shards` ranks of FSDP would, and returns the number of files. All shards
-/// are written side by side, so that every tensor is read once, whole, and its checksum verified.
+/// Writes the checkpoint as `shards` ranks of FSDP would, and returns the number of files. All shards are
+/// written at the same time, so that every tensor is read once, whole, and its checksum verified.
 pub(super) fn write(
     io: &dyn CheckpointIO,
     staged: &str,
     shards: usize,
-    parts: &[&Part<'_>],
+    parts: &[&OutputSection<'_>],
     meta: SaveMeta,
     counter: &mut Counter<'_>,
 ) -> Result<usize> {
@@ -32,7 +33,7 @@ pub(super) fn write(
     let mut manifest = Manifest::new(shards, &meta);
     for part in parts {
         let mut order: Vec<usize> = (0..part.tensors.len()).collect();
-        wide_first(&mut order, |&i| part.tensors[i].dtype);
+        sort_by_alignment(&mut order, |&i| part.tensors[i].dtype);
         let mut files = create(io, staged, shards, part, &order)?;
         for &i in &order {
             let (tensor, values) = (&part.tensors[i], part.read(i)?);
@@ -43,7 +44,7 @@ pub(super) fn write(
                 if region.is_empty() {
                     continue;
                 }
-                // A part along the first dimension is one stretch.
+                // A part of the first dimension is contiguous.
                 let row = tensor.shape.iter().skip(1).product::<usize>();
                 let start = region.offsets.first().map_or(0, |first| first * row);
                 chunks.extend(file.put(&values.narrow(0, start, region.elem_count())?)?);
@@ -67,27 +68,27 @@ pub(super) fn write(
     Ok(manifest.files.len())
 }
 
-/// A file for every shard that holds something.
+/// A file for every shard that has a part of any tensor.
 fn create<'a>(
     io: &'a dyn CheckpointIO,
     staged: &str,
     shards: usize,
-    part: &Part<'_>,
+    part: &OutputSection<'_>,
     order: &[usize],
 ) -> Result<Vec<Option<TensorFile<'a>>>> {
     (0..shards)
         .map(|shard| {
-            let slot = |tensor: &TensorMeta| Slot {
+            let slot = |tensor: &TensorMeta| TensorSlot {
                 name: tensor.name.clone(),
                 dtype: tensor.dtype,
                 region: piece(&tensor.shape, shards, shard),
             };
             let slots = order.iter().map(|&i| slot(&part.tensors[i]));
-            let slots: Vec<Slot> = slots.filter(|slot| !slot.region.is_empty()).collect();
+            let slots: Vec<TensorSlot> = slots.filter(|slot| !slot.region.is_empty()).collect();
             if slots.is_empty() {
                 return Ok(None);
             }
-            let file = format!("{}/{}", part.section.stem(), file_name(shard));
+            let file = format!("{}/{}", part.section.name(), file_name(shard));
             TensorFile::create(io, format!("{staged}/{file}"), file, slots, true).map(Some)
         })
         .collect()
@@ -98,7 +99,7 @@ fn spec(shape: &[usize], shards: usize) -> ShardSpec {
     ShardSpec::new(shape.to_vec()).with_cut(Cut::new(DATA_PARALLEL_SHARD, shards, placement))
 }
 
-/// What of a tensor is in a shard.
+/// The region of a tensor in a shard.
 fn piece(shape: &[usize], shards: usize, shard: usize) -> Region {
     spec(shape, shards).owned_region(|_| shard)
 }

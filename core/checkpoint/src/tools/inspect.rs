@@ -1,4 +1,4 @@
-//! What is in a checkpoint.
+//! A summary of a checkpoint.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -7,16 +7,16 @@ use serde::Serialize;
 
 use super::super::TensorSource;
 use super::super::chunks::checked_elem_count;
-use super::{AnyCheckpoint, Kind};
+use super::{AnyCheckpoint, CheckpointKind};
 
-/// What is in a checkpoint.
+/// A summary of a checkpoint: everything but values.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Summary {
-    /// Where it is.
+pub struct CheckpointSummary {
+    /// Its path.
     pub path: PathBuf,
-    /// What it is.
-    pub kind: Kind,
-    /// The format's version; weights alone have none, and none of what follows either.
+    /// Its kind.
+    pub kind: CheckpointKind,
+    /// The format's version. Like the following fields up to `mesh`, `None` for weights alone.
     pub format_version: Option<u32>,
     /// The version of the library that wrote it.
     pub library_version: Option<String>,
@@ -34,16 +34,16 @@ pub struct Summary {
     pub optimizer: Option<TensorSet>,
 }
 
-/// What a set of tensors amounts to.
+/// The tensors of a model or an optimizer.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TensorSet {
-    /// Number of elements of all.
+    /// Number of elements of all tensors.
     pub elements: u64,
-    /// Bytes of all.
+    /// Bytes of all tensors.
     pub bytes: u64,
     /// Number of tensors of each dtype.
     pub dtypes: BTreeMap<String, usize>,
-    /// Each of them, by name.
+    /// Each tensor, by name.
     pub tensors: BTreeMap<String, TensorSummary>,
 }
 
@@ -56,12 +56,12 @@ pub struct TensorSummary {
     pub dtype: String,
     /// Number of bytes.
     pub bytes: u64,
-    /// Number of parts it is stored in, if the manifest tells.
+    /// Number of chunks it is stored in, if there is a manifest.
     pub parts: Option<usize>,
 }
 
-/// Tells what is in a checkpoint. Reads no values. Not collective.
-pub fn inspect(checkpoint: &AnyCheckpoint) -> Summary {
+/// Summarises a checkpoint. Reads no values. Not collective.
+pub fn inspect(checkpoint: &AnyCheckpoint) -> CheckpointSummary {
     let manifest = checkpoint.manifest();
     let parts = |name: &str, optimizer: bool| {
         let manifest = manifest?;
@@ -69,7 +69,7 @@ pub fn inspect(checkpoint: &AnyCheckpoint) -> Summary {
         Some(entries.get(name)?.chunks.len())
     };
     let optimizer = checkpoint.optimizer();
-    Summary {
+    CheckpointSummary {
         path: checkpoint.location().to_owned(),
         kind: checkpoint.kind(),
         format_version: manifest.map(|m| m.format_version),

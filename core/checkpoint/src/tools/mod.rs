@@ -2,14 +2,14 @@
 //!
 //! ```no_run
 //! use fulgurite_core::checkpoint::CheckpointIO;
-//! use fulgurite_core::checkpoint::tools::{AnyCheckpoint, ConvertOptions, Target, convert, verify};
+//! use fulgurite_core::checkpoint::tools::{AnyCheckpoint, ConvertOptions, ConvertTarget, convert, verify};
 //!
 //! fn publish(io: &dyn CheckpointIO) -> fulgurite_core::Result<()> {
 //!     let checkpoint = AnyCheckpoint::open("checkpoints/step-00000300")?;
 //!     assert!(verify(&checkpoint, &mut |_| {}).damages.is_empty());
 //!     let options = ConvertOptions {
 //!         dtype: Some(candle_core::DType::BF16),
-//!         ..ConvertOptions::new(Target::HuggingFace)
+//!         ..ConvertOptions::new(ConvertTarget::HuggingFace)
 //!     };
 //!     convert(&checkpoint, io, "my-model", &options, &mut |_| {})?;
 //!     Ok(())
@@ -30,10 +30,10 @@ mod progress;
 mod rename;
 mod verify;
 
-pub use any::{AnyCheckpoint, Kind};
-pub use convert::{ConvertOptions, Converted, Target, consolidate, convert, reshard};
+pub use any::{AnyCheckpoint, CheckpointKind};
+pub use convert::{ConvertOptions, ConvertTarget, Converted, consolidate, convert, reshard};
 pub use diff::{Change, Comparison, DiffOptions, Difference, ValueDifference, diff};
-pub use inspect::{Summary, TensorSet, TensorSummary, inspect};
+pub use inspect::{CheckpointSummary, TensorSet, TensorSummary, inspect};
 pub use progress::Progress;
 pub use rename::Rename;
 pub use verify::{Damage, Verification, verify};

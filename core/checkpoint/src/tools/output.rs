@@ -1,14 +1,14 @@
-//! Where a tool writes to.
+//! The output of a tool.
 
 use super::super::manifest::{FULL_MANIFEST, MANIFEST};
 use crate::{Error, Result};
 use fulgurite_engine::checkpoint_io::{self as naming, CheckpointIO};
 
-/// What of a directory says that it is a checkpoint or a model, and may be replaced by one.
-const MARKS: [&str; 4] =
+/// The files by which a directory is known as a checkpoint or a model, which may be overwritten.
+const MARKER_FILES: [&str; 4] =
     [MANIFEST, FULL_MANIFEST, "model.safetensors", "model.safetensors.index.json"];
 
-/// Lets `write` fill a fresh directory, which then appears as `name`.
+/// Calls `write` with a new directory and then commits that as `name`.
 pub(super) fn transaction<T>(
     io: &dyn CheckpointIO,
     name: &str,
@@ -24,7 +24,7 @@ pub(super) fn transaction<T>(
         if !overwrite {
             return fail("exists already; name another output, or say `--overwrite` to replace it");
         }
-        if !io.list(name)?.iter().any(|entry| MARKS.contains(&entry.name.as_str())) {
+        if !io.list(name)?.iter().any(|entry| MARKER_FILES.contains(&entry.name.as_str())) {
             return fail(
                 "there is something here that is no checkpoint; it is not overwritten. Move it \
                  away or name another output",

@@ -1,6 +1,6 @@
-//! How far a tool is.
+//! The progress of a tool.
 
-/// How many bytes of how many are done. Tools call back with it now and then.
+/// The progress of a tool, which calls back with it from time to time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
     /// Bytes that are done.
@@ -9,7 +9,7 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// Counts, and tells.
+/// Counts bytes, and reports them to the callback.
 pub(super) struct Counter<'a> {
     progress: Progress,
     tell: &'a mut dyn FnMut(Progress),

@@ -1,10 +1,10 @@
-//! Other names for tensors.
+//! Renaming parameters by prefix.
 
 use std::str::FromStr;
 
 use crate::{Error, Result};
 
-/// Replaces prefixes of parameters' names. Of several rules, the first that fits counts.
+/// Replaces prefixes of parameters' names, by the first rule that matches.
 ///
 /// ```
 /// use fulgurite_core::checkpoint::tools::Rename;
@@ -18,14 +18,14 @@ pub struct Rename {
 }
 
 impl Rename {
-    /// The same with one more rule: names that begin with `from` begin with `to` instead.
+    /// Adds a rule: replaces the prefix `from` by `to`.
     #[must_use]
     pub fn with(mut self, from: impl Into<String>, to: impl Into<String>) -> Self {
         self.rules.push((from.into(), to.into()));
         self
     }
 
-    /// What `fqn` is called.
+    /// The new name of `fqn`.
     pub fn apply(&self, fqn: &str) -> String {
         let renamed = self.rules.iter().find_map(|(from, to)| {
             fqn.strip_prefix(from.as_str()).map(|rest| format!("{to}{rest}"))
@@ -33,7 +33,7 @@ impl Rename {
         renamed.unwrap_or_else(|| fqn.to_owned())
     }
 
-    /// What the optimizer's state tensor of this [key](super::super::optimizer_key) is called.
+    /// The new name of the optimizer state tensor of this [key](super::super::optimizer_key).
     pub(super) fn apply_to_key(&self, key: &str) -> String {
         match key.strip_prefix("state.") {
             Some(rest) => format!("state.{}", self.apply(rest)),

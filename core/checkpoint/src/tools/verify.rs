@@ -1,4 +1,4 @@
-//! Whether a checkpoint is what was written.
+//! Verifying checksums.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -8,38 +8,38 @@ use serde::Serialize;
 
 use super::super::checksum::Checksum;
 use super::super::manifest::{ChunkEntry, TensorEntry};
-use super::super::shard_file::{Stored, read_header};
+use super::super::shard_file::{StoredPart, read_header};
 use super::super::stored::FileLocation;
 use super::super::{CheckpointReader, chunks};
 use super::progress::{Counter, Progress};
-use super::{AnyCheckpoint, Kind};
+use super::{AnyCheckpoint, CheckpointKind};
 
 /// Bytes that are read at a time.
 const WINDOW: u64 = 4 << 20;
 
-/// What came of verifying.
+/// The result of [`verify`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Verification {
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
-    /// What it is.
-    pub kind: Kind,
-    /// Number of tensors, the optimizer's included.
+    /// Its kind.
+    pub kind: CheckpointKind,
+    /// Number of tensors, including the optimizer's.
     pub tensors: usize,
-    /// Bytes that were compared with checksums; 0 for weights alone, which have none.
+    /// Bytes that were compared with checksums; 0 for weights alone, which have no checksums.
     pub bytes: u64,
-    /// Everything that is wrong.
+    /// All damages.
     pub damages: Vec<Damage>,
 }
 
-/// Something that is not what was written.
+/// A damaged file or tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Damage {
     /// The file.
     pub file: PathBuf,
-    /// The tensor; `None` if the whole file is concerned.
+    /// The tensor; `None` if the damage is not of a single one.
     pub tensor: Option<String>,
-    /// What is wrong.
+    /// The damage.
     pub message: String,
 }
 
@@ -53,9 +53,9 @@ impl std::fmt::Display for Damage {
     }
 }
 
-/// Reads all of a checkpoint and compares it with the checksums, and the files' headers with the
-/// manifest. Weights alone have no checksums: opening them has checked headers and lengths. Takes
-/// 4 MiB of memory. Not collective.
+/// Compares all bytes of a checkpoint with their checksums, and the files' headers with the manifest. Weights
+/// alone have no checksums; [`AnyCheckpoint::open`] has checked their headers and lengths. Takes 4 MiB of
+/// memory. Not collective.
 pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) -> Verification {
     let tensors = checkpoint.sections().iter().map(|(_, source)| source.names().len()).sum();
     let mut verification = Verification {
@@ -86,7 +86,7 @@ pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) ->
                 continue;
             }
         };
-        let header: Option<BTreeMap<String, Stored>> = match read_header(reader.as_ref()) {
+        let header: Option<BTreeMap<String, StoredPart>> = match read_header(reader.as_ref()) {
             Ok(header) => Some(header.into_iter().map(|s| (s.name.clone(), s)).collect()),
             Err(message) => {
                 report(None, message);
@@ -107,7 +107,7 @@ pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) ->
             match hash(&reader, stored, &mut buffer) {
                 Ok(found) if found == stored.xxh3 => {}
                 Ok(_) => {
-                    let region = chunks::show(&stored.region);
+                    let region = chunks::format_region(&stored.region);
                     let message = format!("the bytes of {region} do not match their checksum");
                     report(Some(name), message);
                 }
@@ -119,8 +119,8 @@ pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) ->
     verification
 }
 
-/// Whether a file's header says of a part what the manifest does.
-fn is_listed(found: Option<&Stored>, tensor: &TensorEntry, stored: &ChunkEntry) -> bool {
+/// Whether a file's header and the manifest agree on a chunk.
+fn is_listed(found: Option<&StoredPart>, tensor: &TensorEntry, stored: &ChunkEntry) -> bool {
     found.is_some_and(|found| {
         found.bytes == stored.bytes && found.dtype == tensor.dtype && found.region == stored.region
     })

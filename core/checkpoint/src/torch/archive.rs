@@ -1,4 +1,4 @@
-//! Where the parts of a `torch.save` archive are in the file.
+//! The zip archive that `torch.save` writes.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -7,17 +7,17 @@ use std::path::Path;
 use crate::{CheckpointReader, LocalFile};
 use crate::{Error, Result};
 
-/// What a `torch.save` file without a zip archive, of PyTorch before 1.6, begins with.
+/// The first bytes of a file that PyTorch before 1.6 saved, without a zip archive.
 const LEGACY: [u8; 4] = [0x80, 0x02, 0x8a, 0x0a];
 
 const ZIP: [u8; 4] = *b"PK\x03\x04";
 
-/// Whether a file that begins with these bytes is one of `torch.save`.
+/// Whether a file with these first bytes was written by `torch.save`.
 pub(super) fn recognises(start: &[u8]) -> bool {
     start == ZIP || start == LEGACY
 }
 
-/// The pickle of a file, and where its tensor data is.
+/// The pickle of a file, and the byte ranges of its tensor data.
 #[derive(Debug)]
 pub(super) struct Archive {
     pub(super) pickle: Vec<u8>,

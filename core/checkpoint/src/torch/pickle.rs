@@ -1,14 +1,14 @@
-//! The pickle machine, without the part that calls anything.
+//! The stack machine of pickle, without calls.
 //!
-//! Objects live in one list and refer to each other by their places in it, so shared ones are
-//! shared, no depth of nesting overflows the stack, and memory is a small multiple of the pickle.
+//! Objects are in one list and refer to each other by index. So objects can be shared, no depth of nesting
+//! overflows the stack, and memory is a small multiple of the pickle's size.
 
 use std::collections::HashMap;
 
-/// An object's place in a [`Heap`].
+/// The index of an object in a [`Heap`].
 pub(super) type Id = usize;
 
-/// What a pickle makes, as far as it matters here.
+/// An object of a pickle.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Object {
     Int(i64),
@@ -19,7 +19,7 @@ pub(super) enum Object {
     Tuple(Vec<Id>),
     List(Vec<Id>),
     Dict(Vec<(Id, Id)>),
-    /// What calling something would give, and what was then put into it as into a dict.
+    /// The result of a call, which is not made, and the items set in it as in a dict.
     Call {
         callable: Id,
         args: Id,
@@ -27,11 +27,11 @@ pub(super) enum Object {
     },
     /// A reference to data outside of the pickle.
     Persistent(Id),
-    /// Numbers that are no small integers, bytes, sets, `None`.
+    /// Any other value: numbers that are no small integers, bytes, sets, `None`.
     Other,
 }
 
-/// The objects of a pickle, and which one is the outcome.
+/// The objects of a pickle; `root` is the pickled one.
 #[derive(Debug)]
 pub(super) struct Heap {
     objects: Vec<Object>,
@@ -43,7 +43,7 @@ impl Heap {
         &self.objects[id]
     }
 
-    /// The entries of a dict or of something like one.
+    /// The items of a dict, or of a call that items were set in.
     pub(super) fn items(&self, id: Id) -> Option<&[(Id, Id)]> {
         match self.get(id) {
             Object::Dict(items) => Some(items),
@@ -73,7 +73,7 @@ impl Heap {
         }
     }
 
-    /// A size or an offset.
+    /// An object that is a size or an offset.
     pub(super) fn count(&self, id: Id) -> Option<usize> {
         match self.get(id) {
             Object::Int(value) => usize::try_from(*value).ok(),
@@ -81,7 +81,7 @@ impl Heap {
         }
     }
 
-    /// A list of sizes.
+    /// An object that is a list of sizes.
     pub(super) fn counts(&self, id: Id) -> Option<Vec<usize>> {
         let items = match self.get(id) {
             // `torch.Size`, which some versions write as a call.
@@ -94,7 +94,7 @@ impl Heap {
     }
 }
 
-/// Runs a pickle. The error is a message for the caller to put the file's name to.
+/// Runs a pickle. The error is a message without the file's name.
 pub(super) fn parse(bytes: &[u8]) -> Result<Heap, String> {
     let mut machine = Machine { rest: bytes, ..Machine::default() };
     let root = machine.run().map_err(|message| {
@@ -109,7 +109,7 @@ struct Machine<'a> {
     rest: &'a [u8],
     objects: Vec<Object>,
     stack: Vec<Id>,
-    /// Where on the stack the open marks are.
+    /// The open marks, as stack depths.
     marks: Vec<usize>,
     memo: HashMap<u64, Id>,
 }
@@ -249,7 +249,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Collections, and what would be calls.
+    /// Opcodes of collections and calls.
     fn compound(&mut self, op: u8) -> Step {
         match op {
             b')' => self.push(Object::Tuple(Vec::new())),
@@ -340,7 +340,7 @@ impl<'a> Machine<'a> {
                 let args = self.add(Object::Tuple(args));
                 self.call(callable, args)
             }
-            // Attributes, which nothing here needs: those of a state dict are its `_metadata`.
+            // Attributes, which are not needed: a state dict has only `_metadata`.
             b'b' => self.pop().map(drop),
             b'Q' => {
                 let key = self.pop()?;
@@ -391,7 +391,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// Where the topmost `count` objects begin, which must lie above the last mark.
+    /// The depth below the topmost `count` objects, which must lie above the last mark.
     fn floor(&self, count: usize) -> Step<usize> {
         let from = self.stack.len().checked_sub(count);
         let from = from.filter(|from| self.marks.last().is_none_or(|mark| from >= mark));

@@ -1,4 +1,4 @@
-//! State dicts of PyTorch as a tensor source.
+//! [`TorchSource`]: a state dict of PyTorch as a tensor source.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use super::archive::{self, Archive};
 use super::state_dict::{TensorView, tensors};
 use super::{pickle, strided};
 use crate::chunks::check_bounds;
-use crate::stored::{FileLocation, StoredChunk, loadable};
+use crate::stored::{FileLocation, StoredChunk, loadable_dtype};
 use crate::weights::with_index;
 use crate::{Error, Result};
 use crate::{LocalFile, StoredTensors, TensorInfo, TensorSource};
@@ -19,19 +19,18 @@ use fulgurite_engine::shard::Region;
 /// A state dict that `torch.save` wrote: a `.pt`, `.pth` or `.bin` file, a Lightning `.ckpt`, or the
 /// `pytorch_model.bin` shards of a Hugging Face directory.
 ///
-/// The state dict may be the file's object, or lie in it as `state_dict`, `model`, `module` or
-/// `model_state_dict`, also one in the other. Only tensors are read and nothing is executed: what
-/// else the pickle holds is left out. Opening reads the pickle; values are read when asked for, and
-/// only the bytes of that part. Names are as they are in the file: see
-/// [`NameRules`](crate::NameRules). Nothing is collective.
+/// The state dict may be the saved object, or in it under `state_dict`, `model`, `module` or
+/// `model_state_dict`, possibly nested. Other objects are ignored, and nothing is executed. Opening reads
+/// the pickle; a read of a tensor reads only the bytes of the requested part. Names are those of the file;
+/// see [`NameRules`](crate::NameRules). Not collective.
 #[derive(Debug)]
 pub struct TorchSource {
-    /// Tensors that lie in row-major order: nearly always all.
+    /// Contiguous tensors, which nearly all are.
     stored: StoredTensors,
     views: BTreeMap<String, View>,
 }
 
-/// A tensor that does not.
+/// A tensor that is not contiguous.
 #[derive(Debug)]
 struct View {
     file: PathBuf,
@@ -41,12 +40,12 @@ struct View {
 }
 
 impl TorchSource {
-    /// The file that a Hugging Face directory has instead of a safetensors file.
+    /// The weights in a Hugging Face directory without safetensors.
     pub(crate) const SINGLE: &str = "pytorch_model.bin";
-    /// The index of its shards.
+    /// The index of sharded weights.
     pub(crate) const INDEX: &str = "pytorch_model.bin.index.json";
 
-    /// Whether a file that begins with these four bytes is one of `torch.save`.
+    /// Whether a file with these first four bytes was written by `torch.save`.
     pub(crate) fn recognises(start: &[u8]) -> bool {
         archive::recognises(start)
     }
@@ -54,17 +53,16 @@ impl TorchSource {
     /// Opens a file, a Hugging Face directory with `pytorch_model.bin`, or its index.
     ///
     /// # Errors
-    /// If it is no file of `torch.save`, is damaged, or holds no state dict, or one with tensors that
-    /// are more than numbers in memory (quantized, sparse, `DTensor`s); the message says what to do.
+    /// If it is no file of `torch.save`, is damaged, or has no state dict, or one with quantized, sparse or
+    /// distributed tensors; the message says what to do.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::open_at(path, &[])
     }
 
-    /// Opens the state dict that is found under these keys, one inside the other, such as
-    /// `["ema", "state_dict"]`.
+    /// Opens the state dict under these nested keys, such as `["ema", "state_dict"]`.
     ///
     /// # Errors
-    /// As [`open`](Self::open); if there is no such key, naming those that there are.
+    /// As [`open`](Self::open); if a key does not exist, naming those that do.
     pub fn open_at(path: impl AsRef<Path>, keys: &[&str]) -> Result<Self> {
         let path = path.as_ref();
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -100,7 +98,7 @@ impl TorchSource {
                 let needed = view.bytes_needed();
                 let (base, needed) = match (place, needed) {
                     (Some((start, end)), Some(needed)) if needed <= end - start => (*start, needed),
-                    // Storages of no bytes need not be there.
+                    // An empty storage may be missing.
                     (None, Some(_)) if view.shape.contains(&0) => (0, 0),
                     _ => {
                         return Err(fail(format!(
@@ -152,7 +150,7 @@ impl TensorSource for TorchSource {
         };
         let fail = |message: String| Error::checkpoint(file, format!("tensor `{name}`: {message}"));
         check_bounds(&view.shape, region).map_err(fail)?;
-        let stored = loadable(view.dtype)
+        let stored = loadable_dtype(view.dtype)
             .ok_or_else(|| fail(format!("values of dtype {} cannot be loaded", view.dtype)))?;
         let values = Tensor::zeros(region.elem_count(), stored, &Device::Cpu)?;
         let reader = LocalFile::open(file)?;

@@ -1,11 +1,11 @@
-//! Which of a pickle's objects is the state dict, and the tensors in it.
+//! Finding the state dict in a pickle, and the tensors in it.
 
 use safetensors::Dtype;
 
 use super::pickle::{Heap, Id, Object};
 use crate::chunks::checked_elem_count;
 
-/// Under which keys programs put their model's state dict: Lightning, most scripts, DeepSpeed.
+/// The keys under which Lightning, most scripts and DeepSpeed save a model's state dict.
 const KEYS: [&str; 4] = ["state_dict", "model", "module", "model_state_dict"];
 
 /// A tensor, as a view of a storage.
@@ -17,12 +17,12 @@ pub(super) struct TensorView {
     pub(super) strides: Vec<usize>,
     /// The key of its storage.
     pub(super) storage: String,
-    /// The element of the storage that it begins with.
+    /// Its first element in the storage.
     pub(super) offset: usize,
 }
 
 impl TensorView {
-    /// Whether its elements lie in row-major order without gaps.
+    /// Whether its elements are in row-major order without gaps.
     pub(super) fn is_contiguous(&self) -> bool {
         let mut expected: usize = 1;
         self.shape.contains(&0)
@@ -33,7 +33,7 @@ impl TensorView {
             })
     }
 
-    /// The bytes of its storage that it needs to have.
+    /// The smallest size of its storage in bytes; `None` if that overflows.
     pub(super) fn bytes_needed(&self) -> Option<u64> {
         let last = if self.shape.contains(&0) {
             self.offset
@@ -48,8 +48,8 @@ impl TensorView {
     }
 }
 
-/// The tensors of the state dict in `heap`: the outermost dict that has any, going in through
-/// `keys`, or through those that programs use if there are none given.
+/// The tensors of the state dict in `heap`: that under `keys` or, without keys, the outermost dict with
+/// tensors under the usual [`KEYS`].
 pub(super) fn tensors(heap: &Heap, keys: &[&str]) -> Result<Vec<(String, TensorView)>, String> {
     let mut at = heap.root;
     for key in keys {
@@ -69,8 +69,8 @@ pub(super) fn tensors(heap: &Heap, keys: &[&str]) -> Result<Vec<(String, TensorV
                  them is executed. Save `module.state_dict()`"
             ));
         };
-        // A training loop's own tensors may lie beside the state dict; a state dict has no dict
-        // under one of these names. Nobody nests deeper, but a dict may hold itself.
+        // A dict under one of these keys is preferred to tensors beside it, which are the training
+        // loop's. The depth is limited, for a dict may contain itself.
         let inside = KEYS.iter().find_map(|key| {
             let inside = get(heap, at, key)?;
             heap.items(inside).map(|_| (*key, inside))
@@ -107,7 +107,7 @@ fn get(heap: &Heap, dict: Id, key: &str) -> Option<Id> {
     items.iter().rev().find(|(k, _)| heap.text(*k) == Some(key)).map(|(_, value)| *value)
 }
 
-/// The first of a dict's keys, for messages.
+/// The first keys of a dict, for messages.
 fn keys_of(heap: &Heap, dict: Id) -> Vec<String> {
     let items = heap.items(dict).unwrap_or_default().iter();
     let mut keys: Vec<String> =
@@ -118,10 +118,9 @@ fn keys_of(heap: &Heap, dict: Id) -> Vec<String> {
     keys
 }
 
-/// The tensor that an object is; `None` if it is something else. The error says why it cannot be
-/// loaded.
+/// The object as a tensor; `None` if it is none. The error says why the tensor cannot be loaded.
 fn tensor(heap: &Heap, mut id: Id) -> Result<Option<TensorView>, String> {
-    // Parameters and subclasses are calls around the call that makes the tensor.
+    // Parameters and subclasses wrap the call that makes the tensor in others.
     for _ in 0..8 {
         let Object::Call { callable, args, .. } = heap.get(id) else { return Ok(None) };
         let (Some(function), Some(args)) = (heap.global(*callable), heap.sequence(*args)) else {
@@ -168,7 +167,8 @@ fn unknown(function: &str) -> String {
     )
 }
 
-/// `_rebuild_tensor`'s arguments: storage, offset, size, stride; version 3 has the dtype seventh.
+/// The tensor of a call of `_rebuild_tensor` with the arguments storage, offset, size and stride; version 3
+/// has the dtype as the seventh.
 fn view(heap: &Heap, args: &[Id]) -> Result<TensorView, String> {
     let parts = || {
         let [storage, offset, shape, strides, ..] = args else { return None };

@@ -1,12 +1,12 @@
-//! Tensors that were saved as views: transposed, expanded, every other row.
+//! Tensors that were saved as views, such as transposed or expanded ones.
 
 use crate::CheckpointReader;
 use fulgurite_engine::shard::Region;
 
 use super::state_dict::TensorView;
 
-/// Reads a region of a view into `out`, in the region's row-major order: the stretch of the storage
-/// that it lies in, then element by element. `base` is the storage's first byte in the file.
+/// Reads a region of a view into `out`, in the region's row-major order: reads the range of the storage that
+/// has it, then copies element by element. `base` is the storage's first byte in the file.
 pub(super) fn read_region(
     reader: &dyn CheckpointReader,
     base: u64,

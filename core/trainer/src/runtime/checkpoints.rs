@@ -34,7 +34,7 @@ impl StrategyRuntime {
         let optimizer = checkpoint::optimizer_tensors(tree, optimizer, coordinate)?;
         let meta = self.describe(meta)?;
         let name = name.to_owned();
-        Ok(SaveRequest { name, model, optimizer, meta, point_last: false, remove: Vec::new() })
+        Ok(SaveRequest { name, model, optimizer, meta, update_last: false, remove: Vec::new() })
     }
 
     /// Saves the model, and these optimizer states, as the full checkpoint `name` of `io`: whole
@@ -80,7 +80,7 @@ impl StrategyRuntime {
         let (names, sizes) = (self.mesh().layout().names(), self.mesh().layout().sizes());
         Ok(SaveMeta {
             mesh: names.iter().cloned().zip(sizes.iter().copied()).collect(),
-            specs: checkpoint::specs(self.tree()?),
+            specs: checkpoint::shard_specs(self.tree()?),
             ..meta
         })
     }

@@ -17,7 +17,7 @@ use crate::run::{CheckpointConfig, CkptPath};
 use crate::{Error, Result};
 use fulgurite_checkpoint_format::{
     self as checkpoint, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, MANIFEST,
-    Saved, TensorSource,
+    SavedCheckpoint, TensorSource,
 };
 use fulgurite_engine::collective::{ProcessGroup, broadcast_object};
 use fulgurite_engine::optim::Ema;
@@ -177,7 +177,7 @@ impl Session {
         let distributed = fabric.runtime.saves_distributed_checkpoints()?;
         let path = if distributed {
             let mut request = fabric.save_request(&name, optimizer, &state, config)?;
-            (request.point_last, request.remove) = (true, remove);
+            (request.update_last, request.remove) = (true, remove);
             if let (Some(background), false) = (&mut saving.background, at_once) {
                 let earlier = background.start(request)?;
                 return self.report_saved(earlier);
@@ -185,10 +185,10 @@ impl Session {
             request.run(&**io, world)?
         } else {
             let path = fabric.save_full_with(io, &name, optimizer, &state, config)?;
-            checkpoint::follow_up(&**io, world, &name, true, &remove)?;
+            checkpoint::after_commit(&**io, world, &name, true, &remove)?;
             path
         };
-        self.report_saved(Some(Saved { step, path, blocked: begun.elapsed() }))
+        self.report_saved(Some(SavedCheckpoint { step, path, blocked: begun.elapsed() }))
     }
 
     /// Makes memory for saving in the background, if the run will do so. Collective.
@@ -217,8 +217,8 @@ impl Session {
     }
 
     /// Tells sinks and callbacks of a checkpoint that was committed.
-    fn report_saved(&mut self, saved: Option<Saved>) -> Result<()> {
-        let Some(Saved { step, path, blocked }) = saved else { return Ok(()) };
+    fn report_saved(&mut self, saved: Option<SavedCheckpoint>) -> Result<()> {
+        let Some(SavedCheckpoint { step, path, blocked }) = saved else { return Ok(()) };
         let blocked_s = blocked.as_secs_f64();
         self.emit(&Event::Checkpoint { step, path: path.clone(), blocked_s })?;
         self.hook(Hook::SaveCheckpoint(&path))

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use fulgurite_checkpoint::LocalDirectory;
 use fulgurite_core::autograd::storage;
 use fulgurite_core::checkpoint::{
-    CheckpointIO, SaveMeta, ShardTensor, model_tensors, optimizer_tensors, save, specs,
+    CheckpointIO, SaveMeta, ShardTensor, model_tensors, optimizer_tensors, save, shard_specs,
 };
 use fulgurite_core::collective::{Collective, ProcessGroup, Work};
 use fulgurite_core::module::{ModuleBuilder, ModuleInit, ModuleTree};
@@ -226,7 +226,7 @@ pub(crate) fn meta(step: u64, mesh: Mesh, tree: &ModuleTree) -> SaveMeta {
     SaveMeta {
         step,
         mesh: DIMS.iter().map(|d| (*d).to_owned()).zip(mesh).collect(),
-        specs: specs(tree),
+        specs: shard_specs(tree),
         state: serde_json::json!({ "trainer": { "step": step, "lr": 0.1 + 0.2 } }),
         config: serde_json::json!({ "seed": SEED }),
         filter: None,
