@@ -100,7 +100,7 @@ impl Job<'_> {
 
     fn fabric(&self, world: Arc<dyn ProcessGroup>) -> Result<(Vec<Instant>, f64)> {
         let run = self.config()?;
-        let mut fabric = Fabric::over(world, &run.trainer, run.seed, None)?;
+        let mut fabric = Fabric::with_world(world, &run.trainer, run.seed, None)?;
         let (net, mut optimizer) =
             fabric.setup(|b| Net::new(b, self.subject), &AdamW::default())?;
         let batches = fabric.setup_data::<Tokens>(&run.data)?;

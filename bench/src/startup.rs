@@ -52,7 +52,7 @@ pub(super) fn start(
         clock = Instant::now();
         secs
     };
-    let mut fabric = Fabric::over(world.clone(), config, 0, None)?;
+    let mut fabric = Fabric::with_world(world.clone(), config, 0, None)?;
     let strategy_s = lap();
     let mut build_s = 0.0;
     let net = fabric.setup_module(|b| {

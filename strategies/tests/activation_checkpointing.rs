@@ -371,7 +371,7 @@ fn layers(b: &ModuleBuilder) -> Result<Vec<Unit<Linear>>> {
 fn configured(checkpointing: ActivationCheckpointing) -> Result<ModuleTree> {
     let config =
         TrainerConfig { activation_checkpointing: checkpointing, ..TrainerConfig::default() };
-    let mut fabric = Fabric::over(Arc::new(Solo::new("world", 0)), &config, 1, None)?;
+    let mut fabric = Fabric::with_world(Arc::new(Solo::new("world", 0)), &config, 1, None)?;
     fabric.setup_module(layers)?;
     fabric.module_tree()
 }

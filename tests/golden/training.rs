@@ -106,7 +106,7 @@ fn set_up(
         }
         if let Some(decay) = case.ema {
             let averages = Ema::new(fabric.module_tree()?.parameters(), decay)?;
-            optimizer = optimizer.with_averages(averages);
+            optimizer = optimizer.with_ema(averages);
         }
         Ok(optimizer)
     };
@@ -215,7 +215,7 @@ fn run_rank(world: Arc<dyn ProcessGroup>, case: &Fabricated, saved: &Path) -> Re
     let gathered = || gather_weights(&tree, &**fabric.world()).map(digests);
     let mut tensors = BTreeMap::from([("weights".to_owned(), gathered()?)]);
     if case.ema.is_some() {
-        optimizer.swap_averages()?;
+        optimizer.swap_ema()?;
         tensors.insert("averages".to_owned(), gathered()?);
     }
     let numbers = BTreeMap::from([("loss".to_owned(), losses), ("norm".to_owned(), norms)]);

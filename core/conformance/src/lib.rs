@@ -1,7 +1,6 @@
-//! Conformance suites that any plugin can be put through.
+//! Conformance tests for plugins: [`process_group`] for transports, [`strategy`] for strategies.
 //!
-//! [`process_group`] checks a transport, [`strategy`] a strategy. Every rank of a group calls them;
-//! a rank that finds something wrong returns an error that says what.
+//! Every rank of a group calls them. A rank that finds a promise broken returns an error that says which.
 //!
 //! ```
 //! use fulgurite_core::collective::Solo;

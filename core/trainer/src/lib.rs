@@ -1,5 +1,5 @@
-//! A strategy at work: [`fabric`] for a loop of one's own, [`trainer`] with the loop, and what a [`run`]
-//! is configured by.
+//! Training under a strategy: [`fabric`] for loops of one's own, [`trainer`] with the loop, and [`run`], the
+//! configuration of a run.
 
 pub mod fabric;
 pub mod run;

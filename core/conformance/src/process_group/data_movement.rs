@@ -1,4 +1,4 @@
-//! Collectives that move elements and change none; and many collectives at a time.
+//! Collectives that only move data, and several collectives at a time.
 
 use half::{bf16, f16};
 
@@ -45,7 +45,7 @@ impl Suite<'_> {
         input.expect(self, &format!("{what}: its input"), &mine)
     }
 
-    /// Several tensors, of several dtypes, in one call; and none at all.
+    /// Several tensors, of several dtypes, in one call; and no tensors.
     fn all_gather_parts(&self) -> Result<()> {
         self.group.all_gather_into(vec![])?.wait()?;
         let layouts = self.layouts();
@@ -73,7 +73,7 @@ impl Suite<'_> {
         bytes.expect(self, "all_gather_into of several, the u8 part", &expected)
     }
 
-    /// The input is a view of the output: this rank's own part of it.
+    /// With an input that is this rank's part of the output.
     fn all_gather_in_place(&self) -> Result<()> {
         let counts: Vec<usize> = (0..self.size()).map(|rank| 500 + rank).collect();
         let expected = self.gathered::<f32>(&counts, 3);
@@ -127,8 +127,8 @@ impl Suite<'_> {
         output.expect(self, &format!("all_to_all of {n} {:?} a pair", T::DTYPE), &expected)
     }
 
-    /// Rings in both directions. All ranks start their send before their receive, as ring
-    /// attention does, so a send must not keep a later receive from starting.
+    /// Rings in both directions. All ranks start their send before their receive, as ring attention does, so
+    /// a send must not block a later receive.
     pub(super) fn point_to_point(&self) -> Result<()> {
         let (rank, size) = (self.rank(), self.size());
         if size == 1 {
@@ -150,7 +150,7 @@ impl Suite<'_> {
         self.messages_in_order()
     }
 
-    /// Messages of one pair arrive in the order they were sent; pairs that do not take part go on.
+    /// Messages of a pair of ranks arrive in the order they were sent, and other pairs are not blocked.
     fn messages_in_order(&self) -> Result<()> {
         let count = 10;
         if self.rank() == 0 {
@@ -175,8 +175,8 @@ impl Suite<'_> {
         self.group.barrier()?.wait()
     }
 
-    /// Collectives that are waited for at once, by some ranks, come after those that were started
-    /// before, and before those that are started after.
+    /// A collective that some ranks wait for at once keeps its place between those started before and after
+    /// it.
     pub(super) fn waited_for(&self) -> Result<()> {
         let size = self.size() as i64;
         let chain = self.view(&[1i64; 10])?;
@@ -193,8 +193,7 @@ impl Suite<'_> {
         Ok(())
     }
 
-    /// Many collectives started before the first wait, and waited for in the reverse order; some
-    /// never waited for at all.
+    /// Many collectives started before the first wait; waited for in reverse order, or never.
     pub(super) fn in_flight(&self) -> Result<()> {
         let size = self.size();
         let mut works = vec![];
@@ -214,7 +213,7 @@ impl Suite<'_> {
 
             drop(self.group.barrier()?);
         }
-        // One tensor through a chain: each collective sees what the one before left.
+        // Each collective of the chain uses the result of the one before.
         let chain = self.view(&[1i64; 10])?;
         for _ in 0..5 {
             works.push(self.group.all_reduce(&chain.tensor, ReduceOp::Sum)?);

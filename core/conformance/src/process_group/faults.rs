@@ -1,4 +1,4 @@
-//! How waits end when a rank does not come.
+//! How waits end when a rank does not join a collective.
 
 use std::time::Duration;
 
@@ -8,12 +8,11 @@ use super::Suite;
 use crate::Result;
 use fulgurite_engine::collective::{ProcessGroup, ReduceOp, Work};
 
-/// Checks that [`ProcessGroup::abort`] by the last rank ends the waits of all others with its
-/// reason, and that nothing works on the group afterwards. Every rank calls it; the group is of no
-/// use then.
+/// Checks that [`ProcessGroup::abort`] by the last rank ends the waits of all others with its reason, and
+/// that all later calls fail. Every rank calls it; the group is unusable afterwards.
 ///
 /// # Errors
-/// What was wrong.
+/// The broken promise.
 pub fn process_group_abort(group: &dyn ProcessGroup) -> Result<()> {
     let suite = Suite { group, device: &Device::Cpu, from_group: false };
     let reason = "the roof is on fire";
@@ -40,19 +39,18 @@ pub fn process_group_abort(group: &dyn ProcessGroup) -> Result<()> {
     expect_reason("a later split of an aborted group", group.split(&partition, "late").map(drop))
 }
 
-/// A tensor that a transport may reduce where it is.
+/// A tensor large enough that a transport may reduce it in place.
 fn large(group: &dyn ProcessGroup) -> Result<Tensor> {
     let tensor = group.empty(1 << 16, DType::F32, &Device::Cpu)?;
     tensor.zero_set()?;
     Ok(tensor)
 }
 
-/// Checks that the others time out, naming it, when the last rank does not come to a collective.
-/// Every rank calls it, on a group whose own timeout is `timeout` (short, a second or so); the group
-/// is of no use then.
+/// Checks that the others time out, naming the last rank, when that does not join a collective. Every rank
+/// calls it, on a group with the timeout `timeout` (about a second); the group is unusable afterwards.
 ///
 /// # Errors
-/// What was wrong.
+/// The broken promise.
 pub fn process_group_timeout(group: &dyn ProcessGroup, timeout: Duration) -> Result<()> {
     let suite = Suite { group, device: &Device::Cpu, from_group: false };
     group.barrier()?.wait()?;
@@ -61,7 +59,7 @@ pub fn process_group_timeout(group: &dyn ProcessGroup, timeout: Duration) -> Res
     }
     let tensor = large(group)?;
     if group.rank() == group.size() - 1 {
-        // It comes when the others have given up, and must not wait for ever either.
+        // It joins after the others have timed out, and must not wait forever either.
         std::thread::sleep(3 * timeout);
         let late = group.all_reduce(&tensor, ReduceOp::Sum).and_then(Work::wait);
         return suite.ensure(late.is_err(), "a collective that the others gave up succeeded");

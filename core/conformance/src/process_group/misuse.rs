@@ -1,4 +1,4 @@
-//! Wrong arguments: an error on the rank that passes them, and a group that lives on.
+//! Wrong arguments: an error on the rank that passes them, after which the group still works.
 
 use candle_core::{DType, Tensor};
 
@@ -8,7 +8,7 @@ use crate::Result;
 use fulgurite_engine::collective::{AllGather, ReduceOp, ReduceScatter, Work};
 
 impl Suite<'_> {
-    /// Every rank makes the same mistake, so that no rank waits for one that made none.
+    /// Every rank makes the same mistake, so that no rank waits for another.
     pub(super) fn misuse(&self) -> Result<()> {
         let (group, size, device) = (self.group, self.size(), self.device);
         let ones = |n: usize, dtype| Tensor::ones(n, dtype, device);

@@ -1,4 +1,4 @@
-//! What [`ProcessGroup`] promises, checked from outside.
+//! Tests of what [`ProcessGroup`] promises.
 
 mod data_movement;
 mod faults;
@@ -15,13 +15,13 @@ use fulgurite_engine::collective::ProcessGroup;
 
 pub use faults::{process_group_abort, process_group_timeout};
 
-/// Checks every promise of [`ProcessGroup`] but those on failures, with tensors on the CPU.
+/// Checks every promise of [`ProcessGroup`] except those about failures, with tensors on the CPU.
 ///
-/// Collective: every rank of the group calls it, for any group size; about a hundred sizes, dtypes
-/// and operations, and some tens of MB of data a rank. Afterwards the group is usable.
+/// Collective: every rank of the group calls it, of any size. Runs about a hundred sizes, dtypes and
+/// operations, with some tens of MB of data on each rank. The group stays usable.
 ///
 /// # Errors
-/// The first thing found wrong: the collective, the case, and what was expected.
+/// The first broken promise: the collective, the case, and what was expected.
 pub fn process_group(group: &dyn ProcessGroup) -> Result<()> {
     process_group_on(group, &Device::Cpu)
 }
@@ -31,7 +31,7 @@ pub fn process_group_on(group: &dyn ProcessGroup, device: &Device) -> Result<()>
     let suite = Suite { group, device, from_group: false };
     suite.identity()?;
     suite.data()?;
-    // Tensors in the group's own memory, on all ranks and on some.
+    // With tensors in the group's own memory, on all ranks and on some.
     Suite { from_group: true, ..suite }.data()?;
     Suite { from_group: group.rank() % 2 == 1, ..suite }.data()?;
     suite.point_to_point()?;
@@ -42,7 +42,7 @@ pub fn process_group_on(group: &dyn ProcessGroup, device: &Device) -> Result<()>
     suite.barrier()
 }
 
-/// Elements of the large cases: more than a transport's chunk, and no round number.
+/// Elements of the large cases: more than a transport's chunk, and no multiple of it.
 const LARGE: usize = 1_500_007;
 
 /// A group under test.
@@ -55,7 +55,7 @@ struct Suite<'a> {
 }
 
 impl Suite<'_> {
-    /// The collectives that move data.
+    /// Runs all collectives with data.
     fn data(&self) -> Result<()> {
         self.all_reduce()?;
         self.reduce_scatter()?;
@@ -91,7 +91,7 @@ impl Suite<'_> {
         self.ensure(sorted.len() == ranks.len(), "global_ranks() names a rank twice")
     }
 
-    /// Barriers pass when all come. (That they do not before, the abort suite shows.)
+    /// A barrier ends when all ranks have joined. (That it does not end before, `process_group_abort` checks.)
     fn barrier(&self) -> Result<()> {
         for _ in 0..20 {
             self.group.barrier()?.wait()?;
@@ -118,7 +118,7 @@ impl Suite<'_> {
     }
 }
 
-/// A tensor with an offset, whose surroundings must not change.
+/// A view of a larger tensor, whose other elements must not change.
 struct View<T> {
     whole: Tensor,
     tensor: Tensor,
@@ -127,7 +127,7 @@ struct View<T> {
 }
 
 impl<T: value::Value> View<T> {
-    /// Checks content and surroundings, bit by bit.
+    /// Checks the view and the other elements, bit by bit.
     fn expect(&self, suite: &Suite, what: &str, expected: &[T]) -> Result<()> {
         let all = self.whole.to_device(&Device::Cpu)?.to_vec1::<T>()?;
         let (before, rest) = all.split_at(self.margin);

@@ -44,7 +44,7 @@ impl Suite<'_> {
         view.expect(self, &what, &reduced::<T>(op, self.size(), n, salt))
     }
 
-    /// NaN of any one rank reaches the result; other elements are as ever.
+    /// A NaN of one rank is in the result; other elements are unaffected.
     fn nan<T: Value>(&self, nan: T) -> Result<()> {
         let n = 2 * self.size() + 1;
         for op in [ReduceOp::Min, ReduceOp::Max] {
@@ -137,7 +137,7 @@ impl Suite<'_> {
         half.expect(self, "reduce_scatter of several, the bf16 part", expected)
     }
 
-    /// The output is a view of the input: this rank's own part of it.
+    /// With an output that is this rank's part of the input.
     fn reduce_scatter_in_place(&self) -> Result<()> {
         let counts = vec![1000; self.size()];
         let n = 1000 * self.size();
@@ -162,7 +162,7 @@ impl Suite<'_> {
             vec![1; size],
             vec![257; size],
             (0..size).map(|r| (r * 7 + 3) % 5 * 11).collect(),
-            // Like torch.chunk: the last ranks get less, or nothing.
+            // As torch.chunk: the last ranks get fewer, or none.
             (0..size).map(|r| n.saturating_sub(r * per).min(per)).collect(),
             self.one_has_all(1001),
         ]

@@ -1,4 +1,4 @@
-//! Groups of groups.
+//! Splitting groups.
 
 use super::Suite;
 use super::value::{reduced, values};
@@ -17,13 +17,13 @@ impl Suite<'_> {
         for (i, partition) in partitions.into_iter().enumerate() {
             let name = format!("part{i}");
             let child = self.split_case(&partition, &name)?;
-            // A group of a group: its sets are in the child's ranks.
+            // A group split off a split group; its sets are of the child's ranks.
             let nested: Vec<usize> = (0..child.size()).rev().collect();
             let suite = Suite { group: &*child, ..*self };
             suite.split_case(&[nested], "nested")?;
             child.barrier()?.wait()?;
         }
-        // Parent and child keep working side by side.
+        // Parent and child both still work.
         let whole: Vec<usize> = (0..self.size()).collect();
         let child = self.group.split(&[whole], "beside")?;
         let a = self.view(&values::<f32>(self.rank(), 100, 1))?;

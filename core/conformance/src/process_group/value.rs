@@ -1,4 +1,4 @@
-//! Element types, test values and the reduction that transports are measured against.
+//! Element types, test values and the reference reduction.
 
 use half::{bf16, f16};
 
@@ -7,25 +7,25 @@ use fulgurite_engine::collective::ReduceOp;
 
 /// An element type of the suite.
 pub(super) trait Value: HostElement + std::fmt::Debug {
-    /// What stands around views.
+    /// The value of elements outside of views.
     const MARGIN: Self;
 
-    /// A value that depends on all arguments; sums of some depend on their order.
+    /// A value that depends on all arguments. Sums of such values depend on the order.
     fn test_value(rank: usize, index: usize, salt: u64) -> Self;
 
-    /// The reduction of one element over the ranks, as the contract says it.
+    /// The reduction of one element over the ranks, in rank order.
     fn reduce(op: ReduceOp, values: &[Self]) -> Self;
 
-    /// Bitwise equality, with all NaNs alike.
+    /// Bitwise equality, with all NaNs equal.
     fn same(self, other: Self) -> bool;
 }
 
-/// Values of `rank`, `n` of them.
+/// The first `n` test values of `rank`.
 pub(super) fn values<T: Value>(rank: usize, n: usize, salt: u64) -> Vec<T> {
     (0..n).map(|i| T::test_value(rank, i, salt)).collect()
 }
 
-/// What the ranks' [`values`] reduce to.
+/// The reduction of the ranks' [`values`].
 pub(super) fn reduced<T: Value>(op: ReduceOp, ranks: usize, n: usize, salt: u64) -> Vec<T> {
     let mut column = vec![T::MARGIN; ranks];
     (0..n)
@@ -48,9 +48,9 @@ fn bits(rank: usize, index: usize, salt: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Signed values over some ten binary orders of magnitude, so that sums round differently in
-/// another order.
-fn spread(rank: usize, index: usize, salt: u64) -> f64 {
+/// Signed values over about ten binary orders of magnitude, so that the rounding of sums depends on the
+/// order.
+fn varied_value(rank: usize, index: usize, salt: u64) -> f64 {
     let bits = bits(rank, index, salt);
     let fraction = (bits >> 11) as f64 / (1u64 << 53) as f64 + 0.5;
     let scale = f64::from(1u32 << (bits & 7)) / 16.0;
@@ -89,7 +89,7 @@ macro_rules! floats {
 
         fn test_value(rank: usize, index: usize, salt: u64) -> Self {
             let narrow: fn(f64) -> $ty = |x| $narrow(x as $wide);
-            narrow(spread(rank, index, salt))
+            narrow(varied_value(rank, index, salt))
         }
 
         fn reduce(op: ReduceOp, values: &[Self]) -> Self {

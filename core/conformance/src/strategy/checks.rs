@@ -1,4 +1,4 @@
-//! What holds after each call.
+//! The checks after each call.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -14,7 +14,7 @@ use fulgurite_nn::Loss;
 use fulgurite_trainer::fabric::{Fabric, FabricOptimizer, SamplerShare};
 
 impl Suite<'_> {
-    /// The mesh is over the world, and the data is shared out over all of it.
+    /// The mesh has all ranks of the world, and the shares of the data cover it.
     pub(super) fn mesh(&self, fabric: &Fabric) -> Result<SamplerShare> {
         let mesh = fabric.device_mesh();
         self.ensure(
@@ -36,7 +36,7 @@ impl Suite<'_> {
         self.ensure(holds, format!("parameter `{}`: {what}", parameter.fqn()))
     }
 
-    /// Every rank holds its region of every parameter, as the seed says; together they hold all.
+    /// Every rank has its region of every parameter, with the seed's initial values; together they have all.
     pub(super) fn initial_values(&self, fabric: &Fabric) -> Result<()> {
         let (tree, mesh) = (fabric.module_tree()?, fabric.device_mesh());
         let mut owned_counts = Vec::new();
@@ -105,7 +105,7 @@ impl Suite<'_> {
         Ok(())
     }
 
-    /// The guard switches synchronisation off and restores what was before, nested or not.
+    /// The guard switches synchronisation off and restores the state before, nested or not.
     pub(super) fn no_sync_guard(&self, fabric: &Fabric) -> Result<()> {
         let sync = || fabric.synchronises_backward();
         let mut seen = vec![sync()];
@@ -125,7 +125,7 @@ impl Suite<'_> {
         )
     }
 
-    /// After a synchronised backward: gradients are there, parallel to the values.
+    /// After a backward with synchronisation: gradients exist, with the shapes of the local values.
     pub(super) fn gradients(&self, fabric: &Fabric) -> Result<()> {
         for parameter in fabric.module_tree()?.parameters() {
             let grad = parameter.local_grad();
@@ -146,7 +146,7 @@ impl Suite<'_> {
         Ok(())
     }
 
-    /// Totals are of all ranks, the same on all, and the first call's flags count.
+    /// Totals are those of all ranks, equal on all, with the flags of the first call.
     pub(super) fn totals(&self, fabric: &Fabric, local: &Loss) -> Result<()> {
         let flags = [self.world.rank() as f64, 1.0];
         let numbers = [local.sum_value()?, local.count(), flags[0], flags[1]];
@@ -179,14 +179,14 @@ impl Suite<'_> {
         tree.parameters().iter().map(|parameter| bytes(&parameter.local()?.values)).collect()
     }
 
-    /// After a step: what is trained has moved, gradients are forgotten, a forward can follow.
+    /// After a step: trained parameters have changed, gradients are cleared, and a forward is possible.
     pub(super) fn after_step(&self, fabric: &Fabric, before: &[Vec<u8>]) -> Result<()> {
         let tree = fabric.module_tree()?;
         let after = self.local_values(fabric)?;
         for ((parameter, before), after) in tree.parameters().iter().zip(before).zip(after) {
             let moved = *before != after;
             self.ensure_of(parameter, !moved || parameter.requires_grad(), "is frozen and moved")?;
-            // A rank that did not use a parameter may have no gradient of it.
+            // A rank that did not use a parameter may have no gradient for it.
             let moves = parameter.requires_grad()
                 && !before.is_empty()
                 && parameter.fqn() != model::USED_BY_ONE_REPLICA;
@@ -200,7 +200,7 @@ impl Suite<'_> {
         self.values_outside_units(fabric, "after a step")
     }
 
-    /// After `prepare_save`, ranks that hold the same region hold the same values.
+    /// After `prepare_save`, ranks with the same region have equal values.
     pub(super) fn saved(&self, fabric: &Fabric, optimizer: &mut FabricOptimizer) -> Result<()> {
         drop(fabric.save_request("conformance", optimizer, &(), Default::default())?);
         self.values_outside_units(fabric, "after prepare_save()")?;

@@ -1,4 +1,4 @@
-//! What [`Strategy`](fulgurite_engine::strategy::Strategy) promises, checked from outside.
+//! Tests of what [`Strategy`](fulgurite_engine::strategy::Strategy) promises.
 
 mod checks;
 mod model;

@@ -1,4 +1,4 @@
-//! The model and the data of the suite: small, and awkward wherever strategies go wrong.
+//! The model and the data of the tests: small, with all the cases that strategies get wrong.
 
 use candle_core::{Device, Tensor};
 
@@ -10,15 +10,15 @@ use fulgurite_nn::{GeluMlp, Linear, Loss};
 
 const INPUTS: usize = 6;
 const OUTPUTS: usize = 3;
-/// Divided by no small world size.
+/// Not divisible by small world sizes.
 const HIDDEN: usize = 7;
-/// A parameter that the last replica alone uses.
+/// A parameter that only the last replica uses.
 pub(super) const USED_BY_ONE_REPLICA: &str = "sometimes";
-/// Micro-batches of a step.
+/// Micro-batches in a step.
 pub(super) const MICRO_BATCHES: usize = 2;
 
-/// Units and a root; a weight that both use; fewer rows than ranks; a frozen layer; a parameter that
-/// some ranks do not use in a step.
+/// A model with units and parameters outside of them, a weight shared by both, fewer rows than ranks, a
+/// frozen layer, and a parameter that some ranks do not use in a step.
 pub(super) struct Probe {
     entry: Linear,
     shared: Linear,
@@ -40,12 +40,12 @@ impl Module for Block {
     }
 }
 
-/// What the suite varies in the model.
+/// A variant of the model.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Variant {
     /// A parameter `never` that no loss depends on.
     pub(super) unused: bool,
-    /// Outputs of the model that are there too many.
+    /// Additional outputs, by which ranks' models differ.
     pub(super) extra_outputs: usize,
 }
 
@@ -94,13 +94,13 @@ impl Probe {
 pub(super) struct Batch {
     inputs: Tensor,
     targets: Tensor,
-    /// Whether the parameter `sometimes` takes part: on the last replica.
+    /// Whether the parameter `sometimes` is used.
     sometimes: bool,
 }
 
 impl Batch {
-    /// The rows of `replica` of `replicas`: another number for each, and in each micro-batch. Every
-    /// step has the same, so that a model that learns shows it.
+    /// The rows of `replica` of `replicas`; their number depends on replica and micro-batch. Every step has
+    /// the same batches, so that the loss of a model that learns falls.
     pub(super) fn new(
         replica: usize,
         replicas: usize,

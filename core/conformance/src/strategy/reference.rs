@@ -1,4 +1,4 @@
-//! One rank with the whole model and all data: what other ways of training are compared with.
+//! The reference: training on one rank with the whole model and all data.
 
 use std::sync::Arc;
 
@@ -12,13 +12,13 @@ use fulgurite_engine::parameter::LocalGrads;
 use fulgurite_engine::strategy::{Capabilities, Strategy, StrategyContext, materialize};
 use fulgurite_trainer::fabric::Fabric;
 
-/// The simplest strategy.
+/// A strategy for one rank.
 #[derive(Default)]
-pub(super) struct Whole {
+pub(super) struct OneRank {
     grads: Arc<LocalGrads>,
 }
 
-impl Strategy for Whole {
+impl Strategy for OneRank {
     fn name(&self) -> &str {
         "reference"
     }
@@ -45,7 +45,7 @@ impl Strategy for Whole {
 /// Loss and gradient norm of each step, with the batches of all replicas.
 pub(super) fn train(steps: usize, replicas: usize, init: &ModuleInit) -> Result<Vec<(f64, f64)>> {
     let world = Arc::new(fulgurite_engine::collective::Solo::new("reference", 0));
-    let mut fabric = Fabric::new(world, Box::new(Whole::default()), init.clone(), SEED)?;
+    let mut fabric = Fabric::new(world, Box::new(OneRank::default()), init.clone(), SEED)?;
     let (model, mut optimizer) =
         fabric.setup(|b| Probe::new(b, Variant::default()), &optimizer())?;
     let step = |_| {

@@ -1,4 +1,4 @@
-//! The suite's course.
+//! The order of the tests.
 
 use std::sync::Arc;
 
@@ -18,28 +18,26 @@ use fulgurite_trainer::fabric::{Fabric, SamplerShare, UnusedParameters};
 
 pub(super) const SEED: u64 = 42;
 const STEPS: usize = 6;
-/// Relative; f32 sums in another order differ by much less.
+/// Relative tolerance; f32 sums in another order differ by much less.
 const TOLERANCE: f64 = 1e-4;
 
-/// What a strategy's training is held against.
+/// What a strategy's training is compared with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Equivalence {
-    /// One rank with the whole model and all data: losses and gradient norms are the same, up to
-    /// rounding in f32.
+    /// Training on one rank with all data: losses and gradient norms must be equal, up to rounding in f32.
     OneRank,
-    /// Nothing: the strategy's mathematics or precision is its own. The loss must fall.
+    /// Nothing, for strategies with other mathematics or precision: the loss must fall.
     None,
 }
 
 /// Checks every promise of [`Strategy`] on a small model on the CPU.
 ///
 /// Collective: every rank of `world` calls it, for any world size the strategy runs on. The
-/// strategy is built several times from `config`, which must be registered. Afterwards the group is
-/// usable.
+/// strategy is built several times from `config`, which must be registered. The group stays usable.
 ///
 /// # Errors
-/// The first thing found wrong, and what was expected. Other ranks may then wait in a collective
-/// until the group is aborted.
+/// The first broken promise, and what was expected. Other ranks may then wait in a collective until the
+/// group is aborted.
 pub fn strategy<S: StrategyConfig>(
     config: &S,
     world: &Arc<dyn ProcessGroup>,
@@ -83,7 +81,7 @@ impl Suite<'_> {
         Fabric::new(self.world.clone(), self.build()?, self.init.clone(), SEED)
     }
 
-    /// The configuration survives being written, and its name is known.
+    /// The configuration can be serialised and read back, and its name is registered.
     fn configuration(&self) -> Result<()> {
         let written = toml::Table::try_from(self.config).map_err(Error::other)?;
         let name = written.get("type").and_then(toml::Value::as_str).unwrap_or_default();
@@ -106,7 +104,7 @@ impl Suite<'_> {
         )
     }
 
-    /// A run from end to end, with a look at the state after every call of the first step.
+    /// A whole run, with checks after every call of the first step.
     fn training(&self, equivalence: Equivalence) -> Result<()> {
         let mut fabric = self.fabric()?;
         let share = self.mesh(&fabric)?;
@@ -133,7 +131,7 @@ impl Suite<'_> {
             }
             found.push((loss, norm));
         }
-        // A forward without gradients works at any time, and leaves the next step alone.
+        // A forward without gradients works at any time, and does not change the next step.
         let no_grad = no_grad();
         model.loss(&self.batch(share, 0)?)?.sum_value()?;
         drop(no_grad);
@@ -206,7 +204,7 @@ impl Suite<'_> {
         Ok(())
     }
 
-    /// A parameter that no rank uses is reported; one that some rank uses is not.
+    /// A parameter that no rank uses is reported; one that some ranks use is not.
     fn unused_parameters(&self) -> Result<()> {
         let mut fabric = self.fabric()?;
         let variant = Variant { unused: true, ..Variant::default() };

@@ -1,10 +1,10 @@
-//! The suite finds what is wrong.
+//! Tests that the suite finds faults.
 
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::reference::Whole;
+use super::reference::OneRank;
 use super::{Equivalence, strategy};
 use crate::Result;
 use fulgurite_engine::collective::{ProcessGroup, Solo};
@@ -30,7 +30,7 @@ struct Faulty {
 #[typetag::serde(name = "faulty")]
 impl StrategyConfig for Faulty {
     fn build(&self, _context: &BuildContext) -> Result<Box<dyn Strategy>> {
-        Ok(Box::new(FaultyStrategy { fault: self.fault, whole: Whole::default() }))
+        Ok(Box::new(FaultyStrategy { fault: self.fault, whole: OneRank::default() }))
     }
 }
 
@@ -47,13 +47,13 @@ struct Unregistered {}
 #[typetag::serde(name = "unregistered")]
 impl StrategyConfig for Unregistered {
     fn build(&self, _context: &BuildContext) -> Result<Box<dyn Strategy>> {
-        Ok(Box::new(Whole::default()))
+        Ok(Box::new(OneRank::default()))
     }
 }
 
 struct FaultyStrategy {
     fault: Fault,
-    whole: Whole,
+    whole: OneRank,
 }
 
 impl Strategy for FaultyStrategy {

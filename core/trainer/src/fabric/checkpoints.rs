@@ -1,4 +1,4 @@
-//! Saving and loading without a trainer.
+//! Saving and loading checkpoints with Fabric.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,19 +17,19 @@ use fulgurite_config::PluginValue;
 use fulgurite_config::registry::kind;
 use fulgurite_engine::optim::StateTensor;
 
-/// What a checkpoint's manifest holds for those who wrote it.
+/// The state in the manifest of a checkpoint that Fabric saved.
 #[derive(Debug, Serialize, Deserialize)]
-struct SavedState {
-    /// The optimizer's numbers that are no tensors.
+struct FabricState {
+    /// [`FabricOptimizer::scalars`].
     optimizer: BTreeMap<String, f64>,
-    /// What the program added.
+    /// The program's state.
     user: serde_json::Value,
 }
 
 impl Fabric {
     /// Saves model, optimizer and `state` (anything that serialises: step, position in the data) as
-    /// a distributed checkpoint in the directory `path`, as a transaction. Collective; rank 0's
-    /// `state` counts.
+    /// a distributed checkpoint in the directory `path`, as a transaction. Collective; the `state` of rank
+    /// 0 is saved.
     ///
     /// # Errors
     /// If it cannot be written; what was at `path` before is untouched then.
@@ -41,12 +41,12 @@ impl Fabric {
     ) -> Result<PathBuf> {
         let (io, name) = local(path.as_ref())?;
         let saved = self.save_with(&io, name, optimizer, state, serde_json::Value::Null);
-        torn_down(&*io, saved)
+        teardown_after(&*io, saved)
     }
 
     /// Saves the model, `state` and if given the optimizer as a full checkpoint in the directory
-    /// `path`, as a transaction: whole tensors in files that `transformers` and candle load as they
-    /// are. Collective; rank 0's `state` counts. Tensors are gathered on rank 0 one by one.
+    /// `path`, as a transaction: whole tensors in files that `transformers` and candle load. Collective; the
+    /// `state` of rank 0 is saved. Tensors are gathered on rank 0 one by one.
     ///
     /// # Errors
     /// If it cannot be written; what was at `path` before is untouched then.
@@ -60,12 +60,11 @@ impl Fabric {
         let (io, name) = local(path.as_ref())?;
         let (states, meta) = self.contents(optimizer, state, serde_json::Value::Null)?;
         let saved = self.runtime.save_full_checkpoint(&*io, name, &states, options, meta);
-        torn_down(&*io, saved)
+        teardown_after(&*io, saved)
     }
 
-    /// [`save_full`](Self::save_full) under `name` of any place, with optimizer, the run's
-    /// configuration and no other options. The caller ends the place with
-    /// [`teardown`](CheckpointIO::teardown) after the last save. Collective.
+    /// [`save_full`](Self::save_full) as the checkpoint `name` of any `io`, with the optimizer and the run's
+    /// configuration. The caller calls [`teardown`](CheckpointIO::teardown) after the last save. Collective.
     ///
     /// # Errors
     /// As [`save_full`](Self::save_full).
@@ -82,9 +81,8 @@ impl Fabric {
         self.runtime.save_full_checkpoint(&**io, name, &states, &options, meta)
     }
 
-    /// [`save`](Self::save) under `name` of any place, with the run's configuration for
-    /// information. The caller ends the place with [`teardown`](CheckpointIO::teardown) after the last
-    /// save. Collective.
+    /// [`save`](Self::save) as the checkpoint `name` of any `io`, with the run's configuration. The caller
+    /// calls [`teardown`](CheckpointIO::teardown) after the last save. Collective.
     ///
     /// # Errors
     /// As [`save`](Self::save).
@@ -100,9 +98,9 @@ impl Fabric {
         request.run(&**io, &**self.world())
     }
 
-    /// What this rank contributes to a checkpoint `name` of the present state, to be saved with
-    /// [`SaveRequest::run`] or, while training goes on, with an
-    /// [`AsyncSaver`](fulgurite_checkpoint_format::AsyncSaver). It shares the model's memory. Collective.
+    /// This rank's part of a checkpoint `name` of the present state, to be saved with [`SaveRequest::run`] or,
+    /// in the background, with an [`AsyncSaver`](fulgurite_checkpoint_format::AsyncSaver). It shares the
+    /// model's memory. Collective.
     ///
     /// # Errors
     /// If a peer fails, or `state` cannot be written as JSON.
@@ -117,7 +115,7 @@ impl Fabric {
         self.runtime.save_request(name, &states, meta)
     }
 
-    /// The optimizer's tensors, and what a checkpoint says besides. Collective.
+    /// The optimizer's state tensors, and the checkpoint's metadata. Collective.
     fn contents(
         &self,
         optimizer: Option<&mut FabricOptimizer>,
@@ -130,7 +128,7 @@ impl Fabric {
             states = optimizer.state_tensors()?;
             (scalars, step) = (optimizer.scalars(), optimizer.steps());
         }
-        let state = to_json(&SavedState { optimizer: scalars, user: to_json(state)? })?;
+        let state = to_json(&FabricState { optimizer: scalars, user: to_json(state)? })?;
         Ok((states, SaveMeta { step, state, config, ..SaveMeta::default() }))
     }
 
@@ -148,7 +146,7 @@ impl Fabric {
         self.load_from(&DistributedCheckpoint::open(path)?, optimizer)
     }
 
-    /// [`load`](Self::load) from a checkpoint of any place. Collective.
+    /// [`load`](Self::load) from an opened checkpoint. Collective.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -160,8 +158,8 @@ impl Fabric {
         Ok(self.load_with(source, optimizer, &LoadOptions::default())?.0)
     }
 
-    /// [`load_from`](Self::load_from) with options: a part of it, under other names, or into a model
-    /// that has changed since; with a report of what differed. Collective.
+    /// [`load_from`](Self::load_from) with options: a part of the checkpoint, under other names, or into a
+    /// model that has changed. Also returns the differences. Collective.
     ///
     /// # Errors
     /// As [`load`](Self::load), if [`strict`](LoadOptions::strict); otherwise differences are no
@@ -176,7 +174,7 @@ impl Fabric {
             let message = format!("its training state cannot be read: {error}");
             Error::checkpoint(source.location(), message)
         };
-        let saved = SavedState::deserialize(&source.manifest().state).map_err(unreadable)?;
+        let saved = FabricState::deserialize(&source.manifest().state).map_err(unreadable)?;
         let state = T::deserialize(&saved.user).map_err(unreadable)?;
         let report = match optimizer.filter(|_| !options.weights_only) {
             Some(optimizer) => {
@@ -191,8 +189,8 @@ impl Fabric {
     }
 
     /// Fills the model from the weights at `path`, of any format that
-    /// [`checkpoint::open`](fulgurite_checkpoint_format::open) takes; `options` may be just whether to be
-    /// strict. Collective.
+    /// [`checkpoint::open`](fulgurite_checkpoint_format::open) takes; `options` may be a `bool`, for
+    /// [`strict`](LoadOptions::strict). Collective.
     ///
     /// # Errors
     /// As [`checkpoint::load_raw`](fulgurite_checkpoint_format::load_raw).
@@ -207,7 +205,7 @@ impl Fabric {
     }
 }
 
-/// The place that a path on disk is in, and its name there.
+/// The directory of a path on disk, and the checkpoint's name in it.
 fn local(path: &Path) -> Result<(Arc<dyn CheckpointIO>, &str)> {
     let (Some(parent), Some(name)) = (path.parent(), path.file_name().and_then(|n| n.to_str()))
     else {
@@ -219,10 +217,10 @@ fn local(path: &Path) -> Result<(Arc<dyn CheckpointIO>, &str)> {
     Ok((io, name))
 }
 
-/// What came of a save, once its place has completed it.
-fn torn_down<T>(io: &dyn CheckpointIO, saved: Result<T>) -> Result<T> {
-    let torn_down = io.teardown();
-    saved.and_then(|saved| torn_down.map(|()| saved))
+/// Tears `io` down after a save, and returns the first error of the two.
+fn teardown_after<T>(io: &dyn CheckpointIO, saved: Result<T>) -> Result<T> {
+    let teardown_after = io.teardown();
+    saved.and_then(|saved| teardown_after.map(|()| saved))
 }
 
 fn to_json<T: Serialize>(value: &T) -> Result<serde_json::Value> {

@@ -1,4 +1,4 @@
-//! Batches for this rank, for loops of one's own.
+//! Batches for loops written with Fabric.
 
 use candle_core::Device;
 
@@ -7,8 +7,8 @@ use crate::Result;
 use fulgurite_engine::data::{DataContext, DataModule, SampleOrder, Split, TrainSampler};
 use fulgurite_engine::module::ForwardScope;
 
-/// A micro-batch of training samples, with the [scope](ForwardScope) that it is to be computed in:
-/// dropout, context parallelism and a parallel loss follow from the scope.
+/// A micro-batch of training samples, with the [scope](ForwardScope) for its forward, on which dropout,
+/// context parallelism and a parallel loss depend.
 ///
 /// ```
 /// # use candle_core::Tensor;
@@ -45,12 +45,12 @@ impl<B> TrainBatch<B> {
     }
 }
 
-/// This rank's micro-batches of the endless stream of training samples: [`Fabric::setup_data`].
+/// This rank's micro-batches of the endless stream of training samples; made by [`Fabric::setup_data`].
 pub struct TrainLoader<D> {
     data: D,
     sampler: TrainSampler,
     device: Device,
-    /// That of every batch, but for the step.
+    /// The scope of every batch, except for the step.
     scope: ForwardScope,
     batches: u64,
 }
@@ -61,7 +61,7 @@ impl<D> TrainLoader<D> {
         &self.data
     }
 
-    /// Goes on at the `batches`-th micro-batch, counted from 0: what a resumed run does.
+    /// Continues with micro-batch `batches`, counted from 0, as a resumed run does.
     pub fn skip_to(&mut self, batches: u64) {
         self.batches = batches;
     }
@@ -84,8 +84,8 @@ impl<D: DataModule> Iterator for TrainLoader<D> {
 }
 
 impl Fabric {
-    /// Opens the data and gives this rank its micro-batches. Ranks that differ only in tensor or
-    /// context parallel get the same ones. Not collective.
+    /// Opens the data and returns this rank's micro-batches. Tensor- and context-parallel ranks get the same
+    /// ones. Not collective.
     ///
     /// # Errors
     /// If the data cannot be opened or has no training samples.
@@ -104,7 +104,7 @@ impl Fabric {
         })
     }
 
-    /// Who this rank is, for data modules.
+    /// This rank's numbers, for data modules.
     ///
     /// # Errors
     /// None after construction; the strategy's own otherwise.

@@ -1,4 +1,4 @@
-//! The Fabric type.
+//! [`Fabric`].
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use fulgurite_engine::strategy::{Capabilities, StepTotals, Strategy};
 use fulgurite_launch::Launched;
 use fulgurite_nn::Loss;
 
-/// A strategy at work in this process.
+/// Training in a loop of one's own, under a strategy (Lightning's `Fabric`).
 ///
 /// ```
 /// # use candle_core::{Device, Tensor};
@@ -49,12 +49,12 @@ pub struct Fabric {
     world: Arc<dyn ProcessGroup>,
     pub(super) init: ModuleInit,
     seed: u64,
-    /// The rank's place in its job, held as long as it takes part.
+    /// Held as long as this rank takes part in its job.
     pub(super) launched: Option<Launched>,
 }
 
 impl Fabric {
-    /// Fabric over the ranks of `world`. Collective: the strategy makes its mesh.
+    /// Fabric over the ranks of `world`, under this strategy. Collective: the strategy makes its mesh.
     ///
     /// # Errors
     /// If the strategy does not fit the world size.
@@ -69,7 +69,7 @@ impl Fabric {
         Ok(Self { runtime, world, init, seed, launched: None })
     }
 
-    /// Fabric in this process alone.
+    /// Fabric on one rank.
     ///
     /// # Errors
     /// If the strategy needs more ranks.
@@ -80,21 +80,21 @@ impl Fabric {
     /// The name of the strategy.
     ///
     /// # Errors
-    /// In a call of the strategy.
+    /// In a hook that the strategy calls.
     pub fn strategy_name(&self) -> Result<String> {
         self.runtime.name()
     }
 
-    /// What the strategy can do.
+    /// The strategy's capabilities.
     ///
     /// # Errors
-    /// In a call of the strategy.
+    /// In a hook that the strategy calls.
     pub fn capabilities(&self) -> Result<Capabilities> {
         self.runtime.capabilities()
     }
 
-    /// Which part of the data this rank sees: its place along `data_parallel`. Ranks that differ
-    /// only in tensor or context parallel see the same samples.
+    /// This rank's share of the data, by its coordinate in `data_parallel`. Tensor- and context-parallel ranks
+    /// have the same samples.
     ///
     /// # Errors
     /// If the mesh has no such dimension.
@@ -122,7 +122,7 @@ impl Fabric {
         self.global_rank() == 0
     }
 
-    /// When the program was started, in seconds since 1970, if this Fabric was launched.
+    /// When the program was started, in seconds since 1970; `None` if this Fabric was not launched.
     pub fn started(&self) -> Option<f64> {
         self.launched.as_ref().map(|launched| launched.started)
     }
@@ -158,11 +158,11 @@ impl Fabric {
         Ok((model, self.setup_optimizer(optimizer)?))
     }
 
-    /// Builds a model: describes it, lets the strategy spread it over the ranks, and gives this
-    /// rank's part its initial values. Collective.
+    /// Builds a model with the closure, lets the strategy distribute it over the ranks, and initialises this
+    /// rank's part. Collective.
     ///
     /// # Errors
-    /// If a model was set up already, the ranks' models differ, or the strategy cannot spread it.
+    /// If a model was set up already, the ranks' models differ, or the strategy cannot distribute it.
     pub fn setup_module<M>(
         &mut self,
         build: impl FnOnce(&ModuleBuilder) -> Result<M>,
@@ -194,10 +194,10 @@ impl Fabric {
         Ok(FabricOptimizer::new(optimizer, self.runtime.clone()))
     }
 
-    /// Enters the [scope](ForwardScope) of the forwards that follow on this thread, which dropout,
-    /// context parallelism and a parallel loss depend on, until the guard is dropped. `first_sample` is
-    /// the index of this rank's first sample in the step's global batch. The batches of
-    /// [`setup_data`](Self::setup_data) have scopes of their own.
+    /// Enters the [scope](ForwardScope) of the following forwards on this thread, on which dropout, context
+    /// parallelism and a parallel loss depend, until the guard is dropped. `first_sample` is the index of
+    /// this rank's first sample in the step's global batch. The batches of [`setup_data`](Self::setup_data)
+    /// have scopes of their own.
     pub fn forward_scope(&self, training: bool, step: u64, first_sample: u64) -> ContextGuard {
         self.scope(training, step, first_sample).enter()
     }
@@ -207,15 +207,15 @@ impl Fabric {
         ForwardScope { training, seed: self.seed, step, first_sample, context, loss_parallel: true }
     }
 
-    /// The ranks that share sequences with this one, if several do. Batches are cut for them with
+    /// The ranks that share sequences with this one; `None` if sequences are whole. Batches are cut with
     /// [`DataModule::shard_sequence`](fulgurite_engine::data::DataModule::shard_sequence).
     pub fn context_parallel(&self) -> Option<ContextParallel> {
         ContextParallel::new(self.device_mesh().group(CONTEXT_PARALLEL).ok()?.clone())
     }
 
-    /// Runs backward on one micro-batch's loss; gradients are added to the step's. With
-    /// synchronisation on (see [`no_backward_sync`](Self::no_backward_sync)) they are reduced over the
-    /// ranks while backward goes on, and complete when this returns. Collective.
+    /// Runs the backward of a micro-batch's loss, which adds to the step's gradients. Unless under
+    /// [`no_backward_sync`](Self::no_backward_sync), gradients are reduced over the ranks during backward,
+    /// and complete when this returns. Collective.
     ///
     /// # Errors
     /// If the loss depends on no trainable parameter, if context-parallel ranks share sequences and the
@@ -225,22 +225,20 @@ impl Fabric {
         self.runtime.backward(loss)
     }
 
-    /// While the guard lives and `enabled` is true, backward does not synchronise gradients over
-    /// ranks (for all micro-batches of a step but the last). Dropping it restores what was before,
-    /// whatever that was.
+    /// While the guard lives and `enabled` is true, backward does not reduce gradients over ranks: for all
+    /// micro-batches of a step but the last. Dropping the guard restores the state before.
     pub fn no_backward_sync(&self, enabled: bool) -> NoSyncGuard {
         self.runtime.no_backward_sync(enabled)
     }
 
-    /// Whether the next backward synchronises gradients: not under a guard of
+    /// Whether the next backward reduces gradients over ranks: not under
     /// [`no_backward_sync`](Self::no_backward_sync).
     pub fn synchronises_backward(&self) -> bool {
         self.runtime.synchronises()
     }
 
-    /// The step's loss and count over all ranks and micro-batches, and the sum of each of `flags`
-    /// over the ranks. The first call of a step is collective and its flags count; later ones
-    /// return the same.
+    /// The step's loss and count over all ranks and micro-batches, and the sum of each of `flags` over the
+    /// ranks. The first call of a step is collective; later calls return the same and ignore their flags.
     ///
     /// # Errors
     /// If a peer fails.
@@ -248,8 +246,8 @@ impl Fabric {
         self.runtime.step_totals(flags)
     }
 
-    /// Looks for trainable parameters without a gradient, in the first step (and in each under
-    /// [`UnusedParameters::Ignore`]). The optimizer's step does it. Collective.
+    /// Checks that all trainable parameters have a gradient, in the first step (under
+    /// [`UnusedParameters::Ignore`] in each). The optimizer's step calls it. Collective.
     ///
     /// # Errors
     /// [`Error::UnusedParameters`] under [`UnusedParameters::Error`].
@@ -257,16 +255,16 @@ impl Fabric {
         self.runtime.audit_gradients(policy)
     }
 
-    /// Makes the model ready for a forward after values were written into its local shards by other
-    /// means than [`load`](Self::load). Collective.
+    /// To be called after writing values into the model's local shards, if not by [`load`](Self::load); makes
+    /// the model ready for a forward. Collective.
     ///
     /// # Errors
-    /// If ranks that hold the same parameters have different values, or a peer fails.
+    /// If replicas have different values, or a peer fails.
     pub fn finish_load(&self) -> Result<()> {
         self.runtime.finish_load()
     }
 
-    /// The norm of the mean gradient over all parameters, which may be no finite number. Collective.
+    /// The norm of the mean gradient over all parameters, which may be infinite or NaN. Collective.
     ///
     /// # Errors
     /// If a peer fails.
@@ -277,7 +275,7 @@ impl Fabric {
     /// The norm of the mean gradient over all parameters. Collective.
     ///
     /// # Errors
-    /// [`Error::NonFinite`] on every rank if it is not finite; nothing was changed.
+    /// [`Error::NonFinite`] on every rank if it is not finite; nothing is changed.
     pub fn gradient_norm(&self, optimizer: &FabricOptimizer) -> Result<f64> {
         let norm = self.runtime.gradient_norm()?;
         if norm.is_finite() {
@@ -291,24 +289,24 @@ impl Fabric {
         })
     }
 
-    /// Clips the next optimizer step's gradients to a total norm of `max_norm` and returns the norm
-    /// they had. Collective.
+    /// Clips the next optimizer step's gradients to a total norm of `max_norm`. Returns the norm before
+    /// clipping. Collective.
     ///
     /// # Errors
-    /// As [`gradient_norm`](Self::gradient_norm), and if `max_norm` is not positive.
+    /// As [`gradient_norm`](Self::gradient_norm), and if `max_norm` is not check_positive.
     pub fn clip_gradients_norm(
         &self,
         optimizer: &mut FabricOptimizer,
         max_norm: f64,
     ) -> Result<f64> {
-        positive("max_norm", max_norm)?;
+        check_positive("max_norm", max_norm)?;
         let norm = self.gradient_norm(optimizer)?;
         optimizer.clip_norm(norm, max_norm);
         Ok(norm)
     }
 
-    /// Clamps each element of the next optimizer step's gradients to plus or minus `clip_value`.
-    /// Returns the norm they had. Collective.
+    /// Clamps each element of the next optimizer step's gradients to plus or minus `clip_value`. Returns the
+    /// norm before clipping. Collective.
     ///
     /// # Errors
     /// As [`clip_gradients_norm`](Self::clip_gradients_norm).
@@ -317,7 +315,7 @@ impl Fabric {
         optimizer: &mut FabricOptimizer,
         clip_value: f64,
     ) -> Result<f64> {
-        positive("clip_value", clip_value)?;
+        check_positive("clip_value", clip_value)?;
         let norm = self.gradient_norm(optimizer)?;
         optimizer.clip_value(clip_value);
         Ok(norm)
@@ -331,7 +329,7 @@ impl Fabric {
         self.world.run(Collective::all_reduce(tensor, op))
     }
 
-    /// Rank `src`'s text, on every rank. Collective.
+    /// Returns the `value` of rank `src` on every rank. Collective.
     ///
     /// # Errors
     /// If a peer fails.
@@ -354,11 +352,11 @@ impl Drop for Fabric {
     }
 }
 
-/// What a message about a loss or norm that is not finite ends with.
+/// The end of messages about a loss or norm that is not finite.
 pub(super) const NON_FINITE_HINT: &str = "; parameters are as they were before the step. A lower `optimizer.lr`, a longer warm-up \
      (`scheduler.warmup_steps`) or `trainer.gradient_clip_val` may help";
 
-fn positive(name: &str, value: f64) -> Result<()> {
+fn check_positive(name: &str, value: f64) -> Result<()> {
     if value > 0.0 {
         return Ok(());
     }

@@ -1,4 +1,4 @@
-//! From a configuration to a Fabric on every rank.
+//! Launching Fabric from a configuration.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,17 +13,17 @@ use fulgurite_engine::strategy::{BuildContext, ParallelizeFn, StrategyConfig};
 use fulgurite_launch::environment;
 use fulgurite_launch::{LaunchOptions, Launched, launch_checked};
 
-/// A rank that has found the others.
+/// A launched rank, connected to the others.
 pub struct Connection {
-    /// Who this process is. Held as long as the rank takes part.
+    /// To be held as long as the rank takes part in the job.
     pub launched: Launched,
     /// The group of all ranks.
     pub world: Arc<dyn ProcessGroup>,
 }
 
 impl TrainerConfig {
-    /// Launches the ranks that this configuration asks for, unless somebody did already, and
-    /// connects them. Returns in ranks only; see [`launch`](fulgurite_launch::launch). Collective.
+    /// Launches the ranks that this configuration asks for, unless a launcher has started them, and connects
+    /// them. Returns in ranks only; see [`launch`](fulgurite_launch::launch). Collective.
     ///
     /// # Errors
     /// As [`launch`](fulgurite_launch::launch), and if the process group cannot connect the ranks.
@@ -64,28 +64,27 @@ impl TrainerConfig {
     }
 }
 
-/// A Fabric that has been configured and not launched yet: [`Fabric::from_config`].
+/// A configured Fabric before its launch; made by [`Fabric::from_config`].
 pub struct FabricLauncher<'a> {
     config: &'a TrainerConfig,
     seed: u64,
 }
 
 impl FabricLauncher<'_> {
-    /// Launches the ranks. Returns in ranks only; what the program did before is done by each of
-    /// them again. Collective.
+    /// Launches the ranks. Returns in ranks only; each runs the program from its beginning. Collective.
     ///
     /// # Errors
-    /// As [`TrainerConfig::connect`] and [`Fabric::over`].
+    /// As [`TrainerConfig::connect`] and [`Fabric::with_world`].
     pub fn launch(self) -> Result<Fabric> {
         let Connection { launched, world } = self.config.connect()?;
-        let mut fabric = Fabric::over(world, self.config, self.seed, None)?;
+        let mut fabric = Fabric::with_world(world, self.config, self.seed, None)?;
         fabric.launched = Some(launched);
         Ok(fabric)
     }
 }
 
 impl Fabric {
-    /// Fabric as `[trainer]` and `seed` of a run's configuration say; to be launched.
+    /// Fabric by `[trainer]` and `seed` of a run's configuration, to be launched.
     ///
     /// # Errors
     /// If the configuration is wrong or names plugins that are not linked.
@@ -95,12 +94,12 @@ impl Fabric {
         Ok(FabricLauncher { config: &run.trainer, seed: run.seed })
     }
 
-    /// Fabric over the ranks of `world`, as a configuration says; `parallelize` decides instead of
-    /// the strategy's configuration how the model is spread. Collective.
+    /// Fabric over the ranks of `world`, by a configuration. `parallelize` takes the place of that in the
+    /// strategy's configuration. Collective.
     ///
     /// # Errors
     /// If the strategy is unknown or does not fit the world size.
-    pub fn over(
+    pub fn with_world(
         world: Arc<dyn ProcessGroup>,
         config: &TrainerConfig,
         seed: u64,

@@ -1,5 +1,4 @@
-//! Fabric: strategy, launcher and checkpoints without the loop, for people who own their loop. The
-//! trainer is built on it.
+//! Fabric: strategy, launcher and checkpoints for training loops of one's own. The trainer is built on it.
 
 mod checkpoints;
 mod data;

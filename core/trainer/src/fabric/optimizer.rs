@@ -1,4 +1,4 @@
-//! An optimizer that knows the strategy it works under.
+//! [`FabricOptimizer`].
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,12 +11,12 @@ use fulgurite_engine::optim::{
 };
 use fulgurite_engine::strategy::StepTotals;
 
-/// What the names of the averages' scalars begin with.
-const AVERAGES: &str = "ema.";
+/// The prefix of the names of the moving average's scalars.
+const EMA_PREFIX: &str = "ema.";
 
-/// An optimizer as [`Fabric`](super::Fabric) sets it up: it takes the mean over the global batch,
-/// folds clipping into its one pass, follows the learning-rate schedule, and leaves the model ready
-/// for the next forward. Gradients are cleared by the step; there is no `zero_grad`.
+/// An optimizer that [`Fabric`](super::Fabric) has set up. Its step takes the mean over the global batch,
+/// clips and updates in one pass, follows the learning-rate schedule, clears the gradients (there is no
+/// `zero_grad`), and makes the model ready for the next forward.
 pub struct FabricOptimizer {
     inner: Box<dyn Optimizer>,
     runtime: Arc<StrategyRuntime>,
@@ -44,7 +44,7 @@ impl FabricOptimizer {
         }
     }
 
-    /// Follows a learning-rate schedule; `max_steps` is the run's length, if it is known.
+    /// Sets the learning-rate schedule; `max_steps` is the run's length, if it is known.
     #[must_use]
     pub fn with_scheduler(
         mut self,
@@ -56,38 +56,38 @@ impl FabricOptimizer {
         self
     }
 
-    /// What becomes of trainable parameters that no gradient reaches.
+    /// Sets what happens to trainable parameters without a gradient.
     #[must_use]
     pub fn with_unused_parameters(mut self, policy: UnusedParameters) -> Self {
         self.unused = policy;
         self
     }
 
-    /// Averages the weights after each step. The averages are a part of the optimizer's state in
-    /// checkpoints.
+    /// Sets the moving average of the weights, updated after each step. In checkpoints it is a part of the
+    /// optimizer's state.
     #[must_use]
-    pub fn with_averages(mut self, averages: Ema) -> Self {
-        self.averages = Some(averages);
+    pub fn with_ema(mut self, ema: Ema) -> Self {
+        self.averages = Some(ema);
         self
     }
 
-    /// Puts the averages in the weights' place, ready for a forward, or the weights back; nothing
-    /// without averages. No step may be made meanwhile. Collective.
+    /// Exchanges the weights and their moving average, and makes the model ready for a forward. Does nothing
+    /// without an average. There must be no step until the call that exchanges them back. Collective.
     ///
     /// # Errors
     /// As [`Ema::swap`], and if a peer fails.
-    pub fn swap_averages(&mut self) -> Result<()> {
+    pub fn swap_ema(&mut self) -> Result<()> {
         let Some(averages) = &mut self.averages else { return Ok(()) };
         averages.swap()?;
         self.runtime.prepare_forward()
     }
 
-    /// Optimizer steps taken.
+    /// Number of optimizer steps done.
     pub fn steps(&self) -> u64 {
         self.steps
     }
 
-    /// The learning rate of the next step (of groups without a rate of their own).
+    /// The learning rate of the next step, for groups without a rate of their own.
     ///
     /// # Errors
     /// If the schedule needs the run's length and there is none.
@@ -115,8 +115,8 @@ impl FabricOptimizer {
     /// The mean loss of the step that is being computed.
     ///
     /// # Errors
-    /// On every rank: [`Error::NonFinite`] if it is not finite, [`Error::Data`] if it is the mean of
-    /// nothing. Nothing was changed.
+    /// On every rank: [`Error::NonFinite`] if it is not finite, [`Error::Data`] if there is nothing to take
+    /// the mean of. Nothing is changed.
     pub fn check_loss(&self, totals: &StepTotals) -> Result<f64> {
         if totals.count <= 0.0 {
             return Err(Error::Data(format!(
@@ -142,7 +142,7 @@ impl FabricOptimizer {
     }
 
     /// Updates the parameters with the mean gradient over all ranks and micro-batches since the
-    /// last step, and clears it. Collective.
+    /// last step, and clears the gradients. Collective.
     ///
     /// # Errors
     /// [`Error::UnusedParameters`] in the first step, [`Error::NonFinite`] if the loss is not
@@ -169,7 +169,7 @@ impl FabricOptimizer {
     /// All state tensors, for checkpoints.
     ///
     /// # Errors
-    /// If memory for them cannot be had.
+    /// If memory for them cannot be allocated.
     pub fn state_tensors(&mut self) -> Result<Vec<StateTensor>> {
         let mut states = self.inner.state_tensors()?;
         if let Some(averages) = &self.averages {
@@ -178,13 +178,14 @@ impl FabricOptimizer {
         Ok(states)
     }
 
-    /// State that is not a tensor, for checkpoints.
+    /// The numbers of the state that are no tensors, for checkpoints.
     pub fn scalars(&self) -> BTreeMap<String, f64> {
         let mut scalars = self.inner.scalars();
         scalars.insert("fabric.steps".to_owned(), self.steps as f64);
         if let Some(averages) = &self.averages {
-            scalars
-                .extend(averages.scalars().into_iter().map(|(k, v)| (format!("{AVERAGES}{k}"), v)));
+            scalars.extend(
+                averages.scalars().into_iter().map(|(k, v)| (format!("{EMA_PREFIX}{k}"), v)),
+            );
         }
         scalars
     }
@@ -200,10 +201,10 @@ impl FabricOptimizer {
         })?;
         self.steps = steps as u64;
         let own = |(name, value): (&String, &f64)| {
-            name.strip_prefix(AVERAGES).map(|name| (name.to_owned(), *value))
+            name.strip_prefix(EMA_PREFIX).map(|name| (name.to_owned(), *value))
         };
         let of_averages: BTreeMap<_, _> = inner.iter().filter_map(own).collect();
-        inner.retain(|name, _| !name.starts_with(AVERAGES));
+        inner.retain(|name, _| !name.starts_with(EMA_PREFIX));
         if let Some(averages) = &mut self.averages {
             averages.load_scalars(&of_averages)?;
         }

@@ -42,7 +42,7 @@ fulgurite_config::config_struct! {
     }
 }
 
-/// Whether less of a metric is better, or more: `checkpoint.mode`.
+/// Whether a metric is better if it is smaller or larger: `checkpoint.mode`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MonitorMode {
@@ -60,17 +60,17 @@ impl ConfigType for MonitorMode {
 }
 
 impl CheckpointConfig {
-    /// Checkpoints in `dir`, by the configured way.
+    /// Opens `dir` with the configured `io`.
     ///
     /// # Errors
-    /// If the way is not linked or its options are wrong.
+    /// If that plugin is not linked or its options are wrong.
     pub fn open(&self, dir: &Path) -> Result<Arc<dyn CheckpointIO>> {
         self.io
             .build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?
             .build(dir)
     }
 
-    /// Checks what the types alone cannot.
+    /// Checks ranges, and keys that depend on each other.
     ///
     /// # Errors
     /// [`Error::Config`] naming the key.

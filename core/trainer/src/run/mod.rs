@@ -1,4 +1,4 @@
-//! What a run is configured by: seed, model, data, and the tables `[trainer]` and `[checkpoint]`.
+//! The configuration of a run: seed, model, data, and the tables `[trainer]` and `[checkpoint]`.
 //!
 //! ```
 //! use fulgurite_core::config::ConfigLayers;
@@ -23,4 +23,4 @@ mod values;
 pub use checkpoint_config::{CheckpointConfig, MonitorMode};
 pub use run_config::{RunConfig, reference_sections};
 pub use trainer_config::{Limits, TrainerConfig};
-pub use values::{Amount, CkptPath, ClipAlgorithm, Devices, Precision, TimeLimit};
+pub use values::{CkptPath, ClipAlgorithm, CountOrFraction, Devices, Precision, TimeLimit};

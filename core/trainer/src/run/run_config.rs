@@ -1,4 +1,4 @@
-//! The configuration of a whole run.
+//! [`RunConfig`].
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -11,11 +11,11 @@ use fulgurite_config::reference::Section;
 use fulgurite_config::registry::{self, kind};
 use fulgurite_config::{ConfigLayers, ConfigType, Documented as _, KeyDoc, PluginValue, to_table};
 
-/// A whole run: `M` is the model's table, `D` the data's.
+/// The configuration of a run. `M` is the type of the table `[model]`, `D` of `[data]`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunConfig<M, D> {
-    /// `seed`: every random number of the run follows from it.
+    /// `seed`, from which every random number of the run follows.
     #[serde(default = "default_seed")]
     pub seed: u64,
     /// `[model]`.
@@ -49,8 +49,8 @@ fn default_scheduler() -> PluginValue {
 }
 
 impl<M, D> RunConfig<M, D> {
-    /// Reads and checks a run. Sections that no layer mentions are empty tables, so a model or data
-    /// type whose keys all have defaults needs none.
+    /// Reads and checks a run. Tables that no layer has are empty, which a model or data type accepts if all
+    /// its keys have defaults.
     ///
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) naming the key, and the file or override that it is from.
@@ -63,14 +63,14 @@ impl<M, D> RunConfig<M, D> {
             .prepend_defaults(to_table(&RunConfig::default())?)
             .known_table("trainer", TrainerConfig::keys())
             .known_table("checkpoint", CheckpointConfig::keys());
-        // What does not depend on `M` and `D` is compiled here and not in each program.
+        // Compiled once in this crate, since it does not depend on `M` and `D`.
         let run: RunConfig<Table, Table> = layers.parse()?;
         let run = run.with(layers.parse_table("model")?, layers.parse_table("data")?);
         run.validate()?;
         Ok(run)
     }
 
-    /// The same run with another model's and data module's tables.
+    /// The run with other `[model]` and `[data]` tables.
     pub(crate) fn with<N, E>(self, model: N, data: E) -> RunConfig<N, E> {
         let Self { seed, optimizer, scheduler, trainer, checkpoint, .. } = self;
         RunConfig { seed, model, data, optimizer, scheduler, trainer, checkpoint }
@@ -89,7 +89,7 @@ impl<M, D> RunConfig<M, D> {
         }
     }
 
-    /// The run as a table, as a configuration file has it.
+    /// The run as TOML.
     ///
     /// # Errors
     /// If TOML cannot hold a number of it.
@@ -101,7 +101,7 @@ impl<M, D> RunConfig<M, D> {
         to_table(&self.untyped().with(to_table(&self.model)?, to_table(&self.data)?))
     }
 
-    /// Checks what the types alone cannot: ranges, and keys that depend on one another.
+    /// Checks ranges, and keys that depend on each other.
     ///
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) naming the key.
@@ -124,7 +124,7 @@ impl<M, D> RunConfig<M, D> {
     }
 }
 
-/// A run whose model and data are described elsewhere: all defaults, both sections empty.
+/// All defaults, with empty tables `[model]` and `[data]`.
 impl Default for RunConfig<Table, Table> {
     fn default() -> Self {
         Self {
@@ -139,7 +139,7 @@ impl Default for RunConfig<Table, Table> {
     }
 }
 
-/// The sections of the [reference](fulgurite_config::reference) that the framework itself declares.
+/// The sections of the [reference](fulgurite_config::reference) for the tables of this module.
 ///
 /// # Errors
 /// As [`Section::new`].
@@ -151,8 +151,7 @@ pub fn reference_sections() -> Result<Vec<Section>> {
     ])
 }
 
-/// The reference's rows for the top level. (The macro that writes them for other tables knows no
-/// generics.)
+/// The reference's rows for the top level; the macro that writes the others does not support generics.
 fn top_level() -> Vec<KeyDoc> {
     let key = |name: &'static str, ty, doc| KeyDoc { name: name.into(), ty, doc };
     vec![

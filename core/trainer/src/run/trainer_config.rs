@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::{Amount, CkptPath, ClipAlgorithm, Devices, Precision, TimeLimit};
+use super::{CkptPath, ClipAlgorithm, CountOrFraction, Devices, Precision, TimeLimit};
 use crate::runtime::UnusedParameters;
 use crate::{Error, Result};
 use fulgurite_config::PluginValue;
@@ -39,10 +39,10 @@ fulgurite_config::config_struct! {
         pub ema_decay: Option<f64> = None,
         /// How often validation runs: an integer is optimizer steps, a float is a fraction of an
         /// epoch (`1.0` is the end of each).
-        pub val_check_interval: Amount = Amount::Fraction(1.0),
+        pub val_check_interval: CountOrFraction = CountOrFraction::Fraction(1.0),
         /// How much of the validation data is used: an integer is batches of each rank, a float is
         /// a fraction; `0` turns validation off.
-        pub limit_val_batches: Amount = Amount::Fraction(1.0),
+        pub limit_val_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
         /// Optimizer steps from one line of the log to the next.
         pub log_every_n_steps: u64 = 10,
         /// The types of numbers in computation. `32`, `64` and `"bf16"` are short for `"32-true"`,
@@ -82,7 +82,7 @@ fulgurite_config::config_struct! {
     }
 }
 
-/// What ends a run; whichever comes first.
+/// The limits of a run; it ends at the first one it reaches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Optimizer steps.
@@ -94,7 +94,7 @@ pub struct Limits {
 }
 
 impl TrainerConfig {
-    /// What ends the run: one epoch, if the configuration does not say.
+    /// The limits of the run: one epoch, if the configuration has none.
     pub fn limits(&self) -> Limits {
         let unlimited =
             self.max_steps.is_none() && self.max_epochs.is_none() && self.max_time.is_none();
@@ -105,7 +105,7 @@ impl TrainerConfig {
         }
     }
 
-    /// Checks what the types alone cannot.
+    /// Checks ranges, and keys that depend on each other.
     ///
     /// # Errors
     /// [`Error::Config`] naming the key.
@@ -118,13 +118,13 @@ impl TrainerConfig {
         ];
         for (key, value) in at_least_one {
             if value == 0 {
-                return wrong(key, "must be at least 1, found 0");
+                return config_error(key, "must be at least 1, found 0");
             }
         }
         if let Some(limit) = self.gradient_clip_val
             && !(limit.is_finite() && limit > 0.0)
         {
-            return wrong(
+            return config_error(
                 "gradient_clip_val",
                 format!("must be above 0, found {limit:?}; leave it out for no clipping"),
             );
@@ -132,20 +132,20 @@ impl TrainerConfig {
         if let Some(decay) = self.ema_decay
             && !(0.0..1.0).contains(&decay)
         {
-            return wrong(
+            return config_error(
                 "ema_decay",
                 format!("must be at least 0 and below 1, such as 0.999; found {decay:?}"),
             );
         }
         if let Err(message) = self.activation_checkpointing.check() {
-            return wrong("activation_checkpointing", message);
+            return config_error("activation_checkpointing", message);
         }
         match self.val_check_interval {
-            Amount::Count(0) => wrong(
+            CountOrFraction::Count(0) => config_error(
                 "val_check_interval",
                 "must be at least 1 step; `trainer.limit_val_batches = 0` turns validation off",
             ),
-            Amount::Fraction(0.0) => wrong(
+            CountOrFraction::Fraction(0.0) => config_error(
                 "val_check_interval",
                 "must be above 0.0; `trainer.limit_val_batches = 0` turns validation off",
             ),
@@ -167,7 +167,7 @@ impl TrainerConfig {
     }
 }
 
-fn wrong<T>(key: &str, message: impl std::fmt::Display) -> Result<T> {
+fn config_error<T>(key: &str, message: impl std::fmt::Display) -> Result<T> {
     Err(Error::Config(format!("`trainer.{key}`: {message}")))
 }
 

@@ -1,4 +1,4 @@
-//! The trainer's types of values that are more than a number or a string.
+//! Types of configuration values that are a number or a word.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -46,19 +46,19 @@ impl ConfigType for Devices {
     }
 }
 
-/// So many, or such a part of all. In TOML an integer is a count and a float is a fraction: `1` is
-/// one, `1.0` is all.
+/// A count, or a fraction of all. In TOML an integer is a count and a float is a fraction: `1` is one,
+/// `1.0` is all.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Amount {
+pub enum CountOrFraction {
     /// An integer: steps, or batches.
     Count(u64),
     /// A float between 0 and 1: this part of an epoch, or of the data.
     Fraction(f64),
 }
 
-impl Amount {
-    /// The number of items when all there are is `whole`: never more than that for a fraction,
-    /// rounded down but at least one unless the fraction is zero.
+impl CountOrFraction {
+    /// The number of items, of `whole` in all. A fraction is rounded down, but to at least one unless it is
+    /// zero.
     pub fn of(self, whole: u64) -> u64 {
         match self {
             Self::Count(count) => count,
@@ -70,7 +70,7 @@ impl Amount {
     }
 }
 
-impl Serialize for Amount {
+impl Serialize for CountOrFraction {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
             Self::Count(count) => serializer.serialize_u64(*count),
@@ -79,7 +79,7 @@ impl Serialize for Amount {
     }
 }
 
-impl<'de> Deserialize<'de> for Amount {
+impl<'de> Deserialize<'de> for CountOrFraction {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let expected = "a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0)";
         deserialize_scalar(deserializer, expected, |value| match value {
@@ -90,13 +90,13 @@ impl<'de> Deserialize<'de> for Amount {
     }
 }
 
-impl ConfigType for Amount {
+impl ConfigType for CountOrFraction {
     fn describe() -> String {
         "integer (a count) or float (a fraction)".to_owned()
     }
 }
 
-/// The types of numbers in computation: `trainer.precision`.
+/// The dtypes of parameters and computation: `trainer.precision`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Precision {
     /// `"32-true"`, or 32: everything in f32.
@@ -111,7 +111,7 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// The word for it in a configuration.
+    /// Its name in a configuration.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::F32True => "32-true",
@@ -225,9 +225,9 @@ impl ConfigType for TimeLimit {
 /// The checkpoint a run starts from: `trainer.ckpt_path`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CkptPath {
-    /// `"last"`: the newest one in the run's checkpoint directory, or none if there is none yet.
+    /// `"last"`: the one that was saved last, or none if there is none yet.
     Last,
-    /// This one.
+    /// This path or name.
     Path(PathBuf),
 }
 
@@ -310,8 +310,8 @@ mod tests {
         }
         check("4", Devices::Count(4));
         check("'auto'", Devices::Auto);
-        check("1", Amount::Count(1));
-        check("1.0", Amount::Fraction(1.0));
+        check("1", CountOrFraction::Count(1));
+        check("1.0", CountOrFraction::Fraction(1.0));
         check("'01:02:03:04'", TimeLimit(Duration::from_secs(93_784)));
         check("90", TimeLimit(Duration::from_secs(90)));
         check("0.5", TimeLimit(Duration::from_millis(500)));
@@ -333,8 +333,8 @@ mod tests {
     fn wrong_values_are_told_what_is_expected() {
         insta::assert_snapshot!(read::<Devices>("0").unwrap_err(), @r#"`key`: expected a number of ranks, at least 1, or "auto", found `0`"#);
         insta::assert_snapshot!(read::<Devices>("'all'").unwrap_err(), @r#"`key`: expected a number of ranks, at least 1, or "auto", found the string "all""#);
-        insta::assert_snapshot!(read::<Amount>("1.5").unwrap_err(), @"`key`: expected a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0), found `1.5`");
-        insta::assert_snapshot!(read::<Amount>("true").unwrap_err(), @"`key`: expected a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0), found `true`");
+        insta::assert_snapshot!(read::<CountOrFraction>("1.5").unwrap_err(), @"`key`: expected a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0), found `1.5`");
+        insta::assert_snapshot!(read::<CountOrFraction>("true").unwrap_err(), @"`key`: expected a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0), found `true`");
         insta::assert_snapshot!(read::<Precision>("'fp16'").unwrap_err(), @r#"`key`: expected "32-true", "bf16-mixed", "bf16-true" or "64-true", found the string "fp16""#);
         insta::assert_snapshot!(read::<TimeLimit>("'12:00'").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found the string "12:00""#);
         insta::assert_snapshot!(read::<TimeLimit>("'00:25:00:00'").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found the string "00:25:00:00""#);
@@ -349,10 +349,10 @@ mod tests {
 
     #[test]
     fn a_fraction_of_something_is_something() {
-        assert_eq!(Amount::Fraction(0.5).of(7), 3);
-        assert_eq!(Amount::Fraction(0.01).of(7), 1);
-        assert_eq!(Amount::Fraction(0.0).of(7), 0);
-        assert_eq!(Amount::Fraction(1.0).of(0), 0);
-        assert_eq!(Amount::Count(9).of(7), 9);
+        assert_eq!(CountOrFraction::Fraction(0.5).of(7), 3);
+        assert_eq!(CountOrFraction::Fraction(0.01).of(7), 1);
+        assert_eq!(CountOrFraction::Fraction(0.0).of(7), 0);
+        assert_eq!(CountOrFraction::Fraction(1.0).of(0), 0);
+        assert_eq!(CountOrFraction::Count(9).of(7), 9);
     }
 }

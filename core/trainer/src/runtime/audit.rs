@@ -1,5 +1,5 @@
-//! The gradient audit: parameters that got no gradient, or not the same one on ranks that hold them
-//! alike.
+//! The gradient audit: parameters without a gradient, or with gradients that differ between
+//! tensor-parallel replicas.
 
 use super::StrategyRuntime;
 use crate::{Error, Result};
@@ -31,11 +31,11 @@ impl ConfigType for UnusedParameters {
 }
 
 impl StrategyRuntime {
-    /// Looks for trainable parameters that got a gradient on no rank in this step. Collective over
-    /// the world in the first step, and in every step under [`UnusedParameters::Ignore`].
+    /// Checks that every trainable parameter got a gradient on some rank in this step. Collective over the
+    /// world in the first step, and in every step under [`UnusedParameters::Ignore`].
     pub(crate) fn audit_gradients(&self, policy: UnusedParameters) -> Result<()> {
         let tree = self.tree()?;
-        let step = &mut self.at_work()?.step;
+        let step = &mut self.lock_state()?.step;
         if step.audited && policy != UnusedParameters::Ignore {
             return Ok(());
         }
@@ -65,9 +65,9 @@ impl StrategyRuntime {
         Ok(())
     }
 
-    /// Checks that tensor-parallel ranks have the same gradients of what they hold alike: a plan that
-    /// cuts a sequence and leaves out a layer that computes on the parts gives each rank another one.
-    /// Collective over the tensor-parallel group.
+    /// Checks that tensor-parallel ranks have equal gradients of replicated parameters. They differ if a plan
+    /// cuts sequences and leaves out a layer that computes on the parts. Collective over the
+    /// tensor-parallel group.
     fn check_replicated_gradients(&self) -> Result<()> {
         let Ok(group) = self.mesh().group(TENSOR_PARALLEL) else { return Ok(()) };
         if group.size() == 1 {
@@ -91,7 +91,7 @@ impl StrategyRuntime {
             let (a, b) = all.iter().fold((f64::INFINITY, 0f64), |(low, high), squares| {
                 (low.min(squares[i]), high.max(squares[i]))
             });
-            // Where numbers are not finite, another check says more.
+            // False for NaN, which another check reports better.
             if b - a > 1e-3 * b {
                 return Err(Error::parameter(
                     parameter.fqn(),

@@ -1,4 +1,4 @@
-//! Checkpoints of what a strategy spreads.
+//! Saving and loading checkpoints under a strategy.
 
 use std::path::PathBuf;
 
@@ -11,14 +11,14 @@ use fulgurite_checkpoint_format::{
 use fulgurite_engine::optim::StateTensor;
 
 impl StrategyRuntime {
-    /// Before a save: makes the ranks' parts fit together. Collective.
+    /// Makes replicas equal before a save. Collective.
     pub(crate) fn prepare_save(&self) -> Result<()> {
-        self.at_work()?.strategy.prepare_save(self.context()?)
+        self.lock_state()?.strategy.prepare_save(self.context()?)
     }
 
-    /// What this rank contributes to a distributed checkpoint `name` of the model and these
-    /// optimizer states: the parts it owns, sharing their memory. Of `meta`, mesh and specs are
-    /// filled in. Every save goes through it, also one in the background.
+    /// This rank's part of a distributed checkpoint `name` of the model and these optimizer states: the
+    /// regions that it owns, sharing their memory. Sets mesh and specs in `meta`. Every save, also one in
+    /// the background, goes through it.
     ///
     /// # Errors
     /// If a state is of a parameter that the model does not have.
@@ -37,9 +37,8 @@ impl StrategyRuntime {
         Ok(SaveRequest { name, model, optimizer, meta, update_last: false, remove: Vec::new() })
     }
 
-    /// Saves the model, and these optimizer states, as the full checkpoint `name` of `io`: whole
-    /// tensors in files that others read, gathered on rank 0 one by one. Of `meta`, mesh and specs
-    /// are filled in. Collective.
+    /// Saves the model and these optimizer states as the full checkpoint `name` of `io`: whole tensors,
+    /// gathered on rank 0 one by one. Sets mesh and specs in `meta`. Collective.
     ///
     /// # Errors
     /// As [`checkpoint::save_full`].
@@ -58,9 +57,8 @@ impl StrategyRuntime {
         checkpoint::save_full(io, world, name, tree, coordinate, optimizer, options, &meta)
     }
 
-    /// Fills the model, and these optimizer states if there are any, from a distributed checkpoint of
-    /// any mesh (a part of it, under other names, or into a model that has changed since, as `options`
-    /// say) and makes the model ready for a forward. The report tells what differed. Collective.
+    /// Fills the model, and these optimizer states if there are any, from a distributed checkpoint of any
+    /// mesh, and makes the model ready for a forward. Returns the differences. Collective.
     ///
     /// # Errors
     /// As [`checkpoint::restore`].
@@ -75,7 +73,7 @@ impl StrategyRuntime {
         Ok(report)
     }
 
-    /// `meta` with the mesh, and how it cuts each parameter.
+    /// Sets mesh and specs in `meta`.
     fn describe(&self, meta: SaveMeta) -> Result<SaveMeta> {
         let (names, sizes) = (self.mesh().layout().names(), self.mesh().layout().sizes());
         Ok(SaveMeta {

@@ -1,5 +1,5 @@
-//! The runtime that owns a [`Strategy`](fulgurite_engine::strategy::Strategy) and does what all of them do
-//! alike.
+//! The runtime that owns a [`Strategy`](fulgurite_engine::strategy::Strategy) and implements what all
+//! strategies have in common.
 
 mod audit;
 mod checkpoints;

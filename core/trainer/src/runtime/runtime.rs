@@ -1,4 +1,4 @@
-//! A strategy at work.
+//! [`StrategyRuntime`].
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
@@ -13,28 +13,28 @@ use fulgurite_engine::parallel::check_loss;
 use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::strategy::{Capabilities, Loss, StepTotals, Strategy, StrategyContext};
 
-/// Which part of the data a rank sees (Lightning's `distributed_sampler_kwargs`).
+/// A rank's share of the data (Lightning's `distributed_sampler_kwargs`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SamplerShare {
-    /// Number of ranks that see different data.
+    /// Number of data-parallel replicas, each with data of its own.
     pub num_replicas: usize,
-    /// This rank's place among them.
+    /// This rank's replica.
     pub rank: usize,
 }
 
-/// A strategy with its mesh, the model that it has spread, and the state of the step.
+/// A strategy with its mesh, its model, and the state of the step.
 ///
-/// What does not change is read without a lock. Calls of the strategy hold one, which is given to
-/// nobody: a call from within another is an error.
+/// Mesh and model are read without a lock. Calls of the strategy hold a lock, which no guard exposes: a
+/// call from within another is an error, not a deadlock.
 pub(crate) struct StrategyRuntime {
     mesh: DeviceMesh,
     tree: OnceLock<ModuleTree>,
     synchronise: Arc<AtomicBool>,
-    at_work: Mutex<AtWork>,
+    state: Mutex<RuntimeState>,
 }
 
-/// What calls change.
-pub(super) struct AtWork {
+/// The strategy and the state of the step, behind the lock.
+pub(super) struct RuntimeState {
     pub(super) strategy: Box<dyn Strategy>,
     pub(super) step: StepState,
 }
@@ -49,7 +49,7 @@ pub(super) struct StepState {
     pub(super) delivered: Vec<bool>,
     /// Whether the first step's gradients were audited.
     pub(super) audited: bool,
-    /// Whether the latest backward left its gradients on their ranks.
+    /// Whether the latest backward did not reduce its gradients over ranks.
     unsynchronised: bool,
 }
 
@@ -61,14 +61,14 @@ impl StrategyRuntime {
             mesh,
             tree: OnceLock::new(),
             synchronise: Arc::new(AtomicBool::new(true)),
-            at_work: Mutex::new(AtWork { strategy, step: StepState::default() }),
+            state: Mutex::new(RuntimeState { strategy, step: StepState::default() }),
         })
     }
 
-    /// The strategy and the step, for one call. One thread drives a strategy, so a lock that is taken
-    /// is taken by a call that this one comes from.
-    pub(super) fn at_work(&self) -> Result<MutexGuard<'_, AtWork>> {
-        self.at_work.try_lock().map_err(|_| {
+    /// Locks the state for one call. Since one thread drives a strategy, the lock is taken only if this call
+    /// comes from within another one.
+    pub(super) fn lock_state(&self) -> Result<MutexGuard<'_, RuntimeState>> {
+        self.state.try_lock().map_err(|_| {
             Error::other(
                 "the strategy is at work: a call that needs it comes from within another one (from a \
                  hook or the backward of an operation), or from a second thread. Make it before or \
@@ -96,32 +96,32 @@ impl StrategyRuntime {
     }
 
     pub(crate) fn name(&self) -> Result<String> {
-        Ok(self.at_work()?.strategy.name().to_owned())
+        Ok(self.lock_state()?.strategy.name().to_owned())
     }
 
     pub(crate) fn capabilities(&self) -> Result<Capabilities> {
-        Ok(self.at_work()?.strategy.capabilities())
+        Ok(self.lock_state()?.strategy.capabilities())
     }
 
     pub(crate) fn saves_distributed_checkpoints(&self) -> Result<bool> {
-        Ok(self.at_work()?.strategy.saves_distributed_checkpoints())
+        Ok(self.lock_state()?.strategy.saves_distributed_checkpoints())
     }
 
-    /// Lets the strategy spread a model, and makes it ready for a forward. Collective.
+    /// Lets the strategy distribute a model, and makes it ready for a forward. Collective.
     pub(crate) fn setup_module(&self, mut tree: ModuleTree, seed: u64) -> Result<()> {
-        let mut at_work = self.at_work()?;
-        at_work.strategy.setup_module(&mut tree, &self.mesh, seed)?;
-        at_work.step.delivered = vec![false; tree.trainable().count()];
+        let mut state = self.lock_state()?;
+        state.strategy.setup_module(&mut tree, &self.mesh, seed)?;
+        state.step.delivered = vec![false; tree.trainable().count()];
         self.tree.get_or_init(|| tree);
-        at_work.strategy.prepare_forward(self.context()?)
+        state.strategy.prepare_forward(self.context()?)
     }
 
     pub(crate) fn prepare_forward(&self) -> Result<()> {
-        self.at_work()?.strategy.prepare_forward(self.context()?)
+        self.lock_state()?.strategy.prepare_forward(self.context()?)
     }
 
     pub(crate) fn finish_load(&self) -> Result<()> {
-        self.at_work()?.strategy.finish_load(self.context()?)
+        self.lock_state()?.strategy.finish_load(self.context()?)
     }
 
     /// Whether the next backward reduces gradients over ranks.
@@ -137,7 +137,7 @@ impl StrategyRuntime {
     /// See [`Fabric::backward`](crate::fabric::Fabric::backward).
     pub(crate) fn backward(&self, loss: &Loss) -> Result<()> {
         let context = self.context()?;
-        let AtWork { strategy, step } = &mut *self.at_work()?;
+        let RuntimeState { strategy, step } = &mut *self.lock_state()?;
         let sum = loss.sum();
         if !sum.track_op() {
             return Err(Error::other(
@@ -152,7 +152,7 @@ impl StrategyRuntime {
         step.totals = None;
         step.unsynchronised = !synchronise;
         strategy.begin_backward(context, synchronise)?;
-        // Each parameter has taken its gradient; what candle returns holds none.
+        // The reducers have the gradients; candle's store has none.
         drop(sum.backward()?);
         for (parameter, delivered) in context.tree.trainable().zip(&mut step.delivered) {
             *delivered |= parameter.finish_backward()?;
@@ -164,12 +164,12 @@ impl StrategyRuntime {
         }
     }
 
-    /// Checks that the step's last backward synchronised gradients.
+    /// Checks that the step's last backward reduced gradients over ranks.
     ///
     /// # Errors
-    /// If it did not: each rank would update its parameters with gradients of its own.
+    /// If it did not: each rank would update its parameters with its own gradients.
     pub(crate) fn check_synchronised(&self) -> Result<()> {
-        if !self.at_work()?.step.unsynchronised {
+        if !self.lock_state()?.step.unsynchronised {
             return Ok(());
         }
         Err(Error::other(
@@ -181,7 +181,7 @@ impl StrategyRuntime {
 
     /// See [`Fabric::step_totals`](crate::fabric::Fabric::step_totals).
     pub(crate) fn step_totals(&self, flags: &[f64]) -> Result<StepTotals> {
-        self.totals(&mut self.at_work()?.step, flags)
+        self.totals(&mut self.lock_state()?.step, flags)
     }
 
     fn totals(&self, step: &mut StepState, flags: &[f64]) -> Result<StepTotals> {
@@ -194,31 +194,31 @@ impl StrategyRuntime {
             Ok(values.to_vec1()?)
         };
         let loss = sum(&[step.loss_sum, step.count], &**self.mesh.group(DP_CP)?)?;
-        // Tensor-parallel ranks have the same loss, but flags of their own.
+        // Tensor-parallel ranks have the same loss, but each has its own flags.
         let flags = if flags.is_empty() { Vec::new() } else { sum(flags, &**self.mesh.world())? };
         let totals = StepTotals { loss_sum: loss[0], count: loss[1], flags };
         step.totals = Some(totals.clone());
         Ok(totals)
     }
 
-    /// What the optimizer multiplies this rank's gradients by. Collective as
+    /// The factor of this rank's gradients in the optimizer's update. Collective as
     /// [`step_totals`](Self::step_totals).
     pub(crate) fn grad_scale(&self) -> Result<f64> {
-        let AtWork { strategy, step } = &mut *self.at_work()?;
+        let RuntimeState { strategy, step } = &mut *self.lock_state()?;
         let totals = self.totals(step, &[])?;
         Ok(strategy.grad_scale(&totals, step.count))
     }
 
-    /// The norm of the mean loss's gradient; may be non-finite. Collective.
+    /// The norm of the mean gradient, which may be infinite or NaN. Collective.
     pub(crate) fn gradient_norm(&self) -> Result<f64> {
         let scale = self.grad_scale()?;
-        self.at_work()?.strategy.gradient_norm(self.context()?, scale)
+        self.lock_state()?.strategy.gradient_norm(self.context()?, scale)
     }
 
-    /// After the optimizer has stepped. Collective.
+    /// To be called after the optimizer's update. Collective.
     pub(crate) fn finish_step(&self) -> Result<()> {
         let context = self.context()?;
-        let AtWork { strategy, step } = &mut *self.at_work()?;
+        let RuntimeState { strategy, step } = &mut *self.lock_state()?;
         context.tree.trainable().for_each(Parameter::end_step);
         step.delivered.fill(false);
         step.unsynchronised = false;
@@ -226,14 +226,13 @@ impl StrategyRuntime {
         strategy.finish_step(context)
     }
 
-    /// Which part of the data this rank sees: its place along `data_parallel`. Ranks that differ
-    /// only in tensor or context parallel see the same samples.
+    /// See [`Fabric::sampler_share`](crate::fabric::Fabric::sampler_share).
     pub(crate) fn sampler_share(&self) -> Result<SamplerShare> {
         let group = self.mesh.group(DATA_PARALLEL)?;
         Ok(SamplerShare { num_replicas: group.size(), rank: group.rank() })
     }
 
-    /// Ends the gradients' way: a strategy has the parameters, and they have its reducer.
+    /// Breaks the reference cycle of the strategy, its parameters and their reducers.
     pub(crate) fn teardown(&self) {
         if let Ok(tree) = self.tree() {
             tree.trainable().for_each(Parameter::clear_reducer);
@@ -241,7 +240,7 @@ impl StrategyRuntime {
     }
 }
 
-/// Restores what [`Fabric::no_backward_sync`](crate::fabric::Fabric::no_backward_sync) found.
+/// Restores the state before [`Fabric::no_backward_sync`](crate::fabric::Fabric::no_backward_sync).
 #[must_use = "gradients are synchronised again as soon as the guard is dropped"]
 #[derive(Debug)]
 pub struct NoSyncGuard {

@@ -1,4 +1,4 @@
-//! Behaviour that is added to a run without touching the module.
+//! Callbacks: hooks that are added to a run from outside of the module.
 
 use std::collections::BTreeMap;
 
@@ -9,8 +9,8 @@ use super::runner::ModuleRunner;
 use super::{HookContext, Hooks};
 use crate::Result;
 
-/// [`Hooks`] that are added to a run from outside of the module (Lightning's `Callback`), and what a
-/// checkpoint keeps of them.
+/// [`Hooks`] that are added to a run from outside of the module, with state that checkpoints save
+/// (Lightning's `Callback`).
 ///
 /// ```
 /// use fulgurite_core::Result;
@@ -32,23 +32,23 @@ use crate::Result;
 /// let trainer = Trainer::default().with_callback(Box::new(StopBelow(0.1)));
 /// ```
 ///
-/// A run that resumes within an epoch does not start it again: what a callback needs to know of an
-/// epoch's beginning belongs to its [`state`](Callback::state).
+/// A run that resumes within an epoch does not start it again, so what a callback remembers from the
+/// beginning of an epoch must be part of its [`state`](Callback::state).
 pub trait Callback: Hooks + Send {
-    /// What the callback's state is saved under. Of several callbacks with the same key, the first
-    /// added gets the first state, and so on.
+    /// The key of the callback's state in checkpoints. Callbacks with the same key get their states in the
+    /// order in which they were added.
     fn state_key(&self) -> String {
         std::any::type_name::<Self>().to_owned()
     }
 
-    /// What a checkpoint keeps of this callback, so that a resumed run goes on with it; `None` if
-    /// there is nothing. Asked of every rank; rank 0's is saved.
+    /// The callback's state, which a checkpoint saves and a resumed run loads; `None` for none. Called on
+    /// every rank; that of rank 0 is saved.
     fn state(&self) -> Option<serde_json::Value> {
         None
     }
 
-    /// Takes up a state that [`state`](Self::state) gave when a checkpoint was saved. Called on
-    /// every rank of a run that resumes from it, before any hook.
+    /// Loads a state that [`state`](Self::state) has returned. Called on every rank of a resumed run, before
+    /// any hook.
     ///
     /// # Errors
     /// If it is no state of this callback.
@@ -58,14 +58,14 @@ pub trait Callback: Hooks + Send {
     }
 }
 
-/// What a checkpoint keeps of a callback.
+/// A callback's state in a checkpoint.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct CallbackState {
     key: String,
     state: serde_json::Value,
 }
 
-/// How far a run is when a hook is called.
+/// The position of a run when a hook is called.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Progress {
     pub(super) step: u64,
@@ -92,7 +92,7 @@ impl Callbacks {
         Self { callbacks, rank, world_size, seed, print, stop: false }
     }
 
-    /// What a checkpoint keeps of the callbacks.
+    /// The states of the callbacks, for a checkpoint.
     pub(super) fn states(&self) -> Vec<CallbackState> {
         let states = self.callbacks.iter().filter_map(|callback| {
             Some(CallbackState { key: callback.state_key(), state: callback.state()? })
@@ -100,7 +100,7 @@ impl Callbacks {
         states.collect()
     }
 
-    /// Gives callbacks what a checkpoint has kept of them.
+    /// Loads the states of the callbacks from a checkpoint.
     pub(super) fn load_states(&mut self, mut states: Vec<CallbackState>) -> Result<()> {
         for callback in &mut self.callbacks {
             let key = callback.state_key();

@@ -1,8 +1,8 @@
-//! What hooks and steps are told.
+//! The contexts of steps and hooks.
 
 use std::collections::BTreeMap;
 
-/// What a step knows of the run, and where it leaves metrics.
+/// The context of a step: its position in the run, and the metrics that it logs.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct StepContext {
@@ -25,8 +25,8 @@ impl StepContext {
         Self { step, epoch, batch_index, rank, world_size, metrics: BTreeMap::new() }
     }
 
-    /// Logs a metric of this rank. Several values in one optimizer step (or one validation) are
-    /// averaged; rank 0's appear in the loggers and the step's event.
+    /// Logs a metric of this rank. Several values in one optimizer step, or one validation, are averaged.
+    /// Loggers and events get those of rank 0.
     pub fn log(&mut self, name: &str, value: f64) {
         let (sum, count) = self.metrics.entry(name.to_owned()).or_default();
         *sum += value;
@@ -39,7 +39,7 @@ impl StepContext {
     }
 }
 
-/// What a hook knows of the run; `D` is the type of the data module that it sees.
+/// The context of a hook. `D` is the type of the data module that the hook has access to.
 pub struct HookContext<'a, D: ?Sized = ()> {
     /// Optimizer steps done.
     pub step: u64,
@@ -59,7 +59,7 @@ pub struct HookContext<'a, D: ?Sized = ()> {
 }
 
 impl<'a, D: ?Sized> HookContext<'a, D> {
-    /// The run's data module, in the hooks of a module. Callbacks work with any, and get `()`.
+    /// The run's data module, in hooks of a module; `()` in callbacks, which work with any data module.
     pub fn data(&self) -> &'a D {
         self.data
     }
@@ -84,12 +84,12 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
         self.rank == 0
     }
 
-    /// Asks the trainer to stop after this step. One rank that asks is enough.
+    /// Asks the trainer to stop after this step, on all ranks.
     pub fn stop(&mut self) {
         *self.stop = true;
     }
 
-    /// Shows a text to the person at the terminal, once, from rank 0.
+    /// Prints a text on the terminal; only that of rank 0 is printed.
     pub fn print(&mut self, text: impl Into<String>) {
         if self.rank == 0 {
             self.printed.push(text.into());

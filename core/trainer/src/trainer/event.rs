@@ -1,4 +1,4 @@
-//! What a run tells the world, one event at a time.
+//! The events of a run.
 //!
 //! ```
 //! use fulgurite_core::trainer::Event;
@@ -15,17 +15,17 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::Result;
 
-/// Something that happened in a run. Steps are optimizer steps that are done, so the first is 1.
+/// An event of a run. Steps are numbers of completed optimizer steps, so the first is 1.
 ///
-/// As JSON, an event is one object with its kind under `event`; numbers that are not finite are
-/// `null` there, and NaN when read back.
+/// As JSON, an event is an object with its kind under `event`. Numbers that are not finite are `null`,
+/// which is read as NaN.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Event {
-    /// An optimizer step was made.
+    /// An optimizer step was completed.
     Step {
-        /// Which one.
+        /// Its number.
         step: u64,
         /// Passes over the training data so far, with the fraction of the current one.
         #[serde(deserialize_with = "number")]
@@ -39,7 +39,7 @@ pub enum Event {
         /// The learning rate of the step.
         #[serde(deserialize_with = "number")]
         lr: f64,
-        /// Tokens (or whatever the module counts in its loss) of all ranks, a second.
+        /// Tokens (or other items that the module's loss counts) of all ranks per second.
         #[serde(deserialize_with = "number")]
         tokens_per_s: f64,
         /// What the module logged.
@@ -48,44 +48,43 @@ pub enum Event {
     },
     /// The model was validated.
     Validation {
-        /// The step after which it was.
+        /// The step after which it was validated.
         step: u64,
         /// The mean loss over the validation data.
         #[serde(deserialize_with = "number")]
         val_loss: f64,
-        /// Batches that went into it, of all ranks together.
+        /// Number of validation batches, of all ranks.
         batches: u64,
         /// What the module logged.
         #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "numbers")]
         metrics: BTreeMap<String, f64>,
     },
-    /// The run goes on from a checkpoint, instead of from the start.
+    /// The run has resumed from a checkpoint.
     Resume {
-        /// The step whose result it holds.
+        /// The step after which it was saved.
         step: u64,
-        /// Where it is.
+        /// Its path.
         path: PathBuf,
     },
-    /// A checkpoint was saved: it is complete on disk. One that was saved in the background is told
-    /// of when it is, some steps later.
+    /// A checkpoint was committed. For one saved in the background the event comes some steps later.
     Checkpoint {
-        /// The step whose result it holds.
+        /// The step after which it was saved.
         step: u64,
-        /// Where it is.
+        /// Its path.
         path: PathBuf,
-        /// How long training stood still for it, in seconds.
+        /// How long training waited for it, in seconds.
         #[serde(default, deserialize_with = "number")]
         blocked_s: f64,
     },
-    /// The run is over.
+    /// The run has ended.
     Summary {
-        /// Optimizer steps made in all, those before a resume included.
+        /// Number of optimizer steps, including those before a resume.
         steps: u64,
         /// Number of ranks.
         world_size: usize,
         /// The strategy's name.
         strategy: String,
-        /// The loss of the first step of this process's life; `null` without a step.
+        /// The loss of the first step of this process; NaN without a step.
         #[serde(deserialize_with = "number")]
         first_loss: f64,
         /// The loss of the last step.
@@ -94,20 +93,20 @@ pub enum Event {
         /// The median time of a step, in seconds.
         #[serde(deserialize_with = "number")]
         step_s_median: f64,
-        /// Tokens of all ranks a second, over all steps.
+        /// Tokens of all ranks per second, over all steps.
         #[serde(deserialize_with = "number")]
         tokens_per_s: f64,
         /// Seconds from the program's start to the end of the first step.
         #[serde(deserialize_with = "number")]
         startup_s: f64,
-        /// The most memory that each rank's process held, in MiB, by rank.
+        /// The peak memory of each rank's process, in MiB, by rank.
         #[serde(deserialize_with = "list")]
         peak_rss_mib: Vec<f64>,
     },
 }
 
 impl Event {
-    /// The numbers that a logger writes, by name, and their step; `None` for events without any.
+    /// The step and the metrics by name, for loggers; `None` for events without metrics.
     pub fn scalars(&self) -> Option<(u64, BTreeMap<String, f64>)> {
         let (step, own, logged): (_, &[(&str, f64)], _) = match self {
             Self::Step { step, epoch, train_loss, grad_norm, lr, tokens_per_s, metrics } => (
@@ -136,7 +135,7 @@ impl Event {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RunStatus {
-    /// It reached its end.
+    /// It was completed.
     Success,
     /// It was stopped (Ctrl-C, SIGTERM, SIGUSR1).
     Interrupted,
@@ -144,21 +143,21 @@ pub enum RunStatus {
     Failed,
 }
 
-/// Where events go. Lives on rank 0 only.
+/// Receives the events of a run. Exists on rank 0 only.
 pub trait EventSink: Send {
-    /// Training begins; `max_steps` is the number of steps after which it will end, if that is
-    /// known. Called once, before the first event of a step.
+    /// Called when training begins, before the first event of a step. `max_steps` is the number of the last
+    /// step, if it is known.
     fn start(&mut self, max_steps: Option<u64>) {
         let _ = max_steps;
     }
 
-    /// Takes one event.
+    /// Receives one event.
     ///
     /// # Errors
     /// If it cannot be written; this ends the run.
     fn event(&mut self, event: &Event) -> Result<()>;
 
-    /// The run is over; called once, also after an error.
+    /// Called once at the end of the run, also after an error.
     ///
     /// # Errors
     /// If what was buffered cannot be written.

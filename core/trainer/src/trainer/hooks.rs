@@ -1,15 +1,14 @@
-//! The hooks of modules and callbacks, and the one place that calls them.
+//! The hooks of modules and callbacks.
 
 use std::path::Path;
 
 use super::HookContext;
 use crate::Result;
 
-/// What is called around the steps of a run: on callbacks, and on the module itself. Every method has a
-/// default that does nothing.
+/// The hooks that callbacks and modules can implement. By default each does nothing.
 ///
-/// `D` is what [`HookContext::data`] gives: the module's own data module for a
-/// [`LightningModule`](super::LightningModule), nothing for a [`Callback`](super::Callback).
+/// `D` is the type of [`HookContext::data`]: the module's data module for a
+/// [`LightningModule`](super::LightningModule), `()` for a [`Callback`](super::Callback).
 ///
 /// The names are Lightning's, and so is the order in `fit`:
 ///
@@ -32,7 +31,7 @@ use crate::Result;
             (for a callback: `impl Hooks for {Self} {{}}`)"
 )]
 pub trait Hooks<D: ?Sized = ()> {
-    /// Once, when the model is set up.
+    /// Once, after the setup of the model.
     fn on_fit_start(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
         let _ = ctx;
         Ok(())
@@ -50,7 +49,7 @@ pub trait Hooks<D: ?Sized = ()> {
         Ok(())
     }
 
-    /// When gradients are complete, reduced and checked, before the optimizer uses them.
+    /// Before the optimizer's update, when gradients are reduced and checked.
     fn on_before_optimizer_step(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
         let _ = ctx;
         Ok(())
@@ -80,8 +79,8 @@ pub trait Hooks<D: ?Sized = ()> {
         Ok(())
     }
 
-    /// After a checkpoint was committed at `path`. With `checkpoint.async_save` that is some steps after
-    /// the one whose result the checkpoint holds.
+    /// After a checkpoint was committed at `path`: with `checkpoint.async_save` some steps after the step of
+    /// the checkpoint.
     fn on_save_checkpoint(&mut self, path: &Path, ctx: &mut HookContext<D>) -> Result<()> {
         let _ = (path, ctx);
         Ok(())
@@ -100,7 +99,7 @@ pub trait Hooks<D: ?Sized = ()> {
     }
 }
 
-/// One of the hooks, to be called on whatever has [`Hooks`].
+/// One of the [`Hooks`] as a value, to be called on the module and every callback.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Hook<'a> {
     FitStart,

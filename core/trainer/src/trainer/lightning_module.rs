@@ -1,4 +1,4 @@
-//! What a user implements.
+//! [`LightningModule`], which users implement.
 
 use std::path::PathBuf;
 
@@ -14,7 +14,7 @@ use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_engine::optim::{OptimizerConfig, SchedulerConfig};
 use fulgurite_nn::Loss;
 
-/// What a module is trained with.
+/// Optimizer and learning-rate schedule of a module.
 #[derive(Debug)]
 pub struct OptimizerSetup {
     /// The optimizer.
@@ -23,10 +23,11 @@ pub struct OptimizerSetup {
     pub scheduler: Box<dyn SchedulerConfig>,
 }
 
-/// What a module's steps take: the batches of its data module.
+/// The batches of a module's data module.
 pub type BatchOf<M> = <<M as LightningModule>::Data as DataModule>::Batch;
 
-/// The configuration of a run of a module: with its `[model]` table and its data module's `[data]`.
+/// The configuration of a run of a module, with the types of its `[model]` table and its data module's
+/// `[data]` table.
 pub type RunConfigOf<M> =
     RunConfig<<M as LightningModule>::Config, <<M as LightningModule>::Data as DataModule>::Config>;
 
@@ -41,7 +42,7 @@ pub type RunConfigOf<M> =
 /// use fulgurite_core::trainer::{Hooks, LightningModule, StepContext};
 /// use std::marker::PhantomData;
 ///
-/// /// A line through points, from any data module that has such.
+/// /// Linear regression, on any data module with batches of inputs and outputs.
 /// struct Line<D> { layer: Linear, data: PhantomData<D> }
 ///
 /// #[derive(Clone, Default, serde::Serialize, serde::Deserialize)]
@@ -50,7 +51,7 @@ pub type RunConfigOf<M> =
 ///
 /// impl<D: DataModule<Batch = (Tensor, Tensor)>> LightningModule for Line<D> {
 ///     type Config = LineConfig;
-///     type Data = D; // or one data module's name, for a module that is made for it
+///     type Data = D; // or a certain data module
 ///
 ///     fn configure_model(_: &LineConfig, b: &ModuleBuilder) -> Result<Self> {
 ///         Ok(Self { layer: Linear::new(&b.pp("line"), 1, 1)?, data: PhantomData })
@@ -66,15 +67,14 @@ pub type RunConfigOf<M> =
 /// ```
 ///
 /// Only [`configure_model`](LightningModule::configure_model) and
-/// [`training_step`](LightningModule::training_step) must be written. Every rank calls every method
-/// alike; none may depend on the rank in which collectives it causes (forward passes gather
-/// parameters under FSDP), so a step that runs on one rank runs on all.
+/// [`training_step`](LightningModule::training_step) have no default. All ranks call the same methods in the
+/// same order, and a method must cause the same collectives on every rank: under FSDP a forward gathers
+/// parameters, so it must not run on some ranks only.
 pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'static {
     /// The `[model]` table of a configuration file. Use `#[serde(deny_unknown_fields, default)]`.
     type Config: Serialize + DeserializeOwned + Default + Clone;
 
-    /// The data that the module is trained on. A module that works with several data modules is generic
-    /// over them.
+    /// The data module. A module that works with several is generic over them.
     type Data: DataModule;
 
     /// Describes the model; allocates nothing. Parameters get values later, when the strategy has
@@ -84,25 +84,25 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
     /// If the configuration does not make sense; the message is shown to the user.
     fn configure_model(config: &Self::Config, builder: &ModuleBuilder) -> Result<Self>;
 
-    /// Fills in what the configuration leaves open and the data decides (a vocabulary size). Called
-    /// before [`configure_model`](Self::configure_model).
+    /// Sets what depends on the data in the configuration, such as a vocabulary size. Called before
+    /// [`configure_model`](Self::configure_model).
     ///
     /// # Errors
-    /// If data and configuration do not go together.
+    /// If data and configuration contradict each other.
     fn configure_from_data(config: &mut Self::Config, data: &Self::Data) -> Result<()> {
         let _ = (config, data);
         Ok(())
     }
 
-    /// Weights to start from, in whatever format [`open`](fulgurite_checkpoint_format::open) takes: a Hugging
-    /// Face directory, a checkpoint of this crate, a file of `torch.save`, …. Names, shapes and
-    /// number of the tensors are to be the model's.
+    /// The path of weights to start from, in any format that [`open`](fulgurite_checkpoint_format::open) takes:
+    /// a Hugging Face directory, a checkpoint of this crate, a file of `torch.save`, …. Names and shapes of the
+    /// tensors must be those of the model.
     fn pretrained(config: &Self::Config) -> Option<PathBuf> {
         let _ = config;
         None
     }
 
-    /// The optimizer and the schedule: by default what `[optimizer]` and `[scheduler]` say.
+    /// The optimizer and the schedule; by default those of `[optimizer]` and `[scheduler]`.
     ///
     /// # Errors
     /// If the module cannot be trained with them.
@@ -110,12 +110,12 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
         Ok(configured)
     }
 
-    /// Computes the loss of one micro-batch. [`Loss`] carries sum and count; the mean over the
-    /// global batch and the backward are the trainer's.
+    /// Computes the loss of one micro-batch. [`Loss`] has sum and count; the trainer computes the mean over
+    /// the global batch and runs the backward.
     fn training_step(&mut self, batch: &BatchOf<Self>, ctx: &mut StepContext) -> Result<Loss>;
 
-    /// Computes the loss of one validation batch, without a graph and with dropout off. By default
-    /// what [`training_step`](Self::training_step) computes.
+    /// Computes the loss of one validation batch, without a graph and without dropout. By default that of
+    /// [`training_step`](Self::training_step).
     fn validation_step(&mut self, batch: &BatchOf<Self>, ctx: &mut StepContext) -> Result<Loss> {
         self.training_step(batch, ctx)
     }
@@ -129,7 +129,7 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
     /// Computes predictions for one batch.
     ///
     /// # Errors
-    /// By default: there is nothing to predict.
+    /// By default, always.
     fn predict_step(&mut self, batch: &BatchOf<Self>, ctx: &mut StepContext) -> Result<Tensor> {
         let _ = (batch, ctx);
         Err(Error::other("this module has no `predict_step`; implement it to predict"))

@@ -1,4 +1,4 @@
-//! Loggers, and the directory of a run that they write to.
+//! Loggers, and the directory of a run.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -10,31 +10,31 @@ use super::{Event, EventSink, RunStatus};
 use crate::{Error, Result};
 use fulgurite_config::to_toml;
 
-/// Keeps a run's metrics somewhere. Lives on rank 0 only.
+/// Writes a run's metrics. Exists on rank 0 only.
 pub trait Logger: Send {
     /// The logger's name: its `type` in the configuration.
     fn name(&self) -> &str;
 
-    /// Takes the resolved configuration, once, before the first metrics.
+    /// Logs the resolved configuration. Called once, before the first metrics.
     ///
     /// # Errors
     /// If it cannot be written.
     fn log_hyperparams(&mut self, params: &Table) -> Result<()>;
 
-    /// Takes numbers of one optimizer step (counted from 1). A step may come more than once, with
-    /// different names: training and validation.
+    /// Logs metrics of one optimizer step (counted from 1). Called once with the metrics of training, and
+    /// once with those of validation if the step has one.
     ///
     /// # Errors
     /// If they cannot be written.
     fn log_metrics(&mut self, metrics: &BTreeMap<String, f64>, step: u64) -> Result<()>;
 
-    /// Writes out what is buffered.
+    /// Flushes buffers.
     ///
     /// # Errors
     /// If it cannot be written.
     fn save(&mut self) -> Result<()>;
 
-    /// The run is over. Called once; also after an error.
+    /// Called once at the end of the run, also after an error.
     ///
     /// # Errors
     /// If what was buffered cannot be written.
@@ -60,18 +60,18 @@ fulgurite_config::plugin_kind!(
     "trainer.loggers"
 );
 
-/// Passes events on to loggers: each validation, and the steps 1, n, 2n, ….
-pub struct LoggerSink {
+/// Sends events to loggers: every validation, and the steps 1, n, 2n, ….
+pub(crate) struct LoggerSink {
     loggers: Vec<Box<dyn Logger>>,
     every_n_steps: u64,
 }
 
 impl LoggerSink {
-    /// A sink for these loggers, which are told `params` right away. `every_n_steps` is at least 1.
+    /// A sink for these loggers, to which it logs `params`. `every_n_steps` is at least 1.
     ///
     /// # Errors
     /// If a logger cannot write.
-    pub fn new(
+    pub(super) fn new(
         mut loggers: Vec<Box<dyn Logger>>,
         every_n_steps: u64,
         params: &Table,
@@ -105,7 +105,7 @@ impl EventSink for LoggerSink {
     }
 
     fn finish(&mut self, status: RunStatus) -> Result<()> {
-        // Every logger is finished, even if one before it fails.
+        // Every logger is finalized, even if an earlier one fails.
         let results: Vec<_> = self.loggers.iter_mut().map(|l| l.finalize(status)).collect();
         results.into_iter().collect()
     }
@@ -113,18 +113,18 @@ impl EventSink for LoggerSink {
 
 /// The directory of one run: `version_N` under `trainer.default_root_dir`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RunDir {
+pub(crate) struct RunDir {
     path: PathBuf,
     version: u64,
 }
 
 impl RunDir {
-    /// Makes the next free version under `root`, with the resolved configuration in `config.toml`.
-    /// Called on rank 0 only; programs that do so at the same time get different versions.
+    /// Makes the next free version under `root`, with the resolved configuration in `config.toml`. Called on
+    /// rank 0 only. Programs that call it at the same time get different versions.
     ///
     /// # Errors
     /// [`Error::Io`] if something cannot be created.
-    pub fn create(root: &Path, config: &Table) -> Result<Self> {
+    pub(super) fn create(root: &Path, config: &Table) -> Result<Self> {
         std::fs::create_dir_all(root).map_err(Error::io("creating the directory", root))?;
         let mut version = Self::next_version(root)?;
         loop {
@@ -151,7 +151,7 @@ impl RunDir {
     ///
     /// # Errors
     /// [`Error::Io`] if `root` cannot be listed.
-    pub fn all(root: &Path) -> Result<Vec<Self>> {
+    pub(super) fn all(root: &Path) -> Result<Vec<Self>> {
         let entries = std::fs::read_dir(root).map_err(Error::io("listing", root))?;
         let mut runs = Vec::new();
         for entry in entries {
@@ -166,19 +166,14 @@ impl RunDir {
         Ok(runs)
     }
 
-    /// Where its checkpoints go if the configuration does not say.
-    pub fn checkpoints(&self) -> PathBuf {
+    /// The default directory of its checkpoints.
+    pub(super) fn checkpoints(&self) -> PathBuf {
         self.path.join("checkpoints")
     }
 
     /// The directory.
-    pub fn path(&self) -> &Path {
+    pub(super) fn path(&self) -> &Path {
         &self.path
-    }
-
-    /// Its number.
-    pub fn version(&self) -> u64 {
-        self.version
     }
 }
 
@@ -193,12 +188,12 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let root = root.path().join("logs");
         let config = toml::toml! { seed = 7 };
-        assert_eq!(RunDir::create(&root, &config).unwrap().version(), 0);
+        assert_eq!(RunDir::create(&root, &config).unwrap().version, 0);
         std::fs::create_dir(root.join("version_10")).unwrap();
         std::fs::create_dir(root.join("version_x")).unwrap();
         let run = RunDir::create(&root, &config).unwrap();
         assert_eq!(run.path(), root.join("version_11"));
-        let versions: Vec<_> = RunDir::all(&root).unwrap().iter().map(RunDir::version).collect();
+        let versions: Vec<_> = RunDir::all(&root).unwrap().iter().map(|run| run.version).collect();
         assert_eq!(versions, [11, 10, 0]);
         let written = std::fs::read_to_string(run.path().join("config.toml")).unwrap();
         assert_eq!(written, "seed = 7\n");

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-/// What is measured on this rank.
+/// The measurements of this rank.
 #[derive(Debug)]
 pub(super) struct Meter {
     /// When the program was started, in seconds since the epoch.
@@ -80,7 +80,7 @@ pub(super) fn seconds_since_epoch() -> f64 {
         .map_or(0.0, |since| since.as_secs_f64())
 }
 
-/// The most memory this process has held, in MiB (`VmHWM`), where the system tells.
+/// The peak memory of this process in MiB (`VmHWM`); `None` where the system does not report it.
 pub fn peak_rss_mib() -> Option<f64> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let kib = status

@@ -1,8 +1,8 @@
 //! The trainer: loop, events, loggers, callbacks.
 //!
-//! A person implements [`LightningModule`]; [`Trainer`] runs it on the data of its
-//! [`DataModule`](fulgurite_engine::data::DataModule), as a [`RunConfig`](crate::run::RunConfig) says.
-//! What happens is told as [`Event`]s to [`EventSink`]s, and as numbers to [`Logger`]s.
+//! A user implements [`LightningModule`]; [`Trainer`] runs it on the data of its
+//! [`DataModule`](fulgurite_engine::data::DataModule), by a [`RunConfig`](crate::run::RunConfig), and reports
+//! [`Event`]s to [`EventSink`]s and metrics to [`Logger`]s.
 
 mod callback;
 mod context;
@@ -23,6 +23,7 @@ pub use context::{HookContext, StepContext};
 pub use event::{Event, EventSink, RunStatus};
 pub use hooks::Hooks;
 pub use lightning_module::{BatchOf, LightningModule, OptimizerSetup, RunConfigOf};
-pub use logger::{Logger, LoggerConfig, LoggerSink, RunDir};
+pub use logger::{Logger, LoggerConfig};
+use logger::{LoggerSink, RunDir};
 pub use meter::peak_rss_mib;
 pub use trainer::{FitOutcome, Trainer};

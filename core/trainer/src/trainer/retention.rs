@@ -1,25 +1,24 @@
-//! Which checkpoints are kept.
+//! The choice of checkpoints to keep.
 
 use serde::{Deserialize, Serialize};
 
 use crate::run::{CheckpointConfig, MonitorMode};
 
-/// A checkpoint that a run has saved and not removed.
+/// A checkpoint that a run keeps.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct RetainedCheckpoint {
     /// The optimizer step after which it was saved.
     pub(super) step: u64,
     /// Its name in its place.
     pub(super) name: String,
-    /// The monitored metric then; `None` if there was none or it was not finite.
+    /// The monitored metric when it was saved; `None` if there was none or it was not finite.
     pub(super) score: Option<f64>,
 }
 
-/// Which of a run's checkpoints stay: the newest `checkpoint.keep_last`, the best
-/// `checkpoint.save_top_k`, and always the newest one and the one that the run resumed from. If
-/// neither key is set, all do.
+/// The checkpoints that a run keeps: the newest `checkpoint.keep_last`, the best `checkpoint.save_top_k`,
+/// always the newest one and the one that the run resumed from. If neither key is set, all.
 ///
-/// It knows the checkpoints that this run saved, and those of the run it resumed from if they are in
+/// It has the checkpoints that this run saved, and those of the run that it resumed from if they are in
 /// the same place. Others are never removed.
 #[derive(Debug, Clone)]
 pub(super) struct Retention {
@@ -38,8 +37,8 @@ impl Retention {
         Self { keep_last, save_top_k, mode, kept: Vec::new(), resumed_from: None }
     }
 
-    /// Goes on with what an earlier run kept, when it saved the checkpoint `name` that this one
-    /// resumes from.
+    /// Takes over the checkpoints of the earlier run, which are in the checkpoint `name` that this run resumes
+    /// from.
     pub(super) fn resume(&mut self, name: &str, kept: Vec<RetainedCheckpoint>) {
         self.kept = kept;
         self.resumed_from = Some(name.to_owned());
@@ -52,14 +51,14 @@ impl Retention {
         self.kept.push(RetainedCheckpoint { step, name: name.to_owned(), score });
     }
 
-    /// What is kept, oldest first. Saved in every checkpoint, so that a resumed run knows it.
+    /// The checkpoints that are kept, oldest first. Saved in every checkpoint, for a resumed run.
     pub(super) fn kept(&self) -> &[RetainedCheckpoint] {
         &self.kept
     }
 
-    /// Takes out the checkpoints that no rule keeps, and returns their names: to be removed once
-    /// the newest is committed.
-    pub(super) fn take_superfluous(&mut self) -> Vec<String> {
+    /// Drops the checkpoints that no rule keeps, and returns their names, to be removed after the commit of
+    /// the newest.
+    pub(super) fn take_expired(&mut self) -> Vec<String> {
         let all = match (self.keep_last, self.save_top_k) {
             (None, None) => true,
             (_, top) => top.is_some_and(|k| k < 0),
@@ -81,7 +80,7 @@ impl Retention {
         go
     }
 
-    /// The places of the best `k` checkpoints that have a score; of equal ones the older.
+    /// The indices of the best `k` checkpoints with a score; of equal ones the older.
     fn best(&self, k: usize) -> Vec<usize> {
         let mut scored: Vec<(f64, usize)> = self
             .kept
@@ -109,7 +108,7 @@ mod tests {
             .map(|(score, step)| {
                 retention.add(step, &format!("s{step}"), Some(*score));
                 let before = retention.kept().len();
-                let gone = retention.take_superfluous();
+                let gone = retention.take_expired();
                 assert_eq!(retention.kept().len() + gone.len(), before);
                 retention.kept().iter().map(|kept| kept.step).collect()
             })
@@ -150,12 +149,12 @@ mod tests {
         let mut retention = Retention::new(&config);
         retention.resume("s2", vec![kept(1), kept(2)]);
         retention.add(3, "s3", None);
-        assert_eq!(retention.take_superfluous(), ["s1"]);
+        assert_eq!(retention.take_expired(), ["s1"]);
         retention.add(4, "s4", None);
-        assert_eq!(retention.take_superfluous(), ["s3"]);
+        assert_eq!(retention.take_expired(), ["s3"]);
         assert_eq!(retention.kept(), [kept(2), kept(4)]);
         // Saved again, it is the newest.
         retention.add(2, "s2", None);
-        assert_eq!(retention.take_superfluous(), ["s4"]);
+        assert_eq!(retention.take_expired(), ["s4"]);
     }
 }

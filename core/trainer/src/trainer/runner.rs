@@ -1,5 +1,5 @@
-//! A module on its data, without their types: what the loop works with. The loop is compiled once, with
-//! this crate, and not in each program for its module.
+//! A module with its data behind a trait object, so that the training loop is compiled once in this crate
+//! and not in each program.
 
 use candle_core::Device;
 use toml::Table;
@@ -13,25 +13,25 @@ use fulgurite_engine::data::{DataModule, Split};
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_nn::Loss;
 
-/// The samples of a batch, and where and for whom it is made.
+/// A batch to be made.
 pub(super) struct BatchRequest<'a> {
     pub(super) split: Split,
     pub(super) indices: &'a [u64],
     pub(super) device: &'a Device,
-    /// The ranks that share sequences with this one.
+    /// The ranks that share sequences with this one; `None` if sequences are whole.
     pub(super) context: Option<&'a ContextParallel>,
 }
 
-/// What runs a training step's forward, and its backward after it; it is given the forward.
+/// Runs a training step: is given the forward, and runs it and the backward.
 pub(super) type RunStep<'a> = dyn FnMut(&mut dyn FnMut() -> Result<Loss>) -> Result<()> + 'a;
 
-/// A module on its data.
+/// A module with its data.
 pub(super) trait ModuleRunner {
     fn num_samples(&self, split: Split) -> u64;
 
     fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<OptimizerSetup>;
 
-    /// Makes the batch and has `run` compute on it. The batch lives until `run` returns.
+    /// Makes the batch and calls `run` with the forward. The batch lives until `run` returns.
     fn training_step(
         &mut self,
         request: &BatchRequest,
@@ -46,10 +46,10 @@ pub(super) trait ModuleRunner {
     fn call_hook(&mut self, hook: Hook, ctx: &mut HookContext) -> Result<()>;
 }
 
-/// What is known when a module has been set up.
+/// The result of setting a module up.
 pub(super) struct RunnerSetup {
     pub(super) runner: Box<dyn ModuleRunner>,
-    /// The `[model]` table, as it was completed from the data.
+    /// The `[model]` table after [`configure_from_data`](LightningModule::configure_from_data).
     pub(super) model: Table,
     /// The `[data]` table.
     pub(super) data: Table,
@@ -70,7 +70,7 @@ pub(super) fn set_up<M: LightningModule>(
         fabric.load_raw(&path, true)?;
     }
     Ok(RunnerSetup {
-        runner: Box::new(Typed { module, data }),
+        runner: Box::new(TypedRunner { module, data }),
         model: to_table(&model)?,
         data: to_table(&run.data)?,
         batch_size: M::Data::batch_size(&run.data),
@@ -78,13 +78,13 @@ pub(super) fn set_up<M: LightningModule>(
     })
 }
 
-struct Typed<M: LightningModule> {
+struct TypedRunner<M: LightningModule> {
     module: M,
     data: M::Data,
 }
 
-impl<M: LightningModule> Typed<M> {
-    /// The batch that is asked for, or this rank's part of it under context parallelism.
+impl<M: LightningModule> TypedRunner<M> {
+    /// Makes the batch; under context parallelism, this rank's part of it.
     fn batch(&self, request: &BatchRequest) -> Result<BatchOf<M>> {
         let batch = self.data.batch(request.split, request.indices, request.device)?;
         match request.context {
@@ -94,7 +94,7 @@ impl<M: LightningModule> Typed<M> {
     }
 }
 
-impl<M: LightningModule> ModuleRunner for Typed<M> {
+impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
     fn num_samples(&self, split: Split) -> u64 {
         self.data.len(split)
     }

@@ -1,4 +1,4 @@
-//! How a run saves, and how it goes on from what it saved.
+//! Saving checkpoints in a run, and resuming from them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::callback::CallbackState;
 use super::hooks::Hook;
 use super::retention::{RetainedCheckpoint, Retention};
-use super::session::{Cursor, Parts, Session};
+use super::session::{Cursor, Session, SessionParts};
 use super::{Event, RunDir};
 use crate::fabric::FabricOptimizer;
 use crate::run::{CheckpointConfig, CkptPath};
@@ -22,44 +22,44 @@ use fulgurite_checkpoint_format::{
 use fulgurite_engine::collective::{ProcessGroup, broadcast_object};
 use fulgurite_engine::optim::Ema;
 
-/// What the trainer adds to a checkpoint: with weights and optimizer state, all that a run needs to
-/// go on as if it had never stopped.
+/// The trainer's state in a checkpoint. With weights and optimizer state it is all that a resumed run needs
+/// to continue like an uninterrupted one.
 #[derive(Debug, Serialize, Deserialize)]
-struct SavedState {
+struct TrainerState {
     cursor: Cursor,
     seed: u64,
     /// The epoch of the last step; `None` before the first.
     #[serde(default)]
     epoch: Option<u64>,
-    /// Whether the validation after the last step is still to be made.
+    /// Whether the validation due after the last step has not been run yet.
     #[serde(default)]
     validation_due: bool,
-    /// Rank 0's latest metrics; those that are not finite are `None`.
+    /// The latest metrics of rank 0; `None` for values that are not finite.
     #[serde(default)]
     metrics: BTreeMap<String, Option<f64>>,
-    /// Rank 0's callbacks.
+    /// The states of the callbacks of rank 0.
     #[serde(default)]
     callbacks: Vec<CallbackState>,
-    /// The checkpoints that this run has kept, this one included.
+    /// The checkpoints that this run keeps, including this one.
     #[serde(default)]
     kept: Vec<RetainedCheckpoint>,
 }
 
-/// Where and how a run saves.
+/// How and where a run saves checkpoints.
 pub(super) struct Saving {
     pub(super) config: CheckpointConfig,
-    /// What the place's root is called in the configuration.
+    /// The root of the place, as in the configuration.
     root: PathBuf,
     io: Arc<dyn CheckpointIO>,
     background: Option<AsyncSaver>,
     retention: Retention,
-    /// The step whose result is saved already.
+    /// The step after which the last checkpoint was saved, or is about to be.
     saved: Option<u64>,
     warned: bool,
     is_torn_down: bool,
 }
 
-/// For a run that fails while it is set up.
+/// Tears down after a run that failed during its setup.
 impl Drop for Saving {
     fn drop(&mut self) {
         if let Err(error) = self.teardown() {
@@ -69,7 +69,7 @@ impl Drop for Saving {
 }
 
 impl Saving {
-    /// Saves to `config.dir`, or without that to `default`. Collective.
+    /// For saving to `config.dir`, by default to `default`. Collective.
     pub(super) fn new(
         config: &CheckpointConfig,
         default: PathBuf,
@@ -93,10 +93,10 @@ impl Saving {
         })
     }
 
-    /// The end of a run: waits for the save that is under way on this rank, and lets the place
-    /// complete what it has. Does nothing the second time.
+    /// Called at the end of a run: waits for the save under way on this rank, and tears the place down. Does
+    /// nothing the second time.
     pub(super) fn teardown(&mut self) -> Result<()> {
-        // Dropping the saver waits for its thread; an error is one that ended the run before.
+        // Dropping the saver waits for its thread; an error of it has ended the run already.
         drop(self.background.take());
         if std::mem::replace(&mut self.is_torn_down, true) { Ok(()) } else { self.io.teardown() }
     }
@@ -106,18 +106,18 @@ impl Saving {
         self.background.as_ref().is_some_and(AsyncSaver::is_running)
     }
 
-    /// Whether the result of this step is saved, or is about to be.
-    pub(super) fn has(&self, step: u64) -> bool {
+    /// Whether a checkpoint was saved after this step, or is about to be.
+    pub(super) fn has_saved(&self, step: u64) -> bool {
         self.saved == Some(step)
     }
 
-    /// The monitored metric, if there is one yet.
+    /// The monitored metric; `None` before its first value.
     fn score(&mut self, metrics: &BTreeMap<String, f64>, rank: usize) -> Result<Option<f64>> {
         let Some(monitor) = &self.config.monitor else { return Ok(None) };
         if let Some(score) = metrics.get(monitor) {
             return Ok(Some(*score));
         }
-        // Metrics that modules log may be rank 0's alone.
+        // A module may log metrics on rank 0 alone.
         if rank > 0 {
             return Ok(None);
         }
@@ -137,21 +137,21 @@ impl Saving {
     }
 }
 
-/// The checkpoint that a run goes on from.
+/// The checkpoint that a run resumes from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Origin {
+pub(super) enum ResumeSource {
     /// At this local path.
     Local(PathBuf),
     /// The checkpoint `name` of the place that `checkpoint.io` opens at `root`.
-    Kept { root: PathBuf, name: String },
+    Named { root: PathBuf, name: String },
 }
 
 impl Session {
-    /// Saves a checkpoint of the present step, of the kind that the strategy says: in the background if
-    /// that is configured and it is not to be done `at_once`. Collective.
-    pub(super) fn save(&mut self, optimizer: &mut FabricOptimizer, at_once: bool) -> Result<()> {
-        let begun = Instant::now();
-        if at_once {
+    /// Saves a checkpoint of the present step, of the kind that the strategy supports: in the background if
+    /// configured, unless `blocking`. Collective.
+    pub(super) fn save(&mut self, optimizer: &mut FabricOptimizer, blocking: bool) -> Result<()> {
+        let start = Instant::now();
+        if blocking {
             self.finish_saving()?;
         }
         let (step, rank) = (self.cursor.step, self.rank());
@@ -159,7 +159,7 @@ impl Session {
         let saving = &mut self.parts.saving;
         let score = saving.score(&self.metrics, rank)?;
         saving.retention.add(step, &name, score);
-        let state = SavedState {
+        let state = TrainerState {
             cursor: self.cursor,
             seed: self.parts.fabric.seed(),
             epoch: (step > 0).then_some(self.epoch),
@@ -170,7 +170,7 @@ impl Session {
         };
         let config = serde_json::to_value(&self.parts.resolved)
             .map_err(|e| Error::other(format!("encoding the configuration: {e}")))?;
-        let remove = saving.retention.take_superfluous();
+        let remove = saving.retention.take_expired();
         saving.saved = Some(step);
         let (fabric, io) = (&self.parts.fabric, &saving.io);
         let world = &**fabric.world();
@@ -178,7 +178,7 @@ impl Session {
         let path = if distributed {
             let mut request = fabric.save_request(&name, optimizer, &state, config)?;
             (request.update_last, request.remove) = (true, remove);
-            if let (Some(background), false) = (&mut saving.background, at_once) {
+            if let (Some(background), false) = (&mut saving.background, blocking) {
                 let earlier = background.start(request)?;
                 return self.report_saved(earlier);
             }
@@ -188,12 +188,12 @@ impl Session {
             checkpoint::after_commit(&**io, world, &name, true, &remove)?;
             path
         };
-        self.report_saved(Some(SavedCheckpoint { step, path, blocked: begun.elapsed() }))
+        self.report_saved(Some(SavedCheckpoint { step, path, blocked: start.elapsed() }))
     }
 
-    /// Makes memory for saving in the background, if the run will do so. Collective.
+    /// Allocates memory for saving in the background, if the run will save so. Collective.
     pub(super) fn prepare_saving(&mut self, optimizer: &mut FabricOptimizer) -> Result<()> {
-        let Parts { fabric, saving, .. } = &mut self.parts;
+        let SessionParts { fabric, saving, .. } = &mut self.parts;
         let is_periodic =
             saving.config.every_n_steps.is_some() || saving.config.save_top_k.is_some();
         if let Some(background) = saving.background.as_mut().filter(|_| is_periodic) {
@@ -207,7 +207,7 @@ impl Session {
         Ok(())
     }
 
-    /// Waits for the save that is under way. Collective.
+    /// Waits for the save under way. Collective.
     pub(super) fn finish_saving(&mut self) -> Result<()> {
         let saved = match &mut self.parts.saving.background {
             Some(background) => background.wait()?,
@@ -216,7 +216,7 @@ impl Session {
         self.report_saved(saved)
     }
 
-    /// Tells sinks and callbacks of a checkpoint that was committed.
+    /// Reports a committed checkpoint to sinks and callbacks.
     fn report_saved(&mut self, saved: Option<SavedCheckpoint>) -> Result<()> {
         let Some(SavedCheckpoint { step, path, blocked }) = saved else { return Ok(()) };
         let blocked_s = blocked.as_secs_f64();
@@ -224,38 +224,39 @@ impl Session {
         self.hook(Hook::SaveCheckpoint(&path))
     }
 
-    /// Goes on from a checkpoint, or with `checkpoint.weights_only` starts from its weights. Without
-    /// an optimizer, only to validate, it takes the averages of the weights if there are to be any.
-    /// Collective.
+    /// Resumes from a checkpoint; with `checkpoint.weights_only` loads its weights only. Without an optimizer,
+    /// to validate only, loads the moving average of the weights if `trainer.ema_decay` is set. Collective.
     pub(super) fn resume(
         &mut self,
-        origin: &Origin,
+        from: &ResumeSource,
         optimizer: Option<&mut FabricOptimizer>,
     ) -> Result<()> {
         let (saving, rank) = (&self.parts.saving, self.rank());
-        let io = match origin {
-            Origin::Local(_) => None,
-            Origin::Kept { root, .. } if *root == saving.root => Some(saving.io.clone()),
-            Origin::Kept { root, .. } => Some(saving.config.open(root)?),
+        let io = match from {
+            ResumeSource::Local(_) => None,
+            ResumeSource::Named { root, .. } if *root == saving.root => Some(saving.io.clone()),
+            ResumeSource::Named { root, .. } => Some(saving.config.open(root)?),
         };
-        // A run that only looks leaves to the one that saves what is under way there.
+        // A run that only validates must not remove unfinished saves: a training run may be saving there.
         let saves_there = optimizer.is_some()
-            && matches!(origin, Origin::Kept { root, .. } if *root == saving.root);
+            && matches!(from, ResumeSource::Named { root, .. } if *root == saving.root);
         if let (Some(io), 0, true) = (&io, rank, saves_there)
             && let Err(error) = checkpoint::remove_unfinished(&**io)
         {
             tracing::warn!("what an earlier run left unfinished stays: {error}");
         }
-        let open = || match (origin, &io) {
-            (Origin::Kept { name, .. }, Some(io)) => DistributedCheckpoint::open_with(io, name),
-            (Origin::Local(path) | Origin::Kept { root: path, .. }, _) => {
+        let open = || match (from, &io) {
+            (ResumeSource::Named { name, .. }, Some(io)) => {
+                DistributedCheckpoint::open_with(io, name)
+            }
+            (ResumeSource::Local(path) | ResumeSource::Named { root: path, .. }, _) => {
                 DistributedCheckpoint::open(path)
             }
         };
         if saving.config.weights_only {
-            let source: Box<dyn TensorSource> = match origin {
-                Origin::Kept { .. } => Box::new(open()?),
-                Origin::Local(path) => checkpoint::open(path)?,
+            let source: Box<dyn TensorSource> = match from {
+                ResumeSource::Named { .. } => Box::new(open()?),
+                ResumeSource::Local(path) => checkpoint::open(path)?,
             };
             let tree = self.parts.fabric.module_tree()?;
             checkpoint::load_into(&*source, &tree, true)?;
@@ -264,7 +265,7 @@ impl Session {
         }
         let source = open()?;
         let training = optimizer.is_some();
-        let state: SavedState = self.parts.fabric.load_from(&source, optimizer)?;
+        let state: TrainerState = self.parts.fabric.load_from(&source, optimizer)?;
         if state.seed != self.parts.fabric.seed() && rank == 0 {
             tracing::warn!(
                 "the checkpoint was written with seed {}, this run has {}: the order of samples \
@@ -275,27 +276,27 @@ impl Session {
         }
         self.cursor = state.cursor;
         if let (false, Some(decay)) = (training, self.parts.config.ema_decay) {
-            self.take_averages(&source, decay)?;
+            self.load_ema_weights(&source, decay)?;
         }
         if training {
             self.epoch = state.epoch.unwrap_or(0);
-            self.begun = state.epoch;
+            self.started_epoch = state.epoch;
             self.validation_due = state.validation_due;
             let number = |value: Option<f64>| value.unwrap_or(f64::NAN);
             self.metrics = state.metrics.into_iter().map(|(k, v)| (k, number(v))).collect();
             self.parts.callbacks.load_states(state.callbacks)?;
-            if let (Origin::Kept { name, .. }, true) = (origin, saves_there) {
+            if let (ResumeSource::Named { name, .. }, true) = (from, saves_there) {
                 let saving = &mut self.parts.saving;
                 saving.retention.resume(name, state.kept);
-                // What the run before was about to remove when it ended.
-                for name in saving.retention.take_superfluous() {
+                // The earlier run ended before it removed these.
+                for name in saving.retention.take_expired() {
                     if rank == 0
                         && let Err(error) = saving.io.remove(&name)
                     {
                         tracing::warn!("an old checkpoint stays: {error}");
                     }
                 }
-                // What a validation that is still to be made changes is not saved yet.
+                // A validation that is still due may change the state that is saved.
                 saving.saved = (!state.validation_due).then_some(self.cursor.step);
             }
         }
@@ -303,12 +304,12 @@ impl Session {
         self.emit(&Event::Resume { step: self.cursor.step, path })
     }
 
-    /// Puts the averages that a checkpoint holds in the place of the weights, for good. Collective.
-    fn take_averages(&self, source: &DistributedCheckpoint, decay: f64) -> Result<()> {
+    /// Replaces the weights by the moving average in a checkpoint. Collective.
+    fn load_ema_weights(&self, source: &DistributedCheckpoint, decay: f64) -> Result<()> {
         let tree = self.parts.fabric.module_tree()?;
         let mut averages = Ema::new(tree.parameters(), decay)?;
         let states = averages.state()?;
-        // Not strictly: the rest of the optimizer's state is of no use here.
+        // Not strictly, since the rest of the optimizer's state is not loaded.
         let report = checkpoint::load_optimizer(source.optimizer(), &tree, &states, false)?;
         let unfit = report.mismatched.iter().map(|mismatch| &mismatch.name);
         if let Some(name) = report.missing.iter().chain(unfit).next() {
@@ -322,24 +323,24 @@ impl Session {
         self.parts.fabric.runtime.prepare_forward()
     }
 
-    /// The checkpoint that `ckpt_path` names, on every rank. Collective.
-    pub(super) fn checkpoint_to_resume(&self) -> Result<Option<Origin>> {
+    /// The checkpoint that `trainer.ckpt_path` names. Collective: rank 0 looks it up.
+    pub(super) fn checkpoint_to_resume(&self) -> Result<Option<ResumeSource>> {
         let found = match &self.parts.config.ckpt_path {
             None => return Ok(None),
             _ if self.rank() > 0 => None,
-            Some(CkptPath::Path(path)) => Some(self.origin(path)),
+            Some(CkptPath::Path(path)) => Some(self.resume_source(path)),
             Some(CkptPath::Last) => self.last_checkpoint()?,
         };
         broadcast_object(&**self.parts.fabric.world(), &found, 0)
     }
 
-    /// Where the checkpoint `path` is: on this machine, or if there is nothing in the configured
-    /// place.
-    fn origin(&self, path: &Path) -> Origin {
+    /// The checkpoint `path`: on this machine if it exists there, else in the configured place.
+    fn resume_source(&self, path: &Path) -> ResumeSource {
         let saving = &self.parts.saving;
-        let kept = |name: &str| Origin::Kept { root: saving.root.clone(), name: name.to_owned() };
+        let named =
+            |name: &str| ResumeSource::Named { root: saving.root.clone(), name: name.to_owned() };
         if path.exists() {
-            // By whatever way it is written, it may be one of those that this run keeps.
+            // However the path is written, it may be a checkpoint in this run's place.
             let same = |a: &Path, b: &Path| {
                 let real = |path: &Path| path.canonicalize().ok();
                 real(a).is_some() && real(a) == real(b)
@@ -347,21 +348,21 @@ impl Session {
             let name = path.file_name().and_then(|name| name.to_str());
             let is_ours = [MANIFEST, FULL_MANIFEST].iter().any(|file| path.join(file).is_file());
             return match name {
-                Some(name) if is_ours && same(&saving.io.location(name), path) => kept(name),
-                _ => Origin::Local(path.to_owned()),
+                Some(name) if is_ours && same(&saving.io.location(name), path) => named(name),
+                _ => ResumeSource::Local(path.to_owned()),
             };
         }
-        // As messages and events call it, or by its name alone.
+        // Its location, as in messages and events, or its name alone.
         let inside = path.strip_prefix(saving.io.location("")).unwrap_or(path).to_str();
         match inside {
-            Some(name) if saving.config.dir.is_some() && !name.contains('/') => kept(name),
-            _ => Origin::Local(path.to_owned()),
+            Some(name) if saving.config.dir.is_some() && !name.contains('/') => named(name),
+            _ => ResumeSource::Local(path.to_owned()),
         }
     }
 
-    /// The last checkpoint of the configured directory, or without one of the newest run that has
+    /// The checkpoint saved last in the configured directory; without one, that of the newest run that has
     /// any.
-    fn last_checkpoint(&self) -> Result<Option<Origin>> {
+    fn last_checkpoint(&self) -> Result<Option<ResumeSource>> {
         let config = &self.parts.saving.config;
         let roots = match &config.dir {
             Some(dir) => vec![dir.clone()],
@@ -372,7 +373,7 @@ impl Session {
         };
         for root in roots {
             if let Some(committed) = checkpoint::last(&*config.open(&root)?)? {
-                return Ok(Some(Origin::Kept { root, name: committed.name }));
+                return Ok(Some(ResumeSource::Named { root, name: committed.name }));
             }
         }
         Ok(None)

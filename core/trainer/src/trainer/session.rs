@@ -1,4 +1,4 @@
-//! A run in progress: the module, its data, the optimizer, and how far they have come.
+//! A run in progress, and the training loop.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -13,7 +13,7 @@ use super::runner::{BatchRequest, ModuleRunner};
 use super::saving::Saving;
 use super::{Event, EventSink, StepContext};
 use crate::fabric::{Fabric, FabricOptimizer};
-use crate::run::{Amount, ClipAlgorithm, Limits, TrainerConfig};
+use crate::run::{ClipAlgorithm, CountOrFraction, Limits, TrainerConfig};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::no_grad;
 use fulgurite_engine::collective::{ReduceOp, all_gather_object};
@@ -23,19 +23,19 @@ use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_engine::parallel::explain_shapes;
 use fulgurite_launch::Interruption;
 
-/// How far a run has come: all that resuming needs besides weights and optimizer state.
+/// The position of a run: optimizer steps and samples.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Cursor {
     /// Optimizer steps done.
     pub(super) step: u64,
-    /// Samples used, over all ranks: the position in the endless stream of samples.
+    /// Samples used by all ranks: the position in the endless stream of samples.
     pub(super) samples: u64,
 }
 
 /// The parts of a session that do not depend on the module.
-pub(super) struct Parts {
-    /// Dropped first: a save that is under way needs the other ranks.
+pub(super) struct SessionParts {
+    /// The first field, so that it is dropped first: a save under way needs the other ranks.
     pub(super) saving: Saving,
     pub(super) fabric: Fabric,
     pub(super) config: TrainerConfig,
@@ -48,7 +48,7 @@ pub(super) struct Parts {
 }
 
 pub(super) struct Session {
-    pub(super) parts: Parts,
+    pub(super) parts: SessionParts,
     pub(super) runner: Box<dyn ModuleRunner>,
     pub(super) batch_size: usize,
     pub(super) shuffle: bool,
@@ -56,22 +56,22 @@ pub(super) struct Session {
     /// The epoch of the step that is being or was last computed, counted from 0.
     pub(super) epoch: u64,
     pub(super) metrics: BTreeMap<String, f64>,
-    /// The epoch that was begun, if any was.
-    pub(super) begun: Option<u64>,
-    /// Whether the validation that is due after the last step is still to be made.
+    /// The epoch whose start hook was called last; `None` before the first.
+    pub(super) started_epoch: Option<u64>,
+    /// Whether the validation due after the last step has not been run yet.
     pub(super) validation_due: bool,
 }
 
-/// What stays the same from step to step.
+/// What does not change from step to step.
 struct LoopPlan {
     order: SampleOrder,
     sampler: TrainSampler,
     accumulate: usize,
-    /// Index of this rank's first sample in a step's global batch.
+    /// The index of this rank's first sample in a step's global batch.
     first_sample: u64,
     validation: ValidationTimes,
     device: Device,
-    /// The ranks that share sequences with this one.
+    /// The ranks that share sequences with this one; `None` if sequences are whole.
     context: Option<ContextParallel>,
 }
 
@@ -91,21 +91,21 @@ impl LoopPlan {
     }
 }
 
-/// When validation is due.
+/// The times when validation is due.
 #[derive(Debug, Clone, Copy)]
 enum ValidationTimes {
     EverySteps(u64),
-    /// Whenever the stream of samples passes a multiple of this fraction of an epoch.
+    /// Whenever the number of samples passes a multiple of this.
     EverySamples(f64),
 }
 
 impl ValidationTimes {
-    /// Whether validation is due after a step that led from one place to another.
+    /// Whether validation is due after a step from `before` to `after`.
     fn is_due(self, before: Cursor, after: Cursor) -> bool {
         match self {
             Self::EverySteps(n) => after.step.is_multiple_of(n),
             Self::EverySamples(n) => {
-                // Rounding must not put a boundary that is met exactly a sample later.
+                // Against rounding, where the boundary is met exactly.
                 let passed = |cursor: Cursor| (cursor.samples as f64 / n + 1e-9).floor();
                 passed(after) > passed(before)
             }
@@ -113,17 +113,17 @@ impl ValidationTimes {
     }
 }
 
-/// What the ranks have agreed on at the end of a step.
+/// The result of the vote at the end of a step, equal on all ranks.
 struct StopVote {
-    /// Some rank's time is up, or one of its hooks asked to stop.
+    /// On some rank the time is up or a hook asked to stop.
     stop: bool,
-    /// The most urgent interruption that any rank was sent.
+    /// The most urgent interruption on any rank.
     interruption: Option<Interruption>,
-    /// Every rank has finished the save that was under way.
+    /// No rank has a save under way.
     saved: bool,
 }
 
-/// An interruption as a number that ranks can compare: the largest counts.
+/// An interruption as a number; the largest is the most urgent.
 fn urgency(interruption: Option<Interruption>) -> u8 {
     match interruption {
         None => 0,
@@ -133,7 +133,7 @@ fn urgency(interruption: Option<Interruption>) -> u8 {
     }
 }
 
-/// The interruption of that [`urgency`].
+/// The inverse of [`urgency`].
 fn interruption(urgency: u8) -> Option<Interruption> {
     match urgency {
         0 => None,
@@ -148,9 +148,9 @@ fn interruption(urgency: u8) -> Option<Interruption> {
 pub(super) enum ValidationOutcome {
     /// There is no validation data.
     NoData,
-    /// With this mean loss.
+    /// It was completed, with this mean loss.
     Loss(f64),
-    /// By an interruption.
+    /// It was interrupted.
     Interrupted(Interruption),
 }
 
@@ -159,7 +159,7 @@ pub(super) enum ValidationOutcome {
 pub(super) enum FitEnd {
     /// A limit was reached, or a hook asked to stop.
     Finished,
-    /// Someone interrupted the run.
+    /// The run was interrupted.
     Interrupted(Interruption),
 }
 
@@ -200,12 +200,12 @@ impl Session {
         Ok((order, sampler))
     }
 
-    /// Steps that the run will have made in the end, if that is known.
+    /// The number of steps at the end of the run, if it is known.
     pub(super) fn max_steps(&self) -> Result<Option<u64>> {
         let Limits { max_steps, max_epochs, .. } = self.parts.config.limits();
         let (order, sampler) = self.train_sampler()?;
         let by_epochs = max_epochs.map(|epochs| {
-            // Samples are a position, not steps: a run may resume with another global batch.
+            // Computed from samples, since a run may resume with another global batch size.
             let left = epochs.saturating_mul(order.epoch_len()).saturating_sub(self.cursor.samples);
             self.cursor.step.saturating_add(left.div_ceil(sampler.global_batch_size()))
         });
@@ -217,22 +217,22 @@ impl Session {
 
     /// The training loop. Collective.
     pub(super) fn fit(&mut self, optimizer: &mut FabricOptimizer) -> Result<FitEnd> {
-        let plan = self.plan()?;
+        let plan = self.loop_plan()?;
         let max_steps = self.max_steps()?;
         let max_time = self.parts.config.limits().max_time;
         let started = Instant::now();
         let mut end = FitEnd::Finished;
-        if self.begun.is_none() {
+        if self.started_epoch.is_none() {
             self.epoch = plan.epoch(self.cursor);
         }
         self.hook(Hook::TrainStart)?;
-        let mut went_on = false;
-        // A run that was stopped within a validation begins with it.
+        let mut has_run = false;
+        // A run that was interrupted in a validation begins with that validation.
         while self.validation_due || max_steps.is_none_or(|max| self.cursor.step < max) {
-            went_on = true;
+            has_run = true;
             if !self.validation_due {
                 self.epoch = plan.epoch(self.cursor);
-                if self.begun.replace(self.epoch) != Some(self.epoch) {
+                if self.started_epoch.replace(self.epoch) != Some(self.epoch) {
                     self.hook(Hook::TrainEpochStart)?;
                 }
                 let before = self.cursor;
@@ -254,7 +254,7 @@ impl Session {
                 self.save(optimizer, false)?;
             }
             let out_of_time = max_time.is_some_and(|limit| started.elapsed() >= limit);
-            let vote = self.agree(out_of_time)?;
+            let vote = self.vote_on_stop(out_of_time)?;
             if vote.saved {
                 self.finish_saving()?;
             }
@@ -267,8 +267,8 @@ impl Session {
             }
         }
         self.save_at_end(optimizer, end)?;
-        // One that is interrupted goes on when the run does.
-        if went_on && end == FitEnd::Finished && plan.epoch(self.cursor) == self.epoch {
+        // An interrupted epoch is continued by the resumed run.
+        if has_run && end == FitEnd::Finished && plan.epoch(self.cursor) == self.epoch {
             self.hook(Hook::TrainEpochEnd)?;
         }
         self.hook(Hook::TrainEnd)?;
@@ -276,31 +276,31 @@ impl Session {
         Ok(end)
     }
 
-    /// Saves what no checkpoint has yet, before hooks learn of the end: a run that goes on from it
-    /// has not ended. Collective.
+    /// Saves the last step, unless a checkpoint has it or it is not wanted. Before the hooks at the end, which
+    /// a resumed run calls again. Collective.
     fn save_at_end(&mut self, optimizer: &mut FabricOptimizer, end: FitEnd) -> Result<()> {
         let wanted = match end {
             FitEnd::Finished | FitEnd::Interrupted(Interruption::CtrlC) => {
                 self.parts.saving.config.save_last
             }
-            // The run goes on from here when it is given a machine again.
+            // The run is resumed when the scheduler gives it a machine again.
             FitEnd::Interrupted(_) => true,
         };
-        if wanted && !self.parts.saving.has(self.cursor.step) {
+        if wanted && !self.parts.saving.has_saved(self.cursor.step) {
             self.save(optimizer, end != FitEnd::Finished)?;
         }
-        // The machine may be gone soon: what is under way comes before anything else.
+        // The machine may be taken soon, so the save is waited for at once.
         if end == FitEnd::Finished { Ok(()) } else { self.finish_saving() }
     }
 
-    /// What stays the same from step to step.
-    fn plan(&self) -> Result<LoopPlan> {
+    /// The values that do not change from step to step.
+    fn loop_plan(&self) -> Result<LoopPlan> {
         let (order, sampler) = self.train_sampler()?;
         let accumulate = self.parts.config.accumulate_grad_batches as usize;
         let share = self.parts.fabric.sampler_share()?;
         let validation = match self.parts.config.val_check_interval {
-            Amount::Count(steps) => ValidationTimes::EverySteps(steps),
-            Amount::Fraction(part) => {
+            CountOrFraction::Count(steps) => ValidationTimes::EverySteps(steps),
+            CountOrFraction::Fraction(part) => {
                 ValidationTimes::EverySamples(order.epoch_len() as f64 * part)
             }
         };
@@ -310,8 +310,8 @@ impl Session {
         Ok(LoopPlan { order, sampler, accumulate, first_sample, validation, device, context })
     }
 
-    /// Asks all ranks whether the run is to end. One rank's yes counts for all. Collective.
-    fn agree(&self, out_of_time: bool) -> Result<StopVote> {
+    /// Exchanges whether the run ends: if it does on one rank, it does on all. Collective.
+    fn vote_on_stop(&self, out_of_time: bool) -> Result<StopVote> {
         let stop = out_of_time || self.parts.callbacks.stop_requested();
         let saving = self.parts.saving.is_running();
         let votes = [u8::from(stop), urgency((self.parts.interrupted)()), u8::from(saving)];
@@ -374,16 +374,16 @@ impl Session {
         self.hook(Hook::TrainStepEnd)
     }
 
-    /// Validates within training, with the averages of the weights if there are any. Collective.
+    /// Validates during training, with the moving average of the weights if there is one. Collective.
     fn validate_training(&mut self, optimizer: &mut FabricOptimizer) -> Result<ValidationOutcome> {
-        optimizer.swap_averages()?;
+        optimizer.swap_ema()?;
         let validated = self.validate(true)?;
-        optimizer.swap_averages()?;
+        optimizer.swap_ema()?;
         Ok(validated)
     }
 
-    /// Validates, if there is validation data. A validation of training can be interrupted between two
-    /// batches; the run that resumes starts it again. Collective.
+    /// Validates, if there is validation data. During training it can be interrupted between two batches; the
+    /// resumed run starts it again. Collective.
     pub(super) fn validate(&mut self, training: bool) -> Result<ValidationOutcome> {
         let share = self.parts.fabric.sampler_share()?;
         let len = self.runner.num_samples(Split::Validation);
@@ -405,12 +405,12 @@ impl Session {
             for batch_index in 0..batches {
                 if training
                     && batch_index > 0
-                    && let Some(why) = self.agree(false)?.interruption
+                    && let Some(why) = self.vote_on_stop(false)?.interruption
                 {
                     return Ok(ValidationOutcome::Interrupted(why));
                 }
                 let mut indices: Vec<u64> = sampler.indices(batch_index).collect();
-                // A rank without a part computes all the same: forwards gather parameters.
+                // A rank without samples computes too, since forwards gather parameters.
                 let counts = !indices.is_empty();
                 if !counts {
                     indices.push(0);
@@ -444,9 +444,9 @@ impl Session {
         Ok(ValidationOutcome::Loss(val_loss))
     }
 
-    /// Tells the module and the callbacks that the run is over, and the world what it was. Collective.
+    /// Calls the hooks for the end of the run, and emits the summary. Collective.
     pub(super) fn finish_fit(&mut self, end: FitEnd) -> Result<()> {
-        // Somebody who has interrupted the run does not want to wait for more.
+        // An interrupted run ends without further delay.
         if end == FitEnd::Finished {
             self.hook(Hook::FitEnd)?;
         }

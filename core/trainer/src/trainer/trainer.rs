@@ -1,4 +1,4 @@
-//! The trainer.
+//! [`Trainer`].
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::hooks::Hook;
 use super::meter::{Meter, seconds_since_epoch};
 use super::runner::{self, RunnerSetup};
 use super::saving::Saving;
-use super::session::{Cursor, FitEnd, Parts, Session, ValidationOutcome};
+use super::session::{Cursor, FitEnd, Session, SessionParts, ValidationOutcome};
 use super::{
     Callback, EventSink, LightningModule, LoggerConfig, LoggerSink, OptimizerSetup, RunConfigOf,
     RunDir, RunStatus,
@@ -25,8 +25,7 @@ use fulgurite_engine::optim::{Ema, OptimizerConfig, SchedulerConfig};
 use fulgurite_engine::strategy::ParallelizeFn;
 use fulgurite_launch::Interruption;
 
-/// Runs a [`LightningModule`] on its data, as a [`RunConfig`] says. Built on [`Fabric`]: one strategy,
-/// one checkpoint path.
+/// Runs a [`LightningModule`] on its data, by a [`RunConfig`] (Lightning's `Trainer`). Built on [`Fabric`].
 ///
 /// Every rank makes a trainer and calls the same methods.
 pub struct Trainer {
@@ -37,7 +36,7 @@ pub struct Trainer {
     parallelize: Option<Box<dyn ParallelizeFn>>,
     print: fn(&str),
     interrupted: fn() -> Option<Interruption>,
-    /// Whether the ranks were never connected, so that the configuration can ask for one only.
+    /// Whether this trainer has no process group, so that the configuration may ask for one rank only.
     alone: bool,
 }
 
@@ -45,7 +44,7 @@ pub struct Trainer {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct FitOutcome {
-    /// Optimizer steps done in all.
+    /// Number of optimizer steps, including those before a resume.
     pub steps: u64,
     /// The loss of the first step of this run; NaN without a step.
     pub first_loss: f64,
@@ -56,7 +55,7 @@ pub struct FitOutcome {
 }
 
 impl Default for Trainer {
-    /// A trainer in this process alone, for a configuration that asks for no more.
+    /// A trainer for a configuration of one rank.
     fn default() -> Self {
         Self { alone: true, ..Self::new(Arc::new(Solo::new("world", 0))) }
     }
@@ -77,56 +76,55 @@ impl Trainer {
         }
     }
 
-    /// Adds a callback. All ranks add the same ones.
+    /// Adds a callback. All ranks must add the same ones.
     #[must_use]
     pub fn with_callback(mut self, callback: Box<dyn Callback>) -> Self {
         self.callbacks.push(callback);
         self
     }
 
-    /// Adds a place where events go; only rank 0's are used.
+    /// Adds a receiver of events; those of rank 0 are used.
     #[must_use]
     pub fn with_sink(mut self, sink: Box<dyn EventSink>) -> Self {
         self.sinks.push(sink);
         self
     }
 
-    /// When the program was started, in seconds since 1970: what `startup_s` counts from.
+    /// Sets when the program was started, in seconds since 1970, from which `startup_s` counts.
     #[must_use]
     pub fn with_program_start(mut self, secs: f64) -> Self {
         self.program_start = secs;
         self
     }
 
-    /// How texts that hooks print are shown (on rank 0); by default on stderr.
+    /// Sets how texts that hooks print are shown (on rank 0); by default on stderr.
     #[must_use]
     pub fn with_print(mut self, print: fn(&str)) -> Self {
         self.print = print;
         self
     }
 
-    /// Asked after each step (and each batch of a validation) whether someone wants the run to end:
-    /// [`launch::interruption`](fulgurite_launch::interruption()). One rank's yes is enough: all finish
-    /// the step, save (after Ctrl-C only with `checkpoint.save_last`), and stop.
+    /// Sets a function that is called after each step, and each batch of a validation, and returns why the run
+    /// is interrupted: [`launch::interruption`](fulgurite_launch::interruption()). If it is on one rank, all
+    /// finish the step, save (after Ctrl-C only with `checkpoint.save_last`), and stop.
     #[must_use]
     pub fn with_interrupt(mut self, interrupted: fn() -> Option<Interruption>) -> Self {
         self.interrupted = interrupted;
         self
     }
 
-    /// Lets a function decide how the model is spread over the mesh, instead of the strategy's
-    /// configuration.
+    /// Sets the function that distributes the model over the mesh, in place of the strategy's configuration.
     #[must_use]
     pub fn parallelize(mut self, f: impl ParallelizeFn + 'static) -> Self {
         self.parallelize = Some(Box::new(f));
         self
     }
 
-    /// Trains: from the checkpoint that `trainer.ckpt_path` names, or from the start. Collective.
+    /// Trains, from the checkpoint that `trainer.ckpt_path` names or from the start. Collective.
     ///
     /// # Errors
-    /// Whatever goes wrong on this rank, [`Error::PeerFailed`] if it was on another one, and
-    /// [`Error::Interrupted`] after an interrupted run was ended in order.
+    /// The error of this rank; [`Error::PeerFailed`] if another one failed; [`Error::Interrupted`] after an
+    /// interrupted run has ended in order.
     pub fn fit<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<FitOutcome> {
         self.run_fit(run.untyped(), &mut |fabric| runner::set_up::<M>(run, fabric))
     }
@@ -166,7 +164,7 @@ impl Trainer {
         let mut session = self.set_up(&run, set_up)?;
         let result = (|| -> Result<f64> {
             match session.checkpoint_to_resume()? {
-                Some(origin) => session.resume(&origin, None)?,
+                Some(source) => session.resume(&source, None)?,
                 None if config_names_one => {
                     return Err(Error::Config(
                         "`trainer.ckpt_path`: there is no checkpoint yet; name the directory of \
@@ -213,7 +211,8 @@ impl Trainer {
             }
         }
         run.check_plugins()?;
-        let mut fabric = Fabric::over(self.world.clone(), config, run.seed, self.parallelize)?;
+        let mut fabric =
+            Fabric::with_world(self.world.clone(), config, run.seed, self.parallelize)?;
         let strategy_name = fabric.strategy_name()?;
         if run.checkpoint.async_save && !fabric.runtime.saves_distributed_checkpoints()? {
             return Err(Error::Config(
@@ -235,7 +234,7 @@ impl Trainer {
             sinks.clear();
         }
         Ok(Session {
-            parts: Parts {
+            parts: SessionParts {
                 saving,
                 config: config.clone(),
                 resolved,
@@ -252,20 +251,20 @@ impl Trainer {
             cursor: Cursor::default(),
             epoch: 0,
             metrics: std::collections::BTreeMap::new(),
-            begun: None,
+            started_epoch: None,
             validation_due: false,
         })
     }
 }
 
-/// A run whose `[model]` and `[data]` tables only the [runner](runner::set_up) knows.
+/// A run whose `[model]` and `[data]` tables only the [runner](runner::set_up) can parse.
 type UntypedRun = RunConfig<Table, Table>;
 
 /// Sets up the module and its data on the ranks of a Fabric. Collective.
 type SetUpRunner<'a> = dyn FnMut(&mut Fabric) -> Result<RunnerSetup> + 'a;
 
-/// Makes the run's directory and its loggers on rank 0, and tells all ranks where checkpoints go in
-/// it. Collective.
+/// Makes the run's directory and its loggers on rank 0, and returns the directory of checkpoints in it on all
+/// ranks. Collective.
 fn open_run(
     world: &dyn ProcessGroup,
     run: &UntypedRun,
@@ -310,21 +309,21 @@ impl Session {
             .fabric
             .setup_optimizer(&*optimizer)?
             .with_unused_parameters(run.trainer.unused_parameters);
-        let mut origin = self.checkpoint_to_resume()?;
+        let mut source = self.checkpoint_to_resume()?;
         if run.checkpoint.weights_only
-            && let Some(origin) = origin.take()
+            && let Some(source) = source.take()
         {
-            self.resume(&origin, None)?;
+            self.resume(&source, None)?;
         }
         if let Some(decay) = run.trainer.ema_decay {
             let tree = self.parts.fabric.module_tree()?;
-            optimizer = optimizer.with_averages(Ema::new(tree.parameters(), decay)?);
+            optimizer = optimizer.with_ema(Ema::new(tree.parameters(), decay)?);
         }
-        if let Some(origin) = origin {
-            self.resume(&origin, Some(&mut optimizer))?;
+        if let Some(source) = source {
+            self.resume(&source, Some(&mut optimizer))?;
         }
         let mut optimizer = optimizer.with_scheduler(scheduler, self.max_steps()?);
-        // A schedule that cannot work is found now and not after the first backward.
+        // Fails before the first step for a schedule that needs the run's length.
         optimizer.learning_rate()?;
         let max_steps = self.max_steps()?;
         self.parts.sinks.iter_mut().for_each(|sink| sink.start(max_steps));
@@ -341,13 +340,12 @@ impl Session {
         Ok((outcome, end))
     }
 
-    /// Lets the checkpoints' place complete what it has, whatever came of the run, whose error is the
-    /// one that counts.
+    /// Tears the checkpoints' place down after the run, and returns the run's error if it has one.
     fn tear_down_saving<T>(&mut self, result: Result<T>) -> Result<T> {
         match (result, self.parts.saving.teardown()) {
-            (Ok(outcome), torn_down) => torn_down.map(|()| outcome),
-            (Err(error), torn_down) => {
-                if let Err(second) = torn_down {
+            (Ok(outcome), teardown_after) => teardown_after.map(|()| outcome),
+            (Err(error), teardown_after) => {
+                if let Err(second) = teardown_after {
                     tracing::error!("completing what checkpoints are still under way: {second}");
                 }
                 Err(error)
@@ -355,7 +353,7 @@ impl Session {
         }
     }
 
-    /// Ends the sinks, all of them, and returns the first error.
+    /// Finishes all sinks, and returns the first error.
     fn finish_sinks(&mut self, status: RunStatus) -> Result<()> {
         let results: Vec<Result<()>> =
             self.parts.sinks.iter_mut().map(|sink| sink.finish(status)).collect();
