@@ -14,8 +14,7 @@
 
 pub mod args;
 pub mod plugins;
-mod print;
 mod run;
 
-pub use print::print;
+pub use fulgurite_error::print;
 pub use run::{Cli, cli};

@@ -1,8 +1,9 @@
-//! The error type of every crate of Fulgurite.
+//! The error type of every crate of Fulgurite, and printing to standard output.
 //!
 //! A message says what was wrong, what was expected and what to do about it. Context (rank, FQN,
 //! path) travels in the variant's fields, so callers can match on it.
 
+use std::io::{self, ErrorKind, Write as _};
 use std::path::PathBuf;
 
 /// The result of every fallible call of the crate.
@@ -233,6 +234,18 @@ fn unwrap_candle(error: candle_core::Error) -> Result<Error, candle_core::Error>
             Err(Candle::WrappedContext { wrapped, context })
         }
         other => Err(other),
+    }
+}
+
+/// Writes `text` to standard output. A broken pipe (`… | head`) is no error.
+///
+/// # Errors
+/// [`Error::Io`] for any other failure.
+pub fn print(text: &str) -> Result<()> {
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        result => result.map_err(Error::io("writing to", "stdout")),
     }
 }
 

@@ -16,15 +16,15 @@ use serde::{Deserialize, Serialize};
 
 /// `process_group.type = "shm"`: shared memory between the processes of one host.
 ///
-/// The memory is an anonymous file (memfd) that one rank makes and the others open through
-/// `/proc`, as the job's store tells them. It has no name in a file system, so nothing is left
-/// behind, however the processes end. Needs Linux.
+/// The memory is an anonymous file (memfd). One rank makes it, and the others open it by a path in `/proc`,
+/// which they get through the job's store. It has no name in a file system, so it is freed however the
+/// processes end. Linux only.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Shm {
-    /// Bytes of data that a rank has in flight in one step of a collective, 4 KiB to 1 GiB. The
-    /// same on all ranks. A group takes up to three times as much memory a rank. The default of
-    /// 1 MiB keeps the chunks in flight in the caches; more is no faster.
+    /// Bytes that a rank transfers in one phase of a collective, 4 KiB to 1 GiB. The same on all ranks. A
+    /// group takes up to three times as much memory for each rank. The default of 1 MiB keeps the chunks in
+    /// the caches; larger chunks are no faster.
     pub chunk_bytes: usize,
 }
 
@@ -62,7 +62,7 @@ impl ProcessGroupConfig for Shm {
     }
 }
 
-/// The transports that connect several hosts.
+/// The end of messages about jobs on several hosts.
 const ACROSS_HOSTS: &str = "Across hosts use `nccl` (GPUs) or `mpi` (CPUs): \
                             trainer.process_group.type = \"nccl\" or \"mpi\"";
 
@@ -98,14 +98,14 @@ mod linux {
     use serde::{Deserialize, Serialize};
 
     use super::{ACROSS_HOSTS, Shm};
-    use crate::engine::{Group, Joined, Membership, Owner, Rendezvous};
-    use crate::memory::{self, Region, RegionLayout, Share, nonce};
+    use crate::engine::{Group, MappedRegion, Membership, MemoryOwner, Rendezvous};
+    use crate::memory::{self, Region, RegionLayout, SharedMemoryHandle, nonce};
 
     pub(super) fn connect(config: &Shm, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
-        // A job may build more than one world group; every rank builds them in the same order.
+        // A job may build several world groups; every rank builds them in the same order.
         let counter = format!("process_group/shm/builds/{}", context.rank);
         let build = context.store.add(&counter, 1)?;
-        let host = Host {
+        let host = ProcessRendezvous {
             store: context.store.clone(),
             processes: Mutex::default(),
             memories: Mutex::default(),
@@ -122,26 +122,26 @@ mod linux {
         Group::connect(Arc::new(host), member)
     }
 
-    /// What the leader of a group tells the others through the store.
+    /// What the leader of a group sends to the others through the store.
     #[derive(Serialize, Deserialize)]
     enum Announcement {
         /// The region is the file at this path, of this length, signed with this nonce.
         Region { path: String, len: usize, nonce: u64 },
-        /// There is none, because of this.
+        /// The region could not be made; the message.
         Failed(String),
     }
 
-    /// The processes of a job on one host.
-    struct Host {
+    /// The rendezvous of processes of one host.
+    struct ProcessRendezvous {
         store: Arc<dyn Store>,
-        /// By global rank, what tells when a process ends.
+        /// By global rank, the pidfd of the process.
         processes: Mutex<HashMap<usize, OwnedFd>>,
-        /// By global rank, its memory as this process maps it.
+        /// By global rank, the rank's shared memory, mapped by this process.
         memories: Mutex<HashMap<usize, Arc<MmapRaw>>>,
     }
 
-    impl Host {
-        fn create(&self, key: &str, layout: RegionLayout) -> Result<Joined> {
+    impl ProcessRendezvous {
+        fn create(&self, key: &str, layout: RegionLayout) -> Result<MappedRegion> {
             let made = make_region(layout);
             let announcement = match &made {
                 Ok((_, file, nonce)) => Announcement::Region {
@@ -154,10 +154,10 @@ mod linux {
             let bytes = serde_json::to_vec(&announcement).map_err(Error::other)?;
             self.store.set(key, &bytes)?;
             let (region, file, _) = made.map_err(|e| no_memory(layout, &e))?;
-            Ok(Joined { region: Arc::new(region), file: Some(file) })
+            Ok(MappedRegion { region: Arc::new(region), file: Some(file) })
         }
 
-        fn open(&self, key: &str, layout: RegionLayout, timeout: Duration) -> Result<Joined> {
+        fn open(&self, key: &str, layout: RegionLayout, timeout: Duration) -> Result<MappedRegion> {
             let bytes = self.store.get(key, timeout)?;
             let announcement = serde_json::from_slice(&bytes).map_err(|e| {
                 Error::Launch(format!("the store's value of `{key}` is no shared memory: {e}"))
@@ -173,31 +173,31 @@ mod linux {
                     layout.len
                 )));
             }
-            let foreign = |why: String| foreign("the first rank", &path, &why);
-            let file = open_file(&path, len).map_err(foreign)?;
-            let region = Region::of_file(&file, layout).map_err(|e| foreign(e.to_string()))?;
+            let mapping_error = |why: String| mapping_error("the first rank", &path, &why);
+            let file = open_file(&path, len).map_err(mapping_error)?;
+            let region = Region::of_file(&file, layout).map_err(|e| mapping_error(e.to_string()))?;
             if !region.is_signed(nonce) {
-                return Err(foreign("it is another file".to_owned()));
+                return Err(mapping_error("it is another file".to_owned()));
             }
-            Ok(Joined { region: Arc::new(region), file: None })
+            Ok(MappedRegion { region: Arc::new(region), file: None })
         }
 
-        /// The memory of another rank, mapped at the first call.
-        fn memory(&self, owner: &Owner) -> Result<Arc<MmapRaw>> {
+        /// The shared memory of another rank, mapped by the first call.
+        fn memory(&self, owner: &MemoryOwner) -> Result<Arc<MmapRaw>> {
             let mut memories = self.memories.lock().expect("no panic while mapping");
             if let Some(memory) = memories.get(&owner.global_rank) {
                 return Ok(memory.clone());
             }
-            let Share { fd, len, nonce } = owner.share;
+            let SharedMemoryHandle { fd, len, nonce } = owner.share;
             let path = format!("/proc/{}/fd/{fd}", owner.pid);
             let rank = format!("rank {}", owner.global_rank);
-            let foreign = |why: String| foreign(&rank, &path, &why);
-            let file = open_file(&path, len).map_err(foreign)?;
+            let mapping_error = |why: String| mapping_error(&rank, &path, &why);
+            let file = open_file(&path, len).map_err(mapping_error)?;
             let map = MmapOptions::new().len(len).map_raw(&file);
-            let map = map.map_err(|e| foreign(e.to_string()))?;
+            let map = map.map_err(|e| mapping_error(e.to_string()))?;
             memory::keep_from_dumps(&map);
             if memory::nonce_of(&map) != Some(nonce) {
-                return Err(foreign("it is another file".to_owned()));
+                return Err(mapping_error("it is another file".to_owned()));
             }
             let map = Arc::new(map);
             memories.insert(owner.global_rank, map.clone());
@@ -209,7 +209,7 @@ mod linux {
     fn open_file(path: &str, len: usize) -> Result<File, String> {
         let file =
             OpenOptions::new().read(true).write(true).open(path).map_err(|e| e.to_string())?;
-        // The path may lead to a file of quite another process on this host.
+        // The path may lead to a file of an unrelated process on this host.
         let found = file.metadata().map_err(|e| e.to_string())?.len();
         match found == len as u64 {
             true => Ok(file),
@@ -217,14 +217,14 @@ mod linux {
         }
     }
 
-    fn foreign(whose: &str, path: &str, why: &str) -> Error {
+    fn mapping_error(whose: &str, path: &str, why: &str) -> Error {
         Error::Launch(format!(
             "the shared memory of {whose} cannot be opened at {path} ({why}): the ranks are not on \
              one host, not in one PID namespace (containers), or not of one user. {ACROSS_HOSTS}"
         ))
     }
 
-    /// A region in an anonymous file that nobody can shrink.
+    /// A region in an anonymous file that cannot be shrunk.
     fn make_region(layout: RegionLayout) -> std::io::Result<(Region, File, u64)> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = File::from(memfd_create("fulgurite", flags)?);
@@ -244,14 +244,14 @@ mod linux {
         ))
     }
 
-    impl Rendezvous for Host {
+    impl Rendezvous for ProcessRendezvous {
         fn region(
             &self,
             key: &str,
             leader: bool,
             layout: RegionLayout,
             timeout: Duration,
-        ) -> Result<Joined> {
+        ) -> Result<MappedRegion> {
             if leader { self.create(key, layout) } else { self.open(key, layout, timeout) }
         }
 
@@ -265,7 +265,7 @@ mod linux {
                 && pid != std::process::id()
                 && let Some(pid) = Pid::from_raw(pid as i32)
             {
-                // Where a sandbox forbids pidfds, the store and the timeout still end all waits.
+                // Where a sandbox forbids pidfds, the store and the timeout end waits.
                 match pidfd_open(pid, PidfdFlags::empty()) {
                     Ok(fd) => drop(entry.insert(fd)),
                     Err(e) => tracing::debug!("no pidfd of rank {global_rank}: {e}"),
@@ -290,11 +290,11 @@ mod linux {
             memory::offset_of(bytes).map(|offset| offset as u64)
         }
 
-        fn share(&self) -> Option<Share> {
+        fn share(&self) -> Option<SharedMemoryHandle> {
             memory::share()
         }
 
-        fn reach(&self, owner: Owner, offset: u64, len: usize) -> Result<*mut u8> {
+        fn reach(&self, owner: MemoryOwner, offset: u64, len: usize) -> Result<*mut u8> {
             if owner.pid == std::process::id() {
                 return Ok(memory::at(offset as usize));
             }

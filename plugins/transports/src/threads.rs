@@ -10,13 +10,13 @@ use candle_core::{DType, Tensor};
 use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::{Error, Result};
 
-use crate::engine::{Group, Joined, Membership, Owner, Rendezvous};
-use crate::memory::{self, Region, RegionLayout, Share};
+use crate::engine::{Group, MappedRegion, Membership, MemoryOwner, Rendezvous};
+use crate::memory::{self, Region, RegionLayout, SharedMemoryHandle};
 
-/// Bytes of a rank's slot: small, as tests have many groups of little data.
+/// Bytes of a rank's slot; small, since tests have many groups with little data.
 const CHUNK_BYTES: usize = 256 << 10;
 
-/// Stack of a rank's thread: a deep model's backward recurses.
+/// Stack of a rank's thread. The backward of deep models recurses.
 const STACK_BYTES: usize = 64 << 20;
 
 /// How long ranks of [`run_ranks`] wait for each other.
@@ -27,21 +27,19 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 pub struct ThreadsGroup;
 
 impl ThreadsGroup {
-    /// The handles of a group named `world`, one a rank, in rank order: one for each thread that is
-    /// to be a rank. `timeout` is how long a collective waits for its peers.
+    /// The handles of a group named `world`, one for each rank, in rank order. `timeout` is how long a
+    /// collective waits for its peers.
     ///
-    /// As between processes, ranks reach tensors that [`ProcessGroup::empty`] made where they are, in
-    /// programs whose allocator is a [`SharedMemory`](crate::SharedMemory); all else goes through
-    /// slots.
+    /// As between processes, collectives access tensors made by [`ProcessGroup::empty`] directly in programs
+    /// whose allocator is a [`SharedMemory`](crate::SharedMemory), and copy others through slots.
     ///
     /// # Errors
-    /// If memory or threads cannot be had.
+    /// If memory or threads cannot be allocated.
     pub fn create(world_size: usize, timeout: Duration) -> Result<Vec<Arc<dyn ProcessGroup>>> {
         Self::create_with(world_size, timeout, CHUNK_BYTES)
     }
 
-    /// As [`create`](Self::create), with slots of `chunk_bytes` a rank (rounded up to whole cache
-    /// lines a rank).
+    /// As [`create`](Self::create), with slots of `chunk_bytes` for each rank, rounded up to whole cache lines.
     ///
     /// # Errors
     /// As [`create`](Self::create).
@@ -55,7 +53,7 @@ impl ThreadsGroup {
 }
 
 fn create(
-    board: &Arc<Board>,
+    rendezvous: &Arc<ThreadRendezvous>,
     world_size: usize,
     timeout: Duration,
     chunk_bytes: usize,
@@ -71,17 +69,17 @@ fn create(
                 chunk_bytes,
                 spins: None,
             };
-            Group::connect(board.clone(), member)
+            Group::connect(rendezvous.clone(), member)
         })
         .collect()
 }
 
-/// Runs `f` once a rank, each on a thread of its own (64 MiB of stack) with its handle of a group of
-/// `world_size` ranks, and returns the results in rank order. Ranks wait a minute for each other.
+/// Runs `f` on one thread (with 64 MiB of stack) for each rank of a group of `world_size` ranks, and returns
+/// the results in rank order. Ranks wait a minute for each other.
 ///
 /// # Errors
-/// The error of the rank that failed first; a panic counts as one. The others' waits end then, in
-/// this group and all that were split from it.
+/// The error of the rank that failed first; a panic counts as one. It ends the waits of the others, in this
+/// group and all that were split from it.
 pub fn run_ranks<T: Send>(
     world_size: usize,
     f: impl Fn(Arc<dyn ProcessGroup>) -> Result<T> + Sync,
@@ -89,7 +87,7 @@ pub fn run_ranks<T: Send>(
     run_ranks_with(world_size, TIMEOUT, f)
 }
 
-/// As [`run_ranks`], where ranks wait for each other for `timeout`.
+/// As [`run_ranks`], with another timeout.
 ///
 /// # Errors
 /// As [`run_ranks`].
@@ -98,13 +96,13 @@ pub fn run_ranks_with<T: Send>(
     timeout: Duration,
     f: impl Fn(Arc<dyn ProcessGroup>) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
-    let board = Arc::<Board>::default();
-    let groups = create(&board, world_size, timeout, CHUNK_BYTES)?;
+    let rendezvous = Arc::<ThreadRendezvous>::default();
+    let groups = create(&rendezvous, world_size, timeout, CHUNK_BYTES)?;
     let first = Mutex::new(None);
     let fail = |rank: usize, error: Error| {
         let mut first = first.lock().expect("no panic while failing");
         if first.is_none() {
-            board.fail(rank, &error);
+            rendezvous.fail(rank, &error);
             *first = Some(error);
         }
     };
@@ -112,8 +110,8 @@ pub fn run_ranks_with<T: Send>(
         let spawn = |(rank, group)| {
             let (f, fail) = (&f, &fail);
             let run = move || {
-                // `fail` comes before `f`'s handle of the group is dropped, in a panic too: others
-                // then hear the reason and not just that this rank has left.
+                // `fail` before `f`'s handle of the group is dropped, also in a panic, so that the
+                // others get the reason and not only that this rank has left.
                 let result = catch_unwind(AssertUnwindSafe(|| f(Arc::clone(&group))));
                 let value = match result {
                     Ok(Ok(value)) => Some(value),
@@ -149,29 +147,35 @@ pub fn run_ranks_with<T: Send>(
     }
 }
 
-/// What a panic said.
+/// The message of a panic.
 pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("(no message)")
 }
 
-/// Where threads find each other's regions and failures.
+/// The rendezvous of threads of this process.
 #[derive(Default)]
-struct Board {
-    /// Regions that not all ranks have yet, and how many have.
+struct ThreadRendezvous {
+    /// Regions that not all ranks have yet, each with the number of ranks that have it.
     regions: Mutex<HashMap<String, (Arc<Region>, usize)>>,
     failure: Mutex<Option<(usize, String)>>,
 }
 
-impl Board {
+impl ThreadRendezvous {
     fn fail(&self, rank: usize, error: &Error) {
         let mut failure = self.failure.lock().expect("no panic while failing");
         failure.get_or_insert_with(|| (rank, error.to_string()));
     }
 }
 
-impl Rendezvous for Board {
-    fn region(&self, key: &str, _: bool, layout: RegionLayout, _: Duration) -> Result<Joined> {
+impl Rendezvous for ThreadRendezvous {
+    fn region(
+        &self,
+        key: &str,
+        _: bool,
+        layout: RegionLayout,
+        _: Duration,
+    ) -> Result<MappedRegion> {
         let mut regions = self.regions.lock().expect("no panic while joining");
         let (region, taken) = match regions.remove(key) {
             Some(entry) => entry,
@@ -184,7 +188,7 @@ impl Rendezvous for Board {
         if taken + 1 < layout.size {
             regions.insert(key.to_owned(), (region.clone(), taken + 1));
         }
-        Ok(Joined { region, file: None })
+        Ok(MappedRegion { region, file: None })
     }
 
     fn must_meet(&self) -> bool {
@@ -205,11 +209,11 @@ impl Rendezvous for Board {
         memory::offset_of(bytes).map(|offset| offset as u64)
     }
 
-    fn share(&self) -> Option<Share> {
+    fn share(&self) -> Option<SharedMemoryHandle> {
         None
     }
 
-    fn reach(&self, _: Owner, offset: u64, _: usize) -> Result<*mut u8> {
+    fn reach(&self, _: MemoryOwner, offset: u64, _: usize) -> Result<*mut u8> {
         Ok(memory::at(offset as usize))
     }
 

@@ -9,10 +9,10 @@ use fulgurite_checkpoint_format::ModelConfig;
 use fulgurite_checkpoint_format::tools::{
     self, AnyCheckpoint, ConvertOptions, ConvertTarget, Rename,
 };
-use fulgurite_error::{Error, Result};
+use fulgurite_error::{Error, Result, print};
 
 use super::arguments::{Float, Size};
-use super::output::{Bar, Verbosity, bytes, count, print, print_json};
+use super::output::{Bar, Verbosity, bytes, count, print_json};
 
 /// From where to where.
 #[derive(Debug, Args)]

@@ -8,9 +8,9 @@ use clap::Args;
 use fulgurite_checkpoint_format::tools::{
     self, AnyCheckpoint, Change, Comparison, DiffOptions, ValueDifference,
 };
-use fulgurite_error::Result;
+use fulgurite_error::{Result, print};
 
-use super::output::{Bar, Verbosity, count, print, print_json};
+use super::output::{Bar, Verbosity, count, print_json};
 
 /// The arguments.
 #[derive(Debug, Args)]

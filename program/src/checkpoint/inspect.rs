@@ -6,9 +6,9 @@ use std::process::ExitCode;
 
 use clap::Args;
 use fulgurite_checkpoint_format::tools::{self, AnyCheckpoint, CheckpointSummary, TensorSet};
-use fulgurite_error::Result;
+use fulgurite_error::{Result, print};
 
-use super::output::{bytes, count, print, print_json};
+use super::output::{bytes, count, print_json};
 
 /// The arguments.
 #[derive(Debug, Args)]

@@ -1,14 +1,12 @@
-//! What commands write: results on stdout, progress on stderr.
-
-use std::io::{self, ErrorKind, Write as _};
+//! The output of commands: results on stdout, progress on stderr.
 
 use clap::Args;
 use fulgurite_checkpoint_format::tools::Progress;
-use fulgurite_error::{Error, Result};
+use fulgurite_error::{Error, Result, print};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-/// How much a command says.
+/// What a command prints.
 #[derive(Debug, Clone, Copy, Args)]
 pub(super) struct Verbosity {
     /// Write the result as JSON
@@ -19,23 +17,14 @@ pub(super) struct Verbosity {
     pub(super) quiet: bool,
 }
 
-/// Writes `text` to standard output. A broken pipe (`… | head`) is no error.
-pub(super) fn print(text: &str) -> Result<()> {
-    let mut stdout = io::stdout().lock();
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-        result => result.map_err(Error::io("writing to", "stdout")),
-    }
-}
-
-/// Writes a result as JSON.
+/// Prints a result as JSON.
 pub(super) fn print_json(value: &impl Serialize) -> Result<()> {
     let text = serde_json::to_string_pretty(value)
         .map_err(|e| Error::other(format!("encoding the result: {e}")))?;
     print(&(text + "\n"))
 }
 
-/// `1 tensor`, `2 tensors`.
+/// A number with its noun: `1 tensor`, `2 tensors`.
 pub(super) fn count(n: usize, what: &str) -> String {
     let s = if n == 1 { "" } else { "s" };
     format!("{} {what}{s}", indicatif::HumanCount(n as u64))
@@ -45,7 +34,7 @@ pub(super) fn bytes(n: u64) -> indicatif::HumanBytes {
     indicatif::HumanBytes(n)
 }
 
-/// A bar on stderr; nothing is shown if that is no terminal.
+/// A progress bar on stderr, shown only on a terminal.
 pub(super) struct Bar(ProgressBar);
 
 impl Bar {

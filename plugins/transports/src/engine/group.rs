@@ -1,4 +1,4 @@
-//! A rank's handle of a group.
+//! [`Group`]: a rank's handle of a process group.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -12,21 +12,21 @@ use twox_hash::XxHash3_64;
 
 use super::plan::Collective as EngineCollective;
 use super::queue::{Completion, Job, P2pTask, Queue, Task, Turn};
-use super::rendezvous::{Joined, Rendezvous};
+use super::rendezvous::{MappedRegion, Rendezvous};
 use super::wait::Shared;
 use super::worker::Worker;
 use crate::memory::RegionLayout;
 
-/// How often the communication thread checks a flag before it sleeps. That takes some tens of
-/// microseconds; more would take cycles from the threads that compute.
+/// How often the communication thread checks a flag before it sleeps: some tens of microseconds. More would
+/// take cycles from the threads that compute.
 const SPINS: u32 = 2000;
 
-/// How often a caller that waits, and has nothing else to do, checks a flag before it sleeps. That
-/// takes longer than waking another rank: otherwise a rank that slept once would come so late to the
-/// next collective that the others sleep there, and they would then make it sleep, and so on.
+/// How often a waiting caller checks a flag before it sleeps. It must take longer than waking another rank:
+/// otherwise a rank that has slept once comes so late to the next collective that the others sleep there,
+/// which makes it sleep in the one after, and so on.
 const CALLERS_SPINS: u32 = 20_000;
 
-/// Which group this is, and which rank of it this process is.
+/// The identity of a group, and this process's rank in it.
 pub(crate) struct Membership {
     /// Unique among all groups that share a rendezvous.
     pub(crate) key: String,
@@ -35,13 +35,13 @@ pub(crate) struct Membership {
     pub(crate) global_ranks: Vec<usize>,
     pub(crate) timeout: Duration,
     pub(crate) chunk_bytes: usize,
-    /// Whether a waiting rank spins before it sleeps. `None`: if there is a core for each rank. A
-    /// group that is split off takes the setting of the whole group.
+    /// Whether a waiting rank spins before it sleeps. `None`: if there is a core for each rank. A split group
+    /// inherits the setting.
     pub(crate) spins: Option<bool>,
 }
 
-/// A group of the engine. Dropping it finishes what was started (for some seconds at most) and
-/// joins the communication thread.
+/// A process group of this engine. Dropping it finishes the operations that were started (for some seconds
+/// at most) and joins the communication thread.
 pub(crate) struct Group {
     shared: Arc<Shared>,
     worker: Arc<Mutex<Worker>>,
@@ -53,7 +53,7 @@ pub(crate) struct Group {
 }
 
 impl Group {
-    /// This rank's handle of the group. Collective, unless the rendezvous says otherwise.
+    /// Makes this rank's handle of the group. Collective, unless the rendezvous says otherwise.
     pub(crate) fn connect(
         rendezvous: Arc<dyn Rendezvous>,
         member: Membership,
@@ -64,7 +64,7 @@ impl Group {
         }
         let size = global_ranks.len();
         let layout = RegionLayout::new(size, chunk_bytes);
-        let Joined { region, file } = rendezvous.region(&key, rank == 0, layout, timeout)?;
+        let MappedRegion { region, file } = rendezvous.region(&key, rank == 0, layout, timeout)?;
         region.record(rank).pid.store(std::process::id(), Ordering::SeqCst);
         if let Some(share) = rendezvous.share() {
             let memory = &region.record(rank).memory;
@@ -110,12 +110,12 @@ impl Group {
             }
         }
         group.shared.reach_all();
-        // All ranks have mapped the region, so none opens the file any more.
+        // All ranks have mapped the region, so the file is no longer needed.
         drop(file);
         Ok(Arc::new(group))
     }
 
-    /// Starts a task; without `wake` the communication thread sleeps on.
+    /// Queues a task; with `wake` wakes the communication thread.
     fn push(&self, op: &'static str, task: Task, wake: bool) -> Result<Work> {
         let shared = &self.shared;
         if let Some(failure) = shared.broken() {
@@ -125,7 +125,7 @@ impl Group {
         let is_p2p = matches!(task, Task::P2p(_));
         shared.queue.push(Job { task, done: done.clone() }, wake);
         if is_p2p {
-            // A thread that carries out messages, and sleeps until one moves, must take this one too.
+            // A thread that waits for the progress of messages must take this one too.
             shared.notify_self();
         }
         let (shared, worker) = (shared.clone(), self.worker.clone());
@@ -139,7 +139,7 @@ impl Group {
         }))
     }
 
-    fn carry_out(&self, collective: EngineCollective, overlap: bool) -> Result<Work> {
+    fn start_collective(&self, collective: EngineCollective, overlap: bool) -> Result<Work> {
         self.push(collective.name(), Task::Collective(collective), overlap)
     }
 }
@@ -163,7 +163,7 @@ impl ProcessGroup for Group {
 
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
         collective.check(self)?;
-        self.carry_out(collective.into(), overlap)
+        self.start_collective(collective.into(), overlap)
     }
 
     fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
@@ -183,7 +183,7 @@ impl ProcessGroup for Group {
     fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
         let (set, rank) = check::partition(self, partition)?;
         let agreed = XxHash3_64::oneshot(format!("{name}\0{partition:?}").as_bytes());
-        self.carry_out(EngineCollective::Split(agreed), true)?.wait()?;
+        self.start_collective(EngineCollective::Split(agreed), true)?.wait()?;
         let split = self.splits.fetch_add(1, Ordering::Relaxed);
         let global = self.global_ranks();
         let member = Membership {
@@ -211,8 +211,8 @@ impl ProcessGroup for Group {
     }
 }
 
-/// The body of the communication thread. Returns once the group is dropped and all that was started
-/// has ended.
+/// The body of the communication thread. Returns when the group is dropped and all operations that were
+/// started have ended.
 fn communicate(shared: &Shared, worker: &Mutex<Worker>) {
     while let Some((turn, job)) = shared.queue.next() {
         run(worker, turn, job, SPINS);
@@ -221,7 +221,7 @@ fn communicate(shared: &Shared, worker: &Mutex<Worker>) {
     shared.region.notify_all();
 }
 
-/// Carries out a job. Only the thread that has the turn uses the worker, so the lock is free.
+/// Runs a job. Only the thread that has the turn uses the worker, so the lock is free.
 fn run(worker: &Mutex<Worker>, turn: Turn<'_>, job: Job, spins: u32) {
     worker.lock().expect("a worker catches panics").run(job, spins);
     drop(turn);
@@ -232,7 +232,7 @@ impl Drop for Group {
         self.shared.queue.close();
         self.shared.notify_self();
         if let Some(thread) = self.thread.take() {
-            // The thread catches panics. If one got through, the thread has ended, as it should.
+            // The thread catches panics; an error means that it has ended anyway.
             let _ = thread.join();
         }
     }

@@ -1,4 +1,4 @@
-//! The one engine behind all groups of this crate: collectives through a shared region.
+//! The engine of all process groups of this crate: collectives through a shared region.
 
 mod direct;
 mod group;
@@ -12,4 +12,4 @@ mod wait;
 mod worker;
 
 pub(crate) use group::{Group, Membership};
-pub(crate) use rendezvous::{Joined, Owner, Rendezvous};
+pub(crate) use rendezvous::{MappedRegion, MemoryOwner, Rendezvous};

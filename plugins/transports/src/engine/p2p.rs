@@ -1,8 +1,8 @@
 //! Messages between two ranks.
 //!
-//! A rank's messages go on side by side, as long as no collective stands between them in its queue:
-//! so all ranks of a ring may start their send before their receive. Messages of one pair in one
-//! direction keep their order.
+//! A rank's messages make progress concurrently, unless a collective is between them in its queue, so all
+//! ranks of a ring may start their send before their receive. Messages of one pair in one direction keep
+//! their order.
 #![allow(unsafe_code)] // Reads and writes chunks of messages; the channels' counters make it sound.
 
 use std::sync::Arc;
@@ -23,9 +23,9 @@ struct Message {
     peer: usize,
     buffer: Buffer,
     total: usize,
-    /// Bytes that went through.
+    /// Bytes that were transferred.
     offset: usize,
-    /// Also a message without bytes is one chunk.
+    /// Whether all chunks were transferred. A message without bytes has one chunk.
     complete: bool,
     done: Arc<Completion>,
 }
@@ -36,8 +36,8 @@ impl Worker {
         let mut messages = vec![];
         self.admit(&mut messages, task, done);
         while !messages.is_empty() {
-            // Both lists are outside of `guarded`, so that after a failure or panic in it every message
-            // still gets a result.
+            // Both lists are outside of `guarded`, so that every message gets a result even after a
+            // failure or panic in it.
             let mut admitted = vec![];
             let result = self.guarded(|worker| worker.progress(&mut messages, &mut admitted));
             if let Err(failure) = result {
@@ -69,8 +69,8 @@ impl Worker {
         }
     }
 
-    /// Moves every message as far as it goes. If none can be moved, waits until one can or another
-    /// message is started.
+    /// Transfers chunks of every message as far as possible. If there is no progress, waits until there is or
+    /// another message is started.
     fn progress(
         &mut self,
         messages: &mut Vec<Message>,
@@ -107,7 +107,7 @@ impl Worker {
             if messages[i].complete {
                 let result = messages[i].buffer.finish().map_err(Failure::from);
                 let Message { buffer, done, .. } = messages.remove(i);
-                // The tensor is released before the caller hears of the end.
+                // The tensor is released before the caller is told of the end.
                 drop(buffer);
                 done.set(result);
             } else {
@@ -118,7 +118,8 @@ impl Worker {
     }
 }
 
-/// Moves every message that is first on its channel as far as it goes. Whether any moved.
+/// Transfers chunks of every message that is the first on its channel. Returns whether there was
+/// progress.
 fn step_all(shared: &Shared, messages: &mut [Message]) -> Result<bool, Failure> {
     let mut moved = false;
     let mut busy: Vec<(bool, usize)> = vec![];
@@ -140,7 +141,7 @@ fn step_all(shared: &Shared, messages: &mut [Message]) -> Result<bool, Failure> 
     Ok(moved)
 }
 
-/// Moves one chunk, if there is room or one is there.
+/// Sends a chunk if there is room, or receives one if it has arrived.
 fn step(shared: &Shared, message: &mut Message) -> Result<bool, Failure> {
     let (region, me, peer) = (&shared.region, shared.rank, message.peer);
     let (src, dst) = if message.sending { (me, peer) } else { (peer, me) };

@@ -1,4 +1,4 @@
-//! A collective's plan: the chunks that it moves through the slots.
+//! The plan of a collective: its transfers through the slots, in chunks.
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
@@ -21,11 +21,11 @@ pub(crate) enum Collective {
         input: Tensor,
     },
     Barrier,
-    /// All ranks have the same value.
+    /// Checks that all ranks have the same value.
     Split(u64),
 }
 
-/// Names by [`Fingerprint::kind`].
+/// The names of collectives, by [`Fingerprint::kind`].
 pub(crate) const KINDS: [&str; 7] = [
     "all_reduce",
     "all_gather_into",
@@ -36,16 +36,16 @@ pub(crate) const KINDS: [&str; 7] = [
     "split",
 ];
 
-/// What must be the same on all ranks.
+/// The properties of a collective that must be equal on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Fingerprint {
     /// Index into [`KINDS`].
     pub(crate) kind: u32,
     /// Index into [`check::DTYPES`] of the first tensor, plus one; 0 if there is none.
     pub(crate) dtype: u32,
-    /// Bytes of the whole tensors.
+    /// Bytes of all tensors.
     pub(crate) bytes: u64,
-    /// Hash of everything else that ranks must agree on.
+    /// Hash of the other properties.
     pub(crate) detail: u64,
 }
 
@@ -229,7 +229,7 @@ impl Collective {
     }
 }
 
-/// Whether `part` is the memory of `whole` from byte `start` on (on the CPU; elsewhere unknown).
+/// Whether `part` is the memory of `whole` from byte `start` on; false for tensors that are not on the CPU.
 pub(super) fn is_at(part: &Tensor, whole: &Tensor, start: usize) -> Result<bool> {
     if !(part.device().is_cpu() && whole.device().is_cpu()) {
         return Ok(false);
@@ -253,31 +253,31 @@ fn digest<'a>(parts: impl Iterator<Item = (&'a Tensor, &'a [usize])>, seed: u64)
 #[derive(Default)]
 pub(crate) struct CollectivePlan {
     pub(crate) buffers: Vec<Buffer>,
-    /// Bytes of a chunk of one stream, and of the portions that a slot is dealt into.
+    /// Bytes of a chunk of one stream, and of a portion of a slot.
     pub(crate) stride: usize,
-    /// Chunks of the longest stream of any rank, at least one: the same on all ranks.
+    /// Chunks of the longest stream of any rank, at least one. The same on all ranks.
     pub(crate) chunks: usize,
-    /// 2: written, read. 3: written, reduced, read.
+    /// Number of stages: 2 for write and read, 3 for write, reduce and read.
     pub(crate) stages: usize,
     pub(crate) writes: Vec<Write>,
     pub(crate) reduction: Option<Reduction>,
     pub(crate) reads: Vec<Read>,
 }
 
-/// From tensors into a portion of this rank's slot.
+/// A transfer from tensors into a portion of this rank's slot.
 pub(crate) struct Write {
     pub(crate) portion: usize,
     pub(crate) stream: Stream,
 }
 
-/// Over this rank's portion of all slots, this rank's own contribution coming straight from its
-/// tensors, into this rank's portion of its own slot.
+/// The reduction of this rank's portion of all slots, into the portion of its own slot. This rank's own
+/// contribution is read from its tensors.
 pub(crate) struct Reduction {
     pub(crate) own: Stream,
     pub(crate) op: ReduceOp,
 }
 
-/// From a portion of a rank's slot into tensors.
+/// A transfer from a portion of a rank's slot into tensors.
 pub(crate) struct Read {
     pub(crate) rank: usize,
     pub(crate) portion: usize,
@@ -288,7 +288,7 @@ pub(crate) struct Read {
 pub(crate) struct Buffer {
     /// The tensor itself, or its host copy.
     pub(crate) host: Tensor,
-    /// Where the host copy goes in the end.
+    /// The tensor that the host copy is copied to at the end.
     target: Option<Tensor>,
 }
 
@@ -297,7 +297,7 @@ impl Buffer {
     pub(crate) fn read(tensor: &Tensor) -> Result<Self> {
         let host = match tensor.device() {
             Device::Cpu => tensor.clone(),
-            // `copy` first: of a view only its own elements travel.
+            // `copy` first, so that of a view only its own elements are transferred.
             _ => tensor.copy()?.to_device(&Device::Cpu)?,
         };
         Ok(Self { host, target: None })
@@ -320,7 +320,7 @@ impl Buffer {
         Ok(Self { target, ..Self::read(tensor)? })
     }
 
-    /// Puts a host copy where it belongs.
+    /// Copies a host copy back to its tensor.
     pub(crate) fn finish(&self) -> Result<()> {
         match &self.target {
             Some(target) => storage::copy_from(target, &self.host.to_device(target.device())?),

@@ -1,7 +1,6 @@
-//! A rank's collectives and messages that were started and have not ended, and which thread carries
-//! them out.
+//! The queue of a rank's collectives and messages under way, and which thread runs them.
 //!
-//! One thread at a time does: the communication thread, or a thread that waits for a collective. So a
+//! One thread at a time runs them: the communication thread, or a thread that waits for a collective. So a
 //! collective that is waited for at once needs no other thread.
 
 use std::collections::VecDeque;
@@ -26,13 +25,13 @@ pub(crate) struct P2pTask {
     pub(crate) tensor: Tensor,
 }
 
-/// A task, and where its result goes.
+/// A task, and its result.
 pub(crate) struct Job {
     pub(crate) task: Task,
     pub(crate) done: Arc<Completion>,
 }
 
-/// The result of a job, once there is one.
+/// The result of a job, when it has ended.
 #[derive(Default)]
 pub(crate) struct Completion {
     result: Mutex<Option<Result<(), Failure>>>,
@@ -49,7 +48,7 @@ impl Completion {
         self.result.lock().expect("no panic while completing").take()
     }
 
-    /// Waits for the result, which always comes: every job that was started is ended.
+    /// Waits for the result. There always is one, since every job that was started is ended.
     pub(crate) fn wait(&self) -> Result<(), Failure> {
         let mut result = self.result.lock().expect("no panic while completing");
         loop {
@@ -65,24 +64,24 @@ impl Completion {
 #[derive(Default)]
 pub(crate) struct Queue {
     state: Mutex<State>,
-    /// A job came, or the group was dropped.
+    /// Signalled when a job is queued or the group is dropped.
     work: Condvar,
-    /// A job ended.
+    /// Signalled when a job has ended.
     ended: Condvar,
 }
 
 #[derive(Default)]
 struct State {
     jobs: VecDeque<Job>,
-    /// Whether a thread carries out a job.
+    /// Whether a thread runs a job.
     busy: bool,
-    /// Threads that wait for a job to end.
+    /// Number of threads that wait for a job to end.
     waiting: usize,
-    /// Since when the group has been dropped.
+    /// When the group was dropped.
     closing: Option<Instant>,
 }
 
-/// The right to carry out a job. The next may start when it is dropped.
+/// The right to run a job. The next job may start when this is dropped.
 pub(crate) struct Turn<'a>(&'a Queue);
 
 impl Drop for Turn<'_> {
@@ -106,7 +105,7 @@ impl Queue {
         self.state.lock().expect("no panic while queueing")
     }
 
-    /// Puts a job last. `now`: the communication thread is woken to carry it out.
+    /// Adds a job at the end. With `now`, wakes the communication thread to run it.
     pub(crate) fn push(&self, job: Job, now: bool) {
         self.state().jobs.push_back(job);
         if now {
@@ -114,7 +113,7 @@ impl Queue {
         }
     }
 
-    /// The next job if it is a message, for the thread that carries out messages already.
+    /// Takes the next job if it is a message, for the thread that runs messages already.
     pub(crate) fn next_p2p(&self) -> Option<(P2pTask, Arc<Completion>)> {
         let mut state = self.state();
         let job = state.jobs.pop_front()?;
@@ -127,8 +126,8 @@ impl Queue {
         }
     }
 
-    /// The next job, for the communication thread; none once the group was dropped and all it had
-    /// started has ended.
+    /// Waits for the next job, for the communication thread; `None` when the group was dropped and all jobs
+    /// have ended.
     pub(crate) fn next(&self) -> Option<(Turn<'_>, Job)> {
         let mut state = self.state();
         loop {
@@ -145,8 +144,8 @@ impl Queue {
         }
     }
 
-    /// Waits for a collective's end. Meanwhile, as long as no other thread carries out jobs, this one
-    /// carries them out with `run`, up to the collective.
+    /// Waits for a collective. As long as no other thread runs jobs, this one runs them with `run`, up to the
+    /// collective.
     pub(crate) fn finish(
         &self,
         done: &Completion,
@@ -172,7 +171,7 @@ impl Queue {
         }
     }
 
-    /// The group was dropped: no job comes any more, and those that were started are carried out.
+    /// Called when the group is dropped: no more jobs are queued, and those in the queue still run.
     pub(crate) fn close(&self) {
         self.state().closing = Some(Instant::now());
         self.work.notify_one();

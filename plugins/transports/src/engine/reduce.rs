@@ -7,14 +7,14 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use pulp::{Arch, Simd, WithSimd};
 
-/// Elements that are reduced over all ranks before the next are: few enough for the L1 cache.
+/// Elements that are reduced over all ranks at a time, few enough for the L1 cache.
 const BLOCK: usize = 2048;
 
-/// Reduces `sources`, one a rank and in rank order, into `out`. All have the same length, whole
-/// elements of `dtype`, and its alignment.
+/// Reduces `sources`, one of each rank in rank order, into `out`. All have the same length, which is a number
+/// of whole elements of `dtype`, and its alignment.
 ///
-/// Integers wrap around. bf16 and f16 are accumulated in f32 and rounded once. Of dtypes that no
-/// collective carries nothing is reduced; `check::tensor` has refused them.
+/// Integers wrap around. bf16 and f16 are accumulated in f32 and rounded once. Does nothing for dtypes that
+/// collectives do not support, which `check::tensor` has refused.
 pub(crate) fn reduce(dtype: DType, op: ReduceOp, sources: &[&[u8]], out: &mut [u8]) {
     Arch::new().dispatch(Reduction { dtype, op, sources, out });
 }
@@ -50,8 +50,8 @@ impl WithSimd for Reduction<'_> {
 trait Number: Pod {
     fn sum(self, other: Self) -> Self;
     fn product(self, other: Self) -> Self;
-    fn least(self, other: Self) -> Self;
-    fn greatest(self, other: Self) -> Self;
+    fn reduce_min(self, other: Self) -> Self;
+    fn reduce_max(self, other: Self) -> Self;
 }
 
 macro_rules! floats {
@@ -61,11 +61,11 @@ macro_rules! floats {
         #[inline(always)]
         fn product(self, other: Self) -> Self { self * other }
         #[inline(always)]
-        fn least(self, other: Self) -> Self {
+        fn reduce_min(self, other: Self) -> Self {
             if self.is_nan() || self < other { self } else { other }
         }
         #[inline(always)]
-        fn greatest(self, other: Self) -> Self {
+        fn reduce_max(self, other: Self) -> Self {
             if self.is_nan() || self > other { self } else { other }
         }
     })* };
@@ -78,9 +78,9 @@ macro_rules! integers {
         #[inline(always)]
         fn product(self, other: Self) -> Self { self.wrapping_mul(other) }
         #[inline(always)]
-        fn least(self, other: Self) -> Self { self.min(other) }
+        fn reduce_min(self, other: Self) -> Self { self.min(other) }
         #[inline(always)]
-        fn greatest(self, other: Self) -> Self { self.max(other) }
+        fn reduce_max(self, other: Self) -> Self { self.max(other) }
     })* };
 }
 
@@ -92,8 +92,8 @@ fn native<T: Number>(op: ReduceOp, sources: &[&[u8]], out: &mut [u8]) {
     match op {
         ReduceOp::Sum => native_with::<T>(sources, out, T::sum),
         ReduceOp::Product => native_with::<T>(sources, out, T::product),
-        ReduceOp::Min => native_with::<T>(sources, out, T::least),
-        ReduceOp::Max => native_with::<T>(sources, out, T::greatest),
+        ReduceOp::Min => native_with::<T>(sources, out, T::reduce_min),
+        ReduceOp::Max => native_with::<T>(sources, out, T::reduce_max),
     }
 }
 
@@ -120,37 +120,37 @@ fn native_with<T: Number>(sources: &[&[u8]], out: &mut [u8], f: impl Fn(T, T) ->
 }
 
 trait Half: Pod {
-    fn widen(from: &[Self], to: &mut [f32]);
-    fn narrow(from: &[f32], to: &mut [Self]);
+    fn to_f32(from: &[Self], to: &mut [f32]);
+    fn from_f32(from: &[f32], to: &mut [Self]);
 }
 
 impl Half for f16 {
     #[inline(always)]
-    fn widen(from: &[Self], to: &mut [f32]) {
+    fn to_f32(from: &[Self], to: &mut [f32]) {
         from.convert_to_f32_slice(to);
     }
 
     #[inline(always)]
-    fn narrow(from: &[f32], to: &mut [Self]) {
+    fn from_f32(from: &[f32], to: &mut [Self]) {
         to.convert_from_f32_slice(from);
     }
 }
 
-/// bf16 is the upper half of f32. Written without branches, so that it vectorises: the conversions
-/// of the `half` crate do not, and took more than half of an all-reduce's time.
+/// bf16 is the upper half of f32. Without branches, so that loops are vectorised; the conversions of the
+/// `half` crate are not, and took more than half of an all-reduce's time.
 impl Half for bf16 {
     #[inline(always)]
-    fn widen(from: &[Self], to: &mut [f32]) {
+    fn to_f32(from: &[Self], to: &mut [f32]) {
         for (to, from) in to.iter_mut().zip(from) {
             *to = f32::from_bits(u32::from(from.to_bits()) << 16);
         }
     }
 
     #[inline(always)]
-    fn narrow(from: &[f32], to: &mut [Self]) {
+    fn from_f32(from: &[f32], to: &mut [Self]) {
         for (to, from) in to.iter_mut().zip(from) {
             let bits = from.to_bits();
-            // To nearest, ties to even. A NaN must not be rounded to infinity: it is made quiet.
+            // To nearest, ties to even. A NaN is made quiet, since rounding could make it infinite.
             let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
             let quiet = bits >> 16 | 0x40;
             *to = Self::from_bits(if from.is_nan() { quiet } else { rounded } as u16);
@@ -163,8 +163,8 @@ fn halves<T: Half>(op: ReduceOp, sources: &[&[u8]], out: &mut [u8]) {
     match op {
         ReduceOp::Sum => halves_with::<T>(sources, out, f32::sum),
         ReduceOp::Product => halves_with::<T>(sources, out, f32::product),
-        ReduceOp::Min => halves_with::<T>(sources, out, f32::least),
-        ReduceOp::Max => halves_with::<T>(sources, out, f32::greatest),
+        ReduceOp::Min => halves_with::<T>(sources, out, f32::reduce_min),
+        ReduceOp::Max => halves_with::<T>(sources, out, f32::reduce_max),
     }
 }
 
@@ -176,14 +176,14 @@ fn halves_with<T: Half>(sources: &[&[u8]], out: &mut [u8], f: impl Fn(f32, f32) 
     for (block, out) in out.chunks_mut(BLOCK).enumerate() {
         let range = block * BLOCK..block * BLOCK + out.len();
         let (sum, wide) = (&mut sum[..out.len()], &mut wide[..out.len()]);
-        T::widen(&cast_slice(sources[0])[range.clone()], sum);
+        T::to_f32(&cast_slice(sources[0])[range.clone()], sum);
         for source in &sources[1..] {
-            T::widen(&cast_slice(source)[range.clone()], wide);
+            T::to_f32(&cast_slice(source)[range.clone()], wide);
             for (a, &b) in sum.iter_mut().zip(wide.iter()) {
                 *a = f(*a, b);
             }
         }
-        T::narrow(sum, out);
+        T::from_f32(sum, out);
     }
 }
 
@@ -213,12 +213,12 @@ mod tests {
         #[test]
         fn bf16_rounds_as_half_does(bits in any::<u32>()) {
             let x = f32::from_bits(bits);
-            let mut narrow = [bf16::ZERO];
-            Half::narrow(&[x], &mut narrow);
-            prop_assert_eq!(narrow[0].to_bits(), bf16::from_f32(x).to_bits());
+            let mut from_f32 = [bf16::ZERO];
+            Half::from_f32(&[x], &mut from_f32);
+            prop_assert_eq!(from_f32[0].to_bits(), bf16::from_f32(x).to_bits());
             let mut wide = [0f32];
-            Half::widen(&narrow, &mut wide);
-            prop_assert!(wide[0].to_bits() == narrow[0].to_f32().to_bits());
+            Half::to_f32(&from_f32, &mut wide);
+            prop_assert!(wide[0].to_bits() == from_f32[0].to_f32().to_bits());
         }
     }
 
@@ -227,9 +227,9 @@ mod tests {
         for high in 0..=u32::from(u16::MAX) {
             for low in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 let x = f32::from_bits(high << 16 | low);
-                let mut narrow = [bf16::ZERO];
-                Half::narrow(&[x], &mut narrow);
-                assert_eq!(narrow[0].to_bits(), bf16::from_f32(x).to_bits(), "{x:e}");
+                let mut from_f32 = [bf16::ZERO];
+                Half::from_f32(&[x], &mut from_f32);
+                assert_eq!(from_f32[0].to_bits(), bf16::from_f32(x).to_bits(), "{x:e}");
             }
         }
     }

@@ -1,4 +1,4 @@
-//! The bytes that one rank gives or gets in a collective, as one stream over several tensors.
+//! The bytes that a rank sends or receives in a collective, as one stream over several tensors.
 
 use std::ops::Range;
 
@@ -12,14 +12,12 @@ pub(crate) struct StreamSegment {
     /// First byte in the tensor.
     pub(crate) start: usize,
     pub(crate) len: usize,
-    /// Where it begins in the stream.
+    /// Its offset in the stream.
     at: usize,
 }
 
-/// Segments one after another. Each begins on a cache line, so that it can be cut at any line
-/// without cutting an element, whatever its dtype. Two
-/// streams of segments of the same lengths have them at the same positions, whatever tensors they are
-/// of: so a reader finds what a writer put there.
+/// Consecutive segments. Each begins on a cache line, so that a cut at any line cuts no element, whatever
+/// the dtype. Offsets depend on the segments' lengths alone, so that reader and writer have the same.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Stream {
     segments: Vec<StreamSegment>,
@@ -45,8 +43,8 @@ impl Stream {
         self.len
     }
 
-    /// What of the stream lies in chunk `chunk`, cut every `stride` bytes (a multiple of a line):
-    /// buffer, bytes of its tensor, bytes relative to the chunk.
+    /// The segments in chunk `chunk` of the stream, which is cut every `stride` bytes (a multiple of a line):
+    /// buffer, byte range in its tensor, byte range in the chunk.
     pub(crate) fn chunk(
         &self,
         chunk: usize,

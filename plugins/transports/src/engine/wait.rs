@@ -1,4 +1,4 @@
-//! Waiting for other ranks, and every way a wait can end.
+//! Waiting for other ranks, and all ways in which a wait can end.
 
 use std::sync::Arc;
 use std::sync::Mutex;
@@ -9,25 +9,25 @@ use fulgurite_core::Error;
 
 use super::plan::KINDS;
 use super::queue::Queue;
-use super::rendezvous::{Owner, Rendezvous};
-use crate::memory::{Region, Share, Waker, notify};
+use super::rendezvous::{MemoryOwner, Rendezvous};
+use crate::memory::{Region, SharedMemoryHandle, Waker, notify};
 
-/// How often a waiting rank asks the store for failures and checks that missing ranks' processes live.
+/// How often a waiting rank asks the store for failures and checks the processes of missing ranks.
 const POLL: Duration = Duration::from_millis(100);
 
-/// How long a waiting rank waits on after another's process has ended: the error that the other has
-/// perhaps reported says more than that it is gone.
+/// How long a rank still waits after another's process has ended, for the error that the other may have
+/// reported.
 const GRACE: Duration = Duration::from_secs(1);
 
 /// How long a dropped group tries to finish the collectives that were started.
 const CLOSING: Duration = Duration::from_secs(5);
 
-/// What ended a collective, and the group with it. Unlike [`Error`] it can be told many times.
+/// The failure of a collective, and of the group with it. Unlike [`Error`] it is `Clone`.
 #[derive(Debug, Clone)]
 pub(crate) enum Failure {
     /// A rank of the job failed: its global rank and its message.
     Peer { rank: usize, message: String },
-    /// Anything else, in words.
+    /// Any other failure; its message.
     Group(String),
 }
 
@@ -46,7 +46,7 @@ impl From<candle_core::Error> for Failure {
     }
 }
 
-/// What the group's handle and its communication thread share.
+/// The state that a group's handle and its communication thread share.
 pub(crate) struct Shared {
     pub(crate) name: String,
     pub(crate) rank: usize,
@@ -55,12 +55,12 @@ pub(crate) struct Shared {
     pub(crate) region: Arc<Region>,
     pub(crate) rendezvous: Arc<dyn Rendezvous>,
     pub(crate) queue: Queue,
-    /// Why the group no longer works, if it does not.
+    /// The failure of the group, if it has failed.
     pub(crate) failure: Mutex<Option<Failure>>,
     /// Whether a waiting rank spins before it sleeps: there is a core for each rank.
     pub(crate) spins: bool,
-    /// Whether this rank can map the memory that the others' [`empty`](Rendezvous::empty) tensors
-    /// are in. Once all have met.
+    /// Whether this rank can map the memory of the others' [`empty`](Rendezvous::empty) tensors. Set after the
+    /// first barrier.
     pub(crate) reaches_all: AtomicBool,
 }
 
@@ -69,7 +69,7 @@ impl Shared {
         self.global_ranks.len()
     }
 
-    /// Maps the memory of all ranks, after they have met.
+    /// Maps the shared memory of all ranks, after the first barrier.
     pub(crate) fn reach_all(&self) {
         let reaches = (0..self.size()).all(|rank| match self.reach(rank, 0, 0) {
             Ok(_) => true,
@@ -81,7 +81,7 @@ impl Shared {
         self.reaches_all.store(reaches, Ordering::Relaxed);
     }
 
-    /// The address of `len` bytes at an offset in the memory of a rank of the group.
+    /// The address of `len` bytes at an offset in the shared memory of a rank of the group.
     pub(crate) fn reach(
         &self,
         rank: usize,
@@ -89,28 +89,28 @@ impl Shared {
         len: usize,
     ) -> fulgurite_core::Result<*mut u8> {
         let record = self.region.record(rank);
-        let share = Share {
+        let share = SharedMemoryHandle {
             fd: record.memory.fd.load(Ordering::Relaxed),
             len: record.memory.len.load(Ordering::Relaxed) as usize,
             nonce: record.memory.nonce.load(Ordering::Relaxed),
         };
         let pid = record.pid.load(Ordering::Relaxed);
-        let owner = Owner { global_rank: self.global_ranks[rank], pid, share };
+        let owner = MemoryOwner { global_rank: self.global_ranks[rank], pid, share };
         self.rendezvous.reach(owner, offset, len)
     }
 
-    /// Makes this rank's thread that waits for other ranks check again what it waits for.
+    /// Makes a waiting thread of this rank check again what it waits for.
     pub(crate) fn notify_self(&self) {
         notify(self.region.record(self.rank));
     }
 
-    /// Why nothing can be started any more, if so.
+    /// The failure of the group, if it has failed.
     pub(crate) fn broken(&self) -> Option<Failure> {
         let failure = self.failure.lock().expect("no panic while failing").clone();
         failure.or_else(|| self.aborted())
     }
 
-    /// Keeps the first failure for later calls, and takes the other ranks down.
+    /// Sets the failure of the group, unless it has failed before, and aborts the group on the other ranks.
     pub(crate) fn fail(&self, failure: &Failure) {
         match failure {
             Failure::Group(message) => self.region.abort(self.rank, None, message),
@@ -137,7 +137,7 @@ impl Shared {
 
     fn aborted(&self) -> Option<Failure> {
         let (rank, failed, reason) = self.region.aborted()?;
-        // A failed rank's own words say more than those of a rank that noticed.
+        // The message of the failed rank says more than that of a rank which has noticed the failure.
         if let Some((rank, message)) = self.rendezvous.failure() {
             return Some(Failure::Peer { rank, message });
         }
@@ -151,12 +151,11 @@ impl Shared {
         }))
     }
 
-    /// Waits until `ready` says yes. Asks it `spins` times before it sleeps, or never in a group that
-    /// does not spin.
+    /// Waits until `ready` returns true. Calls it `spins` times before it sleeps, unless the group does not
+    /// spin. `ready` is not called again after it has returned true.
     ///
-    /// `missing` lists the group ranks that are waited for, and `what` names the operation that waits:
-    /// both are called only if the wait takes long. `ready` is called often, and not again once it
-    /// said yes.
+    /// `missing` lists the group ranks that are waited for, and `what` names the waiting operation; both are
+    /// called only if the wait takes long.
     pub(crate) fn wait_until(
         &self,
         spins: u32,
@@ -179,7 +178,7 @@ impl Shared {
             if ready() {
                 return Ok(());
             }
-            // Another rank may have passed this point, and then failed, since `ready` was asked.
+            // Another rank may have passed this point, and then failed, since the call of `ready`.
             if let Some(failure) = self.aborted() {
                 return if ready() { Ok(()) } else { Err(failure) };
             }
@@ -215,7 +214,7 @@ impl Shared {
         }
     }
 
-    /// How a rank left the group, if it did.
+    /// How a rank has left the group, if it has.
     fn gone(&self, rank: usize) -> Option<String> {
         let record = self.region.record(rank);
         if record.left.load(Ordering::Acquire) != 0 {
@@ -228,7 +227,7 @@ impl Shared {
         None
     }
 
-    /// A rank, and the collective it was last seen in.
+    /// A rank, and the collective that it was in last, for messages.
     fn last_seen(&self, rank: usize) -> String {
         let global = self.global_ranks[rank];
         let record = self.region.record(rank);

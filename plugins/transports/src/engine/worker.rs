@@ -1,5 +1,5 @@
-//! Carrying out a rank's collectives, in the order they were started.
-#![allow(unsafe_code)] // Reads and writes slots; the barriers of this file are what makes it sound.
+//! Running a rank's collectives, in the order they were started.
+#![allow(unsafe_code)] // Reads and writes slots; the barriers of this file make it sound.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -14,26 +14,26 @@ use super::reduce::reduce;
 use super::wait::{Failure, Shared};
 use crate::memory::{BUFFERS, OpRecord, notify};
 
-/// Carries out a rank's collectives and counts them. The thread that has the
-/// [`Turn`](super::queue::Turn) uses it, and no other.
+/// Runs a rank's collectives and counts them. Used only by the thread that has the
+/// [`Turn`](super::queue::Turn).
 pub(crate) struct Worker {
     pub(crate) shared: Arc<Shared>,
     /// Collectives begun.
     sequence: u64,
-    /// Barriers arrived at.
+    /// Barriers that this rank has arrived at.
     barriers: u64,
-    /// Chunks that went through the slots: which buffer is next.
-    turn: usize,
-    /// How often the thread that carries out this job checks a flag before it sleeps.
+    /// Chunks that went through the slots, from which the next buffer follows.
+    chunks: usize,
+    /// How often the thread that runs this job checks a flag before it sleeps.
     pub(super) spins: u32,
 }
 
 impl Worker {
     pub(crate) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, sequence: 0, barriers: 0, turn: 0, spins: 0 }
+        Self { shared, sequence: 0, barriers: 0, chunks: 0, spins: 0 }
     }
 
-    /// Carries out a job on a thread that checks a flag `spins` times before it sleeps.
+    /// Runs a job on a thread that checks a flag `spins` times before it sleeps.
     pub(crate) fn run(&mut self, job: Job, spins: u32) {
         self.spins = spins;
         let Job { task, done } = job;
@@ -41,9 +41,9 @@ impl Worker {
             Task::Collective(collective) => {
                 let result = self.guarded(|worker| worker.collective(&collective));
                 match result {
-                    // The tensors are released before the caller hears of the end.
+                    // The tensors are released before the caller is told of the end.
                     Ok(()) => drop(collective),
-                    // Another rank may still read or write the tensors: their memory is never freed.
+                    // Another rank may still access the tensors, so their memory is never freed.
                     Err(_) => std::mem::forget(collective),
                 }
                 done.set(result);
@@ -52,7 +52,7 @@ impl Worker {
         }
     }
 
-    /// Runs `f` unless the group has failed. A failure, or a panic, is the group's.
+    /// Runs `f` unless the group has failed. A failure or panic in it fails the group.
     pub(crate) fn guarded<T>(
         &mut self,
         f: impl FnOnce(&mut Self) -> Result<T, Failure>,
@@ -77,29 +77,29 @@ impl Worker {
             self.publish(&fingerprint, false);
             return self.through_slots(collective, &fingerprint, true);
         };
-        let shows = self.show(&direct)?;
-        self.publish(&fingerprint, shows);
-        self.meet(&fingerprint)?;
+        let exposes = self.expose(&direct)?;
+        self.publish(&fingerprint, exposes);
+        self.barrier_and_compare(&fingerprint)?;
         let buffer = self.buffer(0);
-        self.turn += 1;
+        self.chunks += 1;
         if !(0..shared.size()).all(|rank| self.op(rank).direct.load(Ordering::Relaxed) == 1) {
             return self.through_slots(collective, &fingerprint, false);
         }
-        direct.carry_out(shared.size(), |rank, shown, len| {
-            let range = shown * size_of::<u64>()..(shown + 1) * size_of::<u64>();
-            // SAFETY: written before the barrier, by a rank that says so, and again BUFFERS
-            // collectives or chunks later, after more barriers.
+        direct.execute(shared.size(), |rank, exposed, len| {
+            let range = exposed * size_of::<u64>()..(exposed + 1) * size_of::<u64>();
+            // SAFETY: its owner wrote it before the barrier, and writes it again BUFFERS collectives or
+            // chunks later, after more barriers.
             let offset = unsafe { shared.region.slot(buffer, rank, range) };
             shared.reach(rank, bytemuck::pod_read_unaligned(offset), len)
         })?;
         self.barrier(&fingerprint)
     }
 
-    /// Writes the offsets of this rank's tensors to its slot, for the other ranks. Returns whether they
-    /// can reach the tensors.
-    fn show(&self, direct: &Direct) -> Result<bool, Failure> {
+    /// Writes the offsets of this rank's exposed tensors to its slot. Returns whether the other ranks can map
+    /// the tensors.
+    fn expose(&self, direct: &Direct) -> Result<bool, Failure> {
         let (region, rank) = (&self.shared.region, self.shared.rank);
-        let Some(offsets) = direct.shown_offsets(&*self.shared.rendezvous)? else {
+        let Some(offsets) = direct.exposed_offsets(&*self.shared.rendezvous)? else {
             return Ok(false);
         };
         let offsets: &[u8] = bytemuck::cast_slice(&offsets);
@@ -113,8 +113,8 @@ impl Worker {
         Ok(true)
     }
 
-    /// Moves the data chunk by chunk. `compare`: the ranks have yet to check that they are in the same
-    /// collective.
+    /// Runs the collective through the slots, chunk by chunk. With `compare`, first checks that all ranks are in
+    /// the same collective.
     fn through_slots(
         &mut self,
         collective: &Collective,
@@ -125,7 +125,7 @@ impl Worker {
         for phase in 0..plan.chunks + plan.stages - 1 {
             match phase {
                 0 => {}
-                1 if compare => self.meet(fingerprint)?,
+                1 if compare => self.barrier_and_compare(fingerprint)?,
                 _ => self.barrier(fingerprint)?,
             }
             if phase < plan.chunks {
@@ -138,13 +138,13 @@ impl Worker {
                 self.read(&plan, phase + 1 - plan.stages)?;
             }
         }
-        self.turn += plan.chunks;
+        self.chunks += plan.chunks;
         plan.buffers.iter().try_for_each(|buffer| Ok(buffer.finish()?))
     }
 
     /// The buffer of a collective's chunk.
     fn buffer(&self, chunk: usize) -> usize {
-        (self.turn + chunk) % BUFFERS
+        (self.chunks + chunk) % BUFFERS
     }
 
     fn write(&self, plan: &CollectivePlan, chunk: usize) -> Result<(), Failure> {
@@ -169,9 +169,8 @@ impl Worker {
         let portion = rank * plan.stride;
         for (index, from, to) in reduction.own.chunk(chunk, plan.stride) {
             let range = portion + to.start..portion + to.end;
-            // SAFETY: this rank's own portion of its own slot: this rank does not write it in the
-            // write phase, and others read it after the next barrier. The last readers were
-            // BUFFERS chunks ago.
+            // SAFETY: this rank's portion of its own slot. This rank does not write it in the write
+            // phase, and others read it after the next barrier; they last read it BUFFERS chunks ago.
             let out = unsafe { region.slot_mut(buffer, rank, range.clone()) };
             let host = &plan.buffers[index].host;
             with_bytes(host, |own| {
@@ -180,9 +179,9 @@ impl Worker {
                         if peer == rank {
                             return &own[from.clone()];
                         }
-                        // SAFETY: written in the phase before, and a barrier lies between; this
-                        // portion is nobody's but this rank's to read, and its owner writes to
-                        // it again BUFFERS chunks later, after more barriers.
+                        // SAFETY: its owner wrote it in the phase before the last barrier, and
+                        // writes it again BUFFERS chunks later, after more barriers. Only this
+                        // rank reads this portion.
                         unsafe { region.slot(buffer, peer, range.clone()) }
                     })
                     .collect();
@@ -210,7 +209,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Writes to this rank's record which collective it is about to carry out.
+    /// Writes to this rank's record which collective it is about to run.
     fn publish(&mut self, fingerprint: &Fingerprint, direct: bool) {
         let record = self.shared.region.record(self.shared.rank);
         let op = &record.ops[self.sequence as usize % 2];
@@ -225,23 +224,23 @@ impl Worker {
     }
 
     /// The first barrier of a collective, and the check that all ranks are in the same one.
-    fn meet(&mut self, fingerprint: &Fingerprint) -> Result<(), Failure> {
+    fn barrier_and_compare(&mut self, fingerprint: &Fingerprint) -> Result<(), Failure> {
         let met = self.barrier(fingerprint);
-        // A faster rank may have found a difference, and aborted, already: then this one finds the
-        // difference too, and reports it in the same words.
+        // If a faster rank has found a difference and aborted, this rank finds the difference too, and
+        // reports the same message.
         if self.all_arrived() {
             self.compare(fingerprint)?;
         }
         met
     }
 
-    /// Whether all ranks have come to the barrier that this rank is in or was in last.
+    /// Whether all ranks have arrived at the barrier that this rank is in or was in last.
     fn all_arrived(&self) -> bool {
         let arrivals = self.shared.region.header().arrivals.0.load(Ordering::SeqCst);
         arrivals >= self.barriers * self.shared.size() as u64
     }
 
-    /// Checks that all ranks are in the same collective. After its first barrier.
+    /// Checks, after the first barrier, that all ranks are in the same collective.
     fn compare(&self, own: &Fingerprint) -> Result<(), Failure> {
         let shared = &self.shared;
         let sequence = self.sequence - 1;
@@ -261,15 +260,15 @@ impl Worker {
         if same {
             return Ok(());
         }
-        let shown: Vec<String> = seen.iter().map(Fingerprint::to_string).collect();
-        let what = if shown.iter().all(|s| *s == shown[0]) {
+        let exposed: Vec<String> = seen.iter().map(Fingerprint::to_string).collect();
+        let what = if exposed.iter().all(|s| *s == exposed[0]) {
             format!(
                 "all ranks called {}, but with different arguments (counts, operation, source or \
                  partition)",
-                shown[0]
+                exposed[0]
             )
         } else {
-            let ranks = shared.global_ranks.iter().zip(&shown);
+            let ranks = shared.global_ranks.iter().zip(&exposed);
             let list: Vec<String> = ranks.map(|(rank, op)| format!("rank {rank}: {op}")).collect();
             list.join("; ")
         };
@@ -285,7 +284,7 @@ impl Worker {
         &self.shared.region.record(rank).ops[(self.sequence - 1) as usize % 2]
     }
 
-    /// Waits until all ranks have arrived. What they wrote before is seen after.
+    /// Waits until all ranks have arrived. Their writes before are visible after.
     fn barrier(&mut self, fingerprint: &Fingerprint) -> Result<(), Failure> {
         let shared = &*self.shared;
         let region = &shared.region;
@@ -293,8 +292,8 @@ impl Worker {
         self.barriers += 1;
         let all = self.barriers * size;
         let barriers = self.barriers;
-        // If the group has failed, the other ranks do not come. This is not asked after arriving: a
-        // faster rank may abort after this barrier, and the barrier has been passed all the same.
+        // If the group has failed, the other ranks do not arrive. Not checked after arriving, since a
+        // faster rank may abort after this barrier, which has been passed all the same.
         if let Some(failure) = shared.broken() {
             return Err(failure);
         }

@@ -1,8 +1,8 @@
-//! Which pages of a stretch of memory are free.
+//! The free pages of a memory range.
 
 use std::collections::BTreeMap;
 
-/// Pages by their number: first page of each free run, and its length. Neighbouring runs are one.
+/// The free runs of pages: the length of each by its first page. Adjacent runs are merged.
 #[derive(Debug, Default)]
 pub(crate) struct FreeList {
     runs: BTreeMap<usize, usize>,
@@ -14,7 +14,7 @@ impl FreeList {
         Self { runs: BTreeMap::from([(first, pages)]) }
     }
 
-    /// Takes the lowest run of `pages` pages: what was touched before is used again.
+    /// Takes the lowest free `pages` pages, so that pages which were used before are reused.
     pub(crate) fn take(&mut self, pages: usize) -> Option<usize> {
         let (&first, &len) = self.runs.iter().find(|(_, len)| **len >= pages)?;
         self.runs.remove(&first);
@@ -24,7 +24,7 @@ impl FreeList {
         Some(first)
     }
 
-    /// Gives back what was taken.
+    /// Frees pages that were taken.
     pub(crate) fn put(&mut self, first: usize, pages: usize) {
         let (mut first, mut pages) = (first, pages);
         if let Some((&before, &len)) = self.runs.range(..first).next_back()

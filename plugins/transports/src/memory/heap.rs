@@ -1,10 +1,9 @@
-//! Memory of this process that the other processes of a job can map, for tensors that collectives
-//! read and write where they are.
+//! Memory of this process that the other processes of a job can map, for tensors that collectives access
+//! directly.
 //!
-//! It is one anonymous file, as long as the machine's memory but sparse: a page costs memory from
-//! its first use on. Tensors own their elements as a `Vec`, which the program's allocator frees; so
-//! this memory is used only in programs whose allocator is a [`SharedMemory`], which recognises it when
-//! it is freed.
+//! It is one anonymous sparse file, as long as the machine's memory: a page takes memory from its first use.
+//! A tensor owns its elements as a `Vec`, which the program's allocator frees. So this memory is used only in
+//! programs whose allocator is a [`SharedMemory`], which recognises it by its address.
 #![allow(unsafe_code)] // an allocator, and memory that it hands out
 
 use std::alloc::{GlobalAlloc, Layout};
@@ -17,22 +16,21 @@ use super::free_list::FreeList;
 
 const PAGE: usize = 4096;
 
-/// Whether some allocation went through a [`SharedMemory`].
+/// Whether the program's allocator is a [`SharedMemory`]: set by its first allocation.
 static INSTALLED: AtomicBool = AtomicBool::new(false);
 static BASE: AtomicPtr<u8> = AtomicPtr::new(std::ptr::null_mut());
-/// Bytes from [`BASE`] on; 0 as long as there is no such memory.
+/// Bytes from [`BASE`] on; 0 before the memory is mapped.
 static LEN: AtomicUsize = AtomicUsize::new(0);
-static FREE: Mutex<Option<FreeList>> = Mutex::new(None);
+static FREE_PAGES: Mutex<Option<FreeList>> = Mutex::new(None);
 
-/// A program's allocator that can also free memory which other ranks of a job have mapped: with it
-/// the collectives of [`Shm`](crate::Shm) read and write each other's gradients, buckets and shards
-/// in place, without it they copy through a region in between. All else it leaves to `A`.
+/// An allocator for programs that can also free memory which other ranks of a job have mapped. With it the
+/// collectives of [`Shm`](crate::Shm) access each other's gradients, buckets and shards directly; without it
+/// they copy through a region. Other allocations are left to `A`.
 ///
-/// Programs that say `fulgurite::use_mimalloc!();` have it. It must be the program's only allocator, for
-/// it hands out memory that no other one can free.
+/// Programs with `fulgurite::use_mimalloc!();` have it. It must be the program's global allocator, since no
+/// other one can free its memory.
 ///
-/// Freed shared memory is kept for the next tensor that a group makes; it is not given back to the
-/// system.
+/// Freed shared memory is kept for the next tensor of a group, and not returned to the system.
 ///
 /// ```
 /// use fulgurite_transports::SharedMemory;
@@ -46,25 +44,25 @@ pub struct SharedMemory<A>(pub A);
 
 /// The offset of `address` in the shared memory, if it is there.
 fn offset(address: usize) -> Option<usize> {
-    // The length first: where it is seen, the base is.
+    // The length first: when it is visible, the base is too.
     let len = LEN.load(Ordering::Acquire);
     let offset = address.wrapping_sub(BASE.load(Ordering::Relaxed).addr());
     (offset < len).then_some(offset)
 }
 
 fn free(offset: usize, layout: Layout) {
-    // A panic elsewhere cannot leave the list half changed.
-    let mut list = FREE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    // A panic elsewhere cannot leave the list inconsistent.
+    let mut list = FREE_PAGES.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     if let Some(list) = list.as_mut() {
         list.put(offset / PAGE, layout.size().div_ceil(PAGE));
     }
 }
 
-// SAFETY: `A` is a global allocator. The shared memory is told from the memory of `A` by its address,
-// is never handed out twice before it is freed, and stays mapped as long as the process lives.
+// SAFETY: `A` is a global allocator. Shared memory is distinguished from the memory of `A` by its address,
+// is not handed out again before it is freed, and stays mapped as long as the process lives.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for SharedMemory<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promises are those that `A` asks for.
+        // SAFETY: the caller's promises are those that `A` needs.
         unsafe { self.0.alloc(layout) }
     }
 
@@ -79,21 +77,21 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for SharedMemory<A> {
         }
         match offset(ptr.addr()) {
             Some(offset) => free(offset, layout),
-            // SAFETY: not of the shared memory, so of `A`; the rest as in `alloc`.
+            // SAFETY: not in the shared memory, so from `A`; the rest as in `alloc`.
             None => unsafe { self.0.dealloc(ptr, layout) },
         }
     }
 
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
         let Some(offset) = offset(ptr.addr()) else {
-            // SAFETY: not of the shared memory, so of `A`; the rest as in `alloc`.
+            // SAFETY: not in the shared memory, so from `A`; the rest as in `alloc`.
             return unsafe { self.0.realloc(ptr, layout, new_size) };
         };
         // SAFETY: the caller promises that `new_size` and the alignment make a layout, not empty.
         let new =
             unsafe { self.0.alloc(Layout::from_size_align_unchecked(new_size, layout.align())) };
         if !new.is_null() {
-            // SAFETY: both are at least so long, and of different memory.
+            // SAFETY: both are at least that long, and do not overlap.
             unsafe { std::ptr::copy_nonoverlapping(ptr, new, layout.size().min(new_size)) };
             free(offset, layout);
         }
@@ -103,17 +101,17 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for SharedMemory<A> {
 
 /// What another process needs to map this one's shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Share {
+pub(crate) struct SharedMemoryHandle {
     /// File descriptor, in this process.
     pub(crate) fd: u32,
     pub(crate) len: usize,
-    /// The first word of the memory.
+    /// The first word of the memory, by which it is recognised.
     pub(crate) nonce: u64,
 }
 
-/// This process's shared memory, made at the first call; none where it cannot be had.
-pub(crate) fn share() -> Option<Share> {
-    static SHARE: OnceLock<Option<Share>> = OnceLock::new();
+/// This process's shared memory, made by the first call; `None` where that is not possible.
+pub(crate) fn share() -> Option<SharedMemoryHandle> {
+    static SHARE: OnceLock<Option<SharedMemoryHandle>> = OnceLock::new();
     if !INSTALLED.load(Ordering::Relaxed) {
         return None;
     }
@@ -127,12 +125,12 @@ pub(crate) fn share() -> Option<Share> {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn reserve() -> std::io::Result<Share> {
+fn reserve() -> std::io::Result<SharedMemoryHandle> {
     Err(std::io::ErrorKind::Unsupported.into())
 }
 
 #[cfg(target_os = "linux")]
-fn reserve() -> std::io::Result<Share> {
+fn reserve() -> std::io::Result<SharedMemoryHandle> {
     use std::fs::File;
     use std::os::fd::IntoRawFd;
 
@@ -152,31 +150,31 @@ fn reserve() -> std::io::Result<Share> {
     let map = MmapOptions::new().len(len).map_raw(&file)?;
     keep_from_dumps(&map);
     let nonce = super::nonce();
-    // SAFETY: a fresh mapping of at least a page, which nobody else knows yet.
+    // SAFETY: a new mapping of at least a page, which nothing else accesses yet.
     unsafe { map.as_mut_ptr().cast::<u64>().write(nonce) };
-    *FREE.lock().unwrap_or_else(std::sync::PoisonError::into_inner) =
+    *FREE_PAGES.lock().unwrap_or_else(std::sync::PoisonError::into_inner) =
         Some(FreeList::new(1, len / PAGE - 1));
     BASE.store(map.as_mut_ptr(), Ordering::Relaxed);
     LEN.store(len, Ordering::Release);
-    // Mapped, and open for others, as long as the process lives.
+    // Stays mapped, and open for others, as long as the process lives.
     std::mem::forget(map);
-    Ok(Share { fd: file.into_raw_fd() as u32, len, nonce })
+    Ok(SharedMemoryHandle { fd: file.into_raw_fd() as u32, len, nonce })
 }
 
-/// The bytes to reserve: all that can ever be used, as far as limits of the process allow.
+/// The bytes to reserve: the machine's memory, as far as limits of the process allow.
 #[cfg(target_os = "linux")]
 fn length() -> usize {
     use rustix::process::{Resource, getrlimit};
 
     let info = rustix::system::sysinfo();
     let memory = info.totalram as u64 * u64::from(info.mem_unit);
-    // A file that grows beyond its limit ends the process; addresses are shared with all else.
+    // A file beyond its limit ends the process; the address space is needed for other things too.
     let file = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
     let addresses = getrlimit(Resource::As).current.map_or(u64::MAX, |limit| limit / 8);
     memory.min(file).min(addresses) as usize / PAGE * PAGE
 }
 
-/// Leaves a mapping out of core dumps, which would fill its holes.
+/// Excludes a mapping from core dumps, which would allocate its pages.
 #[cfg(target_os = "linux")]
 pub(crate) fn keep_from_dumps(map: &memmap2::MmapRaw) {
     if let Err(error) = map.advise(memmap2::Advice::DontDump) {
@@ -184,8 +182,7 @@ pub(crate) fn keep_from_dumps(map: &memmap2::MmapRaw) {
     }
 }
 
-/// A flat CPU tensor of arbitrary content in the shared memory, if there is room and the elements
-/// are of a type that can be there.
+/// A flat, uninitialised CPU tensor in the shared memory, if there is room and its dtype can be there.
 pub(crate) fn empty_tensor(
     elements: usize,
     dtype: DType,
@@ -203,19 +200,19 @@ pub(crate) fn empty_tensor(
     Ok(tensor.transpose()?)
 }
 
-/// `len` elements of arbitrary content in the shared memory, if there is room.
+/// `len` elements in the shared memory, not written yet, if there is room.
 fn empty<T: bytemuck::Pod>(len: usize) -> Option<Vec<T>> {
     share()?;
     let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| bytes > 0)?;
     let page = {
-        let mut list = FREE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut list = FREE_PAGES.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         list.as_mut()?.take(bytes.div_ceil(PAGE))?
     };
-    // SAFETY: within the mapping, whose pages all are in the list.
+    // SAFETY: within the mapping, of which the list has all pages.
     let start = unsafe { BASE.load(Ordering::Relaxed).add(page * PAGE) };
-    // SAFETY: nobody else's until they are freed; aligned to a page; initialised, as pages of a file
-    // are, and any bytes are valid for `Pod`. The program's allocator (a `SharedMemory`: it is
-    // installed) knows the address again when they are freed.
+    // SAFETY: not in use until they are freed; aligned to a page; initialised, as pages of a file are, and
+    // any bytes are valid for `Pod`. The program's allocator, a `SharedMemory`, recognises the address
+    // when they are freed.
     Some(unsafe { Vec::from_raw_parts(start.cast::<T>(), len, len) })
 }
 
@@ -232,6 +229,6 @@ pub(crate) fn at(offset: usize) -> *mut u8 {
 /// The nonce of a mapping of another process's shared memory.
 #[cfg(target_os = "linux")]
 pub(crate) fn nonce_of(map: &memmap2::MmapRaw) -> Option<u64> {
-    // SAFETY: aligned to a page and long enough; written once, before anyone else heard of it.
+    // SAFETY: aligned to a page and long enough; written once, before the mapping was shared.
     (map.len() >= PAGE).then(|| unsafe { map.as_ptr().cast::<u64>().read() })
 }

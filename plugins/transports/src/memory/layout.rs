@@ -1,52 +1,51 @@
-//! The parts of a region and their offsets. Zeroed memory is a valid initial state of all of them.
+//! The parts of a region and their offsets. Zeroed memory is a valid initial state of each.
 
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64};
 
-/// Says that a mapping is a region of this layout.
+/// Marks a mapping as a region of this layout.
 pub(crate) const MAGIC: u64 = 0x666c_6775_7269_0001;
 
 /// Buffers that slots rotate through: one being written, one reduced, one read.
 pub(crate) const BUFFERS: usize = 3;
 
-/// Chunks that a sender may be ahead of its receiver.
+/// How many chunks a sender may be ahead of its receiver.
 pub(crate) const P2P_CHUNKS: usize = 2;
 
-/// Longest abort reason; the rest is cut.
+/// The longest abort reason; longer ones are cut.
 pub(crate) const REASON_BYTES: usize = 2048;
 
-/// Granularity of offsets, and no less than any element: chunks never cut one.
+/// Granularity of offsets, a multiple of every element's size, so that no chunk cuts an element.
 pub(crate) const LINE: usize = 64;
 
 /// A value on cache lines of its own (two, as neighbours are prefetched in pairs).
 #[derive(Debug)]
 #[repr(C, align(128))]
-pub(crate) struct Line<T>(pub(crate) T);
+pub(crate) struct CachePadded<T>(pub(crate) T);
 
-/// The group's own words.
+/// The state of the group.
 #[repr(C, align(128))]
 pub(crate) struct Header {
     pub(crate) magic: AtomicU64,
-    /// Random; tells this region from any other that a stale path may lead to.
+    /// Random; distinguishes this region from another one that a stale path leads to.
     pub(crate) nonce: AtomicU64,
     pub(crate) size: AtomicU64,
     pub(crate) len: AtomicU64,
     /// Arrivals at barriers, all ranks together: barrier `b` is passed at `(b + 1) * size`.
-    pub(crate) arrivals: Line<AtomicU64>,
+    pub(crate) arrivals: CachePadded<AtomicU64>,
     /// 0: alive, 1: the reason is being written, 2: aborted.
-    pub(crate) abort_state: Line<AtomicU32>,
-    /// Group rank that aborted.
+    pub(crate) abort_state: CachePadded<AtomicU32>,
+    /// The group rank that aborted.
     pub(crate) abort_rank: AtomicU32,
-    /// Global rank whose failure is the reason, plus one; 0 if there is none such.
+    /// The global rank whose failure is the reason, plus one; 0 if there is none.
     pub(crate) abort_failed: AtomicU32,
     pub(crate) abort_len: AtomicU32,
     pub(crate) abort_reason: [AtomicU8; REASON_BYTES],
 }
 
-/// One rank's words; only that rank writes them, but for the waker, which others
-/// notify.
+/// The state of one rank. Only that rank writes it, except for the waker, which others notify.
 #[repr(C, align(128))]
 pub(crate) struct RankRecord {
-    /// Futex word: changes whenever the rank should check what it waits for.
+    /// Futex word, changed whenever the rank should check what it waits for.
     pub(crate) waker: AtomicU32,
     /// 1 while the rank sleeps, or is about to.
     pub(crate) asleep: AtomicU32,
@@ -58,10 +57,10 @@ pub(crate) struct RankRecord {
     pub(crate) arrived: AtomicU64,
     /// Collectives this rank has begun.
     pub(crate) begun: AtomicU64,
-    /// Fingerprints of the last two collectives, by sequence number: while one rank still compares
-    /// those of one collective, another may have begun the next, but not the one after.
+    /// Fingerprints of the last two collectives, by sequence number: while one rank still compares those of a
+    /// collective, another may have begun the next one, but not the one after.
     pub(crate) ops: [OpRecord; 2],
-    /// Memory of the rank that others may map.
+    /// The rank's shared memory.
     pub(crate) memory: MemoryRecord,
 }
 
@@ -74,7 +73,7 @@ pub(crate) struct MemoryRecord {
     pub(crate) nonce: AtomicU64,
 }
 
-/// What a rank says it is doing.
+/// The collective that a rank is in.
 #[repr(C)]
 pub(crate) struct OpRecord {
     pub(crate) sequence: AtomicU64,
@@ -82,26 +81,26 @@ pub(crate) struct OpRecord {
     pub(crate) dtype: AtomicU32,
     pub(crate) bytes: AtomicU64,
     pub(crate) detail: AtomicU64,
-    /// Whether this rank's slot says where its tensors are, for the others to read and write.
+    /// Whether this rank's slot has the offsets of its exposed tensors.
     pub(crate) direct: AtomicU32,
 }
 
-/// One direction between two ranks.
+/// Messages from one rank to another.
 #[repr(C, align(128))]
 pub(crate) struct Channel {
-    /// Chunks the sender has put in.
-    pub(crate) sent: Line<AtomicU64>,
-    /// Chunks the receiver has taken out.
-    pub(crate) received: Line<AtomicU64>,
+    /// Chunks that the sender has sent.
+    pub(crate) sent: CachePadded<AtomicU64>,
+    /// Chunks that the receiver has received.
+    pub(crate) received: CachePadded<AtomicU64>,
     pub(crate) heads: [ChunkHead; P2P_CHUNKS],
 }
 
-/// What a chunk belongs to.
+/// The message of a chunk, and the chunk's place in it.
 #[repr(C)]
 pub(crate) struct ChunkHead {
     /// Bytes of the whole message.
     pub(crate) total: AtomicU64,
-    /// Bytes of it that came before.
+    /// Bytes of it before this chunk.
     pub(crate) offset: AtomicU64,
     pub(crate) dtype: AtomicU32,
 }
@@ -117,7 +116,7 @@ pub(crate) struct RegionLayout {
     pub(crate) records: usize,
     pub(crate) channels: usize,
     pub(crate) slots: usize,
-    /// Where the chunks of messages begin.
+    /// Offset of the chunks of messages.
     pub(crate) p2p_chunks: usize,
     pub(crate) len: usize,
 }
@@ -135,7 +134,7 @@ impl RegionLayout {
         Self { size, slot, p2p_chunk, records, channels, slots, p2p_chunks, len }
     }
 
-    /// Bytes of a slot that belong to one rank, when a chunk is dealt to all of them.
+    /// Bytes of a slot that one rank reduces, when a chunk is divided among all ranks.
     pub(crate) fn portion(&self) -> usize {
         self.slot / self.size
     }

@@ -1,4 +1,4 @@
-//! A mapped region.
+//! [`Region`].
 #![allow(unsafe_code)] // Memory shared between processes has no safe type.
 
 use std::ops::Range;
@@ -11,14 +11,14 @@ use super::layout::{
 };
 use super::waker::notify;
 
-/// Memory that all ranks of a group map. See the crate's documentation for its parts.
+/// The memory that all ranks of a group map. Its parts are in the crate's documentation.
 pub(crate) struct Region {
     map: MmapRaw,
     layout: RegionLayout,
 }
 
 impl Region {
-    /// Memory of this process alone.
+    /// A region for ranks that are threads of this process.
     pub(crate) fn anonymous(layout: RegionLayout) -> std::io::Result<Self> {
         let map = MmapOptions::new().len(layout.len).map_anon()?.into();
         let region = Self { map, layout };
@@ -26,14 +26,14 @@ impl Region {
         Ok(region)
     }
 
-    /// Maps `file`, which has (at least) the layout's length, shared and zeroed by whoever made it.
+    /// Maps `file`, which is zeroed and has at least the layout's length.
     #[cfg(target_os = "linux")]
     pub(crate) fn of_file(file: &std::fs::File, layout: RegionLayout) -> std::io::Result<Self> {
         let map = MmapOptions::new().len(layout.len).map_raw(file)?;
         Ok(Self { map, layout })
     }
 
-    /// Marks fresh memory as a region.
+    /// Marks new memory as a region.
     pub(crate) fn sign(&self, nonce: u64) {
         let header = self.header();
         header.nonce.store(nonce, Ordering::Relaxed);
@@ -71,8 +71,8 @@ impl Region {
         self.at(self.layout.channels + index * size_of::<Channel>())
     }
 
-    /// A control structure. Private, and called with the three types above only: they consist of
-    /// atomics, for which any bits are valid.
+    /// A control structure. Only for the three types above, which consist of atomics, so that any bits are
+    /// valid.
     fn at<T>(&self, offset: usize) -> &T {
         assert!(
             offset + size_of::<T>() <= self.layout.slots && offset.is_multiple_of(align_of::<T>())
@@ -85,20 +85,20 @@ impl Region {
     /// Bytes of a rank's slot.
     ///
     /// # Safety
-    /// No rank may write to these bytes while the slice lives: they are the caller's own slot, or
-    /// a barrier lies between the owner's write and this read, and another one will lie between
-    /// this read and the owner's next write.
+    /// No rank may write to these bytes while the slice lives: either they are the caller's own slot, or there
+    /// is a barrier between the owner's write and this read, and another one between this read and the
+    /// owner's next write.
     pub(crate) unsafe fn slot(&self, buffer: usize, rank: usize, range: Range<usize>) -> &[u8] {
         let start = self.slot_start(buffer, rank, &range);
         // SAFETY: in bounds (checked there); not written meanwhile, as the caller promises.
         unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(start), range.len()) }
     }
 
-    /// Bytes of the caller's own slot, to be written.
+    /// Bytes of the caller's own slot, for writing.
     ///
     /// # Safety
-    /// `rank` is the calling rank, no other slice of these bytes lives in this process, and no
-    /// other rank reads them: a barrier lies between the last read and this write.
+    /// `rank` is the calling rank, no other slice of these bytes lives in this process, and no other rank
+    /// reads them: there is a barrier between the last read and this write.
     #[allow(clippy::mut_from_ref)] // The exclusivity is the caller's promise.
     pub(crate) unsafe fn slot_mut(
         &self,
@@ -136,7 +136,7 @@ impl Region {
         unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(start), len) }
     }
 
-    /// The first `len` bytes of a chunk of a message, to be written.
+    /// The first `len` bytes of a chunk of a message, for writing.
     ///
     /// # Safety
     /// The calling rank is `src`, no other slice of these bytes lives in this process, and the
@@ -163,8 +163,8 @@ impl Region {
         layout.p2p_chunks + ((src * layout.size + dst) * P2P_CHUNKS + index) * layout.p2p_chunk
     }
 
-    /// Marks the group as aborted and wakes everybody. The first reason is kept.
-    /// `failed` is the global rank whose failure is the reason, if one is.
+    /// Marks the group as aborted, unless it is already, and wakes all ranks. `failed` is the global rank whose
+    /// failure is the reason, if there is one.
     pub(crate) fn abort(&self, rank: usize, failed: Option<usize>, reason: &str) {
         let header = self.header();
         let state = &header.abort_state.0;
@@ -184,7 +184,7 @@ impl Region {
         self.notify_all();
     }
 
-    /// What [`abort`](Self::abort) was called with first, if it was.
+    /// The arguments of the first [`abort`](Self::abort), if there was one.
     pub(crate) fn aborted(&self) -> Option<(usize, Option<usize>, String)> {
         let header = self.header();
         if header.abort_state.0.load(Ordering::Acquire) != 2 {

@@ -5,8 +5,7 @@ use std::time::Duration;
 
 use super::RankRecord;
 
-/// Wakes a rank, or keeps it from falling asleep. To be called after the change that the rank is to
-/// see.
+/// Wakes a rank, or keeps it from falling asleep. To be called after the change that the rank waits for.
 pub(crate) fn notify(record: &RankRecord) {
     record.waker.fetch_add(1, Ordering::SeqCst);
     if record.asleep.load(Ordering::SeqCst) != 0 {
@@ -14,9 +13,8 @@ pub(crate) fn notify(record: &RankRecord) {
     }
 }
 
-/// The futex word of a rank that is about to sleep. The rank calls `Waker::new`, checks what it waits
-/// for, and calls `sleep`: a change after the check is followed by a [`notify`], which `sleep` does
-/// not miss.
+/// The futex word of a rank that is about to sleep. The rank calls `Waker::new`, checks what it waits for,
+/// and calls `sleep`. A [`notify`] after the check makes `sleep` return.
 pub(crate) struct Waker<'a> {
     record: &'a RankRecord,
     seen: u32,
@@ -48,8 +46,8 @@ fn wait(word: &AtomicU32, seen: u32, timeout: Duration) {
         tv_sec: timeout.as_secs() as i64,
         tv_nsec: timeout.subsec_nanos().into(),
     };
-    // Not `PRIVATE`: the word may be shared between processes. Every error (it changed, a signal,
-    // the time is over) means the same to the caller: check again.
+    // Not `PRIVATE`: the word may be shared between processes. After any error (the word has changed,
+    // a signal, the timeout) the caller checks again.
     let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
 }
 
