@@ -1,4 +1,4 @@
-//! A directory of the file system.
+//! [`LocalDirectory`]: checkpoints in a directory.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -18,8 +18,8 @@ use crate::file::{LocalWriter, sync_directory};
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LocalConfig {
-    /// Whether files and directories are synced to the disk, so that a checkpoint survives a crash
-    /// of the machine. Without, it survives a crash of the program.
+    /// Whether files and directories are synced to the disk, so that a checkpoint survives a crash of the
+    /// machine and not only of the program.
     pub sync: bool,
 }
 
@@ -43,7 +43,7 @@ register_checkpoint_io!(
     "{ type = \"local\" }"
 );
 
-/// A directory of the file system, made when something is first written.
+/// A directory of the file system, created by the first write.
 #[derive(Debug, Clone)]
 pub struct LocalDirectory {
     root: PathBuf,
@@ -56,7 +56,7 @@ impl LocalDirectory {
         Self { root: root.into(), sync: true }
     }
 
-    /// The same, syncing to the disk or not: see [`LocalConfig::sync`].
+    /// Sets whether writes are synced to the disk; see [`LocalConfig::sync`].
     #[must_use]
     pub fn with_sync(self, sync: bool) -> Self {
         Self { sync, ..self }
@@ -66,22 +66,22 @@ impl LocalDirectory {
         if self.sync { sync_directory(path) } else { Ok(()) }
     }
 
-    /// Makes a directory and those above it, durably.
-    fn make(&self, path: &Path) -> Result<()> {
+    /// Creates a directory and its parents, durably.
+    fn create_directory(&self, path: &Path) -> Result<()> {
         if path.is_dir() {
             return Ok(());
         }
         let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        self.make(parent)?;
+        self.create_directory(parent)?;
         match fs::create_dir(path) {
-            // Another rank was faster.
+            // Another rank has created it.
             Err(e) if e.kind() == ErrorKind::AlreadyExists && path.is_dir() => {}
             made => made.map_err(Error::io("creating", path))?,
         }
         self.sync_directory(parent)
     }
 
-    /// Exchanges two directories in one step; false where the file system cannot.
+    /// Exchanges two directories atomically; false if the file system does not support that.
     fn exchange(&self, a: &Path, b: &Path) -> Result<bool> {
         #[cfg(target_os = "linux")]
         {
@@ -100,9 +100,9 @@ impl LocalDirectory {
         }
     }
 
-    /// Replaces `name` by `staged` in two renames. What it replaces stays a valid checkpoint under
-    /// another name until the new one is there; a crash between the two loses neither.
-    fn replace_in_two(&self, staged: &Path, name: &str) -> Result<()> {
+    /// Replaces `name` by `staged` with two renames. The replaced checkpoint stays valid under another name
+    /// until the new one is in place, so a crash between the renames loses neither.
+    fn replace_with_two_renames(&self, staged: &Path, name: &str) -> Result<()> {
         let (target, aside) = (self.root.join(name), self.root.join(replaced_name(name)));
         fs::rename(&target, &aside).map_err(Error::io("renaming", &target))?;
         if let Err(e) = fs::rename(staged, &target) {
@@ -110,13 +110,13 @@ impl LocalDirectory {
             return Err(Error::io("renaming", staged)(e));
         }
         self.sync_directory(&self.root)?;
-        discard(&aside);
+        remove_replaced(&aside);
         Ok(())
     }
 }
 
-/// Removes what a committed checkpoint has replaced. The next save tries again if it fails.
-fn discard(path: &Path) {
+/// Removes the checkpoint that a commit has replaced. If it fails, the next save tries again.
+fn remove_replaced(path: &Path) {
     if let Err(e) = fs::remove_dir_all(path) {
         tracing::warn!("removing the replaced checkpoint {}: {e}", path.display());
     }
@@ -130,7 +130,7 @@ impl CheckpointIO for LocalDirectory {
     fn create(&self, path: &str) -> Result<Box<dyn CheckpointWriter>> {
         let path = self.location(path);
         if let Some(parent) = path.parent() {
-            self.make(parent)?;
+            self.create_directory(parent)?;
         }
         Ok(Box::new(LocalWriter::create(path, self.sync)?))
     }
@@ -155,7 +155,7 @@ impl CheckpointIO for LocalDirectory {
                     let bytes = if is_directory { 0 } else { metadata.len() };
                     entries.push(Entry { name, is_directory, bytes });
                 }
-                // Gone since, or a link to nothing.
+                // Removed meanwhile, or a broken link.
                 Err(e) if e.kind() == ErrorKind::NotFound => {}
                 Err(e) => return Err(Error::io("reading", entry.path())(e)),
             }
@@ -173,7 +173,7 @@ impl CheckpointIO for LocalDirectory {
         if !kind.is_dir() {
             return fs::remove_file(&place).map_err(Error::io("removing", &place));
         }
-        // Renamed first, so that one that is half removed is not taken for a checkpoint.
+        // Renamed first, so that a partly removed checkpoint is not taken for one.
         let doomed =
             if is_temporary(path) { place.clone() } else { self.location(&staging_name(path)) };
         if doomed != place {
@@ -204,10 +204,10 @@ impl CheckpointIO for LocalDirectory {
             return self.sync_directory(&self.root);
         }
         if !self.exchange(&source, &target)? {
-            return self.replace_in_two(&source, name);
+            return self.replace_with_two_renames(&source, name);
         }
         self.sync_directory(&self.root)?;
-        discard(&source);
+        remove_replaced(&source);
         Ok(())
     }
 }
@@ -265,11 +265,11 @@ mod tests {
         assert_eq!(io.load("last/file").unwrap(), b"two");
         assert_eq!(names(&io), ["last"]);
         let staged = stage(b"three");
-        io.replace_in_two(&io.location(&staged), "last").unwrap();
+        io.replace_with_two_renames(&io.location(&staged), "last").unwrap();
         assert_eq!(io.load("last/file").unwrap(), b"three");
         assert_eq!(names(&io), ["last"]);
         // When the second rename fails, the first is undone.
-        io.replace_in_two(&io.location("nothing"), "last").unwrap_err();
+        io.replace_with_two_renames(&io.location("nothing"), "last").unwrap_err();
         assert_eq!(io.load("last/file").unwrap(), b"three");
         assert_eq!(names(&io), ["last"]);
     }

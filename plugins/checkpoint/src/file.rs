@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use fulgurite_config::{Error, Result};
 use fulgurite_engine::checkpoint_io::CheckpointWriter;
 
-/// Small tensors are gathered up to this many bytes; larger ones are written as they are.
+/// Size of the buffer for small tensors; larger ones are written directly.
 const BUFFER: usize = 1 << 20;
 
 /// A file being written.
@@ -48,7 +48,7 @@ impl CheckpointWriter for LocalWriter {
     }
 }
 
-/// Makes the names in a directory durable.
+/// Makes the entries of a directory durable.
 pub(crate) fn sync_directory(path: &Path) -> Result<()> {
     let directory = File::open(path).map_err(Error::io("opening", path))?;
     directory.sync_all().map_err(Error::io("syncing", path))

@@ -1,5 +1,4 @@
-//! Places to keep checkpoints in. `local`, a directory of the local (or a shared) file system, is
-//! the default.
+//! The place `local` for checkpoints: a directory of the local or a shared file system. The default.
 //!
 //! ```
 //! use fulgurite_checkpoint::LocalDirectory;

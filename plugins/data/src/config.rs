@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// The part of the samples that text keeps for validation if nothing else is said.
+/// The default fraction of text samples for validation.
 const VALIDATION_FRACTION: f64 = 0.05;
 
-/// Which data to train on, and how it is cut into samples.
+/// The configuration of [`TextData`](crate::TextData): which data, and how it is cut into samples.
 ///
 /// ```toml
 /// [data]
@@ -25,33 +25,33 @@ pub struct TextDataConfig {
     #[serde(rename = "type")]
     pub kind: DataKind,
     /// Files and folders. Folders of text are walked in order of their paths, without hidden files,
-    /// what `.gitignore` excludes, and what is not UTF-8 text; folders of tokens are not walked:
-    /// their own `.u16`, `.u32` and `.bin` files are taken, in order.
+    /// files that `.gitignore` excludes, and files that are not UTF-8 text. Of folders of tokens, the
+    /// `.u16`, `.u32` and `.bin` files directly in them are taken, in order.
     pub path: Paths,
-    /// `"bytes"`, or a Hugging Face `tokenizer.json` or a folder with one. By default `"bytes"` for
-    /// text; tokens have none then.
+    /// `"bytes"`, or a Hugging Face `tokenizer.json` or a folder with one. By default `"bytes"` for text and
+    /// none for tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
-    /// Tokens of a sample.
+    /// Tokens in a sample.
     pub seq_len: usize,
     /// Tokens between the starts of two samples; by default `seq_len`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stride: Option<usize>,
-    /// Samples of one micro-batch of one data-parallel rank.
+    /// Samples in a micro-batch of one data-parallel rank.
     pub batch_size: usize,
-    /// Whether training samples come in a random order, another one each epoch.
+    /// Whether training samples are shuffled, differently in each epoch.
     pub shuffle: bool,
-    /// The part of the samples, from the end, that is kept for validation, at least 0 and less than
-    /// 1. By default 0.05 for text and 0 for tokens, and 0 if there is a `validation_path`.
+    /// The fraction of the samples, from the end, for validation, at least 0 and less than 1. By default 0.05
+    /// for text, 0 for tokens, and 0 with a `validation_path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_fraction: Option<f64>,
-    /// Files and folders of the same type for validation; all of `path` is for training then.
+    /// Files and folders of the same type for validation; then all of `path` is for training.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_path: Option<Paths>,
-    /// What token files hold; by default it follows from the name: `.u32`, or `.u16` and `.bin`.
+    /// The type of ids in token files; by default by extension: u32 for `.u32`, u16 for `.u16` and `.bin`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_dtype: Option<TokenDtype>,
-    /// Ids must be less than this; by default, what the tokenizer has.
+    /// Ids must be less than this; by default the tokenizer's number of ids.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub vocab_size: Option<usize>,
 }
@@ -74,7 +74,7 @@ impl Default for TextDataConfig {
     }
 }
 
-/// What data files hold: `data.type`.
+/// The content of data files: `data.type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DataKind {
@@ -84,7 +84,7 @@ pub enum DataKind {
     Tokens,
 }
 
-/// What one token id is in a token file: `data.token_dtype`.
+/// The type of ids in a token file: `data.token_dtype`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TokenDtype {

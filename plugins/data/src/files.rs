@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use fulgurite_core::{Error, Result};
 use ignore::WalkBuilder;
 
-/// The texts of all files that `paths` name or contain, in order. `key` is the configuration's, for
+/// The texts of all files that `paths` name or contain, in order. `key` is the key of the configuration, for
 /// messages.
 ///
 /// # Errors
@@ -40,8 +40,8 @@ pub(crate) fn texts(key: &str, paths: &[PathBuf]) -> Result<Vec<String>> {
 
 fn walk(folder: &Path, texts: &mut Vec<String>) -> Result<()> {
     let walk = WalkBuilder::new(folder)
-        .require_git(false) // a copy without its .git has the same text
-        .git_global(false) // nor does it depend on whose machine it is
+        .require_git(false) // the same files in a copy without its .git
+        .git_global(false) // independent of the user's settings
         .git_exclude(false)
         .sort_by_file_path(Path::cmp)
         .build();

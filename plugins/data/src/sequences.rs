@@ -1,10 +1,10 @@
-//! Sources cut into samples.
+//! [`Sequences`]: sources, cut into samples.
 
 use fulgurite_core::{Error, Result};
 
 use crate::source::Source;
 
-/// Sources cut into samples of equal length. A sample lies in one source.
+/// Sources, cut into samples of equal length. Each sample is within one source.
 #[derive(Debug)]
 pub(crate) struct Sequences {
     sources: Vec<Source>,
@@ -43,13 +43,13 @@ impl Sequences {
         self.len
     }
 
-    /// How many samples, from the start, share no target with those from `first` on.
-    pub(crate) fn apart_from(&self, first: u64) -> u64 {
+    /// The number of samples, from the start, that share no target with the samples from `first` on.
+    pub(crate) fn disjoint_from(&self, first: u64) -> u64 {
         let overlapping = self.seq_len.div_ceil(self.stride) as u64 - 1;
         first.saturating_sub(overlapping)
     }
 
-    /// Fills `out`, of `seq_len + 1` ids, with sample `index`; tells which source it is from.
+    /// Fills `out`, of `seq_len + 1` ids, with sample `index`, and returns its source.
     ///
     /// # Errors
     /// If there is no such sample, or the file cannot be read.

@@ -1,4 +1,4 @@
-//! Runs of token ids, in memory or in a file.
+//! Sources of token ids, in memory or in a file.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -8,14 +8,14 @@ use fulgurite_core::{Error, Result};
 
 use crate::TokenDtype;
 
-/// Token ids in a row, with random access.
+/// A sequence of token ids with random access.
 #[derive(Debug)]
 pub(crate) enum Source {
-    /// Tokenized text of a vocabulary that fits two bytes.
-    Narrow(Vec<u16>),
-    /// Tokenized text of a larger one.
-    Wide(Vec<u32>),
-    /// A token file, read where it is needed.
+    /// Tokenized text whose ids fit into u16.
+    U16(Vec<u16>),
+    /// Tokenized text with larger ids.
+    U32(Vec<u32>),
+    /// A token file.
     File(TokenFile),
 }
 
@@ -23,22 +23,22 @@ impl Source {
     /// Number of tokens.
     pub(crate) fn len(&self) -> u64 {
         match self {
-            Self::Narrow(ids) => ids.len() as u64,
-            Self::Wide(ids) => ids.len() as u64,
+            Self::U16(ids) => ids.len() as u64,
+            Self::U32(ids) => ids.len() as u64,
             Self::File(file) => file.len,
         }
     }
 
-    /// Fills `out` with the ids from `start` on, which must be there.
+    /// Fills `out` with the ids from `start` on, which must exist.
     pub(crate) fn read(&self, start: u64, out: &mut [u32]) -> Result<()> {
         let at = start as usize;
         match self {
-            Self::Narrow(ids) => {
+            Self::U16(ids) => {
                 let ids = &ids[at..at + out.len()];
                 out.iter_mut().zip(ids).for_each(|(out, &id)| *out = id.into());
                 Ok(())
             }
-            Self::Wide(ids) => {
+            Self::U32(ids) => {
                 out.copy_from_slice(&ids[at..at + out.len()]);
                 Ok(())
             }
@@ -49,14 +49,14 @@ impl Source {
     /// What it is, for messages.
     pub(crate) fn name(&self) -> String {
         match self {
-            Self::Narrow(_) | Self::Wide(_) => "the text".to_owned(),
+            Self::U16(_) | Self::U32(_) => "the text".to_owned(),
             Self::File(file) => file.path.display().to_string(),
         }
     }
 }
 
-/// A flat file of little-endian ids. It is read by position, through the operating system's page
-/// cache, so ranks of one host share its pages.
+/// A flat file of little-endian ids, read by position through the operating system's page cache, which ranks
+/// of one host share.
 #[derive(Debug)]
 pub(crate) struct TokenFile {
     path: PathBuf,
@@ -66,7 +66,7 @@ pub(crate) struct TokenFile {
 }
 
 impl TokenFile {
-    /// Opens a file; what it holds follows from its name if `dtype` does not say it.
+    /// Opens a file. Without a `dtype` the type of ids follows from the extension.
     pub(crate) fn open(path: &Path, dtype: Option<TokenDtype>) -> Result<Self> {
         let extension = path.extension().and_then(|e| e.to_str());
         let dtype = match (dtype, extension) {

@@ -1,4 +1,4 @@
-//! The data module.
+//! [`TextData`].
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,17 +18,15 @@ use crate::tokenizer::Tokenizer;
 ///
 /// Sample `i` of a source is its tokens `i * stride .. i * stride + seq_len + 1`: all but the last
 /// are the inputs, all but the first the targets. All text is one source, in which every file is
-/// followed by the end-of-text token; it is tokenized at setup and kept in memory, two bytes a
-/// token for vocabularies of up to 65,536. Each token file is a source of its own and is read where
-/// it is needed.
+/// followed by the end-of-text token; it is tokenized at setup and kept in memory, two bytes a token for
+/// vocabularies of up to 65,536. Each token file is a source of its own, read when needed.
 ///
-/// The last `validation_fraction` of the samples is for validation; training has those before
-/// that have no target in common with it. [`Split::Test`] and [`Split::Predict`] are the
-/// validation samples too.
+/// The last `validation_fraction` of the samples is for validation. Training has the samples before that
+/// share no target with them. [`Split::Test`] and [`Split::Predict`] have the validation samples.
 #[derive(Debug)]
 pub struct TextData {
-    train: Part,
-    validation: Part,
+    train: SampleRange,
+    validation: SampleRange,
     tokenizer: Option<Tokenizer>,
     vocab_size: Option<usize>,
     seq_len: usize,
@@ -36,7 +34,7 @@ pub struct TextData {
 
 /// The samples of a split.
 #[derive(Debug, Clone)]
-struct Part {
+struct SampleRange {
     sequences: Arc<Sequences>,
     range: Range<u64>,
 }
@@ -47,18 +45,18 @@ impl TextData {
         self.tokenizer.as_ref()
     }
 
-    /// All ids are less than this: `data.vocab_size`, or what the tokenizer has. Unknown for token
-    /// files without either.
+    /// All ids are less than this: `data.vocab_size`, or the tokenizer's number of ids. `None` for token files
+    /// without either.
     pub fn vocab_size(&self) -> Option<usize> {
         self.vocab_size
     }
 
-    /// Tokens of a sample.
+    /// Tokens in a sample.
     pub fn seq_len(&self) -> usize {
         self.seq_len
     }
 
-    fn part(&self, split: Split) -> &Part {
+    fn part(&self, split: Split) -> &SampleRange {
         match split {
             Split::Train => &self.train,
             Split::Validation | Split::Test | Split::Predict => &self.validation,
@@ -101,7 +99,7 @@ impl DataModule for TextData {
         let (train, validation) = match &config.validation_path {
             Some(path) => {
                 let validation = open("data.validation_path", path)?;
-                (Part::of(sequences), Part::of(validation))
+                (SampleRange::of(sequences), SampleRange::of(validation))
             }
             None => split(sequences, config.validation_fraction())?,
         };
@@ -127,7 +125,7 @@ impl DataModule for TextData {
     }
 
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<TokenBatch> {
-        let Part { sequences, range } = self.part(split);
+        let SampleRange { sequences, range } = self.part(split);
         let shape = (indices.len(), self.seq_len);
         let mut inputs = Vec::with_capacity(shape.0 * shape.1);
         let mut targets = Vec::with_capacity(shape.0 * shape.1);
@@ -160,24 +158,24 @@ impl DataModule for TextData {
     }
 }
 
-impl Part {
+impl SampleRange {
     fn of(sequences: Arc<Sequences>) -> Self {
         let range = 0..sequences.len();
         Self { sequences, range }
     }
 }
 
-fn split(sequences: Arc<Sequences>, fraction: f64) -> Result<(Part, Part)> {
+fn split(sequences: Arc<Sequences>, fraction: f64) -> Result<(SampleRange, SampleRange)> {
     let len = sequences.len();
     let first = len - (len as f64 * fraction) as u64;
-    let train = if first == len { len } else { sequences.apart_from(first) };
+    let train = if first == len { len } else { sequences.disjoint_from(first) };
     if train == 0 {
         return Err(Error::Data(format!(
             "of {len} samples data.validation_fraction = {fraction} leaves none for training; \
              lower it or give more data"
         )));
     }
-    let part = |range| Part { sequences: sequences.clone(), range };
+    let part = |range| SampleRange { sequences: sequences.clone(), range };
     Ok((part(0..train), part(first..len)))
 }
 
@@ -185,12 +183,12 @@ fn tokenize(key: &str, paths: &Paths, tokenizer: &Tokenizer) -> Result<Source> {
     let texts = files::texts(key, paths.as_slice())?;
     if tokenizer.vocab_size() <= 1 << 16 {
         let mut all = Vec::new();
-        // Every id is less than the vocabulary's size, so none is cut.
+        // The vocabulary's size fits into u16, and so does every id.
         tokenizer.encode_all(&texts, |ids| all.extend(ids.iter().map(|&id| id as u16)))?;
-        Ok(Source::Narrow(all))
+        Ok(Source::U16(all))
     } else {
         let mut all = Vec::new();
         tokenizer.encode_all(&texts, |ids| all.extend_from_slice(ids))?;
-        Ok(Source::Wide(all))
+        Ok(Source::U32(all))
     }
 }

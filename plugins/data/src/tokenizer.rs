@@ -4,10 +4,11 @@ use std::path::Path;
 
 use fulgurite_core::{Error, Result};
 
-/// Texts that are tokenized together, so that threads share them; bounds memory.
-const TEXTS_AT_ONCE: usize = 64;
-/// How published tokenizers call the token that ends a text.
-const ENDS: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|endofsequence|>"];
+/// Texts that are tokenized in parallel; limits memory.
+const TEXTS_PER_BATCH: usize = 64;
+/// The end-of-text tokens of published tokenizers.
+const END_OF_TEXT_TOKENS: [&str; 5] =
+    ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|endofsequence|>"];
 
 /// Turns text into token ids and back.
 ///
@@ -40,7 +41,7 @@ impl Tokenizer {
     /// A Hugging Face tokenizer: a `tokenizer.json`, or a folder with one.
     ///
     /// # Errors
-    /// If there is none, or it cannot be understood.
+    /// If there is none, or it cannot be parsed.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         let mut path = path.as_ref().to_owned();
         if path.is_dir() {
@@ -59,10 +60,10 @@ impl Tokenizer {
                 path.display()
             ))
         })?;
-        // Ids may have gaps, so their number says too little.
+        // The largest id, since ids may have gaps.
         let last = tokenizer.get_vocab(true).into_values().max();
         let vocab_size = last.map_or(0, |id| id as usize + 1);
-        let end = ENDS.iter().find_map(|name| tokenizer.token_to_id(name));
+        let end = END_OF_TEXT_TOKENS.iter().find_map(|name| tokenizer.token_to_id(name));
         Ok(Self(Kind::HuggingFace { tokenizer: Box::new(tokenizer), vocab_size, end }))
     }
 
@@ -111,7 +112,7 @@ impl Tokenizer {
         }
     }
 
-    /// Calls `push` with the ids of each text in turn, each followed by the end of text.
+    /// Calls `push` with the ids of each text in order, followed by the end-of-text id.
     pub(crate) fn encode_all(&self, texts: &[String], mut push: impl FnMut(&[u32])) -> Result<()> {
         let end = self.end_of_text();
         let mut text = |ids: &[u32]| {
@@ -125,7 +126,7 @@ impl Tokenizer {
                 }
             }
             Kind::HuggingFace { tokenizer, .. } => {
-                for texts in texts.chunks(TEXTS_AT_ONCE) {
+                for texts in texts.chunks(TEXTS_PER_BATCH) {
                     let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
                     for encoding in tokenizer.encode_batch_fast(texts, false).map_err(failed)? {
                         text(encoding.get_ids());

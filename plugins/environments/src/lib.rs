@@ -1,10 +1,10 @@
-//! Cluster environments: the launchers whose variables Fulgurite reads. Asked in this order:
+//! Cluster environments of the launchers that Fulgurite supports, in the order of detection:
 //!
-//! | `type` | whose variables | who starts the ranks |
+//! | `type` | variables of | who starts the ranks |
 //! |---|---|---|
-//! | `torchelastic` | `torchrun`'s: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, … | `torchrun`, or any script that sets them |
-//! | `slurm` | Slurm's: `SLURM_NTASKS`, `SLURM_PROCID`, … | `srun` |
-//! | `local` | nobody's | the program itself (`trainer.devices` of them) |
+//! | `torchelastic` | `torchrun`: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, … | `torchrun`, or any script that sets them |
+//! | `slurm` | Slurm: `SLURM_NTASKS`, `SLURM_PROCID`, … | `srun` |
+//! | `local` | none | the program itself (`trainer.devices` of them) |
 //!
 //! ```
 //! use fulgurite_core::environment::{Variables, detect};
@@ -32,7 +32,7 @@ pub use torchelastic::TorchElastic;
 use fulgurite_core::environment::ClusterEnvironment;
 use fulgurite_core::{Error, Result};
 
-/// A rank that was started from outside, as `torchelastic` and `slurm` read it.
+/// A rank that a launcher has started; read by `torchelastic` and `slurm`.
 #[derive(Debug, Clone, PartialEq)]
 struct Process {
     name: &'static str,
@@ -44,12 +44,12 @@ struct Process {
     main_address: String,
     main_port: u16,
     job_id: String,
-    /// The variable that gives the world size, for messages.
+    /// The variable with the world size, for messages.
     size_variable: &'static str,
 }
 
 impl Process {
-    /// Checks that the numbers fit together, naming the variables they came from.
+    /// Checks that the numbers are consistent. The arguments are the names of their variables.
     fn check(self, rank: &str, local_rank: &str, local_size: &str) -> Result<Self> {
         let below = |name: &str, value: usize, of: &str, size: usize| {
             if value < size {

@@ -1,4 +1,4 @@
-//! A process that was not started as one of several.
+//! The environment of a process that no launcher has started.
 
 use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
 use fulgurite_core::{Error, Result, register_environment};
@@ -29,14 +29,14 @@ impl EnvironmentConfig for Local {
     }
 
     fn build(&self, _: &Variables) -> Result<Box<dyn ClusterEnvironment>> {
-        Ok(Box::new(Alone))
+        Ok(Box::new(SingleProcess))
     }
 }
 
 #[derive(Debug)]
-struct Alone;
+struct SingleProcess;
 
-impl ClusterEnvironment for Alone {
+impl ClusterEnvironment for SingleProcess {
     fn name(&self) -> &'static str {
         "local"
     }
@@ -69,7 +69,7 @@ impl ClusterEnvironment for Alone {
         "127.0.0.1".to_owned()
     }
 
-    /// 0, for any port that is free: only processes that this one starts need to know it.
+    /// 0, for any free port, which only processes started by this one need to know.
     fn main_port(&self) -> u16 {
         0
     }

@@ -1,4 +1,4 @@
-//! The variables of Slurm.
+//! The environment of `srun`.
 
 use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
 use fulgurite_core::{Error, Result, register_environment};
@@ -16,8 +16,8 @@ use crate::node_list::first_node;
 /// | `MASTER_ADDR` | rank 0's host; else the first of `SLURM_STEP_NODELIST` or `SLURM_NODELIST`; else 127.0.0.1 |
 /// | `MASTER_PORT` | a free port there; else 15000 plus the last four digits of `SLURM_JOB_ID` (12910 without one) |
 ///
-/// Recognised by `SLURM_NTASKS`, unless the job's name is `bash` or `interactive`: in the shell of
-/// an allocation no ranks were started. To use one node of an allocation without `srun`, set
+/// Recognised by `SLURM_NTASKS`, unless the job's name is `bash` or `interactive`: the shell of an
+/// allocation is no rank. To use one node of an allocation without `srun`, set
 /// `trainer.environment = "local"`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -134,7 +134,7 @@ fn main_port(variables: &Variables, job_id: &str) -> Result<u16> {
             port => Ok(port),
         };
     }
-    // Jobs on one node get different ports, all ranks of one the same.
+    // Different for jobs on one node, the same for all ranks of a job.
     let digits = job_id.get(job_id.len().saturating_sub(4)..).unwrap_or_default();
     Ok(digits.parse::<u16>().map_or(12910, |digits| 15000 + digits))
 }

@@ -1,4 +1,4 @@
-//! The variables of `torchrun`.
+//! The environment of `torchrun`.
 
 use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
 use fulgurite_core::{Error, Result, register_environment};
@@ -13,10 +13,10 @@ use crate::Process;
 /// |---|---|
 /// | `RANK`, `WORLD_SIZE`, `LOCAL_RANK` | required |
 /// | `MASTER_ADDR`, `MASTER_PORT` | required; rank 0's host, and a free port on it |
-/// | `LOCAL_WORLD_SIZE` | ranks of this node. Without it `WORLD_SIZE` is divided by `GROUP_WORLD_SIZE` or `NNODES` if one is set; else all ranks are taken to be on one node |
+/// | `LOCAL_WORLD_SIZE` | ranks of this node. Without it `WORLD_SIZE` is divided by `GROUP_WORLD_SIZE` or `NNODES` if one is set; without any of them all ranks are on one node |
 /// | `GROUP_RANK`, `NODE_RANK` | this node's rank; without them `RANK / LOCAL_WORLD_SIZE` |
-/// | `TORCHELASTIC_RUN_ID` | tells jobs apart |
-/// | `TORCHELASTIC_USE_AGENT_STORE` | `True` says that `torchrun`'s own store has `MASTER_PORT`; then this job's is one port above |
+/// | `TORCHELASTIC_RUN_ID` | the job's id |
+/// | `TORCHELASTIC_USE_AGENT_STORE` | `True` if `torchrun`'s own store uses `MASTER_PORT`; then this job's store uses the next port |
 ///
 /// Recognised by `RANK` or `LOCAL_RANK`, or by `WORLD_SIZE` outside of Slurm (where scripts often
 /// set that one alone).

@@ -10,8 +10,8 @@ use fulgurite_core::trainer::{Logger, LoggerConfig};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// `trainer.loggers = ["csv"]`: `metrics.csv` in the run's directory. The first column is `step`;
-/// a name that was not there before adds a column, and the file is written anew with it.
+/// `trainer.loggers = ["csv"]`: `metrics.csv` in the run's directory. The first column is `step`. A new metric
+/// adds a column, for which the file is rewritten.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CsvConfig {}
@@ -37,7 +37,7 @@ struct CsvLogger {
 }
 
 impl CsvLogger {
-    /// Goes on with the file if there is one.
+    /// Opens the file, and reads its columns if it exists.
     fn open(path: PathBuf) -> Result<Self> {
         let file = OpenOptions::new()
             .read(true)
@@ -51,7 +51,7 @@ impl CsvLogger {
         Ok(Self { columns, writer: Writer::from_writer(file), path })
     }
 
-    /// Writes the file anew with more columns, whole or not at all.
+    /// Rewrites the file with more columns, atomically.
     fn add_columns(&mut self, names: Vec<String>) -> Result<()> {
         let path = &self.path;
         let io = || Error::io("rewriting the log", path);
@@ -66,7 +66,7 @@ impl CsvLogger {
         self.columns.extend(names);
         writer.write_record(&self.columns).map_err(csv())?;
         if has_rows {
-            // Flexible, since a run that was killed may have left half a row.
+            // Flexible, since a killed run may have written a part of a row.
             let reader = ReaderBuilder::new().flexible(true).from_path(path).map_err(csv())?;
             for record in reader.into_records() {
                 let mut record = record.map_err(csv())?;
@@ -92,7 +92,7 @@ impl Logger for CsvLogger {
         "csv"
     }
 
-    /// The run's directory holds the configuration already.
+    /// Does nothing: the configuration is in the run's directory already.
     fn log_hyperparams(&mut self, _params: &toml::Table) -> Result<()> {
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Events as JSON lines, for programs that watch a run.
+//! Events as JSON lines, for programs that monitor a run.
 
 use std::io::{self, ErrorKind, Write};
 
@@ -16,9 +16,9 @@ use fulgurite_core::{Error, Result};
 /// # Ok::<(), fulgurite_core::Error>(())
 /// ```
 ///
-/// If the reader goes away (a broken pipe) the run goes on, unwatched.
+/// A broken pipe is no error: the run continues without output.
 pub struct JsonLines {
-    /// `None` when there is no reader any more.
+    /// `None` after a broken pipe.
     writer: Option<Box<dyn Write + Send>>,
 }
 

@@ -45,7 +45,7 @@ impl Logger for JsonlLogger {
         "jsonl"
     }
 
-    /// The run's directory holds the configuration already.
+    /// Does nothing: the configuration is in the run's directory already.
     fn log_hyperparams(&mut self, _params: &toml::Table) -> Result<()> {
         Ok(())
     }
@@ -58,7 +58,7 @@ impl Logger for JsonlLogger {
             line += &format!(",{name}:{value}");
         }
         line += "}\n";
-        // One write a line, so that a reader sees whole lines.
+        // One write for each line, so that readers see whole lines.
         self.file.write_all(line.as_bytes()).map_err(Error::io("writing the log", &self.path))
     }
 

@@ -27,7 +27,7 @@ const WITH_LENGTH: &str = "{bar:24} {pos}/{len}  {msg}  [{elapsed_precise}, {eta
 
 enum Output {
     Bar(indicatif::ProgressBar),
-    /// `None` when nobody reads any more.
+    /// `None` after a broken pipe.
     Lines(Option<Box<dyn Write + Send>>),
 }
 
@@ -119,11 +119,11 @@ impl EventSink for ProgressBar {
 }
 
 fn style(template: &str) -> ProgressStyle {
-    // The templates above are constants; should one be wrong, a plain bar is no reason to stop.
+    // The templates are constants; for a wrong one the default bar will do.
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
-/// What a person wants to know of an event; for a step without its number.
+/// An event in words; for a step without its number.
 fn describe(event: &Event) -> Option<String> {
     Some(match event {
         Event::Step { epoch, train_loss, grad_norm, lr, tokens_per_s, metrics, .. } => format!(
@@ -153,7 +153,7 @@ fn describe(event: &Event) -> Option<String> {
             peak_rss_mib,
         } => {
             let peak = peak_rss_mib.iter().copied().fold(0.0, f64::max);
-            // A validation, or a resumed run that was already done, makes none.
+            // A validation, or a run resumed at its end, has no steps.
             let made = match step_s_median.is_nan() {
                 true => "no further step".to_owned(),
                 false => format!(

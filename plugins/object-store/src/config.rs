@@ -16,17 +16,17 @@ use crate::ObjectStoreIO;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ObjectStoreConfig {
-    /// The place, such as `s3://bucket/my-run`: checkpoints lie directly under it.
-    /// `checkpoint.dir` has no say in it.
+    /// The place, such as `s3://bucket/my-run`: checkpoints are directly under it. `checkpoint.dir` is
+    /// ignored.
     pub url: String,
-    /// Settings of the store, by the names that the crate `object_store` gives them, such as
-    /// `aws_region` and `aws_endpoint`. Those of the environment (`AWS_…`, `AZURE_…`, `GOOGLE_…`)
-    /// count where they are not given here. Secrets are refused: configurations are saved.
+    /// Settings of the store, by their names in the crate `object_store`, such as `aws_region` and
+    /// `aws_endpoint`. Defaults are those of the environment (`AWS_…`, `AZURE_…`, `GOOGLE_…`). Secrets are
+    /// refused, since configurations are saved.
     pub options: BTreeMap<String, String>,
-    /// Larger files are uploaded and read in parts of this many MiB. Stores want at least 5 and
-    /// allow 10,000 parts a file.
+    /// Larger files are uploaded and read in parts of this many MiB. Stores require at least 5 and allow
+    /// 10,000 parts in a file.
     pub part_mib: usize,
-    /// How many parts of a file are under way at the same time; each takes memory.
+    /// How many parts of a file are transferred at the same time; each takes memory.
     pub concurrency: usize,
 }
 
@@ -36,7 +36,7 @@ impl Default for ObjectStoreConfig {
     }
 }
 
-/// The beginnings of the environment variables that stores are configured with.
+/// Prefixes of the environment variables that configure stores.
 const VARIABLES: [&str; 3] = ["AWS_", "AZURE_", "GOOGLE_"];
 
 impl ObjectStoreConfig {

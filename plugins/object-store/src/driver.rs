@@ -1,4 +1,4 @@
-//! The thread that network requests are driven on.
+//! The thread that runs network requests.
 
 use std::future::Future;
 use std::sync::mpsc;
@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 
 use fulgurite_core::{Error, Result};
 
-/// A tokio runtime of one thread. Uploads go on there while the caller computes.
+/// A tokio runtime of one thread, on which uploads continue while the caller computes.
 #[derive(Debug)]
 pub(crate) struct Driver {
     handle: Handle,
@@ -17,12 +17,12 @@ pub(crate) struct Driver {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What a request will give.
+/// The future result of a request.
 #[derive(Debug)]
 pub(crate) struct Pending<T>(mpsc::Receiver<object_store::Result<T>>);
 
 impl<T> Pending<T> {
-    /// Waits for it.
+    /// Waits for the result.
     pub(crate) fn wait(self) -> object_store::Result<T> {
         self.0.recv().unwrap_or_else(|_| {
             Err(object_store::Error::Generic {
@@ -42,7 +42,7 @@ impl Driver {
         let thread = std::thread::Builder::new()
             .name("object-store".to_owned())
             .spawn(move || {
-                // Either way it is time to stop.
+                // An error means that the driver was dropped, too.
                 let _ = runtime.block_on(stopped);
             })
             .map_err(failed())?;
@@ -56,13 +56,13 @@ impl Driver {
     ) -> Pending<T> {
         let (sender, receiver) = mpsc::sync_channel(1);
         self.handle.spawn(async move {
-            // Nobody waits any more after an earlier failure.
+            // After an earlier failure nothing waits for the result.
             let _ = sender.send(request.await);
         });
         Pending(receiver)
     }
 
-    /// Makes a request and waits for it.
+    /// Starts a request and waits for it.
     pub(crate) fn run<T: Send + 'static>(
         &self,
         request: impl Future<Output = object_store::Result<T>> + Send + 'static,
@@ -75,7 +75,7 @@ impl Drop for Driver {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // A panic there has been told by the request that it was in.
+            // A panic on the thread was reported by the request that it was in.
             let _ = thread.join();
         }
     }

@@ -1,4 +1,4 @@
-//! An object store as a place for checkpoints.
+//! [`ObjectStoreIO`].
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
@@ -16,38 +16,38 @@ use object_store::{
 use url::Url;
 
 use crate::driver::Driver;
-use crate::layout::{POINTER, Pointer, is_version, split, split_temporary, temporary};
+use crate::layout::{POINTER, Pointer, is_version, parse_temporary_name, split, temporary_name};
 use crate::reader::ObjectReader;
 use crate::writer::ObjectWriter;
 
-/// A place in an object store.
+/// A place for checkpoints in an object store.
 ///
-/// Requests are retried with growing pauses, as the store is set up to. The methods block; they may
-/// be called from any thread.
+/// Requests are retried with growing pauses, as configured in the store. The methods block, and may be called
+/// from any thread.
 #[derive(Debug)]
 pub struct ObjectStoreIO {
     driver: Arc<Driver>,
     store: Arc<dyn ObjectStore>,
-    /// What to call the root in messages.
+    /// The URL of the root, for messages.
     url: String,
     prefix: Path,
     part: usize,
     concurrency: usize,
-    /// The versions that files in folders are read from, by checkpoint.
+    /// The version of each checkpoint that files in its folders are read from.
     versions: Mutex<BTreeMap<String, String>>,
 }
 
-/// The pointer of a checkpoint, as it was found.
-struct Found {
+/// The pointer of a checkpoint that was read.
+struct FoundPointer {
     version: String,
     put: UpdateVersion,
 }
 
 impl ObjectStoreIO {
-    /// The place `url` of `store`: what is behind the URL's host is the prefix of all objects.
+    /// The place `url` of `store`. The path of the URL is the prefix of all objects.
     ///
     /// # Errors
-    /// If `url` is none, or no thread can be started.
+    /// If `url` is no URL, or no thread can be started.
     pub fn new(store: Arc<dyn ObjectStore>, url: &str) -> Result<Self> {
         let parsed = Url::parse(url)
             .map_err(|e| Error::other(format!("the object store's URL `{url}` is wrong: {e}")))?;
@@ -68,8 +68,8 @@ impl ObjectStoreIO {
         })
     }
 
-    /// The same, with files uploaded and read in parts of `bytes`, `concurrency` at the same time;
-    /// at least one of either. By default 4 of 16 MiB.
+    /// Sets the size of parts in which files are uploaded and read, and how many are transferred at the same
+    /// time; at least one of either. By default 4 of 16 MiB.
     #[must_use]
     pub fn with_parts(self, bytes: usize, concurrency: usize) -> Self {
         Self { part: bytes.max(1), concurrency: concurrency.max(1), ..self }
@@ -80,7 +80,7 @@ impl ObjectStoreIO {
         |error| failed(error.into())
     }
 
-    /// The object or the folder of objects at these segments.
+    /// The path of an object or a folder of objects.
     fn object(&self, path: &str) -> Result<Path> {
         let mut object = self.prefix.clone();
         for segment in path.split('/').filter(|s| !s.is_empty()) {
@@ -96,8 +96,8 @@ impl ObjectStoreIO {
         Ok(object)
     }
 
-    /// Which version of a checkpoint is committed.
-    fn pointer(&self, name: &str) -> Result<Option<Found>> {
+    /// Reads which version of a checkpoint is committed.
+    fn pointer(&self, name: &str) -> Result<Option<FoundPointer>> {
         let path = format!("{name}/{POINTER}");
         let (store, object) = (self.store.clone(), self.object(&path)?);
         let found = self.driver.run(async move {
@@ -116,7 +116,7 @@ impl ObjectStoreIO {
             Some((bytes, put)) => {
                 let pointer = Pointer::parse(&bytes)
                     .map_err(|message| Error::checkpoint(self.location(&path), message))?;
-                Some(Found { version: pointer.version, put })
+                Some(FoundPointer { version: pointer.version, put })
             }
         };
         let mut versions = self.versions.lock().expect("no panic while it is held");
@@ -127,11 +127,11 @@ impl ObjectStoreIO {
         Ok(found)
     }
 
-    /// Where `path` is: in the version of a save, in the committed one, or just there. `fresh` asks
-    /// which version is committed; otherwise it is the one that was found last.
+    /// Maps `path` to the object in the version of a save, in the committed version, or at the root. With
+    /// `fresh` reads which version is committed; otherwise uses the one read last.
     fn resolve(&self, path: &str, fresh: bool) -> Result<Path> {
         let (head, rest) = split(path);
-        if let Some((name, version)) = split_temporary(head) {
+        if let Some((name, version)) = parse_temporary_name(head) {
             return self.object(&format!("{name}/{version}/{rest}"));
         }
         let known = self.versions.lock().expect("no panic while it is held").get(head).cloned();
@@ -145,8 +145,8 @@ impl ObjectStoreIO {
         }
     }
 
-    /// Where a file is. One at the root is no part of a checkpoint; those directly in a
-    /// checkpoint's folder, the manifest above all, are of the version that is committed now.
+    /// Maps the path of a file. One at the root is no part of a checkpoint. Those directly in a checkpoint's
+    /// folder, such as the manifest, are read from the version that is committed now.
     fn file(&self, path: &str) -> Result<Path> {
         let (head, rest) = split(path);
         if rest.is_empty() { self.object(head) } else { self.resolve(path, !rest.contains('/')) }
@@ -158,7 +158,7 @@ impl ObjectStoreIO {
         listed.map_err(self.failed("listing", path))
     }
 
-    /// Whether there is anything in a folder: a local store lists empty ones.
+    /// Whether a folder has objects; a local store lists empty folders.
     fn has_objects(&self, folder: Path, path: &str) -> Result<bool> {
         let store = self.store.clone();
         let first = self.driver.run(async move {
@@ -167,7 +167,7 @@ impl ObjectStoreIO {
         first.map_err(self.failed("listing", path))
     }
 
-    /// The checkpoints, the unfinished ones and the files at the root.
+    /// The checkpoints, unfinished saves and files at the root.
     fn list_root(&self) -> Result<Vec<Entry>> {
         let root = self.children(self.prefix.clone(), "")?;
         let mut entries = files(&root);
@@ -187,7 +187,7 @@ impl ObjectStoreIO {
                 } else if committed.as_deref() != Some(version)
                     && self.has_objects(self.object(&format!("{name}/{version}"))?, name)?
                 {
-                    entries.push(directory(temporary(name, version)));
+                    entries.push(directory(temporary_name(name, version)));
                 }
             }
             if is_checkpoint {
@@ -197,8 +197,8 @@ impl ObjectStoreIO {
         Ok(entries)
     }
 
-    /// Deletes what is in a folder, but for what `keep` accepts. What makes it a checkpoint goes
-    /// first.
+    /// Deletes the objects in a folder, except those that `keep` accepts. Deletes first the objects that make it a
+    /// checkpoint.
     fn delete(
         &self,
         folder: Path,
@@ -224,11 +224,11 @@ impl ObjectStoreIO {
         deleted.map_err(self.failed("removing", path))
     }
 
-    /// Deletes an object; whether it was there.
-    fn delete_one(&self, object: Path, path: &str) -> Result<bool> {
+    /// Deletes an object. Returns whether it existed.
+    fn delete_object(&self, object: Path, path: &str) -> Result<bool> {
         let store = self.store.clone();
         let deleted = self.driver.run(async move {
-            // A folder of a local store is no object, but deleting it is tried.
+            // A local store tries to delete a folder, which is no object.
             match store.head(&object).await {
                 Ok(_) => gone(store.delete(&object).await).map(|()| true),
                 missing => gone(missing.map(drop)).map(|()| false),
@@ -237,8 +237,9 @@ impl ObjectStoreIO {
         deleted.map_err(self.failed("removing", path))
     }
 
-    /// Says that `version` is the checkpoint `name`, if nobody has said otherwise since `before`.
-    fn put_pointer(&self, name: &str, version: &str, before: Option<Found>) -> Result<()> {
+    /// Makes `version` the committed version of the checkpoint `name`, unless the pointer has changed since
+    /// `before` was read.
+    fn put_pointer(&self, name: &str, version: &str, before: Option<FoundPointer>) -> Result<()> {
         let path = format!("{name}/{POINTER}");
         let object = self.object(&path)?;
         let bytes = Pointer::new(version).to_bytes();
@@ -258,8 +259,7 @@ impl ObjectStoreIO {
             result => result,
         };
         let Err(error) = result else { return Ok(()) };
-        // A request that was made twice, because the first answer was lost, fails although the first
-        // has done it.
+        // A retry, after the answer to the first request was lost, fails although the first succeeded.
         if self.pointer(name)?.is_some_and(|found| found.version == version) {
             return Ok(());
         }
@@ -275,7 +275,7 @@ impl ObjectStoreIO {
     }
 }
 
-/// Deleting what is not there is no error.
+/// Ignores the error of deleting what does not exist.
 fn gone(result: object_store::Result<()>) -> object_store::Result<()> {
     match result {
         Err(object_store::Error::NotFound { .. }) => Ok(()),
@@ -352,29 +352,29 @@ impl CheckpointIO for ObjectStoreIO {
         let (head, rest) = split(path);
         if !rest.is_empty() {
             let object = self.resolve(path, false)?;
-            if self.delete_one(object.clone(), path)? {
+            if self.delete_object(object.clone(), path)? {
                 return Ok(());
             }
             return self.delete(object, path, |_| false);
         }
-        if let Some((name, version)) = split_temporary(head) {
+        if let Some((name, version)) = parse_temporary_name(head) {
             if self.pointer(name)?.is_some_and(|found| found.version == version) {
-                // The answer to the commit was lost, and it was taken for failed.
+                // The commit was taken for failed because its answer was lost.
                 tracing::warn!("{} was committed; it stays", self.location(name).display());
                 return Ok(());
             }
             return self.delete(self.object(&format!("{name}/{version}"))?, path, |_| false);
         }
-        if self.delete_one(self.object(head)?, path)? {
+        if self.delete_object(self.object(head)?, path)? {
             return Ok(());
         }
-        self.delete_one(self.object(&format!("{head}/{POINTER}"))?, path)?;
+        self.delete_object(self.object(&format!("{head}/{POINTER}"))?, path)?;
         self.versions.lock().expect("no panic while it is held").remove(head);
         self.delete(self.object(head)?, path, |_| false)
     }
 
     fn commit(&self, staged: &str, name: &str) -> Result<()> {
-        let version = match split_temporary(staged) {
+        let version = match parse_temporary_name(staged) {
             Some((base, version)) if base == name => version,
             _ => {
                 let message = format!("`{staged}` is no unfinished save of `{name}`");
@@ -387,7 +387,7 @@ impl CheckpointIO for ObjectStoreIO {
         let mut versions = self.versions.lock().expect("no panic while it is held");
         versions.insert(name.to_owned(), version.to_owned());
         drop(versions);
-        // Other versions are of saves that stopped, which the next one removes.
+        // Other versions are unfinished saves, which the next save removes.
         let folder = self.object(name)?;
         let inside = folder.clone();
         let keep = move |path: &Path| {

@@ -1,19 +1,19 @@
-//! Which objects a checkpoint is made of.
+//! The objects of a checkpoint.
 
 use fulgurite_core::checkpoint::is_temporary;
 use serde::{Deserialize, Serialize};
 
-/// The object that says which version of a checkpoint is committed.
+/// The object with the committed version of a checkpoint.
 pub(crate) const POINTER: &str = "committed.json";
 
 const FORMAT: &str = "fulgurite-committed-version";
 
-/// What is in it.
+/// The content of [`POINTER`].
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Pointer {
     format: String,
     format_version: u32,
-    /// The identifier of the save that made it.
+    /// The identifier of the save that wrote it.
     pub(crate) version: String,
 }
 
@@ -22,7 +22,7 @@ impl Pointer {
         Self { format: FORMAT.to_owned(), format_version: 1, version: version.to_owned() }
     }
 
-    /// The error is a message for the caller to put the object's name to.
+    /// The error is a message without the object's name.
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self, String> {
         let pointer: Self =
             serde_json::from_slice(bytes).map_err(|e| format!("is damaged: {e}"))?;
@@ -43,18 +43,18 @@ impl Pointer {
     }
 }
 
-/// Whether this is a save's identifier.
+/// Whether a name is the identifier of a save.
 pub(crate) fn is_version(name: &str) -> bool {
-    is_temporary(&temporary("x", name))
+    is_temporary(&temporary_name("x", name))
 }
 
-/// What an unfinished save of `name` is called.
-pub(crate) fn temporary(name: &str, version: &str) -> String {
+/// The name of an unfinished save of `name`.
+pub(crate) fn temporary_name(name: &str, version: &str) -> String {
     format!("{name}.tmp-{version}")
 }
 
-/// The checkpoint that a temporary name is for, and the save's identifier; `None` if it is none.
-pub(crate) fn split_temporary(name: &str) -> Option<(&str, &str)> {
+/// The inverse of [`temporary_name`]: the checkpoint and the save's identifier; `None` for other names.
+pub(crate) fn parse_temporary_name(name: &str) -> Option<(&str, &str)> {
     if is_temporary(name) { name.rsplit_once(".tmp-") } else { None }
 }
 
@@ -72,10 +72,10 @@ mod tests {
     #[test]
     fn names_of_saves_are_taken_apart() {
         let staged = staging_name("last");
-        let (name, version) = split_temporary(&staged).unwrap();
-        assert_eq!((name, temporary(name, version)), ("last", staged.clone()));
+        let (name, version) = parse_temporary_name(&staged).unwrap();
+        assert_eq!((name, temporary_name(name, version)), ("last", staged.clone()));
         assert!(is_version(version) && !is_version("model"));
-        assert_eq!(split_temporary("last"), None);
+        assert_eq!(parse_temporary_name("last"), None);
         assert_eq!(split("/a/b/c/"), ("a", "b/c"));
         assert_eq!(split("a"), ("a", ""));
         let pointer = Pointer::parse(&Pointer::new(version).to_bytes()).unwrap();

@@ -1,5 +1,5 @@
-//! Checkpoints in object stores: S3 and everything that speaks its protocol, with the features
-//! `azure` and `gcp` also those, and, for tests, a local directory and memory.
+//! Checkpoints in object stores: S3 and compatible ones; with the features `azure` and `gcp` those of Azure and
+//! Google; for tests, a local directory and memory.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -30,19 +30,19 @@
 //! ```text
 //! NAME/0123456789abcdef/model/shard-00001-…      while it is being saved: NAME.tmp-0123456789abcdef
 //! NAME/0123456789abcdef/manifest.json
-//! NAME/committed.json                            put last: says which of them is `NAME`
+//! NAME/committed.json                            written last: which of them is `NAME`
 //! ```
 //!
-//! Putting one object is atomic. It is put on the condition that nobody has put another since (an
-//! ETag; a store that knows no such condition just replaces it), so that of two saves that both
-//! believe to be the only one, one fails. Before it, `NAME` is what it was, from then on it is the new
-//! one, and what it replaced is deleted. A reader takes the files in folders from the version whose
-//! manifest it has read: it may find it deleted, but never sees parts of two.
+//! Writing one object is atomic. `committed.json` is written on the condition that it has not changed since
+//! it was read (an ETag; a store without conditional writes just replaces it), so of two concurrent saves one
+//! fails. Before the write `NAME` is the old checkpoint, afterwards the new one, and the old version is
+//! deleted. A reader takes the files in folders from the version whose manifest it has read: it may find
+//! them deleted, but never reads parts of two versions.
 //!
 //! `NAME/0123456789abcdef/` is a whole distributed checkpoint: copied to a disk, it opens there.
 //!
-//! Large files are uploaded in parts while they are written. Those of an upload that was cut short by
-//! a crash are not visible and cost money: let the bucket's life-cycle rules delete them.
+//! Large files are uploaded in parts while they are written. The parts of an upload that a crash has
+//! interrupted are invisible and cost money: let the bucket's life-cycle rules delete them.
 
 mod config;
 mod driver;
@@ -53,5 +53,5 @@ mod writer;
 
 pub use config::ObjectStoreConfig;
 pub use io::ObjectStoreIO;
-/// The crate whose stores [`ObjectStoreIO::new`] takes.
+/// The crate of the stores that [`ObjectStoreIO::new`] takes.
 pub use object_store;

@@ -17,8 +17,9 @@ pub(crate) struct ObjectReader {
     pub(crate) store: Arc<dyn ObjectStore>,
     pub(crate) path: Path,
     pub(crate) len: u64,
-    /// Larger ranges are read in parts of this many bytes, so many at the same time.
+    /// Larger ranges are read in parts of this many bytes.
     pub(crate) part: usize,
+    /// How many parts are read at the same time.
     pub(crate) concurrency: usize,
 }
 

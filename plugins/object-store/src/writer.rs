@@ -19,13 +19,13 @@ pub(crate) struct ObjectWriter {
     pub(crate) driver: Arc<Driver>,
     pub(crate) store: Arc<dyn ObjectStore>,
     pub(crate) path: Path,
-    /// What to call it in messages.
+    /// Its location, for messages.
     pub(crate) location: PathBuf,
     pub(crate) part: usize,
     pub(crate) concurrency: usize,
-    /// What is to be sent next.
+    /// Bytes that have not been sent.
     pub(crate) buffer: Vec<u8>,
-    /// Present once there was more than a part.
+    /// The multipart upload, once there is more than one part.
     pub(crate) upload: Option<Box<dyn MultipartUpload>>,
     pub(crate) under_way: VecDeque<Pending<()>>,
 }
@@ -67,7 +67,7 @@ impl ObjectWriter {
         self.driver.run(async move {
             let completed = upload.complete().await;
             if completed.is_err() {
-                // The first error is the one to tell.
+                // The first error is reported, not this one.
                 let _ = upload.abort().await;
             }
             completed.map(drop)

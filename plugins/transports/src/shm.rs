@@ -175,7 +175,8 @@ mod linux {
             }
             let mapping_error = |why: String| mapping_error("the first rank", &path, &why);
             let file = open_file(&path, len).map_err(mapping_error)?;
-            let region = Region::of_file(&file, layout).map_err(|e| mapping_error(e.to_string()))?;
+            let region =
+                Region::of_file(&file, layout).map_err(|e| mapping_error(e.to_string()))?;
             if !region.is_signed(nonce) {
                 return Err(mapping_error("it is another file".to_owned()));
             }
