@@ -1,4 +1,4 @@
-//! Owning the loop: Fabric, under the strategy and on the ranks that the arguments say.
+//! A training loop with Fabric, under the strategy and on the ranks that the arguments set.
 //!
 //! ```text
 //! cargo run --example fabric -- trainer.devices=2 trainer.strategy=fsdp
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 const STEPS: u64 = 200;
 const ACCUMULATE: u64 = 2;
 
-/// Two hidden layers that learn a sine.
+/// A network with two hidden layers that learns a sine.
 struct Net {
     first: Linear,
     block: Unit<GeluMlp>,
@@ -95,15 +95,15 @@ fn run() -> Result<()> {
     let layers = std::env::args().skip(1).try_fold(ConfigLayers::new(), |l, arg| l.set(&arg))?;
     let run = RunConfig::<NetConfig, SineConfig>::from_layers(layers)?;
 
-    // Starts the other ranks, or finds that torchrun or srun has done so.
+    // Starts the other ranks, unless torchrun or srun has done so.
     let mut fabric = Fabric::from_config(&run)?.launch()?;
     let adamw = AdamW { lr: 1e-2, ..AdamW::default() };
     let (model, mut optimizer) = fabric.setup(Net::new, &adamw)?;
     let batches = fabric.setup_data::<Sine>(&run.data)?;
     for (i, batch) in (1..=STEPS * ACCUMULATE).zip(batches) {
         let accumulating = i % ACCUMULATE != 0;
-        let loss = batch?.forward(|batch| model.loss(batch))?; // in its batch's scope
-        let _no_sync = fabric.no_backward_sync(accumulating); // restores what was before
+        let loss = batch?.forward(|batch| model.loss(batch))?; // in the batch's scope
+        let _no_sync = fabric.no_backward_sync(accumulating); // restores the state before when dropped
         fabric.backward(&loss)?;
         if accumulating {
             continue;

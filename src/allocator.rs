@@ -1,4 +1,4 @@
-//! The allocator that programs may opt in to: [`use_mimalloc!`](crate::use_mimalloc).
+//! The allocator of programs with [`use_mimalloc!`](crate::use_mimalloc).
 #![allow(unsafe_code)] // an allocator, and the foreign call that sets its option
 
 use std::alloc::{GlobalAlloc, Layout};
@@ -15,16 +15,16 @@ use mimalloc::MiMalloc;
 /// # fn main() {}
 /// ```
 ///
-/// - Freed memory is kept for the next tensor instead of being given back to the system: a step
-///   allocates what the step before it freed, and faulting those pages in again took an eighth of a
-///   step of a 30-million-parameter decoder. `MIMALLOC_PURGE_DELAY` (milliseconds) in the environment
+/// - Freed memory is kept for the next tensor and not returned to the system. A step allocates what the
+///   step before has freed, and faulting those pages in again took an eighth of a step of a
+///   30-million-parameter decoder. `MIMALLOC_PURGE_DELAY` (milliseconds) in the environment
 ///   overrides it.
-/// - Collectives between processes of one host read and write each other's gradients, buckets and shards
-///   in place ([`SharedMemory`]); in programs with another allocator they copy through a region in
-///   between. The results are the same.
+/// - Collectives between processes of one host access each other's gradients, buckets and shards directly
+///   ([`SharedMemory`]); in programs with another allocator they copy through a region. The results are
+///   the same.
 ///
-/// A program has one allocator: one that defines its own leaves this line out, and may wrap its own in
-/// [`SharedMemory`] for the second of the two. Needs the feature `mimalloc` (a default).
+/// A program has one global allocator. One with its own leaves this line out, and may wrap its own in
+/// [`SharedMemory`] for the second advantage. Needs the feature `mimalloc` (a default).
 #[macro_export]
 macro_rules! use_mimalloc {
     () => {
@@ -33,10 +33,10 @@ macro_rules! use_mimalloc {
     };
 }
 
-/// What [`use_mimalloc!`](crate::use_mimalloc) makes the program's allocator.
+/// The allocator of [`use_mimalloc!`](crate::use_mimalloc).
 pub type Allocator = SharedMemory<KeepFreed>;
 
-/// Its value.
+/// The value of the allocator.
 pub const ALLOCATOR: Allocator = SharedMemory(KeepFreed(()));
 
 /// mimalloc that keeps freed memory.
@@ -51,19 +51,19 @@ static CONFIGURED: AtomicBool = AtomicBool::new(false);
 #[cold]
 fn configure() {
     CONFIGURED.store(true, Ordering::Relaxed);
-    // SAFETY: sets an integer of the allocator, unless the environment has set it, and allocates
-    // nothing. A thread that frees memory meanwhile reads the one value or the other.
+    // SAFETY: sets an integer in the allocator, unless the environment has set it, and allocates nothing.
+    // A thread that frees memory at the same time reads the old or the new value.
     unsafe { mi_option_set_default(PURGE_DELAY, -1) }
 }
 
-// SAFETY: every call goes to mimalloc as it came.
+// SAFETY: every call is passed to mimalloc unchanged.
 unsafe impl GlobalAlloc for KeepFreed {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // A program allocates before it frees anything.
+        // Configured by the first allocation, hence before any memory is freed.
         if !CONFIGURED.load(Ordering::Relaxed) {
             configure();
         }
-        // SAFETY: the caller's promises are those that mimalloc asks for.
+        // SAFETY: the caller's promises are those that mimalloc needs.
         unsafe { MiMalloc.alloc(layout) }
     }
 

@@ -1,9 +1,9 @@
 //! Fulgurite: Lightning-style distributed training for candle.
 //!
-//! A person implements [`LightningModule`](prelude::LightningModule), names a strategy in a
-//! configuration file, and the same program trains on one core or on many processes: under data
-//! parallelism (`ddp`), fully sharded (`fsdp`), or on any mesh of replicas, shards, context and tensor
-//! parallelism (`model_parallel`).
+//! A user implements [`LightningModule`](prelude::LightningModule) and names a strategy in a configuration
+//! file. The same program then trains on one core or on many processes: with data parallelism (`ddp`),
+//! fully sharded (`fsdp`), or on any mesh of replicas, shards, context and tensor parallelism
+//! (`model_parallel`).
 //!
 //! ```no_run
 //! use fulgurite::prelude::*;
@@ -50,8 +50,8 @@
 //! }
 //! ```
 //!
-//! This crate is the facade: it links the built-in plugins, has the [command line](cli()) and
-//! re-exports [`fulgurite_core`] as [`core`].
+//! This crate links the built-in plugins, has the [command line](cli()), and re-exports [`fulgurite_core`] as
+//! [`core`].
 
 #[cfg(feature = "mimalloc")]
 pub mod allocator;
@@ -63,14 +63,14 @@ pub use fulgurite_core as core;
 pub use fulgurite_data as data;
 pub use fulgurite_strategies as strategies;
 
-// Linked for what they register.
+// Linked for the plugins that they register.
 use fulgurite_checkpoint as _;
 use fulgurite_environments as _;
 #[cfg(feature = "object-store")]
 use fulgurite_object_store as _;
 use fulgurite_transports as _;
 
-/// The code in the README and in the book: compiled and run as documentation tests.
+/// The code in the README and in the book, which is run as documentation tests.
 #[cfg(doctest)]
 mod book {
     #[doc = include_str!("../README.md")]

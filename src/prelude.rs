@@ -1,6 +1,6 @@
-//! What a training program usually imports: `use fulgurite::prelude::*;`.
+//! The usual imports of a training program: `use fulgurite::prelude::*;`.
 //!
-//! It goes together with candle's trait `Module`, however that is imported:
+//! It can be combined with candle's trait `Module`, however that is imported:
 //!
 //! ```
 //! mod by_name {
@@ -44,7 +44,7 @@ pub use fulgurite_core::mesh::DeviceMesh;
 pub use fulgurite_core::module::{
     CandleModule, ForwardScope, FullyShard, Module, ModuleBuilder, ModuleTree, Unit,
 };
-// Also without its name, which a program may give to candle's trait.
+// Also without a name, since a program may have imported candle's trait under this one.
 pub use fulgurite_core::module::Module as _;
 pub use fulgurite_core::nn::{
     AttentionConfig, CausalSelfAttention, CrossEntropy, Dropout, Embedding, GeluMlp, LayerNorm,

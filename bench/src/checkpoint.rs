@@ -1,4 +1,4 @@
-//! Saving and loading, against raw writes, reads and copies of as many bytes.
+//! Saving and loading, compared with raw writes, reads and copies of the same number of bytes.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -16,7 +16,7 @@ use fulgurite_core::optim::AdamW;
 use rustix::fs::{Advice, fadvise};
 use serde_json::json;
 
-use super::memory::{forget_peak, resident};
+use super::memory::{reset_peak, resident};
 use super::ranks::{StrategyRanks, Times, at_least_one};
 use super::{Decoder, SizeOptions, Workload};
 use fulgurite::cli::print;
@@ -40,10 +40,10 @@ pub struct CheckpointBench {
     json: bool,
 }
 
-/// Bytes of a raw write or read.
+/// Bytes of one raw write or read call.
 const CHUNK: usize = 16 << 20;
 
-/// What each time is compared with, where there is something.
+/// The time that each time is compared with.
 const LIMITS: [(&str, &str); 9] = [
     ("save", "raw_write"),
     ("load_warm", "raw_read_warm"),
@@ -56,7 +56,7 @@ const LIMITS: [(&str, &str); 9] = [
     ("full_load_warm", "raw_read_warm"),
 ];
 
-/// Measures. Launches the other ranks; returns in ranks only. Collective.
+/// Runs the benchmark. Launches the other ranks; returns in ranks only. Collective.
 ///
 /// # Errors
 /// If ranks cannot be started, or the directory cannot be written.
@@ -65,7 +65,7 @@ pub(crate) fn checkpoint(options: &CheckpointBench) -> Result<()> {
     let mut fabric = options.ranks.launch(&[])?;
     let adamw = AdamW { lr: 3e-4, weight_decay: 0.1, ..AdamW::default() };
     let (_model, mut optimizer) = fabric.setup(|b| Decoder::new(b, &size), &adamw)?;
-    // Moments that are not zero, as after a step.
+    // Nonzero moments, as after a step.
     for (i, state) in optimizer.state_tensors()?.into_iter().enumerate() {
         let values = (state.values.ones_like()? * (1e-3 * (i + 1) as f64))?;
         storage::copy_from(&state.values, &values)?;
@@ -77,27 +77,27 @@ pub(crate) fn checkpoint(options: &CheckpointBench) -> Result<()> {
     }
     fabric.barrier()?;
     let sizes = Sizes::of(&fabric)?;
-    let mut meter = Meter { fabric: &fabric, times: Times::default(), rises: BTreeMap::new() };
+    let mut meter = Meter { fabric: &fabric, times: Times::default(), increases: BTreeMap::new() };
     let measured = measure(&mut meter, options.repeat, &mut optimizer, &here, &sizes);
-    // A rank that failed left the others in another collective: there is nothing to wait for.
+    // After a failure the other ranks are in another collective, so there is no barrier.
     let met = measured.as_ref().map_or(Ok(()), |()| fabric.barrier());
     let removed = match fabric.is_global_zero() {
         true => fs::remove_dir_all(&here).map_err(Error::io("removing", &here)),
         false => Ok(()),
     };
     measured.and(met).and(removed)?;
-    let rises = all_gather_object(&**fabric.world(), &meter.rises)?;
+    let increases = all_gather_object(&**fabric.world(), &meter.increases)?;
     if fabric.is_global_zero() {
-        report(options, &sizes, &meter.times, &rises)?;
+        report(options, &sizes, &meter.times, &increases)?;
     }
     Ok(())
 }
 
-/// Bytes.
+/// Sizes in bytes.
 struct Sizes {
-    /// Weights and AdamW's state, of all ranks together.
+    /// Weights and AdamW's state, of all ranks.
     state: usize,
-    /// An even share of that.
+    /// The share of each rank.
     share: usize,
     largest_tensor: usize,
 }
@@ -112,41 +112,41 @@ impl Sizes {
     }
 }
 
-/// Bytes by which a rank's memory rose above what it held before, at most, by what was done.
-type Rises = BTreeMap<String, u64>;
+/// The largest increase of a rank's memory during each operation, in bytes, by the operation's name.
+type MemoryIncreases = BTreeMap<String, u64>;
 
 /// Measures times and memory.
 struct Meter<'f> {
     fabric: &'f Fabric,
     times: Times,
-    rises: Rises,
+    increases: MemoryIncreases,
 }
 
 impl Meter<'_> {
-    /// Runs `f` on all ranks and notes how long the slowest took, and this rank's memory.
+    /// Runs `f` on all ranks, and notes the time of the slowest and the increase of this rank's memory.
     /// Collective.
     fn measure<T>(&mut self, name: &'static str, f: impl FnOnce() -> Result<T>) -> Result<T> {
         let resting = resident()?.now;
-        forget_peak()?;
+        reset_peak()?;
         let result = self.times.measure(self.fabric, name, f)?;
-        self.note_rise(name, resting)?;
+        self.note_increase(name, resting)?;
         Ok(result)
     }
 
-    fn note_rise(&mut self, name: &str, resting: u64) -> Result<()> {
-        let rise = self.rises.entry(name.to_owned()).or_default();
+    fn note_increase(&mut self, name: &str, resting: u64) -> Result<()> {
+        let rise = self.increases.entry(name.to_owned()).or_default();
         *rise = resident()?.peak.saturating_sub(resting).max(*rise);
         Ok(())
     }
 
-    /// Does something on rank 0, while the others wait.
-    fn by_one(&self, f: impl FnOnce() -> Result<()>) -> Result<()> {
+    /// Runs `f` on rank 0, while the others wait.
+    fn on_rank_zero(&self, f: impl FnOnce() -> Result<()>) -> Result<()> {
         let result = if self.fabric.is_global_zero() { f() } else { Ok(()) };
         self.fabric.barrier()?;
         result
     }
 
-    /// Saves in the background; notes when control returned and when the checkpoint was there.
+    /// Saves in the background; notes the time until control returns and until the checkpoint is committed.
     fn save_in_background(
         &mut self,
         saver: &mut AsyncSaver,
@@ -155,7 +155,7 @@ impl Meter<'_> {
     ) -> Result<()> {
         self.fabric.barrier()?;
         let resting = resident()?.now;
-        forget_peak()?;
+        reset_peak()?;
         let started = Instant::now();
         let request = self.fabric.save_request("saved", optimizer, &(), serde_json::Value::Null)?;
         saver.start(request)?;
@@ -165,7 +165,7 @@ impl Meter<'_> {
         for (name, secs) in names.into_iter().zip([blocked, done]) {
             self.times.note(self.fabric, name, secs)?;
         }
-        self.note_rise(names[0], resting)
+        self.note_increase(names[0], resting)
     }
 }
 
@@ -180,7 +180,7 @@ fn measure(
     let raw = here.join(format!("raw-{}", fabric.global_rank()));
     let saved = here.join("saved");
     let remove = || fs::remove_dir_all(&saved).map_err(Error::io("removing", &saved));
-    // No two pages alike.
+    // Pages with different content.
     let noise =
         (0..sizes.share as u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8);
     let (from, mut to) = (noise.collect::<Vec<_>>(), vec![2_u8; sizes.share]);
@@ -190,7 +190,7 @@ fn measure(
         let mut reserved = new_saver()?;
         let nothing = serde_json::Value::Null;
         reserved.reserve(&fabric.save_request("saved", optimizer, &(), nothing)?)?;
-        // What comes first touches the pages of the cache first, which costs more than using them again.
+        // Once before, since the first use of pages of the cache takes longer.
         raw_write(&raw, &from)?;
 
         meter.measure("raw_write", || raw_write(&raw, &from))?;
@@ -201,9 +201,9 @@ fn measure(
 
         meter.measure("save", || fabric.save(&saved, optimizer, &()))?;
         meter.measure("load_warm", || fabric.load::<()>(&saved, Some(optimizer)))?;
-        meter.by_one(|| drop_from_cache(&saved))?;
+        meter.on_rank_zero(|| drop_from_cache(&saved))?;
         meter.measure("load_cold", || fabric.load::<()>(&saved, Some(optimizer)))?;
-        meter.by_one(remove)?;
+        meter.on_rank_zero(remove)?;
 
         meter.measure("memcpy", || {
             to.copy_from_slice(&from);
@@ -216,11 +216,11 @@ fn measure(
             ["async_block_reserved", "async_done"],
         )?;
         drop(reserved);
-        meter.by_one(remove)?;
+        meter.on_rank_zero(remove)?;
         let mut saver = new_saver()?;
         for name in ["async_block_first", "async_block"] {
             meter.save_in_background(&mut saver, optimizer, [name, "async_done"])?;
-            meter.by_one(remove)?;
+            meter.on_rank_zero(remove)?;
         }
         drop(saver);
 
@@ -228,21 +228,21 @@ fn measure(
             let parts = if fabric.is_global_zero() { fabric.world_size() } else { 0 };
             raw_write_times(&raw, &from, parts)
         })?;
-        meter.by_one(|| fs::remove_file(&raw).map_err(Error::io("removing", &raw)))?;
+        meter.on_rank_zero(|| fs::remove_file(&raw).map_err(Error::io("removing", &raw)))?;
         let full = FullOptions::default();
         meter.measure("full_save", || fabric.save_full(&saved, Some(optimizer), &(), &full))?;
         meter.measure("full_load_warm", || fabric.load::<()>(&saved, Some(optimizer)))?;
-        meter.by_one(remove)?;
+        meter.on_rank_zero(remove)?;
     }
     Ok(())
 }
 
-/// Writes these bytes and makes them durable.
+/// Writes bytes to a file and makes them durable.
 fn raw_write(path: &Path, bytes: &[u8]) -> Result<()> {
     raw_write_times(path, bytes, 1)
 }
 
-/// The same, so many times over in one file; for none, no file.
+/// Writes the bytes `times` times to one file and makes it durable; no file if `times` is 0.
 fn raw_write_times(path: &Path, bytes: &[u8], times: usize) -> Result<()> {
     let failed = || Error::io("writing", path);
     if times == 0 {
@@ -276,15 +276,24 @@ fn drop_from_cache(path: &Path) -> Result<()> {
     fadvise(&file, 0, None, Advice::DontNeed).map_err(|e| Error::io("reading", path)(e.into()))
 }
 
-fn report(options: &CheckpointBench, sizes: &Sizes, times: &Times, rises: &[Rises]) -> Result<()> {
+fn report(
+    options: &CheckpointBench,
+    sizes: &Sizes,
+    times: &Times,
+    increases: &[MemoryIncreases],
+) -> Result<()> {
     let medians = times.medians();
     let gib = sizes.state as f64 / f64::from(1 << 30);
     let mib = |bytes: u64| (bytes as f64 / f64::from(1 << 20) * 10.0).round() / 10.0;
     let secs = |name: &str| medians.iter().find(|(n, _)| *n == name).map(|(_, secs)| *secs);
     let limit = |name: &str| LIMITS.iter().find(|(n, _)| *n == name).map(|(_, limit)| *limit);
     let ratio = |name: &str, own: f64| limit(name).and_then(secs).map(|limit| limit / own);
-    let rises = |name: &str| {
-        rises.iter().filter_map(|rises| rises.get(name)).map(|b| mib(*b)).collect::<Vec<_>>()
+    let increases = |name: &str| {
+        increases
+            .iter()
+            .filter_map(|increases| increases.get(name))
+            .map(|b| mib(*b))
+            .collect::<Vec<_>>()
     };
     if options.json {
         let rows: Vec<_> = medians
@@ -292,7 +301,7 @@ fn report(options: &CheckpointBench, sizes: &Sizes, times: &Times, rises: &[Rise
             .map(|(name, secs)| {
                 json!({
                     "what": name, "secs": secs, "secs_min": times.shortest(name), "gib_per_s": gib / secs, "limit": limit(name),
-                    "of_limit": ratio(name, *secs), "rise_mib": rises(name),
+                    "of_limit": ratio(name, *secs), "rise_mib": increases(name),
                 })
             })
             .collect();
@@ -316,7 +325,7 @@ fn report(options: &CheckpointBench, sizes: &Sizes, times: &Times, rises: &[Rise
             times.shortest(name).unwrap_or(*secs),
             gib / secs,
             compared.unwrap_or_default(),
-            rises(name)
+            increases(name)
         );
     }
     print(&text)

@@ -34,7 +34,7 @@ pub struct CollectivesBench {
 /// A collective to measure.
 const OPS: [&str; 5] = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier"];
 
-/// Measures. Launches the other ranks; returns in ranks only. Collective.
+/// Runs the benchmark. Launches the other ranks; returns in ranks only. Collective.
 ///
 /// # Errors
 /// If ranks cannot be started, or a collective fails or gives a wrong result.
@@ -55,10 +55,10 @@ pub(crate) fn collectives(options: &CollectivesBench) -> Result<()> {
 /// The times of one collective at one size.
 struct Measured {
     bytes: usize,
-    /// The slowest rank's, each call after a barrier.
+    /// The median of single calls, each after a barrier; that of the slowest rank.
     median_secs: f64,
     shortest_secs: f64,
-    /// The mean of calls one after the other.
+    /// The mean of consecutive calls without barriers.
     in_a_row_secs: f64,
 }
 
@@ -120,7 +120,7 @@ impl Measured {
         {
             return Err(Error::other(format!("{op} of {bytes} bytes gave a wrong result")));
         }
-        // Sums of zeros stay finite.
+        // Zeros, whose sums stay finite.
         for tensor in [&whole, &own] {
             with_host_mut(tensor, |x: &mut [f32]| x.fill(0.0))?;
         }

@@ -1,21 +1,20 @@
-//! The matrix products of a training step and nothing else: what no step can be faster than, on the
-//! library that multiplies.
+//! The matrix products of a training step alone: a lower bound of the step's time with this library for
+//! matrix products.
 
 use fulgurite_core::nn::gemm::{Mat, Threads, gemm};
 use rayon::prelude::*;
 
 use super::DecoderSize;
 
-/// Queries that attention takes at once: causal attention multiplies a block with the keys up to
-/// its end.
+/// Queries of a block in attention; causal attention multiplies a block with the keys up to its end.
 const BLOCK: usize = 128;
 
 /// The products of one rank's micro-batch, with memory to run them on.
 pub(super) struct Floor {
     tokens: usize,
-    /// Inputs and outputs of each linear layer.
+    /// The numbers of inputs and outputs of each linear layer.
     linears: Vec<[usize; 2]>,
-    /// (sequence, head) pairs, over all layers.
+    /// The number of (sequence, head) pairs in all layers.
     heads: usize,
     head_dim: usize,
     seq: usize,
@@ -64,7 +63,7 @@ impl Floor {
         }
     }
 
-    /// Multiplies once; threads as layers use them.
+    /// Computes all products once, with the threads that layers use.
     pub(super) fn run(&mut self) {
         let n = self.tokens;
         for &[inputs, outputs] in &self.linears {
@@ -80,8 +79,8 @@ impl Floor {
         parts.into_par_iter().for_each(|heads| self.attend(heads));
     }
 
-    /// Scores and output forward; scores again and the gradients of scores, values, queries and
-    /// keys backward.
+    /// The products of attention. Forward: scores, output. Backward: scores, gradients of scores, values,
+    /// queries and keys.
     fn attend(&self, heads: usize) {
         let (d, block) = (self.head_dim, BLOCK.min(self.seq));
         let rows = vec![0.01f32; self.seq * d];

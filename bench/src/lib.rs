@@ -1,9 +1,8 @@
-//! What `fulgurite bench` does: measurements that anyone can repeat, on a model and with options that are said
-//! in full.
+//! The benchmarks of `fulgurite bench`.
 //!
-//! Every time is that of the slowest rank, and the median over the repeats, which begin at a barrier. A
-//! limit (raw writes and reads of the same bytes, the matrix products alone) is measured in the same
-//! run.
+//! Every time is that of the slowest rank and the median over the repeats, which begin at a barrier. The limit
+//! that it is compared with (raw writes and reads of the same bytes, the matrix products alone) is measured
+//! in the same run.
 
 mod checkpoint;
 mod collectives;
@@ -14,14 +13,14 @@ mod model;
 mod overhead;
 mod ranks;
 mod startup;
-mod subject;
+mod tiny_models;
 mod train;
 
 use clap::Subcommand;
 use fulgurite::prelude::*;
 pub(crate) use model::{Decoder, DecoderSize, SizeOptions, Workload};
 
-/// What can be measured.
+/// The benchmarks.
 #[derive(Debug, Clone, Subcommand)]
 pub enum Command {
     /// Training steps of a decoder, against its matrix products alone
@@ -34,10 +33,10 @@ pub enum Command {
     Overhead(overhead::OverheadBench),
 }
 
-/// Measures. Launches the other ranks; returns in ranks only. Collective.
+/// Runs a benchmark. Launches the other ranks; returns in ranks only. Collective.
 ///
 /// # Errors
-/// If ranks cannot be started, or what is measured fails.
+/// If ranks cannot be started, or the benchmark fails.
 pub fn run(command: &Command) -> Result<()> {
     match command {
         Command::Train(options) => train::train(options),

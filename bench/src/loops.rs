@@ -1,4 +1,4 @@
-//! One training three times: by the trainer, by a loop over Fabric, and by a loop without either.
+//! The same training by the trainer, by a loop with Fabric, and by a loop without either.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,18 +12,18 @@ use fulgurite_core::parameter::LocalGrads;
 use fulgurite_core::run::RunConfig;
 use fulgurite_core::strategy::materialize;
 
-use super::subject::{Net, Subject, SubjectConfig, Tokens};
+use super::tiny_models::{Net, TinyModel, TinyModelConfig, Tokens};
 use fulgurite::prelude::*;
 
-/// Who runs the loop.
+/// A training loop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Loop {
     /// [`Trainer::fit`], with a callback and the default loggers.
     Trainer,
     /// A hand-written loop over [`Fabric`].
     Fabric,
-    /// A hand-written loop that calls candle's backward and the optimizer: no strategy, no Fabric.
-    /// For one rank.
+    /// A hand-written loop that calls candle's backward and the optimizer, without strategy or Fabric. For
+    /// one rank.
     Bare,
 }
 
@@ -37,12 +37,12 @@ impl Loop {
     }
 }
 
-/// The limit of the gradients' norm, in all loops.
+/// The gradient clipping of all loops.
 const CLIP: f64 = 1.0;
 
-/// What is trained, and how.
+/// A training to be measured.
 pub(super) struct Job<'a> {
-    pub(super) subject: Subject,
+    pub(super) model: TinyModel,
     pub(super) strategy: &'a str,
     pub(super) warmup: u64,
     pub(super) steps: u64,
@@ -50,7 +50,7 @@ pub(super) struct Job<'a> {
     pub(super) dir: &'a Path,
 }
 
-/// What a loop measured on this rank.
+/// The measurements of a loop on this rank.
 pub(super) struct Measured {
     /// Seconds of each step after the warm-up.
     pub(super) steps: Vec<f64>,
@@ -71,11 +71,11 @@ impl Job<'_> {
         Ok(Measured { steps, loss })
     }
 
-    fn config(&self) -> Result<RunConfig<SubjectConfig, SubjectConfig>> {
+    fn config(&self) -> Result<RunConfig<TinyModelConfig, TinyModelConfig>> {
         let layers = ConfigLayers::new();
-        let mut run = RunConfig::<SubjectConfig, SubjectConfig>::from_layers(layers)?;
-        run.model.subject = self.subject;
-        run.data.subject = self.subject;
+        let mut run = RunConfig::<TinyModelConfig, TinyModelConfig>::from_layers(layers)?;
+        run.model.name = self.model;
+        run.data.name = self.model;
         run.trainer.strategy = PluginValue::new(self.strategy);
         run.trainer.max_steps = Some(self.total());
         run.trainer.gradient_clip_val = Some(CLIP);
@@ -101,8 +101,7 @@ impl Job<'_> {
     fn fabric(&self, world: Arc<dyn ProcessGroup>) -> Result<(Vec<Instant>, f64)> {
         let run = self.config()?;
         let mut fabric = Fabric::with_world(world, &run.trainer, run.seed, None)?;
-        let (net, mut optimizer) =
-            fabric.setup(|b| Net::new(b, self.subject), &AdamW::default())?;
+        let (net, mut optimizer) = fabric.setup(|b| Net::new(b, self.model), &AdamW::default())?;
         let batches = fabric.setup_data::<Tokens>(&run.data)?;
         let (mut ends, mut loss) = (Vec::new(), f64::NAN);
         for batch in batches.take(self.total() as usize) {
@@ -118,7 +117,7 @@ impl Job<'_> {
     fn bare(&self) -> Result<(Vec<Instant>, f64)> {
         let run = self.config()?;
         let builder = ModuleBuilder::new(ModuleInit::default());
-        let net = Net::new(&builder, self.subject)?;
+        let net = Net::new(&builder, self.model)?;
         let tree = builder.finish()?;
         materialize::replicate(&tree, run.seed)?;
         let grads = Arc::new(LocalGrads::default());
@@ -156,7 +155,7 @@ impl Job<'_> {
     }
 }
 
-/// Notes when steps end.
+/// Records when steps end.
 #[derive(Default)]
 struct Clock(Arc<Mutex<Vec<Instant>>>);
 
@@ -169,7 +168,7 @@ impl Hooks for Clock {
     }
 }
 
-/// A process group of this process alone.
+/// A process group of one rank.
 pub(super) fn alone() -> Arc<dyn ProcessGroup> {
     Arc::new(Solo::new("world", 0))
 }

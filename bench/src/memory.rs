@@ -1,20 +1,20 @@
-//! What a process holds in memory, as Linux counts it.
+//! The resident memory of this process, from Linux.
 
 use fulgurite::prelude::*;
 
-/// Resident memory in bytes: all pages of this process that are in memory, files' included.
+/// Resident memory in bytes, including mapped pages of files.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Resident {
-    /// At this moment.
+    /// The present size.
     pub(super) now: u64,
-    /// At most, since the process started or the last [`forget_peak`].
+    /// The peak since the process started or the last [`reset_peak`].
     pub(super) peak: u64,
 }
 
 /// Reads it from `/proc`.
 ///
 /// # Errors
-/// Where there is no such thing.
+/// On systems without it.
 pub(super) fn resident() -> Result<Resident> {
     const STATUS: &str = "/proc/self/status";
     let status = std::fs::read_to_string(STATUS).map_err(Error::io("reading", STATUS))?;
@@ -27,11 +27,11 @@ pub(super) fn resident() -> Result<Resident> {
     Ok(Resident { now: bytes("VmRSS:")?, peak: bytes("VmHWM:")? })
 }
 
-/// Lets the peak begin anew at what is held now.
+/// Resets the peak to the present size.
 ///
 /// # Errors
-/// Where that cannot be asked of the system.
-pub(super) fn forget_peak() -> Result<()> {
+/// On systems that do not support it.
+pub(super) fn reset_peak() -> Result<()> {
     const CLEAR: &str = "/proc/self/clear_refs";
     std::fs::write(CLEAR, "5").map_err(Error::io("writing", CLEAR))
 }
@@ -47,7 +47,7 @@ mod tests {
         drop(std::hint::black_box(vec![1_u8; BYTES as usize]));
         // Linux counts pages per processor first: the sum is not exact.
         assert!(resident().unwrap().peak >= before.now + BYTES / 2);
-        forget_peak().unwrap();
+        reset_peak().unwrap();
         // The allocator may keep what was dropped.
         let after = resident().unwrap();
         assert!(after.peak < after.now + BYTES / 2, "{after:?}");

@@ -1,4 +1,4 @@
-//! The decoder that benchmarks speak of: Llama's, with its names, and sizes as options.
+//! The decoder of the benchmarks: a Llama whose sizes are options.
 
 use clap::{Args, ValueEnum};
 use fulgurite_core::nn::{
@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::ranks::at_least_one;
 use fulgurite::prelude::*;
 
-/// A size that has a name.
+/// A named size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Workload {
     /// 0.98 M parameters, 4 layers of 128, 4 sequences of 64 tokens: what is measured is overhead
@@ -23,7 +23,7 @@ pub(crate) enum Workload {
     Ckpt,
 }
 
-/// The options that say how large a decoder is.
+/// Options for the size of a decoder.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct SizeOptions {
     /// The sizes to start from; if not given, 30m to train and ckpt for checkpoints
@@ -62,12 +62,12 @@ pub(crate) struct DecoderSize {
 }
 
 impl SizeOptions {
-    /// The workload that was asked for.
+    /// The workload, or the default.
     pub(crate) fn workload(&self, default: Workload) -> Workload {
         self.workload.unwrap_or(default)
     }
 
-    /// The workload's sizes, but for those that are given.
+    /// The sizes: those given as options, else those of the workload.
     ///
     /// # Errors
     /// If the heads do not divide the width.
@@ -122,7 +122,7 @@ impl Decoder {
     /// Describes the model; allocates nothing.
     ///
     /// # Errors
-    /// If the sizes do not fit one another.
+    /// If the sizes contradict each other.
     pub(crate) fn new(b: &ModuleBuilder, size: &DecoderSize) -> Result<Self> {
         let DecoderSize { vocab, dim, layers, heads, kv_heads, ffn } = *size;
         let init = Init::Normal { mean: 0.0, std: 0.02 };

@@ -1,4 +1,4 @@
-//! What the framework adds to a step, and what happens before the first.
+//! The time that the framework adds to a step, and the time before the first step.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use toml::Table;
 use super::loops::{Job, Loop, Measured, alone};
 use super::ranks::{at_least_one, median};
 use super::startup::{Startup, start};
-use super::subject::Subject;
+use super::tiny_models::TinyModel;
 use super::train::now;
 use fulgurite::cli::print;
 use fulgurite::prelude::*;
@@ -28,8 +28,8 @@ pub struct OverheadBench {
     #[arg(long, default_value_t = 2, value_parser = at_least_one)]
     ranks: usize,
     /// What is trained, separated by commas
-    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Subject::Tiny, Subject::Small, Subject::One])]
-    models: Vec<Subject>,
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [TinyModel::Tiny, TinyModel::Small, TinyModel::One])]
+    models: Vec<TinyModel>,
     /// Steps that are timed, each time
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
@@ -44,7 +44,7 @@ pub struct OverheadBench {
     json: bool,
 }
 
-/// Measures. Launches the other ranks; returns in ranks only. Collective.
+/// Runs the benchmark. Launches the other ranks; returns in ranks only. Collective.
 ///
 /// # Errors
 /// If ranks cannot be started, or a step fails.
@@ -62,7 +62,7 @@ pub(crate) fn overhead(options: &OverheadBench) -> Result<()> {
     let dir = std::env::temp_dir().join(format!("fulgurite-bench-{}", std::process::id()));
     let dir: PathBuf = broadcast_object(&*world, &dir, 0)?;
     let measured = measure(options, &world, &dir);
-    // A rank that failed left the others in another collective: there is nothing to wait for.
+    // After a failure the other ranks are in another collective, so there is no barrier.
     let met = measured.as_ref().map_or(Ok(()), |_| world.run(Collective::Barrier));
     let removed = match world.rank() {
         0 => std::fs::remove_dir_all(&dir).map_err(Error::io("removing", &dir)),
@@ -82,21 +82,21 @@ pub(crate) fn overhead(options: &OverheadBench) -> Result<()> {
     if world.rank() == 0 { show(options, &report) } else { Ok(()) }
 }
 
-/// All loops, in turns. Collective.
+/// Measures all loops alternately. Collective.
 fn measure(
     options: &OverheadBench,
     world: &Arc<dyn ProcessGroup>,
     dir: &std::path::Path,
 ) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
-    for &subject in &options.models {
+    for &model in &options.models {
         let job =
-            |strategy| Job { subject, strategy, warmup: options.warmup, steps: options.steps, dir };
-        // One rank, while the others wait.
+            |strategy| Job { model, strategy, warmup: options.warmup, steps: options.steps, dir };
+        // On one rank, while the others wait.
         let loops = [Loop::Trainer, Loop::Fabric, Loop::Bare];
         let meet = || world.run(Collective::Barrier);
         if world.rank() == 0 {
-            rows.extend(in_turns(options.rounds, &job("single_device"), &loops, &alone(), meet)?);
+            rows.extend(alternate(options.rounds, &job("single_device"), &loops, &alone(), meet)?);
         } else {
             (0..options.rounds * loops.len()).try_for_each(|_| meet())?;
         }
@@ -104,16 +104,16 @@ fn measure(
         for strategy in ["ddp", "fsdp"] {
             if world.size() > 1 {
                 let loops = &loops[..2];
-                rows.extend(in_turns(options.rounds, &job(strategy), loops, world, meet)?);
+                rows.extend(alternate(options.rounds, &job(strategy), loops, world, meet)?);
             }
         }
     }
     Ok(rows)
 }
 
-/// The times of one model under one strategy. Collective over `world`; before each loop all ranks
-/// `meet`, those that are idle too, so that none waits longer than one loop takes.
-fn in_turns(
+/// The times of one model under one strategy, with the loops in alternation. Collective over `world`. Before
+/// each loop all ranks call `meet`, idle ones too, so that none waits longer than one loop takes.
+fn alternate(
     rounds: usize,
     job: &Job,
     loops: &[Loop],
@@ -143,7 +143,7 @@ fn in_turns(
         loops.iter().position(|other| *other == by).map(|other| secs / medians[other])
     };
     let row = |(i, &by): (usize, &Loop)| Row {
-        model: job.subject.name(),
+        model: job.model.name(),
         strategy: job.strategy.to_owned(),
         ranks: world.size(),
         by: by.name(),
@@ -157,7 +157,7 @@ fn in_turns(
     Ok(loops.iter().enumerate().map(row).collect())
 }
 
-/// What was measured.
+/// The result.
 #[derive(Serialize)]
 struct Report {
     /// Processes that `ddp`, `fsdp` and the start-up were measured on.
@@ -165,14 +165,14 @@ struct Report {
     /// Threads that a rank computes on.
     threads: usize,
     warmup: u64,
-    /// Steps that were timed, of each loop in each round.
+    /// Steps of each loop that were timed, in each round.
     steps: u64,
     rounds: usize,
     loops: Vec<Row>,
     startup: Startup,
 }
 
-/// One loop: times are the slowest rank's, over all rounds.
+/// The times of one loop: those of the slowest rank, over all rounds.
 #[derive(Serialize)]
 struct Row {
     /// `tiny`, `small` or `one`.
@@ -182,16 +182,16 @@ struct Row {
     /// `trainer`, `fabric` or `bare`.
     #[serde(rename = "loop")]
     by: &'static str,
-    /// The median step, from the end of the one before to its own.
+    /// The median time of a step, from the end of the one before to its own.
     step_us: f64,
     step_us_min: f64,
-    /// The mean step of the median round, with what is not done in every step (loggers' lines).
+    /// The mean time of a step in the median round, with work that is not done in every step, such as logging.
     mean_us: f64,
-    /// The median over that of the hand-written loop over Fabric.
+    /// The median as a multiple of that of the loop with Fabric.
     of_fabric: Option<f64>,
-    /// The same over that of the loop without a framework, on one device.
+    /// The median as a multiple of that of the loop without a framework, on one device.
     of_bare: Option<f64>,
-    /// The loss of the last step, which all loops of a model and a strategy must come to.
+    /// The loss of the last step, equal in all loops of a model and a strategy.
     loss: f64,
 }
 

@@ -1,4 +1,4 @@
-//! Ranks, and times that they agree on.
+//! The ranks of a benchmark, and times of the slowest.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -11,7 +11,7 @@ use toml::Table;
 
 use fulgurite::prelude::*;
 
-/// Where a benchmark runs.
+/// The ranks of a benchmark.
 #[derive(Debug, Clone, Args)]
 pub(super) struct Ranks {
     /// Number of processes. Each computes on as many threads as RAYON_NUM_THREADS says, without it
@@ -20,7 +20,7 @@ pub(super) struct Ranks {
     pub(super) ranks: usize,
 }
 
-/// Where a benchmark of a strategy runs.
+/// The ranks and the strategy of a benchmark.
 #[derive(Debug, Clone, Args)]
 pub(super) struct StrategyRanks {
     #[command(flatten)]
@@ -39,7 +39,7 @@ impl StrategyRanks {
 }
 
 impl Ranks {
-    /// The same under a strategy that is not an option.
+    /// Becomes a rank, under a fixed strategy.
     pub(super) fn launch(&self, strategy: &str, keys: &[String]) -> Result<Fabric> {
         let mut layers = ConfigLayers::new()
             .set(&format!("trainer.devices={}", self.ranks))?
@@ -51,7 +51,7 @@ impl Ranks {
     }
 }
 
-/// Reads a number of things of which there must be one.
+/// Parses a number that is at least 1.
 pub(super) fn at_least_one(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(0) => Err("it must be 1 or more".to_owned()),
@@ -68,7 +68,7 @@ pub(super) struct Times {
 }
 
 impl Times {
-    /// Runs `f` on all ranks between barriers and notes how long the slowest took. Collective.
+    /// Runs `f` on all ranks between barriers, and notes the time of the slowest. Collective.
     pub(super) fn measure<T>(
         &mut self,
         fabric: &Fabric,
@@ -93,23 +93,23 @@ impl Times {
         Ok(())
     }
 
-    /// All that were noted under a name, in order.
+    /// The times noted under a name, in order.
     pub(super) fn get(&self, name: &str) -> &[f64] {
         self.secs.get(name).map_or(&[], Vec::as_slice)
     }
 
-    /// The shortest time of one.
+    /// The shortest time noted under a name.
     pub(super) fn shortest(&self, name: &str) -> Option<f64> {
         self.secs.get(name)?.iter().copied().min_by(f64::total_cmp)
     }
 
-    /// The median of each, in the order of measuring.
+    /// The median time of each name, in the order of measuring.
     pub(super) fn medians(&self) -> Vec<(&'static str, f64)> {
         self.order.iter().map(|name| (*name, median(&self.secs[*name]))).collect()
     }
 }
 
-/// The median: of an even number of values, the mean of the two in the middle; of none, NaN.
+/// The median: for an even number of values the mean of the two in the middle, for none NaN.
 pub(super) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

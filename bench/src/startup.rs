@@ -1,4 +1,4 @@
-//! What happens before the first step, and how long each part takes.
+//! The parts of the time before the first step.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,17 +8,17 @@ use fulgurite_core::collective::{ProcessGroup, all_gather_object};
 use fulgurite_core::run::TrainerConfig;
 use serde::Serialize;
 
-use super::subject::{Net, Subject, SubjectConfig, Tokens};
+use super::tiny_models::{Net, TinyModel, TinyModelConfig, Tokens};
 use super::train::now;
 use fulgurite::prelude::*;
 
-/// Seconds of the parts of a start, each the slowest rank's: from the start of the program to the end
-/// of the first step of `tiny`.
+/// The parts of the time from the start of the program to the end of the first step of `tiny`, in seconds,
+/// each of the slowest rank.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct Startup {
-    /// From the start of the program to a rank's own beginning: another process started.
+    /// From the start of the program to the start of the rank's process.
     process_s: f64,
-    /// Finding the others: the store, and the process group's memory.
+    /// Rendezvous: the store, and the process group's memory.
     rendezvous_s: f64,
     /// The strategy, and the groups of its mesh.
     strategy_s: f64,
@@ -30,12 +30,12 @@ pub(super) struct Startup {
     /// Opening the data.
     data_s: f64,
     first_step_s: f64,
-    /// All of it.
+    /// The sum.
     total_s: f64,
 }
 
-/// Starts the first Fabric over `world` and makes a step. Of this rank, `program` is when the program
-/// was started and `entered` when its own process began to work, in seconds since 1970. Collective.
+/// Makes a Fabric over `world` and runs a step. `program` is when the program was started and `entered` when
+/// this rank's process was, in seconds since 1970. Collective.
 ///
 /// # Errors
 /// If the step fails.
@@ -56,14 +56,14 @@ pub(super) fn start(
     let strategy_s = lap();
     let mut build_s = 0.0;
     let net = fabric.setup_module(|b| {
-        let net = Net::new(b, Subject::Tiny);
+        let net = Net::new(b, TinyModel::Tiny);
         build_s = lap();
         net
     })?;
     let materialize_s = lap();
     let mut optimizer = fabric.setup_optimizer(&AdamW::default())?;
     let optimizer_s = lap();
-    let mut batches = fabric.setup_data::<Tokens>(&SubjectConfig { subject: Subject::Tiny })?;
+    let mut batches = fabric.setup_data::<Tokens>(&TinyModelConfig { name: TinyModel::Tiny })?;
     let data_s = lap();
     if let Some(batch) = batches.next() {
         fabric.backward(&batch?.forward(|batch| net.loss(batch))?)?;

@@ -1,4 +1,4 @@
-//! Training steps through [`Fabric`], against the matrix products in them alone.
+//! Training steps with [`Fabric`], compared with their matrix products alone.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -54,7 +54,7 @@ pub struct TrainBench {
     json: bool,
 }
 
-/// Batches that are taken in turn.
+/// Number of batches, which are used cyclically.
 const POOL: u64 = 4;
 
 /// How often the floor is measured before the timed steps, and again after.
@@ -67,7 +67,7 @@ fn state_dtypes() -> impl TypedValueParser<Value = StateDtype> {
     })
 }
 
-/// Measures. Launches the other ranks; returns in ranks only. Collective.
+/// Runs the benchmark. Launches the other ranks; returns in ranks only. Collective.
 ///
 /// # Errors
 /// If ranks cannot be started, or a step fails.
@@ -140,8 +140,8 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
             })
         })
     };
-    // Before the steps and after, for how fast a machine is changes; not between them, so that steps
-    // follow each other as in training.
+    // Before and after the steps, since the machine's speed changes; not between them, so that steps follow
+    // each other as in training.
     if let Some(floor) = &mut floor {
         floor.run();
         measure_floor(floor, &mut times)?;
@@ -150,7 +150,7 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
     for i in options.warmup..options.warmup + options.steps {
         loss_last = times.measure(&fabric, "step", || step(i))?;
     }
-    // The floor's memory is not the training's.
+    // Without the floor's memory.
     let peak_rss_mib = if floor.is_some() { peak_before_floor } else { peak_rss_mib() };
     if let Some(floor) = &mut floor {
         measure_floor(floor, &mut times)?;
@@ -194,7 +194,7 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
     )
 }
 
-/// What was measured; times are the slowest rank's, `step_s` and `gemm_floor_s` medians.
+/// The result. Times are those of the slowest rank; `step_s` and `gemm_floor_s` are medians.
 #[derive(Serialize)]
 struct Report<'a> {
     strategy: &'a str,
@@ -260,7 +260,7 @@ fn report(options: &TrainBench, report: &Report) -> Result<()> {
     print(&text)
 }
 
-/// A batch of random ids and their successors.
+/// A batch of random ids, and of the ids that follow them.
 fn tokens(size: &DecoderSize, [batch, seq]: [usize; 2], seed: u64) -> Result<(Tensor, Tensor)> {
     let mut state = seed;
     let mut next = || {

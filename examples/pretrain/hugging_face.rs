@@ -1,4 +1,4 @@
-//! The configuration of a Llama in a Hugging Face directory.
+//! Reading the configuration of a Llama from a Hugging Face directory.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use super::llama::LlamaConfig;
 
-/// What of `config.json` decides the model. Other keys are about other programs.
+/// The keys of `config.json` that the model depends on.
 #[derive(Deserialize)]
 struct HuggingFaceConfig {
     model_type: String,
@@ -20,10 +20,10 @@ struct HuggingFaceConfig {
     head_dim: Option<usize>,
     max_position_embeddings: usize,
     rms_norm_eps: f64,
-    /// Where transformers 4 has it.
+    /// The key of transformers 4.
     rope_theta: Option<f64>,
     rope_scaling: Option<serde_json::Value>,
-    /// Where transformers 5 has it.
+    /// The key of transformers 5.
     rope_parameters: Option<RopeParameters>,
     #[serde(default)]
     tie_word_embeddings: bool,
@@ -89,7 +89,7 @@ pub fn read_config(config: &mut LlamaConfig, directory: &Path) -> Result<()> {
         tie_word_embeddings: hf.tie_word_embeddings,
         ..config.clone()
     };
-    // A key that was set to something else would be passed over in silence.
+    // Otherwise a key with another value would be ignored silently.
     let table = |c: &LlamaConfig| serde_json::to_value(c).map_err(Error::other);
     let (set, defaults, found) = (table(config)?, table(&LlamaConfig::default())?, table(&read)?);
     for (key, value) in set.as_object().into_iter().flatten() {

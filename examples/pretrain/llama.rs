@@ -10,7 +10,7 @@ use super::prelude::*;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LlamaConfig {
-    /// Number of tokens; that of the tokenizer, rounded up to a multiple of 8, if not given.
+    /// Number of tokens; by default that of the tokenizer, rounded up to a multiple of 8.
     pub vocab_size: Option<usize>,
     /// Width of the residual stream.
     pub hidden_size: usize,
@@ -20,13 +20,13 @@ pub struct LlamaConfig {
     pub num_hidden_layers: usize,
     /// Number of query heads.
     pub num_attention_heads: usize,
-    /// Number of key and value heads; as many as query heads if not given.
+    /// Number of key and value heads; by default that of query heads.
     pub num_key_value_heads: Option<usize>,
-    /// Elements of one head; `hidden_size / num_attention_heads` if not given.
+    /// Width of one head; by default `hidden_size / num_attention_heads`.
     pub head_dim: Option<usize>,
     /// The longest sequence.
     pub max_position_embeddings: usize,
-    /// What RMS norms add to the mean square.
+    /// Epsilon of the RMS norms.
     pub rms_norm_eps: f64,
     /// Base of the rotary position embedding.
     pub rope_theta: f64,
@@ -34,10 +34,10 @@ pub struct LlamaConfig {
     pub tie_word_embeddings: bool,
     /// Standard deviation of the initial weights.
     pub initializer_range: f64,
-    /// Dropout behind attention and MLP; 0 for none.
+    /// Dropout after attention and MLP; 0 for none.
     pub dropout: f64,
-    /// A directory in Hugging Face's format to take configuration and weights from; the keys
-    /// above then follow from it.
+    /// A directory in Hugging Face's format with configuration and weights. The keys above are then taken from
+    /// it.
     pub from_pretrained: Option<PathBuf>,
 }
 

@@ -31,7 +31,7 @@ impl LightningModule for LitLlama {
             hugging_face::read_config(config, &directory)?;
         }
         if config.vocab_size.is_none() {
-            // Rows that no token uses let tensor-parallel ranks share the vocabulary evenly.
+            // With additional rows, tensor-parallel ranks divide the vocabulary evenly.
             config.vocab_size = data.vocab_size().map(|tokens| tokens.next_multiple_of(8));
         }
         Ok(())

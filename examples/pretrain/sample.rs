@@ -1,4 +1,4 @@
-//! Writing text with the trained model.
+//! Generating text with the trained model.
 
 use fulgurite::prelude::*;
 
@@ -8,8 +8,8 @@ const PROMPT_TOKENS: usize = 24;
 const NEW_TOKENS: usize = 160;
 const TEMPERATURE: f64 = 0.7;
 
-/// A piece of the data and how the model goes on from it; `None` for data without a tokenizer. All
-/// ranks take part, for a forward gathers parameters, and all draw the same tokens.
+/// A piece of the data, and its continuation by the model; `None` for data without a tokenizer. All ranks call
+/// it, since a forward gathers parameters, and draw the same tokens.
 pub fn continuation(model: &Llama, ctx: &HookContext<TextData>) -> Result<Option<String>> {
     let data = ctx.data();
     let Some(tokenizer) = data.tokenizer() else { return Ok(None) };
@@ -27,7 +27,7 @@ pub fn continuation(model: &Llama, ctx: &HookContext<TextData>) -> Result<Option
         let ids = Tensor::new(window, &device)?.unsqueeze(0)?;
         let logits = model.forward(&ids)?.get(0)?.get(window.len() - 1)?;
         let logits = logits.to_dtype(DType::F64)?.to_vec1::<f64>()?;
-        // The model may have rows that are no token.
+        // The model may have more rows than there are tokens.
         let known = data.vocab_size().map_or(logits.len(), |n| n.min(logits.len()));
         let next = draw(&logits[..known], random.uniform(i as u64));
         tokens.push(next);

@@ -1,4 +1,4 @@
-//! The `fulgurite` program: tools for checkpoints, the built-in plugins, measurements.
+//! The `fulgurite` program: tools for checkpoints, the list of built-in plugins, benchmarks.
 
 mod checkpoint;
 
@@ -40,7 +40,7 @@ fn main() -> ExitCode {
             exit_code(fulgurite::cli::plugins::run(&command).map(|()| ExitCode::SUCCESS))
         }
         Command::Checkpoint(command) => exit_code(checkpoint::run(command)),
-        // It may become several processes, whose failures are one.
+        // Reports the failure of any of its processes.
         #[cfg(feature = "bench")]
         Command::Bench(command) => {
             fulgurite::core::launch::report_and_exit_code(fulgurite_bench::run(&command))

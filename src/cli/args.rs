@@ -1,4 +1,4 @@
-//! The arguments of a training program, for any module: what is to be done, and the configuration.
+//! The command-line arguments of a training program.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -13,16 +13,16 @@ use toml::Table;
 
 use super::plugins;
 
-/// What the help says of a training program.
+/// The name, description and tables of a training program, for its help.
 #[derive(Debug, Clone)]
 pub struct Program {
-    /// The program's name, as it is called.
+    /// The program's name.
     pub name: &'static str,
     /// One line about it.
     pub about: &'static str,
     /// Its version.
     pub version: &'static str,
-    /// Tables of the configuration that the program adds, for the list of keys.
+    /// The program's own tables of the configuration, for the list of keys.
     pub sections: Vec<Section>,
 }
 
@@ -34,31 +34,31 @@ impl Program {
     }
 }
 
-/// What the command line asks for.
+/// A parsed command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CliCommand {
-    /// A run of the module.
+    /// To run the module.
     Run(RunRequest),
-    /// What plugins are linked into the program.
+    /// To list the plugins that are linked into the program.
     Plugins(plugins::Command),
 }
 
-/// A run that the command line asks for.
+/// The arguments of `fit` and `validate`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunRequest {
-    /// What is to be done.
+    /// Whether to train or to validate.
     pub action: Action,
-    /// Configuration files, the later over the earlier.
+    /// Configuration files; later ones win.
     pub config: Vec<PathBuf>,
-    /// Overrides `a.b.c=value`, over all files, in order.
+    /// Overrides `a.b.c=value` of the files, in order.
     pub set: Vec<String>,
-    /// Whether the resolved configuration is to be printed instead of doing anything.
+    /// Whether to print the resolved configuration and do nothing else.
     pub print_config: bool,
-    /// What standard output is for.
+    /// The format of standard output.
     pub output: Output,
 }
 
-/// What a run can be for.
+/// What a run does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Train, and validate on the way.
@@ -67,7 +67,7 @@ pub enum Action {
     Validate,
 }
 
-/// Who reads a run's progress.
+/// The format of a run's standard output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum Output {
     /// Progress on stderr, for people.
@@ -172,7 +172,7 @@ fn command(program: &Program) -> clap::Command {
          {name} fit --config run.toml --print-config\n  \
          {name} plugins list"
     );
-    // The framework's own tables always match their declarations; a test sees to it.
+    // A test checks that the framework's tables match their declarations.
     let mut sections = reference_sections().unwrap_or_default();
     sections.extend(program.sections.iter().cloned());
     let help = format!(

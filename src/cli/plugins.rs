@@ -1,4 +1,4 @@
-//! `plugins list` and `plugins show`: what is linked into a program.
+//! `plugins list` and `plugins show`: the plugins that are linked into a program.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::print;
 
-/// What to say of the plugins.
+/// The subcommands of `plugins`.
 #[derive(Debug, Clone, PartialEq, Eq, Subcommand)]
 pub enum Command {
     /// List all plugins
@@ -27,11 +27,10 @@ pub enum Command {
     },
 }
 
-/// Says on stdout what is linked into this program.
+/// Prints the plugins that are linked into this program.
 ///
 /// # Errors
-/// If no plugin has the name that is asked for, two of a kind share a name, or stdout cannot be
-/// written.
+/// If no plugin has the given name, two plugins of a kind share a name, or stdout cannot be written.
 pub fn run(command: &Command) -> Result<()> {
     let all = registry::plugins();
     match command {
@@ -78,7 +77,7 @@ pub fn list_json(plugins: &[PluginDescriptor]) -> String {
     format!("{:#}\n", serde_json::Value::Array(all))
 }
 
-/// All that is known of the plugins (of any kind) with this name.
+/// The description of all plugins, of any kind, with this name.
 ///
 /// # Errors
 /// [`Error::Config`] if there is none.

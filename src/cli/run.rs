@@ -44,8 +44,7 @@ pub fn cli<M: LightningModule>() -> ExitCode {
     Cli::new(program_name(), "Trains and validates a model").run::<M>()
 }
 
-/// A training program's command line, with a name and defaults of its own; [`cli`] is the short
-/// form.
+/// The command line of a training program with its own name and defaults; [`cli`] is the short form.
 pub struct Cli {
     program: Program,
     defaults: Result<Table>,
@@ -57,7 +56,7 @@ impl Cli {
         Self { program: Program::new(name, about), defaults: Ok(Table::new()) }
     }
 
-    /// Defaults of the configuration, as TOML text, under all files and overrides.
+    /// Sets defaults of the configuration, as TOML text. Files and overrides win.
     #[must_use]
     pub fn with_defaults(self, toml: &str) -> Self {
         self.with_default_table(
@@ -91,8 +90,7 @@ impl Cli {
         self
     }
 
-    /// Parses the command line and does what it says. Collective between the ranks that are
-    /// launched from here.
+    /// Parses the command line and runs it. Collective over the ranks that it launches.
     pub fn run<M: LightningModule>(self) -> ExitCode {
         self.run_program(sections::<M>(), execute::<M>)
     }
@@ -110,14 +108,14 @@ impl Cli {
             Err(error) => error.exit(),
         };
         log_to_stderr();
-        // Backward walks the graph recursively: a long one needs a deep stack.
+        // Backward recurses along the graph, so a long graph needs a deep stack.
         let worker = std::thread::Builder::new()
             .name("main".to_owned())
             .stack_size(STACK_BYTES)
             .spawn(move || report_and_exit_code(execute(&request, self.defaults)));
         match worker.map(std::thread::JoinHandle::join) {
             Ok(Ok(code)) => code,
-            // The panic has been reported by the hook.
+            // The panic hook has reported the panic.
             Ok(Err(_panic)) => ExitCode::from(101),
             Err(error) => report_and_exit_code(Err(Error::Launch(format!(
                 "a thread with a stack of {STACK_BYTES} bytes could not be started: {error}"
@@ -126,17 +124,17 @@ impl Cli {
     }
 }
 
-/// Address space, not memory: pages are taken as they are used.
+/// Address space, not memory: a page takes memory from its first use.
 const STACK_BYTES: usize = 256 << 20;
 
-/// The model's and the data's keys, for the help.
+/// The keys of `[model]` and `[data]`, for the help.
 fn sections<M: LightningModule>() -> Result<[Section; 2]> {
     let (model, data) = (M::Config::default(), <M::Data as DataModule>::Config::default());
     Ok([Section::undocumented("model", &model)?, Section::undocumented("data", &data)?])
 }
 
-/// Does what is asked for, of a module. What does not depend on its type is elsewhere, so that it is
-/// compiled once and not in each program.
+/// Runs a request for a certain module. The rest does not depend on the module's type, so that it is compiled
+/// once and not in each program.
 type Execute = fn(&RunRequest, Result<Table>) -> Result<()>;
 
 fn execute<M: LightningModule>(request: &RunRequest, defaults: Result<Table>) -> Result<()> {
@@ -156,8 +154,8 @@ fn print_toml(config: &Table) -> Result<()> {
     print(&to_toml(config)?)
 }
 
-/// Becomes a rank, with a trainer that reports as the request says. The rank takes part as long as what
-/// is returned first lives. Collective.
+/// Becomes a rank, with a trainer that reports in the format of the request. The rank takes part in the job as
+/// long as the [`Launched`] lives. Collective.
 fn connect(request: &RunRequest, config: &TrainerConfig) -> Result<(Launched, Trainer)> {
     let Connection { launched, world } = config.connect()?;
     let mut trainer =

@@ -1,4 +1,4 @@
-//! A program that links the plugins. That one line is all; the configuration names them.
+//! A program that links the plugins, by one `use`; the configuration names them.
 
 use std::process::ExitCode;
 
@@ -25,7 +25,7 @@ impl Default for NetConfig {
     }
 }
 
-/// Bytes, and the end of a text.
+/// The bytes, and the end of a text.
 const VOCAB: usize = 257;
 
 impl LightningModule for Net {

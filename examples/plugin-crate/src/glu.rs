@@ -1,4 +1,4 @@
-//! The layer.
+//! [`Glu`], a layer that plans can cut.
 
 use candle_core::Tensor;
 use fulgurite_core::Result;
@@ -18,7 +18,7 @@ pub struct Glu {
     layer: LayerHandle,
 }
 
-/// What plans may do to it.
+/// The styles that the layer takes.
 #[derive(Debug)]
 struct GluStyles {
     inputs: usize,
@@ -44,7 +44,7 @@ impl ParallelLayer for GluStyles {
             .cut("value", 0)
             .cut("gate", 0)
             .widths(self.inputs, self.outputs)
-            // Every rank computes other outputs from the whole input, so that it has a partial sum of
+            // Every rank computes some of the outputs from the whole input, so it has a partial sum of
             // the input's gradient.
             .input(style.input, Layout::Partial)
             .output(Layout::LAST, style.output))
@@ -67,7 +67,8 @@ impl Glu {
     }
 }
 
-/// Adds the gradient of a weight whose product with `x` has the gradient `grad`, and gives that of `x`.
+/// The backward of `x weight^T` for the output's gradient `grad`: adds the gradient of `weight`, and returns
+/// that of `x`.
 fn backprop(weight: &Parameter, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
     let dx = grad.matmul(&weight.value()?)?;
     weight.accumulate(&grad.t()?.matmul(x)?)?;

@@ -1,4 +1,4 @@
-//! The strategy.
+//! [`LocalSgd`], a strategy.
 
 use std::sync::Arc;
 
@@ -15,11 +15,10 @@ use fulgurite_core::strategy::{
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// Average parameters every few steps instead of gradients every step.
+/// Averages parameters every few steps instead of gradients every step.
 ///
-/// Between two averages each rank trains on its own data alone; momentum and the like are never
-/// averaged. A checkpoint holds the average of the parameters, with which training goes on, and a
-/// part of each rank's momentum.
+/// Between two averages each rank trains on its own data alone. The optimizer's state is never averaged. A
+/// save averages the parameters; the checkpoint has a part of each rank's optimizer state.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LocalSgd {
@@ -43,7 +42,7 @@ impl StrategyConfig for LocalSgd {
     }
 }
 
-// So that `plugins list` and errors know it.
+// For `plugins list` and error messages.
 fulgurite_core::register_strategy!(
     "local_sgd",
     LocalSgd,
@@ -58,13 +57,13 @@ struct LocalSgdStrategy {
 }
 
 impl LocalSgdStrategy {
-    /// Gives all ranks the mean of their parameters. Collective.
+    /// Replaces the parameters of all ranks by their mean. Collective.
     fn average(&self, context: StrategyContext<'_>) -> Result<()> {
         let group = context.mesh.group(DATA_PARALLEL_REPLICATE)?;
         for parameter in context.tree.trainable() {
             let values = parameter.local()?.values;
             group.all_reduce(&values, ReduceOp::Sum)?.wait()?;
-            // In place: layers and optimizer hold this very memory.
+            // In place, since layers and optimizer share this memory.
             storage::copy_from(&values, &(&values / group.size() as f64)?)?;
         }
         Ok(())
@@ -94,12 +93,12 @@ impl Strategy for LocalSgdStrategy {
         Ok(())
     }
 
-    /// Each rank keeps its own.
+    /// Each rank keeps its own gradients.
     fn reduce_gradients(&mut self, context: StrategyContext<'_>) -> Result<()> {
         self.grads.deliver(context.tree.trainable())
     }
 
-    /// Gradients are of the sum over this rank's own items, so the mean is over those.
+    /// Gradients are those of the sum over this rank's items, so the mean is over these.
     fn grad_scale(&self, _totals: &StepTotals, local_count: f64) -> f64 {
         1.0 / local_count.max(1.0)
     }
@@ -108,7 +107,7 @@ impl Strategy for LocalSgdStrategy {
     fn gradient_norm(&self, context: StrategyContext<'_>, scale: f64) -> Result<f64> {
         let parameters: Vec<_> = context.tree.trainable().cloned().collect();
         let world = context.mesh.world();
-        // The default counts only the part that this replica owns; here every replica's is another.
+        // The default counts each parameter once; here the replicas have different gradients.
         let squares = (0..world.size())
             .map(|replica| local_squared_norm(&parameters, &|_| replica))
             .sum::<Result<f64>>()?;

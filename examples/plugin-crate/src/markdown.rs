@@ -1,4 +1,4 @@
-//! The logger.
+//! [`Markdown`], a logger.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -9,7 +9,7 @@ use fulgurite_core::trainer::{Logger, LoggerConfig};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// A table in `metrics.md` in the run's directory, to be read as it is.
+/// Writes the metrics as a table to `metrics.md` in the run's directory.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Markdown {
@@ -60,7 +60,7 @@ impl Logger for MarkdownLogger {
         "markdown"
     }
 
-    /// The run's directory holds the configuration already.
+    /// Does nothing: the configuration is in the run's directory already.
     fn log_hyperparams(&mut self, _params: &toml::Table) -> Result<()> {
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Values on the command line.
+//! Types of command-line arguments.
 
 use std::str::FromStr;
 

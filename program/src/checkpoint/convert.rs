@@ -14,7 +14,7 @@ use fulgurite_error::{Error, Result, print};
 use super::arguments::{Float, Size};
 use super::output::{Bar, Verbosity, bytes, count, print_json};
 
-/// From where to where.
+/// Input and output.
 #[derive(Debug, Args)]
 struct Paths {
     /// A checkpoint's directory, a Hugging Face directory or a safetensors file
@@ -28,7 +28,7 @@ struct Paths {
     verbosity: Verbosity,
 }
 
-/// What becomes of the tensors.
+/// Changes of the tensors.
 #[derive(Debug, Args)]
 struct Changes {
     /// Convert the model's floating-point tensors
@@ -43,7 +43,7 @@ struct Changes {
     rename: Vec<Rename>,
 }
 
-/// How whole tensors are filed.
+/// Options for the files of whole tensors.
 #[derive(Debug, Args)]
 struct Files {
     /// Begin another file beyond this size [default: 5GB]
@@ -92,7 +92,7 @@ pub(crate) struct Reshard {
     shards: usize,
 }
 
-/// A format.
+/// The format of the output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Format {
     /// Shards with a manifest, which training resumes from
@@ -126,7 +126,7 @@ impl Convert {
 }
 
 impl Convert {
-    /// An option that was given and is of another format.
+    /// An option that was given but belongs to another format.
     fn misplaced(&self) -> Option<&'static str> {
         let distributed = self.to == Format::Distributed;
         [
@@ -187,7 +187,7 @@ impl Paths {
     }
 }
 
-/// The directory that an output is in, and its name there.
+/// The parent directory and the name of an output.
 fn split(output: &Path) -> Result<(&Path, &str)> {
     match (output.parent(), output.file_name().and_then(|name| name.to_str())) {
         (Some(parent), Some(name)) if parent.as_os_str().is_empty() => Ok((Path::new("."), name)),
@@ -196,7 +196,7 @@ fn split(output: &Path) -> Result<(&Path, &str)> {
     }
 }
 
-/// Checks that the output would not be inside of the input.
+/// Checks that the output is not inside of the input.
 fn check_apart(input: &Path, output: &Path, parent: &Path) -> Result<()> {
     let whole = |path: &Path| path.canonicalize().ok();
     match (whole(input), whole(parent)) {

@@ -1,6 +1,4 @@
-//! `fulgurite checkpoint`: looking at checkpoints on disk, and making others of them.
-//!
-//! The work is done by [`fulgurite_checkpoint_format::tools`].
+//! `fulgurite checkpoint`: the command line of [`fulgurite_checkpoint_format::tools`].
 
 mod arguments;
 mod convert;
@@ -14,7 +12,7 @@ use std::process::ExitCode;
 use clap::Subcommand;
 use fulgurite_error::Result;
 
-/// What can be done with checkpoints.
+/// The subcommands.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Say what is in a checkpoint, without reading its values
@@ -35,10 +33,10 @@ pub(crate) enum Command {
     Reshard(convert::Reshard),
 }
 
-/// Does what the command says and prints the result; the exit code is that of the program.
+/// Runs the command, prints the result, and returns the program's exit code.
 ///
 /// # Errors
-/// If what it needs is no checkpoint, or incomplete, or its output cannot be written.
+/// If the input is no checkpoint or incomplete, or the output cannot be written.
 pub(crate) fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Inspect(command) => command.run(),

@@ -1,4 +1,4 @@
-//! The models that the framework's own time is measured on, small enough to see it, and their data.
+//! Models so small that the framework's own time shows, and their data.
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -9,18 +9,18 @@ use fulgurite::prelude::*;
 /// A model, by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Subject {
+pub(crate) enum TinyModel {
     /// The decoder of `bench train --workload tiny`: 0.98 M parameters, 4 × 64 tokens a rank
     Tiny,
     /// A decoder of one layer and 5 thousand parameters, 8 tokens a rank
     Small,
-    /// One number: a step is empty but for what every step does
+    /// One number: a step has no work of its own
     #[default]
     One,
 }
 
-impl Subject {
-    /// As in the configuration, in tables and in JSON.
+impl TinyModel {
+    /// The name in configurations, tables and JSON.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Tiny => "tiny",
@@ -40,7 +40,7 @@ impl Subject {
         }
     }
 
-    /// Sequences of a rank's batch, and tokens of each.
+    /// The number of sequences in a rank's batch, and of tokens in each.
     fn batch(self) -> [usize; 2] {
         match self {
             Self::Tiny => [4, 64],
@@ -53,11 +53,11 @@ impl Subject {
 /// The tables `[model]` and `[data]`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub(super) struct SubjectConfig {
-    pub(super) subject: Subject,
+pub(super) struct TinyModelConfig {
+    pub(super) name: TinyModel,
 }
 
-/// The square of one number, whatever it is given.
+/// A module with one parameter, whose square it returns for any input.
 pub(super) struct Number(Parameter);
 
 impl Module for Number {
@@ -66,7 +66,7 @@ impl Module for Number {
     }
 }
 
-/// A subject's model.
+/// The module of a [`TinyModel`].
 pub(super) enum Net {
     Decoder(Box<Decoder>),
     One(Unit<Number>),
@@ -74,8 +74,8 @@ pub(super) enum Net {
 
 impl Net {
     /// Describes the model; allocates nothing.
-    pub(super) fn new(b: &ModuleBuilder, subject: Subject) -> Result<Self> {
-        Ok(match subject.decoder() {
+    pub(super) fn new(b: &ModuleBuilder, model: TinyModel) -> Result<Self> {
+        Ok(match model.decoder() {
             Some(size) => Self::Decoder(Box::new(Decoder::new(b, &size)?)),
             None => {
                 let number =
@@ -95,11 +95,11 @@ impl Net {
 }
 
 impl LightningModule for Net {
-    type Config = SubjectConfig;
+    type Config = TinyModelConfig;
     type Data = Tokens;
 
-    fn configure_model(config: &SubjectConfig, b: &ModuleBuilder) -> Result<Self> {
-        Self::new(b, config.subject)
+    fn configure_model(config: &TinyModelConfig, b: &ModuleBuilder) -> Result<Self> {
+        Self::new(b, config.name)
     }
 
     fn training_step(&mut self, batch: &(Tensor, Tensor), _: &mut StepContext) -> Result<Loss> {
@@ -116,25 +116,25 @@ pub(super) struct Tokens {
 }
 
 impl DataModule for Tokens {
-    type Config = SubjectConfig;
+    type Config = TinyModelConfig;
     type Batch = (Tensor, Tensor);
 
-    fn setup(config: &SubjectConfig, _: &DataContext) -> Result<Self> {
-        let [_, length] = config.subject.batch();
-        let vocab = config.subject.decoder().map_or(1, |size| size.vocab as u32);
+    fn setup(config: &TinyModelConfig, _: &DataContext) -> Result<Self> {
+        let [_, length] = config.name.batch();
+        let vocab = config.name.decoder().map_or(1, |size| size.vocab as u32);
         Ok(Self { vocab, length })
     }
 
-    fn batch_size(config: &SubjectConfig) -> usize {
-        config.subject.batch()[0]
+    fn batch_size(config: &TinyModelConfig) -> usize {
+        config.name.batch()[0]
     }
 
-    fn shuffle(_: &SubjectConfig) -> bool {
+    fn shuffle(_: &TinyModelConfig) -> bool {
         false
     }
 
     fn len(&self, split: Split) -> u64 {
-        // No epoch ends while it is measured.
+        // So many that no epoch ends.
         if matches!(split, Split::Train) { 1 << 40 } else { 0 }
     }
 
