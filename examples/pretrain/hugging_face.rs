@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
-use fulgurite::prelude::*;
 use serde::Deserialize;
 
 use super::llama::LlamaConfig;
+use super::prelude::*;
 
 /// The keys of `config.json` that the model depends on.
 #[derive(Deserialize)]

@@ -3,15 +3,15 @@
 use candle_core::DType;
 
 use crate::outcome::Outcome;
-use crate::support::Variant;
 use crate::{training, with_trainer};
+use fulgurite_test_support::training::Variant;
 
 /// What is trained.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Model {
-    /// `support::Transformer`, whose sizes go unevenly into everything; one projection is frozen.
+    /// `training::Transformer`, whose sizes go unevenly into everything; one projection is frozen.
     Transformer,
-    /// `support::Decoder`, which tensor-parallel ranks can cut, with a plan.
+    /// `training::Decoder`, which tensor-parallel ranks can cut, with a plan.
     Decoder(Variant),
     /// Unmodified layers of candle_nn.
     Classifier,

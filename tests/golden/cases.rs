@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use crate::case::{Case, Clip, Fabricated, Loop, Model, Resume};
-use crate::support::{OFFLOADED, Variant, checkpointed};
+use fulgurite_test_support::training::{OFFLOADED, Variant, checkpointed};
 
 const PLAIN: Variant = Variant::ALL[0];
 const SEQUENCE_PARALLEL: Variant = Variant::ALL[1];

@@ -9,9 +9,6 @@
 //! `UPDATE_GOLDEN=1 cargo test --test golden`, which writes this CPU's bits and forgets those of other
 //! CPUs that they contradict.
 
-#[path = "../../strategies/tests/support/mod.rs"]
-mod support;
-
 mod case;
 mod cases;
 mod outcome;

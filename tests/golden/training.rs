@@ -17,7 +17,7 @@ use serde::de::DeserializeOwned;
 
 use crate::case::{Clip, Fabricated, Model, Resume};
 use crate::outcome::{Outcome, Tally, count, digests};
-use crate::support::{
+use fulgurite_test_support::training::{
     Classifier, DecoderTraining, ROUTE, Toy, Training, gather_weights, images, init, strategy,
 };
 

@@ -17,7 +17,7 @@ use fulgurite_transports::run_ranks;
 use serde::{Deserialize, Serialize};
 
 use crate::outcome::{Outcome, Tally, count, digests};
-use crate::support::{Transformer, micro_batch};
+use fulgurite_test_support::training::{Transformer, micro_batch};
 
 struct Lit(Transformer);
 

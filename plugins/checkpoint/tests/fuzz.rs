@@ -1,77 +1,22 @@
 //! Files that are damaged in every way: an error that names the file, no panic, and no more memory
 //! than a small multiple of what is there.
-#![allow(unsafe_code, reason = "an allocator that counts")]
 
-mod common;
-
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use candle_core::{DType, Device};
-use common::{SEED, save_all};
 use fulgurite_core::Error;
 use fulgurite_core::checkpoint::{
     DistributedCheckpoint, Manifest, SafetensorsSource, TensorSource, TorchSource, open,
 };
 use fulgurite_core::shard::Region;
+use fulgurite_test_support::allocator::{Counting, thread_peak};
+use fulgurite_test_support::checkpoints::{SEED, save_all};
 use proptest::prelude::*;
-
-/// Counts what the current thread holds.
-struct Counting;
-
-thread_local! {
-    static HELD: Cell<isize> = const { Cell::new(0) };
-    static PEAK: Cell<isize> = const { Cell::new(0) };
-}
-
-fn count(bytes: isize) {
-    // A thread that is ending counts no more.
-    let _ = HELD.try_with(|held| {
-        held.set(held.get() + bytes);
-        let _ = PEAK.try_with(|peak| peak.set(peak.get().max(held.get())));
-    });
-}
-
-// SAFETY: everything is passed on to the system's allocator unchanged.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count(layout.size() as isize);
-        // SAFETY: the caller's promises are those that are asked for.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        count(layout.size() as isize);
-        // SAFETY: as above.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        count(-(layout.size() as isize));
-        // SAFETY: as above.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-
-    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        count(size as isize - layout.size() as isize);
-        // SAFETY: as above.
-        unsafe { System.realloc(pointer, layout, size) }
-    }
-}
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
-
-/// How much more memory than before `f` took at its worst.
-fn peak<T>(f: impl FnOnce() -> T) -> (T, usize) {
-    let before = HELD.get();
-    PEAK.set(before);
-    let value = f();
-    (value, usize::try_from(PEAK.get() - before).unwrap())
-}
 
 /// Twelve bytes a byte of JSON is what nested values of the manifest's free parts take, and vectors
 /// that grow take twice that; the rest is directories, paths and messages.
@@ -296,12 +241,12 @@ fn damaged(original: &[u8], damages: &[Damage]) -> Vec<u8> {
 fn check_checkpoint(file: &str, bytes: &[u8]) {
     let (_temp, path) = copy(file, bytes);
     let size = size(&path);
-    let (opened, taken) = peak(|| DistributedCheckpoint::open(&path));
+    let (opened, taken) = thread_peak(|| DistributedCheckpoint::open(&path));
     assert!(taken <= allowed(size), "opening took {taken} bytes for {size}");
     match opened {
         Err(error) => names_a_file_of(&error, &path),
         Ok(checkpoint) => {
-            let ((), taken) = peak(|| {
+            let ((), taken) = thread_peak(|| {
                 read_all(checkpoint.model(), &path);
                 read_all(checkpoint.optimizer(), &path);
                 if let Err(error) = checkpoint.verify() {
@@ -319,12 +264,12 @@ fn check_shards(bytes: &[u8]) {
     let (_temp, path) = copy(SHARD, bytes);
     for path in [path.join("model"), path.join(SHARD)] {
         let size = if path.is_dir() { size(&path) } else { bytes.len() };
-        let (opened, taken) = peak(|| SafetensorsSource::open(&path));
+        let (opened, taken) = thread_peak(|| SafetensorsSource::open(&path));
         assert!(taken <= allowed(size), "opening took {taken} bytes for {size}");
         match opened {
             Err(error) => names_a_file_of(&error, &path),
             Ok(source) => {
-                let ((), taken) = peak(|| read_all(&source, &path));
+                let ((), taken) = thread_peak(|| read_all(&source, &path));
                 assert!(taken <= allowed(size) + (4 << 20), "reading took {taken} for {size}");
             }
         }
@@ -363,7 +308,7 @@ proptest! {
         let path = temp.path().join("x.ckpt");
         let bytes = damaged(original, &damages);
         fs::write(&path, &bytes).unwrap();
-        let (opened, taken) = peak(|| TorchSource::open(&path));
+        let (opened, taken) = thread_peak(|| TorchSource::open(&path));
         prop_assert!(taken <= allowed(bytes.len()), "opening took {taken} bytes for {}", bytes.len());
         match opened {
             Err(error) => names_a_file_of(&error, &path),

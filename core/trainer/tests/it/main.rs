@@ -1,0 +1,3 @@
+//! The configuration of a run.
+
+mod config;

@@ -1,0 +1,3 @@
+//! Text as training data.
+
+mod text_data;

@@ -1,0 +1,5 @@
+//! Checkpoints in object stores.
+
+mod contract;
+#[cfg(feature = "aws")]
+mod s3;

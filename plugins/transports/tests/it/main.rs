@@ -1,0 +1,11 @@
+//! Process groups of threads and of processes.
+
+#[cfg(target_os = "linux")]
+mod shm;
+mod threads;
+
+use fulgurite_transports::SharedMemory;
+
+/// Ranks reach tensors that a group made.
+#[global_allocator]
+static ALLOCATOR: SharedMemory<std::alloc::System> = SharedMemory(std::alloc::System);

@@ -1,0 +1,450 @@
+//! Groups of real processes: this program runs itself again, once a rank.
+
+use std::fs::{self, File};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Device};
+use fulgurite_core::collective::{GroupContext, ProcessGroup, ProcessGroupConfig, ReduceOp};
+use fulgurite_core::launch::Store;
+use fulgurite_core::{Error, Result, conformance};
+use fulgurite_transports::Shm;
+use rustix::process::{Resource, Rlimit, setrlimit};
+
+/// A store in a directory: a key is a file.
+struct DirectoryStore {
+    directory: PathBuf,
+    rank: usize,
+}
+
+impl DirectoryStore {
+    fn path(&self, key: &str) -> PathBuf {
+        self.directory.join(key.replace('/', "+"))
+    }
+
+    /// Writes a file that is there whole or not at all.
+    fn put(&self, path: &Path, value: &[u8]) -> std::io::Result<()> {
+        let draft = path.with_extension(format!("draft{}", self.rank));
+        fs::write(&draft, value)?;
+        fs::rename(draft, path)
+    }
+}
+
+impl Store for DirectoryStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        let path = self.path(key);
+        self.put(&path, value).map_err(Error::io("writing", path))
+    }
+
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        let start = Instant::now();
+        loop {
+            if let Ok(value) = fs::read(self.path(key)) {
+                return Ok(value);
+            }
+            if let Some((rank, message)) = self.failure() {
+                return Err(Error::PeerFailed { rank, message });
+            }
+            if start.elapsed() > timeout {
+                return Err(Error::Launch(format!("timed out waiting for `{key}`")));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn add(&self, key: &str, amount: i64) -> Result<i64> {
+        let path = self.path(key);
+        let lock = path.with_extension("lock");
+        while File::create_new(&lock).is_err() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let old = fs::read_to_string(&path).ok().and_then(|s| s.parse().ok()).unwrap_or(0i64);
+        let result = self.put(&path, (old + amount).to_string().as_bytes());
+        fs::remove_file(&lock).map_err(Error::io("removing", lock))?;
+        result.map_err(Error::io("writing", path))?;
+        Ok(old + amount)
+    }
+
+    fn report_failure(&self, message: &str) -> Result<()> {
+        let draft = self.directory.join(format!("failure.draft{}", self.rank));
+        fs::write(&draft, format!("{} {message}", self.rank))
+            .map_err(Error::io("writing", &draft))?;
+        // A link is made by the first only.
+        match fs::hard_link(&draft, self.directory.join("failure")) {
+            Err(e) if e.kind() != ErrorKind::AlreadyExists => Err(Error::io("linking", draft)(e)),
+            _ => Ok(()),
+        }
+    }
+
+    fn failure(&self) -> Option<(usize, String)> {
+        let text = fs::read_to_string(self.directory.join("failure")).ok()?;
+        let (rank, message) = text.split_once(' ')?;
+        Some((rank.parse().ok()?, message.to_owned()))
+    }
+}
+
+/// What a rank of a test is told through its environment.
+const RANK: &str = "SHM_TEST_RANK";
+const SIZE: &str = "SHM_TEST_SIZE";
+const DIRECTORY: &str = "SHM_TEST_DIRECTORY";
+const SCENARIO: &str = "SHM_TEST_SCENARIO";
+
+/// What a rank prints before its result.
+const RESULT: &str = "RESULT: ";
+
+/// Ranks of one scenario, as processes.
+struct Job {
+    directory: tempfile::TempDir,
+    children: Vec<Child>,
+}
+
+impl Job {
+    fn start(size: usize, scenario: &str) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let start = |rank: usize| {
+            Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "shm::a_rank", "--nocapture"])
+                .env(RANK, rank.to_string())
+                .env(SIZE, size.to_string())
+                .env(DIRECTORY, directory.path())
+                .env(SCENARIO, scenario)
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap()
+        };
+        let children = (0..size).map(start).collect();
+        Self { directory, children }
+    }
+
+    fn store(&self) -> DirectoryStore {
+        // Not a rank of the job, but whoever launched it.
+        DirectoryStore {
+            directory: self.directory.path().to_owned(),
+            rank: self.children.len() - 1,
+        }
+    }
+
+    /// Waits until a rank has put a marker.
+    fn wait_for(&self, key: &str) {
+        self.store().get(key, Duration::from_secs(60)).unwrap();
+    }
+
+    /// What each rank's result was: `ok`, or its error; none if it had no time to say.
+    fn results(mut self) -> Vec<Option<String>> {
+        let children = std::mem::take(&mut self.children);
+        let outputs: Vec<Output> =
+            children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+        let result = |output: &Output| {
+            let text = String::from_utf8_lossy(&output.stdout).into_owned();
+            let line = text.lines().find_map(|line| line.split_once(RESULT));
+            let killed = output.status.code().is_none();
+            assert!(
+                line.is_some() || killed,
+                "a rank said nothing:\n{text}\n{}",
+                String::from_utf8_lossy(&output.stderr)
+            );
+            line.map(|(_, result)| result.to_owned())
+        };
+        outputs.iter().map(result).collect()
+    }
+
+    fn expect_ok(self) {
+        for (rank, result) in self.results().into_iter().enumerate() {
+            assert_eq!(result.as_deref(), Some("ok"), "rank {rank}");
+        }
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        for child in &mut self.children {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// One rank of a scenario, if this process was started as one.
+#[test]
+fn a_rank() {
+    let Ok(rank) = std::env::var(RANK) else { return };
+    let rank = rank.parse().unwrap();
+    let size = std::env::var(SIZE).unwrap().parse().unwrap();
+    let directory = PathBuf::from(std::env::var(DIRECTORY).unwrap());
+    let scenario = std::env::var(SCENARIO).unwrap();
+    let store = Arc::new(DirectoryStore { directory, rank });
+    let timeout = Duration::from_secs(if scenario == "timeout" { 1 } else { 120 });
+    let context = GroupContext {
+        rank,
+        world_size: size,
+        local_rank: rank,
+        local_world_size: size,
+        store: store.clone(),
+        timeout,
+    };
+    // The harness prints the test's name without a line's end.
+    println!();
+    match run_scenario(&scenario, &context) {
+        Ok(()) => println!("{RESULT}ok"),
+        Err(error) => println!("{RESULT}{error}"),
+    }
+}
+
+fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
+    if scenario == "limits" && context.rank == 1 {
+        // Its own memory for tensors is small, and it cannot map the others'.
+        limit(Resource::Fsize, 1 << 20);
+        limit(Resource::As, 4 << 30);
+    }
+    let chunk_bytes = match scenario {
+        "default" => Shm::default().chunk_bytes,
+        "unequal" => 4096 << context.rank,
+        _ => 8192,
+    };
+    let group = Shm { chunk_bytes }.build(context)?;
+    assert_eq!(open_shared_memory(), 0, "a descriptor of the shared memory is still open");
+    match scenario {
+        "default" | "small" => {
+            conformance::process_group(&*group)?;
+            assert_eq!(mapped_memories(), context.world_size, "this rank's and its peers' memory");
+            // A second world on the same store.
+            let again = Shm { chunk_bytes }.build(context)?;
+            all_reduce_once(&*again)?;
+            all_reduce_once(&*group)
+        }
+        "limits" => conformance::process_group(&*group),
+        "abort" => conformance::process_group_abort(&*group),
+        "timeout" => conformance::process_group_timeout(&*group, context.timeout),
+        "killed" => {
+            for step in 0.. {
+                all_reduce_once(&*group)?;
+                if step == 20 {
+                    context.store.set(&format!("running{}", context.rank), b"")?;
+                }
+            }
+            Ok(())
+        }
+        "fails" => {
+            all_reduce_once(&*group)?;
+            if context.rank == 1 {
+                context.store.report_failure("the disk is full")?;
+                return Ok(());
+            }
+            all_reduce_once(&*group)
+        }
+        "exits" => {
+            all_reduce_once(&*group)?;
+            if context.rank == 1 {
+                println!("{RESULT}ok");
+                // No destructor runs.
+                std::process::exit(0);
+            }
+            all_reduce_once(&*group)
+        }
+        other => Err(Error::other(format!("no scenario {other}"))),
+    }
+}
+
+fn limit(resource: Resource, bytes: u64) {
+    let limit = Rlimit { current: Some(bytes), maximum: Some(bytes) };
+    setrlimit(resource, limit).unwrap();
+}
+
+fn all_reduce_once(group: &dyn ProcessGroup) -> Result<()> {
+    let x = group.empty(10_000, DType::F32, &Device::Cpu)?;
+    x.const_set(1f32.into())?;
+    group.all_reduce(&x, ReduceOp::Sum)?.wait()?;
+    assert_eq!(x.to_vec1::<f32>()?, vec![group.size() as f32; 10_000]);
+    Ok(())
+}
+
+/// Descriptors of this process that are open on a group's memory.
+fn open_shared_memory() -> usize {
+    let links = fs::read_dir("/proc/self/fd").unwrap();
+    links
+        .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok())
+        .filter(|target| target.to_string_lossy().contains("memfd:fulgurite (deleted)"))
+        .count()
+}
+
+/// Memories for tensors that this process maps, its own and others'.
+fn mapped_memories() -> usize {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().filter(|line| line.contains("memfd:fulgurite-tensors")).count()
+}
+
+/// Files in shared memory that this crate could have made, had it made files.
+fn files_left() -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir("/dev/shm") else { return vec![] };
+    let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
+    paths.filter(|path| path.to_string_lossy().contains("fulgurite")).collect()
+}
+
+#[test]
+fn two_processes_conform() {
+    Job::start(2, "default").expect_ok();
+}
+
+#[test]
+fn three_processes_conform() {
+    Job::start(3, "small").expect_ok();
+}
+
+#[test]
+fn four_processes_conform() {
+    Job::start(4, "default").expect_ok();
+}
+
+#[test]
+fn a_process_with_limits_copies_through_slots() {
+    Job::start(2, "limits").expect_ok();
+}
+
+#[test]
+fn abort_reaches_all_processes() {
+    Job::start(3, "abort").expect_ok();
+}
+
+#[test]
+fn a_missing_process_is_named() {
+    Job::start(3, "timeout").expect_ok();
+}
+
+#[test]
+fn a_killed_process_ends_the_others() {
+    let mut job = Job::start(3, "killed");
+    (0..3).for_each(|rank| job.wait_for(&format!("running{rank}")));
+    let pid = job.children[2].id();
+    job.children[2].kill().unwrap();
+    let results = job.results();
+    assert_eq!(results[2], None);
+    for result in &results[..2] {
+        let result = result.as_deref().unwrap();
+        let expected = format!("rank 2 failed: its process ({pid}) ended while in all_reduce");
+        assert!(result.starts_with(&expected), "{result}");
+    }
+    assert_eq!(files_left(), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn a_leader_that_is_killed_leaves_nothing() {
+    let mut job = Job::start(2, "killed");
+    (0..2).for_each(|rank| job.wait_for(&format!("running{rank}")));
+    job.children[0].kill().unwrap();
+    let results = job.results();
+    assert!(results[1].as_deref().unwrap().starts_with("rank 0 failed: its process"));
+    assert_eq!(files_left(), Vec::<PathBuf>::new());
+}
+
+/// Whoever launched the ranks sees how one ended, and says so in the store.
+#[test]
+fn what_the_store_knows_of_a_killed_process_is_the_error() {
+    let mut job = Job::start(3, "killed");
+    (0..3).for_each(|rank| job.wait_for(&format!("running{rank}")));
+    job.children[2].kill().unwrap();
+    job.children[2].wait().unwrap();
+    job.store().report_failure("killed by signal 9").unwrap();
+    let results = job.results();
+    for result in &results[..2] {
+        assert_eq!(result.as_deref(), Some("rank 2 failed: killed by signal 9"));
+    }
+}
+
+#[test]
+fn a_reported_failure_is_every_ranks_error() {
+    let results = Job::start(3, "fails").results();
+    assert_eq!(results[1].as_deref(), Some("ok"));
+    assert_eq!(results[0].as_deref(), Some("rank 1 failed: the disk is full"));
+    assert_eq!(results[2].as_deref(), Some("rank 1 failed: the disk is full"));
+}
+
+#[test]
+fn a_process_that_exits_is_missed() {
+    let results = Job::start(2, "exits").results();
+    let result = results[0].as_deref().unwrap();
+    assert!(result.starts_with("rank 1 failed: its process ("), "{result}");
+}
+
+#[test]
+fn unequal_chunks_are_refused() {
+    // The first rank made the memory, and waits for the second until this test is over.
+    let mut first = Job::start(2, "unequal");
+    let children = vec![first.children.pop().unwrap()];
+    let second = Job { directory: tempfile::tempdir().unwrap(), children };
+    let results = second.results();
+    let message = results[0].as_deref().unwrap();
+    assert!(message.contains("process_group.chunk_bytes must be the same on all"), "{message}");
+}
+
+/// A store with which rank 1 of 2 builds its group; `announcement` is what rank 0 has said.
+fn build_second(announcement: &str) -> Error {
+    let directory = tempfile::tempdir().unwrap();
+    let store = DirectoryStore { directory: directory.path().to_owned(), rank: 1 };
+    store.set("process_group/shm/world1", announcement.as_bytes()).unwrap();
+    let context = GroupContext {
+        rank: 1,
+        world_size: 2,
+        local_rank: 1,
+        local_world_size: 2,
+        store: Arc::new(store),
+        timeout: Duration::from_secs(5),
+    };
+    Shm { chunk_bytes: 4096 }.build(&context).map(drop).unwrap_err()
+}
+
+/// The memory that rank 0 of a real group of these sizes announces.
+fn announced_len() -> usize {
+    let message = build_second(r#"{"Region":{"path":"/","len":1,"nonce":1}}"#).to_string();
+    let (_, rest) = message.split_once("(1 and ").unwrap();
+    rest.split_once(' ').unwrap().0.parse().unwrap()
+}
+
+#[test]
+fn memory_that_cannot_be_opened_names_the_engines_that_can() {
+    let len = announced_len();
+    let path = "/proc/self/fd/999999";
+    let error = build_second(&format!(r#"{{"Region":{{"path":"{path}","len":{len},"nonce":1}}}}"#));
+    insta::assert_snapshot!(error, @r#"launch: the shared memory of the first rank cannot be opened at /proc/self/fd/999999 (No such file or directory (os error 2)): the ranks are not on one host, not in one PID namespace (containers), or not of one user. Across hosts use `nccl` (GPUs) or `mpi` (CPUs): trainer.process_group.type = "nccl" or "mpi""#);
+    // A file of the right size, but another one.
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(len as u64).unwrap();
+    let path = file.path().display();
+    let error = build_second(&format!(r#"{{"Region":{{"path":"{path}","len":{len},"nonce":1}}}}"#));
+    assert!(error.to_string().contains("it is another file"), "{error}");
+    let error = build_second(r#"{"Failed":"no memory"}"#);
+    assert!(error.to_string().contains("no memory"), "{error}");
+}
+
+#[test]
+fn across_hosts_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let context = GroupContext {
+        rank: 3,
+        world_size: 4,
+        local_rank: 1,
+        local_world_size: 2,
+        store: Arc::new(DirectoryStore { directory: directory.path().to_owned(), rank: 3 }),
+        timeout: Duration::from_secs(5),
+    };
+    let error = Shm::default().build(&context).map(drop).unwrap_err();
+    insta::assert_snapshot!(error, @r#"process group `shm` connects the processes of one host, but of this job's 4 processes 2 are on this host. Across hosts use `nccl` (GPUs) or `mpi` (CPUs): trainer.process_group.type = "nccl" or "mpi""#);
+    let context = GroupContext { local_world_size: 4, ..context };
+    let error = Shm { chunk_bytes: 100 }.build(&context).map(drop).unwrap_err();
+    insta::assert_snapshot!(error, @"process_group.chunk_bytes is 100; it must be between 4096 (4 KiB) and 1073741824 (1 GiB)");
+}
+
+#[test]
+fn configuration() {
+    let parse = |json: &str| serde_json::from_str::<Box<dyn ProcessGroupConfig>>(json);
+    let config = parse(r#"{ "type": "shm" }"#).unwrap();
+    assert_eq!(format!("{config:?}"), format!("{:?}", Shm::default()));
+    let error = parse(r#"{ "type": "shm", "chunk_byte": 1 }"#).unwrap_err();
+    insta::assert_snapshot!(error, @"unknown field `chunk_byte`, expected `chunk_bytes` at line 1 column 29");
+    fulgurite_core::registry::validate().unwrap();
+    let names = fulgurite_core::registry::names(fulgurite_core::registry::kind::PROCESS_GROUP);
+    assert_eq!(names, ["shm"]);
+}

@@ -1,0 +1,433 @@
+//! Units that are computed again in backward: the same gradients, from less memory, and what goes
+//! wrong is said.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_core::autograd::no_grad;
+use fulgurite_core::collective::Solo;
+use fulgurite_core::execution::ExecutionContext;
+use fulgurite_core::fabric::Fabric;
+use fulgurite_core::mesh::DeviceMesh;
+use fulgurite_core::module::{
+    ActivationCheckpointing, ActivationOffload, CandleModule, Module, ModuleBuilder, ModuleInit,
+    ModuleTree, Unit,
+};
+use fulgurite_core::nn::{Dropout, Embedding, Linear, Loss, RmsNorm, functional};
+use fulgurite_core::parameter::{Init, Parameter};
+use fulgurite_core::run::TrainerConfig;
+use fulgurite_core::{Error, Result};
+use fulgurite_test_support::training::{OFFLOADED, checkpointed, init, strategy};
+
+const SINGLE: &str = r#"{"type": "single_device"}"#;
+const WIDTH: usize = 6;
+
+struct Block {
+    norm: RmsNorm,
+    up: Linear,
+    dropout: Dropout,
+    down: Linear,
+    /// Used as a plain tensor.
+    shift: Parameter,
+}
+
+impl Block {
+    /// A block whose last layer shares the weight of another one's.
+    fn new(b: &ModuleBuilder, shared: Option<&Parameter>) -> Result<Self> {
+        let down = b.pp("down");
+        Ok(Self {
+            norm: RmsNorm::new(&b.pp("norm"), WIDTH, 1e-6)?,
+            up: Linear::with_bias(&b.pp("up"), WIDTH, 9)?,
+            dropout: Dropout::new(&b.pp("dropout"), 0.3)?,
+            down: match shared {
+                Some(weight) => Linear::tied(&down, weight)?,
+                None => Linear::new(&down, 9, WIDTH)?,
+            },
+            shift: b.parameter("shift", [WIDTH], Init::Normal { mean: 0.0, std: 0.1 })?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor, mask: &Tensor) -> Result<Tensor> {
+        let hidden = functional::gelu(&self.up.forward(&self.norm.forward(x)?)?)?;
+        let y = self.down.forward(&self.dropout.forward(&hidden)?)?.broadcast_mul(mask)?;
+        Ok((x + y.broadcast_add(&self.shift.tensor()?)?)?)
+    }
+}
+
+/// A unit on token ids, two that share a weight (and the second of which runs twice), one of candle_nn, and a head.
+struct Model {
+    embedding: Unit<Embedding>,
+    blocks: Vec<Unit<Block>>,
+    foreign: Unit<CandleModule<candle_nn::Linear>>,
+    head: Linear,
+}
+
+impl Model {
+    fn new(b: &ModuleBuilder) -> Result<Self> {
+        let first = b.unit("blocks.0", |b| Block::new(b, None))?;
+        let shared = first.module().down.weight().clone();
+        let second = b.unit("blocks.1", |b| Block::new(b, Some(&shared)))?;
+        let foreign = |b: &ModuleBuilder| {
+            Ok(CandleModule(candle_nn::linear(WIDTH, WIDTH, b.var_builder().pp("linear"))?))
+        };
+        Ok(Self {
+            embedding: b.unit("embedding", |b| Embedding::new(b, 5, WIDTH))?,
+            blocks: vec![first, second],
+            foreign: b.unit("foreign", foreign)?,
+            head: Linear::new(&b.pp("head"), WIDTH, 2)?,
+        })
+    }
+
+    fn loss(&self) -> Result<Loss> {
+        let ids = Tensor::new(&[[0u32, 3, 1], [4, 4, 2]], &Device::Cpu)?;
+        let mut x = self.embedding.forward(&ids)?;
+        for (i, block) in [0, 1, 1].into_iter().enumerate() {
+            // Each call has a mask of its own.
+            let mask: Vec<f32> =
+                (0..3).map(|t| if t == i { 0.0 } else { 1.0 + t as f32 }).collect();
+            let mask = Tensor::from_vec(mask, (1, 3, 1), &Device::Cpu)?;
+            x = self.blocks[block].call(&x, move |block, x| block.forward(x, &mask))?;
+        }
+        let x = self.foreign.forward(&x)?;
+        Ok(Loss::new(self.head.forward(&x)?.sqr()?.sum_all()?, 6.0))
+    }
+}
+
+/// The loss and the gradients of one backward.
+fn gradients(config: &str, frozen: &[&str]) -> Result<(f64, BTreeMap<String, Vec<f32>>)> {
+    let frozen = frozen.iter().map(|&pattern| pattern.to_owned()).collect();
+    let init = ModuleInit { frozen, ..init(config)? };
+    let mut fabric = Fabric::new(Arc::new(Solo::new("world", 0)), strategy(config)?, init, 5)?;
+    let model = fabric.setup_module(Model::new)?;
+    let loss = {
+        let _scope = fabric.forward_scope(true, 3, 0);
+        model.loss()?
+    };
+    // Backward need not run in the forward's surroundings.
+    fabric.backward(&loss)?;
+    let tree = fabric.module_tree()?;
+    let gradients = tree.trainable().map(|p| {
+        let gradient = p.local_grad().expect("every parameter is in the graph");
+        Ok((p.fqn().to_owned(), gradient.to_vec1()?))
+    });
+    let gradients = gradients.collect::<Result<_>>()?;
+    Ok((loss.sum_value()?, gradients))
+}
+
+#[test]
+fn gradients_have_the_same_bits() {
+    let rest = ["blocks.*.*", "blocks.*.*.*", "foreign.*.*"];
+    for frozen in [&[][..], &["embedding.weight"], &["blocks.0.*.*", "blocks.0.shift"], &rest] {
+        let plain = gradients(SINGLE, frozen).unwrap();
+        let dropped = plain.1.values().flatten().filter(|g| **g == 0.0).count();
+        assert!(plain.1.values().flatten().count() > 3 * dropped, "{frozen:?}: {plain:?}");
+        for config in [SINGLE, r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
+            for mode in ["full", "selective", OFFLOADED] {
+                let again = gradients(&checkpointed(config, mode), frozen).unwrap();
+                assert_eq!(again, plain, "{config}, {mode}, frozen: {frozen:?}");
+            }
+        }
+    }
+}
+
+/// The losses of a model whose units give views: the end of what they computed, its middle turned, and
+/// a parameter, which FSDP takes away after the unit.
+fn loss_of_views(config: &str, training: bool) -> Result<(f64, Vec<Vec<f32>>)> {
+    let world = Arc::new(Solo::new("world", 0));
+    let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
+    let (end, table) = fabric.setup_module(|b| {
+        let table = |b: &ModuleBuilder| b.parameter("table", [7, 4], Init::Const(0.5));
+        Ok((b.unit("end", |b| Linear::new(b, 4, 4))?, b.unit("table", table)?))
+    })?;
+    let x = Tensor::arange(0f32, 24., &Device::Cpu)?.reshape((6, 4))?;
+    let forward = || -> Result<Tensor> {
+        let y = end.call(&x, |layer, x| Ok(layer.forward(x)?.narrow(0, 4, 2)?))?;
+        let turned = end.call(&y, |layer, x| {
+            Ok(layer.forward(&x.broadcast_as((3, 2, 4))?.contiguous()?)?.get(1)?.t()?)
+        })?;
+        let rows = table.call(&x, |table, _| Ok(table.tensor()?.narrow(0, 5, 2)?))?;
+        Ok((y.sqr()? + turned.t()?.sqr()?)?.mul(&(rows + 1.0)?)?.sum_all()?)
+    };
+    let validation = (!training).then(no_grad);
+    let sum = forward()?;
+    drop(validation);
+    let loss = Loss::new(sum, 1.0);
+    if training {
+        fabric.backward(&loss)?;
+    }
+    let tree = fabric.module_tree()?;
+    let gradients = tree.trainable().filter_map(|p| Some(p.local_grad()?.to_vec1()));
+    Ok((loss.sum_value()?, gradients.collect::<candle_core::Result<_>>()?))
+}
+
+#[test]
+fn units_may_give_views() {
+    let plain = loss_of_views(SINGLE, true).unwrap();
+    assert!(plain.0 > 0.0 && plain.1.len() == 2, "{plain:?}");
+    for config in [SINGLE, r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
+        assert_eq!(loss_of_views(config, false).unwrap().0, plain.0, "{config}, validation");
+        for mode in ["none", "full", OFFLOADED] {
+            let views = loss_of_views(&checkpointed(config, mode), true).unwrap();
+            assert_eq!(views, plain, "{config}, {mode}");
+        }
+    }
+}
+
+/// The loss of units whose outputs are used again and again, by units and by the model itself.
+fn loss_of_skips(config: &str) -> Result<(f64, Vec<Vec<f32>>)> {
+    let world = Arc::new(Solo::new("world", 0));
+    let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
+    let units = fabric.setup_module(layers)?;
+    let x = Tensor::arange(0f32, 8., &Device::Cpu)?.reshape((2, 4))?;
+    let first = units[0].forward(&x)?;
+    let second = units[1].forward(&first)?;
+    let third = (units[2].forward(&first)? + units[3].forward(&(&second * 0.5)?)?)?;
+    let sum = units[4].forward(&((third + &first)? * &second)?)?.sqr()?.sum_all()?;
+    drop((first, second));
+    let loss = Loss::new(sum, 1.0);
+    fabric.backward(&loss)?;
+    let tree = fabric.module_tree()?;
+    let gradients = tree.trainable().filter_map(|p| Some(p.local_grad()?.to_vec1()));
+    Ok((loss.sum_value()?, gradients.collect::<candle_core::Result<_>>()?))
+}
+
+#[test]
+fn outputs_that_are_offloaded_may_be_used_again() {
+    let (loss, gradients) = loss_of_skips(SINGLE).unwrap();
+    assert!(loss > 0.0 && gradients.len() == 5, "{gradients:?}");
+    for config in [SINGLE, r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
+        for mode in ["full", "selective", OFFLOADED] {
+            let again = loss_of_skips(&checkpointed(config, mode)).unwrap();
+            assert_eq!(again.0, loss, "{config}, {mode}");
+            // Three gradients of one tensor are added in another order.
+            for (again, plain) in again.1.iter().flatten().zip(gradients.iter().flatten()) {
+                assert!((again - plain).abs() <= 1e-6 * plain.abs(), "{config}, {mode}");
+            }
+        }
+    }
+}
+
+/// One unit of a linear layer, in a model whose units are all computed again.
+fn one_unit() -> Result<(Fabric, Unit<Linear>)> {
+    let config = checkpointed(r#"{"type": "ddp"}"#, "full");
+    let world = Arc::new(Solo::new("world", 0));
+    let mut fabric = Fabric::new(world, strategy(&config)?, init(&config)?, 5)?;
+    let unit = fabric.setup_module(|b| b.unit("block", |b| Linear::new(b, 4, 4)))?;
+    Ok((fabric, unit))
+}
+
+fn ones(width: usize) -> Result<Tensor> {
+    Ok(Tensor::ones((2, width), DType::F32, &Device::Cpu)?)
+}
+
+/// The error of a unit that computes `first` in its forward and `later` when it is computed again.
+fn error_of(
+    first: fn(&Linear, &Tensor) -> Result<Tensor>,
+    later: fn(&Linear, &Tensor) -> Result<Tensor>,
+) -> Error {
+    let (fabric, unit) = one_unit().unwrap();
+    let calls = AtomicUsize::new(0);
+    let y =
+        unit.call(&ones(4).unwrap(), move |layer, x| match calls.fetch_add(1, Ordering::Relaxed) {
+            0 => first(layer, x),
+            _ => later(layer, x),
+        });
+    fabric.backward(&Loss::new(y.unwrap().sum_all().unwrap(), 1.0)).unwrap_err()
+}
+
+#[test]
+fn errors_of_the_second_run_say_where_they_are_from() {
+    let forward: fn(&Linear, &Tensor) -> Result<Tensor> = |layer, x| layer.forward(x);
+    let error = error_of(forward, |_, _| Err(Error::other("the moon was wrong")));
+    insta::assert_snapshot!(error, @"module `block`: the moon was wrong");
+    let error = error_of(forward, |layer, x| layer.forward(&x.narrow(0, 0, 1)?));
+    insta::assert_snapshot!(error, @"module `block`: gave [1, 4] in F32 when it was computed again for backward, and [2, 4] in F32 in its forward; what it computes must depend on its input and on what its closure captured alone");
+    let error = error_of(forward, |layer, x| Ok(x.matmul(&layer.forward(x)?)?));
+    assert!(matches!(&error, Error::Module { path, .. } if path == "block"), "{error:?}");
+    let error = error_of(forward, |layer, x| layer.forward(&layer.forward(x)?));
+    insta::assert_snapshot!(error, @"parameter `block.weight`: got a gradient after its last one: a unit whose activations are checkpointed used it more often when it was computed again than in its forward, where what it computes must depend on its input and on what its closure captured alone; or the loss joins the graph of a forward from before the last backward with that of a newer one");
+    // What tells of another rank stays what it is.
+    let peer = |_: &Linear, _: &Tensor| {
+        Err(Error::PeerFailed { rank: 3, message: "out of memory".to_owned() })
+    };
+    assert!(matches!(error_of(forward, peer), Error::PeerFailed { rank: 3, .. }));
+}
+
+/// The loss and the gradients of a unit that computes its block on another thread.
+fn on_another_thread(mode: &str) -> Result<(f64, Vec<Vec<f32>>)> {
+    let config = checkpointed(SINGLE, mode);
+    let world = Arc::new(Solo::new("world", 0));
+    let mut fabric = Fabric::new(world, strategy(&config)?, init(&config)?, 5)?;
+    let unit = fabric.setup_module(|b| b.unit("block", |b| Block::new(b, None)))?;
+    let forward = |block: &Block, x: &Tensor| {
+        let context = ExecutionContext::current();
+        let mask = Tensor::ones((1, 1), DType::F32, &Device::Cpu)?;
+        let forward = || context.run(|| block.forward(x, &mask));
+        std::thread::scope(|threads| threads.spawn(forward).join().expect("does not panic"))
+    };
+    {
+        let _no_grad = no_grad();
+        assert!(!unit.call(&ones(WIDTH)?, forward)?.track_op(), "inside of no_grad");
+    }
+    let sum = {
+        let _scope = fabric.forward_scope(true, 3, 0);
+        unit.call(&ones(WIDTH)?, forward)?.sqr()?.sum_all()?
+    };
+    let loss = Loss::new(sum, 1.0);
+    fabric.backward(&loss)?;
+    let tree = fabric.module_tree()?;
+    let gradients = tree.trainable().map(|p| {
+        Ok(p.local_grad().expect("every parameter is in the graph").flatten_all()?.to_vec1()?)
+    });
+    Ok((loss.sum_value()?, gradients.collect::<Result<_>>()?))
+}
+
+#[test]
+fn a_unit_may_compute_on_other_threads_in_the_context_of_its_caller() {
+    let plain = on_another_thread("none").unwrap();
+    assert!(plain.1.iter().all(|gradient| gradient.iter().any(|g| *g != 0.0)), "{plain:?}");
+    assert_eq!(on_another_thread("full").unwrap(), plain);
+}
+
+/// A unit and something before it, whose output the unit's closure captures.
+struct Captured {
+    before: Linear,
+    foreign: CandleModule<candle_nn::Linear>,
+    unit: Unit<Linear>,
+}
+
+impl Captured {
+    fn new(b: &ModuleBuilder) -> Result<Self> {
+        Ok(Self {
+            before: Linear::new(&b.pp("before"), 4, 4)?,
+            foreign: CandleModule(candle_nn::linear_no_bias(4, 4, b.var_builder().pp("foreign"))?),
+            unit: b.unit("block", |b| Linear::new(b, 4, 4))?,
+        })
+    }
+}
+
+#[test]
+fn captured_tensors_that_get_a_gradient_are_refused() {
+    let backward = |mode: &str, foreign: bool, detached: bool| {
+        let config = checkpointed(SINGLE, mode);
+        let world = Arc::new(Solo::new("world", 0));
+        let mut fabric = Fabric::new(world, strategy(&config)?, init(&config)?, 5)?;
+        let model = fabric.setup_module(Captured::new)?;
+        let x = ones(4)?;
+        let other = if foreign { model.foreign.forward(&x)? } else { model.before.forward(&x)? };
+        let other = if detached { other.detach() } else { other };
+        let y = model.unit.call(&x, move |layer, x| Ok((layer.forward(x)? * &other)?))?;
+        fabric.backward(&Loss::new(y.sum_all()?, 1.0))
+    };
+    for foreign in [false, true] {
+        backward("none", foreign, false).unwrap();
+        backward("full", foreign, true).unwrap();
+    }
+    insta::assert_snapshot!(backward("full", false, false).unwrap_err(), @"module `block`: the backward of a unit whose activations are checkpointed reached what was computed outside of it: the unit's closure captured a tensor that gets a gradient. Give it to the unit as its input, detach it, or do not checkpoint this unit");
+    insta::assert_snapshot!(backward("full", true, false).unwrap_err(), @"parameter `foreign.weight`: gets a gradient from a unit whose activations are checkpointed and whose forward did not use it: the unit's closure captured a tensor that was computed from it. Give that tensor to the unit as its input, detach it, or do not checkpoint this unit");
+}
+
+#[test]
+fn without_a_backward_nothing_runs_twice() {
+    let (fabric, unit) = one_unit().unwrap();
+    let runs = Arc::new(AtomicUsize::new(0));
+    let forward = || {
+        let runs = runs.clone();
+        unit.call(&ones(4)?, move |layer, x| {
+            runs.fetch_add(1, Ordering::Relaxed);
+            layer.forward(x)
+        })
+    };
+    {
+        let _no_grad = no_grad();
+        assert!(!forward().unwrap().track_op());
+    }
+    assert_eq!(runs.load(Ordering::Relaxed), 1);
+    let y = forward().unwrap();
+    assert_eq!(runs.load(Ordering::Relaxed), 2);
+    fabric.backward(&Loss::new(y.sum_all().unwrap(), 1.0)).unwrap();
+    assert_eq!(runs.load(Ordering::Relaxed), 3);
+}
+
+/// Which units are computed again, by path.
+fn chosen(tree: &ModuleTree) -> Vec<&str> {
+    tree.units().iter().filter(|u| u.activation_checkpointing()).map(|u| u.path()).collect()
+}
+
+fn layers(b: &ModuleBuilder) -> Result<Vec<Unit<Linear>>> {
+    let mut units: Vec<_> = (0..4)
+        .map(|i| b.unit(&format!("layers.{i}"), |b| Linear::new(b, 4, 4)))
+        .collect::<Result<_>>()?;
+    units.push(b.unit("head", |b| Linear::new(b, 4, 4))?);
+    Ok(units)
+}
+
+/// What a Fabric with this configuration makes of [`layers`].
+fn configured(checkpointing: ActivationCheckpointing) -> Result<ModuleTree> {
+    let config =
+        TrainerConfig { activation_checkpointing: checkpointing, ..TrainerConfig::default() };
+    let mut fabric = Fabric::with_world(Arc::new(Solo::new("world", 0)), &config, 1, None)?;
+    fabric.setup_module(layers)?;
+    fabric.module_tree()
+}
+
+#[test]
+fn a_configuration_chooses_units() {
+    let units = |patterns: &[&str]| patterns.iter().map(|&p| p.to_owned()).collect();
+    let full = ActivationCheckpointing::full();
+    let selective = ActivationCheckpointing::selective;
+    for (checkpointing, expected) in [
+        (ActivationCheckpointing::default(), &[][..]),
+        (full.clone(), &["layers.0", "layers.1", "layers.2", "layers.3", "head"]),
+        (ActivationCheckpointing { units: units(&["head", "*.0"]), ..full }, &["layers.0", "head"]),
+        (ActivationCheckpointing { every: None, ..selective(1) }, &["layers.1", "layers.3"]),
+        (selective(3), &["layers.2"]),
+        (
+            ActivationCheckpointing { units: units(&["*.1", "*.2", "*.3"]), ..selective(2) },
+            &["layers.2"],
+        ),
+    ] {
+        assert_eq!(chosen(&configured(checkpointing).unwrap()), expected);
+    }
+}
+
+#[test]
+fn choices_that_choose_nothing_are_refused() {
+    let error = |checkpointing| configured(checkpointing).unwrap_err();
+    let full = ActivationCheckpointing::full();
+    let units = vec!["layers.*".to_owned(), "blocks.*".to_owned()];
+    insta::assert_snapshot!(error(ActivationCheckpointing { units: units.clone(), ..full.clone() }), @"`trainer.activation_checkpointing`: no unit matches `blocks.*` (`*` is one segment); there are layers.0, layers.1, layers.2, layers.3, head");
+    insta::assert_snapshot!(error(ActivationCheckpointing::selective(6)), @"`trainer.activation_checkpointing`: every = 6 takes none of the units, of which there are too few; there are layers.0, layers.1, layers.2, layers.3, head");
+    insta::assert_snapshot!(error(ActivationCheckpointing::selective(0)), @"`trainer.activation_checkpointing`: `every` must be at least 1, found 0; leave it out for every second unit");
+    insta::assert_snapshot!(error(ActivationCheckpointing { every: Some(2), ..full.clone() }), @r#"`trainer.activation_checkpointing`: `every` says which units `type = "selective"` takes; the type is "full""#);
+    insta::assert_snapshot!(error(ActivationCheckpointing { units, ..ActivationCheckpointing::default() }), @r#"`trainer.activation_checkpointing`: `units` names units and the type is "none"; choose "full" for all of them, or "selective""#);
+    let offload = |to| ActivationCheckpointing { offload: Some(to), ..full.clone() };
+    insta::assert_snapshot!(error(offload(ActivationOffload::Host)), @r#"`trainer.activation_checkpointing`: offload = "host" moves activations from a GPU to the host's memory, and the model is there already; offload = "disk" moves them to files"#);
+    let selective = ActivationCheckpointing::selective(2);
+    let offload = Some(ActivationOffload::Disk);
+    insta::assert_snapshot!(error(ActivationCheckpointing { offload, ..selective }), @r#"`trainer.activation_checkpointing`: `offload` moves what is passed from one unit that is computed again to the next, and the type is "selective"; choose "full""#);
+    let b =
+        ModuleBuilder::new(ModuleInit { activation_checkpointing: full, ..ModuleInit::default() });
+    Linear::new(&b.pp("only"), 2, 2).unwrap();
+    insta::assert_snapshot!(b.finish().unwrap_err(), @r#"`trainer.activation_checkpointing`: "full" is about the model's units, and it has none; build its blocks with `ModuleBuilder::unit`"#);
+}
+
+#[test]
+fn a_parallelize_function_chooses_units() {
+    let config = checkpointed(r#"{"type": "fsdp"}"#, "selective");
+    let mut strategy = strategy(&config).unwrap();
+    let parallelize = |tree: &mut ModuleTree, _: &DeviceMesh| {
+        tree.units_matching("layers.*").for_each(|unit| {
+            unit.set_activation_checkpointing(unit.path() != "layers.1");
+        });
+        Ok(())
+    };
+    strategy.set_parallelize(Box::new(parallelize)).unwrap();
+    let world = Arc::new(Solo::new("world", 0));
+    let mut fabric = Fabric::new(world, strategy, init(&config).unwrap(), 1).unwrap();
+    fabric.setup_module(layers).unwrap();
+    let tree = fabric.module_tree().unwrap();
+    assert_eq!(chosen(&tree), ["layers.0", "layers.2", "layers.3"]);
+}

@@ -1,0 +1,225 @@
+//! Unmodified layers of candle_nn train under every strategy, and what they lose is noticed.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Module as _, Tensor};
+use candle_nn::Linear;
+use fulgurite_core::Result;
+use fulgurite_core::collective::ProcessGroup;
+use fulgurite_core::fabric::Fabric;
+use fulgurite_core::fabric::UnusedParameters;
+use fulgurite_core::module::{ModuleBuilder, Unit};
+use fulgurite_core::nn::Loss;
+use fulgurite_core::optim::AdamW;
+use fulgurite_test_support::training::{
+    Classifier, Run, checkpointed, gather_weights, images, init, strategy,
+};
+use fulgurite_transports::run_ranks;
+
+const CONFIGS: &[&str] = &[
+    r#"{"type": "ddp"}"#,
+    r#"{"type": "ddp", "first_bucket_mb": 0, "bucket_cap_mb": 0.0003}"#,
+    r#"{"type": "fsdp"}"#,
+    r#"{"type": "fsdp", "reshard_after_forward": false, "prefetch": 0}"#,
+    r#"{"type": "ddp", "activation_checkpointing": "full"}"#,
+    r#"{"type": "ddp", "bucket_cap_mb": 0.0003, "activation_checkpointing": "full"}"#,
+    r#"{"type": "fsdp", "activation_checkpointing": "full"}"#,
+];
+
+fn train(world: Arc<dyn ProcessGroup>, config: &str) -> Result<Run> {
+    let (rank, size) = (world.rank(), world.size());
+    let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
+    let optimizer = AdamW { lr: 0.01, eps: 1e-5, ..AdamW::default() };
+    let (model, mut optimizer) = fabric.setup(Classifier::new, &optimizer)?;
+    let (mut losses, mut norms) = (Vec::new(), Vec::new());
+    for step in 0..10 {
+        let (images, labels) = images(step, rank, size)?;
+        fabric.backward(&model.loss(&images, &labels)?)?;
+        losses.push(fabric.step_totals(&[])?.mean());
+        norms.push(fabric.clip_gradients_norm(&mut optimizer, 1.0)?);
+        optimizer.step()?;
+    }
+    let weights = gather_weights(&fabric.module_tree()?, &**fabric.world())?;
+    Ok(Run { losses, norms, weights, averages: std::collections::BTreeMap::new() })
+}
+
+#[test]
+fn a_model_of_candle_nn_trains_alike_everywhere() {
+    let single = run_ranks(1, |world| train(world, r#"{"type": "single_device"}"#)).unwrap();
+    let single = &single[0];
+    assert!(single.losses[9] < 0.9 * single.losses[0], "{:?}", single.losses);
+    assert_eq!(single.weights.len(), 9);
+    for ranks in [2, 3] {
+        let runs: Vec<Run> = CONFIGS
+            .iter()
+            .map(|config| run_ranks(ranks, |world| train(world, config)).unwrap().swap_remove(0))
+            .collect();
+        for (run, config) in runs.iter().zip(CONFIGS) {
+            assert_eq!(*run, runs[0], "{config} and ddp on {ranks} ranks");
+        }
+        let close = |a: f64, b: f64, tolerance: f64| (a - b).abs() <= tolerance * b.abs().max(1.0);
+        for i in 0..10 {
+            let (run, what) = (&runs[0], format!("step {i}, {ranks} ranks"));
+            assert!(close(run.losses[i], single.losses[i], 1e-5), "{what}: loss");
+            assert!(close(run.norms[i], single.norms[i], 1e-5), "{what}: norm");
+        }
+        for (fqn, weights) in &single.weights {
+            for (a, b) in runs[0].weights[fqn].iter().zip(weights) {
+                assert!(close((*a).into(), (*b).into(), 1e-4), "{fqn}: {a} and {b}");
+            }
+        }
+    }
+}
+
+/// A parameter that two units ask for by one name is the root's.
+#[test]
+fn a_name_asked_for_twice_ties_across_units() {
+    for config in CONFIGS {
+        let gradients = tied_across_units(config);
+        assert_eq!(gradients, tied_across_units(&plain(config)), "{config}");
+    }
+}
+
+/// The configuration without activation checkpointing.
+fn plain(config: &str) -> String {
+    match config.split_once(", \"activation_checkpointing\"") {
+        Some((plain, _)) => format!("{plain}}}"),
+        None => config.to_owned(),
+    }
+}
+
+/// The gradients of a weight that two units share, on both ranks, of which one has half.
+fn tied_across_units(config: &str) -> Vec<Vec<f32>> {
+    run_ranks(2, |world| {
+        let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
+        let shared = |b: &ModuleBuilder| {
+            Ok(candle_nn::linear_no_bias(3, 3, b.var_builder().root().pp("shared"))?)
+        };
+        let units = fabric.setup_module(|b| Ok([b.unit("a", shared)?, b.unit("b", shared)?]))?;
+        let tree = fabric.module_tree()?;
+        assert_eq!((tree.parameters().len(), tree.unit_parameters(None).len()), (1, 1));
+        let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+        let y = units[0].call(&x, |layer, x| Ok(layer.forward(x)?))?;
+        let y = units[1].call(&y, |layer, x| Ok(layer.forward(x)?))?;
+        fabric.backward(&Loss::new(y.sum_all()?, 1.0))?;
+        let grad = tree.parameters()[0].local_grad().expect("a gradient was synchronised");
+        Ok(grad.to_vec1()?)
+    })
+    .unwrap()
+}
+
+/// A linear layer whose gradient candle_nn's fused norm cuts off, and a head that gets one.
+struct Cut {
+    body: Unit<(Linear, Tensor, Tensor)>,
+    head: Linear,
+}
+
+impl Cut {
+    fn new(b: &ModuleBuilder) -> Result<Self> {
+        let body = b.unit("body", |b| {
+            let vb = b.var_builder();
+            let linear = candle_nn::linear_no_bias(4, 4, vb.pp("linear"))?;
+            let weight = vb.get_with_hints(4, "norm.weight", candle_nn::Init::Const(1.0))?;
+            let bias = vb.get_with_hints(4, "norm.bias", candle_nn::Init::Const(0.5))?;
+            Ok((linear, weight, bias))
+        })?;
+        Ok(Self { body, head: candle_nn::linear(4, 1, b.var_builder().pp("head"))? })
+    }
+
+    #[allow(clippy::disallowed_methods, reason = "that it loses gradients is what is tested")]
+    fn loss(&self) -> Result<Loss> {
+        let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu)?;
+        let y = self.body.call(&x, |(linear, weight, bias), x| {
+            Ok(candle_nn::ops::layer_norm(&linear.forward(x)?, weight, bias, 1e-5)?)
+        })?;
+        Ok(Loss::new(self.head.forward(&y)?.sqr()?.sum_all()?, 2.0))
+    }
+}
+
+/// One step of [`Cut`]: the body's linear weight and the head's, before and after.
+fn cut_step(config: &str, policy: UnusedParameters) -> Result<[[Vec<f32>; 2]; 2]> {
+    let steps = run_ranks(2, |world| {
+        let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
+        let decaying = AdamW { lr: 0.1, weight_decay: 0.5, ..AdamW::default() };
+        let (model, optimizer) = fabric.setup(Cut::new, &decaying)?;
+        let mut optimizer = optimizer.with_unused_parameters(policy);
+        let read = || -> Result<[Vec<f32>; 2]> {
+            let weights = gather_weights(&fabric.module_tree()?, &**fabric.world())?;
+            Ok(["body.linear.weight", "head.weight"].map(|fqn| weights[fqn].clone()))
+        };
+        let before = read()?;
+        fabric.backward(&model.loss()?)?;
+        optimizer.step()?;
+        Ok([before, read()?])
+    });
+    Ok(steps?.swap_remove(0))
+}
+
+#[test]
+fn gradients_that_candle_nn_loses_are_named() {
+    for config in CONFIGS {
+        let error = cut_step(config, UnusedParameters::Error).unwrap_err();
+        insta::allow_duplicates! { insta::assert_snapshot!(error, @r#"3 trainable parameter(s) got no gradient in the first step: body.linear.weight, body.norm.weight, body.norm.bias. Either they do not take part in the loss, or an operation without a backward cut the graph (candle_nn's fused layer_norm, rms_norm, softmax_last_dim and rope do; the layers of `fulgurite::nn` do not). If it is meant, set `trainer.unused_parameters` to "zero" or "ignore""#); }
+    }
+}
+
+#[test]
+fn unused_parameters_decay_under_zero_and_stay_under_ignore() {
+    for config in CONFIGS {
+        let [before, after] = cut_step(config, UnusedParameters::Ignore).unwrap();
+        assert_eq!(after[0], before[0], "{config}");
+        assert_ne!(after[1], before[1], "{config}");
+        let [before, after] = cut_step(config, UnusedParameters::Zero).unwrap();
+        for (a, b) in after[0].iter().zip(&before[0]) {
+            assert!((a - b * (1.0 - 0.1 * 0.5)).abs() < 1e-6, "{config}: {b} became {a}");
+        }
+        assert_ne!(after[1], before[1], "{config}");
+    }
+}
+
+/// Two units of equal shapes; rank 1 leaves out one layer of the second. Its unit is complete late
+/// there, and must still be reduced with the same unit of the other ranks.
+#[test]
+fn ranks_that_leave_out_a_layer_reduce_units_in_one_order() {
+    let train = |config: &str| {
+        run_ranks(2, move |world| {
+            let rank = world.rank();
+            let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 3)?;
+            let (units, mut optimizer) = fabric.setup(
+                |b| {
+                    (0..2)
+                        .map(|i| {
+                            b.unit(&format!("units.{i}"), |b| {
+                                let vb = b.var_builder();
+                                Ok([
+                                    candle_nn::linear(3, 3, vb.pp("first"))?,
+                                    candle_nn::linear(3, 3, vb.pp("second"))?,
+                                ])
+                            })
+                        })
+                        .collect::<Result<Vec<Unit<[Linear; 2]>>>>()
+                },
+                &AdamW::default(),
+            )?;
+            for _ in 0..3 {
+                let mut x = Tensor::new(&[[1f32, 2.0, 3.0]], &Device::Cpu)?;
+                for (i, unit) in units.iter().enumerate() {
+                    x = unit.call(&x, move |layers, x| {
+                        let y = layers[0].forward(x)?;
+                        Ok(if (rank, i) == (1, 1) { y } else { layers[1].forward(&y)? })
+                    })?;
+                }
+                fabric.backward(&Loss::new(x.sqr()?.sum_all()?, 1.0))?;
+                optimizer.step()?;
+            }
+            gather_weights(&fabric.module_tree()?, &**fabric.world())
+        })
+        .unwrap()
+    };
+    let expected = train(r#"{"type": "ddp"}"#);
+    let fsdp = r#"{"type": "fsdp", "reshard_after_forward": false}"#;
+    assert_eq!(train(fsdp), expected);
+    for mode in ["full", "selective"] {
+        assert_eq!(train(&checkpointed(fsdp, mode)), expected, "{mode}");
+    }
+}

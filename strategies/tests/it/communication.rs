@@ -1,0 +1,172 @@
+//! What crosses the wire in a step: calls and bytes, exactly.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use candle_core::DType;
+use fulgurite_core::collective::{Counter, Counting, Record};
+use fulgurite_core::module::ModuleTree;
+use fulgurite_core::parameter::Parameter;
+use fulgurite_test_support::training::{Training, checkpointed};
+use fulgurite_transports::run_ranks;
+
+type Tally = BTreeMap<(String, &'static str), Record>;
+
+/// Rank 0's tally of the third step (the first two audit and order the buckets), and the model.
+fn third_step(ranks: usize, config: &str, accumulate: usize) -> (Tally, ModuleTree) {
+    let mut tallies = run_ranks(ranks, |world| {
+        let counter = Counter::default();
+        let world = Arc::new(Counting::new(world, counter.clone()));
+        let mut training = Training::new(world, config, DType::F32, accumulate)?;
+        training.step()?;
+        training.step()?;
+        counter.reset();
+        training.step()?;
+        Ok((counter.snapshot(), training.fabric.module_tree()?))
+    })
+    .unwrap_or_else(|error| panic!("{config}: {error}"));
+    assert!(tallies.iter().all(|(tally, _)| *tally == tallies[0].0), "{config}: ranks differ");
+    tallies.swap_remove(0)
+}
+
+fn bytes<'a>(parameters: impl IntoIterator<Item = &'a Parameter>) -> u64 {
+    parameters.into_iter().map(|p| 4 * p.elem_count() as u64).sum()
+}
+
+fn trainable_bytes(parameters: &[Parameter]) -> u64 {
+    bytes(parameters.iter().filter(|p| p.requires_grad()))
+}
+
+/// The loss totals (sum, count) over the data-parallel group, and the norm over the world.
+fn scalars(data_parallel: &str) -> Tally {
+    Tally::from([
+        ((data_parallel.to_owned(), "all_reduce"), Record { calls: 1, bytes: 16 }),
+        (("world".to_owned(), "all_reduce"), Record { calls: 1, bytes: 8 }),
+    ])
+}
+
+#[test]
+fn ddp_reduces_every_gradient_once_in_as_many_calls_as_buckets() {
+    let group = "data_parallel_replicate";
+    for accumulate in [1, 3] {
+        let (tally, tree) = third_step(3, r#"{"type": "ddp"}"#, accumulate);
+        let gradients = bytes(tree.trainable());
+        let mut expected = scalars(group);
+        expected.get_mut(&(group.to_owned(), "all_reduce")).unwrap().calls += 1;
+        expected.get_mut(&(group.to_owned(), "all_reduce")).unwrap().bytes += gradients;
+        assert_eq!(tally, expected);
+
+        // A bucket for each gradient.
+        let tiny = r#"{"type": "ddp", "first_bucket_mb": 0, "bucket_cap_mb": 0}"#;
+        let (tally, tree) = third_step(3, tiny, accumulate);
+        let mut expected = scalars(group);
+        let buckets = expected.get_mut(&(group.to_owned(), "all_reduce")).unwrap();
+        buckets.calls += tree.trainable().count() as u64;
+        buckets.bytes += gradients;
+        assert_eq!(tally, expected);
+
+        // The buckets' number follows from their size: no two neighbours fit into one.
+        let cap = 400.0;
+        let mb = cap / 1024.0 / 1024.0;
+        let config =
+            format!(r#"{{"type": "ddp", "first_bucket_mb": {mb}, "bucket_cap_mb": {mb}}}"#);
+        let (tally, _) = third_step(3, &config, accumulate);
+        let record = tally[&(group.to_owned(), "all_reduce")];
+        assert_eq!(record.bytes, gradients + 16);
+        let calls = (record.calls - 1) as f64;
+        assert!(calls >= (gradients as f64 / cap).ceil(), "{calls} buckets");
+        assert!(calls <= 2.0 * gradients as f64 / cap + 1.0, "{calls} buckets");
+    }
+}
+
+#[test]
+fn fsdp_gathers_units_for_forward_and_for_backward_and_reduces_each_once() {
+    let group = "data_parallel_shard";
+    for (config, gathers_a_micro_batch) in [
+        (r#"{"type": "fsdp", "reshard_after_forward": true}"#, 2),
+        (r#"{"type": "fsdp", "reshard_after_forward": true, "prefetch": 0}"#, 2),
+        (r#"{"type": "fsdp", "prefetch": 2}"#, 2),
+        (r#"{"type": "fsdp", "reshard_after_forward": false}"#, 1),
+        (r#"{"type": "fsdp", "reshard_after_forward": false, "prefetch": 0}"#, 1),
+    ] {
+        for accumulate in [1, 3] {
+            let (tally, tree) = third_step(3, config, accumulate);
+            let root = tree.unit_parameters(None);
+            let gathers = gathers_a_micro_batch * accumulate as u64;
+            let mut gather = Record { calls: 1, bytes: bytes(&root) };
+            let mut reduce = Record { calls: 1, bytes: trainable_bytes(&root) };
+            for unit in tree.units() {
+                let parameters = tree.unit_parameters(Some(unit.index()));
+                gather.calls += gathers;
+                gather.bytes += gathers * bytes(&parameters);
+                reduce.calls += 1;
+                reduce.bytes += trainable_bytes(&parameters);
+            }
+            let mut expected = scalars(group);
+            expected.insert((group.to_owned(), "all_gather_into"), gather);
+            expected.insert((group.to_owned(), "reduce_scatter"), reduce);
+            assert_eq!(tally, expected, "{config}, {accumulate} micro-batches");
+        }
+    }
+}
+
+#[test]
+fn units_that_no_condition_chose_are_gathered_with_the_root_once() {
+    let config = r#"{"type": "fsdp", "shard_conditions": ["layers.1"]}"#;
+    let (tally, tree) = third_step(2, config, 1);
+    let unit = bytes(&tree.unit_parameters(Some(1)));
+    let gathers = tally[&("data_parallel_shard".to_owned(), "all_gather_into")];
+    assert_eq!(gathers, Record { calls: 3, bytes: bytes(tree.parameters()) + unit });
+    let reductions = tally[&("data_parallel_shard".to_owned(), "reduce_scatter")];
+    assert_eq!(reductions, Record { calls: 2, bytes: bytes(tree.trainable()) });
+}
+
+/// Units that are computed again have been gathered for that already.
+#[test]
+fn activation_checkpointing_sends_nothing_more() {
+    for config in [
+        r#"{"type": "ddp"}"#,
+        r#"{"type": "fsdp"}"#,
+        r#"{"type": "fsdp", "prefetch": 0}"#,
+        r#"{"type": "fsdp", "prefetch": 2}"#,
+        r#"{"type": "fsdp", "reshard_after_forward": false}"#,
+        r#"{"type": "fsdp", "shard_conditions": ["layers.1"]}"#,
+    ] {
+        for accumulate in [1, 3] {
+            let expected = third_step(3, config, accumulate).0;
+            for mode in ["full", "selective"] {
+                let (tally, tree) = third_step(3, &checkpointed(config, mode), accumulate);
+                let again = tree.units().iter().filter(|u| u.activation_checkpointing()).count();
+                assert_eq!(again, if mode == "full" { 3 } else { 1 });
+                assert_eq!(tally, expected, "{config}, {mode}, {accumulate} micro-batches");
+            }
+        }
+    }
+}
+
+/// What half the bytes of parameters cost, and no more than that.
+#[test]
+fn mixed_precision_gathers_half_the_bytes() {
+    let config = r#"{"type": "fsdp",
+        "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "f32"}}"#;
+    let full = third_step(2, r#"{"type": "fsdp"}"#, 1).0;
+    let half = third_step(2, config, 1).0;
+    let key = |op| ("data_parallel_shard".to_owned(), op);
+    assert_eq!(2 * half[&key("all_gather_into")].bytes, full[&key("all_gather_into")].bytes);
+    assert_eq!(half[&key("reduce_scatter")], full[&key("reduce_scatter")]);
+    let bf16 = r#"{"type": "fsdp",
+        "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"}}"#;
+    let bf16 = third_step(2, bf16, 1).0;
+    assert_eq!(2 * bf16[&key("reduce_scatter")].bytes, full[&key("reduce_scatter")].bytes);
+}
+
+/// Alone, a rank asks no group of the mesh for anything that leaves it; what it asks the world (a
+/// group that communicates nothing at this size) is the norm.
+#[test]
+fn one_rank_communicates_nothing() {
+    for config in [r#"{"type": "single_device"}"#, r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
+        let (tally, _) = third_step(1, config, 1);
+        let norm = (("world".to_owned(), "all_reduce"), Record { calls: 1, bytes: 8 });
+        assert_eq!(tally, Tally::from([norm]), "{config}");
+    }
+}

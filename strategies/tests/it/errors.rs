@@ -1,0 +1,239 @@
+//! Mistakes are said so, on every rank, before anything is changed.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_core::autograd::no_grad;
+use fulgurite_core::collective::{Difference, ProcessGroup, first_difference};
+use fulgurite_core::fabric::{Fabric, FabricOptimizer};
+use fulgurite_core::module::{Module as _, ModuleBuilder, ModuleInit, Unit};
+use fulgurite_core::nn::{Linear, Loss};
+use fulgurite_core::optim::Sgd;
+use fulgurite_core::parameter::Init;
+use fulgurite_core::{Error, Result};
+use fulgurite_test_support::training::{gather_weights, strategy};
+use fulgurite_transports::run_ranks;
+
+const DDP: &str = r#"{"type": "ddp"}"#;
+const FSDP: &str = r#"{"type": "fsdp"}"#;
+
+fn two_units(b: &ModuleBuilder) -> Result<Vec<Unit<Linear>>> {
+    (0..2).map(|i| b.unit(&format!("layers.{i}"), |b| Linear::new(b, 3, 3))).collect()
+}
+
+/// The message with which setting up fails.
+fn refused<M>(
+    ranks: usize,
+    config: &str,
+    build: impl Fn(usize, &ModuleBuilder) -> Result<M> + Sync,
+) -> String {
+    run_ranks(ranks, |world| {
+        let rank = world.rank();
+        let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 1)?;
+        fabric.setup_module(|b| build(rank, b)).map(drop)
+    })
+    .expect_err("this cannot be set up")
+    .to_string()
+}
+
+#[test]
+fn fsdp_without_units() {
+    let message = refused(2, FSDP, |_, b| Linear::new(&b.pp("only"), 3, 3));
+    insta::assert_snapshot!(message, @"no layer modules were sharded: the model has no units. Build the blocks that are worth gathering on their own with `ModuleBuilder::unit`, or set `trainer.strategy.allow_root_only = true` to gather the whole model at once");
+    // Unless that is meant.
+    let config = r#"{"type": "fsdp", "allow_root_only": true}"#;
+    run_ranks(2, |world| {
+        let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 1)?;
+        let model = fabric.setup_module(|b| Linear::new(&b.pp("only"), 3, 1))?;
+        let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+        fabric.backward(&Loss::new(model.forward(&x)?.sum_all()?, 1.0))
+    })
+    .unwrap();
+}
+
+#[test]
+fn conditions_that_match_nothing() {
+    let config = r#"{"type": "fsdp", "shard_conditions": ["layers", "model.*"]}"#;
+    insta::assert_snapshot!(refused(2, config, |_, b| two_units(b)), @"no layer modules were sharded: `shard_conditions` (layers, model.*) chose none of the model's units (layers.0, layers.1). A pattern is a whole path, in which `*` is one segment");
+}
+
+mod a_function {
+    use fulgurite_core::strategy::{ParallelizeConfig, ParallelizeFn};
+    use fulgurite_core::{Result, mesh::DeviceMesh, module::ModuleTree};
+    use serde::{Deserialize, Serialize};
+
+    /// Shards the first layer.
+    #[derive(Debug, Clone, Serialize, Deserialize)]
+    pub(crate) struct First {}
+
+    #[typetag::serde(name = "first")]
+    impl ParallelizeConfig for First {
+        fn build(&self) -> Result<Box<dyn ParallelizeFn>> {
+            Ok(Box::new(|tree: &mut ModuleTree, _: &DeviceMesh| {
+                tree.fully_shard_matching("layers.0")
+            }))
+        }
+    }
+
+    fulgurite_core::register_parallelize!("first", First, "the first layer only");
+}
+
+#[test]
+fn two_ways_to_choose_units() {
+    let config =
+        r#"{"type": "fsdp", "parallelize": {"type": "first"}, "shard_conditions": ["layers.0"]}"#;
+    insta::assert_snapshot!(strategy(config).err().expect("one is enough"), @"`trainer.strategy` has both `parallelize` and `shard_conditions`, which decide the same; keep one");
+    // One of them alone chooses.
+    let config = r#"{"type": "fsdp", "parallelize": {"type": "first"}}"#;
+    run_ranks(2, |world| {
+        let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 1)?;
+        let layers = fabric.setup_module(two_units)?;
+        assert!(layers[0].module().weight().value().is_err());
+        assert!(layers[1].module().weight().value().is_ok(), "it belongs to the root");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn single_device_on_two_ranks() {
+    let config = r#"{"type": "single_device"}"#;
+    insta::assert_snapshot!(refused(2, config, |_, b| two_units(b)), @"device mesh: strategy `single_device` runs on one rank, the world size is 2; set `trainer.devices = 1`, or choose `ddp` or `fsdp`");
+}
+
+#[test]
+fn ranks_with_different_models() {
+    for config in [DDP, FSDP] {
+        insta::allow_duplicates! {
+            let message = refused(3, config, |rank, b| {
+                b.unit("layer", |b| Linear::new(b, 3, if rank == 2 { 5 } else { 4 }))
+            });
+            insta::assert_snapshot!(message, @"the ranks built different models: part 0 is `layer.weight` [4, 3] F32 on rank 0 and `layer.weight` [5, 3] F32 on rank 2; `configure_model` must not depend on the rank");
+            let message = refused(2, config, |rank, b| {
+                let first = b.unit("layer", |b| Linear::new(b, 3, 4))?;
+                let extra = (rank == 1).then(|| Linear::new(&b.pp("extra"), 3, 4)).transpose()?;
+                Ok((first, extra))
+            });
+            insta::assert_snapshot!(message, @"the ranks built different models: part 1 is the unit `layer` on rank 0 and `extra.weight` [4, 3] F32 on rank 1; `configure_model` must not depend on the rank");
+            let message = refused(2, config, |rank, b| {
+                let b = if rank == 1 { b.frozen() } else { b.clone() };
+                b.unit("layer", |b| Linear::new(b, 3, 4))
+            });
+            insta::assert_snapshot!(message, @"the ranks built different models: part 0 is `layer.weight` [4, 3] F32 on rank 0 and `layer.weight` [4, 3] F32, frozen on rank 1; `configure_model` must not depend on the rank");
+        }
+    }
+}
+
+#[test]
+fn the_first_difference_may_be_that_a_list_ends() {
+    // What each rank says, and what all of them are told.
+    let cases: [(&[&str], &str); 5] = [
+        (&["ab", "ab", "ab"], "None"),
+        (&["ab", "ab", "ac"], "2 1 b c"),
+        (&["ab", "a", "b"], "1 1 b nothing"),
+        (&["a", "a", "ab"], "2 1 nothing b"),
+        (&["", "", "a"], "2 0 nothing a"),
+    ];
+    for (said, expected) in cases {
+        let told = run_ranks(3, |world| {
+            let lines: Vec<String> = said[world.rank()].chars().map(String::from).collect();
+            first_difference(&*world, &lines)
+        });
+        for told in told.unwrap() {
+            let told = told.map_or("None".to_owned(), |Difference { rank, index, here, there }| {
+                format!("{rank} {index} {here} {there}")
+            });
+            assert_eq!(told, expected, "{said:?}");
+        }
+    }
+}
+
+#[test]
+fn a_scalar_under_fsdp() {
+    let message = refused(2, FSDP, |_, b| {
+        b.parameter("temperature", [], Init::ONES)?;
+        two_units(b)
+    });
+    insta::assert_snapshot!(message, @"parameter `temperature`: is a scalar, which FSDP cannot shard; give it the shape [1]");
+}
+
+#[test]
+fn a_model_before_there_is_one() {
+    for config in [r#"{"type": "single_device"}"#, DDP, FSDP] {
+        let fabric = Fabric::single(strategy(config).unwrap(), 1).unwrap();
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(fabric.module_tree().unwrap_err(), @"no model has been set up; call `Fabric::setup` (`setup_module`) first");
+        }
+    }
+}
+
+/// Runs `check` on three ranks with two layers and an optimizer.
+fn with_model(
+    check: impl Fn(&mut Fabric, &[Unit<Linear>], &mut FabricOptimizer) -> Result<()> + Sync,
+) {
+    for config in [DDP, FSDP] {
+        run_ranks(3, |world: Arc<dyn ProcessGroup>| {
+            let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 1)?;
+            let (layers, mut optimizer) = fabric.setup(two_units, &Sgd::default())?;
+            check(&mut fabric, &layers, &mut optimizer)
+        })
+        .unwrap_or_else(|error| panic!("{config}: {error}"));
+    }
+}
+
+fn loss(layers: &[Unit<Linear>], factor: f64) -> Result<Loss> {
+    let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+    let y = layers[1].forward(&layers[0].forward(&x)?)?;
+    Ok(Loss::new((y.sum_all()? * factor)?, 1.0))
+}
+
+#[test]
+fn a_loss_that_depends_on_nothing() {
+    with_model(|fabric, layers, _| {
+        let constant = Loss::new(Tensor::new(1f32, &Device::Cpu)?, 1.0);
+        let error = fabric.backward(&constant).unwrap_err();
+        insta::allow_duplicates! { insta::assert_snapshot!(error, @"the loss does not depend on any trainable parameter: all are frozen, the model was called inside `no_grad`, or an operation without a backward cut the graph"); }
+        let guard = no_grad();
+        let unrecorded = loss(layers, 1.0)?;
+        drop(guard);
+        assert!(fabric.backward(&unrecorded).is_err());
+        Ok(())
+    });
+}
+
+/// One rank's loss is not a number: all ranks refuse, and keep their parameters to the bit.
+#[test]
+fn a_loss_that_is_not_finite_on_one_rank() {
+    with_model(|fabric, layers, optimizer| {
+        let factor = if fabric.global_rank() == 1 { f64::NAN } else { 1.0 };
+        let before = gather_weights(&fabric.module_tree()?, &**fabric.world())?;
+        fabric.backward(&loss(layers, factor)?)?;
+        let error = optimizer.step().unwrap_err();
+        assert!(matches!(error, Error::NonFinite { what: "loss", step: 1, .. }), "{error}");
+        insta::allow_duplicates! { insta::assert_snapshot!(error, @"non-finite loss (NaN) at step 1; parameters are as they were before the step. A lower `optimizer.lr`, a longer warm-up (`scheduler.warmup_steps`) or `trainer.gradient_clip_val` may help"); }
+        assert_eq!(gather_weights(&fabric.module_tree()?, &**fabric.world())?, before);
+        Ok(())
+    });
+}
+
+/// A finite loss whose gradient overflows on one rank.
+#[test]
+fn a_gradient_norm_that_is_not_finite_on_one_rank() {
+    with_model(|fabric, layers, optimizer| {
+        let mut bad = loss(layers, 1.0)?;
+        if fabric.global_rank() == 2 {
+            // sqrt at 0: the value is 0, the slope is not finite.
+            let zero = (bad.sum() - bad.sum())?.sqrt()?;
+            bad = Loss::new((bad.sum() + zero)?, 1.0);
+        }
+        let before = gather_weights(&fabric.module_tree()?, &**fabric.world())?;
+        fabric.backward(&bad)?;
+        let error = fabric.clip_gradients_norm(optimizer, 1.0).unwrap_err();
+        assert!(
+            matches!(error, Error::NonFinite { what: "gradient norm", step: 1, .. }),
+            "{error}"
+        );
+        assert_eq!(gather_weights(&fabric.module_tree()?, &**fabric.world())?, before);
+        Ok(())
+    });
+}

@@ -1,0 +1,30 @@
+//! Strategies at work, ranks as threads.
+
+mod activation_checkpointing;
+mod bf16_state;
+mod candle_nn;
+mod checkpoints;
+mod collectives;
+mod communication;
+mod conformance;
+mod errors;
+mod full_checkpoint;
+mod loss_parallel;
+mod mesh;
+mod mesh_communication;
+mod mesh_randomness;
+mod model_parallel;
+mod parity;
+mod plans;
+mod plans_at_work;
+mod precision;
+mod random_plans;
+mod sampling;
+mod schedule;
+mod steps;
+
+use fulgurite_transports::SharedMemory;
+
+/// The allocator with which collectives reach the tensors that a group made where they are.
+#[global_allocator]
+static ALLOCATOR: SharedMemory<std::alloc::System> = SharedMemory(std::alloc::System);

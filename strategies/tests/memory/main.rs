@@ -1,0 +1,20 @@
+//! What describing, training, saving and loading cost in memory, by an allocator's count.
+
+mod cut_model;
+mod distributed_checkpoints;
+mod full_checkpoints;
+mod llama_70b;
+mod training;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use fulgurite_test_support::allocator::Counting;
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Tests count what the whole process holds: one at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}

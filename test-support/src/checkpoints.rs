@@ -1,0 +1,281 @@
+//! Ranks as threads, a small model on any mesh, and what its values must be.
+
+use std::collections::{HashMap, VecDeque};
+use std::path::Path;
+use std::sync::{Arc, Barrier, Condvar, Mutex};
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_core::autograd::storage;
+use fulgurite_core::checkpoint::{
+    CheckpointIO, SaveMeta, ShardTensor, model_tensors, optimizer_tensors, save, shard_specs,
+};
+use fulgurite_core::collective::{Collective, ProcessGroup, Work};
+use fulgurite_core::module::{ModuleBuilder, ModuleInit, ModuleTree};
+use fulgurite_core::optim::StateTensor;
+use fulgurite_core::parameter::{Init, LocalShard};
+use fulgurite_core::shard::{Cut, Placement, Region};
+use fulgurite_core::{Error, Result};
+
+/// Just enough of a process group for control messages between threads.
+struct Threads {
+    rank: usize,
+    ranks: Vec<usize>,
+    shared: Arc<(Barrier, Mutex<Vec<Vec<u8>>>)>,
+    mail: Arc<Mail>,
+}
+
+type Queue = VecDeque<Vec<u8>>;
+
+/// What was sent and not received yet, by sender and receiver.
+#[derive(Default)]
+struct Mail {
+    boxes: Mutex<HashMap<(usize, usize), Queue>>,
+    arrived: Condvar,
+}
+
+impl Threads {
+    fn exchange(&self, tensor: &Tensor) -> Result<Vec<Vec<u8>>> {
+        let (barrier, slots) = &*self.shared;
+        let bytes = storage::with_bytes(&tensor.contiguous()?, <[u8]>::to_vec)?;
+        slots.lock().unwrap()[self.rank] = bytes;
+        barrier.wait();
+        let all = slots.lock().unwrap().clone();
+        barrier.wait();
+        Ok(all)
+    }
+}
+
+impl ProcessGroup for Threads {
+    fn name(&self) -> &str {
+        "threads"
+    }
+
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    fn global_ranks(&self) -> &[usize] {
+        &self.ranks
+    }
+
+    fn start(&self, collective: Collective, _: bool) -> Result<Work> {
+        match collective {
+            Collective::AllReduce { tensor, .. } => {
+                let mut sum = vec![0i64; tensor.elem_count()];
+                for bytes in self.exchange(&tensor)? {
+                    for (sum, x) in sum.iter_mut().zip(bytes.chunks_exact(8)) {
+                        *sum += i64::from_ne_bytes(x.try_into().unwrap());
+                    }
+                }
+                storage::copy_from(&tensor, &Tensor::new(sum, &Device::Cpu)?)?;
+            }
+            Collective::AllGatherInto(parts) => {
+                for part in parts {
+                    let all = self.exchange(&part.input)?.concat();
+                    storage::with_bytes_mut(&part.output, |out| out.copy_from_slice(&all))?;
+                }
+            }
+            Collective::Broadcast { tensor, src } => {
+                let all = self.exchange(&tensor)?;
+                storage::with_bytes_mut(&tensor, |out| out.copy_from_slice(&all[src]))?;
+            }
+            Collective::Barrier => {
+                self.shared.0.wait();
+            }
+            Collective::ReduceScatter { .. } | Collective::AllToAll { .. } => {
+                return Err(Error::other("not needed here"));
+            }
+        }
+        Ok(Work::ready())
+    }
+
+    fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
+        let bytes = storage::with_bytes(tensor, <[u8]>::to_vec)?;
+        self.mail.boxes.lock().unwrap().entry((self.rank, dst)).or_default().push_back(bytes);
+        self.mail.arrived.notify_all();
+        Ok(Work::ready())
+    }
+
+    fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work> {
+        let key = (src, self.rank);
+        let is_empty =
+            |boxes: &mut HashMap<_, VecDeque<_>>| boxes.entry(key).or_default().is_empty();
+        let boxes = self.mail.boxes.lock().unwrap();
+        let mut boxes = self.mail.arrived.wait_while(boxes, is_empty).unwrap();
+        let bytes = boxes.get_mut(&key).unwrap().pop_front().unwrap();
+        storage::with_bytes_mut(tensor, |out| out.copy_from_slice(&bytes))?;
+        Ok(Work::ready())
+    }
+
+    fn split(&self, _: &[Vec<usize>], _: &str) -> Result<Arc<dyn ProcessGroup>> {
+        Err(Error::other("not needed here"))
+    }
+
+    fn abort(&self, _: &str) {}
+}
+
+/// Runs `f` on `n` ranks and returns what each returned.
+pub fn ranks<T: Send>(n: usize, f: impl Fn(&dyn ProcessGroup) -> T + Sync) -> Vec<T> {
+    let shared = Arc::new((Barrier::new(n), Mutex::new(vec![Vec::new(); n])));
+    let mail = Arc::new(Mail::default());
+    std::thread::scope(|scope| {
+        let handles: Vec<_> = (0..n)
+            .map(|rank| {
+                let (shared, mail, f) = (shared.clone(), mail.clone(), &f);
+                scope.spawn(move || f(&Threads { rank, ranks: (0..n).collect(), shared, mail }))
+            })
+            .collect();
+        handles.into_iter().map(|handle| handle.join().unwrap()).collect()
+    })
+}
+
+/// Sizes of `data_parallel_replicate`, `data_parallel_shard`, `tensor_parallel`.
+pub type Mesh = [usize; 3];
+
+pub const DIMS: [&str; 3] =
+    ["data_parallel_replicate", "data_parallel_shard", "tensor_parallel"];
+
+pub fn world_size(mesh: Mesh) -> usize {
+    mesh.iter().product()
+}
+
+/// This rank's place along a mesh dimension, the last one fastest.
+pub fn coordinate(mesh: Mesh, rank: usize) -> impl Fn(&str) -> usize + Copy {
+    move |dim| match DIMS.iter().position(|d| *d == dim).unwrap() {
+        0 => rank / (mesh[1] * mesh[2]),
+        1 => rank / mesh[2] % mesh[1],
+        _ => rank % mesh[2],
+    }
+}
+
+pub const SEED: u64 = 7;
+const INIT: Init = Init::Normal { mean: 0.0, std: 1.0 };
+
+/// A model with uneven, one-row, scalar and tied parameters, on this rank of the mesh. Its local
+/// values are those of `seed`, or zeros.
+pub fn model(mesh: Mesh, rank: usize, seed: Option<u64>, dtype: DType) -> ModuleTree {
+    let b = ModuleBuilder::new(ModuleInit { dtype, ..ModuleInit::default() });
+    let embed = b.pp("embed").parameter("weight", [7, 6], INIT).unwrap();
+    b.pp("norm").parameter("weight", [5], INIT).unwrap();
+    b.pp("layers.0").parameter("up", [6, 10], INIT).unwrap();
+    b.pp("layers.0").parameter("conv", [2, 3, 4], INIT).unwrap();
+    b.pp("row").parameter("weight", [1, 4], INIT).unwrap();
+    b.parameter("scale", [], INIT).unwrap();
+    b.pp("head").tie("weight", &embed).unwrap();
+    set_up(b.finish().unwrap(), mesh, rank, seed)
+}
+
+/// Cuts a model's parameters for the mesh and gives this rank its local values.
+pub fn set_up(tree: ModuleTree, mesh: Mesh, rank: usize, seed: Option<u64>) -> ModuleTree {
+    for parameter in tree.parameters() {
+        let mut spec = parameter.spec();
+        let dims = spec.shape.len();
+        let shard = |dim| if dim < dims { Placement::Shard(dim) } else { Placement::Replicate };
+        spec = spec.with_cut(Cut::new(DIMS[2], mesh[2], shard(1)));
+        spec = spec.with_cut(Cut::new(DIMS[0], mesh[0], Placement::Replicate));
+        spec = spec.with_cut(Cut::new(DIMS[1], mesh[1], shard(0)));
+        let region = spec.region(coordinate(mesh, rank));
+        let values = values(seed, parameter.fqn(), &spec.shape, &region, parameter.dtype());
+        parameter.set_spec(spec);
+        parameter.set_local(LocalShard { values, region });
+    }
+    tree
+}
+
+/// What a parameter's values are in a region.
+pub fn values(
+    seed: Option<u64>,
+    fqn: &str,
+    shape: &[usize],
+    region: &Region,
+    dtype: DType,
+) -> Tensor {
+    let init = if seed.is_some() { INIT } else { Init::ZEROS };
+    init.values(seed.unwrap_or(0), fqn, shape, region, dtype, &Device::Cpu).unwrap()
+}
+
+/// Optimizer state for every parameter, as local as it is.
+pub fn states(tree: &ModuleTree, seed: Option<u64>) -> Vec<StateTensor> {
+    tree.trainable()
+        .flat_map(|parameter| {
+            ["exp_avg", "exp_avg_sq"].map(|name| {
+                let (fqn, shape) = (parameter.fqn().to_owned(), parameter.global_shape().to_vec());
+                let region = parameter.local().unwrap().region;
+                let values = values(seed, &format!("{fqn}/{name}"), &shape, &region, DType::F32);
+                StateTensor { fqn, name, values, region, shape }
+            })
+        })
+        .collect()
+}
+
+pub fn bytes(tensor: &Tensor) -> Vec<u8> {
+    storage::with_bytes(tensor, <[u8]>::to_vec).unwrap()
+}
+
+pub fn io(root: &Path) -> Arc<dyn CheckpointIO> {
+    Arc::new(LocalDirectory::new(root).with_sync(false))
+}
+
+pub fn meta(step: u64, mesh: Mesh, tree: &ModuleTree) -> SaveMeta {
+    SaveMeta {
+        step,
+        mesh: DIMS.iter().map(|d| (*d).to_owned()).zip(mesh).collect(),
+        specs: shard_specs(tree),
+        state: serde_json::json!({ "trainer": { "step": step, "lr": 0.1 + 0.2 } }),
+        config: serde_json::json!({ "seed": SEED }),
+        filter: None,
+    }
+}
+
+/// Saves the model of `seed` from this rank.
+pub fn save_model(
+    io: &dyn CheckpointIO,
+    group: &dyn ProcessGroup,
+    name: &str,
+    mesh: Mesh,
+    step: u64,
+    seed: u64,
+) -> Result<std::path::PathBuf> {
+    let tree = model(mesh, group.rank(), Some(seed), DType::F32);
+    let (model, optimizer) = tensors(&tree, mesh, group.rank(), seed);
+    save(io, group, name, &model, &optimizer, &meta(step, mesh, &tree))
+}
+
+pub fn tensors(
+    tree: &ModuleTree,
+    mesh: Mesh,
+    rank: usize,
+    seed: u64,
+) -> (Vec<ShardTensor>, Vec<ShardTensor>) {
+    let coordinate = coordinate(mesh, rank);
+    let model = model_tensors(tree, coordinate).unwrap();
+    let optimizer = optimizer_tensors(tree, &states(tree, Some(seed)), coordinate).unwrap();
+    (model, optimizer)
+}
+
+/// Saves on all ranks of `mesh`.
+pub fn save_all(root: &Path, name: &str, mesh: Mesh, step: u64, seed: u64) {
+    let io = io(root);
+    for saved in ranks(world_size(mesh), |group| save_model(&*io, group, name, mesh, step, seed)) {
+        assert_eq!(saved.unwrap(), root.join(name));
+    }
+}
+
+/// An error's text, with the temporary directory called `ROOT` and temporary names `ID`.
+pub fn shown(error: impl std::fmt::Display, root: &Path) -> String {
+    let text = error.to_string().replace(root.to_str().unwrap(), "ROOT");
+    let mut parts = text.split(".tmp-");
+    let mut shown = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let digits = part.bytes().take_while(u8::is_ascii_hexdigit).count();
+        shown.push_str(".tmp-");
+        shown.push_str(if digits == 16 { "ID" } else { &part[..digits] });
+        shown.push_str(&part[digits..]);
+    }
+    shown
+}

@@ -1,0 +1,23 @@
+//! What tests of several crates share: models and trainings of them ([`training`]), a model in checkpoints
+//! ([`checkpoints`]), the example's model ([`llama`], [`hugging_face`]), and an allocator that counts
+//! ([`allocator`]).
+
+pub mod allocator;
+pub mod checkpoints;
+#[path = "../../examples/pretrain/hugging_face.rs"]
+pub mod hugging_face;
+#[path = "../../examples/pretrain/llama.rs"]
+pub mod llama;
+pub mod training;
+
+/// What the example's files import.
+mod prelude {
+    pub(crate) use candle_core::Tensor;
+    pub(crate) use fulgurite_core::module::{Module, ModuleBuilder, Unit};
+    pub(crate) use fulgurite_core::nn::{
+        AttentionConfig, CausalSelfAttention, Dropout, Embedding, Linear, Loss, RmsNorm, Rope,
+        SwiGluMlp, linear_cross_entropy,
+    };
+    pub(crate) use fulgurite_core::parameter::Init;
+    pub(crate) use fulgurite_core::{Error, Result};
+}

@@ -1,0 +1,100 @@
+//! Killed, interrupted and failing processes.
+
+use std::fs;
+
+use crate::program::{Job, Running, Scratch};
+use rustix::process::{Signal, kill_process};
+
+/// Trains until somebody ends it.
+fn endless(scratch: &Scratch) -> Job<'_> {
+    scratch.small().set(&["trainer.max_steps=100000000", "scheduler=constant"])
+}
+
+/// No temporary file is left, and no shared memory is held or has a name.
+fn assert_nothing_is_left(scratch: &Scratch) {
+    let left: Vec<_> = fs::read_dir(scratch.temporary()).unwrap().flatten().collect();
+    assert!(left.is_empty(), "{left:?}");
+    let shared = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    let ours: Vec<_> =
+        shared.filter(|e| e.file_name().to_string_lossy().contains("fulgurite")).collect();
+    assert!(ours.is_empty(), "{ours:?}");
+}
+
+fn training(job: &Job) -> Running {
+    let running = job.start();
+    running.reach(3);
+    running
+}
+
+#[test]
+fn a_killed_rank_takes_the_others_along_and_is_named_first() {
+    for (strategy, devices, rank) in [("fsdp", 2, 1), ("ddp", 3, 0)] {
+        let scratch = Scratch::with_tokens();
+        let running = training(&endless(&scratch).on(strategy, devices, 2));
+        assert_eq!(running.members().len(), devices + 1);
+        kill_process(running.rank(rank), Signal::KILL).unwrap();
+        let run = running.wait();
+        assert_eq!(run.code(), Some(128 + 9), "{}", run.stderr);
+        let expected = format!("error: rank {rank} was killed by signal 9 (SIGKILL)");
+        assert_eq!(run.first_error(), expected, "{}", run.stderr);
+        assert!(!run.stdout.contains("\"summary\""), "{}", run.stdout);
+        assert_nothing_is_left(&scratch);
+    }
+}
+
+#[test]
+fn ranks_end_with_their_supervisor() {
+    let scratch = Scratch::with_tokens();
+    let running = training(&endless(&scratch).on("fsdp", 3, 2));
+    running.signal(Signal::KILL);
+    running.until_gone();
+    assert_eq!(running.wait().signal(), Some(9));
+    assert_nothing_is_left(&scratch);
+}
+
+#[test]
+fn ctrl_c_saves_sums_up_and_ends() {
+    for (strategy, devices) in [("single_device", 1), ("fsdp", 2)] {
+        let scratch = Scratch::with_tokens();
+        let job = endless(&scratch)
+            .on(strategy, devices, 2)
+            .set(&["checkpoint.save_last=true", "checkpoint.dir=kept"]);
+        let running = training(&job);
+        running.signal(Signal::INT);
+        let run = running.wait();
+        assert_eq!(run.code(), Some(130), "{}", run.stderr);
+        let steps = run.losses().len();
+        assert_eq!(run.summary()["steps"], steps);
+        let saved = run.events_of("checkpoint");
+        assert_eq!(saved.last().expect("a checkpoint")["step"], steps);
+        assert!(run.stderr.contains("interrupted"), "{}", run.stderr);
+        assert!(!run.stderr.contains("error"), "{}", run.stderr);
+        assert_nothing_is_left(&scratch);
+
+        let more = format!("trainer.max_steps={}", steps + 2);
+        let resumed = job.set(&["trainer.ckpt_path=last", &more]).succeed();
+        let keys: Vec<_> = resumed.losses().into_keys().collect();
+        assert_eq!(keys, [steps as u64 + 1, steps as u64 + 2]);
+    }
+}
+
+#[test]
+fn a_rank_that_fails_is_heard_first() {
+    let scratch = Scratch::new();
+    // 40 samples of one step each; the last is out of range, and comes to the last rank.
+    let ids = (0..320).map(|i| if i == 319 { 60 } else { i % 50 });
+    scratch.tokens("tokens.u16", ids);
+    let job = scratch.small().set(&["data.stride=8", "trainer.max_steps=100"]);
+    for (strategy, devices) in [("ddp", 2), ("fsdp", 4)] {
+        let run = job.clone().on(strategy, devices, 1).run();
+        assert_eq!(run.code(), Some(1), "{}", run.stderr);
+        let expected = format!("error: rank {} failed: ", devices - 1);
+        assert!(run.first_error().starts_with(&expected), "{}", run.stderr);
+        assert_eq!(run.stderr.matches("error").count(), 1, "{}", run.stderr);
+        assert_eq!(run.losses().len(), 40 / devices - 1);
+        assert_nothing_is_left(&scratch);
+    }
+    let alone = job.on("single_device", 1, 1).run();
+    assert_eq!(alone.code(), Some(1));
+    assert!(alone.first_error().starts_with("error: "), "{}", alone.stderr);
+}

@@ -1,0 +1,95 @@
+//! Places that take no more: a file system that is full, one that is read-only. They are mounted for
+//! the program alone; where the system does not allow that, these tests say so and pass.
+
+use std::fs;
+use std::path::Path;
+
+use crate::program::{Job, Scratch, can_mount};
+use fulgurite::core::checkpoint::is_temporary;
+use fulgurite::core::checkpoint::tools::{AnyCheckpoint, verify};
+
+const FULL: &str =
+    "{ type = \"model_parallel\", tensor_parallel_size = 1, save_distributed_checkpoint = false }";
+
+fn saving<'a>(scratch: &'a Scratch, strategy: &str) -> Job<'a> {
+    let endless = ["trainer.max_steps=1000", "scheduler=constant", "checkpoint.dir=kept"];
+    scratch.small().on(strategy, 2, 3).set(&endless).set(&["checkpoint.every_n_steps=1"])
+}
+
+/// The step of the newest checkpoint in `place`, where everything is whole.
+fn newest(place: &Path) -> u64 {
+    let entries =
+        fs::read_dir(place).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+    let names: Vec<_> = entries.filter(|name| name.starts_with("step-")).collect();
+    for name in &names {
+        let checkpoint = AnyCheckpoint::open(place.join(name)).unwrap();
+        assert!(verify(&checkpoint, &mut |_| {}).damages.is_empty(), "{name}");
+    }
+    names.iter().map(|name| name["step-".len()..].parse().unwrap()).max().unwrap()
+}
+
+/// Asserts that a run goes on from what is in the place.
+fn resumes(job: Job, place: &str, step: u64) {
+    let path = format!("trainer.ckpt_path={place}/step-{step:08}");
+    let until = format!("trainer.max_steps={}", step + 1);
+    let run = job.set(&[&path, &until, "checkpoint.dir=other"]).succeed();
+    assert_eq!(run.losses().into_keys().collect::<Vec<_>>(), [step + 1]);
+}
+
+#[test]
+fn a_full_disk_is_named_and_what_was_saved_before_stays() {
+    if !can_mount() {
+        return;
+    }
+    for (strategy, background) in [("fsdp", false), ("fsdp", true), (FULL, false)] {
+        let scratch = Scratch::with_tokens();
+        fs::create_dir(scratch.path().join("kept")).unwrap();
+        let background = format!("checkpoint.async_save={background}");
+        let job = saving(&scratch, strategy);
+        let stderr = job
+            .clone()
+            .set(&[&background, "checkpoint.keep_last=1000"])
+            .mounting(
+                "mount -t tmpfs -o size=1m none kept; code=0; \"$@\" || code=$?; \
+                 cp -r kept copy; exit $code",
+            )
+            .fail();
+        let first = stderr.lines().find(|line| line.starts_with("error")).unwrap_or(&stderr);
+        assert!(first.contains(": writing kept/step-"), "{stderr}");
+        assert!(first.contains("No space left on device"), "{stderr}");
+        let copy = scratch.path().join("copy");
+        let step = newest(&copy);
+        assert!(step > 1, "{stderr}");
+        let left: Vec<_> = fs::read_dir(&copy)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .filter(|name| is_temporary(name))
+            .collect();
+        assert!(left.is_empty(), "{left:?}");
+        resumes(job, "copy", step);
+    }
+}
+
+#[test]
+fn a_read_only_place_is_named_and_what_was_saved_before_stays() {
+    if !can_mount() {
+        return;
+    }
+    for strategy in ["fsdp", FULL] {
+        let scratch = Scratch::with_tokens();
+        let job = saving(&scratch, strategy);
+        job.clone().set(&["trainer.max_steps=2"]).succeed();
+        let kept = scratch.path().join("kept");
+        assert_eq!(newest(&kept), 2);
+        let stderr = job
+            .clone()
+            .set(&["trainer.ckpt_path=last"])
+            .mounting("mount --bind kept kept; mount -o remount,bind,ro kept; \"$@\"")
+            .fail();
+        let first = stderr.lines().find(|line| line.starts_with("error")).unwrap_or(&stderr);
+        assert!(first.contains(": creating kept/step-00000003"), "{stderr}");
+        assert!(first.contains("Read-only file system"), "{stderr}");
+        assert_eq!(newest(&kept), 2);
+        resumes(job, "kept", 2);
+    }
+}

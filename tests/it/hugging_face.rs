@@ -1,0 +1,105 @@
+//! The example's Llama beside that of Hugging Face's transformers; `fixtures/make_hf_llama.py` says
+//! how the expected numbers were made.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::program::{Scratch, assert_close, fixture};
+use fulgurite::core::checkpoint::{SafetensorsSource, load_into};
+use fulgurite::core::strategy::BuildContext;
+use fulgurite::prelude::*;
+use fulgurite::strategies::SingleDevice;
+use fulgurite_test_support::llama::{Llama, LlamaConfig};
+
+const CASES: [&str; 2] = ["hf_llama", "hf_llama_tied"];
+const TOLERANCE: f64 = 1e-4;
+
+fn expected(case: &str) -> HashMap<String, Tensor> {
+    let path = fixture(case).join("expected.safetensors");
+    candle_core::safetensors::load(path, &Device::Cpu).unwrap()
+}
+
+/// Asserts that no element is further off than [`TOLERANCE`] of the largest expected one.
+#[track_caller]
+fn assert_same(name: &str, found: &Tensor, expected: &Tensor) {
+    assert_eq!(found.dims(), expected.dims(), "{name}");
+    let values = |t: &Tensor| {
+        let flat = t.to_dtype(DType::F64).unwrap().flatten_all().unwrap();
+        flat.to_vec1::<f64>().unwrap()
+    };
+    let (found, expected) = (values(found), values(expected));
+    let scale = expected.iter().fold(0.0, |max: f64, x| max.max(x.abs()));
+    assert!(scale > 0.0, "{name} is zero");
+    for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+        assert!(
+            (found - expected).abs() <= TOLERANCE * scale,
+            "{name}[{i}] is {found} instead of {expected}; the largest is {scale}"
+        );
+    }
+}
+
+#[test]
+fn logits_loss_and_gradients_are_those_of_transformers() {
+    for case in CASES {
+        let expected = expected(case);
+        let mut config = LlamaConfig::default();
+        fulgurite_test_support::hugging_face::read_config(&mut config, &fixture(case)).unwrap();
+        let strategy = SingleDevice {}.build(&BuildContext::default()).unwrap();
+        let mut fabric = Fabric::single(strategy, 1).unwrap();
+        let model = fabric.setup_module(|b| Llama::new(&config, b)).unwrap();
+        let tree = fabric.module_tree().unwrap();
+        let source = SafetensorsSource::open(fixture(case)).unwrap();
+        load_into(&source, &tree, true).unwrap();
+        fabric.finish_load().unwrap();
+
+        let ids = expected["input_ids"].to_dtype(DType::U32).unwrap();
+        let logits = model.forward(&ids).unwrap();
+        assert_same(&format!("{case}: logits"), &logits, &expected["logits"]);
+        let loss = cross_entropy(&logits, &expected["targets"]).unwrap();
+        let mean = Tensor::new(loss.mean().unwrap(), &Device::Cpu).unwrap();
+        assert_same(&format!("{case}: loss"), &mean, &expected["loss"]);
+
+        fabric.backward(&loss).unwrap();
+        let scale = fabric.step_totals(&[]).unwrap().grad_scale();
+        let mut grads: Vec<_> = expected.keys().filter_map(|k| k.strip_prefix("grad.")).collect();
+        grads.sort_unstable();
+        let mut fqns: Vec<_> = tree.parameters().iter().map(Parameter::fqn).collect();
+        fqns.sort_unstable();
+        assert_eq!(fqns, grads, "{case}");
+        for parameter in tree.parameters() {
+            let grad = parameter.local_grad().expect("a gradient");
+            let grad = (grad.reshape(parameter.global_shape()).unwrap() * scale).unwrap();
+            let name = parameter.fqn();
+            assert_same(&format!("{case}: {name}"), &grad, &expected[&format!("grad.{name}")]);
+        }
+    }
+}
+
+#[test]
+fn ten_steps_of_adamw_are_those_of_transformers() {
+    for case in CASES {
+        let expected = expected(case);
+        let series = |key: &str| -> BTreeMap<u64, f64> {
+            let values = expected[key].to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
+            (1..).zip(values).collect()
+        };
+        let scratch = Scratch::new();
+        let job = scratch.job(&["fit", "--output", "json"]).set(&[
+            &format!("model.from_pretrained={}", fixture(case).display()),
+            &format!("data.path={}", fixture("hf_llama/train.u16").display()),
+            "data.type=tokens",
+            "data.seq_len=12",
+            "data.stride=13",
+            "data.shuffle=false",
+            "optimizer={ type = 'adamw', lr = 1e-3, betas = [0.9, 0.95], eps = 1e-8, \
+             weight_decay = 0.1, no_decay = [] }",
+            "scheduler=constant",
+            "trainer.gradient_clip_val=1.0",
+            "trainer.max_steps=10",
+        ]);
+        for (strategy, devices) in [("single_device", 1), ("ddp", 2), ("fsdp", 2)] {
+            let run = job.clone().on(strategy, devices, 2 / devices).succeed();
+            assert_close(&run.losses(), &series("losses"), TOLERANCE);
+            assert_close(&run.steps("grad_norm"), &series("grad_norms"), TOLERANCE);
+        }
+    }
+}

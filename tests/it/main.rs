@@ -1,0 +1,18 @@
+//! What takes several crates, and whole programs.
+
+mod async_save;
+mod crash;
+mod errors;
+mod faults;
+mod full_disk;
+mod hugging_face;
+mod interop;
+mod llama;
+mod model_parallel;
+mod parity;
+mod plugin_crate;
+mod pretrained;
+mod program;
+mod resume;
+mod saving;
+mod trainer;

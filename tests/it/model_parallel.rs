@@ -1,0 +1,232 @@
+//! Meshes of real processes: the losses of one device, checkpoints that go from mesh to mesh, plans
+//! from configuration files, and what is said when sizes do not fit.
+
+use crate::program::{Job, Scratch, assert_close};
+
+/// Strategy, ranks, and ranks that see different data.
+const MESHES: [(&str, usize, usize); 9] = [
+    ("tp", 2, 1),
+    ("hsdp.data_parallel_replicate_size=2", 4, 4),
+    ("model_parallel.tensor_parallel_size=2", 4, 2),
+    ("model_parallel.context_parallel_size=2,tensor_parallel_size=1", 2, 1),
+    ("model_parallel.context_parallel_size=2,tensor_parallel_size=2", 4, 1),
+    ("fsdp_tp.parallelize={ type = \"llama\", sequence_parallel = true }", 4, 2),
+    ("fsdp_tp.parallelize={ type = \"llama\", loss_parallel = true }", 4, 2),
+    ("tp.parallelize={ type = \"llama\", sequence_parallel = true, loss_parallel = true }", 2, 1),
+    ("fsdp_tp.parallelize=\"hf\"", 4, 2),
+];
+
+/// `name.key=value,key=value` as a table.
+fn table(strategy: &str) -> String {
+    let (name, options) = strategy.split_once('.').unwrap_or((strategy, ""));
+    let comma = if options.is_empty() { "" } else { ", " };
+    let options = match options.contains('{') {
+        true => options.to_owned(),
+        false => options.replace(',', ", "),
+    };
+    format!("{{ type = \"{name}\"{comma}{options} }}")
+}
+
+/// A model whose sizes 2 ranks divide, and what they leave another 2 do not.
+fn job(scratch: &Scratch) -> Job<'_> {
+    scratch.small().set(&[
+        "model.vocab_size=54",
+        "model.hidden_size=20",
+        "model.intermediate_size=38",
+        "model.dropout=0.1",
+        "data.seq_len=8",
+        "data.shuffle=true",
+        "trainer.gradient_clip_val=0.3",
+    ])
+}
+
+#[test]
+fn every_mesh_has_the_losses_of_one_device() {
+    let scratch = Scratch::with_tokens();
+    let expected = job(&scratch).on("single_device", 1, 8).succeed();
+    for (strategy, devices, replicas) in MESHES {
+        for accumulate in [1, 2] {
+            let accumulated = format!("trainer.accumulate_grad_batches={accumulate}");
+            let run = job(&scratch)
+                .on(&table(strategy), devices, 8 / replicas / accumulate)
+                .set(&[&accumulated])
+                .succeed();
+            assert_eq!(run.summary()["world_size"], devices, "{strategy}");
+            assert_close(&run.losses(), &expected.losses(), 1e-5);
+            assert_close(&run.steps("grad_norm"), &expected.steps("grad_norm"), 1e-4);
+        }
+    }
+}
+
+#[test]
+fn odd_sizes_are_cut_unevenly() {
+    let scratch = Scratch::with_tokens();
+    let job = scratch.small().set(&["data.seq_len=8"]);
+    let expected = job.clone().on("single_device", 1, 4).succeed();
+    // 53 tokens and an MLP of 37 over 2 ranks.
+    for options in ["", ".parallelize={ type = \"llama\", loss_parallel = true }"] {
+        let run = job.clone().on(&table(&format!("tp{options}")), 2, 4).succeed();
+        assert_close(&run.losses(), &expected.losses(), 1e-5);
+    }
+}
+
+#[test]
+fn ranks_share_key_and_value_heads() {
+    let scratch = Scratch::with_tokens();
+    let job = scratch.small().set(&[
+        "model.vocab_size=56",
+        "model.hidden_size=16",
+        "model.intermediate_size=40",
+        "model.num_attention_heads=4",
+        "model.num_key_value_heads=2",
+        "data.seq_len=8",
+    ]);
+    let expected = job.clone().on("single_device", 1, 4).succeed();
+    for sequence_parallel in [false, true] {
+        let plan = format!("{{ type = \"llama\", sequence_parallel = {sequence_parallel} }}");
+        let run = job.clone().on(&table(&format!("tp.parallelize={plan}")), 4, 4).succeed();
+        assert_close(&run.losses(), &expected.losses(), 1e-5);
+        assert_close(&run.steps("grad_norm"), &expected.steps("grad_norm"), 1e-4);
+    }
+}
+
+#[test]
+fn a_plan_in_a_configuration_file() {
+    let scratch = Scratch::with_tokens();
+    scratch.file(
+        "plan.toml",
+        r#"
+[trainer]
+devices = 4
+
+[trainer.strategy]
+type = "model_parallel"
+tensor_parallel_size = 2
+
+[trainer.strategy.parallelize]
+type = "plan"
+
+[trainer.strategy.parallelize.plan]
+"model.embed_tokens" = "rowwise_rep"
+"model.layers.*.self_attn.q_proj" = "colwise"
+"model.layers.*.self_attn.k_proj" = "colwise"
+"model.layers.*.self_attn.v_proj" = "colwise"
+"model.layers.*.self_attn.o_proj" = { type = "rowwise", output = "replicate" }
+"model.layers.*.mlp.gate_proj" = "colwise"
+"model.layers.*.mlp.up_proj" = "colwise"
+"model.layers.*.mlp.down_proj" = "rowwise"
+"lm_head" = "colwise_rep"
+"#,
+    );
+    let job = job(&scratch);
+    let expected = job.clone().on("single_device", 1, 4).succeed();
+    let mut args = scratch.job(&["fit", "--output", "json", "--config", "plan.toml"]);
+    args = args.set(&job.assignments("trainer.strategy", "trainer.devices"));
+    let run = args.set(&["data.batch_size=2"]).succeed();
+    assert_eq!(run.summary()["strategy"], "model_parallel");
+    assert_close(&run.losses(), &expected.losses(), 1e-5);
+}
+
+#[test]
+fn a_run_goes_on_on_another_mesh() {
+    let scratch = Scratch::with_tokens();
+    let job = job(&scratch).set(&["checkpoint.every_n_steps=4", "checkpoint.dir=kept"]);
+    let whole = job.clone().on(&table(MESHES[5].0), 4, 4).succeed();
+    let resume = job.set(&["trainer.ckpt_path=kept/step-00000004", "checkpoint.every_n_steps=100"]);
+    let rest = whole.losses().split_off(&5);
+    let again = resume.clone().on(&table(MESHES[5].0), 4, 4).succeed();
+    assert_eq!(again.losses(), rest, "on the same mesh, to the bit");
+    for (strategy, devices, replicas) in
+        [("single_device", 1, 1), ("fsdp", 2, 2), MESHES[0], MESHES[1], MESHES[4]]
+    {
+        let resumed = resume.clone().on(&table(strategy), devices, 8 / replicas).succeed();
+        assert_close(&resumed.losses(), &rest, 1e-5);
+    }
+}
+
+#[test]
+fn full_checkpoints_are_resumed_from_too() {
+    let scratch = Scratch::with_tokens();
+    let job = job(&scratch).set(&["checkpoint.every_n_steps=4", "checkpoint.dir=kept"]);
+    let mesh = table("fsdp_tp.save_distributed_checkpoint=false");
+    let whole = job.clone().on(&mesh, 4, 4).succeed();
+    assert!(scratch.path().join("kept/step-00000004/model.safetensors").is_file());
+    let rest = whole.losses().split_off(&5);
+    let from = |path: &str| job.clone().set(&[&format!("trainer.ckpt_path={path}")]);
+    let again = from("kept/step-00000004").on(&mesh, 4, 4).succeed();
+    assert_eq!(again.losses(), rest, "on the same mesh, to the bit");
+    let resumed = from("kept/step-00000004").on("ddp", 2, 4).succeed();
+    assert_close(&resumed.losses(), &rest, 1e-5);
+    // The one of the other kind makes way again; then the one that was resumed from is kept.
+    let kept = || {
+        let entries = std::fs::read_dir(scratch.path().join("kept")).unwrap().flatten();
+        let name = |entry: std::fs::DirEntry| entry.file_name().into_string().unwrap();
+        entries.map(name).collect::<std::collections::BTreeSet<_>>()
+    };
+    let one = job.clone().on(&mesh, 4, 4).set(&["checkpoint.keep_last=1"]);
+    let from = |path: &str| one.clone().set(&[&format!("trainer.ckpt_path={path}")]);
+    from("kept/step-00000004").succeed();
+    assert_eq!(kept(), ["last", "step-00000004", "step-00000008"].map(str::to_owned).into());
+    let more = ["trainer.max_steps=10", "checkpoint.save_last=true"];
+    let last = from("kept/step-00000008").set(&more).succeed();
+    assert_eq!(last.losses().keys().copied().collect::<Vec<_>>(), [9, 10]);
+    assert_eq!(kept(), ["last", "step-00000008", "step-00000010"].map(str::to_owned).into());
+}
+
+#[test]
+fn text_is_written_under_every_plan() {
+    let scratch = Scratch::new();
+    scratch.file("text.txt", "the quick brown fox jumps over the lazy dog; ".repeat(40));
+    let text = |strategy: &str, devices| {
+        let run = scratch
+            .job(&["fit"])
+            .set(&[
+                "model.num_hidden_layers=1",
+                "model.hidden_size=32",
+                "model.intermediate_size=64",
+                "data.type=text",
+                "data.path=text.txt",
+                "data.seq_len=32",
+                "trainer.max_steps=2",
+                "checkpoint.save_last=false",
+            ])
+            .on(strategy, devices, 4)
+            .succeed();
+        let output = format!("{}{}", run.stdout, run.stderr);
+        output.split_once("── continuation").map(|(_, text)| text.to_owned()).unwrap_or_default()
+    };
+    let expected = text("single_device", 1);
+    assert!(!expected.is_empty());
+    for options in [
+        "tp",
+        "tp.parallelize={ type = \"llama\", sequence_parallel = true, loss_parallel = true }",
+        "model_parallel.context_parallel_size=2,tensor_parallel_size=1",
+    ] {
+        assert_eq!(text(&table(options), 2).lines().next(), expected.lines().next(), "{options}");
+    }
+}
+
+#[test]
+fn sizes_that_do_not_fit() {
+    let scratch = Scratch::with_tokens();
+    let error = |strategy: &str, devices, more: &[&str]| {
+        let error = job(&scratch).on(&table(strategy), devices, 2).set(more).fail();
+        let line = error.lines().find_map(|line| line.strip_prefix("error: ")).unwrap();
+        // Which of the ranks that have the error was the first to tell does not matter.
+        match line.strip_prefix("rank ").and_then(|rest| rest.split_once(" failed: ")) {
+            Some((_, message)) => format!("a rank failed: {message}"),
+            None => line.to_owned(),
+        }
+    };
+    let odd = ["data.seq_len=7"];
+    insta::assert_snapshot!(error("model_parallel.data_parallel_size=2,tensor_parallel_size=2", 3, &[]), @"device mesh: the sizes `data_parallel_shard_size=2`, `data_parallel_replicate_size=1`, `context_parallel_size=1`, `tensor_parallel_size=2` multiplied (4) should equal the world size (3); change them, or `trainer.devices` × `trainer.num_nodes`");
+    insta::assert_snapshot!(error("model_parallel.tensor_parallel_size=2", 3, &[]), @"device mesh: the sizes `data_parallel_shard_size=auto`, `data_parallel_replicate_size=1`, `context_parallel_size=1`, `tensor_parallel_size=2` multiplied (2) should divide the world size (3); change them, or `trainer.devices` × `trainer.num_nodes`");
+    insta::assert_snapshot!(error("model_parallel.data_parallel_size=2,data_parallel_shard_size=2", 4, &[]), @"`trainer.strategy` has both `data_parallel_size` and `data_parallel_shard_size`; keep one: the first is the second times `data_parallel_replicate_size`");
+    insta::assert_snapshot!(error("hsdp", 2, &[]), @"strategy `hsdp` needs `data_parallel_replicate_size` (the number of replicas, for instance of hosts) or `data_parallel_shard_size` (of ranks that share one)");
+    insta::assert_snapshot!(error("model_parallel.tensor_paralel_size=2", 2, &[]), @"unknown key `trainer.strategy.tensor_paralel_size`; did you mean `tensor_parallel_size`? (the keys of `trainer.strategy` are data_parallel_size, data_parallel_replicate_size, data_parallel_shard_size, context_parallel_size, tensor_parallel_size, parallelize, reshard_after_forward, mixed_precision, prefetch, allow_root_only, accumulation_sync, save_distributed_checkpoint, timeout_secs)");
+    insta::assert_snapshot!(error("tp.tensor_parallel_size=\"all\"", 2, &[]), @r#"`trainer.strategy.tensor_parallel_size`: expected a number of ranks or "auto", found the string "all""#);
+    insta::assert_snapshot!(error("tp", 3, &[]), @"a rank failed: module `model.layers.0.self_attn`: 2 attention heads are not divisible by tensor_parallel_size 3; choose a size that divides them");
+    insta::assert_snapshot!(error(MESHES[7].0, 2, &odd), @"a rank failed: module `model.embed_tokens`: sequence parallelism cannot cut a sequence of 7 positions over 2 ranks of `tensor_parallel`; use a length that is a multiple of 2");
+    insta::assert_snapshot!(error(MESHES[3].0, 2, &odd), @"a rank failed: context parallelism cannot cut a sequence of 7 positions: each of the 2 ranks of `context_parallel` takes two chunks of equal length; use a length that is a multiple of 4");
+    insta::assert_snapshot!(error("fsdp_tp", 4, &["model.vocab_size=53"]), @"a rank failed: parameter `model.embed_tokens.weight`: has 53 rows, which tensor_parallel (size 2) does not divide and over 2 ranks FSDP would cut again; make them a multiple of 2 (pad a vocabulary), leave the layer out of the plan, or use data_parallel_replicate_size in place of shards");
+}

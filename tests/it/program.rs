@@ -1,0 +1,415 @@
+//! Runs the example `pretrain` as a user would: as a program of its own, in a folder of its own.
+
+#![allow(unreachable_pub, reason = "what other modules use reads best with plain `pub`")]
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// What a run may take before its whole process tree is killed and the test fails: far more than any
+/// takes, far less than the time after which a collective gives up by itself.
+const LIMIT: Duration = Duration::from_secs(60);
+const LOOK: Duration = Duration::from_millis(5);
+
+/// Variables that would tell the program that somebody started it as a rank.
+const LAUNCHERS: [&str; 12] = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "RUST_BACKTRACE",
+    "FULGURITE_LOG",
+    "FULGURITE_SUPERVISOR",
+];
+
+/// The program, which `cargo test` builds beside the tests; `cargo test --test NAME` does not.
+pub fn program() -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    let path = test.parent().unwrap().with_file_name("examples").join("pretrain");
+    let build = "build it: cargo build --example pretrain, with the profile of the test";
+    assert!(path.is_file(), "{} is missing; {build}", path.display());
+    // What it was made of, as cargo wrote it down: `program: source source …`.
+    let sources = fs::read_to_string(path.with_extension("d")).unwrap_or_default();
+    let changed = |path: &Path| fs::metadata(path).and_then(|file| file.modified()).ok();
+    let newer =
+        sources.split_whitespace().skip(1).find(|of| changed(Path::new(of)) > changed(&path));
+    assert!(newer.is_none(), "{} is older than {newer:?}; {build}", path.display());
+    path
+}
+
+/// A script to which arguments can be added, in namespaces of its own.
+fn unshared(script: &str) -> Command {
+    let mut command = Command::new("unshare");
+    command.args(["--map-root-user", "--mount", "sh", "-euc", script, "sh"]);
+    command
+}
+
+/// Whether this machine lets a test mount something where only the test sees it; if not, says so.
+pub fn can_mount() -> bool {
+    let temp = tempfile::tempdir().unwrap();
+    let output = unshared("mount -t tmpfs none .").current_dir(temp.path()).output();
+    let complaint = match output {
+        Ok(output) if output.status.success() => return true,
+        Ok(output) => String::from_utf8_lossy(&output.stderr).into_owned(),
+        Err(e) => e.to_string(),
+    };
+    eprintln!("not tested: `unshare --map-root-user --mount` does not let mount here: {complaint}");
+    false
+}
+
+pub fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+/// A folder that the program runs in; removed with all that it left there.
+pub struct Scratch {
+    root: TempDir,
+}
+
+impl Scratch {
+    pub fn new() -> Self {
+        let root = tempfile::tempdir().unwrap();
+        for name in ["work", "tmp", "out"] {
+            fs::create_dir(root.path().join(name)).unwrap();
+        }
+        Self { root }
+    }
+
+    /// With the data that [`Job::small`] trains on: tokens.u16, 400 ids below 50.
+    pub fn with_tokens() -> Self {
+        let scratch = Self::new();
+        scratch.tokens("tokens.u16", (0..400_u32).map(|i| ((i * i + 7 * i) % 101 % 50) as u16));
+        scratch
+    }
+
+    /// The program's working directory.
+    pub fn path(&self) -> PathBuf {
+        self.root.path().join("work")
+    }
+
+    /// The program's folder for temporary files.
+    pub fn temporary(&self) -> PathBuf {
+        self.root.path().join("tmp")
+    }
+
+    pub fn file(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.path().join(name);
+        fs::write(&path, content).unwrap();
+        path
+    }
+
+    pub fn tokens(&self, name: &str, ids: impl IntoIterator<Item = u16>) -> PathBuf {
+        self.file(name, ids.into_iter().flat_map(u16::to_le_bytes).collect::<Vec<_>>())
+    }
+
+    /// `pretrain` with these arguments.
+    pub fn job(&self, args: &[&str]) -> Job<'_> {
+        let args = args.iter().map(|&arg| arg.to_owned()).collect();
+        Job { scratch: self, args, envs: Vec::new(), shell: None }
+    }
+
+    /// `pretrain fit` of a tiny model on tokens.u16, in order, with JSON on stdout. Its dimensions
+    /// divide by few numbers of ranks.
+    pub fn small(&self) -> Job<'_> {
+        self.job(&["fit", "--output", "json"]).set(&[
+            "model.vocab_size=53",
+            "model.hidden_size=20",
+            "model.intermediate_size=37",
+            "model.num_hidden_layers=2",
+            "model.num_attention_heads=2",
+            "model.num_key_value_heads=1",
+            "data.type=tokens",
+            "data.path=tokens.u16",
+            "data.seq_len=7",
+            "data.batch_size=2",
+            "data.shuffle=false",
+            "trainer.strategy=single_device",
+            "trainer.devices=1",
+            "scheduler.warmup_steps=3",
+            "trainer.max_steps=8",
+            "checkpoint.save_last=false",
+        ])
+    }
+}
+
+/// A program to run.
+#[derive(Clone)]
+pub struct Job<'a> {
+    scratch: &'a Scratch,
+    args: Vec<String>,
+    envs: Vec<(String, String)>,
+    /// A script that runs the program, as `"$@"`.
+    shell: Option<&'static str>,
+}
+
+impl Job<'_> {
+    #[must_use]
+    pub fn set(mut self, assignments: &[&str]) -> Self {
+        for assignment in assignments {
+            self.args.extend(["--set".to_owned(), (*assignment).to_owned()]);
+        }
+        self
+    }
+
+    /// Strategy, ranks, and samples of a rank's micro-batch.
+    #[must_use]
+    pub fn on(self, strategy: &str, devices: usize, batch_size: usize) -> Self {
+        self.set(&[
+            &format!("trainer.strategy={strategy}"),
+            &format!("trainer.devices={devices}"),
+            &format!("data.batch_size={batch_size}"),
+        ])
+    }
+
+    /// What was set so far, but for the keys that begin so.
+    pub fn assignments(&self, but: &str, and: &str) -> Vec<&str> {
+        let set = self.args.iter().filter(|arg| arg.contains('='));
+        set.map(String::as_str)
+            .filter(|arg| !arg.starts_with(but) && !arg.starts_with(and))
+            .collect()
+    }
+
+    #[must_use]
+    pub fn env(mut self, name: &str, value: impl ToString) -> Self {
+        self.envs.push((name.to_owned(), value.to_string()));
+        self
+    }
+
+    /// Runs the program from this script, as `"$@"`, as root of a namespace of its own, where it can
+    /// mount what nobody else sees. See [`can_mount`].
+    #[must_use]
+    pub fn mounting(self, script: &'static str) -> Self {
+        Self { shell: Some(script), ..self }
+    }
+
+    pub fn start(&self) -> Running {
+        static COUNT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+        let n = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let out = self.scratch.root.path().join("out");
+        let (stdout, stderr) = (out.join(format!("{n}.stdout")), out.join(format!("{n}.stderr")));
+        let mut command = match self.shell {
+            Some(script) => unshared(script),
+            None => Command::new(program()),
+        };
+        if self.shell.is_some() {
+            command.arg(program());
+        }
+        for name in LAUNCHERS {
+            command.env_remove(name);
+        }
+        let child = command
+            .args(&self.args)
+            .envs(self.envs.iter().map(|(name, value)| (name, value)))
+            .env("TMPDIR", self.scratch.temporary())
+            .env("RAYON_NUM_THREADS", "1")
+            .current_dir(self.scratch.path())
+            .stdin(Stdio::null())
+            .stdout(File::create(&stdout).unwrap())
+            .stderr(File::create(&stderr).unwrap())
+            .process_group(0)
+            .spawn()
+            .unwrap();
+        Running { child, stdout, stderr, started: Instant::now(), ended: false }
+    }
+
+    pub fn run(&self) -> Run {
+        self.start().wait()
+    }
+
+    /// Runs what must succeed.
+    pub fn succeed(&self) -> Run {
+        let run = self.run();
+        assert!(run.status.success(), "{:?} ended with {}:\n{}", self.args, run.status, run.stderr);
+        run
+    }
+
+    /// Runs what must fail, and returns its stderr, without what differs from run to run.
+    pub fn fail(&self) -> String {
+        let run = self.run();
+        assert_eq!(run.code(), Some(1), "{:?}:\n{}{}", self.args, run.stdout, run.stderr);
+        let root = self.scratch.root.path().display().to_string();
+        run.stderr.replace(&root, "[DIR]").trim_end().to_owned()
+    }
+}
+
+/// A program that runs. Dropped, it is killed with all that it started.
+pub struct Running {
+    child: Child,
+    stdout: PathBuf,
+    stderr: PathBuf,
+    started: Instant,
+    ended: bool,
+}
+
+impl Running {
+    pub fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
+    /// The process of rank `rank`, once it is there.
+    pub fn rank(&self, rank: usize) -> Pid {
+        let wanted = format!("RANK={rank}");
+        self.until("the rank to start", |this| {
+            this.members().into_iter().filter(|&pid| pid != this.pid()).find(|pid| {
+                // Before its exec a child still has the test's environment.
+                let path = format!("/proc/{}/environ", pid.as_raw_nonzero());
+                let variables = fs::read(path).unwrap_or_default();
+                variables.split(|&byte| byte == 0).any(|v| v == wanted.as_bytes())
+            })
+        })
+    }
+
+    /// All processes of the program that have not ended, its first one included.
+    pub fn members(&self) -> Vec<Pid> {
+        let group = self.pid().as_raw_nonzero().to_string();
+        let entries = fs::read_dir("/proc").unwrap().flatten();
+        entries
+            .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok())
+            .filter(|pid| {
+                let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+                // `pid (name) state parent group …`
+                let after_name = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
+                let mut fields = after_name.split_whitespace();
+                !matches!(fields.next(), None | Some("Z" | "X")) && fields.nth(1) == Some(&*group)
+            })
+            .filter_map(Pid::from_raw)
+            .collect()
+    }
+
+    /// Waits until the step `step` was reported.
+    pub fn reach(&self, step: u64) {
+        let wanted = format!("{{\"event\":\"step\",\"step\":{step},");
+        self.until("the step", |this| {
+            let out = fs::read_to_string(&this.stdout).unwrap();
+            assert!(!out.contains("\"summary\""), "the run is over:\n{out}");
+            out.contains(&wanted).then_some(())
+        });
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        kill_process(self.pid(), signal).unwrap();
+    }
+
+    /// Waits until no process of the program is left.
+    pub fn until_gone(&self) {
+        self.until("all processes to end", |this| this.members().is_empty().then_some(()));
+    }
+
+    fn until<T>(&self, what: &str, found: impl Fn(&Self) -> Option<T>) -> T {
+        loop {
+            if let Some(found) = found(self) {
+                return found;
+            }
+            let err = fs::read_to_string(&self.stderr).unwrap();
+            assert!(self.started.elapsed() < LIMIT, "waited in vain for {what}:\n{err}");
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    pub fn wait(mut self) -> Run {
+        let status = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status;
+            }
+            let err = fs::read_to_string(&self.stderr).unwrap();
+            assert!(self.started.elapsed() < LIMIT, "the program does not end:\n{err}");
+            std::thread::sleep(LOOK);
+        };
+        let orphans = self.members();
+        self.ended = orphans.is_empty();
+        assert!(orphans.is_empty(), "processes were left: {orphans:?}");
+        let read = |path: &Path| String::from_utf8(fs::read(path).unwrap()).unwrap();
+        Run { status, stdout: read(&self.stdout), stderr: read(&self.stderr) }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if !self.ended {
+            let _ = kill_process_group(self.pid(), Signal::KILL);
+            let _ = self.child.wait();
+        }
+    }
+}
+
+/// What a program came to.
+pub struct Run {
+    pub status: ExitStatus,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Run {
+    pub fn code(&self) -> Option<i32> {
+        self.status.code()
+    }
+
+    pub fn signal(&self) -> Option<i32> {
+        self.status.signal()
+    }
+
+    /// The JSON lines of stdout.
+    pub fn events(&self) -> Vec<Value> {
+        let parse = |line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: `{line}`"));
+        self.stdout.lines().map(parse).collect()
+    }
+
+    pub fn events_of(&self, kind: &str) -> Vec<Value> {
+        self.events().into_iter().filter(|event| event["event"] == kind).collect()
+    }
+
+    /// A number of each step event.
+    pub fn steps(&self, key: &str) -> BTreeMap<u64, f64> {
+        let steps = self.events_of("step");
+        steps.iter().map(|e| (e["step"].as_u64().unwrap(), e[key].as_f64().unwrap())).collect()
+    }
+
+    pub fn losses(&self) -> BTreeMap<u64, f64> {
+        self.steps("train_loss")
+    }
+
+    /// The losses of a run that was killed, perhaps within a line.
+    pub fn losses_so_far(&self) -> BTreeMap<u64, f64> {
+        let (whole, _) = self.stdout.rsplit_once('\n').unwrap_or_default();
+        let run = Self { stdout: whole.to_owned(), stderr: String::new(), status: self.status };
+        run.losses()
+    }
+
+    pub fn summary(&self) -> Value {
+        let last = self.events().pop().expect("stdout has lines");
+        assert_eq!(last["event"], "summary", "{last}");
+        last
+    }
+
+    /// The first line of stderr that tells of an error.
+    pub fn first_error(&self) -> &str {
+        self.stderr.lines().find(|line| line.contains("error")).unwrap_or("no error was shown")
+    }
+}
+
+/// Asserts that two series have the same steps and are equal to a relative `tolerance`.
+#[track_caller]
+pub fn assert_close(found: &BTreeMap<u64, f64>, expected: &BTreeMap<u64, f64>, tolerance: f64) {
+    let steps = |of: &BTreeMap<u64, f64>| of.keys().copied().collect::<Vec<_>>();
+    assert_eq!(steps(found), steps(expected));
+    assert!(!found.is_empty(), "no steps");
+    for (step, expected) in expected {
+        let found = found[step];
+        assert!(
+            (found - expected).abs() <= tolerance * expected.abs(),
+            "step {step}: {found} instead of {expected}"
+        );
+    }
+}

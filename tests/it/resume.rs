@@ -1,0 +1,223 @@
+//! A run that goes on from a checkpoint goes on as if it had never stopped.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use crate::program::{Job, Run, Scratch, assert_close};
+use rustix::process::Signal;
+
+const SPREADS: [(&str, usize); 2] = [("ddp", 2), ("fsdp", 2)];
+
+/// A job whose every part must be taken up again: momentum, schedule, data order, dropout.
+fn job(scratch: &Scratch) -> Job<'_> {
+    scratch.small().set(&[
+        "trainer.max_steps=9",
+        "scheduler.type=cosine",
+        "data.shuffle=true",
+        "model.dropout=0.1",
+        "checkpoint.every_n_steps=3",
+        "checkpoint.dir=kept",
+    ])
+}
+
+fn numbers(run: &Run) -> [BTreeMap<u64, f64>; 3] {
+    ["train_loss", "grad_norm", "lr"].map(|key| run.steps(key))
+}
+
+/// What comes after step `step`.
+fn after(step: u64, numbers: &[BTreeMap<u64, f64>; 3]) -> [BTreeMap<u64, f64>; 3] {
+    numbers.clone().map(|mut steps| steps.split_off(&(step + 1)))
+}
+
+#[test]
+fn losses_are_those_of_an_uninterrupted_run_to_the_bit() {
+    for (strategy, devices) in SPREADS {
+        let scratch = Scratch::with_tokens();
+        let job = job(&scratch).on(strategy, devices, 3);
+        let whole = job.succeed();
+        assert_eq!(whole.losses().len(), 9);
+
+        let resumed = job.clone().set(&["trainer.ckpt_path=kept/step-00000003"]).succeed();
+        assert_eq!(numbers(&resumed), after(3, &numbers(&whole)), "{strategy}");
+        assert_eq!(resumed.summary()["steps"], 9);
+
+        fs::remove_dir_all(scratch.path().join("kept/step-00000009")).unwrap();
+        let resumed = job.clone().set(&["trainer.ckpt_path=last"]).succeed();
+        assert_eq!(numbers(&resumed), after(6, &numbers(&whole)), "{strategy}");
+    }
+}
+
+#[test]
+fn another_mesh_may_go_on() {
+    let scratch = Scratch::with_tokens();
+    let job = job(&scratch);
+    let whole = job.clone().on("fsdp", 2, 6).succeed();
+    let resume = job.set(&["trainer.ckpt_path=kept/step-00000003", "checkpoint.every_n_steps=100"]);
+    for (strategy, devices) in [("ddp", 3), ("single_device", 1), ("fsdp", 4)] {
+        let resumed = resume.clone().on(strategy, devices, 12 / devices).succeed();
+        let expected = after(3, &numbers(&whole));
+        assert_close(&resumed.losses(), &expected[0], 1e-5);
+        assert_eq!(resumed.steps("lr"), expected[2], "{strategy}");
+    }
+}
+
+#[test]
+fn a_killed_run_goes_on_from_its_last_checkpoint() {
+    let scratch = Scratch::with_tokens();
+    let job =
+        job(&scratch).on("fsdp", 2, 3).set(&["scheduler=constant", "checkpoint.every_n_steps=20"]);
+    let running = job.clone().set(&["trainer.max_steps=1000000"]).start();
+    running.reach(50);
+    running.signal(Signal::KILL);
+    running.until_gone();
+    drop(running);
+
+    let resume = job.clone().set(&["trainer.ckpt_path=last"]);
+    // It has passed step 40 for sure, and may have come further.
+    let first = |run: &Run| *run.losses().keys().next().expect("steps");
+    let last = {
+        let entries = fs::read_dir(scratch.path().join("kept")).unwrap();
+        let whole = entries.flatten().filter(|e| e.path().join("manifest.json").is_file());
+        let steps =
+            whole.filter_map(|e| e.file_name().to_str()?.strip_prefix("step-")?.parse().ok());
+        steps.max().unwrap_or(0_u64)
+    };
+    assert!(last >= 40, "{last}");
+    let end = format!("trainer.max_steps={}", last + 5);
+    let resumed = resume.set(&[&end]).succeed();
+    assert_eq!(first(&resumed), last + 1);
+    let whole = job.set(&[&end, "checkpoint.dir=other"]).succeed();
+    assert_eq!(numbers(&resumed), after(last, &numbers(&whole)));
+}
+
+#[test]
+fn last_without_a_directory_is_the_newest_of_all_runs() {
+    let scratch = Scratch::with_tokens();
+    let job = scratch.small().on("ddp", 2, 3).set(&["trainer.ckpt_path=last"]);
+    // None yet: it starts afresh, and leaves one.
+    let to = |steps: u64| {
+        let steps = format!("trainer.max_steps={steps}");
+        job.clone().set(&[&steps, "scheduler=constant", "checkpoint.save_last=true"]).succeed()
+    };
+    let keys = |run: &Run| run.losses().into_keys().collect::<Vec<_>>();
+    assert_eq!(keys(&to(2)), [1, 2]);
+    assert_eq!(keys(&to(4)), [3, 4]);
+    // The newest run has no checkpoint.
+    fs::remove_dir_all(scratch.path().join("fulgurite_logs/version_1/checkpoints")).unwrap();
+    assert_eq!(keys(&to(5)), [3, 4, 5]);
+    // A run that is done has nothing left to do.
+    let done = to(5);
+    assert_eq!(keys(&done), [0_u64; 0]);
+    assert_eq!(done.summary()["steps"], 5);
+}
+
+#[test]
+fn a_run_that_saves_in_the_background_goes_on_to_the_bit() {
+    for (strategy, devices) in SPREADS {
+        let scratch = Scratch::with_tokens();
+        let job = job(&scratch).on(strategy, devices, 3).set(&[
+            "checkpoint.async_save=true",
+            "data.validation_fraction=0.2",
+            "trainer.val_check_interval=2",
+            "trainer.ema_decay=0.9",
+        ]);
+        let whole = job.clone().set(&["checkpoint.every_n_steps=1"]).succeed();
+        let saved = whole.events_of("checkpoint");
+        let steps: Vec<_> = saved.iter().map(|event| event["step"].as_u64().unwrap()).collect();
+        assert_eq!(steps, (1..=9).collect::<Vec<_>>(), "in order, and all told of");
+        assert!(saved.iter().all(|event| event["blocked_s"].as_f64().unwrap() > 0.0));
+        for (from, step) in [("kept/step-00000002", 2), ("step-00000007", 7)] {
+            let from = format!("trainer.ckpt_path={from}");
+            let resumed = job.clone().set(&[&from]).succeed();
+            assert_eq!(numbers(&resumed), after(step, &numbers(&whole)), "{strategy}");
+            let validations = |run: &Run| {
+                let all = run.events_of("validation").into_iter();
+                all.filter(|event| event["step"].as_u64().unwrap() > step).collect::<Vec<_>>()
+            };
+            assert!(!validations(&whole).is_empty());
+            assert_eq!(validations(&resumed), validations(&whole), "{strategy}");
+        }
+        // A checkpoint is validated as training did it then: with the averages of the weights.
+        let validate = scratch
+            .job(&["validate", "--output", "json"])
+            .set(&job.assignments("trainer.ckpt_path", "checkpoint.every"))
+            .set(&["trainer.ckpt_path=kept/step-00000008"])
+            .succeed();
+        let losses: Vec<_> = [&validate, &whole]
+            .map(|run| run.events_of("validation").pop().expect("a validation")["val_loss"].clone())
+            .into();
+        assert_eq!(losses[0], losses[1], "{strategy}");
+        // What was saved last, not what is of the latest step.
+        let back = ["trainer.ckpt_path=kept/step-00000002", "trainer.max_steps=4"];
+        job.clone().set(&back).set(&["checkpoint.save_last=true"]).succeed();
+        let resumed = job.clone().set(&["trainer.ckpt_path=last"]).succeed();
+        assert_eq!(resumed.events_of("resume")[0]["step"], 4);
+        assert_eq!(resumed.losses().into_keys().collect::<Vec<_>>(), [5, 6, 7, 8, 9]);
+    }
+}
+
+#[test]
+fn a_signal_that_takes_the_machine_away_saves_first() {
+    for (signals, code, strategy, devices) in [
+        (&[Signal::TERM][..], 143, "fsdp", 2),
+        (&[Signal::USR1], 138, "ddp", 2),
+        (&[Signal::USR1], 138, "single_device", 1),
+        // A notice, and the end that it told of: no second request.
+        (&[Signal::USR1, Signal::TERM], 143, "single_device", 1),
+        (&[Signal::USR1, Signal::TERM], 143, "ddp", 2),
+    ] {
+        let scratch = Scratch::with_tokens();
+        // It saves even if nobody asked for checkpoints, and at once where others are saved in the
+        // background.
+        let job = scratch.small().on(strategy, devices, 6 / devices).set(&[
+            "scheduler=constant",
+            "data.shuffle=true",
+            "model.dropout=0.1",
+            "checkpoint.dir=kept",
+            "checkpoint.async_save=true",
+        ]);
+        let running = job.clone().set(&["trainer.max_steps=1000000"]).start();
+        running.reach(5);
+        signals.iter().for_each(|&signal| running.signal(signal));
+        let stopped = running.wait();
+        assert_eq!(stopped.code(), Some(code), "{}", stopped.stderr);
+        assert!(!stopped.stderr.contains("error"), "{}", stopped.stderr);
+        let step = stopped.losses().len() as u64;
+        let saved = stopped.events_of("checkpoint");
+        assert_eq!(saved.len(), 1);
+        assert_eq!(saved[0]["step"], step);
+        assert_eq!(stopped.summary()["steps"], step);
+
+        let end = format!("trainer.max_steps={}", step + 3);
+        let resumed = job.clone().set(&["trainer.ckpt_path=last", &end]).succeed();
+        let whole = job.set(&[&end]).succeed();
+        assert_eq!(numbers(&resumed), after(step, &numbers(&whole)), "{strategy}");
+        let mut both = stopped.losses();
+        both.extend(resumed.losses());
+        assert_eq!(both, whole.losses());
+    }
+}
+
+#[test]
+fn old_checkpoints_go_on_every_mesh() {
+    let scratch = Scratch::with_tokens();
+    let job = job(&scratch).set(&["checkpoint.every_n_steps=1", "checkpoint.async_save=true"]);
+    let kept = || {
+        let entries = fs::read_dir(scratch.path().join("kept")).unwrap().flatten();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    };
+    let keys =
+        ["checkpoint.keep_last=2", "checkpoint.save_top_k=1", "checkpoint.monitor=train_loss"];
+    let whole = job.clone().on("fsdp", 4, 2).set(&keys).set(&["checkpoint.mode=max"]).succeed();
+    let losses = whole.losses();
+    let worst = losses.iter().max_by(|a, b| a.1.total_cmp(b.1)).unwrap().0;
+    let mut expected: Vec<u64> = vec![*worst, 8, 9];
+    expected.sort_unstable();
+    expected.dedup();
+    let mut names = vec!["last".to_owned()];
+    names.extend(expected.iter().map(|step| format!("step-{step:08}")));
+    assert_eq!(kept(), names);
+}

@@ -1,0 +1,68 @@
+//! Averages of the weights.
+
+use fulgurite::core::trainer::Event;
+
+use super::harness::{Scratch, course};
+
+#[test]
+fn averages_of_the_weights_are_validated_and_not_trained() {
+    let keys =
+        ["trainer.max_steps=6", "trainer.val_check_interval=2", "checkpoint.every_n_steps=2"];
+    let run = |decay: &str, dir: &str| {
+        let scratch = Scratch::new();
+        let events = scratch.succeed(&[&keys[..], &[decay][..]].concat());
+        let model = scratch.path("kept/step-00000006").join(dir);
+        let file = model.join("shard-00001-model-00001-of-00001.safetensors");
+        let course = course(&events);
+        let (validations, steps): (Vec<_>, Vec<_>) =
+            course.into_iter().partition(|line| line.starts_with('v'));
+        (steps, validations, std::fs::read(file).unwrap())
+    };
+    let plain = run("trainer.log_every_n_steps=1", "model");
+    let averaged = run("trainer.ema_decay=0.9", "model");
+    assert_eq!(averaged.0, plain.0);
+    assert_ne!(averaged.1, plain.1);
+    assert_eq!(averaged.2, plain.2, "the weights themselves are the model's in a checkpoint");
+    let held = |bytes: &[u8]| String::from_utf8_lossy(bytes).contains("state.double.weight.ema");
+    assert!(held(&run("trainer.ema_decay=0.9", "optimizer").2));
+    // An average over the last step alone is the weights.
+    assert_eq!(run("trainer.ema_decay=0.0", "model"), plain);
+
+    // It goes on only from where it was kept.
+    let scratch = Scratch::new();
+    scratch.succeed(&keys);
+    let more = ["trainer.ckpt_path=last", "trainer.max_steps=8", "trainer.ema_decay=0.9"];
+    let error = scratch.fit(&[&keys[..], &more[..]].concat()).1.unwrap_err().to_string();
+    assert!(error.contains("state.double.weight.ema"), "{error}");
+    let only = [&keys[..], &more[..], &["checkpoint.weights_only=true"]].concat();
+    scratch.succeed(&only);
+}
+
+#[test]
+fn a_checkpoint_is_validated_as_training_did() {
+    let keys = ["trainer.max_steps=6", "trainer.val_check_interval=6"];
+    let (last, decay) = ("trainer.ckpt_path=last", "trainer.ema_decay=0.9");
+    let full = ["trainer.strategy.type=tp", "trainer.strategy.save_distributed_checkpoint=false"];
+    let mut plain = None;
+    for (ema, kind) in [(&[][..], &[][..]), (&[decay], &[]), (&[decay], &full)] {
+        let scratch = Scratch::new();
+        let events = scratch.succeed(&[&keys, ema, kind].concat());
+        let trained = events.iter().find_map(|event| match event {
+            Event::Validation { val_loss, .. } => Some(*val_loss),
+            _ => None,
+        });
+        let validated = scratch.validate(&[ema, kind, &[last]].concat()).unwrap();
+        assert_eq!(Some(validated), trained);
+        let plain = *plain.get_or_insert(validated);
+        assert_eq!(validated == plain, ema.is_empty(), "averages are not the weights");
+        // Without the key the weights themselves, whatever else is there; or if they are asked for.
+        assert_eq!(scratch.validate(&[kind, &[last]].concat()).unwrap(), plain);
+        let weights = [ema, kind, &[last, "checkpoint.weights_only=true"]].concat();
+        assert_eq!(scratch.validate(&weights).unwrap(), plain);
+        if ema.is_empty() {
+            let error = scratch.validate(&[last, decay]).unwrap_err().to_string();
+            let (_, message) = error.split_once(": ").unwrap();
+            insta::assert_snapshot!(message, @"it has no average of the weights that would fit this model (`state.double.weight.ema`); leave out `trainer.ema_decay` to validate the weights themselves");
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! What is saved, of which kind, and what of it stays.
+
+use fulgurite::core::trainer::Event;
+
+use super::harness::{Scratch, course, names, saved};
+
+#[test]
+fn checkpoints_of_the_background_are_those_of_the_foreground() {
+    let keys = ["trainer.max_steps=6", "checkpoint.every_n_steps=2", "checkpoint.save_last=true"];
+    let scratch = Scratch::new();
+    let whole = scratch.succeed(&keys);
+    assert_eq!(saved(&whole), [2, 4, 6], "that of the end is there already");
+    let background = Scratch::new();
+    let keys = [&keys[..], &["checkpoint.async_save=true"]].concat();
+    let events = background.succeed(&keys);
+    // Whenever it is told of them.
+    assert_eq!(saved(&events), [2, 4, 6]);
+    assert!(matches!(events.last(), Some(Event::Summary { .. })));
+    assert_eq!(course(&events), course(&whole));
+    assert_eq!(background.kept(), ["last", "step-00000002", "step-00000004", "step-00000006"]);
+    for step in ["step-00000002", "step-00000006"] {
+        let weights = |scratch: &Scratch| {
+            let model = scratch.path("kept").join(step).join("model");
+            std::fs::read(model.join("shard-00001-model-00001-of-00001.safetensors")).unwrap()
+        };
+        assert_eq!(weights(&scratch), weights(&background), "{step}");
+    }
+    let from = format!("trainer.ckpt_path={:?}", background.path("kept/step-00000002"));
+    let more = background.succeed(&[&keys[..], &[&from]].concat());
+    assert_eq!(course(&more), course(&whole)[2..]);
+}
+
+#[test]
+fn checkpoints_of_one_kind_make_way_for_the_other() {
+    let scratch = Scratch::new();
+    let strategy = |distributed: bool| {
+        format!("trainer.strategy={{type = \"tp\", save_distributed_checkpoint = {distributed}}}")
+    };
+    let fit = |distributed: bool, more: &[&str]| {
+        let keys = ["checkpoint.every_n_steps=2", "trainer.val_check_interval=1000"];
+        scratch.succeed(&[&keys[..], &[&*strategy(distributed)], more].concat())
+    };
+    let manifests = || {
+        let inside = |step: &String| names(&scratch.path("kept").join(step));
+        let steps = scratch.kept().into_iter().filter(|name| name != "last");
+        let kind = |step: &String| match inside(step) {
+            names if names == ["manifest.json", "model", "optimizer"] => "distributed",
+            names if names.contains(&"model.safetensors".to_owned()) => "full",
+            names => panic!("{names:?}"),
+        };
+        steps.map(|step| (step[12..].to_owned(), kind(&step))).collect::<Vec<_>>()
+    };
+    let kinds = |of: &[(&str, &'static str)]| -> Vec<(String, &'static str)> {
+        of.iter().map(|&(step, kind)| (step.to_owned(), kind)).collect()
+    };
+    let whole = course(&fit(true, &["trainer.max_steps=4"]));
+    assert_eq!(manifests(), kinds(&[("2", "distributed"), ("4", "distributed")]));
+    let second = format!("trainer.ckpt_path={:?}", scratch.path("kept/step-00000002"));
+    // Saved again under the same name, of the other kind.
+    for (distributed, kind) in [(false, "full"), (true, "distributed"), (false, "full")] {
+        let events = fit(distributed, &["trainer.max_steps=4", &second]);
+        assert_eq!(course(&events), whole[2..]);
+        assert_eq!(manifests(), kinds(&[("2", "distributed"), ("4", kind)]));
+    }
+    // A full one by its path is one of those that the run keeps: it stays, and older ones go.
+    let fourth = format!("trainer.ckpt_path={:?}", scratch.path("kept/step-00000004"));
+    let more = ["trainer.max_steps=8", "checkpoint.keep_last=1", &fourth];
+    assert_eq!(saved(&fit(false, &more)), [6, 8]);
+    assert_eq!(manifests(), kinds(&[("4", "full"), ("8", "full")]));
+}
+
+#[test]
+fn full_checkpoints_are_not_saved_in_the_background() {
+    let scratch = Scratch::new();
+    let strategy = "trainer.strategy={type = \"tp\", save_distributed_checkpoint = false}";
+    let (events, result) = scratch.fit(&[strategy, "checkpoint.async_save=true"]);
+    assert_eq!(course(&events), [""; 0]);
+    insta::assert_snapshot!(result.unwrap_err(), @"`checkpoint.async_save`: full checkpoints are gathered on rank 0 while training waits, not in the background; leave it out, or save distributed checkpoints (without `trainer.strategy.save_distributed_checkpoint = false`) and make full ones of them with `fulgurite checkpoint consolidate`");
+}
+
+#[test]
+fn the_newest_and_the_best_are_kept_also_by_a_resumed_run() {
+    let run = |keys: &[&str], from: Option<&str>| {
+        let scratch = Scratch::new();
+        let always = ["checkpoint.every_n_steps=1", "trainer.val_check_interval=1"];
+        let fit = |more: &[&str]| scratch.succeed(&[&always, keys, more].concat());
+        fit(&["trainer.max_steps=4"]);
+        let first = scratch.kept();
+        let from = from.map_or("last".to_owned(), |name| {
+            scratch.path("kept").join(name).to_string_lossy().into_owned()
+        });
+        fit(&["trainer.max_steps=7", &format!("trainer.ckpt_path={from}")]);
+        let digits = |names: Vec<String>| -> String {
+            names.iter().filter_map(|name| name.strip_prefix("step-0000000")).collect()
+        };
+        let kept = scratch.kept();
+        assert!(kept.iter().all(|name| name == "last" || name.starts_with("step-0000000")));
+        (digits(first), digits(kept))
+    };
+    let kept = |first: &str, then: &str| (first.to_owned(), then.to_owned());
+    assert_eq!(run(&[], None), kept("1234", "1234567"));
+    assert_eq!(run(&["checkpoint.async_save=true"], None), kept("1234", "1234567"));
+    // The one that it resumed from stays.
+    for background in ["checkpoint.async_save=true", "checkpoint.async_save=false"] {
+        let keys = ["checkpoint.keep_last=2", background];
+        assert_eq!(run(&keys, None), kept("34", "467"));
+    }
+    // It did not know of the fourth, which its own replaces.
+    assert_eq!(run(&["checkpoint.keep_last=2"], Some("step-00000003")), kept("34", "367"));
+    assert_eq!(run(&["checkpoint.save_top_k=0"], None), kept("4", "47"));
+    // The loss falls from step to step: the worst are the oldest.
+    let worst = ["checkpoint.save_top_k=2", "checkpoint.monitor=val_loss", "checkpoint.mode=max"];
+    assert_eq!(run(&worst, None), kept("124", "1247"));
+    let best = ["checkpoint.save_top_k=2", "checkpoint.monitor=val_loss"];
+    assert_eq!(run(&best, None), kept("34", "467"));
+}
+
+#[test]
+fn a_metric_that_does_not_exist_is_found_when_it_should() {
+    let keys = [
+        "checkpoint.every_n_steps=1",
+        "checkpoint.save_top_k=1",
+        "checkpoint.monitor=loss",
+        "trainer.max_steps=3",
+        "trainer.val_check_interval=2",
+    ];
+    let (events, result) = Scratch::new().fit(&keys);
+    assert_eq!(saved(&events), [1], "nothing was validated then");
+    insta::assert_snapshot!(result.unwrap_err(), @"`checkpoint.monitor`: there is no metric `loss`; there are: first, grad_norm, lr, train_loss, val_loss");
+}
+
+#[test]
+fn what_cannot_be_saved_ends_the_run() {
+    for background in [false, true] {
+        let scratch = Scratch::new();
+        std::fs::write(scratch.path("file"), "").unwrap();
+        let dir = format!("checkpoint.dir={:?}", scratch.path("file/kept"));
+        let background = format!("checkpoint.async_save={background}");
+        let keys = [&*dir, &background, "checkpoint.every_n_steps=2", "trainer.max_steps=4"];
+        let (events, result) = scratch.fit(&keys);
+        assert_eq!(saved(&events), [0; 0]);
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("file/kept: Not a directory"), "{error}");
+    }
+}
