@@ -9,9 +9,9 @@ use fulgurite_test_support::training::Variant;
 /// What is trained.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Model {
-    /// `training::Transformer`, whose sizes go unevenly into everything; one projection is frozen.
+    /// `Transformer` of the test support, whose sizes go unevenly into everything; one projection is frozen.
     Transformer,
-    /// `training::Decoder`, which tensor-parallel ranks can cut, with a plan.
+    /// `Decoder` of the test support, which tensor-parallel ranks can cut, with a plan.
     Decoder(Variant),
     /// Unmodified layers of candle_nn.
     Classifier,
