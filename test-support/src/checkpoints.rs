@@ -137,8 +137,7 @@ pub fn ranks<T: Send>(n: usize, f: impl Fn(&dyn ProcessGroup) -> T + Sync) -> Ve
 /// Sizes of `data_parallel_replicate`, `data_parallel_shard`, `tensor_parallel`.
 pub type Mesh = [usize; 3];
 
-pub const DIMS: [&str; 3] =
-    ["data_parallel_replicate", "data_parallel_shard", "tensor_parallel"];
+pub const DIMS: [&str; 3] = ["data_parallel_replicate", "data_parallel_shard", "tensor_parallel"];
 
 pub fn world_size(mesh: Mesh) -> usize {
     mesh.iter().product()

@@ -39,15 +39,19 @@ pub(crate) fn play(part: &str) -> Result<()> {
         ("exit", 1) => std::process::exit(7),
         // Reports its failure but does not end.
         ("stuck", 1) => {
+            launched.store.get("rank 0 is here", LONG)?;
             launched.store.report_failure("the link is down")?;
             loop {
                 std::thread::park();
             }
         }
         // Takes no notice of anything.
-        ("stuck", _) | ("deaf", _) => loop {
-            std::thread::park();
-        },
+        ("stuck", _) | ("deaf", _) => {
+            launched.store.set(&format!("rank {rank} is here"), b"")?;
+            loop {
+                std::thread::park();
+            }
+        }
         // Another error than "a peer failed", but because of that.
         ("symptom", 1) => Err(Error::other("the cause")),
         ("symptom", _) => {
