@@ -23,8 +23,8 @@ use mimalloc::MiMalloc;
 ///   ([`SharedMemory`]); in programs with another allocator they copy through a region. The results are
 ///   the same.
 ///
-/// A program has one global allocator. One with its own leaves this line out, and may wrap its own in
-/// [`SharedMemory`] for the second advantage. Needs the feature `mimalloc` (a default).
+/// A program has one global allocator. One with its own leaves this line out, and may wrap its own
+/// in [`SharedMemory`] for the second advantage. Needs the feature `mimalloc` (a default).
 #[macro_export]
 macro_rules! use_mimalloc {
     () => {
@@ -51,8 +51,8 @@ static CONFIGURED: AtomicBool = AtomicBool::new(false);
 #[cold]
 fn configure() {
     CONFIGURED.store(true, Ordering::Relaxed);
-    // SAFETY: sets an integer in the allocator, unless the environment has set it, and allocates nothing.
-    // A thread that frees memory at the same time reads the old or the new value.
+    // SAFETY: sets an integer in the allocator, unless the environment has set it, and allocates
+    // nothing. A thread that frees memory at the same time reads the old or the new value.
     unsafe { mi_option_set_default(PURGE_DELAY, -1) }
 }
 

@@ -1,9 +1,9 @@
 //! Fulgurite: Lightning-style distributed training for candle.
 //!
-//! A user implements [`LightningModule`](prelude::LightningModule) and names a strategy in a configuration
-//! file. The same program then trains on one core or on many processes: with data parallelism (`ddp`),
-//! fully sharded (`fsdp`), or on any mesh of replicas, shards, context and tensor parallelism
-//! (`model_parallel`).
+//! A user implements [`LightningModule`](prelude::LightningModule) and names a strategy in a
+//! configuration file. The same program then trains on one core or on many processes: with data
+//! parallelism (`ddp`), fully sharded (`fsdp`), or on any mesh of replicas, shards, context and
+//! tensor parallelism (`model_parallel`).
 //!
 //! ```no_run
 //! use fulgurite::prelude::*;
@@ -50,8 +50,8 @@
 //! }
 //! ```
 //!
-//! This crate links the built-in plugins, has the [command line](cli()), and re-exports [`fulgurite_core`] as
-//! [`core`].
+//! This crate links the built-in plugins, has the [command line](cli()), and re-exports
+//! [`fulgurite_core`] as [`core`].
 
 #[cfg(feature = "mimalloc")]
 pub mod allocator;

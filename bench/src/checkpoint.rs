@@ -112,7 +112,8 @@ impl Sizes {
     }
 }
 
-/// The largest increase of a rank's memory during each operation, in bytes, by the operation's name.
+/// The largest increase of a rank's memory during each operation, in bytes, by the operation's
+/// name.
 type MemoryIncreases = BTreeMap<String, u64>;
 
 /// Measures times and memory.
@@ -123,8 +124,8 @@ struct Meter<'f> {
 }
 
 impl Meter<'_> {
-    /// Runs `f` on all ranks, and notes the time of the slowest and the increase of this rank's memory.
-    /// Collective.
+    /// Runs `f` on all ranks, and notes the time of the slowest and the increase of this rank's
+    /// memory. Collective.
     fn measure<T>(&mut self, name: &'static str, f: impl FnOnce() -> Result<T>) -> Result<T> {
         let resting = resident()?.now;
         reset_peak()?;
@@ -146,7 +147,8 @@ impl Meter<'_> {
         result
     }
 
-    /// Saves in the background; notes the time until control returns and until the checkpoint is committed.
+    /// Saves in the background; notes the time until control returns and until the checkpoint is
+    /// committed.
     fn save_in_background(
         &mut self,
         saver: &mut AsyncSaver,

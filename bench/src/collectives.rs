@@ -22,8 +22,8 @@ pub struct CollectivesBench {
     /// commas
     #[arg(long, value_delimiter = ',', default_values_t = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20])]
     sizes: Vec<usize>,
-    /// Buffers in memory of each process's own; by default they are where the transport reaches them
-    /// best, as strategies place what they communicate
+    /// Buffers in memory of each process's own; by default they are where the transport reaches
+    /// them best, as strategies place what they communicate
     #[arg(long)]
     private: bool,
     /// As JSON on standard output, a line each

@@ -1,12 +1,13 @@
-//! The matrix products of a training step alone: a lower bound of the step's time with this library for
-//! matrix products.
+//! The matrix products of a training step alone: a lower bound of the step's time with this library
+//! for matrix products.
 
 use fulgurite_core::nn::gemm::{Mat, Threads, gemm};
 use rayon::prelude::*;
 
 use super::DecoderSize;
 
-/// Queries of a block in attention; causal attention multiplies a block with the keys up to its end.
+/// Queries of a block in attention; causal attention multiplies a block with the keys up to its
+/// end.
 const BLOCK: usize = 128;
 
 /// The products of one rank's micro-batch, with memory to run them on.
@@ -79,8 +80,8 @@ impl Floor {
         parts.into_par_iter().for_each(|heads| self.attend(heads));
     }
 
-    /// The products of attention. Forward: scores, output. Backward: scores, gradients of scores, values,
-    /// queries and keys.
+    /// The products of attention. Forward: scores, output. Backward: scores, gradients of scores,
+    /// values, queries and keys.
     fn attend(&self, heads: usize) {
         let (d, block) = (self.head_dim, BLOCK.min(self.seq));
         let rows = vec![0.01f32; self.seq * d];

@@ -1,8 +1,8 @@
 //! The benchmarks of `fulgurite bench`.
 //!
-//! Every time is that of the slowest rank and the median over the repeats, which begin at a barrier. The limit
-//! that it is compared with (raw writes and reads of the same bytes, the matrix products alone) is measured
-//! in the same run.
+//! Every time is that of the slowest rank and the median over the repeats, which begin at a
+//! barrier. The limit that it is compared with (raw writes and reads of the same bytes, the matrix
+//! products alone) is measured in the same run.
 
 mod checkpoint;
 mod collectives;

@@ -22,8 +22,8 @@ pub(super) enum Loop {
     Trainer,
     /// A hand-written loop over [`Fabric`].
     Fabric,
-    /// A hand-written loop that calls candle's backward and the optimizer, without strategy or Fabric. For
-    /// one rank.
+    /// A hand-written loop that calls candle's backward and the optimizer, without strategy or
+    /// Fabric. For one rank.
     Bare,
 }
 

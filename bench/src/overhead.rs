@@ -57,7 +57,7 @@ pub(crate) fn overhead(options: &OverheadBench) -> Result<()> {
     let run = RunConfig::<Table, Table>::from_layers(layers)?;
     run.check_plugins()?;
     let Connection { launched, world } = run.trainer.connect()?;
-    let startup = start(&run.trainer, &world, launched.started, entered)?;
+    let startup = start(&run.trainer, &world, launched.program_start, entered)?;
 
     let dir = std::env::temp_dir().join(format!("fulgurite-bench-{}", std::process::id()));
     let dir: PathBuf = broadcast_object(&*world, &dir, 0)?;
@@ -111,8 +111,9 @@ fn measure(
     Ok(rows)
 }
 
-/// The times of one model under one strategy, with the loops in alternation. Collective over `world`. Before
-/// each loop all ranks call `meet`, idle ones too, so that none waits longer than one loop takes.
+/// The times of one model under one strategy, with the loops in alternation. Collective over
+/// `world`. Before each loop all ranks call `meet`, idle ones too, so that none waits longer than
+/// one loop takes.
 fn alternate(
     rounds: usize,
     job: &Job,
@@ -185,7 +186,8 @@ struct Row {
     /// The median time of a step, from the end of the one before to its own.
     step_us: f64,
     step_us_min: f64,
-    /// The mean time of a step in the median round, with work that is not done in every step, such as logging.
+    /// The mean time of a step in the median round, with work that is not done in every step, such
+    /// as logging.
     mean_us: f64,
     /// The median as a multiple of that of the loop with Fabric.
     of_fabric: Option<f64>,

@@ -12,8 +12,8 @@ use super::tiny_models::{Net, TinyModel, TinyModelConfig, Tokens};
 use super::train::now;
 use fulgurite::prelude::*;
 
-/// The parts of the time from the start of the program to the end of the first step of `tiny`, in seconds,
-/// each of the slowest rank.
+/// The parts of the time from the start of the program to the end of the first step of `tiny`, in
+/// seconds, each of the slowest rank.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct Startup {
     /// From the start of the program to the start of the rank's process.
@@ -34,8 +34,8 @@ pub(super) struct Startup {
     total_s: f64,
 }
 
-/// Makes a Fabric over `world` and runs a step. `program` is when the program was started and `entered` when
-/// this rank's process was, in seconds since 1970. Collective.
+/// Makes a Fabric over `world` and runs a step. `program` is when the program was started and
+/// `entered` when this rank's process was, in seconds since 1970. Collective.
 ///
 /// # Errors
 /// If the step fails.

@@ -124,7 +124,7 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
 
     let mut times = Times::default();
     let loss_first = step(0)?;
-    let startup_s = now() - fabric.started().unwrap_or(f64::NAN);
+    let startup_s = now() - fabric.program_start().unwrap_or(f64::NAN);
     times.note(&fabric, "startup", startup_s)?;
     for i in 1..options.warmup {
         step(i)?;
@@ -140,8 +140,8 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
             })
         })
     };
-    // Before and after the steps, since the machine's speed changes; not between them, so that steps follow
-    // each other as in training.
+    // Before and after the steps, since the machine's speed changes; not between them, so that
+    // steps follow each other as in training.
     if let Some(floor) = &mut floor {
         floor.run();
         measure_floor(floor, &mut times)?;

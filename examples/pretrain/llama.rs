@@ -36,8 +36,8 @@ pub struct LlamaConfig {
     pub initializer_range: f64,
     /// Dropout after attention and MLP; 0 for none.
     pub dropout: f64,
-    /// A directory in Hugging Face's format with configuration and weights. The keys above are then taken from
-    /// it.
+    /// A directory in Hugging Face's format with configuration and weights. The keys above are then
+    /// taken from it.
     pub from_pretrained: Option<PathBuf>,
 }
 

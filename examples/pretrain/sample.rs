@@ -8,8 +8,8 @@ const PROMPT_TOKENS: usize = 24;
 const NEW_TOKENS: usize = 160;
 const TEMPERATURE: f64 = 0.7;
 
-/// A piece of the data, and its continuation by the model; `None` for data without a tokenizer. All ranks call
-/// it, since a forward gathers parameters, and draw the same tokens.
+/// A piece of the data, and its continuation by the model; `None` for data without a tokenizer. All
+/// ranks call it, since a forward gathers parameters, and draw the same tokens.
 pub fn continuation(model: &Llama, ctx: &HookContext<TextData>) -> Result<Option<String>> {
     let data = ctx.data();
     let Some(tokenizer) = data.tokenizer() else { return Ok(None) };

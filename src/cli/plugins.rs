@@ -30,7 +30,8 @@ pub enum Command {
 /// Prints the plugins that are linked into this program.
 ///
 /// # Errors
-/// If no plugin has the given name, two plugins of a kind share a name, or stdout cannot be written.
+/// If no plugin has the given name, two plugins of a kind share a name, or stdout cannot be
+/// written.
 pub fn run(command: &Command) -> Result<()> {
     let all = registry::plugins();
     match command {

@@ -17,8 +17,9 @@ use toml::Table;
 use super::args::{self, Action, CliCommand, Output, Program, RunRequest};
 use super::{plugins, print};
 
-/// The command line of a training program for module `M` on its data: `fit`, `validate`, `--config`,
-/// `--set`, `--print-config`, `--output`, and `plugins list`. The whole of a program's `main`:
+/// The command line of a training program for module `M` on its data: `fit`, `validate`,
+/// `--config`, `--set`, `--print-config`, `--output`, and `plugins list`. The whole of a program's
+/// `main`:
 ///
 /// ```no_run
 /// # mod my { use fulgurite::prelude::*;
@@ -44,7 +45,8 @@ pub fn cli<M: LightningModule>() -> ExitCode {
     Cli::new(program_name(), "Trains and validates a model").run::<M>()
 }
 
-/// The command line of a training program with its own name and defaults; [`cli`] is the short form.
+/// The command line of a training program with its own name and defaults; [`cli`] is the short
+/// form.
 pub struct Cli {
     program: Program,
     defaults: Result<Table>,
@@ -133,8 +135,8 @@ fn sections<M: LightningModule>() -> Result<[Section; 2]> {
     Ok([Section::undocumented("model", &model)?, Section::undocumented("data", &data)?])
 }
 
-/// Runs a request for a certain module. The rest does not depend on the module's type, so that it is compiled
-/// once and not in each program.
+/// Runs a request for a certain module. The rest does not depend on the module's type, so that it
+/// is compiled once and not in each program.
 type Execute = fn(&RunRequest, Result<Table>) -> Result<()>;
 
 fn execute<M: LightningModule>(request: &RunRequest, defaults: Result<Table>) -> Result<()> {
@@ -154,12 +156,12 @@ fn print_toml(config: &Table) -> Result<()> {
     print(&to_toml(config)?)
 }
 
-/// Becomes a rank, with a trainer that reports in the format of the request. The rank takes part in the job as
-/// long as the [`Launched`] lives. Collective.
+/// Becomes a rank, with a trainer that reports in the format of the request. The rank takes part in
+/// the job as long as the [`Launched`] lives. Collective.
 fn connect(request: &RunRequest, config: &TrainerConfig) -> Result<(Launched, Trainer)> {
     let Connection { launched, world } = config.connect()?;
     let mut trainer =
-        Trainer::new(world).with_program_start(launched.started).with_interrupt(interruption);
+        Trainer::new(world).with_program_start(launched.program_start).with_interrupt(interruption);
     if launched.rank == 0 {
         if request.output == Output::Json {
             trainer = trainer.with_sink(Box::new(JsonLines::stdout()));

@@ -13,13 +13,13 @@ use fulgurite_engine::collective::ProcessGroup;
 /// Saves checkpoints in the background, one at a time.
 ///
 /// [`start`](Self::start) copies this rank's parts into host memory, which is reused for the next
-/// checkpoint. The caller waits for this copy only: one pass over the shards, and as much memory as they
-/// take. A thread then saves the copies in the same transaction as [`save`](super::save), so later
-/// changes of the tensors do not reach the checkpoint, and a crash has the consequences of a crash in
-/// `save`. The thread also updates `last` and removes old checkpoints, after the commit.
+/// checkpoint. The caller waits for this copy only: one pass over the shards, and as much memory as
+/// they take. A thread then saves the copies in the same transaction as [`save`](super::save), so
+/// later changes of the tensors do not reach the checkpoint, and a crash has the consequences of a
+/// crash in `save`. The thread also updates `last` and removes old checkpoints, after the commit.
 ///
-/// The threads communicate over a process group of their own, so that training can use the other groups.
-/// An error of any rank is returned on every rank, by the next [`start`](Self::start) or by
+/// The threads communicate over a process group of their own, so that training can use the other
+/// groups. An error of any rank is returned on every rank, by the next [`start`](Self::start) or by
 /// [`wait`](Self::wait). Dropping it waits for the save under way.
 ///
 /// ```no_run
@@ -79,7 +79,8 @@ pub struct SavedCheckpoint {
 }
 
 impl AsyncSaver {
-    /// For saving to `io` from all ranks of `world`. Collective: makes a process group for the threads.
+    /// For saving to `io` from all ranks of `world`. Collective: makes a process group for the
+    /// threads.
     ///
     /// # Errors
     /// If the group cannot be made.
@@ -89,8 +90,9 @@ impl AsyncSaver {
         Ok(Self { io, group, buffers: Snapshot::default(), reserving: None, running: None })
     }
 
-    /// Allocates the memory for the copies of `request` in the background, since the first use of its
-    /// pages takes several times as long as copying. Does nothing after the first save. Not collective.
+    /// Allocates the memory for the copies of `request` in the background, since the first use of
+    /// its pages takes several times as long as copying. Does nothing after the first save. Not
+    /// collective.
     ///
     /// # Errors
     /// If no thread can be started.
@@ -114,9 +116,9 @@ impl AsyncSaver {
             .map_err(Error::io("starting a thread to save", self.io.location("")))
     }
 
-    /// Starts to save `request` in the background: copies its tensors and returns. Before that waits for
-    /// the previous save, and returns its result unless [`wait`](Self::wait) has done so. Every rank calls
-    /// it, with its own parts; the copying is not collective.
+    /// Starts to save `request` in the background: copies its tensors and returns. Before that
+    /// waits for the previous save, and returns its result unless [`wait`](Self::wait) has done so.
+    /// Every rank calls it, with its own parts; the copying is not collective.
     ///
     /// # Errors
     /// On all ranks, if the previous save failed on any; then nothing is started.
@@ -149,7 +151,8 @@ impl AsyncSaver {
         self.running.as_ref().is_some_and(|running| !running.thread.is_finished())
     }
 
-    /// Waits for the save under way and returns its result; `None` if there is none. Every rank calls it.
+    /// Waits for the save under way and returns its result; `None` if there is none. Every rank
+    /// calls it.
     ///
     /// # Errors
     /// On every rank if it failed on any, as [`save`](super::save).

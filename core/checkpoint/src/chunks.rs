@@ -3,8 +3,8 @@
 
 use fulgurite_engine::shard::Region;
 
-/// The chunks of a tensor, ordered by their first index along the dimension in which they have the most
-/// different ones, so that a region is compared only with chunks that may overlap it.
+/// The chunks of a tensor, ordered by their first index along the dimension in which they have the
+/// most different ones, so that a region is compared only with chunks that may overlap it.
 #[derive(Debug)]
 pub(super) struct ChunkIndex {
     /// The dimension by which the chunks are ordered.
@@ -51,8 +51,8 @@ impl ChunkIndex {
     }
 }
 
-/// The dimension in which the chunks have the most different first indices: the first one under FSDP,
-/// the second where tensor parallelism alone cuts columns.
+/// The dimension in which the chunks have the most different first indices: the first one under
+/// FSDP, the second where tensor parallelism alone cuts columns.
 fn widest(chunks: &[(Region, usize)]) -> usize {
     let dims = chunks.first().map_or(0, |(region, _)| region.offsets.len());
     let distinct = |dim: usize| {

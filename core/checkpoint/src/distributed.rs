@@ -80,7 +80,8 @@ impl DistributedCheckpoint {
         Ok(Self { manifest, model, optimizer })
     }
 
-    /// Sets whether a chunk that is read whole is compared with its checksum. The default is `true`.
+    /// Sets whether a chunk that is read whole is compared with its checksum. The default is
+    /// `true`.
     #[must_use]
     pub fn verify_on_load(mut self, verify: bool) -> Self {
         self.model.set_verify(verify);

@@ -25,8 +25,8 @@ pub struct Filter {
 }
 
 impl Filter {
-    /// Keeps the parameters whose FQN `keep` accepts, which must be the same on all ranks. `what` describes
-    /// them in manifests and messages.
+    /// Keeps the parameters whose FQN `keep` accepts, which must be the same on all ranks. `what`
+    /// describes them in manifests and messages.
     pub fn new(
         what: impl Into<String>,
         keep: impl Fn(&str) -> bool + Send + Sync + 'static,
@@ -40,8 +40,8 @@ impl Filter {
         Self::new("trainable parameters", move |fqn| names.contains(fqn))
     }
 
-    /// Keeps the parameters, and all parameters of the modules, that match a pattern. `*` matches a segment
-    /// or a part of one.
+    /// Keeps the parameters, and all parameters of the modules, that match a pattern. `*` matches a
+    /// segment or a part of one.
     pub fn matching<P: Into<String>>(patterns: impl IntoIterator<Item = P>) -> Self {
         let patterns: Vec<String> = patterns.into_iter().map(Into::into).collect();
         Self::new(patterns.join(", "), move |fqn| {
@@ -59,8 +59,8 @@ impl Filter {
         (self.keep)(fqn)
     }
 
-    /// Whether the optimizer state tensor of this [key](super::optimizer_key) is kept, as its parameter
-    /// is.
+    /// Whether the optimizer state tensor of this [key](super::optimizer_key) is kept, as its
+    /// parameter is.
     pub(super) fn keeps_state(&self, key: &str) -> bool {
         self.keeps(parse_optimizer_key(key).map_or(key, |(fqn, _)| fqn))
     }

@@ -22,8 +22,8 @@ pub struct CommittedCheckpoint {
     pub path: PathBuf,
 }
 
-/// The committed checkpoint of `io`, distributed or full, with the largest step in its manifest; `None` if
-/// there is none. Unfinished saves and directories without a valid manifest are ignored.
+/// The committed checkpoint of `io`, distributed or full, with the largest step in its manifest;
+/// `None` if there is none. Unfinished saves and directories without a valid manifest are ignored.
 ///
 /// Not collective: ranks that need the same answer have one rank broadcast it.
 ///
@@ -47,8 +47,8 @@ pub fn latest(io: &dyn CheckpointIO) -> Result<Option<CommittedCheckpoint>> {
 /// The checkpoint of `io` that was saved last: the one that the file [`LAST`] names or, if that is
 /// missing, torn, or names no committed checkpoint, the [`latest`] one.
 ///
-/// The two differ after a run that resumed from an earlier checkpoint: the checkpoints saved before that
-/// have later steps than the one saved last.
+/// The two differ after a run that resumed from an earlier checkpoint: the checkpoints saved before
+/// that have later steps than the one saved last.
 ///
 /// Not collective.
 ///

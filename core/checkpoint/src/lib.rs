@@ -15,21 +15,22 @@
 //! background, and [`last`] finds the checkpoint that was saved last.
 //!
 //! ## Why saving in the background is no `CheckpointIO`
-//! In Lightning it is one: a wrapper of another `CheckpointIO`, whose `save_checkpoint` is given the whole
-//! state. Here a save has many files of many ranks, which communicate at its beginning and before its
-//! end, and its fast part must be the copy of the shards before the next step changes them. So it is
-//! implemented above the [`CheckpointIO`], once for all of them and for every strategy.
+//! In Lightning it is one: a wrapper of another `CheckpointIO`, whose `save_checkpoint` is given
+//! the whole state. Here a save has many files of many ranks, which communicate at its beginning
+//! and before its end, and its fast part must be the copy of the shards before the next step
+//! changes them. So it is implemented above the [`CheckpointIO`], once for all of them and for
+//! every strategy.
 //!
-//! A **full checkpoint** is a directory that `transformers` and candle load: `model.safetensors`, or
-//! several files with an index; `config.json` if there is one; `optimizer.safetensors` if the optimizer's
-//! state is saved; and a manifest, `fulgurite.json`, written last. [`save_full`] writes one under any
-//! strategy; [`tools`] convert between full and distributed checkpoints.
+//! A **full checkpoint** is a directory that `transformers` and candle load: `model.safetensors`,
+//! or several files with an index; `config.json` if there is one; `optimizer.safetensors` if the
+//! optimizer's state is saved; and a manifest, `fulgurite.json`, written last. [`save_full`] writes
+//! one under any strategy; [`tools`] convert between full and distributed checkpoints.
 //!
-//! Tensors are loaded from a [`TensorSource`]: a [`DistributedCheckpoint`], a
-//! [`FullCheckpoint`], a [`SafetensorsSource`] (a Hugging Face directory, a single file, PyTorch's
-//! shards) or a [`TorchSource`] (`.pt`, `.pth`, Lightning's `.ckpt`); [`open`] detects the format.
-//! [`load_into`] fills a model on any mesh from any of them; each rank reads only the bytes of its own
-//! part. [`LoadOptions`] say what may differ, and [`NameRules`] map names.
+//! Tensors are loaded from a [`TensorSource`]: a [`DistributedCheckpoint`], a [`FullCheckpoint`], a
+//! [`SafetensorsSource`] (a Hugging Face directory, a single file, PyTorch's shards) or a
+//! [`TorchSource`] (`.pt`, `.pth`, Lightning's `.ckpt`); [`open`] detects the format. [`load_into`]
+//! fills a model on any mesh from any of them; each rank reads only the bytes of its own part.
+//! [`LoadOptions`] say what may differ, and [`NameRules`] map names.
 //!
 //! ```no_run
 //! use fulgurite_core::checkpoint;

@@ -55,8 +55,8 @@ impl Section {
     }
 }
 
-/// The differences between a source and a model. Reads no values, changes nothing, and works before the
-/// model is set up. Not collective. See [`compare_with`] for filters and names.
+/// The differences between a source and a model. Reads no values, changes nothing, and works before
+/// the model is set up. Not collective. See [`compare_with`] for filters and names.
 pub fn compare(source: &dyn TensorSource, tree: &ModuleTree) -> LoadReport {
     let options = LoadOptions::default();
     match_up(source, &parameter_targets(tree, &options), &options, Section::Model).0
@@ -85,17 +85,18 @@ pub fn check_compatible(source: &dyn TensorSource, tree: &ModuleTree) -> Result<
     refuse_differences(source.location(), &[(&report, "model")], source.filtered())
 }
 
-/// Fills this rank's part of every parameter ([`Parameter::local`](fulgurite_engine::parameter::Parameter::local)),
-/// converting dtypes. A tied parameter is found under any of its names. `options` may be a `bool`, for
+/// Fills this rank's part of every parameter
+/// ([`Parameter::local`](fulgurite_engine::parameter::Parameter::local)), converting dtypes. A tied
+/// parameter is found under any of its names. `options` may be a `bool`, for
 /// [`strict`](LoadOptions::strict).
 ///
-/// If strict, a source with differences is refused before anything is changed. Otherwise the tensors that
-/// fit are loaded, the others keep their values, and the report lists them. Every rank calls it; it is
-/// not collective.
+/// If strict, a source with differences is refused before anything is changed. Otherwise the
+/// tensors that fit are loaded, the others keep their values, and the report lists them. Every rank
+/// calls it; it is not collective.
 ///
 /// # Errors
-/// As [`check_compatible`] if strict; if the name rules fail; if a parameter was not set up; if values cannot be
-/// read.
+/// As [`check_compatible`] if strict; if the name rules fail; if a parameter was not set up; if
+/// values cannot be read.
 pub fn load_into(
     source: &dyn TensorSource,
     tree: &ModuleTree,
@@ -109,9 +110,9 @@ pub fn load_into(
     plan.fill(&options)
 }
 
-/// Fills this rank's part of an optimizer's state from the tensors named by [`optimizer_key`]; otherwise
-/// as [`load_into`]. `tree` has the names of tied parameters. Filter and name rules apply to the
-/// parameters' names.
+/// Fills this rank's part of an optimizer's state from the tensors named by [`optimizer_key`];
+/// otherwise as [`load_into`]. `tree` has the names of tied parameters. Filter and name rules apply
+/// to the parameters' names.
 ///
 /// # Errors
 /// As [`load_into`].
@@ -129,8 +130,8 @@ pub fn load_optimizer(
     plan.fill(&options)
 }
 
-/// The differences between a [distributed checkpoint](DistributedCheckpoint) and the model and optimizer
-/// that were filled from it.
+/// The differences between a [distributed checkpoint](DistributedCheckpoint) and the model and
+/// optimizer that were filled from it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RestoreReport {
     /// The differences of the model.
@@ -140,8 +141,9 @@ pub struct RestoreReport {
 }
 
 /// Fills a model, and an optimizer's state unless that is `None` or
-/// [`weights_only`](LoadOptions::weights_only) is set, from one checkpoint. If strict, both are compared
-/// first, and neither is changed if one does not fit. Every rank calls it; it is not collective.
+/// [`weights_only`](LoadOptions::weights_only) is set, from one checkpoint. If strict, both are
+/// compared first, and neither is changed if one does not fit. Every rank calls it; it is not
+/// collective.
 ///
 /// # Errors
 /// As [`load_into`]; one error lists the differences of both.
@@ -170,8 +172,8 @@ pub fn restore(
     Ok(RestoreReport { optimizer: optimizer.fill(&options)?, model: model.fill(&options)? })
 }
 
-/// torchtune's name for [`load_into`]: fills this rank's parts of a model from any tensors, one at a time,
-/// without ever having the whole model in memory.
+/// torchtune's name for [`load_into`]: fills this rank's parts of a model from any tensors, one at
+/// a time, without ever having the whole model in memory.
 ///
 /// Unlike torchtune's, it works on meshes of any number of dimensions, and reports unexpected keys
 /// instead of failing on them.
@@ -186,7 +188,8 @@ pub fn load_from_full_model_state_dict(
     load_into(source, tree, options)
 }
 
-/// torchtune's name for [`load_optimizer`]. State is found by the parameter's name, never by its position.
+/// torchtune's name for [`load_optimizer`]. State is found by the parameter's name, never by its
+/// position.
 ///
 /// # Errors
 /// As [`load_optimizer`].
@@ -199,7 +202,8 @@ pub fn load_from_full_optimizer_state_dict(
     load_optimizer(source, tree, states, options)
 }
 
-/// Lightning's `load_raw`: fills a model from the weights at `path`, in any format that [`open`] takes.
+/// Lightning's `load_raw`: fills a model from the weights at `path`, in any format that [`open`]
+/// takes.
 ///
 /// Every rank calls it and reads its own parts; not collective. To be followed by the strategy's
 /// [`finish_load`](fulgurite_engine::strategy::Strategy::finish_load).

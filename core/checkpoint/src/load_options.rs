@@ -20,21 +20,22 @@ use super::{Filter, NameRules};
 /// ```
 #[derive(Debug, Clone)]
 pub struct LoadOptions {
-    /// Whether a source with differences is refused before anything is changed. Otherwise the tensors that
-    /// fit are loaded, the others (new parameters, their optimizer state) keep their values, and the
-    /// report lists them. The default is `true`.
+    /// Whether a source with differences is refused before anything is changed. Otherwise the
+    /// tensors that fit are loaded, the others (new parameters, their optimizer state) keep their
+    /// values, and the report lists them. The default is `true`.
     pub strict: bool,
-    /// The parameters to load, by their names in the model; `None` for all. The others keep their values
-    /// and are reported neither as missing nor as unexpected.
+    /// The parameters to load, by their names in the model; `None` for all. The others keep their
+    /// values and are reported neither as missing nor as unexpected.
     pub filter: Option<Filter>,
     /// How names in the source become those of the model. By default they are equal.
     pub names: NameRules,
     /// What happens to values that are stored in another dtype than the model's.
     pub dtypes: DtypePolicy,
-    /// Whether a chunk that is read whole is compared with its checksum, if the source has checksums. The
-    /// default is `true`.
+    /// Whether a chunk that is read whole is compared with its checksum, if the source has
+    /// checksums. The default is `true`.
     pub verify: bool,
-    /// Whether [`restore`](super::restore), which loads model and optimizer, leaves the optimizer out.
+    /// Whether [`restore`](super::restore), which loads model and optimizer, leaves the optimizer
+    /// out.
     pub weights_only: bool,
 }
 

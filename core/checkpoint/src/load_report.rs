@@ -10,8 +10,8 @@ use crate::{Error, Result};
 /// The differences between a source and a model or optimizer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LoadReport {
-    /// Tensors that the model has and the source does not, in the model's order; tied parameters by their
-    /// first name.
+    /// Tensors that the model has and the source does not, in the model's order; tied parameters by
+    /// their first name.
     pub missing: Vec<String>,
     /// Tensors that the source has and the model does not, sorted.
     pub unexpected: Vec<String>,
@@ -39,7 +39,7 @@ impl LoadReport {
         self.missing.is_empty() && self.unexpected.is_empty() && self.mismatched.is_empty()
     }
 
-    /// The differences as text, one a line; `section` is `model` or `optimizer`.
+    /// The differences as text, one per line; `section` is `model` or `optimizer`.
     fn describe(&self, section: &str) -> String {
         let mut message = format!("does not fit this {section}:");
         let mut list = |title: &str, lines: &[String]| {
@@ -79,8 +79,9 @@ impl LoadReport {
     }
 }
 
-/// One error that lists all differences; `Ok` if there are none. Each report comes with its section,
-/// `model` or `optimizer`. `filtered` is [`TensorSource::filtered`](super::TensorSource::filtered).
+/// One error that lists all differences; `Ok` if there are none. Each report comes with its
+/// section, `model` or `optimizer`. `filtered` is
+/// [`TensorSource::filtered`](super::TensorSource::filtered).
 pub(super) fn refuse_differences(
     location: &Path,
     reports: &[(&LoadReport, &str)],

@@ -39,22 +39,23 @@ impl Section {
     }
 }
 
-/// What is saved besides tensors.
+/// The metadata of a checkpoint to be saved: everything besides tensors.
 #[derive(Debug, Clone, Default)]
 pub struct SaveMeta {
     /// The optimizer step after which it is saved.
     pub step: u64,
     /// The mesh's dimensions, outermost first, and their sizes. For information only.
     pub mesh: Vec<(String, usize)>,
-    /// How the mesh cuts each parameter. For information only; see [`shard_specs`](super::shard_specs).
+    /// How the mesh cuts each parameter. For information only; see
+    /// [`shard_specs`](super::shard_specs).
     pub specs: BTreeMap<String, ShardSpec>,
-    /// Everything else that resuming needs: steps, data position, optimizer scalars. That of rank 0 is
-    /// saved.
+    /// Everything else that resuming needs: steps, data position, optimizer scalars. That of rank 0
+    /// is saved.
     pub state: serde_json::Value,
     /// The run's resolved configuration. That of rank 0 is saved.
     pub config: serde_json::Value,
-    /// The parameters to save, with their optimizer state; `None` for all. Recorded in the manifest. Must
-    /// be the same on every rank.
+    /// The parameters to save, with their optimizer state; `None` for all. Recorded in the
+    /// manifest. Must be the same on every rank.
     pub filter: Option<Filter>,
 }
 

@@ -28,7 +28,8 @@ const WRAPPERS: [&str; 3] = ["_fsdp_wrapped_module", "_checkpoint_wrapped_module
 /// ```
 ///
 /// # Errors
-/// For the flat parameters of FSDP 1 (`_flat_param`), which hold several parameters without their shapes.
+/// For the flat parameters of FSDP 1 (`_flat_param`), which hold several parameters without their
+/// shapes.
 pub fn clean_tensor_name(name: &str) -> Result<String> {
     let mut segments: Vec<&str> = name.split('.').filter(|s| !WRAPPERS.contains(s)).collect();
     if segments.iter().any(|s| matches!(*s, "_flat_param" | "flat_param")) {
@@ -46,7 +47,8 @@ pub fn clean_tensor_name(name: &str) -> Result<String> {
 }
 
 /// How names in a source become those of a model. Applied in this order: [`clean`](Self::clean),
-/// [`prefix_strip`](Self::prefix_strip), [`rename`](Self::rename), [`prefix_add`](Self::prefix_add).
+/// [`prefix_strip`](Self::prefix_strip), [`rename`](Self::rename),
+/// [`prefix_add`](Self::prefix_add).
 ///
 /// ```
 /// use fulgurite_core::checkpoint::NameRules;
@@ -66,9 +68,10 @@ pub struct NameRules {
     pub clean: bool,
     /// A prefix that is removed from names, such as `model.`.
     pub prefix_strip: Option<String>,
-    /// Patterns and their replacements; the first pattern that matches is replaced. A pattern matches a
-    /// whole name, or the path of a module that the name is in; the rest of the name stays. `*` matches a
-    /// segment or a part of one, and each `*` of the replacement stands for the match of its counterpart.
+    /// Patterns and their replacements; the first pattern that matches is replaced. A pattern
+    /// matches a whole name, or the path of a module that the name is in; the rest of the name
+    /// stays. `*` matches a segment or a part of one, and each `*` of the replacement stands for
+    /// the match of its counterpart.
     pub rename: Vec<(String, String)>,
     /// A prefix that is added to every name, such as `model.`.
     pub prefix_add: Option<String>,
@@ -83,8 +86,8 @@ impl NameRules {
     /// The name in the model of the tensor `name` of the source.
     ///
     /// # Errors
-    /// As [`clean_tensor_name`]; if a replacement has more `*` than its pattern; if the resulting name is
-    /// empty.
+    /// As [`clean_tensor_name`]; if a replacement has more `*` than its pattern; if the resulting
+    /// name is empty.
     pub fn apply(&self, name: &str) -> Result<String> {
         let mut new = if self.clean { clean_tensor_name(name)? } else { name.to_owned() };
         if let Some(rest) = self.prefix_strip.as_deref().and_then(|p| new.strip_prefix(p)) {
@@ -152,8 +155,8 @@ impl<S: TensorSource> Renamed<S> {
         Self::with(inner, |name| rules.apply(name))
     }
 
-    /// An optimizer's tensors, whose names are [`optimizer_key`]s; the rules apply to the parameters' names
-    /// in them.
+    /// An optimizer's tensors, whose names are [`optimizer_key`]s; the rules apply to the
+    /// parameters' names in them.
     ///
     /// # Errors
     /// As [`new`](Self::new).

@@ -27,22 +27,22 @@ struct Written {
 /// Writes the distributed checkpoint `name` of `io` and returns its path.
 ///
 /// Collective: every rank of `group` calls it with its parts ([`model_tensors`],
-/// [`optimizer_tensors`]); the `meta` of rank 0 is saved. All ranks must reach the same place. Tensors on
-/// the CPU are written without a copy; those on a device are copied one at a time.
+/// [`optimizer_tensors`]); the `meta` of rank 0 is saved. All ranks must reach the same place.
+/// Tensors on the CPU are written without a copy; those on a device are copied one at a time.
 ///
-/// With a [`SaveMeta::filter`] only the parameters that it keeps are written, and the manifest says so.
-/// Such a checkpoint loads with the same filter, or not strictly.
+/// With a [`SaveMeta::filter`] only the parameters that it keeps are written, and the manifest says
+/// so. Such a checkpoint loads with the same filter, or not strictly.
 ///
-/// The checkpoint appears under its name in one step, when everything is durable, and replaces an older
-/// one of that name. Unfinished saves in the same place are removed first, so only one save at a time
-/// may be under way in a place.
+/// The checkpoint appears under its name in one step, when everything is durable, and replaces an
+/// older one of that name. Unfinished saves in the same place are removed first, so only one save
+/// at a time may be under way in a place.
 ///
 /// [`model_tensors`]: super::model_tensors
 /// [`optimizer_tensors`]: super::optimizer_tensors
 ///
 /// # Errors
-/// On every rank, if it fails on any: [`Error::PeerFailed`] on those that did not fail. What was under
-/// `name` before is still there then.
+/// On every rank, if it fails on any: [`Error::PeerFailed`] on those that did not fail. What was
+/// under `name` before is still there then.
 pub fn save(
     io: &dyn CheckpointIO,
     group: &dyn ProcessGroup,
@@ -67,20 +67,21 @@ pub struct SaveRequest {
     pub optimizer: Vec<ShardTensor>,
     /// What is saved besides tensors; that of rank 0 is used.
     pub meta: SaveMeta,
-    /// Whether [`LAST`](super::LAST) names this checkpoint after the commit; that of rank 0 is used.
+    /// Whether [`LAST`](super::LAST) names this checkpoint after the commit; that of rank 0 is
+    /// used.
     pub update_last: bool,
-    /// Older checkpoints to remove after the commit; those of rank 0 are used. For one that cannot be
-    /// removed there is a warning.
+    /// Older checkpoints to remove after the commit; those of rank 0 are used. For one that cannot
+    /// be removed there is a warning.
     pub remove: Vec<String>,
 }
 
 impl SaveRequest {
-    /// Saves to `io`, as [`save`] does, then updates [`LAST`](super::LAST) and removes old checkpoints.
-    /// Collective.
+    /// Saves to `io`, as [`save`] does, then updates [`LAST`](super::LAST) and removes old
+    /// checkpoints. Collective.
     ///
     /// # Errors
-    /// As [`save`], and if [`LAST`](super::LAST) cannot be written; then the checkpoint is committed and
-    /// nothing was removed.
+    /// As [`save`], and if [`LAST`](super::LAST) cannot be written; then the checkpoint is
+    /// committed and nothing was removed.
     pub fn run(&self, io: &dyn CheckpointIO, group: &dyn ProcessGroup) -> Result<PathBuf> {
         self.run_if(io, group, Ok(()))
     }
@@ -102,8 +103,8 @@ impl SaveRequest {
     }
 }
 
-/// After the commit of the checkpoint `name`: on rank 0 writes [`LAST`](super::LAST) if `is_last`, and
-/// removes the checkpoints `remove`. Collective; the arguments of rank 0 are used.
+/// After the commit of the checkpoint `name`: on rank 0 writes [`LAST`](super::LAST) if `is_last`,
+/// and removes the checkpoints `remove`. Collective; the arguments of rank 0 are used.
 pub fn after_commit(
     io: &dyn CheckpointIO,
     group: &dyn ProcessGroup,
@@ -205,8 +206,8 @@ fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
     Ok(naming::staging_name(name))
 }
 
-/// Checks that an entry `name` of the place, which the checkpoint would replace, is a checkpoint too.
-/// `entries` are all entries of the place.
+/// Checks that an entry `name` of the place, which the checkpoint would replace, is a checkpoint
+/// too. `entries` are all entries of the place.
 pub(super) fn check_replaceable(
     io: &dyn CheckpointIO,
     name: &str,
@@ -222,8 +223,9 @@ pub(super) fn check_replaceable(
     Ok(())
 }
 
-/// Removes the remains of interrupted saves and removals from a place, and returns the other entries. Not
-/// collective: one rank calls it, while no save to the place is under way. Every save begins with it.
+/// Removes the remains of interrupted saves and removals from a place, and returns the other
+/// entries. Not collective: one rank calls it, while no save to the place is under way. Every save
+/// begins with it.
 ///
 /// # Errors
 /// If the place cannot be listed, or something cannot be removed.

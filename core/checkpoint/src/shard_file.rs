@@ -89,9 +89,9 @@ pub(super) fn describe(tensors: &[ShardTensor]) -> Result<Vec<WrittenPart>> {
         .collect()
 }
 
-/// Writes the non-empty parts of `tensors` to the file `path` of `io`, sets them in `pieces` (`file` is the
-/// file's name in the manifest), and returns the file's length. If all parts are empty, writes no file
-/// and returns `None`.
+/// Writes the non-empty parts of `tensors` to the file `path` of `io`, sets them in `pieces`
+/// (`file` is the file's name in the manifest), and returns the file's length. If all parts are
+/// empty, writes no file and returns `None`.
 pub(super) fn write(
     io: &dyn CheckpointIO,
     path: &str,

@@ -16,15 +16,15 @@ pub struct ShardTensor {
     pub name: String,
     /// The values of the part, flat in row-major order; a view, not a copy.
     pub values: Tensor,
-    /// Its region in the tensor. The parts of all ranks cover each element once; an empty part is not
-    /// written.
+    /// Its region in the tensor. The parts of all ranks cover each element once; an empty part is
+    /// not written.
     pub region: Region,
     /// The tensor's global shape.
     pub shape: Vec<usize>,
 }
 
-/// This rank's part of a model: the region that it [owns](ShardSpec::owned_region) of every parameter,
-/// frozen or not. `coordinate` is this rank's coordinate in the mesh.
+/// This rank's part of a model: the region that it [owns](ShardSpec::owned_region) of every
+/// parameter, frozen or not. `coordinate` is this rank's coordinate in the mesh.
 ///
 /// Not collective. The tensors share memory with the parameters.
 ///
@@ -86,8 +86,8 @@ pub fn optimizer_key(fqn: &str, name: &str) -> String {
     format!("state.{fqn}.{name}")
 }
 
-/// The inverse of [`optimizer_key`]: the parameter's FQN and the name of its state tensor; `None` if `key`
-/// is none.
+/// The inverse of [`optimizer_key`]: the parameter's FQN and the name of its state tensor; `None`
+/// if `key` is none.
 ///
 /// ```
 /// use fulgurite_core::checkpoint::parse_optimizer_key;

@@ -34,8 +34,8 @@ impl Snapshot {
         self.model.is_empty() && self.optimizer.is_empty()
     }
 
-    /// Memory for copies of these tensors, whose pages have been touched, so that [`take`](Self::take) causes
-    /// no page faults.
+    /// Memory for copies of these tensors, whose pages have been touched, so that
+    /// [`take`](Self::take) causes no page faults.
     ///
     /// # Errors
     /// If the memory cannot be allocated.

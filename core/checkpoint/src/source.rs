@@ -38,8 +38,8 @@ pub trait TensorSource: Send + Sync {
     /// damaged or of a dtype that cannot be converted; the message names file and tensor.
     fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor>;
 
-    /// [`read`](Self::read) into the memory of `target`, which is contiguous, has as many elements as the
-    /// region, and any dtype and device.
+    /// [`read`](Self::read) into the memory of `target`, which is contiguous, has as many elements
+    /// as the region, and any dtype and device.
     ///
     /// # Errors
     /// As [`read`](Self::read); the values of `target` are undefined then.
@@ -56,7 +56,8 @@ pub trait TensorSource: Send + Sync {
         self.read_into(name, region, target)
     }
 
-    /// The description of the [`Filter`](super::Filter) that this was saved with; `None` if there was none.
+    /// The description of the [`Filter`](super::Filter) that this was saved with; `None` if there
+    /// was none.
     fn filtered(&self) -> Option<&str> {
         None
     }

@@ -373,8 +373,8 @@ struct ContiguousCopy {
     len: usize,
 }
 
-/// The copies of `shared`, the intersection of the chunk `stored` and the target `wanted`, in the order of
-/// the chunk. `width` is an element's size in bytes.
+/// The copies of `shared`, the intersection of the chunk `stored` and the target `wanted`, in the
+/// order of the chunk. `width` is an element's size in bytes.
 fn copies(shared: &Region, stored: &Region, wanted: &Region, width: usize) -> Vec<ContiguousCopy> {
     let sources = shared.relative_to(stored).runs(&stored.sizes);
     let targets = shared.relative_to(wanted).runs(&wanted.sizes);
@@ -395,8 +395,8 @@ fn copies(shared: &Region, stored: &Region, wanted: &Region, width: usize) -> Ve
     copies
 }
 
-/// Carries out copies from the chunk that starts at byte `base` into `out`. Long ones are read one by one,
-/// neighbouring short ones together. `seen` is called with the bytes, in order.
+/// Carries out copies from the chunk that starts at byte `base` into `out`. Long ones are read one
+/// by one, neighbouring short ones together. `seen` is called with the bytes, in order.
 fn read_copies(
     reader: &dyn CheckpointReader,
     base: u64,

@@ -29,8 +29,8 @@ impl TensorSlot {
     }
 }
 
-/// Sorts tensors so that in a file each is aligned to its element size: larger elements first, otherwise in
-/// the order they had.
+/// Sorts tensors so that in a file each is aligned to its element size: larger elements first,
+/// otherwise in the order they had.
 pub(super) fn sort_by_alignment<T>(things: &mut [T], dtype: impl Fn(&T) -> Dtype) {
     things.sort_by_key(|thing| std::cmp::Reverse(dtype(thing).bitsize()));
 }
@@ -47,8 +47,8 @@ pub(super) struct TensorFile<'a> {
 }
 
 impl<'a> TensorFile<'a> {
-    /// Creates the file `path` of `io` and writes its header. With `is_shard` the header has, as PyTorch's, the
-    /// region of each part.
+    /// Creates the file `path` of `io` and writes its header. With `is_shard` the header has, as
+    /// PyTorch's, the region of each part.
     pub(super) fn create(
         io: &'a dyn CheckpointIO,
         path: String,
@@ -70,8 +70,8 @@ impl<'a> TensorFile<'a> {
         self.slots.len() == 0
     }
 
-    /// Writes the values of the next slot, of the slot's region and dtype. Returns their chunk; `None` if
-    /// there are no elements.
+    /// Writes the values of the next slot, of the slot's region and dtype. Returns their chunk;
+    /// `None` if there are no elements.
     pub(super) fn put(&mut self, values: &Tensor) -> Result<Option<ChunkEntry>> {
         let location = || self.io.location(&self.path);
         let Some(slot) = self.slots.next() else {

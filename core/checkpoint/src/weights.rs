@@ -34,8 +34,8 @@ impl SafetensorsSource {
     /// Opens a directory, a `.safetensors` file or an index file.
     ///
     /// # Errors
-    /// If there are no weights, a shard is missing, truncated or damaged, or the parts of a tensor do not
-    /// cover it; the message names file and tensor.
+    /// If there are no weights, a shard is missing, truncated or damaged, or the parts of a tensor
+    /// do not cover it; the message names file and tensor.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         if !path.exists() {

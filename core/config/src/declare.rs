@@ -16,8 +16,8 @@ pub struct KeyDoc {
     pub doc: &'static str,
 }
 
-/// A table of the configuration that can describe its keys. [`config_struct!`](crate::config_struct)
-/// implements it.
+/// A table of the configuration that can describe its keys.
+/// [`config_struct!`](crate::config_struct) implements it.
 pub trait Documented: Default + serde::Serialize {
     /// All keys, in order of declaration.
     fn keys() -> Vec<KeyDoc>;

@@ -60,8 +60,8 @@ impl ConfigLayers {
         self
     }
 
-    /// Names the keys of a table for messages: where such a key is found at the top level, the message
-    /// suggests `name.key`.
+    /// Names the keys of a table for messages: where such a key is found at the top level, the
+    /// message suggests `name.key`.
     pub fn known_table(mut self, name: &'static str, keys: Vec<KeyDoc>) -> Self {
         self.known.push((name, keys));
         self
@@ -89,8 +89,8 @@ impl ConfigLayers {
         Ok(self.with(Some(name.to_string()), table))
     }
 
-    /// Adds one override, `a.b.c=value`. The value is TOML (`3`, `1e-4`, `true`, `["x", "y"]`,
-    /// `{ type = "fsdp" }`); anything that is not TOML is a string (`fsdp`, `data/train.txt`). Among
+    /// Adds one override, `a.b.c=value`. The value is TOML (`3`, `1e-4`, `true`, `["x", "y"]`, `{
+    /// type = "fsdp" }`); anything that is not TOML is a string (`fsdp`, `data/train.txt`). Among
     /// consecutive overrides, a `type` may come before or after the options beside it.
     ///
     /// # Errors
@@ -150,7 +150,8 @@ impl ConfigLayers {
         }
     }
 
-    /// The origin of the topmost layer that sets `path`; `None` if that is a default of the program.
+    /// The origin of the topmost layer that sets `path`; `None` if that is a default of the
+    /// program.
     fn origin(&self, path: &[PathSegment]) -> Option<&str> {
         if path.is_empty() {
             return None;

@@ -1,7 +1,7 @@
 //! Values that choose a plugin: `"name"`, or `{ type = "name", option = … }`.
 //!
-//! A field can have one of two types. A [`PluginValue`] keeps name and options, and is built later. A
-//! `Box<dyn Trait>` is built while the configuration is read, by the `deserialize_with` of this
+//! A field can have one of two types. A [`PluginValue`] keeps name and options, and is built later.
+//! A `Box<dyn Trait>` is built while the configuration is read, by the `deserialize_with` of this
 //! module:
 //!
 //! ```
@@ -82,7 +82,8 @@ impl PluginValue {
     }
 
     /// Builds the plugin's configuration: `T` is the `Box<dyn Trait>` of a typetag trait of this
-    /// [`kind`](registry::kind). `path` is the key of this value in the configuration, for messages.
+    /// [`kind`](registry::kind). `path` is the key of this value in the configuration, for
+    /// messages.
     ///
     /// # Errors
     /// [`Error::UnknownPlugin`] if no linked crate provides it; [`Error::Config`] with the full
@@ -177,8 +178,8 @@ pub struct KindDescriptor {
     pub kind: &'static str,
     /// The key of a configuration that chooses a plugin of this kind.
     pub key: &'static str,
-    /// All options of the plugin that a value chooses, with the defaults of those that it leaves out.
-    /// Fails as [`PluginValue::build`] with the same path.
+    /// All options of the plugin that a value chooses, with the defaults of those that it leaves
+    /// out. Fails as [`PluginValue::build`] with the same path.
     pub options: fn(&PluginValue, &str) -> Result<Table>,
 }
 
@@ -203,8 +204,8 @@ where
 }
 
 /// Declares a kind of plugin beside its trait, a typetag trait with `tag = "type"`:
-/// `plugin_kind!(dyn LoggerConfig, "logger", "trainer.loggers")`. The last argument is the key of the
-/// configuration that chooses a plugin of the kind.
+/// `plugin_kind!(dyn LoggerConfig, "logger", "trainer.loggers")`. The last argument is the key of
+/// the configuration that chooses a plugin of the kind.
 #[macro_export]
 macro_rules! plugin_kind {
     ($ty:ty, $kind:expr, $key:literal) => {
@@ -302,7 +303,8 @@ where
                 Box::<T>::deserialize(MapAccessDeserializer::new(TagFirst { tag: Some(name), map }))
             }
             None => Err(A::Error::missing_field("type")),
-            // The deserializer of this crate puts the tag first; others (JSON) keep the order of the text.
+            // The deserializer of this crate puts the tag first; others (JSON) keep the order of
+            // the text.
             Some(first) => {
                 let mut table = Table::from_iter([(first.to_owned(), map.next_value()?)]);
                 while let Some((key, value)) = map.next_entry()? {

@@ -185,8 +185,8 @@ impl Error {
     }
 }
 
-/// Hooks run inside candle's backward, which returns candle's errors only. An error of this crate is
-/// wrapped in one of candle's, by value, and the conversion back unwraps it.
+/// Hooks run inside candle's backward, which returns candle's errors only. An error of this crate
+/// is wrapped in one of candle's, by value, and the conversion back unwraps it.
 #[cfg(feature = "candle")]
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {

@@ -27,8 +27,9 @@ const FINISH_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 /// How often it checks in this time whether it was interrupted.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The last call of a program's `main`: tells the other ranks how this one ended, prints its error, and
-/// returns the exit code. Everything that holds a [`Launched`](super::Launched) must have been dropped.
+/// The last call of a program's `main`: tells the other ranks how this one ended, prints its error,
+/// and returns the exit code. Everything that holds a [`Launched`](super::Launched) must have been
+/// dropped.
 ///
 /// | `result` | printed | exit code |
 /// |---|---|---|
@@ -128,8 +129,8 @@ impl Membership {
         self.supervisor.is_some_and(is_parent)
     }
 
-    /// Announces that this rank leaves. On the rank that hosts the store, waits until the others have
-    /// ended; Ctrl-C ends the wait.
+    /// Announces that this rank leaves. On the rank that hosts the store, waits until the others
+    /// have ended; Ctrl-C ends the wait.
     fn wait_for_others(&self, timeout: Duration) {
         self.set_left(true);
         let Some(server) = &self.server else { return };
@@ -141,7 +142,8 @@ impl Membership {
         self.wait_until_notified();
     }
 
-    /// On the rank that hosts the store, waits until the others know of the job's failure, if there is one.
+    /// On the rank that hosts the store, waits until the others know of the job's failure, if there
+    /// is one.
     fn wait_until_notified(&self) {
         if let Some(server) = &self.server
             && !server.failures().is_empty()
@@ -150,8 +152,8 @@ impl Membership {
         }
     }
 
-    /// Sets a panic hook that reports this rank's failure and ends the process, for a rank that goes on
-    /// without one of its threads leaves the others waiting.
+    /// Sets a panic hook that reports this rank's failure and ends the process, for a rank that
+    /// goes on without one of its threads leaves the others waiting.
     pub(super) fn end_on_panic(&'static self) {
         static PANICKED: AtomicBool = AtomicBool::new(false);
         let default_hook = std::panic::take_hook();

@@ -24,7 +24,8 @@ pub struct LaunchOptions {
     pub devices: Option<usize>,
     /// Number of nodes. With several, a launcher must start the ranks (`torchrun`, `srun`).
     pub num_nodes: usize,
-    /// The environment that tells this process its rank; `None` detects it ([`environment::detect()`]).
+    /// The environment that tells this process its rank; `None` detects it
+    /// ([`environment::detect()`]).
     pub environment: Option<Box<dyn EnvironmentConfig>>,
     /// How long ranks wait for each other to connect.
     pub timeout: Duration,
@@ -38,22 +39,22 @@ impl Default for LaunchOptions {
 }
 
 /// Makes this process a rank of its job, and returns once all ranks have connected. See the
-/// [crate](crate) for the three ways. Every rank calls it, early in the program, since the code before
-/// the call runs in the supervisor and in every rank.
+/// [crate](crate) for the three ways. Every rank calls it, early in the program, since the code
+/// before the call runs in the supervisor and in every rank.
 ///
-/// In the **supervisor** it never returns, because the rest of the program is meant for ranks. It ends
-/// the process when the ranks have ended, with the exit code of the rank that failed first (128 + the
-/// signal if it was killed, or if the job was interrupted).
+/// In the **supervisor** it never returns, because the rest of the program is meant for ranks. It
+/// ends the process when the ranks have ended, with the exit code of the rank that failed first
+/// (128 + the signal if it was killed, or if the job was interrupted).
 ///
 /// A rank may call it again (a second trainer in one program) and gets the same job.
 ///
 /// From then on Ctrl-C, SIGTERM and SIGUSR1 no longer end the process;
-/// [`interruption`](super::interruption()) reports them. In a job of several ranks a panic on any thread
-/// ends the process.
+/// [`interruption`](super::interruption()) reports them. In a job of several ranks a panic on any
+/// thread ends the process.
 ///
-/// The calling thread becomes one of the rank's compute threads and should be the one that trains, since
-/// small pieces of work stay on it. There are `RAYON_NUM_THREADS` compute threads; by default the host's
-/// cores, divided by its ranks.
+/// The calling thread becomes one of the rank's compute threads and should be the one that trains,
+/// since small pieces of work stay on it. There are `RAYON_NUM_THREADS` compute threads; by default
+/// the host's cores, divided by its ranks.
 ///
 /// # Errors
 /// [`Error::Launch`] if environment variables are missing or malformed, the configuration asks for
@@ -129,7 +130,8 @@ fn become_rank(
 /// Whether this process was launched as a job of one rank.
 static ALONE: AtomicBool = AtomicBool::new(false);
 
-/// The configured environment, or the one whose variables are set. `None` if no plugin recognises any.
+/// The configured environment, or the one whose variables are set. `None` if no plugin recognises
+/// any.
 fn find_environment(
     options: &LaunchOptions,
     variables: &Variables,

@@ -29,12 +29,12 @@
 //!
 //! # How a job ends
 //! The store keeps the job's *first failure*. A rank that fails reports its error to the store
-//! ([`report_and_exit_code`]; the panic hook does so for a panic on any thread). A rank that is killed is
-//! noticed by the end of its connection, or by its parent. Every other rank then finds
-//! [`Store::failure`] set, stops with [`Error::PeerFailed`] and prints nothing, so that the first message
-//! on the terminal is the cause. The supervisor prints that, gives the other ranks two seconds to stop,
-//! and then ends them.
-//! If the supervisor is killed, the kernel kills its ranks (on Linux).
+//! ([`report_and_exit_code`]; the panic hook does so for a panic on any thread). A rank that is
+//! killed is noticed by the end of its connection, or by its parent. Every other rank then finds
+//! [`Store::failure`] set, stops with [`Error::PeerFailed`] and prints nothing, so that the first
+//! message on the terminal is the cause. The supervisor prints that, gives the other ranks two
+//! seconds to stop, and then ends them. If the supervisor is killed, the kernel kills its ranks (on
+//! Linux).
 //!
 //! Ctrl-C, SIGTERM and SIGUSR1 ask all ranks to finish their step ([`interruption`]); a second one
 //! ends them at once, unless one of the two is SIGUSR1, which only announces a later signal.

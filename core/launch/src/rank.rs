@@ -21,7 +21,8 @@ impl RankInfo {
     pub(super) const ALONE: Self =
         Self { rank: 0, world_size: 1, local_rank: 0, local_world_size: 1, node_rank: 0 };
 
-    /// Checks that the numbers are consistent. `rank` and `size` name rank and world size in messages.
+    /// Checks that the numbers are consistent. `rank` and `size` name rank and world size in
+    /// messages.
     pub(super) fn check(&self, rank: &str, size: &str) -> Result<()> {
         let Self { local_rank, local_world_size, .. } = self;
         if self.rank >= self.world_size {
@@ -41,8 +42,9 @@ impl RankInfo {
     }
 }
 
-/// A launched rank, returned by [`launch`](super::launch()). To be held as long as the rank takes part in
-/// the job: dropping the last clone announces that it leaves, so that its end is no failure.
+/// A launched rank, returned by [`launch`](super::launch()). To be held as long as the rank takes
+/// part in the job: dropping the last clone announces that it leaves, so that its end is no
+/// failure.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct Launched {
@@ -58,9 +60,9 @@ pub struct Launched {
     pub node_rank: usize,
     /// The job's store.
     pub store: Arc<dyn Store>,
-    /// When the job's program was started, in seconds since 1970: by the supervisor's clock if there is
-    /// one, else by this process's.
-    pub started: f64,
+    /// When the job's program was started, in seconds since 1970: by the supervisor's clock if
+    /// there is one, else by this process's.
+    pub program_start: f64,
     /// The environment that said the numbers: `local`, or the name of a plugin.
     pub environment: &'static str,
     /// Held for its `Drop`. `None` in a job of one process.
@@ -71,7 +73,7 @@ impl Launched {
     pub(super) fn new(
         info: RankInfo,
         store: Arc<dyn Store>,
-        started: f64,
+        program_start: f64,
         environment: &'static str,
         presence: Option<Arc<Presence>>,
     ) -> Self {
@@ -83,7 +85,7 @@ impl Launched {
             local_world_size,
             node_rank,
             store,
-            started,
+            program_start,
             environment,
             _presence: presence,
         }
@@ -103,8 +105,8 @@ impl std::fmt::Debug for Launched {
     }
 }
 
-/// A token of taking part in the job: dropping the last one announces that this rank leaves. A program
-/// may launch again after that.
+/// A token of taking part in the job: dropping the last one announces that this rank leaves. A
+/// program may launch again after that.
 pub(super) struct Presence(());
 
 impl Drop for Presence {
@@ -116,14 +118,15 @@ impl Drop for Presence {
     }
 }
 
-/// This process's part in a job of several ranks. Lives as long as the process, since the end of the
-/// process is reported too.
+/// This process's part in a job of several ranks. Lives as long as the process, since the end of
+/// the process is reported too.
 pub(super) struct Membership {
     pub(super) info: RankInfo,
     pub(super) client: Arc<TcpStore>,
     /// The store's server, if this process hosts it.
     pub(super) server: Option<StoreServer>,
-    /// The process id of this rank's supervisor, if it has one. The supervisor prints the job's failure.
+    /// The process id of this rank's supervisor, if it has one. The supervisor prints the job's
+    /// failure.
     pub(super) supervisor: Option<i32>,
     pub(super) environment: &'static str,
     pub(super) started: f64,

@@ -10,8 +10,8 @@ const SUPERVISOR: &str = "FULGURITE_SUPERVISOR";
 const JOB_ID: &str = "FULGURITE_JOB_ID";
 const START_TIME: &str = "FULGURITE_START_TIME";
 
-/// What a supervisor tells a rank. Besides Fulgurite's own variables those of `torchrun` are set, for
-/// programs that read them.
+/// What a supervisor tells a rank. Besides Fulgurite's own variables those of `torchrun` are set,
+/// for programs that read them.
 #[derive(Debug, PartialEq)]
 pub(super) struct RankEnv {
     /// The supervisor's process id. The supervisor hosts the store.

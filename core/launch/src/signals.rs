@@ -14,7 +14,8 @@ const SIGNALS: [i32; 3] = [SIGTERM, SIGUSR1, SIGINT];
 /// The signals that have arrived. In a rank they stay set; the supervisor [takes](take) them.
 static ARRIVED: OnceLock<Arrived> = OnceLock::new();
 
-/// Which of [`SIGNALS`] have arrived: a flag each, so that a later one does not hide a more urgent one.
+/// Which of [`SIGNALS`] have arrived: a flag each, so that a later one does not hide a more urgent
+/// one.
 #[derive(Debug, Default)]
 struct Arrived([Arc<AtomicBool>; SIGNALS.len()]);
 
@@ -64,12 +65,13 @@ fn arrived() -> Option<i32> {
     ARRIVED.get()?.most_urgent()
 }
 
-/// Whether this process was asked to end, by Ctrl-C, SIGTERM or SIGUSR1. The program then finishes its
-/// step and stops, with [`Error::Interrupted`] if it is not done. Always false before
+/// Whether this process was asked to end, by Ctrl-C, SIGTERM or SIGUSR1. The program then finishes
+/// its step and stops, with [`Error::Interrupted`] if it is not done. Always false before
 /// [`launch`](super::launch()).
 ///
-/// Ranks learn of a signal at different times, so they must agree (with an all-reduce of the answer)
-/// before one acts on it, or it leaves the others waiting in a collective. Once true it stays true.
+/// Ranks learn of a signal at different times, so they must agree (with an all-reduce of the
+/// answer) before one acts on it, or it leaves the others waiting in a collective. Once true it
+/// stays true.
 pub fn interrupt_requested() -> bool {
     interruption().is_some()
 }
@@ -85,8 +87,8 @@ pub(super) enum SecondSignal {
     /// It ends the process at once: for a job of one process.
     Exit,
     /// Nothing: for a rank, which may get the same signal twice (from the terminal and from its
-    /// supervisor) and is killed by its supervisor, and for the supervisor, which handles a second signal
-    /// itself.
+    /// supervisor) and is killed by its supervisor, and for the supervisor, which handles a second
+    /// signal itself.
     Ignore,
 }
 

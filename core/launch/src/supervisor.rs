@@ -99,7 +99,8 @@ struct Ranks {
 struct Rank {
     process: Child,
     end: Option<ExitStatus>,
-    /// How the rank ended, if that is a failure that it did not report itself: `was killed by signal 9`.
+    /// How the rank ended, if that is a failure that it did not report itself: `was killed by
+    /// signal 9`.
     description: Option<String>,
 }
 
@@ -144,7 +145,8 @@ impl Ranks {
         eprint_lossy(
             "interrupted: the ranks finish their step; interrupt again to end them at once",
         );
-        // A terminal signals all processes, `kill` only this one. A rank ignores what it gets twice.
+        // A terminal signals all processes, `kill` only this one. A rank ignores what it gets
+        // twice.
         self.signal_all(signals::forwarded(signal));
     }
 
@@ -179,8 +181,8 @@ impl Ranks {
             (None, Some(signal)) => format!("was killed by {}", signals::describe(signal)),
             (None, None) => format!("ended: {end}"),
         };
-        // A report of the rank itself says more, and after a first failure other ranks end because of
-        // it.
+        // A report of the rank itself says more, and after a first failure other ranks end because
+        // of it.
         if !failure_known {
             self.server.fail(rank, &format!("it {description}"));
             this.description = Some(description);
@@ -224,8 +226,8 @@ impl Ranks {
         }
     }
 
-    /// Signals the ranks that have not ended. Their process ids cannot have been reused, since only this
-    /// process waits for them.
+    /// Signals the ranks that have not ended. Their process ids cannot have been reused, since only
+    /// this process waits for them.
     fn signal_all(&self, signal: Signal) {
         for rank in self.ranks.iter().filter(|rank| rank.end.is_none()) {
             let _ = kill_process(Pid::from_child(&rank.process), signal);
@@ -239,7 +241,8 @@ impl Ranks {
         let code = |end: ExitStatus| end.code().or(end.signal().map(|signal| 128 + signal));
         let codes = || self.ranks.iter().map(|rank| rank.end.and_then(code).unwrap_or(1));
         match &self.failed {
-            // 1 if the rank reported a failure and then exited with 0, or ended by a signal from here.
+            // 1 if the rank reported a failure and then exited with 0, or ended by a signal from
+            // here.
             Some(Failed { rank, signals_sent, .. }) => match codes().nth(*rank) {
                 Some(code) if code != 0 && *signals_sent == 0 => code,
                 _ => 1,

@@ -11,9 +11,9 @@ pub(super) fn configured_threads() -> Option<usize> {
     std::env::var(THREADS_VARIABLE).ok()?.parse().ok().filter(|&n| n > 0)
 }
 
-/// Makes a pool of `threads` threads, of which the calling thread is one, for the parallel work of the
-/// calling thread. Work too small to share stays on it. Other threads keep rayon's global pool, so that
-/// they do not wait for this one.
+/// Makes a pool of `threads` threads, of which the calling thread is one, for the parallel work of
+/// the calling thread. Work too small to share stays on it. Other threads keep rayon's global pool,
+/// so that they do not wait for this one.
 ///
 /// Has no effect on a thread that is in a pool already.
 pub(super) fn install_compute_pool(threads: usize) {

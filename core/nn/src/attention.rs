@@ -29,8 +29,8 @@ pub struct AttentionConfig {
     pub qkv_bias: bool,
     /// The position embedding; shared between layers.
     pub rope: Option<Rope>,
-    /// Initial values of the projections' weights; `None` for those of [`Linear::new`]. Biases start at
-    /// zero.
+    /// Initial values of the projections' weights; `None` for those of [`Linear::new`]. Biases
+    /// start at zero.
     pub init: Option<Init>,
 }
 

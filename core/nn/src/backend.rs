@@ -11,8 +11,8 @@ use fulgurite_engine::parameter::accumulation_dtype;
 /// Set in a thread's execution context by [`force_portable`].
 struct ForcePortable;
 
-/// Makes layers on this thread compute with tensor operations on the CPU too, as on every other device,
-/// until the guard is dropped. For comparing the two implementations.
+/// Makes layers on this thread compute with tensor operations on the CPU too, as on every other
+/// device, until the guard is dropped. For comparing the two implementations.
 #[must_use = "the hand-written kernels are back as soon as the guard is dropped"]
 pub fn force_portable() -> ContextGuard {
     execution::enter(ForcePortable)

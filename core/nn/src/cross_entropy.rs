@@ -11,9 +11,9 @@ use fulgurite_engine::collective::{Collective, ReduceOp};
 use fulgurite_engine::parallel::ShardedLogits;
 use fulgurite_engine::parameter::record;
 
-/// The cross entropy of `logits` (`[.., classes]`) and `targets` (u32 or i64, of the same shape without
-/// the last dimension): the sum over the targets that are not ignored, and their number. Targets of
-/// -100 are ignored, and of `u32::MAX` in a u32 tensor.
+/// The cross entropy of `logits` (`[.., classes]`) and `targets` (u32 or i64, of the same shape
+/// without the last dimension): the sum over the targets that are not ignored, and their number.
+/// Targets of -100 are ignored, and of `u32::MAX` in a u32 tensor.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -29,10 +29,10 @@ use fulgurite_engine::parameter::record;
 ///
 /// # Loss parallel
 /// Logits that an output head left cut over tensor-parallel ranks
-/// ([`loss_parallel`](fulgurite_engine::parallel::Colwise::loss_parallel)) are not gathered. Targets are numbers
-/// of all classes, and every rank gets the loss over all classes, equal to the bit. Forward is
-/// **collective** over those ranks then: it all-reduces each row's largest logit and two sums a row
-/// (three with label smoothing). Backward communicates nothing.
+/// ([`loss_parallel`](fulgurite_engine::parallel::Colwise::loss_parallel)) are not gathered.
+/// Targets are numbers of all classes, and every rank gets the loss over all classes, equal to the
+/// bit. Forward is **collective** over those ranks then: it all-reduces each row's largest logit
+/// and two sums a row (three with label smoothing). Backward communicates nothing.
 ///
 /// # Errors
 /// If the shapes do not fit, or a target is not a class (the message names it); if logits are cut
@@ -166,9 +166,9 @@ impl CrossEntropy {
     }
 }
 
-/// The sum of the losses and the log-sum-exp of each row, equal to the bit on all ranks, from this rank's
-/// `logits` (`[rows, local classes]`). Collective: an all-reduce of each row's largest logit, and one of
-/// two sums over the classes of each row, three with smoothing.
+/// The sum of the losses and the log-sum-exp of each row, equal to the bit on all ranks, from this
+/// rank's `logits` (`[rows, local classes]`). Collective: an all-reduce of each row's largest
+/// logit, and one of two sums over the classes of each row, three with smoothing.
 fn forward_loss_parallel(
     sharded: &ShardedLogits,
     logits: &Tensor,

@@ -19,14 +19,15 @@ use fulgurite_engine::random::{Purpose, Stream};
 /// depend on how the batch, the sequence or the last dimension is cut over ranks and micro-batches;
 /// see [`ForwardScope`]. Where tensor parallelism cuts the input, the plan must name the layer:
 /// [`SequenceParallel`](fulgurite_engine::parallel::SequenceParallel), or
-/// [`PrepareModuleInput`](fulgurite_engine::parallel::PrepareModuleInput) with `desired = "shard(-1)"` between a
-/// colwise and a rowwise layer. No mask is saved for backward. A layer that is called twice in a forward
-/// uses the same mask twice, so each call should have a layer of its own.
+/// [`PrepareModuleInput`](fulgurite_engine::parallel::PrepareModuleInput) with `desired =
+/// "shard(-1)"` between a colwise and a rowwise layer. No mask is saved for backward. A layer that
+/// is called twice in a forward uses the same mask twice, so each call should have a layer of its
+/// own.
 ///
 /// It returns its input in a scope of evaluation, and outside of any scope under
-/// [`no_grad`](fulgurite_engine::autograd::no_grad). Outside of any scope with gradients enabled it fails, since
-/// the step is unknown: the loop did not enter the scope, or a thread was not given its
-/// [`ExecutionContext`](fulgurite_engine::execution::ExecutionContext).
+/// [`no_grad`](fulgurite_engine::autograd::no_grad). Outside of any scope with gradients enabled it
+/// fails, since the step is unknown: the loop did not enter the scope, or a thread was not given
+/// its [`ExecutionContext`](fulgurite_engine::execution::ExecutionContext).
 #[derive(Debug, Clone)]
 pub struct Dropout {
     layer: LayerHandle,
@@ -57,8 +58,8 @@ struct ElementOffsets {
 }
 
 impl ElementOffsets {
-    /// The offsets of the elements of `x`, the tensor that the layer computes with, in the global form of
-    /// its input `given`.
+    /// The offsets of the elements of `x`, the tensor that the layer computes with, in the global
+    /// form of its input `given`.
     fn new(given: &Tensor, x: &Tensor, scope: &ForwardScope, layer: &LayerHandle) -> Result<Self> {
         let (dims, first_sample) = (x.dims(), scope.first_sample);
         let layout = layer.computes_with();

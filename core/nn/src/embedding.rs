@@ -13,8 +13,8 @@ use fulgurite_engine::parameter::{Init, Parameter};
 ///
 /// `ids` are u32 or i64 of any shape; the output has `width` as one more dimension.
 ///
-/// A plan may make it [`Rowwise`](fulgurite_engine::parallel::Rowwise), which cuts the rows (a vocabulary), or
-/// [`Colwise`](fulgurite_engine::parallel::Colwise).
+/// A plan may make it [`Rowwise`](fulgurite_engine::parallel::Rowwise), which cuts the rows (a
+/// vocabulary), or [`Colwise`](fulgurite_engine::parallel::Colwise).
 #[derive(Debug, Clone)]
 pub struct Embedding {
     weight: Parameter,

@@ -142,16 +142,16 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 
 /// `softmax(scale q k^T) v` with `q` of shape `[batch, heads, queries, head_dim]` and `k` and `v`
 /// of `[batch, kv_heads, keys, head_dim]`; each group of `heads / kv_heads` query heads shares a
-/// key and value head. With `causal`, the last query is at the position of the last key, and each query
-/// attends to the keys up to its own position. The output has the shape of `q`.
+/// key and value head. With `causal`, the last query is at the position of the last key, and each
+/// query attends to the keys up to its own position. The output has the shape of `q`.
 ///
-/// One number a query is saved for backward, besides inputs and output. On the CPU, heads are computed
-/// in parallel; each running head has a copy of its keys and values and the scores of 128 queries, in
-/// backward twice that and the gradients of keys and values.
+/// One number a query is saved for backward, besides inputs and output. On the CPU, heads are
+/// computed in parallel; each running head has a copy of its keys and values and the scores of 128
+/// queries, in backward twice that and the gradients of keys and values.
 ///
 /// # Errors
-/// If shapes or dtypes do not fit, or under context parallelism, where the keys of a sequence are on
-/// several ranks: [`CausalSelfAttention`](super::CausalSelfAttention) gathers them.
+/// If shapes or dtypes do not fit, or under context parallelism, where the keys of a sequence are
+/// on several ranks: [`CausalSelfAttention`](super::CausalSelfAttention) gathers them.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, causal: bool) -> Result<Tensor> {
     if ForwardScope::current().context.is_some() {
         return Err(Error::other(

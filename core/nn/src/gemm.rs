@@ -152,12 +152,12 @@ const FEW: usize = 256;
 /// What reading one element costs, in multiplications: a measured order of magnitude.
 const READ_COST: usize = 16;
 
-/// Into how many parts to cut the rows and the columns of an `m` x `k` by `k` x `n` product for at most
-/// `threads` threads: the grid whose largest part multiplies and reads least.
+/// Into how many parts to cut the rows and the columns of an `m` x `k` by `k` x `n` product for at
+/// most `threads` threads: the grid whose largest part multiplies and reads least.
 ///
-/// Results do not depend on the number of threads, because each part is summed in the order of the whole
-/// product: products that the `gemm` crate sums in another order ([`SMALL`], [`FEW`]) are neither cut nor
-/// made by a cut.
+/// Results do not depend on the number of threads, because each part is summed in the order of the
+/// whole product: products that the `gemm` crate sums in another order ([`SMALL`], [`FEW`]) are
+/// neither cut nor made by a cut.
 fn grid(m: usize, k: usize, n: usize, threads: usize) -> [usize; 2] {
     let most = threads.min(m.saturating_mul(n).saturating_mul(k) / WORTH_A_THREAD);
     let takes = |rows: usize, cols: usize| rows.saturating_mul(cols) + READ_COST * (rows + cols);
@@ -210,9 +210,10 @@ unsafe fn multiply_part<T: Float>(
     add: bool,
 ) {
     let ld = b.cols;
-    // SAFETY: the part lies within `out`, `a` and `b`, whose strides reach no element outside: `out` is
-    // row-major, `a` and `b` are dense, row-major or transposed, and their slices are long enough.
-    // `out` overlaps neither, as nobody else uses it. `T` is f32 or f64, which the crate supports.
+    // SAFETY: the part lies within `out`, `a` and `b`, whose strides reach no element outside:
+    // `out` is row-major, `a` and `b` are dense, row-major or transposed, and their slices are long
+    // enough. `out` overlaps neither, as nobody else uses it. `T` is f32 or f64, which the crate
+    // supports.
     unsafe {
         gemm::gemm(
             rows.len(),

@@ -7,9 +7,9 @@ use crate::Result;
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parameter::Parameter;
 
-/// Calls `write` with the parameter's gradient buffer as a slice of `T`, to write (`false`) a gradient
-/// into it or add (`true`) one. For a buffer of another dtype the slice is a temporary. For CPU
-/// parameters.
+/// Calls `write` with the parameter's gradient buffer as a slice of `T`, to write (`false`) a
+/// gradient into it or add (`true`) one. For a buffer of another dtype the slice is a temporary.
+/// For CPU parameters.
 pub(super) fn accumulate_host<T: Float>(
     parameter: &Parameter,
     write: impl FnOnce(&mut [T], bool) -> Result<()>,

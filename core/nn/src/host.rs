@@ -39,8 +39,8 @@ pub trait Float: HostElement + Default + std::iter::Sum {
     fn ln(self) -> Self;
     fn sqrt(self) -> Self;
     fn erf(self) -> Self;
-    /// The maximum. Unlike the standard library's `max` it returns a NaN in `self`; one in `other` is
-    /// ignored.
+    /// The maximum. Unlike the standard library's `max` it returns a NaN in `self`; one in `other`
+    /// is ignored.
     #[inline(always)]
     fn max(self, other: Self) -> Self {
         if other > self { other } else { self }
@@ -184,8 +184,8 @@ vectorized! {
     }
 }
 
-/// The number of rows that a row-wise kernel computes at a time. It depends on the shape alone, so that
-/// sums over rows do not depend on the number of threads.
+/// The number of rows that a row-wise kernel computes at a time. It depends on the shape alone, so
+/// that sums over rows do not depend on the number of threads.
 pub(super) fn rows_per_piece(rows: usize) -> usize {
     rows.div_ceil(32).max(1)
 }

@@ -58,8 +58,8 @@ impl Linear {
         Ok(self)
     }
 
-    /// A layer without a bias that shares `weight` (`[out, in]`) with another layer, such as an output
-    /// head with the embedding.
+    /// A layer without a bias that shares `weight` (`[out, in]`) with another layer, such as an
+    /// output head with the embedding.
     ///
     /// # Errors
     /// If `weight` is of another model or does not have two dimensions, and as [`new`](Self::new).
@@ -96,8 +96,8 @@ impl Linear {
         std::iter::once(&self.weight).chain(&self.bias)
     }
 
-    /// The bias that [`compute`](Self::compute) adds, and the bias that is added after the ranks' partial
-    /// outputs are summed; at most one of them.
+    /// The bias that [`compute`](Self::compute) adds, and the bias that is added after the ranks'
+    /// partial outputs are summed; at most one of them.
     fn split_bias(&self) -> (Option<&Parameter>, Option<&Parameter>) {
         let bias = self.bias.as_ref();
         if self.layer.output_is_partial() { (None, bias) } else { (bias, None) }
@@ -111,8 +111,8 @@ impl Linear {
         }
     }
 
-    /// The backward of [`add_bias_after_reduction`](Self::add_bias_after_reduction) for the bias: adds its
-    /// gradient and ends its use.
+    /// The backward of [`add_bias_after_reduction`](Self::add_bias_after_reduction) for the bias:
+    /// adds its gradient and ends its use.
     pub(super) fn bias_after_reduction_backward(&self, grad: &Tensor) -> Result<()> {
         match self.split_bias().1 {
             None => Ok(()),
@@ -162,8 +162,8 @@ impl Linear {
         Ok(dx)
     }
 
-    /// [`backward`](Self::backward) without ending the uses: for some rows of the input, if other rows
-    /// follow.
+    /// [`backward`](Self::backward) without ending the uses: for some rows of the input, if other
+    /// rows follow.
     pub(super) fn backward_rows(
         &self,
         x: &Tensor,

@@ -42,18 +42,18 @@ pub fn linear_cross_entropy(head: &Linear, hidden: &Tensor, targets: &Tensor) ->
 
 /// [`linear_cross_entropy`] with options.
 ///
-/// Up to [`logits_bytes`](Self::logits_bytes) of logits are saved for backward. More logits than that
-/// are computed in pieces of that size, and once more in backward. This costs a third more matrix
-/// products of the head, and the memory no longer grows with batch and vocabulary (the logits of long
-/// sequences over 128 thousand classes take gigabytes).
+/// Up to [`logits_bytes`](Self::logits_bytes) of logits are saved for backward. More logits than
+/// that are computed in pieces of that size, and once more in backward. This costs a third more
+/// matrix products of the head, and the memory no longer grows with batch and vocabulary (the
+/// logits of long sequences over 128 thousand classes take gigabytes).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinearCrossEntropy {
     /// Ignored targets and label smoothing.
     pub cross_entropy: CrossEntropy,
-    /// The largest size of a piece of logits, in bytes (at least one row). By default 64 MiB. In bf16 and
-    /// f16, and on GPUs, copies of the piece in f32 add to that. Few pieces are better in bf16 and f16:
-    /// each piece rounds the head's gradient if that is saved_logits in such a dtype (`reduce_dtype`), and on the
-    /// CPU makes an f32 copy of the head.
+    /// The largest size of a piece of logits, in bytes (at least one row). By default 64 MiB. In
+    /// bf16 and f16, and on GPUs, copies of the piece in f32 add to that. Few pieces are better in
+    /// bf16 and f16: each piece rounds the head's gradient if that is kept in such a dtype
+    /// (`reduce_dtype`), and on the CPU makes an f32 copy of the head.
     pub logits_bytes: usize,
 }
 
@@ -78,8 +78,8 @@ impl LinearCrossEntropy {
         self
     }
 
-    /// The loss; see [`linear_cross_entropy`]. A head that a plan has cut over tensor-parallel ranks
-    /// computes all its logits at once, as head and loss apart do.
+    /// The loss; see [`linear_cross_entropy`]. A head that a plan has cut over tensor-parallel
+    /// ranks computes all its logits at once, as head and loss apart do.
     ///
     /// # Errors
     /// As [`linear_cross_entropy`].

@@ -28,8 +28,8 @@ pub(super) fn map2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T + Copy + Sy
     let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE));
     let room = &mut out.spare_capacity_mut()[..a.len()];
     room.par_chunks_mut(PIECE).zip(inputs).for_each(|(out, (a, b))| write2(out, a, b, f));
-    // SAFETY: the pieces make up `room`, each is as long as those of `a` and `b`, and `write2` writes
-    // all of a piece.
+    // SAFETY: the pieces make up `room`, each is as long as those of `a` and `b`, and `write2`
+    // writes all of a piece.
     unsafe { out.set_len(a.len()) };
     out
 }

@@ -12,8 +12,8 @@ use fulgurite_engine::module::{Module, ModuleBuilder};
 use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::Init;
 
-/// The feed-forward block of Llama, `down_proj(silu(gate_proj(x)) * up_proj(x))`. One operation in the
-/// graph.
+/// The feed-forward block of Llama, `down_proj(silu(gate_proj(x)) * up_proj(x))`. One operation in
+/// the graph.
 ///
 /// Input and output are `[.., hidden]`.
 #[derive(Debug, Clone)]

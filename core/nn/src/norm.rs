@@ -11,12 +11,13 @@ use fulgurite_engine::module::{Module, ModuleBuilder};
 use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::{Init, Parameter};
 
-/// RMS norm over the last dimension: `y = x / sqrt(mean(x^2) + eps) * weight`. Computed in f32 at least.
+/// RMS norm over the last dimension: `y = x / sqrt(mean(x^2) + eps) * weight`. Computed in f32 at
+/// least.
 #[derive(Debug, Clone)]
 pub struct RmsNorm(NormLayer);
 
-/// Layer norm over the last dimension: `y = (x - mean) / sqrt(variance + eps) * weight (+ bias)`. Computed
-/// in f32 at least.
+/// Layer norm over the last dimension: `y = (x - mean) / sqrt(variance + eps) * weight (+ bias)`.
+/// Computed in f32 at least.
 #[derive(Debug, Clone)]
 pub struct LayerNorm(NormLayer);
 

@@ -7,17 +7,17 @@ use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 /// How long a thread without work spins before it sleeps. Chosen by measurement: a step of the
-/// benchmark `tiny` on two threads took 21.9 ms without spinning, 21.6 with 30 µs of it, and 20.6 with
-/// this.
+/// benchmark `tiny` on two threads took 21.9 ms without spinning, 21.6 with 30 µs of it, and 20.6
+/// with this.
 const SPIN_FOR: Duration = Duration::from_millis(1);
 
-/// How long a spinning thread keeps its core; after that it yields the core to other threads each time
-/// it has found no work.
+/// How long a spinning thread keeps its core; after that it yields the core to other threads each
+/// time it has found no work.
 const KEEP_CORE_FOR: Duration = Duration::from_micros(100);
 
-/// Calls `part` with every number below `parts` on the threads of rayon's current pool, and returns when
-/// all calls have returned. Part 0 runs on the calling thread, which also takes other parts if it is one
-/// of the pool's and no other thread is free.
+/// Calls `part` with every number below `parts` on the threads of rayon's current pool, and returns
+/// when all calls have returned. Part 0 runs on the calling thread, which also takes other parts if
+/// it is one of the pool's and no other thread is free.
 ///
 /// Unlike in rayon's own loops, threads do not sleep some microseconds after their work is done.
 pub(super) fn parallel_for(parts: usize, part: impl Fn(usize) + Sync) {
@@ -42,8 +42,8 @@ pub(super) fn parallel_for(parts: usize, part: impl Fn(usize) + Sync) {
 }
 
 thread_local! {
-    /// Whether [`spin_for_work`] runs on this thread, or will when the thread's present work is done. A
-    /// property of the thread, not of the execution context.
+    /// Whether [`spin_for_work`] runs on this thread, or will when the thread's present work is
+    /// done. A property of the thread, not of the execution context.
     static SPINS: Cell<bool> = const { Cell::new(false) };
 }
 

@@ -18,8 +18,8 @@ pub trait FusedLayer {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput>;
 }
 
-/// The backward of a layer: takes the output's gradient and whether the input's is wanted, and returns
-/// the latter. Adds the parameters' gradients and ends their uses.
+/// The backward of a layer: takes the output's gradient and whether the input's is wanted, and
+/// returns the latter. Adds the parameters' gradients and ends their uses.
 type Backward = dyn Fn(&Tensor, bool) -> Result<Option<Tensor>> + Send + Sync;
 
 /// A layer's output outside the graph, and its backward.
@@ -49,9 +49,9 @@ impl FusedOutput {
     }
 }
 
-/// `x + branch(norm(x))`, half of a transformer block, as one operation. The result is equal to the bit
-/// to that of three operations, but saves the passes over memory in which candle adds the gradient of
-/// each to zeros.
+/// `x + branch(norm(x))`, half of a transformer block, as one operation. The result is equal to the
+/// bit to that of three operations, but saves the passes over memory in which candle adds the
+/// gradient of each to zeros.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -101,8 +101,8 @@ pub fn residual(x: &Tensor, norm: &dyn FusedLayer, branch: &dyn FusedLayer) -> R
     .record(x)
 }
 
-/// `sum + x`. Computed in the memory of `sum`, which must have no other user, if that is on the CPU and in
-/// its accumulation dtype.
+/// `sum + x`. Computed in the memory of `sum`, which must have no other user, if that is on the CPU
+/// and in its accumulation dtype.
 fn add_to(sum: Tensor, x: &Tensor) -> Result<Tensor> {
     const PIECE: usize = 16 * 1024;
     if !uses_cpu_kernels(&sum)

@@ -10,11 +10,11 @@ use fulgurite_engine::module::ForwardScope;
 use fulgurite_engine::parallel::record_function;
 use fulgurite_engine::parameter::accumulation_dtype;
 
-/// Rotary position embedding in Hugging Face's convention: element i of a head is paired with element
-/// i + head_dim / 2.
+/// Rotary position embedding in Hugging Face's convention: element i of a head is paired with
+/// element i + head_dim / 2.
 ///
-/// Clones share the tables of cosines and sines, which are computed when first needed, so all layers of a
-/// model should have clones of one.
+/// Clones share the tables of cosines and sines, which are computed when first needed, so all
+/// layers of a model should have clones of one.
 #[derive(Debug, Clone)]
 pub struct Rope(Arc<Inner>);
 
@@ -105,7 +105,8 @@ impl Rope {
             let frequency = self.0.theta.powf(-pair / half as f64);
             match dtype {
                 DType::F64 => position * frequency,
-                // In f32, as other implementations: at far positions an f64 product differs visibly.
+                // In f32, as other implementations: at far positions an f64 product differs
+                // visibly.
                 _ => f64::from(position as f32 * frequency as f32),
             }
         };

@@ -19,7 +19,8 @@ fn by_position(
     [inputs, outputs]: [usize; 2],
 ) -> Result<LayerSharding> {
     let sharding = LayerSharding::default().widths(inputs, outputs);
-    // Where the layer computes with a part of its input, its parameters' gradients are partial sums.
+    // Where the layer computes with a part of its input, its parameters' gradients are partial
+    // sums.
     let computes_with = |sharding: LayerSharding, layout| match layout {
         REPLICATE => sharding,
         _ => sharding.replicate_all(true),
@@ -337,9 +338,9 @@ impl Heads {
     /// The number of neighbouring ranks that hold each key and value head.
     ///
     /// # Errors
-    /// If the ranks do not divide the heads, the key and value heads, or the hidden size; one message for
-    /// each, as in torchtune's `prepare_mha_for_tp`. Fewer key and value heads than ranks are allowed if
-    /// they divide the ranks: neighbouring ranks then hold the same heads.
+    /// If the ranks do not divide the heads, the key and value heads, or the hidden size; one
+    /// message for each, as in torchtune's `prepare_mha_for_tp`. Fewer key and value heads than
+    /// ranks are allowed if they divide the ranks: neighbouring ranks then hold the same heads.
     fn kv_replicas(self, styles: &LayerStyles<'_>) -> Result<usize> {
         let Self { num_heads, num_kv_heads, hidden_size } = self;
         let ranks = styles.ranks();

@@ -1,9 +1,9 @@
 //! The key-value store over which the ranks of a job meet.
 //!
-//! A [`Store`] carries rendezvous, health and control messages; tensors go over process groups. A job of
-//! one process has a [`LocalStore`]; in others each rank has a [`TcpStore`], a client of the
-//! [`StoreServer`] that one process hosts. The crate depends on no tensor library, and not on how ranks
-//! are started.
+//! A [`Store`] carries rendezvous, health and control messages; tensors go over process groups. A
+//! job of one process has a [`LocalStore`]; in others each rank has a [`TcpStore`], a client of the
+//! [`StoreServer`] that one process hosts. The crate depends on no tensor library, and not on how
+//! ranks are started.
 
 mod local_store;
 mod store;

@@ -6,8 +6,8 @@ use super::table::{Table, WaitError};
 use crate::Store;
 use crate::{Error, Result};
 
-/// An in-memory [`Store`] without sockets or threads: for a job of one rank, and for tests whose ranks
-/// are threads.
+/// An in-memory [`Store`] without sockets or threads: for a job of one rank, and for tests whose
+/// ranks are threads.
 ///
 /// ```
 /// use std::time::Duration;

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use crate::Result;
 
-/// A small key-value store that all ranks of a job share, like PyTorch's `TCPStore`, for rendezvous,
-/// health and control messages.
+/// A small key-value store that all ranks of a job share, like PyTorch's `TCPStore`, for
+/// rendezvous, health and control messages.
 pub trait Store: Send + Sync {
     /// Sets `key`, replacing what was there.
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
@@ -19,7 +19,8 @@ pub trait Store: Send + Sync {
     /// Adds `amount` to the integer at `key` (absent: 0) and returns the new value.
     fn add(&self, key: &str, amount: i64) -> Result<i64>;
 
-    /// Tells all ranks of the job that this one failed, and why. The first report is the job's failure.
+    /// Tells all ranks of the job that this one failed, and why. The first report is the job's
+    /// failure.
     fn report_failure(&self, message: &str) -> Result<()>;
 
     /// The job's first failure, if one is known: the rank and its message. Does not block.

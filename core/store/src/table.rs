@@ -31,8 +31,8 @@ pub(super) struct Member {
     pub(super) notified: bool,
 }
 
-/// The state behind a lock, shared by the threads of a server; a [`LocalStore`](crate::LocalStore) is
-/// little more.
+/// The state behind a lock, shared by the threads of a server; a [`LocalStore`](crate::LocalStore)
+/// is little more.
 pub(super) struct Table {
     state: Mutex<State>,
     changed: Condvar,
@@ -71,8 +71,8 @@ impl Table {
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// Locks the state for reading. A poisoned lock is taken all the same: every change is one assignment
-    /// or push, so a panic leaves no half of one.
+    /// Locks the state for reading. A poisoned lock is taken all the same: every change is one
+    /// assignment or push, so a panic leaves no half of one.
     pub(super) fn read(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,5 +1,5 @@
-//! Training under a strategy: [`fabric`] for loops of one's own, [`trainer`] with the loop, and [`run`], the
-//! configuration of a run.
+//! Training under a strategy: [`fabric`] for loops of one's own, [`trainer`] with the loop, and
+//! [`run`], the configuration of a run.
 
 pub mod fabric;
 pub mod run;

@@ -6,8 +6,8 @@ use fulgurite_core::module::ModuleTree;
 use fulgurite_core::strategy::{ParallelizeConfig, ParallelizeFn};
 use serde::{Deserialize, Serialize};
 
-/// Makes every other unit a unit of FSDP; the rest belongs to the root unit, which stays gathered during a
-/// step. Less communication than with all units, less memory than without any.
+/// Makes every other unit a unit of FSDP; the rest belongs to the root unit, which stays gathered
+/// during a step. Less communication than with all units, less memory than without any.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EveryOther {}

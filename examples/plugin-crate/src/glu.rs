@@ -44,8 +44,8 @@ impl ParallelLayer for GluStyles {
             .cut("value", 0)
             .cut("gate", 0)
             .widths(self.inputs, self.outputs)
-            // Every rank computes some of the outputs from the whole input, so it has a partial sum of
-            // the input's gradient.
+            // Every rank computes some of the outputs from the whole input, so it has a partial sum
+            // of the input's gradient.
             .input(style.input, Layout::Partial)
             .output(Layout::LAST, style.output))
     }
@@ -67,8 +67,8 @@ impl Glu {
     }
 }
 
-/// The backward of `x weight^T` for the output's gradient `grad`: adds the gradient of `weight`, and returns
-/// that of `x`.
+/// The backward of `x weight^T` for the output's gradient `grad`: adds the gradient of `weight`,
+/// and returns that of `x`.
 fn backprop(weight: &Parameter, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
     let dx = grad.matmul(&weight.value()?)?;
     weight.accumulate(&grad.t()?.matmul(x)?)?;

@@ -1,5 +1,6 @@
-//! Plugins for Fulgurite in a crate of their own: the strategy [`LocalSgd`], the logger [`Markdown`] and the
-//! parallelize function [`EveryOther`]; and [`Glu`], a layer that plans can cut.
+//! Plugins for Fulgurite in a crate of their own: the strategy [`LocalSgd`], the logger
+//! [`Markdown`] and the parallelize function [`EveryOther`]; and [`Glu`], a layer that plans can
+//! cut.
 //!
 //! A program links them with `use fulgurite_local_sgd as _;`. A configuration then names them:
 //!

@@ -17,8 +17,9 @@ use serde::{Deserialize, Serialize};
 
 /// Averages parameters every few steps instead of gradients every step.
 ///
-/// Between two averages each rank trains on its own data alone. The optimizer's state is never averaged. A
-/// save averages the parameters; the checkpoint has a part of each rank's optimizer state.
+/// Between two averages each rank trains on its own data alone. The optimizer's state is never
+/// averaged. A save averages the parameters; the checkpoint has a part of each rank's optimizer
+/// state.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LocalSgd {

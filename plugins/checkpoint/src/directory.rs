@@ -18,8 +18,8 @@ use crate::file::{LocalWriter, sync_directory};
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LocalConfig {
-    /// Whether files and directories are synced to the disk, so that a checkpoint survives a crash of the
-    /// machine and not only of the program.
+    /// Whether files and directories are synced to the disk, so that a checkpoint survives a crash
+    /// of the machine and not only of the program.
     pub sync: bool,
 }
 
@@ -100,8 +100,8 @@ impl LocalDirectory {
         }
     }
 
-    /// Replaces `name` by `staged` with two renames. The replaced checkpoint stays valid under another name
-    /// until the new one is in place, so a crash between the renames loses neither.
+    /// Replaces `name` by `staged` with two renames. The replaced checkpoint stays valid under
+    /// another name until the new one is in place, so a crash between the renames loses neither.
     fn replace_with_two_renames(&self, staged: &Path, name: &str) -> Result<()> {
         let (target, aside) = (self.root.join(name), self.root.join(replaced_name(name)));
         fs::rename(&target, &aside).map_err(Error::io("renaming", &target))?;

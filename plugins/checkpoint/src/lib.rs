@@ -1,4 +1,5 @@
-//! The place `local` for checkpoints: a directory of the local or a shared file system. The default.
+//! The place `local` for checkpoints: a directory of the local or a shared file system. The
+//! default.
 //!
 //! ```
 //! use fulgurite_checkpoint::LocalDirectory;

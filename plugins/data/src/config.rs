@@ -25,11 +25,11 @@ pub struct TextDataConfig {
     #[serde(rename = "type")]
     pub kind: DataKind,
     /// Files and folders. Folders of text are walked in order of their paths, without hidden files,
-    /// files that `.gitignore` excludes, and files that are not UTF-8 text. Of folders of tokens, the
-    /// `.u16`, `.u32` and `.bin` files directly in them are taken, in order.
+    /// files that `.gitignore` excludes, and files that are not UTF-8 text. Of folders of tokens,
+    /// the `.u16`, `.u32` and `.bin` files directly in them are taken, in order.
     pub path: Paths,
-    /// `"bytes"`, or a Hugging Face `tokenizer.json` or a folder with one. By default `"bytes"` for text and
-    /// none for tokens.
+    /// `"bytes"`, or a Hugging Face `tokenizer.json` or a folder with one. By default `"bytes"` for
+    /// text and none for tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
     /// Tokens in a sample.
@@ -41,14 +41,15 @@ pub struct TextDataConfig {
     pub batch_size: usize,
     /// Whether training samples are shuffled, differently in each epoch.
     pub shuffle: bool,
-    /// The fraction of the samples, from the end, for validation, at least 0 and less than 1. By default 0.05
-    /// for text, 0 for tokens, and 0 with a `validation_path`.
+    /// The fraction of the samples, from the end, for validation, at least 0 and less than 1. By
+    /// default 0.05 for text, 0 for tokens, and 0 with a `validation_path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_fraction: Option<f64>,
     /// Files and folders of the same type for validation; then all of `path` is for training.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_path: Option<Paths>,
-    /// The type of ids in token files; by default by extension: u32 for `.u32`, u16 for `.u16` and `.bin`.
+    /// The type of ids in token files; by default by extension: u32 for `.u32`, u16 for `.u16` and
+    /// `.bin`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_dtype: Option<TokenDtype>,
     /// Ids must be less than this; by default the tokenizer's number of ids.

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use fulgurite_core::{Error, Result};
 use ignore::WalkBuilder;
 
-/// The texts of all files that `paths` name or contain, in order. `key` is the key of the configuration, for
-/// messages.
+/// The texts of all files that `paths` name or contain, in order. `key` is the key of the
+/// configuration, for messages.
 ///
 /// # Errors
 /// If a path is missing, a file that was named is not text, or there is no text at all.

@@ -43,7 +43,8 @@ impl Sequences {
         self.len
     }
 
-    /// The number of samples, from the start, that share no target with the samples from `first` on.
+    /// The number of samples, from the start, that share no target with the samples from `first`
+    /// on.
     pub(crate) fn disjoint_from(&self, first: u64) -> u64 {
         let overlapping = self.seq_len.div_ceil(self.stride) as u64 - 1;
         first.saturating_sub(overlapping)

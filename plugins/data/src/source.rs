@@ -55,8 +55,8 @@ impl Source {
     }
 }
 
-/// A flat file of little-endian ids, read by position through the operating system's page cache, which ranks
-/// of one host share.
+/// A flat file of little-endian ids, read by position through the operating system's page cache,
+/// which ranks of one host share.
 #[derive(Debug)]
 pub(crate) struct TokenFile {
     path: PathBuf,

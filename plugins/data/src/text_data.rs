@@ -18,11 +18,13 @@ use crate::tokenizer::Tokenizer;
 ///
 /// Sample `i` of a source is its tokens `i * stride .. i * stride + seq_len + 1`: all but the last
 /// are the inputs, all but the first the targets. All text is one source, in which every file is
-/// followed by the end-of-text token; it is tokenized at setup and kept in memory, two bytes a token for
-/// vocabularies of up to 65,536. Each token file is a source of its own, read when needed.
+/// followed by the end-of-text token; it is tokenized at setup and kept in memory, two bytes a
+/// token for vocabularies of up to 65,536. Each token file is a source of its own, read when
+/// needed.
 ///
-/// The last `validation_fraction` of the samples is for validation. Training has the samples before that
-/// share no target with them. [`Split::Test`] and [`Split::Predict`] have the validation samples.
+/// The last `validation_fraction` of the samples is for validation. Training has the samples before
+/// that share no target with them. [`Split::Test`] and [`Split::Predict`] have the validation
+/// samples.
 #[derive(Debug)]
 pub struct TextData {
     train: SampleRange,
@@ -45,8 +47,8 @@ impl TextData {
         self.tokenizer.as_ref()
     }
 
-    /// All ids are less than this: `data.vocab_size`, or the tokenizer's number of ids. `None` for token files
-    /// without either.
+    /// All ids are less than this: `data.vocab_size`, or the tokenizer's number of ids. `None` for
+    /// token files without either.
     pub fn vocab_size(&self) -> Option<usize> {
         self.vocab_size
     }

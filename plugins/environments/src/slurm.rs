@@ -4,8 +4,8 @@ use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variabl
 use fulgurite_core::{Error, Result, register_environment};
 use serde::{Deserialize, Serialize};
 
-use crate::Process;
 use crate::node_list::first_node;
+use crate::process::Process;
 
 /// `environment.type = "slurm"`: the ranks were started by `srun`.
 ///

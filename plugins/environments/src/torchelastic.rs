@@ -4,7 +4,7 @@ use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variabl
 use fulgurite_core::{Error, Result, register_environment};
 use serde::{Deserialize, Serialize};
 
-use crate::Process;
+use crate::process::Process;
 
 /// `environment.type = "torchelastic"`: the ranks were started by `torchrun`, or by anything else
 /// that sets the same variables.

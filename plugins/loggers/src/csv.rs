@@ -10,8 +10,8 @@ use fulgurite_core::trainer::{Logger, LoggerConfig};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// `trainer.loggers = ["csv"]`: `metrics.csv` in the run's directory. The first column is `step`. A new metric
-/// adds a column, for which the file is rewritten.
+/// `trainer.loggers = ["csv"]`: `metrics.csv` in the run's directory. The first column is `step`. A
+/// new metric adds a column, for which the file is rewritten.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CsvConfig {}

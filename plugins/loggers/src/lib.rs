@@ -1,5 +1,5 @@
-//! The loggers `csv` and `jsonl`, and the event sinks [`ProgressBar`] (for people) and [`JsonLines`] (for
-//! programs).
+//! The loggers `csv` and `jsonl`, and the event sinks [`ProgressBar`] (for people) and
+//! [`JsonLines`] (for programs).
 //!
 //! ```
 //! use fulgurite_core::config::PluginValue;

@@ -16,15 +16,15 @@ use crate::ObjectStoreIO;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ObjectStoreConfig {
-    /// The place, such as `s3://bucket/my-run`: checkpoints are directly under it. `checkpoint.dir` is
-    /// ignored.
+    /// The place, such as `s3://bucket/my-run`: checkpoints are directly under it. `checkpoint.dir`
+    /// is ignored.
     pub url: String,
     /// Settings of the store, by their names in the crate `object_store`, such as `aws_region` and
-    /// `aws_endpoint`. Defaults are those of the environment (`AWS_…`, `AZURE_…`, `GOOGLE_…`). Secrets are
-    /// refused, since configurations are saved.
+    /// `aws_endpoint`. Defaults are those of the environment (`AWS_…`, `AZURE_…`, `GOOGLE_…`).
+    /// Secrets are refused, since configurations are saved.
     pub options: BTreeMap<String, String>,
-    /// Larger files are uploaded and read in parts of this many MiB. Stores require at least 5 and allow
-    /// 10,000 parts in a file.
+    /// Larger files are uploaded and read in parts of this many MiB. Stores require at least 5 and
+    /// allow 10,000 parts in a file.
     pub part_mib: usize,
     /// How many parts of a file are transferred at the same time; each takes memory.
     pub concurrency: usize,

@@ -22,8 +22,8 @@ use crate::writer::ObjectWriter;
 
 /// A place for checkpoints in an object store.
 ///
-/// Requests are retried with growing pauses, as configured in the store. The methods block, and may be called
-/// from any thread.
+/// Requests are retried with growing pauses, as configured in the store. The methods block, and may
+/// be called from any thread.
 #[derive(Debug)]
 pub struct ObjectStoreIO {
     driver: Arc<Driver>,
@@ -68,8 +68,8 @@ impl ObjectStoreIO {
         })
     }
 
-    /// Sets the size of parts in which files are uploaded and read, and how many are transferred at the same
-    /// time; at least one of either. By default 4 of 16 MiB.
+    /// Sets the size of parts in which files are uploaded and read, and how many are transferred at
+    /// the same time; at least one of either. By default 4 of 16 MiB.
     #[must_use]
     pub fn with_parts(self, bytes: usize, concurrency: usize) -> Self {
         Self { part: bytes.max(1), concurrency: concurrency.max(1), ..self }
@@ -127,8 +127,8 @@ impl ObjectStoreIO {
         Ok(found)
     }
 
-    /// Maps `path` to the object in the version of a save, in the committed version, or at the root. With
-    /// `fresh` reads which version is committed; otherwise uses the one read last.
+    /// Maps `path` to the object in the version of a save, in the committed version, or at the
+    /// root. With `fresh` reads which version is committed; otherwise uses the one read last.
     fn resolve(&self, path: &str, fresh: bool) -> Result<Path> {
         let (head, rest) = split(path);
         if let Some((name, version)) = parse_temporary_name(head) {
@@ -145,8 +145,8 @@ impl ObjectStoreIO {
         }
     }
 
-    /// Maps the path of a file. One at the root is no part of a checkpoint. Those directly in a checkpoint's
-    /// folder, such as the manifest, are read from the version that is committed now.
+    /// Maps the path of a file. One at the root is no part of a checkpoint. Those directly in a
+    /// checkpoint's folder, such as the manifest, are read from the version that is committed now.
     fn file(&self, path: &str) -> Result<Path> {
         let (head, rest) = split(path);
         if rest.is_empty() { self.object(head) } else { self.resolve(path, !rest.contains('/')) }
@@ -197,8 +197,8 @@ impl ObjectStoreIO {
         Ok(entries)
     }
 
-    /// Deletes the objects in a folder, except those that `keep` accepts. Deletes first the objects that make it a
-    /// checkpoint.
+    /// Deletes the objects in a folder, except those that `keep` accepts. Deletes first the objects
+    /// that make it a checkpoint.
     fn delete(
         &self,
         folder: Path,
@@ -237,8 +237,8 @@ impl ObjectStoreIO {
         deleted.map_err(self.failed("removing", path))
     }
 
-    /// Makes `version` the committed version of the checkpoint `name`, unless the pointer has changed since
-    /// `before` was read.
+    /// Makes `version` the committed version of the checkpoint `name`, unless the pointer has
+    /// changed since `before` was read.
     fn put_pointer(&self, name: &str, version: &str, before: Option<FoundPointer>) -> Result<()> {
         let path = format!("{name}/{POINTER}");
         let object = self.object(&path)?;
@@ -259,7 +259,8 @@ impl ObjectStoreIO {
             result => result,
         };
         let Err(error) = result else { return Ok(()) };
-        // A retry, after the answer to the first request was lost, fails although the first succeeded.
+        // A retry, after the answer to the first request was lost, fails although the first
+        // succeeded.
         if self.pointer(name)?.is_some_and(|found| found.version == version) {
             return Ok(());
         }

@@ -53,7 +53,8 @@ pub(crate) fn temporary_name(name: &str, version: &str) -> String {
     format!("{name}.tmp-{version}")
 }
 
-/// The inverse of [`temporary_name`]: the checkpoint and the save's identifier; `None` for other names.
+/// The inverse of [`temporary_name`]: the checkpoint and the save's identifier; `None` for other
+/// names.
 pub(crate) fn parse_temporary_name(name: &str) -> Option<(&str, &str)> {
     if is_temporary(name) { name.rsplit_once(".tmp-") } else { None }
 }

@@ -1,5 +1,5 @@
-//! Checkpoints in object stores: S3 and compatible ones; with the features `azure` and `gcp` those of Azure and
-//! Google; for tests, a local directory and memory.
+//! Checkpoints in object stores: S3 and compatible ones; with the features `azure` and `gcp` those
+//! of Azure and Google; for tests, a local directory and memory.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -24,8 +24,8 @@
 //!
 //! # How a checkpoint becomes visible
 //!
-//! Object stores have no rename. A checkpoint `NAME` is written under the identifier of its save, and
-//! stays there:
+//! Object stores have no rename. A checkpoint `NAME` is written under the identifier of its save,
+//! and stays there:
 //!
 //! ```text
 //! NAME/0123456789abcdef/model/shard-00001-…      while it is being saved: NAME.tmp-0123456789abcdef
@@ -33,16 +33,16 @@
 //! NAME/committed.json                            written last: which of them is `NAME`
 //! ```
 //!
-//! Writing one object is atomic. `committed.json` is written on the condition that it has not changed since
-//! it was read (an ETag; a store without conditional writes just replaces it), so of two concurrent saves one
-//! fails. Before the write `NAME` is the old checkpoint, afterwards the new one, and the old version is
-//! deleted. A reader takes the files in folders from the version whose manifest it has read: it may find
-//! them deleted, but never reads parts of two versions.
+//! Writing one object is atomic. `committed.json` is written on the condition that it has not
+//! changed since it was read (an ETag; a store without conditional writes just replaces it), so of
+//! two concurrent saves one fails. Before the write `NAME` is the old checkpoint, afterwards the
+//! new one, and the old version is deleted. A reader takes the files in folders from the version
+//! whose manifest it has read: it may find them deleted, but never reads parts of two versions.
 //!
 //! `NAME/0123456789abcdef/` is a whole distributed checkpoint: copied to a disk, it opens there.
 //!
-//! Large files are uploaded in parts while they are written. The parts of an upload that a crash has
-//! interrupted are invisible and cost money: let the bucket's life-cycle rules delete them.
+//! Large files are uploaded in parts while they are written. The parts of an upload that a crash
+//! has interrupted are invisible and cost money: let the bucket's life-cycle rules delete them.
 
 mod config;
 mod driver;

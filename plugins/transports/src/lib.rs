@@ -20,26 +20,27 @@
 //! | [`Shm`] | processes of one host | `trainer.process_group.type = "shm"` |
 //!
 //! # How it works
-//! Both have the same engine. All ranks of a group map a [region](self#the-region): anonymous memory for
-//! threads, a memfd for processes. Each rank has a communication thread, on which its collectives run in the
-//! order they were started; the caller gets a `Work`. Tensors that are not on the CPU are copied to the host.
+//! Both have the same engine. All ranks of a group map a [region](self#the-region): anonymous
+//! memory for threads, a memfd for processes. Each rank has a communication thread, on which its
+//! collectives run in the order they were started; the caller gets a `Work`. Tensors that are not
+//! on the CPU are copied to the host.
 //!
 //! A collective is cut into chunks that go through the region in a pipeline. In phase `k` a rank
-//! *writes* its part of chunk `k` into its own slot, *reduces* its portion of chunk `k - 1` over the
-//! slots of all ranks in rank order, and *reads* its part of chunk `k - 2`; there is a barrier between two
-//! phases. Collectives without a reduction read chunk `k - 1` instead. Slots rotate through three buffers,
-//! also from one collective to the next.
+//! *writes* its part of chunk `k` into its own slot, *reduces* its portion of chunk `k - 1` over
+//! the slots of all ranks in rank order, and *reads* its part of chunk `k - 2`; there is a barrier
+//! between two phases. Collectives without a reduction read chunk `k - 1` instead. Slots rotate
+//! through three buffers, also from one collective to the next.
 //!
 //! In programs whose allocator is a [`SharedMemory`], ranks can map each other's tensors from
-//! [`ProcessGroup::empty`](fulgurite_core::collective::ProcessGroup::empty), where strategies put buckets,
-//! shards and gradients. A collective of 16 KiB and more of such tensors is *direct*: the ranks write the
-//! offsets of their tensors to their slots, and between two barriers each reads its peers' tensors and
-//! writes its results, those of an all-reduce also into its peers' tensors. All ranks see whether all can do
-//! so, and so make the same choice.
+//! [`ProcessGroup::empty`](fulgurite_core::collective::ProcessGroup::empty), where strategies put
+//! buckets, shards and gradients. A collective of 16 KiB and more of such tensors is *direct*: the
+//! ranks write the offsets of their tensors to their slots, and between two barriers each reads its
+//! peers' tensors and writes its results, those of an all-reduce also into its peers' tensors. All
+//! ranks see whether all can do so, and so make the same choice.
 //!
 //! # The region
-//! All offsets are multiples of a cache line, and all words native-endian atomics, since the ranks are on one
-//! machine and run the same program.
+//! All offsets are multiples of a cache line, and all words native-endian atomics, since the ranks
+//! are on one machine and run the same program.
 //!
 //! | part | per | content |
 //! |---|---|---|
@@ -49,8 +50,8 @@
 //! | slots | 3 buffers × rank | `chunk_bytes` each, the data of collectives |
 //! | p2p chunks | ordered pair × 2 | the data of `send` / `recv` |
 //!
-//! A page takes memory from its first use: at most `3 × chunk_bytes` for each rank and group, plus the p2p
-//! chunks of pairs that exchange messages.
+//! A page takes memory from its first use: at most `3 × chunk_bytes` for each rank and group, plus
+//! the p2p chunks of pairs that exchange messages.
 //!
 //! # Invariants
 //! - A rank writes only to its own slots and to the chunks of messages it sends. It reads another rank's slot

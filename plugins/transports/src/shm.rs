@@ -16,15 +16,15 @@ use serde::{Deserialize, Serialize};
 
 /// `process_group.type = "shm"`: shared memory between the processes of one host.
 ///
-/// The memory is an anonymous file (memfd). One rank makes it, and the others open it by a path in `/proc`,
-/// which they get through the job's store. It has no name in a file system, so it is freed however the
-/// processes end. Linux only.
+/// The memory is an anonymous file (memfd). One rank makes it, and the others open it by a path in
+/// `/proc`, which they get through the job's store. It has no name in a file system, so it is freed
+/// however the processes end. Linux only.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Shm {
-    /// Bytes that a rank transfers in one phase of a collective, 4 KiB to 1 GiB. The same on all ranks. A
-    /// group takes up to three times as much memory for each rank. The default of 1 MiB keeps the chunks in
-    /// the caches; larger chunks are no faster.
+    /// Bytes that a rank transfers in one phase of a collective, 4 KiB to 1 GiB. The same on all
+    /// ranks. A group takes up to three times as much memory for each rank. The default of 1 MiB
+    /// keeps the chunks in the caches; larger chunks are no faster.
     pub chunk_bytes: usize,
 }
 

@@ -27,11 +27,12 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 pub struct ThreadsGroup;
 
 impl ThreadsGroup {
-    /// The handles of a group named `world`, one for each rank, in rank order. `timeout` is how long a
-    /// collective waits for its peers.
+    /// The handles of a group named `world`, one for each rank, in rank order. `timeout` is how
+    /// long a collective waits for its peers.
     ///
-    /// As between processes, collectives access tensors made by [`ProcessGroup::empty`] directly in programs
-    /// whose allocator is a [`SharedMemory`](crate::SharedMemory), and copy others through slots.
+    /// As between processes, collectives access tensors made by [`ProcessGroup::empty`] directly in
+    /// programs whose allocator is a [`SharedMemory`](crate::SharedMemory), and copy others through
+    /// slots.
     ///
     /// # Errors
     /// If memory or threads cannot be allocated.
@@ -39,7 +40,8 @@ impl ThreadsGroup {
         Self::create_with(world_size, timeout, CHUNK_BYTES)
     }
 
-    /// As [`create`](Self::create), with slots of `chunk_bytes` for each rank, rounded up to whole cache lines.
+    /// As [`create`](Self::create), with slots of `chunk_bytes` for each rank, rounded up to whole
+    /// cache lines.
     ///
     /// # Errors
     /// As [`create`](Self::create).
@@ -74,12 +76,12 @@ fn create(
         .collect()
 }
 
-/// Runs `f` on one thread (with 64 MiB of stack) for each rank of a group of `world_size` ranks, and returns
-/// the results in rank order. Ranks wait a minute for each other.
+/// Runs `f` on one thread (with 64 MiB of stack) for each rank of a group of `world_size` ranks,
+/// and returns the results in rank order. Ranks wait a minute for each other.
 ///
 /// # Errors
-/// The error of the rank that failed first; a panic counts as one. It ends the waits of the others, in this
-/// group and all that were split from it.
+/// The error of the rank that failed first; a panic counts as one. It ends the waits of the others,
+/// in this group and all that were split from it.
 pub fn run_ranks<T: Send>(
     world_size: usize,
     f: impl Fn(Arc<dyn ProcessGroup>) -> Result<T> + Sync,

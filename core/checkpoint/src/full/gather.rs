@@ -41,12 +41,12 @@ pub(super) struct Gather<'a> {
 }
 
 impl<'a> Gather<'a> {
-    /// Exchanges the list of tensors to gather: this rank's parts, or its error. `convert` gives the dtype
-    /// that a floating-point tensor is converted to. Collective.
+    /// Exchanges the list of tensors to gather: this rank's parts, or its error. `convert` gives
+    /// the dtype that a floating-point tensor is converted to. Collective.
     ///
     /// # Errors
-    /// On every rank, if any rank has an error, the ranks list different tensors, or the parts do not cover
-    /// a tensor.
+    /// On every rank, if any rank has an error, the ranks list different tensors, or the parts do
+    /// not cover a tensor.
     pub(super) fn agree(
         group: &'a dyn ProcessGroup,
         parts: Result<Vec<ShardTensor>>,
@@ -111,9 +111,9 @@ impl<'a> Gather<'a> {
         Ok(Self { group, parts, tensors, owners })
     }
 
-    /// Gathers the tensors `order`, in that order. On rank 0 `sink` is called with the index and the flat
-    /// values, on the host, of each. Rank 0 holds one whole tensor and a few megabytes, the others a few
-    /// megabytes. Collective.
+    /// Gathers the tensors `order`, in that order. On rank 0 `sink` is called with the index and
+    /// the flat values, on the host, of each. Rank 0 holds one whole tensor and a few megabytes,
+    /// the others a few megabytes. Collective.
     ///
     /// # Errors
     /// On every rank, if anything fails on one, including `sink`.
@@ -142,8 +142,8 @@ impl<'a> Gather<'a> {
         self.check(&mut failure)
     }
 
-    /// Fails on all ranks if one has failed. Up to this check a failed rank keeps sending and receiving, so
-    /// that no other rank waits for it.
+    /// Fails on all ranks if one has failed. Up to this check a failed rank keeps sending and
+    /// receiving, so that no other rank waits for it.
     fn check(&self, failure: &mut Option<Error>) -> Result<()> {
         let message = failure.as_ref().map(Error::to_string);
         let messages = all_gather_object(self.group, &message)?;

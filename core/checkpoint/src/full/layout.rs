@@ -36,8 +36,8 @@ pub(crate) struct FilePlan {
     pub(crate) tensors: Vec<usize>,
 }
 
-/// Distributes tensors over files of at most `max_bytes`, in order; a larger tensor has a file of its
-/// own. Without tensors there is no file.
+/// Distributes tensors over files of at most `max_bytes`, in order; a larger tensor has a file of
+/// its own. Without tensors there is no file.
 pub(crate) fn plan_files(
     section: Section,
     tensors: &[TensorMeta],

@@ -13,8 +13,8 @@ pub type NameFilter = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 /// Which tensors are gathered, and in which dtype. Must be the same on every rank.
 #[derive(Clone, Default)]
 pub struct GatherOptions {
-    /// The dtype that floating-point tensors of the model are converted to before they are sent; `None`
-    /// keeps their dtypes. The optimizer's tensors are never converted.
+    /// The dtype that floating-point tensors of the model are converted to before they are sent;
+    /// `None` keeps their dtypes. The optimizer's tensors are never converted.
     pub dtype: Option<DType>,
     /// Whether frozen parameters are left out.
     pub trainable_only: bool,
@@ -49,8 +49,8 @@ impl std::fmt::Debug for GatherOptions {
 pub struct FullOptions {
     /// Which tensors, and their dtype.
     pub gather: GatherOptions,
-    /// The most bytes of tensors in a file, unless it has a single tensor. The default is 5 GB, as in
-    /// Hugging Face's libraries.
+    /// The most bytes of tensors in a file, unless it has a single tensor. The default is 5 GB, as
+    /// in Hugging Face's libraries.
     pub max_shard_bytes: u64,
     /// The model's `config.json`, for `transformers`. That of rank 0 is written.
     pub config: Option<ModelConfig>,

@@ -18,20 +18,20 @@ use fulgurite_engine::collective::ProcessGroup;
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::StateTensor;
 
-/// Writes the full checkpoint `name` of `io` and returns its path: the model, and the optimizer's state
-/// if `optimizer` has any, as whole tensors.
+/// Writes the full checkpoint `name` of `io` and returns its path: the model, and the optimizer's
+/// state if `optimizer` has any, as whole tensors.
 ///
-/// Collective: every rank of `group` calls it with its tree, its coordinate in the mesh and its states.
-/// Rank 0 gathers the tensors one by one, in declaration order, and writes them with its own `meta`. It
-/// never holds more than one whole tensor. Parameters that the options leave out are not gathered, and a
-/// tied parameter is written once, under its first name.
+/// Collective: every rank of `group` calls it with its tree, its coordinate in the mesh and its
+/// states. Rank 0 gathers the tensors one by one, in declaration order, and writes them with its
+/// own `meta`. It never holds more than one whole tensor. Parameters that the options leave out are
+/// not gathered, and a tied parameter is written once, under its first name.
 ///
 /// As with [`save`](super::super::save), the checkpoint appears under its name in one step when
 /// everything is durable, replacing an older one of that name, full or distributed.
 ///
 /// # Errors
-/// On every rank, if it fails on any: [`Error::PeerFailed`] on those that did not fail. What was under
-/// `name` before is still there then.
+/// On every rank, if it fails on any: [`Error::PeerFailed`] on those that did not fail. What was
+/// under `name` before is still there then.
 #[expect(clippy::too_many_arguments, reason = "as `save`, and what it leaves to its caller")]
 pub fn save_full(
     io: &dyn CheckpointIO,
@@ -91,8 +91,9 @@ pub fn save_full(
     finished.map(|()| io.location(name))
 }
 
-/// The model as whole tensors in host memory, by FQN, on rank 0; the other ranks get an empty map. It has
-/// a tied parameter once, under its first name. Collective. torchtune's function of this name.
+/// The model as whole tensors in host memory, by FQN, on rank 0; the other ranks get an empty map.
+/// It has a tied parameter once, under its first name. Collective. torchtune's function of this
+/// name.
 ///
 /// Gathers the parameters that `options` choose, one by one: rank 0 holds the result and the others
 /// nothing.

@@ -13,8 +13,8 @@ use super::layout::{FilePlan, TensorMeta, index};
 use crate::{Error, Result};
 use fulgurite_engine::checkpoint_io::{self as naming, CheckpointIO};
 
-/// The name of the directory in which the full checkpoint `name` is written. Removes unfinished saves of
-/// that name.
+/// The name of the directory in which the full checkpoint `name` is written. Removes unfinished
+/// saves of that name.
 pub(super) fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
     if let Some(complaint) = naming::complaint(name) {
         return Err(Error::checkpoint(io.location(name), complaint));
@@ -102,8 +102,8 @@ impl<'a> FullWriter<'a> {
         Ok(())
     }
 
-    /// Writes the other files, [`FULL_MANIFEST`] last if `marked`, and returns the manifest. The caller
-    /// commits the checkpoint.
+    /// Writes the other files, [`FULL_MANIFEST`] last if `marked`, and returns the manifest. The
+    /// caller commits the checkpoint.
     pub(crate) fn finish(self, extra: &[(String, Vec<u8>)], marked: bool) -> Result<Manifest> {
         if self.current.is_some() || !self.waiting.is_empty() {
             return Err(Error::other("a full checkpoint was given too few tensors"));

@@ -35,8 +35,8 @@ pub enum ConvertTarget {
 pub struct ConvertOptions {
     /// The format.
     pub to: ConvertTarget,
-    /// The dtype that the model's floating-point tensors are converted to; `None` keeps their dtypes. The
-    /// optimizer's are never converted.
+    /// The dtype that the model's floating-point tensors are converted to; `None` keeps their
+    /// dtypes. The optimizer's are never converted.
     pub dtype: Option<DType>,
     /// Whether the optimizer's state is left out. [`ConvertTarget::HuggingFace`] never has it.
     pub model_only: bool,
@@ -106,15 +106,15 @@ pub fn reshard(
     convert(input, io, name, &ConvertOptions::new(ConvertTarget::Distributed { shards }), progress)
 }
 
-/// Writes `input` as the checkpoint `name` of `io`, in another format or dtype or with other names. Holds one
-/// whole tensor at a time. Not collective.
+/// Writes `input` as the checkpoint `name` of `io`, in another format or dtype or with other names.
+/// Holds one whole tensor at a time. Not collective.
 ///
-/// Step, state and configuration are kept if both formats have them. The tokenizer's and other small files
-/// are copied from weights into a full checkpoint or a Hugging Face directory.
+/// Step, state and configuration are kept if both formats have them. The tokenizer's and other
+/// small files are copied from weights into a full checkpoint or a Hugging Face directory.
 ///
 /// # Errors
-/// If `name` exists and is no checkpoint or `overwrite` is not set; if the input is damaged; if two tensors
-/// get the same name; if the output cannot be written. Nothing is changed then.
+/// If `name` exists and is no checkpoint or `overwrite` is not set; if the input is damaged; if two
+/// tensors get the same name; if the output cannot be written. Nothing is changed then.
 pub fn convert(
     input: &AnyCheckpoint,
     io: &dyn CheckpointIO,

@@ -21,8 +21,8 @@ const WINDOW: usize = 4 << 20;
 pub struct DiffOptions {
     /// Whether the optimizers' states are ignored.
     pub model_only: bool,
-    /// The largest absolute difference of values that are equal, whatever their dtypes. `None`: dtypes and
-    /// bits must be equal.
+    /// The largest absolute difference of values that are equal, whatever their dtypes. `None`:
+    /// dtypes and bits must be equal.
     pub atol: Option<f64>,
 }
 

@@ -12,8 +12,9 @@ use crate::{Error, Result};
 use fulgurite_engine::mesh::DATA_PARALLEL_SHARD;
 use fulgurite_engine::shard::{Cut, Placement, Region, ShardSpec};
 
-/// Writes the checkpoint as `shards` ranks of FSDP would, and returns the number of files. All shards are
-/// written at the same time, so that every tensor is read once, whole, and its checksum verified.
+/// Writes the checkpoint as `shards` ranks of FSDP would, and returns the number of files. All
+/// shards are written at the same time, so that every tensor is read once, whole, and its checksum
+/// verified.
 pub(super) fn write(
     io: &dyn CheckpointIO,
     staged: &str,

@@ -16,9 +16,8 @@
 //! }
 //! ```
 //!
-//! They need no process group and no accelerator. Tensors are read and written one by one; what is
-//! read is checked against its checksum, and what is written appears under its name when it is
-//! complete and durable, as everywhere.
+//! They need no process group and no accelerator. Tensors are read and written one by one.
+//! Checksums are verified, and an output appears under its name when it is complete and durable.
 
 mod any;
 mod convert;

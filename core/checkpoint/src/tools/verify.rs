@@ -53,9 +53,9 @@ impl std::fmt::Display for Damage {
     }
 }
 
-/// Compares all bytes of a checkpoint with their checksums, and the files' headers with the manifest. Weights
-/// alone have no checksums; [`AnyCheckpoint::open`] has checked their headers and lengths. Takes 4 MiB of
-/// memory. Not collective.
+/// Compares all bytes of a checkpoint with their checksums, and the files' headers with the
+/// manifest. Weights alone have no checksums; [`AnyCheckpoint::open`] has checked their headers and
+/// lengths. Takes 4 MiB of memory. Not collective.
 pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) -> Verification {
     let tensors = checkpoint.sections().iter().map(|(_, source)| source.names().len()).sum();
     let mut verification = Verification {

@@ -1,7 +1,7 @@
 //! The stack machine of pickle, without calls.
 //!
-//! Objects are in one list and refer to each other by index. So objects can be shared, no depth of nesting
-//! overflows the stack, and memory is a small multiple of the pickle's size.
+//! Objects are in one list and refer to each other by index. So objects can be shared, no depth of
+//! nesting overflows the stack, and memory is a small multiple of the pickle's size.
 
 use std::collections::HashMap;
 

@@ -16,13 +16,13 @@ use crate::{LocalFile, StoredTensors, TensorInfo, TensorSource};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::shard::Region;
 
-/// A state dict that `torch.save` wrote: a `.pt`, `.pth` or `.bin` file, a Lightning `.ckpt`, or the
-/// `pytorch_model.bin` shards of a Hugging Face directory.
+/// A state dict that `torch.save` wrote: a `.pt`, `.pth` or `.bin` file, a Lightning `.ckpt`, or
+/// the `pytorch_model.bin` shards of a Hugging Face directory.
 ///
 /// The state dict may be the saved object, or in it under `state_dict`, `model`, `module` or
-/// `model_state_dict`, possibly nested. Other objects are ignored, and nothing is executed. Opening reads
-/// the pickle; a read of a tensor reads only the bytes of the requested part. Names are those of the file;
-/// see [`NameRules`](crate::NameRules). Not collective.
+/// `model_state_dict`, possibly nested. Other objects are ignored, and nothing is executed. Opening
+/// reads the pickle; a read of a tensor reads only the bytes of the requested part. Names are those
+/// of the file; see [`NameRules`](crate::NameRules). Not collective.
 #[derive(Debug)]
 pub struct TorchSource {
     /// Contiguous tensors, which nearly all are.
@@ -53,8 +53,8 @@ impl TorchSource {
     /// Opens a file, a Hugging Face directory with `pytorch_model.bin`, or its index.
     ///
     /// # Errors
-    /// If it is no file of `torch.save`, is damaged, or has no state dict, or one with quantized, sparse or
-    /// distributed tensors; the message says what to do.
+    /// If it is no file of `torch.save`, is damaged, or has no state dict, or one with quantized,
+    /// sparse or distributed tensors; the message says what to do.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::open_at(path, &[])
     }

@@ -48,8 +48,8 @@ impl TensorView {
     }
 }
 
-/// The tensors of the state dict in `heap`: that under `keys` or, without keys, the outermost dict with
-/// tensors under the usual [`KEYS`].
+/// The tensors of the state dict in `heap`: that under `keys` or, without keys, the outermost dict
+/// with tensors under the usual [`KEYS`].
 pub(super) fn tensors(heap: &Heap, keys: &[&str]) -> Result<Vec<(String, TensorView)>, String> {
     let mut at = heap.root;
     for key in keys {
@@ -167,8 +167,8 @@ fn unknown(function: &str) -> String {
     )
 }
 
-/// The tensor of a call of `_rebuild_tensor` with the arguments storage, offset, size and stride; version 3
-/// has the dtype as the seventh.
+/// The tensor of a call of `_rebuild_tensor` with the arguments storage, offset, size and stride;
+/// version 3 has the dtype as the seventh.
 fn view(heap: &Heap, args: &[Id]) -> Result<TensorView, String> {
     let parts = || {
         let [storage, offset, shape, strides, ..] = args else { return None };

@@ -2,8 +2,8 @@
 
 use half::{bf16, f16};
 
+use super::suite::{LARGE, Suite};
 use super::value::{Value, reduced, values};
-use super::{LARGE, Suite};
 use crate::Result;
 use fulgurite_engine::collective::{AllGather, Collective, ReduceOp};
 
@@ -127,8 +127,8 @@ impl Suite<'_> {
         output.expect(self, &format!("all_to_all of {n} {:?} a pair", T::DTYPE), &expected)
     }
 
-    /// Rings in both directions. All ranks start their send before their receive, as ring attention does, so
-    /// a send must not block a later receive.
+    /// Rings in both directions. All ranks start their send before their receive, as ring attention
+    /// does, so a send must not block a later receive.
     pub(super) fn point_to_point(&self) -> Result<()> {
         let (rank, size) = (self.rank(), self.size());
         if size == 1 {
@@ -150,7 +150,8 @@ impl Suite<'_> {
         self.messages_in_order()
     }
 
-    /// Messages of a pair of ranks arrive in the order they were sent, and other pairs are not blocked.
+    /// Messages of a pair of ranks arrive in the order they were sent, and other pairs are not
+    /// blocked.
     fn messages_in_order(&self) -> Result<()> {
         let count = 10;
         if self.rank() == 0 {
@@ -175,8 +176,8 @@ impl Suite<'_> {
         self.group.barrier()?.wait()
     }
 
-    /// A collective that some ranks wait for at once keeps its place between those started before and after
-    /// it.
+    /// A collective that some ranks wait for at once keeps its place between those started before
+    /// and after it.
     pub(super) fn waited_for(&self) -> Result<()> {
         let size = self.size() as i64;
         let chain = self.view(&[1i64; 10])?;

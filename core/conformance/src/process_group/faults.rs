@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::Suite;
+use super::suite::Suite;
 use crate::Result;
 use fulgurite_engine::collective::{ProcessGroup, ReduceOp, Work};
 
-/// Checks that [`ProcessGroup::abort`] by the last rank ends the waits of all others with its reason, and
-/// that all later calls fail. Every rank calls it; the group is unusable afterwards.
+/// Checks that [`ProcessGroup::abort`] by the last rank ends the waits of all others with its
+/// reason, and that all later calls fail. Every rank calls it; the group is unusable afterwards.
 ///
 /// # Errors
 /// The broken promise.
@@ -46,8 +46,9 @@ fn large(group: &dyn ProcessGroup) -> Result<Tensor> {
     Ok(tensor)
 }
 
-/// Checks that the others time out, naming the last rank, when that does not join a collective. Every rank
-/// calls it, on a group with the timeout `timeout` (about a second); the group is unusable afterwards.
+/// Checks that the others time out, naming the last rank, when that does not join a collective.
+/// Every rank calls it, on a group with the timeout `timeout` (about a second); the group is
+/// unusable afterwards.
 ///
 /// # Errors
 /// The broken promise.

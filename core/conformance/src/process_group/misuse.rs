@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 
-use super::Suite;
+use super::suite::Suite;
 use super::value::{reduced, values};
 use crate::Result;
 use fulgurite_engine::collective::{AllGather, ReduceOp, ReduceScatter, Work};

@@ -2,8 +2,8 @@
 
 use half::{bf16, f16};
 
+use super::suite::{LARGE, Suite};
 use super::value::{Value, reduced, values};
-use super::{LARGE, Suite};
 use crate::Result;
 use fulgurite_engine::collective::{ReduceOp, ReduceScatter};
 

@@ -1,6 +1,6 @@
 //! Splitting groups.
 
-use super::Suite;
+use super::suite::Suite;
 use super::value::{reduced, values};
 use crate::Result;
 use fulgurite_engine::collective::{ProcessGroup, ReduceOp};

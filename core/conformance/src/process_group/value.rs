@@ -48,8 +48,8 @@ fn bits(rank: usize, index: usize, salt: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Signed values over about ten binary orders of magnitude, so that the rounding of sums depends on the
-/// order.
+/// Signed values over about ten binary orders of magnitude, so that the rounding of sums depends on
+/// the order.
 fn varied_value(rank: usize, index: usize, salt: u64) -> f64 {
     let bits = bits(rank, index, salt);
     let fraction = (bits >> 11) as f64 / (1u64 << 53) as f64 + 0.5;

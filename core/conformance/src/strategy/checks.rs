@@ -36,7 +36,8 @@ impl Suite<'_> {
         self.ensure(holds, format!("parameter `{}`: {what}", parameter.fqn()))
     }
 
-    /// Every rank has its region of every parameter, with the seed's initial values; together they have all.
+    /// Every rank has its region of every parameter, with the seed's initial values; together they
+    /// have all.
     pub(super) fn initial_values(&self, fabric: &Fabric) -> Result<()> {
         let (tree, mesh) = (fabric.module_tree()?, fabric.device_mesh());
         let mut owned_counts = Vec::new();
@@ -179,7 +180,8 @@ impl Suite<'_> {
         tree.parameters().iter().map(|parameter| bytes(&parameter.local()?.values)).collect()
     }
 
-    /// After a step: trained parameters have changed, gradients are cleared, and a forward is possible.
+    /// After a step: trained parameters have changed, gradients are cleared, and a forward is
+    /// possible.
     pub(super) fn after_step(&self, fabric: &Fabric, before: &[Vec<u8>]) -> Result<()> {
         let tree = fabric.module_tree()?;
         let after = self.local_values(fabric)?;

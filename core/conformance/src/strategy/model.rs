@@ -17,8 +17,8 @@ pub(super) const USED_BY_ONE_REPLICA: &str = "sometimes";
 /// Micro-batches in a step.
 pub(super) const MICRO_BATCHES: usize = 2;
 
-/// A model with units and parameters outside of them, a weight shared by both, fewer rows than ranks, a
-/// frozen layer, and a parameter that some ranks do not use in a step.
+/// A model with units and parameters outside of them, a weight shared by both, fewer rows than
+/// ranks, a frozen layer, and a parameter that some ranks do not use in a step.
 pub(super) struct Probe {
     entry: Linear,
     shared: Linear,
@@ -99,8 +99,8 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// The rows of `replica` of `replicas`; their number depends on replica and micro-batch. Every step has
-    /// the same batches, so that the loss of a model that learns falls.
+    /// The rows of `replica` of `replicas`; their number depends on replica and micro-batch. Every
+    /// step has the same batches, so that the loss of a model that learns falls.
     pub(super) fn new(
         replica: usize,
         replicas: usize,

@@ -24,7 +24,8 @@ const TOLERANCE: f64 = 1e-4;
 /// What a strategy's training is compared with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Equivalence {
-    /// Training on one rank with all data: losses and gradient norms must be equal, up to rounding in f32.
+    /// Training on one rank with all data: losses and gradient norms must be equal, up to rounding
+    /// in f32.
     OneRank,
     /// Nothing, for strategies with other mathematics or precision: the loss must fall.
     None,
@@ -36,8 +37,8 @@ pub enum Equivalence {
 /// strategy is built several times from `config`, which must be registered. The group stays usable.
 ///
 /// # Errors
-/// The first broken promise, and what was expected. Other ranks may then wait in a collective until the
-/// group is aborted.
+/// The first broken promise, and what was expected. Other ranks may then wait in a collective until
+/// the group is aborted.
 pub fn strategy<S: StrategyConfig>(
     config: &S,
     world: &Arc<dyn ProcessGroup>,

@@ -35,8 +35,8 @@ pub trait ClusterEnvironment: Debug + Send + Sync {
     /// The TCP port of rank 0's store. It must be free on that host.
     fn main_port(&self) -> u16;
 
-    /// The job's id: equal on all its ranks and, as far as the launcher's variables allow, different for
-    /// jobs that may use the same port.
+    /// The job's id: equal on all its ranks and, as far as the launcher's variables allow,
+    /// different for jobs that may use the same port.
     fn job_id(&self) -> String;
 
     /// Checks that `devices * num_nodes` ranks were started (`devices` is the ranks on each node).
@@ -60,8 +60,8 @@ pub trait ClusterEnvironment: Debug + Send + Sync {
 /// Recognises and reads one launcher's variables: `trainer.environment = "torchelastic"`.
 ///
 /// Registered with `#[typetag::serde(name = "…")]` and
-/// [`register_environment!`](fulgurite_config::register_environment). It must deserialise from its `type` tag
-/// alone, since that is how [`detect`](super::detect()) makes the candidates.
+/// [`register_environment!`](fulgurite_config::register_environment). It must deserialise from its
+/// `type` tag alone, since that is how [`detect`](super::detect()) makes the candidates.
 #[typetag::serde(tag = "type")]
 pub trait EnvironmentConfig: Debug + Send + Sync {
     /// Of the environments that [detect](Self::detect) their variables, the one with the highest

@@ -1,8 +1,8 @@
 //! Cluster environments: which rank of its job this process is.
 //!
 //! A launcher (a batch scheduler, an elastic agent) tells each process of a job its rank through
-//! environment variables. An [`EnvironmentConfig`] is the plugin that recognises and reads the variables
-//! of one launcher; it gives a [`ClusterEnvironment`].
+//! environment variables. An [`EnvironmentConfig`] is the plugin that recognises and reads the
+//! variables of one launcher; it gives a [`ClusterEnvironment`].
 //!
 //! ```
 //! use fulgurite_launch::environment::{ClusterEnvironment, EnvironmentConfig, Variables};

@@ -27,8 +27,8 @@ impl Variables {
         self.0.contains_key(name)
     }
 
-    /// The value of `name`, parsed. `what` says in messages what it should be: `this process's rank, a
-    /// number`.
+    /// The value of `name`, parsed. `what` says in messages what it should be: `this process's
+    /// rank, a number`.
     ///
     /// # Errors
     /// [`Error::Launch`] naming the variable, if it is set and does not parse.

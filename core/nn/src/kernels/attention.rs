@@ -14,8 +14,8 @@ use fulgurite_engine::parameter::accumulation_dtype;
 pub(crate) struct DotProductAttention {
     /// Factor of the scores.
     pub(crate) scale: f64,
-    /// Whether a query attends only to the keys up to its own position; the last query is at the position
-    /// of the last key.
+    /// Whether a query attends only to the keys up to its own position; the last query is at the
+    /// position of the last key.
     pub(crate) causal: bool,
     /// Angles of the rotary position embedding, for each key position.
     pub(crate) angles: Option<Angles>,
@@ -89,7 +89,8 @@ impl AttentionShape {
     }
 }
 
-/// The tensor in its accumulation dtype, with contiguous rows of `head_dim`. Copied only where it must be.
+/// The tensor in its accumulation dtype, with contiguous rows of `head_dim`. Copied only where it
+/// must be.
 fn rows_contiguous(x: &Tensor) -> Result<Tensor> {
     let x = x.detach().to_dtype(accumulation_dtype(x.dtype()))?;
     Ok(if x.stride().last() == Some(&1) { x } else { x.contiguous()? })

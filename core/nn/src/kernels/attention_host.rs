@@ -1,6 +1,6 @@
-//! Attention on the CPU, with (sequence, head) pairs in parallel and queries in blocks. A pair has copies
-//! of its keys and values and the scores of one block; in backward also the gradients of all three.
-//! Backward computes the probabilities again from the saved log-sum-exp.
+//! Attention on the CPU, with (sequence, head) pairs in parallel and queries in blocks. A pair has
+//! copies of its keys and values and the scores of one block; in backward also the gradients of all
+//! three. Backward computes the probabilities again from the saved log-sum-exp.
 
 use std::ops::Deref;
 
@@ -50,7 +50,8 @@ impl<'a, T: Float> Rows<'a, T> {
 struct Rotation<'a, T>(Option<(&'a [T], &'a [T])>);
 
 impl<T: Float> Rotation<'_, T> {
-    /// Rotates consecutive rows, the first at position `start`; with `inverse` by the negative angles.
+    /// Rotates consecutive rows, the first at position `start`; with `inverse` by the negative
+    /// angles.
     fn apply(&self, rows: &mut [T], dim: usize, start: usize, inverse: bool) {
         if let Some((cos, sin)) = self.0 {
             rotate_rows(rows, cos, sin, dim, start, inverse);
@@ -84,8 +85,8 @@ vectorized! {
         (top, sum)
     }
 
-    /// Replaces the scores in `p` by probabilities, and the probabilities' gradients in `ds` by those of
-    /// the scores. `output` is the row's output and `grad` its gradient.
+    /// Replaces the scores in `p` by probabilities, and the probabilities' gradients in `ds` by
+    /// those of the scores. `output` is the row's output and `grad` its gradient.
     fn softmax_row_backward[T: Float](
         p: &mut [T],
         ds: &mut [T],
@@ -229,8 +230,8 @@ pub(super) fn backward<T: Float>(
 /// The gradient rows of one key head and its query heads: of queries, keys and values.
 type GroupRows<'a, T> = (Vec<Vec<&'a mut [T]>>, Vec<&'a mut [T]>, Vec<&'a mut [T]>);
 
-/// The backward of one key head. Its query heads run in parallel, since there may be fewer key heads than
-/// threads.
+/// The backward of one key head. Its query heads run in parallel, since there may be fewer key
+/// heads than threads.
 fn backward_group<T: Float>(
     attend: &DotProductAttention,
     s: AttentionShape,
@@ -275,8 +276,8 @@ fn backward_group<T: Float>(
     }
 }
 
-/// The backward of one query head: writes the gradient rows of its queries and returns its contributions
-/// to the gradients of the keys (still rotated) and the values.
+/// The backward of one query head: writes the gradient rows of its queries and returns its
+/// contributions to the gradients of the keys (still rotated) and the values.
 fn backward_head<T: Float>(
     attend: &DotProductAttention,
     s: AttentionShape,

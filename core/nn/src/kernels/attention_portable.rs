@@ -1,5 +1,5 @@
-//! Attention as tensor operations, for any device. Queries are computed in blocks, so that the scores of
-//! all queries are never in memory at once.
+//! Attention as tensor operations, for any device. Queries are computed in blocks, so that the
+//! scores of all queries are never in memory at once.
 
 use candle_core::{D, DType, Tensor};
 
@@ -40,8 +40,8 @@ impl DotProductAttention {
         }
     }
 
-    /// The causal mask of `n` queries from `start` on: minus infinity at keys that they must not attend to,
-    /// `[n, seen]`.
+    /// The causal mask of `n` queries from `start` on: minus infinity at keys that they must not
+    /// attend to, `[n, seen]`.
     fn mask(
         &self,
         s: AttentionShape,

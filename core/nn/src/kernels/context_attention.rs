@@ -1,4 +1,5 @@
-//! Attention under context parallelism, where each rank has a part of every sequence, or without it.
+//! Attention under context parallelism, where each rank has a part of every sequence, or without
+//! it.
 
 use candle_core::Tensor;
 
@@ -92,7 +93,7 @@ impl ContextAttention {
         }
     }
 
-    /// This rank's query_ranges of consecutive positions.
+    /// This rank's ranges of consecutive positions.
     fn query_ranges(&self, context: &ContextParallel, q: &Tensor) -> Result<Vec<QueryRange>> {
         let mut start = 0;
         let mut query_ranges = Vec::new();

@@ -1,6 +1,6 @@
-//! Cross entropy of rows of logits. Forward saves the log-sum-exp of each row; backward computes the
-//! probabilities again and writes the gradient in one pass. Where the classes are cut over ranks, the
-//! forward is in [`super::cross_entropy_parallel`]; backward is the same.
+//! Cross entropy of rows of logits. Forward saves the log-sum-exp of each row; backward computes
+//! the probabilities again and writes the gradient in one pass. Where the classes are cut over
+//! ranks, the forward is in [`super::cross_entropy_parallel`]; backward is the same.
 #![allow(unsafe_code)] // the gradient's memory is not zeroed before it is written
 
 use std::mem::MaybeUninit;
@@ -80,8 +80,8 @@ pub(crate) fn forward(
     })
 }
 
-/// The gradient of the logits. `grad` is the gradient of the loss, and `lse` the log-sum-exp over all
-/// classes.
+/// The gradient of the logits. `grad` is the gradient of the loss, and `lse` the log-sum-exp over
+/// all classes.
 pub(crate) fn backward(
     logits: &Tensor,
     lse: &Tensor,
@@ -129,8 +129,8 @@ pub(crate) fn backward(
     Ok(d.to_dtype(dtype)?)
 }
 
-/// [`backward`], equal to the bit, but in the memory of the logits, which must have no other user, if they
-/// are on the CPU and in their accumulation dtype.
+/// [`backward`], equal to the bit, but in the memory of the logits, which must have no other user,
+/// if they are on the CPU and in their accumulation dtype.
 pub(crate) fn backward_into(
     logits: Tensor,
     lse: &Tensor,
@@ -175,8 +175,8 @@ vectorized! {
         }
     }
 
-    /// The largest logit `m`, and the sum of `exp(z - m)`; of `exp(z)` where all logits are minus infinity or
-    /// NaN, which `max` ignores.
+    /// The largest logit `m`, and the sum of `exp(z - m)`; of `exp(z)` where all logits are minus
+    /// infinity or NaN, which `max` ignores.
     pub(super) fn max_and_sum_exp[T: Float](z: &[T]) -> (T, T) {
         let row_max = max(z);
         let shift = if row_max == T::ZERO - T::INFINITY { T::ZERO } else { row_max };
@@ -198,8 +198,8 @@ impl ClassRange {
     }
 }
 
-/// Targets as tensors of shape `[rows, 1]`. Masks (u8) rather than factors, because an ignored row may
-/// have infinities, which a product with zero does not remove.
+/// Targets as tensors of shape `[rows, 1]`. Masks (u8) rather than factors, because an ignored row
+/// may have infinities, which a product with zero does not remove.
 pub(super) struct TargetMasks {
     /// The target's column; 0 where it is none of this rank's.
     pub(super) index: Tensor,

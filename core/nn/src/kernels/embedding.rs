@@ -27,8 +27,8 @@ pub(crate) fn checked_ids(ids: &Tensor, rows: usize) -> Result<Vec<u32>> {
 /// The local id of rows that are on other ranks.
 const NOT_LOCAL: u32 = u32::MAX;
 
-/// Ids relative to this rank's `rows` rows, which begin at row `first` of the table; [`NOT_LOCAL`] for
-/// others.
+/// Ids relative to this rank's `rows` rows, which begin at row `first` of the table; [`NOT_LOCAL`]
+/// for others.
 pub(crate) fn local_ids(mut ids: Vec<u32>, first: usize, rows: usize) -> Vec<u32> {
     for id in &mut ids {
         *id = match (*id as usize).checked_sub(first) {
@@ -39,8 +39,8 @@ pub(crate) fn local_ids(mut ids: Vec<u32>, first: usize, rows: usize) -> Vec<u32
     ids
 }
 
-/// Ids for tensor operations, with any row for [`NOT_LOCAL`], and, if there are such, the factor that
-/// zeroes their rows (`[ids, 1]`).
+/// Ids for tensor operations, with any row for [`NOT_LOCAL`], and, if there are such, the factor
+/// that zeroes their rows (`[ids, 1]`).
 fn portable_ids(ids: &[u32], like: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
     let here: Vec<u32> = ids.iter().map(|&id| if id == NOT_LOCAL { 0 } else { id }).collect();
     let here = Tensor::from_vec(here, ids.len(), like.device())?;
@@ -107,8 +107,8 @@ pub(crate) fn lookup_grad(weight: &Parameter, ids: &[u32], grad: &Tensor) -> Res
     })
 }
 
-/// Sums the rows of `grad` by id. Each thread goes through all ids, in order, for its piece of the table,
-/// so that sums do not depend on the number of threads.
+/// Sums the rows of `grad` by id. Each thread goes through all ids, in order, for its piece of the
+/// table, so that sums do not depend on the number of threads.
 fn scatter<T: Float>(out: &mut [T], ids: &[u32], grad: &[T], width: usize, add: bool) {
     if width == 0 {
         return;

@@ -12,7 +12,7 @@ use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::parameter::accumulation_dtype;
 
-/// What is computed of the gradient of an input.
+/// Whether and where the gradient of an input is computed.
 pub(crate) enum InputGrad {
     /// Nothing; it is not needed.
     Skip,

@@ -17,8 +17,8 @@ pub(crate) struct Angles {
 }
 
 vectorized! {
-    /// Rotates rows of `d` elements in place, the first one by row `start` of the tables, which repeat;
-    /// with `inverse` by the negative angles.
+    /// Rotates rows of `d` elements in place, the first one by row `start` of the tables, which
+    /// repeat; with `inverse` by the negative angles.
     pub(super) fn rotate_rows[T: Float](
         rows: &mut [T],
         cos: &[T],

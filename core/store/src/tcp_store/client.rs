@@ -43,12 +43,12 @@ struct Health {
 }
 
 impl TcpStore {
-    /// Connects to the server at `host:port`, with retries until `timeout`, since the server may start
-    /// later than its clients.
+    /// Connects to the server at `host:port`, with retries until `timeout`, since the server may
+    /// start later than its clients.
     ///
     /// # Errors
-    /// [`Error::Launch`] if no server answers in time; at once if the server is no store, belongs to
-    /// another job or build, or already has a process of this rank.
+    /// [`Error::Launch`] if no server answers in time; at once if the server is no store, belongs
+    /// to another job or build, or already has a process of this rank.
     pub fn connect(host: &str, port: u16, identity: Identity, timeout: Duration) -> Result<Self> {
         let server = Server { host: host.to_owned(), port, identity };
         let deadline = deadline(timeout);
@@ -108,7 +108,8 @@ impl TcpStore {
         }
     }
 
-    /// Tells the server that this rank leaves, so that its end is no failure; `false` takes that back.
+    /// Tells the server that this rank leaves, so that its end is no failure; `false` takes that
+    /// back.
     pub fn set_left(&self, left: bool) {
         // An error means that the server has ended.
         let _ = send(&self.health.stream, &Request::Left(left));
@@ -161,8 +162,8 @@ impl TcpStore {
         Ok(reply)
     }
 
-    /// The error of a request without an answer: the failure that caused it, if one becomes known within
-    /// a second.
+    /// The error of a request without an answer: the failure that caused it, if one becomes known
+    /// within a second.
     fn broken(&self, why: &str) -> Error {
         match self.wait_for_failure(Duration::from_secs(1)) {
             Some((rank, message)) => Error::PeerFailed { rank, message },

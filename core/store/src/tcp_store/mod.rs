@@ -1,10 +1,11 @@
 //! The store of a job of several processes: a server in one of them, a client in each.
 //!
 //! Beside the connections for its requests every client has a *health connection*. It carries
-//! heartbeats and, as soon as there is one, the job's first failure. If it ends before the client has
-//! announced that it leaves, the rank was killed. Between hosts a connection may break without an end, so
-//! there a minute without a heartbeat means the same. Within a host it does not: the kernel closes the
-//! connections of a dead process, and a process that a debugger has stopped is not dead.
+//! heartbeats and, as soon as there is one, the job's first failure. If it ends before the client
+//! has announced that it leaves, the rank was killed. Between hosts a connection may break without
+//! an end, so there a minute without a heartbeat means the same. Within a host it does not: the
+//! kernel closes the connections of a dead process, and a process that a debugger has stopped is
+//! not dead.
 
 mod client;
 mod protocol;

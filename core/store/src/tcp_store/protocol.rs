@@ -1,4 +1,5 @@
-//! The wire format: frames of a little-endian `u32` length and that many bytes, each a message in [postcard](https://postcard.jamesmunns.com)'s format.
+//! The wire format: frames of a little-endian `u32` length and that many bytes, each a message in
+//! [postcard](https://postcard.jamesmunns.com)'s format.
 
 use std::io::{self, Read, Write};
 use std::time::Instant;
@@ -127,8 +128,8 @@ pub(super) fn send(stream: impl Write, message: &impl Serialize) -> io::Result<(
     send_frame(stream, &encode(message)?)
 }
 
-/// Writes one frame with one call, so that the frames of two threads do not mix as long as each fits
-/// into the socket's buffer. Frames on health connections, where two threads write, do.
+/// Writes one frame with one call, so that the frames of two threads do not mix as long as each
+/// fits into the socket's buffer. Frames on health connections, where two threads write, do.
 pub(super) fn send_frame(mut stream: impl Write, body: &[u8]) -> io::Result<()> {
     if body.len() > MAX_FRAME {
         return Err(io::Error::other(format!(
@@ -207,8 +208,8 @@ impl<S: Read> Reader<S> {
         retry_until(deadline, || self.next())
     }
 
-    /// The body of the next frame. Memory is allocated for the bytes that arrive, not for the length that
-    /// the frame claims.
+    /// The body of the next frame. Memory is allocated for the bytes that arrive, not for the
+    /// length that the frame claims.
     fn frame(&mut self) -> Incoming<Vec<u8>> {
         loop {
             if let Some((len, rest)) = self.buffer.split_first_chunk::<4>() {

@@ -48,8 +48,8 @@ impl StoreServer {
     /// Listens on `address`; port 0 takes a free one.
     ///
     /// # Errors
-    /// [`Error::Launch`] if the port is taken, the address is not one of this host, or there are more
-    /// than a million ranks.
+    /// [`Error::Launch`] if the port is taken, the address is not one of this host, or there are
+    /// more than a million ranks.
     pub fn bind(
         address: SocketAddr,
         job_id: &str,
@@ -98,8 +98,8 @@ impl StoreServer {
         self.shared.table.read().members.get(rank).is_some_and(|member| member.joined)
     }
 
-    /// Tells the clients that this process leaves, so that its end is no failure; `false` takes that
-    /// back.
+    /// Tells the clients that this process leaves, so that its end is no failure; `false` takes
+    /// that back.
     pub fn set_left(&self, left: bool) {
         self.shared.table.change(|state| state.host_left = left);
     }
@@ -114,8 +114,8 @@ impl StoreServer {
         self.shared.table.wait(timeout, |state| gone(state).then_some(())).is_some()
     }
 
-    /// Waits until all connected ranks but `own` have confirmed the notice of the job's failure. False
-    /// after `timeout`.
+    /// Waits until all connected ranks but `own` have confirmed the notice of the job's failure.
+    /// False after `timeout`.
     pub fn wait_until_notified(&self, own: usize, timeout: Duration) -> bool {
         let notified =
             |state: &State| others(state, own).all(|m| !m.joined || m.notified || m.left || m.lost);

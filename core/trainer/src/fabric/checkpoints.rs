@@ -28,8 +28,8 @@ struct FabricState {
 
 impl Fabric {
     /// Saves model, optimizer and `state` (anything that serialises: step, position in the data) as
-    /// a distributed checkpoint in the directory `path`, as a transaction. Collective; the `state` of rank
-    /// 0 is saved.
+    /// a distributed checkpoint in the directory `path`, as a transaction. Collective; the `state`
+    /// of rank 0 is saved.
     ///
     /// # Errors
     /// If it cannot be written; what was at `path` before is untouched then.
@@ -45,8 +45,8 @@ impl Fabric {
     }
 
     /// Saves the model, `state` and if given the optimizer as a full checkpoint in the directory
-    /// `path`, as a transaction: whole tensors in files that `transformers` and candle load. Collective; the
-    /// `state` of rank 0 is saved. Tensors are gathered on rank 0 one by one.
+    /// `path`, as a transaction: whole tensors in files that `transformers` and candle load.
+    /// Collective; the `state` of rank 0 is saved. Tensors are gathered on rank 0 one by one.
     ///
     /// # Errors
     /// If it cannot be written; what was at `path` before is untouched then.
@@ -63,8 +63,9 @@ impl Fabric {
         teardown_after(&*io, saved)
     }
 
-    /// [`save_full`](Self::save_full) as the checkpoint `name` of any `io`, with the optimizer and the run's
-    /// configuration. The caller calls [`teardown`](CheckpointIO::teardown) after the last save. Collective.
+    /// [`save_full`](Self::save_full) as the checkpoint `name` of any `io`, with the optimizer and
+    /// the run's configuration. The caller calls [`teardown`](CheckpointIO::teardown) after the
+    /// last save. Collective.
     ///
     /// # Errors
     /// As [`save_full`](Self::save_full).
@@ -81,8 +82,8 @@ impl Fabric {
         self.runtime.save_full_checkpoint(&**io, name, &states, &options, meta)
     }
 
-    /// [`save`](Self::save) as the checkpoint `name` of any `io`, with the run's configuration. The caller
-    /// calls [`teardown`](CheckpointIO::teardown) after the last save. Collective.
+    /// [`save`](Self::save) as the checkpoint `name` of any `io`, with the run's configuration. The
+    /// caller calls [`teardown`](CheckpointIO::teardown) after the last save. Collective.
     ///
     /// # Errors
     /// As [`save`](Self::save).
@@ -98,9 +99,10 @@ impl Fabric {
         request.run(&**io, &**self.world())
     }
 
-    /// This rank's part of a checkpoint `name` of the present state, to be saved with [`SaveRequest::run`] or,
-    /// in the background, with an [`AsyncSaver`](fulgurite_checkpoint_format::AsyncSaver). It shares the
-    /// model's memory. Collective.
+    /// This rank's part of a checkpoint `name` of the present state, to be saved with
+    /// [`SaveRequest::run`] or, in the background, with an
+    /// [`AsyncSaver`](fulgurite_checkpoint_format::AsyncSaver). It shares the model's memory.
+    /// Collective.
     ///
     /// # Errors
     /// If a peer fails, or `state` cannot be written as JSON.
@@ -158,8 +160,8 @@ impl Fabric {
         Ok(self.load_with(source, optimizer, &LoadOptions::default())?.0)
     }
 
-    /// [`load_from`](Self::load_from) with options: a part of the checkpoint, under other names, or into a
-    /// model that has changed. Also returns the differences. Collective.
+    /// [`load_from`](Self::load_from) with options: a part of the checkpoint, under other names, or
+    /// into a model that has changed. Also returns the differences. Collective.
     ///
     /// # Errors
     /// As [`load`](Self::load), if [`strict`](LoadOptions::strict); otherwise differences are no
@@ -189,8 +191,8 @@ impl Fabric {
     }
 
     /// Fills the model from the weights at `path`, of any format that
-    /// [`checkpoint::open`](fulgurite_checkpoint_format::open) takes; `options` may be a `bool`, for
-    /// [`strict`](LoadOptions::strict). Collective.
+    /// [`checkpoint::open`](fulgurite_checkpoint_format::open) takes; `options` may be a `bool`,
+    /// for [`strict`](LoadOptions::strict). Collective.
     ///
     /// # Errors
     /// As [`checkpoint::load_raw`](fulgurite_checkpoint_format::load_raw).

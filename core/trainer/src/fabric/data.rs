@@ -7,8 +7,8 @@ use crate::Result;
 use fulgurite_engine::data::{DataContext, DataModule, SampleOrder, Split, TrainSampler};
 use fulgurite_engine::module::ForwardScope;
 
-/// A micro-batch of training samples, with the [scope](ForwardScope) for its forward, on which dropout,
-/// context parallelism and a parallel loss depend.
+/// A micro-batch of training samples, with the [scope](ForwardScope) for its forward, on which
+/// dropout, context parallelism and a parallel loss depend.
 ///
 /// ```
 /// # use candle_core::Tensor;
@@ -45,7 +45,8 @@ impl<B> TrainBatch<B> {
     }
 }
 
-/// This rank's micro-batches of the endless stream of training samples; made by [`Fabric::setup_data`].
+/// This rank's micro-batches of the endless stream of training samples; made by
+/// [`Fabric::setup_data`].
 pub struct TrainLoader<D> {
     data: D,
     sampler: TrainSampler,
@@ -84,8 +85,8 @@ impl<D: DataModule> Iterator for TrainLoader<D> {
 }
 
 impl Fabric {
-    /// Opens the data and returns this rank's micro-batches. Tensor- and context-parallel ranks get the same
-    /// ones. Not collective.
+    /// Opens the data and returns this rank's micro-batches. Tensor- and context-parallel ranks get
+    /// the same ones. Not collective.
     ///
     /// # Errors
     /// If the data cannot be opened or has no training samples.

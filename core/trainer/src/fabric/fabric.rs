@@ -54,7 +54,8 @@ pub struct Fabric {
 }
 
 impl Fabric {
-    /// Fabric over the ranks of `world`, under this strategy. Collective: the strategy makes its mesh.
+    /// Fabric over the ranks of `world`, under this strategy. Collective: the strategy makes its
+    /// mesh.
     ///
     /// # Errors
     /// If the strategy does not fit the world size.
@@ -93,8 +94,8 @@ impl Fabric {
         self.runtime.capabilities()
     }
 
-    /// This rank's share of the data, by its coordinate in `data_parallel`. Tensor- and context-parallel ranks
-    /// have the same samples.
+    /// This rank's share of the data, by its coordinate in `data_parallel`. Tensor- and
+    /// context-parallel ranks have the same samples.
     ///
     /// # Errors
     /// If the mesh has no such dimension.
@@ -123,8 +124,8 @@ impl Fabric {
     }
 
     /// When the program was started, in seconds since 1970; `None` if this Fabric was not launched.
-    pub fn started(&self) -> Option<f64> {
-        self.launched.as_ref().map(|launched| launched.started)
+    pub fn program_start(&self) -> Option<f64> {
+        self.launched.as_ref().map(|launched| launched.program_start)
     }
 
     /// The run's seed.
@@ -158,11 +159,12 @@ impl Fabric {
         Ok((model, self.setup_optimizer(optimizer)?))
     }
 
-    /// Builds a model with the closure, lets the strategy distribute it over the ranks, and initialises this
-    /// rank's part. Collective.
+    /// Builds a model with the closure, lets the strategy distribute it over the ranks, and
+    /// initialises this rank's part. Collective.
     ///
     /// # Errors
-    /// If a model was set up already, the ranks' models differ, or the strategy cannot distribute it.
+    /// If a model was set up already, the ranks' models differ, or the strategy cannot distribute
+    /// it.
     pub fn setup_module<M>(
         &mut self,
         build: impl FnOnce(&ModuleBuilder) -> Result<M>,
@@ -194,10 +196,10 @@ impl Fabric {
         Ok(FabricOptimizer::new(optimizer, self.runtime.clone()))
     }
 
-    /// Enters the [scope](ForwardScope) of the following forwards on this thread, on which dropout, context
-    /// parallelism and a parallel loss depend, until the guard is dropped. `first_sample` is the index of
-    /// this rank's first sample in the step's global batch. The batches of [`setup_data`](Self::setup_data)
-    /// have scopes of their own.
+    /// Enters the [scope](ForwardScope) of the following forwards on this thread, on which dropout,
+    /// context parallelism and a parallel loss depend, until the guard is dropped. `first_sample`
+    /// is the index of this rank's first sample in the step's global batch. The batches of
+    /// [`setup_data`](Self::setup_data) have scopes of their own.
     pub fn forward_scope(&self, training: bool, step: u64, first_sample: u64) -> ContextGuard {
         self.scope(training, step, first_sample).enter()
     }
@@ -207,26 +209,26 @@ impl Fabric {
         ForwardScope { training, seed: self.seed, step, first_sample, context, loss_parallel: true }
     }
 
-    /// The ranks that share sequences with this one; `None` if sequences are whole. Batches are cut with
-    /// [`DataModule::shard_sequence`](fulgurite_engine::data::DataModule::shard_sequence).
+    /// The ranks that share sequences with this one; `None` if sequences are whole. Batches are cut
+    /// with [`DataModule::shard_sequence`](fulgurite_engine::data::DataModule::shard_sequence).
     pub fn context_parallel(&self) -> Option<ContextParallel> {
         ContextParallel::new(self.device_mesh().group(CONTEXT_PARALLEL).ok()?.clone())
     }
 
     /// Runs the backward of a micro-batch's loss, which adds to the step's gradients. Unless under
-    /// [`no_backward_sync`](Self::no_backward_sync), gradients are reduced over the ranks during backward,
-    /// and complete when this returns. Collective.
+    /// [`no_backward_sync`](Self::no_backward_sync), gradients are reduced over the ranks during
+    /// backward, and complete when this returns. Collective.
     ///
     /// # Errors
-    /// If the loss depends on no trainable parameter, if context-parallel ranks share sequences and the
-    /// loss was not computed in a [scope](ForwardScope) that says so, or if a peer fails.
+    /// If the loss depends on no trainable parameter, if context-parallel ranks share sequences and
+    /// the loss was not computed in a [scope](ForwardScope) that says so, or if a peer fails.
     pub fn backward(&self, loss: &Loss) -> Result<()> {
         loss.check_sequence_ranks(self.context_parallel().map_or(1, |context| context.size()))?;
         self.runtime.backward(loss)
     }
 
-    /// While the guard lives and `enabled` is true, backward does not reduce gradients over ranks: for all
-    /// micro-batches of a step but the last. Dropping the guard restores the state before.
+    /// While the guard lives and `enabled` is true, backward does not reduce gradients over ranks:
+    /// for all micro-batches of a step but the last. Dropping the guard restores the state before.
     pub fn no_backward_sync(&self, enabled: bool) -> NoSyncGuard {
         self.runtime.no_backward_sync(enabled)
     }
@@ -237,8 +239,9 @@ impl Fabric {
         self.runtime.synchronises()
     }
 
-    /// The step's loss and count over all ranks and micro-batches, and the sum of each of `flags` over the
-    /// ranks. The first call of a step is collective; later calls return the same and ignore their flags.
+    /// The step's loss and count over all ranks and micro-batches, and the sum of each of `flags`
+    /// over the ranks. The first call of a step is collective; later calls return the same and
+    /// ignore their flags.
     ///
     /// # Errors
     /// If a peer fails.
@@ -255,8 +258,8 @@ impl Fabric {
         self.runtime.audit_gradients(policy)
     }
 
-    /// To be called after writing values into the model's local shards, if not by [`load`](Self::load); makes
-    /// the model ready for a forward. Collective.
+    /// To be called after writing values into the model's local shards, if not by
+    /// [`load`](Self::load); makes the model ready for a forward. Collective.
     ///
     /// # Errors
     /// If replicas have different values, or a peer fails.
@@ -289,11 +292,11 @@ impl Fabric {
         })
     }
 
-    /// Clips the next optimizer step's gradients to a total norm of `max_norm`. Returns the norm before
-    /// clipping. Collective.
+    /// Clips the next optimizer step's gradients to a total norm of `max_norm`. Returns the norm
+    /// before clipping. Collective.
     ///
     /// # Errors
-    /// As [`gradient_norm`](Self::gradient_norm), and if `max_norm` is not check_positive.
+    /// As [`gradient_norm`](Self::gradient_norm), and if `max_norm` is not positive.
     pub fn clip_gradients_norm(
         &self,
         optimizer: &mut FabricOptimizer,
@@ -305,8 +308,8 @@ impl Fabric {
         Ok(norm)
     }
 
-    /// Clamps each element of the next optimizer step's gradients to plus or minus `clip_value`. Returns the
-    /// norm before clipping. Collective.
+    /// Clamps each element of the next optimizer step's gradients to plus or minus `clip_value`.
+    /// Returns the norm before clipping. Collective.
     ///
     /// # Errors
     /// As [`clip_gradients_norm`](Self::clip_gradients_norm).

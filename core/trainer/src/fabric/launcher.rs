@@ -22,8 +22,8 @@ pub struct Connection {
 }
 
 impl TrainerConfig {
-    /// Launches the ranks that this configuration asks for, unless a launcher has started them, and connects
-    /// them. Returns in ranks only; see [`launch`](fulgurite_launch::launch). Collective.
+    /// Launches the ranks that this configuration asks for, unless a launcher has started them, and
+    /// connects them. Returns in ranks only; see [`launch`](fulgurite_launch::launch). Collective.
     ///
     /// # Errors
     /// As [`launch`](fulgurite_launch::launch), and if the process group cannot connect the ranks.
@@ -71,7 +71,8 @@ pub struct FabricLauncher<'a> {
 }
 
 impl FabricLauncher<'_> {
-    /// Launches the ranks. Returns in ranks only; each runs the program from its beginning. Collective.
+    /// Launches the ranks. Returns in ranks only; each runs the program from its beginning.
+    /// Collective.
     ///
     /// # Errors
     /// As [`TrainerConfig::connect`] and [`Fabric::with_world`].
@@ -94,8 +95,8 @@ impl Fabric {
         Ok(FabricLauncher { config: &run.trainer, seed: run.seed })
     }
 
-    /// Fabric over the ranks of `world`, by a configuration. `parallelize` takes the place of that in the
-    /// strategy's configuration. Collective.
+    /// Fabric over the ranks of `world`, by a configuration. `parallelize` takes the place of that
+    /// in the strategy's configuration. Collective.
     ///
     /// # Errors
     /// If the strategy is unknown or does not fit the world size.

@@ -1,4 +1,5 @@
-//! Fabric: strategy, launcher and checkpoints for training loops of one's own. The trainer is built on it.
+//! Fabric: strategy, launcher and checkpoints for training loops of one's own. The trainer is built
+//! on it.
 
 mod checkpoints;
 mod data;

@@ -14,9 +14,9 @@ use fulgurite_engine::strategy::StepTotals;
 /// The prefix of the names of the moving average's scalars.
 const EMA_PREFIX: &str = "ema.";
 
-/// An optimizer that [`Fabric`](super::Fabric) has set up. Its step takes the mean over the global batch,
-/// clips and updates in one pass, follows the learning-rate schedule, clears the gradients (there is no
-/// `zero_grad`), and makes the model ready for the next forward.
+/// An optimizer that [`Fabric`](super::Fabric) has set up. Its step takes the mean over the global
+/// batch, clips and updates in one pass, follows the learning-rate schedule, clears the gradients
+/// (there is no `zero_grad`), and makes the model ready for the next forward.
 pub struct FabricOptimizer {
     inner: Box<dyn Optimizer>,
     runtime: Arc<StrategyRuntime>,
@@ -63,16 +63,17 @@ impl FabricOptimizer {
         self
     }
 
-    /// Sets the moving average of the weights, updated after each step. In checkpoints it is a part of the
-    /// optimizer's state.
+    /// Sets the moving average of the weights, updated after each step. In checkpoints it is a part
+    /// of the optimizer's state.
     #[must_use]
     pub fn with_ema(mut self, ema: Ema) -> Self {
         self.averages = Some(ema);
         self
     }
 
-    /// Exchanges the weights and their moving average, and makes the model ready for a forward. Does nothing
-    /// without an average. There must be no step until the call that exchanges them back. Collective.
+    /// Exchanges the weights and their moving average, and makes the model ready for a forward.
+    /// Does nothing without an average. There must be no step until the call that exchanges them
+    /// back. Collective.
     ///
     /// # Errors
     /// As [`Ema::swap`], and if a peer fails.
@@ -115,8 +116,8 @@ impl FabricOptimizer {
     /// The mean loss of the step that is being computed.
     ///
     /// # Errors
-    /// On every rank: [`Error::NonFinite`] if it is not finite, [`Error::Data`] if there is nothing to take
-    /// the mean of. Nothing is changed.
+    /// On every rank: [`Error::NonFinite`] if it is not finite, [`Error::Data`] if there is nothing
+    /// to take the mean of. Nothing is changed.
     pub fn check_loss(&self, totals: &StepTotals) -> Result<f64> {
         if totals.count <= 0.0 {
             return Err(Error::Data(format!(

@@ -14,30 +14,31 @@ fulgurite_config::config_struct! {
     /// When and where checkpoints are saved, and which are kept: the table `[checkpoint]`.
     #[derive(Debug, Clone, PartialEq)]
     pub struct CheckpointConfig {
-        /// Optimizer steps from one checkpoint to the next; without it none is saved on the way.
+        /// The interval of checkpoints, in optimizer steps; without it none is saved before the
+        /// end.
         pub every_n_steps: Option<u64> = None,
-        /// Where checkpoints go; by default `checkpoints` in the run's directory.
+        /// The directory of checkpoints; by default `checkpoints` in the run's directory.
         pub dir: Option<PathBuf> = None,
-        /// Whether a checkpoint is saved when training ends, also by Ctrl-C. Before it ends by
-        /// SIGTERM or SIGUSR1 one is saved in any case.
+        /// Whether a checkpoint is saved when training ends, also by Ctrl-C. After SIGTERM or
+        /// SIGUSR1 one is always saved.
         pub save_last: bool = true,
-        /// Whether checkpoints are saved in the background, while training goes on; distributed ones
-        /// only. Takes as much memory again as this rank's parts of the model and the optimizer's
-        /// state.
+        /// Whether checkpoints are saved in the background, during training; distributed ones only.
+        /// Takes additional memory of the size of this rank's parts of the model and the
+        /// optimizer's state.
         pub async_save: bool = false,
-        /// How many of the newest checkpoints are kept. Without it and `save_top_k`, all are.
+        /// How many of the newest checkpoints are kept. Without this key and `save_top_k`, all are.
         pub keep_last: Option<u64> = None,
         /// How many checkpoints are kept because they are the best by `monitor`: `-1` is all, `0`
         /// none. The newest is always kept, and the one that the run resumed from.
         pub save_top_k: Option<i64> = None,
         /// The metric that says which checkpoints are best, such as `"val_loss"`.
         pub monitor: Option<String> = None,
-        /// Whether a small or a large value of `monitor` is good.
+        /// Whether a smaller or a larger value of `monitor` is better.
         pub mode: MonitorMode = MonitorMode::Min,
-        /// Whether `trainer.ckpt_path` gives weights only: training starts from them, at step 0.
-        /// Whatever holds weights will do then, such as a Hugging Face directory.
+        /// Whether only the weights of `trainer.ckpt_path` are loaded, and training starts at step 0.
+        /// Then any format of weights will do, such as a Hugging Face directory.
         pub weights_only: bool = false,
-        /// How checkpoints reach storage.
+        /// The plugin that writes and reads checkpoints.
         pub io: PluginValue = PluginValue::new("local"),
     }
 }

@@ -49,11 +49,12 @@ fn default_scheduler() -> PluginValue {
 }
 
 impl<M, D> RunConfig<M, D> {
-    /// Reads and checks a run. Tables that no layer has are empty, which a model or data type accepts if all
-    /// its keys have defaults.
+    /// Reads and checks a run. Tables that no layer has are empty, which a model or data type
+    /// accepts if all its keys have defaults.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) naming the key, and the file or override that it is from.
+    /// [`Error::Config`](crate::Error::Config) naming the key, and the file or override that it is
+    /// from.
     pub fn from_layers(layers: ConfigLayers) -> Result<Self>
     where
         M: DeserializeOwned,
@@ -114,7 +115,9 @@ impl<M, D> RunConfig<M, D> {
     /// before any process is started or any tensor made.
     ///
     /// # Errors
-    /// [`Error::UnknownPlugin`](crate::Error::UnknownPlugin), [`Error::DuplicatePlugin`](crate::Error::DuplicatePlugin), or [`Error::Config`](crate::Error::Config) for an option.
+    /// [`Error::UnknownPlugin`](crate::Error::UnknownPlugin),
+    /// [`Error::DuplicatePlugin`](crate::Error::DuplicatePlugin), or
+    /// [`Error::Config`](crate::Error::Config) for an option.
     pub fn check_plugins(&self) -> Result<()> {
         registry::validate()?;
         self.optimizer.check(kind::OPTIMIZER, "optimizer")?;
@@ -151,7 +154,8 @@ pub fn reference_sections() -> Result<Vec<Section>> {
     ])
 }
 
-/// The reference's rows for the top level; the macro that writes the others does not support generics.
+/// The reference's rows for the top level; the macro that writes the others does not support
+/// generics.
 fn top_level() -> Vec<KeyDoc> {
     let key = |name: &'static str, ty, doc| KeyDoc { name: name.into(), ty, doc };
     vec![

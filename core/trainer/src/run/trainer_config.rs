@@ -14,70 +14,69 @@ fulgurite_config::config_struct! {
     /// How a model is trained: the table `[trainer]`.
     #[derive(Debug, Clone, PartialEq)]
     pub struct TrainerConfig {
-        /// Ranks on each node. `"auto"` is one a core.
+        /// Number of ranks on each node. `"auto"` is one per core.
         pub devices: Devices = Devices::Count(1),
-        /// Nodes of the job. More than one needs something that starts a process on each, such as
-        /// a cluster's scheduler.
+        /// Number of nodes. More than one needs a launcher that starts the ranks, such as
+        /// `torchrun` or `srun`.
         pub num_nodes: usize = 1,
         /// Stop after this many optimizer steps.
         pub max_steps: Option<u64> = None,
         /// Stop after this many passes over the training data. If nothing else limits the run,
         /// it makes one pass.
         pub max_epochs: Option<u64> = None,
-        /// Stop after this time, counted from the first step of this process's life.
+        /// Stop after this time, counted from the first step of this process.
         pub max_time: Option<TimeLimit> = None,
-        /// Micro-batches that make up one optimizer step.
+        /// Number of micro-batches in an optimizer step.
         pub accumulate_grad_batches: u64 = 1,
-        /// The limit that gradients are clipped to; without it they are not.
+        /// The limit of gradient clipping; without it gradients are not clipped.
         pub gradient_clip_val: Option<f64> = None,
-        /// What is limited: the norm of all gradients together, or each element's value.
+        /// Whether the norm of all gradients together is clipped, or the value of each element.
         pub gradient_clip_algorithm: ClipAlgorithm = ClipAlgorithm::Norm,
-        /// The decay of an exponential moving average of the weights, such as `0.999`. It is updated
-        /// after each step, takes the weights' place in validations (of training, and of a
-        /// checkpoint), and is saved with the optimizer's state (`state.{parameter}.ema`). Without it
-        /// there is none.
+        /// The decay of an exponential moving average of the weights, such as `0.999`. The average
+        /// is updated after each step, used instead of the weights in validations, and saved with
+        /// the optimizer's state (`state.{parameter}.ema`). Without this key there is none.
         pub ema_decay: Option<f64> = None,
-        /// How often validation runs: an integer is optimizer steps, a float is a fraction of an
+        /// The interval of validations: an integer is optimizer steps, a float is a fraction of an
         /// epoch (`1.0` is the end of each).
         pub val_check_interval: CountOrFraction = CountOrFraction::Fraction(1.0),
         /// How much of the validation data is used: an integer is batches of each rank, a float is
         /// a fraction; `0` turns validation off.
         pub limit_val_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
-        /// Optimizer steps from one line of the log to the next.
+        /// The interval of logged steps, in optimizer steps.
         pub log_every_n_steps: u64 = 10,
-        /// The types of numbers in computation. `32`, `64` and `"bf16"` are short for `"32-true"`,
-        /// `"64-true"` and `"bf16-mixed"`.
+        /// The dtypes of parameters and computation. `32`, `64` and `"bf16"` are short for
+        /// `"32-true"`, `"64-true"` and `"bf16-mixed"`.
         pub precision: Precision = Precision::F32True,
-        /// Where runs leave their files, each in a `version_N` of its own.
+        /// The directory of runs, each of which writes to a `version_N` of its own.
         pub default_root_dir: PathBuf = PathBuf::from("fulgurite_logs"),
-        /// The checkpoint to go on from: a path, or a name in `checkpoint.dir`. `"last"` is the one
-        /// that was saved last to `checkpoint.dir`, or without that key by the runs in
-        /// `default_root_dir`; if there is none yet, training starts afresh.
+        /// The checkpoint to resume from: a path, or a name in `checkpoint.dir`. `"last"` is the
+        /// one that was saved last to `checkpoint.dir` or, without that key, by the runs in
+        /// `default_root_dir`; if there is none yet, training starts at step 0.
         pub ckpt_path: Option<CkptPath> = None,
         /// Whether progress is shown on stderr: a bar on a terminal, lines elsewhere.
         pub enable_progress_bar: bool = true,
-        /// What it means if a trainable parameter gets no gradient in the first step.
+        /// What happens if a trainable parameter gets no gradient in the first step.
         pub unused_parameters: UnusedParameters = UnusedParameters::Error,
-        /// Patterns of parameter names that are not trained, as in `optimizer.no_decay`:
+        /// Patterns of the names of parameters that are not trained, as in `optimizer.no_decay`:
         /// `["model.embed_tokens.*"]`, `["*norm*"]`.
         pub freeze: Vec<String> = Vec::new(),
-        /// Whose activations are not kept from forward to backward but computed again: `"none"`,
-        /// `"full"` (of every unit) or `"selective"` (of every second one), or a table such as
-        /// `{ type = "selective", every = 3, units = ["model.layers.*"] }`: of every third unit
-        /// whose path matches one of the patterns (`*` is one segment). `offload = "host"` or
-        /// `"disk"` in a table of type `"full"` moves those units' inputs to the host's memory or to
-        /// temporary files meanwhile.
+        /// The units whose activations are recomputed in backward instead of saved: `"none"`,
+        /// `"full"` (every unit) or `"selective"` (every second one), or a table such as `{ type =
+        /// "selective", every = 3, units = ["model.layers.*"] }`: every third unit whose path
+        /// matches one of the patterns (`*` is one segment). `offload = "host"` or `"disk"` in a
+        /// table of type `"full"` moves the units' inputs to the host's memory or to temporary
+        /// files until backward.
         pub activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing::default(),
-        /// Seconds after which a rank that waits for others gives up.
+        /// Seconds that a rank waits for others before it fails.
         pub timeout_secs: u64 = 600,
-        /// How the model is spread over the ranks. `"auto"` is one device for one rank and data
-        /// parallelism for more.
+        /// How the model is distributed over the ranks. `"auto"` is a single device for one rank
+        /// and data parallelism for more.
         pub strategy: PluginValue = PluginValue::new("auto"),
-        /// What carries data between ranks.
+        /// The process group, which transfers data between ranks.
         pub process_group: PluginValue = PluginValue::new("shm"),
-        /// What says which rank this process is; by default detected.
+        /// The cluster environment, which tells each process its rank; by default detected.
         pub environment: Option<PluginValue> = None,
-        /// Where metrics are written.
+        /// The loggers that metrics are written with.
         pub loggers: Vec<PluginValue> = vec![PluginValue::new("csv"), PluginValue::new("jsonl")],
     }
 }

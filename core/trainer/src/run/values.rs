@@ -15,7 +15,7 @@ use fulgurite_config::{ConfigType, Scalar, deserialize_scalar};
 pub enum Devices {
     /// This many.
     Count(usize),
-    /// `"auto"`: one a core.
+    /// `"auto"`: one per core.
     Auto,
 }
 
@@ -46,8 +46,8 @@ impl ConfigType for Devices {
     }
 }
 
-/// A count, or a fraction of all. In TOML an integer is a count and a float is a fraction: `1` is one,
-/// `1.0` is all.
+/// A count, or a fraction of all. In TOML an integer is a count and a float is a fraction: `1` is
+/// one, `1.0` is all.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum CountOrFraction {
     /// An integer: steps, or batches.
@@ -57,8 +57,8 @@ pub enum CountOrFraction {
 }
 
 impl CountOrFraction {
-    /// The number of items, of `whole` in all. A fraction is rounded down, but to at least one unless it is
-    /// zero.
+    /// The number of items, of `whole` in all. A fraction is rounded down, but to at least one
+    /// unless it is zero.
     pub fn of(self, whole: u64) -> u64 {
         match self {
             Self::Count(count) => count,

@@ -31,8 +31,8 @@ impl ConfigType for UnusedParameters {
 }
 
 impl StrategyRuntime {
-    /// Checks that every trainable parameter got a gradient on some rank in this step. Collective over the
-    /// world in the first step, and in every step under [`UnusedParameters::Ignore`].
+    /// Checks that every trainable parameter got a gradient on some rank in this step. Collective
+    /// over the world in the first step, and in every step under [`UnusedParameters::Ignore`].
     pub(crate) fn audit_gradients(&self, policy: UnusedParameters) -> Result<()> {
         let tree = self.tree()?;
         let step = &mut self.lock_state()?.step;
@@ -65,9 +65,9 @@ impl StrategyRuntime {
         Ok(())
     }
 
-    /// Checks that tensor-parallel ranks have equal gradients of replicated parameters. They differ if a plan
-    /// cuts sequences and leaves out a layer that computes on the parts. Collective over the
-    /// tensor-parallel group.
+    /// Checks that tensor-parallel ranks have equal gradients of replicated parameters. They differ
+    /// if a plan cuts sequences and leaves out a layer that computes on the parts. Collective over
+    /// the tensor-parallel group.
     fn check_replicated_gradients(&self) -> Result<()> {
         let Ok(group) = self.mesh().group(TENSOR_PARALLEL) else { return Ok(()) };
         if group.size() == 1 {

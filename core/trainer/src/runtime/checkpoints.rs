@@ -16,9 +16,9 @@ impl StrategyRuntime {
         self.lock_state()?.strategy.prepare_save(self.context()?)
     }
 
-    /// This rank's part of a distributed checkpoint `name` of the model and these optimizer states: the
-    /// regions that it owns, sharing their memory. Sets mesh and specs in `meta`. Every save, also one in
-    /// the background, goes through it.
+    /// This rank's part of a distributed checkpoint `name` of the model and these optimizer states:
+    /// the regions that it owns, sharing their memory. Sets mesh and specs in `meta`. Every save,
+    /// also one in the background, goes through it.
     ///
     /// # Errors
     /// If a state is of a parameter that the model does not have.
@@ -37,8 +37,8 @@ impl StrategyRuntime {
         Ok(SaveRequest { name, model, optimizer, meta, update_last: false, remove: Vec::new() })
     }
 
-    /// Saves the model and these optimizer states as the full checkpoint `name` of `io`: whole tensors,
-    /// gathered on rank 0 one by one. Sets mesh and specs in `meta`. Collective.
+    /// Saves the model and these optimizer states as the full checkpoint `name` of `io`: whole
+    /// tensors, gathered on rank 0 one by one. Sets mesh and specs in `meta`. Collective.
     ///
     /// # Errors
     /// As [`checkpoint::save_full`].
@@ -57,8 +57,8 @@ impl StrategyRuntime {
         checkpoint::save_full(io, world, name, tree, coordinate, optimizer, options, &meta)
     }
 
-    /// Fills the model, and these optimizer states if there are any, from a distributed checkpoint of any
-    /// mesh, and makes the model ready for a forward. Returns the differences. Collective.
+    /// Fills the model, and these optimizer states if there are any, from a distributed checkpoint
+    /// of any mesh, and makes the model ready for a forward. Returns the differences. Collective.
     ///
     /// # Errors
     /// As [`checkpoint::restore`].

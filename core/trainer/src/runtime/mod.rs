@@ -1,5 +1,5 @@
-//! The runtime that owns a [`Strategy`](fulgurite_engine::strategy::Strategy) and implements what all
-//! strategies have in common.
+//! The runtime that owns a [`Strategy`](fulgurite_engine::strategy::Strategy) and implements what
+//! all strategies have in common.
 
 mod audit;
 mod checkpoints;

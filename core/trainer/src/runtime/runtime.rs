@@ -24,8 +24,8 @@ pub struct SamplerShare {
 
 /// A strategy with its mesh, its model, and the state of the step.
 ///
-/// Mesh and model are read without a lock. Calls of the strategy hold a lock, which no guard exposes: a
-/// call from within another is an error, not a deadlock.
+/// Mesh and model are read without a lock. Calls of the strategy hold a lock, which no guard
+/// exposes: a call from within another is an error, not a deadlock.
 pub(crate) struct StrategyRuntime {
     mesh: DeviceMesh,
     tree: OnceLock<ModuleTree>,
@@ -65,8 +65,8 @@ impl StrategyRuntime {
         })
     }
 
-    /// Locks the state for one call. Since one thread drives a strategy, the lock is taken only if this call
-    /// comes from within another one.
+    /// Locks the state for one call. Since one thread drives a strategy, the lock is taken only if
+    /// this call comes from within another one.
     pub(super) fn lock_state(&self) -> Result<MutexGuard<'_, RuntimeState>> {
         self.state.try_lock().map_err(|_| {
             Error::other(

@@ -32,23 +32,23 @@ use crate::Result;
 /// let trainer = Trainer::default().with_callback(Box::new(StopBelow(0.1)));
 /// ```
 ///
-/// A run that resumes within an epoch does not start it again, so what a callback remembers from the
-/// beginning of an epoch must be part of its [`state`](Callback::state).
+/// A run that resumes within an epoch does not start it again, so what a callback remembers from
+/// the beginning of an epoch must be part of its [`state`](Callback::state).
 pub trait Callback: Hooks + Send {
-    /// The key of the callback's state in checkpoints. Callbacks with the same key get their states in the
-    /// order in which they were added.
+    /// The key of the callback's state in checkpoints. Callbacks with the same key get their states
+    /// in the order in which they were added.
     fn state_key(&self) -> String {
         std::any::type_name::<Self>().to_owned()
     }
 
-    /// The callback's state, which a checkpoint saves and a resumed run loads; `None` for none. Called on
-    /// every rank; that of rank 0 is saved.
+    /// The callback's state, which a checkpoint saves and a resumed run loads; `None` for none.
+    /// Called on every rank; that of rank 0 is saved.
     fn state(&self) -> Option<serde_json::Value> {
         None
     }
 
-    /// Loads a state that [`state`](Self::state) has returned. Called on every rank of a resumed run, before
-    /// any hook.
+    /// Loads a state that [`state`](Self::state) has returned. Called on every rank of a resumed
+    /// run, before any hook.
     ///
     /// # Errors
     /// If it is no state of this callback.

@@ -25,8 +25,8 @@ impl StepContext {
         Self { step, epoch, batch_index, rank, world_size, metrics: BTreeMap::new() }
     }
 
-    /// Logs a metric of this rank. Several values in one optimizer step, or one validation, are averaged.
-    /// Loggers and events get those of rank 0.
+    /// Logs a metric of this rank. Several values in one optimizer step, or one validation, are
+    /// averaged. Loggers and events get those of rank 0.
     pub fn log(&mut self, name: &str, value: f64) {
         let (sum, count) = self.metrics.entry(name.to_owned()).or_default();
         *sum += value;
@@ -59,7 +59,8 @@ pub struct HookContext<'a, D: ?Sized = ()> {
 }
 
 impl<'a, D: ?Sized> HookContext<'a, D> {
-    /// The run's data module, in hooks of a module; `()` in callbacks, which work with any data module.
+    /// The run's data module, in hooks of a module; `()` in callbacks, which work with any data
+    /// module.
     pub fn data(&self) -> &'a D {
         self.data
     }

@@ -17,8 +17,8 @@ use crate::Result;
 
 /// An event of a run. Steps are numbers of completed optimizer steps, so the first is 1.
 ///
-/// As JSON, an event is an object with its kind under `event`. Numbers that are not finite are `null`,
-/// which is read as NaN.
+/// As JSON, an event is an object with its kind under `event`. Numbers that are not finite are
+/// `null`, which is read as NaN.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 #[non_exhaustive]
@@ -66,7 +66,8 @@ pub enum Event {
         /// Its path.
         path: PathBuf,
     },
-    /// A checkpoint was committed. For one saved in the background the event comes some steps later.
+    /// A checkpoint was committed. For one saved in the background the event comes some steps
+    /// later.
     Checkpoint {
         /// The step after which it was saved.
         step: u64,
@@ -145,8 +146,8 @@ pub enum RunStatus {
 
 /// Receives the events of a run. Exists on rank 0 only.
 pub trait EventSink: Send {
-    /// Called when training begins, before the first event of a step. `max_steps` is the number of the last
-    /// step, if it is known.
+    /// Called when training begins, before the first event of a step. `max_steps` is the number of
+    /// the last step, if it is known.
     fn start(&mut self, max_steps: Option<u64>) {
         let _ = max_steps;
     }

@@ -19,10 +19,11 @@ use crate::Result;
 ///    [`on_train_epoch_end`](Self::on_train_epoch_end);
 /// 3. [`on_train_end`](Self::on_train_end), [`on_fit_end`](Self::on_fit_end).
 ///
-/// [`on_validation_start`](Self::on_validation_start) and [`on_validation_end`](Self::on_validation_end)
-/// come after the step that made a validation due, [`on_save_checkpoint`](Self::on_save_checkpoint) after
-/// each checkpoint. At each of these points every rank calls the callbacks' hooks, in the order in which
-/// the callbacks were added, and then the module's.
+/// [`on_validation_start`](Self::on_validation_start) and
+/// [`on_validation_end`](Self::on_validation_end) come after the step that made a validation due,
+/// [`on_save_checkpoint`](Self::on_save_checkpoint) after each checkpoint. At each of these points
+/// every rank calls the callbacks' hooks, in the order in which the callbacks were added, and then
+/// the module's.
 ///
 /// A run that resumes within an epoch does not start that epoch again.
 #[diagnostic::on_unimplemented(
@@ -79,8 +80,8 @@ pub trait Hooks<D: ?Sized = ()> {
         Ok(())
     }
 
-    /// After a checkpoint was committed at `path`: with `checkpoint.async_save` some steps after the step of
-    /// the checkpoint.
+    /// After a checkpoint was committed at `path`: with `checkpoint.async_save` some steps after
+    /// the step of the checkpoint.
     fn on_save_checkpoint(&mut self, path: &Path, ctx: &mut HookContext<D>) -> Result<()> {
         let _ = (path, ctx);
         Ok(())

@@ -26,8 +26,8 @@ pub struct OptimizerSetup {
 /// The batches of a module's data module.
 pub type BatchOf<M> = <<M as LightningModule>::Data as DataModule>::Batch;
 
-/// The configuration of a run of a module, with the types of its `[model]` table and its data module's
-/// `[data]` table.
+/// The configuration of a run of a module, with the types of its `[model]` table and its data
+/// module's `[data]` table.
 pub type RunConfigOf<M> =
     RunConfig<<M as LightningModule>::Config, <<M as LightningModule>::Data as DataModule>::Config>;
 
@@ -67,9 +67,9 @@ pub type RunConfigOf<M> =
 /// ```
 ///
 /// Only [`configure_model`](LightningModule::configure_model) and
-/// [`training_step`](LightningModule::training_step) have no default. All ranks call the same methods in the
-/// same order, and a method must cause the same collectives on every rank: under FSDP a forward gathers
-/// parameters, so it must not run on some ranks only.
+/// [`training_step`](LightningModule::training_step) have no default. All ranks call the same
+/// methods in the same order, and a method must cause the same collectives on every rank: under
+/// FSDP a forward gathers parameters, so it must not run on some ranks only.
 pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'static {
     /// The `[model]` table of a configuration file. Use `#[serde(deny_unknown_fields, default)]`.
     type Config: Serialize + DeserializeOwned + Default + Clone;
@@ -94,9 +94,10 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
         Ok(())
     }
 
-    /// The path of weights to start from, in any format that [`open`](fulgurite_checkpoint_format::open) takes:
-    /// a Hugging Face directory, a checkpoint of this crate, a file of `torch.save`, …. Names and shapes of the
-    /// tensors must be those of the model.
+    /// The path of weights to start from, in any format that
+    /// [`open`](fulgurite_checkpoint_format::open) takes: a Hugging Face directory, a checkpoint of
+    /// this crate, a file of `torch.save`, …. Names and shapes of the tensors must be those of the
+    /// model.
     fn pretrained(config: &Self::Config) -> Option<PathBuf> {
         let _ = config;
         None
@@ -110,12 +111,12 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
         Ok(configured)
     }
 
-    /// Computes the loss of one micro-batch. [`Loss`] has sum and count; the trainer computes the mean over
-    /// the global batch and runs the backward.
+    /// Computes the loss of one micro-batch. [`Loss`] has sum and count; the trainer computes the
+    /// mean over the global batch and runs the backward.
     fn training_step(&mut self, batch: &BatchOf<Self>, ctx: &mut StepContext) -> Result<Loss>;
 
-    /// Computes the loss of one validation batch, without a graph and without dropout. By default that of
-    /// [`training_step`](Self::training_step).
+    /// Computes the loss of one validation batch, without a graph and without dropout. By default
+    /// that of [`training_step`](Self::training_step).
     fn validation_step(&mut self, batch: &BatchOf<Self>, ctx: &mut StepContext) -> Result<Loss> {
         self.training_step(batch, ctx)
     }

@@ -21,8 +21,8 @@ pub trait Logger: Send {
     /// If it cannot be written.
     fn log_hyperparams(&mut self, params: &Table) -> Result<()>;
 
-    /// Logs metrics of one optimizer step (counted from 1). Called once with the metrics of training, and
-    /// once with those of validation if the step has one.
+    /// Logs metrics of one optimizer step (counted from 1). Called once with the metrics of
+    /// training, and once with those of validation if the step has one.
     ///
     /// # Errors
     /// If they cannot be written.
@@ -119,8 +119,8 @@ pub(crate) struct RunDir {
 }
 
 impl RunDir {
-    /// Makes the next free version under `root`, with the resolved configuration in `config.toml`. Called on
-    /// rank 0 only. Programs that call it at the same time get different versions.
+    /// Makes the next free version under `root`, with the resolved configuration in `config.toml`.
+    /// Called on rank 0 only. Programs that call it at the same time get different versions.
     ///
     /// # Errors
     /// [`Error::Io`] if something cannot be created.

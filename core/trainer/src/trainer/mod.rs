@@ -1,8 +1,8 @@
 //! The trainer: loop, events, loggers, callbacks.
 //!
 //! A user implements [`LightningModule`]; [`Trainer`] runs it on the data of its
-//! [`DataModule`](fulgurite_engine::data::DataModule), by a [`RunConfig`](crate::run::RunConfig), and reports
-//! [`Event`]s to [`EventSink`]s and metrics to [`Logger`]s.
+//! [`DataModule`](fulgurite_engine::data::DataModule), by a [`RunConfig`](crate::run::RunConfig),
+//! and reports [`Event`]s to [`EventSink`]s and metrics to [`Logger`]s.
 
 mod callback;
 mod context;

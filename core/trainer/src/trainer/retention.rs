@@ -15,11 +15,12 @@ pub(super) struct RetainedCheckpoint {
     pub(super) score: Option<f64>,
 }
 
-/// The checkpoints that a run keeps: the newest `checkpoint.keep_last`, the best `checkpoint.save_top_k`,
-/// always the newest one and the one that the run resumed from. If neither key is set, all.
+/// The checkpoints that a run keeps: the newest `checkpoint.keep_last`, the best
+/// `checkpoint.save_top_k`, always the newest one and the one that the run resumed from. If neither
+/// key is set, all.
 ///
-/// It has the checkpoints that this run saved, and those of the run that it resumed from if they are in
-/// the same place. Others are never removed.
+/// It has the checkpoints that this run saved, and those of the run that it resumed from if they
+/// are in the same place. Others are never removed.
 #[derive(Debug, Clone)]
 pub(super) struct Retention {
     keep_last: Option<u64>,
@@ -37,8 +38,8 @@ impl Retention {
         Self { keep_last, save_top_k, mode, kept: Vec::new(), resumed_from: None }
     }
 
-    /// Takes over the checkpoints of the earlier run, which are in the checkpoint `name` that this run resumes
-    /// from.
+    /// Takes over the checkpoints of the earlier run, which are in the checkpoint `name` that this
+    /// run resumes from.
     pub(super) fn resume(&mut self, name: &str, kept: Vec<RetainedCheckpoint>) {
         self.kept = kept;
         self.resumed_from = Some(name.to_owned());
@@ -56,8 +57,8 @@ impl Retention {
         &self.kept
     }
 
-    /// Drops the checkpoints that no rule keeps, and returns their names, to be removed after the commit of
-    /// the newest.
+    /// Drops the checkpoints that no rule keeps, and returns their names, to be removed after the
+    /// commit of the newest.
     pub(super) fn take_expired(&mut self) -> Vec<String> {
         let all = match (self.keep_last, self.save_top_k) {
             (None, None) => true,

@@ -1,5 +1,5 @@
-//! A module with its data behind a trait object, so that the training loop is compiled once in this crate
-//! and not in each program.
+//! A module with its data behind a trait object, so that the training loop is compiled once in this
+//! crate and not in each program.
 
 use candle_core::Device;
 use toml::Table;

@@ -22,8 +22,8 @@ use fulgurite_checkpoint_format::{
 use fulgurite_engine::collective::{ProcessGroup, broadcast_object};
 use fulgurite_engine::optim::Ema;
 
-/// The trainer's state in a checkpoint. With weights and optimizer state it is all that a resumed run needs
-/// to continue like an uninterrupted one.
+/// The trainer's state in a checkpoint. With weights and optimizer state it is all that a resumed
+/// run needs to continue like an uninterrupted one.
 #[derive(Debug, Serialize, Deserialize)]
 struct TrainerState {
     cursor: Cursor,
@@ -93,8 +93,8 @@ impl Saving {
         })
     }
 
-    /// Called at the end of a run: waits for the save under way on this rank, and tears the place down. Does
-    /// nothing the second time.
+    /// Called at the end of a run: waits for the save under way on this rank, and tears the place
+    /// down. Does nothing the second time.
     pub(super) fn teardown(&mut self) -> Result<()> {
         // Dropping the saver waits for its thread; an error of it has ended the run already.
         drop(self.background.take());
@@ -147,8 +147,8 @@ pub(super) enum ResumeSource {
 }
 
 impl Session {
-    /// Saves a checkpoint of the present step, of the kind that the strategy supports: in the background if
-    /// configured, unless `blocking`. Collective.
+    /// Saves a checkpoint of the present step, of the kind that the strategy supports: in the
+    /// background if configured, unless `blocking`. Collective.
     pub(super) fn save(&mut self, optimizer: &mut FabricOptimizer, blocking: bool) -> Result<()> {
         let start = Instant::now();
         if blocking {
@@ -224,8 +224,9 @@ impl Session {
         self.hook(Hook::SaveCheckpoint(&path))
     }
 
-    /// Resumes from a checkpoint; with `checkpoint.weights_only` loads its weights only. Without an optimizer,
-    /// to validate only, loads the moving average of the weights if `trainer.ema_decay` is set. Collective.
+    /// Resumes from a checkpoint; with `checkpoint.weights_only` loads its weights only. Without an
+    /// optimizer, to validate only, loads the moving average of the weights if `trainer.ema_decay`
+    /// is set. Collective.
     pub(super) fn resume(
         &mut self,
         from: &ResumeSource,
@@ -237,7 +238,8 @@ impl Session {
             ResumeSource::Named { root, .. } if *root == saving.root => Some(saving.io.clone()),
             ResumeSource::Named { root, .. } => Some(saving.config.open(root)?),
         };
-        // A run that only validates must not remove unfinished saves: a training run may be saving there.
+        // A run that only validates must not remove unfinished saves: a training run may be saving
+        // there.
         let saves_there = optimizer.is_some()
             && matches!(from, ResumeSource::Named { root, .. } if *root == saving.root);
         if let (Some(io), 0, true) = (&io, rank, saves_there)
@@ -360,8 +362,8 @@ impl Session {
         }
     }
 
-    /// The checkpoint saved last in the configured directory; without one, that of the newest run that has
-    /// any.
+    /// The checkpoint saved last in the configured directory; without one, that of the newest run
+    /// that has any.
     fn last_checkpoint(&self) -> Result<Option<ResumeSource>> {
         let config = &self.parts.saving.config;
         let roots = match &config.dir {

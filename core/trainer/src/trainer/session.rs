@@ -276,8 +276,8 @@ impl Session {
         Ok(end)
     }
 
-    /// Saves the last step, unless a checkpoint has it or it is not wanted. Before the hooks at the end, which
-    /// a resumed run calls again. Collective.
+    /// Saves the last step, unless a checkpoint has it or it is not wanted. Before the hooks at the
+    /// end, which a resumed run calls again. Collective.
     fn save_at_end(&mut self, optimizer: &mut FabricOptimizer, end: FitEnd) -> Result<()> {
         let wanted = match end {
             FitEnd::Finished | FitEnd::Interrupted(Interruption::CtrlC) => {
@@ -374,7 +374,8 @@ impl Session {
         self.hook(Hook::TrainStepEnd)
     }
 
-    /// Validates during training, with the moving average of the weights if there is one. Collective.
+    /// Validates during training, with the moving average of the weights if there is one.
+    /// Collective.
     fn validate_training(&mut self, optimizer: &mut FabricOptimizer) -> Result<ValidationOutcome> {
         optimizer.swap_ema()?;
         let validated = self.validate(true)?;
@@ -382,8 +383,8 @@ impl Session {
         Ok(validated)
     }
 
-    /// Validates, if there is validation data. During training it can be interrupted between two batches; the
-    /// resumed run starts it again. Collective.
+    /// Validates, if there is validation data. During training it can be interrupted between two
+    /// batches; the resumed run starts it again. Collective.
     pub(super) fn validate(&mut self, training: bool) -> Result<ValidationOutcome> {
         let share = self.parts.fabric.sampler_share()?;
         let len = self.runner.num_samples(Split::Validation);

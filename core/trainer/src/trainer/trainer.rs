@@ -25,7 +25,8 @@ use fulgurite_engine::optim::{Ema, OptimizerConfig, SchedulerConfig};
 use fulgurite_engine::strategy::ParallelizeFn;
 use fulgurite_launch::Interruption;
 
-/// Runs a [`LightningModule`] on its data, by a [`RunConfig`] (Lightning's `Trainer`). Built on [`Fabric`].
+/// Runs a [`LightningModule`] on its data, by a [`RunConfig`] (Lightning's `Trainer`). Built on
+/// [`Fabric`].
 ///
 /// Every rank makes a trainer and calls the same methods.
 pub struct Trainer {
@@ -36,7 +37,8 @@ pub struct Trainer {
     parallelize: Option<Box<dyn ParallelizeFn>>,
     print: fn(&str),
     interrupted: fn() -> Option<Interruption>,
-    /// Whether this trainer has no process group, so that the configuration may ask for one rank only.
+    /// Whether this trainer has no process group, so that the configuration may ask for one rank
+    /// only.
     alone: bool,
 }
 
@@ -104,16 +106,18 @@ impl Trainer {
         self
     }
 
-    /// Sets a function that is called after each step, and each batch of a validation, and returns why the run
-    /// is interrupted: [`launch::interruption`](fulgurite_launch::interruption()). If it is on one rank, all
-    /// finish the step, save (after Ctrl-C only with `checkpoint.save_last`), and stop.
+    /// Sets a function that is called after each step, and each batch of a validation, and returns
+    /// why the run is interrupted: [`launch::interruption`](fulgurite_launch::interruption()). If
+    /// it is on one rank, all finish the step, save (after Ctrl-C only with
+    /// `checkpoint.save_last`), and stop.
     #[must_use]
     pub fn with_interrupt(mut self, interrupted: fn() -> Option<Interruption>) -> Self {
         self.interrupted = interrupted;
         self
     }
 
-    /// Sets the function that distributes the model over the mesh, in place of the strategy's configuration.
+    /// Sets the function that distributes the model over the mesh, in place of the strategy's
+    /// configuration.
     #[must_use]
     pub fn parallelize(mut self, f: impl ParallelizeFn + 'static) -> Self {
         self.parallelize = Some(Box::new(f));
@@ -123,8 +127,8 @@ impl Trainer {
     /// Trains, from the checkpoint that `trainer.ckpt_path` names or from the start. Collective.
     ///
     /// # Errors
-    /// The error of this rank; [`Error::PeerFailed`] if another one failed; [`Error::Interrupted`] after an
-    /// interrupted run has ended in order.
+    /// The error of this rank; [`Error::PeerFailed`] if another one failed; [`Error::Interrupted`]
+    /// after an interrupted run has ended in order.
     pub fn fit<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<FitOutcome> {
         self.run_fit(run.untyped(), &mut |fabric| runner::set_up::<M>(run, fabric))
     }
@@ -150,8 +154,8 @@ impl Trainer {
     }
 
     /// Validates once: the checkpoint that `trainer.ckpt_path` names (with `trainer.ema_decay` the
-    /// averages in it, as [`fit`](Self::fit) does), pretrained weights, or the initial ones. Returns
-    /// the mean loss. Collective.
+    /// averages in it, as [`fit`](Self::fit) does), pretrained weights, or the initial ones.
+    /// Returns the mean loss. Collective.
     ///
     /// # Errors
     /// As [`fit`](Self::fit), and if there is no validation data.
@@ -263,8 +267,8 @@ type UntypedRun = RunConfig<Table, Table>;
 /// Sets up the module and its data on the ranks of a Fabric. Collective.
 type SetUpRunner<'a> = dyn FnMut(&mut Fabric) -> Result<RunnerSetup> + 'a;
 
-/// Makes the run's directory and its loggers on rank 0, and returns the directory of checkpoints in it on all
-/// ranks. Collective.
+/// Makes the run's directory and its loggers on rank 0, and returns the directory of checkpoints in
+/// it on all ranks. Collective.
 fn open_run(
     world: &dyn ProcessGroup,
     run: &UntypedRun,

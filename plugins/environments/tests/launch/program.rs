@@ -124,7 +124,7 @@ fn announce(launched: &Launched) {
         "local_world_size": launched.local_world_size,
         "node_rank": launched.node_rank,
         "environment": launched.environment,
-        "started": launched.started,
+        "started": launched.program_start,
         "arguments": std::env::args().skip(1).collect::<Vec<_>>(),
         "variables": variables,
     });

@@ -14,23 +14,24 @@ use super::rendezvous::Rendezvous;
 use super::wait::Failure;
 use crate::memory::LINE;
 
-/// Collectives of fewer bytes always go through the slots. That needs no look-ups, and one barrier less
-/// than a direct collective whose tensors turn out not to be reachable.
+/// Collectives of fewer bytes always go through the slots. That needs no look-ups, and one barrier
+/// less than a direct collective whose tensors turn out not to be reachable.
 const DIRECT_BYTES: usize = 16 << 10;
 
-/// Bytes that are reduced at a time: with those of a few sources they stay in the first-level cache (16
-/// KiB at a time took 1.4 times as long).
+/// Bytes that are reduced at a time: with those of a few sources they stay in the first-level cache
+/// (16 KiB at a time took 1.4 times as long).
 const BLOCK_BYTES: usize = 4 << 10;
 
 /// A collective as transfers between tensors.
 ///
-/// Ranks execute their transfers between two barriers. Before the first, the owners have written their
-/// tensors; after the second, no rank accesses another rank's tensors. In between, a byte of a tensor is
-/// written by at most one rank, and then read by no other: a rank reads and writes its own part of an
-/// all-reduced tensor, and tensors that are gathered or scattered are only read. An owner does not access
-/// its tensors while the collective runs, as [`Work`](fulgurite_core::collective::Work) demands. The
-/// collective holds the tensors, so their memory stays; a rank whose collective fails may leave it before
-/// the others, and therefore never frees them.
+/// Ranks execute their transfers between two barriers. Before the first, the owners have written
+/// their tensors; after the second, no rank accesses another rank's tensors. In between, a byte of
+/// a tensor is written by at most one rank, and then read by no other: a rank reads and writes its
+/// own part of an all-reduced tensor, and tensors that are gathered or scattered are only read. An
+/// owner does not access its tensors while the collective runs, as
+/// [`Work`](fulgurite_core::collective::Work) demands. The collective holds the tensors, so their
+/// memory stays; a rank whose collective fails may leave it before the others, and therefore never
+/// frees them.
 pub(crate) struct Direct {
     /// Tensors that other ranks read or write; the order is the same on all ranks.
     exposed: Vec<Tensor>,
@@ -60,7 +61,8 @@ struct PeerMemory {
 }
 
 impl Direct {
-    /// The collective as transfers, if its kind and size make that faster: the same answer on all ranks.
+    /// The collective as transfers, if its kind and size make that faster: the same answer on all
+    /// ranks.
     pub(crate) fn of(collective: &Collective, rank: usize, size: usize) -> Result<Option<Self>> {
         let (mut exposed, mut transfers) = (Vec::new(), Vec::new());
         let total = match collective {
@@ -140,8 +142,8 @@ impl Direct {
         Ok((total >= DIRECT_BYTES).then_some(Self { exposed, transfers }))
     }
 
-    /// The offsets of the exposed tensors, for the other ranks; `None` if they cannot reach all of them, or if
-    /// this rank cannot execute its transfers in place.
+    /// The offsets of the exposed tensors, for the other ranks; `None` if they cannot reach all of
+    /// them, or if this rank cannot execute its transfers in place.
     pub(crate) fn exposed_offsets(&self, rendezvous: &dyn Rendezvous) -> Result<Option<Vec<u64>>> {
         let own = self.transfers.iter().filter_map(|m| match m {
             Transfer::Copy { to, .. }
@@ -181,8 +183,8 @@ impl Direct {
         Ok(false)
     }
 
-    /// Executes the transfers. `reach` returns the memory of a rank's exposed tensor, given the rank, the
-    /// tensor and the length that must be accessible.
+    /// Executes the transfers. `reach` returns the memory of a rank's exposed tensor, given the
+    /// rank, the tensor and the length that must be accessible.
     pub(crate) fn execute(
         &self,
         size: usize,
@@ -211,7 +213,8 @@ impl Direct {
                     match into {
                         ReductionTarget::InPlace => reduce_into(dtype, *op, &ranks, &ranks),
                         ReductionTarget::Tensor(tensor) => {
-                            // The lock on the tensor is not kept: it may be a view of an exposed one.
+                            // The lock on the tensor is not kept: it may be a view of an exposed
+                            // one.
                             let to = with_bytes_mut(tensor, |bytes| PeerMemory {
                                 start: bytes.as_mut_ptr(),
                                 len: bytes.len(),
@@ -226,8 +229,8 @@ impl Direct {
     }
 }
 
-/// Reduces `sources`, one of each rank in rank order, into each of `targets`, which may be the sources
-/// themselves. All have the same length.
+/// Reduces `sources`, one of each rank in rank order, into each of `targets`, which may be the
+/// sources themselves. All have the same length.
 fn reduce_into(dtype: DType, op: ReduceOp, sources: &[PeerMemory], targets: &[PeerMemory]) {
     let mut block = vec![0u64; BLOCK_BYTES / size_of::<u64>()];
     let block: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
@@ -235,8 +238,8 @@ fn reduce_into(dtype: DType, op: ReduceOp, sources: &[PeerMemory], targets: &[Pe
     for start in (0..len).step_by(BLOCK_BYTES) {
         let block = &mut block[..BLOCK_BYTES.min(len - start)];
         let bytes = |reached: &PeerMemory| {
-            // SAFETY: mapped and `len` long; only this rank writes these bytes (see `Direct`), in the
-            // copies below.
+            // SAFETY: mapped and `len` long; only this rank writes these bytes (see `Direct`), in
+            // the copies below.
             unsafe {
                 std::slice::from_raw_parts(reached.start.add(start).cast_const(), block.len())
             }

@@ -17,13 +17,13 @@ use super::wait::Shared;
 use super::worker::Worker;
 use crate::memory::RegionLayout;
 
-/// How often the communication thread checks a flag before it sleeps: some tens of microseconds. More would
-/// take cycles from the threads that compute.
+/// How often the communication thread checks a flag before it sleeps: some tens of microseconds.
+/// More would take cycles from the threads that compute.
 const SPINS: u32 = 2000;
 
-/// How often a waiting caller checks a flag before it sleeps. It must take longer than waking another rank:
-/// otherwise a rank that has slept once comes so late to the next collective that the others sleep there,
-/// which makes it sleep in the one after, and so on.
+/// How often a waiting caller checks a flag before it sleeps. It must take longer than waking
+/// another rank: otherwise a rank that has slept once comes so late to the next collective that the
+/// others sleep there, which makes it sleep in the one after, and so on.
 const CALLERS_SPINS: u32 = 20_000;
 
 /// The identity of a group, and this process's rank in it.
@@ -35,13 +35,13 @@ pub(crate) struct Membership {
     pub(crate) global_ranks: Vec<usize>,
     pub(crate) timeout: Duration,
     pub(crate) chunk_bytes: usize,
-    /// Whether a waiting rank spins before it sleeps. `None`: if there is a core for each rank. A split group
-    /// inherits the setting.
+    /// Whether a waiting rank spins before it sleeps. `None`: if there is a core for each rank. A
+    /// split group inherits the setting.
     pub(crate) spins: Option<bool>,
 }
 
-/// A process group of this engine. Dropping it finishes the operations that were started (for some seconds
-/// at most) and joins the communication thread.
+/// A process group of this engine. Dropping it finishes the operations that were started (for some
+/// seconds at most) and joins the communication thread.
 pub(crate) struct Group {
     shared: Arc<Shared>,
     worker: Arc<Mutex<Worker>>,
@@ -211,8 +211,8 @@ impl ProcessGroup for Group {
     }
 }
 
-/// The body of the communication thread. Returns when the group is dropped and all operations that were
-/// started have ended.
+/// The body of the communication thread. Returns when the group is dropped and all operations that
+/// were started have ended.
 fn communicate(shared: &Shared, worker: &Mutex<Worker>) {
     while let Some((turn, job)) = shared.queue.next() {
         run(worker, turn, job, SPINS);

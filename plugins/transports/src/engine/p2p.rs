@@ -1,8 +1,8 @@
 //! Messages between two ranks.
 //!
-//! A rank's messages make progress concurrently, unless a collective is between them in its queue, so all
-//! ranks of a ring may start their send before their receive. Messages of one pair in one direction keep
-//! their order.
+//! A rank's messages make progress concurrently, unless a collective is between them in its queue,
+//! so all ranks of a ring may start their send before their receive. Messages of one pair in one
+//! direction keep their order.
 #![allow(unsafe_code)] // Reads and writes chunks of messages; the channels' counters make it sound.
 
 use std::sync::Arc;
@@ -69,8 +69,8 @@ impl Worker {
         }
     }
 
-    /// Transfers chunks of every message as far as possible. If there is no progress, waits until there is or
-    /// another message is started.
+    /// Transfers chunks of every message as far as possible. If there is no progress, waits until
+    /// there is or another message is started.
     fn progress(
         &mut self,
         messages: &mut Vec<Message>,

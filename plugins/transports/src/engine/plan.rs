@@ -229,7 +229,8 @@ impl Collective {
     }
 }
 
-/// Whether `part` is the memory of `whole` from byte `start` on; false for tensors that are not on the CPU.
+/// Whether `part` is the memory of `whole` from byte `start` on; false for tensors that are not on
+/// the CPU.
 pub(super) fn is_at(part: &Tensor, whole: &Tensor, start: usize) -> Result<bool> {
     if !(part.device().is_cpu() && whole.device().is_cpu()) {
         return Ok(false);
@@ -270,8 +271,8 @@ pub(crate) struct Write {
     pub(crate) stream: Stream,
 }
 
-/// The reduction of this rank's portion of all slots, into the portion of its own slot. This rank's own
-/// contribution is read from its tensors.
+/// The reduction of this rank's portion of all slots, into the portion of its own slot. This rank's
+/// own contribution is read from its tensors.
 pub(crate) struct Reduction {
     pub(crate) own: Stream,
     pub(crate) op: ReduceOp,

@@ -1,7 +1,7 @@
 //! The queue of a rank's collectives and messages under way, and which thread runs them.
 //!
-//! One thread at a time runs them: the communication thread, or a thread that waits for a collective. So a
-//! collective that is waited for at once needs no other thread.
+//! One thread at a time runs them: the communication thread, or a thread that waits for a
+//! collective. So a collective that is waited for at once needs no other thread.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -126,8 +126,8 @@ impl Queue {
         }
     }
 
-    /// Waits for the next job, for the communication thread; `None` when the group was dropped and all jobs
-    /// have ended.
+    /// Waits for the next job, for the communication thread; `None` when the group was dropped and
+    /// all jobs have ended.
     pub(crate) fn next(&self) -> Option<(Turn<'_>, Job)> {
         let mut state = self.state();
         loop {
@@ -144,8 +144,8 @@ impl Queue {
         }
     }
 
-    /// Waits for a collective. As long as no other thread runs jobs, this one runs them with `run`, up to the
-    /// collective.
+    /// Waits for a collective. As long as no other thread runs jobs, this one runs them with `run`,
+    /// up to the collective.
     pub(crate) fn finish(
         &self,
         done: &Completion,

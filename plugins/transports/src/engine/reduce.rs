@@ -10,11 +10,11 @@ use pulp::{Arch, Simd, WithSimd};
 /// Elements that are reduced over all ranks at a time, few enough for the L1 cache.
 const BLOCK: usize = 2048;
 
-/// Reduces `sources`, one of each rank in rank order, into `out`. All have the same length, which is a number
-/// of whole elements of `dtype`, and its alignment.
+/// Reduces `sources`, one of each rank in rank order, into `out`. All have the same length, which
+/// is a number of whole elements of `dtype`, and its alignment.
 ///
-/// Integers wrap around. bf16 and f16 are accumulated in f32 and rounded once. Does nothing for dtypes that
-/// collectives do not support, which `check::tensor` has refused.
+/// Integers wrap around. bf16 and f16 are accumulated in f32 and rounded once. Does nothing for
+/// dtypes that collectives do not support, which `check::tensor` has refused.
 pub(crate) fn reduce(dtype: DType, op: ReduceOp, sources: &[&[u8]], out: &mut [u8]) {
     Arch::new().dispatch(Reduction { dtype, op, sources, out });
 }
@@ -136,8 +136,8 @@ impl Half for f16 {
     }
 }
 
-/// bf16 is the upper half of f32. Without branches, so that loops are vectorised; the conversions of the
-/// `half` crate are not, and took more than half of an all-reduce's time.
+/// bf16 is the upper half of f32. Without branches, so that loops are vectorised; the conversions
+/// of the `half` crate are not, and took more than half of an all-reduce's time.
 impl Half for bf16 {
     #[inline(always)]
     fn to_f32(from: &[Self], to: &mut [f32]) {

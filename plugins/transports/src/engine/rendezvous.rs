@@ -11,7 +11,8 @@ use crate::memory::{Region, RegionLayout, SharedMemoryHandle};
 
 /// What differs between ranks that are threads and ranks that are processes.
 pub(crate) trait Rendezvous: Send + Sync {
-    /// The region of the group `key`, the same for all its ranks. The `leader` (group rank 0) makes it.
+    /// The region of the group `key`, the same for all its ranks. The `leader` (group rank 0) makes
+    /// it.
     fn region(
         &self,
         key: &str,
@@ -20,8 +21,8 @@ pub(crate) trait Rendezvous: Send + Sync {
         timeout: Duration,
     ) -> Result<MappedRegion>;
 
-    /// Whether ranks get the region at different times, so that they need a barrier by which the leader knows
-    /// that all have it.
+    /// Whether ranks get the region at different times, so that they need a barrier by which the
+    /// leader knows that all have it.
     fn must_meet(&self) -> bool;
 
     /// Starts to watch the process of a global rank, for [`is_gone`](Rendezvous::is_gone).
@@ -33,8 +34,8 @@ pub(crate) trait Rendezvous: Send + Sync {
     /// A flat, uninitialised CPU tensor that all ranks can map, if there is memory for it.
     fn empty(&self, elements: usize, dtype: DType) -> Result<Option<Tensor>>;
 
-    /// The offset of `bytes` in this rank's shared memory, for [`reach`](Rendezvous::reach) of another rank;
-    /// `None` if other ranks cannot map them.
+    /// The offset of `bytes` in this rank's shared memory, for [`reach`](Rendezvous::reach) of
+    /// another rank; `None` if other ranks cannot map them.
     fn offset_of(&self, bytes: &[u8]) -> Option<u64>;
 
     /// How other ranks map this rank's shared memory; `None` if they need not.

@@ -16,8 +16,9 @@ pub(crate) struct StreamSegment {
     at: usize,
 }
 
-/// Consecutive segments. Each begins on a cache line, so that a cut at any line cuts no element, whatever
-/// the dtype. Offsets depend on the segments' lengths alone, so that reader and writer have the same.
+/// Consecutive segments. Each begins on a cache line, so that a cut at any line cuts no element,
+/// whatever the dtype. Offsets depend on the segments' lengths alone, so that reader and writer
+/// have the same.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Stream {
     segments: Vec<StreamSegment>,
@@ -43,8 +44,8 @@ impl Stream {
         self.len
     }
 
-    /// The segments in chunk `chunk` of the stream, which is cut every `stride` bytes (a multiple of a line):
-    /// buffer, byte range in its tensor, byte range in the chunk.
+    /// The segments in chunk `chunk` of the stream, which is cut every `stride` bytes (a multiple
+    /// of a line): buffer, byte range in its tensor, byte range in the chunk.
     pub(crate) fn chunk(
         &self,
         chunk: usize,

@@ -15,8 +15,8 @@ use crate::memory::{Region, SharedMemoryHandle, Waker, notify};
 /// How often a waiting rank asks the store for failures and checks the processes of missing ranks.
 const POLL: Duration = Duration::from_millis(100);
 
-/// How long a rank still waits after another's process has ended, for the error that the other may have
-/// reported.
+/// How long a rank still waits after another's process has ended, for the error that the other may
+/// have reported.
 const GRACE: Duration = Duration::from_secs(1);
 
 /// How long a dropped group tries to finish the collectives that were started.
@@ -59,8 +59,8 @@ pub(crate) struct Shared {
     pub(crate) failure: Mutex<Option<Failure>>,
     /// Whether a waiting rank spins before it sleeps: there is a core for each rank.
     pub(crate) spins: bool,
-    /// Whether this rank can map the memory of the others' [`empty`](Rendezvous::empty) tensors. Set after the
-    /// first barrier.
+    /// Whether this rank can map the memory of the others' [`empty`](Rendezvous::empty) tensors.
+    /// Set after the first barrier.
     pub(crate) reaches_all: AtomicBool,
 }
 
@@ -110,7 +110,8 @@ impl Shared {
         failure.or_else(|| self.aborted())
     }
 
-    /// Sets the failure of the group, unless it has failed before, and aborts the group on the other ranks.
+    /// Sets the failure of the group, unless it has failed before, and aborts the group on the
+    /// other ranks.
     pub(crate) fn fail(&self, failure: &Failure) {
         match failure {
             Failure::Group(message) => self.region.abort(self.rank, None, message),
@@ -137,7 +138,8 @@ impl Shared {
 
     fn aborted(&self) -> Option<Failure> {
         let (rank, failed, reason) = self.region.aborted()?;
-        // The message of the failed rank says more than that of a rank which has noticed the failure.
+        // The message of the failed rank says more than that of a rank which has noticed the
+        // failure.
         if let Some((rank, message)) = self.rendezvous.failure() {
             return Some(Failure::Peer { rank, message });
         }
@@ -151,11 +153,11 @@ impl Shared {
         }))
     }
 
-    /// Waits until `ready` returns true. Calls it `spins` times before it sleeps, unless the group does not
-    /// spin. `ready` is not called again after it has returned true.
+    /// Waits until `ready` returns true. Calls it `spins` times before it sleeps, unless the group
+    /// does not spin. `ready` is not called again after it has returned true.
     ///
-    /// `missing` lists the group ranks that are waited for, and `what` names the waiting operation; both are
-    /// called only if the wait takes long.
+    /// `missing` lists the group ranks that are waited for, and `what` names the waiting operation;
+    /// both are called only if the wait takes long.
     pub(crate) fn wait_until(
         &self,
         spins: u32,

@@ -87,16 +87,16 @@ impl Worker {
         }
         direct.execute(shared.size(), |rank, exposed, len| {
             let range = exposed * size_of::<u64>()..(exposed + 1) * size_of::<u64>();
-            // SAFETY: its owner wrote it before the barrier, and writes it again BUFFERS collectives or
-            // chunks later, after more barriers.
+            // SAFETY: its owner wrote it before the barrier, and writes it again BUFFERS
+            // collectives or chunks later, after more barriers.
             let offset = unsafe { shared.region.slot(buffer, rank, range) };
             shared.reach(rank, bytemuck::pod_read_unaligned(offset), len)
         })?;
         self.barrier(&fingerprint)
     }
 
-    /// Writes the offsets of this rank's exposed tensors to its slot. Returns whether the other ranks can map
-    /// the tensors.
+    /// Writes the offsets of this rank's exposed tensors to its slot. Returns whether the other
+    /// ranks can map the tensors.
     fn expose(&self, direct: &Direct) -> Result<bool, Failure> {
         let (region, rank) = (&self.shared.region, self.shared.rank);
         let Some(offsets) = direct.exposed_offsets(&*self.shared.rendezvous)? else {
@@ -113,8 +113,8 @@ impl Worker {
         Ok(true)
     }
 
-    /// Runs the collective through the slots, chunk by chunk. With `compare`, first checks that all ranks are in
-    /// the same collective.
+    /// Runs the collective through the slots, chunk by chunk. With `compare`, first checks that all
+    /// ranks are in the same collective.
     fn through_slots(
         &mut self,
         collective: &Collective,
@@ -170,7 +170,8 @@ impl Worker {
         for (index, from, to) in reduction.own.chunk(chunk, plan.stride) {
             let range = portion + to.start..portion + to.end;
             // SAFETY: this rank's portion of its own slot. This rank does not write it in the write
-            // phase, and others read it after the next barrier; they last read it BUFFERS chunks ago.
+            // phase, and others read it after the next barrier; they last read it BUFFERS chunks
+            // ago.
             let out = unsafe { region.slot_mut(buffer, rank, range.clone()) };
             let host = &plan.buffers[index].host;
             with_bytes(host, |own| {
@@ -226,8 +227,8 @@ impl Worker {
     /// The first barrier of a collective, and the check that all ranks are in the same one.
     fn barrier_and_compare(&mut self, fingerprint: &Fingerprint) -> Result<(), Failure> {
         let met = self.barrier(fingerprint);
-        // If a faster rank has found a difference and aborted, this rank finds the difference too, and
-        // reports the same message.
+        // If a faster rank has found a difference and aborted, this rank finds the difference too,
+        // and reports the same message.
         if self.all_arrived() {
             self.compare(fingerprint)?;
         }
@@ -292,8 +293,8 @@ impl Worker {
         self.barriers += 1;
         let all = self.barriers * size;
         let barriers = self.barriers;
-        // If the group has failed, the other ranks do not arrive. Not checked after arriving, since a
-        // faster rank may abort after this barrier, which has been passed all the same.
+        // If the group has failed, the other ranks do not arrive. Not checked after arriving, since
+        // a faster rank may abort after this barrier, which has been passed all the same.
         if let Some(failure) = shared.broken() {
             return Err(failure);
         }

@@ -1,9 +1,10 @@
-//! Memory of this process that the other processes of a job can map, for tensors that collectives access
-//! directly.
+//! Memory of this process that the other processes of a job can map, for tensors that collectives
+//! access directly.
 //!
-//! It is one anonymous sparse file, as long as the machine's memory: a page takes memory from its first use.
-//! A tensor owns its elements as a `Vec`, which the program's allocator frees. So this memory is used only in
-//! programs whose allocator is a [`SharedMemory`], which recognises it by its address.
+//! It is one anonymous sparse file, as long as the machine's memory: a page takes memory from its
+//! first use. A tensor owns its elements as a `Vec`, which the program's allocator frees. So this
+//! memory is used only in programs whose allocator is a [`SharedMemory`], which recognises it by
+//! its address.
 #![allow(unsafe_code)] // an allocator, and memory that it hands out
 
 use std::alloc::{GlobalAlloc, Layout};
@@ -23,12 +24,12 @@ static BASE: AtomicPtr<u8> = AtomicPtr::new(std::ptr::null_mut());
 static LEN: AtomicUsize = AtomicUsize::new(0);
 static FREE_PAGES: Mutex<Option<FreeList>> = Mutex::new(None);
 
-/// An allocator for programs that can also free memory which other ranks of a job have mapped. With it the
-/// collectives of [`Shm`](crate::Shm) access each other's gradients, buckets and shards directly; without it
-/// they copy through a region. Other allocations are left to `A`.
+/// An allocator for programs that can also free memory which other ranks of a job have mapped. With
+/// it the collectives of [`Shm`](crate::Shm) access each other's gradients, buckets and shards
+/// directly; without it they copy through a region. Other allocations are left to `A`.
 ///
-/// Programs with `fulgurite::use_mimalloc!();` have it. It must be the program's global allocator, since no
-/// other one can free its memory.
+/// Programs with `fulgurite::use_mimalloc!();` have it. It must be the program's global allocator,
+/// since no other one can free its memory.
 ///
 /// Freed shared memory is kept for the next tensor of a group, and not returned to the system.
 ///
@@ -58,8 +59,9 @@ fn free(offset: usize, layout: Layout) {
     }
 }
 
-// SAFETY: `A` is a global allocator. Shared memory is distinguished from the memory of `A` by its address,
-// is not handed out again before it is freed, and stays mapped as long as the process lives.
+// SAFETY: `A` is a global allocator. Shared memory is distinguished from the memory of `A` by its
+// address, is not handed out again before it is freed, and stays mapped as long as the process
+// lives.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for SharedMemory<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's promises are those that `A` needs.
@@ -182,7 +184,8 @@ pub(crate) fn keep_from_dumps(map: &memmap2::MmapRaw) {
     }
 }
 
-/// A flat, uninitialised CPU tensor in the shared memory, if there is room and its dtype can be there.
+/// A flat, uninitialised CPU tensor in the shared memory, if there is room and its dtype can be
+/// there.
 pub(crate) fn empty_tensor(
     elements: usize,
     dtype: DType,
@@ -210,9 +213,9 @@ fn empty<T: bytemuck::Pod>(len: usize) -> Option<Vec<T>> {
     };
     // SAFETY: within the mapping, of which the list has all pages.
     let start = unsafe { BASE.load(Ordering::Relaxed).add(page * PAGE) };
-    // SAFETY: not in use until they are freed; aligned to a page; initialised, as pages of a file are, and
-    // any bytes are valid for `Pod`. The program's allocator, a `SharedMemory`, recognises the address
-    // when they are freed.
+    // SAFETY: not in use until they are freed; aligned to a page; initialised, as pages of a file
+    // are, and any bytes are valid for `Pod`. The program's allocator, a `SharedMemory`, recognises
+    // the address when they are freed.
     Some(unsafe { Vec::from_raw_parts(start.cast::<T>(), len, len) })
 }
 

@@ -57,8 +57,8 @@ pub(crate) struct RankRecord {
     pub(crate) arrived: AtomicU64,
     /// Collectives this rank has begun.
     pub(crate) begun: AtomicU64,
-    /// Fingerprints of the last two collectives, by sequence number: while one rank still compares those of a
-    /// collective, another may have begun the next one, but not the one after.
+    /// Fingerprints of the last two collectives, by sequence number: while one rank still compares
+    /// those of a collective, another may have begun the next one, but not the one after.
     pub(crate) ops: [OpRecord; 2],
     /// The rank's shared memory.
     pub(crate) memory: MemoryRecord,

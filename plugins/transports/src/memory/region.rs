@@ -71,8 +71,8 @@ impl Region {
         self.at(self.layout.channels + index * size_of::<Channel>())
     }
 
-    /// A control structure. Only for the three types above, which consist of atomics, so that any bits are
-    /// valid.
+    /// A control structure. Only for the three types above, which consist of atomics, so that any
+    /// bits are valid.
     fn at<T>(&self, offset: usize) -> &T {
         assert!(
             offset + size_of::<T>() <= self.layout.slots && offset.is_multiple_of(align_of::<T>())
@@ -85,9 +85,9 @@ impl Region {
     /// Bytes of a rank's slot.
     ///
     /// # Safety
-    /// No rank may write to these bytes while the slice lives: either they are the caller's own slot, or there
-    /// is a barrier between the owner's write and this read, and another one between this read and the
-    /// owner's next write.
+    /// No rank may write to these bytes while the slice lives: either they are the caller's own
+    /// slot, or there is a barrier between the owner's write and this read, and another one between
+    /// this read and the owner's next write.
     pub(crate) unsafe fn slot(&self, buffer: usize, rank: usize, range: Range<usize>) -> &[u8] {
         let start = self.slot_start(buffer, rank, &range);
         // SAFETY: in bounds (checked there); not written meanwhile, as the caller promises.
@@ -97,8 +97,8 @@ impl Region {
     /// Bytes of the caller's own slot, for writing.
     ///
     /// # Safety
-    /// `rank` is the calling rank, no other slice of these bytes lives in this process, and no other rank
-    /// reads them: there is a barrier between the last read and this write.
+    /// `rank` is the calling rank, no other slice of these bytes lives in this process, and no
+    /// other rank reads them: there is a barrier between the last read and this write.
     #[allow(clippy::mut_from_ref)] // The exclusivity is the caller's promise.
     pub(crate) unsafe fn slot_mut(
         &self,
@@ -163,8 +163,8 @@ impl Region {
         layout.p2p_chunks + ((src * layout.size + dst) * P2P_CHUNKS + index) * layout.p2p_chunk
     }
 
-    /// Marks the group as aborted, unless it is already, and wakes all ranks. `failed` is the global rank whose
-    /// failure is the reason, if there is one.
+    /// Marks the group as aborted, unless it is already, and wakes all ranks. `failed` is the
+    /// global rank whose failure is the reason, if there is one.
     pub(crate) fn abort(&self, rank: usize, failed: Option<usize>, reason: &str) {
         let header = self.header();
         let state = &header.abort_state.0;
@@ -202,4 +202,11 @@ impl Region {
     pub(crate) fn notify_all(&self) {
         (0..self.layout.size).for_each(|rank| notify(self.record(rank)));
     }
+}
+
+/// A random number, to distinguish memory of this program from other memory.
+pub(crate) fn nonce() -> u64 {
+    use std::hash::{BuildHasher, Hasher, RandomState};
+    // std's hash maps have random keys; an empty hash under one is a random number.
+    RandomState::new().build_hasher().finish()
 }

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use super::RankRecord;
 
-/// Wakes a rank, or keeps it from falling asleep. To be called after the change that the rank waits for.
+/// Wakes a rank, or keeps it from falling asleep. To be called after the change that the rank waits
+/// for.
 pub(crate) fn notify(record: &RankRecord) {
     record.waker.fetch_add(1, Ordering::SeqCst);
     if record.asleep.load(Ordering::SeqCst) != 0 {
@@ -13,8 +14,8 @@ pub(crate) fn notify(record: &RankRecord) {
     }
 }
 
-/// The futex word of a rank that is about to sleep. The rank calls `Waker::new`, checks what it waits for,
-/// and calls `sleep`. A [`notify`] after the check makes `sleep` return.
+/// The futex word of a rank that is about to sleep. The rank calls `Waker::new`, checks what it
+/// waits for, and calls `sleep`. A [`notify`] after the check makes `sleep` return.
 pub(crate) struct Waker<'a> {
     record: &'a RankRecord,
     seen: u32,
@@ -46,8 +47,8 @@ fn wait(word: &AtomicU32, seen: u32, timeout: Duration) {
         tv_sec: timeout.as_secs() as i64,
         tv_nsec: timeout.subsec_nanos().into(),
     };
-    // Not `PRIVATE`: the word may be shared between processes. After any error (the word has changed,
-    // a signal, the timeout) the caller checks again.
+    // Not `PRIVATE`: the word may be shared between processes. After any error (the word has
+    // changed, a signal, the timeout) the caller checks again.
     let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
 }
 
