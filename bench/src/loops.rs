@@ -8,7 +8,7 @@ use fulgurite_core::collective::{ProcessGroup, Solo};
 use fulgurite_core::config::{ConfigLayers, PluginValue};
 use fulgurite_core::module::ModuleInit;
 use fulgurite_core::optim::{GradScale, OptimizerConfig as _, clip_factor, local_squared_norm};
-use fulgurite_core::parameter::LocalGrads;
+use fulgurite_core::parameter::{LocalGrads, ParameterSlot};
 use fulgurite_core::run::RunConfig;
 use fulgurite_core::strategy::materialize;
 
@@ -118,10 +118,11 @@ impl Job<'_> {
         let run = self.config()?;
         let builder = ModuleBuilder::new(ModuleInit::default());
         let net = Net::new(&builder, self.model)?;
-        let tree = builder.finish()?;
-        materialize::replicate(&tree, run.seed)?;
+        let mut tree = builder.finish()?;
+        let slots = tree.slots();
+        materialize::replicate(&slots, run.seed)?;
         let grads = Arc::new(LocalGrads::default());
-        tree.trainable().for_each(|parameter| parameter.set_reducer(grads.clone()));
+        slots.iter().for_each(|slot| slot.set_reducer(grads.clone()));
         let parameters: Vec<Parameter> = tree.trainable().cloned().collect();
         let mut optimizer = AdamW::default().build(tree.parameters())?;
         let alone = DataContext {
@@ -140,15 +141,15 @@ impl Job<'_> {
             let loss = net.loss(&batch)?;
             mean = loss.mean()?;
             drop(loss.sum().backward()?);
-            for parameter in &parameters {
-                parameter.finish_backward()?;
+            for slot in &slots {
+                slot.finish_backward()?;
             }
-            grads.deliver(tree.trainable())?;
+            grads.deliver(&slots)?;
             let scale = 1.0 / loss.count();
             let norm = scale * local_squared_norm(&parameters, &|_| 0)?.sqrt();
             let factor = scale * clip_factor(norm, CLIP);
             optimizer.step(&GradScale { factor, clip_value: None })?;
-            parameters.iter().for_each(Parameter::end_step);
+            slots.iter().for_each(ParameterSlot::end_step);
             ends.push(Instant::now());
         }
         Ok((ends, mean))

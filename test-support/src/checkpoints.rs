@@ -170,8 +170,8 @@ pub fn model(mesh: Mesh, rank: usize, seed: Option<u64>, dtype: DType) -> Module
 }
 
 /// Cuts a model's parameters for the mesh and gives this rank its local values.
-pub fn set_up(tree: ModuleTree, mesh: Mesh, rank: usize, seed: Option<u64>) -> ModuleTree {
-    for parameter in tree.parameters() {
+pub fn set_up(mut tree: ModuleTree, mesh: Mesh, rank: usize, seed: Option<u64>) -> ModuleTree {
+    for parameter in tree.slots() {
         let mut spec = parameter.spec();
         let dims = spec.shape.len();
         let shard = |dim| if dim < dims { Placement::Shard(dim) } else { Placement::Replicate };

@@ -212,7 +212,7 @@ fn run_rank(world: Arc<dyn ProcessGroup>, case: &Fabricated, saved: &Path) -> Re
     }
     let (fabric, optimizer) = training.parts();
     let tree = fabric.module_tree()?;
-    let gathered = || gather_weights(&tree, &**fabric.world()).map(digests);
+    let gathered = || gather_weights(tree, &**fabric.world()).map(digests);
     let mut tensors = BTreeMap::from([("weights".to_owned(), gathered()?)]);
     if case.ema.is_some() {
         optimizer.swap_ema()?;

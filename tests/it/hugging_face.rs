@@ -48,7 +48,7 @@ fn logits_loss_and_gradients_are_those_of_transformers() {
         let model = fabric.setup_module(|b| Llama::new(&config, b)).unwrap();
         let tree = fabric.module_tree().unwrap();
         let source = SafetensorsSource::open(fixture(case)).unwrap();
-        load_into(&source, &tree, true).unwrap();
+        load_into(&source, tree, true).unwrap();
         fabric.finish_load().unwrap();
 
         let ids = expected["input_ids"].to_dtype(DType::U32).unwrap();

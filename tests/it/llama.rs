@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use fulgurite_core::autograd::{no_grad, storage};
 use fulgurite_core::module::{ForwardScope, ModuleBuilder, ModuleInit, ModuleTree};
 use fulgurite_core::nn::cross_entropy;
-use fulgurite_core::parameter::{GradReducer, LocalGrads};
+use fulgurite_core::parameter::{GradReducer, LocalGrads, ParameterSlot};
 use fulgurite_core::shard::Region;
 use fulgurite_test_support::llama::{Llama, LlamaConfig};
 
@@ -28,6 +28,7 @@ fn small(tied: bool) -> LlamaConfig {
 struct Trained {
     model: Llama,
     tree: ModuleTree,
+    slots: Vec<ParameterSlot>,
     grads: Arc<LocalGrads>,
 }
 
@@ -35,9 +36,10 @@ fn build(cfg: &LlamaConfig, dtype: DType) -> Trained {
     let init = ModuleInit { dtype, compute_dtype: dtype, ..ModuleInit::default() };
     let b = ModuleBuilder::new(init);
     let model = Llama::new(cfg, &b).unwrap();
-    let tree = b.finish().unwrap();
+    let mut tree = b.finish().unwrap();
+    let slots = tree.slots();
     let grads = Arc::new(LocalGrads::default());
-    for p in tree.parameters() {
+    for p in &slots {
         let (shape, device) = (p.global_shape(), p.device());
         let region = Region::full(shape);
         let values = p.init().values(3, p.fqn(), shape, &region, dtype, device).unwrap();
@@ -45,7 +47,7 @@ fn build(cfg: &LlamaConfig, dtype: DType) -> Trained {
         storage::copy_from(p.compute().unwrap(), &values).unwrap();
         p.set_reducer(grads.clone());
     }
-    Trained { model, tree, grads }
+    Trained { model, tree, slots, grads }
 }
 
 fn ids(rows: &[[u32; 6]]) -> (Tensor, Tensor) {
@@ -101,7 +103,7 @@ fn every_gradient_equals_finite_differences() {
         };
         loss().unwrap().backward().unwrap();
         let _no_grad = no_grad();
-        for p in t.tree.parameters() {
+        for p in &t.slots {
             assert!(p.finish_backward().unwrap(), "{} got no gradient", p.fqn());
             let grad = t.grads.buffer(p).unwrap().to_vec1::<f64>().unwrap();
             for j in (0..p.elem_count()).step_by(7) {
@@ -142,7 +144,7 @@ fn it_learns_a_sentence() {
         let loss = cross_entropy(&t.model.forward(&inputs).unwrap(), &targets).unwrap();
         losses.push(loss.mean().unwrap());
         loss.sum().backward().unwrap();
-        for p in t.tree.parameters() {
+        for p in &t.slots {
             p.finish_backward().unwrap();
             let grad = t.grads.buffer(p).unwrap().to_vec1::<f32>().unwrap();
             storage::with_host_mut(p.compute().unwrap(), |x: &mut [f32]| {

@@ -26,7 +26,7 @@ use fulgurite_engine::module::Module;
 ///
 /// let b = ModuleBuilder::new(ModuleInit::default());
 /// let head = Linear::new(&b.pp("lm_head"), 4, 8)?;
-/// storage::allocate(head.weight().compute()?)?; // zeros; a strategy does this
+/// storage::allocate(b.finish()?.slots()[0].compute()?)?; // zeros; a strategy does this
 /// let hidden = Tensor::ones((2, 3, 4), DType::F32, &Device::Cpu)?;
 /// let targets = Tensor::new(&[[1i64, 2, -100], [0, 7, -100]], &Device::Cpu)?;
 /// let loss = linear_cross_entropy(&head, &hidden, &targets)?;

@@ -62,7 +62,7 @@ impl FusedOutput {
 /// let b = ModuleBuilder::new(ModuleInit::default());
 /// let norm = RmsNorm::new(&b.pp("norm"), 4, 1e-5)?;
 /// let mlp = SwiGluMlp::new(&b.pp("mlp"), 4, 8)?;
-/// # for p in b.finish()?.parameters() { storage::allocate(p.compute()?)?; }
+/// # for slot in b.finish()?.slots() { storage::allocate(slot.compute()?)?; }
 /// let x = Tensor::ones((1, 3, 4), DType::F32, &Device::Cpu)?;
 /// let y = residual(&x, &norm, &mlp)?;
 /// assert_eq!(y.dims(), [1, 3, 4]);

@@ -87,16 +87,15 @@ impl Strategy for LocalSgdStrategy {
 
     fn setup_module(&mut self, tree: &mut ModuleTree, mesh: &DeviceMesh, seed: u64) -> Result<()> {
         materialize::verify_same_model(tree, &**mesh.world())?;
-        materialize::replicate_along(tree, seed, mesh, DATA_PARALLEL_REPLICATE)?;
-        for parameter in tree.trainable() {
-            parameter.set_reducer(self.grads.clone());
-        }
+        let slots = tree.slots();
+        materialize::replicate_along(&slots, seed, mesh, DATA_PARALLEL_REPLICATE)?;
+        slots.iter().for_each(|slot| slot.set_reducer(self.grads.clone()));
         Ok(())
     }
 
     /// Each rank keeps its own gradients.
     fn reduce_gradients(&mut self, context: StrategyContext<'_>) -> Result<()> {
-        self.grads.deliver(context.tree.trainable())
+        self.grads.deliver(context.slots)
     }
 
     /// Gradients are those of the sum over this rank's items, so the mean is over these.

@@ -33,18 +33,19 @@ fn compute(world: Arc<dyn ProcessGroup>, plan: &Plan) -> Result<Computed> {
     let down = Linear::new(&b.pp("down"), 7, 4)?;
     let mut tree = b.finish()?;
     tree.parallelize_module(&mesh.get(TENSOR_PARALLEL)?, plan)?;
-    materialize::replicate(&tree, 3)?;
+    let slots = tree.slots();
+    materialize::replicate(&slots, 3)?;
     let grads = Arc::new(LocalGrads::default());
-    tree.parameters().iter().for_each(|parameter| parameter.set_reducer(grads.clone()));
+    slots.iter().for_each(|slot| slot.set_reducer(grads.clone()));
 
     let x: Vec<f64> = (0..24).map(|i| f64::from(i * i % 11) / 5.0 - 1.0).collect();
     let x = Var::from_tensor(&Tensor::from_vec(x, (2, 3, 4), &Device::Cpu)?)?;
     let y = down.forward(&glu.forward(&x)?)?;
     let store = y.sqr()?.sum_all()?.backward()?;
     let mut weights = Vec::new();
-    for parameter in tree.parameters().iter().filter(|p| p.fqn().starts_with("glu")) {
-        let grad = flat(&grads.buffer(parameter)?)?;
-        weights.push((parameter.fqn().to_owned(), parameter.compute_region().offsets[0], grad));
+    for slot in slots.iter().filter(|slot| slot.fqn().starts_with("glu")) {
+        let grad = flat(&grads.buffer(slot)?)?;
+        weights.push((slot.fqn().to_owned(), slot.compute_region().offsets[0], grad));
     }
     let dx = store.get(&x).expect("the input gets a gradient");
     Ok((flat(&y)?, flat(dx)?, weights))

@@ -1,5 +1,6 @@
 //! The strategy.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use candle_core::DType;
@@ -7,7 +8,7 @@ use fulgurite_core::autograd::storage;
 use fulgurite_core::collective::{Difference, ProcessGroup, broadcast_object, first_difference};
 use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_core::module::{ModuleInit, ModuleTree, UnitHooks};
-use fulgurite_core::parameter::{GradReducer, LocalShard, Parameter};
+use fulgurite_core::parameter::{GradReducer, LocalShard, Parameter, ParameterSlot};
 use fulgurite_core::shard::{Cut, Placement, ShardSpec};
 use fulgurite_core::strategy::{
     Capabilities, ParallelizeFn, Strategy, StrategyContext, materialize,
@@ -72,30 +73,31 @@ impl MeshStrategy {
 
     fn replicate(
         &self,
-        tree: &ModuleTree,
+        tree: &mut ModuleTree,
         mesh: &DeviceMesh,
         seed: u64,
         partial_grads: PartialGrads,
     ) -> Result<Engine> {
-        for parameter in tree.parameters() {
-            parameter.set_spec(Self::outer_spec(parameter, mesh)?);
+        let mut slots = tree.slots();
+        for slot in &slots {
+            slot.set_spec(Self::outer_spec(slot, mesh)?);
         }
-        materialize::replicate(tree, seed)?;
+        materialize::replicate(&slots, seed)?;
         let group = mesh.group(DATA_PARALLEL_REPLICATE)?.clone();
         // Alone there is nothing to be in order for.
         let ordered = group.size() == 1;
         // Until the real order is known: the reverse of declaration.
-        let mut parameters: Vec<Parameter> = tree.trainable().cloned().collect();
-        parameters.reverse();
+        slots.retain(|slot| slot.requires_grad());
+        slots.reverse();
         let bucket_bytes = self.settings.bucket_bytes;
-        let reducer = Arc::new(Reducer::new(group, partial_grads, &parameters, bucket_bytes)?);
-        tree.trainable().for_each(|p| p.set_reducer(reducer.clone()));
+        let reducer = Arc::new(Reducer::new(group, partial_grads, &slots, bucket_bytes)?);
+        slots.iter().for_each(|slot| slot.set_reducer(reducer.clone()));
         Ok(Engine::Replicated { reducer, ordered })
     }
 
     fn shard(
         &self,
-        tree: &ModuleTree,
+        tree: &mut ModuleTree,
         mesh: &DeviceMesh,
         seed: u64,
         partial_grads: PartialGrads,
@@ -107,11 +109,11 @@ impl MeshStrategy {
             [mesh.group(DP_SHARD_CP)?.clone(), mesh.group(DATA_PARALLEL_REPLICATE)?.clone()];
         let mut groups = Vec::new();
         let mut units = Vec::new();
-        let mut root = tree.unit_parameters(None);
-        let mut add = |path: &str, parameters: &[Parameter], reshard: bool| -> Result<usize> {
-            let members = parameters
+        let mut root = tree.unit_slots(None);
+        let mut add = |path: &str, slots: &[ParameterSlot], reshard: bool| -> Result<usize> {
+            let members = slots
                 .iter()
-                .map(|parameter| Self::shard_parameter(parameter, mesh, seed))
+                .map(|slot| Self::shard_parameter(slot, mesh, seed))
                 .collect::<Result<_>>()?;
             let path = path.to_owned();
             groups.push(ParamGroup::new(
@@ -123,16 +125,16 @@ impl MeshStrategy {
             ));
             Ok(groups.len() - 1)
         };
-        for (unit, chosen) in tree.units().iter().zip(chosen) {
-            let parameters = tree.unit_parameters(Some(unit.index()));
+        for (unit, chosen) in tree.units().to_vec().iter().zip(chosen) {
+            let slots = tree.unit_slots(Some(unit.index()));
             if chosen {
                 let own = tree.fully_shard_options(unit.path());
                 let reshard = own
                     .and_then(|options| options.reshard_after_forward)
                     .unwrap_or(self.settings.reshard_after_forward);
-                units.push(Some(add(unit.path(), &parameters, reshard)?));
+                units.push(Some(add(unit.path(), &slots, reshard)?));
             } else {
-                root.extend(parameters);
+                root.extend(slots);
                 units.push(None);
             }
         }
@@ -141,8 +143,8 @@ impl MeshStrategy {
         let casts = Casts { input: cast, output: policy.output_dtype.map(DType::from) };
         let prefetch = self.settings.prefetch;
         let runtime = Arc::new(ShardedRuntime::new(groups, units, prefetch, casts, partial_grads));
-        for parameter in tree.trainable() {
-            parameter.set_reducer(runtime.clone() as Arc<dyn GradReducer>);
+        for slot in tree.slots().iter().filter(|slot| slot.requires_grad()) {
+            slot.set_reducer(runtime.clone() as Arc<dyn GradReducer>);
         }
         for unit in tree.units() {
             unit.set_hooks(runtime.clone() as Arc<dyn UnitHooks>);
@@ -152,21 +154,20 @@ impl MeshStrategy {
     }
 
     /// Cuts a parameter along dimension 0 and gives this rank's shard its initial values.
-    fn shard_parameter(parameter: &Parameter, mesh: &DeviceMesh, seed: u64) -> Result<Member> {
-        let fqn = parameter.fqn();
-        if parameter.global_shape().is_empty() {
+    fn shard_parameter(slot: &ParameterSlot, mesh: &DeviceMesh, seed: u64) -> Result<Member> {
+        if slot.global_shape().is_empty() {
             let message = "is a scalar, which FSDP cannot shard; give it the shape [1]";
-            return Err(Error::parameter(fqn, message));
+            return Err(Error::parameter(slot.fqn(), message));
         }
         let ranks = mesh.size(DP_SHARD_CP)?;
-        let outer = Self::outer_spec(parameter, mesh)?;
-        check_even(parameter, &outer, ranks)?;
+        let outer = Self::outer_spec(slot, mesh)?;
+        check_even(slot, &outer, ranks)?;
         let spec = outer.with_cut(Cut::new(DP_SHARD_CP, ranks, Placement::Shard(0)));
         let region =
             |rank| spec.region(|dim| if dim == DP_SHARD_CP { rank } else { mesh.coordinate(dim) });
         let counts = (0..ranks).map(|rank| region(rank).elem_count()).collect();
         let region = region(mesh.coordinate(DP_SHARD_CP));
-        let initial = materialize::initial_values(parameter, seed, &region)?;
+        let initial = materialize::initial_values(slot, seed, &region)?;
         let group = mesh.group(DP_SHARD_CP)?;
         let values = if group.size() > 1 {
             let shard = group.empty(initial.elem_count(), initial.dtype(), initial.device())?;
@@ -175,9 +176,9 @@ impl MeshStrategy {
         } else {
             initial
         };
-        parameter.set_spec(spec);
-        parameter.set_local(LocalShard { values, region });
-        Ok(Member { parameter: parameter.clone(), counts })
+        slot.set_spec(spec);
+        slot.set_local(LocalShard { values, region });
+        Ok(Member { slot: slot.clone(), counts })
     }
 
     fn engine(&self) -> Result<&Engine> {
@@ -210,13 +211,15 @@ impl MeshStrategy {
         else {
             return Ok(());
         };
-        let StrategyContext { mesh, tree } = context;
+        let StrategyContext { mesh, slots, .. } = context;
         let group = mesh.group(DATA_PARALLEL_REPLICATE)?;
         let order = broadcast_object(&**group, &reducer.ready_order(), 0)?;
-        let parameters: Vec<Parameter> =
-            order.iter().filter_map(|fqn| tree.parameter(fqn).cloned()).collect();
-        if parameters.len() == tree.trainable().count() {
-            reducer.lay_out(&parameters, self.settings.bucket_bytes)?;
+        let by_fqn: HashMap<&str, &ParameterSlot> =
+            slots.iter().map(|slot| (slot.fqn(), slot)).collect();
+        let ready: Vec<ParameterSlot> =
+            order.iter().filter_map(|fqn| by_fqn.get(fqn.as_str()).copied().cloned()).collect();
+        if ready.len() == slots.iter().filter(|slot| slot.requires_grad()).count() {
+            reducer.lay_out(&ready, self.settings.bucket_bytes)?;
             *ordered = true;
         }
         Ok(())
@@ -233,8 +236,12 @@ fn verify_same_choices(tree: &ModuleTree, world: &dyn ProcessGroup) -> Result<()
         })
         .collect();
     choices.extend(tree.units().iter().map(|unit| {
-        let again = if unit.activation_checkpointing() { ", checkpointed" } else { "" };
-        format!("the unit `{}`: {:?}{again}", unit.path(), tree.fully_shard_options(unit.path()))
+        let checkpointed = if unit.activation_checkpointing() { ", checkpointed" } else { "" };
+        format!(
+            "the unit `{}`: {:?}{checkpointed}",
+            unit.path(),
+            tree.fully_shard_options(unit.path())
+        )
     }));
     match first_difference(world, &choices)? {
         None => Ok(()),
@@ -336,7 +343,7 @@ impl Strategy for MeshStrategy {
 
     fn prepare_forward(&mut self, context: StrategyContext<'_>) -> Result<()> {
         match self.engine()? {
-            Engine::Replicated { .. } => materialize::refresh_compute(context.tree),
+            Engine::Replicated { .. } => materialize::refresh_compute(context.slots),
             // What was gathered before an optimizer step or a load is out of date.
             Engine::Sharded(runtime) => runtime.on(fsdp::Event::PrepareForward),
         }

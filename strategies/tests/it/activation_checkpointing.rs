@@ -370,7 +370,7 @@ fn configured(checkpointing: ActivationCheckpointing) -> Result<ModuleTree> {
         TrainerConfig { activation_checkpointing: checkpointing, ..TrainerConfig::default() };
     let mut fabric = Fabric::with_world(Arc::new(Solo::new("world", 0)), &config, 1, None)?;
     fabric.setup_module(layers)?;
-    fabric.module_tree()
+    fabric.module_tree().cloned()
 }
 
 #[test]
@@ -429,5 +429,5 @@ fn a_parallelize_function_chooses_units() {
     let mut fabric = Fabric::new(world, strategy, init(&config).unwrap(), 1).unwrap();
     fabric.setup_module(layers).unwrap();
     let tree = fabric.module_tree().unwrap();
-    assert_eq!(chosen(&tree), ["layers.0", "layers.2", "layers.3"]);
+    assert_eq!(chosen(tree), ["layers.0", "layers.2", "layers.3"]);
 }

@@ -39,7 +39,7 @@ fn train(world: Arc<dyn ProcessGroup>, config: &str) -> Result<Run> {
         norms.push(fabric.clip_gradients_norm(&mut optimizer, 1.0)?);
         optimizer.step()?;
     }
-    let weights = gather_weights(&fabric.module_tree()?, &**fabric.world())?;
+    let weights = gather_weights(fabric.module_tree()?, &**fabric.world())?;
     Ok(Run { losses, norms, weights, averages: std::collections::BTreeMap::new() })
 }
 
@@ -144,7 +144,7 @@ fn cut_step(config: &str, policy: UnusedParameters) -> Result<[[Vec<f32>; 2]; 2]
         let (model, optimizer) = fabric.setup(Cut::new, &decaying)?;
         let mut optimizer = optimizer.with_unused_parameters(policy);
         let read = || -> Result<[Vec<f32>; 2]> {
-            let weights = gather_weights(&fabric.module_tree()?, &**fabric.world())?;
+            let weights = gather_weights(fabric.module_tree()?, &**fabric.world())?;
             Ok(["body.linear.weight", "head.weight"].map(|fqn| weights[fqn].clone()))
         };
         let before = read()?;
@@ -212,7 +212,7 @@ fn ranks_that_leave_out_a_layer_reduce_units_in_one_order() {
                 fabric.backward(&Loss::new(x.sqr()?.sum_all()?, 1.0))?;
                 optimizer.step()?;
             }
-            gather_weights(&fabric.module_tree()?, &**fabric.world())
+            gather_weights(fabric.module_tree()?, &**fabric.world())
         })
         .unwrap()
     };

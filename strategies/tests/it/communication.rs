@@ -22,7 +22,7 @@ fn third_step(ranks: usize, config: &str, accumulate: usize) -> (Tally, ModuleTr
         training.step()?;
         counter.reset();
         training.step()?;
-        Ok((counter.snapshot(), training.fabric.module_tree()?))
+        Ok((counter.snapshot(), training.fabric.module_tree()?.clone()))
     })
     .unwrap_or_else(|error| panic!("{config}: {error}"));
     assert!(tallies.iter().all(|(tally, _)| *tally == tallies[0].0), "{config}: ranks differ");

@@ -206,12 +206,12 @@ fn a_loss_that_depends_on_nothing() {
 fn a_loss_that_is_not_finite_on_one_rank() {
     with_model(|fabric, layers, optimizer| {
         let factor = if fabric.global_rank() == 1 { f64::NAN } else { 1.0 };
-        let before = gather_weights(&fabric.module_tree()?, &**fabric.world())?;
+        let before = gather_weights(fabric.module_tree()?, &**fabric.world())?;
         fabric.backward(&loss(layers, factor)?)?;
         let error = optimizer.step().unwrap_err();
         assert!(matches!(error, Error::NonFinite { what: "loss", step: 1, .. }), "{error}");
         insta::allow_duplicates! { insta::assert_snapshot!(error, @"non-finite loss (NaN) at step 1; parameters are as they were before the step. A lower `optimizer.lr`, a longer warm-up (`scheduler.warmup_steps`) or `trainer.gradient_clip_val` may help"); }
-        assert_eq!(gather_weights(&fabric.module_tree()?, &**fabric.world())?, before);
+        assert_eq!(gather_weights(fabric.module_tree()?, &**fabric.world())?, before);
         Ok(())
     });
 }
@@ -226,14 +226,14 @@ fn a_gradient_norm_that_is_not_finite_on_one_rank() {
             let zero = (bad.sum() - bad.sum())?.sqrt()?;
             bad = Loss::new((bad.sum() + zero)?, 1.0);
         }
-        let before = gather_weights(&fabric.module_tree()?, &**fabric.world())?;
+        let before = gather_weights(fabric.module_tree()?, &**fabric.world())?;
         fabric.backward(&bad)?;
         let error = fabric.clip_gradients_norm(optimizer, 1.0).unwrap_err();
         assert!(
             matches!(error, Error::NonFinite { what: "gradient norm", step: 1, .. }),
             "{error}"
         );
-        assert_eq!(gather_weights(&fabric.module_tree()?, &**fabric.world())?, before);
+        assert_eq!(gather_weights(fabric.module_tree()?, &**fabric.world())?, before);
         Ok(())
     });
 }

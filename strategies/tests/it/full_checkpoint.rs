@@ -48,8 +48,8 @@ fn save(
         let coordinate = |dim: &str| mesh.coordinate(dim);
         let states = training.optimizer.state_tensors()?;
         let all = GatherOptions::default();
-        let states = gather_full_optimizer_state(&tree, &states, coordinate, &*world, &all)?;
-        let gathered = gather_cpu_state_dict(&tree, coordinate, &*world, &all)?;
+        let states = gather_full_optimizer_state(tree, &states, coordinate, &*world, &all)?;
+        let gathered = gather_cpu_state_dict(tree, coordinate, &*world, &all)?;
         let flat = |tensors: BTreeMap<String, candle_core::Tensor>| -> Result<BTreeMap<_, _>> {
             let flat = |(name, t): (String, candle_core::Tensor)| {
                 Ok((name, t.flatten_all()?.to_vec1::<f32>()?))
@@ -93,9 +93,9 @@ fn it_is_what_the_ranks_hold_and_every_strategy_loads_it() {
         let loaded = run_ranks(ranks, |world| {
             let mut training = DecoderTraining::new(world, config, Variant::default(), 1)?;
             let tree = training.fabric.module_tree()?;
-            load_into(full.model(), &tree, true)?;
+            load_into(full.model(), tree, true)?;
             let states = training.optimizer.state_tensors()?;
-            load_optimizer(full.optimizer(), &tree, &states, true)?;
+            load_optimizer(full.optimizer(), tree, &states, true)?;
             training.fabric.finish_load()?;
             let again = training.fabric.save_full(
                 temp.path().join("again"),

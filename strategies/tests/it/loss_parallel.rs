@@ -10,7 +10,7 @@ use fulgurite_core::mesh::{DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_core::module::{ForwardScope, Module, ModuleBuilder, ModuleInit};
 use fulgurite_core::nn::{CrossEntropy, Linear, Loss, Reduction, cross_entropy, force_portable};
 use fulgurite_core::parallel::{Colwise, Layout};
-use fulgurite_core::parameter::{GradReducer, Init, LocalGrads};
+use fulgurite_core::parameter::{GradReducer, Init, LocalGrads, ParameterSlot};
 use fulgurite_core::plan;
 use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_core::strategy::materialize;
@@ -45,6 +45,7 @@ fn assert_close(what: &str, got: &[f64], want: &[f64]) {
 /// An output head whose classes are cut over the ranks of a group; of one rank, a whole one.
 struct Head {
     linear: Linear,
+    slots: Vec<ParameterSlot>,
     grads: Arc<LocalGrads>,
     counter: Counter,
 }
@@ -76,7 +77,8 @@ impl Head {
             },
         )?;
         let grads = Arc::new(LocalGrads::default());
-        for p in tree.parameters() {
+        let slots = tree.slots();
+        for p in &slots {
             let (shape, region) = (p.global_shape(), p.compute_region());
             let values =
                 init.values(5, p.fqn(), shape, &region, p.compute_dtype(), &Device::Cpu)?;
@@ -85,7 +87,7 @@ impl Head {
             p.set_reducer(grads.clone());
         }
         counter.reset();
-        Ok(Self { linear, grads, counter })
+        Ok(Self { linear, slots, grads, counter })
     }
 
     /// This rank's classes.
@@ -99,7 +101,7 @@ impl Head {
         let loss = options.loss(&self.linear.forward(&x)?, targets)?;
         let store = (loss.sum() / loss.count())?.backward()?;
         let mut params = Vec::new();
-        for p in [self.linear.weight(), self.linear.bias().unwrap()] {
+        for p in &self.slots {
             p.finish_backward()?;
             params.push(flat(&self.grads.buffer(p)?));
             p.clear_accumulated();
@@ -380,7 +382,7 @@ fn parts_are_known_by_where_they_come_from() {
             let parts =
                 Colwise { output: Layout::Replicate, loss_parallel: true, ..Colwise::default() };
             tree.parallelize_module(&mesh.get(TENSOR_PARALLEL)?, &plan! { "head" => parts })?;
-            materialize::replicate(&tree, 3)?;
+            materialize::replicate(&tree.slots(), 3)?;
             let _no_grad = (!graph).then(no_grad);
             let _scope = scope().enter();
             let x = randn("x", &[2, 3, DIM]).to_dtype(DType::F32)?;

@@ -38,7 +38,7 @@ fn third_step(
         training.step()?;
         counter.reset();
         training.step()?;
-        Ok((counter.snapshot(), training.fabric.module_tree()?))
+        Ok((counter.snapshot(), training.fabric.module_tree()?.clone()))
     })
     .unwrap_or_else(|error| panic!("{config}: {error}"));
     tallies.swap_remove(0)

@@ -102,7 +102,7 @@ fn rank_masks(mesh: DeviceMesh, world: Arc<dyn ProcessGroup>) -> Result<[Vec<f32
             "last" => cut,
         },
     )?;
-    materialize::replicate(&tree, 1)?;
+    materialize::replicate(&tree.slots(), 1)?;
 
     // Each element is its own number, so that every rank's part tells where it is from.
     let count: usize = SHAPE.iter().product();

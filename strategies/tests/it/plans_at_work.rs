@@ -281,7 +281,7 @@ fn two_heads_with_parallel_losses() {
                 Colwise { output: Layout::Replicate, loss_parallel: true, ..Colwise::default() };
             let plan = plan! { "a" => head, "b" => head };
             tree.parallelize_module(&mesh.get(TENSOR_PARALLEL)?, &plan)?;
-            materialize::replicate(&tree, 3)?;
+            materialize::replicate(&tree.slots(), 3)?;
             let _no_grad = no_grad();
             let _scope = ForwardScope { loss_parallel: true, ..ForwardScope::default() }.enter();
             let x = Tensor::ones((1, 2, 4), DType::F32, &Device::Cpu)?;
@@ -348,7 +348,7 @@ fn dropout_communicates_on_all_ranks_or_none() {
         let mut tree = b.finish()?;
         let plan = plan! { "up" => Colwise::default(), "dropout" => cut };
         tree.parallelize_module(&mesh.get(TENSOR_PARALLEL)?, &plan)?;
-        materialize::replicate(&tree, 3)?;
+        materialize::replicate(&tree.slots(), 3)?;
         let calls = |x: &Tensor| -> Result<u64> {
             counter.reset();
             dropout.forward(x)?;

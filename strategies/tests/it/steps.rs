@@ -52,7 +52,7 @@ fn train(
         norms.push(fabric.clip_gradients_norm(&mut optimizer, 1.0)?);
         optimizer.step()?;
     }
-    let weights = gather_weights(&fabric.module_tree()?, &**fabric.world())?;
+    let weights = gather_weights(fabric.module_tree()?, &**fabric.world())?;
     Ok(Run { losses, norms, weights, averages: std::collections::BTreeMap::new() })
 }
 
@@ -330,9 +330,9 @@ fn a_step_whose_last_backward_did_not_synchronise_is_refused() {
             let (toy, mut optimizer) = fabric.setup(Toy::new, &AdamW::default())?;
             let _no_sync = fabric.no_backward_sync(true);
             fabric.backward(&toy.loss(0, ROUTE)?)?;
-            let before = gather_weights(&fabric.module_tree()?, &**fabric.world())?;
+            let before = gather_weights(fabric.module_tree()?, &**fabric.world())?;
             let error = optimizer.step().expect_err("nothing was synchronised").to_string();
-            assert_eq!(gather_weights(&fabric.module_tree()?, &**fabric.world())?, before);
+            assert_eq!(gather_weights(fabric.module_tree()?, &**fabric.world())?, before);
             Ok(error)
         })
         .unwrap();

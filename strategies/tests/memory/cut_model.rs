@@ -22,8 +22,8 @@ pub(crate) fn cut_model(
     for i in 0..TENSORS {
         b.parameter(&format!("w{i}"), [ROWS, COLUMNS], Init::ONES)?;
     }
-    let tree = b.finish()?;
-    for parameter in tree.parameters() {
+    let mut tree = b.finish()?;
+    for parameter in tree.slots() {
         let cut = Cut::new("data_parallel_shard", group.size(), Placement::Shard(dim));
         let spec = parameter.spec().with_cut(cut);
         let region = spec.region(|_| group.rank());

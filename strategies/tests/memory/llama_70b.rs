@@ -22,8 +22,8 @@ fn seventy_billion_parameters_cost_nothing() {
     let before = reset_peak();
     let b = ModuleBuilder::new(ModuleInit::default());
     let model = Llama::new(&cfg, &b).unwrap();
-    let tree = b.finish().unwrap();
-    for p in tree.parameters() {
+    let mut tree = b.finish().unwrap();
+    for p in tree.slots() {
         assert!(storage::is_released(p.compute().unwrap()), "{} has memory", p.fqn());
     }
     let bytes = peak() - before;

@@ -349,7 +349,7 @@ impl DecoderTraining {
 
     /// Every parameter, whole.
     pub fn weights(&self) -> Result<BTreeMap<String, Vec<f32>>> {
-        gather_weights(&self.fabric.module_tree()?, &**self.fabric.world())
+        gather_weights(self.fabric.module_tree()?, &**self.fabric.world())
     }
 
     /// All steps.

@@ -136,7 +136,7 @@ impl Training {
         let steps: Vec<(f64, f64)> =
             (0..Self::STEPS).map(|_| self.step()).collect::<Result<_>>()?;
         let (losses, norms) = steps.into_iter().unzip();
-        let weights = gather_weights(&self.fabric.module_tree()?, &**self.fabric.world())?;
+        let weights = gather_weights(self.fabric.module_tree()?, &**self.fabric.world())?;
         Ok(Run { losses, norms, weights, averages: BTreeMap::new() })
     }
 }

@@ -32,13 +32,14 @@ impl Strategy for OneRank {
     }
 
     fn setup_module(&mut self, tree: &mut ModuleTree, _mesh: &DeviceMesh, seed: u64) -> Result<()> {
-        materialize::replicate(tree, seed)?;
-        tree.trainable().for_each(|parameter| parameter.set_reducer(self.grads.clone()));
+        let slots = tree.slots();
+        materialize::replicate(&slots, seed)?;
+        slots.iter().for_each(|slot| slot.set_reducer(self.grads.clone()));
         Ok(())
     }
 
     fn reduce_gradients(&mut self, context: StrategyContext<'_>) -> Result<()> {
-        self.grads.deliver(context.tree.trainable())
+        self.grads.deliver(context.slots)
     }
 }
 

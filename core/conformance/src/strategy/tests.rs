@@ -76,9 +76,10 @@ impl Strategy for FaultyStrategy {
     fn reduce_gradients(&mut self, context: StrategyContext<'_>) -> Result<()> {
         self.whole.reduce_gradients(context)?;
         if self.fault == Fault::LosesGradient
-            && let Some(parameter) = context.tree.parameter("blocks.1.mlp.up_proj.bias")
+            && let Some(slot) =
+                context.slots.iter().find(|slot| slot.fqn() == "blocks.1.mlp.up_proj.bias")
         {
-            parameter.set_local_grad(None);
+            slot.set_local_grad(None);
         }
         Ok(())
     }

@@ -214,8 +214,8 @@ impl ModuleBuilder {
     }
 
     /// Notes that a layer here gets the parameter's compute tensor itself.
-    pub(super) fn hand_out(&self, parameter: &Parameter) {
-        self.tree().hand_out(parameter, self.unit);
+    pub(super) fn expose_tensor(&self, parameter: &Parameter) {
+        self.tree().expose_tensor(parameter, self.unit);
     }
 
     pub(super) fn join(&self, name: &str) -> String {

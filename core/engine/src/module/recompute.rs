@@ -31,7 +31,7 @@ pub(super) fn call(
     let (y, uses) = {
         let _deferred = GradMode::Deferred.enter();
         Uses::collect(|| {
-            unit.note_handed_out();
+            unit.note_exposed();
             let y = compute(&saved)?;
             let activation = activations::of(&y, unit.path())?;
             // A copy, because the output may share memory with the input or a parameter.
@@ -59,7 +59,7 @@ pub(super) fn call(
         Some(to) if alias.is_some() || !tracked => SavedActivation::offload(saved, to)?,
         _ => SavedActivation::InPlace(saved),
     };
-    uses.begin_taps();
+    uses.begin_tensor_uses();
     let with_token = token.is_some();
     let context = ExecutionContext::current();
     let state =
@@ -69,7 +69,7 @@ pub(super) fn call(
             hooks.pre_backward(&state.unit)?;
         }
         let grad_x = state.backward(y, grad, &compute).map_err(|error| state.explain(error))?;
-        state.uses.end_taps()?;
+        state.uses.end_tensor_uses()?;
         Ok(tracked.then_some(grad_x).into_iter().chain(with_token.then_some(None)).collect())
     })?;
     let y = if offload.is_some() { graph_alias::detach_storage(y)? } else { y };

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::parallelize::Parallelized;
 use super::{FullyShard, UnitHandle};
 use crate::parallel::{LayerHandle, ParallelLayer};
-use crate::parameter::Parameter;
+use crate::parameter::{Parameter, ParameterSlot};
 use crate::{Error, Result};
 
 /// What is known of a layer.
@@ -49,6 +49,11 @@ impl ModuleTree {
         self.parameters.iter().filter(|p| p.requires_grad())
     }
 
+    /// The slots of all parameters, in order: for the strategy that sets the model up.
+    pub fn slots(&mut self) -> Vec<ParameterSlot> {
+        self.parameters.iter().cloned().map(ParameterSlot::new).collect()
+    }
+
     /// The parameter of this name; tied parameters answer to all their names.
     pub fn parameter(&self, fqn: &str) -> Option<&Parameter> {
         self.names.get(fqn).map(|&i| &self.parameters[i])
@@ -68,6 +73,11 @@ impl ModuleTree {
     pub fn unit_parameters(&self, unit: Option<usize>) -> Vec<Parameter> {
         let owned = self.owners.iter().zip(&self.parameters).filter(|(owner, _)| **owner == unit);
         owned.map(|(_, parameter)| parameter.clone()).collect()
+    }
+
+    /// The slots of [`unit_parameters`](Self::unit_parameters).
+    pub fn unit_slots(&mut self, unit: Option<usize>) -> Vec<ParameterSlot> {
+        self.unit_parameters(unit).into_iter().map(ParameterSlot::new).collect()
     }
 
     /// The layers, by path.
@@ -126,11 +136,11 @@ impl ModuleTree {
     }
 
     /// Notes that a layer in `unit` got the parameter's compute tensor itself, not its handle.
-    pub(super) fn hand_out(&mut self, parameter: &Parameter, unit: Option<usize>) {
+    pub(super) fn expose_tensor(&mut self, parameter: &Parameter, unit: Option<usize>) {
         self.share(parameter, unit);
         match unit.and_then(|unit| self.units.get(unit)) {
-            Some(unit) => unit.hand_out(parameter),
-            None => parameter.set_tap_holder(None, true),
+            Some(unit) => unit.expose_tensor(parameter),
+            None => parameter.set_exposed(None, true),
         }
     }
 

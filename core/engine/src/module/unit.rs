@@ -9,7 +9,7 @@ use super::{ActivationOffload, FullyShard, Module, recompute};
 use crate::Result;
 use crate::autograd::{GradMode, function, is_grad_enabled};
 use crate::parallel::activations;
-use crate::parameter::{Parameter, note_tap};
+use crate::parameter::{Parameter, note_tensor_use};
 
 /// A strategy's hooks around a unit's forward and backward. Called on the thread that computes.
 pub trait UnitHooks: Send + Sync {
@@ -48,7 +48,7 @@ struct UnitInner {
     /// Where its input is meanwhile, if it is moved.
     activation_offload: RwLock<Option<ActivationOffload>>,
     /// Trainable parameters whose compute tensors layers in it hold: their uses are not seen.
-    handed_out: Mutex<Vec<Parameter>>,
+    exposed: Mutex<Vec<Parameter>>,
     /// Stands for its parameters in the graph where it is computed again.
     token: OnceLock<Tensor>,
 }
@@ -62,7 +62,7 @@ impl UnitHandle {
             fully_shard: RwLock::default(),
             activation_checkpointing: AtomicBool::default(),
             activation_offload: RwLock::default(),
-            handed_out: Mutex::default(),
+            exposed: Mutex::default(),
             token: OnceLock::new(),
         }))
     }
@@ -88,8 +88,8 @@ impl UnitHandle {
     /// `trainer.activation_checkpointing`, which comes before.
     pub fn set_activation_checkpointing(&self, on: bool) {
         self.0.activation_checkpointing.store(on, Ordering::Relaxed);
-        for parameter in &*self.handed_out() {
-            parameter.set_tap_holder(Some(self.index()), !on);
+        for parameter in &*self.exposed() {
+            parameter.set_exposed(Some(self.index()), !on);
         }
     }
 
@@ -113,20 +113,20 @@ impl UnitHandle {
     }
 
     /// Notes that a layer in the unit holds the parameter's compute tensor.
-    pub(super) fn hand_out(&self, parameter: &Parameter) {
-        if parameter.requires_grad() && !self.handed_out().contains(parameter) {
-            self.handed_out().push(parameter.clone());
-            parameter.set_tap_holder(Some(self.index()), !self.activation_checkpointing());
+    pub(super) fn expose_tensor(&self, parameter: &Parameter) {
+        if parameter.requires_grad() && !self.exposed().contains(parameter) {
+            self.exposed().push(parameter.clone());
+            parameter.set_exposed(Some(self.index()), !self.activation_checkpointing());
         }
     }
 
     /// Counts the uses of parameters that layers do not tell of, in a forward that collects uses.
-    pub(super) fn note_handed_out(&self) {
-        self.handed_out().iter().for_each(note_tap);
+    pub(super) fn note_exposed(&self) {
+        self.exposed().iter().for_each(note_tensor_use);
     }
 
-    fn handed_out(&self) -> MutexGuard<'_, Vec<Parameter>> {
-        self.0.handed_out.lock().expect("no panic while noting")
+    fn exposed(&self) -> MutexGuard<'_, Vec<Parameter>> {
+        self.0.exposed.lock().expect("no panic while noting")
     }
 
     /// A variable of one element.
@@ -259,7 +259,7 @@ impl<M> Unit<M> {
         }
         if mode == GradMode::Deferred {
             // Within another unit, which is computed again as a whole.
-            self.handle.note_handed_out();
+            self.handle.note_exposed();
         }
         let Some(hooks) = hooks else {
             return f(&self.module, x);

@@ -15,7 +15,7 @@ impl Recorder {
 
     /// A parameter that exists already is used from here too.
     fn share(&self, parameter: &Parameter) -> candle_core::Result<Tensor> {
-        self.0.hand_out(parameter);
+        self.0.expose_tensor(parameter);
         Ok(parameter.compute()?.clone())
     }
 }
@@ -47,7 +47,7 @@ impl candle_nn::var_builder::SimpleBackend for Recorder {
         }
         let init = init::from_candle(hint, &shape);
         let parameter = self.0.add_parameter(name, shape.into_dims(), init, true)?;
-        self.0.hand_out(&parameter);
+        self.0.expose_tensor(&parameter);
         Ok(parameter.compute()?.clone())
     }
 

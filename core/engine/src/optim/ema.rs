@@ -30,7 +30,8 @@ use crate::{Error, Result};
 /// let weight = b.pp("up").parameter("weight", [2], Init::ONES)?;
 /// // A strategy sets values, and an optimizer changes them:
 /// let values = Tensor::new(&[1f32, 2.], &Device::Cpu)?;
-/// weight.set_local(LocalShard { values: values.copy()?, region: Region::full(&[2]) });
+/// let region = Region::full(&[2]);
+/// b.finish()?.slots()[0].set_local(LocalShard { values: values.copy()?, region });
 /// let mut ema = Ema::new(&[weight.clone()], 0.75)?;
 /// weight.local()?.values.slice_set(&Tensor::new(&[5f32, 2.], &Device::Cpu)?, 0, 0)?;
 /// ema.update()?;
@@ -242,7 +243,7 @@ fn lerp_state<P: Stored<C>, C: Real>(average: &Tensor, values: &Tensor, gain: f6
 mod tests {
     use candle_core::DType;
 
-    use super::super::testing::{assert_close, numbers, parameters, values};
+    use super::super::testing::{assert_close, numbers, parameters, slot, values};
     use super::*;
 
     const LENGTHS: [(&str, usize); 3] = [("a", 40_000), ("b", 7), ("empty", 0)];
@@ -357,7 +358,7 @@ mod tests {
             b.frozen().parameter("frozen", [9], Init::ZEROS).unwrap();
             let values = Tensor::zeros(n, DType::F32, p.device()).unwrap();
             let region = Region { offsets: vec![offset], sizes: vec![n] };
-            p.set_local(LocalShard { values, region });
+            slot(&p).set_local(LocalShard { values, region });
             (p, Ema::new(b.finish().unwrap().parameters(), 0.9).unwrap())
         };
         let run = |offset: usize, n: usize| {
@@ -384,7 +385,7 @@ mod tests {
         let mut ema = Ema::new(&parameters, 0.0).unwrap();
         let values = Tensor::zeros(2, DType::F32, parameters[0].device()).unwrap();
         let region = parameters[0].local().unwrap().region;
-        parameters[0].set_local(LocalShard { values, region });
+        slot(&parameters[0]).set_local(LocalShard { values, region });
         insta::assert_snapshot!(ema.swap().unwrap_err(), @"parameter `w`: its local shard has 2 elements now, but had 3 when the average of weights was made; make it after the model is set up");
         assert!(!ema.is_swapped());
     }

@@ -147,6 +147,7 @@ mod tests {
 
     use super::*;
     use crate::module::{ModuleBuilder, ModuleInit};
+    use crate::optim::testing::slot;
     use crate::parameter::{Init, LocalShard};
     use crate::random::{Purpose, Stream};
     use crate::shard::{Cut, Placement, ShardSpec};
@@ -169,8 +170,8 @@ mod tests {
                 grad.extend_from_slice(&all[run.outer..run.outer + run.len]);
             }
             let grad = Tensor::from_vec(grad, region.elem_count(), &Device::Cpu).unwrap();
-            p.set_spec(spec.clone());
-            p.set_local(LocalShard { values: grad.zeros_like().unwrap(), region });
+            slot(&p).set_spec(spec.clone());
+            slot(&p).set_local(LocalShard { values: grad.zeros_like().unwrap(), region });
             p.set_local_grad(Some(grad));
             p
         });
@@ -267,7 +268,7 @@ mod tests {
         let cut = Cut::new("data_parallel_shard", 2, Placement::Shard(0));
         let values = Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap();
         let region = spec.clone().with_cut(cut).region(|_| 1);
-        parameters[0].set_local(LocalShard { values: values.clone(), region });
+        slot(&parameters[0]).set_local(LocalShard { values: values.clone(), region });
         parameters[0].set_local_grad(Some(values));
         let error = local_squared_norm(&parameters, &|_| 0).unwrap_err();
         insta::assert_snapshot!(error, @"parameter `p0`: this rank should own offsets [0], sizes [4] of its gradient, but holds 2 elements at offsets [2], sizes [2]");

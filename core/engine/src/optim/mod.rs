@@ -15,18 +15,18 @@
 //! let b = ModuleBuilder::new(ModuleInit::default());
 //! b.pp("up").parameter("weight", [2, 2], Init::ONES)?;
 //! b.pp("norm").parameter("weight", [2], Init::ONES)?;
-//! let parameters = b.finish()?.parameters().to_vec();
+//! let mut tree = b.finish()?;
 //! // A strategy sets values and gradients:
-//! for p in &parameters {
-//!     let values = Tensor::ones(p.elem_count(), p.dtype(), &Device::Cpu)?;
-//!     p.set_local_grad(Some(values.copy()?));
-//!     p.set_local(LocalShard { values, region: Region::full(p.global_shape()) });
+//! for slot in tree.slots() {
+//!     let values = Tensor::ones(slot.elem_count(), slot.dtype(), &Device::Cpu)?;
+//!     slot.set_local_grad(Some(values.copy()?));
+//!     slot.set_local(LocalShard { values, region: Region::full(slot.global_shape()) });
 //! }
 //!
 //! let config = AdamW { lr: 0.1, no_decay: vec!["*norm*".into()], ..AdamW::default() };
-//! let mut optimizer = config.build(&parameters)?;
+//! let mut optimizer = config.build(tree.parameters())?;
 //! optimizer.step(&GradScale::default())?;
-//! assert!((parameters[1].local()?.values.to_vec1::<f32>()?[0] - 0.9).abs() < 1e-6);
+//! assert!((tree.parameters()[1].local()?.values.to_vec1::<f32>()?[0] - 0.9).abs() < 1e-6);
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 

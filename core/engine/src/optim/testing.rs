@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{GradScale, Optimizer};
 use crate::module::{ModuleBuilder, ModuleInit};
-use crate::parameter::{Init, LocalShard, Parameter, accumulation_dtype};
+use crate::parameter::{Init, LocalShard, Parameter, ParameterSlot, accumulation_dtype};
 use crate::random::{Purpose, Stream};
 use crate::shard::Region;
 
@@ -15,7 +15,7 @@ pub(super) fn parameters(declared: &[(&str, usize)], dtype: DType) -> Vec<Parame
         let p = b.parameter(fqn, [n], Init::ZEROS).unwrap();
         let values = numbers(fqn, 0, n);
         let values = Tensor::from_vec(values, n, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-        p.set_local(LocalShard { values, region: Region::full(&[n]) });
+        slot(&p).set_local(LocalShard { values, region: Region::full(&[n]) });
         p
     };
     declared.iter().map(make).collect()
@@ -50,6 +50,11 @@ pub(super) fn train(optimizer: &mut dyn Optimizer, steps: u64, scale: &GradScale
 /// The schedule that [`train`] follows.
 pub(super) fn schedule(step: u64) -> f64 {
     1.0 - 0.1 * (step - 1) as f64
+}
+
+/// A strategy's end of a parameter.
+pub(super) fn slot(parameter: &Parameter) -> ParameterSlot {
+    ParameterSlot::new(parameter.clone())
 }
 
 /// A parameter's values.

@@ -3,20 +3,25 @@
 //!
 //! A [`Parameter`] is a handle. Its *compute tensor* is made once, as the output of a custom op on
 //! a one-element token, with empty storage of the full shape; layers and graphs hold that tensor.
-//! A strategy puts values in ([`Parameter::compute`] and
-//! [`storage`](crate::autograd::storage)) and takes them out. In backward every gradient goes to
+//! A strategy has the parameter's [`ParameterSlot`]: through it, it puts values in
+//! ([`compute`](ParameterSlot::compute) and [`storage`](crate::autograd::storage)), takes them out, and
+//! says where gradients go. In backward every gradient goes to
 //! the strategy's [`GradReducer`]; candle's `GradStore` never holds one.
 
 mod grad;
-mod handle;
+mod grad_flow;
+mod grad_hook;
 pub(crate) mod init;
+#[expect(clippy::module_inception, reason = "the type is the module's subject")]
+mod parameter;
 mod record;
-mod tap;
+mod slot;
 mod uses;
 
 pub use grad::{GradReducer, LocalGrads, accumulation_dtype};
-pub(crate) use handle::LayerCut;
-pub use handle::{LocalShard, Parameter, ParameterSpec};
 pub use init::Init;
+pub(crate) use parameter::LayerCut;
+pub use parameter::{LocalShard, Parameter, ParameterSpec};
 pub use record::record;
-pub(crate) use uses::{Uses, note_tap};
+pub use slot::ParameterSlot;
+pub(crate) use uses::{Uses, note_tensor_use};

@@ -14,7 +14,7 @@ pub(crate) struct Uses {
     any: bool,
     /// Trainable parameters used as plain tensors: the call's backward delivers each one's gradient
     /// once.
-    taps: Vec<Parameter>,
+    as_tensors: Vec<Parameter>,
 }
 
 /// The uses of the unit that is computed now, or again: a value of the execution context.
@@ -52,13 +52,13 @@ impl Uses {
     }
 
     /// Counts a use of each parameter that was used as a plain tensor.
-    pub(crate) fn begin_taps(&self) {
-        self.taps.iter().for_each(Parameter::begin_use);
+    pub(crate) fn begin_tensor_uses(&self) {
+        self.as_tensors.iter().for_each(Parameter::begin_use);
     }
 
     /// Ends those uses.
-    pub(crate) fn end_taps(&self) -> Result<()> {
-        self.taps.iter().try_for_each(Parameter::end_use)
+    pub(crate) fn end_tensor_uses(&self) -> Result<()> {
+        self.as_tensors.iter().try_for_each(Parameter::end_use)
     }
 }
 
@@ -70,12 +70,12 @@ pub(super) fn note() {
 }
 
 /// Notes that a trainable parameter was used as a plain tensor.
-pub(crate) fn note_tap(parameter: &Parameter) {
+pub(crate) fn note_tensor_use(parameter: &Parameter) {
     if let Some(uses) = UnitUses::current() {
         uses.with(|uses| {
             uses.any = true;
-            if !uses.taps.contains(parameter) {
-                uses.taps.push(parameter.clone());
+            if !uses.as_tensors.contains(parameter) {
+                uses.as_tensors.push(parameter.clone());
             }
         });
     }
@@ -85,9 +85,9 @@ pub(crate) fn note_tap(parameter: &Parameter) {
 ///
 /// # Errors
 /// If it did not: its gradient would come after others believe it complete.
-pub(super) fn check_tap(parameter: &Parameter) -> Result<()> {
+pub(super) fn check_tensor_use(parameter: &Parameter) -> Result<()> {
     let uses = UnitUses::current();
-    if uses.is_some_and(|uses| uses.with(|uses| uses.taps.contains(parameter))) {
+    if uses.is_some_and(|uses| uses.with(|uses| uses.as_tensors.contains(parameter))) {
         return Ok(());
     }
     Err(Error::parameter(

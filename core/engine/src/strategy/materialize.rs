@@ -7,38 +7,43 @@ use crate::autograd::storage;
 use crate::collective::{Difference, ProcessGroup, all_gather_object, first_difference};
 use crate::mesh::DeviceMesh;
 use crate::module::ModuleTree;
-use crate::parameter::{LocalShard, Parameter};
+use crate::parameter::{LocalShard, Parameter, ParameterSlot};
 use crate::shard::{Cut, Placement, Region};
 use crate::{Error, Result};
 
 /// Gives this rank every parameter whole (under tensor parallelism, all of its part), with its
 /// initial values. Parameters that compute in their own dtype are updated in place; others keep a copy that
 /// [`refresh_compute`] casts. Not collective.
-pub fn replicate(tree: &ModuleTree, seed: u64) -> Result<()> {
-    for parameter in tree.parameters() {
-        let region = parameter.compute_region();
-        let values = initial_values(parameter, seed, &region)?;
-        let compute = parameter.compute()?;
+pub fn replicate(slots: &[ParameterSlot], seed: u64) -> Result<()> {
+    for slot in slots {
+        let region = slot.compute_region();
+        let values = initial_values(slot, seed, &region)?;
+        let compute = slot.compute()?;
         storage::allocate(compute)?;
         storage::copy_from(&compute.detach(), &values)?;
-        let values = if parameter.dtype() == parameter.compute_dtype() {
+        let values = if slot.dtype() == slot.compute_dtype() {
             compute.detach().flatten_all()?
         } else {
             values
         };
-        parameter.set_local(LocalShard { values, region });
+        slot.set_local(LocalShard { values, region });
     }
     Ok(())
 }
 
 /// [`replicate`], and notes in each parameter's spec that the ranks along `dim` hold the same. Not
 /// collective.
-pub fn replicate_along(tree: &ModuleTree, seed: u64, mesh: &DeviceMesh, dim: &str) -> Result<()> {
+pub fn replicate_along(
+    slots: &[ParameterSlot],
+    seed: u64,
+    mesh: &DeviceMesh,
+    dim: &str,
+) -> Result<()> {
     let size = mesh.size(dim)?;
-    for parameter in tree.parameters() {
-        parameter.set_spec(parameter.spec().with_cut(Cut::new(dim, size, Placement::Replicate)));
+    for slot in slots {
+        slot.set_spec(slot.spec().with_cut(Cut::new(dim, size, Placement::Replicate)));
     }
-    replicate(tree, seed)
+    replicate(slots, seed)
 }
 
 /// The initial values of a region of a parameter, flat.
@@ -54,9 +59,9 @@ pub fn initial_values(parameter: &Parameter, seed: u64, region: &Region) -> Resu
 }
 
 /// Copies the local values of replicated parameters into compute tensors of another dtype.
-pub fn refresh_compute(tree: &ModuleTree) -> Result<()> {
-    for parameter in tree.parameters().iter().filter(|p| p.dtype() != p.compute_dtype()) {
-        storage::copy_from(&parameter.compute()?.detach(), &parameter.local()?.values)?;
+pub fn refresh_compute(slots: &[ParameterSlot]) -> Result<()> {
+    for slot in slots.iter().filter(|slot| slot.dtype() != slot.compute_dtype()) {
+        storage::copy_from(&slot.compute()?.detach(), &slot.local()?.values)?;
     }
     Ok(())
 }

@@ -10,6 +10,7 @@ use crate::collective::{Collective, ProcessGroup, ReduceOp};
 use crate::mesh::DeviceMesh;
 use crate::module::{ModuleInit, ModuleTree};
 use crate::optim::local_squared_norm;
+use crate::parameter::ParameterSlot;
 use crate::{Error, Result};
 
 /// What a strategy can do. The trainer asks here instead of comparing types.
@@ -88,6 +89,9 @@ pub struct StrategyContext<'a> {
     pub mesh: &'a DeviceMesh,
     /// The model that [`Strategy::setup_module`] spread.
     pub tree: &'a ModuleTree,
+    /// What the strategy changes the model's parameters through: [`ModuleTree::slots`], in the order of
+    /// [`ModuleTree::parameters`].
+    pub slots: &'a [ParameterSlot],
 }
 
 /// How a model is spread over ranks, and what that means for a step.
@@ -152,7 +156,8 @@ pub trait Strategy: Send {
     }
 
     /// Cuts the model's parameters, gives this rank's shards their initial values (a function of
-    /// `seed`, the FQN and the element's index), and sets reducers and hooks. Collective.
+    /// `seed`, the FQN and the element's index), and sets reducers ([`ModuleTree::slots`]) and hooks
+    /// ([`ModuleTree::units`]). Collective.
     ///
     /// # Errors
     /// If the ranks' models differ, or the strategy cannot spread this model.
@@ -164,7 +169,7 @@ pub trait Strategy: Send {
     /// # Errors
     /// If a peer fails.
     fn prepare_forward(&mut self, context: StrategyContext<'_>) -> Result<()> {
-        super::materialize::refresh_compute(context.tree)
+        super::materialize::refresh_compute(context.slots)
     }
 
     /// Before a backward's first gradient arrives. `synchronise` says whether its gradients are to be
@@ -215,7 +220,7 @@ pub trait Strategy: Send {
     /// # Errors
     /// If a peer fails.
     fn gradient_norm(&self, context: StrategyContext<'_>, scale: f64) -> Result<f64> {
-        let StrategyContext { mesh, tree } = context;
+        let StrategyContext { mesh, tree, .. } = context;
         let parameters: Vec<_> = tree.trainable().cloned().collect();
         let squares = local_squared_norm(&parameters, &|dim| mesh.coordinate(dim))?;
         let squares = Tensor::new(&[squares * scale * scale], &Device::Cpu)?;

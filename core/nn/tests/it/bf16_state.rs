@@ -7,7 +7,7 @@ use fulgurite_core::module::{ModuleBuilder, ModuleInit};
 use fulgurite_core::optim::{
     AdamW, GradScale, Optimizer, OptimizerConfig, Sgd, StateDtype, StateTensor,
 };
-use fulgurite_core::parameter::{Init, LocalShard, Parameter};
+use fulgurite_core::parameter::{Init, LocalShard, ParameterSlot};
 use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_core::registry::kind;
 use fulgurite_core::run::RunConfig;
@@ -44,7 +44,7 @@ fn part(whole: &[f32], region: &Region) -> Tensor {
 
 /// A rank's parameter and its optimizer.
 struct Rank {
-    parameter: Parameter,
+    parameter: ParameterSlot,
     region: Region,
     optimizer: Box<dyn Optimizer>,
 }
@@ -52,10 +52,11 @@ struct Rank {
 impl Rank {
     fn new(config: &dyn OptimizerConfig, region: Region, dtype: DType, seed: u64) -> Self {
         let b = ModuleBuilder::new(ModuleInit { dtype, ..ModuleInit::default() });
-        let parameter = b.parameter("w", SHAPE, Init::ZEROS).unwrap();
+        b.parameter("w", SHAPE, Init::ZEROS).unwrap();
+        let parameter = b.finish().unwrap().slots().remove(0);
         let values = part(&numbers(0), &region).to_dtype(dtype).unwrap();
         parameter.set_local(LocalShard { values, region: region.clone() });
-        let mut optimizer = config.build(std::slice::from_ref(&parameter)).unwrap();
+        let mut optimizer = config.build(std::slice::from_ref(parameter.parameter())).unwrap();
         optimizer.set_seed(seed);
         Self { parameter, region, optimizer }
     }

@@ -201,7 +201,7 @@ impl Fabric {
         path: impl AsRef<Path>,
         options: impl Into<LoadOptions>,
     ) -> Result<LoadReport> {
-        let report = load_raw(path, &self.module_tree()?, options)?;
+        let report = load_raw(path, self.module_tree()?, options)?;
         self.runtime.finish_load()?;
         Ok(report)
     }

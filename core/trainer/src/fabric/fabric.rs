@@ -138,12 +138,12 @@ impl Fabric {
         self.runtime.mesh()
     }
 
-    /// A clone of the model's tree.
+    /// The tree of the model that was set up.
     ///
     /// # Errors
     /// Before [`setup_module`](Self::setup_module).
-    pub fn module_tree(&self) -> Result<ModuleTree> {
-        self.runtime.tree().cloned()
+    pub fn module_tree(&self) -> Result<&ModuleTree> {
+        self.runtime.tree()
     }
 
     /// Builds a model and an optimizer for it. Collective.

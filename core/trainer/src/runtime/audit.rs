@@ -34,7 +34,7 @@ impl StrategyRuntime {
     /// Checks that every trainable parameter got a gradient on some rank in this step. Collective
     /// over the world in the first step, and in every step under [`UnusedParameters::Ignore`].
     pub(crate) fn audit_gradients(&self, policy: UnusedParameters) -> Result<()> {
-        let tree = self.tree()?;
+        let slots = self.context()?.slots;
         let step = &mut self.lock_state()?.step;
         if step.audited && policy != UnusedParameters::Ignore {
             return Ok(());
@@ -44,18 +44,19 @@ impl StrategyRuntime {
         let used = Tensor::from_vec(used, n, &Device::Cpu)?;
         self.mesh().world().all_reduce(&used, ReduceOp::Max)?.wait()?;
         let used = used.to_vec1::<u8>()?;
-        let unused: Vec<_> = tree
-            .trainable()
+        let unused: Vec<_> = slots
+            .iter()
+            .filter(|slot| slot.requires_grad())
             .zip(used)
             .filter(|(_, used)| *used == 0)
-            .map(|(parameter, _)| parameter.clone())
+            .map(|(slot, _)| slot)
             .collect();
         match policy {
             UnusedParameters::Error if !unused.is_empty() => {
-                let names = unused.iter().map(|p| p.fqn().to_owned()).collect();
+                let names = unused.iter().map(|slot| slot.fqn().to_owned()).collect();
                 return Err(Error::UnusedParameters { names });
             }
-            UnusedParameters::Ignore => unused.iter().for_each(|p| p.set_local_grad(None)),
+            UnusedParameters::Ignore => unused.iter().for_each(|slot| slot.set_local_grad(None)),
             _ => {}
         }
         if !step.audited {

@@ -10,7 +10,7 @@ use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
 use fulgurite_engine::mesh::{DATA_PARALLEL, DP_CP, DeviceMesh};
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::parallel::check_loss;
-use fulgurite_engine::parameter::Parameter;
+use fulgurite_engine::parameter::ParameterSlot;
 use fulgurite_engine::strategy::{Capabilities, Loss, StepTotals, Strategy, StrategyContext};
 
 /// A rank's share of the data (Lightning's `distributed_sampler_kwargs`).
@@ -28,9 +28,15 @@ pub struct SamplerShare {
 /// exposes: a call from within another is an error, not a deadlock.
 pub(crate) struct StrategyRuntime {
     mesh: DeviceMesh,
-    tree: OnceLock<ModuleTree>,
+    model: OnceLock<SetUp>,
     synchronise: Arc<AtomicBool>,
     state: Mutex<RuntimeState>,
+}
+
+/// The model that was set up.
+struct SetUp {
+    tree: ModuleTree,
+    slots: Vec<ParameterSlot>,
 }
 
 /// The strategy and the state of the step, behind the lock.
@@ -59,7 +65,7 @@ impl StrategyRuntime {
         let mesh = strategy.device_mesh(world)?;
         Ok(Self {
             mesh,
-            tree: OnceLock::new(),
+            model: OnceLock::new(),
             synchronise: Arc::new(AtomicBool::new(true)),
             state: Mutex::new(RuntimeState { strategy, step: StepState::default() }),
         })
@@ -86,13 +92,18 @@ impl StrategyRuntime {
     /// # Errors
     /// Before [`setup_module`](Self::setup_module).
     pub(crate) fn tree(&self) -> Result<&ModuleTree> {
-        self.tree.get().ok_or_else(|| {
+        Ok(&self.model()?.tree)
+    }
+
+    fn model(&self) -> Result<&SetUp> {
+        self.model.get().ok_or_else(|| {
             Error::other("no model has been set up; call `Fabric::setup` (`setup_module`) first")
         })
     }
 
     pub(super) fn context(&self) -> Result<StrategyContext<'_>> {
-        Ok(StrategyContext { mesh: &self.mesh, tree: self.tree()? })
+        let SetUp { tree, slots } = self.model()?;
+        Ok(StrategyContext { mesh: &self.mesh, tree, slots })
     }
 
     pub(crate) fn name(&self) -> Result<String> {
@@ -112,7 +123,8 @@ impl StrategyRuntime {
         let mut state = self.lock_state()?;
         state.strategy.setup_module(&mut tree, &self.mesh, seed)?;
         state.step.delivered = vec![false; tree.trainable().count()];
-        self.tree.get_or_init(|| tree);
+        let slots = tree.slots();
+        self.model.get_or_init(|| SetUp { tree, slots });
         state.strategy.prepare_forward(self.context()?)
     }
 
@@ -154,8 +166,9 @@ impl StrategyRuntime {
         strategy.begin_backward(context, synchronise)?;
         // The reducers have the gradients; candle's store has none.
         drop(sum.backward()?);
-        for (parameter, delivered) in context.tree.trainable().zip(&mut step.delivered) {
-            *delivered |= parameter.finish_backward()?;
+        let trainable = context.slots.iter().filter(|slot| slot.requires_grad());
+        for (slot, delivered) in trainable.zip(&mut step.delivered) {
+            *delivered |= slot.finish_backward()?;
         }
         if synchronise {
             strategy.reduce_gradients(context)
@@ -219,7 +232,7 @@ impl StrategyRuntime {
     pub(crate) fn finish_step(&self) -> Result<()> {
         let context = self.context()?;
         let RuntimeState { strategy, step } = &mut *self.lock_state()?;
-        context.tree.trainable().for_each(Parameter::end_step);
+        context.slots.iter().for_each(ParameterSlot::end_step);
         step.delivered.fill(false);
         step.unsynchronised = false;
         (step.loss_sum, step.count, step.totals) = (0.0, 0.0, None);
@@ -234,8 +247,8 @@ impl StrategyRuntime {
 
     /// Breaks the reference cycle of the strategy, its parameters and their reducers.
     pub(crate) fn teardown(&self) {
-        if let Ok(tree) = self.tree() {
-            tree.trainable().for_each(Parameter::clear_reducer);
+        if let Ok(model) = self.model() {
+            model.slots.iter().for_each(ParameterSlot::clear_reducer);
         }
     }
 }

@@ -261,7 +261,7 @@ impl Session {
                 ResumeSource::Local(path) => checkpoint::open(path)?,
             };
             let tree = self.parts.fabric.module_tree()?;
-            checkpoint::load_into(&*source, &tree, true)?;
+            checkpoint::load_into(&*source, tree, true)?;
             self.parts.fabric.finish_load()?;
             return self.emit(&Event::Resume { step: 0, path: source.location().to_owned() });
         }
@@ -312,7 +312,7 @@ impl Session {
         let mut averages = Ema::new(tree.parameters(), decay)?;
         let states = averages.state()?;
         // Not strictly, since the rest of the optimizer's state is not loaded.
-        let report = checkpoint::load_optimizer(source.optimizer(), &tree, &states, false)?;
+        let report = checkpoint::load_optimizer(source.optimizer(), tree, &states, false)?;
         let unfit = report.mismatched.iter().map(|mismatch| &mismatch.name);
         if let Some(name) = report.missing.iter().chain(unfit).next() {
             let message = format!(

@@ -437,8 +437,8 @@ proptest! {
             };
             let b = ModuleBuilder::new(ModuleInit::default());
             b.parameter("w", shape.clone(), Init::ZEROS).unwrap();
-            let tree = b.finish().unwrap();
-            let parameter = &tree.parameters()[0];
+            let mut tree = b.finish().unwrap();
+            let parameter = tree.slots().remove(0);
             let mut spec = parameter.spec();
             for (i, (size, dim)) in cuts.iter().enumerate() {
                 let place = |d: usize| {

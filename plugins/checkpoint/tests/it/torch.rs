@@ -110,8 +110,8 @@ fn tree(rank: usize) -> ModuleTree {
     let b = ModuleBuilder::new(ModuleInit::default());
     b.pp("net.up").parameter("weight", [3, 2], Init::ZEROS).unwrap();
     b.pp("net").parameter("turned", [3, 2], Init::ZEROS).unwrap();
-    let tree = b.finish().unwrap();
-    for parameter in tree.parameters() {
+    let mut tree = b.finish().unwrap();
+    for parameter in tree.slots() {
         let rows = if rank == 0 { 0..2 } else { 2..3 };
         let region = Region { offsets: vec![rows.start, 0], sizes: vec![rows.len(), 2] };
         let shape = [3, 2];

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::Tensor;
 use fulgurite_core::collective::{ProcessGroup, ReduceOp, Work};
-use fulgurite_core::parameter::{GradReducer, Parameter, accumulation_dtype};
+use fulgurite_core::parameter::{GradReducer, Parameter, ParameterSlot, accumulation_dtype};
 use fulgurite_core::{Error, Result};
 
 use super::super::gradients::{PartialGrads, gradient_after_reduction};
@@ -35,22 +35,22 @@ struct Bucket {
 }
 
 struct Gradient {
-    parameter: Parameter,
+    slot: ParameterSlot,
     bucket: usize,
     /// The parameter's part of the bucket.
     view: Tensor,
 }
 
 impl Reducer {
-    /// Lays buckets out for `parameters` in the order their gradients are expected to become ready. The
+    /// Lays buckets out for the parameters of `slots` in the order their gradients are expected to become ready. The
     /// first bucket holds up to `bucket_bytes[0]`, the others up to `bucket_bytes[1]`.
     pub(in crate::mesh_strategy) fn new(
         group: Arc<dyn ProcessGroup>,
         partial_grads: PartialGrads,
-        parameters: &[Parameter],
+        slots: &[ParameterSlot],
         bucket_bytes: [usize; 2],
     ) -> Result<Self> {
-        let state = Mutex::new(State::new(&*group, parameters, bucket_bytes)?);
+        let state = Mutex::new(State::new(&*group, slots, bucket_bytes)?);
         Ok(Self { group, partial_grads, state })
     }
 
@@ -61,12 +61,12 @@ impl Reducer {
     /// Lays the buckets out again. Gradients that are in the present ones are lost.
     pub(in crate::mesh_strategy) fn lay_out(
         &self,
-        parameters: &[Parameter],
+        slots: &[ParameterSlot],
         bucket_bytes: [usize; 2],
     ) -> Result<()> {
         let state = &mut *self.state();
         (state.buckets, state.gradients) = (Vec::new(), Vec::new()); // frees their memory
-        *state = State::new(&*self.group, parameters, bucket_bytes)?;
+        *state = State::new(&*self.group, slots, bucket_bytes)?;
         Ok(())
     }
 
@@ -74,7 +74,7 @@ impl Reducer {
     /// since the buckets were laid out.
     pub(in crate::mesh_strategy) fn ready_order(&self) -> Vec<String> {
         let state = self.state();
-        let fqn = |&index: &usize| state.gradients[index].parameter.fqn().to_owned();
+        let fqn = |&index: &usize| state.gradients[index].slot.fqn().to_owned();
         state.schedule.ready_order().iter().map(fqn).collect()
     }
 
@@ -90,12 +90,12 @@ impl Reducer {
         match action {
             Action::KeepOnOneRank(bucket) => {
                 for gradient in self.state().gradients.iter().filter(|g| g.bucket == bucket) {
-                    let parameter = &gradient.parameter;
+                    let slot = &gradient.slot;
                     // On the first rank also for those that only other ranks had a gradient of.
-                    if self.group.rank() == 0 && self.partial_grads.rank_of(parameter) == 0 {
-                        parameter.mark_accumulated();
+                    if self.group.rank() == 0 && self.partial_grads.rank_of(slot) == 0 {
+                        slot.mark_accumulated();
                     } else {
-                        parameter.clear_accumulated();
+                        slot.clear_accumulated();
                     }
                 }
             }
@@ -112,8 +112,8 @@ impl Reducer {
                 self.partial_grads.sum(|parameter| self.state().view(parameter))?;
             }
             Action::Deliver => {
-                for Gradient { parameter, view, .. } in &self.state().gradients {
-                    parameter.set_local_grad(Some(view.clone()));
+                for Gradient { slot, view, .. } in &self.state().gradients {
+                    slot.set_local_grad(Some(view.clone()));
                 }
             }
         }
@@ -129,14 +129,14 @@ impl Reducer {
 impl State {
     fn new(
         group: &dyn ProcessGroup,
-        parameters: &[Parameter],
+        slots: &[ParameterSlot],
         [first_bytes, cap_bytes]: [usize; 2],
     ) -> Result<Self> {
-        let items: Vec<Item> = parameters
+        let items: Vec<Item> = slots
             .iter()
-            .map(|p| Item {
-                elements: p.compute_elem_count(),
-                dtype: accumulation_dtype(p.dtype()),
+            .map(|slot| Item {
+                elements: slot.compute_elem_count(),
+                dtype: accumulation_dtype(slot.dtype()),
             })
             .collect();
         let (mut buckets, mut gradients) = (Vec::new(), Vec::new());
@@ -144,17 +144,17 @@ impl State {
         for indices in pack(&items, first_bytes, cap_bytes) {
             let total: usize = indices.iter().map(|&i| items[i].elements).sum();
             let (first, bucket) = (indices[0], buckets.len());
-            let flat = group.empty(total, items[first].dtype, parameters[first].device())?;
+            let flat = group.empty(total, items[first].dtype, slots[first].device())?;
             let mut offset = 0;
             for i in indices {
                 let view = flat.narrow(0, offset, items[i].elements)?;
                 offset += items[i].elements;
-                gradients.push(Gradient { parameter: parameters[i].clone(), bucket, view });
+                gradients.push(Gradient { slot: slots[i].clone(), bucket, view });
             }
             buckets.push(Bucket { flat, work: None });
         }
         let bucket_of: Vec<usize> = gradients.iter().map(|gradient| gradient.bucket).collect();
-        let fqns = gradients.iter().map(|gradient| gradient.parameter.fqn().to_owned());
+        let fqns = gradients.iter().map(|gradient| gradient.slot.fqn().to_owned());
         let indices = fqns.enumerate().map(|(index, fqn)| (fqn, index)).collect();
         Ok(Self { schedule: Schedule::new(&bucket_of), buckets, gradients, indices })
     }
@@ -165,22 +165,22 @@ impl State {
 }
 
 impl GradReducer for Reducer {
-    fn buffer(&self, parameter: &Parameter) -> Result<Tensor> {
-        let index = self.index_of(parameter)?;
+    fn buffer(&self, slot: &ParameterSlot) -> Result<Tensor> {
+        let index = self.index_of(slot)?;
         let state = self.state();
         if !state.schedule.accepts_gradients(index) {
-            return Err(gradient_after_reduction(parameter));
+            return Err(gradient_after_reduction(slot));
         }
         Ok(state.gradients[index].view.clone())
     }
 
-    fn ready(&self, parameter: &Parameter) -> Result<()> {
-        if !parameter.has_accumulated() {
+    fn ready(&self, slot: &ParameterSlot) -> Result<()> {
+        if !slot.has_accumulated() {
             // No gradient on this rank; others may have one.
-            self.buffer(parameter)?.zero_set()?;
+            self.buffer(slot)?.zero_set()?;
         }
-        let index = self.index_of(parameter)?;
-        let uses_left = parameter.has_pending_uses();
+        let index = self.index_of(slot)?;
+        let uses_left = slot.has_pending_uses();
         self.on(Event::GradientReady { parameter: index, uses_left })
     }
 }

@@ -6,14 +6,14 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::autograd::storage;
 use fulgurite_core::collective::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, Work};
-use fulgurite_core::parameter::{Parameter, accumulation_dtype};
+use fulgurite_core::parameter::{Parameter, ParameterSlot, accumulation_dtype};
 use fulgurite_core::{Error, Result};
 
 use crate::schedule::fsdp::Group;
 
 /// One parameter of a group, and how it is cut.
 pub(in crate::mesh_strategy) struct Member {
-    pub(in crate::mesh_strategy) parameter: Parameter,
+    pub(in crate::mesh_strategy) slot: ParameterSlot,
     /// Elements of each rank's shard, in rank order.
     pub(in crate::mesh_strategy) counts: Vec<usize>,
 }
@@ -73,7 +73,7 @@ impl ParamGroup {
     }
 
     fn trainable(&self) -> impl Iterator<Item = &Member> {
-        self.members.iter().filter(|member| member.parameter.requires_grad())
+        self.members.iter().filter(|member| member.slot.requires_grad())
     }
 
     /// dtype in which a member's gradient is accumulated and reduced.
@@ -87,10 +87,10 @@ impl ParamGroup {
             .members
             .iter()
             .map(|member| {
-                let output = member.parameter.compute()?;
+                let output = member.slot.compute()?;
                 storage::allocate(output)?;
                 Ok(AllGather {
-                    input: member.parameter.local()?.values.to_dtype(output.dtype())?,
+                    input: member.slot.local()?.values.to_dtype(output.dtype())?,
                     output: output.detach(),
                     counts: member.counts.clone(),
                 })
@@ -101,7 +101,7 @@ impl ParamGroup {
 
     /// Frees the gathered parameters; this rank's shard stays. Local.
     pub(super) fn free(&self) -> Result<()> {
-        self.members.iter().try_for_each(|member| storage::release(member.parameter.compute()?))
+        self.members.iter().try_for_each(|member| storage::release(member.slot.compute()?))
     }
 
     /// Memory for a member's unsharded gradient.
@@ -112,7 +112,7 @@ impl ParamGroup {
 
     /// Declares the trainable parameters ready of which no use is waited for.
     pub(super) fn complete_unused(&self) -> Result<()> {
-        self.members.iter().try_for_each(|member| member.parameter.finish_unused())
+        self.members.iter().try_for_each(|member| member.slot.finish_unused())
     }
 
     /// Starts reducing the unsharded gradients `inputs`, by FQN, over the ranks that share the
@@ -121,8 +121,8 @@ impl ParamGroup {
         let shards = self.empty_shards()?;
         let mut parts = Vec::new();
         for (member, output) in self.trainable().zip(&shards.outputs) {
-            let Some(input) = inputs.get(member.parameter.fqn()) else {
-                return Err(Error::parameter(member.parameter.fqn(), "has no gradient to reduce"));
+            let Some(input) = inputs.get(member.slot.fqn()) else {
+                return Err(Error::parameter(member.slot.fqn(), "has no gradient to reduce"));
             };
             parts.push(ReduceScatter {
                 input: input.clone(),
@@ -130,7 +130,7 @@ impl ParamGroup {
                 counts: member.counts.clone(),
             });
             // The next gradient goes into a new buffer.
-            member.parameter.clear_accumulated();
+            member.slot.clear_accumulated();
         }
         let work = self.process_group.reduce_scatter(parts, ReduceOp::Sum)?;
         Ok(Reduction { work, shards, inputs })
@@ -142,7 +142,7 @@ impl ParamGroup {
         let mut sizes: Vec<(DType, usize)> = Vec::new();
         let mut places = Vec::new();
         for member in self.trainable() {
-            let dtype = self.reduce_dtype(&member.parameter);
+            let dtype = self.reduce_dtype(&member.slot);
             let buffer = sizes.iter().position(|(d, _)| *d == dtype).unwrap_or_else(|| {
                 sizes.push((dtype, 0));
                 sizes.len() - 1
@@ -150,7 +150,7 @@ impl ParamGroup {
             places.push((buffer, sizes[buffer].1, member.counts[rank]));
             sizes[buffer].1 += member.counts[rank];
         }
-        let device = self.trainable().next().map(|m| m.parameter.device().clone());
+        let device = self.trainable().next().map(|m| m.slot.device().clone());
         let device = device.unwrap_or(Device::Cpu);
         let buffers = sizes
             .into_iter()
@@ -175,12 +175,12 @@ impl ParamGroup {
     }
 
     /// The trainable parameters with their gradients, in the dtype that the optimizer takes.
-    pub(super) fn local_grads(&self, shards: GradShards) -> Result<Vec<(Parameter, Tensor)>> {
+    pub(super) fn local_grads(&self, shards: GradShards) -> Result<Vec<(ParameterSlot, Tensor)>> {
         self.trainable()
             .zip(shards.outputs)
             .map(|(member, output)| {
-                let grad = output.to_dtype(local_grad_dtype(&member.parameter))?;
-                Ok((member.parameter.clone(), grad))
+                let grad = output.to_dtype(local_grad_dtype(&member.slot))?;
+                Ok((member.slot.clone(), grad))
             })
             .collect()
     }

@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 use fulgurite_core::autograd::is_grad_enabled;
 use fulgurite_core::collective::Work;
 use fulgurite_core::module::{UnitHandle, UnitHooks};
-use fulgurite_core::parameter::{GradReducer, Parameter};
+use fulgurite_core::parameter::{GradReducer, Parameter, ParameterSlot};
 use fulgurite_core::{Error, Result};
 
 use super::super::gradients::{PartialGrads, gradient_after_reduction};
@@ -62,7 +62,7 @@ impl ShardedRuntime {
         let mut owners = HashMap::new();
         for (i, group) in groups.iter().enumerate() {
             for member in &group.members {
-                owners.insert(member.parameter.fqn().to_owned(), i);
+                owners.insert(member.slot.fqn().to_owned(), i);
             }
         }
         let described: Vec<_> = groups.iter().map(ParamGroup::describe).collect();
@@ -149,10 +149,12 @@ impl ShardedRuntime {
                 fresh.extend(group.local_grads(shards)?);
             }
         }
-        let find = |p: &Parameter| fresh.iter().find(|(q, _)| q == p).map(|(_, grad)| grad.clone());
+        let find = |p: &Parameter| {
+            fresh.iter().find(|(slot, _)| slot.parameter() == p).map(|(_, grad)| grad.clone())
+        };
         self.partial_grads.sum(find)?;
-        for (parameter, grad) in fresh {
-            parameter.add_local_grad(grad)?;
+        for (slot, grad) in fresh {
+            slot.add_local_grad(grad)?;
         }
         Ok(())
     }
@@ -182,29 +184,29 @@ impl UnitHooks for ShardedRuntime {
 }
 
 impl GradReducer for ShardedRuntime {
-    fn buffer(&self, parameter: &Parameter) -> Result<Tensor> {
-        let group = self.group_of(parameter)?;
+    fn buffer(&self, slot: &ParameterSlot) -> Result<Tensor> {
+        let group = self.group_of(slot)?;
         {
             let state = self.state();
             if !state.schedule.accepts_gradients(group) {
-                return Err(gradient_after_reduction(parameter));
+                return Err(gradient_after_reduction(slot));
             }
-            if let Some(grad) = state.buffers[group].grads.get(parameter.fqn()) {
+            if let Some(grad) = state.buffers[group].grads.get(slot.fqn()) {
                 return Ok(grad.clone());
             }
         }
-        let grad = self.groups[group].empty_grad(parameter)?;
-        let fqn = parameter.fqn().to_owned();
+        let grad = self.groups[group].empty_grad(slot)?;
+        let fqn = slot.fqn().to_owned();
         self.state().buffers[group].grads.insert(fqn, grad.clone());
         Ok(grad)
     }
 
-    fn ready(&self, parameter: &Parameter) -> Result<()> {
-        let group = self.group_of(parameter)?;
-        let has_buffer = self.state().buffers[group].grads.contains_key(parameter.fqn());
-        if !parameter.has_accumulated() && !has_buffer {
+    fn ready(&self, slot: &ParameterSlot) -> Result<()> {
+        let group = self.group_of(slot)?;
+        let has_buffer = self.state().buffers[group].grads.contains_key(slot.fqn());
+        if !slot.has_accumulated() && !has_buffer {
             // No gradient on this rank; others may have one.
-            self.buffer(parameter)?.zero_set()?;
+            self.buffer(slot)?.zero_set()?;
         }
         self.on(Event::GradientReady { group })
     }

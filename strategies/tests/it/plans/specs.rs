@@ -239,7 +239,7 @@ fn logits<M: Module>(
         let model = build(&b)?;
         let mut tree = b.finish()?;
         function(parallelize)?.parallelize(&mut tree, &mesh(world)?)?;
-        materialize::replicate(&tree, 3)?;
+        materialize::replicate(&tree.slots(), 3)?;
         let ids: Vec<u32> = (0..16).map(|i| (i * 5 + i / 3) % VOCABULARY as u32).collect();
         let ids = Tensor::from_vec(ids, (2, 8), &Device::Cpu)?;
         let _no_grad = no_grad();

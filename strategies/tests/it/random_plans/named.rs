@@ -171,7 +171,7 @@ fn what_is_put_together_has_one_layout() {
         let mut tree = b.finish()?;
         let plan = plan! { "cut" => Colwise::default(), "last" => Rowwise::default() };
         tree.parallelize_module(&mesh.get(TENSOR_PARALLEL)?, &plan)?;
-        materialize::replicate(&tree, 3)?;
+        materialize::replicate(&tree.slots(), 3)?;
         let x = Tensor::ones((1, 2, 4), DType::F32, &Device::Cpu)?;
         last.forward(&(cut.forward(&x)? + whole.forward(&x)?)?)
     });

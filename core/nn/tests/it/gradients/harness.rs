@@ -7,7 +7,7 @@ use fulgurite_core::Result;
 use fulgurite_core::autograd::{no_grad, storage};
 use fulgurite_core::module::{ModuleBuilder, ModuleInit, ModuleTree};
 use fulgurite_core::nn::force_portable;
-use fulgurite_core::parameter::{GradReducer, Init, LocalGrads, Parameter};
+use fulgurite_core::parameter::{GradReducer, Init, LocalGrads, ParameterSlot};
 use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_core::shard::Region;
 
@@ -26,15 +26,17 @@ pub(crate) fn builder(dtype: DType) -> ModuleBuilder {
 /// A model's parameters with values and a reducer.
 pub(crate) struct Params {
     pub(crate) tree: ModuleTree,
+    pub(crate) slots: Vec<ParameterSlot>,
     pub(crate) grads: Arc<LocalGrads>,
 }
 
 impl Params {
     /// Random values for everything that `b` recorded.
     pub(crate) fn new(b: &ModuleBuilder) -> Self {
-        let tree = b.finish().unwrap();
+        let mut tree = b.finish().unwrap();
+        let slots = tree.slots();
         let grads = Arc::new(LocalGrads::default());
-        for p in tree.parameters() {
+        for p in &slots {
             let region = Region::full(p.global_shape());
             let init = Init::Normal { mean: 0.1, std: 0.7 };
             let device = p.device();
@@ -44,15 +46,15 @@ impl Params {
             storage::copy_from(p.compute().unwrap(), &values.unwrap()).unwrap();
             p.set_reducer(grads.clone());
         }
-        Self { tree, grads }
+        Self { tree, slots, grads }
     }
 
     pub(crate) fn none() -> Self {
-        Self { tree: ModuleTree::default(), grads: Arc::default() }
+        Self { tree: ModuleTree::default(), slots: Vec::new(), grads: Arc::default() }
     }
 
     /// The gradient that arrived, if any; the next backward starts afresh.
-    pub(crate) fn take(&self, p: &Parameter) -> Option<Vec<f64>> {
+    pub(crate) fn take(&self, p: &ParameterSlot) -> Option<Vec<f64>> {
         p.finish_backward().unwrap();
         let grad = p.has_accumulated().then(|| {
             let buffer = self.grads.buffer(p).unwrap();
@@ -95,7 +97,7 @@ fn run(
         let store = loss.backward().unwrap();
         inputs = vars.iter().map(|v| store.get(v).map(flat)).collect();
     }
-    for p in params.tree.parameters() {
+    for p in &params.slots {
         param_grads.push(params.take(p));
     }
     Run { output, inputs, params: param_grads }
@@ -162,7 +164,7 @@ pub(crate) fn check(
 ) -> Run {
     let plain = analytic(inputs, params, f);
     assert!(plain.inputs.iter().all(Option::is_some), "an input got no gradient");
-    for (p, grad) in params.tree.parameters().iter().zip(&plain.params) {
+    for (p, grad) in params.slots.iter().zip(&plain.params) {
         assert_eq!(grad.is_some(), p.requires_grad(), "{} and its gradient", p.fqn());
     }
     assert_same("strided", &strided(inputs, params, f), &plain, 1e-12);
@@ -190,7 +192,7 @@ pub(crate) fn check(
             .collect();
         assert_close(&format!("input {i}"), plain.inputs[i].as_ref().unwrap(), &numeric, 1e-7);
     }
-    for (p, grad) in params.tree.parameters().iter().zip(&plain.params) {
+    for (p, grad) in params.slots.iter().zip(&plain.params) {
         let Some(grad) = grad else { continue };
         let shift = |j: usize, h: f64| {
             storage::with_host_mut(p.compute().unwrap(), |x: &mut [f64]| x[j] += h).unwrap();

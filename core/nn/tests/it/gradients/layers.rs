@@ -39,7 +39,7 @@ fn every_combination_of_frozen_weight_and_bias() {
         check(std::slice::from_ref(&x), &params, &|x| linear.forward(&x[0]));
         // Input outside the graph: the parameters alone.
         let alone = analytic(&[], &params, &|_| linear.forward(&x));
-        for (p, grad) in params.tree.parameters().iter().zip(alone.params) {
+        for (p, grad) in params.slots.iter().zip(alone.params) {
             assert_eq!(grad.is_some(), p.requires_grad(), "{}", p.fqn());
         }
     }
@@ -93,7 +93,7 @@ fn a_tied_head_gets_the_gradients_of_both_ends() {
     let embedding = Embedding::new(&b.pp("embed"), 7, 4).unwrap();
     let head = Linear::tied(&b.pp("head"), embedding.weight()).unwrap();
     let params = Params::new(&b);
-    assert_eq!(params.tree.parameters().len(), 1);
+    assert_eq!(params.slots.len(), 1);
     let ids = Tensor::new(&[0u32, 3, 3, 6], &Device::Cpu).unwrap();
     check(&[], &params, &|_| head.forward(&functional::gelu(&embedding.forward(&ids)?)?));
 }
@@ -103,10 +103,10 @@ fn a_tied_head_gets_the_gradients_of_both_ends() {
 struct Ready(fulgurite_core::parameter::LocalGrads, std::sync::atomic::AtomicUsize);
 
 impl fulgurite_core::parameter::GradReducer for Ready {
-    fn buffer(&self, p: &fulgurite_core::parameter::Parameter) -> Result<Tensor> {
+    fn buffer(&self, p: &fulgurite_core::parameter::ParameterSlot) -> Result<Tensor> {
         self.0.buffer(p)
     }
-    fn ready(&self, _: &fulgurite_core::parameter::Parameter) -> Result<()> {
+    fn ready(&self, _: &fulgurite_core::parameter::ParameterSlot) -> Result<()> {
         self.1.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
         Ok(())
     }
@@ -121,7 +121,7 @@ fn every_parameter_is_ready_once_by_the_end_of_backward() {
     let head = Linear::tied(&b.pp("head"), embedding.weight()).unwrap();
     let params = Params::new(&b);
     let ready = std::sync::Arc::new(Ready::default());
-    params.tree.parameters().iter().for_each(|p| p.set_reducer(ready.clone()));
+    params.slots.iter().for_each(|p| p.set_reducer(ready.clone()));
     let ids = Tensor::new(&[[0u32, 3, 3, 6]], &Device::Cpu).unwrap();
     let forward = || {
         let x = embedding.forward(&ids)?;
@@ -136,8 +136,8 @@ fn every_parameter_is_ready_once_by_the_end_of_backward() {
         let loss = forward().unwrap().sum_all().unwrap();
         let store = loss.backward().unwrap();
         let after = ready.1.load(std::sync::atomic::Ordering::SeqCst);
-        assert_eq!(after - before, params.tree.parameters().len());
-        for p in params.tree.parameters() {
+        assert_eq!(after - before, params.slots.len());
+        for p in &params.slots {
             assert!(store.get(p.token()).is_none());
             assert!(p.finish_backward().unwrap());
         }
@@ -165,11 +165,11 @@ fn micro_batches_accumulate() {
     let grads = |parts: &[(usize, usize)]| {
         for &(start, n) in parts {
             loss(&x.narrow(0, start, n).unwrap()).unwrap().backward().unwrap();
-            params.tree.parameters().iter().for_each(|p| {
+            params.slots.iter().for_each(|p| {
                 p.finish_backward().unwrap();
             });
         }
-        params.tree.parameters().iter().map(|p| params.take(p).unwrap()).collect::<Vec<_>>()
+        params.slots.iter().map(|p| params.take(p).unwrap()).collect::<Vec<_>>()
     };
     let whole = grads(&[(0, 4)]);
     let parts = grads(&[(0, 1), (1, 2), (3, 1)]);
@@ -192,7 +192,7 @@ fn values_may_be_away_between_forward_and_backward() {
     let var = candle_core::Var::from_tensor(&x).unwrap();
     let y = f(&[var.as_tensor().clone()]).unwrap();
     let loss = (&y * randn("cotangent", y.dims())).unwrap().sum_all().unwrap();
-    let all = params.tree.parameters();
+    let all = &params.slots;
     let away: Vec<_> = all.iter().map(|p| storage::take(p.compute().unwrap()).unwrap()).collect();
     let error = mlp.forward(&x).unwrap_err().to_string();
     assert!(error.contains("mlp.gate_proj.weight") && error.contains("has no values"), "{error}");

@@ -62,7 +62,7 @@ fn buffers_of_another_dtype() {
     use std::sync::Arc;
     struct In(DType, fulgurite_core::parameter::LocalGrads);
     impl fulgurite_core::parameter::GradReducer for In {
-        fn buffer(&self, p: &fulgurite_core::parameter::Parameter) -> Result<Tensor> {
+        fn buffer(&self, p: &fulgurite_core::parameter::ParameterSlot) -> Result<Tensor> {
             static BUFFERS: std::sync::Mutex<Vec<(String, Tensor)>> = std::sync::Mutex::new(vec![]);
             let key = format!("{:?} {}", self.0, p.fqn());
             let mut buffers = BUFFERS.lock().unwrap();
@@ -75,7 +75,7 @@ fn buffers_of_another_dtype() {
             buffers.push((key, view.clone()));
             Ok(view)
         }
-        fn ready(&self, p: &fulgurite_core::parameter::Parameter) -> Result<()> {
+        fn ready(&self, p: &fulgurite_core::parameter::ParameterSlot) -> Result<()> {
             self.1.ready(p)
         }
     }
@@ -85,14 +85,14 @@ fn buffers_of_another_dtype() {
         let layer = Linear::with_bias(&b, 3, 4).unwrap();
         let params = Params::new(&b);
         let reducer = Arc::new(In(dtype, Default::default()));
-        params.tree.parameters().iter().for_each(|p| p.set_reducer(reducer.clone()));
+        params.slots.iter().for_each(|p| p.set_reducer(reducer.clone()));
         for _ in 0..2 {
             layer.forward(&x).unwrap().sqr().unwrap().sum_all().unwrap().backward().unwrap();
-            params.tree.parameters().iter().for_each(|p| {
+            params.slots.iter().for_each(|p| {
                 p.finish_backward().unwrap();
             });
         }
-        let all = params.tree.parameters().iter();
+        let all = params.slots.iter();
         all.map(|p| {
             super::harness::flat(
                 &fulgurite_core::parameter::GradReducer::buffer(&*reducer, p).unwrap(),

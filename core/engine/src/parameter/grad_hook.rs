@@ -4,18 +4,19 @@ use std::sync::Weak;
 
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Shape, Storage, Tensor};
 
-use super::handle::{Inner, Parameter};
+use super::Parameter;
+use super::parameter::Inner;
 use crate::autograd::storage;
 
 /// Makes a tensor of the parameter's full shape with empty storage; in backward it receives the
 /// parameter's summed gradient once and hands it on.
-pub(super) struct ParamTap {
+pub(super) struct GradHook {
     pub(super) parameter: Weak<Inner>,
     pub(super) shape: Shape,
     pub(super) dtype: DType,
 }
 
-impl CustomOp1 for ParamTap {
+impl CustomOp1 for GradHook {
     fn name(&self) -> &'static str {
         "fulgurite-parameter"
     }
@@ -42,7 +43,7 @@ impl CustomOp1 for ParamTap {
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         if let Some(inner) = self.parameter.upgrade() {
-            Parameter(inner).deliver_tap(grad)?;
+            Parameter(inner).deliver_from_graph(grad)?;
         }
         Ok(None)
     }

@@ -1,0 +1,165 @@
+//! A parameter's gradient within a step: the uses that will deliver one, and what they delivered.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, MutexGuard};
+
+use candle_core::Tensor;
+
+use super::{GradReducer, Parameter, ParameterSlot, uses};
+use crate::autograd::{GradMode, storage};
+use crate::{Error, Result};
+
+/// The state of a parameter's gradient within a step.
+#[derive(Debug, Default)]
+pub(super) struct GradFlow {
+    /// Uses by layers with a backward of their own that have not delivered yet.
+    pub(super) pending_uses: usize,
+    /// Whether the backward of candle's graph has still to deliver.
+    pub(super) pending_hook: bool,
+    /// The units (`None`: what is in no unit) whose layers hold the compute tensor itself and are
+    /// part of the graph: uses of it are not seen, so each backward is taken to deliver.
+    pub(super) exposed_in: BTreeSet<Option<usize>>,
+    /// Whether the buffer holds a gradient already, so that the next one is added.
+    pub(super) accumulated: bool,
+    /// Whether anything was delivered in the backward that is running.
+    pub(super) delivered_now: bool,
+    /// Whether `ready` was called in the backward that is running.
+    pub(super) ready: bool,
+    /// This rank's reduced gradient, flat, as the optimizer takes it.
+    pub(super) local_grad: Option<Tensor>,
+}
+
+impl GradFlow {
+    /// Whether everything that was counted has delivered, and that was not told yet.
+    pub(super) fn complete(&self) -> bool {
+        self.pending_uses == 0 && !self.pending_hook && !self.ready
+    }
+}
+
+/// For layers that compute their own backward.
+impl Parameter {
+    /// Counts one use in a forward whose backward will call [`end_use`](Self::end_use). Nothing is
+    /// counted when there will be no backward, and, in a unit that is computed again for its
+    /// backward, nothing a second time.
+    pub fn begin_use(&self) {
+        if !self.requires_grad() {
+            return;
+        }
+        match GradMode::current() {
+            GradMode::Enabled => self.flow().pending_uses += 1,
+            GradMode::Deferred => {
+                uses::note();
+                self.flow().pending_uses += 1;
+            }
+            GradMode::Disabled | GradMode::Recomputing(_) => {}
+        }
+    }
+
+    /// Notes whether the layers of a unit (`None`: those in no unit) hold the compute tensor itself
+    /// and are part of the graph, which those of a unit with checkpointed activations are not.
+    pub(crate) fn set_exposed(&self, unit: Option<usize>, in_graph: bool) {
+        let mut flow = self.flow();
+        match in_graph {
+            true => flow.exposed_in.insert(unit),
+            false => flow.exposed_in.remove(&unit),
+        };
+        flow.pending_hook = self.requires_grad() && !flow.exposed_in.is_empty();
+    }
+
+    /// Lets `write` add a gradient to the parameter's buffer: it gets the flat buffer, and whether
+    /// to add to its content (`true`) or to overwrite it. Does nothing for a frozen parameter.
+    pub fn accumulate_with(&self, write: impl FnOnce(&Tensor, bool) -> Result<()>) -> Result<()> {
+        if !self.requires_grad() {
+            return Ok(());
+        }
+        if self.flow().ready && GradMode::current().recomputation().is_some() {
+            return Err(Error::parameter(
+                self.fqn(),
+                "got a gradient after its last one: a unit whose activations are checkpointed used \
+                 it more often when it was computed again than in its forward, where what it \
+                 computes must depend on its input and on what its closure captured alone; or the \
+                 loss joins the graph of a forward from before the last backward with that of a \
+                 newer one",
+            ));
+        }
+        let buffer = self.reducer()?.buffer(&ParameterSlot::new(self.clone()))?;
+        let accumulated = {
+            let mut flow = self.flow();
+            flow.delivered_now = true;
+            std::mem::replace(&mut flow.accumulated, true)
+        };
+        write(&buffer, accumulated)
+    }
+
+    /// Adds a gradient of the parameter's shape, any layout and float dtype.
+    pub fn accumulate(&self, grad: &Tensor) -> Result<()> {
+        let shape = self.compute_shape();
+        if grad.dims() != shape {
+            let message = format!("got a gradient of shape {:?}, not {shape:?}", grad.dims());
+            return Err(Error::parameter(self.fqn(), message));
+        }
+        self.accumulate_with(|buffer, add| {
+            let grad = grad.flatten_all()?.to_dtype(buffer.dtype())?.contiguous()?;
+            let sum = if add { (buffer + &grad)? } else { grad };
+            storage::copy_from(buffer, &sum)
+        })
+    }
+
+    /// One counted use has delivered. When it was the last one, the strategy hears that the
+    /// gradient is ready.
+    pub fn end_use(&self) -> Result<()> {
+        if !self.requires_grad() {
+            return Ok(());
+        }
+        let complete = {
+            let mut flow = self.flow();
+            // A use that is not counted (its forward was before the last backward's end) tells
+            // nothing of how many more there are.
+            let counted = flow.pending_uses > 0;
+            flow.pending_uses = flow.pending_uses.saturating_sub(1);
+            counted && flow.complete()
+        };
+        if complete { self.ready() } else { Ok(()) }
+    }
+
+    /// Whether the reducer's buffer holds a gradient of this step.
+    pub fn has_accumulated(&self) -> bool {
+        self.flow().accumulated
+    }
+
+    /// Takes the gradient that the backward of candle's graph has summed up.
+    pub(super) fn deliver_from_graph(&self, grad: &Tensor) -> Result<()> {
+        if GradMode::current().recomputation().is_some() {
+            // The unit ends the use of what its forward noted.
+            uses::check_tensor_use(self)?;
+            return self.accumulate(grad);
+        }
+        self.accumulate(grad)?;
+        let complete = {
+            let mut flow = self.flow();
+            let counted = std::mem::replace(&mut flow.pending_hook, false);
+            counted && flow.complete()
+        };
+        if complete { self.ready() } else { Ok(()) }
+    }
+
+    /// Tells the reducer that the gradient of this backward is complete.
+    pub(super) fn ready(&self) -> Result<()> {
+        self.flow().ready = true;
+        self.reducer()?.ready(&ParameterSlot::new(self.clone()))
+    }
+
+    fn reducer(&self) -> Result<Arc<dyn GradReducer>> {
+        let reducer = self.0.reducer.read().expect("no panic while reading");
+        reducer.clone().ok_or_else(|| {
+            Error::parameter(
+                self.fqn(),
+                "got a gradient before a strategy set it up, or after its Fabric was dropped",
+            )
+        })
+    }
+
+    pub(super) fn flow(&self) -> MutexGuard<'_, GradFlow> {
+        self.0.flow.lock().expect("no panic while a gradient flows")
+    }
+}

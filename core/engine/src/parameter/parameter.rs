@@ -1,0 +1,308 @@
+//! The parameter handle.
+
+use std::sync::{Arc, Mutex, OnceLock, RwLock};
+
+use candle_core::{DType, Device, Shape, Tensor, Var};
+
+use super::grad_flow::GradFlow;
+use super::grad_hook::GradHook;
+use super::{GradReducer, Init, uses};
+use crate::autograd::{GradMode, storage};
+use crate::shard::{Region, ShardSpec};
+use crate::{Error, Result};
+
+/// What a parameter is declared with.
+#[derive(Debug, Clone)]
+pub struct ParameterSpec {
+    /// Fully qualified name, `model.layers.0.self_attn.q_proj.weight`.
+    pub fqn: String,
+    /// The global shape.
+    pub shape: Vec<usize>,
+    /// dtype of the values that the optimizer updates and checkpoints hold.
+    pub dtype: DType,
+    /// dtype of the tensor that layers compute with.
+    pub compute_dtype: DType,
+    /// The device of both.
+    pub device: Device,
+    /// The initial values.
+    pub init: Init,
+    /// Whether a gradient is computed for it.
+    pub requires_grad: bool,
+    /// Whether the layer that declared it holds its compute tensor (`VarBuilder`), so that its shape is
+    /// fixed and its gradient comes out of candle's graph.
+    pub external: bool,
+}
+
+/// The part of a parameter that this rank's optimizer updates.
+#[derive(Debug, Clone)]
+pub struct LocalShard {
+    /// The values, flat. For a parameter that is not sharded this shares the compute tensor's
+    /// memory.
+    pub values: Tensor,
+    /// Where they lie in the global tensor.
+    pub region: Region,
+}
+
+/// A handle on a parameter; clones are the same parameter.
+///
+/// Models hold it and compute with [its values](Self::tensor). A layer with a backward of its own takes
+/// them [without a graph](Self::value) and enters what it computed [into one](super::record); it
+/// [adds](Self::accumulate) to the gradient itself.
+///
+/// What a strategy made of the parameter can be read here, as from PyTorch's `DTensor`: how the mesh cuts
+/// it ([`spec`](Self::spec)), this rank's part ([`local`](Self::local)) and its gradient
+/// ([`local_grad`](Self::local_grad)), which optimizers and checkpoints work on. Strategies change it
+/// through the parameter's [slot](super::ParameterSlot).
+#[derive(Clone)]
+pub struct Parameter(pub(super) Arc<Inner>);
+
+/// What tensor parallelism makes of a parameter, before strategies cut it further.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct LayerCut {
+    /// The part of the global tensor that this rank's layer computes with.
+    pub(crate) region: Region,
+    /// Whether each rank's gradient is partial along the cuts that replicate: the sum over their ranks
+    /// is the gradient.
+    pub(crate) partial_grad: bool,
+}
+
+pub(super) struct Inner {
+    declared: ParameterSpec,
+    token: Tensor,
+    spec: RwLock<ShardSpec>,
+    layer_cut: RwLock<Option<LayerCut>>,
+    compute: OnceLock<Tensor>,
+    pub(super) local: RwLock<Option<LocalShard>>,
+    pub(super) reducer: RwLock<Option<Arc<dyn GradReducer>>>,
+    pub(super) flow: Mutex<GradFlow>,
+}
+
+impl Parameter {
+    pub(crate) fn new(declared: ParameterSpec) -> Result<Self> {
+        let spec = RwLock::new(ShardSpec::new(declared.shape.clone()));
+        let token = if declared.requires_grad {
+            Var::zeros((), DType::F32, &declared.device)?.into_inner()
+        } else {
+            Tensor::zeros((), DType::F32, &declared.device)?
+        };
+        let inner = Arc::new(Inner {
+            declared,
+            token,
+            spec,
+            layer_cut: RwLock::default(),
+            compute: OnceLock::new(),
+            local: RwLock::new(None),
+            reducer: RwLock::new(None),
+            flow: Mutex::default(),
+        });
+        let parameter = Self(inner);
+        if parameter.0.declared.external {
+            parameter.compute()?;
+        }
+        Ok(parameter)
+    }
+
+    /// The fully qualified name. A tied parameter keeps the name it was first declared with.
+    pub fn fqn(&self) -> &str {
+        &self.0.declared.fqn
+    }
+
+    /// The shape of the whole parameter.
+    pub fn global_shape(&self) -> &[usize] {
+        &self.0.declared.shape
+    }
+
+    /// dtype of the values that the optimizer updates and checkpoints hold.
+    pub fn dtype(&self) -> DType {
+        self.0.declared.dtype
+    }
+
+    /// dtype that layers compute with.
+    pub fn compute_dtype(&self) -> DType {
+        self.0.declared.compute_dtype
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.0.declared.device
+    }
+
+    /// The initial values.
+    pub fn init(&self) -> Init {
+        self.0.declared.init
+    }
+
+    /// Whether a gradient is computed for it.
+    pub fn requires_grad(&self) -> bool {
+        self.0.declared.requires_grad
+    }
+
+    /// Whether the layer that holds it is not one of `nn` but took it through
+    /// `ModuleBuilder::var_builder`.
+    pub fn is_external(&self) -> bool {
+        self.0.declared.external
+    }
+
+    /// Number of elements of the whole parameter.
+    pub fn elem_count(&self) -> usize {
+        self.global_shape().iter().product()
+    }
+
+    /// How the mesh cuts it.
+    pub fn spec(&self) -> ShardSpec {
+        self.0.spec.read().expect("no panic while reading").clone()
+    }
+
+    /// Sets how the mesh cuts it, before values exist.
+    pub(super) fn set_spec(&self, spec: ShardSpec) {
+        *self.0.spec.write().expect("no panic while writing") = spec;
+    }
+
+    /// Cuts what this rank's layer computes with; each cut comes before those of data parallelism.
+    ///
+    /// # Errors
+    /// If the compute tensor exists already.
+    pub(crate) fn cut_layer(&self, spec: ShardSpec, cut: LayerCut) -> Result<()> {
+        if self.0.compute.get().is_some() && cut.region != Region::full(self.global_shape()) {
+            return Err(Error::parameter(
+                self.fqn(),
+                "cannot be cut by tensor parallelism: its tensor is in use already, by a candle_nn \
+                 layer or by a strategy that has set it up",
+            ));
+        }
+        self.set_spec(spec);
+        *self.0.layer_cut.write().expect("no panic while writing") = Some(cut);
+        Ok(())
+    }
+
+    /// The part of the global tensor that this rank's layer computes with: all of it, unless
+    /// tensor parallelism cuts it.
+    pub fn compute_region(&self) -> Region {
+        let cut = self.0.layer_cut.read().expect("no panic while reading");
+        cut.as_ref().map_or_else(|| Region::full(self.global_shape()), |cut| cut.region.clone())
+    }
+
+    /// The shape of [`compute_region`](Self::compute_region): that of the tensor that layers compute with.
+    pub fn compute_shape(&self) -> Vec<usize> {
+        self.compute_region().sizes
+    }
+
+    /// Whether tensor-parallel ranks hold the same values and each a partial gradient (a norm that
+    /// computes on a part of the sequence), which strategies sum over the ranks along the
+    /// [spec](Self::spec)'s `tensor_parallel` cut that replicates.
+    pub fn has_partial_grad(&self) -> bool {
+        let cut = self.0.layer_cut.read().expect("no panic while reading");
+        cut.as_ref().is_some_and(|cut| cut.partial_grad)
+    }
+
+    /// The compute tensor, with or without memory at the moment: [`ParameterSlot::compute`].
+    ///
+    /// [`ParameterSlot::compute`]: super::ParameterSlot::compute
+    pub(crate) fn compute(&self) -> Result<&Tensor> {
+        if let Some(tensor) = self.0.compute.get() {
+            return Ok(tensor);
+        }
+        let hook = GradHook {
+            parameter: Arc::downgrade(&self.0),
+            shape: Shape::from(self.compute_shape()),
+            dtype: self.compute_dtype(),
+        };
+        let tensor = self.0.token.apply_op1(hook)?;
+        Ok(self.0.compute.get_or_init(|| tensor))
+    }
+
+    /// Number of elements of [`compute_region`](Self::compute_region).
+    pub fn compute_elem_count(&self) -> usize {
+        self.compute_region().elem_count()
+    }
+
+    /// The one-element tensor that stands for the parameter in a graph: pass it to
+    /// [`function`](crate::autograd::function) as an input and return `None` as its gradient.
+    pub fn token(&self) -> &Tensor {
+        &self.0.token
+    }
+
+    /// The parameter as a tensor for plain candle operations. Its gradient comes back by itself.
+    /// Under [`no_grad`](crate::autograd::no_grad) it is detached.
+    ///
+    /// # Errors
+    /// If the parameter has no values at the moment.
+    pub fn tensor(&self) -> Result<Tensor> {
+        let value = self.value()?;
+        if !self.requires_grad() {
+            return Ok(value);
+        }
+        match GradMode::current() {
+            GradMode::Disabled => Ok(value),
+            GradMode::Deferred => {
+                uses::note_tensor_use(self);
+                Ok(value)
+            }
+            GradMode::Recomputing(_) => Ok(self.compute()?.clone()),
+            GradMode::Enabled => {
+                self.flow().pending_hook = true;
+                Ok(self.compute()?.clone())
+            }
+        }
+    }
+
+    /// Whether the parameter has values at the moment: not before a strategy has set it up, and under
+    /// FSDP not outside of its unit's forward and backward.
+    pub fn has_value(&self) -> bool {
+        self.0.compute.get().is_some_and(|tensor| !storage::is_released(tensor))
+    }
+
+    /// The parameter's values, detached: for layers that deliver the gradient themselves.
+    ///
+    /// # Errors
+    /// If the parameter has no values at the moment: it was used outside its unit's forward, or
+    /// before the strategy set it up.
+    pub fn value(&self) -> Result<Tensor> {
+        if !self.has_value() {
+            return Err(Error::parameter(
+                self.fqn(),
+                "has no values here: it is used before the model was set up, or outside the \
+                 forward of the unit that owns it",
+            ));
+        }
+        Ok(self.compute()?.detach())
+    }
+
+    /// The part of the parameter that this rank's optimizer updates.
+    ///
+    /// # Errors
+    /// Before a strategy has set the parameter up.
+    pub fn local(&self) -> Result<LocalShard> {
+        let local = self.0.local.read().expect("no panic while reading");
+        local.clone().ok_or_else(|| Error::parameter(self.fqn(), "no strategy has set it up"))
+    }
+
+    /// This rank's reduced gradient, flat and parallel to [`local`](Self::local)'s values; `None`
+    /// if there is none in this step.
+    pub fn local_grad(&self) -> Option<Tensor> {
+        self.flow().local_grad.clone()
+    }
+
+    /// Puts another gradient in its place, as assigning `p.grad` does in PyTorch: before the optimizer's
+    /// step, on every rank for its own part. `None` leaves the parameter alone in this step.
+    pub fn set_local_grad(&self, grad: Option<Tensor>) {
+        self.flow().local_grad = grad;
+    }
+}
+
+impl PartialEq for Parameter {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl std::fmt::Debug for Parameter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Parameter")
+            .field("fqn", &self.fqn())
+            .field("shape", &self.global_shape())
+            .field("dtype", &self.dtype())
+            .field("requires_grad", &self.requires_grad())
+            .finish_non_exhaustive()
+    }
+}

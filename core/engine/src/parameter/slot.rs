@@ -1,0 +1,157 @@
+//! The strategy's end of a parameter.
+
+use std::ops::Deref;
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use super::parameter::Inner;
+use super::{GradReducer, LocalShard, Parameter};
+use crate::shard::ShardSpec;
+use crate::{Error, Result};
+
+/// What a strategy does with a parameter: how the mesh cuts it, which part of it this rank holds, when
+/// it has values, and where its gradient goes. It reads as the [`Parameter`] that it is of.
+///
+/// A strategy gets them from the tree that it sets up ([`ModuleTree::slots`]); what it may do in which
+/// call is in the documentation of [`Strategy`](crate::strategy::Strategy).
+///
+/// [`ModuleTree::slots`]: crate::module::ModuleTree::slots
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParameterSlot(Parameter);
+
+impl Deref for ParameterSlot {
+    type Target = Parameter;
+
+    fn deref(&self) -> &Parameter {
+        &self.0
+    }
+}
+
+impl ParameterSlot {
+    pub(crate) fn new(parameter: Parameter) -> Self {
+        Self(parameter)
+    }
+
+    /// The parameter.
+    pub fn parameter(&self) -> &Parameter {
+        &self.0
+    }
+
+    /// Sets how the mesh cuts it. Before values exist.
+    pub fn set_spec(&self, spec: ShardSpec) {
+        self.0.set_spec(spec);
+    }
+
+    /// Sets the part that this rank's optimizer updates.
+    pub fn set_local(&self, local: LocalShard) {
+        *self.inner().local.write().expect("no panic while writing") = Some(local);
+    }
+
+    /// The compute tensor: what layers and graphs refer to, with or without memory at the moment
+    /// ([`storage`](crate::autograd::storage) gives it some and takes it). Its shape is the global shape,
+    /// or under tensor parallelism that of this rank's part.
+    ///
+    /// # Errors
+    /// If candle cannot make it.
+    pub fn compute(&self) -> Result<&Tensor> {
+        self.0.compute()
+    }
+
+    /// Sets where gradients go.
+    pub fn set_reducer(&self, reducer: Arc<dyn GradReducer>) {
+        *self.inner().reducer.write().expect("no panic while writing") = Some(reducer);
+    }
+
+    /// Ends what [`set_reducer`](Self::set_reducer) began: gradients go nowhere. A reducer that holds
+    /// slots, which hold it, is freed by this only.
+    pub fn clear_reducer(&self) {
+        *self.inner().reducer.write().expect("no panic while writing") = None;
+    }
+
+    /// Ends a backward for this parameter: one that is not ready yet is declared so now, whatever
+    /// its uses delivered, and the counts start again. Returns whether any gradient arrived in this
+    /// backward.
+    ///
+    /// # Errors
+    /// Those of the reducer.
+    pub fn finish_backward(&self) -> Result<bool> {
+        if !self.requires_grad() {
+            return Ok(false);
+        }
+        let (ready, delivered) = {
+            let flow = self.0.flow();
+            (flow.ready, flow.delivered_now)
+        };
+        if !ready {
+            self.0.ready()?;
+        }
+        let mut flow = self.0.flow();
+        flow.pending_uses = 0;
+        flow.pending_hook = !flow.exposed_in.is_empty();
+        flow.delivered_now = false;
+        flow.ready = false;
+        Ok(delivered)
+    }
+
+    /// Declares the gradient ready if no use of the parameter waits for a backward: for one that
+    /// this rank's forward left out. Called when the backward of the parameter's unit begins, if all
+    /// graphs that may deliver are of forwards since the last backward.
+    ///
+    /// # Errors
+    /// Those of the reducer.
+    pub fn finish_unused(&self) -> Result<()> {
+        let unused = self.requires_grad() && self.0.flow().complete();
+        if unused { self.0.ready() } else { Ok(()) }
+    }
+
+    /// Whether uses that were counted have not delivered: when a backward ends, before
+    /// [`finish_backward`](Self::finish_backward) counts anew, those that another backward may bring.
+    pub fn has_pending_uses(&self) -> bool {
+        self.0.flow().pending_uses > 0
+    }
+
+    /// Forgets the accumulated gradient: the next one overwrites the buffer.
+    pub fn clear_accumulated(&self) {
+        self.0.flow().accumulated = false;
+    }
+
+    /// Says that the buffer holds a gradient, which the next one is added to: for a strategy that
+    /// wrote it itself.
+    pub fn mark_accumulated(&self) {
+        self.0.flow().accumulated = true;
+    }
+
+    /// Adds to the step's gradient of this rank's part.
+    ///
+    /// # Errors
+    /// If `grad` is not parallel to [`local`](Parameter::local)'s values.
+    pub fn add_local_grad(&self, grad: Tensor) -> Result<()> {
+        let elements = self.local()?.values.elem_count();
+        if grad.dims() != [elements] {
+            let message = format!(
+                "got a local gradient of shape {:?}; it must be flat, with an element for each of \
+                 the {elements} of this rank's part",
+                grad.dims()
+            );
+            return Err(Error::parameter(self.fqn(), message));
+        }
+        let sum = match self.local_grad() {
+            Some(earlier) => (earlier + grad)?,
+            None => grad,
+        };
+        self.set_local_grad(Some(sum));
+        Ok(())
+    }
+
+    /// Ends a step: forgets its gradient.
+    pub fn end_step(&self) {
+        let mut flow = self.0.flow();
+        flow.accumulated = false;
+        flow.local_grad = None;
+    }
+
+    fn inner(&self) -> &Inner {
+        &self.0.0
+    }
+}
