@@ -7,7 +7,7 @@ use fulgurite_core::config::reference::Section;
 use fulgurite_core::config::to_toml;
 use fulgurite_core::data::DataModule;
 use fulgurite_core::fabric::Connection;
-use fulgurite_core::launch::{Launched, interruption, report_and_exit_code};
+use fulgurite_core::launch::{LaunchedRank, interruption, report_and_exit_code};
 use fulgurite_core::run::TrainerConfig;
 use fulgurite_core::trainer::{LightningModule, RunConfigOf, Trainer};
 use fulgurite_core::{Error, Result};
@@ -157,8 +157,8 @@ fn print_toml(config: &Table) -> Result<()> {
 }
 
 /// Becomes a rank, with a trainer that reports in the format of the request. The rank takes part in
-/// the job as long as the [`Launched`] lives. Collective.
-fn connect(request: &RunRequest, config: &TrainerConfig) -> Result<(Launched, Trainer)> {
+/// the job as long as the [`LaunchedRank`] lives. Collective.
+fn connect(request: &RunRequest, config: &TrainerConfig) -> Result<(LaunchedRank, Trainer)> {
     let Connection { launched, world } = config.connect()?;
     let mut trainer =
         Trainer::new(world).with_program_start(launched.program_start).with_interrupt(interruption);

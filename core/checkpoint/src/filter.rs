@@ -12,19 +12,19 @@ use fulgurite_engine::module::prefix_match;
 /// ([`LoadOptions::filter`](super::LoadOptions::filter)), with their optimizer state.
 ///
 /// ```
-/// use fulgurite_core::checkpoint::Filter;
+/// use fulgurite_core::checkpoint::ParameterFilter;
 ///
-/// let adapters = Filter::matching(["layers.*.lora_*", "head"]);
+/// let adapters = ParameterFilter::matching(["layers.*.lora_*", "head"]);
 /// assert!(adapters.keeps("layers.3.lora_a") && adapters.keeps("head.bias"));
 /// assert!(!adapters.keeps("layers.3.up.weight"));
 /// ```
 #[derive(Clone)]
-pub struct Filter {
+pub struct ParameterFilter {
     what: String,
     keep: Arc<dyn Fn(&str) -> bool + Send + Sync>,
 }
 
-impl Filter {
+impl ParameterFilter {
     /// Keeps the parameters whose FQN `keep` accepts, which must be the same on all ranks. `what`
     /// describes them in manifests and messages.
     pub fn new(
@@ -80,8 +80,8 @@ impl Filter {
     }
 }
 
-impl std::fmt::Debug for Filter {
+impl std::fmt::Debug for ParameterFilter {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Filter").field(&self.what).finish()
+        f.debug_tuple("ParameterFilter").field(&self.what).finish()
     }
 }

@@ -72,7 +72,7 @@ mod weights;
 
 pub use async_save::{AsyncSaver, SavedCheckpoint};
 pub use distributed::DistributedCheckpoint;
-pub use filter::Filter;
+pub use filter::ParameterFilter;
 pub use full::{
     FullCheckpoint, FullOptions, GatherOptions, ModelConfig, NameFilter, gather_cpu_state_dict,
     gather_full_optimizer_state, save_full,
@@ -87,7 +87,7 @@ pub use load_report::{LoadReport, Mismatch};
 pub use manifest::{
     ChunkEntry, FORMAT_VERSION, FULL_MANIFEST, MANIFEST, Manifest, SaveMeta, TensorEntry,
 };
-pub use names::{NameRules, Renamed, clean_tensor_name};
+pub use names::{NameRules, RenamedSource, clean_tensor_name};
 pub use open::open;
 pub use save::{SaveRequest, after_commit, remove_unfinished, save};
 pub use shard_tensor::{

@@ -10,8 +10,8 @@ use super::load_report::refuse_differences;
 use super::manifest::Section;
 use super::stored::loadable_dtype;
 use super::{
-    DistributedCheckpoint, DtypePolicy, LoadOptions, LoadReport, Mismatch, Renamed, TensorSource,
-    open, optimizer_key,
+    DistributedCheckpoint, DtypePolicy, LoadOptions, LoadReport, Mismatch, RenamedSource,
+    TensorSource, open, optimizer_key,
 };
 use crate::Result;
 use fulgurite_engine::module::ModuleTree;
@@ -48,9 +48,9 @@ impl Section {
         Ok(if options.names.is_empty() {
             Box::new(source)
         } else if self == Self::Model {
-            Box::new(Renamed::new(source, &options.names)?)
+            Box::new(RenamedSource::new(source, &options.names)?)
         } else {
-            Box::new(Renamed::optimizer(source, &options.names)?)
+            Box::new(RenamedSource::optimizer(source, &options.names)?)
         })
     }
 }
@@ -65,7 +65,7 @@ pub fn compare(source: &dyn TensorSource, tree: &ModuleTree) -> LoadReport {
 /// [`compare`] with options.
 ///
 /// # Errors
-/// If the name rules fail: see [`Renamed::new`].
+/// If the name rules fail: see [`RenamedSource::new`].
 pub fn compare_with(
     source: &dyn TensorSource,
     tree: &ModuleTree,

@@ -1,18 +1,18 @@
 //! Options of loading.
 
-use super::{Filter, NameRules};
+use super::{NameRules, ParameterFilter};
 
 /// Options of [`load_into`](super::load_into) and the other functions that load.
 ///
 /// A `bool` converts into the default options with that [`strict`](Self::strict).
 ///
 /// ```
-/// use fulgurite_core::checkpoint::{Filter, LoadOptions, NameRules};
+/// use fulgurite_core::checkpoint::{ParameterFilter, LoadOptions, NameRules};
 ///
 /// // A Lightning checkpoint's encoder, into a model that has more than that.
 /// let options = LoadOptions {
 ///     strict: false,
-///     filter: Some(Filter::matching(["encoder"])),
+///     filter: Some(ParameterFilter::matching(["encoder"])),
 ///     names: NameRules { clean: true, prefix_strip: Some("model.".into()), ..Default::default() },
 ///     ..LoadOptions::default()
 /// };
@@ -26,7 +26,7 @@ pub struct LoadOptions {
     pub strict: bool,
     /// The parameters to load, by their names in the model; `None` for all. The others keep their
     /// values and are reported neither as missing nor as unexpected.
-    pub filter: Option<Filter>,
+    pub filter: Option<ParameterFilter>,
     /// How names in the source become those of the model. By default they are equal.
     pub names: NameRules,
     /// What happens to values that are stored in another dtype than the model's.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::Filter;
+use super::ParameterFilter;
 use crate::{Error, Result};
 use fulgurite_engine::shard::{Region, ShardSpec};
 
@@ -56,7 +56,7 @@ pub struct SaveMeta {
     pub config: serde_json::Value,
     /// The parameters to save, with their optimizer state; `None` for all. Recorded in the
     /// manifest. Must be the same on every rank.
-    pub filter: Option<Filter>,
+    pub filter: Option<ParameterFilter>,
 }
 
 /// The content of a distributed or a full checkpoint.

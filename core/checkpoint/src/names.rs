@@ -131,22 +131,22 @@ impl NameRules {
 /// A source whose tensors have other names.
 ///
 /// ```no_run
-/// use fulgurite_core::checkpoint::{self, NameRules, Renamed};
+/// use fulgurite_core::checkpoint::{self, NameRules, RenamedSource};
 /// # fn load(tree: &fulgurite_core::module::ModuleTree) -> fulgurite_core::Result<()> {
 /// let rules = NameRules { prefix_strip: Some("model.".into()), ..NameRules::default() };
-/// let source = Renamed::new(checkpoint::open("epoch=3.ckpt")?, &rules)?;
+/// let source = RenamedSource::new(checkpoint::open("epoch=3.ckpt")?, &rules)?;
 /// checkpoint::load_into(&source, tree, true)?;
 /// # Ok(())
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct Renamed<S> {
+pub struct RenamedSource<S> {
     inner: S,
     /// Names in `inner`, by new name.
     names: BTreeMap<String, String>,
 }
 
-impl<S: TensorSource> Renamed<S> {
+impl<S: TensorSource> RenamedSource<S> {
     /// The tensors of `inner` under the names that `rules` give them.
     ///
     /// # Errors
@@ -188,7 +188,7 @@ impl<S: TensorSource> Renamed<S> {
     }
 }
 
-impl<S: TensorSource> TensorSource for Renamed<S> {
+impl<S: TensorSource> TensorSource for RenamedSource<S> {
     fn location(&self) -> &Path {
         self.inner.location()
     }

@@ -10,7 +10,7 @@ use super::chunks::check_cover;
 use super::latest::write_last;
 use super::manifest::{FULL_MANIFEST, MANIFEST, Manifest, SaveMeta, TensorEntry};
 use super::shard_file::{self, WrittenPart};
-use super::{CheckpointIO, Entry, Filter, ShardTensor};
+use super::{CheckpointIO, Entry, ParameterFilter, ShardTensor};
 use crate::{Error, Result};
 use fulgurite_engine::checkpoint_io as naming;
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object, broadcast_object};
@@ -252,7 +252,7 @@ fn write(
     optimizer: &[ShardTensor],
     meta: &SaveMeta,
 ) -> Result<Written> {
-    let (model, optimizer) = &Filter::apply(meta.filter.as_ref(), model, optimizer);
+    let (model, optimizer) = &ParameterFilter::apply(meta.filter.as_ref(), model, optimizer);
     let mut files = BTreeMap::new();
     let mut pieces = Vec::new();
     for (folder, tensors) in [("model", model), ("optimizer", optimizer)] {

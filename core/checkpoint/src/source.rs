@@ -56,7 +56,7 @@ pub trait TensorSource: Send + Sync {
         self.read_into(name, region, target)
     }
 
-    /// The description of the [`Filter`](super::Filter) that this was saved with; `None` if there
+    /// The description of the [`ParameterFilter`](super::ParameterFilter) that this was saved with; `None` if there
     /// was none.
     fn filtered(&self) -> Option<&str> {
         None

@@ -28,7 +28,7 @@ const FINISH_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The last call of a program's `main`: tells the other ranks how this one ended, prints its error,
-/// and returns the exit code. Everything that holds a [`Launched`](super::Launched) must have been
+/// and returns the exit code. Everything that holds a [`LaunchedRank`](super::LaunchedRank) must have been
 /// dropped.
 ///
 /// | `result` | printed | exit code |

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, SystemTime};
 
 use super::failure::eprint_lossy;
-use super::rank::{Launched, Membership, RankInfo, membership};
+use super::rank::{LaunchedRank, Membership, RankInfo, membership};
 use super::rank_env::RankEnv;
 use super::signals::{self, SecondSignal};
 use super::supervisor::supervise;
@@ -15,7 +15,7 @@ use super::threads::{configured_threads, install_compute_pool};
 use crate::environment::{self, ClusterEnvironment, EnvironmentConfig, Variables};
 use crate::{Error, Result};
 use fulgurite_store::LocalStore;
-use fulgurite_store::{Identity, LostRank, StoreServer, TcpStore};
+use fulgurite_store::{ClientIdentity, LostRankPolicy, StoreServer, TcpStore};
 
 /// The ranks that a program asks [`launch`] for.
 #[derive(Debug)]
@@ -60,7 +60,7 @@ impl Default for LaunchOptions {
 /// [`Error::Launch`] if environment variables are missing or malformed, the configuration asks for
 /// another number of ranks than were started, the store's port is taken, or ranks do not connect in
 /// time (naming them); [`Error::PeerFailed`] if one fails meanwhile.
-pub fn launch(options: LaunchOptions) -> Result<Launched> {
+pub fn launch(options: LaunchOptions) -> Result<LaunchedRank> {
     launch_checked(options, &|_| Ok(()))
 }
 
@@ -71,7 +71,7 @@ pub fn launch(options: LaunchOptions) -> Result<Launched> {
 pub fn launch_checked(
     options: LaunchOptions,
     check: &dyn Fn(usize) -> Result<()>,
-) -> Result<Launched> {
+) -> Result<LaunchedRank> {
     /// Held during a launch: one at a time.
     static LAUNCHING: Mutex<()> = Mutex::new(());
     let _guard = LAUNCHING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -88,7 +88,7 @@ fn become_rank(
     options: LaunchOptions,
     check: &dyn Fn(usize) -> Result<()>,
     started: f64,
-) -> Result<Launched> {
+) -> Result<LaunchedRank> {
     if options.devices == Some(0) || options.num_nodes == 0 {
         return Err(Error::Launch(
             "trainer.devices and trainer.num_nodes must be 1 or more".into(),
@@ -163,18 +163,18 @@ fn check_same_world_size(options: &LaunchOptions, world_size: usize) -> Result<(
     }
 }
 
-fn launch_single_process(started: f64, environment: &'static str) -> Result<Launched> {
+fn launch_single_process(started: f64, environment: &'static str) -> Result<LaunchedRank> {
     signals::handle(SecondSignal::Exit)?;
     ALONE.store(true, Ordering::Relaxed);
-    Ok(Launched::new(RankInfo::ALONE, Arc::new(LocalStore::new()), started, environment, None))
+    Ok(LaunchedRank::new(RankInfo::ALONE, Arc::new(LocalStore::new()), started, environment, None))
 }
 
 /// Joins the job as a rank that this program's supervisor started.
-fn join_supervisor(options: &LaunchOptions, env: RankEnv) -> Result<Launched> {
+fn join_supervisor(options: &LaunchOptions, env: RankEnv) -> Result<LaunchedRank> {
     env.die_with_supervisor()?;
     signals::handle(SecondSignal::Ignore)?;
     let RankEnv { supervisor, job_id, started, info, port } = env;
-    let identity = Identity { job_id, rank: info.rank, world_size: info.world_size };
+    let identity = ClientIdentity { job_id, rank: info.rank, world_size: info.world_size };
     let client = TcpStore::connect("127.0.0.1", port, identity, options.timeout)?;
     let membership = Membership {
         info,
@@ -194,7 +194,7 @@ fn join_started(
     environment: &dyn ClusterEnvironment,
     variables: &Variables,
     started: f64,
-) -> Result<Launched> {
+) -> Result<LaunchedRank> {
     let info = RankInfo {
         rank: environment.global_rank(),
         world_size: environment.world_size(),
@@ -230,7 +230,7 @@ fn join_started(
         Some(server) => server.address().ip().to_string(),
         None => host,
     };
-    let identity = Identity { job_id, rank: info.rank, world_size: info.world_size };
+    let identity = ClientIdentity { job_id, rank: info.rank, world_size: info.world_size };
     let client = TcpStore::connect(&host, port, identity, options.timeout)?;
     let membership = Membership {
         info,
@@ -256,10 +256,10 @@ fn host_store(host: &str, port: u16, job_id: &str, world_size: usize) -> Result<
         _ if loopback => IpAddr::V4(Ipv4Addr::LOCALHOST),
         _ => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
     };
-    StoreServer::bind(SocketAddr::new(ip, port), job_id, world_size, LostRank::Failed)
+    StoreServer::bind(SocketAddr::new(ip, port), job_id, world_size, LostRankPolicy::Failed)
 }
 
-fn join(membership: Membership, options: &LaunchOptions) -> Result<Launched> {
+fn join(membership: Membership, options: &LaunchOptions) -> Result<LaunchedRank> {
     let membership = membership.enter();
     membership.end_on_panic();
     check_same_world_size(options, membership.info.world_size)?;

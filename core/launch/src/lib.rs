@@ -49,9 +49,11 @@ mod supervisor;
 mod threads;
 
 pub use failure::{PANIC_EXIT_CODE, PEER_FAILED_EXIT_CODE, report_and_exit_code};
-pub use fulgurite_store::{Identity, LocalStore, LostRank, Store, StoreServer, TcpStore};
+pub use fulgurite_store::{
+    ClientIdentity, LocalStore, LostRankPolicy, Store, StoreServer, TcpStore,
+};
 pub use launcher::{LaunchOptions, launch, launch_checked};
-pub use rank::Launched;
+pub use rank::LaunchedRank;
 pub use signals::{Interruption, interrupt_requested, interruption};
 
 pub use fulgurite_error::{Error, Result};

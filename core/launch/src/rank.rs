@@ -1,4 +1,4 @@
-//! A launched rank: [`Launched`] for the program, `Membership` for the process.
+//! A launched rank: [`LaunchedRank`] for the program, `Membership` for the process.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
@@ -6,7 +6,7 @@ use crate::{Error, Result};
 use fulgurite_store::Store;
 use fulgurite_store::{StoreServer, TcpStore};
 
-/// A rank and its numbers.
+/// The numbers of a rank, of its job and of its node.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct RankInfo {
     pub(super) rank: usize,
@@ -47,7 +47,7 @@ impl RankInfo {
 /// failure.
 #[derive(Clone)]
 #[non_exhaustive]
-pub struct Launched {
+pub struct LaunchedRank {
     /// This process's rank in the job.
     pub rank: usize,
     /// Number of processes of the job.
@@ -69,7 +69,7 @@ pub struct Launched {
     _presence: Option<Arc<Presence>>,
 }
 
-impl Launched {
+impl LaunchedRank {
     pub(super) fn new(
         info: RankInfo,
         store: Arc<dyn Store>,
@@ -92,9 +92,9 @@ impl Launched {
     }
 }
 
-impl std::fmt::Debug for Launched {
+impl std::fmt::Debug for LaunchedRank {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Launched")
+        f.debug_struct("LaunchedRank")
             .field("rank", &self.rank)
             .field("world_size", &self.world_size)
             .field("local_rank", &self.local_rank)
@@ -146,8 +146,8 @@ impl Membership {
         MEMBERSHIP.get_or_init(|| self)
     }
 
-    /// A [`Launched`] for the program.
-    pub(super) fn launched(&self) -> Launched {
+    /// A [`LaunchedRank`] for the program.
+    pub(super) fn launched(&self) -> LaunchedRank {
         let mut presence = self.presence.lock().unwrap_or_else(PoisonError::into_inner);
         let present = presence.upgrade().unwrap_or_else(|| {
             self.set_left(false);
@@ -156,7 +156,7 @@ impl Membership {
             new
         });
         let store = self.client.clone();
-        Launched::new(self.info, store, self.started, self.environment, Some(present))
+        LaunchedRank::new(self.info, store, self.started, self.environment, Some(present))
     }
 
     /// Announces that this rank leaves, so that its end is no failure; `false` takes that back.

@@ -15,7 +15,7 @@ use super::rank_env::RankEnv;
 use super::signals::{self, SecondSignal};
 use crate::environment::Variables;
 use crate::{Error, Result};
-use fulgurite_store::{LostRank, StoreServer};
+use fulgurite_store::{LostRankPolicy, StoreServer};
 
 /// The variable with the number of rayon's threads, which candle uses too.
 pub(super) const THREADS_VARIABLE: &str = "RAYON_NUM_THREADS";
@@ -34,7 +34,7 @@ pub(super) fn supervise(devices: usize, started: f64, variables: &Variables) -> 
     signals::handle(SecondSignal::Ignore)?;
     let job_id = format!("{}-{started:.6}", std::process::id());
     let address = (Ipv4Addr::LOCALHOST, 0).into();
-    let server = StoreServer::bind(address, &job_id, devices, LostRank::ParentReports)?;
+    let server = StoreServer::bind(address, &job_id, devices, LostRankPolicy::ParentReports)?;
     let mut ranks =
         Ranks { ranks: Vec::new(), server, failed: None, interrupted: None, killed: false };
     for rank in 0..devices {

@@ -13,4 +13,4 @@ mod tcp_store;
 pub use fulgurite_error::{Error, Result};
 pub use local_store::LocalStore;
 pub use store::Store;
-pub use tcp_store::{Identity, LostRank, StoreServer, TcpStore};
+pub use tcp_store::{ClientIdentity, LostRankPolicy, StoreServer, TcpStore};

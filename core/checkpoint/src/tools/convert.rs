@@ -10,7 +10,9 @@ use serde::Serialize;
 use super::super::full::{FilePlan, FullWriter, TensorMeta, plan_files};
 use super::super::manifest::Section;
 use super::super::stored::loadable_dtype;
-use super::super::{CheckpointIO, Filter, FullOptions, ModelConfig, SaveMeta, TensorSource};
+use super::super::{
+    CheckpointIO, FullOptions, ModelConfig, ParameterFilter, SaveMeta, TensorSource,
+};
 use super::progress::{Counter, Progress};
 use super::{AnyCheckpoint, CheckpointKind, Rename, distribute, output};
 use crate::{Error, Result};
@@ -239,7 +241,7 @@ fn meta(input: &AnyCheckpoint, options: &ConvertOptions) -> SaveMeta {
         state: manifest.state.clone(),
         config: manifest.config.clone(),
         // The input has only the tensors that the filter kept.
-        filter: manifest.filter.as_ref().map(|what| Filter::new(what.clone(), |_| true)),
+        filter: manifest.filter.as_ref().map(|what| ParameterFilter::new(what.clone(), |_| true)),
     }
 }
 

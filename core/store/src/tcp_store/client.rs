@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::protocol::{Greeting, Incoming, Purpose, Reader, Reply, Request, send, send_frame};
-use super::{DIED, HEARTBEAT, Identity, REPLY_TIMEOUT, SILENT_HEARTBEATS};
+use super::{ClientIdentity, DIED, HEARTBEAT, REPLY_TIMEOUT, SILENT_HEARTBEATS};
 use crate::Store;
 use crate::local_store::not_an_integer;
 use crate::table::{Failure, WaitError, deadline};
@@ -29,7 +29,7 @@ pub struct TcpStore {
 struct Server {
     host: String,
     port: u16,
-    identity: Identity,
+    identity: ClientIdentity,
 }
 
 /// The health connection, and what came over it.
@@ -49,7 +49,12 @@ impl TcpStore {
     /// # Errors
     /// [`Error::Launch`] if no server answers in time; at once if the server is no store, belongs
     /// to another job or build, or already has a process of this rank.
-    pub fn connect(host: &str, port: u16, identity: Identity, timeout: Duration) -> Result<Self> {
+    pub fn connect(
+        host: &str,
+        port: u16,
+        identity: ClientIdentity,
+        timeout: Duration,
+    ) -> Result<Self> {
         let server = Server { host: host.to_owned(), port, identity };
         let deadline = deadline(timeout);
         let mut pause = Duration::from_millis(10);

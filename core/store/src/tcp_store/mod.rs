@@ -12,7 +12,7 @@ mod protocol;
 mod server;
 
 pub use client::TcpStore;
-pub use server::{LostRank, StoreServer};
+pub use server::{LostRankPolicy, StoreServer};
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 
 /// Which rank of which job a client is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Identity {
+pub struct ClientIdentity {
     /// The job's id, different from that of any other job.
     pub job_id: String,
     /// The client's rank.

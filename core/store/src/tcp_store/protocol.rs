@@ -7,7 +7,7 @@ use std::time::Instant;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::Identity;
+use super::ClientIdentity;
 
 /// The first bytes of a greeting.
 const MAGIC: &[u8; 8] = b"FULGSTOR";
@@ -28,7 +28,7 @@ pub(super) enum Purpose {
 /// The first frame of a client: [`MAGIC`], [`VERSION`], and this message.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Greeting {
-    pub(super) identity: Identity,
+    pub(super) identity: ClientIdentity,
     pub(super) purpose: Purpose,
 }
 
@@ -362,7 +362,7 @@ mod tests {
             check(request, body, decode)?;
             let body = encode(&reply).unwrap();
             check(reply, body, decode)?;
-            let identity = Identity { job_id, rank, world_size: 7 };
+            let identity = ClientIdentity { job_id, rank, world_size: 7 };
             let greeting = Greeting { identity, purpose: Purpose::Health };
             let body = greeting.encode().unwrap();
             check(greeting, body, |body| Greeting::decode(body).ok())?;
@@ -398,7 +398,7 @@ mod tests {
     #[test]
     fn a_greeting_is_small_and_what_follows_need_not_be() {
         let greeting = Greeting {
-            identity: Identity { job_id: "job".into(), rank: 1, world_size: 2 },
+            identity: ClientIdentity { job_id: "job".into(), rank: 1, world_size: 2 },
             purpose: Purpose::Requests,
         };
         let request = Request::Set { key: "key".into(), value: vec![7; 3 * MAX_GREETING] };

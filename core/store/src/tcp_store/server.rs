@@ -10,13 +10,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::protocol::{Greeting, Incoming, Purpose, Reader, Reply, Request, send};
-use super::{DIED, HEARTBEAT, Identity, REPLY_TIMEOUT, SILENT_HEARTBEATS};
+use super::{ClientIdentity, DIED, HEARTBEAT, REPLY_TIMEOUT, SILENT_HEARTBEATS};
 use crate::table::{State, Table, WaitError};
 use crate::{Error, Result};
 
 /// What it means if a rank's connection ends before the rank announced that it leaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LostRank {
+pub enum LostRankPolicy {
     /// The rank failed.
     Failed,
     /// Nothing yet: the process that hosts this server is the parent of the ranks, and
@@ -38,7 +38,7 @@ struct Shared {
     table: Table,
     job_id: String,
     world_size: usize,
-    on_lost: LostRank,
+    on_lost: LostRankPolicy,
     /// Open connections, which are shut down when the server ends.
     connections: Mutex<HashMap<u64, TcpStream>>,
     next_connection: AtomicU64,
@@ -54,7 +54,7 @@ impl StoreServer {
         address: SocketAddr,
         job_id: &str,
         world_size: usize,
-        lost: LostRank,
+        lost: LostRankPolicy,
     ) -> Result<Self> {
         if world_size > MAX_WORLD_SIZE {
             return Err(Error::Launch(format!(
@@ -227,7 +227,7 @@ fn serve(stream: &TcpStream, shared: &Arc<Shared>) {
 }
 
 /// Checks that the client is a rank of this job; a health connection makes it a member.
-fn admit(greeting: Greeting, shared: &Shared) -> Result<(Identity, Purpose), String> {
+fn admit(greeting: Greeting, shared: &Shared) -> Result<(ClientIdentity, Purpose), String> {
     let Greeting { identity, purpose } = greeting;
     if identity.job_id != shared.job_id {
         return Err(format!(
@@ -375,7 +375,7 @@ fn rank_lost(shared: &Shared, rank: usize) {
         member.lost = true;
         // After a first failure, other ranks end because of it.
         let failed = !closed && !member.left && state.failures.is_empty();
-        if failed && shared.on_lost == LostRank::Failed {
+        if failed && shared.on_lost == LostRankPolicy::Failed {
             state.failures.push((rank, DIED.to_owned()));
         }
     });

@@ -14,11 +14,11 @@ fn loopback() -> SocketAddr {
 }
 
 fn server(world_size: usize) -> StoreServer {
-    StoreServer::bind(loopback(), "job", world_size, LostRank::Failed).unwrap()
+    StoreServer::bind(loopback(), "job", world_size, LostRankPolicy::Failed).unwrap()
 }
 
-fn identity(rank: usize, world_size: usize) -> Identity {
-    Identity { job_id: "job".into(), rank, world_size }
+fn identity(rank: usize, world_size: usize) -> ClientIdentity {
+    ClientIdentity { job_id: "job".into(), rank, world_size }
 }
 
 fn client(server: &StoreServer, rank: usize, world_size: usize) -> TcpStore {
@@ -27,7 +27,7 @@ fn client(server: &StoreServer, rank: usize, world_size: usize) -> TcpStore {
 }
 
 /// The error of connecting, with the port blanked.
-fn refusal(port: u16, identity: Identity, timeout: Duration) -> String {
+fn refusal(port: u16, identity: ClientIdentity, timeout: Duration) -> String {
     let error = TcpStore::connect("127.0.0.1", port, identity, timeout).err().unwrap();
     error.to_string().replace(&format!(":{port}"), ":PORT")
 }
@@ -122,7 +122,7 @@ fn a_lost_rank_is_a_failure_but_one_that_left_is_not() {
 
 #[test]
 fn a_parent_tells_in_its_own_words() {
-    let server = StoreServer::bind(loopback(), "job", 2, LostRank::ParentReports).unwrap();
+    let server = StoreServer::bind(loopback(), "job", 2, LostRankPolicy::ParentReports).unwrap();
     let store = client(&server, 0, 2);
     drop(raw_health(&server, 1, 2));
     assert!(server.wait_for_others(0, LONG), "rank 1 is seen as lost");
@@ -170,7 +170,7 @@ fn strangers_are_refused() {
     let server = server(2);
     let port = server.address().port();
     let _one = client(&server, 1, 2);
-    let other = Identity { job_id: "other".into(), ..identity(0, 2) };
+    let other = ClientIdentity { job_id: "other".into(), ..identity(0, 2) };
     insta::assert_snapshot!(refusal(port, other, LONG), @"launch: rank 0, store at 127.0.0.1:PORT: it refuses this process: it belongs to job `job`, this process to job `other`: two jobs share one address and port; give one of them another MASTER_PORT");
     insta::assert_snapshot!(refusal(port, identity(0, 3), LONG), @"launch: rank 0, store at 127.0.0.1:PORT: it refuses this process: it serves 2 ranks, this process expects 3: all ranks must be started with the same WORLD_SIZE");
     insta::assert_snapshot!(refusal(port, identity(1, 2), LONG), @"launch: rank 1, store at 127.0.0.1:PORT: it refuses this process: another process is or was rank 1: every process of a job needs a RANK of its own");
@@ -209,14 +209,15 @@ fn what_is_no_store_is_recognised() {
 #[test]
 fn a_taken_port_is_named() {
     let taken = server(1);
-    let error = StoreServer::bind(taken.address(), "job", 1, LostRank::Failed).err().unwrap();
+    let error = StoreServer::bind(taken.address(), "job", 1, LostRankPolicy::Failed).err().unwrap();
     let error = error.to_string().replace(&taken.address().port().to_string(), "PORT");
     insta::assert_snapshot!(error, @"launch: rank 0 cannot host the store on 127.0.0.1:PORT: the port is taken, perhaps by another job on this host. Choose a free MASTER_PORT");
 }
 
 #[test]
 fn a_world_size_beyond_all_jobs_is_refused() {
-    let error = StoreServer::bind(loopback(), "job", usize::MAX, LostRank::Failed).err().unwrap();
+    let error =
+        StoreServer::bind(loopback(), "job", usize::MAX, LostRankPolicy::Failed).err().unwrap();
     insta::assert_snapshot!(error, @"launch: a job of 18446744073709551615 ranks is more than the store serves (1048576). Check trainer.devices and trainer.num_nodes, or WORLD_SIZE");
 }
 
@@ -226,7 +227,7 @@ fn a_rank_that_comes_early_waits_for_the_server() {
     std::thread::scope(|scope| {
         let early = scope
             .spawn(move || TcpStore::connect("127.0.0.1", address.port(), identity(0, 1), LONG));
-        let late = StoreServer::bind(address, "job", 1, LostRank::Failed);
+        let late = StoreServer::bind(address, "job", 1, LostRankPolicy::Failed);
         // Another process may have taken the port in between; then there is nothing to see.
         let Ok(_late) = late else { return };
         early.join().unwrap().unwrap().set("a", b"b").unwrap();

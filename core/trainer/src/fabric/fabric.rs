@@ -14,7 +14,7 @@ use fulgurite_engine::module::{ForwardScope, ModuleBuilder, ModuleInit, ModuleTr
 use fulgurite_engine::optim::OptimizerConfig;
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_engine::strategy::{Capabilities, StepTotals, Strategy};
-use fulgurite_launch::Launched;
+use fulgurite_launch::LaunchedRank;
 use fulgurite_nn::Loss;
 
 /// Training in a loop of one's own, under a strategy (Lightning's `Fabric`).
@@ -50,7 +50,7 @@ pub struct Fabric {
     pub(super) init: ModuleInit,
     seed: u64,
     /// Held as long as this rank takes part in its job.
-    pub(super) launched: Option<Launched>,
+    pub(super) launched: Option<LaunchedRank>,
 }
 
 impl Fabric {
@@ -81,7 +81,7 @@ impl Fabric {
     /// The name of the strategy.
     ///
     /// # Errors
-    /// In a hook that the strategy calls.
+    /// Within another call of the strategy, such as in one of its hooks.
     pub fn strategy_name(&self) -> Result<String> {
         self.runtime.name()
     }
@@ -89,7 +89,7 @@ impl Fabric {
     /// The strategy's capabilities.
     ///
     /// # Errors
-    /// In a hook that the strategy calls.
+    /// Within another call of the strategy, such as in one of its hooks.
     pub fn capabilities(&self) -> Result<Capabilities> {
         self.runtime.capabilities()
     }

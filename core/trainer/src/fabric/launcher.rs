@@ -11,12 +11,12 @@ use fulgurite_engine::collective::{GroupContext, ProcessGroup, ProcessGroupConfi
 use fulgurite_engine::module::{ModuleInit, pattern_matches};
 use fulgurite_engine::strategy::{BuildContext, ParallelizeFn, StrategyConfig};
 use fulgurite_launch::environment;
-use fulgurite_launch::{LaunchOptions, Launched, launch_checked};
+use fulgurite_launch::{LaunchOptions, LaunchedRank, launch_checked};
 
 /// A launched rank, connected to the others.
 pub struct Connection {
     /// To be held as long as the rank takes part in the job.
-    pub launched: Launched,
+    pub launched: LaunchedRank,
     /// The group of all ranks.
     pub world: Arc<dyn ProcessGroup>,
 }

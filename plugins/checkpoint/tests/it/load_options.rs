@@ -2,8 +2,8 @@
 
 use candle_core::DType;
 use fulgurite_core::checkpoint::{
-    CheckpointIO, DistributedCheckpoint, DtypePolicy, Filter, LoadOptions, NameRules, SaveMeta,
-    TensorSource, compare_with, load_from_full_model_state_dict,
+    CheckpointIO, DistributedCheckpoint, DtypePolicy, LoadOptions, NameRules, ParameterFilter,
+    SaveMeta, TensorSource, compare_with, load_from_full_model_state_dict,
     load_from_full_optimizer_state_dict, load_into, load_optimizer, model_tensors,
     optimizer_tensors, restore, save,
 };
@@ -17,7 +17,7 @@ use fulgurite_test_support::checkpoints::{
 const ONE: Mesh = [1, 1, 1];
 
 /// Saves the model of `SEED` on four ranks with a filter, as `c`.
-fn saved(filter: Option<Filter>) -> tempfile::TempDir {
+fn saved(filter: Option<ParameterFilter>) -> tempfile::TempDir {
     let temp = tempfile::tempdir().unwrap();
     let io = io(temp.path());
     let mesh = [1, 2, 2];
@@ -51,8 +51,10 @@ fn a_filter_is_for_model_and_optimizer_and_both_ways() {
     let temp = saved(None);
     let checkpoint = opened(&temp);
     let tree = model(ONE, 0, None, DType::F32);
-    let options =
-        LoadOptions { filter: Some(Filter::matching(["layers.0", "norm"])), ..Default::default() };
+    let options = LoadOptions {
+        filter: Some(ParameterFilter::matching(["layers.0", "norm"])),
+        ..Default::default()
+    };
     assert!(load_into(&checkpoint, &tree, &options).unwrap().is_empty());
     for parameter in tree.parameters() {
         let fqn = parameter.fqn();
@@ -73,7 +75,7 @@ fn a_filter_is_for_model_and_optimizer_and_both_ways() {
 
 #[test]
 fn a_filtered_checkpoint_says_so() {
-    let filter = Filter::matching(["layers.*", "scale"]);
+    let filter = ParameterFilter::matching(["layers.*", "scale"]);
     let temp = saved(Some(filter.clone()));
     let checkpoint = opened(&temp);
     assert_eq!(checkpoint.model().names(), ["layers.0.conv", "layers.0.up", "scale"]);
@@ -225,8 +227,11 @@ fn names_are_brought_in_line_for_model_and_optimizer() {
     assert_eq!(bytes(&tree.parameters()[0].local().unwrap().values), expected("layers.0.up"));
     assert_eq!(bytes(&state[0].values), expected("layers.0.up/exp_avg"));
     // The report is in the model's names, and so is the filter.
-    let only =
-        LoadOptions { filter: Some(Filter::matching(["net.blocks"])), strict: true, ..options };
+    let only = LoadOptions {
+        filter: Some(ParameterFilter::matching(["net.blocks"])),
+        strict: true,
+        ..options
+    };
     let report = restore(&checkpoint, &tree, Some(&state), &only).unwrap_err();
     insta::assert_snapshot!(shown(report, temp.path()), @r#"
 checkpoint ROOT/c: does not fit this model:
@@ -247,7 +252,7 @@ fn other_dtypes_can_be_refused_and_checksums_skipped() {
     let tree = model(ONE, 0, None, DType::BF16);
     let exact = LoadOptions {
         dtypes: DtypePolicy::Exact,
-        filter: Some(Filter::matching(["norm", "scale"])),
+        filter: Some(ParameterFilter::matching(["norm", "scale"])),
         ..LoadOptions::default()
     };
     let error = load_into(&checkpoint, &tree, &exact).unwrap_err();
@@ -274,7 +279,7 @@ Nothing was loaded. Use the configuration that it was saved with
 
 #[test]
 fn what_a_filter_lets_through_is_the_same_for_places_and_sources() {
-    let temp = saved(Some(Filter::new("nothing but the scale", |fqn| fqn == "scale")));
+    let temp = saved(Some(ParameterFilter::new("nothing but the scale", |fqn| fqn == "scale")));
     let place = io(temp.path());
     let place: &dyn CheckpointIO = &*place;
     assert_eq!(place.list("c/model").unwrap().len(), 1, "ranks without a part write no file");
@@ -282,8 +287,9 @@ fn what_a_filter_lets_through_is_the_same_for_places_and_sources() {
     assert_eq!(source.filtered(), Some("nothing but the scale"));
     assert_eq!(source.names(), ["scale"]);
     let tree = model(ONE, 0, None, DType::F32);
-    assert_eq!(Filter::trainable(&tree).what(), "trainable parameters");
+    assert_eq!(ParameterFilter::trainable(&tree).what(), "trainable parameters");
     assert!(
-        Filter::trainable(&tree).keeps("scale") && !Filter::trainable(&tree).keeps("head.weight")
+        ParameterFilter::trainable(&tree).keeps("scale")
+            && !ParameterFilter::trainable(&tree).keeps("head.weight")
     );
 }

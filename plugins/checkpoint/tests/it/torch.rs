@@ -4,7 +4,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
-use fulgurite_core::checkpoint::{NameRules, Renamed, TensorSource, TorchSource, load_raw, open};
+use fulgurite_core::checkpoint::{
+    NameRules, RenamedSource, TensorSource, TorchSource, load_raw, open,
+};
 use fulgurite_core::module::{ModuleBuilder, ModuleInit, ModuleTree};
 use fulgurite_core::parameter::{Init, LocalShard};
 use fulgurite_core::shard::Region;
@@ -159,6 +161,6 @@ fn renamed_sources_refuse_collisions() {
     let rules =
         NameRules { rename: vec![("model.*".into(), "same".into())], ..NameRules::default() };
     let source = TorchSource::open(fixture("plain.pth")).unwrap();
-    let error = Renamed::new(source, &rules).unwrap_err();
+    let error = RenamedSource::new(source, &rules).unwrap_err();
     insta::assert_snapshot!(shown(error, fixture("").parent().unwrap()), @"checkpoint ROOT/fixtures/plain.pth: `model.column` and `model.empty` would both be called `same`");
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use fulgurite_core::launch::{LaunchOptions, Launched, interrupt_requested, launch};
+use fulgurite_core::launch::{LaunchOptions, LaunchedRank, interrupt_requested, launch};
 use fulgurite_core::{Error, Result};
 
 use crate::run::{DEVICES, TIMEOUT_MS};
@@ -111,7 +111,7 @@ pub(crate) fn play(part: &str) -> Result<()> {
 }
 
 /// One line of JSON that tells what this rank is.
-fn announce(launched: &Launched) {
+fn announce(launched: &LaunchedRank) {
     let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"];
     let names = names.into_iter().chain(["RAYON_NUM_THREADS"]);
     let variables: BTreeMap<_, _> =
@@ -131,7 +131,7 @@ fn announce(launched: &Launched) {
     println!("{line}");
 }
 
-fn wait(launched: &Launched) -> Result<()> {
+fn wait(launched: &LaunchedRank) -> Result<()> {
     launched.store.get("nobody sets this", LONG).map(drop)
 }
 

@@ -31,7 +31,7 @@ pub(crate) trait Rendezvous: Send + Sync {
     /// Whether the process of a global rank is known to have ended.
     fn is_gone(&self, global_rank: usize) -> bool;
 
-    /// A flat, uninitialised CPU tensor that all ranks can map, if there is memory for it.
+    /// A flat CPU tensor of arbitrary values that all ranks can map, if there is memory for it.
     fn empty(&self, elements: usize, dtype: DType) -> Result<Option<Tensor>>;
 
     /// The offset of `bytes` in this rank's shared memory, for [`reach`](Rendezvous::reach) of

@@ -184,7 +184,7 @@ pub(crate) fn keep_from_dumps(map: &memmap2::MmapRaw) {
     }
 }
 
-/// A flat, uninitialised CPU tensor in the shared memory, if there is room and its dtype can be
+/// A flat CPU tensor of arbitrary values in the shared memory, if there is room and its dtype can be
 /// there.
 pub(crate) fn empty_tensor(
     elements: usize,
@@ -203,7 +203,7 @@ pub(crate) fn empty_tensor(
     Ok(tensor.transpose()?)
 }
 
-/// `len` elements in the shared memory, not written yet, if there is room.
+/// `len` elements of arbitrary values in the shared memory, if there is room.
 fn empty<T: bytemuck::Pod>(len: usize) -> Option<Vec<T>> {
     share()?;
     let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| bytes > 0)?;
