@@ -251,19 +251,30 @@ vectorized! {
         C: Real,
         F: Fn(C, C, [C; N]) -> (C, [C; N]),
     ](p: &mut [P], g: &[G], states: [&mut [B]; N], words: &[u32], zero: C, f: F) {
+        const { assert!(N <= 2, "an optimizer has two states at most") };
+        let mut states = states.into_iter();
+        let [first, second] = [states.next().unwrap_or_default(), states.next().unwrap_or_default()];
+        // Slices of one length, each with a name: the compiler checks no element's bounds then, and makes
+        // vectors of all elements.
         let n = p.len();
-        // Of one length, which the compiler then knows: no element's bounds are checked.
-        let (g, words) = (&g[..n], &words[..n]);
-        let states = states.map(|state| &mut state[..n]);
-        for (i, ((p, &g), &word)) in p.iter_mut().zip(g).zip(words).enumerate() {
+        let (p, g, words) = (&mut p[..n], &g[..n], &words[..n]);
+        let first = if N > 0 { &mut first[..n] } else { first };
+        let second = if N > 1 { &mut second[..n] } else { second };
+        for i in 0..n {
             let mut old = [zero; N];
-            for (old, state) in old.iter_mut().zip(&states) {
-                *old = state[i].load();
+            if N > 0 {
+                old[0] = first[i].load();
             }
-            let (value, new) = f(p.load(), g.load(), old);
-            *p = P::store(value);
-            for (k, new) in new.into_iter().enumerate() {
-                states[k][i] = B::store(new, word >> (16 * k));
+            if N > 1 {
+                old[1] = second[i].load();
+            }
+            let (value, new) = f(p[i].load(), g[i].load(), old);
+            p[i] = P::store(value);
+            if N > 0 {
+                first[i] = B::store(new[0], words[i]);
+            }
+            if N > 1 {
+                second[i] = B::store(new[1], words[i] >> 16);
             }
         }
     }
