@@ -142,8 +142,8 @@ impl Saving {
 pub(super) enum ResumeSource {
     /// At this local path.
     Local(PathBuf),
-    /// The checkpoint `name` of the place that `checkpoint.io` opens at `root`.
-    Named { root: PathBuf, name: String },
+    /// The checkpoint `name` of the place that `checkpoint.io` opens at `dir`.
+    Named { dir: PathBuf, name: String },
 }
 
 impl Session {
@@ -235,13 +235,13 @@ impl Session {
         let (saving, rank) = (&self.parts.saving, self.rank());
         let io = match from {
             ResumeSource::Local(_) => None,
-            ResumeSource::Named { root, .. } if *root == saving.root => Some(saving.io.clone()),
-            ResumeSource::Named { root, .. } => Some(saving.config.open(root)?),
+            ResumeSource::Named { dir, .. } if *dir == saving.root => Some(saving.io.clone()),
+            ResumeSource::Named { dir, .. } => Some(saving.config.open(dir)?),
         };
         // A run that only validates must not remove unfinished saves: a training run may be saving
         // there.
         let saves_there = optimizer.is_some()
-            && matches!(from, ResumeSource::Named { root, .. } if *root == saving.root);
+            && matches!(from, ResumeSource::Named { dir, .. } if *dir == saving.root);
         if let (Some(io), 0, true) = (&io, rank, saves_there)
             && let Err(error) = checkpoint::remove_unfinished(&**io)
         {
@@ -251,7 +251,7 @@ impl Session {
             (ResumeSource::Named { name, .. }, Some(io)) => {
                 DistributedCheckpoint::open_with(io, name)
             }
-            (ResumeSource::Local(path) | ResumeSource::Named { root: path, .. }, _) => {
+            (ResumeSource::Local(path) | ResumeSource::Named { dir: path, .. }, _) => {
                 DistributedCheckpoint::open(path)
             }
         };
@@ -340,7 +340,7 @@ impl Session {
     fn resume_source(&self, path: &Path) -> ResumeSource {
         let saving = &self.parts.saving;
         let named =
-            |name: &str| ResumeSource::Named { root: saving.root.clone(), name: name.to_owned() };
+            |name: &str| ResumeSource::Named { dir: saving.root.clone(), name: name.to_owned() };
         if path.exists() {
             // However the path is written, it may be a checkpoint in this run's place.
             let same = |a: &Path, b: &Path| {
@@ -375,7 +375,7 @@ impl Session {
         };
         for root in roots {
             if let Some(committed) = checkpoint::last(&*config.open(&root)?)? {
-                return Ok(Some(ResumeSource::Named { root, name: committed.name }));
+                return Ok(Some(ResumeSource::Named { dir: root, name: committed.name }));
             }
         }
         Ok(None)
