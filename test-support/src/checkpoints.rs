@@ -1,137 +1,25 @@
-//! Ranks as threads, a small model on any mesh, and what its values must be.
+//! A small model on any mesh, and what its values must be.
 
-use std::collections::{HashMap, VecDeque};
 use std::path::Path;
-use std::sync::{Arc, Barrier, Condvar, Mutex};
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_core::Result;
 use fulgurite_core::autograd::storage;
 use fulgurite_core::checkpoint::{
     CheckpointIO, SaveMeta, ShardTensor, model_tensors, optimizer_tensors, save, shard_specs,
 };
-use fulgurite_core::collective::{Collective, ProcessGroup, Work};
+use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::module::{ModuleBuilder, ModuleInit, ModuleTree};
 use fulgurite_core::optim::StateTensor;
 use fulgurite_core::parameter::{Init, LocalShard};
 use fulgurite_core::shard::{Cut, Placement, Region};
-use fulgurite_core::{Error, Result};
-
-/// Just enough of a process group for control messages between threads.
-struct Threads {
-    rank: usize,
-    ranks: Vec<usize>,
-    shared: Arc<(Barrier, Mutex<Vec<Vec<u8>>>)>,
-    mail: Arc<Mail>,
-}
-
-type Queue = VecDeque<Vec<u8>>;
-
-/// What was sent and not received yet, by sender and receiver.
-#[derive(Default)]
-struct Mail {
-    boxes: Mutex<HashMap<(usize, usize), Queue>>,
-    arrived: Condvar,
-}
-
-impl Threads {
-    fn exchange(&self, tensor: &Tensor) -> Result<Vec<Vec<u8>>> {
-        let (barrier, slots) = &*self.shared;
-        let bytes = storage::with_bytes(&tensor.contiguous()?, <[u8]>::to_vec)?;
-        slots.lock().unwrap()[self.rank] = bytes;
-        barrier.wait();
-        let all = slots.lock().unwrap().clone();
-        barrier.wait();
-        Ok(all)
-    }
-}
-
-impl ProcessGroup for Threads {
-    fn name(&self) -> &str {
-        "threads"
-    }
-
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn size(&self) -> usize {
-        self.ranks.len()
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        &self.ranks
-    }
-
-    fn start(&self, collective: Collective, _: bool) -> Result<Work> {
-        match collective {
-            Collective::AllReduce { tensor, .. } => {
-                let mut sum = vec![0i64; tensor.elem_count()];
-                for bytes in self.exchange(&tensor)? {
-                    for (sum, x) in sum.iter_mut().zip(bytes.chunks_exact(8)) {
-                        *sum += i64::from_ne_bytes(x.try_into().unwrap());
-                    }
-                }
-                storage::copy_from(&tensor, &Tensor::new(sum, &Device::Cpu)?)?;
-            }
-            Collective::AllGatherInto(parts) => {
-                for part in parts {
-                    let all = self.exchange(&part.input)?.concat();
-                    storage::with_bytes_mut(&part.output, |out| out.copy_from_slice(&all))?;
-                }
-            }
-            Collective::Broadcast { tensor, src } => {
-                let all = self.exchange(&tensor)?;
-                storage::with_bytes_mut(&tensor, |out| out.copy_from_slice(&all[src]))?;
-            }
-            Collective::Barrier => {
-                self.shared.0.wait();
-            }
-            Collective::ReduceScatter { .. } | Collective::AllToAll { .. } => {
-                return Err(Error::other("not needed here"));
-            }
-        }
-        Ok(Work::ready())
-    }
-
-    fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
-        let bytes = storage::with_bytes(tensor, <[u8]>::to_vec)?;
-        self.mail.boxes.lock().unwrap().entry((self.rank, dst)).or_default().push_back(bytes);
-        self.mail.arrived.notify_all();
-        Ok(Work::ready())
-    }
-
-    fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work> {
-        let key = (src, self.rank);
-        let is_empty =
-            |boxes: &mut HashMap<_, VecDeque<_>>| boxes.entry(key).or_default().is_empty();
-        let boxes = self.mail.boxes.lock().unwrap();
-        let mut boxes = self.mail.arrived.wait_while(boxes, is_empty).unwrap();
-        let bytes = boxes.get_mut(&key).unwrap().pop_front().unwrap();
-        storage::with_bytes_mut(tensor, |out| out.copy_from_slice(&bytes))?;
-        Ok(Work::ready())
-    }
-
-    fn split(&self, _: &[Vec<usize>], _: &str) -> Result<Arc<dyn ProcessGroup>> {
-        Err(Error::other("not needed here"))
-    }
-
-    fn abort(&self, _: &str) {}
-}
+use fulgurite_transports::run_ranks;
 
 /// Runs `f` on `n` ranks and returns what each returned.
 pub fn ranks<T: Send>(n: usize, f: impl Fn(&dyn ProcessGroup) -> T + Sync) -> Vec<T> {
-    let shared = Arc::new((Barrier::new(n), Mutex::new(vec![Vec::new(); n])));
-    let mail = Arc::new(Mail::default());
-    std::thread::scope(|scope| {
-        let handles: Vec<_> = (0..n)
-            .map(|rank| {
-                let (shared, mail, f) = (shared.clone(), mail.clone(), &f);
-                scope.spawn(move || f(&Threads { rank, ranks: (0..n).collect(), shared, mail }))
-            })
-            .collect();
-        handles.into_iter().map(|handle| handle.join().unwrap()).collect()
-    })
+    run_ranks(n, |group| Ok(f(&*group))).expect("no rank panics")
 }
 
 /// Sizes of `data_parallel_replicate`, `data_parallel_shard`, `tensor_parallel`.
