@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::CheckpointIO;
 use super::manifest::{FULL_MANIFEST, MANIFEST, Stamp};
 use crate::{Error, Result};
-use fulgurite_engine::checkpoint_io::{complaint, is_temporary, replaced_base};
+use fulgurite_engine::checkpoint_io::{invalid_name, is_temporary, replaced_base};
 
 /// The file with the name of the checkpoint that was saved last.
 pub const LAST: &str = "last";
@@ -73,7 +73,7 @@ pub fn last(io: &dyn CheckpointIO) -> Result<Option<CommittedCheckpoint>> {
 fn read_last(io: &dyn CheckpointIO, bytes: &[u8]) -> Result<Option<CommittedCheckpoint>> {
     // A torn file has no end of line.
     let name = std::str::from_utf8(bytes).ok().and_then(|text| text.strip_suffix('\n'));
-    let name = name.filter(|name| complaint(name).is_none());
+    let name = name.filter(|name| invalid_name(name).is_none());
     let step = name.map(|name| committed_step(io, name)).transpose()?.flatten();
     match (name, step) {
         (Some(name), Some(step)) => {

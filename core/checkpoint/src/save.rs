@@ -199,7 +199,7 @@ pub(super) fn on_rank_zero<T: Serialize + DeserializeOwned>(
 
 /// Removes unfinished saves, and returns the name of the directory to write in.
 fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
-    if let Some(complaint) = naming::complaint(name) {
+    if let Some(complaint) = naming::invalid_name(name) {
         return Err(Error::checkpoint(io.location(name), complaint));
     }
     check_replaceable(io, name, &remove_unfinished(io)?)?;

@@ -423,7 +423,7 @@ fn read_copies(
         rest = tail;
         let start = base + first.from as u64;
         if count == 1 {
-            reader.read_exact_at_seen(&mut out[first.to..first.to + first.len], start, seen)?;
+            reader.read_exact_at_with(&mut out[first.to..first.to + first.len], start, seen)?;
             continue;
         }
         scratch.resize(end - first.from, 0);

@@ -1,5 +1,5 @@
-//! What training stands on: parameters, modules, shards, meshes, collectives, optimizers, and the
-//! traits [`Strategy`](strategy::Strategy) and [`CheckpointIO`](checkpoint_io::CheckpointIO). It names
+//! Parameters, modules, shards, meshes, collectives, optimizers, and the traits
+//! [`Strategy`](strategy::Strategy) and [`CheckpointIO`](checkpoint_io::CheckpointIO). This crate names
 //! no layer, no strategy, no transport and no checkpoint format.
 
 pub mod autograd;

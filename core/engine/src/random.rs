@@ -23,7 +23,7 @@ pub enum Purpose {
     Shuffle,
     /// Sampled text and other output; keyed by the caller.
     Sample,
-    /// Whether the optimizer's state is rounded up or down; keyed by FQN and step.
+    /// Stochastic rounding of the optimizer's state; keyed by FQN and step.
     Rounding,
 }
 
@@ -96,10 +96,10 @@ impl Stream {
     }
 
     /// Fills `out` with the words at `start ..` of a sequence that is cheaper than
-    /// [`word`](Self::word)'s, a few instructions each in vector registers: a Philox block is the key
-    /// of 2^16 words, and a hash of place and key is the word. Each word is uniform over all keys,
-    /// words of two streams are independent, and those of one are distinct within a stretch: good
-    /// enough to round with, and not for what is sampled from a distribution.
+    /// [`word`](Self::word)'s: one Philox block is the key of 2^16 words, each a hash of key and
+    /// position, which takes a few vector instructions. Each word is uniform over all keys, words of two
+    /// streams are independent, and those of one key are distinct: good enough for stochastic rounding,
+    /// not for sampling from a distribution.
     #[inline(always)]
     pub(crate) fn fill_hashed(&self, start: u64, out: &mut [u32]) {
         let (mut start, mut rest) = (start, out);
@@ -115,8 +115,8 @@ impl Stream {
         }
     }
 
-    /// Where `index` goes in a random order of `0..n`: a bijection that needs no memory (a
-    /// four-round Feistel network with cycle walking).
+    /// The element at `index` of a random permutation of `0..n`, computed without memory (a four-round
+    /// Feistel network with cycle walking).
     pub fn permute(&self, n: u64, index: u64) -> u64 {
         assert!(index < n, "position {index} in an order of {n}");
         let half = (64 - (n - 1).leading_zeros()).div_ceil(2).max(1);
@@ -136,11 +136,11 @@ impl Stream {
     }
 }
 
-/// A bijection of 32-bit words for each key (two rounds of multiplications, whose constants are
-/// those of Wellons' search for the least bias).
+/// A bijection of 32-bit words for each key: two rounds, with the multipliers of least bias that
+/// Wellons' search found.
 #[inline(always)]
-fn hash(place: u32, key: [u32; 4]) -> u32 {
-    let mut x = place ^ key[0];
+fn hash(position: u32, key: [u32; 4]) -> u32 {
+    let mut x = position ^ key[0];
     x = (x ^ (x >> 16)).wrapping_mul(0x21f0_aaad).wrapping_add(key[1]);
     x = (x ^ (x >> 15)).wrapping_mul(0xd35a_2d97).wrapping_add(key[2]);
     x ^ (x >> 15) ^ key[3]
@@ -157,7 +157,7 @@ fn unit(word: u32) -> f64 {
 fn normals(words: [u32; 4]) -> [f64; 4] {
     let [a, b, c, d] = words;
     let pair = |u: u32, v: u32| {
-        // The middle of the cell keeps the logarithm's argument away from zero.
+        // The offset of a half keeps the logarithm's argument above zero.
         let radius = (-2.0 * ((f64::from(u) + 0.5) * (1.0 / 4_294_967_296.0)).ln()).sqrt();
         let (sin, cos) = (unit(v) * std::f64::consts::TAU).sin_cos();
         [radius * cos, radius * sin]

@@ -1,14 +1,13 @@
-//! Loops in the best vector instructions of the CPU that the program runs on.
+//! Loops compiled for the widest vector instructions of the CPU at run time.
 
-/// Defines functions that are compiled for the widest vector instructions that the CPU at hand has,
-/// whatever the program was built for.
+/// Defines functions that run with the widest vector instructions of the CPU at run time, whatever
+/// target the program was built for.
 ///
-/// What they call is compiled so only where it is inlined: helpers are `#[inline(always)]`. The
-/// arithmetic is that of the source on every CPU, nothing is contracted or reordered, so results do
-/// not depend on the instructions.
+/// Functions that they call use these instructions only if inlined: mark helpers `#[inline(always)]`.
+/// Floating-point operations are neither contracted nor reordered, so results are the same on every CPU.
 ///
-/// Generic parameters are written in brackets, and all of them appear in the arguments' types; the
-/// result borrows nothing.
+/// Generic parameters are written in brackets and must all appear in the arguments' types; the result
+/// must not borrow.
 ///
 /// ```ignore
 /// vectorized! {
@@ -18,7 +17,7 @@
 ///     }
 /// }
 /// ```
-// A function item and not one that takes a closure: closures cannot be made to be inlined.
+// A macro rather than a function that takes a closure: closures cannot be marked `#[inline(always)]`.
 #[macro_export]
 macro_rules! vectorized {
     ($(

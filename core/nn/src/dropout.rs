@@ -93,7 +93,7 @@ impl ElementOffsets {
         Ok(match *dims {
             [batch, time, ..] if cut_sequence => {
                 let (rank, ranks) = match layout {
-                    Layout::SEQUENCE => layer.place(),
+                    Layout::SEQUENCE => layer.rank_and_size(),
                     _ => (0, 1),
                 };
                 // Sequence parallelism cuts the positions that context parallelism gives this rank.
@@ -172,7 +172,7 @@ impl Module for Dropout {
             true => ForwardScope::of_random_layer(self.layer.path())?,
             false => None,
         };
-        if scope.is_none() && !self.layer.moves_input() {
+        if scope.is_none() && !self.layer.redistributes_input() {
             return Ok(x.clone());
         }
         let (input, moved) = self.layer.redistribute_input(x)?;

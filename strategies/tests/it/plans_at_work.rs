@@ -162,7 +162,7 @@ fn sequences_of_two_lengths_are_computed_again() {
 fn plans_that_do_not_fit_the_model() {
     // The norm is to work on parts, and nothing cuts the sequence.
     let error = gradient_norm(2, TP, plan! { "norm" => SequenceParallel::default() }).unwrap_err();
-    insta::assert_snapshot!(error.to_string().split_once(": ").unwrap().1, @r#"takes shard(1) as its input and gets replicate from `embedding` (not in the plan); both ends of an edge must have one layout: change what one gives or what the other takes (`input` and `output` of their styles), or put a style with a move between them"#);
+    insta::assert_snapshot!(error.to_string().split_once(": ").unwrap().1, @r#"takes shard(1) as its input and gets replicate from `embedding` (not in the plan); both ends of an edge must have one layout: change what one gives or what the other takes (`input` and `output` of their styles), or put a style that redistributes between them"#);
     // The norm works on parts, and the plan does not say so.
     let plan = plan! { "embedding" => cut_embedding(), "head" => gathering_head() };
     let error = gradient_norm(2, TP, plan).unwrap_err().to_string();

@@ -16,7 +16,7 @@ use fulgurite_engine::checkpoint_io::{self as naming, CheckpointIO};
 /// The name of the directory in which the full checkpoint `name` is written. Removes unfinished
 /// saves of that name.
 pub(super) fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
-    if let Some(complaint) = naming::complaint(name) {
+    if let Some(complaint) = naming::invalid_name(name) {
         return Err(Error::checkpoint(io.location(name), complaint));
     }
     let entries = io.list("")?;

@@ -16,7 +16,7 @@ pub(super) fn transaction<T>(
     write: impl FnOnce(&str) -> Result<T>,
 ) -> Result<T> {
     let fail = |message: &str| Err(Error::checkpoint(io.location(name), message));
-    if let Some(complaint) = naming::complaint(name) {
+    if let Some(complaint) = naming::invalid_name(name) {
         return fail(complaint);
     }
     let entries = io.list("")?;

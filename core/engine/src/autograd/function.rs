@@ -19,9 +19,9 @@ pub type Backward = dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Se
 /// Enters `output`, already computed from `inputs` (one to three), into the graph with a
 /// hand-written `backward`.
 ///
-/// The forward has run before the call, by whatever means and on any device; its tensors should be
-/// detached. The storage of `output` moves into the returned tensor, nothing is copied; `output`
-/// itself is left released. A view of a larger tensor is copied. If no input takes part in a graph, or inside
+/// The forward has run before the call, in any way and on any device; its tensors should be detached.
+/// The storage of `output` moves into the returned tensor, nothing is copied; `output` itself is left
+/// released. A view of a larger tensor is copied. If no input takes part in a graph, or inside
 /// [`no_grad`](super::no_grad), `output` comes back as it is.
 ///
 /// ```
@@ -61,9 +61,8 @@ pub fn function(
     }
 }
 
-/// `output` as the beginning of a graph of its own, which tells what comes of it
-/// ([`Tensor::sorted_nodes`]) and through which no gradient flows. Its storage moves into the returned
-/// tensor, as in [`function`].
+/// `output` as the leaf of a new graph through which no gradient flows: [`Tensor::sorted_nodes`] finds
+/// it from whatever is computed from it. Its storage moves into the returned tensor, as in [`function`].
 pub(crate) fn leaf(output: Tensor) -> Result<Tensor> {
     let shape = output.shape().clone();
     let output = if storage::is_whole(&output) { output } else { output.force_contiguous()? };
@@ -79,7 +78,7 @@ pub(crate) fn leaf(output: Tensor) -> Result<Tensor> {
 struct Function {
     output: Mutex<Option<(Storage, Shape)>>,
     backward: Box<Backward>,
-    /// The recomputation of a unit that it is part of, if it is.
+    /// The recomputation in which it was recorded, if it was in one.
     recomputation: Option<u64>,
 }
 

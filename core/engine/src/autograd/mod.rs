@@ -1,6 +1,5 @@
 //! What candle's autograd lacks, built from its custom ops: functions with a hand-written backward
-//! ([`function`]), storage that comes and goes under a living tensor ([`storage`]), and a switch
-//! that keeps no graph ([`no_grad`]).
+//! ([`function`]), tensors whose storage is freed and refilled ([`storage`]), and [`no_grad`].
 
 mod function;
 mod grad_mode;

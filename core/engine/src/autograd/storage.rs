@@ -1,4 +1,4 @@
-//! Storage that is put into, taken out of and changed in place under a living tensor.
+//! Replacing, freeing and changing a tensor's storage in place.
 //!
 //! A tensor of candle is a reference to storage plus a layout; a graph holds such references. These
 //! functions change what is behind the reference, so a graph keeps its tensors while their memory
@@ -28,7 +28,7 @@ use candle_core::{
 
 use crate::{Error, Result};
 
-/// An empty storage of one dtype: what a tensor holds while its memory is away.
+/// An empty storage: what a released tensor holds.
 pub fn empty(dtype: DType, device: &Device) -> Result<Storage> {
     Ok(match device {
         Device::Cpu => Storage::Cpu(empty_cpu(dtype)?),
@@ -77,8 +77,8 @@ impl InplaceOp1 for Swap {
     }
 }
 
-/// Puts `storage` under `tensor` and returns what was there. Every clone and view of the tensor
-/// sees the change. The caller answers for size and dtype.
+/// Replaces the storage of `tensor`, and so of every clone and view of it, and returns the old one. The
+/// caller ensures that size and dtype fit.
 pub fn replace(tensor: &Tensor, storage: Storage) -> Result<Storage> {
     let swap = Swap(Mutex::new(storage));
     tensor.inplace_op1(&swap)?;
@@ -105,19 +105,19 @@ pub fn allocate(tensor: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Whether the tensor's memory is away. A tensor without elements is never released.
+/// Whether the tensor's memory is freed. A tensor without elements is never released.
 pub fn is_released(tensor: &Tensor) -> bool {
     tensor.elem_count() > 0 && len(&tensor.storage_and_layout().0) == 0
 }
 
-/// Whether the tensor is all that is in its memory, in order: no view of a larger one, and no
+/// Whether the tensor is contiguous and all of its storage: neither a view of a larger tensor nor a
 /// transpose.
 pub fn is_whole(tensor: &Tensor) -> bool {
     let (storage, layout) = tensor.storage_and_layout();
     layout.is_contiguous() && layout.start_offset() == 0 && len(&storage) == tensor.elem_count()
 }
 
-/// Elements of a storage; of a kind that is not known here, more than there can be.
+/// Number of elements of a storage; `usize::MAX` for kinds that are not known here.
 fn len(storage: &Storage) -> usize {
     match storage {
         Storage::Cpu(storage) => cpu_len(storage),
@@ -245,7 +245,7 @@ impl<T: HostElement, R, F: FnOnce(&mut [T]) -> R> InplaceOp1 for HostAccess<T, R
     }
 }
 
-/// Calls `f` with the elements of a contiguous CPU tensor or view, to be changed in place.
+/// Calls `f` with the elements of a contiguous CPU tensor or view, which it may change in place.
 ///
 /// `f` must not use `tensor` or another tensor that shares its storage: it is locked meanwhile.
 ///

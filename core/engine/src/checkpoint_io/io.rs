@@ -6,14 +6,13 @@ use std::sync::Arc;
 
 use crate::{Error, Result};
 
-/// Bytes to and from a place: a directory, an object store. Checkpoints go through it and through
-/// nothing else.
+/// Reads and writes the files of checkpoints in a place: a directory, an object store.
 ///
 /// Paths are relative to the place's root, with `/` between their parts: `step-00000010/model/x`.
-/// Wrappers (retries, asynchronous writing) hold another `CheckpointIO` and pass calls on. Every
-/// rank has one of its own, on the same place; none of the methods is collective.
+/// Wrappers (retries, asynchronous writing) hold another `CheckpointIO` and pass calls on. Every rank
+/// has a `CheckpointIO` of its own for the same place; no method is collective.
 pub trait CheckpointIO: std::fmt::Debug + Send + Sync {
-    /// What to call `path` in messages and results: for a local directory, the path on disk.
+    /// `path` as messages and results name it: for a local directory, the path on disk.
     fn location(&self, path: &str) -> PathBuf;
 
     /// Opens a new file for writing, making the directories above it and replacing what is there.
@@ -28,13 +27,13 @@ pub trait CheckpointIO: std::fmt::Debug + Send + Sync {
     /// What is in a directory, sorted by name; the root is `""`. One that does not exist is empty.
     fn list(&self, path: &str) -> Result<Vec<Entry>>;
 
-    /// Removes a file, or a directory with all that is in it. A removal that is cut short must not
-    /// leave anything that could be taken for a whole checkpoint. Nothing there is no error.
+    /// Removes a file, or a directory with all that is in it. An interrupted removal must not leave
+    /// anything that could be taken for a whole checkpoint. It is no error if there is nothing at
+    /// `path`.
     fn remove(&self, path: &str) -> Result<()>;
 
-    /// Makes the finished directory `staged` appear as `name`, durably, in one step: until then
-    /// what was under `name` stays whole, from then on the new one is there. What it replaced is
-    /// removed. Both are direct children of the root. Called by one rank, after all have
+    /// Makes the finished directory `staged` appear as `name`, durably and atomically, and removes what
+    /// was under `name` before. Both are direct children of the root. Called by one rank, after all have
     /// [finished](CheckpointWriter::finish) their files.
     fn commit(&self, staged: &str, name: &str) -> Result<()>;
 
@@ -45,9 +44,9 @@ pub trait CheckpointIO: std::fmt::Debug + Send + Sync {
         writer.finish()
     }
 
-    /// Writes a small file that may be there already, in one step: who reads it, also after a
-    /// crash, finds the old content or the new one. By default it is [saved](Self::save), which
-    /// will do where files appear when they are finished, such as in object stores.
+    /// Writes or replaces a small file atomically: a reader, also after a crash, finds the old content
+    /// or the new. The default [saves](Self::save) it, which is enough where a file appears only when it
+    /// is finished, as in object stores.
     fn replace(&self, path: &str, bytes: &[u8]) -> Result<()> {
         self.save(path, bytes)
     }
@@ -64,28 +63,26 @@ pub trait CheckpointIO: std::fmt::Debug + Send + Sync {
         Ok(bytes)
     }
 
-    /// Completes what is still under way. Called once on each rank, by who opened the place and after
-    /// the last save: by the trainer at the end of a run, also of one that failed or was interrupted;
-    /// by `Fabric::save` and
-    /// `save_full` before they return. A loop that opens a place
-    /// of its own (`CheckpointConfig::open`) calls it itself;
-    /// dropping a Fabric does not.
+    /// Completes pending writes. Called once on each rank, after the last save, by whoever opened the
+    /// place: the trainer at the end of a run (also of one that failed or was interrupted),
+    /// `Fabric::save` and `save_full` before they return, or a loop that opened it with
+    /// `CheckpointConfig::open`. Dropping a Fabric does not call it.
     ///
     /// # Errors
-    /// Those of writes that were not reported yet.
+    /// If a write failed whose error was not returned yet.
     fn teardown(&self) -> Result<()> {
         Ok(())
     }
 }
 
-/// A file that is being written. Dropping it without [`finish`](Self::finish) gives it up; what it
-/// leaves is not to be relied on.
+/// A file that is being written. Dropping it without [`finish`](Self::finish) abandons the file, whose
+/// content is then undefined.
 pub trait CheckpointWriter: Write + Send {
     /// Makes everything that was written durable, the file's name included.
     fn finish(self: Box<Self>) -> Result<()>;
 }
 
-/// A file that can be read anywhere, from any thread.
+/// A file that is read at offsets, from any thread.
 #[expect(clippy::len_without_is_empty, reason = "a file's length, not a collection's")]
 pub trait CheckpointReader: Send + Sync {
     /// The file's length in bytes.
@@ -97,25 +94,25 @@ pub trait CheckpointReader: Send + Sync {
     /// Of kind `UnexpectedEof` if the file ends before.
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<()>;
 
-    /// [`read_exact_at`](Self::read_exact_at) that also passes the bytes read to `seen`, in order. An
-    /// implementation that reads in pieces passes each piece on as soon as it is read, while it is in
-    /// the processor's cache: `seen` computes checksums.
+    /// [`read_exact_at`](Self::read_exact_at) that also passes the bytes to `on_read`, in order, which
+    /// computes checksums. An implementation that reads in pieces passes each on while it is in the
+    /// processor's cache.
     ///
     /// # Errors
     /// As [`read_exact_at`](Self::read_exact_at).
-    fn read_exact_at_seen(
+    fn read_exact_at_with(
         &self,
         buffer: &mut [u8],
         offset: u64,
-        seen: &mut dyn FnMut(&[u8]),
+        on_read: &mut dyn FnMut(&[u8]),
     ) -> std::io::Result<()> {
         self.read_exact_at(buffer, offset)?;
-        seen(buffer);
+        on_read(buffer);
         Ok(())
     }
 }
 
-/// One thing in a directory.
+/// An entry of a directory.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Entry {
     /// Its name in the directory.

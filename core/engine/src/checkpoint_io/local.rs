@@ -1,4 +1,4 @@
-//! Files of the local file system, read anywhere.
+//! Files of the local file system.
 
 use std::fs::File;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use super::CheckpointReader;
 use crate::{Error, Result};
 
-/// Bytes that stay in a core's cache until they have been seen.
+/// Bytes read at a time: few enough to stay in a core's cache.
 const PIECE: usize = 256 << 10;
 
 /// An open local file. Reads are positioned, so threads share it without a lock.
@@ -32,15 +32,15 @@ impl CheckpointReader for LocalFile {
         std::os::unix::fs::FileExt::read_exact_at(&self.0, buffer, offset)
     }
 
-    fn read_exact_at_seen(
+    fn read_exact_at_with(
         &self,
         buffer: &mut [u8],
         mut offset: u64,
-        seen: &mut dyn FnMut(&[u8]),
+        on_read: &mut dyn FnMut(&[u8]),
     ) -> std::io::Result<()> {
         for piece in buffer.chunks_mut(PIECE) {
             self.read_exact_at(piece, offset)?;
-            seen(piece);
+            on_read(piece);
             offset += piece.len() as u64;
         }
         Ok(())

@@ -7,5 +7,6 @@ mod naming;
 pub use io::{CheckpointIO, CheckpointIOConfig, CheckpointReader, CheckpointWriter, Entry};
 pub use local::LocalFile;
 pub use naming::{
-    complaint, is_temporary, is_temporary_of, replaced_base, replaced_name, staging_name, step_name,
+    invalid_name, is_temporary, is_temporary_of, replaced_base, replaced_name, staging_name,
+    step_name,
 };

@@ -5,7 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use twox_hash::XxHash3_64;
 
-/// What the checkpoint of an optimizer step is called.
+/// The name of the checkpoint of an optimizer step.
 ///
 /// ```
 /// assert_eq!(fulgurite_core::checkpoint::step_name(10), "step-00000010");
@@ -22,8 +22,8 @@ pub fn staging_name(name: &str) -> String {
     format!("{name}{STAGED}{}", id())
 }
 
-/// A fresh name for a checkpoint `name` that is making way for its successor, on file systems that
-/// cannot exchange the two in one step. It stays a valid checkpoint until the successor is there.
+/// A fresh name for the old checkpoint `name` while it is replaced, on file systems that cannot exchange
+/// two directories atomically. It stays a valid checkpoint until the new one is there.
 pub fn replaced_name(name: &str) -> String {
     format!("{name}{REPLACED}{}", id())
 }
@@ -50,7 +50,7 @@ fn base<'a>(name: &'a str, mark: &str) -> Option<&'a str> {
     (is_id && !base.is_empty()).then_some(base)
 }
 
-/// Sixteen hexadecimal digits that no other process or call comes up with.
+/// Sixteen hexadecimal digits, unique to this process and call.
 fn id() -> String {
     static CALLS: AtomicU64 = AtomicU64::new(0);
     let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos());
@@ -61,8 +61,8 @@ fn id() -> String {
     )
 }
 
-/// Why `name` cannot be a checkpoint's; `None` if it can.
-pub fn complaint(name: &str) -> Option<&'static str> {
+/// Why `name` cannot be the name of a checkpoint; `None` if it can.
+pub fn invalid_name(name: &str) -> Option<&'static str> {
     if name.is_empty() || name.starts_with('.') || name.contains(['/', '\\', '\0']) {
         Some("a checkpoint's name is one path segment that does not start with a dot")
     } else if name.contains(STAGED) || name.contains(REPLACED) {
@@ -92,10 +92,10 @@ mod tests {
     #[test]
     fn names_are_single_segments() {
         for name in ["", ".", "..", ".hidden", "a/b", "/a", "x.tmp-y", "x.old-y"] {
-            assert!(complaint(name).is_some(), "{name}");
+            assert!(invalid_name(name).is_some(), "{name}");
         }
         for name in ["step-00000010", "last", "best val_loss=0.1"] {
-            assert!(complaint(name).is_none(), "{name}");
+            assert!(invalid_name(name).is_none(), "{name}");
         }
     }
 }

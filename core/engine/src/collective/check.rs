@@ -1,8 +1,8 @@
 //! The checks of arguments that a transport makes before it starts a collective.
 //!
-//! A wrong argument is found on the rank that passes it, before anything is sent: the call returns
-//! an error, nothing is started, and the group stays usable. Every transport calls these, so users
-//! read the same words whichever one they run on.
+//! A wrong argument is found on the rank that passes it, before anything is sent: the call returns an
+//! error, nothing is started, and the group stays usable. Every transport calls these, so their messages
+//! are the same.
 
 use candle_core::{DType, Tensor};
 
@@ -109,8 +109,8 @@ pub fn all_to_all(group: &dyn ProcessGroup, output: &Tensor, input: &Tensor) -> 
     Ok(())
 }
 
-/// Checks the partition given to [`ProcessGroup::split`]. Returns which of its sets this rank is
-/// in, and its place there.
+/// Checks the partition given to [`ProcessGroup::split`]. Returns the index of the set that this rank is
+/// in, and this rank's index in that set.
 pub fn partition(group: &dyn ProcessGroup, partition: &[Vec<usize>]) -> Result<(usize, usize)> {
     const OP: &str = "split";
     let mut times = vec![0usize; group.size()];
@@ -154,7 +154,7 @@ fn same_dtype(
     Ok(())
 }
 
-/// A tensor of one rank's part and one of the whole.
+/// The tensors of this rank's part and of the whole, and the parts' sizes.
 struct Sizes<'a> {
     part: &'a Tensor,
     whole: &'a Tensor,

@@ -7,7 +7,7 @@ use super::ProcessGroup;
 use super::check;
 use crate::Result;
 
-/// How elements of several ranks become one.
+/// How the ranks' elements are reduced to one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReduceOp {
@@ -68,7 +68,7 @@ pub enum Collective {
     AllReduce {
         /// What is reduced, and where the result goes.
         tensor: Tensor,
-        /// How.
+        /// The reduction.
         op: ReduceOp,
     },
     /// Gathers every rank's part of each tensor; one collective for all of them.
@@ -82,7 +82,7 @@ pub enum Collective {
     },
     /// Copies `tensor` of group rank `src` into `tensor` of all others.
     Broadcast {
-        /// What is sent, or where it goes.
+        /// On `src` the tensor that is sent, on the others where it goes.
         tensor: Tensor,
         /// The group rank that sends.
         src: usize,
@@ -95,7 +95,7 @@ pub enum Collective {
         /// The parts that are sent.
         input: Tensor,
     },
-    /// Is complete when every rank has started it.
+    /// Completes when every rank has started it.
     Barrier,
 }
 
@@ -125,7 +125,7 @@ impl Collective {
         Self::AllToAll { output: output.clone(), input: input.clone() }
     }
 
-    /// Its name: that of the method of [`ProcessGroup`] that starts it.
+    /// The name of the [`ProcessGroup`] method that starts it.
     pub fn name(&self) -> &'static str {
         match self {
             Self::AllReduce { .. } => "all_reduce",
@@ -152,7 +152,7 @@ impl Collective {
     /// Checks the arguments; every transport does so before it starts anything.
     ///
     /// # Errors
-    /// What is wrong, in the same words for all transports.
+    /// If an argument is wrong; the message is the same for all transports.
     pub fn check(&self, group: &dyn ProcessGroup) -> Result<()> {
         match self {
             Self::AllReduce { tensor, .. } => check::tensor(group, self.name(), "tensor", tensor),

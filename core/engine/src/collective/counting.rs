@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use super::{Collective, ProcessGroup, Work};
 use crate::Result;
 
-/// Calls of one kind on one group, and the payload bytes they concerned.
+/// Number and bytes of the calls of one collective on one group.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Record {
     /// Number of calls.
@@ -32,7 +32,7 @@ impl Counter {
         self.snapshot().get(&(group.to_owned(), op)).copied().unwrap_or_default()
     }
 
-    /// Starts again from nothing.
+    /// Clears the tally.
     pub fn reset(&self) {
         self.0.lock().expect("no panic while counting").clear();
     }
@@ -45,7 +45,8 @@ impl Counter {
     }
 }
 
-/// Counts calls and bytes, and passes them on. Groups split from it count into the same tally.
+/// A process group that counts calls and bytes and passes the calls on. Groups split from it count into
+/// the same tally.
 pub struct Counting {
     inner: Arc<dyn ProcessGroup>,
     counter: Counter,

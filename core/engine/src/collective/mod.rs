@@ -1,4 +1,4 @@
-//! Process groups: what ranks say to each other.
+//! Process groups and collectives.
 //!
 //! [`ProcessGroup`] is the trait that transports implement, and [`ProcessGroupConfig`] is what makes one
 //! from a configuration; [`Solo`] is the group of one rank, which communicates nothing; [`Counting`]
@@ -8,18 +8,18 @@
 pub mod check;
 #[expect(clippy::module_inception, reason = "the type is the module's subject")]
 mod collective;
+mod config;
 mod counting;
 mod objects;
 mod process_group;
 mod solo;
-mod store;
 mod work;
 
 pub use collective::{AllGather, Collective, ReduceOp, ReduceScatter};
+pub use config::{GroupContext, ProcessGroupConfig};
 pub use counting::{Counter, Counting, Record};
 pub use fulgurite_store::Store;
 pub use objects::{Difference, all_gather_object, broadcast_object, first_difference};
 pub use process_group::ProcessGroup;
 pub use solo::Solo;
-pub use store::{GroupContext, ProcessGroupConfig};
 pub use work::Work;

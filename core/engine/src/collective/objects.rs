@@ -54,13 +54,13 @@ pub fn all_gather_object<T: Serialize + DeserializeOwned>(
         .collect()
 }
 
-/// Where ranks that should say the same do not: the first rank whose list is not rank 0's, and the
-/// first line of it that is not.
+/// The first difference between the ranks' lists: the first rank whose list differs from rank 0's, and
+/// its first line that differs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
     /// The rank, in the group.
     pub rank: usize,
-    /// The line, from 0.
+    /// The line's index.
     pub index: usize,
     /// The line on rank 0; `nothing` if its list has ended.
     pub here: String,
@@ -68,14 +68,14 @@ pub struct Difference {
     pub there: String,
 }
 
-/// Compares a list that should be the same on all ranks, and tells all of them where it is not; `None`
-/// if it is. Collective.
+/// Compares a list that should be the same on all ranks. Every rank gets the first difference, or
+/// `None`. Collective.
 ///
 /// # Errors
 /// If a peer fails.
 pub fn first_difference(group: &dyn ProcessGroup, lines: &[String]) -> Result<Option<Difference>> {
     let digest = XxHash3_64::oneshot(lines.join("\n").as_bytes());
-    // The digests agree nearly always; the lists travel only when they do not.
+    // The lists are gathered only if their digests differ.
     if all_gather_object(group, &digest)?.windows(2).all(|pair| pair[0] == pair[1]) {
         return Ok(None);
     }

@@ -15,8 +15,8 @@ use crate::{Error, Result};
 ///   of the group call the same methods in the same order with matching shapes and dtypes
 ///   (`send` / `recv` are matched in pairs, in order).
 /// - [`start`](ProcessGroup::start) starts the collective and returns; the result is there after
-///   [`Work::wait`]. Collectives of one group run in the order they were started. The methods with a
-///   collective's name are `start` in other words; transports do not implement them.
+///   [`Work::wait`]. Collectives of one group run in the order they were started. The methods named
+///   after collectives call `start`; transports do not implement them.
 /// - Tensors are contiguous (views of a larger one included) and are written in place. A transport
 ///   takes tensors of any device; one that cannot reach a device's memory stages through the host.
 /// - Reductions are deterministic: they combine in rank order, and every rank gets the same bits;
@@ -30,7 +30,7 @@ pub trait ProcessGroup: Send + Sync {
     /// The group's name, for messages: a mesh dimension, or `world`.
     fn name(&self) -> &str;
 
-    /// This process's place in the group, `0..size()`.
+    /// This rank's index in the group, `0..size()`.
     fn rank(&self) -> usize;
 
     /// Number of ranks in the group.
@@ -41,13 +41,12 @@ pub trait ProcessGroup: Send + Sync {
 
     /// Starts a collective.
     ///
-    /// With `overlap` it goes on while the caller computes. Without, the caller waits for it at once: it
-    /// need not go on before [`Work::wait`], or before a later collective of the group does, so a
-    /// transport may carry it out on the thread that waits, which saves waking another. The result is
-    /// the same.
+    /// With `overlap` it runs while the caller computes. Without, the caller waits at once, so a
+    /// transport may run it on the waiting thread, in [`Work::wait`] or before the group's next
+    /// collective, which saves waking another thread. The result is the same.
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work>;
 
-    /// Carries out a collective and waits for it: the way for small ones that nothing overlaps.
+    /// Runs a collective and waits for it: for small ones that nothing overlaps.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -97,15 +96,15 @@ pub trait ProcessGroup: Send + Sync {
     /// Receives into `tensor` from group rank `src`.
     fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work>;
 
-    /// Makes smaller groups. `partition` lists disjoint sets of this group's ranks, the same list
-    /// on every rank, and every rank is in exactly one of them; the returned group is the one that
-    /// this rank is in, its order that of the set. Collective over the whole group.
+    /// Makes smaller groups. `partition` lists disjoint sets of this group's ranks, the same list on
+    /// every rank, and every rank is in exactly one of them; the returned group is this rank's set, in
+    /// the set's order. Collective over the whole group.
     fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>>;
 
     /// A flat tensor of arbitrary content (as `torch.empty`) in memory that this transport's collectives
     /// reach with the fewest copies (as PyTorch's symmetric memory and `ncclMemAlloc`): for what is
-    /// communicated step after step, such as buckets and shards. Not collective. Tensors in other
-    /// memory may be communicated just as well.
+    /// communicated step after step, such as buckets and shards. Not collective. Collectives take
+    /// tensors in other memory too.
     ///
     /// # Errors
     /// If there is no memory for it.

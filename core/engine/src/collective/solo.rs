@@ -8,7 +8,7 @@ use super::{Collective, ProcessGroup, Work, check};
 use crate::Result;
 use crate::autograd::storage;
 
-/// A group of one rank: what it gathers or reduces is its own. It communicates nothing.
+/// A group of one rank, which communicates nothing.
 #[derive(Debug, Clone)]
 pub struct Solo {
     name: String,
@@ -33,7 +33,7 @@ impl Solo {
     }
 }
 
-/// Copies the elements, also between views of one storage. Same memory: nothing to do.
+/// Copies the elements, also between views of one storage. Does nothing if both are the same view.
 fn copy(output: &Tensor, input: &Tensor) -> Result<()> {
     if storage_address(output) != storage_address(input) {
         return storage::copy_from(output, input);
@@ -45,7 +45,7 @@ fn copy(output: &Tensor, input: &Tensor) -> Result<()> {
     storage::copy_from(output, &input.copy()?)
 }
 
-/// Tells storages apart. The guard is dropped before another is taken.
+/// Identifies a tensor's storage, and holds its lock only within this call.
 fn storage_address(tensor: &Tensor) -> *const Storage {
     let (storage, _) = tensor.storage_and_layout();
     &*storage

@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use crate::Result;
 use crate::parallel::ContextParallel;
 
-/// Token sequences and what follows each token of them: what a language model trains on.
+/// Token sequences and the token that follows each position: a batch for a language model.
 #[derive(Debug, Clone)]
 pub struct TokenBatch {
     /// Token ids, u32, of shape (samples, sequence length).
@@ -25,6 +25,7 @@ impl TokenBatch {
     pub fn tokens(&self) -> usize {
         self.inputs.elem_count()
     }
+
     /// This rank's part of the sequences under context parallelism.
     ///
     /// # Errors

@@ -31,7 +31,7 @@ impl std::fmt::Display for Split {
     }
 }
 
-/// Who sets a data module up.
+/// The rank that sets a data module up, and the run's seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DataContext {
     /// The run's seed.
@@ -40,9 +40,9 @@ pub struct DataContext {
     pub rank: usize,
     /// Number of processes.
     pub world_size: usize,
-    /// This rank among those that take different samples.
+    /// This rank's index among the ranks that take different samples.
     pub data_parallel_rank: usize,
-    /// Number of those.
+    /// Number of ranks that take different samples.
     pub data_parallel_size: usize,
 }
 
@@ -56,7 +56,7 @@ impl Default for DataContext {
 /// Where samples come from (LightningDataModule). Random access: the trainer decides which samples
 /// a rank takes, the module makes batches of them.
 ///
-/// Every rank sets its own up and must see the same samples under the same indices. No method is
+/// Every rank sets up its own, and must see the same samples under the same indices. No method is
 /// collective.
 ///
 /// ```
@@ -100,11 +100,11 @@ impl Default for DataContext {
 /// assert_eq!(ys.to_vec2::<f32>()?, [[9.0], [25.0]]);
 /// # Ok::<(), fulgurite_core::Error>(())
 /// ```
-#[allow(clippy::len_without_is_empty)] // of four splits some are empty, and that is no news
+#[allow(clippy::len_without_is_empty)] // a length for each split
 pub trait DataModule: Send + Sync + Sized + 'static {
     /// The `[data]` table of the configuration.
     type Config: DeserializeOwned + Serialize + Default + Send + Sync;
-    /// What a step takes.
+    /// The input of a step.
     type Batch: Send + 'static;
 
     /// Opens the data.
@@ -126,8 +126,8 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     fn len(&self, split: Split) -> u64;
 
     /// The samples of these indices, each less than [`len`](Self::len), as one batch on `device`.
-    /// There is at least one: a rank that has no part of a short validation batch computes on some
-    /// sample all the same, and its result is not used.
+    /// `indices` is never empty: a rank without a part of a short validation batch computes on some
+    /// sample, and its result is not used.
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<Self::Batch>;
 
     /// This rank's part of a batch under context parallelism: every tensor that has the sequence as a
@@ -135,8 +135,8 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     /// same batch.
     ///
     /// # Errors
-    /// By default: a data module of sequences implements it to be trained with
-    /// `context_parallel_size` above 1.
+    /// Always by default: a data module of sequences implements it to support `context_parallel_size`
+    /// above 1.
     fn shard_sequence(batch: Self::Batch, context: &ContextParallel) -> Result<Self::Batch> {
         drop(batch);
         Err(Error::Data(format!(

@@ -24,7 +24,7 @@ impl TrainSampler {
     /// `batch_size`, of which a step takes `accumulate`.
     ///
     /// # Errors
-    /// If a size is zero or the rank is not less than their number.
+    /// If a size is zero, or the rank is not less than `data_parallel_size`.
     pub fn new(
         order: SampleOrder,
         batch_size: usize,
@@ -52,11 +52,6 @@ impl TrainSampler {
         self.batch_size * self.data_parallel_size * self.accumulate
     }
 
-    /// Steps until every sample was taken at least `epochs` times.
-    pub fn steps_for_epochs(&self, epochs: u64) -> u64 {
-        (epochs * self.order.epoch_len()).div_ceil(self.global_batch_size())
-    }
-
     /// The epoch that step `step`, counted from 0, begins in.
     pub fn epoch(&self, step: u64) -> u64 {
         self.order.at(step * self.global_batch_size()).0
@@ -67,8 +62,8 @@ impl TrainSampler {
         self.indices_from(step * self.global_batch_size(), micro_batch)
     }
 
-    /// The samples of this rank's micro-batch `micro_batch`, counted from 0, of a step that begins
-    /// at `position` of the stream: how a run goes on that has changed its global batch.
+    /// The samples of this rank's micro-batch `micro_batch`, counted from 0, of a step that begins at
+    /// `position` of the stream: for a run that resumes with another global batch size.
     pub fn indices_from(&self, position: u64, micro_batch: usize) -> Vec<u64> {
         let per_rank = self.batch_size * self.accumulate;
         let start =
@@ -92,7 +87,7 @@ impl EvalSampler {
     /// `len` samples (perhaps none), cut into batches of `batch_size` a rank.
     ///
     /// # Errors
-    /// If a size is zero or the rank is not less than their number.
+    /// If a size is zero, or the rank is not less than `data_parallel_size`.
     pub fn new(
         len: u64,
         batch_size: usize,
@@ -182,13 +177,13 @@ mod tests {
         }
 
         #[test]
-        fn steps_for_epochs_is_the_first_that_covers_them(
+        fn an_epoch_begins_once_all_samples_of_the_last_were_taken(
             len in 1u64..100, epochs in 1u64..4, share in shares()
         ) {
             let order = SampleOrder::new(1, true, len).unwrap();
             let (dp, accumulate, batch) = share;
             let sampler = TrainSampler::new(order, batch, dp, 0, accumulate).unwrap();
-            let steps = sampler.steps_for_epochs(epochs);
+            let steps = (epochs * len).div_ceil(sampler.global_batch_size());
             prop_assert!(sampler.epoch(steps) >= epochs);
             prop_assert!(sampler.epoch(steps - 1) < epochs);
         }

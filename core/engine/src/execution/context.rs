@@ -1,4 +1,4 @@
-//! The context of a thread, and what changes it.
+//! A thread's execution context, and the guards that change it.
 
 use std::any::{Any, TypeId};
 use std::cell::RefCell;
@@ -19,14 +19,14 @@ impl TypeMap {
         Self(Vec::new())
     }
 
-    /// The value of a type.
+    /// The value of type `T`.
     fn get<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
         let id = TypeId::of::<T>();
         let (_, value) = self.0.iter().find(|(other, _)| *other == id)?;
         value.clone().downcast().ok()
     }
 
-    /// Puts a value, which is a `T`, in the place of the one of that type.
+    /// Replaces the value of type `T`.
     fn insert<T: Any + Send + Sync>(&mut self, value: Arc<T>) {
         self.set(TypeId::of::<T>(), value);
     }
@@ -39,11 +39,11 @@ impl TypeMap {
     }
 }
 
-/// What is in force on a thread: the gradient mode, and at most one value of each type that code
-/// further down reads, such as the [forward scope](crate::module::ForwardScope).
+/// A thread's gradient mode and at most one value of each type, such as the [forward
+/// scope](crate::module::ForwardScope), for the code that runs there.
 ///
-/// Cloning is cheap and shares the values, so what a layer notes on a worker thread, for instance
-/// that a checkpointed unit used a parameter, is noted for all threads in the same context.
+/// Clones are cheap and share the values: what a layer records in one on another thread, for instance
+/// that a checkpointed unit used a parameter, is seen on all threads in the same context.
 #[derive(Clone, Default)]
 pub struct ExecutionContext {
     grad_mode: GradMode,
@@ -51,25 +51,24 @@ pub struct ExecutionContext {
 }
 
 impl ExecutionContext {
-    /// What is in force on this thread, to be entered on another or later.
+    /// This thread's context, to be entered later or on another thread.
     pub fn current() -> Self {
         THREAD.with_borrow(|thread| thread.current.clone())
     }
 
-    /// The value of a type.
+    /// The value of type `T`.
     pub fn get<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
         self.values.get()
     }
 
-    /// The same context with this value in place of the one of its type, if there is one.
+    /// Adds a value, in place of the one of its type if there is one.
     #[must_use]
     pub fn with<T: Any + Send + Sync>(mut self, value: T) -> Self {
         self.values.insert(Arc::new(value));
         self
     }
 
-    /// Puts this context in force on this thread, in place of all that was, until the guard is
-    /// dropped.
+    /// Makes this the thread's whole context until the guard is dropped.
     pub fn enter(&self) -> ContextGuard {
         push(Change::All(self.clone()))
     }
@@ -90,14 +89,14 @@ impl fmt::Debug for ExecutionContext {
     }
 }
 
-/// The value of a type that is in force on this thread.
+/// The thread's value of type `T`.
 pub fn value<T: Any + Send + Sync>() -> Option<Arc<T>> {
     THREAD.with_borrow(|thread| thread.current.get())
 }
 
-/// The value of a type that is in force on this thread. If there is none, a new one is in force from
-/// now on in all contexts of the thread that have none of their own: for what code that computes in one
-/// context tells each other, on whatever threads.
+/// The thread's value of type `T`. If there is none, a new one is made, which from now on is also in
+/// every context of this thread that has none of its own: for state shared by all code in one context,
+/// on any thread.
 pub fn shared<T: Any + Default + Send + Sync>() -> Arc<T> {
     value().unwrap_or_else(|| {
         let new = Arc::new(T::default());
@@ -109,18 +108,18 @@ pub fn shared<T: Any + Default + Send + Sync>() -> Arc<T> {
     })
 }
 
-/// Puts a value in force on this thread, in place of the one of its type, until the guard is dropped.
+/// Makes `value` the thread's value of its type until the guard is dropped.
 pub fn enter<T: Any + Send + Sync>(value: T) -> ContextGuard {
     push(Change::Value(TypeId::of::<T>(), Arc::new(value)))
 }
 
-/// Ends one change of a thread's context. Guards may be dropped in any order: what the others changed
-/// stays in force.
+/// Undoes one change of a thread's context when dropped. Guards may be dropped in any order; the changes
+/// of the others stay.
 #[must_use = "what was entered is in force until the guard is dropped"]
 #[derive(Debug)]
 pub struct ContextGuard {
     id: u64,
-    /// A guard ends a change of the thread that it was made on.
+    /// Makes the guard `!Send`: it undoes a change of the thread that made it.
     _not_send: PhantomData<*const ()>,
 }
 
@@ -146,11 +145,11 @@ impl Change {
 }
 
 struct Thread {
-    /// All of `changes`, one after the other, and what they leave of `base`.
+    /// `base` with all `changes` applied in order.
     current: ExecutionContext,
-    /// Values that are in force where no change brings one of their type.
+    /// Values of [`shared`], used where no change sets one of their type.
     base: TypeMap,
-    /// Those whose guards live, with the numbers of the guards.
+    /// The changes whose guards live, by the guards' ids.
     changes: Vec<(u64, Change)>,
     next_id: u64,
 }
@@ -166,7 +165,7 @@ thread_local! {
     };
 }
 
-/// The gradient mode in force on this thread.
+/// This thread's gradient mode.
 pub(super) fn grad_mode() -> GradMode {
     THREAD.with_borrow(|thread| thread.current.grad_mode)
 }
@@ -194,7 +193,7 @@ impl Drop for ContextGuard {
             thread.changes.iter().for_each(|(_, change)| change.apply(&mut context, base));
             Some((change, std::mem::replace(&mut thread.current, context)))
         });
-        // Values are dropped when the thread's context can be used again: their own code may read it.
+        // Values are dropped after the borrow has ended: their `drop` may read the context.
         drop(ended);
     }
 }

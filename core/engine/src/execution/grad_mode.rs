@@ -1,42 +1,43 @@
-//! What layers do about a graph.
+//! Whether layers record a graph and count uses of parameters.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::context::{self, Change, ContextGuard};
 
-/// What layers do about a graph.
+/// Whether layers record a graph and count uses of parameters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum GradMode {
-    /// They record one, and count uses of parameters.
+    /// Layers record a graph and count uses.
     #[default]
     Enabled,
-    /// They record none: there is no backward.
+    /// Layers record no graph and count nothing: there will be no backward.
     Disabled,
-    /// They record none now and count uses: a backward will compute this forward again.
+    /// The forward of a checkpointed unit: layers count uses and record no graph, for backward computes
+    /// the unit again.
     Deferred,
-    /// They record one for a deferred forward, which has counted the uses. The number tells one
-    /// recomputation of this process from another.
+    /// A checkpointed unit is computed again in backward: layers record a graph, and its deferred
+    /// forward has counted the uses. The number identifies the recomputation in this process.
     Recomputing(u64),
 }
 
 impl GradMode {
-    /// The mode in force on this thread.
+    /// This thread's mode.
     pub(crate) fn current() -> Self {
         context::grad_mode()
     }
 
-    /// Puts this mode in force on this thread until the guard is dropped.
+    /// Makes this the thread's mode until the guard is dropped.
     pub(crate) fn enter(self) -> ContextGuard {
         context::push(Change::GradMode(self))
     }
 
-    /// A recomputation with a number of its own.
+    /// A new recomputation.
     pub(crate) fn recomputing() -> Self {
         static RECOMPUTATIONS: AtomicU64 = AtomicU64::new(0);
         Self::Recomputing(RECOMPUTATIONS.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// The number of the recomputation that is going on, if one is.
+    /// The number of the current recomputation, if there is one.
     pub(crate) fn recomputation(self) -> Option<u64> {
         match self {
             Self::Recomputing(number) => Some(number),
@@ -49,7 +50,7 @@ impl GradMode {
         matches!(self, Self::Enabled | Self::Recomputing(_))
     }
 
-    /// Whether a backward will come of what is computed now.
+    /// Whether what is computed now will have a backward.
     pub(crate) fn expects_backward(self) -> bool {
         self != Self::Disabled
     }

@@ -1,10 +1,10 @@
-//! The surroundings that code computes in: whether a graph is recorded, which step and which
-//! samples it computes, what it tells others on the way.
+//! The context that code computes in: whether a graph is recorded, which step and samples a forward
+//! computes, and records that layers share.
 //!
 //! Each thread has one [`ExecutionContext`]. [`no_grad`](crate::autograd::no_grad) and
 //! [`ForwardScope::enter`](crate::module::ForwardScope::enter) change it for as long as their guard
-//! lives. A thread starts with gradients on and outside of any forward: work that is given to another
-//! thread takes the context along.
+//! lives. A thread starts with gradients enabled and outside of any forward, so work for another thread
+//! must take the context along.
 //!
 //! ```
 //! use fulgurite_core::autograd::{is_grad_enabled, no_grad};
@@ -20,8 +20,8 @@
 //! });
 //! ```
 //!
-//! So do tasks of rayon, each by itself: a thread that waits inside of rayon may carry out another's
-//! task meanwhile, which then sees the context of that thread unless it enters its own.
+//! Each rayon task must enter it too: a thread that waits inside of rayon may run another's task, which
+//! would otherwise see that thread's context.
 //!
 //! ```
 //! # use candle_core::{Device, Tensor};

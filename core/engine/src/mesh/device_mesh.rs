@@ -37,7 +37,7 @@ impl DeviceMesh {
         context: Option<usize>,
         tensor: Option<usize>,
     ) -> Result<MeshLayout> {
-        // Inference fills the first open size, so the dimension that takes what is left comes first.
+        // `infer` gives what is left to the first open size, so the shard dimension comes first.
         let inferred = MeshLayout::infer(
             world_size,
             [
@@ -84,8 +84,8 @@ impl DeviceMesh {
         Ok(mesh)
     }
 
-    /// Adds the view `name` of several dimensions as one, in mesh order; it is then a name like a
-    /// dimension's. Collective over the mesh.
+    /// Adds the flattened view `name` of several dimensions, in mesh order, which can then be used like
+    /// a dimension. Collective over the mesh.
     ///
     /// # Errors
     /// If a dimension does not exist, or the name is taken.
@@ -94,7 +94,8 @@ impl DeviceMesh {
             return Err(Error::Mesh(format!("there is a dimension or view `{name}` already")));
         }
         dims.iter().try_for_each(|dim| self.layout.dim(dim).map(drop))?;
-        // A view with one dimension above size 1 is that dimension's group, but for one.
+        // A view with one dimension above size 1 shares that dimension's group, unless it is the context
+        // dimension.
         let wide: Vec<&str> = dims.iter().copied().filter(|dim| self.size_of(dim) > 1).collect();
         match wide.as_slice() {
             // Attention communicates along the context dimension while units are reduced.
@@ -107,8 +108,7 @@ impl DeviceMesh {
         }
     }
 
-    /// The sub-mesh of one dimension or flattened view, with this rank in it: ranks that differ in
-    /// other dimensions are in other sub-meshes. Local.
+    /// The sub-mesh along one dimension or flattened view that this rank is in. Not collective.
     ///
     /// # Errors
     /// As [`group`](Self::group).
@@ -158,7 +158,7 @@ impl DeviceMesh {
         self.layout.dim(dim).map_or(1, |d| self.layout.sizes()[d])
     }
 
-    /// The grid.
+    /// The dimensions' names and sizes.
     pub fn layout(&self) -> &MeshLayout {
         &self.layout
     }
@@ -192,7 +192,7 @@ impl DeviceMesh {
         Ok(self.group(name)?.size())
     }
 
-    /// This process's place along a dimension or flattened view.
+    /// This rank's index along a dimension or flattened view (PyTorch's `get_local_rank`).
     ///
     /// # Errors
     /// As [`group`](Self::group).
@@ -200,8 +200,8 @@ impl DeviceMesh {
         Ok(self.group(name)?.rank())
     }
 
-    /// This process's place along a dimension; 0 for names that the mesh does not have. What the
-    /// box algebra ([`ShardSpec`](crate::shard::ShardSpec)) asks for.
+    /// This rank's index along a dimension; 0 for names that the mesh does not have. For
+    /// [`ShardSpec::region`](crate::shard::ShardSpec::region).
     pub fn coordinate(&self, name: &str) -> usize {
         self.groups.get(name).map_or(0, |group| group.rank())
     }

@@ -79,7 +79,7 @@ impl MeshLayout {
         self.sizes.iter().product()
     }
 
-    /// The place of a dimension.
+    /// The index of a dimension.
     ///
     /// # Errors
     /// If there is none of this name; the message lists those there are.
@@ -127,8 +127,8 @@ impl MeshLayout {
         Ok(coordinate.iter().zip(&self.sizes).fold(0, |rank, (index, size)| rank * size + index))
     }
 
-    /// The ranks in sets along `dims` (flattened in mesh order): two ranks are in one set if they
-    /// differ only in these dimensions.
+    /// The sets of ranks along `dims` (flattened in mesh order): two ranks are in one set if they differ
+    /// only in these dimensions.
     ///
     /// # Errors
     /// If a dimension does not exist.

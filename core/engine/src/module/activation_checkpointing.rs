@@ -33,11 +33,11 @@ use super::unit::UnitHandle;
 use crate::{Error, Result};
 use fulgurite_config::ConfigType;
 
-/// How many units are checkpointed: the words of `trainer.activation_checkpointing`.
+/// How many units are checkpointed: the values of `trainer.activation_checkpointing`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CheckpointMode {
-    /// None: every unit keeps its activations from forward to backward.
+    /// No unit: all keep their activations from forward to backward.
     #[default]
     None,
     /// Every unit: each keeps only its output.
@@ -54,8 +54,8 @@ impl CheckpointMode {
     }
 }
 
-/// Which units are computed again in backward: `trainer.activation_checkpointing`, one of the words of
-/// [`CheckpointMode`] or a table.
+/// Which units are computed again in backward: `trainer.activation_checkpointing`, a [`CheckpointMode`]
+/// or a table.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ActivationCheckpointing {
     /// How many of the units.
@@ -67,8 +67,8 @@ pub struct ActivationCheckpointing {
     /// counted. Empty: every unit matches.
     pub units: Vec<String>,
     /// Where the inputs of checkpointed units are stored from forward to backward, for
-    /// [`Full`](CheckpointMode::Full). `None`: where they are. An input that gets a gradient and is not
-    /// the output of another checkpointed unit is never moved.
+    /// [`Full`](CheckpointMode::Full). `None`: on their device. An input that gets a gradient and is not
+    /// the output of another checkpointed unit is never offloaded.
     pub offload: Option<ActivationOffload>,
 }
 
@@ -83,10 +83,10 @@ impl ActivationCheckpointing {
         Self { mode: CheckpointMode::Selective, every: Some(every), ..Self::default() }
     }
 
-    /// Checks that the fields go together, which needs no model.
+    /// Checks that the fields go together.
     ///
     /// # Errors
-    /// What is wrong, without the name of the key.
+    /// If they do not; the message does not name the key.
     pub fn check(&self) -> Result<(), String> {
         match (self.mode, self.every) {
             (CheckpointMode::Selective, Some(0)) => Err("`every` must be at least 1, found 0; \
@@ -112,7 +112,7 @@ impl ActivationCheckpointing {
         }
     }
 
-    /// Marks the units of a model, which is on `device`.
+    /// Turns checkpointing on for the chosen units of a model on `device`.
     ///
     /// # Errors
     /// If a pattern matches no unit, no unit is chosen, or activations on `device` cannot be moved.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::autograd::storage::{with_bytes, with_bytes_mut};
 use crate::{Error, Result};
 
-/// Where inputs of checkpointed units are moved: `offload` in `trainer.activation_checkpointing`.
+/// Where inputs of checkpointed units are offloaded to: `offload` in `trainer.activation_checkpointing`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationOffload {

@@ -1,4 +1,4 @@
-//! The builder that goes through a model's constructors.
+//! The builder that a model's constructors take.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -14,7 +14,7 @@ use crate::parallel::ParallelLayer;
 use crate::parameter::{Init, Parameter, ParameterSpec};
 use crate::{Error, Result};
 
-/// The circumstances a model is built in; a strategy decides them.
+/// Device, dtypes and options that a model is built with; a strategy may change them.
 #[derive(Debug, Clone)]
 pub struct ModuleInit {
     /// Device of the parameters.
@@ -81,7 +81,7 @@ impl ModuleBuilder {
         Self { path: self.join(&name.to_string()), ..self.clone() }
     }
 
-    /// The same builder, for parameters that get no gradient.
+    /// This builder, for parameters that get no gradient.
     #[must_use]
     pub fn frozen(&self) -> Self {
         Self { frozen: true, ..self.clone() }
@@ -122,8 +122,8 @@ impl ModuleBuilder {
         Ok(Unit::new(build(&builder)?, handle))
     }
 
-    /// Records what kind of layer is at this path, and what tensor-parallel plans may do to it. Layers
-    /// of `nn` do it themselves. Returns the layer's record.
+    /// Records the kind of the layer at this path and what tensor-parallel plans may do to it, and
+    /// returns the layer's handle. Layers of `nn` call it themselves.
     ///
     /// # Errors
     /// If there is a layer at this path already.
@@ -193,8 +193,7 @@ impl ModuleBuilder {
         self.path.split('.').filter(|s| !s.is_empty()).fold(builder, |b, segment| b.pp(segment))
     }
 
-    /// The tree that was recorded. Collecting it ends the building: later declarations through
-    /// clones of this builder go nowhere.
+    /// Returns the recorded tree. Later declarations through clones of this builder are lost.
     ///
     /// # Errors
     /// If no parameter was declared, or the units whose activations are to be checkpointed are not
@@ -213,7 +212,7 @@ impl ModuleBuilder {
         Ok(tree)
     }
 
-    /// Notes that a layer here gets the parameter's compute tensor itself.
+    /// Records that a layer here holds the parameter's compute tensor itself.
     pub(super) fn expose_tensor(&self, parameter: &Parameter) {
         self.tree().expose_tensor(parameter, self.unit);
     }

@@ -42,17 +42,17 @@ pub struct ForwardScope {
 }
 
 impl ForwardScope {
-    /// The scope in force on this thread; outside of any, the default.
+    /// This thread's scope; outside of any, the default.
     pub fn current() -> Self {
         execution::value::<Self>().map(|scope| (*scope).clone()).unwrap_or_default()
     }
 
-    /// The scope that the random numbers of the layer at `path` follow, if it draws any now: not in
-    /// evaluation, nor outside of any scope where no gradients are recorded.
+    /// The scope for the random numbers of the layer at `path`; `None` if it must draw none: in
+    /// evaluation, and under `no_grad` outside of any scope.
     ///
     /// # Errors
-    /// Outside of any scope where gradients are recorded: the layer cannot tell the step, and each
-    /// would draw the same numbers.
+    /// With gradients enabled outside of any scope: the step is unknown, and all steps would draw the
+    /// same numbers.
     pub fn of_random_layer(path: &str) -> Result<Option<Self>> {
         match execution::value::<Self>() {
             Some(scope) => Ok(scope.training.then(|| (*scope).clone())),
@@ -79,7 +79,7 @@ impl ForwardScope {
         }
     }
 
-    /// Puts this scope in force on this thread until the guard is dropped.
+    /// Makes this the thread's scope until the guard is dropped.
     pub fn enter(self) -> ContextGuard {
         execution::enter(self)
     }

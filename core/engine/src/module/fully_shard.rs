@@ -1,4 +1,4 @@
-//! Which units are gathered on their own, as PyTorch users say it.
+//! Which units are gathered on their own: PyTorch's `fully_shard`.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -82,7 +82,7 @@ impl ModuleTree {
         self.units().iter().filter(move |unit| glob_match(pattern, unit.path())).cloned()
     }
 
-    /// Shards the root unit, which always takes what no chosen unit has. It is gathered throughout a
+    /// Shards the root unit, which has the parameters of no chosen unit. It stays gathered throughout a
     /// step. `mesh` is as for [`UnitHandle::fully_shard`].
     ///
     /// # Errors

@@ -20,8 +20,8 @@ fn aliases() -> MutexGuard<'static, Vec<(TensorId, Weak<Tensor>)>> {
     ALIASES.lock().expect("no panic while looking up")
 }
 
-/// A tensor with the memory and the values of `y`, which is in a graph. `y` stays there as its alias,
-/// for as long as the graph of the tensor does.
+/// Moves the storage of `y`, which is in a graph, to a new tensor. `y` stays in the graph as its alias,
+/// for as long as the new tensor's graph lives.
 pub(super) fn detach_storage(y: Tensor) -> Result<Tensor> {
     let alias = Arc::new(y);
     let held = alias.clone();

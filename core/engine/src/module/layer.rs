@@ -1,4 +1,4 @@
-//! The trait of things with a forward.
+//! The trait [`Module`].
 
 use candle_core::Tensor;
 
@@ -6,9 +6,8 @@ use crate::Result;
 
 /// A layer or block that maps one tensor to one tensor.
 ///
-/// No type has this trait and candle's of the same name, so a program can use both, and `forward` is
-/// that of the one which the layer has. What has candle's trait (every layer of candle_nn) becomes a
-/// module of this one in a [`CandleModule`].
+/// No type implements both this trait and candle's `Module`, so a program can import both.
+/// [`CandleModule`] makes a type with candle's trait (every layer of candle_nn) a module of this one.
 #[diagnostic::on_unimplemented(
     note = "a layer with candle's trait `Module` has this one in a `fulgurite::core::module::CandleModule`"
 )]
@@ -17,7 +16,7 @@ pub trait Module {
     fn forward(&self, x: &Tensor) -> Result<Tensor>;
 }
 
-/// A layer of candle, as a [`Module`]: in a [`Unit`](super::Unit) or wherever else one is expected.
+/// A candle layer as a [`Module`], in a [`Unit`](super::Unit) for instance.
 ///
 /// ```
 /// use fulgurite_core::Result;

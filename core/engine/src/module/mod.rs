@@ -1,4 +1,4 @@
-//! Modules, and what is known of them apart from their Rust types.
+//! Modules, units, and the tree that records them.
 //!
 //! A [`ModuleBuilder`] goes through the model's constructors and records a [`ModuleTree`]: paths,
 //! layer kinds, parameters, units. Strategies, plans and checkpoints work on the tree. A [`Unit`]

@@ -26,14 +26,14 @@ pub(super) fn call(
         hooks.pre_forward(unit)?;
     }
     let saved = x.detach();
-    let held = activations::of(x, unit.path())?;
-    activations::pass_on(&held, &saved);
+    let held = activations::lookup(x, unit.path())?;
+    activations::propagate(&held, &saved);
     let (y, uses) = {
         let _deferred = GradMode::Deferred.enter();
         Uses::collect(|| {
             unit.note_exposed();
             let y = compute(&saved)?;
-            let activation = activations::of(&y, unit.path())?;
+            let activation = activations::lookup(&y, unit.path())?;
             // A copy, because the output may share memory with the input or a parameter.
             Ok::<_, Error>((y.detach().force_contiguous()?, activation))
         })
@@ -45,17 +45,17 @@ pub(super) fn call(
     let tracked = x.track_op();
     let offload = unit.activation_offload();
     let alias = offload.and_then(|_| graph_alias::lookup(x));
-    // The token stands for the parameters. It goes in even where the input is in the graph: candle
-    // takes a cast from an integer for tracked, and does not follow it.
+    // The token stands for the parameters. It goes in even if the input is tracked: candle tracks a cast
+    // from an integer, but its backward does not follow it.
     let token = uses.any().then(|| unit.token(x.device())).transpose()?;
     let in_graph = alias.as_deref().unwrap_or(x);
     let inputs: Vec<&Tensor> = tracked.then_some(in_graph).into_iter().chain(&token).collect();
     if inputs.is_empty() {
-        activations::pass_on(&activation, &y);
+        activations::propagate(&activation, &y);
         return Ok(y);
     }
     let input = match offload {
-        // A graph that holds the input itself holds its memory too, and a copy elsewhere frees none.
+        // If the graph holds the input itself, a copy elsewhere frees no memory.
         Some(to) if alias.is_some() || !tracked => SavedActivation::offload(saved, to)?,
         _ => SavedActivation::InPlace(saved),
     };
@@ -73,11 +73,11 @@ pub(super) fn call(
         Ok(tracked.then_some(grad_x).into_iter().chain(with_token.then_some(None)).collect())
     })?;
     let y = if offload.is_some() { graph_alias::detach_storage(y)? } else { y };
-    activations::pass_on(&activation, &y);
+    activations::propagate(&activation, &y);
     Ok(y)
 }
 
-/// What the backward of a call needs.
+/// The state that the backward of a call needs.
 struct RecomputeState {
     unit: UnitHandle,
     /// The input, detached. If it was not offloaded it shares the memory of the tensor in the graph.
@@ -86,14 +86,14 @@ struct RecomputeState {
     activation: Option<Arc<Activation>>,
     /// Whether a gradient flows to the input.
     tracked: bool,
-    /// That of the forward: dropout's masks follow from its scope.
+    /// The forward's context, on whose scope dropout masks depend.
     context: ExecutionContext,
     /// The uses that the forward counted.
     uses: Uses,
 }
 
 impl RecomputeState {
-    /// Computes the unit again and runs its backward. The gradient of the input, if one flows.
+    /// Computes the unit again and runs its backward. Returns the input's gradient, if one flows.
     fn backward(
         &self,
         y: &Tensor,
@@ -106,7 +106,7 @@ impl RecomputeState {
             true => Var::from_tensor(&self.input.get()?)?.into_inner(),
             false => self.input.get()?,
         };
-        activations::pass_on(&self.activation, &input);
+        activations::propagate(&self.activation, &input);
         let grad_x = self.uses.during(|| -> Result<Option<Tensor>> {
             let recomputed = compute(&input)?;
             if (recomputed.shape(), recomputed.dtype()) != (y.shape(), y.dtype()) {
@@ -120,8 +120,8 @@ impl RecomputeState {
                     y.dtype()
                 )));
             }
-            // Plain operations with parameters had no graph in the forward.
-            activations::of(&recomputed, self.unit.path())?;
+            // Checks candle's operations with parameters, which had no graph in the forward.
+            activations::lookup(&recomputed, self.unit.path())?;
             if !recomputed.track_op() {
                 return Ok(None);
             }
@@ -136,7 +136,7 @@ impl RecomputeState {
         }
     }
 
-    /// Says which unit an error is from, where it does not say what of.
+    /// Adds the unit's path to errors that name no path.
     fn explain(&self, error: Error) -> Error {
         match error {
             Error::Candle(_) | Error::Other(_) => {

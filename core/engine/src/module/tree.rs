@@ -3,22 +3,22 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use super::parallelize::Parallelized;
+use super::parallelize::AppliedPlans;
 use super::{FullyShard, UnitHandle};
 use crate::parallel::{LayerHandle, ParallelLayer};
 use crate::parameter::{Parameter, ParameterSlot};
 use crate::{Error, Result};
 
-/// What is known of a layer.
+/// A layer in the tree.
 #[derive(Debug, Clone)]
 pub struct ModuleInfo {
     /// The layer's kind: `Linear`, `Embedding`, `RmsNorm`, …
     pub kind: &'static str,
     /// The index of the unit it is in.
     pub unit: Option<usize>,
-    /// What plans tell the layer.
+    /// The handle through which plans tell the layer how to compute.
     pub(crate) layer: LayerHandle,
-    /// What plans may do to it.
+    /// Which styles it takes from plans.
     pub(crate) parallel: Arc<dyn ParallelLayer>,
 }
 
@@ -34,8 +34,8 @@ pub struct ModuleTree {
     /// The root unit's options, if it was sharded explicitly.
     pub(super) root: Option<FullyShard>,
     pub(super) units: Vec<UnitHandle>,
-    /// What plans have said so far.
-    pub(crate) parallel: Parallelized,
+    /// The plans applied so far.
+    pub(crate) parallel: AppliedPlans,
 }
 
 impl ModuleTree {
@@ -54,7 +54,7 @@ impl ModuleTree {
         self.parameters.iter().cloned().map(ParameterSlot::new).collect()
     }
 
-    /// The parameter of this name; tied parameters answer to all their names.
+    /// The parameter of this name; tied parameters are found by all their names.
     pub fn parameter(&self, fqn: &str) -> Option<&Parameter> {
         self.names.get(fqn).map(|&i| &self.parameters[i])
     }
@@ -126,7 +126,7 @@ impl ModuleTree {
         Ok(())
     }
 
-    /// Notes that a unit uses the parameter too: shared between units, it belongs to the root.
+    /// Records that a unit uses the parameter too: shared between units, it belongs to the root.
     pub(super) fn share(&mut self, parameter: &Parameter, unit: Option<usize>) {
         if let Some(&index) = self.names.get(parameter.fqn())
             && self.owners[index] != unit
@@ -135,7 +135,7 @@ impl ModuleTree {
         }
     }
 
-    /// Notes that a layer in `unit` got the parameter's compute tensor itself, not its handle.
+    /// Records that a layer in `unit` holds the parameter's compute tensor itself, not its handle.
     pub(super) fn expose_tensor(&mut self, parameter: &Parameter, unit: Option<usize>) {
         self.share(parameter, unit);
         match unit.and_then(|unit| self.units.get(unit)) {

@@ -1,4 +1,4 @@
-//! Units: modules that are gathered, computed and released as one.
+//! Units: modules that are gathered, computed and freed as one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
@@ -33,7 +33,7 @@ pub trait UnitHooks: Send + Sync {
     }
 }
 
-/// A unit without its module: what strategies hold on to.
+/// A unit without its module, for strategies.
 #[derive(Clone)]
 pub struct UnitHandle(Arc<UnitInner>);
 
@@ -45,11 +45,11 @@ struct UnitInner {
     fully_shard: RwLock<Option<FullyShard>>,
     /// Whether it is computed again in backward.
     activation_checkpointing: AtomicBool,
-    /// Where its input is meanwhile, if it is moved.
+    /// Where its input is offloaded to, if it is.
     activation_offload: RwLock<Option<ActivationOffload>>,
-    /// Trainable parameters whose compute tensors layers in it hold: their uses are not seen.
+    /// Trainable parameters whose compute tensors layers in it hold, so that uses cannot be counted.
     exposed: Mutex<Vec<Parameter>>,
-    /// Stands for its parameters in the graph where it is computed again.
+    /// Stands for its parameters in the graph of a checkpointed call.
     token: OnceLock<Tensor>,
 }
 
@@ -67,7 +67,7 @@ impl UnitHandle {
         }))
     }
 
-    /// The unit's place in the order in which units were built.
+    /// The unit's index in the order in which units were built.
     pub fn index(&self) -> usize {
         self.0.index
     }
@@ -82,10 +82,10 @@ impl UnitHandle {
         *self.0.hooks.write().expect("no panic while writing") = Some(hooks);
     }
 
-    /// Chooses whether the unit's activations are kept from its forward to its backward (`false`, as
-    /// in the beginning) or computed again then. For [`ParallelizeFn`](crate::strategy::ParallelizeFn)s
-    /// and programs, before the first forward; every rank calls it alike. In a configuration it is
-    /// `trainer.activation_checkpointing`, which comes before.
+    /// Sets whether the unit's activations are kept from forward to backward (`false`, the default) or
+    /// computed again in backward; overrides `trainer.activation_checkpointing`. For
+    /// [`ParallelizeFn`](crate::strategy::ParallelizeFn)s and programs, before the first forward; every
+    /// rank calls it alike.
     pub fn set_activation_checkpointing(&self, on: bool) {
         self.0.activation_checkpointing.store(on, Ordering::Relaxed);
         for parameter in &*self.exposed() {
@@ -98,21 +98,21 @@ impl UnitHandle {
         self.0.activation_checkpointing.load(Ordering::Relaxed)
     }
 
-    /// Chooses where the input of a unit that is computed again is from forward to backward: where it
-    /// was (`None`, as in the beginning), or elsewhere if it is the output of another unit for which
-    /// that was chosen too, or needs no gradient, and the model lets go of it.
-    /// [`Host`](ActivationOffload::Host) frees nothing of a model that is on the CPU. As
-    /// [`set_activation_checkpointing`](Self::set_activation_checkpointing) in all else.
+    /// Sets where the input of a checkpointed unit is stored from forward to backward: on its device
+    /// (`None`, the default) or offloaded. Only an input that needs no gradient, or is the output of
+    /// another unit with offloading, is offloaded; its memory is free once the model drops it.
+    /// [`Host`](ActivationOffload::Host) frees nothing of a model on the CPU. Called as
+    /// [`set_activation_checkpointing`](Self::set_activation_checkpointing).
     pub fn set_activation_offload(&self, to: Option<ActivationOffload>) {
         *self.0.activation_offload.write().expect("no panic while writing") = to;
     }
 
-    /// Where the input of a unit that is computed again is meanwhile, if it is moved.
+    /// Where the input of a checkpointed unit is offloaded to, if it is.
     pub fn activation_offload(&self) -> Option<ActivationOffload> {
         *self.0.activation_offload.read().expect("no panic while reading")
     }
 
-    /// Notes that a layer in the unit holds the parameter's compute tensor.
+    /// Records that a layer in the unit holds the parameter's compute tensor.
     pub(super) fn expose_tensor(&self, parameter: &Parameter) {
         if parameter.requires_grad() && !self.exposed().contains(parameter) {
             self.exposed().push(parameter.clone());
@@ -120,7 +120,7 @@ impl UnitHandle {
         }
     }
 
-    /// Counts the uses of parameters that layers do not tell of, in a forward that collects uses.
+    /// In a forward that collects uses, records those of parameters whose compute tensors layers hold.
     pub(super) fn note_exposed(&self) {
         self.exposed().iter().for_each(note_tensor_use);
     }
@@ -129,7 +129,7 @@ impl UnitHandle {
         self.0.exposed.lock().expect("no panic while noting")
     }
 
-    /// A variable of one element.
+    /// A one-element variable that stands for the unit's parameters in a graph.
     pub(super) fn token(&self, device: &Device) -> Result<Tensor> {
         if let Some(token) = self.0.token.get() {
             return Ok(token.clone());
@@ -188,7 +188,7 @@ fn cast(x: &Tensor, dtype: Option<DType>) -> Result<Tensor> {
     Ok(match dtype {
         Some(dtype) if x.dtype().is_float() && x.dtype() != dtype => {
             let y = x.to_dtype(dtype)?;
-            activations::pass_on(&activations::of(x, "a unit")?, &y);
+            activations::propagate(&activations::lookup(x, "a unit")?, &y);
             y
         }
         _ => x.clone(),
@@ -214,7 +214,7 @@ impl<M> Unit<M> {
         &self.handle
     }
 
-    /// The module, to look at. Computing with it directly bypasses the strategy; use
+    /// The module, for inspection. Computing with it directly bypasses the strategy; use
     /// [`call`](Self::call).
     pub fn module(&self) -> &M {
         &self.module
@@ -238,9 +238,9 @@ impl<M> Unit<M> {
     /// ```
     ///
     /// # Errors
-    /// Those of `f` and of the strategy. In the backward of a unit with checkpointed activations also
-    /// if `f` captured a tensor that gets a gradient (a candle `Var` of the program's own, and what
-    /// candle computed from it alone, is not seen: there it gets none).
+    /// If `f` or the strategy fails. In the backward of a unit with checkpointed activations also if `f`
+    /// captured a tensor that gets a gradient (a candle `Var` of the program's own, and what candle
+    /// computed from it alone, is not seen: there it gets none).
     pub fn call(
         &self,
         x: &Tensor,
@@ -267,8 +267,9 @@ impl<M> Unit<M> {
         hooks.pre_forward(&self.handle)?;
         let casts = Casts::of(Some(&*hooks));
         let y = casts.output(&f(&self.module, &casts.input(x)?)?)?;
-        let activation = activations::of(&y, self.handle.path())?;
-        // A copy, because the output may share memory with the input or a parameter, which goes now.
+        let activation = activations::lookup(&y, self.handle.path())?;
+        // A copy, because the output may share memory with the input or with a parameter, which is freed
+        // now.
         let own = y.detach().force_contiguous()?;
         hooks.post_forward(&self.handle)?;
         let own = if is_grad_enabled() {
@@ -278,9 +279,9 @@ impl<M> Unit<M> {
                 Ok(vec![Some(grad.clone())])
             })?
         } else {
-            activations::keep_known(own, &activation)?
+            activations::make_traceable(own, &activation)?
         };
-        activations::pass_on(&activation, &own);
+        activations::propagate(&activation, &own);
         Ok(own)
     }
 }

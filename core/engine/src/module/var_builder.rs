@@ -13,7 +13,7 @@ impl Recorder {
         self.0.tree().parameter(name).cloned()
     }
 
-    /// A parameter that exists already is used from here too.
+    /// The compute tensor of a parameter that exists already.
     fn share(&self, parameter: &Parameter) -> candle_core::Result<Tensor> {
         self.0.expose_tensor(parameter);
         Ok(parameter.compute()?.clone())

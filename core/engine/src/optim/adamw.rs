@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::elementwise::{Real, Scale, State, Stored, check_scale, dispatch, scaled_grad, update};
+use super::elementwise::{
+    Element, Real, Scale, StateElement, check_scale, dispatch, scaled_grad, update,
+};
 use super::groups::{Hyper, ParamGroupConfig, at_least_zero, resolve, unit_interval};
 use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
 use super::state::{OptimizerState, ParamUpdate, load_step};
@@ -27,13 +29,13 @@ pub struct AdamW {
     pub betas: (f64, f64),
     /// Added to the denominator.
     pub eps: f64,
-    /// What values shrink by in a step, times the learning rate.
+    /// Values shrink by this times the learning rate in each step.
     pub weight_decay: f64,
     /// FQN patterns of parameters that are not decayed: `["*norm*", "bias"]`.
     pub no_decay: Vec<String>,
     /// Parameters with options of their own.
     pub groups: Vec<ParamGroupConfig>,
-    /// What the two moments are kept in: `"f32"`, or `"bf16"` for half of the memory.
+    /// dtype of the two moments: `"f32"`, or `"bf16"` for half of the memory.
     pub state_dtype: StateDtype,
 }
 
@@ -82,7 +84,7 @@ struct AdamWOptimizer {
 /// The numbers of one update that are the same for all of a parameter's elements.
 #[derive(Clone, Copy)]
 struct Coefficients {
-    /// What values are multiplied with first.
+    /// The factor of the values, for weight decay.
     keep: f64,
     beta1: f64,
     beta2: f64,
@@ -156,7 +158,7 @@ impl AdamWOptimizer {
     }
 }
 
-fn fused<P: Stored<C>, B: State<C>, C: Real>(
+fn fused<P: Element<C>, B: StateElement<C>, C: Real>(
     param: &ParamUpdate<2>,
     c: Coefficients,
     scale: &GradScale,
@@ -179,7 +181,7 @@ fn fused<P: Stored<C>, B: State<C>, C: Real>(
     })
 }
 
-/// The same update in candle operations, for any device.
+/// [`fused`] in candle operations, for any device.
 fn composed(update: &ParamUpdate<2>, c: Coefficients, scale: &GradScale) -> Result<()> {
     let ParamUpdate { values, grad, state: [exp_avg, exp_avg_sq], noise, .. } = update;
     let g = scaled_grad(grad, scale)?;
@@ -253,7 +255,7 @@ mod tests {
             groups: vec![ParamGroupConfig {
                 patterns: vec!["norm.weight".into()],
                 lr: Some(0.1),
-                weight_decay: Some(0.5), // no_decay is stronger
+                weight_decay: Some(0.5), // overridden by no_decay
             }],
             ..AdamW::default()
         };
@@ -279,7 +281,7 @@ mod tests {
         for (p, name) in parameters.iter().zip(NAMES) {
             assert_close(&values(p), &reference_scaled(&config, hyper, name, 10, &scale), 1e-6);
         }
-        // A factor alone changes little in Adam; the clipping must have.
+        // Adam hardly depends on the factor, but on the clipping.
         let unclipped = reference(&config, hyper, NAMES[0], 10);
         assert!(values(&parameters[0]).iter().zip(&unclipped).any(|(a, b)| (a - b).abs() > 1e-4));
     }

@@ -21,23 +21,23 @@ const CHUNK: usize = 1 << 14;
 const BLOCK: usize = 1 << 10;
 
 /// A type that updates are computed in.
-pub(super) trait Real: HostElement + State<Self> + Stored<Self> {
+pub(super) trait Real: HostElement + StateElement<Self> + Element<Self> {
     fn sqrt(self) -> Self;
-    /// Clamped to plus or minus `bound`; NaN stays NaN.
+    /// Clamps to plus or minus `bound`; NaN stays NaN.
     fn clamp(self, bound: Self) -> Self;
 }
 
-/// A dtype that state may have.
-pub(super) trait State<C>: HostElement {
-    /// Whether it is rounded at random.
+/// An element type of optimizer state.
+pub(super) trait StateElement<C>: HostElement {
+    /// Whether it is rounded stochastically.
     const ROUNDED: bool;
     fn load(self) -> C;
-    /// Rounded, if it is, by the low 16 bits of `word`.
+    /// Rounds by the low 16 bits of `word`, if [`ROUNDED`](Self::ROUNDED).
     fn store(value: C, word: u32) -> Self;
 }
 
-/// A dtype that parameter values may have.
-pub(super) trait Stored<C>: HostElement {
+/// An element type of parameter values and gradients.
+pub(super) trait Element<C>: HostElement {
     fn load(self) -> C;
     fn store(value: C) -> Self;
 }
@@ -49,12 +49,12 @@ macro_rules! real {
                 self.sqrt()
             }
             fn clamp(self, bound: Self) -> Self {
-                // Not the library's: its check of the bounds keeps loops from becoming vector code.
+                // Not `f32::clamp`, whose assertion about the bounds prevents vectorization.
                 let below = if self > bound { bound } else { self };
                 if below < -bound { -bound } else { below }
             }
         }
-        impl State<$ty> for $ty {
+        impl StateElement<$ty> for $ty {
             const ROUNDED: bool = false;
             fn load(self) -> $ty {
                 self
@@ -63,7 +63,7 @@ macro_rules! real {
                 value
             }
         }
-        impl State<$ty> for bf16 {
+        impl StateElement<$ty> for bf16 {
             const ROUNDED: bool = true;
             #[inline(always)]
             fn load(self) -> $ty {
@@ -74,7 +74,7 @@ macro_rules! real {
                 round(value as f32, word)
             }
         }
-        impl Stored<$ty> for $ty {
+        impl Element<$ty> for $ty {
             fn load(self) -> $ty {
                 self
             }
@@ -89,7 +89,7 @@ real!(f64);
 
 macro_rules! stored_as_half {
     ($ty:ty) => {
-        impl Stored<f32> for $ty {
+        impl Element<f32> for $ty {
             fn load(self) -> f32 {
                 self.to_f32()
             }
@@ -159,7 +159,7 @@ impl<C: Real> Scale<C> {
     }
 }
 
-/// The same as candle operations, for devices other than the CPU.
+/// [`Scale::apply`] in candle operations, for devices other than the CPU.
 pub(super) fn scaled_grad(grad: &Tensor, scale: &GradScale) -> Result<Tensor> {
     let grad = (grad.detach() * scale.factor)?;
     Ok(match scale.clip_value {
@@ -182,7 +182,7 @@ pub(super) fn check_scale(scale: &GradScale) -> Result<()> {
 /// `(values, states) = f(values, inputs, states)`, element by element, for `N` states of one
 /// parameter. All tensors have one length. `noise` rounds the states, the `k`-th by bits `16 k` to
 /// `16 k + 15` of each word; it is not used where states are not rounded or there are none.
-pub(super) fn update<const N: usize, P: Stored<C>, G: Stored<C>, B: State<C>, C: Real>(
+pub(super) fn update<const N: usize, P: Element<C>, G: Element<C>, B: StateElement<C>, C: Real>(
     values: &Tensor,
     inputs: &Tensor,
     states: [&Tensor; N],
@@ -229,7 +229,7 @@ fn with_all_mut<T: HostElement, R>(
     .flatten()
 }
 
-/// Slices of one length, cut alike into parts of `len` elements.
+/// Cuts slices of one length into parts of `len` elements.
 fn parts<'a, const N: usize, P, G, B>(
     p: &'a mut [P],
     g: &'a [G],
@@ -245,17 +245,16 @@ fn parts<'a, const N: usize, P, G, B>(
 vectorized! {
     fn update_block[
         const N: usize,
-        P: Stored<C>,
-        G: Stored<C>,
-        B: State<C>,
+        P: Element<C>,
+        G: Element<C>,
+        B: StateElement<C>,
         C: Real,
         F: Fn(C, C, [C; N]) -> (C, [C; N]),
     ](p: &mut [P], g: &[G], states: [&mut [B]; N], words: &[u32], zero: C, f: F) {
         const { assert!(N <= 2, "an optimizer has two states at most") };
         let mut states = states.into_iter();
         let [first, second] = [states.next().unwrap_or_default(), states.next().unwrap_or_default()];
-        // Slices of one length, each with a name: the compiler checks no element's bounds then, and makes
-        // vectors of all elements.
+        // Slices of one known length, each in a variable: the compiler drops the bounds checks and vectorizes.
         let n = p.len();
         let (p, g, words) = (&mut p[..n], &g[..n], &words[..n]);
         let first = if N > 0 { &mut first[..n] } else { first };

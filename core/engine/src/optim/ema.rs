@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::Tensor;
 
-use super::elementwise::{Real, Stored, arithmetic_dtype, dispatch, update};
+use super::elementwise::{Element, Real, arithmetic_dtype, dispatch, update};
 use super::optimizer::StateTensor;
 use crate::autograd::storage;
 use crate::parameter::{LocalShard, Parameter};
@@ -62,9 +62,8 @@ struct Entry {
 }
 
 impl Ema {
-    /// Averages that begin as the trainable ones of `parameters` are, which a strategy has set up
-    /// with the values that training starts from. `decay` is in `[0, 1)`: 0.999 averages over the
-    /// last thousand steps or so.
+    /// Averages of the trainable ones of `parameters`, starting from their present values: a strategy
+    /// must have set them up. `decay` is in `[0, 1)`: 0.999 averages over about the last thousand steps.
     ///
     /// # Errors
     /// If `decay` is out of range, or a parameter has no values yet or is not of a float dtype.
@@ -81,7 +80,7 @@ impl Ema {
                     format!("is of dtype {:?}; only floats have an average", values.dtype());
                 Error::parameter(parameter.fqn(), message)
             })?;
-            // A copy: in the weights' dtype `to_dtype` is the weights' own memory.
+            // A copy: `to_dtype` to the weights' own dtype would share their memory.
             let average = Tensor::zeros(values.elem_count(), dtype, values.device())?;
             storage::copy_from(&average, &values)?;
             Ok(Entry { parameter: parameter.clone(), average, weights: None })
@@ -91,8 +90,8 @@ impl Ema {
         Ok(Self { decay, warmup: false, updates: 0, swapped: false, entries })
     }
 
-    /// Lets the averages follow faster in the beginning, when weights change most and random initial
-    /// values would weigh on them for long: update `n` (from 0) uses `min(decay, (1 + n) / (10 + n))`.
+    /// Uses a smaller decay in the beginning, so that the initial values are soon forgotten: update `n`
+    /// (from 0) uses `min(decay, (1 + n) / (10 + n))`.
     #[must_use]
     pub fn with_warmup(mut self) -> Self {
         self.warmup = true;
@@ -105,11 +104,11 @@ impl Ema {
         if self.warmup { self.decay.min((1.0 + n) / (10.0 + n)) } else { self.decay }
     }
 
-    /// Takes the weights into the averages; call it after each optimizer step. One pass over
-    /// memory on the CPU.
+    /// Updates the averages with the weights; call it after each optimizer step. One pass over memory on
+    /// the CPU.
     ///
     /// # Errors
-    /// While the averages are in the weights' place, and if a parameter's shard is not what it was.
+    /// While the averages are in the weights' place, and if the size of a parameter's shard has changed.
     pub fn update(&mut self) -> Result<()> {
         if self.swapped {
             return Err(Error::other(
@@ -135,15 +134,15 @@ impl Ema {
         Ok(())
     }
 
-    /// Puts the averages, rounded to the weights' dtype, in the weights' place, and the weights back
-    /// when called again: twice changes nothing, to the bit. Meanwhile the weights are kept, which
-    /// takes one more copy of this rank's shards, and no optimizer must step.
+    /// Puts the averages, rounded to the weights' dtype, in the weights' place; called again, puts the
+    /// weights back, to the bit. Between the two it holds a copy of this rank's weights, and no
+    /// optimizer must step.
     ///
     /// [`Strategy::prepare_forward`](crate::strategy::Strategy::prepare_forward) must be called
     /// after it: what layers compute with may be a copy of the shards.
     ///
     /// # Errors
-    /// If a parameter's shard is not what it was.
+    /// If the size of a parameter's shard has changed.
     pub fn swap(&mut self) -> Result<()> {
         let shards = self.shards()?;
         for (entry, values) in self.entries.iter_mut().zip(shards) {
@@ -164,12 +163,12 @@ impl Ema {
         self.swapped
     }
 
-    /// The averages, named `ema`, for checkpoints to save and to load into; the same tensors
-    /// whether or not they are in the weights' place, where what is loaded shows at the next
-    /// [`swap`](Self::swap) to them.
+    /// The averages, named `ema`, for checkpoints to save and to load into; If they are loaded while
+    /// they are in the weights' place, the weights change at the next [`swap`](Self::swap) to the
+    /// averages.
     ///
     /// # Errors
-    /// If a parameter's shard is not what it was.
+    /// If the size of a parameter's shard has changed.
     pub fn state(&self) -> Result<Vec<StateTensor>> {
         self.shards()?;
         let state = |entry: &Entry| {
@@ -185,7 +184,7 @@ impl Ema {
         self.entries.iter().map(state).collect()
     }
 
-    /// State that is not a tensor, by name: `updates`, which the warm-up goes by.
+    /// State that is not a tensor, by name: `updates`, on which the warm-up depends.
     pub fn scalars(&self) -> BTreeMap<String, f64> {
         BTreeMap::from([("updates".to_owned(), self.updates as f64)])
     }
@@ -232,7 +231,7 @@ impl Ema {
 }
 
 /// `average += gain * (values - average)`.
-fn lerp_state<P: Stored<C>, C: Real>(average: &Tensor, values: &Tensor, gain: f64) -> Result<()> {
+fn lerp_state<P: Element<C>, C: Real>(average: &Tensor, values: &Tensor, gain: f64) -> Result<()> {
     let gain = C::from_f64(gain);
     update::<0, C, P, C, C>(average, values, [], None, move |average, value, []| {
         (average + gain * (value - average), [])

@@ -27,14 +27,14 @@ const BLOCK: usize = 1 << 14;
 /// Independent sums within a block.
 const LANES: usize = 8;
 
-/// The sum of the squares of this rank's OWN gradient elements, in f64. Summed over all ranks it
-/// is the square of the global gradient's 2-norm: where `spec` replicates, the replicas share the
-/// elements between them ([`owned_region`](crate::shard::ShardSpec::owned_region)).
+/// The sum of squares, in f64, of the gradient elements that this rank
+/// [owns](crate::shard::ShardSpec::owned_region). Summed over all ranks it is the square of the global
+/// gradient's 2-norm.
 ///
-/// `coordinate` tells this rank's coordinate along a mesh dimension. Parameters without a
-/// [`local_grad`](Parameter::local_grad) count nothing. Gradients are taken as they are, without
-/// any [`GradScale`](super::GradScale). The order of summation is fixed, so that the result does
-/// not depend on the number of threads. Every rank calls it; it is not collective.
+/// `coordinate` returns this rank's coordinate along a mesh dimension. Parameters without a
+/// [`local_grad`](Parameter::local_grad) contribute nothing. No [`GradScale`](super::GradScale) is
+/// applied. The order of summation is fixed, so that the result does not depend on the number of
+/// threads. Every rank calls it; it is not collective.
 ///
 /// # Errors
 /// If a parameter's local shard does not contain what its spec says the rank owns.
@@ -84,7 +84,7 @@ pub fn local_squared_norm(
     }
 }
 
-/// What to multiply gradients of norm `norm` with so that their norm is at most `max_norm`, as
+/// The factor that brings gradients of norm `norm` to a norm of at most `max_norm`, as
 /// `torch.nn.utils.clip_grad_norm_`.
 pub fn clip_factor(norm: f64, max_norm: f64) -> f64 {
     (max_norm / (norm + 1e-6)).min(1.0)
@@ -131,7 +131,7 @@ vectorized! {
     }
 }
 
-/// The same in candle operations: a scalar on the gradient's device.
+/// [`host_sum`] in candle operations: a scalar on the gradient's device.
 fn device_sum(grad: &Tensor, owned: &Region, outer: &[usize]) -> Result<Tensor> {
     let mut part = grad.detach().reshape(outer)?;
     for (dim, (&offset, &size)) in owned.offsets.iter().zip(&owned.sizes).enumerate() {

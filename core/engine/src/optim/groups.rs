@@ -19,8 +19,8 @@ const SHOWN: usize = 6;
 /// groups = [{ patterns = ["model.embed_tokens.weight"], lr = 1e-4 }]
 /// ```
 ///
-/// The first group that matches a parameter has it. `no_decay` is about decay only and stronger
-/// than any group: what it matches is never decayed.
+/// A parameter is in the first group that matches it. What `no_decay` matches is never decayed, whatever
+/// its group.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ParamGroupConfig {
@@ -34,15 +34,14 @@ pub struct ParamGroupConfig {
     pub weight_decay: Option<f64>,
 }
 
-/// What a group decides for a parameter.
+/// The options of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Hyper {
     pub(super) lr: f64,
     pub(super) weight_decay: f64,
 }
 
-/// The parameters that are trained, and the options of each, in order. Patterns may name frozen ones
-/// too.
+/// The trainable parameters and the options of each, in order. Patterns may name frozen ones too.
 ///
 /// # Errors
 /// If an option is out of range, or a pattern matches no parameter.

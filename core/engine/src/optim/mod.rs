@@ -1,9 +1,9 @@
 //! Optimizers on this rank's shards, parameter groups, learning-rate schedules, gradient norms,
 //! averages of weights.
 //!
-//! A configuration ([`AdamW`], [`Sgd`], a plugin's) builds an [`Optimizer`] for a list of
-//! parameters. State is keyed by FQN, as sharded as the parameters are, in f32 (f64 for f64
-//! parameters) or in bf16 ([`StateDtype`]), and allocated at the first step. Schedules are pure functions of the step.
+//! A configuration ([`AdamW`], [`Sgd`], a plugin's) builds an [`Optimizer`] for a list of parameters. State
+//! is keyed by FQN, sharded as the parameters are, in f32 (f64 for f64 parameters) or in bf16
+//! ([`StateDtype`]), and allocated at the first step. Schedules are pure functions of the step.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};

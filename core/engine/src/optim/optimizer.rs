@@ -8,7 +8,7 @@ use crate::Result;
 use crate::parameter::Parameter;
 use crate::shard::Region;
 
-/// What a gradient is put through before it is used, folded into the optimizer's one pass.
+/// Scaling and clipping of gradients, within the optimizer's one pass over memory.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GradScale {
     /// Gradients are multiplied by this first (one over the token count, times the clip factor).
@@ -38,8 +38,8 @@ pub struct StateTensor {
     pub shape: Vec<usize>,
 }
 
-/// Updates this rank's shards of parameters. Object-safe; state is keyed by FQN and is as sharded
-/// as the parameters are.
+/// Updates this rank's shards of parameters. Object-safe; state is keyed by FQN and sharded as the
+/// parameters are.
 ///
 /// Every rank calls every method alike; none is collective.
 pub trait Optimizer: Send {
@@ -47,11 +47,11 @@ pub trait Optimizer: Send {
     fn parameters(&self) -> &[Parameter];
 
     /// One update of every parameter that has a [`local_grad`](Parameter::local_grad), in place on
-    /// [`local`](Parameter::local)'s values; a parameter without one is left alone.
+    /// [`local`](Parameter::local)'s values; a parameter without one does not change.
     fn step(&mut self, scale: &GradScale) -> Result<()>;
 
-    /// Sets the run's seed, which random numbers of the updates follow from; an optimizer that uses
-    /// none need not care. `Fabric` calls it before the first step.
+    /// Sets the run's seed, for optimizers whose updates use random numbers. `Fabric` calls it before
+    /// the first step.
     fn set_seed(&mut self, seed: u64) {
         let _ = seed;
     }
@@ -76,8 +76,8 @@ pub trait Optimizer: Send {
 /// An optimizer's configuration: `optimizer.type = "adamw"`.
 #[typetag::serde(tag = "type")]
 pub trait OptimizerConfig: std::fmt::Debug + Send + Sync {
-    /// Builds the optimizer for a model's parameters, which are set up. Patterns may name frozen
-    /// ones too; those are not updated and have no state.
+    /// Builds the optimizer for the parameters of a model that a strategy has set up. Patterns may name
+    /// frozen ones too; those are not updated and have no state.
     ///
     /// # Errors
     /// If an option is out of range or a pattern matches no parameter.

@@ -1,8 +1,8 @@
 //! Learning-rate schedules.
 //!
-//! A schedule is a pure function of the step, so there is nothing to save. All of them can warm up:
-//! over the first `warmup_steps` steps the factor rises in equal strides and step `warmup_steps`
-//! (counted from 0) is the first with the full rate; no step has a rate of zero for it.
+//! A schedule is a pure function of the step, so there is nothing to save. All of them can warm up: over
+//! the first `warmup_steps` steps the factor rises linearly, from above zero, and step `warmup_steps`
+//! (counted from 0) is the first with the full rate.
 //!
 //! ```
 //! use fulgurite_core::optim::{Cosine, SchedulerConfig};
@@ -19,12 +19,12 @@ use serde::{Deserialize, Serialize};
 use super::optimizer::SchedulerConfig;
 use crate::{Error, Result};
 
-/// The same rate all along, after the warm-up: `scheduler.type = "constant"`.
+/// A constant rate after the warm-up: `scheduler.type = "constant"`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Constant {
-    /// Steps over which the rate rises in equal strides: step `s`, counted from 0, has the factor
-    /// `(s + 1) / (warmup_steps + 1)`.
+    /// Number of steps over which the rate rises linearly: step `s`, counted from 0, has the factor `(s
+    /// + 1) / (warmup_steps + 1)`.
     pub warmup_steps: u64,
 }
 
@@ -35,16 +35,16 @@ impl SchedulerConfig for Constant {
     }
 }
 
-/// A straight fall from 1 to `min_factor`, after the warm-up: `scheduler.type = "linear"`.
+/// Linear decay from 1 to `min_factor` after the warm-up: `scheduler.type = "linear"`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Linear {
-    /// Steps over which the rate rises in equal strides: step `s`, counted from 0, has the factor
-    /// `(s + 1) / (warmup_steps + 1)`.
+    /// Number of steps over which the rate rises linearly: step `s`, counted from 0, has the factor `(s
+    /// + 1) / (warmup_steps + 1)`.
     pub warmup_steps: u64,
-    /// What the rate has fallen to at the end, in `[0, 1]`; it stays there.
+    /// The factor at the end of the decay and after it, in `[0, 1]`.
     pub min_factor: f64,
-    /// The step at which it has, warm-up included; by default the run's length.
+    /// The step at which the decay ends, warm-up included; by default the run's length.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decay_steps: Option<u64>,
 }
@@ -58,16 +58,16 @@ impl SchedulerConfig for Linear {
     }
 }
 
-/// Half a cosine wave from 1 to `min_factor`, after the warm-up: `scheduler.type = "cosine"`.
+/// Cosine decay from 1 to `min_factor` after the warm-up: `scheduler.type = "cosine"`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Cosine {
-    /// Steps over which the rate rises in equal strides: step `s`, counted from 0, has the factor
-    /// `(s + 1) / (warmup_steps + 1)`.
+    /// Number of steps over which the rate rises linearly: step `s`, counted from 0, has the factor `(s
+    /// + 1) / (warmup_steps + 1)`.
     pub warmup_steps: u64,
-    /// What the rate has fallen to at the end, in `[0, 1]`; it stays there.
+    /// The factor at the end of the decay and after it, in `[0, 1]`.
     pub min_factor: f64,
-    /// The step at which it has, warm-up included; by default the run's length.
+    /// The step at which the decay ends, warm-up included; by default the run's length.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decay_steps: Option<u64>,
 }
@@ -87,12 +87,12 @@ impl SchedulerConfig for Cosine {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Step {
-    /// Steps between two falls; at least one.
+    /// Steps between two decays; at least one.
     pub step_size: u64,
     /// What the rate is multiplied with; zero or more.
     pub gamma: f64,
-    /// Steps over which the rate rises in equal strides: step `s`, counted from 0, has the factor
-    /// `(s + 1) / (warmup_steps + 1)`.
+    /// Number of steps over which the rate rises linearly: step `s`, counted from 0, has the factor `(s
+    /// + 1) / (warmup_steps + 1)`.
     pub warmup_steps: u64,
 }
 
@@ -109,33 +109,33 @@ impl SchedulerConfig for Step {
             return Err(Error::Config("scheduler.step_size must be at least 1, got 0".to_owned()));
         }
         super::groups::at_least_zero("scheduler.gamma", self.gamma)?;
-        let falls = step.saturating_sub(self.warmup_steps) / self.step_size;
-        Ok(warmup(step, self.warmup_steps) * self.gamma.powf(falls as f64))
+        let decays = step.saturating_sub(self.warmup_steps) / self.step_size;
+        Ok(warmup(step, self.warmup_steps) * self.gamma.powf(decays as f64))
     }
 }
 
 fulgurite_config::register_plugin!(
     fulgurite_config::registry::kind::SCHEDULER,
     "constant",
-    "The same rate all along, after an optional warm-up",
+    "A constant rate, after an optional warm-up",
     "{ type = \"constant\", warmup_steps = 100 }"
 );
 fulgurite_config::register_plugin!(
     fulgurite_config::registry::kind::SCHEDULER,
     "linear",
-    "A straight fall to min_factor, after an optional warm-up",
+    "Linear decay to min_factor, after an optional warm-up",
     "{ type = \"linear\", warmup_steps = 100, min_factor = 0.1 }"
 );
 fulgurite_config::register_plugin!(
     fulgurite_config::registry::kind::SCHEDULER,
     "cosine",
-    "Half a cosine wave down to min_factor, after an optional warm-up",
+    "Cosine decay to min_factor, after an optional warm-up",
     "{ type = \"cosine\", warmup_steps = 100, min_factor = 0.1 }"
 );
 fulgurite_config::register_plugin!(
     fulgurite_config::registry::kind::SCHEDULER,
     "step",
-    "A fall by gamma every step_size steps, after an optional warm-up",
+    "Decay by gamma every step_size steps, after an optional warm-up",
     "{ type = \"step\", step_size = 1000, gamma = 0.5 }"
 );
 
@@ -143,7 +143,7 @@ fn warmup(step: u64, warmup_steps: u64) -> f64 {
     if step < warmup_steps { (step + 1) as f64 / (warmup_steps as f64 + 1.0) } else { 1.0 }
 }
 
-/// A warm-up and a fall that ends.
+/// A warm-up, then a decay with an end.
 struct Decay {
     warmup_steps: u64,
     min_factor: f64,
@@ -178,7 +178,7 @@ impl Decay {
         Ok(Self { warmup_steps, min_factor, end })
     }
 
-    /// `shape` falls from 1 at 0 to 0 at 1.
+    /// `shape` decays from 1 at 0 to 0 at 1.
     fn factor(&self, step: u64, shape: impl Fn(f64) -> f64) -> f64 {
         if step < self.warmup_steps {
             return warmup(step, self.warmup_steps);
@@ -211,16 +211,16 @@ mod tests {
     }
 
     #[test]
-    fn linear_falls_in_equal_strides() {
-        let falls = Linear { warmup_steps: 1, min_factor: 0.2, decay_steps: None };
+    fn linear_decays_in_equal_steps() {
+        let decays = Linear { warmup_steps: 1, min_factor: 0.2, decay_steps: None };
         let table = [(0, 0.5), (1, 1.0), (2, 0.8), (3, 0.6), (4, 0.4), (5, 0.2), (6, 0.2)];
-        assert_table(&falls, Some(5), &table);
+        assert_table(&decays, Some(5), &table);
         let own_end = Linear { decay_steps: Some(4), ..Linear::default() };
         assert_table(&own_end, Some(100), &[(0, 1.0), (1, 0.75), (3, 0.25), (4, 0.0), (9, 0.0)]);
     }
 
     #[test]
-    fn cosine_falls_in_half_a_wave() {
+    fn cosine_decays_in_half_a_wave() {
         let half = 0.5f64.sqrt();
         let table = [
             (0, 0.5),
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn step_falls_by_gamma() {
+    fn step_decays_by_gamma() {
         let schedule = Step { step_size: 2, gamma: 0.5, warmup_steps: 1 };
         let table = [(0, 0.5), (1, 1.0), (2, 1.0), (3, 0.5), (4, 0.5), (5, 0.25), (7, 0.125)];
         assert_table(&schedule, None, &table);

@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::elementwise::{Real, Scale, State, Stored, arithmetic_dtype, check_scale, dispatch};
+use super::elementwise::{
+    Element, Real, Scale, StateElement, arithmetic_dtype, check_scale, dispatch,
+};
 use super::elementwise::{scaled_grad, update};
 use super::groups::{Hyper, ParamGroupConfig, at_least_zero, resolve};
 use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
@@ -25,20 +27,19 @@ use crate::{Error, Result};
 pub struct Sgd {
     /// The learning rate, before the schedule.
     pub lr: f64,
-    /// How much of the previous update is kept; 0 for none.
+    /// The factor of the previous update in the momentum; 0 for no momentum.
     pub momentum: f64,
-    /// How much of the gradient does not enter the momentum.
+    /// One minus the gradient's factor in the momentum.
     pub dampening: f64,
-    /// Whether to step with the gradient plus the momentum that follows from it. Needs momentum,
-    /// and no dampening.
+    /// Whether to use Nesterov momentum. Needs momentum, and no dampening.
     pub nesterov: bool,
-    /// Times the values, added to the gradient.
+    /// This times the values is added to the gradient.
     pub weight_decay: f64,
     /// FQN patterns of parameters that are not decayed: `["*norm*", "bias"]`.
     pub no_decay: Vec<String>,
     /// Parameters with options of their own.
     pub groups: Vec<ParamGroupConfig>,
-    /// What the momentum is kept in: `"f32"`, or `"bf16"` for half of the memory.
+    /// dtype of the momentum: `"f32"`, or `"bf16"` for half of the memory.
     pub state_dtype: StateDtype,
 }
 
@@ -108,9 +109,9 @@ struct Coefficients {
     step_size: f64,
     weight_decay: f64,
     momentum: f64,
-    /// What the gradient enters the momentum with.
+    /// The gradient's factor in the new momentum.
     gain: f64,
-    /// What the old momentum enters the new with.
+    /// The old momentum's factor in the new.
     keep: f64,
     nesterov: bool,
 }
@@ -176,7 +177,7 @@ fn coefficients(config: &Sgd, steps: u64, schedule: f64, hyper: Hyper) -> Coeffi
     }
 }
 
-fn fused<const N: usize, P: Stored<C>, B: State<C>, C: Real>(
+fn fused<const N: usize, P: Element<C>, B: StateElement<C>, C: Real>(
     param: &ParamUpdate<N>,
     c: Coefficients,
     scale: &GradScale,
@@ -195,7 +196,7 @@ fn fused<const N: usize, P: Stored<C>, B: State<C>, C: Real>(
     })
 }
 
-/// The same update in candle operations, for any device.
+/// [`fused`] in candle operations, for any device.
 fn composed<const N: usize>(
     update: &ParamUpdate<N>,
     c: Coefficients,

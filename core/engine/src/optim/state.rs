@@ -19,7 +19,7 @@ pub(super) struct OptimizerState<const N: usize> {
     seed: u64,
 }
 
-/// What one parameter's update works on. All tensors are flat and of equal length.
+/// The operands of one parameter's update. All tensors are flat and of equal length.
 pub(super) struct ParamUpdate<const N: usize> {
     pub(super) hyper: Hyper,
     /// The values to change in place.
@@ -28,7 +28,7 @@ pub(super) struct ParamUpdate<const N: usize> {
     pub(super) grad: Tensor,
     /// The state to change in place.
     pub(super) state: [Tensor; N],
-    /// What the state is rounded with, if it is.
+    /// The random words for rounding the state, if it is rounded.
     pub(super) noise: Noise,
 }
 
@@ -50,7 +50,7 @@ impl<const N: usize> OptimizerState<N> {
         Ok(Self { parameters: parameters.to_vec(), hypers, states, names, dtype, seed: 0 })
     }
 
-    /// Sets what the rounding of the state follows from.
+    /// Sets the seed of the state's rounding.
     pub(super) fn set_seed(&mut self, seed: u64) {
         self.seed = seed;
     }
@@ -59,8 +59,8 @@ impl<const N: usize> OptimizerState<N> {
         &self.parameters
     }
 
-    /// What to update for parameter `index` in optimizer step `step`; `None` without a gradient or
-    /// without elements here.
+    /// The operands of the update of parameter `index` in optimizer step `step`; `None` if it has no
+    /// gradient or no elements on this rank.
     pub(super) fn update_of(&mut self, index: usize, step: u64) -> Result<Option<ParamUpdate<N>>> {
         let parameter = &self.parameters[index];
         let Some(grad) = parameter.local_grad() else { return Ok(None) };

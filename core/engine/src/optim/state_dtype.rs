@@ -1,9 +1,8 @@
-//! State in bf16, rounded up or down at random.
+//! State in bf16, with stochastic rounding.
 //!
-//! Rounding to nearest would lose what changes a number by less than half of its last place: of
-//! eight bits, an increment of less than a 512th. With `betas = [0.9, 0.999]`, `exp_avg_sq` would
-//! stop far from where it belongs. A number that is rounded up with the probability of how far up it
-//! is, is right on average, whatever the number of steps.
+//! Rounding to nearest would lose every change of less than half a unit in the last place: with eight
+//! significant bits, of less than 1/512. With `betas = [0.9, 0.999]`, `exp_avg_sq` would get stuck far
+//! from its value. Stochastic rounding is right on average, over any number of steps.
 
 use candle_core::{DType, Tensor};
 use half::bf16;
@@ -18,10 +17,9 @@ use crate::simd::vectorized;
 /// The dtype that an optimizer keeps its state in: `optimizer.state_dtype = "bf16"`.
 ///
 /// In `"bf16"` the state takes half the memory. An update is computed as with `"f32"`: the state is
-/// widened, and what comes out is rounded to one of its two neighbours in bf16, with probabilities
-/// that make it right on average. Which one is a function of the run's seed, the parameter's FQN,
-/// the step, and the element's index in the whole parameter: the bits are the same on any mesh and
-/// after a resume.
+/// widened, and the result is rounded to one of its two neighbours in bf16, with probabilities that make
+/// it right on average. The choice is a function of the run's seed, the parameter's FQN, the step, and
+/// the element's index in the whole parameter: the bits are the same on any mesh and after a resume.
 ///
 /// A checkpoint holds the state as it is kept. Loading one that was kept in the other dtype converts
 /// it: exactly to f32, to the nearest to bf16.
@@ -31,7 +29,7 @@ pub enum StateDtype {
     /// f32, for f64 parameters f64.
     #[default]
     F32,
-    /// bf16, rounded at random.
+    /// bf16, rounded stochastically.
     Bf16,
 }
 
@@ -45,7 +43,7 @@ impl StateDtype {
     }
 }
 
-/// What one parameter's state is rounded with in one step: a random word for each element.
+/// The random words, one for each element, by which one parameter's state is rounded in one step.
 #[derive(Debug, Clone)]
 pub(super) struct Noise {
     stream: Stream,
@@ -78,12 +76,12 @@ vectorized! {
     }
 }
 
-/// One of the two neighbours of `value` in bf16: away from zero with the probability of how far up
-/// it is between them, going by the low 16 bits of `word`. What is a bf16 already stays.
+/// Rounds `value` to one of its two neighbours in bf16, by the low 16 bits of `word`: away from zero
+/// with the probability of its position between them. A value that bf16 holds exactly stays.
 #[inline(always)]
 pub(super) fn round(value: f32, word: u32) -> bf16 {
     let up = value.to_bits().wrapping_add(word & 0xffff) >> 16;
-    // Adding to the bits of a NaN could make a number of it.
+    // Adding to the bits of a NaN could make it a number.
     if value.is_nan() { bf16::NAN } else { bf16::from_bits(up as u16) }
 }
 
@@ -97,17 +95,17 @@ pub(super) fn store(target: &Tensor, new: &Tensor, noise: &Noise, shift: u32) ->
     noise.fill(0, &mut words);
     words.iter_mut().for_each(|word| *word = *word >> shift & 0xffff);
     let words = Tensor::from_vec(words, target.elem_count(), target.device())?;
-    // candle has no operations on bits; in f64 all of this is exact, but for the logarithm.
+    // candle has no bit operations. In f64 all of this is exact except the logarithm.
     let new = new.to_dtype(DType::F32)?.to_dtype(DType::F64)?;
     let size = new.abs()?;
     let normal = size.maximum(f64::from(f32::MIN_POSITIVE))?;
     let power = ((normal.log()? / std::f64::consts::LN_2)?.floor()? * std::f64::consts::LN_2)?;
-    // A power of two to sixteen digits, and then one.
+    // `exp` gives a power of two to sixteen digits, bf16 the exact one.
     let power = power.exp()?.to_dtype(DType::BF16)?.to_dtype(DType::F64)?;
     let power = normal.lt(&power)?.where_cond(&(&power * 0.5)?, &power)?;
     let twice = (&power * 2.0)?;
     let power = normal.ge(&twice)?.where_cond(&twice, &power)?;
-    // The distance of neighbours: eight bits of a number count.
+    // The distance between neighbours: bf16 has eight significant bits.
     let unit = (power / 128.0)?;
     let up = ((&size / &unit)? + (words.to_dtype(DType::F64)? / 65_536.0)?)?.floor()?;
     let rounded = ((up * unit)? * new.sign()?)?;

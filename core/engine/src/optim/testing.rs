@@ -1,4 +1,4 @@
-//! What the optimizers' tests share.
+//! Helpers of the optimizers' tests.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -24,7 +24,7 @@ pub(super) fn parameters(declared: &[(&str, usize)], dtype: DType) -> Vec<Parame
 /// Random numbers: the values at step 0, gradients at later steps.
 pub(super) fn numbers(fqn: &str, step: u64, n: usize) -> Vec<f64> {
     let stream = Stream::new(9, Purpose::Sample, fqn).child(step);
-    // As f32 holds them, so that references in f64 start from the same numbers.
+    // Rounded to f32, so that references in f64 start from the same numbers.
     (0..n as u64).map(|i| f64::from(stream.normal(i) as f32)).collect()
 }
 
@@ -52,7 +52,7 @@ pub(super) fn schedule(step: u64) -> f64 {
     1.0 - 0.1 * (step - 1) as f64
 }
 
-/// A strategy's end of a parameter.
+/// The parameter's slot.
 pub(super) fn slot(parameter: &Parameter) -> ParameterSlot {
     ParameterSlot::new(parameter.clone())
 }

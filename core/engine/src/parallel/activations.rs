@@ -1,10 +1,10 @@
-//! How ranks hold the activations between layers: what a layer gave, known by the tensor itself.
+//! The layouts of activations between layers, tracked by tensor id.
 //!
-//! A layer that a plan told of itself notes the layout of its output under the tensor's id, and checks
-//! the layout of its input. Plain operations of candle in between make tensors that nobody noted; the
-//! graph tells from which noted ones they came ([`Tensor::sorted_nodes`]), and which parameters were
-//! used on the way. Where there is no graph (a forward that backward computes again), outputs that are
-//! parts are put into one of their own, so that this is known there too.
+//! Under a plan, a layer records the layout of its output under the tensor's id, and checks the layout
+//! of its input. candle's own operations in between make tensors without a record; the graph
+//! ([`Tensor::sorted_nodes`]) tells from which recorded tensors they were computed, and with which
+//! parameters. Where no graph is recorded (the forward of a checkpointed unit), outputs that are parts
+//! become leaves of small graphs of their own, so that they can be traced too.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, Weak};
@@ -22,13 +22,13 @@ use crate::{Error, Result};
 /// How the ranks hold an activation.
 #[derive(Clone)]
 pub(crate) struct Activation {
-    /// `None`: each rank has something of its own, which only the code that computes it knows.
+    /// `None`: the ranks' tensors differ in a way that only the code that computes them knows.
     pub(super) layout: Option<Layout>,
-    /// Size of the whole's last dimension, where that is cut; 0 if it is not known.
+    /// Size of the whole's last dimension, where that is cut; 0 if unknown.
     pub(super) width: usize,
-    /// Which of the classes these logits are, if they are logits: the first, how many.
+    /// For logits: this rank's first class, and its number of classes.
     pub(super) classes: Option<(usize, usize)>,
-    /// Who gave it, with its style: for messages.
+    /// The layer that computed it, with its style, for messages.
     pub(super) source: Arc<str>,
     pub(super) plan: Weak<PlanRecord>,
 }
@@ -47,16 +47,16 @@ impl Activation {
     }
 }
 
-/// What is known of the activations in an execution context.
+/// The layouts that an execution context shares.
 #[derive(Default)]
 struct SharedLayouts(Mutex<ActivationLayouts>);
 
-/// What is known of activations: of the latest ones, far more than a model has layers.
+/// The layouts of the latest activations, far more than a model has layers.
 #[derive(Default)]
 struct ActivationLayouts {
     known: HashMap<TensorId, Arc<Activation>>,
     order: VecDeque<TensorId>,
-    /// Those of the latest tensors that are in no graph, as frozen layers give them, with their shapes.
+    /// Shapes and layouts of the latest tensors outside of any graph, such as outputs of frozen layers.
     constants: VecDeque<(Vec<usize>, Arc<Activation>)>,
     plans: Vec<Weak<PlanRecord>>,
 }
@@ -86,17 +86,17 @@ impl ActivationLayouts {
         self.constants.truncate(CONSTANTS);
     }
 
-    /// What `x` was made from, if no graph tells it because none of that is trained: the latest such
-    /// tensor of its shape. The ranks have the same shapes of whole activations and of parts of the
-    /// sequence in training, so all of them find the same one.
+    /// The activation that `x` was computed from where no graph tells, because nothing before it is
+    /// trained: the latest of its shape. In training, ranks have the same shapes of whole activations
+    /// and of parts of the sequence, so all of them find the same one.
     fn constant(&self, x: &Tensor) -> Option<Arc<Activation>> {
         let mut constants = self.constants.iter();
         let found = constants.find(|(dims, _)| dims == x.dims() && x.dtype().is_float());
         found.map(|(_, activation)| activation.clone())
     }
 
-    /// From which noted tensors plain operations made `x`, the latest first, and the ids of what is
-    /// between: without those that others of them were made from.
+    /// The recorded tensors that candle's operations computed `x` from, latest first, without those
+    /// behind another of them; and the ids of the tensors in between.
     fn origins(&self, x: &Tensor) -> (Vec<Arc<Activation>>, Vec<TensorId>) {
         let (mut origins, mut between, mut behind) = (Vec::new(), Vec::new(), HashSet::new());
         for node in x.sorted_nodes() {
@@ -115,7 +115,7 @@ impl ActivationLayouts {
     }
 }
 
-/// A plan whose layers compute on this thread, and in its context on others.
+/// Registers a plan whose layers compute in this thread's context.
 pub(super) fn add_plan(plan: &Arc<PlanRecord>) {
     with_layouts(|layouts| {
         layouts.plans.retain(|plan| plan.strong_count() > 0);
@@ -131,7 +131,7 @@ pub(super) fn plan_of(group: &Arc<dyn ProcessGroup>) -> Option<Arc<PlanRecord>> 
     })
 }
 
-/// Notes how the ranks hold `x`.
+/// Records the layout of `x`.
 pub(crate) fn note(x: &Tensor, activation: Arc<Activation>) {
     let by_shape = matches!(activation.layout, Some(Layout::Replicate | Layout::SEQUENCE));
     with_layouts(|layouts| {
@@ -142,18 +142,18 @@ pub(crate) fn note(x: &Tensor, activation: Arc<Activation>) {
     });
 }
 
-/// Notes that the ranks hold `to`, a copy of a tensor, as they hold that.
-pub(crate) fn pass_on(activation: &Option<Arc<Activation>>, to: &Tensor) {
+/// Records that `to`, a copy of a tensor, has that tensor's layout.
+pub(crate) fn propagate(activation: &Option<Arc<Activation>>, to: &Tensor) {
     if let Some(activation) = activation {
         note(to, activation.clone());
     }
 }
 
-/// `y`, whose memory nobody else has, at the beginning of a graph of its own if it is a part and no
-/// graph is recorded: so that what plain operations make of it is known. Without a backward that comes
-/// only for parts of the last dimension, logits for instance: of a part of the sequence the graph would
-/// hold all that a residual stream was added up from.
-pub(crate) fn keep_known(y: Tensor, activation: &Option<Arc<Activation>>) -> Result<Tensor> {
+/// Makes `y`, if it is a part and no graph is recorded, the leaf of a graph of its own, so that what
+/// candle's operations compute from it can be traced. `y` must not share its memory. If there will be no
+/// backward, only parts of the last dimension (logits) become leaves: with parts of the sequence the
+/// graph would hold every term of the residual stream.
+pub(crate) fn make_traceable(y: Tensor, activation: &Option<Arc<Activation>>) -> Result<Tensor> {
     let expects_backward = GradMode::current().expects_backward();
     let part = activation.as_ref().is_some_and(|activation| match activation.layout {
         Some(Layout::Replicate) => false,
@@ -163,13 +163,13 @@ pub(crate) fn keep_known(y: Tensor, activation: &Option<Arc<Activation>>) -> Res
     if part && !is_grad_enabled() { leaf(y) } else { Ok(y) }
 }
 
-/// How the ranks hold `x`, which `user` (for messages) gets; `None` if nothing is known, as of what no
-/// layer of a plan had a part in.
+/// The layout of `x`, the input of `user` (for messages); `None` if no layer of a plan took part in
+/// computing it.
 ///
 /// # Errors
-/// If it was made from activations that they hold in different ways, or with parameters whose
-/// gradients the plan takes for whole and are not, or the other way round.
-pub(crate) fn of(x: &Tensor, user: &str) -> Result<Option<Arc<Activation>>> {
+/// If `x` was computed from activations of different layouts, or with parameters whose gradients are
+/// partial and not so in the plan, or the other way round.
+pub(crate) fn lookup(x: &Tensor, user: &str) -> Result<Option<Arc<Activation>>> {
     let found = with_layouts(|layouts| {
         if layouts.known.is_empty() {
             return None;
@@ -195,7 +195,7 @@ pub(crate) fn of(x: &Tensor, user: &str) -> Result<Option<Arc<Activation>>> {
     Ok(Some(activation))
 }
 
-/// How the ranks hold what is made of these.
+/// The layout of what is computed from `origins`.
 fn join(origins: &[Arc<Activation>], user: &str) -> Result<Option<Arc<Activation>>> {
     let Some(first) = origins.first() else { return Ok(None) };
     let mut joined = first;
@@ -219,7 +219,7 @@ fn join(origins: &[Arc<Activation>], user: &str) -> Result<Option<Arc<Activation
     Ok(Some(joined.clone()))
 }
 
-/// Checks the parameters that plain operations used on the way to an activation.
+/// Checks the parameters that candle's operations used on the way to an activation.
 fn check_parameters(activation: &Activation, between: &[TensorId]) -> Result<()> {
     let Some(plan) = activation.plan.upgrade() else { return Ok(()) };
     for parameter in between.iter().filter_map(|id| plan.parameters.get(id)) {
@@ -255,15 +255,14 @@ fn check_parameter(activation: &Activation, parameter: &Parameter) -> Result<()>
     }
 }
 
-/// In which layout the ranks hold `x` and who gave it, for messages, if a layer of a plan had a part in
-/// it.
+/// The layout of `x` and the layer that computed it, for messages, if a layer of a plan took part in it.
 pub fn describe_layout(x: &Tensor) -> Option<String> {
-    of(x, "this").ok().flatten().map(|activation| activation.describe())
+    lookup(x, "this").ok().flatten().map(|activation| activation.describe())
 }
 
 /// Checks that a loss was not computed from a part of an activation.
 pub fn check_loss(loss: &Tensor) -> Result<()> {
-    match of(loss, "the loss")? {
+    match lookup(loss, "the loss")? {
         Some(activation) if !activation.is_whole() => Err(Error::other(format!(
             "the loss is computed from {}, and each rank must have the same whole one: let the plan \
              make that whole (replicate) before the loss; `cross_entropy` takes the logits of a head \
@@ -274,9 +273,9 @@ pub fn check_loss(loss: &Tensor) -> Result<()> {
     }
 }
 
-/// An error of candle's about shapes that do not fit, with the layouts that the layers of a
-/// tensor-parallel plan gave last: where a part of an activation and another meet, their shapes differ.
-/// Other errors, and those without such a plan, stay as they are.
+/// Adds to candle's error about shapes that do not fit the last layouts of a tensor-parallel plan's
+/// layers: a part of an activation and a whole one differ in shape. Other errors, and those without such
+/// a plan, are returned unchanged.
 pub fn explain_shapes(error: Error) -> Error {
     let Error::Candle(candle) = &error else { return error };
     let text = candle.to_string();

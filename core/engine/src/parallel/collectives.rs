@@ -1,8 +1,8 @@
-//! Collectives that carry gradients: for layers of one's own.
+//! Differentiable collectives, for layers of one's own.
 //!
-//! Each takes a tensor in the graph and a process group, communicates when it is called, and moves
-//! the gradient when backward comes by, so all ranks of the group call them in the same order.
-//! Groups of one rank communicate nothing.
+//! Each takes a tensor in the graph and a process group, communicates when it is called and again in
+//! backward, so all ranks of the group call them in the same order. Groups of one rank communicate
+//! nothing.
 //!
 //! | | forward | backward | for |
 //! |---|---|---|---|
@@ -39,7 +39,7 @@ use crate::autograd::function;
 use crate::collective::{Collective, ProcessGroup};
 use crate::{Error, Result};
 
-/// Notes how the ranks hold `y`, if they are those that a plan cuts layers over.
+/// Records the layout of `y`, if a plan cuts layers over the ranks of `group`.
 fn note(
     what: &str,
     layout: Option<Layout>,
@@ -48,8 +48,8 @@ fn note(
 ) -> Result<Tensor> {
     let Some(plan) = activations::plan_of(group) else { return Ok(y) };
     let activation = Some(plan.activation(layout, format!("`collectives::{what}`")));
-    let y = activations::keep_known(y, &activation)?;
-    activations::pass_on(&activation, &y);
+    let y = activations::make_traceable(y, &activation)?;
+    activations::propagate(&activation, &y);
     Ok(y)
 }
 
@@ -62,7 +62,7 @@ fn apply(
     if group.size() == 1 {
         return Ok(x.clone());
     }
-    // The graph takes the output's memory over, and sums are made in place.
+    // The graph takes over the output's memory, and all-reduces are in place.
     let own = move |x: &Tensor| match how {
         Redistribute::Copy | Redistribute::AllReduce => x.force_contiguous(),
         _ => x.contiguous(),
@@ -138,8 +138,8 @@ pub fn split(x: &Tensor, dim: isize, group: &Arc<dyn ProcessGroup>) -> Result<Te
     apply(x, Redistribute::Split(dim), none, group)
 }
 
-/// Forward: cuts `x` along `split_dim`, sends part `i` to rank `i`, and puts what arrives together
-/// along `concat_dim` in rank order. Backward: the way back.
+/// Forward: cuts `x` along `split_dim`, sends part `i` to rank `i`, and puts what arrives together along
+/// `concat_dim` in rank order. Backward: the reverse.
 ///
 /// # Errors
 /// If there are no such dimensions or the ranks do not divide `split_dim`, or a peer fails.

@@ -12,8 +12,8 @@ use crate::{Error, Result};
 /// The ranks of a context-parallel group and how they share a sequence.
 ///
 /// A sequence is cut into `2 C` chunks for `C` ranks; rank `r` holds chunks `r` and `2 C - 1 - r`, so
-/// that under causal attention, where late positions see more than early ones, every rank has as
-/// much to do (head-tail balance, as PyTorch's context parallelism).
+/// that under causal attention, where late positions see more than early ones, every rank has as much
+/// work (head-tail balance, as PyTorch's context parallelism).
 ///
 /// Attention needs the keys and values of the whole sequence. They are **all-gathered**, not passed
 /// around a ring: with grouped key and value heads they are small, one collective a layer costs one
@@ -28,7 +28,7 @@ pub struct ContextParallel {
 }
 
 impl ContextParallel {
-    /// Sequences are shared by the ranks of `group`; `None` if that is one rank.
+    /// Context parallelism over the ranks of `group`; `None` if that is one rank.
     pub fn new(group: Arc<dyn ProcessGroup>) -> Option<Self> {
         (group.size() > 1).then_some(Self { group })
     }
@@ -38,12 +38,12 @@ impl ContextParallel {
         self.group.size()
     }
 
-    /// This rank's place among them.
+    /// This rank's index in the group.
     pub fn rank(&self) -> usize {
         self.group.rank()
     }
 
-    /// What rank `rank` holds of a sequence of `length` positions: two ranges, in order.
+    /// The positions of a sequence of `length` that `rank` holds: two ranges, in order.
     fn chunks(&self, rank: usize, length: usize) -> [Range<usize>; 2] {
         let n = length / (2 * self.size());
         [rank, 2 * self.size() - 1 - rank].map(|i| i * n..(i + 1) * n)
@@ -79,7 +79,7 @@ impl ContextParallel {
         Ok(Tensor::cat(&parts, dim)?)
     }
 
-    /// The whole of `parts` along dimension 1, in the order of positions. Collective; outside the
+    /// Gathers each of `parts` along dimension 1, in the order of positions. Collective; outside the
     /// graph.
     pub fn gather(&self, parts: &[&Tensor]) -> Result<Vec<Tensor>> {
         let gathers = parts
@@ -94,7 +94,8 @@ impl ContextParallel {
         gathers.iter().zip(parts).map(|(gather, x)| self.in_order(&gather.output, x)).collect()
     }
 
-    /// `flat`, the ranks' tensors shaped like `x` one after the other, in the order of positions.
+    /// Puts `flat`, the ranks' tensors of the shape of `x` one after the other, in the order of
+    /// positions.
     fn in_order(&self, flat: &Tensor, x: &Tensor) -> Result<Tensor> {
         let half = x.dim(1)? / 2;
         let ranks = flat

@@ -1,4 +1,4 @@
-//! What a layer knows of its place in a plan.
+//! How a layer computes under a plan.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -19,8 +19,9 @@ use crate::{Error, Result};
 ///
 /// A layer of one's own gets it from [`ModuleBuilder::declare`](crate::module::ModuleBuilder::declare)
 /// and computes between [`redistribute_input`](Self::redistribute_input) and
-/// [`redistribute_output`](Self::redistribute_output); what these give moves the gradients back, in the
-/// opposite order. [`record`](Self::record) enters the output into the graph.
+/// [`redistribute_output`](Self::redistribute_output); the [`Redistributed`] that these return
+/// redistribute the gradients back, in the opposite order. [`record`](Self::record) enters the output
+/// into the graph.
 #[derive(Clone)]
 pub struct LayerHandle(Arc<Inner>);
 
@@ -64,24 +65,24 @@ impl PlanRecord {
     }
 }
 
-/// The length of the sequence that a plan's layers have cut, for those that put it together again.
+/// The length of the sequence that a plan's layers have cut, for the layers that gather it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct SequenceLength(Arc<AtomicUsize>);
 
-/// What a plan asks of a layer.
+/// How a plan has a layer compute.
 pub(crate) struct LayerParallel {
     plan: Arc<PlanRecord>,
-    /// What the layer is in messages, with its style.
+    /// The layer's path and style, for messages.
     name: Arc<str>,
     /// Whether the plan names it.
     in_plan: bool,
     /// Whether it computes with whatever part it gets.
     on_parts: bool,
-    /// What happens to the input, and its layouts before and after.
+    /// How the input is redistributed, and its layouts before and after.
     input: Redistribute,
     takes: Layout,
     computes_with: Layout,
-    /// What happens to the output, and its layouts before and after.
+    /// How the output is redistributed, and its layouts before and after.
     output: Redistribute,
     computes: Layout,
     gives: Layout,
@@ -97,7 +98,7 @@ impl LayerParallel {
         style: Option<&ParallelStyle>,
         sharding: &LayerSharding,
     ) -> Result<Self> {
-        let [input, output] = sharding.moves(path)?;
+        let [input, output] = sharding.redistributions(path)?;
         let name = match style {
             Some(style) => format!("`{path}` ({})", style.name()),
             None => format!("`{path}`"),
@@ -118,7 +119,7 @@ impl LayerParallel {
         })
     }
 
-    /// A layer that another one computes, which moves activations for it.
+    /// A layer that another one computes, which redistributes activations for it.
     pub(crate) fn of_part(plan: Arc<PlanRecord>, path: &str, sharding: &LayerSharding) -> Self {
         Self { in_plan: true, computes: sharding.output[0], ..Self::not_in_plan(plan, path) }
     }
@@ -169,37 +170,37 @@ impl LayerHandle {
         self.parallel().is_some_and(|parallel| parallel.in_plan)
     }
 
-    /// Whether what the layer computes is a partial sum on each rank, so that a bias comes after
+    /// Whether each rank computes a partial sum, so that a bias is added after
     /// [`redistribute_output`](Self::redistribute_output).
     pub fn output_is_partial(&self) -> bool {
         self.parallel().is_some_and(|parallel| parallel.computes == Layout::Partial)
     }
 
-    /// The layout that the layer computes with, where its result depends on it (dropout).
+    /// The layout that the layer computes with, for layers whose result depends on it (dropout).
     pub fn computes_with(&self) -> Layout {
         self.parallel().map_or(Layout::Replicate, |parallel| parallel.computes_with)
     }
 
-    /// Whether the plan moves the layer's input.
-    pub fn moves_input(&self) -> bool {
+    /// Whether the plan redistributes the layer's input.
+    pub fn redistributes_input(&self) -> bool {
         self.parallel().is_some_and(|parallel| parallel.input != Redistribute::Keep)
     }
 
-    /// This rank's place among those that the layer is cut over, and their number.
-    pub fn place(&self) -> (usize, usize) {
+    /// This rank's index among the ranks that the layer is cut over, and their number.
+    pub fn rank_and_size(&self) -> (usize, usize) {
         self.parallel()
             .map_or((0, 1), |parallel| (parallel.group().rank(), parallel.group().size()))
     }
 
-    /// Checks that the ranks hold `x`, which the layer is given, as it takes its input.
+    /// Checks that `x`, the layer's input, has the layout that the layer takes.
     ///
     /// # Errors
-    /// If they do not; the message names the layer that gave it and how to make the two ends agree.
+    /// If not; the message names the layer that computed `x`, and how to make both ends agree.
     pub fn check_input(&self, x: &Tensor) -> Result<()> {
         let Some(parallel) = self.parallel() else { return Ok(()) };
         let at = |message: String| Error::Module { path: self.0.path.clone(), message };
         let got =
-            activations::of(x, &format!("`{}`", self.0.path)).map_err(|error| match error {
+            activations::lookup(x, &format!("`{}`", self.0.path)).map_err(|error| match error {
                 Error::Other(_) => at(error.to_string()),
                 error => error,
             })?;
@@ -228,7 +229,7 @@ impl LayerHandle {
             true => format!(
                 "takes {} as its input and gets {}; both ends of an edge must have one layout: \
                  change what one gives or what the other takes (`input` and `output` of their \
-                 styles), or put a style with a move between them",
+                 styles), or put a style that redistributes between them",
                 parallel.takes,
                 got.describe()
             ),
@@ -242,8 +243,8 @@ impl LayerHandle {
         }))
     }
 
-    /// The input as the layer computes with it, outside the graph. Checks that the ranks hold `x` as
-    /// the layer takes it. Collective if the plan moves it.
+    /// Checks the input and returns it in the layout that the layer computes with, outside the graph.
+    /// Collective if the plan redistributes it.
     ///
     /// # Errors
     /// As [`check_input`](Self::check_input), and if a peer fails.
@@ -258,7 +259,8 @@ impl LayerHandle {
         self.redistribute(&parallel, parallel.input, parallel.widths[0], &x.detach())
     }
 
-    /// The output as the next layer gets it, outside the graph. Collective if the plan moves it.
+    /// The output in its layout between layers, outside the graph. Collective if the plan redistributes
+    /// it.
     ///
     /// # Errors
     /// If a peer fails, or the dimension that is cut does not divide.
@@ -295,19 +297,20 @@ impl LayerHandle {
         }
     }
 
-    /// Where this rank's part of the last dimension of `input` begins, which the layer was given as
-    /// `x` and computes with cut (`shard(-1)`), and how wide the whole is. Collective where the layer
-    /// that gave `x` is not known, which is the same on all ranks.
+    /// For a layer that computes with an input cut along the last dimension (`shard(-1)`): where this
+    /// rank's part begins, and the size of the whole. `x` is the input before it was redistributed,
+    /// `input` after. Collective if the layer that computed `x` is unknown, which is the same on all
+    /// ranks.
     ///
     /// # Errors
-    /// If a peer fails, or the part is not the rank's of what the layer gave.
+    /// If a peer fails, or the part has not the size of this rank's part.
     pub fn last_dimension(&self, x: &Tensor, input: &Tensor) -> Result<(usize, usize)> {
         let width = input.dim(D::Minus1)?;
         let Some(parallel) = self.parallel() else { return Ok((0, width)) };
         let group = parallel.group();
         let known = match parallel.input {
             Redistribute::Split(_) => x.dim(D::Minus1)?,
-            _ => activations::of(x, &self.0.path)?.map_or(0, |activation| activation.width),
+            _ => activations::lookup(x, &self.0.path)?.map_or(0, |activation| activation.width),
         };
         if known == 0 {
             let widths = all_gather_object(&**group, &width)?;
@@ -333,13 +336,13 @@ impl LayerHandle {
     }
 
     /// Enters `output`, which the layer computed from `inputs` and `parameters`, into the graph, and
-    /// notes how the ranks hold it. `inputs` are the tensors that the layer was given, of which the
-    /// first is its input; at most three, or two where there are parameters.
+    /// records its layout. `inputs` are the tensors that the layer was given, of which the first is its
+    /// input; at most three, or two where there are parameters.
     ///
-    /// `backward` gets the output and its gradient (contiguous), must
-    /// [accumulate](Parameter::accumulate) into every one of `parameters` and
-    /// [end its use](Parameter::end_use), after it has read the parameter's value for the last time,
-    /// and returns a gradient for each input; those of inputs outside the graph are dropped.
+    /// `backward` gets the output and its gradient (contiguous). It must
+    /// [accumulate](Parameter::accumulate) into each of `parameters` and then [end its
+    /// use](Parameter::end_use), which may free the parameter's memory, so its value must not be read
+    /// after that. It returns a gradient for each input; those of inputs outside the graph are dropped.
     ///
     /// # Errors
     /// None but candle's.
@@ -376,7 +379,7 @@ impl LayerHandle {
         mark(y, Arc::new(Activation { layout, classes, ..(*activation).clone() }))
     }
 
-    /// Notes how the ranks hold `output`, outside the graph, which the layer computed from `x`.
+    /// Records the layout of `output`, which is outside the graph and was computed from `x`.
     pub fn note_output(&self, x: &Tensor, output: &Tensor) -> Result<()> {
         if let Some(activation) = self.output_activation(Some(x))? {
             activations::note(output, activation);
@@ -384,7 +387,7 @@ impl LayerHandle {
         Ok(())
     }
 
-    /// How the ranks hold the output for this input.
+    /// The layout of the output for this input.
     fn output_activation(&self, x: Option<&Tensor>) -> Result<Option<Arc<Activation>>> {
         let Some(parallel) = self.parallel() else { return Ok(None) };
         let mut activation = Activation {
@@ -395,7 +398,7 @@ impl LayerHandle {
             plan: Arc::downgrade(&parallel.plan),
         };
         if parallel.on_parts {
-            match x.map(|x| activations::of(x, &self.0.path)).transpose()?.flatten() {
+            match x.map(|x| activations::lookup(x, &self.0.path)).transpose()?.flatten() {
                 Some(input) => {
                     activation = Activation { source: activation.source, ..(*input).clone() }
                 }
@@ -406,15 +409,15 @@ impl LayerHandle {
     }
 }
 
-/// Notes how the ranks hold `y`, of which nobody else has the memory.
+/// Records the layout of `y`, which must not share its memory.
 fn mark(y: Tensor, activation: Arc<Activation>) -> Result<Tensor> {
     let activation = Some(activation);
-    let y = activations::keep_known(y, &activation)?;
-    activations::pass_on(&activation, &y);
+    let y = activations::make_traceable(y, &activation)?;
+    activations::propagate(&activation, &y);
     Ok(y)
 }
 
-/// Whether two layouts of a tensor of this rank are the same.
+/// Whether two layouts of a tensor with `rank` dimensions are the same.
 fn same(a: Layout, b: Layout, rank: usize) -> bool {
     let place = |layout| match layout {
         Layout::Shard(dim) if dim < 0 => Layout::Shard(dim + rank as isize),
@@ -437,7 +440,7 @@ pub fn record_function(
         return record(inputs, &[], output, backward);
     }
     for input in inputs {
-        if let Some(activation) = activations::of(input, "a function")? {
+        if let Some(activation) = activations::lookup(input, "a function")? {
             return mark(output, activation);
         }
     }
@@ -445,10 +448,10 @@ pub fn record_function(
 }
 
 impl SequenceLength {
-    /// Notes the length of a sequence that is about to be cut.
+    /// Records the length of a sequence that is about to be cut.
     fn note(&self, path: &str, x: &Tensor, group: &dyn ProcessGroup) -> Result<()> {
         let (length, ranks) = (x.dims().get(1).copied().unwrap_or(0), group.size());
-        // Without a graph, in generation, any length will do.
+        // In generation, without a backward, any length will do.
         if GradMode::current().expects_backward() && !length.is_multiple_of(ranks) {
             return Err(Error::Module {
                 path: path.to_owned(),

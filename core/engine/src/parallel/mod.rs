@@ -1,12 +1,11 @@
-//! Tensor, sequence and context parallelism: plans, styles, and the collectives that carry
-//! gradients.
+//! Tensor, sequence and context parallelism: plans, styles, and differentiable collectives.
 //!
 //! A [`Plan`] maps patterns of module paths to [`ParallelStyle`]s, with PyTorch's names and meaning;
-//! [`ModuleTree::parallelize_module`](crate::module::ModuleTree::parallelize_module) applies it
-//! before any value exists: it cuts the parameters' specs and tells the layers what to communicate at
-//! their edges. A [`ParallelLayer`] says which styles a kind of layer takes and what they do to it; the
-//! layers of `nn` are such, and so can be those of others. [`ContextParallel`] cuts
-//! sequences. [`collectives`] are there for layers that a plan knows nothing of.
+//! [`ModuleTree::parallelize_module`](crate::module::ModuleTree::parallelize_module) applies it before
+//! any value exists: it cuts the parameters' specs and tells the layers what to communicate at their
+//! edges. A [`ParallelLayer`] says which styles a kind of layer takes and what they do to it; the layers
+//! of `nn` implement it, and others can. [`ContextParallel`] cuts sequences. [`collectives`] are for
+//! layers outside of plans.
 //!
 //! ```
 //! use fulgurite_core::parallel::{Colwise, Rowwise};
@@ -20,11 +19,11 @@
 //! ```
 //!
 //! # Layouts
-//! Between layers an activation is replicated over the tensor-parallel ranks or cut along a
-//! dimension, and **its gradient has the same layout**. A style says which layouts a layer takes and
-//! gives, and a plan must make neighbours agree. Each layer checks that in the forward, before it
-//! communicates: it knows who gave its input, directly or through plain operations of candle, and the
-//! error names both ends. A layer that is not in the plan takes whole activations, a loss whole ones or
+//! Between layers an activation is replicated over the tensor-parallel ranks or cut along a dimension,
+//! and **its gradient has the same layout**. A style says which layouts a layer takes and gives, and a
+//! plan must make neighbours agree. Each layer checks that in the forward, before it communicates: it
+//! knows which layer computed its input, directly or through candle's operations, and the error names
+//! both ends. A layer that is not in the plan takes whole activations, a loss whole ones or
 //! [`ShardedLogits`], and a parameter whose gradient the plan sums must be used on parts.
 
 pub(crate) mod activations;

@@ -1,4 +1,4 @@
-//! What a layer says of itself to plans.
+//! How a layer supports tensor-parallel plans.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,10 +6,10 @@ use std::fmt;
 use super::{LayerSharding, Layout, ParallelStyle};
 use crate::{Error, Result};
 
-/// What tensor-parallel plans may do to a kind of layer: the layer's side of
-/// [`parallelize_module`](crate::module::ModuleTree::parallelize_module). A layer hands it to
-/// [`ModuleBuilder::declare`](crate::module::ModuleBuilder::declare) when it is built, and gets the
-/// [`LayerHandle`](super::LayerHandle) with which it computes as the plan says.
+/// Which styles a kind of layer takes from tensor-parallel plans
+/// ([`parallelize_module`](crate::module::ModuleTree::parallelize_module)), and how they shard it. A
+/// layer passes it to [`ModuleBuilder::declare`](crate::module::ModuleBuilder::declare) when it is
+/// built, and gets the [`LayerHandle`](super::LayerHandle) with which it computes as the plan says.
 ///
 /// ```
 /// use fulgurite_core::Result;
@@ -44,7 +44,7 @@ use crate::{Error, Result};
 /// }
 /// ```
 pub trait ParallelLayer: fmt::Debug + Send + Sync + 'static {
-    /// The name of the kind of layer, which messages have: `Linear`.
+    /// The name of the kind of layer, for messages: `Linear`.
     fn kind(&self) -> &'static str;
 
     /// Which styles the layer takes, for messages: "it takes colwise and rowwise".
@@ -52,15 +52,15 @@ pub trait ParallelLayer: fmt::Debug + Send + Sync + 'static {
         "it takes replicated_with_grad_allreduce"
     }
 
-    /// The layers inside of this one, by name, that it computes itself, as one operation: attention
-    /// its projections. Plans name them; this layer says what their styles do.
+    /// Names of the layers inside of this one that it computes itself as one operation, such as
+    /// attention's projections. Plans give them styles, and this layer says how these shard them.
     fn parts(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// What the styles that a plan gives the layer and its parts do: how the parameters are cut, and
-    /// where input and output move. Called when a plan is applied, if it gives any, with the same
-    /// answer on every rank; it communicates nothing.
+    /// How the styles that a plan gives the layer and its parts cut the parameters and redistribute
+    /// input and output. Called when a plan with such styles is applied; returns the same on every rank
+    /// and communicates nothing.
     ///
     /// # Errors
     /// If the layer does not take the style ([`LayerStyles::cannot_take`]) or one of its layouts
@@ -103,7 +103,7 @@ impl<'a> LayerStyles<'a> {
         self.styles.get(&format!("{}.{name}", self.path)).copied()
     }
 
-    /// Over how many ranks the plan cuts layers.
+    /// Number of ranks that the plan cuts layers over.
     pub fn ranks(&self) -> usize {
         self.ranks
     }

@@ -11,7 +11,7 @@ pub struct PlanEntry {
     /// A pattern of module paths; `*` is one segment, or a part of one (see
     /// [`glob_match`](crate::module::glob_match)).
     pub pattern: String,
-    /// What the layers get.
+    /// The style of the layers that match.
     pub style: ParallelStyle,
 }
 
@@ -56,7 +56,7 @@ impl Plan {
         &self.entries
     }
 
-    /// The style of the first entry with this very pattern.
+    /// The style of the first entry with exactly this pattern.
     pub fn style(&self, pattern: &str) -> Option<ParallelStyle> {
         self.entries.iter().find(|entry| entry.pattern == pattern).map(|entry| entry.style)
     }

@@ -1,4 +1,4 @@
-//! From one layout to another and back: the raw moves behind styles and collectives.
+//! Redistribution of activations from one layout to another, and of their gradients back.
 
 use std::sync::Arc;
 
@@ -9,14 +9,14 @@ use crate::collective::{AllGather, Collective, ProcessGroup, ReduceOp, ReduceSca
 use crate::shard::chunk;
 use crate::{Error, Result};
 
-/// A move of an activation at the edge of a layer; its backward is the move of the gradient.
+/// How an activation is redistributed at the edge of a layer, and its gradient in backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Redistribute {
-    /// Stays. Backward: stays.
+    /// Identity. Backward: identity.
     Keep,
-    /// Stays, and is used by ranks that each compute a part. Backward: all-reduce.
+    /// Identity, for ranks that each compute a part. Backward: all-reduce.
     Copy,
-    /// All-reduce of partial sums. Backward: stays.
+    /// All-reduce of partial sums. Backward: identity.
     AllReduce,
     /// All-gather along a dimension, for ranks that each compute a part. Backward: reduce-scatter.
     AllGather(isize),
@@ -29,17 +29,17 @@ pub(crate) enum Redistribute {
     Split(isize),
 }
 
-/// A redistribution that was made: moves the gradient back.
+/// A redistribution that was done, with what the gradient's way back needs.
 #[derive(Clone)]
 pub struct Redistributed {
-    /// `None` where nothing moves.
+    /// `None` if nothing is communicated.
     group: Option<Arc<dyn ProcessGroup>>,
     how: Redistribute,
     /// Size of the whole along the dimension.
     total: usize,
 }
 
-/// The dimension that `dim`, which may count from the end, is in `x`.
+/// The dimension of `x` that `dim` means, which may count from the end.
 pub(super) fn dimension(x: &Tensor, dim: isize) -> Result<usize> {
     let place = if dim < 0 { x.rank().checked_add_signed(dim) } else { Some(dim.unsigned_abs()) };
     place.filter(|&d| d < x.rank()).ok_or_else(|| {
@@ -48,9 +48,9 @@ pub(super) fn dimension(x: &Tensor, dim: isize) -> Result<usize> {
 }
 
 impl Redistribute {
-    /// From an input's layout between layers to the one that the layer computes with, if one
-    /// collective does it. `Partial` inside: the values are whole, and what each rank computes of
-    /// their gradient is a partial sum.
+    /// How a layer's input is redistributed from its layout between layers to the one that the layer
+    /// computes with, if one collective does it. `Partial` inside means that the values are whole and
+    /// each rank computes a partial sum of their gradient.
     pub(crate) fn input(outside: Layout, inside: Layout) -> Option<Self> {
         Some(match (outside, inside) {
             (Layout::Replicate, Layout::Partial) => Self::Copy,
@@ -59,8 +59,8 @@ impl Redistribute {
         })
     }
 
-    /// From what the layer computes to its output's layout between layers. `Partial` inside: each
-    /// rank computes a partial sum.
+    /// How a layer's output is redistributed from the layout that the layer computes to the one between
+    /// layers, if one collective does it. `Partial` inside means that each rank computes a partial sum.
     pub(crate) fn output(inside: Layout, outside: Layout) -> Option<Self> {
         Some(match (inside, outside) {
             (Layout::Partial, Layout::Replicate) => Self::AllReduce,
@@ -69,7 +69,7 @@ impl Redistribute {
         })
     }
 
-    /// Between two layouts of an activation whose gradient has the same ones.
+    /// How an activation is redistributed between two layouts that its gradient has too.
     fn between(from: Layout, to: Layout) -> Option<Self> {
         match (from, to) {
             _ if from == to => Some(Self::Keep),
@@ -79,8 +79,8 @@ impl Redistribute {
         }
     }
 
-    /// Moves `x`, which is outside the graph and may be overwritten. `total` is the size of the whole
-    /// along the dimension that is gathered. Collective.
+    /// Redistributes `x`, which is outside the graph and may be overwritten. `total` is the size of the
+    /// whole along the dimension that is gathered. Collective.
     pub(crate) fn forward(
         self,
         x: &Tensor,
@@ -105,13 +105,13 @@ impl Redistribute {
 }
 
 impl Redistributed {
-    /// Nothing moved.
+    /// No redistribution.
     pub fn none() -> Self {
         Self { group: None, how: Redistribute::Keep, total: 0 }
     }
 
-    /// Moves the gradient back, which may be overwritten. Collective where the forward was, and where
-    /// the forward had nothing to move and the gradient does.
+    /// Redistributes the gradient back; `grad` may be overwritten. Collective if the gradient is
+    /// communicated, which it may be where the activation was not.
     ///
     /// # Errors
     /// If a peer fails.
@@ -129,14 +129,14 @@ impl Redistributed {
     }
 }
 
-/// The sum over the ranks, in place where that can be.
+/// The sum over the ranks, in place if `x` is contiguous.
 fn all_reduce(x: &Tensor, group: &dyn ProcessGroup) -> Result<Tensor> {
     let sum = x.detach().contiguous()?;
     group.run(Collective::all_reduce(&sum, ReduceOp::Sum))?;
     Ok(sum)
 }
 
-/// The ranks' chunks (cut as `torch.chunk`) put together.
+/// The ranks' chunks (cut as `torch.chunk`), concatenated.
 fn all_gather(x: &Tensor, dim: isize, total: usize, group: &dyn ProcessGroup) -> Result<Tensor> {
     let dim = dimension(x, dim)?;
     let sizes: Vec<usize> = (0..group.size()).map(|r| chunk(total, group.size(), r).1).collect();
@@ -201,12 +201,12 @@ fn reduce_scatter(x: &Tensor, dim: isize, group: &dyn ProcessGroup) -> Result<Te
     Ok(mine.reshape(dims)?)
 }
 
-/// This rank's chunk, in memory of its own: a graph takes it over, and leaves `x` its memory.
+/// A copy of this rank's chunk: a graph takes over its storage, and `x` keeps its own.
 fn split(x: &Tensor, dim: isize, group: &dyn ProcessGroup) -> Result<Tensor> {
     let dim = dimension(x, dim)?;
     let (start, size) = chunk(x.dim(dim)?, group.size(), group.rank());
     let part = x.detach().narrow(dim, start, size)?;
-    // candle cannot copy a view of no elements that begins behind the end.
+    // candle cannot copy an empty view that begins past the end.
     if part.elem_count() == 0 { Ok(part.zeros_like()?) } else { Ok(part.force_contiguous()?) }
 }
 

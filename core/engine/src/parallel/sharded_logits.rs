@@ -9,7 +9,7 @@ use crate::collective::ProcessGroup;
 use crate::{Error, Result};
 
 /// Logits of which each rank has some classes: the output of a head that a plan made
-/// [`loss_parallel`](super::Colwise::loss_parallel), as it came or what plain operations made of it.
+/// [`loss_parallel`](super::Colwise::loss_parallel), or what candle's operations computed from it.
 #[derive(Clone)]
 pub struct ShardedLogits {
     /// The ranks that share the classes.
@@ -21,14 +21,14 @@ pub struct ShardedLogits {
 }
 
 impl ShardedLogits {
-    /// How the classes of `logits` are cut, if they are. They are known by where they come from, not
-    /// by their shape. For losses.
+    /// How the classes of `logits` are cut, if they are. This follows from the layer that computed them,
+    /// not from their shape. For losses.
     ///
     /// # Errors
-    /// If the logits are another part of an activation, of which no loss can be computed, or if
-    /// something was done to their classes since the head gave them.
+    /// If the logits are a part of an activation but not of the classes, or have another number of
+    /// classes than the head gave.
     pub fn of(logits: &Tensor) -> Result<Option<Self>> {
-        let Some(activation) = activations::of(logits, "the loss")? else { return Ok(None) };
+        let Some(activation) = activations::lookup(logits, "the loss")? else { return Ok(None) };
         if activation.is_whole() {
             return Ok(None);
         }
@@ -54,8 +54,8 @@ impl ShardedLogits {
         Ok(Some(Self { group, first_class, classes }))
     }
 
-    /// Notes that a loss of these logits is the same whole one on every rank. For losses, whose
-    /// gradient every rank computes for its own classes.
+    /// Records that `loss`, computed from these logits, is whole on every rank. For losses of which
+    /// every rank computes the gradient for its own classes.
     pub fn note_loss(&self, loss: &Tensor) {
         if let Some(plan) = activations::plan_of(&self.group) {
             activations::note(loss, plan.activation(Some(Layout::Replicate), "the loss"));

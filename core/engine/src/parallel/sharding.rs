@@ -1,10 +1,10 @@
-//! What a style does to a layer.
+//! How styles shard a layer.
 
 use super::{Layout, Redistribute};
 use crate::{Error, Result};
 
-/// What the styles of a plan do to a layer: how its parameters are cut and where its input and
-/// output move. Made by [`ParallelLayer::shard`](super::ParallelLayer::shard).
+/// How the styles of a plan shard a layer: how its parameters are cut, and its input and output
+/// redistributed. Returned by [`ParallelLayer::shard`](super::ParallelLayer::shard).
 ///
 /// The default leaves everything whole. Parameters that it does not name are whole on every rank, and
 /// so are their gradients.
@@ -19,10 +19,10 @@ pub struct LayerSharding {
     pub(crate) parts: Vec<(&'static str, LayerSharding)>,
 }
 
-/// What a style does to a parameter.
+/// How a style shards a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ParameterSharding {
-    /// Cut along a dimension, each part on so many neighbouring ranks.
+    /// Cut along a dimension, each part on `replicas` neighbouring ranks.
     Cut { dim: usize, replicas: usize },
     /// Whole on every rank.
     Replicated { partial_grad: bool },
@@ -46,54 +46,54 @@ impl Default for LayerSharding {
 }
 
 impl LayerSharding {
-    /// A layer that computes with whatever part of an activation its input is, gives such a part, and
-    /// has whole parameters, whose gradients are partial sums for that reason.
+    /// For [`ReplicatedWithGradAllreduce`](super::ParallelStyle::ReplicatedWithGradAllreduce): input and
+    /// output are the same part of an activation, whichever it is, and the parameters are whole with
+    /// partial gradients.
     pub fn on_parts() -> Self {
         Self { on_parts: true, ..Self::default() }.replicate_all(true)
     }
 
-    /// Where the input comes from: its layout between layers, and the one that the layer computes
-    /// with. `Partial` there stands for whole values of which each rank computes another part of the
-    /// output, so that what it has of their gradient is a partial sum.
+    /// Sets the input's layout between layers, and the one that the layer computes with. As the latter,
+    /// `Partial` means whole values from which each rank computes another part of the output, so that
+    /// their gradient is partial.
     #[must_use]
     pub fn input(mut self, between_layers: Layout, computed_with: Layout) -> Self {
         self.input = [between_layers, computed_with];
         self
     }
 
-    /// Where the output goes: the layout that the layer computes, and the one between layers.
-    /// `Partial` there stands for values of which each rank computes a partial sum.
+    /// Sets the layout of the output that the layer computes, and the one between layers. As the former,
+    /// `Partial` means that each rank computes a partial sum.
     #[must_use]
     pub fn output(mut self, computed: Layout, between_layers: Layout) -> Self {
         self.output = [computed, between_layers];
         self
     }
 
-    /// The size of the last dimension of the whole input and the whole output. A layer that gathers a
-    /// part of that dimension must say it.
+    /// Sets the sizes of the last dimension of the whole input and the whole output. Needed where that
+    /// dimension is gathered.
     #[must_use]
     pub fn widths(mut self, input: usize, output: usize) -> Self {
         self.widths = [input, output];
         self
     }
 
-    /// The parameter `name`, if the layer has it, is cut along `dim` into one chunk a rank.
+    /// Cuts the parameter `name`, if the layer has it, along `dim` into one chunk a rank.
     #[must_use]
     pub fn cut(self, name: impl Into<String>, dim: usize) -> Self {
         self.cut_shared(name, dim, 1)
     }
 
-    /// As [`cut`](Self::cut), into fewer chunks, each of which `replicas` neighbouring ranks hold.
-    /// What they compute with it differs, so each one's gradient is a partial sum.
+    /// As [`cut`](Self::cut), into fewer chunks, each held by `replicas` neighbouring ranks. These
+    /// compute different things with it, so its gradient is partial.
     #[must_use]
     pub fn cut_shared(mut self, name: impl Into<String>, dim: usize, replicas: usize) -> Self {
         self.parameters.push((name.into(), ParameterSharding::Cut { dim, replicas }));
         self
     }
 
-    /// The parameter `name`, if the layer has it, is whole on every rank. `partial_grad` says whether
-    /// each rank's gradient of it is a partial sum, because the ranks compute with it on different
-    /// parts of an activation.
+    /// Keeps the parameter `name`, if the layer has it, whole on every rank. `partial_grad` says whether
+    /// its gradient is partial, because the ranks compute with it on different parts of an activation.
     #[must_use]
     pub fn replicate(mut self, name: impl Into<String>, partial_grad: bool) -> Self {
         self.parameters.push((name.into(), ParameterSharding::Replicated { partial_grad }));
@@ -106,24 +106,24 @@ impl LayerSharding {
         self.replicate(ALL, partial_grad)
     }
 
-    /// What the plan does to one of the layer's [parts](super::ParallelLayer::parts). The layer moves
-    /// input and output for its parts, which move nothing.
+    /// Sets how one of the layer's [parts](super::ParallelLayer::parts) is sharded. The layer
+    /// redistributes input and output for its parts, which do not.
     #[must_use]
     pub fn part(mut self, name: &'static str, sharding: Self) -> Self {
         self.parts.push((name, sharding));
         self
     }
 
-    /// The output's last dimension are classes: where the loss can work on parts it stays cut, and is
-    /// known to be [logits](super::ShardedLogits).
+    /// Marks the output's last dimension as classes: where the loss can work on parts, it stays cut and
+    /// is known to be [logits](super::ShardedLogits).
     #[must_use]
     pub fn loss_parallel(mut self, on: bool) -> Self {
         self.loss_parallel = on;
         self
     }
 
-    /// The moves of input and output.
-    pub(crate) fn moves(&self, path: &str) -> Result<[Redistribute; 2]> {
+    /// How input and output are redistributed.
+    pub(crate) fn redistributions(&self, path: &str) -> Result<[Redistribute; 2]> {
         let wrong = |message: String| Error::Module { path: path.to_owned(), message };
         let two = |from: Layout, to: Layout| {
             wrong(format!(

@@ -14,16 +14,16 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Colwise {
-    /// Layout of what comes in: `replicate`, or `shard(1)` for a part of the sequence, which is then
+    /// Layout of the input: `replicate`, or `shard(1)` for a part of the sequence, which is then
     /// gathered.
     pub input: Layout,
-    /// Layout of what goes out: `shard(-1)`, or `replicate`, to which it is then gathered.
+    /// Layout of the output: `shard(-1)`, or `replicate`, to which it is then gathered.
     pub output: Layout,
-    /// For an output head with `output = "replicate"`: under a trainer's or Fabric's
-    /// [forward scope](crate::module::ForwardScope) the logits stay cut, and the cross entropy works on
-    /// the parts. It knows them by where they come from, also if rows were taken or reshaped in
-    /// between ([`ShardedLogits`](super::ShardedLogits)). Whatever else looks at the logits there sees
-    /// the part: [`gather`](crate::parallel::collectives::gather) gives the whole.
+    /// For an output head with `output = "replicate"`: under a trainer's or Fabric's [forward
+    /// scope](crate::module::ForwardScope) the logits stay cut, and the cross entropy works on the
+    /// parts. It recognises them also if rows were selected or reshaped in between
+    /// ([`ShardedLogits`](super::ShardedLogits)). Other code gets this rank's part of the logits;
+    /// [`gather`](crate::parallel::collectives::gather) returns the whole.
     pub loss_parallel: bool,
 }
 
@@ -38,11 +38,11 @@ impl Default for Colwise {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Rowwise {
-    /// Layout of what comes in: `shard(-1)`, or `replicate`, of which each rank then takes its part.
-    /// An embedding takes ids, which are replicated; it ignores this.
+    /// Layout of the input: `shard(-1)`, or `replicate`, of which each rank then takes its part. An
+    /// embedding takes ids, which are replicated; it ignores this.
     pub input: Layout,
-    /// Layout of what goes out: `replicate` by an all-reduce, or `shard(1)`, a part of the sequence,
-    /// by a reduce-scatter.
+    /// Layout of the output: `replicate` by an all-reduce, or `shard(1)`, a part of the sequence, by a
+    /// reduce-scatter.
     pub output: Layout,
 }
 
@@ -57,10 +57,9 @@ impl Default for Rowwise {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SequenceParallel {
-    /// Layout of what comes in: `shard(1)`, or `replicate`, of which each rank then takes its part.
+    /// Layout of the input: `shard(1)`, or `replicate`, of which each rank then takes its part.
     pub input: Layout,
-    /// Layout of what goes out: `shard(1)`, or `replicate`, to which it is then gathered (norms
-    /// only).
+    /// Layout of the output: `shard(1)`, or `replicate`, to which it is then gathered (norms only).
     pub output: Layout,
 }
 
@@ -70,25 +69,24 @@ impl Default for SequenceParallel {
     }
 }
 
-/// A layer whose input comes in one layout and is computed in another (PyTorch's
-/// `PrepareModuleInput`). On an attention or MLP block it spares its projections one gather each.
+/// A layer whose input is redistributed from one layout to another (PyTorch's `PrepareModuleInput`). On
+/// an attention or MLP block it saves a gather for each projection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PrepareModuleInput {
-    /// Layout of what comes in.
+    /// Layout of the input.
     pub input: Layout,
     /// Layout that the layer computes in.
     pub desired: Layout,
 }
 
-/// A layer whose output is given in another layout than it is computed in (PyTorch's
-/// `PrepareModuleOutput`).
+/// A layer whose output is redistributed from one layout to another (PyTorch's `PrepareModuleOutput`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PrepareModuleOutput {
     /// Layout of what the layer computes.
     pub output: Layout,
-    /// Layout of what goes out.
+    /// Layout of the output.
     pub desired: Layout,
 }
 
@@ -111,8 +109,8 @@ pub enum ParallelStyle {
     PrepareModuleInput(PrepareModuleInput),
     /// See [`PrepareModuleOutput`].
     PrepareModuleOutput(PrepareModuleOutput),
-    /// Parameters that are replicated and whose gradient on each rank is a partial sum, because the
-    /// ranks use them on different parts of an activation: a layer that gets whole ones refuses it.
+    /// Parameters that are replicated and have partial gradients, because the ranks use them on
+    /// different parts of an activation. It is an error if the layer gets whole activations.
     ReplicatedWithGradAllreduce,
 }
 
@@ -127,7 +125,7 @@ impl ParallelStyle {
         "replicated_with_grad_allreduce",
     ];
 
-    /// The style's own name, which a table's `type` is.
+    /// The style's name, as in a table's `type`.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Colwise(_) => "colwise",
@@ -212,7 +210,7 @@ impl<'de> Deserialize<'de> for ParallelStyle {
 struct NameOrTable;
 
 impl NameOrTable {
-    /// The values that a table's `type` has.
+    /// The values of a table's `type`.
     const TYPES: &'static [&'static str] = &[
         "colwise",
         "rowwise",
@@ -273,7 +271,7 @@ impl<'de> Visitor<'de> for NameOrTable {
                     rest.insert(key, value);
                 }
                 let name = rest.remove("type").ok_or_else(untyped)?;
-                // Without the place, of which this format knows nothing.
+                // The message alone: a position in this intermediate table says nothing.
                 let outside = |error: toml::de::Error| A::Error::custom(error.message());
                 let name = TypeName::deserialize(name).map_err(outside)?.0;
                 table(name, MapDeserializer::new(rest.into_iter())).map_err(outside)
@@ -282,7 +280,8 @@ impl<'de> Visitor<'de> for NameOrTable {
     }
 }
 
-/// A table that is no style: perhaps a pattern that lacks quotes, and was taken for nested tables.
+/// The error of a table without a `type`: perhaps a pattern without quotes, which is read as nested
+/// tables.
 fn untyped<E: serde::de::Error>() -> E {
     E::custom(
         "a style that is a table needs a `type`; if this is the first part of a pattern, put the \

@@ -1,4 +1,4 @@
-//! Where gradients go.
+//! How strategies take gradients.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -8,8 +8,8 @@ use candle_core::{DType, Tensor};
 use super::ParameterSlot;
 use crate::Result;
 
-/// The dtype that values of `dtype` are accumulated and computed in where sums must not lose small
-/// terms (gradients, layers' sums, optimizer updates): f64 for f64, f32 for all others.
+/// The dtype in which gradients, sums within layers and optimizer updates are computed for values of
+/// `dtype`, so that small terms are not lost: f64 for f64, f32 for all others.
 pub fn accumulation_dtype(dtype: DType) -> DType {
     match dtype {
         DType::F64 => DType::F64,
@@ -17,7 +17,7 @@ pub fn accumulation_dtype(dtype: DType) -> DType {
     }
 }
 
-/// A strategy's end of the gradient path. Called on the thread that runs backward.
+/// Takes parameters' gradients for a strategy. Called on the thread that runs backward.
 ///
 /// # Contract
 /// For each parameter that takes part in a backward, [`buffer`](GradReducer::buffer) is called
@@ -26,9 +26,9 @@ pub fn accumulation_dtype(dtype: DType) -> DType {
 /// order, or, for parameters that some use never delivered to, when backward ends. `ready` must not
 /// block on other ranks longer than it needs to start a collective.
 pub trait GradReducer: Send + Sync {
-    /// The memory this parameter's gradient is accumulated in: a flat contiguous tensor or view
-    /// with one element for each of the compute tensor's. Its content counts only after the first
-    /// gradient has been written.
+    /// The memory this parameter's gradient is accumulated in: a flat contiguous tensor or view with one
+    /// element for each of the compute tensor's. Its content is not read before the first gradient is
+    /// written.
     ///
     /// # Errors
     /// If there is no memory for it, or it can take no more gradients.
@@ -41,14 +41,14 @@ pub trait GradReducer: Send + Sync {
     fn ready(&self, slot: &ParameterSlot) -> Result<()>;
 }
 
-/// Keeps each gradient in a tensor of its own and sends nothing, while backward goes on: what one process
-/// needs, and what a strategy starts with that communicates afterwards.
+/// A reducer that keeps each gradient in a tensor of its own and communicates nothing: for one process,
+/// and for strategies that communicate after backward.
 #[derive(Debug, Default)]
 pub struct LocalGrads(Mutex<HashMap<String, Tensor>>);
 
 impl LocalGrads {
-    /// Hands the gradients of all backwards of the step to the parameters, of which this rank holds
-    /// the whole. One that none arrived for in this step gets zeros.
+    /// Makes the sum over the step's backwards each parameter's local gradient, or zeros if no gradient
+    /// arrived. For parameters that this rank holds whole.
     ///
     /// # Errors
     /// If memory cannot be had.
@@ -59,7 +59,7 @@ impl LocalGrads {
         Ok(())
     }
 
-    /// Gives away the gradient of a parameter, the sum over this rank's backwards since it was taken last;
+    /// Takes a parameter's gradient out: the sum over this rank's backwards since it was last taken, or
     /// zeros if none arrived.
     ///
     /// # Errors
@@ -71,11 +71,11 @@ impl LocalGrads {
         Ok(grad)
     }
 
-    /// A parameter's buffer, with zeros where no gradient was written.
+    /// A parameter's buffer, zeroed if no gradient was written.
     fn complete(&self, slot: &ParameterSlot) -> Result<Tensor> {
         let grad = self.buffer(slot)?;
         if !slot.has_accumulated() {
-            // A fresh buffer is zero; one of an earlier step may not be.
+            // A buffer of an earlier step holds old values.
             grad.zero_set()?;
         }
         Ok(grad)

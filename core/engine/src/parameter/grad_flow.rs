@@ -14,10 +14,10 @@ use crate::{Error, Result};
 pub(super) struct GradFlow {
     /// Uses by layers with a backward of their own that have not delivered yet.
     pub(super) pending_uses: usize,
-    /// Whether the backward of candle's graph has still to deliver.
+    /// Whether candle's graph has yet to deliver to the hook.
     pub(super) pending_hook: bool,
-    /// The units (`None`: what is in no unit) whose layers hold the compute tensor itself and are
-    /// part of the graph: uses of it are not seen, so each backward is taken to deliver.
+    /// The units (`None`: outside of units) whose layers hold the compute tensor itself and record a
+    /// graph. Their uses cannot be counted, so every backward is expected to deliver.
     pub(super) exposed_in: BTreeSet<Option<usize>>,
     /// Whether the buffer holds a gradient already, so that the next one is added.
     pub(super) accumulated: bool,
@@ -30,7 +30,7 @@ pub(super) struct GradFlow {
 }
 
 impl GradFlow {
-    /// Whether everything that was counted has delivered, and that was not told yet.
+    /// Whether all counted uses have delivered and `ready` was not called yet.
     pub(super) fn complete(&self) -> bool {
         self.pending_uses == 0 && !self.pending_hook && !self.ready
     }
@@ -38,10 +38,9 @@ impl GradFlow {
 
 /// For layers that compute their own backward.
 impl Parameter {
-    /// Counts one use in a forward whose backward will call [`end_use`](Self::end_use). Nothing is
-    /// counted when there will be no backward, and, in a unit that is computed again for its
-    /// backward, nothing a second time.
-    pub fn begin_use(&self) {
+    /// Counts one use, whose backward will call [`end_use`](Self::end_use). Counts nothing if there will
+    /// be no backward, and nothing again when a checkpointed unit is recomputed.
+    pub(crate) fn begin_use(&self) {
         if !self.requires_grad() {
             return;
         }
@@ -55,8 +54,8 @@ impl Parameter {
         }
     }
 
-    /// Notes whether the layers of a unit (`None`: those in no unit) hold the compute tensor itself
-    /// and are part of the graph, which those of a unit with checkpointed activations are not.
+    /// Sets whether layers of a unit (`None`: outside of units) hold the compute tensor itself and
+    /// record a graph, which those of a checkpointed unit do not.
     pub(crate) fn set_exposed(&self, unit: Option<usize>, in_graph: bool) {
         let mut flow = self.flow();
         match in_graph {
@@ -105,16 +104,16 @@ impl Parameter {
         })
     }
 
-    /// One counted use has delivered. When it was the last one, the strategy hears that the
-    /// gradient is ready.
+    /// Ends one counted use, whose gradient was delivered. After the last one the reducer is told that
+    /// the gradient is [ready](GradReducer::ready).
     pub fn end_use(&self) -> Result<()> {
         if !self.requires_grad() {
             return Ok(());
         }
         let complete = {
             let mut flow = self.flow();
-            // A use that is not counted (its forward was before the last backward's end) tells
-            // nothing of how many more there are.
+            // An uncounted use (its forward was before the end of the last backward) does not say how
+            // many are left.
             let counted = flow.pending_uses > 0;
             flow.pending_uses = flow.pending_uses.saturating_sub(1);
             counted && flow.complete()
@@ -127,10 +126,10 @@ impl Parameter {
         self.flow().accumulated
     }
 
-    /// Takes the gradient that the backward of candle's graph has summed up.
+    /// Takes the gradient that candle's graph has summed.
     pub(super) fn deliver_from_graph(&self, grad: &Tensor) -> Result<()> {
         if GradMode::current().recomputation().is_some() {
-            // The unit ends the use of what its forward noted.
+            // The unit's backward ends this use: `Uses::end_tensor_uses`.
             uses::check_tensor_use(self)?;
             return self.accumulate(grad);
         }

@@ -7,10 +7,10 @@ use crate::Result;
 use crate::random::{Purpose, Stream};
 use crate::shard::Region;
 
-/// How a parameter starts.
+/// A parameter's initial values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Init {
-    /// Every element the same.
+    /// Every element has this value.
     Const(f64),
     /// Normally distributed.
     Normal {
@@ -83,8 +83,7 @@ impl Init {
     }
 }
 
-/// candle_nn's initialiser for a parameter of this shape, so that its layers start as their
-/// authors meant.
+/// What candle_nn's initialiser does for a parameter of this shape.
 pub(crate) fn from_candle(init: candle_nn::Init, shape: &candle_core::Shape) -> Init {
     match init {
         candle_nn::Init::Kaiming { dist, fan, non_linearity } => {

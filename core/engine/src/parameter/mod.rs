@@ -1,12 +1,11 @@
-//! Deferred parameters: declared without memory, filled, emptied and refilled under a living graph,
-//! and told when their gradient is complete.
+//! Deferred parameters: declared without memory; a strategy fills and frees their values while graphs
+//! hold them, and is told when a gradient is complete.
 //!
-//! A [`Parameter`] is a handle. Its *compute tensor* is made once, as the output of a custom op on
-//! a one-element token, with empty storage of the full shape; layers and graphs hold that tensor.
-//! A strategy has the parameter's [`ParameterSlot`]: through it, it puts values in
-//! ([`compute`](ParameterSlot::compute) and [`storage`](crate::autograd::storage)), takes them out, and
-//! says where gradients go. In backward every gradient goes to
-//! the strategy's [`GradReducer`]; candle's `GradStore` never holds one.
+//! A [`Parameter`] is a handle. Its *compute tensor* is made once, as the output of a custom op on a
+//! one-element token, with empty storage of the full shape; layers and graphs hold that tensor. A
+//! strategy fills and frees it through the parameter's [`ParameterSlot`]
+//! ([`compute`](ParameterSlot::compute) and [`storage`](crate::autograd::storage)), and sets the
+//! [`GradReducer`] that takes every gradient in backward; candle's `GradStore` never holds one.
 
 mod grad;
 mod grad_flow;
@@ -20,8 +19,8 @@ mod uses;
 
 pub use grad::{GradReducer, LocalGrads, accumulation_dtype};
 pub use init::Init;
-pub(crate) use parameter::LayerCut;
-pub use parameter::{LocalShard, Parameter, ParameterSpec};
+pub(crate) use parameter::{LayerCut, ParameterSpec};
+pub use parameter::{LocalShard, Parameter};
 pub use record::record;
 pub use slot::ParameterSlot;
 pub(crate) use uses::{Uses, note_tensor_use};

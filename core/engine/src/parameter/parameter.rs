@@ -11,26 +11,26 @@ use crate::autograd::{GradMode, storage};
 use crate::shard::{Region, ShardSpec};
 use crate::{Error, Result};
 
-/// What a parameter is declared with.
+/// A parameter's declaration.
 #[derive(Debug, Clone)]
-pub struct ParameterSpec {
+pub(crate) struct ParameterSpec {
     /// Fully qualified name, `model.layers.0.self_attn.q_proj.weight`.
-    pub fqn: String,
+    pub(crate) fqn: String,
     /// The global shape.
-    pub shape: Vec<usize>,
+    pub(crate) shape: Vec<usize>,
     /// dtype of the values that the optimizer updates and checkpoints hold.
-    pub dtype: DType,
+    pub(crate) dtype: DType,
     /// dtype of the tensor that layers compute with.
-    pub compute_dtype: DType,
+    pub(crate) compute_dtype: DType,
     /// The device of both.
-    pub device: Device,
+    pub(crate) device: Device,
     /// The initial values.
-    pub init: Init,
+    pub(crate) init: Init,
     /// Whether a gradient is computed for it.
-    pub requires_grad: bool,
+    pub(crate) requires_grad: bool,
     /// Whether the layer that declared it holds its compute tensor (`VarBuilder`), so that its shape is
     /// fixed and its gradient comes out of candle's graph.
-    pub external: bool,
+    pub(crate) external: bool,
 }
 
 /// The part of a parameter that this rank's optimizer updates.
@@ -43,26 +43,25 @@ pub struct LocalShard {
     pub region: Region,
 }
 
-/// A handle on a parameter; clones are the same parameter.
+/// A handle to a parameter; clones refer to the same one.
 ///
-/// Models hold it and compute with [its values](Self::tensor). A layer with a backward of its own takes
-/// them [without a graph](Self::value) and enters what it computed [into one](super::record); it
-/// [adds](Self::accumulate) to the gradient itself.
+/// Models hold it and compute with [`tensor`](Self::tensor). A layer with a backward of its own takes
+/// the detached [`value`](Self::value), [records](super::record) its output in the graph, and
+/// [accumulates](Self::accumulate) the gradient.
 ///
-/// What a strategy made of the parameter can be read here, as from PyTorch's `DTensor`: how the mesh cuts
-/// it ([`spec`](Self::spec)), this rank's part ([`local`](Self::local)) and its gradient
+/// Like PyTorch's `DTensor` it tells how the parameter is distributed: how the mesh cuts it
+/// ([`spec`](Self::spec)), this rank's part ([`local`](Self::local)) and its gradient
 /// ([`local_grad`](Self::local_grad)), which optimizers and checkpoints work on. Strategies change it
 /// through the parameter's [slot](super::ParameterSlot).
 #[derive(Clone)]
 pub struct Parameter(pub(super) Arc<Inner>);
 
-/// What tensor parallelism makes of a parameter, before strategies cut it further.
+/// How tensor parallelism cuts a parameter, before strategies cut it further.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LayerCut {
     /// The part of the global tensor that this rank's layer computes with.
     pub(crate) region: Region,
-    /// Whether each rank's gradient is partial along the cuts that replicate: the sum over their ranks
-    /// is the gradient.
+    /// Whether the ranks of the cuts that replicate have partial gradients, whose sum is the gradient.
     pub(crate) partial_grad: bool,
 }
 
@@ -137,9 +136,8 @@ impl Parameter {
         self.0.declared.requires_grad
     }
 
-    /// Whether the layer that holds it is not one of `nn` but took it through
-    /// `ModuleBuilder::var_builder`.
-    pub fn is_external(&self) -> bool {
+    /// Whether a layer took its compute tensor through `ModuleBuilder::var_builder`.
+    pub(crate) fn is_external(&self) -> bool {
         self.0.declared.external
     }
 
@@ -148,17 +146,17 @@ impl Parameter {
         self.global_shape().iter().product()
     }
 
-    /// How the mesh cuts it.
+    /// How the mesh cuts the parameter.
     pub fn spec(&self) -> ShardSpec {
         self.0.spec.read().expect("no panic while reading").clone()
     }
 
-    /// Sets how the mesh cuts it, before values exist.
+    /// Sets how the mesh cuts the parameter, before values exist.
     pub(super) fn set_spec(&self, spec: ShardSpec) {
         *self.0.spec.write().expect("no panic while writing") = spec;
     }
 
-    /// Cuts what this rank's layer computes with; each cut comes before those of data parallelism.
+    /// Cuts the tensor that this rank's layer computes with. The cuts of data parallelism come after.
     ///
     /// # Errors
     /// If the compute tensor exists already.
@@ -187,15 +185,15 @@ impl Parameter {
         self.compute_region().sizes
     }
 
-    /// Whether tensor-parallel ranks hold the same values and each a partial gradient (a norm that
-    /// computes on a part of the sequence), which strategies sum over the ranks along the
+    /// Whether tensor-parallel ranks hold the same values and partial gradients, as of a norm that
+    /// computes on parts of the sequence. Strategies sum these over the ranks of the
     /// [spec](Self::spec)'s `tensor_parallel` cut that replicates.
     pub fn has_partial_grad(&self) -> bool {
         let cut = self.0.layer_cut.read().expect("no panic while reading");
         cut.as_ref().is_some_and(|cut| cut.partial_grad)
     }
 
-    /// The compute tensor, with or without memory at the moment: [`ParameterSlot::compute`].
+    /// The compute tensor: [`ParameterSlot::compute`].
     ///
     /// [`ParameterSlot::compute`]: super::ParameterSlot::compute
     pub(crate) fn compute(&self) -> Result<&Tensor> {
@@ -222,7 +220,7 @@ impl Parameter {
         &self.0.token
     }
 
-    /// The parameter as a tensor for plain candle operations. Its gradient comes back by itself.
+    /// The parameter as a tensor for plain candle operations. Their backward delivers the gradient.
     /// Under [`no_grad`](crate::autograd::no_grad) it is detached.
     ///
     /// # Errors
@@ -283,8 +281,9 @@ impl Parameter {
         self.flow().local_grad.clone()
     }
 
-    /// Puts another gradient in its place, as assigning `p.grad` does in PyTorch: before the optimizer's
-    /// step, on every rank for its own part. `None` leaves the parameter alone in this step.
+    /// Replaces [`local_grad`](Self::local_grad), as assigning `p.grad` does in PyTorch. Call it before
+    /// the optimizer's step, on every rank for its own part; with `None` the step does not update the
+    /// parameter.
     pub fn set_local_grad(&self, grad: Option<Tensor>) {
         self.flow().local_grad = grad;
     }

@@ -1,4 +1,4 @@
-//! How a layer's computation enters the graph.
+//! Recording a layer's computation in the graph.
 
 use candle_core::Tensor;
 
@@ -9,14 +9,15 @@ use crate::autograd::{function, is_grad_enabled};
 /// Enters `output`, computed from `inputs` and `parameters`, into the graph: at most three
 /// inputs, or two where there are parameters.
 ///
-/// If anything is recorded, each trainable parameter counts one use here; `backward` gets the
-/// gradient (contiguous) and must deliver to every one of `parameters` and end its use, after it
-/// has read the parameter's value for the last time: its memory may go with that. It returns a
-/// gradient for each input; those of inputs outside the graph are dropped.
+/// If anything is recorded, this counts one use of each trainable parameter. `backward` gets the output
+/// and its gradient (contiguous). It must [accumulate](Parameter::accumulate) into each of `parameters`
+/// and then [end its use](Parameter::end_use), which may free the parameter's memory, so its value must
+/// not be read after that. It returns a gradient for each input; those of inputs outside the graph are
+/// dropped.
 ///
 /// A layer that a tensor-parallel plan may name uses
-/// [`LayerHandle::record`](crate::parallel::LayerHandle::record), which also notes how the ranks hold
-/// the output.
+/// [`LayerHandle::record`](crate::parallel::LayerHandle::record), which also records the output's
+/// layout.
 ///
 /// # Errors
 /// None but candle's.
@@ -27,7 +28,7 @@ pub fn record(
     backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     if !is_grad_enabled() {
-        // Counts where a later backward computes this again.
+        // Counts a use if a later backward computes this again.
         parameters.iter().for_each(|p| p.begin_use());
         return Ok(output);
     }
@@ -37,8 +38,8 @@ pub fn record(
         return Ok(output);
     }
     parameters.iter().for_each(|p| p.begin_use());
-    // Inputs outside the graph stay out of it. The token goes in even where an input is in it:
-    // candle takes a cast from an integer for tracked, and does not follow it.
+    // Inputs outside the graph stay out of it. The token goes in even if an input is tracked: candle
+    // tracks a cast from an integer, but its backward does not follow it.
     let mut arguments: Vec<&Tensor> =
         inputs.iter().zip(&tracked).filter(|(_, tracked)| **tracked).map(|(x, _)| *x).collect();
     arguments.extend(trainable.map(|p| p.token()));

@@ -1,4 +1,4 @@
-//! The strategy's end of a parameter.
+//! A strategy's access to a parameter.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -10,11 +10,11 @@ use super::{GradReducer, LocalShard, Parameter};
 use crate::shard::ShardSpec;
 use crate::{Error, Result};
 
-/// What a strategy does with a parameter: how the mesh cuts it, which part of it this rank holds, when
-/// it has values, and where its gradient goes. It reads as the [`Parameter`] that it is of.
+/// A strategy's access to a parameter: sets how the mesh cuts it, which part this rank holds, when it
+/// has values, and where its gradient goes. Dereferences to the [`Parameter`].
 ///
-/// A strategy gets them from the tree that it sets up ([`ModuleTree::slots`]); what it may do in which
-/// call is in the documentation of [`Strategy`](crate::strategy::Strategy).
+/// A strategy gets the slots from the tree that it sets up ([`ModuleTree::slots`]).
+/// [`Strategy`](crate::strategy::Strategy) says what it may do in which call.
 ///
 /// [`ModuleTree::slots`]: crate::module::ModuleTree::slots
 #[derive(Debug, Clone, PartialEq)]
@@ -38,7 +38,7 @@ impl ParameterSlot {
         &self.0
     }
 
-    /// Sets how the mesh cuts it. Before values exist.
+    /// Sets how the mesh cuts the parameter. Call it before values exist.
     pub fn set_spec(&self, spec: ShardSpec) {
         self.0.set_spec(spec);
     }
@@ -48,8 +48,8 @@ impl ParameterSlot {
         *self.inner().local.write().expect("no panic while writing") = Some(local);
     }
 
-    /// The compute tensor: what layers and graphs refer to, with or without memory at the moment
-    /// ([`storage`](crate::autograd::storage) gives it some and takes it). Its shape is the global shape,
+    /// The compute tensor, which layers and graphs refer to. It may have no memory at the moment
+    /// ([`storage`](crate::autograd::storage) allocates and releases it). Its shape is the global shape,
     /// or under tensor parallelism that of this rank's part.
     ///
     /// # Errors
@@ -58,23 +58,21 @@ impl ParameterSlot {
         self.0.compute()
     }
 
-    /// Sets where gradients go.
+    /// Sets the reducer that takes the gradients.
     pub fn set_reducer(&self, reducer: Arc<dyn GradReducer>) {
         *self.inner().reducer.write().expect("no panic while writing") = Some(reducer);
     }
 
-    /// Ends what [`set_reducer`](Self::set_reducer) began: gradients go nowhere. A reducer that holds
-    /// slots, which hold it, is freed by this only.
+    /// Removes the reducer. A reducer that holds slots is a reference cycle, which only this ends.
     pub fn clear_reducer(&self) {
         *self.inner().reducer.write().expect("no panic while writing") = None;
     }
 
-    /// Ends a backward for this parameter: one that is not ready yet is declared so now, whatever
-    /// its uses delivered, and the counts start again. Returns whether any gradient arrived in this
-    /// backward.
+    /// Ends a backward for this parameter: declares its gradient ready if it is not yet, whether or not
+    /// all uses delivered, and resets the counts. Returns whether any gradient arrived in this backward.
     ///
     /// # Errors
-    /// Those of the reducer.
+    /// If the reducer fails.
     pub fn finish_backward(&self) -> Result<bool> {
         if !self.requires_grad() {
             return Ok(false);
@@ -94,19 +92,20 @@ impl ParameterSlot {
         Ok(delivered)
     }
 
-    /// Declares the gradient ready if no use of the parameter waits for a backward: for one that
-    /// this rank's forward left out. Called when the backward of the parameter's unit begins, if all
-    /// graphs that may deliver are of forwards since the last backward.
+    /// Declares the gradient ready if no use of the parameter is pending, because this rank's forward
+    /// did not use it. Call it when the backward of the parameter's unit begins, if every graph that may
+    /// deliver is of a forward since the last backward.
     ///
     /// # Errors
-    /// Those of the reducer.
+    /// If the reducer fails.
     pub fn finish_unused(&self) -> Result<()> {
         let unused = self.requires_grad() && self.0.flow().complete();
         if unused { self.0.ready() } else { Ok(()) }
     }
 
-    /// Whether uses that were counted have not delivered: when a backward ends, before
-    /// [`finish_backward`](Self::finish_backward) counts anew, those that another backward may bring.
+    /// Whether counted uses have not delivered. At the end of a backward, before
+    /// [`finish_backward`](Self::finish_backward) resets the count, these are uses whose gradients
+    /// another backward may bring.
     pub fn has_pending_uses(&self) -> bool {
         self.0.flow().pending_uses > 0
     }
@@ -116,13 +115,13 @@ impl ParameterSlot {
         self.0.flow().accumulated = false;
     }
 
-    /// Says that the buffer holds a gradient, which the next one is added to: for a strategy that
-    /// wrote it itself.
+    /// Declares that the buffer holds a gradient, which the next one is added to: for a strategy that
+    /// wrote it.
     pub fn mark_accumulated(&self) {
         self.0.flow().accumulated = true;
     }
 
-    /// Adds to the step's gradient of this rank's part.
+    /// Adds `grad` to the step's [`local_grad`](Parameter::local_grad).
     ///
     /// # Errors
     /// If `grad` is not parallel to [`local`](Parameter::local)'s values.
@@ -144,7 +143,7 @@ impl ParameterSlot {
         Ok(())
     }
 
-    /// Ends a step: forgets its gradient.
+    /// Forgets the step's gradient.
     pub fn end_step(&self) {
         let mut flow = self.0.flow();
         flow.accumulated = false;

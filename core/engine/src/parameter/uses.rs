@@ -17,7 +17,7 @@ pub(crate) struct Uses {
     as_tensors: Vec<Parameter>,
 }
 
-/// The uses of the unit that is computed now, or again: a value of the execution context.
+/// The uses of the unit that is being computed or recomputed: a value of the execution context.
 #[derive(Default)]
 struct UnitUses(Mutex<Uses>);
 
@@ -32,7 +32,7 @@ impl UnitUses {
 }
 
 impl Uses {
-    /// Collects the uses of what `f` computes.
+    /// Runs `f` and collects the uses in it.
     pub(crate) fn collect<R>(f: impl FnOnce() -> R) -> (R, Self) {
         let _collecting = execution::enter(UnitUses::default());
         let collected = UnitUses::current();
@@ -56,20 +56,20 @@ impl Uses {
         self.as_tensors.iter().for_each(Parameter::begin_use);
     }
 
-    /// Ends those uses.
+    /// Ends the uses that [`begin_tensor_uses`](Self::begin_tensor_uses) counted.
     pub(crate) fn end_tensor_uses(&self) -> Result<()> {
         self.as_tensors.iter().try_for_each(Parameter::end_use)
     }
 }
 
-/// Notes that a trainable parameter was used.
+/// Records that a trainable parameter was used.
 pub(super) fn note() {
     if let Some(uses) = UnitUses::current() {
         uses.with(|uses| uses.any = true);
     }
 }
 
-/// Notes that a trainable parameter was used as a plain tensor.
+/// Records that a trainable parameter was used as a plain tensor.
 pub(crate) fn note_tensor_use(parameter: &Parameter) {
     if let Some(uses) = UnitUses::current() {
         uses.with(|uses| {
@@ -84,7 +84,7 @@ pub(crate) fn note_tensor_use(parameter: &Parameter) {
 /// Checks that the forward used the parameter as a plain tensor.
 ///
 /// # Errors
-/// If it did not: its gradient would come after others believe it complete.
+/// If it did not: its gradient may have been declared ready already.
 pub(super) fn check_tensor_use(parameter: &Parameter) -> Result<()> {
     let uses = UnitUses::current();
     if uses.is_some_and(|uses| uses.with(|uses| uses.as_tensors.contains(parameter))) {

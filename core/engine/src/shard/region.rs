@@ -39,7 +39,7 @@ impl Region {
         self.elem_count() == 0
     }
 
-    /// What this region and another one of the same tensor share; `None` if nothing.
+    /// The intersection with another region of the same tensor; `None` if it is empty.
     pub fn intersect(&self, other: &Self) -> Option<Self> {
         debug_assert_eq!(self.sizes.len(), other.sizes.len());
         let mut shared = Self { offsets: Vec::new(), sizes: Vec::new() };
@@ -62,7 +62,7 @@ impl Region {
     }
 
     /// The part of this region that chunk `index` of `parts` along `dim` covers (`torch.chunk`).
-    pub fn chunked(&self, dim: usize, parts: usize, index: usize) -> Self {
+    pub(crate) fn chunked(&self, dim: usize, parts: usize, index: usize) -> Self {
         let mut region = self.clone();
         let (offset, size) = super::chunk(self.sizes[dim], parts, index);
         region.offsets[dim] += offset;
@@ -79,17 +79,17 @@ impl Region {
     }
 }
 
-/// The runs of a region, which are of one length, by their numbers: without a list of them.
+/// A region's runs by index, without a list. All have one length.
 #[derive(Debug, Clone)]
 pub(crate) struct Runs {
-    /// Number of elements of each.
+    /// Number of elements of each run.
     pub(crate) len: usize,
-    /// How many there are.
+    /// Number of runs.
     pub(crate) count: usize,
     /// Row-major index of the first run's first element in the surrounding tensor.
     base: usize,
-    /// Sizes in the region and strides in the tensor of the dimensions that runs go through,
-    /// innermost first.
+    /// Size in the region and stride in the tensor of each dimension outside of the runs, innermost
+    /// first.
     dims: Vec<[usize; 2]>,
 }
 

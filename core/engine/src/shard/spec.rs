@@ -28,7 +28,7 @@ pub struct Cut {
     pub mesh_dim: String,
     /// Number of parts, or of replicas.
     pub size: usize,
-    /// What each of them holds.
+    /// How they hold the tensor.
     pub placement: Placement,
     /// How many neighbouring ranks along the dimension are in one part of this cut: the rank at
     /// coordinate `c` is in part `c / stride % size`.
@@ -50,7 +50,7 @@ impl Cut {
         Self { mesh_dim: mesh_dim.into(), size, placement, stride: 1 }
     }
 
-    /// The same cut across groups of `stride` neighbouring ranks.
+    /// Makes it a cut across groups of `stride` neighbouring ranks.
     #[must_use]
     pub fn with_stride(mut self, stride: usize) -> Self {
         self.stride = stride;
@@ -79,14 +79,14 @@ impl ShardSpec {
         Self { shape, cuts: Vec::new() }
     }
 
-    /// The same with one more cut, made after the others.
+    /// Adds a cut after the others.
     #[must_use]
     pub fn with_cut(mut self, cut: Cut) -> Self {
         self.cuts.push(cut);
         self
     }
 
-    /// The region of the rank whose coordinate along each mesh dimension `coordinate` tells.
+    /// The region of a rank; `coordinate` returns its coordinate along a mesh dimension.
     pub fn region(&self, coordinate: impl Fn(&str) -> usize) -> Region {
         self.cuts.iter().fold(Region::full(&self.shape), |region, cut| match cut.placement {
             Placement::Shard(dim) => {
@@ -96,9 +96,9 @@ impl ShardSpec {
         })
     }
 
-    /// The part of [`region`](Self::region) that counts as this rank's own: where cuts replicate,
-    /// the replicas share the region between them, by chunks of its first dimension, so that over
-    /// all ranks every element is owned exactly once. Gradient norms and checkpoints go by it.
+    /// The part of [`region`](Self::region) that a rank owns. Replicas divide their region into chunks
+    /// of its first dimension, so that over all ranks every element is owned exactly once. Gradient
+    /// norms and checkpoints use it.
     pub fn owned_region(&self, coordinate: impl Fn(&str) -> usize) -> Region {
         let (mut index, mut parts) = (0, 1);
         for cut in self.cuts.iter().filter(|cut| !matches!(cut.placement, Placement::Shard(_))) {
@@ -109,21 +109,12 @@ impl ShardSpec {
         if parts == 1 {
             region
         } else if region.sizes.is_empty() {
-            // A scalar cannot be chunked: the first replica owns it. As no region is empty without
-            // dimensions, the others' is one of no elements in one dimension.
+            // A scalar cannot be chunked: the first replica owns it. The others own an empty region of
+            // one dimension, for a region without dimensions has one element.
             if index == 0 { region } else { Region { offsets: vec![0], sizes: vec![0] } }
         } else {
             region.chunked(0, parts, index)
         }
-    }
-
-    /// On how many ranks each element is held.
-    pub fn replication(&self) -> usize {
-        self.cuts
-            .iter()
-            .filter(|cut| !matches!(cut.placement, Placement::Shard(_)))
-            .map(|cut| cut.size)
-            .product()
     }
 }
 
@@ -132,13 +123,13 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A tensor of up to four dimensions, now and then an empty one.
+    /// A tensor of up to four dimensions, rarely an empty one.
     fn shapes() -> impl Strategy<Value = Vec<usize>> {
         prop::collection::vec(prop_oneof![20 => 1usize..7, 1 => Just(0)], 0..5)
     }
 
-    /// What a mesh dimension does: the sizes of its cuts from the slowest on, and what they place.
-    /// One cut, or two, one across groups of ranks and one within them.
+    /// A mesh dimension's cuts, from the slowest on: sizes and placements. One cut, or two, one across
+    /// groups of ranks and one within them.
     fn mesh_dims() -> impl Strategy<Value = Vec<Vec<(usize, usize)>>> {
         let placement = 0usize..5;
         let one = (1usize..5, placement.clone()).prop_map(|cut| vec![cut]);
@@ -174,7 +165,7 @@ mod tests {
         })
     }
 
-    /// The place along mesh dimension `m<i>`.
+    /// The coordinate along mesh dimension `m<i>`.
     fn at(coordinates: &[usize], dim: &str) -> usize {
         coordinates[dim[1..].parse::<usize>().unwrap()]
     }
@@ -182,13 +173,13 @@ mod tests {
     /// Row-major indices of the region's elements in the whole, by its runs.
     fn indices(region: &Region, shape: &[usize]) -> Vec<usize> {
         if region.sizes.len() != shape.len() {
-            return Vec::new(); // The share of a scalar's later replicas.
+            return Vec::new(); // a scalar's later replicas own nothing
         }
         region.runs(shape).iter().flat_map(|run| run.outer..run.outer + run.len).collect()
     }
 
-    /// The same for a rank's part, by cutting lists of indices, a list for each tensor dimension,
-    /// into stretches.
+    /// Row-major indices of a rank's elements by a naive model: a list of indices for each tensor dimension is
+    /// cut into chunks.
     fn naive(spec: &ShardSpec, coordinates: &[usize]) -> Vec<usize> {
         let mut kept: Vec<Vec<usize>> = spec.shape.iter().map(|&n| (0..n).collect()).collect();
         for cut in &spec.cuts {
@@ -203,7 +194,13 @@ mod tests {
         })
     }
 
-    /// On how many ranks each element is.
+    /// Number of ranks that hold each element.
+    fn replicas(spec: &ShardSpec) -> usize {
+        let replicating = spec.cuts.iter().filter(|cut| cut.placement == Placement::Replicate);
+        replicating.map(|cut| cut.size).product()
+    }
+
+    /// How often each element is in the lists.
     fn count<'a>(shape: &[usize], lists: impl IntoIterator<Item = &'a Vec<usize>>) -> Vec<usize> {
         let mut counts = vec![0; shape.iter().product()];
         lists.into_iter().flatten().for_each(|&i| counts[i] += 1);
@@ -218,7 +215,7 @@ mod tests {
             let region = spec.region(|dim| at(&rank, dim));
             let part = naive(spec, &rank);
             prop_assert_eq!(&indices(&region, &spec.shape), &part);
-            // The rank's values, put where its runs say.
+            // Puts the rank's values where its runs are.
             let values: Vec<usize> = part.iter().map(|i| i * i).collect();
             prop_assert_eq!(values.len(), region.elem_count());
             for run in region.runs(&spec.shape) {
@@ -232,7 +229,7 @@ mod tests {
         }
         let original: Vec<_> = (0..whole.len()).map(|i| Some(i * i)).collect();
         prop_assert_eq!(whole, original);
-        prop_assert!(count(&spec.shape, &held).iter().all(|&n| n == spec.replication()));
+        prop_assert!(count(&spec.shape, &held).iter().all(|&n| n == replicas(spec)));
         prop_assert!(count(&spec.shape, &owned).iter().all(|&n| n == 1));
         Ok(())
     }
@@ -246,7 +243,7 @@ mod tests {
         assert_eq!(offsets, [0, 0, 0, 3, 3, 3]);
         let owned: Vec<_> = (0..6).map(|rank| spec.owned_region(|_| rank).offsets[0]).collect();
         assert_eq!(owned, [0, 1, 2, 3, 4, 5]);
-        assert_eq!(spec.replication(), 3);
+        assert_eq!(replicas(&spec), 3);
     }
 
     proptest! {

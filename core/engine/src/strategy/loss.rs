@@ -1,11 +1,11 @@
-//! A loss as a sum and a count, and a step's.
+//! Losses as a sum and a count.
 
 use candle_core::{DType, Tensor};
 
 use crate::module::ForwardScope;
 use crate::{Error, Result};
 
-/// The sum of a loss over the items it was computed from, and how many they were.
+/// The sum of a loss over its items, and their number.
 ///
 /// A step's loss is the mean over its whole global batch. Ranks and micro-batches may hold unequal
 /// numbers of items (padded tokens, a short last batch), and a mean of their means is not that
@@ -25,7 +25,7 @@ use crate::{Error, Result};
 pub struct Loss {
     sum: Tensor,
     count: f64,
-    /// Ranks that share each sequence in the scope that it was made in.
+    /// Number of ranks that share each sequence in the scope where it was computed.
     sequence_ranks: usize,
 }
 
@@ -74,7 +74,7 @@ impl Loss {
         Ok(self.sum_value()? / self.count)
     }
 
-    /// The same numbers outside the graph.
+    /// This loss outside the graph.
     #[must_use]
     pub fn detach(&self) -> Self {
         Self { sum: self.sum.detach(), ..self.clone() }
@@ -123,9 +123,9 @@ impl std::ops::Add for &Loss {
 pub struct StepTotals {
     /// Sum of the losses.
     pub loss_sum: f64,
-    /// What the sum is over: tokens, samples.
+    /// Number of items that the sum is over: tokens, samples.
     pub count: f64,
-    /// The ranks' flags, summed.
+    /// The sums over the ranks of the flags given to `step_totals`.
     pub flags: Vec<f64>,
 }
 
@@ -135,8 +135,8 @@ impl StepTotals {
         self.loss_sum / self.count
     }
 
-    /// What gradients of the summed loss are multiplied by to be those of the mean. A batch with
-    /// nothing to count has a gradient of zero.
+    /// The factor that makes gradients of the summed loss those of the mean. A batch with nothing to
+    /// count has a gradient of zero.
     pub fn grad_scale(&self) -> f64 {
         if self.count > 0.0 { 1.0 / self.count } else { 0.0 }
     }

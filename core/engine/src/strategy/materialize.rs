@@ -1,4 +1,4 @@
-//! Giving parameters values: the parts that strategies share.
+//! Initial values and replication of parameters, for strategies.
 
 use candle_core::Tensor;
 use twox_hash::XxHash3_64;
@@ -11,8 +11,8 @@ use crate::parameter::{LocalShard, Parameter, ParameterSlot};
 use crate::shard::{Cut, Placement, Region};
 use crate::{Error, Result};
 
-/// Gives this rank every parameter whole (under tensor parallelism, all of its part), with its
-/// initial values. Parameters that compute in their own dtype are updated in place; others keep a copy that
+/// Gives this rank every parameter whole (under tensor parallelism, its whole part), with its initial
+/// values. Parameters that compute in their own dtype are updated in place; others keep a copy that
 /// [`refresh_compute`] casts. Not collective.
 pub fn replicate(slots: &[ParameterSlot], seed: u64) -> Result<()> {
     for slot in slots {
@@ -31,8 +31,8 @@ pub fn replicate(slots: &[ParameterSlot], seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// [`replicate`], and notes in each parameter's spec that the ranks along `dim` hold the same. Not
-/// collective.
+/// [`replicate`], which also records in each parameter's spec that the ranks along `dim` are replicas.
+/// Not collective.
 pub fn replicate_along(
     slots: &[ParameterSlot],
     seed: u64,

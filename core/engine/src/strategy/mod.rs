@@ -1,4 +1,4 @@
-//! Strategies: how a model is spread over ranks, and what that means for a step.
+//! Strategies: how a model is distributed over ranks, and what its steps communicate.
 //!
 //! [`Strategy`] is the run-time trait; [`StrategyConfig`] is what a configuration file names. A small
 //! strategy has little to write: [`materialize::replicate`] gives every rank the whole model, and what all

@@ -4,8 +4,8 @@ use crate::Result;
 use crate::mesh::DeviceMesh;
 use crate::module::ModuleTree;
 
-/// Decides how a model is spread over a mesh, before any value exists. Every rank calls it once,
-/// alike; it communicates nothing. A closure is one.
+/// Decides how a model is distributed over a mesh, before any value exists. Every rank calls it once,
+/// alike; it communicates nothing. Closures implement it.
 pub trait ParallelizeFn: Send + Sync {
     /// Records decisions in the tree: how layers are cut
     /// ([`parallelize_module`](ModuleTree::parallelize_module)), which units are gathered on their

@@ -26,7 +26,7 @@ pub struct Capabilities {
     pub no_sync: bool,
 }
 
-/// What a strategy is built in.
+/// The run that a strategy is built for.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct BuildContext {
@@ -35,7 +35,7 @@ pub struct BuildContext {
 }
 
 impl BuildContext {
-    /// That of `world_size` ranks.
+    /// The context of a run of `world_size` ranks.
     pub fn new(world_size: usize) -> Self {
         Self { world_size }
     }
@@ -82,22 +82,22 @@ fulgurite_config::plugin_kind!(
     "trainer.strategy"
 );
 
-/// What a strategy has set up, as its later calls are given it.
+/// The mesh and the model that a strategy has set up, for its later calls.
 #[derive(Debug, Clone, Copy)]
 pub struct StrategyContext<'a> {
     /// The mesh that [`Strategy::device_mesh`] made.
     pub mesh: &'a DeviceMesh,
-    /// The model that [`Strategy::setup_module`] spread.
+    /// The model that [`Strategy::setup_module`] distributed.
     pub tree: &'a ModuleTree,
-    /// What the strategy changes the model's parameters through: [`ModuleTree::slots`], in the order of
+    /// The slots of the model's parameters ([`ModuleTree::slots`]), in the order of
     /// [`ModuleTree::parameters`].
     pub slots: &'a [ParameterSlot],
 }
 
-/// How a model is spread over ranks, and what that means for a step.
+/// How a model is distributed over ranks, and what its steps communicate.
 ///
-/// What strategies do alike is not theirs: the runtime that owns a strategy runs candle's backward,
-/// counts losses, audits gradients, keeps the mesh and the model, and saves and loads.
+/// The runtime that owns a strategy does what all strategies do alike: it runs candle's backward, counts
+/// losses, audits gradients, keeps the mesh and the model, and saves and loads.
 ///
 /// # Lifecycle
 /// [`device_mesh`](Strategy::device_mesh) → the model is built in
@@ -121,8 +121,7 @@ pub struct StrategyContext<'a> {
 /// - Between [`prepare_forward`](Strategy::prepare_forward) and the next optimizer step the
 ///   parameters outside of units have values; those of a unit have them inside the unit's hooks.
 ///
-/// Implementors write the methods without a body, and override others where they do something
-/// else.
+/// Implementors write the methods without a default, and override others as needed.
 ///
 /// [`Parameter::local_grad`]: crate::parameter::Parameter::local_grad
 /// [`Parameter::local`]: crate::parameter::Parameter::local
@@ -139,18 +138,18 @@ pub trait Strategy: Send {
     /// If the configured sizes do not fit the world size.
     fn device_mesh(&self, world: Arc<dyn ProcessGroup>) -> Result<DeviceMesh>;
 
-    /// Lets a function decide how the model is spread, instead of the configuration. Called before
+    /// Lets a function decide how the model is distributed, instead of the configuration. Called before
     /// [`setup_module`](Strategy::setup_module).
     ///
     /// # Errors
-    /// If the strategy has nothing to decide.
+    /// If the strategy takes no such function.
     fn set_parallelize(&mut self, parallelize: Box<dyn ParallelizeFn>) -> Result<()> {
         drop(parallelize);
         let name = self.name();
         Err(Error::other(format!("strategy `{name}` takes no parallelize function")))
     }
 
-    /// The circumstances the model is built in; a strategy may change dtypes.
+    /// Device, dtypes and options that the model is built with; a strategy may change dtypes.
     fn module_init_context(&self, init: ModuleInit) -> ModuleInit {
         init
     }
@@ -160,7 +159,7 @@ pub trait Strategy: Send {
     /// ([`ModuleTree::units`]). Collective.
     ///
     /// # Errors
-    /// If the ranks' models differ, or the strategy cannot spread this model.
+    /// If the ranks' models differ, or the strategy cannot distribute this model.
     fn setup_module(&mut self, tree: &mut ModuleTree, mesh: &DeviceMesh, seed: u64) -> Result<()>;
 
     /// Gives parameters outside of units the values that the next forward needs. Called after
@@ -172,8 +171,8 @@ pub trait Strategy: Send {
         super::materialize::refresh_compute(context.slots)
     }
 
-    /// Before a backward's first gradient arrives. `synchronise` says whether its gradients are to be
-    /// reduced: whether [`reduce_gradients`](Strategy::reduce_gradients) ends it, and not
+    /// Called before a backward's first gradient arrives. `synchronise` says whether its gradients will
+    /// be reduced: whether [`reduce_gradients`](Strategy::reduce_gradients) ends it, or
     /// [`keep_gradients`](Strategy::keep_gradients). Not collective.
     ///
     /// # Errors
@@ -194,7 +193,7 @@ pub trait Strategy: Send {
 
     /// Ends a backward that does not synchronise (all micro-batches of a step but the last): its
     /// gradients stay in the reducer's memory on this rank. Collective only for strategies that
-    /// communicate here all the same.
+    /// communicate here.
     ///
     /// # Errors
     /// If a peer fails.
@@ -203,10 +202,10 @@ pub trait Strategy: Send {
         Ok(())
     }
 
-    /// What the optimizer multiplies this rank's gradients by: one over the global count, since they
-    /// are of the sum over all ranks. A strategy whose ranks step on gradients of their own says
-    /// otherwise; `local_count` is how many items this rank's losses in the step were over. Not
-    /// collective.
+    /// The factor by which the optimizer multiplies this rank's gradients: by default one over the
+    /// global count, since they are of the sum over all ranks. A strategy whose ranks step on gradients
+    /// of their own overrides it; `local_count` is the number of items of this rank's losses in the
+    /// step. Not collective.
     fn grad_scale(&self, totals: &StepTotals, local_count: f64) -> f64 {
         let _ = local_count;
         totals.grad_scale()
@@ -214,8 +213,7 @@ pub trait Strategy: Send {
 
     /// The Euclidean norm of the step's gradient, times `scale`, over all parameters, every element
     /// counted once whatever is replicated or sharded. Equal on all ranks; may be non-finite. Where
-    /// ranks that hold the same parameters have gradients of their own, it is made of a part of each.
-    /// Collective.
+    /// replicas have gradients of their own, each contributes the part that it owns. Collective.
     ///
     /// # Errors
     /// If a peer fails.
@@ -228,8 +226,8 @@ pub trait Strategy: Send {
         Ok(squares.to_vec1::<f64>()?[0].sqrt())
     }
 
-    /// After the optimizer has stepped and the step's gradients are forgotten: makes the new values
-    /// ready for the next forward. Collective.
+    /// Called after the optimizer's step, when its gradients are cleared: makes the new values ready for
+    /// the next forward. Collective.
     ///
     /// # Errors
     /// If a peer fails.
@@ -237,7 +235,8 @@ pub trait Strategy: Send {
         self.prepare_forward(context)
     }
 
-    /// After values were loaded into the local shards: makes them ready for a forward. Collective.
+    /// Called after values were loaded into the local shards: makes them ready for a forward.
+    /// Collective.
     ///
     /// # Errors
     /// If ranks that hold the same parameters have loaded different values.
@@ -245,8 +244,7 @@ pub trait Strategy: Send {
         self.prepare_forward(context)
     }
 
-    /// Before the parameters are saved: makes the ranks' parts fit together, if they may differ
-    /// where they should be the same. Collective.
+    /// Called before the parameters are saved: makes replicas the same, if they may differ. Collective.
     ///
     /// # Errors
     /// If a peer fails.
@@ -255,8 +253,8 @@ pub trait Strategy: Send {
         Ok(())
     }
 
-    /// Whether the trainer saves distributed checkpoints, each rank what it owns; otherwise full ones,
-    /// gathered on rank 0.
+    /// Whether the trainer saves distributed checkpoints, in which each rank writes what it owns;
+    /// otherwise full ones, gathered on rank 0.
     fn saves_distributed_checkpoints(&self) -> bool {
         true
     }

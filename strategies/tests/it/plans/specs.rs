@@ -12,7 +12,7 @@ use super::models::{Gpt, Llama, VOCABULARY};
 use super::{function, mesh};
 
 /// A model's parameters as a rank has them, a line each: name and shape, cuts, the rank's region,
-/// and whether gradients are summands of replicas.
+/// and whether its gradient is partial over replicas.
 fn lines(tree: &ModuleTree) -> Vec<String> {
     let line = |p: &fulgurite_core::parameter::Parameter| {
         let mut line = format!("{} {:?}", p.fqn(), p.global_shape());
@@ -283,7 +283,7 @@ fn logits_are_the_same_on_any_number_of_ranks() {
     }
 }
 
-/// A layer that computes with a part of the sequence has gradients that are summands.
+/// A layer that computes with a part of the sequence has partial gradients.
 #[test]
 fn prepared_layers_know_what_they_compute_with() {
     let plan = r#"{ type = "plan", plan = { "model.norm" = { type = "prepare_module_input", input = "replicate", desired = "shard(1)" }, "lm_head" = { type = "prepare_module_input", input = "shard(1)", desired = "replicate" } } }"#;

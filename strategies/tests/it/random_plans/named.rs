@@ -119,7 +119,7 @@ fn dropout_drops_from_what_it_knows() {
 #[test]
 fn an_output_is_what_the_layer_computes() {
     let output = PrepareModuleOutput { output: Layout::SEQUENCE, desired: Layout::Replicate };
-    insta::assert_snapshot!(refused(shape(), plan! { "lm_head" => output }), @r#"module `lm_head`: takes shard(1) as its input and gets replicate from `norm` (not in the plan); both ends of an edge must have one layout: change what one gives or what the other takes (`input` and `output` of their styles), or put a style with a move between them"#);
+    insta::assert_snapshot!(refused(shape(), plan! { "lm_head" => output }), @r#"module `lm_head`: takes shard(1) as its input and gets replicate from `norm` (not in the plan); both ends of an edge must have one layout: change what one gives or what the other takes (`input` and `output` of their styles), or put a style that redistributes between them"#);
 }
 
 #[test]

@@ -1,6 +1,6 @@
-//! What is wrong with a plan: all that can be said before a parameter is cut, and on one rank too.
+//! Checks of a plan before any parameter is cut, also on one rank.
 
-use super::{Applying, Shardings};
+use super::{PlanApplication, Shardings};
 use crate::parallel::{ALL, LayerSharding, LayerStyles, ParallelStyle, ParameterSharding};
 use crate::parameter::Parameter;
 use crate::{Error, Result};
@@ -9,8 +9,8 @@ fn wrong<T>(path: &str, message: String) -> Result<T> {
     Err(Error::Module { path: path.to_owned(), message })
 }
 
-impl Applying<'_> {
-    /// Checks the whole plan, and asks the layers what it does to them.
+impl PlanApplication<'_> {
+    /// Checks the whole plan, and returns how it shards each layer.
     pub(super) fn check(&self) -> Result<Shardings> {
         for (path, style) in &self.styles {
             if !self.tree.modules().contains_key(path) {
@@ -27,7 +27,7 @@ impl Applying<'_> {
             if in_plan || has_part_style() {
                 let styles = LayerStyles::new(path, &self.styles, self.group.size());
                 let sharding = layer.shard(&styles)?;
-                sharding.moves(path)?;
+                sharding.redistributions(path)?;
                 shardings.insert(path.clone(), sharding);
             }
         }
@@ -43,7 +43,8 @@ impl Applying<'_> {
         })
     }
 
-    /// A path that only has parameters of its own, or candle_nn's.
+    /// Checks the style of a module that declared no layer: one with parameters of its own, or of
+    /// candle_nn.
     fn check_foreign(&self, path: &str, style: &ParallelStyle) -> Result<()> {
         if *style == ParallelStyle::ReplicatedWithGradAllreduce {
             return Ok(());
@@ -98,7 +99,7 @@ impl Applying<'_> {
         Ok(())
     }
 
-    /// What the plan does to the parameter `name` of the layer `path`; `None` if nothing.
+    /// How the plan shards the parameter `name` of the layer `path`; `None` if it does not.
     fn sharding_of(
         &self,
         shardings: &Shardings,

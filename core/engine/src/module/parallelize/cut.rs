@@ -1,13 +1,13 @@
 //! Cutting the parameters of a plan's layers, and telling the layers.
 
-use super::{Applying, Shardings};
+use super::{PlanApplication, Shardings};
 use crate::parallel::{ALL, LayerParallel, LayerSharding, ParameterSharding, PlanRecord};
 use crate::parameter::{LayerCut, Parameter};
 use crate::shard::{Cut, Placement, ShardSpec, chunk};
 use crate::{Error, Result};
 
-impl Applying<'_> {
-    /// Carries out a plan that was checked.
+impl PlanApplication<'_> {
+    /// Applies a plan that was checked.
     pub(super) fn cut_layers(&self, shardings: &Shardings) -> Result<()> {
         for path in self.styles.keys() {
             if !self.tree.modules().contains_key(path) {
@@ -31,7 +31,7 @@ impl Applying<'_> {
                 self.tell(&path, LayerParallel::of_part(plan.clone(), &path, part));
             }
         }
-        // The others take and give whole activations, and say so if they get a part.
+        // Layers that are not in the plan take whole activations; it is an error if they get a part.
         for (path, info) in self.tree.modules() {
             if info.layer.parallel().is_none() {
                 info.layer.set_parallel(LayerParallel::not_in_plan(plan.clone(), path));
@@ -66,8 +66,8 @@ impl Applying<'_> {
         }
     }
 
-    /// Cuts a parameter along `dim`, with each part on `replicas` neighbouring ranks. What those
-    /// compute with it differs, so each one's gradient is a partial sum.
+    /// Cuts a parameter along `dim`, with each part on `replicas` neighbouring ranks. These compute
+    /// different things with it, so its gradient is partial.
     fn cut(&self, path: &str, parameter: &Parameter, dim: usize, replicas: usize) -> Result<()> {
         let parts = self.group.size() / replicas;
         let n = parameter.global_shape().get(dim).copied().unwrap_or(0);
@@ -91,7 +91,7 @@ impl Applying<'_> {
         self.set(parameter, spec, replicas > 1)
     }
 
-    /// Notes that the ranks hold the same values of a parameter.
+    /// Records that the ranks hold the same values of a parameter.
     fn replicate(&self, parameter: &Parameter, partial_grad: bool) -> Result<()> {
         let spec = ShardSpec::new(parameter.global_shape().to_vec()).with_cut(Cut::new(
             self.dim,

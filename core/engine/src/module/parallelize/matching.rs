@@ -1,4 +1,4 @@
-//! Which layers the patterns of a plan are about.
+//! Which layers the patterns of a plan match.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -48,7 +48,7 @@ impl ModuleTree {
 }
 
 fn no_match(pattern: &str, paths: &BTreeSet<&str>) -> Error {
-    // Patterns differ from model to model mostly in a prefix; the kinds of paths help to see it.
+    // Patterns for another model mostly differ in a prefix, which the list of paths shows.
     let kinds: BTreeSet<String> = paths.iter().map(|path| kind(path)).collect();
     let kinds: Vec<String> = kinds.into_iter().collect();
     let suffix = format!(".{pattern}");

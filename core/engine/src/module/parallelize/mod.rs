@@ -1,4 +1,4 @@
-//! Applying a plan to a module tree.
+//! PlanApplication a plan to a module tree.
 
 mod check;
 mod cut;
@@ -17,19 +17,19 @@ use crate::parallel::{LayerSharding, LayerStyles, ParallelStyle, Plan, SequenceL
 use crate::parameter::Parameter;
 use crate::{Error, Result};
 
-/// What the plans applied to a tree have said.
+/// The plans applied to a tree.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Parallelized {
+pub(crate) struct AppliedPlans {
     pub(super) styles: Styles,
     pub(super) sequence: SequenceLength,
 }
 
-/// What a plan does to the layers that it names, by path. Those that another layer computes are in the
-/// sharding of that one.
+/// How a plan shards the layers that it names, by path. Layers that another layer computes are in that
+/// layer's sharding.
 pub(super) type Shardings = BTreeMap<String, LayerSharding>;
 
 /// A plan that is being applied.
-pub(super) struct Applying<'a> {
+pub(super) struct PlanApplication<'a> {
     pub(super) tree: &'a ModuleTree,
     /// The mesh dimension.
     pub(super) dim: &'a str,
@@ -40,8 +40,8 @@ pub(super) struct Applying<'a> {
 
 impl ModuleTree {
     /// Applies a tensor-parallel plan along `mesh`, a mesh of one dimension
-    /// (`mesh.get("tensor_parallel")`), as PyTorch's function of this name. Before
-    /// [`fully_shard`](Self::fully_shard), and before any value exists; every rank calls it alike. It
+    /// (`mesh.get("tensor_parallel")`), as PyTorch's function of this name. Call it before
+    /// [`fully_shard`](Self::fully_shard) and before any value exists, alike on every rank; it
     /// communicates nothing.
     ///
     /// ```
@@ -82,7 +82,7 @@ impl ModuleTree {
                 message: "has a style from an earlier plan already; name it in one".to_owned(),
             });
         }
-        let applying = Applying {
+        let applying = PlanApplication {
             tree: self,
             dim,
             group: mesh.world().clone(),
@@ -132,8 +132,9 @@ fn dimension(mesh: &DeviceMesh) -> Result<&str> {
     }
 }
 
-impl<'a> Applying<'a> {
-    /// The parameters that a module has itself, or the one of this name that no module has.
+impl<'a> PlanApplication<'a> {
+    /// The parameters of the module at `path` itself, or the parameter of this name that is in no
+    /// module.
     pub(super) fn parameters_of(&self, path: &str) -> impl Iterator<Item = &'a Parameter> {
         self.tree
             .parameters()
