@@ -18,7 +18,7 @@ pub enum ReshardAfterForward {
     Auto,
     /// Units are freed after forward and gathered again before backward: least memory.
     Always,
-    /// Units stay gathered until their backward is done: one all-gather less a unit.
+    /// Units stay gathered until their backward is done: saves one all-gather a unit.
     Never,
 }
 
@@ -129,7 +129,7 @@ impl StrategyConfig for Fsdp {
     }
 }
 
-/// [`Fsdp`] under its other name.
+/// [`Fsdp`] under another name.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 struct Fsdp2(Fsdp);

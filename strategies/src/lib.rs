@@ -5,7 +5,7 @@
 //! | `auto` | `single_device` on one rank, `ddp` on more | |
 //! | `single_device` | everything | nothing |
 //! | `ddp` | everything | an all-reduce of the gradients, in buckets |
-//! | `model_parallel` | its part on a mesh of replicas, shards, context and tensor parallelism | what its dimensions ask for; those of size 1 nothing |
+//! | `model_parallel` | its part on a mesh of replicas, shards, context and tensor parallelism | the collectives of each dimension above size 1 |
 //! | `hsdp`, `tp`, `fsdp_tp` | as `model_parallel`, with other default sizes | |
 //! | `fsdp`, `fsdp2` | 1/N of every parameter, gradient and optimizer state | all-gathers of parameters and a reduce-scatter of gradients, a unit at a time |
 //!

@@ -16,7 +16,7 @@ use crate::parallelize::LlamaPlan;
 pub enum Size {
     /// What the other dimensions leave.
     Auto,
-    /// So many ranks.
+    /// A number of ranks.
     Ranks(usize),
 }
 
@@ -186,7 +186,7 @@ impl ModelParallel {
         sizes: [Option<usize>; 4],
         context: &BuildContext,
     ) -> Result<Box<dyn Strategy>> {
-        // What does not fit is said before anything is started.
+        // Sizes that do not fit are an error before any rank is started.
         if context.world_size > 0 {
             let [replicate, shard, cp, tp] = sizes;
             DeviceMesh::layout_for(context.world_size, replicate, shard, cp, tp)?;
@@ -216,7 +216,7 @@ impl StrategyConfig for ModelParallel {
     }
 }
 
-/// A size as it is, also `"auto"`, or where nothing was said a default.
+/// `size` if the configuration gives it, also as `"auto"`; otherwise `default`.
 fn unless_given(said: Option<Size>, size: Option<usize>, default: usize) -> Option<usize> {
     if said.is_some() { size } else { size.or(Some(default)) }
 }

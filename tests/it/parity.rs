@@ -3,7 +3,7 @@
 
 use crate::program::{Job, Run, Scratch, assert_close};
 
-const SPREADS: [(&str, usize); 11] = [
+const STRATEGIES: [(&str, usize); 11] = [
     ("single_device", 1),
     ("ddp", 1),
     ("ddp", 2),
@@ -21,7 +21,7 @@ const SPREADS: [(&str, usize); 11] = [
 fn compare(job: &Job, accumulate: usize) {
     let expected = job.clone().on("single_device", 1, 12 * accumulate).succeed();
     let job = job.clone().set(&[&format!("trainer.accumulate_grad_batches={accumulate}")]);
-    for (strategy, devices) in SPREADS {
+    for (strategy, devices) in STRATEGIES {
         let run = job.clone().on(strategy, devices, 12 / devices).succeed();
         assert_eq!(run.summary()["world_size"], devices, "{strategy}");
         assert_close(&run.losses(), &expected.losses(), 1e-5);

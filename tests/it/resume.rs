@@ -6,7 +6,7 @@ use std::fs;
 use crate::program::{Job, Run, Scratch, assert_close};
 use rustix::process::Signal;
 
-const SPREADS: [(&str, usize); 2] = [("ddp", 2), ("fsdp", 2)];
+const STRATEGIES: [(&str, usize); 2] = [("ddp", 2), ("fsdp", 2)];
 
 /// A job whose every part must be taken up again: momentum, schedule, data order, dropout.
 fn job(scratch: &Scratch) -> Job<'_> {
@@ -31,7 +31,7 @@ fn after(step: u64, numbers: &[BTreeMap<u64, f64>; 3]) -> [BTreeMap<u64, f64>; 3
 
 #[test]
 fn losses_are_those_of_an_uninterrupted_run_to_the_bit() {
-    for (strategy, devices) in SPREADS {
+    for (strategy, devices) in STRATEGIES {
         let scratch = Scratch::with_tokens();
         let job = job(&scratch).on(strategy, devices, 3);
         let whole = job.succeed();
@@ -113,7 +113,7 @@ fn last_without_a_directory_is_the_newest_of_all_runs() {
 
 #[test]
 fn a_run_that_saves_in_the_background_goes_on_to_the_bit() {
-    for (strategy, devices) in SPREADS {
+    for (strategy, devices) in STRATEGIES {
         let scratch = Scratch::with_tokens();
         let job = job(&scratch).on(strategy, devices, 3).set(&[
             "checkpoint.async_save=true",

@@ -12,8 +12,8 @@ use fulgurite_core::parameter::Parameter;
 use fulgurite_core::shard::Placement;
 use fulgurite_core::{Error, Result};
 
-/// The error of a gradient that comes after the sum over the ranks of what was there has begun: a loss
-/// joined forwards whose uses of `parameter` could not be counted together.
+/// The error of a gradient that arrives after its parameter's reduction has begun: a loss joined
+/// forwards whose uses of `parameter` were not counted together.
 pub(super) fn gradient_after_reduction(parameter: &Parameter) -> Error {
     Error::parameter(
         parameter.fqn(),
@@ -23,8 +23,8 @@ pub(super) fn gradient_after_reduction(parameter: &Parameter) -> Error {
     )
 }
 
-/// The parameters whose gradients on tensor-parallel ranks are parts of a sum: ranks hold them alike
-/// and use them on different parts of an activation (norms on parts of the sequence, shared key heads).
+/// The parameters that have partial gradients on tensor-parallel ranks, which hold the same values and
+/// use them on different parts of an activation (norms on parts of the sequence, shared key heads).
 #[derive(Default)]
 pub(super) struct PartialGrads {
     sets: Vec<Set>,
@@ -32,7 +32,7 @@ pub(super) struct PartialGrads {
 
 struct Set {
     group: Arc<dyn ProcessGroup>,
-    /// How many neighbouring ranks the group has.
+    /// Number of neighbouring ranks in the group.
     size: usize,
     parameters: Vec<Parameter>,
 }
@@ -64,15 +64,15 @@ impl PartialGrads {
         Ok(Self { sets })
     }
 
-    /// This rank's place among those whose partial gradients make up the parameter's; 0 for a
+    /// This rank's index among the ranks whose partial gradients sum to the parameter's; 0 for a
     /// gradient that is not partial.
     pub(super) fn rank_of(&self, parameter: &Parameter) -> usize {
         let set = self.sets.iter().find(|set| set.parameters.contains(parameter));
         set.map_or(0, |set| set.group.rank())
     }
 
-    /// Sums the partial gradients that `grad` finds, in place: one collective for those of one dtype
-    /// that the same ranks share. Every rank must find the same ones. Collective.
+    /// Sums the partial gradients that `grad` returns, in place, with one collective for each dtype and
+    /// group of ranks. `grad` must return those of the same parameters on every rank. Collective.
     pub(super) fn sum(&self, grad: impl Fn(&Parameter) -> Option<Tensor>) -> Result<()> {
         for set in &self.sets {
             let grads: Vec<Tensor> = set.parameters.iter().filter_map(&grad).collect();

@@ -1,4 +1,4 @@
-//! What a configuration decides.
+//! The settings of the mesh strategy.
 
 use fulgurite_core::strategy::ParallelizeFn;
 use serde::{Deserialize, Serialize};
@@ -44,15 +44,15 @@ impl AccumulationSync {
 /// Whether parameters are sharded over the `dp_shard_cp` ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sharding {
-    /// Also where that is one rank.
+    /// Yes, also if that is one rank.
     Always,
-    /// Where it is more than one rank, or where dtypes differ: the sharded runtime casts.
+    /// If that is more than one rank, or if dtypes are mixed, for only the sharded runtime casts.
     WhereUseful,
     /// No: every rank holds whole parameters.
     Never,
 }
 
-/// What the configurations of this crate come down to.
+/// What each configuration of this crate is translated to.
 pub(crate) struct Settings {
     /// The name that the strategy was chosen by.
     pub(crate) name: &'static str,
@@ -74,7 +74,7 @@ pub(crate) struct Settings {
     /// Bytes of the first gradient bucket, and of the others.
     pub(crate) bucket_bytes: [usize; 2],
     pub(crate) parallelize: Option<Box<dyn ParallelizeFn>>,
-    /// The same where nothing was said and there is tensor parallelism.
+    /// Used under tensor parallelism if `parallelize` is `None`.
     pub(crate) default_parallelize: Option<Box<dyn ParallelizeFn>>,
 }
 

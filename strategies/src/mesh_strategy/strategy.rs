@@ -22,26 +22,26 @@ use super::{Settings, Sharding, units};
 use crate::schedule::ddp;
 use crate::schedule::fsdp;
 
-/// Spreads a model over a mesh: tensor parallelism as a plan says, then, over the other dimensions,
+/// Distributes a model over a mesh: tensor parallelism as a plan says, then, over the other dimensions,
 /// replicas or shards.
 pub(crate) struct MeshStrategy {
     settings: Settings,
-    engine: Option<Engine>,
+    data_parallel: Option<DataParallel>,
 }
 
-/// How the ranks of the data-parallel dimensions hold what tensor parallelism leaves of a parameter.
-enum Engine {
+/// How data-parallel ranks hold parameters, or the parts that tensor parallelism leaves of them.
+enum DataParallel {
     Replicated {
         reducer: Arc<Reducer>,
-        /// Whether buckets follow the order in which gradients really become ready.
-        ordered: bool,
+        /// Whether buckets are in the order in which gradients became ready in a backward.
+        rebuilt: bool,
     },
     Sharded(Arc<ShardedRuntime>),
 }
 
 impl MeshStrategy {
     pub(crate) fn new(settings: Settings) -> Self {
-        Self { settings, engine: None }
+        Self { settings, data_parallel: None }
     }
 
     fn mixes_dtypes(&self) -> bool {
@@ -58,7 +58,7 @@ impl MeshStrategy {
         })
     }
 
-    /// What tensor parallelism makes of a parameter, and the replicas of it.
+    /// A parameter's spec before it is sharded: the cuts of tensor parallelism, and replicas.
     fn outer_spec(parameter: &Parameter, mesh: &DeviceMesh) -> Result<ShardSpec> {
         let mut spec = parameter.spec();
         let cut_by = |spec: &ShardSpec, dim| spec.cuts.iter().any(|cut| cut.mesh_dim == dim);
@@ -77,22 +77,22 @@ impl MeshStrategy {
         mesh: &DeviceMesh,
         seed: u64,
         partial_grads: PartialGrads,
-    ) -> Result<Engine> {
+    ) -> Result<DataParallel> {
         let mut slots = tree.slots();
         for slot in &slots {
             slot.set_spec(Self::outer_spec(slot, mesh)?);
         }
         materialize::replicate(&slots, seed)?;
         let group = mesh.group(DATA_PARALLEL_REPLICATE)?.clone();
-        // Alone there is nothing to be in order for.
-        let ordered = group.size() == 1;
-        // Until the real order is known: the reverse of declaration.
+        // One rank communicates nothing, so the order of its buckets does not matter.
+        let rebuilt = group.size() == 1;
+        // Until a backward shows the real order, the reverse of declaration.
         slots.retain(|slot| slot.requires_grad());
         slots.reverse();
         let bucket_bytes = self.settings.bucket_bytes;
         let reducer = Arc::new(Reducer::new(group, partial_grads, &slots, bucket_bytes)?);
         slots.iter().for_each(|slot| slot.set_reducer(reducer.clone()));
-        Ok(Engine::Replicated { reducer, ordered })
+        Ok(DataParallel::Replicated { reducer, rebuilt })
     }
 
     fn shard(
@@ -101,7 +101,7 @@ impl MeshStrategy {
         mesh: &DeviceMesh,
         seed: u64,
         partial_grads: PartialGrads,
-    ) -> Result<Engine> {
+    ) -> Result<DataParallel> {
         let chosen = units::choose(&self.settings, tree)?;
         let policy = self.settings.mixed_precision;
         let reduce_dtype = policy.reduce_dtype.map(DType::from);
@@ -150,7 +150,7 @@ impl MeshStrategy {
             unit.set_hooks(runtime.clone() as Arc<dyn UnitHooks>);
         }
         tracing::debug!(?runtime, "units");
-        Ok(Engine::Sharded(runtime))
+        Ok(DataParallel::Sharded(runtime))
     }
 
     /// Cuts a parameter along dimension 0 and gives this rank's shard its initial values.
@@ -181,21 +181,21 @@ impl MeshStrategy {
         Ok(Member { slot: slot.clone(), counts })
     }
 
-    fn engine(&self) -> Result<&Engine> {
-        self.engine.as_ref().ok_or_else(|| {
+    fn data_parallel(&self) -> Result<&DataParallel> {
+        self.data_parallel.as_ref().ok_or_else(|| {
             Error::other(format!("{}: no model has been set up", self.settings.name))
         })
     }
 
     /// Ends a backward; whether it reduces gradients was said when it began.
     fn finish_backward(&self) -> Result<()> {
-        match self.engine()? {
-            Engine::Replicated { reducer, .. } => reducer.on(ddp::Event::FinishBackward),
-            Engine::Sharded(runtime) => runtime.on(fsdp::Event::FinishBackward),
+        match self.data_parallel()? {
+            DataParallel::Replicated { reducer, .. } => reducer.on(ddp::Event::FinishBackward),
+            DataParallel::Sharded(runtime) => runtime.on(fsdp::Event::FinishBackward),
         }
     }
 
-    /// Checks that replicas hold the same. Collective.
+    /// Checks that replicas hold the same values. Collective.
     fn verify_replicas(tree: &ModuleTree, mesh: &DeviceMesh) -> Result<()> {
         let group = mesh.group(DATA_PARALLEL_REPLICATE)?;
         if group.size() == 1 {
@@ -204,10 +204,11 @@ impl MeshStrategy {
         materialize::verify_same_values(tree, &**group)
     }
 
-    /// After the first synchronised step: lays the buckets out again in the order in which
-    /// gradients became ready on the first replica (the replicas must agree). Collective.
-    fn reorder(&mut self, context: StrategyContext<'_>) -> Result<()> {
-        let Some(Engine::Replicated { reducer, ordered: ordered @ false }) = &mut self.engine
+    /// After the first synchronised step: rebuilds the buckets in the order in which gradients became
+    /// ready on the first replica, alike on all replicas. Collective.
+    fn rebuild_buckets(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        let Some(DataParallel::Replicated { reducer, rebuilt: rebuilt @ false }) =
+            &mut self.data_parallel
         else {
             return Ok(());
         };
@@ -219,14 +220,14 @@ impl MeshStrategy {
         let ready: Vec<ParameterSlot> =
             order.iter().filter_map(|fqn| by_fqn.get(fqn.as_str()).copied().cloned()).collect();
         if ready.len() == slots.iter().filter(|slot| slot.requires_grad()).count() {
-            reducer.lay_out(&ready, self.settings.bucket_bytes)?;
-            *ordered = true;
+            reducer.rebuild_buckets(&ready, self.settings.bucket_bytes)?;
+            *rebuilt = true;
         }
         Ok(())
     }
 }
 
-/// Checks that all ranks spread the model alike. Collective.
+/// Checks that the parallelize function decided the same on all ranks. Collective.
 fn verify_same_choices(tree: &ModuleTree, world: &dyn ProcessGroup) -> Result<()> {
     let mut choices: Vec<String> = tree
         .parameters()
@@ -252,8 +253,8 @@ fn verify_same_choices(tree: &ModuleTree, world: &dyn ProcessGroup) -> Result<()
     }
 }
 
-/// FSDP shards what tensor parallelism leaves of dimension 0, which must be as much on every rank
-/// (in PyTorch too): shards of a parameter that both cut are then of one size but for the last.
+/// Checks that tensor parallelism, where it cuts dimension 0, leaves FSDP equally many rows on every
+/// rank (as in PyTorch).
 fn check_even(parameter: &Parameter, outer: &ShardSpec, ranks: usize) -> Result<()> {
     let rows = parameter.global_shape()[0];
     let uneven = outer.cuts.iter().find(|cut| {
@@ -332,29 +333,29 @@ impl Strategy for MeshStrategy {
             verify_same_choices(tree, &**mesh.world())?;
         }
         let partial_grads = PartialGrads::new(tree, mesh)?;
-        let engine = match self.shards(mesh)? {
+        let data_parallel = match self.shards(mesh)? {
             true => self.shard(tree, mesh, seed, partial_grads)?,
             false => self.replicate(tree, mesh, seed, partial_grads)?,
         };
         Self::verify_replicas(tree, mesh)?;
-        self.engine = Some(engine);
+        self.data_parallel = Some(data_parallel);
         Ok(())
     }
 
     fn prepare_forward(&mut self, context: StrategyContext<'_>) -> Result<()> {
-        match self.engine()? {
-            Engine::Replicated { .. } => materialize::refresh_compute(context.slots),
+        match self.data_parallel()? {
+            DataParallel::Replicated { .. } => materialize::refresh_compute(context.slots),
             // What was gathered before an optimizer step or a load is out of date.
-            Engine::Sharded(runtime) => runtime.on(fsdp::Event::PrepareForward),
+            DataParallel::Sharded(runtime) => runtime.on(fsdp::Event::PrepareForward),
         }
     }
 
     fn begin_backward(&mut self, _context: StrategyContext<'_>, synchronise: bool) -> Result<()> {
-        match self.engine()? {
-            Engine::Replicated { reducer, .. } => {
+        match self.data_parallel()? {
+            DataParallel::Replicated { reducer, .. } => {
                 reducer.on(ddp::Event::BeginBackward { synchronise })
             }
-            Engine::Sharded(runtime) => {
+            DataParallel::Sharded(runtime) => {
                 let reduce = self.settings.accumulation_sync.scope(synchronise);
                 runtime.on(fsdp::Event::BeginBackward { reduce })
             }
@@ -370,11 +371,11 @@ impl Strategy for MeshStrategy {
     }
 
     fn finish_step(&mut self, context: StrategyContext<'_>) -> Result<()> {
-        match self.engine()? {
-            Engine::Replicated { reducer, .. } => reducer.on(ddp::Event::FinishStep)?,
-            Engine::Sharded(runtime) => runtime.on(fsdp::Event::FinishStep)?,
+        match self.data_parallel()? {
+            DataParallel::Replicated { reducer, .. } => reducer.on(ddp::Event::FinishStep)?,
+            DataParallel::Sharded(runtime) => runtime.on(fsdp::Event::FinishStep)?,
         }
-        self.reorder(context)?;
+        self.rebuild_buckets(context)?;
         self.prepare_forward(context)
     }
 

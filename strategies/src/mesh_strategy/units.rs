@@ -5,8 +5,8 @@ use fulgurite_core::{Error, Result};
 
 use super::Settings;
 
-/// Whether each unit is gathered on its own: what a parallelize function marked in the tree; if it
-/// marked nothing, not the root either, what `shard_conditions` say; without those, all.
+/// Whether each unit is gathered on its own: as a parallelize function chose in the tree; if it chose
+/// nothing, not even the root, as `shard_conditions` say; without those, every unit.
 pub(super) fn choose(settings: &Settings, tree: &ModuleTree) -> Result<Vec<bool>> {
     let units = tree.units();
     if tree.has_fully_shard_choice() {

@@ -130,7 +130,7 @@ impl<'de> Deserialize<'de> for StyleName {
 #[typetag::serde(name = "hf")]
 impl ParallelizeConfig for HuggingFacePlan {
     fn build(&self) -> Result<Box<dyn ParallelizeFn>> {
-        // What code wrote, and not the configuration, is checked here.
+        // Names from a configuration were checked when it was read, those from code are checked here.
         if let Some(StyleNames(names)) = &self.plan {
             names.iter().try_for_each(|(_, name)| style(name).map(drop))?;
         }

@@ -41,14 +41,15 @@ impl Default for LlamaPlan {
 }
 
 impl LlamaPlan {
-    /// The plan for a model: the same but for its dropout layers.
+    /// The plan for a model, which depends only on its dropout layers and on parameters that no plan
+    /// knows.
     ///
     /// # Errors
     /// With sequence parallelism, if a layer of the decoder has parameters that the plan does not
     /// know: their gradients would be of a part of the sequence.
     pub fn plan(&self, model: &ModuleTree) -> Result<Plan> {
         let within = |name: &str| inside(&self.prefix, name);
-        // Between blocks.
+        // The layout between blocks.
         let edge = match self.sequence_parallel {
             true => Layout::SEQUENCE,
             false => Layout::Replicate,

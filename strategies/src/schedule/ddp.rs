@@ -38,7 +38,7 @@
 //! one may bring gradients that are not counted, and buckets wait for its end. That may differ between
 //! ranks: the order of the reductions does not.
 
-/// What a [`Schedule`] is told.
+/// An event for a [`Schedule`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
     /// A backward begins.
@@ -61,8 +61,9 @@ pub enum Event {
     FinishStep,
 }
 
-/// What the driver of a [`Schedule`] performs, in the order given. The number is the bucket's index.
-/// The machine takes every action as done; a driver that fails at one cannot go on.
+/// An action for the driver of a [`Schedule`], which performs them in the order given. The number is the
+/// bucket's index. The machine assumes that every action succeeds; a driver that fails at one cannot go
+/// on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Add the next gradients to the bucket's content on one rank, and overwrite it on the others.
@@ -71,7 +72,7 @@ pub enum Action {
     AllReduce(usize),
     /// Wait for the sum.
     Wait(usize),
-    /// Sum the gradients that tensor-parallel ranks have parts of. Collective over those.
+    /// Sum the partial gradients of tensor-parallel ranks. Collective over those.
     SumPartialGrads,
     /// Make the buckets' content the parameters' gradients.
     Deliver,
@@ -80,9 +81,9 @@ pub enum Action {
 /// Where a bucket's content is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Bucket {
-    /// Gradients of this rank: those of so many parameters are ready in this backward.
+    /// Gradients of this rank: those of `ready` parameters are ready in this backward.
     Filling { ready: usize },
-    /// Under way: no gradient may be added.
+    /// The all-reduce is under way: no gradient may be added.
     Reducing,
     /// The sum over the ranks.
     Reduced,
@@ -98,7 +99,7 @@ pub struct Schedule {
     /// The first bucket that has not been launched in this backward.
     next: usize,
     synchronise: bool,
-    /// Whether a backward of this step left uses of parameters behind.
+    /// Whether uses of this step were left without a gradient, which a later backward may bring.
     older_uses: bool,
     /// Parameters in the order their gradients became ready, in the first backward that synchronised.
     ready_order: Vec<usize>,
@@ -120,7 +121,7 @@ impl Schedule {
         }
     }
 
-    /// Takes an event in, and says what to do about it.
+    /// Processes an event and returns the actions to perform.
     ///
     /// # Panics
     /// If the event's parameter is not one of those that the schedule was made of.

@@ -69,8 +69,8 @@
 //!   backward, and no rank gathers those again.
 //! - Groups are reduced in the order in which their backwards began, each once it is complete and not
 //!   expected and those before it are: a rank that uses a unit's parameters in one of two calls has
-//!   their gradients before other ranks do. What is not in that queue (the root, whose gradients come from anywhere in the
-//!   graph) is reduced when the backward pass ends, in index order.
+//!   their gradients before other ranks do. What is not in that queue (the root, whose gradients come
+//!   from anywhere in the graph) is reduced when the backward pass ends, in index order.
 //! - Both hold as long as the uses of parameters are counted exactly: the backward that is running is
 //!   that of the forwards since the last one. If a backward of the step left forwards behind, or more
 //!   backwards began than forwards were called, whatever is gathered stays until the backward pass ends
@@ -100,17 +100,17 @@ pub struct Group {
 /// Over which ranks a backward reduces gradients.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum ReduceScope {
-    /// None: unsharded gradients are kept, and the next backward adds to them.
+    /// No ranks: unsharded gradients are kept, and the next backward adds to them.
     None,
-    /// Those that share the parameters. This rank's part of the sum is kept, and the next
-    /// backward's is added to it.
+    /// The ranks that share the parameters. This rank's part of the sum is kept, and the next backward's
+    /// is added to it.
     Shards,
-    /// Those that share the parameters, then the replicas: the gradients are the step's.
+    /// The ranks that share the parameters, then the replicas: the gradients are the step's.
     #[default]
     All,
 }
 
-/// What a [`Schedule`] is told. Groups are indices into the list that it was made of.
+/// An event for a [`Schedule`]. Groups are indices into the list that it was made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
     /// The parameters have new values (at first, after a step, after loading).
@@ -149,8 +149,9 @@ pub enum Event {
     FinishStep,
 }
 
-/// What the driver of a [`Schedule`] performs, in the order given. The number is the group's index.
-/// The machine takes every action as done; a driver that fails at one cannot go on.
+/// An action for the driver of a [`Schedule`], which performs them in the order given. The number is the
+/// group's index. The machine assumes that every action succeeds; a driver that fails at one cannot go
+/// on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Start gathering the parameters. Collective over the ranks that share them.
@@ -159,13 +160,13 @@ pub enum Action {
     WaitGather(usize),
     /// Free the gathered values; this rank's shard stays.
     Free(usize),
-    /// Report ([`Event::GradientReady`]) the trainable parameters of which no use is waited for:
-    /// those that this rank's forward left out.
+    /// Report ([`Event::GradientReady`]) the trainable parameters without pending uses: those that this
+    /// rank's forward did not use.
     CompleteUnused(usize),
-    /// Start reduce-scattering the gradients, and write later ones elsewhere. Collective over the ranks
+    /// Start reduce-scattering the gradients; later ones go to other memory. Collective over the ranks
     /// that share the parameters.
     Reduce(usize),
-    /// Wait for the reduce-scatter, and add what earlier backwards scattered and nothing replicated.
+    /// Wait for the reduce-scatter, and add what earlier backwards scattered and did not replicate.
     WaitReduction(usize),
     /// Start all-reducing the scattered gradients over the replicas. Collective over those.
     Replicate(usize),
@@ -195,7 +196,7 @@ enum Parameters {
 /// How far a group's gradients of the backward pass are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Gradients {
-    /// So many trainable parameters' are ready, and not all.
+    /// Those of `ready` trainable parameters are ready, which is not all.
     Accumulating { ready: usize },
     /// All are ready.
     Complete,
@@ -239,13 +240,13 @@ pub struct Schedule {
     /// Groups in the order of the calls that recorded a graph, in the forwards before the last backward
     /// pass.
     last_forward: Vec<usize>,
-    /// The same since the last backward pass.
+    /// Groups in the order of these calls since the last backward pass.
     forward: Vec<usize>,
     /// Groups whose backward has begun and whose reduction has not, in the order of their backwards.
     reduction_queue: VecDeque<usize>,
     /// The group whose reduce-scatter is under way.
     reducing: Option<usize>,
-    /// Whether a backward of this step left forward calls behind, which a later one may be of.
+    /// Whether forward calls of this step were left without a backward, which a later one may bring.
     older_forwards: bool,
 }
 
@@ -276,7 +277,7 @@ impl Schedule {
         }
     }
 
-    /// Takes an event in, and says what to do about it.
+    /// Processes an event and returns the actions to perform.
     ///
     /// # Panics
     /// If the event's group is not one of those that the schedule was made of.
@@ -319,7 +320,7 @@ impl Schedule {
         !self.older_forwards && backwards <= forwards
     }
 
-    /// Forward calls and backwards of groups that are not frozen. The others' outputs may have no
+    /// Forward calls and backwards of groups that are not frozen. A frozen group's output may have no
     /// backward.
     fn trainable_calls(&self) -> (usize, usize) {
         let trainable = self.groups.iter().filter(|state| !state.is_frozen());
@@ -383,8 +384,8 @@ impl Schedule {
                 self.reduction_queue.push_back(group);
             }
             self.reduce_in_order(actions);
-            // A parameter that this rank's forward left out must not hold the reduction of the group
-            // back: other ranks may have used it, and wait.
+            // A parameter that this rank's forward did not use must not delay the group's reduction:
+            // other ranks may have used it, and wait.
             actions.push(Action::CompleteUnused(group));
         }
     }
@@ -401,7 +402,7 @@ impl Schedule {
         self.end_backward_if_over(group);
     }
 
-    /// Reduces the groups at the head of the queue that nothing is waited for of.
+    /// Reduces groups from the head of the queue, as long as they are complete and not expected.
     fn reduce_in_order(&mut self, actions: &mut Vec<Action>) {
         while let Some(&first) = self.reduction_queue.front()
             && self.reduce != ReduceScope::None
@@ -445,7 +446,7 @@ impl Schedule {
         }
     }
 
-    /// Makes sure that a group has values, for what its new state says.
+    /// Gathers a group if it has no values, and sets its new state.
     fn unshard(&mut self, group: usize, to: Parameters, actions: &mut Vec<Action>) {
         let state = &mut self.groups[group];
         if state.group.parameters == 0 {
@@ -460,8 +461,8 @@ impl Schedule {
         }
     }
 
-    /// Starts gathering a group, unless as many as may be are gathered ahead: some of them may not
-    /// have been called, where a forward is not like the last one.
+    /// Starts gathering a group, unless the maximum is gathered ahead already: groups gathered ahead may
+    /// not have been called yet, if this forward differs from the last.
     fn gather_ahead(&mut self, group: usize, actions: &mut Vec<Action>) {
         let prefetched = |state: &&GroupState| state.parameters == Parameters::Prefetched;
         let ahead = self.groups.iter().filter(prefetched).count();
@@ -494,8 +495,8 @@ impl Schedule {
         }
     }
 
-    /// Starts a group's reduction, after the end of the one before: one group's unsharded gradients are
-    /// held besides those that are accumulated.
+    /// Starts a group's reduction, after waiting for the previous one: at most one group's unsharded
+    /// gradients are held besides those being accumulated.
     fn reduce(&mut self, group: usize, actions: &mut Vec<Action>) {
         self.finish_reduction(actions);
         self.groups[group].gradients = Gradients::Reducing;

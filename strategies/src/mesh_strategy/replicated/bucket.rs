@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-/// One parameter's gradient, as packing sees it.
+/// Size and dtype of one parameter's gradient.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Item {
     pub(super) elements: usize,

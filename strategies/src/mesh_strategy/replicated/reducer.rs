@@ -1,4 +1,4 @@
-//! The buckets at work: gradients are written straight into them, and reduced when the schedule says.
+//! Gradient buckets: gradients are written directly into them, and all-reduced when the schedule says.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -23,7 +23,7 @@ pub(in crate::mesh_strategy) struct Reducer {
 struct State {
     schedule: Schedule,
     buckets: Vec<Bucket>,
-    /// In the order of the schedule.
+    /// In the order of the schedule's parameters.
     gradients: Vec<Gradient>,
     /// FQN → index of the gradient.
     indices: HashMap<String, usize>,
@@ -42,8 +42,9 @@ struct Gradient {
 }
 
 impl Reducer {
-    /// Lays buckets out for the parameters of `slots` in the order their gradients are expected to become ready. The
-    /// first bucket holds up to `bucket_bytes[0]`, the others up to `bucket_bytes[1]`.
+    /// Makes buckets for the parameters of `slots`, which are in the order their gradients are expected
+    /// to become ready. The first bucket holds up to `bucket_bytes[0]`, the others up to
+    /// `bucket_bytes[1]`.
     pub(in crate::mesh_strategy) fn new(
         group: Arc<dyn ProcessGroup>,
         partial_grads: PartialGrads,
@@ -58,8 +59,8 @@ impl Reducer {
         self.state.lock().expect("no panic while reducing")
     }
 
-    /// Lays the buckets out again. Gradients that are in the present ones are lost.
-    pub(in crate::mesh_strategy) fn lay_out(
+    /// Makes the buckets anew for this order. Gradients in the present ones are lost.
+    pub(in crate::mesh_strategy) fn rebuild_buckets(
         &self,
         slots: &[ParameterSlot],
         bucket_bytes: [usize; 2],
@@ -71,27 +72,26 @@ impl Reducer {
     }
 
     /// The FQNs in the order in which gradients became ready, in the first backward that synchronised
-    /// since the buckets were laid out.
+    /// since the buckets were made.
     pub(in crate::mesh_strategy) fn ready_order(&self) -> Vec<String> {
         let state = self.state();
         let fqn = |&index: &usize| state.gradients[index].slot.fqn().to_owned();
         state.schedule.ready_order().iter().map(fqn).collect()
     }
 
-    /// Tells the schedule of an event, and does what it says.
+    /// Passes an event to the schedule and performs its actions.
     pub(in crate::mesh_strategy) fn on(&self, event: Event) -> Result<()> {
         let actions = self.state().schedule.on(event);
         actions.into_iter().try_for_each(|action| self.perform(action))
     }
 
     fn perform(&self, action: Action) -> Result<()> {
-        // What an action works on is taken out of the state first: nobody waits for a peer under the
-        // lock.
+        // An action's operands are taken out of the state first: no peer is waited for under the lock.
         match action {
             Action::KeepOnOneRank(bucket) => {
                 for gradient in self.state().gradients.iter().filter(|g| g.bucket == bucket) {
                     let slot = &gradient.slot;
-                    // On the first rank also for those that only other ranks had a gradient of.
+                    // On the first rank also if only other ranks had a gradient.
                     if self.group.rank() == 0 && self.partial_grads.rank_of(slot) == 0 {
                         slot.mark_accumulated();
                     } else {
@@ -140,7 +140,7 @@ impl State {
             })
             .collect();
         let (mut buckets, mut gradients) = (Vec::new(), Vec::new());
-        // Buckets are of consecutive parameters.
+        // Buckets are of consecutive parameters, so `gradients` keeps the order of `slots`.
         for indices in pack(&items, first_bytes, cap_bytes) {
             let total: usize = indices.iter().map(|&i| items[i].elements).sum();
             let (first, bucket) = (indices[0], buckets.len());

@@ -1,4 +1,4 @@
-//! One group's parameters: how they are gathered, freed and reduced. When is the schedule's affair.
+//! Gathering, freeing and reducing one group's parameters, when the schedule says.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -110,7 +110,7 @@ impl ParamGroup {
         self.process_group.empty(parameter.compute_elem_count(), dtype, parameter.device())
     }
 
-    /// Declares the trainable parameters ready of which no use is waited for.
+    /// Declares the gradients of trainable parameters without pending uses ready.
     pub(super) fn complete_unused(&self) -> Result<()> {
         self.members.iter().try_for_each(|member| member.slot.finish_unused())
     }
@@ -136,7 +136,7 @@ impl ParamGroup {
         Ok(Reduction { work, shards, inputs })
     }
 
-    /// Room for the reduced gradients of this rank's shards.
+    /// Memory for the reduced gradients of this rank's shards.
     fn empty_shards(&self) -> Result<GradShards> {
         let rank = self.process_group.rank();
         let mut sizes: Vec<(DType, usize)> = Vec::new();
@@ -163,7 +163,7 @@ impl ParamGroup {
         Ok(GradShards { buffers, outputs })
     }
 
-    /// Starts adding the replicas' results to `shards`. Collective over the replicas.
+    /// Starts all-reducing `shards` over the replicas. Collective over those.
     pub(super) fn replicate(&self, shards: GradShards) -> Result<Replication> {
         let works = shards
             .buffers
@@ -187,7 +187,7 @@ impl ParamGroup {
 }
 
 impl Reduction {
-    /// Waits for the reduction, and adds what `earlier` ones left.
+    /// Waits for the reduction, and adds the shards of `earlier` ones.
     pub(super) fn wait(self, earlier: Option<GradShards>) -> Result<GradShards> {
         self.work.wait()?;
         drop(self.inputs);

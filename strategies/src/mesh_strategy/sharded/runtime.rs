@@ -1,4 +1,4 @@
-//! The hooks around forward and backward, which perform what the schedule says.
+//! The hooks around forward and backward, which perform the schedule's actions.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
@@ -39,14 +39,14 @@ struct State {
     buffers: Vec<Buffers>,
 }
 
-/// What a group has under way.
+/// A group's collectives under way, and its gradients.
 #[derive(Default)]
 struct Buffers {
     gather: Option<Work>,
     /// Unsharded gradients by FQN, from the first one of a backward until they are reduced.
     grads: HashMap<String, Tensor>,
     reduction: Option<Reduction>,
-    /// Gradients that were reduce-scattered, before they meet the replicas' and afterwards.
+    /// Reduce-scattered gradients, before and after they are all-reduced over the replicas.
     shards: Option<GradShards>,
     replication: Option<Replication>,
 }
@@ -82,13 +82,13 @@ impl ShardedRuntime {
         owner.ok_or_else(|| Error::parameter(parameter.fqn(), "is in no FSDP unit"))
     }
 
-    /// Tells the schedule of an event, and does what it says.
+    /// Passes an event to the schedule and performs its actions.
     pub(in crate::mesh_strategy) fn on(&self, event: Event) -> Result<()> {
         let actions = self.state().schedule.on(event);
         actions.into_iter().try_for_each(|action| self.perform(action))
     }
 
-    /// [`on`](Self::on) for an event of the group that a unit has, if it has one.
+    /// [`on`](Self::on) for an event of the unit's group, if it has one.
     fn on_unit(&self, unit: &UnitHandle, event: impl FnOnce(usize) -> Event) -> Result<()> {
         match self.units.get(unit.index()).copied().flatten() {
             Some(group) => self.on(event(group)),
@@ -97,8 +97,7 @@ impl ShardedRuntime {
     }
 
     fn perform(&self, action: Action) -> Result<()> {
-        // What an action works on is taken out of the state first: nobody waits for a peer under the
-        // lock.
+        // An action's operands are taken out of the state first: no peer is waited for under the lock.
         match action {
             Action::Gather(group) => {
                 let work = self.groups[group].gather()?;
