@@ -486,7 +486,7 @@ impl Schedule {
         }
     }
 
-    /// Notes that a group's backward is over, if its gradients are complete and it is not expected.
+    /// Marks a group's backward as over, if its gradients are complete and it is not expected.
     fn end_backward_if_over(&mut self, group: usize) {
         let over = self.groups[group].is_complete() && !self.is_expected(group);
         let state = &mut self.groups[group];

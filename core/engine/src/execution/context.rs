@@ -39,8 +39,8 @@ impl TypeMap {
     }
 }
 
-/// A thread's gradient mode and at most one value of each type, such as the [forward
-/// scope](crate::module::ForwardScope), for the code that runs there.
+/// A thread's gradient mode and at most one value of each type, such as the
+/// [forward scope](crate::module::ForwardScope), for the code that runs there.
 ///
 /// Clones are cheap and share the values: what a layer records in one on another thread, for instance
 /// that a checkpointed unit used a parameter, is seen on all threads in the same context.

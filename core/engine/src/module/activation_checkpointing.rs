@@ -40,7 +40,7 @@ pub enum CheckpointMode {
     /// No unit: all keep their activations from forward to backward.
     #[default]
     None,
-    /// Every unit: each keeps only its output.
+    /// Every unit: only units' inputs are kept.
     Full,
     /// Every n-th unit.
     Selective,

@@ -64,8 +64,8 @@ fn check_mesh(mesh: &DeviceMesh) -> Result<()> {
 impl UnitHandle {
     /// Chooses the unit to be gathered on its own; a later call replaces the options. `mesh` is
     /// `mesh.get("dp_cp")`, or the same of `data_parallel`, `data_parallel_shard` or `dp_shard_cp`:
-    /// which ranks share parameters follows from the strategy's mesh, whichever of them is named.
-    /// Before any value exists; every rank calls it alike, and it communicates nothing.
+    /// which ranks share parameters follows from the strategy's mesh, whichever of them is named. Call
+    /// it before any value exists, alike on every rank; it communicates nothing.
     ///
     /// # Errors
     /// If `mesh` is another mesh.
@@ -168,8 +168,8 @@ impl ModuleTree {
         }
     }
 
-    /// Whether anything, a unit or the root, was chosen. If not, the choice is the strategy's, which
-    /// may take all units. For strategies.
+    /// Whether any unit or the root was chosen. If none was, the strategy chooses, for instance every
+    /// unit. For strategies.
     pub fn has_fully_shard_choice(&self) -> bool {
         self.root.is_some() || self.units().iter().any(|u| u.fully_shard_options().is_some())
     }

@@ -21,7 +21,7 @@ pub fn glob_match(pattern: &str, name: &str) -> bool {
     prefix_match(pattern, name).is_some_and(|found| found.rest.is_empty())
 }
 
-/// Whether a pattern matches a parameter: with dots its whole name, without any one segment of it.
+/// Whether a pattern matches a parameter: one with dots the whole name, one without dots any segment.
 ///
 /// ```
 /// use fulgurite_core::module::pattern_matches;

@@ -14,8 +14,8 @@ use crate::parallel::activations::{self, Activation};
 use crate::parameter::Uses;
 use crate::{Error, Result};
 
-/// Calls a unit without recording a graph, and enters its output into the caller's graph with a
-/// backward that computes the unit again, then with a graph of its own, and runs that graph's backward.
+/// Calls a unit without recording a graph, and enters its output into the caller's graph with a backward
+/// that computes the unit again, with a graph of its own, and runs that graph's backward.
 pub(super) fn call(
     unit: &UnitHandle,
     hooks: Option<Arc<dyn UnitHooks>>,

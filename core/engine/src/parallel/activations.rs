@@ -167,8 +167,8 @@ pub(crate) fn make_traceable(y: Tensor, activation: &Option<Arc<Activation>>) ->
 /// computing it.
 ///
 /// # Errors
-/// If `x` was computed from activations of different layouts, or with parameters whose gradients are
-/// partial and not so in the plan, or the other way round.
+/// If `x` was computed from activations of different layouts, or with parameters whose gradients the
+/// plan does not know to be partial, or wrongly takes for partial.
 pub(crate) fn lookup(x: &Tensor, user: &str) -> Result<Option<Arc<Activation>>> {
     let found = with_layouts(|layouts| {
         if layouts.known.is_empty() {
@@ -273,9 +273,9 @@ pub fn check_loss(loss: &Tensor) -> Result<()> {
     }
 }
 
-/// Adds to candle's error about shapes that do not fit the last layouts of a tensor-parallel plan's
-/// layers: a part of an activation and a whole one differ in shape. Other errors, and those without such
-/// a plan, are returned unchanged.
+/// Adds the last layouts of a tensor-parallel plan's layers to candle's error about shapes that do not
+/// fit, for a part of an activation and a whole one differ in shape. Returns other errors, and those
+/// without such a plan, unchanged.
 pub fn explain_shapes(error: Error) -> Error {
     let Error::Candle(candle) = &error else { return error };
     let text = candle.to_string();

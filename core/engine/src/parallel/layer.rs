@@ -303,7 +303,7 @@ impl LayerHandle {
     /// ranks.
     ///
     /// # Errors
-    /// If a peer fails, or the part has not the size of this rank's part.
+    /// If a peer fails, or `input` has not the size of this rank's part.
     pub fn last_dimension(&self, x: &Tensor, input: &Tensor) -> Result<(usize, usize)> {
         let width = input.dim(D::Minus1)?;
         let Some(parallel) = self.parallel() else { return Ok((0, width)) };
@@ -340,9 +340,10 @@ impl LayerHandle {
     /// input; at most three, or two where there are parameters.
     ///
     /// `backward` gets the output and its gradient (contiguous). It must
-    /// [accumulate](Parameter::accumulate) into each of `parameters` and then [end its
-    /// use](Parameter::end_use), which may free the parameter's memory, so its value must not be read
-    /// after that. It returns a gradient for each input; those of inputs outside the graph are dropped.
+    /// [accumulate](Parameter::accumulate) into each of `parameters` and then
+    /// [end its use](Parameter::end_use), which may free the parameter's memory, so its value must not
+    /// be read after that. It returns a gradient for each input; those of inputs outside the graph are
+    /// dropped.
     ///
     /// # Errors
     /// None but candle's.

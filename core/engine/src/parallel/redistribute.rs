@@ -29,7 +29,7 @@ pub(crate) enum Redistribute {
     Split(isize),
 }
 
-/// A redistribution that was done, with what the gradient's way back needs.
+/// A redistribution that was done, kept to redistribute the gradient back.
 #[derive(Clone)]
 pub struct Redistributed {
     /// `None` if nothing is communicated.

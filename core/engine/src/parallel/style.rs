@@ -19,9 +19,9 @@ pub struct Colwise {
     pub input: Layout,
     /// Layout of the output: `shard(-1)`, or `replicate`, to which it is then gathered.
     pub output: Layout,
-    /// For an output head with `output = "replicate"`: under a trainer's or Fabric's [forward
-    /// scope](crate::module::ForwardScope) the logits stay cut, and the cross entropy works on the
-    /// parts. It recognises them also if rows were selected or reshaped in between
+    /// For an output head with `output = "replicate"`: under a trainer's or Fabric's
+    /// [forward scope](crate::module::ForwardScope) the logits stay cut, and the cross entropy works on
+    /// the parts. It recognises them also if rows were selected or reshaped in between
     /// ([`ShardedLogits`](super::ShardedLogits)). Other code gets this rank's part of the logits;
     /// [`gather`](crate::parallel::collectives::gather) returns the whole.
     pub loss_parallel: bool,

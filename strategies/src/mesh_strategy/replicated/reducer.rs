@@ -59,7 +59,7 @@ impl Reducer {
         self.state.lock().expect("no panic while reducing")
     }
 
-    /// Makes the buckets anew for this order. Gradients in the present ones are lost.
+    /// Makes the buckets anew in the order of `slots`. Gradients in the present ones are lost.
     pub(in crate::mesh_strategy) fn rebuild_buckets(
         &self,
         slots: &[ParameterSlot],

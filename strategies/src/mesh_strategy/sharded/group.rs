@@ -40,7 +40,7 @@ pub(super) struct Reduction {
 
 /// Reduced gradients of this rank's shards.
 pub(super) struct GradShards {
-    /// One buffer a dtype.
+    /// One buffer for each dtype.
     buffers: Vec<Tensor>,
     /// Parallel to the trainable members: each one's view of a buffer.
     outputs: Vec<Tensor>,

@@ -20,7 +20,7 @@ pub(in crate::mesh_strategy) struct Casts {
     pub(in crate::mesh_strategy) output: Option<DType>,
 }
 
-/// The units at run time. The last group is the root's.
+/// Performs the schedule's actions on the groups, the last of which is the root's.
 pub(in crate::mesh_strategy) struct ShardedRuntime {
     groups: Vec<ParamGroup>,
     /// FQN → group.

@@ -1,4 +1,4 @@
-//! Cutting the parameters of a plan's layers, and telling the layers.
+//! Cutting the parameters of a plan's layers, and configuring the layers.
 
 use super::{PlanApplication, Shardings};
 use crate::parallel::{ALL, LayerParallel, LayerSharding, ParameterSharding, PlanRecord};

@@ -1,4 +1,4 @@
-//! PlanApplication a plan to a module tree.
+//! Applying a plan to a module tree.
 
 mod check;
 mod cut;
