@@ -41,8 +41,7 @@ impl Default for LlamaPlan {
 }
 
 impl LlamaPlan {
-    /// The plan for a model, which depends only on its dropout layers and on parameters that no plan
-    /// knows.
+    /// The plan for a model. Only the entries of dropout layers differ from model to model.
     ///
     /// # Errors
     /// With sequence parallelism, if a layer of the decoder has parameters that the plan does not
