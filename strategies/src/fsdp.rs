@@ -1,7 +1,7 @@
 //! `strategy = "fsdp"`: parameters, gradients and optimizer state are sharded, and units gathered to
 //! compute.
 
-use fulgurite_core::config::plugin;
+use fulgurite_core::config::{Scalar, deserialize_scalar, plugin};
 use fulgurite_core::strategy::{BuildContext, ParallelizeConfig, Strategy, StrategyConfig};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -34,26 +34,12 @@ impl Serialize for ReshardAfterForward {
 
 impl<'de> Deserialize<'de> for ReshardAfterForward {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Visitor;
-        impl serde::de::Visitor<'_> for Visitor {
-            type Value = ReshardAfterForward;
-
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("true, false or \"auto\"")
-            }
-
-            fn visit_bool<E>(self, reshard: bool) -> Result<Self::Value, E> {
-                Ok(if reshard { ReshardAfterForward::Always } else { ReshardAfterForward::Never })
-            }
-
-            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Self::Value, E> {
-                match text {
-                    "auto" => Ok(ReshardAfterForward::Auto),
-                    other => Err(E::invalid_value(serde::de::Unexpected::Str(other), &self)),
-                }
-            }
-        }
-        deserializer.deserialize_any(Visitor)
+        deserialize_scalar(deserializer, "true, false or \"auto\"", |value| match value {
+            Scalar::Bool(true) => Some(Self::Always),
+            Scalar::Bool(false) => Some(Self::Never),
+            Scalar::Text(text) if text == "auto" => Some(Self::Auto),
+            _ => None,
+        })
     }
 }
 

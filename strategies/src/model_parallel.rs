@@ -1,6 +1,6 @@
 //! `strategy = "model_parallel"`: any mesh of replicas, shards, context and tensor parallelism.
 
-use fulgurite_core::config::plugin;
+use fulgurite_core::config::{Scalar, deserialize_scalar, plugin};
 use fulgurite_core::mesh::DeviceMesh;
 use fulgurite_core::strategy::{BuildContext, ParallelizeConfig, Strategy, StrategyConfig};
 use fulgurite_core::{Error, Result};
@@ -40,33 +40,11 @@ impl Serialize for Size {
 
 impl<'de> Deserialize<'de> for Size {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Visitor;
-        impl serde::de::Visitor<'_> for Visitor {
-            type Value = Size;
-
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a number of ranks or \"auto\"")
-            }
-
-            fn visit_u64<E>(self, ranks: u64) -> Result<Size, E> {
-                Ok(Size::Ranks(ranks as usize))
-            }
-
-            fn visit_i64<E: serde::de::Error>(self, ranks: i64) -> Result<Size, E> {
-                match usize::try_from(ranks) {
-                    Ok(ranks) => Ok(Size::Ranks(ranks)),
-                    Err(_) => Err(E::invalid_value(serde::de::Unexpected::Signed(ranks), &self)),
-                }
-            }
-
-            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Size, E> {
-                match text {
-                    "auto" => Ok(Size::Auto),
-                    other => Err(E::invalid_value(serde::de::Unexpected::Str(other), &self)),
-                }
-            }
-        }
-        deserializer.deserialize_any(Visitor)
+        deserialize_scalar(deserializer, "a number of ranks or \"auto\"", |value| match value {
+            Scalar::Int(ranks) => usize::try_from(*ranks).ok().map(Self::Ranks),
+            Scalar::Text(text) if text == "auto" => Some(Self::Auto),
+            _ => None,
+        })
     }
 }
 

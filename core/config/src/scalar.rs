@@ -7,6 +7,8 @@ use serde::de::{Deserializer, Error as _, Unexpected, Visitor};
 /// A value that is neither list nor table.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Scalar {
+    /// `true` or `false`.
+    Bool(bool),
     /// An integer.
     Int(i64),
     /// A number with a point or an exponent.
@@ -34,6 +36,10 @@ pub fn deserialize_scalar<'de, D: Deserializer<'de>, T>(
             f.write_str(self.0)
         }
 
+        fn visit_bool<E>(self, value: bool) -> Result<Scalar, E> {
+            Ok(Scalar::Bool(value))
+        }
+
         fn visit_i64<E>(self, value: i64) -> Result<Scalar, E> {
             Ok(Scalar::Int(value))
         }
@@ -56,6 +62,9 @@ pub fn deserialize_scalar<'de, D: Deserializer<'de>, T>(
     let value = deserializer.deserialize_any(ScalarVisitor(expected))?;
     convert(&value).ok_or_else(|| {
         let found = match &value {
+            Scalar::Bool(value) => {
+                return D::Error::invalid_type(Unexpected::Bool(*value), &expected);
+            }
             Scalar::Int(value) => Unexpected::Signed(*value),
             Scalar::Float(value) => Unexpected::Float(*value),
             Scalar::Text(value) => Unexpected::Str(value),

@@ -85,7 +85,7 @@ impl<'de> Deserialize<'de> for CountOrFraction {
         deserialize_scalar(deserializer, expected, |value| match value {
             Scalar::Int(count) => u64::try_from(*count).ok().map(Self::Count),
             Scalar::Float(part) => (0.0..=1.0).contains(part).then_some(Self::Fraction(*part)),
-            Scalar::Text(_) => None,
+            Scalar::Bool(_) | Scalar::Text(_) => None,
         })
     }
 }
@@ -211,6 +211,7 @@ impl<'de> Deserialize<'de> for TimeLimit {
                 }
                 Scalar::Float(seconds) => Duration::try_from_secs_f64(*seconds).ok().map(Self),
                 Scalar::Text(text) => Self::from_clock(text),
+                Scalar::Bool(_) => None,
             }
         })
     }
