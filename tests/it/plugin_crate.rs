@@ -1,4 +1,5 @@
-//! A crate outside of this workspace adds a strategy, a logger and a parallelize function.
+//! A crate outside of this workspace adds a strategy, a logger, a checkpoint IO and a parallelize
+//! function.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -116,6 +117,21 @@ fn a_linked_parallelize_function_shards_by_its_own_choice() {
 }
 
 #[test]
+fn a_linked_checkpoint_io_is_told_of_commits_and_of_the_end() {
+    let dir = workplace();
+    let io = "checkpoint.io={ type = \"journal\", io = \"local\" }";
+    summary(&fit(&dir, &[io, "checkpoint.dir=kept", "checkpoint.every_n_steps=4"]));
+    let journal = std::fs::read_to_string(dir.path().join("kept/journal.txt")).unwrap();
+    assert_eq!(journal, "step-00000004\nstep-00000008\n");
+    // The journal is not taken for a checkpoint, and what is around another IO reads what that reads.
+    let resumed =
+        fit(&dir, &[io, "checkpoint.dir=kept", "trainer.ckpt_path=last", "trainer.max_steps=9"]);
+    assert!(resumed.status.success(), "{}", text(&resumed.stderr));
+    let misspelt = fit(&dir, &["checkpoint.io={ type = \"journal\", io = \"locale\" }"]);
+    assert!(text(&misspelt.stderr).contains("unknown checkpoint_io `locale`"), "{misspelt:?}");
+}
+
+#[test]
 fn the_program_lists_what_it_links() {
     let say = |args: &[&str]| {
         let output = Command::new(program()).arg("plugins").args(args).output().unwrap();
@@ -123,7 +139,7 @@ fn the_program_lists_what_it_links() {
         text(&output.stdout).to_owned()
     };
     let list = say(&["list"]);
-    for plugin in ["local_sgd", "markdown", "every_other", "fsdp", "csv"] {
+    for plugin in ["local_sgd", "markdown", "every_other", "journal", "fsdp", "csv"] {
         assert!(list.lines().any(|line| line.split_whitespace().nth(1) == Some(plugin)), "{list}");
     }
     insta::assert_snapshot!(say(&["show", "every_other"]), @r#"
@@ -168,6 +184,7 @@ fn the_guide_shows_the_crate_as_it_is() {
         "src/markdown.rs",
         "src/every_other.rs",
         "src/glu.rs",
+        "src/journal.rs",
         "examples/train.rs",
         "tests/conformance.rs",
     ]

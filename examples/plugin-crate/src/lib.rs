@@ -1,6 +1,6 @@
 //! Plugins for Fulgurite in a crate of their own: the strategy [`LocalSgd`], the logger
-//! [`Markdown`] and the parallelize function [`EveryOther`]; and [`Glu`], a layer that plans can
-//! cut.
+//! [`Markdown`], the checkpoint IO [`Journal`] and the parallelize function [`EveryOther`]; and
+//! [`Glu`], a layer that plans can cut.
 //!
 //! A program links them with `use fulgurite_local_sgd as _;`. A configuration then names them:
 //!
@@ -10,14 +10,19 @@
 //! loggers = [{ type = "markdown", columns = ["train_loss", "val_loss"] }]
 //! strategy = { type = "local_sgd", sync_every = 16 }
 //! # or: strategy = { type = "fsdp", parallelize = "every_other" }
+//!
+//! [checkpoint]
+//! io = { type = "journal", io = "local" }
 //! ```
 
 mod every_other;
 mod glu;
+mod journal;
 mod local_sgd;
 mod markdown;
 
 pub use every_other::EveryOther;
 pub use glu::Glu;
+pub use journal::Journal;
 pub use local_sgd::LocalSgd;
 pub use markdown::Markdown;
