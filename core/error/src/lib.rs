@@ -6,6 +6,10 @@
 use std::io::{self, ErrorKind, Write as _};
 use std::path::PathBuf;
 
+mod limits;
+
+pub use limits::{advice, is_exhausted};
+
 /// The result of every fallible call of the crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -19,7 +23,7 @@ pub enum Error {
     Candle(#[source] candle_core::Error),
 
     /// A file or directory could not be read or written.
-    #[error("{action} {path}: {source}", path = path.display())]
+    #[error("{action} {path}: {source}{}", advice(source), path = path.display())]
     Io {
         /// What was being done, as a gerund: `reading`, `creating`.
         action: &'static str,

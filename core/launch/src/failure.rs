@@ -5,13 +5,13 @@ use std::io::Write;
 use std::panic::PanicHookInfo;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::rank::{Membership, membership};
-use super::rank_env::is_parent;
-use super::signals::{interrupt_requested, interrupted_exit_code};
+use super::rank_env::{is_parent, is_supervised};
+use super::signals::{announced, exit_code_of, interrupt_requested, interrupted_exit_code};
 use crate::{Error, Result};
-use fulgurite_store::Store;
+use fulgurite_store::{Patience, Store};
 
 /// The exit code of a rank that stopped because another failed.
 pub const PEER_FAILED_EXIT_CODE: u8 = 79;
@@ -19,7 +19,7 @@ pub const PEER_FAILED_EXIT_CODE: u8 = 79;
 pub const PANIC_EXIT_CODE: u8 = 101;
 
 /// How long a rank whose collective failed waits for the cause to be known.
-const CAUSE_TIMEOUT: Duration = Duration::from_millis(500);
+const CAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long the rank that hosts the store waits until the others know of the job's failure.
 const NOTICE_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the rank that hosts the store waits for ranks that finish later.
@@ -43,7 +43,10 @@ pub fn report_and_exit_code(result: Result<()>) -> ExitCode {
         (Some(membership), result) => membership.finish(result),
         (None, Ok(())) => 0,
         (None, Err(Error::Interrupted)) => {
-            eprint_lossy("interrupted");
+            // Before the rank has joined its job. The supervisor says so.
+            if !is_supervised() {
+                eprint_lossy("interrupted");
+            }
             interrupted_exit_code()
         }
         (None, Err(error)) => {
@@ -67,19 +70,31 @@ impl Membership {
                 0
             }
             Err(Error::Interrupted) => {
-                if self.supervisor.is_none() && self.info.rank == 0 {
-                    eprint_lossy("interrupted");
-                }
+                // While the job starts, the first rank that was asked decides for all.
+                let first = self.client.failure().and_then(|(_, message)| announced(&message));
+                self.print_interrupted();
                 self.wait_for_others(NOTICE_TIMEOUT);
-                interrupted_exit_code()
+                first.map_or_else(interrupted_exit_code, exit_code_of)
             }
             Err(error) => {
-                let code = match self.cause(&error) {
-                    Some(peer) => {
-                        self.print_stopped_by(&peer);
-                        PEER_FAILED_EXIT_CODE
+                let cause = self.cause(&error);
+                let code = match (&cause, error) {
+                    (Some(peer), _) => match announced(&peer.1) {
+                        Some(signal) => {
+                            self.print_interrupted();
+                            exit_code_of(signal)
+                        }
+                        None => {
+                            self.print_stopped_by(peer);
+                            PEER_FAILED_EXIT_CODE
+                        }
+                    },
+                    // Of this rank.
+                    (None, Error::PeerFailed { message, .. }) => {
+                        self.report(&message);
+                        1
                     }
-                    None => {
+                    (None, error) => {
                         self.report(&error.to_string());
                         1
                     }
@@ -95,17 +110,23 @@ impl Membership {
         if let Some(peer) = self.peer_failure() {
             return Some(peer);
         }
-        match error {
+        let noticed = match error {
             Error::PeerFailed { rank, message } if *rank != self.info.rank => {
                 Some((*rank, message.clone()))
             }
-            // A collective fails as soon as a peer dies; the store learns of it a moment later.
-            Error::Collective { .. } => self
-                .client
-                .wait_for_failure(CAUSE_TIMEOUT)
-                .filter(|(rank, _)| *rank != self.info.rank),
-            _ => None,
+            Error::Collective { .. } => None,
+            _ => return None,
+        };
+        // A collective fails as soon as a peer dies or tells its error; the store learns of it a moment
+        // later, and knows more.
+        let known = self.client.wait_for_failure(CAUSE_TIMEOUT);
+        if let Some(peer) = known.filter(|(rank, _)| *rank != self.info.rank) {
+            return Some(peer);
         }
+        if let Some((rank, message)) = &noticed {
+            self.client.report_noticed(*rank, message);
+        }
+        noticed
     }
 
     /// Reports this rank's own failure to the store; prints it if no supervisor will.
@@ -113,6 +134,12 @@ impl Membership {
         let told = self.client.report_failure(message).is_ok();
         if !(told && self.supervisor_prints()) {
             eprint_lossy(&format!("error: rank {} failed: {message}", self.info.rank));
+        }
+    }
+
+    fn print_interrupted(&self) {
+        if self.supervisor.is_none() && self.info.rank == 0 {
+            eprint_lossy("interrupted");
         }
     }
 
@@ -134,9 +161,9 @@ impl Membership {
     fn wait_for_others(&self, timeout: Duration) {
         self.set_left(true);
         let Some(server) = &self.server else { return };
-        let (start, interrupted) = (Instant::now(), interrupt_requested());
-        while !server.wait_for_others(self.info.rank, timeout.min(POLL_INTERVAL))
-            && start.elapsed() < timeout
+        let (mut patience, interrupted) = (Patience::new(timeout), interrupt_requested());
+        while let Some(rest) = patience.slice()
+            && !server.wait_for_others(self.info.rank, rest.min(POLL_INTERVAL))
             && interrupt_requested() == interrupted
         {}
         self.wait_until_notified();

@@ -9,13 +9,15 @@ use std::time::{Duration, SystemTime};
 use super::failure::eprint_lossy;
 use super::rank::{LaunchedRank, Membership, RankInfo, membership};
 use super::rank_env::RankEnv;
-use super::signals::{self, SecondSignal};
+use super::signals::{self, SecondSignal, Starting};
 use super::supervisor::supervise;
 use super::threads::{configured_threads, install_compute_pool};
 use crate::environment::{self, ClusterEnvironment, EnvironmentConfig, Variables};
 use crate::{Error, Result};
 use fulgurite_store::LocalStore;
-use fulgurite_store::{ClientIdentity, LostRankPolicy, StoreServer, TcpStore};
+use fulgurite_store::{
+    ClientIdentity, ClientOptions, LostRankPolicy, StoreHost, StoreServer, TcpStore,
+};
 
 /// The ranks that a program asks [`launch`] for.
 #[derive(Debug)]
@@ -59,7 +61,8 @@ impl Default for LaunchOptions {
 /// # Errors
 /// [`Error::Launch`] if environment variables are missing or malformed, the configuration asks for
 /// another number of ranks than were started, the store's port is taken, or ranks do not connect in
-/// time (naming them); [`Error::PeerFailed`] if one fails meanwhile.
+/// time (naming them); [`Error::PeerFailed`] if one fails meanwhile; [`Error::Interrupted`] if this
+/// process is asked to end while it waits for the others.
 pub fn launch(options: LaunchOptions) -> Result<LaunchedRank> {
     launch_checked(options, &|_| Ok(()))
 }
@@ -75,6 +78,7 @@ pub fn launch_checked(
     /// Held during a launch: one at a time.
     static LAUNCHING: Mutex<()> = Mutex::new(());
     let _guard = LAUNCHING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _starting = Starting::new();
 
     let launched = become_rank(options, check, now())?;
     install_compute_pool(
@@ -171,11 +175,14 @@ fn launch_single_process(started: f64, environment: &'static str) -> Result<Laun
 
 /// Joins the job as a rank that this program's supervisor started.
 fn join_supervisor(options: &LaunchOptions, env: RankEnv) -> Result<LaunchedRank> {
-    env.die_with_supervisor()?;
+    // First of all: a signal that comes before ends this process, and with it the job.
     signals::handle(SecondSignal::Ignore)?;
+    env.die_with_supervisor()?;
     let RankEnv { supervisor, job_id, started, info, port } = env;
     let identity = ClientIdentity { job_id, rank: info.rank, world_size: info.world_size };
-    let client = TcpStore::connect("127.0.0.1", port, identity, options.timeout)?;
+    let client_options = client_options(StoreHost::Supervisor);
+    let timeout = options.timeout;
+    let client = TcpStore::connect_with("127.0.0.1", port, identity, timeout, client_options)?;
     let membership = Membership {
         info,
         client: Arc::new(client),
@@ -231,7 +238,8 @@ fn join_started(
         None => host,
     };
     let identity = ClientIdentity { job_id, rank: info.rank, world_size: info.world_size };
-    let client = TcpStore::connect(&host, port, identity, options.timeout)?;
+    let client_options = client_options(StoreHost::RankZero);
+    let client = TcpStore::connect_with(&host, port, identity, options.timeout, client_options)?;
     let membership = Membership {
         info,
         client: Arc::new(client),
@@ -257,6 +265,10 @@ fn host_store(host: &str, port: u16, job_id: &str, world_size: usize) -> Result<
         _ => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
     };
     StoreServer::bind(SocketAddr::new(ip, port), job_id, world_size, LostRankPolicy::Failed)
+}
+
+fn client_options(host: StoreHost) -> ClientOptions {
+    ClientOptions { host, give_up: signals::give_up }
 }
 
 fn join(membership: Membership, options: &LaunchOptions) -> Result<LaunchedRank> {

@@ -37,7 +37,10 @@
 //! Linux).
 //!
 //! Ctrl-C, SIGTERM and SIGUSR1 ask all ranks to finish their step ([`interruption`]); a second one
-//! ends them at once, unless one of the two is SIGUSR1, which only announces a later signal.
+//! ends them at once, unless one of the two is SIGUSR1, which only announces a later signal. While the
+//! job starts ([`Starting`]) there is no step to finish: a rank that waits for others and is asked to end
+//! does so at once, and the job with it. The exit code of every rank and of the supervisor is 128 + the
+//! signal that they [agreed on](agree_on).
 
 pub mod environment;
 mod failure;
@@ -50,10 +53,10 @@ mod threads;
 
 pub use failure::{PANIC_EXIT_CODE, PEER_FAILED_EXIT_CODE, report_and_exit_code};
 pub use fulgurite_store::{
-    ClientIdentity, LocalStore, LostRankPolicy, Store, StoreServer, TcpStore,
+    ClientIdentity, LocalStore, LostRankPolicy, Patience, Store, StoreServer, TcpStore,
 };
 pub use launcher::{LaunchOptions, launch, launch_checked};
 pub use rank::LaunchedRank;
-pub use signals::{Interruption, interrupt_requested, interruption};
+pub use signals::{Interruption, Starting, agree_on, interrupt_requested, interruption};
 
 pub use fulgurite_error::{Error, Result};

@@ -90,6 +90,12 @@ impl RankEnv {
     }
 }
 
+/// Whether a supervisor started this process, and lives.
+pub(super) fn is_supervised() -> bool {
+    let pid = std::env::var(SUPERVISOR).ok().and_then(|pid| pid.parse().ok());
+    pid.is_some_and(is_parent)
+}
+
 /// Whether process `pid` is the parent of this process, and therefore alive.
 pub(super) fn is_parent(pid: i32) -> bool {
     rustix::process::getppid().is_some_and(|parent| parent.as_raw_nonzero().get() == pid)

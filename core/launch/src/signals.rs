@@ -1,10 +1,10 @@
 //! The signals that ask a process to end: Ctrl-C (SIGINT), SIGTERM and SIGUSR1.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use rustix::process::Signal;
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 
 use crate::{Error, Result};
 
@@ -33,6 +33,12 @@ impl Arrived {
     }
 }
 
+/// The signal that the ranks agreed to end for; 0 if they have not.
+static AGREED: AtomicI32 = AtomicI32::new(0);
+
+/// Number of [`Starting`]s that live.
+static STARTING: AtomicUsize = AtomicUsize::new(0);
+
 /// Why a process was asked to end, the most urgent last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Interruption {
@@ -53,6 +59,65 @@ impl Interruption {
             _ => Self::CtrlC,
         }
     }
+
+    fn signal(self) -> i32 {
+        match self {
+            Self::Termination => SIGTERM,
+            Self::Preemption => SIGUSR1,
+            Self::CtrlC => SIGINT,
+        }
+    }
+}
+
+/// While one lives, the job starts: training has not begun on any rank. A rank that waits for others
+/// (in the store, in a collective) and is asked to end then gives up and tells the others, which end too.
+/// Without one, only the program decides when it ends.
+#[derive(Debug)]
+pub struct Starting(());
+
+impl Starting {
+    /// Says that the job starts, until this is dropped. Every rank does it at the same place of its
+    /// program.
+    #[expect(clippy::new_without_default, reason = "a default does nothing")]
+    pub fn new() -> Self {
+        STARTING.fetch_add(1, Ordering::Relaxed);
+        Self(())
+    }
+}
+
+impl Drop for Starting {
+    fn drop(&mut self) {
+        STARTING.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Whether this process is to give up what it waits for: what to tell the other ranks.
+pub(super) fn give_up() -> Option<String> {
+    match STARTING.load(Ordering::Relaxed) {
+        0 => None,
+        _ => arrived().map(announcement),
+    }
+}
+
+/// The words before the signal in an [`announcement`].
+const ASKED_TO_END: &str = "it was asked to end before training had begun, by ";
+
+/// What is told in place of a failure of a rank that ends while the job starts, for it got `signal`.
+pub(super) fn announcement(signal: i32) -> String {
+    format!("{ASKED_TO_END}{}", describe(signal))
+}
+
+/// The signal of an [`announcement`].
+pub(super) fn announced(message: &str) -> Option<i32> {
+    let by = message.strip_prefix(ASKED_TO_END)?;
+    SIGNALS.into_iter().find(|&signal| describe(signal) == by)
+}
+
+/// Sets why all ranks end, once they have agreed on it: the program's exit code follows from it, on a rank
+/// that got another signal or none too. Every rank calls it with the same reason, and then ends with
+/// [`Error::Interrupted`]. The trainer does so by itself.
+pub fn agree_on(reason: Interruption) {
+    AGREED.store(reason.signal(), Ordering::Relaxed);
 }
 
 /// The most urgent reason why this process was asked to end; `None` if it was not. See
@@ -76,9 +141,18 @@ pub fn interrupt_requested() -> bool {
     interruption().is_some()
 }
 
-/// The exit code that shells give a process which a signal has ended: 130 for Ctrl-C.
+/// The exit code that shells give a process which a signal has ended: 130 for Ctrl-C. The signal is the one
+/// that the ranks agreed on, else the most urgent that this process got.
 pub(super) fn interrupted_exit_code() -> u8 {
-    128 + arrived().unwrap_or(SIGINT) as u8
+    exit_code_of(match AGREED.load(Ordering::Relaxed) {
+        0 => arrived().unwrap_or(SIGINT),
+        agreed => agreed,
+    })
+}
+
+/// 128 + a signal.
+pub(super) fn exit_code_of(signal: i32) -> u8 {
+    128 + signal as u8
 }
 
 /// What a second signal does to a process.
@@ -105,6 +179,8 @@ pub(super) fn handle(second: SecondSignal) -> Result<()> {
 
 fn register(arrived: &Arrived, second: SecondSignal) -> std::io::Result<()> {
     let once = Arc::new(AtomicBool::new(false));
+    // With a handler, a write beyond the limit on the size of files is an error instead of the end.
+    signal_hook::flag::register(SIGXFSZ, Arc::default())?;
     for (signal, flag) in SIGNALS.into_iter().zip(&arrived.0) {
         if second == SecondSignal::Exit && !is_advance_notice(signal) {
             // Registered before the handler that sets `once`, so that the first signal does not end
@@ -178,6 +254,16 @@ mod tests {
             arrived.0[2].store(true, Ordering::Relaxed);
             assert_eq!(arrived.take(), Some(SIGINT));
         }
+    }
+
+    #[test]
+    fn an_announcement_says_which_signal_came() {
+        for signal in SIGNALS {
+            assert_eq!(announced(&announcement(signal)), Some(signal));
+            assert_eq!(Interruption::of(signal).signal(), signal);
+        }
+        insta::assert_snapshot!(announcement(SIGTERM), @"it was asked to end before training had begun, by signal 15 (SIGTERM)");
+        assert_eq!(announced("the disk is full"), None);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::convert::Infallible;
 use std::net::Ipv4Addr;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -15,7 +15,8 @@ use super::rank_env::RankEnv;
 use super::signals::{self, SecondSignal};
 use crate::environment::Variables;
 use crate::{Error, Result};
-use fulgurite_store::{LostRankPolicy, StoreServer};
+use fulgurite_error::advice;
+use fulgurite_store::{LostRankPolicy, Patience, StoreServer};
 
 /// The variable with the number of rayon's threads, which candle uses too.
 pub(super) const THREADS_VARIABLE: &str = "RAYON_NUM_THREADS";
@@ -23,6 +24,8 @@ pub(super) const THREADS_VARIABLE: &str = "RAYON_NUM_THREADS";
 const POLL_INTERVAL: Duration = Duration::from_millis(15);
 /// How long ranks have to stop by themselves after one has failed, before they get SIGTERM.
 const GRACE: Duration = Duration::from_secs(2);
+/// How long a failure is waited for, of which a rank has heard and this process has not.
+const CAUSE_GRACE: Duration = Duration::from_secs(3);
 /// How long they have from SIGTERM to SIGKILL.
 const TERM_GRACE: Duration = Duration::from_secs(2);
 
@@ -35,8 +38,14 @@ pub(super) fn supervise(devices: usize, started: f64, variables: &Variables) -> 
     let job_id = format!("{}-{started:.6}", std::process::id());
     let address = (Ipv4Addr::LOCALHOST, 0).into();
     let server = StoreServer::bind(address, &job_id, devices, LostRankPolicy::ParentReports)?;
-    let mut ranks =
-        Ranks { ranks: Vec::new(), server, failed: None, interrupted: None, killed: false };
+    let mut ranks = Ranks {
+        ranks: Vec::new(),
+        server,
+        stopped_by_unknown: None,
+        failed: None,
+        interrupted: None,
+        killed: false,
+    };
     for rank in 0..devices {
         let info = RankInfo {
             rank,
@@ -69,7 +78,8 @@ pub(super) fn supervise(devices: usize, started: f64, variables: &Variables) -> 
 fn start(env: &RankEnv, variables: &Variables) -> Result<Child> {
     let RankInfo { rank, world_size, .. } = env.info;
     let fail = |what: &str, e: std::io::Error| {
-        Error::Launch(format!("cannot start rank {rank} of {world_size}: {what}: {e}"))
+        let advice = advice(&e);
+        Error::Launch(format!("cannot start rank {rank} of {world_size}: {what}: {e}{advice}"))
     };
     let program = std::env::current_exe().map_err(|e| fail("finding this program's file", e))?;
     let mut command = Command::new(&program);
@@ -88,6 +98,9 @@ fn start(env: &RankEnv, variables: &Variables) -> Result<Child> {
 struct Ranks {
     ranks: Vec<Rank>,
     server: StoreServer,
+    /// The first rank that ended because another had failed, if no failure was known then, and how long
+    /// one is waited for.
+    stopped_by_unknown: Option<(usize, Patience)>,
     /// The job's failure, once it is printed.
     failed: Option<Failed>,
     /// The first signal that asked for an end.
@@ -106,7 +119,8 @@ struct Rank {
 
 struct Failed {
     rank: usize,
-    since: Instant,
+    /// Until the next signal is due.
+    grace: Patience,
     /// How many signals the other ranks were sent: none, SIGTERM, SIGKILL.
     signals_sent: u8,
 }
@@ -119,6 +133,7 @@ impl Ranks {
             for rank in 0..self.ranks.len() {
                 self.poll_rank(rank);
             }
+            self.settle_cause();
             self.print_failure();
             if self.ranks.iter().all(|rank| rank.end.is_some()) {
                 break;
@@ -142,9 +157,12 @@ impl Ranks {
             return;
         }
         self.interrupted = Some(signal);
-        eprint_lossy(
-            "interrupted: the ranks finish their step; interrupt again to end them at once",
-        );
+        let joined = (0..self.ranks.len()).all(|rank| self.server.has_joined(rank));
+        eprint_lossy(if joined {
+            "interrupted: the ranks finish their step; interrupt again to end them at once"
+        } else {
+            "interrupted while the ranks start: they end; interrupt again to end them at once"
+        });
         // A terminal signals all processes, `kill` only this one. A rank ignores what it gets
         // twice.
         self.signal_all(signals::forwarded(signal));
@@ -174,8 +192,21 @@ impl Ranks {
             // A failure, since the other ranks wait for it to join.
             (Some(0), _) if !joined => "ended before it had launched".to_owned(),
             (Some(0), _) => return,
+            // Others wait for it to join. A signal that came before its handlers has ended it itself.
+            (Some(code), _) if is_interruption(code) && !joined => {
+                return self.announce(rank, code - 128);
+            }
+            (None, Some(signal)) if signals::is_handled(signal) && !joined => {
+                return self.announce(rank, signal);
+            }
             (Some(code), _) if is_interruption(code) => return,
-            (Some(code), _) if code == i32::from(PEER_FAILED_EXIT_CODE) && failure_known => return,
+            (Some(code), _) if code == i32::from(PEER_FAILED_EXIT_CODE) => {
+                if !failure_known {
+                    let patience = || (rank, Patience::new(CAUSE_GRACE));
+                    self.stopped_by_unknown.get_or_insert_with(patience);
+                }
+                return;
+            }
             (Some(code), _) => format!("ended with exit code {code}"),
             (None, Some(signal)) if asked_to_end && signals::is_handled(signal) => return,
             (None, Some(signal)) => format!("was killed by {}", signals::describe(signal)),
@@ -189,17 +220,54 @@ impl Ranks {
         }
     }
 
+    /// Tells the other ranks that `rank` was asked to end and has not joined.
+    fn announce(&self, rank: usize, signal: i32) {
+        if self.server.failures().is_empty() {
+            self.server.fail(rank, &signals::announcement(signal));
+        }
+    }
+
+    /// Once no failure is to come any more of which a rank has ended: says what there is to say.
+    fn settle_cause(&mut self) {
+        let all_ended = self.ranks.iter().all(|rank| rank.end.is_some());
+        let Some((stopped, patience)) = &mut self.stopped_by_unknown else { return };
+        if !self.server.failures().is_empty() || (patience.slice().is_some() && !all_ended) {
+            return;
+        }
+        let stopped = *stopped;
+        match self.server.noticed() {
+            Some((rank, message)) => self.server.fail(rank, &message),
+            None => {
+                let description = format!(
+                    "ended with exit code {PEER_FAILED_EXIT_CODE}, as after the failure of another \
+                     rank, which has not said why it failed"
+                );
+                self.server.fail(stopped, &description);
+                self.ranks[stopped].description = Some(description);
+            }
+        }
+    }
+
     /// Prints the job's first failure, once.
     fn print_failure(&mut self) {
         if self.failed.is_some() {
             return;
         }
         let Some((rank, message)) = self.server.failures().into_iter().next() else { return };
-        match self.ranks.get(rank).and_then(|rank| rank.description.as_ref()) {
-            Some(description) => eprint_lossy(&format!("error: rank {rank} {description}")),
-            None => eprint_lossy(&format!("error: rank {rank} failed: {message}")),
+        let description = self.ranks.get(rank).and_then(|rank| rank.description.as_ref());
+        if let Some(why) = self.server.broken() {
+            eprint_lossy(&format!("error: the supervisor cannot go on: {why}"));
+        } else if let Some(signal) = signals::announced(&message) {
+            if self.interrupted.is_none() {
+                self.interrupted = Some(signal);
+                eprint_lossy(&format!("interrupted: rank {rank}: {message}"));
+            }
+        } else if let Some(description) = description {
+            eprint_lossy(&format!("error: rank {rank} {description}"));
+        } else {
+            eprint_lossy(&format!("error: rank {rank} failed: {message}"));
         }
-        self.failed = Some(Failed { rank, since: Instant::now(), signals_sent: 0 });
+        self.failed = Some(Failed { rank, grace: Patience::new(GRACE), signals_sent: 0 });
     }
 
     /// Prints the other failures that ranks have reported, each message once.
@@ -216,14 +284,13 @@ impl Ranks {
     /// Signals ranks that do not end by themselves after a failure.
     fn kill_stragglers(&mut self) {
         let Some(failed) = &mut self.failed else { return };
-        let (elapsed, sent) = (failed.since.elapsed(), failed.signals_sent);
-        if sent == 0 && elapsed >= GRACE {
-            failed.signals_sent = 1;
-            self.signal_all(Signal::TERM);
-        } else if sent == 1 && elapsed >= GRACE + TERM_GRACE {
-            failed.signals_sent = 2;
-            self.signal_all(Signal::KILL);
+        if failed.grace.slice().is_some() {
+            return;
         }
+        failed.grace = Patience::new(TERM_GRACE);
+        failed.signals_sent = failed.signals_sent.saturating_add(1);
+        let signal = if failed.signals_sent == 1 { Signal::TERM } else { Signal::KILL };
+        self.signal_all(signal);
     }
 
     /// Signals the ranks that have not ended. Their process ids cannot have been reused, since only
@@ -235,11 +302,20 @@ impl Ranks {
     }
 
     fn exit_code(&self) -> i32 {
-        if let Some(signal) = self.interrupted {
-            return 128 + signal;
-        }
         let code = |end: ExitStatus| end.code().or(end.signal().map(|signal| 128 + signal));
         let codes = || self.ranks.iter().map(|rank| rank.end.and_then(code).unwrap_or(1));
+        if let Some(signal) = self.interrupted {
+            // The ranks may have agreed on another signal, that one of them got, or have been done.
+            let agreed = codes().find(|&code| is_interruption(code));
+            return match agreed {
+                Some(code) if !self.killed && self.failed.is_none() => code,
+                None if codes().all(|code| code == 0) => 0,
+                _ => 128 + signal,
+            };
+        }
+        if self.server.broken().is_some() {
+            return 1;
+        }
         match &self.failed {
             // 1 if the rank reported a failure and then exited with 0, or ended by a signal from
             // here.

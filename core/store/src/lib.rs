@@ -6,11 +6,15 @@
 //! ranks are started.
 
 mod local_store;
+mod patience;
 mod store;
 mod table;
 mod tcp_store;
 
 pub use fulgurite_error::{Error, Result};
 pub use local_store::LocalStore;
+pub use patience::Patience;
 pub use store::Store;
-pub use tcp_store::{ClientIdentity, LostRankPolicy, StoreServer, TcpStore};
+pub use tcp_store::{
+    ClientIdentity, ClientOptions, LostRankPolicy, StoreHost, StoreServer, TcpStore,
+};

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::Result;
+use crate::{Error, Result};
 
 /// A small key-value store that all ranks of a job share, like PyTorch's `TCPStore`, for
 /// rendezvous, health and control messages.
@@ -13,7 +13,8 @@ pub trait Store: Send + Sync {
     /// The value of `key`, waiting until some rank sets it.
     ///
     /// # Errors
-    /// After `timeout`, naming the key; or as soon as a rank of the job is known to have failed.
+    /// After `timeout`, naming the key; as soon as a rank of the job is known to have failed; or if this
+    /// rank is to [give up](Store::give_up).
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>>;
 
     /// Adds `amount` to the integer at `key` (absent: 0) and returns the new value.
@@ -25,4 +26,11 @@ pub trait Store: Send + Sync {
 
     /// The job's first failure, if one is known: the rank and its message. Does not block.
     fn failure(&self) -> Option<(usize, String)>;
+
+    /// Whether this rank is to give up what it waits for, for it was asked to end before training has
+    /// begun: the error to end with, [`Error::Interrupted`]. The other ranks have been told then. Asked
+    /// now and again by whoever waits for other ranks.
+    fn give_up(&self) -> Option<Error> {
+        None
+    }
 }

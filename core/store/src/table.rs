@@ -4,6 +4,8 @@ use std::collections::HashMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::Patience;
+
 /// A failure of the job: the rank and its message.
 pub(super) type Failure = (usize, String);
 
@@ -47,6 +49,10 @@ pub(super) struct State {
     /// The hosting process announced that it leaves, as [`Member::left`].
     pub(super) host_left: bool,
     pub(super) closed: bool,
+    /// Why the hosting process cannot serve the job any more.
+    pub(super) broken: Option<String>,
+    /// Failures of ranks that other ranks have noticed, and whose own words are still to come.
+    pub(super) noticed: Vec<Failure>,
 }
 
 impl State {
@@ -67,6 +73,8 @@ impl Table {
             members: vec![Member::default(); world_size],
             host_left: false,
             closed: false,
+            broken: None,
+            noticed: Vec::new(),
         };
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
@@ -90,18 +98,15 @@ impl Table {
         timeout: Duration,
         mut ready: impl FnMut(&State) -> Option<R>,
     ) -> Option<R> {
-        let deadline = deadline(timeout);
+        let mut patience = Patience::new(timeout);
         let mut state = self.read();
         loop {
             if let Some(result) = ready(&state) {
                 return Some(result);
             }
-            let rest = deadline.saturating_duration_since(Instant::now());
-            if rest.is_zero() {
-                return None;
-            }
+            let slice = patience.slice()?;
             state =
-                self.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
+                self.changed.wait_timeout(state, slice).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 

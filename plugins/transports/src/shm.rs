@@ -314,5 +314,9 @@ mod linux {
         fn failure(&self) -> Option<(usize, String)> {
             self.store.failure()
         }
+
+        fn gives_up(&self) -> bool {
+            self.store.give_up().is_some()
+        }
     }
 }

@@ -222,4 +222,8 @@ impl Rendezvous for ThreadRendezvous {
     fn failure(&self) -> Option<(usize, String)> {
         self.failure.lock().expect("no panic while failing").clone()
     }
+
+    fn gives_up(&self) -> bool {
+        false
+    }
 }

@@ -11,7 +11,8 @@ use super::{ClientIdentity, DIED, HEARTBEAT, REPLY_TIMEOUT, SILENT_HEARTBEATS};
 use crate::Store;
 use crate::local_store::not_an_integer;
 use crate::table::{Failure, WaitError, deadline};
-use crate::{Error, Result};
+use crate::{Error, Patience, Result};
+use fulgurite_error::{advice, is_exhausted};
 
 /// A rank's client of the job's [`Store`]. Threads may share it: each request under way has a
 /// connection of its own.
@@ -22,6 +23,37 @@ pub struct TcpStore {
     /// Connections without a request under way.
     idle: Mutex<Vec<Reader<TcpStream>>>,
     health: Arc<Health>,
+    give_up: GiveUp,
+}
+
+/// Whether this process is to give up what it waits for, for it was asked to end before training has
+/// begun: what to tell the other ranks.
+type GiveUp = fn() -> Option<String>;
+
+/// Who hosts a store, for messages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StoreHost {
+    /// Rank 0 of the job.
+    RankZero,
+    /// The supervisor, which is no rank.
+    Supervisor,
+}
+
+/// What a [`TcpStore`] is told besides the server's address and which rank it is of.
+#[derive(Debug, Clone, Copy)]
+pub struct ClientOptions {
+    /// Who hosts the server.
+    pub host: StoreHost,
+    /// Asked now and again during a wait: whether this process is to give it up, for it was asked to end
+    /// before training has begun. The text is reported as this rank's failure, so that the other ranks do
+    /// not wait for it, and the wait ends with [`Error::Interrupted`].
+    pub give_up: fn() -> Option<String>,
+}
+
+impl Default for ClientOptions {
+    fn default() -> Self {
+        Self { host: StoreHost::RankZero, give_up: || None }
+    }
 }
 
 /// The server's address, and which rank connects to it.
@@ -38,6 +70,10 @@ struct Health {
     stream: TcpStream,
     failure: Mutex<Option<Failure>>,
     changed: Condvar,
+    /// Whether the server has confirmed the failure that this rank reported.
+    recorded: AtomicBool,
+    host: StoreHost,
+    rank: usize,
     host_left: AtomicBool,
     closing: AtomicBool,
 }
@@ -55,6 +91,20 @@ impl TcpStore {
         identity: ClientIdentity,
         timeout: Duration,
     ) -> Result<Self> {
+        Self::connect_with(host, port, identity, timeout, ClientOptions::default())
+    }
+
+    /// As [`connect`](Self::connect), with options.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect), and [`Error::Interrupted`] if this process is to give up.
+    pub fn connect_with(
+        host: &str,
+        port: u16,
+        identity: ClientIdentity,
+        timeout: Duration,
+        options: ClientOptions,
+    ) -> Result<Self> {
         let server = Server { host: host.to_owned(), port, identity };
         let deadline = deadline(timeout);
         let mut pause = Duration::from_millis(10);
@@ -63,6 +113,9 @@ impl TcpStore {
                 Ok(reader) => break reader,
                 Err(ConnectError::Fatal(error)) => return Err(error),
                 Err(ConnectError::Retry(why)) => {
+                    if (options.give_up)().is_some() {
+                        return Err(Error::Interrupted);
+                    }
                     if Instant::now() + pause >= deadline {
                         return Err(server.error(&format!(
                             "no store answered within {timeout:?} ({why}). Rank 0 hosts it: \
@@ -77,9 +130,12 @@ impl TcpStore {
         };
         let stream = reader.stream().try_clone();
         let health = Arc::new(Health {
-            stream: stream.map_err(|e| server.error(&e.to_string()))?,
+            stream: stream.map_err(|e| server.error(&format!("{e}{}", advice(&e))))?,
             failure: Mutex::default(),
             changed: Condvar::new(),
+            recorded: AtomicBool::new(false),
+            host: options.host,
+            rank: server.identity.rank,
             host_left: AtomicBool::new(false),
             closing: AtomicBool::new(false),
         });
@@ -88,8 +144,10 @@ impl TcpStore {
             .name("store-health".into())
             .stack_size(256 << 10)
             .spawn(move || shared_for_thread.watch(reader))
-            .map_err(|e| server.error(&format!("no thread to watch its health: {e}")))?;
-        Ok(Self { server, idle: Mutex::default(), health })
+            .map_err(|e| {
+                server.error(&format!("no thread to watch its health: {e}{}", advice(&e)))
+            })?;
+        Ok(Self { server, idle: Mutex::default(), health, give_up: options.give_up })
     }
 
     /// Waits until all ranks have connected. Every rank calls it.
@@ -122,15 +180,23 @@ impl TcpStore {
 
     /// Waits up to `timeout` for the job's failure to be known.
     pub fn wait_for_failure(&self, timeout: Duration) -> Option<Failure> {
-        let (failure, _) = self
-            .health
-            .changed
-            .wait_timeout_while(self.health.failure(), timeout, |failure| failure.is_none())
-            .unwrap_or_else(PoisonError::into_inner);
-        failure.clone()
+        self.health.wait(timeout, |failure| failure.is_some());
+        self.failure()
+    }
+
+    /// Tells the server that `rank` has failed, as this rank has noticed: it counts if nobody says more.
+    pub fn report_noticed(&self, rank: usize, message: &str) {
+        let message = cut(message).to_owned();
+        // An error means that the server has ended.
+        let _ = send(&self.health.stream, &Request::Noticed { rank, message });
     }
 
     fn request(&self, request: &Request, within: Duration) -> Result<Reply> {
+        let waits = matches!(request, Request::Get { .. } | Request::WaitForAll { .. });
+        if waits && let Some(error) = self.give_up() {
+            return Err(error);
+        }
+        let mut patience = Patience::new(within);
         let deadline = deadline(within);
         let idle = self.idle().pop();
         let mut reader = match idle {
@@ -141,7 +207,11 @@ impl TcpStore {
                 Err(ConnectError::Retry(why)) => return Err(self.broken(&why)),
             },
         };
-        if let Err(e) = send(reader.stream(), request) {
+        let asked = reader
+            .stream()
+            .set_read_timeout(Some(REQUEST_POLL))
+            .and_then(|()| send(reader.stream(), request));
+        if let Err(e) = asked {
             return Err(self.broken(&e.to_string()));
         }
         let reply = loop {
@@ -152,7 +222,10 @@ impl TcpStore {
                     if let Some((rank, message)) = self.failure() {
                         return Err(Error::PeerFailed { rank, message });
                     }
-                    if Instant::now() >= deadline {
+                    if waits && let Some(error) = self.give_up() {
+                        return Err(error);
+                    }
+                    if patience.slice().is_none() {
                         return Err(self.broken(&format!("no answer within {within:?}")));
                     }
                 }
@@ -229,17 +302,33 @@ impl Store for TcpStore {
     }
 
     fn report_failure(&self, message: &str) -> Result<()> {
+        // Over the connection that is there, since a process that has failed may get no other.
+        let request = Request::Fail { message: cut(message).to_owned() };
+        send(&self.health.stream, &request).map_err(|e| self.server.error(&e.to_string()))?;
         // A short wait, since this process is about to end.
-        match self.request(&Request::Fail { message: message.to_owned() }, REPLY_TIMEOUT / 4)? {
-            Reply::Failed { .. } => Ok(()),
-            other => Err(self.unexpected(other)),
-        }
+        let recorded = || self.health.recorded.load(Ordering::SeqCst);
+        self.health.wait(REPLY_TIMEOUT / 4, |_| recorded());
+        if recorded() { Ok(()) } else { Err(self.server.error("it does not answer")) }
     }
 
     fn failure(&self) -> Option<(usize, String)> {
         self.health.failure().clone()
     }
+
+    fn give_up(&self) -> Option<Error> {
+        let why = (self.give_up)()?;
+        // An error means that the server has ended, and the job with it.
+        let _ = self.report_failure(&why);
+        Some(Error::Interrupted)
+    }
 }
+
+/// How often a client that waits for an answer looks whether it still should.
+const REQUEST_POLL: Duration = Duration::from_millis(200);
+/// Longest message of a failure: a frame of a health connection fits into the socket's buffer.
+const MAX_MESSAGE: usize = 16 << 10;
+/// The failure of a rank that loses the store of its supervisor.
+const BROKEN: &str = "its connection to the job's store, which the supervisor hosts, broke";
 
 /// Why a connection could not be opened.
 enum ConnectError {
@@ -266,7 +355,13 @@ impl Server {
         for address in addresses {
             let rest = deadline.saturating_duration_since(Instant::now());
             let timeout = rest.clamp(Duration::from_millis(1), REPLY_TIMEOUT / 4);
-            stream = TcpStream::connect_timeout(&address, timeout).map_err(not_yet);
+            stream = TcpStream::connect_timeout(&address, timeout).map_err(|e| {
+                // The server was not even asked.
+                match is_exhausted(&e) && e.kind() != io::ErrorKind::WouldBlock {
+                    true => ConnectError::Fatal(self.error(&format!("{e}{}", advice(&e)))),
+                    false => not_yet(e),
+                }
+            });
             if stream.is_ok() {
                 break;
             }
@@ -311,6 +406,18 @@ impl Health {
         self.changed.notify_all();
     }
 
+    /// Waits up to `timeout` for a change that `over` is true after.
+    fn wait(&self, timeout: Duration, over: impl Fn(&Option<Failure>) -> bool) {
+        let mut patience = Patience::new(timeout);
+        let mut failure = self.failure();
+        while !over(&failure)
+            && let Some(slice) = patience.slice()
+        {
+            let waited = self.changed.wait_timeout(failure, slice);
+            failure = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
     /// Reads the health connection and sends heartbeats over it until it ends.
     fn watch(&self, mut reader: Reader<TcpStream>) {
         let same_host = self.stream.peer_addr().is_ok_and(|peer| peer.ip().is_loopback());
@@ -329,6 +436,11 @@ impl Health {
                     let _ = send(&self.stream, &Request::FailureReceived);
                 }
                 Some(Reply::HostLeft(left)) => self.host_left.store(left, Ordering::Relaxed),
+                Some(Reply::Recorded) => {
+                    let _failure = self.failure();
+                    self.recorded.store(true, Ordering::SeqCst);
+                    self.changed.notify_all();
+                }
                 _ => {}
             }
             if sent.elapsed() >= HEARTBEAT {
@@ -338,9 +450,17 @@ impl Health {
             }
         }
         if !self.closing.load(Ordering::Relaxed) && !self.host_left.load(Ordering::Relaxed) {
-            self.set_failure((0, format!("{DIED}; it hosted the job's store")));
+            self.set_failure(match self.host {
+                StoreHost::RankZero => (0, format!("{DIED}; it hosted the job's store")),
+                StoreHost::Supervisor => (self.rank, BROKEN.to_owned()),
+            });
         }
     }
+}
+
+/// At most [`MAX_MESSAGE`] bytes of a message.
+fn cut(message: &str) -> &str {
+    &message[..message.floor_char_boundary(MAX_MESSAGE)]
 }
 
 /// Whole milliseconds, rounded up so that a short timeout does not become 0.

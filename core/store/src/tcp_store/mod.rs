@@ -11,7 +11,7 @@ mod client;
 mod protocol;
 mod server;
 
-pub use client::TcpStore;
+pub use client::{ClientOptions, StoreHost, TcpStore};
 pub use server::{LostRankPolicy, StoreServer};
 
 use std::time::Duration;

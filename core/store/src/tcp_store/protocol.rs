@@ -47,6 +47,7 @@ pub(super) enum Request {
         key: String,
         amount: i64,
     },
+    /// Health: this rank has failed.
     Fail {
         message: String,
     },
@@ -60,6 +61,11 @@ pub(super) enum Request {
     Left(bool),
     /// Health: confirms [`Reply::Failed`].
     FailureReceived,
+    /// Health: another rank has failed, as this one has noticed.
+    Noticed {
+        rank: usize,
+        message: String,
+    },
 }
 
 /// What a server sends.
@@ -82,6 +88,8 @@ pub(super) enum Reply {
     Ping,
     /// Health: the hosting process leaves (`true`) or is back (`false`).
     HostLeft(bool),
+    /// Health: confirms [`Request::Fail`].
+    Recorded,
 }
 
 impl Greeting {
@@ -263,6 +271,7 @@ mod tests {
             Just(Request::Ping),
             any::<bool>().prop_map(Request::Left),
             Just(Request::FailureReceived),
+            (any::<usize>(), ".*").prop_map(|(rank, message)| Request::Noticed { rank, message }),
         ]
     }
 
@@ -278,6 +287,7 @@ mod tests {
             ".*".prop_map(Reply::Refused),
             Just(Reply::Ping),
             any::<bool>().prop_map(Reply::HostLeft),
+            Just(Reply::Recorded),
         ]
     }
 

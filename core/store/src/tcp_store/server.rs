@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use super::protocol::{Greeting, Incoming, Purpose, Reader, Reply, Request, send};
 use super::{ClientIdentity, DIED, HEARTBEAT, REPLY_TIMEOUT, SILENT_HEARTBEATS};
 use crate::table::{State, Table, WaitError};
-use crate::{Error, Result};
+use crate::{Error, Patience, Result};
+use fulgurite_error::{advice, is_exhausted};
 
 /// What it means if a rank's connection ends before the rank announced that it leaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,6 +25,8 @@ pub enum LostRankPolicy {
     ParentReports,
 }
 
+/// How long the server waits for descriptors, threads or memory that a connection needs.
+const EXHAUSTED_TIMEOUT: Duration = Duration::from_secs(5);
 /// Largest world size, since memory is reserved for each rank; no job reaches it.
 const MAX_WORLD_SIZE: usize = 1 << 20;
 
@@ -74,7 +77,7 @@ impl StoreServer {
         });
         let shared_for_thread = shared.clone();
         let acceptor = spawn("store-accept", move || accept(&listener, &shared_for_thread))
-            .map_err(|e| Error::Launch(format!("no thread for the store: {e}")))?;
+            .map_err(|e| Error::Launch(format!("no thread for the store: {e}{}", advice(&e))))?;
         Ok(Self { shared, address, acceptor: Some(acceptor) })
     }
 
@@ -91,6 +94,17 @@ impl StoreServer {
     /// All failures, one for each failed rank, in the order in which they became known.
     pub fn failures(&self) -> Vec<(usize, String)> {
         self.shared.table.read().failures.clone()
+    }
+
+    /// The first failure that a rank has noticed of another one.
+    pub fn noticed(&self) -> Option<(usize, String)> {
+        self.shared.table.read().noticed.first().cloned()
+    }
+
+    /// Why this process cannot serve the job any more, if it cannot. Then this is a failure of the job
+    /// too.
+    pub fn broken(&self) -> Option<String> {
+        self.shared.table.read().broken.clone()
     }
 
     /// Whether `rank` ever connected.
@@ -149,6 +163,17 @@ impl Shared {
     fn connections(&self) -> std::sync::MutexGuard<'_, HashMap<u64, TcpStream>> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Records that this process cannot serve the job's ranks any more, which ends the job.
+    fn break_down(&self, error: &io::Error) {
+        let why = format!("the job's store takes no more connections: {error}{}", advice(error));
+        self.table.change(|state| {
+            if state.broken.is_none() && state.failures.is_empty() {
+                state.failures.push((0, why.clone()));
+                state.broken = Some(why);
+            }
+        });
+    }
 }
 
 fn bind_error(address: SocketAddr, error: &io::Error) -> Error {
@@ -161,7 +186,7 @@ fn bind_error(address: SocketAddr, error: &io::Error) -> Error {
             "rank 0 cannot host the store on {address}: that is no address of this host. \
              MASTER_ADDR must name the host that rank 0 runs on"
         ),
-        _ => format!("rank 0 cannot host the store on {address}: {error}"),
+        _ => format!("rank 0 cannot host the store on {address}: {error}{}", advice(error)),
     })
 }
 
@@ -171,30 +196,42 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<JoinHan
 }
 
 fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
+    let mut exhausted: Option<Patience> = None;
     loop {
         let stream = listener.accept();
         if shared.table.read().closed {
             return;
         }
-        let Ok((stream, _)) = stream else {
-            // Out of file descriptors, or a connection that died in the queue.
-            std::thread::sleep(Duration::from_millis(50));
+        let Err(error) = stream.and_then(|(stream, _)| start_serving(stream, shared)) else {
+            exhausted = None;
             continue;
         };
-        let id = shared.next_connection.fetch_add(1, Ordering::Relaxed);
-        let Ok(copy) = stream.try_clone() else { continue };
-        shared.connections().insert(id, copy);
-        let shared_for_thread = shared.clone();
-        let spawned = spawn("store-connection", move || {
-            serve(&stream, &shared_for_thread);
-            // The copy in `connections` would keep the connection open.
-            let _ = stream.shutdown(std::net::Shutdown::Both);
-            shared_for_thread.connections().remove(&id);
-        });
-        if spawned.is_err() {
-            shared.connections().remove(&id);
+        // Else a connection that died in the queue.
+        if is_exhausted(&error) {
+            let patience = exhausted.get_or_insert_with(|| Patience::new(EXHAUSTED_TIMEOUT));
+            if patience.slice().is_none() {
+                shared.break_down(&error);
+            }
         }
+        std::thread::sleep(Duration::from_millis(50));
     }
+}
+
+/// Serves a connection on a thread of its own.
+fn start_serving(stream: TcpStream, shared: &Arc<Shared>) -> io::Result<()> {
+    let id = shared.next_connection.fetch_add(1, Ordering::Relaxed);
+    shared.connections().insert(id, stream.try_clone()?);
+    let shared_for_thread = shared.clone();
+    let spawned = spawn("store-connection", move || {
+        serve(&stream, &shared_for_thread);
+        // The copy in `connections` would keep the connection open.
+        let _ = stream.shutdown(std::net::Shutdown::Both);
+        shared_for_thread.connections().remove(&id);
+    });
+    if spawned.is_err() {
+        shared.connections().remove(&id);
+    }
+    spawned.map(drop)
 }
 
 fn serve(stream: &TcpStream, shared: &Arc<Shared>) {
@@ -215,7 +252,7 @@ fn serve(stream: &TcpStream, shared: &Arc<Shared>) {
     };
     let answered = send(stream, &reply).is_ok();
     match admitted {
-        Ok((identity, Purpose::Requests)) if answered => requests(reader, shared, identity.rank),
+        Ok((_, Purpose::Requests)) if answered => requests(reader, shared),
         Ok((identity, Purpose::Health)) => {
             if answered {
                 health(reader, shared, identity.rank);
@@ -265,7 +302,7 @@ fn admit(greeting: Greeting, shared: &Shared) -> Result<(ClientIdentity, Purpose
     Ok((identity, purpose))
 }
 
-fn requests(mut reader: Reader<&TcpStream>, shared: &Shared, rank: usize) {
+fn requests(mut reader: Reader<&TcpStream>, shared: &Shared) {
     let table = &shared.table;
     loop {
         let request = match reader.next() {
@@ -288,11 +325,14 @@ fn requests(mut reader: Reader<&TcpStream>, shared: &Shared, rank: usize) {
                 Ok(number) => Reply::Number(number),
                 Err(value) => Reply::Refused(value),
             },
-            Request::Fail { message } => failure_reply(table.fail(rank, &message)),
             Request::WaitForAll { timeout_ms } => {
                 wait_for_all(table, Duration::from_millis(timeout_ms))
             }
-            Request::Ping | Request::Left(_) | Request::FailureReceived => {
+            Request::Ping
+            | Request::Left(_)
+            | Request::FailureReceived
+            | Request::Fail { .. }
+            | Request::Noticed { .. } => {
                 Reply::Refused("that belongs on a health connection".into())
             }
         };
@@ -332,11 +372,14 @@ impl From<WaitError> for Reply {
 /// Reads a rank's health connection until it ends.
 fn health(mut reader: Reader<&TcpStream>, shared: &Arc<Shared>, rank: usize) {
     let stream = *reader.stream();
-    let Ok(copy) = stream.try_clone() else { return };
-    let shared_for_thread = shared.clone();
-    let Ok(notifier) = spawn("store-notify", move || send_notices(&copy, &shared_for_thread, rank))
-    else {
-        return;
+    let notifier = stream.try_clone().and_then(|copy| {
+        let shared_for_thread = shared.clone();
+        spawn("store-notify", move || send_notices(&copy, &shared_for_thread, rank))
+    });
+    let notifier = match notifier {
+        Ok(notifier) => notifier,
+        // A rank of the job is turned away: it cannot go on.
+        Err(error) => return shared.break_down(&error),
     };
     let same_host = stream.peer_addr().is_ok_and(|peer| peer.ip().is_loopback());
     let mut silent = 0;
@@ -355,6 +398,18 @@ fn health(mut reader: Reader<&TcpStream>, shared: &Arc<Shared>, rank: usize) {
             Request::Left(left) => update_member(shared, rank, |member| member.left = left),
             Request::FailureReceived => {
                 update_member(shared, rank, |member| member.notified = true)
+            }
+            Request::Fail { message } => {
+                shared.table.fail(rank, &message);
+                // An error shows in the next read too.
+                let _ = send(stream, &Reply::Recorded);
+            }
+            Request::Noticed { rank, message } => {
+                shared.table.change(|state| {
+                    if state.noticed.len() < state.members.len() {
+                        state.noticed.push((rank, message));
+                    }
+                });
             }
             _ => break,
         }

@@ -11,7 +11,7 @@ use fulgurite_engine::collective::{GroupContext, ProcessGroup, ProcessGroupConfi
 use fulgurite_engine::module::{ModuleInit, pattern_matches};
 use fulgurite_engine::strategy::{BuildContext, ParallelizeFn, StrategyConfig};
 use fulgurite_launch::environment;
-use fulgurite_launch::{LaunchOptions, LaunchedRank, launch_checked};
+use fulgurite_launch::{LaunchOptions, LaunchedRank, Starting, launch_checked};
 
 /// A launched rank, connected to the others.
 pub struct Connection {
@@ -26,8 +26,10 @@ impl TrainerConfig {
     /// connects them. Returns in ranks only; see [`launch`](fulgurite_launch::launch). Collective.
     ///
     /// # Errors
-    /// As [`launch`](fulgurite_launch::launch), and if the process group cannot connect the ranks.
+    /// As [`launch`](fulgurite_launch::launch), and if the process group cannot connect the ranks;
+    /// [`Error::Interrupted`] if this process is asked to end while it waits for them.
     pub fn connect(&self) -> Result<Connection> {
+        let _starting = Starting::new();
         registry::require(kind::PROCESS_GROUP, &self.process_group.name)?;
         let strategy =
             self.strategy.build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?;
@@ -77,6 +79,7 @@ impl FabricLauncher<'_> {
     /// # Errors
     /// As [`TrainerConfig::connect`] and [`Fabric::with_world`].
     pub fn launch(self) -> Result<Fabric> {
+        let _starting = Starting::new();
         let Connection { launched, world } = self.config.connect()?;
         let mut fabric = Fabric::with_world(world, self.config, self.seed, None)?;
         fabric.launched = Some(launched);

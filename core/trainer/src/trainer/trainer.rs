@@ -23,7 +23,7 @@ use fulgurite_config::to_table;
 use fulgurite_engine::collective::{ProcessGroup, Solo, broadcast_object};
 use fulgurite_engine::optim::{Ema, OptimizerConfig, SchedulerConfig};
 use fulgurite_engine::strategy::ParallelizeFn;
-use fulgurite_launch::Interruption;
+use fulgurite_launch::{Interruption, Starting};
 
 /// Runs a [`LightningModule`] on its data, by a [`RunConfig`] (Lightning's `Trainer`). Built on
 /// [`Fabric`].
@@ -135,8 +135,9 @@ impl Trainer {
 
     fn run_fit(self, run: UntypedRun, set_up: &mut SetUpRunner) -> Result<FitOutcome> {
         let rank = self.world.rank();
+        let starting = Starting::new();
         let mut session = self.set_up(&run, set_up)?;
-        let result = session.run_fit(&run);
+        let result = session.run_fit(&run, starting);
         let result = session.tear_down_saving(result);
         let status = match &result {
             Ok((_, FitEnd::Finished)) => RunStatus::Success,
@@ -146,8 +147,9 @@ impl Trainer {
         let finished = session.finish_sinks(status);
         let (outcome, end) = result?;
         finished?;
-        if end != FitEnd::Finished {
+        if let FitEnd::Interrupted(why) = end {
             tracing::info!(rank, "interrupted");
+            fulgurite_launch::agree_on(why);
             return Err(Error::Interrupted);
         }
         Ok(outcome)
@@ -165,6 +167,8 @@ impl Trainer {
 
     fn run_validate(self, run: UntypedRun, set_up: &mut SetUpRunner) -> Result<f64> {
         let config_names_one = run.trainer.ckpt_path.is_some();
+        // All of it: there is nothing to save.
+        let _starting = Starting::new();
         let mut session = self.set_up(&run, set_up)?;
         let result = (|| -> Result<f64> {
             match session.checkpoint_to_resume()? {
@@ -298,7 +302,7 @@ fn open_run(
 }
 
 impl Session {
-    fn run_fit(&mut self, run: &UntypedRun) -> Result<(FitOutcome, FitEnd)> {
+    fn run_fit(&mut self, run: &UntypedRun, starting: Starting) -> Result<(FitOutcome, FitEnd)> {
         let OptimizerSetup { optimizer, scheduler } =
             self.runner.configure_optimizers(OptimizerSetup {
                 optimizer: run
@@ -333,6 +337,8 @@ impl Session {
         self.parts.sinks.iter_mut().for_each(|sink| sink.start(max_steps));
         self.hook(Hook::FitStart)?;
         self.prepare_saving(&mut optimizer)?;
+        // From here on ranks agree on when to end.
+        drop(starting);
         let end = self.fit(&mut optimizer)?;
         self.finish_fit(end)?;
         let outcome = FitOutcome {

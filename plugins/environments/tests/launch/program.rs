@@ -1,9 +1,12 @@
 //! The program that is launched.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::time::Duration;
 
-use fulgurite_core::launch::{LaunchOptions, LaunchedRank, interrupt_requested, launch};
+use fulgurite_core::launch::{
+    Interruption, LaunchOptions, LaunchedRank, Starting, agree_on, interrupt_requested, launch,
+};
 use fulgurite_core::{Error, Result};
 
 use crate::run::{DEVICES, TIMEOUT_MS};
@@ -22,6 +25,14 @@ pub(crate) fn play(part: &str) -> Result<()> {
     if let Some(ms) = number(TIMEOUT_MS) {
         options.timeout = Duration::from_millis(ms as u64);
     }
+    let number_of_rank = number("RANK");
+    if let ("waits_for_rank_1" | "waits_for_rank_2", Some(rank)) = (part, number_of_rank) {
+        println!("{}", serde_json::json!({ "pid": std::process::id(), "rank": rank }));
+        while rank == 1 && part == "waits_for_rank_1" {
+            std::thread::park();
+        }
+    }
+    let starting = (part == "starts").then(Starting::new);
     let launched = launch(options)?;
     announce(&launched);
     let rank = launched.rank;
@@ -82,6 +93,33 @@ pub(crate) fn play(part: &str) -> Result<()> {
             launched.store.get("all asked", LONG)?;
             println!("rank {rank} finished its step");
             Err(Error::Interrupted)
+        }
+        // The job starts as long as nobody sets the key.
+        ("starts", _) => {
+            let waited = wait(&launched);
+            drop(starting);
+            waited
+        }
+        // The ranks agree on something else than the signal that they got.
+        ("agrees", _) => {
+            while !interrupt_requested() {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            agree_on(Interruption::Preemption);
+            Err(Error::Interrupted)
+        }
+        // Ends because of a failure that is not known yet, and is told when the supervisor has seen this
+        // end; or never.
+        ("hears_first" | "hears_nothing", 0) => {
+            launched.store.set("rank 0", std::process::id().to_string().as_bytes())?;
+            Err(Error::PeerFailed { rank: 1, message: "it left the process group".into() })
+        }
+        ("hears_first" | "hears_nothing", _) => {
+            let pid = String::from_utf8_lossy(&launched.store.get("rank 0", LONG)?).into_owned();
+            while part == "hears_nothing" || Path::new("/proc").join(&pid).exists() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(Error::other("the cause"))
         }
         // Rank 0, which may host the store, is done long before the others.
         ("finish_early", 0) => launched.store.set("rank 0 has finished", b""),

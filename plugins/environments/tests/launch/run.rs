@@ -103,6 +103,22 @@ impl Run {
         kill_process(Pid::from_child(&self.process), signal).unwrap();
     }
 
+    /// Waits until the process has a handler for `signal`.
+    pub(crate) fn until_it_handles(&self, signal: Signal) {
+        let deadline = Instant::now() + PATIENCE;
+        let bit = 1_u64 << (signal.as_raw() - 1);
+        let status = format!("/proc/{}/status", self.process.id());
+        loop {
+            let status = std::fs::read_to_string(&status).unwrap();
+            let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap();
+            if u64::from_str_radix(caught.trim(), 16).unwrap() & bit != 0 {
+                return;
+            }
+            assert!(Instant::now() < deadline, "the program sets no handler");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     fn stderr_so_far(&self) -> String {
         String::from_utf8_lossy(&self.stderr.lock().unwrap()).into_owned()
     }

@@ -15,6 +15,8 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
     ("started::a_killed_host_reaches_all_ranks", a_killed_host_reaches_all_ranks),
     ("started::a_rank_may_finish_early", a_rank_may_finish_early),
     ("started::ctrl_c_lets_ranks_finish", ctrl_c_lets_ranks_finish),
+    ("started::a_signal_while_the_job_starts_ends_it", a_signal_while_the_job_starts_ends_it),
+    ("started::a_signal_ends_the_wait_for_ranks", a_signal_ends_the_wait_for_ranks),
     ("started::a_taken_port_is_named", a_taken_port_is_named),
     ("started::ranks_that_do_not_come_are_named", ranks_that_do_not_come_are_named),
     ("started::wrong_variables_are_named", wrong_variables_are_named),
@@ -116,6 +118,30 @@ fn ctrl_c_lets_ranks_finish() {
     let [zero, one] = wait(runs);
     assert_eq!((zero.code, one.code), (130, 130));
     assert_eq!((zero.stderr.as_str(), one.stderr.as_str()), ("interrupted\n", ""));
+}
+
+fn a_signal_while_the_job_starts_ends_it() {
+    for asked in [0, 1] {
+        let runs = start("starts");
+        let ranks = runs.each_ref().map(|run| run.ranks(1).remove(0));
+        kill_process(pid(&ranks[asked]), Signal::TERM).unwrap();
+        let [zero, one] = wait(runs);
+        assert_eq!((zero.code, one.code), (143, 143));
+        assert_eq!((zero.stderr.as_str(), one.stderr.as_str()), ("interrupted\n", ""));
+    }
+}
+
+fn a_signal_ends_the_wait_for_ranks() {
+    // Rank 0 waits for rank 1, and rank 1 for the store.
+    for rank_number in [0, 1] {
+        let run = rank("waits_for_rank_2", rank_number, &free_port(), &[]);
+        run.ranks(1);
+        // The handler is set when the process waits.
+        run.until_it_handles(Signal::TERM);
+        run.signal(Signal::TERM);
+        let ended = run.wait();
+        assert_eq!((ended.code, ended.stderr.as_str()), (143, "interrupted\n"));
+    }
 }
 
 fn a_taken_port_is_named() {

@@ -19,6 +19,10 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
     ("supervised::ranks_that_do_not_stop_are_killed", ranks_that_do_not_stop_are_killed),
     ("supervised::ctrl_c_lets_ranks_finish", ctrl_c_lets_ranks_finish),
     ("supervised::a_second_ctrl_c_kills", a_second_ctrl_c_kills),
+    ("supervised::a_signal_before_all_have_joined_ends_the_job", a_signal_before_all_have_joined),
+    ("supervised::a_signal_while_the_job_starts_ends_it", a_signal_while_the_job_starts_ends_it),
+    ("supervised::the_exit_code_is_what_the_ranks_agreed_on", the_exit_code_is_what_was_agreed_on),
+    ("supervised::the_cause_is_waited_for", the_cause_is_waited_for),
     ("supervised::a_rank_may_finish_early", a_rank_may_finish_early),
     ("supervised::a_program_may_launch_twice", a_program_may_launch_twice),
 ];
@@ -187,6 +191,64 @@ fn a_second_ctrl_c_kills() {
     assert_eq!(ended.code, 130);
     assert_eq!(ended.stderr.lines().count(), 1, "{}", ended.stderr);
     ranks.iter().for_each(gone);
+}
+
+/// Rank 0 waits for rank 1, which has not come to set its signal handlers.
+fn a_signal_before_all_have_joined() {
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::USR1, 138)] {
+        // To the supervisor: it passes it on, which ends rank 1.
+        let run = run("waits_for_rank_1", "2");
+        let ranks = run.ranks(2);
+        run.signal(signal);
+        let ended = run.wait();
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(ended.stderr, @"interrupted while the ranks start: they end; interrupt again to end them at once");
+        }
+        assert_eq!(ended.code, code);
+        ranks.iter().for_each(gone);
+    }
+    // To one rank alone: the one that has not come, and the one that waits.
+    for rank in [1, 0] {
+        let run = run("waits_for_rank_1", "2");
+        let ranks = run.ranks(2);
+        kill_process(pid(&ranks[rank]), Signal::TERM).unwrap();
+        let ended = run.wait();
+        let stderr = ended.stderr.replace(&format!("rank {rank}"), "rank R");
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(stderr, @"interrupted: rank R: it was asked to end before training had begun, by signal 15 (SIGTERM)");
+        }
+        assert_eq!(ended.code, 143);
+        ranks.iter().for_each(gone);
+    }
+}
+
+fn a_signal_while_the_job_starts_ends_it() {
+    let run = run("starts", "3");
+    let ranks = run.ranks(3);
+    kill_process(pid(&ranks[1]), Signal::USR1).unwrap();
+    let ended = run.wait();
+    insta::assert_snapshot!(ended.stderr, @"interrupted: rank 1: it was asked to end before training had begun, by signal 10 (SIGUSR1)");
+    assert_eq!(ended.code, 138);
+    ranks.iter().for_each(gone);
+}
+
+fn the_exit_code_is_what_was_agreed_on() {
+    let run = run("agrees", "2");
+    let ranks = run.ranks(2);
+    for rank in &ranks {
+        kill_process(pid(rank), Signal::TERM).unwrap();
+    }
+    let ended = run.wait();
+    assert_eq!((ended.code, ended.stderr.as_str()), (138, ""));
+}
+
+fn the_cause_is_waited_for() {
+    let ended = run("hears_first", "2").wait();
+    insta::assert_snapshot!(ended.stderr, @"error: rank 1 failed: the cause");
+    assert_eq!(ended.code, 1);
+    let ended = run("hears_nothing", "2").wait();
+    insta::assert_snapshot!(ended.stderr, @"error: rank 1 failed: it left the process group");
+    assert_eq!(ended.code, 1);
 }
 
 fn a_rank_may_finish_early() {

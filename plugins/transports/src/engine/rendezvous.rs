@@ -46,6 +46,10 @@ pub(crate) trait Rendezvous: Send + Sync {
 
     /// The job's first failure, if one is known: the global rank and its message.
     fn failure(&self) -> Option<(usize, String)>;
+
+    /// Whether this rank is to give up what it waits for, as
+    /// [`Store::give_up`](fulgurite_core::launch::Store::give_up) says.
+    fn gives_up(&self) -> bool;
 }
 
 /// A mapped region, and the file that must stay open until all ranks have mapped it.

@@ -29,12 +29,15 @@ pub(crate) enum Failure {
     Peer { rank: usize, message: String },
     /// Any other failure; its message.
     Group(String),
+    /// This rank was asked to end while the job starts.
+    Interrupted,
 }
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         match error {
             Error::PeerFailed { rank, message } => Self::Peer { rank, message },
+            Error::Interrupted => Self::Interrupted,
             other => Self::Group(other.to_string()),
         }
     }
@@ -115,6 +118,7 @@ impl Shared {
     pub(crate) fn fail(&self, failure: &Failure) {
         match failure {
             Failure::Group(message) => self.region.abort(self.rank, None, message),
+            Failure::Interrupted => self.region.abort(self.rank, None, "interrupted"),
             Failure::Peer { rank, message } => {
                 self.region.abort(self.rank, Some(*rank), message);
             }
@@ -127,6 +131,7 @@ impl Shared {
     pub(crate) fn error(&self, op: &'static str, failure: Failure) -> Error {
         match failure {
             Failure::Peer { rank, message } => Error::PeerFailed { rank, message },
+            Failure::Interrupted => Error::Interrupted,
             Failure::Group(message) => Error::Collective {
                 rank: self.global_ranks[self.rank],
                 group: self.name.clone(),
@@ -189,6 +194,9 @@ impl Shared {
                 polled = now;
                 if let Some((rank, message)) = self.rendezvous.failure() {
                     return if ready() { Ok(()) } else { Err(Failure::Peer { rank, message }) };
+                }
+                if self.rendezvous.gives_up() {
+                    return if ready() { Ok(()) } else { Err(Failure::Interrupted) };
                 }
                 match missing().into_iter().find_map(|rank| Some((rank, self.gone(rank)?))) {
                     Some((rank, how)) => {

@@ -1,0 +1,42 @@
+//! What to do about a limit of the system that an operation ran into.
+
+use std::io;
+
+use rustix::io::Errno;
+
+/// What an error of the system means and what to do about it, where its own words leave that open: a
+/// clause to append, `; raise the limit …`, or nothing.
+///
+/// ```
+/// use fulgurite_error::advice;
+/// let error = std::io::Error::from_raw_os_error(24);
+/// assert_eq!(
+///     format!("{error}{}", advice(&error)),
+///     "Too many open files (os error 24); raise the limit on open files and connections (ulimit -n)",
+/// );
+/// ```
+pub fn advice(error: &io::Error) -> &'static str {
+    match Errno::from_io_error(error) {
+        Some(Errno::MFILE) => "; raise the limit on open files and connections (ulimit -n)",
+        Some(Errno::NFILE) => {
+            "; all processes of this machine have too many files open (fs.file-max)"
+        }
+        Some(Errno::AGAIN) => {
+            "; raise the limit on threads and processes (ulimit -u, or pids.max of the container)"
+        }
+        Some(Errno::NOMEM) => {
+            "; there is too little memory, or its limit is too low (ulimit -v, or the container's)"
+        }
+        Some(Errno::FBIG) => "; raise the limit on the size of files (ulimit -f)",
+        _ => "",
+    }
+}
+
+/// Whether an error says that this process or the machine has no more descriptors, threads or memory. Some
+/// may become free.
+pub fn is_exhausted(error: &io::Error) -> bool {
+    matches!(
+        Errno::from_io_error(error),
+        Some(Errno::MFILE | Errno::NFILE | Errno::AGAIN | Errno::NOMEM | Errno::NOBUFS)
+    )
+}
