@@ -45,7 +45,7 @@
 //! | part | per | content |
 //! |---|---|---|
 //! | header | group | magic, nonce, size, length; arrivals at barriers so far; abort flag, rank and reason |
-//! | rank record | rank | waker (futex word) and whether the rank sleeps on it; pid; barriers arrived at; collectives begun; fingerprints of the last two; whether it has left; how to map its tensors' memory |
+//! | rank record | rank | waker (futex word) and whether the rank sleeps on it; pid; barriers arrived at; collectives begun; fingerprints of the last two; whether it has left; how to map its tensors' memory; in the first group's region, whom the rank waits for in any group |
 //! | channel | ordered pair | messages' chunks sent and received, and two chunk headers |
 //! | slots | 3 buffers × rank | `chunk_bytes` each, the data of collectives |
 //! | p2p chunks | ordered pair × 2 | the data of `send` / `recv` |
@@ -65,7 +65,8 @@
 //!   the first barrier. A mismatch is an error on all ranks and ends the group.
 //! - No lock on a tensor is held while waiting for a peer.
 //! - Every wait checks the abort flag, the timeout and, every 100 ms, the store's report of failed
-//!   ranks and whether the processes of missing ranks still live.
+//!   ranks, whether the processes of missing ranks still live, and, while the job starts, whether this rank
+//!   was asked to end.
 //! - The memory of a `shm` group has no name in any file system. It is freed when the last process that maps
 //!   it ends, in whatever way.
 //! - After an error in a group all its later calls fail with the same reason.

@@ -83,7 +83,7 @@ mod linux {
     use std::collections::hash_map::Entry;
     use std::fs::{File, OpenOptions};
     use std::os::fd::{AsRawFd, OwnedFd};
-    use std::sync::{Arc, Mutex};
+    use std::sync::{Arc, Mutex, OnceLock};
     use std::time::Duration;
 
     use candle_core::{DType, Tensor};
@@ -109,6 +109,7 @@ mod linux {
             store: context.store.clone(),
             processes: Mutex::default(),
             memories: Mutex::default(),
+            board: OnceLock::new(),
         };
         let member = Membership {
             key: format!("process_group/shm/world{build}"),
@@ -138,6 +139,7 @@ mod linux {
         processes: Mutex<HashMap<usize, OwnedFd>>,
         /// By global rank, the rank's shared memory, mapped by this process.
         memories: Mutex<HashMap<usize, Arc<MmapRaw>>>,
+        board: OnceLock<Arc<Region>>,
     }
 
     impl ProcessRendezvous {
@@ -254,6 +256,10 @@ mod linux {
             timeout: Duration,
         ) -> Result<MappedRegion> {
             if leader { self.create(key, layout) } else { self.open(key, layout, timeout) }
+        }
+
+        fn board(&self, first: &Arc<Region>) -> Arc<Region> {
+            self.board.get_or_init(|| first.clone()).clone()
         }
 
         fn must_meet(&self) -> bool {

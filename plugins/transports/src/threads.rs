@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use candle_core::{DType, Tensor};
@@ -161,6 +161,7 @@ struct ThreadRendezvous {
     /// Regions that not all ranks have yet, each with the number of ranks that have it.
     regions: Mutex<HashMap<String, (Arc<Region>, usize)>>,
     failure: Mutex<Option<(usize, String)>>,
+    board: OnceLock<Arc<Region>>,
 }
 
 impl ThreadRendezvous {
@@ -191,6 +192,10 @@ impl Rendezvous for ThreadRendezvous {
             regions.insert(key.to_owned(), (region.clone(), taken + 1));
         }
         Ok(MappedRegion { region, file: None })
+    }
+
+    fn board(&self, first: &Arc<Region>) -> Arc<Region> {
+        self.board.get_or_init(|| first.clone()).clone()
     }
 
     fn must_meet(&self) -> bool {

@@ -74,6 +74,7 @@ impl Group {
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let shared = Arc::new(Shared {
+            board: rendezvous.board(&region),
             name,
             rank,
             global_ranks,

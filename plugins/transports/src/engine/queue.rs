@@ -5,12 +5,16 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use candle_core::Tensor;
+use fulgurite_core::launch::Patience;
 
 use super::plan::Collective;
 use super::wait::Failure;
+
+/// How long a dropped group tries to finish the collectives that were started.
+const CLOSING: Duration = Duration::from_secs(5);
 
 /// A collective or a message.
 pub(crate) enum Task {
@@ -77,8 +81,8 @@ struct State {
     busy: bool,
     /// Number of threads that wait for a job to end.
     waiting: usize,
-    /// When the group was dropped.
-    closing: Option<Instant>,
+    /// Since the group was dropped: how long its jobs may still take.
+    closing: Option<Patience>,
 }
 
 /// The right to run a job. The next job may start when this is dropped.
@@ -173,12 +177,12 @@ impl Queue {
 
     /// Called when the group is dropped: no more jobs are queued, and those in the queue still run.
     pub(crate) fn close(&self) {
-        self.state().closing = Some(Instant::now());
+        self.state().closing = Some(Patience::new(CLOSING));
         self.work.notify_one();
     }
 
-    /// How long ago the group was dropped, if it was.
-    pub(crate) fn closing_for(&self) -> Option<Duration> {
-        self.state().closing.map(|since| since.elapsed())
+    /// Whether the group was dropped so long ago that its jobs are given up.
+    pub(crate) fn is_over(&self) -> bool {
+        self.state().closing.as_mut().is_some_and(|patience| patience.slice().is_none())
     }
 }

@@ -21,6 +21,10 @@ pub(crate) trait Rendezvous: Send + Sync {
         timeout: Duration,
     ) -> Result<MappedRegion>;
 
+    /// The region of the first group, which has all ranks: `first` in the first call. Ranks write there whom
+    /// they wait for.
+    fn board(&self, first: &Arc<Region>) -> Arc<Region>;
+
     /// Whether ranks get the region at different times, so that they need a barrier by which the
     /// leader knows that all have it.
     fn must_meet(&self) -> bool;

@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use fulgurite_core::Error;
+use fulgurite_core::launch::Patience;
 
+use super::blame::{self, LongWait};
 use super::plan::KINDS;
 use super::queue::Queue;
 use super::rendezvous::{MemoryOwner, Rendezvous};
@@ -18,9 +20,6 @@ const POLL: Duration = Duration::from_millis(100);
 /// How long a rank still waits after another's process has ended, for the error that the other may
 /// have reported.
 const GRACE: Duration = Duration::from_secs(1);
-
-/// How long a dropped group tries to finish the collectives that were started.
-const CLOSING: Duration = Duration::from_secs(5);
 
 /// The failure of a collective, and of the group with it. Unlike [`Error`] it is `Clone`.
 #[derive(Debug, Clone)]
@@ -56,6 +55,8 @@ pub(crate) struct Shared {
     pub(crate) global_ranks: Vec<usize>,
     pub(crate) timeout: Duration,
     pub(crate) region: Arc<Region>,
+    /// The region of all ranks.
+    pub(crate) board: Arc<Region>,
     pub(crate) rendezvous: Arc<dyn Rendezvous>,
     pub(crate) queue: Queue,
     /// The failure of the group, if it has failed.
@@ -177,9 +178,10 @@ impl Shared {
             }
             std::hint::spin_loop();
         }
-        let started = Instant::now();
-        let mut polled = started;
+        let mut patience = Patience::new(self.timeout);
+        let mut polled = Instant::now();
         let mut gone_since = None;
+        let mut on_record = None;
         loop {
             let waker = Waker::new(self.region.record(self.rank));
             if ready() {
@@ -209,18 +211,23 @@ impl Shared {
                     None => gone_since = None,
                 }
                 self.check_closing(&what)?;
+                if let Some(rank) = missing().first().map(|&rank| self.global_ranks[rank]) {
+                    let begin = || LongWait::begin(&self.board, self.global_ranks[self.rank], rank);
+                    on_record.get_or_insert_with(begin).goes_on(rank);
+                }
             }
-            if now - started >= self.timeout {
+            let Some(slice) = patience.slice() else {
                 let missing: Vec<String> =
                     missing().into_iter().map(|r| self.last_seen(r)).collect();
+                on_record.into_iter().for_each(LongWait::gives_up);
                 return Err(Failure::Group(format!(
                     "timed out after {:?}: {}, waited for {}",
                     self.timeout,
                     what(),
                     missing.join(", "),
                 )));
-            }
-            waker.sleep(POLL.min(self.timeout - (now - started)));
+            };
+            waker.sleep(POLL.min(slice));
         }
     }
 
@@ -237,29 +244,30 @@ impl Shared {
         None
     }
 
-    /// A rank, and the collective that it was in last, for messages.
+    /// A rank, the collective that it was in last, and whom it waits for, for messages.
     fn last_seen(&self, rank: usize) -> String {
         let global = self.global_ranks[rank];
         let record = self.region.record(rank);
+        let waits = blame::describe(&blame::chain(&self.board, global));
         match record.begun.load(Ordering::Acquire) {
-            0 => format!("rank {global} (which has started no collective of this group)"),
+            0 => format!("rank {global} (which has started no collective of this group){waits}"),
             begun => {
                 let op = &record.ops[(begun - 1) as usize % 2];
                 let kind = op.kind.load(Ordering::Relaxed) as usize;
                 let name = KINDS.get(kind).unwrap_or(&"a collective");
-                format!("rank {global} (last seen in {name}, its collective {begun})")
+                format!("rank {global} (last seen in {name}, its collective {begun}){waits}")
             }
         }
     }
 
     fn check_closing(&self, what: &impl Fn() -> String) -> Result<(), Failure> {
-        match self.queue.closing_for() {
-            Some(time) if time >= CLOSING => Err(Failure::Group(format!(
+        match self.queue.is_over() {
+            true => Err(Failure::Group(format!(
                 "rank {} dropped the group while {}",
                 self.global_ranks[self.rank],
                 what(),
             ))),
-            _ => Ok(()),
+            false => Ok(()),
         }
     }
 }

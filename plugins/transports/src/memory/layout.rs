@@ -62,6 +62,23 @@ pub(crate) struct RankRecord {
     pub(crate) ops: [OpRecord; 2],
     /// The rank's shared memory.
     pub(crate) memory: MemoryRecord,
+    /// What threads of the rank wait for, in any group. Only in the region of all ranks.
+    pub(crate) waits: [WaitRecord; WAITS],
+}
+
+/// Waits of a rank that are on record at a time.
+pub(crate) const WAITS: usize = 4;
+
+/// A wait that takes long.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(crate) struct WaitRecord {
+    /// The global rank that is waited for, plus one; 0 if the record is free.
+    pub(crate) awaited: AtomicU32,
+    /// 1 if the wait has ended by its timeout.
+    pub(crate) gave_up: AtomicU32,
+    /// When the waiting thread last looked, in milliseconds of the host's clock.
+    pub(crate) looked: AtomicU64,
 }
 
 /// How to map a rank's shared memory; zeros if it has none.

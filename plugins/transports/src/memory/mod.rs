@@ -10,6 +10,8 @@ pub use heap::SharedMemory;
 pub(crate) use heap::{SharedMemoryHandle, at, empty_tensor, offset_of, share};
 #[cfg(target_os = "linux")]
 pub(crate) use heap::{keep_from_dumps, nonce_of};
-pub(crate) use layout::{BUFFERS, LINE, OpRecord, P2P_CHUNKS, RankRecord, RegionLayout};
+pub(crate) use layout::{
+    BUFFERS, LINE, OpRecord, P2P_CHUNKS, RankRecord, RegionLayout, WaitRecord,
+};
 pub(crate) use region::{Region, nonce};
 pub(crate) use waker::{Waker, notify};

@@ -12,7 +12,7 @@ use fulgurite_core::collective::{GroupContext, ProcessGroup, ProcessGroupConfig,
 use fulgurite_core::launch::Store;
 use fulgurite_core::{Error, Result, conformance};
 use fulgurite_transports::Shm;
-use rustix::process::{Resource, Rlimit, setrlimit};
+use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, setrlimit};
 
 /// A store in a directory: a key is a file.
 struct DirectoryStore {
@@ -84,6 +84,12 @@ impl Store for DirectoryStore {
         let (rank, message) = text.split_once(' ')?;
         Some((rank.parse().ok()?, message.to_owned()))
     }
+
+    fn give_up(&self) -> Option<Error> {
+        fs::read(self.path(&format!("asked{}", self.rank))).ok()?;
+        self.report_failure("it was asked to end").unwrap();
+        Some(Error::Interrupted)
+    }
 }
 
 /// What a rank of a test is told through its environment.
@@ -91,6 +97,9 @@ const RANK: &str = "SHM_TEST_RANK";
 const SIZE: &str = "SHM_TEST_SIZE";
 const DIRECTORY: &str = "SHM_TEST_DIRECTORY";
 const SCENARIO: &str = "SHM_TEST_SCENARIO";
+
+/// The timeout in seconds of ranks that wait briefly.
+const SHORT: u64 = 3;
 
 /// What a rank prints before its result.
 const RESULT: &str = "RESULT: ";
@@ -177,7 +186,11 @@ fn a_rank() {
     let directory = PathBuf::from(std::env::var(DIRECTORY).unwrap());
     let scenario = std::env::var(SCENARIO).unwrap();
     let store = Arc::new(DirectoryStore { directory, rank });
-    let timeout = Duration::from_secs(if scenario == "timeout" { 1 } else { 120 });
+    let timeout = Duration::from_secs(match scenario.as_str() {
+        "timeout" => 1,
+        "waits briefly" => SHORT,
+        _ => 120,
+    });
     let context = GroupContext {
         rank,
         world_size: size,
@@ -233,6 +246,14 @@ fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
             if context.rank == 1 {
                 context.store.report_failure("the disk is full")?;
                 return Ok(());
+            }
+            all_reduce_once(&*group)
+        }
+        // Rank 0 waits for rank 1, which waits for the test.
+        "waits" | "waits briefly" => {
+            context.store.set(&format!("running{}", context.rank), b"")?;
+            if context.rank == 1 {
+                context.store.get("rank 1 goes on", Duration::from_secs(60))?;
             }
             all_reduce_once(&*group)
         }
@@ -360,6 +381,34 @@ fn a_reported_failure_is_every_ranks_error() {
     assert_eq!(results[1].as_deref(), Some("ok"));
     assert_eq!(results[0].as_deref(), Some("rank 1 failed: the disk is full"));
     assert_eq!(results[2].as_deref(), Some("rank 1 failed: the disk is full"));
+}
+
+#[test]
+fn a_rank_that_was_asked_to_end_gives_up_and_the_others_end() {
+    let job = Job::start(2, "waits");
+    (0..2).for_each(|rank| job.wait_for(&format!("running{rank}")));
+    job.store().set("asked0", b"").unwrap();
+    let results = job.results();
+    assert_eq!(results[0].as_deref(), Some("interrupted"));
+    assert_eq!(results[1].as_deref(), Some("rank 0 failed: it was asked to end"));
+}
+
+#[test]
+fn time_in_which_all_were_stopped_does_not_count() {
+    let job = Job::start(2, "waits briefly");
+    (0..2).for_each(|rank| job.wait_for(&format!("running{rank}")));
+    let all = |signal| {
+        for child in &job.children {
+            kill_process(Pid::from_child(child), signal).unwrap();
+        }
+    };
+    all(Signal::STOP);
+    std::thread::sleep(Duration::from_secs(SHORT) + Duration::from_millis(500));
+    all(Signal::CONT);
+    // Time for a rank that counts to give up.
+    std::thread::sleep(Duration::from_millis(500));
+    job.store().set("rank 1 goes on", b"").unwrap();
+    job.expect_ok();
 }
 
 #[test]

@@ -113,6 +113,30 @@ fn a_timeout_says_where_the_missing_were_seen() {
     insta::assert_snapshot!(errors.lock().unwrap()[0], @"rank 0, process group `world`, all_reduce: timed out after 300ms: in all_reduce of 16 bytes of bf16 (collective 2 of this group), waited for rank 1 (last seen in barrier, its collective 1), rank 2 (last seen in barrier, its collective 1)");
 }
 
+/// Ranks 0 and 1 wait for 2 and 3 in one dimension of a mesh, rank 2 for rank 3 in the other one.
+#[test]
+fn a_timeout_names_the_rank_that_waits_for_nobody() {
+    let groups = ThreadsGroup::create(4, Duration::from_secs(2)).unwrap();
+    let turn = std::sync::Barrier::new(4);
+    let errors = on_threads(groups, |world| {
+        let columns = world.split(&[vec![0, 2], vec![1, 3]], "columns").unwrap();
+        let rows = world.split(&[vec![0, 1], vec![2, 3]], "rows").unwrap();
+        let waits = match world.rank() {
+            0 | 1 => Some(columns.barrier()),
+            2 => Some(rows.barrier()),
+            _ => None,
+        };
+        let error = waits.map(|waits| waits.unwrap().wait().unwrap_err().to_string());
+        turn.wait();
+        error.unwrap_or_default()
+    });
+    insta::assert_snapshot!(errors.join("\n"), @r"
+    rank 0, process group `columns`, barrier: timed out after 2s: in barrier (collective 1 of this group), waited for rank 2 (which has started no collective of this group), which waits for rank 3, which waits for nobody
+    rank 1, process group `columns`, barrier: timed out after 2s: in barrier (collective 1 of this group), waited for rank 3 (which has started no collective of this group)
+    rank 2, process group `rows`, barrier: timed out after 2s: in barrier (collective 1 of this group), waited for rank 3 (which has started no collective of this group)
+    ");
+}
+
 #[test]
 fn different_collectives_are_told_apart() {
     let errors = |call: fn(&dyn ProcessGroup) -> Result<()>| {
