@@ -50,7 +50,7 @@ fn main() -> ExitCode {
 
 fn exit_code(result: Result<ExitCode>) -> ExitCode {
     result.unwrap_or_else(|error| {
-        eprintln!("error: {error}");
+        fulgurite_error::print_message(&format!("error: {error}"));
         ExitCode::FAILURE
     })
 }

@@ -1,8 +1,9 @@
-//! The error type of every crate of Fulgurite, and printing to standard output.
+//! The error type of every crate of Fulgurite, and printing to a terminal.
 //!
 //! A message says what was wrong, what was expected and what to do about it. Context (rank, FQN,
 //! path) travels in the variant's fields, so callers can match on it.
 
+use std::borrow::Cow;
 use std::io::{self, ErrorKind, Write as _};
 use std::path::PathBuf;
 
@@ -241,15 +242,53 @@ fn unwrap_candle(error: candle_core::Error) -> Result<Error, candle_core::Error>
     }
 }
 
-/// Writes `text` to standard output. A broken pipe (`… | head`) is no error.
+/// `text` with its control characters escaped, but for line ends and tabs. What comes from elsewhere (other
+/// ranks, files) could else move the cursor, change colours or hide what stands before it.
+pub fn printable(text: &str) -> Cow<'_, str> {
+    let is_harmful = |c: char| c.is_control() && c != '\n' && c != '\t';
+    if !text.contains(is_harmful) {
+        return Cow::Borrowed(text);
+    }
+    let mut escaped = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        match is_harmful(c) {
+            true => escaped.extend(c.escape_default()),
+            false => escaped.push(c),
+        }
+    }
+    Cow::Owned(escaped)
+}
+
+/// Writes a message to standard error: [`printable`], with the lines after its first one indented, so that
+/// none of them looks like a message of its own. Unlike `eprintln!` it does not panic if nobody reads it.
+pub fn print_message(message: &str) {
+    let message = printable(message.trim_end()).replace('\n', "\n  ");
+    let _ = writeln!(io::stderr().lock(), "{message}");
+}
+
+/// Writes `text`, [`printable`], to standard output. A broken pipe (`… | head`) is no error.
 ///
 /// # Errors
 /// [`Error::Io`] for any other failure.
 pub fn print(text: &str) -> Result<()> {
     let mut stdout = io::stdout().lock();
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+    match stdout.write_all(printable(text).as_bytes()).and_then(|()| stdout.flush()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
         result => result.map_err(Error::io("writing to", "stdout")),
+    }
+}
+
+#[cfg(test)]
+mod printing {
+    use super::*;
+
+    #[test]
+    fn what_could_steer_a_terminal_is_escaped() {
+        let harmless = "loss\t0.5 at step 3:\nno µ, 雪 or é is changed";
+        assert!(matches!(printable(harmless), Cow::Borrowed(text) if text == harmless));
+        let forged = "disk full\r\u{1b}[2K\u{1b}[31mall is well\u{9b}1m\u{7}\u{0}\u{7f}";
+        let escaped = r"disk full\r\u{1b}[2K\u{1b}[31mall is well\u{9b}1m\u{7}\u{0}\u{7f}";
+        assert_eq!(printable(forged), escaped);
     }
 }
 

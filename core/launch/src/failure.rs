@@ -1,7 +1,6 @@
 //! Reporting how a rank ended: to the other ranks, then on the terminal.
 
 use std::any::Any;
-use std::io::Write;
 use std::panic::PanicHookInfo;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,6 +10,7 @@ use super::rank::{Membership, membership};
 use super::rank_env::{is_parent, is_supervised};
 use super::signals::{announced, exit_code_of, interrupt_requested, interrupted_exit_code};
 use crate::{Error, Result};
+use fulgurite_error::print_message;
 use fulgurite_store::{Patience, Store};
 
 /// The exit code of a rank that stopped because another failed.
@@ -45,21 +45,16 @@ pub fn report_and_exit_code(result: Result<()>) -> ExitCode {
         (None, Err(Error::Interrupted)) => {
             // Before the rank has joined its job. The supervisor says so.
             if !is_supervised() {
-                eprint_lossy("interrupted");
+                print_message("interrupted");
             }
             interrupted_exit_code()
         }
         (None, Err(error)) => {
-            eprint_lossy(&format!("error: {error}"));
+            print_message(&format!("error: {error}"));
             1
         }
     };
     ExitCode::from(code)
-}
-
-/// Prints a line on stderr. Unlike `eprintln!` it does not panic if nobody reads that.
-pub(super) fn eprint_lossy(line: &str) {
-    let _ = writeln!(std::io::stderr().lock(), "{line}");
 }
 
 impl Membership {
@@ -133,20 +128,20 @@ impl Membership {
     fn report(&self, message: &str) {
         let told = self.client.report_failure(message).is_ok();
         if !(told && self.supervisor_prints()) {
-            eprint_lossy(&format!("error: rank {} failed: {message}", self.info.rank));
+            print_message(&format!("error: rank {} failed: {message}", self.info.rank));
         }
     }
 
     fn print_interrupted(&self) {
         if self.supervisor.is_none() && self.info.rank == 0 {
-            eprint_lossy("interrupted");
+            print_message("interrupted");
         }
     }
 
     fn print_stopped_by(&self, (rank, message): &(usize, String)) {
         if !self.supervisor_prints() {
             let own = self.info.rank;
-            eprint_lossy(&format!(
+            print_message(&format!(
                 "error: rank {own} stops, because rank {rank} failed: {message}"
             ));
         }

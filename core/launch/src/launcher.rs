@@ -1,12 +1,13 @@
 //! [`launch`]: how a process becomes a rank.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::num::NonZero;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, SystemTime};
 
-use super::failure::eprint_lossy;
+use super::job_secret;
 use super::rank::{LaunchedRank, Membership, RankInfo, membership};
 use super::rank_env::RankEnv;
 use super::signals::{self, SecondSignal, Starting};
@@ -14,9 +15,10 @@ use super::supervisor::supervise;
 use super::threads::{configured_threads, install_compute_pool};
 use crate::environment::{self, ClusterEnvironment, EnvironmentConfig, Variables};
 use crate::{Error, Result};
+use fulgurite_error::print_message;
 use fulgurite_store::LocalStore;
 use fulgurite_store::{
-    ClientIdentity, ClientOptions, LostRankPolicy, StoreHost, StoreServer, TcpStore,
+    ClientIdentity, ClientOptions, JobKey, LostRankPolicy, StoreHost, StoreServer, TcpStore,
 };
 
 /// The ranks that a program asks [`launch`] for.
@@ -31,12 +33,16 @@ pub struct LaunchOptions {
     pub environment: Option<Box<dyn EnvironmentConfig>>,
     /// How long ranks wait for each other to connect.
     pub timeout: Duration,
+    /// A file with the secret of a job whose ranks a launcher starts, which only this user can read. The
+    /// variable `FULGURITE_JOB_KEY` comes first. Without either strangers can join the job, and rank 0 warns.
+    /// Ranks that this program starts itself share a random secret.
+    pub job_key_file: Option<PathBuf>,
 }
 
 impl Default for LaunchOptions {
     fn default() -> Self {
         let timeout = Duration::from_secs(300);
-        Self { devices: None, num_nodes: 1, environment: None, timeout }
+        Self { devices: None, num_nodes: 1, environment: None, timeout, job_key_file: None }
     }
 }
 
@@ -178,8 +184,9 @@ fn join_supervisor(options: &LaunchOptions, env: RankEnv) -> Result<LaunchedRank
     // First of all: a signal that comes before ends this process, and with it the job.
     signals::handle(SecondSignal::Ignore)?;
     env.die_with_supervisor()?;
-    let RankEnv { supervisor, job_id, started, info, port } = env;
-    let identity = ClientIdentity { job_id, rank: info.rank, world_size: info.world_size };
+    let key = env.key();
+    let RankEnv { supervisor, started, info, port, .. } = env;
+    let identity = ClientIdentity { key, rank: info.rank, world_size: info.world_size };
     let client_options = client_options(StoreHost::Supervisor);
     let timeout = options.timeout;
     let client = TcpStore::connect_with("127.0.0.1", port, identity, timeout, client_options)?;
@@ -226,18 +233,22 @@ fn join_started(
         let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
     }
     let (host, port) = (environment.main_address(), environment.main_port());
-    let job_id = environment.job_id();
+    let secret = job_secret::configured(variables, options.job_key_file.as_deref())?;
+    let key = JobKey::new(secret.as_deref().unwrap_or_default(), &environment.job_id());
     let server = match info.rank {
-        0 => Some(host_store(&host, port, &job_id, info.world_size)?),
+        0 => Some(host_store(variables, &host, port, key.clone(), &info)?),
         _ => None,
     };
+    if let (Some(server), None) = (&server, secret) {
+        print_message(&job_secret::warning(server.address()));
+    }
     // Rank 0 may not reach itself under the name that the other hosts use.
     let host = match &server {
         Some(server) if server.address().ip().is_unspecified() => "127.0.0.1".to_owned(),
         Some(server) => server.address().ip().to_string(),
         None => host,
     };
-    let identity = ClientIdentity { job_id, rank: info.rank, world_size: info.world_size };
+    let identity = ClientIdentity { key, rank: info.rank, world_size: info.world_size };
     let client_options = client_options(StoreHost::RankZero);
     let client = TcpStore::connect_with(&host, port, identity, options.timeout, client_options)?;
     let membership = Membership {
@@ -252,19 +263,48 @@ fn join_started(
     join(membership, options)
 }
 
-/// Starts the store's server: on the loopback interface if that is the main address, else on all
-/// interfaces, since the host's name may resolve to an interface that other hosts do not reach.
-fn host_store(host: &str, port: u16, job_id: &str, world_size: usize) -> Result<StoreServer> {
-    let loopback = match host.parse::<IpAddr>() {
-        Ok(ip) => ip.is_loopback(),
-        Err(_) => host == "localhost",
+/// The variable with the address that rank 0 listens on, where that is not the main address.
+const STORE_ADDRESS_VARIABLE: &str = "FULGURITE_STORE_ADDRESS";
+
+/// Starts the store's server, on the main address or that of [`STORE_ADDRESS_VARIABLE`] and no other.
+fn host_store(
+    variables: &Variables,
+    main_address: &str,
+    port: u16,
+    key: JobKey,
+    info: &RankInfo,
+) -> Result<StoreServer> {
+    let bind = |address: SocketAddr| {
+        StoreServer::bind(address, key.clone(), info.world_size, LostRankPolicy::Failed)
     };
-    let ip = match host.parse::<IpAddr>() {
-        Ok(ip) if loopback => ip,
-        _ if loopback => IpAddr::V4(Ipv4Addr::LOCALHOST),
-        _ => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
-    };
-    StoreServer::bind(SocketAddr::new(ip, port), job_id, world_size, LostRankPolicy::Failed)
+    let what = "the IP address that rank 0 listens on, such as 0.0.0.0";
+    if let Some(ip) = variables.parse::<IpAddr>(STORE_ADDRESS_VARIABLE, what)? {
+        return bind(SocketAddr::new(ip, port));
+    }
+    let addresses = (main_address, port).to_socket_addrs();
+    let addresses: Vec<SocketAddr> = addresses
+        .map_err(|e| Error::Launch(format!("the main address `{main_address}` is unknown: {e}")))?
+        .collect();
+    // A name is that of the loopback interface for its own host on some systems.
+    let several_hosts = info.local_world_size < info.world_size;
+    let reached = |address: &&SocketAddr| !several_hosts || !address.ip().is_loopback();
+    let mut first_error = None;
+    for address in addresses.iter().filter(reached) {
+        match bind(*address) {
+            Ok(server) => return Ok(server),
+            Err(error) => {
+                first_error.get_or_insert(error);
+            }
+        }
+    }
+    Err(first_error.unwrap_or_else(|| {
+        let own = addresses.first().map_or("no address".to_owned(), |own| own.ip().to_string());
+        Error::Launch(format!(
+            "the main address `{main_address}` is {own} here, where the ranks of other hosts cannot \
+             come. Set MASTER_ADDR to an address of this host that they reach, or \
+             {STORE_ADDRESS_VARIABLE} to the one that rank 0 listens on (0.0.0.0: on all)"
+        ))
+    }))
 }
 
 fn client_options(host: StoreHost) -> ClientOptions {
@@ -300,7 +340,7 @@ fn warn_if_crowded(ranks: usize) {
     if tracing::dispatcher::has_been_set() {
         tracing::warn!("{warning}");
     } else {
-        eprint_lossy(&format!("warning: {warning}"));
+        print_message(&format!("warning: {warning}"));
     }
 }
 

@@ -44,6 +44,7 @@
 
 pub mod environment;
 mod failure;
+mod job_secret;
 mod launcher;
 mod rank;
 mod rank_env;
@@ -53,7 +54,7 @@ mod threads;
 
 pub use failure::{PANIC_EXIT_CODE, PEER_FAILED_EXIT_CODE, report_and_exit_code};
 pub use fulgurite_store::{
-    ClientIdentity, LocalStore, LostRankPolicy, Patience, Store, StoreServer, TcpStore,
+    ClientIdentity, JobKey, LocalStore, LostRankPolicy, Patience, Store, StoreServer, TcpStore,
 };
 pub use launcher::{LaunchOptions, launch, launch_checked};
 pub use rank::LaunchedRank;

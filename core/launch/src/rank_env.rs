@@ -2,21 +2,24 @@
 
 use std::process::Command;
 
+use super::job_secret::JOB_KEY_VARIABLE;
 use super::rank::RankInfo;
 use crate::environment::Variables;
 use crate::{Error, Result};
+use fulgurite_store::JobKey;
 
 const SUPERVISOR: &str = "FULGURITE_SUPERVISOR";
-const JOB_ID: &str = "FULGURITE_JOB_ID";
 const START_TIME: &str = "FULGURITE_START_TIME";
 
 /// What a supervisor tells a rank. Besides Fulgurite's own variables those of `torchrun` are set,
 /// for programs that read them.
-#[derive(Debug, PartialEq)]
+#[derive(PartialEq)]
+#[cfg_attr(test, derive(Debug))]
 pub(super) struct RankEnv {
     /// The supervisor's process id. The supervisor hosts the store.
     pub(super) supervisor: i32,
-    pub(super) job_id: String,
+    /// What the processes of the job share.
+    pub(super) secret: String,
     /// When the supervisor was started, in seconds since 1970.
     pub(super) started: f64,
     pub(super) info: RankInfo,
@@ -29,7 +32,7 @@ impl RankEnv {
         let info = &self.info;
         [
             (SUPERVISOR, self.supervisor.to_string()),
-            (JOB_ID, self.job_id.clone()),
+            (JOB_KEY_VARIABLE, self.secret.clone()),
             (START_TIME, format!("{:.6}", self.started)),
             ("RANK", info.rank.to_string()),
             ("WORLD_SIZE", info.world_size.to_string()),
@@ -40,6 +43,11 @@ impl RankEnv {
             ("MASTER_ADDR", "127.0.0.1".to_owned()),
             ("MASTER_PORT", self.port.to_string()),
         ]
+    }
+
+    /// The key of the job.
+    pub(super) fn key(&self) -> JobKey {
+        JobKey::new(&self.secret, "supervised")
     }
 
     pub(super) fn set(&self, command: &mut Command) {
@@ -62,7 +70,7 @@ impl RankEnv {
         info.check("RANK", "WORLD_SIZE")?;
         Ok(Some(Self {
             supervisor: variables.require(SUPERVISOR, "the supervisor's process id")?,
-            job_id: variables.require(JOB_ID, "the job's id")?,
+            secret: variables.require(JOB_KEY_VARIABLE, "the job's secret")?,
             started: variables.require(START_TIME, "seconds since 1970")?,
             info,
             port: variables.require("MASTER_PORT", "the store's port")?,
@@ -109,7 +117,7 @@ mod tests {
     fn a_rank_reads_what_its_supervisor_set() {
         let info =
             RankInfo { rank: 1, world_size: 3, local_rank: 1, local_world_size: 3, node_rank: 0 };
-        let env = RankEnv { supervisor: 1, job_id: "a b".into(), started: 12.5, info, port: 4711 };
+        let env = RankEnv { supervisor: 1, secret: "a b".into(), started: 12.5, info, port: 4711 };
         let variables = env.variables();
         let read = variables.iter().map(|(name, value)| (*name, value.as_str())).collect();
         assert_eq!(RankEnv::read(&read).unwrap(), Some(env));

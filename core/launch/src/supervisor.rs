@@ -8,15 +8,15 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::failure::{PEER_FAILED_EXIT_CODE, eprint_lossy};
+use super::failure::PEER_FAILED_EXIT_CODE;
 use super::launcher::threads_per_rank;
 use super::rank::RankInfo;
 use super::rank_env::RankEnv;
 use super::signals::{self, SecondSignal};
 use crate::environment::Variables;
 use crate::{Error, Result};
-use fulgurite_error::advice;
-use fulgurite_store::{LostRankPolicy, Patience, StoreServer};
+use fulgurite_error::{advice, print_message};
+use fulgurite_store::{JobKey, LostRankPolicy, Patience, StoreServer};
 
 /// The variable with the number of rayon's threads, which candle uses too.
 pub(super) const THREADS_VARIABLE: &str = "RAYON_NUM_THREADS";
@@ -35,9 +35,23 @@ const TERM_GRACE: Duration = Duration::from_secs(2);
 /// If a rank cannot be started; those that were started have been killed.
 pub(super) fn supervise(devices: usize, started: f64, variables: &Variables) -> Result<Infallible> {
     signals::handle(SecondSignal::Ignore)?;
-    let job_id = format!("{}-{started:.6}", std::process::id());
+    let secret = JobKey::random_secret()?;
+    let env = |rank, port| RankEnv {
+        supervisor: std::process::id().cast_signed(),
+        secret: secret.clone(),
+        started,
+        info: RankInfo {
+            rank,
+            world_size: devices,
+            local_rank: rank,
+            local_world_size: devices,
+            node_rank: 0,
+        },
+        port,
+    };
     let address = (Ipv4Addr::LOCALHOST, 0).into();
-    let server = StoreServer::bind(address, &job_id, devices, LostRankPolicy::ParentReports)?;
+    let key = env(0, 0).key();
+    let server = StoreServer::bind(address, key, devices, LostRankPolicy::ParentReports)?;
     let mut ranks = Ranks {
         ranks: Vec::new(),
         server,
@@ -47,20 +61,7 @@ pub(super) fn supervise(devices: usize, started: f64, variables: &Variables) -> 
         killed: false,
     };
     for rank in 0..devices {
-        let info = RankInfo {
-            rank,
-            world_size: devices,
-            local_rank: rank,
-            local_world_size: devices,
-            node_rank: 0,
-        };
-        let env = RankEnv {
-            supervisor: std::process::id().cast_signed(),
-            job_id: job_id.clone(),
-            started,
-            info,
-            port: ranks.server.address().port(),
-        };
+        let env = env(rank, ranks.server.address().port());
         match start(&env, variables) {
             Ok(process) => ranks.ranks.push(Rank { process, end: None, description: None }),
             Err(error) => {
@@ -158,7 +159,7 @@ impl Ranks {
         }
         self.interrupted = Some(signal);
         let joined = (0..self.ranks.len()).all(|rank| self.server.has_joined(rank));
-        eprint_lossy(if joined {
+        print_message(if joined {
             "interrupted: the ranks finish their step; interrupt again to end them at once"
         } else {
             "interrupted while the ranks start: they end; interrupt again to end them at once"
@@ -256,16 +257,16 @@ impl Ranks {
         let Some((rank, message)) = self.server.failures().into_iter().next() else { return };
         let description = self.ranks.get(rank).and_then(|rank| rank.description.as_ref());
         if let Some(why) = self.server.broken() {
-            eprint_lossy(&format!("error: the supervisor cannot go on: {why}"));
+            print_message(&format!("error: the supervisor cannot go on: {why}"));
         } else if let Some(signal) = signals::announced(&message) {
             if self.interrupted.is_none() {
                 self.interrupted = Some(signal);
-                eprint_lossy(&format!("interrupted: rank {rank}: {message}"));
+                print_message(&format!("interrupted: rank {rank}: {message}"));
             }
         } else if let Some(description) = description {
-            eprint_lossy(&format!("error: rank {rank} {description}"));
+            print_message(&format!("error: rank {rank} {description}"));
         } else {
-            eprint_lossy(&format!("error: rank {rank} failed: {message}"));
+            print_message(&format!("error: rank {rank} failed: {message}"));
         }
         self.failed = Some(Failed { rank, grace: Patience::new(GRACE), signals_sent: 0 });
     }
@@ -275,7 +276,7 @@ impl Ranks {
         let mut printed = Vec::new();
         for (rank, message) in self.server.failures() {
             if !printed.is_empty() && !printed.contains(&message) {
-                eprint_lossy(&format!("error: rank {rank} failed too: {message}"));
+                print_message(&format!("error: rank {rank} failed too: {message}"));
             }
             printed.push(message);
         }

@@ -16,5 +16,5 @@ pub use local_store::LocalStore;
 pub use patience::Patience;
 pub use store::Store;
 pub use tcp_store::{
-    ClientIdentity, ClientOptions, LostRankPolicy, StoreHost, StoreServer, TcpStore,
+    ClientIdentity, ClientOptions, JobKey, LostRankPolicy, StoreHost, StoreServer, TcpStore,
 };

@@ -39,8 +39,7 @@ impl Default for LocalStore {
 
 impl Store for LocalStore {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.table.set(key, value);
-        Ok(())
+        self.table.set(key, value.to_owned()).map_err(Error::Launch)
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
@@ -48,7 +47,7 @@ impl Store for LocalStore {
     }
 
     fn add(&self, key: &str, amount: i64) -> Result<i64> {
-        self.table.add(key, amount).map_err(|value| not_an_integer(key, &value))
+        self.table.add(key, amount).map_err(Error::Launch)
     }
 
     fn report_failure(&self, message: &str) -> Result<()> {
@@ -75,10 +74,6 @@ impl WaitError {
             }
         }
     }
-}
-
-pub(super) fn not_an_integer(key: &str, value: &str) -> Error {
-    Error::Launch(format!("the store's key `{key}` holds `{value}`, to which nothing can be added"))
 }
 
 #[cfg(test)]

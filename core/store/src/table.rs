@@ -43,6 +43,8 @@ pub(super) struct Table {
 #[derive(Debug)]
 pub(super) struct State {
     values: HashMap<String, Vec<u8>>,
+    /// Bytes of keys and values.
+    bytes: usize,
     /// In the order in which they became known; the first is the job's failure.
     pub(super) failures: Vec<Failure>,
     pub(super) members: Vec<Member>,
@@ -55,7 +57,32 @@ pub(super) struct State {
     pub(super) noticed: Vec<Failure>,
 }
 
+/// How many bytes all keys and values of a store may have, with [`ENTRY_BYTES`] for each: far more than what ranks tell each
+/// other.
+pub(super) const MAX_BYTES: usize = 256 << 20;
+/// What an entry takes besides its key and value, about.
+const ENTRY_BYTES: usize = 64;
+/// Longest message of a failure; the rest is cut.
+const MAX_MESSAGE_BYTES: usize = 64 << 10;
+
 impl State {
+    /// Sets a value; fails with a message if there is no room for it.
+    fn set(&mut self, key: &str, value: Vec<u8>) -> Result<(), String> {
+        let cost = |value: &Vec<u8>| key.len() + value.len() + ENTRY_BYTES;
+        let old = self.values.get(key).map_or(0, cost);
+        let bytes = self.bytes - old + cost(&value);
+        if bytes > MAX_BYTES {
+            return Err(format!(
+                "the store has no room for {} bytes at its key `{key}`: all values together may have {MAX_BYTES} \
+                 bytes. It is for small messages; tensors go over process groups",
+                value.len()
+            ));
+        }
+        self.bytes = bytes;
+        self.values.insert(key.to_owned(), value);
+        Ok(())
+    }
+
     /// Why waiting is pointless from now on; `None` if it is not.
     pub(super) fn wait_error(&self) -> Option<WaitError> {
         match self.failures.first() {
@@ -69,6 +96,7 @@ impl Table {
     pub(super) fn new(world_size: usize) -> Self {
         let state = State {
             values: HashMap::new(),
+            bytes: 0,
             failures: Vec::new(),
             members: vec![Member::default(); world_size],
             host_left: false,
@@ -110,8 +138,9 @@ impl Table {
         }
     }
 
-    pub(super) fn set(&self, key: &str, value: &[u8]) {
-        self.change(|state| state.values.insert(key.to_owned(), value.to_owned()));
+    /// Fails with a message if there is no room for the value.
+    pub(super) fn set(&self, key: &str, value: Vec<u8>) -> Result<(), String> {
+        self.change(|state| state.set(key, value))
     }
 
     pub(super) fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, WaitError> {
@@ -123,24 +152,30 @@ impl Table {
         .unwrap_or(Err(WaitError::Timeout))
     }
 
-    /// Fails with the present value if that is no integer.
+    /// Fails with a message if the present value is no integer, or there is no room.
     pub(super) fn add(&self, key: &str, amount: i64) -> Result<i64, String> {
         self.change(|state| {
             let old = match state.values.get(key) {
                 None => 0,
                 Some(bytes) => {
                     let text = String::from_utf8_lossy(bytes);
-                    text.parse::<i64>().map_err(|_| text.into_owned())?
+                    text.parse::<i64>().map_err(|_| {
+                        format!(
+                            "the store's key `{key}` holds `{text}`, to which nothing can be added"
+                        )
+                    })?
                 }
             };
             let new = old.wrapping_add(amount);
-            state.values.insert(key.to_owned(), new.to_string().into_bytes());
-            Ok(new)
+            state.set(key, new.to_string().into_bytes()).map(|()| new)
         })
     }
 
     /// Records a failure, unless the rank has one already, and returns the job's first.
     pub(super) fn fail(&self, rank: usize, message: &str) -> Failure {
+        let longest = message.len().min(MAX_MESSAGE_BYTES);
+        let end = (0..=longest).rev().find(|&end| message.is_char_boundary(end)).unwrap_or(0);
+        let message = &message[..end];
         self.change(|state| {
             if state.failures.iter().all(|(other, _)| *other != rank) {
                 state.failures.push((rank, message.to_owned()));

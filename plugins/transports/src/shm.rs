@@ -16,9 +16,10 @@ use serde::{Deserialize, Serialize};
 
 /// `process_group.type = "shm"`: shared memory between the processes of one host.
 ///
-/// The memory is an anonymous file (memfd). One rank makes it, and the others open it by a path in
-/// `/proc`, which they get through the job's store. It has no name in a file system, so it is freed
-/// however the processes end. Linux only.
+/// The memory is an anonymous file (memfd). One rank makes it, and the others open it through `/proc`,
+/// where the job's store says; it must belong to this user and be sealed, so that nobody can cut it
+/// under a mapping. It has no name in a file system, so it is freed however the processes end. Linux
+/// only.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Shm {
@@ -83,6 +84,7 @@ mod linux {
     use std::collections::hash_map::Entry;
     use std::fs::{File, OpenOptions};
     use std::os::fd::{AsRawFd, OwnedFd};
+    use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
     use std::sync::{Arc, Mutex, OnceLock};
     use std::time::Duration;
 
@@ -92,14 +94,16 @@ mod linux {
     use fulgurite_core::{Error, Result};
     use memmap2::{MmapOptions, MmapRaw};
     use rustix::event::{PollFd, PollFlags, poll};
-    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
-    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+    use rustix::fs::{
+        MemfdFlags, OFlags, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create,
+    };
+    use rustix::process::{Pid, PidfdFlags, geteuid, pidfd_open};
     use rustix::time::Timespec;
     use serde::{Deserialize, Serialize};
 
     use super::{ACROSS_HOSTS, Shm};
     use crate::engine::{Group, MappedRegion, Membership, MemoryOwner, Rendezvous};
-    use crate::memory::{self, Region, RegionLayout, SharedMemoryHandle, nonce};
+    use crate::memory::{self, Region, RegionLayout, SEALS, SharedMemoryHandle, nonce};
 
     pub(super) fn connect(config: &Shm, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
         // A job may build several world groups; every rank builds them in the same order.
@@ -107,6 +111,7 @@ mod linux {
         let build = context.store.add(&counter, 1)?;
         let host = ProcessRendezvous {
             store: context.store.clone(),
+            own_rank: context.rank,
             processes: Mutex::default(),
             memories: Mutex::default(),
             board: OnceLock::new(),
@@ -126,8 +131,8 @@ mod linux {
     /// What the leader of a group sends to the others through the store.
     #[derive(Serialize, Deserialize)]
     enum Announcement {
-        /// The region is the file at this path, of this length, signed with this nonce.
-        Region { path: String, len: usize, nonce: u64 },
+        /// The region is this file of this process, of this length, signed with this nonce.
+        Region { pid: u32, fd: u32, len: usize, nonce: u64 },
         /// The region could not be made; the message.
         Failed(String),
     }
@@ -135,6 +140,8 @@ mod linux {
     /// The rendezvous of processes of one host.
     struct ProcessRendezvous {
         store: Arc<dyn Store>,
+        /// This process's global rank.
+        own_rank: usize,
         /// By global rank, the pidfd of the process.
         processes: Mutex<HashMap<usize, OwnedFd>>,
         /// By global rank, the rank's shared memory, mapped by this process.
@@ -147,7 +154,8 @@ mod linux {
             let made = make_region(layout);
             let announcement = match &made {
                 Ok((_, file, nonce)) => Announcement::Region {
-                    path: format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()),
+                    pid: std::process::id(),
+                    fd: file.as_raw_fd().cast_unsigned(),
                     len: layout.len,
                     nonce: *nonce,
                 },
@@ -165,7 +173,7 @@ mod linux {
                 Error::Launch(format!("the store's value of `{key}` is no shared memory: {e}"))
             })?;
             let (path, len, nonce) = match announcement {
-                Announcement::Region { path, len, nonce } => (path, len, nonce),
+                Announcement::Region { pid, fd, len, nonce } => (path_of(pid, fd), len, nonce),
                 Announcement::Failed(message) => return Err(no_memory(layout, &message)),
             };
             if len != layout.len {
@@ -192,7 +200,7 @@ mod linux {
                 return Ok(memory.clone());
             }
             let SharedMemoryHandle { fd, len, nonce } = owner.share;
-            let path = format!("/proc/{}/fd/{fd}", owner.pid);
+            let path = path_of(owner.pid, fd);
             let rank = format!("rank {}", owner.global_rank);
             let mapping_error = |why: String| mapping_error(&rank, &path, &why);
             let file = open_file(&path, len).map_err(mapping_error)?;
@@ -208,16 +216,33 @@ mod linux {
         }
     }
 
-    /// Opens a file of another process, of `len` bytes.
+    /// Where an open file of another process is.
+    fn path_of(pid: u32, fd: u32) -> String {
+        format!("/proc/{pid}/fd/{fd}")
+    }
+
+    /// Opens shared memory of another process, of `len` bytes.
+    ///
+    /// Something else may be at the path: the number of the process or of the file may be that of an unrelated
+    /// one meanwhile. A mapping of a file that somebody else can shorten ends this process at the next access,
+    /// so it must be memory of this user that is sealed.
     fn open_file(path: &str, len: usize) -> Result<File, String> {
-        let file =
-            OpenOptions::new().read(true).write(true).open(path).map_err(|e| e.to_string())?;
-        // The path may lead to a file of an unrelated process on this host.
-        let found = file.metadata().map_err(|e| e.to_string())?.len();
-        match found == len as u64 {
-            true => Ok(file),
-            false => Err(format!("it has {found} bytes instead of {len}")),
+        // Of a pipe or a terminal, opening could block.
+        let nonblocking = OFlags::NONBLOCK.bits().cast_signed();
+        let file = OpenOptions::new().read(true).write(true).custom_flags(nonblocking).open(path);
+        let file = file.map_err(|e| e.to_string())?;
+        let metadata = file.metadata().map_err(|e| e.to_string())?;
+        let (owner, own) = (metadata.uid(), geteuid().as_raw());
+        if owner != own {
+            return Err(format!("it belongs to user {owner}, this process to user {own}"));
         }
+        let found = metadata.len();
+        if found != len as u64 {
+            return Err(format!("it has {found} bytes instead of {len}"));
+        }
+        // Only anonymous memory has seals.
+        let sealed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SEALS));
+        sealed.then_some(file).ok_or_else(|| "it is no sealed memory".to_owned())
     }
 
     fn mapping_error(whose: &str, path: &str, why: &str) -> Error {
@@ -232,7 +257,7 @@ mod linux {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = File::from(memfd_create("fulgurite", flags)?);
         ftruncate(&file, layout.len as u64)?;
-        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        fcntl_add_seals(&file, SEALS)?;
         let region = Region::of_file(&file, layout)?;
         let nonce = nonce();
         region.sign(nonce);
@@ -302,18 +327,21 @@ mod linux {
         }
 
         fn reach(&self, owner: MemoryOwner, offset: u64, len: usize) -> Result<*mut u8> {
-            if owner.pid == std::process::id() {
-                return Ok(memory::at(offset as usize));
+            let out_of_bounds = |total: usize| {
+                Error::other(format!(
+                    "rank {} told of {len} bytes at byte {offset} of its {total} bytes of shared \
+                     memory",
+                    owner.global_rank
+                ))
+            };
+            let offset = usize::try_from(offset).map_err(|_| out_of_bounds(owner.share.len))?;
+            if owner.global_rank == self.own_rank {
+                return memory::at(offset, len).ok_or_else(|| out_of_bounds(owner.share.len));
             }
             let memory = self.memory(&owner)?;
-            let end = usize::try_from(offset).ok().and_then(|offset| offset.checked_add(len));
-            match end {
-                Some(end) if end <= memory.len() => Ok(memory.as_mut_ptr().wrapping_add(end - len)),
-                _ => Err(Error::other(format!(
-                    "rank {} told of a tensor at byte {offset} of its {} bytes of shared memory",
-                    owner.global_rank,
-                    memory.len()
-                ))),
+            match offset.checked_add(len) {
+                Some(end) if end <= memory.len() => Ok(memory.as_mut_ptr().wrapping_add(offset)),
+                _ => Err(out_of_bounds(memory.len())),
             }
         }
 

@@ -220,8 +220,14 @@ impl Rendezvous for ThreadRendezvous {
         None
     }
 
-    fn reach(&self, _: MemoryOwner, offset: u64, _: usize) -> Result<*mut u8> {
-        Ok(memory::at(offset as usize))
+    fn reach(&self, owner: MemoryOwner, offset: u64, len: usize) -> Result<*mut u8> {
+        let offset_in_memory = usize::try_from(offset).ok();
+        offset_in_memory.and_then(|offset| memory::at(offset, len)).ok_or_else(|| {
+            Error::other(format!(
+                "rank {} told of {len} bytes at byte {offset}, outside of the shared memory",
+                owner.global_rank
+            ))
+        })
     }
 
     fn failure(&self) -> Option<(usize, String)> {

@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::protocol::{Greeting, Incoming, Purpose, Reader, Reply, Request, send, send_frame};
-use super::{ClientIdentity, DIED, HEARTBEAT, REPLY_TIMEOUT, SILENT_HEARTBEATS};
+use super::handshake::{self, Greeting, HandshakeError, Purpose};
+use super::protocol::{Incoming, Reader, Reply, Request, send};
+use super::{ClientIdentity, DIED, HANDSHAKE_TIMEOUT, HEARTBEAT, REPLY_TIMEOUT, SILENT_HEARTBEATS};
 use crate::Store;
-use crate::local_store::not_an_integer;
 use crate::table::{Failure, WaitError, deadline};
 use crate::{Error, Patience, Result};
 use fulgurite_error::{advice, is_exhausted};
@@ -106,27 +106,18 @@ impl TcpStore {
         options: ClientOptions,
     ) -> Result<Self> {
         let server = Server { host: host.to_owned(), port, identity };
-        let deadline = deadline(timeout);
-        let mut pause = Duration::from_millis(10);
-        let reader = loop {
-            match server.open(Purpose::Health, deadline) {
-                Ok(reader) => break reader,
-                Err(ConnectError::Fatal(error)) => return Err(error),
-                Err(ConnectError::Retry(why)) => {
-                    if (options.give_up)().is_some() {
-                        return Err(Error::Interrupted);
-                    }
-                    if Instant::now() + pause >= deadline {
-                        return Err(server.error(&format!(
-                            "no store answered within {timeout:?} ({why}). Rank 0 hosts it: \
-                             check that rank 0 runs, that MASTER_ADDR and MASTER_PORT name its \
-                             host and a port that other hosts may reach"
-                        )));
-                    }
-                }
+        let over = || (options.give_up)().is_some();
+        let reader = match server.open_before(Purpose::Health, deadline(timeout), over) {
+            Ok(reader) => reader,
+            Err(HandshakeError::Retry(_)) if over() => return Err(Error::Interrupted),
+            Err(HandshakeError::Retry(why)) => {
+                return Err(server.error(&format!(
+                    "no store answered within {timeout:?} ({why}). Rank 0 hosts it: check that rank \
+                     0 runs, that MASTER_ADDR and MASTER_PORT name its host and a port that other \
+                     hosts may reach"
+                )));
             }
-            std::thread::sleep(pause);
-            pause = (pause * 2).min(Duration::from_millis(500));
+            Err(error) => return Err(server.error(&error.describe())),
         };
         let stream = reader.stream().try_clone();
         let health = Arc::new(Health {
@@ -201,11 +192,13 @@ impl TcpStore {
         let idle = self.idle().pop();
         let mut reader = match idle {
             Some(reader) => reader,
-            None => match self.server.open(Purpose::Requests, deadline) {
-                Ok(reader) => reader,
-                Err(ConnectError::Fatal(error)) => return Err(error),
-                Err(ConnectError::Retry(why)) => return Err(self.broken(&why)),
-            },
+            None => {
+                let opening = deadline.min(Instant::now() + REPLY_TIMEOUT);
+                let over =
+                    || self.failure().is_some() || self.health.host_left.load(Ordering::Relaxed);
+                let opened = self.server.open_before(Purpose::Requests, opening, over);
+                opened.map_err(|error| self.broken(&error.describe()))?
+            }
         };
         let asked = reader
             .stream()
@@ -296,7 +289,7 @@ impl Store for TcpStore {
     fn add(&self, key: &str, amount: i64) -> Result<i64> {
         match self.request(&Request::Add { key: key.to_owned(), amount }, REPLY_TIMEOUT)? {
             Reply::Number(number) => Ok(number),
-            Reply::Refused(value) => Err(not_an_integer(key, &value)),
+            Reply::Refused(why) => Err(Error::Launch(why)),
             other => Err(self.unexpected(other)),
         }
     }
@@ -330,36 +323,55 @@ const MAX_MESSAGE: usize = 16 << 10;
 /// The failure of a rank that loses the store of its supervisor.
 const BROKEN: &str = "its connection to the job's store, which the supervisor hosts, broke";
 
-/// Why a connection could not be opened.
-enum ConnectError {
-    /// The server may not be ready yet.
-    Retry(String),
-    /// A retry would fail too.
-    Fatal(Error),
-}
-
 impl Server {
     fn error(&self, why: &str) -> Error {
         let Self { host, port, identity } = self;
         Error::Launch(format!("rank {}, store at {host}:{port}: {why}", identity.rank))
     }
 
-    /// Opens a connection and waits for admission.
-    fn open(&self, purpose: Purpose, deadline: Instant) -> Result<Reader<TcpStream>, ConnectError> {
-        let not_yet = |e: io::Error| ConnectError::Retry(e.to_string());
+    /// [Opens](Self::open) a connection, again and again until `deadline` or until the job is `over`: the
+    /// server may not be ready yet, or busy with strangers.
+    fn open_before(
+        &self,
+        purpose: Purpose,
+        deadline: Instant,
+        over: impl Fn() -> bool,
+    ) -> Result<Reader<TcpStream>, HandshakeError> {
+        let mut pause = Duration::from_millis(10);
+        loop {
+            match self.open(purpose, deadline) {
+                Err(HandshakeError::Retry(why)) if over() || Instant::now() + pause >= deadline => {
+                    return Err(HandshakeError::Retry(why));
+                }
+                Err(HandshakeError::Retry(_)) => {}
+                done => return done,
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(Duration::from_millis(500));
+        }
+    }
+
+    /// Opens a connection, once.
+    fn open(
+        &self,
+        purpose: Purpose,
+        deadline: Instant,
+    ) -> Result<Reader<TcpStream>, HandshakeError> {
+        let Self { host, port, identity } = self;
+        let retry = |why: String| HandshakeError::Retry(why);
         // Resolved in each retry: a host's name may become known only when the host is up.
-        let addresses = (self.host.as_str(), self.port).to_socket_addrs().map_err(|e| {
-            ConnectError::Retry(format!("the name `{}` has no address: {e}", self.host))
-        })?;
-        let mut stream = Err(ConnectError::Retry("the name has no address".into()));
+        let addresses = (host.as_str(), *port)
+            .to_socket_addrs()
+            .map_err(|e| retry(format!("the name `{host}` has no address: {e}")))?;
+        let mut stream = Err(retry("the name has no address".into()));
         for address in addresses {
             let rest = deadline.saturating_duration_since(Instant::now());
-            let timeout = rest.clamp(Duration::from_millis(1), REPLY_TIMEOUT / 4);
+            let timeout = rest.clamp(Duration::from_millis(1), HANDSHAKE_TIMEOUT);
             stream = TcpStream::connect_timeout(&address, timeout).map_err(|e| {
                 // The server was not even asked.
                 match is_exhausted(&e) && e.kind() != io::ErrorKind::WouldBlock {
-                    true => ConnectError::Fatal(self.error(&format!("{e}{}", advice(&e)))),
-                    false => not_yet(e),
+                    true => HandshakeError::Exhausted(format!("{e}{}", advice(&e))),
+                    false => retry(e.to_string()),
                 }
             });
             if stream.is_ok() {
@@ -367,31 +379,15 @@ impl Server {
             }
         }
         let stream = stream?;
-        stream.set_nodelay(true).map_err(not_yet)?;
-        stream.set_read_timeout(Some(HEARTBEAT)).map_err(not_yet)?;
-        stream.set_write_timeout(Some(REPLY_TIMEOUT)).map_err(not_yet)?;
-        let greeting = Greeting { identity: self.identity.clone(), purpose };
-        let greeting = greeting.encode().map_err(not_yet)?;
-        send_frame(&stream, &greeting).map_err(not_yet)?;
-        let not_a_store = || {
-            ConnectError::Fatal(self.error(
-                "something answers there that is not a Fulgurite store. If another program has \
-                 the port, give this job another MASTER_PORT",
-            ))
-        };
-        let timeout = deadline.min(Instant::now() + REPLY_TIMEOUT);
-        let mut reader = Reader::new(stream);
-        match reader.next_before(timeout) {
-            Incoming::Message(Reply::Done) => Ok(reader),
-            Incoming::Message(Reply::Refused(why)) => {
-                Err(ConnectError::Fatal(self.error(&format!("it refuses this process: {why}"))))
-            }
-            Incoming::Message(_) | Incoming::Malformed => Err(not_a_store()),
-            Incoming::Closed => Err(ConnectError::Retry("it closed the connection".into())),
-            Incoming::Idle => {
-                Err(ConnectError::Retry("something listens there but does not answer".into()))
-            }
-        }
+        stream
+            .set_nodelay(true)
+            .and_then(|()| stream.set_read_timeout(Some(HEARTBEAT)))
+            .and_then(|()| stream.set_write_timeout(Some(REPLY_TIMEOUT)))
+            .map_err(|e| retry(e.to_string()))?;
+        let ClientIdentity { key, rank, world_size } = identity;
+        let greeting = Greeting { rank: *rank, world_size: *world_size, purpose };
+        let deadline = deadline.min(Instant::now() + HANDSHAKE_TIMEOUT);
+        handshake::connect(stream, key, &greeting, deadline)
     }
 }
 

@@ -7,32 +7,10 @@ use std::time::Instant;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::ClientIdentity;
-
-/// The first bytes of a greeting.
-const MAGIC: &[u8; 8] = b"FULGSTOR";
-/// Increased with every change of the wire format.
-pub(super) const VERSION: u16 = 2;
 /// Longest frame. Control messages are smaller; a longer frame is none of this protocol.
-const MAX_FRAME: usize = 64 << 20;
-/// Longest greeting, so that a stray connection cannot make the server allocate much.
-const MAX_GREETING: usize = 4096;
+const MAX_FRAME: usize = 16 << 20;
 
-/// What a connection is for.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub(super) enum Purpose {
-    Requests,
-    Health,
-}
-
-/// The first frame of a client: [`MAGIC`], [`VERSION`], and this message.
-#[derive(Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Greeting {
-    pub(super) identity: ClientIdentity,
-    pub(super) purpose: Purpose,
-}
-
-/// What a client sends after its greeting.
+/// What a client sends after the handshake.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum Request {
     Set {
@@ -82,7 +60,7 @@ pub(super) enum Reply {
         rank: usize,
         message: String,
     },
-    /// The server refuses the request or the greeting; its message.
+    /// The server refuses the request; its message.
     Refused(String),
     /// Health: a heartbeat.
     Ping,
@@ -92,39 +70,13 @@ pub(super) enum Reply {
     Recorded,
 }
 
-impl Greeting {
-    /// The body of its frame.
-    pub(super) fn encode(&self) -> io::Result<Vec<u8>> {
-        let mut body = MAGIC.to_vec();
-        body.extend(VERSION.to_le_bytes());
-        body.extend(encode(self)?);
-        Ok(body)
-    }
-
-    /// Fails with the message for the client.
-    pub(super) fn decode(body: &[u8]) -> Result<Self, String> {
-        let Some(rest) = body.strip_prefix(MAGIC) else {
-            return Err("this is a Fulgurite store, and that was no greeting of its client".into());
-        };
-        let (version, rest) = rest.split_first_chunk().ok_or("the greeting is cut off")?;
-        let version = u16::from_le_bytes(*version);
-        if version != VERSION {
-            return Err(format!(
-                "the store speaks version {VERSION} of its protocol, this client version \
-                 {version}: all ranks must run the same build of the program"
-            ));
-        }
-        decode(rest).ok_or_else(|| "the greeting is cut off or has the wrong form".into())
-    }
-}
-
 /// The body of a message's frame.
-fn encode(message: &impl Serialize) -> io::Result<Vec<u8>> {
+pub(super) fn encode(message: &impl Serialize) -> io::Result<Vec<u8>> {
     postcard::to_stdvec(message).map_err(io::Error::other)
 }
 
 /// The message in `body`; `None` if it is malformed or followed by more bytes.
-fn decode<T: DeserializeOwned>(body: &[u8]) -> Option<T> {
+pub(super) fn decode<T: DeserializeOwned>(body: &[u8]) -> Option<T> {
     match postcard::take_from_bytes(body) {
         Ok((message, [])) => Some(message),
         _ => None,
@@ -173,27 +125,14 @@ pub(super) struct Reader<S> {
 }
 
 impl<S: Read> Reader<S> {
-    /// A reader at the client's end of a new connection.
-    pub(super) fn new(stream: S) -> Self {
-        Self { stream, buffer: Vec::new(), max: MAX_FRAME }
+    /// A reader of frames of at most `max` bytes.
+    pub(super) fn new(stream: S, max: usize) -> Self {
+        Self { stream, buffer: Vec::new(), max }
     }
 
-    /// A reader at the server's end, and the greeting, whose size is limited, that it has read.
-    pub(super) fn with_greeting(
-        stream: S,
-        deadline: Instant,
-    ) -> (Self, Incoming<Result<Greeting, String>>) {
-        let mut reader = Self { max: MAX_GREETING, ..Self::new(stream) };
-        let frame = retry_until(deadline, || reader.frame());
-        reader.max = MAX_FRAME;
-        let greeting = match frame {
-            Incoming::Message(body) => Incoming::Message(Greeting::decode(&body)),
-            // Another protocol. The refusal says that this is a store.
-            Incoming::Malformed => Incoming::Message(Greeting::decode(&[])),
-            Incoming::Idle => Incoming::Idle,
-            Incoming::Closed => Incoming::Closed,
-        };
-        (reader, greeting)
+    /// The same reader, from now on of all frames of the protocol.
+    pub(super) fn with_long_frames(self) -> Self {
+        Self { max: MAX_FRAME, ..self }
     }
 
     /// The stream, to write to.
@@ -211,14 +150,25 @@ impl<S: Read> Reader<S> {
         }
     }
 
-    /// The next message; [`Incoming::Idle`] once `deadline` has passed.
-    pub(super) fn next_before<T: DeserializeOwned>(&mut self, deadline: Instant) -> Incoming<T> {
-        retry_until(deadline, || self.next())
+    /// The body of the next frame; [`Incoming::Idle`] once `deadline` has passed, however slowly the frame
+    /// arrives.
+    pub(super) fn frame_before(&mut self, deadline: Instant) -> Incoming<Vec<u8>> {
+        loop {
+            match self.frame_or(|| Instant::now() >= deadline) {
+                Incoming::Idle if Instant::now() < deadline => {}
+                other => return other,
+            }
+        }
     }
 
     /// The body of the next frame. Memory is allocated for the bytes that arrive, not for the
     /// length that the frame claims.
     fn frame(&mut self) -> Incoming<Vec<u8>> {
+        self.frame_or(|| false)
+    }
+
+    /// As [`frame`](Self::frame); [`Incoming::Idle`] also before a read when `stop` says so.
+    fn frame_or(&mut self, stop: impl Fn() -> bool) -> Incoming<Vec<u8>> {
         loop {
             if let Some((len, rest)) = self.buffer.split_first_chunk::<4>() {
                 let len = u32::from_le_bytes(*len) as usize;
@@ -231,6 +181,9 @@ impl<S: Read> Reader<S> {
                     return Incoming::Message(body);
                 }
             }
+            if stop() {
+                return Incoming::Idle;
+            }
             let mut chunk = [0; 4096];
             match self.stream.read(&mut chunk) {
                 Ok(0) => return Incoming::Closed,
@@ -241,16 +194,6 @@ impl<S: Read> Reader<S> {
                     _ => return Incoming::Closed,
                 },
             }
-        }
-    }
-}
-
-/// Calls `next` again while it is idle and `deadline` has not passed.
-fn retry_until<T>(deadline: Instant, mut next: impl FnMut() -> Incoming<T>) -> Incoming<T> {
-    loop {
-        match next() {
-            Incoming::Idle if Instant::now() < deadline => {}
-            other => return other,
         }
     }
 }
@@ -317,7 +260,7 @@ mod tests {
 
     /// All messages of a stream, and how it ends.
     fn read_all<T: DeserializeOwned>(bytes: &[u8], sizes: &[usize]) -> Vec<Incoming<T>> {
-        let mut reader = Reader::new(Pieces::new(bytes, sizes));
+        let mut reader = Reader::new(Pieces::new(bytes, sizes), MAX_FRAME);
         let mut all = Vec::new();
         loop {
             match reader.next() {
@@ -354,7 +297,7 @@ mod tests {
 
         #[test]
         fn bodies_that_are_cut_or_too_long_are_refused(
-            request in requests(), reply in replies(100), job_id in ".{0,40}", rank: usize,
+            request in requests(), reply in replies(100),
         ) {
             fn check<T>(message: T, mut body: Vec<u8>, decode: impl Fn(&[u8]) -> Option<T>)
                 -> Result<(), TestCaseError>
@@ -372,10 +315,6 @@ mod tests {
             check(request, body, decode)?;
             let body = encode(&reply).unwrap();
             check(reply, body, decode)?;
-            let identity = ClientIdentity { job_id, rank, world_size: 7 };
-            let greeting = Greeting { identity, purpose: Purpose::Health };
-            let body = greeting.encode().unwrap();
-            check(greeting, body, |body| Greeting::decode(body).ok())?;
         }
 
         #[test]
@@ -384,8 +323,6 @@ mod tests {
         ) {
             let _ = decode::<Request>(&bytes);
             let _ = decode::<Reply>(&bytes);
-            prop_assert!(Greeting::decode(&bytes).is_err());
-            let _ = Greeting::decode(&[&MAGIC[..], &VERSION.to_le_bytes(), &bytes].concat());
             read_all::<Request>(&bytes, &sizes);
         }
     }
@@ -394,7 +331,7 @@ mod tests {
     fn a_length_that_is_claimed_allocates_nothing() {
         // A frame of MAX_FRAME bytes of which four arrive; a text and a list in a frame of a few.
         let claimed = [&(MAX_FRAME as u32).to_le_bytes()[..], &[0; 4]].concat();
-        let mut reader = Reader::new(Pieces::new(&claimed, &[100]));
+        let mut reader = Reader::new(Pieces::new(&claimed, &[100]), MAX_FRAME);
         while reader.next::<Reply>() != Incoming::Closed {}
         assert!(reader.buffer.capacity() <= 4096);
         let above = (MAX_FRAME as u32 + 1).to_le_bytes();
@@ -406,24 +343,20 @@ mod tests {
     }
 
     #[test]
-    fn a_greeting_is_small_and_what_follows_need_not_be() {
-        let greeting = Greeting {
-            identity: ClientIdentity { job_id: "job".into(), rank: 1, world_size: 2 },
-            purpose: Purpose::Requests,
-        };
-        let request = Request::Set { key: "key".into(), value: vec![7; 3 * MAX_GREETING] };
+    fn a_handshake_is_small_and_what_follows_need_not_be() {
+        let request = Request::Set { key: "key".into(), value: vec![7; 3 * 512] };
         let mut bytes = Vec::new();
-        send_frame(&mut bytes, &greeting.encode().unwrap()).unwrap();
+        send_frame(&mut bytes, &[1; 512]).unwrap();
         send(&mut bytes, &request).unwrap();
-        let now = Instant::now();
-        let (mut reader, greeted) = Reader::with_greeting(&bytes[..], now);
-        assert_eq!(greeted, Incoming::Message(Ok(greeting)));
-        assert_eq!(reader.next_before(now), Incoming::Message(request.clone()));
+        let mut reader = Reader::new(&bytes[..], 512);
+        let later = Instant::now() + std::time::Duration::from_secs(60);
+        assert_eq!(reader.frame_before(later), Incoming::Message(vec![1; 512]));
+        let mut reader = reader.with_long_frames();
+        assert_eq!(reader.next(), Incoming::Message(request.clone()));
 
         let mut bytes = Vec::new();
         send(&mut bytes, &request).unwrap();
-        let (_, greeted) = Reader::with_greeting(&bytes[..], now);
-        let Incoming::Message(Err(why)) = greeted else { panic!("admitted: {greeted:?}") };
-        insta::assert_snapshot!(why, @"this is a Fulgurite store, and that was no greeting of its client");
+        let mut reader = Reader::new(&bytes[..], 512);
+        assert_eq!(reader.frame_before(later), Incoming::Malformed);
     }
 }

@@ -1,16 +1,17 @@
 //! The server: one thread that accepts connections, one for each request connection, two for each
 //! health connection. All state is in the [`Table`].
 
-use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::protocol::{Greeting, Incoming, Purpose, Reader, Reply, Request, send};
-use super::{ClientIdentity, DIED, HEARTBEAT, REPLY_TIMEOUT, SILENT_HEARTBEATS};
+use super::connections::Connections;
+use super::handshake::{self, Accepted, Greeting, Purpose};
+use super::job_key::JobKey;
+use super::protocol::{Incoming, Reader, Reply, Request, send};
+use super::{DIED, HANDSHAKE_TIMEOUT, HEARTBEAT, REPLY_TIMEOUT, SILENT_HEARTBEATS};
 use crate::table::{State, Table, WaitError};
 use crate::{Error, Patience, Result};
 use fulgurite_error::{advice, is_exhausted};
@@ -39,23 +40,21 @@ pub struct StoreServer {
 
 struct Shared {
     table: Table,
-    job_id: String,
+    key: JobKey,
     world_size: usize,
     on_lost: LostRankPolicy,
-    /// Open connections, which are shut down when the server ends.
-    connections: Mutex<HashMap<u64, TcpStream>>,
-    next_connection: AtomicU64,
+    connections: Mutex<Connections>,
 }
 
 impl StoreServer {
-    /// Listens on `address`; port 0 takes a free one.
+    /// Listens on `address`; port 0 takes a free one. Serves those who know `key`.
     ///
     /// # Errors
     /// [`Error::Launch`] if the port is taken, the address is not one of this host, or there are
     /// more than a million ranks.
     pub fn bind(
         address: SocketAddr,
-        job_id: &str,
+        key: JobKey,
         world_size: usize,
         lost: LostRankPolicy,
     ) -> Result<Self> {
@@ -69,11 +68,10 @@ impl StoreServer {
         let address = listener.local_addr().map_err(|e| bind_error(address, &e))?;
         let shared = Arc::new(Shared {
             table: Table::new(world_size),
-            job_id: job_id.to_owned(),
+            key,
             world_size,
             on_lost: lost,
-            connections: Mutex::default(),
-            next_connection: AtomicU64::new(0),
+            connections: Mutex::new(Connections::new(world_size)),
         });
         let shared_for_thread = shared.clone();
         let acceptor = spawn("store-accept", move || accept(&listener, &shared_for_thread))
@@ -150,9 +148,7 @@ impl Drop for StoreServer {
             own.set_ip(IpAddr::V4(Ipv4Addr::LOCALHOST));
         }
         let woken = TcpStream::connect_timeout(&own, Duration::from_secs(1)).is_ok();
-        for stream in self.shared.connections().values() {
-            let _ = stream.shutdown(std::net::Shutdown::Both);
-        }
+        self.shared.connections().close_all();
         if let (true, Some(acceptor)) = (woken, self.acceptor.take()) {
             let _ = acceptor.join();
         }
@@ -160,7 +156,7 @@ impl Drop for StoreServer {
 }
 
 impl Shared {
-    fn connections(&self) -> std::sync::MutexGuard<'_, HashMap<u64, TcpStream>> {
+    fn connections(&self) -> MutexGuard<'_, Connections> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -184,7 +180,8 @@ fn bind_error(address: SocketAddr, error: &io::Error) -> Error {
         ),
         io::ErrorKind::AddrNotAvailable => format!(
             "rank 0 cannot host the store on {address}: that is no address of this host. \
-             MASTER_ADDR must name the host that rank 0 runs on"
+             MASTER_ADDR must name the host that rank 0 runs on; if other hosts reach it under an \
+             address that is not its own, set FULGURITE_STORE_ADDRESS to one that is"
         ),
         _ => format!("rank 0 cannot host the store on {address}: {error}{}", advice(error)),
     })
@@ -219,22 +216,20 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
 
 /// Serves a connection on a thread of its own.
 fn start_serving(stream: TcpStream, shared: &Arc<Shared>) -> io::Result<()> {
-    let id = shared.next_connection.fetch_add(1, Ordering::Relaxed);
-    shared.connections().insert(id, stream.try_clone()?);
+    let id = shared.connections().insert(stream.try_clone()?);
     let shared_for_thread = shared.clone();
     let spawned = spawn("store-connection", move || {
-        serve(&stream, &shared_for_thread);
+        serve(stream, id, &shared_for_thread);
         // The copy in `connections` would keep the connection open.
-        let _ = stream.shutdown(std::net::Shutdown::Both);
-        shared_for_thread.connections().remove(&id);
+        shared_for_thread.connections().close(id);
     });
     if spawned.is_err() {
-        shared.connections().remove(&id);
+        shared.connections().close(id);
     }
     spawned.map(drop)
 }
 
-fn serve(stream: &TcpStream, shared: &Arc<Shared>) {
+fn serve(stream: TcpStream, id: u64, shared: &Arc<Shared>) {
     let ready = stream
         .set_nodelay(true)
         .and_then(|()| stream.set_read_timeout(Some(HEARTBEAT)))
@@ -242,67 +237,54 @@ fn serve(stream: &TcpStream, shared: &Arc<Shared>) {
     if ready.is_err() {
         return;
     }
-    let deadline = Instant::now() + REPLY_TIMEOUT;
-    let (reader, greeting) = Reader::with_greeting(stream, deadline);
-    let Incoming::Message(greeting) = greeting else { return };
-    let admitted = greeting.and_then(|greeting| admit(greeting, shared));
-    let reply = match &admitted {
-        Ok(_) => Reply::Done,
-        Err(why) => Reply::Refused(why.clone()),
-    };
-    let answered = send(stream, &reply).is_ok();
-    match admitted {
-        Ok((_, Purpose::Requests)) if answered => requests(reader, shared),
-        Ok((identity, Purpose::Health)) => {
-            if answered {
-                health(reader, shared, identity.rank);
+    let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
+    let admit = |greeting: &Greeting| admit(greeting, id, shared);
+    let accepted = handshake::accept(stream, &shared.key, deadline, admit);
+    let Some(Accepted { reader, greeting, told }) = accepted else { return };
+    let Greeting { rank, purpose, .. } = greeting;
+    match purpose {
+        Purpose::Requests if told => requests(reader, shared),
+        Purpose::Requests => {}
+        Purpose::Health => {
+            if told {
+                health(reader, shared, rank);
             }
-            rank_lost(shared, identity.rank);
+            rank_lost(shared, rank);
         }
-        _ => {}
     }
 }
 
-/// Checks that the client is a rank of this job; a health connection makes it a member.
-fn admit(greeting: Greeting, shared: &Shared) -> Result<(ClientIdentity, Purpose), String> {
-    let Greeting { identity, purpose } = greeting;
-    if identity.job_id != shared.job_id {
+/// Checks that a client with the job's key fits the job; a health connection makes it a member.
+fn admit(greeting: &Greeting, id: u64, shared: &Shared) -> Result<(), String> {
+    let Greeting { rank, world_size, purpose } = *greeting;
+    if world_size != shared.world_size {
         return Err(format!(
-            "it belongs to job `{}`, this process to job `{}`: two jobs share one address and \
-             port; give one of them another MASTER_PORT",
-            shared.job_id, identity.job_id
+            "it serves {} ranks, this process expects {world_size}: all ranks must be started with \
+             the same WORLD_SIZE",
+            shared.world_size
         ));
     }
-    if identity.world_size != shared.world_size {
-        return Err(format!(
-            "it serves {} ranks, this process expects {}: all ranks must be started with the same \
-             WORLD_SIZE",
-            shared.world_size, identity.world_size
-        ));
+    if rank >= world_size {
+        return Err(format!("rank {rank} is not below the world size {world_size}"));
+    }
+    shared.connections().admit(id, rank)?;
+    if purpose == Purpose::Requests {
+        return Ok(());
     }
     shared.table.change(|state| {
-        let Some(member) = state.members.get_mut(identity.rank) else {
+        let member = &mut state.members[rank];
+        if member.joined {
             return Err(format!(
-                "rank {} is not below the world size {}",
-                identity.rank, shared.world_size
+                "another process is or was rank {rank}: every process of a job needs a RANK of its \
+                 own"
             ));
-        };
-        if purpose == Purpose::Health {
-            if member.joined {
-                return Err(format!(
-                    "another process is or was rank {}: every process of a job needs a RANK of \
-                     its own",
-                    identity.rank
-                ));
-            }
-            member.joined = true;
         }
+        member.joined = true;
         Ok(())
-    })?;
-    Ok((identity, purpose))
+    })
 }
 
-fn requests(mut reader: Reader<&TcpStream>, shared: &Shared) {
+fn requests(mut reader: Reader<TcpStream>, shared: &Shared) {
     let table = &shared.table;
     loop {
         let request = match reader.next() {
@@ -312,8 +294,7 @@ fn requests(mut reader: Reader<&TcpStream>, shared: &Shared) {
         };
         let reply = match request {
             Request::Set { key, value } => {
-                table.set(&key, &value);
-                Reply::Done
+                table.set(&key, value).map_or_else(Reply::Refused, |()| Reply::Done)
             }
             Request::Get { key, timeout_ms } => {
                 match table.get(&key, Duration::from_millis(timeout_ms)) {
@@ -336,7 +317,7 @@ fn requests(mut reader: Reader<&TcpStream>, shared: &Shared) {
                 Reply::Refused("that belongs on a health connection".into())
             }
         };
-        if send(*reader.stream(), &reply).is_err() {
+        if send(reader.stream(), &reply).is_err() {
             return;
         }
     }
@@ -370,9 +351,8 @@ impl From<WaitError> for Reply {
 }
 
 /// Reads a rank's health connection until it ends.
-fn health(mut reader: Reader<&TcpStream>, shared: &Arc<Shared>, rank: usize) {
-    let stream = *reader.stream();
-    let notifier = stream.try_clone().and_then(|copy| {
+fn health(mut reader: Reader<TcpStream>, shared: &Arc<Shared>, rank: usize) {
+    let notifier = reader.stream().try_clone().and_then(|copy| {
         let shared_for_thread = shared.clone();
         spawn("store-notify", move || send_notices(&copy, &shared_for_thread, rank))
     });
@@ -381,7 +361,7 @@ fn health(mut reader: Reader<&TcpStream>, shared: &Arc<Shared>, rank: usize) {
         // A rank of the job is turned away: it cannot go on.
         Err(error) => return shared.break_down(&error),
     };
-    let same_host = stream.peer_addr().is_ok_and(|peer| peer.ip().is_loopback());
+    let same_host = reader.stream().peer_addr().is_ok_and(|peer| peer.ip().is_loopback());
     let mut silent = 0;
     while same_host || silent < SILENT_HEARTBEATS {
         let message = match reader.next() {
@@ -402,7 +382,7 @@ fn health(mut reader: Reader<&TcpStream>, shared: &Arc<Shared>, rank: usize) {
             Request::Fail { message } => {
                 shared.table.fail(rank, &message);
                 // An error shows in the next read too.
-                let _ = send(stream, &Reply::Recorded);
+                let _ = send(reader.stream(), &Reply::Recorded);
             }
             Request::Noticed { rank, message } => {
                 shared.table.change(|state| {

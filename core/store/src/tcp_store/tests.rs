@@ -1,8 +1,11 @@
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use super::protocol::{Greeting, Incoming, Purpose, Reader, Reply, send, send_frame};
+use super::handshake::{self, Greeting, HandshakeError, Purpose};
+use super::protocol::{Reply, send};
 use super::*;
 use crate::Error;
 use crate::Store;
@@ -14,11 +17,15 @@ fn loopback() -> SocketAddr {
 }
 
 fn server(world_size: usize) -> StoreServer {
-    StoreServer::bind(loopback(), "job", world_size, LostRankPolicy::Failed).unwrap()
+    StoreServer::bind(loopback(), key(), world_size, LostRankPolicy::Failed).unwrap()
+}
+
+fn key() -> JobKey {
+    JobKey::new("a secret of the job", "job")
 }
 
 fn identity(rank: usize, world_size: usize) -> ClientIdentity {
-    ClientIdentity { job_id: "job".into(), rank, world_size }
+    ClientIdentity { key: key(), rank, world_size }
 }
 
 fn client(server: &StoreServer, rank: usize, world_size: usize) -> TcpStore {
@@ -35,9 +42,9 @@ fn refusal(port: u16, identity: ClientIdentity, timeout: Duration) -> String {
 /// A health connection of `rank`, which the test drives.
 fn raw_health(server: &StoreServer, rank: usize, world_size: usize) -> TcpStream {
     let stream = TcpStream::connect(server.address()).unwrap();
-    let greeting = Greeting { identity: identity(rank, world_size), purpose: Purpose::Health };
-    send_frame(&stream, &greeting.encode().unwrap()).unwrap();
-    assert_eq!(Reader::new(&stream).next(), Incoming::Message(Reply::Done));
+    let greeting = Greeting { rank, world_size, purpose: Purpose::Health };
+    let deadline = Instant::now() + LONG;
+    handshake::connect(stream.try_clone().unwrap(), &key(), &greeting, deadline).unwrap();
     stream
 }
 
@@ -122,7 +129,7 @@ fn a_lost_rank_is_a_failure_but_one_that_left_is_not() {
 
 #[test]
 fn a_parent_tells_in_its_own_words() {
-    let server = StoreServer::bind(loopback(), "job", 2, LostRankPolicy::ParentReports).unwrap();
+    let server = StoreServer::bind(loopback(), key(), 2, LostRankPolicy::ParentReports).unwrap();
     let store = client(&server, 0, 2);
     drop(raw_health(&server, 1, 2));
     assert!(server.wait_for_others(0, LONG), "rank 1 is seen as lost");
@@ -170,22 +177,21 @@ fn strangers_are_refused() {
     let server = server(2);
     let port = server.address().port();
     let _one = client(&server, 1, 2);
-    let other = ClientIdentity { job_id: "other".into(), ..identity(0, 2) };
-    insta::assert_snapshot!(refusal(port, other, LONG), @"launch: rank 0, store at 127.0.0.1:PORT: it refuses this process: it belongs to job `job`, this process to job `other`: two jobs share one address and port; give one of them another MASTER_PORT");
+    for (secret, job) in [("a secret of the job", "other"), ("another secret", "job")] {
+        let other = ClientIdentity { key: JobKey::new(secret, job), ..identity(0, 2) };
+        insta::allow_duplicates! { insta::assert_snapshot!(refusal(port, other, LONG), @"launch: rank 0, store at 127.0.0.1:PORT: it is the store of another job, or has another key. If two jobs share the address and port, give one of them another MASTER_PORT; else all ranks must have the same FULGURITE_JOB_KEY (or trainer.job_key_file)"); }
+    }
     insta::assert_snapshot!(refusal(port, identity(0, 3), LONG), @"launch: rank 0, store at 127.0.0.1:PORT: it refuses this process: it serves 2 ranks, this process expects 3: all ranks must be started with the same WORLD_SIZE");
     insta::assert_snapshot!(refusal(port, identity(1, 2), LONG), @"launch: rank 1, store at 127.0.0.1:PORT: it refuses this process: another process is or was rank 1: every process of a job needs a RANK of its own");
     insta::assert_snapshot!(refusal(port, identity(2, 2), LONG), @"launch: rank 2, store at 127.0.0.1:PORT: it refuses this process: rank 2 is not below the world size 2");
+    insta::assert_snapshot!(HandshakeError::Version(2).describe(), @"it speaks version 2 of the store's protocol, this process version 3: all ranks must run the same build of the program");
 
     let mut browser = TcpStream::connect(server.address()).unwrap();
     browser.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
     browser.set_read_timeout(Some(LONG)).unwrap();
     let mut answer = Vec::new();
     let _ = browser.read_to_end(&mut answer);
-    assert!(String::from_utf8_lossy(&answer).contains("this is a Fulgurite store"));
-    let greeting = Greeting { identity: identity(0, 2), purpose: Purpose::Health };
-    let mut future = greeting.encode().unwrap();
-    future[8] += 1;
-    insta::assert_snapshot!(Greeting::decode(&future).unwrap_err(), @"the store speaks version 2 of its protocol, this client version 3: all ranks must run the same build of the program");
+    assert!(answer.is_empty(), "a stranger is told nothing");
     let _zero = client(&server, 0, 2); // strangers did not take its rank
     assert_eq!(server.failures(), []);
 }
@@ -209,7 +215,7 @@ fn what_is_no_store_is_recognised() {
 #[test]
 fn a_taken_port_is_named() {
     let taken = server(1);
-    let error = StoreServer::bind(taken.address(), "job", 1, LostRankPolicy::Failed).err().unwrap();
+    let error = StoreServer::bind(taken.address(), key(), 1, LostRankPolicy::Failed).err().unwrap();
     let error = error.to_string().replace(&taken.address().port().to_string(), "PORT");
     insta::assert_snapshot!(error, @"launch: rank 0 cannot host the store on 127.0.0.1:PORT: the port is taken, perhaps by another job on this host. Choose a free MASTER_PORT");
 }
@@ -217,7 +223,7 @@ fn a_taken_port_is_named() {
 #[test]
 fn a_world_size_beyond_all_jobs_is_refused() {
     let error =
-        StoreServer::bind(loopback(), "job", usize::MAX, LostRankPolicy::Failed).err().unwrap();
+        StoreServer::bind(loopback(), key(), usize::MAX, LostRankPolicy::Failed).err().unwrap();
     insta::assert_snapshot!(error, @"launch: a job of 18446744073709551615 ranks is more than the store serves (1048576). Check trainer.devices and trainer.num_nodes, or WORLD_SIZE");
 }
 
@@ -227,11 +233,37 @@ fn a_rank_that_comes_early_waits_for_the_server() {
     std::thread::scope(|scope| {
         let early = scope
             .spawn(move || TcpStore::connect("127.0.0.1", address.port(), identity(0, 1), LONG));
-        let late = StoreServer::bind(address, "job", 1, LostRankPolicy::Failed);
+        let late = StoreServer::bind(address, key(), 1, LostRankPolicy::Failed);
         // Another process may have taken the port in between; then there is nothing to see.
         let Ok(_late) = late else { return };
         early.join().unwrap().unwrap().set("a", b"b").unwrap();
     });
+}
+
+/// A connection that keeps back what is written once it is corked.
+struct Corked {
+    stream: TcpStream,
+    corked: Arc<AtomicBool>,
+    kept: Arc<Mutex<Vec<u8>>>,
+}
+
+impl Read for Corked {
+    fn read(&mut self, out: &mut [u8]) -> std::io::Result<usize> {
+        self.stream.read(out)
+    }
+}
+
+impl Write for &Corked {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        match self.corked.load(Ordering::SeqCst) {
+            true => self.kept.lock().unwrap().write(bytes),
+            false => (&self.stream).write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 /// A server that admits one client and sends the job's failure with the same write, then ends.
@@ -240,13 +272,19 @@ fn admits_and_notifies_at_once(message: &str) -> Option<(usize, String)> {
     let port = listener.local_addr().unwrap().port();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let (mut stream, _) = listener.accept().unwrap();
-            let (_, greeted) = Reader::with_greeting(&stream, Instant::now() + LONG);
-            assert!(matches!(greeted, Incoming::Message(Ok(_))));
-            let mut both = Vec::new();
-            send(&mut both, &Reply::Done).unwrap();
-            send(&mut both, &Reply::Failed { rank: 1, message: message.to_owned() }).unwrap();
-            stream.write_all(&both).unwrap();
+            let (stream, _) = listener.accept().unwrap();
+            let corked = Arc::new(AtomicBool::new(false));
+            let kept = Arc::new(Mutex::default());
+            let stream_of = stream.try_clone().unwrap();
+            let stream = Corked { stream, corked: corked.clone(), kept: kept.clone() };
+            let admit = |_: &Greeting| {
+                corked.store(true, Ordering::SeqCst);
+                Ok(())
+            };
+            assert!(handshake::accept(stream, &key(), Instant::now() + LONG, admit).is_some());
+            let mut both = kept.lock().unwrap();
+            send(&mut *both, &Reply::Failed { rank: 1, message: message.to_owned() }).unwrap();
+            (&stream_of).write_all(&both).unwrap();
         });
         let store = TcpStore::connect("127.0.0.1", port, identity(0, 2), LONG).unwrap();
         store.wait_for_failure(LONG)
@@ -267,4 +305,64 @@ fn ranks_that_have_all_come_do_not_start_after_a_failure() {
     b.report_failure("out of data").unwrap();
     let expected = (1, "out of data".to_owned());
     assert_eq!(peer_failed(a.wait_for_all(LONG).unwrap_err()), expected);
+}
+
+/// Whether the server has closed `stream`.
+fn is_closed(mut stream: &TcpStream) -> bool {
+    stream.set_read_timeout(Some(LONG)).unwrap();
+    matches!(stream.read(&mut [0; 64]), Ok(0) | Err(_))
+}
+
+#[test]
+fn connections_that_are_left_open_are_closed_for_others() {
+    let server = server(2);
+    let open: Vec<_> = (0..200).map(|_| TcpStream::connect(server.address()).unwrap()).collect();
+    let store = client(&server, 0, 2);
+    store.set("a", b"b").unwrap();
+    assert!(is_closed(&open[0]), "the oldest had to go");
+    let other = client(&server, 1, 2);
+    other.wait_for_all(LONG).unwrap();
+    assert_eq!(other.get("a", Duration::ZERO).unwrap(), b"b");
+    assert_eq!(server.failures(), []);
+}
+
+#[test]
+fn a_client_that_says_little_is_not_waited_for() {
+    let server = server(1);
+    // A byte now and then keeps no handshake alive.
+    let stream = TcpStream::connect(server.address()).unwrap();
+    std::thread::scope(|scope| {
+        let writer = stream.try_clone().unwrap();
+        scope.spawn(move || {
+            while (&writer).write_all(&[0]).is_ok() {
+                std::thread::sleep(Duration::from_millis(200));
+            }
+        });
+        assert!(is_closed(&stream));
+        let _ = stream.shutdown(std::net::Shutdown::Both);
+    });
+}
+
+#[test]
+fn values_have_bounded_room() {
+    let server = server(1);
+    let store = client(&server, 0, 1);
+    let value = vec![0; 15 << 20];
+    let mut kept = 0;
+    let error = loop {
+        match store.set(&format!("key{kept}"), &value) {
+            Ok(()) => kept += 1,
+            Err(error) => break error,
+        }
+        assert!(kept < 100);
+    };
+    let port = server.address().port().to_string();
+    insta::assert_snapshot!(error.to_string().replace(&port, "PORT"), @"launch: rank 0, store at 127.0.0.1:PORT: the store has no room for 15728640 bytes at its key `key17`: all values together may have 268435456 bytes. It is for small messages; tensors go over process groups");
+    assert_eq!(kept, 17);
+    // Values that are replaced leave their room, and what is there stays.
+    store.set("key0", b"").unwrap();
+    store.set("another", &value).unwrap();
+    assert_eq!(store.get("key1", Duration::ZERO).unwrap(), value);
+    let error = store.set("huge", &vec![0; 17 << 20]).unwrap_err();
+    insta::assert_snapshot!(error.to_string().replace(&port, "PORT"), @"launch: rank 0, store at 127.0.0.1:PORT: a message of 17825802 bytes is too large for the store, which takes 16777216 bytes at most");
 }

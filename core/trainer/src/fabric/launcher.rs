@@ -45,6 +45,7 @@ impl TrainerConfig {
                 None => None,
             },
             timeout,
+            job_key_file: self.job_key_file.clone(),
         };
         let fits = |world_size| strategy.build(&BuildContext::new(world_size)).map(drop);
         let launched = launch_checked(options, &fits)?;

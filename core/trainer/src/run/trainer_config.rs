@@ -76,6 +76,10 @@ fulgurite_config::config_struct! {
         pub process_group: PluginValue = PluginValue::new("shm"),
         /// The cluster environment, which tells each process its rank; by default detected.
         pub environment: Option<PluginValue> = None,
+        /// A file with the secret that the ranks of a job share, readable by its owner alone, the same on
+        /// all nodes. For ranks that a launcher such as `torchrun` starts; the variable
+        /// `FULGURITE_JOB_KEY` comes before it. Without either strangers can join the job.
+        pub job_key_file: Option<PathBuf> = None,
         /// The loggers that metrics are written with.
         pub loggers: Vec<PluginValue> = vec![PluginValue::new("csv"), PluginValue::new("jsonl")],
     }

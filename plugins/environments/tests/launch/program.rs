@@ -39,6 +39,9 @@ pub(crate) fn play(part: &str) -> Result<()> {
     match (part, rank) {
         ("identity" | "crowded", _) => Ok(()),
         ("error", 1) => Err(Error::other("the disk is full")),
+        ("forged_error", 1) => {
+            Err(Error::other("\u{1b}[2Kall is well\r\nerror: rank 0 failed: not me"))
+        }
         ("error_everywhere", _) => Err(Error::other("no such file: corpus.txt")),
         ("panic", 1) => panic!("index 7 is out of range"),
         ("panic_in_thread", 1) => {

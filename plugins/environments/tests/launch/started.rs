@@ -19,9 +19,16 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
     ("started::a_signal_ends_the_wait_for_ranks", a_signal_ends_the_wait_for_ranks),
     ("started::a_taken_port_is_named", a_taken_port_is_named),
     ("started::ranks_that_do_not_come_are_named", ranks_that_do_not_come_are_named),
+    ("started::a_job_without_a_key_is_warned", a_job_without_a_key_is_warned),
+    ("started::a_rank_with_another_key_is_refused", a_rank_with_another_key_is_refused),
+    ("started::rank_0_listens_on_the_main_address", rank_0_listens_on_the_main_address),
+    ("started::foreign_text_does_not_steer_the_terminal", foreign_text_does_not_steer_the_terminal),
     ("started::wrong_variables_are_named", wrong_variables_are_named),
     ("started::a_rank_of_a_dead_supervisor_ends", a_rank_of_a_dead_supervisor_ends),
 ];
+
+/// The variable with the secret of a job.
+const JOB_KEY: &str = "FULGURITE_JOB_KEY";
 
 /// A port that nobody has at the moment.
 fn free_port() -> String {
@@ -30,6 +37,11 @@ fn free_port() -> String {
 }
 
 fn rank(part: &str, rank: usize, port: &str, more: &[(&str, &str)]) -> Run {
+    let key = (JOB_KEY, "0123456789abcdef0123456789abcdef");
+    rank_without_key(part, rank, port, &[&[key], more].concat())
+}
+
+fn rank_without_key(part: &str, rank: usize, port: &str, more: &[(&str, &str)]) -> Run {
     let rank = rank.to_string();
     let variables = [
         ("RANK", &*rank),
@@ -163,6 +175,60 @@ fn ranks_that_do_not_come_are_named() {
     assert_eq!(ended.code, 1);
 }
 
+fn a_job_without_a_key_is_warned() {
+    let port = free_port();
+    let one = rank_without_key("identity", 1, &port, &[]);
+    let [zero, one] = wait([rank_without_key("identity", 0, &port, &[]), one]);
+    insta::assert_snapshot!(zero.warnings.replace(&port, "PORT"), @"warning: nothing keeps strangers out of this job: whoever reaches 127.0.0.1:PORT and guesses the job's id can join it, read what its ranks tell each other, and end it. Set FULGURITE_JOB_KEY to a secret of at least 16 characters, or name a file with one as trainer.job_key_file. Take `openssl rand -hex 16`, and the same on all nodes");
+    assert_eq!((zero.code, one.code, one.warnings.as_str()), (0, 0, ""));
+}
+
+fn a_rank_with_another_key_is_refused() {
+    let port = free_port();
+    let zero = rank("identity", 0, &port, &[(TIMEOUT_MS, "20000")]);
+    let stranger = rank("identity", 1, &port, &[(JOB_KEY, "another secret of some length")]).wait();
+    insta::assert_snapshot!(stranger.stderr.replace(&port, "PORT"), @"error: launch: rank 1, store at localhost:PORT: it is the store of another job, or has another key. If two jobs share the address and port, give one of them another MASTER_PORT; else all ranks must have the same FULGURITE_JOB_KEY (or trainer.job_key_file)");
+    assert_eq!(stranger.code, 1);
+    // It has not taken the place of the rank that comes now.
+    let [zero, one] = wait([zero, rank("identity", 1, &port, &[])]);
+    assert_eq!((zero.code, one.code), (0, 0));
+}
+
+fn rank_0_listens_on_the_main_address() {
+    let port = free_port();
+    let error = |address: &str, more: &[(&str, &str)]| {
+        let variables = [&[("MASTER_ADDR", address), (TIMEOUT_MS, "200")], more].concat();
+        let ended = rank("identity", 0, &port, &variables).wait();
+        assert_eq!(ended.code, 1);
+        ended.stderr.replace(&port, "PORT")
+    };
+    insta::assert_snapshot!(error("192.0.2.1", &[]), @"error: launch: rank 0 cannot host the store on 192.0.2.1:PORT: that is no address of this host. MASTER_ADDR must name the host that rank 0 runs on; if other hosts reach it under an address that is not its own, set FULGURITE_STORE_ADDRESS to one that is");
+    insta::assert_snapshot!(error("localhost", &[("LOCAL_WORLD_SIZE", "1")]), @"error: launch: the main address `localhost` is 127.0.0.1 here, where the ranks of other hosts cannot come. Set MASTER_ADDR to an address of this host that they reach, or FULGURITE_STORE_ADDRESS to the one that rank 0 listens on (0.0.0.0: on all)");
+    insta::assert_snapshot!(error("192.0.2.1", &[("FULGURITE_STORE_ADDRESS", "all")]), @"error: launch: the environment variable FULGURITE_STORE_ADDRESS is `all`, but should be the IP address that rank 0 listens on, such as 0.0.0.0");
+    // Behind an address that is not its own, rank 0 listens where it is told to.
+    insta::assert_snapshot!(error("192.0.2.1", &[("FULGURITE_STORE_ADDRESS", "127.0.0.1")]), @"error: rank 0 failed: launch: after 200ms these of 2 ranks have not come: 1. Check that they were started and what they say");
+    // Who listens on one address is not found on another one of the same host.
+    let zero = rank("identity", 0, &port, &[("MASTER_ADDR", "127.0.0.2")]);
+    let elsewhere =
+        rank("identity", 1, &port, &[("MASTER_ADDR", "127.0.0.1"), (TIMEOUT_MS, "200")]);
+    assert!(elsewhere.wait().stderr.contains("Connection refused"));
+    let [zero, one] = wait([zero, rank("identity", 1, &port, &[("MASTER_ADDR", "127.0.0.2")])]);
+    assert_eq!((zero.code, one.code), (0, 0));
+}
+
+fn foreign_text_does_not_steer_the_terminal() {
+    let [zero, one] = wait(start("forged_error"));
+    insta::assert_snapshot!(zero.stderr, @r#"
+    error: rank 0 stops, because rank 1 failed: \u{1b}[2Kall is well\r
+      error: rank 0 failed: not me
+    "#);
+    insta::assert_snapshot!(one.stderr, @r#"
+    error: rank 1 failed: \u{1b}[2Kall is well\r
+      error: rank 0 failed: not me
+    "#);
+    assert_eq!((zero.code, one.code), (79, 1));
+}
+
 fn wrong_variables_are_named() {
     let stderr = |variables: &[(&str, &str)]| {
         let ended = Run::start("identity", variables).wait();
@@ -188,7 +254,6 @@ fn a_rank_of_a_dead_supervisor_ends() {
     let port = free_port();
     let variables = [
         ("FULGURITE_SUPERVISOR", "999999999"),
-        ("FULGURITE_JOB_ID", "job"),
         ("FULGURITE_START_TIME", "0"),
         ("LOCAL_WORLD_SIZE", "2"),
         ("GROUP_RANK", "0"),

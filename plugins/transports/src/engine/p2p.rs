@@ -148,11 +148,20 @@ fn step(shared: &Shared, message: &mut Message) -> Result<bool, Failure> {
     let channel = region.channel(src, dst);
     let sent = channel.sent.0.load(Ordering::Acquire);
     let received = channel.received.0.load(Ordering::Acquire);
+    // The other side writes one of the two.
+    let under_way = sent.wrapping_sub(received);
+    if under_way > P2P_CHUNKS as u64 {
+        return Err(Failure::Group(format!(
+            "the shared memory is damaged: of the chunks between rank {} and this one {sent} were sent \
+             and {received} received",
+            shared.global_ranks[peer]
+        )));
+    }
     let len = region.layout().p2p_chunk.min(message.total - message.offset);
     let range = message.offset..message.offset + len;
     let host = &message.buffer.host;
     if message.sending {
-        if sent - received >= P2P_CHUNKS as u64 {
+        if under_way == P2P_CHUNKS as u64 {
             return Ok(false);
         }
         let index = sent as usize % P2P_CHUNKS;
@@ -168,7 +177,7 @@ fn step(shared: &Shared, message: &mut Message) -> Result<bool, Failure> {
         }
         channel.sent.0.store(sent + 1, Ordering::SeqCst);
     } else {
-        if sent == received {
+        if under_way == 0 {
             return Ok(false);
         }
         let index = received as usize % P2P_CHUNKS;

@@ -137,7 +137,7 @@ fn reserve() -> std::io::Result<SharedMemoryHandle> {
     use std::os::fd::IntoRawFd;
 
     use memmap2::MmapOptions;
-    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+    use rustix::fs::{MemfdFlags, fcntl_add_seals, ftruncate, memfd_create};
 
     let len = length();
     if len < 2 * PAGE {
@@ -148,7 +148,7 @@ fn reserve() -> std::io::Result<SharedMemoryHandle> {
         MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
     )?);
     ftruncate(&file, len as u64)?;
-    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    fcntl_add_seals(&file, super::SEALS)?;
     let map = MmapOptions::new().len(len).map_raw(&file)?;
     keep_from_dumps(&map);
     let nonce = super::nonce();
@@ -224,9 +224,11 @@ pub(crate) fn offset_of(bytes: &[u8]) -> Option<usize> {
     offset(bytes.as_ptr().addr())
 }
 
-/// The address at an [offset](offset_of).
-pub(crate) fn at(offset: usize) -> *mut u8 {
-    BASE.load(Ordering::Relaxed).wrapping_add(offset)
+/// The address of `len` bytes at an [offset](offset_of), if they are in the shared memory.
+pub(crate) fn at(offset: usize, len: usize) -> Option<*mut u8> {
+    let all = LEN.load(Ordering::Acquire);
+    let end = offset.checked_add(len).filter(|&end| end <= all);
+    end.map(|_| BASE.load(Ordering::Relaxed).wrapping_add(offset))
 }
 
 /// The nonce of a mapping of another process's shared memory.

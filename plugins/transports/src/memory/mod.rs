@@ -13,5 +13,7 @@ pub(crate) use heap::{keep_from_dumps, nonce_of};
 pub(crate) use layout::{
     BUFFERS, LINE, OpRecord, P2P_CHUNKS, RankRecord, RegionLayout, WaitRecord,
 };
+#[cfg(target_os = "linux")]
+pub(crate) use region::SEALS;
 pub(crate) use region::{Region, nonce};
 pub(crate) use waker::{Waker, notify};

@@ -11,6 +11,14 @@ use super::layout::{
 };
 use super::waker::notify;
 
+/// The seals of memory that other processes map: an access beyond the end of a file ends a process, so it
+/// keeps its length.
+#[cfg(target_os = "linux")]
+pub(crate) const SEALS: rustix::fs::SealFlags = {
+    use rustix::fs::SealFlags;
+    SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL)
+};
+
 /// The memory that all ranks of a group map. Its parts are in the crate's documentation.
 pub(crate) struct Region {
     map: MmapRaw,

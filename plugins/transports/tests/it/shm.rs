@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
@@ -447,25 +448,67 @@ fn build_second(announcement: &str) -> Error {
 
 /// The memory that rank 0 of a real group of these sizes announces.
 fn announced_len() -> usize {
-    let message = build_second(r#"{"Region":{"path":"/","len":1,"nonce":1}}"#).to_string();
+    let message = build_second(r#"{"Region":{"pid":1,"fd":1,"len":1,"nonce":1}}"#).to_string();
     let (_, rest) = message.split_once("(1 and ").unwrap();
     rest.split_once(' ').unwrap().0.parse().unwrap()
 }
 
 #[test]
 fn memory_that_cannot_be_opened_names_the_engines_that_can() {
-    let len = announced_len();
-    let path = "/proc/self/fd/999999";
-    let error = build_second(&format!(r#"{{"Region":{{"path":"{path}","len":{len},"nonce":1}}}}"#));
-    insta::assert_snapshot!(error, @r#"launch: the shared memory of the first rank cannot be opened at /proc/self/fd/999999 (No such file or directory (os error 2)): the ranks are not on one host, not in one PID namespace (containers), or not of one user. Across hosts use `nccl` (GPUs) or `mpi` (CPUs): trainer.process_group.type = "nccl" or "mpi""#);
-    // A file of the right size, but another one.
-    let file = tempfile::NamedTempFile::new().unwrap();
-    file.as_file().set_len(len as u64).unwrap();
-    let path = file.path().display();
-    let error = build_second(&format!(r#"{{"Region":{{"path":"{path}","len":{len},"nonce":1}}}}"#));
-    assert!(error.to_string().contains("it is another file"), "{error}");
+    let error = announce(999999, announced_len()).replace(&std::process::id().to_string(), "PID");
+    insta::assert_snapshot!(error, @r#"launch: the shared memory of the first rank cannot be opened at /proc/PID/fd/999999 (No such file or directory (os error 2)): the ranks are not on one host, not in one PID namespace (containers), or not of one user. Across hosts use `nccl` (GPUs) or `mpi` (CPUs): trainer.process_group.type = "nccl" or "mpi""#);
     let error = build_second(r#"{"Failed":"no memory"}"#);
     assert!(error.to_string().contains("no memory"), "{error}");
+}
+
+/// The error of the second rank if the first one says that its memory is this file of this process.
+fn announce(fd: i32, len: usize) -> String {
+    let pid = std::process::id();
+    let region = format!(r#"{{"Region":{{"pid":{pid},"fd":{fd},"len":{len},"nonce":1}}}}"#);
+    build_second(&region).to_string()
+}
+
+#[test]
+fn memory_that_others_could_cut_is_not_mapped() {
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+    let len = announced_len();
+    let of_length = |file: fs::File, len: usize| {
+        file.set_len(len as u64).unwrap();
+        file
+    };
+    let memory = || {
+        fs::File::from(
+            memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap(),
+        )
+    };
+    let error = |file: &fs::File| announce(file.as_raw_fd(), len);
+
+    let file = of_length(tempfile::tempfile().unwrap(), len);
+    assert!(error(&file).contains("it is no sealed memory"), "{}", error(&file));
+    let growable = of_length(memory(), len);
+    fcntl_add_seals(&growable, SealFlags::SHRINK).unwrap();
+    assert!(error(&growable).contains("it is no sealed memory"), "{}", error(&growable));
+    let short = of_length(memory(), len - 4096);
+    let expected = format!("it has {} bytes instead of {len}", len - 4096);
+    assert!(error(&short).contains(&expected), "{}", error(&short));
+
+    let all = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    let other = of_length(memory(), len);
+    fcntl_add_seals(&other, all).unwrap();
+    assert!(error(&other).contains("it is another file"), "{}", error(&other));
+    // Only root can give a file away, and so only root can see this.
+    let of_nobody = of_length(memory(), len);
+    fcntl_add_seals(&of_nobody, all).unwrap();
+    if std::os::unix::fs::fchown(&of_nobody, Some(65534), None).is_ok() {
+        assert!(error(&of_nobody).contains("it belongs to user 65534"), "{}", error(&of_nobody));
+    }
+
+    let dir = tempfile::tempdir().unwrap();
+    let pipe = dir.path().join("pipe");
+    let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+    rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, mode).unwrap();
+    let pipe = fs::File::options().read(true).write(true).open(&pipe).unwrap();
+    assert!(error(&pipe).contains("it has 0 bytes"), "{}", error(&pipe));
 }
 
 #[test]

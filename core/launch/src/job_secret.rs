@@ -1,0 +1,129 @@
+//! What the ranks of a job share and strangers do not know.
+
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
+
+use crate::environment::Variables;
+use crate::{Error, Result};
+
+/// The variable with the secret. A supervisor sets it for its ranks; for ranks that a launcher starts it is
+/// the user's.
+pub(super) const JOB_KEY_VARIABLE: &str = "FULGURITE_JOB_KEY";
+
+/// Fewer characters can be guessed.
+const MIN_CHARACTERS: usize = 16;
+const MAX_BYTES: u64 = 4096;
+const ADVICE: &str = "Take `openssl rand -hex 16`, and the same on all nodes";
+
+/// The secret of a job whose ranks a launcher has started: of the variable, else of `file`
+/// (`trainer.job_key_file`).
+///
+/// # Errors
+/// [`Error::Launch`] if it is too short, or the file cannot be read or could be read by others.
+pub(super) fn configured(variables: &Variables, file: Option<&Path>) -> Result<Option<String>> {
+    if let Some(secret) = variables.get(JOB_KEY_VARIABLE) {
+        return check(secret, JOB_KEY_VARIABLE).map(Some);
+    }
+    let Some(path) = file else { return Ok(None) };
+    let name = format!("trainer.job_key_file = {}", path.display());
+    let text = read(path).map_err(|why| Error::Launch(format!("{name}: {why}")))?;
+    check(&text, &name).map(Some)
+}
+
+fn check(secret: &str, name: &str) -> Result<String> {
+    let secret = secret.trim();
+    match secret.chars().count() {
+        MIN_CHARACTERS.. => Ok(secret.to_owned()),
+        count => Err(Error::Launch(format!(
+            "{name} has {count} characters, which others can guess; it must have at least \
+             {MIN_CHARACTERS}. {ADVICE}"
+        ))),
+    }
+}
+
+/// The text of a file that only this user can read.
+fn read(path: &Path) -> Result<String, String> {
+    // A pipe would block; it is told from a file below.
+    let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
+    let file = File::options().read(true).custom_flags(nonblocking).open(path);
+    let file = file.map_err(|e| e.to_string())?;
+    let metadata = file.metadata().map_err(|e| e.to_string())?;
+    if !metadata.is_file() {
+        return Err("this is no regular file".to_owned());
+    }
+    let own = rustix::process::geteuid().as_raw();
+    if metadata.uid() != own && metadata.uid() != 0 {
+        return Err(format!(
+            "it belongs to user {}, this process to user {own}: whoever owns it could change it",
+            metadata.uid()
+        ));
+    }
+    let mode = metadata.mode() & 0o777;
+    if mode & 0o077 != 0 {
+        return Err(format!(
+            "others may open it (mode {mode:o}). Do `chmod 600 {}`",
+            path.display()
+        ));
+    }
+    let mut text = String::new();
+    file.take(MAX_BYTES).read_to_string(&mut text).map_err(|e| e.to_string())?;
+    Ok(text)
+}
+
+/// What a job without a secret is told, on its first rank.
+pub(super) fn warning(address: std::net::SocketAddr) -> String {
+    format!(
+        "warning: nothing keeps strangers out of this job: whoever reaches {address} and guesses the \
+         job's id can join it, read what its ranks tell each other, and end it. Set \
+         {JOB_KEY_VARIABLE} to a secret of at least {MIN_CHARACTERS} characters, or name a file with \
+         one as trainer.job_key_file. {ADVICE}"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn the_variable_comes_before_the_file_and_short_secrets_are_refused() {
+        let none = Variables::default();
+        assert_eq!(configured(&none, None).unwrap(), None);
+        let missing = Some(Path::new("/nowhere/at/all"));
+        let set = Variables::from([(JOB_KEY_VARIABLE, "0123456789abcdef\n")]);
+        assert_eq!(configured(&set, missing).unwrap().as_deref(), Some("0123456789abcdef"));
+        let short = Variables::from([(JOB_KEY_VARIABLE, "secret")]);
+        insta::assert_snapshot!(configured(&short, None).unwrap_err(), @"launch: FULGURITE_JOB_KEY has 6 characters, which others can guess; it must have at least 16. Take `openssl rand -hex 16`, and the same on all nodes");
+        insta::assert_snapshot!(configured(&none, missing).unwrap_err(), @"launch: trainer.job_key_file = /nowhere/at/all: No such file or directory (os error 2)");
+    }
+
+    #[test]
+    fn a_file_that_others_can_open_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("key");
+        std::fs::write(&path, "0123456789abcdef0123456789abcdef\n").unwrap();
+        let allow = |mode| std::fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+        let error = |path: &Path| {
+            let error = configured(&Variables::default(), Some(path)).unwrap_err().to_string();
+            error.replace(&dir.path().display().to_string(), "[DIR]")
+        };
+        allow(0o640);
+        insta::assert_snapshot!(error(&path), @"launch: trainer.job_key_file = [DIR]/key: others may open it (mode 640). Do `chmod 600 [DIR]/key`");
+        allow(0o600);
+        let read = configured(&Variables::default(), Some(&path)).unwrap();
+        assert_eq!(read.as_deref(), Some("0123456789abcdef0123456789abcdef"));
+        insta::assert_snapshot!(error(dir.path()), @"launch: trainer.job_key_file = [DIR]: this is no regular file");
+    }
+
+    #[test]
+    fn a_pipe_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pipe");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RUSR).unwrap();
+        assert_eq!(read(&path).unwrap_err(), "this is no regular file");
+    }
+}

@@ -1,0 +1,78 @@
+//! [`Connections`].
+
+use std::collections::BTreeMap;
+use std::net::{Shutdown, TcpStream};
+
+/// How many connections may be in their handshake at a time, in a job of few ranks.
+const MIN_HALF_OPEN: usize = 64;
+/// The same, in a job of any number of ranks, which all connect at once.
+const MAX_HALF_OPEN: usize = 4096;
+/// How many connections a rank may have: one for each request under way, and some to spare.
+const MAX_OF_RANK: usize = 256;
+
+/// The open connections of a server. Of those whose client has not shown yet that it has the job's key only
+/// so many are kept: the oldest is closed for the next one. A handshake of a rank takes a moment and gets
+/// through, or is tried again; a stranger's that is left open does not.
+#[derive(Debug)]
+pub(super) struct Connections {
+    open: BTreeMap<u64, Connection>,
+    max_half_open: usize,
+    next_id: u64,
+}
+
+#[derive(Debug)]
+struct Connection {
+    stream: TcpStream,
+    /// The rank that it belongs to, after its handshake.
+    rank: Option<usize>,
+}
+
+impl Connections {
+    pub(super) fn new(world_size: usize) -> Self {
+        let max_half_open = world_size.clamp(MIN_HALF_OPEN, MAX_HALF_OPEN);
+        Self { open: BTreeMap::new(), max_half_open, next_id: 0 }
+    }
+
+    /// Keeps `stream`, to close it; returns its id.
+    pub(super) fn insert(&mut self, stream: TcpStream) -> u64 {
+        let half_open = || self.open.iter().filter(|(_, connection)| connection.rank.is_none());
+        if half_open().count() >= self.max_half_open
+            && let Some((&oldest, _)) = half_open().next()
+        {
+            self.close(oldest);
+        }
+        let id = self.next_id;
+        self.next_id += 1;
+        self.open.insert(id, Connection { stream, rank: None });
+        id
+    }
+
+    /// Records that a connection is that of `rank`.
+    ///
+    /// # Errors
+    /// The message for the client, if the rank has too many.
+    pub(super) fn admit(&mut self, id: u64, rank: usize) -> Result<(), String> {
+        let own = self.open.values().filter(|connection| connection.rank == Some(rank)).count();
+        if own >= MAX_OF_RANK {
+            return Err(format!("rank {rank} has {own} connections already"));
+        }
+        if let Some(connection) = self.open.get_mut(&id) {
+            connection.rank = Some(rank);
+        }
+        Ok(())
+    }
+
+    /// Closes a connection.
+    pub(super) fn close(&mut self, id: u64) {
+        if let Some(connection) = self.open.remove(&id) {
+            let _ = connection.stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Closes all connections.
+    pub(super) fn close_all(&self) {
+        for connection in self.open.values() {
+            let _ = connection.stream.shutdown(Shutdown::Both);
+        }
+    }
+}
