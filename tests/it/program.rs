@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::net::SocketAddr;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -271,6 +272,19 @@ impl Running {
         })
     }
 
+    /// A variable of rank 0's environment.
+    pub fn variable(&self, name: &str) -> String {
+        let path = format!("/proc/{}/environ", self.rank(0).as_raw_nonzero());
+        let variables = String::from_utf8(fs::read(path).unwrap()).unwrap();
+        let mut pairs = variables.split('\0').filter_map(|variable| variable.split_once('='));
+        pairs.find(|(found, _)| *found == name).expect("the rank has the variable").1.to_owned()
+    }
+
+    /// The address of the store that the ranks meet at.
+    pub fn store(&self) -> SocketAddr {
+        SocketAddr::from(([127, 0, 0, 1], self.variable("MASTER_PORT").parse().unwrap()))
+    }
+
     /// All processes of the program that have not ended, its first one included.
     pub fn members(&self) -> Vec<Pid> {
         let group = self.pid().as_raw_nonzero().to_string();
@@ -296,6 +310,17 @@ impl Running {
             assert!(!out.contains("\"summary\""), "the run is over:\n{out}");
             out.contains(&wanted).then_some(())
         });
+    }
+
+    /// How many steps were reported so far.
+    pub fn steps(&self) -> usize {
+        fs::read_to_string(&self.stdout).unwrap().matches("{\"event\":\"step\",").count()
+    }
+
+    /// Waits until one more step is reported than there are.
+    pub fn reach_next(&self) {
+        let steps = self.steps();
+        self.until("another step", |this| (this.steps() > steps).then_some(()));
     }
 
     pub fn signal(&self, signal: Signal) {

@@ -6,4 +6,5 @@
 //! CAMPAIGN_SEED=17 CAMPAIGN_TRIALS=1 cargo test --test it campaign::kills -- --nocapture   # trial 17 again
 //! ```
 
+mod strangers;
 mod trials;
