@@ -8,7 +8,8 @@ use fulgurite_checkpoint::LocalDirectory;
 use fulgurite_core::Result;
 use fulgurite_core::autograd::storage;
 use fulgurite_core::checkpoint::{
-    CheckpointIO, SaveMeta, ShardTensor, model_tensors, optimizer_tensors, save, shard_specs,
+    CheckpointIO, FORMAT_VERSION, SaveMeta, ShardTensor, model_tensors, optimizer_tensors, save,
+    shard_specs,
 };
 use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::module::{ModuleBuilder, ModuleInit, ModuleTree};
@@ -115,8 +116,16 @@ pub fn meta(step: u64, mesh: Mesh, tree: &ModuleTree) -> SaveMeta {
         specs: shard_specs(tree),
         state: serde_json::json!({ "trainer": { "step": step, "lr": 0.1 + 0.2 } }),
         config: serde_json::json!({ "seed": SEED }),
-        filter: None,
+        ..SaveMeta::default()
     }
+}
+
+/// A manifest as it was before manifests had a digest, which may be edited.
+pub fn without_digest(manifest: &str) -> String {
+    let (before, _) = manifest.rsplit_once(",\n  \"digest\": \"").expect("it has a digest");
+    let version = format!("\"format_version\": {FORMAT_VERSION}");
+    assert!(before.contains(&version), "{before}");
+    before.replacen(&version, "\"format_version\": 2", 1) + "\n}"
 }
 
 /// Saves the model of `seed` from this rank.

@@ -19,6 +19,48 @@ impl Checksum {
     }
 }
 
+/// The checksum that stored bytes must have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Expected {
+    /// XXH3-64, of the files that this library writes.
+    Xxh3(u64),
+    /// CRC-32, of the records in a zip archive.
+    Crc32(u32),
+}
+
+impl Expected {
+    /// To be given the bytes.
+    pub(super) fn comparison(self) -> Comparison {
+        match self {
+            Self::Xxh3(expected) => Comparison::Xxh3(Checksum::default(), expected),
+            Self::Crc32(expected) => Comparison::Crc32(crc32fast::Hasher::new(), expected),
+        }
+    }
+}
+
+/// The checksum of bytes, to be compared with what it must be.
+pub(super) enum Comparison {
+    Xxh3(Checksum, u64),
+    Crc32(crc32fast::Hasher, u32),
+}
+
+impl Comparison {
+    pub(super) fn update(&mut self, bytes: &[u8]) {
+        match self {
+            Self::Xxh3(checksum, _) => checksum.update(bytes),
+            Self::Crc32(checksum, _) => checksum.update(bytes),
+        }
+    }
+
+    /// Whether all bytes so far are those that were expected.
+    pub(super) fn is_met(self) -> bool {
+        match self {
+            Self::Xxh3(checksum, expected) => checksum.digest() == expected,
+            Self::Crc32(checksum, expected) => checksum.finalize() == expected,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -6,12 +6,17 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
+use super::checksum::Expected;
 use super::chunks::check_cover;
+use super::coverage;
 use super::manifest::{FULL_MANIFEST, MANIFEST, Manifest, TensorEntry};
+use super::shard_file::MAX_DIMS;
 use super::stored::{FileLocation, StoredChunk, check_undamaged};
 use super::{CheckpointIO, StoredTensors, TensorInfo, TensorSource};
 use crate::{Error, Result};
+use fulgurite_engine::checkpoint_io::MAX_MANIFEST;
 use fulgurite_engine::shard::Region;
+use fulgurite_error::files::read_regular;
 
 /// A checkpoint that [`save`](super::save) wrote, on however many ranks.
 ///
@@ -32,10 +37,7 @@ impl DistributedCheckpoint {
     /// missing or of another length.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let load = |manifest: &str| {
-            let manifest = path.join(manifest);
-            std::fs::read(&manifest).map_err(Error::io("reading", &manifest))
-        };
+        let load = |manifest: &str| read_regular(path.join(manifest), MAX_MANIFEST);
         Self::from_manifest(load, FileLocation::Local(path.to_owned()))
     }
 
@@ -111,6 +113,10 @@ impl DistributedCheckpoint {
     pub fn verify(&self) -> Result<()> {
         let mut damages = self.model.damages();
         damages.append(&mut self.optimizer.damages());
+        for damage in coverage::damages(&self.manifest, self.model.place()) {
+            let file = self.model.place().location(&damage.file);
+            damages.push(format!("{}: {}", file.display(), damage.message));
+        }
         check_undamaged(self.location(), damages)
     }
 }
@@ -142,6 +148,10 @@ impl TensorSource for DistributedCheckpoint {
 
     fn filtered(&self) -> Option<&str> {
         self.model.filtered()
+    }
+
+    fn warning(&self) -> Option<String> {
+        self.manifest.warning()
     }
 }
 
@@ -215,6 +225,10 @@ fn stored(
             let message = format!("the manifest is damaged: tensor `{name}` {message}");
             Err(Error::checkpoint(place.location(manifest), message))
         };
+        if entry.shape.len() > MAX_DIMS {
+            let dims = entry.shape.len();
+            return damaged(format!("has {dims} dimensions; {MAX_DIMS} are the most"));
+        }
         let regions: Vec<Region> = entry.chunks.iter().map(|b| b.region.clone()).collect();
         if let Err(message) = check_cover(&entry.shape, &regions) {
             return damaged(message);
@@ -239,7 +253,7 @@ fn stored(
                 region: stored.region.clone(),
                 file,
                 bytes: stored.bytes,
-                checksum: Some(stored.xxh3),
+                checksum: Some(Expected::Xxh3(stored.xxh3)),
             });
         }
         tensors.add(name.clone(), entry.shape.clone(), entry.dtype, chunks);

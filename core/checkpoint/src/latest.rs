@@ -1,5 +1,6 @@
 //! The newest checkpoint, and the one saved last.
 
+use std::cmp::Reverse;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 
@@ -10,6 +11,9 @@ use fulgurite_engine::checkpoint_io::{invalid_name, is_temporary, replaced_base}
 
 /// The file with the name of the checkpoint that was saved last.
 pub const LAST: &str = "last";
+
+/// The longest content of [`LAST`] that is read.
+const MAX_LAST: u64 = 4096;
 
 /// A checkpoint that was committed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,7 +39,7 @@ pub fn latest(io: &dyn CheckpointIO) -> Result<Option<CommittedCheckpoint>> {
         if !entry.is_directory || is_temporary(&entry.name) {
             continue;
         }
-        if let Some(step) = committed_step(io, &entry.name)? {
+        if let Some(Stamp { step, .. }) = committed(io, &entry.name)? {
             // Two with the same step: one is about to replace the other.
             let key = (step, replaced_base(&entry.name).is_none(), entry.name);
             newest = newest.max(Some(key));
@@ -44,49 +48,109 @@ pub fn latest(io: &dyn CheckpointIO) -> Result<Option<CommittedCheckpoint>> {
     Ok(newest.map(|(step, _, name)| CommittedCheckpoint { step, path: io.location(&name), name }))
 }
 
-/// The checkpoint of `io` that was saved last: the one that the file [`LAST`] names or, if that is
-/// missing, torn, or names no committed checkpoint, the [`latest`] one.
+/// The checkpoint of `io` that was saved last: the one that the file [`LAST`] names, unless another one
+/// was committed after it, by a save that was interrupted before it wrote [`LAST`]. If that is missing,
+/// torn, or names no committed checkpoint, the newest by [`saved_at`](super::Manifest::saved_at) and
+/// step.
 ///
-/// The two differ after a run that resumed from an earlier checkpoint: the checkpoints saved before
-/// that have later steps than the one saved last.
+/// It differs from the [`latest`] one after a run that resumed from an earlier checkpoint: the checkpoints
+/// saved before that have later steps than the one saved last.
 ///
 /// Not collective.
 ///
 /// # Errors
-/// As [`latest`].
+/// As [`latest`], if [`LAST`] names none.
 pub fn last(io: &dyn CheckpointIO) -> Result<Option<CommittedCheckpoint>> {
-    let pointed = match io.load(LAST) {
-        Ok(bytes) => read_last(io, &bytes)?,
+    let pointed = match io.load_at_most(LAST, MAX_LAST) {
+        Ok(bytes) => read_last(io, &bytes),
         Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => None,
         Err(error) => {
             tracing::warn!("looking for the newest checkpoint instead: {error}");
             None
         }
     };
-    match pointed {
-        Some(committed) => Ok(Some(committed)),
-        None => latest(io),
+    let newest = match saved_last(io) {
+        Err(error) if pointed.is_some() => {
+            tracing::warn!("whether a checkpoint is newer than the last one is not known: {error}");
+            None
+        }
+        newest => newest?,
+    };
+    let found = match (pointed, newest) {
+        (Some(pointed), Some(newest)) if newest.saved_at > pointed.saved_at => {
+            tracing::warn!(
+                "{} names {}, but {} was committed after it, which is taken; to go back to the other, \
+                 name it by its path",
+                io.location(LAST).display(),
+                pointed.name,
+                newest.name
+            );
+            Some(newest)
+        }
+        (Some(pointed), _) => Some(pointed),
+        (None, newest) => newest,
+    };
+    Ok(found.map(|Saved { step, name, .. }| CommittedCheckpoint {
+        step,
+        path: io.location(&name),
+        name,
+    }))
+}
+
+/// A committed checkpoint, and when it was saved.
+struct Saved {
+    saved_at: Option<u64>,
+    step: u64,
+    name: String,
+}
+
+/// The checkpoint with the largest `saved_at`, then the largest step.
+fn saved_last(io: &dyn CheckpointIO) -> Result<Option<Saved>> {
+    let mut newest: Option<Saved> = None;
+    // Of two that are equal in both the first: a copy has a longer name than what it was made of.
+    let key = |saved: &Saved| {
+        (
+            saved.saved_at,
+            saved.step,
+            replaced_base(&saved.name).is_none(),
+            Reverse(saved.name.clone()),
+        )
+    };
+    for entry in io.list("")? {
+        if entry.is_directory
+            && !is_temporary(&entry.name)
+            && let Some(Stamp { step, saved_at, .. }) = committed(io, &entry.name)?
+        {
+            let saved = Saved { saved_at, step, name: entry.name };
+            newest = match newest {
+                Some(newest) if key(&newest) >= key(&saved) => Some(newest),
+                _ => Some(saved),
+            };
+        }
     }
+    Ok(newest)
 }
 
 /// The checkpoint that the content of [`LAST`] names; `None` if it was not committed.
-fn read_last(io: &dyn CheckpointIO, bytes: &[u8]) -> Result<Option<CommittedCheckpoint>> {
+fn read_last(io: &dyn CheckpointIO, bytes: &[u8]) -> Option<Saved> {
     // A torn file has no end of line.
     let name = std::str::from_utf8(bytes).ok().and_then(|text| text.strip_suffix('\n'));
     let name = name.filter(|name| invalid_name(name).is_none());
-    let step = name.map(|name| committed_step(io, name)).transpose()?.flatten();
-    match (name, step) {
-        (Some(name), Some(step)) => {
-            Ok(Some(CommittedCheckpoint { step, name: name.to_owned(), path: io.location(name) }))
+    let found = match name.map(|name| committed(io, name)).transpose() {
+        Ok(stamp) => stamp.flatten(),
+        Err(error) => {
+            tracing::warn!("{error}");
+            None
         }
-        _ => {
-            tracing::warn!(
-                "{} names no checkpoint that is there; looking for the newest one instead",
-                io.location(LAST).display()
-            );
-            Ok(None)
-        }
+    };
+    if let (Some(name), Some(Stamp { step, saved_at, .. })) = (name, found) {
+        return Some(Saved { saved_at, step, name: name.to_owned() });
     }
+    tracing::warn!(
+        "{} names no checkpoint that is there; looking for the newest one instead",
+        io.location(LAST).display()
+    );
+    None
 }
 
 /// Writes the file [`LAST`].
@@ -94,8 +158,8 @@ pub(super) fn write_last(io: &dyn CheckpointIO, name: &str) -> Result<()> {
     io.replace(LAST, format!("{name}\n").as_bytes())
 }
 
-/// The step of the checkpoint `name`; `None` if it was not committed.
-fn committed_step(io: &dyn CheckpointIO, name: &str) -> Result<Option<u64>> {
+/// The stamp of the checkpoint `name`; `None` if it was not committed.
+fn committed(io: &dyn CheckpointIO, name: &str) -> Result<Option<Stamp>> {
     for manifest in [MANIFEST, FULL_MANIFEST] {
         let path = format!("{name}/{manifest}");
         let bytes = match io.load(&path) {
@@ -105,12 +169,28 @@ fn committed_step(io: &dyn CheckpointIO, name: &str) -> Result<Option<u64>> {
             {
                 continue;
             }
+            // Something that nobody saved.
+            Err(error) if is_no_manifest(&error) => {
+                tracing::warn!("not taken for a checkpoint: {error}");
+                continue;
+            }
             Err(error) => return Err(error),
         };
         match Stamp::parse(&bytes, &io.location(&path)) {
-            Ok(stamp) => return Ok(Some(stamp.step)),
+            Ok(stamp) => return Ok(Some(stamp)),
             Err(error) => tracing::warn!("not taken for a checkpoint: {error}"),
         }
     }
     Ok(None)
+}
+
+/// Whether a manifest could not be read because of what it is: a directory, a pipe, far too long.
+fn is_no_manifest(error: &Error) -> bool {
+    use ErrorKind::{FileTooLarge, InvalidFilename, InvalidInput, IsADirectory};
+    match error {
+        Error::Io { source, .. } => {
+            matches!(source.kind(), FileTooLarge | InvalidFilename | InvalidInput | IsADirectory)
+        }
+        _ => false,
+    }
 }

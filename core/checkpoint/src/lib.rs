@@ -49,6 +49,7 @@
 mod async_save;
 mod checksum;
 mod chunks;
+mod coverage;
 mod distributed;
 mod filter;
 mod full;
@@ -85,7 +86,8 @@ pub use load::{
 pub use load_options::{DtypePolicy, LoadOptions};
 pub use load_report::{LoadReport, Mismatch};
 pub use manifest::{
-    ChunkEntry, FORMAT_VERSION, FULL_MANIFEST, MANIFEST, Manifest, SaveMeta, TensorEntry,
+    ChunkEntry, FORMAT_VERSION, FULL_MANIFEST, FileDigest, MANIFEST, Manifest, SaveMeta,
+    TensorEntry,
 };
 pub use names::{NameRules, RenamedSource, clean_tensor_name};
 pub use open::open;

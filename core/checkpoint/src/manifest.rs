@@ -1,20 +1,27 @@
 //! The manifest of a checkpoint, which is written last.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use super::ParameterFilter;
+use super::checksum::Checksum;
 use crate::{Error, Result};
+use fulgurite_engine::checkpoint_io::MAX_MANIFEST;
 use fulgurite_engine::shard::{Region, ShardSpec};
 
 /// The manifest's file name.
 pub const MANIFEST: &str = "manifest.json";
 
-/// The format version that this library writes, and the newest that it reads. Version 1 has the key
-/// `boxes` for [`chunks`](TensorEntry::chunks) and is otherwise equal to version 2.
-pub const FORMAT_VERSION: u32 = 2;
+/// The format version that this library writes, and the newest that it reads. Version 2 has no
+/// [`digest`](Manifest::digest), and nothing that came with it: `saved_at`, `headers`, `companions`.
+/// Version 1 has the key `boxes` for [`chunks`](TensorEntry::chunks) and is otherwise equal to version 2.
+pub const FORMAT_VERSION: u32 = 3;
+
+/// The first version that has a digest.
+const WITH_DIGEST: u32 = 3;
 
 /// The manifest of a full checkpoint, by which it is told from other directories.
 pub const FULL_MANIFEST: &str = "fulgurite.json";
@@ -57,6 +64,10 @@ pub struct SaveMeta {
     /// The parameters to save, with their optimizer state; `None` for all. Recorded in the
     /// manifest. Must be the same on every rank.
     pub filter: Option<ParameterFilter>,
+    /// When it is saved, in microseconds since 1970. Of two checkpoints of a place, the one with the
+    /// larger number was saved later, so a run counts on from the one that it resumed from where a clock
+    /// went back. `None` if that is not known. That of rank 0 is saved.
+    pub saved_at: Option<u64>,
 }
 
 /// The content of a distributed or a full checkpoint.
@@ -70,12 +81,21 @@ pub struct Manifest {
     pub library_version: String,
     /// The optimizer step after which it was saved.
     pub step: u64,
+    /// [`SaveMeta::saved_at`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub saved_at: Option<u64>,
     /// Number of ranks that saved it.
     pub world_size: usize,
     /// Their mesh: dimension names and sizes, outermost first.
     pub mesh: Vec<(String, usize)>,
     /// All shard files, relative to the checkpoint, and their lengths in bytes.
     pub files: BTreeMap<String, u64>,
+    /// The headers of the shard files. With the chunks' checksums they cover every byte of them.
+    #[serde(default)]
+    pub headers: BTreeMap<String, FileDigest>,
+    /// The other files of the checkpoint, whole: the index of a full checkpoint, `config.json`.
+    #[serde(default)]
+    pub companions: BTreeMap<String, FileDigest>,
     /// The model's tensors, by FQN.
     pub model: BTreeMap<String, TensorEntry>,
     /// The optimizer's tensors, by `state.{fqn}.{name}`.
@@ -89,6 +109,10 @@ pub struct Manifest {
     /// The description of [`SaveMeta::filter`]; `None` if everything was saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub filter: Option<String>,
+    /// XXH3-64 of the file in which the manifest is, with zeros for these sixteen hexadecimal digits;
+    /// `None` before format version 3. The last key of the file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub digest: Option<String>,
 }
 
 /// One tensor of a checkpoint.
@@ -118,6 +142,24 @@ pub struct ChunkEntry {
     pub xxh3: u64,
 }
 
+/// Bytes of a file that belong to no tensor: the first ones, or all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileDigest {
+    /// Their number.
+    pub bytes: u64,
+    /// Their XXH3-64, in hexadecimal.
+    #[serde(with = "hex")]
+    pub xxh3: u64,
+}
+
+impl FileDigest {
+    pub(super) fn of(bytes: &[u8]) -> Self {
+        let mut checksum = Checksum::default();
+        checksum.update(bytes);
+        Self { bytes: bytes.len() as u64, xxh3: checksum.digest() }
+    }
+}
+
 impl Manifest {
     pub(super) fn new(world_size: usize, meta: &SaveMeta) -> Self {
         Self {
@@ -125,15 +167,19 @@ impl Manifest {
             format_version: FORMAT_VERSION,
             library_version: env!("CARGO_PKG_VERSION").to_owned(),
             step: meta.step,
+            saved_at: meta.saved_at,
             world_size,
             mesh: meta.mesh.clone(),
             files: BTreeMap::new(),
+            headers: BTreeMap::new(),
+            companions: BTreeMap::new(),
             model: BTreeMap::new(),
             optimizer: BTreeMap::new(),
             specs: meta.specs.clone(),
             state: meta.state.clone(),
             config: meta.config.clone(),
             filter: meta.filter.as_ref().map(|filter| filter.what().to_owned()),
+            digest: None,
         }
     }
 
@@ -171,6 +217,51 @@ impl Manifest {
         }
         serde_json::from_slice(bytes).map_err(|e| torn(path, &e))
     }
+
+    /// The content of the manifest's file, of which it takes the digest; `path` is for messages.
+    pub(super) fn encode(&mut self, path: &Path) -> Result<Vec<u8>> {
+        let fail = |message: String| Error::checkpoint(path, format!("encoding it: {message}"));
+        self.digest = Some(NO_DIGEST.to_owned());
+        let mut bytes = serde_json::to_vec_pretty(self).map_err(|e| fail(e.to_string()))?;
+        if bytes.len() as u64 > MAX_MANIFEST {
+            let len = bytes.len();
+            let message = format!("it has {len} bytes; at most {MAX_MANIFEST} are read again");
+            return Err(fail(message));
+        }
+        let (range, digest) =
+            digest(&bytes).ok_or_else(|| fail("its end is not the digest".to_owned()))?;
+        bytes[range].copy_from_slice(digest.as_bytes());
+        self.digest = Some(digest);
+        Ok(bytes)
+    }
+
+    /// What whoever loads the checkpoint should know of its manifest.
+    pub(super) fn warning(&self) -> Option<String> {
+        self.digest.is_none().then(|| {
+            format!(
+                "its manifest is of format version {}, which has no digest: damage of step, state or \
+                 configuration would not be found. Saved again it has one",
+                self.format_version
+            )
+        })
+    }
+}
+
+/// In the place of the digest while it is computed.
+const NO_DIGEST: &str = "0000000000000000";
+
+/// Where in a manifest's file the digest is, and what it must be; `None` if the file does not end with one.
+fn digest(bytes: &[u8]) -> Option<(Range<usize>, String)> {
+    const BEFORE: &[u8] = b"\n  \"digest\": \"";
+    const AFTER: &[u8] = b"\"\n}";
+    let end = bytes.len().checked_sub(AFTER.len())?;
+    let start = end.checked_sub(NO_DIGEST.len())?;
+    if !bytes.ends_with(AFTER) || !bytes[..start].ends_with(BEFORE) {
+        return None;
+    }
+    let mut checksum = Checksum::default();
+    [&bytes[..start], NO_DIGEST.as_bytes(), AFTER].iter().for_each(|part| checksum.update(part));
+    Some((start..end, format!("{:016x}", checksum.digest())))
 }
 
 /// The keys of a manifest that every version has.
@@ -181,6 +272,8 @@ pub(super) struct Stamp {
     #[serde(default)]
     library_version: String,
     pub(super) step: u64,
+    pub(super) saved_at: Option<u64>,
+    digest: Option<String>,
 }
 
 impl Stamp {
@@ -192,12 +285,32 @@ impl Stamp {
 
     fn parse_as(format: &str, bytes: &[u8], path: &Path) -> Result<Self> {
         let stamp: Self = serde_json::from_slice(bytes).map_err(|e| torn(path, &e))?;
-        if stamp.format == format {
-            Ok(stamp)
-        } else {
+        if stamp.format != format {
             let message =
                 format!("is no manifest of a checkpoint: its format is `{}`", stamp.format);
-            Err(Error::checkpoint(path, message))
+            return Err(Error::checkpoint(path, message));
+        }
+        // What is covered in later versions is not known.
+        if stamp.format_version <= FORMAT_VERSION {
+            stamp.check_digest(bytes).map_err(|message| Error::checkpoint(path, message))?;
+        }
+        Ok(stamp)
+    }
+
+    /// Compares the digest with the manifest's file.
+    fn check_digest(&self, bytes: &[u8]) -> Result<(), String> {
+        match (&self.digest, digest(bytes)) {
+            (None, _) if self.format_version < WITH_DIGEST => Ok(()),
+            (Some(found), Some((_, expected))) if *found == expected => Ok(()),
+            (None, _) => Err(format!(
+                "the manifest is damaged: it has no digest, as format version {} has",
+                self.format_version
+            )),
+            (Some(_), _) => Err(
+                "the manifest is damaged, or was changed after it was saved: it does not match its \
+                 digest"
+                    .to_owned(),
+            ),
         }
     }
 }

@@ -216,6 +216,10 @@ impl<S: TensorSource> TensorSource for RenamedSource<S> {
     fn filtered(&self) -> Option<&str> {
         self.inner.filtered()
     }
+
+    fn warning(&self) -> Option<String> {
+        self.inner.warning()
+    }
 }
 
 #[cfg(test)]

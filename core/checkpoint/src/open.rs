@@ -25,10 +25,10 @@ use crate::{Error, Result};
 /// As the four types' `open`; if `path` has none of these formats.
 pub fn open(path: impl AsRef<Path>) -> Result<Box<dyn TensorSource>> {
     let path = path.as_ref();
-    if path.join(MANIFEST).is_file() {
+    if exists(path, MANIFEST) {
         return Ok(Box::new(DistributedCheckpoint::open(path)?));
     }
-    if path.join(FULL_MANIFEST).is_file() {
+    if exists(path, FULL_MANIFEST) {
         return Ok(Box::new(FullCheckpoint::open(path)?));
     }
     let is_torch = if path.is_dir() {
@@ -57,6 +57,11 @@ pub fn open(path: impl AsRef<Path>) -> Result<Box<dyn TensorSource>> {
     } else {
         Ok(Box::new(SafetensorsSource::open(path)?))
     }
+}
+
+/// Whether the directory has a file of this name, of whatever kind.
+pub(super) fn exists(directory: &Path, name: &str) -> bool {
+    directory.join(name).symlink_metadata().is_ok()
 }
 
 fn names_in(path: &Path) -> Result<Vec<String>> {

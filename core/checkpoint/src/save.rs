@@ -10,7 +10,7 @@ use super::chunks::check_cover;
 use super::latest::write_last;
 use super::manifest::{FULL_MANIFEST, MANIFEST, Manifest, SaveMeta, TensorEntry};
 use super::shard_file::{self, WrittenPart};
-use super::{CheckpointIO, Entry, ParameterFilter, ShardTensor};
+use super::{CheckpointIO, Entry, FileDigest, ParameterFilter, ShardTensor};
 use crate::{Error, Result};
 use fulgurite_engine::checkpoint_io as naming;
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object, broadcast_object};
@@ -19,7 +19,7 @@ use fulgurite_engine::shard::Region;
 /// The files and tensors that one rank wrote.
 #[derive(Debug, Serialize, Deserialize)]
 struct Written {
-    files: BTreeMap<String, u64>,
+    files: BTreeMap<String, (u64, FileDigest)>,
     model: Vec<WrittenPart>,
     optimizer: Vec<WrittenPart>,
 }
@@ -259,8 +259,8 @@ fn write(
         let mut described = shard_file::describe(tensors)?;
         let file = format!("{folder}/{}", shard_file::file_name(rank));
         let path = format!("{staged}/{file}");
-        if let Some(len) = shard_file::write(io, &path, &file, tensors, &mut described)? {
-            files.insert(file, len);
+        if let Some(written) = shard_file::write(io, &path, &file, tensors, &mut described)? {
+            files.insert(file, written);
         }
         if rank > 0 {
             // Rank 0 lists all tensors; the others only those that they have a part of.
@@ -295,7 +295,10 @@ fn finish(
     let mut manifest = Manifest::new(written.len(), meta);
     let fail = |message: String| Err(Error::checkpoint(io.location(name), message));
     for rank in written {
-        manifest.files.extend(rank.files);
+        for (file, (len, header)) in rank.files {
+            manifest.files.insert(file.clone(), len);
+            manifest.headers.insert(file, header);
+        }
         for (entries, pieces) in
             [(&mut manifest.model, rank.model), (&mut manifest.optimizer, rank.optimizer)]
         {
@@ -322,9 +325,8 @@ fn finish(
         }
     }
     check_visible(io, staged, &manifest)?;
-    let bytes = serde_json::to_vec_pretty(&manifest)
-        .map_err(|e| Error::checkpoint(io.location(name), format!("encoding the manifest: {e}")))?;
-    io.save(&format!("{staged}/{MANIFEST}"), &bytes)?;
+    let path = format!("{staged}/{MANIFEST}");
+    io.save(&path, &manifest.encode(&io.location(&path))?)?;
     io.commit(staged, name)
 }
 

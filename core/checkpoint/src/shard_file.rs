@@ -10,13 +10,19 @@ use serde::{Deserialize, Serialize};
 
 use super::checksum::Checksum;
 use super::chunks::{check_bounds, format_region};
-use super::tensor_file::{self, TensorSlot, sort_by_alignment};
-use super::{CheckpointIO, CheckpointReader, ChunkEntry, ShardTensor};
+use super::tensor_file::{self, FileKind, TensorSlot, sort_by_alignment};
+use super::{CheckpointIO, CheckpointReader, ChunkEntry, FileDigest, ShardTensor};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
 
 /// PyTorch's key of the [`ShardingInfo`] in a file's metadata.
 pub(super) const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
+
+/// The key, in a file's metadata, of the manifest that is beside it.
+pub(super) const MANIFEST_KEY: &str = "fulgurite_manifest";
+
+/// The most dimensions of a tensor, as in PyTorch.
+pub(super) const MAX_DIMS: usize = 64;
 
 /// Bytes that are hashed and then written, few enough to stay in the cache.
 pub(super) const BLOCK: usize = 1 << 20;
@@ -90,15 +96,15 @@ pub(super) fn describe(tensors: &[ShardTensor]) -> Result<Vec<WrittenPart>> {
 }
 
 /// Writes the non-empty parts of `tensors` to the file `path` of `io`, sets them in `pieces`
-/// (`file` is the file's name in the manifest), and returns the file's length. If all parts are
-/// empty, writes no file and returns `None`.
+/// (`file` is the file's name in the manifest), and returns the file's length and the digest of its
+/// header. If all parts are empty, writes no file and returns `None`.
 pub(super) fn write(
     io: &dyn CheckpointIO,
     path: &str,
     file: &str,
     tensors: &[ShardTensor],
     pieces: &mut [WrittenPart],
-) -> Result<Option<u64>> {
+) -> Result<Option<(u64, FileDigest)>> {
     let mut order: Vec<usize> =
         (0..tensors.len()).filter(|&i| !tensors[i].region.is_empty()).collect();
     if order.is_empty() {
@@ -131,7 +137,7 @@ pub(super) fn write(
         });
     }
     writer.finish()?;
-    Ok(ranges.last().map(|range| range.1))
+    Ok(ranges.last().map(|range| (range.1, FileDigest::of(&header))))
 }
 
 /// The values in host memory, contiguous. Copied only where they are not.
@@ -157,7 +163,7 @@ fn header(
             region: tensors[i].region.clone(),
         })
         .collect();
-    let bytes = tensor_file::header(&slots, true)?;
+    let bytes = tensor_file::header(&slots, FileKind::Shard)?;
     let mut end = bytes.len() as u64;
     let ranges = slots
         .iter()
@@ -183,8 +189,15 @@ pub(super) struct StoredPart {
     pub(super) is_shard: bool,
 }
 
+/// The header of a file.
+pub(super) struct Header {
+    pub(super) parts: Vec<StoredPart>,
+    /// The manifest that should be beside the file, if the file says so.
+    pub(super) manifest: Option<String>,
+}
+
 /// Reads a file's header. The error is a message without the file's name.
-pub(super) fn read_header(reader: &dyn CheckpointReader) -> Result<Vec<StoredPart>, String> {
+pub(super) fn read_header(reader: &dyn CheckpointReader) -> Result<Header, String> {
     let failed = |e: std::io::Error| format!("reading the header: {e}");
     let len = reader.len().map_err(failed)?;
     let mut size = [0; 8];
@@ -210,10 +223,17 @@ pub(super) fn read_header(reader: &dyn CheckpointReader) -> Result<Vec<StoredPar
                 .map_err(|e| format!("has a damaged {SHARDING_INFO}: {e}"))?,
             None => ShardingInfo::new(),
         };
-    metadata
+    let manifest = metadata.metadata().as_ref().and_then(|m| m.get(MANIFEST_KEY)).cloned();
+    let parts = metadata
         .tensors()
         .into_iter()
         .map(|(name, info)| {
+            if info.shape.len() > MAX_DIMS {
+                let dims = info.shape.len();
+                return Err(format!(
+                    "has tensor `{name}` of {dims} dimensions; {MAX_DIMS} are the most"
+                ));
+            }
             let bytes = (data + info.data_offsets.0 as u64, data + info.data_offsets.1 as u64);
             if bytes.1 > len {
                 return Err(format!(
@@ -236,5 +256,6 @@ pub(super) fn read_header(reader: &dyn CheckpointReader) -> Result<Vec<StoredPar
             }
             Ok(StoredPart { name, dtype: info.dtype, region, bytes, is_shard })
         })
-        .collect()
+        .collect::<Result<_, String>>()?;
+    Ok(Header { parts, manifest })
 }

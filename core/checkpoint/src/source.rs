@@ -61,6 +61,12 @@ pub trait TensorSource: Send + Sync {
     fn filtered(&self) -> Option<&str> {
         None
     }
+
+    /// What whoever loads from it should know, such as that damage of a part of it would not be found;
+    /// `None` if there is nothing to know.
+    fn warning(&self) -> Option<String> {
+        None
+    }
 }
 
 macro_rules! forward {
@@ -103,6 +109,10 @@ macro_rules! forward {
 
             fn filtered(&self) -> Option<&str> {
                 (**self).filtered()
+            }
+
+            fn warning(&self) -> Option<String> {
+                (**self).warning()
             }
         }
     )*};

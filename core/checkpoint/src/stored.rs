@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
 
-use super::checksum::Checksum;
+use super::checksum::Expected;
 use super::chunks::{ChunkIndex, check_bounds, format_region};
 use super::{CheckpointIO, CheckpointReader, LocalFile, TensorInfo, TensorSource};
 use crate::{Error, Result};
@@ -91,7 +91,7 @@ pub(super) struct StoredChunk {
     pub(super) file: usize,
     /// Its bytes in the file.
     pub(super) bytes: (u64, u64),
-    pub(super) checksum: Option<u64>,
+    pub(super) checksum: Option<Expected>,
 }
 
 #[derive(Debug)]
@@ -131,6 +131,11 @@ impl StoredTensors {
         self.tensors.insert(name, StoredTensor { shape, dtype, chunks, index });
     }
 
+    /// Where the files are.
+    pub(super) fn place(&self) -> &FileLocation {
+        &self.place
+    }
+
     pub(super) fn set_verify(&mut self, verify: bool) {
         self.verify = verify;
     }
@@ -164,9 +169,13 @@ impl StoredTensors {
         for (name, tensor) in &self.tensors {
             for stored in &tensor.chunks {
                 let Some(expected) = stored.checksum else { continue };
-                let complaint = match self.hash(stored, &mut buffer) {
-                    Ok(found) if found == expected => continue,
-                    Ok(_) => wrong_bytes(stored),
+                let checked = self.reader(stored.file).and_then(|reader| {
+                    is_undamaged(reader.as_ref(), stored.bytes, expected, &mut buffer)
+                        .map_err(|e| Error::other(reason(&e)))
+                });
+                let complaint = match checked {
+                    Ok(true) => continue,
+                    Ok(false) => wrong_bytes(stored),
                     Err(error) => error.to_string(),
                 };
                 let file = self.place.location(&self.files[stored.file]);
@@ -174,19 +183,6 @@ impl StoredTensors {
             }
         }
         damages
-    }
-
-    fn hash(&self, stored: &StoredChunk, buffer: &mut Vec<u8>) -> Result<u64> {
-        let reader = self.reader(stored.file)?;
-        let mut hash = Checksum::default();
-        let (mut position, end) = stored.bytes;
-        while position < end {
-            buffer.resize((end - position).min(WINDOW as u64) as usize, 0);
-            reader.read_exact_at(buffer, position).map_err(|e| Error::other(reason(&e)))?;
-            hash.update(buffer);
-            position += buffer.len() as u64;
-        }
-        Ok(hash.digest())
     }
 
     fn reader(&self, file: usize) -> Result<Arc<dyn CheckpointReader>> {
@@ -237,16 +233,16 @@ impl StoredTensors {
                 Error::checkpoint(file, format!("tensor `{name}`: {complaint}"))
             };
             let expected = stored.checksum.filter(|_| verify && shared == stored.region);
-            let mut found = expected.map(|_| Checksum::default());
+            let mut comparison = expected.map(Expected::comparison);
             let mut seen = |bytes: &[u8]| {
-                if let Some(found) = &mut found {
-                    found.update(bytes);
+                if let Some(comparison) = &mut comparison {
+                    comparison.update(bytes);
                 }
             };
             read_copies(reader.as_ref(), stored.bytes.0, &copies, out, &mut seen).map_err(|e| {
                 damaged(format!("reading {}: {}", format_region(&shared), reason(&e)))
             })?;
-            if found.map(|found| found.digest()) != expected {
+            if comparison.is_some_and(|comparison| !comparison.is_met()) {
                 return Err(damaged(wrong_bytes(stored)));
             }
         }
@@ -323,6 +319,24 @@ impl std::fmt::Debug for StoredTensors {
             .field("tensors", &self.tensors.len())
             .finish_non_exhaustive()
     }
+}
+
+/// Whether the bytes of a file in this range have the expected checksum. Reads a few megabytes at a time
+/// into `buffer`.
+pub(super) fn is_undamaged(
+    reader: &dyn CheckpointReader,
+    (mut position, end): (u64, u64),
+    expected: Expected,
+    buffer: &mut Vec<u8>,
+) -> std::io::Result<bool> {
+    let mut comparison = expected.comparison();
+    while position < end {
+        buffer.resize((end - position).min(WINDOW as u64) as usize, 0);
+        reader.read_exact_at(buffer, position)?;
+        comparison.update(buffer);
+        position += buffer.len() as u64;
+    }
+    Ok(comparison.is_met())
 }
 
 fn reason(error: &std::io::Error) -> String {

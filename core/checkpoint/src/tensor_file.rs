@@ -7,7 +7,8 @@ use safetensors::Dtype;
 use serde_json::json;
 
 use super::checksum::Checksum;
-use super::shard_file::{BLOCK, MAX_HEADER, SHARDING_INFO, on_host};
+use super::manifest::{FULL_MANIFEST, FileDigest, Manifest};
+use super::shard_file::{BLOCK, MANIFEST_KEY, MAX_HEADER, SHARDING_INFO, on_host};
 use super::{CheckpointIO, CheckpointWriter, ChunkEntry};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
@@ -35,6 +36,17 @@ pub(super) fn sort_by_alignment<T>(things: &mut [T], dtype: impl Fn(&T) -> Dtype
     things.sort_by_key(|thing| std::cmp::Reverse(dtype(thing).bitsize()));
 }
 
+/// What a file is a part of, which its header says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum FileKind {
+    /// A distributed checkpoint; the header has, as PyTorch's, the region of each part.
+    Shard,
+    /// A full checkpoint; the header names its manifest, so that a missing one is noticed.
+    Full,
+    /// Weights for others.
+    Plain,
+}
+
 /// A file that is being written.
 pub(super) struct TensorFile<'a> {
     io: &'a dyn CheckpointIO,
@@ -44,25 +56,26 @@ pub(super) struct TensorFile<'a> {
     writer: Box<dyn CheckpointWriter>,
     slots: std::vec::IntoIter<TensorSlot>,
     position: u64,
+    header: FileDigest,
 }
 
 impl<'a> TensorFile<'a> {
-    /// Creates the file `path` of `io` and writes its header. With `is_shard` the header has, as
-    /// PyTorch's, the region of each part.
+    /// Creates the file `path` of `io` and writes its header.
     pub(super) fn create(
         io: &'a dyn CheckpointIO,
         path: String,
         file: String,
         slots: Vec<TensorSlot>,
-        is_shard: bool,
+        kind: FileKind,
     ) -> Result<Self> {
-        let header = header(&slots, is_shard)?;
+        let header = header(&slots, kind)?;
         let mut writer = io.create(&path)?;
         writer.write_all(&header).map_err(|e| {
             Error::checkpoint(io.location(&path), format!("writing the header: {e}"))
         })?;
         let position = header.len() as u64;
-        Ok(Self { io, path, file, writer, slots: slots.into_iter(), position })
+        let header = FileDigest::of(&header);
+        Ok(Self { io, path, file, writer, slots: slots.into_iter(), position, header })
     }
 
     /// Whether all tensors are written.
@@ -102,19 +115,21 @@ impl<'a> TensorFile<'a> {
         }))
     }
 
-    /// Makes the file durable and returns its name in the manifest and its length.
-    pub(super) fn finish(self) -> Result<(String, u64)> {
+    /// Makes the file durable and enters it into the manifest.
+    pub(super) fn finish(self, manifest: &mut Manifest) -> Result<()> {
         if let Some(slot) = self.slots.as_slice().first() {
             let message = format!("tensor `{}` was not written", slot.name);
             return Err(Error::checkpoint(self.io.location(&self.path), message));
         }
         self.writer.finish()?;
-        Ok((self.file, self.position))
+        manifest.files.insert(self.file.clone(), self.position);
+        manifest.headers.insert(self.file, self.header);
+        Ok(())
     }
 }
 
 /// The header of a file; the tensors follow without gaps.
-pub(super) fn header(slots: &[TensorSlot], is_shard: bool) -> Result<Vec<u8>> {
+pub(super) fn header(slots: &[TensorSlot], kind: FileKind) -> Result<Vec<u8>> {
     let mut offset = 0;
     let mut entries = serde_json::Map::new();
     let mut offsets = serde_json::Map::new();
@@ -127,14 +142,14 @@ pub(super) fn header(slots: &[TensorSlot], is_shard: bool) -> Result<Vec<u8>> {
         offsets.insert(slot.name.clone(), json!({ "saved_offsets": slot.region.offsets }));
         offset = end;
     }
-    let metadata = if is_shard {
-        json!({
+    let metadata = match kind {
+        FileKind::Shard => json!({
             SHARDING_INFO: serde_json::Value::Object(offsets).to_string(),
             "DCP_VERSION": "1.0",
             "format": "pt",
-        })
-    } else {
-        json!({ "format": "pt" })
+        }),
+        FileKind::Full => json!({ MANIFEST_KEY: FULL_MANIFEST, "format": "pt" }),
+        FileKind::Plain => json!({ "format": "pt" }),
     };
     entries.insert("__metadata__".to_owned(), metadata);
     let mut json = serde_json::Value::Object(entries).to_string().into_bytes();

@@ -7,15 +7,24 @@ use candle_core::{DType, Device, Tensor};
 use serde::Deserialize;
 
 use super::chunks::check_cover;
+use super::open::exists;
 use super::shard_file::{StoredPart, read_header};
 use super::stored::{FileLocation, StoredChunk};
 use super::{StoredTensors, TensorInfo, TensorSource};
 use crate::{Error, Result};
 use fulgurite_engine::shard::Region;
+use fulgurite_error::files::read_regular;
 
 const SUFFIX: &str = ".safetensors";
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+
+/// The longest index that is read.
+const MAX_INDEX: u64 = 256 << 20;
+
+/// The longest file that is read of those that belong to a model and have no weights: `config.json`, a
+/// tokenizer.
+pub(super) const MAX_COMPANION: u64 = 256 << 20;
 
 /// A Hugging Face directory (`model.safetensors`, or shards with `model.safetensors.index.json`),
 /// a single `.safetensors` file, or a directory of the shards that PyTorch's
@@ -23,7 +32,11 @@ const INDEX: &str = "model.safetensors.index.json";
 ///
 /// Opening reads the files' headers; nothing is collective.
 #[derive(Debug)]
-pub struct SafetensorsSource(StoredTensors);
+pub struct SafetensorsSource {
+    tensors: StoredTensors,
+    /// The manifest that a file says should be beside it, and is not.
+    missing_manifest: Option<String>,
+}
 
 #[derive(Deserialize)]
 pub(super) struct Index {
@@ -75,16 +88,25 @@ impl SafetensorsSource {
         Self::read(path, root, files, index)
     }
 
+    /// The manifest that these weights were saved with, if it is not there.
+    pub(super) fn missing_manifest(&self) -> Option<&str> {
+        self.missing_manifest.as_deref()
+    }
+
     fn read(path: &Path, root: PathBuf, files: Vec<String>, index: Option<Index>) -> Result<Self> {
         let place = FileLocation::Local(root);
         let mut found: BTreeMap<String, Vec<(usize, StoredPart)>> = BTreeMap::new();
+        let mut missing_manifest = None;
         for (i, file) in files.iter().enumerate() {
             let location = place.location(file);
             let reader =
                 place.open(file).map_err(|e| missing(e, &location, file, index.as_ref()))?;
             let header =
                 read_header(reader.as_ref()).map_err(|m| Error::checkpoint(location, m))?;
-            for stored in header {
+            let manifest = header.manifest.filter(|name| !name.contains('/'));
+            missing_manifest =
+                missing_manifest.or(manifest.filter(|name| !exists(&place.location(""), name)));
+            for stored in header.parts {
                 found.entry(stored.name.clone()).or_default().push((i, stored));
             }
         }
@@ -118,7 +140,7 @@ impl SafetensorsSource {
                 }
             }
         }
-        Ok(Self(tensors))
+        Ok(Self { tensors, missing_manifest })
     }
 }
 
@@ -147,7 +169,7 @@ pub(super) fn with_index(
     root: &Path,
     path: &Path,
 ) -> Result<(PathBuf, Vec<String>, Option<Index>)> {
-    let bytes = std::fs::read(path).map_err(Error::io("reading", path))?;
+    let bytes = read_regular(path, MAX_INDEX)?;
     let index: Index = serde_json::from_slice(&bytes)
         .map_err(|e| Error::checkpoint(path, format!("the index is damaged: {e}")))?;
     let mut files: Vec<String> = index.weight_map.values().cloned().collect();
@@ -183,30 +205,43 @@ fn missing(error: Error, location: &Path, file: &str, index: Option<&Index>) -> 
     }
 }
 
+/// The warning about files of a full checkpoint without this manifest.
+pub(super) fn without_manifest(manifest: &str) -> String {
+    format!(
+        "it was saved as a full checkpoint, and its manifest {manifest} is missing: nothing says which \
+         step it is of, and there are no checksums. Copy {manifest} along, or make plain weights of a \
+         checkpoint with `fulgurite checkpoint convert --to hugging-face`"
+    )
+}
+
 impl TensorSource for SafetensorsSource {
     fn location(&self) -> &Path {
-        self.0.location()
+        self.tensors.location()
     }
 
     fn names(&self) -> Vec<&str> {
         // A table in older Llama files, which programs compute.
         let computed = |name: &&str| !name.ends_with(".rotary_emb.inv_freq");
-        self.0.names().into_iter().filter(computed).collect()
+        self.tensors.names().into_iter().filter(computed).collect()
     }
 
     fn info(&self, name: &str) -> Option<TensorInfo> {
-        self.0.info(name)
+        self.tensors.info(name)
     }
 
     fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
-        self.0.read(name, region, dtype, device)
+        self.tensors.read(name, region, dtype, device)
     }
 
     fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
-        self.0.read_into(name, region, target)
+        self.tensors.read_into(name, region, target)
     }
 
     fn read_into_unverified(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
-        self.0.read_into_unverified(name, region, target)
+        self.tensors.read_into_unverified(name, region, target)
+    }
+
+    fn warning(&self) -> Option<String> {
+        self.missing_manifest.as_deref().map(without_manifest)
     }
 }

@@ -1,4 +1,5 @@
-//! The error type of every crate of Fulgurite, and printing to a terminal.
+//! The error type of every crate of Fulgurite, opening files that others may have put there, and
+//! printing to a terminal.
 //!
 //! A message says what was wrong, what was expected and what to do about it. Context (rank, FQN,
 //! path) travels in the variant's fields, so callers can match on it.
@@ -7,6 +8,7 @@ use std::borrow::Cow;
 use std::io::{self, ErrorKind, Write as _};
 use std::path::PathBuf;
 
+pub mod files;
 mod limits;
 
 pub use limits::{advice, is_exhausted};

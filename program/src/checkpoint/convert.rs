@@ -6,13 +6,11 @@ use std::process::ExitCode;
 use clap::{Args, ValueEnum};
 use fulgurite_checkpoint::LocalDirectory;
 use fulgurite_checkpoint_format::ModelConfig;
-use fulgurite_checkpoint_format::tools::{
-    self, AnyCheckpoint, ConvertOptions, ConvertTarget, Rename,
-};
+use fulgurite_checkpoint_format::tools::{self, ConvertOptions, ConvertTarget, Rename};
 use fulgurite_error::{Error, Result, print};
 
 use super::arguments::{Float, Size};
-use super::output::{Bar, Verbosity, bytes, count, print_json};
+use super::output::{Bar, Verbosity, bytes, count, open, print_json};
 
 /// Input and output.
 #[derive(Debug, Args)]
@@ -162,7 +160,7 @@ fn options(to: ConvertTarget, changes: Changes, files: Files) -> ConvertOptions 
 
 impl Paths {
     fn convert(self, what: &'static str, options: ConvertOptions) -> Result<ExitCode> {
-        let input = AnyCheckpoint::open(&self.input)?;
+        let input = open(&self.input)?;
         let (parent, name) = split(&self.output)?;
         check_apart(&self.input, &self.output, parent)?;
         let io = LocalDirectory::new(parent);

@@ -5,12 +5,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use fulgurite_checkpoint_format::tools::{
-    self, AnyCheckpoint, Change, Comparison, DiffOptions, ValueDifference,
-};
+use fulgurite_checkpoint_format::tools::{self, Change, Comparison, DiffOptions, ValueDifference};
 use fulgurite_error::{Result, print};
 
-use super::output::{Bar, Verbosity, count, print_json};
+use super::output::{Bar, Verbosity, count, open, print_json};
 
 /// The arguments.
 #[derive(Debug, Args)]
@@ -31,7 +29,7 @@ pub(crate) struct Diff {
 
 impl Diff {
     pub(super) fn run(&self) -> Result<ExitCode> {
-        let (a, b) = (AnyCheckpoint::open(&self.a)?, AnyCheckpoint::open(&self.b)?);
+        let (a, b) = (open(&self.a)?, open(&self.b)?);
         let options = DiffOptions { model_only: self.model_only, atol: self.atol };
         let bar = Bar::new("comparing", self.verbosity);
         let comparison = tools::diff(&a, &b, &options, &mut |progress| bar.show(progress))?;

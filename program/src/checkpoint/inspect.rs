@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use fulgurite_checkpoint_format::tools::{self, AnyCheckpoint, CheckpointSummary, TensorSet};
+use fulgurite_checkpoint_format::tools::{self, CheckpointSummary, TensorSet};
 use fulgurite_error::{Result, print};
 
-use super::output::{bytes, count, print_json};
+use super::output::{bytes, count, open, print_json};
 
 /// The arguments.
 #[derive(Debug, Args)]
@@ -25,7 +25,7 @@ pub(crate) struct Inspect {
 
 impl Inspect {
     pub(super) fn run(&self) -> Result<ExitCode> {
-        let summary = tools::inspect(&AnyCheckpoint::open(&self.path)?);
+        let summary = tools::inspect(&open(&self.path)?);
         if self.json {
             print_json(&summary)?;
         } else {

@@ -1,7 +1,9 @@
 //! The output of commands: results on stdout, progress on stderr.
 
+use std::path::Path;
+
 use clap::Args;
-use fulgurite_checkpoint_format::tools::Progress;
+use fulgurite_checkpoint_format::tools::{AnyCheckpoint, Progress};
 use fulgurite_error::{Error, Result, print};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
@@ -15,6 +17,15 @@ pub(super) struct Verbosity {
     /// Show no progress bar
     #[arg(short, long)]
     pub(super) quiet: bool,
+}
+
+/// Opens the checkpoint at `path`, and says on stderr what its user should know.
+pub(super) fn open(path: &Path) -> Result<AnyCheckpoint> {
+    let checkpoint = AnyCheckpoint::open(path)?;
+    if let Some(warning) = checkpoint.warning() {
+        eprintln!("warning: {}: {warning}", path.display());
+    }
+    Ok(checkpoint)
 }
 
 /// Prints a result as JSON.

@@ -59,5 +59,8 @@ fn show(verification: &Verification) -> String {
         let bytes = bytes(verification.bytes);
         writeln!(text, "{path}: {tensors}, {bytes}, all as written")
     };
+    if let Some(warning) = &verification.warning {
+        let _ = writeln!(text, "warning: {warning}");
+    }
     text
 }

@@ -102,7 +102,7 @@ fn inspect_says_what_is_there() {
     let scratch = Scratch::new();
     scratch.checkpoint("step-00000000", 1);
     insta::assert_snapshot!(scratch.ok("inspect step-00000000"), @r#"
-step-00000000: distributed checkpoint, format 2, written by Fulgurite 0.1.0
+step-00000000: distributed checkpoint, format 3, written by Fulgurite 0.1.0
 step 0, saved by 1 rank
 2 safetensors files
 model: 3 tensors (3 F32), 58 elements, 232 B
@@ -110,7 +110,7 @@ optimizer: 6 tensors (6 F32), 116 elements, 464 B
 "#);
     scratch.ok("consolidate step-00000000 full --model-only --dtype bf16");
     insta::assert_snapshot!(scratch.ok("inspect full --tensors"), @r#"
-full: full checkpoint, format 2, written by Fulgurite 0.1.0
+full: full checkpoint, format 3, written by Fulgurite 0.1.0
 step 0, saved by 1 rank
 1 safetensors file
 model: 3 tensors (3 BF16), 58 elements, 116 B

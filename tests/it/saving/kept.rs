@@ -2,7 +2,7 @@
 
 use fulgurite::core::trainer::Event;
 
-use super::harness::{Scratch, course, names, saved};
+use super::harness::{Scratch, course, names, resumed, saved};
 
 #[test]
 fn checkpoints_of_the_background_are_those_of_the_foreground() {
@@ -142,4 +142,24 @@ fn what_cannot_be_saved_ends_the_run() {
         let error = result.unwrap_err().to_string();
         assert!(error.contains("file/kept: Not a directory"), "{error}");
     }
+}
+
+#[test]
+fn a_run_that_was_killed_after_a_commit_goes_on_from_that() {
+    let scratch = Scratch::new();
+    let keys = ["trainer.max_steps=6", "checkpoint.every_n_steps=2"];
+    let whole = scratch.succeed(&keys);
+    // As a kill between the commit and the writing of `last` leaves it.
+    std::fs::write(scratch.path("kept/last"), "step-00000004\n").unwrap();
+    let longer = ["trainer.max_steps=8", "checkpoint.every_n_steps=2", "trainer.ckpt_path=last"];
+    let events = scratch.succeed(&longer);
+    assert_eq!(resumed(&events).unwrap().0, 6);
+    // What goes on from an earlier one is newer than what was saved later in the other run.
+    let from = format!("trainer.ckpt_path={:?}", scratch.path("kept/step-00000002"));
+    let other = ["trainer.max_steps=3", "checkpoint.every_n_steps=3", &from];
+    scratch.succeed(&other);
+    std::fs::write(scratch.path("kept/last"), "step-00000008\n").unwrap();
+    let events = scratch.succeed(&longer);
+    assert_eq!(resumed(&events).unwrap().0, 3);
+    assert_eq!(course(&events)[..1], course(&whole)[3..4]);
 }

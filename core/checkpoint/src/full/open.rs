@@ -5,12 +5,15 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
+use super::super::coverage;
 use super::super::distributed::contents;
 use super::super::manifest::{FULL_MANIFEST, Manifest};
 use super::super::stored::{FileLocation, check_undamaged};
 use super::super::{CheckpointIO, StoredTensors, TensorInfo, TensorSource};
 use crate::{Error, Result};
+use fulgurite_engine::checkpoint_io::MAX_MANIFEST;
 use fulgurite_engine::shard::Region;
+use fulgurite_error::files::read_regular;
 
 /// A checkpoint that [`save_full`](super::save_full) or the [`tools`](super::super::tools) wrote.
 ///
@@ -31,8 +34,7 @@ impl FullCheckpoint {
     /// is missing or of another length.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let manifest = path.join(FULL_MANIFEST);
-        let bytes = std::fs::read(&manifest).map_err(Error::io("reading", &manifest));
+        let bytes = read_regular(path.join(FULL_MANIFEST), MAX_MANIFEST);
         Self::from_manifest(bytes, &FileLocation::Local(path.to_owned()))
     }
 
@@ -98,6 +100,10 @@ impl FullCheckpoint {
     pub fn verify(&self) -> Result<()> {
         let mut damages = self.model.damages();
         damages.append(&mut self.optimizer.damages());
+        for damage in coverage::damages(&self.manifest, self.model.place()) {
+            let file = self.model.place().location(&damage.file);
+            damages.push(format!("{}: {}", file.display(), damage.message));
+        }
         check_undamaged(self.location(), damages)
     }
 }
@@ -121,5 +127,13 @@ impl TensorSource for FullCheckpoint {
 
     fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
         self.model.read_into(name, region, target)
+    }
+
+    fn read_into_unverified(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        self.model.read_into_unverified(name, region, target)
+    }
+
+    fn warning(&self) -> Option<String> {
+        self.manifest.warning()
     }
 }

@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use candle_core::DType;
 
+use super::super::weights::MAX_COMPANION;
 use crate::{Error, Result};
+use fulgurite_error::files::read_regular;
 
 /// Whether the parameter of this FQN is gathered.
 pub type NameFilter = Arc<dyn Fn(&str) -> bool + Send + Sync>;
@@ -81,7 +83,7 @@ impl ModelConfig {
             Self::Json(value) => serde_json::to_vec_pretty(value)
                 .map_err(|e| Error::other(format!("encoding config.json: {e}"))),
             Self::File(path) => {
-                let bytes = std::fs::read(path).map_err(Error::io("reading", path))?;
+                let bytes = read_regular(path, MAX_COMPANION)?;
                 match serde_json::from_slice::<serde_json::Value>(&bytes) {
                     Ok(_) => Ok(bytes),
                     Err(e) => Err(Error::checkpoint(path, format!("is not JSON: {e}"))),

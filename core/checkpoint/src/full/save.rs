@@ -8,6 +8,7 @@ use candle_core::{DType, Tensor};
 use super::super::manifest::SaveMeta;
 use super::super::manifest::Section;
 use super::super::save::on_rank_zero;
+use super::super::tensor_file::FileKind;
 use super::super::{CheckpointIO, ShardTensor, model_tensors, optimizer_tensors};
 use super::gather::Gather;
 use super::layout::plan_files;
@@ -74,11 +75,12 @@ pub fn save_full(
             file.tensors.iter().map(move |i| first + i)
         })
         .collect();
-    let mut writer = FullWriter::new(io, &staged, (model, states), &files, (group.size(), meta));
+    let (tensors, of_run) = ((model, states), (group.size(), meta));
+    let mut writer = FullWriter::new(io, &staged, tensors, &files, of_run, FileKind::Full);
     let gathered = gather.run(order, |_, whole| writer.put(&whole));
     let finished = gathered.and_then(|()| {
         on_rank_zero(group, || {
-            writer.finish(&extra, true)?;
+            writer.finish(&extra)?;
             io.commit(&staged, name)
         })
     });

@@ -1,14 +1,13 @@
 //! Writing the files of a full checkpoint, on the rank that has the tensors.
 
 use std::collections::VecDeque;
-use std::path::PathBuf;
 
 use candle_core::Tensor;
 
 use super::super::manifest::Section;
-use super::super::manifest::{FULL_MANIFEST, Manifest, SaveMeta, TensorEntry};
+use super::super::manifest::{FULL_MANIFEST, FileDigest, Manifest, SaveMeta, TensorEntry};
 use super::super::save::check_replaceable;
-use super::super::tensor_file::TensorFile;
+use super::super::tensor_file::{FileKind, TensorFile};
 use super::layout::{FilePlan, TensorMeta, index};
 use crate::{Error, Result};
 use fulgurite_engine::checkpoint_io::{self as naming, CheckpointIO};
@@ -37,16 +36,19 @@ pub(crate) struct FullWriter<'a> {
     current: Option<(FilePlan, TensorFile<'a>, usize)>,
     files: Vec<FilePlan>,
     manifest: Manifest,
+    kind: FileKind,
 }
 
 impl<'a> FullWriter<'a> {
-    /// A writer into the directory `staged` of `io`, of a checkpoint with this metadata.
+    /// A writer into the directory `staged` of `io`, of a checkpoint with this metadata, or of weights
+    /// for others.
     pub(crate) fn new(
         io: &'a dyn CheckpointIO,
         staged: &str,
         (model, optimizer): (&[TensorMeta], &[TensorMeta]),
         files: &[FilePlan],
         (world_size, meta): (usize, &SaveMeta),
+        kind: FileKind,
     ) -> Self {
         Self {
             io,
@@ -57,6 +59,7 @@ impl<'a> FullWriter<'a> {
             current: None,
             files: files.to_vec(),
             manifest: Manifest::new_full(world_size, meta),
+            kind,
         }
     }
 
@@ -78,7 +81,7 @@ impl<'a> FullWriter<'a> {
                 let tensors = self.section(plan.section);
                 let slots = plan.tensors.iter().map(|&i| tensors[i].slot()).collect();
                 let (path, name) = (format!("{}/{}", self.staged, plan.file), plan.file.clone());
-                (plan, TensorFile::create(self.io, path, name, slots, false)?, 0)
+                (plan, TensorFile::create(self.io, path, name, slots, self.kind)?, 0)
             }
         };
         let written = file.put(values)?;
@@ -94,52 +97,43 @@ impl<'a> FullWriter<'a> {
         };
         entries.insert(tensor.name, entry);
         if file.is_complete() {
-            let (name, len) = file.finish()?;
-            self.manifest.files.insert(name, len);
+            file.finish(&mut self.manifest)?;
         } else {
             self.current = Some((plan, file, i + 1));
         }
         Ok(())
     }
 
-    /// Writes the other files, [`FULL_MANIFEST`] last if `marked`, and returns the manifest. The
-    /// caller commits the checkpoint.
-    pub(crate) fn finish(self, extra: &[(String, Vec<u8>)], marked: bool) -> Result<Manifest> {
+    /// Writes the other files, [`FULL_MANIFEST`] last if it is a checkpoint, and returns the manifest.
+    /// The caller commits the checkpoint.
+    pub(crate) fn finish(mut self, extra: &[(String, Vec<u8>)]) -> Result<Manifest> {
         if self.current.is_some() || !self.waiting.is_empty() {
             return Err(Error::other("a full checkpoint was given too few tensors"));
         }
         for section in [Section::Model, Section::Optimizer] {
             let files: Vec<_> =
                 self.files.iter().filter(|file| file.section == section).cloned().collect();
-            write_index(self.io, &self.staged, section, self.section(section), &files)?;
+            if let Some((name, index)) = index(section, self.section(section), &files) {
+                let bytes = serde_json::to_vec_pretty(&index).map_err(|e| {
+                    let location = self.io.location(&self.staged);
+                    Error::checkpoint(location, format!("encoding {name}: {e}"))
+                })?;
+                self.put_companion(name, &bytes)?;
+            }
         }
         for (name, bytes) in extra {
-            self.io.save(&format!("{}/{name}", self.staged), bytes)?;
+            self.put_companion(name.clone(), bytes)?;
         }
-        if marked {
-            let bytes = serde_json::to_vec_pretty(&self.manifest).map_err(|e| {
-                Error::checkpoint(self.location(), format!("encoding {FULL_MANIFEST}: {e}"))
-            })?;
-            self.io.save(&format!("{}/{FULL_MANIFEST}", self.staged), &bytes)?;
+        if self.kind == FileKind::Full {
+            let path = format!("{}/{FULL_MANIFEST}", self.staged);
+            self.io.save(&path, &self.manifest.encode(&self.io.location(&path))?)?;
         }
         Ok(self.manifest)
     }
 
-    fn location(&self) -> PathBuf {
-        self.io.location(&self.staged)
+    fn put_companion(&mut self, name: String, bytes: &[u8]) -> Result<()> {
+        self.io.save(&format!("{}/{name}", self.staged), bytes)?;
+        self.manifest.companions.insert(name, FileDigest::of(bytes));
+        Ok(())
     }
-}
-
-/// Writes the index of the files, if there are several.
-fn write_index(
-    io: &dyn CheckpointIO,
-    staged: &str,
-    section: Section,
-    tensors: &[TensorMeta],
-    files: &[FilePlan],
-) -> Result<()> {
-    let Some((name, index)) = index(section, tensors, files) else { return Ok(()) };
-    let bytes = serde_json::to_vec_pretty(&index)
-        .map_err(|e| Error::checkpoint(io.location(staged), format!("encoding {name}: {e}")))?;
-    io.save(&format!("{staged}/{name}"), &bytes)
 }

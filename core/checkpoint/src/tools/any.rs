@@ -5,6 +5,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::super::manifest::{FULL_MANIFEST, MANIFEST, Manifest};
+use super::super::open::exists;
 use super::super::{
     DistributedCheckpoint, FullCheckpoint, SafetensorsSource, StoredTensors, TensorSource,
 };
@@ -50,10 +51,10 @@ impl AnyCheckpoint {
     /// If there is no checkpoint, or it is incomplete.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        if path.join(MANIFEST).is_file() {
+        if exists(path, MANIFEST) {
             return Ok(Self::Distributed(Box::new(DistributedCheckpoint::open(path)?)));
         }
-        if path.join(FULL_MANIFEST).is_file() {
+        if exists(path, FULL_MANIFEST) {
             return Ok(Self::Full(Box::new(FullCheckpoint::open(path)?)));
         }
         if let Some(inside) = checkpoints_in(path).into_iter().next_back() {
@@ -64,6 +65,15 @@ impl AnyCheckpoint {
             return Err(Error::checkpoint(path, message));
         }
         Ok(Self::Weights(SafetensorsSource::open(path)?))
+    }
+
+    /// What its user should know, such as that it was saved without a checksum of its manifest.
+    pub fn warning(&self) -> Option<String> {
+        match self {
+            Self::Distributed(checkpoint) => checkpoint.warning(),
+            Self::Full(checkpoint) => checkpoint.warning(),
+            Self::Weights(source) => source.warning(),
+        }
     }
 
     /// Its path.
@@ -105,6 +115,14 @@ impl AnyCheckpoint {
             Self::Distributed(checkpoint) => Some(checkpoint.manifest()),
             Self::Full(checkpoint) => Some(checkpoint.manifest()),
             Self::Weights(_) => None,
+        }
+    }
+
+    /// The manifest that weights alone say they were saved with, and that is not there.
+    pub(super) fn missing_manifest(&self) -> Option<&str> {
+        match self {
+            Self::Distributed(_) | Self::Full(_) => None,
+            Self::Weights(source) => source.missing_manifest(),
         }
     }
 

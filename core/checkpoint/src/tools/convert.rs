@@ -10,13 +10,16 @@ use serde::Serialize;
 use super::super::full::{FilePlan, FullWriter, TensorMeta, plan_files};
 use super::super::manifest::Section;
 use super::super::stored::loadable_dtype;
+use super::super::tensor_file::FileKind;
+use super::super::weights::MAX_COMPANION;
 use super::super::{
-    CheckpointIO, FullOptions, ModelConfig, ParameterFilter, SaveMeta, TensorSource,
+    CheckpointIO, FileDigest, FullOptions, ModelConfig, ParameterFilter, SaveMeta, TensorSource,
 };
 use super::progress::{Counter, Progress};
 use super::{AnyCheckpoint, CheckpointKind, Rename, distribute, output};
 use crate::{Error, Result};
 use fulgurite_engine::shard::{Region, ShardSpec};
+use fulgurite_error::files::read_regular;
 
 /// The format that a checkpoint is converted to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -153,7 +156,11 @@ pub fn convert(
             let mut files = plan_files(Section::Model, &model.tensors, options.max_shard_bytes);
             files.extend(plan_files(Section::Optimizer, states, options.max_shard_bytes));
             let metas = (model.tensors.as_slice(), states.as_slice());
-            let mut writer = FullWriter::new(io, staged, metas, &files, (world_size, &meta));
+            let kind = match to {
+                ConvertTarget::HuggingFace => FileKind::Plain,
+                _ => FileKind::Full,
+            };
+            let mut writer = FullWriter::new(io, staged, metas, &files, (world_size, &meta), kind);
             for FilePlan { section, tensors, .. } in &files {
                 let part = match (section, &optimizer) {
                     (Section::Optimizer, Some(part)) => part,
@@ -165,7 +172,7 @@ pub fn convert(
                 }
             }
             let extra = companions(input, options)?;
-            writer.finish(&extra, to == ConvertTarget::Full)?;
+            writer.finish(&extra)?;
             Ok(files.len())
         }
     })?;
@@ -242,6 +249,8 @@ fn meta(input: &AnyCheckpoint, options: &ConvertOptions) -> SaveMeta {
         config: manifest.config.clone(),
         // The input has only the tensors that the filter kept.
         filter: manifest.filter.as_ref().map(|what| ParameterFilter::new(what.clone(), |_| true)),
+        // A copy is no later point of the training.
+        saved_at: manifest.saved_at,
     }
 }
 
@@ -265,7 +274,15 @@ fn companions(input: &AnyCheckpoint, options: &ConvertOptions) -> Result<Vec<(St
     for path in paths.iter().filter(|path| path.is_file()) {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         if is_companion(&name) && !(name == CONFIG && options.config.is_some()) {
-            files.push((name, std::fs::read(path).map_err(Error::io("reading", path))?));
+            let bytes = read_regular(path, MAX_COMPANION)?;
+            let digest = input.manifest().and_then(|manifest| manifest.companions.get(&name));
+            if digest.is_some_and(|digest| *digest != FileDigest::of(&bytes)) {
+                let message = "does not match its checksum in the manifest; it was damaged, or changed \
+                               after the save. To take it as it is, name it with `--config`, or move it \
+                               away";
+                return Err(Error::checkpoint(path, message));
+            }
+            files.push((name, bytes));
         }
     }
     Ok(files)

@@ -5,10 +5,10 @@ use super::super::full::TensorMeta;
 use super::super::manifest::Section;
 use super::super::manifest::{MANIFEST, Manifest, SaveMeta, TensorEntry};
 use super::super::shard_file::file_name;
-use super::super::tensor_file::{TensorFile, TensorSlot, sort_by_alignment};
+use super::super::tensor_file::{FileKind, TensorFile, TensorSlot, sort_by_alignment};
 use super::convert::OutputSection;
 use super::progress::Counter;
-use crate::{Error, Result};
+use crate::Result;
 use fulgurite_engine::mesh::DATA_PARALLEL_SHARD;
 use fulgurite_engine::shard::{Cut, Placement, Region, ShardSpec};
 
@@ -59,13 +59,11 @@ pub(super) fn write(
             counter.add(tensor.bytes());
         }
         for file in files.into_iter().flatten() {
-            let (name, len) = file.finish()?;
-            manifest.files.insert(name, len);
+            file.finish(&mut manifest)?;
         }
     }
-    let bytes = serde_json::to_vec_pretty(&manifest)
-        .map_err(|e| Error::checkpoint(io.location(staged), format!("encoding {MANIFEST}: {e}")))?;
-    io.save(&format!("{staged}/{MANIFEST}"), &bytes)?;
+    let path = format!("{staged}/{MANIFEST}");
+    io.save(&path, &manifest.encode(&io.location(&path))?)?;
     Ok(manifest.files.len())
 }
 
@@ -90,7 +88,8 @@ fn create<'a>(
                 return Ok(None);
             }
             let file = format!("{}/{}", part.section.name(), file_name(shard));
-            TensorFile::create(io, format!("{staged}/{file}"), file, slots, true).map(Some)
+            TensorFile::create(io, format!("{staged}/{file}"), file, slots, FileKind::Shard)
+                .map(Some)
         })
         .collect()
 }

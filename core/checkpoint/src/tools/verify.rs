@@ -2,20 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use serde::Serialize;
 
-use super::super::checksum::Checksum;
+use super::super::checksum::Expected;
 use super::super::manifest::{ChunkEntry, TensorEntry};
 use super::super::shard_file::{StoredPart, read_header};
-use super::super::stored::FileLocation;
-use super::super::{CheckpointReader, chunks};
+use super::super::stored::{FileLocation, is_undamaged};
+use super::super::{chunks, coverage};
 use super::progress::{Counter, Progress};
 use super::{AnyCheckpoint, CheckpointKind};
-
-/// Bytes that are read at a time.
-const WINDOW: u64 = 4 << 20;
 
 /// The result of [`verify`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -28,6 +24,8 @@ pub struct Verification {
     pub tensors: usize,
     /// Bytes that were compared with checksums; 0 for weights alone, which have no checksums.
     pub bytes: u64,
+    /// What could not be compared, because it was saved without a checksum; `None` if there is nothing.
+    pub warning: Option<String>,
     /// All damages.
     pub damages: Vec<Damage>,
 }
@@ -63,8 +61,20 @@ pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) ->
         kind: checkpoint.kind(),
         tensors,
         bytes: 0,
+        warning: checkpoint.warning(),
         damages: Vec::new(),
     };
+    if let Some(name) = checkpoint.missing_manifest() {
+        let directory = checkpoint.location();
+        let directory =
+            if directory.is_dir() { directory } else { directory.parent().unwrap_or(directory) };
+        verification.damages.push(Damage {
+            file: directory.join(name),
+            tensor: None,
+            message: "is missing; these are files of a full checkpoint, which is saved with it"
+                .to_owned(),
+        });
+    }
     let Some(manifest) = checkpoint.manifest() else { return verification };
     let length = |stored: &ChunkEntry| stored.bytes.1 - stored.bytes.0;
     let all = || manifest.model.iter().chain(&manifest.optimizer);
@@ -72,6 +82,12 @@ pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) ->
     verification.bytes = total;
     let mut counter = Counter::new(total, progress);
     let place = FileLocation::Local(checkpoint.location().to_owned());
+    let (mut headers, companions): (Vec<_>, Vec<_>) =
+        coverage::damages(manifest, &place).into_iter().partition(|damage| damage.in_header);
+    for damage in companions {
+        let (file, message) = (place.location(&damage.file), damage.message);
+        verification.damages.push(Damage { file, tensor: None, message });
+    }
     let mut buffer = Vec::new();
     for file in manifest.files.keys() {
         let location = place.location(file);
@@ -87,8 +103,10 @@ pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) ->
             }
         };
         let header: Option<BTreeMap<String, StoredPart>> = match read_header(reader.as_ref()) {
-            Ok(header) => Some(header.into_iter().map(|s| (s.name.clone(), s)).collect()),
+            Ok(header) => Some(header.parts.into_iter().map(|s| (s.name.clone(), s)).collect()),
             Err(message) => {
+                // Says more than that its checksum is another one.
+                headers.retain(|damage| damage.file != *file);
                 report(None, message);
                 None
             }
@@ -102,11 +120,13 @@ pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) ->
             if let Some(header) = &header
                 && !is_listed(header.get(*name), tensor, stored)
             {
+                headers.retain(|damage| damage.file != *file);
                 report(Some(name), "the file's header says something else of it".to_owned());
             }
-            match hash(&reader, stored, &mut buffer) {
-                Ok(found) if found == stored.xxh3 => {}
-                Ok(_) => {
+            let expected = Expected::Xxh3(stored.xxh3);
+            match is_undamaged(reader.as_ref(), stored.bytes, expected, &mut buffer) {
+                Ok(true) => {}
+                Ok(false) => {
                     let region = chunks::format_region(&stored.region);
                     let message = format!("the bytes of {region} do not match their checksum");
                     report(Some(name), message);
@@ -116,6 +136,10 @@ pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) ->
             counter.add(length(stored));
         }
     }
+    for damage in headers {
+        let (file, message) = (place.location(&damage.file), damage.message);
+        verification.damages.push(Damage { file, tensor: None, message });
+    }
     verification
 }
 
@@ -124,20 +148,4 @@ fn is_listed(found: Option<&StoredPart>, tensor: &TensorEntry, stored: &ChunkEnt
     found.is_some_and(|found| {
         found.bytes == stored.bytes && found.dtype == tensor.dtype && found.region == stored.region
     })
-}
-
-fn hash(
-    reader: &Arc<dyn CheckpointReader>,
-    stored: &ChunkEntry,
-    buffer: &mut Vec<u8>,
-) -> std::io::Result<u64> {
-    let mut hash = Checksum::default();
-    let (mut position, end) = stored.bytes;
-    while position < end {
-        buffer.resize((end - position).min(WINDOW) as usize, 0);
-        reader.read_exact_at(buffer, position)?;
-        hash.update(buffer);
-        position += buffer.len() as u64;
-    }
-    Ok(hash.digest())
 }

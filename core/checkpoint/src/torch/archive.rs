@@ -1,11 +1,11 @@
 //! The zip archive that `torch.save` writes.
 
 use std::collections::HashMap;
-use std::fs::File;
 use std::path::Path;
 
 use crate::{CheckpointReader, LocalFile};
 use crate::{Error, Result};
+use fulgurite_error::files::check_len;
 
 /// The first bytes of a file that PyTorch before 1.6 saved, without a zip archive.
 const LEGACY: [u8; 4] = [0x80, 0x02, 0x8a, 0x0a];
@@ -21,9 +21,20 @@ pub(super) fn recognises(start: &[u8]) -> bool {
 #[derive(Debug)]
 pub(super) struct Archive {
     pub(super) pickle: Vec<u8>,
-    /// First byte and the one after the last, by storage key.
-    pub(super) storages: HashMap<String, (u64, u64)>,
+    /// By storage key.
+    pub(super) storages: HashMap<String, Record>,
 }
+
+/// A record of the archive.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Record {
+    /// First byte in the file and the one after the last.
+    pub(super) bytes: (u64, u64),
+    pub(super) crc32: u32,
+}
+
+/// The longest pickle that is read; it has the names and shapes of tensors, and no values.
+const MAX_PICKLE: u64 = 256 << 20;
 
 impl Archive {
     pub(super) fn read(path: &Path) -> Result<Self> {
@@ -43,7 +54,7 @@ impl Archive {
         if start != ZIP {
             return Err(fail("is no file of `torch.save`: it is no zip archive".to_owned()));
         }
-        let file = File::open(path).map_err(Error::io("opening", path))?;
+        let file = LocalFile::open(path)?.into_file();
         let damaged =
             |error: zip::result::ZipError| fail(format!("is truncated or damaged: {error}"));
         let mut zip = zip::ZipArchive::new(std::io::BufReader::new(file)).map_err(damaged)?;
@@ -59,7 +70,9 @@ impl Archive {
             }
             let range = entry.data_start().and_then(|s| Some((s, s.checked_add(entry.size())?)));
             match range {
-                Some((start, end)) if end <= len => entries.insert(name, (start, end)),
+                Some(bytes) if bytes.1 <= len => {
+                    entries.insert(name, Record { bytes, crc32: entry.crc32() })
+                }
                 _ => {
                     return Err(fail(format!("is truncated: `{name}` in it ends beyond the file")));
                 }
@@ -72,17 +85,23 @@ impl Archive {
             ));
         };
         let prefix = pickle.strip_suffix("data.pkl").unwrap_or_default();
-        let load = |(start, end): (u64, u64)| {
+        let load = |Record { bytes: (start, end), crc32 }: Record| {
+            check_len(end - start, MAX_PICKLE).map_err(Error::io("reading the pickle in", path))?;
             let mut bytes = vec![0; (end - start) as usize];
             reader.read_exact_at(&mut bytes, start).map_err(Error::io("reading", path))?;
-            Ok::<_, Error>(bytes)
+            if crc32fast::hash(&bytes) == crc32 {
+                Ok(bytes)
+            } else {
+                let message = "is damaged: its pickle does not match its CRC-32".to_owned();
+                Err(fail(message))
+            }
         };
         if entries.contains_key(&format!("{prefix}constants.pkl")) {
             let message = "is a TorchScript program, not a state dict. Save its `state_dict()`";
             return Err(fail(message.to_owned()));
         }
         if let Some(&order) = entries.get(&format!("{prefix}byteorder"))
-            && order.1 - order.0 != 6
+            && order.bytes.1 - order.bytes.0 != 6
         {
             return Err(fail("was saved on a machine of the other byte order".to_owned()));
         }

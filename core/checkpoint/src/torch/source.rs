@@ -2,14 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Device, Tensor};
 
-use super::archive::{self, Archive};
+use super::archive::{self, Archive, Record};
 use super::state_dict::{TensorView, tensors};
 use super::{pickle, strided};
+use crate::checksum::Expected;
 use crate::chunks::check_bounds;
-use crate::stored::{FileLocation, StoredChunk, loadable_dtype};
+use crate::stored::{FileLocation, StoredChunk, is_undamaged, loadable_dtype};
 use crate::weights::with_index;
 use crate::{Error, Result};
 use crate::{LocalFile, StoredTensors, TensorInfo, TensorSource};
@@ -28,6 +30,39 @@ pub struct TorchSource {
     /// Contiguous tensors, which nearly all are.
     stored: StoredTensors,
     views: BTreeMap<String, View>,
+    /// The records of tensors that do not fill theirs.
+    shared: BTreeMap<String, Arc<SharedRecord>>,
+}
+
+/// A record of which several tensors may have parts. It is compared with its CRC-32 before the first of
+/// them is read whole; that of a tensor which fills its record is taken while it is read.
+#[derive(Debug)]
+struct SharedRecord {
+    file: PathBuf,
+    record: Record,
+    undamaged: OnceLock<bool>,
+}
+
+impl SharedRecord {
+    fn check(&self, tensor: &str) -> Result<()> {
+        let undamaged = match self.undamaged.get() {
+            Some(undamaged) => *undamaged,
+            None => {
+                let expected = Expected::Crc32(self.record.crc32);
+                let reader = LocalFile::open(&self.file)?;
+                let found = is_undamaged(&reader, self.record.bytes, expected, &mut Vec::new())
+                    .map_err(Error::io("reading", &self.file))?;
+                *self.undamaged.get_or_init(|| found)
+            }
+        };
+        if undamaged {
+            return Ok(());
+        }
+        let message = format!(
+            "tensor `{tensor}`: the bytes of its storage do not match their CRC-32; the file is damaged"
+        );
+        Err(Error::checkpoint(&self.file, message))
+    }
 }
 
 /// A tensor that is not contiguous.
@@ -84,12 +119,13 @@ impl TorchSource {
         };
         let place = FileLocation::Local(root);
         let mut stored = StoredTensors::new(place.clone(), path.to_owned(), files.clone());
-        let mut views = BTreeMap::new();
+        let (mut views, mut shared) = (BTreeMap::new(), BTreeMap::new());
         for (index, name) in files.iter().enumerate() {
             let file = place.location(name);
             let fail = |message: String| Error::checkpoint(&file, message);
             let archive = Archive::read(&file)?;
             let heap = pickle::parse(&archive.pickle).map_err(fail)?;
+            let mut records = BTreeMap::new();
             for (tensor, view) in tensors(&heap, keys).map_err(fail)? {
                 if stored.info(&tensor).is_some() || views.contains_key(&tensor) {
                     return Err(fail(format!("tensor `{tensor}` is stored twice")));
@@ -97,7 +133,11 @@ impl TorchSource {
                 let place = archive.storages.get(&view.storage);
                 let needed = view.bytes_needed();
                 let (base, needed) = match (place, needed) {
-                    (Some((start, end)), Some(needed)) if needed <= end - start => (*start, needed),
+                    (Some(Record { bytes: (start, end), .. }), Some(needed))
+                        if needed <= end - start =>
+                    {
+                        (*start, needed)
+                    }
                     // An empty storage may be missing.
                     (None, Some(_)) if view.shape.contains(&0) => (0, 0),
                     _ => {
@@ -107,11 +147,23 @@ impl TorchSource {
                         )));
                     }
                 };
+                let fills = place.filter(|record| {
+                    view.is_contiguous() && view.offset == 0 && record.bytes.1 - base == needed
+                });
+                if let (Some(record), None) = (place, fills) {
+                    let new = || {
+                        let (file, undamaged) = (file.clone(), OnceLock::new());
+                        Arc::new(SharedRecord { file, record: *record, undamaged })
+                    };
+                    let record = records.entry(view.storage.clone()).or_insert_with(new);
+                    shared.insert(tensor.clone(), record.clone());
+                }
                 if view.is_contiguous() {
                     let region = Region::full(&view.shape);
                     let first = base + (view.offset * view.dtype.bitsize() / 8) as u64;
                     let bytes = (first, base + needed);
-                    let part = StoredChunk { region, file: index, bytes, checksum: None };
+                    let checksum = fills.map(|record| Expected::Crc32(record.crc32));
+                    let part = StoredChunk { region, file: index, bytes, checksum };
                     let parts = if part.region.is_empty() { vec![] } else { vec![part] };
                     stored.add(tensor, view.shape, view.dtype, parts);
                 } else {
@@ -119,7 +171,16 @@ impl TorchSource {
                 }
             }
         }
-        Ok(Self { stored, views })
+        Ok(Self { stored, views, shared })
+    }
+
+    /// Compares the record of a tensor that is read whole with its CRC-32.
+    fn check_shared(&self, name: &str, region: &Region) -> Result<()> {
+        let is_whole = || self.info(name).is_some_and(|info| info.shape == region.sizes);
+        match self.shared.get(name).filter(|_| is_whole()) {
+            Some(record) => record.check(name),
+            None => Ok(()),
+        }
     }
 }
 
@@ -145,6 +206,7 @@ impl TensorSource for TorchSource {
     }
 
     fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.check_shared(name, region)?;
         let Some(View { file, base, view }) = self.views.get(name) else {
             return self.stored.read(name, region, dtype, device);
         };
@@ -166,7 +228,16 @@ impl TensorSource for TorchSource {
             let values = self.read(name, region, target.dtype(), target.device())?;
             storage::copy_from(target, &values)
         } else {
+            self.check_shared(name, region)?;
             self.stored.read_into(name, region, target)
+        }
+    }
+
+    fn read_into_unverified(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        if self.views.contains_key(name) {
+            self.read_into(name, region, target)
+        } else {
+            self.stored.read_into_unverified(name, region, target)
         }
     }
 }

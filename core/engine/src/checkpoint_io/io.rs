@@ -5,6 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::{Error, Result};
+use fulgurite_error::files::check_len;
+
+/// The longest manifest that is read or written. That of a model with a thousand parameters that a
+/// thousand ranks saved has half as many bytes.
+pub const MAX_MANIFEST: u64 = 1 << 30;
 
 /// Reads and writes the files of checkpoints in a place: a directory, an object store.
 ///
@@ -51,14 +56,24 @@ pub trait CheckpointIO: std::fmt::Debug + Send + Sync {
         self.save(path, bytes)
     }
 
-    /// Reads a small file whole.
+    /// Reads a small file whole: one of at most [`MAX_MANIFEST`] bytes.
     ///
     /// # Errors
-    /// As [`open`](Self::open).
+    /// As [`load_at_most`](Self::load_at_most).
     fn load(&self, path: &str) -> Result<Vec<u8>> {
+        self.load_at_most(path, MAX_MANIFEST)
+    }
+
+    /// Reads a small file of at most `max` bytes whole.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open); [`Error::Io`] of kind `FileTooLarge` if it is longer.
+    fn load_at_most(&self, path: &str, max: u64) -> Result<Vec<u8>> {
         let reader = self.open(path)?;
         let failed = || Error::io("reading", self.location(path));
-        let mut bytes = vec![0; reader.len().map_err(failed())? as usize];
+        let len = reader.len().map_err(failed())?;
+        check_len(len, max).map_err(failed())?;
+        let mut bytes = vec![0; len as usize];
         reader.read_exact_at(&mut bytes, 0).map_err(failed())?;
         Ok(bytes)
     }

@@ -4,7 +4,8 @@ use std::fs::File;
 use std::path::Path;
 
 use super::CheckpointReader;
-use crate::{Error, Result};
+use crate::Result;
+use fulgurite_error::files::open_regular;
 
 /// Bytes read at a time: few enough to stay in a core's cache.
 const PIECE: usize = 256 << 10;
@@ -14,12 +15,18 @@ const PIECE: usize = 256 << 10;
 pub struct LocalFile(File);
 
 impl LocalFile {
-    /// Opens `path` for reading.
+    /// Opens the regular file `path` for reading.
     ///
     /// # Errors
-    /// [`Error::Io`], of kind `NotFound` if there is no such file.
+    /// [`Error::Io`](crate::Error::Io), of kind `NotFound` if there is no such file; if it is a pipe, a
+    /// device or another thing that may be read without an end.
     pub fn open(path: &Path) -> Result<Self> {
-        Ok(Self(File::open(path).map_err(Error::io("opening", path))?))
+        Ok(Self(open_regular(path)?))
+    }
+
+    /// The file itself, positioned at its beginning.
+    pub fn into_file(self) -> File {
+        self.0
     }
 }
 

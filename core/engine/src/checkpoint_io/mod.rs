@@ -4,7 +4,9 @@ mod io;
 mod local;
 mod naming;
 
-pub use io::{CheckpointIO, CheckpointIOConfig, CheckpointReader, CheckpointWriter, Entry};
+pub use io::{
+    CheckpointIO, CheckpointIOConfig, CheckpointReader, CheckpointWriter, Entry, MAX_MANIFEST,
+};
 pub use local::LocalFile;
 pub use naming::{
     invalid_name, is_temporary, is_temporary_of, replaced_base, replaced_name, staging_name,

@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -11,7 +13,7 @@ use super::{Fabric, FabricOptimizer};
 use crate::{Error, Result};
 use fulgurite_checkpoint_format::{
     CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, FullOptions, LoadOptions, LoadReport,
-    RestoreReport, SaveMeta, SaveRequest, TensorSource as _, load_raw,
+    RestoreReport, SaveMeta, SaveRequest, TensorSource, load_into, open,
 };
 use fulgurite_config::PluginValue;
 use fulgurite_config::registry::kind;
@@ -131,7 +133,19 @@ impl Fabric {
             (scalars, step) = (optimizer.scalars(), optimizer.steps());
         }
         let state = to_json(&FabricState { optimizer: scalars, user: to_json(state)? })?;
-        Ok((states, SaveMeta { step, state, config, ..SaveMeta::default() }))
+        let saved_at = Some(self.next_saved_at());
+        Ok((states, SaveMeta { step, state, config, saved_at, ..SaveMeta::default() }))
+    }
+
+    /// The time of a save that begins now: later than that of any checkpoint that was saved or loaded
+    /// before, also where a clock went back.
+    fn next_saved_at(&self) -> u64 {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let now = now.map_or(0, |since| since.as_micros() as u64);
+        let before = self.saved_at.load(Ordering::Relaxed);
+        let saved_at = now.max(before.saturating_add(1));
+        self.saved_at.store(saved_at, Ordering::Relaxed);
+        saved_at
     }
 
     /// Loads a distributed checkpoint, of any strategy and number of ranks, into the model and,
@@ -172,6 +186,7 @@ impl Fabric {
         optimizer: Option<&mut FabricOptimizer>,
         options: &LoadOptions,
     ) -> Result<(T, RestoreReport)> {
+        self.warn_of(source);
         let unreadable = |error: serde_json::Error| {
             let message = format!("its training state cannot be read: {error}");
             Error::checkpoint(source.location(), message)
@@ -187,6 +202,7 @@ impl Fabric {
             }
             None => self.runtime.load_checkpoint(source, None, options)?,
         };
+        self.saved_at.fetch_max(source.manifest().saved_at.unwrap_or(0), Ordering::Relaxed);
         Ok((state, report))
     }
 
@@ -201,9 +217,18 @@ impl Fabric {
         path: impl AsRef<Path>,
         options: impl Into<LoadOptions>,
     ) -> Result<LoadReport> {
-        let report = load_raw(path, self.module_tree()?, options)?;
+        let source = open(path)?;
+        self.warn_of(&*source);
+        let report = load_into(&*source, self.module_tree()?, options)?;
         self.runtime.finish_load()?;
         Ok(report)
+    }
+
+    /// Logs the [warning](TensorSource::warning) of a source, on rank 0.
+    pub(crate) fn warn_of(&self, source: &dyn TensorSource) {
+        if let (0, Some(warning)) = (self.global_rank(), source.warning()) {
+            tracing::warn!("{}: {warning}", source.location().display());
+        }
     }
 }
 

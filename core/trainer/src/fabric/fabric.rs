@@ -1,6 +1,7 @@
 //! [`Fabric`].
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use candle_core::Tensor;
 
@@ -49,6 +50,9 @@ pub struct Fabric {
     world: Arc<dyn ProcessGroup>,
     pub(super) init: ModuleInit,
     seed: u64,
+    /// [`SaveMeta::saved_at`](fulgurite_checkpoint_format::SaveMeta::saved_at) of the last checkpoint that
+    /// was saved or loaded; 0 before.
+    pub(super) saved_at: AtomicU64,
     /// Held as long as this rank takes part in its job.
     pub(super) launched: Option<LaunchedRank>,
 }
@@ -67,7 +71,8 @@ impl Fabric {
     ) -> Result<Self> {
         let init = strategy.module_init_context(init);
         let runtime = Arc::new(StrategyRuntime::new(strategy, world.clone())?);
-        Ok(Self { runtime, world, init, seed, launched: None })
+        let saved_at = AtomicU64::default();
+        Ok(Self { runtime, world, init, seed, saved_at, launched: None })
     }
 
     /// Fabric on one rank.

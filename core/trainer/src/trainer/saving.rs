@@ -260,6 +260,7 @@ impl Session {
                 ResumeSource::Named { .. } => Box::new(open()?),
                 ResumeSource::Local(path) => checkpoint::open(path)?,
             };
+            self.parts.fabric.warn_of(&*source);
             let tree = self.parts.fabric.module_tree()?;
             checkpoint::load_into(&*source, tree, true)?;
             self.parts.fabric.finish_load()?;

@@ -1,9 +1,12 @@
 //! Checkpoints in directories: whole, damaged, of other programs.
 
+mod coverage;
 mod damage;
 mod full;
+mod last;
 mod load_options;
 mod round_trip;
+mod special_files;
 mod torch;
 mod transactions;
 mod weights;

@@ -12,7 +12,7 @@ use fulgurite_core::parameter::Init;
 use fulgurite_core::shard::{Cut, Placement, Region, ShardSpec};
 use fulgurite_test_support::checkpoints::{
     self, Mesh, SEED, bytes, coordinate, io, meta, model, ranks, save_all, set_up, shown, states,
-    values, world_size,
+    values, without_digest, world_size,
 };
 use proptest::prelude::*;
 
@@ -118,7 +118,7 @@ fn the_first_format_version_is_read() {
     let path = temp.path().join("c/manifest.json");
     let new = std::fs::read_to_string(&path).unwrap();
     assert!(!new.contains("boxes"));
-    let old = new.replace("\"chunks\"", "\"boxes\"");
+    let old = without_digest(&new).replace("\"chunks\"", "\"boxes\"");
     std::fs::write(&path, old.replace("\"format_version\": 2", "\"format_version\": 1")).unwrap();
     let checkpoint = DistributedCheckpoint::open(temp.path().join("c")).unwrap();
     assert_eq!(checkpoint.manifest().format_version, 1);
