@@ -261,14 +261,24 @@ impl Running {
 
     /// The process of rank `rank`, once it is there.
     pub fn rank(&self, rank: usize) -> Pid {
+        self.until("the rank to start", |this| this.find_rank(rank))
+    }
+
+    /// The process of rank `rank`, once it is there; none if the program is over before.
+    pub fn rank_if_any(&self, rank: usize) -> Option<Pid> {
+        self.until("the rank to start or the program to end", |this| {
+            let found = this.find_rank(rank);
+            (found.is_some() || this.members().is_empty()).then_some(found)
+        })
+    }
+
+    fn find_rank(&self, rank: usize) -> Option<Pid> {
         let wanted = format!("RANK={rank}");
-        self.until("the rank to start", |this| {
-            this.members().into_iter().filter(|&pid| pid != this.pid()).find(|pid| {
-                // Before its exec a child still has the test's environment.
-                let path = format!("/proc/{}/environ", pid.as_raw_nonzero());
-                let variables = fs::read(path).unwrap_or_default();
-                variables.split(|&byte| byte == 0).any(|v| v == wanted.as_bytes())
-            })
+        self.members().into_iter().filter(|&pid| pid != self.pid()).find(|pid| {
+            // Before its exec a child still has the test's environment.
+            let path = format!("/proc/{}/environ", pid.as_raw_nonzero());
+            let variables = fs::read(path).unwrap_or_default();
+            variables.split(|&byte| byte == 0).any(|v| v == wanted.as_bytes())
         })
     }
 

@@ -6,5 +6,6 @@
 //! CAMPAIGN_SEED=17 CAMPAIGN_TRIALS=1 cargo test --test it campaign::kills -- --nocapture   # trial 17 again
 //! ```
 
+mod kills;
 mod strangers;
 mod trials;

@@ -1,0 +1,247 @@
+//! Kills, signals and frozen ranks at random moments, from the program's `exec` to its end: while it starts,
+//! trains, saves, validates, shuts down, and while it resumes from what an earlier kill has left.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::time::{Duration, Instant};
+
+use fastrand::Rng;
+use fulgurite::core::checkpoint::tools::{AnyCheckpoint, verify};
+use fulgurite::core::checkpoint::{CheckpointIO as _, LAST, is_temporary};
+use fulgurite_checkpoint::LocalDirectory;
+use rustix::process::{Signal, kill_process, kill_process_group};
+
+use super::trials::{Trial, trials};
+use crate::program::{Job, Run, Running, Scratch};
+
+/// Steps of a run that nothing ends.
+const STEPS: u64 = 12;
+/// Steps of the longest resumed run.
+const LONGEST: u64 = 40;
+/// `trainer.timeout_secs` of a job with a frozen rank.
+const FROZEN_TIMEOUT: u64 = 2;
+/// When a job must be over: a limit on a hang.
+const OVER: Duration = Duration::from_secs(10);
+
+/// What happens to a job.
+#[derive(Debug, Clone, Copy)]
+enum Strike {
+    KillRank(usize),
+    KillSupervisor,
+    Signal(Signal, To),
+    Freeze(usize),
+}
+
+/// Who gets a signal.
+#[derive(Debug, Clone, Copy)]
+enum To {
+    Supervisor,
+    Rank(usize),
+    /// All processes, as from a terminal.
+    Everybody,
+}
+
+impl Strike {
+    fn random(rng: &mut Rng, devices: usize) -> Self {
+        let rank = rng.usize(..devices);
+        match rng.u32(..20) {
+            0..6 => Self::KillRank(rank),
+            6..9 => Self::KillSupervisor,
+            9 => Self::Freeze(rank),
+            _ => {
+                let signal = [Signal::INT, Signal::TERM, Signal::USR1][rng.usize(..3)];
+                let to = [To::Supervisor, To::Rank(rank), To::Everybody][rng.usize(..3)];
+                Self::Signal(signal, to)
+            }
+        }
+    }
+
+    /// Strikes, unless there is nobody left to strike.
+    fn strike(self, running: &Running) -> Struck {
+        let rank = |rank, signal| match running.rank_if_any(rank) {
+            Some(pid) => kill_process(pid, signal).is_ok(),
+            None => false,
+        };
+        let supervisor = |signal| kill_process(running.pid(), signal).is_ok();
+        let alive = match self {
+            Self::KillRank(r) => rank(r, Signal::KILL),
+            Self::KillSupervisor => supervisor(Signal::KILL),
+            Self::Freeze(r) => rank(r, Signal::STOP),
+            Self::Signal(signal, To::Rank(r)) => rank(r, signal),
+            Self::Signal(signal, To::Supervisor) => supervisor(signal),
+            Self::Signal(signal, To::Everybody) => {
+                kill_process_group(running.pid(), signal).is_ok()
+            }
+        };
+        Struck { alive, at: Instant::now() }
+    }
+
+    /// Checks how the job ended. Whatever happens to it too late leaves a run that is done.
+    fn check(self, run: &Run, struck: Struck) {
+        let errors: Vec<_> = run.stderr.lines().filter(|line| line.contains("error")).collect();
+        let text = format!("{self:?}: {}\n{}{}", run.status, run.stdout, run.stderr);
+        if run.code() == Some(0) {
+            assert!(run.stdout.contains("\"summary\"") && errors.is_empty(), "{text}");
+            return;
+        }
+        assert!(struck.alive, "{text}");
+        assert!(!run.stderr.contains("panicked"), "{text}");
+        match self {
+            Self::KillRank(rank) => {
+                let expected = format!("error: rank {rank} was killed by signal 9 (SIGKILL)");
+                assert_eq!((run.code(), errors), (Some(137), vec![&*expected]), "{text}");
+            }
+            Self::KillSupervisor => assert_eq!(run.signal(), Some(9), "{text}"),
+            Self::Signal(signal, _) => {
+                // The program may not have been so far as to set its handlers.
+                let code = run.code().or(run.signal().map(|signal| 128 + signal));
+                assert_eq!((code, errors), (Some(128 + signal.as_raw()), vec![]), "{text}");
+            }
+            Self::Freeze(rank) => {
+                assert_eq!(run.code(), Some(1), "{text}");
+                // Another rank may give up in the same moment.
+                assert!(errors[1..].iter().all(|error| error.contains("failed too")), "{text}");
+                let (rank, error) = (rank.to_string(), errors[0]);
+                let (_, missing) = error
+                    .split_once("waited for rank ")
+                    .or_else(|| error.split_once("have not come: "))
+                    .unwrap_or_else(|| panic!("{text}"));
+                let last = missing.rsplit_once("which waits for rank ");
+                let (blamed, _) = match last {
+                    Some((_, last)) => last.split_once(", which waits for nobody").unwrap(),
+                    None => missing.split_once([' ', '.']).unwrap(),
+                };
+                assert_eq!(blamed, rank, "{text}");
+            }
+        }
+    }
+}
+
+/// That a strike has happened.
+#[derive(Clone, Copy)]
+struct Struck {
+    /// Whether there was a process that it could hit.
+    alive: bool,
+    at: Instant,
+}
+
+/// A moment after the program was started: in half of the trials while it starts.
+fn moment(rng: &mut Rng) -> Duration {
+    let limit = if rng.bool() { 80_000 } else { 1_000_000 };
+    Duration::from_micros(rng.u64(..limit))
+}
+
+/// Starts the job, strikes, and waits until it is over, with nothing left behind.
+fn struck(job: &Job, scratch: &Scratch, strike: Strike, moment: Duration) -> Run {
+    let running = job.start();
+    let until = Instant::now() + moment;
+    while Instant::now() < until {
+        std::thread::sleep(Duration::from_micros(200).min(until - Instant::now()));
+    }
+    let struck = strike.strike(&running);
+    running.until_gone();
+    let took = struck.at.elapsed();
+    let frozen = match strike {
+        Strike::Freeze(_) => Duration::from_secs(FROZEN_TIMEOUT),
+        _ => Duration::ZERO,
+    };
+    let run = running.wait();
+    assert!(took < OVER + frozen, "{strike:?}: over after {took:?}:\n{}", run.stderr);
+    let left: Vec<_> = fs::read_dir(scratch.temporary()).unwrap().flatten().collect();
+    assert!(left.is_empty(), "{strike:?}: {left:?}");
+    let shared = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    let ours: Vec<_> =
+        shared.filter(|e| e.file_name().to_string_lossy().contains("fulgurite")).collect();
+    assert!(ours.is_empty(), "{strike:?}: {ours:?}");
+    strike.check(&run, struck);
+    run
+}
+
+/// Verifies all checkpoints, and returns the step of the newest.
+fn newest(scratch: &Scratch) -> u64 {
+    let place = scratch.path().join("kept");
+    if !place.exists() {
+        return 0;
+    }
+    let entries = LocalDirectory::new(&place).list("").unwrap();
+    let kept = entries.iter().filter(|entry| !is_temporary(&entry.name) && entry.name != LAST);
+    let step = |name: &str| {
+        let checkpoint = AnyCheckpoint::open(place.join(name)).unwrap();
+        let damages = verify(&checkpoint, &mut |_| {}).damages;
+        assert!(damages.is_empty(), "{name}: {damages:?}");
+        name["step-".len()..].parse().unwrap()
+    };
+    kept.map(|entry| step(&entry.name)).max().unwrap_or(0)
+}
+
+/// Asserts that the losses are those of a run that nothing has ended.
+fn assert_equal_to_the_bit(found: &BTreeMap<u64, f64>, whole: &BTreeMap<u64, f64>) {
+    for (step, loss) in found {
+        assert_eq!(loss.to_bits(), whole[step].to_bits(), "step {step}");
+    }
+}
+
+/// The losses of runs that nothing has ended, by strategy and number of ranks.
+type Whole = BTreeMap<(&'static str, usize), BTreeMap<u64, f64>>;
+
+fn training<'a>(scratch: &'a Scratch, strategy: &str, devices: usize) -> Job<'a> {
+    scratch.small().on(strategy, devices, 1).set(&[
+        "scheduler=constant",
+        "data.shuffle=true",
+        "data.validation_fraction=0.2",
+        "trainer.val_check_interval=3",
+        "model.num_key_value_heads=2",
+        "model.vocab_size=54",
+        "model.intermediate_size=38",
+        "model.dropout=0.1",
+        "trainer.loggers=[]",
+        "trainer.enable_progress_bar=false",
+    ])
+}
+
+fn kill_once(trial: &mut Trial, whole: &mut Whole) {
+    let rng = &mut trial.rng;
+    const MESH: &str = "{ type = \"model_parallel\", tensor_parallel_size = 2 }";
+    let (strategy, devices) = [("fsdp", 2), ("ddp", 2), ("fsdp", 3), (MESH, 4)][rng.usize(..4)];
+    let scratch = Scratch::with_tokens();
+    let job = training(&scratch, strategy, devices);
+    let whole = whole.entry((strategy, devices)).or_insert_with(|| {
+        let until = format!("trainer.max_steps={LONGEST}");
+        job.clone().set(&[&until]).succeed().losses()
+    });
+    let saving = job.set(&[
+        "trainer.ckpt_path=last",
+        "checkpoint.dir=kept",
+        "checkpoint.save_last=true",
+        "checkpoint.keep_last=2",
+        &format!("checkpoint.every_n_steps={}", 1 + rng.u32(..3)),
+        &format!("checkpoint.async_save={}", rng.bool()),
+    ]);
+    // The second one strikes while the run resumes.
+    for _ in 0..1 + rng.u32(..2) {
+        let strike = Strike::random(rng, devices);
+        let timeout = match strike {
+            Strike::Freeze(_) => FROZEN_TIMEOUT,
+            // Longer than any job may take to end.
+            _ => 600,
+        };
+        let steps = newest(&scratch) + STEPS;
+        let job = saving.clone().set(&[
+            &format!("trainer.timeout_secs={timeout}"),
+            &format!("trainer.max_steps={steps}"),
+        ]);
+        let run = struck(&job, &scratch, strike, moment(rng));
+        assert_equal_to_the_bit(&run.losses_so_far(), whole);
+    }
+    let from = newest(&scratch);
+    let until = format!("trainer.max_steps={}", from + 2);
+    let resumed = saving.set(&[&until]).succeed().losses();
+    assert_eq!(resumed.keys().copied().collect::<Vec<_>>(), [from + 1, from + 2]);
+    assert_equal_to_the_bit(&resumed, whole);
+}
+
+#[test]
+fn nothing_that_ends_a_job_leaves_anything_behind() {
+    let mut whole = Whole::new();
+    trials(6, |trial| kill_once(trial, &mut whole));
+}
