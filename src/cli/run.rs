@@ -10,7 +10,7 @@ use fulgurite_core::fabric::Connection;
 use fulgurite_core::launch::{LaunchedRank, interruption, report_and_exit_code};
 use fulgurite_core::run::TrainerConfig;
 use fulgurite_core::trainer::{LightningModule, RunConfigOf, Trainer};
-use fulgurite_core::{Error, Result};
+use fulgurite_core::{Error, Result, advice};
 use fulgurite_loggers::{JsonLines, ProgressBar};
 use toml::Table;
 
@@ -120,7 +120,8 @@ impl Cli {
             // The panic hook has reported the panic.
             Ok(Err(_panic)) => ExitCode::from(101),
             Err(error) => report_and_exit_code(Err(Error::Launch(format!(
-                "a thread with a stack of {STACK_BYTES} bytes could not be started: {error}"
+                "a thread with a stack of {STACK_BYTES} bytes could not be started: {error}{}",
+                advice(&error)
             )))),
         }
     }

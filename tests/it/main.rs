@@ -8,6 +8,7 @@ mod faults;
 mod full_disk;
 mod hugging_face;
 mod interop;
+mod limits;
 mod llama;
 mod model_parallel;
 mod parity;

@@ -118,7 +118,7 @@ impl Scratch {
     /// `pretrain` with these arguments.
     pub fn job(&self, args: &[&str]) -> Job<'_> {
         let args = args.iter().map(|&arg| arg.to_owned()).collect();
-        Job { scratch: self, args, envs: Vec::new(), shell: None }
+        Job { scratch: self, args, envs: Vec::new(), shell: None, limit: None }
     }
 
     /// `pretrain fit` of a tiny model on tokens.u16, in order, with JSON on stdout. Its dimensions
@@ -153,6 +153,7 @@ pub struct Job<'a> {
     envs: Vec<(String, String)>,
     /// A script that runs the program, as `"$@"`.
     shell: Option<&'static str>,
+    limit: Option<String>,
 }
 
 impl Job<'_> {
@@ -195,16 +196,27 @@ impl Job<'_> {
         Self { shell: Some(script), ..self }
     }
 
+    /// Runs the program under a limit of `ulimit`: `-n 12`.
+    #[must_use]
+    pub fn limited(self, limit: &str) -> Self {
+        Self { limit: Some(limit.to_owned()), ..self }
+    }
+
     pub fn start(&self) -> Running {
         static COUNT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
         let n = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let out = self.scratch.root.path().join("out");
         let (stdout, stderr) = (out.join(format!("{n}.stdout")), out.join(format!("{n}.stderr")));
-        let mut command = match self.shell {
-            Some(script) => unshared(script),
-            None => Command::new(program()),
+        let mut command = match (self.shell, &self.limit) {
+            (Some(script), _) => unshared(script),
+            (None, Some(limit)) => {
+                let mut command = Command::new("sh");
+                command.args(["-euc", &format!("ulimit {limit}; exec \"$@\""), "sh"]);
+                command
+            }
+            (None, None) => Command::new(program()),
         };
-        if self.shell.is_some() {
+        if self.shell.is_some() || self.limit.is_some() {
             command.arg(program());
         }
         for name in LAUNCHERS {

@@ -22,7 +22,8 @@ pub fn advice(error: &io::Error) -> &'static str {
             "; all processes of this machine have too many files open (fs.file-max)"
         }
         Some(Errno::AGAIN) => {
-            "; raise the limit on threads and processes (ulimit -u, or pids.max of the container)"
+            "; raise the limit on threads and processes (ulimit -u, or pids.max of the container) or on \
+             memory (ulimit -v)"
         }
         Some(Errno::NOMEM) => {
             "; there is too little memory, or its limit is too low (ulimit -v, or the container's)"

@@ -27,7 +27,7 @@ pub use fulgurite_engine::{
     autograd, collective, data, execution, mesh, module, optim, parallel, parameter, random, shard,
     strategy,
 };
-pub use fulgurite_error::{Error, Result, files};
+pub use fulgurite_error::{Error, Result, advice, files};
 pub use fulgurite_launch as launch;
 pub use fulgurite_launch::environment;
 pub use fulgurite_nn as nn;

@@ -91,7 +91,7 @@ mod linux {
     use candle_core::{DType, Tensor};
     use fulgurite_core::collective::{GroupContext, ProcessGroup};
     use fulgurite_core::launch::Store;
-    use fulgurite_core::{Error, Result};
+    use fulgurite_core::{Error, Result, advice};
     use memmap2::{MmapOptions, MmapRaw};
     use rustix::event::{PollFd, PollFlags, poll};
     use rustix::fs::{
@@ -151,7 +151,7 @@ mod linux {
 
     impl ProcessRendezvous {
         fn create(&self, key: &str, layout: RegionLayout) -> Result<MappedRegion> {
-            let made = make_region(layout);
+            let made = make_region(layout).map_err(|e| format!("{e}{}", advice(&e)));
             let announcement = match &made {
                 Ok((_, file, nonce)) => Announcement::Region {
                     pid: std::process::id(),
@@ -159,7 +159,7 @@ mod linux {
                     len: layout.len,
                     nonce: *nonce,
                 },
-                Err(error) => Announcement::Failed(error.to_string()),
+                Err(error) => Announcement::Failed(error.clone()),
             };
             let bytes = serde_json::to_vec(&announcement).map_err(Error::other)?;
             self.store.set(key, &bytes)?;

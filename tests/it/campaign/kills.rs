@@ -236,7 +236,8 @@ fn kill_once(trial: &mut Trial, whole: &mut Whole) {
     let from = newest(&scratch);
     let until = format!("trainer.max_steps={}", from + 2);
     let resumed = saving.set(&[&until]).succeed().losses();
-    assert_eq!(resumed.keys().copied().collect::<Vec<_>>(), [from + 1, from + 2]);
+    let (first, last) = (*resumed.keys().next().unwrap(), *resumed.keys().last().unwrap());
+    assert!(first <= from + 1 && last == from + 2, "{first} to {last}, from {from}");
     assert_equal_to_the_bit(&resumed, whole);
 }
 

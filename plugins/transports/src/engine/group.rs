@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::collective::{Collective, ProcessGroup, Solo, Work, check};
-use fulgurite_core::{Error, Result};
+use fulgurite_core::{Error, Result, advice};
 use twox_hash::XxHash3_64;
 
 use super::plan::Collective as EngineCollective;
@@ -93,7 +93,9 @@ impl Group {
                 let (shared, worker) = (shared.clone(), worker.clone());
                 move || communicate(&shared, &worker)
             })
-            .map_err(|e| Error::Launch(format!("starting a communication thread: {e}")))?;
+            .map_err(|e| {
+                Error::Launch(format!("starting a communication thread: {e}{}", advice(&e)))
+            })?;
         let group = Self {
             shared,
             worker,

@@ -1,0 +1,51 @@
+//! Programs under limits of the system that are too low: the first line of their errors names the limit.
+
+use crate::program::{Job, Scratch};
+
+/// The first error of a run under a limit of `ulimit`, without what differs from run to run; none if the
+/// limit is high enough.
+fn first_error(job: &Job, limit: &str) -> Option<String> {
+    let run = job.clone().limited(limit).run();
+    if run.code() == Some(0) {
+        return None;
+    }
+    assert_eq!(run.code(), Some(1), "{limit}: {}", run.stderr);
+    Some(run.first_error().to_owned())
+}
+
+#[test]
+fn too_few_open_files_are_named() {
+    let scratch = Scratch::with_tokens();
+    let job = scratch.small().on("fsdp", 2, 3).set(&["trainer.max_steps=1"]);
+    let mut enough = false;
+    for files in [4, 7, 8, 64] {
+        let error = first_error(&job, &format!("-n {files}"));
+        enough = error.is_none();
+        if let Some(error) = error {
+            let named =
+                error.contains("Too many open files") || error.contains("No file descriptors");
+            assert!(named && error.contains("ulimit -n"), "{files}: {error}");
+        }
+    }
+    assert!(enough, "64 files are enough");
+}
+
+#[test]
+fn too_little_memory_is_named() {
+    let scratch = Scratch::with_tokens();
+    let job = scratch.small().on("fsdp", 2, 3).set(&["trainer.max_steps=1"]);
+    for kib in [60_000, 150_000, 300_000] {
+        let error = first_error(&job, &format!("-v {kib}")).expect("too little");
+        assert!(error.contains("memory"), "{kib}: {error}");
+    }
+}
+
+#[test]
+fn a_limit_on_the_size_of_files_is_named() {
+    let scratch = Scratch::with_tokens();
+    let job = scratch.small().set(&["checkpoint.dir=kept", "checkpoint.every_n_steps=1"]);
+    let error = first_error(&job, "-f 8").expect("checkpoints are larger");
+    let (place, what) = error.split_once(".safetensors: ").unwrap();
+    assert!(place.starts_with("error: writing kept/step-00000001.tmp-"), "{error}");
+    insta::assert_snapshot!(what, @"File too large (os error 27); raise the limit on the size of files (ulimit -f)");
+}
