@@ -18,7 +18,7 @@ fn too_few_open_files_are_named() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().on("fsdp", 2, 3).set(&["trainer.max_steps=1"]);
     let mut enough = false;
-    for files in [4, 7, 8, 64] {
+    for files in [4, 9, 12, 64] {
         let error = first_error(&job, &format!("-n {files}"));
         enough = error.is_none();
         if let Some(error) = error {

@@ -237,7 +237,11 @@ fn kill_once(trial: &mut Trial, whole: &mut Whole) {
     let until = format!("trainer.max_steps={}", from + 2);
     let resumed = saving.set(&[&until]).succeed().losses();
     let (first, last) = (*resumed.keys().next().unwrap(), *resumed.keys().last().unwrap());
-    assert!(first <= from + 1 && last == from + 2, "{first} to {last}, from {from}");
+    assert!(
+        first <= from + 1 && last == from + 2,
+        "trial {}: {first} to {last}, from {from}",
+        trial.seed
+    );
     assert_equal_to_the_bit(&resumed, whole);
 }
 
