@@ -7,5 +7,6 @@
 //! ```
 
 mod kills;
+mod limits;
 mod strangers;
 mod trials;

@@ -334,7 +334,7 @@ impl Server {
     fn open_before(
         &self,
         purpose: Purpose,
-        deadline: Instant,
+        mut deadline: Instant,
         over: impl Fn() -> bool,
     ) -> Result<Reader<TcpStream>, HandshakeError> {
         let mut pause = Duration::from_millis(10);
@@ -346,7 +346,13 @@ impl Server {
                 Err(HandshakeError::Retry(_)) => {}
                 done => return done,
             }
+            let paused = Instant::now();
             std::thread::sleep(pause);
+            // Time in which this process did not run does not count.
+            let stopped = paused.elapsed().saturating_sub(pause);
+            if stopped > Duration::from_secs(1) {
+                deadline += stopped;
+            }
             pause = (pause * 2).min(Duration::from_millis(500));
         }
     }

@@ -378,14 +378,14 @@ impl Session {
     /// Collective.
     fn validate_training(&mut self, optimizer: &mut FabricOptimizer) -> Result<ValidationOutcome> {
         optimizer.swap_ema()?;
-        let validated = self.validate(true)?;
+        let validated = self.validate()?;
         optimizer.swap_ema()?;
         Ok(validated)
     }
 
-    /// Validates, if there is validation data. During training it can be interrupted between two
-    /// batches; the resumed run starts it again. Collective.
-    pub(super) fn validate(&mut self, training: bool) -> Result<ValidationOutcome> {
+    /// Validates, if there is validation data. It can be interrupted between two batches; a resumed
+    /// training starts it again. Collective.
+    pub(super) fn validate(&mut self) -> Result<ValidationOutcome> {
         let share = self.parts.fabric.sampler_share()?;
         let len = self.runner.num_samples(Split::Validation);
         let sampler = EvalSampler::new(len, self.batch_size, share.num_replicas, share.rank)?;
@@ -404,8 +404,7 @@ impl Session {
             let _no_grad = no_grad();
             let _scope = self.parts.fabric.forward_scope(false, step, 0);
             for batch_index in 0..batches {
-                if training
-                    && batch_index > 0
+                if batch_index > 0
                     && let Some(why) = self.vote_on_stop(false)?.interruption
                 {
                     return Ok(ValidationOutcome::Interrupted(why));
