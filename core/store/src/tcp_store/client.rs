@@ -334,25 +334,23 @@ impl Server {
     fn open_before(
         &self,
         purpose: Purpose,
-        mut deadline: Instant,
+        deadline: Instant,
         over: impl Fn() -> bool,
     ) -> Result<Reader<TcpStream>, HandshakeError> {
         let mut pause = Duration::from_millis(10);
         loop {
-            match self.open(purpose, deadline) {
-                Err(HandshakeError::Retry(why)) if over() || Instant::now() + pause >= deadline => {
+            let begun = Instant::now();
+            // The last attempt has a second, however late it is: time in which this process did not run does
+            // not count.
+            let within = deadline.saturating_duration_since(begun).max(Duration::from_secs(1));
+            match self.open(purpose, begun + within) {
+                Err(HandshakeError::Retry(why)) if over() || begun >= deadline => {
                     return Err(HandshakeError::Retry(why));
                 }
                 Err(HandshakeError::Retry(_)) => {}
                 done => return done,
             }
-            let paused = Instant::now();
             std::thread::sleep(pause);
-            // Time in which this process did not run does not count.
-            let stopped = paused.elapsed().saturating_sub(pause);
-            if stopped > Duration::from_secs(1) {
-                deadline += stopped;
-            }
             pause = (pause * 2).min(Duration::from_millis(500));
         }
     }
