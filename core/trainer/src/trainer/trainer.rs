@@ -7,6 +7,7 @@ use toml::Table;
 
 use super::callback::Callbacks;
 use super::hooks::Hook;
+use super::log_table::LogTable;
 use super::meter::{Meter, seconds_since_epoch};
 use super::runner::{self, RunnerSetup};
 use super::saving::Saving;
@@ -270,6 +271,8 @@ impl Trainer {
             cursor: Cursor::default(),
             epoch: 0,
             metrics: std::collections::BTreeMap::new(),
+            epoch_table: LogTable::default(),
+            hook_table: LogTable::default(),
             started_epoch: None,
             validation_due: false,
         })
