@@ -62,10 +62,102 @@ impl Default for LlamaConfig {
     }
 }
 
+/// Sizes that are taken for a mistake; what is below them may still not fit into memory.
+const MAX_WIDTH: usize = 1 << 20;
+const MAX_LAYERS: usize = 1 << 14;
+const MAX_HEADS: usize = 1 << 14;
+const MAX_POSITIONS: usize = 1 << 27;
+
 impl LlamaConfig {
+    /// Checks the keys, and that they fit data of sequences of `seq_len` ids below `ids`.
+    pub fn check(&self, seq_len: usize, ids: usize) -> Result<()> {
+        self.check_sizes()?;
+        self.check_numbers()?;
+        let positions = self.max_position_embeddings;
+        if seq_len > positions {
+            let message = format!("must be at least data.seq_len = {seq_len}, found {positions}");
+            return wrong("max_position_embeddings", message);
+        }
+        match self.vocab_size.filter(|&vocab_size| vocab_size < ids) {
+            Some(vocab_size) => {
+                let message = format!(
+                    "must be above the data's ids, which go up to {}, found {vocab_size}; or are data.path \
+                     and data.token_dtype other than meant?",
+                    ids - 1
+                );
+                wrong("vocab_size", message)
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn check_sizes(&self) -> Result<()> {
+        let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
+        for (key, value, most) in [
+            ("vocab_size", self.vocab_size.unwrap_or(1), MAX_POSITIONS),
+            ("hidden_size", self.hidden_size, MAX_WIDTH),
+            ("intermediate_size", self.intermediate_size, MAX_WIDTH),
+            ("num_hidden_layers", self.num_hidden_layers, MAX_LAYERS),
+            ("num_attention_heads", heads, MAX_HEADS),
+            ("num_key_value_heads", kv_heads.unwrap_or(1), MAX_HEADS),
+            ("head_dim", self.head_dim.unwrap_or(1), MAX_WIDTH),
+            ("max_position_embeddings", self.max_position_embeddings, MAX_POSITIONS),
+        ] {
+            if !(1..=most).contains(&value) {
+                return wrong(key, format!("must be from 1 to {most}, found {value}"));
+            }
+        }
+        if let Some(kv_heads) = kv_heads.filter(|&n| !heads.is_multiple_of(n)) {
+            let message =
+                format!("must divide model.num_attention_heads = {heads}, found {kv_heads}");
+            return wrong("num_key_value_heads", message);
+        }
+        if self.head_dim.is_none() && !self.hidden_size.is_multiple_of(heads) {
+            let message = format!(
+                "{} is not divisible by model.num_attention_heads = {heads}; change one of them, or \
+                 set model.head_dim",
+                self.hidden_size
+            );
+            return wrong("hidden_size", message);
+        }
+        if !self.head_dim().is_multiple_of(2) {
+            let message = format!(
+                "must be even for rotary embeddings, found {} (by default model.hidden_size / \
+                 model.num_attention_heads)",
+                self.head_dim()
+            );
+            return wrong("head_dim", message);
+        }
+        Ok(())
+    }
+
+    fn check_numbers(&self) -> Result<()> {
+        for (key, value, most) in [
+            ("rms_norm_eps", self.rms_norm_eps, 1.0),
+            ("rope_theta", self.rope_theta, 1e30),
+            ("initializer_range", self.initializer_range, 1e3),
+        ] {
+            if !(0.0..=most).contains(&value) {
+                return wrong(key, format!("must be a number from 0 to {most:?}, found {value:?}"));
+            }
+        }
+        if self.rope_theta <= 0.0 {
+            return wrong("rope_theta", format!("must be above 0, found {:?}", self.rope_theta));
+        }
+        if !(0.0..1.0).contains(&self.dropout) {
+            let message = format!("must be at least 0 and below 1, found {:?}", self.dropout);
+            return wrong("dropout", message);
+        }
+        Ok(())
+    }
+
+    fn head_dim(&self) -> usize {
+        self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads.max(1))
+    }
+
     fn attention(&self) -> Result<AttentionConfig> {
         let num_heads = self.num_attention_heads;
-        let head_dim = self.head_dim.unwrap_or(self.hidden_size / num_heads.max(1));
+        let head_dim = self.head_dim();
         Ok(AttentionConfig {
             hidden_size: self.hidden_size,
             num_heads,
@@ -80,6 +172,10 @@ impl LlamaConfig {
     fn init(&self) -> Init {
         Init::Normal { mean: 0.0, std: self.initializer_range }
     }
+}
+
+fn wrong<T>(key: &str, message: String) -> Result<T> {
+    Err(Error::Config(format!("`model.{key}`: {message}")))
 }
 
 struct DecoderLayer {
@@ -163,13 +259,6 @@ impl Llama {
     /// The cross entropy of `targets`, the tokens that follow `ids`.
     pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Loss> {
         linear_cross_entropy(&self.lm_head, &self.hidden(ids)?, targets)
-    }
-
-    /// The [`loss`](Self::loss), and the most likely token after each of `ids`.
-    pub fn evaluate(&self, ids: &Tensor, targets: &Tensor) -> Result<(Loss, Tensor)> {
-        let hidden = self.hidden(ids)?;
-        let loss = linear_cross_entropy(&self.lm_head, &hidden, targets)?;
-        Ok((loss, linear_predicted_classes(&self.lm_head, &hidden)?))
     }
 
     /// The last layer's output, normalised.

@@ -34,7 +34,8 @@ impl LightningModule for LitLlama {
             // With additional rows, tensor-parallel ranks divide the vocabulary evenly.
             config.vocab_size = data.vocab_size().map(|tokens| tokens.next_multiple_of(8));
         }
-        Ok(())
+        let ids = data.vocab_size().unwrap_or(data.largest_first_id() as usize + 1);
+        config.check(data.seq_len(), ids)
     }
 
     fn configure_model(config: &LlamaConfig, b: &ModuleBuilder) -> Result<Self> {
@@ -47,13 +48,6 @@ impl LightningModule for LitLlama {
 
     fn training_step(&mut self, batch: &TokenBatch, _: &mut StepContext) -> Result<Loss> {
         self.0.loss(&batch.inputs, &batch.targets)
-    }
-
-    fn validation_step(&mut self, batch: &TokenBatch, ctx: &mut StepContext) -> Result<Loss> {
-        let (loss, next_tokens) = self.0.evaluate(&batch.inputs, &batch.targets)?;
-        ctx.log("val_accuracy", Accuracy::of_classes(&next_tokens, &batch.targets)?);
-        ctx.log("val_perplexity", Perplexity::of(&loss)?);
-        Ok(loss)
     }
 }
 

@@ -9,7 +9,7 @@ use fulgurite_core::data::DataModule;
 use fulgurite_core::fabric::Connection;
 use fulgurite_core::launch::{LaunchedRank, interruption, report_and_exit_code};
 use fulgurite_core::run::TrainerConfig;
-use fulgurite_core::trainer::{LightningModule, RunConfigOf, Trainer};
+use fulgurite_core::trainer::{LightningModule, RunConfigOf, RunPurpose, Trainer};
 use fulgurite_core::{Error, Result, advice};
 use fulgurite_loggers::{JsonLines, ProgressBar};
 use toml::Table;
@@ -145,8 +145,12 @@ fn execute<M: LightningModule>(request: &RunRequest, defaults: Result<Table>) ->
     if request.print_config {
         return print_toml(&run.to_table()?);
     }
-    run.check_plugins()?;
-    let (_launched, trainer) = connect(request, &run.trainer)?;
+    let purpose = match request.action {
+        Action::Fit => RunPurpose::Fit,
+        Action::Validate => RunPurpose::Validate,
+    };
+    let (_launched, trainer) =
+        trainer(request, &run.trainer, Trainer::connect::<M>(&run, purpose)?);
     match request.action {
         Action::Fit => trainer.fit::<M>(&run).map(drop),
         Action::Validate => trainer.validate::<M>(&run).map(drop),
@@ -157,10 +161,13 @@ fn print_toml(config: &Table) -> Result<()> {
     print(&to_toml(config)?)
 }
 
-/// Becomes a rank, with a trainer that reports in the format of the request. The rank takes part in
-/// the job as long as the [`LaunchedRank`] lives. Collective.
-fn connect(request: &RunRequest, config: &TrainerConfig) -> Result<(LaunchedRank, Trainer)> {
-    let Connection { launched, world } = config.connect()?;
+/// The trainer of a rank, which reports in the format of the request. The rank takes part in the job
+/// as long as the [`LaunchedRank`] lives.
+fn trainer(
+    request: &RunRequest,
+    config: &TrainerConfig,
+    Connection { launched, world }: Connection,
+) -> (LaunchedRank, Trainer) {
     let mut trainer =
         Trainer::new(world).with_program_start(launched.program_start).with_interrupt(interruption);
     if launched.rank == 0 {
@@ -175,7 +182,7 @@ fn connect(request: &RunRequest, config: &TrainerConfig) -> Result<(LaunchedRank
             trainer = trainer.with_sink(Box::new(bar));
         }
     }
-    Ok((launched, trainer))
+    (launched, trainer)
 }
 
 fn log_to_stderr() {

@@ -167,7 +167,14 @@ impl ModelParallel {
         // Sizes that do not fit are an error before any rank is started.
         if context.world_size > 0 {
             let [replicate, shard, cp, tp] = sizes;
-            DeviceMesh::layout_for(context.world_size, replicate, shard, cp, tp)?;
+            let layout = DeviceMesh::layout_for(context.world_size, replicate, shard, cp, tp);
+            layout.map_err(|error| match (error, self.data_parallel_size) {
+                (Error::Mesh(message), Some(_)) => Error::Mesh(format!(
+                    "{message}. `data_parallel_size` is `data_parallel_replicate_size` times \
+                     `data_parallel_shard_size`"
+                )),
+                (error, _) => error,
+            })?;
         }
         Ok(Box::new(MeshStrategy::new(Settings {
             reshard_after_forward: self.reshard_after_forward != ReshardAfterForward::Never,

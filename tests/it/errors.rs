@@ -15,7 +15,7 @@ fn names_that_nobody_registered() {
     assert_snapshot!(error("trainer.strategy=fsdpp"), @"error: unknown strategy `fsdpp`; available: auto, ddp, fsdp, fsdp2, fsdp_tp, hsdp, model_parallel, single_device, tp. If a plugin crate provides `fsdpp`, link it with `use that_crate as _;` in the program");
     assert_snapshot!(error("trainer.process_group=nccl2"), @"error: unknown process_group `nccl2`; available: shm. If a plugin crate provides `nccl2`, link it with `use that_crate as _;` in the program");
     assert_snapshot!(error("optimizer.type=adam"), @"error: unknown optimizer `adam`; available: adamw, sgd. If a plugin crate provides `adam`, link it with `use that_crate as _;` in the program");
-    assert_snapshot!(error("trainer.max_step=3"), @"error: --set trainer.max_step=3: unknown key `trainer.max_step`; did you mean `max_steps`? (the keys of `trainer` are devices, num_nodes, max_steps, max_epochs, max_time, accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, ema_decay, val_check_interval, limit_val_batches, log_every_n_steps, precision, default_root_dir, ckpt_path, enable_progress_bar, unused_parameters, freeze, activation_checkpointing, timeout_secs, strategy, process_group, environment, loggers)");
+    assert_snapshot!(error("trainer.max_step=3"), @"error: --set trainer.max_step=3: unknown key `trainer.max_step`; did you mean `max_steps`? (the keys of `trainer` are devices, num_nodes, max_steps, max_epochs, max_time, accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, ema_decay, val_check_interval, limit_val_batches, log_every_n_steps, precision, default_root_dir, ckpt_path, enable_progress_bar, unused_parameters, freeze, activation_checkpointing, timeout_secs, memory_check, strategy, process_group, environment, job_key_file, loggers)");
     assert_snapshot!(error("model.hidden=3"), @"error: --set model.hidden=3: unknown key `model.hidden` (the keys of `model` are vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, max_position_embeddings, rms_norm_eps, rope_theta, tie_word_embeddings, initializer_range, dropout, from_pretrained)");
     assert_snapshot!(error("max_steps=3"), @"error: --set max_steps=3: unknown key `max_steps`; did you mean `trainer.max_steps`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
     assert_snapshot!(error("trainer.strategy={ type = 'fsdp', reshard = true }"), @"error: unknown key `trainer.strategy.reshard` (the keys of `trainer.strategy` are reshard_after_forward, mixed_precision, prefetch, shard_conditions, allow_root_only, accumulation_sync, parallelize)");
@@ -29,8 +29,8 @@ fn values_that_make_no_sense() {
     assert_snapshot!(error("trainer.max_steps=many"), @r#"error: --set trainer.max_steps=many: `trainer.max_steps`: expected an integer, at least 0, found the string "many""#);
     assert_snapshot!(error("trainer.devices=0"), @r#"error: --set trainer.devices=0: `trainer.devices`: expected a number of ranks, at least 1, or "auto", found `0`"#);
     assert_snapshot!(error("data.batch_size=0"), @"error: data.batch_size must be at least 1, got 0");
-    assert_snapshot!(error("model.num_key_value_heads=3"), @"error: module `model.layers.0.self_attn`: 2 attention heads cannot share 3 key and value heads; the second number must divide the first");
-    assert_snapshot!(error("model.max_position_embeddings=4"), @"error: a sequence of 7 tokens is longer than model.max_position_embeddings (4)");
+    assert_snapshot!(error("model.num_key_value_heads=3"), @"error: `model.num_key_value_heads`: must divide model.num_attention_heads = 2, found 3");
+    assert_snapshot!(error("model.max_position_embeddings=4"), @"error: `model.max_position_embeddings`: must be at least data.seq_len = 7, found 4");
     assert_snapshot!(error("trainer.freeze=['nothing']"), @"error: `trainer.freeze`: no parameter matches `nothing`. A pattern with dots must match a whole name, such as `model.embed_tokens.weight`, one without any single segment; `*` stands for any part of a segment");
     assert_snapshot!(error("trainer"), @"error: --set trainer: there is no `=`; expected key=value, such as trainer.max_steps=100");
 }
@@ -39,7 +39,7 @@ fn values_that_make_no_sense() {
 fn ranks_that_do_not_fit() {
     let scratch = Scratch::with_tokens();
     let small = scratch.small();
-    assert_snapshot!(any_rank(&small.clone().on("single_device", 2, 1).fail()), @"error: rank 0 failed: device mesh: strategy `single_device` runs on one rank, the world size is 2; set `trainer.devices = 1`, or choose `ddp` or `fsdp`");
+    assert_snapshot!(any_rank(&small.clone().on("single_device", 2, 1).fail()), @"error: device mesh: strategy `single_device` runs on one rank, the world size is 2; set `trainer.devices = 1`, or choose `ddp` or `fsdp`");
     let started = |devices, of: usize, local: usize| {
         small
             .clone()
@@ -111,7 +111,7 @@ error: broken.toml: TOML parse error at line 1, column 9
   |         ^
 unclosed table, expected `]`
 "#);
-    assert_snapshot!(config("typo.toml"), @"error: typo.toml: unknown key `trainer.max_stebs`; did you mean `max_steps`? (the keys of `trainer` are devices, num_nodes, max_steps, max_epochs, max_time, accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, ema_decay, val_check_interval, limit_val_batches, log_every_n_steps, precision, default_root_dir, ckpt_path, enable_progress_bar, unused_parameters, freeze, activation_checkpointing, timeout_secs, strategy, process_group, environment, loggers)");
+    assert_snapshot!(config("typo.toml"), @"error: typo.toml: unknown key `trainer.max_stebs`; did you mean `max_steps`? (the keys of `trainer` are devices, num_nodes, max_steps, max_epochs, max_time, accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, ema_decay, val_check_interval, limit_val_batches, log_every_n_steps, precision, default_root_dir, ckpt_path, enable_progress_bar, unused_parameters, freeze, activation_checkpointing, timeout_secs, memory_check, strategy, process_group, environment, job_key_file, loggers)");
     assert_snapshot!(error("data.path=none.u16"), @"error: data: there is no file or folder none.u16 (data.path)");
     assert_snapshot!(error("data.path=short.u16"), @"error: data: short.u16 has 3 tokens, but one sample needs 8 (data.seq_len = 7, and the token after it); give more data or lower data.seq_len");
     assert_snapshot!(error("data.path=odd.u16"), @"error: data: odd.u16 has 3 bytes, which is no whole number of ids of 2 bytes; is data.token_dtype right?");
@@ -121,7 +121,7 @@ unclosed table, expected `]`
     assert_snapshot!(error("model.from_pretrained=none"), @"error: none/config.json: No such file or directory (os error 2); `model.from_pretrained` is to name a folder with it");
     // The ranks find out one by one, the person reads it once.
     let of_two = scratch.small().on("fsdp", 2, 1).set(&["data.path=none.u16"]).fail();
-    assert_snapshot!(any_rank(&of_two), @"error: rank 0 failed: data: there is no file or folder none.u16 (data.path)");
+    assert_snapshot!(any_rank(&of_two), @"error: data: there is no file or folder none.u16 (data.path)");
 }
 
 #[test]
@@ -172,8 +172,8 @@ error: checkpoint kept/step-00000001: does not fit this optimizer:
   unexpected, the checkpoint has it and the optimizer does not (42):
     state.lm_head.weight.exp_avg
 "#);
-    assert_snapshot!(resume(&["trainer.ckpt_path=kept"]), @"error: checkpoint kept: there is no checkpoint here: it has no manifest.json. Name the directory of one step, such as `step-00000010`; one without a manifest was never completed");
-    assert_snapshot!(resume(&["trainer.ckpt_path=kept/step-00000007"]), @"error: checkpoint kept/step-00000007: there is no checkpoint here: it has no manifest.json. Name the directory of one step, such as `step-00000010`; one without a manifest was never completed");
+    assert_snapshot!(resume(&["trainer.ckpt_path=kept"]), @"error: `trainer.ckpt_path`: checkpoint kept: there is no checkpoint here: it has no manifest.json. Name the directory of one step, such as `step-00000010`; one without a manifest was never completed");
+    assert_snapshot!(resume(&["trainer.ckpt_path=kept/step-00000007"]), @"error: `trainer.ckpt_path`: checkpoint kept/step-00000007: there is no checkpoint here: it has no manifest.json. Name the directory of one step, such as `step-00000010`; one without a manifest was never completed");
 }
 
 #[test]

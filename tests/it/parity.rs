@@ -128,8 +128,8 @@ fn a_rank_takes_its_contiguous_part_of_the_step() {
     let scratch = Scratch::new();
     // Samples 0, 1, … have nothing but their number in them, and a model of 10 tokens knows the
     // first ten: the rank that meets sample 10 first is the one that fails.
-    scratch.tokens("tokens.u16", (0..20).flat_map(|i| [i; 8]));
-    let job = scratch.small().set(&["model.vocab_size=10", "data.stride=8"]);
+    scratch.token_files((0..20).flat_map(|i| [i; 8]));
+    let job = scratch.small().set(&["model.vocab_size=10", "data.path=tokens"]);
     let error = |accumulate: usize, batch_size| {
         let accumulate = format!("trainer.accumulate_grad_batches={accumulate}");
         job.clone().on("ddp", 2, batch_size).set(&[&accumulate]).fail()
@@ -141,7 +141,7 @@ fn a_rank_takes_its_contiguous_part_of_the_step() {
     }
     // Steps of 8: the second has 8 to 11 on rank 0 and 12 to 15 on rank 1; with sample 9 alone
     // wrong, it is rank 0.
-    scratch.tokens("tokens.u16", (0..20).flat_map(|i| [if i == 9 { 10 } else { 1 }; 8]));
+    scratch.token_files((0..20).flat_map(|i| [if i == 9 { 10 } else { 1 }; 8]));
     let error = error(2, 2);
     assert!(error.lines().any(|line| line.starts_with("error: rank 0 failed: ")), "{error}");
 }

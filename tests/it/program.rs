@@ -115,6 +115,14 @@ impl Scratch {
         self.file(name, ids.into_iter().flat_map(u16::to_le_bytes).collect::<Vec<_>>())
     }
 
+    /// The folder `tokens` of files of 8 ids each: what is wrong with a later one is found in training.
+    pub fn token_files(&self, ids: impl IntoIterator<Item = u16>) {
+        fs::create_dir_all(self.path().join("tokens")).unwrap();
+        for (i, ids) in ids.into_iter().collect::<Vec<_>>().chunks(8).enumerate() {
+            self.tokens(&format!("tokens/{i:03}.u16"), ids.iter().copied());
+        }
+    }
+
     /// `pretrain` with these arguments.
     pub fn job(&self, args: &[&str]) -> Job<'_> {
         let args = args.iter().map(|&arg| arg.to_owned()).collect();
@@ -165,6 +173,13 @@ impl Job<'_> {
         self
     }
 
+    /// With more arguments.
+    #[must_use]
+    pub fn args(mut self, args: &[&str]) -> Self {
+        self.args.extend(args.iter().map(|&arg| arg.to_owned()));
+        self
+    }
+
     /// Strategy, ranks, and samples of a rank's micro-batch.
     #[must_use]
     pub fn on(self, strategy: &str, devices: usize, batch_size: usize) -> Self {
@@ -173,12 +188,6 @@ impl Job<'_> {
             &format!("trainer.devices={devices}"),
             &format!("data.batch_size={batch_size}"),
         ])
-    }
-
-    /// Takes one argument in place of another.
-    pub fn replace(&mut self, argument: &str, by: &str) {
-        let found = self.args.iter_mut().find(|found| *found == argument);
-        by.clone_into(found.expect("the argument is there"));
     }
 
     /// What was set so far, but for the keys that begin so.
@@ -353,22 +362,6 @@ impl Running {
 
     pub fn signal(&self, signal: Signal) {
         kill_process(self.pid(), signal).unwrap();
-    }
-
-    /// Signals all processes, as a terminal does.
-    pub fn signal_all(&self, signal: Signal) {
-        kill_process_group(self.pid(), signal).unwrap();
-    }
-
-    /// Waits until rank `rank` has a handler for `signal`.
-    pub fn until_rank_handles(&self, rank: usize, signal: Signal) {
-        let pid = self.rank(rank).as_raw_nonzero();
-        self.until("the rank to handle a signal", |_| {
-            let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-            let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"))?;
-            let caught = u64::from_str_radix(caught.trim(), 16).ok()?;
-            (caught >> (signal.as_raw() - 1) & 1 == 1).then_some(())
-        });
     }
 
     /// Waits until no process of the program is left.

@@ -5,6 +5,8 @@
 //! structured [`Problem`] where an error arises, and makes every unknown key an error.
 
 use std::cell::RefCell;
+use std::fmt;
+use std::marker::PhantomData;
 
 use serde::de::value::{StrDeserializer, StringDeserializer};
 use serde::de::{
@@ -14,7 +16,7 @@ use serde::de::{
 use serde::forward_to_deserialize_any;
 use toml::{Table, Value};
 
-use super::problem::{PathSegment, Problem, parse_path, render};
+use super::problem::{PathSegment, Problem, one_of_words, parse_path, render};
 use crate::{Error, Result};
 
 /// Turns a whole configuration into `T`.
@@ -160,7 +162,7 @@ impl<'de> Deserializer<'de> for Node<'de> {
     fn deserialize_enum<V: Visitor<'de>>(
         self,
         _name: &'static str,
-        _variants: &'static [&'static str],
+        variants: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, Problem> {
         match self.value {
@@ -169,7 +171,7 @@ impl<'de> Deserializer<'de> for Node<'de> {
                 let (variant, value) = table.iter().next().expect("it has one entry");
                 visitor.visit_enum(Variant { variant, node: Node { value, ..self } })
             }
-            _ => self.deserialize_any(visitor),
+            _ => self.deserialize_any(Words(variants, PhantomData::<V::Value>)),
         }
     }
 
@@ -181,6 +183,17 @@ impl<'de> Deserializer<'de> for Node<'de> {
     forward_to_deserialize_any! {
         bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf unit
         unit_struct seq tuple tuple_struct map identifier
+    }
+}
+
+/// Takes nothing in an enum's place, and says its words where serde would say its name.
+struct Words<T>(&'static [&'static str], PhantomData<T>);
+
+impl<T> Visitor<'_> for Words<T> {
+    type Value = T;
+
+    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&one_of_words(self.0))
     }
 }
 

@@ -218,6 +218,11 @@ pub fn nearest<'a>(word: &str, candidates: &'a [String]) -> Option<&'a str> {
         .map(|(_, candidate)| candidate)
 }
 
+/// Words in quotes, for messages: `"a", "b" or "c"`.
+pub(crate) fn one_of_words(words: &[&str]) -> String {
+    one_of(&words.iter().map(|word| format!("{word:?}")).collect::<Vec<_>>())
+}
+
 fn one_of(words: &[String]) -> String {
     match words {
         [] => "nothing".to_owned(),
@@ -237,6 +242,9 @@ fn quoted(text: &str) -> Vec<String> {
 
 /// serde's name of an expected type in the terms of TOML.
 fn describe_expected(expected: &str) -> String {
+    if let Some(length) = expected.strip_prefix("a tuple of size ") {
+        return format!("a list of {length}");
+    }
     let ours = match expected {
         "u8" | "u16" | "u32" | "u64" | "usize" => "an integer, at least 0",
         "i8" | "i16" | "i32" | "i64" | "isize" => "an integer",

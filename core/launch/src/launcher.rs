@@ -73,7 +73,8 @@ pub fn launch(options: LaunchOptions) -> Result<LaunchedRank> {
     launch_checked(options, &|_| Ok(()))
 }
 
-/// As [`launch`], but calls `check` with the world size before this process starts any rank.
+/// As [`launch`], but calls `check` with the world size before this process starts any rank, or becomes
+/// the only one. In a job that a launcher has started, rank 0 calls it, once all have connected.
 ///
 /// # Errors
 /// As [`launch`], and those of `check`.
@@ -115,7 +116,11 @@ fn become_rank(
     let environment = find_environment(&options, &variables)?;
     match environment {
         Some(environment) if environment.creates_processes_externally() => {
-            join_started(&options, environment.as_ref(), &variables, started)
+            let launched = join_started(&options, environment.as_ref(), &variables, started)?;
+            if launched.rank == 0 {
+                check(launched.world_size)?;
+            }
+            Ok(launched)
         }
         alone => {
             let devices = options.devices.unwrap_or(1);
@@ -124,6 +129,7 @@ fn become_rank(
             }
             let name = alone.map_or("local", |environment| environment.name());
             if devices == 1 {
+                check(devices)?;
                 return launch_single_process(started, name);
             }
             if ALONE.load(Ordering::Relaxed) {

@@ -46,6 +46,7 @@ pub mod environment;
 mod failure;
 mod job_secret;
 mod launcher;
+mod memory;
 mod rank;
 mod rank_env;
 mod signals;
@@ -57,6 +58,7 @@ pub use fulgurite_store::{
     ClientIdentity, JobKey, LocalStore, LostRankPolicy, Patience, Store, StoreServer, TcpStore,
 };
 pub use launcher::{LaunchOptions, launch, launch_checked};
+pub use memory::HostMemory;
 pub use rank::LaunchedRank;
 pub use signals::{Interruption, Starting, agree_on, interrupt_requested, interruption};
 

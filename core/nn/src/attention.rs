@@ -74,6 +74,11 @@ impl CausalSelfAttention {
                 rope.head_dim()
             ));
         }
+        let Some(width) = num_heads.checked_mul(head_dim) else {
+            return wrong(format!(
+                "{num_heads} heads of {head_dim} elements are more elements than can be counted"
+            ));
+        };
         let layer = b.declare(BlockStyles::attention(num_heads, num_kv_heads, hidden_size))?;
         let project = |name: &str, inputs, heads: usize, bias: bool| {
             let b = b.pp(name);
@@ -86,7 +91,7 @@ impl CausalSelfAttention {
             q_proj: project("q_proj", hidden_size, num_heads, config.qkv_bias)?,
             k_proj: project("k_proj", hidden_size, num_kv_heads, config.qkv_bias)?,
             v_proj: project("v_proj", hidden_size, num_kv_heads, config.qkv_bias)?,
-            o_proj: project("o_proj", num_heads * head_dim, num_heads, false)?,
+            o_proj: project("o_proj", width, num_heads, false)?,
             head_dim,
             rope: config.rope.clone(),
             layer,

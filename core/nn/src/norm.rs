@@ -84,6 +84,14 @@ impl NormLayer {
         with_bias: bool,
         layer: LayerHandle,
     ) -> Result<Self> {
+        if !(norm.eps >= 0.0 && norm.eps <= f64::from(f32::MAX)) {
+            let message = format!(
+                "the norm's epsilon must be a number of 0 or more that f32 can hold, such as 1e-5; got \
+                 {:?}",
+                norm.eps
+            );
+            return Err(Error::Module { path: b.path().to_owned(), message });
+        }
         let weight = b.parameter("weight", [width], Init::ONES)?;
         let bias = with_bias.then(|| b.parameter("bias", [width], Init::ZEROS)).transpose()?;
         Ok(Self { norm, weight, bias, layer })

@@ -7,6 +7,8 @@ use serde::{Deserialize, Serialize};
 
 /// The default fraction of text samples for validation.
 const VALIDATION_FRACTION: f64 = 0.05;
+/// Tokens that a micro-batch of one rank may have: far more than any has.
+const MAX_TOKENS: usize = 1 << 27;
 
 /// The configuration of [`TextData`](crate::TextData): which data, and how it is cut into samples.
 ///
@@ -141,6 +143,14 @@ impl TextDataConfig {
             if value == 0 {
                 return fail(format!("data.{key} must be at least 1, got 0"));
             }
+        }
+        let tokens = self.batch_size.checked_mul(self.seq_len);
+        if tokens.is_none_or(|tokens| tokens > MAX_TOKENS) {
+            return fail(format!(
+                "data.batch_size = {} times data.seq_len = {} are the tokens of a micro-batch, which \
+                 must be at most {MAX_TOKENS}",
+                self.batch_size, self.seq_len
+            ));
         }
         let fraction = self.validation_fraction();
         if !(0.0..1.0).contains(&fraction) {

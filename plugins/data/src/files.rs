@@ -6,19 +6,22 @@ use std::path::{Path, PathBuf};
 use fulgurite_core::{Error, Result};
 use ignore::WalkBuilder;
 
-/// The texts of all files that `paths` name or contain, in order. `key` is the key of the
-/// configuration, for messages.
+/// The texts of all files that `paths` name or contain, in order, until they have `enough` bytes. `key`
+/// is the key of the configuration, for messages.
 ///
 /// # Errors
 /// If a path is missing, a file that was named is not text, or there is no text at all.
-pub(crate) fn texts(key: &str, paths: &[PathBuf]) -> Result<Vec<String>> {
-    let mut texts = Vec::new();
+pub(crate) fn texts(key: &str, paths: &[PathBuf], enough: usize) -> Result<Vec<String>> {
+    paths.iter().try_for_each(|path| check_kind(key, path))?;
+    let mut texts = Texts { texts: Vec::new(), bytes: 0, enough };
     for path in paths {
-        check_exists(key, path)?;
+        if texts.are_enough() {
+            break;
+        }
         if path.is_dir() {
-            let before = texts.len();
+            let before = texts.texts.len();
             walk(path, &mut texts)?;
-            if texts.len() == before {
+            if texts.texts.len() == before {
                 return Err(Error::Data(format!(
                     "the folder {} ({key}) holds no text files (hidden files, what .gitignore \
                      excludes and what is not UTF-8 do not count)",
@@ -35,10 +38,27 @@ pub(crate) fn texts(key: &str, paths: &[PathBuf]) -> Result<Vec<String>> {
             })?);
         }
     }
-    Ok(texts)
+    Ok(texts.texts)
 }
 
-fn walk(folder: &Path, texts: &mut Vec<String>) -> Result<()> {
+struct Texts {
+    texts: Vec<String>,
+    bytes: usize,
+    enough: usize,
+}
+
+impl Texts {
+    fn push(&mut self, text: String) {
+        self.bytes += text.len();
+        self.texts.push(text);
+    }
+
+    fn are_enough(&self) -> bool {
+        self.bytes >= self.enough
+    }
+}
+
+fn walk(folder: &Path, texts: &mut Texts) -> Result<()> {
     let walk = WalkBuilder::new(folder)
         .require_git(false) // the same files in a copy without its .git
         .git_global(false) // independent of the user's settings
@@ -46,6 +66,9 @@ fn walk(folder: &Path, texts: &mut Vec<String>) -> Result<()> {
         .sort_by_file_path(Path::cmp)
         .build();
     for entry in walk {
+        if texts.are_enough() {
+            break;
+        }
         let entry = entry.map_err(|e| Error::Data(format!("{}: {e}", folder.display())))?;
         if entry.file_type().is_some_and(|kind| kind.is_file()) {
             let bytes = fs::read(entry.path()).map_err(Error::io("reading", entry.path()))?;
@@ -67,7 +90,7 @@ fn walk(folder: &Path, texts: &mut Vec<String>) -> Result<()> {
 pub(crate) fn token_files(key: &str, paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for path in paths {
-        check_exists(key, path)?;
+        check_kind(key, path)?;
         if !path.is_dir() {
             files.push(path.clone());
             continue;
@@ -92,12 +115,17 @@ pub(crate) fn token_files(key: &str, paths: &[PathBuf]) -> Result<Vec<PathBuf>> 
     Ok(files)
 }
 
-fn check_exists(key: &str, path: &Path) -> Result<()> {
+/// Checks that a path is of a folder or a regular file: reading a device or a pipe may never end.
+fn check_kind(key: &str, path: &Path) -> Result<()> {
     match fs::metadata(path) {
-        Ok(_) => Ok(()),
+        Ok(found) if found.is_dir() || found.is_file() => Ok(()),
+        Ok(_) => Err(Error::Data(format!(
+            "{} ({key}) is neither a file nor a folder; name one of them",
+            path.display()
+        ))),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
             Err(Error::Data(format!("there is no file or folder {} ({key})", path.display())))
         }
-        Err(e) => Err(Error::io("reading", path)(e)),
+        Err(e) => Err(Error::Data(format!("reading {} ({key}): {e}", path.display()))),
     }
 }

@@ -38,6 +38,11 @@ impl Sequences {
         Ok(Self { sources, firsts, len, seq_len, stride })
     }
 
+    /// What the samples are cut from.
+    pub(crate) fn sources(&self) -> &[Source] {
+        &self.sources
+    }
+
     /// Number of samples.
     pub(crate) fn len(&self) -> u64 {
         self.len

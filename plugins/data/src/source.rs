@@ -8,6 +8,9 @@ use fulgurite_core::{Error, Result};
 
 use crate::TokenDtype;
 
+/// Ids at a file's beginning that a preview looks at.
+const FIRST_IDS: u64 = 1 << 16;
+
 /// A sequence of token ids with random access.
 #[derive(Debug)]
 pub(crate) enum Source {
@@ -50,7 +53,7 @@ impl Source {
     pub(crate) fn name(&self) -> String {
         match self {
             Self::U16(_) | Self::U32(_) => "the text".to_owned(),
-            Self::File(file) => file.path.display().to_string(),
+            Self::File(file) => file.name(),
         }
     }
 }
@@ -92,6 +95,21 @@ impl TokenFile {
             )));
         }
         Ok(Self { path: path.to_owned(), file, dtype, len: bytes / size })
+    }
+
+    /// What it is, for messages.
+    pub(crate) fn name(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    /// The largest of the first ids.
+    ///
+    /// # Errors
+    /// If they cannot be read.
+    pub(crate) fn largest_first_id(&self) -> Result<u32> {
+        let mut ids = vec![0; self.len.min(FIRST_IDS) as usize];
+        self.read(0, &mut ids)?;
+        Ok(ids.into_iter().max().unwrap_or(0))
     }
 
     fn read(&self, start: u64, out: &mut [u32]) -> Result<()> {

@@ -14,6 +14,11 @@ use crate::sequences::Sequences;
 use crate::source::{Source, TokenFile};
 use crate::tokenizer::Tokenizer;
 
+/// Bytes of text that a preview tokenizes.
+const PREVIEW_BYTES: usize = 4 << 20;
+/// Token files whose beginnings a preview reads.
+const PREVIEW_FILES: usize = 8;
+
 /// Text, or files of token ids, cut into samples for a language model.
 ///
 /// Sample `i` of a source is its tokens `i * stride .. i * stride + seq_len + 1`: all but the last
@@ -32,6 +37,7 @@ pub struct TextData {
     tokenizer: Option<Tokenizer>,
     vocab_size: Option<usize>,
     seq_len: usize,
+    first_ids: u32,
 }
 
 /// The samples of a split.
@@ -53,24 +59,19 @@ impl TextData {
         self.vocab_size
     }
 
+    /// The largest of the first ids of the token files; 0 for text, or if it has not been
+    /// [previewed](DataModule::preview). So a vocabulary that is too small is mostly found early.
+    pub fn largest_first_id(&self) -> u32 {
+        self.first_ids
+    }
+
     /// Tokens in a sample.
     pub fn seq_len(&self) -> usize {
         self.seq_len
     }
 
-    fn part(&self, split: Split) -> &SampleRange {
-        match split {
-            Split::Train => &self.train,
-            Split::Validation | Split::Test | Split::Predict => &self.validation,
-        }
-    }
-}
-
-impl DataModule for TextData {
-    type Config = TextDataConfig;
-    type Batch = TokenBatch;
-
-    fn setup(config: &TextDataConfig, _: &DataContext) -> Result<Self> {
+    /// Opens the data: all token files, or at least `enough` bytes of text.
+    fn open(config: &TextDataConfig, enough: usize) -> Result<Self> {
         config.validate()?;
         let tokenizer = match (config.tokenizer.as_deref(), config.kind) {
             (Some("bytes"), _) | (None, DataKind::Text) => Some(Tokenizer::bytes()),
@@ -89,7 +90,7 @@ impl DataModule for TextData {
         }
         let open = |key: &str, paths: &Paths| -> Result<Arc<Sequences>> {
             let sources = match (config.kind, &tokenizer) {
-                (DataKind::Text, Some(tokenizer)) => vec![tokenize(key, paths, tokenizer)?],
+                (DataKind::Text, Some(tokenizer)) => vec![tokenize(key, paths, tokenizer, enough)?],
                 _ => files::token_files(key, paths.as_slice())?
                     .iter()
                     .map(|path| TokenFile::open(path, config.token_dtype).map(Source::File))
@@ -106,7 +107,52 @@ impl DataModule for TextData {
             None => split(sequences, config.validation_fraction())?,
         };
         let vocab_size = config.vocab_size.or(known);
-        Ok(Self { train, validation, tokenizer, vocab_size, seq_len: config.seq_len })
+        Ok(Self { train, validation, tokenizer, vocab_size, seq_len: config.seq_len, first_ids: 0 })
+    }
+
+    /// [`largest_first_id`](Self::largest_first_id).
+    ///
+    /// # Errors
+    /// If an id is outside of the vocabulary.
+    fn read_first_ids(&self) -> Result<u32> {
+        let splits = [&self.train, &self.validation].map(|split| split.sequences.sources());
+        let files = splits.into_iter().flatten().filter_map(|source| match source {
+            Source::File(file) => Some(file),
+            Source::U16(_) | Source::U32(_) => None,
+        });
+        let mut largest = 0;
+        for file in files.take(PREVIEW_FILES) {
+            let id = file.largest_first_id()?;
+            if self.vocab_size.is_some_and(|vocab_size| id as usize >= vocab_size) {
+                return Err(wrong_id(file.name(), id, "at its beginning", self.vocab_size));
+            }
+            largest = largest.max(id);
+        }
+        Ok(largest)
+    }
+
+    fn part(&self, split: Split) -> &SampleRange {
+        match split {
+            Split::Train => &self.train,
+            Split::Validation | Split::Test | Split::Predict => &self.validation,
+        }
+    }
+}
+
+impl DataModule for TextData {
+    type Config = TextDataConfig;
+    type Batch = TokenBatch;
+
+    fn setup(config: &TextDataConfig, _: &DataContext) -> Result<Self> {
+        Self::open(config, usize::MAX)
+    }
+
+    fn preview(config: &TextDataConfig, _: &DataContext) -> Result<Self> {
+        // Too little text may be what is wrong with its beginning alone.
+        let mut data =
+            Self::open(config, PREVIEW_BYTES).or_else(|_| Self::open(config, usize::MAX))?;
+        data.first_ids = data.read_first_ids()?;
+        Ok(data)
     }
 
     fn batch_size(config: &TextDataConfig) -> usize {
@@ -143,12 +189,8 @@ impl DataModule for TextData {
             if let Some(vocab_size) = self.vocab_size
                 && let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size)
             {
-                return Err(Error::Data(format!(
-                    "{} has the token id {id} in {split} sample {index}, but ids must be less than \
-                     {vocab_size}; are data.token_dtype, data.tokenizer and data.vocab_size those \
-                     that it was made with?",
-                    source.name()
-                )));
+                let place = format!("in {split} sample {index}");
+                return Err(wrong_id(source.name(), *id, &place, Some(vocab_size)));
             }
             inputs.extend_from_slice(&ids[..self.seq_len]);
             targets.extend(ids[1..].iter().map(|&id| i64::from(id)));
@@ -181,8 +223,16 @@ fn split(sequences: Arc<Sequences>, fraction: f64) -> Result<(SampleRange, Sampl
     Ok((part(0..train), part(first..len)))
 }
 
-fn tokenize(key: &str, paths: &Paths, tokenizer: &Tokenizer) -> Result<Source> {
-    let texts = files::texts(key, paths.as_slice())?;
+fn wrong_id(source: String, id: u32, place: &str, vocab_size: Option<usize>) -> Error {
+    Error::Data(format!(
+        "{source} has the token id {id} {place}, but ids must be less than {}; are data.token_dtype, \
+         data.tokenizer and data.vocab_size those that it was made with?",
+        vocab_size.unwrap_or(0)
+    ))
+}
+
+fn tokenize(key: &str, paths: &Paths, tokenizer: &Tokenizer, enough: usize) -> Result<Source> {
+    let texts = files::texts(key, paths.as_slice(), enough)?;
     if tokenizer.vocab_size() <= 1 << 16 {
         let mut all = Vec::new();
         // The vocabulary's size fits into u16, and so does every id.

@@ -175,7 +175,7 @@ impl Rendezvous for ThreadRendezvous {
     fn region(
         &self,
         key: &str,
-        _: Option<usize>,
+        _: bool,
         layout: RegionLayout,
         _: Duration,
     ) -> Result<MappedRegion> {

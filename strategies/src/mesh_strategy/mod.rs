@@ -13,6 +13,7 @@
 //! perform it.
 
 mod gradients;
+mod plan;
 mod replicated;
 mod settings;
 mod sharded;

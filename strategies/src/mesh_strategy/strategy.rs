@@ -11,21 +11,21 @@ use fulgurite_core::module::{ModuleInit, ModuleTree, UnitHooks};
 use fulgurite_core::parameter::{GradReducer, LocalShard, Parameter, ParameterSlot};
 use fulgurite_core::shard::{Cut, Placement, ShardSpec};
 use fulgurite_core::strategy::{
-    Capabilities, ParallelizeFn, Strategy, StrategyContext, materialize,
+    Capabilities, ParallelizeFn, RankMemory, Strategy, StrategyContext, materialize,
 };
 use fulgurite_core::{Error, Result};
 
 use super::gradients::PartialGrads;
 use super::replicated::Reducer;
 use super::sharded::{Casts, Member, ParamGroup, ShardedRuntime};
-use super::{Settings, Sharding, units};
+use super::{Settings, Sharding, plan, units};
 use crate::schedule::ddp;
 use crate::schedule::fsdp;
 
 /// Distributes a model over a mesh: tensor parallelism as a plan says, then, over the other dimensions,
 /// replicas or shards.
 pub(crate) struct MeshStrategy {
-    settings: Settings,
+    pub(super) settings: Settings,
     data_parallel: Option<DataParallel>,
 }
 
@@ -50,12 +50,25 @@ impl MeshStrategy {
     }
 
     /// Whether parameters are sharded on this mesh.
-    fn shards(&self, mesh: &DeviceMesh) -> Result<bool> {
+    pub(super) fn shards(&self, mesh: &DeviceMesh) -> Result<bool> {
         Ok(match self.settings.sharding {
             Sharding::Always => true,
             Sharding::Never => false,
             Sharding::WhereUseful => self.mixes_dtypes() || mesh.size(DP_SHARD_CP)? > 1,
         })
+    }
+
+    /// Lets the configured function decide how the model is distributed; false if there is none.
+    fn parallelize(&self, tree: &mut ModuleTree, mesh: &DeviceMesh) -> Result<bool> {
+        let default = match mesh.size(TENSOR_PARALLEL)? {
+            1 => None,
+            _ => self.settings.default_parallelize.as_ref(),
+        };
+        let Some(parallelize) = self.settings.parallelize.as_ref().or(default) else {
+            return Ok(false);
+        };
+        parallelize.parallelize(tree, mesh)?;
+        Ok(true)
     }
 
     /// A parameter's spec before it is sharded: the cuts of tensor parallelism, and replicas.
@@ -153,16 +166,22 @@ impl MeshStrategy {
         Ok(DataParallel::Sharded(runtime))
     }
 
-    /// Cuts a parameter along dimension 0 and gives this rank's shard its initial values.
-    fn shard_parameter(slot: &ParameterSlot, mesh: &DeviceMesh, seed: u64) -> Result<Member> {
-        if slot.global_shape().is_empty() {
+    /// How a parameter is cut along dimension 0.
+    pub(super) fn sharded_spec(parameter: &Parameter, mesh: &DeviceMesh) -> Result<ShardSpec> {
+        if parameter.global_shape().is_empty() {
             let message = "is a scalar, which FSDP cannot shard; give it the shape [1]";
-            return Err(Error::parameter(slot.fqn(), message));
+            return Err(Error::parameter(parameter.fqn(), message));
         }
         let ranks = mesh.size(DP_SHARD_CP)?;
-        let outer = Self::outer_spec(slot, mesh)?;
-        check_even(slot, &outer, ranks)?;
-        let spec = outer.with_cut(Cut::new(DP_SHARD_CP, ranks, Placement::Shard(0)));
+        let outer = Self::outer_spec(parameter, mesh)?;
+        check_even(parameter, &outer, ranks)?;
+        Ok(outer.with_cut(Cut::new(DP_SHARD_CP, ranks, Placement::Shard(0))))
+    }
+
+    /// Cuts a parameter and gives this rank's shard its initial values.
+    fn shard_parameter(slot: &ParameterSlot, mesh: &DeviceMesh, seed: u64) -> Result<Member> {
+        let ranks = mesh.size(DP_SHARD_CP)?;
+        let spec = Self::sharded_spec(slot, mesh)?;
         let region =
             |rank| spec.region(|dim| if dim == DP_SHARD_CP { rank } else { mesh.coordinate(dim) });
         let counts = (0..ranks).map(|rank| region(rank).elem_count()).collect();
@@ -324,12 +343,7 @@ impl Strategy for MeshStrategy {
 
     fn setup_module(&mut self, tree: &mut ModuleTree, mesh: &DeviceMesh, seed: u64) -> Result<()> {
         materialize::verify_same_model(tree, &**mesh.world())?;
-        let default = match mesh.size(TENSOR_PARALLEL)? {
-            1 => None,
-            _ => self.settings.default_parallelize.as_ref(),
-        };
-        if let Some(parallelize) = self.settings.parallelize.as_ref().or(default) {
-            parallelize.parallelize(tree, mesh)?;
+        if self.parallelize(tree, mesh)? {
             verify_same_choices(tree, &**mesh.world())?;
         }
         let partial_grads = PartialGrads::new(tree, mesh)?;
@@ -340,6 +354,11 @@ impl Strategy for MeshStrategy {
         Self::verify_replicas(tree, mesh)?;
         self.data_parallel = Some(data_parallel);
         Ok(())
+    }
+
+    fn plan_module(&self, tree: &mut ModuleTree, mesh: &DeviceMesh) -> Result<Option<RankMemory>> {
+        self.parallelize(tree, mesh)?;
+        plan::rank_memory(self, tree, mesh).map(Some)
     }
 
     fn prepare_forward(&mut self, context: StrategyContext<'_>) -> Result<()> {

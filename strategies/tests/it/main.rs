@@ -15,6 +15,7 @@ mod mesh_communication;
 mod mesh_randomness;
 mod model_parallel;
 mod parity;
+mod planned;
 mod plans;
 mod plans_at_work;
 mod precision;

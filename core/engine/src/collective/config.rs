@@ -31,6 +31,14 @@ pub struct GroupContext {
 /// [`register_process_group!`](fulgurite_config::register_process_group).
 #[typetag::serde(tag = "type")]
 pub trait ProcessGroupConfig: std::fmt::Debug + Send + Sync {
+    /// Checks the options, before any process is started.
+    ///
+    /// # Errors
+    /// If one is out of range. By default none: [`build`](Self::build) finds it.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Builds the group of all ranks. Collective: every rank of the job calls it once.
     ///
     /// # Errors

@@ -113,6 +113,17 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     /// If it is missing, unreadable or too little.
     fn setup(config: &Self::Config, context: &DataContext) -> Result<Self>;
 
+    /// Opens the data to check a configuration, in the process that starts the ranks, before it does:
+    /// whatever depends on the data, such as a vocabulary's size, is known then. By default
+    /// [`setup`](Self::setup); a data module for which that takes long opens less of its data here, as
+    /// long as the same errors are found.
+    ///
+    /// # Errors
+    /// As [`setup`](Self::setup).
+    fn preview(config: &Self::Config, context: &DataContext) -> Result<Self> {
+        Self::setup(config, context)
+    }
+
     /// Samples of one micro-batch of one data-parallel rank.
     fn batch_size(config: &Self::Config) -> usize;
 

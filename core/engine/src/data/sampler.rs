@@ -5,6 +5,11 @@ use std::ops::Range;
 use super::SampleOrder;
 use crate::{Error, Result};
 
+/// Samples that a micro-batch may have: far more than any has.
+const MAX_BATCH: usize = 1 << 30;
+/// Samples that a step may take, so that positions in the stream do not overflow.
+const MAX_STEP: u64 = 1 << 48;
+
 /// The training samples of one data-parallel rank, by step and micro-batch.
 ///
 /// A step takes the next `batch_size * data_parallel_size * accumulate` samples of the stream,
@@ -24,7 +29,8 @@ impl TrainSampler {
     /// `batch_size`, of which a step takes `accumulate`.
     ///
     /// # Errors
-    /// If a size is zero, or the rank is not less than `data_parallel_size`.
+    /// If a size is zero or taken for a mistake (a micro-batch of more than 2^30 samples, a step of more
+    /// than 2^48), or the rank is not less than `data_parallel_size`.
     pub fn new(
         order: SampleOrder,
         batch_size: usize,
@@ -37,6 +43,15 @@ impl TrainSampler {
             return Err(Error::Config(
                 "trainer.accumulate_grad_batches must be at least 1, got 0".to_owned(),
             ));
+        }
+        let factors = [batch_size, data_parallel_size, accumulate].map(|n| n as u64);
+        let step = factors.into_iter().try_fold(1_u64, u64::checked_mul);
+        if step.is_none_or(|samples| samples > MAX_STEP) {
+            return Err(Error::Config(format!(
+                "`data.batch_size` = {batch_size} times {data_parallel_size} data-parallel rank(s) times \
+                 `trainer.accumulate_grad_batches` = {accumulate} are the samples of a step, which must \
+                 be at most {MAX_STEP}"
+            )));
         }
         Ok(Self {
             order,
@@ -122,6 +137,11 @@ impl EvalSampler {
 fn check_batch(batch_size: usize, parallel: usize, rank: usize) -> Result<()> {
     if batch_size == 0 {
         return Err(Error::Config("data.batch_size must be at least 1, got 0".to_owned()));
+    }
+    if batch_size > MAX_BATCH {
+        return Err(Error::Config(format!(
+            "`data.batch_size` must be at most {MAX_BATCH}, found {batch_size}"
+        )));
     }
     if rank >= parallel {
         return Err(Error::Data(format!("there is no data-parallel rank {rank} of {parallel}")));
@@ -236,5 +256,16 @@ mod tests {
         insta::assert_snapshot!(message(0, 1, 0, 1), @"data.batch_size must be at least 1, got 0");
         insta::assert_snapshot!(message(1, 1, 0, 0), @"trainer.accumulate_grad_batches must be at least 1, got 0");
         insta::assert_snapshot!(message(1, 2, 2, 1), @"data: there is no data-parallel rank 2 of 2");
+    }
+
+    #[test]
+    fn sizes_that_are_mistakes_are_refused() {
+        let order = SampleOrder::new(0, false, 1000).unwrap();
+        let error = |batch, accumulate| {
+            TrainSampler::new(order, batch, 4, 0, accumulate).unwrap_err().to_string()
+        };
+        insta::assert_snapshot!(error(1_000_000_000_000_000_000, 1), @"`data.batch_size` must be at most 1073741824, found 1000000000000000000");
+        insta::assert_snapshot!(error(1 << 30, usize::MAX), @"`data.batch_size` = 1073741824 times 4 data-parallel rank(s) times `trainer.accumulate_grad_batches` = 18446744073709551615 are the samples of a step, which must be at most 281474976710656");
+        assert!(EvalSampler::new(10, usize::MAX, 2, 0).is_err());
     }
 }

@@ -13,7 +13,7 @@ impl MeshLayout {
     /// A layout from dimension names and sizes.
     ///
     /// # Errors
-    /// If a name repeats or a size is zero.
+    /// If a name repeats, a size is zero, or the ranks are more than can be counted.
     pub fn new<N: Into<String>>(dims: impl IntoIterator<Item = (N, usize)>) -> Result<Self> {
         let (names, sizes): (Vec<String>, Vec<usize>) =
             dims.into_iter().map(|(name, size)| (name.into(), size)).unzip();
@@ -24,6 +24,11 @@ impl MeshLayout {
             if names[..i].contains(name) {
                 return Err(Error::Mesh(format!("dimension `{name}` is given twice")));
             }
+        }
+        if sizes.iter().try_fold(1_usize, |ranks, &size| ranks.checked_mul(size)).is_none() {
+            return Err(Error::Mesh(format!(
+                "the sizes {sizes:?} multiplied are more ranks than can be counted"
+            )));
         }
         Ok(Self { names, sizes })
     }
@@ -39,11 +44,20 @@ impl MeshLayout {
     ) -> Result<Self> {
         let dims: Vec<(String, Option<usize>)> =
             dims.into_iter().map(|(name, size)| (name.into(), size)).collect();
-        let given: usize = dims.iter().filter_map(|(_, size)| *size).product();
+        let given = dims
+            .iter()
+            .filter_map(|(_, size)| *size)
+            .try_fold(1_usize, |product, size| product.checked_mul(size));
         let open = dims.iter().position(|(_, size)| size.is_none());
-        let fits = given > 0
-            && if open.is_some() { world_size.is_multiple_of(given) } else { given == world_size };
-        if !fits {
+        let fitting = given.filter(|&given| {
+            given > 0
+                && if open.is_some() {
+                    world_size.is_multiple_of(given)
+                } else {
+                    given == world_size
+                }
+        });
+        let Some(fitting) = fitting else {
             let sizes = dims
                 .iter()
                 .map(|(name, size)| match size {
@@ -53,13 +67,14 @@ impl MeshLayout {
                 .collect::<Vec<_>>()
                 .join(", ");
             let verb = if open.is_some() { "divide" } else { "equal" };
+            let given = given.map_or("more than can be counted".to_owned(), |n| n.to_string());
             return Err(Error::Mesh(format!(
                 "the sizes {sizes} multiplied ({given}) should {verb} the world size \
                  ({world_size}); change them, or `trainer.devices` × `trainer.num_nodes`"
             )));
-        }
+        };
         Self::new(dims.into_iter().enumerate().map(|(i, (name, size))| {
-            let inferred = if Some(i) == open { world_size / given } else { 1 };
+            let inferred = if Some(i) == open { world_size / fitting } else { 1 };
             (name, size.unwrap_or(inferred))
         }))
     }
@@ -184,6 +199,8 @@ mod tests {
         insta::assert_snapshot!(message([("data_parallel", Some(2)), ("tensor_parallel", Some(2))]), @"device mesh: the sizes `data_parallel_size=2`, `tensor_parallel_size=2` multiplied (4) should equal the world size (6); change them, or `trainer.devices` × `trainer.num_nodes`");
         insta::assert_snapshot!(message([("data_parallel", None), ("tensor_parallel", Some(4))]), @"device mesh: the sizes `data_parallel_size=auto`, `tensor_parallel_size=4` multiplied (4) should divide the world size (6); change them, or `trainer.devices` × `trainer.num_nodes`");
         insta::assert_snapshot!(message([("data_parallel", None), ("tensor_parallel", Some(0))]), @"device mesh: the sizes `data_parallel_size=auto`, `tensor_parallel_size=0` multiplied (0) should divide the world size (6); change them, or `trainer.devices` × `trainer.num_nodes`");
+        insta::assert_snapshot!(message([("data_parallel", Some(1 << 62)), ("tensor_parallel", Some(1 << 62))]), @"device mesh: the sizes `data_parallel_size=4611686018427387904`, `tensor_parallel_size=4611686018427387904` multiplied (more than can be counted) should equal the world size (6); change them, or `trainer.devices` × `trainer.num_nodes`");
+        insta::assert_snapshot!(MeshLayout::new([("a", 1 << 62), ("b", 1 << 62)]).unwrap_err(), @"device mesh: the sizes [4611686018427387904, 4611686018427387904] multiplied are more ranks than can be counted");
         let layout = MeshLayout::new([("dp", 2)]).unwrap();
         insta::assert_snapshot!(layout.dim("pp").unwrap_err(), @"device mesh: no dimension `pp`; there are dp");
     }

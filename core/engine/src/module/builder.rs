@@ -12,7 +12,15 @@ use super::var_builder::Recorder;
 use crate::parallel::LayerHandle;
 use crate::parallel::ParallelLayer;
 use crate::parameter::{Init, Parameter, ParameterSpec};
+use crate::shard::checked_elem_count;
 use crate::{Error, Result};
+
+/// Parameters that a model may have, and units: far more than any has, and few enough that a number
+/// mistyped in a configuration is found at once.
+const MAX_PARTS: usize = 1 << 20;
+
+/// Elements that a model may have: what an address space holds in the widest dtype.
+const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f64>();
 
 /// Device, dtypes and options that a model is built with; a strategy may change them.
 #[derive(Debug, Clone)]
@@ -105,7 +113,7 @@ impl ModuleBuilder {
     /// Builds the submodule at `name` as a unit.
     ///
     /// # Errors
-    /// Inside another unit: units do not nest.
+    /// Inside another unit: units do not nest. If the model has more units than any can have.
     pub fn unit<M>(&self, name: &str, build: impl FnOnce(&Self) -> Result<M>) -> Result<Unit<M>> {
         let path = self.join(name);
         if self.unit.is_some() {
@@ -114,6 +122,9 @@ impl ModuleBuilder {
         }
         let handle = {
             let mut tree = self.tree();
+            if tree.units.len() >= MAX_PARTS {
+                return Err(too_many(path, "units"));
+            }
             let handle = UnitHandle::new(tree.units.len(), path.clone());
             tree.units.push(handle.clone());
             handle
@@ -138,7 +149,8 @@ impl ModuleBuilder {
     /// Declares the parameter `name` of this module.
     ///
     /// # Errors
-    /// If the name is taken.
+    /// If the name is taken, the initial values are no numbers, or the model becomes larger than any
+    /// can be: more than 1,048,576 parameters, or more elements than can be addressed.
     pub fn parameter(
         &self,
         name: &str,
@@ -156,6 +168,9 @@ impl ModuleBuilder {
         external: bool,
     ) -> Result<Parameter> {
         let fqn = self.join(name);
+        if self.check_size(&fqn, &shape)? > 0 {
+            init.check().map_err(|message| Error::parameter(&fqn, message))?;
+        }
         let frozen = self.frozen || self.init.frozen.iter().any(|p| pattern_matches(p, &fqn));
         let parameter = Parameter::new(ParameterSpec {
             fqn,
@@ -169,6 +184,26 @@ impl ModuleBuilder {
         })?;
         self.tree().add_parameter(parameter.clone(), self.unit)?;
         Ok(parameter)
+    }
+
+    /// The number of elements of another parameter, which the model may have.
+    fn check_size(&self, fqn: &str, shape: &[usize]) -> Result<usize> {
+        let tree = self.tree();
+        if tree.parameters().len() >= MAX_PARTS {
+            return Err(too_many(fqn.to_owned(), "parameters"));
+        }
+        let elements = checked_elem_count(shape).filter(|&elements| {
+            tree.elem_count().checked_add(elements).is_some_and(|all| all <= MAX_ELEMENTS)
+        });
+        elements.ok_or_else(|| {
+            Error::parameter(
+                fqn,
+                format!(
+                    "has the shape {shape:?}, with which the model has more than {MAX_ELEMENTS} \
+                     elements: no machine can address them; make the sizes in `[model]` smaller"
+                ),
+            )
+        })
     }
 
     /// Declares `name` of this module as another name of `parameter` (tied weights). A parameter
@@ -223,5 +258,43 @@ impl ModuleBuilder {
 
     pub(super) fn tree(&self) -> MutexGuard<'_, ModuleTree> {
         self.tree.lock().expect("no panic while recording")
+    }
+}
+
+fn too_many(path: String, parts: &str) -> Error {
+    let message = format!(
+        "the model has more than {MAX_PARTS} {parts}, which is taken for a mistake; make the numbers of \
+         layers in `[model]` smaller"
+    );
+    Error::Module { path, message }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_that_no_machine_has_are_refused_before_anything_is_made() {
+        let b = ModuleBuilder::new(ModuleInit::default());
+        let error = |shape: &[usize], init| b.parameter("w", shape, init).unwrap_err();
+        insta::assert_snapshot!(error(&[1 << 40, 1 << 40], Init::ONES), @"parameter `w`: has the shape [1099511627776, 1099511627776], with which the model has more than 1152921504606846975 elements: no machine can address them; make the sizes in `[model]` smaller");
+        assert!(
+            error(&[1 << 40, 1 << 40, 0], Init::ONES)
+                .to_string()
+                .contains("no machine can address")
+        );
+        insta::assert_snapshot!(error(&[2], Init::Normal { mean: 0.0, std: -1.0 }), @"parameter `w`: cannot start as Normal { mean: 0.0, std: -1.0 }: all must be numbers of at most 3.4028235e38, a standard deviation 0 or more, and a lower bound at most the upper one");
+        assert!(b.parameter("w", [2], Init::Uniform { low: 1.0, high: f64::INFINITY }).is_err());
+        b.parameter("nothing", [0], Init::Const(f64::NAN)).unwrap();
+        b.parameter("half", [MAX_ELEMENTS / 2], Init::ONES).unwrap();
+        b.parameter("rest", [MAX_ELEMENTS / 2], Init::ONES).unwrap();
+        insta::assert_snapshot!(b.parameter("more", [2], Init::ONES).unwrap_err(), @"parameter `more`: has the shape [2], with which the model has more than 1152921504606846975 elements: no machine can address them; make the sizes in `[model]` smaller");
+    }
+
+    #[test]
+    fn a_model_has_not_more_units_than_any_can_have() {
+        let b = ModuleBuilder::new(ModuleInit::default());
+        let error = (0..).find_map(|i| b.unit(&format!("layers.{i}"), |_| Ok(())).err()).unwrap();
+        insta::assert_snapshot!(error, @"module `layers.1048576`: the model has more than 1048576 units, which is taken for a mistake; make the numbers of layers in `[model]` smaller");
     }
 }

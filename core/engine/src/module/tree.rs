@@ -28,6 +28,7 @@ pub struct ModuleInfo {
 pub struct ModuleTree {
     modules: BTreeMap<String, ModuleInfo>,
     parameters: Vec<Parameter>,
+    elements: usize,
     owners: Vec<Option<usize>>,
     names: HashMap<String, usize>,
     aliases: BTreeMap<String, usize>,
@@ -75,6 +76,12 @@ impl ModuleTree {
         owned.map(|(_, parameter)| parameter.clone()).collect()
     }
 
+    /// The index of the unit that each parameter belongs to, parallel to
+    /// [`parameters`](Self::parameters); `None` is the root.
+    pub fn owners(&self) -> &[Option<usize>] {
+        &self.owners
+    }
+
     /// The slots of [`unit_parameters`](Self::unit_parameters).
     pub fn unit_slots(&mut self, unit: Option<usize>) -> Vec<ParameterSlot> {
         self.unit_parameters(unit).into_iter().map(ParameterSlot::new).collect()
@@ -87,7 +94,7 @@ impl ModuleTree {
 
     /// Number of elements of all parameters, tied ones once.
     pub fn elem_count(&self) -> usize {
-        self.parameters.iter().map(Parameter::elem_count).sum()
+        self.elements
     }
 
     pub(super) fn declare(&mut self, path: &str, info: ModuleInfo) -> Result<()> {
@@ -106,6 +113,7 @@ impl ModuleTree {
         let fqn = parameter.fqn().to_owned();
         let index = self.parameters.len();
         self.name(&fqn, index)?;
+        self.elements += parameter.elem_count();
         self.parameters.push(parameter);
         self.owners.push(unit);
         Ok(())

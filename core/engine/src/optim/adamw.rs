@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::elementwise::{
@@ -10,7 +10,7 @@ use super::elementwise::{
 };
 use super::groups::{Hyper, ParamGroupConfig, at_least_zero, resolve, unit_interval};
 use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
-use super::state::{OptimizerState, ParamUpdate, load_step};
+use super::state::{OptimizerState, ParamUpdate, load_step, state_bytes};
 use super::state_dtype::{StateDtype, store};
 use crate::Result;
 use crate::autograd::storage;
@@ -55,15 +55,29 @@ impl Default for AdamW {
 
 #[typetag::serde(name = "adamw")]
 impl OptimizerConfig for AdamW {
+    fn check(&self, parameters: &[Parameter]) -> Result<()> {
+        self.resolve(parameters).map(drop)
+    }
+
+    fn state_bytes(&self, dtype: DType) -> usize {
+        2 * state_bytes(self.state_dtype, dtype)
+    }
+
     fn build(&self, parameters: &[Parameter]) -> Result<Box<dyn Optimizer>> {
+        let (trainable, hypers) = self.resolve(parameters)?;
+        let state =
+            OptimizerState::new(&trainable, hypers, ["exp_avg", "exp_avg_sq"], self.state_dtype)?;
+        Ok(Box::new(AdamWOptimizer { config: self.clone(), state, steps: 0, schedule: 1.0 }))
+    }
+}
+
+impl AdamW {
+    fn resolve(&self, parameters: &[Parameter]) -> Result<(Vec<Parameter>, Vec<Hyper>)> {
         unit_interval("optimizer.betas[0]", self.betas.0)?;
         unit_interval("optimizer.betas[1]", self.betas.1)?;
         at_least_zero("optimizer.eps", self.eps)?;
         let base = Hyper { lr: self.lr, weight_decay: self.weight_decay };
-        let (trainable, hypers) = resolve(parameters, base, &self.groups, &self.no_decay)?;
-        let state =
-            OptimizerState::new(&trainable, hypers, ["exp_avg", "exp_avg_sq"], self.state_dtype)?;
-        Ok(Box::new(AdamWOptimizer { config: self.clone(), state, steps: 0, schedule: 1.0 }))
+        resolve(parameters, base, &self.groups, &self.no_decay)
     }
 }
 
@@ -204,7 +218,7 @@ fn composed(update: &ParamUpdate<2>, c: Coefficients, scale: &GradScale) -> Resu
 
 #[cfg(test)]
 mod tests {
-    use candle_core::{DType, Device};
+    use candle_core::Device;
 
     use super::*;
     use crate::optim::testing::*;
@@ -439,9 +453,10 @@ mod tests {
             Err(error) => error.to_string(),
         };
         let base = AdamW::default;
-        insta::assert_snapshot!(message(AdamW { lr: -1.0, ..base() }), @"optimizer.lr must be a number of zero or more, got -1");
-        insta::assert_snapshot!(message(AdamW { betas: (0.9, 1.0), ..base() }), @"optimizer.betas[1] must be at least 0 and less than 1, got 1");
+        insta::assert_snapshot!(message(AdamW { lr: -1.0, ..base() }), @"optimizer.lr must be a number of zero or more, got -1.0");
+        insta::assert_snapshot!(message(AdamW { betas: (0.9, 1.0), ..base() }), @"optimizer.betas[1] must be at least 0 and less than 1, got 1.0");
         insta::assert_snapshot!(message(AdamW { eps: f64::NAN, ..base() }), @"optimizer.eps must be a number of zero or more, got NaN");
+        insta::assert_snapshot!(message(AdamW { eps: 3.5e38, ..base() }), @"optimizer.eps must be a number of zero or more and at most 3.4028235e38, the largest of f32, got 3.5e38");
         insta::assert_snapshot!(message(AdamW { weight_decay: -0.1, ..base() }), @"optimizer.weight_decay must be a number of zero or more, got -0.1");
         insta::assert_snapshot!(message(AdamW { no_decay: vec!["up.bias".into()], ..base() }), @r#"optimizer.no_decay: the pattern "up.bias" matches no parameter; the model has layers.0.up.weight, layers.0.up.bias, norm.weight. A pattern with dots must match a whole name, one without any single segment; `*` stands for any part of a segment"#);
         let group = |patterns: &[&str], lr| ParamGroupConfig {
@@ -452,7 +467,7 @@ mod tests {
         let groups = vec![group(&["bias"], None), group(&[], None)];
         insta::assert_snapshot!(message(AdamW { groups, ..base() }), @"optimizer.groups[1].patterns is empty; give the FQN patterns of the group's parameters");
         let groups = vec![group(&["bias"], Some(-2.0))];
-        insta::assert_snapshot!(message(AdamW { groups, ..base() }), @"optimizer.groups[0].lr must be a number of zero or more, got -2");
+        insta::assert_snapshot!(message(AdamW { groups, ..base() }), @"optimizer.groups[0].lr must be a number of zero or more, got -2.0");
     }
 
     #[test]

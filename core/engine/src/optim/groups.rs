@@ -100,13 +100,16 @@ fn check_patterns(key: &str, patterns: &[String], parameters: &[Parameter]) -> R
 }
 
 /// # Errors
-/// If the option is negative or not finite.
+/// If the option is negative, or no number that f32 can hold, in which most updates are computed.
 pub(super) fn at_least_zero(key: &str, value: f64) -> Result<()> {
-    if value.is_finite() && value >= 0.0 {
-        Ok(())
-    } else {
-        Err(Error::Config(format!("{key} must be a number of zero or more, got {value}")))
+    if value >= 0.0 && value <= f64::from(f32::MAX) {
+        return Ok(());
     }
+    let limit = match value.is_finite() && value > 0.0 {
+        true => format!(" and at most {:e}, the largest of f32", f32::MAX),
+        false => String::new(),
+    };
+    Err(Error::Config(format!("{key} must be a number of zero or more{limit}, got {value:?}")))
 }
 
 /// # Errors
@@ -115,6 +118,6 @@ pub(super) fn unit_interval(key: &str, value: f64) -> Result<()> {
     if (0.0..1.0).contains(&value) {
         Ok(())
     } else {
-        Err(Error::Config(format!("{key} must be at least 0 and less than 1, got {value}")))
+        Err(Error::Config(format!("{key} must be at least 0 and less than 1, got {value:?}")))
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use crate::Result;
 use crate::parameter::Parameter;
@@ -76,6 +76,23 @@ pub trait Optimizer: Send {
 /// An optimizer's configuration: `optimizer.type = "adamw"`.
 #[typetag::serde(tag = "type")]
 pub trait OptimizerConfig: std::fmt::Debug + Send + Sync {
+    /// Checks the options, before any process is started: `parameters` are those of the whole model,
+    /// which no strategy has set up, so they have no values.
+    ///
+    /// # Errors
+    /// Those of [`build`](Self::build). By default none: they are found when the optimizer is built.
+    fn check(&self, parameters: &[Parameter]) -> Result<()> {
+        let _ = parameters;
+        Ok(())
+    }
+
+    /// Bytes of state for each element that a rank updates, of a parameter of `dtype`: for the estimate
+    /// of a rank's memory. By default 0, for an unknown number.
+    fn state_bytes(&self, dtype: DType) -> usize {
+        let _ = dtype;
+        0
+    }
+
     /// Builds the optimizer for the parameters of a model that a strategy has set up. Patterns may name
     /// frozen ones too; those are not updated and have no state.
     ///

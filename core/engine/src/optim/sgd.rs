@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::elementwise::{
@@ -11,7 +11,7 @@ use super::elementwise::{
 use super::elementwise::{scaled_grad, update};
 use super::groups::{Hyper, ParamGroupConfig, at_least_zero, resolve};
 use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
-use super::state::{OptimizerState, ParamUpdate, load_step};
+use super::state::{OptimizerState, ParamUpdate, load_step, state_bytes};
 use super::state_dtype::{StateDtype, store};
 use crate::autograd::storage;
 use crate::parameter::Parameter;
@@ -60,11 +60,33 @@ impl Default for Sgd {
 
 #[typetag::serde(name = "sgd")]
 impl OptimizerConfig for Sgd {
+    fn check(&self, parameters: &[Parameter]) -> Result<()> {
+        self.resolve(parameters).map(drop)
+    }
+
+    fn state_bytes(&self, dtype: DType) -> usize {
+        if self.momentum == 0.0 { 0 } else { state_bytes(self.state_dtype, dtype) }
+    }
+
     fn build(&self, parameters: &[Parameter]) -> Result<Box<dyn Optimizer>> {
+        let (trainable, hypers) = self.resolve(parameters)?;
+        let (config, dtype) = (self.clone(), self.state_dtype);
+        Ok(if self.momentum == 0.0 {
+            let state = OptimizerState::new(&trainable, hypers, [], dtype)?;
+            Box::new(SgdOptimizer { config, state, steps: 0, schedule: 1.0 })
+        } else {
+            let state = OptimizerState::new(&trainable, hypers, ["momentum_buffer"], dtype)?;
+            Box::new(SgdOptimizer { config, state, steps: 0, schedule: 1.0 })
+        })
+    }
+}
+
+impl Sgd {
+    fn resolve(&self, parameters: &[Parameter]) -> Result<(Vec<Parameter>, Vec<Hyper>)> {
         at_least_zero("optimizer.momentum", self.momentum)?;
-        if !self.dampening.is_finite() {
+        if !(self.dampening.abs() <= f64::from(f32::MAX)) {
             return Err(Error::Config(format!(
-                "optimizer.dampening must be a finite number, got {}",
+                "optimizer.dampening must be a number that f32 can hold, got {:?}",
                 self.dampening
             )));
         }
@@ -76,15 +98,7 @@ impl OptimizerConfig for Sgd {
             )));
         }
         let base = Hyper { lr: self.lr, weight_decay: self.weight_decay };
-        let (trainable, hypers) = resolve(parameters, base, &self.groups, &self.no_decay)?;
-        let (config, dtype) = (self.clone(), self.state_dtype);
-        Ok(if self.momentum == 0.0 {
-            let state = OptimizerState::new(&trainable, hypers, [], dtype)?;
-            Box::new(SgdOptimizer { config, state, steps: 0, schedule: 1.0 })
-        } else {
-            let state = OptimizerState::new(&trainable, hypers, ["momentum_buffer"], dtype)?;
-            Box::new(SgdOptimizer { config, state, steps: 0, schedule: 1.0 })
-        })
+        resolve(parameters, base, &self.groups, &self.no_decay)
     }
 }
 
@@ -349,6 +363,6 @@ mod tests {
         let base = Sgd::default;
         insta::assert_snapshot!(message(Sgd { momentum: -0.9, ..base() }), @"optimizer.momentum must be a number of zero or more, got -0.9");
         insta::assert_snapshot!(message(Sgd { nesterov: true, ..base() }), @"optimizer.nesterov needs optimizer.momentum above zero and optimizer.dampening of zero, got 0 and 0");
-        insta::assert_snapshot!(message(Sgd { dampening: f64::INFINITY, ..base() }), @"optimizer.dampening must be a finite number, got inf");
+        insta::assert_snapshot!(message(Sgd { dampening: f64::INFINITY, ..base() }), @"optimizer.dampening must be a number that f32 can hold, got inf");
     }
 }

@@ -135,6 +135,11 @@ impl<const N: usize> OptimizerState<N> {
     }
 }
 
+/// Bytes that one state tensor takes for each element of a parameter of `dtype`.
+pub(super) fn state_bytes(state: StateDtype, dtype: DType) -> usize {
+    arithmetic_dtype(dtype).map_or(0, |arithmetic| state.of(arithmetic).size_in_bytes())
+}
+
 fn arithmetic_dtype_of(parameter: &Parameter) -> Result<DType> {
     arithmetic_dtype(parameter.dtype()).ok_or_else(|| {
         Error::parameter(

@@ -34,6 +34,27 @@ impl Init {
     /// All ones.
     pub const ONES: Self = Self::Const(1.0);
 
+    /// Checks that all values are numbers that parameters can hold.
+    ///
+    /// # Errors
+    /// What is wrong.
+    pub(crate) fn check(self) -> std::result::Result<(), String> {
+        let (numbers, fits) = match self {
+            Self::Const(value) => (vec![value], true),
+            Self::Normal { mean, std } => (vec![mean, std], std >= 0.0),
+            Self::Uniform { low, high } => (vec![low, high], low <= high),
+        };
+        // Values are computed in f32, whatever their dtype.
+        if fits && numbers.iter().all(|x| x.abs() <= f64::from(f32::MAX)) {
+            return Ok(());
+        }
+        Err(format!(
+            "cannot start as {self:?}: all must be numbers of at most {:e}, a standard deviation 0 or \
+             more, and a lower bound at most the upper one",
+            f32::MAX
+        ))
+    }
+
     /// What `torch.nn.Linear` starts with: uniform within `1 / sqrt(fan_in)`.
     pub fn kaiming_uniform(fan_in: usize) -> Self {
         let bound = 1.0 / (fan_in.max(1) as f64).sqrt();

@@ -22,5 +22,5 @@ mod spec;
 
 pub use placement::Placement;
 pub(crate) use region::Runs;
-pub use region::{Region, Run};
+pub use region::{Region, Run, checked_elem_count};
 pub use spec::{Cut, ShardSpec, chunk};

@@ -2,6 +2,14 @@
 
 use serde::{Deserialize, Serialize};
 
+/// Number of elements of a tensor of this shape; `None` if they, or those of a part of its dimensions,
+/// are more than can be counted.
+pub fn checked_elem_count(shape: &[usize]) -> Option<usize> {
+    let nonzero = |&size: &usize| size.max(1);
+    shape.iter().map(nonzero).try_fold(1_usize, usize::checked_mul)?;
+    Some(shape.iter().product())
+}
+
 /// A hyper-rectangle: offsets and sizes, one of each a tensor dimension. A scalar has no
 /// dimensions and one element.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -7,9 +7,11 @@
 mod loss;
 pub mod materialize;
 mod parallelize;
+mod plan;
 #[expect(clippy::module_inception, reason = "the trait is the module's subject")]
 mod strategy;
 
 pub use loss::{Loss, StepTotals};
 pub use parallelize::{ParallelizeConfig, ParallelizeFn};
+pub use plan::{Bytes, RankMemory};
 pub use strategy::{BuildContext, Capabilities, Strategy, StrategyConfig, StrategyContext};

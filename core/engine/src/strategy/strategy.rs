@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use serde::Serialize;
 
-use super::{ParallelizeFn, StepTotals};
+use super::{ParallelizeFn, RankMemory, StepTotals};
 use crate::collective::{Collective, ProcessGroup, ReduceOp};
 use crate::mesh::DeviceMesh;
 use crate::module::{ModuleInit, ModuleTree};
@@ -161,6 +161,19 @@ pub trait Strategy: Send {
     /// # Errors
     /// If the ranks' models differ, or the strategy cannot distribute this model.
     fn setup_module(&mut self, tree: &mut ModuleTree, mesh: &DeviceMesh, seed: u64) -> Result<()>;
+
+    /// Works out what rank 0 will hold of the model, in the process that starts the ranks, before it
+    /// does: cuts `tree` as [`setup_module`](Strategy::setup_module) would, on a mesh over a
+    /// [`Planned`](crate::collective::Planned) world, and allocates nothing. Of the result, the
+    /// optimizer's state and the moving average are left 0. `None`, the default, if the strategy cannot
+    /// tell; the model's size is then not compared with the machine's memory. Not collective.
+    ///
+    /// # Errors
+    /// If the strategy cannot distribute this model.
+    fn plan_module(&self, tree: &mut ModuleTree, mesh: &DeviceMesh) -> Result<Option<RankMemory>> {
+        let _ = (tree, mesh);
+        Ok(None)
+    }
 
     /// Gives parameters outside of units the values that the next forward needs. Called after
     /// setup, after loading and after each optimizer step. Collective.

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicU64;
 use candle_core::Tensor;
 
 use super::FabricOptimizer;
+use super::launcher::check_frozen;
 use crate::runtime::{NoSyncGuard, SamplerShare, StrategyRuntime, UnusedParameters};
 use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp, Solo, broadcast_object};
@@ -182,7 +183,7 @@ impl Fabric {
         let builder = ModuleBuilder::new(self.init.clone());
         let model = build(&builder)?;
         let tree = builder.finish()?;
-        self.check_frozen(&tree)?;
+        check_frozen(&self.init.frozen, &tree)?;
         self.runtime.setup_module(tree, self.seed)?;
         Ok(model)
     }

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Fabric;
-use crate::run::{Devices, RunConfig, TrainerConfig};
+use crate::run::{Devices, MAX_TIMEOUT_SECS, RunConfig, TrainerConfig, available_cores};
 use crate::{Error, Result};
 use fulgurite_config::registry::{self, kind};
 use fulgurite_engine::collective::{GroupContext, ProcessGroup, ProcessGroupConfig, Solo};
-use fulgurite_engine::module::{ModuleInit, pattern_matches};
+use fulgurite_engine::module::{ModuleInit, ModuleTree, pattern_matches};
 use fulgurite_engine::strategy::{BuildContext, ParallelizeFn, StrategyConfig};
 use fulgurite_launch::environment;
 use fulgurite_launch::{LaunchOptions, LaunchedRank, Starting, launch_checked};
@@ -29,15 +29,30 @@ impl TrainerConfig {
     /// As [`launch`](fulgurite_launch::launch), and if the process group cannot connect the ranks;
     /// [`Error::Interrupted`] if this process is asked to end while it waits for them.
     pub fn connect(&self) -> Result<Connection> {
+        self.connect_checked(&|_| Ok(()))
+    }
+
+    /// As [`connect`](Self::connect), but calls `check` with the world size before any rank is started
+    /// (by rank 0, once all have connected, if a launcher has started them).
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect), and those of `check`.
+    pub fn connect_checked(&self, check: &dyn Fn(usize) -> Result<()>) -> Result<Connection> {
         let _starting = Starting::new();
         registry::require(kind::PROCESS_GROUP, &self.process_group.name)?;
         let strategy =
             self.strategy.build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?;
-        let timeout = Duration::from_secs(strategy.timeout_secs().unwrap_or(self.timeout_secs));
+        let timeout = strategy.timeout_secs().unwrap_or(self.timeout_secs);
+        if !(1..=MAX_TIMEOUT_SECS).contains(&timeout) {
+            return Err(Error::Config(format!(
+                "`trainer.strategy.timeout_secs`: must be from 1 to {MAX_TIMEOUT_SECS}, found {timeout}"
+            )));
+        }
+        let timeout = Duration::from_secs(timeout);
         let options = LaunchOptions {
             devices: Some(match self.devices {
                 Devices::Count(n) => n,
-                Devices::Auto => std::thread::available_parallelism().map_or(1, usize::from),
+                Devices::Auto => available_cores(),
             }),
             num_nodes: self.num_nodes,
             environment: match &self.environment {
@@ -47,21 +62,26 @@ impl TrainerConfig {
             timeout,
             job_key_file: self.job_key_file.clone(),
         };
-        let fits = |world_size| strategy.build(&BuildContext::new(world_size)).map(drop);
+        let process_group = self
+            .process_group
+            .build::<Box<dyn ProcessGroupConfig>>(kind::PROCESS_GROUP, "trainer.process_group")?;
+        process_group.check()?;
+        let fits = |world_size| {
+            strategy.build(&BuildContext::new(world_size))?;
+            check(world_size)
+        };
         let launched = launch_checked(options, &fits)?;
         let world: Arc<dyn ProcessGroup> = if launched.world_size == 1 {
             Arc::new(Solo::new("world", 0))
         } else {
-            self.process_group
-                .build::<Box<dyn ProcessGroupConfig>>(kind::PROCESS_GROUP, "trainer.process_group")?
-                .build(&GroupContext {
-                    rank: launched.rank,
-                    world_size: launched.world_size,
-                    local_rank: launched.local_rank,
-                    local_world_size: launched.local_world_size,
-                    store: launched.store.clone(),
-                    timeout,
-                })?
+            process_group.build(&GroupContext {
+                rank: launched.rank,
+                world_size: launched.world_size,
+                local_rank: launched.local_rank,
+                local_world_size: launched.local_world_size,
+                store: launched.store.clone(),
+                timeout,
+            })?
         };
         Ok(Connection { launched, world })
     }
@@ -117,33 +137,38 @@ impl Fabric {
         if let Some(parallelize) = parallelize {
             strategy.set_parallelize(parallelize)?;
         }
-        let init = ModuleInit {
-            dtype: config.precision.param_dtype(),
-            compute_dtype: config.precision.compute_dtype(),
-            frozen: config.freeze.clone(),
-            activation_checkpointing: config.activation_checkpointing.clone(),
-            ..ModuleInit::default()
-        };
-        Self::new(world, strategy, init, seed)
+        Self::new(world, strategy, config.module_init(), seed)
     }
+}
 
-    /// Checks that every pattern of `trainer.freeze` matches a parameter.
-    ///
-    /// # Errors
-    /// Naming the pattern that does not.
-    pub(super) fn check_frozen(&self, tree: &fulgurite_engine::module::ModuleTree) -> Result<()> {
-        let unmatched =
-            self.init.frozen.iter().find(|pattern| {
-                tree.parameters().iter().all(|p| !pattern_matches(pattern, p.fqn()))
-            });
-        match unmatched {
-            None => Ok(()),
-            Some(pattern) => Err(Error::Config(format!(
-                "`trainer.freeze`: no parameter matches `{pattern}`. A pattern with dots must match a \
-                 whole name, such as `{}`, one without any single segment; `*` stands for any part \
-                 of a segment",
-                tree.parameters()[0].fqn()
-            ))),
+impl TrainerConfig {
+    /// What the model is built with, before the strategy changes it.
+    pub(crate) fn module_init(&self) -> ModuleInit {
+        ModuleInit {
+            dtype: self.precision.param_dtype(),
+            compute_dtype: self.precision.compute_dtype(),
+            frozen: self.freeze.clone(),
+            activation_checkpointing: self.activation_checkpointing.clone(),
+            ..ModuleInit::default()
         }
+    }
+}
+
+/// Checks that every pattern of `trainer.freeze` matches a parameter.
+///
+/// # Errors
+/// Naming the pattern that does not.
+pub(crate) fn check_frozen(frozen: &[String], tree: &ModuleTree) -> Result<()> {
+    let unmatched = frozen
+        .iter()
+        .find(|pattern| tree.parameters().iter().all(|p| !pattern_matches(pattern, p.fqn())));
+    match unmatched {
+        None => Ok(()),
+        Some(pattern) => Err(Error::Config(format!(
+            "`trainer.freeze`: no parameter matches `{pattern}`. A pattern with dots must match a \
+             whole name, such as `{}`, one without any single segment; `*` stands for any part \
+             of a segment",
+            tree.parameters()[0].fqn()
+        ))),
     }
 }

@@ -11,5 +11,6 @@ mod optimizer;
 pub use crate::runtime::{NoSyncGuard, SamplerShare, UnusedParameters};
 pub use data::{TrainBatch, TrainLoader};
 pub use fabric::Fabric;
+pub(crate) use launcher::check_frozen;
 pub use launcher::{Connection, FabricLauncher};
 pub use optimizer::FabricOptimizer;

@@ -23,4 +23,7 @@ mod values;
 pub use checkpoint_config::{CheckpointConfig, MonitorMode};
 pub use run_config::{RunConfig, reference_sections};
 pub use trainer_config::{Limits, TrainerConfig};
-pub use values::{CkptPath, ClipAlgorithm, CountOrFraction, Devices, Precision, TimeLimit};
+pub(crate) use trainer_config::{MAX_TIMEOUT_SECS, available_cores};
+pub use values::{
+    CkptPath, ClipAlgorithm, CountOrFraction, Devices, MemoryCheck, Precision, TimeLimit,
+};

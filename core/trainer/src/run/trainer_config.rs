@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::{CkptPath, ClipAlgorithm, CountOrFraction, Devices, Precision, TimeLimit};
+use super::{CkptPath, ClipAlgorithm, CountOrFraction, Devices, MemoryCheck, Precision, TimeLimit};
 use crate::runtime::UnusedParameters;
 use crate::{Error, Result};
 use fulgurite_config::PluginValue;
@@ -69,6 +69,11 @@ fulgurite_config::config_struct! {
         pub activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing::default(),
         /// Seconds that a rank waits for others before it fails.
         pub timeout_secs: u64 = 600,
+        /// What happens if the model is too large for the machine, before any process is started:
+        /// `"error"` refuses a model whose parameters, gradients and optimizer state take more than
+        /// one and a half times the host's memory, and warns if they take more than is available;
+        /// `"warn"` only warns; `"off"` does neither.
+        pub memory_check: MemoryCheck = MemoryCheck::Error,
         /// How the model is distributed over the ranks. `"auto"` is a single device for one rank
         /// and data parallelism for more.
         pub strategy: PluginValue = PluginValue::new("auto"),
@@ -84,6 +89,15 @@ fulgurite_config::config_struct! {
         pub loggers: Vec<PluginValue> = vec![PluginValue::new("csv"), PluginValue::new("jsonl")],
     }
 }
+
+/// Ranks on one node, at least: with more cores there may be more.
+const MAX_DEVICES: usize = 256;
+/// Ranks on one node for each of its cores.
+const MAX_DEVICES_PER_CORE: usize = 16;
+const MAX_NODES: usize = 1 << 20;
+const MAX_MICRO_BATCHES: u64 = 1 << 20;
+/// A year.
+pub(crate) const MAX_TIMEOUT_SECS: u64 = 365 * 24 * 60 * 60;
 
 /// The limits of a run; it ends at the first one it reaches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,12 +122,6 @@ impl TrainerConfig {
         }
     }
 
-    /// Whether what step `step` logs is wanted: the first, and every
-    /// [`log_every_n_steps`](Self::log_every_n_steps).
-    pub(crate) fn logs_step(&self, step: u64) -> bool {
-        step == 1 || step.is_multiple_of(self.log_every_n_steps)
-    }
-
     /// Checks ranges, and keys that depend on each other.
     ///
     /// # Errors
@@ -129,6 +137,28 @@ impl TrainerConfig {
             if value == 0 {
                 return config_error(key, "must be at least 1, found 0");
             }
+        }
+        let at_most = [
+            ("num_nodes", self.num_nodes as u64, MAX_NODES as u64),
+            ("accumulate_grad_batches", self.accumulate_grad_batches, MAX_MICRO_BATCHES),
+            ("timeout_secs", self.timeout_secs, MAX_TIMEOUT_SECS),
+        ];
+        for (key, value, limit) in at_most {
+            if value > limit {
+                return config_error(key, format!("must be at most {limit}, found {value}"));
+            }
+        }
+        let limit = MAX_DEVICES.max(available_cores().saturating_mul(MAX_DEVICES_PER_CORE));
+        if let Devices::Count(devices) = self.devices
+            && devices > limit
+        {
+            return config_error(
+                "devices",
+                format!(
+                    "must be at most {limit} ranks on this host of {} core(s), found {devices}",
+                    available_cores()
+                ),
+            );
         }
         if let Some(limit) = self.gradient_clip_val
             && !(limit.is_finite() && limit > 0.0)
@@ -176,6 +206,11 @@ impl TrainerConfig {
     }
 }
 
+/// Cores that this process may use.
+pub(crate) fn available_cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 fn config_error<T>(key: &str, message: impl std::fmt::Display) -> Result<T> {
     Err(Error::Config(format!("`trainer.{key}`: {message}")))
 }
@@ -208,6 +243,13 @@ mod tests {
     fn wrong_values_are_refused() {
         let error = |keys| trainer(keys).unwrap_err();
         insta::assert_snapshot!(error("accumulate_grad_batches = 0"), @"`trainer.accumulate_grad_batches`: must be at least 1, found 0");
+        insta::assert_snapshot!(error("accumulate_grad_batches = 1_000_000_000_000_000_000"), @"`trainer.accumulate_grad_batches`: must be at most 1048576, found 1000000000000000000");
+        insta::assert_snapshot!(error("timeout_secs = 9223372036854775807"), @"`trainer.timeout_secs`: must be at most 31536000, found 9223372036854775807");
+        insta::assert_snapshot!(error("num_nodes = 4611686018427387904"), @"`trainer.num_nodes`: must be at most 1048576, found 4611686018427387904");
+        let devices = error("devices = 4611686018427387904").to_string();
+        assert!(devices.starts_with("`trainer.devices`: must be at most "), "{devices}");
+        assert!(devices.ends_with(", found 4611686018427387904"), "{devices}");
+        insta::assert_snapshot!(error("memory_check = 'maybe'"), @r#"run.toml: `trainer.memory_check`: expected "error", "warn" or "off", found "maybe""#);
         insta::assert_snapshot!(error("gradient_clip_val = -1"), @"`trainer.gradient_clip_val`: must be above 0, found -1.0; leave it out for no clipping");
         insta::assert_snapshot!(error("gradient_clip_val = nan"), @"`trainer.gradient_clip_val`: must be above 0, found NaN; leave it out for no clipping");
         insta::assert_snapshot!(error("ema_decay = 1.0"), @"`trainer.ema_decay`: must be at least 0 and below 1, such as 0.999; found 1.0");

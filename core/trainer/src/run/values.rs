@@ -274,6 +274,26 @@ impl ConfigType for ClipAlgorithm {
     }
 }
 
+/// What happens if the model is too large for the machine: `trainer.memory_check`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MemoryCheck {
+    /// The run is refused if the model is far too large; a warning is shown if it is too large for
+    /// what is available.
+    #[default]
+    Error,
+    /// A warning is shown.
+    Warn,
+    /// Nothing.
+    Off,
+}
+
+impl ConfigType for MemoryCheck {
+    fn describe() -> String {
+        "`\"error\"`, `\"warn\"` or `\"off\"`".to_owned()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::fmt;

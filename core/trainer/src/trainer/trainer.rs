@@ -7,8 +7,8 @@ use toml::Table;
 
 use super::callback::Callbacks;
 use super::hooks::Hook;
-use super::log_table::LogTable;
 use super::meter::{Meter, seconds_since_epoch};
+use super::preflight::check_async_save;
 use super::runner::{self, RunnerSetup};
 use super::saving::Saving;
 use super::session::{Cursor, FitEnd, Session, SessionParts, ValidationOutcome};
@@ -22,7 +22,7 @@ use crate::{Error, Result};
 use fulgurite_config::registry::kind;
 use fulgurite_config::to_table;
 use fulgurite_engine::collective::{ProcessGroup, Solo, broadcast_object};
-use fulgurite_engine::optim::{Ema, OptimizerConfig, SchedulerConfig};
+use fulgurite_engine::optim::Ema;
 use fulgurite_engine::strategy::ParallelizeFn;
 use fulgurite_launch::{Interruption, Starting};
 
@@ -161,15 +161,15 @@ impl Trainer {
     /// Returns the mean loss. Collective.
     ///
     /// # Errors
-    /// As [`fit`](Self::fit), and if there is no validation data; [`Error::Interrupted`] if it was
-    /// interrupted between two batches.
+    /// As [`fit`](Self::fit), and if there is no validation data.
     pub fn validate<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<f64> {
         self.run_validate(run.untyped(), &mut |fabric| runner::set_up::<M>(run, fabric))
     }
 
     fn run_validate(self, run: UntypedRun, set_up: &mut SetUpRunner) -> Result<f64> {
         let config_names_one = run.trainer.ckpt_path.is_some();
-        let starting = Starting::new();
+        // All of it: there is nothing to save.
+        let _starting = Starting::new();
         let mut session = self.set_up(&run, set_up)?;
         let result = (|| -> Result<f64> {
             match session.checkpoint_to_resume()? {
@@ -184,30 +184,19 @@ impl Trainer {
                 }
                 None => {}
             }
-            drop(starting);
-            let loss =
-                match session.validate()? {
-                    ValidationOutcome::Loss(loss) => loss,
-                    ValidationOutcome::Interrupted(why) => {
-                        fulgurite_launch::agree_on(why);
-                        return Err(Error::Interrupted);
-                    }
-                    ValidationOutcome::NoData => return Err(Error::Data(
-                        "there are no validation samples; give the data module some (for text: \
+            let ValidationOutcome::Loss(loss) = session.validate(false)? else {
+                return Err(Error::Data(
+                    "there are no validation samples; give the data module some (for text: \
                      `data.validation_fraction` or `data.validation_path`), and leave \
                      `trainer.limit_val_batches` above 0"
-                            .to_owned(),
-                    )),
-                };
+                        .to_owned(),
+                ));
+            };
             session.summary()?;
             Ok(loss)
         })();
         let result = session.tear_down_saving(result);
-        let status = match &result {
-            Ok(_) => RunStatus::Success,
-            Err(Error::Interrupted) => RunStatus::Interrupted,
-            Err(_) => RunStatus::Failed,
-        };
+        let status = if result.is_ok() { RunStatus::Success } else { RunStatus::Failed };
         let finished = session.finish_sinks(status);
         let loss = result?;
         finished.map(|()| loss)
@@ -234,15 +223,7 @@ impl Trainer {
         let mut fabric =
             Fabric::with_world(self.world.clone(), config, run.seed, self.parallelize)?;
         let strategy_name = fabric.strategy_name()?;
-        if run.checkpoint.async_save && !fabric.runtime.saves_distributed_checkpoints()? {
-            return Err(Error::Config(
-                "`checkpoint.async_save`: full checkpoints are gathered on rank 0 while training \
-                 waits, not in the background; leave it out, or save distributed checkpoints (without \
-                 `trainer.strategy.save_distributed_checkpoint = false`) and make full ones of them \
-                 with `fulgurite checkpoint consolidate`"
-                    .to_owned(),
-            ));
-        }
+        check_async_save(run, fabric.runtime.saves_distributed_checkpoints()?)?;
         let RunnerSetup { runner, model, data, batch_size, shuffle } = set_up(&mut fabric)?;
         let resolved = to_table(&run.clone().with(model, data))?;
         let (dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks)?;
@@ -271,8 +252,6 @@ impl Trainer {
             cursor: Cursor::default(),
             epoch: 0,
             metrics: std::collections::BTreeMap::new(),
-            epoch_table: LogTable::default(),
-            hook_table: LogTable::default(),
             started_epoch: None,
             validation_due: false,
         })
@@ -318,14 +297,7 @@ fn open_run(
 impl Session {
     fn run_fit(&mut self, run: &UntypedRun, starting: Starting) -> Result<(FitOutcome, FitEnd)> {
         let OptimizerSetup { optimizer, scheduler } =
-            self.runner.configure_optimizers(OptimizerSetup {
-                optimizer: run
-                    .optimizer
-                    .build::<Box<dyn OptimizerConfig>>(kind::OPTIMIZER, "optimizer")?,
-                scheduler: run
-                    .scheduler
-                    .build::<Box<dyn SchedulerConfig>>(kind::SCHEDULER, "scheduler")?,
-            })?;
+            self.runner.configure_optimizers(run.optimizer_setup()?)?;
         let mut optimizer = self
             .parts
             .fabric

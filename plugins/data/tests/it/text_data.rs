@@ -308,6 +308,7 @@ fn options_out_of_range_are_explained() {
     insta::assert_snapshot!(error(TextDataConfig { seq_len: 0, ..base() }), @"data.seq_len must be at least 1, got 0");
     insta::assert_snapshot!(error(TextDataConfig { stride: Some(0), ..base() }), @"data.stride must be at least 1, got 0");
     insta::assert_snapshot!(error(TextDataConfig { batch_size: 0, ..base() }), @"data.batch_size must be at least 1, got 0");
+    insta::assert_snapshot!(error(TextDataConfig { batch_size: 1_000_000_000_000_000_000, ..base() }), @"data.batch_size = 1000000000000000000 times data.seq_len = 8 are the tokens of a micro-batch, which must be at most 134217728");
     insta::assert_snapshot!(error(TextDataConfig { validation_fraction: Some(1.0), ..base() }), @"data.validation_fraction must be at least 0 and less than 1, got 1");
     insta::assert_snapshot!(error(TextDataConfig { path: Paths::Many(vec![]), ..base() }), @"data.path is an empty list; name a file or folder");
     insta::assert_snapshot!(
@@ -318,6 +319,42 @@ fn options_out_of_range_are_explained() {
         }), @"data.validation_path and data.validation_fraction = 0.5 exclude each other; take one away");
     insta::assert_snapshot!(
         error(TextDataConfig { validation_fraction: Some(0.9), stride: Some(1), ..base() }), @"data: of 23 samples data.validation_fraction = 0.9 leaves none for training; lower it or give more data");
+}
+
+#[test]
+fn a_preview_has_the_same_errors_and_reads_less() {
+    let preview = |config: &TextDataConfig| TextData::preview(config, &DataContext::default());
+    let text = "x".repeat(3 << 20);
+    let dir = folder(&[
+        ("1.txt", text.as_bytes()),
+        ("2.txt", text.as_bytes()),
+        ("3.txt", text.as_bytes()),
+        ("x.bin", &u16s((0..40).chain([99]))),
+    ]);
+    let config = plain(DataKind::Text, dir.path(), 8);
+    let (some, all) = (preview(&config).unwrap(), setup(&config));
+    assert!(some.len(Split::Train) * 10 < all.len(Split::Train) * 7);
+    assert_eq!((some.vocab_size(), some.seq_len()), (all.vocab_size(), all.seq_len()));
+    // As much as is there, if that much is needed.
+    preview(&TextDataConfig { seq_len: 7 << 20, batch_size: 1, ..config.clone() }).unwrap();
+    let tokens = plain(DataKind::Tokens, dir.path().join("x.bin"), 8);
+    assert_eq!(preview(&tokens).unwrap().largest_first_id(), 99);
+    let too_few = TextDataConfig { vocab_size: Some(50), ..tokens };
+    setup(&too_few);
+    let message = preview(&too_few).unwrap_err().to_string();
+    let message = message.replace(&dir.path().display().to_string(), "DIR");
+    insta::assert_snapshot!(message, @"data: DIR/x.bin has the token id 99 at its beginning, but ids must be less than 50; are data.token_dtype, data.tokenizer and data.vocab_size those that it was made with?");
+}
+
+#[test]
+fn devices_are_not_read() {
+    let dir = folder(&[]);
+    for kind in [DataKind::Text, DataKind::Tokens] {
+        let config = plain(kind, "/dev/zero", 8);
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(error(&dir, &config), @"data: /dev/zero (data.path) is neither a file nor a folder; name one of them");
+        }
+    }
 }
 
 #[test]

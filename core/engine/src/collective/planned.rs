@@ -1,0 +1,86 @@
+//! A group of ranks that are not there yet.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use super::{Collective, ProcessGroup, Work, check};
+use crate::Result;
+
+/// A group as its first rank will see it, before any rank is started: it has a size, and can be split,
+/// but cannot communicate. On it a strategy's mesh and cuts are worked out in advance.
+#[derive(Debug, Clone)]
+pub struct Planned {
+    name: String,
+    global_ranks: Vec<usize>,
+}
+
+impl Planned {
+    /// The group of all of `world_size` ranks, as rank 0 sees it.
+    pub fn world(world_size: usize) -> Self {
+        Self { name: "world".to_owned(), global_ranks: (0..world_size).collect() }
+    }
+
+    fn refuse<T>(&self, op: &'static str) -> Result<T> {
+        let group: &dyn ProcessGroup = self;
+        Err(group.error(op, "the ranks are not started yet, so nothing can be communicated"))
+    }
+}
+
+impl ProcessGroup for Planned {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn size(&self) -> usize {
+        self.global_ranks.len()
+    }
+
+    fn global_ranks(&self) -> &[usize] {
+        &self.global_ranks
+    }
+
+    fn start(&self, collective: Collective, _overlap: bool) -> Result<Work> {
+        self.refuse(collective.name())
+    }
+
+    fn send(&self, _tensor: &Tensor, _dst: usize) -> Result<Work> {
+        self.refuse("send")
+    }
+
+    fn recv(&self, _tensor: &Tensor, _src: usize) -> Result<Work> {
+        self.refuse("recv")
+    }
+
+    fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
+        check::partition(self, partition)?;
+        let own = partition.iter().find(|set| set.contains(&0)).cloned().unwrap_or_default();
+        let global_ranks = own.into_iter().map(|rank| self.global_ranks[rank]).collect();
+        Ok(Arc::new(Self { name: name.to_owned(), global_ranks }))
+    }
+
+    fn abort(&self, _reason: &str) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::collective::ReduceOp;
+    use crate::mesh::{DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
+
+    #[test]
+    fn a_mesh_is_worked_out_on_it_and_nothing_is_communicated() {
+        let world = Arc::new(Planned::world(8));
+        let layout = DeviceMesh::layout_for(8, Some(2), None, Some(1), Some(2)).unwrap();
+        let mesh = DeviceMesh::new(layout, world.clone()).unwrap();
+        assert_eq!(mesh.group(DP_SHARD_CP).unwrap().global_ranks(), [0, 2]);
+        assert_eq!(mesh.group(TENSOR_PARALLEL).unwrap().global_ranks(), [0, 1]);
+        let one = Tensor::new(&[1f32], &candle_core::Device::Cpu).unwrap();
+        let error = world.run(Collective::all_reduce(&one, ReduceOp::Sum)).unwrap_err();
+        insta::assert_snapshot!(error, @"rank 0, process group `world`, all_reduce: the ranks are not started yet, so nothing can be communicated");
+    }
+}

@@ -1,0 +1,117 @@
+//! How much memory this host has for a job.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use rustix::process::{Resource, getrlimit};
+
+/// The memory that processes of this host may use, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostMemory {
+    /// The host's memory and swap space, or the limit of this process's control group if that is less.
+    pub total: u64,
+    /// What of it is not in use.
+    pub available: u64,
+    /// The limit on one process's address space (`ulimit -v`).
+    pub address_space: Option<u64>,
+}
+
+impl HostMemory {
+    /// This host's; `None` where the system does not tell.
+    pub fn now() -> Option<Self> {
+        let meminfo = fs::read_to_string("/proc/meminfo").ok()?;
+        let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+        let mut memory = Self::of_host(&meminfo)?;
+        for group in memory_groups(Path::new("/sys/fs/cgroup"), &groups) {
+            memory.limit_to(&group);
+        }
+        memory.address_space = getrlimit(Resource::As).current;
+        Some(memory)
+    }
+
+    fn of_host(meminfo: &str) -> Option<Self> {
+        let bytes = |key: &str| {
+            let line =
+                meminfo.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
+            line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+        };
+        Some(Self {
+            total: bytes("MemTotal")? + bytes("SwapTotal").unwrap_or(0),
+            available: bytes("MemAvailable")? + bytes("SwapFree").unwrap_or(0),
+            address_space: None,
+        })
+    }
+
+    /// Applies the limit of a control group, if it has one.
+    fn limit_to(&mut self, group: &Path) {
+        let number = |names: [&str; 2]| {
+            let read = |name| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
+            names.into_iter().find_map(read)
+        };
+        let limit = number(["memory.max", "memory.limit_in_bytes"]);
+        if let Some(limit) = limit.filter(|&limit| limit < self.total) {
+            let used = number(["memory.current", "memory.usage_in_bytes"]).unwrap_or(0);
+            self.total = limit;
+            self.available = self.available.min(limit.saturating_sub(used));
+        }
+    }
+}
+
+/// The folders of the control groups that limit this process's memory, by the content of
+/// `/proc/self/cgroup`: its own and those above it.
+fn memory_groups(mount: &Path, groups: &str) -> Vec<PathBuf> {
+    let mut folders = Vec::new();
+    for line in groups.lines() {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
+        let root = match controllers {
+            "" => mount.to_owned(),
+            _ if controllers.split(',').any(|name| name == "memory") => mount.join("memory"),
+            _ => continue,
+        };
+        let own = root.join(path.trim_start_matches('/'));
+        folders
+            .extend(own.ancestors().take_while(|dir| dir.starts_with(&root)).map(Path::to_owned));
+    }
+    folders
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MEMINFO: &str = "MemTotal:       1000 kB\nMemFree: 1 kB\nMemAvailable:    700 kB\n\
+                           SwapTotal:        24 kB\nSwapFree:         4 kB\n";
+
+    #[test]
+    fn the_host_has_memory_and_swap_space() {
+        let memory = HostMemory::of_host(MEMINFO).unwrap();
+        assert_eq!((memory.total, memory.available), (1024 << 10, 704 << 10));
+        assert_eq!(HostMemory::of_host("MemTotal: much"), None);
+        assert_eq!(HostMemory::of_host(&format!("MemTotal: {} kB\n", u64::MAX)), None);
+    }
+
+    #[test]
+    fn the_smallest_group_around_the_process_limits_it() {
+        let mount = std::env::temp_dir().join(format!("groups-{}", std::process::id()));
+        let own = mount.join("jobs/mine");
+        fs::create_dir_all(&own).unwrap();
+        fs::write(mount.join("jobs/memory.max"), "500000\n").unwrap();
+        fs::write(mount.join("jobs/memory.current"), "100000\n").unwrap();
+        fs::write(own.join("memory.max"), "max\n").unwrap();
+        let mut memory = HostMemory::of_host(MEMINFO).unwrap();
+        let groups = memory_groups(&mount, "0::/jobs/mine\n");
+        assert_eq!(groups, [own, mount.join("jobs"), mount.clone()]);
+        groups.iter().for_each(|group| memory.limit_to(group));
+        fs::remove_dir_all(&mount).unwrap();
+        assert_eq!((memory.total, memory.available), (500_000, 400_000));
+        let v1 = memory_groups(Path::new("/c"), "3:cpu,memory:/a\n2:pids:/b\n");
+        assert_eq!(v1, [Path::new("/c/memory/a"), Path::new("/c/memory")]);
+    }
+
+    #[test]
+    fn this_host_has_memory() {
+        let memory = HostMemory::now().unwrap();
+        assert!(memory.available > 0 && memory.available <= memory.total, "{memory:?}");
+    }
+}

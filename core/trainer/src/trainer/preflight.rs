@@ -1,0 +1,289 @@
+//! What is checked before any rank is started.
+
+use std::sync::Arc;
+
+use toml::Table;
+
+use super::{LightningModule, OptimizerSetup, RunConfigOf, Trainer};
+use crate::fabric::{Connection, check_frozen};
+use crate::run::{CkptPath, MemoryCheck, RunConfig};
+use crate::{Error, Result};
+use fulgurite_checkpoint_format::{self as checkpoint, DistributedCheckpoint};
+use fulgurite_config::registry::kind;
+use fulgurite_engine::collective::{Planned, ProcessGroup, Solo};
+use fulgurite_engine::data::{DataContext, DataModule, SampleOrder, Split, TrainSampler};
+use fulgurite_engine::mesh::DATA_PARALLEL;
+use fulgurite_engine::module::{ModuleBuilder, ModuleTree};
+use fulgurite_engine::optim::{OptimizerConfig, SchedulerConfig};
+use fulgurite_engine::strategy::{BuildContext, Bytes, RankMemory, StrategyConfig};
+use fulgurite_launch::HostMemory;
+
+/// How many times the host's memory a model must need to be refused: what is counted is needed in
+/// full only once every parameter was updated.
+const REFUSED_ABOVE: f64 = 1.5;
+
+/// What the ranks of a run are started for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RunPurpose {
+    /// [`Trainer::fit`].
+    Fit,
+    /// [`Trainer::validate`].
+    Validate,
+}
+
+/// The model of a run, described and not set up.
+struct Described {
+    optimizers: Box<dyn Fn(OptimizerSetup) -> Result<OptimizerSetup>>,
+    train_samples: u64,
+    batch_size: usize,
+    shuffle: bool,
+}
+
+type Describe<'a> = dyn Fn(&DataContext, &ModuleBuilder) -> Result<Described> + 'a;
+
+impl Trainer {
+    /// Launches the ranks that a run asks for and connects them, as
+    /// [`TrainerConfig::connect`](crate::run::TrainerConfig::connect). Before any rank is started, it
+    /// describes the model once, opens the data ([`DataModule::preview`]), and checks what can be
+    /// checked without ranks: the strategy's cuts, the options of optimizer and schedule, patterns,
+    /// directories, and whether the model fits into this host's memory. Returns in ranks only.
+    /// Collective.
+    ///
+    /// A trainer that is given a [`parallelize`](Trainer::parallelize) function is connected with
+    /// `run.trainer.connect()` instead.
+    ///
+    /// # Errors
+    /// As [`TrainerConfig::connect`](crate::run::TrainerConfig::connect), and what is wrong with the
+    /// configuration.
+    pub fn connect<M: LightningModule>(
+        run: &RunConfigOf<M>,
+        purpose: RunPurpose,
+    ) -> Result<Connection> {
+        let untyped = run.untyped();
+        untyped.validate()?;
+        untyped.check_plugins()?;
+        let describe =
+            |context: &DataContext, builder: &ModuleBuilder| describe::<M>(run, context, builder);
+        run.trainer.connect_checked(&|ranks| check(&untyped, purpose, ranks, &describe))
+    }
+}
+
+fn describe<M: LightningModule>(
+    run: &RunConfigOf<M>,
+    context: &DataContext,
+    builder: &ModuleBuilder,
+) -> Result<Described> {
+    let data = M::Data::preview(&run.data, context)?;
+    let mut config = run.model.clone();
+    M::configure_from_data(&mut config, &data)?;
+    let train_samples = data.len(Split::Train);
+    drop(data);
+    if let Some(path) = M::pretrained(&config) {
+        checkpoint::open(path)?;
+    }
+    let module = M::configure_model(&config, builder)?;
+    Ok(Described {
+        optimizers: Box::new(move |configured| module.configure_optimizers(configured)),
+        train_samples,
+        batch_size: M::Data::batch_size(&run.data),
+        shuffle: M::Data::shuffle(&run.data),
+    })
+}
+
+fn check(
+    run: &RunConfig<Table, Table>,
+    purpose: RunPurpose,
+    ranks: usize,
+    describe: &Describe,
+) -> Result<()> {
+    let config = &run.trainer;
+    check_directories(run)?;
+    check_resume(run)?;
+    let strategy = config
+        .strategy
+        .build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?
+        .build(&BuildContext::new(ranks))?;
+    check_async_save(run, strategy.saves_distributed_checkpoints())?;
+    let world: Arc<dyn ProcessGroup> = match ranks {
+        1 => Arc::new(Solo::new("world", 0)),
+        _ => Arc::new(Planned::world(ranks)),
+    };
+    let mesh = match strategy.device_mesh(world) {
+        Ok(mesh) => Some(mesh),
+        // A strategy that communicates to make its mesh is checked by its ranks.
+        Err(Error::Collective { .. }) => None,
+        Err(error) => return Err(error),
+    };
+    let data_parallel_size = match &mesh {
+        Some(mesh) => mesh.size(DATA_PARALLEL).unwrap_or(1),
+        None => 1,
+    };
+    let context = DataContext {
+        seed: run.seed,
+        world_size: ranks,
+        data_parallel_size,
+        ..DataContext::default()
+    };
+    let builder = ModuleBuilder::new(strategy.module_init_context(config.module_init()));
+    let model = describe(&context, &builder)?;
+    let mut tree = builder.finish()?;
+    check_frozen(&config.freeze, &tree)?;
+    let mut memory = match &mesh {
+        Some(mesh) => strategy.plan_module(&mut tree, mesh)?,
+        None => None,
+    };
+    if purpose == RunPurpose::Fit {
+        let order = SampleOrder::new(run.seed, model.shuffle, model.train_samples)?;
+        let micro_batches = config.accumulate_grad_batches as usize;
+        TrainSampler::new(order, model.batch_size, data_parallel_size, 0, micro_batches)?;
+        check_optimizers(run, &model, &tree, memory.as_mut())?;
+    } else if let Some(memory) = &mut memory {
+        *memory = RankMemory {
+            parameters: memory.parameters,
+            gathered_unit: memory.gathered_unit,
+            ..RankMemory::default()
+        };
+    }
+    match (memory, HostMemory::now()) {
+        (Some(memory), Some(host)) => check_memory(run, &tree, &memory, ranks, host),
+        _ => Ok(()),
+    }
+}
+
+/// Checks optimizer and schedule, and adds their memory.
+fn check_optimizers(
+    run: &RunConfig<Table, Table>,
+    model: &Described,
+    tree: &ModuleTree,
+    memory: Option<&mut RankMemory>,
+) -> Result<()> {
+    if tree.trainable().next().is_none() {
+        return Err(Error::Config(
+            "`trainer.freeze`: every parameter is frozen; there is nothing to train".to_owned(),
+        ));
+    }
+    let setup = (model.optimizers)(run.optimizer_setup()?)?;
+    setup.optimizer.check(tree.parameters())?;
+    let limits = run.trainer.limits();
+    let steps = limits.max_steps.or(limits.max_epochs);
+    setup.scheduler.factor(0, steps)?;
+    if let Some(memory) = memory {
+        let dtype = tree.parameters()[0].dtype();
+        let elements = memory.updated_elements;
+        memory.optimizer_state = elements.saturating_mul(setup.optimizer.state_bytes(dtype) as u64);
+        if run.trainer.ema_decay.is_some() {
+            let average = fulgurite_engine::parameter::accumulation_dtype(dtype);
+            memory.average = elements.saturating_mul(average.size_in_bytes() as u64);
+        }
+    }
+    Ok(())
+}
+
+impl<M, D> RunConfig<M, D> {
+    /// Optimizer and schedule as they are configured.
+    pub(super) fn optimizer_setup(&self) -> Result<OptimizerSetup> {
+        Ok(OptimizerSetup {
+            optimizer: self
+                .optimizer
+                .build::<Box<dyn OptimizerConfig>>(kind::OPTIMIZER, "optimizer")?,
+            scheduler: self
+                .scheduler
+                .build::<Box<dyn SchedulerConfig>>(kind::SCHEDULER, "scheduler")?,
+        })
+    }
+}
+
+/// Checks that a strategy that gathers checkpoints on one rank does not save them in the background.
+pub(super) fn check_async_save(
+    run: &RunConfig<Table, Table>,
+    saves_distributed: bool,
+) -> Result<()> {
+    if run.checkpoint.async_save && !saves_distributed {
+        return Err(Error::Config(
+            "`checkpoint.async_save`: full checkpoints are gathered on rank 0 while training \
+             waits, not in the background; leave it out, or save distributed checkpoints (without \
+             `trainer.strategy.save_distributed_checkpoint = false`) and make full ones of them \
+             with `fulgurite checkpoint consolidate`"
+                .to_owned(),
+        ));
+    }
+    Ok(())
+}
+
+/// Checks that what is to be a directory is one, or can become one.
+fn check_directories(run: &RunConfig<Table, Table>) -> Result<()> {
+    let wrong = |key: &str, message: String| Err(Error::Config(format!("`{key}`: {message}")));
+    let directories = [
+        ("trainer.default_root_dir", Some(run.trainer.default_root_dir.as_path())),
+        ("checkpoint.dir", run.checkpoint.dir.as_deref()),
+    ];
+    for (key, path) in directories {
+        let Some(path) = path else { continue };
+        if path.as_os_str().is_empty() {
+            return wrong(key, "is empty; name a directory".to_owned());
+        }
+        let there = path.ancestors().find(|path| path.symlink_metadata().is_ok());
+        if let Some(there) = there.filter(|path| !path.is_dir()) {
+            return wrong(key, format!("{} is not a directory", there.display()));
+        }
+    }
+    Ok(())
+}
+
+/// Checks that `trainer.ckpt_path`, if it names a checkpoint, names one that can be opened.
+fn check_resume(run: &RunConfig<Table, Table>) -> Result<()> {
+    let Some(CkptPath::Path(path)) = &run.trainer.ckpt_path else { return Ok(()) };
+    let opened = match &run.checkpoint.dir {
+        Some(dir) if !path.exists() => {
+            let io = run.checkpoint.open(dir)?;
+            let inside = path.strip_prefix(io.location("")).unwrap_or(path).to_str();
+            let opened = match inside.filter(|name| !name.contains('/')) {
+                Some(name) => DistributedCheckpoint::open_with(&io, name).map(drop),
+                None => DistributedCheckpoint::open(path).map(drop),
+            };
+            opened.and(io.teardown())
+        }
+        _ if run.checkpoint.weights_only => checkpoint::open(path).map(drop),
+        _ => DistributedCheckpoint::open(path).map(drop),
+    };
+    opened.map_err(|error| Error::Config(format!("`trainer.ckpt_path`: {error}")))
+}
+
+/// Compares what the host's ranks need with what the host has.
+fn check_memory(
+    run: &RunConfig<Table, Table>,
+    tree: &ModuleTree,
+    memory: &RankMemory,
+    ranks: usize,
+    host: HostMemory,
+) -> Result<()> {
+    let check = run.trainer.memory_check;
+    let on_host = (ranks / run.trainer.num_nodes).max(1) as u64;
+    let needed = memory.total().saturating_mul(on_host);
+    let too_large = needed as f64 > REFUSED_ABOVE * host.total as f64
+        || host.address_space.is_some_and(|limit| memory.total() > limit);
+    if check == MemoryCheck::Off || (!too_large && needed <= host.available) {
+        return Ok(());
+    }
+    let limit = host
+        .address_space
+        .map_or(String::new(), |limit| format!(", a process may have {}", Bytes(limit)));
+    let message = format!(
+        "the model of {} parameters takes at least {} on each of this host's {on_host} rank(s) under \
+         `trainer.strategy` = \"{}\" ({memory}), {} together; the host has {}, of which {} are \
+         available{limit}. Make `[model]` smaller, shard it over more ranks and hosts (`fsdp`)",
+        tree.elem_count(),
+        Bytes(memory.total()),
+        run.trainer.strategy.name,
+        Bytes(needed),
+        Bytes(host.total),
+        Bytes(host.available),
+    );
+    if too_large && check == MemoryCheck::Error {
+        return Err(Error::Config(format!(
+            "`model`: {message}, or set `trainer.memory_check = \"warn\"`"
+        )));
+    }
+    tracing::warn!("{message}, or expect it to run out of memory");
+    Ok(())
+}

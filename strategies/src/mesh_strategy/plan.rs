@@ -1,0 +1,54 @@
+//! What a rank will hold, before there are ranks.
+
+use candle_core::DType;
+use fulgurite_core::Result;
+use fulgurite_core::mesh::DeviceMesh;
+use fulgurite_core::module::ModuleTree;
+use fulgurite_core::parameter::accumulation_dtype;
+use fulgurite_core::strategy::RankMemory;
+
+use super::{MeshStrategy, units};
+
+/// The memory of this mesh's rank for a model that tensor parallelism has cut.
+///
+/// # Errors
+/// If the model cannot be sharded so.
+pub(super) fn rank_memory(
+    strategy: &MeshStrategy,
+    tree: &ModuleTree,
+    mesh: &DeviceMesh,
+) -> Result<RankMemory> {
+    let bytes = |elements: usize, dtype: DType| (elements as u64) * dtype.size_in_bytes() as u64;
+    let mut memory = RankMemory::default();
+    if !strategy.shards(mesh)? {
+        for parameter in tree.parameters() {
+            let (elements, dtype) = (parameter.compute_elem_count(), parameter.dtype());
+            memory.parameters += bytes(elements, dtype);
+            if parameter.compute_dtype() != dtype {
+                memory.parameters += bytes(elements, parameter.compute_dtype());
+            }
+            if parameter.requires_grad() {
+                memory.gradients += bytes(elements, accumulation_dtype(dtype));
+                memory.updated_elements += elements as u64;
+            }
+        }
+        return Ok(memory);
+    }
+    let chosen = units::choose(&strategy.settings, tree)?;
+    let reduce_dtype = strategy.settings.mixed_precision.reduce_dtype.map(DType::from);
+    // What no unit of its own gathers, the root does.
+    let mut gathered = vec![0; tree.units().len() + 1];
+    for (parameter, owner) in tree.parameters().iter().zip(tree.owners()) {
+        let unit = owner.filter(|&unit| chosen[unit]).map_or(0, |unit| unit + 1);
+        gathered[unit] += bytes(parameter.compute_elem_count(), parameter.compute_dtype());
+        let spec = MeshStrategy::sharded_spec(parameter, mesh)?;
+        let elements = spec.region(|dim| mesh.coordinate(dim)).elem_count();
+        memory.parameters += bytes(elements, parameter.dtype());
+        if parameter.requires_grad() {
+            memory.gradients += bytes(elements, reduce_dtype.unwrap_or(parameter.dtype()));
+            memory.updated_elements += elements as u64;
+        }
+    }
+    memory.gathered_unit = gathered.into_iter().max().unwrap_or(0);
+    Ok(memory)
+}

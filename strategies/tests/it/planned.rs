@@ -1,0 +1,97 @@
+//! What a rank will hold, worked out before there are ranks, is what it holds.
+
+use std::sync::Arc;
+
+use candle_core::DType;
+use fulgurite_core::Result;
+use fulgurite_core::collective::{Planned, ProcessGroup};
+use fulgurite_core::fabric::Fabric;
+use fulgurite_core::module::{ModuleBuilder, ModuleInit};
+use fulgurite_core::nn::{Linear, SwiGluMlp};
+use fulgurite_core::parameter::Init;
+use fulgurite_core::strategy::{BuildContext, RankMemory, Strategy, StrategyConfig};
+use fulgurite_transports::run_ranks;
+
+const HIDDEN: usize = 12;
+const PLAN: &str = r#""parallelize": {"type": "plan", "plan": {
+    "model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise"}}"#;
+
+/// Layers with the names of a Llama's, whose sizes shards do not all divide.
+fn build(b: &ModuleBuilder) -> Result<()> {
+    for i in 0..2 {
+        b.unit(&format!("model.layers.{i}"), |b| {
+            SwiGluMlp::with_init(&b.pp("mlp"), HIDDEN, 20, Init::ZEROS)
+        })?;
+    }
+    Linear::new(&b.frozen().pp("lm_head"), HIDDEN, 31)?;
+    Ok(())
+}
+
+fn strategy(config: &str, ranks: usize) -> Box<dyn Strategy> {
+    let config: Box<dyn StrategyConfig> = serde_json::from_str(config).unwrap();
+    config.build(&BuildContext::new(ranks)).unwrap()
+}
+
+fn plan(config: &str, ranks: usize, init: ModuleInit) -> RankMemory {
+    let strategy = strategy(config, ranks);
+    let mesh = strategy.device_mesh(Arc::new(Planned::world(ranks))).unwrap();
+    let b = ModuleBuilder::new(strategy.module_init_context(init));
+    build(&b).unwrap();
+    strategy.plan_module(&mut b.finish().unwrap(), &mesh).unwrap().unwrap()
+}
+
+/// Bytes of the values that rank 0 updates or keeps, and the elements that it updates.
+fn held(config: &str, ranks: usize, init: &ModuleInit) -> (u64, u64) {
+    let all = run_ranks(ranks, |world: Arc<dyn ProcessGroup>| {
+        let mut fabric = Fabric::new(world, strategy(config, ranks), init.clone(), 1)?;
+        fabric.setup_module(build)?;
+        let (mut bytes, mut updated) = (0, 0);
+        for parameter in fabric.module_tree()?.parameters() {
+            let elements = parameter.local()?.values.elem_count();
+            bytes += elements * parameter.dtype().size_in_bytes();
+            updated += if parameter.requires_grad() { elements } else { 0 };
+        }
+        Ok((bytes as u64, updated as u64))
+    });
+    all.unwrap().swap_remove(0)
+}
+
+#[test]
+fn what_is_planned_is_what_rank_0_holds() {
+    for (config, ranks) in [
+        (r#"{"type": "single_device"}"#.to_owned(), 1),
+        (r#"{"type": "ddp"}"#.to_owned(), 2),
+        (r#"{"type": "fsdp"}"#.to_owned(), 3),
+        (format!(r#"{{"type": "tp", {PLAN}}}"#), 2),
+        (format!(r#"{{"type": "fsdp_tp", {PLAN}}}"#), 4),
+        (r#"{"type": "hsdp", "data_parallel_replicate_size": 2}"#.to_owned(), 4),
+    ] {
+        let config = config.as_str();
+        let init = ModuleInit::default();
+        let planned = plan(config, ranks, init.clone());
+        let found = (planned.parameters, planned.updated_elements);
+        assert_eq!(found, held(config, ranks, &init), "{config}");
+        assert_eq!(planned.gradients, 4 * planned.updated_elements, "{config}");
+    }
+}
+
+#[test]
+fn units_are_gathered_in_the_dtype_of_computation() {
+    let init = ModuleInit { compute_dtype: DType::BF16, ..ModuleInit::default() };
+    let planned = plan(r#"{"type": "fsdp"}"#, 2, init);
+    let unit = 3 * HIDDEN * 20;
+    assert_eq!(planned.gathered_unit, 2 * unit.max(HIDDEN * 31) as u64);
+}
+
+#[test]
+fn a_model_that_a_plan_cannot_cut_is_refused_in_advance() {
+    let config =
+        r#"{"type": "tp", "parallelize": {"type": "plan", "plan": {"nothing": "colwise"}}}"#;
+    let strategy = strategy(config, 2);
+    let mesh = strategy.device_mesh(Arc::new(Planned::world(2))).unwrap();
+    let b = ModuleBuilder::new(ModuleInit::default());
+    build(&b).unwrap();
+    let error = strategy.plan_module(&mut b.finish().unwrap(), &mesh).unwrap_err();
+    insta::assert_snapshot!(error, @"module `nothing`: no layer matches this pattern of the plan (`*` is one segment). The model's layers are lm_head, model.layers.*.mlp, model.layers.*.mlp.down_proj, model.layers.*.mlp.gate_proj, model.layers.*.mlp.up_proj");
+}
