@@ -87,6 +87,8 @@ mod book {
     mod hugging_face {}
     #[doc = include_str!("../docs/src/guides/module.md")]
     mod module {}
+    #[doc = include_str!("../docs/src/guides/metrics.md")]
+    mod metrics {}
     #[doc = include_str!("../docs/src/guides/model-parallel.md")]
     mod model_parallel {}
     #[doc = include_str!("../docs/src/guides/strategies.md")]

@@ -41,6 +41,7 @@ pub use fulgurite_core::autograd::no_grad;
 pub use fulgurite_core::data::{DataContext, DataModule, Split, TokenBatch};
 pub use fulgurite_core::fabric::{Fabric, FabricOptimizer};
 pub use fulgurite_core::mesh::DeviceMesh;
+pub use fulgurite_core::metric::{Accuracy, Metric, Perplexity};
 pub use fulgurite_core::module::{
     CandleModule, ForwardScope, FullyShard, Module, ModuleBuilder, ModuleTree, Unit,
 };
@@ -48,7 +49,8 @@ pub use fulgurite_core::module::{
 pub use fulgurite_core::module::Module as _;
 pub use fulgurite_core::nn::{
     AttentionConfig, CausalSelfAttention, CrossEntropy, Dropout, Embedding, GeluMlp, LayerNorm,
-    Linear, Loss, RmsNorm, Rope, SwiGluMlp, cross_entropy, linear_cross_entropy, residual,
+    Linear, Loss, RmsNorm, Rope, SwiGluMlp, cross_entropy, linear_cross_entropy,
+    linear_predicted_classes, predicted_classes, residual,
 };
 pub use fulgurite_core::optim::{AdamW, Sgd};
 pub use fulgurite_core::parallel::{
@@ -60,7 +62,8 @@ pub use fulgurite_core::plan;
 pub use fulgurite_core::random::{Purpose, Stream};
 pub use fulgurite_core::strategy::{ParallelizeFn, Strategy, StrategyConfig};
 pub use fulgurite_core::trainer::{
-    Callback, HookContext, Hooks, LightningModule, RunPurpose, StepContext, Trainer,
+    Callback, HookContext, Hooks, LightningModule, LogOptions, Reduce, RunPurpose, StepContext,
+    Trainer,
 };
 pub use fulgurite_core::{Error, Result};
 pub use fulgurite_data::TextData;

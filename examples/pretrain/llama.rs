@@ -261,6 +261,13 @@ impl Llama {
         linear_cross_entropy(&self.lm_head, &self.hidden(ids)?, targets)
     }
 
+    /// The [`loss`](Self::loss), and the most likely token after each of `ids`.
+    pub fn evaluate(&self, ids: &Tensor, targets: &Tensor) -> Result<(Loss, Tensor)> {
+        let hidden = self.hidden(ids)?;
+        let loss = linear_cross_entropy(&self.lm_head, &hidden, targets)?;
+        Ok((loss, linear_predicted_classes(&self.lm_head, &hidden)?))
+    }
+
     /// The last layer's output, normalised.
     fn hidden(&self, ids: &Tensor) -> Result<Tensor> {
         let (_, time) = ids.dims2()?;

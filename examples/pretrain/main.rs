@@ -49,6 +49,13 @@ impl LightningModule for LitLlama {
     fn training_step(&mut self, batch: &TokenBatch, _: &mut StepContext) -> Result<Loss> {
         self.0.loss(&batch.inputs, &batch.targets)
     }
+
+    fn validation_step(&mut self, batch: &TokenBatch, ctx: &mut StepContext) -> Result<Loss> {
+        let (loss, next_tokens) = self.0.evaluate(&batch.inputs, &batch.targets)?;
+        ctx.log("val_accuracy", Accuracy::of_classes(&next_tokens, &batch.targets)?);
+        ctx.log("val_perplexity", Perplexity::of(&loss)?);
+        Ok(loss)
+    }
 }
 
 impl Hooks<TextData> for LitLlama {

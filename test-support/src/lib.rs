@@ -16,7 +16,7 @@ mod prelude {
     pub(crate) use fulgurite_core::module::{Module, ModuleBuilder, Unit};
     pub(crate) use fulgurite_core::nn::{
         AttentionConfig, CausalSelfAttention, Dropout, Embedding, Linear, Loss, RmsNorm, Rope,
-        SwiGluMlp, linear_cross_entropy,
+        SwiGluMlp, linear_cross_entropy, linear_predicted_classes,
     };
     pub(crate) use fulgurite_core::parameter::Init;
     pub(crate) use fulgurite_core::{Error, Result};

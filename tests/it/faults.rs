@@ -1,6 +1,7 @@
 //! Killed, interrupted and failing processes.
 
 use std::fs;
+use std::time::Duration;
 
 use crate::program::{Job, Running, Scratch};
 use rustix::process::{Signal, kill_process};
@@ -76,6 +77,47 @@ fn ctrl_c_saves_sums_up_and_ends() {
         let keys: Vec<_> = resumed.losses().into_keys().collect();
         assert_eq!(keys, [steps as u64 + 1, steps as u64 + 2]);
     }
+}
+
+#[test]
+fn a_signal_to_one_rank_ends_all_with_its_code() {
+    for (signal, code, rank) in [(Signal::TERM, 143, 1), (Signal::USR1, 138, 0)] {
+        let scratch = Scratch::with_tokens();
+        let running = training(&endless(&scratch).on("fsdp", 3, 2));
+        kill_process(running.rank(rank), signal).unwrap();
+        let run = running.wait();
+        assert_eq!(run.code(), Some(code), "{}", run.stderr);
+        assert!(!run.stderr.contains("error"), "{}", run.stderr);
+        assert_nothing_is_left(&scratch);
+    }
+}
+
+#[test]
+fn a_job_that_was_stopped_for_longer_than_its_timeout_goes_on() {
+    let scratch = Scratch::with_tokens();
+    let job = scratch.small().on("fsdp", 2, 2).set(&["trainer.timeout_secs=2"]);
+    let running =
+        training(&job.set(&["trainer.max_steps=400", "trainer.enable_progress_bar=false"]));
+    running.signal_all(Signal::STOP);
+    std::thread::sleep(Duration::from_secs(3));
+    running.signal_all(Signal::CONT);
+    let run = running.wait();
+    assert_eq!((run.code(), run.losses().len()), (Some(0), 400), "{}", run.stderr);
+}
+
+#[test]
+fn a_signal_ends_a_validation() {
+    let scratch = Scratch::with_tokens();
+    let tokens = (0..400_000_u32).map(|i| (i % 50) as u16);
+    scratch.tokens("tokens.u16", tokens);
+    let mut job = scratch.small().on("ddp", 2, 1).set(&["data.validation_fraction=0.9"]);
+    job.replace("fit", "validate");
+    let running = job.start();
+    running.until_rank_handles(1, Signal::TERM);
+    kill_process(running.rank(1), Signal::TERM).unwrap();
+    let run = running.wait();
+    assert_eq!(run.code(), Some(143), "{}", run.stderr);
+    assert!(!run.stdout.contains("\"summary\""), "{}", run.stdout);
 }
 
 #[test]

@@ -190,6 +190,12 @@ impl Job<'_> {
         ])
     }
 
+    /// Takes one argument in place of another.
+    pub fn replace(&mut self, argument: &str, by: &str) {
+        let found = self.args.iter_mut().find(|found| *found == argument);
+        by.clone_into(found.expect("the argument is there"));
+    }
+
     /// What was set so far, but for the keys that begin so.
     pub fn assignments(&self, but: &str, and: &str) -> Vec<&str> {
         let set = self.args.iter().filter(|arg| arg.contains('='));
@@ -362,6 +368,22 @@ impl Running {
 
     pub fn signal(&self, signal: Signal) {
         kill_process(self.pid(), signal).unwrap();
+    }
+
+    /// Signals all processes, as a terminal does.
+    pub fn signal_all(&self, signal: Signal) {
+        kill_process_group(self.pid(), signal).unwrap();
+    }
+
+    /// Waits until rank `rank` has a handler for `signal`.
+    pub fn until_rank_handles(&self, rank: usize, signal: Signal) {
+        let pid = self.rank(rank).as_raw_nonzero();
+        self.until("the rank to handle a signal", |_| {
+            let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+            let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"))?;
+            let caught = u64::from_str_radix(caught.trim(), 16).ok()?;
+            (caught >> (signal.as_raw() - 1) & 1 == 1).then_some(())
+        });
     }
 
     /// Waits until no process of the program is left.

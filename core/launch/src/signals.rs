@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use rustix::process::Signal;
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
+use signal_hook::consts::{SIGABRT, SIGBUS, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 
 use crate::{Error, Result};
 
@@ -217,6 +217,20 @@ pub(super) fn forwarded(signal: i32) -> Signal {
 /// Whether `signal` is one of those handled here.
 pub(super) fn is_handled(signal: i32) -> bool {
     SIGNALS.contains(&signal)
+}
+
+/// What a signal that ended a process may mean: a clause to append.
+pub(super) fn explain(signal: i32) -> &'static str {
+    match signal {
+        SIGABRT => {
+            ". If an allocation has failed (its message is above), there is too little memory, or its \
+             limit is too low (ulimit -v, or the container's)"
+        }
+        SIGBUS => {
+            ". There may be no memory left for what ranks share, or a file that it maps has shrunk"
+        }
+        _ => "",
+    }
 }
 
 /// Number and name: `signal 9 (SIGKILL)`.

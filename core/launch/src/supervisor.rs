@@ -210,7 +210,9 @@ impl Ranks {
             }
             (Some(code), _) => format!("ended with exit code {code}"),
             (None, Some(signal)) if asked_to_end && signals::is_handled(signal) => return,
-            (None, Some(signal)) => format!("was killed by {}", signals::describe(signal)),
+            (None, Some(signal)) => {
+                format!("was killed by {}{}", signals::describe(signal), signals::explain(signal))
+            }
             (None, None) => format!("ended: {end}"),
         };
         // A report of the rank itself says more, and after a first failure other ranks end because

@@ -148,6 +148,14 @@ impl CrossEntropy {
         if leading != targets.dims() || *columns == 0 {
             return Err(wrong_shape());
         }
+        self.known_targets(targets, classes)
+    }
+
+    /// The targets on the host, in order: `None` where ignored.
+    ///
+    /// # Errors
+    /// If they are neither u32 nor i64, or one is not a class.
+    pub fn known_targets(&self, targets: &Tensor, classes: usize) -> Result<Vec<Option<u32>>> {
         let unsigned = targets.dtype() == DType::U32;
         let ignored = |target: i64| match self.ignore_index {
             Some(index) => target == index,

@@ -173,9 +173,7 @@ impl Table {
 
     /// Records a failure, unless the rank has one already, and returns the job's first.
     pub(super) fn fail(&self, rank: usize, message: &str) -> Failure {
-        let longest = message.len().min(MAX_MESSAGE_BYTES);
-        let end = (0..=longest).rev().find(|&end| message.is_char_boundary(end)).unwrap_or(0);
-        let message = &message[..end];
+        let message = cut(message, MAX_MESSAGE_BYTES);
         self.change(|state| {
             if state.failures.iter().all(|(other, _)| *other != rank) {
                 state.failures.push((rank, message.to_owned()));
@@ -187,6 +185,13 @@ impl Table {
     pub(super) fn failure(&self) -> Option<Failure> {
         self.read().failures.first().cloned()
     }
+}
+
+/// The first `max` bytes of a text, or one fewer character.
+pub(super) fn cut(text: &str, max: usize) -> &str {
+    let longest = text.len().min(max);
+    let end = (0..=longest).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
+    &text[..end]
 }
 
 /// `timeout` from now, at most ten years, which an [`Instant`] can express.

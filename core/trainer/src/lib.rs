@@ -2,6 +2,7 @@
 //! [`run`], the configuration of a run.
 
 pub mod fabric;
+pub mod metric;
 pub mod run;
 mod runtime;
 pub mod trainer;

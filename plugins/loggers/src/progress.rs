@@ -21,6 +21,8 @@ pub struct ProgressBar {
     output: Output,
     max_steps: Option<u64>,
     every_n_steps: u64,
+    /// What was logged last: not every step's values are.
+    logged: BTreeMap<String, f64>,
 }
 
 const WITH_LENGTH: &str = "{bar:24} {pos}/{len}  {msg}  [{elapsed_precise}, {eta_precise} left]";
@@ -44,7 +46,7 @@ impl ProgressBar {
             None => indicatif::ProgressBar::new_spinner()
                 .with_style(style("{spinner} {pos}  {msg}  [{elapsed_precise}]")),
         };
-        Self { output: Output::Bar(bar), max_steps, every_n_steps }
+        Self { output: Output::Bar(bar), max_steps, every_n_steps, logged: BTreeMap::new() }
     }
 
     /// Progress as lines on any writer.
@@ -53,7 +55,8 @@ impl ProgressBar {
         max_steps: Option<u64>,
         every_n_steps: u64,
     ) -> Self {
-        Self { output: Output::Lines(Some(Box::new(writer))), max_steps, every_n_steps }
+        let output = Output::Lines(Some(Box::new(writer)));
+        Self { output, max_steps, every_n_steps, logged: BTreeMap::new() }
     }
 
     fn is_due(&self, step: u64) -> bool {
@@ -91,8 +94,11 @@ impl EventSink for ProgressBar {
     }
 
     fn event(&mut self, event: &Event) -> Result<()> {
-        let Some(text) = describe(event) else { return Ok(()) };
-        let Event::Step { step, .. } = event else { return self.line(&text) };
+        let Some(text) = describe(event, &self.logged) else { return Ok(()) };
+        let Event::Step { step, metrics, .. } = event else { return self.line(&text) };
+        if !metrics.is_empty() {
+            self.logged.clone_from(metrics);
+        }
         if let Output::Bar(bar) = &self.output {
             bar.set_position(*step);
             bar.set_message(text);
@@ -123,18 +129,19 @@ fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
-/// An event in words; for a step without its number.
-fn describe(event: &Event) -> Option<String> {
+/// An event in words; for a step without its number, and with what was logged before if it logs nothing.
+fn describe(event: &Event, before: &BTreeMap<String, f64>) -> Option<String> {
     Some(match event {
         Event::Step { epoch, train_loss, grad_norm, lr, tokens_per_s, metrics, .. } => format!(
             "epoch {epoch:.2}  loss {train_loss:.4}  grad_norm {grad_norm:.3}  lr {lr:.1e}{}  {} \
              tok/s",
-            logged(metrics),
+            logged(if metrics.is_empty() { before } else { metrics }),
             count(*tokens_per_s)
         ),
         Event::Validation { step, val_loss, metrics, .. } => {
             format!("validation after step {step}: val_loss {val_loss:.4}{}", logged(metrics))
         }
+        Event::Metrics { step, metrics } => format!("after step {step}:{}", logged(metrics)),
         Event::Resume { step, path } => {
             format!("going on after step {step}, from {}", path.display())
         }

@@ -95,7 +95,7 @@ mod linux {
 
     use candle_core::{DType, Tensor};
     use fulgurite_core::collective::{GroupContext, ProcessGroup};
-    use fulgurite_core::launch::Store;
+    use fulgurite_core::launch::{Patience, Store};
     use fulgurite_core::{Error, Result, advice};
     use memmap2::{MmapOptions, MmapRaw};
     use rustix::event::{PollFd, PollFlags, poll};
@@ -107,7 +107,7 @@ mod linux {
     use serde::{Deserialize, Serialize};
 
     use super::{ACROSS_HOSTS, Shm};
-    use crate::engine::{Group, MappedRegion, Membership, MemoryOwner, Rendezvous};
+    use crate::engine::{Group, MappedRegion, Membership, MemoryOwner, Rendezvous, blame};
     use crate::memory::{self, Region, RegionLayout, SEALS, SharedMemoryHandle, nonce};
 
     pub(super) fn connect(config: &Shm, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
@@ -172,13 +172,27 @@ mod linux {
             Ok(MappedRegion { region: Arc::new(region), file: Some(file) })
         }
 
-        fn open(&self, key: &str, layout: RegionLayout, timeout: Duration) -> Result<MappedRegion> {
-            let bytes = self.store.get(key, timeout)?;
+        fn open(
+            &self,
+            key: &str,
+            leader: usize,
+            layout: RegionLayout,
+            timeout: Duration,
+        ) -> Result<MappedRegion> {
+            let bytes = self.store.get(key, timeout).map_err(|error| match error {
+                Error::Launch(why) => {
+                    let board = self.board.get();
+                    let waits = board.map(|board| blame::describe(&blame::chain(board, leader)));
+                    let waits = waits.unwrap_or_default();
+                    Error::Launch(format!("{why}; waited for rank {leader}{waits}"))
+                }
+                other => other,
+            })?;
             let announcement = serde_json::from_slice(&bytes).map_err(|e| {
                 Error::Launch(format!("the store's value of `{key}` is no shared memory: {e}"))
             })?;
-            let (path, len, nonce) = match announcement {
-                Announcement::Region { pid, fd, len, nonce } => (path_of(pid, fd), len, nonce),
+            let (pid, path, len, nonce) = match announcement {
+                Announcement::Region { pid, fd, len, nonce } => (pid, path_of(pid, fd), len, nonce),
                 Announcement::Failed(message) => return Err(no_memory(layout, &message)),
             };
             if len != layout.len {
@@ -189,13 +203,32 @@ mod linux {
                 )));
             }
             let mapping_error = |why: String| mapping_error("the first rank", &path, &why);
-            let file = open_file(&path, len).map_err(mapping_error)?;
+            let file = open_file(&path, len)
+                .map_err(|why| self.death_of(pid).unwrap_or_else(|| mapping_error(why)))?;
             let region =
                 Region::of_file(&file, layout).map_err(|e| mapping_error(e.to_string()))?;
             if !region.is_signed(nonce) {
                 return Err(mapping_error("it is another file".to_owned()));
             }
             Ok(MappedRegion { region: Arc::new(region), file: None })
+        }
+
+        /// The failure of the job, if process `pid`, whose memory was announced, has ended meanwhile. The
+        /// store learns of it a moment later.
+        fn death_of(&self, pid: u32) -> Option<Error> {
+            let process = Pid::from_raw(pid as i32)?;
+            match pidfd_open(process, PidfdFlags::empty()) {
+                Ok(fd) if !has_ended(&fd) => return None,
+                _ => {}
+            }
+            let mut patience = Patience::new(DEATH_KNOWN);
+            while let Some(slice) = patience.slice() {
+                if let Some((rank, message)) = self.store.failure() {
+                    return Some(Error::PeerFailed { rank, message });
+                }
+                std::thread::sleep(slice.min(Duration::from_millis(10)));
+            }
+            None
         }
 
         /// The shared memory of another rank, mapped by the first call.
@@ -250,6 +283,17 @@ mod linux {
         sealed.then_some(file).ok_or_else(|| "it is no sealed memory".to_owned())
     }
 
+    /// How long the store may take to know that a process has ended.
+    const DEATH_KNOWN: Duration = Duration::from_secs(1);
+
+    /// Whether the process of a pidfd has ended.
+    fn has_ended(fd: &OwnedFd) -> bool {
+        // A pidfd becomes readable when its process ends.
+        let mut fds = [PollFd::new(fd, PollFlags::IN)];
+        let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+        matches!(poll(&mut fds, Some(&at_once)), Ok(1..))
+    }
+
     fn mapping_error(whose: &str, path: &str, why: &str) -> Error {
         Error::Launch(format!(
             "the shared memory of {whose} cannot be opened at {path} ({why}): the ranks are not on \
@@ -281,11 +325,14 @@ mod linux {
         fn region(
             &self,
             key: &str,
-            leader: bool,
+            leader: Option<usize>,
             layout: RegionLayout,
             timeout: Duration,
         ) -> Result<MappedRegion> {
-            if leader { self.create(key, layout) } else { self.open(key, layout, timeout) }
+            match leader {
+                None => self.create(key, layout),
+                Some(leader) => self.open(key, leader, layout, timeout),
+            }
         }
 
         fn board(&self, first: &Arc<Region>) -> Arc<Region> {
@@ -313,10 +360,7 @@ mod linux {
         fn is_gone(&self, global_rank: usize) -> bool {
             let processes = self.processes.lock().expect("no panic while watching");
             let Some(fd) = processes.get(&global_rank) else { return false };
-            // A pidfd becomes readable when its process ends.
-            let mut fds = [PollFd::new(fd, PollFlags::IN)];
-            let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
-            matches!(poll(&mut fds, Some(&at_once)), Ok(1..))
+            has_ended(fd)
         }
 
         fn empty(&self, elements: usize, dtype: DType) -> Result<Option<Tensor>> {

@@ -175,7 +175,7 @@ impl Rendezvous for ThreadRendezvous {
     fn region(
         &self,
         key: &str,
-        _: bool,
+        _: Option<usize>,
         layout: RegionLayout,
         _: Duration,
     ) -> Result<MappedRegion> {

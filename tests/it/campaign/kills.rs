@@ -30,6 +30,8 @@ enum Strike {
     KillSupervisor,
     Signal(Signal, To),
     Freeze(usize),
+    /// The whole job is stopped for longer than its timeout, and goes on.
+    Suspend,
 }
 
 /// Who gets a signal.
@@ -48,6 +50,7 @@ impl Strike {
             0..6 => Self::KillRank(rank),
             6..9 => Self::KillSupervisor,
             9 => Self::Freeze(rank),
+            10 => Self::Suspend,
             _ => {
                 let signal = [Signal::INT, Signal::TERM, Signal::USR1][rng.usize(..3)];
                 let to = [To::Supervisor, To::Rank(rank), To::Everybody][rng.usize(..3)];
@@ -67,6 +70,12 @@ impl Strike {
             Self::KillRank(r) => rank(r, Signal::KILL),
             Self::KillSupervisor => supervisor(Signal::KILL),
             Self::Freeze(r) => rank(r, Signal::STOP),
+            Self::Suspend => {
+                let all = |signal| kill_process_group(running.pid(), signal).is_ok();
+                let stopped = all(Signal::STOP);
+                std::thread::sleep(Duration::from_millis(1000 * FROZEN_TIMEOUT + 500));
+                stopped && all(Signal::CONT)
+            }
             Self::Signal(signal, To::Rank(r)) => rank(r, signal),
             Self::Signal(signal, To::Supervisor) => supervisor(signal),
             Self::Signal(signal, To::Everybody) => {
@@ -92,6 +101,7 @@ impl Strike {
                 assert_eq!((run.code(), errors), (Some(137), vec![&*expected]), "{text}");
             }
             Self::KillSupervisor => assert_eq!(run.signal(), Some(9), "{text}"),
+            Self::Suspend => panic!("{text}"),
             Self::Signal(signal, _) => {
                 // The program may not have been so far as to set its handlers.
                 let code = run.code().or(run.signal().map(|signal| 128 + signal));
@@ -221,7 +231,7 @@ fn kill_once(trial: &mut Trial, whole: &mut Whole) {
     for _ in 0..1 + rng.u32(..2) {
         let strike = Strike::random(rng, devices);
         let timeout = match strike {
-            Strike::Freeze(_) => FROZEN_TIMEOUT,
+            Strike::Freeze(_) | Strike::Suspend => FROZEN_TIMEOUT,
             // Longer than any job may take to end.
             _ => 600,
         };

@@ -8,5 +8,6 @@
 
 mod configs;
 mod kills;
+mod limits;
 mod strangers;
 mod trials;

@@ -32,7 +32,7 @@ impl LightningModule for Double {
     }
 
     fn training_step(&mut self, (x, y): &(Tensor, Tensor), ctx: &mut StepContext) -> Result<Loss> {
-        ctx.log("first", x.flatten_all()?.to_vec1::<f32>()?[0].into());
+        ctx.log("first", x.flatten_all()?.to_vec1::<f32>()?[0]);
         let error = (self.0.forward(x)? - y)?;
         Ok(Loss::new(error.sqr()?.sum_all()?, x.dim(0)? as f64))
     }

@@ -10,7 +10,7 @@ use super::handshake::{self, Greeting, HandshakeError, Purpose};
 use super::protocol::{Incoming, Reader, Reply, Request, send};
 use super::{ClientIdentity, DIED, HANDSHAKE_TIMEOUT, HEARTBEAT, REPLY_TIMEOUT, SILENT_HEARTBEATS};
 use crate::Store;
-use crate::table::{Failure, WaitError, deadline};
+use crate::table::{Failure, WaitError, cut, deadline};
 use crate::{Error, Patience, Result};
 use fulgurite_error::{advice, is_exhausted};
 
@@ -177,7 +177,7 @@ impl TcpStore {
 
     /// Tells the server that `rank` has failed, as this rank has noticed: it counts if nobody says more.
     pub fn report_noticed(&self, rank: usize, message: &str) {
-        let message = cut(message).to_owned();
+        let message = cut(message, MAX_MESSAGE).to_owned();
         // An error means that the server has ended.
         let _ = send(&self.health.stream, &Request::Noticed { rank, message });
     }
@@ -296,7 +296,7 @@ impl Store for TcpStore {
 
     fn report_failure(&self, message: &str) -> Result<()> {
         // Over the connection that is there, since a process that has failed may get no other.
-        let request = Request::Fail { message: cut(message).to_owned() };
+        let request = Request::Fail { message: cut(message, MAX_MESSAGE).to_owned() };
         send(&self.health.stream, &request).map_err(|e| self.server.error(&e.to_string()))?;
         // A short wait, since this process is about to end.
         let recorded = || self.health.recorded.load(Ordering::SeqCst);
@@ -339,8 +339,12 @@ impl Server {
     ) -> Result<Reader<TcpStream>, HandshakeError> {
         let mut pause = Duration::from_millis(10);
         loop {
-            match self.open(purpose, deadline) {
-                Err(HandshakeError::Retry(why)) if over() || Instant::now() + pause >= deadline => {
+            let begun = Instant::now();
+            // The last attempt has a second, however late it is: time in which this process did not run does
+            // not count.
+            let within = deadline.saturating_duration_since(begun).max(Duration::from_secs(1));
+            match self.open(purpose, begun + within) {
+                Err(HandshakeError::Retry(why)) if over() || begun >= deadline => {
                     return Err(HandshakeError::Retry(why));
                 }
                 Err(HandshakeError::Retry(_)) => {}
@@ -452,11 +456,6 @@ impl Health {
             });
         }
     }
-}
-
-/// At most [`MAX_MESSAGE`] bytes of a message.
-fn cut(message: &str) -> &str {
-    &message[..message.floor_char_boundary(MAX_MESSAGE)]
 }
 
 /// Whole milliseconds, rounded up so that a short timeout does not become 0.

@@ -163,6 +163,54 @@ fn a_server_that_goes_without_a_word_is_a_failure_but_not_after_it_left() {
 }
 
 #[test]
+fn a_store_of_the_supervisor_that_breaks_is_not_rank_0() {
+    let server = server(3);
+    let port = server.address().port();
+    let options = ClientOptions { host: StoreHost::Supervisor, ..Default::default() };
+    let store = TcpStore::connect_with("127.0.0.1", port, identity(2, 3), LONG, options).unwrap();
+    drop(server);
+    let (rank, message) = store.wait_for_failure(LONG).unwrap();
+    insta::assert_snapshot!(message, @"its connection to the job's store, which the supervisor hosts, broke");
+    assert_eq!(rank, 2);
+}
+
+#[test]
+fn a_rank_that_gives_up_tells_the_others() {
+    static ASKED: AtomicBool = AtomicBool::new(false);
+    let give_up = || ASKED.load(Ordering::SeqCst).then(|| "asked to end".to_owned());
+    let server = server(2);
+    let port = server.address().port();
+    let options = ClientOptions { give_up, ..Default::default() };
+    let store = TcpStore::connect_with("127.0.0.1", port, identity(0, 2), LONG, options).unwrap();
+    let other = client(&server, 1, 2);
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| store.get("nobody", LONG).unwrap_err());
+        let other_waits = scope.spawn(|| other.get("nobody", LONG).unwrap_err());
+        ASKED.store(true, Ordering::SeqCst);
+        assert!(matches!(waits.join().unwrap(), Error::Interrupted));
+        let expected = (0, "asked to end".to_owned());
+        assert_eq!(peer_failed(other_waits.join().unwrap()), expected);
+    });
+    // Nobody listens there.
+    drop((store, other, server));
+    let timeout = Duration::from_secs(3600);
+    let error = TcpStore::connect_with("127.0.0.1", port, identity(0, 2), timeout, options);
+    assert!(matches!(error.err(), Some(Error::Interrupted)));
+}
+
+#[test]
+fn what_a_rank_has_noticed_of_another_is_kept() {
+    let server = server(2);
+    let store = client(&server, 0, 2);
+    for n in 0..9 {
+        store.report_noticed(1, &format!("it left ({n})"));
+    }
+    store.report_failure("after it").unwrap();
+    assert_eq!(server.noticed(), Some((1, "it left (0)".to_owned())));
+    assert_eq!(server.failures(), [(0, "after it".to_owned())]);
+}
+
+#[test]
 fn missing_ranks_are_named() {
     let server = server(4);
     let (a, _b) = (client(&server, 0, 4), client(&server, 2, 4));

@@ -122,6 +122,12 @@ impl TrainerConfig {
         }
     }
 
+    /// Whether what step `step` logs is wanted: the first, and every
+    /// [`log_every_n_steps`](Self::log_every_n_steps).
+    pub(crate) fn logs_step(&self, step: u64) -> bool {
+        step == 1 || step.is_multiple_of(self.log_every_n_steps)
+    }
+
     /// Checks ranges, and keys that depend on each other.
     ///
     /// # Errors

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::hooks::Hook;
+use super::log_table::LogTable;
 use super::runner::ModuleRunner;
 use super::{HookContext, Hooks};
 use crate::Result;
@@ -70,6 +71,8 @@ pub(super) struct CallbackState {
 pub(super) struct Progress {
     pub(super) step: u64,
     pub(super) epoch: u64,
+    /// Whether what is logged is wanted.
+    pub(super) logged: bool,
 }
 
 /// The callbacks of a run, and whether a hook has asked it to stop.
@@ -126,6 +129,7 @@ impl Callbacks {
         module: &mut dyn ModuleRunner,
         progress: Progress,
         metrics: &BTreeMap<String, f64>,
+        table: &mut LogTable,
     ) -> Result<()> {
         let mut printed = Vec::new();
         let mut ctx = HookContext {
@@ -138,6 +142,8 @@ impl Callbacks {
             data: &(),
             stop: &mut self.stop,
             printed: &mut printed,
+            wanted: progress.logged,
+            table,
         };
         let mut callbacks = self.callbacks.iter_mut();
         let result = callbacks

@@ -2,8 +2,10 @@
 
 use std::collections::BTreeMap;
 
-/// The context of a step: its position in the run, and the metrics that it logs.
-#[derive(Debug, Clone, Default)]
+use super::log_table::{LogOptions, LogTable, Logged, Source};
+
+/// The context of a step: its position in the run, and what it logs.
+#[derive(Debug)]
 #[non_exhaustive]
 pub struct StepContext {
     /// The optimizer step that is being computed, counted from 1.
@@ -16,26 +18,76 @@ pub struct StepContext {
     pub rank: usize,
     /// Number of ranks.
     pub world_size: usize,
-    metrics: BTreeMap<String, (f64, f64)>,
+    /// Whether the batch counts for nothing. Where samples are not enough for all ranks, those that have none
+    /// compute with some sample all the same, since forwards are collective; neither the loss nor what is
+    /// logged counts.
+    pub is_padding: bool,
+    pub(super) source: Source,
+    pub(super) table: LogTable,
 }
 
 impl StepContext {
-    /// A context without metrics.
-    pub fn new(step: u64, epoch: u64, batch_index: u64, rank: usize, world_size: usize) -> Self {
-        Self { step, epoch, batch_index, rank, world_size, metrics: BTreeMap::new() }
+    /// The context of training step `step`, of whose values are logged if `wanted`.
+    pub(super) fn training(
+        (step, epoch): (u64, u64),
+        (rank, world_size): (usize, usize),
+        wanted: bool,
+    ) -> Self {
+        let source = Source { samples: 0.0, training: true, wanted, padding: false };
+        let table = LogTable::default();
+        Self { step, epoch, batch_index: 0, rank, world_size, is_padding: false, source, table }
     }
 
-    /// Logs a metric of this rank. Several values in one optimizer step, or one validation, are
-    /// averaged. Loggers and events get those of rank 0.
-    pub fn log(&mut self, name: &str, value: f64) {
-        let (sum, count) = self.metrics.entry(name.to_owned()).or_default();
-        *sum += value;
-        *count += 1.0;
+    /// The context of batches of a validation after step `step`.
+    pub(super) fn evaluation(
+        (step, epoch): (u64, u64),
+        (rank, world_size): (usize, usize),
+    ) -> Self {
+        let mut ctx = Self::training((step, epoch), (rank, world_size), true);
+        ctx.source.training = false;
+        ctx
     }
 
-    /// The means of what was logged, by name.
-    pub fn metrics(&self) -> BTreeMap<String, f64> {
-        self.metrics.iter().map(|(name, (sum, n))| (name.clone(), sum / n)).collect()
+    /// Goes to a batch of so many samples.
+    pub(super) fn begin_batch(&mut self, index: u64, samples: usize, is_padding: bool) {
+        self.batch_index = index;
+        self.is_padding = is_padding;
+        self.source.samples = samples as f64;
+        self.source.padding = is_padding;
+    }
+
+    /// Logs a number or a [`Metric`](crate::metric::Metric) of this batch. All ranks log the same names.
+    ///
+    /// A number stands for each sample of the batch: several batches and all ranks become the mean over their
+    /// samples. In training the value of a step over its whole global batch is logged, every
+    /// `trainer.log_every_n_steps`; in a validation the value over all of its samples. What is not a mean of
+    /// samples (an accuracy of tokens, a precision) is exact as a metric.
+    ///
+    /// ```
+    /// use fulgurite_core::metric::Accuracy;
+    /// use fulgurite_core::trainer::StepContext;
+    /// # use candle_core::Tensor;
+    /// # use fulgurite_core::Result;
+    /// # fn step(ctx: &mut StepContext, logits: Tensor, targets: Tensor) -> Result<()> {
+    ///
+    /// ctx.log("temperature", 0.5);
+    /// ctx.log("val_accuracy", Accuracy::of(&logits, &targets)?);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn log(&mut self, name: &str, value: impl Into<Logged>) {
+        self.log_with(name, value, LogOptions::default());
+    }
+
+    /// As [`log`](Self::log), with options.
+    pub fn log_with(&mut self, name: &str, value: impl Into<Logged>, options: LogOptions) {
+        self.table.log(name, value.into(), options, self.source);
+    }
+
+    /// Whether what this step logs is wanted. What is dear to compute and logged by the step alone need
+    /// not be computed otherwise; the answer is the same on all ranks.
+    pub fn is_logged(&self) -> bool {
+        self.source.wanted
     }
 }
 
@@ -56,6 +108,8 @@ pub struct HookContext<'a, D: ?Sized = ()> {
     pub(super) data: &'a D,
     pub(super) stop: &'a mut bool,
     pub(super) printed: &'a mut Vec<String>,
+    pub(super) wanted: bool,
+    pub(super) table: &'a mut LogTable,
 }
 
 impl<'a, D: ?Sized> HookContext<'a, D> {
@@ -77,7 +131,28 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
             data,
             stop: self.stop,
             printed: self.printed,
+            wanted: self.wanted,
+            table: self.table,
         }
+    }
+
+    /// Logs a number, of which the mean over the ranks is taken, or a [`Metric`](crate::metric::Metric). All
+    /// ranks log the same names. In the hooks of a training step only every `trainer.log_every_n_steps`
+    /// ([`is_logged`](Self::is_logged)).
+    pub fn log(&mut self, name: &str, value: impl Into<Logged>) {
+        self.log_with(name, value, LogOptions::default());
+    }
+
+    /// As [`log`](Self::log), with options. What is logged by the epoch is logged at once here.
+    pub fn log_with(&mut self, name: &str, value: impl Into<Logged>, options: LogOptions) {
+        let options = options.on_step(true).on_epoch(false);
+        let source = Source { samples: 1.0, training: true, wanted: self.wanted, padding: false };
+        self.table.log(name, value.into(), options, source);
+    }
+
+    /// Whether what this hook logs is wanted.
+    pub fn is_logged(&self) -> bool {
+        self.wanted
     }
 
     /// Whether this is rank 0.

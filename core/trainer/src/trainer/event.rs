@@ -59,6 +59,14 @@ pub enum Event {
         #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "numbers")]
         metrics: BTreeMap<String, f64>,
     },
+    /// Hooks have logged something, or an epoch is over in which something was logged by the epoch.
+    Metrics {
+        /// Number of completed steps.
+        step: u64,
+        /// What was logged, by name.
+        #[serde(deserialize_with = "numbers")]
+        metrics: BTreeMap<String, f64>,
+    },
     /// The run has resumed from a checkpoint.
     Resume {
         /// The step after which it was saved.
@@ -124,6 +132,7 @@ impl Event {
             Self::Validation { step, val_loss, metrics, .. } => {
                 (*step, &[("val_loss", *val_loss)], metrics)
             }
+            Self::Metrics { step, metrics } => (*step, &[], metrics),
             Self::Resume { .. } | Self::Checkpoint { .. } | Self::Summary { .. } => return None,
         };
         let mut scalars = logged.clone();

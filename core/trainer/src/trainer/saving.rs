@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::callback::CallbackState;
 use super::hooks::Hook;
+use super::log_table::SavedStates;
 use super::retention::{RetainedCheckpoint, Retention};
 use super::session::{Cursor, Session, SessionParts};
 use super::{Event, RunDir};
@@ -19,7 +20,7 @@ use fulgurite_checkpoint_format::{
     self as checkpoint, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, MANIFEST,
     SavedCheckpoint, TensorSource,
 };
-use fulgurite_engine::collective::{ProcessGroup, broadcast_object};
+use fulgurite_engine::collective::{ProcessGroup, all_gather_object, broadcast_object};
 use fulgurite_engine::optim::Ema;
 
 /// The trainer's state in a checkpoint. With weights and optimizer state it is all that a resumed
@@ -37,6 +38,9 @@ struct TrainerState {
     /// The latest metrics of rank 0; `None` for values that are not finite.
     #[serde(default)]
     metrics: BTreeMap<String, Option<f64>>,
+    /// What the present epoch has logged so far, by rank; empty if nothing.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    epoch_metrics: Vec<SavedStates>,
     /// The states of the callbacks of rank 0.
     #[serde(default)]
     callbacks: Vec<CallbackState>,
@@ -156,6 +160,10 @@ impl Session {
         }
         let (step, rank) = (self.cursor.step, self.rank());
         let name = checkpoint::step_name(step);
+        let epoch_metrics = match self.epoch_table.is_empty() {
+            true => Vec::new(),
+            false => all_gather_object(&**self.parts.fabric.world(), &self.epoch_table.states()?)?,
+        };
         let saving = &mut self.parts.saving;
         let score = saving.score(&self.metrics, rank)?;
         saving.retention.add(step, &name, score);
@@ -165,6 +173,7 @@ impl Session {
             epoch: (step > 0).then_some(self.epoch),
             validation_due: self.validation_due,
             metrics: self.metrics.iter().map(|(k, v)| (k.clone(), Some(*v))).collect(),
+            epoch_metrics,
             callbacks: self.parts.callbacks.states(),
             kept: saving.retention.kept().to_vec(),
         };
@@ -287,6 +296,11 @@ impl Session {
             self.validation_due = state.validation_due;
             let number = |value: Option<f64>| value.unwrap_or(f64::NAN);
             self.metrics = state.metrics.into_iter().map(|(k, v)| (k, number(v))).collect();
+            if !state.epoch_metrics.is_empty() {
+                let world_size = self.world_size();
+                let states = SavedStates::of_rank(state.epoch_metrics, rank, world_size);
+                self.epoch_table.load(states);
+            }
             self.parts.callbacks.load_states(state.callbacks)?;
             if let (ResumeSource::Named { name, .. }, true) = (from, saves_there) {
                 let saving = &mut self.parts.saving;

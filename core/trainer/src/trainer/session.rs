@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::callback::{Callbacks, Progress};
 use super::hooks::Hook;
+use super::log_table::{LogTable, Stage};
 use super::meter::{Meter, peak_rss_mib};
 use super::runner::{BatchRequest, ModuleRunner};
 use super::saving::Saving;
@@ -56,6 +57,10 @@ pub(super) struct Session {
     /// The epoch of the step that is being or was last computed, counted from 0.
     pub(super) epoch: u64,
     pub(super) metrics: BTreeMap<String, f64>,
+    /// What the present epoch has logged.
+    pub(super) epoch_table: LogTable,
+    /// What a hook logs, while it runs.
+    pub(super) hook_table: LogTable,
     /// The epoch whose start hook was called last; `None` before the first.
     pub(super) started_epoch: Option<u64>,
     /// Whether the validation due after the last step has not been run yet.
@@ -176,9 +181,42 @@ impl Session {
         self.parts.sinks.iter_mut().try_for_each(|sink| sink.event(event))
     }
 
+    /// Calls a hook, and logs what it has logged. Collective if that is to be synchronised.
     pub(super) fn hook(&mut self, hook: Hook) -> Result<()> {
-        let progress = Progress { step: self.cursor.step, epoch: self.epoch };
-        self.parts.callbacks.call(hook, &mut *self.runner, progress, &self.metrics)
+        let logged = match hook {
+            // Before the step is counted.
+            Hook::BeforeOptimizerStep => self.parts.config.logs_step(self.cursor.step + 1),
+            Hook::TrainStepEnd => self.parts.config.logs_step(self.cursor.step),
+            _ => true,
+        };
+        let progress = Progress { step: self.cursor.step, epoch: self.epoch, logged };
+        let (callbacks, runner) = (&mut self.parts.callbacks, &mut *self.runner);
+        callbacks.call(hook, runner, progress, &self.metrics, &mut self.hook_table)?;
+        let mut table = std::mem::take(&mut self.hook_table);
+        self.log_table(&mut table, Stage::Step)
+    }
+
+    /// Reduces and reports what a table holds, if anything. Collective.
+    fn log_table(&mut self, table: &mut LogTable, stage: Stage) -> Result<()> {
+        let values = self.reduce(table, stage)?;
+        if values.is_empty() {
+            return Ok(());
+        }
+        self.metrics.extend(values.clone());
+        self.emit(&Event::Metrics { step: self.cursor.step, metrics: values })
+    }
+
+    /// The values of a table over all ranks. Collective if there are any to be synchronised.
+    fn reduce(&self, table: &mut LogTable, stage: Stage) -> Result<BTreeMap<String, f64>> {
+        let mesh = self.parts.fabric.device_mesh();
+        table.reduce(stage, &**mesh.group(DP_CP)?)
+    }
+
+    /// Reports what was logged by the epoch that ends, and calls its hook. Collective.
+    fn end_epoch(&mut self) -> Result<()> {
+        let mut table = std::mem::take(&mut self.epoch_table);
+        self.log_table(&mut table, Stage::Epoch)?;
+        self.hook(Hook::TrainEpochEnd)
     }
 
     fn device(&self) -> Result<Device> {
@@ -247,7 +285,7 @@ impl Session {
             }
             self.validation_due = false;
             if plan.epoch(self.cursor) != self.epoch {
-                self.hook(Hook::TrainEpochEnd)?;
+                self.end_epoch()?;
             }
             let every = self.parts.saving.config.every_n_steps;
             if every.is_some_and(|n| self.cursor.step.is_multiple_of(n)) {
@@ -269,7 +307,7 @@ impl Session {
         self.save_at_end(optimizer, end)?;
         // An interrupted epoch is continued by the resumed run.
         if has_run && end == FitEnd::Finished && plan.epoch(self.cursor) == self.epoch {
-            self.hook(Hook::TrainEpochEnd)?;
+            self.end_epoch()?;
         }
         self.hook(Hook::TrainEnd)?;
         self.finish_saving()?;
@@ -326,14 +364,16 @@ impl Session {
     fn train_step(&mut self, plan: &LoopPlan, optimizer: &mut FabricOptimizer) -> Result<()> {
         self.parts.meter.begin_step();
         let step = self.cursor.step + 1;
-        let mut logged = StepContext::new(step, self.epoch, 0, self.rank(), self.world_size());
+        let ranks = (self.rank(), self.world_size());
+        let wanted = self.parts.config.logs_step(step);
+        let mut logged = StepContext::training((step, self.epoch), ranks, wanted);
         for micro_batch in 0..plan.accumulate {
             let indices = plan.sampler.indices_from(self.cursor.samples, micro_batch);
             let request = plan.train_request(&indices);
             let first_sample = plan.first_sample + (micro_batch * self.batch_size) as u64;
             let accumulating = micro_batch + 1 < plan.accumulate;
             let fabric = &self.parts.fabric;
-            logged.batch_index = micro_batch as u64;
+            logged.begin_batch(micro_batch as u64, indices.len(), false);
             self.runner.training_step(&request, &mut logged, &mut |forward| {
                 let _scope = fabric.forward_scope(true, step, first_sample);
                 let loss = forward().map_err(explain_shapes)?;
@@ -356,7 +396,8 @@ impl Session {
         let samples = self.cursor.samples + plan.sampler.global_batch_size();
         self.cursor = Cursor { step, samples };
         let tokens_per_s = self.parts.meter.end_step(train_loss, totals.count);
-        let metrics = logged.metrics();
+        logged.table.add_to_epoch(&mut self.epoch_table, wanted)?;
+        let metrics = self.reduce(&mut logged.table, Stage::Step)?;
         self.metrics.extend(metrics.clone());
         for (name, value) in [("train_loss", train_loss), ("grad_norm", grad_norm), ("lr", lr)] {
             self.metrics.insert(name.to_owned(), value);
@@ -378,14 +419,14 @@ impl Session {
     /// Collective.
     fn validate_training(&mut self, optimizer: &mut FabricOptimizer) -> Result<ValidationOutcome> {
         optimizer.swap_ema()?;
-        let validated = self.validate(true)?;
+        let validated = self.validate()?;
         optimizer.swap_ema()?;
         Ok(validated)
     }
 
-    /// Validates, if there is validation data. During training it can be interrupted between two
-    /// batches; the resumed run starts it again. Collective.
-    pub(super) fn validate(&mut self, training: bool) -> Result<ValidationOutcome> {
+    /// Validates, if there is validation data. It can be interrupted between two batches; a resumed
+    /// training starts it again. Collective.
+    pub(super) fn validate(&mut self) -> Result<ValidationOutcome> {
         let share = self.parts.fabric.sampler_share()?;
         let len = self.runner.num_samples(Split::Validation);
         let sampler = EvalSampler::new(len, self.batch_size, share.num_replicas, share.rank)?;
@@ -398,14 +439,14 @@ impl Session {
         let context = self.parts.fabric.context_parallel();
         let step = self.cursor.step;
         self.hook(Hook::ValidationStart)?;
-        let mut ctx = StepContext::new(step, self.epoch, 0, self.rank(), self.world_size());
+        let ranks = (self.rank(), self.world_size());
+        let mut ctx = StepContext::evaluation((step, self.epoch), ranks);
         let (mut sum, mut count) = (0.0, 0.0);
         {
             let _no_grad = no_grad();
             let _scope = self.parts.fabric.forward_scope(false, step, 0);
             for batch_index in 0..batches {
-                if training
-                    && batch_index > 0
+                if batch_index > 0
                     && let Some(why) = self.vote_on_stop(false)?.interruption
                 {
                     return Ok(ValidationOutcome::Interrupted(why));
@@ -422,13 +463,11 @@ impl Session {
                     device: &device,
                     context: context.as_ref(),
                 };
-                ctx.batch_index = batch_index;
+                ctx.begin_batch(batch_index, indices.len(), !counts);
+                let loss = self.runner.validation_step(&request, &mut ctx)?;
                 if counts {
-                    let loss = self.runner.validation_step(&request, &mut ctx)?;
                     sum += loss.sum_value()?;
                     count += loss.count();
-                } else {
-                    self.runner.validation_step(&request, &mut ctx.clone())?;
                 }
             }
         }
@@ -437,10 +476,11 @@ impl Session {
         mesh.group(DP_CP)?.all_reduce(&totals, ReduceOp::Sum)?.wait()?;
         let totals = totals.to_vec1::<f64>()?;
         let val_loss = totals[0] / totals[1];
-        self.metrics.extend(ctx.metrics());
+        let metrics = self.reduce(&mut ctx.table, Stage::Epoch)?;
+        self.metrics.extend(metrics.clone());
         self.metrics.insert("val_loss".to_owned(), val_loss);
         let batches = batches * share.num_replicas as u64;
-        self.emit(&Event::Validation { step, val_loss, batches, metrics: ctx.metrics() })?;
+        self.emit(&Event::Validation { step, val_loss, batches, metrics })?;
         self.hook(Hook::ValidationEnd)?;
         Ok(ValidationOutcome::Loss(val_loss))
     }

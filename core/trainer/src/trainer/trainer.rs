@@ -7,6 +7,7 @@ use toml::Table;
 
 use super::callback::Callbacks;
 use super::hooks::Hook;
+use super::log_table::LogTable;
 use super::meter::{Meter, seconds_since_epoch};
 use super::preflight::check_async_save;
 use super::runner::{self, RunnerSetup};
@@ -161,15 +162,15 @@ impl Trainer {
     /// Returns the mean loss. Collective.
     ///
     /// # Errors
-    /// As [`fit`](Self::fit), and if there is no validation data.
+    /// As [`fit`](Self::fit), and if there is no validation data; [`Error::Interrupted`] if it was
+    /// interrupted between two batches.
     pub fn validate<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<f64> {
         self.run_validate(run.untyped(), &mut |fabric| runner::set_up::<M>(run, fabric))
     }
 
     fn run_validate(self, run: UntypedRun, set_up: &mut SetUpRunner) -> Result<f64> {
         let config_names_one = run.trainer.ckpt_path.is_some();
-        // All of it: there is nothing to save.
-        let _starting = Starting::new();
+        let starting = Starting::new();
         let mut session = self.set_up(&run, set_up)?;
         let result = (|| -> Result<f64> {
             match session.checkpoint_to_resume()? {
@@ -184,19 +185,30 @@ impl Trainer {
                 }
                 None => {}
             }
-            let ValidationOutcome::Loss(loss) = session.validate(false)? else {
-                return Err(Error::Data(
-                    "there are no validation samples; give the data module some (for text: \
+            drop(starting);
+            let loss =
+                match session.validate()? {
+                    ValidationOutcome::Loss(loss) => loss,
+                    ValidationOutcome::Interrupted(why) => {
+                        fulgurite_launch::agree_on(why);
+                        return Err(Error::Interrupted);
+                    }
+                    ValidationOutcome::NoData => return Err(Error::Data(
+                        "there are no validation samples; give the data module some (for text: \
                      `data.validation_fraction` or `data.validation_path`), and leave \
                      `trainer.limit_val_batches` above 0"
-                        .to_owned(),
-                ));
-            };
+                            .to_owned(),
+                    )),
+                };
             session.summary()?;
             Ok(loss)
         })();
         let result = session.tear_down_saving(result);
-        let status = if result.is_ok() { RunStatus::Success } else { RunStatus::Failed };
+        let status = match &result {
+            Ok(_) => RunStatus::Success,
+            Err(Error::Interrupted) => RunStatus::Interrupted,
+            Err(_) => RunStatus::Failed,
+        };
         let finished = session.finish_sinks(status);
         let loss = result?;
         finished.map(|()| loss)
@@ -252,6 +264,8 @@ impl Trainer {
             cursor: Cursor::default(),
             epoch: 0,
             metrics: std::collections::BTreeMap::new(),
+            epoch_table: LogTable::default(),
+            hook_table: LogTable::default(),
             started_epoch: None,
             validation_due: false,
         })

@@ -57,7 +57,7 @@ impl Drop for LongWait<'_> {
 
 /// From a rank that is waited for to the rank to blame, which waits for nobody: each waits for the next. If
 /// they wait for each other, the last is among those before. The ranks are global.
-pub(super) fn chain(board: &Region, awaited: usize) -> Vec<usize> {
+pub(crate) fn chain(board: &Region, awaited: usize) -> Vec<usize> {
     let mut chain = vec![awaited];
     loop {
         let next = waits_for(board, chain[chain.len() - 1]);
@@ -77,7 +77,7 @@ pub(super) fn chain(board: &Region, awaited: usize) -> Vec<usize> {
 }
 
 /// `, which waits for rank 3, which waits for nobody`; nothing if the first rank waits for nobody.
-pub(super) fn describe(chain: &[usize]) -> String {
+pub(crate) fn describe(chain: &[usize]) -> String {
     let mut text: String =
         chain[1..].iter().map(|rank| format!(", which waits for rank {rank}")).collect();
     if let [before @ .., last] = chain

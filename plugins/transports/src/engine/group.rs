@@ -64,7 +64,8 @@ impl Group {
         }
         let size = global_ranks.len();
         let layout = RegionLayout::new(size, chunk_bytes);
-        let MappedRegion { region, file } = rendezvous.region(&key, rank == 0, layout, timeout)?;
+        let leader = (rank != 0).then_some(global_ranks[0]);
+        let MappedRegion { region, file } = rendezvous.region(&key, leader, layout, timeout)?;
         region.record(rank).pid.store(std::process::id(), Ordering::SeqCst);
         if let Some(share) = rendezvous.share() {
             let memory = &region.record(rank).memory;

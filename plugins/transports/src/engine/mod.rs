@@ -1,6 +1,6 @@
 //! The engine of all process groups of this crate: collectives through a shared region.
 
-mod blame;
+pub(crate) mod blame;
 mod direct;
 mod group;
 mod p2p;

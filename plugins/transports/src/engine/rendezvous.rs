@@ -11,12 +11,12 @@ use crate::memory::{Region, RegionLayout, SharedMemoryHandle};
 
 /// What differs between ranks that are threads and ranks that are processes.
 pub(crate) trait Rendezvous: Send + Sync {
-    /// The region of the group `key`, the same for all its ranks. The `leader` (group rank 0) makes
-    /// it.
+    /// The region of the group `key`, the same for all its ranks. Its `leader`, a global rank, makes it;
+    /// none if that is this rank.
     fn region(
         &self,
         key: &str,
-        leader: bool,
+        leader: Option<usize>,
         layout: RegionLayout,
         timeout: Duration,
     ) -> Result<MappedRegion>;

@@ -432,7 +432,13 @@ fn unequal_chunks_are_refused() {
 
 /// A store with which rank 1 of 2 builds its group; `announcement` is what rank 0 has said.
 fn build_second(announcement: &str) -> Error {
+    build_second_after(announcement, |_| ())
+}
+
+/// As [`build_second`], after the first rank has done this to its store.
+fn build_second_after(announcement: &str, first: impl FnOnce(&DirectoryStore)) -> Error {
     let directory = tempfile::tempdir().unwrap();
+    first(&DirectoryStore { directory: directory.path().to_owned(), rank: 0 });
     let store = DirectoryStore { directory: directory.path().to_owned(), rank: 1 };
     store.set("process_group/shm/world1", announcement.as_bytes()).unwrap();
     let context = GroupContext {
@@ -459,6 +465,18 @@ fn memory_that_cannot_be_opened_names_the_engines_that_can() {
     insta::assert_snapshot!(error, @r#"launch: the shared memory of the first rank cannot be opened at /proc/PID/fd/999999 (No such file or directory (os error 2)): the ranks are not on one host, not in one PID namespace (containers), or not of one user. Across hosts use `nccl` (GPUs) or `mpi` (CPUs): trainer.process_group.type = "nccl" or "mpi""#);
     let error = build_second(r#"{"Failed":"no memory"}"#);
     assert!(error.to_string().contains("no memory"), "{error}");
+}
+
+#[test]
+fn a_first_rank_that_has_ended_is_named() {
+    let mut ended = Command::new("true").spawn().unwrap();
+    ended.wait().unwrap();
+    let (pid, len) = (ended.id(), announced_len());
+    let region = format!(r#"{{"Region":{{"pid":{pid},"fd":9,"len":{len},"nonce":1}}}}"#);
+    let error = build_second_after(&region, |first| {
+        first.report_failure("killed by signal 9").unwrap();
+    });
+    insta::assert_snapshot!(error, @"rank 0 failed: killed by signal 9");
 }
 
 /// The error of the second rank if the first one says that its memory is this file of this process.

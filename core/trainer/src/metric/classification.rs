@@ -1,0 +1,298 @@
+//! Metrics of classes that are predicted.
+
+use candle_core::{Device, Tensor};
+
+use super::Metric;
+use crate::{Error, Result};
+use fulgurite_nn::{CrossEntropy, predicted_classes};
+
+/// Predictions and targets that are not ignored, on the host.
+fn pairs(logits: &Tensor, targets: &Tensor, options: CrossEntropy) -> Result<Vec<(u32, u32)>> {
+    let (predictions, classes) = predicted_classes(logits)?;
+    pairs_of(&predictions, targets, classes, options)
+}
+
+fn pairs_of(
+    predictions: &Tensor,
+    targets: &Tensor,
+    classes: usize,
+    options: CrossEntropy,
+) -> Result<Vec<(u32, u32)>> {
+    if predictions.dims() != targets.dims() {
+        return Err(Error::other(format!(
+            "there is a prediction for each target: predictions of shape {:?} do not fit targets of \
+             shape {:?}",
+            predictions.dims(),
+            targets.dims()
+        )));
+    }
+    let targets = options.known_targets(targets, classes)?;
+    let predictions = predictions.flatten_all()?.to_vec1::<u32>()?;
+    let pairs = predictions.into_iter().zip(targets);
+    Ok(pairs.filter_map(|(prediction, target)| Some((prediction, target?))).collect())
+}
+
+/// The share of targets that are the class of the largest logit.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Accuracy {
+    hits: f64,
+    targets: f64,
+}
+
+impl Accuracy {
+    /// That of `logits` (`[.., classes]`) and `targets` (u32 or i64, of the same shape without the last
+    /// dimension). Targets of -100 (or `u32::MAX`) are left out, as in
+    /// [`cross_entropy`](fulgurite_nn::cross_entropy()). The lowest class of several with the largest logit
+    /// is the prediction. Collective over ranks that hold parts of the classes (loss parallel).
+    ///
+    /// # Errors
+    /// If shapes do not fit, or a target is no class.
+    pub fn of(logits: &Tensor, targets: &Tensor) -> Result<Self> {
+        Ok(Self::count(&pairs(logits, targets, CrossEntropy::default())?))
+    }
+
+    /// That of classes that were predicted (u32, of the shape of `targets`), such as those of
+    /// [`linear_predicted_classes`](fulgurite_nn::linear_predicted_classes).
+    ///
+    /// # Errors
+    /// If shapes differ.
+    pub fn of_classes(predictions: &Tensor, targets: &Tensor) -> Result<Self> {
+        let options = CrossEntropy::default();
+        Ok(Self::count(&pairs_of(predictions, targets, u32::MAX as usize, options)?))
+    }
+
+    fn count(pairs: &[(u32, u32)]) -> Self {
+        let hits = pairs.iter().filter(|(prediction, target)| prediction == target).count();
+        Self { hits: hits as f64, targets: pairs.len() as f64 }
+    }
+}
+
+impl Metric for Accuracy {
+    fn state(&self) -> Result<Tensor> {
+        Ok(Tensor::new(&[self.hits, self.targets], &Device::Cpu)?)
+    }
+
+    fn compute(&self, state: &[f64]) -> f64 {
+        state[0] / state[1]
+    }
+}
+
+/// How often class `p` was predicted where class `t` was right, for all `t` and `p`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ConfusionMatrix {
+    classes: usize,
+    /// `[target, prediction]`.
+    counts: Vec<f64>,
+}
+
+impl ConfusionMatrix {
+    /// That of logits and targets, as [`Accuracy::of`]. Its state has the square of the number of classes.
+    ///
+    /// # Errors
+    /// As [`Accuracy::of`].
+    pub fn of(logits: &Tensor, targets: &Tensor) -> Result<Self> {
+        let (_, classes) = predicted_classes(logits)?;
+        let mut counts = vec![0.0; classes * classes];
+        for (prediction, target) in pairs(logits, targets, CrossEntropy::default())? {
+            counts[target as usize * classes + prediction as usize] += 1.0;
+        }
+        Ok(Self { classes, counts })
+    }
+}
+
+impl Metric for ConfusionMatrix {
+    fn state(&self) -> Result<Tensor> {
+        Ok(Tensor::new(self.counts.as_slice(), &Device::Cpu)?)
+    }
+
+    /// The share of right predictions.
+    fn compute(&self, state: &[f64]) -> f64 {
+        let right: f64 = (0..self.classes).map(|class| state[class * (self.classes + 1)]).sum();
+        right / state.iter().sum::<f64>()
+    }
+
+    /// Each count, as `name/target_prediction`.
+    fn compute_all(&self, name: &str, state: &[f64]) -> Vec<(String, f64)> {
+        let cell = |(i, count): (usize, &f64)| {
+            (format!("{name}/{}_{}", i / self.classes, i % self.classes), *count)
+        };
+        state.iter().enumerate().map(cell).collect()
+    }
+}
+
+/// How numbers of classes become one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Average {
+    /// Of the counts of all classes together.
+    Micro,
+    /// The mean over the classes that were predicted or are a target; each counts alike.
+    Macro,
+    /// The number of one class alone, such as 1 of two.
+    Class(usize),
+}
+
+/// True positives, false positives and false negatives of each class.
+#[derive(Debug, Clone, PartialEq)]
+struct ClassCounts {
+    average: Average,
+    /// `[class, 3]`.
+    counts: Vec<f64>,
+}
+
+impl ClassCounts {
+    fn of(logits: &Tensor, targets: &Tensor, average: Average) -> Result<Self> {
+        let (_, classes) = predicted_classes(logits)?;
+        if let Average::Class(class) = average
+            && class >= classes
+        {
+            return Err(Error::other(format!("there is no class {class} of {classes}")));
+        }
+        let mut counts = vec![0.0; 3 * classes];
+        for (prediction, target) in pairs(logits, targets, CrossEntropy::default())? {
+            let (prediction, target) = (prediction as usize, target as usize);
+            if prediction == target {
+                counts[3 * target] += 1.0;
+            } else {
+                counts[3 * prediction + 1] += 1.0;
+                counts[3 * target + 2] += 1.0;
+            }
+        }
+        Ok(Self { average, counts })
+    }
+
+    fn state(&self) -> Result<Tensor> {
+        Ok(Tensor::new(self.counts.as_slice(), &Device::Cpu)?)
+    }
+
+    /// `number` of the counts, averaged; 0 where it has nothing to divide by, as in scikit-learn.
+    fn compute(&self, state: &[f64], number: fn([f64; 3]) -> (f64, f64)) -> f64 {
+        let divide = |counts: [f64; 3]| match number(counts) {
+            (_, 0.0) => 0.0,
+            (a, b) => a / b,
+        };
+        let (classes, _) = state.as_chunks::<3>();
+        if classes.iter().flatten().all(|count| *count == 0.0) {
+            return f64::NAN;
+        }
+        match self.average {
+            Average::Class(class) => divide(classes[class]),
+            Average::Micro => {
+                let total = |i: usize| classes.iter().map(|counts| counts[i]).sum();
+                divide([total(0), total(1), total(2)])
+            }
+            Average::Macro => {
+                let seen = classes.iter().filter(|counts| counts.iter().any(|&count| count > 0.0));
+                let numbers: Vec<f64> = seen.map(|counts| divide(*counts)).collect();
+                numbers.iter().sum::<f64>() / numbers.len() as f64
+            }
+        }
+    }
+}
+
+macro_rules! class_metric {
+    ($(#[$doc:meta])* $name:ident, $number:expr) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, PartialEq)]
+        pub struct $name(ClassCounts);
+
+        impl $name {
+            /// That of logits and targets, as [`Accuracy::of`].
+            ///
+            /// # Errors
+            /// As [`Accuracy::of`], and if `average` names a class that does not exist.
+            pub fn of(logits: &Tensor, targets: &Tensor, average: Average) -> Result<Self> {
+                Ok(Self(ClassCounts::of(logits, targets, average)?))
+            }
+        }
+
+        impl Metric for $name {
+            fn state(&self) -> Result<Tensor> {
+                self.0.state()
+            }
+
+            fn compute(&self, state: &[f64]) -> f64 {
+                self.0.compute(state, $number)
+            }
+        }
+    };
+}
+
+class_metric! {
+    /// The share of a class's predictions that are right.
+    Precision, |[right, wrong, _]| (right, right + wrong)
+}
+class_metric! {
+    /// The share of a class's targets that are predicted.
+    Recall, |[right, _, missed]| (right, right + missed)
+}
+class_metric! {
+    /// The harmonic mean of precision and recall.
+    F1Score, |[right, wrong, missed]| (2.0 * right, 2.0 * right + wrong + missed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn value(metric: &dyn Metric) -> f64 {
+        metric.compute(&metric.state().unwrap().to_vec1::<f64>().unwrap())
+    }
+
+    /// Logits whose largest is that of these classes.
+    fn logits(predictions: &[usize], classes: usize) -> Tensor {
+        let one = |(i, class): (usize, &usize)| {
+            (0..classes)
+                .map(move |c| if c == *class { 2.0 + i as f32 } else { 1.0 })
+                .collect::<Vec<_>>()
+        };
+        let all: Vec<f32> = predictions.iter().enumerate().flat_map(one).collect();
+        Tensor::from_vec(all, (predictions.len(), classes), &Device::Cpu).unwrap()
+    }
+
+    fn targets(classes: &[i64]) -> Tensor {
+        Tensor::new(classes, &Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn counts_are_those_of_a_hand_count() {
+        // Targets 0 0 0 1 1 2, one more ignored; right are 0, 0, 1.
+        let (logits, targets) =
+            (logits(&[0, 0, 1, 1, 0, 1, 2], 4), targets(&[0, 0, 0, 1, 1, 2, -100]));
+        let accuracy = Accuracy::of(&logits, &targets).unwrap();
+        assert_eq!(accuracy, Accuracy { hits: 3.0, targets: 6.0 });
+        let of = |average| {
+            [
+                value(&Precision::of(&logits, &targets, average).unwrap()),
+                value(&Recall::of(&logits, &targets, average).unwrap()),
+                value(&F1Score::of(&logits, &targets, average).unwrap()),
+            ]
+        };
+        assert_eq!(of(Average::Class(0)), [2.0 / 3.0, 2.0 / 3.0, 4.0 / 6.0]);
+        assert_eq!(of(Average::Class(1)), [1.0 / 3.0, 1.0 / 2.0, 2.0 / 5.0]);
+        // Never predicted, and no such target.
+        assert_eq!(of(Average::Class(2)), [0.0; 3]);
+        assert_eq!(of(Average::Class(3)), [0.0; 3]);
+        assert_eq!(of(Average::Micro), [0.5; 3]);
+        let macro_average = [1.0 / 3.0, 7.0 / 18.0, 16.0 / 45.0];
+        for (found, expected) in of(Average::Macro).into_iter().zip(macro_average) {
+            assert!((found - expected).abs() < 1e-15, "{found} {expected}");
+        }
+        let matrix = ConfusionMatrix::of(&logits, &targets).unwrap();
+        let state = matrix.state().unwrap().to_vec1::<f64>().unwrap();
+        assert_eq!(state[..4], [2.0, 1.0, 0.0, 0.0]);
+        assert_eq!((state[4..8].to_vec(), state[8 + 1]), (vec![1.0, 1.0, 0.0, 0.0], 1.0));
+        assert_eq!(matrix.compute(&state), 0.5);
+        assert_eq!(matrix.compute_all("m", &state)[4], ("m/1_0".to_owned(), 1.0));
+        assert!(Precision::of(&logits, &targets, Average::Class(4)).is_err());
+    }
+
+    #[test]
+    fn wrong_shapes_and_classes_are_refused() {
+        let error = |predictions: &[usize], of: &[i64]| {
+            Accuracy::of(&logits(predictions, 2), &targets(of)).unwrap_err()
+        };
+        insta::assert_snapshot!(error(&[0, 1], &[0]), @"there is a prediction for each target: predictions of shape [2] do not fit targets of shape [1]");
+        insta::assert_snapshot!(error(&[0], &[2]), @"target 2 is not one of the 2 classes; a target to leave out has the value of `ignore_index` (-100)");
+        assert!(value(&Accuracy::of(&logits(&[0], 2), &targets(&[-100])).unwrap()).is_nan());
+    }
+}
