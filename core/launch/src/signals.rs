@@ -135,8 +135,8 @@ fn arrived() -> Option<i32> {
 /// [`launch`](super::launch()).
 ///
 /// Ranks learn of a signal at different times, so they must agree (with an all-reduce of the
-/// answer) before one acts on it, or it leaves the others waiting in a collective. Once true it
-/// stays true.
+/// answer) before one acts on it, or it leaves the others waiting in a collective; [`agree_on`] sets the
+/// exit code of them all. Once true it stays true.
 pub fn interrupt_requested() -> bool {
     interruption().is_some()
 }

@@ -15,9 +15,9 @@ use super::trials::{Trial, trials};
 use crate::program::{Job, Run, Running, Scratch};
 
 /// Steps of a run that nothing ends.
-const STEPS: u64 = 12;
+const STEPS: u64 = 24;
 /// Steps of the longest resumed run.
-const LONGEST: u64 = 40;
+const LONGEST: u64 = 60;
 /// `trainer.timeout_secs` of a job with a frozen rank.
 const FROZEN_TIMEOUT: u64 = 2;
 /// When a job must be over: a limit on a hang.
@@ -29,6 +29,8 @@ enum Strike {
     KillRank(usize),
     KillSupervisor,
     Signal(Signal, To),
+    /// Two signals to the supervisor, one after the other.
+    Twice(Signal, Signal),
     Freeze(usize),
     /// The whole job is stopped for longer than its timeout, and goes on.
     Suspend,
@@ -46,15 +48,25 @@ enum To {
 impl Strike {
     fn random(rng: &mut Rng, devices: usize) -> Self {
         let rank = rng.usize(..devices);
+        let mut signal = || [Signal::INT, Signal::TERM, Signal::USR1][rng.usize(..3)];
+        let (first, second) = (signal(), signal());
+        if devices == 1 {
+            // There is no supervisor.
+            return match rng.u32(..3) {
+                0 => Self::KillSupervisor,
+                1 => Self::Signal(first, To::Supervisor),
+                _ => Self::Signal(first, To::Everybody),
+            };
+        }
         match rng.u32(..20) {
             0..6 => Self::KillRank(rank),
             6..9 => Self::KillSupervisor,
             9 => Self::Freeze(rank),
             10 => Self::Suspend,
+            11 => Self::Twice(first, second),
             _ => {
-                let signal = [Signal::INT, Signal::TERM, Signal::USR1][rng.usize(..3)];
                 let to = [To::Supervisor, To::Rank(rank), To::Everybody][rng.usize(..3)];
-                Self::Signal(signal, to)
+                Self::Signal(first, to)
             }
         }
     }
@@ -81,6 +93,12 @@ impl Strike {
             Self::Signal(signal, To::Everybody) => {
                 kill_process_group(running.pid(), signal).is_ok()
             }
+            Self::Twice(first, second) => {
+                let alive = supervisor(first);
+                std::thread::sleep(Duration::from_millis(20));
+                supervisor(second);
+                alive
+            }
         };
         Struck { alive, at: Instant::now() }
     }
@@ -106,6 +124,11 @@ impl Strike {
                 // The program may not have been so far as to set its handlers.
                 let code = run.code().or(run.signal().map(|signal| 128 + signal));
                 assert_eq!((code, errors), (Some(128 + signal.as_raw()), vec![]), "{text}");
+            }
+            Self::Twice(first, second) => {
+                let code = run.code().or(run.signal().map(|signal| 128 + signal)).unwrap();
+                let either = [first, second].map(|signal| 128 + signal.as_raw());
+                assert!(either.contains(&code) && errors.is_empty(), "{text}");
             }
             Self::Freeze(rank) => {
                 assert_eq!(run.code(), Some(1), "{text}");
@@ -137,12 +160,12 @@ struct Struck {
 
 /// A moment after the program was started: in half of the trials while it starts.
 fn moment(rng: &mut Rng) -> Duration {
-    let limit = if rng.bool() { 80_000 } else { 1_000_000 };
+    let limit = if rng.bool() { 60_000 } else { 450_000 };
     Duration::from_micros(rng.u64(..limit))
 }
 
 /// Starts the job, strikes, and waits until it is over, with nothing left behind.
-fn struck(job: &Job, scratch: &Scratch, strike: Strike, moment: Duration) -> Run {
+fn struck(job: &Job, scratch: &Scratch, strike: Strike, moment: Duration, hits: &mut Hits) -> Run {
     let running = job.start();
     let until = Instant::now() + moment;
     while Instant::now() < until {
@@ -164,8 +187,25 @@ fn struck(job: &Job, scratch: &Scratch, strike: Strike, moment: Duration) -> Run
         shared.filter(|e| e.file_name().to_string_lossy().contains("fulgurite")).collect();
     assert!(ours.is_empty(), "{strike:?}: {ours:?}");
     strike.check(&run, struck);
+    let phase = match (run.code(), run.losses_so_far().len()) {
+        (Some(0), _) => "too late, or gone on",
+        (_, 0) => "before the first step",
+        _ => "after the first step",
+    };
+    let kind = match strike {
+        Strike::KillRank(_) => "rank killed",
+        Strike::KillSupervisor => "first process killed",
+        Strike::Signal(..) => "signal",
+        Strike::Twice(..) => "two signals",
+        Strike::Freeze(_) => "rank frozen",
+        Strike::Suspend => "job suspended",
+    };
+    *hits.entry((kind, phase)).or_default() += 1;
     run
 }
+
+/// How many strikes of a kind hit a job in which phase.
+type Hits = BTreeMap<(&'static str, &'static str), u32>;
 
 /// Verifies all checkpoints, and returns the step of the newest.
 fn newest(scratch: &Scratch) -> u64 {
@@ -209,10 +249,11 @@ fn training<'a>(scratch: &'a Scratch, strategy: &str, devices: usize) -> Job<'a>
     ])
 }
 
-fn kill_once(trial: &mut Trial, whole: &mut Whole) {
+fn kill_once(trial: &mut Trial, whole: &mut Whole, hits: &mut Hits) {
     let rng = &mut trial.rng;
     const MESH: &str = "{ type = \"model_parallel\", tensor_parallel_size = 2 }";
-    let (strategy, devices) = [("fsdp", 2), ("ddp", 2), ("fsdp", 3), (MESH, 4)][rng.usize(..4)];
+    let jobs = [("fsdp", 2), ("ddp", 2), ("fsdp", 3), (MESH, 4), ("single_device", 1)];
+    let (strategy, devices) = jobs[rng.usize(..5)];
     let scratch = Scratch::with_tokens();
     let job = training(&scratch, strategy, devices);
     let whole = whole.entry((strategy, devices)).or_insert_with(|| {
@@ -240,7 +281,7 @@ fn kill_once(trial: &mut Trial, whole: &mut Whole) {
             &format!("trainer.timeout_secs={timeout}"),
             &format!("trainer.max_steps={steps}"),
         ]);
-        let run = struck(&job, &scratch, strike, moment(rng));
+        let run = struck(&job, &scratch, strike, moment(rng), hits);
         assert_equal_to_the_bit(&run.losses_so_far(), whole);
     }
     let from = newest(&scratch);
@@ -258,5 +299,9 @@ fn kill_once(trial: &mut Trial, whole: &mut Whole) {
 #[test]
 fn nothing_that_ends_a_job_leaves_anything_behind() {
     let mut whole = Whole::new();
-    trials(6, |trial| kill_once(trial, &mut whole));
+    let mut hits = Hits::new();
+    trials(6, |trial| kill_once(trial, &mut whole, &mut hits));
+    for ((kind, phase), count) in hits {
+        eprintln!("{kind}, {phase}: {count}");
+    }
 }
