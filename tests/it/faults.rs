@@ -1,7 +1,6 @@
 //! Killed, interrupted and failing processes.
 
 use std::fs;
-use std::time::Duration;
 
 use crate::program::{Job, Running, Scratch};
 use rustix::process::{Signal, kill_process};
@@ -90,19 +89,6 @@ fn a_signal_to_one_rank_ends_all_with_its_code() {
         assert!(!run.stderr.contains("error"), "{}", run.stderr);
         assert_nothing_is_left(&scratch);
     }
-}
-
-#[test]
-fn a_job_that_was_stopped_for_longer_than_its_timeout_goes_on() {
-    let scratch = Scratch::with_tokens();
-    let job = scratch.small().on("fsdp", 2, 2).set(&["trainer.timeout_secs=2"]);
-    let running =
-        training(&job.set(&["trainer.max_steps=400", "trainer.enable_progress_bar=false"]));
-    running.signal_all(Signal::STOP);
-    std::thread::sleep(Duration::from_secs(3));
-    running.signal_all(Signal::CONT);
-    let run = running.wait();
-    assert_eq!((run.code(), run.losses().len()), (Some(0), 400), "{}", run.stderr);
 }
 
 #[test]

@@ -370,11 +370,6 @@ impl Running {
         kill_process(self.pid(), signal).unwrap();
     }
 
-    /// Signals all processes, as a terminal does.
-    pub fn signal_all(&self, signal: Signal) {
-        kill_process_group(self.pid(), signal).unwrap();
-    }
-
     /// Waits until rank `rank` has a handler for `signal`.
     pub fn until_rank_handles(&self, rank: usize, signal: Signal) {
         let pid = self.rank(rank).as_raw_nonzero();

@@ -191,8 +191,8 @@ mod linux {
             let announcement = serde_json::from_slice(&bytes).map_err(|e| {
                 Error::Launch(format!("the store's value of `{key}` is no shared memory: {e}"))
             })?;
-            let (pid, path, len, nonce) = match announcement {
-                Announcement::Region { pid, fd, len, nonce } => (pid, path_of(pid, fd), len, nonce),
+            let (path, len, nonce) = match announcement {
+                Announcement::Region { pid, fd, len, nonce } => (path_of(pid, fd), len, nonce),
                 Announcement::Failed(message) => return Err(no_memory(layout, &message)),
             };
             if len != layout.len {
@@ -204,7 +204,7 @@ mod linux {
             }
             let mapping_error = |why: String| mapping_error("the first rank", &path, &why);
             let file = open_file(&path, len)
-                .map_err(|why| self.death_of(pid).unwrap_or_else(|| mapping_error(why)))?;
+                .map_err(|why| self.late_failure().unwrap_or_else(|| mapping_error(why)))?;
             let region =
                 Region::of_file(&file, layout).map_err(|e| mapping_error(e.to_string()))?;
             if !region.is_signed(nonce) {
@@ -213,14 +213,9 @@ mod linux {
             Ok(MappedRegion { region: Arc::new(region), file: None })
         }
 
-        /// The failure of the job, if process `pid`, whose memory was announced, has ended meanwhile. The
-        /// store learns of it a moment later.
-        fn death_of(&self, pid: u32) -> Option<Error> {
-            let process = Pid::from_raw(pid as i32)?;
-            match pidfd_open(process, PidfdFlags::empty()) {
-                Ok(fd) if !has_ended(&fd) => return None,
-                _ => {}
-            }
+        /// The failure of the job, if one becomes known: a process that announced its memory may have been
+        /// killed meanwhile, and the store learns of it a moment later.
+        fn late_failure(&self) -> Option<Error> {
             let mut patience = Patience::new(DEATH_KNOWN);
             while let Some(slice) = patience.slice() {
                 if let Some((rank, message)) = self.store.failure() {
@@ -285,14 +280,6 @@ mod linux {
 
     /// How long the store may take to know that a process has ended.
     const DEATH_KNOWN: Duration = Duration::from_secs(1);
-
-    /// Whether the process of a pidfd has ended.
-    fn has_ended(fd: &OwnedFd) -> bool {
-        // A pidfd becomes readable when its process ends.
-        let mut fds = [PollFd::new(fd, PollFlags::IN)];
-        let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
-        matches!(poll(&mut fds, Some(&at_once)), Ok(1..))
-    }
 
     fn mapping_error(whose: &str, path: &str, why: &str) -> Error {
         Error::Launch(format!(
@@ -360,7 +347,10 @@ mod linux {
         fn is_gone(&self, global_rank: usize) -> bool {
             let processes = self.processes.lock().expect("no panic while watching");
             let Some(fd) = processes.get(&global_rank) else { return false };
-            has_ended(fd)
+            // A pidfd becomes readable when its process ends.
+            let mut fds = [PollFd::new(fd, PollFlags::IN)];
+            let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+            matches!(poll(&mut fds, Some(&at_once)), Ok(1..))
         }
 
         fn empty(&self, elements: usize, dtype: DType) -> Result<Option<Tensor>> {
