@@ -57,7 +57,11 @@ fn default_rope() -> String {
 pub fn read_config(config: &mut LlamaConfig, directory: &Path) -> Result<()> {
     let path = directory.join("config.json");
     let wrong = |what: String| Error::Config(format!("{}: {what}", path.display()));
-    let text = std::fs::read_to_string(&path)
+    let text = files::read_regular_text(&path, 16 << 20)
+        .map_err(|e| match e {
+            Error::Io { source, .. } => source.to_string(),
+            e => e.to_string(),
+        })
         .map_err(|e| wrong(format!("{e}; `model.from_pretrained` is to name a folder with it")))?;
     let hf: HuggingFaceConfig = serde_json::from_str(&text).map_err(|e| wrong(e.to_string()))?;
     let (rope_theta, rope_type) = match hf.rope_parameters {

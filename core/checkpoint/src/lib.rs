@@ -102,6 +102,6 @@ pub use weights::SafetensorsSource;
 
 pub use fulgurite_engine::checkpoint_io::{
     CheckpointIO, CheckpointIOConfig, CheckpointReader, CheckpointWriter, Entry, LocalFile,
-    is_temporary, replaced_name, staging_name, step_name,
+    PlaceLock, is_temporary, replaced_name, staging_name, step_name,
 };
 pub use fulgurite_engine::{Error, Result};

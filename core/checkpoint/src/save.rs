@@ -10,7 +10,7 @@ use super::chunks::check_cover;
 use super::latest::write_last;
 use super::manifest::{FULL_MANIFEST, MANIFEST, Manifest, SaveMeta, TensorEntry};
 use super::shard_file::{self, WrittenPart};
-use super::{CheckpointIO, Entry, FileDigest, ParameterFilter, ShardTensor};
+use super::{CheckpointIO, Entry, FileDigest, ParameterFilter, PlaceLock, ShardTensor};
 use crate::{Error, Result};
 use fulgurite_engine::checkpoint_io as naming;
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object, broadcast_object};
@@ -133,7 +133,12 @@ fn transact(
     meta: &SaveMeta,
     write: impl FnOnce(&str) -> Result<Written>,
 ) -> Result<PathBuf> {
-    let staged = on_rank_zero(group, || prepare(io, name))?;
+    let mut lock = None;
+    let staged = on_rank_zero(group, || {
+        let (staged, held) = prepare(io, name)?;
+        lock = held;
+        Ok(staged)
+    })?;
     let mut own_error = None;
     let written = write(&staged).map_err(|error| {
         let message = error.to_string();
@@ -141,7 +146,7 @@ fn transact(
         message
     });
     let reports = all_gather_object(group, &written)?;
-    on_rank_zero(group, || {
+    let committed = on_rank_zero(group, || {
         let committed =
             successes(group, reports).and_then(|written| finish(io, &staged, name, meta, written));
         if committed.is_err()
@@ -150,9 +155,10 @@ fn transact(
             tracing::warn!("the next save will remove what this one leaves: {error}");
         }
         committed
-    })
+    });
+    drop(lock);
     // On the rank that failed, its own error.
-    .map_err(|error| own_error.unwrap_or(error))?;
+    committed.map_err(|error| own_error.unwrap_or(error))?;
     Ok(io.location(name))
 }
 
@@ -197,13 +203,15 @@ pub(super) fn on_rank_zero<T: Serialize + DeserializeOwned>(
     }
 }
 
-/// Removes unfinished saves, and returns the name of the directory to write in.
-fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
+/// Removes unfinished saves, and returns the name of the directory to write in, which is locked.
+fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<(String, Option<PlaceLock>)> {
     if let Some(complaint) = naming::invalid_name(name) {
         return Err(Error::checkpoint(io.location(name), complaint));
     }
     check_replaceable(io, name, &remove_unfinished(io)?)?;
-    Ok(naming::staging_name(name))
+    let staged = naming::staging_name(name);
+    let lock = io.lock(&staged)?;
+    Ok((staged, lock))
 }
 
 /// Checks that an entry `name` of the place, which the checkpoint would replace, is a checkpoint
@@ -224,8 +232,8 @@ pub(super) fn check_replaceable(
 }
 
 /// Removes the remains of interrupted saves and removals from a place, and returns the other
-/// entries. Not collective: one rank calls it, while no save to the place is under way. Every save
-/// begins with it.
+/// entries. What a living process has locked stays; where there are no [locks](CheckpointIO::lock) no
+/// save to the place may be under way. Not collective: one rank calls it. Every save begins with it.
 ///
 /// # Errors
 /// If the place cannot be listed, or something cannot be removed.
@@ -237,10 +245,28 @@ pub fn remove_unfinished(io: &dyn CheckpointIO) -> Result<Vec<Entry>> {
     };
     let (left, rest): (Vec<_>, Vec<_>) = entries.iter().cloned().partition(is_left);
     for Entry { name, .. } in left {
+        if naming::is_temporary(&name) && io.is_locked(&name)? == Some(true) {
+            continue;
+        }
         tracing::info!("removing an unfinished checkpoint, {}", io.location(&name).display());
         io.remove(&name)?;
     }
     Ok(rest)
+}
+
+/// What [`remove_unfinished`] does, for the save of `name` by a program that does not know which other
+/// saves are under way: what nobody has locked goes only if it is left of an earlier save of `name`.
+pub(super) fn remove_abandoned(io: &dyn CheckpointIO, name: &str, entries: &[Entry]) -> Result<()> {
+    for entry in entries.iter().filter(|entry| naming::is_temporary(&entry.name)) {
+        let is_abandoned = match io.is_locked(&entry.name)? {
+            Some(is_locked) => !is_locked,
+            None => naming::is_temporary_of(&entry.name, name),
+        };
+        if is_abandoned {
+            io.remove(&entry.name)?;
+        }
+    }
+    Ok(())
 }
 
 /// Writes this rank's files.

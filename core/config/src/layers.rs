@@ -10,6 +10,10 @@ use super::KeyDoc;
 use super::deserializer::deserialize;
 use super::problem::{KnownTable, PathSegment, Problem, error_path, render};
 use crate::{Error, Result};
+use fulgurite_error::files::read_regular_text;
+
+/// The longest configuration file that is read.
+const MAX_FILE: u64 = 16 << 20;
 
 /// A stack of configurations. Later layers win:
 ///
@@ -67,14 +71,18 @@ impl ConfigLayers {
         self
     }
 
-    /// Adds a TOML file.
+    /// Adds a TOML file, a regular one of at most 16 MiB.
     ///
     /// # Errors
     /// [`Error::Io`] if it cannot be read, [`Error::Config`] if it is not TOML; both name it.
     pub fn file(self, path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let text = std::fs::read_to_string(path)
-            .map_err(Error::io("reading the configuration file", path))?;
+        let text = read_regular_text(path, MAX_FILE).map_err(|error| match error {
+            Error::Io { path, source, .. } => {
+                Error::Io { action: "reading the configuration file", path, source }
+            }
+            error => error,
+        })?;
         self.text(path.display(), &text)
     }
 

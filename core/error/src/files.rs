@@ -37,7 +37,8 @@ pub fn read_regular(path: impl AsRef<Path>, max: u64) -> Result<Vec<u8>> {
     let mut read = || {
         let len = file.metadata()?.len();
         check_len(len, max)?;
-        let mut bytes = Vec::with_capacity(len as usize);
+        let mut bytes = Vec::new();
+        bytes.try_reserve_exact(len as usize).map_err(|_| ErrorKind::OutOfMemory)?;
         // It may grow meanwhile.
         file.by_ref().take(max.saturating_add(1)).read_to_end(&mut bytes)?;
         check_len(bytes.len() as u64, max)?;

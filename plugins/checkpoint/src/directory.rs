@@ -8,11 +8,12 @@ use std::sync::Arc;
 use fulgurite_config::{Error, Result, register_checkpoint_io};
 use fulgurite_engine::checkpoint_io::{
     CheckpointIO, CheckpointIOConfig, CheckpointReader, CheckpointWriter, Entry, LocalFile,
-    is_temporary, replaced_name, staging_name,
+    PlaceLock, is_temporary, replaced_name, staging_name,
 };
 use serde::{Deserialize, Serialize};
 
 use crate::file::{LocalWriter, sync_directory};
+use crate::lock::{self, Attempt, FileLock};
 
 /// `checkpoint.io.type = "local"`: a directory, on a file system that all ranks share.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -60,6 +61,18 @@ impl LocalDirectory {
     #[must_use]
     pub fn with_sync(self, sync: bool) -> Self {
         Self { sync, ..self }
+    }
+
+    /// Removes what is left of the locks of saves that are not there any more, whose process was killed.
+    fn remove_stale_locks(&self) {
+        for entry in fs::read_dir(&self.root).into_iter().flatten().flatten() {
+            if lock::locked_save(&entry.file_name().to_string_lossy())
+                .is_some_and(|save| !self.root.join(save).exists())
+                && let Err(error) = lock::remove_if_stale(&entry.path())
+            {
+                tracing::warn!("{error}");
+            }
+        }
     }
 
     fn sync_directory(&self, path: &Path) -> Result<()> {
@@ -149,6 +162,9 @@ impl CheckpointIO for LocalDirectory {
         for entry in read {
             let entry = entry.map_err(Error::io("listing", &path))?;
             let name = entry.file_name().to_string_lossy().into_owned();
+            if lock::is_lock(&name) {
+                continue;
+            }
             match fs::metadata(entry.path()) {
                 Ok(metadata) => {
                     let is_directory = metadata.is_dir();
@@ -191,6 +207,39 @@ impl CheckpointIO for LocalDirectory {
             return Err(Error::io("replacing", &target)(e));
         }
         self.sync_directory(target.parent().unwrap_or(&self.root))
+    }
+
+    fn lock(&self, name: &str) -> Result<Option<PlaceLock>> {
+        match fs::metadata(&self.root) {
+            Err(e) if e.kind() == ErrorKind::NotFound => self.create_directory(&self.root)?,
+            found => drop(found.map_err(Error::io("opening", &self.root))?),
+        }
+        if !name.is_empty() {
+            self.remove_stale_locks();
+        }
+        let path = self.root.join(lock::file_name(name));
+        let attempt = match FileLock::take(&path) {
+            // Then nothing can be saved either; whoever tries says so.
+            Err(Error::Io { source, .. }) if lock::cannot_be_written(source.kind()) => {
+                return Ok(None);
+            }
+            attempt => attempt?,
+        };
+        match attempt {
+            Attempt::Locked(lock) => Ok(Some(PlaceLock::new(lock))),
+            Attempt::Held(owner) => Err(Error::checkpoint(
+                self.location(name),
+                format!(
+                    "another run saves here: {owner}. Give this one a `checkpoint.dir` of its own, or \
+                     start it when that one has ended. If it has, and its host cannot be asked, remove {}",
+                    path.display()
+                ),
+            )),
+        }
+    }
+
+    fn is_locked(&self, name: &str) -> Result<Option<bool>> {
+        lock::is_held(&self.root.join(lock::file_name(name)))
     }
 
     fn commit(&self, staged: &str, name: &str) -> Result<()> {

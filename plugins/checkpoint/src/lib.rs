@@ -22,5 +22,6 @@
 
 mod directory;
 mod file;
+mod lock;
 
 pub use directory::{LocalConfig, LocalDirectory};

@@ -3,8 +3,12 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use fulgurite_core::files::read_regular;
 use fulgurite_core::{Error, Result};
 use ignore::WalkBuilder;
+
+/// The longest text file that is read: it is kept in memory. Files of token ids may be of any length.
+const MAX_TEXT: u64 = 16 << 30;
 
 /// The texts of all files that `paths` name or contain, in order, until they have `enough` bytes. `key`
 /// is the key of the configuration, for messages.
@@ -29,7 +33,7 @@ pub(crate) fn texts(key: &str, paths: &[PathBuf], enough: usize) -> Result<Vec<S
                 )));
             }
         } else {
-            let bytes = fs::read(path).map_err(Error::io("reading", path))?;
+            let bytes = read_regular(path, MAX_TEXT)?;
             texts.push(String::from_utf8(bytes).map_err(|_| {
                 Error::Data(format!(
                     "{} ({key}) is not UTF-8 text; for files of token ids set data.type = \"tokens\"",
@@ -71,7 +75,7 @@ fn walk(folder: &Path, texts: &mut Texts) -> Result<()> {
         }
         let entry = entry.map_err(|e| Error::Data(format!("{}: {e}", folder.display())))?;
         if entry.file_type().is_some_and(|kind| kind.is_file()) {
-            let bytes = fs::read(entry.path()).map_err(Error::io("reading", entry.path()))?;
+            let bytes = read_regular(entry.path(), MAX_TEXT)?;
             if let Ok(text) = String::from_utf8(bytes)
                 && !text.is_empty()
                 && !text.contains('\0')

@@ -1,6 +1,9 @@
 //! [`Sequences`]: sources, cut into samples.
 
+use std::hash::Hasher as _;
+
 use fulgurite_core::{Error, Result};
+use twox_hash::XxHash3_64;
 
 use crate::source::Source;
 
@@ -41,6 +44,22 @@ impl Sequences {
     /// What the samples are cut from.
     pub(crate) fn sources(&self) -> &[Source] {
         &self.sources
+    }
+
+    /// Number and kind of tokens, and a hash of all that is in memory and of samples of what is in files.
+    pub(crate) fn fingerprint(&self) -> Result<String> {
+        let mut hasher = XxHash3_64::default();
+        for source in &self.sources {
+            hasher.write(&source.len().to_le_bytes());
+            source.hash(&mut hasher)?;
+        }
+        let tokens: u64 = self.sources.iter().map(Source::len).sum();
+        let what = match &*self.sources {
+            [Source::U16(_) | Source::U32(_)] => "a text".to_owned(),
+            [_] => "one file".to_owned(),
+            files => format!("{} files", files.len()),
+        };
+        Ok(format!("{what} of {tokens} tokens ({:016x})", hasher.finish()))
     }
 
     /// Number of samples.

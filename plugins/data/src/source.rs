@@ -1,15 +1,35 @@
 //! Sources of token ids, in memory or in a file.
 
 use std::fs::File;
+use std::hash::Hasher as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
+use fulgurite_core::files::open_regular;
 use fulgurite_core::{Error, Result};
+
+use twox_hash::XxHash3_64;
 
 use crate::TokenDtype;
 
 /// Ids at a file's beginning that a preview looks at.
 const FIRST_IDS: u64 = 1 << 16;
+
+/// Of a file at most this many blocks are hashed, evenly apart, each of so many tokens.
+const HASHED_BLOCKS: u64 = 64;
+const HASHED_BLOCK: u64 = 2048;
+
+fn hash_ids(hasher: &mut XxHash3_64, ids: impl Iterator<Item = u32>) {
+    let mut bytes = Vec::with_capacity(16 << 10);
+    for id in ids {
+        bytes.extend_from_slice(&id.to_le_bytes());
+        if bytes.len() == bytes.capacity() {
+            hasher.write(&bytes);
+            bytes.clear();
+        }
+    }
+    hasher.write(&bytes);
+}
 
 /// A sequence of token ids with random access.
 #[derive(Debug)]
@@ -49,6 +69,28 @@ impl Source {
         }
     }
 
+    /// Hashes the tokens, of a long file some of them.
+    pub(crate) fn hash(&self, hasher: &mut XxHash3_64) -> Result<()> {
+        // Equal for equal tokens, in whichever type they are kept.
+        match self {
+            Self::U16(ids) => hash_ids(hasher, ids.iter().map(|&id| id.into())),
+            Self::U32(ids) => hash_ids(hasher, ids.iter().copied()),
+            Self::File(file) => {
+                let block = HASHED_BLOCK.min(file.len);
+                let blocks = file.len.div_ceil(HASHED_BLOCK).min(HASHED_BLOCKS);
+                let mut ids = vec![0; block as usize];
+                for i in 0..blocks {
+                    // The first block begins with the file, and the last one ends with it.
+                    let last = u128::from(file.len - block);
+                    let start = last * u128::from(i) / u128::from(blocks.max(2) - 1);
+                    file.read(start as u64, &mut ids)?;
+                    hash_ids(hasher, ids.iter().copied());
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// What it is, for messages.
     pub(crate) fn name(&self) -> String {
         match self {
@@ -84,7 +126,7 @@ impl TokenFile {
                 )));
             }
         };
-        let file = File::open(path).map_err(Error::io("opening", path))?;
+        let file = open_regular(path)?;
         let bytes = file.metadata().map_err(Error::io("reading", path))?.len();
         let size = dtype.size() as u64;
         if bytes % size != 0 {

@@ -168,6 +168,10 @@ impl DataModule for TextData {
         range.end - range.start
     }
 
+    fn fingerprint(&self) -> Result<Option<String>> {
+        self.train.sequences.fingerprint().map(Some)
+    }
+
     fn shard_sequence(batch: TokenBatch, context: &ContextParallel) -> Result<TokenBatch> {
         batch.shard_sequence(context)
     }

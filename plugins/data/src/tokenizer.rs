@@ -2,7 +2,11 @@
 
 use std::path::Path;
 
+use fulgurite_core::files::read_regular;
 use fulgurite_core::{Error, Result};
+
+/// The longest `tokenizer.json` that is read; the largest published ones have a tenth of it.
+const MAX_FILE: u64 = 256 << 20;
 
 /// Texts that are tokenized in parallel; limits memory.
 const TEXTS_PER_BATCH: usize = 64;
@@ -54,12 +58,13 @@ impl Tokenizer {
                 path.display()
             )));
         }
-        let tokenizer = tokenizers::Tokenizer::from_file(&path).map_err(|e| {
-            Error::Data(format!(
-                "{} (data.tokenizer) is not a Hugging Face tokenizer.json: {e}",
-                path.display()
-            ))
-        })?;
+        let tokenizer =
+            tokenizers::Tokenizer::from_bytes(read_regular(&path, MAX_FILE)?).map_err(|e| {
+                Error::Data(format!(
+                    "{} (data.tokenizer) is not a Hugging Face tokenizer.json: {e}",
+                    path.display()
+                ))
+            })?;
         // The largest id, since ids may have gaps.
         let last = tokenizer.get_vocab(true).into_values().max();
         let vocab_size = last.map_or(0, |id| id as usize + 1);

@@ -129,3 +129,26 @@ fn an_optimizer_without_state_is_resumed_and_one_without_its_state_is_not() {
     result.unwrap();
     assert_eq!(resumed(&events).unwrap().0, 0);
 }
+
+#[test]
+fn a_run_does_not_go_on_with_other_data_unless_it_is_told_to() {
+    let scratch = Scratch::new();
+    let keys = ["trainer.max_steps=2"];
+    scratch.succeed(&[&keys[..], &["data.from=3"]].concat());
+    let resumed_with = |from: &str, more: &[&str]| {
+        let longer = ["trainer.max_steps=3", "trainer.ckpt_path=last", from];
+        scratch.fit(&[&longer[..], more].concat()).1
+    };
+    let error = resumed_with("data.from=4", &[]).unwrap_err().to_string();
+    let error = error.replace(scratch.path("kept").to_str().unwrap(), "KEPT");
+    insta::assert_snapshot!(error, @"checkpoint KEPT/step-00000002: it was trained on other data: 20 numbers from 3; this run has 20 numbers from 4. The position in the data would be one in other samples. Give the run the data of that checkpoint, or set `checkpoint.allow_other_data = true` to go on with this");
+    // Weights alone may be trained on other data.
+    resumed_with("data.from=4", &["checkpoint.weights_only=true", "checkpoint.save_last=false"])
+        .unwrap();
+    resumed_with(
+        "data.from=4",
+        &["checkpoint.allow_other_data=true", "checkpoint.save_last=false"],
+    )
+    .unwrap();
+    resumed_with("data.from=3", &[]).unwrap();
+}

@@ -41,21 +41,32 @@ impl LightningModule for Double {
 impl Hooks<Numbers> for Double {}
 
 /// The numbers 0 to 19 for training, 7 more for validation, by threes and shuffled.
-struct Numbers;
+struct Numbers(NumbersConfig);
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct NumbersConfig {
+    /// Added to each.
+    from: u64,
+}
 
 impl DataModule for Numbers {
-    type Config = NoKeys;
+    type Config = NumbersConfig;
     type Batch = (Tensor, Tensor);
 
-    fn setup(_: &NoKeys, _: &DataContext) -> Result<Self> {
-        Ok(Self)
+    fn setup(config: &NumbersConfig, _: &DataContext) -> Result<Self> {
+        Ok(Self(config.clone()))
     }
 
-    fn batch_size(_: &NoKeys) -> usize {
+    fn fingerprint(&self) -> Result<Option<String>> {
+        Ok(Some(format!("20 numbers from {}", self.0.from)))
+    }
+
+    fn batch_size(_: &NumbersConfig) -> usize {
         3
     }
 
-    fn shuffle(_: &NoKeys) -> bool {
+    fn shuffle(_: &NumbersConfig) -> bool {
         true
     }
 
@@ -67,7 +78,7 @@ impl DataModule for Numbers {
     }
 
     fn batch(&self, _: Split, indices: &[u64], device: &Device) -> Result<(Tensor, Tensor)> {
-        let x: Vec<f32> = indices.iter().map(|&i| i as f32 / 20.0).collect();
+        let x: Vec<f32> = indices.iter().map(|&i| (i + self.0.from) as f32 / 20.0).collect();
         let x = Tensor::from_vec(x, (indices.len(), 1), device)?;
         let y = (&x * 2.0)?;
         Ok((x, y))
@@ -161,7 +172,7 @@ impl Scratch {
         self.0.path().join(name)
     }
 
-    fn run_config(&self, overrides: &[&str]) -> RunConfig<NoKeys, NoKeys> {
+    fn run_config(&self, overrides: &[&str]) -> RunConfig<NoKeys, NumbersConfig> {
         let root = format!("trainer.default_root_dir={:?}", self.path("runs"));
         let dir = format!("checkpoint.dir={:?}", self.path("kept"));
         let always = ["trainer.loggers=[]", "scheduler=constant", "optimizer.lr=0.05", &root, &dir];

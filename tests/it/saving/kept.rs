@@ -1,6 +1,8 @@
 //! What is saved, of which kind, and what of it stays.
 
+use fulgurite::core::checkpoint::CheckpointIO as _;
 use fulgurite::core::trainer::Event;
+use fulgurite_checkpoint::LocalDirectory;
 
 use super::harness::{Scratch, course, names, resumed, saved};
 
@@ -162,4 +164,22 @@ fn a_run_that_was_killed_after_a_commit_goes_on_from_that() {
     let events = scratch.succeed(&longer);
     assert_eq!(resumed(&events).unwrap().0, 3);
     assert_eq!(course(&events)[..1], course(&whole)[3..4]);
+}
+
+#[test]
+fn one_run_at_a_time_saves_to_a_directory() {
+    let scratch = Scratch::new();
+    let keys = ["trainer.max_steps=2"];
+    scratch.succeed(&keys);
+    let lock = LocalDirectory::new(scratch.path("kept")).lock("").unwrap();
+    let (events, result) = scratch.fit(&keys);
+    let error = result.unwrap_err().to_string();
+    assert!(error.contains("another run saves here: process "), "{error}");
+    assert_eq!(events, [], "it is found before a step");
+    // Who saves nothing there disturbs nobody.
+    scratch.validate(&["trainer.ckpt_path=last"]).unwrap();
+    scratch.succeed(&[&keys[..], &["checkpoint.save_last=false"]].concat());
+    drop(lock);
+    scratch.succeed(&keys);
+    assert_eq!(scratch.kept(), ["last", "step-00000002"]);
 }

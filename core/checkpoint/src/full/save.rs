@@ -44,12 +44,14 @@ pub fn save_full(
     options: &FullOptions,
     meta: &SaveMeta,
 ) -> Result<PathBuf> {
-    let mut extra = Vec::new();
+    let (mut extra, mut lock) = (Vec::new(), None);
     let staged = on_rank_zero(group, || {
         if let Some(config) = &options.config {
             extra.push(("config.json".to_owned(), config.bytes()?));
         }
-        prepare(io, name)
+        let (staged, held) = prepare(io, name)?;
+        lock = held;
+        Ok(staged)
     })?;
     let parts = chosen_model(tree, &coordinate, &options.gather).and_then(|model| {
         if model.is_empty() {
@@ -90,6 +92,7 @@ pub fn save_full(
     {
         tracing::warn!("the next save will remove what this one leaves: {error}");
     }
+    drop(lock);
     finished.map(|()| io.location(name))
 }
 

@@ -6,24 +6,24 @@ use candle_core::Tensor;
 
 use super::super::manifest::Section;
 use super::super::manifest::{FULL_MANIFEST, FileDigest, Manifest, SaveMeta, TensorEntry};
-use super::super::save::check_replaceable;
+use super::super::save::{check_replaceable, remove_abandoned};
 use super::super::tensor_file::{FileKind, TensorFile};
 use super::layout::{FilePlan, TensorMeta, index};
 use crate::{Error, Result};
-use fulgurite_engine::checkpoint_io::{self as naming, CheckpointIO};
+use fulgurite_engine::checkpoint_io::{self as naming, CheckpointIO, PlaceLock};
 
-/// The name of the directory in which the full checkpoint `name` is written. Removes unfinished
-/// saves of that name.
-pub(super) fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<String> {
+/// The name of the directory in which the full checkpoint `name` is written, which is locked. Removes
+/// unfinished saves.
+pub(super) fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<(String, Option<PlaceLock>)> {
     if let Some(complaint) = naming::invalid_name(name) {
         return Err(Error::checkpoint(io.location(name), complaint));
     }
     let entries = io.list("")?;
-    for entry in entries.iter().filter(|e| naming::is_temporary_of(&e.name, name)) {
-        io.remove(&entry.name)?;
-    }
+    remove_abandoned(io, name, &entries)?;
     check_replaceable(io, name, &entries)?;
-    Ok(naming::staging_name(name))
+    let staged = naming::staging_name(name);
+    let lock = io.lock(&staged)?;
+    Ok((staged, lock))
 }
 
 /// Writes the files of a full checkpoint; is given the tensors in the order of the [`FilePlan`]s.

@@ -1,6 +1,7 @@
 //! The output of a tool.
 
 use super::super::manifest::{FULL_MANIFEST, MANIFEST};
+use super::super::save::remove_abandoned;
 use crate::{Error, Result};
 use fulgurite_engine::checkpoint_io::{self as naming, CheckpointIO};
 
@@ -31,10 +32,9 @@ pub(super) fn transaction<T>(
             );
         }
     }
-    for entry in entries.iter().filter(|e| naming::is_temporary_of(&e.name, name)) {
-        io.remove(&entry.name)?;
-    }
+    remove_abandoned(io, name, &entries)?;
     let staged = naming::staging_name(name);
+    let _lock = io.lock(&staged)?;
     let written = write(&staged).and_then(|value| io.commit(&staged, name).map(|()| value));
     if written.is_err()
         && let Err(error) = io.remove(&staged)

@@ -78,6 +78,25 @@ pub trait CheckpointIO: std::fmt::Debug + Send + Sync {
         Ok(bytes)
     }
 
+    /// Keeps other programs away from `name` until the result is dropped or this process ends, however it
+    /// ends: from an unfinished save, which nobody else removes then, or with `""` from the place itself, to
+    /// which one run at a time saves. Called on one rank. By default there are no locks, and the result is
+    /// `None`.
+    ///
+    /// # Errors
+    /// If another living process has the lock of the place; the message says which.
+    fn lock(&self, name: &str) -> Result<Option<PlaceLock>> {
+        let _ = name;
+        Ok(None)
+    }
+
+    /// Whether a living process has [locked](Self::lock) `name`, or else one that was killed; `None` if nobody
+    /// has, or there are no locks.
+    fn is_locked(&self, name: &str) -> Result<Option<bool>> {
+        let _ = name;
+        Ok(None)
+    }
+
     /// Completes pending writes. Called once on each rank, after the last save, by whoever opened the
     /// place: the trainer at the end of a run (also of one that failed or was interrupted),
     /// `Fabric::save` and `save_full` before they return, or a loop that opened it with
@@ -87,6 +106,22 @@ pub trait CheckpointIO: std::fmt::Debug + Send + Sync {
     /// If a write failed whose error was not returned yet.
     fn teardown(&self) -> Result<()> {
         Ok(())
+    }
+}
+
+/// A lock that is held until it is dropped.
+pub struct PlaceLock(#[expect(dead_code, reason = "it is held, not used")] Box<dyn Send + Sync>);
+
+impl PlaceLock {
+    /// A lock that is given back when `lock` is dropped.
+    pub fn new(lock: impl Send + Sync + 'static) -> Self {
+        Self(Box::new(lock))
+    }
+}
+
+impl std::fmt::Debug for PlaceLock {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("PlaceLock")
     }
 }
 

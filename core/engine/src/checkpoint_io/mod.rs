@@ -6,6 +6,7 @@ mod naming;
 
 pub use io::{
     CheckpointIO, CheckpointIOConfig, CheckpointReader, CheckpointWriter, Entry, MAX_MANIFEST,
+    PlaceLock,
 };
 pub use local::LocalFile;
 pub use naming::{

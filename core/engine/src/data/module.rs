@@ -141,6 +141,17 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     /// sample, and its result is not used.
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<Self::Batch>;
 
+    /// What tells this data from other data, in a few words: how much there is, and a hash of it or of
+    /// parts of it. Equal on every rank, and cheap. A checkpoint has it, and a run does not go on from a
+    /// checkpoint with another one unless `checkpoint.allow_other_data` is set. `None`, the default, is
+    /// not compared.
+    ///
+    /// # Errors
+    /// If the data cannot be read.
+    fn fingerprint(&self) -> Result<Option<String>> {
+        Ok(None)
+    }
+
     /// This rank's part of a batch under context parallelism: every tensor that has the sequence as a
     /// dimension, cut with [`ContextParallel::shard`]. Ranks of one context-parallel group get the
     /// same batch.

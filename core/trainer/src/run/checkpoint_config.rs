@@ -38,6 +38,9 @@ fulgurite_config::config_struct! {
         /// Whether only the weights of `trainer.ckpt_path` are loaded, and training starts at step 0.
         /// Then any format of weights will do, such as a Hugging Face directory.
         pub weights_only: bool = false,
+        /// Whether a run may go on from a checkpoint that was trained on other data. The position in the
+        /// data is then one in the new data.
+        pub allow_other_data: bool = false,
         /// The plugin that writes and reads checkpoints.
         pub io: PluginValue = PluginValue::new("local"),
     }

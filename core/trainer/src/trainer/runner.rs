@@ -55,6 +55,8 @@ pub(super) struct RunnerSetup {
     pub(super) data: Table,
     pub(super) batch_size: usize,
     pub(super) shuffle: bool,
+    /// [`DataModule::fingerprint`].
+    pub(super) fingerprint: Option<String>,
 }
 
 /// Opens the data and sets up the module. Collective.
@@ -63,6 +65,7 @@ pub(super) fn set_up<M: LightningModule>(
     fabric: &mut Fabric,
 ) -> Result<RunnerSetup> {
     let data = M::Data::setup(&run.data, &fabric.data_context()?)?;
+    let fingerprint = data.fingerprint()?;
     let mut model = run.model.clone();
     M::configure_from_data(&mut model, &data)?;
     let module = fabric.setup_module(|b| M::configure_model(&model, b))?;
@@ -75,6 +78,7 @@ pub(super) fn set_up<M: LightningModule>(
         data: to_table(&run.data)?,
         batch_size: M::Data::batch_size(&run.data),
         shuffle: M::Data::shuffle(&run.data),
+        fingerprint,
     })
 }
 

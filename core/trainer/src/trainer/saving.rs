@@ -18,7 +18,7 @@ use crate::run::{CheckpointConfig, CkptPath};
 use crate::{Error, Result};
 use fulgurite_checkpoint_format::{
     self as checkpoint, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, MANIFEST,
-    SavedCheckpoint, TensorSource,
+    PlaceLock, SavedCheckpoint, TensorSource,
 };
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object, broadcast_object};
 use fulgurite_engine::optim::Ema;
@@ -47,6 +47,9 @@ struct TrainerState {
     /// The checkpoints that this run keeps, including this one.
     #[serde(default)]
     kept: Vec<RetainedCheckpoint>,
+    /// The fingerprint of the data; `None` if it has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    data: Option<String>,
 }
 
 /// How and where a run saves checkpoints.
@@ -55,6 +58,8 @@ pub(super) struct Saving {
     /// The root of the place, as in the configuration.
     root: PathBuf,
     io: Arc<dyn CheckpointIO>,
+    /// Held on rank 0 from before the first save until the end of the run.
+    lock: Option<PlaceLock>,
     background: Option<AsyncSaver>,
     retention: Retention,
     /// The step after which the last checkpoint was saved, or is about to be.
@@ -89,6 +94,7 @@ impl Saving {
             config,
             root,
             io,
+            lock: None,
             background,
             retention,
             saved: None,
@@ -102,7 +108,29 @@ impl Saving {
     pub(super) fn teardown(&mut self) -> Result<()> {
         // Dropping the saver waits for its thread; an error of it has ended the run already.
         drop(self.background.take());
-        if std::mem::replace(&mut self.is_torn_down, true) { Ok(()) } else { self.io.teardown() }
+        let torn_down = if std::mem::replace(&mut self.is_torn_down, true) {
+            Ok(())
+        } else {
+            self.io.teardown()
+        };
+        drop(self.lock.take());
+        torn_down
+    }
+
+    /// Locks the place on rank 0, unless it is locked already: no other run saves there until this one
+    /// ends.
+    fn lock(&mut self, rank: usize) -> Result<()> {
+        if rank == 0 && self.lock.is_none() {
+            self.lock = self.io.lock("")?;
+        }
+        Ok(())
+    }
+
+    /// Locks the place of a run that will save, before anything is looked for in it.
+    pub(super) fn lock_for_run(&mut self, rank: usize) -> Result<()> {
+        let CheckpointConfig { every_n_steps, save_last, save_top_k, .. } = self.config;
+        let will_save = save_last || every_n_steps.is_some() || save_top_k.is_some();
+        if will_save { self.lock(rank) } else { Ok(()) }
     }
 
     /// Whether a save in the background is under way on this rank.
@@ -165,6 +193,7 @@ impl Session {
             false => all_gather_object(&**self.parts.fabric.world(), &self.epoch_table.states()?)?,
         };
         let saving = &mut self.parts.saving;
+        saving.lock(rank)?;
         let score = saving.score(&self.metrics, rank)?;
         saving.retention.add(step, &name, score);
         let state = TrainerState {
@@ -176,6 +205,7 @@ impl Session {
             epoch_metrics,
             callbacks: self.parts.callbacks.states(),
             kept: saving.retention.kept().to_vec(),
+            data: self.fingerprint.clone(),
         };
         let config = serde_json::to_value(&self.parts.resolved)
             .map_err(|e| Error::other(format!("encoding the configuration: {e}")))?;
@@ -278,6 +308,9 @@ impl Session {
         let source = open()?;
         let training = optimizer.is_some();
         let state: TrainerState = self.parts.fabric.load_from(&source, optimizer)?;
+        if training {
+            self.check_data(&source, state.data.as_deref())?;
+        }
         if state.seed != self.parts.fabric.seed() && rank == 0 {
             tracing::warn!(
                 "the checkpoint was written with seed {}, this run has {}: the order of samples \
@@ -319,6 +352,26 @@ impl Session {
         }
         let path = source.location().to_owned();
         self.emit(&Event::Resume { step: self.cursor.step, path })
+    }
+
+    /// Checks that the checkpoint was trained on the data that this run has.
+    fn check_data(&self, source: &DistributedCheckpoint, trained_on: Option<&str>) -> Result<()> {
+        let (Some(before), Some(now)) = (trained_on, &self.fingerprint) else { return Ok(()) };
+        if before == now {
+            return Ok(());
+        }
+        let what = format!("it was trained on other data: {before}; this run has {now}");
+        if self.parts.saving.config.allow_other_data {
+            if self.rank() == 0 {
+                tracing::warn!("{}: {what}", source.location().display());
+            }
+            return Ok(());
+        }
+        let message = format!(
+            "{what}. The position in the data would be one in other samples. Give the run the data of \
+             that checkpoint, or set `checkpoint.allow_other_data = true` to go on with this"
+        );
+        Err(Error::checkpoint(source.location(), message))
     }
 
     /// Replaces the weights by the moving average in a checkpoint. Collective.

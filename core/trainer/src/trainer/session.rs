@@ -53,6 +53,8 @@ pub(super) struct Session {
     pub(super) runner: Box<dyn ModuleRunner>,
     pub(super) batch_size: usize,
     pub(super) shuffle: bool,
+    /// [`DataModule::fingerprint`](fulgurite_engine::data::DataModule::fingerprint).
+    pub(super) fingerprint: Option<String>,
     pub(super) cursor: Cursor,
     /// The epoch of the step that is being or was last computed, counted from 0.
     pub(super) epoch: u64,

@@ -236,7 +236,8 @@ impl Trainer {
             Fabric::with_world(self.world.clone(), config, run.seed, self.parallelize)?;
         let strategy_name = fabric.strategy_name()?;
         check_async_save(run, fabric.runtime.saves_distributed_checkpoints()?)?;
-        let RunnerSetup { runner, model, data, batch_size, shuffle } = set_up(&mut fabric)?;
+        let RunnerSetup { runner, model, data, batch_size, shuffle, fingerprint } =
+            set_up(&mut fabric)?;
         let resolved = to_table(&run.clone().with(model, data))?;
         let (dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks)?;
         let world = &self.world;
@@ -261,6 +262,7 @@ impl Trainer {
             runner,
             batch_size,
             shuffle,
+            fingerprint,
             cursor: Cursor::default(),
             epoch: 0,
             metrics: std::collections::BTreeMap::new(),
@@ -317,6 +319,8 @@ impl Session {
             .fabric
             .setup_optimizer(&*optimizer)?
             .with_unused_parameters(run.trainer.unused_parameters);
+        let rank = self.rank();
+        self.parts.saving.lock_for_run(rank)?;
         let mut source = self.checkpoint_to_resume()?;
         if run.checkpoint.weights_only
             && let Some(source) = source.take()

@@ -5,6 +5,7 @@ mod damage;
 mod full;
 mod last;
 mod load_options;
+mod locks;
 mod round_trip;
 mod special_files;
 mod torch;

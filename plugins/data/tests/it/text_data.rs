@@ -374,3 +374,87 @@ fn ids_outside_the_vocabulary_and_samples_outside_the_data_are_explained() {
     insta::assert_snapshot!(error(3), @"data: DIR/x.bin has the token id 30 in train sample 3, but ids must be less than 30; are data.token_dtype, data.tokenizer and data.vocab_size those that it was made with?");
     insta::assert_snapshot!(error(4), @"data: there is no train sample 4 of 4");
 }
+
+#[test]
+fn only_regular_files_are_read() {
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+    let dir = folder(&[("none/x.txt", b"text")]);
+    for name in ["pipe.txt", "pipe.u16", "tokenizer.json", "folder/pipe.txt", "folder/pipe.u16"] {
+        fs::create_dir_all(dir.path().join(name).parent().unwrap()).unwrap();
+        let mode = Mode::RUSR | Mode::WUSR;
+        mknodat(CWD, dir.path().join(name), FileType::Fifo, mode, 0).unwrap();
+    }
+    std::os::unix::fs::symlink("/dev/zero", dir.path().join("zeros.u32")).unwrap();
+    let path = |name: &str| dir.path().join(name);
+    let tokenizer = path("tokenizer.json").to_str().unwrap().to_owned();
+    let errors = [
+        error(&dir, &plain(DataKind::Text, path("pipe.txt"), 4)),
+        error(&dir, &plain(DataKind::Text, "/dev/zero", 4)),
+        error(&dir, &plain(DataKind::Text, path("folder"), 4)),
+        error(&dir, &plain(DataKind::Tokens, path("pipe.u16"), 4)),
+        error(&dir, &plain(DataKind::Tokens, path("zeros.u32"), 4)),
+        error(&dir, &plain(DataKind::Tokens, path("folder"), 4)),
+        error(
+            &dir,
+            &TextDataConfig {
+                tokenizer: Some(tokenizer),
+                ..plain(DataKind::Text, path("none"), 4)
+            },
+        ),
+    ];
+    insta::assert_snapshot!(errors.join("\n"), @r#"
+opening DIR/pipe.txt: it is a named pipe; only regular files are read
+opening /dev/zero: it is a device; only regular files are read
+data: the folder DIR/folder (data.path) holds no text files (hidden files, what .gitignore excludes and what is not UTF-8 do not count)
+opening DIR/pipe.u16: it is a named pipe; only regular files are read
+opening DIR/zeros.u32: it is a device; only regular files are read
+data: the folder DIR/folder (data.path) holds no token files (.u16, .u32, .bin)
+opening DIR/tokenizer.json: it is a named pipe; only regular files are read
+"#);
+}
+
+#[test]
+fn other_data_has_another_fingerprint() {
+    let ids = |n: u16| u16s((0..n).map(|i| i.wrapping_mul(31) % 1000));
+    let long = ids(60_000).repeat(4);
+    let mut other = long.clone();
+    // In the middle of a long file some tokens are looked at.
+    other[240_000..480_000].fill(7);
+    let (mut first, mut last) = (long.clone(), long.clone());
+    first[0] ^= 1;
+    last[479_998] ^= 1;
+    let dir = folder(&[
+        ("a.u16", &ids(100)),
+        ("same/a.u16", &ids(100)),
+        ("b.u16", &ids(101)),
+        ("long.u16", &long),
+        ("other.u16", &other),
+        ("first.u16", &first),
+        ("last.u16", &last),
+        ("a.txt", b"some text"),
+        ("b.txt", b"same text"),
+    ]);
+    let of = |kind: DataKind, name: &str| {
+        setup(&plain(kind, dir.path().join(name), 4)).fingerprint().unwrap().unwrap()
+    };
+    let tokens = |name: &str| of(DataKind::Tokens, name);
+    assert_eq!(tokens("a.u16"), tokens("same/a.u16"));
+    assert_eq!(tokens("a.u16"), tokens("same"));
+    let mut all: Vec<String> =
+        ["a.u16", "b.u16", "long.u16", "other.u16", "first.u16", "last.u16"].map(tokens).into();
+    all.extend(["a.txt", "b.txt"].map(|name| of(DataKind::Text, name)));
+    let shown = all.join("\n");
+    all.sort();
+    all.dedup();
+    assert_eq!(all.len(), 8, "{shown}");
+    insta::assert_snapshot!(shown, @r#"
+one file of 100 tokens (f2a5c318aba0e7de)
+one file of 101 tokens (bd737c0b03958798)
+one file of 240000 tokens (0b63a7b14bdd89ed)
+one file of 240000 tokens (db47719d787dfae0)
+one file of 240000 tokens (dbdb6fde36d421a2)
+one file of 240000 tokens (776821e82ca833de)
+a text of 10 tokens (42f8ff13621fc566)
+a text of 10 tokens (84638aa302dbe335)
+"#);
+}
