@@ -32,7 +32,7 @@ impl Expected {
     /// To be given the bytes.
     pub(super) fn comparison(self) -> Comparison {
         match self {
-            Self::Xxh3(expected) => Comparison::Xxh3(Checksum::default(), expected),
+            Self::Xxh3(expected) => Comparison::Xxh3(Box::default(), expected),
             Self::Crc32(expected) => Comparison::Crc32(crc32fast::Hasher::new(), expected),
         }
     }
@@ -40,7 +40,7 @@ impl Expected {
 
 /// The checksum of bytes, to be compared with what it must be.
 pub(super) enum Comparison {
-    Xxh3(Checksum, u64),
+    Xxh3(Box<Checksum>, u64),
     Crc32(crc32fast::Hasher, u32),
 }
 
@@ -53,7 +53,7 @@ impl Comparison {
     }
 
     /// Whether all bytes so far are those that were expected.
-    pub(super) fn is_met(self) -> bool {
+    pub(super) fn agrees(self) -> bool {
         match self {
             Self::Xxh3(checksum, expected) => checksum.digest() == expected,
             Self::Crc32(checksum, expected) => checksum.finalize() == expected,

@@ -242,7 +242,7 @@ impl StoredTensors {
             read_copies(reader.as_ref(), stored.bytes.0, &copies, out, &mut seen).map_err(|e| {
                 damaged(format!("reading {}: {}", format_region(&shared), reason(&e)))
             })?;
-            if comparison.is_some_and(|comparison| !comparison.is_met()) {
+            if comparison.is_some_and(|comparison| !comparison.agrees()) {
                 return Err(damaged(wrong_bytes(stored)));
             }
         }
@@ -336,7 +336,7 @@ pub(super) fn is_undamaged(
         comparison.update(buffer);
         position += buffer.len() as u64;
     }
-    Ok(comparison.is_met())
+    Ok(comparison.agrees())
 }
 
 fn reason(error: &std::io::Error) -> String {

@@ -7,6 +7,7 @@
 //! ```
 
 mod configs;
+mod flips;
 mod kills;
 mod limits;
 mod strangers;

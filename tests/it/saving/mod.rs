@@ -2,6 +2,6 @@
 
 mod averages;
 mod going_on;
-mod harness;
+pub(crate) mod harness;
 mod kept;
 mod places;
