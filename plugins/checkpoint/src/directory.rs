@@ -212,7 +212,8 @@ impl CheckpointIO for LocalDirectory {
     fn lock(&self, name: &str) -> Result<Option<PlaceLock>> {
         match fs::metadata(&self.root) {
             Err(e) if e.kind() == ErrorKind::NotFound => self.create_directory(&self.root)?,
-            found => drop(found.map_err(Error::io("opening", &self.root))?),
+            Err(e) => return Err(Error::io("opening", &self.root)(e)),
+            Ok(_) => {}
         }
         if !name.is_empty() {
             self.remove_stale_locks();

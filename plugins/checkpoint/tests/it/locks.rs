@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 
 use candle_core::DType;
 use fulgurite_core::checkpoint::tools::{self, AnyCheckpoint, ConvertOptions, ConvertTarget};
-use fulgurite_core::checkpoint::{CheckpointIO as _, FullOptions, save_full, staging_name};
+use fulgurite_core::checkpoint::{FullOptions, save_full, staging_name};
 use fulgurite_test_support::checkpoints::{
     SEED, coordinate, io, meta, model, ranks, save_all, shown, states,
 };
