@@ -57,7 +57,7 @@ fn opening_says_what_is_missing_or_wrong() {
     ];
     insta::assert_snapshot!(errors.join("\n"), @r#"
 checkpoint ROOT/c: there is no checkpoint here: it has no manifest.json. Name the directory of one step, such as `step-00000010`; one without a manifest was never completed
-checkpoint ROOT/c/manifest.json: the manifest is damaged or incomplete: EOF while parsing a string at line 830 column 27
+checkpoint ROOT/c/manifest.json: the manifest is damaged or incomplete: EOF while parsing a string at line 829 column 27
 checkpoint ROOT/c/manifest.json: is of format version 4, written by Fulgurite 0.1.0; this is Fulgurite 0.1.0, which reads up to version 3. Use that version or a newer one
 checkpoint ROOT/c/manifest.json: is no manifest of a checkpoint: its format is `something`
 checkpoint ROOT/c/model/shard-00002-model-00001-of-00001.safetensors: this shard is missing; it holds parts of 4 tensors, such as `embed.weight`
@@ -68,7 +68,7 @@ checkpoint ROOT/c/manifest.json: the manifest names a folder outside the checkpo
 checkpoint ROOT/c/manifest.json: the manifest is damaged: tensor `embed.weight` is in `model/shard-00007-model-00001-of-00001.safetensors`, which is not listed
 checkpoint ROOT/c/manifest.json: the manifest is damaged: tensor `embed.weight` has a wrong byte range in `model/shard-00001-model-00001-of-00001.safetensors`: 1736..832
 checkpoint ROOT/c/manifest.json: the manifest is damaged: tensor `embed.weight` is stored twice in part: [1..5, 0..6] and [4..7, 0..6] overlap
-checkpoint ROOT/c/manifest.json: the manifest is damaged or incomplete: unknown variant `F8`, expected one of `BOOL`, `F4`, `F6_E2M3`, `F6_E3M2`, `U8`, `I8`, `F8_E5M2`, `F8_E4M3`, `F8_E8M0`, `F8_E4M3FNUZ`, `F8_E5M2FNUZ`, `I16`, `U16`, `F16`, `BF16`, `I32`, `U32`, `F32`, `C64`, `F64`, `I64`, `U64` at line 53 column 19
+checkpoint ROOT/c/manifest.json: the manifest is damaged or incomplete: unknown variant `F8`, expected one of `BOOL`, `F4`, `F6_E2M3`, `F6_E3M2`, `U8`, `I8`, `F8_E5M2`, `F8_E4M3`, `F8_E8M0`, `F8_E4M3FNUZ`, `F8_E5M2FNUZ`, `I16`, `U16`, `F16`, `BF16`, `I32`, `U32`, `F32`, `C64`, `F64`, `I64`, `U64` at line 52 column 19
 "#);
 }
 
