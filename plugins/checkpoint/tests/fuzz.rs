@@ -380,3 +380,31 @@ fn the_corpus() {
     let error = Manifest::parse(b"{\"format\": 1e400}", path).unwrap_err();
     names_a_file_of(&error, Path::new("somewhere"));
 }
+
+/// Headers that say much of nothing: many dimensions, many tensors without elements.
+#[test]
+fn headers_of_nothing_take_little_memory() {
+    let with_header = |json: &str| {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("x.safetensors");
+        let header = [&(json.len() as u64).to_le_bytes(), json.as_bytes()].concat();
+        fs::write(&path, header).unwrap();
+        (temp, path)
+    };
+    let zeros = vec!["0"; 100_000].join(",");
+    let dims =
+        format!("{{\"a\":{{\"dtype\":\"F32\",\"shape\":[{zeros}],\"data_offsets\":[0,0]}}}}");
+    let (_temp, path) = with_header(&dims);
+    let (opened, taken) = thread_peak(|| SafetensorsSource::open(&path));
+    assert!(taken < 40 * dims.len(), "{taken} bytes for {}", dims.len());
+    let error = opened.unwrap_err().to_string();
+    assert!(error.ends_with("has tensor `a` of 100000 dimensions; 64 are the most"), "{error}");
+    let tensor =
+        |i: usize| format!("\"{i}\":{{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[0,0]}}");
+    let tensors: Vec<String> = (0..400_000).map(tensor).collect();
+    let json = format!("{{{}}}", tensors.join(","));
+    let (_temp, path) = with_header(&json);
+    let (opened, taken) = thread_peak(|| SafetensorsSource::open(&path));
+    assert!(taken < 20 * json.len(), "{taken} bytes for {}", json.len());
+    assert_eq!(opened.unwrap().names().len(), 400_000);
+}

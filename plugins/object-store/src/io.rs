@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use fulgurite_core::checkpoint::{
     CheckpointIO, CheckpointReader, CheckpointWriter, Entry, MANIFEST,
 };
+use fulgurite_core::files::check_len;
 use fulgurite_core::{Error, Result};
 use futures_util::{StreamExt, TryStreamExt};
 use object_store::path::Path;
@@ -16,7 +17,9 @@ use object_store::{
 use url::Url;
 
 use crate::driver::Driver;
-use crate::layout::{POINTER, Pointer, is_version, parse_temporary_name, split, temporary_name};
+use crate::layout::{
+    MAX_POINTER, POINTER, Pointer, is_version, parse_temporary_name, split, temporary_name,
+};
 use crate::reader::ObjectReader;
 use crate::writer::ObjectWriter;
 
@@ -109,6 +112,11 @@ impl ObjectStoreIO {
                 e_tag: found.meta.e_tag.clone(),
                 version: found.meta.version.clone(),
             };
+            let len = found.meta.size;
+            check_len(len, MAX_POINTER).map_err(|error| object_store::Error::Generic {
+                store: "object store",
+                source: error.into(),
+            })?;
             Ok(Some((found.bytes().await?, put)))
         });
         let found = match found.map_err(self.failed("reading", &path))? {

@@ -6,6 +6,9 @@ use serde::{Deserialize, Serialize};
 /// The object with the committed version of a checkpoint.
 pub(crate) const POINTER: &str = "committed.json";
 
+/// The longest [`POINTER`] that is read.
+pub(crate) const MAX_POINTER: u64 = 4096;
+
 const FORMAT: &str = "fulgurite-committed-version";
 
 /// The content of [`POINTER`].
