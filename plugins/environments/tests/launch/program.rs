@@ -28,8 +28,10 @@ pub(crate) fn play(part: &str) -> Result<()> {
     let number_of_rank = number("RANK");
     if let ("waits_for_rank_1" | "waits_for_rank_2", Some(rank)) = (part, number_of_rank) {
         println!("{}", serde_json::json!({ "pid": std::process::id(), "rank": rank }));
-        while rank == 1 && part == "waits_for_rank_1" {
-            std::thread::park();
+        if rank == 1 && part == "waits_for_rank_1" {
+            loop {
+                std::thread::park();
+            }
         }
     }
     let starting = (part == "starts").then(Starting::new);
