@@ -74,6 +74,7 @@
 mod engine;
 mod memory;
 mod shm;
+mod sync;
 mod threads;
 
 pub use memory::SharedMemory;

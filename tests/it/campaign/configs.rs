@@ -11,7 +11,7 @@ use super::trials::trials;
 use crate::program::{Job, Run, Scratch};
 
 /// Address space of each process, for `ulimit`: what a run takes, and not what a mistake makes it take.
-const ADDRESS_SPACE: &str = "-v 6291456";
+const ADDRESS_SPACE: &str = "-v 16777216";
 
 /// Keys that have no default, so that no resolved configuration has them, with their types and what has
 /// to be set for a run to have them; those of `[trainer]` and `[checkpoint]` are read from the reference.

@@ -4,7 +4,7 @@
 //! collective. So a collective that is waited for at once needs no other thread.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
 use candle_core::Tensor;
@@ -12,6 +12,7 @@ use fulgurite_core::launch::Patience;
 
 use super::plan::Collective;
 use super::wait::Failure;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// How long a dropped group tries to finish the collectives that were started.
 const CLOSING: Duration = Duration::from_secs(5);
@@ -184,5 +185,121 @@ impl Queue {
     /// Whether the group was dropped so long ago that its jobs are given up.
     pub(crate) fn is_over(&self) -> bool {
         self.state().closing.as_mut().is_some_and(|patience| patience.slice().is_none())
+    }
+}
+
+/// Every order in which the threads of a rank can run (`--features interleavings`).
+#[cfg(all(test, feature = "interleavings"))]
+mod interleavings {
+    use candle_core::Device;
+    use loom::thread;
+
+    use super::*;
+
+    /// A job that is known by the rank it is for.
+    fn job(number: usize) -> (Job, Arc<Completion>) {
+        let tensor = Tensor::zeros(1, candle_core::DType::U8, &Device::Cpu).unwrap();
+        let done = Arc::new(Completion::default());
+        let task = Task::P2p(P2pTask { sending: true, peer: number, tensor });
+        (Job { task, done: done.clone() }, done)
+    }
+
+    type Ran = Arc<std::sync::Mutex<Vec<usize>>>;
+
+    fn run(ran: &Ran, turn: Turn<'_>, job: Job) {
+        let Task::P2p(task) = job.task else { panic!("it is a message") };
+        ran.lock().unwrap().push(task.peer);
+        job.done.set(Ok(()));
+        drop(turn);
+    }
+
+    /// Jobs run once, in the order they were started, whoever runs them, and both threads end.
+    fn check(now: [bool; 2], finish: bool) {
+        loom::model(move || {
+            let (queue, ran) = (Arc::new(Queue::default()), Ran::default());
+            let communication = {
+                let (queue, ran) = (queue.clone(), ran.clone());
+                thread::spawn(move || {
+                    while let Some((turn, job)) = queue.next() {
+                        run(&ran, turn, job);
+                    }
+                })
+            };
+            let done: Vec<_> = (0..2)
+                .map(|number| {
+                    let (job, done) = job(number);
+                    queue.push(job, now[number]);
+                    done
+                })
+                .collect();
+            if finish {
+                queue.finish(&done[1], |turn, job| run(&ran, turn, job)).unwrap();
+                done[0].wait().unwrap();
+            }
+            queue.close();
+            communication.join().unwrap();
+            assert_eq!(*ran.lock().unwrap(), [0, 1]);
+        });
+    }
+
+    #[test]
+    fn a_thread_that_waits_at_once_and_the_communication_thread_share_the_jobs() {
+        check([true, false], true);
+        check([false, false], true);
+        check([true, true], true);
+    }
+
+    #[test]
+    fn what_was_started_is_run_when_the_group_is_dropped() {
+        check([true, true], false);
+        check([false, false], false);
+    }
+
+    /// The communication thread may have been woken for the second job while the first ran.
+    #[test]
+    fn a_job_that_is_started_while_another_runs_is_run_after_it() {
+        loom::model(|| {
+            let queue = Arc::new(Queue::default());
+            let communication = {
+                let queue = queue.clone();
+                thread::spawn(move || {
+                    while let Some((turn, job)) = queue.next() {
+                        job.done.set(Ok(()));
+                        drop(turn);
+                    }
+                })
+            };
+            let ((first, done_first), (second, done_second)) = (job(0), job(1));
+            let mut second = Some(second);
+            queue.push(first, false);
+            let run = |turn: Turn<'_>, job: Job| {
+                if let Some(second) = second.take() {
+                    queue.push(second, true);
+                }
+                job.done.set(Ok(()));
+                drop(turn);
+            };
+            queue.finish(&done_first, run).unwrap();
+            match second {
+                // The communication thread ran the first job.
+                Some(second) => drop(second),
+                None => done_second.wait().unwrap(),
+            }
+            queue.close();
+            communication.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_result_wakes_the_thread_that_waits_for_it() {
+        loom::model(|| {
+            let done = Arc::new(Completion::default());
+            let setter = {
+                let done = done.clone();
+                thread::spawn(move || done.set(Ok(())))
+            };
+            done.wait().unwrap();
+            setter.join().unwrap();
+        });
     }
 }

@@ -8,35 +8,79 @@ use super::RankRecord;
 /// Wakes a rank, or keeps it from falling asleep. To be called after the change that the rank waits
 /// for.
 pub(crate) fn notify(record: &RankRecord) {
-    record.waker.fetch_add(1, Ordering::SeqCst);
-    if record.asleep.load(Ordering::SeqCst) != 0 {
-        wake(&record.waker);
+    notify_at(&record.waker, &record.asleep);
+}
+
+fn notify_at<W: Word>(waker: &W, asleep: &W) {
+    waker.increment();
+    if asleep.get() != 0 {
+        waker.wake();
     }
 }
 
 /// The futex word of a rank that is about to sleep. The rank calls `Waker::new`, checks what it
 /// waits for, and calls `sleep`. A [`notify`] after the check makes `sleep` return.
-pub(crate) struct Waker<'a> {
-    record: &'a RankRecord,
+pub(crate) struct Waker<'a, W: Word = AtomicU32> {
+    waker: &'a W,
+    asleep: &'a W,
     seen: u32,
 }
 
 impl<'a> Waker<'a> {
     pub(crate) fn new(record: &'a RankRecord) -> Self {
-        let seen = record.waker.load(Ordering::SeqCst);
-        record.asleep.store(1, Ordering::SeqCst);
-        Self { record, seen }
+        Self::at(&record.waker, &record.asleep)
+    }
+}
+
+impl<'a, W: Word> Waker<'a, W> {
+    fn at(waker: &'a W, asleep: &'a W) -> Self {
+        let seen = waker.get();
+        asleep.set(1);
+        Self { waker, asleep, seen }
     }
 
     /// Sleeps until the rank is notified, for `timeout` at most. May return early.
     pub(crate) fn sleep(self, timeout: Duration) {
-        wait(&self.record.waker, self.seen, timeout);
+        self.waker.wait(self.seen, timeout);
     }
 }
 
-impl Drop for Waker<'_> {
+impl<W: Word> Drop for Waker<'_, W> {
     fn drop(&mut self) {
-        self.record.asleep.store(0, Ordering::SeqCst);
+        self.asleep.set(0);
+    }
+}
+
+/// A word in shared memory, and a thread that sleeps until it changes. All operations are in one order.
+pub(crate) trait Word {
+    fn get(&self) -> u32;
+    fn set(&self, value: u32);
+    fn increment(&self);
+    /// Sleeps, unless the word is not `seen` any more; may return early.
+    fn wait(&self, seen: u32, timeout: Duration);
+    /// Wakes a thread that sleeps on the word.
+    fn wake(&self);
+}
+
+impl Word for AtomicU32 {
+    fn get(&self) -> u32 {
+        self.load(Ordering::SeqCst)
+    }
+
+    fn set(&self, value: u32) {
+        self.store(value, Ordering::SeqCst);
+    }
+
+    fn increment(&self) {
+        self.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn wait(&self, seen: u32, timeout: Duration) {
+        wait(self, seen, timeout);
+    }
+
+    fn wake(&self) {
+        wake(self);
     }
 }
 
@@ -68,3 +112,91 @@ fn wait(word: &AtomicU32, seen: u32, timeout: Duration) {
 
 #[cfg(not(target_os = "linux"))]
 fn wake(_word: &AtomicU32) {}
+
+/// Every order in which a rank that falls asleep and one that notifies it can run
+/// (`--features interleavings`).
+#[cfg(all(test, feature = "interleavings"))]
+mod interleavings {
+    use std::sync::Arc;
+
+    use loom::sync::atomic::AtomicU32;
+    use loom::sync::{Condvar, Mutex};
+    use loom::thread;
+
+    use super::*;
+
+    /// A word with a futex as the kernel has it: it looks at the word under the lock that wakers take.
+    #[derive(Default)]
+    struct Model {
+        word: AtomicU32,
+        lock: Mutex<()>,
+        woken: Condvar,
+    }
+
+    impl Word for Model {
+        fn get(&self) -> u32 {
+            self.word.load(Ordering::SeqCst)
+        }
+
+        fn set(&self, value: u32) {
+            self.word.store(value, Ordering::SeqCst);
+        }
+
+        fn increment(&self) {
+            self.word.fetch_add(1, Ordering::SeqCst);
+        }
+
+        /// Without a time limit: a wake that is lost is a deadlock, which loom finds.
+        fn wait(&self, seen: u32, _: Duration) {
+            let guard = self.lock.lock().unwrap();
+            if self.word.fetch_add(0, Ordering::SeqCst) == seen {
+                drop(self.woken.wait(guard).unwrap());
+            }
+        }
+
+        fn wake(&self) {
+            let _guard = self.lock.lock().unwrap();
+            self.woken.notify_one();
+        }
+    }
+
+    #[derive(Default)]
+    struct Rank {
+        waker: Model,
+        asleep: Model,
+        arrived: AtomicU32,
+    }
+
+    /// As in a barrier: a rank waits until `others` have arrived, each of which notifies it.
+    fn check(others: u32) {
+        let mut model = loom::model::Builder::new();
+        // Where a thread is preempted up to so many times: of all orders there are too many.
+        model.preemption_bound = Some(3);
+        model.check(move || {
+            let rank = Arc::new(Rank::default());
+            let threads: Vec<_> = (0..others)
+                .map(|_| {
+                    let rank = rank.clone();
+                    thread::spawn(move || {
+                        rank.arrived.fetch_add(1, Ordering::AcqRel);
+                        notify_at(&rank.waker, &rank.asleep);
+                    })
+                })
+                .collect();
+            loop {
+                let waker = Waker::at(&rank.waker, &rank.asleep);
+                if rank.arrived.load(Ordering::Acquire) == others {
+                    break;
+                }
+                waker.sleep(Duration::MAX);
+            }
+            threads.into_iter().for_each(|thread| thread.join().unwrap());
+        });
+    }
+
+    #[test]
+    fn no_notification_is_lost() {
+        check(1);
+        check(2);
+    }
+}
