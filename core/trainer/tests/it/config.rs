@@ -91,7 +91,7 @@ fn unknown_keys_are_errors_everywhere() {
     insta::assert_snapshot!(run_error("[data]\nwhere = 3"), @"run.toml: unknown key `data.where` (the keys of `data` are path)");
     insta::assert_snapshot!(run_error("[modle]"), @"run.toml: unknown key `modle`; did you mean `model`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
     insta::assert_snapshot!(run_error("max_steps = 3"), @"run.toml: unknown key `max_steps`; did you mean `trainer.max_steps`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
-    insta::assert_snapshot!(run_error("checkpoint.evry_n_steps = 3"), @"run.toml: unknown key `checkpoint.evry_n_steps`; did you mean `every_n_steps`? (the keys of `checkpoint` are every_n_steps, dir, save_last, async_save, keep_last, save_top_k, monitor, mode, weights_only, io)");
+    insta::assert_snapshot!(run_error("checkpoint.evry_n_steps = 3"), @"run.toml: unknown key `checkpoint.evry_n_steps`; did you mean `every_n_steps`? (the keys of `checkpoint` are every_n_steps, dir, save_last, async_save, keep_last, save_top_k, monitor, mode, weights_only, allow_other_data, io)");
 }
 
 #[test]
@@ -385,6 +385,7 @@ save_last = true
 async_save = false
 mode = "min"
 weights_only = false
+allow_other_data = false
 io = "local"
 "#);
     let again = Run::from_layers(ConfigLayers::new().text("again", &text).unwrap()).unwrap();
