@@ -385,13 +385,17 @@ impl Server {
         let stream = stream?;
         stream
             .set_nodelay(true)
-            .and_then(|()| stream.set_read_timeout(Some(HEARTBEAT)))
+            .and_then(|()| stream.set_read_timeout(Some(Patience::SLICE)))
             .and_then(|()| stream.set_write_timeout(Some(REPLY_TIMEOUT)))
             .map_err(|e| retry(e.to_string()))?;
         let ClientIdentity { key, rank, world_size } = identity;
         let greeting = Greeting { rank: *rank, world_size: *world_size, purpose };
-        let deadline = deadline.min(Instant::now() + HANDSHAKE_TIMEOUT);
-        handshake::connect(stream, key, &greeting, deadline)
+        let rest = deadline.saturating_duration_since(Instant::now());
+        let mut patience = Patience::new(rest.min(HANDSHAKE_TIMEOUT));
+        let reader = handshake::connect(stream, key, &greeting, &mut patience)?;
+        let ready = reader.stream().set_read_timeout(Some(HEARTBEAT));
+        ready.map_err(|e| retry(e.to_string()))?;
+        Ok(reader)
     }
 }
 

@@ -13,12 +13,12 @@
 //! neither encrypted nor signed.
 
 use std::io::{Read, Write};
-use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
 use super::job_key::{JobKey, Proof, random};
 use super::protocol::{Incoming, Reader, decode, encode, send_frame};
+use crate::Patience;
 
 /// The first bytes of both ends.
 const MAGIC: &[u8; 8] = b"FULGSTOR";
@@ -70,12 +70,12 @@ pub(super) enum HandshakeError {
     Refused(String),
 }
 
-/// The client's side. `deadline` is for the whole handshake.
+/// The client's side. The patience is for the whole handshake.
 pub(super) fn connect<S>(
     stream: S,
     key: &JobKey,
     greeting: &Greeting,
-    deadline: Instant,
+    patience: &mut Patience,
 ) -> Result<Reader<S>, HandshakeError>
 where
     S: Read,
@@ -85,14 +85,14 @@ where
     let own: Nonce = random().map_err(|e| retry(&e))?;
     let mut reader = Reader::new(stream, MAX_HANDSHAKE_FRAME);
     send_frame(reader.stream(), &hello(own)).map_err(|e| retry(&e))?;
-    let theirs = match read(&mut reader, deadline)? {
+    let theirs = match read(&mut reader, patience)? {
         Incoming::Message(body) => nonce(&body)?,
         _ => return Err(HandshakeError::NotAStore),
     };
     let body = encode(greeting).map_err(|e| retry(&e))?;
     let proof = key.proof(&[b"client", &own, &theirs, &body]);
     send_frame(reader.stream(), &signed(proof, &body)).map_err(|e| retry(&e))?;
-    let answer = match read(&mut reader, deadline)? {
+    let answer = match read(&mut reader, patience)? {
         Incoming::Message(answer) => answer,
         _ => return Err(HandshakeError::NotAStore),
     };
@@ -115,7 +115,7 @@ where
 pub(super) fn accept<S>(
     stream: S,
     key: &JobKey,
-    deadline: Instant,
+    patience: &mut Patience,
     admit: impl FnOnce(&Greeting) -> Result<(), String>,
 ) -> Option<Accepted<S>>
 where
@@ -123,7 +123,7 @@ where
     for<'a> &'a S: Write,
 {
     let mut reader = Reader::new(stream, MAX_HANDSHAKE_FRAME);
-    let message = |reader: &mut Reader<S>| match read(reader, deadline) {
+    let mut message = |reader: &mut Reader<S>| match read(reader, patience) {
         Ok(Incoming::Message(body)) => Some(body),
         _ => None,
     };
@@ -164,9 +164,9 @@ pub(super) struct Accepted<S> {
 
 fn read<S: Read>(
     reader: &mut Reader<S>,
-    deadline: Instant,
+    patience: &mut Patience,
 ) -> Result<Incoming<Vec<u8>>, HandshakeError> {
-    match reader.frame_before(deadline) {
+    match reader.frame_within(patience) {
         Incoming::Closed => Err(HandshakeError::Retry("it closed the connection".into())),
         Incoming::Idle => {
             Err(HandshakeError::Retry("something listens there but does not answer".into()))
@@ -229,8 +229,8 @@ mod tests {
 
     use super::*;
 
-    fn later() -> Instant {
-        Instant::now() + Duration::from_secs(60)
+    fn later() -> Patience {
+        Patience::new(Duration::from_secs(60))
     }
 
     fn key() -> JobKey {
@@ -250,10 +250,10 @@ mod tests {
         std::thread::scope(|scope| {
             let server = scope.spawn(move || {
                 let admit = |_: &Greeting| refuse.map_or(Ok(()), |why| Err(why.to_owned()));
-                accept(far, &key(), later(), admit)
+                accept(far, &key(), &mut later(), admit)
                     .map(|accepted| (accepted.greeting, accepted.told))
             });
-            let client = connect(near, client, &greeting(), later()).map(drop);
+            let client = connect(near, client, &greeting(), &mut later()).map(drop);
             (client, server.join().unwrap())
         })
     }
@@ -273,11 +273,11 @@ mod tests {
         let (near, far) = UnixStream::pair().unwrap();
         let (tapped, server) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
-            scope.spawn(move || accept(server, &key(), later(), |_| Ok(())).is_some());
-            scope.spawn(move || connect(near, &key(), &greeting(), later()).is_ok());
+            scope.spawn(move || accept(server, &key(), &mut later(), |_| Ok(())).is_some());
+            scope.spawn(move || connect(near, &key(), &greeting(), &mut later()).is_ok());
             let mut from = Reader::new(far, MAX_HANDSHAKE_FRAME);
             let mut to = Reader::new(tapped, MAX_HANDSHAKE_FRAME);
-            let frame = |reader: &mut Reader<UnixStream>| match reader.frame_before(later()) {
+            let frame = |reader: &mut Reader<UnixStream>| match reader.frame_within(&mut later()) {
                 Incoming::Message(frame) => frame,
                 other => panic!("{other:?}"),
             };
@@ -296,12 +296,13 @@ mod tests {
         let frames = overheard();
         let (near, far) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
-            let server = scope.spawn(move || accept(far, &key(), later(), |_| Ok(())).is_some());
+            let server =
+                scope.spawn(move || accept(far, &key(), &mut later(), |_| Ok(())).is_some());
             let mut reader = Reader::new(near, MAX_HANDSHAKE_FRAME);
             send_frame(reader.stream(), &frames[0]).unwrap();
-            assert!(matches!(reader.frame_before(later()), Incoming::Message(_)));
+            assert!(matches!(reader.frame_within(&mut later()), Incoming::Message(_)));
             send_frame(reader.stream(), &frames[1]).unwrap();
-            assert_eq!(reader.frame_before(later()), Incoming::Message(vec![]));
+            assert_eq!(reader.frame_within(&mut later()), Incoming::Message(vec![]));
             assert!(!server.join().unwrap());
         });
     }
@@ -313,12 +314,12 @@ mod tests {
             std::thread::scope(|scope| {
                 scope.spawn(move || {
                     let mut reader = Reader::new(far, MAX_HANDSHAKE_FRAME);
-                    reader.frame_before(later());
+                    reader.frame_within(&mut later());
                     send_frame(reader.stream(), &hello([0; 16])).unwrap();
-                    reader.frame_before(later());
+                    reader.frame_within(&mut later());
                     send_frame(reader.stream(), &answer).unwrap();
                 });
-                let error = connect(near, &key(), &greeting(), later()).err().unwrap();
+                let error = connect(near, &key(), &greeting(), &mut later()).err().unwrap();
                 assert!(
                     matches!(error, HandshakeError::OtherJob | HandshakeError::NotAStore),
                     "{error:?}"
@@ -339,7 +340,7 @@ mod tests {
             stream.extend(bytes);
             (&near).write_all(&stream).unwrap();
             near.shutdown(std::net::Shutdown::Write).unwrap();
-            let let_in = accept(far, &key(), later(), |_| Ok(())).is_some();
+            let let_in = accept(far, &key(), &mut later(), |_| Ok(())).is_some();
             prop_assert!(!let_in);
         }
     }

@@ -2,10 +2,11 @@
 //! [postcard](https://postcard.jamesmunns.com)'s format.
 
 use std::io::{self, Read, Write};
-use std::time::Instant;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+
+use crate::Patience;
 
 /// Longest frame. Control messages are smaller; a longer frame is none of this protocol.
 const MAX_FRAME: usize = 16 << 20;
@@ -150,12 +151,17 @@ impl<S: Read> Reader<S> {
         }
     }
 
-    /// The body of the next frame; [`Incoming::Idle`] once `deadline` has passed, however slowly the frame
-    /// arrives.
-    pub(super) fn frame_before(&mut self, deadline: Instant) -> Incoming<Vec<u8>> {
+    /// The body of the next frame; [`Incoming::Idle`] once patience has ended, however slowly the frame
+    /// arrives. The stream's read timeout is a slice of patience at most.
+    pub(super) fn frame_within(&mut self, patience: &mut Patience) -> Incoming<Vec<u8>> {
         loop {
-            match self.frame_or(|| Instant::now() >= deadline) {
-                Incoming::Idle if Instant::now() < deadline => {}
+            let mut over = false;
+            let frame = self.frame_or(|| {
+                over = patience.slice().is_none();
+                over
+            });
+            match frame {
+                Incoming::Idle if !over => {}
                 other => return other,
             }
         }
@@ -168,7 +174,7 @@ impl<S: Read> Reader<S> {
     }
 
     /// As [`frame`](Self::frame); [`Incoming::Idle`] also before a read when `stop` says so.
-    fn frame_or(&mut self, stop: impl Fn() -> bool) -> Incoming<Vec<u8>> {
+    fn frame_or(&mut self, mut stop: impl FnMut() -> bool) -> Incoming<Vec<u8>> {
         loop {
             if let Some((len, rest)) = self.buffer.split_first_chunk::<4>() {
                 let len = u32::from_le_bytes(*len) as usize;
@@ -349,14 +355,14 @@ mod tests {
         send_frame(&mut bytes, &[1; 512]).unwrap();
         send(&mut bytes, &request).unwrap();
         let mut reader = Reader::new(&bytes[..], 512);
-        let later = Instant::now() + std::time::Duration::from_secs(60);
-        assert_eq!(reader.frame_before(later), Incoming::Message(vec![1; 512]));
+        let later = &mut Patience::new(std::time::Duration::from_secs(60));
+        assert_eq!(reader.frame_within(later), Incoming::Message(vec![1; 512]));
         let mut reader = reader.with_long_frames();
         assert_eq!(reader.next(), Incoming::Message(request.clone()));
 
         let mut bytes = Vec::new();
         send(&mut bytes, &request).unwrap();
         let mut reader = Reader::new(&bytes[..], 512);
-        assert_eq!(reader.frame_before(later), Incoming::Malformed);
+        assert_eq!(reader.frame_within(later), Incoming::Malformed);
     }
 }

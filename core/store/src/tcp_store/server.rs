@@ -5,7 +5,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::connections::Connections;
 use super::handshake::{self, Accepted, Greeting, Purpose};
@@ -232,16 +232,17 @@ fn start_serving(stream: TcpStream, shared: &Arc<Shared>) -> io::Result<()> {
 fn serve(stream: TcpStream, id: u64, shared: &Arc<Shared>) {
     let ready = stream
         .set_nodelay(true)
-        .and_then(|()| stream.set_read_timeout(Some(HEARTBEAT)))
+        .and_then(|()| stream.set_read_timeout(Some(Patience::SLICE)))
         .and_then(|()| stream.set_write_timeout(Some(REPLY_TIMEOUT)));
     if ready.is_err() {
         return;
     }
-    let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
+    let mut patience = Patience::new(HANDSHAKE_TIMEOUT);
     let admit = |greeting: &Greeting| admit(greeting, id, shared);
-    let accepted = handshake::accept(stream, &shared.key, deadline, admit);
+    let accepted = handshake::accept(stream, &shared.key, &mut patience, admit);
     let Some(Accepted { reader, greeting, told }) = accepted else { return };
     let Greeting { rank, purpose, .. } = greeting;
+    let told = told && reader.stream().set_read_timeout(Some(HEARTBEAT)).is_ok();
     match purpose {
         Purpose::Requests if told => requests(reader, shared),
         Purpose::Requests => {}

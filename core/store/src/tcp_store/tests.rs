@@ -2,12 +2,13 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::handshake::{self, Greeting, HandshakeError, Purpose};
 use super::protocol::{Reply, send};
 use super::*;
 use crate::Error;
+use crate::Patience;
 use crate::Store;
 
 const LONG: Duration = Duration::from_secs(60);
@@ -43,8 +44,8 @@ fn refusal(port: u16, identity: ClientIdentity, timeout: Duration) -> String {
 fn raw_health(server: &StoreServer, rank: usize, world_size: usize) -> TcpStream {
     let stream = TcpStream::connect(server.address()).unwrap();
     let greeting = Greeting { rank, world_size, purpose: Purpose::Health };
-    let deadline = Instant::now() + LONG;
-    handshake::connect(stream.try_clone().unwrap(), &key(), &greeting, deadline).unwrap();
+    let mut patience = Patience::new(LONG);
+    handshake::connect(stream.try_clone().unwrap(), &key(), &greeting, &mut patience).unwrap();
     stream
 }
 
@@ -329,7 +330,7 @@ fn admits_and_notifies_at_once(message: &str) -> Option<(usize, String)> {
                 corked.store(true, Ordering::SeqCst);
                 Ok(())
             };
-            assert!(handshake::accept(stream, &key(), Instant::now() + LONG, admit).is_some());
+            assert!(handshake::accept(stream, &key(), &mut Patience::new(LONG), admit).is_some());
             let mut both = kept.lock().unwrap();
             send(&mut *both, &Reply::Failed { rank: 1, message: message.to_owned() }).unwrap();
             (&stream_of).write_all(&both).unwrap();
