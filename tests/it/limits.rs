@@ -31,6 +31,24 @@ fn too_few_open_files_are_named() {
 }
 
 #[test]
+fn too_few_threads_are_named() {
+    let mut scratch = Scratch::with_tokens();
+    // Nobody else's processes count.
+    let uid = 400_000 + std::process::id() % 100_000;
+    if !scratch.give_to(uid) {
+        eprintln!("not tested: only root can run the program as somebody else, if all can read it");
+        return;
+    }
+    let job = scratch.small().on("fsdp", 2, 3).set(&["trainer.max_steps=1"]);
+    for processes in [2, 4, 6, 9, 14, 100] {
+        match first_error(&job, &format!("-u {processes}")) {
+            Some(error) => assert!(error.contains("ulimit -u"), "{processes}: {error}"),
+            None => assert!(processes > 14, "{processes} are enough"),
+        }
+    }
+}
+
+#[test]
 fn too_little_memory_is_named() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().on("fsdp", 2, 3).set(&["trainer.max_steps=1"]);

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -77,6 +78,8 @@ pub fn fixture(name: &str) -> PathBuf {
 /// A folder that the program runs in; removed with all that it left there.
 pub struct Scratch {
     root: TempDir,
+    /// Another user, as whom the program runs under limits.
+    owner: Option<u32>,
 }
 
 impl Scratch {
@@ -85,7 +88,7 @@ impl Scratch {
         for name in ["work", "tmp", "out"] {
             fs::create_dir(root.path().join(name)).unwrap();
         }
-        Self { root }
+        Self { root, owner: None }
     }
 
     /// With the data that [`Job::small`] trains on: tokens.u16, 400 ids below 50.
@@ -93,6 +96,18 @@ impl Scratch {
         let scratch = Self::new();
         scratch.tokens("tokens.u16", (0..400_u32).map(|i| ((i * i + 7 * i) % 101 % 50) as u16));
         scratch
+    }
+
+    /// Gives the folder to another user, as whom the program runs from now on. False where that is not
+    /// possible.
+    pub fn give_to(&mut self, uid: u32) -> bool {
+        let own = |path: &Path| std::os::unix::fs::chown(path, Some(uid), None).is_ok();
+        let open = fs::set_permissions(self.root.path(), fs::Permissions::from_mode(0o755)).is_ok();
+        self.owner = Some(uid);
+        let given =
+            own(&self.path()) && own(&self.path().join("tokens.u16")) && own(&self.temporary());
+        // The program may be where nobody else can read.
+        open && given && self.job(&["--help"]).limited("-n 64").run().code() == Some(0)
     }
 
     /// The program's working directory.
@@ -231,8 +246,18 @@ impl Job<'_> {
         let mut command = match (self.shell, &self.limit) {
             (Some(script), _) => unshared(script),
             (None, Some(limit)) => {
+                // Not every shell's `ulimit` knows `-u`.
+                let script = match limit.strip_prefix("-u ") {
+                    Some(processes) => format!("exec prlimit --nproc={processes} \"$@\""),
+                    None => format!("ulimit {limit}; exec \"$@\""),
+                };
                 let mut command = Command::new("sh");
-                command.args(["-euc", &format!("ulimit {limit}; exec \"$@\""), "sh"]);
+                // Root has no limit on processes.
+                if let Some(uid) = self.scratch.owner {
+                    command = Command::new("setpriv");
+                    command.args([&format!("--reuid={uid}"), "--clear-groups", "sh"]);
+                }
+                command.args(["-euc", &script, "sh"]);
                 command
             }
             (None, None) => Command::new(program()),
