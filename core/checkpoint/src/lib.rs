@@ -51,6 +51,7 @@ mod checksum;
 mod chunks;
 mod coverage;
 mod distributed;
+mod file_header;
 mod filter;
 mod full;
 mod latest;

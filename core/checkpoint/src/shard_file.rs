@@ -5,11 +5,11 @@ use std::io::Write;
 
 use candle_core::{Device, Tensor};
 use safetensors::Dtype;
-use safetensors::tensor::Metadata;
 use serde::{Deserialize, Serialize};
 
 use super::checksum::Checksum;
 use super::chunks::{check_bounds, format_region};
+use super::file_header::FileHeader;
 use super::tensor_file::{self, FileKind, TensorSlot, sort_by_alignment};
 use super::{CheckpointIO, CheckpointReader, ChunkEntry, FileDigest, ShardTensor};
 use crate::{Error, Result};
@@ -214,18 +214,19 @@ pub(super) fn read_header(reader: &dyn CheckpointReader) -> Result<Header, Strin
     }
     let mut json = vec![0; size as usize];
     reader.read_exact_at(&mut json, 8).map_err(failed)?;
-    let metadata: Metadata =
+    let header: FileHeader =
         serde_json::from_slice(&json).map_err(|e| format!("has a damaged header: {e}"))?;
+    drop(json);
     let data = 8 + size;
-    let mut sharding: ShardingInfo =
-        match metadata.metadata().as_ref().and_then(|m| m.get(SHARDING_INFO)) {
-            Some(text) => serde_json::from_str(text)
-                .map_err(|e| format!("has a damaged {SHARDING_INFO}: {e}"))?,
-            None => ShardingInfo::new(),
-        };
-    let manifest = metadata.metadata().as_ref().and_then(|m| m.get(MANIFEST_KEY)).cloned();
-    let parts = metadata
-        .tensors()
+    let mut sharding: ShardingInfo = match header.metadata.get(SHARDING_INFO) {
+        Some(text) => {
+            serde_json::from_str(text).map_err(|e| format!("has a damaged {SHARDING_INFO}: {e}"))?
+        }
+        None => ShardingInfo::new(),
+    };
+    let manifest = header.metadata.get(MANIFEST_KEY).cloned();
+    let parts = header
+        .tensors
         .into_iter()
         .map(|(name, info)| {
             if info.shape.len() > MAX_DIMS {
@@ -244,7 +245,7 @@ pub(super) fn read_header(reader: &dyn CheckpointReader) -> Result<Header, Strin
             let saved = sharding.remove(&name);
             let is_shard = saved.is_some();
             let offsets = saved.map_or_else(|| vec![0; info.shape.len()], |s| s.saved_offsets);
-            let region = fulgurite_engine::shard::Region { offsets, sizes: info.shape.clone() };
+            let region = fulgurite_engine::shard::Region { offsets, sizes: info.shape };
             let in_range = region.offsets.len() == region.sizes.len()
                 && region
                     .offsets

@@ -107,7 +107,8 @@ impl SafetensorsSource {
             missing_manifest =
                 missing_manifest.or(manifest.filter(|name| !exists(&place.location(""), name)));
             for stored in header.parts {
-                found.entry(stored.name.clone()).or_default().push((i, stored));
+                let parts = found.entry(stored.name.clone());
+                parts.or_insert_with(|| Vec::with_capacity(1)).push((i, stored));
             }
         }
         if let Some(index) = &index {
