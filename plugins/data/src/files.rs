@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use fulgurite_core::files::read_regular;
+use fulgurite_core::files::{open_regular, read_regular};
 use fulgurite_core::{Error, Result};
 use ignore::WalkBuilder;
 
@@ -123,10 +123,10 @@ pub(crate) fn token_files(key: &str, paths: &[PathBuf]) -> Result<Vec<PathBuf>> 
 fn check_kind(key: &str, path: &Path) -> Result<()> {
     match fs::metadata(path) {
         Ok(found) if found.is_dir() || found.is_file() => Ok(()),
-        Ok(_) => Err(Error::Data(format!(
-            "{} ({key}) is neither a file nor a folder; name one of them",
-            path.display()
-        ))),
+        Ok(_) => match open_regular(path) {
+            Ok(_) => Ok(()),
+            Err(error) => Err(Error::Data(format!("{error} ({key})"))),
+        },
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
             Err(Error::Data(format!("there is no file or folder {} ({key})", path.display())))
         }

@@ -58,13 +58,14 @@ impl Tokenizer {
                 path.display()
             )));
         }
-        let tokenizer =
-            tokenizers::Tokenizer::from_bytes(read_regular(&path, MAX_FILE)?).map_err(|e| {
-                Error::Data(format!(
-                    "{} (data.tokenizer) is not a Hugging Face tokenizer.json: {e}",
-                    path.display()
-                ))
-            })?;
+        let bytes = read_regular(&path, MAX_FILE)
+            .map_err(|error| Error::Data(format!("{error} (data.tokenizer)")))?;
+        let tokenizer = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| {
+            Error::Data(format!(
+                "{} (data.tokenizer) is not a Hugging Face tokenizer.json: {e}",
+                path.display()
+            ))
+        })?;
         // The largest id, since ids may have gaps.
         let last = tokenizer.get_vocab(true).into_values().max();
         let vocab_size = last.map_or(0, |id| id as usize + 1);

@@ -347,17 +347,6 @@ fn a_preview_has_the_same_errors_and_reads_less() {
 }
 
 #[test]
-fn devices_are_not_read() {
-    let dir = folder(&[]);
-    for kind in [DataKind::Text, DataKind::Tokens] {
-        let config = plain(kind, "/dev/zero", 8);
-        insta::allow_duplicates! {
-            insta::assert_snapshot!(error(&dir, &config), @"data: /dev/zero (data.path) is neither a file nor a folder; name one of them");
-        }
-    }
-}
-
-#[test]
 fn ids_outside_the_vocabulary_and_samples_outside_the_data_are_explained() {
     let dir = folder(&[("x.bin", &u16s(0..40))]);
     let config = TextDataConfig {
@@ -403,13 +392,13 @@ fn only_regular_files_are_read() {
         ),
     ];
     insta::assert_snapshot!(errors.join("\n"), @r#"
-opening DIR/pipe.txt: it is a named pipe; only regular files are read
-opening /dev/zero: it is a device; only regular files are read
+data: opening DIR/pipe.txt: it is a named pipe; only regular files are read (data.path)
+data: opening /dev/zero: it is a device; only regular files are read (data.path)
 data: the folder DIR/folder (data.path) holds no text files (hidden files, what .gitignore excludes and what is not UTF-8 do not count)
-opening DIR/pipe.u16: it is a named pipe; only regular files are read
-opening DIR/zeros.u32: it is a device; only regular files are read
+data: opening DIR/pipe.u16: it is a named pipe; only regular files are read (data.path)
+data: opening DIR/zeros.u32: it is a device; only regular files are read (data.path)
 data: the folder DIR/folder (data.path) holds no token files (.u16, .u32, .bin)
-opening DIR/tokenizer.json: it is a named pipe; only regular files are read
+data: opening DIR/tokenizer.json: it is a named pipe; only regular files are read (data.tokenizer)
 "#);
 }
 
