@@ -94,7 +94,7 @@ fn a_signal_to_one_rank_ends_all_with_its_code() {
 #[test]
 fn a_signal_ends_a_validation() {
     let scratch = Scratch::with_tokens();
-    let tokens = (0..400_000_u32).map(|i| (i % 50) as u16);
+    let tokens = (0..8_000_000_u32).map(|i| (i % 50) as u16);
     scratch.tokens("tokens.u16", tokens);
     let mut job = scratch.small().on("ddp", 2, 1).set(&["data.validation_fraction=0.9"]);
     job.replace("fit", "validate");
