@@ -93,9 +93,9 @@ impl Job<'_> {
         let clock = Clock::default();
         let ends = clock.0.clone();
         let trainer = Trainer::new(world).with_callback(Box::new(clock));
-        let outcome = trainer.fit::<Net>(&self.config()?)?;
+        let trained = trainer.fit::<Net>(&self.config()?)?;
         let ends = std::mem::take(&mut *ends.lock().unwrap_or_else(PoisonError::into_inner));
-        Ok((ends, outcome.last_loss))
+        Ok((ends, trained.outcome().last_loss))
     }
 
     fn fabric(&self, world: Arc<dyn ProcessGroup>) -> Result<(Vec<Instant>, f64)> {

@@ -43,10 +43,10 @@ pub enum CliCommand {
     Plugins(plugins::Command),
 }
 
-/// The arguments of `fit` and `validate`.
+/// The arguments of `fit`, `validate` and `test`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunRequest {
-    /// Whether to train or to validate.
+    /// Whether to train, to validate or to test.
     pub action: Action,
     /// Configuration files; later ones win.
     pub config: Vec<PathBuf>,
@@ -65,6 +65,8 @@ pub enum Action {
     Fit,
     /// Validate a checkpoint.
     Validate,
+    /// Test a checkpoint.
+    Test,
 }
 
 /// The format of a run's standard output.
@@ -113,6 +115,8 @@ enum Command {
     Fit(RunArgs),
     /// Validate the model of `trainer.ckpt_path`
     Validate(RunArgs),
+    /// Test the model of `trainer.ckpt_path`
+    Test(RunArgs),
     /// The plugins that are linked into this program: strategies, transports, loggers, …
     #[command(subcommand)]
     Plugins(plugins::Command),
@@ -154,6 +158,7 @@ where
     let (action, run) = match Cli::from_arg_matches(&matches)?.command {
         Command::Fit(run) => (Action::Fit, run),
         Command::Validate(run) => (Action::Validate, run),
+        Command::Test(run) => (Action::Test, run),
         Command::Plugins(command) => return Ok(CliCommand::Plugins(command)),
     };
     let RunArgs { config, set, print_config, output } = run;

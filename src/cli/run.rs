@@ -147,13 +147,14 @@ fn execute<M: LightningModule>(request: &RunRequest, defaults: Result<Table>) ->
     }
     let purpose = match request.action {
         Action::Fit => RunPurpose::Fit,
-        Action::Validate => RunPurpose::Validate,
+        Action::Validate | Action::Test => RunPurpose::Evaluate,
     };
     let (_launched, trainer) =
         trainer(request, &run.trainer, Trainer::connect::<M>(&run, purpose)?);
     match request.action {
         Action::Fit => trainer.fit::<M>(&run).map(drop),
         Action::Validate => trainer.validate::<M>(&run).map(drop),
+        Action::Test => trainer.test::<M>(&run).map(drop),
     }
 }
 

@@ -15,7 +15,7 @@ fn names_that_nobody_registered() {
     assert_snapshot!(error("trainer.strategy=fsdpp"), @"error: unknown strategy `fsdpp`; available: auto, ddp, fsdp, fsdp2, fsdp_tp, hsdp, model_parallel, single_device, tp. If a plugin crate provides `fsdpp`, link it with `use that_crate as _;` in the program");
     assert_snapshot!(error("trainer.process_group=nccl2"), @"error: unknown process_group `nccl2`; available: shm. If a plugin crate provides `nccl2`, link it with `use that_crate as _;` in the program");
     assert_snapshot!(error("optimizer.type=adam"), @"error: unknown optimizer `adam`; available: adamw, sgd. If a plugin crate provides `adam`, link it with `use that_crate as _;` in the program");
-    assert_snapshot!(error("trainer.max_step=3"), @"error: --set trainer.max_step=3: unknown key `trainer.max_step`; did you mean `max_steps`? (the keys of `trainer` are devices, num_nodes, max_steps, max_epochs, max_time, accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, ema_decay, val_check_interval, limit_val_batches, log_every_n_steps, precision, default_root_dir, ckpt_path, enable_progress_bar, unused_parameters, freeze, activation_checkpointing, timeout_secs, memory_check, strategy, process_group, environment, job_key_file, loggers)");
+    assert_snapshot!(error("trainer.max_step=3"), @"error: --set trainer.max_step=3: unknown key `trainer.max_step`; did you mean `max_steps`? (the keys of `trainer` are devices, num_nodes, max_steps, max_epochs, max_time, accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, ema_decay, val_check_interval, limit_val_batches, limit_test_batches, limit_predict_batches, log_every_n_steps, precision, default_root_dir, ckpt_path, enable_progress_bar, unused_parameters, freeze, activation_checkpointing, timeout_secs, memory_check, strategy, process_group, environment, job_key_file, loggers)");
     assert_snapshot!(error("model.hidden=3"), @"error: --set model.hidden=3: unknown key `model.hidden` (the keys of `model` are vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, max_position_embeddings, rms_norm_eps, rope_theta, tie_word_embeddings, initializer_range, dropout, from_pretrained)");
     assert_snapshot!(error("max_steps=3"), @"error: --set max_steps=3: unknown key `max_steps`; did you mean `trainer.max_steps`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
     assert_snapshot!(error("trainer.strategy={ type = 'fsdp', reshard = true }"), @"error: unknown key `trainer.strategy.reshard` (the keys of `trainer.strategy` are reshard_after_forward, mixed_precision, prefetch, shard_conditions, allow_root_only, accumulation_sync, parallelize)");
@@ -105,13 +105,13 @@ fn files_that_are_missing_or_too_short() {
     let config = |file| scratch.job(&["fit", "--config", file]).fail();
     assert_snapshot!(config("none.toml"), @"error: reading the configuration file none.toml: No such file or directory (os error 2)");
     assert_snapshot!(config("broken.toml"), @r#"
-error: broken.toml: TOML parse error at line 1, column 9
-  |
-1 | [trainer
-  |         ^
-unclosed table, expected `]`
-"#);
-    assert_snapshot!(config("typo.toml"), @"error: typo.toml: unknown key `trainer.max_stebs`; did you mean `max_steps`? (the keys of `trainer` are devices, num_nodes, max_steps, max_epochs, max_time, accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, ema_decay, val_check_interval, limit_val_batches, log_every_n_steps, precision, default_root_dir, ckpt_path, enable_progress_bar, unused_parameters, freeze, activation_checkpointing, timeout_secs, memory_check, strategy, process_group, environment, job_key_file, loggers)");
+    error: broken.toml: TOML parse error at line 1, column 9
+        |
+      1 | [trainer
+        |         ^
+      unclosed table, expected `]`
+    "#);
+    assert_snapshot!(config("typo.toml"), @"error: typo.toml: unknown key `trainer.max_stebs`; did you mean `max_steps`? (the keys of `trainer` are devices, num_nodes, max_steps, max_epochs, max_time, accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, ema_decay, val_check_interval, limit_val_batches, limit_test_batches, limit_predict_batches, log_every_n_steps, precision, default_root_dir, ckpt_path, enable_progress_bar, unused_parameters, freeze, activation_checkpointing, timeout_secs, memory_check, strategy, process_group, environment, job_key_file, loggers)");
     assert_snapshot!(error("data.path=none.u16"), @"error: data: there is no file or folder none.u16 (data.path)");
     assert_snapshot!(error("data.path=short.u16"), @"error: data: short.u16 has 3 tokens, but one sample needs 8 (data.seq_len = 7, and the token after it); give more data or lower data.seq_len");
     assert_snapshot!(error("data.path=odd.u16"), @"error: data: odd.u16 has 3 bytes, which is no whole number of ids of 2 bytes; is data.token_dtype right?");
@@ -138,40 +138,40 @@ fn checkpoints_that_do_not_fit() {
     assert!(optimizer.contains("(18):") && optimizer.contains("of another shape (24):"));
     assert!(optimizer.ends_with("Use the configuration that it was saved with"), "{optimizer}");
     assert_snapshot!(model, @r#"
-error: checkpoint kept/step-00000001: does not fit this model:
-  unexpected, the checkpoint has it and the model does not (9):
-    model.layers.1.input_layernorm.weight
-    model.layers.1.mlp.down_proj.weight
-    model.layers.1.mlp.gate_proj.weight
-    model.layers.1.mlp.up_proj.weight
-    model.layers.1.post_attention_layernorm.weight
-    model.layers.1.self_attn.k_proj.weight
-    model.layers.1.self_attn.o_proj.weight
-    model.layers.1.self_attn.q_proj.weight
-    model.layers.1.self_attn.v_proj.weight
-  of another shape (12):
-    model.embed_tokens.weight: [53, 24] in the model, [53, 20] in the checkpoint
-    model.layers.0.input_layernorm.weight: [24] in the model, [20] in the checkpoint
-    model.layers.0.self_attn.q_proj.weight: [24, 24] in the model, [20, 20] in the checkpoint
-    model.layers.0.self_attn.k_proj.weight: [12, 24] in the model, [10, 20] in the checkpoint
-    model.layers.0.self_attn.v_proj.weight: [12, 24] in the model, [10, 20] in the checkpoint
-    model.layers.0.self_attn.o_proj.weight: [24, 24] in the model, [20, 20] in the checkpoint
-    model.layers.0.post_attention_layernorm.weight: [24] in the model, [20] in the checkpoint
-    model.layers.0.mlp.gate_proj.weight: [37, 24] in the model, [37, 20] in the checkpoint
-    model.layers.0.mlp.up_proj.weight: [37, 24] in the model, [37, 20] in the checkpoint
-    model.layers.0.mlp.down_proj.weight: [24, 37] in the model, [20, 37] in the checkpoint
-    model.norm.weight: [24] in the model, [20] in the checkpoint
-    lm_head.weight: [53, 24] in the model, [53, 20] in the checkpoint
-"#);
+    error: checkpoint kept/step-00000001: does not fit this model:
+        unexpected, the checkpoint has it and the model does not (9):
+          model.layers.1.input_layernorm.weight
+          model.layers.1.mlp.down_proj.weight
+          model.layers.1.mlp.gate_proj.weight
+          model.layers.1.mlp.up_proj.weight
+          model.layers.1.post_attention_layernorm.weight
+          model.layers.1.self_attn.k_proj.weight
+          model.layers.1.self_attn.o_proj.weight
+          model.layers.1.self_attn.q_proj.weight
+          model.layers.1.self_attn.v_proj.weight
+        of another shape (12):
+          model.embed_tokens.weight: [53, 24] in the model, [53, 20] in the checkpoint
+          model.layers.0.input_layernorm.weight: [24] in the model, [20] in the checkpoint
+          model.layers.0.self_attn.q_proj.weight: [24, 24] in the model, [20, 20] in the checkpoint
+          model.layers.0.self_attn.k_proj.weight: [12, 24] in the model, [10, 20] in the checkpoint
+          model.layers.0.self_attn.v_proj.weight: [12, 24] in the model, [10, 20] in the checkpoint
+          model.layers.0.self_attn.o_proj.weight: [24, 24] in the model, [20, 20] in the checkpoint
+          model.layers.0.post_attention_layernorm.weight: [24] in the model, [20] in the checkpoint
+          model.layers.0.mlp.gate_proj.weight: [37, 24] in the model, [37, 20] in the checkpoint
+          model.layers.0.mlp.up_proj.weight: [37, 24] in the model, [37, 20] in the checkpoint
+          model.layers.0.mlp.down_proj.weight: [24, 37] in the model, [20, 37] in the checkpoint
+          model.norm.weight: [24] in the model, [20] in the checkpoint
+          lm_head.weight: [53, 24] in the model, [53, 20] in the checkpoint
+    "#);
     // Two moments of each of 21 parameters, which are all named.
     let other_optimizer = resume(&["optimizer.type=sgd"]);
     assert_eq!(other_optimizer.lines().count(), 2 + 2 * 21 + 1, "{other_optimizer}");
     let first: Vec<_> = other_optimizer.lines().take(3).collect();
     assert_snapshot!(first.join("\n"), @r#"
-error: checkpoint kept/step-00000001: does not fit this optimizer:
-  unexpected, the checkpoint has it and the optimizer does not (42):
-    state.lm_head.weight.exp_avg
-"#);
+    error: checkpoint kept/step-00000001: does not fit this optimizer:
+        unexpected, the checkpoint has it and the optimizer does not (42):
+          state.lm_head.weight.exp_avg
+    "#);
     assert_snapshot!(resume(&["trainer.ckpt_path=kept"]), @"error: `trainer.ckpt_path`: checkpoint kept: there is no checkpoint here: it has no manifest.json. Name the directory of one step, such as `step-00000010`; one without a manifest was never completed");
     assert_snapshot!(resume(&["trainer.ckpt_path=kept/step-00000007"]), @"error: `trainer.ckpt_path`: checkpoint kept/step-00000007: there is no checkpoint here: it has no manifest.json. Name the directory of one step, such as `step-00000010`; one without a manifest was never completed");
 }

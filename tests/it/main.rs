@@ -19,4 +19,5 @@ mod program;
 mod resume;
 mod saving;
 mod sizes;
+mod trained;
 mod trainer;

@@ -78,7 +78,7 @@ fn loss(from: &Path, scratch: &Path) -> Result<f64> {
     ];
     let layers = sets.iter().try_fold(ConfigLayers::new(), |layers, set| layers.set(set))?;
     let run = RunConfig::<LineConfig, NoKeys>::from_layers(layers)?;
-    Trainer::default().validate::<Line>(&run)
+    Ok(Trainer::default().validate::<Line>(&run)?.loss)
 }
 
 #[test]

@@ -264,8 +264,14 @@ pub fn printable(text: &str) -> Cow<'_, str> {
 /// Writes a message to standard error: [`printable`], with the lines after its first one indented, so that
 /// none of them looks like a message of its own. Unlike `eprintln!` it does not panic if nobody reads it.
 pub fn print_message(message: &str) {
-    let message = printable(message.trim_end()).replace('\n', "\n  ");
-    let _ = writeln!(io::stderr().lock(), "{message}");
+    let _ = writeln!(io::stderr().lock(), "{}", one_message(message));
+}
+
+fn one_message(text: &str) -> String {
+    let text = printable(text.trim_end());
+    // All or none, so that what is aligned stays so.
+    let is_indented = text.lines().skip(1).all(|line| line.starts_with(' '));
+    if is_indented { text.into_owned() } else { text.replace('\n', "\n  ") }
 }
 
 /// Writes `text`, [`printable`], to standard output. A broken pipe (`… | head`) is no error.
@@ -291,6 +297,8 @@ mod printing {
         let forged = "disk full\r\u{1b}[2K\u{1b}[31mall is well\u{9b}1m\u{7}\u{0}\u{7f}";
         let escaped = r"disk full\r\u{1b}[2K\u{1b}[31mall is well\u{9b}1m\u{7}\u{0}\u{7f}";
         assert_eq!(printable(forged), escaped);
+        assert_eq!(one_message("cut\nerror: mine\n"), "cut\n  error: mine");
+        assert_eq!(one_message("list:\n  a\n    b"), "list:\n  a\n    b");
     }
 }
 

@@ -291,12 +291,10 @@ fn host_store(
     let addresses: Vec<SocketAddr> = addresses
         .map_err(|e| Error::Launch(format!("the main address `{main_address}` is unknown: {e}")))?
         .collect();
-    // A name is that of the loopback interface for its own host on some systems.
     let several_hosts = info.local_world_size < info.world_size;
-    let reached = |address: &&SocketAddr| !several_hosts || !address.ip().is_loopback();
     let mut first_error = None;
-    for address in addresses.iter().filter(reached) {
-        match bind(*address) {
+    for address in reached_by_others(main_address, several_hosts, addresses)? {
+        match bind(address) {
             Ok(server) => return Ok(server),
             Err(error) => {
                 first_error.get_or_insert(error);
@@ -304,13 +302,33 @@ fn host_store(
         }
     }
     Err(first_error.unwrap_or_else(|| {
-        let own = addresses.first().map_or("no address".to_owned(), |own| own.ip().to_string());
-        Error::Launch(format!(
-            "the main address `{main_address}` is {own} here, where the ranks of other hosts cannot \
-             come. Set MASTER_ADDR to an address of this host that they reach, or \
-             {STORE_ADDRESS_VARIABLE} to the one that rank 0 listens on (0.0.0.0: on all)"
-        ))
+        Error::Launch(format!("the main address `{main_address}` has no address"))
     }))
+}
+
+/// Those of the main address's `addresses` that ranks of other hosts reach, if there are any. On some systems
+/// a host's own name is that of its loopback interface.
+fn reached_by_others(
+    main_address: &str,
+    several_hosts: bool,
+    addresses: Vec<SocketAddr>,
+) -> Result<Vec<SocketAddr>> {
+    // Whoever says so means it: "hosts" that are processes of one.
+    let is_meant = main_address == "localhost" || main_address.parse::<IpAddr>().is_ok();
+    if !several_hosts || is_meant {
+        return Ok(addresses);
+    }
+    let (loopback, others): (Vec<_>, Vec<_>) =
+        addresses.into_iter().partition(|address| address.ip().is_loopback());
+    match (others.is_empty(), loopback.first()) {
+        (true, Some(own)) => Err(Error::Launch(format!(
+            "the main address `{main_address}` is {} here, where the ranks of other hosts cannot \
+             come. Set MASTER_ADDR to an address of this host that they reach, or \
+             {STORE_ADDRESS_VARIABLE} to the one that rank 0 listens on (0.0.0.0: on all)",
+            own.ip()
+        ))),
+        _ => Ok(others),
+    }
 }
 
 fn client_options(host: StoreHost) -> ClientOptions {
@@ -358,6 +376,21 @@ fn now() -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_that_other_hosts_do_not_reach_is_refused() {
+        let at = |ips: &[&str]| -> Vec<SocketAddr> {
+            ips.iter().map(|ip| SocketAddr::new(ip.parse().unwrap(), 1)).collect()
+        };
+        let (own, outside) = (at(&["127.0.1.1"]), at(&["127.0.1.1", "10.0.0.5"]));
+        let reached =
+            |name, several, of: &[SocketAddr]| reached_by_others(name, several, of.to_vec());
+        assert_eq!(reached("node0", true, &outside).unwrap(), at(&["10.0.0.5"]));
+        assert_eq!(reached("node0", false, &own).unwrap(), own);
+        assert_eq!(reached("127.0.1.1", true, &own).unwrap(), own);
+        assert_eq!(reached("localhost", true, &own).unwrap(), own);
+        insta::assert_snapshot!(reached("node0", true, &own).unwrap_err(), @"launch: the main address `node0` is 127.0.1.1 here, where the ranks of other hosts cannot come. Set MASTER_ADDR to an address of this host that they reach, or FULGURITE_STORE_ADDRESS to the one that rank 0 listens on (0.0.0.0: on all)");
+    }
 
     #[test]
     fn a_second_launch_asks_for_the_same_number_of_ranks() {

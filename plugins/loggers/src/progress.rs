@@ -141,6 +141,9 @@ fn describe(event: &Event, before: &BTreeMap<String, f64>) -> Option<String> {
         Event::Validation { step, val_loss, metrics, .. } => {
             format!("validation after step {step}: val_loss {val_loss:.4}{}", logged(metrics))
         }
+        Event::Test { step, test_loss, metrics, .. } => {
+            format!("test after step {step}: test_loss {test_loss:.4}{}", logged(metrics))
+        }
         Event::Metrics { step, metrics } => format!("after step {step}:{}", logged(metrics)),
         Event::Resume { step, path } => {
             format!("going on after step {step}, from {}", path.display())

@@ -18,7 +18,7 @@ fn averages_of_the_weights_are_validated_and_not_trained() {
             course.into_iter().partition(|line| line.starts_with('v'));
         (steps, validations, std::fs::read(file).unwrap())
     };
-    let plain = run("trainer.log_every_n_steps=1", "model");
+    let plain = run("trainer.timeout_secs=600", "model");
     let averaged = run("trainer.ema_decay=0.9", "model");
     assert_eq!(averaged.0, plain.0);
     assert_ne!(averaged.1, plain.1);

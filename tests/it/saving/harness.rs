@@ -202,7 +202,7 @@ impl Scratch {
 
     /// Validates, and returns the loss.
     pub(crate) fn validate(&self, overrides: &[&str]) -> Result<f64> {
-        Trainer::default().validate::<Double>(&self.run_config(overrides))
+        Ok(Trainer::default().validate::<Double>(&self.run_config(overrides))?.loss)
     }
 
     pub(crate) fn kept(&self) -> Vec<String> {

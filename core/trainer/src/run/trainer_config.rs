@@ -42,6 +42,10 @@ fulgurite_config::config_struct! {
         /// How much of the validation data is used: an integer is batches of each rank, a float is
         /// a fraction; `0` turns validation off.
         pub limit_val_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
+        /// How much of the test data is used, as `limit_val_batches`.
+        pub limit_test_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
+        /// How much of the data for prediction is used, as `limit_val_batches`.
+        pub limit_predict_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
         /// The interval of logged steps, in optimizer steps.
         pub log_every_n_steps: u64 = 10,
         /// The dtypes of parameters and computation. `32`, `64` and `"bf16"` are short for

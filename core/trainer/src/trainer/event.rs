@@ -59,6 +59,19 @@ pub enum Event {
         #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "numbers")]
         metrics: BTreeMap<String, f64>,
     },
+    /// The model was tested.
+    Test {
+        /// The step after which it was tested.
+        step: u64,
+        /// The mean loss over the test data.
+        #[serde(deserialize_with = "number")]
+        test_loss: f64,
+        /// Number of test batches, of all ranks.
+        batches: u64,
+        /// What the module logged.
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "numbers")]
+        metrics: BTreeMap<String, f64>,
+    },
     /// Hooks have logged something, or an epoch is over in which something was logged by the epoch.
     Metrics {
         /// Number of completed steps.
@@ -131,6 +144,9 @@ impl Event {
             ),
             Self::Validation { step, val_loss, metrics, .. } => {
                 (*step, &[("val_loss", *val_loss)], metrics)
+            }
+            Self::Test { step, test_loss, metrics, .. } => {
+                (*step, &[("test_loss", *test_loss)], metrics)
             }
             Self::Metrics { step, metrics } => (*step, &[], metrics),
             Self::Resume { .. } | Self::Checkpoint { .. } | Self::Summary { .. } => return None,

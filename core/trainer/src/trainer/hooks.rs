@@ -21,7 +21,9 @@ use crate::Result;
 ///
 /// [`on_validation_start`](Self::on_validation_start) and
 /// [`on_validation_end`](Self::on_validation_end) come after the step that made a validation due,
-/// [`on_save_checkpoint`](Self::on_save_checkpoint) after each checkpoint. At each of these points
+/// [`on_save_checkpoint`](Self::on_save_checkpoint) after each checkpoint. A test has
+/// [`on_test_start`](Self::on_test_start) and [`on_test_end`](Self::on_test_end), a prediction
+/// [`on_predict_start`](Self::on_predict_start) and [`on_predict_end`](Self::on_predict_end). At each of these points
 /// every rank calls the callbacks' hooks, in the order in which the callbacks were added, and then
 /// the module's.
 ///
@@ -80,6 +82,30 @@ pub trait Hooks<D: ?Sized = ()> {
         Ok(())
     }
 
+    /// Before a test.
+    fn on_test_start(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// After a test.
+    fn on_test_end(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// Before a prediction.
+    fn on_predict_start(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
+    /// After a prediction.
+    fn on_predict_end(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
+        let _ = ctx;
+        Ok(())
+    }
+
     /// After a checkpoint was committed at `path`: with `checkpoint.async_save` some steps after
     /// the step of the checkpoint.
     fn on_save_checkpoint(&mut self, path: &Path, ctx: &mut HookContext<D>) -> Result<()> {
@@ -111,6 +137,10 @@ pub(super) enum Hook<'a> {
     TrainEpochEnd,
     ValidationStart,
     ValidationEnd,
+    TestStart,
+    TestEnd,
+    PredictStart,
+    PredictEnd,
     SaveCheckpoint(&'a Path),
     TrainEnd,
     FitEnd,
@@ -131,6 +161,10 @@ impl Hook<'_> {
             Self::TrainEpochEnd => hooks.on_train_epoch_end(ctx),
             Self::ValidationStart => hooks.on_validation_start(ctx),
             Self::ValidationEnd => hooks.on_validation_end(ctx),
+            Self::TestStart => hooks.on_test_start(ctx),
+            Self::TestEnd => hooks.on_test_end(ctx),
+            Self::PredictStart => hooks.on_predict_start(ctx),
+            Self::PredictEnd => hooks.on_predict_end(ctx),
             Self::SaveCheckpoint(path) => hooks.on_save_checkpoint(path, ctx),
             Self::TrainEnd => hooks.on_train_end(ctx),
             Self::FitEnd => hooks.on_fit_end(ctx),

@@ -6,22 +6,26 @@
 
 mod callback;
 mod context;
+mod evaluation;
 mod event;
 mod hooks;
 mod lightning_module;
 mod log_table;
 mod logger;
 mod meter;
+mod predictions;
 mod preflight;
 mod retention;
 mod runner;
 mod saving;
 mod session;
+mod trained;
 #[expect(clippy::module_inception, reason = "the type is the module's subject")]
 mod trainer;
 
 pub use callback::Callback;
 pub use context::{HookContext, StepContext};
+pub use evaluation::Evaluation;
 pub use event::{Event, EventSink, RunStatus};
 pub use hooks::Hooks;
 pub use lightning_module::{BatchOf, LightningModule, OptimizerSetup, RunConfigOf};
@@ -29,5 +33,7 @@ pub use log_table::{LogOptions, Logged, Reduce};
 pub use logger::{Logger, LoggerConfig};
 use logger::{LoggerSink, RunDir};
 pub use meter::peak_rss_mib;
+pub use predictions::Predictions;
 pub use preflight::RunPurpose;
+pub use trained::Trained;
 pub use trainer::{FitOutcome, Trainer};

@@ -27,8 +27,8 @@ const REFUSED_ABOVE: f64 = 1.5;
 pub enum RunPurpose {
     /// [`Trainer::fit`].
     Fit,
-    /// [`Trainer::validate`].
-    Validate,
+    /// [`Trainer::validate`], [`Trainer::test`] or [`Trainer::predict`].
+    Evaluate,
 }
 
 /// The model of a run, described and not set up.

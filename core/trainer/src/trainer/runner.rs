@@ -1,7 +1,9 @@
 //! A module with its data behind a trait object, so that the training loop is compiled once in this
 //! crate and not in each program.
 
-use candle_core::Device;
+use std::any::Any;
+
+use candle_core::{Device, Tensor};
 use toml::Table;
 
 use super::hooks::Hook;
@@ -41,6 +43,18 @@ pub(super) trait ModuleRunner {
 
     /// Makes the batch and computes its validation loss.
     fn validation_step(&mut self, request: &BatchRequest, ctx: &mut StepContext) -> Result<Loss>;
+
+    /// Makes the batch and computes its test loss.
+    fn test_step(&mut self, request: &BatchRequest, ctx: &mut StepContext) -> Result<Loss>;
+
+    /// Makes the batch and predicts for it.
+    fn predict_step(&mut self, request: &BatchRequest, ctx: &mut StepContext) -> Result<Tensor>;
+
+    /// A [`TypedRunner`].
+    fn as_any(&self) -> &dyn Any;
+
+    /// A [`TypedRunner`].
+    fn as_any_mut(&mut self) -> &mut dyn Any;
 
     /// Calls one of the module's hooks.
     fn call_hook(&mut self, hook: Hook, ctx: &mut HookContext) -> Result<()>;
@@ -82,9 +96,10 @@ pub(super) fn set_up<M: LightningModule>(
     })
 }
 
-struct TypedRunner<M: LightningModule> {
-    module: M,
-    data: M::Data,
+/// A module with its data, of certain types.
+pub(super) struct TypedRunner<M: LightningModule> {
+    pub(super) module: M,
+    pub(super) data: M::Data,
 }
 
 impl<M: LightningModule> TypedRunner<M> {
@@ -120,6 +135,24 @@ impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
     fn validation_step(&mut self, request: &BatchRequest, ctx: &mut StepContext) -> Result<Loss> {
         let batch = self.batch(request)?;
         self.module.validation_step(&batch, ctx)
+    }
+
+    fn test_step(&mut self, request: &BatchRequest, ctx: &mut StepContext) -> Result<Loss> {
+        let batch = self.batch(request)?;
+        self.module.test_step(&batch, ctx)
+    }
+
+    fn predict_step(&mut self, request: &BatchRequest, ctx: &mut StepContext) -> Result<Tensor> {
+        let batch = self.batch(request)?;
+        self.module.predict_step(&batch, ctx)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
     }
 
     fn call_hook(&mut self, hook: Hook, ctx: &mut HookContext) -> Result<()> {

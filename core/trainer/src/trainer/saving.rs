@@ -294,7 +294,12 @@ impl Session {
                 DistributedCheckpoint::open(path)
             }
         };
-        if saving.config.weights_only {
+        let training = optimizer.is_some();
+        // Weights of anybody can be evaluated.
+        let is_foreign =
+            |path: &Path| ![MANIFEST, FULL_MANIFEST].iter().any(|file| path.join(file).is_file());
+        let foreign = matches!(from, ResumeSource::Local(path) if is_foreign(path));
+        if saving.config.weights_only || (foreign && !training) {
             let source: Box<dyn TensorSource> = match from {
                 ResumeSource::Named { .. } => Box::new(open()?),
                 ResumeSource::Local(path) => checkpoint::open(path)?,
@@ -306,8 +311,18 @@ impl Session {
             return self.emit(&Event::Resume { step: 0, path: source.location().to_owned() });
         }
         let source = open()?;
-        let training = optimizer.is_some();
-        let state: TrainerState = self.parts.fabric.load_from(&source, optimizer)?;
+        let state: serde_json::Value = self.parts.fabric.load_from(&source, optimizer)?;
+        let state: TrainerState = match serde_json::from_value(state) {
+            Ok(state) => state,
+            // Saved by a program with a loop of its own, or after the training.
+            Err(_) if !training => {
+                return self.emit(&Event::Resume { step: 0, path: source.location().to_owned() });
+            }
+            Err(error) => {
+                let message = format!("its training state cannot be read: {error}");
+                return Err(Error::checkpoint(source.location(), message));
+            }
+        };
         if training {
             self.check_data(&source, state.data.as_deref())?;
         }

@@ -7,6 +7,7 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::callback::{Callbacks, Progress};
+use super::evaluation::{Evaluated, EvaluationStage};
 use super::hooks::Hook;
 use super::log_table::{LogTable, Stage};
 use super::meter::{Meter, peak_rss_mib};
@@ -16,9 +17,8 @@ use super::{Event, EventSink, StepContext};
 use crate::fabric::{Fabric, FabricOptimizer};
 use crate::run::{ClipAlgorithm, CountOrFraction, Limits, TrainerConfig};
 use crate::{Error, Result};
-use fulgurite_engine::autograd::no_grad;
 use fulgurite_engine::collective::{ReduceOp, all_gather_object};
-use fulgurite_engine::data::{EvalSampler, SampleOrder, Split, TrainSampler};
+use fulgurite_engine::data::{SampleOrder, Split, TrainSampler};
 use fulgurite_engine::mesh::DP_CP;
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_engine::parallel::explain_shapes;
@@ -121,13 +121,13 @@ impl ValidationTimes {
 }
 
 /// The result of the vote at the end of a step, equal on all ranks.
-struct StopVote {
+pub(super) struct StopVote {
     /// On some rank the time is up or a hook asked to stop.
-    stop: bool,
+    pub(super) stop: bool,
     /// The most urgent interruption on any rank.
-    interruption: Option<Interruption>,
+    pub(super) interruption: Option<Interruption>,
     /// No rank has a save under way.
-    saved: bool,
+    pub(super) saved: bool,
 }
 
 /// An interruption as a number; the largest is the most urgent.
@@ -148,17 +148,6 @@ fn interruption(urgency: u8) -> Option<Interruption> {
         2 => Some(Interruption::Preemption),
         _ => Some(Interruption::Termination),
     }
-}
-
-/// How a validation ended.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum ValidationOutcome {
-    /// There is no validation data.
-    NoData,
-    /// It was completed, with this mean loss.
-    Loss(f64),
-    /// It was interrupted.
-    Interrupted(Interruption),
 }
 
 /// Why the loop ended.
@@ -199,7 +188,7 @@ impl Session {
     }
 
     /// Reduces and reports what a table holds, if anything. Collective.
-    fn log_table(&mut self, table: &mut LogTable, stage: Stage) -> Result<()> {
+    pub(super) fn log_table(&mut self, table: &mut LogTable, stage: Stage) -> Result<()> {
         let values = self.reduce(table, stage)?;
         if values.is_empty() {
             return Ok(());
@@ -209,7 +198,11 @@ impl Session {
     }
 
     /// The values of a table over all ranks. Collective if there are any to be synchronised.
-    fn reduce(&self, table: &mut LogTable, stage: Stage) -> Result<BTreeMap<String, f64>> {
+    pub(super) fn reduce(
+        &self,
+        table: &mut LogTable,
+        stage: Stage,
+    ) -> Result<BTreeMap<String, f64>> {
         let mesh = self.parts.fabric.device_mesh();
         table.reduce(stage, &**mesh.group(DP_CP)?)
     }
@@ -221,7 +214,7 @@ impl Session {
         self.hook(Hook::TrainEpochEnd)
     }
 
-    fn device(&self) -> Result<Device> {
+    pub(super) fn device(&self) -> Result<Device> {
         let tree = self.parts.fabric.module_tree()?;
         Ok(tree.parameters().first().map_or(Device::Cpu, |p| p.device().clone()))
     }
@@ -280,7 +273,7 @@ impl Session {
                 self.validation_due = plan.validation.is_due(before, self.cursor);
             }
             if self.validation_due
-                && let ValidationOutcome::Interrupted(why) = self.validate_training(optimizer)?
+                && let Evaluated::Interrupted(why) = self.validate_training(optimizer)?
             {
                 end = FitEnd::Interrupted(why);
                 break;
@@ -351,7 +344,7 @@ impl Session {
     }
 
     /// Exchanges whether the run ends: if it does on one rank, it does on all. Collective.
-    fn vote_on_stop(&self, out_of_time: bool) -> Result<StopVote> {
+    pub(super) fn vote_on_stop(&self, out_of_time: bool) -> Result<StopVote> {
         let stop = out_of_time || self.parts.callbacks.stop_requested();
         let saving = self.parts.saving.is_running();
         let votes = [u8::from(stop), urgency((self.parts.interrupted)()), u8::from(saving)];
@@ -419,72 +412,11 @@ impl Session {
 
     /// Validates during training, with the moving average of the weights if there is one.
     /// Collective.
-    fn validate_training(&mut self, optimizer: &mut FabricOptimizer) -> Result<ValidationOutcome> {
+    fn validate_training(&mut self, optimizer: &mut FabricOptimizer) -> Result<Evaluated> {
         optimizer.swap_ema()?;
-        let validated = self.validate()?;
+        let validated = self.evaluate(EvaluationStage::Validation)?;
         optimizer.swap_ema()?;
         Ok(validated)
-    }
-
-    /// Validates, if there is validation data. It can be interrupted between two batches; a resumed
-    /// training starts it again. Collective.
-    pub(super) fn validate(&mut self) -> Result<ValidationOutcome> {
-        let share = self.parts.fabric.sampler_share()?;
-        let len = self.runner.num_samples(Split::Validation);
-        let sampler = EvalSampler::new(len, self.batch_size, share.num_replicas, share.rank)?;
-        let all = sampler.num_batches();
-        let batches = self.parts.config.limit_val_batches.of(all).min(all);
-        if batches == 0 {
-            return Ok(ValidationOutcome::NoData);
-        }
-        let device = self.device()?;
-        let context = self.parts.fabric.context_parallel();
-        let step = self.cursor.step;
-        self.hook(Hook::ValidationStart)?;
-        let ranks = (self.rank(), self.world_size());
-        let mut ctx = StepContext::evaluation((step, self.epoch), ranks);
-        let (mut sum, mut count) = (0.0, 0.0);
-        {
-            let _no_grad = no_grad();
-            let _scope = self.parts.fabric.forward_scope(false, step, 0);
-            for batch_index in 0..batches {
-                if batch_index > 0
-                    && let Some(why) = self.vote_on_stop(false)?.interruption
-                {
-                    return Ok(ValidationOutcome::Interrupted(why));
-                }
-                let mut indices: Vec<u64> = sampler.indices(batch_index).collect();
-                // A rank without samples computes too, since forwards gather parameters.
-                let counts = !indices.is_empty();
-                if !counts {
-                    indices.push(0);
-                }
-                let request = BatchRequest {
-                    split: Split::Validation,
-                    indices: &indices,
-                    device: &device,
-                    context: context.as_ref(),
-                };
-                ctx.begin_batch(batch_index, indices.len(), !counts);
-                let loss = self.runner.validation_step(&request, &mut ctx)?;
-                if counts {
-                    sum += loss.sum_value()?;
-                    count += loss.count();
-                }
-            }
-        }
-        let totals = Tensor::new(&[sum, count], &Device::Cpu)?;
-        let mesh = self.parts.fabric.device_mesh();
-        mesh.group(DP_CP)?.all_reduce(&totals, ReduceOp::Sum)?.wait()?;
-        let totals = totals.to_vec1::<f64>()?;
-        let val_loss = totals[0] / totals[1];
-        let metrics = self.reduce(&mut ctx.table, Stage::Epoch)?;
-        self.metrics.extend(metrics.clone());
-        self.metrics.insert("val_loss".to_owned(), val_loss);
-        let batches = batches * share.num_replicas as u64;
-        self.emit(&Event::Validation { step, val_loss, batches, metrics })?;
-        self.hook(Hook::ValidationEnd)?;
-        Ok(ValidationOutcome::Loss(val_loss))
     }
 
     /// Calls the hooks for the end of the run, and emits the summary. Collective.

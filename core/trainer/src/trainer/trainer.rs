@@ -6,16 +6,17 @@ use std::sync::Arc;
 use toml::Table;
 
 use super::callback::Callbacks;
+use super::evaluation::EvaluationStage;
 use super::hooks::Hook;
 use super::log_table::LogTable;
 use super::meter::{Meter, seconds_since_epoch};
 use super::preflight::check_async_save;
 use super::runner::{self, RunnerSetup};
 use super::saving::Saving;
-use super::session::{Cursor, FitEnd, Session, SessionParts, ValidationOutcome};
+use super::session::{Cursor, FitEnd, Session, SessionParts};
 use super::{
-    Callback, EventSink, LightningModule, LoggerConfig, LoggerSink, OptimizerSetup, RunConfigOf,
-    RunDir, RunStatus,
+    Callback, Evaluation, EventSink, LightningModule, LoggerConfig, LoggerSink, OptimizerSetup,
+    Predictions, RunConfigOf, RunDir, RunStatus, Trained,
 };
 use crate::fabric::Fabric;
 use crate::run::{Devices, RunConfig};
@@ -131,11 +132,13 @@ impl Trainer {
     /// # Errors
     /// The error of this rank; [`Error::PeerFailed`] if another one failed; [`Error::Interrupted`]
     /// after an interrupted run has ended in order.
-    pub fn fit<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<FitOutcome> {
-        self.run_fit(run.untyped(), &mut |fabric| runner::set_up::<M>(run, fabric))
+    pub fn fit<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<Trained<M>> {
+        let set_up = &mut |fabric: &mut Fabric| runner::set_up::<M>(run, fabric);
+        let (outcome, session) = self.run_fit(run.untyped(), set_up)?;
+        Ok(Trained::new(outcome, session))
     }
 
-    fn run_fit(self, run: UntypedRun, set_up: &mut SetUpRunner) -> Result<FitOutcome> {
+    fn run_fit(self, run: UntypedRun, set_up: &mut SetUpRunner) -> Result<(FitOutcome, Session)> {
         let rank = self.world.rank();
         let starting = Starting::new();
         let mut session = self.set_up(&run, set_up)?;
@@ -154,64 +157,94 @@ impl Trainer {
             fulgurite_launch::agree_on(why);
             return Err(Error::Interrupted);
         }
-        Ok(outcome)
+        // They have had their end.
+        session.parts.sinks.clear();
+        Ok((outcome, session))
     }
 
     /// Validates once: the checkpoint that `trainer.ckpt_path` names (with `trainer.ema_decay` the
     /// averages in it, as [`fit`](Self::fit) does), pretrained weights, or the initial ones.
-    /// Returns the mean loss. Collective.
+    /// Collective.
     ///
     /// # Errors
     /// As [`fit`](Self::fit), and if there is no validation data; [`Error::Interrupted`] if it was
     /// interrupted between two batches.
-    pub fn validate<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<f64> {
-        self.run_validate(run.untyped(), &mut |fabric| runner::set_up::<M>(run, fabric))
+    pub fn validate<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<Evaluation> {
+        self.once::<M, _>(run, |session| session.evaluate_once(EvaluationStage::Validation))
     }
 
-    fn run_validate(self, run: UntypedRun, set_up: &mut SetUpRunner) -> Result<f64> {
+    /// Tests once, as [`validate`](Self::validate), on the data of
+    /// [`Split::Test`](fulgurite_engine::data::Split::Test).
+    ///
+    /// # Errors
+    /// As [`validate`](Self::validate).
+    pub fn test<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<Evaluation> {
+        self.once::<M, _>(run, |session| session.evaluate_once(EvaluationStage::Test))
+    }
+
+    /// Predicts once, with weights as in [`validate`](Self::validate), for the samples of
+    /// [`Split::Predict`](fulgurite_engine::data::Split::Predict); each rank for its share. Collective.
+    ///
+    /// # Errors
+    /// As [`validate`](Self::validate), and those of
+    /// [`predict_step`](LightningModule::predict_step).
+    pub fn predict<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<Predictions> {
+        self.once::<M, _>(run, Session::predict_once)
+    }
+
+    /// Sets up, loads weights, and does one thing.
+    fn once<M: LightningModule, T>(
+        self,
+        run: &RunConfigOf<M>,
+        act: impl FnOnce(&mut Session) -> Result<T>,
+    ) -> Result<T> {
+        let mut outcome = None;
+        self.run_once(
+            run.untyped(),
+            &mut |fabric| runner::set_up::<M>(run, fabric),
+            Box::new(|session| {
+                outcome = Some(act(session)?);
+                Ok(())
+            }),
+        )?;
+        Ok(outcome.expect("it was done"))
+    }
+
+    fn run_once(
+        self,
+        run: UntypedRun,
+        set_up: &mut SetUpRunner,
+        act: Box<dyn FnOnce(&mut Session) -> Result<()> + '_>,
+    ) -> Result<()> {
         let config_names_one = run.trainer.ckpt_path.is_some();
         let starting = Starting::new();
         let mut session = self.set_up(&run, set_up)?;
-        let result = (|| -> Result<f64> {
+        let result = (|| -> Result<()> {
             match session.checkpoint_to_resume()? {
                 Some(source) => session.resume(&source, None)?,
                 None if config_names_one => {
                     return Err(Error::Config(
                         "`trainer.ckpt_path`: there is no checkpoint yet; name the directory of \
-                         one, or leave the key out to validate the weights that training would \
-                         start from"
+                         one, or leave the key out to take the weights that training would start \
+                         from"
                             .to_owned(),
                     ));
                 }
                 None => {}
             }
             drop(starting);
-            let loss =
-                match session.validate()? {
-                    ValidationOutcome::Loss(loss) => loss,
-                    ValidationOutcome::Interrupted(why) => {
-                        fulgurite_launch::agree_on(why);
-                        return Err(Error::Interrupted);
-                    }
-                    ValidationOutcome::NoData => return Err(Error::Data(
-                        "there are no validation samples; give the data module some (for text: \
-                     `data.validation_fraction` or `data.validation_path`), and leave \
-                     `trainer.limit_val_batches` above 0"
-                            .to_owned(),
-                    )),
-                };
-            session.summary()?;
-            Ok(loss)
+            act(&mut session)?;
+            session.summary()
         })();
         let result = session.tear_down_saving(result);
         let status = match &result {
-            Ok(_) => RunStatus::Success,
+            Ok(()) => RunStatus::Success,
             Err(Error::Interrupted) => RunStatus::Interrupted,
             Err(_) => RunStatus::Failed,
         };
         let finished = session.finish_sinks(status);
-        let loss = result?;
-        finished.map(|()| loss)
+        result?;
+        finished
     }
 
     /// Sets everything up: data, strategy, model, loggers. Collective.

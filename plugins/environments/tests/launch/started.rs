@@ -203,7 +203,6 @@ fn rank_0_listens_on_the_main_address() {
         ended.stderr.replace(&port, "PORT")
     };
     insta::assert_snapshot!(error("192.0.2.1", &[]), @"error: launch: rank 0 cannot host the store on 192.0.2.1:PORT: that is no address of this host. MASTER_ADDR must name the host that rank 0 runs on; if other hosts reach it under an address that is not its own, set FULGURITE_STORE_ADDRESS to one that is");
-    insta::assert_snapshot!(error("localhost", &[("LOCAL_WORLD_SIZE", "1")]), @"error: launch: the main address `localhost` is 127.0.0.1 here, where the ranks of other hosts cannot come. Set MASTER_ADDR to an address of this host that they reach, or FULGURITE_STORE_ADDRESS to the one that rank 0 listens on (0.0.0.0: on all)");
     insta::assert_snapshot!(error("192.0.2.1", &[("FULGURITE_STORE_ADDRESS", "all")]), @"error: launch: the environment variable FULGURITE_STORE_ADDRESS is `all`, but should be the IP address that rank 0 listens on, such as 0.0.0.0");
     // Behind an address that is not its own, rank 0 listens where it is told to.
     insta::assert_snapshot!(error("192.0.2.1", &[("FULGURITE_STORE_ADDRESS", "127.0.0.1")]), @"error: rank 0 failed: launch: after 200ms these of 2 ranks have not come: 1. Check that they were started and what they say");

@@ -1,0 +1,214 @@
+//! Validation, test and prediction: each sample once, without a graph.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Device, Tensor};
+
+use super::hooks::Hook;
+use super::log_table::Stage;
+use super::runner::BatchRequest;
+use super::session::Session;
+use super::{Event, Predictions, StepContext};
+use crate::Result;
+use fulgurite_engine::autograd::no_grad;
+use fulgurite_engine::collective::ReduceOp;
+use fulgurite_engine::data::{EvalSampler, Split};
+use fulgurite_engine::mesh::DP_CP;
+use fulgurite_launch::Interruption;
+
+/// What a validation or a test came to, equal on all ranks.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Evaluation {
+    /// The mean loss over the data.
+    pub loss: f64,
+    /// What the steps logged, by name.
+    pub metrics: BTreeMap<String, f64>,
+    /// Number of batches, of all ranks.
+    pub batches: u64,
+}
+
+/// What is evaluated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum EvaluationStage {
+    Validation,
+    Test,
+}
+
+/// How an evaluation ended.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Evaluated {
+    /// There is no data for it.
+    NoData,
+    /// It was completed.
+    Done(Evaluation),
+    /// It was interrupted.
+    Interrupted(Interruption),
+}
+
+/// How a prediction ended.
+pub(super) enum Predicted {
+    Done(Predictions),
+    Interrupted(Interruption),
+}
+
+impl EvaluationStage {
+    pub(super) fn split(self) -> Split {
+        match self {
+            Self::Validation => Split::Validation,
+            Self::Test => Split::Test,
+        }
+    }
+
+    fn hooks(self) -> [Hook<'static>; 2] {
+        match self {
+            Self::Validation => [Hook::ValidationStart, Hook::ValidationEnd],
+            Self::Test => [Hook::TestStart, Hook::TestEnd],
+        }
+    }
+
+    fn loss_name(self) -> &'static str {
+        match self {
+            Self::Validation => "val_loss",
+            Self::Test => "test_loss",
+        }
+    }
+
+    fn event(self, step: u64, evaluation: Evaluation) -> Event {
+        let Evaluation { loss, metrics, batches } = evaluation;
+        match self {
+            Self::Validation => Event::Validation { step, val_loss: loss, batches, metrics },
+            Self::Test => Event::Test { step, test_loss: loss, batches, metrics },
+        }
+    }
+}
+
+impl Session {
+    /// Evaluates, if there is data for it. It can be interrupted between two batches; a resumed training
+    /// starts its validation again. Collective.
+    pub(super) fn evaluate(&mut self, stage: EvaluationStage) -> Result<Evaluated> {
+        let (sampler, batches) = self.batches(stage.split())?;
+        if batches == 0 {
+            return Ok(Evaluated::NoData);
+        }
+        let step = self.cursor.step;
+        let [start, end] = stage.hooks();
+        self.hook(start)?;
+        let ranks = (self.rank(), self.world_size());
+        let mut ctx = StepContext::evaluation((step, self.epoch), ranks);
+        let (mut sum, mut count) = (0.0, 0.0);
+        let interrupted = self.each_batch(
+            stage.split(),
+            (sampler, batches),
+            &mut |session, request, padding| {
+                ctx.begin_batch(request.index, request.batch.indices.len(), padding);
+                let loss = match stage {
+                    EvaluationStage::Validation => {
+                        session.runner.validation_step(&request.batch, &mut ctx)?
+                    }
+                    EvaluationStage::Test => session.runner.test_step(&request.batch, &mut ctx)?,
+                };
+                if !padding {
+                    sum += loss.sum_value()?;
+                    count += loss.count();
+                }
+                Ok(())
+            },
+        )?;
+        if let Some(why) = interrupted {
+            return Ok(Evaluated::Interrupted(why));
+        }
+        let totals = Tensor::new(&[sum, count], &Device::Cpu)?;
+        let mesh = self.parts.fabric.device_mesh();
+        mesh.group(DP_CP)?.all_reduce(&totals, ReduceOp::Sum)?.wait()?;
+        let totals = totals.to_vec1::<f64>()?;
+        let loss = totals[0] / totals[1];
+        let metrics = self.reduce(&mut ctx.table, Stage::Epoch)?;
+        self.metrics.extend(metrics.clone());
+        self.metrics.insert(stage.loss_name().to_owned(), loss);
+        let replicas = self.parts.fabric.sampler_share()?.num_replicas as u64;
+        let evaluation = Evaluation { loss, metrics, batches: batches * replicas };
+        self.emit(&stage.event(step, evaluation.clone()))?;
+        self.hook(end)?;
+        Ok(Evaluated::Done(evaluation))
+    }
+
+    /// Predicts for this rank's samples. Collective.
+    pub(super) fn predict(&mut self) -> Result<Predicted> {
+        let sized = self.batches(Split::Predict)?;
+        self.hook(Hook::PredictStart)?;
+        let ranks = (self.rank(), self.world_size());
+        let mut ctx = StepContext::evaluation((self.cursor.step, self.epoch), ranks);
+        let mut predictions = Predictions::default();
+        let interrupted =
+            self.each_batch(Split::Predict, sized, &mut |session, request, padding| {
+                ctx.begin_batch(request.index, request.batch.indices.len(), padding);
+                let output = session.runner.predict_step(&request.batch, &mut ctx)?.detach();
+                if !padding {
+                    predictions.batches.push((request.batch.indices.to_vec(), output));
+                }
+                Ok(())
+            })?;
+        if let Some(why) = interrupted {
+            return Ok(Predicted::Interrupted(why));
+        }
+        self.log_table(&mut ctx.table, Stage::Epoch)?;
+        self.hook(Hook::PredictEnd)?;
+        Ok(Predicted::Done(predictions))
+    }
+
+    /// How the samples of a split are shared, and how many batches of each rank are used.
+    fn batches(&self, split: Split) -> Result<(EvalSampler, u64)> {
+        let share = self.parts.fabric.sampler_share()?;
+        let len = self.runner.num_samples(split);
+        let sampler = EvalSampler::new(len, self.batch_size, share.num_replicas, share.rank)?;
+        let all = sampler.num_batches();
+        let config = &self.parts.config;
+        let limit = match split {
+            Split::Test => config.limit_test_batches,
+            Split::Predict => config.limit_predict_batches,
+            _ => config.limit_val_batches,
+        };
+        Ok((sampler, limit.of(all).min(all)))
+    }
+
+    /// Calls `step` for each batch of this rank, and with whether the batch is padding: a rank without samples
+    /// computes too, since forwards gather parameters. Ends early if the run is interrupted. Collective.
+    fn each_batch(
+        &mut self,
+        split: Split,
+        (sampler, batches): (EvalSampler, u64),
+        step: &mut dyn FnMut(&mut Self, &EvaluationBatch, bool) -> Result<()>,
+    ) -> Result<Option<Interruption>> {
+        let device = self.device()?;
+        let context = self.parts.fabric.context_parallel();
+        let _no_grad = no_grad();
+        let _scope = self.parts.fabric.forward_scope(false, self.cursor.step, 0);
+        for index in 0..batches {
+            if index > 0
+                && let Some(why) = self.vote_on_stop(false)?.interruption
+            {
+                return Ok(Some(why));
+            }
+            let mut indices: Vec<u64> = sampler.indices(index).collect();
+            let padding = indices.is_empty();
+            if padding {
+                indices.push(0);
+            }
+            let batch = BatchRequest {
+                split,
+                indices: &indices,
+                device: &device,
+                context: context.as_ref(),
+            };
+            step(self, &EvaluationBatch { index, batch }, padding)?;
+        }
+        Ok(None)
+    }
+}
+
+/// A batch of an evaluation.
+struct EvaluationBatch<'a> {
+    index: u64,
+    batch: BatchRequest<'a>,
+}

@@ -1,0 +1,154 @@
+//! [`Trained`].
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use super::evaluation::{Evaluated, EvaluationStage, Predicted};
+use super::runner::TypedRunner;
+use super::session::Session;
+use super::{Evaluation, FitOutcome, LightningModule, Predictions};
+use crate::fabric::Fabric;
+use crate::{Error, Result};
+use fulgurite_engine::autograd::no_grad;
+use fulgurite_engine::data::Split;
+use fulgurite_launch::Interruption;
+
+/// A module after training, with its data, on the ranks that trained it.
+///
+/// Under a strategy that shards the model every rank has a part of it, so all ranks call the same methods: what
+/// computes with the module is collective.
+///
+/// ```no_run
+/// # use fulgurite_core::Result;
+/// # use fulgurite_core::trainer::{LightningModule, RunConfigOf, Trainer};
+/// # fn example<M: LightningModule>(run: RunConfigOf<M>) -> Result<()> {
+/// let mut trained = Trainer::default().fit::<M>(&run)?;
+/// println!("loss {}", trained.outcome().last_loss);
+/// let test = trained.test()?;
+/// println!("{:?}", test.metrics);
+/// let predictions = trained.predict()?;
+/// # Ok(())
+/// # }
+/// ```
+pub struct Trained<M: LightningModule> {
+    outcome: FitOutcome,
+    session: Session,
+    module: PhantomData<fn() -> M>,
+}
+
+impl<M: LightningModule> Trained<M> {
+    /// `session`, whose runner is one of `M`.
+    pub(super) fn new(outcome: FitOutcome, session: Session) -> Self {
+        Self { outcome, session, module: PhantomData }
+    }
+
+    /// How the training ended.
+    pub fn outcome(&self) -> &FitOutcome {
+        &self.outcome
+    }
+
+    /// The module. To compute with it use [`forward`](Self::forward).
+    pub fn module(&self) -> &M {
+        &self.runner().module
+    }
+
+    /// The module, to be changed.
+    pub fn module_mut(&mut self) -> &mut M {
+        let runner = self.session.runner.as_any_mut();
+        &mut runner.downcast_mut::<TypedRunner<M>>().expect("made for this module").module
+    }
+
+    /// The data.
+    pub fn data(&self) -> &M::Data {
+        &self.runner().data
+    }
+
+    /// The strategy at work: parameters ([`module_tree`](Fabric::module_tree)), saving
+    /// ([`save_full`](Fabric::save_full)), loading.
+    pub fn fabric(&self) -> &Fabric {
+        &self.session.parts.fabric
+    }
+
+    /// Computes with the module as in a validation: without a graph, without dropout. Collective.
+    ///
+    /// # Errors
+    /// Those of `compute`.
+    pub fn forward<T>(&self, compute: impl FnOnce(&M) -> Result<T>) -> Result<T> {
+        let _no_grad = no_grad();
+        let _scope = self.fabric().forward_scope(false, self.outcome.steps, 0);
+        compute(self.module())
+    }
+
+    /// Validates. Collective.
+    ///
+    /// # Errors
+    /// If there is no validation data; [`Error::Interrupted`].
+    pub fn validate(&mut self) -> Result<Evaluation> {
+        self.session.evaluate_once(EvaluationStage::Validation)
+    }
+
+    /// Tests. Collective.
+    ///
+    /// # Errors
+    /// If there is no test data; [`Error::Interrupted`].
+    pub fn test(&mut self) -> Result<Evaluation> {
+        self.session.evaluate_once(EvaluationStage::Test)
+    }
+
+    /// Predicts for the samples of [`Split::Predict`]; each rank for its share. Collective.
+    ///
+    /// # Errors
+    /// Those of [`predict_step`](LightningModule::predict_step); [`Error::Interrupted`].
+    pub fn predict(&mut self) -> Result<Predictions> {
+        self.session.predict_once()
+    }
+
+    fn runner(&self) -> &TypedRunner<M> {
+        self.session.runner.as_any().downcast_ref().expect("made for this module")
+    }
+}
+
+impl<M: LightningModule> fmt::Debug for Trained<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Trained").field("outcome", &self.outcome).finish_non_exhaustive()
+    }
+}
+
+impl Session {
+    /// Evaluates; without data this is an error. Collective.
+    pub(super) fn evaluate_once(&mut self, stage: EvaluationStage) -> Result<Evaluation> {
+        match self.evaluate(stage)? {
+            Evaluated::Done(evaluation) => Ok(evaluation),
+            Evaluated::Interrupted(why) => Err(interrupted(why)),
+            Evaluated::NoData => Err(no_data(stage.split())),
+        }
+    }
+
+    /// Predicts; without data this is an error. Collective.
+    pub(super) fn predict_once(&mut self) -> Result<Predictions> {
+        if self.runner.num_samples(Split::Predict) == 0 {
+            return Err(no_data(Split::Predict));
+        }
+        match self.predict()? {
+            Predicted::Done(predictions) => Ok(predictions),
+            Predicted::Interrupted(why) => Err(interrupted(why)),
+        }
+    }
+}
+
+fn interrupted(why: Interruption) -> Error {
+    fulgurite_launch::agree_on(why);
+    Error::Interrupted
+}
+
+fn no_data(split: Split) -> Error {
+    let limit = match split {
+        Split::Test => "limit_test_batches",
+        Split::Predict => "limit_predict_batches",
+        _ => "limit_val_batches",
+    };
+    Error::Data(format!(
+        "there are no {split} samples; give the data module some (for text: \
+         `data.validation_fraction` or `data.validation_path`), and leave `trainer.{limit}` above 0"
+    ))
+}
