@@ -96,7 +96,10 @@ fn a_signal_ends_a_validation() {
     let scratch = Scratch::with_tokens();
     let tokens = (0..8_000_000_u32).map(|i| (i % 50) as u16);
     scratch.tokens("tokens.u16", tokens);
-    let mut job = scratch.small().on("ddp", 2, 1).set(&["data.validation_fraction=0.9"]);
+    let mut job = scratch
+        .small()
+        .on("ddp", 2, 1)
+        .set(&["data.validation_fraction=0.9", "trainer.limit_val_batches=1.0"]);
     job.replace("fit", "validate");
     let running = job.start();
     running.until_rank_handles(1, Signal::TERM);
