@@ -84,7 +84,7 @@ impl OptimizerConfig for Sgd {
 impl Sgd {
     fn resolve(&self, parameters: &[Parameter]) -> Result<(Vec<Parameter>, Vec<Hyper>)> {
         at_least_zero("optimizer.momentum", self.momentum)?;
-        if !(self.dampening.abs() <= f64::from(f32::MAX)) {
+        if !(-f64::from(f32::MAX)..=f64::from(f32::MAX)).contains(&self.dampening) {
             return Err(Error::Config(format!(
                 "optimizer.dampening must be a number that f32 can hold, got {:?}",
                 self.dampening

@@ -183,7 +183,8 @@ impl LogTable {
     pub(super) fn log(&mut self, name: &str, value: Logged, options: LogOptions, source: Source) {
         let on_step = options.on_step.unwrap_or(source.training);
         let on_epoch = options.on_epoch.unwrap_or(!source.training);
-        if !on_epoch && !(on_step && source.wanted) {
+        let by_step = on_step && source.wanted;
+        if !(by_step || on_epoch) {
             return;
         }
         if let Err(error) = self.add(name, value, options, (on_step, on_epoch), source) {

@@ -210,12 +210,7 @@ impl Trainer {
         Ok(outcome.expect("it was done"))
     }
 
-    fn run_once(
-        self,
-        run: UntypedRun,
-        set_up: &mut SetUpRunner,
-        act: Box<dyn FnOnce(&mut Session) -> Result<()> + '_>,
-    ) -> Result<()> {
+    fn run_once(self, run: UntypedRun, set_up: &mut SetUpRunner, act: Box<Act>) -> Result<()> {
         let config_names_one = run.trainer.ckpt_path.is_some();
         let starting = Starting::new();
         let mut session = self.set_up(&run, set_up)?;
@@ -312,6 +307,9 @@ type UntypedRun = RunConfig<Table, Table>;
 
 /// Sets up the module and its data on the ranks of a Fabric. Collective.
 type SetUpRunner<'a> = dyn FnMut(&mut Fabric) -> Result<RunnerSetup> + 'a;
+
+/// What is done once with a session.
+type Act<'a> = dyn FnOnce(&mut Session) -> Result<()> + 'a;
 
 /// Makes the run's directory and its loggers on rank 0, and returns the directory of checkpoints in
 /// it on all ranks. Collective.
