@@ -72,3 +72,18 @@ fn a_model_that_is_larger_than_a_process_may_be_is_refused() {
     assert!(message.contains("a process may have 4.0 GiB"), "{message}");
     limited.succeed();
 }
+
+#[test]
+fn ranks_that_share_more_than_a_process_may_have_are_refused() {
+    let scratch = Scratch::with_tokens();
+    let many = scratch.small().on("ddp", 50, 1).set(&["trainer.max_steps=1"]);
+    let message = refused(&scratch, &many.clone().limited("-v 4194304"));
+    let (shared, _) = message.split_once("; the model of ").unwrap();
+    assert_snapshot!(shared, @"error: `trainer.devices`: the process groups of this host's 50 rank(s) share 302.2 MiB, and each rank maps 2.7 GiB");
+    let (_, advice) = message.split_once(". ").unwrap();
+    assert_snapshot!(advice, @r#"Start fewer ranks on a host, let the options of `trainer.process_group` make it share less, or set `trainer.memory_check = "warn"`"#);
+    // With chunks of a quarter each maps less. And what ranks can map of each other's tensors leaves
+    // enough for their process groups.
+    many.clone().set(&["trainer.process_group.chunk_bytes=65536"]).limited("-v 4194304").succeed();
+    many.limited("-v 16777216").succeed();
+}

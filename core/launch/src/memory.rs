@@ -14,6 +14,8 @@ pub struct HostMemory {
     pub available: u64,
     /// The limit on one process's address space (`ulimit -v`).
     pub address_space: Option<u64>,
+    /// The address space that this process takes already: its program, stacks, what its allocator reserved.
+    pub addresses_in_use: u64,
 }
 
 impl HostMemory {
@@ -26,19 +28,18 @@ impl HostMemory {
             memory.limit_to(&group);
         }
         memory.address_space = getrlimit(Resource::As).current;
+        let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+        memory.addresses_in_use = bytes_of(&status, "VmSize").unwrap_or(0);
         Some(memory)
     }
 
     fn of_host(meminfo: &str) -> Option<Self> {
-        let bytes = |key: &str| {
-            let line =
-                meminfo.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
-            line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
-        };
+        let bytes = |key: &str| bytes_of(meminfo, key);
         Some(Self {
             total: bytes("MemTotal")? + bytes("SwapTotal").unwrap_or(0),
             available: bytes("MemAvailable")? + bytes("SwapFree").unwrap_or(0),
             address_space: None,
+            addresses_in_use: 0,
         })
     }
 
@@ -55,6 +56,12 @@ impl HostMemory {
             self.available = self.available.min(limit.saturating_sub(used));
         }
     }
+}
+
+/// The value of a key in one of the system's lists: `MemTotal:  1000 kB`.
+fn bytes_of(list: &str, key: &str) -> Option<u64> {
+    let line = list.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 /// The folders of the control groups that limit this process's memory, by the content of
@@ -113,5 +120,6 @@ mod tests {
     fn this_host_has_memory() {
         let memory = HostMemory::now().unwrap();
         assert!(memory.available > 0 && memory.available <= memory.total, "{memory:?}");
+        assert!(memory.addresses_in_use > 1 << 20, "{memory:?}");
     }
 }

@@ -10,9 +10,11 @@
 
 use std::sync::Arc;
 
-use fulgurite_core::collective::{GroupContext, ProcessGroup, ProcessGroupConfig};
+use fulgurite_core::collective::{GroupContext, GroupMemory, ProcessGroup, ProcessGroupConfig};
 use fulgurite_core::{Error, Result, register_process_group};
 use serde::{Deserialize, Serialize};
+
+use crate::memory::RegionLayout;
 
 /// `process_group.type = "shm"`: shared memory between the processes of one host.
 ///
@@ -53,6 +55,15 @@ impl ProcessGroupConfig for Shm {
             )));
         }
         Ok(())
+    }
+
+    fn memory(&self, ranks: usize) -> GroupMemory {
+        if ranks < 2 {
+            return GroupMemory::default();
+        }
+        let layout = RegionLayout::new(ranks, self.chunk_bytes);
+        // Chunks of messages take memory once ranks send to each other, which no strategy here does.
+        GroupMemory { used: layout.p2p_chunks as u64, mapped: layout.len as u64 }
     }
 
     fn build(&self, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
@@ -106,11 +117,12 @@ mod linux {
     use rustix::time::Timespec;
     use serde::{Deserialize, Serialize};
 
-    use super::{ACROSS_HOSTS, Shm};
+    use super::{ACROSS_HOSTS, RegionLayout, Shm};
     use crate::engine::{Group, MappedRegion, Membership, MemoryOwner, Rendezvous, blame};
-    use crate::memory::{self, Region, RegionLayout, SEALS, SharedMemoryHandle, nonce};
+    use crate::memory::{self, Region, SEALS, SharedMemoryHandle, nonce};
 
     pub(super) fn connect(config: &Shm, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
+        memory::set_ranks(context.local_world_size);
         // A job may build several world groups; every rank builds them in the same order.
         let counter = format!("process_group/shm/builds/{}", context.rank);
         let build = context.store.add(&counter, 1)?;

@@ -25,6 +25,15 @@ pub struct GroupContext {
     pub timeout: Duration,
 }
 
+/// Memory that the ranks of a host share for one process group, in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct GroupMemory {
+    /// What all of them together come to use.
+    pub used: u64,
+    /// What each of them maps: it counts against the limit on a process's address space.
+    pub mapped: u64,
+}
+
 /// A transport's configuration: `trainer.process_group.type = "shm"`.
 ///
 /// Registered with `#[typetag::serde(name = "…")]` and
@@ -37,6 +46,13 @@ pub trait ProcessGroupConfig: std::fmt::Debug + Send + Sync {
     /// If one is out of range. By default none: [`build`](Self::build) finds it.
     fn check(&self) -> Result<()> {
         Ok(())
+    }
+
+    /// The memory that the ranks of one host share for a group, `ranks` of them in it: what is compared,
+    /// group by group, with the host's memory before any rank is started. By default none.
+    fn memory(&self, ranks: usize) -> GroupMemory {
+        let _ = ranks;
+        GroupMemory::default()
     }
 
     /// Builds the group of all ranks. Collective: every rank of the job calls it once.

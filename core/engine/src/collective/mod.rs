@@ -17,7 +17,7 @@ mod solo;
 mod work;
 
 pub use collective::{AllGather, Collective, ReduceOp, ReduceScatter};
-pub use config::{GroupContext, ProcessGroupConfig};
+pub use config::{GroupContext, GroupMemory, ProcessGroupConfig};
 pub use counting::{Counter, Counting, Record};
 pub use fulgurite_store::Store;
 pub use objects::{Difference, all_gather_object, broadcast_object, first_difference};

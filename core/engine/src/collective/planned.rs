@@ -1,6 +1,6 @@
 //! A group of ranks that are not there yet.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use candle_core::Tensor;
 
@@ -13,12 +13,22 @@ use crate::Result;
 pub struct Planned {
     name: String,
     global_ranks: Vec<usize>,
+    /// The groups so far, of any rank, by their global ranks.
+    groups: Arc<Mutex<Vec<Vec<usize>>>>,
 }
 
 impl Planned {
     /// The group of all of `world_size` ranks, as rank 0 sees it.
     pub fn world(world_size: usize) -> Self {
-        Self { name: "world".to_owned(), global_ranks: (0..world_size).collect() }
+        let global_ranks: Vec<_> = (0..world_size).collect();
+        let groups = Arc::new(Mutex::new(vec![global_ranks.clone()]));
+        Self { name: "world".to_owned(), global_ranks, groups }
+    }
+
+    /// The groups that there will be by what was split so far, the world and those of other ranks among
+    /// them, each by its global ranks.
+    pub fn groups(&self) -> Vec<Vec<usize>> {
+        self.groups.lock().expect("no panic while groups are noted").clone()
     }
 
     fn refuse<T>(&self, op: &'static str) -> Result<T> {
@@ -58,9 +68,12 @@ impl ProcessGroup for Planned {
 
     fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
         check::partition(self, partition)?;
-        let own = partition.iter().find(|set| set.contains(&0)).cloned().unwrap_or_default();
-        let global_ranks = own.into_iter().map(|rank| self.global_ranks[rank]).collect();
-        Ok(Arc::new(Self { name: name.to_owned(), global_ranks }))
+        let global = |set: &Vec<usize>| set.iter().map(|&rank| self.global_ranks[rank]).collect();
+        let own = partition.iter().find(|set| set.contains(&0)).map(global).unwrap_or_default();
+        let mut groups = self.groups.lock().expect("no panic while groups are noted");
+        groups.extend(partition.iter().map(global));
+        drop(groups);
+        Ok(Arc::new(Self { name: name.to_owned(), global_ranks: own, groups: self.groups.clone() }))
     }
 
     fn abort(&self, _reason: &str) {}
@@ -79,6 +92,11 @@ mod tests {
         let mesh = DeviceMesh::new(layout, world.clone()).unwrap();
         assert_eq!(mesh.group(DP_SHARD_CP).unwrap().global_ranks(), [0, 2]);
         assert_eq!(mesh.group(TENSOR_PARALLEL).unwrap().global_ranks(), [0, 1]);
+        let groups = world.groups();
+        let of_first = groups.iter().filter(|set| set.contains(&0)).map(|set| format!("{set:?}"));
+        let of_first = of_first.collect::<Vec<_>>().join(" ");
+        insta::assert_snapshot!(of_first, @"[0, 1, 2, 3, 4, 5, 6, 7] [0, 4] [0, 2] [0, 1] [0, 2, 4, 6] [0, 2, 4, 6]");
+        assert_eq!(groups.len(), 1 + 3 * 4 + 2 * 2);
         let one = Tensor::new(&[1f32], &candle_core::Device::Cpu).unwrap();
         let error = world.run(Collective::all_reduce(&one, ReduceOp::Sum)).unwrap_err();
         insta::assert_snapshot!(error, @"rank 0, process group `world`, all_reduce: the ranks are not started yet, so nothing can be communicated");

@@ -74,8 +74,9 @@ fulgurite_config::config_struct! {
         /// Seconds that a rank waits for others before it fails.
         pub timeout_secs: u64 = 600,
         /// What happens if the model is too large for the machine, before any process is started:
-        /// `"error"` refuses a model whose parameters, gradients and optimizer state take more than
-        /// one and a half times the host's memory, and warns if they take more than is available;
+        /// `"error"` refuses a run whose parameters, gradients, optimizer state and memory that ranks
+        /// share take more than one and a half times the host's memory, or more than a process may
+        /// have (`ulimit -v`), and warns if they take more than is available;
         /// `"warn"` only warns; `"off"` does neither.
         pub memory_check: MemoryCheck = MemoryCheck::Error,
         /// How the model is distributed over the ranks. `"auto"` is a single device for one rank

@@ -12,6 +12,7 @@ mod hooks;
 mod lightning_module;
 mod log_table;
 mod logger;
+mod memory_check;
 mod meter;
 mod predictions;
 mod preflight;

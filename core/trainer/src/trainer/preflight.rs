@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use toml::Table;
 
+use super::memory_check::check_memory;
 use super::{LightningModule, OptimizerSetup, RunConfigOf, Trainer};
 use crate::fabric::{Connection, check_frozen};
-use crate::run::{CkptPath, MemoryCheck, RunConfig};
+use crate::run::{CkptPath, RunConfig};
 use crate::{Error, Result};
 use fulgurite_checkpoint_format::{self as checkpoint, DistributedCheckpoint};
 use fulgurite_config::registry::kind;
@@ -15,12 +16,7 @@ use fulgurite_engine::data::{DataContext, DataModule, SampleOrder, Split, TrainS
 use fulgurite_engine::mesh::DATA_PARALLEL;
 use fulgurite_engine::module::{ModuleBuilder, ModuleTree};
 use fulgurite_engine::optim::{OptimizerConfig, SchedulerConfig};
-use fulgurite_engine::strategy::{BuildContext, Bytes, RankMemory, StrategyConfig};
-use fulgurite_launch::HostMemory;
-
-/// How many times the host's memory a model must need to be refused: what is counted is needed in
-/// full only once every parameter was updated.
-const REFUSED_ABOVE: f64 = 1.5;
+use fulgurite_engine::strategy::{BuildContext, RankMemory, StrategyConfig};
 
 /// What the ranks of a run are started for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,9 +100,10 @@ fn check(
         .build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?
         .build(&BuildContext::new(ranks))?;
     check_async_save(run, strategy.saves_distributed_checkpoints())?;
+    let planned = Arc::new(Planned::world(ranks));
     let world: Arc<dyn ProcessGroup> = match ranks {
         1 => Arc::new(Solo::new("world", 0)),
-        _ => Arc::new(Planned::world(ranks)),
+        _ => planned.clone(),
     };
     let mesh = match strategy.device_mesh(world) {
         Ok(mesh) => Some(mesh),
@@ -144,10 +141,7 @@ fn check(
             ..RankMemory::default()
         };
     }
-    match (memory, HostMemory::now()) {
-        (Some(memory), Some(host)) => check_memory(run, &tree, &memory, ranks, host),
-        _ => Ok(()),
-    }
+    check_memory(run, &tree, memory.unwrap_or_default(), &planned)
 }
 
 /// Checks optimizer and schedule, and adds their memory.
@@ -247,43 +241,4 @@ fn check_resume(run: &RunConfig<Table, Table>) -> Result<()> {
         _ => DistributedCheckpoint::open(path).map(drop),
     };
     opened.map_err(|error| Error::Config(format!("`trainer.ckpt_path`: {error}")))
-}
-
-/// Compares what the host's ranks need with what the host has.
-fn check_memory(
-    run: &RunConfig<Table, Table>,
-    tree: &ModuleTree,
-    memory: &RankMemory,
-    ranks: usize,
-    host: HostMemory,
-) -> Result<()> {
-    let check = run.trainer.memory_check;
-    let on_host = (ranks / run.trainer.num_nodes).max(1) as u64;
-    let needed = memory.total().saturating_mul(on_host);
-    let too_large = needed as f64 > REFUSED_ABOVE * host.total as f64
-        || host.address_space.is_some_and(|limit| memory.total() > limit);
-    if check == MemoryCheck::Off || (!too_large && needed <= host.available) {
-        return Ok(());
-    }
-    let limit = host
-        .address_space
-        .map_or(String::new(), |limit| format!(", a process may have {}", Bytes(limit)));
-    let message = format!(
-        "the model of {} parameters takes at least {} on each of this host's {on_host} rank(s) under \
-         `trainer.strategy` = \"{}\" ({memory}), {} together; the host has {}, of which {} are \
-         available{limit}. Make `[model]` smaller, shard it over more ranks and hosts (`fsdp`)",
-        tree.elem_count(),
-        Bytes(memory.total()),
-        run.trainer.strategy.name,
-        Bytes(needed),
-        Bytes(host.total),
-        Bytes(host.available),
-    );
-    if too_large && check == MemoryCheck::Error {
-        return Err(Error::Config(format!(
-            "`model`: {message}, or set `trainer.memory_check = \"warn\"`"
-        )));
-    }
-    tracing::warn!("{message}, or expect it to run out of memory");
-    Ok(())
 }

@@ -22,6 +22,8 @@ static INSTALLED: AtomicBool = AtomicBool::new(false);
 static BASE: AtomicPtr<u8> = AtomicPtr::new(std::ptr::null_mut());
 /// Bytes from [`BASE`] on; 0 before the memory is mapped.
 static LEN: AtomicUsize = AtomicUsize::new(0);
+/// Ranks of this host: each maps the memory of all.
+static RANKS: AtomicUsize = AtomicUsize::new(2);
 static FREE_PAGES: Mutex<Option<FreeList>> = Mutex::new(None);
 
 /// An allocator for programs that can also free memory which other ranks of a job have mapped. With
@@ -163,6 +165,12 @@ fn reserve() -> std::io::Result<SharedMemoryHandle> {
     Ok(SharedMemoryHandle { fd: file.into_raw_fd() as u32, len, nonce })
 }
 
+/// Says how many ranks this host has, before any memory is shared.
+#[cfg(target_os = "linux")]
+pub(crate) fn set_ranks(ranks: usize) {
+    RANKS.store(ranks.max(2), Ordering::Relaxed);
+}
+
 /// The bytes to reserve: the machine's memory, as far as limits of the process allow.
 #[cfg(target_os = "linux")]
 fn length() -> usize {
@@ -172,8 +180,26 @@ fn length() -> usize {
     let memory = info.totalram as u64 * u64::from(info.mem_unit);
     // A file beyond its limit ends the process; the address space is needed for other things too.
     let file = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
-    let addresses = getrlimit(Resource::As).current.map_or(u64::MAX, |limit| limit / 8);
+    let ranks = RANKS.load(Ordering::Relaxed);
+    let left = |limit: u64| limit.saturating_sub(addresses_in_use());
+    let addresses =
+        getrlimit(Resource::As).current.map_or(u64::MAX, |limit| share_of(left(limit), ranks));
     memory.min(file).min(addresses) as usize / PAGE * PAGE
+}
+
+/// What each of `ranks` ranks may reserve of the address space that is left: every one maps the memory of
+/// all, and a quarter is for that.
+#[cfg(target_os = "linux")]
+fn share_of(left: u64, ranks: usize) -> u64 {
+    left / 4 / ranks as u64
+}
+
+/// The address space that this process takes, in bytes.
+#[cfg(target_os = "linux")]
+fn addresses_in_use() -> u64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    let pages = statm.split(' ').next().and_then(|pages| pages.parse::<u64>().ok());
+    pages.unwrap_or(0) * PAGE as u64
 }
 
 /// Excludes a mapping from core dumps, which would allocate its pages.

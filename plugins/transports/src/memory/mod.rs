@@ -9,7 +9,7 @@ mod waker;
 pub use heap::SharedMemory;
 pub(crate) use heap::{SharedMemoryHandle, at, empty_tensor, offset_of, share};
 #[cfg(target_os = "linux")]
-pub(crate) use heap::{keep_from_dumps, nonce_of};
+pub(crate) use heap::{keep_from_dumps, nonce_of, set_ranks};
 pub(crate) use layout::{
     BUFFERS, LINE, OpRecord, P2P_CHUNKS, RankRecord, RegionLayout, WaitRecord,
 };

@@ -554,6 +554,10 @@ fn configuration() {
     assert_eq!(format!("{config:?}"), format!("{:?}", Shm::default()));
     let error = parse(r#"{ "type": "shm", "chunk_byte": 1 }"#).unwrap_err();
     insta::assert_snapshot!(error, @"unknown field `chunk_byte`, expected `chunk_bytes` at line 1 column 29");
+    // Chunks of a rank in three buffers, and two of each rank for each.
+    let (one, many) = (Shm::default().memory(1), Shm::default().memory(50));
+    assert_eq!((one.used, one.mapped), (0, 0));
+    assert!((many.used >> 20, many.mapped >> 20) == (151, 151 + 1250), "{many:?}");
     fulgurite_core::registry::validate().unwrap();
     let names = fulgurite_core::registry::names(fulgurite_core::registry::kind::PROCESS_GROUP);
     assert_eq!(names, ["shm"]);
