@@ -2,7 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use candle_core::Tensor;
+
+use super::Histogram;
 use super::log_table::{LogOptions, LogTable, Logged, Source};
+use crate::Result;
 
 /// The context of a step: its position in the run, and what it logs.
 #[derive(Debug)]
@@ -84,6 +88,23 @@ impl StepContext {
         self.table.log(name, value.into(), options, self.source);
     }
 
+    /// Logs a text of this batch, such as a generated sample; that of rank 0 is logged.
+    pub fn log_text(&mut self, name: &str, text: impl Into<String>) {
+        self.table.log_text(name, text.into(), self.source);
+    }
+
+    /// Logs how the values of a tensor are distributed: over all batches of a step or a validation, and all
+    /// ranks, which all log the same names. In training every `trainer.log_every_n_steps`.
+    ///
+    /// # Errors
+    /// If the tensor cannot be read.
+    pub fn log_histogram(&mut self, name: &str, values: &Tensor) -> Result<()> {
+        if self.source.wanted {
+            self.table.log_histogram(name, &Histogram::of(values)?, self.source);
+        }
+        Ok(())
+    }
+
     /// Whether what this step logs is wanted. What is dear to compute and logged by the step alone need
     /// not be computed otherwise; the answer is the same on all ranks.
     pub fn is_logged(&self) -> bool {
@@ -146,8 +167,32 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
     /// As [`log`](Self::log), with options. What is logged by the epoch is logged at once here.
     pub fn log_with(&mut self, name: &str, value: impl Into<Logged>, options: LogOptions) {
         let options = options.on_step(true).on_epoch(false);
-        let source = Source { samples: 1.0, training: true, wanted: self.wanted, padding: false };
+        let source = self.source();
         self.table.log(name, value.into(), options, source);
+    }
+
+    /// Logs a text, such as a generated sample; that of rank 0 is logged.
+    pub fn log_text(&mut self, name: &str, text: impl Into<String>) {
+        let source = self.source();
+        self.table.log_text(name, text.into(), source);
+    }
+
+    /// Logs how the values of a tensor are distributed, such as a gradient's. Those of all ranks are one
+    /// histogram, and all ranks log the same names. In the hooks of a training step only every
+    /// `trainer.log_every_n_steps`; otherwise the tensor is not read.
+    ///
+    /// # Errors
+    /// If the tensor cannot be read.
+    pub fn log_histogram(&mut self, name: &str, values: &Tensor) -> Result<()> {
+        if self.wanted {
+            let source = self.source();
+            self.table.log_histogram(name, &Histogram::of(values)?, source);
+        }
+        Ok(())
+    }
+
+    fn source(&self) -> Source {
+        Source { samples: 1.0, training: true, wanted: self.wanted, padding: false }
     }
 
     /// Whether what this hook logs is wanted.

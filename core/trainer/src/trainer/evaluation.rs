@@ -129,6 +129,7 @@ impl Session {
         let replicas = self.parts.fabric.sampler_share()?.num_replicas as u64;
         let evaluation = Evaluation { loss, metrics, batches: batches * replicas };
         self.emit(&stage.event(step, evaluation.clone()))?;
+        self.log_media(&mut ctx.table)?;
         self.hook(end)?;
         Ok(Evaluated::Done(evaluation))
     }

@@ -13,6 +13,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::Histogram;
 use crate::Result;
 
 /// An event of a run. Steps are numbers of completed optimizer steps, so the first is 1.
@@ -79,6 +80,24 @@ pub enum Event {
         /// What was logged, by name.
         #[serde(deserialize_with = "numbers")]
         metrics: BTreeMap<String, f64>,
+    },
+    /// A step or a hook has logged a text.
+    Text {
+        /// Number of completed steps.
+        step: u64,
+        /// Its name.
+        name: String,
+        /// The text, which loggers may show as Markdown.
+        text: String,
+    },
+    /// A step or a hook has logged a histogram.
+    Histogram {
+        /// Number of completed steps.
+        step: u64,
+        /// Its name.
+        name: String,
+        /// The histogram of the values of all ranks.
+        histogram: Histogram,
     },
     /// The run has resumed from a checkpoint.
     Resume {
@@ -149,7 +168,11 @@ impl Event {
                 (*step, &[("test_loss", *test_loss)], metrics)
             }
             Self::Metrics { step, metrics } => (*step, &[], metrics),
-            Self::Resume { .. } | Self::Checkpoint { .. } | Self::Summary { .. } => return None,
+            Self::Text { .. }
+            | Self::Histogram { .. }
+            | Self::Resume { .. }
+            | Self::Checkpoint { .. }
+            | Self::Summary { .. } => return None,
         };
         let mut scalars = logged.clone();
         scalars.extend(own.iter().map(|&(name, value)| (name.to_owned(), value)));

@@ -8,6 +8,8 @@ use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
+use super::Histogram;
+use super::histogram::Media;
 use crate::metric::{Max, Mean, Merge, Metric, Min, Sum};
 use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
@@ -120,6 +122,8 @@ pub(super) struct LogTable {
     loaded: SavedStates,
     /// The first mistake in a call that cannot return it.
     error: Option<Error>,
+    /// What is logged at once, by the step or at an evaluation's end.
+    pub(super) media: Media,
 }
 
 #[derive(Debug, Clone)]
@@ -190,6 +194,20 @@ impl LogTable {
         if let Err(error) = self.add(name, value, options, (on_step, on_epoch), source) {
             let error = Error::other(format!("logging `{name}`: {error}"));
             self.error.get_or_insert(error);
+        }
+    }
+
+    pub(super) fn log_text(&mut self, name: &str, text: String, source: Source) {
+        if source.wanted && !source.padding {
+            self.media.texts.push((name.to_owned(), text));
+        }
+    }
+
+    pub(super) fn log_histogram(&mut self, name: &str, histogram: &Histogram, source: Source) {
+        let none = Histogram::default();
+        if source.wanted {
+            let histogram = if source.padding { &none } else { histogram };
+            self.media.add_histogram(name, histogram);
         }
     }
 

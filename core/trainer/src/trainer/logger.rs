@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use toml::Table;
 
-use super::{Event, EventSink, RunStatus};
+use super::{Event, EventSink, Histogram, RunStatus};
 use crate::{Error, Result};
 use fulgurite_config::to_toml;
 
@@ -15,11 +15,15 @@ pub trait Logger: Send {
     /// The logger's name: its `type` in the configuration.
     fn name(&self) -> &str;
 
-    /// Logs the resolved configuration. Called once, before the first metrics.
+    /// Logs the resolved configuration. Called once, before the first metrics. The default leaves it
+    /// out: `config.toml` in the run's directory has it.
     ///
     /// # Errors
     /// If it cannot be written.
-    fn log_hyperparams(&mut self, params: &Table) -> Result<()>;
+    fn log_hyperparams(&mut self, params: &Table) -> Result<()> {
+        let _ = params;
+        Ok(())
+    }
 
     /// Logs metrics of one optimizer step (counted from 1). Called once with the metrics of
     /// training, and once with those of validation if the step has one.
@@ -28,7 +32,46 @@ pub trait Logger: Send {
     /// If they cannot be written.
     fn log_metrics(&mut self, metrics: &BTreeMap<String, f64>, step: u64) -> Result<()>;
 
-    /// Flushes buffers.
+    /// Logs a text, such as a generated sample, which may be Markdown. The default leaves it out.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    fn log_text(&mut self, name: &str, text: &str, step: u64) -> Result<()> {
+        let _ = (name, text, step);
+        Ok(())
+    }
+
+    /// Logs how values are distributed. The default leaves it out.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    fn log_histogram(&mut self, name: &str, histogram: &Histogram, step: u64) -> Result<()> {
+        let _ = (name, histogram, step);
+        Ok(())
+    }
+
+    /// Called when the run goes on from a checkpoint of step `step`, after
+    /// [`log_hyperparams`](Self::log_hyperparams): whatever an earlier run has logged of later steps is
+    /// void. The default does nothing, for each run writes to a directory of its own.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    fn after_resume(&mut self, step: u64) -> Result<()> {
+        let _ = step;
+        Ok(())
+    }
+
+    /// Called after a checkpoint of step `step` was committed at `path`, after
+    /// [`save`](Self::save): all of it is there, and may be uploaded. The default does nothing.
+    ///
+    /// # Errors
+    /// If it cannot be used; this ends the run.
+    fn after_save_checkpoint(&mut self, path: &Path, step: u64) -> Result<()> {
+        let _ = (path, step);
+        Ok(())
+    }
+
+    /// Flushes buffers. Called after each checkpoint, and at the end.
     ///
     /// # Errors
     /// If it cannot be written.
@@ -96,12 +139,21 @@ impl EventSink for LoggerSink {
                 logger.log_metrics(&scalars, step)?;
             }
         }
-        if matches!(event, Event::Checkpoint { .. }) {
-            for logger in &mut self.loggers {
-                logger.save()?;
+        let mut each = |act: &dyn Fn(&mut dyn Logger) -> Result<()>| {
+            self.loggers.iter_mut().try_for_each(|logger| act(&mut **logger))
+        };
+        match event {
+            Event::Text { step, name, text } => each(&|logger| logger.log_text(name, text, *step)),
+            Event::Histogram { step, name, histogram } => {
+                each(&|logger| logger.log_histogram(name, histogram, *step))
             }
+            Event::Resume { step, .. } => each(&|logger| logger.after_resume(*step)),
+            Event::Checkpoint { step, path, .. } => each(&|logger| {
+                logger.save()?;
+                logger.after_save_checkpoint(path, *step)
+            }),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     fn finish(&mut self, status: RunStatus) -> Result<()> {
@@ -225,9 +277,27 @@ mod tests {
             Ok(())
         }
 
+        fn log_text(&mut self, name: &str, text: &str, step: u64) -> Result<()> {
+            self.0.lock().unwrap().push(format!("{step}: {name} = {text}"));
+            Ok(())
+        }
+
+        fn log_histogram(&mut self, name: &str, histogram: &Histogram, step: u64) -> Result<()> {
+            self.0.lock().unwrap().push(format!("{step}: {name} of {}", histogram.count()));
+            Ok(())
+        }
+
+        fn after_save_checkpoint(&mut self, path: &Path, step: u64) -> Result<()> {
+            self.0.lock().unwrap().push(format!("{step}: saved {}", path.display()));
+            Ok(())
+        }
+
         fn save(&mut self) -> Result<()> {
             self.0.lock().unwrap().push("save".to_owned());
-            Err(Error::other("disk full"))
+            match self.0.lock().unwrap().iter().filter(|call| *call == "save").count() {
+                1 => Ok(()),
+                _ => Err(Error::other("disk full")),
+            }
         }
     }
 
@@ -256,6 +326,12 @@ mod tests {
             metrics: BTreeMap::new(),
         })
         .unwrap();
+        let name = "sample".to_owned();
+        sink.event(&Event::Text { step: 6, name, text: "*once*".to_owned() }).unwrap();
+        let histogram = Histogram::of_values([1.0, 2.0]);
+        sink.event(&Event::Histogram { step: 6, name: "grads".to_owned(), histogram }).unwrap();
+        let path = PathBuf::from("step-6");
+        sink.event(&Event::Checkpoint { step: 6, path, blocked_s: 0.0 }).unwrap();
         assert_eq!(sink.finish(RunStatus::Failed).unwrap_err().to_string(), "disk full");
         let all = "acc epoch grad_norm lr tokens_per_s train_loss";
         let expected = vec![
@@ -264,6 +340,10 @@ mod tests {
             format!("3: {all}"),
             format!("6: {all}"),
             "6: val_loss".to_owned(),
+            "6: sample = *once*".to_owned(),
+            "6: grads of 2".to_owned(),
+            "save".to_owned(),
+            "6: saved step-6".to_owned(),
             "save".to_owned(),
         ];
         assert_eq!(*first.0.lock().unwrap(), expected);

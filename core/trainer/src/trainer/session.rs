@@ -190,11 +190,25 @@ impl Session {
     /// Reduces and reports what a table holds, if anything. Collective.
     pub(super) fn log_table(&mut self, table: &mut LogTable, stage: Stage) -> Result<()> {
         let values = self.reduce(table, stage)?;
-        if values.is_empty() {
-            return Ok(());
+        if !values.is_empty() {
+            self.metrics.extend(values.clone());
+            self.emit(&Event::Metrics { step: self.cursor.step, metrics: values })?;
         }
-        self.metrics.extend(values.clone());
-        self.emit(&Event::Metrics { step: self.cursor.step, metrics: values })
+        self.log_media(table)
+    }
+
+    /// Reports the texts and histograms that a table holds, if any. Collective if there are histograms.
+    pub(super) fn log_media(&mut self, table: &mut LogTable) -> Result<()> {
+        let mut media = std::mem::take(&mut table.media);
+        let histograms = media.reduce_histograms(&**self.parts.fabric.world())?;
+        let step = self.cursor.step;
+        for (name, text) in media.texts {
+            self.emit(&Event::Text { step, name, text })?;
+        }
+        for (name, histogram) in histograms {
+            self.emit(&Event::Histogram { step, name, histogram })?;
+        }
+        Ok(())
     }
 
     /// The values of a table over all ranks. Collective if there are any to be synchronised.
@@ -407,6 +421,7 @@ impl Session {
             tokens_per_s,
             metrics,
         })?;
+        self.log_media(&mut logged.table)?;
         self.hook(Hook::TrainStepEnd)
     }
 
