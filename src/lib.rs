@@ -85,6 +85,8 @@ mod book {
     mod data_module {}
     #[doc = include_str!("../docs/src/guides/hugging-face.md")]
     mod hugging_face {}
+    #[doc = include_str!("../docs/src/guides/loggers.md")]
+    mod loggers {}
     #[doc = include_str!("../docs/src/guides/module.md")]
     mod module {}
     #[doc = include_str!("../docs/src/guides/metrics.md")]

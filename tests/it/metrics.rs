@@ -7,7 +7,7 @@ use fulgurite::core::collective::{Counter, Counting};
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::metric::{Average, ConfusionMatrix, F1Score};
 use fulgurite::core::run::RunConfig;
-use fulgurite::core::trainer::{Event, EventSink, RunStatus};
+use fulgurite::core::trainer::{Event, EventSink, Histogram, RunStatus};
 use fulgurite::prelude::*;
 use fulgurite_transports::run_ranks;
 use serde::{Deserialize, Serialize};
@@ -115,6 +115,10 @@ impl LightningModule for Classifier {
         ctx.log("matrix", ConfusionMatrix::of(x, targets)?);
         let loss = cross_entropy(&self.0.forward(x)?, targets)?;
         ctx.log("val_perplexity", Perplexity::of(&loss)?);
+        ctx.log_histogram("inputs", x)?;
+        if ctx.batch_index == 0 {
+            ctx.log_text("sample", format!("*of* rank {}", ctx.rank));
+        }
         let counted = f64::from(u8::from(!ctx.is_padding));
         ctx.log_with("batches", counted, LogOptions::default().reduce(Reduce::Sum));
         Ok(loss)
@@ -227,6 +231,28 @@ fn a_validation_has_the_same_metrics_on_any_number_of_ranks() {
     }
     for (name, value) in all[0].iter().filter(|(name, _)| *name != "batches") {
         all.iter().for_each(|other| close(other[name], *value));
+    }
+}
+
+#[test]
+fn texts_are_rank_0s_and_histograms_of_all_samples() {
+    let expected = Histogram::of_values(
+        (0..VALIDATION).flat_map(|i| (0..3).map(move |j| f64::from(number(i, j) as f32))),
+    );
+    for (ranks, batch_size) in [(1, 6), (2, 3), (3, 2)] {
+        let (events, _) = run(ranks, batch_size, "max_steps = 1\nval_check_interval = 1");
+        let after = events.iter().skip_while(|event| of_validations(event).is_none()).skip(1);
+        let media: Vec<&Event> = after.take(2).collect();
+        let [Event::Text { step: 1, name, text }, Event::Histogram { step: 1, histogram, .. }] =
+            media[..]
+        else {
+            panic!("{media:?}")
+        };
+        assert_eq!((name.as_str(), text.as_str()), ("sample", "*of* rank 0"));
+        assert_eq!(histogram.count(), VALIDATION * 3);
+        assert!(histogram.buckets().eq(expected.buckets()));
+        assert_eq!((histogram.min(), histogram.max()), (expected.min(), expected.max()));
+        close(histogram.sum(), expected.sum());
     }
 }
 

@@ -24,16 +24,16 @@ fn the_built_in_plugins_are_listed() {
     }
     let names: Vec<String> =
         names.iter().map(|(kind, names)| format!("{kind}: {}", names.join(", "))).collect();
-    insta::assert_snapshot!(names.join("\n"), @r"
+    insta::assert_snapshot!(names.join("\n"), @r#"
     checkpoint_io: local
     environment: local, slurm, torchelastic
-    logger: csv, jsonl
+    logger: csv, jsonl, tensorboard
     optimizer: adamw, sgd
     parallelize: hf, llama, none, plan
     process_group: shm
     scheduler: constant, cosine, linear, step
     strategy: auto, ddp, fsdp, fsdp2, fsdp_tp, hsdp, model_parallel, single_device, tp
-    ");
+    "#);
     let list = plugins::list(&registry::plugins());
     assert_eq!(list.lines().count(), 1 + registry::plugins().len());
     registry::validate().unwrap();

@@ -92,11 +92,6 @@ impl Logger for CsvLogger {
         "csv"
     }
 
-    /// Does nothing: the configuration is in the run's directory already.
-    fn log_hyperparams(&mut self, _params: &toml::Table) -> Result<()> {
-        Ok(())
-    }
-
     fn log_metrics(&mut self, metrics: &BTreeMap<String, f64>, step: u64) -> Result<()> {
         let step_column = "step".to_owned();
         let names = std::iter::once(&step_column).chain(metrics.keys());

@@ -10,7 +10,8 @@ use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// `trainer.loggers = ["jsonl"]`: `metrics.jsonl` in the run's directory, with lines such as
-/// `{"step":1,"lr":0.001,"train_loss":3.5}`. Numbers that are not finite are `null`.
+/// `{"step":1,"lr":0.001,"train_loss":3.5}`. Numbers that are not finite are `null`; a text that was
+/// logged has a line of its own.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct JsonlConfig {}
@@ -45,11 +46,6 @@ impl Logger for JsonlLogger {
         "jsonl"
     }
 
-    /// Does nothing: the configuration is in the run's directory already.
-    fn log_hyperparams(&mut self, _params: &toml::Table) -> Result<()> {
-        Ok(())
-    }
-
     fn log_metrics(&mut self, metrics: &BTreeMap<String, f64>, step: u64) -> Result<()> {
         let mut line = format!("{{\"step\":{step}");
         for (name, value) in metrics.iter().filter(|(name, _)| *name != "step") {
@@ -59,6 +55,13 @@ impl Logger for JsonlLogger {
         }
         line += "}\n";
         // One write for each line, so that readers see whole lines.
+        self.file.write_all(line.as_bytes()).map_err(Error::io("writing the log", &self.path))
+    }
+
+    /// A line with the text under its name.
+    fn log_text(&mut self, name: &str, text: &str, step: u64) -> Result<()> {
+        let encode = |text| serde_json::to_string(text).map_err(Error::other);
+        let line = format!("{{\"step\":{step},{}:{}}}\n", encode(name)?, encode(text)?);
         self.file.write_all(line.as_bytes()).map_err(Error::io("writing the log", &self.path))
     }
 
@@ -79,10 +82,12 @@ mod tests {
         let metrics = metrics.map(|(name, value)| (name.to_owned(), value)).into();
         logger.log_metrics(&metrics, 1).unwrap();
         logger.log_metrics(&BTreeMap::new(), 2).unwrap();
+        logger.log_text("sample", "\"Once\"\nupon", 2).unwrap();
         let text = std::fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap();
         insta::assert_snapshot!(text, @r#"
 {"step":1,"a\"b":0.5,"train_loss":null}
 {"step":2}
+{"step":2,"sample":"\"Once\"\nupon"}
 "#);
         for line in text.lines() {
             assert!(serde_json::from_str::<serde_json::Value>(line).unwrap().is_object());

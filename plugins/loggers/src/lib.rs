@@ -1,4 +1,4 @@
-//! The loggers `csv` and `jsonl`, and the event sinks [`ProgressBar`] (for people) and
+//! The loggers `csv`, `jsonl` and `tensorboard`, and the event sinks [`ProgressBar`] (for people) and
 //! [`JsonLines`] (for programs).
 //!
 //! ```
@@ -21,8 +21,10 @@ mod csv;
 mod json_lines;
 mod jsonl;
 mod progress;
+mod tensorboard;
 
 pub use crate::csv::CsvConfig;
 pub use json_lines::JsonLines;
 pub use jsonl::JsonlConfig;
 pub use progress::ProgressBar;
+pub use tensorboard::TensorboardConfig;

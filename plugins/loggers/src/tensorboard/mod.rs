@@ -1,0 +1,154 @@
+//! The logger `tensorboard`: event files that TensorBoard shows.
+//!
+//! Written here, without TensorFlow: [`record`] frames, [`event`] makes messages, [`protobuf`] encodes
+//! them.
+
+mod event;
+mod protobuf;
+mod record;
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use fulgurite_core::trainer::{Histogram, Logger, LoggerConfig, RunStatus};
+use fulgurite_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+use self::protobuf::Message;
+
+/// `trainer.loggers = ["tensorboard"]`: an event file in the run's directory, with scalars, texts,
+/// histograms, and the configuration as hyper-parameters. `tensorboard --logdir fulgurite_logs` shows
+/// every run below it, also while it goes on: each event is written at once and whole.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TensorboardConfig {
+    /// The directory of the event file; by default the run's. A resumed run that writes to the
+    /// directory of the one before it goes on with its curves: what was logged after the checkpoint is
+    /// void.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dir: Option<PathBuf>,
+}
+
+#[typetag::serde(name = "tensorboard")]
+impl LoggerConfig for TensorboardConfig {
+    fn build(&self, dir: &Path) -> Result<Box<dyn Logger>> {
+        Ok(Box::new(TensorboardLogger::open(self.dir.as_deref().unwrap_or(dir))?))
+    }
+}
+
+fulgurite_core::register_logger!(
+    "tensorboard",
+    TensorboardConfig,
+    "event files for TensorBoard: scalars, texts, histograms, hyper-parameters",
+    "{ type = \"tensorboard\", dir = \"tb/first\" }"
+);
+
+struct TensorboardLogger {
+    path: PathBuf,
+    file: File,
+    /// Whether the event that voids what an earlier run has written to the directory is there. TensorBoard
+    /// looks for it in each file but the first, which needs it to be known as such.
+    started: bool,
+}
+
+impl TensorboardLogger {
+    /// Begins an event file in `dir`, which is made if it is not there.
+    fn open(dir: &Path) -> Result<Self> {
+        std::fs::create_dir_all(dir).map_err(Error::io("creating the directory", dir))?;
+        let time = now();
+        let prefix = "events.out.tfevents.";
+        let (host, pid) = (host_name(), std::process::id());
+        let mut number = 0;
+        loop {
+            let path = dir.join(format!("{prefix}{:010}.{host}.{pid}.{number}", time as u64));
+            match OpenOptions::new().append(true).create_new(true).open(&path) {
+                Ok(file) => {
+                    let mut logger = Self { path, file, started: false };
+                    logger.write(&event::version(time))?;
+                    return Ok(logger);
+                }
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => number += 1,
+                Err(error) => return Err(Error::io("opening the log", path)(error)),
+            }
+        }
+    }
+
+    /// Begins the session at `step`, unless it has begun.
+    fn start(&mut self, step: u64) -> Result<()> {
+        if std::mem::replace(&mut self.started, true) {
+            return Ok(());
+        }
+        self.write(&event::session(now(), step))
+    }
+
+    /// Writes values of a step.
+    fn log(&mut self, step: u64, values: impl IntoIterator<Item = Message>) -> Result<()> {
+        self.start(1)?;
+        self.write(&event::summary(now(), step, values))
+    }
+
+    /// Writes one event, in one call, so that readers see whole ones.
+    fn write(&mut self, event: &[u8]) -> Result<()> {
+        self.file.write_all(&record::frame(event)).map_err(Error::io("writing the log", &self.path))
+    }
+}
+
+impl Logger for TensorboardLogger {
+    fn name(&self) -> &str {
+        "tensorboard"
+    }
+
+    fn log_hyperparams(&mut self, params: &toml::Table) -> Result<()> {
+        let time = now();
+        self.write(&event::summary(time, 0, [event::session_start(time, params)]))
+    }
+
+    fn log_metrics(&mut self, metrics: &BTreeMap<String, f64>, step: u64) -> Result<()> {
+        if metrics.is_empty() {
+            return Ok(());
+        }
+        let values = metrics.iter().map(|(name, value)| event::scalar(name, *value));
+        self.log(step, values)
+    }
+
+    fn log_text(&mut self, name: &str, text: &str, step: u64) -> Result<()> {
+        self.log(step, [event::text(name, text)])
+    }
+
+    fn log_histogram(&mut self, name: &str, histogram: &Histogram, step: u64) -> Result<()> {
+        self.log(step, [event::histogram(name, histogram)])
+    }
+
+    fn after_resume(&mut self, step: u64) -> Result<()> {
+        self.start(step + 1)
+    }
+
+    fn save(&mut self) -> Result<()> {
+        self.file.flush().map_err(Error::io("writing the log", &self.path))
+    }
+
+    fn finalize(&mut self, status: RunStatus) -> Result<()> {
+        let time = now();
+        self.write(&event::summary(time, 0, [event::session_end(time, status)]))?;
+        self.save()
+    }
+}
+
+/// Seconds since 1970.
+fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+/// The host's name, as far as it fits into a file's.
+fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let fits = |c: &char| c.is_ascii_alphanumeric() || *c == '-';
+    let name: String = name.trim().chars().filter(fits).take(64).collect();
+    if name.is_empty() { "localhost".to_owned() } else { name }
+}
+
+#[cfg(test)]
+mod tests;

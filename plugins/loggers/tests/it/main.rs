@@ -1,0 +1,3 @@
+//! The loggers against the programs that read what they write.
+
+mod tensorboard;

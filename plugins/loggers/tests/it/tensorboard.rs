@@ -1,0 +1,59 @@
+//! TensorBoard itself reads the event files. Needs a Python with it:
+//!
+//! ```sh
+//! python3 -m venv /tmp/tb && /tmp/tb/bin/pip install tensorboard
+//! FULGURITE_PYTHON=/tmp/tb/bin/python cargo test -p fulgurite-loggers --test it tensorboard:: -- --ignored
+//! ```
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use fulgurite_core::trainer::{Histogram, LoggerConfig as _, RunStatus};
+use fulgurite_loggers::TensorboardConfig;
+
+/// A run with everything in it: 20 steps, of which a resumed one makes the last 10 again.
+fn write(root: &Path) {
+    let config = TensorboardConfig { dir: Some(root.join("resumed")) };
+    let log = |from: u64, to: u64, offset: f64| {
+        let mut logger = config.build(root).unwrap();
+        logger
+            .log_hyperparams(&toml::toml! { seed = 7
+            optimizer = { lr = 0.5, name = "sgd" } })
+            .unwrap();
+        if from > 0 {
+            logger.after_resume(from).unwrap();
+        }
+        for step in from + 1..=to {
+            let metrics: BTreeMap<String, f64> = [
+                ("train_loss".to_owned(), offset + 1.0 / step as f64),
+                ("nan".to_owned(), f64::NAN),
+            ]
+            .into();
+            logger.log_metrics(&metrics, step).unwrap();
+        }
+        logger
+    };
+    // Killed: nothing is finalized, and step 20 was logged and will be again.
+    drop(log(0, 20, 0.0));
+    let mut logger = log(10, 20, 100.0);
+    logger.log_text("sample", "*Once* upon ü", 20).unwrap();
+    let values = (0..1000).map(|i| f64::from(i) / 100.0 - 5.0);
+    logger.log_histogram("weights", &Histogram::of_values(values), 20).unwrap();
+    logger.finalize(RunStatus::Success).unwrap();
+}
+
+#[test]
+#[ignore = "needs a Python with tensorboard"]
+fn tensorboard_shows_what_was_logged() {
+    let root = tempfile::tempdir().unwrap();
+    write(root.path());
+    let program = std::env::var("FULGURITE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+    let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/it/read_tensorboard.py");
+    let status = Command::new(&program)
+        .arg(script)
+        .arg(root.path())
+        .status()
+        .unwrap_or_else(|e| panic!("{program}: {e}; see this file's beginning"));
+    assert!(status.success());
+}
