@@ -17,6 +17,8 @@ use fulgurite::core::{Error, Result};
 use fulgurite::prelude::*;
 use fulgurite::strategies::SingleDevice;
 use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_test_support::training::{DecoderTraining, Variant};
+use fulgurite_transports::run_ranks;
 
 use super::trials::trials;
 use crate::saving::harness::Scratch;
@@ -118,8 +120,9 @@ fn find_files(root: &Path, folder: &Path, files: &mut Vec<PathBuf>) {
     }
 }
 
-/// A distributed and a full checkpoint of a run with validation, callbacks and retention, two of each, and a
-/// full one in several files.
+/// A distributed and a full checkpoint of a run with validation, callbacks and retention, two of each, a
+/// full one in several files, and shards of several ranks: of three that cut unevenly, and of a mesh with a
+/// tensor-parallel dimension.
 fn places() -> (Vec<Place>, impl Sized) {
     let keys = ["trainer.max_steps=4", "checkpoint.every_n_steps=2", "checkpoint.keep_last=2"];
     let full = "trainer.strategy={type = 'model_parallel', tensor_parallel_size = 1, \
@@ -127,14 +130,19 @@ fn places() -> (Vec<Place>, impl Sized) {
     let (distributed, whole) = (Scratch::new(), Scratch::new());
     distributed.succeed(&keys);
     whole.succeed(&[&keys[..], &[full]].concat());
-    let files = tempfile::tempdir().unwrap();
+    let [files, uneven, mesh] = std::array::from_fn(|_| tempfile::tempdir().unwrap());
     save_files(files.path());
+    save_shards(uneven.path(), 3, r#"{"type": "fsdp"}"#, Variant::ALL[0]);
+    let two = r#"{"type": "fsdp_tp", "tensor_parallel_size": 2}"#;
+    save_shards(mesh.path(), 4, two, Variant::ALL[3]);
     let places = vec![
         Place::new("distributed", distributed.path("kept")),
         Place::new("full", whole.path("kept")),
         Place::new("full in several files", files.path().to_owned()),
+        Place::new("shards of 3 ranks", uneven.path().to_owned()),
+        Place::new("shards of a mesh of 2 by 2", mesh.path().to_owned()),
     ];
-    (places, (distributed, whole, files))
+    (places, (distributed, whole, [files, uneven, mesh]))
 }
 
 /// A full checkpoint with everything that may be in one.
@@ -160,6 +168,20 @@ fn save_files(root: &Path) {
     let state = serde_json::json!({ "step": 2, "samples": 4 });
     fabric.save_full(root.join("full"), Some(&mut optimizer), &state, &options).unwrap();
     LocalDirectory::new(root).save("last", b"full\n").unwrap();
+}
+
+/// Two distributed checkpoints of a training on several ranks.
+fn save_shards(root: &Path, ranks: usize, strategy: &str, variant: Variant) {
+    run_ranks(ranks, |world| {
+        let mut training = DecoderTraining::new(world, strategy, variant, 1)?;
+        for step in 1..=2 {
+            training.step()?;
+            training.save(&root.join(format!("step-{step}")))?;
+        }
+        Ok(())
+    })
+    .unwrap();
+    LocalDirectory::new(root).save("last", b"step-2\n").unwrap();
 }
 
 /// The kind of a file, as the counts name it.
