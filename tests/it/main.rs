@@ -19,5 +19,6 @@ mod program;
 mod resume;
 mod saving;
 mod sizes;
+mod toy;
 mod trained;
 mod trainer;

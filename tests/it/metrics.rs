@@ -1,19 +1,20 @@
 //! What is logged is the truth, however samples are shared among ranks.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use fulgurite::core::collective::{Counter, Counting};
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::metric::{Average, ConfusionMatrix, F1Score};
 use fulgurite::core::run::RunConfig;
-use fulgurite::core::trainer::{Event, EventSink, Histogram, RunStatus};
+use fulgurite::core::trainer::{Event, Histogram};
 use fulgurite::prelude::*;
 use fulgurite_transports::run_ranks;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::program::{Job, Scratch};
+use crate::toy::{Events, NoKeys};
 
 /// Samples of validation: an uneven number.
 const VALIDATION: u64 = 13;
@@ -21,10 +22,6 @@ const TRAINING: u64 = 12;
 
 /// One of three classes, by a head that does not learn.
 struct Classifier(Linear);
-
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-struct NoKeys {}
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -128,19 +125,6 @@ impl LightningModule for Classifier {
 impl Hooks<Samples> for Classifier {
     fn on_train_epoch_end(&mut self, ctx: &mut HookContext<Samples>) -> Result<()> {
         ctx.log("rank", ctx.rank as f64);
-        Ok(())
-    }
-}
-
-#[derive(Clone, Default)]
-struct Events(Arc<Mutex<Vec<Event>>>);
-
-impl EventSink for Events {
-    fn event(&mut self, event: &Event) -> Result<()> {
-        self.0.lock().unwrap().push(event.clone());
-        Ok(())
-    }
-    fn finish(&mut self, _: RunStatus) -> Result<()> {
         Ok(())
     }
 }

@@ -1,54 +1,18 @@
 //! What comes back from training, and what can be done with it.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex};
 
 use fulgurite::core::checkpoint::FullOptions;
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::run::RunConfig;
-use fulgurite::core::trainer::{Event, EventSink, RunStatus};
+use fulgurite::core::trainer::Event;
 use fulgurite::prelude::*;
 use fulgurite_transports::run_ranks;
-use serde::{Deserialize, Serialize};
 
-const SAMPLES: u64 = 7;
+use crate::toy::{Events, NoKeys, Numbers, SAMPLES};
 
 /// Learns to double.
 struct Double(Unit<Linear>);
-
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-struct NoKeys {}
-
-/// The numbers 0 to 6, divided by 10; for tests plus 1, for predictions plus 2.
-struct Numbers;
-
-impl DataModule for Numbers {
-    type Config = NoKeys;
-    type Batch = Tensor;
-
-    fn setup(_: &NoKeys, _: &DataContext) -> Result<Self> {
-        Ok(Self)
-    }
-
-    fn batch_size(_: &NoKeys) -> usize {
-        2
-    }
-
-    fn len(&self, _: Split) -> u64 {
-        SAMPLES
-    }
-
-    fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<Tensor> {
-        let shift = match split {
-            Split::Test => 1.0,
-            Split::Predict => 2.0,
-            _ => 0.0,
-        };
-        let numbers: Vec<f32> = indices.iter().map(|&i| shift + i as f32 / 10.0).collect();
-        Ok(Tensor::from_vec(numbers, (indices.len(), 1), device)?)
-    }
-}
 
 impl LightningModule for Double {
     type Config = NoKeys;
@@ -88,19 +52,6 @@ impl Hooks<Numbers> for Double {
     }
     fn on_predict_end(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
         ctx.log("predict_ends", 1.0);
-        Ok(())
-    }
-}
-
-#[derive(Clone, Default)]
-struct Events(Arc<Mutex<Vec<Event>>>);
-
-impl EventSink for Events {
-    fn event(&mut self, event: &Event) -> Result<()> {
-        self.0.lock().unwrap().push(event.clone());
-        Ok(())
-    }
-    fn finish(&mut self, _: RunStatus) -> Result<()> {
         Ok(())
     }
 }

@@ -6,9 +6,11 @@ use std::sync::{Arc, Mutex};
 use fulgurite::core::Result;
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::run::RunConfig;
-use fulgurite::core::trainer::{Event, EventSink, RunStatus};
+use fulgurite::core::trainer::Event;
 use fulgurite::prelude::*;
 use serde::{Deserialize, Serialize};
+
+use crate::toy::Events;
 
 /// One weight that learns to double.
 struct Double(Linear);
@@ -177,19 +179,6 @@ impl Hooks for Recorder {
     }
     fn on_fit_end(&mut self, ctx: &mut HookContext) -> Result<()> {
         self.note("fit_end", ctx)
-    }
-}
-
-#[derive(Clone, Default)]
-struct Events(Arc<Mutex<Vec<Event>>>);
-
-impl EventSink for Events {
-    fn event(&mut self, event: &Event) -> Result<()> {
-        self.0.lock().unwrap().push(event.clone());
-        Ok(())
-    }
-    fn finish(&mut self, _: RunStatus) -> Result<()> {
-        Ok(())
     }
 }
 

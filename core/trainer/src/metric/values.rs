@@ -37,54 +37,36 @@ impl Metric for Mean {
     }
 }
 
-/// A sum over all samples.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Sum(pub f64);
+/// Metrics of one number, by what becomes of those of batches and ranks.
+macro_rules! numbers {
+    ($($(#[$doc:meta])+ $name:ident: $merge:ident),+) => { $(
+        $(#[$doc])+
+        #[derive(Debug, Clone, Copy, PartialEq)]
+        pub struct $name(pub f64);
 
-impl Metric for Sum {
-    fn state(&self) -> Result<Tensor> {
-        state(&[self.0])
-    }
+        impl Metric for $name {
+            fn state(&self) -> Result<Tensor> {
+                state(&[self.0])
+            }
 
-    fn compute(&self, state: &[f64]) -> f64 {
-        state[0]
-    }
+            fn merge(&self) -> Merge {
+                Merge::$merge
+            }
+
+            fn compute(&self, state: &[f64]) -> f64 {
+                state[0]
+            }
+        }
+    )+ };
 }
 
-/// The smallest value.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Min(pub f64);
-
-impl Metric for Min {
-    fn state(&self) -> Result<Tensor> {
-        state(&[self.0])
-    }
-
-    fn merge(&self) -> Merge {
-        Merge::Min
-    }
-
-    fn compute(&self, state: &[f64]) -> f64 {
-        state[0]
-    }
-}
-
-/// The largest value.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Max(pub f64);
-
-impl Metric for Max {
-    fn state(&self) -> Result<Tensor> {
-        state(&[self.0])
-    }
-
-    fn merge(&self) -> Merge {
-        Merge::Max
-    }
-
-    fn compute(&self, state: &[f64]) -> f64 {
-        state[0]
-    }
+numbers! {
+    /// A sum over all samples.
+    Sum: Sum,
+    /// The smallest value.
+    Min: Min,
+    /// The largest value.
+    Max: Max
 }
 
 /// `exp` of the mean cross entropy of a token.

@@ -134,14 +134,20 @@ fn symptoms_are_not_printed() {
     assert_eq!(ended.code, 1);
 }
 
-fn a_killed_rank_ends_the_others() {
-    let run = run("wait", "2");
-    let ranks = run.ranks(2);
-    kill_process(pid(&ranks[1]), Signal::KILL).unwrap();
+/// How a job ends whose rank 1 gets a signal; all of its ranks are gone then.
+fn ended_by(signal: Signal, part: &str, size: usize) -> Ended {
+    let run = run(part, &size.to_string());
+    let ranks = run.ranks(size);
+    kill_process(pid(&ranks[1]), signal).unwrap();
     let ended = run.wait();
+    ranks.iter().for_each(gone);
+    ended
+}
+
+fn a_killed_rank_ends_the_others() {
+    let ended = ended_by(Signal::KILL, "wait", 2);
     insta::assert_snapshot!(ended.stderr, @"error: rank 1 was killed by signal 9 (SIGKILL)");
     assert_eq!(ended.code, 137);
-    ranks.iter().for_each(gone);
 }
 
 fn a_killed_supervisor() {
@@ -223,13 +229,9 @@ fn a_signal_before_all_have_joined() {
 }
 
 fn a_signal_while_the_job_starts_ends_it() {
-    let run = run("starts", "3");
-    let ranks = run.ranks(3);
-    kill_process(pid(&ranks[1]), Signal::USR1).unwrap();
-    let ended = run.wait();
+    let ended = ended_by(Signal::USR1, "starts", 3);
     insta::assert_snapshot!(ended.stderr, @"interrupted: rank 1: it was asked to end before training had begun, by signal 10 (SIGUSR1)");
     assert_eq!(ended.code, 138);
-    ranks.iter().for_each(gone);
 }
 
 fn the_exit_code_is_what_was_agreed_on() {

@@ -1,0 +1,61 @@
+//! A small data set, and a sink that keeps what it is told.
+
+#![allow(unreachable_pub, reason = "what other modules use reads best with plain `pub`")]
+
+use std::sync::{Arc, Mutex};
+
+use fulgurite::core::trainer::{Event, EventSink, RunStatus};
+use fulgurite::prelude::*;
+use serde::{Deserialize, Serialize};
+
+/// Samples of each split of [`Numbers`].
+pub const SAMPLES: u64 = 7;
+
+/// A table without keys.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct NoKeys {}
+
+/// The numbers 0 to 6, divided by 10; for tests plus 1, for predictions plus 2.
+pub struct Numbers;
+
+impl DataModule for Numbers {
+    type Config = NoKeys;
+    type Batch = Tensor;
+
+    fn setup(_: &NoKeys, _: &DataContext) -> Result<Self> {
+        Ok(Self)
+    }
+
+    fn batch_size(_: &NoKeys) -> usize {
+        2
+    }
+
+    fn len(&self, _: Split) -> u64 {
+        SAMPLES
+    }
+
+    fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<Tensor> {
+        let shift = match split {
+            Split::Test => 1.0,
+            Split::Predict => 2.0,
+            _ => 0.0,
+        };
+        let numbers: Vec<f32> = indices.iter().map(|&i| shift + i as f32 / 10.0).collect();
+        Ok(Tensor::from_vec(numbers, (indices.len(), 1), device)?)
+    }
+}
+
+/// All events, in order.
+#[derive(Clone, Default)]
+pub struct Events(pub Arc<Mutex<Vec<Event>>>);
+
+impl EventSink for Events {
+    fn event(&mut self, event: &Event) -> Result<()> {
+        self.0.lock().unwrap().push(event.clone());
+        Ok(())
+    }
+    fn finish(&mut self, _: RunStatus) -> Result<()> {
+        Ok(())
+    }
+}
