@@ -38,7 +38,7 @@
 
 pub use candle_core::{DType, Device, Tensor};
 pub use fulgurite_core::autograd::no_grad;
-pub use fulgurite_core::data::{DataContext, DataModule, Split, TokenBatch};
+pub use fulgurite_core::data::{DataContext, DataModule, Samples, Split, TokenBatch};
 pub use fulgurite_core::fabric::{Fabric, FabricOptimizer};
 pub use fulgurite_core::files;
 pub use fulgurite_core::mesh::DeviceMesh;

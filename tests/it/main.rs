@@ -10,6 +10,7 @@ mod hugging_face;
 mod interop;
 mod limits;
 mod llama;
+mod loading;
 mod metrics;
 mod model_parallel;
 mod parity;

@@ -25,6 +25,8 @@ pub enum Purpose {
     Sample,
     /// Stochastic rounding of the optimizer's state; keyed by FQN and step.
     Rounding,
+    /// Random changes to samples; keyed by split, epoch and sample.
+    Augmentation,
 }
 
 /// A sequence of random numbers with random access.

@@ -17,11 +17,15 @@
 //! ```
 
 mod batch;
+mod loader;
 mod module;
 mod order;
 mod sampler;
+mod samples;
 
 pub use batch::TokenBatch;
+pub use loader::{Loader, Workers};
 pub use module::{DataContext, DataModule, Split};
 pub use order::SampleOrder;
 pub use sampler::{EvalSampler, TrainSampler};
+pub use samples::Samples;

@@ -4,6 +4,7 @@ use candle_core::Device;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::Samples;
 use crate::parallel::ContextParallel;
 use crate::{Error, Result};
 
@@ -20,14 +21,20 @@ pub enum Split {
     Predict,
 }
 
-impl std::fmt::Display for Split {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
+impl Split {
+    pub(super) fn name(self) -> &'static str {
+        match self {
             Self::Train => "train",
             Self::Validation => "validation",
             Self::Test => "test",
             Self::Predict => "predict",
-        })
+        }
+    }
+}
+
+impl std::fmt::Display for Split {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
     }
 }
 
@@ -139,7 +146,20 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     /// The samples of these indices, each less than [`len`](Self::len), as one batch on `device`.
     /// `indices` is never empty: a rank without a part of a short validation batch computes on some
     /// sample, and its result is not used.
+    ///
+    /// With `trainer.num_workers` several threads make batches at once, beside the step, in any order; on an
+    /// accelerator the copy to it is made there too. The batch must follow from the arguments alone.
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<Self::Batch>;
+
+    /// What the trainer calls: by default [`batch`](Self::batch). Data with random augmentation takes its
+    /// random numbers from [`Samples::random`], which are those of seed, epoch and sample, so that neither
+    /// a resume nor the number of workers or ranks changes them.
+    ///
+    /// # Errors
+    /// As [`batch`](Self::batch).
+    fn augmented_batch(&self, samples: &Samples, device: &Device) -> Result<Self::Batch> {
+        self.batch(samples.split(), samples.indices(), device)
+    }
 
     /// What tells this data from other data, in a few words: how much there is, and a hash of it or of
     /// parts of it. Equal on every rank, and cheap. A checkpoint has it, and a run does not go on from a

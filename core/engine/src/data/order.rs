@@ -8,6 +8,7 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SampleOrder {
     stream: Option<Stream>,
+    seed: u64,
     len: u64,
 }
 
@@ -21,7 +22,12 @@ impl SampleOrder {
             return Err(Error::Data("there are no training samples".to_owned()));
         }
         let stream = shuffle.then(|| Stream::new(seed, Purpose::Shuffle, "train"));
-        Ok(Self { stream, len })
+        Ok(Self { stream, seed, len })
+    }
+
+    /// The run's seed.
+    pub(super) fn seed(&self) -> u64 {
+        self.seed
     }
 
     /// Number of samples in an epoch.

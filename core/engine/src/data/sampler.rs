@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::SampleOrder;
+use super::{SampleOrder, Samples, Split};
 use crate::{Error, Result};
 
 /// Samples that a micro-batch may have: far more than any has.
@@ -74,16 +74,28 @@ impl TrainSampler {
 
     /// The samples of this rank's micro-batch `micro_batch` of step `step`, both counted from 0.
     pub fn indices(&self, step: u64, micro_batch: usize) -> Vec<u64> {
-        self.indices_from(step * self.global_batch_size(), micro_batch)
+        let samples = self.samples_from(step * self.global_batch_size(), micro_batch);
+        samples.indices().to_vec()
     }
 
     /// The samples of this rank's micro-batch `micro_batch`, counted from 0, of a step that begins at
     /// `position` of the stream: for a run that resumes with another global batch size.
-    pub fn indices_from(&self, position: u64, micro_batch: usize) -> Vec<u64> {
+    pub fn samples_from(&self, position: u64, micro_batch: usize) -> Samples {
         let per_rank = self.batch_size * self.accumulate;
         let start =
             position + self.data_parallel_rank * per_rank + micro_batch as u64 * self.batch_size;
-        (start..start + self.batch_size).map(|position| self.order.at(position).1).collect()
+        let places = start..start + self.batch_size;
+        Samples::new(Split::Train, self.order.seed(), places.map(|place| self.order.at(place)))
+    }
+
+    /// This rank's micro-batches from `position` of the stream on, where a step begins, without end.
+    pub fn batches_from(&self, position: u64) -> impl Iterator<Item = Samples> + Send + use<> {
+        let sampler = *self;
+        (0..).flat_map(move |step| {
+            let position = position + step * sampler.global_batch_size();
+            (0..sampler.accumulate as usize)
+                .map(move |micro_batch| sampler.samples_from(position, micro_batch))
+        })
     }
 }
 
@@ -131,6 +143,22 @@ impl EvalSampler {
         let count = global.min(self.len - start);
         let part = |rank: u64| start + count * rank / self.data_parallel_size;
         part(self.data_parallel_rank)..part(self.data_parallel_rank + 1)
+    }
+
+    /// This rank's first `batches` batches of a split. One without samples gets the first sample of
+    /// the split: its result is not used.
+    pub fn batches(
+        &self,
+        split: Split,
+        seed: u64,
+        batches: u64,
+    ) -> impl Iterator<Item = Samples> + Send + use<> {
+        let sampler = *self;
+        (0..batches).map(move |batch| {
+            let indices = sampler.indices(batch);
+            let indices = if indices.is_empty() { 0..1 } else { indices };
+            Samples::new(split, seed, indices.map(|index| (0, index)))
+        })
     }
 }
 

@@ -1,10 +1,14 @@
 //! Batches for loops written with Fabric.
 
+use std::sync::Arc;
+
 use candle_core::Device;
 
 use super::Fabric;
-use crate::Result;
-use fulgurite_engine::data::{DataContext, DataModule, SampleOrder, Split, TrainSampler};
+use crate::{Error, Result};
+use fulgurite_engine::data::{
+    DataContext, DataModule, Loader, SampleOrder, Samples, Split, TrainSampler, Workers,
+};
 use fulgurite_engine::module::ForwardScope;
 
 /// A micro-batch of training samples, with the [scope](ForwardScope) for its forward, on which
@@ -47,24 +51,66 @@ impl<B> TrainBatch<B> {
 
 /// This rank's micro-batches of the endless stream of training samples; made by
 /// [`Fabric::setup_data`].
-pub struct TrainLoader<D> {
-    data: D,
+pub struct TrainLoader<D: DataModule> {
+    data: Arc<D>,
     sampler: TrainSampler,
     device: Device,
     /// The scope of every batch, except for the step.
     scope: ForwardScope,
+    workers: Workers,
     batches: u64,
+    /// From the next batch on; `None` before the first.
+    loader: Option<Loader<D::Batch>>,
 }
 
-impl<D> TrainLoader<D> {
+impl<D: DataModule> TrainLoader<D> {
     /// The data module.
     pub fn data(&self) -> &D {
         &self.data
     }
 
+    /// Makes batches on threads of their own, beside what the loop computes; by default those of
+    /// `trainer.num_workers`, or none. It changes no batch.
+    #[must_use]
+    pub fn with_workers(mut self, workers: Workers) -> Self {
+        self.workers = workers;
+        self.loader = None;
+        self
+    }
+
     /// Continues with micro-batch `batches`, counted from 0, as a resumed run does.
     pub fn skip_to(&mut self, batches: u64) {
         self.batches = batches;
+        self.loader = None;
+    }
+
+    /// The batches from the next one on.
+    fn load(&self) -> Result<Loader<D::Batch>> {
+        let position = self.batches * self.sampler.global_batch_size();
+        let (data, device) = (self.data.clone(), self.device.clone());
+        let context = self.scope.context.clone();
+        let make = move |samples: &Samples| {
+            let batch = data.augmented_batch(samples, &device)?;
+            match &context {
+                Some(context) => D::shard_sequence(batch, context),
+                None => Ok(batch),
+            }
+        };
+        Loader::new(self.sampler.batches_from(position), make, self.workers)
+    }
+
+    fn next_batch(&mut self) -> Result<D::Batch> {
+        let loader = match self.loader.take() {
+            Some(loader) => loader,
+            None => self.load()?,
+        };
+        let loader = self.loader.insert(loader);
+        // It ends with an error alone, after which the next one is made by a new loader.
+        let made = loader.next().unwrap_or_else(|| Err(Error::other("there is no further batch")));
+        if made.is_err() {
+            self.loader = None;
+        }
+        made.map(|(_, batch)| batch)
     }
 }
 
@@ -72,14 +118,9 @@ impl<D: DataModule> Iterator for TrainLoader<D> {
     type Item = Result<TrainBatch<D::Batch>>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        let indices = self.sampler.indices(self.batches, 0);
+        let batch = self.next_batch();
         self.batches += 1;
         let scope = ForwardScope { step: self.batches, ..self.scope.clone() };
-        let batch = self.data.batch(Split::Train, &indices, &self.device);
-        let batch = match &scope.context {
-            Some(context) => batch.and_then(|batch| D::shard_sequence(batch, context)),
-            None => batch,
-        };
         Some(batch.map(|batch| TrainBatch { batch, scope }))
     }
 }
@@ -97,11 +138,13 @@ impl Fabric {
         let batch_size = D::batch_size(config);
         let sampler = TrainSampler::new(order, batch_size, share.num_replicas, share.rank, 1)?;
         Ok(TrainLoader {
-            data,
+            data: Arc::new(data),
             sampler,
             device: self.init.device.clone(),
             scope: self.scope(true, 0, (share.rank * batch_size) as u64),
+            workers: self.workers,
             batches: 0,
+            loader: None,
         })
     }
 

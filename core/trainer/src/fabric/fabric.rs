@@ -10,6 +10,7 @@ use super::launcher::check_frozen;
 use crate::runtime::{NoSyncGuard, SamplerShare, StrategyRuntime, UnusedParameters};
 use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp, Solo, broadcast_object};
+use fulgurite_engine::data::Workers;
 use fulgurite_engine::execution::ContextGuard;
 use fulgurite_engine::mesh::{CONTEXT_PARALLEL, DeviceMesh};
 use fulgurite_engine::module::{ForwardScope, ModuleBuilder, ModuleInit, ModuleTree};
@@ -51,6 +52,8 @@ pub struct Fabric {
     world: Arc<dyn ProcessGroup>,
     pub(super) init: ModuleInit,
     seed: u64,
+    /// How batches are made.
+    pub(super) workers: Workers,
     /// [`SaveMeta::saved_at`](fulgurite_checkpoint_format::SaveMeta::saved_at) of the last checkpoint that
     /// was saved or loaded; 0 before.
     pub(super) saved_at: AtomicU64,
@@ -73,7 +76,8 @@ impl Fabric {
         let init = strategy.module_init_context(init);
         let runtime = Arc::new(StrategyRuntime::new(strategy, world.clone())?);
         let saved_at = AtomicU64::default();
-        Ok(Self { runtime, world, init, seed, saved_at, launched: None })
+        let workers = Workers::default();
+        Ok(Self { runtime, world, init, seed, workers, saved_at, launched: None })
     }
 
     /// Fabric on one rank.

@@ -137,7 +137,9 @@ impl Fabric {
         if let Some(parallelize) = parallelize {
             strategy.set_parallelize(parallelize)?;
         }
-        Self::new(world, strategy, config.module_init(), seed)
+        let mut fabric = Self::new(world, strategy, config.module_init(), seed)?;
+        fabric.workers = config.workers();
+        Ok(fabric)
     }
 }
 

@@ -8,6 +8,7 @@ use crate::runtime::UnusedParameters;
 use crate::{Error, Result};
 use fulgurite_config::PluginValue;
 use fulgurite_config::registry::kind;
+use fulgurite_engine::data::Workers;
 use fulgurite_engine::module::ActivationCheckpointing;
 
 fulgurite_config::config_struct! {
@@ -26,6 +27,11 @@ fulgurite_config::config_struct! {
         pub max_epochs: Option<u64> = None,
         /// Stop after this time, counted from the first step of this process.
         pub max_time: Option<TimeLimit> = None,
+        /// Threads of each rank that make batches beside the step; with 0 the thread that trains makes
+        /// them. Batches, and their order, are the same with any number.
+        pub num_workers: usize = 0,
+        /// Batches that each of the `num_workers` threads may be ahead.
+        pub prefetch_factor: usize = 2,
         /// Number of micro-batches in an optimizer step.
         pub accumulate_grad_batches: u64 = 1,
         /// The limit of gradient clipping; without it gradients are not clipped.
@@ -133,6 +139,11 @@ impl TrainerConfig {
         step == 1 || step.is_multiple_of(self.log_every_n_steps)
     }
 
+    /// How batches are made.
+    pub fn workers(&self) -> Workers {
+        Workers { num_workers: self.num_workers, prefetch_factor: self.prefetch_factor }
+    }
+
     /// Checks ranges, and keys that depend on each other.
     ///
     /// # Errors
@@ -159,6 +170,7 @@ impl TrainerConfig {
                 return config_error(key, format!("must be at most {limit}, found {value}"));
             }
         }
+        self.workers().validate()?;
         let limit = MAX_DEVICES.max(available_cores().saturating_mul(MAX_DEVICES_PER_CORE));
         if let Devices::Count(devices) = self.devices
             && devices > limit
@@ -255,6 +267,8 @@ mod tests {
         let error = |keys| trainer(keys).unwrap_err();
         insta::assert_snapshot!(error("accumulate_grad_batches = 0"), @"`trainer.accumulate_grad_batches`: must be at least 1, found 0");
         insta::assert_snapshot!(error("accumulate_grad_batches = 1_000_000_000_000_000_000"), @"`trainer.accumulate_grad_batches`: must be at most 1048576, found 1000000000000000000");
+        insta::assert_snapshot!(error("num_workers = 100_000"), @"`trainer.num_workers`: must be at most 1024, found 100000");
+        insta::assert_snapshot!(error("prefetch_factor = 0"), @"`trainer.prefetch_factor`: must be at least 1 and at most 65536, found 0");
         insta::assert_snapshot!(error("timeout_secs = 9223372036854775807"), @"`trainer.timeout_secs`: must be at most 31536000, found 9223372036854775807");
         insta::assert_snapshot!(error("num_nodes = 4611686018427387904"), @"`trainer.num_nodes`: must be at most 1048576, found 4611686018427387904");
         let devices = error("devices = 4611686018427387904").to_string();

@@ -6,13 +6,13 @@ use candle_core::{Device, Tensor};
 
 use super::hooks::Hook;
 use super::log_table::Stage;
-use super::runner::BatchRequest;
+use super::runner::Loading;
 use super::session::Session;
 use super::{Event, Predictions, StepContext};
 use crate::Result;
 use fulgurite_engine::autograd::no_grad;
 use fulgurite_engine::collective::ReduceOp;
-use fulgurite_engine::data::{EvalSampler, Split};
+use fulgurite_engine::data::{EvalSampler, Samples, Split};
 use fulgurite_engine::mesh::DP_CP;
 use fulgurite_launch::Interruption;
 
@@ -97,24 +97,19 @@ impl Session {
         let ranks = (self.rank(), self.world_size());
         let mut ctx = StepContext::evaluation((step, self.epoch), ranks);
         let (mut sum, mut count) = (0.0, 0.0);
-        let interrupted = self.each_batch(
-            stage.split(),
-            (sampler, batches),
-            &mut |session, request, padding| {
-                ctx.begin_batch(request.index, request.batch.indices.len(), padding);
+        let interrupted =
+            self.each_batch(stage.split(), (sampler, batches), &mut |session, batch, padding| {
+                ctx.begin_batch(batch.index, batch.samples.indices().len(), padding);
                 let loss = match stage {
-                    EvaluationStage::Validation => {
-                        session.runner.validation_step(&request.batch, &mut ctx)?
-                    }
-                    EvaluationStage::Test => session.runner.test_step(&request.batch, &mut ctx)?,
+                    EvaluationStage::Validation => session.runner.validation_step(&mut ctx)?,
+                    EvaluationStage::Test => session.runner.test_step(&mut ctx)?,
                 };
                 if !padding {
                     sum += loss.sum_value()?;
                     count += loss.count();
                 }
                 Ok(())
-            },
-        )?;
+            })?;
         if let Some(why) = interrupted {
             return Ok(Evaluated::Interrupted(why));
         }
@@ -142,11 +137,11 @@ impl Session {
         let mut ctx = StepContext::evaluation((self.cursor.step, self.epoch), ranks);
         let mut predictions = Predictions::default();
         let interrupted =
-            self.each_batch(Split::Predict, sized, &mut |session, request, padding| {
-                ctx.begin_batch(request.index, request.batch.indices.len(), padding);
-                let output = session.runner.predict_step(&request.batch, &mut ctx)?.detach();
+            self.each_batch(Split::Predict, sized, &mut |session, batch, padding| {
+                ctx.begin_batch(batch.index, batch.samples.indices().len(), padding);
+                let output = session.runner.predict_step(&mut ctx)?.detach();
                 if !padding {
-                    predictions.batches.push((request.batch.indices.to_vec(), output));
+                    predictions.batches.push((batch.samples.indices().to_vec(), output));
                 }
                 Ok(())
             })?;
@@ -181,35 +176,32 @@ impl Session {
         (sampler, batches): (EvalSampler, u64),
         step: &mut dyn FnMut(&mut Self, &EvaluationBatch, bool) -> Result<()>,
     ) -> Result<Option<Interruption>> {
-        let device = self.device()?;
-        let context = self.parts.fabric.context_parallel();
+        self.runner.load_evaluation(Loading {
+            plan: Box::new(sampler.batches(split, self.parts.fabric.seed(), batches)),
+            device: self.device()?,
+            context: self.parts.fabric.context_parallel(),
+            workers: self.parts.config.workers(),
+        })?;
         let _no_grad = no_grad();
         let _scope = self.parts.fabric.forward_scope(false, self.cursor.step, 0);
         for index in 0..batches {
             if index > 0
                 && let Some(why) = self.vote_on_stop(false)?.interruption
             {
+                self.runner.stop_loading(false);
                 return Ok(Some(why));
             }
-            let mut indices: Vec<u64> = sampler.indices(index).collect();
-            let padding = indices.is_empty();
-            if padding {
-                indices.push(0);
-            }
-            let batch = BatchRequest {
-                split,
-                indices: &indices,
-                device: &device,
-                context: context.as_ref(),
-            };
-            step(self, &EvaluationBatch { index, batch }, padding)?;
+            let padding = sampler.indices(index).is_empty();
+            let samples = self.runner.next_evaluation_batch()?;
+            step(self, &EvaluationBatch { index, samples }, padding)?;
         }
+        self.runner.stop_loading(false);
         Ok(None)
     }
 }
 
 /// A batch of an evaluation.
-struct EvaluationBatch<'a> {
+struct EvaluationBatch {
     index: u64,
-    batch: BatchRequest<'a>,
+    samples: Samples,
 }

@@ -2,26 +2,28 @@
 //! crate and not in each program.
 
 use std::any::Any;
+use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use toml::Table;
 
 use super::hooks::Hook;
 use super::{BatchOf, HookContext, LightningModule, OptimizerSetup, RunConfigOf, StepContext};
-use crate::Result;
 use crate::fabric::Fabric;
+use crate::{Error, Result};
 use fulgurite_config::to_table;
-use fulgurite_engine::data::{DataModule, Split};
+use fulgurite_engine::data::{DataModule, Loader, Samples, Split, Workers};
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_nn::Loss;
 
-/// A batch to be made.
-pub(super) struct BatchRequest<'a> {
-    pub(super) split: Split,
-    pub(super) indices: &'a [u64],
-    pub(super) device: &'a Device,
+/// Batches to be made.
+pub(super) struct Loading {
+    /// The samples of each batch, all of one split.
+    pub(super) plan: Box<dyn Iterator<Item = Samples> + Send>,
+    pub(super) device: Device,
     /// The ranks that share sequences with this one; `None` if sequences are whole.
-    pub(super) context: Option<&'a ContextParallel>,
+    pub(super) context: Option<ContextParallel>,
+    pub(super) workers: Workers,
 }
 
 /// Runs a training step: is given the forward, and runs it and the backward.
@@ -33,22 +35,32 @@ pub(super) trait ModuleRunner {
 
     fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<OptimizerSetup>;
 
-    /// Makes the batch and calls `run` with the forward. The batch lives until `run` returns.
-    fn training_step(
-        &mut self,
-        request: &BatchRequest,
-        ctx: &mut StepContext,
-        run: &mut RunStep,
-    ) -> Result<()>;
+    /// Begins to make batches for training.
+    fn load_training(&mut self, loading: Loading) -> Result<()>;
 
-    /// Makes the batch and computes its validation loss.
-    fn validation_step(&mut self, request: &BatchRequest, ctx: &mut StepContext) -> Result<Loss>;
+    /// Begins to make batches for an evaluation.
+    fn load_evaluation(&mut self, loading: Loading) -> Result<()>;
 
-    /// Makes the batch and computes its test loss.
-    fn test_step(&mut self, request: &BatchRequest, ctx: &mut StepContext) -> Result<Loss>;
+    /// Makes or waits for the next training batch, on which [`training_step`](Self::training_step) computes.
+    fn next_training_batch(&mut self) -> Result<Samples>;
 
-    /// Makes the batch and predicts for it.
-    fn predict_step(&mut self, request: &BatchRequest, ctx: &mut StepContext) -> Result<Tensor>;
+    /// Makes or waits for the next batch of an evaluation, on which the steps of evaluations compute.
+    fn next_evaluation_batch(&mut self) -> Result<Samples>;
+
+    /// Stops making batches for training, or for an evaluation.
+    fn stop_loading(&mut self, training: bool);
+
+    /// Calls `run` with the forward. The batch lives until `run` returns.
+    fn training_step(&mut self, ctx: &mut StepContext, run: &mut RunStep) -> Result<()>;
+
+    /// Computes the batch's validation loss.
+    fn validation_step(&mut self, ctx: &mut StepContext) -> Result<Loss>;
+
+    /// Computes the batch's test loss.
+    fn test_step(&mut self, ctx: &mut StepContext) -> Result<Loss>;
+
+    /// Predicts for the batch.
+    fn predict_step(&mut self, ctx: &mut StepContext) -> Result<Tensor>;
 
     /// A [`TypedRunner`].
     fn as_any(&self) -> &dyn Any;
@@ -87,7 +99,7 @@ pub(super) fn set_up<M: LightningModule>(
         fabric.load_raw(&path, true)?;
     }
     Ok(RunnerSetup {
-        runner: Box::new(TypedRunner { module, data }),
+        runner: Box::new(TypedRunner::new(module, data)),
         model: to_table(&model)?,
         data: to_table(&run.data)?,
         batch_size: M::Data::batch_size(&run.data),
@@ -99,17 +111,51 @@ pub(super) fn set_up<M: LightningModule>(
 /// A module with its data, of certain types.
 pub(super) struct TypedRunner<M: LightningModule> {
     pub(super) module: M,
-    pub(super) data: M::Data,
+    pub(super) data: Arc<M::Data>,
+    training: Batches<BatchOf<M>>,
+    evaluation: Batches<BatchOf<M>>,
+}
+
+/// Batches in the making, and the one that is computed on.
+struct Batches<B: Send + 'static> {
+    loader: Option<Loader<B>>,
+    batch: Option<B>,
+}
+
+impl<B: Send + 'static> Batches<B> {
+    const NONE: Self = Self { loader: None, batch: None };
+
+    fn load(&mut self) -> Result<Samples> {
+        self.batch = None;
+        let next = self.loader.as_mut().and_then(Iterator::next);
+        let (samples, batch) = next.ok_or_else(|| Error::other("there is no further batch"))??;
+        self.batch = Some(batch);
+        Ok(samples)
+    }
+
+    fn take(&mut self) -> Result<B> {
+        self.batch.take().ok_or_else(|| Error::other("no batch has been loaded"))
+    }
 }
 
 impl<M: LightningModule> TypedRunner<M> {
-    /// Makes the batch; under context parallelism, this rank's part of it.
-    fn batch(&self, request: &BatchRequest) -> Result<BatchOf<M>> {
-        let batch = self.data.batch(request.split, request.indices, request.device)?;
-        match request.context {
-            Some(context) => M::Data::shard_sequence(batch, context),
-            None => Ok(batch),
-        }
+    fn new(module: M, data: M::Data) -> Self {
+        let (training, evaluation) = (Batches::NONE, Batches::NONE);
+        Self { module, data: Arc::new(data), training, evaluation }
+    }
+
+    /// Makes batches; under context parallelism, this rank's part of each.
+    fn loader(&self, loading: Loading) -> Result<Loader<BatchOf<M>>> {
+        let Loading { plan, device, context, workers } = loading;
+        let data = self.data.clone();
+        let make = move |samples: &Samples| {
+            let batch = data.augmented_batch(samples, &device)?;
+            match &context {
+                Some(context) => M::Data::shard_sequence(batch, context),
+                None => Ok(batch),
+            }
+        };
+        Loader::new(plan, make, workers)
     }
 }
 
@@ -122,29 +168,43 @@ impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
         self.module.configure_optimizers(configured)
     }
 
-    fn training_step(
-        &mut self,
-        request: &BatchRequest,
-        ctx: &mut StepContext,
-        run: &mut RunStep,
-    ) -> Result<()> {
-        let batch = self.batch(request)?;
+    fn load_training(&mut self, loading: Loading) -> Result<()> {
+        self.training = Batches { loader: Some(self.loader(loading)?), batch: None };
+        Ok(())
+    }
+
+    fn load_evaluation(&mut self, loading: Loading) -> Result<()> {
+        self.evaluation = Batches { loader: Some(self.loader(loading)?), batch: None };
+        Ok(())
+    }
+
+    fn next_training_batch(&mut self) -> Result<Samples> {
+        self.training.load()
+    }
+
+    fn next_evaluation_batch(&mut self) -> Result<Samples> {
+        self.evaluation.load()
+    }
+
+    fn stop_loading(&mut self, training: bool) {
+        *(if training { &mut self.training } else { &mut self.evaluation }) = Batches::NONE;
+    }
+
+    fn training_step(&mut self, ctx: &mut StepContext, run: &mut RunStep) -> Result<()> {
+        let batch = self.training.take()?;
         run(&mut || self.module.training_step(&batch, ctx))
     }
 
-    fn validation_step(&mut self, request: &BatchRequest, ctx: &mut StepContext) -> Result<Loss> {
-        let batch = self.batch(request)?;
-        self.module.validation_step(&batch, ctx)
+    fn validation_step(&mut self, ctx: &mut StepContext) -> Result<Loss> {
+        self.module.validation_step(&self.evaluation.take()?, ctx)
     }
 
-    fn test_step(&mut self, request: &BatchRequest, ctx: &mut StepContext) -> Result<Loss> {
-        let batch = self.batch(request)?;
-        self.module.test_step(&batch, ctx)
+    fn test_step(&mut self, ctx: &mut StepContext) -> Result<Loss> {
+        self.module.test_step(&self.evaluation.take()?, ctx)
     }
 
-    fn predict_step(&mut self, request: &BatchRequest, ctx: &mut StepContext) -> Result<Tensor> {
-        let batch = self.batch(request)?;
-        self.module.predict_step(&batch, ctx)
+    fn predict_step(&mut self, ctx: &mut StepContext) -> Result<Tensor> {
+        self.module.predict_step(&self.evaluation.take()?, ctx)
     }
 
     fn as_any(&self) -> &dyn Any {
@@ -156,6 +216,6 @@ impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
     }
 
     fn call_hook(&mut self, hook: Hook, ctx: &mut HookContext) -> Result<()> {
-        hook.call(&mut self.module, &mut ctx.with_data(&self.data))
+        hook.call(&mut self.module, &mut ctx.with_data(&*self.data))
     }
 }

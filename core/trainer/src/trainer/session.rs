@@ -11,14 +11,14 @@ use super::evaluation::{Evaluated, EvaluationStage};
 use super::hooks::Hook;
 use super::log_table::{LogTable, Stage};
 use super::meter::{Meter, peak_rss_mib};
-use super::runner::{BatchRequest, ModuleRunner};
+use super::runner::{Loading, ModuleRunner};
 use super::saving::Saving;
 use super::{Event, EventSink, StepContext};
 use crate::fabric::{Fabric, FabricOptimizer};
 use crate::run::{ClipAlgorithm, CountOrFraction, Limits, TrainerConfig};
 use crate::{Error, Result};
 use fulgurite_engine::collective::{ReduceOp, all_gather_object};
-use fulgurite_engine::data::{SampleOrder, Split, TrainSampler};
+use fulgurite_engine::data::{SampleOrder, Split, TrainSampler, Workers};
 use fulgurite_engine::mesh::DP_CP;
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_engine::parallel::explain_shapes;
@@ -88,12 +88,13 @@ impl LoopPlan {
         self.order.at(cursor.samples).0
     }
 
-    fn train_request<'a>(&'a self, indices: &'a [u64]) -> BatchRequest<'a> {
-        BatchRequest {
-            split: Split::Train,
-            indices,
-            device: &self.device,
-            context: self.context.as_ref(),
+    /// The micro-batches of this rank from here on.
+    fn loading(&self, cursor: Cursor, workers: Workers) -> Loading {
+        Loading {
+            plan: Box::new(self.sampler.batches_from(cursor.samples)),
+            device: self.device.clone(),
+            context: self.context.clone(),
+            workers,
         }
     }
 }
@@ -267,6 +268,8 @@ impl Session {
         let plan = self.loop_plan()?;
         let max_steps = self.max_steps()?;
         let max_time = self.parts.config.limits().max_time;
+        let workers = self.parts.config.workers();
+        self.runner.load_training(plan.loading(self.cursor, workers))?;
         let started = Instant::now();
         let mut end = FitEnd::Finished;
         if self.started_epoch.is_none() {
@@ -313,6 +316,7 @@ impl Session {
                 break;
             }
         }
+        self.runner.stop_loading(true);
         self.save_at_end(optimizer, end)?;
         // An interrupted epoch is continued by the resumed run.
         if has_run && end == FitEnd::Finished && plan.epoch(self.cursor) == self.epoch {
@@ -351,6 +355,15 @@ impl Session {
                 ValidationTimes::EverySamples(order.epoch_len() as f64 * part)
             }
         };
+        let (samples, step) = (order.epoch_len(), sampler.global_batch_size());
+        if samples < step && self.rank() == 0 {
+            tracing::warn!(
+                "the training data has {samples} sample(s) and a step takes {step}: each is in a step more \
+                 than once, and a step is {:.1} epochs; give more data, or lower the batch size, \
+                 `trainer.accumulate_grad_batches` or the number of ranks",
+                step as f64 / samples as f64
+            );
+        }
         let first_sample = (share.rank * self.batch_size * accumulate) as u64;
         let device = self.device()?;
         let context = self.parts.fabric.context_parallel();
@@ -377,13 +390,12 @@ impl Session {
         let wanted = self.parts.config.logs_step(step);
         let mut logged = StepContext::training((step, self.epoch), ranks, wanted);
         for micro_batch in 0..plan.accumulate {
-            let indices = plan.sampler.indices_from(self.cursor.samples, micro_batch);
-            let request = plan.train_request(&indices);
+            let samples = self.runner.next_training_batch()?;
             let first_sample = plan.first_sample + (micro_batch * self.batch_size) as u64;
             let accumulating = micro_batch + 1 < plan.accumulate;
             let fabric = &self.parts.fabric;
-            logged.begin_batch(micro_batch as u64, indices.len(), false);
-            self.runner.training_step(&request, &mut logged, &mut |forward| {
+            logged.begin_batch(micro_batch as u64, samples.indices().len(), false);
+            self.runner.training_step(&mut logged, &mut |forward| {
                 let _scope = fabric.forward_scope(true, step, first_sample);
                 let loss = forward().map_err(explain_shapes)?;
                 let _no_sync = fabric.no_backward_sync(accumulating);

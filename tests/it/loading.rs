@@ -1,0 +1,184 @@
+//! Batches made by worker threads: the same as without them, in everything that a run does.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use fulgurite::core::config::ConfigLayers;
+use fulgurite::core::run::RunConfig;
+use fulgurite::core::trainer::{Event, EventSink, RunStatus};
+use fulgurite::prelude::*;
+use fulgurite_transports::run_ranks;
+use serde::{Deserialize, Serialize};
+
+const SAMPLES: u64 = 37;
+
+/// A line through noisy points.
+struct Line(Unit<Linear>);
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct NoKeys {}
+
+/// Points that are moved at random, otherwise in each epoch.
+struct Points {
+    wrong: Option<(u64, Wrong)>,
+}
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct PointsConfig {
+    /// A training sample that cannot be made.
+    wrong: Option<u64>,
+    /// How.
+    panics: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Wrong {
+    Error,
+    Panic,
+}
+
+impl DataModule for Points {
+    type Config = PointsConfig;
+    type Batch = Tensor;
+
+    fn setup(config: &PointsConfig, _: &DataContext) -> Result<Self> {
+        let how = if config.panics { Wrong::Panic } else { Wrong::Error };
+        Ok(Self { wrong: config.wrong.map(|sample| (sample, how)) })
+    }
+
+    fn batch_size(_: &PointsConfig) -> usize {
+        2
+    }
+
+    fn len(&self, _: Split) -> u64 {
+        SAMPLES
+    }
+
+    fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<Tensor> {
+        match self.wrong {
+            Some((sample, how)) if split == Split::Train && indices.contains(&sample) => {
+                let Wrong::Error = how else { panic!("of a sort") };
+                return Err(Error::Data("cannot be read".to_owned()));
+            }
+            _ => {}
+        }
+        let points: Vec<f32> = indices.iter().map(|&i| i as f32 / 10.0).collect();
+        Ok(Tensor::from_vec(points, (indices.len(), 1), device)?)
+    }
+
+    fn augmented_batch(&self, samples: &Samples, device: &Device) -> Result<Tensor> {
+        let points = self.batch(samples.split(), samples.indices(), device)?;
+        let moved: Vec<f32> =
+            (0..samples.indices().len()).map(|i| samples.random(i).normal(0) as f32).collect();
+        Ok((points + Tensor::from_vec(moved, (samples.indices().len(), 1), device)?)?)
+    }
+}
+
+impl LightningModule for Line {
+    type Config = NoKeys;
+    type Data = Points;
+
+    fn configure_model(_: &NoKeys, b: &ModuleBuilder) -> Result<Self> {
+        Ok(Self(b.unit("line", |b| Linear::new(b, 1, 1))?))
+    }
+
+    fn training_step(&mut self, x: &Tensor, _: &mut StepContext) -> Result<Loss> {
+        let error = (self.0.forward(x)? - (x * 2.0)?)?;
+        Ok(Loss::new(error.sqr()?.sum_all()?, x.dim(0)? as f64))
+    }
+
+    fn predict_step(&mut self, x: &Tensor, _: &mut StepContext) -> Result<Tensor> {
+        self.0.forward(x)
+    }
+}
+
+impl Hooks<Points> for Line {}
+
+#[derive(Clone, Default)]
+struct Losses(Arc<Mutex<Vec<u64>>>);
+
+impl EventSink for Losses {
+    fn event(&mut self, event: &Event) -> Result<()> {
+        let loss = match event {
+            Event::Step { train_loss, .. } => train_loss,
+            Event::Validation { val_loss, .. } => val_loss,
+            _ => return Ok(()),
+        };
+        self.0.lock().unwrap().push(loss.to_bits());
+        Ok(())
+    }
+    fn finish(&mut self, _: RunStatus) -> Result<()> {
+        Ok(())
+    }
+}
+
+fn config(logs: &Path, ranks: usize, keys: &str) -> Result<RunConfig<NoKeys, PointsConfig>> {
+    let text = format!(
+        "seed = 3\n[optimizer]\ntype = 'adamw'\nlr = 0.01\n[trainer]\n\
+         default_root_dir = {logs:?}\nstrategy = 'fsdp'\ndevices = {ranks}\nloggers = []\n\
+         enable_progress_bar = false\nval_check_interval = 7\naccumulate_grad_batches = 3\n{keys}"
+    );
+    RunConfig::from_layers(ConfigLayers::new().text("run.toml", &text)?)
+}
+
+/// Bits of the losses of rank 0's run, and of all predictions.
+fn run(logs: &Path, ranks: usize, keys: &str) -> (Vec<u64>, Vec<u32>) {
+    let losses = Losses::default();
+    let predicted = run_ranks(ranks, |world| {
+        let run = config(logs, ranks, keys)?;
+        let trainer = Trainer::new(world).with_sink(Box::new(losses.clone()));
+        let mut trained = trainer.fit::<Line>(&run)?;
+        Ok(trained.predict()?.joined()?.expect("each rank has samples").1.flatten_all()?)
+    });
+    let predicted = predicted.unwrap();
+    let bits = predicted.iter().flat_map(|x| x.to_vec1::<f32>().unwrap()).map(f32::to_bits);
+    let losses = losses.0.lock().unwrap().clone();
+    (losses, bits.collect())
+}
+
+#[test]
+fn a_run_is_the_same_with_any_number_of_workers_and_resumed_amid_an_epoch() {
+    for ranks in [1, 2, 3] {
+        let logs = tempfile::tempdir().unwrap();
+        let (expected, predictions) = run(logs.path(), ranks, "max_steps = 20");
+        assert_eq!(expected.len(), 22, "steps and validations");
+        for (workers, ahead) in [(1, 1), (2, 2), (5, 3)] {
+            let keys = format!("num_workers = {workers}\nprefetch_factor = {ahead}");
+            let whole = run(logs.path(), ranks, &format!("max_steps = 20\n{keys}"));
+            assert_eq!(whole, (expected.clone(), predictions.clone()), "{ranks} ranks, {keys}");
+
+            let saved = logs.path().join(format!("{workers}"));
+            let save = format!("[checkpoint]\ndir = {saved:?}");
+            let (begun, _) = run(logs.path(), ranks, &format!("max_steps = 9\n{keys}\n{save}"));
+            let keys = format!("max_steps = 20\n{keys}\nckpt_path = 'last'\n{save}");
+            let (rest, again) = run(logs.path(), ranks, &keys);
+            assert_eq!([begun, rest].concat(), expected, "{ranks} ranks, {keys}");
+            assert_eq!(again, predictions);
+        }
+    }
+}
+
+#[test]
+fn a_sample_that_cannot_be_made_ends_the_run_with_its_number() {
+    let logs = tempfile::tempdir().unwrap();
+    for (ranks, workers, panics) in [(1, 0, false), (1, 2, false), (2, 3, true), (1, 0, true)] {
+        let keys = format!(
+            "max_steps = 20\nnum_workers = {workers}\n[data]\nwrong = 5\npanics = {panics}"
+        );
+        let errors = run_ranks(ranks, |world| {
+            let run = config(logs.path(), ranks, &keys)?;
+            Ok(Trainer::new(world).fit::<Line>(&run).map(drop))
+        });
+        let errors = errors.unwrap().into_iter().map(Result::unwrap_err);
+        let (of_sample, of_others): (Vec<Error>, Vec<Error>) =
+            errors.partition(|error| matches!(error, Error::Data(_)));
+        let [error] = &*of_sample else { panic!("one rank has the sample: {of_sample:?}") };
+        let error = error.to_string();
+        let what = if panics { "making the batch panicked: of a sort" } else { "cannot be read" };
+        let named = error.starts_with("data: train samples ") && error.contains('5');
+        assert!(named && error.ends_with(what), "{error}");
+        assert!(of_others.iter().all(|error| matches!(error, Error::PeerFailed { .. })));
+    }
+}
