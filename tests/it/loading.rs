@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::run::RunConfig;
-use fulgurite::core::trainer::{Event, EventSink, RunStatus};
+use fulgurite::core::trainer::{Evaluation, Event, EventSink, RunStatus};
 use fulgurite::prelude::*;
 use fulgurite_transports::run_ranks;
 use serde::{Deserialize, Serialize};
@@ -22,6 +22,7 @@ struct NoKeys {}
 /// Points that are moved at random, otherwise in each epoch.
 struct Points {
     wrong: Option<(u64, Wrong)>,
+    sets: Vec<String>,
 }
 
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -31,6 +32,8 @@ struct PointsConfig {
     wrong: Option<u64>,
     /// How.
     panics: bool,
+    /// Names of validation sets, of which one has a sample less than the one before.
+    sets: Vec<String>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -45,15 +48,22 @@ impl DataModule for Points {
 
     fn setup(config: &PointsConfig, _: &DataContext) -> Result<Self> {
         let how = if config.panics { Wrong::Panic } else { Wrong::Error };
-        Ok(Self { wrong: config.wrong.map(|sample| (sample, how)) })
+        Ok(Self { wrong: config.wrong.map(|sample| (sample, how)), sets: config.sets.clone() })
     }
 
     fn batch_size(_: &PointsConfig) -> usize {
         2
     }
 
-    fn len(&self, _: Split) -> u64 {
-        SAMPLES
+    fn len(&self, split: Split) -> u64 {
+        match split {
+            Split::ValidationSet(set) => SAMPLES - set as u64,
+            _ => SAMPLES,
+        }
+    }
+
+    fn validation_sets(&self) -> Vec<String> {
+        self.sets.clone()
     }
 
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<Tensor> {
@@ -84,7 +94,10 @@ impl LightningModule for Line {
         Ok(Self(b.unit("line", |b| Linear::new(b, 1, 1))?))
     }
 
-    fn training_step(&mut self, x: &Tensor, _: &mut StepContext) -> Result<Loss> {
+    fn training_step(&mut self, x: &Tensor, ctx: &mut StepContext) -> Result<Loss> {
+        if let Some(set) = ctx.validation_set {
+            ctx.log("number_of_set", set as f64);
+        }
         let error = (self.0.forward(x)? - (x * 2.0)?)?;
         Ok(Loss::new(error.sqr()?.sum_all()?, x.dim(0)? as f64))
     }
@@ -180,5 +193,49 @@ fn a_sample_that_cannot_be_made_ends_the_run_with_its_number() {
         let named = error.starts_with("data: train samples ") && error.contains('5');
         assert!(named && error.ends_with(what), "{error}");
         assert!(of_others.iter().all(|error| matches!(error, Error::PeerFailed { .. })));
+    }
+}
+
+#[test]
+fn several_validation_sets_are_told_apart_by_name() {
+    let logs = tempfile::tempdir().unwrap();
+    let mut first: Option<Vec<(String, f64)>> = None;
+    for ranks in [1, 2, 3] {
+        let evaluations = run_ranks(ranks, |world| {
+            let run = config(
+                logs.path(),
+                ranks,
+                "max_steps = 1\nnum_workers = 1\n[data]\nsets = ['near', 'far']",
+            )?;
+            Trainer::new(world).validate::<Line>(&run)
+        });
+        for Evaluation { loss, metrics, batches, .. } in evaluations.unwrap() {
+            let per_set = |samples: u64| samples.div_ceil(2 * ranks as u64) * ranks as u64;
+            assert_eq!(batches, per_set(SAMPLES) + per_set(SAMPLES - 1));
+            let names: Vec<&str> = metrics.keys().map(String::as_str).collect();
+            assert_eq!(
+                names,
+                ["number_of_set/far", "number_of_set/near", "val_loss/far", "val_loss/near"]
+            );
+            assert_eq!((metrics["number_of_set/near"], metrics["number_of_set/far"]), (0.0, 1.0));
+            let [near, far] = [SAMPLES as f64, SAMPLES as f64 - 1.0];
+            let sum = metrics["val_loss/near"] * near + metrics["val_loss/far"] * far;
+            assert!((sum / (near + far) - loss).abs() < 1e-9 * loss.abs(), "{loss} {metrics:?}");
+            assert_ne!(metrics["val_loss/near"], metrics["val_loss/far"]);
+            let values: Vec<_> = metrics.into_iter().collect();
+            for ((_, value), (name, expected)) in
+                values.iter().zip(first.get_or_insert(values.clone()))
+            {
+                assert!(
+                    (value - *expected).abs() <= 1e-6 * expected.abs(),
+                    "{name}, {ranks} ranks"
+                );
+            }
+        }
+    }
+    for sets in ["['a', 'a']", "['']"] {
+        let run = config(logs.path(), 1, &format!("max_steps = 1\n[data]\nsets = {sets}")).unwrap();
+        let error = Trainer::default().validate::<Line>(&run).unwrap_err().to_string();
+        assert!(error.contains("each needs a name of its own"), "{error}");
     }
 }

@@ -1,5 +1,6 @@
 //! The `[data]` table.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use fulgurite_core::{Error, Result};
@@ -44,12 +45,16 @@ pub struct TextDataConfig {
     /// Whether training samples are shuffled, differently in each epoch.
     pub shuffle: bool,
     /// The fraction of the samples, from the end, for validation, at least 0 and less than 1. By
-    /// default 0.05 for text, 0 for tokens, and 0 with a `validation_path`.
+    /// default 0.05 for text, 0 for tokens, and 0 with `validation_path` or `validation_sets`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_fraction: Option<f64>,
     /// Files and folders of the same type for validation; then all of `path` is for training.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_path: Option<Paths>,
+    /// Several validation sets, by name, each files and folders of the same type; then all of `path` is for
+    /// training. What a validation logs has the set's name behind it, as in `val_loss/books`.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub validation_sets: BTreeMap<String, Paths>,
     /// The type of ids in token files; by default by extension: u32 for `.u32`, u16 for `.u16` and
     /// `.bin`.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -71,6 +76,7 @@ impl Default for TextDataConfig {
             shuffle: true,
             validation_fraction: None,
             validation_path: None,
+            validation_sets: BTreeMap::new(),
             token_dtype: None,
             vocab_size: None,
         }
@@ -128,9 +134,10 @@ impl TextDataConfig {
     }
 
     pub(crate) fn validation_fraction(&self) -> f64 {
-        match (self.validation_fraction, &self.validation_path, self.kind) {
-            (Some(fraction), ..) => fraction,
-            (None, None, DataKind::Text) => VALIDATION_FRACTION,
+        let from_path = self.validation_path.is_none() && self.validation_sets.is_empty();
+        match (self.validation_fraction, self.kind) {
+            (Some(fraction), _) => fraction,
+            (None, DataKind::Text) if from_path => VALIDATION_FRACTION,
             _ => 0.0,
         }
     }
@@ -158,11 +165,20 @@ impl TextDataConfig {
                 "data.validation_fraction must be at least 0 and less than 1, got {fraction}"
             ));
         }
-        if fraction > 0.0 && self.validation_path.is_some() {
-            return fail(format!(
-                "data.validation_path and data.validation_fraction = {fraction} exclude each \
-                 other; take one away"
-            ));
+        let (path, sets) = (self.validation_path.is_some(), !self.validation_sets.is_empty());
+        for (key, given) in [("validation_path", path), ("validation_sets", sets)] {
+            if fraction > 0.0 && given {
+                return fail(format!(
+                    "data.{key} and data.validation_fraction = {fraction} exclude each other; take one away"
+                ));
+            }
+        }
+        if path && sets {
+            return fail(
+                "data.validation_path and data.validation_sets exclude each other; make the path \
+                 one of the sets"
+                    .to_owned(),
+            );
         }
         if self.kind == DataKind::Text && self.token_dtype.is_some() {
             return fail("data.token_dtype is for data.type = \"tokens\"".to_owned());

@@ -154,12 +154,27 @@ impl TokenFile {
         Ok(ids.into_iter().max().unwrap_or(0))
     }
 
+    fn explain(&self, error: std::io::Error) -> Error {
+        if error.kind() != std::io::ErrorKind::UnexpectedEof {
+            return Error::io("reading", &self.path)(error);
+        }
+        let had = self.len * self.dtype.size() as u64;
+        let has = match self.file.metadata() {
+            Ok(now) => format!("{} bytes", now.len()),
+            Err(error) => format!("an unknown length ({error})"),
+        };
+        Error::Data(format!(
+            "{} had {had} bytes when it was opened and has {has} now; files must not change while they \
+             are trained on",
+            self.path.display()
+        ))
+    }
+
     fn read(&self, start: u64, out: &mut [u32]) -> Result<()> {
         let size = self.dtype.size();
         let mut bytes = vec![0; out.len() * size];
-        self.file
-            .read_exact_at(&mut bytes, start * size as u64)
-            .map_err(Error::io("reading", &self.path))?;
+        let read = self.file.read_exact_at(&mut bytes, start * size as u64);
+        read.map_err(|error| self.explain(error))?;
         match self.dtype {
             TokenDtype::U16 => {
                 let (ids, _) = bytes.as_chunks::<2>();

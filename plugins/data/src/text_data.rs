@@ -29,11 +29,13 @@ const PREVIEW_FILES: usize = 8;
 ///
 /// The last `validation_fraction` of the samples is for validation. Training has the samples before
 /// that share no target with them. [`Split::Test`] and [`Split::Predict`] have the validation
+/// samples. With `validation_sets` these are validated on instead, and tests and predictions have no
 /// samples.
 #[derive(Debug)]
 pub struct TextData {
     train: SampleRange,
     validation: SampleRange,
+    validation_sets: Vec<(String, SampleRange)>,
     tokenizer: Option<Tokenizer>,
     vocab_size: Option<usize>,
     seq_len: usize,
@@ -106,8 +108,24 @@ impl TextData {
             }
             None => split(sequences, config.validation_fraction())?,
         };
+        let validation_sets = config
+            .validation_sets
+            .iter()
+            .map(|(name, paths)| {
+                let sequences = open(&format!("data.validation_sets.{name}"), paths)?;
+                Ok((name.clone(), SampleRange::of(sequences)))
+            })
+            .collect::<Result<_>>()?;
         let vocab_size = config.vocab_size.or(known);
-        Ok(Self { train, validation, tokenizer, vocab_size, seq_len: config.seq_len, first_ids: 0 })
+        Ok(Self {
+            train,
+            validation,
+            validation_sets,
+            tokenizer,
+            vocab_size,
+            seq_len: config.seq_len,
+            first_ids: 0,
+        })
     }
 
     /// [`largest_first_id`](Self::largest_first_id).
@@ -115,11 +133,13 @@ impl TextData {
     /// # Errors
     /// If an id is outside of the vocabulary.
     fn read_first_ids(&self) -> Result<u32> {
-        let splits = [&self.train, &self.validation].map(|split| split.sequences.sources());
-        let files = splits.into_iter().flatten().filter_map(|source| match source {
-            Source::File(file) => Some(file),
-            Source::U16(_) | Source::U32(_) => None,
-        });
+        let sets = self.validation_sets.iter().map(|(_, set)| set);
+        let splits = [&self.train, &self.validation].into_iter().chain(sets);
+        let files =
+            splits.flat_map(|split| split.sequences.sources()).filter_map(|source| match source {
+                Source::File(file) => Some(file),
+                Source::U16(_) | Source::U32(_) => None,
+            });
         let mut largest = 0;
         for file in files.take(PREVIEW_FILES) {
             let id = file.largest_first_id()?;
@@ -131,10 +151,12 @@ impl TextData {
         Ok(largest)
     }
 
-    fn part(&self, split: Split) -> &SampleRange {
+    /// The samples of a split; `None` if there is no such validation set.
+    fn part(&self, split: Split) -> Option<&SampleRange> {
         match split {
-            Split::Train => &self.train,
-            Split::Validation | Split::Test | Split::Predict => &self.validation,
+            Split::Train => Some(&self.train),
+            Split::ValidationSet(set) => self.validation_sets.get(set).map(|(_, range)| range),
+            Split::Validation | Split::Test | Split::Predict => Some(&self.validation),
         }
     }
 }
@@ -164,8 +186,11 @@ impl DataModule for TextData {
     }
 
     fn len(&self, split: Split) -> u64 {
-        let range = &self.part(split).range;
-        range.end - range.start
+        self.part(split).map_or(0, |part| part.range.end - part.range.start)
+    }
+
+    fn validation_sets(&self) -> Vec<String> {
+        self.validation_sets.iter().map(|(name, _)| name.clone()).collect()
     }
 
     fn fingerprint(&self) -> Result<Option<String>> {
@@ -177,7 +202,9 @@ impl DataModule for TextData {
     }
 
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<TokenBatch> {
-        let SampleRange { sequences, range } = self.part(split);
+        let part = self.part(split);
+        let SampleRange { sequences, range } =
+            part.ok_or_else(|| Error::Data(format!("there is no {split}")))?;
         let shape = (indices.len(), self.seq_len);
         let mut inputs = Vec::with_capacity(shape.0 * shape.1);
         let mut targets = Vec::with_capacity(shape.0 * shape.1);

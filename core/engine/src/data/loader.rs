@@ -12,7 +12,7 @@ use crate::execution::ExecutionContext;
 use crate::{Error, Result};
 
 /// Threads of one loader, at most.
-const MAX_WORKERS: usize = 1024;
+const MAX_WORKERS: usize = 256;
 /// Batches that each worker may be ahead, at most.
 const MAX_PREFETCH: usize = 1 << 16;
 /// The time that the end of a loader waits for batches in the making.
@@ -504,7 +504,7 @@ mod tests {
             let config = Workers { num_workers, prefetch_factor };
             Loader::new(plan(1), |_| Ok(()), config).unwrap_err().to_string()
         };
-        insta::assert_snapshot!(error(5000, 2), @"`trainer.num_workers`: must be at most 1024, found 5000");
+        insta::assert_snapshot!(error(5000, 2), @"`trainer.num_workers`: must be at most 256, found 5000");
         insta::assert_snapshot!(error(2, 0), @"`trainer.prefetch_factor`: must be at least 1 and at most 65536, found 0");
     }
 }

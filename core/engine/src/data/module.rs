@@ -15,26 +15,24 @@ pub enum Split {
     Train,
     /// Validation while training.
     Validation,
+    /// Validation while training, if there are several [sets](DataModule::validation_sets): the one of this
+    /// index.
+    ValidationSet(usize),
     /// The test after training.
     Test,
     /// Prediction.
     Predict,
 }
 
-impl Split {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Train => "train",
-            Self::Validation => "validation",
-            Self::Test => "test",
-            Self::Predict => "predict",
-        }
-    }
-}
-
 impl std::fmt::Display for Split {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
+        f.write_str(match self {
+            Self::Train => "train",
+            Self::Validation => "validation",
+            Self::ValidationSet(set) => return write!(f, "validation set {set}"),
+            Self::Test => "test",
+            Self::Predict => "predict",
+        })
     }
 }
 
@@ -138,6 +136,13 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     fn shuffle(config: &Self::Config) -> bool {
         let _ = config;
         true
+    }
+
+    /// The names of several validation sets, the same on every rank; none, the default, if there is one
+    /// set or no validation. With names a validation goes through [`Split::ValidationSet`] of each, and
+    /// what it logs has the set's name behind it: `val_loss/books`. Without, through [`Split::Validation`].
+    fn validation_sets(&self) -> Vec<String> {
+        Vec::new()
     }
 
     /// Number of samples; the same on every rank.

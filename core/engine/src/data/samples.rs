@@ -55,7 +55,7 @@ impl Samples {
     /// # Panics
     /// If the batch has fewer samples.
     pub fn random(&self, nth: usize) -> Stream {
-        let stream = Stream::new(self.seed, Purpose::Augmentation, self.split.name());
+        let stream = Stream::new(self.seed, Purpose::Augmentation, &self.split.to_string());
         stream.child(self.epochs[nth]).child(self.indices[nth])
     }
 
@@ -83,12 +83,15 @@ mod tests {
         let one = word(Split::Train, 1, (2, 3));
         let others = [
             word(Split::Validation, 1, (2, 3)),
+            word(Split::ValidationSet(0), 1, (2, 3)),
+            word(Split::ValidationSet(1), 1, (2, 3)),
             word(Split::Train, 2, (2, 3)),
             word(Split::Train, 1, (3, 3)),
             word(Split::Train, 1, (2, 4)),
             word(Split::Train, 1, (3, 2)),
         ];
         assert!(!others.contains(&one));
+        assert_ne!(others[1], others[2]);
         let batch = Samples::new(Split::Train, 1, [(0, 9), (2, 3)]);
         assert_eq!(batch.random(1).word(0), one);
     }

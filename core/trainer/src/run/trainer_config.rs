@@ -267,7 +267,7 @@ mod tests {
         let error = |keys| trainer(keys).unwrap_err();
         insta::assert_snapshot!(error("accumulate_grad_batches = 0"), @"`trainer.accumulate_grad_batches`: must be at least 1, found 0");
         insta::assert_snapshot!(error("accumulate_grad_batches = 1_000_000_000_000_000_000"), @"`trainer.accumulate_grad_batches`: must be at most 1048576, found 1000000000000000000");
-        insta::assert_snapshot!(error("num_workers = 100_000"), @"`trainer.num_workers`: must be at most 1024, found 100000");
+        insta::assert_snapshot!(error("num_workers = 100_000"), @"`trainer.num_workers`: must be at most 256, found 100000");
         insta::assert_snapshot!(error("prefetch_factor = 0"), @"`trainer.prefetch_factor`: must be at least 1 and at most 65536, found 0");
         insta::assert_snapshot!(error("timeout_secs = 9223372036854775807"), @"`trainer.timeout_secs`: must be at most 31536000, found 9223372036854775807");
         insta::assert_snapshot!(error("num_nodes = 4611686018427387904"), @"`trainer.num_nodes`: must be at most 1048576, found 4611686018427387904");

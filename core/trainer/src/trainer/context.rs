@@ -26,6 +26,9 @@ pub struct StepContext {
     /// compute with some sample all the same, since forwards are collective; neither the loss nor what is
     /// logged counts.
     pub is_padding: bool,
+    /// In a validation on several sets, the index of the batch's set in
+    /// [`validation_sets`](fulgurite_engine::data::DataModule::validation_sets).
+    pub validation_set: Option<usize>,
     pub(super) source: Source,
     pub(super) table: LogTable,
 }
@@ -39,7 +42,17 @@ impl StepContext {
     ) -> Self {
         let source = Source { samples: 0.0, training: true, wanted, padding: false };
         let table = LogTable::default();
-        Self { step, epoch, batch_index: 0, rank, world_size, is_padding: false, source, table }
+        Self {
+            step,
+            epoch,
+            batch_index: 0,
+            rank,
+            world_size,
+            is_padding: false,
+            validation_set: None,
+            source,
+            table,
+        }
     }
 
     /// The context of batches of a validation after step `step`.

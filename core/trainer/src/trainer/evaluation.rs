@@ -1,15 +1,16 @@
 //! Validation, test and prediction: each sample once, without a graph.
 
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 
 use candle_core::{Device, Tensor};
 
 use super::hooks::Hook;
-use super::log_table::Stage;
+use super::log_table::{LogTable, Stage};
 use super::runner::Loading;
 use super::session::Session;
 use super::{Event, Predictions, StepContext};
-use crate::Result;
+use crate::{Error, Result};
 use fulgurite_engine::autograd::no_grad;
 use fulgurite_engine::collective::ReduceOp;
 use fulgurite_engine::data::{EvalSampler, Samples, Split};
@@ -20,9 +21,9 @@ use fulgurite_launch::Interruption;
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Evaluation {
-    /// The mean loss over the data.
+    /// The mean loss over the data, with several validation sets over all of them.
     pub loss: f64,
-    /// What the steps logged, by name.
+    /// What the steps logged, by name, and with several validation sets the loss of each (`val_loss/books`).
     pub metrics: BTreeMap<String, f64>,
     /// Number of batches, of all ranks.
     pub batches: u64,
@@ -87,46 +88,110 @@ impl Session {
     /// Evaluates, if there is data for it. It can be interrupted between two batches; a resumed training
     /// starts its validation again. Collective.
     pub(super) fn evaluate(&mut self, stage: EvaluationStage) -> Result<Evaluated> {
-        let (sampler, batches) = self.batches(stage.split())?;
-        if batches == 0 {
+        let sets = self.evaluation_sets(stage)?;
+        if sets.is_empty() {
             return Ok(Evaluated::NoData);
         }
         let step = self.cursor.step;
         let [start, end] = stage.hooks();
         self.hook(start)?;
-        let ranks = (self.rank(), self.world_size());
-        let mut ctx = StepContext::evaluation((step, self.epoch), ranks);
+        let mut tables = Vec::new();
+        let mut evaluation = Evaluation { loss: 0.0, metrics: BTreeMap::new(), batches: 0 };
         let (mut sum, mut count) = (0.0, 0.0);
-        let interrupted =
-            self.each_batch(stage.split(), (sampler, batches), &mut |session, batch, padding| {
-                ctx.begin_batch(batch.index, batch.samples.indices().len(), padding);
-                let loss = match stage {
-                    EvaluationStage::Validation => session.runner.validation_step(&mut ctx)?,
-                    EvaluationStage::Test => session.runner.test_step(&mut ctx)?,
-                };
-                if !padding {
-                    sum += loss.sum_value()?;
-                    count += loss.count();
+        for set in &sets {
+            let mut table = match self.evaluate_set(stage, set)? {
+                ControlFlow::Continue(SetTotals { sum: of_set, count: samples, table }) => {
+                    (sum, count) = (sum + of_set, count + samples);
+                    if !set.suffix.is_empty() {
+                        let name = format!("{}{}", stage.loss_name(), set.suffix);
+                        evaluation.metrics.insert(name, of_set / samples);
+                    }
+                    table
                 }
-                Ok(())
-            })?;
+                ControlFlow::Break(why) => return Ok(Evaluated::Interrupted(why)),
+            };
+            for (name, value) in self.reduce(&mut table, Stage::Epoch)? {
+                evaluation.metrics.insert(format!("{name}{}", set.suffix), value);
+            }
+            evaluation.batches += set.batches;
+            tables.push(table);
+        }
+        evaluation.loss = sum / count;
+        evaluation.batches *= self.parts.fabric.sampler_share()?.num_replicas as u64;
+        self.metrics.extend(evaluation.metrics.clone());
+        self.metrics.insert(stage.loss_name().to_owned(), evaluation.loss);
+        self.emit(&stage.event(step, evaluation.clone()))?;
+        tables.iter_mut().try_for_each(|table| self.log_media(table))?;
+        self.hook(end)?;
+        Ok(Evaluated::Done(evaluation))
+    }
+
+    /// Goes through one set of an evaluation. Collective.
+    fn evaluate_set(
+        &mut self,
+        stage: EvaluationStage,
+        set: &EvaluationSet,
+    ) -> Result<ControlFlow<Interruption, SetTotals>> {
+        let ranks = (self.rank(), self.world_size());
+        let mut ctx = StepContext::evaluation((self.cursor.step, self.epoch), ranks);
+        if let Split::ValidationSet(index) = set.split {
+            ctx.validation_set = Some(index);
+        }
+        let (mut sum, mut count) = (0.0, 0.0);
+        let sized = (set.sampler, set.batches);
+        let interrupted = self.each_batch(set.split, sized, &mut |session, batch, padding| {
+            ctx.begin_batch(batch.index, batch.samples.indices().len(), padding);
+            let loss = match stage {
+                EvaluationStage::Validation => session.runner.validation_step(&mut ctx)?,
+                EvaluationStage::Test => session.runner.test_step(&mut ctx)?,
+            };
+            if !padding {
+                sum += loss.sum_value()?;
+                count += loss.count();
+            }
+            Ok(())
+        })?;
         if let Some(why) = interrupted {
-            return Ok(Evaluated::Interrupted(why));
+            return Ok(ControlFlow::Break(why));
         }
         let totals = Tensor::new(&[sum, count], &Device::Cpu)?;
         let mesh = self.parts.fabric.device_mesh();
         mesh.group(DP_CP)?.all_reduce(&totals, ReduceOp::Sum)?.wait()?;
         let totals = totals.to_vec1::<f64>()?;
-        let loss = totals[0] / totals[1];
-        let metrics = self.reduce(&mut ctx.table, Stage::Epoch)?;
-        self.metrics.extend(metrics.clone());
-        self.metrics.insert(stage.loss_name().to_owned(), loss);
-        let replicas = self.parts.fabric.sampler_share()?.num_replicas as u64;
-        let evaluation = Evaluation { loss, metrics, batches: batches * replicas };
-        self.emit(&stage.event(step, evaluation.clone()))?;
-        self.log_media(&mut ctx.table)?;
-        self.hook(end)?;
-        Ok(Evaluated::Done(evaluation))
+        let (sum, count) = (totals[0], totals[1]);
+        Ok(ControlFlow::Continue(SetTotals { sum, count, table: ctx.table }))
+    }
+
+    /// The sets of an evaluation that have batches.
+    fn evaluation_sets(&self, stage: EvaluationStage) -> Result<Vec<EvaluationSet>> {
+        let names = match stage {
+            EvaluationStage::Validation => self.runner.validation_sets(),
+            EvaluationStage::Test => Vec::new(),
+        };
+        for (i, name) in names.iter().enumerate() {
+            if name.is_empty() || names[..i].contains(name) {
+                return Err(Error::Data(format!(
+                    "the validation sets are named {names:?}; each needs a name of its own, which is \
+                     behind the names of its metrics"
+                )));
+            }
+        }
+        let mut splits: Vec<(Split, String)> = names
+            .into_iter()
+            .enumerate()
+            .map(|(i, name)| (Split::ValidationSet(i), format!("/{name}")))
+            .collect();
+        if splits.is_empty() {
+            splits.push((stage.split(), String::new()));
+        }
+        let mut sets = Vec::new();
+        for (split, suffix) in splits {
+            let (sampler, batches) = self.batches(split)?;
+            if batches > 0 {
+                sets.push(EvaluationSet { split, suffix, sampler, batches });
+            }
+        }
+        Ok(sets)
     }
 
     /// Predicts for this rank's samples. Collective.
@@ -198,6 +263,25 @@ impl Session {
         self.runner.stop_loading(false);
         Ok(None)
     }
+}
+
+/// A set of samples that is evaluated.
+struct EvaluationSet {
+    split: Split,
+    /// What comes behind the names of its metrics.
+    suffix: String,
+    sampler: EvalSampler,
+    /// Number of batches of each rank.
+    batches: u64,
+}
+
+/// What one set came to.
+struct SetTotals {
+    /// The loss, over all ranks.
+    sum: f64,
+    count: f64,
+    /// What this rank's steps logged.
+    table: LogTable,
 }
 
 /// A batch of an evaluation.

@@ -33,6 +33,9 @@ pub(super) type RunStep<'a> = dyn FnMut(&mut dyn FnMut() -> Result<Loss>) -> Res
 pub(super) trait ModuleRunner {
     fn num_samples(&self, split: Split) -> u64;
 
+    /// [`DataModule::validation_sets`].
+    fn validation_sets(&self) -> Vec<String>;
+
     fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<OptimizerSetup>;
 
     /// Begins to make batches for training.
@@ -162,6 +165,10 @@ impl<M: LightningModule> TypedRunner<M> {
 impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
     fn num_samples(&self, split: Split) -> u64 {
         self.data.len(split)
+    }
+
+    fn validation_sets(&self) -> Vec<String> {
+        self.data.validation_sets()
     }
 
     fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<OptimizerSetup> {

@@ -261,7 +261,7 @@ fn configured_by_toml() {
 
     let error = |text| toml::from_str::<TextDataConfig>(text).unwrap_err().message().to_owned();
     insta::assert_snapshot!(error("path = 3"), @"expected a path or a list of paths");
-    insta::assert_snapshot!(error("sequence = 3"), @"unknown field `sequence`, expected one of `type`, `path`, `tokenizer`, `seq_len`, `stride`, `batch_size`, `shuffle`, `validation_fraction`, `validation_path`, `token_dtype`, `vocab_size`");
+    insta::assert_snapshot!(error("sequence = 3"), @"unknown field `sequence`, expected one of `type`, `path`, `tokenizer`, `seq_len`, `stride`, `batch_size`, `shuffle`, `validation_fraction`, `validation_path`, `validation_sets`, `token_dtype`, `vocab_size`");
     insta::assert_snapshot!(error("type = \"csv\""), @"unknown variant `csv`, expected `text` or `tokens`");
 }
 
@@ -446,4 +446,44 @@ one file of 240000 tokens (776821e82ca833de)
 a text of 10 tokens (42f8ff13621fc566)
 a text of 10 tokens (84638aa302dbe335)
 "#);
+}
+
+#[test]
+fn a_file_that_shrinks_is_an_error() {
+    let dir = folder(&[("a.u16", &u16s(0..1000))]);
+    let path = dir.path().join("a.u16");
+    let data = setup(&plain(DataKind::Tokens, &path, 9));
+    let read = |sample| data.batch(Split::Train, &[sample], &Device::Cpu);
+    read(100).unwrap();
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(1000).unwrap();
+    read(10).unwrap();
+    let error = read(100).unwrap_err().to_string().replace(&path.display().to_string(), "a.u16");
+    insta::assert_snapshot!(error, @"data: a.u16 had 2000 bytes when it was opened and has 1000 bytes now; files must not change while they are trained on");
+}
+
+#[test]
+fn validation_sets_have_names() {
+    let files = ["train", "books", "code"].map(|name| (name, u16s(0..100)));
+    let dir = folder(&files.each_ref().map(|(name, ids)| (*name, &**ids)));
+    let text = format!(
+        "type = 'tokens'\ntoken_dtype = 'u16'\nseq_len = 9\npath = {:?}\n[validation_sets]\ncode = {:?}\nbooks = {:?}",
+        dir.path().join("train"),
+        dir.path().join("code"),
+        [dir.path().join("books"), dir.path().join("code")],
+    );
+    let config: TextDataConfig = toml::from_str(&text).unwrap();
+    let data = setup(&config);
+    assert_eq!(data.validation_sets(), ["books", "code"]);
+    let lens = [Split::Train, Split::ValidationSet(0), Split::ValidationSet(1), Split::Validation]
+        .map(|split| data.len(split));
+    assert_eq!(lens, [11, 22, 11, 0]);
+    let batch = data.batch(Split::ValidationSet(1), &[1], &Device::Cpu).unwrap();
+    assert_eq!(inputs(&batch), [(9..18).collect::<Vec<u32>>()]);
+    let missing = data.batch(Split::ValidationSet(2), &[1], &Device::Cpu).unwrap_err();
+    insta::assert_snapshot!(missing, @"data: there is no validation set 2");
+
+    let both = TextDataConfig { validation_path: Some("a".into()), ..config.clone() };
+    insta::assert_snapshot!(error(&dir, &both), @"data.validation_path and data.validation_sets exclude each other; make the path one of the sets");
+    let fraction = TextDataConfig { validation_fraction: Some(0.1), ..config };
+    insta::assert_snapshot!(error(&dir, &fraction), @"data.validation_sets and data.validation_fraction = 0.1 exclude each other; take one away");
 }
