@@ -1,6 +1,8 @@
-//! The `fulgurite` program: tools for checkpoints, the list of built-in plugins, benchmarks.
+//! The `fulgurite` program: tools for checkpoints, reports about runs, the list of
+//! built-in plugins, benchmarks.
 
 mod checkpoint;
+mod report;
 
 use std::process::ExitCode;
 
@@ -24,6 +26,10 @@ enum Command {
     /// Checkpoints on disk: look into, verify, compare and convert them
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
+    /// Make a page about runs: curves, settings, memory and time, checkpoints
+    ///
+    /// One HTML file that loads nothing, from what runs have written to their directories.
+    Report(report::Report),
     /// Measure, on this machine
     #[cfg(feature = "bench")]
     #[command(subcommand)]
@@ -40,6 +46,7 @@ fn main() -> ExitCode {
             exit_code(fulgurite::cli::plugins::run(&command).map(|()| ExitCode::SUCCESS))
         }
         Command::Checkpoint(command) => exit_code(checkpoint::run(command)),
+        Command::Report(command) => exit_code(command.run()),
         // Reports the failure of any of its processes.
         #[cfg(feature = "bench")]
         Command::Bench(command) => {

@@ -8,6 +8,7 @@ mod callback;
 mod context;
 mod evaluation;
 mod event;
+mod event_log;
 mod histogram;
 mod hooks;
 mod lightning_module;

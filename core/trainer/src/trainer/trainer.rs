@@ -7,6 +7,7 @@ use toml::Table;
 
 use super::callback::Callbacks;
 use super::evaluation::EvaluationStage;
+use super::event_log::EventLog;
 use super::hooks::Hook;
 use super::log_table::LogTable;
 use super::meter::{Meter, seconds_since_epoch};
@@ -333,6 +334,7 @@ fn open_run(
                     .build(dir.path())
             })
             .collect::<Result<Vec<_>>>()?;
+        sinks.insert(0, Box::new(EventLog::create(dir.path())?));
         sinks.insert(
             0,
             Box::new(LoggerSink::new(loggers, run.trainer.log_every_n_steps, resolved)?),

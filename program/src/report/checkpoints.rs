@@ -1,0 +1,64 @@
+//! The checkpoints of a run.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::run::Run;
+
+/// A checkpoint that a run has saved.
+pub(super) struct Checkpoint {
+    pub(super) step: Option<u64>,
+    pub(super) path: PathBuf,
+    /// Seconds for which training waited.
+    pub(super) blocked_s: Option<f64>,
+    /// Its size on disk in bytes; `None` if it is not there any more.
+    pub(super) bytes: Option<u64>,
+}
+
+/// The checkpoints of a run in the order in which they were saved; without `events.jsonl`, those that are
+/// there.
+pub(super) fn checkpoints(run: &Run) -> Vec<Checkpoint> {
+    let own = run.path.join("checkpoints");
+    let mut all: Vec<Checkpoint> = run
+        .events_of("checkpoint")
+        .map(|event| {
+            let path = PathBuf::from(event["path"].as_str().unwrap_or_default());
+            // The run's directory may have moved since.
+            let moved = path.file_name().map(|name| own.join(name)).filter(|path| path.is_dir());
+            let found = moved.unwrap_or_else(|| path.clone());
+            let bytes = found.is_dir().then(|| size(&found));
+            let (step, blocked_s) = (event["step"].as_u64(), event["blocked_s"].as_f64());
+            Checkpoint { step, path, blocked_s, bytes }
+        })
+        .collect();
+    if all.is_empty() {
+        let entries = std::fs::read_dir(&own).into_iter().flatten().flatten();
+        all.extend(entries.filter_map(|entry| {
+            let name = entry.file_name();
+            let step = name.to_str()?.strip_prefix("step-")?.parse().ok()?;
+            let path = entry.path();
+            let bytes = Some(size(&path));
+            Some(Checkpoint { step: Some(step), path, blocked_s: None, bytes })
+        }));
+        all.sort_by_key(|checkpoint| checkpoint.step);
+    }
+    all
+}
+
+/// The bytes of the files in a directory. Links are not followed.
+fn size(dir: &Path) -> u64 {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let sizes = entries.map(|entry| match entry.metadata() {
+        Ok(metadata) if metadata.is_dir() => size(&entry.path()),
+        Ok(metadata) => metadata.len(),
+        Err(_) => 0,
+    });
+    sizes.sum()
+}
+
+/// The checkpoint that a run went on from: its step and path.
+pub(super) fn resumed_from(run: &Run) -> Option<(u64, String)> {
+    let event: &Value = run.event("resume")?;
+    Some((event["step"].as_u64()?, event["path"].as_str()?.to_owned()))
+}
