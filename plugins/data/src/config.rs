@@ -31,6 +31,11 @@ pub struct TextDataConfig {
     /// files that `.gitignore` excludes, and files that are not UTF-8 text. Of folders of tokens,
     /// the `.u16`, `.u32` and `.bin` files directly in them are taken, in order.
     pub path: Paths,
+    /// Sources that training mixes by weight, in place of `path`: `[{ path = "books", weight = 0.7 }, { path =
+    /// "code", weight = 0.3 }]`. A source that is short for its weight is repeated, in another order each
+    /// time; one that is long is not all used in an epoch, which is as many samples as there are.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub mixture: Vec<MixtureSource>,
     /// `"bytes"`, or a Hugging Face `tokenizer.json` or a folder with one. By default `"bytes"` for
     /// text and none for tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -69,6 +74,7 @@ impl Default for TextDataConfig {
         Self {
             kind: DataKind::Text,
             path: Paths::One(".".into()),
+            mixture: Vec::new(),
             tokenizer: None,
             seq_len: 256,
             stride: None,
@@ -81,6 +87,16 @@ impl Default for TextDataConfig {
             vocab_size: None,
         }
     }
+}
+
+/// A source of a mixture: an element of `data.mixture`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MixtureSource {
+    /// Files and folders, as `data.path`.
+    pub path: Paths,
+    /// How many samples are from this source, in relation to the weights of the others.
+    pub weight: f64,
 }
 
 /// The content of data files: `data.type`.
@@ -129,6 +145,18 @@ impl<P: AsRef<Path> + ?Sized> From<&P> for Paths {
 }
 
 impl TextDataConfig {
+    /// What is trained on: keys of the configuration, paths and weights.
+    pub(crate) fn sources(&self) -> Vec<(String, &Paths, f64)> {
+        match &*self.mixture {
+            [] => vec![("data.path".to_owned(), &self.path, 1.0)],
+            mixture => mixture
+                .iter()
+                .enumerate()
+                .map(|(i, source)| (format!("data.mixture[{i}].path"), &source.path, source.weight))
+                .collect(),
+        }
+    }
+
     pub(crate) fn stride(&self) -> usize {
         self.stride.unwrap_or(self.seq_len)
     }
@@ -180,14 +208,32 @@ impl TextDataConfig {
                     .to_owned(),
             );
         }
+        if !self.mixture.is_empty() {
+            if self.path != Self::default().path {
+                return fail(
+                    "data.path and data.mixture exclude each other; make the path one of the \
+                     mixture's sources"
+                        .to_owned(),
+                );
+            }
+            if !self.shuffle {
+                return fail(
+                    "data.shuffle = false and data.mixture exclude each other: a mixture draws at random"
+                        .to_owned(),
+                );
+            }
+        }
         if self.kind == DataKind::Text && self.token_dtype.is_some() {
             return fail("data.token_dtype is for data.type = \"tokens\"".to_owned());
         }
-        for (key, paths) in
-            [("path", Some(&self.path)), ("validation_path", self.validation_path.as_ref())]
-        {
-            if paths.is_some_and(|paths| paths.as_slice().is_empty()) {
-                return fail(format!("data.{key} is an empty list; name a file or folder"));
+        let sources = self.sources().into_iter().map(|(key, paths, _)| (key, paths));
+        let validation =
+            self.validation_path.iter().map(|paths| ("data.validation_path".to_owned(), paths));
+        let sets = self.validation_sets.iter();
+        let sets = sets.map(|(name, paths)| (format!("data.validation_sets.{name}"), paths));
+        for (key, paths) in sources.chain(validation).chain(sets) {
+            if paths.as_slice().is_empty() {
+                return fail(format!("{key} is an empty list; name a file or folder"));
             }
         }
         Ok(())

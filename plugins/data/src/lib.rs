@@ -29,6 +29,6 @@ mod source;
 mod text_data;
 mod tokenizer;
 
-pub use config::{DataKind, Paths, TextDataConfig, TokenDtype};
+pub use config::{DataKind, MixtureSource, Paths, TextDataConfig, TokenDtype};
 pub use text_data::TextData;
 pub use tokenizer::Tokenizer;

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use fulgurite_core::data::{DataContext, DataModule, Split, TokenBatch};
+use fulgurite_core::data::{DataContext, DataModule, Mixture, Sampler, Split, TokenBatch};
 use fulgurite_core::parallel::ContextParallel;
 use fulgurite_core::{Error, Result};
 
@@ -33,16 +33,22 @@ const PREVIEW_FILES: usize = 8;
 /// samples.
 #[derive(Debug)]
 pub struct TextData {
-    train: SampleRange,
-    validation: SampleRange,
-    validation_sets: Vec<(String, SampleRange)>,
+    train: Parts,
+    validation: Parts,
+    validation_sets: Vec<(String, Parts)>,
+    /// The weight of each part of the training samples; empty if they are not mixed.
+    weights: Vec<f64>,
     tokenizer: Option<Tokenizer>,
     vocab_size: Option<usize>,
     seq_len: usize,
     first_ids: u32,
 }
 
-/// The samples of a split.
+/// The samples of a split, from one source after the other.
+#[derive(Debug)]
+struct Parts(Vec<SampleRange>);
+
+/// Samples of one source.
 #[derive(Debug, Clone)]
 struct SampleRange {
     sequences: Arc<Sequences>,
@@ -100,32 +106,39 @@ impl TextData {
             };
             Ok(Arc::new(Sequences::new(sources, config.seq_len, config.stride())?))
         };
-        let sequences = open("data.path", &config.path)?;
-        let (train, validation) = match &config.validation_path {
-            Some(path) => {
-                let validation = open("data.validation_path", path)?;
-                (SampleRange::of(sequences), SampleRange::of(validation))
-            }
-            None => split(sequences, config.validation_fraction())?,
-        };
+        let sources = config.sources();
+        let weights = sources.iter().map(|(.., weight)| *weight).collect();
+        let (mut train, mut validation) = (Vec::new(), Vec::new());
+        for (key, paths, _) in sources {
+            let (of_train, of_validation) =
+                split(open(&key, paths)?, config.validation_fraction())?;
+            train.push(of_train);
+            validation.push(of_validation);
+        }
+        if let Some(paths) = &config.validation_path {
+            validation = vec![SampleRange::of(open("data.validation_path", paths)?)];
+        }
         let validation_sets = config
             .validation_sets
             .iter()
             .map(|(name, paths)| {
                 let sequences = open(&format!("data.validation_sets.{name}"), paths)?;
-                Ok((name.clone(), SampleRange::of(sequences)))
+                Ok((name.clone(), Parts(vec![SampleRange::of(sequences)])))
             })
             .collect::<Result<_>>()?;
         let vocab_size = config.vocab_size.or(known);
-        Ok(Self {
-            train,
-            validation,
+        let data = Self {
+            train: Parts(train),
+            validation: Parts(validation),
             validation_sets,
+            weights: if config.mixture.is_empty() { Vec::new() } else { weights },
             tokenizer,
             vocab_size,
             seq_len: config.seq_len,
             first_ids: 0,
-        })
+        };
+        data.sampler(0)?; // finds mistakes in the weights
+        Ok(data)
     }
 
     /// [`largest_first_id`](Self::largest_first_id).
@@ -135,8 +148,10 @@ impl TextData {
     fn read_first_ids(&self) -> Result<u32> {
         let sets = self.validation_sets.iter().map(|(_, set)| set);
         let splits = [&self.train, &self.validation].into_iter().chain(sets);
-        let files =
-            splits.flat_map(|split| split.sequences.sources()).filter_map(|source| match source {
+        let files = splits
+            .flat_map(|split| &split.0)
+            .flat_map(|part| part.sequences.sources())
+            .filter_map(|source| match source {
                 Source::File(file) => Some(file),
                 Source::U16(_) | Source::U32(_) => None,
             });
@@ -152,10 +167,10 @@ impl TextData {
     }
 
     /// The samples of a split; `None` if there is no such validation set.
-    fn part(&self, split: Split) -> Option<&SampleRange> {
+    fn part(&self, split: Split) -> Option<&Parts> {
         match split {
             Split::Train => Some(&self.train),
-            Split::ValidationSet(set) => self.validation_sets.get(set).map(|(_, range)| range),
+            Split::ValidationSet(set) => self.validation_sets.get(set).map(|(_, parts)| parts),
             Split::Validation | Split::Test | Split::Predict => Some(&self.validation),
         }
     }
@@ -186,15 +201,29 @@ impl DataModule for TextData {
     }
 
     fn len(&self, split: Split) -> u64 {
-        self.part(split).map_or(0, |part| part.range.end - part.range.start)
+        self.part(split).map_or(0, Parts::len)
     }
 
     fn validation_sets(&self) -> Vec<String> {
         self.validation_sets.iter().map(|(name, _)| name.clone()).collect()
     }
 
+    fn sampler(&self, seed: u64) -> Result<Option<Arc<dyn Sampler>>> {
+        if self.weights.is_empty() {
+            return Ok(None);
+        }
+        let lens = self.train.0.iter().map(SampleRange::len);
+        let sources: Vec<(f64, u64)> = self.weights.iter().copied().zip(lens).collect();
+        Ok(Some(Arc::new(Mixture::new(seed, &sources)?)))
+    }
+
     fn fingerprint(&self) -> Result<Option<String>> {
-        self.train.sequences.fingerprint().map(Some)
+        let parts = self.train.0.iter().map(|part| part.sequences.fingerprint());
+        let mut parts = parts.collect::<Result<Vec<_>>>()?;
+        for (part, weight) in parts.iter_mut().zip(&self.weights) {
+            *part = format!("{part} with weight {weight}");
+        }
+        Ok(Some(parts.join(", ")))
     }
 
     fn shard_sequence(batch: TokenBatch, context: &ContextParallel) -> Result<TokenBatch> {
@@ -202,21 +231,19 @@ impl DataModule for TextData {
     }
 
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<TokenBatch> {
-        let part = self.part(split);
-        let SampleRange { sequences, range } =
-            part.ok_or_else(|| Error::Data(format!("there is no {split}")))?;
+        let parts = self.part(split).ok_or_else(|| Error::Data(format!("there is no {split}")))?;
         let shape = (indices.len(), self.seq_len);
         let mut inputs = Vec::with_capacity(shape.0 * shape.1);
         let mut targets = Vec::with_capacity(shape.0 * shape.1);
         let mut ids = vec![0; self.seq_len + 1];
         for &index in indices {
-            let available = range.end - range.start;
-            if index >= available {
+            let Some((sequences, sample)) = parts.find(index) else {
+                let available = parts.len();
                 return Err(Error::Data(format!(
                     "there is no {split} sample {index} of {available}"
                 )));
-            }
-            let source = sequences.read(range.start + index, &mut ids)?;
+            };
+            let source = sequences.read(sample, &mut ids)?;
             if let Some(vocab_size) = self.vocab_size
                 && let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size)
             {
@@ -233,7 +260,29 @@ impl DataModule for TextData {
     }
 }
 
+impl Parts {
+    fn len(&self) -> u64 {
+        self.0.iter().map(SampleRange::len).sum()
+    }
+
+    /// Where a sample is.
+    fn find(&self, mut index: u64) -> Option<(&Sequences, u64)> {
+        for SampleRange { sequences, range } in &self.0 {
+            let len = range.end - range.start;
+            if index < len {
+                return Some((sequences, range.start + index));
+            }
+            index -= len;
+        }
+        None
+    }
+}
+
 impl SampleRange {
+    fn len(&self) -> u64 {
+        self.range.end - self.range.start
+    }
+
     fn of(sequences: Arc<Sequences>) -> Self {
         let range = 0..sequences.len();
         Self { sequences, range }

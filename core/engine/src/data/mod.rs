@@ -18,6 +18,7 @@
 
 mod batch;
 mod loader;
+mod mixture;
 mod module;
 mod order;
 mod sampler;
@@ -25,7 +26,8 @@ mod samples;
 
 pub use batch::TokenBatch;
 pub use loader::{Loader, Workers};
+pub use mixture::Mixture;
 pub use module::{DataContext, DataModule, Split};
-pub use order::SampleOrder;
+pub use order::{SampleOrder, Sampler};
 pub use sampler::{EvalSampler, TrainSampler};
 pub use samples::Samples;

@@ -1,10 +1,12 @@
 //! The data module trait.
 
+use std::sync::Arc;
+
 use candle_core::Device;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::Samples;
+use super::{SampleOrder, Sampler, Samples};
 use crate::parallel::ContextParallel;
 use crate::{Error, Result};
 
@@ -136,6 +138,28 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     fn shuffle(config: &Self::Config) -> bool {
         let _ = config;
         true
+    }
+
+    /// An order of training samples of one's own, such as a [`Mixture`](super::Mixture); by default none, and
+    /// samples come in order or shuffled, as [`shuffle`](Self::shuffle) says. The same on every rank.
+    ///
+    /// # Errors
+    /// If there is none for this data.
+    fn sampler(&self, seed: u64) -> Result<Option<Arc<dyn Sampler>>> {
+        let _ = seed;
+        Ok(None)
+    }
+
+    /// The order of training samples: that of the [`sampler`](Self::sampler) or, without one, of all samples,
+    /// shuffled or not.
+    ///
+    /// # Errors
+    /// If there are no training samples, or as [`sampler`](Self::sampler).
+    fn train_order(&self, seed: u64, shuffle: bool) -> Result<SampleOrder> {
+        match self.sampler(seed)? {
+            Some(sampler) => SampleOrder::of_sampler(seed, sampler),
+            None => SampleOrder::new(seed, shuffle, self.len(Split::Train)),
+        }
     }
 
     /// The names of several validation sets, the same on every rank; none, the default, if there is one

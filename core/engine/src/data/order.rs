@@ -1,15 +1,71 @@
 //! The endless stream of training samples.
 
+use std::fmt;
+use std::sync::Arc;
+
 use crate::random::{Purpose, Stream};
 use crate::{Error, Result};
 
+/// An order of training samples of one's own: for samples that come more often than others, for a curriculum,
+/// for batches of like lengths. A data module gives it by [`DataModule::sampler`](super::DataModule::sampler).
+///
+/// It is a function of the position in an endless stream of samples, equal on all ranks: the trainer says which
+/// positions a rank takes in a step. So it needs no state to be resumed. Random numbers are those of a
+/// [`Stream`].
+///
+/// ```
+/// use fulgurite_core::data::Sampler;
+/// use fulgurite_core::random::{Purpose, Stream};
+///
+/// /// Every second sample is of the first ten.
+/// struct OftenFirst { stream: Stream, samples: u64 }
+///
+/// impl Sampler for OftenFirst {
+///     fn epoch_len(&self) -> u64 { self.samples }
+///     fn sample(&self, position: u64) -> (u64, u64) {
+///         let among = if position % 2 == 0 { 10 } else { self.samples };
+///         let index = self.stream.uniform(position) * among as f64;
+///         (position / self.samples, index as u64)
+///     }
+/// }
+///
+/// let sampler = OftenFirst { stream: Stream::new(42, Purpose::Shuffle, "often"), samples: 1000 };
+/// assert!(sampler.sample(6).1 < 10);
+/// ```
+pub trait Sampler: Send + Sync {
+    /// Number of samples after which an epoch is over, at least 1.
+    fn epoch_len(&self) -> u64;
+
+    /// How often the sample at a position was taken before, or something like it, and its index, less than the
+    /// number of training samples. The first is what random augmentation depends on besides the index.
+    fn sample(&self, position: u64) -> (u64, u64);
+}
+
 /// The order in which training samples come: epoch after epoch without end, each epoch every
-/// sample once, in its own random order if shuffled. A pure function of the position.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// sample once, in its own random order if shuffled; or as a [`Sampler`] says. A pure function of the
+/// position.
+#[derive(Debug, Clone)]
 pub struct SampleOrder {
-    stream: Option<Stream>,
+    kind: Kind,
     seed: u64,
     len: u64,
+}
+
+#[derive(Clone)]
+enum Kind {
+    InOrder,
+    Shuffled(Stream),
+    Own(Arc<dyn Sampler>),
+}
+
+impl fmt::Debug for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::InOrder => "InOrder",
+            Self::Shuffled(_) => "Shuffled",
+            Self::Own(_) => "Own",
+        })
+    }
 }
 
 impl SampleOrder {
@@ -18,11 +74,27 @@ impl SampleOrder {
     /// # Errors
     /// If there are no samples.
     pub fn new(seed: u64, shuffle: bool, len: u64) -> Result<Self> {
-        if len == 0 {
-            return Err(Error::Data("there are no training samples".to_owned()));
+        let kind = match shuffle {
+            true => Kind::Shuffled(Stream::new(seed, Purpose::Shuffle, "train")),
+            false => Kind::InOrder,
+        };
+        Self { kind, seed, len }.checked()
+    }
+
+    /// The order that a sampler gives.
+    ///
+    /// # Errors
+    /// If its epochs have no samples.
+    pub fn of_sampler(seed: u64, sampler: Arc<dyn Sampler>) -> Result<Self> {
+        let len = sampler.epoch_len();
+        Self { kind: Kind::Own(sampler), seed, len }.checked()
+    }
+
+    fn checked(self) -> Result<Self> {
+        match self.len {
+            0 => Err(Error::Data("there are no training samples".to_owned())),
+            _ => Ok(self),
         }
-        let stream = shuffle.then(|| Stream::new(seed, Purpose::Shuffle, "train"));
-        Ok(Self { stream, seed, len })
     }
 
     /// The run's seed.
@@ -35,12 +107,19 @@ impl SampleOrder {
         self.len
     }
 
-    /// The epoch that a position of the stream is in, and the index of the sample there.
+    /// The epoch that a position of the stream is in.
+    pub fn epoch(&self, position: u64) -> u64 {
+        position / self.len
+    }
+
+    /// How often the sample at a position of the stream came before (the epoch, without a sampler), and its
+    /// index.
     pub fn at(&self, position: u64) -> (u64, u64) {
         let (epoch, place) = (position / self.len, position % self.len);
-        match self.stream {
-            Some(stream) => (epoch, stream.child(epoch).permute(self.len, place)),
-            None => (epoch, place),
+        match &self.kind {
+            Kind::InOrder => (epoch, place),
+            Kind::Shuffled(stream) => (epoch, stream.child(epoch).permute(self.len, place)),
+            Kind::Own(sampler) => sampler.sample(position),
         }
     }
 }

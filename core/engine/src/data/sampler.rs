@@ -15,7 +15,7 @@ const MAX_STEP: u64 = 1 << 48;
 /// A step takes the next `batch_size * data_parallel_size * accumulate` samples of the stream,
 /// rank `r` the `r`-th contiguous part of them. So the samples of a step depend on their number
 /// alone, not on how ranks and micro-batches share it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct TrainSampler {
     order: SampleOrder,
     batch_size: u64,
@@ -69,7 +69,7 @@ impl TrainSampler {
 
     /// The epoch that step `step`, counted from 0, begins in.
     pub fn epoch(&self, step: u64) -> u64 {
-        self.order.at(step * self.global_batch_size()).0
+        self.order.epoch(step * self.global_batch_size())
     }
 
     /// The samples of this rank's micro-batch `micro_batch` of step `step`, both counted from 0.
@@ -90,11 +90,11 @@ impl TrainSampler {
 
     /// This rank's micro-batches from `position` of the stream on, where a step begins, without end.
     pub fn batches_from(&self, position: u64) -> impl Iterator<Item = Samples> + Send + use<> {
-        let sampler = *self;
-        (0..).flat_map(move |step| {
+        let sampler = self.clone();
+        (0_u64..).map(move |batch| {
+            let (step, micro_batch) = (batch / sampler.accumulate, batch % sampler.accumulate);
             let position = position + step * sampler.global_batch_size();
-            (0..sampler.accumulate as usize)
-                .map(move |micro_batch| sampler.samples_from(position, micro_batch))
+            sampler.samples_from(position, micro_batch as usize)
         })
     }
 }
@@ -185,11 +185,12 @@ mod tests {
 
     /// All samples of a step, in the order of the stream: rank by rank, micro-batch by micro-batch.
     fn step_samples(
-        order: SampleOrder,
+        order: &SampleOrder,
         step: u64,
         (dp, accumulate, batch): (usize, usize, usize),
     ) -> Vec<u64> {
-        let samplers = (0..dp).map(|r| TrainSampler::new(order, batch, dp, r, accumulate).unwrap());
+        let samplers =
+            (0..dp).map(|r| TrainSampler::new(order.clone(), batch, dp, r, accumulate).unwrap());
         samplers.flat_map(|s| (0..accumulate).flat_map(move |m| s.indices(step, m))).collect()
     }
 
@@ -210,7 +211,7 @@ mod tests {
         ) {
             let order = SampleOrder::new(seed, shuffle, len).unwrap();
             let stream: Vec<_> = (24 * step..24 * (step + 1)).map(|p| order.at(p).1).collect();
-            prop_assert_eq!(step_samples(order, step, share), stream);
+            prop_assert_eq!(step_samples(&order, step, share), stream);
         }
 
         #[test]
@@ -219,7 +220,7 @@ mod tests {
         ) {
             let len = 24 * steps;
             let order = SampleOrder::new(seed, true, len).unwrap();
-            let mut seen: Vec<_> = (0..steps).flat_map(|s| step_samples(order, s, share)).collect();
+            let mut seen: Vec<_> = (0..steps).flat_map(|s| step_samples(&order, s, share)).collect();
             seen.sort_unstable();
             prop_assert_eq!(seen, (0..len).collect::<Vec<_>>());
         }
@@ -279,7 +280,7 @@ mod tests {
     fn mistakes_are_explained() {
         let order = SampleOrder::new(0, false, 10).unwrap();
         let message = |batch, dp, rank, accumulate| {
-            TrainSampler::new(order, batch, dp, rank, accumulate).unwrap_err().to_string()
+            TrainSampler::new(order.clone(), batch, dp, rank, accumulate).unwrap_err().to_string()
         };
         insta::assert_snapshot!(message(0, 1, 0, 1), @"data.batch_size must be at least 1, got 0");
         insta::assert_snapshot!(message(1, 1, 0, 0), @"trainer.accumulate_grad_batches must be at least 1, got 0");
@@ -290,7 +291,7 @@ mod tests {
     fn sizes_that_are_mistakes_are_refused() {
         let order = SampleOrder::new(0, false, 1000).unwrap();
         let error = |batch, accumulate| {
-            TrainSampler::new(order, batch, 4, 0, accumulate).unwrap_err().to_string()
+            TrainSampler::new(order.clone(), batch, 4, 0, accumulate).unwrap_err().to_string()
         };
         insta::assert_snapshot!(error(1_000_000_000_000_000_000, 1), @"`data.batch_size` must be at most 1073741824, found 1000000000000000000");
         insta::assert_snapshot!(error(1 << 30, usize::MAX), @"`data.batch_size` = 1073741824 times 4 data-parallel rank(s) times `trainer.accumulate_grad_batches` = 18446744073709551615 are the samples of a step, which must be at most 281474976710656");

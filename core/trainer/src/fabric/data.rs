@@ -6,9 +6,7 @@ use candle_core::Device;
 
 use super::Fabric;
 use crate::{Error, Result};
-use fulgurite_engine::data::{
-    DataContext, DataModule, Loader, SampleOrder, Samples, Split, TrainSampler, Workers,
-};
+use fulgurite_engine::data::{DataContext, DataModule, Loader, Samples, TrainSampler, Workers};
 use fulgurite_engine::module::ForwardScope;
 
 /// A micro-batch of training samples, with the [scope](ForwardScope) for its forward, on which
@@ -134,7 +132,7 @@ impl Fabric {
     pub fn setup_data<D: DataModule>(&self, config: &D::Config) -> Result<TrainLoader<D>> {
         let data = D::setup(config, &self.data_context()?)?;
         let share = self.sampler_share()?;
-        let order = SampleOrder::new(self.seed(), D::shuffle(config), data.len(Split::Train))?;
+        let order = data.train_order(self.seed(), D::shuffle(config))?;
         let batch_size = D::batch_size(config);
         let sampler = TrainSampler::new(order, batch_size, share.num_replicas, share.rank, 1)?;
         Ok(TrainLoader {

@@ -12,7 +12,7 @@ use super::{BatchOf, HookContext, LightningModule, OptimizerSetup, RunConfigOf, 
 use crate::fabric::Fabric;
 use crate::{Error, Result};
 use fulgurite_config::to_table;
-use fulgurite_engine::data::{DataModule, Loader, Samples, Split, Workers};
+use fulgurite_engine::data::{DataModule, Loader, SampleOrder, Samples, Split, Workers};
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_nn::Loss;
 
@@ -32,6 +32,9 @@ pub(super) type RunStep<'a> = dyn FnMut(&mut dyn FnMut() -> Result<Loss>) -> Res
 /// A module with its data.
 pub(super) trait ModuleRunner {
     fn num_samples(&self, split: Split) -> u64;
+
+    /// [`DataModule::train_order`].
+    fn train_order(&self, seed: u64, shuffle: bool) -> Result<SampleOrder>;
 
     /// [`DataModule::validation_sets`].
     fn validation_sets(&self) -> Vec<String>;
@@ -165,6 +168,10 @@ impl<M: LightningModule> TypedRunner<M> {
 impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
     fn num_samples(&self, split: Split) -> u64 {
         self.data.len(split)
+    }
+
+    fn train_order(&self, seed: u64, shuffle: bool) -> Result<SampleOrder> {
+        self.data.train_order(seed, shuffle)
     }
 
     fn validation_sets(&self) -> Vec<String> {

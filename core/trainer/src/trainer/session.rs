@@ -14,11 +14,11 @@ use super::meter::{Meter, peak_rss_mib};
 use super::runner::{Loading, ModuleRunner};
 use super::saving::Saving;
 use super::{Event, EventSink, StepContext};
+use crate::Result;
 use crate::fabric::{Fabric, FabricOptimizer};
 use crate::run::{ClipAlgorithm, CountOrFraction, Limits, TrainerConfig};
-use crate::{Error, Result};
 use fulgurite_engine::collective::{ReduceOp, all_gather_object};
-use fulgurite_engine::data::{SampleOrder, Split, TrainSampler, Workers};
+use fulgurite_engine::data::{SampleOrder, TrainSampler, Workers};
 use fulgurite_engine::mesh::DP_CP;
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_engine::parallel::explain_shapes;
@@ -85,7 +85,7 @@ struct LoopPlan {
 impl LoopPlan {
     /// The epoch of the next sample.
     fn epoch(&self, cursor: Cursor) -> u64 {
-        self.order.at(cursor.samples).0
+        self.order.epoch(cursor.samples)
     }
 
     /// The micro-batches of this rank from here on.
@@ -236,15 +236,11 @@ impl Session {
 
     /// The order of training samples of this rank.
     fn train_sampler(&self) -> Result<(SampleOrder, TrainSampler)> {
-        let len = self.runner.num_samples(Split::Train);
-        if len == 0 {
-            return Err(Error::Data("there are no training samples".to_owned()));
-        }
         let share = self.parts.fabric.sampler_share()?;
-        let order = SampleOrder::new(self.parts.fabric.seed(), self.shuffle, len)?;
+        let order = self.runner.train_order(self.parts.fabric.seed(), self.shuffle)?;
         let accumulate = self.parts.config.accumulate_grad_batches as usize;
-        let sampler =
-            TrainSampler::new(order, self.batch_size, share.num_replicas, share.rank, accumulate)?;
+        let (batch_size, ranks) = (self.batch_size, share.num_replicas);
+        let sampler = TrainSampler::new(order.clone(), batch_size, ranks, share.rank, accumulate)?;
         Ok((order, sampler))
     }
 

@@ -261,7 +261,7 @@ fn configured_by_toml() {
 
     let error = |text| toml::from_str::<TextDataConfig>(text).unwrap_err().message().to_owned();
     insta::assert_snapshot!(error("path = 3"), @"expected a path or a list of paths");
-    insta::assert_snapshot!(error("sequence = 3"), @"unknown field `sequence`, expected one of `type`, `path`, `tokenizer`, `seq_len`, `stride`, `batch_size`, `shuffle`, `validation_fraction`, `validation_path`, `validation_sets`, `token_dtype`, `vocab_size`");
+    insta::assert_snapshot!(error("sequence = 3"), @"unknown field `sequence`, expected one of `type`, `path`, `mixture`, `tokenizer`, `seq_len`, `stride`, `batch_size`, `shuffle`, `validation_fraction`, `validation_path`, `validation_sets`, `token_dtype`, `vocab_size`");
     insta::assert_snapshot!(error("type = \"csv\""), @"unknown variant `csv`, expected `text` or `tokens`");
 }
 
@@ -486,4 +486,45 @@ fn validation_sets_have_names() {
     insta::assert_snapshot!(error(&dir, &both), @"data.validation_path and data.validation_sets exclude each other; make the path one of the sets");
     let fraction = TextDataConfig { validation_fraction: Some(0.1), ..config };
     insta::assert_snapshot!(error(&dir, &fraction), @"data.validation_sets and data.validation_fraction = 0.1 exclude each other; take one away");
+}
+
+#[test]
+fn sources_are_mixed_by_weight() {
+    let dir = folder(&[("a.u16", &u16s(0..401)), ("b.u16", &u16s(1000..1041))]);
+    let text = format!(
+        "type = 'tokens'\nseq_len = 4\nvalidation_fraction = 0.1\n\
+         mixture = [{{ path = {:?}, weight = 1 }}, {{ path = {:?}, weight = 3 }}]",
+        dir.path().join("a.u16"),
+        dir.path().join("b.u16"),
+    );
+    let config: TextDataConfig = toml::from_str(&text).unwrap();
+    let data = setup(&config);
+    assert_eq!((data.len(Split::Train), data.len(Split::Validation)), (90 + 9, 10 + 1));
+    let order = data.train_order(7, true).unwrap();
+    assert_eq!(order.epoch_len(), 99);
+    let sample = |position| {
+        let (_, index) = order.at(position);
+        inputs(&data.batch(Split::Train, &[index], &Device::Cpu).unwrap())[0][0]
+    };
+    let drawn: Vec<u32> = (0..120).map(sample).collect();
+    let of_b: Vec<u32> = drawn.iter().copied().filter(|&id| id >= 1000).collect();
+    assert_eq!(of_b.len(), 90);
+    // Ten rounds of the nine samples that are not for validation.
+    for sample in 0..9 {
+        assert_eq!(of_b.iter().filter(|&&id| id == 1000 + 4 * sample).count(), 10);
+    }
+    let validation = samples(&data, Split::Validation);
+    assert_eq!(validation.iter().map(|(ids, _)| ids[0]).next_back(), Some(1036));
+    let other = text.replace("weight = 3", "weight = 2");
+    let fingerprint = |text: &str| setup(&toml::from_str(text).unwrap()).fingerprint().unwrap();
+    assert_ne!(fingerprint(&text), fingerprint(&other));
+
+    let error = |old: &str, new: &str| {
+        let config = toml::from_str(&text.replace(old, new)).unwrap();
+        error(&dir, &config)
+    };
+    insta::assert_snapshot!(error("weight = 3", "weight = -1"), @"source 1 of the mixture has the weight -1.0, which must be above 0; leave out what is not wanted");
+    insta::assert_snapshot!(error("type", "shuffle = false\ntype"), @"data.shuffle = false and data.mixture exclude each other: a mixture draws at random");
+    insta::assert_snapshot!(error("type", "path = 'x'\ntype"), @"data.path and data.mixture exclude each other; make the path one of the mixture's sources");
+    insta::assert_snapshot!(error("b.u16", "c.u16"), @"data: there is no file or folder DIR/c.u16 (data.mixture[1].path)");
 }
