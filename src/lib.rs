@@ -93,6 +93,8 @@ mod book {
     mod metrics {}
     #[doc = include_str!("../docs/src/guides/model-parallel.md")]
     mod model_parallel {}
+    #[doc = include_str!("../docs/src/guides/profiling.md")]
+    mod profiling {}
     #[doc = include_str!("../docs/src/guides/strategies.md")]
     mod strategies {}
     #[doc = include_str!("../docs/src/guides/writing-a-strategy.md")]

@@ -16,6 +16,7 @@ mod model_parallel;
 mod parity;
 mod plugin_crate;
 mod pretrained;
+mod profiler;
 mod program;
 mod resume;
 mod saving;

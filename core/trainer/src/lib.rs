@@ -3,6 +3,7 @@
 
 pub mod fabric;
 pub mod metric;
+pub mod profiler;
 pub mod run;
 mod runtime;
 pub mod trainer;

@@ -151,6 +151,7 @@ fn describe(event: &Event, before: &BTreeMap<String, f64>) -> Option<String> {
         Event::Checkpoint { step, path, .. } => {
             format!("checkpoint after step {step}: {}", path.display())
         }
+        Event::Profile(profile) => profile.to_string(),
         Event::Summary {
             steps,
             world_size,

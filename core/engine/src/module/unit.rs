@@ -146,7 +146,8 @@ impl UnitHandle {
         *self.0.fully_shard.read().expect("no panic while reading")
     }
 
-    fn hooks(&self) -> Option<Arc<dyn UnitHooks>> {
+    /// The hooks, if any were set.
+    pub fn hooks(&self) -> Option<Arc<dyn UnitHooks>> {
         self.0.hooks.read().expect("no panic while reading").clone()
     }
 }

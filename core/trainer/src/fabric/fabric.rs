@@ -7,6 +7,7 @@ use candle_core::Tensor;
 
 use super::FabricOptimizer;
 use super::launcher::check_frozen;
+use crate::profiler::{Phase, Profile};
 use crate::runtime::{NoSyncGuard, SamplerShare, StrategyRuntime, UnusedParameters};
 use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp, Solo, broadcast_object};
@@ -189,6 +190,9 @@ impl Fabric {
         let tree = builder.finish()?;
         check_frozen(&self.init.frozen, &tree)?;
         self.runtime.setup_module(tree, self.seed)?;
+        if let Some(profiler) = self.runtime.profiler() {
+            profiler.watch_units(self.module_tree()?.units());
+        }
         Ok(model)
     }
 
@@ -233,6 +237,7 @@ impl Fabric {
     /// If the loss depends on no trainable parameter, if context-parallel ranks share sequences and
     /// the loss was not computed in a [scope](ForwardScope) that says so, or if a peer fails.
     pub fn backward(&self, loss: &Loss) -> Result<()> {
+        let _phase = self.phase("backward");
         loss.check_sequence_ranks(self.context_parallel().map_or(1, |context| context.size()))?;
         self.runtime.backward(loss)
     }
@@ -348,6 +353,24 @@ impl Fabric {
     /// If a peer fails.
     pub fn broadcast(&self, value: &str, src: usize) -> Result<String> {
         broadcast_object(&*self.world, &value.to_owned(), src)
+    }
+
+    /// Begins a phase of `trainer.profiler`, which ends when the guard is dropped; `None` without a
+    /// profiler. A phase within another one is a part of that.
+    #[must_use = "a phase ends when its guard is dropped"]
+    pub fn phase(&self, name: &'static str) -> Option<Phase> {
+        self.runtime.phase(name)
+    }
+
+    /// Where the time went since this was called last, by `trainer.profiler`, and the text of a trace
+    /// file if spans were traced; `None` without a profiler. The trainer calls it at the end of a run.
+    /// Collective.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn profile(&self) -> Result<Option<(Profile, Option<String>)>> {
+        let Some(profiler) = self.runtime.profiler() else { return Ok(None) };
+        profiler.finish(&*self.world).map(Some)
     }
 
     /// Waits for all ranks. Collective.

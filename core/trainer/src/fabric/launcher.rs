@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Fabric;
+use crate::profiler::Profiler;
 use crate::run::{Devices, MAX_TIMEOUT_SECS, RunConfig, TrainerConfig, available_cores};
 use crate::{Error, Result};
 use fulgurite_config::registry::{self, kind};
@@ -137,7 +138,15 @@ impl Fabric {
         if let Some(parallelize) = parallelize {
             strategy.set_parallelize(parallelize)?;
         }
+        let profiler = config.profiler.map(Profiler::new);
+        let world = match &profiler {
+            Some(profiler) => profiler.watch_group(world),
+            None => world,
+        };
         let mut fabric = Self::new(world, strategy, config.module_init(), seed)?;
+        if let Some(profiler) = profiler {
+            fabric.runtime.set_profiler(profiler);
+        }
         fabric.workers = config.workers();
         Ok(fabric)
     }

@@ -149,6 +149,7 @@ impl FabricOptimizer {
     /// [`Error::UnusedParameters`] in the first step, [`Error::NonFinite`] if the loss is not
     /// finite, and if the last backward ran under `no_backward_sync`; nothing is changed then.
     pub fn step(&mut self) -> Result<()> {
+        let phase = self.runtime.phase("optimizer");
         self.runtime.check_synchronised()?;
         let totals = self.runtime.step_totals(&[])?;
         self.check_loss(&totals)?;
@@ -164,7 +165,12 @@ impl FabricOptimizer {
         if let Some(averages) = &mut self.averages {
             averages.update()?;
         }
-        self.runtime.finish_step()
+        self.runtime.finish_step()?;
+        drop(phase);
+        if let Some(profiler) = self.runtime.profiler() {
+            profiler.end_step();
+        }
+        Ok(())
     }
 
     /// All state tensors, for checkpoints.

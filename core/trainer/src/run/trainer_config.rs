@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::{CkptPath, ClipAlgorithm, CountOrFraction, Devices, MemoryCheck, Precision, TimeLimit};
+use crate::profiler::ProfilerConfig;
 use crate::runtime::UnusedParameters;
 use crate::{Error, Result};
 use fulgurite_config::PluginValue;
@@ -96,6 +97,11 @@ fulgurite_config::config_struct! {
         /// all nodes. For ranks that a launcher such as `torchrun` starts; the variable
         /// `FULGURITE_JOB_KEY` comes before it. Without either strangers can join the job.
         pub job_key_file: Option<PathBuf> = None,
+        /// What is measured of where time goes. `"simple"`: how long the phases of steps, units and
+        /// collectives take, in a table at the end. `"trace"`: also each of them on every rank, in `trace.json`
+        /// in the run's directory, for Perfetto; a table such as `{ type = "trace", skip_steps = 3, steps = 5 }`
+        /// says of which steps.
+        pub profiler: Option<ProfilerConfig> = None,
         /// The loggers that metrics are written with.
         pub loggers: Vec<PluginValue> = vec![PluginValue::new("csv"), PluginValue::new("jsonl")],
     }
@@ -202,6 +208,9 @@ impl TrainerConfig {
         if let Err(message) = self.activation_checkpointing.check() {
             return config_error("activation_checkpointing", message);
         }
+        if let Some(Err(message)) = self.profiler.as_ref().map(ProfilerConfig::check) {
+            return config_error("profiler", message);
+        }
         match self.val_check_interval {
             CountOrFraction::Count(0) => config_error(
                 "val_check_interval",
@@ -285,6 +294,9 @@ mod tests {
         insta::assert_snapshot!(error("activation_checkpointing = { type = 'selective', every = 0 }"), @"`trainer.activation_checkpointing`: `every` must be at least 1, found 0; leave it out for every second unit");
         insta::assert_snapshot!(error("activation_checkpointing = { type = 'full', offload = 'cloud' }"), @r#"run.toml: `trainer.activation_checkpointing.offload`: expected "host" or "disk", found "cloud""#);
         insta::assert_snapshot!(error("activation_checkpointing = { type = 'none', units = ['a'] }"), @r#"`trainer.activation_checkpointing`: `units` names units and the type is "none"; choose "full" for all of them, or "selective""#);
+        insta::assert_snapshot!(error("profiler = 'advanced'"), @r#"run.toml: `trainer.profiler`: expected "simple" or "trace", found "advanced""#);
+        insta::assert_snapshot!(error("profiler = { type = 'trace', step = 3 }"), @"run.toml: unknown key `trainer.profiler.step`; did you mean `steps`? (the keys of `trainer.profiler` are skip_steps, steps)");
+        insta::assert_snapshot!(error("profiler = { type = 'trace', steps = 0 }"), @r#"`trainer.profiler`: `steps` in the trace must be from 1 to 10000, found 0; "simple" makes a table of all steps without a trace"#);
         insta::assert_snapshot!(error("val_check_interval = 0"), @"`trainer.val_check_interval`: must be at least 1 step; `trainer.limit_val_batches = 0` turns validation off");
         insta::assert_snapshot!(error("val_check_interval = 0.0"), @"`trainer.val_check_interval`: must be above 0.0; `trainer.limit_val_batches = 0` turns validation off");
         insta::assert_snapshot!(error("max_steps = -1"), @"run.toml: `trainer.max_steps`: expected an integer, at least 0, found `-1`");
@@ -315,6 +327,11 @@ mod tests {
             [ActivationCheckpointing::default(), ActivationCheckpointing::full(), table, offloaded];
         for activation_checkpointing in choices {
             survives(TrainerConfig { activation_checkpointing, ..TrainerConfig::default() });
+        }
+        for profiler in
+            [ProfilerConfig::Simple, ProfilerConfig::Trace { skip_steps: 1, steps: 2 }].map(Some)
+        {
+            survives(TrainerConfig { profiler, ..TrainerConfig::default() });
         }
     }
 

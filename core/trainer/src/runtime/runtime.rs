@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use candle_core::{Device, Tensor};
 
+use crate::profiler::{Phase, Profiler};
 use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
 use fulgurite_engine::mesh::{DATA_PARALLEL, DP_CP, DeviceMesh};
@@ -31,6 +32,8 @@ pub(crate) struct StrategyRuntime {
     model: OnceLock<SetUp>,
     synchronise: Arc<AtomicBool>,
     state: Mutex<RuntimeState>,
+    /// What measures, if anything does.
+    profiler: OnceLock<Profiler>,
 }
 
 /// The model that was set up.
@@ -68,6 +71,7 @@ impl StrategyRuntime {
             model: OnceLock::new(),
             synchronise: Arc::new(AtomicBool::new(true)),
             state: Mutex::new(RuntimeState { strategy, step: StepState::default() }),
+            profiler: OnceLock::new(),
         })
     }
 
@@ -81,6 +85,20 @@ impl StrategyRuntime {
                  after, on the thread that trains",
             )
         })
+    }
+
+    /// Sets what measures, once.
+    pub(crate) fn set_profiler(&self, profiler: Profiler) {
+        self.profiler.get_or_init(|| profiler);
+    }
+
+    pub(crate) fn profiler(&self) -> Option<&Profiler> {
+        self.profiler.get()
+    }
+
+    /// See [`Fabric::phase`](crate::fabric::Fabric::phase).
+    pub(crate) fn phase(&self, name: &'static str) -> Option<Phase> {
+        self.profiler().map(|profiler| profiler.phase(name))
     }
 
     pub(crate) fn mesh(&self) -> &DeviceMesh {
@@ -224,6 +242,7 @@ impl StrategyRuntime {
 
     /// The norm of the mean gradient, which may be infinite or NaN. Collective.
     pub(crate) fn gradient_norm(&self) -> Result<f64> {
+        let _phase = self.phase("gradient norm");
         let scale = self.grad_scale()?;
         self.lock_state()?.strategy.gradient_norm(self.context()?, scale)
     }

@@ -15,6 +15,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::Histogram;
 use crate::Result;
+use crate::profiler::Profile;
 
 /// An event of a run. Steps are numbers of completed optimizer steps, so the first is 1.
 ///
@@ -117,6 +118,8 @@ pub enum Event {
         #[serde(default, deserialize_with = "number")]
         blocked_s: f64,
     },
+    /// Where the time of the run went, with `trainer.profiler`. Comes before the summary.
+    Profile(Profile),
     /// The run has ended.
     Summary {
         /// Number of optimizer steps, including those before a resume.
@@ -171,6 +174,7 @@ impl Event {
             Self::Text { .. }
             | Self::Histogram { .. }
             | Self::Resume { .. }
+            | Self::Profile(_)
             | Self::Checkpoint { .. }
             | Self::Summary { .. } => return None,
         };

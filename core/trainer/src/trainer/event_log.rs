@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::{Event, EventSink, RunStatus};
 use crate::{Error, Result};
 
-/// Writes resumes, checkpoints and the summary of a run, and how it ended: a JSON object a line, in
+/// Writes resumes, checkpoints, the profile and the summary of a run, and how it ended: a JSON object a line, in
 /// the form of `--output json`. Reports read it.
 pub(super) struct EventLog {
     path: PathBuf,
@@ -45,9 +45,10 @@ impl EventLog {
 impl EventSink for EventLog {
     fn event(&mut self, event: &Event) -> Result<()> {
         match event {
-            Event::Resume { .. } | Event::Checkpoint { .. } | Event::Summary { .. } => {
-                self.write(event)
-            }
+            Event::Resume { .. }
+            | Event::Checkpoint { .. }
+            | Event::Profile(_)
+            | Event::Summary { .. } => self.write(event),
             _ => Ok(()),
         }
     }

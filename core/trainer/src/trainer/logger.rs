@@ -220,7 +220,12 @@ impl RunDir {
 
     /// The default directory of its checkpoints.
     pub(super) fn checkpoints(&self) -> PathBuf {
-        self.path.join("checkpoints")
+        Self::checkpoints_in(&self.path)
+    }
+
+    /// As [`checkpoints`](Self::checkpoints), of the run with this directory.
+    pub(super) fn checkpoints_in(path: &Path) -> PathBuf {
+        path.join("checkpoints")
     }
 
     /// The directory.

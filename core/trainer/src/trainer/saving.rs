@@ -182,6 +182,7 @@ impl Session {
     /// Saves a checkpoint of the present step, of the kind that the strategy supports: in the
     /// background if configured, unless `blocking`. Collective.
     pub(super) fn save(&mut self, optimizer: &mut FabricOptimizer, blocking: bool) -> Result<()> {
+        let _phase = self.parts.fabric.phase("checkpoint");
         let start = Instant::now();
         if blocking {
             self.finish_saving()?;
@@ -248,6 +249,7 @@ impl Session {
 
     /// Waits for the save under way. Collective.
     pub(super) fn finish_saving(&mut self) -> Result<()> {
+        let _phase = self.parts.fabric.phase("checkpoint");
         let saved = match &mut self.parts.saving.background {
             Some(background) => background.wait()?,
             None => None,

@@ -1,6 +1,7 @@
 //! A run in progress, and the training loop.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::Instant;
 
 use candle_core::{Device, Tensor};
@@ -14,7 +15,7 @@ use super::meter::{Meter, peak_rss_mib};
 use super::runner::{Loading, ModuleRunner};
 use super::saving::Saving;
 use super::{Event, EventSink, StepContext};
-use crate::Result;
+use crate::{Error, Result};
 use crate::fabric::{Fabric, FabricOptimizer};
 use crate::run::{ClipAlgorithm, CountOrFraction, Limits, TrainerConfig};
 use fulgurite_engine::collective::{ReduceOp, all_gather_object};
@@ -40,6 +41,8 @@ pub(super) struct SessionParts {
     pub(super) saving: Saving,
     pub(super) fabric: Fabric,
     pub(super) config: TrainerConfig,
+    /// The run's directory.
+    pub(super) run_dir: PathBuf,
     pub(super) resolved: toml::Table,
     pub(super) callbacks: Callbacks,
     pub(super) sinks: Vec<Box<dyn EventSink>>,
@@ -170,11 +173,13 @@ impl Session {
     }
 
     pub(super) fn emit(&mut self, event: &Event) -> Result<()> {
+        let _phase = self.parts.fabric.phase("logging");
         self.parts.sinks.iter_mut().try_for_each(|sink| sink.event(event))
     }
 
     /// Calls a hook, and logs what it has logged. Collective if that is to be synchronised.
     pub(super) fn hook(&mut self, hook: Hook) -> Result<()> {
+        let _phase = self.parts.fabric.phase("hooks");
         let logged = match hook {
             // Before the step is counted.
             Hook::BeforeOptimizerStep => self.parts.config.logs_step(self.cursor.step + 1),
@@ -386,14 +391,18 @@ impl Session {
         let wanted = self.parts.config.logs_step(step);
         let mut logged = StepContext::training((step, self.epoch), ranks, wanted);
         for micro_batch in 0..plan.accumulate {
+            let data = self.parts.fabric.phase("data");
             let samples = self.runner.next_training_batch()?;
+            drop(data);
             let first_sample = plan.first_sample + (micro_batch * self.batch_size) as u64;
             let accumulating = micro_batch + 1 < plan.accumulate;
             let fabric = &self.parts.fabric;
             logged.begin_batch(micro_batch as u64, samples.indices().len(), false);
             self.runner.training_step(&mut logged, &mut |forward| {
                 let _scope = fabric.forward_scope(true, step, first_sample);
+                let phase = fabric.phase("forward");
                 let loss = forward().map_err(explain_shapes)?;
+                drop(phase);
                 let _no_sync = fabric.no_backward_sync(accumulating);
                 fabric.backward(&loss)
             })?;
@@ -436,6 +445,7 @@ impl Session {
     /// Validates during training, with the moving average of the weights if there is one.
     /// Collective.
     fn validate_training(&mut self, optimizer: &mut FabricOptimizer) -> Result<Evaluated> {
+        let _phase = self.parts.fabric.phase("validation");
         optimizer.swap_ema()?;
         let validated = self.evaluate(EvaluationStage::Validation)?;
         optimizer.swap_ema()?;
@@ -451,8 +461,15 @@ impl Session {
         self.summary()
     }
 
-    /// Emits the summary. Collective.
+    /// Emits the summary, and where the time went if that was measured. Collective.
     pub(super) fn summary(&mut self) -> Result<()> {
+        if let Some((profile, trace)) = self.parts.fabric.profile()? {
+            if let (Some(trace), 0) = (trace, self.rank()) {
+                let path = self.parts.run_dir.join("trace.json");
+                std::fs::write(&path, trace).map_err(Error::io("writing the trace", &path))?;
+            }
+            self.emit(&Event::Profile(profile))?;
+        }
         let peak_rss_mib = all_gather_object(&**self.parts.fabric.world(), &peak_rss_mib())?
             .into_iter()
             .map(|mib| mib.unwrap_or(f64::NAN))

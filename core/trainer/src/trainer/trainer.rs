@@ -268,9 +268,9 @@ impl Trainer {
         let RunnerSetup { runner, model, data, batch_size, shuffle, fingerprint } =
             set_up(&mut fabric)?;
         let resolved = to_table(&run.clone().with(model, data))?;
-        let (dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks)?;
+        let (run_dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks)?;
         let world = &self.world;
-        let saving = Saving::new(&run.checkpoint, dir, &**world)?;
+        let saving = Saving::new(&run.checkpoint, RunDir::checkpoints_in(&run_dir), &**world)?;
         let ranks = (world.rank(), world.size());
         let callbacks = Callbacks::new(self.callbacks, ranks, run.seed, self.print);
         if world.rank() != 0 {
@@ -280,6 +280,7 @@ impl Trainer {
             parts: SessionParts {
                 saving,
                 config: config.clone(),
+                run_dir,
                 resolved,
                 callbacks,
                 sinks,
@@ -312,8 +313,7 @@ type SetUpRunner<'a> = dyn FnMut(&mut Fabric) -> Result<RunnerSetup> + 'a;
 /// What is done once with a session.
 type Act<'a> = dyn FnOnce(&mut Session) -> Result<()> + 'a;
 
-/// Makes the run's directory and its loggers on rank 0, and returns the directory of checkpoints in
-/// it on all ranks. Collective.
+/// Makes the run's directory and its loggers on rank 0, and returns it on all ranks. Collective.
 fn open_run(
     world: &dyn ProcessGroup,
     run: &UntypedRun,
@@ -323,7 +323,7 @@ fn open_run(
     let mut path = PathBuf::new();
     if world.rank() == 0 {
         let dir = RunDir::create(&run.trainer.default_root_dir, resolved)?;
-        path = dir.checkpoints();
+        path = dir.path().to_owned();
         let loggers = run
             .trainer
             .loggers

@@ -1,0 +1,89 @@
+//! A process group whose collectives are recorded.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+
+use super::Profiler;
+use crate::Result;
+use fulgurite_engine::collective::{Collective, ProcessGroup, Work};
+
+/// Records how long calls block, and passes them on. Groups split from it record too.
+pub(super) struct Profiled {
+    inner: Arc<dyn ProcessGroup>,
+    profiler: Profiler,
+}
+
+impl Profiler {
+    /// The group, with its collectives recorded.
+    pub(crate) fn watch_group(&self, inner: Arc<dyn ProcessGroup>) -> Arc<dyn ProcessGroup> {
+        Arc::new(Profiled { inner, profiler: self.clone() })
+    }
+}
+
+impl Profiled {
+    fn record(
+        &self,
+        op: &'static str,
+        bytes: usize,
+        start: impl FnOnce() -> Result<Work>,
+    ) -> Result<Work> {
+        let from = self.profiler.now();
+        let work = start()?;
+        let started = (from, self.profiler.now());
+        let (profiler, group) = (self.profiler.clone(), self.inner.name().to_owned());
+        Ok(Work::pending(move || {
+            let waited_from = profiler.now();
+            work.wait()?;
+            profiler.collective((op, &group), bytes as u64, started, waited_from);
+            Ok(())
+        }))
+    }
+}
+
+fn bytes(tensor: &Tensor) -> usize {
+    tensor.elem_count() * tensor.dtype().size_in_bytes()
+}
+
+impl ProcessGroup for Profiled {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn global_ranks(&self) -> &[usize] {
+        self.inner.global_ranks()
+    }
+
+    fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
+        let (op, bytes) = (collective.name(), collective.bytes());
+        self.record(op, bytes, || self.inner.start(collective, overlap))
+    }
+
+    fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
+        self.record("send", bytes(tensor), || self.inner.send(tensor, dst))
+    }
+
+    fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work> {
+        self.record("recv", bytes(tensor), || self.inner.recv(tensor, src))
+    }
+
+    fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
+        Ok(self.profiler.watch_group(self.inner.split(partition, name)?))
+    }
+
+    fn empty(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.inner.empty(elements, dtype, device)
+    }
+
+    fn abort(&self, reason: &str) {
+        self.inner.abort(reason);
+    }
+}

@@ -1,0 +1,28 @@
+//! Where the time of a run goes: phases of steps, units, collectives, on every rank.
+//!
+//! ```
+//! use fulgurite_core::config::ConfigLayers;
+//! use fulgurite_core::profiler::ProfilerConfig;
+//! # use fulgurite_core::run::RunConfig;
+//!
+//! let layers = ConfigLayers::new()
+//!     .text("run.toml", "trainer.profiler = { type = 'trace', skip_steps = 2, steps = 3 }")?;
+//! let run = RunConfig::<toml::Table, toml::Table>::from_layers(layers)?;
+//! assert_eq!(run.trainer.profiler, Some(ProfilerConfig::Trace { skip_steps: 2, steps: 3 }));
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+//!
+//! Without `trainer.profiler` there is no profiler: process groups and units are not wrapped, and a phase is
+//! one look at an empty option.
+
+mod config;
+mod group;
+mod profile;
+mod recorder;
+mod trace;
+mod unit;
+
+pub use config::ProfilerConfig;
+pub use profile::{Profile, ProfiledSpan, SpanKind};
+pub use recorder::Phase;
+pub(crate) use recorder::Profiler;

@@ -1,0 +1,258 @@
+//! What a rank records.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+use super::{ProfilerConfig, SpanKind};
+
+/// The profiler of this rank. Clones record into the same.
+#[derive(Clone)]
+pub(crate) struct Profiler(Arc<Recorder>);
+
+struct Recorder {
+    config: ProfilerConfig,
+    start: Instant,
+    /// The start in microseconds since 1970, which makes the clocks of ranks one.
+    start_us: f64,
+    recorded: Mutex<Recorded>,
+}
+
+/// Time of spans of one name.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct Total {
+    pub(super) calls: u64,
+    pub(super) secs: f64,
+}
+
+/// All that a rank has recorded.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(super) struct Recorded {
+    /// Optimizer steps that are done.
+    pub(super) steps: u64,
+    /// Beginning and end of all phases, in microseconds since 1970.
+    pub(super) from_us: Option<f64>,
+    pub(super) to_us: f64,
+    pub(super) totals: BTreeMap<SpanKind, BTreeMap<String, Total>>,
+    /// The spans of the steps that are traced.
+    pub(super) spans: Vec<TraceSpan>,
+    /// The names of the threads that have recorded, by number.
+    pub(super) threads: Vec<String>,
+    /// Phases that are under way: those within another one are a part of it.
+    open_phases: u64,
+    /// The unit whose backward is under way, and since when.
+    backward_of: Option<(String, f64)>,
+}
+
+/// A span with its beginning and end.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct TraceSpan {
+    pub(super) kind: SpanKind,
+    pub(super) name: String,
+    /// The thread, by number; `None` for a collective that overlaps with what threads do.
+    pub(super) thread: Option<usize>,
+    pub(super) from_us: f64,
+    pub(super) to_us: f64,
+    /// What a collective transfers.
+    pub(super) bytes: Option<u64>,
+}
+
+impl Profiler {
+    pub(crate) fn new(config: ProfilerConfig) -> Self {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        Self(Arc::new(Recorder {
+            config,
+            start: Instant::now(),
+            start_us: since.map_or(0.0, |since| since.as_secs_f64() * 1e6),
+            recorded: Mutex::default(),
+        }))
+    }
+
+    /// Microseconds since 1970, by a clock that never goes back.
+    pub(super) fn now(&self) -> f64 {
+        self.0.start_us + self.0.start.elapsed().as_secs_f64() * 1e6
+    }
+
+    fn recorded(&self) -> MutexGuard<'_, Recorded> {
+        self.0.recorded.lock().expect("no panic while recording")
+    }
+
+    /// What was recorded so far, which is recorded no longer.
+    pub(super) fn take(&self) -> Recorded {
+        std::mem::take(&mut *self.recorded())
+    }
+
+    /// Begins a phase, which ends when the guard is dropped.
+    pub(crate) fn phase(&self, name: &'static str) -> Phase {
+        let from_us = self.now();
+        let mut recorded = self.recorded();
+        recorded.open_phases += 1;
+        recorded.from_us.get_or_insert(from_us);
+        drop(recorded);
+        Phase { profiler: self.clone(), name, from_us }
+    }
+
+    /// To be called after each optimizer step.
+    pub(crate) fn end_step(&self) {
+        self.recorded().steps += 1;
+    }
+
+    /// Records a span of this thread, from `from_us` to now.
+    pub(super) fn span(&self, kind: SpanKind, name: String, from_us: f64) {
+        let to_us = self.now();
+        let recorded = &mut *self.recorded();
+        self.add(recorded, kind, name, (from_us, to_us), None);
+    }
+
+    fn add(
+        &self,
+        recorded: &mut Recorded,
+        kind: SpanKind,
+        name: String,
+        (from_us, to_us): (f64, f64),
+        bytes: Option<u64>,
+    ) {
+        if self.traces(recorded) {
+            let thread = Some(recorded.thread());
+            let name = name.clone();
+            recorded.spans.push(TraceSpan { kind, name, thread, from_us, to_us, bytes });
+        }
+        let total = recorded.totals.entry(kind).or_default().entry(name).or_default();
+        total.calls += 1;
+        total.secs += (to_us - from_us) * 1e-6;
+    }
+
+    /// Whether spans of the present step are traced.
+    fn traces(&self, recorded: &Recorded) -> bool {
+        match self.0.config {
+            ProfilerConfig::Simple => false,
+            ProfilerConfig::Trace { skip_steps, steps } => {
+                let end = skip_steps.saturating_add(steps);
+                (skip_steps..end).contains(&recorded.steps)
+            }
+        }
+    }
+
+    /// Records a collective that was started from `started.0` to `started.1` on this thread and waited
+    /// for from `waited_from` to now.
+    pub(super) fn collective(
+        &self,
+        (op, group): (&'static str, &str),
+        bytes: u64,
+        started: (f64, f64),
+        waited_from: f64,
+    ) {
+        let now = self.now();
+        let name = format!("{op} {group}");
+        let recorded = &mut *self.recorded();
+        let blocked_us = (started.1 - started.0) + (now - waited_from);
+        if self.traces(recorded) {
+            let kind = SpanKind::Collective;
+            let span = |name, thread, from_us, to_us| TraceSpan {
+                kind,
+                name,
+                thread,
+                from_us,
+                to_us,
+                bytes: Some(bytes),
+            };
+            let thread = Some(recorded.thread());
+            recorded.spans.push(span(format!("wait for {name}"), thread, waited_from, now));
+            recorded.spans.push(span(name.clone(), None, started.0, now));
+        }
+        let total =
+            recorded.totals.entry(SpanKind::Collective).or_default().entry(name).or_default();
+        total.calls += 1;
+        total.secs += blocked_us * 1e-6;
+    }
+
+    /// Says that the backward of a unit begins, which ends that of the one before it; `None` ends it.
+    pub(super) fn begin_backward(&self, unit: Option<&str>) {
+        let now = self.now();
+        let recorded = &mut *self.recorded();
+        let next = unit.map(|unit| (format!("backward {unit}"), now));
+        if let Some((name, from_us)) = std::mem::replace(&mut recorded.backward_of, next) {
+            self.add(recorded, SpanKind::Unit, name, (from_us, now), None);
+        }
+    }
+}
+
+impl Recorded {
+    /// The number of this thread.
+    fn thread(&mut self) -> usize {
+        let thread = std::thread::current();
+        let name = thread.name().unwrap_or("unnamed");
+        match self.threads.iter().position(|other| other == name) {
+            Some(number) => number,
+            None => {
+                self.threads.push(name.to_owned());
+                self.threads.len() - 1
+            }
+        }
+    }
+}
+
+/// A phase under way, which ends when this is dropped: made by
+/// [`Fabric::phase`](crate::fabric::Fabric::phase).
+#[must_use = "a phase ends when its guard is dropped"]
+pub struct Phase {
+    profiler: Profiler,
+    name: &'static str,
+    from_us: f64,
+}
+
+impl Drop for Phase {
+    fn drop(&mut self) {
+        let profiler = &self.profiler;
+        profiler.begin_backward(None);
+        let now = profiler.now();
+        let recorded = &mut *profiler.recorded();
+        recorded.open_phases = recorded.open_phases.saturating_sub(1);
+        recorded.to_us = now;
+        if recorded.open_phases == 0 {
+            let name = self.name.to_owned();
+            profiler.add(recorded, SpanKind::Phase, name, (self.from_us, now), None);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_phase_within_another_is_a_part_of_it() {
+        let profiler = Profiler::new(ProfilerConfig::Simple);
+        {
+            let _outer = profiler.phase("validation");
+            let _inner = profiler.phase("logging");
+        }
+        drop(profiler.phase("data"));
+        let recorded = profiler.take();
+        let names: Vec<_> = recorded.totals[&SpanKind::Phase].keys().map(String::as_str).collect();
+        assert_eq!(names, ["data", "validation"]);
+        assert!(recorded.spans.is_empty(), "nothing is traced");
+    }
+
+    #[test]
+    fn the_backward_of_a_unit_lasts_until_that_of_the_next() {
+        let profiler = Profiler::new(ProfilerConfig::Trace { skip_steps: 1, steps: 1 });
+        for _ in 0..3 {
+            let _backward = profiler.phase("backward");
+            profiler.begin_backward(Some("b"));
+            profiler.begin_backward(Some("a"));
+            drop(_backward);
+            profiler.end_step();
+        }
+        let recorded = profiler.take();
+        let calls = |kind, name: &str| recorded.totals[&kind][name].calls;
+        assert_eq!(calls(SpanKind::Unit, "backward a"), 3);
+        assert_eq!(calls(SpanKind::Phase, "backward"), 3);
+        // The second step alone is traced, and its spans are one within the other.
+        let [b, a, phase] = &recorded.spans[..] else { panic!("{:?}", recorded.spans) };
+        assert_eq!((b.name.as_str(), a.name.as_str()), ("backward b", "backward a"));
+        assert!(phase.from_us <= b.from_us && b.to_us <= a.from_us && a.to_us <= phase.to_us);
+    }
+}
