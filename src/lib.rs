@@ -59,6 +59,7 @@ pub mod cli;
 pub mod prelude;
 
 pub use cli::cli;
+pub use fulgurite_callbacks as callbacks;
 pub use fulgurite_core as core;
 pub use fulgurite_data as data;
 pub use fulgurite_strategies as strategies;

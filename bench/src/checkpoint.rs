@@ -159,7 +159,8 @@ impl Meter<'_> {
         let resting = resident()?.now;
         reset_peak()?;
         let started = Instant::now();
-        let request = self.fabric.save_request("saved", optimizer, &(), serde_json::Value::Null)?;
+        let request =
+            self.fabric.save_request("saved", Some(optimizer), &(), serde_json::Value::Null)?;
         saver.start(request)?;
         let blocked = started.elapsed().as_secs_f64();
         saver.wait()?;
@@ -191,7 +192,7 @@ fn measure(
     for _ in 0..repeat {
         let mut reserved = new_saver()?;
         let nothing = serde_json::Value::Null;
-        reserved.reserve(&fabric.save_request("saved", optimizer, &(), nothing)?)?;
+        reserved.reserve(&fabric.save_request("saved", Some(optimizer), &(), nothing)?)?;
         // Once before, since the first use of pages of the cache takes longer.
         raw_write(&raw, &from)?;
 

@@ -135,6 +135,7 @@ impl EventSink for Events {
 fn fit(ranks: usize, dir: &Path, keys: &[&str]) -> Result<(Vec<Event>, Vec<Tally>)> {
     let always = [
         "trainer.loggers=[]".to_owned(),
+        "trainer.num_sanity_val_steps=0".to_owned(),
         "trainer.enable_progress_bar=false".to_owned(),
         "trainer.freeze=['layers.*.self_attn.k_proj.weight']".to_owned(),
         format!("trainer.devices={ranks}"),

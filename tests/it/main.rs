@@ -1,6 +1,7 @@
 //! What takes several crates, and whole programs.
 
 mod async_save;
+mod callbacks;
 mod campaign;
 mod crash;
 mod errors;

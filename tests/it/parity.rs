@@ -155,6 +155,7 @@ fn json_lines_have_what_programs_rely_on() {
         "trainer.val_check_interval=2",
         "checkpoint.every_n_steps=2",
         "checkpoint.dir=kept",
+        "checkpoint.overwrite=true",
     ]);
     let run = job.succeed();
     let events: Vec<_> = run.events();

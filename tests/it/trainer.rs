@@ -3,10 +3,10 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use fulgurite::core::Result;
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::run::RunConfig;
-use fulgurite::core::trainer::Event;
+use fulgurite::core::trainer::{Event, RunStatus, SavedState};
+use fulgurite::core::{Error, Result};
 use fulgurite::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -34,53 +34,69 @@ impl LightningModule for Double {
     }
 }
 
-/// Notes each hook with its data module.
-impl Hooks<Numbers> for Double {
-    fn on_fit_start(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
-        ctx.data().note("fit_start")
-    }
-    fn on_train_start(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
-        ctx.data().note("train_start")
-    }
-    fn on_train_epoch_start(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
-        ctx.data().note("epoch_start")
-    }
-    fn on_before_optimizer_step(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
-        ctx.data().note("before_optimizer_step")
-    }
-    fn on_train_step_end(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
-        ctx.data().note("step_end")
-    }
-    fn on_train_epoch_end(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
-        ctx.data().note("epoch_end")
-    }
-    fn on_validation_start(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
-        ctx.data().note("validation_start")
-    }
-    fn on_validation_end(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
-        ctx.data().note("validation_end")
-    }
-    fn on_save_checkpoint(&mut self, path: &Path, ctx: &mut HookContext<Numbers>) -> Result<()> {
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        ctx.data().note(&format!("save {name}"))
-    }
-    fn on_train_end(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
-        ctx.data().note("train_end")
-    }
-    fn on_fit_end(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
-        ctx.data().note("fit_end")
-    }
+/// Implements all hooks for a type that notes them.
+macro_rules! note_all {
+    ($type:ty, $data:ty: $($hook:ident)*) => {
+        impl Hooks<$data> for $type {
+            $(fn $hook(&mut self, ctx: &mut HookContext<$data>) -> Result<()> {
+                self.note(stringify!($hook), ctx)
+            })*
+            fn on_before_backward(&mut self, _: &Loss, ctx: &mut HookContext<$data>) -> Result<()> {
+                self.note("on_before_backward", ctx)
+            }
+            fn after_save_checkpoint(
+                &mut self,
+                path: &Path,
+                ctx: &mut HookContext<$data>,
+            ) -> Result<()> {
+                let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                self.note(&format!("after_save_checkpoint {name}"), ctx)
+            }
+            fn on_exception(&mut self, error: &Error, ctx: &mut HookContext<$data>) -> Result<()> {
+                self.note(&format!("on_exception ({error})"), ctx)
+            }
+            fn teardown(&mut self, status: &RunStatus, ctx: &mut HookContext<$data>) -> Result<()> {
+                self.note(&format!("teardown {status:?}"), ctx)
+            }
+            fn on_save_checkpoint(&mut self, state: &mut SavedState) -> Result<()> {
+                self.write("on_save_checkpoint");
+                state.set("answer", &42)
+            }
+            fn on_load_checkpoint(&mut self, state: &SavedState) -> Result<()> {
+                assert_eq!(state.get("answer")?, Some(42));
+                self.write("on_load_checkpoint");
+                Ok(())
+            }
+        }
+    };
+    ($type:ty, $data:ty) => {
+        note_all!($type, $data: setup on_fit_start on_sanity_check_start on_sanity_check_end
+            on_train_start on_train_epoch_start on_train_batch_start on_after_backward
+            on_train_batch_end on_before_optimizer_step on_before_zero_grad on_train_step_end
+            on_train_epoch_end on_validation_start on_validation_epoch_start
+            on_validation_batch_start on_validation_batch_end on_validation_epoch_end
+            on_validation_end on_test_start on_test_epoch_start on_test_batch_start on_test_batch_end
+            on_test_epoch_end on_test_end on_predict_start on_predict_epoch_start
+            on_predict_batch_start on_predict_batch_end on_predict_epoch_end on_predict_end
+            on_train_end on_fit_end);
+    };
 }
 
-/// The numbers 0 to 19 for training, 3 more for validation; it also keeps what hooks note.
-struct Numbers(Notes);
-
-impl Numbers {
-    fn note(&self, hook: &str) -> Result<()> {
-        self.0.lock().unwrap().push(format!("  module: {hook}"));
+impl Double {
+    fn note(&self, hook: &str, _: &HookContext<Numbers>) -> Result<()> {
+        self.write(hook);
         Ok(())
     }
+
+    fn write(&self, hook: &str) {
+        NOTES.with(|notes| notes.lock().unwrap().push(format!("  module: {hook}")));
+    }
 }
+
+note_all!(Double, Numbers);
+
+/// The numbers 0 to 19 for training, 3 more for validation.
+struct Numbers;
 
 type Notes = Arc<Mutex<Vec<String>>>;
 
@@ -105,7 +121,7 @@ impl DataModule for Numbers {
     type Batch = (Tensor, Tensor);
 
     fn setup(_: &NumbersConfig, _: &DataContext) -> Result<Self> {
-        Ok(Self(NOTES.with(Arc::clone)))
+        Ok(Self)
     }
 
     fn batch_size(config: &NumbersConfig) -> usize {
@@ -127,60 +143,34 @@ impl DataModule for Numbers {
     }
 }
 
-/// Notes each hook with how far the run is; asks to stop after a step.
+/// Notes each hook with how far the run is; asks to stop after a step, or fails when an epoch starts.
 struct Recorder {
     notes: Notes,
     stop_after: Option<u64>,
+    fail_in: Option<u64>,
 }
 
 impl Recorder {
-    fn note(&self, hook: &str, ctx: &HookContext) -> Result<()> {
-        self.notes.lock().unwrap().push(format!("{hook} {}/{}", ctx.step, ctx.epoch));
+    fn note(&self, hook: &str, ctx: &mut HookContext) -> Result<()> {
+        self.write(&format!("{hook} {}/{}", ctx.step, ctx.epoch));
+        match hook {
+            "on_train_step_end" if self.stop_after == Some(ctx.step) => ctx.stop(),
+            "on_train_epoch_start" if self.fail_in == Some(ctx.epoch) => {
+                return Err(Error::other("a callback had enough"));
+            }
+            _ => {}
+        }
         Ok(())
+    }
+
+    fn write(&self, text: &str) {
+        self.notes.lock().unwrap().push(text.to_owned());
     }
 }
 
 impl Callback for Recorder {}
 
-impl Hooks for Recorder {
-    fn on_fit_start(&mut self, ctx: &mut HookContext) -> Result<()> {
-        self.note("fit_start", ctx)
-    }
-    fn on_train_start(&mut self, ctx: &mut HookContext) -> Result<()> {
-        self.note("train_start", ctx)
-    }
-    fn on_train_epoch_start(&mut self, ctx: &mut HookContext) -> Result<()> {
-        self.note("epoch_start", ctx)
-    }
-    fn on_before_optimizer_step(&mut self, ctx: &mut HookContext) -> Result<()> {
-        self.note("before_optimizer_step", ctx)
-    }
-    fn on_train_step_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        if self.stop_after == Some(ctx.step) {
-            ctx.stop();
-        }
-        self.note("step_end", ctx)
-    }
-    fn on_train_epoch_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        self.note("epoch_end", ctx)
-    }
-    fn on_validation_start(&mut self, ctx: &mut HookContext) -> Result<()> {
-        self.note("validation_start", ctx)
-    }
-    fn on_validation_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        self.note("validation_end", ctx)
-    }
-    fn on_save_checkpoint(&mut self, path: &Path, ctx: &mut HookContext) -> Result<()> {
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        self.note(&format!("save {name}"), ctx)
-    }
-    fn on_train_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        self.note("train_end", ctx)
-    }
-    fn on_fit_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        self.note("fit_end", ctx)
-    }
-}
+note_all!(Recorder, ());
 
 /// Runs with these keys of `[trainer]` and others, and returns what happened.
 fn fit(overrides: &[&str], stop_after: Option<u64>) -> (Vec<String>, Vec<Event>) {
@@ -193,7 +183,7 @@ fn fit(overrides: &[&str], stop_after: Option<u64>) -> (Vec<String>, Vec<Event>)
     notes.lock().unwrap().clear();
     let events = Events::default();
     Trainer::default()
-        .with_callback(Box::new(Recorder { notes: notes.clone(), stop_after }))
+        .with_callback(Box::new(Recorder { notes: notes.clone(), stop_after, fail_in: None }))
         .with_sink(Box::new(events.clone()))
         .fit::<Double>(&run)
         .unwrap();
@@ -220,54 +210,217 @@ fn validations(events: &[Event]) -> Vec<u64> {
 
 #[test]
 fn hooks_come_in_order() {
-    let (notes, _) =
-        fit(&["trainer.max_epochs=2", "data.batch_size=10", "checkpoint.every_n_steps=3"], None);
-    insta::assert_snapshot!(notes.join("\n"), @"
-    fit_start 0/0
-      module: fit_start
-    train_start 0/0
-      module: train_start
-    epoch_start 0/0
-      module: epoch_start
-    before_optimizer_step 0/0
-      module: before_optimizer_step
-    step_end 1/0
-      module: step_end
-    before_optimizer_step 1/0
-      module: before_optimizer_step
-    step_end 2/0
-      module: step_end
-    validation_start 2/0
-      module: validation_start
-    validation_end 2/0
-      module: validation_end
-    epoch_end 2/0
-      module: epoch_end
-    epoch_start 2/1
-      module: epoch_start
-    before_optimizer_step 2/1
-      module: before_optimizer_step
-    step_end 3/1
-      module: step_end
-    save step-00000003 3/1
-      module: save step-00000003
-    before_optimizer_step 3/1
-      module: before_optimizer_step
-    step_end 4/1
-      module: step_end
-    validation_start 4/1
-      module: validation_start
-    validation_end 4/1
-      module: validation_end
-    epoch_end 4/1
-      module: epoch_end
-    save step-00000004 4/1
-      module: save step-00000004
-    train_end 4/1
-      module: train_end
-    fit_end 4/1
-      module: fit_end
-    ");
+    let keys = [
+        "trainer.max_epochs=1",
+        "trainer.limit_train_batches=4",
+        "trainer.limit_val_batches=2",
+        "trainer.num_sanity_val_steps=1",
+        "trainer.accumulate_grad_batches=2",
+        "data.batch_size=2",
+        "checkpoint.every_n_steps=1",
+    ];
+    let (notes, _) = fit(&keys, None);
+    insta::assert_snapshot!(notes.join("\n"), @r#"
+    setup 0/0
+      module: setup
+    on_fit_start 0/0
+      module: on_fit_start
+    on_sanity_check_start 0/0
+      module: on_sanity_check_start
+    on_validation_start 0/0
+      module: on_validation_start
+    on_validation_epoch_start 0/0
+      module: on_validation_epoch_start
+    on_validation_batch_start 0/0
+      module: on_validation_batch_start
+    on_validation_batch_end 0/0
+      module: on_validation_batch_end
+    on_validation_epoch_end 0/0
+      module: on_validation_epoch_end
+    on_validation_end 0/0
+      module: on_validation_end
+    on_sanity_check_end 0/0
+      module: on_sanity_check_end
+    on_train_start 0/0
+      module: on_train_start
+    on_train_epoch_start 0/0
+      module: on_train_epoch_start
+    on_train_batch_start 0/0
+      module: on_train_batch_start
+    on_before_backward 0/0
+      module: on_before_backward
+    on_after_backward 0/0
+      module: on_after_backward
+    on_train_batch_end 0/0
+      module: on_train_batch_end
+    on_train_batch_start 0/0
+      module: on_train_batch_start
+    on_before_backward 0/0
+      module: on_before_backward
+    on_after_backward 0/0
+      module: on_after_backward
+    on_train_batch_end 0/0
+      module: on_train_batch_end
+    on_before_optimizer_step 0/0
+      module: on_before_optimizer_step
+    on_before_zero_grad 0/0
+      module: on_before_zero_grad
+    on_train_step_end 1/0
+      module: on_train_step_end
+    on_save_checkpoint
+      module: on_save_checkpoint
+    after_save_checkpoint step-00000001 1/0
+      module: after_save_checkpoint step-00000001
+    on_train_batch_start 1/0
+      module: on_train_batch_start
+    on_before_backward 1/0
+      module: on_before_backward
+    on_after_backward 1/0
+      module: on_after_backward
+    on_train_batch_end 1/0
+      module: on_train_batch_end
+    on_train_batch_start 1/0
+      module: on_train_batch_start
+    on_before_backward 1/0
+      module: on_before_backward
+    on_after_backward 1/0
+      module: on_after_backward
+    on_train_batch_end 1/0
+      module: on_train_batch_end
+    on_before_optimizer_step 1/0
+      module: on_before_optimizer_step
+    on_before_zero_grad 1/0
+      module: on_before_zero_grad
+    on_train_step_end 2/0
+      module: on_train_step_end
+    on_validation_start 2/0
+      module: on_validation_start
+    on_validation_epoch_start 2/0
+      module: on_validation_epoch_start
+    on_validation_batch_start 2/0
+      module: on_validation_batch_start
+    on_validation_batch_end 2/0
+      module: on_validation_batch_end
+    on_validation_batch_start 2/0
+      module: on_validation_batch_start
+    on_validation_batch_end 2/0
+      module: on_validation_batch_end
+    on_validation_epoch_end 2/0
+      module: on_validation_epoch_end
+    on_validation_end 2/0
+      module: on_validation_end
+    on_train_epoch_end 2/0
+      module: on_train_epoch_end
+    on_save_checkpoint
+      module: on_save_checkpoint
+    after_save_checkpoint step-00000002 2/0
+      module: after_save_checkpoint step-00000002
+    on_train_end 2/0
+      module: on_train_end
+    on_fit_end 2/0
+      module: on_fit_end
+    teardown Success 2/0
+      module: teardown Success
+    "#);
+}
+
+/// Like [`hooks_come_in_order`], for a run that resumes and for one that fails.
+#[test]
+fn hooks_of_a_resumed_run_and_of_one_that_fails() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |max_epochs: u64, ckpt_path: bool| {
+        let kept = dir.path().join("kept");
+        let layers = ConfigLayers::new()
+            .set(&format!("trainer.default_root_dir={:?}", dir.path().join("runs")))
+            .and_then(|l| l.set(&format!("checkpoint.dir={kept:?}")))
+            .and_then(|l| l.set(&format!("trainer.max_epochs={max_epochs}")))
+            .and_then(|l| l.set("trainer.loggers=[]"))
+            .and_then(|l| l.set("data.batch_size=20"))
+            .and_then(|l| l.set("trainer.limit_val_batches=0"))
+            .and_then(|l| if ckpt_path { l.set("trainer.ckpt_path=last") } else { Ok(l) });
+        RunConfig::<DoubleConfig, NumbersConfig>::from_layers(layers.unwrap()).unwrap()
+    };
+    let notes = NOTES.with(Arc::clone);
+    let recorder = |fail_in| Box::new(Recorder { notes: notes.clone(), stop_after: None, fail_in });
+    Trainer::default().with_callback(recorder(None)).fit::<Double>(&run(1, false)).unwrap();
+    notes.lock().unwrap().clear();
+    let trainer = Trainer::default().with_callback(recorder(Some(2)));
+    let error = trainer.fit::<Double>(&run(3, true)).unwrap_err();
+    insta::assert_snapshot!(error, @"a callback had enough");
+    insta::assert_snapshot!(notes.lock().unwrap().join("\n"), @r#"
+    setup 0/0
+      module: setup
+    on_fit_start 0/0
+      module: on_fit_start
+      module: on_load_checkpoint
+    on_load_checkpoint
+    on_train_start 1/0
+      module: on_train_start
+    on_train_epoch_start 1/1
+      module: on_train_epoch_start
+    on_train_batch_start 1/1
+      module: on_train_batch_start
+    on_before_backward 1/1
+      module: on_before_backward
+    on_after_backward 1/1
+      module: on_after_backward
+    on_train_batch_end 1/1
+      module: on_train_batch_end
+    on_before_optimizer_step 1/1
+      module: on_before_optimizer_step
+    on_before_zero_grad 1/1
+      module: on_before_zero_grad
+    on_train_step_end 2/1
+      module: on_train_step_end
+    on_train_epoch_end 2/1
+      module: on_train_epoch_end
+    on_train_epoch_start 2/2
+    on_exception (a callback had enough) 2/2
+      module: on_exception (a callback had enough)
+    teardown Failed 2/2
+      module: teardown Failed
+    "#);
+}
+
+#[test]
+fn epochs_can_be_limited_and_validations_be_rarer() {
+    // 20 samples in batches of 4.
+    let (_, events) = fit(&["trainer.max_epochs=4", "trainer.limit_train_batches=2"], None);
+    assert_eq!(validations(&events), [2, 4, 6, 8]);
+    let (_, events) = fit(&["trainer.max_epochs=4", "trainer.limit_train_batches=0.25"], None);
+    assert_eq!(steps(&events).len(), 4);
+    let (_, events) = fit(&["trainer.max_epochs=5", "trainer.check_val_every_n_epoch=2"], None);
+    assert_eq!(validations(&events), [10, 20]);
+}
+
+#[test]
+fn a_run_does_not_stop_before_its_minimum() {
+    let stopped =
+        |keys: &[&str]| steps(&fit(&[&["trainer.max_epochs=9"], keys].concat(), Some(2)).1);
+    assert_eq!(stopped(&[]).len(), 2);
+    assert_eq!(stopped(&["trainer.min_steps=4"]).len(), 4);
+    assert_eq!(stopped(&["trainer.min_epochs=2"]).len(), 10);
+}
+
+#[test]
+fn trials_are_short_and_leave_nothing() {
+    let (notes, events) = fit(&["trainer.fast_dev_run=2", "trainer.max_steps=100"], None);
+    assert_eq!((steps(&events), validations(&events)), (vec![1, 2], vec![2]));
+    assert!(!notes.iter().any(|note| note.contains("sanity") || note.contains("checkpoint")));
+    let losses = |keys: &[&str]| {
+        let (_, events) =
+            fit(&[&["optimizer.lr=0.0", "trainer.max_epochs=3"], keys].concat(), None);
+        let loss = |event: &Event| match event {
+            Event::Step { train_loss, .. } => Some(train_loss.to_bits()),
+            _ => None,
+        };
+        events.iter().filter_map(loss).collect::<Vec<_>>()
+    };
+    let overfit = losses(&["trainer.overfit_batches=2", "data.batch_size=4"]);
+    assert_eq!(overfit.len(), 6);
+    assert_eq!(overfit[..2], overfit[4..], "the same batches in each epoch");
+    assert_ne!(overfit[0], overfit[1]);
+    assert_ne!(losses(&[])[..5], losses(&[])[5..10], "other batches without it");
 }
 
 #[test]

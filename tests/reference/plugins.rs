@@ -25,6 +25,7 @@ fn the_built_in_plugins_are_listed() {
     let names: Vec<String> =
         names.iter().map(|(kind, names)| format!("{kind}: {}", names.join(", "))).collect();
     insta::assert_snapshot!(names.join("\n"), @r#"
+    callback: device_stats_monitor, early_stopping, gradient_accumulation_scheduler, gradient_norms, model_checkpoint, throughput_monitor
     checkpoint_io: local
     environment: local, slurm, torchelastic
     logger: csv, jsonl, tensorboard

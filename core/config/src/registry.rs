@@ -19,6 +19,8 @@ pub mod kind {
     pub const CHECKPOINT_IO: &str = "checkpoint_io";
     /// A `Logger`: `trainer.loggers`.
     pub const LOGGER: &str = "logger";
+    /// A `Callback`: `trainer.callbacks`.
+    pub const CALLBACK: &str = "callback";
     /// A `ParallelizeFn`: `trainer.strategy.parallelize`.
     pub const PARALLELIZE: &str = "parallelize";
     /// An `Optimizer`: `optimizer`.

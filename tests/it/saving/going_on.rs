@@ -84,7 +84,7 @@ fn weights_alone_may_be_what_a_run_starts_from() {
         let other = format!("checkpoint.dir={:?}", scratch.path("other"));
         let path = if path.is_empty() { kept.to_str().unwrap() } else { path };
         let path = format!("trainer.ckpt_path={path}");
-        let only = ["checkpoint.weights_only=true", &path];
+        let only = ["checkpoint.weights_only=true", "checkpoint.overwrite=true", &path];
         let (dir, frozen) = match path.ends_with("last") {
             true => ("checkpoint.save_last=false", "optimizer.lr=0.0"),
             false => (other.as_str(), "optimizer.lr=0.0"),

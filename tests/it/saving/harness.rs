@@ -5,12 +5,12 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
+use fulgurite::core::Result;
 use fulgurite::core::checkpoint::{DistributedCheckpoint, last};
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::launch::Interruption;
 use fulgurite::core::run::RunConfig;
-use fulgurite::core::trainer::{Event, EventSink, RunStatus};
-use fulgurite::core::{Error, Result};
+use fulgurite::core::trainer::{Event, EventSink, RunStatus, SavedState};
 use fulgurite::prelude::*;
 use fulgurite_checkpoint::LocalDirectory;
 use serde::{Deserialize, Serialize};
@@ -109,17 +109,16 @@ impl Counter {
     }
 }
 
-impl Callback for Counter {
-    fn state(&self) -> Option<serde_json::Value> {
-        serde_json::to_value(&self.0).ok()
-    }
-    fn load_state(&mut self, state: serde_json::Value) -> Result<()> {
-        self.0 = serde_json::from_value(state).map_err(Error::other)?;
-        Ok(())
-    }
-}
+impl Callback for Counter {}
 
 impl Hooks for Counter {
+    fn on_save_checkpoint(&mut self, state: &mut SavedState) -> Result<()> {
+        state.set("counts", &self.0)
+    }
+    fn on_load_checkpoint(&mut self, state: &SavedState) -> Result<()> {
+        self.0 = state.get("counts")?.unwrap_or_default();
+        Ok(())
+    }
     fn on_train_epoch_start(&mut self, _: &mut HookContext) -> Result<()> {
         self.count("epoch start")
     }
@@ -175,7 +174,14 @@ impl Scratch {
     fn run_config(&self, overrides: &[&str]) -> RunConfig<NoKeys, NumbersConfig> {
         let root = format!("trainer.default_root_dir={:?}", self.path("runs"));
         let dir = format!("checkpoint.dir={:?}", self.path("kept"));
-        let always = ["trainer.loggers=[]", "scheduler=constant", "optimizer.lr=0.05", &root, &dir];
+        let always = [
+            "trainer.loggers=[]",
+            "trainer.num_sanity_val_steps=0",
+            "scheduler=constant",
+            "optimizer.lr=0.05",
+            &root,
+            &dir,
+        ];
         let layers = always.iter().chain(overrides);
         let layers = layers.fold(ConfigLayers::new(), |layers, set| layers.set(set).unwrap());
         RunConfig::from_layers(layers).unwrap()

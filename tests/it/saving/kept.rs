@@ -172,7 +172,7 @@ fn one_run_at_a_time_saves_to_a_directory() {
     let keys = ["trainer.max_steps=2"];
     scratch.succeed(&keys);
     let lock = LocalDirectory::new(scratch.path("kept")).lock("").unwrap();
-    let (events, result) = scratch.fit(&keys);
+    let (events, result) = scratch.fit(&[&keys[..], &["checkpoint.overwrite=true"]].concat());
     let error = result.unwrap_err().to_string();
     assert!(error.contains("another run saves here: process "), "{error}");
     assert_eq!(events, [], "it is found before a step");
@@ -180,6 +180,6 @@ fn one_run_at_a_time_saves_to_a_directory() {
     scratch.validate(&["trainer.ckpt_path=last"]).unwrap();
     scratch.succeed(&[&keys[..], &["checkpoint.save_last=false"]].concat());
     drop(lock);
-    scratch.succeed(&keys);
+    scratch.succeed(&[&keys[..], &["checkpoint.overwrite=true"]].concat());
     assert_eq!(scratch.kept(), ["last", "step-00000002"]);
 }

@@ -204,7 +204,7 @@ impl Suite<'_> {
 
     /// After `prepare_save`, ranks with the same region have equal values.
     pub(super) fn saved(&self, fabric: &Fabric, optimizer: &mut FabricOptimizer) -> Result<()> {
-        drop(fabric.save_request("conformance", optimizer, &(), Default::default())?);
+        drop(fabric.save_request("conformance", Some(optimizer), &(), Default::default())?);
         self.values_outside_units(fabric, "after prepare_save()")?;
         let tree = fabric.module_tree()?;
         for parameter in tree.parameters() {

@@ -49,6 +49,7 @@ pub struct SampleOrder {
     kind: Kind,
     seed: u64,
     len: u64,
+    epoch_len: u64,
 }
 
 #[derive(Clone)]
@@ -78,7 +79,7 @@ impl SampleOrder {
             true => Kind::Shuffled(Stream::new(seed, Purpose::Shuffle, "train")),
             false => Kind::InOrder,
         };
-        Self { kind, seed, len }.checked()
+        Self { kind, seed, len, epoch_len: len }.checked()
     }
 
     /// The order that a sampler gives.
@@ -87,7 +88,7 @@ impl SampleOrder {
     /// If its epochs have no samples.
     pub fn of_sampler(seed: u64, sampler: Arc<dyn Sampler>) -> Result<Self> {
         let len = sampler.epoch_len();
-        Self { kind: Kind::Own(sampler), seed, len }.checked()
+        Self { kind: Kind::Own(sampler), seed, len, epoch_len: len }.checked()
     }
 
     fn checked(self) -> Result<Self> {
@@ -102,23 +103,32 @@ impl SampleOrder {
         self.seed
     }
 
+    /// The order whose epochs end after `epoch_len` samples, each epoch with other ones if shuffled.
+    /// All samples are an epoch if there are no more than that.
+    #[must_use]
+    pub fn limited(self, epoch_len: u64) -> Self {
+        Self { epoch_len: epoch_len.clamp(1, self.len), ..self }
+    }
+
     /// Number of samples in an epoch.
     pub fn epoch_len(&self) -> u64 {
-        self.len
+        self.epoch_len
     }
 
     /// The epoch that a position of the stream is in.
     pub fn epoch(&self, position: u64) -> u64 {
-        position / self.len
+        position / self.epoch_len
     }
 
     /// How often the sample at a position of the stream came before (the epoch, without a sampler), and its
     /// index.
     pub fn at(&self, position: u64) -> (u64, u64) {
-        let (epoch, place) = (position / self.len, position % self.len);
         match &self.kind {
-            Kind::InOrder => (epoch, place),
-            Kind::Shuffled(stream) => (epoch, stream.child(epoch).permute(self.len, place)),
+            Kind::InOrder => (position / self.epoch_len, position % self.epoch_len),
+            Kind::Shuffled(stream) => {
+                let (epoch, place) = (position / self.epoch_len, position % self.epoch_len);
+                (epoch, stream.child(epoch).permute(self.len, place))
+            }
             Kind::Own(sampler) => sampler.sample(position),
         }
     }
@@ -145,6 +155,19 @@ mod tests {
             indices.sort_unstable();
             prop_assert_eq!(indices, (0..len).collect::<Vec<_>>());
         }
+    }
+
+    #[test]
+    fn a_limited_epoch_has_some_of_the_samples() {
+        let order = SampleOrder::new(1, true, 50).unwrap();
+        let limited = order.clone().limited(7);
+        assert_eq!(limited.epoch_len(), 7);
+        let epoch = |n: u64| (0..7).map(|i| limited.at(n * 7 + i)).collect::<Vec<_>>();
+        assert!(epoch(2).iter().all(|&(epoch, _)| epoch == 2));
+        let whole: Vec<_> = (0..7).map(|i| order.at(i)).collect();
+        assert_eq!(epoch(0), whole, "the first samples of the whole epoch");
+        assert_ne!(epoch(0), epoch(1));
+        assert_eq!(order.limited(60).epoch_len(), 50);
     }
 
     #[test]

@@ -65,8 +65,7 @@ impl Fabric {
         teardown_after(&*io, saved)
     }
 
-    /// [`save_full`](Self::save_full) as the checkpoint `name` of any `io`, with the optimizer and
-    /// the run's configuration. The caller calls [`teardown`](CheckpointIO::teardown) after the
+    /// [`save_full`](Self::save_full) as the checkpoint `name` of any `io`, with the run's configuration. The caller calls [`teardown`](CheckpointIO::teardown) after the
     /// last save. Collective.
     ///
     /// # Errors
@@ -75,11 +74,11 @@ impl Fabric {
         &self,
         io: &Arc<dyn CheckpointIO>,
         name: &str,
-        optimizer: &mut FabricOptimizer,
+        optimizer: Option<&mut FabricOptimizer>,
         state: &impl Serialize,
         config: serde_json::Value,
     ) -> Result<PathBuf> {
-        let (states, meta) = self.contents(Some(optimizer), state, config)?;
+        let (states, meta) = self.contents(optimizer, state, config)?;
         let options = FullOptions::default();
         self.runtime.save_full_checkpoint(&**io, name, &states, &options, meta)
     }
@@ -97,11 +96,12 @@ impl Fabric {
         state: &impl Serialize,
         config: serde_json::Value,
     ) -> Result<PathBuf> {
-        let request = self.save_request(name, optimizer, state, config)?;
+        let request = self.save_request(name, Some(optimizer), state, config)?;
         request.run(&**io, &**self.world())
     }
 
-    /// This rank's part of a checkpoint `name` of the present state, to be saved with
+    /// This rank's part of a checkpoint `name` of the present state (of the weights alone without an
+    /// optimizer), to be saved with
     /// [`SaveRequest::run`] or, in the background, with an
     /// [`AsyncSaver`](fulgurite_checkpoint_format::AsyncSaver). It shares the model's memory.
     /// Collective.
@@ -111,11 +111,11 @@ impl Fabric {
     pub fn save_request(
         &self,
         name: &str,
-        optimizer: &mut FabricOptimizer,
+        optimizer: Option<&mut FabricOptimizer>,
         state: &impl Serialize,
         config: serde_json::Value,
     ) -> Result<SaveRequest> {
-        let (states, meta) = self.contents(Some(optimizer), state, config)?;
+        let (states, meta) = self.contents(optimizer, state, config)?;
         self.runtime.save_request(name, &states, meta)
     }
 
@@ -128,12 +128,14 @@ impl Fabric {
     ) -> Result<(Vec<StateTensor>, SaveMeta)> {
         self.runtime.prepare_save()?;
         let (mut states, mut scalars, mut step) = (Vec::new(), BTreeMap::new(), 0);
+        let is_whole = optimizer.is_some();
         if let Some(optimizer) = optimizer {
             states = optimizer.state_tensors()?;
             (scalars, step) = (optimizer.scalars(), optimizer.steps());
         }
         let state = to_json(&FabricState { optimizer: scalars, user: to_json(state)? })?;
-        let saved_at = Some(self.next_saved_at());
+        // Weights alone are nothing to go on from, so they are never the newest checkpoint.
+        let saved_at = is_whole.then(|| self.next_saved_at());
         Ok((states, SaveMeta { step, state, config, saved_at, ..SaveMeta::default() }))
     }
 
@@ -174,6 +176,16 @@ impl Fabric {
         Ok(self.load_with(source, optimizer, &LoadOptions::default())?.0)
     }
 
+    /// The state that a checkpoint was saved with.
+    pub(crate) fn saved_state<T: DeserializeOwned>(source: &DistributedCheckpoint) -> Result<T> {
+        let unreadable = |error: serde_json::Error| {
+            let message = format!("its training state cannot be read: {error}");
+            Error::checkpoint(source.location(), message)
+        };
+        let saved = FabricState::deserialize(&source.manifest().state).map_err(unreadable)?;
+        T::deserialize(&saved.user).map_err(unreadable)
+    }
+
     /// [`load_from`](Self::load_from) with options: a part of the checkpoint, under other names, or
     /// into a model that has changed. Also returns the differences. Collective.
     ///
@@ -194,6 +206,11 @@ impl Fabric {
         let saved = FabricState::deserialize(&source.manifest().state).map_err(unreadable)?;
         let state = T::deserialize(&saved.user).map_err(unreadable)?;
         let report = match optimizer.filter(|_| !options.weights_only) {
+            Some(_) if saved.optimizer.is_empty() && source.optimizer().is_empty() => {
+                let message = "it has weights alone, from which training cannot go on; to start from \
+                               them set `checkpoint.weights_only = true`";
+                return Err(Error::checkpoint(source.location(), message));
+            }
             Some(optimizer) => {
                 let states = optimizer.state_tensors()?;
                 let report = self.runtime.load_checkpoint(source, Some(&states), options)?;

@@ -1,5 +1,6 @@
 //! [`Fabric`].
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -288,6 +289,15 @@ impl Fabric {
     /// If a peer fails.
     pub fn unchecked_gradient_norm(&self) -> Result<f64> {
         self.runtime.gradient_norm()
+    }
+
+    /// The norm of the mean gradient of each group of parameters, which `group` names by their names: one
+    /// all-reduce. Between backward and the optimizer's step. Collective.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn gradient_norms(&self, group: &dyn Fn(&str) -> String) -> Result<BTreeMap<String, f64>> {
+        self.runtime.gradient_norms(group)
     }
 
     /// The norm of the mean gradient over all parameters. Collective.

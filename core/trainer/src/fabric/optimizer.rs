@@ -51,9 +51,23 @@ impl FabricOptimizer {
         scheduler: Box<dyn SchedulerConfig>,
         max_steps: Option<u64>,
     ) -> Self {
+        self.set_scheduler(scheduler, max_steps);
+        self
+    }
+
+    /// As [`with_scheduler`](Self::with_scheduler), later.
+    pub(crate) fn set_scheduler(
+        &mut self,
+        scheduler: Box<dyn SchedulerConfig>,
+        max_steps: Option<u64>,
+    ) {
         self.scheduler = Some(scheduler);
         self.max_steps = max_steps;
-        self
+    }
+
+    /// Sets the run's length, as the schedule sees it.
+    pub(crate) fn set_max_steps(&mut self, max_steps: Option<u64>) {
+        self.max_steps = max_steps;
     }
 
     /// Sets what happens to trainable parameters without a gradient.
@@ -149,7 +163,13 @@ impl FabricOptimizer {
     /// [`Error::UnusedParameters`] in the first step, [`Error::NonFinite`] if the loss is not
     /// finite, and if the last backward ran under `no_backward_sync`; nothing is changed then.
     pub fn step(&mut self) -> Result<()> {
-        let phase = self.runtime.phase("optimizer");
+        self.update()?;
+        self.finish_step()
+    }
+
+    /// The first half of [`step`](Self::step): updates the parameters. Collective.
+    pub(crate) fn update(&mut self) -> Result<()> {
+        let _phase = self.runtime.phase("optimizer");
         self.runtime.check_synchronised()?;
         let totals = self.runtime.step_totals(&[])?;
         self.check_loss(&totals)?;
@@ -165,6 +185,13 @@ impl FabricOptimizer {
         if let Some(averages) = &mut self.averages {
             averages.update()?;
         }
+        Ok(())
+    }
+
+    /// The second half of [`step`](Self::step): clears the gradients and makes the model ready for
+    /// the next forward. Collective.
+    pub(crate) fn finish_step(&self) -> Result<()> {
+        let phase = self.runtime.phase("optimizer");
         self.runtime.finish_step()?;
         drop(phase);
         if let Some(profiler) = self.runtime.profiler() {

@@ -41,6 +41,9 @@ fulgurite_config::config_struct! {
         /// Whether a run may go on from a checkpoint that was trained on other data. The position in the
         /// data is then one in the new data.
         pub allow_other_data: bool = false,
+        /// Whether a run that starts anew may save to a `dir` with checkpoints of another run. Those of the
+        /// same step are replaced; the others stay.
+        pub overwrite: bool = false,
         /// The plugin that writes and reads checkpoints.
         pub io: PluginValue = PluginValue::new("local"),
     }

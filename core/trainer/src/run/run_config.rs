@@ -90,6 +90,19 @@ impl<M, D> RunConfig<M, D> {
         }
     }
 
+    /// The run after `trainer.fast_dev_run` and `trainer.overfit_batches`.
+    pub(crate) fn effective(&self) -> Self
+    where
+        Self: Clone,
+    {
+        let mut run = Self { trainer: self.trainer.effective(), ..self.clone() };
+        if run.trainer.fast_dev_run.batches().is_some() {
+            run.checkpoint.save_last = false;
+            (run.checkpoint.every_n_steps, run.checkpoint.save_top_k) = (None, None);
+        }
+        run
+    }
+
     /// The run as TOML.
     ///
     /// # Errors

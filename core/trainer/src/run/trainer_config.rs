@@ -3,7 +3,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::{CkptPath, ClipAlgorithm, CountOrFraction, Devices, MemoryCheck, Precision, TimeLimit};
+use super::{
+    CkptPath, ClipAlgorithm, CountOrFraction, Devices, FastDevRun, MemoryCheck, Precision,
+    TimeLimit,
+};
 use crate::profiler::ProfilerConfig;
 use crate::runtime::UnusedParameters;
 use crate::{Error, Result};
@@ -26,6 +29,10 @@ fulgurite_config::config_struct! {
         /// Stop after this many passes over the training data. If nothing else limits the run,
         /// it makes one pass.
         pub max_epochs: Option<u64> = None,
+        /// Do not stop before this many optimizer steps because a callback asks to, or the time is up.
+        pub min_steps: Option<u64> = None,
+        /// Do not stop before this many passes over the training data, as `min_steps`.
+        pub min_epochs: Option<u64> = None,
         /// Stop after this time, counted from the first step of this process.
         pub max_time: Option<TimeLimit> = None,
         /// Threads of each rank that make batches beside the step; with 0 the thread that trains makes
@@ -46,6 +53,14 @@ fulgurite_config::config_struct! {
         /// The interval of validations: an integer is optimizer steps, a float is a fraction of an
         /// epoch (`1.0` is the end of each).
         pub val_check_interval: CountOrFraction = CountOrFraction::Fraction(1.0),
+        /// Only the epochs whose number, counted from 1, is a multiple of this have validations.
+        pub check_val_every_n_epoch: u64 = 1,
+        /// Validation batches of each rank before the training of a run that starts anew, so that mistakes
+        /// in the validation come out at once; `0` for none. What they log is dropped.
+        pub num_sanity_val_steps: u64 = 2,
+        /// How much of the training data an epoch has: an integer is batches of each rank, a float is a
+        /// fraction. If samples are shuffled, each epoch has others.
+        pub limit_train_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
         /// How much of the validation data is used: an integer is batches of each rank, a float is
         /// a fraction; `0` turns validation off.
         pub limit_val_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
@@ -53,6 +68,13 @@ fulgurite_config::config_struct! {
         pub limit_test_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
         /// How much of the data for prediction is used, as `limit_val_batches`.
         pub limit_predict_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
+        /// Trains on this part of the training data again and again, in order, to see whether the model can
+        /// learn it: an integer is batches of each rank, a float is a fraction; `0` for normal training. As
+        /// much of the validation data is used.
+        pub overfit_batches: CountOrFraction = CountOrFraction::Count(0),
+        /// A trial of everything: trains on this many batches of each rank and validates on as many,
+        /// without loggers and checkpoints. `true` is one batch.
+        pub fast_dev_run: FastDevRun = FastDevRun::Off,
         /// The interval of logged steps, in optimizer steps.
         pub log_every_n_steps: u64 = 10,
         /// The dtypes of parameters and computation. `32`, `64` and `"bf16"` are short for
@@ -102,6 +124,8 @@ fulgurite_config::config_struct! {
         /// in the run's directory, for Perfetto; a table such as `{ type = "trace", skip_steps = 3, steps = 5 }`
         /// says of which steps.
         pub profiler: Option<ProfilerConfig> = None,
+        /// Callbacks by name, such as `[{ type = "early_stopping", monitor = "val_loss" }]`.
+        pub callbacks: Vec<PluginValue> = Vec::new(),
         /// The loggers that metrics are written with.
         pub loggers: Vec<PluginValue> = vec![PluginValue::new("csv"), PluginValue::new("jsonl")],
     }
@@ -139,6 +163,39 @@ impl TrainerConfig {
         }
     }
 
+    /// The configuration after `fast_dev_run` and `overfit_batches`.
+    pub(crate) fn effective(&self) -> Self {
+        let mut config = self.clone();
+        if self.overfit_batches != CountOrFraction::Count(0) {
+            config.limit_train_batches = self.overfit_batches;
+            config.limit_val_batches = self.overfit_batches;
+        }
+        if let Some(batches) = self.fast_dev_run.batches() {
+            let limit = |limit: &mut CountOrFraction| {
+                if *limit != CountOrFraction::Count(0) {
+                    *limit = CountOrFraction::Count(batches);
+                }
+            };
+            limit(&mut config.limit_train_batches);
+            limit(&mut config.limit_val_batches);
+            limit(&mut config.limit_test_batches);
+            limit(&mut config.limit_predict_batches);
+            (config.max_steps, config.min_steps) = (None, None);
+            (config.max_epochs, config.min_epochs) = (Some(1), None);
+            config.val_check_interval = CountOrFraction::Fraction(1.0);
+            config.check_val_every_n_epoch = 1;
+            config.num_sanity_val_steps = 0;
+            config.log_every_n_steps = 1;
+            config.loggers.clear();
+        }
+        config
+    }
+
+    /// Whether training samples come in order, whatever the data module says.
+    pub(crate) fn in_order(&self) -> bool {
+        self.overfit_batches != CountOrFraction::Count(0)
+    }
+
     /// Whether what step `step` logs is wanted: the first, and every
     /// [`log_every_n_steps`](Self::log_every_n_steps).
     pub(crate) fn logs_step(&self, step: u64) -> bool {
@@ -159,6 +216,7 @@ impl TrainerConfig {
             ("num_nodes", self.num_nodes as u64),
             ("accumulate_grad_batches", self.accumulate_grad_batches),
             ("log_every_n_steps", self.log_every_n_steps),
+            ("check_val_every_n_epoch", self.check_val_every_n_epoch),
             ("timeout_secs", self.timeout_secs),
         ];
         for (key, value) in at_least_one {
@@ -188,6 +246,23 @@ impl TrainerConfig {
                     available_cores()
                 ),
             );
+        }
+        for (least, min, most, max) in [
+            ("min_steps", self.min_steps, "max_steps", self.max_steps),
+            ("min_epochs", self.min_epochs, "max_epochs", self.max_epochs),
+        ] {
+            if let (Some(min), Some(max)) = (min, max)
+                && min > max
+            {
+                let message = format!("must not exceed `trainer.{most}` = {max}, found {min}");
+                return config_error(least, message);
+            }
+        }
+        if matches!(
+            self.limit_train_batches,
+            CountOrFraction::Count(0) | CountOrFraction::Fraction(0.0)
+        ) {
+            return config_error("limit_train_batches", "must be above 0, or there is no training");
         }
         if let Some(limit) = self.gradient_clip_val
             && !(limit.is_finite() && limit > 0.0)
@@ -233,6 +308,9 @@ impl TrainerConfig {
         self.process_group.check(kind::PROCESS_GROUP, "trainer.process_group")?;
         if let Some(environment) = &self.environment {
             environment.check(kind::ENVIRONMENT, "trainer.environment")?;
+        }
+        for callback in &self.callbacks {
+            callback.check(kind::CALLBACK, "trainer.callbacks")?;
         }
         self.loggers.iter().try_for_each(|logger| logger.check(kind::LOGGER, "trainer.loggers"))
     }

@@ -96,6 +96,54 @@ impl ConfigType for CountOrFraction {
     }
 }
 
+/// A trial of everything: `trainer.fast_dev_run`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum FastDevRun {
+    /// `false`: a run as configured.
+    #[default]
+    Off,
+    /// An integer: so many batches; `true` is one.
+    Batches(u64),
+}
+
+impl FastDevRun {
+    /// The number of batches, if it is a trial.
+    pub fn batches(self) -> Option<u64> {
+        match self {
+            Self::Off => None,
+            Self::Batches(batches) => Some(batches),
+        }
+    }
+}
+
+impl Serialize for FastDevRun {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Off => serializer.serialize_bool(false),
+            Self::Batches(batches) => serializer.serialize_u64(*batches),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for FastDevRun {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let expected = "true, false or a number of batches, at least 1";
+        deserialize_scalar(deserializer, expected, |value| match value {
+            Scalar::Bool(trial) => Some(if *trial { Self::Batches(1) } else { Self::Off }),
+            Scalar::Int(count) => {
+                u64::try_from(*count).ok().filter(|count| *count > 0).map(Self::Batches)
+            }
+            Scalar::Float(_) | Scalar::Text(_) => None,
+        })
+    }
+}
+
+impl ConfigType for FastDevRun {
+    fn describe() -> String {
+        "boolean or integer (batches)".to_owned()
+    }
+}
+
 /// The dtypes of parameters and computation: `trainer.precision`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Precision {
@@ -228,6 +276,8 @@ impl ConfigType for TimeLimit {
 pub enum CkptPath {
     /// `"last"`: the one that was saved last, or none if there is none yet.
     Last,
+    /// `"best"`: of those that the run which saved last keeps, the best by its `checkpoint.monitor`.
+    Best,
     /// This path or name.
     Path(PathBuf),
 }
@@ -236,6 +286,7 @@ impl Serialize for CkptPath {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
             Self::Last => serializer.serialize_str("last"),
+            Self::Best => serializer.serialize_str("best"),
             Self::Path(path) => path.serialize(serializer),
         }
     }
@@ -243,8 +294,9 @@ impl Serialize for CkptPath {
 
 impl<'de> Deserialize<'de> for CkptPath {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserialize_scalar(deserializer, "a path or \"last\"", |value| match value {
+        deserialize_scalar(deserializer, "a path, \"last\" or \"best\"", |value| match value {
             Scalar::Text(text) if text == "last" => Some(Self::Last),
+            Scalar::Text(text) if text == "best" => Some(Self::Best),
             Scalar::Text(text) if !text.is_empty() => Some(Self::Path(text.into())),
             _ => None,
         })
@@ -253,7 +305,7 @@ impl<'de> Deserialize<'de> for CkptPath {
 
 impl ConfigType for CkptPath {
     fn describe() -> String {
-        "path or `\"last\"`".to_owned()
+        "path, `\"last\"` or `\"best\"`".to_owned()
     }
 }
 
@@ -336,7 +388,11 @@ mod tests {
         check("'01:02:03:04'", TimeLimit(Duration::from_secs(93_784)));
         check("90", TimeLimit(Duration::from_secs(90)));
         check("0.5", TimeLimit(Duration::from_millis(500)));
+        check("true", FastDevRun::Batches(1));
+        check("false", FastDevRun::Off);
+        check("3", FastDevRun::Batches(3));
         check("'last'", CkptPath::Last);
+        check("'best'", CkptPath::Best);
         check("'runs/last'", CkptPath::Path("runs/last".into()));
         for (text, precision) in [
             ("32", Precision::F32True),
@@ -354,6 +410,7 @@ mod tests {
     fn wrong_values_are_told_what_is_expected() {
         insta::assert_snapshot!(read::<Devices>("0").unwrap_err(), @r#"`key`: expected a number of ranks, at least 1, or "auto", found `0`"#);
         insta::assert_snapshot!(read::<Devices>("'all'").unwrap_err(), @r#"`key`: expected a number of ranks, at least 1, or "auto", found the string "all""#);
+        insta::assert_snapshot!(read::<FastDevRun>("0").unwrap_err(), @"`key`: expected true, false or a number of batches, at least 1, found `0`");
         insta::assert_snapshot!(read::<CountOrFraction>("1.5").unwrap_err(), @"`key`: expected a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0), found `1.5`");
         insta::assert_snapshot!(read::<CountOrFraction>("true").unwrap_err(), @"`key`: expected a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0), found `true`");
         insta::assert_snapshot!(read::<Precision>("'fp16'").unwrap_err(), @r#"`key`: expected "32-true", "bf16-mixed", "bf16-true" or "64-true", found the string "fp16""#);
@@ -364,7 +421,7 @@ mod tests {
         }
         insta::assert_snapshot!(read::<TimeLimit>("-1").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found `-1`"#);
         insta::assert_snapshot!(read::<TimeLimit>("12:00:00").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found the string "12:00:00""#);
-        insta::assert_snapshot!(read::<CkptPath>("{}").unwrap_err(), @r#"`key`: expected a path or "last", found a table"#);
+        insta::assert_snapshot!(read::<CkptPath>("{}").unwrap_err(), @r#"`key`: expected a path, "last" or "best", found a table"#);
         insta::assert_snapshot!(read::<ClipAlgorithm>("'nrom'").unwrap_err(), @r#"`key`: expected "norm" or "value", found "nrom"; did you mean "norm"?"#);
     }
 

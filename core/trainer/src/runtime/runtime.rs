@@ -1,5 +1,6 @@
 //! [`StrategyRuntime`].
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
@@ -10,6 +11,7 @@ use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
 use fulgurite_engine::mesh::{DATA_PARALLEL, DP_CP, DeviceMesh};
 use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::optim::local_squared_norm;
 use fulgurite_engine::parallel::check_loss;
 use fulgurite_engine::parameter::ParameterSlot;
 use fulgurite_engine::strategy::{Capabilities, Loss, StepTotals, Strategy, StrategyContext};
@@ -245,6 +247,24 @@ impl StrategyRuntime {
         let _phase = self.phase("gradient norm");
         let scale = self.grad_scale()?;
         self.lock_state()?.strategy.gradient_norm(self.context()?, scale)
+    }
+
+    /// The norm of the mean gradient of each group of parameters. Collective.
+    pub(crate) fn gradient_norms(
+        &self,
+        group: &dyn Fn(&str) -> String,
+    ) -> Result<BTreeMap<String, f64>> {
+        let scale = self.grad_scale()?;
+        let mut squares = BTreeMap::<String, f64>::new();
+        for parameter in self.tree()?.trainable() {
+            let own = std::slice::from_ref(parameter);
+            let square = local_squared_norm(own, &|dim| self.mesh.coordinate(dim))?;
+            *squares.entry(group(parameter.fqn())).or_default() += square * scale * scale;
+        }
+        let sums = Tensor::new(squares.values().copied().collect::<Vec<_>>(), &Device::Cpu)?;
+        self.mesh.world().run(Collective::all_reduce(&sums, ReduceOp::Sum))?;
+        let norms = sums.to_vec1::<f64>()?.into_iter().map(f64::sqrt);
+        Ok(squares.into_keys().zip(norms).collect())
     }
 
     /// To be called after the optimizer's update. Collective.

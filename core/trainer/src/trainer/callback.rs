@@ -1,17 +1,19 @@
 //! Callbacks: hooks that are added to a run from outside of the module.
 
-use std::collections::BTreeMap;
+use std::any::Any;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
 use super::hooks::Hook;
-use super::log_table::LogTable;
-use super::runner::ModuleRunner;
+use super::saved_state::SavedState;
 use super::{HookContext, Hooks};
 use crate::Result;
 
-/// [`Hooks`] that are added to a run from outside of the module, with state that checkpoints save
-/// (Lightning's `Callback`).
+/// [`Hooks`] that are added to a run from outside of the module (Lightning's `Callback`), by
+/// [`Trainer::with_callback`](super::Trainer::with_callback),
+/// [`LightningModule::configure_callbacks`](super::LightningModule::configure_callbacks) or
+/// `trainer.callbacks` in the configuration.
 ///
 /// ```
 /// use fulgurite_core::Result;
@@ -34,122 +36,142 @@ use crate::Result;
 /// ```
 ///
 /// A run that resumes within an epoch does not start it again, so what a callback remembers from
-/// the beginning of an epoch must be part of its [`state`](Callback::state).
-pub trait Callback: Hooks + Send {
+/// the beginning of an epoch must be part of what it
+/// [saves](Hooks::on_save_checkpoint).
+pub trait Callback: Hooks + Send + Any {
     /// The key of the callback's state in checkpoints. Callbacks with the same key get their states
     /// in the order in which they were added.
     fn state_key(&self) -> String {
         std::any::type_name::<Self>().to_owned()
     }
 
-    /// The callback's state, which a checkpoint saves and a resumed run loads; `None` for none.
-    /// Called on every rank; that of rank 0 is saved.
-    fn state(&self) -> Option<serde_json::Value> {
-        None
-    }
-
-    /// Loads a state that [`state`](Self::state) has returned. Called on every rank of a resumed
-    /// run, before any hook.
-    ///
-    /// # Errors
-    /// If it is no state of this callback.
-    fn load_state(&mut self, state: serde_json::Value) -> Result<()> {
-        let _ = state;
-        Ok(())
+    /// Whether the callback's hooks are called after all others, when what those have logged is among
+    /// [`HookContext::metrics`]: for callbacks that stop or save by a metric.
+    fn decides_by_metrics(&self) -> bool {
+        false
     }
 }
+
+/// A callback's configuration: an element of `trainer.callbacks`.
+#[typetag::serde(tag = "type")]
+pub trait CallbackConfig: std::fmt::Debug + Send + Sync {
+    /// Builds the callback. Called on every rank, and once before any rank is started, where the
+    /// result is dropped.
+    ///
+    /// # Errors
+    /// If an option is wrong.
+    fn build(&self) -> Result<Box<dyn Callback>>;
+}
+
+fulgurite_config::plugin_kind!(
+    dyn CallbackConfig,
+    fulgurite_config::registry::kind::CALLBACK,
+    "trainer.callbacks"
+);
 
 /// A callback's state in a checkpoint.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct CallbackState {
     key: String,
-    state: serde_json::Value,
+    state: SavedState,
 }
 
-/// The position of a run when a hook is called.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Progress {
-    pub(super) step: u64,
-    pub(super) epoch: u64,
-    /// Whether what is logged is wanted.
-    pub(super) logged: bool,
+/// A callback of a trainer and of the runs of it.
+#[derive(Clone)]
+pub(super) struct SharedCallback(Arc<Mutex<Box<dyn Callback>>>);
+
+impl SharedCallback {
+    pub(super) fn new(callback: Box<dyn Callback>) -> Self {
+        Self(Arc::new(Mutex::new(callback)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Box<dyn Callback>> {
+        // Whatever a hook that panicked has left is the callback's own.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
-/// The callbacks of a run, and whether a hook has asked it to stop.
+/// Reads the first callback that is a `C`.
+pub(super) fn read_callback<C: Callback, T>(
+    callbacks: &[SharedCallback],
+    mut read: impl FnMut(&C) -> T,
+) -> Option<T> {
+    callbacks.iter().find_map(|callback| {
+        let callback = callback.lock();
+        let any: &dyn Any = &**callback;
+        any.downcast_ref().map(&mut read)
+    })
+}
+
+/// The callbacks of a run.
 pub(super) struct Callbacks {
-    callbacks: Vec<Box<dyn Callback>>,
-    rank: usize,
-    world_size: usize,
-    seed: u64,
-    print: fn(&str),
-    stop: bool,
+    callbacks: Vec<SharedCallback>,
+    decide_by_metrics: bool,
+    is_global_zero: bool,
 }
 
 impl Callbacks {
+    /// `callbacks`, with the module's own in place of those with the same key.
     pub(super) fn new(
-        callbacks: Vec<Box<dyn Callback>>,
-        (rank, world_size): (usize, usize),
-        seed: u64,
-        print: fn(&str),
+        mut callbacks: Vec<SharedCallback>,
+        of_module: Vec<Box<dyn Callback>>,
+        is_global_zero: bool,
     ) -> Self {
-        Self { callbacks, rank, world_size, seed, print, stop: false }
+        callbacks.retain(|callback| {
+            let key = callback.lock().state_key();
+            of_module.iter().all(|other| other.state_key() != key)
+        });
+        callbacks.extend(of_module.into_iter().map(SharedCallback::new));
+        let decide_by_metrics = callbacks.iter().any(|c| c.lock().decides_by_metrics());
+        Self { callbacks, decide_by_metrics, is_global_zero }
+    }
+
+    /// The callbacks.
+    pub(super) fn shared(&self) -> &[SharedCallback] {
+        &self.callbacks
     }
 
     /// The states of the callbacks, for a checkpoint.
-    pub(super) fn states(&self) -> Vec<CallbackState> {
-        let states = self.callbacks.iter().filter_map(|callback| {
-            Some(CallbackState { key: callback.state_key(), state: callback.state()? })
-        });
-        states.collect()
+    pub(super) fn states(&self) -> Result<Vec<CallbackState>> {
+        let mut states = Vec::new();
+        for callback in &self.callbacks {
+            let (mut callback, mut state) = (callback.lock(), SavedState::default());
+            callback.on_save_checkpoint(&mut state)?;
+            if !state.is_empty() {
+                states.push(CallbackState { key: callback.state_key(), state });
+            }
+        }
+        Ok(states)
     }
 
     /// Loads the states of the callbacks from a checkpoint.
-    pub(super) fn load_states(&mut self, mut states: Vec<CallbackState>) -> Result<()> {
-        for callback in &mut self.callbacks {
+    pub(super) fn load_states(&self, mut states: Vec<CallbackState>) -> Result<()> {
+        for callback in &self.callbacks {
+            let mut callback = callback.lock();
             let key = callback.state_key();
             if let Some(index) = states.iter().position(|state| state.key == key) {
-                callback.load_state(states.remove(index).state)?;
+                callback.on_load_checkpoint(&states.remove(index).state)?;
             }
         }
-        for CallbackState { key, .. } in states.iter().filter(|_| self.rank == 0) {
+        for CallbackState { key, .. } in states.iter().filter(|_| self.is_global_zero) {
             tracing::warn!("the checkpoint has a state of a callback that this run lacks: `{key}`");
         }
         Ok(())
     }
 
-    /// Whether a hook on this rank has asked to stop.
-    pub(super) fn stop_requested(&self) -> bool {
-        self.stop
+    /// Whether there are callbacks that [decide by metrics](Callback::decides_by_metrics).
+    pub(super) fn decide_by_metrics(&self) -> bool {
+        self.decide_by_metrics
     }
 
-    /// Calls a hook of every callback, then the module's.
-    pub(super) fn call(
-        &mut self,
-        hook: Hook,
-        module: &mut dyn ModuleRunner,
-        progress: Progress,
-        metrics: &BTreeMap<String, f64>,
-        table: &mut LogTable,
-    ) -> Result<()> {
-        let mut printed = Vec::new();
-        let mut ctx = HookContext {
-            step: progress.step,
-            epoch: progress.epoch,
-            rank: self.rank,
-            world_size: self.world_size,
-            seed: self.seed,
-            metrics,
-            data: &(),
-            stop: &mut self.stop,
-            printed: &mut printed,
-            wanted: progress.logged,
-            table,
-        };
-        let mut callbacks = self.callbacks.iter_mut();
-        let result = callbacks
-            .try_for_each(|callback| hook.call(&mut **callback, &mut ctx))
-            .and_then(|()| module.call_hook(hook, &mut ctx));
-        printed.iter().for_each(|text| (self.print)(text));
-        result
+    /// Calls a hook of the callbacks that do not decide by metrics, or of those that do.
+    pub(super) fn call(&self, hook: Hook, deciding: bool, ctx: &mut HookContext) -> Result<()> {
+        for callback in &self.callbacks {
+            let mut callback = callback.lock();
+            if callback.decides_by_metrics() == deciding {
+                hook.call(&mut **callback, ctx)?;
+            }
+        }
+        Ok(())
     }
 }

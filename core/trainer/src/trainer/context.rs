@@ -1,12 +1,15 @@
 //! The contexts of steps and hooks.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU64;
 
 use candle_core::Tensor;
 
-use super::Histogram;
 use super::log_table::{LogOptions, LogTable, Logged, Source};
+use super::runner::{ModuleRunner, TypedRunner};
+use super::{Histogram, LightningModule};
 use crate::Result;
+use crate::fabric::{Fabric, FabricOptimizer};
 
 /// The context of a step: its position in the run, and what it logs.
 #[derive(Debug)]
@@ -125,12 +128,37 @@ impl StepContext {
     }
 }
 
+/// What the trainer is at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Stage {
+    /// Training, and the validations in it.
+    Fit,
+    /// The short validation before training.
+    SanityCheck,
+    /// A validation by itself.
+    Validate,
+    /// A test.
+    Test,
+    /// A prediction.
+    Predict,
+}
+
 /// The context of a hook. `D` is the type of the data module that the hook has access to.
 pub struct HookContext<'a, D: ?Sized = ()> {
     /// Optimizer steps done.
     pub step: u64,
     /// The epoch of the step that is being or was last computed, counted from 0.
     pub epoch: u64,
+    /// In hooks of batches the micro-batch within the step, or the batch within a validation,
+    /// counted from 0.
+    pub batch_index: u64,
+    /// What the trainer is at.
+    pub stage: Stage,
+    /// Micro-batches in a step.
+    pub accumulate_grad_batches: u64,
+    /// What the losses of the last step counted, of all ranks: tokens, or other items.
+    pub items: f64,
     /// This process's global rank.
     pub rank: usize,
     /// Number of ranks.
@@ -140,10 +168,43 @@ pub struct HookContext<'a, D: ?Sized = ()> {
     /// The latest metrics: `train_loss`, `grad_norm`, `lr`, `val_loss` and what steps logged.
     pub metrics: &'a BTreeMap<String, f64>,
     pub(super) data: &'a D,
-    pub(super) stop: &'a mut bool,
-    pub(super) printed: &'a mut Vec<String>,
+    pub(super) parts: HookParts<'a>,
+}
+
+/// What a hook has access to.
+pub(super) struct HookParts<'a> {
+    pub(super) fabric: &'a Fabric,
+    pub(super) optimizer: Option<&'a mut FabricOptimizer>,
+    /// Not in the module's own hooks.
+    pub(super) runner: Option<&'a mut dyn ModuleRunner>,
+    pub(super) requests: &'a mut Requests,
+    /// Whether what is logged is wanted.
     pub(super) wanted: bool,
     pub(super) table: &'a mut LogTable,
+}
+
+/// What hooks ask of the trainer.
+#[derive(Debug, Default)]
+pub(super) struct Requests {
+    /// To stop after the present step.
+    pub(super) stop: bool,
+    /// To save after it.
+    pub(super) saves: Vec<SaveRequest>,
+    /// Another number of micro-batches in a step, from the next step on.
+    pub(super) accumulate_grad_batches: Option<u64>,
+    pub(super) printed: Vec<String>,
+}
+
+/// A checkpoint that a hook [asks for](HookContext::save_checkpoint).
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SaveRequest {
+    /// Its name in the place of the run's checkpoints, without `/`; by default that of its step.
+    pub name: Option<String>,
+    /// Whether only the weights are saved.
+    pub weights_only: bool,
+    /// The names of checkpoints that are removed when it is committed.
+    pub remove: Vec<String>,
 }
 
 impl<'a, D: ?Sized> HookContext<'a, D> {
@@ -153,21 +214,58 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
         self.data
     }
 
-    /// The same context with another view of the data.
+    /// The same context with another view of the data, and without the module.
     pub(super) fn with_data<'b, E: ?Sized>(&'b mut self, data: &'b E) -> HookContext<'b, E> {
         HookContext {
             step: self.step,
             epoch: self.epoch,
+            batch_index: self.batch_index,
+            stage: self.stage,
+            accumulate_grad_batches: self.accumulate_grad_batches,
+            items: self.items,
             rank: self.rank,
             world_size: self.world_size,
             seed: self.seed,
             metrics: self.metrics,
             data,
-            stop: self.stop,
-            printed: self.printed,
-            wanted: self.wanted,
-            table: self.table,
+            parts: HookParts {
+                fabric: self.parts.fabric,
+                optimizer: self.parts.optimizer.as_deref_mut(),
+                runner: None,
+                requests: self.parts.requests,
+                wanted: self.parts.wanted,
+                table: self.parts.table,
+            },
         }
+    }
+
+    /// The strategy at work: the parameters with their gradients
+    /// ([`module_tree`](Fabric::module_tree)), collectives, forward scopes.
+    pub fn fabric(&self) -> &'a Fabric {
+        self.parts.fabric
+    }
+
+    /// The optimizer; `None` outside of a training.
+    pub fn optimizer(&self) -> Option<&FabricOptimizer> {
+        self.parts.optimizer.as_deref()
+    }
+
+    /// The optimizer, to be changed alike on all ranks; `None` outside of a training.
+    pub fn optimizer_mut(&mut self) -> Option<&mut FabricOptimizer> {
+        self.parts.optimizer.as_deref_mut()
+    }
+
+    /// The module, in callbacks; `None` if it is no `M`. A forward with it is collective, and belongs
+    /// into a [scope](Fabric::forward_scope).
+    pub fn module<M: LightningModule>(&self) -> Option<&M> {
+        let runner = self.parts.runner.as_deref()?.as_any();
+        runner.downcast_ref::<TypedRunner<M>>().map(|runner| &runner.module)
+    }
+
+    /// The module, to be changed; see [`module`](Self::module).
+    pub fn module_mut<M: LightningModule>(&mut self) -> Option<&mut M> {
+        let runner = self.parts.runner.as_deref_mut()?.as_any_mut();
+        runner.downcast_mut::<TypedRunner<M>>().map(|runner| &mut runner.module)
     }
 
     /// Logs a number, of which the mean over the ranks is taken, or a [`Metric`](crate::metric::Metric). All
@@ -181,13 +279,13 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
     pub fn log_with(&mut self, name: &str, value: impl Into<Logged>, options: LogOptions) {
         let options = options.on_step(true).on_epoch(false);
         let source = self.source();
-        self.table.log(name, value.into(), options, source);
+        self.parts.table.log(name, value.into(), options, source);
     }
 
     /// Logs a text, such as a generated sample; that of rank 0 is logged.
     pub fn log_text(&mut self, name: &str, text: impl Into<String>) {
         let source = self.source();
-        self.table.log_text(name, text.into(), source);
+        self.parts.table.log_text(name, text.into(), source);
     }
 
     /// Logs how the values of a tensor are distributed, such as a gradient's. Those of all ranks are one
@@ -197,20 +295,20 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
     /// # Errors
     /// If the tensor cannot be read.
     pub fn log_histogram(&mut self, name: &str, values: &Tensor) -> Result<()> {
-        if self.wanted {
+        if self.parts.wanted {
             let source = self.source();
-            self.table.log_histogram(name, &Histogram::of(values)?, source);
+            self.parts.table.log_histogram(name, &Histogram::of(values)?, source);
         }
         Ok(())
     }
 
     fn source(&self) -> Source {
-        Source { samples: 1.0, training: true, wanted: self.wanted, padding: false }
+        Source { samples: 1.0, training: true, wanted: self.parts.wanted, padding: false }
     }
 
     /// Whether what this hook logs is wanted.
     pub fn is_logged(&self) -> bool {
-        self.wanted
+        self.parts.wanted
     }
 
     /// Whether this is rank 0.
@@ -218,15 +316,27 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
         self.rank == 0
     }
 
-    /// Asks the trainer to stop after this step, on all ranks.
+    /// Asks the trainer to stop after this step, on all ranks. Before `trainer.min_steps` and
+    /// `trainer.min_epochs` it goes on until then.
     pub fn stop(&mut self) {
-        *self.stop = true;
+        self.parts.requests.stop = true;
+    }
+
+    /// Asks the trainer for a checkpoint after this step (and its validation). All ranks must ask for the
+    /// same ones.
+    pub fn save_checkpoint(&mut self, request: SaveRequest) {
+        self.parts.requests.saves.push(request);
+    }
+
+    /// Sets the number of micro-batches in a step from the next one on, on all ranks alike.
+    pub fn set_accumulate_grad_batches(&mut self, count: NonZeroU64) {
+        self.parts.requests.accumulate_grad_batches = Some(count.get());
     }
 
     /// Prints a text on the terminal; only that of rank 0 is printed.
     pub fn print(&mut self, text: impl Into<String>) {
         if self.rank == 0 {
-            self.printed.push(text.into());
+            self.parts.requests.printed.push(text.into());
         }
     }
 }

@@ -6,10 +6,10 @@ use std::ops::ControlFlow;
 use candle_core::{Device, Tensor};
 
 use super::hooks::Hook;
-use super::log_table::{LogTable, Stage};
+use super::log_table::{LogTable, Stage as LogStage};
 use super::runner::Loading;
 use super::session::Session;
-use super::{Event, Predictions, StepContext};
+use super::{Event, Predictions, Stage, StepContext};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::no_grad;
 use fulgurite_engine::collective::ReduceOp;
@@ -36,6 +36,25 @@ pub(super) enum EvaluationStage {
     Test,
 }
 
+/// The hooks of a pass over data without training.
+struct EvaluationHooks {
+    start: Hook<'static>,
+    epoch_start: Hook<'static>,
+    batch_start: Hook<'static>,
+    batch_end: Hook<'static>,
+    epoch_end: Hook<'static>,
+    end: Hook<'static>,
+}
+
+const PREDICT_HOOKS: EvaluationHooks = EvaluationHooks {
+    start: Hook::PredictStart,
+    epoch_start: Hook::PredictEpochStart,
+    batch_start: Hook::PredictBatchStart,
+    batch_end: Hook::PredictBatchEnd,
+    epoch_end: Hook::PredictEpochEnd,
+    end: Hook::PredictEnd,
+};
+
 /// How an evaluation ended.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Evaluated {
@@ -61,10 +80,24 @@ impl EvaluationStage {
         }
     }
 
-    fn hooks(self) -> [Hook<'static>; 2] {
+    fn hooks(self) -> EvaluationHooks {
         match self {
-            Self::Validation => [Hook::ValidationStart, Hook::ValidationEnd],
-            Self::Test => [Hook::TestStart, Hook::TestEnd],
+            Self::Validation => EvaluationHooks {
+                start: Hook::ValidationStart,
+                epoch_start: Hook::ValidationEpochStart,
+                batch_start: Hook::ValidationBatchStart,
+                batch_end: Hook::ValidationBatchEnd,
+                epoch_end: Hook::ValidationEpochEnd,
+                end: Hook::ValidationEnd,
+            },
+            Self::Test => EvaluationHooks {
+                start: Hook::TestStart,
+                epoch_start: Hook::TestEpochStart,
+                batch_start: Hook::TestBatchStart,
+                batch_end: Hook::TestBatchEnd,
+                epoch_end: Hook::TestEpochEnd,
+                end: Hook::TestEnd,
+            },
         }
     }
 
@@ -93,13 +126,14 @@ impl Session {
             return Ok(Evaluated::NoData);
         }
         let step = self.cursor.step;
-        let [start, end] = stage.hooks();
-        self.hook(start)?;
+        let hooks = stage.hooks();
+        self.hook(hooks.start)?;
+        self.hook(hooks.epoch_start)?;
         let mut tables = Vec::new();
         let mut evaluation = Evaluation { loss: 0.0, metrics: BTreeMap::new(), batches: 0 };
         let (mut sum, mut count) = (0.0, 0.0);
         for set in &sets {
-            let mut table = match self.evaluate_set(stage, set)? {
+            let mut table = match self.evaluate_set(stage, &hooks, set)? {
                 ControlFlow::Continue(SetTotals { sum: of_set, count: samples, table }) => {
                     (sum, count) = (sum + of_set, count + samples);
                     if !set.suffix.is_empty() {
@@ -110,7 +144,7 @@ impl Session {
                 }
                 ControlFlow::Break(why) => return Ok(Evaluated::Interrupted(why)),
             };
-            for (name, value) in self.reduce(&mut table, Stage::Epoch)? {
+            for (name, value) in self.reduce(&mut table, LogStage::Epoch)? {
                 evaluation.metrics.insert(format!("{name}{}", set.suffix), value);
             }
             evaluation.batches += set.batches;
@@ -118,11 +152,14 @@ impl Session {
         }
         evaluation.loss = sum / count;
         evaluation.batches *= self.parts.fabric.sampler_share()?.num_replicas as u64;
-        self.metrics.extend(evaluation.metrics.clone());
-        self.metrics.insert(stage.loss_name().to_owned(), evaluation.loss);
-        self.emit(&stage.event(step, evaluation.clone()))?;
-        tables.iter_mut().try_for_each(|table| self.log_media(table))?;
-        self.hook(end)?;
+        self.record(&evaluation.metrics);
+        self.record(&[(stage.loss_name().to_owned(), evaluation.loss)].into());
+        if self.stage != Stage::SanityCheck {
+            self.emit(&stage.event(step, evaluation.clone()))?;
+            tables.iter_mut().try_for_each(|table| self.log_media(table))?;
+        }
+        self.hook(hooks.epoch_end)?;
+        self.hook(hooks.end)?;
         Ok(Evaluated::Done(evaluation))
     }
 
@@ -130,6 +167,7 @@ impl Session {
     fn evaluate_set(
         &mut self,
         stage: EvaluationStage,
+        hooks: &EvaluationHooks,
         set: &EvaluationSet,
     ) -> Result<ControlFlow<Interruption, SetTotals>> {
         let ranks = (self.rank(), self.world_size());
@@ -139,18 +177,19 @@ impl Session {
         }
         let (mut sum, mut count) = (0.0, 0.0);
         let sized = (set.sampler, set.batches);
-        let interrupted = self.each_batch(set.split, sized, &mut |session, batch, padding| {
-            ctx.begin_batch(batch.index, batch.samples.indices().len(), padding);
-            let loss = match stage {
-                EvaluationStage::Validation => session.runner.validation_step(&mut ctx)?,
-                EvaluationStage::Test => session.runner.test_step(&mut ctx)?,
-            };
-            if !padding {
-                sum += loss.sum_value()?;
-                count += loss.count();
-            }
-            Ok(())
-        })?;
+        let interrupted =
+            self.each_batch(set.split, hooks, sized, &mut |session, batch, padding| {
+                ctx.begin_batch(batch.index, batch.samples.indices().len(), padding);
+                let loss = match stage {
+                    EvaluationStage::Validation => session.runner.validation_step(&mut ctx)?,
+                    EvaluationStage::Test => session.runner.test_step(&mut ctx)?,
+                };
+                if !padding {
+                    sum += loss.sum_value()?;
+                    count += loss.count();
+                }
+                Ok(())
+            })?;
         if let Some(why) = interrupted {
             return Ok(ControlFlow::Break(why));
         }
@@ -160,6 +199,11 @@ impl Session {
         let totals = totals.to_vec1::<f64>()?;
         let (sum, count) = (totals[0], totals[1]);
         Ok(ControlFlow::Continue(SetTotals { sum, count, table: ctx.table }))
+    }
+
+    /// Whether there is anything to validate on.
+    pub(super) fn has_validation_data(&self) -> Result<bool> {
+        Ok(!self.evaluation_sets(EvaluationStage::Validation)?.is_empty())
     }
 
     /// The sets of an evaluation that have batches.
@@ -197,12 +241,14 @@ impl Session {
     /// Predicts for this rank's samples. Collective.
     pub(super) fn predict(&mut self) -> Result<Predicted> {
         let sized = self.batches(Split::Predict)?;
-        self.hook(Hook::PredictStart)?;
+        let hooks = PREDICT_HOOKS;
+        self.hook(hooks.start)?;
+        self.hook(hooks.epoch_start)?;
         let ranks = (self.rank(), self.world_size());
         let mut ctx = StepContext::evaluation((self.cursor.step, self.epoch), ranks);
         let mut predictions = Predictions::default();
         let interrupted =
-            self.each_batch(Split::Predict, sized, &mut |session, batch, padding| {
+            self.each_batch(Split::Predict, &hooks, sized, &mut |session, batch, padding| {
                 ctx.begin_batch(batch.index, batch.samples.indices().len(), padding);
                 let output = session.runner.predict_step(&mut ctx)?.detach();
                 if !padding {
@@ -213,8 +259,9 @@ impl Session {
         if let Some(why) = interrupted {
             return Ok(Predicted::Interrupted(why));
         }
-        self.log_table(&mut ctx.table, Stage::Epoch)?;
-        self.hook(Hook::PredictEnd)?;
+        self.log_table(&mut ctx.table, LogStage::Epoch)?;
+        self.hook(hooks.epoch_end)?;
+        self.hook(hooks.end)?;
         Ok(Predicted::Done(predictions))
     }
 
@@ -230,7 +277,11 @@ impl Session {
             Split::Predict => config.limit_predict_batches,
             _ => config.limit_val_batches,
         };
-        Ok((sampler, limit.of(all).min(all)))
+        let mut batches = limit.of(all).min(all);
+        if self.stage == Stage::SanityCheck {
+            batches = batches.min(config.num_sanity_val_steps);
+        }
+        Ok((sampler, batches))
     }
 
     /// Calls `step` for each batch of this rank, and with whether the batch is padding: a rank without samples
@@ -238,6 +289,7 @@ impl Session {
     fn each_batch(
         &mut self,
         split: Split,
+        hooks: &EvaluationHooks,
         (sampler, batches): (EvalSampler, u64),
         step: &mut dyn FnMut(&mut Self, &EvaluationBatch, bool) -> Result<()>,
     ) -> Result<Option<Interruption>> {
@@ -256,9 +308,11 @@ impl Session {
                 self.runner.stop_loading(false);
                 return Ok(Some(why));
             }
+            self.batch_hook(hooks.batch_start, index)?;
             let padding = sampler.indices(index).is_empty();
             let samples = self.runner.next_evaluation_batch()?;
             step(self, &EvaluationBatch { index, samples }, padding)?;
+            self.batch_hook(hooks.batch_end, index)?;
         }
         self.runner.stop_loading(false);
         Ok(None)

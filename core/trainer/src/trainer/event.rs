@@ -10,12 +10,13 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::Histogram;
-use crate::Result;
 use crate::profiler::Profile;
+use crate::{Error, Result};
 
 /// An event of a run. Steps are numbers of completed optimizer steps, so the first is 1.
 ///
@@ -196,7 +197,19 @@ pub enum RunStatus {
     Failed,
 }
 
-/// Receives the events of a run. Exists on rank 0 only.
+impl RunStatus {
+    /// How a run ended that had this result.
+    pub(super) fn of<T>(result: &Result<T>) -> Self {
+        match result {
+            Ok(_) => Self::Success,
+            Err(Error::Interrupted) => Self::Interrupted,
+            Err(_) => Self::Failed,
+        }
+    }
+}
+
+/// Receives the events of a run. Exists on rank 0 only. A sink of a trainer that is used several
+/// times gets the events of one run after the other.
 pub trait EventSink: Send {
     /// Called when training begins, before the first event of a step. `max_steps` is the number of
     /// the last step, if it is known.
@@ -215,6 +228,20 @@ pub trait EventSink: Send {
     /// # Errors
     /// If what was buffered cannot be written.
     fn finish(&mut self, status: RunStatus) -> Result<()>;
+}
+
+/// A sink of a trainer and of the runs of it.
+#[derive(Clone)]
+pub(super) struct SharedSink(Arc<Mutex<Box<dyn EventSink>>>);
+
+impl SharedSink {
+    pub(super) fn new(sink: Box<dyn EventSink>) -> Self {
+        Self(Arc::new(Mutex::new(sink)))
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Box<dyn EventSink>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {

@@ -2,172 +2,222 @@
 
 use std::path::Path;
 
-use super::HookContext;
-use crate::Result;
+use super::saved_state::SavedState;
+use super::{HookContext, RunStatus};
+use crate::{Error, Result};
+use fulgurite_nn::Loss;
 
-/// The hooks that callbacks and modules can implement. By default each does nothing.
-///
-/// `D` is the type of [`HookContext::data`]: the module's data module for a
-/// [`LightningModule`](super::LightningModule), `()` for a [`Callback`](super::Callback).
-///
-/// The names are Lightning's, and so is the order in `fit`:
-///
-/// 1. [`on_fit_start`](Self::on_fit_start), [`on_train_start`](Self::on_train_start);
-/// 2. for each epoch [`on_train_epoch_start`](Self::on_train_epoch_start), its steps
-///    ([`on_before_optimizer_step`](Self::on_before_optimizer_step) and
-///    [`on_train_step_end`](Self::on_train_step_end)), and
-///    [`on_train_epoch_end`](Self::on_train_epoch_end);
-/// 3. [`on_train_end`](Self::on_train_end), [`on_fit_end`](Self::on_fit_end).
-///
-/// [`on_validation_start`](Self::on_validation_start) and
-/// [`on_validation_end`](Self::on_validation_end) come after the step that made a validation due,
-/// [`on_save_checkpoint`](Self::on_save_checkpoint) after each checkpoint. A test has
-/// [`on_test_start`](Self::on_test_start) and [`on_test_end`](Self::on_test_end), a prediction
-/// [`on_predict_start`](Self::on_predict_start) and [`on_predict_end`](Self::on_predict_end). At each of these points
-/// every rank calls the callbacks' hooks, in the order in which the callbacks were added, and then
-/// the module's.
-///
-/// A run that resumes within an epoch does not start that epoch again.
-#[diagnostic::on_unimplemented(
-    message = "`{Self}` has no hooks for the data `{D}`",
-    note = "a module or callback without hooks says so in one line: `impl Hooks<{D}> for {Self} {{}}` \
-            (for a callback: `impl Hooks for {Self} {{}}`)"
-)]
-pub trait Hooks<D: ?Sized = ()> {
-    /// Once, after the setup of the model.
-    fn on_fit_start(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
+/// Writes the trait, and the enum of its methods as values, which are called on the module and
+/// every callback.
+macro_rules! hooks {
+    ($($(#[$doc:meta])* $name:ident $(($arg:ident: &$ty:ty))? => $variant:ident;)*) => {
+        /// The hooks that callbacks and modules can implement. By default each does nothing.
+        ///
+        /// `D` is the type of [`HookContext::data`]: the module's data module for a
+        /// [`LightningModule`](super::LightningModule), `()` for a [`Callback`](super::Callback).
+        ///
+        /// The names are Lightning's, and so is the order in `fit`:
+        ///
+        /// 1. [`setup`](Self::setup), [`on_fit_start`](Self::on_fit_start), with a checkpoint
+        ///    [`on_load_checkpoint`](Self::on_load_checkpoint), then the sanity check:
+        ///    [`on_sanity_check_start`](Self::on_sanity_check_start), a short validation,
+        ///    [`on_sanity_check_end`](Self::on_sanity_check_end);
+        /// 2. [`on_train_start`](Self::on_train_start);
+        /// 3. for each epoch [`on_train_epoch_start`](Self::on_train_epoch_start), its steps, and
+        ///    [`on_train_epoch_end`](Self::on_train_epoch_end);
+        /// 4. [`on_train_end`](Self::on_train_end), [`on_fit_end`](Self::on_fit_end),
+        ///    [`teardown`](Self::teardown).
+        ///
+        /// A step has, for each of its micro-batches,
+        /// [`on_train_batch_start`](Self::on_train_batch_start), the forward,
+        /// [`on_before_backward`](Self::on_before_backward), the backward,
+        /// [`on_after_backward`](Self::on_after_backward) and
+        /// [`on_train_batch_end`](Self::on_train_batch_end); after the last backward
+        /// [`on_before_optimizer_step`](Self::on_before_optimizer_step), the update,
+        /// [`on_before_zero_grad`](Self::on_before_zero_grad), and in the end
+        /// [`on_train_step_end`](Self::on_train_step_end).
+        ///
+        /// A validation comes after the step that made it due. It has
+        /// [`on_validation_start`](Self::on_validation_start),
+        /// [`on_validation_epoch_start`](Self::on_validation_epoch_start), for each batch
+        /// [`on_validation_batch_start`](Self::on_validation_batch_start) and
+        /// [`on_validation_batch_end`](Self::on_validation_batch_end),
+        /// [`on_validation_epoch_end`](Self::on_validation_epoch_end) and
+        /// [`on_validation_end`](Self::on_validation_end). A test and a prediction have the like.
+        ///
+        /// At each of these points every rank calls the callbacks' hooks, in the order in which the
+        /// callbacks were added, then the module's, and last those of callbacks that
+        /// [decide by metrics](super::Callback::decides_by_metrics).
+        ///
+        /// A run that resumes within an epoch does not start that epoch again.
+        #[diagnostic::on_unimplemented(
+            message = "`{Self}` has no hooks for the data `{D}`",
+            note = "a module or callback without hooks says so in one line: `impl Hooks<{D}> for {Self} {{}}` \
+                    (for a callback: `impl Hooks for {Self} {{}}`)"
+        )]
+        pub trait Hooks<D: ?Sized = ()> {
+            $(
+                $(#[$doc])*
+                fn $name(&mut self, $($arg: &$ty,)? ctx: &mut HookContext<D>) -> Result<()> {
+                    let _ = ($($arg,)? ctx);
+                    Ok(())
+                }
+            )*
+
+            /// Before a checkpoint is saved: adds to what it saves of this module or callback. Called
+            /// on every rank; that of rank 0 is saved.
+            ///
+            /// # Errors
+            /// If something cannot be saved; this ends the run.
+            fn on_save_checkpoint(&mut self, state: &mut SavedState) -> Result<()> {
+                let _ = state;
+                Ok(())
+            }
+
+            /// Loads what [`on_save_checkpoint`](Self::on_save_checkpoint) has saved. Called on every
+            /// rank of a resumed run, if anything was saved.
+            ///
+            /// # Errors
+            /// If it is no state of this module or callback.
+            fn on_load_checkpoint(&mut self, state: &SavedState) -> Result<()> {
+                let _ = state;
+                Ok(())
+            }
+        }
+
+        /// One of the [`Hooks`] as a value, to be called on the module and every callback.
+        #[derive(Debug, Clone, Copy)]
+        pub(super) enum Hook<'a> {
+            $($variant $((&'a $ty))?,)*
+        }
+
+        impl Hook<'_> {
+            pub(super) fn call<D: ?Sized>(
+                self,
+                hooks: &mut (impl Hooks<D> + ?Sized),
+                ctx: &mut HookContext<D>,
+            ) -> Result<()> {
+                match self {
+                    $(Self::$variant $(($arg))? => hooks.$name($($arg,)? ctx),)*
+                }
+            }
+        }
+    };
+}
+
+hooks! {
+    /// First of all, when the model is set up and nothing is loaded into it yet;
+    /// [`HookContext::stage`] says for what.
+    setup => Setup;
+
+    /// Once before training, after `setup`.
+    on_fit_start => FitStart;
+
+    /// Before the short validation of a run that starts anew (`trainer.num_sanity_val_steps`).
+    on_sanity_check_start => SanityCheckStart;
+
+    /// After it.
+    on_sanity_check_end => SanityCheckEnd;
 
     /// Before the first step.
-    fn on_train_start(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
+    on_train_start => TrainStart;
 
     /// Before the first step of each epoch.
-    fn on_train_epoch_start(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
+    on_train_epoch_start => TrainEpochStart;
+
+    /// Before each micro-batch; [`HookContext::batch_index`] is its number within the step.
+    on_train_batch_start => TrainBatchStart;
+
+    /// Before the backward of a micro-batch's loss, which is of this rank alone.
+    on_before_backward(loss: &Loss) => BeforeBackward;
+
+    /// After a micro-batch's backward. The gradients are sums over what was computed so far; those
+    /// over all ranks after the step's last.
+    on_after_backward => AfterBackward;
+
+    /// After each micro-batch.
+    on_train_batch_end => TrainBatchEnd;
 
     /// Before the optimizer's update, when gradients are reduced and checked.
-    fn on_before_optimizer_step(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
+    on_before_optimizer_step => BeforeOptimizerStep;
+
+    /// After the optimizer's update, before the gradients are cleared. No forward may run here.
+    on_before_zero_grad => BeforeZeroGrad;
 
     /// After each optimizer step.
-    fn on_train_step_end(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
+    on_train_step_end => TrainStepEnd;
 
     /// After the last step of each epoch.
-    fn on_train_epoch_end(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
+    on_train_epoch_end => TrainEpochEnd;
 
     /// Before a validation.
-    fn on_validation_start(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
+    on_validation_start => ValidationStart;
+
+    /// Before its first batch.
+    on_validation_epoch_start => ValidationEpochStart;
+
+    /// Before each batch of a validation.
+    on_validation_batch_start => ValidationBatchStart;
+
+    /// After each batch of a validation.
+    on_validation_batch_end => ValidationBatchEnd;
+
+    /// After the last batch, when what the steps logged is among [`HookContext::metrics`].
+    on_validation_epoch_end => ValidationEpochEnd;
 
     /// After a validation.
-    fn on_validation_end(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
+    on_validation_end => ValidationEnd;
 
     /// Before a test.
-    fn on_test_start(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
+    on_test_start => TestStart;
+
+    /// Before its first batch.
+    on_test_epoch_start => TestEpochStart;
+
+    /// Before each batch of a test.
+    on_test_batch_start => TestBatchStart;
+
+    /// After each batch of a test.
+    on_test_batch_end => TestBatchEnd;
+
+    /// After the last batch, when what the steps logged is among [`HookContext::metrics`].
+    on_test_epoch_end => TestEpochEnd;
 
     /// After a test.
-    fn on_test_end(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
+    on_test_end => TestEnd;
 
     /// Before a prediction.
-    fn on_predict_start(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
+    on_predict_start => PredictStart;
+
+    /// Before its first batch.
+    on_predict_epoch_start => PredictEpochStart;
+
+    /// Before each batch of a prediction.
+    on_predict_batch_start => PredictBatchStart;
+
+    /// After each batch of a prediction.
+    on_predict_batch_end => PredictBatchEnd;
+
+    /// After the last batch.
+    on_predict_epoch_end => PredictEpochEnd;
 
     /// After a prediction.
-    fn on_predict_end(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
+    on_predict_end => PredictEnd;
 
     /// After a checkpoint was committed at `path`: with `checkpoint.async_save` some steps after
     /// the step of the checkpoint.
-    fn on_save_checkpoint(&mut self, path: &Path, ctx: &mut HookContext<D>) -> Result<()> {
-        let _ = (path, ctx);
-        Ok(())
-    }
+    after_save_checkpoint(path: &Path) => AfterSaveCheckpoint;
 
     /// After the last step.
-    fn on_train_end(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
+    on_train_end => TrainEnd;
 
-    /// At the very end, when everything is saved.
-    fn on_fit_end(&mut self, ctx: &mut HookContext<D>) -> Result<()> {
-        let _ = ctx;
-        Ok(())
-    }
-}
+    /// When everything is saved.
+    on_fit_end => FitEnd;
 
-/// One of the [`Hooks`] as a value, to be called on the module and every callback.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Hook<'a> {
-    FitStart,
-    TrainStart,
-    TrainEpochStart,
-    BeforeOptimizerStep,
-    TrainStepEnd,
-    TrainEpochEnd,
-    ValidationStart,
-    ValidationEnd,
-    TestStart,
-    TestEnd,
-    PredictStart,
-    PredictEnd,
-    SaveCheckpoint(&'a Path),
-    TrainEnd,
-    FitEnd,
-}
+    /// An error ends the run, or an interruption ([`Error::Interrupted`]). Other ranks may have failed
+    /// or not, so nothing collective may be called here.
+    on_exception(error: &Error) => Exception;
 
-impl Hook<'_> {
-    pub(super) fn call<D: ?Sized>(
-        self,
-        hooks: &mut (impl Hooks<D> + ?Sized),
-        ctx: &mut HookContext<D>,
-    ) -> Result<()> {
-        match self {
-            Self::FitStart => hooks.on_fit_start(ctx),
-            Self::TrainStart => hooks.on_train_start(ctx),
-            Self::TrainEpochStart => hooks.on_train_epoch_start(ctx),
-            Self::BeforeOptimizerStep => hooks.on_before_optimizer_step(ctx),
-            Self::TrainStepEnd => hooks.on_train_step_end(ctx),
-            Self::TrainEpochEnd => hooks.on_train_epoch_end(ctx),
-            Self::ValidationStart => hooks.on_validation_start(ctx),
-            Self::ValidationEnd => hooks.on_validation_end(ctx),
-            Self::TestStart => hooks.on_test_start(ctx),
-            Self::TestEnd => hooks.on_test_end(ctx),
-            Self::PredictStart => hooks.on_predict_start(ctx),
-            Self::PredictEnd => hooks.on_predict_end(ctx),
-            Self::SaveCheckpoint(path) => hooks.on_save_checkpoint(path, ctx),
-            Self::TrainEnd => hooks.on_train_end(ctx),
-            Self::FitEnd => hooks.on_fit_end(ctx),
-        }
-    }
+    /// At the very end, also after an error. Nothing collective may be called here.
+    teardown(status: &RunStatus) => Teardown;
 }

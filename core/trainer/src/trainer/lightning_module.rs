@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{Hooks, StepContext};
+use super::{Callback, Hooks, StepContext};
 use crate::run::RunConfig;
 use crate::{Error, Result};
 use fulgurite_engine::data::DataModule;
@@ -109,6 +109,12 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
     /// If the module cannot be trained with them.
     fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<OptimizerSetup> {
         Ok(configured)
+    }
+
+    /// Callbacks that the module brings. They take the places of the run's callbacks with the same
+    /// [key](Callback::state_key).
+    fn configure_callbacks(&self) -> Vec<Box<dyn Callback>> {
+        Vec::new()
     }
 
     /// Computes the loss of one micro-batch. [`Loss`] has sum and count; the trainer computes the

@@ -20,14 +20,15 @@ mod predictions;
 mod preflight;
 mod retention;
 mod runner;
+mod saved_state;
 mod saving;
 mod session;
 mod trained;
 #[expect(clippy::module_inception, reason = "the type is the module's subject")]
 mod trainer;
 
-pub use callback::Callback;
-pub use context::{HookContext, StepContext};
+pub use callback::{Callback, CallbackConfig};
+pub use context::{HookContext, SaveRequest, Stage, StepContext};
 pub use evaluation::Evaluation;
 pub use event::{Event, EventSink, RunStatus};
 pub use histogram::{Bucket, Histogram};
@@ -39,5 +40,6 @@ use logger::{LoggerSink, RunDir};
 pub use meter::peak_rss_mib;
 pub use predictions::Predictions;
 pub use preflight::RunPurpose;
+pub use saved_state::SavedState;
 pub use trained::Trained;
 pub use trainer::{FitOutcome, Trainer};

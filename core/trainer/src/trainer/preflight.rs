@@ -158,7 +158,7 @@ fn check_optimizers(
     }
     let setup = (model.optimizers)(run.optimizer_setup()?)?;
     setup.optimizer.check(tree.parameters())?;
-    let limits = run.trainer.limits();
+    let limits = run.trainer.effective().limits();
     let steps = limits.max_steps.or(limits.max_epochs);
     setup.scheduler.factor(0, steps)?;
     if let Some(memory) = memory {

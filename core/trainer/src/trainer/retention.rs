@@ -81,6 +81,16 @@ impl Retention {
         go
     }
 
+    /// The name of the best checkpoint with a score.
+    pub(super) fn best_name(&self) -> Option<&str> {
+        self.best(1).first().map(|&i| self.kept[i].name.as_str())
+    }
+
+    /// The name of the newest checkpoint.
+    pub(super) fn last_name(&self) -> Option<&str> {
+        self.kept.last().map(|kept| kept.name.as_str())
+    }
+
     /// The indices of the best `k` checkpoints with a score; of equal ones the older.
     fn best(&self, k: usize) -> Vec<usize> {
         let mut scored: Vec<(f64, usize)> = self

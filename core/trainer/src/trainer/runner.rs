@@ -8,7 +8,10 @@ use candle_core::{Device, Tensor};
 use toml::Table;
 
 use super::hooks::Hook;
-use super::{BatchOf, HookContext, LightningModule, OptimizerSetup, RunConfigOf, StepContext};
+use super::saved_state::SavedState;
+use super::{
+    BatchOf, Callback, HookContext, LightningModule, OptimizerSetup, RunConfigOf, StepContext,
+};
 use crate::fabric::Fabric;
 use crate::{Error, Result};
 use fulgurite_config::to_table;
@@ -26,8 +29,8 @@ pub(super) struct Loading {
     pub(super) workers: Workers,
 }
 
-/// Runs a training step: is given the forward, and runs it and the backward.
-pub(super) type RunStep<'a> = dyn FnMut(&mut dyn FnMut() -> Result<Loss>) -> Result<()> + 'a;
+/// Runs the forward of a training step that it is given.
+pub(super) type RunForward<'a> = dyn FnMut(&mut dyn FnMut() -> Result<Loss>) -> Result<Loss> + 'a;
 
 /// A module with its data.
 pub(super) trait ModuleRunner {
@@ -40,6 +43,15 @@ pub(super) trait ModuleRunner {
     fn validation_sets(&self) -> Vec<String>;
 
     fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<OptimizerSetup>;
+
+    /// The callbacks that the module brings.
+    fn configure_callbacks(&self) -> Vec<Box<dyn Callback>>;
+
+    /// What a checkpoint saves of the module besides weights.
+    fn save_state(&mut self) -> Result<SavedState>;
+
+    /// Loads what [`save_state`](Self::save_state) returned.
+    fn load_state(&mut self, state: &SavedState) -> Result<()>;
 
     /// Begins to make batches for training.
     fn load_training(&mut self, loading: Loading) -> Result<()>;
@@ -56,8 +68,8 @@ pub(super) trait ModuleRunner {
     /// Stops making batches for training, or for an evaluation.
     fn stop_loading(&mut self, training: bool);
 
-    /// Calls `run` with the forward. The batch lives until `run` returns.
-    fn training_step(&mut self, ctx: &mut StepContext, run: &mut RunStep) -> Result<()>;
+    /// Computes the batch's loss, in the scope that `run` enters.
+    fn training_step(&mut self, ctx: &mut StepContext, run: &mut RunForward) -> Result<Loss>;
 
     /// Computes the batch's validation loss.
     fn validation_step(&mut self, ctx: &mut StepContext) -> Result<Loss>;
@@ -182,6 +194,20 @@ impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
         self.module.configure_optimizers(configured)
     }
 
+    fn configure_callbacks(&self) -> Vec<Box<dyn Callback>> {
+        self.module.configure_callbacks()
+    }
+
+    fn save_state(&mut self) -> Result<SavedState> {
+        let mut state = SavedState::default();
+        self.module.on_save_checkpoint(&mut state)?;
+        Ok(state)
+    }
+
+    fn load_state(&mut self, state: &SavedState) -> Result<()> {
+        self.module.on_load_checkpoint(state)
+    }
+
     fn load_training(&mut self, loading: Loading) -> Result<()> {
         self.training = Batches { loader: Some(self.loader(loading)?), batch: None };
         Ok(())
@@ -204,7 +230,7 @@ impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
         *(if training { &mut self.training } else { &mut self.evaluation }) = Batches::NONE;
     }
 
-    fn training_step(&mut self, ctx: &mut StepContext, run: &mut RunStep) -> Result<()> {
+    fn training_step(&mut self, ctx: &mut StepContext, run: &mut RunForward) -> Result<Loss> {
         let batch = self.training.take()?;
         run(&mut || self.module.training_step(&batch, ctx))
     }

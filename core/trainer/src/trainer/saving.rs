@@ -11,15 +11,17 @@ use super::callback::CallbackState;
 use super::hooks::Hook;
 use super::log_table::SavedStates;
 use super::retention::{RetainedCheckpoint, Retention};
-use super::session::{Cursor, Session, SessionParts};
-use super::{Event, RunDir};
-use crate::fabric::FabricOptimizer;
+use super::saved_state::SavedState;
+use super::session::{Cursor, Session, SessionParts, training};
+use super::{Event, RunDir, SaveRequest};
+use crate::fabric::Fabric;
 use crate::run::{CheckpointConfig, CkptPath};
 use crate::{Error, Result};
 use fulgurite_checkpoint_format::{
     self as checkpoint, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, MANIFEST,
     PlaceLock, SavedCheckpoint, TensorSource,
 };
+use fulgurite_engine::checkpoint_io::invalid_name;
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object, broadcast_object};
 use fulgurite_engine::optim::Ema;
 
@@ -41,6 +43,12 @@ struct TrainerState {
     /// What the present epoch has logged so far, by rank; empty if nothing.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     epoch_metrics: Vec<SavedStates>,
+    /// Micro-batches in a step, where a hook has set them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    accumulate_grad_batches: Option<u64>,
+    /// What the module of rank 0 saves of itself.
+    #[serde(default, skip_serializing_if = "SavedState::is_empty")]
+    module: SavedState,
     /// The states of the callbacks of rank 0.
     #[serde(default)]
     callbacks: Vec<CallbackState>,
@@ -64,6 +72,8 @@ pub(super) struct Saving {
     retention: Retention,
     /// The step after which the last checkpoint was saved, or is about to be.
     saved: Option<u64>,
+    /// Whether the monitored metric has been logged since the last checkpoint.
+    is_scored: bool,
     warned: bool,
     is_torn_down: bool,
 }
@@ -98,6 +108,7 @@ impl Saving {
             background,
             retention,
             saved: None,
+            is_scored: false,
             warned: false,
             is_torn_down: false,
         })
@@ -128,9 +139,37 @@ impl Saving {
 
     /// Locks the place of a run that will save, before anything is looked for in it.
     pub(super) fn lock_for_run(&mut self, rank: usize) -> Result<()> {
+        if self.will_save() { self.lock(rank) } else { Ok(()) }
+    }
+
+    /// Refuses to save to a place that has checkpoints of another run, for a run that starts anew: the names
+    /// would be the same, and which checkpoint is the best or the last would be a mixture. Looked at on rank
+    /// 0.
+    pub(super) fn refuse_used_place(
+        &self,
+        source: Option<&ResumeSource>,
+        rank: usize,
+    ) -> Result<()> {
+        let goes_on = matches!(source, Some(ResumeSource::Named { dir, .. }) if *dir == self.root);
+        if rank > 0 || goes_on || self.config.overwrite || !self.will_save() {
+            return Ok(());
+        }
+        match checkpoint::last(&*self.io)? {
+            None => Ok(()),
+            Some(last) => Err(Error::Config(format!(
+                "`checkpoint.dir`: {} has checkpoints of another run, the newest after step {}. Go on \
+                 from it with `trainer.ckpt_path = \"last\"`, name another directory, remove them, or set \
+                 `checkpoint.overwrite = true` to save among them",
+                self.io.location("").display(),
+                last.step
+            ))),
+        }
+    }
+
+    /// Whether a run with this configuration saves anything.
+    fn will_save(&self) -> bool {
         let CheckpointConfig { every_n_steps, save_last, save_top_k, .. } = self.config;
-        let will_save = save_last || every_n_steps.is_some() || save_top_k.is_some();
-        if will_save { self.lock(rank) } else { Ok(()) }
+        save_last || every_n_steps.is_some() || save_top_k.is_some()
     }
 
     /// Whether a save in the background is under way on this rank.
@@ -143,11 +182,36 @@ impl Saving {
         self.saved == Some(step)
     }
 
-    /// The monitored metric; `None` before its first value.
+    /// Whether a checkpoint is due after `step`, and perhaps a validation of it. With a metric and no interval
+    /// each validation is followed by one.
+    pub(super) fn is_due(&self, step: u64, validated: bool) -> bool {
+        match self.config.every_n_steps {
+            Some(n) => step.is_multiple_of(n),
+            None => {
+                let keeps_best = self.config.save_top_k.is_some_and(|k| k != 0);
+                validated && keeps_best && self.config.monitor.is_some()
+            }
+        }
+    }
+
+    /// Takes notice of metrics that were logged.
+    pub(super) fn note(&mut self, values: &BTreeMap<String, f64>) {
+        let monitor = self.config.monitor.as_ref();
+        self.is_scored |= monitor.is_some_and(|monitor| values.contains_key(monitor));
+    }
+
+    /// The best checkpoint so far by the monitored metric, and the newest.
+    pub(super) fn best_and_last(&self) -> [Option<PathBuf>; 2] {
+        [self.retention.best_name(), self.retention.last_name()]
+            .map(|name| name.map(|name| self.io.location(name)))
+    }
+
+    /// The monitored metric, if it was logged since the last checkpoint: the score of an earlier state says
+    /// nothing of this one.
     fn score(&mut self, metrics: &BTreeMap<String, f64>, rank: usize) -> Result<Option<f64>> {
         let Some(monitor) = &self.config.monitor else { return Ok(None) };
         if let Some(score) = metrics.get(monitor) {
-            return Ok(Some(*score));
+            return Ok(std::mem::take(&mut self.is_scored).then_some(*score));
         }
         // A module may log metrics on rank 0 alone.
         if rank > 0 {
@@ -178,25 +242,70 @@ pub(super) enum ResumeSource {
     Named { dir: PathBuf, name: String },
 }
 
+/// A checkpoint to be written.
+struct Write {
+    name: String,
+    /// Those that the table `[checkpoint]` keeps.
+    kept: Vec<RetainedCheckpoint>,
+    /// What is removed when it is committed.
+    remove: Vec<String>,
+    weights_only: bool,
+    blocking: bool,
+}
+
 impl Session {
     /// Saves a checkpoint of the present step, of the kind that the strategy supports: in the
     /// background if configured, unless `blocking`. Collective.
-    pub(super) fn save(&mut self, optimizer: &mut FabricOptimizer, blocking: bool) -> Result<()> {
+    pub(super) fn save(&mut self, blocking: bool) -> Result<()> {
+        let (step, rank) = (self.cursor.step, self.rank());
+        let name = checkpoint::step_name(step);
+        let saving = &mut self.parts.saving;
+        let score = saving.score(&self.metrics, rank)?;
+        saving.retention.add(step, &name, score);
+        let kept = saving.retention.kept().to_vec();
+        let remove = saving.retention.take_expired();
+        saving.saved = Some(step);
+        self.write(Write { name, kept, remove, weights_only: false, blocking })
+    }
+
+    /// Saves the checkpoints that hooks have asked for. Collective.
+    pub(super) fn save_as_requested(&mut self) -> Result<()> {
+        for request in std::mem::take(&mut self.requests.saves) {
+            let SaveRequest { name, weights_only, remove } = request;
+            let step_name = checkpoint::step_name(self.cursor.step);
+            let name = name.unwrap_or_else(|| step_name.clone());
+            if let Some(why) = invalid_name(&name) {
+                return Err(Error::other(format!(
+                    "a hook has asked for a checkpoint with the name `{name}`, which {why}"
+                )));
+            }
+            // Saved in this step already.
+            if name == step_name && self.parts.saving.has_saved(self.cursor.step) {
+                continue;
+            }
+            let kept = self.parts.saving.retention.kept().to_vec();
+            self.write(Write { name, kept, remove, weights_only, blocking: false })?;
+        }
+        Ok(())
+    }
+
+    /// Writes a checkpoint of the present step. Collective.
+    fn write(&mut self, write: Write) -> Result<()> {
         let _phase = self.parts.fabric.phase("checkpoint");
+        let Write { name, kept, remove, weights_only, blocking } = write;
         let start = Instant::now();
         if blocking {
             self.finish_saving()?;
         }
         let (step, rank) = (self.cursor.step, self.rank());
-        let name = checkpoint::step_name(step);
         let epoch_metrics = match self.epoch_table.is_empty() {
             true => Vec::new(),
             false => all_gather_object(&**self.parts.fabric.world(), &self.epoch_table.states()?)?,
         };
         let saving = &mut self.parts.saving;
         saving.lock(rank)?;
-        let score = saving.score(&self.metrics, rank)?;
-        saving.retention.add(step, &name, score);
+        // Callbacks before the module, as everywhere.
+        let callbacks = self.parts.callbacks.states()?;
         let state = TrainerState {
             cursor: self.cursor,
             seed: self.parts.fabric.seed(),
@@ -204,20 +313,22 @@ impl Session {
             validation_due: self.validation_due,
             metrics: self.metrics.iter().map(|(k, v)| (k.clone(), Some(*v))).collect(),
             epoch_metrics,
-            callbacks: self.parts.callbacks.states(),
-            kept: saving.retention.kept().to_vec(),
+            accumulate_grad_batches: (self.accumulate != self.parts.config.accumulate_grad_batches)
+                .then_some(self.accumulate),
+            module: self.runner.save_state()?,
+            callbacks,
+            kept,
             data: self.fingerprint.clone(),
         };
         let config = serde_json::to_value(&self.parts.resolved)
             .map_err(|e| Error::other(format!("encoding the configuration: {e}")))?;
-        let remove = saving.retention.take_expired();
-        saving.saved = Some(step);
         let (fabric, io) = (&self.parts.fabric, &saving.io);
         let world = &**fabric.world();
         let distributed = fabric.runtime.saves_distributed_checkpoints()?;
+        let optimizer = Some(training(&mut self.optimizer)).filter(|_| !weights_only);
         let path = if distributed {
             let mut request = fabric.save_request(&name, optimizer, &state, config)?;
-            (request.update_last, request.remove) = (true, remove);
+            (request.update_last, request.remove) = (!weights_only, remove);
             if let (Some(background), false) = (&mut saving.background, blocking) {
                 let earlier = background.start(request)?;
                 return self.report_saved(earlier);
@@ -225,21 +336,21 @@ impl Session {
             request.run(&**io, world)?
         } else {
             let path = fabric.save_full_with(io, &name, optimizer, &state, config)?;
-            checkpoint::after_commit(&**io, world, &name, true, &remove)?;
+            checkpoint::after_commit(&**io, world, &name, !weights_only, &remove)?;
             path
         };
         self.report_saved(Some(SavedCheckpoint { step, path, blocked: start.elapsed() }))
     }
 
     /// Allocates memory for saving in the background, if the run will save so. Collective.
-    pub(super) fn prepare_saving(&mut self, optimizer: &mut FabricOptimizer) -> Result<()> {
+    pub(super) fn prepare_saving(&mut self) -> Result<()> {
         let SessionParts { fabric, saving, .. } = &mut self.parts;
         let is_periodic =
             saving.config.every_n_steps.is_some() || saving.config.save_top_k.is_some();
         if let Some(background) = saving.background.as_mut().filter(|_| is_periodic) {
             background.reserve(&fabric.save_request(
                 "",
-                optimizer,
+                Some(training(&mut self.optimizer)),
                 &(),
                 serde_json::Value::Null,
             )?)?;
@@ -262,17 +373,14 @@ impl Session {
         let Some(SavedCheckpoint { step, path, blocked }) = saved else { return Ok(()) };
         let blocked_s = blocked.as_secs_f64();
         self.emit(&Event::Checkpoint { step, path: path.clone(), blocked_s })?;
-        self.hook(Hook::SaveCheckpoint(&path))
+        self.hook(Hook::AfterSaveCheckpoint(&path))
     }
 
-    /// Resumes from a checkpoint; with `checkpoint.weights_only` loads its weights only. Without an
-    /// optimizer, to validate only, loads the moving average of the weights if `trainer.ema_decay`
+    /// Resumes from a checkpoint; with `checkpoint.weights_only` loads its weights only. In a session
+    /// without an optimizer, to validate only, loads the moving average of the weights if `trainer.ema_decay`
     /// is set. Collective.
-    pub(super) fn resume(
-        &mut self,
-        from: &ResumeSource,
-        optimizer: Option<&mut FabricOptimizer>,
-    ) -> Result<()> {
+    pub(super) fn resume(&mut self, from: &ResumeSource) -> Result<()> {
+        let training = self.optimizer.is_some();
         let (saving, rank) = (&self.parts.saving, self.rank());
         let io = match from {
             ResumeSource::Local(_) => None,
@@ -281,8 +389,8 @@ impl Session {
         };
         // A run that only validates must not remove unfinished saves: a training run may be saving
         // there.
-        let saves_there = optimizer.is_some()
-            && matches!(from, ResumeSource::Named { dir, .. } if *dir == saving.root);
+        let saves_there =
+            training && matches!(from, ResumeSource::Named { dir, .. } if *dir == saving.root);
         if let (Some(io), 0, true) = (&io, rank, saves_there)
             && let Err(error) = checkpoint::remove_unfinished(&**io)
         {
@@ -296,7 +404,6 @@ impl Session {
                 DistributedCheckpoint::open(path)
             }
         };
-        let training = optimizer.is_some();
         // Weights of anybody can be evaluated.
         let is_foreign =
             |path: &Path| ![MANIFEST, FULL_MANIFEST].iter().any(|file| path.join(file).is_file());
@@ -313,6 +420,7 @@ impl Session {
             return self.emit(&Event::Resume { step: 0, path: source.location().to_owned() });
         }
         let source = open()?;
+        let optimizer = self.optimizer.as_mut();
         let state: serde_json::Value = self.parts.fabric.load_from(&source, optimizer)?;
         let state: TrainerState = match serde_json::from_value(state) {
             Ok(state) => state,
@@ -344,12 +452,16 @@ impl Session {
             self.epoch = state.epoch.unwrap_or(0);
             self.started_epoch = state.epoch;
             self.validation_due = state.validation_due;
+            self.accumulate = state.accumulate_grad_batches.unwrap_or(self.accumulate);
             let number = |value: Option<f64>| value.unwrap_or(f64::NAN);
             self.metrics = state.metrics.into_iter().map(|(k, v)| (k, number(v))).collect();
             if !state.epoch_metrics.is_empty() {
                 let world_size = self.world_size();
                 let states = SavedStates::of_rank(state.epoch_metrics, rank, world_size);
                 self.epoch_table.load(states);
+            }
+            if !state.module.is_empty() {
+                self.runner.load_state(&state.module)?;
             }
             self.parts.callbacks.load_states(state.callbacks)?;
             if let (ResumeSource::Named { name, .. }, true) = (from, saves_there) {
@@ -417,6 +529,7 @@ impl Session {
             _ if self.rank() > 0 => None,
             Some(CkptPath::Path(path)) => Some(self.resume_source(path)),
             Some(CkptPath::Last) => self.last_checkpoint()?,
+            Some(CkptPath::Best) => self.best_checkpoint()?,
         };
         broadcast_object(&**self.parts.fabric.world(), &found, 0)
     }
@@ -464,5 +577,25 @@ impl Session {
             }
         }
         Ok(None)
+    }
+
+    /// The best of the checkpoints that the one saved last knows.
+    fn best_checkpoint(&self) -> Result<Option<ResumeSource>> {
+        let Some(ResumeSource::Named { dir, name }) = self.last_checkpoint()? else {
+            return Ok(None);
+        };
+        let io = self.parts.saving.config.open(&dir)?;
+        let last = DistributedCheckpoint::open_with(&io, &name)?;
+        let state: TrainerState = Fabric::saved_state(&last)?;
+        let mut retention = Retention::new(&self.parts.saving.config);
+        retention.resume(&name, state.kept);
+        match retention.best_name() {
+            Some(best) => Ok(Some(ResumeSource::Named { dir, name: best.to_owned() })),
+            None => Err(Error::Config(format!(
+                "`trainer.ckpt_path`: no checkpoint in {} has a score, so none is the best; train with \
+                 `checkpoint.monitor`, or take \"last\"",
+                io.location("").display()
+            ))),
+        }
     }
 }

@@ -7,14 +7,16 @@ use std::time::Instant;
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::callback::{Callbacks, Progress};
+use super::callback::Callbacks;
+use super::context::{HookParts, Requests};
 use super::evaluation::{Evaluated, EvaluationStage};
+use super::event::SharedSink;
 use super::hooks::Hook;
 use super::log_table::{LogTable, Stage};
 use super::meter::{Meter, peak_rss_mib};
 use super::runner::{Loading, ModuleRunner};
 use super::saving::Saving;
-use super::{Event, EventSink, StepContext};
+use super::{Event, HookContext, Stage as RunStage, StepContext};
 use crate::fabric::{Fabric, FabricOptimizer};
 use crate::run::{ClipAlgorithm, CountOrFraction, Limits, TrainerConfig};
 use crate::{Error, Result};
@@ -45,7 +47,8 @@ pub(super) struct SessionParts {
     pub(super) run_dir: PathBuf,
     pub(super) resolved: toml::Table,
     pub(super) callbacks: Callbacks,
-    pub(super) sinks: Vec<Box<dyn EventSink>>,
+    pub(super) print: fn(&str),
+    pub(super) sinks: Vec<SharedSink>,
     pub(super) meter: Meter,
     pub(super) strategy: String,
     pub(super) interrupted: fn() -> Option<Interruption>,
@@ -54,6 +57,15 @@ pub(super) struct SessionParts {
 pub(super) struct Session {
     pub(super) parts: SessionParts,
     pub(super) runner: Box<dyn ModuleRunner>,
+    /// Set while and after training.
+    pub(super) optimizer: Option<FabricOptimizer>,
+    pub(super) stage: RunStage,
+    /// Micro-batches in a step.
+    pub(super) accumulate: u64,
+    /// What the losses of the last step counted, of all ranks.
+    pub(super) items: f64,
+    /// What hooks have asked for and was not done yet.
+    pub(super) requests: Requests,
     pub(super) batch_size: usize,
     pub(super) shuffle: bool,
     /// [`DataModule::fingerprint`](fulgurite_engine::data::DataModule::fingerprint).
@@ -174,21 +186,76 @@ impl Session {
 
     pub(super) fn emit(&mut self, event: &Event) -> Result<()> {
         let _phase = self.parts.fabric.phase("logging");
-        self.parts.sinks.iter_mut().try_for_each(|sink| sink.event(event))
+        self.parts.sinks.iter().try_for_each(|sink| sink.lock().event(event))
     }
 
     /// Calls a hook, and logs what it has logged. Collective if that is to be synchronised.
     pub(super) fn hook(&mut self, hook: Hook) -> Result<()> {
+        self.batch_hook(hook, 0)
+    }
+
+    /// Calls a hook of a batch, and logs what it has logged. Collective if that is to be synchronised.
+    pub(super) fn batch_hook(&mut self, hook: Hook, batch_index: u64) -> Result<()> {
         let _phase = self.parts.fabric.phase("hooks");
-        let logged = match hook {
+        self.call_hook(hook, batch_index, false)?;
+        self.log_hook_table()?;
+        if self.parts.callbacks.decide_by_metrics() {
+            self.call_hook(hook, batch_index, true)?;
+            self.log_hook_table()?;
+        }
+        Ok(())
+    }
+
+    /// Calls a hook of the callbacks and the module, or of the callbacks that decide by metrics.
+    pub(super) fn call_hook(&mut self, hook: Hook, batch_index: u64, deciding: bool) -> Result<()> {
+        let config = &self.parts.config;
+        let wanted = match hook {
             // Before the step is counted.
-            Hook::BeforeOptimizerStep => self.parts.config.logs_step(self.cursor.step + 1),
-            Hook::TrainStepEnd => self.parts.config.logs_step(self.cursor.step),
+            Hook::TrainBatchStart
+            | Hook::BeforeBackward(_)
+            | Hook::AfterBackward
+            | Hook::TrainBatchEnd
+            | Hook::BeforeOptimizerStep
+            | Hook::BeforeZeroGrad => config.logs_step(self.cursor.step + 1),
+            Hook::TrainStepEnd => config.logs_step(self.cursor.step),
             _ => true,
         };
-        let progress = Progress { step: self.cursor.step, epoch: self.epoch, logged };
-        let (callbacks, runner) = (&mut self.parts.callbacks, &mut *self.runner);
-        callbacks.call(hook, runner, progress, &self.metrics, &mut self.hook_table)?;
+        let fabric = &self.parts.fabric;
+        let mut ctx = HookContext {
+            step: self.cursor.step,
+            epoch: self.epoch,
+            batch_index,
+            stage: self.stage,
+            accumulate_grad_batches: self.accumulate,
+            items: self.items,
+            rank: fabric.global_rank(),
+            world_size: fabric.world_size(),
+            seed: fabric.seed(),
+            metrics: &self.metrics,
+            data: &(),
+            parts: HookParts {
+                fabric,
+                optimizer: self.optimizer.as_mut(),
+                runner: Some(&mut *self.runner),
+                requests: &mut self.requests,
+                wanted,
+                table: &mut self.hook_table,
+            },
+        };
+        let mut result = self.parts.callbacks.call(hook, deciding, &mut ctx);
+        if result.is_ok()
+            && !deciding
+            && let Some(runner) = ctx.parts.runner.take()
+        {
+            result = runner.call_hook(hook, &mut ctx);
+        }
+        for text in std::mem::take(&mut self.requests.printed) {
+            (self.parts.print)(&text);
+        }
+        result
+    }
+
+    fn log_hook_table(&mut self) -> Result<()> {
         let mut table = std::mem::take(&mut self.hook_table);
         self.log_table(&mut table, Stage::Step)
     }
@@ -197,7 +264,7 @@ impl Session {
     pub(super) fn log_table(&mut self, table: &mut LogTable, stage: Stage) -> Result<()> {
         let values = self.reduce(table, stage)?;
         if !values.is_empty() {
-            self.metrics.extend(values.clone());
+            self.record(&values);
             self.emit(&Event::Metrics { step: self.cursor.step, metrics: values })?;
         }
         self.log_media(table)
@@ -215,6 +282,12 @@ impl Session {
             self.emit(&Event::Histogram { step, name, histogram })?;
         }
         Ok(())
+    }
+
+    /// Remembers metrics.
+    pub(super) fn record(&mut self, values: &BTreeMap<String, f64>) {
+        self.parts.saving.note(values);
+        self.metrics.extend(values.iter().map(|(name, value)| (name.clone(), *value)));
     }
 
     /// The values of a table over all ranks. Collective if there are any to be synchronised.
@@ -242,9 +315,18 @@ impl Session {
     /// The order of training samples of this rank.
     fn train_sampler(&self) -> Result<(SampleOrder, TrainSampler)> {
         let share = self.parts.fabric.sampler_share()?;
-        let order = self.runner.train_order(self.parts.fabric.seed(), self.shuffle)?;
-        let accumulate = self.parts.config.accumulate_grad_batches as usize;
+        let config = &self.parts.config;
+        let shuffle = self.shuffle && !config.in_order();
+        let order = self.runner.train_order(self.parts.fabric.seed(), shuffle)?;
         let (batch_size, ranks) = (self.batch_size, share.num_replicas);
+        let batch = (batch_size as u64).saturating_mul(ranks as u64).max(1);
+        let batches = order.epoch_len().div_ceil(batch);
+        let limit = config.limit_train_batches.of(batches);
+        let order = match limit < batches {
+            true => order.limited(limit.saturating_mul(batch)),
+            false => order,
+        };
+        let accumulate = self.accumulate as usize;
         let sampler = TrainSampler::new(order.clone(), batch_size, ranks, share.rank, accumulate)?;
         Ok((order, sampler))
     }
@@ -265,10 +347,13 @@ impl Session {
     }
 
     /// The training loop. Collective.
-    pub(super) fn fit(&mut self, optimizer: &mut FabricOptimizer) -> Result<FitEnd> {
-        let plan = self.loop_plan()?;
-        let max_steps = self.max_steps()?;
+    pub(super) fn fit(&mut self) -> Result<FitEnd> {
+        let mut plan = self.loop_plan()?;
+        let mut max_steps = self.max_steps()?;
         let max_time = self.parts.config.limits().max_time;
+        if let Some(why) = self.sanity_check()? {
+            return Ok(FitEnd::Interrupted(why));
+        }
         let workers = self.parts.config.workers();
         self.runner.load_training(plan.loading(self.cursor, workers))?;
         let started = Instant::now();
@@ -286,12 +371,21 @@ impl Session {
                 if self.started_epoch.replace(self.epoch) != Some(self.epoch) {
                     self.hook(Hook::TrainEpochStart)?;
                 }
+                if let Some(accumulate) = self.requests.accumulate_grad_batches.take() {
+                    self.accumulate = accumulate;
+                    (plan, max_steps) = (self.loop_plan()?, self.max_steps()?);
+                    self.runner.load_training(plan.loading(self.cursor, workers))?;
+                    training(&mut self.optimizer).set_max_steps(max_steps);
+                }
                 let before = self.cursor;
-                self.train_step(&plan, optimizer)?;
-                self.validation_due = plan.validation.is_due(before, self.cursor);
+                self.train_step(&plan)?;
+                let n = self.parts.config.check_val_every_n_epoch;
+                self.validation_due = (self.epoch + 1).is_multiple_of(n)
+                    && plan.validation.is_due(before, self.cursor);
             }
+            let validated = self.validation_due;
             if self.validation_due
-                && let Evaluated::Interrupted(why) = self.validate_training(optimizer)?
+                && let Evaluated::Interrupted(why) = self.validate_training()?
             {
                 end = FitEnd::Interrupted(why);
                 break;
@@ -300,10 +394,10 @@ impl Session {
             if plan.epoch(self.cursor) != self.epoch {
                 self.end_epoch()?;
             }
-            let every = self.parts.saving.config.every_n_steps;
-            if every.is_some_and(|n| self.cursor.step.is_multiple_of(n)) {
-                self.save(optimizer, false)?;
+            if self.parts.saving.is_due(self.cursor.step, validated) {
+                self.save(false)?;
             }
+            self.save_as_requested()?;
             let out_of_time = max_time.is_some_and(|limit| started.elapsed() >= limit);
             let vote = self.vote_on_stop(out_of_time)?;
             if vote.saved {
@@ -313,12 +407,12 @@ impl Session {
                 end = FitEnd::Interrupted(why);
                 break;
             }
-            if vote.stop {
+            if vote.stop && self.may_stop(&plan) {
                 break;
             }
         }
         self.runner.stop_loading(true);
-        self.save_at_end(optimizer, end)?;
+        self.save_at_end(end)?;
         // An interrupted epoch is continued by the resumed run.
         if has_run && end == FitEnd::Finished && plan.epoch(self.cursor) == self.epoch {
             self.end_epoch()?;
@@ -328,9 +422,36 @@ impl Session {
         Ok(end)
     }
 
+    /// Whether the least number of steps and epochs is done.
+    fn may_stop(&self, plan: &LoopPlan) -> bool {
+        let TrainerConfig { min_steps, min_epochs, .. } = self.parts.config;
+        let epochs = self.cursor.samples / plan.order.epoch_len();
+        min_steps.is_none_or(|min| self.cursor.step >= min)
+            && min_epochs.is_none_or(|min| epochs >= min)
+    }
+
+    /// The short validation before a training that starts anew. Collective.
+    fn sanity_check(&mut self) -> Result<Option<Interruption>> {
+        let has_data = self.has_validation_data()?;
+        if self.cursor.step > 0 || self.parts.config.num_sanity_val_steps == 0 || !has_data {
+            return Ok(None);
+        }
+        self.stage = RunStage::SanityCheck;
+        self.hook(Hook::SanityCheckStart)?;
+        let metrics = self.metrics.clone();
+        let evaluated = self.validate_training()?;
+        self.metrics = metrics;
+        self.hook(Hook::SanityCheckEnd)?;
+        self.stage = RunStage::Fit;
+        Ok(match evaluated {
+            Evaluated::Interrupted(why) => Some(why),
+            Evaluated::Done(_) | Evaluated::NoData => None,
+        })
+    }
+
     /// Saves the last step, unless a checkpoint has it or it is not wanted. Before the hooks at the
     /// end, which a resumed run calls again. Collective.
-    fn save_at_end(&mut self, optimizer: &mut FabricOptimizer, end: FitEnd) -> Result<()> {
+    fn save_at_end(&mut self, end: FitEnd) -> Result<()> {
         let wanted = match end {
             FitEnd::Finished | FitEnd::Interrupted(Interruption::CtrlC) => {
                 self.parts.saving.config.save_last
@@ -339,7 +460,7 @@ impl Session {
             FitEnd::Interrupted(_) => true,
         };
         if wanted && !self.parts.saving.has_saved(self.cursor.step) {
-            self.save(optimizer, end != FitEnd::Finished)?;
+            self.save(end != FitEnd::Finished)?;
         }
         // The machine may be taken soon, so the save is waited for at once.
         if end == FitEnd::Finished { Ok(()) } else { self.finish_saving() }
@@ -348,7 +469,7 @@ impl Session {
     /// The values that do not change from step to step.
     fn loop_plan(&self) -> Result<LoopPlan> {
         let (order, sampler) = self.train_sampler()?;
-        let accumulate = self.parts.config.accumulate_grad_batches as usize;
+        let accumulate = self.accumulate as usize;
         let share = self.parts.fabric.sampler_share()?;
         let validation = match self.parts.config.val_check_interval {
             CountOrFraction::Count(steps) => ValidationTimes::EverySteps(steps),
@@ -373,7 +494,7 @@ impl Session {
 
     /// Exchanges whether the run ends: if it does on one rank, it does on all. Collective.
     pub(super) fn vote_on_stop(&self, out_of_time: bool) -> Result<StopVote> {
-        let stop = out_of_time || self.parts.callbacks.stop_requested();
+        let stop = out_of_time || self.requests.stop;
         let saving = self.parts.saving.is_running();
         let votes = [u8::from(stop), urgency((self.parts.interrupted)()), u8::from(saving)];
         let votes = Tensor::new(&votes, &Device::Cpu)?;
@@ -384,32 +505,19 @@ impl Session {
     }
 
     /// One optimizer step: micro-batches, reduction, clipping, update. Collective.
-    fn train_step(&mut self, plan: &LoopPlan, optimizer: &mut FabricOptimizer) -> Result<()> {
+    fn train_step(&mut self, plan: &LoopPlan) -> Result<()> {
         self.parts.meter.begin_step();
         let step = self.cursor.step + 1;
         let ranks = (self.rank(), self.world_size());
         let wanted = self.parts.config.logs_step(step);
         let mut logged = StepContext::training((step, self.epoch), ranks, wanted);
         for micro_batch in 0..plan.accumulate {
-            let data = self.parts.fabric.phase("data");
-            let samples = self.runner.next_training_batch()?;
-            drop(data);
-            let first_sample = plan.first_sample + (micro_batch * self.batch_size) as u64;
-            let accumulating = micro_batch + 1 < plan.accumulate;
-            let fabric = &self.parts.fabric;
-            logged.begin_batch(micro_batch as u64, samples.indices().len(), false);
-            self.runner.training_step(&mut logged, &mut |forward| {
-                let _scope = fabric.forward_scope(true, step, first_sample);
-                let phase = fabric.phase("forward");
-                let loss = forward().map_err(explain_shapes)?;
-                drop(phase);
-                let _no_sync = fabric.no_backward_sync(accumulating);
-                fabric.backward(&loss)
-            })?;
+            self.micro_batch(plan, micro_batch, &mut logged)?;
         }
-        let totals = self.parts.fabric.step_totals(&[])?;
-        let train_loss = optimizer.check_loss(&totals)?;
+        let optimizer = training(&mut self.optimizer);
         let fabric = &self.parts.fabric;
+        let totals = fabric.step_totals(&[])?;
+        let train_loss = optimizer.check_loss(&totals)?;
         let config = &self.parts.config;
         let grad_norm = match (config.gradient_clip_val, config.gradient_clip_algorithm) {
             (None, _) => fabric.gradient_norm(optimizer)?,
@@ -417,17 +525,20 @@ impl Session {
             (Some(limit), ClipAlgorithm::Value) => fabric.clip_gradients_value(optimizer, limit)?,
         };
         self.hook(Hook::BeforeOptimizerStep)?;
+        let optimizer = training(&mut self.optimizer);
         let lr = optimizer.learning_rate()?;
-        optimizer.step()?;
+        optimizer.update()?;
+        self.hook(Hook::BeforeZeroGrad)?;
+        training(&mut self.optimizer).finish_step()?;
         let samples = self.cursor.samples + plan.sampler.global_batch_size();
         self.cursor = Cursor { step, samples };
+        self.items = totals.count;
         let tokens_per_s = self.parts.meter.end_step(train_loss, totals.count);
         logged.table.add_to_epoch(&mut self.epoch_table, wanted)?;
         let metrics = self.reduce(&mut logged.table, Stage::Step)?;
-        self.metrics.extend(metrics.clone());
-        for (name, value) in [("train_loss", train_loss), ("grad_norm", grad_norm), ("lr", lr)] {
-            self.metrics.insert(name.to_owned(), value);
-        }
+        self.record(&metrics);
+        let own = [("train_loss", train_loss), ("grad_norm", grad_norm), ("lr", lr)];
+        self.record(&own.map(|(name, value)| (name.to_owned(), value)).into());
         let epoch_done = samples as f64 / plan.order.epoch_len() as f64;
         self.emit(&Event::Step {
             step,
@@ -442,13 +553,46 @@ impl Session {
         self.hook(Hook::TrainStepEnd)
     }
 
+    /// Forward and backward of one micro-batch. Collective.
+    fn micro_batch(
+        &mut self,
+        plan: &LoopPlan,
+        micro_batch: usize,
+        logged: &mut StepContext,
+    ) -> Result<()> {
+        let index = micro_batch as u64;
+        self.batch_hook(Hook::TrainBatchStart, index)?;
+        let data = self.parts.fabric.phase("data");
+        let samples = self.runner.next_training_batch()?;
+        drop(data);
+        logged.begin_batch(index, samples.indices().len(), false);
+        let first_sample = plan.first_sample + (micro_batch * self.batch_size) as u64;
+        let fabric = &self.parts.fabric;
+        let step = logged.step;
+        let loss = self.runner.training_step(logged, &mut |forward| {
+            let _scope = fabric.forward_scope(true, step, first_sample);
+            let _phase = fabric.phase("forward");
+            forward().map_err(explain_shapes)
+        })?;
+        self.batch_hook(Hook::BeforeBackward(&loss), index)?;
+        {
+            let fabric = &self.parts.fabric;
+            let _scope = fabric.forward_scope(true, step, first_sample);
+            let _no_sync = fabric.no_backward_sync(micro_batch + 1 < plan.accumulate);
+            fabric.backward(&loss)?;
+        }
+        drop(loss);
+        self.batch_hook(Hook::AfterBackward, index)?;
+        self.batch_hook(Hook::TrainBatchEnd, index)
+    }
+
     /// Validates during training, with the moving average of the weights if there is one.
     /// Collective.
-    fn validate_training(&mut self, optimizer: &mut FabricOptimizer) -> Result<Evaluated> {
+    fn validate_training(&mut self) -> Result<Evaluated> {
         let _phase = self.parts.fabric.phase("validation");
-        optimizer.swap_ema()?;
+        training(&mut self.optimizer).swap_ema()?;
         let validated = self.evaluate(EvaluationStage::Validation)?;
-        optimizer.swap_ema()?;
+        training(&mut self.optimizer).swap_ema()?;
         Ok(validated)
     }
 
@@ -488,4 +632,9 @@ impl Session {
         };
         self.emit(&event)
     }
+}
+
+/// The optimizer of a session that trains.
+pub(super) fn training(optimizer: &mut Option<FabricOptimizer>) -> &mut FabricOptimizer {
+    optimizer.as_mut().expect("set up before the loop")
 }

@@ -3,10 +3,11 @@
 use std::fmt;
 use std::marker::PhantomData;
 
+use super::callback::read_callback;
 use super::evaluation::{Evaluated, EvaluationStage, Predicted};
 use super::runner::TypedRunner;
 use super::session::Session;
-use super::{Evaluation, FitOutcome, LightningModule, Predictions};
+use super::{Callback, Evaluation, FitOutcome, LightningModule, Predictions};
 use crate::fabric::Fabric;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::no_grad;
@@ -67,6 +68,12 @@ impl<M: LightningModule> Trained<M> {
     /// ([`save_full`](Fabric::save_full)), loading.
     pub fn fabric(&self) -> &Fabric {
         &self.session.parts.fabric
+    }
+
+    /// Reads the first callback of this type of those that went through the training; `None` if there is
+    /// none.
+    pub fn read_callback<C: Callback, T>(&self, read: impl FnMut(&C) -> T) -> Option<T> {
+        read_callback(self.session.parts.callbacks.shared(), read)
     }
 
     /// Computes with the module as in a validation: without a graph, without dropout. Collective.

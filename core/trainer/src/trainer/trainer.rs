@@ -5,8 +5,10 @@ use std::sync::Arc;
 
 use toml::Table;
 
-use super::callback::Callbacks;
+use super::callback::{Callbacks, SharedCallback, read_callback};
+use super::context::{Requests, Stage};
 use super::evaluation::EvaluationStage;
+use super::event::SharedSink;
 use super::event_log::EventLog;
 use super::hooks::Hook;
 use super::log_table::LogTable;
@@ -14,17 +16,19 @@ use super::meter::{Meter, seconds_since_epoch};
 use super::preflight::check_async_save;
 use super::runner::{self, RunnerSetup};
 use super::saving::Saving;
-use super::session::{Cursor, FitEnd, Session, SessionParts};
+use super::session::{Cursor, FitEnd, Session, SessionParts, training};
 use super::{
-    Callback, Evaluation, EventSink, LightningModule, LoggerConfig, LoggerSink, OptimizerSetup,
-    Predictions, RunConfigOf, RunDir, RunStatus, Trained,
+    Callback, CallbackConfig, Evaluation, EventSink, LightningModule, LoggerConfig, LoggerSink,
+    OptimizerSetup, Predictions, RunConfigOf, RunDir, RunStatus, Trained,
 };
 use crate::fabric::Fabric;
-use crate::run::{Devices, RunConfig};
+use crate::run::{CountOrFraction, Devices, RunConfig, TrainerConfig};
 use crate::{Error, Result};
 use fulgurite_config::registry::kind;
 use fulgurite_config::to_table;
 use fulgurite_engine::collective::{ProcessGroup, Solo, broadcast_object};
+use fulgurite_engine::mesh::DeviceMesh;
+use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::Ema;
 use fulgurite_engine::strategy::ParallelizeFn;
 use fulgurite_launch::{Interruption, Starting};
@@ -32,13 +36,14 @@ use fulgurite_launch::{Interruption, Starting};
 /// Runs a [`LightningModule`] on its data, by a [`RunConfig`] (Lightning's `Trainer`). Built on
 /// [`Fabric`].
 ///
-/// Every rank makes a trainer and calls the same methods.
+/// Every rank makes a trainer and calls the same methods. It can be used again: its callbacks and sinks
+/// go through all of its runs.
 pub struct Trainer {
     world: Arc<dyn ProcessGroup>,
     program_start: f64,
-    callbacks: Vec<Box<dyn Callback>>,
-    sinks: Vec<Box<dyn EventSink>>,
-    parallelize: Option<Box<dyn ParallelizeFn>>,
+    callbacks: Vec<SharedCallback>,
+    sinks: Vec<SharedSink>,
+    parallelize: Option<Arc<dyn ParallelizeFn>>,
     print: fn(&str),
     interrupted: fn() -> Option<Interruption>,
     /// Whether this trainer has no process group, so that the configuration may ask for one rank
@@ -58,6 +63,11 @@ pub struct FitOutcome {
     pub last_loss: f64,
     /// The latest metrics by name.
     pub metrics: std::collections::BTreeMap<String, f64>,
+    /// The best of the checkpoints that the table `[checkpoint]` keeps, by `checkpoint.monitor`, in words of
+    /// its place: a path, for a directory.
+    pub best_checkpoint: Option<PathBuf>,
+    /// The newest of them.
+    pub last_checkpoint: Option<PathBuf>,
 }
 
 impl Default for Trainer {
@@ -85,14 +95,21 @@ impl Trainer {
     /// Adds a callback. All ranks must add the same ones.
     #[must_use]
     pub fn with_callback(mut self, callback: Box<dyn Callback>) -> Self {
-        self.callbacks.push(callback);
+        self.callbacks.push(SharedCallback::new(callback));
         self
+    }
+
+    /// Reads the first callback of this type that was [added](Self::with_callback); `None` if there is
+    /// none. Those of the configuration are a run's own:
+    /// [`Trained::read_callback`](super::Trained::read_callback).
+    pub fn read_callback<C: Callback, T>(&self, read: impl FnMut(&C) -> T) -> Option<T> {
+        read_callback(&self.callbacks, read)
     }
 
     /// Adds a receiver of events; those of rank 0 are used.
     #[must_use]
     pub fn with_sink(mut self, sink: Box<dyn EventSink>) -> Self {
-        self.sinks.push(sink);
+        self.sinks.push(SharedSink::new(sink));
         self
     }
 
@@ -124,7 +141,7 @@ impl Trainer {
     /// configuration.
     #[must_use]
     pub fn parallelize(mut self, f: impl ParallelizeFn + 'static) -> Self {
-        self.parallelize = Some(Box::new(f));
+        self.parallelize = Some(Arc::new(f));
         self
     }
 
@@ -133,31 +150,30 @@ impl Trainer {
     /// # Errors
     /// The error of this rank; [`Error::PeerFailed`] if another one failed; [`Error::Interrupted`]
     /// after an interrupted run has ended in order.
-    pub fn fit<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<Trained<M>> {
+    pub fn fit<M: LightningModule>(&self, run: &RunConfigOf<M>) -> Result<Trained<M>> {
         let set_up = &mut |fabric: &mut Fabric| runner::set_up::<M>(run, fabric);
         let (outcome, session) = self.run_fit(run.untyped(), set_up)?;
         Ok(Trained::new(outcome, session))
     }
 
-    fn run_fit(self, run: UntypedRun, set_up: &mut SetUpRunner) -> Result<(FitOutcome, Session)> {
+    fn run_fit(&self, run: UntypedRun, set_up: &mut SetUpRunner) -> Result<(FitOutcome, Session)> {
         let rank = self.world.rank();
         let starting = Starting::new();
-        let mut session = self.set_up(&run, set_up)?;
+        let mut session = self.set_up(Stage::Fit, &run, set_up)?;
         let result = session.run_fit(&run, starting);
-        let result = session.tear_down_saving(result);
-        let status = match &result {
-            Ok((_, FitEnd::Finished)) => RunStatus::Success,
-            Ok((_, FitEnd::Interrupted(_))) | Err(Error::Interrupted) => RunStatus::Interrupted,
-            Err(_) => RunStatus::Failed,
-        };
+        let result = session.tear_down_saving(result).and_then(|(outcome, end)| match end {
+            FitEnd::Finished => Ok(outcome),
+            FitEnd::Interrupted(why) => {
+                tracing::info!(rank, "interrupted");
+                fulgurite_launch::agree_on(why);
+                Err(Error::Interrupted)
+            }
+        });
+        let status = RunStatus::of(&result);
+        session.end_hooks(status, result.as_ref().err());
         let finished = session.finish_sinks(status);
-        let (outcome, end) = result?;
+        let outcome = result?;
         finished?;
-        if let FitEnd::Interrupted(why) = end {
-            tracing::info!(rank, "interrupted");
-            fulgurite_launch::agree_on(why);
-            return Err(Error::Interrupted);
-        }
         // They have had their end.
         session.parts.sinks.clear();
         Ok((outcome, session))
@@ -170,8 +186,10 @@ impl Trainer {
     /// # Errors
     /// As [`fit`](Self::fit), and if there is no validation data; [`Error::Interrupted`] if it was
     /// interrupted between two batches.
-    pub fn validate<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<Evaluation> {
-        self.once::<M, _>(run, |session| session.evaluate_once(EvaluationStage::Validation))
+    pub fn validate<M: LightningModule>(&self, run: &RunConfigOf<M>) -> Result<Evaluation> {
+        self.once::<M, _>(Stage::Validate, run, |session| {
+            session.evaluate_once(EvaluationStage::Validation)
+        })
     }
 
     /// Tests once, as [`validate`](Self::validate), on the data of
@@ -179,8 +197,8 @@ impl Trainer {
     ///
     /// # Errors
     /// As [`validate`](Self::validate).
-    pub fn test<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<Evaluation> {
-        self.once::<M, _>(run, |session| session.evaluate_once(EvaluationStage::Test))
+    pub fn test<M: LightningModule>(&self, run: &RunConfigOf<M>) -> Result<Evaluation> {
+        self.once::<M, _>(Stage::Test, run, |session| session.evaluate_once(EvaluationStage::Test))
     }
 
     /// Predicts once, with weights as in [`validate`](Self::validate), for the samples of
@@ -189,18 +207,20 @@ impl Trainer {
     /// # Errors
     /// As [`validate`](Self::validate), and those of
     /// [`predict_step`](LightningModule::predict_step).
-    pub fn predict<M: LightningModule>(self, run: &RunConfigOf<M>) -> Result<Predictions> {
-        self.once::<M, _>(run, Session::predict_once)
+    pub fn predict<M: LightningModule>(&self, run: &RunConfigOf<M>) -> Result<Predictions> {
+        self.once::<M, _>(Stage::Predict, run, Session::predict_once)
     }
 
     /// Sets up, loads weights, and does one thing.
     fn once<M: LightningModule, T>(
-        self,
+        &self,
+        stage: Stage,
         run: &RunConfigOf<M>,
         act: impl FnOnce(&mut Session) -> Result<T>,
     ) -> Result<T> {
         let mut outcome = None;
         self.run_once(
+            stage,
             run.untyped(),
             &mut |fabric| runner::set_up::<M>(run, fabric),
             Box::new(|session| {
@@ -211,42 +231,29 @@ impl Trainer {
         Ok(outcome.expect("it was done"))
     }
 
-    fn run_once(self, run: UntypedRun, set_up: &mut SetUpRunner, act: Box<Act>) -> Result<()> {
-        let config_names_one = run.trainer.ckpt_path.is_some();
+    fn run_once(
+        &self,
+        stage: Stage,
+        run: UntypedRun,
+        set_up: &mut SetUpRunner,
+        act: Box<Act>,
+    ) -> Result<()> {
         let starting = Starting::new();
-        let mut session = self.set_up(&run, set_up)?;
-        let result = (|| -> Result<()> {
-            match session.checkpoint_to_resume()? {
-                Some(source) => session.resume(&source, None)?,
-                None if config_names_one => {
-                    return Err(Error::Config(
-                        "`trainer.ckpt_path`: there is no checkpoint yet; name the directory of \
-                         one, or leave the key out to take the weights that training would start \
-                         from"
-                            .to_owned(),
-                    ));
-                }
-                None => {}
-            }
-            drop(starting);
-            act(&mut session)?;
-            session.summary()
-        })();
+        let mut session = self.set_up(stage, &run, set_up)?;
+        let result = session.run_once(&run, starting, act);
         let result = session.tear_down_saving(result);
-        let status = match &result {
-            Ok(()) => RunStatus::Success,
-            Err(Error::Interrupted) => RunStatus::Interrupted,
-            Err(_) => RunStatus::Failed,
-        };
+        let status = RunStatus::of(&result);
+        session.end_hooks(status, result.as_ref().err());
         let finished = session.finish_sinks(status);
         result?;
         finished
     }
 
     /// Sets everything up: data, strategy, model, loggers. Collective.
-    fn set_up(self, run: &UntypedRun, set_up: &mut SetUpRunner) -> Result<Session> {
-        let config = &run.trainer;
+    fn set_up(&self, stage: Stage, run: &UntypedRun, set_up: &mut SetUpRunner) -> Result<Session> {
         run.validate()?;
+        let run = &run.effective();
+        let config = &run.trainer;
         let devices = match config.devices {
             Devices::Count(count) => count,
             Devices::Auto => 1,
@@ -261,18 +268,26 @@ impl Trainer {
             }
         }
         run.check_plugins()?;
-        let mut fabric =
-            Fabric::with_world(self.world.clone(), config, run.seed, self.parallelize)?;
+        let parallelize = self.parallelize.clone().map(|f| {
+            let shared = move |tree: &mut ModuleTree, mesh: &DeviceMesh| f.parallelize(tree, mesh);
+            Box::new(shared) as Box<dyn ParallelizeFn>
+        });
+        let mut fabric = Fabric::with_world(self.world.clone(), config, run.seed, parallelize)?;
         let strategy_name = fabric.strategy_name()?;
         check_async_save(run, fabric.runtime.saves_distributed_checkpoints()?)?;
         let RunnerSetup { runner, model, data, batch_size, shuffle, fingerprint } =
             set_up(&mut fabric)?;
         let resolved = to_table(&run.clone().with(model, data))?;
-        let (run_dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks)?;
+        let (run_dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks.clone())?;
         let world = &self.world;
         let saving = Saving::new(&run.checkpoint, RunDir::checkpoints_in(&run_dir), &**world)?;
-        let ranks = (world.rank(), world.size());
-        let callbacks = Callbacks::new(self.callbacks, ranks, run.seed, self.print);
+        let mut callbacks = self.callbacks.clone();
+        for value in &config.callbacks {
+            let config: Box<dyn CallbackConfig> =
+                value.build(kind::CALLBACK, "trainer.callbacks")?;
+            callbacks.push(SharedCallback::new(config.build()?));
+        }
+        let callbacks = Callbacks::new(callbacks, runner.configure_callbacks(), world.rank() == 0);
         if world.rank() != 0 {
             sinks.clear();
         }
@@ -283,6 +298,7 @@ impl Trainer {
                 run_dir,
                 resolved,
                 callbacks,
+                print: self.print,
                 sinks,
                 meter: Meter::new(self.program_start),
                 strategy: strategy_name,
@@ -290,6 +306,11 @@ impl Trainer {
                 fabric,
             },
             runner,
+            optimizer: None,
+            stage,
+            items: 0.0,
+            accumulate: config.accumulate_grad_batches,
+            requests: Requests::default(),
             batch_size,
             shuffle,
             fingerprint,
@@ -318,8 +339,8 @@ fn open_run(
     world: &dyn ProcessGroup,
     run: &UntypedRun,
     resolved: &Table,
-    mut sinks: Vec<Box<dyn EventSink>>,
-) -> Result<(PathBuf, Vec<Box<dyn EventSink>>)> {
+    mut sinks: Vec<SharedSink>,
+) -> Result<(PathBuf, Vec<SharedSink>)> {
     let mut path = PathBuf::new();
     if world.rank() == 0 {
         let dir = RunDir::create(&run.trainer.default_root_dir, resolved)?;
@@ -334,16 +355,49 @@ fn open_run(
                     .build(dir.path())
             })
             .collect::<Result<Vec<_>>>()?;
-        sinks.insert(0, Box::new(EventLog::create(dir.path())?));
-        sinks.insert(
-            0,
-            Box::new(LoggerSink::new(loggers, run.trainer.log_every_n_steps, resolved)?),
-        );
+        let loggers = LoggerSink::new(loggers, run.trainer.log_every_n_steps, resolved)?;
+        let log = EventLog::create(dir.path())?;
+        sinks.insert(0, SharedSink::new(Box::new(log)));
+        sinks.insert(0, SharedSink::new(Box::new(loggers)));
     }
     Ok((broadcast_object(world, &path, 0)?, sinks))
 }
 
 impl Session {
+    /// Loads the weights, and does one thing. Collective.
+    fn run_once(&mut self, run: &UntypedRun, starting: Starting, act: Box<Act>) -> Result<()> {
+        self.hook(Hook::Setup)?;
+        match self.checkpoint_to_resume()? {
+            Some(source) => self.resume(&source)?,
+            None if run.trainer.ckpt_path.is_some() => {
+                return Err(Error::Config(
+                    "`trainer.ckpt_path`: there is no checkpoint yet; name the directory of one, \
+                     or leave the key out to take the weights that training would start from"
+                        .to_owned(),
+                ));
+            }
+            None => {}
+        }
+        drop(starting);
+        act(self)?;
+        self.summary()
+    }
+
+    /// Calls the hooks at the very end of a run. What goes wrong in them is only shown: the run has its
+    /// result.
+    fn end_hooks(&mut self, status: RunStatus, error: Option<&Error>) {
+        let exception = error.map(Hook::Exception);
+        for hook in exception.into_iter().chain([Hook::Teardown(&status)]) {
+            for deciding in [false, true] {
+                if let Err(error) = self.call_hook(hook, 0, deciding) {
+                    tracing::error!("a hook at the end of the run failed: {error}");
+                }
+            }
+        }
+        // Nothing that is logged here can be reduced any more.
+        self.hook_table = LogTable::default();
+    }
+
     fn run_fit(&mut self, run: &UntypedRun, starting: Starting) -> Result<(FitOutcome, FitEnd)> {
         let OptimizerSetup { optimizer, scheduler } =
             self.runner.configure_optimizers(run.optimizer_setup()?)?;
@@ -352,33 +406,42 @@ impl Session {
             .fabric
             .setup_optimizer(&*optimizer)?
             .with_unused_parameters(run.trainer.unused_parameters);
+        self.hook(Hook::Setup)?;
+        self.hook(Hook::FitStart)?;
         let rank = self.rank();
         self.parts.saving.lock_for_run(rank)?;
         let mut source = self.checkpoint_to_resume()?;
+        let resumes = source.clone();
         if run.checkpoint.weights_only
             && let Some(source) = source.take()
         {
-            self.resume(&source, None)?;
+            self.resume(&source)?;
         }
         if let Some(decay) = run.trainer.ema_decay {
             let tree = self.parts.fabric.module_tree()?;
             optimizer = optimizer.with_ema(Ema::new(tree.parameters(), decay)?);
         }
-        if let Some(source) = source {
-            self.resume(&source, Some(&mut optimizer))?;
+        self.optimizer = Some(optimizer);
+        if let Some(source) = &source {
+            self.resume(source)?;
         }
-        let mut optimizer = optimizer.with_scheduler(scheduler, self.max_steps()?);
+        self.parts.saving.refuse_used_place(resumes.as_ref(), rank)?;
+        let max_steps = self.max_steps()?;
+        self.warn_of_settings(max_steps)?;
+        let optimizer = training(&mut self.optimizer);
+        optimizer.set_scheduler(scheduler, max_steps);
         // Fails before the first step for a schedule that needs the run's length.
         optimizer.learning_rate()?;
-        let max_steps = self.max_steps()?;
-        self.parts.sinks.iter_mut().for_each(|sink| sink.start(max_steps));
-        self.hook(Hook::FitStart)?;
-        self.prepare_saving(&mut optimizer)?;
+        self.parts.sinks.iter().for_each(|sink| sink.lock().start(max_steps));
+        self.prepare_saving()?;
         // From here on ranks agree on when to end.
         drop(starting);
-        let end = self.fit(&mut optimizer)?;
+        let end = self.fit()?;
         self.finish_fit(end)?;
+        let [best_checkpoint, last_checkpoint] = self.parts.saving.best_and_last();
         let outcome = FitOutcome {
+            best_checkpoint,
+            last_checkpoint,
             steps: self.cursor.step,
             first_loss: self.parts.meter.first_loss(),
             last_loss: self.parts.meter.last_loss(),
@@ -400,10 +463,27 @@ impl Session {
         }
     }
 
+    /// Warns of settings that say something else than what will happen.
+    fn warn_of_settings(&self, max_steps: Option<u64>) -> Result<()> {
+        let TrainerConfig { val_check_interval, limit_val_batches, .. } = self.parts.config;
+        let wanted = limit_val_batches.of(1) > 0 && self.has_validation_data()?;
+        if let (CountOrFraction::Count(every), Some(max)) = (val_check_interval, max_steps)
+            && wanted
+            && every > max
+            && self.rank() == 0
+        {
+            tracing::warn!(
+                "`trainer.val_check_interval` = {every} is more than the {max} steps of the run, so \
+                 nothing is validated"
+            );
+        }
+        Ok(())
+    }
+
     /// Finishes all sinks, and returns the first error.
     fn finish_sinks(&mut self, status: RunStatus) -> Result<()> {
         let results: Vec<Result<()>> =
-            self.parts.sinks.iter_mut().map(|sink| sink.finish(status)).collect();
+            self.parts.sinks.iter().map(|sink| sink.lock().finish(status)).collect();
         results.into_iter().collect()
     }
 }

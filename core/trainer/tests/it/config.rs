@@ -85,13 +85,13 @@ fn tee(text: &str) -> Result<Box<dyn LoggerConfig>> {
 
 #[test]
 fn unknown_keys_are_errors_everywhere() {
-    insta::assert_snapshot!(run_error("[trainer]\nmax_step = 3"), @"run.toml: unknown key `trainer.max_step`; did you mean `max_steps`? (the keys of `trainer` are devices, num_nodes, max_steps, max_epochs, max_time, num_workers, prefetch_factor, accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, ema_decay, val_check_interval, limit_val_batches, limit_test_batches, limit_predict_batches, log_every_n_steps, precision, default_root_dir, ckpt_path, enable_progress_bar, unused_parameters, freeze, activation_checkpointing, timeout_secs, memory_check, strategy, process_group, environment, job_key_file, profiler, loggers)");
+    insta::assert_snapshot!(run_error("[trainer]\nmax_step = 3"), @"run.toml: unknown key `trainer.max_step`; did you mean `max_steps`? (the keys of `trainer` are devices, num_nodes, max_steps, max_epochs, min_steps, min_epochs, max_time, num_workers, prefetch_factor, accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, ema_decay, val_check_interval, check_val_every_n_epoch, num_sanity_val_steps, limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches, overfit_batches, fast_dev_run, log_every_n_steps, precision, default_root_dir, ckpt_path, enable_progress_bar, unused_parameters, freeze, activation_checkpointing, timeout_secs, memory_check, strategy, process_group, environment, job_key_file, profiler, callbacks, loggers)");
     insta::assert_snapshot!(run_error("[model]\nhiden_size = 3"), @"run.toml: unknown key `model.hiden_size`; did you mean `hidden_size`? (the keys of `model` are hidden_size, rates, kind)");
     insta::assert_snapshot!(run_error("[model.kind.gated]\nwidht = 3"), @"run.toml: unknown key `model.kind.gated.widht`; did you mean `width`? (the keys of `model.kind.gated` are width)");
     insta::assert_snapshot!(run_error("[data]\nwhere = 3"), @"run.toml: unknown key `data.where` (the keys of `data` are path)");
     insta::assert_snapshot!(run_error("[modle]"), @"run.toml: unknown key `modle`; did you mean `model`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
     insta::assert_snapshot!(run_error("max_steps = 3"), @"run.toml: unknown key `max_steps`; did you mean `trainer.max_steps`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
-    insta::assert_snapshot!(run_error("checkpoint.evry_n_steps = 3"), @"run.toml: unknown key `checkpoint.evry_n_steps`; did you mean `every_n_steps`? (the keys of `checkpoint` are every_n_steps, dir, save_last, async_save, keep_last, save_top_k, monitor, mode, weights_only, allow_other_data, io)");
+    insta::assert_snapshot!(run_error("checkpoint.evry_n_steps = 3"), @"run.toml: unknown key `checkpoint.evry_n_steps`; did you mean `every_n_steps`? (the keys of `checkpoint` are every_n_steps, dir, save_last, async_save, keep_last, save_top_k, monitor, mode, weights_only, allow_other_data, overwrite, io)");
 }
 
 #[test]
@@ -342,54 +342,63 @@ fn the_resolved_configuration_is_written_and_read_back() {
     let run = Run::from_layers(layers).unwrap();
     let text = to_toml(&run).unwrap();
     insta::assert_snapshot!(text, @r#"
-seed = 42
-scheduler = "constant"
-
-[model]
-hidden_size = 0
-
-[model.rates]
-
-[model.kind.gated]
-width = 3
-
-[data]
-path = "text"
-
-[optimizer]
-type = "adamw"
-lr = 0.001
-
-[trainer]
-devices = 1
-num_nodes = 1
-accumulate_grad_batches = 1
-gradient_clip_algorithm = "norm"
-val_check_interval = 1.0
-limit_val_batches = 1.0
-limit_test_batches = 1.0
-limit_predict_batches = 1.0
-log_every_n_steps = 10
-precision = "32-true"
-default_root_dir = "fulgurite_logs"
-enable_progress_bar = true
-unused_parameters = "error"
-freeze = []
-activation_checkpointing = "none"
-timeout_secs = 600
-memory_check = "error"
-strategy = "fsdp"
-process_group = "shm"
-loggers = ["csv", "jsonl"]
-
-[checkpoint]
-save_last = true
-async_save = false
-mode = "min"
-weights_only = false
-allow_other_data = false
-io = "local"
-"#);
+    seed = 42
+    scheduler = "constant"
+    
+    [model]
+    hidden_size = 0
+    
+    [model.rates]
+    
+    [model.kind.gated]
+    width = 3
+    
+    [data]
+    path = "text"
+    
+    [optimizer]
+    type = "adamw"
+    lr = 0.001
+    
+    [trainer]
+    devices = 1
+    num_nodes = 1
+    num_workers = 0
+    prefetch_factor = 2
+    accumulate_grad_batches = 1
+    gradient_clip_algorithm = "norm"
+    val_check_interval = 1.0
+    check_val_every_n_epoch = 1
+    num_sanity_val_steps = 2
+    limit_train_batches = 1.0
+    limit_val_batches = 1.0
+    limit_test_batches = 1.0
+    limit_predict_batches = 1.0
+    overfit_batches = 0
+    fast_dev_run = false
+    log_every_n_steps = 10
+    precision = "32-true"
+    default_root_dir = "fulgurite_logs"
+    enable_progress_bar = true
+    unused_parameters = "error"
+    freeze = []
+    activation_checkpointing = "none"
+    timeout_secs = 600
+    memory_check = "error"
+    strategy = "fsdp"
+    process_group = "shm"
+    callbacks = []
+    loggers = ["csv", "jsonl"]
+    
+    [checkpoint]
+    save_last = true
+    async_save = false
+    mode = "min"
+    weights_only = false
+    allow_other_data = false
+    overwrite = false
+    io = "local"
+    "#);
     let again = Run::from_layers(ConfigLayers::new().text("again", &text).unwrap()).unwrap();
     assert_eq!(again, run);
 }

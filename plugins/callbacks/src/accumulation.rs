@@ -1,0 +1,78 @@
+//! Another number of micro-batches from certain epochs on.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU64;
+
+use fulgurite_core::trainer::{Callback, CallbackConfig, HookContext, Hooks};
+use fulgurite_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// Changes `trainer.accumulate_grad_batches` from certain epochs on, counted from 0: `{ type =
+/// "gradient_accumulation_scheduler", scheduling = { 4 = 8 } }` has steps of eight micro-batches from
+/// the fifth epoch on. As Lightning's `GradientAccumulationScheduler`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GradientAccumulationScheduler {
+    /// Micro-batches in a step, by the epoch from which on they hold.
+    scheduling: BTreeMap<String, NonZeroU64>,
+}
+
+impl GradientAccumulationScheduler {
+    /// The numbers by epoch.
+    fn by_epoch(&self) -> Result<BTreeMap<u64, NonZeroU64>> {
+        let wrong = |message: String| {
+            let place = "`trainer.callbacks`, gradient_accumulation_scheduler: `scheduling`";
+            Error::Config(format!("{place}: {message}"))
+        };
+        if self.scheduling.is_empty() {
+            return Err(wrong("names no epoch; write `{ 4 = 8 }`".to_owned()));
+        }
+        let epochs = self.scheduling.iter().map(|(epoch, count)| {
+            let number = epoch.parse().map_err(|_| wrong(format!("`{epoch}` is no epoch")))?;
+            Ok((number, *count))
+        });
+        epochs.collect()
+    }
+}
+
+#[typetag::serde(name = "gradient_accumulation_scheduler")]
+impl CallbackConfig for GradientAccumulationScheduler {
+    fn build(&self) -> Result<Box<dyn Callback>> {
+        Ok(Box::new(Scheduled(self.by_epoch()?)))
+    }
+}
+
+fulgurite_core::register_plugin!(
+    fulgurite_core::registry::kind::CALLBACK,
+    "gradient_accumulation_scheduler",
+    "Changes the number of micro-batches in a step from certain epochs on",
+    "{ type = \"gradient_accumulation_scheduler\", scheduling = { 4 = 8 } }"
+);
+
+struct Scheduled(BTreeMap<u64, NonZeroU64>);
+
+impl Callback for Scheduled {}
+
+impl Hooks for Scheduled {
+    fn on_train_epoch_start(&mut self, ctx: &mut HookContext) -> Result<()> {
+        if let Some(count) = self.0.get(&ctx.epoch) {
+            ctx.set_accumulate_grad_batches(*count);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn epochs_are_numbers() {
+        let error = |json: serde_json::Value| {
+            let config: GradientAccumulationScheduler = serde_json::from_value(json).unwrap();
+            config.build().err().unwrap().to_string()
+        };
+        insta::assert_snapshot!(error(serde_json::json!({ "scheduling": { "two": 2 } })), @"`trainer.callbacks`, gradient_accumulation_scheduler: `scheduling`: `two` is no epoch");
+        insta::assert_snapshot!(error(serde_json::json!({ "scheduling": {} })), @"`trainer.callbacks`, gradient_accumulation_scheduler: `scheduling`: names no epoch; write `{ 4 = 8 }`");
+    }
+}

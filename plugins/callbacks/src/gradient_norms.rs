@@ -1,0 +1,59 @@
+//! The gradient norm of each part of a model.
+
+use fulgurite_core::Result;
+use fulgurite_core::trainer::{Callback, CallbackConfig, HookContext, Hooks, LogOptions};
+use serde::{Deserialize, Serialize};
+
+/// Logs the norm of the gradient of each group of parameters, before clipping, as `grad_norm/{group}`:
+/// `{ type = "gradient_norms", depth = 3 }`. As `grad_norm` of Lightning's utilities.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct GradientNormsConfig {
+    /// How many segments of a parameter's name its group has: with 3 `model.layers.0.mlp.up_proj.weight`
+    /// is in the group `model.layers.0`. Without it each parameter is a group.
+    pub depth: Option<usize>,
+}
+
+impl Default for GradientNormsConfig {
+    fn default() -> Self {
+        Self { depth: Some(3) }
+    }
+}
+
+#[typetag::serde(name = "gradient_norms")]
+impl CallbackConfig for GradientNormsConfig {
+    fn build(&self) -> Result<Box<dyn Callback>> {
+        Ok(Box::new(GradientNorms(self.depth.unwrap_or(usize::MAX))))
+    }
+}
+
+fulgurite_core::register_plugin!(
+    fulgurite_core::registry::kind::CALLBACK,
+    "gradient_norms",
+    "Logs the gradient norm of each part of the model",
+    "{ type = \"gradient_norms\", depth = 3 }"
+);
+
+struct GradientNorms(usize);
+
+impl Callback for GradientNorms {}
+
+impl Hooks for GradientNorms {
+    fn on_before_optimizer_step(&mut self, ctx: &mut HookContext) -> Result<()> {
+        if !ctx.is_logged() {
+            return Ok(());
+        }
+        let depth = self.0;
+        let group = |name: &str| {
+            let end = name.match_indices('.').nth(depth.saturating_sub(1)).map(|(at, _)| at);
+            name[..end.unwrap_or(name.len())].to_owned()
+        };
+        let norms = ctx.fabric().gradient_norms(&group)?;
+        for (group, norm) in norms {
+            // It is that of all ranks already.
+            let own = LogOptions::default().sync(false);
+            ctx.log_with(&format!("grad_norm/{group}"), norm, own);
+        }
+        Ok(())
+    }
+}

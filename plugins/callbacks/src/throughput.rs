@@ -1,0 +1,131 @@
+//! How much is computed in a second.
+
+use std::collections::VecDeque;
+use std::num::NonZeroUsize;
+use std::time::Instant;
+
+use fulgurite_core::trainer::{Callback, CallbackConfig, HookContext, Hooks, LogOptions};
+use fulgurite_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// Logs rates over the last steps: `{ type = "throughput_monitor" }`. As Lightning's `ThroughputMonitor`,
+/// with its names: `device/batches_per_sec`, `device/items_per_sec` (tokens, or what else the losses
+/// count), `device/flops_per_sec` and `device/mfu` a rank, without `device/` over all of them, and
+/// `time`, the seconds of training.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ThroughputMonitorConfig {
+    /// Over how many steps the rates are taken.
+    pub window_size: NonZeroUsize,
+    /// Floating-point operations that a token (or other item) takes, forward and backward; by default six
+    /// for each trainable parameter, as is usual for transformers, without those of attention.
+    pub flops_per_item: Option<f64>,
+    /// Floating-point operations a second that the hardware of a rank can do, in teraflop/s; without it
+    /// there is no `device/mfu`.
+    pub peak_tflops: Option<f64>,
+}
+
+impl Default for ThroughputMonitorConfig {
+    fn default() -> Self {
+        let window_size = NonZeroUsize::new(100).expect("it is not zero");
+        Self { window_size, flops_per_item: None, peak_tflops: None }
+    }
+}
+
+#[typetag::serde(name = "throughput_monitor")]
+impl CallbackConfig for ThroughputMonitorConfig {
+    fn build(&self) -> Result<Box<dyn Callback>> {
+        for (key, value) in
+            [("flops_per_item", self.flops_per_item), ("peak_tflops", self.peak_tflops)]
+        {
+            if let Some(value) = value
+                && !(value.is_finite() && value > 0.0)
+            {
+                return Err(Error::Config(format!(
+                    "`trainer.callbacks`, throughput_monitor: `{key}`: must be above 0, found {value:?}"
+                )));
+            }
+        }
+        let flops_per_item = self.flops_per_item.unwrap_or(0.0);
+        Ok(Box::new(ThroughputMonitor {
+            config: self.clone(),
+            flops_per_item,
+            started: Instant::now(),
+            ends: VecDeque::new(),
+        }))
+    }
+}
+
+fulgurite_core::register_plugin!(
+    fulgurite_core::registry::kind::CALLBACK,
+    "throughput_monitor",
+    "Logs batches, items and floating-point operations a second",
+    "{ type = \"throughput_monitor\", peak_tflops = 312.0 }"
+);
+
+struct ThroughputMonitor {
+    config: ThroughputMonitorConfig,
+    flops_per_item: f64,
+    started: Instant,
+    /// When the last steps ended, with the items and micro-batches that each had.
+    ends: VecDeque<(Instant, f64, f64)>,
+}
+
+impl Callback for ThroughputMonitor {}
+
+impl Hooks for ThroughputMonitor {
+    fn on_train_start(&mut self, ctx: &mut HookContext) -> Result<()> {
+        if self.config.flops_per_item.is_none() {
+            let tree = ctx.fabric().module_tree()?;
+            let parameters: usize = tree.trainable().map(|p| p.elem_count()).sum();
+            self.flops_per_item = 6.0 * parameters as f64;
+        }
+        self.started = Instant::now();
+        self.ends = VecDeque::from([(self.started, 0.0, 0.0)]);
+        Ok(())
+    }
+
+    fn on_train_step_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let batches = (ctx.accumulate_grad_batches
+            * ctx.fabric().sampler_share()?.num_replicas as u64) as f64;
+        self.ends.push_back((Instant::now(), ctx.items, batches));
+        if self.ends.len() > self.config.window_size.get() + 1 {
+            self.ends.pop_front();
+        }
+        if !ctx.is_logged() {
+            return Ok(());
+        }
+        let (first, last) = (self.ends[0].0, self.ends[self.ends.len() - 1].0);
+        let secs = (last - first).as_secs_f64();
+        if secs <= 0.0 {
+            return Ok(());
+        }
+        let sum =
+            |part: fn(&(Instant, f64, f64)) -> f64| self.ends.iter().skip(1).map(part).sum::<f64>();
+        let (items, batches) = (sum(|end| end.1) / secs, sum(|end| end.2) / secs);
+        let ranks = ctx.world_size as f64;
+        let flops = items * self.flops_per_item;
+        let mut rates = vec![
+            ("batches_per_sec", batches),
+            ("items_per_sec", items),
+            ("flops_per_sec", flops),
+            ("device/batches_per_sec", batches / ranks),
+            ("device/items_per_sec", items / ranks),
+            ("device/flops_per_sec", flops / ranks),
+            ("time", self.started.elapsed().as_secs_f64()),
+        ];
+        if let Some(peak) = self.config.peak_tflops {
+            rates.push(("device/mfu", flops / ranks / (peak * 1e12)));
+        }
+        // The items are those of all ranks already.
+        let own = LogOptions::default().sync(false);
+        rates.into_iter().for_each(|(name, rate)| ctx.log_with(name, rate, own));
+        Ok(())
+    }
+
+    /// A validation is no training time.
+    fn on_validation_end(&mut self, _: &mut HookContext) -> Result<()> {
+        self.ends = VecDeque::from([(Instant::now(), 0.0, 0.0)]);
+        Ok(())
+    }
+}

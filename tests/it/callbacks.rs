@@ -1,0 +1,434 @@
+//! Callbacks by name, and what a callback has access to.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use fulgurite::callbacks::{EarlyStopping, ModelCheckpoint};
+use fulgurite::core::config::ConfigLayers;
+use fulgurite::core::run::RunConfig;
+use fulgurite::core::trainer::{Event, EventSink, RunStatus, SaveRequest, Stage};
+use fulgurite::prelude::*;
+use fulgurite_transports::run_ranks;
+use serde::{Deserialize, Serialize};
+use tempfile::TempDir;
+
+/// What the validations of a run log as `score`, one after the other.
+const SCORES: [f64; 8] = [5.0, 3.0, 4.0, 2.0, 2.5, 6.0, 7.0, 1.0];
+
+struct Net {
+    up: Unit<Linear>,
+    down: Unit<Linear>,
+}
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct NoKeys {}
+
+impl LightningModule for Net {
+    type Config = NoKeys;
+    type Data = Numbers;
+
+    fn configure_model(_: &NoKeys, b: &ModuleBuilder) -> Result<Self> {
+        let up = b.unit("net.up", |b| Linear::new(b, 1, 3))?;
+        Ok(Self { up, down: b.unit("net.down", |b| Linear::new(b, 3, 1))? })
+    }
+
+    fn training_step(&mut self, x: &Tensor, _: &mut StepContext) -> Result<Loss> {
+        let error = (self.down.forward(&self.up.forward(x)?.tanh()?)? - (x * 2.0)?)?;
+        Ok(Loss::new(error.sqr()?.sum_all()?, x.dim(0)? as f64))
+    }
+
+    fn configure_callbacks(&self) -> Vec<Box<dyn Callback>> {
+        vec![Box::new(Scores)]
+    }
+}
+
+impl Hooks<Numbers> for Net {}
+
+/// Logs [`SCORES`]: a validation after step n the n-th.
+struct Scores;
+
+impl Callback for Scores {}
+
+impl Hooks for Scores {
+    fn on_validation_epoch_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        if ctx.stage == Stage::Fit {
+            ctx.log("score", SCORES[(ctx.step as usize - 1) % SCORES.len()]);
+        }
+        Ok(())
+    }
+}
+
+/// Twelve numbers, in batches of 2.
+struct Numbers;
+
+impl DataModule for Numbers {
+    type Config = NoKeys;
+    type Batch = Tensor;
+
+    fn setup(_: &NoKeys, _: &DataContext) -> Result<Self> {
+        Ok(Self)
+    }
+
+    fn batch_size(_: &NoKeys) -> usize {
+        2
+    }
+
+    fn len(&self, _: Split) -> u64 {
+        12
+    }
+
+    fn batch(&self, _: Split, indices: &[u64], device: &Device) -> Result<Tensor> {
+        let numbers: Vec<f32> = indices.iter().map(|&i| i as f32 / 10.0).collect();
+        Ok(Tensor::from_vec(numbers, (indices.len(), 1), device)?)
+    }
+}
+
+#[derive(Clone, Default)]
+struct Events(Arc<Mutex<Vec<Event>>>);
+
+impl EventSink for Events {
+    fn event(&mut self, event: &Event) -> Result<()> {
+        self.0.lock().unwrap().push(event.clone());
+        Ok(())
+    }
+    fn finish(&mut self, _: RunStatus) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl Events {
+    fn all(&self) -> Vec<Event> {
+        self.0.lock().unwrap().clone()
+    }
+}
+
+fn config(dir: &Path, keys: &[&str]) -> RunConfig<NoKeys, NoKeys> {
+    let root = format!("trainer.default_root_dir={:?}", dir.join("runs"));
+    let kept = format!("checkpoint.dir={:?}", dir.join("kept"));
+    let always = [
+        "trainer.loggers=[]",
+        "trainer.val_check_interval=1",
+        "checkpoint.save_last=false",
+        "optimizer.lr=0.01",
+        &root,
+        &kept,
+    ];
+    let layers = always.iter().chain(keys);
+    RunConfig::from_layers(layers.fold(ConfigLayers::new(), |l, set| l.set(set).unwrap())).unwrap()
+}
+
+/// Trains alone in a directory of its own.
+fn fit(keys: &[&str]) -> (TempDir, Vec<Event>, fulgurite::core::Result<Trained>) {
+    let dir = tempfile::tempdir().unwrap();
+    let (events, result) = fit_in(dir.path(), keys);
+    (dir, events, result)
+}
+
+type Trained = fulgurite::core::trainer::Trained<Net>;
+
+fn fit_in(dir: &Path, keys: &[&str]) -> (Vec<Event>, fulgurite::core::Result<Trained>) {
+    let events = Events::default();
+    let trainer = Trainer::default().with_sink(Box::new(events.clone()));
+    let result = trainer.fit::<Net>(&config(dir, keys));
+    (events.all(), result)
+}
+
+fn steps(events: &[Event]) -> u64 {
+    events.iter().filter(|event| matches!(event, Event::Step { .. })).count() as u64
+}
+
+fn kept(dir: &Path) -> Vec<String> {
+    let Ok(entries) = std::fs::read_dir(dir.join("kept")) else { return Vec::new() };
+    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<_> = names.filter(|name| !name.starts_with('.')).collect();
+    names.sort();
+    names
+}
+
+/// The values that were logged under a name, with their steps.
+fn logged(events: &[Event], name: &str) -> Vec<(u64, f64)> {
+    let value = |event: &Event| {
+        let (step, scalars) = event.scalars()?;
+        Some((step, *scalars.get(name)?))
+    };
+    events.iter().filter_map(value).collect()
+}
+
+#[test]
+fn a_run_stops_when_its_metric_no_longer_improves() {
+    let stopping = |options: &str| {
+        let callbacks = format!(
+            "trainer.callbacks=[{{ type = 'early_stopping', monitor = 'score', {options} }}]"
+        );
+        let (_dir, events, result) = fit(&["trainer.max_steps=8", &callbacks]);
+        let reason = result.unwrap().read_callback(|callback: &EarlyStopping| {
+            callback.stopping_reason().unwrap_or("it has not").to_owned()
+        });
+        (steps(&events), reason.unwrap())
+    };
+    let (steps, reason) = stopping("patience = 2");
+    assert_eq!(steps, 6, "4 was no improvement, 2 was, 2.5 and 6 were none");
+    insta::assert_snapshot!(reason, @"score has not improved on 2.000000 2 time(s) in a row");
+    assert_eq!(stopping("patience = 4").0, 8, "1 is an improvement");
+    assert_eq!(stopping("stopping_threshold = 3.0").0, 2);
+    assert_eq!(stopping("mode = 'max', patience = 2").0, 3);
+
+    let callbacks = "trainer.callbacks=[{ type = 'early_stopping', monitor = 'scores' }]";
+    let (_dir, _, result) = fit(&["trainer.max_steps=8", callbacks]);
+    insta::assert_snapshot!(result.unwrap_err(), @"`trainer.callbacks`, early_stopping: `monitor`: there is no metric `scores`; there are: grad_norm, lr, score, train_loss, val_loss");
+}
+
+#[test]
+fn what_has_been_waited_counts_in_a_resumed_run() {
+    let callbacks =
+        "trainer.callbacks=[{ type = 'early_stopping', monitor = 'score', patience = 2 }]";
+    let dir = tempfile::tempdir().unwrap();
+    let keys = ["checkpoint.save_last=true", callbacks, "trainer.ckpt_path=last"];
+    // The fifth validation was the first in vain.
+    fit_in(dir.path(), &[&keys[..], &["trainer.max_steps=5"]].concat()).1.unwrap();
+    let (events, result) = fit_in(dir.path(), &[&keys[..], &["trainer.max_steps=8"]].concat());
+    result.unwrap();
+    assert_eq!(steps(&events), 1);
+}
+
+#[test]
+fn the_best_checkpoints_are_named_and_kept() {
+    let callbacks = "trainer.callbacks=[\
+        { type = 'model_checkpoint', monitor = 'score', save_top_k = 2, \
+          filename = 'best-{step}-{score:.1}' },\
+        { type = 'model_checkpoint', every_n_steps = 4, save_weights_only = true, \
+          filename = 'weights-{step:03}', auto_insert_metric_name = false }]";
+    let (dir, _, result) = fit(&["trainer.max_steps=5", callbacks]);
+    let trained = result.unwrap();
+    let best = trained.read_callback(|callback: &ModelCheckpoint| {
+        (callback.best_model_name().map(str::to_owned), callback.best_model_score())
+    });
+    assert_eq!(best, Some((Some("best-step=4-score=2.0".to_owned()), Some(2.0))));
+    let all = ["best-step=4-score=2.0", "best-step=5-score=2.5", "last", "weights-004"];
+    assert_eq!(kept(dir.path()), all);
+
+    // The one saved last is the last whole one, and the kept ones are known to the resumed run.
+    let keys = ["trainer.max_steps=8", callbacks, "trainer.ckpt_path=last"];
+    let (events, result) = fit_in(dir.path(), &keys);
+    result.unwrap();
+    assert!(matches!(&events[0], Event::Resume { step: 5, .. }), "{:?}", events[0]);
+    let all = ["best-step=4-score=2.0", "best-step=8-score=1.0", "last", "weights-008"];
+    assert_eq!(kept(dir.path()), all);
+
+    // Weights alone can be validated, and trained from, but not gone on from.
+    let weights = format!("trainer.ckpt_path={:?}", dir.path().join("kept/weights-008"));
+    Trainer::default().validate::<Net>(&config(dir.path(), &[&weights])).unwrap();
+    let keys = ["trainer.max_steps=9", &weights];
+    let (_, result) = fit_in(dir.path(), &keys);
+    let error = result.unwrap_err().to_string().replace(dir.path().to_str().unwrap(), "DIR");
+    insta::assert_snapshot!(error, @"checkpoint DIR/kept/weights-008: it has weights alone, from which training cannot go on; to start from them set `checkpoint.weights_only = true`");
+    fit_in(dir.path(), &[&keys[..], &["checkpoint.weights_only=true"]].concat()).1.unwrap();
+}
+
+#[test]
+fn the_table_saves_what_is_monitored_after_each_validation() {
+    let keys = [
+        "trainer.max_steps=6",
+        "trainer.val_check_interval=2",
+        "checkpoint.monitor=score",
+        "checkpoint.save_top_k=1",
+    ];
+    let (dir, _, result) = fit(&keys);
+    let trained = result.unwrap();
+    assert_eq!(kept(dir.path()), ["last", "step-00000004", "step-00000006"]);
+    let path = |step: &str| Some(dir.path().join("kept").join(step));
+    assert_eq!(trained.outcome().best_checkpoint, path("step-00000004"));
+    assert_eq!(trained.outcome().last_checkpoint, path("step-00000006"));
+
+    let best = ["trainer.ckpt_path=best", "checkpoint.monitor=score"];
+    let (events, _) = (Events::default(), ());
+    let trainer = Trainer::default().with_sink(Box::new(events.clone()));
+    trainer.validate::<Net>(&config(dir.path(), &best)).unwrap();
+    let resumed = events.all().into_iter().find_map(|event| match event {
+        Event::Resume { path, .. } => Some(path),
+        _ => None,
+    });
+    assert_eq!(resumed, path("step-00000004"));
+
+    // Between validations a score is that of an earlier step, and counts for nothing.
+    let keys = ["checkpoint.every_n_steps=1", "checkpoint.save_top_k=5"];
+    let (dir, _, result) = fit(&[
+        &["trainer.max_steps=6", "trainer.val_check_interval=3", "checkpoint.monitor=score"],
+        &keys[..],
+    ]
+    .concat());
+    assert_eq!(
+        result.unwrap().outcome().best_checkpoint,
+        Some(dir.path().join("kept/step-00000003"))
+    );
+    assert_eq!(kept(dir.path()), ["last", "step-00000003", "step-00000006"]);
+}
+
+#[test]
+fn a_place_with_checkpoints_of_another_run_is_not_saved_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = ["trainer.max_steps=2", "checkpoint.save_last=true"];
+    fit_in(dir.path(), &keys).1.unwrap();
+    let error = fit_in(dir.path(), &keys).1.unwrap_err().to_string();
+    insta::assert_snapshot!(error.replace(dir.path().to_str().unwrap(), "DIR"), @r#"`checkpoint.dir`: DIR/kept has checkpoints of another run, the newest after step 2. Go on from it with `trainer.ckpt_path = "last"`, name another directory, remove them, or set `checkpoint.overwrite = true` to save among them"#);
+    assert_eq!(kept(dir.path()), ["last", "step-00000002"]);
+    for more in ["checkpoint.overwrite=true", "trainer.ckpt_path=last"] {
+        fit_in(dir.path(), &[&keys[..], &[more]].concat()).1.unwrap();
+    }
+}
+
+#[test]
+fn steps_have_more_micro_batches_from_an_epoch_on() {
+    // Six batches an epoch.
+    let callbacks = "trainer.callbacks=[{ type = 'gradient_accumulation_scheduler', \
+                     scheduling = { 1 = 2, 3 = 3 } }]";
+    let keys = ["trainer.max_epochs=4", "trainer.limit_val_batches=0", callbacks];
+    let (_dir, events, result) = fit(&keys);
+    result.unwrap();
+    assert_eq!(steps(&events), 6 + 3 + 3 + 2);
+
+    // A run that goes on within an epoch has as many as before.
+    let dir = tempfile::tempdir().unwrap();
+    let go_on = ["trainer.ckpt_path=last", "checkpoint.save_last=true"];
+    let first = [&keys[1..], &go_on, &["trainer.max_steps=8"]].concat();
+    let second = [&keys[..], &go_on].concat();
+    let mut resumed = fit_in(dir.path(), &first).0;
+    resumed.extend(fit_in(dir.path(), &second).0);
+    assert_eq!(logged(&resumed, "train_loss"), logged(&events, "train_loss"));
+}
+
+#[test]
+fn rates_and_statistics_are_logged_when_steps_are() {
+    let callbacks = "trainer.callbacks=['device_stats_monitor', \
+                     { type = 'throughput_monitor', peak_tflops = 1.0 }]";
+    let keys = ["trainer.max_steps=5", "trainer.log_every_n_steps=2", callbacks];
+    let (_dir, events, result) = fit(&keys);
+    result.unwrap();
+    let at = |name: &str| logged(&events, name).iter().map(|(step, _)| *step).collect::<Vec<_>>();
+    for name in ["items_per_sec", "device/mfu", "device/flops_per_sec", "time", "cpu/rss_mib"] {
+        assert_eq!(at(name), [1, 2, 4], "{name}");
+    }
+    assert_eq!(at("cpu/percent"), [2, 4]);
+    let values = |name: &str| logged(&events, name).into_iter().map(|(_, value)| value);
+    for (flops, items) in values("flops_per_sec").zip(values("items_per_sec")) {
+        assert!((flops / (6.0 * 6.0 * items) - 1.0).abs() < 1e-12, "six parameters");
+    }
+}
+
+/// Looks at what a callback has access to.
+#[derive(Default)]
+struct Curious {
+    weights_before: f64,
+    lr: Vec<f64>,
+}
+
+impl Callback for Curious {}
+
+impl Hooks for Curious {
+    fn on_before_optimizer_step(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let tree = ctx.fabric().module_tree()?;
+        assert!(tree.trainable().all(|parameter| parameter.local_grad().is_some()));
+        self.lr.push(ctx.optimizer().unwrap().learning_rate()?);
+        Ok(())
+    }
+
+    fn on_before_zero_grad(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let tree = ctx.fabric().module_tree()?;
+        assert!(tree.trainable().all(|parameter| parameter.local_grad().is_some()));
+        Ok(())
+    }
+
+    fn on_train_step_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let fabric = ctx.fabric();
+        assert!(fabric.module_tree()?.trainable().all(|p| p.local_grad().is_none()));
+        // The module, on all ranks, in a scope of evaluation.
+        let _no_grad = no_grad();
+        let _scope = fabric.forward_scope(false, ctx.step, 0);
+        let net = ctx.module::<Net>().unwrap();
+        let y = net.up.forward(&Tensor::new(&[[1f32]], &Device::Cpu)?)?;
+        let sum = f64::from(y.sum_all()?.to_scalar::<f32>()?);
+        assert_ne!(sum, std::mem::replace(&mut self.weights_before, sum), "it has learnt");
+        assert!(ctx.module::<Other>().is_none());
+        if ctx.step == 2 {
+            ctx.save_checkpoint(SaveRequest::default());
+        }
+        Ok(())
+    }
+}
+
+struct Other;
+
+impl LightningModule for Other {
+    type Config = NoKeys;
+    type Data = Numbers;
+
+    fn configure_model(_: &NoKeys, _: &ModuleBuilder) -> Result<Self> {
+        Ok(Self)
+    }
+
+    fn training_step(&mut self, _: &Tensor, _: &mut StepContext) -> Result<Loss> {
+        Err(Error::other("never"))
+    }
+}
+
+impl Hooks<Numbers> for Other {}
+
+#[test]
+fn a_callback_sees_module_optimizer_and_gradients_on_every_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    let callbacks = "trainer.callbacks=[{ type = 'gradient_norms', depth = 2 }]";
+    let norms = |ranks: usize, strategy: &str, place: &str| {
+        let keys = [
+            "trainer.max_steps=3",
+            "trainer.log_every_n_steps=1",
+            callbacks,
+            &format!("trainer.devices={ranks}"),
+            &format!("trainer.strategy={strategy}"),
+        ];
+        let events = Events::default();
+        let run = config(&dir.path().join(place), &keys);
+        run_ranks(ranks, |world| {
+            let trainer = Trainer::new(world)
+                .with_callback(Box::new(Curious::default()))
+                .with_sink(Box::new(events.clone()));
+            let trained = trainer.fit::<Net>(&run)?;
+            let lr = trained.read_callback(|curious: &Curious| curious.lr.clone());
+            assert_eq!(lr, trainer.read_callback(|curious: &Curious| curious.lr.clone()));
+            assert_eq!(lr, Some(vec![0.01; 3]));
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(kept(&dir.path().join(place)), ["last", "step-00000002"]);
+        let events = events.all();
+        let [up, down, all] = ["grad_norm/net.up", "grad_norm/net.down", "grad_norm"].map(|name| {
+            logged(&events, name).into_iter().map(|(_, norm)| norm).collect::<Vec<_>>()
+        });
+        assert_eq!(up.len(), 3);
+        for ((up, down), all) in up.iter().zip(&down).zip(&all) {
+            assert!((up.hypot(*down) / all - 1.0).abs() < 1e-12, "{up} {down} {all}");
+        }
+        up
+    };
+    let alone = norms(1, "single_device", "one");
+    for (ranks, strategy) in [(2, "ddp"), (3, "fsdp")] {
+        // Another number of ranks has other global batches.
+        assert_ne!(norms(ranks, strategy, strategy), alone);
+    }
+}
+
+#[test]
+fn a_trainer_is_used_again_with_its_callbacks_and_sinks() {
+    let dir = tempfile::tempdir().unwrap();
+    let events = Events::default();
+    let trainer = Trainer::default()
+        .with_callback(Box::new(Curious::default()))
+        .with_sink(Box::new(events.clone()));
+    let run = |name: &str| config(&dir.path().join(name), &["trainer.max_steps=2"]);
+    trainer.fit::<Net>(&run("a")).unwrap();
+    trainer.fit::<Net>(&run("b")).unwrap();
+    trainer.validate::<Net>(&run("c")).unwrap();
+    assert_eq!(trainer.read_callback(|curious: &Curious| curious.lr.len()), Some(4));
+    let summaries = events.all().iter().filter(|e| matches!(e, Event::Summary { .. })).count();
+    assert_eq!(summaries, 3);
+}
