@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 
+use super::documents::Documents;
 use super::kernels::attention::{DotProductAttention, merge_heads, split_heads};
 use super::kernels::context_attention::ContextAttention;
 use super::kernels::matmul::InputGrad;
@@ -37,7 +38,8 @@ pub struct AttentionConfig {
 /// Causal self-attention as in Llama: projections `q_proj`, `k_proj`, `v_proj` and `o_proj`, rotary
 /// position embedding and grouped query attention. One operation in the graph.
 ///
-/// Input and output are `[batch, time, hidden_size]`.
+/// Input and output are `[batch, time, hidden_size]`. Where [`Documents`] are in force, attention stays within
+/// each.
 #[derive(Debug, Clone)]
 pub struct CausalSelfAttention {
     q_proj: Linear,
@@ -107,7 +109,7 @@ impl CausalSelfAttention {
 impl FusedLayer for CausalSelfAttention {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
         let (saved, input) = self.layer.redistribute_input(x)?;
-        let (_, time, _) = saved.dims3()?;
+        let (batch, time, _) = saved.dims3()?;
         let context = ForwardScope::current().context;
         let length = time * context.as_ref().map_or(1, ContextParallel::size);
         let rope = self.rope.as_ref();
@@ -115,6 +117,7 @@ impl FusedLayer for CausalSelfAttention {
             scale: 1.0 / (self.head_dim as f64).sqrt(),
             causal: true,
             angles: rope.map(|r| r.angles(0, length, x.dtype(), x.device())).transpose()?,
+            documents: Documents::current(batch, time, context.is_some())?,
         };
         let attend = ContextAttention { attend, context };
         let q = self.project(&self.q_proj, &saved)?;

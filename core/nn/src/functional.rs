@@ -159,7 +159,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, causal: bool) -
              context_parallel_size is above 1; use `CausalSelfAttention`",
         ));
     }
-    let attend = DotProductAttention { scale, causal, angles: None };
+    let attend = DotProductAttention { scale, causal, angles: None, documents: None };
     let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
     let [sq, sk, sv] = [q.detach(), k.detach(), v.detach()];
     let AttentionOutput { output, lse } = attend.forward(&sq, &sk, &sv)?;

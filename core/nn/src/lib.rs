@@ -40,6 +40,7 @@
 mod attention;
 mod backend;
 mod cross_entropy;
+mod documents;
 mod dropout;
 mod embedding;
 pub mod functional;
@@ -61,6 +62,7 @@ mod styles;
 pub use attention::{AttentionConfig, CausalSelfAttention};
 pub use backend::force_portable;
 pub use cross_entropy::{CrossEntropy, Reduction, cross_entropy};
+pub use documents::Documents;
 pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub use fulgurite_engine::strategy::Loss;

@@ -1,10 +1,13 @@
 //! Attention with grouped key and value heads; tensors are `[batch, time, heads, head_dim]`.
 
+use std::sync::Arc;
+
 use candle_core::{D, Tensor};
 
 use super::rope::Angles;
 use super::{attention_host, attention_portable};
 use crate::backend::uses_cpu_kernels;
+use crate::documents::Documents;
 use crate::host::with_float;
 use crate::{Error, Result};
 use fulgurite_engine::parameter::accumulation_dtype;
@@ -19,6 +22,9 @@ pub(crate) struct DotProductAttention {
     pub(crate) causal: bool,
     /// Angles of the rotary position embedding, for each key position.
     pub(crate) angles: Option<Angles>,
+    /// Where documents begin, which a causal query does not look beyond. Then there are as many queries as
+    /// keys.
+    pub(crate) documents: Option<Arc<Documents>>,
 }
 
 /// The output, and what backward needs besides the inputs.
@@ -97,6 +103,11 @@ fn rows_contiguous(x: &Tensor) -> Result<Tensor> {
 }
 
 impl DotProductAttention {
+    /// The first key that query `i` of a sequence attends to.
+    pub(super) fn first_key(&self, sequence: usize, i: usize) -> usize {
+        self.documents.as_ref().map_or(0, |documents| documents.first(sequence, i))
+    }
+
     /// `softmax(scale q k^T) v`.
     pub(crate) fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<AttentionOutput> {
         let sizes = AttentionShape::new(q, k, v, self.causal)?;

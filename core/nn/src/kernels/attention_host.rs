@@ -163,22 +163,26 @@ fn forward_head<T: Float>(
     let mut scores = vec![T::ZERO; block * s.keys];
     for start in (0..s.queries).step_by(block) {
         let n = block.min(s.queries - start);
-        let seen = s.visible(attend.causal, start + n - 1);
+        // Later queries of the block look no further back.
+        let first = attend.first_key(batch, start);
+        let seen = s.visible(attend.causal, start + n - 1) - first;
         let queries = &mut queries[..n * s.dim];
         q.pack(batch, start, head, queries);
         rotation.apply(queries, s.dim, s.keys.saturating_sub(s.queries) + start, false);
         scale_rows(queries, T::from_f64(attend.scale));
         let scores = &mut scores[..n * seen];
-        let seen_keys = Mat::new(&keys, seen, s.dim);
+        let seen_keys = Mat::new(&keys[first * s.dim..], seen, s.dim);
         gemm(scores, Mat::new(queries, n, s.dim), seen_keys.t(), false, Threads::One);
         let rows = scores.chunks_exact_mut(seen).zip(&mut lse[start..]);
         for (i, (row, lse)) in rows.enumerate() {
-            let (row, hidden) = row.split_at_mut(s.visible(attend.causal, start + i));
+            let (row, hidden) = row.split_at_mut(s.visible(attend.causal, start + i) - first);
+            let (before, row) = row.split_at_mut(attend.first_key(batch, start + i) - first);
             let (top, sum) = softmax_row(row);
+            before.fill(T::ZERO);
             hidden.fill(T::ZERO);
             *lse = top + sum.ln();
         }
-        let seen_values = Mat::new(&values, seen, s.dim);
+        let seen_values = Mat::new(&values[first * s.dim..], seen, s.dim);
         gemm(queries, Mat::new(scores, n, seen), seen_values, false, Threads::One);
         for (row, out) in queries.chunks_exact(s.dim).zip(&mut output[start..]) {
             out.copy_from_slice(row);
@@ -302,30 +306,35 @@ fn backward_head<T: Float>(
     for start in (0..s.queries).step_by(block) {
         let n = block.min(s.queries - start);
         let position = s.keys.saturating_sub(s.queries) + start;
-        let seen = s.visible(attend.causal, start + n - 1);
+        let first = attend.first_key(batch, start);
+        let seen = s.visible(attend.causal, start + n - 1) - first;
         let (queries, grads) = (&mut queries[..n * s.dim], &mut grads[..n * s.dim]);
         q.pack(batch, start, head, queries);
         rotation.apply(queries, s.dim, position, false);
         scale_rows(queries, scale);
         grad.pack(batch, start, head, grads);
         let (queries_mat, grads_mat) = (Mat::new(&*queries, n, s.dim), Mat::new(&*grads, n, s.dim));
-        let (keys, values) = (Mat::new(&keys, seen, s.dim), Mat::new(&values, seen, s.dim));
+        let [keys, values] =
+            [&keys, &values].map(|rows| Mat::new(&rows[first * s.dim..], seen, s.dim));
         let (scores, dscores) = (&mut scores[..n * seen], &mut dscores[..n * seen]);
         gemm(scores, queries_mat, keys.t(), false, Threads::One);
         gemm(dscores, grads_mat, values.t(), false, Threads::One);
         let rows = scores.chunks_exact_mut(seen).zip(dscores.chunks_exact_mut(seen));
         for (i, (p, ds)) in rows.enumerate() {
-            let (p, hidden) = p.split_at_mut(s.visible(attend.causal, start + i));
+            let (p, hidden) = p.split_at_mut(s.visible(attend.causal, start + i) - first);
             let (ds, hidden_ds) = ds.split_at_mut(p.len());
+            let (before, p) = p.split_at_mut(attend.first_key(batch, start + i) - first);
+            let (before_ds, ds) = ds.split_at_mut(before.len());
             let output = output.row(batch, start + i, head);
             let grad = &grads[i * s.dim..][..s.dim];
             softmax_row_backward(p, ds, lse[start + i], output, grad);
-            hidden.fill(T::ZERO);
-            hidden_ds.fill(T::ZERO);
+            for hidden in [before, before_ds, hidden, hidden_ds] {
+                hidden.fill(T::ZERO);
+            }
         }
         let (p, ds) = (Mat::new(&*scores, n, seen), Mat::new(&*dscores, n, seen));
-        gemm(&mut dv, p.t(), grads_mat, true, Threads::One);
-        gemm(&mut dk, ds.t(), queries_mat, true, Threads::One);
+        gemm(&mut dv[first * s.dim..], p.t(), grads_mat, true, Threads::One);
+        gemm(&mut dk[first * s.dim..], ds.t(), queries_mat, true, Threads::One);
         let dq = &mut dq[..n * s.dim];
         gemm(dq, ds, keys, false, Threads::One);
         rotation.apply(dq, s.dim, position, true);

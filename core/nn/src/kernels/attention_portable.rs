@@ -40,33 +40,50 @@ impl DotProductAttention {
         }
     }
 
-    /// The causal mask of `n` queries from `start` on: minus infinity at keys that they must not
-    /// attend to, `[n, seen]`.
+    /// The first key that any query from `start` on attends to.
+    fn first_key_of_all(&self, start: usize) -> usize {
+        self.documents.as_ref().map_or(0, |documents| documents.first_of_all(start))
+    }
+
+    /// The mask of `n` queries from `start` on: minus infinity at keys that they must not attend to,
+    /// `[n, seen]` or, with documents, `[batch, 1, n, seen]`. The first key is `first`.
     fn mask(
         &self,
         s: AttentionShape,
-        start: usize,
-        n: usize,
-        seen: usize,
+        (start, n): (usize, usize),
+        (first, seen): (usize, usize),
         like: &Tensor,
     ) -> Result<Tensor> {
-        let hidden: Vec<f32> = (0..n * seen)
-            .map(|i| match i % seen < s.visible(self.causal, start + i / seen) {
-                true => 0.0,
-                false => f32::NEG_INFINITY,
+        let batch = if self.documents.is_some() { s.batch } else { 1 };
+        let hidden: Vec<f32> = (0..batch * n * seen)
+            .map(|i| {
+                let (query, key) = (start + i / seen % n, first + i % seen);
+                let before = key < self.first_key(i / (n * seen), query);
+                match !before && key < s.visible(self.causal, query) {
+                    true => 0.0,
+                    false => f32::NEG_INFINITY,
+                }
             })
             .collect();
-        Ok(Tensor::from_vec(hidden, (n, seen), like.device())?.to_dtype(like.dtype())?)
+        let mask = Tensor::from_vec(hidden, (batch, 1, n, seen), like.device())?;
+        let mask = if self.documents.is_some() { mask } else { mask.reshape((n, seen))? };
+        Ok(mask.to_dtype(like.dtype())?)
     }
 
-    /// The masked scores of a block, `[batch, kv_heads, group * n, seen]`.
-    fn scores(&self, s: AttentionShape, q: &Tensor, k: &Tensor, start: usize) -> Result<Tensor> {
+    /// The masked scores of a block, `[batch, kv_heads, group * n, seen]`, with keys from `first` on.
+    fn scores(
+        &self,
+        s: AttentionShape,
+        q: &Tensor,
+        k: &Tensor,
+        (start, first): (usize, usize),
+    ) -> Result<Tensor> {
         let (n, seen) = (q.dim(2)? / s.group(), k.dim(2)?);
         let scores = q.matmul(&k.t()?)?;
         if !self.causal {
             return Ok(scores);
         }
-        let mask = self.mask(s, start, n, seen, q)?;
+        let mask = self.mask(s, (start, n), (first, seen), q)?;
         let shape = scores.shape().clone();
         Ok(scores.reshape((s.batch, s.heads, n, seen))?.broadcast_add(&mask)?.reshape(shape)?)
     }
@@ -93,9 +110,10 @@ pub(super) fn forward(
     let (mut outputs, mut lses) = (Vec::new(), Vec::new());
     for start in (0..s.queries).step_by(BLOCK) {
         let n = BLOCK.min(s.queries - start);
-        let seen = s.visible(attend.causal, start + n - 1);
-        let (k, v) = (k.narrow(2, 0, seen)?, v.narrow(2, 0, seen)?.contiguous()?);
-        let scores = attend.scores(s, &block(&q, s, start, n)?, &k, start)?;
+        let first = attend.first_key_of_all(start);
+        let seen = s.visible(attend.causal, start + n - 1) - first;
+        let (k, v) = (k.narrow(2, first, seen)?, v.narrow(2, first, seen)?.contiguous()?);
+        let scores = attend.scores(s, &block(&q, s, start, n)?, &k, (start, first))?;
         let top = scores.max_keepdim(D::Minus1)?;
         let exp = scores.broadcast_sub(&top)?.exp()?;
         let sum = exp.sum_keepdim(D::Minus1)?;
@@ -120,16 +138,19 @@ pub(super) fn backward(
     let (mut dk, mut dv) = (k.zeros_like()?, v.zeros_like()?);
     for start in (0..s.queries).step_by(BLOCK) {
         let n = BLOCK.min(s.queries - start);
-        let seen = s.visible(attend.causal, start + n - 1);
-        let (k, v) = (k.narrow(2, 0, seen)?.contiguous()?, v.narrow(2, 0, seen)?);
+        let first = attend.first_key_of_all(start);
+        let seen = s.visible(attend.causal, start + n - 1) - first;
+        let (k, v) = (k.narrow(2, first, seen)?.contiguous()?, v.narrow(2, first, seen)?);
         let q = block(&q, s, start, n)?;
         let grad = block(&grad, s, start, n)?;
-        let p =
-            attend.scores(s, &q, &k, start)?.broadcast_sub(&block(&lse, s, start, n)?)?.exp()?;
+        let p = attend
+            .scores(s, &q, &k, (start, first))?
+            .broadcast_sub(&block(&lse, s, start, n)?)?
+            .exp()?;
         let dp = grad.matmul(&v.t()?)?;
         let ds = (&p * dp.broadcast_sub(&block(&level, s, start, n)?)?)?;
         dqs.push(unblock(&(ds.matmul(&k)? * attend.scale)?, s, n)?);
-        let pad = |t: Tensor| t.pad_with_zeros(2, 0, s.keys - seen);
+        let pad = |t: Tensor| t.pad_with_zeros(2, first, s.keys - first - seen);
         dk = (dk + pad(ds.t()?.matmul(&q)?)?)?;
         dv = (dv + pad(p.t()?.matmul(&grad)?)?)?;
     }

@@ -1,7 +1,7 @@
 use candle_core::{D, DType, Tensor};
 use fulgurite_core::module::Module as _;
 use fulgurite_core::nn::functional::attention;
-use fulgurite_core::nn::{AttentionConfig, CausalSelfAttention, Rope};
+use fulgurite_core::nn::{AttentionConfig, CausalSelfAttention, Documents, Rope};
 use proptest::prelude::*;
 
 use super::harness::{Params, analytic, assert_close, builder, check, flat, randn};
@@ -149,4 +149,67 @@ fn wrong_use_is_explained() {
         Rope::new(3, 1e4).unwrap_err(),
         @"rotary embedding needs an even head_dim, got 3"
     );
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    /// Documents packed into sequences, against each of them alone: outputs and all gradients.
+    #[test]
+    fn packed_documents_are_computed_as_if_alone(
+        lengths in prop::collection::vec(1usize..170, 1..6), other_cut in 1usize..50, portable: bool,
+    ) {
+        let _portable = portable.then(fulgurite_core::nn::force_portable);
+        let time: usize = lengths.iter().sum();
+        let second = match other_cut.min(time) {
+            cut if cut == time => vec![time],
+            cut => vec![time - cut, cut],
+        };
+        let packed = [lengths, second];
+        let b = builder(DType::F64);
+        let layer = CausalSelfAttention::new(&b.pp("attn"), &config([4, 2], 6, true)).unwrap();
+        let params = Params::new(&b);
+        let x = randn("x", &[2, time, 5]);
+        let documents = Documents::of_lengths(&packed).unwrap();
+        let together = analytic(std::slice::from_ref(&x), &params, &|x| {
+            documents.run(|| layer.forward(&x[0]))
+        });
+        let alone = analytic(&[x], &params, &|x| {
+            let sequences = packed.iter().enumerate().map(|(i, lengths)| {
+                let mut start = 0;
+                let outputs = lengths.iter().map(|&length| {
+                    let document = x[0].narrow(0, i, 1)?.narrow(1, start, length)?;
+                    start += length;
+                    layer.forward(&document)
+                });
+                Ok(Tensor::cat(&outputs.collect::<fulgurite_core::Result<Vec<_>>>()?, 1)?)
+            });
+            Ok(Tensor::cat(&sequences.collect::<fulgurite_core::Result<Vec<_>>>()?, 0)?)
+        });
+        super::harness::assert_same("alone", &together, &alone, 1e-9);
+    }
+}
+
+#[test]
+fn the_portable_blocks_of_packed_documents_agree_beyond_one_block() {
+    let b = builder(DType::F64);
+    let layer = CausalSelfAttention::new(&b.pp("attn"), &config([2, 1], 2, true)).unwrap();
+    let params = Params::new(&b);
+    let x = randn("x", &[1, 1200, 5]);
+    let documents = Documents::of_lengths(&[[700, 30, 470]]).unwrap();
+    let f = |x: &[Tensor]| documents.run(|| layer.forward(&x[0]));
+    let host = analytic(std::slice::from_ref(&x), &params, &f);
+    let _portable = fulgurite_core::nn::force_portable();
+    super::harness::assert_same("portable", &analytic(&[x], &params, &f), &host, 1e-9);
+}
+
+#[test]
+fn documents_of_another_batch_are_refused() {
+    let b = builder(DType::F64);
+    let layer = CausalSelfAttention::new(&b.pp("attn"), &config([1, 1], 2, false)).unwrap();
+    let _params = Params::new(&b);
+    let documents = Documents::of_lengths(&[[2, 3]]).unwrap();
+    let error = documents.run(|| layer.forward(&randn("x", &[1, 4, 5]))).unwrap_err();
+    insta::assert_snapshot!(error, @"the documents in force are of 1 sequences of 5 tokens, and attention is computed for 1 of 4");
+    insta::assert_snapshot!(Documents::of_lengths(&[vec![2, 3], vec![4]]).unwrap_err(), @"the documents of sequence 1 have the lengths [4], which must be at least 1 and add up to 5, as those of the first sequence do");
 }

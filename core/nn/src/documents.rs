@@ -1,0 +1,149 @@
+//! [`Documents`]: where documents begin in packed sequences.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::{Error, Result};
+use fulgurite_engine::execution::{self, ContextGuard};
+
+/// Targets that a loss ignores.
+const IGNORED: i64 = -100;
+
+/// Where documents begin in the sequences of a batch, when several are packed into one. While it is in force
+/// ([`run`](Self::run)), [`CausalSelfAttention`](crate::CausalSelfAttention) attends within documents only, so
+/// that each is computed as if it were alone. Rotary embeddings need no more for that: attention depends on
+/// distances alone. Other position embeddings take [`positions`](Self::positions).
+///
+/// Not for sequences that are shared by ranks (`context_parallel_size` above 1).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fulgurite_core::nn::Documents;
+///
+/// // 0 ends a document.
+/// let inputs = Tensor::new(&[[5u32, 6, 0, 7, 0, 8]], &Device::Cpu)?;
+/// let documents = Documents::ended_by(&inputs, 0)?;
+/// assert_eq!(documents.positions(&Device::Cpu)?.to_vec2::<u32>()?, [[0, 1, 2, 0, 1, 0]]);
+///
+/// // After its end a document predicts nothing: such targets are ignored.
+/// let targets = Tensor::new(&[[6i64, 0, 7, 0, 8, 9]], &Device::Cpu)?;
+/// let targets = documents.ignore_ends(&inputs, &targets, 0)?;
+/// assert_eq!(targets.to_vec2::<i64>()?, [[6, 0, -100, 0, -100, 9]]);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Documents {
+    /// For each position of each sequence the first one of its document.
+    first: Arc<[u32]>,
+    batch: usize,
+    time: usize,
+}
+
+impl Documents {
+    /// The documents of sequences `[batch, time]` of u32 ids, each ended by this id: the next one begins after
+    /// it. The first of a sequence may have begun before.
+    ///
+    /// # Errors
+    /// If `inputs` is not of that shape and dtype.
+    pub fn ended_by(inputs: &Tensor, end: u32) -> Result<Self> {
+        let (batch, time) = inputs.dims2()?;
+        let mut first = Vec::with_capacity(batch * time);
+        for sequence in inputs.to_vec2::<u32>()? {
+            let mut begins = 0;
+            for (position, id) in sequence.into_iter().enumerate() {
+                first.push(begins);
+                if id == end {
+                    begins = position as u32 + 1;
+                }
+            }
+        }
+        Ok(Self { first: first.into(), batch, time })
+    }
+
+    /// Documents of these lengths, those of each sequence one after the other.
+    ///
+    /// # Errors
+    /// If a document is empty, or the lengths of two sequences have different sums.
+    pub fn of_lengths<L: AsRef<[usize]>>(lengths: &[L]) -> Result<Self> {
+        let time = lengths.first().map_or(0, |lengths| lengths.as_ref().iter().sum());
+        let mut first = Vec::with_capacity(lengths.len() * time);
+        for (i, lengths) in lengths.iter().map(AsRef::as_ref).enumerate() {
+            if lengths.contains(&0) || lengths.iter().sum::<usize>() != time {
+                return Err(Error::other(format!(
+                    "the documents of sequence {i} have the lengths {lengths:?}, which must be at least 1 \
+                     and add up to {time}, as those of the first sequence do"
+                )));
+            }
+            for &length in lengths {
+                let begins = first.len() - i * time;
+                first.extend(std::iter::repeat_n(begins as u32, length));
+            }
+        }
+        Ok(Self { first: first.into(), batch: lengths.len(), time })
+    }
+
+    /// The place of each token in its document, u32 `[batch, time]`.
+    ///
+    /// # Errors
+    /// If there is no memory on the device.
+    pub fn positions(&self, device: &Device) -> Result<Tensor> {
+        let positions: Vec<u32> = self
+            .first
+            .iter()
+            .enumerate()
+            .map(|(i, first)| (i % self.time) as u32 - first)
+            .collect();
+        Ok(Tensor::from_vec(positions, (self.batch, self.time), device)?)
+    }
+
+    /// The targets (i64 `[batch, time]`), with -100, which losses ignore, where the input is the end of a
+    /// document: what follows it is another one.
+    ///
+    /// # Errors
+    /// If shapes or dtypes differ from those.
+    pub fn ignore_ends(&self, inputs: &Tensor, targets: &Tensor, end: u32) -> Result<Tensor> {
+        let ends = inputs.eq(&Tensor::new(end, inputs.device())?.broadcast_as(inputs.shape())?)?;
+        let ignored = Tensor::new(IGNORED, targets.device())?.broadcast_as(targets.shape())?;
+        Ok(ends.to_dtype(DType::U8)?.where_cond(&ignored, targets)?)
+    }
+
+    /// Calls `f`, a model's forward, with these documents in force.
+    pub fn run<R>(&self, f: impl FnOnce() -> R) -> R {
+        let _guard = self.enter();
+        f()
+    }
+
+    /// Puts these documents in force on this thread until the guard is dropped.
+    pub fn enter(&self) -> ContextGuard {
+        execution::enter(self.clone())
+    }
+
+    /// The documents in force, for `batch` sequences of `time` positions that are all on this rank.
+    pub(crate) fn current(batch: usize, time: usize, shared: bool) -> Result<Option<Arc<Self>>> {
+        let Some(documents) = execution::value::<Self>() else { return Ok(None) };
+        if shared {
+            return Err(Error::other(
+                "attention within documents needs whole sequences, and context_parallel_size is above 1",
+            ));
+        }
+        if (documents.batch, documents.time) != (batch, time) {
+            return Err(Error::other(format!(
+                "the documents in force are of {} sequences of {} tokens, and attention is computed for \
+                 {batch} of {time}",
+                documents.batch, documents.time
+            )));
+        }
+        Ok(Some(documents))
+    }
+
+    /// The first key that the query at `position` attends to.
+    pub(crate) fn first(&self, sequence: usize, position: usize) -> usize {
+        self.first[sequence * self.time + position] as usize
+    }
+
+    /// The first key that any sequence's query at `position` attends to.
+    pub(crate) fn first_of_all(&self, position: usize) -> usize {
+        (0..self.batch).map(|sequence| self.first(sequence, position)).min().unwrap_or(0)
+    }
+}
