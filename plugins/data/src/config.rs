@@ -24,18 +24,23 @@ const MAX_TOKENS: usize = 1 << 27;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TextDataConfig {
-    /// Whether `path` holds text or token ids.
+    /// What `path` holds: `"text"`, of which every file is a document, `"lines"` or `"jsonl"`, of which every
+    /// line is one, `"tokens"` or, in programs with the feature `parquet`, `"parquet"`.
     #[serde(rename = "type")]
     pub kind: DataKind,
     /// Files and folders. Folders of text are walked in order of their paths, without hidden files,
-    /// files that `.gitignore` excludes, and files that are not UTF-8 text. Of folders of tokens,
-    /// the `.u16`, `.u32` and `.bin` files directly in them are taken, in order.
+    /// files that `.gitignore` excludes, and files that are not UTF-8 text. Of other folders the files
+    /// directly in them are taken, in order: `.txt` (lines), `.jsonl` and `.ndjson`, or `.u16`, `.u32` and
+    /// `.bin` (tokens).
     pub path: Paths,
     /// Sources that training mixes by weight, in place of `path`: `[{ path = "books", weight = 0.7 }, { path =
     /// "code", weight = 0.3 }]`. A source that is short for its weight is repeated, in another order each
     /// time; one that is long is not all used in an epoch, which is as many samples as there are.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub mixture: Vec<MixtureSource>,
+    /// The key of the text in an object of JSON, or its column of a Parquet file; by default `"text"`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub text_key: Option<String>,
     /// `"bytes"`, or a Hugging Face `tokenizer.json` or a folder with one. By default `"bytes"` for
     /// text and none for tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -75,6 +80,7 @@ impl Default for TextDataConfig {
             kind: DataKind::Text,
             path: Paths::One(".".into()),
             mixture: Vec::new(),
+            text_key: None,
             tokenizer: None,
             seq_len: 256,
             stride: None,
@@ -107,6 +113,12 @@ pub enum DataKind {
     Text,
     /// Token ids, flat, little-endian.
     Tokens,
+    /// Text, of which every line is a document.
+    Lines,
+    /// A JSON object a line, each with a document under `text_key`.
+    Jsonl,
+    /// Parquet files, with a document a row in the column `text_key`. An error without the feature `parquet`.
+    Parquet,
 }
 
 /// The type of ids in a token file: `data.token_dtype`.
@@ -157,6 +169,10 @@ impl TextDataConfig {
         }
     }
 
+    pub(crate) fn text_key(&self) -> &str {
+        self.text_key.as_deref().unwrap_or("text")
+    }
+
     pub(crate) fn stride(&self) -> usize {
         self.stride.unwrap_or(self.seq_len)
     }
@@ -165,7 +181,7 @@ impl TextDataConfig {
         let from_path = self.validation_path.is_none() && self.validation_sets.is_empty();
         match (self.validation_fraction, self.kind) {
             (Some(fraction), _) => fraction,
-            (None, DataKind::Text) if from_path => VALIDATION_FRACTION,
+            (None, kind) if kind != DataKind::Tokens && from_path => VALIDATION_FRACTION,
             _ => 0.0,
         }
     }
@@ -223,7 +239,18 @@ impl TextDataConfig {
                 );
             }
         }
-        if self.kind == DataKind::Text && self.token_dtype.is_some() {
+        if self.kind == DataKind::Parquet && !cfg!(feature = "parquet") {
+            return fail(
+                "data.type = \"parquet\" needs Parquet to be compiled in: give the dependency `fulgurite` \
+                 (or `fulgurite-data`) the feature `parquet`"
+                    .to_owned(),
+            );
+        }
+        let has_key = matches!(self.kind, DataKind::Jsonl | DataKind::Parquet);
+        if !has_key && self.text_key.is_some() {
+            return fail("data.text_key is for data.type = \"jsonl\" or \"parquet\"".to_owned());
+        }
+        if self.kind != DataKind::Tokens && self.token_dtype.is_some() {
             return fail("data.token_dtype is for data.type = \"tokens\"".to_owned());
         }
         let sources = self.sources().into_iter().map(|(key, paths, _)| (key, paths));

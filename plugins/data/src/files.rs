@@ -1,21 +1,59 @@
 //! Finding data files.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use fulgurite_core::files::{open_regular, read_regular};
 use fulgurite_core::{Error, Result};
 use ignore::WalkBuilder;
 
+use crate::config::{DataKind, TextDataConfig};
+use crate::lines::{JsonLines, Lines};
+
 /// The longest text file that is read: it is kept in memory. Files of token ids may be of any length.
 const MAX_TEXT: u64 = 16 << 30;
+
+/// The documents that `paths` name or contain, in order, until they have `enough` bytes: whole files, lines, or
+/// texts of JSON or Parquet under `text_key`. `key` is the key of the configuration, for messages.
+///
+/// # Errors
+/// If a path is missing, or there is no text at all.
+pub(crate) fn documents(
+    config: &TextDataConfig,
+    key: &str,
+    paths: &[PathBuf],
+    enough: usize,
+) -> Result<Vec<String>> {
+    let mut texts = Texts { texts: Vec::new(), bytes: 0, enough };
+    match config.kind {
+        DataKind::Lines => {
+            let lines = Lines::open_as(key, paths, &["txt"])?;
+            texts.push_all(lines.len(), |i| lines.get(i))?;
+        }
+        DataKind::Jsonl => {
+            let lines = JsonLines::open_as(key, paths)?;
+            texts.push_all(lines.len(), |i| lines.text(i, config.text_key()))?;
+        }
+        #[cfg(feature = "parquet")]
+        DataKind::Parquet => {
+            for path in files_of(key, paths, &["parquet"])? {
+                crate::parquet_texts::read(&path, config.text_key(), &mut |text| {
+                    texts.push(text);
+                    !texts.are_enough()
+                })?;
+            }
+        }
+        _ => return self::texts(key, paths, enough),
+    }
+    Ok(texts.texts)
+}
 
 /// The texts of all files that `paths` name or contain, in order, until they have `enough` bytes. `key`
 /// is the key of the configuration, for messages.
 ///
 /// # Errors
 /// If a path is missing, a file that was named is not text, or there is no text at all.
-pub(crate) fn texts(key: &str, paths: &[PathBuf], enough: usize) -> Result<Vec<String>> {
+fn texts(key: &str, paths: &[PathBuf], enough: usize) -> Result<Vec<String>> {
     paths.iter().try_for_each(|path| check_kind(key, path))?;
     let mut texts = Texts { texts: Vec::new(), bytes: 0, enough };
     for path in paths {
@@ -57,6 +95,16 @@ impl Texts {
         self.texts.push(text);
     }
 
+    fn push_all(&mut self, len: u64, get: impl Fn(u64) -> Result<String>) -> Result<()> {
+        for i in 0..len {
+            if self.are_enough() {
+                break;
+            }
+            self.push(get(i)?);
+        }
+        Ok(())
+    }
+
     fn are_enough(&self) -> bool {
         self.bytes >= self.enough
     }
@@ -87,11 +135,14 @@ fn walk(folder: &Path, texts: &mut Texts) -> Result<()> {
     Ok(())
 }
 
-/// The token files that `paths` name or contain, in order.
+/// The extensions of token files.
+pub(crate) const TOKEN_FILES: &[&str] = &["u16", "u32", "bin"];
+
+/// The files that `paths` name, and those in the folders among them that have one of the extensions, in order.
 ///
 /// # Errors
-/// If a path is missing, or a folder has no token files.
-pub(crate) fn token_files(key: &str, paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
+/// If a path is missing, or a folder has no such files.
+pub(crate) fn files_of(key: &str, paths: &[PathBuf], extensions: &[&str]) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for path in paths {
         check_kind(key, path)?;
@@ -102,21 +153,39 @@ pub(crate) fn token_files(key: &str, paths: &[PathBuf]) -> Result<Vec<PathBuf>> 
         let mut found = Vec::new();
         for entry in fs::read_dir(path).map_err(Error::io("reading", path))? {
             let file = entry.map_err(Error::io("reading", path))?.path();
-            let known = file.extension().is_some_and(|e| e == "u16" || e == "u32" || e == "bin");
-            if known && file.is_file() {
+            let extension = file.extension().and_then(|extension| extension.to_str());
+            if extension.is_some_and(|e| extensions.contains(&e)) && file.is_file() {
                 found.push(file);
             }
         }
         if found.is_empty() {
+            let what = if extensions == TOKEN_FILES { "token files" } else { "files" };
             return Err(Error::Data(format!(
-                "the folder {} ({key}) holds no token files (.u16, .u32, .bin)",
-                path.display()
+                "the folder {} ({key}) holds no {what} (.{})",
+                path.display(),
+                extensions.join(", .")
             )));
         }
         found.sort();
         files.append(&mut found);
     }
     Ok(files)
+}
+
+/// The error of a read within what had been the length of a file when it was opened.
+pub(crate) fn has_changed(path: &Path, file: &File, had: u64, error: std::io::Error) -> Error {
+    if error.kind() != std::io::ErrorKind::UnexpectedEof {
+        return Error::io("reading", path)(error);
+    }
+    let has = match file.metadata() {
+        Ok(now) => format!("{} bytes", now.len()),
+        Err(error) => format!("an unknown length ({error})"),
+    };
+    Error::Data(format!(
+        "{} had {had} bytes when it was opened and has {has} now; files must not change while they \
+         are trained on",
+        path.display()
+    ))
 }
 
 /// Checks that a path is of a folder or a regular file: reading a device or a pipe may never end.

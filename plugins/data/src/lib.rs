@@ -1,7 +1,7 @@
 //! Text and token data for language models.
 //!
 //! [`TextData`] is a [`DataModule`](fulgurite_core::data::DataModule) that reads text files and
-//! folders (with a byte-level tokenizer that is built in, or a Hugging Face `tokenizer.json`), or
+//! folders, lines or JSON lines (with a byte-level tokenizer that is built in, or a Hugging Face `tokenizer.json`), or
 //! flat files of token ids. Its batches are
 //! [`TokenBatch`](fulgurite_core::data::TokenBatch)es.
 //!
@@ -24,11 +24,19 @@
 
 mod config;
 mod files;
+#[cfg(feature = "images")]
+mod images;
+mod lines;
+#[cfg(feature = "parquet")]
+mod parquet_texts;
 mod sequences;
 mod source;
 mod text_data;
 mod tokenizer;
 
 pub use config::{DataKind, MixtureSource, Paths, TextDataConfig, TokenDtype};
+#[cfg(feature = "images")]
+pub use images::{ImageBatch, ImageFolder, ImageFolderConfig};
+pub use lines::{JsonLines, Lines};
 pub use text_data::TextData;
 pub use tokenizer::Tokenizer;

@@ -11,6 +11,7 @@ use fulgurite_core::{Error, Result};
 use twox_hash::XxHash3_64;
 
 use crate::TokenDtype;
+use crate::files::has_changed;
 
 /// Ids at a file's beginning that a preview looks at.
 const FIRST_IDS: u64 = 1 << 16;
@@ -154,27 +155,12 @@ impl TokenFile {
         Ok(ids.into_iter().max().unwrap_or(0))
     }
 
-    fn explain(&self, error: std::io::Error) -> Error {
-        if error.kind() != std::io::ErrorKind::UnexpectedEof {
-            return Error::io("reading", &self.path)(error);
-        }
-        let had = self.len * self.dtype.size() as u64;
-        let has = match self.file.metadata() {
-            Ok(now) => format!("{} bytes", now.len()),
-            Err(error) => format!("an unknown length ({error})"),
-        };
-        Error::Data(format!(
-            "{} had {had} bytes when it was opened and has {has} now; files must not change while they \
-             are trained on",
-            self.path.display()
-        ))
-    }
-
     fn read(&self, start: u64, out: &mut [u32]) -> Result<()> {
         let size = self.dtype.size();
         let mut bytes = vec![0; out.len() * size];
         let read = self.file.read_exact_at(&mut bytes, start * size as u64);
-        read.map_err(|error| self.explain(error))?;
+        let had = self.len * size as u64;
+        read.map_err(|error| has_changed(&self.path, &self.file, had, error))?;
         match self.dtype {
             TokenDtype::U16 => {
                 let (ids, _) = bytes.as_chunks::<2>();

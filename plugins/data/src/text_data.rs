@@ -19,11 +19,11 @@ const PREVIEW_BYTES: usize = 4 << 20;
 /// Token files whose beginnings a preview reads.
 const PREVIEW_FILES: usize = 8;
 
-/// Text, or files of token ids, cut into samples for a language model.
+/// Text, lines, JSON lines, or files of token ids, cut into samples for a language model.
 ///
 /// Sample `i` of a source is its tokens `i * stride .. i * stride + seq_len + 1`: all but the last
-/// are the inputs, all but the first the targets. All text is one source, in which every file is
-/// followed by the end-of-text token; it is tokenized at setup and kept in memory, two bytes a
+/// are the inputs, all but the first the targets. All text is one source, in which every document
+/// (a file, a line, the text of a JSON value) is followed by the end-of-text token; it is tokenized at setup and kept in memory, two bytes a
 /// token for vocabularies of up to 65,536. Each token file is a source of its own, read when
 /// needed.
 ///
@@ -82,13 +82,13 @@ impl TextData {
     fn open(config: &TextDataConfig, enough: usize) -> Result<Self> {
         config.validate()?;
         let tokenizer = match (config.tokenizer.as_deref(), config.kind) {
-            (Some("bytes"), _) | (None, DataKind::Text) => Some(Tokenizer::bytes()),
-            (Some(path), _) => Some(Tokenizer::from_file(path)?),
             (None, DataKind::Tokens) => None,
+            (Some("bytes") | None, _) => Some(Tokenizer::bytes()),
+            (Some(path), _) => Some(Tokenizer::from_file(path)?),
         };
         let known = tokenizer.as_ref().map(Tokenizer::vocab_size);
-        if let (DataKind::Text, Some(known), Some(vocab_size)) =
-            (config.kind, known, config.vocab_size)
+        if let (Some(known), Some(vocab_size)) = (known, config.vocab_size)
+            && config.kind != DataKind::Tokens
             && known > vocab_size
         {
             return Err(Error::Config(format!(
@@ -98,8 +98,10 @@ impl TextData {
         }
         let open = |key: &str, paths: &Paths| -> Result<Arc<Sequences>> {
             let sources = match (config.kind, &tokenizer) {
-                (DataKind::Text, Some(tokenizer)) => vec![tokenize(key, paths, tokenizer, enough)?],
-                _ => files::token_files(key, paths.as_slice())?
+                (kind, Some(tokenizer)) if kind != DataKind::Tokens => {
+                    vec![tokenize(config, key, paths, tokenizer, enough)?]
+                }
+                _ => files::files_of(key, paths.as_slice(), files::TOKEN_FILES)?
                     .iter()
                     .map(|path| TokenFile::open(path, config.token_dtype).map(Source::File))
                     .collect::<Result<_>>()?,
@@ -311,8 +313,14 @@ fn wrong_id(source: String, id: u32, place: &str, vocab_size: Option<usize>) -> 
     ))
 }
 
-fn tokenize(key: &str, paths: &Paths, tokenizer: &Tokenizer, enough: usize) -> Result<Source> {
-    let texts = files::texts(key, paths.as_slice(), enough)?;
+fn tokenize(
+    config: &TextDataConfig,
+    key: &str,
+    paths: &Paths,
+    tokenizer: &Tokenizer,
+    enough: usize,
+) -> Result<Source> {
+    let texts = files::documents(config, key, paths.as_slice(), enough)?;
     if tokenizer.vocab_size() <= 1 << 16 {
         let mut all = Vec::new();
         // The vocabulary's size fits into u16, and so does every id.

@@ -1,3 +1,8 @@
 //! Text as training data.
 
+#[cfg(feature = "images")]
+mod images;
+mod lines;
+#[cfg(feature = "parquet")]
+mod parquet_texts;
 mod text_data;

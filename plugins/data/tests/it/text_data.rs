@@ -261,8 +261,8 @@ fn configured_by_toml() {
 
     let error = |text| toml::from_str::<TextDataConfig>(text).unwrap_err().message().to_owned();
     insta::assert_snapshot!(error("path = 3"), @"expected a path or a list of paths");
-    insta::assert_snapshot!(error("sequence = 3"), @"unknown field `sequence`, expected one of `type`, `path`, `mixture`, `tokenizer`, `seq_len`, `stride`, `batch_size`, `shuffle`, `validation_fraction`, `validation_path`, `validation_sets`, `token_dtype`, `vocab_size`");
-    insta::assert_snapshot!(error("type = \"csv\""), @"unknown variant `csv`, expected `text` or `tokens`");
+    insta::assert_snapshot!(error("sequence = 3"), @"unknown field `sequence`, expected one of `type`, `path`, `mixture`, `text_key`, `tokenizer`, `seq_len`, `stride`, `batch_size`, `shuffle`, `validation_fraction`, `validation_path`, `validation_sets`, `token_dtype`, `vocab_size`");
+    insta::assert_snapshot!(error("type = \"csv\""), @"unknown variant `csv`, expected one of `text`, `tokens`, `lines`, `jsonl`, `parquet`");
 }
 
 #[test]

@@ -1,0 +1,319 @@
+//! [`ImageFolder`]: pictures in folders that name their classes.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use candle_core::{Device, Tensor};
+use fulgurite_core::data::{DataContext, DataModule, Samples, Split};
+use fulgurite_core::files::read_regular;
+use fulgurite_core::random::{Purpose, Stream};
+use fulgurite_core::{Error, Result};
+use image::imageops::FilterType;
+use serde::{Deserialize, Serialize};
+
+/// The longest file that is read.
+const MAX_FILE: u64 = 256 << 20;
+/// Pixels of a side that pictures are brought to, at most.
+const MAX_SIDE: usize = 1 << 14;
+
+/// The configuration of [`ImageFolder`].
+///
+/// ```toml
+/// [data]
+/// path = "pictures"        # pictures/cat/1.png, pictures/dog/1.jpg, …
+/// height = 32
+/// width = 32
+/// batch_size = 16
+/// flip = true
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ImageFolderConfig {
+    /// A folder with a folder of pictures for each class.
+    pub path: PathBuf,
+    /// A folder of the same kind for validation; then all of `path` is for training.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub validation_path: Option<PathBuf>,
+    /// The fraction of the pictures for validation, chosen at random, the same ones in every run. By default
+    /// 0.1, and 0 with a `validation_path`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub validation_fraction: Option<f64>,
+    /// Rows of pixels that pictures are resized to.
+    pub height: usize,
+    /// Columns of pixels that pictures are resized to.
+    pub width: usize,
+    /// Pictures in a micro-batch of one data-parallel rank.
+    pub batch_size: usize,
+    /// Whether training pictures are shuffled, differently in each epoch.
+    pub shuffle: bool,
+    /// Whether half of the training pictures are mirrored, others in each epoch.
+    pub flip: bool,
+    /// Training pictures are moved by up to so many pixels in both directions, otherwise in each epoch; what
+    /// comes in is black.
+    pub shift: usize,
+}
+
+impl Default for ImageFolderConfig {
+    fn default() -> Self {
+        Self {
+            path: PathBuf::from("."),
+            validation_path: None,
+            validation_fraction: None,
+            height: 32,
+            width: 32,
+            batch_size: 8,
+            shuffle: true,
+            flip: false,
+            shift: 0,
+        }
+    }
+}
+
+impl ImageFolderConfig {
+    fn validation_fraction(&self) -> f64 {
+        let default = if self.validation_path.is_some() { 0.0 } else { 0.1 };
+        self.validation_fraction.unwrap_or(default)
+    }
+
+    fn validate(&self) -> Result<()> {
+        let fail = |message: String| Err(Error::Config(message));
+        for (key, value) in [("height", self.height), ("width", self.width)] {
+            if !(1..=MAX_SIDE).contains(&value) {
+                return fail(format!(
+                    "data.{key} must be at least 1 and at most {MAX_SIDE} pixels, got {value}"
+                ));
+            }
+        }
+        if self.shift >= self.height.min(self.width) {
+            return fail(format!(
+                "data.shift = {} moves pictures of {} by {} pixels out of sight; it must be less",
+                self.shift, self.height, self.width
+            ));
+        }
+        let fraction = self.validation_fraction();
+        if !(0.0..1.0).contains(&fraction) {
+            return fail(format!(
+                "data.validation_fraction must be at least 0 and less than 1, got {fraction}"
+            ));
+        }
+        if fraction > 0.0 && self.validation_path.is_some() {
+            return fail(format!(
+                "data.validation_path and data.validation_fraction = {fraction} exclude each other; take \
+                 one away"
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Pictures and their classes.
+#[derive(Debug, Clone)]
+pub struct ImageBatch {
+    /// Red, green and blue from 0 to 1, f32 `[samples, 3, height, width]`.
+    pub images: Tensor,
+    /// The index of each picture's class in [`ImageFolder::classes`], i64 `[samples]`.
+    pub labels: Tensor,
+}
+
+/// PNG and JPEG pictures in folders whose names are their classes (torchvision's `ImageFolder`). A picture is
+/// read when it is asked for.
+///
+/// [`Split::Test`] and [`Split::Predict`] have the pictures for validation.
+#[derive(Debug)]
+pub struct ImageFolder {
+    config: ImageFolderConfig,
+    classes: Vec<String>,
+    train: Vec<Picture>,
+    validation: Vec<Picture>,
+}
+
+#[derive(Debug, Clone)]
+struct Picture {
+    path: PathBuf,
+    class: usize,
+}
+
+impl ImageFolder {
+    /// The names of the classes, in order.
+    pub fn classes(&self) -> &[String] {
+        &self.classes
+    }
+
+    fn pictures(&self, split: Split) -> &[Picture] {
+        match split {
+            Split::Train => &self.train,
+            Split::ValidationSet(_) => &[],
+            Split::Validation | Split::Test | Split::Predict => &self.validation,
+        }
+    }
+
+    /// Red, green and blue of a picture, plane by plane.
+    fn read(&self, picture: &Picture, random: Option<Stream>, out: &mut Vec<f32>) -> Result<()> {
+        let (height, width) = (self.config.height, self.config.width);
+        let bytes = read_regular(&picture.path, MAX_FILE)?;
+        let decoded = image::load_from_memory(&bytes)
+            .map_err(|e| Error::Data(format!("{}: {e}", picture.path.display())))?
+            .to_rgb8();
+        let (columns, rows) = (width as u32, height as u32);
+        let resized = match decoded.dimensions() == (columns, rows) {
+            true => decoded,
+            false => image::imageops::resize(&decoded, columns, rows, FilterType::Triangle),
+        };
+        let range = 2 * self.config.shift as u64 + 1;
+        let moved = |index| match random {
+            Some(random) => {
+                (random.uniform(index) * range as f64) as i64 - self.config.shift as i64
+            }
+            None => 0,
+        };
+        let (down, right) = (moved(1), moved(2));
+        let flipped = self.config.flip && random.is_some_and(|random| random.uniform(0) < 0.5);
+        for channel in 0..3 {
+            for y in 0..height as i64 {
+                out.extend((0..width as i64).map(|x| {
+                    let x = if flipped { width as i64 - 1 - x } else { x };
+                    let (x, y) = (x - right, y - down);
+                    let inside = (0..width as i64).contains(&x) && (0..height as i64).contains(&y);
+                    match inside {
+                        true => f32::from(resized.get_pixel(x as u32, y as u32)[channel]) / 255.0,
+                        false => 0.0,
+                    }
+                }));
+            }
+        }
+        Ok(())
+    }
+
+    fn make(
+        &self,
+        split: Split,
+        indices: &[u64],
+        samples: Option<&Samples>,
+        device: &Device,
+    ) -> Result<ImageBatch> {
+        let (height, width) = (self.config.height, self.config.width);
+        let pictures = self.pictures(split);
+        let mut images = Vec::with_capacity(indices.len() * 3 * height * width);
+        let mut labels = Vec::with_capacity(indices.len());
+        for (nth, &index) in indices.iter().enumerate() {
+            let picture = pictures.get(index as usize).ok_or_else(|| {
+                Error::Data(format!("there is no {split} sample {index} of {}", pictures.len()))
+            })?;
+            self.read(picture, samples.map(|samples| samples.random(nth)), &mut images)?;
+            labels.push(picture.class as i64);
+        }
+        Ok(ImageBatch {
+            images: Tensor::from_vec(images, (indices.len(), 3, height, width), device)?,
+            labels: Tensor::from_vec(labels, indices.len(), device)?,
+        })
+    }
+}
+
+impl DataModule for ImageFolder {
+    type Config = ImageFolderConfig;
+    type Batch = ImageBatch;
+
+    fn setup(config: &ImageFolderConfig, _: &DataContext) -> Result<Self> {
+        config.validate()?;
+        let classes = classes(&config.path)?;
+        let mut train = pictures("data.path", &config.path, &classes)?;
+        let mut validation = Vec::new();
+        if let Some(path) = &config.validation_path {
+            for class in self::classes(path)? {
+                if !classes.contains(&class) {
+                    return Err(Error::Data(format!(
+                        "{} (data.validation_path) has the class {class:?}, and data.path has not",
+                        path.display()
+                    )));
+                }
+            }
+            validation = pictures("data.validation_path", path, &classes)?;
+        } else {
+            let all = std::mem::take(&mut train);
+            let count = (all.len() as f64 * config.validation_fraction()) as u64;
+            let order = Stream::new(0, Purpose::Shuffle, "validation of pictures");
+            for (i, picture) in all.iter().enumerate() {
+                let chosen = order.permute(all.len() as u64, i as u64) < count;
+                if chosen { &mut validation } else { &mut train }.push(picture.clone());
+            }
+        }
+        Ok(Self { config: config.clone(), classes, train, validation })
+    }
+
+    fn batch_size(config: &ImageFolderConfig) -> usize {
+        config.batch_size
+    }
+
+    fn shuffle(config: &ImageFolderConfig) -> bool {
+        config.shuffle
+    }
+
+    fn len(&self, split: Split) -> u64 {
+        self.pictures(split).len() as u64
+    }
+
+    fn fingerprint(&self) -> Result<Option<String>> {
+        Ok(Some(format!("{} pictures of {} classes", self.train.len(), self.classes.len())))
+    }
+
+    fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<ImageBatch> {
+        self.make(split, indices, None, device)
+    }
+
+    fn augmented_batch(&self, samples: &Samples, device: &Device) -> Result<ImageBatch> {
+        let random = (samples.split() == Split::Train).then_some(samples);
+        self.make(samples.split(), samples.indices(), random, device)
+    }
+}
+
+/// The folders directly in one, in order.
+fn classes(folder: &Path) -> Result<Vec<String>> {
+    let mut classes = Vec::new();
+    for entry in fs::read_dir(folder).map_err(Error::io("reading", folder))? {
+        let entry = entry.map_err(Error::io("reading", folder))?;
+        if let Ok(name) = entry.file_name().into_string()
+            && entry.path().is_dir()
+            && !name.starts_with('.')
+        {
+            classes.push(name);
+        }
+    }
+    classes.sort();
+    if classes.is_empty() {
+        return Err(Error::Data(format!(
+            "{} holds no folders; pictures are in a folder for each class, such as {}",
+            folder.display(),
+            folder.join("cat/1.png").display()
+        )));
+    }
+    Ok(classes)
+}
+
+/// The pictures in the folders of the classes, in order.
+fn pictures(key: &str, folder: &Path, classes: &[String]) -> Result<Vec<Picture>> {
+    let mut all = Vec::new();
+    for (class, name) in classes.iter().enumerate() {
+        let folder = folder.join(name);
+        if !folder.is_dir() {
+            continue; // a class that validation lacks
+        }
+        let mut paths = Vec::new();
+        for entry in fs::read_dir(&folder).map_err(Error::io("reading", &folder))? {
+            let path = entry.map_err(Error::io("reading", &folder))?.path();
+            let extension = path.extension().and_then(|extension| extension.to_str());
+            let extension = extension.map(str::to_ascii_lowercase);
+            if matches!(extension.as_deref(), Some("png" | "jpg" | "jpeg")) {
+                paths.push(path);
+            }
+        }
+        paths.sort();
+        all.extend(paths.into_iter().map(|path| Picture { path, class }));
+    }
+    if all.is_empty() {
+        return Err(Error::Data(format!(
+            "the folders in {} ({key}) hold no pictures (.png, .jpg, .jpeg)",
+            folder.display()
+        )));
+    }
+    Ok(all)
+}

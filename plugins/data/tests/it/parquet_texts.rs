@@ -1,0 +1,84 @@
+//! Texts of Parquet files.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::Device;
+use fulgurite_core::data::{DataContext, DataModule as _, Split};
+use fulgurite_data::TextData;
+use parquet::basic::Compression;
+use parquet::data_type::{ByteArray, ByteArrayType, Int64Type};
+use parquet::file::properties::WriterProperties;
+use parquet::file::writer::SerializedFileWriter;
+use parquet::schema::parser::parse_message_type;
+
+/// Writes row groups of texts and numbers.
+fn write(path: &Path, compression: Compression, groups: &[&[&str]]) {
+    let schema = "message rows { required int64 n; optional binary body (UTF8); }";
+    let schema = Arc::new(parse_message_type(schema).unwrap());
+    let properties = WriterProperties::builder().set_compression(compression).build();
+    let file = std::fs::File::create(path).unwrap();
+    let mut writer = SerializedFileWriter::new(file, schema, Arc::new(properties)).unwrap();
+    for texts in groups {
+        let mut group = writer.next_row_group().unwrap();
+        let mut column = group.next_column().unwrap().unwrap();
+        let numbers: Vec<i64> = (0..texts.len() as i64).collect();
+        column.typed::<Int64Type>().write_batch(&numbers, None, None).unwrap();
+        column.close().unwrap();
+        let mut column = group.next_column().unwrap().unwrap();
+        let present: Vec<i16> = texts.iter().map(|text| i16::from(*text != "-")).collect();
+        let texts: Vec<ByteArray> =
+            texts.iter().filter(|text| **text != "-").map(|text| ByteArray::from(*text)).collect();
+        column.typed::<ByteArrayType>().write_batch(&texts, Some(&present), None).unwrap();
+        column.close().unwrap();
+        group.close().unwrap();
+    }
+    writer.close().unwrap();
+}
+
+fn setup(path: &Path, keys: &str) -> fulgurite_core::Result<TextData> {
+    let text = format!(
+        "type = 'parquet'\nseq_len = 5\nvalidation_fraction = 0.0\npath = {path:?}\n{keys}"
+    );
+    TextData::setup(&toml::from_str(&text).unwrap(), &DataContext::default())
+}
+
+#[test]
+fn every_row_is_a_document() {
+    let dir = tempfile::tempdir().unwrap();
+    let codecs = [
+        Compression::UNCOMPRESSED,
+        Compression::SNAPPY,
+        Compression::LZ4_RAW,
+        Compression::GZIP(Default::default()),
+    ];
+    for codec in codecs {
+        write(&dir.path().join("a.parquet"), codec, &[&["ab"], &["c", "d"]]);
+        let data = setup(dir.path(), "text_key = 'body'").unwrap();
+        let batch = data.batch(Split::Train, &[0], &Device::Cpu).unwrap();
+        assert_eq!(batch.inputs.to_vec2::<u32>().unwrap(), [[97, 98, 256, 99, 256]], "{codec}");
+    }
+    // The preview reads less.
+    let text = "x".repeat(3 << 20);
+    write(&dir.path().join("a.parquet"), Compression::SNAPPY, &[&[&text], &[&text], &[&text]]);
+    let config = format!("type = 'parquet'\ntext_key = 'body'\npath = {:?}", dir.path());
+    let config = toml::from_str(&config).unwrap();
+    let preview = TextData::preview(&config, &DataContext::default()).unwrap();
+    let whole = TextData::setup(&config, &DataContext::default()).unwrap();
+    assert!(preview.len(Split::Train) < whole.len(Split::Train));
+}
+
+#[test]
+fn wrong_files_are_explained() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.parquet");
+    write(&path, Compression::SNAPPY, &[&["ab", "-"]]);
+    let error = |keys: &str| {
+        setup(&path, keys).unwrap_err().to_string().replace(dir.path().to_str().unwrap(), "DIR")
+    };
+    insta::assert_snapshot!(error(""), @r#"data: DIR/a.parquet: there is no column "text" (data.text_key); it has n, body"#);
+    insta::assert_snapshot!(error("text_key = 'n'"), @r#"data: DIR/a.parquet: the column "n" (data.text_key) has no texts"#);
+    insta::assert_snapshot!(error("text_key = 'body'"), @r#"data: DIR/a.parquet: row 1 has no text in the column "body""#);
+    std::fs::write(&path, "no parquet").unwrap();
+    insta::assert_snapshot!(error(""), @"data: DIR/a.parquet: Parquet error: Invalid Parquet file. Corrupt footer");
+}
