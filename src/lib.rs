@@ -86,6 +86,8 @@ mod book {
     mod data_module {}
     #[doc = include_str!("../docs/src/guides/hugging-face.md")]
     mod hugging_face {}
+    #[doc = include_str!("../docs/src/guides/loading-data.md")]
+    mod loading_data {}
     #[doc = include_str!("../docs/src/guides/loggers.md")]
     mod loggers {}
     #[doc = include_str!("../docs/src/guides/module.md")]

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use candle_core::{Device, Tensor};
 use fulgurite_core::Result;
-use fulgurite_core::data::{DataContext, DataModule, Split};
+use fulgurite_core::data::{DataContext, DataModule, Split, Workers};
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::mesh::DATA_PARALLEL;
 use fulgurite_core::module::{ForwardScope, ModuleInit};
@@ -139,6 +139,29 @@ fn a_resumed_loader_goes_on_where_it_was() {
         for ((_, whole), (_, rest)) in whole.iter().zip(samples(config, true, 4)) {
             assert_eq!(whole[4..], rest[..3], "{config}");
         }
+    }
+}
+
+#[test]
+fn workers_change_no_batch_and_no_scope() {
+    for (_, config) in MESHES {
+        on_ranks(config, |fabric| {
+            let loader = || fabric.setup_data::<Numbers>(&NumbersConfig::default());
+            let workers = Workers { num_workers: 3, prefetch_factor: 2 };
+            let (mut here, mut ahead) = (loader()?, loader()?.with_workers(workers));
+            for skip in [0, 5, 2] {
+                here.skip_to(skip);
+                ahead.skip_to(skip);
+                for (here, ahead) in here.by_ref().zip(ahead.by_ref()).take(9) {
+                    let (here, ahead) = (here?, ahead?);
+                    assert_eq!(
+                        here.forward(|batch| (batch.clone(), seen())),
+                        ahead.forward(|batch| (batch.clone(), seen()))
+                    );
+                }
+            }
+            Ok(())
+        });
     }
 }
 

@@ -23,6 +23,7 @@ mod module;
 mod order;
 mod sampler;
 mod samples;
+mod streaming;
 
 pub use batch::TokenBatch;
 pub use loader::{Loader, Workers};
@@ -31,3 +32,4 @@ pub use module::{DataContext, DataModule, Split};
 pub use order::{SampleOrder, Sampler};
 pub use sampler::{EvalSampler, TrainSampler};
 pub use samples::Samples;
+pub use streaming::{BlockShuffle, SampleStream, Streaming};

@@ -1,0 +1,307 @@
+//! Samples that are read from front to back.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+
+use super::order::Sampler;
+use crate::random::{Purpose, Stream};
+use crate::{Error, Result};
+
+/// A source of samples that can be read from its beginning only: compressed files, a generator, an archive over a
+/// network. It gives the same samples each time it is opened.
+pub trait SampleStream: Send + 'static {
+    /// A sample, as cheap as it can be read: what takes time, such as decoding, is best left to the data
+    /// module, which does it on all workers.
+    type Sample: Send + 'static;
+
+    /// The next sample; `None` at the end.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    fn next(&mut self) -> Result<Option<Self::Sample>>;
+
+    /// Goes over the next `count` samples. By default reads them.
+    ///
+    /// # Errors
+    /// If there are not as many, or they cannot be read.
+    fn skip(&mut self, count: u64) -> Result<()> {
+        for done in 0..count {
+            if self.next()?.is_none() {
+                return Err(Error::Data(format!(
+                    "the stream ended {} samples before the one that is wanted",
+                    count - done
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<S: Send + 'static, I: Iterator<Item = Result<S>> + Send + 'static> SampleStream for I {
+    type Sample = S;
+
+    fn next(&mut self) -> Result<Option<S>> {
+        Iterator::next(self).transpose()
+    }
+}
+
+/// A stream as a source of samples by index, for a [`DataModule`](super::DataModule) (an iterable data set).
+///
+/// Indices are positions in the stream, and any may be asked for; what makes it fast is that workers and ranks
+/// ask for nearly increasing ones. What is passed on the way is kept, up to a number of samples; for an earlier
+/// one the stream is opened again. So its position needs no place in a checkpoint: a resumed run goes on at
+/// the sample that the trainer asks for, on any number of ranks, of which each reads the stream and keeps its
+/// own samples.
+///
+/// Return `false` from [`DataModule::shuffle`](super::DataModule::shuffle), or shuffle nearby samples by a
+/// [`BlockShuffle`]. The length of the stream must be known: it is the data module's `len`.
+///
+/// ```
+/// use fulgurite_core::data::Streaming;
+///
+/// let squares = Streaming::new(100, || Ok((0_u64..).map(|i| Ok(i * i))));
+/// assert_eq!([squares.get(3)?, squares.get(5)?, squares.get(4)?], [9, 25, 16]);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+pub struct Streaming<S: SampleStream> {
+    open: Box<dyn Fn() -> Result<S> + Send + Sync>,
+    window: usize,
+    state: Mutex<State<S>>,
+}
+
+struct State<S: SampleStream> {
+    stream: Option<S>,
+    /// The position of the stream's next sample.
+    next: u64,
+    /// Samples that were passed and not asked for.
+    passed: BTreeMap<u64, S::Sample>,
+}
+
+impl<S: SampleStream> Streaming<S> {
+    /// The stream that `open` opens. Up to `window` samples that were not asked for are kept: at least
+    /// a step's samples times the batches that workers may be ahead, or the stream is opened again and again.
+    pub fn new(window: usize, open: impl Fn() -> Result<S> + Send + Sync + 'static) -> Self {
+        let state = State { stream: None, next: 0, passed: BTreeMap::new() };
+        Self { open: Box::new(open), window, state: Mutex::new(state) }
+    }
+
+    /// The sample at a position.
+    ///
+    /// # Errors
+    /// If the stream is shorter, or cannot be opened or read.
+    pub fn get(&self, index: u64) -> Result<S::Sample> {
+        // A stream that panicked was taken out of the state.
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(sample) = state.passed.remove(&index) {
+            return Ok(sample);
+        }
+        let mut stream = match state.stream.take() {
+            Some(stream) if state.next <= index => stream,
+            before => {
+                let window = self.window as u64;
+                if before.is_some() && index > 0 && state.next - index <= window.saturating_mul(16)
+                {
+                    tracing::warn!(
+                        "a stream is opened again for sample {index}, after sample {}: more samples are \
+                         passed than its window of {window} holds",
+                        state.next
+                    );
+                }
+                state.passed.clear();
+                state.next = 0;
+                (self.open)()?
+            }
+        };
+        let sample = state.advance(&mut stream, index, self.window)?;
+        state.stream = Some(stream);
+        Ok(sample)
+    }
+}
+
+impl<S: SampleStream> State<S> {
+    fn advance(&mut self, stream: &mut S, index: u64, window: usize) -> Result<S::Sample> {
+        let unneeded = (index - self.next).saturating_sub(window as u64);
+        stream.skip(unneeded)?;
+        self.next += unneeded;
+        loop {
+            let Some(sample) = stream.next()? else {
+                return Err(Error::Data(format!(
+                    "the stream has {} samples, and sample {index} is wanted",
+                    self.next
+                )));
+            };
+            let position = self.next;
+            self.next += 1;
+            if position == index {
+                return Ok(sample);
+            }
+            self.passed.insert(position, sample);
+            if self.passed.len() > window {
+                self.passed.pop_first();
+            }
+        }
+    }
+}
+
+impl<S: SampleStream> fmt::Debug for Streaming<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Streaming").field("window", &self.window).finish_non_exhaustive()
+    }
+}
+
+/// An order that shuffles samples within blocks of consecutive ones, otherwise in each epoch, for
+/// [`Streaming`] sources whose window holds a block.
+///
+/// ```
+/// use fulgurite_core::data::{BlockShuffle, Sampler};
+///
+/// let order = BlockShuffle::new(42, 1000, 100)?;
+/// assert!((200..300).all(|position| (200..300).contains(&order.sample(position).1)));
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct BlockShuffle {
+    stream: Stream,
+    samples: u64,
+    block: u64,
+}
+
+impl BlockShuffle {
+    /// An order of `samples` in blocks of `block`.
+    ///
+    /// # Errors
+    /// If either is 0.
+    pub fn new(seed: u64, samples: u64, block: u64) -> Result<Self> {
+        if samples == 0 || block == 0 {
+            return Err(Error::Data(format!(
+                "{samples} samples cannot be shuffled in blocks of {block}; both must be at least 1"
+            )));
+        }
+        let stream = Stream::new(seed, Purpose::Shuffle, "blocks");
+        Ok(Self { stream, samples, block })
+    }
+}
+
+impl Sampler for BlockShuffle {
+    fn epoch_len(&self) -> u64 {
+        self.samples
+    }
+
+    fn sample(&self, position: u64) -> (u64, u64) {
+        let (epoch, place) = (position / self.samples, position % self.samples);
+        let first = place - place % self.block;
+        let len = self.block.min(self.samples - first);
+        let order = self.stream.child(epoch).child(first);
+        (epoch, first + order.permute(len, place - first))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::data::{Loader, SampleOrder, TrainSampler, Workers};
+
+    /// The numbers below `len`, and how often they were opened.
+    fn numbers(
+        len: u64,
+        window: usize,
+    ) -> (Streaming<impl SampleStream<Sample = u64>>, Arc<AtomicUsize>) {
+        let opened = Arc::new(AtomicUsize::new(0));
+        let count = opened.clone();
+        let streaming = Streaming::new(window, move || {
+            count.fetch_add(1, Ordering::SeqCst);
+            Ok((0..len).map(Ok))
+        });
+        (streaming, opened)
+    }
+
+    proptest! {
+        #[test]
+        fn any_sample_is_there_whatever_was_asked_for_before(
+            len in 1u64..60, window in 0usize..20, asked in prop::collection::vec(0u64..70, 0..40)
+        ) {
+            let (streaming, _) = numbers(len, window);
+            for index in asked {
+                prop_assert_eq!(streaming.get(index).ok(), (index < len).then_some(index));
+            }
+        }
+
+        #[test]
+        fn blocks_have_every_sample_once_an_epoch(
+            seed: u64, samples in 1u64..100, block in 1u64..30, epoch in 0u64..3
+        ) {
+            let order = BlockShuffle::new(seed, samples, block).unwrap();
+            let taken: Vec<_> = (0..samples).map(|i| order.sample(epoch * samples + i)).collect();
+            for (place, (round, index)) in taken.iter().enumerate() {
+                prop_assert_eq!((*round, index / block), (epoch, place as u64 / block));
+            }
+            let mut seen: Vec<_> = taken.into_iter().map(|(_, index)| index).collect();
+            seen.sort_unstable();
+            prop_assert_eq!(seen, (0..samples).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn ranks_and_workers_that_begin_anywhere_open_it_once_an_epoch() {
+        for rank in 0..3 {
+            for num_workers in [0, 1, 4] {
+                for shuffled in [false, true] {
+                    let (streaming, opened) = numbers(600, 200);
+                    let order = match shuffled {
+                        true => {
+                            let blocks = BlockShuffle::new(1, 600, 50).unwrap();
+                            SampleOrder::of_sampler(1, Arc::new(blocks)).unwrap()
+                        }
+                        false => SampleOrder::new(1, false, 600).unwrap(),
+                    };
+                    let sampler = TrainSampler::new(order, 4, 3, rank, 2).unwrap();
+                    let plan = sampler.batches_from(240).take(2 * 40);
+                    let make = move |samples: &super::super::Samples| {
+                        samples
+                            .indices()
+                            .iter()
+                            .map(|&i| streaming.get(i))
+                            .collect::<Result<Vec<_>>>()
+                    };
+                    let workers = Workers { num_workers, prefetch_factor: 2 };
+                    for made in Loader::new(plan, make, workers).unwrap() {
+                        let (samples, batch) = made.unwrap();
+                        assert_eq!(samples.indices(), batch);
+                    }
+                    // From amid the first epoch to the end of the second. Two workers may be in two epochs.
+                    let opened = opened.load(Ordering::SeqCst);
+                    let expected = if num_workers < 2 { 2..=2 } else { 2..=20 };
+                    assert!(expected.contains(&opened), "{num_workers} workers: {opened}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_error_or_a_panic_is_not_the_end() {
+        let tries = AtomicUsize::new(0);
+        let streaming = Streaming::new(5, move || {
+            let first = tries.fetch_add(1, Ordering::SeqCst) < 2;
+            let second = tries.load(Ordering::SeqCst) == 2;
+            Ok((0..10).map(move |i| match i {
+                3 if second => panic!("a broken stream"),
+                3 if first => Err(Error::Data("a broken connection".to_owned())),
+                i => Ok(i),
+            }))
+        });
+        assert_eq!(streaming.get(1).unwrap(), 1);
+        insta::assert_snapshot!(streaming.get(4).unwrap_err(), @"data: a broken connection");
+        let panics = std::panic::AssertUnwindSafe(|| streaming.get(4));
+        assert!(std::panic::catch_unwind(panics).is_err());
+        assert_eq!(streaming.get(4).unwrap(), 4);
+        insta::assert_snapshot!(streaming.get(12).unwrap_err(), @"data: the stream has 10 samples, and sample 12 is wanted");
+        insta::assert_snapshot!(streaming.get(19).unwrap_err(), @"data: the stream ended 4 samples before the one that is wanted");
+        insta::assert_snapshot!(BlockShuffle::new(0, 5, 0).unwrap_err(), @"data: 5 samples cannot be shuffled in blocks of 0; both must be at least 1");
+    }
+}
