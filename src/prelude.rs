@@ -37,6 +37,7 @@
 //! ```
 
 pub use candle_core::{DType, Device, Tensor};
+pub use fulgurite_config_derive::DocumentedForPrograms as Documented;
 pub use fulgurite_core::autograd::no_grad;
 pub use fulgurite_core::data::{DataContext, DataModule, Samples, Split, TokenBatch};
 pub use fulgurite_core::fabric::{Fabric, FabricOptimizer};

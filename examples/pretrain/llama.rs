@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::prelude::*;
 
 /// The shape of a Llama; the names are those of Hugging Face's `config.json`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct LlamaConfig {
     /// Number of tokens; by default that of the tokenizer, rounded up to a multiple of 8.

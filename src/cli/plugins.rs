@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use clap::Subcommand;
 
-use fulgurite_core::config::reference::plugin_key;
+use fulgurite_core::config::reference::{Section, option_keys, plain_text, plugin_key};
 use fulgurite_core::registry::{self, PluginDescriptor, kind};
 use fulgurite_core::{Error, Result};
 use serde_json::json;
@@ -100,6 +100,19 @@ pub fn show(plugins: &[PluginDescriptor], name: &str) -> Result<String> {
         };
         let _ = writeln!(text, "  example: {} = {value}", plugin_key(plugin.kind));
         let _ = writeln!(text, "  from:    {} {}", plugin.krate, plugin.version);
+        let (keys, _) = option_keys(plugin);
+        let (keys, defaults): (Vec<_>, Vec<_>) = keys.into_iter().unzip();
+        let defaults = keys
+            .iter()
+            .zip(defaults)
+            .filter_map(|(key, default)| Some((key.name.to_string(), default?)));
+        let options = Section { path: String::new(), defaults: defaults.collect(), keys };
+        if !options.keys.is_empty() {
+            let _ = writeln!(text, "  options [default]:");
+            for line in plain_text(&[options]).lines() {
+                let _ = writeln!(text, "  {}", line.trim_end());
+            }
+        }
     }
     if text.is_empty() {
         let mut names: Vec<_> = plugins.iter().map(|plugin| plugin.name).collect();
@@ -124,6 +137,7 @@ mod tests {
             version: "0.1.0",
             summary: "metrics.csv",
             example: "\"csv\"",
+            keys: || None,
         },
         PluginDescriptor {
             kind: "strategy",
@@ -132,6 +146,7 @@ mod tests {
             version: "2.0.0",
             summary: "",
             example: "{ type = \"local_sgd\", every = 4 }",
+            keys: || None,
         },
     ];
 

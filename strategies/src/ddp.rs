@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::mesh_strategy::{MeshStrategy, Settings, Sharding};
 
 /// `strategy = "ddp"`.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Ddp {
     /// Size of a gradient bucket in MiB (as PyTorch DDP's option of this name).

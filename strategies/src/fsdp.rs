@@ -44,7 +44,7 @@ impl<'de> Deserialize<'de> for ReshardAfterForward {
 }
 
 /// `strategy = "fsdp"` (or `"fsdp2"`).
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Fsdp {
     /// Whether a unit's parameters are freed between its forward and its backward: `true`, `false`

@@ -56,7 +56,7 @@ impl<'de> Deserialize<'de> for Size {
 /// are `"auto"` follow from the world size together: the first of shard, replicate, context and
 /// tensor that is open takes what the others leave. Left out, the sizes of shard and tensor are
 /// `"auto"`, those of replicate and context 1.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelParallel {
     /// Number of ranks that see different data (Lightning's name): replicas times shards.

@@ -1,6 +1,8 @@
 //! Declaring a table of the configuration once: for serde, for rustdoc and for the reference.
 
+use std::any::TypeId;
 use std::borrow::Cow;
+use std::marker::PhantomData;
 use std::path::PathBuf;
 
 use super::PluginValue;
@@ -16,11 +18,67 @@ pub struct KeyDoc {
     pub doc: &'static str,
 }
 
-/// A table of the configuration that can describe its keys.
-/// [`config_struct!`](crate::config_struct) implements it.
-pub trait Documented: Default + serde::Serialize {
+/// A table of the configuration that can describe its keys, for `--help`, the reference and the JSON schema.
+///
+/// `#[derive(Documented)]` beside serde's derives implements it by the fields' documentation comments, as does
+/// [`config_struct!`](crate::config_struct).
+pub trait Documented {
     /// All keys, in order of declaration.
     fn keys() -> Vec<KeyDoc>;
+}
+
+/// A [`Documented`] type of this program, for those who know it by a type parameter alone. The derive macro and
+/// [`config_struct!`](crate::config_struct) submit one.
+pub struct DocumentedType {
+    id: fn() -> TypeId,
+    keys: fn() -> Vec<KeyDoc>,
+}
+
+inventory::collect!(DocumentedType);
+
+impl DocumentedType {
+    /// That of `T`.
+    pub const fn new<T: Documented + 'static>() -> Self {
+        Self { id: TypeId::of::<T>, keys: T::keys }
+    }
+}
+
+/// The keys of `T` if it is [`Documented`].
+pub fn documented_keys<T: 'static>() -> Option<Vec<KeyDoc>> {
+    let mut documented = inventory::iter::<DocumentedType>();
+    documented.find(|of| (of.id)() == TypeId::of::<T>()).map(|of| (of.keys)())
+}
+
+/// For the derive macro: the words for a type, none if it has none.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct Words<T>(PhantomData<T>);
+
+impl<T> Words<T> {
+    pub const NEW: Self = Self(PhantomData);
+}
+
+#[doc(hidden)]
+pub trait KnownWords {
+    fn words(&self) -> String;
+}
+
+impl<T: ConfigType> KnownWords for Words<T> {
+    fn words(&self) -> String {
+        T::describe()
+    }
+}
+
+/// The second choice: one more reference away.
+#[doc(hidden)]
+pub trait UnknownWords {
+    fn words(&self) -> String;
+}
+
+impl<T> UnknownWords for &Words<T> {
+    fn words(&self) -> String {
+        String::new()
+    }
 }
 
 /// A type that values of the configuration can have.
@@ -71,6 +129,12 @@ impl<T: ConfigType, const N: usize> ConfigType for [T; N] {
     }
 }
 
+impl<T: ConfigType> ConfigType for (T, T) {
+    fn describe() -> String {
+        format!("list of 2 {}", T::describe())
+    }
+}
+
 /// Declares a table of the configuration: a struct whose fields have documentation and defaults.
 ///
 /// The struct is `Serialize`, `Deserialize` (every key optional, unknown keys refused), `Default`
@@ -115,6 +179,8 @@ macro_rules! config_struct {
                 Self { $( $field: $default, )* }
             }
         }
+
+        $crate::__private::inventory::submit! { $crate::DocumentedType::new::<$name>() }
 
         impl $crate::Documented for $name {
             fn keys() -> ::std::vec::Vec<$crate::KeyDoc> {

@@ -1,5 +1,6 @@
 //! Layers of configuration: defaults, files and overrides. Later layers win.
 
+use std::ffi::OsString;
 use std::path::Path;
 
 use serde::Serialize;
@@ -111,6 +112,54 @@ impl ConfigLayers {
             layer.is_override = true;
         }
         Ok(layers)
+    }
+
+    /// Adds the overrides among the variables of an environment: with the prefix `FULGURITE_`, the variable
+    /// `FULGURITE_TRAINER__MAX_STEPS` is the key `trainer.max_steps`. Its value is read as that of
+    /// [`set`](Self::set). A variable without `__` is an override only if it names one of `top_level`, for
+    /// programs have other variables of that prefix.
+    ///
+    /// # Errors
+    /// [`Error::Config`], with the variable's name, for a part of a key that is empty, for text that is not
+    /// UTF-8, and as [`set`](Self::set) for the value.
+    pub fn environment(
+        self,
+        prefix: &str,
+        top_level: &[&str],
+        variables: impl IntoIterator<Item = (OsString, OsString)>,
+    ) -> Result<Self> {
+        let mut found: Vec<_> = variables
+            .into_iter()
+            .filter_map(|(name, value)| Some((name.into_string().ok()?, value)))
+            .filter(|(name, _)| {
+                let key = name.strip_prefix(prefix).map(str::to_lowercase);
+                key.is_some_and(|key| key.contains("__") || top_level.contains(&key.as_str()))
+            })
+            .collect();
+        // The order of an environment is arbitrary.
+        found.sort();
+        found.into_iter().try_fold(self, |layers, (name, value)| {
+            let wrong = |why: String| Error::Config(format!("{name}: {why}"));
+            let value = value.into_string().map_err(|_| wrong("is not UTF-8".to_owned()))?;
+            let key = name[prefix.len()..].to_lowercase();
+            let path: Vec<_> = key.split("__").collect();
+            if path.contains(&"") {
+                return Err(wrong(format!(
+                    "a part of the key is empty; expected {prefix}TABLE__KEY, such as \
+                     {prefix}TRAINER__MAX_STEPS"
+                )));
+            }
+            let value = parse_value(&value).map_err(wrong)?;
+            let nested = path.iter().rev().fold(value, |value, part| {
+                Value::Table(Table::from_iter([((*part).to_owned(), value)]))
+            });
+            let Value::Table(table) = nested else { return Ok(layers) };
+            let mut layers = layers.with(Some(name), table);
+            if let Some(layer) = layers.layers.last_mut() {
+                layer.is_override = true;
+            }
+            Ok(layers)
+        })
     }
 
     fn with(mut self, origin: Option<String>, table: Table) -> Self {

@@ -31,9 +31,11 @@ pub mod plugin;
 mod problem;
 pub mod reference;
 mod scalar;
+pub mod schema;
 
-pub use declare::{ConfigType, Documented, KeyDoc};
+pub use declare::{ConfigType, Documented, DocumentedType, KeyDoc, documented_keys};
 pub use deserializer::{parse, parse_at};
+pub use fulgurite_config_derive::Documented;
 pub use layers::{ConfigLayers, to_table, to_toml};
 pub use plugin::{PluginKind, PluginValue};
 pub use problem::nearest;
@@ -43,8 +45,9 @@ pub mod registry;
 
 pub use fulgurite_error::{Error, Result};
 
-/// Used by the registration macros.
+/// Used by the registration and derive macros.
 #[doc(hidden)]
 pub mod __private {
+    pub use super::declare::{KnownWords, UnknownWords, Words};
     pub use inventory;
 }

@@ -39,8 +39,9 @@ use serde::ser::{SerializeMap, Serializer};
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
-use super::deserializer::parse_at;
+use super::deserializer::{deserialize as deserialize_value, parse_at};
 use super::layers::to_table;
+use super::problem::Problem;
 use crate::registry;
 use crate::{Error, Result};
 
@@ -181,6 +182,9 @@ pub struct KindDescriptor {
     /// All options of the plugin that a value chooses, with the defaults of those that it leaves
     /// out. Fails as [`PluginValue::build`] with the same path.
     pub options: fn(&PluginValue, &str) -> Result<Table>,
+    /// The names of all options of the plugin of this name, those without a default among them; `None` if it
+    /// does not tell.
+    pub option_names: fn(&str) -> Option<Vec<String>>,
 }
 
 inventory::collect!(KindDescriptor);
@@ -188,6 +192,11 @@ inventory::collect!(KindDescriptor);
 /// The descriptor of a kind; `None` if no linked crate declares it.
 pub fn kind_descriptor(kind: &str) -> Option<&'static KindDescriptor> {
     inventory::iter::<KindDescriptor>().find(|descriptor| descriptor.kind == kind)
+}
+
+/// All kinds that linked crates declare.
+pub fn kind_descriptors() -> impl Iterator<Item = &'static KindDescriptor> {
+    inventory::iter::<KindDescriptor>()
 }
 
 /// [`KindDescriptor::options`] of the kind whose trait is `T`.
@@ -201,6 +210,21 @@ where
     let mut options = to_table(&built)?;
     options.remove("type");
     Ok(options)
+}
+
+/// [`KindDescriptor::option_names`] of the kind whose trait is `T`.
+#[doc(hidden)]
+pub fn option_names<T>(name: &str) -> Option<Vec<String>>
+where
+    T: ?Sized + PluginKind,
+    Box<T>: DeserializeOwned,
+{
+    // Whoever refuses an unknown key names those that there are.
+    let value = PluginValue::new(name).with("?", true);
+    match deserialize_value::<Box<T>>(Vec::new(), &Value::Table(value.to_table())) {
+        Err((_, Problem::UnknownKey { expected, .. })) => Some(expected),
+        _ => None,
+    }
 }
 
 /// Declares a kind of plugin beside its trait, a typetag trait with `tag = "type"`:
@@ -218,6 +242,7 @@ macro_rules! plugin_kind {
                 kind: $kind,
                 key: $key,
                 options: $crate::plugin::options::<$ty>,
+                option_names: $crate::plugin::option_names::<$ty>,
             }
         }
     };

@@ -22,7 +22,7 @@ use std::fmt::Write as _;
 use serde::Serialize;
 
 use super::plugin::kind_descriptor;
-use super::{Documented, KeyDoc, PluginValue};
+use super::{Documented, KeyDoc, PluginValue, documented_keys};
 use crate::registry::PluginDescriptor;
 use crate::{Error, Result};
 
@@ -42,8 +42,25 @@ impl Section {
     ///
     /// # Errors
     /// [`Error::Config`] if the documented keys are not the keys that serde writes.
-    pub fn of<T: Documented>(path: &str) -> Result<Self> {
+    pub fn of<T: Documented + Default + Serialize>(path: &str) -> Result<Self> {
         Self::new(path, T::keys(), &T::default())
+    }
+
+    /// The section of any type: with the documentation of a [`Documented`] one, else with the keys that its
+    /// defaults have.
+    ///
+    /// # Errors
+    /// If the defaults cannot be serialised.
+    pub fn of_any<T: Default + Serialize + 'static>(path: &str) -> Result<Self> {
+        let defaults = T::default();
+        match documented_keys::<T>() {
+            Some(keys) => Ok(Self {
+                path: path.to_owned(),
+                keys,
+                defaults: default_texts(&super::to_table(&defaults)?),
+            }),
+            None => Self::undocumented(path, &defaults),
+        }
     }
 
     /// A section with the keys and defaults of a table that is not [`Documented`].
@@ -85,14 +102,14 @@ impl Section {
                 written.join(", ")
             )));
         }
-        let text = |value: &toml::Value| match value {
-            toml::Value::Table(_) => None,
-            other => Some(other.to_string()),
-        };
-        let defaults =
-            defaults.iter().filter_map(|(key, value)| Some((key.clone(), text(value)?))).collect();
-        Ok(Self { path: path.to_owned(), keys, defaults })
+        Ok(Self { path: path.to_owned(), keys, defaults: default_texts(defaults) })
     }
+}
+
+/// The values that are no tables, as TOML text.
+fn default_texts(defaults: &toml::Table) -> BTreeMap<String, String> {
+    let values = defaults.iter().filter(|(_, value)| !value.is_table());
+    values.map(|(key, value)| (key.clone(), value.to_string())).collect()
 }
 
 /// The sections as Markdown, one table each.
@@ -175,6 +192,118 @@ pub fn plugin_key(kind: &str) -> &str {
     kind_descriptor(kind).map_or(kind, |kind| kind.key)
 }
 
+/// A plugin's options with their defaults, and whether these are all that it has.
+pub fn option_keys(plugin: &PluginDescriptor) -> (Vec<(KeyDoc, Option<String>)>, bool) {
+    let kind = kind_descriptor(plugin.kind);
+    let value = PluginValue::new(plugin.name);
+    let defaults = kind.and_then(|kind| (kind.options)(&value, "").ok()).unwrap_or_default();
+    let names = kind.and_then(|kind| (kind.option_names)(plugin.name));
+    let documented = (plugin.keys)();
+    let all = documented.is_some() || names.is_some();
+    let undocumented = |name: String| KeyDoc { name: name.into(), ty: String::new(), doc: "" };
+    let keys = documented.unwrap_or_else(|| {
+        let names = names.unwrap_or_else(|| defaults.keys().cloned().collect());
+        names.into_iter().map(undocumented).collect()
+    });
+    let texts = default_texts(&defaults);
+    let keys = keys.into_iter().map(|key| {
+        let default = texts.get(key.name.as_ref()).cloned();
+        (key, default)
+    });
+    (keys.collect(), all)
+}
+
+/// A configuration as TOML with a comment before each key that is documented, and the keys that are left
+/// out as comments.
+///
+/// # Errors
+/// If TOML cannot hold it.
+pub fn commented_toml(config: &toml::Table, sections: &[Section]) -> Result<String> {
+    let mut text = String::new();
+    let top = sections.iter().find(|section| section.path.is_empty());
+    let (tables, values): (Vec<_>, Vec<_>) =
+        in_order(config, top).into_iter().partition(|(_, value)| value.is_table());
+    write_values(&mut text, top, values)?;
+    for (name, value) in tables {
+        let Some(table) = value.as_table() else { continue };
+        let about = top.and_then(|top| top.keys.iter().find(|key| *key.name == **name));
+        text.push('\n');
+        // Without the reference to another part of the page.
+        comment(&mut text, about.map_or("", |key| key.doc.split("; see").next().unwrap_or("")));
+        let _ = writeln!(text, "[{name}]");
+        let options = plugin_section(name, table);
+        let section = sections.iter().find(|section| section.path == *name).or(options.as_ref());
+        write_values(&mut text, section, in_order(table, section))?;
+    }
+    Ok(text)
+}
+
+/// The options of the plugin that a table chooses, if it chooses one.
+fn plugin_section(key: &str, table: &toml::Table) -> Option<Section> {
+    let kind = super::plugin::kind_descriptors().find(|kind| kind.key == key)?;
+    let name = table.get("type")?.as_str()?;
+    let plugins = crate::registry::plugins();
+    let plugin = plugins.iter().find(|plugin| plugin.kind == kind.kind && plugin.name == name)?;
+    let keys = option_keys(plugin).0.into_iter().map(|(key, _)| key).collect();
+    Some(Section { path: key.to_owned(), keys, defaults: BTreeMap::new() })
+}
+
+/// The entries of a table as its documentation has them; first those that it does not have.
+fn in_order<'a>(
+    table: &'a toml::Table,
+    section: Option<&Section>,
+) -> Vec<(&'a String, &'a toml::Value)> {
+    let place = |name: &str| section?.keys.iter().position(|key| key.name == name);
+    let mut entries: Vec<_> = table.iter().collect();
+    entries.sort_by_key(|(name, _)| place(name));
+    entries
+}
+
+/// Keys with values, tables inline, each after its documentation; then the keys without one.
+fn write_values(
+    text: &mut String,
+    section: Option<&Section>,
+    values: Vec<(&String, &toml::Value)>,
+) -> Result<()> {
+    for (name, value) in &values {
+        let key = section.and_then(|section| section.keys.iter().find(|key| *key.name == ***name));
+        comment(text, key.map_or("", |key| key.doc));
+        // As toml writes a key, quoted where it must be.
+        let entry = toml::Table::from_iter([((*name).clone(), toml::Value::Boolean(true))]);
+        let quoted = super::to_toml(&entry)?;
+        let _ = writeln!(text, "{} = {value}", quoted.trim_end().trim_end_matches(" = true"));
+    }
+    // The tables of the top level follow.
+    let Some(section) = section.filter(|section| !section.path.is_empty()) else { return Ok(()) };
+    for key in &section.keys {
+        if !values.iter().any(|(name, _)| **name == key.name) {
+            comment(text, key.doc);
+            let ty = match key.ty.trim_end_matches(", optional") {
+                "" => "not set",
+                ty => ty,
+            };
+            let _ = writeln!(text, "# {} = ({ty})", key.name);
+        }
+    }
+    Ok(())
+}
+
+fn comment(text: &mut String, doc: &str) {
+    const WIDTH: usize = 98;
+    let mut line = String::new();
+    for word in doc.split_whitespace() {
+        if !line.is_empty() && line.len() + 1 + word.len() > WIDTH {
+            let _ = writeln!(text, "#{line}");
+            line.clear();
+        }
+        line.push(' ');
+        line.push_str(word);
+    }
+    if !line.is_empty() {
+        let _ = writeln!(text, "#{line}");
+    }
+}
+
 /// A plugin's options as `lr = 0.001, …`; `None` if one of them has no default.
 fn default_options(plugin: &PluginDescriptor) -> Option<String> {
     let kind = kind_descriptor(plugin.kind)?;
@@ -183,6 +312,6 @@ fn default_options(plugin: &PluginDescriptor) -> Option<String> {
     Some(options.join(", "))
 }
 
-fn one_line(doc: &str) -> String {
+pub(super) fn one_line(doc: &str) -> String {
     doc.split_whitespace().collect::<Vec<_>>().join(" ")
 }

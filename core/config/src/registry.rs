@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::{Error, Result};
+use crate::{Error, KeyDoc, Result};
 
 /// The kinds of plugin that the framework declares, by their names in messages and listings.
 pub mod kind {
@@ -44,6 +44,8 @@ pub struct PluginDescriptor {
     pub summary: &'static str,
     /// An example of its configuration, as a TOML inline value.
     pub example: &'static str,
+    /// Its options, if its type is [`Documented`](crate::Documented).
+    pub keys: fn() -> Option<Vec<KeyDoc>>,
 }
 
 inventory::collect!(PluginDescriptor);
@@ -96,10 +98,19 @@ pub fn require(kind: &'static str, name: &str) -> Result<()> {
     Err(Error::UnknownPlugin { kind, name: name.to_owned(), available })
 }
 
-/// Submits a [`PluginDescriptor`]; the `register_*!` macros are shorter.
+/// Submits a [`PluginDescriptor`]: `(kind, name, summary, example)`, and the plugin's type if its options are
+/// [`Documented`](crate::Documented); the `register_*!` macros are shorter.
 #[macro_export]
 macro_rules! register_plugin {
     ($kind:expr, $name:literal, $summary:literal, $example:literal) => {
+        $crate::register_plugin!(@ $kind, $name, $summary, $example, || None);
+    };
+    ($kind:expr, $name:literal, $summary:literal, $example:literal, $ty:ty) => {
+        $crate::register_plugin!(
+            @ $kind, $name, $summary, $example, $crate::documented_keys::<$ty>
+        );
+    };
+    (@ $kind:expr, $name:literal, $summary:literal, $example:literal, $keys:expr) => {
         $crate::__private::inventory::submit! {
             $crate::registry::PluginDescriptor {
                 kind: $kind,
@@ -108,6 +119,7 @@ macro_rules! register_plugin {
                 version: env!("CARGO_PKG_VERSION"),
                 summary: $summary,
                 example: $example,
+                keys: $keys,
             }
         }
     };
@@ -126,7 +138,7 @@ macro_rules! registration_macros {
             ($d name:literal, $d ty:ty) => { $crate::$macro_name!($d name, $d ty, "", ""); };
             ($d name:literal, $d ty:ty, $d summary:literal) => { $crate::$macro_name!($d name, $d ty, $d summary, ""); };
             ($d name:literal, $d ty:ty, $d summary:literal, $d example:literal) => {
-                $crate::register_plugin!($crate::registry::kind::$kind, $d name, $d summary, $d example);
+                $crate::register_plugin!($crate::registry::kind::$kind, $d name, $d summary, $d example, $d ty);
             };
         }
     };
@@ -155,6 +167,7 @@ mod tests {
             version: "1",
             summary: "",
             example: "",
+            keys: || None,
         }
     }
 

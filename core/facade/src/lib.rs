@@ -14,7 +14,13 @@
 //! ```
 
 pub use fulgurite_checkpoint_format as checkpoint;
-pub use fulgurite_config as config;
+/// Configuration, and the derive macro [`Documented`](config::Documented).
+pub mod config {
+    #[doc(hidden)]
+    pub use fulgurite_config::__private;
+    pub use fulgurite_config::*;
+    pub use fulgurite_config_derive::DocumentedForPlugins as Documented;
+}
 pub use fulgurite_config::{__private, registry};
 pub use fulgurite_config::{
     config_struct, plugin_kind, register_checkpoint_io, register_environment, register_logger,

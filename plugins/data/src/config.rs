@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use fulgurite_core::config::{ConfigType, Documented};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -21,7 +22,7 @@ const MAX_TOKENS: usize = 1 << 27;
 /// seq_len = 512
 /// batch_size = 4
 /// ```
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Documented)]
 #[serde(default, deny_unknown_fields)]
 pub struct TextDataConfig {
     /// What `path` holds: `"text"`, of which every file is a document, `"lines"` or `"jsonl"`, of which every
@@ -139,6 +140,24 @@ pub enum Paths {
     One(PathBuf),
     /// Several, in this order.
     Many(Vec<PathBuf>),
+}
+
+impl ConfigType for DataKind {
+    fn describe() -> String {
+        "`\"text\"` or `\"tokens\"`".to_owned()
+    }
+}
+
+impl ConfigType for TokenDtype {
+    fn describe() -> String {
+        "`\"u16\"` or `\"u32\"`".to_owned()
+    }
+}
+
+impl ConfigType for Paths {
+    fn describe() -> String {
+        "path or list of path".to_owned()
+    }
 }
 
 impl Paths {

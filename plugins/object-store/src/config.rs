@@ -13,7 +13,9 @@ use url::Url;
 use crate::ObjectStoreIO;
 
 /// `checkpoint.io.type = "object_store"`: a bucket that all ranks reach.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+)]
 #[serde(default, deny_unknown_fields)]
 pub struct ObjectStoreConfig {
     /// The place, such as `s3://bucket/my-run`: checkpoints are directly under it. `checkpoint.dir`

@@ -22,7 +22,9 @@ use crate::memory::RegionLayout;
 /// where the job's store says; it must belong to this user and be sealed, so that nobody can cut it
 /// under a mapping. It has no name in a file system, so it is freed however the processes end. Linux
 /// only.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct Shm {
     /// Bytes that a rank transfers in one phase of a collective, 4 KiB to 1 GiB. The same on all

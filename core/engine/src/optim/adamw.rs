@@ -20,7 +20,7 @@ use crate::parameter::Parameter;
 /// `torch.optim.AdamW`: `optimizer.type = "adamw"`.
 ///
 /// One step count serves all parameters. State: `exp_avg`, `exp_avg_sq`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct AdamW {
     /// The learning rate, before the schedule.
@@ -85,7 +85,8 @@ fulgurite_config::register_plugin!(
     fulgurite_config::registry::kind::OPTIMIZER,
     "adamw",
     "Adam with decoupled weight decay, as torch.optim.AdamW",
-    "{ type = \"adamw\", lr = 3e-4, weight_decay = 0.1, no_decay = [\"*norm*\", \"bias\"] }"
+    "{ type = \"adamw\", lr = 3e-4, weight_decay = 0.1, no_decay = [\"*norm*\", \"bias\"] }",
+    AdamW
 );
 
 struct AdamWOptimizer {

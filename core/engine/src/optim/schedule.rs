@@ -20,7 +20,9 @@ use super::optimizer::SchedulerConfig;
 use crate::{Error, Result};
 
 /// A constant rate after the warm-up: `scheduler.type = "constant"`.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Default, PartialEq, Serialize, Deserialize, fulgurite_config::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct Constant {
     /// Number of steps over which the rate rises linearly: step `s`, counted from 0, has the factor `(s
@@ -36,7 +38,9 @@ impl SchedulerConfig for Constant {
 }
 
 /// Linear decay from 1 to `min_factor` after the warm-up: `scheduler.type = "linear"`.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Default, PartialEq, Serialize, Deserialize, fulgurite_config::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct Linear {
     /// Number of steps over which the rate rises linearly: step `s`, counted from 0, has the factor `(s
@@ -59,7 +63,9 @@ impl SchedulerConfig for Linear {
 }
 
 /// Cosine decay from 1 to `min_factor` after the warm-up: `scheduler.type = "cosine"`.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Default, PartialEq, Serialize, Deserialize, fulgurite_config::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct Cosine {
     /// Number of steps over which the rate rises linearly: step `s`, counted from 0, has the factor `(s
@@ -84,7 +90,7 @@ impl SchedulerConfig for Cosine {
 
 /// A rate that is multiplied with `gamma` every `step_size` steps, counted from the end of the
 /// warm-up: `scheduler.type = "step"`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Step {
     /// Steps between two decays; at least one.
@@ -118,25 +124,29 @@ fulgurite_config::register_plugin!(
     fulgurite_config::registry::kind::SCHEDULER,
     "constant",
     "A constant rate, after an optional warm-up",
-    "{ type = \"constant\", warmup_steps = 100 }"
+    "{ type = \"constant\", warmup_steps = 100 }",
+    Constant
 );
 fulgurite_config::register_plugin!(
     fulgurite_config::registry::kind::SCHEDULER,
     "linear",
     "Linear decay to min_factor, after an optional warm-up",
-    "{ type = \"linear\", warmup_steps = 100, min_factor = 0.1 }"
+    "{ type = \"linear\", warmup_steps = 100, min_factor = 0.1 }",
+    Linear
 );
 fulgurite_config::register_plugin!(
     fulgurite_config::registry::kind::SCHEDULER,
     "cosine",
     "Cosine decay to min_factor, after an optional warm-up",
-    "{ type = \"cosine\", warmup_steps = 100, min_factor = 0.1 }"
+    "{ type = \"cosine\", warmup_steps = 100, min_factor = 0.1 }",
+    Cosine
 );
 fulgurite_config::register_plugin!(
     fulgurite_config::registry::kind::SCHEDULER,
     "step",
     "Decay by gamma every step_size steps, after an optional warm-up",
-    "{ type = \"step\", step_size = 1000, gamma = 0.5 }"
+    "{ type = \"step\", step_size = 1000, gamma = 0.5 }",
+    Step
 );
 
 fn warmup(step: u64, warmup_steps: u64) -> f64 {

@@ -22,7 +22,7 @@ use crate::{Error, Result};
 ///
 /// State: `momentum_buffer`, if there is momentum. The optimizer's first step fills it with the
 /// gradient undampened; a parameter whose first gradient comes later starts from zero.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Sgd {
     /// The learning rate, before the schedule.
@@ -106,7 +106,8 @@ fulgurite_config::register_plugin!(
     fulgurite_config::registry::kind::OPTIMIZER,
     "sgd",
     "Stochastic gradient descent with momentum, as torch.optim.SGD",
-    "{ type = \"sgd\", lr = 0.1, momentum = 0.9, nesterov = true }"
+    "{ type = \"sgd\", lr = 0.1, momentum = 0.9, nesterov = true }",
+    Sgd
 );
 
 /// `N` is 1 with momentum, whose buffer is the state, and 0 without.

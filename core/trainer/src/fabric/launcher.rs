@@ -22,6 +22,13 @@ pub struct Connection {
     pub world: Arc<dyn ProcessGroup>,
 }
 
+/// What a launch is made of.
+struct Parts {
+    strategy: Box<dyn StrategyConfig>,
+    options: LaunchOptions,
+    process_group: Box<dyn ProcessGroupConfig>,
+}
+
 impl TrainerConfig {
     /// Launches the ranks that this configuration asks for, unless a launcher has started them, and
     /// connects them. Returns in ranks only; see [`launch`](fulgurite_launch::launch). Collective.
@@ -40,6 +47,39 @@ impl TrainerConfig {
     /// As [`connect`](Self::connect), and those of `check`.
     pub fn connect_checked(&self, check: &dyn Fn(usize) -> Result<()>) -> Result<Connection> {
         let _starting = Starting::new();
+        let Parts { strategy, options, process_group } = self.parts()?;
+        let timeout = options.timeout;
+        let fits = |world_size| {
+            strategy.build(&BuildContext::new(world_size))?;
+            check(world_size)
+        };
+        let launched = launch_checked(options, &fits)?;
+        let world: Arc<dyn ProcessGroup> = if launched.world_size == 1 {
+            Arc::new(Solo::new("world", 0))
+        } else {
+            process_group.build(&GroupContext {
+                rank: launched.rank,
+                world_size: launched.world_size,
+                local_rank: launched.local_rank,
+                local_world_size: launched.local_world_size,
+                store: launched.store.clone(),
+                timeout,
+            })?
+        };
+        Ok(Connection { launched, world })
+    }
+
+    /// Checks what of the launch can be checked without one.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect).
+    pub(crate) fn check_launch(&self, ranks: usize) -> Result<()> {
+        self.parts()?.strategy.build(&BuildContext::new(ranks)).map(drop)
+    }
+
+    /// # Errors
+    /// If there is no such plugin, or an option is wrong.
+    fn parts(&self) -> Result<Parts> {
         registry::require(kind::PROCESS_GROUP, &self.process_group.name)?;
         let strategy =
             self.strategy.build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?;
@@ -67,24 +107,7 @@ impl TrainerConfig {
             .process_group
             .build::<Box<dyn ProcessGroupConfig>>(kind::PROCESS_GROUP, "trainer.process_group")?;
         process_group.check()?;
-        let fits = |world_size| {
-            strategy.build(&BuildContext::new(world_size))?;
-            check(world_size)
-        };
-        let launched = launch_checked(options, &fits)?;
-        let world: Arc<dyn ProcessGroup> = if launched.world_size == 1 {
-            Arc::new(Solo::new("world", 0))
-        } else {
-            process_group.build(&GroupContext {
-                rank: launched.rank,
-                world_size: launched.world_size,
-                local_rank: launched.local_rank,
-                local_world_size: launched.local_world_size,
-                store: launched.store.clone(),
-                timeout,
-            })?
-        };
-        Ok(Connection { launched, world })
+        Ok(Parts { strategy, options, process_group })
     }
 }
 

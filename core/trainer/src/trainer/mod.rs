@@ -39,7 +39,7 @@ pub use logger::{Logger, LoggerConfig};
 use logger::{LoggerSink, RunDir};
 pub use meter::peak_rss_mib;
 pub use predictions::Predictions;
-pub use preflight::RunPurpose;
+pub use preflight::{MakeParallelize, RunPurpose};
 pub use saved_state::SavedState;
 pub use trained::Trained;
 pub use trainer::{FitOutcome, Trainer};

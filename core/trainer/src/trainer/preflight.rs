@@ -7,7 +7,7 @@ use toml::Table;
 use super::memory_check::check_memory;
 use super::{LightningModule, OptimizerSetup, RunConfigOf, Trainer};
 use crate::fabric::{Connection, check_frozen};
-use crate::run::{CkptPath, RunConfig};
+use crate::run::{CkptPath, Devices, RunConfig, available_cores};
 use crate::{Error, Result};
 use fulgurite_checkpoint_format::{self as checkpoint, DistributedCheckpoint};
 use fulgurite_config::registry::kind;
@@ -16,7 +16,7 @@ use fulgurite_engine::data::{DataContext, DataModule, SampleOrder, Split, TrainS
 use fulgurite_engine::mesh::DATA_PARALLEL;
 use fulgurite_engine::module::{ModuleBuilder, ModuleTree};
 use fulgurite_engine::optim::{OptimizerConfig, SchedulerConfig};
-use fulgurite_engine::strategy::{BuildContext, RankMemory, StrategyConfig};
+use fulgurite_engine::strategy::{BuildContext, ParallelizeFn, RankMemory, StrategyConfig};
 
 /// What the ranks of a run are started for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +46,7 @@ impl Trainer {
     /// Collective.
     ///
     /// A trainer that is given a [`parallelize`](Trainer::parallelize) function is connected with
-    /// `run.trainer.connect()` instead.
+    /// [`connect_parallelized`](Self::connect_parallelized) instead.
     ///
     /// # Errors
     /// As [`TrainerConfig::connect`](crate::run::TrainerConfig::connect), and what is wrong with the
@@ -55,13 +55,58 @@ impl Trainer {
         run: &RunConfigOf<M>,
         purpose: RunPurpose,
     ) -> Result<Connection> {
-        let untyped = run.untyped();
-        untyped.validate()?;
-        untyped.check_plugins()?;
+        Self::connect_parallelized::<M>(run, purpose, &|| None)
+    }
+
+    /// As [`connect`](Self::connect), for a model that a function distributes, not the strategy's configuration.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect), and those of the function.
+    pub fn connect_parallelized<M: LightningModule>(
+        run: &RunConfigOf<M>,
+        purpose: RunPurpose,
+        parallelize: &MakeParallelize<'_>,
+    ) -> Result<Connection> {
+        let untyped = prepare::<M>(run)?;
         let describe =
             |context: &DataContext, builder: &ModuleBuilder| describe::<M>(run, context, builder);
-        run.trainer.connect_checked(&|ranks| check(&untyped, purpose, ranks, &describe))
+        let checked = |ranks| check(&untyped, purpose, ranks, &describe, parallelize());
+        run.trainer.connect_checked(&checked)
     }
+
+    /// Does what [`connect_parallelized`](Self::connect_parallelized) does before it starts ranks, and starts
+    /// none. Returns how many there would be.
+    ///
+    /// # Errors
+    /// What is wrong with the configuration.
+    pub fn check<M: LightningModule>(
+        run: &RunConfigOf<M>,
+        purpose: RunPurpose,
+        parallelize: &MakeParallelize<'_>,
+    ) -> Result<usize> {
+        let untyped = prepare::<M>(run)?;
+        let describe =
+            |context: &DataContext, builder: &ModuleBuilder| describe::<M>(run, context, builder);
+        let devices = match run.trainer.devices {
+            Devices::Count(count) => count,
+            Devices::Auto => available_cores(),
+        };
+        let ranks = devices.saturating_mul(run.trainer.num_nodes);
+        run.trainer.check_launch(ranks)?;
+        check(&untyped, purpose, ranks, &describe, parallelize())?;
+        Ok(ranks)
+    }
+}
+
+/// Makes the function that distributes a model; `None` for that of the strategy's configuration.
+pub type MakeParallelize<'a> = dyn Fn() -> Option<Box<dyn ParallelizeFn>> + 'a;
+
+/// The configuration without the module's types, once it is whole.
+fn prepare<M: LightningModule>(run: &RunConfigOf<M>) -> Result<RunConfig<Table, Table>> {
+    let untyped = run.untyped();
+    untyped.validate()?;
+    untyped.check_plugins()?;
+    Ok(untyped)
 }
 
 fn describe<M: LightningModule>(
@@ -91,14 +136,18 @@ fn check(
     purpose: RunPurpose,
     ranks: usize,
     describe: &Describe,
+    parallelize: Option<Box<dyn ParallelizeFn>>,
 ) -> Result<()> {
     let config = &run.trainer;
     check_directories(run)?;
     check_resume(run)?;
-    let strategy = config
+    let mut strategy = config
         .strategy
         .build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?
         .build(&BuildContext::new(ranks))?;
+    if let Some(parallelize) = parallelize {
+        strategy.set_parallelize(parallelize)?;
+    }
     check_async_save(run, strategy.saves_distributed_checkpoints())?;
     let planned = Arc::new(Planned::world(ranks));
     let world: Arc<dyn ProcessGroup> = match ranks {
