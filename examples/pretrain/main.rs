@@ -56,6 +56,11 @@ impl LightningModule for LitLlama {
         ctx.log("val_perplexity", Perplexity::of(&loss)?);
         Ok(loss)
     }
+
+    /// The most likely next token after each.
+    fn predict_step(&mut self, batch: &TokenBatch, _: &mut StepContext) -> Result<Tensor> {
+        Ok(self.0.evaluate(&batch.inputs, &batch.targets)?.1)
+    }
 }
 
 impl Hooks<TextData> for LitLlama {

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
+pub use clap_complete::Shell;
 use fulgurite_core::Result;
 use fulgurite_core::config::ConfigLayers;
 use fulgurite_core::config::reference::{self, Section};
@@ -39,11 +40,19 @@ impl Program {
 pub enum CliCommand {
     /// To run the module.
     Run(RunRequest),
+    /// To check a configuration, and start nothing.
+    Check(RunRequest),
+    /// To print the JSON schema of the configuration.
+    Schema,
+    /// To look at the machine, for a run of this configuration.
+    Doctor(RunRequest),
     /// To list the plugins that are linked into the program.
     Plugins(plugins::Command),
+    /// To print a script by which a shell completes the program's arguments.
+    Completion(Shell),
 }
 
-/// The arguments of `fit`, `validate` and `test`.
+/// The arguments of `fit`, `validate`, `test` and `predict`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunRequest {
     /// Whether to train, to validate or to test.
@@ -52,10 +61,23 @@ pub struct RunRequest {
     pub config: Vec<PathBuf>,
     /// Overrides `a.b.c=value` of the files, in order.
     pub set: Vec<String>,
-    /// Whether to print the resolved configuration and do nothing else.
-    pub print_config: bool,
+    /// How to print the resolved configuration, if it is to be printed and nothing else done.
+    pub print_config: Option<PrintConfig>,
     /// The format of standard output.
     pub output: Output,
+    /// Keys with several values, `KEY=VALUE,VALUE`: a run for each combination.
+    pub sweep: Vec<String>,
+    /// The file that predictions are written to.
+    pub output_file: Option<PathBuf>,
+}
+
+/// How a configuration is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum PrintConfig {
+    /// As TOML.
+    Plain,
+    /// As TOML with what each key means, and with the keys that are not set.
+    Comments,
 }
 
 /// What a run does.
@@ -67,6 +89,20 @@ pub enum Action {
     Validate,
     /// Test a checkpoint.
     Test,
+    /// Predict with a checkpoint.
+    Predict,
+}
+
+impl Action {
+    /// The subcommand.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fit => "fit",
+            Self::Validate => "validate",
+            Self::Test => "test",
+            Self::Predict => "predict",
+        }
+    }
 }
 
 /// The format of a run's standard output.
@@ -80,13 +116,29 @@ pub enum Output {
 }
 
 impl RunRequest {
-    /// The configuration in layers: the program's defaults, the files, the overrides.
+    /// The configuration in layers: the program's defaults, the files, the variables of this process's
+    /// environment, the overrides.
     ///
     /// # Errors
-    /// If a file is missing or not TOML, or an override is malformed.
+    /// If a file is missing or not TOML, or a variable or an override is malformed.
     pub fn layers(&self, defaults: Table) -> Result<ConfigLayers> {
+        self.layers_in(defaults, std::env::vars_os())
+    }
+
+    /// As [`layers`](Self::layers), in an environment of these variables.
+    ///
+    /// # Errors
+    /// As [`layers`](Self::layers).
+    pub fn layers_in(
+        &self,
+        defaults: Table,
+        variables: impl IntoIterator<Item = (OsString, OsString)>,
+    ) -> Result<ConfigLayers> {
+        let top_level = reference_sections()?.swap_remove(0).keys;
+        let top_level: Vec<_> = top_level.iter().map(|key| key.name.as_ref()).collect();
         let layers = ConfigLayers::new().defaults(defaults);
         let layers = self.config.iter().try_fold(layers, ConfigLayers::file)?;
+        let layers = layers.environment(PREFIX, &top_level, variables)?;
         self.set.iter().try_fold(layers, |layers, assignment| layers.set(assignment))
     }
 
@@ -102,6 +154,9 @@ impl RunRequest {
     }
 }
 
+/// What the environment variables of keys begin with.
+const PREFIX: &str = "FULGURITE_";
+
 #[derive(Parser)]
 #[command(subcommand_required = true, arg_required_else_help = true)]
 struct Cli {
@@ -112,14 +167,76 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Train the model, and validate it on the way
-    Fit(RunArgs),
+    Fit(FitArgs),
     /// Validate the model of `trainer.ckpt_path`
     Validate(RunArgs),
     /// Test the model of `trainer.ckpt_path`
     Test(RunArgs),
+    /// Predict with the model of `trainer.ckpt_path`, and write what it predicts to a file
+    Predict(PredictArgs),
+    /// The configuration: whether it can be run, and its schema
+    #[command(subcommand)]
+    Config(ConfigCommand),
+    /// Look at the machine as a run would find it: cores, memory, limits, launcher, directories
+    Doctor(RunArgs),
     /// The plugins that are linked into this program: strategies, transports, loggers, …
     #[command(subcommand)]
     Plugins(plugins::Command),
+    /// A script by which your shell completes arguments: `source <(PROGRAM completion bash)`
+    Completion {
+        /// The shell
+        shell: Shell,
+    },
+}
+
+#[derive(Subcommand)]
+enum ConfigCommand {
+    /// Check a configuration as a run does before it starts processes, and start none
+    Check(CheckArgs),
+    /// Print the JSON schema of the configuration, plugins included, for an editor
+    Schema,
+}
+
+#[derive(Args)]
+struct CheckArgs {
+    #[command(flatten)]
+    run: RunArgs,
+
+    /// What the configuration is for
+    #[arg(long, value_enum, default_value_t = Purpose::Fit)]
+    purpose: Purpose,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Purpose {
+    /// To train
+    Fit,
+    /// To validate, test or predict
+    Evaluate,
+}
+
+#[derive(Args)]
+struct FitArgs {
+    #[command(flatten)]
+    run: RunArgs,
+
+    /// Train once with each of several values, one run after the other, and compare them at the end:
+    /// optimizer.lr=1e-3,3e-3
+    ///
+    /// May be given several times: then each combination is a run. Commas within brackets and quotes belong to a
+    /// value. A `checkpoint.dir` gets a directory for each run.
+    #[arg(long, value_name = "KEY=VALUE,…")]
+    sweep: Vec<String>,
+}
+
+#[derive(Args)]
+struct PredictArgs {
+    #[command(flatten)]
+    run: RunArgs,
+
+    /// Where to write the predictions of all ranks: `samples` and `outputs`, in the order of the samples
+    #[arg(long, value_name = "FILE", default_value = "predictions.safetensors")]
+    output_file: PathBuf,
 }
 
 #[derive(Args)]
@@ -136,8 +253,15 @@ struct RunArgs {
     set: Vec<String>,
 
     /// Print the resolved configuration as TOML, and do nothing else
-    #[arg(long)]
-    print_config: bool,
+    #[arg(
+        long,
+        value_enum,
+        value_name = "HOW",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "plain"
+    )]
+    print_config: Option<PrintConfig>,
 
     /// What to write on standard output
     #[arg(long, value_enum, default_value_t)]
@@ -155,14 +279,54 @@ where
     I::Item: Into<OsString> + Clone,
 {
     let matches = command(program).try_get_matches_from(args)?;
-    let (action, run) = match Cli::from_arg_matches(&matches)?.command {
-        Command::Fit(run) => (Action::Fit, run),
-        Command::Validate(run) => (Action::Validate, run),
-        Command::Test(run) => (Action::Test, run),
-        Command::Plugins(command) => return Ok(CliCommand::Plugins(command)),
+    let request = |action, run| {
+        let RunArgs { config, set, print_config, output } = run;
+        let (sweep, output_file) = (Vec::new(), None);
+        RunRequest { action, config, set, print_config, output, sweep, output_file }
     };
-    let RunArgs { config, set, print_config, output } = run;
-    Ok(CliCommand::Run(RunRequest { action, config, set, print_config, output }))
+    Ok(match Cli::from_arg_matches(&matches)?.command {
+        Command::Fit(FitArgs { run, sweep }) => {
+            CliCommand::Run(RunRequest { sweep, ..request(Action::Fit, run) })
+        }
+        Command::Validate(run) => CliCommand::Run(request(Action::Validate, run)),
+        Command::Test(run) => CliCommand::Run(request(Action::Test, run)),
+        Command::Predict(PredictArgs { run, output_file }) => {
+            let output_file = Some(output_file);
+            CliCommand::Run(RunRequest { output_file, ..request(Action::Predict, run) })
+        }
+        Command::Config(ConfigCommand::Check(CheckArgs { run, purpose })) => {
+            CliCommand::Check(request(
+                match purpose {
+                    Purpose::Fit => Action::Fit,
+                    Purpose::Evaluate => Action::Validate,
+                },
+                run,
+            ))
+        }
+        Command::Config(ConfigCommand::Schema) => CliCommand::Schema,
+        Command::Doctor(run) => CliCommand::Doctor(request(Action::Fit, run)),
+        Command::Plugins(command) => CliCommand::Plugins(command),
+        Command::Completion { shell } => CliCommand::Completion(shell),
+    })
+}
+
+/// The script by which a shell completes the program's arguments.
+pub fn completion(program: &Program, shell: Shell) -> String {
+    let mut script = Vec::new();
+    // The keys in the help's end are no arguments.
+    let mut command = Cli::command().name(program.name).bin_name(program.name).about(program.about);
+    clap_complete::generate(shell, &mut command, program.name, &mut script);
+    String::from_utf8_lossy(&script).into_owned()
+}
+
+/// The sections of the whole configuration: the framework's, and the program's own.
+///
+/// # Errors
+/// If the framework's documentation is out of date, which a test excludes.
+pub fn all_sections(program: &Program) -> Result<Vec<Section>> {
+    let mut sections = reference_sections()?;
+    sections.extend(program.sections.iter().cloned());
+    Ok(sections)
 }
 
 fn command(program: &Program) -> clap::Command {
@@ -174,12 +338,15 @@ fn command(program: &Program) -> clap::Command {
          {name} fit --set trainer.devices=4 --set trainer.strategy=fsdp\n  \
          {name} fit --config run.toml --set trainer.ckpt_path=last\n  \
          {name} validate --config run.toml --set trainer.ckpt_path=checkpoints/step-1000\n  \
-         {name} fit --config run.toml --print-config\n  \
-         {name} plugins list"
+         {name} predict --config run.toml --set trainer.ckpt_path=last --output-file out.safetensors\n  \
+         {name} fit --config run.toml --sweep optimizer.lr=1e-3,3e-3\n  \
+         {name} fit --config run.toml --print-config=comments\n  \
+         {name} config check --config run.toml\n  \
+         {name} plugins list\n\n\
+         A key's value is the last of: the program's default, --config files in order, the variable\n\
+         {PREFIX}TABLE__KEY ({PREFIX}TRAINER__MAX_STEPS=5), --set in order."
     );
-    // A test checks that the framework's tables match their declarations.
-    let mut sections = reference_sections().unwrap_or_default();
-    sections.extend(program.sections.iter().cloned());
+    let sections = all_sections(program).unwrap_or_default();
     let help = format!(
         "{examples}\n\nConfiguration keys [default]:\n{}",
         reference::plain_text(&sections)
@@ -194,6 +361,8 @@ fn command(program: &Program) -> clap::Command {
         .version(program.version)
         .mut_subcommand("fit", with_help)
         .mut_subcommand("validate", with_help)
+        .mut_subcommand("test", with_help)
+        .mut_subcommand("predict", with_help)
 }
 
 #[cfg(test)]
@@ -207,7 +376,7 @@ mod tests {
     fn request(args: &[&str]) -> RunRequest {
         match parse(&program(), [&["pretrain"], args].concat()).unwrap() {
             CliCommand::Run(request) => request,
-            other @ CliCommand::Plugins(_) => panic!("{other:?} is no run"),
+            other => panic!("{other:?} is no run"),
         }
     }
 
@@ -227,8 +396,10 @@ mod tests {
                 action: Action::Fit,
                 config: vec!["a.toml".into(), "b.toml".into()],
                 set: vec!["x=1".to_owned(), "x=2".to_owned()],
-                print_config: false,
+                print_config: None,
                 output: Output::Json,
+                sweep: Vec::new(),
+                output_file: None,
             }
         );
     }
@@ -304,28 +475,35 @@ For more information, try '--help'.
     #[test]
     fn the_help_has_examples_and_all_keys() {
         insta::assert_snapshot!(refusal(&["fit", "-h"]), @r#"
-Train the model, and validate it on the way
-
-Usage: pretrain fit [OPTIONS]
-
-Options:
-  -c, --config <FILE>    A TOML file with configuration; may be given several times, the later over the earlier
-  -s, --set <KEY=VALUE>  Set one key, over all files: trainer.max_steps=100, trainer.strategy=ddp
-      --print-config     Print the resolved configuration as TOML, and do nothing else
-      --output <OUTPUT>  What to write on standard output [default: human] [possible values: human, json]
-  -h, --help             Print help (see more with '--help')
-
-Examples:
-  pretrain fit
-  pretrain fit --config base.toml --config large.toml
-  pretrain fit --set trainer.devices=4 --set trainer.strategy=fsdp
-  pretrain fit --config run.toml --set trainer.ckpt_path=last
-  pretrain validate --config run.toml --set trainer.ckpt_path=checkpoints/step-1000
-  pretrain fit --config run.toml --print-config
-  pretrain plugins list
-
-For all configuration keys: pretrain fit --help
-"#);
+    Train the model, and validate it on the way
+    
+    Usage: pretrain fit [OPTIONS]
+    
+    Options:
+      -c, --config <FILE>         A TOML file with configuration; may be given several times, the later over the earlier
+      -s, --set <KEY=VALUE>       Set one key, over all files: trainer.max_steps=100, trainer.strategy=ddp
+          --print-config[=<HOW>]  Print the resolved configuration as TOML, and do nothing else [possible values: plain, comments]
+          --output <OUTPUT>       What to write on standard output [default: human] [possible values: human, json]
+          --sweep <KEY=VALUE,…>   Train once with each of several values, one run after the other, and compare them at the end: optimizer.lr=1e-3,3e-3
+      -h, --help                  Print help (see more with '--help')
+    
+    Examples:
+      pretrain fit
+      pretrain fit --config base.toml --config large.toml
+      pretrain fit --set trainer.devices=4 --set trainer.strategy=fsdp
+      pretrain fit --config run.toml --set trainer.ckpt_path=last
+      pretrain validate --config run.toml --set trainer.ckpt_path=checkpoints/step-1000
+      pretrain predict --config run.toml --set trainer.ckpt_path=last --output-file out.safetensors
+      pretrain fit --config run.toml --sweep optimizer.lr=1e-3,3e-3
+      pretrain fit --config run.toml --print-config=comments
+      pretrain config check --config run.toml
+      pretrain plugins list
+    
+    A key's value is the last of: the program's default, --config files in order, the variable
+    FULGURITE_TABLE__KEY (FULGURITE_TRAINER__MAX_STEPS=5), --set in order.
+    
+    For all configuration keys: pretrain fit --help
+    "#);
         let long = refusal(&["fit", "--help"]);
         for section in reference_sections().unwrap() {
             for key in section.keys {

@@ -13,8 +13,10 @@
 //! ```
 
 pub mod args;
+mod doctor;
 pub mod plugins;
 mod run;
+mod sweep;
 
 pub use fulgurite_error::print;
 pub use run::{Cli, cli};

@@ -1,25 +1,30 @@
 //! Running a module from the command line.
 
 use std::io::IsTerminal as _;
+use std::path::Path;
 use std::process::ExitCode;
 
-use fulgurite_core::config::reference::Section;
+use fulgurite_core::config::reference::{Section, commented_toml};
+use fulgurite_core::config::schema::json_schema;
 use fulgurite_core::config::to_toml;
 use fulgurite_core::data::DataModule;
 use fulgurite_core::fabric::Connection;
 use fulgurite_core::launch::{LaunchedRank, interruption, report_and_exit_code};
+use fulgurite_core::mesh::DeviceMesh;
+use fulgurite_core::module::ModuleTree;
 use fulgurite_core::run::TrainerConfig;
-use fulgurite_core::trainer::{LightningModule, RunConfigOf, RunPurpose, Trainer};
-use fulgurite_core::{Error, Result, advice};
+use fulgurite_core::strategy::ParallelizeFn;
+use fulgurite_core::trainer::{Callback, LightningModule, RunConfigOf, RunPurpose, Trainer};
+use fulgurite_core::{Error, Result, advice, registry};
 use fulgurite_loggers::{JsonLines, ProgressBar};
+use serde_json::json;
 use toml::Table;
 
-use super::args::{self, Action, CliCommand, Output, Program, RunRequest};
-use super::{plugins, print};
+use super::args::{self, Action, CliCommand, Output, PrintConfig, Program, RunRequest};
+use super::{doctor, plugins, print, sweep};
 
-/// The command line of a training program for module `M` on its data: `fit`, `validate`,
-/// `--config`, `--set`, `--print-config`, `--output`, and `plugins list`. The whole of a program's
-/// `main`:
+/// The command line of a training program for module `M` on its data: `fit`, `validate`, `test`, `predict`,
+/// `config check`, `config schema`, `doctor`, `plugins` and `completion`. The whole of a program's `main`:
 ///
 /// ```no_run
 /// # mod my { use fulgurite::prelude::*;
@@ -45,17 +50,89 @@ pub fn cli<M: LightningModule>() -> ExitCode {
     Cli::new(program_name(), "Trains and validates a model").run::<M>()
 }
 
-/// The command line of a training program with its own name and defaults; [`cli`] is the short
+/// The command line of a training program with its own name, defaults and callbacks; [`cli`] is the short
 /// form.
+///
+/// ```no_run
+/// # mod my { use fulgurite::prelude::*;
+/// #     pub struct Net;
+/// #     impl LightningModule for Net {
+/// #         type Config = toml::Table;
+/// #         type Data = TextData;
+/// #         fn configure_model(_: &toml::Table, _: &ModuleBuilder) -> Result<Self> { Ok(Net) }
+/// #         fn training_step(&mut self, _: &TokenBatch, _: &mut StepContext) -> Result<Loss> {
+/// #             Err(Error::other("nothing to do"))
+/// #         }
+/// #     }
+/// #     impl Hooks<TextData> for Net {}
+/// # }
+/// # use my::Net;
+/// use fulgurite::cli::Cli;
+/// use fulgurite::prelude::*;
+///
+/// #[derive(Default)]
+/// struct SaysEpochs;
+///
+/// impl Hooks for SaysEpochs {
+///     fn on_train_epoch_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+///         ctx.print(format!("another epoch, at step {}", ctx.step));
+///         Ok(())
+///     }
+/// }
+/// impl Callback for SaysEpochs {}
+///
+/// fn main() -> std::process::ExitCode {
+///     Cli::new("train", "Trains a small network")
+///         .with_defaults("[trainer]\nmax_steps = 100")
+///         .with_callback(SaysEpochs::default)
+///         .parallelize(|model: &mut ModuleTree, _: &DeviceMesh| {
+///             model.shard_model(&[&|unit: &str| unit.starts_with("blocks.")], FullyShard::default())
+///         })
+///         .run::<Net>()
+/// }
+/// ```
 pub struct Cli {
     program: Program,
     defaults: Result<Table>,
+    extras: Extras,
+}
+
+/// What a program adds to a run by code.
+#[derive(Default)]
+struct Extras {
+    callbacks: Vec<Box<dyn Fn() -> Box<dyn Callback> + Send>>,
+    parallelize: Option<Box<dyn Fn() -> Box<dyn ParallelizeFn> + Send>>,
+}
+
+impl Extras {
+    fn parallelize(&self) -> Option<Box<dyn ParallelizeFn>> {
+        self.parallelize.as_ref().map(|make| make())
+    }
 }
 
 impl Cli {
     /// A program called `name`; `about` is one line for `--help`.
     pub fn new(name: &'static str, about: &'static str) -> Self {
-        Self { program: Program::new(name, about), defaults: Ok(Table::new()) }
+        let program = Program::new(name, about);
+        Self { program, defaults: Ok(Table::new()), extras: Extras::default() }
+    }
+
+    /// Adds a callback to every run, on all ranks: what `make` makes, once a run.
+    #[must_use]
+    pub fn with_callback<C: Callback + 'static>(
+        mut self,
+        make: impl Fn() -> C + Send + 'static,
+    ) -> Self {
+        self.extras.callbacks.push(Box::new(move || Box::new(make())));
+        self
+    }
+
+    /// Sets the function that distributes the model over the mesh, in place of
+    /// `trainer.strategy.parallelize`. The strategy must take one: `fsdp` and `model_parallel` do.
+    #[must_use]
+    pub fn parallelize(mut self, f: impl ParallelizeFn + Clone + 'static) -> Self {
+        self.extras.parallelize = Some(Box::new(move || Box::new(f.clone())));
+        self
     }
 
     /// Sets defaults of the configuration, as TOML text. Files and overrides win.
@@ -94,27 +171,26 @@ impl Cli {
 
     /// Parses the command line and runs it. Collective over the ranks that it launches.
     pub fn run<M: LightningModule>(self) -> ExitCode {
-        self.run_program(sections::<M>(), execute::<M>)
+        let module = Module { execute: execute::<M>, check: check::<M> };
+        self.run_program(sections::<M>(), module)
     }
 
-    fn run_program(mut self, sections: Result<[Section; 2]>, execute: Execute) -> ExitCode {
+    fn run_program(mut self, sections: Result<[Section; 2]>, module: Module) -> ExitCode {
         match sections {
             Ok(sections) => self.program.sections.extend(sections),
             Err(error) => return report_and_exit_code(Err(error)),
         }
-        let request = match args::parse(&self.program, std::env::args_os()) {
-            Ok(CliCommand::Run(request)) => request,
-            Ok(CliCommand::Plugins(command)) => {
-                return report_and_exit_code(plugins::run(&command));
-            }
+        let command = match args::parse(&self.program, std::env::args_os()) {
+            Ok(command) => command,
             Err(error) => error.exit(),
         };
         log_to_stderr();
+        sweep::end_with_parent();
         // Backward recurses along the graph, so a long graph needs a deep stack.
         let worker = std::thread::Builder::new()
             .name("main".to_owned())
             .stack_size(STACK_BYTES)
-            .spawn(move || report_and_exit_code(execute(&request, self.defaults)));
+            .spawn(move || report_and_exit_code(self.act(command, module)));
         match worker.map(std::thread::JoinHandle::join) {
             Ok(Ok(code)) => code,
             // The panic hook has reported the panic.
@@ -125,6 +201,40 @@ impl Cli {
             )))),
         }
     }
+
+    fn act(self, command: CliCommand, module: Module) -> Result<()> {
+        let Self { program, defaults, extras } = self;
+        match command {
+            CliCommand::Plugins(command) => plugins::run(&command),
+            CliCommand::Completion(shell) => print(&args::completion(&program, shell)),
+            CliCommand::Schema => {
+                let title = format!("A run of {}", program.name);
+                let sections = args::all_sections(&program)?;
+                let schema = json_schema(&title, &sections, &registry::plugins());
+                print(&format!("{schema:#}\n"))
+            }
+            CliCommand::Check(request) => {
+                let ranks = (module.check)(&request, defaults?, &extras)?;
+                print(&format!("the configuration can be run, on {ranks} rank(s)\n"))
+            }
+            CliCommand::Doctor(request) => {
+                let checked = defaults.and_then(|defaults| {
+                    let resolved = request.layers(defaults.clone())?.resolve();
+                    let ranks = (module.check)(&request, defaults, &extras);
+                    Ok((resolved, ranks))
+                });
+                doctor::run(&program, checked)
+            }
+            CliCommand::Run(request)
+                if request.print_config.is_none() && !request.sweep.is_empty() =>
+            {
+                sweep::run(&request, &defaults?, &|run, defaults| {
+                    (module.check)(run, defaults, &extras).map(drop)
+                })
+            }
+            CliCommand::Run(request) => (module.execute)(&request, defaults?, &extras, &program),
+        }
+    }
 }
 
 /// Address space, not memory: a page takes memory from its first use.
@@ -132,34 +242,80 @@ const STACK_BYTES: usize = 256 << 20;
 
 /// The keys of `[model]` and `[data]`, for the help.
 fn sections<M: LightningModule>() -> Result<[Section; 2]> {
-    let (model, data) = (M::Config::default(), <M::Data as DataModule>::Config::default());
-    Ok([Section::undocumented("model", &model)?, Section::undocumented("data", &data)?])
+    Ok([
+        Section::of_any::<M::Config>("model")?,
+        Section::of_any::<<M::Data as DataModule>::Config>("data")?,
+    ])
 }
 
-/// Runs a request for a certain module. The rest does not depend on the module's type, so that it
-/// is compiled once and not in each program.
-type Execute = fn(&RunRequest, Result<Table>) -> Result<()>;
+/// What is done with a certain module. The rest does not depend on the module's type, so that it is compiled
+/// once and not in each program.
+#[derive(Clone, Copy)]
+struct Module {
+    execute: fn(&RunRequest, Table, &Extras, &Program) -> Result<()>,
+    check: fn(&RunRequest, Table, &Extras) -> Result<usize>,
+}
 
-fn execute<M: LightningModule>(request: &RunRequest, defaults: Result<Table>) -> Result<()> {
-    let run: RunConfigOf<M> = request.run_config(defaults?)?;
-    if request.print_config {
-        return print_toml(&run.to_table()?);
-    }
-    let purpose = match request.action {
+fn purpose(action: Action) -> RunPurpose {
+    match action {
         Action::Fit => RunPurpose::Fit,
-        Action::Validate | Action::Test => RunPurpose::Evaluate,
-    };
-    let (_launched, trainer) =
-        trainer(request, &run.trainer, Trainer::connect::<M>(&run, purpose)?);
+        Action::Validate | Action::Test | Action::Predict => RunPurpose::Evaluate,
+    }
+}
+
+fn check<M: LightningModule>(
+    request: &RunRequest,
+    defaults: Table,
+    extras: &Extras,
+) -> Result<usize> {
+    let run: RunConfigOf<M> = request.run_config(defaults)?;
+    Trainer::check::<M>(&run, purpose(request.action), &|| extras.parallelize())
+}
+
+fn execute<M: LightningModule>(
+    request: &RunRequest,
+    defaults: Table,
+    extras: &Extras,
+    program: &Program,
+) -> Result<()> {
+    let run: RunConfigOf<M> = request.run_config(defaults)?;
+    if let Some(how) = request.print_config {
+        let config = run.to_table()?;
+        return print(&match how {
+            PrintConfig::Plain => to_toml(&config)?,
+            PrintConfig::Comments => commented_toml(&config, &args::all_sections(program)?)?,
+        });
+    }
+    let make = || extras.parallelize();
+    let connection = Trainer::connect_parallelized::<M>(&run, purpose(request.action), &make)?;
+    let world = connection.world.clone();
+    let (_launched, mut trainer) = trainer(request, &run.trainer, connection);
+    if let Some(parallelize) = extras.parallelize() {
+        trainer = trainer.parallelize(move |model: &mut ModuleTree, mesh: &DeviceMesh| {
+            parallelize.parallelize(model, mesh)
+        });
+    }
+    for make in &extras.callbacks {
+        trainer = trainer.with_callback(make());
+    }
     match request.action {
         Action::Fit => trainer.fit::<M>(&run).map(drop),
         Action::Validate => trainer.validate::<M>(&run).map(drop),
         Action::Test => trainer.test::<M>(&run).map(drop),
+        Action::Predict => {
+            let predictions = trainer.predict::<M>(&run)?;
+            let file =
+                request.output_file.as_deref().unwrap_or(Path::new("predictions.safetensors"));
+            let samples = predictions.save_all(&*world, file)?;
+            if world.rank() == 0 && request.output == Output::Human {
+                print(&format!("predictions of {samples} samples are in {}\n", file.display()))?;
+            } else if world.rank() == 0 {
+                let event = json!({ "event": "predictions", "samples": samples, "path": file });
+                print(&format!("{event}\n"))?;
+            }
+            Ok(())
+        }
     }
-}
-
-fn print_toml(config: &Table) -> Result<()> {
-    print(&to_toml(config)?)
 }
 
 /// The trainer of a rank, which reports in the format of the request. The rank takes part in the job

@@ -3,6 +3,7 @@
 mod async_save;
 mod callbacks;
 mod campaign;
+mod command_line;
 mod crash;
 mod errors;
 mod faults;

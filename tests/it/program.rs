@@ -211,6 +211,11 @@ impl Job<'_> {
         by.clone_into(found.expect("the argument is there"));
     }
 
+    /// All arguments.
+    pub fn arguments(&self) -> &[String] {
+        &self.args
+    }
+
     /// What was set so far, but for the keys that begin so.
     pub fn assignments(&self, but: &str, and: &str) -> Vec<&str> {
         let set = self.args.iter().filter(|arg| arg.contains('='));

@@ -1,0 +1,298 @@
+//! `fit --sweep optimizer.lr=1e-3,3e-3`: a run for each value, one after the other, and a table of them.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use fulgurite_core::environment::{self, Variables};
+use fulgurite_core::{Error, Result};
+use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+use serde_json::{Value, json};
+use toml::Table;
+
+use super::args::{Output, RunRequest};
+use super::print;
+
+/// Set for the runs of a sweep, to the process that started them.
+const PARENT: &str = "FULGURITE_SWEEP_PROCESS";
+
+/// If this process is a run of a sweep: asks the system to end it, as a user would, when the sweep is killed.
+pub(super) fn end_with_parent() {
+    let parent = std::env::var(PARENT).ok().and_then(|pid| pid.parse::<i32>().ok());
+    // A rank of the run is a child of the run.
+    if parent.is_none() || getppid().map(|pid| pid.as_raw_nonzero().get()) != parent {
+        return;
+    }
+    // Where that is not possible, a sweep that is killed leaves its run.
+    let _ = set_parent_process_death_signal(Some(Signal::TERM));
+}
+
+/// Trains once for each combination, and prints a table.
+///
+/// # Errors
+/// Before any run, if a sweep is malformed or a combination cannot be run; after all runs, if one failed.
+pub(super) fn run(
+    request: &RunRequest,
+    defaults: &Table,
+    check: &dyn Fn(&RunRequest, Table) -> Result<()>,
+) -> Result<()> {
+    let variables = Variables::current();
+    let found = environment::detect(&variables)?;
+    let found = found.map(|found| found.build(&variables)).transpose()?;
+    if let Some(found) = found.filter(|found| found.creates_processes_externally()) {
+        return Err(Error::Config(format!(
+            "--sweep: this process was started as a rank of a job (environment `{}`), and a sweep starts its \
+             runs itself, one after the other. Start each run with the launcher, or the sweep without it",
+            found.name()
+        )));
+    }
+    let combinations = combinations(&request.sweep)?;
+    let mut runs = Vec::new();
+    for combination in &combinations {
+        let run = with_values(request, defaults, combination)?;
+        check(&run, defaults.clone()).map_err(|error| {
+            Error::Config(format!("--sweep, {}: {error}", combination.join(" ")))
+        })?;
+        runs.push(run);
+    }
+    let mut rows = Vec::new();
+    for (i, (combination, run)) in combinations.iter().zip(&runs).enumerate() {
+        eprintln!("run {} of {}: {}", i + 1, runs.len(), combination.join(" "));
+        rows.push(one_run(run, request.output)?);
+    }
+    if request.output == Output::Json {
+        let runs: Vec<Value> = combinations.iter().zip(&rows).map(Row::to_json).collect();
+        print(&format!("{}\n", json!({ "event": "sweep", "runs": runs })))?;
+    } else {
+        print(&table(&combinations, &rows))?;
+    }
+    match rows.iter().filter(|row| row.status != "success").count() {
+        0 => Ok(()),
+        failed => Err(Error::other(format!("{failed} of {} runs of the sweep failed", rows.len()))),
+    }
+}
+
+/// The assignments of each run.
+fn combinations(sweeps: &[String]) -> Result<Vec<Vec<String>>> {
+    let mut combinations = vec![Vec::new()];
+    for sweep in sweeps {
+        let wrong = |why: &str| {
+            Err(Error::Config(format!(
+                "--sweep {sweep}: {why}; expected KEY=VALUE,VALUE, such as optimizer.lr=1e-3,3e-3"
+            )))
+        };
+        let Some((key, values)) = sweep.split_once('=') else { return wrong("there is no `=`") };
+        let values = split(values);
+        if values.iter().any(|value| value.trim().is_empty()) {
+            return wrong("a value is missing");
+        }
+        combinations = combinations
+            .into_iter()
+            .flat_map(|before| {
+                values.iter().map(move |value| {
+                    let mut with = before.clone();
+                    with.push(format!("{key}={value}"));
+                    with
+                })
+            })
+            .collect();
+    }
+    Ok(combinations)
+}
+
+/// The values between commas that are not within brackets, braces or quotes.
+fn split(text: &str) -> Vec<&str> {
+    let (mut values, mut start, mut depth, mut quote) = (Vec::new(), 0, 0_i32, None);
+    for (at, c) in text.char_indices() {
+        match (quote, c) {
+            (Some(open), c) if c == open => quote = None,
+            (Some(_), _) => {}
+            (None, '"' | '\'') => quote = Some(c),
+            (None, '[' | '{') => depth += 1,
+            (None, ']' | '}') => depth -= 1,
+            (None, ',') if depth == 0 => {
+                values.push(&text[start..at]);
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    values.push(&text[start..]);
+    values
+}
+
+/// The request of one run.
+fn with_values(
+    request: &RunRequest,
+    defaults: &Table,
+    combination: &[String],
+) -> Result<RunRequest> {
+    let mut run = RunRequest { sweep: Vec::new(), ..request.clone() };
+    run.set.extend(combination.iter().cloned());
+    // Each has checkpoints of its own.
+    let resolved = run.layers(defaults.clone())?.resolve();
+    let dir = resolved.get("checkpoint").and_then(|checkpoint| checkpoint.get("dir")?.as_str());
+    if let Some(dir) = dir {
+        let name = combination.join(" ").replace('/', "_");
+        let dir = toml::Value::String(format!("{}/{name}", dir.trim_end_matches('/')));
+        run.set.push(format!("checkpoint.dir={dir}"));
+    }
+    Ok(run)
+}
+
+/// How a run ended, and its numbers.
+#[derive(Debug, Default)]
+struct Row {
+    status: String,
+    steps: Option<u64>,
+    /// In the order of the table.
+    numbers: BTreeMap<String, f64>,
+    seconds: f64,
+}
+
+impl Row {
+    fn to_json((combination, row): (&Vec<String>, &Self)) -> Value {
+        json!({
+            "set": combination, "status": row.status, "steps": row.steps, "metrics": row.numbers,
+            "seconds": row.seconds,
+        })
+    }
+
+    /// Takes the numbers of an event of the run.
+    fn read(&mut self, event: &Value) {
+        let number = |value: &Value| value.as_f64();
+        match event["event"].as_str() {
+            Some("summary") => {
+                self.steps = event["steps"].as_u64();
+                if let Some(loss) = number(&event["last_loss"]) {
+                    self.numbers.insert("train_loss".to_owned(), loss);
+                }
+            }
+            Some("validation") => {
+                let metrics = event.as_object().into_iter().flatten();
+                let metrics = metrics.filter(|(name, _)| *name != "step" && *name != "epoch");
+                let metrics =
+                    metrics.filter_map(|(name, value)| Some((name.clone(), number(value)?)));
+                self.numbers.extend(metrics);
+            }
+            _ => {}
+        }
+    }
+}
+
+fn one_run(run: &RunRequest, output: Output) -> Result<Row> {
+    let program = std::env::current_exe().map_err(Error::io("finding", "this program"))?;
+    let started = Instant::now();
+    let mut command = Command::new(&program);
+    command.arg(run.action.name());
+    for file in &run.config {
+        command.arg("--config").arg(file);
+    }
+    for assignment in &run.set {
+        command.arg("--set").arg(assignment);
+    }
+    command.args(["--output", "json"]);
+    command.env(PARENT, std::process::id().to_string());
+    command.stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut child = command.spawn().map_err(Error::io("starting", &program))?;
+    let mut row = Row::default();
+    let lines = BufReader::new(child.stdout.take().expect("it is piped")).lines();
+    for line in lines.map_while(std::io::Result::ok) {
+        if let Ok(event) = serde_json::from_str::<Value>(&line) {
+            row.read(&event);
+        }
+        if output == Output::Json {
+            let _ = writeln!(std::io::stdout(), "{line}");
+        }
+    }
+    let status = child.wait().map_err(Error::io("waiting for", &program))?;
+    row.status = match status.code() {
+        Some(0) => "success".to_owned(),
+        Some(code) => format!("failed ({code})"),
+        None => status.to_string(),
+    };
+    row.seconds = started.elapsed().as_secs_f64();
+    Ok(row)
+}
+
+/// The runs as a table for a terminal.
+fn table(combinations: &[Vec<String>], rows: &[Row]) -> String {
+    let mut header: Vec<String> = Vec::new();
+    for assignment in combinations.first().into_iter().flatten() {
+        header.push(assignment.split('=').next().unwrap_or_default().to_owned());
+    }
+    let mut metrics: Vec<&str> =
+        rows.iter().flat_map(|row| row.numbers.keys().map(String::as_str)).collect();
+    metrics.sort_unstable();
+    metrics.dedup();
+    header.extend(["status", "steps"].map(str::to_owned));
+    header.extend(metrics.iter().map(|&name| name.to_owned()));
+    header.push("seconds".to_owned());
+    let mut cells = vec![header];
+    for (combination, row) in combinations.iter().zip(rows) {
+        let mut line: Vec<String> = combination
+            .iter()
+            .map(|assignment| assignment.split_once('=').map_or("", |(_, value)| value).to_owned())
+            .collect();
+        line.push(row.status.clone());
+        line.push(row.steps.map_or_else(|| "–".to_owned(), |steps| steps.to_string()));
+        line.extend(metrics.iter().map(|&name| {
+            row.numbers.get(name).map_or_else(|| "–".to_owned(), |number| format!("{number:.4}"))
+        }));
+        line.push(format!("{:.1}", row.seconds));
+        cells.push(line);
+    }
+    let columns = cells[0].len();
+    let widths: Vec<usize> = (0..columns)
+        .map(|i| cells.iter().map(|line| line[i].chars().count()).max().unwrap_or(0))
+        .collect();
+    cells.iter().fold(String::new(), |mut text, line| {
+        let padded: Vec<String> = line
+            .iter()
+            .zip(&widths)
+            .map(|(cell, &width)| format!("{cell}{}", " ".repeat(width - cell.chars().count())))
+            .collect();
+        let _ = writeln!(text, "{}", padded.join("  ").trim_end());
+        text
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_combination_is_a_run() {
+        let runs = |sweeps: &[&str]| {
+            let sweeps: Vec<_> = sweeps.iter().map(|&sweep| sweep.to_owned()).collect();
+            let runs = combinations(&sweeps).map_err(|error| error.to_string());
+            runs.map_or_else(|e| e, |runs| runs.iter().map(|run| run.join(" ") + "\n").collect())
+        };
+        insta::assert_snapshot!(runs(&["a=1,2", "b.c=['x', 'y'],\"p,q\",{ type = 'z', n = [1, 2] }"]), @r#"
+    a=1 b.c=['x', 'y']
+    a=1 b.c="p,q"
+    a=1 b.c={ type = 'z', n = [1, 2] }
+    a=2 b.c=['x', 'y']
+    a=2 b.c="p,q"
+    a=2 b.c={ type = 'z', n = [1, 2] }
+    "#);
+        insta::assert_snapshot!(runs(&["a"]), @"--sweep a: there is no `=`; expected KEY=VALUE,VALUE, such as optimizer.lr=1e-3,3e-3");
+        insta::assert_snapshot!(runs(&["a=1,,2"]), @"--sweep a=1,,2: a value is missing; expected KEY=VALUE,VALUE, such as optimizer.lr=1e-3,3e-3");
+    }
+
+    #[test]
+    fn runs_are_compared_in_a_table() {
+        let mut good = Row { status: "success".to_owned(), seconds: 1.25, ..Row::default() };
+        good.read(&json!({ "event": "validation", "step": 8, "epoch": 1.0, "val_loss": 2.5 }));
+        good.read(&json!({ "event": "summary", "steps": 8, "last_loss": 2.25 }));
+        let bad = Row { status: "failed (1)".to_owned(), seconds: 0.04, ..Row::default() };
+        let runs = [vec!["optimizer.lr=0.1".to_owned()], vec!["optimizer.lr=1e3".to_owned()]];
+        insta::assert_snapshot!(table(&runs, &[good, bad]), @r#"
+    optimizer.lr  status      steps  train_loss  val_loss  seconds
+    0.1           success     8      2.2500      2.5000    1.2
+    1e3           failed (1)  –      –           –         0.0
+    "#);
+    }
+}

@@ -1,0 +1,282 @@
+//! The command line: what sets a key, what is checked and printed without a run, predictions, sweeps.
+
+use std::fs;
+use std::path::Path;
+
+use insta::assert_snapshot;
+use serde_json::Value;
+use toml::Table;
+
+use crate::program::{Job, Run, Scratch};
+
+fn events(run: &Run, name: &str) -> Vec<Value> {
+    let events = run.stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    events.filter(|event| event["event"] == name).collect()
+}
+
+fn files(scratch: &Scratch) -> Vec<String> {
+    let entries = fs::read_dir(scratch.path()).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut names: Vec<_> = entries.map(|name| name.into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn variables_of_the_environment_are_above_files_and_below_overrides() {
+    let scratch = Scratch::with_tokens();
+    scratch.file("run.toml", "seed = 1\n[trainer]\nmax_steps = 1\nlog_every_n_steps = 1");
+    let printed =
+        |job: Job| job.args(&["--print-config"]).succeed().stdout.parse::<Table>().unwrap();
+    let job = scratch
+        .job(&["fit", "--config", "run.toml", "--set", "trainer.devices=3"])
+        .env("FULGURITE_SEED", 2)
+        .env("FULGURITE_TRAINER__MAX_STEPS", 2)
+        .env("FULGURITE_TRAINER__DEVICES", 2)
+        .env("FULGURITE_TRAINER__STRATEGY__TYPE", "ddp")
+        .env("FULGURITE_TRAINER__STRATEGY__BUCKET_CAP_MB", 1.5)
+        // Not a key: there are other variables with this prefix.
+        .env("FULGURITE_LOG", "error");
+    let config = printed(job);
+    let trainer = &config["trainer"];
+    assert_eq!(config["seed"].as_integer(), Some(2));
+    assert_eq!(trainer["max_steps"].as_integer(), Some(2));
+    assert_eq!(trainer["devices"].as_integer(), Some(3));
+    assert_eq!(trainer["log_every_n_steps"].as_integer(), Some(1));
+    assert_eq!(trainer["strategy"]["bucket_cap_mb"].as_float(), Some(1.5));
+    // They reach the ranks.
+    let run = scratch.small().on("ddp", 2, 1).env("FULGURITE_MODEL__DROPOUT", "0.1").succeed();
+    let plain = scratch.small().on("ddp", 2, 1).succeed();
+    assert_ne!(events(&run, "step").last(), events(&plain, "step").last());
+}
+
+#[test]
+fn variables_with_mistakes_are_named() {
+    let scratch = Scratch::with_tokens();
+    let error = |name: &str, value: &str| {
+        let message = scratch.small().env(name, value).fail();
+        message.split(" (the keys of").next().unwrap().to_owned()
+    };
+    assert_snapshot!(error("FULGURITE_TRAINER__MAX_STEP", "5"), @"error: FULGURITE_TRAINER__MAX_STEP: unknown key `trainer.max_step`; did you mean `max_steps`?");
+    assert_snapshot!(error("FULGURITE_TRAINR__MAX_STEPS", "5"), @"error: FULGURITE_TRAINR__MAX_STEPS: unknown key `trainr`; did you mean `trainer`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
+    assert_snapshot!(error("FULGURITE_TRAINER__ACCUMULATE_GRAD_BATCHES", "many"), @r#"error: FULGURITE_TRAINER__ACCUMULATE_GRAD_BATCHES: `trainer.accumulate_grad_batches`: expected an integer, at least 0, found the string "many""#);
+    assert_snapshot!(error("FULGURITE_TRAINER__LOGGERS", "[csv]"), @"error: FULGURITE_TRAINER__LOGGERS: string values must be quoted, expected literal string; strings inside lists and tables need quotes");
+    assert_snapshot!(error("FULGURITE_TRAINER__", "5"), @"error: FULGURITE_TRAINER__: a part of the key is empty; expected FULGURITE_TABLE__KEY, such as FULGURITE_TRAINER__MAX_STEPS");
+}
+
+#[test]
+fn a_configuration_is_checked_without_a_run() {
+    let scratch = Scratch::with_tokens();
+    let check = |more: &[&str]| {
+        let mut job = scratch.small().on("ddp", 2, 1).set(more);
+        job.replace("fit", "config");
+        let mut args = job.arguments().to_vec();
+        args.insert(1, "check".to_owned());
+        scratch.job(&args.iter().map(String::as_str).collect::<Vec<_>>())
+    };
+    assert_eq!(check(&[]).succeed().stdout, "the configuration can be run, on 2 rank(s)\n");
+    assert_snapshot!(check(&["model.num_key_value_heads=3"]).fail(), @"error: `model.num_key_value_heads`: must divide model.num_attention_heads = 2, found 3");
+    assert_snapshot!(check(&["trainer.strategy=single_device"]).fail(), @"error: device mesh: strategy `single_device` runs on one rank, the world size is 2; set `trainer.devices = 1`, or choose `ddp` or `fsdp`");
+    assert_snapshot!(check(&["trainer.process_group={ type = 'shm', chunk_bytes = 1 }"]).fail(), @"error: trainer.process_group.chunk_bytes is 1; it must be between 4096 (4 KiB) and 1073741824 (1 GiB)");
+    assert_snapshot!(check(&["optimizer.eps=3.5e38"]).fail(), @"error: optimizer.eps must be a number of zero or more and at most 3.4028235e38, the largest of f32, got 3.5e38");
+    // What training alone needs does not matter to an evaluation.
+    check(&["optimizer.eps=3.5e38"]).args(&["--purpose", "evaluate"]).succeed();
+    assert_eq!(files(&scratch), ["tokens.u16"]);
+}
+
+#[test]
+fn the_configuration_is_printed_with_what_its_keys_mean() {
+    let scratch = Scratch::with_tokens();
+    let job = scratch.small().set(&["trainer.strategy={ type = 'fsdp', prefetch = 2 }"]);
+    let plain = job.clone().args(&["--print-config"]).succeed().stdout;
+    let commented = job.args(&["--print-config=comments"]).succeed().stdout;
+    assert_eq!(commented.parse::<Table>().unwrap(), plain.parse::<Table>().unwrap());
+    let (_, optimizer) = commented.split_once("[optimizer]\n").unwrap();
+    assert_snapshot!(optimizer.lines().take(8).collect::<Vec<_>>().join("\n"), @r#"
+    type = "adamw"
+    # The learning rate, before the schedule.
+    lr = 0.003
+    # The decay rates of the two moments, each in `[0, 1)`.
+    betas = [0.9, 0.95]
+    # Values shrink by this times the learning rate in each step.
+    weight_decay = 0.1
+    # FQN patterns of parameters that are not decayed: `["*norm*", "bias"]`.
+    "#);
+    let (_, data) = commented.split_once("[data]\n").unwrap();
+    assert_snapshot!(data.lines().take(12).collect::<Vec<_>>().join("\n"), @r#"
+    # Whether `path` holds text or token ids.
+    type = "tokens"
+    # Files and folders. Folders of text are walked in order of their paths, without hidden files,
+    # files that `.gitignore` excludes, and files that are not UTF-8 text. Of folders of tokens, the
+    # `.u16`, `.u32` and `.bin` files directly in them are taken, in order.
+    path = "tokens.u16"
+    # Tokens in a sample.
+    seq_len = 7
+    # Samples in a micro-batch of one data-parallel rank.
+    batch_size = 2
+    # Whether training samples are shuffled, differently in each epoch.
+    shuffle = false
+    "#);
+    let twice = scratch.job(&["fit", "--print-config=yaml"]).run();
+    assert_eq!(twice.code(), Some(2));
+    assert!(twice.stderr.contains("[possible values: plain, comments]"), "{}", twice.stderr);
+}
+
+/// The schema of a key, at a path of properties.
+fn at<'a>(schema: &'a Value, path: &[&str]) -> &'a Value {
+    path.iter().fold(schema, |schema, key| &schema["properties"][*key])
+}
+
+#[test]
+fn the_schema_has_every_key_and_every_plugin() {
+    let scratch = Scratch::with_tokens();
+    let schema = scratch.job(&["config", "schema"]).succeed().stdout;
+    let schema: Value = serde_json::from_str(&schema).unwrap();
+    let config =
+        scratch.small().args(&["--print-config"]).succeed().stdout.parse::<Table>().unwrap();
+    for (table, keys) in config.iter().filter_map(|(name, value)| Some((name, value.as_table()?))) {
+        // Optimizer and schedule are plugins.
+        for key in keys.keys().filter(|_| at(&schema, &[table]).get("properties").is_some()) {
+            assert!(at(&schema, &[table, key]).is_object(), "{table}.{key}");
+        }
+    }
+    assert_snapshot!(at(&schema, &["trainer", "devices"]), @r#"{"anyOf":[{"type":"integer"},{"const":"auto"}],"default":1,"description":"Number of ranks on each node. `\"auto\"` is one per core."}"#);
+    assert_snapshot!(at(&schema, &["model", "head_dim"]), @r#"{"description":"Width of one head; by default `hidden_size / num_attention_heads`.","type":"integer"}"#);
+    assert_snapshot!(at(&schema, &["data", "path"]), @r#"{"anyOf":[{"type":"string"},{"items":{"type":"string"},"type":"array"}],"default":".","description":"Files and folders. Folders of text are walked in order of their paths, without hidden files, files that `.gitignore` excludes, and files that are not UTF-8 text. Of folders of tokens, the `.u16`, `.u32` and `.bin` files directly in them are taken, in order."}"#);
+    for table in ["model", "data", "trainer", "checkpoint"] {
+        assert_eq!(at(&schema, &[table])["additionalProperties"], false, "{table}");
+    }
+    let choices = at(&schema, &["optimizer"])["anyOf"].as_array().unwrap();
+    assert_snapshot!(choices[0], @r#"{"enum":["adamw","sgd"]}"#);
+    assert_snapshot!(choices[2]["properties"]["momentum"], @r#"{"default":0.0,"description":"The factor of the previous update in the momentum; 0 for no momentum.","type":"number"}"#);
+    assert_eq!(choices[2]["additionalProperties"], false);
+    let strategies = at(&schema, &["trainer", "strategy"])["anyOf"].as_array().unwrap();
+    let model_parallel =
+        strategies.iter().find(|choice| choice["title"] == "model_parallel").unwrap();
+    let parallelize = &at(model_parallel, &["parallelize"])["anyOf"][0];
+    assert_snapshot!(parallelize, @r#"{"enum":["hf","llama","none","plan"]}"#);
+    assert_eq!(at(&schema, &["trainer", "loggers"])["type"], "array");
+}
+
+#[test]
+fn shells_complete_arguments() {
+    let scratch = Scratch::with_tokens();
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = scratch.job(&["completion", shell]).succeed().stdout;
+        assert!(script.contains("predict") && script.contains("output-file"), "{shell}: {script}");
+    }
+    let wrong = scratch.job(&["completion", "csh"]).run();
+    assert_eq!(wrong.code(), Some(2));
+}
+
+#[test]
+fn predictions_of_all_ranks_are_in_one_file_in_order() {
+    let scratch = Scratch::with_tokens();
+    let keep = ["checkpoint.dir=kept", "checkpoint.save_last=true", "data.validation_fraction=0.4"];
+    scratch.small().set(&keep).succeed();
+    let predict = |ranks: usize, file: &str| {
+        let mut job = scratch.small().set(&keep).on("ddp", ranks, 2);
+        job.replace("fit", "predict");
+        job.set(&["trainer.ckpt_path=last"]).args(&["--output-file", file])
+    };
+    let run = predict(1, "one.safetensors").succeed();
+    let [event] = &events(&run, "predictions")[..] else { panic!("{}", run.stdout) };
+    assert_snapshot!(event, @r#"{"event":"predictions","path":"one.safetensors","samples":22}"#);
+    predict(3, "out/three.safetensors").succeed();
+    let read = |name: &str| fs::read(scratch.path().join(name)).unwrap();
+    let one = read("one.safetensors");
+    assert!(one == read("out/three.safetensors"), "three ranks predict something else");
+    let tensors = safetensors::SafeTensors::deserialize(&one).unwrap();
+    let samples = tensors.tensor("samples").unwrap();
+    let samples: Vec<i64> = samples
+        .data()
+        .chunks(8)
+        .map(|bytes| i64::from_le_bytes(bytes.try_into().unwrap()))
+        .collect();
+    assert!(samples.is_sorted_by(|a, b| a < b) && samples.len() == event["samples"], "{samples:?}");
+    assert_eq!(tensors.tensor("outputs").unwrap().shape(), [samples.len(), 7]);
+    // A file that cannot be written leaves nothing, and no rank waits.
+    let error = predict(2, "tokens.u16/out.safetensors").fail();
+    assert!(error.contains("creating tokens.u16"), "{error}");
+}
+
+#[test]
+fn a_sweep_runs_each_combination_and_compares_them() {
+    let scratch = Scratch::with_tokens();
+    let sweep =
+        ["--sweep", "optimizer.lr=1e-3,1e-2", "--sweep", "trainer.accumulate_grad_batches=1,2"];
+    let keys = ["trainer.max_steps=3", "checkpoint.dir=kept", "checkpoint.save_last=true"];
+    let job = scratch.small().set(&keys).args(&sweep);
+    let run = job.succeed();
+    let [event] = &events(&run, "sweep")[..] else { panic!("{}", run.stdout) };
+    let runs = event["runs"].as_array().unwrap();
+    let of = |run: &Value| (run["set"].to_string(), run["status"].clone(), run["steps"].clone());
+    assert_eq!(runs.len(), 4);
+    assert_eq!(
+        of(&runs[2]),
+        (
+            r#"["optimizer.lr=1e-2","trainer.accumulate_grad_batches=1"]"#.into(),
+            "success".into(),
+            3.into()
+        )
+    );
+    let alone = scratch.small().set(&["trainer.max_steps=3", "optimizer.lr=1e-2"]).succeed();
+    assert_eq!(runs[2]["metrics"]["train_loss"], events(&alone, "summary")[0]["last_loss"]);
+    let kept = scratch.path().join("kept/optimizer.lr=1e-2 trainer.accumulate_grad_batches=1");
+    assert!(Path::new(&kept).join("last").exists());
+    // For people there is a table; each run goes to stderr.
+    let mut human = scratch.small().set(&["trainer.max_steps=1"]).args(&sweep[..2]);
+    human.replace("json", "human");
+    let run = human.succeed();
+    let lines: Vec<_> = run.stdout.lines().map(|line| line.split_whitespace().take(3)).collect();
+    let lines: Vec<_> =
+        lines.into_iter().map(|words| words.collect::<Vec<_>>().join(" ")).collect();
+    assert_snapshot!(lines.join("\n"), @r#"
+    optimizer.lr status steps
+    1e-3 success 1
+    1e-2 success 1
+    "#);
+}
+
+#[test]
+fn a_sweep_with_a_mistake_starts_no_run() {
+    let scratch = Scratch::with_tokens();
+    let error = |sweep: &str| scratch.small().args(&["--sweep", sweep]).fail();
+    assert_snapshot!(error("optimizer.eps=1e-8,3.5e38"), @"error: --sweep, optimizer.eps=3.5e38: optimizer.eps must be a number of zero or more and at most 3.4028235e38, the largest of f32, got 3.5e38");
+    assert_snapshot!(error("optimizer.lr"), @"error: --sweep optimizer.lr: there is no `=`; expected KEY=VALUE,VALUE, such as optimizer.lr=1e-3,3e-3");
+    assert_snapshot!(error("optimizer.lr=1e-3,"), @"error: --sweep optimizer.lr=1e-3,: a value is missing; expected KEY=VALUE,VALUE, such as optimizer.lr=1e-3,3e-3");
+    assert_snapshot!(error("optimizer.rate=1e-3"), @"error: --sweep, optimizer.rate=1e-3: unknown key `optimizer.rate` (the keys of `optimizer` are lr, betas, eps, weight_decay, no_decay, groups, state_dtype)");
+    assert_eq!(files(&scratch), ["tokens.u16"]);
+    // A run that fails does not keep the others from theirs.
+    let diverging = scratch.small().args(&["--sweep", "optimizer.lr=1e30,1e-3"]).run();
+    assert_eq!(diverging.code(), Some(1));
+    let event = &events(&diverging, "sweep")[0];
+    let statuses: Vec<_> =
+        event["runs"].as_array().unwrap().iter().map(|run| &run["status"]).collect();
+    assert_eq!(statuses, ["failed (1)", "success"]);
+    assert!(diverging.stderr.contains("1 of 2 runs of the sweep failed"), "{}", diverging.stderr);
+}
+
+#[test]
+fn the_doctor_says_what_a_run_would_find() {
+    let scratch = Scratch::with_tokens();
+    let mut job = scratch.small();
+    job.replace("fit", "doctor");
+    let report = job.clone().env("FULGURITE_SEED__", "").run();
+    assert_eq!(report.code(), Some(1), "{}", report.stdout);
+    let whats = |run: &Run| -> String {
+        let lines =
+            run.stdout.lines().filter(|line| line.starts_with("ok") || line.starts_with("error"));
+        let words = lines.map(|line| line.split("  ").filter(|part| !part.is_empty()));
+        words.map(|mut parts| parts.nth(1).unwrap().trim().to_owned() + "\n").collect()
+    };
+    let good = job.clone().succeed();
+    for what in ["host", "cores", "shared memory", "launcher", "plugins", "configuration", "runs"] {
+        assert!(whats(&good).lines().any(|line| line == what), "{what} is not in {}", good.stdout);
+    }
+    let few = job.clone().limited("-n 64").succeed();
+    assert!(few.stdout.contains("at most 64 (ulimit -n)"), "{}", few.stdout);
+    let wrong = job.set(&["trainer.default_root_dir=/proc/runs", "model.hidden_size=21"]).run();
+    assert_eq!(wrong.code(), Some(1));
+    let errors: Vec<_> = wrong.stdout.lines().filter(|line| line.starts_with("error")).collect();
+    assert!(errors.len() == 2 && errors[0].contains("`model.hidden_size`"), "{errors:#?}");
+}
