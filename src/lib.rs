@@ -82,6 +82,8 @@ mod book {
     mod candle_nn {}
     #[doc = include_str!("../docs/src/guides/checkpoints.md")]
     mod checkpoints {}
+    #[doc = include_str!("../docs/src/guides/command-line.md")]
+    mod command_line {}
     #[doc = include_str!("../docs/src/guides/data-module.md")]
     mod data_module {}
     #[doc = include_str!("../docs/src/guides/hugging-face.md")]

@@ -171,11 +171,11 @@ impl Row {
                 }
             }
             Some("validation") => {
-                let metrics = event.as_object().into_iter().flatten();
-                let metrics = metrics.filter(|(name, _)| *name != "step" && *name != "epoch");
+                let loss = number(&event["val_loss"]).map(|loss| ("val_loss".to_owned(), loss));
+                let metrics = event["metrics"].as_object().into_iter().flatten();
                 let metrics =
                     metrics.filter_map(|(name, value)| Some((name.clone(), number(value)?)));
-                self.numbers.extend(metrics);
+                self.numbers.extend(loss.into_iter().chain(metrics));
             }
             _ => {}
         }
@@ -285,14 +285,17 @@ mod tests {
     #[test]
     fn runs_are_compared_in_a_table() {
         let mut good = Row { status: "success".to_owned(), seconds: 1.25, ..Row::default() };
-        good.read(&json!({ "event": "validation", "step": 8, "epoch": 1.0, "val_loss": 2.5 }));
+        good.read(&json!({
+            "event": "validation", "step": 8, "val_loss": 2.5, "batches": 3,
+            "metrics": { "val_accuracy": 0.5 },
+        }));
         good.read(&json!({ "event": "summary", "steps": 8, "last_loss": 2.25 }));
         let bad = Row { status: "failed (1)".to_owned(), seconds: 0.04, ..Row::default() };
         let runs = [vec!["optimizer.lr=0.1".to_owned()], vec!["optimizer.lr=1e3".to_owned()]];
         insta::assert_snapshot!(table(&runs, &[good, bad]), @r#"
-    optimizer.lr  status      steps  train_loss  val_loss  seconds
-    0.1           success     8      2.2500      2.5000    1.2
-    1e3           failed (1)  –      –           –         0.0
+    optimizer.lr  status      steps  train_loss  val_accuracy  val_loss  seconds
+    0.1           success     8      2.2500      0.5000        2.5000    1.2
+    1e3           failed (1)  –      –           –             –         0.0
     "#);
     }
 }

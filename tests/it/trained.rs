@@ -141,3 +141,31 @@ fn the_trained_module_is_evaluated_predicted_with_and_saved() {
         assert_eq!(read["outputs"].dims()[0], read["samples"].dims()[0]);
     }
 }
+
+#[test]
+fn predictions_of_any_number_of_ranks_are_one_file() {
+    let logs = tempfile::tempdir().unwrap();
+    let file = |ranks: usize| {
+        let path = logs.path().join(format!("{ranks}/predictions.safetensors"));
+        run_ranks(ranks, |world| {
+            let run = config(logs.path(), ranks, "limit_predict_batches = 0.5")?;
+            let predictions = Trainer::new(world.clone()).predict::<Double>(&run)?;
+            predictions.save_all(&*world, &path)
+        })
+        .unwrap();
+        let tensors = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+        assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+        let samples = tensors["samples"].to_vec1::<i64>().unwrap();
+        (samples, tensors["outputs"].to_vec2::<f32>().unwrap())
+    };
+    for ranks in [1, 2, 3] {
+        let (samples, outputs) = file(ranks);
+        assert!(samples.is_sorted() && samples.len() == outputs.len() && !samples.is_empty());
+        // The weight is the same for all samples, which are 2 + i / 10.
+        let weight = outputs[0][0] / (2.0 + samples[0] as f32 / 10.0);
+        for (sample, output) in samples.iter().zip(&outputs) {
+            let expected = weight * (2.0 + *sample as f32 / 10.0);
+            assert!((output[0] - expected).abs() < 1e-5, "{ranks}: {sample}: {output:?}");
+        }
+    }
+}
