@@ -78,6 +78,8 @@ mod book {
     mod readme {}
     #[doc = include_str!("../docs/src/guides/activation-checkpointing.md")]
     mod activation_checkpointing {}
+    #[doc = include_str!("../docs/src/guides/callbacks.md")]
+    mod callbacks {}
     #[doc = include_str!("../docs/src/guides/candle-nn.md")]
     mod candle_nn {}
     #[doc = include_str!("../docs/src/guides/checkpoints.md")]

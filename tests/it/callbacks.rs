@@ -299,6 +299,23 @@ fn steps_have_more_micro_batches_from_an_epoch_on() {
 }
 
 #[test]
+fn the_learning_rate_falls_when_a_metric_does_not_improve() {
+    let callbacks = "trainer.callbacks=[{ type = 'reduce_lr_on_plateau', monitor = 'score', \
+                     factor = 0.5, patience = 0 }]";
+    let keys = ["checkpoint.save_last=true", "trainer.ckpt_path=last", callbacks];
+    let dir = tempfile::tempdir().unwrap();
+    let mut lr = Vec::new();
+    // Also in a run that goes on.
+    for max_steps in ["trainer.max_steps=5", "trainer.max_steps=8"] {
+        let (events, result) = fit_in(dir.path(), &[&keys[..], &[max_steps]].concat());
+        result.unwrap();
+        lr.extend(logged(&events, "lr").into_iter().map(|(_, lr)| lr * 100.0));
+    }
+    // 4 is no better than 3, nor 2.5, 6 and 7 than 2.
+    assert_eq!(lr, [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.125, 0.0625]);
+}
+
+#[test]
 fn rates_and_statistics_are_logged_when_steps_are() {
     let callbacks = "trainer.callbacks=['device_stats_monitor', \
                      { type = 'throughput_monitor', peak_tflops = 1.0 }]";

@@ -31,6 +31,7 @@ mod early_stopping;
 mod file_name;
 mod gradient_norms;
 mod model_checkpoint;
+mod plateau;
 mod throughput;
 
 pub use accumulation::GradientAccumulationScheduler;
@@ -39,4 +40,5 @@ pub use early_stopping::{EarlyStopping, EarlyStoppingConfig};
 pub use file_name::Template;
 pub use gradient_norms::GradientNormsConfig;
 pub use model_checkpoint::{ModelCheckpoint, ModelCheckpointConfig};
+pub use plateau::ReduceLrOnPlateauConfig;
 pub use throughput::ThroughputMonitorConfig;

@@ -31,6 +31,7 @@
 //! ```
 
 mod adamw;
+mod cycles;
 mod elementwise;
 mod ema;
 mod grad_norm;
@@ -44,6 +45,9 @@ mod state_dtype;
 mod testing;
 
 pub use adamw::AdamW;
+pub use cycles::{
+    CosineWarmRestarts, Exponential, OneCycle, Polynomial, Sequential, WarmupStableDecay,
+};
 pub use ema::Ema;
 pub use grad_norm::{clip_factor, local_squared_norm};
 pub use groups::ParamGroupConfig;

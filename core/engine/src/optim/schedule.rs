@@ -149,7 +149,7 @@ fulgurite_config::register_plugin!(
     Step
 );
 
-fn warmup(step: u64, warmup_steps: u64) -> f64 {
+pub(super) fn warmup(step: u64, warmup_steps: u64) -> f64 {
     if step < warmup_steps { (step + 1) as f64 / (warmup_steps as f64 + 1.0) } else { 1.0 }
 }
 

@@ -27,6 +27,8 @@ pub struct FabricOptimizer {
     clip_factor: f64,
     clip_value: Option<f64>,
     averages: Option<Ema>,
+    /// A factor on the learning rate, besides the schedule's.
+    lr_scale: f64,
 }
 
 impl FabricOptimizer {
@@ -41,6 +43,7 @@ impl FabricOptimizer {
             clip_factor: 1.0,
             clip_value: None,
             averages: None,
+            lr_scale: 1.0,
         }
     }
 
@@ -110,11 +113,24 @@ impl FabricOptimizer {
         Ok(self.inner.learning_rate() * self.schedule_factor()?)
     }
 
+    /// The factor on the learning rate besides the schedule's, which is 1 unless it was
+    /// [set](Self::set_lr_scale).
+    pub fn lr_scale(&self) -> f64 {
+        self.lr_scale
+    }
+
+    /// Multiplies the learning rate of all groups from the next step on, on all ranks alike, in place of the
+    /// factor that was set before. It is saved in checkpoints.
+    pub fn set_lr_scale(&mut self, scale: f64) {
+        self.lr_scale = scale;
+    }
+
     fn schedule_factor(&self) -> Result<f64> {
-        match &self.scheduler {
-            Some(scheduler) => scheduler.factor(self.steps, self.max_steps),
-            None => Ok(1.0),
-        }
+        let factor = match &self.scheduler {
+            Some(scheduler) => scheduler.factor(self.steps, self.max_steps)?,
+            None => 1.0,
+        };
+        Ok(factor * self.lr_scale)
     }
 
     /// Scales the next step's gradients so that their norm is at most `max_norm`.
@@ -216,6 +232,9 @@ impl FabricOptimizer {
     pub fn scalars(&self) -> BTreeMap<String, f64> {
         let mut scalars = self.inner.scalars();
         scalars.insert("fabric.steps".to_owned(), self.steps as f64);
+        if self.lr_scale != 1.0 {
+            scalars.insert("fabric.lr_scale".to_owned(), self.lr_scale);
+        }
         if let Some(averages) = &self.averages {
             scalars.extend(
                 averages.scalars().into_iter().map(|(k, v)| (format!("{EMA_PREFIX}{k}"), v)),
@@ -234,6 +253,7 @@ impl FabricOptimizer {
             Error::other("the optimizer's state has no `fabric.steps`; it is of another version")
         })?;
         self.steps = steps as u64;
+        self.lr_scale = inner.remove("fabric.lr_scale").unwrap_or(1.0);
         let own = |(name, value): (&String, &f64)| {
             name.strip_prefix(EMA_PREFIX).map(|name| (name.to_owned(), *value))
         };

@@ -1,0 +1,371 @@
+//! Schedules of several phases.
+//!
+//! ```
+//! use fulgurite_core::optim::{SchedulerConfig, WarmupStableDecay};
+//!
+//! let schedule = WarmupStableDecay { warmup_steps: 9, decay_steps: 20, ..Default::default() };
+//! assert_eq!(schedule.factor(4, Some(100))?, 0.5);
+//! assert_eq!(schedule.factor(50, Some(100))?, 1.0);
+//! assert_eq!(schedule.factor(90, Some(100))?, 0.5); // half-way through the decay
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+use std::f64::consts::PI;
+
+use serde::{Deserialize, Serialize};
+
+use super::optimizer::SchedulerConfig;
+use super::schedule::warmup;
+use crate::{Error, Result};
+use fulgurite_config::registry::kind;
+
+fn config_error<T>(key: &str, message: impl std::fmt::Display) -> Result<T> {
+    Err(Error::Config(format!("scheduler.{key} {message}")))
+}
+
+fn length(name: &str, own: Option<u64>, max_steps: Option<u64>) -> Result<u64> {
+    own.or(max_steps).ok_or_else(|| {
+        Error::Config(format!(
+            "the {name} schedule has to know when it ends: set scheduler.total_steps or \
+             trainer.max_steps"
+        ))
+    })
+}
+
+/// From 1 to 0 in half a wave, for `progress` from 0 to 1.
+fn half_wave(progress: f64) -> f64 {
+    0.5 * (1.0 + (PI * progress.clamp(0.0, 1.0)).cos())
+}
+
+/// One cycle: up from `1 / div_factor` to 1 over `pct_start` of the run, then down to `1 / (div_factor *
+/// final_div_factor)`, both in half a wave: `scheduler.type = "one_cycle"`. As PyTorch's `OneCycleLR`
+/// without momentum, where `optimizer.lr` is its `max_lr`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct OneCycle {
+    /// The part of the cycle in which the rate rises, between 0 and 1.
+    pub pct_start: f64,
+    /// The first rate is the largest divided by this.
+    pub div_factor: f64,
+    /// The last rate is the first divided by this.
+    pub final_div_factor: f64,
+    /// The steps of the cycle; by default the run's length.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub total_steps: Option<u64>,
+}
+
+impl Default for OneCycle {
+    fn default() -> Self {
+        Self { pct_start: 0.3, div_factor: 25.0, final_div_factor: 1e4, total_steps: None }
+    }
+}
+
+#[typetag::serde(name = "one_cycle")]
+impl SchedulerConfig for OneCycle {
+    fn factor(&self, step: u64, max_steps: Option<u64>) -> Result<f64> {
+        if !(0.0..1.0).contains(&self.pct_start) {
+            return config_error(
+                "pct_start",
+                format!("must be at least 0 and below 1, got {}", self.pct_start),
+            );
+        }
+        for (key, value) in
+            [("div_factor", self.div_factor), ("final_div_factor", self.final_div_factor)]
+        {
+            if !(value.is_finite() && value > 0.0) {
+                return config_error(key, format!("must be above 0, got {value}"));
+            }
+        }
+        let last = length("one_cycle", self.total_steps, max_steps)?.saturating_sub(1) as f64;
+        let first = 1.0 / self.div_factor;
+        let end = first / self.final_div_factor;
+        // Where PyTorch has the peak.
+        let peak = self.pct_start * (last + 1.0) - 1.0;
+        let at = step as f64;
+        Ok(if at <= peak {
+            first + (1.0 - first) * (1.0 - half_wave(at / peak.max(f64::MIN_POSITIVE)))
+        } else {
+            let peak = peak.max(0.0);
+            end + (1.0 - end) * half_wave((at - peak) / (last - peak).max(f64::MIN_POSITIVE))
+        })
+    }
+}
+
+/// Cosine decays one after the other, each from the full rate: `scheduler.type =
+/// "cosine_warm_restarts"`. As PyTorch's `CosineAnnealingWarmRestarts`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct CosineWarmRestarts {
+    /// The steps of the first decay.
+    pub first_steps: u64,
+    /// How many times as long each decay is as the one before.
+    pub multiplier: u64,
+    /// The factor at the end of each decay, in `[0, 1]`.
+    pub min_factor: f64,
+    /// Number of steps over which the rate rises before the first decay.
+    pub warmup_steps: u64,
+}
+
+impl Default for CosineWarmRestarts {
+    fn default() -> Self {
+        Self { first_steps: 1000, multiplier: 1, min_factor: 0.0, warmup_steps: 0 }
+    }
+}
+
+#[typetag::serde(name = "cosine_warm_restarts")]
+impl SchedulerConfig for CosineWarmRestarts {
+    fn factor(&self, step: u64, _: Option<u64>) -> Result<f64> {
+        for (key, value) in [("first_steps", self.first_steps), ("multiplier", self.multiplier)] {
+            if value == 0 {
+                return config_error(key, "must be at least 1, got 0");
+            }
+        }
+        check_part("min_factor", self.min_factor)?;
+        if step < self.warmup_steps {
+            return Ok(warmup(step, self.warmup_steps));
+        }
+        let (mut at, mut period) = (step - self.warmup_steps, self.first_steps);
+        if self.multiplier == 1 {
+            at %= period;
+        }
+        while at >= period {
+            at -= period;
+            period = period.saturating_mul(self.multiplier);
+        }
+        let decayed = half_wave(at as f64 / period as f64);
+        Ok(self.min_factor + (1.0 - self.min_factor) * decayed)
+    }
+}
+
+/// A warm-up, the full rate, and a linear decay over the last steps: `scheduler.type =
+/// "warmup_stable_decay"`. The run can be made longer later on from a checkpoint before the decay.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct WarmupStableDecay {
+    /// Number of steps over which the rate rises.
+    pub warmup_steps: u64,
+    /// Number of steps at the end over which it falls.
+    pub decay_steps: u64,
+    /// The factor at the end, in `[0, 1]`.
+    pub min_factor: f64,
+    /// The steps of all phases; by default the run's length.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub total_steps: Option<u64>,
+}
+
+#[typetag::serde(name = "warmup_stable_decay")]
+impl SchedulerConfig for WarmupStableDecay {
+    fn factor(&self, step: u64, max_steps: Option<u64>) -> Result<f64> {
+        check_part("min_factor", self.min_factor)?;
+        let end = length("warmup_stable_decay", self.total_steps, max_steps)?;
+        let risen = warmup(step, self.warmup_steps);
+        let decay_start = end.saturating_sub(self.decay_steps);
+        if step < decay_start || self.decay_steps == 0 {
+            return Ok(risen);
+        }
+        let done = ((step - decay_start) as f64 / self.decay_steps as f64).min(1.0);
+        Ok(risen.min(self.min_factor + (1.0 - self.min_factor) * (1.0 - done)))
+    }
+}
+
+/// A decay as a power of what is left of the run, after the warm-up: `scheduler.type = "polynomial"`. As
+/// PyTorch's `PolynomialLR`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Polynomial {
+    /// The power.
+    pub power: f64,
+    /// Number of steps over which the rate rises.
+    pub warmup_steps: u64,
+    /// The step at which the rate is 0, warm-up included; by default the run's length.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub total_steps: Option<u64>,
+}
+
+impl Default for Polynomial {
+    fn default() -> Self {
+        Self { power: 1.0, warmup_steps: 0, total_steps: None }
+    }
+}
+
+#[typetag::serde(name = "polynomial")]
+impl SchedulerConfig for Polynomial {
+    fn factor(&self, step: u64, max_steps: Option<u64>) -> Result<f64> {
+        super::groups::at_least_zero("scheduler.power", self.power)?;
+        let end = length("polynomial", self.total_steps, max_steps)?;
+        if step < self.warmup_steps {
+            return Ok(warmup(step, self.warmup_steps));
+        }
+        let whole = end.saturating_sub(self.warmup_steps).max(1) as f64;
+        let left = end.saturating_sub(step) as f64 / whole;
+        Ok(left.powf(self.power))
+    }
+}
+
+/// A rate that is multiplied with `gamma` after each step that follows the warm-up: `scheduler.type =
+/// "exponential"`. As PyTorch's `ExponentialLR`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Exponential {
+    /// What the rate is multiplied with; zero or more.
+    pub gamma: f64,
+    /// Number of steps over which the rate rises.
+    pub warmup_steps: u64,
+}
+
+impl Default for Exponential {
+    fn default() -> Self {
+        Self { gamma: 0.999, warmup_steps: 0 }
+    }
+}
+
+#[typetag::serde(name = "exponential")]
+impl SchedulerConfig for Exponential {
+    fn factor(&self, step: u64, _: Option<u64>) -> Result<f64> {
+        super::groups::at_least_zero("scheduler.gamma", self.gamma)?;
+        let decays = step.saturating_sub(self.warmup_steps) as f64;
+        Ok(warmup(step, self.warmup_steps) * self.gamma.powf(decays))
+    }
+}
+
+/// One schedule after the other: `scheduler = { type = "sequential", milestones = [100], schedules = [{
+/// type = "constant", warmup_steps = 100 }, { type = "cosine" }] }`. Each counts its steps from its
+/// milestone on, and its length is up to the next one. As PyTorch's `SequentialLR`.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sequential {
+    /// The schedules.
+    pub schedules: Vec<Box<dyn SchedulerConfig>>,
+    /// The steps at which the second, third, … begin.
+    pub milestones: Vec<u64>,
+}
+
+#[typetag::serde(name = "sequential")]
+impl SchedulerConfig for Sequential {
+    fn factor(&self, step: u64, max_steps: Option<u64>) -> Result<f64> {
+        if self.schedules.is_empty() || self.milestones.len() + 1 != self.schedules.len() {
+            return config_error(
+                "milestones",
+                format!(
+                    "must be one less than the schedules, of which there are {}; got {}",
+                    self.schedules.len(),
+                    self.milestones.len()
+                ),
+            );
+        }
+        if !self.milestones.is_sorted() {
+            return config_error("milestones", "must rise");
+        }
+        let index = self.milestones.partition_point(|milestone| *milestone <= step);
+        let start = index.checked_sub(1).map_or(0, |before| self.milestones[before]);
+        let end = self.milestones.get(index).copied().or(max_steps);
+        self.schedules[index].factor(step - start, end.map(|end| end.saturating_sub(start)))
+    }
+}
+
+fn check_part(key: &str, value: f64) -> Result<()> {
+    if (0.0..=1.0).contains(&value) {
+        return Ok(());
+    }
+    config_error(key, format!("must be from 0 to 1, got {value}"))
+}
+
+fulgurite_config::register_plugin!(
+    kind::SCHEDULER,
+    "one_cycle",
+    "Up to the full rate and down far below the first, in half waves",
+    "{ type = \"one_cycle\", pct_start = 0.3 }"
+);
+fulgurite_config::register_plugin!(
+    kind::SCHEDULER,
+    "cosine_warm_restarts",
+    "Cosine decays one after the other, each from the full rate",
+    "{ type = \"cosine_warm_restarts\", first_steps = 1000, multiplier = 2 }"
+);
+fulgurite_config::register_plugin!(
+    kind::SCHEDULER,
+    "warmup_stable_decay",
+    "A warm-up, the full rate, and a linear decay over the last steps",
+    "{ type = \"warmup_stable_decay\", warmup_steps = 100, decay_steps = 200 }"
+);
+fulgurite_config::register_plugin!(
+    kind::SCHEDULER,
+    "polynomial",
+    "Decay as a power of what is left of the run",
+    "{ type = \"polynomial\", power = 2.0 }"
+);
+fulgurite_config::register_plugin!(
+    kind::SCHEDULER,
+    "exponential",
+    "Decay by gamma every step",
+    "{ type = \"exponential\", gamma = 0.999 }"
+);
+fulgurite_config::register_plugin!(
+    kind::SCHEDULER,
+    "sequential",
+    "One schedule after the other",
+    "{ type = \"sequential\", milestones = [100], schedules = [{ type = \"constant\", warmup_steps = 100 }, { type = \"cosine\" }] }"
+);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The factors of the first steps, rounded.
+    fn factors(schedule: &dyn SchedulerConfig, steps: u64, max_steps: Option<u64>) -> Vec<f64> {
+        let factor = |step| schedule.factor(step, max_steps).unwrap();
+        (0..steps).map(|step| (factor(step) * 1e6).round() / 1e6).collect()
+    }
+
+    /// As the formulas of PyTorch have it for a rate of 1: `OneCycleLR(total_steps=10)`,
+    /// `CosineAnnealingWarmRestarts(T_0=3, T_mult=2)`, `PolynomialLR(total_iters=4, power=2)`.
+    #[test]
+    fn rates_follow_the_formulas_of_pytorch() {
+        let one_cycle =
+            [0.04, 0.52, 1.0, 0.950485, 0.811746, 0.611262, 0.388742, 0.188258, 0.049519, 0.000004];
+        assert_eq!(factors(&OneCycle::default(), 10, Some(10)), one_cycle);
+        let restarts =
+            CosineWarmRestarts { first_steps: 3, multiplier: 2, ..CosineWarmRestarts::default() };
+        let table =
+            [1.0, 0.75, 0.25, 1.0, 0.933013, 0.75, 0.5, 0.25, 0.066987, 1.0, 0.982963, 0.933013];
+        assert_eq!(factors(&restarts, 12, None), table);
+        let squared = Polynomial { power: 2.0, ..Polynomial::default() };
+        assert_eq!(factors(&squared, 6, Some(4)), [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]);
+        let halves = Exponential { gamma: 0.5, warmup_steps: 1 };
+        assert_eq!(factors(&halves, 4, None), [0.5, 1.0, 0.5, 0.25]);
+    }
+
+    #[test]
+    fn the_rate_is_stable_between_warm_up_and_decay() {
+        let schedule = WarmupStableDecay {
+            warmup_steps: 1,
+            decay_steps: 4,
+            min_factor: 0.2,
+            ..Default::default()
+        };
+        let table = [0.5, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2];
+        assert_eq!(factors(&schedule, 9, Some(7)), table);
+    }
+
+    #[test]
+    fn schedules_follow_one_another() {
+        let schedule: Box<dyn SchedulerConfig> = toml::from_str(
+            "type = 'sequential'\nmilestones = [2, 4]\nschedules = [{ type = 'constant', \
+             warmup_steps = 1 }, { type = 'linear' }, { type = 'step', step_size = 1, gamma = 0.5 }]",
+        )
+        .unwrap();
+        // The linear decay ends where the next begins.
+        assert_eq!(factors(&*schedule, 7, None), [0.5, 1.0, 1.0, 0.5, 1.0, 0.5, 0.25]);
+    }
+
+    #[test]
+    fn mistakes_are_explained() {
+        let message = |s: &dyn SchedulerConfig| s.factor(0, None).unwrap_err().to_string();
+        insta::assert_snapshot!(message(&OneCycle::default()), @"the one_cycle schedule has to know when it ends: set scheduler.total_steps or trainer.max_steps");
+        insta::assert_snapshot!(message(&OneCycle { pct_start: 1.0, ..Default::default() }), @"scheduler.pct_start must be at least 0 and below 1, got 1");
+        insta::assert_snapshot!(message(&OneCycle { div_factor: 0.0, ..Default::default() }), @"scheduler.div_factor must be above 0, got 0");
+        insta::assert_snapshot!(message(&CosineWarmRestarts { first_steps: 0, ..Default::default() }), @"scheduler.first_steps must be at least 1, got 0");
+        insta::assert_snapshot!(message(&WarmupStableDecay { min_factor: 2.0, ..Default::default() }), @"scheduler.min_factor must be from 0 to 1, got 2");
+        insta::assert_snapshot!(message(&Sequential { schedules: vec![], milestones: vec![] }), @"scheduler.milestones must be one less than the schedules, of which there are 0; got 0");
+    }
+}
