@@ -48,6 +48,7 @@ fn a_table_has_phases_units_and_collectives_and_changes_nothing() {
         assert_eq!(phases[name]["calls"], calls, "{name}");
     }
     assert!(number(phases["checkpoint"], "calls") >= 2.0 && phases.contains_key("logging"));
+    assert!(phases.values().all(|span| number(span, "resident_mib") > 1.0), "{profile}");
     // Phases do not overlap, so they are no more than the whole.
     let sum: f64 = phases.values().map(|span| number(span, "mean_s")).sum();
     assert!(sum > 0.0 && sum <= number(profile, "wall_s") * 1.000_001, "{profile}");

@@ -28,7 +28,7 @@ fn the_built_in_plugins_are_listed() {
     callback: device_stats_monitor, early_stopping, gradient_accumulation_scheduler, gradient_norms, model_checkpoint, throughput_monitor
     checkpoint_io: local
     environment: local, slurm, torchelastic
-    logger: csv, jsonl, tensorboard
+    logger: csv, jsonl, mlflow, tensorboard
     optimizer: adamw, sgd
     parallelize: hf, llama, none, plan
     process_group: shm

@@ -1,4 +1,4 @@
-//! The loggers `csv`, `jsonl` and `tensorboard`, and the event sinks [`ProgressBar`] (for people) and
+//! The loggers `csv`, `jsonl`, `tensorboard` and `mlflow`, and the event sinks [`ProgressBar`] (for people) and
 //! [`JsonLines`] (for programs).
 //!
 //! ```
@@ -20,11 +20,13 @@
 mod csv;
 mod json_lines;
 mod jsonl;
+mod mlflow;
 mod progress;
 mod tensorboard;
 
 pub use crate::csv::CsvConfig;
 pub use json_lines::JsonLines;
 pub use jsonl::JsonlConfig;
+pub use mlflow::{MlflowConfig, OnError};
 pub use progress::ProgressBar;
 pub use tensorboard::TensorboardConfig;

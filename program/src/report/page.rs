@@ -283,7 +283,14 @@ fn phases(html: &mut String, profile: &Value) {
         );
     }
     *html += "</div>\n";
-    let head = ["", "calls a rank", "mean over ranks, s", "most of a rank, s", "of all, %"];
+    let head = [
+        "",
+        "calls a rank",
+        "mean over ranks, s",
+        "most of a rank, s",
+        "of all, %",
+        "memory at its end, MiB",
+    ];
     for (kind, title) in [("phase", "phase"), ("unit", "unit"), ("collective", "collective")] {
         let rows: Vec<Vec<String>> = of(kind)
             .map(|span| {
@@ -293,6 +300,7 @@ fn phases(html: &mut String, profile: &Value) {
                     number(span["mean_s"].as_f64()),
                     number(span["max_s"].as_f64()),
                     format!("{:.1}", seconds(span) / wall * 100.0),
+                    span["resident_mib"].as_f64().map_or(String::new(), |mib| format!("{mib:.0}")),
                 ]
             })
             .collect();

@@ -38,6 +38,10 @@ pub struct ProfiledSpan {
     pub mean_s: f64,
     /// Seconds in all on the rank that took longest.
     pub max_s: f64,
+    /// The most memory that a rank's process had at the end of such a phase, in MiB; `None` for what is no
+    /// phase, and where the system does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resident_mib: Option<f64>,
 }
 
 /// Where the time of a run went. Equal on all ranks.
@@ -83,10 +87,15 @@ impl Profile {
                 calls: 0,
                 mean_s: 0.0,
                 max_s: 0.0,
+                resident_mib: None,
             });
             span.calls = span.calls.max(total.calls);
             span.mean_s += total.secs / world_size;
             span.max_s = span.max_s.max(total.secs);
+            if total.resident_mib > 0.0 {
+                let most = span.resident_mib.unwrap_or(0.0).max(total.resident_mib);
+                span.resident_mib = Some(most);
+            }
         }
         let mut spans: Vec<_> = spans.into_values().collect();
         spans.sort_by(|a, b| a.kind.cmp(&b.kind).then(b.mean_s.total_cmp(&a.mean_s)));
@@ -109,22 +118,30 @@ impl fmt::Display for Profile {
         let longest = self.spans.iter().map(|span| span.name.chars().count()).max().unwrap_or(0);
         let width = longest.max(12);
         write!(f, "{:<width$} {:>9} {:>10} {:>10} {:>6}", "", "calls", "mean s", "max s", "%")?;
+        write!(f, " {:>7}", "MiB")?;
         let share = |secs: f64| if self.wall_s > 0.0 { secs / self.wall_s * 100.0 } else { 0.0 };
-        let mut row = |name: &str, calls: &str, mean: f64, max: f64| {
-            write!(f, "\n{name:<width$} {calls:>9} {mean:>10.4} {max:>10.4} {:>6.1}", share(mean))
+        let mut row = |name: &str, calls: &str, mean: f64, max: f64, mib: Option<f64>| {
+            write!(f, "\n{name:<width$} {calls:>9} {mean:>10.4} {max:>10.4} {:>6.1}", share(mean))?;
+            mib.map_or(Ok(()), |mib| write!(f, " {mib:>7.0}"))
         };
         let mut of_phases = 0.0;
         for kind in [SpanKind::Phase, SpanKind::Unit, SpanKind::Collective] {
             for span in self.of_kind(kind) {
-                row(&span.name, &span.calls.to_string(), span.mean_s, span.max_s)?;
+                row(
+                    &span.name,
+                    &span.calls.to_string(),
+                    span.mean_s,
+                    span.max_s,
+                    span.resident_mib,
+                )?;
                 if kind == SpanKind::Phase {
                     of_phases += span.mean_s;
                 }
             }
             if kind == SpanKind::Phase {
                 let rest = (self.wall_s - of_phases).max(0.0);
-                row("everything else", "", rest, rest)?;
-                row("in all", &self.steps.to_string(), self.wall_s, self.wall_s)?;
+                row("everything else", "", rest, rest, None)?;
+                row("in all", &self.steps.to_string(), self.wall_s, self.wall_s, None)?;
             }
         }
         Ok(())

@@ -25,6 +25,9 @@ struct Recorder {
 pub(super) struct Total {
     pub(super) calls: u64,
     pub(super) secs: f64,
+    /// The most memory that the process had when such a phase ended, in MiB; 0 if it is unknown.
+    #[serde(default)]
+    pub(super) resident_mib: f64,
 }
 
 /// All that a rank has recorded.
@@ -214,8 +217,23 @@ impl Drop for Phase {
         if recorded.open_phases == 0 {
             let name = self.name.to_owned();
             profiler.add(recorded, SpanKind::Phase, name, (self.from_us, now), None);
+            let of_phases = recorded.totals.get_mut(&SpanKind::Phase);
+            if let Some(total) = of_phases.and_then(|totals| totals.get_mut(self.name)) {
+                total.resident_mib = total.resident_mib.max(resident_mib());
+            }
         }
     }
+}
+
+/// The memory of this process in MiB (`VmRSS`); 0 where the system does not report it.
+fn resident_mib() -> f64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let kib = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))
+        .and_then(|rest| rest.split_whitespace().next())
+        .and_then(|kib| kib.parse::<f64>().ok());
+    kib.unwrap_or(0.0) / 1024.0
 }
 
 #[cfg(test)]

@@ -50,13 +50,13 @@ pub trait Logger: Send {
         Ok(())
     }
 
-    /// Called when the run goes on from a checkpoint of step `step`, after
-    /// [`log_hyperparams`](Self::log_hyperparams): whatever an earlier run has logged of later steps is
-    /// void. The default does nothing, for each run writes to a directory of its own.
+    /// Called when a training begins after step `step`: 0, or that of the checkpoint it goes on from.
+    /// Whatever an earlier training has logged of later steps is void. Not called for a validation or a
+    /// test. The default does nothing, for each run writes to a directory of its own.
     ///
     /// # Errors
     /// If it cannot be written.
-    fn after_resume(&mut self, step: u64) -> Result<()> {
+    fn begin_training(&mut self, step: u64) -> Result<()> {
         let _ = step;
         Ok(())
     }
@@ -107,6 +107,10 @@ fulgurite_config::plugin_kind!(
 pub(crate) struct LoggerSink {
     loggers: Vec<Box<dyn Logger>>,
     every_n_steps: u64,
+    /// The step that the run goes on from.
+    resumed: u64,
+    /// What went wrong in a call that cannot return it.
+    error: Option<Error>,
 }
 
 impl LoggerSink {
@@ -122,12 +126,21 @@ impl LoggerSink {
         for logger in &mut loggers {
             logger.log_hyperparams(params)?;
         }
-        Ok(Self { loggers, every_n_steps: every_n_steps.max(1) })
+        Ok(Self { loggers, every_n_steps: every_n_steps.max(1), resumed: 0, error: None })
     }
 }
 
 impl EventSink for LoggerSink {
+    fn start(&mut self, _max_steps: Option<u64>) {
+        let step = self.resumed;
+        self.error = self.loggers.iter_mut().find_map(|logger| logger.begin_training(step).err());
+    }
+
     fn event(&mut self, event: &Event) -> Result<()> {
+        self.error.take().map_or(Ok(()), Err)?;
+        if let Event::Resume { step, .. } = event {
+            self.resumed = *step;
+        }
         if let Event::Step { step, .. } = event
             && *step != 1
             && !step.is_multiple_of(self.every_n_steps)
@@ -147,7 +160,6 @@ impl EventSink for LoggerSink {
             Event::Histogram { step, name, histogram } => {
                 each(&|logger| logger.log_histogram(name, histogram, *step))
             }
-            Event::Resume { step, .. } => each(&|logger| logger.after_resume(*step)),
             Event::Checkpoint { step, path, .. } => each(&|logger| {
                 logger.save()?;
                 logger.after_save_checkpoint(path, *step)
@@ -282,6 +294,11 @@ mod tests {
             Ok(())
         }
 
+        fn begin_training(&mut self, step: u64) -> Result<()> {
+            self.0.lock().unwrap().push(format!("after {step}"));
+            Ok(())
+        }
+
         fn log_text(&mut self, name: &str, text: &str, step: u64) -> Result<()> {
             self.0.lock().unwrap().push(format!("{step}: {name} = {text}"));
             Ok(())
@@ -311,6 +328,8 @@ mod tests {
         let (first, second) = (Recorder::default(), Recorder::default());
         let loggers: Vec<Box<dyn Logger>> = vec![Box::new(first.clone()), Box::new(second.clone())];
         let mut sink = LoggerSink::new(loggers, 3, &Table::new()).unwrap();
+        sink.event(&Event::Resume { step: 2, path: PathBuf::from("step-2") }).unwrap();
+        sink.start(Some(6));
         for step in 1..=6 {
             let metrics = BTreeMap::from([("acc".to_owned(), 0.5)]);
             sink.event(&Event::Step {
@@ -341,6 +360,7 @@ mod tests {
         let all = "acc epoch grad_norm lr tokens_per_s train_loss";
         let expected = vec![
             "params {}".to_owned(),
+            "after 2".to_owned(),
             format!("1: {all}"),
             format!("3: {all}"),
             format!("6: {all}"),

@@ -49,9 +49,6 @@ fulgurite_core::register_logger!(
 struct TensorboardLogger {
     path: PathBuf,
     file: File,
-    /// Whether the event that voids what an earlier run has written to the directory is there. TensorBoard
-    /// looks for it in each file but the first, which needs it to be known as such.
-    started: bool,
 }
 
 impl TensorboardLogger {
@@ -66,7 +63,7 @@ impl TensorboardLogger {
             let path = dir.join(format!("{prefix}{:010}.{host}.{pid}.{number}", time as u64));
             match OpenOptions::new().append(true).create_new(true).open(&path) {
                 Ok(file) => {
-                    let mut logger = Self { path, file, started: false };
+                    let mut logger = Self { path, file };
                     logger.write(&event::version(time))?;
                     return Ok(logger);
                 }
@@ -76,17 +73,8 @@ impl TensorboardLogger {
         }
     }
 
-    /// Begins the session at `step`, unless it has begun.
-    fn start(&mut self, step: u64) -> Result<()> {
-        if std::mem::replace(&mut self.started, true) {
-            return Ok(());
-        }
-        self.write(&event::session(now(), step))
-    }
-
     /// Writes values of a step.
     fn log(&mut self, step: u64, values: impl IntoIterator<Item = Message>) -> Result<()> {
-        self.start(1)?;
         self.write(&event::summary(now(), step, values))
     }
 
@@ -122,8 +110,10 @@ impl Logger for TensorboardLogger {
         self.log(step, [event::histogram(name, histogram)])
     }
 
-    fn after_resume(&mut self, step: u64) -> Result<()> {
-        self.start(step + 1)
+    /// TensorBoard leaves out what other files of the directory have of later steps, unless this is the
+    /// first event of its kind there.
+    fn begin_training(&mut self, step: u64) -> Result<()> {
+        self.write(&event::session(now(), step + 1))
     }
 
     fn save(&mut self) -> Result<()> {

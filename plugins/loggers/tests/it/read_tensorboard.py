@@ -19,6 +19,7 @@ assert [s.step for s in scalars] == list(range(1, 21)), [s.step for s in scalars
 expected = [1 / n if n <= 10 else 100 + 1 / n for n in range(1, 21)]
 for scalar, value in zip(scalars, expected):
     assert math.isclose(scalar.value, value, rel_tol=1e-6), (scalar, value)
+assert [s.step for s in accumulator.Scalars("val_loss")] == [3]
 assert math.isnan(accumulator.Scalars("nan")[0].value)
 print("scalars:", accumulator.Tags())
 

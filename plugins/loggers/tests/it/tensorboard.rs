@@ -21,9 +21,7 @@ fn write(root: &Path) {
             .log_hyperparams(&toml::toml! { seed = 7
             optimizer = { lr = 0.5, name = "sgd" } })
             .unwrap();
-        if from > 0 {
-            logger.after_resume(from).unwrap();
-        }
+        logger.begin_training(from).unwrap();
         for step in from + 1..=to {
             let metrics: BTreeMap<String, f64> = [
                 ("train_loss".to_owned(), offset + 1.0 / step as f64),
@@ -36,6 +34,10 @@ fn write(root: &Path) {
     };
     // Killed: nothing is finalized, and step 20 was logged and will be again.
     drop(log(0, 20, 0.0));
+    // A validation in between voids nothing.
+    let mut validation = config.build(root).unwrap();
+    validation.log_metrics(&[("val_loss".to_owned(), 0.5)].into(), 3).unwrap();
+    validation.finalize(RunStatus::Success).unwrap();
     let mut logger = log(10, 20, 100.0);
     logger.log_text("sample", "*Once* upon ü", 20).unwrap();
     let values = (0..1000).map(|i| f64::from(i) / 100.0 - 5.0);

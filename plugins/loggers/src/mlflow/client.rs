@@ -1,0 +1,173 @@
+//! The calls of MLflow's REST interface that are needed.
+
+use std::fmt;
+use std::time::Duration;
+
+use fulgurite_core::{Error, Result};
+use serde_json::{Value, json};
+use ureq::Agent;
+
+/// A connection to a server.
+pub(super) struct Client {
+    agent: Agent,
+    base: String,
+    token: Option<String>,
+}
+
+/// Why a call failed.
+#[derive(Debug)]
+pub(super) struct Failure {
+    message: String,
+    /// The error's code in the server's words, such as `RESOURCE_DOES_NOT_EXIST`; `None` if it did not
+    /// answer.
+    code: Option<String>,
+    /// Whether it may succeed when it is made again.
+    pub(super) transient: bool,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Self {
+        Self::other(failure.message)
+    }
+}
+
+impl Client {
+    /// For the server at this address. Nothing is sent yet.
+    pub(super) fn new(uri: &str, token: Option<String>, timeout: Duration) -> Result<Self> {
+        let wrong = |what: &str| {
+            Err(Error::Config(format!(
+                "`trainer.loggers`: mlflow's `tracking_uri` {uri:?}: {what}"
+            )))
+        };
+        match uri.split_once("://") {
+            Some(("http", host)) if !host.is_empty() => {}
+            Some(("https", _)) if cfg!(feature = "https") => {}
+            Some(("https", _)) => {
+                return wrong(
+                    "this program was built without HTTPS; build it with the feature `https` of \
+                     `fulgurite`",
+                );
+            }
+            _ => return wrong("expected the address of a server, such as http://127.0.0.1:5000"),
+        }
+        let config = Agent::config_builder()
+            .timeout_global(Some(timeout))
+            .http_status_as_error(false)
+            .user_agent("fulgurite");
+        let agent = config.build().into();
+        Ok(Self { agent, base: uri.trim_end_matches('/').to_owned(), token })
+    }
+
+    /// Makes a call: a GET with a query, or a POST with a body.
+    fn call(
+        &self,
+        path: &str,
+        query: &[(&str, &str)],
+        body: Option<&Value>,
+    ) -> Result<Value, Failure> {
+        let url = format!("{}/api/2.0/mlflow/{path}", self.base);
+        let failed = |error: &dyn fmt::Display| Failure {
+            message: format!("MLflow at {}: {error}", self.base),
+            code: None,
+            transient: true,
+        };
+        let bearer = self.token.as_ref().map(|token| format!("Bearer {token}"));
+        let sent = match body {
+            None => {
+                let mut request = self.agent.get(&url).query_pairs(query.iter().copied());
+                if let Some(bearer) = &bearer {
+                    request = request.header("Authorization", bearer);
+                }
+                request.call()
+            }
+            Some(body) => {
+                let mut request = self.agent.post(&url).content_type("application/json");
+                if let Some(bearer) = &bearer {
+                    request = request.header("Authorization", bearer);
+                }
+                request.send(body.to_string())
+            }
+        };
+        let mut answer = sent.map_err(|error| failed(&error))?;
+        let status = answer.status().as_u16();
+        let text = answer.body_mut().read_to_string().map_err(|error| failed(&error))?;
+        let value: Value = serde_json::from_str(&text).unwrap_or_default();
+        if (200..300).contains(&status) {
+            return Ok(value);
+        }
+        let code = value["error_code"].as_str().map(str::to_owned);
+        let said: String = value["message"].as_str().unwrap_or(&text).chars().take(300).collect();
+        Err(Failure {
+            message: format!("MLflow at {}: {path}: status {status}: {said}", self.base),
+            code,
+            transient: status >= 500 || status == 429,
+        })
+    }
+
+    /// The experiment of this name, which is made if it is not there.
+    pub(super) fn experiment(&self, name: &str) -> Result<String, Failure> {
+        let get = || self.call("experiments/get-by-name", &[("experiment_name", name)], None);
+        let is = |failure: &Failure, code: &str| failure.code.as_deref() == Some(code);
+        let found = match get() {
+            Err(failure) if is(&failure, "RESOURCE_DOES_NOT_EXIST") => {
+                match self.call("experiments/create", &[], Some(&json!({ "name": name }))) {
+                    Ok(made) => return text(&made, "experiment_id"),
+                    // Another run was faster.
+                    Err(failure) if is(&failure, "RESOURCE_ALREADY_EXISTS") => get()?,
+                    Err(failure) => return Err(failure),
+                }
+            }
+            found => found?,
+        };
+        text(&found["experiment"], "experiment_id")
+    }
+
+    /// Makes a run; its id.
+    pub(super) fn create_run(
+        &self,
+        experiment: &str,
+        name: &str,
+        start_time: u64,
+    ) -> Result<String, Failure> {
+        let body = json!({
+            "experiment_id": experiment, "run_name": name, "start_time": start_time,
+            "tags": [{ "key": "mlflow.source.type", "value": "LOCAL" }],
+        });
+        let made = self.call("runs/create", &[], Some(&body))?;
+        text(&made["run"]["info"], "run_id")
+    }
+
+    /// Says that a run goes on.
+    pub(super) fn resume_run(&self, run: &str) -> Result<(), Failure> {
+        let body = json!({ "run_id": run, "status": "RUNNING" });
+        self.call("runs/update", &[], Some(&body)).map(drop)
+    }
+
+    /// Logs metrics, parameters and tags of a run.
+    pub(super) fn log_batch(&self, batch: &Value) -> Result<(), Failure> {
+        self.call("runs/log-batch", &[], Some(batch)).map(drop)
+    }
+
+    /// Ends a run.
+    pub(super) fn end_run(&self, run: &str, status: &str, end_time: u64) -> Result<(), Failure> {
+        let body = json!({ "run_id": run, "status": status, "end_time": end_time });
+        self.call("runs/update", &[], Some(&body)).map(drop)
+    }
+}
+
+/// A text in an answer.
+fn text(answer: &Value, key: &str) -> Result<String, Failure> {
+    answer[key].as_str().map(str::to_owned).ok_or_else(|| Failure {
+        message: format!(
+            "MLflow: an answer without `{key}`: is this the address of an MLflow server?"
+        ),
+        code: None,
+        transient: false,
+    })
+}

@@ -1,0 +1,219 @@
+//! The logger `mlflow`: a run on an MLflow server, over its REST interface.
+//!
+//! Training never waits for the server: [`queue`] holds what is logged, and a thread sends it in batches.
+
+mod client;
+mod queue;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use fulgurite_core::trainer::{Logger, LoggerConfig, RunStatus};
+use fulgurite_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+use toml::{Table, Value};
+
+use self::client::Client;
+use self::queue::{Item, Queue};
+
+/// What happens when the server cannot be reached for a while.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnError {
+    /// A warning; what could not be sent is missing on the server.
+    #[default]
+    Warn,
+    /// The run ends.
+    Error,
+}
+
+/// `trainer.loggers = [{ type = "mlflow", tracking_uri = "http://127.0.0.1:5000" }]`: metrics, and the
+/// configuration as parameters, on an MLflow server. The newest checkpoint is a tag. A token is taken from
+/// the variable `MLFLOW_TRACKING_TOKEN`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct MlflowConfig {
+    /// The server; by default that of the variable `MLFLOW_TRACKING_URI`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tracking_uri: Option<String>,
+    /// The experiment, which is made if it is not there.
+    pub experiment_name: String,
+    /// The run's name; by default that of its directory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub run_name: Option<String>,
+    /// A run to go on with. It keeps its parameters and name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub run_id: Option<String>,
+    /// Tags of the run.
+    pub tags: BTreeMap<String, String>,
+    /// What happens when the server cannot be reached in the course of training. At its beginning that
+    /// is an error.
+    pub on_error: OnError,
+}
+
+impl Default for MlflowConfig {
+    fn default() -> Self {
+        Self {
+            tracking_uri: None,
+            experiment_name: "fulgurite_logs".to_owned(),
+            run_name: None,
+            run_id: None,
+            tags: BTreeMap::new(),
+            on_error: OnError::default(),
+        }
+    }
+}
+
+#[typetag::serde(name = "mlflow")]
+impl LoggerConfig for MlflowConfig {
+    fn build(&self, dir: &Path) -> Result<Box<dyn Logger>> {
+        Ok(Box::new(MlflowLogger::start(self, dir, Patience::default())?))
+    }
+}
+
+fulgurite_core::register_logger!(
+    "mlflow",
+    MlflowConfig,
+    "a run on an MLflow server: metrics, and the configuration as parameters",
+    "{ type = \"mlflow\", tracking_uri = \"http://127.0.0.1:5000\", experiment_name = \"llama\" }"
+);
+
+/// How long the server is waited for.
+#[derive(Debug, Clone, Copy)]
+struct Patience {
+    /// For the answer to one request.
+    request: Duration,
+    /// Between attempts; each pause is twice the one before it.
+    pause: Duration,
+    /// Attempts of a request.
+    attempts: u32,
+    /// For everything that is left at the end of a run.
+    end: Duration,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self {
+            request: Duration::from_secs(10),
+            pause: Duration::from_secs(1),
+            attempts: 4,
+            end: Duration::from_secs(30),
+        }
+    }
+}
+
+/// The length of a parameter's value that MLflow stores.
+const MAX_VALUE: usize = 6000;
+
+struct MlflowLogger {
+    queue: Queue,
+    /// Whether the run was there before, with parameters, which cannot be changed.
+    continues: bool,
+}
+
+impl MlflowLogger {
+    /// Makes the run on the server.
+    fn start(config: &MlflowConfig, dir: &Path, patience: Patience) -> Result<Self> {
+        let from_environment = || std::env::var("MLFLOW_TRACKING_URI").ok();
+        let uri = config.tracking_uri.clone().or_else(from_environment).ok_or_else(|| {
+            Error::Config(
+                "`trainer.loggers`: the logger `mlflow` needs the address of a server: \
+                 `tracking_uri = \"http://127.0.0.1:5000\"`, or the variable MLFLOW_TRACKING_URI"
+                    .to_owned(),
+            )
+        })?;
+        let token = std::env::var("MLFLOW_TRACKING_TOKEN").ok();
+        let client = Client::new(&uri, token, patience.request)?;
+        let run_id = match &config.run_id {
+            Some(id) => {
+                client.resume_run(id)?;
+                id.clone()
+            }
+            None => {
+                let experiment = client.experiment(&config.experiment_name)?;
+                let of_dir = dir.file_name().map(|name| name.to_string_lossy().into_owned());
+                let name = config.run_name.clone().or(of_dir).unwrap_or_default();
+                client.create_run(&experiment, &name, milliseconds())?
+            }
+        };
+        let queue = Queue::start(client, run_id, config.on_error, patience)?;
+        for (key, value) in &config.tags {
+            queue.put(Item::Tag { key: key.clone(), value: value.clone() })?;
+        }
+        Ok(Self { queue, continues: config.run_id.is_some() })
+    }
+}
+
+impl Logger for MlflowLogger {
+    fn name(&self) -> &str {
+        "mlflow"
+    }
+
+    fn log_hyperparams(&mut self, params: &Table) -> Result<()> {
+        if self.continues {
+            return Ok(());
+        }
+        let mut flat = Vec::new();
+        flatten("", params, &mut flat);
+        flat.into_iter().try_for_each(|(key, value)| self.queue.put(Item::Param { key, value }))
+    }
+
+    fn log_metrics(&mut self, metrics: &BTreeMap<String, f64>, step: u64) -> Result<()> {
+        let timestamp = milliseconds();
+        metrics.iter().try_for_each(|(name, &value)| {
+            self.queue.put(Item::Metric { key: key(name), value, timestamp, step })
+        })
+    }
+
+    fn after_save_checkpoint(&mut self, path: &Path, step: u64) -> Result<()> {
+        let value = format!("step {step}: {}", path.display());
+        self.queue.put(Item::Tag { key: "fulgurite.checkpoint".to_owned(), value })
+    }
+
+    /// Does nothing: what is logged is under way, and nobody waits for it.
+    fn save(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn finalize(&mut self, status: RunStatus) -> Result<()> {
+        let status = match status {
+            RunStatus::Success => "FINISHED",
+            RunStatus::Interrupted => "KILLED",
+            RunStatus::Failed => "FAILED",
+        };
+        self.queue.finish(status, milliseconds())
+    }
+}
+
+/// Milliseconds since 1970.
+fn milliseconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
+}
+
+/// A name in the characters that MLflow takes.
+fn key(name: &str) -> String {
+    let fits = |c: char| c.is_alphanumeric() || "_-. :/".contains(c);
+    name.chars().map(|c| if fits(c) { c } else { '_' }).take(250).collect()
+}
+
+/// The values of a table as parameters, by dotted name.
+fn flatten(prefix: &str, table: &Table, flat: &mut Vec<(String, String)>) {
+    for (name, value) in table {
+        let name = format!("{prefix}{name}");
+        let mut value = match value {
+            Value::Table(inner) => {
+                flatten(&format!("{name}."), inner, flat);
+                continue;
+            }
+            Value::String(text) => text.clone(),
+            other => other.to_string(),
+        };
+        let end = (0..=value.len().min(MAX_VALUE)).rev().find(|&end| value.is_char_boundary(end));
+        value.truncate(end.unwrap_or(0));
+        flat.push((key(&name), value));
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,261 @@
+//! What is logged, on its way to the server.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use fulgurite_core::{Error, Result};
+use serde_json::{Value, json};
+
+use super::client::{Client, Failure};
+use super::{OnError, Patience};
+
+/// Something to be logged.
+#[derive(Debug)]
+pub(super) enum Item {
+    Metric {
+        key: String,
+        value: f64,
+        timestamp: u64,
+        step: u64,
+    },
+    Param {
+        key: String,
+        value: String,
+    },
+    Tag {
+        key: String,
+        value: String,
+    },
+    /// The end of the run.
+    End {
+        status: &'static str,
+        time: u64,
+    },
+}
+
+/// Items that may wait; further ones are left out.
+const CAPACITY: usize = 20_000;
+/// What MLflow takes in one call.
+const MAX_METRICS: usize = 1000;
+const MAX_OTHERS: usize = 100;
+
+/// A bounded queue, which a thread of its own empties. Nobody waits for it but the end of a run, and that not
+/// for long.
+pub(super) struct Queue {
+    sender: Option<SyncSender<Item>>,
+    done: Receiver<()>,
+    shared: Arc<Shared>,
+    on_error: OnError,
+    patience: Patience,
+}
+
+#[derive(Default)]
+struct Shared {
+    /// Items that the server has not got.
+    lost: AtomicU64,
+    /// The first failure.
+    failure: Mutex<Option<String>>,
+}
+
+impl Shared {
+    fn fail(&self, lost: u64, failure: &dyn std::fmt::Display) {
+        self.lost.fetch_add(lost, Ordering::Relaxed);
+        let mut first = self.failure.lock().expect("no panic while noting");
+        if first.is_none() {
+            *first = Some(failure.to_string());
+            tracing::warn!("{failure}");
+        }
+    }
+
+    fn failure(&self) -> Option<String> {
+        self.failure.lock().expect("no panic while noting").clone()
+    }
+}
+
+impl Queue {
+    /// Starts the thread that sends.
+    pub(super) fn start(
+        client: Client,
+        run_id: String,
+        on_error: OnError,
+        patience: Patience,
+    ) -> Result<Self> {
+        let (sender, items) = sync_channel(CAPACITY);
+        let (finished, done) = sync_channel(1);
+        let shared = Arc::<Shared>::default();
+        let worker = Worker { client, run_id, patience, shared: shared.clone() };
+        std::thread::Builder::new()
+            .name("mlflow".to_owned())
+            .spawn(move || {
+                worker.run(&items);
+                // Nobody may wait for it any more.
+                let _ = finished.send(());
+            })
+            .map_err(|error| Error::other(format!("starting the thread of mlflow: {error}")))?;
+        Ok(Self { sender: Some(sender), done, shared, on_error, patience })
+    }
+
+    /// Puts something in, at once.
+    ///
+    /// # Errors
+    /// If something could not be sent before and that is to end the run.
+    pub(super) fn put(&self, item: Item) -> Result<()> {
+        self.check()?;
+        let Some(sender) = &self.sender else { return Ok(()) };
+        match sender.try_send(item) {
+            Ok(()) => Ok(()),
+            Err(TrySendError::Full(_)) => {
+                self.shared.fail(1, &"MLflow takes less than is logged: values are left out");
+                self.check()
+            }
+            Err(TrySendError::Disconnected(_)) => {
+                self.shared.fail(1, &"the thread of mlflow has ended");
+                self.check()
+            }
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        match (self.on_error, self.shared.failure()) {
+            (OnError::Error, Some(failure)) => Err(Error::other(failure)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Ends the run on the server, and waits until it has everything, but not for long.
+    ///
+    /// # Errors
+    /// If something could not be sent and that is an error.
+    pub(super) fn finish(&mut self, status: &'static str, time: u64) -> Result<()> {
+        let Some(sender) = self.sender.take() else { return Ok(()) };
+        let until = Instant::now() + self.patience.end;
+        let mut end = Item::End { status, time };
+        // The queue may be full.
+        while let Err(TrySendError::Full(back)) = sender.try_send(end) {
+            end = back;
+            if Instant::now() >= until {
+                break;
+            }
+            std::thread::sleep(self.patience.pause.min(std::time::Duration::from_millis(20)));
+        }
+        drop(sender);
+        let left = until.saturating_duration_since(Instant::now());
+        if self.done.recv_timeout(left) == Err(RecvTimeoutError::Timeout) {
+            let waited = self.patience.end.as_secs_f64();
+            self.shared
+                .fail(0, &format!("MLflow has not taken everything within {waited} s of the end"));
+        }
+        let lost = self.shared.lost.load(Ordering::Relaxed);
+        if lost > 0 {
+            tracing::warn!("MLflow lacks {lost} of the values that were logged");
+        }
+        self.check()
+    }
+}
+
+/// What sends.
+struct Worker {
+    client: Client,
+    run_id: String,
+    patience: Patience,
+    shared: Arc<Shared>,
+}
+
+/// What goes into one call.
+#[derive(Default)]
+struct Batch {
+    metrics: Vec<Value>,
+    params: Vec<Value>,
+    tags: Vec<Value>,
+}
+
+impl Batch {
+    fn len(&self) -> usize {
+        self.metrics.len() + self.params.len() + self.tags.len()
+    }
+
+    fn is_full(&self) -> bool {
+        self.len() >= MAX_METRICS
+            || self.params.len() >= MAX_OTHERS
+            || self.tags.len() >= MAX_OTHERS
+    }
+}
+
+impl Worker {
+    fn run(&self, items: &Receiver<Item>) {
+        // Everything that has come since the last call goes into the next.
+        while let Ok(first) = items.recv() {
+            let mut batch = Batch::default();
+            let mut end = None;
+            let mut next = Some(first);
+            while let Some(item) = next {
+                match item {
+                    Item::Metric { key, value, timestamp, step } => {
+                        batch.metrics.push(json!({
+                            "key": key, "value": number(value), "timestamp": timestamp, "step": step,
+                        }));
+                    }
+                    Item::Param { key, value } => {
+                        batch.params.push(json!({ "key": key, "value": value }));
+                    }
+                    Item::Tag { key, value } => {
+                        batch.tags.push(json!({ "key": key, "value": value }))
+                    }
+                    Item::End { status, time } => end = Some((status, time)),
+                }
+                next = if batch.is_full() || end.is_some() { None } else { items.try_recv().ok() };
+            }
+            self.send(&batch);
+            if let Some((status, time)) = end {
+                let ended = self.attempt(|| self.client.end_run(&self.run_id, status, time));
+                if let Err(failure) = ended {
+                    self.shared.fail(0, &failure);
+                }
+                return;
+            }
+        }
+    }
+
+    fn send(&self, batch: &Batch) {
+        if batch.len() == 0 {
+            return;
+        }
+        let body = json!({
+            "run_id": self.run_id,
+            "metrics": batch.metrics, "params": batch.params, "tags": batch.tags,
+        });
+        if let Err(failure) = self.attempt(|| self.client.log_batch(&body)) {
+            self.shared.fail(batch.len() as u64, &failure);
+        }
+    }
+
+    /// Makes a call, again if it may succeed then. Once something was lost the server has no more than one
+    /// attempt, so that a queue behind a dead one empties.
+    fn attempt(&self, call: impl Fn() -> Result<(), Failure>) -> Result<(), Failure> {
+        let mut pause = self.patience.pause;
+        let attempts = if self.shared.failure().is_some() { 1 } else { self.patience.attempts };
+        for _ in 1..attempts {
+            match call() {
+                Err(failure) if failure.transient => {
+                    tracing::debug!("{failure}; trying again in {pause:?}");
+                    std::thread::sleep(pause);
+                    pause *= 2;
+                }
+                done => return done,
+            }
+        }
+        call()
+    }
+}
+
+/// A number in JSON; what is not finite in the words of Protocol Buffers.
+fn number(value: f64) -> Value {
+    match value {
+        value if value.is_nan() => json!("NaN"),
+        f64::INFINITY => json!("Infinity"),
+        f64::NEG_INFINITY => json!("-Infinity"),
+        value => json!(value),
+    }
+}

@@ -1,0 +1,267 @@
+//! A server in this process, which answers as MLflow does.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use serde_json::{Value as Json, json};
+
+use super::*;
+
+const QUICK: Patience = Patience {
+    request: Duration::from_secs(20),
+    pause: Duration::from_millis(1),
+    attempts: 3,
+    end: Duration::from_secs(20),
+};
+
+/// A request: what it calls, and its body.
+type Request = (String, Json);
+
+/// What answers a request: status and body.
+type Answer = Box<dyn FnMut(&str, &Json) -> (u16, Json) + Send>;
+
+/// Starts a server; its address, and what it was asked.
+fn serve(mut answer: Answer) -> (String, Receiver<Request>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap());
+    let (sender, requests) = channel();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            // One connection after another, until the client leaves it.
+            let _ = converse(stream.unwrap(), &sender, &mut answer);
+        }
+    });
+    (address, requests)
+}
+
+fn converse(
+    mut stream: TcpStream,
+    requests: &Sender<Request>,
+    answer: &mut Answer,
+) -> std::io::Result<()> {
+    let mut reader = BufReader::new(stream.try_clone()?);
+    loop {
+        let mut line = String::new();
+        if reader.read_line(&mut line)? == 0 {
+            return Ok(());
+        }
+        let path = line.split_whitespace().nth(1).unwrap().replace("/api/2.0/mlflow/", "");
+        let mut length = 0;
+        loop {
+            let mut header = String::new();
+            reader.read_line(&mut header)?;
+            let header = header.trim().to_ascii_lowercase();
+            if header.is_empty() {
+                break;
+            }
+            if let Some(n) = header.strip_prefix("content-length:") {
+                length = n.trim().parse().unwrap();
+            }
+        }
+        let mut body = vec![0; length];
+        reader.read_exact(&mut body)?;
+        let body = serde_json::from_slice(&body).unwrap_or_default();
+        let (status, said) = answer(&path, &body);
+        let _ = requests.send((path, body));
+        let said = said.to_string();
+        write!(
+            stream,
+            "HTTP/1.1 {status} x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{said}",
+            said.len()
+        )?;
+    }
+}
+
+/// The answers of a server that has no experiment yet.
+fn usual(path: &str) -> (u16, Json) {
+    match path.split('?').next().unwrap() {
+        "experiments/get-by-name" => {
+            (404, json!({ "error_code": "RESOURCE_DOES_NOT_EXIST", "message": "none" }))
+        }
+        "experiments/create" => (200, json!({ "experiment_id": "7" })),
+        "runs/create" => (200, json!({ "run": { "info": { "run_id": "abc" } } })),
+        _ => (200, json!({})),
+    }
+}
+
+fn start(uri: &str, on_error: OnError) -> Result<MlflowLogger> {
+    let config = MlflowConfig {
+        tracking_uri: Some(uri.to_owned()),
+        experiment_name: "my llama".to_owned(),
+        tags: [("who".to_owned(), "me".to_owned())].into(),
+        on_error,
+        ..MlflowConfig::default()
+    };
+    MlflowLogger::start(&config, Path::new("logs/version_3"), QUICK)
+}
+
+fn metrics(pairs: &[(&str, f64)]) -> BTreeMap<String, f64> {
+    pairs.iter().map(|&(name, value)| (name.to_owned(), value)).collect()
+}
+
+#[test]
+fn a_run_is_made_filled_and_ended() {
+    let (uri, requests) = serve(Box::new(|path, _| usual(path)));
+    let mut logger = start(&uri, OnError::Error).unwrap();
+    logger.log_hyperparams(&toml::toml! { optimizer = { lr = 0.5, betas = [0.9, 0.95] } }).unwrap();
+    for step in 1..=1200 {
+        logger.log_metrics(&metrics(&[("train loss", 0.5), ("a@b", f64::NAN)]), step).unwrap();
+    }
+    logger.after_save_checkpoint(Path::new("logs/step-9"), 9).unwrap();
+    logger.finalize(RunStatus::Interrupted).unwrap();
+    let mut requests = requests.try_iter();
+    let (path, _) = requests.next().unwrap();
+    assert_eq!(path, "experiments/get-by-name?experiment_name=my%20llama");
+    assert_eq!(requests.next().unwrap().1, json!({ "name": "my llama" }));
+    let (path, run) = requests.next().unwrap();
+    assert_eq!(
+        (path.as_str(), &run["experiment_id"], &run["run_name"]),
+        ("runs/create", &json!("7"), &json!("version_3"))
+    );
+    let (mut logged, mut params, mut tags) = (Vec::new(), Vec::new(), Vec::new());
+    let mut last = None;
+    for (path, body) in requests {
+        assert!(last.is_none(), "{path} after the end");
+        assert_eq!(body["run_id"], "abc");
+        match path.as_str() {
+            "runs/log-batch" => {
+                let add = |key: &str, to: &mut Vec<Json>, most: usize| {
+                    let part = body[key].as_array().unwrap();
+                    assert!(part.len() <= most);
+                    to.extend(part.iter().cloned());
+                };
+                add("metrics", &mut logged, 1000);
+                add("params", &mut params, 100);
+                add("tags", &mut tags, 100);
+            }
+            "runs/update" => last = Some(body),
+            other => panic!("{other}"),
+        }
+    }
+    assert_eq!(last.unwrap()["status"], "KILLED");
+    assert_eq!(logged.len(), 2400);
+    assert_eq!((&logged[0]["key"], &logged[0]["value"]), (&json!("a_b"), &json!("NaN")));
+    assert_eq!((&logged[2399]["key"], &logged[2399]["step"]), (&json!("train loss"), &json!(1200)));
+    let betas = json!({ "key": "optimizer.betas", "value": "[0.9, 0.95]" });
+    assert!(params.contains(&betas) && params.len() == 2, "{params:?}");
+    assert!(tags.contains(&json!({ "key": "who", "value": "me" })));
+    assert!(tags.iter().any(|tag| tag["value"] == "step 9: logs/step-9"));
+}
+
+#[test]
+fn what_fails_for_a_moment_is_sent_again() {
+    let mut refused = 0;
+    let (uri, requests) = serve(Box::new(move |path, _| {
+        if path == "runs/log-batch" && refused < 2 {
+            refused += 1;
+            return (503, json!({ "message": "busy" }));
+        }
+        usual(path)
+    }));
+    let mut logger = start(&uri, OnError::Error).unwrap();
+    logger.log_metrics(&metrics(&[("x", 1.0)]), 1).unwrap();
+    logger.finalize(RunStatus::Success).unwrap();
+    let batches = requests.try_iter().filter(|(path, _)| path == "runs/log-batch").count();
+    assert!(batches >= 3, "two refused and one taken, at least");
+}
+
+#[test]
+fn a_server_that_stops_answering_ends_a_run_only_if_it_is_to() {
+    for on_error in [OnError::Warn, OnError::Error] {
+        let (uri, _requests) = serve(Box::new(|path, _| match path {
+            "runs/log-batch" => (500, json!({ "error_code": "INTERNAL_ERROR", "message": "disk" })),
+            path => usual(path),
+        }));
+        let mut logger = start(&uri, on_error).unwrap();
+        logger.log_metrics(&metrics(&[("x", 1.0)]), 1).ok();
+        let end = logger.finalize(RunStatus::Success);
+        match on_error {
+            OnError::Warn => end.unwrap(),
+            OnError::Error => {
+                let error = end.unwrap_err().to_string().replace(&uri, "SERVER");
+                insta::assert_snapshot!(error, @"MLflow at SERVER: runs/log-batch: status 500: disk");
+            }
+        }
+    }
+}
+
+#[test]
+fn training_does_not_wait_for_a_server_that_hangs() {
+    let (release, released) = channel::<()>();
+    let (uri, _requests) = serve(Box::new(move |path, _| {
+        if path == "runs/log-batch" {
+            // Until the test lets go.
+            let _ = released.recv();
+        }
+        usual(path)
+    }));
+    let mut logger = start(&uri, OnError::Warn).unwrap();
+    // More than the queue holds: each returns while the server does not.
+    for step in 0..30_000 {
+        logger.log_metrics(&metrics(&[("x", 1.0)]), step).unwrap();
+    }
+    drop(release);
+    logger.finalize(RunStatus::Success).unwrap();
+}
+
+#[test]
+fn the_end_does_not_wait_long_for_a_server_that_hangs() {
+    let (_hold, held) = channel::<()>();
+    let (uri, _requests) = serve(Box::new(move |path, _| {
+        if path == "runs/log-batch" {
+            let _ = held.recv();
+        }
+        usual(path)
+    }));
+    let config = MlflowConfig {
+        tracking_uri: Some(uri),
+        on_error: OnError::Error,
+        ..MlflowConfig::default()
+    };
+    let patience = Patience { end: Duration::from_millis(50), ..QUICK };
+    let mut logger = MlflowLogger::start(&config, Path::new("run"), patience).unwrap();
+    logger.log_metrics(&metrics(&[("x", 1.0)]), 1).unwrap();
+    let error = logger.finalize(RunStatus::Success).unwrap_err();
+    insta::assert_snapshot!(error, @"MLflow has not taken everything within 0.05 s of the end");
+}
+
+#[test]
+fn a_run_that_goes_on_keeps_its_parameters() {
+    let (uri, requests) = serve(Box::new(|path, _| usual(path)));
+    let config = MlflowConfig {
+        tracking_uri: Some(uri),
+        run_id: Some("old".to_owned()),
+        ..MlflowConfig::default()
+    };
+    let mut logger = MlflowLogger::start(&config, Path::new("run"), QUICK).unwrap();
+    logger.log_hyperparams(&toml::toml! { seed = 1 }).unwrap();
+    logger.finalize(RunStatus::Success).unwrap();
+    let seen: Vec<(String, Json)> = requests.try_iter().collect();
+    assert_eq!(
+        seen[0],
+        ("runs/update".to_owned(), json!({ "run_id": "old", "status": "RUNNING" }))
+    );
+    assert_eq!(seen.len(), 2, "{seen:?}");
+    assert_eq!(seen[1].1["status"], "FINISHED");
+}
+
+#[test]
+fn a_wrong_address_is_found_at_the_start() {
+    let error = |uri: &str| start(uri, OnError::Warn).err().unwrap().to_string();
+    insta::assert_snapshot!(error("localhost:5000"), @r#"`trainer.loggers`: mlflow's `tracking_uri` "localhost:5000": expected the address of a server, such as http://127.0.0.1:5000"#);
+    // Nobody listens on a port that was given back.
+    let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let refused = error(&format!("http://{closed}")).replace(&closed.to_string(), "ADDRESS");
+    assert!(refused.starts_with("MLflow at http://ADDRESS: "), "{refused}");
+    let (uri, _requests) = serve(Box::new(|_, _| (200, json!("a web page"))));
+    insta::assert_snapshot!(error(&uri), @"MLflow: an answer without `experiment_id`: is this the address of an MLflow server?");
+}
+
+#[test]
+fn long_values_are_cut_where_a_character_ends() {
+    let mut flat = Vec::new();
+    let table = Table::from_iter([("text".to_owned(), Value::String("ü".repeat(4000)))]);
+    flatten("", &table, &mut flat);
+    assert_eq!(flat[0].1.len(), MAX_VALUE);
+}
