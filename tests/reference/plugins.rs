@@ -25,14 +25,14 @@ fn the_built_in_plugins_are_listed() {
     let names: Vec<String> =
         names.iter().map(|(kind, names)| format!("{kind}: {}", names.join(", "))).collect();
     insta::assert_snapshot!(names.join("\n"), @r#"
-    callback: device_stats_monitor, early_stopping, gradient_accumulation_scheduler, gradient_norms, model_checkpoint, throughput_monitor
+    callback: device_stats_monitor, early_stopping, gradient_accumulation_scheduler, gradient_norms, model_checkpoint, reduce_lr_on_plateau, throughput_monitor
     checkpoint_io: local
     environment: local, slurm, torchelastic
     logger: csv, jsonl, mlflow, tensorboard
     optimizer: adamw, sgd
     parallelize: hf, llama, none, plan
     process_group: shm
-    scheduler: constant, cosine, linear, step
+    scheduler: constant, cosine, cosine_warm_restarts, exponential, linear, one_cycle, polynomial, sequential, step, warmup_stable_decay
     strategy: auto, ddp, fsdp, fsdp2, fsdp_tp, hsdp, model_parallel, single_device, tp
     "#);
     let list = plugins::list(&registry::plugins());
