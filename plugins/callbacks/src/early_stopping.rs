@@ -71,6 +71,10 @@ impl CallbackConfig for EarlyStoppingConfig {
         }
         Ok(Box::new(EarlyStopping { config: self.clone(), waited: 0, best: None, reason: None }))
     }
+
+    fn monitor(&self) -> Option<&str> {
+        Some(&self.monitor)
+    }
 }
 
 fulgurite_core::register_plugin!(

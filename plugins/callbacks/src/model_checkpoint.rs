@@ -111,6 +111,10 @@ impl CallbackConfig for ModelCheckpointConfig {
             saved_step: None,
         }))
     }
+
+    fn monitor(&self) -> Option<&str> {
+        self.monitor.as_deref()
+    }
 }
 
 fulgurite_core::register_plugin!(

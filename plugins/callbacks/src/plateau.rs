@@ -63,6 +63,10 @@ impl CallbackConfig for ReduceLrOnPlateauConfig {
         }
         Ok(Box::new(ReduceLrOnPlateau::new(self.clone())))
     }
+
+    fn monitor(&self) -> Option<&str> {
+        Some(&self.monitor)
+    }
 }
 
 fulgurite_core::register_plugin!(

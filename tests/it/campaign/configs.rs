@@ -15,7 +15,7 @@ const ADDRESS_SPACE: &str = "-v 16777216";
 
 /// Keys that have no default, so that no resolved configuration has them, with their types and what has
 /// to be set for a run to have them; those of `[trainer]` and `[checkpoint]` are read from the reference.
-const OPTIONAL: [(&str, &str, &str); 30] = [
+const OPTIONAL: [(&str, &str, &str); 42] = [
     ("model.head_dim", "integer", ""),
     ("model.from_pretrained", "string", ""),
     ("data.stride", "integer", ""),
@@ -24,6 +24,18 @@ const OPTIONAL: [(&str, &str, &str); 30] = [
     ("data.vocab_size", "integer", ""),
     ("data.validation_path", "string", ""),
     ("data.validation_fraction", "number", ""),
+    ("data.mixture", "list", ""),
+    ("data.text_key", "string", "data.type=jsonl"),
+    ("data.validation_sets", "list", ""),
+    ("scheduler.pct_start", "number", "scheduler.type=one_cycle"),
+    ("scheduler.div_factor", "number", "scheduler.type=one_cycle"),
+    ("scheduler.final_div_factor", "number", "scheduler.type=one_cycle"),
+    ("scheduler.first_steps", "integer", "scheduler.type=cosine_warm_restarts"),
+    ("scheduler.multiplier", "integer", "scheduler.type=cosine_warm_restarts"),
+    ("scheduler.total_steps", "integer", "scheduler.type=polynomial"),
+    ("scheduler.power", "number", "scheduler.type=polynomial"),
+    ("scheduler.milestones", "list", "scheduler={ type = 'sequential', schedules = [] }"),
+    ("trainer.profiler.steps", "integer", "trainer.profiler.type=trace"),
     ("optimizer.state_dtype", "string", ""),
     ("optimizer.groups", "list", ""),
     ("optimizer.momentum", "number", "optimizer.type=sgd"),

@@ -61,6 +61,12 @@ pub trait CallbackConfig: std::fmt::Debug + Send + Sync {
     /// # Errors
     /// If an option is wrong.
     fn build(&self) -> Result<Box<dyn Callback>>;
+
+    /// The metric that the callback decides by, if any. A run that can never log it is refused before it
+    /// starts.
+    fn monitor(&self) -> Option<&str> {
+        None
+    }
 }
 
 fulgurite_config::plugin_kind!(

@@ -5,11 +5,12 @@ use std::sync::Arc;
 use toml::Table;
 
 use super::memory_check::check_memory;
-use super::{LightningModule, OptimizerSetup, RunConfigOf, Trainer};
+use super::{CallbackConfig, LightningModule, OptimizerSetup, RunConfigOf, Trainer};
 use crate::fabric::{Connection, check_frozen};
 use crate::run::{CkptPath, Devices, RunConfig, available_cores};
 use crate::{Error, Result};
 use fulgurite_checkpoint_format::{self as checkpoint, DistributedCheckpoint};
+use fulgurite_config::PluginValue;
 use fulgurite_config::registry::kind;
 use fulgurite_engine::collective::{Planned, ProcessGroup, Solo};
 use fulgurite_engine::data::{DataContext, DataModule, SampleOrder, Split, TrainSampler};
@@ -31,6 +32,8 @@ pub enum RunPurpose {
 struct Described {
     optimizers: Box<dyn Fn(OptimizerSetup) -> Result<OptimizerSetup>>,
     train_samples: u64,
+    /// Whether there is anything to validate on.
+    has_validation_data: bool,
     batch_size: usize,
     shuffle: bool,
 }
@@ -118,6 +121,7 @@ fn describe<M: LightningModule>(
     let mut config = run.model.clone();
     M::configure_from_data(&mut config, &data)?;
     let train_samples = data.len(Split::Train);
+    let has_validation_data = data.len(Split::Validation) > 0 || !data.validation_sets().is_empty();
     drop(data);
     if let Some(path) = M::pretrained(&config) {
         checkpoint::open(path)?;
@@ -126,6 +130,7 @@ fn describe<M: LightningModule>(
     Ok(Described {
         optimizers: Box::new(move |configured| module.configure_optimizers(configured)),
         train_samples,
+        has_validation_data,
         batch_size: M::Data::batch_size(&run.data),
         shuffle: M::Data::shuffle(&run.data),
     })
@@ -139,6 +144,9 @@ fn check(
     parallelize: Option<Box<dyn ParallelizeFn>>,
 ) -> Result<()> {
     let config = &run.trainer;
+    for value in &config.callbacks {
+        callback_config(value)?.build()?;
+    }
     check_directories(run)?;
     check_resume(run)?;
     let mut strategy = config
@@ -183,6 +191,7 @@ fn check(
         let micro_batches = config.accumulate_grad_batches as usize;
         TrainSampler::new(order, model.batch_size, data_parallel_size, 0, micro_batches)?;
         check_optimizers(run, &model, &tree, memory.as_mut())?;
+        check_monitors(run, &model)?;
     } else if let Some(memory) = &mut memory {
         *memory = RankMemory {
             parameters: memory.parameters,
@@ -191,6 +200,33 @@ fn check(
         };
     }
     check_memory(run, &tree, memory.unwrap_or_default(), &planned)
+}
+
+fn callback_config(value: &PluginValue) -> Result<Box<dyn CallbackConfig>> {
+    value.build(kind::CALLBACK, "trainer.callbacks")
+}
+
+/// Checks that what is monitored can be logged: metrics of validations only if there are any.
+fn check_monitors(run: &RunConfig<Table, Table>, model: &Described) -> Result<()> {
+    let limit = run.trainer.effective().limit_val_batches;
+    if model.has_validation_data && limit.of(1) > 0 {
+        return Ok(());
+    }
+    let mut monitors = vec![("checkpoint.monitor", run.checkpoint.monitor.clone())];
+    for value in &run.trainer.callbacks {
+        let monitor = callback_config(value)?.monitor().map(str::to_owned);
+        monitors.push(("trainer.callbacks", monitor));
+    }
+    for (key, monitor) in monitors {
+        if let Some(monitor) = monitor.filter(|monitor| monitor.starts_with("val")) {
+            return Err(Error::Config(format!(
+                "`{key}`: `{monitor}` is never logged, as nothing is validated; give validation data \
+                 (for text: `data.validation_fraction` or `data.validation_path`), leave \
+                 `trainer.limit_val_batches` above 0, or monitor something else, such as `train_loss`"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// Checks optimizer and schedule, and adds their memory.
