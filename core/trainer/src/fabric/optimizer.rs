@@ -207,7 +207,7 @@ impl FabricOptimizer {
     /// The second half of [`step`](Self::step): clears the gradients and makes the model ready for
     /// the next forward. Collective.
     pub(crate) fn finish_step(&self) -> Result<()> {
-        let phase = self.runtime.phase("optimizer");
+        let phase = self.runtime.phase("zero grad");
         self.runtime.finish_step()?;
         drop(phase);
         if let Some(profiler) = self.runtime.profiler() {
