@@ -240,6 +240,9 @@ fn the_table_saves_what_is_monitored_after_each_validation() {
     let path = |step: &str| Some(dir.path().join("kept").join(step));
     assert_eq!(trained.outcome().best_checkpoint, path("step-00000004"));
     assert_eq!(trained.outcome().last_checkpoint, path("step-00000006"));
+    // What is validated afterwards is no part of the training.
+    let mut trained = trained;
+    assert!(!trained.validate().unwrap().metrics.contains_key("score"));
 
     let best = ["trainer.ckpt_path=best", "checkpoint.monitor=score"];
     let (events, _) = (Events::default(), ());
@@ -432,6 +435,33 @@ fn a_callback_sees_module_optimizer_and_gradients_on_every_rank() {
         // Another number of ranks has other global batches.
         assert_ne!(norms(ranks, strategy, strategy), alone);
     }
+}
+
+#[test]
+fn a_module_comes_from_values_and_out_of_a_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = config(dir.path(), &["trainer.max_steps=3", "checkpoint.save_last=true"]);
+    let whole = Trainer::default().fit::<Net>(&run).unwrap();
+    let overwrite = ["trainer.max_steps=3", "checkpoint.overwrite=true"];
+    let build = |b: &ModuleBuilder| Net::configure_model(&NoKeys {}, b);
+    let run = config(dir.path(), &overwrite);
+    let made = Trainer::default().fit_with(&run, build, Numbers).unwrap();
+    assert_eq!(made.outcome().last_loss, whole.outcome().last_loss);
+
+    let outputs = |net: &Net| {
+        let x = Tensor::new(&[[1f32], [2.0]], &Device::Cpu)?;
+        Ok(net.down.forward(&net.up.forward(&x)?.tanh()?)?.flatten_all()?.to_vec1::<f32>()?)
+    };
+    let kept = dir.path().join("kept/step-00000003");
+    let loaded = Net::load_from_checkpoint(&kept).unwrap();
+    assert_eq!(loaded.forward(outputs).unwrap(), whole.forward(outputs).unwrap());
+
+    let error = Other::load_from_checkpoint(&kept).unwrap_err().to_string();
+    let error = error.replace(dir.path().to_str().unwrap(), "DIR");
+    insta::assert_snapshot!(error, @"module ``: the model declared no parameters; build its layers from the ModuleBuilder that configure_model is given");
+    let weights = kept.join("model");
+    let error = Net::load_from_checkpoint(&weights).unwrap_err().to_string();
+    insta::assert_snapshot!(error.replace(dir.path().to_str().unwrap(), "DIR"), @"checkpoint DIR/kept/step-00000003/model: there is no checkpoint here: it has no manifest.json. Name the directory of one step, such as `step-00000010`; one without a manifest was never completed");
 }
 
 #[test]

@@ -1,12 +1,12 @@
 //! [`LightningModule`], which users implement.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use candle_core::Tensor;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{Callback, Hooks, StepContext};
+use super::{Callback, Hooks, Loaded, StepContext};
 use crate::run::RunConfig;
 use crate::{Error, Result};
 use fulgurite_engine::data::DataModule;
@@ -101,6 +101,15 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
     fn pretrained(config: &Self::Config) -> Option<PathBuf> {
         let _ = config;
         None
+    }
+
+    /// The module with the weights of the checkpoint at `path`, built by the configuration that a run saved in
+    /// it, in this process alone: to compute with it elsewhere than in a [`Trainer`](super::Trainer).
+    ///
+    /// # Errors
+    /// If there is no checkpoint of a run of this module.
+    fn load_from_checkpoint(path: impl AsRef<Path>) -> Result<Loaded<Self>> {
+        Loaded::from_checkpoint(path.as_ref())
     }
 
     /// The optimizer and the schedule; by default those of `[optimizer]` and `[scheduler]`.

@@ -16,6 +16,7 @@ use crate::fabric::Fabric;
 use crate::{Error, Result};
 use fulgurite_config::to_table;
 use fulgurite_engine::data::{DataModule, Loader, SampleOrder, Samples, Split, Workers};
+use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_nn::Loss;
 
@@ -109,16 +110,27 @@ pub(super) fn set_up<M: LightningModule>(
     fabric: &mut Fabric,
 ) -> Result<RunnerSetup> {
     let data = M::Data::setup(&run.data, &fabric.data_context()?)?;
-    let fingerprint = data.fingerprint()?;
     let mut model = run.model.clone();
     M::configure_from_data(&mut model, &data)?;
-    let module = fabric.setup_module(|b| M::configure_model(&model, b))?;
-    if let Some(path) = M::pretrained(&model) {
+    set_up_with::<M>(run, &model, fabric, &mut |b| M::configure_model(&model, b), data)
+}
+
+/// Sets up the module that `build` makes, with this data. Collective.
+pub(super) fn set_up_with<M: LightningModule>(
+    run: &RunConfigOf<M>,
+    model: &M::Config,
+    fabric: &mut Fabric,
+    build: &mut dyn FnMut(&ModuleBuilder) -> Result<M>,
+    data: M::Data,
+) -> Result<RunnerSetup> {
+    let fingerprint = data.fingerprint()?;
+    let module = fabric.setup_module(build)?;
+    if let Some(path) = M::pretrained(model) {
         fabric.load_raw(&path, true)?;
     }
     Ok(RunnerSetup {
         runner: Box::new(TypedRunner::new(module, data)),
-        model: to_table(&model)?,
+        model: to_table(model)?,
         data: to_table(&run.data)?,
         batch_size: M::Data::batch_size(&run.data),
         shuffle: M::Data::shuffle(&run.data),

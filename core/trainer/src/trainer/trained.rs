@@ -7,7 +7,7 @@ use super::callback::read_callback;
 use super::evaluation::{Evaluated, EvaluationStage, Predicted};
 use super::runner::TypedRunner;
 use super::session::Session;
-use super::{Callback, Evaluation, FitOutcome, LightningModule, Predictions};
+use super::{Callback, Evaluation, FitOutcome, LightningModule, Predictions, Stage};
 use crate::fabric::Fabric;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::no_grad;
@@ -124,6 +124,10 @@ impl<M: LightningModule> fmt::Debug for Trained<M> {
 impl Session {
     /// Evaluates; without data this is an error. Collective.
     pub(super) fn evaluate_once(&mut self, stage: EvaluationStage) -> Result<Evaluation> {
+        self.stage = match stage {
+            EvaluationStage::Validation => Stage::Validate,
+            EvaluationStage::Test => Stage::Test,
+        };
         match self.evaluate(stage)? {
             Evaluated::Done(evaluation) => Ok(evaluation),
             Evaluated::Interrupted(why) => Err(interrupted(why)),
@@ -136,6 +140,7 @@ impl Session {
         if self.runner.num_samples(Split::Predict) == 0 {
             return Err(no_data(Split::Predict));
         }
+        self.stage = Stage::Predict;
         match self.predict()? {
             Predicted::Done(predictions) => Ok(predictions),
             Predicted::Interrupted(why) => Err(interrupted(why)),

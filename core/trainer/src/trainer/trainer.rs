@@ -28,7 +28,7 @@ use fulgurite_config::registry::kind;
 use fulgurite_config::to_table;
 use fulgurite_engine::collective::{ProcessGroup, Solo, broadcast_object};
 use fulgurite_engine::mesh::DeviceMesh;
-use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::module::{ModuleBuilder, ModuleTree};
 use fulgurite_engine::optim::Ema;
 use fulgurite_engine::strategy::ParallelizeFn;
 use fulgurite_launch::{Interruption, Starting};
@@ -152,6 +152,38 @@ impl Trainer {
     /// after an interrupted run has ended in order.
     pub fn fit<M: LightningModule>(&self, run: &RunConfigOf<M>) -> Result<Trained<M>> {
         let set_up = &mut |fabric: &mut Fabric| runner::set_up::<M>(run, fabric);
+        let (outcome, session) = self.run_fit(run.untyped(), set_up)?;
+        Ok(Trained::new(outcome, session))
+    }
+
+    /// As [`fit`](Self::fit), with a module and data that the program makes itself, from whatever it has:
+    /// `build` describes the model as [`configure_model`](LightningModule::configure_model) does. The table
+    /// `[data]` of `run` says how large batches are and whether they are shuffled. Collective.
+    ///
+    /// ```no_run
+    /// # use fulgurite_core::Result;
+    /// # use fulgurite_core::trainer::{LightningModule, RunConfigOf, Trainer};
+    /// # use fulgurite_core::module::ModuleBuilder;
+    /// # fn example<M: LightningModule>(run: RunConfigOf<M>, data: M::Data, layers: usize,
+    /// #     new: fn(&ModuleBuilder, usize) -> Result<M>) -> Result<()> {
+    /// let trained = Trainer::default().fit_with(&run, |b| new(b, layers), data)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`fit`](Self::fit).
+    pub fn fit_with<M: LightningModule>(
+        &self,
+        run: &RunConfigOf<M>,
+        mut build: impl FnMut(&ModuleBuilder) -> Result<M>,
+        data: M::Data,
+    ) -> Result<Trained<M>> {
+        let mut data = Some(data);
+        let set_up = &mut |fabric: &mut Fabric| {
+            let data = data.take().expect("set up once");
+            runner::set_up_with::<M>(run, &run.model, fabric, &mut build, data)
+        };
         let (outcome, session) = self.run_fit(run.untyped(), set_up)?;
         Ok(Trained::new(outcome, session))
     }
