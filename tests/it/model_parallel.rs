@@ -227,6 +227,6 @@ fn sizes_that_do_not_fit() {
     insta::assert_snapshot!(error("tp.tensor_parallel_size=\"all\"", 2, &[]), @r#"`trainer.strategy.tensor_parallel_size`: expected a number of ranks or "auto", found the string "all""#);
     insta::assert_snapshot!(error("tp", 3, &[]), @"module `model.layers.0.self_attn`: 2 attention heads are not divisible by tensor_parallel_size 3; choose a size that divides them");
     insta::assert_snapshot!(error(MESHES[7].0, 2, &odd), @"a rank failed: module `model.embed_tokens`: sequence parallelism cannot cut a sequence of 7 positions over 2 ranks of `tensor_parallel`; use a length that is a multiple of 2");
-    insta::assert_snapshot!(error(MESHES[3].0, 2, &odd), @"a rank failed: context parallelism cannot cut a sequence of 7 positions: each of the 2 ranks of `context_parallel` takes two chunks of equal length; use a length that is a multiple of 4");
+    insta::assert_snapshot!(error(MESHES[3].0, 2, &odd), @"a rank failed: data: train samples 53, 27: context parallelism cannot cut a sequence of 7 positions: each of the 2 ranks of `context_parallel` takes two chunks of equal length; use a length that is a multiple of 4");
     insta::assert_snapshot!(error("fsdp_tp", 4, &["model.vocab_size=53"]), @"parameter `model.embed_tokens.weight`: has 53 rows, which tensor_parallel (size 2) does not divide and over 2 ranks FSDP would cut again; make them a multiple of 2 (pad a vocabulary), leave the layer out of the plan, or use data_parallel_replicate_size in place of shards");
 }
