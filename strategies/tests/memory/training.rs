@@ -224,9 +224,10 @@ fn activations_here(config: &str) -> Result<(usize, usize)> {
         (0..UNITS).map(unit).collect()
     })?;
     let files = if config.contains("offload") { UNITS } else { 0 };
-    let mut held = (0, 0);
-    // The first backward makes the gradients' memory.
-    for _ in 0..2 {
+    let mut held = (0, usize::MAX);
+    // The first backward makes the gradients' memory; a thread's scratch memory is made when it first has
+    // work, which may be later.
+    for round in 0..3 {
         let before = live();
         let mut x = Tensor::ones((ROWS, NARROW), DType::F32, &Device::Cpu)?;
         for unit in &units {
@@ -238,7 +239,9 @@ fn activations_here(config: &str) -> Result<(usize, usize)> {
         held.0 = (live() - before) as usize;
         assert_eq!(files_without_a_name(), files, "{config}");
         fabric.backward(&loss)?;
-        held.1 = (peak() - before) as usize;
+        if round > 0 {
+            held.1 = held.1.min((peak() - before) as usize);
+        }
         drop(loss);
         assert_eq!(files_without_a_name(), 0, "{config}");
     }
