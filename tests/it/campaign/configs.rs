@@ -15,7 +15,7 @@ const ADDRESS_SPACE: &str = "-v 16777216";
 
 /// Keys that have no default, so that no resolved configuration has them, with their types and what has
 /// to be set for a run to have them; those of `[trainer]` and `[checkpoint]` are read from the reference.
-const OPTIONAL: [(&str, &str, &str); 42] = [
+const OPTIONAL: [(&str, &str, &str); 41] = [
     ("model.head_dim", "integer", ""),
     ("model.from_pretrained", "string", ""),
     ("data.stride", "integer", ""),
@@ -25,7 +25,6 @@ const OPTIONAL: [(&str, &str, &str); 42] = [
     ("data.validation_path", "string", ""),
     ("data.validation_fraction", "number", ""),
     ("data.mixture", "list", ""),
-    ("data.text_key", "string", "data.type=jsonl"),
     ("data.validation_sets", "list", ""),
     ("scheduler.pct_start", "number", "scheduler.type=one_cycle"),
     ("scheduler.div_factor", "number", "scheduler.type=one_cycle"),
@@ -288,7 +287,9 @@ fn job<'a>(scratch: &'a Scratch, rng: &mut Rng, changes: &BTreeMap<String, Strin
         job = job.set(&["model.num_key_value_heads=2", "model.vocab_size=54"]).on(strategy, 2, 2);
     }
     for (key, _, needs) in OPTIONAL {
-        if changes.contains_key(key) && !needs.is_empty() {
+        let within = format!("{key}.inside");
+        let is_changed = changes.contains_key(key) || changes.contains_key(&within);
+        if is_changed && !needs.is_empty() {
             job = job.set(&[needs]);
         }
     }
