@@ -16,7 +16,8 @@ macro_rules! hooks {
         /// `D` is the type of [`HookContext::data`]: the module's data module for a
         /// [`LightningModule`](super::LightningModule), `()` for a [`Callback`](super::Callback).
         ///
-        /// The names are Lightning's, and so is the order in `fit`:
+        /// The names are Lightning's, and so is the order in `fit`, but that gradients are cleared with the
+        /// update:
         ///
         /// 1. [`setup`](Self::setup), [`on_fit_start`](Self::on_fit_start), with a checkpoint
         ///    [`on_load_checkpoint`](Self::on_load_checkpoint), then the sanity check:
