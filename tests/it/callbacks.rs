@@ -1,16 +1,16 @@
 //! Callbacks by name, and what a callback has access to.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex};
 
 use fulgurite::callbacks::{EarlyStopping, ModelCheckpoint};
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::run::RunConfig;
-use fulgurite::core::trainer::{Event, EventSink, RunStatus, SaveRequest, Stage};
+use fulgurite::core::trainer::{Event, SaveRequest, Stage};
 use fulgurite::prelude::*;
 use fulgurite_transports::run_ranks;
-use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
+
+use crate::toy::{Events, NoKeys};
 
 /// What the validations of a run log as `score`, one after the other.
 const SCORES: [f64; 8] = [5.0, 3.0, 4.0, 2.0, 2.5, 6.0, 7.0, 1.0];
@@ -19,10 +19,6 @@ struct Net {
     up: Unit<Linear>,
     down: Unit<Linear>,
 }
-
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-struct NoKeys {}
 
 impl LightningModule for Net {
     type Config = NoKeys;
@@ -84,23 +80,8 @@ impl DataModule for Numbers {
     }
 }
 
-#[derive(Clone, Default)]
-struct Events(Arc<Mutex<Vec<Event>>>);
-
-impl EventSink for Events {
-    fn event(&mut self, event: &Event) -> Result<()> {
-        self.0.lock().unwrap().push(event.clone());
-        Ok(())
-    }
-    fn finish(&mut self, _: RunStatus) -> Result<()> {
-        Ok(())
-    }
-}
-
-impl Events {
-    fn all(&self) -> Vec<Event> {
-        self.0.lock().unwrap().clone()
-    }
+fn all(events: &Events) -> Vec<Event> {
+    events.0.lock().unwrap().clone()
 }
 
 fn config(dir: &Path, keys: &[&str]) -> RunConfig<NoKeys, NoKeys> {
@@ -131,7 +112,7 @@ fn fit_in(dir: &Path, keys: &[&str]) -> (Vec<Event>, fulgurite::core::Result<Tra
     let events = Events::default();
     let trainer = Trainer::default().with_sink(Box::new(events.clone()));
     let result = trainer.fit::<Net>(&config(dir, keys));
-    (events.all(), result)
+    (all(&events), result)
 }
 
 fn steps(events: &[Event]) -> u64 {
@@ -245,10 +226,10 @@ fn the_table_saves_what_is_monitored_after_each_validation() {
     assert!(!trained.validate().unwrap().metrics.contains_key("score"));
 
     let best = ["trainer.ckpt_path=best", "checkpoint.monitor=score"];
-    let (events, _) = (Events::default(), ());
+    let events = Events::default();
     let trainer = Trainer::default().with_sink(Box::new(events.clone()));
     trainer.validate::<Net>(&config(dir.path(), &best)).unwrap();
-    let resumed = events.all().into_iter().find_map(|event| match event {
+    let resumed = all(&events).into_iter().find_map(|event| match event {
         Event::Resume { path, .. } => Some(path),
         _ => None,
     });
@@ -420,7 +401,7 @@ fn a_callback_sees_module_optimizer_and_gradients_on_every_rank() {
         })
         .unwrap();
         assert_eq!(kept(&dir.path().join(place)), ["last", "step-00000002"]);
-        let events = events.all();
+        let events = all(&events);
         let [up, down, all] = ["grad_norm/net.up", "grad_norm/net.down", "grad_norm"].map(|name| {
             logged(&events, name).into_iter().map(|(_, norm)| norm).collect::<Vec<_>>()
         });
@@ -476,6 +457,6 @@ fn a_trainer_is_used_again_with_its_callbacks_and_sinks() {
     trainer.fit::<Net>(&run("b")).unwrap();
     trainer.validate::<Net>(&run("c")).unwrap();
     assert_eq!(trainer.read_callback(|curious: &Curious| curious.lr.len()), Some(4));
-    let summaries = events.all().iter().filter(|e| matches!(e, Event::Summary { .. })).count();
+    let summaries = all(&events).iter().filter(|e| matches!(e, Event::Summary { .. })).count();
     assert_eq!(summaries, 3);
 }
