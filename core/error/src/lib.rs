@@ -6,6 +6,7 @@
 
 use std::borrow::Cow;
 use std::io::{self, ErrorKind, Write as _};
+use std::panic::Location;
 use std::path::PathBuf;
 
 pub mod files;
@@ -20,10 +21,11 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// candle refused an operation (shapes, dtypes, devices), or a hook inside its backward failed.
+    /// candle refused an operation (shapes, dtypes, devices). With the place in the program where its error
+    /// became one of this type, by `?` as a rule.
     #[cfg(feature = "candle")]
-    #[error("{0}")]
-    Candle(#[source] candle_core::Error),
+    #[error("{0} (at {file}:{line})", file = .1.file(), line = .1.line())]
+    Candle(#[source] candle_core::Error, &'static Location<'static>),
 
     /// A file or directory could not be read or written.
     #[error("{action} {path}: {source}{}", advice(source), path = path.display())]
@@ -186,6 +188,48 @@ impl Error {
         Self::Parameter { fqn: fqn.into(), message: message.to_string() }
     }
 
+    /// An [`Error::Module`]. The empty path is that of the root of the model.
+    pub fn module(path: &str, message: impl std::fmt::Display) -> Self {
+        let path = if path.is_empty() { "(root)" } else { path };
+        Self::Module { path: path.to_owned(), message: message.to_string() }
+    }
+
+    /// Says that the error came up in the module at `path`, if it names no place in the model yet: for
+    /// `map_err`, so that the innermost module is named.
+    ///
+    /// ```
+    /// use fulgurite_error::Error;
+    /// let error = Error::other("3 heads cannot share 2").in_module("layers.0.attn").in_module("layers.0");
+    /// assert_eq!(error.to_string(), "module `layers.0.attn`: 3 heads cannot share 2");
+    /// ```
+    #[must_use]
+    pub fn in_module(self, path: &str) -> Self {
+        match self {
+            Self::Other(message) => Self::module(path, message),
+            #[cfg(feature = "candle")]
+            error @ Self::Candle(..) => Self::module(path, error),
+            error => error,
+        }
+    }
+
+    /// Appends what was being done (`in the backward of step 3`) to an error that the model's computation
+    /// can have; other errors (of peers, of files) are left as they are.
+    #[must_use]
+    pub fn during(self, what: impl std::fmt::Display) -> Self {
+        match self {
+            Self::Other(message) => Self::Other(format!("{message} ({what})")),
+            #[cfg(feature = "candle")]
+            error @ Self::Candle(..) => Self::Other(format!("{error} ({what})")),
+            Self::Module { path, message } => {
+                Self::Module { path, message: format!("{message} ({what})") }
+            }
+            Self::Parameter { fqn, message } => {
+                Self::Parameter { fqn, message: format!("{message} ({what})") }
+            }
+            error => error,
+        }
+    }
+
     /// An [`Error::Checkpoint`].
     pub fn checkpoint(path: impl Into<PathBuf>, message: impl std::fmt::Display) -> Self {
         Self::Checkpoint { path: path.into(), message: message.to_string() }
@@ -197,18 +241,17 @@ impl Error {
 #[cfg(feature = "candle")]
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
-        match error {
-            Error::Candle(error) => error,
-            // `Wrapped` holds any error too, but cannot be unwrapped.
-            other => candle_core::Error::Io(std::io::Error::other(other)),
-        }
+        // `Wrapped` holds any error too, but cannot be unwrapped.
+        Self::Io(std::io::Error::other(error))
     }
 }
 
 #[cfg(feature = "candle")]
 impl From<candle_core::Error> for Error {
+    #[track_caller]
     fn from(error: candle_core::Error) -> Self {
-        unwrap_candle(error).unwrap_or_else(Self::Candle)
+        let at = Location::caller();
+        unwrap_candle(error).unwrap_or_else(|error| Self::Candle(error, at))
     }
 }
 
@@ -345,7 +388,7 @@ mod tests {
     fn a_swallowed_error_does_not_come_back_in_place_of_a_later_one() {
         drop(in_candle());
         let later = candle_core::Error::Msg(format!("retried: {}", peer()));
-        assert!(matches!(Error::from(later), Error::Candle(candle_core::Error::Msg(_))));
+        assert!(matches!(Error::from(later), Error::Candle(candle_core::Error::Msg(_), _)));
     }
 
     #[test]
@@ -369,9 +412,36 @@ mod tests {
         ] {
             let text = around.to_string();
             match Error::from(around) {
-                Error::Candle(back) => assert_eq!(back.to_string(), text),
+                Error::Candle(back, _) => assert_eq!(back.to_string(), text),
                 other => panic!("{other:?}"),
             }
         }
+    }
+
+    #[test]
+    fn candles_errors_say_where_in_the_program_they_came_up() {
+        use candle_core::{DType, Device, Tensor};
+
+        fn add() -> Result<Tensor> {
+            let ones = |n| Tensor::ones(n, DType::F32, &Device::Cpu);
+            Ok((ones(2)? + ones(3)?)?)
+        }
+        let here = line!() - 2;
+        let check = |error: Error, before: &str, after: &str| {
+            let text = error.to_string();
+            let start = format!("{before}shape mismatch in add, lhs: [2], rhs: [3]");
+            assert!(text.starts_with(&start), "{text}");
+            assert!(text.ends_with(&format!("(at {}:{here}){after}", file!())), "{text}");
+        };
+        check(add().unwrap_err(), "", "");
+        // Also after a way through candle, and one more `?`.
+        let around = || -> Result<()> { Err(candle_core::Error::from(add().unwrap_err()))? };
+        check(around().unwrap_err(), "", "");
+        let named = add().unwrap_err().in_module("layers.0").during("in step 2");
+        check(named, "module `layers.0`: ", " (in step 2)");
+        assert!(matches!(
+            peer().in_module("layers.0").during("in step 2"),
+            Error::PeerFailed { .. }
+        ));
     }
 }

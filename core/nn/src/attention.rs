@@ -3,6 +3,7 @@
 use candle_core::Tensor;
 
 use super::documents::Documents;
+use super::input::{Dim, check_dims};
 use super::kernels::attention::{DotProductAttention, merge_heads, split_heads};
 use super::kernels::context_attention::ContextAttention;
 use super::kernels::matmul::InputGrad;
@@ -109,15 +110,19 @@ impl CausalSelfAttention {
 impl FusedLayer for CausalSelfAttention {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
         let (saved, input) = self.layer.redistribute_input(x)?;
-        let (batch, time, _) = saved.dims3()?;
+        let width = Dim::Size(self.q_proj.weight().compute_shape()[1]);
+        check_dims(&self.layer, &saved, &[Dim::Any("batch"), Dim::Any("time"), width])?;
+        let (batch, time) = (saved.dim(0)?, saved.dim(1)?);
         let context = ForwardScope::current().context;
         let length = time * context.as_ref().map_or(1, ContextParallel::size);
         let rope = self.rope.as_ref();
         let attend = DotProductAttention {
             scale: 1.0 / (self.head_dim as f64).sqrt(),
             causal: true,
-            angles: rope.map(|r| r.angles(0, length, x.dtype(), x.device())).transpose()?,
-            documents: Documents::current(batch, time, context.is_some())?,
+            angles: self
+                .layer
+                .run(|| rope.map(|r| r.angles(0, length, x.dtype(), x.device())).transpose())?,
+            documents: self.layer.run(|| Documents::current(batch, time, context.is_some()))?,
         };
         let attend = ContextAttention { attend, context };
         let q = self.project(&self.q_proj, &saved)?;

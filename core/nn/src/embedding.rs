@@ -51,7 +51,7 @@ impl Module for Embedding {
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         let weight = self.weight.value()?;
         let (rows, width) = weight.dims2()?;
-        let all = checked_ids(ids, self.weight.global_shape()[0])?;
+        let all = self.layer.run(|| checked_ids(ids, self.weight.global_shape()[0]))?;
         let host_ids = local_ids(all, self.weight.compute_region().offsets[0], rows);
         let mut shape = ids.dims().to_vec();
         shape.push(width);

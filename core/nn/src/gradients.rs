@@ -1,6 +1,6 @@
-//! Adding gradients to parameters, and the check of an input's dtype.
+//! Adding gradients to parameters.
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 use super::host::Float;
 use crate::Result;
@@ -34,19 +34,4 @@ pub(super) fn accumulate_and_end_use(parameter: &Parameter, grad: &Tensor) -> Re
         parameter.accumulate(&grad.reshape(parameter.compute_shape())?)?;
     }
     parameter.end_use()
-}
-
-/// Checks that an input has the parameter's compute dtype.
-pub(super) fn check_dtype(layer: &str, x: &Tensor, parameter: &Parameter) -> Result<()> {
-    let (got, want): (DType, DType) = (x.dtype(), parameter.compute_dtype());
-    if got != want {
-        return Err(crate::Error::parameter(
-            parameter.fqn(),
-            format!(
-                "{layer} computes in {want:?} and got an input of {got:?}; cast the input, or let \
-                 a unit with mixed precision do it"
-            ),
-        ));
-    }
-    Ok(())
 }

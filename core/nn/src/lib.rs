@@ -47,6 +47,7 @@ pub mod functional;
 pub mod gemm;
 mod gradients;
 mod host;
+mod input;
 mod kernels;
 mod linear;
 mod linear_cross_entropy;

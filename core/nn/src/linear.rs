@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 
-use super::gradients::check_dtype;
+use super::input;
 use super::kernels::matmul::{self, InputGrad};
 use super::styles::LinearStyles;
 use crate::{Error, Result};
@@ -125,24 +125,15 @@ impl Linear {
 
     /// Checks the last dimension of `x`.
     pub(super) fn check_width(&self, x: &Tensor) -> Result<()> {
-        let inputs = self.weight.compute_shape()[1];
-        if x.dims().last() != Some(&inputs) {
-            let message = format!(
-                "the linear layer takes {inputs} inputs in the last dimension, got a tensor of \
-                 shape {:?}",
-                x.dims()
-            );
-            return Err(Error::parameter(self.weight.fqn(), message));
-        }
-        Ok(())
+        input::check_width(&self.layer, x, self.weight.compute_shape()[1])
     }
 
     /// This rank's output, outside the graph.
     pub(super) fn compute(&self, x: &Tensor) -> Result<Tensor> {
         self.check_width(x)?;
-        check_dtype("the linear layer", x, &self.weight)?;
+        input::check_dtype(&self.layer, x, &self.weight)?;
         let bias = self.split_bias().0.map(Parameter::value).transpose()?;
-        matmul::linear(x, &self.weight.value()?, bias.as_ref())
+        self.layer.run(|| matmul::linear(x, &self.weight.value()?, bias.as_ref()))
     }
 
     /// The layer's record, which a plan may have changed.

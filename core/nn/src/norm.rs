@@ -2,7 +2,8 @@
 
 use candle_core::Tensor;
 
-use super::gradients::{accumulate_and_end_use, check_dtype};
+use super::gradients::accumulate_and_end_use;
+use super::input;
 use super::kernels::norm::Norm;
 use super::residual::{FusedLayer, FusedOutput};
 use super::styles::NormStyles;
@@ -98,15 +99,8 @@ impl NormLayer {
     }
 
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
-        let width = self.weight.elem_count();
-        if x.dims().last() != Some(&width) {
-            let message = format!(
-                "the norm is over {width} elements in the last dimension, got a tensor of shape {:?}",
-                x.dims()
-            );
-            return Err(Error::parameter(self.weight.fqn(), message));
-        }
-        check_dtype("the norm", x, &self.weight)?;
+        input::check_width(&self.layer, x, self.weight.elem_count())?;
+        input::check_dtype(&self.layer, x, &self.weight)?;
         let (saved, input) = self.layer.redistribute_input(x)?;
         let bias = self.bias.as_ref().map(Parameter::value).transpose()?;
         let y = self.norm.forward(&saved, &self.weight.value()?, bias.as_ref())?;

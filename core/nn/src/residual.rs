@@ -79,15 +79,18 @@ pub fn residual(x: &Tensor, norm: &dyn FusedLayer, branch: &dyn FusedLayer) -> R
     if y.dims() != x.dims() || y.dtype() != x.dtype() {
         branch.layer.note_output(&norm.output, &y)?;
         let layout = |x| describe_layout(x).map_or(String::new(), |layout| format!(" ({layout})"));
-        return Err(Error::other(format!(
-            "a residual branch must give what it is added to: it got {:?} {:?}{} and gave {:?} {:?}{}",
-            x.dims(),
-            x.dtype(),
-            layout(x),
-            y.dims(),
-            y.dtype(),
-            layout(&y)
-        )));
+        return Err(Error::module(
+            branch.layer.path(),
+            format_args!(
+                "a residual branch must give what it is added to: it got {:?} {:?}{} and gave {:?} {:?}{}",
+                x.dims(),
+                x.dtype(),
+                layout(x),
+                y.dims(),
+                y.dtype(),
+                layout(&y)
+            ),
+        ));
     }
     let y = add_to(y, &x.detach())?;
     let (norm_back, branch_back) = (norm.backward, branch.backward);

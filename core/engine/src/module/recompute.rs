@@ -68,7 +68,9 @@ pub(super) fn call(
         if let Some(hooks) = &hooks {
             hooks.pre_backward(&state.unit)?;
         }
-        let grad_x = state.backward(y, grad, &compute).map_err(|error| state.explain(error))?;
+        let grad_x = state
+            .backward(y, grad, &compute)
+            .map_err(|error| error.in_module(state.unit.path()))?;
         state.uses.end_tensor_uses()?;
         Ok(tracked.then_some(grad_x).into_iter().chain(with_token.then_some(None)).collect())
     })?;
@@ -133,16 +135,6 @@ impl RecomputeState {
         match (self.tracked, grad_x) {
             (true, None) => Ok(Some(input.zeros_like()?)),
             (_, grad_x) => Ok(grad_x),
-        }
-    }
-
-    /// Adds the unit's path to errors that name no path.
-    fn explain(&self, error: Error) -> Error {
-        match error {
-            Error::Candle(_) | Error::Other(_) => {
-                Error::Module { path: self.unit.path().to_owned(), message: error.to_string() }
-            }
-            error => error,
         }
     }
 }

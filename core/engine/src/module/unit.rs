@@ -250,7 +250,11 @@ impl<M> Unit<M> {
     where
         M: Send + Sync + 'static,
     {
-        let f = move |module: &M, x: &Tensor| f(module, x).map_err(activations::explain_shapes);
+        let path = self.handle.clone();
+        let f = move |module: &M, x: &Tensor| {
+            let located = |error| activations::explain_shapes(error).in_module(path.path());
+            f(module, x).map_err(located)
+        };
         let hooks = self.handle.hooks();
         let mode = GradMode::current();
         if mode == GradMode::Enabled && self.handle.activation_checkpointing() {

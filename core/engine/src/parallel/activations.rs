@@ -277,7 +277,7 @@ pub fn check_loss(loss: &Tensor) -> Result<()> {
 /// fit, for a part of an activation and a whole one differ in shape. Returns other errors, and those
 /// without such a plan, unchanged.
 pub fn explain_shapes(error: Error) -> Error {
-    let Error::Candle(candle) = &error else { return error };
+    let Error::Candle(candle, at) = &error else { return error };
     let text = candle.to_string();
     let text = text.lines().next().unwrap_or_default();
     let layouts = with_layouts(|layouts| {
@@ -289,8 +289,10 @@ pub fn explain_shapes(error: Error) -> Error {
     });
     match layouts {
         Some((last, other)) if text.contains("shape mismatch") => Error::other(format!(
-            "{text}\nUnder tensor parallelism, what an operation puts together must be held by the ranks \
-             in one way; the plan's layers gave last {} and, before, {}",
+            "{text} (at {}:{})\nUnder tensor parallelism, what an operation puts together must be held by \
+             the ranks in one way; the plan's layers gave last {} and, before, {}",
+            at.file(),
+            at.line(),
             last.describe(),
             other.describe()
         )),

@@ -157,6 +157,14 @@ impl LayerHandle {
         &self.0.path
     }
 
+    /// Runs a part of the layer's computation. Errors that name no place in the model get its path.
+    ///
+    /// # Errors
+    /// Those of `compute`.
+    pub fn run<R>(&self, compute: impl FnOnce() -> Result<R>) -> Result<R> {
+        compute().map_err(|error| error.in_module(self.path()))
+    }
+
     pub(crate) fn parallel(&self) -> Option<Arc<LayerParallel>> {
         self.0.parallel.read().expect("no panic while reading").clone()
     }
@@ -343,7 +351,7 @@ impl LayerHandle {
     /// [accumulate](Parameter::accumulate) into each of `parameters` and then
     /// [end its use](Parameter::end_use), which may free the parameter's memory, so its value must not
     /// be read after that. It returns a gradient for each input; those of inputs outside the graph are
-    /// dropped.
+    /// dropped. Its errors that name no place in the model get the layer's path.
     ///
     /// # Errors
     /// None but candle's.
@@ -355,7 +363,7 @@ impl LayerHandle {
         backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
     ) -> Result<Tensor> {
         let activation = self.output_activation(inputs.first().copied())?;
-        let y = record(inputs, parameters, output, backward)?;
+        let y = record(inputs, parameters, output, self.located(backward))?;
         match activation {
             Some(activation) => mark(y, activation),
             None => Ok(y),
@@ -373,11 +381,20 @@ impl LayerHandle {
     ) -> Result<Tensor> {
         let activation = self.output_activation(inputs.first().copied())?;
         let local = output.dim(D::Minus1)?;
-        let y = record(inputs, parameters, output, backward)?;
+        let y = record(inputs, parameters, output, self.located(backward))?;
         let Some(activation) = activation else { return Ok(y) };
         let layout = Some(Layout::LAST);
         let classes = Some((first, local));
         mark(y, Arc::new(Activation { layout, classes, ..(*activation).clone() }))
+    }
+
+    /// A backward whose errors name this layer.
+    fn located(
+        &self,
+        backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+    ) -> impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static {
+        let layer = self.clone();
+        move |output, grad| layer.run(|| backward(output, grad))
     }
 
     /// Records the layout of `output`, which is outside the graph and was computed from `x`.

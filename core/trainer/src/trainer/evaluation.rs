@@ -15,6 +15,7 @@ use fulgurite_engine::autograd::no_grad;
 use fulgurite_engine::collective::ReduceOp;
 use fulgurite_engine::data::{EvalSampler, Samples, Split};
 use fulgurite_engine::mesh::DP_CP;
+use fulgurite_engine::parallel::explain_shapes;
 use fulgurite_launch::Interruption;
 
 /// What a validation or a test came to, equal on all ranks.
@@ -311,7 +312,15 @@ impl Session {
             self.batch_hook(hooks.batch_start, index)?;
             let padding = sampler.indices(index).is_empty();
             let samples = self.runner.next_evaluation_batch()?;
-            step(self, &EvaluationBatch { index, samples }, padding)?;
+            step(self, &EvaluationBatch { index, samples }, padding).map_err(|error| {
+                let step = match split {
+                    Split::Train => "training_step",
+                    Split::Validation | Split::ValidationSet(_) => "validation_step",
+                    Split::Test => "test_step",
+                    Split::Predict => "predict_step",
+                };
+                explain_shapes(error).during(format_args!("in {step} of batch {index}"))
+            })?;
             self.batch_hook(hooks.batch_end, index)?;
         }
         self.runner.stop_loading(false);

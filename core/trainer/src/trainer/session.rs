@@ -572,14 +572,17 @@ impl Session {
         let loss = self.runner.training_step(logged, &mut |forward| {
             let _scope = fabric.forward_scope(true, step, first_sample);
             let _phase = fabric.phase("forward");
-            forward().map_err(explain_shapes)
+            forward().map_err(|error| {
+                explain_shapes(error).during(format_args!("in training_step of step {step}"))
+            })
         })?;
         self.batch_hook(Hook::BeforeBackward(&loss), index)?;
         {
             let fabric = &self.parts.fabric;
             let _scope = fabric.forward_scope(true, step, first_sample);
             let _no_sync = fabric.no_backward_sync(micro_batch + 1 < plan.accumulate);
-            fabric.backward(&loss)?;
+            let located = |error: Error| error.during(format_args!("in backward of step {step}"));
+            fabric.backward(&loss).map_err(located)?;
         }
         drop(loss);
         self.batch_hook(Hook::AfterBackward, index)?;

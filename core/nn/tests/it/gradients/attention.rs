@@ -210,6 +210,6 @@ fn documents_of_another_batch_are_refused() {
     let _params = Params::new(&b);
     let documents = Documents::of_lengths(&[[2, 3]]).unwrap();
     let error = documents.run(|| layer.forward(&randn("x", &[1, 4, 5]))).unwrap_err();
-    insta::assert_snapshot!(error, @"the documents in force are of 1 sequences of 5 tokens, and attention is computed for 1 of 4");
+    insta::assert_snapshot!(error, @"module `attn`: the documents in force are of 1 sequences of 5 tokens, and attention is computed for 1 of 4");
     insta::assert_snapshot!(Documents::of_lengths(&[vec![2, 3], vec![4]]).unwrap_err(), @"the documents of sequence 1 have the lengths [4], which must be at least 1 and add up to 5, as those of the first sequence do");
 }

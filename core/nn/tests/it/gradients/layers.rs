@@ -73,7 +73,7 @@ fn embedding_sums_repeated_ids() {
     let ids = Tensor::new(&[3i64, -1], &Device::Cpu).unwrap();
     insta::assert_snapshot!(
         embedding.forward(&ids).unwrap_err(),
-        @"id -1 is out of range for an embedding of 9 rows; check the tokenizer's vocabulary against the model's"
+        @"module `(root)`: id -1 is out of range for an embedding of 9 rows; check the tokenizer's vocabulary against the model's"
     );
 }
 
@@ -287,14 +287,14 @@ fn wrong_inputs_are_explained() {
     let _params = Params::new(&b);
     insta::assert_snapshot!(
         linear.forward(&randn("x", &[2, 4])).unwrap_err(),
-        @"parameter `up.weight`: the linear layer takes 3 inputs in the last dimension, got a tensor of shape [2, 4]"
+        @"module `up`: expected a last dimension of 3, got [2, 4]"
     );
     insta::assert_snapshot!(
         norm.forward(&randn("x", &[2, 4])).unwrap_err(),
-        @"parameter `norm.weight`: the norm is over 3 elements in the last dimension, got a tensor of shape [2, 4]"
+        @"module `norm`: expected a last dimension of 3, got [2, 4]"
     );
     insta::assert_snapshot!(
         linear.forward(&randn("x", &[2, 3]).to_dtype(DType::F32).unwrap()).unwrap_err(),
-        @"parameter `up.weight`: the linear layer computes in F64 and got an input of F32; cast the input, or let a unit with mixed precision do it"
+        @"module `up`: expected an input in F64, in which the layer computes, got one in F32; cast it, or let a unit with mixed precision do it"
     );
 }

@@ -1,0 +1,59 @@
+//! What layers check of their inputs.
+
+use candle_core::Tensor;
+
+use crate::{Error, Result};
+use fulgurite_engine::parallel::LayerHandle;
+use fulgurite_engine::parameter::Parameter;
+
+/// Checks that the last dimension of a layer's input has `width` elements.
+pub(super) fn check_width(layer: &LayerHandle, x: &Tensor, width: usize) -> Result<()> {
+    if x.dims().last() == Some(&width) {
+        return Ok(());
+    }
+    Err(Error::module(
+        layer.path(),
+        format_args!("expected a last dimension of {width}, got {:?}", x.dims()),
+    ))
+}
+
+/// Checks that a layer's input is what `dims` says: the size of each dimension, or its name.
+pub(super) fn check_dims(layer: &LayerHandle, x: &Tensor, dims: &[Dim]) -> Result<()> {
+    let fits = |(dim, size): (&Dim, &usize)| match dim {
+        Dim::Any(_) => true,
+        Dim::Size(want) => want == size,
+    };
+    if dims.len() == x.rank() && dims.iter().zip(x.dims()).all(fits) {
+        return Ok(());
+    }
+    let dims: Vec<String> = dims
+        .iter()
+        .map(|dim| match dim {
+            Dim::Any(name) => (*name).to_owned(),
+            Dim::Size(size) => size.to_string(),
+        })
+        .collect();
+    let message = format!("expected an input of shape [{}], got {:?}", dims.join(", "), x.dims());
+    Err(Error::module(layer.path(), message))
+}
+
+/// A dimension of an input.
+pub(super) enum Dim {
+    /// Of any size, with its name.
+    Any(&'static str),
+    /// Of this size.
+    Size(usize),
+}
+
+/// Checks that an input has the parameter's compute dtype.
+pub(super) fn check_dtype(layer: &LayerHandle, x: &Tensor, parameter: &Parameter) -> Result<()> {
+    let (got, want) = (x.dtype(), parameter.compute_dtype());
+    if got == want {
+        return Ok(());
+    }
+    let message = format!(
+        "expected an input in {want:?}, in which the layer computes, got one in {got:?}; cast it, or let \
+         a unit with mixed precision do it"
+    );
+    Err(Error::module(layer.path(), message))
+}
