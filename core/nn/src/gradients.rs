@@ -30,7 +30,7 @@ pub(super) fn accumulate_host<T: Float>(
 
 /// Adds a gradient to the parameter's buffer and ends one use of the parameter.
 pub(super) fn accumulate_and_end_use(parameter: &Parameter, grad: &Tensor) -> Result<()> {
-    if parameter.requires_grad() {
+    if parameter.takes_grad() {
         parameter.accumulate(&grad.reshape(parameter.compute_shape())?)?;
     }
     parameter.end_use()

@@ -197,7 +197,7 @@ impl MeshStrategy {
         };
         slot.set_spec(spec);
         slot.set_local(LocalShard { values, region });
-        Ok(Member { slot: slot.clone(), counts })
+        Ok(Member::new(slot.clone(), counts))
     }
 
     fn data_parallel(&self) -> Result<&DataParallel> {
@@ -223,7 +223,7 @@ impl MeshStrategy {
         materialize::verify_same_values(tree, &**group)
     }
 
-    /// After the first synchronised step: rebuilds the buckets in the order in which gradients became
+    /// After the first synchronised steps of all optimizers: rebuilds the buckets in the order in which gradients became
     /// ready on the first replica, alike on all replicas. Collective.
     fn rebuild_buckets(&mut self, context: StrategyContext<'_>) -> Result<()> {
         let Some(DataParallel::Replicated { reducer, rebuilt: rebuilt @ false }) =
@@ -231,6 +231,9 @@ impl MeshStrategy {
         else {
             return Ok(());
         };
+        if reducer.holds_gradients() {
+            return Ok(());
+        }
         let StrategyContext { mesh, slots, .. } = context;
         let group = mesh.group(DATA_PARALLEL_REPLICATE)?;
         let order = broadcast_object(&**group, &reducer.ready_order(), 0)?;
@@ -372,11 +375,10 @@ impl Strategy for MeshStrategy {
     fn begin_backward(&mut self, _context: StrategyContext<'_>, synchronise: bool) -> Result<()> {
         match self.data_parallel()? {
             DataParallel::Replicated { reducer, .. } => {
-                reducer.on(ddp::Event::BeginBackward { synchronise })
+                reducer.begin_backward(synchronise, self.settings.bucket_bytes)
             }
             DataParallel::Sharded(runtime) => {
-                let reduce = self.settings.accumulation_sync.scope(synchronise);
-                runtime.on(fsdp::Event::BeginBackward { reduce })
+                runtime.begin_backward(self.settings.accumulation_sync.scope(synchronise))
             }
         }
     }
@@ -391,7 +393,7 @@ impl Strategy for MeshStrategy {
 
     fn finish_step(&mut self, context: StrategyContext<'_>) -> Result<()> {
         match self.data_parallel()? {
-            DataParallel::Replicated { reducer, .. } => reducer.on(ddp::Event::FinishStep)?,
+            DataParallel::Replicated { reducer, .. } => reducer.finish_step()?,
             DataParallel::Sharded(runtime) => runtime.on(fsdp::Event::FinishStep)?,
         }
         self.rebuild_buckets(context)?;

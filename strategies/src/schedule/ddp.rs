@@ -25,7 +25,8 @@
 //! | filling | a backward that synchronises ends | reduced | all-reduce, wait |
 //! | reducing | the backward ends | reduced | wait |
 //! | reduced | the step's next backward begins | filling | keep on one rank |
-//! | reduced | the step ends | filling | |
+//! | reduced | the step ends, or it is emptied | filling | |
+//! | any | a backward begins that has no gradients for it | the same | |
 //!
 //! A bucket that was reduced holds the sum over the ranks on each of them. A further backward of the
 //! step adds to it on one rank and overwrites it on the others, so that reducing it again adds the new
@@ -41,6 +42,14 @@
 /// An event for a [`Schedule`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
+    /// From here on, backwards have gradients for so many of a bucket's parameters: all, or none while those
+    /// of its optimizer are paused. Comes between backwards.
+    Expect {
+        /// The bucket.
+        bucket: usize,
+        /// All of its parameters, or 0.
+        parameters: usize,
+    },
     /// A backward begins.
     BeginBackward {
         /// Whether its gradients, with those of earlier backwards that did not synchronise, are
@@ -57,8 +66,13 @@ pub enum Event {
     },
     /// The backward has gone through the graph.
     FinishBackward,
-    /// The optimizer has stepped: the buckets hold nothing any more.
+    /// All optimizers have stepped: the buckets hold nothing any more.
     FinishStep,
+    /// The optimizer of this bucket has stepped, and another one has not: the bucket holds nothing any more.
+    Empty {
+        /// The bucket.
+        bucket: usize,
+    },
 }
 
 /// An action for the driver of a [`Schedule`], which performs them in the order given. The number is the
@@ -94,7 +108,7 @@ enum Bucket {
 pub struct Schedule {
     /// The bucket of each parameter.
     bucket_of: Vec<usize>,
-    /// Each bucket, and how many parameters have their gradient in it.
+    /// Each bucket, and how many of its parameters backwards have gradients for: all, or none.
     buckets: Vec<(Bucket, usize)>,
     /// The first bucket that has not been launched in this backward.
     next: usize,
@@ -103,6 +117,8 @@ pub struct Schedule {
     older_uses: bool,
     /// Parameters in the order their gradients became ready, in the first backward that synchronised.
     ready_order: Vec<usize>,
+    /// Whether each parameter is in `ready_order`.
+    is_in_order: Vec<bool>,
 }
 
 impl Schedule {
@@ -118,6 +134,7 @@ impl Schedule {
             synchronise: true,
             older_uses: false,
             ready_order: Vec::new(),
+            is_in_order: vec![false; bucket_of.len()],
         }
     }
 
@@ -128,9 +145,13 @@ impl Schedule {
     pub fn on(&mut self, event: Event) -> Vec<Action> {
         let mut actions = Vec::new();
         match event {
+            Event::Expect { bucket, parameters } => self.buckets[bucket].1 = parameters,
             Event::BeginBackward { synchronise } => {
                 self.synchronise = synchronise;
-                for (index, (bucket, _)) in self.buckets.iter_mut().enumerate() {
+                for (index, (bucket, expected)) in self.buckets.iter_mut().enumerate() {
+                    if *expected == 0 {
+                        continue;
+                    }
                     if *bucket == Bucket::Reduced {
                         actions.push(Action::KeepOnOneRank(index));
                     }
@@ -141,6 +162,7 @@ impl Schedule {
                 self.gradient_ready(parameter, uses_left, &mut actions);
             }
             Event::FinishBackward => self.finish_backward(&mut actions),
+            Event::Empty { bucket } => self.buckets[bucket].0 = Bucket::Filling { ready: 0 },
             Event::FinishStep => {
                 self.older_uses = false;
                 for (bucket, _) in &mut self.buckets {
@@ -167,7 +189,7 @@ impl Schedule {
         if !self.synchronise {
             return;
         }
-        if self.ready_order.len() < self.bucket_of.len() {
+        if !std::mem::replace(&mut self.is_in_order[parameter], true) {
             self.ready_order.push(parameter);
         }
         if let (Bucket::Filling { ready }, _) = &mut self.buckets[self.bucket_of[parameter]] {
@@ -176,8 +198,8 @@ impl Schedule {
         if self.older_uses {
             return;
         }
-        while let Some(&(Bucket::Filling { ready }, count)) = self.buckets.get(self.next)
-            && ready == count
+        while let Some(&(bucket, expected)) = self.buckets.get(self.next)
+            && (expected == 0 || bucket == (Bucket::Filling { ready: expected }))
         {
             self.launch(actions);
         }
@@ -188,19 +210,24 @@ impl Schedule {
             while self.next < self.buckets.len() {
                 self.launch(actions);
             }
-            actions.extend((0..self.buckets.len()).map(Action::Wait));
+            let reduced = (0..self.buckets.len()).filter(|&index| self.buckets[index].1 > 0);
+            actions.extend(reduced.map(Action::Wait));
             actions.push(Action::SumPartialGrads);
         }
         actions.push(Action::Deliver);
         let end = if self.synchronise { Bucket::Reduced } else { Bucket::Filling { ready: 0 } };
-        self.buckets.iter_mut().for_each(|(bucket, _)| *bucket = end);
+        let filled = self.buckets.iter_mut().filter(|(_, expected)| *expected > 0);
+        filled.for_each(|(bucket, _)| *bucket = end);
         self.next = 0;
     }
 
-    /// Starts reducing the next bucket.
+    /// Starts reducing the next bucket, if this backward has gradients for it.
     fn launch(&mut self, actions: &mut Vec<Action>) {
-        self.buckets[self.next].0 = Bucket::Reducing;
-        actions.push(Action::AllReduce(self.next));
+        let (bucket, expected) = &mut self.buckets[self.next];
+        if *expected > 0 {
+            *bucket = Bucket::Reducing;
+            actions.push(Action::AllReduce(self.next));
+        }
         self.next += 1;
     }
 }

@@ -127,6 +127,14 @@ pub enum Event {
         /// The unit's group.
         group: usize,
     },
+    /// From here on, backwards have gradients for so many of a group's parameters, because others are paused.
+    /// Comes between backwards.
+    Expect {
+        /// The group.
+        group: usize,
+        /// [`Group::trainable`].
+        trainable: usize,
+    },
     /// A backward pass, of a whole loss, begins.
     BeginBackward {
         /// Over which ranks its gradients are reduced.
@@ -293,6 +301,7 @@ impl Schedule {
                     self.free(group, &mut actions);
                 }
             }
+            Event::Expect { group, trainable } => self.groups[group].group.trainable = trainable,
             Event::BeginBackward { reduce } => self.reduce = reduce,
             Event::PreBackward { group } => self.pre_backward(group, &mut actions),
             Event::GradientReady { group } => self.gradient_ready(group, &mut actions),

@@ -22,6 +22,7 @@ mod precision;
 mod random_plans;
 mod sampling;
 mod schedule;
+mod several_optimizers;
 mod steps;
 
 use fulgurite_transports::SharedMemory;

@@ -41,7 +41,7 @@ impl Parameter {
     /// Counts one use, whose backward will call [`end_use`](Self::end_use). Counts nothing if there will
     /// be no backward, and nothing again when a checkpointed unit is recomputed.
     pub(crate) fn begin_use(&self) {
-        if !self.requires_grad() {
+        if !self.takes_grad() {
             return;
         }
         match GradMode::current() {
@@ -66,9 +66,10 @@ impl Parameter {
     }
 
     /// Lets `write` add a gradient to the parameter's buffer: it gets the flat buffer, and whether
-    /// to add to its content (`true`) or to overwrite it. Does nothing for a frozen parameter.
+    /// to add to its content (`true`) or to overwrite it. Does nothing for a frozen or paused
+    /// parameter.
     pub fn accumulate_with(&self, write: impl FnOnce(&Tensor, bool) -> Result<()>) -> Result<()> {
-        if !self.requires_grad() {
+        if !self.takes_grad() {
             return Ok(());
         }
         if self.flow().ready && GradMode::current().recomputation().is_some() {
@@ -107,7 +108,7 @@ impl Parameter {
     /// Ends one counted use, whose gradient was delivered. After the last one the reducer is told that
     /// the gradient is [ready](GradReducer::ready).
     pub fn end_use(&self) -> Result<()> {
-        if !self.requires_grad() {
+        if !self.takes_grad() {
             return Ok(());
         }
         let complete = {
@@ -128,6 +129,9 @@ impl Parameter {
 
     /// Takes the gradient that candle's graph has summed.
     pub(super) fn deliver_from_graph(&self, grad: &Tensor) -> Result<()> {
+        if !self.takes_grad() {
+            return Ok(());
+        }
         if GradMode::current().recomputation().is_some() {
             // The unit's backward ends this use: `Uses::end_tensor_uses`.
             uses::check_tensor_use(self)?;

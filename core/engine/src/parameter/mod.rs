@@ -13,6 +13,7 @@ mod grad_hook;
 pub(crate) mod init;
 #[expect(clippy::module_inception, reason = "the type is the module's subject")]
 mod parameter;
+mod paused;
 mod record;
 mod slot;
 mod uses;
@@ -21,6 +22,7 @@ pub use grad::{GradReducer, LocalGrads, accumulation_dtype};
 pub use init::Init;
 pub(crate) use parameter::{LayerCut, ParameterSpec};
 pub use parameter::{LocalShard, Parameter};
+pub use paused::PausedGradients;
 pub use record::record;
 pub use slot::ParameterSlot;
 pub(crate) use uses::{Uses, note_tensor_use};

@@ -1,5 +1,6 @@
 //! The parameter handle.
 
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 
 use candle_core::{DType, Device, Shape, Tensor, Var};
@@ -74,6 +75,10 @@ pub(super) struct Inner {
     pub(super) local: RwLock<Option<LocalShard>>,
     pub(super) reducer: RwLock<Option<Arc<dyn GradReducer>>>,
     pub(super) flow: Mutex<GradFlow>,
+    /// Whether no gradient is computed for it at the moment, though it is trainable.
+    paused: AtomicBool,
+    /// See [`Parameter::optimizer`].
+    optimizer: AtomicUsize,
 }
 
 impl Parameter {
@@ -93,6 +98,8 @@ impl Parameter {
             local: RwLock::new(None),
             reducer: RwLock::new(None),
             flow: Mutex::default(),
+            paused: AtomicBool::new(false),
+            optimizer: AtomicUsize::new(0),
         });
         let parameter = Self(inner);
         if parameter.0.declared.external {
@@ -131,9 +138,31 @@ impl Parameter {
         self.0.declared.init
     }
 
-    /// Whether a gradient is computed for it.
+    /// Whether it is trained: not if it was declared frozen.
     pub fn requires_grad(&self) -> bool {
         self.0.declared.requires_grad
+    }
+
+    /// Whether a gradient is computed for it at the moment: it is [trained](Self::requires_grad), and not
+    /// [paused](super::PausedGradients) because another optimizer has its turn. Layers with a backward of
+    /// their own need not compute a gradient otherwise.
+    pub fn takes_grad(&self) -> bool {
+        self.requires_grad() && !self.0.paused.load(Ordering::Relaxed)
+    }
+
+    /// The optimizer that updates it, where a model has several: 0 for the first one. They step, and are
+    /// [paused](super::PausedGradients), by themselves, so strategies reduce their gradients apart.
+    pub fn optimizer(&self) -> usize {
+        self.0.optimizer.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_optimizer(&self, index: usize) {
+        self.0.optimizer.store(index, Ordering::Relaxed);
+    }
+
+    /// Sets whether the parameter is paused, and returns whether it was.
+    pub(super) fn set_paused(&self, paused: bool) -> bool {
+        self.0.paused.swap(paused, Ordering::Relaxed)
     }
 
     /// Whether a layer took its compute tensor through `ModuleBuilder::var_builder`.
@@ -227,7 +256,7 @@ impl Parameter {
     /// If the parameter has no values at the moment.
     pub fn tensor(&self) -> Result<Tensor> {
         let value = self.value()?;
-        if !self.requires_grad() {
+        if !self.takes_grad() {
             return Ok(value);
         }
         match GradMode::current() {

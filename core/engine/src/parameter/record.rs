@@ -2,14 +2,15 @@
 
 use candle_core::Tensor;
 
-use super::Parameter;
+use super::{Parameter, PausedGradients};
 use crate::Result;
 use crate::autograd::{function, is_grad_enabled};
 
 /// Enters `output`, computed from `inputs` and `parameters`, into the graph: at most three
 /// inputs, or two where there are parameters.
 ///
-/// If anything is recorded, this counts one use of each trainable parameter. `backward` gets the output
+/// If anything is recorded, this counts one use of each parameter that [takes a
+/// gradient](Parameter::takes_grad). `backward` gets the output
 /// and its gradient (contiguous). It must [accumulate](Parameter::accumulate) into each of `parameters`
 /// and then [end its use](Parameter::end_use), which may free the parameter's memory, so its value must
 /// not be read after that. It returns a gradient for each input; those of inputs outside the graph are
@@ -33,7 +34,7 @@ pub fn record(
         return Ok(output);
     }
     let tracked: Vec<bool> = inputs.iter().map(|input| input.track_op()).collect();
-    let trainable = parameters.iter().find(|p| p.requires_grad());
+    let trainable = parameters.iter().find(|p| p.takes_grad());
     if !tracked.contains(&true) && trainable.is_none() {
         return Ok(output);
     }
@@ -44,7 +45,14 @@ pub fn record(
         inputs.iter().zip(&tracked).filter(|(_, tracked)| **tracked).map(|(x, _)| *x).collect();
     arguments.extend(trainable.map(|p| p.token()));
     let with_token = trainable.is_some();
+    // What is paused in the forward gets no gradient of it, whenever its backward comes.
+    let paused: Vec<Parameter> = parameters
+        .iter()
+        .filter(|p| p.requires_grad() && !p.takes_grad())
+        .map(|&p| p.clone())
+        .collect();
     function(&arguments, output, move |output, grad| {
+        let _paused = PausedGradients::of(&paused);
         let grads = backward(output, &grad.contiguous()?)?;
         let grads = grads.into_iter().zip(&tracked).filter(|(_, t)| **t).map(|(grad, _)| grad);
         Ok(grads.chain(with_token.then_some(None)).collect())

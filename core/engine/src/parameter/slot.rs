@@ -63,6 +63,11 @@ impl ParameterSlot {
         *self.inner().reducer.write().expect("no panic while writing") = Some(reducer);
     }
 
+    /// Sets which [optimizer](Parameter::optimizer) updates the parameter, before the first backward.
+    pub fn set_optimizer(&self, index: usize) {
+        self.0.set_optimizer(index);
+    }
+
     /// Removes the reducer. A reducer that holds slots is a reference cycle, which only this ends.
     pub fn clear_reducer(&self) {
         *self.inner().reducer.write().expect("no panic while writing") = None;
@@ -74,7 +79,7 @@ impl ParameterSlot {
     /// # Errors
     /// If the reducer fails.
     pub fn finish_backward(&self) -> Result<bool> {
-        if !self.requires_grad() {
+        if !self.takes_grad() {
             return Ok(false);
         }
         let (ready, delivered) = {
@@ -99,7 +104,7 @@ impl ParameterSlot {
     /// # Errors
     /// If the reducer fails.
     pub fn finish_unused(&self) -> Result<()> {
-        let unused = self.requires_grad() && self.0.flow().complete();
+        let unused = self.takes_grad() && self.0.flow().complete();
         if unused { self.0.ready() } else { Ok(()) }
     }
 

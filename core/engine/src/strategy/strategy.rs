@@ -90,7 +90,7 @@ pub struct StrategyContext<'a> {
     /// The model that [`Strategy::setup_module`] distributed.
     pub tree: &'a ModuleTree,
     /// The slots of the model's parameters ([`ModuleTree::slots`]), in the order of
-    /// [`ModuleTree::parameters`].
+    /// [`ModuleTree::parameters`]; in [`Strategy::gradient_norm`] perhaps some of them.
     pub slots: &'a [ParameterSlot],
 }
 
@@ -115,6 +115,10 @@ pub struct StrategyContext<'a> {
 ///   ranks and micro-batches with unequal counts.
 /// - A step may have several backwards. Those that do not synchronise leave their gradients on their
 ///   rank; the next that does reduces them too.
+/// - A model may have several optimizers ([`Parameter::optimizer`]), which step by themselves. A backward has
+///   gradients of the parameters that [take one](Parameter::takes_grad) when it begins; the others keep
+///   what they have. After a step [`Parameter::local_grad`] is none for the parameters of that optimizer, and
+///   [`finish_step`](Strategy::finish_step) is called.
 /// - After a backward with synchronisation, [`Parameter::local_grad`] of every trainable parameter
 ///   is parallel to [`Parameter::local`]'s values and holds the gradient of all backwards of the step,
 ///   reduced over `dp_cp`.
@@ -124,6 +128,8 @@ pub struct StrategyContext<'a> {
 /// Implementors write the methods without a default, and override others as needed.
 ///
 /// [`Parameter::local_grad`]: crate::parameter::Parameter::local_grad
+/// [`Parameter::optimizer`]: crate::parameter::Parameter::optimizer
+/// [`Parameter::takes_grad`]: crate::parameter::Parameter::takes_grad
 /// [`Parameter::local`]: crate::parameter::Parameter::local
 pub trait Strategy: Send {
     /// The name it is chosen by.
@@ -224,15 +230,17 @@ pub trait Strategy: Send {
         totals.grad_scale()
     }
 
-    /// The Euclidean norm of the step's gradient, times `scale`, over all parameters, every element
-    /// counted once whatever is replicated or sharded. Equal on all ranks; may be non-finite. Where
+    /// The Euclidean norm of the step's gradient, times `scale`, over the parameters of `context.slots` (those
+    /// of one optimizer, where a model has several), every element counted once whatever is replicated or
+    /// sharded. Equal on all ranks; may be non-finite. Where
     /// replicas have gradients of their own, each contributes the part that it owns. Collective.
     ///
     /// # Errors
     /// If a peer fails.
     fn gradient_norm(&self, context: StrategyContext<'_>, scale: f64) -> Result<f64> {
-        let StrategyContext { mesh, tree, .. } = context;
-        let parameters: Vec<_> = tree.trainable().cloned().collect();
+        let StrategyContext { mesh, slots, .. } = context;
+        let trainable = slots.iter().filter(|slot| slot.requires_grad());
+        let parameters: Vec<_> = trainable.map(|slot| slot.parameter().clone()).collect();
         let squares = local_squared_norm(&parameters, &|dim| mesh.coordinate(dim))?;
         let squares = Tensor::new(&[squares * scale * scale], &Device::Cpu)?;
         mesh.world().run(Collective::all_reduce(&squares, ReduceOp::Sum))?;

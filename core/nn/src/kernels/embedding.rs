@@ -79,7 +79,7 @@ pub(crate) fn lookup(ids: &[u32], weight: &Tensor) -> Result<Tensor> {
 
 /// Adds `grad` (`[ids, width]`) to the rows of the gradient of `weight`, without ending the use.
 pub(crate) fn lookup_grad(weight: &Parameter, ids: &[u32], grad: &Tensor) -> Result<()> {
-    if !weight.requires_grad() {
+    if !weight.takes_grad() {
         return Ok(());
     }
     let [rows, width] = *weight.compute_shape() else {

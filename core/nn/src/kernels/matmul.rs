@@ -135,7 +135,7 @@ fn add(sum: Option<Tensor>, fresh: Option<Tensor>) -> Result<Option<Tensor>> {
 
 /// Adds `grad^T x` to the gradient of a weight, without ending the use.
 pub(crate) fn weight_grad(weight: &Parameter, x: &Tensor, grad: &Tensor) -> Result<()> {
-    if !weight.requires_grad() {
+    if !weight.takes_grad() {
         return Ok(());
     }
     let ((n, inputs), (_, outputs)) = (rows(x)?, rows(grad)?);
@@ -157,7 +157,7 @@ pub(crate) fn weight_grad(weight: &Parameter, x: &Tensor, grad: &Tensor) -> Resu
 
 /// Adds the sum over the rows of `grad` to the gradient of a bias, without ending the use.
 pub(crate) fn bias_grad(bias: &Parameter, grad: &Tensor) -> Result<()> {
-    if !bias.requires_grad() {
+    if !bias.takes_grad() {
         return Ok(());
     }
     let (n, outputs) = rows(grad)?;

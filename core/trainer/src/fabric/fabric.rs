@@ -15,9 +15,12 @@ use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp, Solo, bro
 use fulgurite_engine::data::Workers;
 use fulgurite_engine::execution::ContextGuard;
 use fulgurite_engine::mesh::{CONTEXT_PARALLEL, DeviceMesh};
-use fulgurite_engine::module::{ForwardScope, ModuleBuilder, ModuleInit, ModuleTree};
+use fulgurite_engine::module::{
+    ForwardScope, ModuleBuilder, ModuleInit, ModuleTree, pattern_matches,
+};
 use fulgurite_engine::optim::OptimizerConfig;
 use fulgurite_engine::parallel::ContextParallel;
+use fulgurite_engine::parameter::{Parameter, PausedGradients};
 use fulgurite_engine::strategy::{Capabilities, StepTotals, Strategy};
 use fulgurite_launch::LaunchedRank;
 use fulgurite_nn::Loss;
@@ -172,7 +175,8 @@ impl Fabric {
     }
 
     /// Builds a model with the closure, lets the strategy distribute it over the ranks, and
-    /// initialises this rank's part. Collective.
+    /// initialises this rank's part. Several models that train together (a generator and its
+    /// discriminator, a teacher and its pupil) are built by one call, under prefixes of their own. Collective.
     ///
     /// # Errors
     /// If a model was set up already, the ranks' models differ, or the strategy cannot distribute
@@ -183,7 +187,8 @@ impl Fabric {
     ) -> Result<M> {
         if self.runtime.tree().is_ok() {
             return Err(Error::other(
-                "a model has been set up already; one Fabric trains one model",
+                "a model has been set up already. Several models that train together are built by one call, \
+                 as a tuple for instance, and have their own optimizers (`setup_optimizer_for`)",
             ));
         }
         let builder = ModuleBuilder::new(self.init.clone());
@@ -197,18 +202,101 @@ impl Fabric {
         Ok(model)
     }
 
-    /// Builds an optimizer for the trainable parameters of the model that was set up. Local.
+    /// Builds an optimizer for the trainable parameters of the model that was set up, but for those that
+    /// have one of [`setup_optimizer_for`](Self::setup_optimizer_for). Local.
     ///
     /// # Errors
     /// If no model was set up, nothing is trainable, or the configuration does not fit.
     pub fn setup_optimizer(&self, config: &dyn OptimizerConfig) -> Result<FabricOptimizer> {
+        self.build_optimizer(config, 0)
+    }
+
+    /// Builds one of several optimizers: for the trainable parameters whose names one of the patterns
+    /// matches, as [`pattern_matches`] reads them. Each has gradients, losses and totals of its own, since its
+    /// last step. Before the first backward, on all ranks in the same order. Local.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Tensor};
+    /// # use fulgurite_core::Result;
+    /// # use fulgurite_core::fabric::Fabric;
+    /// # use fulgurite_core::module::{Module, ModuleBuilder};
+    /// # use fulgurite_core::nn::{Linear, Loss};
+    /// # use fulgurite_core::optim::AdamW;
+    /// # fn train(strategy: Box<dyn fulgurite_core::strategy::Strategy>) -> Result<()> {
+    /// let mut fabric = Fabric::single(strategy, 42)?;
+    /// let (generator, critic) = fabric.setup_module(|b| {
+    ///     Ok((Linear::new(&b.pp("generator"), 4, 2)?, Linear::new(&b.pp("critic"), 2, 1)?))
+    /// })?;
+    /// let mut of_generator = fabric.setup_optimizer_for(&AdamW::default(), &["generator"])?;
+    /// let mut of_critic = fabric.setup_optimizer_for(&AdamW::default(), &["critic"])?;
+    ///
+    /// let noise = Tensor::ones((3, 4), DType::F32, &Device::Cpu)?;
+    /// let fake = generator.forward(&noise)?;
+    /// {
+    ///     let _turn = fabric.toggle_optimizer(&of_critic)?;
+    ///     let loss = critic.forward(&fake.detach())?.sqr()?.sum_all()?;
+    ///     fabric.backward(&Loss::new(loss, 3.0))?;
+    ///     of_critic.step()?;
+    /// }
+    /// let _turn = fabric.toggle_optimizer(&of_generator)?;
+    /// let loss = critic.forward(&fake)?.sqr()?.sum_all()?; // its gradient goes through the critic
+    /// fabric.backward(&Loss::new(loss, 3.0))?;
+    /// of_generator.step()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// If no model was set up, a pattern matches no trainable parameter, one has another optimizer, or the
+    /// configuration does not fit.
+    pub fn setup_optimizer_for(
+        &self,
+        config: &dyn OptimizerConfig,
+        patterns: &[&str],
+    ) -> Result<FabricOptimizer> {
+        let tree = self.module_tree()?;
+        if let Some(pattern) =
+            patterns.iter().find(|p| !tree.trainable().any(|q| pattern_matches(p, q.fqn())))
+        {
+            return Err(Error::Config(format!(
+                "the optimizer for {pattern:?}: no trainable parameter has a name that this pattern matches"
+            )));
+        }
+        let has = |fqn: &str| patterns.iter().any(|pattern| pattern_matches(pattern, fqn));
+        let index = self.runtime.add_optimizer(&has)?;
+        self.build_optimizer(config, index)
+    }
+
+    /// Builds the optimizer of the trainable parameters that have this one.
+    fn build_optimizer(
+        &self,
+        config: &dyn OptimizerConfig,
+        index: usize,
+    ) -> Result<FabricOptimizer> {
         let tree = self.module_tree()?;
         if tree.trainable().next().is_none() {
             return Err(Error::other("every parameter is frozen; there is nothing to train"));
         }
-        let mut optimizer = config.build(tree.parameters())?;
+        // With the frozen ones, which patterns of the configuration may name.
+        let own = |p: &&Parameter| !p.requires_grad() || p.optimizer() == index;
+        let own: Vec<Parameter> = tree.parameters().iter().filter(own).cloned().collect();
+        if !own.iter().any(Parameter::requires_grad) {
+            return Err(Error::other("there is no parameter left that has no optimizer yet"));
+        }
+        let mut optimizer = config.build(&own)?;
         optimizer.set_seed(self.seed);
-        Ok(FabricOptimizer::new(optimizer, self.runtime.clone()))
+        Ok(FabricOptimizer::new(optimizer, self.runtime.clone(), index))
+    }
+
+    /// Gives an optimizer its turn: until the guard is dropped, forwards and backwards compute gradients for
+    /// its parameters only, and the others take part as constants (Lightning's `toggle_optimizer`). It is to
+    /// live from before the forward until after the backward, on all ranks. Local.
+    ///
+    /// # Errors
+    /// If no model was set up.
+    pub fn toggle_optimizer(&self, optimizer: &FabricOptimizer) -> Result<PausedGradients> {
+        let others = self.module_tree()?.trainable().filter(|p| p.optimizer() != optimizer.index());
+        Ok(PausedGradients::of(others))
     }
 
     /// Enters the [scope](ForwardScope) of the following forwards on this thread, on which dropout,
@@ -260,18 +348,18 @@ impl Fabric {
     /// ignore their flags.
     ///
     /// # Errors
-    /// If a peer fails.
+    /// If a peer fails, or there are [several optimizers](FabricOptimizer::step_totals).
     pub fn step_totals(&self, flags: &[f64]) -> Result<StepTotals> {
-        self.runtime.step_totals(flags)
+        self.runtime.step_totals(self.runtime.only_optimizer()?, flags)
     }
 
     /// Checks that all trainable parameters have a gradient, in the first step (under
     /// [`UnusedParameters::Ignore`] in each). The optimizer's step calls it. Collective.
     ///
     /// # Errors
-    /// [`Error::UnusedParameters`] under [`UnusedParameters::Error`].
+    /// [`Error::UnusedParameters`] under [`UnusedParameters::Error`]. If there are several optimizers.
     pub fn audit_gradients(&self, policy: UnusedParameters) -> Result<()> {
-        self.runtime.audit_gradients(policy)
+        self.runtime.audit_gradients(self.runtime.only_optimizer()?, policy)
     }
 
     /// To be called after writing values into the model's local shards, if not by
@@ -286,26 +374,26 @@ impl Fabric {
     /// The norm of the mean gradient over all parameters, which may be infinite or NaN. Collective.
     ///
     /// # Errors
-    /// If a peer fails.
+    /// If a peer fails, or there are several optimizers.
     pub fn unchecked_gradient_norm(&self) -> Result<f64> {
-        self.runtime.gradient_norm()
+        self.runtime.gradient_norm(self.runtime.only_optimizer()?)
     }
 
     /// The norm of the mean gradient of each group of parameters, which `group` names by their names: one
     /// all-reduce. Between backward and the optimizer's step. Collective.
     ///
     /// # Errors
-    /// If a peer fails.
+    /// If a peer fails, or there are [several optimizers](FabricOptimizer::gradient_norms).
     pub fn gradient_norms(&self, group: &dyn Fn(&str) -> String) -> Result<BTreeMap<String, f64>> {
-        self.runtime.gradient_norms(group)
+        self.runtime.gradient_norms(self.runtime.only_optimizer()?, group)
     }
 
-    /// The norm of the mean gradient over all parameters. Collective.
+    /// The norm of the mean gradient over all parameters of the optimizer. Collective.
     ///
     /// # Errors
     /// [`Error::NonFinite`] on every rank if it is not finite; nothing is changed.
     pub fn gradient_norm(&self, optimizer: &FabricOptimizer) -> Result<f64> {
-        let norm = self.runtime.gradient_norm()?;
+        let norm = self.runtime.gradient_norm(optimizer.index())?;
         if norm.is_finite() {
             return Ok(norm);
         }

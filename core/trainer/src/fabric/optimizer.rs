@@ -9,6 +9,7 @@ use crate::{Error, Result};
 use fulgurite_engine::optim::{
     Ema, GradScale, Optimizer, SchedulerConfig, StateTensor, clip_factor,
 };
+use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::strategy::StepTotals;
 
 /// The prefix of the names of the moving average's scalars.
@@ -16,10 +17,12 @@ const EMA_PREFIX: &str = "ema.";
 
 /// An optimizer that [`Fabric`](super::Fabric) has set up. Its step takes the mean over the global
 /// batch, clips and updates in one pass, follows the learning-rate schedule, clears the gradients
-/// (there is no `zero_grad`), and makes the model ready for the next forward.
+/// (no `zero_grad` is needed after it), and makes the model ready for the next forward.
 pub struct FabricOptimizer {
     inner: Box<dyn Optimizer>,
     runtime: Arc<StrategyRuntime>,
+    /// [`Parameter::optimizer`](fulgurite_engine::parameter::Parameter::optimizer) of its parameters.
+    index: usize,
     scheduler: Option<Box<dyn SchedulerConfig>>,
     max_steps: Option<u64>,
     unused: UnusedParameters,
@@ -32,10 +35,15 @@ pub struct FabricOptimizer {
 }
 
 impl FabricOptimizer {
-    pub(super) fn new(inner: Box<dyn Optimizer>, runtime: Arc<StrategyRuntime>) -> Self {
+    pub(super) fn new(
+        inner: Box<dyn Optimizer>,
+        runtime: Arc<StrategyRuntime>,
+        index: usize,
+    ) -> Self {
         Self {
             inner,
             runtime,
+            index,
             scheduler: None,
             max_steps: None,
             unused: UnusedParameters::default(),
@@ -186,14 +194,14 @@ impl FabricOptimizer {
     /// The first half of [`step`](Self::step): updates the parameters. Collective.
     pub(crate) fn update(&mut self) -> Result<()> {
         let _phase = self.runtime.phase("optimizer");
-        self.runtime.check_synchronised()?;
-        let totals = self.runtime.step_totals(&[])?;
+        self.runtime.check_synchronised(self.index)?;
+        let totals = self.step_totals(&[])?;
         self.check_loss(&totals)?;
-        self.runtime.audit_gradients(self.unused)?;
+        self.runtime.audit_gradients(self.index, self.unused)?;
         let factor = self.schedule_factor()?;
         self.inner.set_schedule_factor(factor);
         self.inner.step(&GradScale {
-            factor: self.runtime.grad_scale()? * self.clip_factor,
+            factor: self.runtime.grad_scale(self.index)? * self.clip_factor,
             clip_value: self.clip_value,
         })?;
         (self.clip_factor, self.clip_value) = (1.0, None);
@@ -208,12 +216,47 @@ impl FabricOptimizer {
     /// the next forward. Collective.
     pub(crate) fn finish_step(&self) -> Result<()> {
         let phase = self.runtime.phase("zero grad");
-        self.runtime.finish_step()?;
+        self.runtime.finish_step(self.index)?;
         drop(phase);
         if let Some(profiler) = self.runtime.profiler() {
             profiler.end_step();
         }
         Ok(())
+    }
+
+    /// Forgets the gradients since the last step: those that another optimizer's loss brought, for instance,
+    /// unless that had [its turn](super::Fabric::toggle_optimizer). A step forgets its own. Not collective.
+    ///
+    /// # Errors
+    /// If the last backward ran under `no_backward_sync`.
+    pub fn zero_grad(&mut self) -> Result<()> {
+        (self.clip_factor, self.clip_value) = (1.0, None);
+        self.runtime.zero_grad(self.index)
+    }
+
+    /// As [`Fabric::step_totals`](super::Fabric::step_totals), for this optimizer's step.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn step_totals(&self, flags: &[f64]) -> Result<StepTotals> {
+        self.runtime.step_totals(self.index, flags)
+    }
+
+    /// As [`Fabric::gradient_norms`](super::Fabric::gradient_norms), of this optimizer's parameters.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn gradient_norms(&self, group: &dyn Fn(&str) -> String) -> Result<BTreeMap<String, f64>> {
+        self.runtime.gradient_norms(self.index, group)
+    }
+
+    /// The parameters that it updates.
+    pub fn parameters(&self) -> &[Parameter] {
+        self.inner.parameters()
+    }
+
+    pub(super) fn index(&self) -> usize {
+        self.index
     }
 
     /// All state tensors, for checkpoints.

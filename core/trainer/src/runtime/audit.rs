@@ -2,6 +2,7 @@
 //! tensor-parallel replicas.
 
 use super::StrategyRuntime;
+use super::runtime::RuntimeState;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use fulgurite_config::ConfigType;
@@ -31,25 +32,30 @@ impl ConfigType for UnusedParameters {
 }
 
 impl StrategyRuntime {
-    /// Checks that every trainable parameter got a gradient on some rank in this step. Collective
-    /// over the world in the first step, and in every step under [`UnusedParameters::Ignore`].
-    pub(crate) fn audit_gradients(&self, policy: UnusedParameters) -> Result<()> {
+    /// Checks that every trainable parameter of an optimizer got a gradient on some rank in this step.
+    /// Collective over the world in the first step, and in every step under [`UnusedParameters::Ignore`].
+    pub(crate) fn audit_gradients(&self, optimizer: usize, policy: UnusedParameters) -> Result<()> {
         let slots = self.context()?.slots;
-        let step = &mut self.lock_state()?.step;
+        let RuntimeState { steps, delivered, .. } = &mut *self.lock_state()?;
+        let step = &mut steps[optimizer];
         if step.audited && policy != UnusedParameters::Ignore {
             return Ok(());
         }
-        let used: Vec<u8> = step.delivered.iter().map(|&used| u8::from(used)).collect();
+        let own: Vec<_> = slots
+            .iter()
+            .zip(delivered)
+            .filter(|(slot, _)| slot.requires_grad() && slot.optimizer() == optimizer)
+            .collect();
+        let used: Vec<u8> = own.iter().map(|(_, used)| u8::from(**used)).collect();
         let n = used.len();
         let used = Tensor::from_vec(used, n, &Device::Cpu)?;
         self.mesh().world().all_reduce(&used, ReduceOp::Max)?.wait()?;
         let used = used.to_vec1::<u8>()?;
-        let unused: Vec<_> = slots
+        let unused: Vec<_> = own
             .iter()
-            .filter(|slot| slot.requires_grad())
             .zip(used)
             .filter(|(_, used)| *used == 0)
-            .map(|(slot, _)| slot)
+            .map(|((slot, _), _)| slot)
             .collect();
         match policy {
             UnusedParameters::Error if !unused.is_empty() => {
@@ -60,7 +66,7 @@ impl StrategyRuntime {
             _ => {}
         }
         if !step.audited {
-            self.check_replicated_gradients()?;
+            self.check_replicated_gradients(optimizer)?;
         }
         step.audited = true;
         Ok(())
@@ -69,7 +75,7 @@ impl StrategyRuntime {
     /// Checks that tensor-parallel ranks have equal gradients of replicated parameters. They differ
     /// if a plan cuts sequences and leaves out a layer that computes on the parts. Collective over
     /// the tensor-parallel group.
-    fn check_replicated_gradients(&self) -> Result<()> {
+    fn check_replicated_gradients(&self, optimizer: usize) -> Result<()> {
         let Ok(group) = self.mesh().group(TENSOR_PARALLEL) else { return Ok(()) };
         if group.size() == 1 {
             return Ok(());
@@ -81,7 +87,8 @@ impl StrategyRuntime {
                     && cut.size == group.size()
             })
         };
-        let parameters: Vec<&Parameter> = self.tree()?.trainable().filter(|p| whole(p)).collect();
+        let own = |p: &&Parameter| p.optimizer() == optimizer && whole(p);
+        let parameters: Vec<&Parameter> = self.tree()?.trainable().filter(own).collect();
         let squares = |p: &&Parameter| -> Result<f64> {
             let Some(grad) = p.local_grad() else { return Ok(0.0) };
             Ok(grad.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?)

@@ -44,20 +44,21 @@ struct SetUp {
     slots: Vec<ParameterSlot>,
 }
 
-/// The strategy and the state of the step, behind the lock.
+/// The strategy and the state of the steps, behind the lock.
 pub(super) struct RuntimeState {
     pub(super) strategy: Box<dyn Strategy>,
-    pub(super) step: StepState,
+    /// By [`Parameter::optimizer`](fulgurite_engine::parameter::Parameter::optimizer).
+    pub(super) steps: Vec<StepState>,
+    /// Which parameters got a gradient on this rank, since their optimizer's last step.
+    pub(super) delivered: Vec<bool>,
 }
 
-/// The state of a step.
+/// The state of an optimizer's step.
 #[derive(Default)]
 pub(super) struct StepState {
     loss_sum: f64,
     count: f64,
     totals: Option<StepTotals>,
-    /// Which trainable parameters got a gradient on this rank.
-    pub(super) delivered: Vec<bool>,
     /// Whether the first step's gradients were audited.
     pub(super) audited: bool,
     /// Whether the latest backward did not reduce its gradients over ranks.
@@ -72,7 +73,11 @@ impl StrategyRuntime {
             mesh,
             model: OnceLock::new(),
             synchronise: Arc::new(AtomicBool::new(true)),
-            state: Mutex::new(RuntimeState { strategy, step: StepState::default() }),
+            state: Mutex::new(RuntimeState {
+                strategy,
+                steps: vec![StepState::default()],
+                delivered: Vec::new(),
+            }),
             profiler: OnceLock::new(),
         })
     }
@@ -142,8 +147,8 @@ impl StrategyRuntime {
     pub(crate) fn setup_module(&self, mut tree: ModuleTree, seed: u64) -> Result<()> {
         let mut state = self.lock_state()?;
         state.strategy.setup_module(&mut tree, &self.mesh, seed)?;
-        state.step.delivered = vec![false; tree.trainable().count()];
         let slots = tree.slots();
+        state.delivered = vec![false; slots.len()];
         self.model.get_or_init(|| SetUp { tree, slots });
         state.strategy.prepare_forward(self.context()?)
     }
@@ -169,25 +174,30 @@ impl StrategyRuntime {
     /// See [`Fabric::backward`](crate::fabric::Fabric::backward).
     pub(crate) fn backward(&self, loss: &Loss) -> Result<()> {
         let context = self.context()?;
-        let RuntimeState { strategy, step } = &mut *self.lock_state()?;
+        let RuntimeState { strategy, steps, delivered } = &mut *self.lock_state()?;
         let sum = loss.sum();
         if !sum.track_op() {
             return Err(Error::other(
-                "the loss does not depend on any trainable parameter: all are frozen, the model \
-                 was called inside `no_grad`, or an operation without a backward cut the graph",
+                "the loss does not depend on any trainable parameter: all are frozen, or belong to \
+                 another optimizer than the one whose turn it is; the model was called inside \
+                 `no_grad`, or an operation without a backward cut the graph",
             ));
         }
         check_loss(sum)?;
         let synchronise = self.synchronises() || !strategy.capabilities().no_sync;
-        step.loss_sum += loss.sum_value()?;
-        step.count += loss.count();
-        step.totals = None;
-        step.unsynchronised = !synchronise;
+        let loss_sum = loss.sum_value()?;
+        for (optimizer, step) in steps.iter_mut().enumerate() {
+            if context.slots.iter().any(|slot| slot.optimizer() == optimizer && slot.takes_grad()) {
+                step.loss_sum += loss_sum;
+                step.count += loss.count();
+                step.totals = None;
+                step.unsynchronised = !synchronise;
+            }
+        }
         strategy.begin_backward(context, synchronise)?;
         // The reducers have the gradients; candle's store has none.
         drop(sum.backward()?);
-        let trainable = context.slots.iter().filter(|slot| slot.requires_grad());
-        for (slot, delivered) in trainable.zip(&mut step.delivered) {
+        for (slot, delivered) in context.slots.iter().zip(delivered) {
             *delivered |= slot.finish_backward()?;
         }
         if synchronise {
@@ -201,8 +211,8 @@ impl StrategyRuntime {
     ///
     /// # Errors
     /// If it did not: each rank would update its parameters with its own gradients.
-    pub(crate) fn check_synchronised(&self) -> Result<()> {
-        if !self.lock_state()?.step.unsynchronised {
+    pub(crate) fn check_synchronised(&self, optimizer: usize) -> Result<()> {
+        if !self.lock_state()?.steps[optimizer].unsynchronised {
             return Ok(());
         }
         Err(Error::other(
@@ -213,8 +223,8 @@ impl StrategyRuntime {
     }
 
     /// See [`Fabric::step_totals`](crate::fabric::Fabric::step_totals).
-    pub(crate) fn step_totals(&self, flags: &[f64]) -> Result<StepTotals> {
-        self.totals(&mut self.lock_state()?.step, flags)
+    pub(crate) fn step_totals(&self, optimizer: usize, flags: &[f64]) -> Result<StepTotals> {
+        self.totals(&mut self.lock_state()?.steps[optimizer], flags)
     }
 
     fn totals(&self, step: &mut StepState, flags: &[f64]) -> Result<StepTotals> {
@@ -236,27 +246,36 @@ impl StrategyRuntime {
 
     /// The factor of this rank's gradients in the optimizer's update. Collective as
     /// [`step_totals`](Self::step_totals).
-    pub(crate) fn grad_scale(&self) -> Result<f64> {
-        let RuntimeState { strategy, step } = &mut *self.lock_state()?;
+    pub(crate) fn grad_scale(&self, optimizer: usize) -> Result<f64> {
+        let RuntimeState { strategy, steps, .. } = &mut *self.lock_state()?;
+        let step = &mut steps[optimizer];
         let totals = self.totals(step, &[])?;
         Ok(strategy.grad_scale(&totals, step.count))
     }
 
-    /// The norm of the mean gradient, which may be infinite or NaN. Collective.
-    pub(crate) fn gradient_norm(&self) -> Result<f64> {
+    /// The norm of the mean gradient of an optimizer's parameters, which may be infinite or NaN. Collective.
+    pub(crate) fn gradient_norm(&self, optimizer: usize) -> Result<f64> {
         let _phase = self.phase("gradient norm");
-        let scale = self.grad_scale()?;
-        self.lock_state()?.strategy.gradient_norm(self.context()?, scale)
+        let scale = self.grad_scale(optimizer)?;
+        let context = self.context()?;
+        let state = self.lock_state()?;
+        if state.steps.len() == 1 {
+            return state.strategy.gradient_norm(context, scale);
+        }
+        let slots: Vec<ParameterSlot> =
+            context.slots.iter().filter(|slot| slot.optimizer() == optimizer).cloned().collect();
+        state.strategy.gradient_norm(StrategyContext { slots: &slots, ..context }, scale)
     }
 
-    /// The norm of the mean gradient of each group of parameters. Collective.
+    /// The norm of the mean gradient of each group of an optimizer's parameters. Collective.
     pub(crate) fn gradient_norms(
         &self,
+        optimizer: usize,
         group: &dyn Fn(&str) -> String,
     ) -> Result<BTreeMap<String, f64>> {
-        let scale = self.grad_scale()?;
+        let scale = self.grad_scale(optimizer)?;
         let mut squares = BTreeMap::<String, f64>::new();
-        for parameter in self.tree()?.trainable() {
+        for parameter in self.tree()?.trainable().filter(|p| p.optimizer() == optimizer) {
             let own = std::slice::from_ref(parameter);
             let square = local_squared_norm(own, &|dim| self.mesh.coordinate(dim))?;
             *squares.entry(group(parameter.fqn())).or_default() += square * scale * scale;
@@ -268,14 +287,63 @@ impl StrategyRuntime {
     }
 
     /// To be called after the optimizer's update. Collective.
-    pub(crate) fn finish_step(&self) -> Result<()> {
+    pub(crate) fn finish_step(&self, optimizer: usize) -> Result<()> {
         let context = self.context()?;
-        let RuntimeState { strategy, step } = &mut *self.lock_state()?;
-        context.slots.iter().for_each(ParameterSlot::end_step);
-        step.delivered.fill(false);
-        step.unsynchronised = false;
-        (step.loss_sum, step.count, step.totals) = (0.0, 0.0, None);
-        strategy.finish_step(context)
+        let state = &mut *self.lock_state()?;
+        state.clear_gradients(context, optimizer);
+        state.strategy.finish_step(context)
+    }
+
+    /// Forgets the gradients of an optimizer's parameters since its last step. Not collective.
+    ///
+    /// # Errors
+    /// If they were not reduced over the ranks: the strategy still has them.
+    pub(crate) fn zero_grad(&self, optimizer: usize) -> Result<()> {
+        let context = self.context()?;
+        let state = &mut *self.lock_state()?;
+        if state.steps[optimizer].unsynchronised {
+            return Err(Error::other(
+                "gradients of a backward under `no_backward_sync` cannot be forgotten: the strategy keeps \
+                 them for the next backward. Run one without the guard first",
+            ));
+        }
+        state.clear_gradients(context, optimizer);
+        Ok(())
+    }
+
+    /// Gives the trainable parameters that `has` chooses a further optimizer, and returns its index.
+    ///
+    /// # Errors
+    /// If one of them has such an optimizer already.
+    pub(crate) fn add_optimizer(&self, has: &dyn Fn(&str) -> bool) -> Result<usize> {
+        let slots = self.context()?.slots;
+        let mut state = self.lock_state()?;
+        let own: Vec<&ParameterSlot> =
+            slots.iter().filter(|slot| slot.requires_grad() && has(slot.fqn())).collect();
+        if let Some(slot) = own.iter().find(|slot| slot.optimizer() != 0) {
+            return Err(Error::parameter(
+                slot.fqn(),
+                "has an optimizer already; a parameter is updated by one",
+            ));
+        }
+        let index = state.steps.len();
+        own.iter().for_each(|slot| slot.set_optimizer(index));
+        state.steps.push(StepState::default());
+        Ok(index)
+    }
+
+    /// The optimizer of a Fabric that has one.
+    ///
+    /// # Errors
+    /// If there are several.
+    pub(crate) fn only_optimizer(&self) -> Result<usize> {
+        if self.lock_state()?.steps.len() == 1 {
+            return Ok(0);
+        }
+        Err(Error::other(
+            "there are several optimizers, each with gradients and totals of its own: call the method of \
+             `FabricOptimizer` instead of Fabric's",
+        ))
     }
 
     /// See [`Fabric::sampler_share`](crate::fabric::Fabric::sampler_share).
@@ -289,6 +357,21 @@ impl StrategyRuntime {
         if let Ok(model) = self.model() {
             model.slots.iter().for_each(ParameterSlot::clear_reducer);
         }
+    }
+}
+
+impl RuntimeState {
+    /// Forgets the gradients of an optimizer's parameters, and the losses that they are of.
+    fn clear_gradients(&mut self, context: StrategyContext<'_>, optimizer: usize) {
+        for (slot, delivered) in context.slots.iter().zip(&mut self.delivered) {
+            if slot.optimizer() == optimizer {
+                slot.end_step();
+                *delivered = false;
+            }
+        }
+        let step = &mut self.steps[optimizer];
+        step.unsynchronised = false;
+        (step.loss_sum, step.count, step.totals) = (0.0, 0.0, None);
     }
 }
 

@@ -2,31 +2,34 @@
 
 use candle_core::DType;
 
-/// Size and dtype of one parameter's gradient.
+/// Size, dtype and optimizer of one parameter's gradient.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Item {
     pub(super) elements: usize,
     pub(super) dtype: DType,
+    pub(super) optimizer: usize,
 }
 
 /// Packs items, in the order their gradients become ready, into consecutive buckets. The first
-/// holds up to `first_bytes`, later ones up to `cap_bytes`; a bucket has one dtype and at least one
-/// item (as PyTorch's `compute_bucket_assignment_by_size`).
+/// holds up to `first_bytes`, later ones up to `cap_bytes`; a bucket has one dtype, one optimizer and at
+/// least one item (as PyTorch's `compute_bucket_assignment_by_size`).
 pub(super) fn pack(items: &[Item], first_bytes: usize, cap_bytes: usize) -> Vec<Vec<usize>> {
     let mut buckets: Vec<Vec<usize>> = Vec::new();
-    let (mut bytes, mut dtype) = (0, None);
+    let (mut bytes, mut kind) = (0, None);
     for (i, item) in items.iter().enumerate() {
         let size = item.elements * item.dtype.size_in_bytes();
         let cap = if buckets.len() <= 1 { first_bytes } else { cap_bytes };
         match buckets.last_mut() {
-            Some(bucket) if dtype == Some(item.dtype) && bytes + size <= cap => bucket.push(i),
+            Some(bucket) if kind == Some((item.dtype, item.optimizer)) && bytes + size <= cap => {
+                bucket.push(i);
+            }
             _ => {
                 buckets.push(vec![i]);
                 bytes = 0;
             }
         }
         bytes += size;
-        dtype = Some(item.dtype);
+        kind = Some((item.dtype, item.optimizer));
     }
     buckets
 }
@@ -36,7 +39,7 @@ mod tests {
     use super::*;
 
     fn item(elements: usize) -> Item {
-        Item { elements, dtype: DType::F32 }
+        Item { elements, dtype: DType::F32, optimizer: 0 }
     }
 
     #[test]
@@ -48,8 +51,10 @@ mod tests {
     }
 
     #[test]
-    fn dtypes_are_not_mixed() {
-        let items = [item(1), Item { elements: 1, dtype: DType::F64 }, item(1)];
+    fn dtypes_and_optimizers_are_not_mixed() {
+        let items = [item(1), Item { dtype: DType::F64, ..item(1) }, item(1)];
         assert_eq!(pack(&items, 800, 800), [vec![0], vec![1], vec![2]]);
+        let items = [item(1), item(1), Item { optimizer: 1, ..item(1) }];
+        assert_eq!(pack(&items, 800, 800), [vec![0, 1], vec![2]]);
     }
 }

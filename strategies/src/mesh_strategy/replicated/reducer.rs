@@ -39,11 +39,13 @@ struct Gradient {
     bucket: usize,
     /// The parameter's part of the bucket.
     view: Tensor,
+    /// Whether the backward that is running, or ran last, has gradients for it.
+    in_backward: bool,
 }
 
 impl Reducer {
     /// Makes buckets for the parameters of `slots`, which are in the order their gradients are expected
-    /// to become ready. The first bucket holds up to `bucket_bytes[0]`, the others up to
+    /// to become ready; those of one optimizer become neighbours. The first bucket holds up to `bucket_bytes[0]`, the others up to
     /// `bucket_bytes[1]`.
     pub(in crate::mesh_strategy) fn new(
         group: Arc<dyn ProcessGroup>,
@@ -71,6 +73,46 @@ impl Reducer {
         Ok(())
     }
 
+    /// Begins a backward for the parameters that take a gradient now. If those of another optimizer are
+    /// found in one bucket, which is so before the first backward, buckets are made anew.
+    pub(in crate::mesh_strategy) fn begin_backward(
+        &self,
+        synchronise: bool,
+        bucket_bytes: [usize; 2],
+    ) -> Result<()> {
+        let slots = {
+            let state = self.state();
+            let mixed = state.gradients.windows(2).any(|pair| {
+                pair[0].bucket == pair[1].bucket
+                    && pair[0].slot.optimizer() != pair[1].slot.optimizer()
+            });
+            mixed.then(|| state.gradients.iter().map(|g| g.slot.clone()).collect::<Vec<_>>())
+        };
+        if let Some(slots) = slots {
+            self.rebuild_buckets(&slots, bucket_bytes)?;
+        }
+        let counts = self.state().choose_gradients()?;
+        for (bucket, parameters) in counts.into_iter().enumerate() {
+            self.on(Event::Expect { bucket, parameters })?;
+        }
+        self.on(Event::BeginBackward { synchronise })
+    }
+
+    /// Ends the step of an optimizer, whose parameters have no gradient any more.
+    pub(in crate::mesh_strategy) fn finish_step(&self) -> Result<()> {
+        let emptied = self.state().emptied_buckets();
+        if !emptied.contains(&false) {
+            return self.on(Event::FinishStep);
+        }
+        let emptied = emptied.iter().enumerate().filter(|(_, emptied)| **emptied);
+        emptied.map(|(bucket, _)| bucket).try_for_each(|bucket| self.on(Event::Empty { bucket }))
+    }
+
+    /// Whether any gradient waits for its optimizer's step.
+    pub(in crate::mesh_strategy) fn holds_gradients(&self) -> bool {
+        self.state().emptied_buckets().contains(&false)
+    }
+
     /// The FQNs in the order in which gradients became ready, in the first backward that synchronised
     /// since the buckets were made.
     pub(in crate::mesh_strategy) fn ready_order(&self) -> Vec<String> {
@@ -91,8 +133,10 @@ impl Reducer {
             Action::KeepOnOneRank(bucket) => {
                 for gradient in self.state().gradients.iter().filter(|g| g.bucket == bucket) {
                     let slot = &gradient.slot;
-                    // On the first rank also if only other ranks had a gradient.
-                    if self.group.rank() == 0 && self.partial_grads.rank_of(slot) == 0 {
+                    let is_first = self.group.rank() == 0 && self.partial_grads.rank_of(slot) == 0;
+                    // On the first rank also if only other ranks had a gradient; nowhere if it was
+                    // forgotten since.
+                    if is_first && slot.local_grad().is_some() {
                         slot.mark_accumulated();
                     } else {
                         slot.clear_accumulated();
@@ -109,11 +153,11 @@ impl Reducer {
                 work.map_or(Ok(()), Work::wait)?;
             }
             Action::SumPartialGrads => {
-                self.partial_grads.sum(|parameter| self.state().view(parameter))?;
+                self.partial_grads.sum(|parameter| self.state().view_in_backward(parameter))?;
             }
             Action::Deliver => {
-                for Gradient { slot, view, .. } in &self.state().gradients {
-                    slot.set_local_grad(Some(view.clone()));
+                for gradient in self.state().gradients.iter().filter(|g| g.in_backward) {
+                    gradient.slot.set_local_grad(Some(gradient.view.clone()));
                 }
             }
         }
@@ -132,11 +176,14 @@ impl State {
         slots: &[ParameterSlot],
         [first_bytes, cap_bytes]: [usize; 2],
     ) -> Result<Self> {
+        let mut slots = slots.to_vec();
+        slots.sort_by_key(|slot| slot.optimizer());
         let items: Vec<Item> = slots
             .iter()
             .map(|slot| Item {
                 elements: slot.compute_elem_count(),
                 dtype: accumulation_dtype(slot.dtype()),
+                optimizer: slot.optimizer(),
             })
             .collect();
         let (mut buckets, mut gradients) = (Vec::new(), Vec::new());
@@ -149,7 +196,12 @@ impl State {
             for i in indices {
                 let view = flat.narrow(0, offset, items[i].elements)?;
                 offset += items[i].elements;
-                gradients.push(Gradient { slot: slots[i].clone(), bucket, view });
+                gradients.push(Gradient {
+                    slot: slots[i].clone(),
+                    bucket,
+                    view,
+                    in_backward: true,
+                });
             }
             buckets.push(Bucket { flat, work: None });
         }
@@ -159,8 +211,36 @@ impl State {
         Ok(Self { schedule: Schedule::new(&bucket_of), buckets, gradients, indices })
     }
 
-    fn view(&self, parameter: &Parameter) -> Option<Tensor> {
-        self.indices.get(parameter.fqn()).map(|&index| self.gradients[index].view.clone())
+    /// The view of a parameter that the backward has a gradient for.
+    fn view_in_backward(&self, parameter: &Parameter) -> Option<Tensor> {
+        let gradient = &self.gradients[*self.indices.get(parameter.fqn())?];
+        gradient.in_backward.then(|| gradient.view.clone())
+    }
+
+    /// Notes which parameters a backward that begins has gradients for, and returns how many of each bucket.
+    fn choose_gradients(&mut self) -> Result<Vec<usize>> {
+        let mut counts = vec![0; self.buckets.len()];
+        for gradient in &mut self.gradients {
+            gradient.in_backward = gradient.slot.takes_grad();
+            counts[gradient.bucket] += usize::from(gradient.in_backward);
+        }
+        let paused = |g: &&Gradient| !g.in_backward && counts[g.bucket] > 0;
+        match self.gradients.iter().find(paused) {
+            None => Ok(counts),
+            Some(gradient) => Err(Error::parameter(
+                gradient.slot.fqn(),
+                "its gradient is paused, and those of other parameters of the same optimizer are not;                  pause all parameters of an optimizer (`Fabric::toggle_optimizer`)",
+            )),
+        }
+    }
+
+    /// Whether each bucket holds no gradient that waits for a step.
+    fn emptied_buckets(&self) -> Vec<bool> {
+        let mut emptied = vec![true; self.buckets.len()];
+        for gradient in &self.gradients {
+            emptied[gradient.bucket] &= gradient.slot.local_grad().is_none();
+        }
+        emptied
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::autograd::storage;
@@ -16,6 +17,15 @@ pub(in crate::mesh_strategy) struct Member {
     pub(in crate::mesh_strategy) slot: ParameterSlot,
     /// Elements of each rank's shard, in rank order.
     pub(in crate::mesh_strategy) counts: Vec<usize>,
+    /// Whether the backward that is running, or ran last, has a gradient for it.
+    in_backward: AtomicBool,
+}
+
+impl Member {
+    pub(in crate::mesh_strategy) fn new(slot: ParameterSlot, counts: Vec<usize>) -> Self {
+        let in_backward = AtomicBool::new(slot.requires_grad());
+        Self { slot, counts, in_backward }
+    }
 }
 
 /// The parameters that are gathered and reduced together (FSDP2's `FSDPParamGroup`).
@@ -72,8 +82,27 @@ impl ParamGroup {
         }
     }
 
+    /// The members that the present backward has gradients for.
     fn trainable(&self) -> impl Iterator<Item = &Member> {
-        self.members.iter().filter(|member| member.slot.requires_grad())
+        self.members.iter().filter(|member| member.in_backward.load(Ordering::Relaxed))
+    }
+
+    /// Notes which members a backward that begins has gradients for. Returns how many, if they are other ones
+    /// than in the last backward.
+    pub(super) fn choose_gradients(&self) -> Option<usize> {
+        let choose = |changed, member: &Member| {
+            let now = member.slot.takes_grad();
+            changed | (member.in_backward.swap(now, Ordering::Relaxed) != now)
+        };
+        self.members.iter().fold(false, choose).then(|| self.trainable().count())
+    }
+
+    /// Takes out of `grads` those of the members that the present backward has gradients for.
+    pub(super) fn take_gradients(
+        &self,
+        grads: &mut HashMap<String, Tensor>,
+    ) -> HashMap<String, Tensor> {
+        self.trainable().filter_map(|member| grads.remove_entry(member.slot.fqn())).collect()
     }
 
     /// dtype in which a member's gradient is accumulated and reduced.

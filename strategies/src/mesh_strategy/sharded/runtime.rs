@@ -12,7 +12,7 @@ use fulgurite_core::{Error, Result};
 
 use super::super::gradients::{PartialGrads, gradient_after_reduction};
 use super::group::{GradShards, ParamGroup, Reduction, Replication};
-use crate::schedule::fsdp::{Action, Event, Schedule};
+use crate::schedule::fsdp::{Action, Event, ReduceScope, Schedule};
 
 /// dtypes that a unit's input and output are cast to.
 pub(in crate::mesh_strategy) struct Casts {
@@ -88,6 +88,24 @@ impl ShardedRuntime {
         actions.into_iter().try_for_each(|action| self.perform(action))
     }
 
+    /// Begins a backward for the parameters that take a gradient now.
+    pub(in crate::mesh_strategy) fn begin_backward(&self, reduce: ReduceScope) -> Result<()> {
+        for (group, params) in self.groups.iter().enumerate() {
+            let Some(trainable) = params.choose_gradients() else { continue };
+            if self.state().buffers[group].shards.is_some() {
+                return Err(Error::other(format!(
+                    "the gradients of `{}` from a backward under `no_backward_sync` wait for the \
+                     replicas, and this backward has gradients for other parameters of it: finish the \
+                     accumulation of one optimizer before that of another, or set \
+                     `accumulation_sync = \"all\"`",
+                    params.path
+                )));
+            }
+            self.on(Event::Expect { group, trainable })?;
+        }
+        self.on(Event::BeginBackward { reduce })
+    }
+
     /// [`on`](Self::on) for an event of the unit's group, if it has one.
     fn on_unit(&self, unit: &UnitHandle, event: impl FnOnce(usize) -> Event) -> Result<()> {
         match self.units.get(unit.index()).copied().flatten() {
@@ -110,7 +128,8 @@ impl ShardedRuntime {
             Action::Free(group) => self.groups[group].free()?,
             Action::CompleteUnused(group) => self.groups[group].complete_unused()?,
             Action::Reduce(group) => {
-                let grads = std::mem::take(&mut self.state().buffers[group].grads);
+                let grads =
+                    self.groups[group].take_gradients(&mut self.state().buffers[group].grads);
                 let reduction = self.groups[group].reduce(grads)?;
                 self.state().buffers[group].reduction = Some(reduction);
             }

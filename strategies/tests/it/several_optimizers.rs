@@ -1,0 +1,270 @@
+//! Two models in one Fabric, each with an optimizer of its own: a generator and the critic that it is to
+//! please.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_core::Result;
+use fulgurite_core::collective::{Counter, Counting, ProcessGroup, Record};
+use fulgurite_core::fabric::{Fabric, FabricOptimizer};
+use fulgurite_core::module::{Module, ModuleBuilder, Unit};
+use fulgurite_core::nn::{Linear, Loss};
+use fulgurite_core::optim::{AdamW, Sgd};
+use fulgurite_core::parameter::Parameter;
+use fulgurite_test_support::training::{checkpointed, gather_weights, init, strategy};
+use fulgurite_transports::run_ranks;
+
+const STEPS: u64 = 6;
+/// Samples of a micro-batch, over all ranks.
+const SAMPLES: usize = 4;
+
+/// Two layers, the first of which is a unit; the other's parameters are the root's.
+struct Net {
+    hidden: Unit<Linear>,
+    out: Linear,
+}
+
+impl Net {
+    fn new(b: &ModuleBuilder, [inputs, hidden, outputs]: [usize; 3]) -> Result<Self> {
+        let first = b.unit("hidden", |b| Linear::new(b, inputs, hidden))?;
+        Ok(Self { hidden: first, out: Linear::new(&b.pp("out"), hidden, outputs)? })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.out.forward(&self.hidden.forward(x)?.tanh()?)
+    }
+}
+
+/// How gradients of the one are kept away from the other.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Way {
+    /// Each optimizer has its turn, with a forward of its own.
+    Turns,
+    /// The generator's forward is before the critic's turn, its backward after it.
+    ForwardFirst,
+    /// The generator's loss gives the critic gradients, which it forgets.
+    ZeroGrad,
+    /// Both take gradients of two micro-batches, in turns.
+    Accumulating,
+}
+
+struct Training {
+    fabric: Fabric,
+    generator: Net,
+    critic: Net,
+    of_generator: FabricOptimizer,
+    of_critic: FabricOptimizer,
+    way: Way,
+}
+
+impl Training {
+    fn new(world: Arc<dyn ProcessGroup>, config: &str, way: Way) -> Result<Self> {
+        let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 11)?;
+        let (generator, critic) = fabric.setup_module(|b| {
+            Ok((Net::new(&b.pp("generator"), [3, 8, 5])?, Net::new(&b.pp("critic"), [5, 8, 1])?))
+        })?;
+        let adamw = AdamW { lr: 1e-2, ..AdamW::default() };
+        let sgd = Sgd { lr: 1e-2, momentum: 0.9, ..Sgd::default() };
+        let of_generator = fabric.setup_optimizer_for(&adamw, &["generator"])?;
+        let of_critic = fabric.setup_optimizer_for(&sgd, &["critic"])?;
+        Ok(Self { fabric, generator, critic, of_generator, of_critic, way })
+    }
+
+    /// This rank's part of a micro-batch's noise, or of its real samples.
+    fn samples(&self, seed: u64, width: usize) -> Result<Tensor> {
+        let value = |i: usize| ((i as f32 + 1.3) * (seed as f32 + 0.7)).sin();
+        let all = (0..SAMPLES * width).map(value).collect::<Vec<_>>();
+        let all = Tensor::from_vec(all, (SAMPLES, width), &Device::Cpu)?;
+        let own = SAMPLES / self.fabric.world_size();
+        Ok(all.narrow(0, self.fabric.global_rank() * own, own)?)
+    }
+
+    fn loss(&self, error: &Tensor) -> Result<Loss> {
+        Ok(Loss::new(error.sqr()?.sum_all()?, error.dim(0)? as f64))
+    }
+
+    /// The critic is to say 1 of real samples and 0 of others.
+    fn critic_backward(&self, seed: u64, fake: &Tensor) -> Result<()> {
+        let real = self.critic.forward(&self.samples(seed + 50, 5)?)?;
+        let error = Tensor::cat(&[(real - 1.0)?, self.critic.forward(&fake.detach())?], 0)?;
+        self.fabric.backward(&self.loss(&error)?)
+    }
+
+    /// The generator is to make it say 1 of what it generates.
+    fn generator_backward(&self, fake: &Tensor) -> Result<()> {
+        self.fabric.backward(&self.loss(&(self.critic.forward(fake)? - 1.0)?)?)
+    }
+
+    /// The losses and norms of both.
+    fn step(&mut self, step: u64) -> Result<[f64; 4]> {
+        let noise = self.samples(step, 3)?;
+        let (critic, critic_norm) = match self.way {
+            Way::Accumulating => {
+                for micro in 0..2 {
+                    let _no_sync = self.fabric.no_backward_sync(micro == 0);
+                    let noise = self.samples(step + 100 * micro, 3)?;
+                    {
+                        let _turn = self.fabric.toggle_optimizer(&self.of_critic)?;
+                        self.critic_backward(step, &self.generator.forward(&noise)?)?;
+                    }
+                    let _turn = self.fabric.toggle_optimizer(&self.of_generator)?;
+                    self.generator_backward(&self.generator.forward(&noise)?)?;
+                }
+                finish(&self.fabric, &mut self.of_critic)?
+            }
+            way => {
+                let first = (way == Way::ForwardFirst).then(|| self.generator.forward(&noise));
+                let first = first.transpose()?;
+                let turn = |optimizer| {
+                    (way != Way::ZeroGrad)
+                        .then(|| self.fabric.toggle_optimizer(optimizer))
+                        .transpose()
+                };
+                let critics_turn = turn(&self.of_critic)?;
+                let fake = first.clone().map_or_else(|| self.generator.forward(&noise), Ok)?;
+                self.critic_backward(step, &fake)?;
+                drop(critics_turn);
+                let critics = finish(&self.fabric, &mut self.of_critic)?;
+                let turn = (way != Way::ZeroGrad)
+                    .then(|| self.fabric.toggle_optimizer(&self.of_generator))
+                    .transpose()?;
+                if way == Way::ZeroGrad {
+                    self.of_generator.zero_grad()?;
+                }
+                let fake = first.map_or_else(|| self.generator.forward(&noise), Ok)?;
+                self.generator_backward(&fake)?;
+                drop(turn);
+                critics
+            }
+        };
+        let (generator, generator_norm) = finish(&self.fabric, &mut self.of_generator)?;
+        if self.way == Way::ZeroGrad {
+            self.of_critic.zero_grad()?;
+        }
+        Ok([critic, critic_norm, generator, generator_norm])
+    }
+}
+
+fn finish(fabric: &Fabric, optimizer: &mut FabricOptimizer) -> Result<(f64, f64)> {
+    let loss = optimizer.step_totals(&[])?.mean();
+    let norm = fabric.clip_gradients_norm(optimizer, 0.5)?;
+    optimizer.step()?;
+    Ok((loss, norm))
+}
+
+type Run = (Vec<[f64; 4]>, BTreeMap<String, Vec<f32>>);
+
+fn train(ranks: usize, config: &str, way: Way) -> Run {
+    let runs = run_ranks(ranks, |world| {
+        let mut training = Training::new(world, config, way)?;
+        let steps = (0..STEPS).map(|step| training.step(step)).collect::<Result<Vec<_>>>()?;
+        let fabric = &training.fabric;
+        Ok((steps, gather_weights(fabric.module_tree()?, &**fabric.world())?))
+    });
+    let mut runs = runs.unwrap_or_else(|error| panic!("{config}, {way:?}: {error}"));
+    assert!(runs.iter().all(|run| *run == runs[0]), "{config}, {way:?}: ranks differ");
+    runs.swap_remove(0)
+}
+
+fn assert_close((steps, weights): &Run, (other_steps, other_weights): &Run, what: &str) {
+    let close =
+        |a: f64, b: f64| assert!((a - b).abs() <= 1e-5 * b.abs().max(1.0), "{what}: {a} {b}");
+    for (step, other) in steps.iter().zip(other_steps) {
+        step.iter().zip(other).for_each(|(&a, &b)| close(a, b));
+    }
+    for (fqn, values) in weights {
+        let values = values.iter().zip(&other_weights[fqn]);
+        values.for_each(|(&a, &b)| close(a.into(), b.into()));
+    }
+}
+
+const DDP: &str = r#"{"type": "ddp"}"#;
+const FSDP: &str = r#"{"type": "fsdp"}"#;
+const HSDP: &str = r#"{"type": "hsdp", "data_parallel_replicate_size": 2}"#;
+
+#[test]
+fn two_optimizers_train_as_on_one_device_however_gradients_are_kept_apart() {
+    let one = train(1, r#"{"type": "single_device"}"#, Way::Turns);
+    let accumulated = train(1, r#"{"type": "single_device"}"#, Way::Accumulating);
+    for (ranks, config) in [(1, FSDP), (2, DDP), (2, FSDP), (4, HSDP)] {
+        let turns = train(ranks, config, Way::Turns);
+        assert_close(&turns, &one, config);
+        for way in [Way::ForwardFirst, Way::ZeroGrad] {
+            assert_eq!(train(ranks, config, way), turns, "{config}, {way:?}");
+        }
+        let config = &*checkpointed(config, "full");
+        assert_eq!(train(ranks, config, Way::Turns), turns, "{config}");
+        assert_close(&train(ranks, config, Way::ForwardFirst), &one, config);
+        assert_close(&train(ranks, config, Way::Accumulating), &accumulated, config);
+    }
+    assert_eq!(train(2, DDP, Way::Turns), train(2, FSDP, Way::Turns));
+    assert_eq!(train(2, DDP, Way::Accumulating), train(2, FSDP, Way::Accumulating));
+}
+
+#[test]
+fn a_turn_reduces_the_gradients_of_its_optimizer_alone() {
+    for (config, operation) in [(DDP, "all_reduce"), (FSDP, "reduce_scatter")] {
+        let tallies = run_ranks(2, |world| {
+            let counter = Counter::default();
+            let world = Arc::new(Counting::new(world, counter.clone()));
+            let mut training = Training::new(world, config, Way::Turns)?;
+            training.step(0)?;
+            training.step(1)?;
+            let mut bytes = |own: &str, other: &str| -> Result<_> {
+                counter.reset();
+                let paused = training.fabric.module_tree()?.trainable();
+                let of_other = |p: &&Parameter| p.fqn().starts_with(other);
+                let paused =
+                    fulgurite_core::parameter::PausedGradients::of(paused.filter(of_other));
+                let fake = training.generator.forward(&training.samples(2, 3)?)?;
+                training.generator_backward(&fake)?;
+                drop(paused);
+                let tally: Record = counter
+                    .snapshot()
+                    .into_iter()
+                    .filter(|((_, called), _)| *called == operation)
+                    .fold(Record::default(), |sum, (_, record)| Record {
+                        calls: sum.calls + record.calls,
+                        bytes: sum.bytes + record.bytes,
+                    });
+                let tree = training.fabric.module_tree()?;
+                let own = tree.trainable().filter(|p| p.fqn().starts_with(own));
+                let expected =
+                    own.map(|p| (p.elem_count() * DType::F32.size_in_bytes()) as u64).sum();
+                let optimizers = [&mut training.of_generator, &mut training.of_critic];
+                optimizers.into_iter().try_for_each(FabricOptimizer::zero_grad)?;
+                Ok((tally.bytes, expected))
+            };
+            Ok([bytes("generator", "critic")?, bytes("critic", "generator")?])
+        });
+        for [(generator, expected), (critic, expected_of_critic)] in tallies.unwrap() {
+            assert_eq!(
+                (generator, critic),
+                (expected, expected_of_critic),
+                "{config}: {operation}"
+            );
+        }
+    }
+}
+
+#[test]
+fn mistakes_with_several_optimizers_are_explained() {
+    let error = |result: Result<()>| result.unwrap_err().to_string();
+    run_ranks(1, |world| {
+        let training = Training::new(world, DDP, Way::Turns)?;
+        let (fabric, adamw) = (&training.fabric, AdamW::default());
+        let again = fabric.setup_optimizer_for(&adamw, &["generator"]).map(drop);
+        insta::assert_snapshot!(error(again), @"parameter `generator.hidden.weight`: has an optimizer already; a parameter is updated by one");
+        let nothing = fabric.setup_optimizer_for(&adamw, &["discriminator"]).map(drop);
+        insta::assert_snapshot!(error(nothing), @r#"the optimizer for "discriminator": no trainable parameter has a name that this pattern matches"#);
+        insta::assert_snapshot!(error(fabric.setup_optimizer(&adamw).map(drop)), @"there is no parameter left that has no optimizer yet");
+        insta::assert_snapshot!(error(fabric.step_totals(&[]).map(drop)), @"there are several optimizers, each with gradients and totals of its own: call the method of `FabricOptimizer` instead of Fabric's");
+        let fake = training.generator.forward(&training.samples(0, 3)?)?;
+        let _turn = fabric.toggle_optimizer(&training.of_critic)?;
+        let of_generator = training.loss(&training.generator.forward(&fake.narrow(1, 0, 3)?.detach())?)?;
+        insta::assert_snapshot!(error(fabric.backward(&of_generator)), @"the loss does not depend on any trainable parameter: all are frozen, or belong to another optimizer than the one whose turn it is; the model was called inside `no_grad`, or an operation without a backward cut the graph");
+        Ok(())
+    })
+    .unwrap();
+}
