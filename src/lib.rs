@@ -96,6 +96,8 @@ mod book {
     mod loggers {}
     #[doc = include_str!("../docs/src/guides/module.md")]
     mod module {}
+    #[doc = include_str!("../docs/src/guides/optimizers.md")]
+    mod optimizers {}
     #[doc = include_str!("../docs/src/guides/metrics.md")]
     mod metrics {}
     #[doc = include_str!("../docs/src/guides/model-parallel.md")]

@@ -13,6 +13,7 @@ mod interop;
 mod limits;
 mod llama;
 mod loading;
+mod manual;
 mod metrics;
 mod model_parallel;
 mod parity;

@@ -133,18 +133,21 @@ impl Hooks for ReduceLrOnPlateau {
             let message = format!("there is no metric `{name}`; there are: {known}");
             return Err(wrong("monitor", message));
         };
-        if self.judge(value)
-            && let Some(optimizer) = ctx.optimizer_mut()
-        {
+        if !self.judge(value) {
+            return Ok(());
+        }
+        let mut lowered = None;
+        for (_, optimizer) in ctx.optimizers_mut().into_iter().flat_map(|all| all.iter_mut()) {
             let before = optimizer.lr_scale();
             let scale = (before * self.config.factor).max(self.config.min_factor);
             optimizer.set_lr_scale(scale);
             if scale < before {
-                let name = &self.config.monitor;
-                ctx.print(format!(
-                    "{name} = {value:.6} is no better: learning rate times {scale:e}"
-                ));
+                lowered = Some(scale);
             }
+        }
+        if let Some(scale) = lowered {
+            let name = &self.config.monitor;
+            ctx.print(format!("{name} = {value:.6} is no better: learning rate times {scale:e}"));
         }
         Ok(())
     }

@@ -40,8 +40,8 @@ fn save(
             training.step()?;
         }
         let options = FullOptions { max_shard_bytes: 2000, ..FullOptions::default() };
-        let optimizer = Some(&mut training.optimizer);
-        let saved = training.fabric.save_full(path, optimizer, &"mine", &options)?;
+        let optimizer = &mut training.optimizer;
+        let saved = training.fabric.save_full(path, Some(optimizer), &"mine", &options)?;
         assert_eq!(saved, path);
         let tree = training.fabric.module_tree()?;
         let mesh = training.fabric.device_mesh();
@@ -122,9 +122,9 @@ fn it_is_what_a_distributed_checkpoint_of_the_same_moment_holds() {
         let mut training = DecoderTraining::new(world, config, Variant::ALL[3], 1)?;
         training.step()?;
         training.fabric.save(temp.path().join("sharded"), &mut training.optimizer, &())?;
-        let optimizer = Some(&mut training.optimizer);
+        let optimizer = &mut training.optimizer;
         let options = FullOptions::default();
-        training.fabric.save_full(temp.path().join("full"), optimizer, &(), &options)
+        training.fabric.save_full(temp.path().join("full"), Some(optimizer), &(), &options)
     })
     .unwrap();
     let open = |name: &str| AnyCheckpoint::open(temp.path().join(name)).unwrap();

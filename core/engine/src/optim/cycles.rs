@@ -14,7 +14,7 @@ use std::f64::consts::PI;
 
 use serde::{Deserialize, Serialize};
 
-use super::optimizer::SchedulerConfig;
+use super::optimizer::{Interval, SchedulerConfig};
 use super::schedule::warmup;
 use crate::{Error, Result};
 use fulgurite_config::registry::kind;
@@ -251,6 +251,12 @@ impl SchedulerConfig for Sequential {
                     self.schedules.len(),
                     self.milestones.len()
                 ),
+            );
+        }
+        if self.schedules.iter().any(|schedule| schedule.interval() == Interval::Epoch) {
+            return config_error(
+                "schedules",
+                "has one by epoch among others; put the whole sequence into `by_epoch`",
             );
         }
         if !self.milestones.is_sorted() {

@@ -31,6 +31,7 @@
 //! ```
 
 mod adamw;
+mod by_epoch;
 mod cycles;
 mod elementwise;
 mod ema;
@@ -45,13 +46,16 @@ mod state_dtype;
 mod testing;
 
 pub use adamw::AdamW;
+pub use by_epoch::ByEpoch;
 pub use cycles::{
     CosineWarmRestarts, Exponential, OneCycle, Polynomial, Sequential, WarmupStableDecay,
 };
 pub use ema::Ema;
 pub use grad_norm::{clip_factor, local_squared_norm};
 pub use groups::ParamGroupConfig;
-pub use optimizer::{GradScale, Optimizer, OptimizerConfig, SchedulerConfig, StateTensor};
+pub use optimizer::{
+    GradScale, Interval, Optimizer, OptimizerConfig, SchedulerConfig, StateTensor,
+};
 pub use schedule::{Constant, Cosine, Linear, Step};
 pub use sgd::Sgd;
 pub use state_dtype::StateDtype;

@@ -116,6 +116,20 @@ pub trait SchedulerConfig: std::fmt::Debug + Send + Sync {
     /// # Errors
     /// If the schedule needs a length and there is none.
     fn factor(&self, step: u64, max_steps: Option<u64>) -> Result<f64>;
+
+    /// What [`factor`](Self::factor) counts; [`ByEpoch`](super::ByEpoch) makes any schedule count epochs.
+    fn interval(&self) -> Interval {
+        Interval::Step
+    }
+}
+
+/// What a schedule counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Interval {
+    /// Optimizer steps.
+    Step,
+    /// Epochs.
+    Epoch,
 }
 
 fulgurite_config::plugin_kind!(

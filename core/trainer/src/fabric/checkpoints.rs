@@ -9,7 +9,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::{Fabric, FabricOptimizer};
+use super::{Fabric, OptimizerState};
 use crate::{Error, Result};
 use fulgurite_checkpoint_format::{
     CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, FullOptions, LoadOptions, LoadReport,
@@ -22,7 +22,7 @@ use fulgurite_engine::optim::StateTensor;
 /// The state in the manifest of a checkpoint that Fabric saved.
 #[derive(Debug, Serialize, Deserialize)]
 struct FabricState {
-    /// [`FabricOptimizer::scalars`].
+    /// [`OptimizerState::scalars`].
     optimizer: BTreeMap<String, f64>,
     /// The program's state.
     user: serde_json::Value,
@@ -38,7 +38,7 @@ impl Fabric {
     pub fn save(
         &self,
         path: impl AsRef<Path>,
-        optimizer: &mut FabricOptimizer,
+        optimizer: &mut dyn OptimizerState,
         state: &impl Serialize,
     ) -> Result<PathBuf> {
         let (io, name) = local(path.as_ref())?;
@@ -55,7 +55,7 @@ impl Fabric {
     pub fn save_full(
         &self,
         path: impl AsRef<Path>,
-        optimizer: Option<&mut FabricOptimizer>,
+        optimizer: Option<&mut dyn OptimizerState>,
         state: &impl Serialize,
         options: &FullOptions,
     ) -> Result<PathBuf> {
@@ -74,7 +74,7 @@ impl Fabric {
         &self,
         io: &Arc<dyn CheckpointIO>,
         name: &str,
-        optimizer: Option<&mut FabricOptimizer>,
+        optimizer: Option<&mut dyn OptimizerState>,
         state: &impl Serialize,
         config: serde_json::Value,
     ) -> Result<PathBuf> {
@@ -92,7 +92,7 @@ impl Fabric {
         &self,
         io: &Arc<dyn CheckpointIO>,
         name: &str,
-        optimizer: &mut FabricOptimizer,
+        optimizer: &mut dyn OptimizerState,
         state: &impl Serialize,
         config: serde_json::Value,
     ) -> Result<PathBuf> {
@@ -111,7 +111,7 @@ impl Fabric {
     pub fn save_request(
         &self,
         name: &str,
-        optimizer: Option<&mut FabricOptimizer>,
+        optimizer: Option<&mut dyn OptimizerState>,
         state: &impl Serialize,
         config: serde_json::Value,
     ) -> Result<SaveRequest> {
@@ -122,7 +122,7 @@ impl Fabric {
     /// The optimizer's state tensors, and the checkpoint's metadata. Collective.
     fn contents(
         &self,
-        optimizer: Option<&mut FabricOptimizer>,
+        optimizer: Option<&mut dyn OptimizerState>,
         state: &impl Serialize,
         config: serde_json::Value,
     ) -> Result<(Vec<StateTensor>, SaveMeta)> {
@@ -159,7 +159,7 @@ impl Fabric {
     pub fn load<T: DeserializeOwned>(
         &self,
         path: impl AsRef<Path>,
-        optimizer: Option<&mut FabricOptimizer>,
+        optimizer: Option<&mut dyn OptimizerState>,
     ) -> Result<T> {
         self.load_from(&DistributedCheckpoint::open(path)?, optimizer)
     }
@@ -171,7 +171,7 @@ impl Fabric {
     pub fn load_from<T: DeserializeOwned>(
         &self,
         source: &DistributedCheckpoint,
-        optimizer: Option<&mut FabricOptimizer>,
+        optimizer: Option<&mut dyn OptimizerState>,
     ) -> Result<T> {
         Ok(self.load_with(source, optimizer, &LoadOptions::default())?.0)
     }
@@ -195,7 +195,7 @@ impl Fabric {
     pub fn load_with<T: DeserializeOwned>(
         &self,
         source: &DistributedCheckpoint,
-        optimizer: Option<&mut FabricOptimizer>,
+        optimizer: Option<&mut dyn OptimizerState>,
         options: &LoadOptions,
     ) -> Result<(T, RestoreReport)> {
         self.warn_of(source);

@@ -14,7 +14,7 @@ use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp, Solo, broadcast_object};
 use fulgurite_engine::data::Workers;
 use fulgurite_engine::execution::ContextGuard;
-use fulgurite_engine::mesh::{CONTEXT_PARALLEL, DeviceMesh};
+use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::module::{
     ForwardScope, ModuleBuilder, ModuleInit, ModuleTree, pattern_matches,
 };
@@ -295,8 +295,7 @@ impl Fabric {
     /// # Errors
     /// If no model was set up.
     pub fn toggle_optimizer(&self, optimizer: &FabricOptimizer) -> Result<PausedGradients> {
-        let others = self.module_tree()?.trainable().filter(|p| p.optimizer() != optimizer.index());
-        Ok(PausedGradients::of(others))
+        optimizer.toggle()
     }
 
     /// Enters the [scope](ForwardScope) of the following forwards on this thread, on which dropout,
@@ -315,7 +314,7 @@ impl Fabric {
     /// The ranks that share sequences with this one; `None` if sequences are whole. Batches are cut
     /// with [`DataModule::shard_sequence`](fulgurite_engine::data::DataModule::shard_sequence).
     pub fn context_parallel(&self) -> Option<ContextParallel> {
-        ContextParallel::new(self.device_mesh().group(CONTEXT_PARALLEL).ok()?.clone())
+        self.runtime.context_parallel()
     }
 
     /// Runs the backward of a micro-batch's loss, which adds to the step's gradients. Unless under
@@ -326,8 +325,6 @@ impl Fabric {
     /// If the loss depends on no trainable parameter, if context-parallel ranks share sequences and
     /// the loss was not computed in a [scope](ForwardScope) that says so, or if a peer fails.
     pub fn backward(&self, loss: &Loss) -> Result<()> {
-        let _phase = self.phase("backward");
-        loss.check_sequence_ranks(self.context_parallel().map_or(1, |context| context.size()))?;
         self.runtime.backward(loss)
     }
 
@@ -393,16 +390,7 @@ impl Fabric {
     /// # Errors
     /// [`Error::NonFinite`] on every rank if it is not finite; nothing is changed.
     pub fn gradient_norm(&self, optimizer: &FabricOptimizer) -> Result<f64> {
-        let norm = self.runtime.gradient_norm(optimizer.index())?;
-        if norm.is_finite() {
-            return Ok(norm);
-        }
-        Err(Error::NonFinite {
-            what: "gradient norm",
-            value: norm,
-            step: optimizer.current_step(),
-            detail: NON_FINITE_HINT.to_owned(),
-        })
+        optimizer.gradient_norm()
     }
 
     /// Clips the next optimizer step's gradients to a total norm of `max_norm`. Returns the norm
@@ -415,10 +403,7 @@ impl Fabric {
         optimizer: &mut FabricOptimizer,
         max_norm: f64,
     ) -> Result<f64> {
-        check_positive("max_norm", max_norm)?;
-        let norm = self.gradient_norm(optimizer)?;
-        optimizer.clip_norm(norm, max_norm);
-        Ok(norm)
+        optimizer.clip_gradients_norm(max_norm)
     }
 
     /// Clamps each element of the next optimizer step's gradients to plus or minus `clip_value`.
@@ -431,10 +416,7 @@ impl Fabric {
         optimizer: &mut FabricOptimizer,
         clip_value: f64,
     ) -> Result<f64> {
-        check_positive("clip_value", clip_value)?;
-        let norm = self.gradient_norm(optimizer)?;
-        optimizer.clip_value(clip_value);
-        Ok(norm)
+        optimizer.clip_gradients_value(clip_value)
     }
 
     /// Reduces a tensor over all ranks, in place. Collective.
@@ -484,15 +466,4 @@ impl Drop for Fabric {
     fn drop(&mut self) {
         self.runtime.teardown();
     }
-}
-
-/// The end of messages about a loss or norm that is not finite.
-pub(super) const NON_FINITE_HINT: &str = "; parameters are as they were before the step. A lower `optimizer.lr`, a longer warm-up \
-     (`scheduler.warmup_steps`) or `trainer.gradient_clip_val` may help";
-
-fn check_positive(name: &str, value: f64) -> Result<()> {
-    if value > 0.0 {
-        return Ok(());
-    }
-    Err(Error::Config(format!("{name} = {value}: clipping needs a number greater than 0")))
 }

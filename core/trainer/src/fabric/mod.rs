@@ -7,6 +7,7 @@ mod data;
 mod fabric;
 mod launcher;
 mod optimizer;
+mod optimizers;
 
 pub use crate::runtime::{NoSyncGuard, SamplerShare, UnusedParameters};
 pub use data::{TrainBatch, TrainLoader};
@@ -14,3 +15,5 @@ pub use fabric::Fabric;
 pub(crate) use launcher::check_frozen;
 pub use launcher::{Connection, FabricLauncher};
 pub use optimizer::FabricOptimizer;
+pub(crate) use optimizer::NON_FINITE_HINT;
+pub use optimizers::{FabricOptimizers, OptimizerState};

@@ -3,17 +3,27 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::fabric::NON_FINITE_HINT;
 use crate::runtime::{StrategyRuntime, UnusedParameters};
 use crate::{Error, Result};
 use fulgurite_engine::optim::{
-    Ema, GradScale, Optimizer, SchedulerConfig, StateTensor, clip_factor,
+    Ema, GradScale, Interval, Optimizer, SchedulerConfig, StateTensor, clip_factor,
 };
-use fulgurite_engine::parameter::Parameter;
+use fulgurite_engine::parameter::{Parameter, PausedGradients};
 use fulgurite_engine::strategy::StepTotals;
 
 /// The prefix of the names of the moving average's scalars.
 const EMA_PREFIX: &str = "ema.";
+
+/// The end of messages about a loss or norm that is not finite.
+pub(crate) const NON_FINITE_HINT: &str = "; parameters are as they were before the step. A lower `optimizer.lr`, a longer warm-up \
+     (`scheduler.warmup_steps`) or `trainer.gradient_clip_val` may help";
+
+fn check_positive(name: &str, value: f64) -> Result<()> {
+    if value > 0.0 {
+        return Ok(());
+    }
+    Err(Error::Config(format!("{name} = {value}: clipping needs a number greater than 0")))
+}
 
 /// An optimizer that [`Fabric`](super::Fabric) has set up. Its step takes the mean over the global
 /// batch, clips and updates in one pass, follows the learning-rate schedule, clears the gradients
@@ -23,8 +33,12 @@ pub struct FabricOptimizer {
     runtime: Arc<StrategyRuntime>,
     /// [`Parameter::optimizer`](fulgurite_engine::parameter::Parameter::optimizer) of its parameters.
     index: usize,
+    /// Its name among several.
+    name: Option<String>,
     scheduler: Option<Box<dyn SchedulerConfig>>,
     max_steps: Option<u64>,
+    /// What the schedule is asked for instead of the number of steps done.
+    position: Option<u64>,
     unused: UnusedParameters,
     steps: u64,
     clip_factor: f64,
@@ -44,8 +58,10 @@ impl FabricOptimizer {
             inner,
             runtime,
             index,
+            name: None,
             scheduler: None,
             max_steps: None,
+            position: None,
             unused: UnusedParameters::default(),
             steps: 0,
             clip_factor: 1.0,
@@ -81,6 +97,24 @@ impl FabricOptimizer {
         self.max_steps = max_steps;
     }
 
+    /// Sets what the schedule is asked for from now on, instead of the number of steps that this optimizer has
+    /// done: the epoch for a [schedule by epochs](SchedulerConfig::interval), or the number of steps of a loop
+    /// in which it does not step each time.
+    pub fn set_schedule_position(&mut self, position: u64) {
+        self.position = Some(position);
+    }
+
+    /// Whether its schedule counts steps or epochs.
+    pub fn schedule_interval(&self) -> Interval {
+        self.scheduler.as_ref().map_or(Interval::Step, |scheduler| scheduler.interval())
+    }
+
+    /// Sets its name, for messages.
+    pub(crate) fn named(mut self, name: &str) -> Self {
+        self.name = Some(name.to_owned());
+        self
+    }
+
     /// Sets what happens to trainable parameters without a gradient.
     #[must_use]
     pub fn with_unused_parameters(mut self, policy: UnusedParameters) -> Self {
@@ -92,8 +126,13 @@ impl FabricOptimizer {
     /// of the optimizer's state.
     #[must_use]
     pub fn with_ema(mut self, ema: Ema) -> Self {
-        self.averages = Some(ema);
+        self.set_ema(ema);
         self
+    }
+
+    /// As [`with_ema`](Self::with_ema), later.
+    pub(crate) fn set_ema(&mut self, ema: Ema) {
+        self.averages = Some(ema);
     }
 
     /// Exchanges the weights and their moving average, and makes the model ready for a forward.
@@ -135,20 +174,53 @@ impl FabricOptimizer {
 
     fn schedule_factor(&self) -> Result<f64> {
         let factor = match &self.scheduler {
-            Some(scheduler) => scheduler.factor(self.steps, self.max_steps)?,
+            Some(scheduler) => {
+                let position = match scheduler.interval() {
+                    Interval::Step => self.position.unwrap_or(self.steps),
+                    Interval::Epoch => self.position.unwrap_or(0),
+                };
+                scheduler.factor(position, self.max_steps)?
+            }
             None => 1.0,
         };
         Ok(factor * self.lr_scale)
     }
 
-    /// Scales the next step's gradients so that their norm is at most `max_norm`.
-    pub(super) fn clip_norm(&mut self, norm: f64, max_norm: f64) {
-        self.clip_factor = clip_factor(norm, max_norm);
+    /// As [`Fabric::toggle_optimizer`](super::Fabric::toggle_optimizer).
+    pub(crate) fn toggle(&self) -> Result<PausedGradients> {
+        let others = self.runtime.tree()?.trainable().filter(|p| p.optimizer() != self.index);
+        Ok(PausedGradients::of(others))
     }
 
-    /// Clamps each element of the next step's gradients to plus or minus `clip_value`.
-    pub(super) fn clip_value(&mut self, clip_value: f64) {
+    /// As [`Fabric::gradient_norm`](super::Fabric::gradient_norm).
+    pub(crate) fn gradient_norm(&self) -> Result<f64> {
+        let norm = self.runtime.gradient_norm(self.index)?;
+        if norm.is_finite() {
+            return Ok(norm);
+        }
+        Err(self.non_finite("gradient norm", norm))
+    }
+
+    /// As [`Fabric::clip_gradients_norm`](super::Fabric::clip_gradients_norm).
+    pub(crate) fn clip_gradients_norm(&mut self, max_norm: f64) -> Result<f64> {
+        check_positive("max_norm", max_norm)?;
+        let norm = self.gradient_norm()?;
+        self.clip_factor = clip_factor(norm, max_norm);
+        Ok(norm)
+    }
+
+    /// As [`Fabric::clip_gradients_value`](super::Fabric::clip_gradients_value).
+    pub(crate) fn clip_gradients_value(&mut self, clip_value: f64) -> Result<f64> {
+        check_positive("clip_value", clip_value)?;
+        let norm = self.gradient_norm()?;
         self.clip_value = Some(clip_value);
+        Ok(norm)
+    }
+
+    fn non_finite(&self, what: &'static str, value: f64) -> Error {
+        let of = self.name.as_ref().map(|name| format!(", of the optimizer `{name}`"));
+        let detail = format!("{}{NON_FINITE_HINT}", of.unwrap_or_default());
+        Error::NonFinite { what, value, step: self.current_step(), detail }
     }
 
     /// The mean loss of the step that is being computed.
@@ -167,12 +239,7 @@ impl FabricOptimizer {
         if totals.loss_sum.is_finite() {
             return Ok(totals.mean());
         }
-        Err(Error::NonFinite {
-            what: "loss",
-            value: totals.mean(),
-            step: self.current_step(),
-            detail: NON_FINITE_HINT.to_owned(),
-        })
+        Err(self.non_finite("loss", totals.mean()))
     }
 
     /// The number of the step that is being computed, counted from 1.
@@ -253,10 +320,6 @@ impl FabricOptimizer {
     /// The parameters that it updates.
     pub fn parameters(&self) -> &[Parameter] {
         self.inner.parameters()
-    }
-
-    pub(super) fn index(&self) -> usize {
-        self.index
     }
 
     /// All state tensors, for checkpoints.

@@ -163,6 +163,11 @@ impl TrainerConfig {
         }
     }
 
+    /// How gradients are clipped, if they are.
+    pub(crate) fn clipping(&self) -> Option<(f64, ClipAlgorithm)> {
+        Some((self.gradient_clip_val?, self.gradient_clip_algorithm))
+    }
+
     /// The configuration after `fast_dev_run` and `overfit_batches`.
     pub(crate) fn effective(&self) -> Self {
         let mut config = self.clone();

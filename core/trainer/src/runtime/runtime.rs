@@ -9,10 +9,10 @@ use candle_core::{Device, Tensor};
 use crate::profiler::{Phase, Profiler};
 use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
-use fulgurite_engine::mesh::{DATA_PARALLEL, DP_CP, DeviceMesh};
+use fulgurite_engine::mesh::{CONTEXT_PARALLEL, DATA_PARALLEL, DP_CP, DeviceMesh};
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::local_squared_norm;
-use fulgurite_engine::parallel::check_loss;
+use fulgurite_engine::parallel::{ContextParallel, check_loss};
 use fulgurite_engine::parameter::ParameterSlot;
 use fulgurite_engine::strategy::{Capabilities, Loss, StepTotals, Strategy, StrategyContext};
 
@@ -161,6 +161,11 @@ impl StrategyRuntime {
         self.lock_state()?.strategy.finish_load(self.context()?)
     }
 
+    /// See [`Fabric::context_parallel`](crate::fabric::Fabric::context_parallel).
+    pub(crate) fn context_parallel(&self) -> Option<ContextParallel> {
+        ContextParallel::new(self.mesh.group(CONTEXT_PARALLEL).ok()?.clone())
+    }
+
     /// Whether the next backward reduces gradients over ranks.
     pub(crate) fn synchronises(&self) -> bool {
         self.synchronise.load(Ordering::Relaxed)
@@ -173,6 +178,8 @@ impl StrategyRuntime {
 
     /// See [`Fabric::backward`](crate::fabric::Fabric::backward).
     pub(crate) fn backward(&self, loss: &Loss) -> Result<()> {
+        let _phase = self.phase("backward");
+        loss.check_sequence_ranks(self.context_parallel().map_or(1, |context| context.size()))?;
         let context = self.context()?;
         let RuntimeState { strategy, steps, delivered } = &mut *self.lock_state()?;
         let sum = loss.sum();
@@ -242,6 +249,12 @@ impl StrategyRuntime {
         let totals = StepTotals { loss_sum: loss[0], count: loss[1], flags };
         step.totals = Some(totals.clone());
         Ok(totals)
+    }
+
+    /// The totals of a loss of which no backward is run. Collective.
+    pub(crate) fn totals_of(&self, loss: &Loss) -> Result<StepTotals> {
+        let loss_sum = loss.sum_value()?;
+        self.totals(&mut StepState { loss_sum, count: loss.count(), ..StepState::default() }, &[])
     }
 
     /// The factor of this rank's gradients in the optimizer's update. Collective as

@@ -6,10 +6,11 @@ use std::num::NonZeroU64;
 use candle_core::Tensor;
 
 use super::log_table::{LogOptions, LogTable, Logged, Source};
+use super::manual::Manual;
 use super::runner::{ModuleRunner, TypedRunner};
 use super::{Histogram, LightningModule};
 use crate::Result;
-use crate::fabric::{Fabric, FabricOptimizer};
+use crate::fabric::{Fabric, FabricOptimizer, FabricOptimizers};
 
 /// The context of a step: its position in the run, and what it logs.
 #[derive(Debug)]
@@ -34,6 +35,10 @@ pub struct StepContext {
     pub validation_set: Option<usize>,
     pub(super) source: Source,
     pub(super) table: LogTable,
+    /// What a step that optimizes by itself works with.
+    pub(super) manual: Option<Manual>,
+    /// Gradient norm and learning rate of the last optimizer step in such a step.
+    pub(super) last_step: Option<(f64, f64)>,
 }
 
 impl StepContext {
@@ -55,6 +60,8 @@ impl StepContext {
             validation_set: None,
             source,
             table,
+            manual: None,
+            last_step: None,
         }
     }
 
@@ -174,7 +181,7 @@ pub struct HookContext<'a, D: ?Sized = ()> {
 /// What a hook has access to.
 pub(super) struct HookParts<'a> {
     pub(super) fabric: &'a Fabric,
-    pub(super) optimizer: Option<&'a mut FabricOptimizer>,
+    pub(super) optimizers: Option<&'a mut FabricOptimizers>,
     /// Not in the module's own hooks.
     pub(super) runner: Option<&'a mut dyn ModuleRunner>,
     pub(super) requests: &'a mut Requests,
@@ -230,7 +237,7 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
             data,
             parts: HookParts {
                 fabric: self.parts.fabric,
-                optimizer: self.parts.optimizer.as_deref_mut(),
+                optimizers: self.parts.optimizers.as_deref_mut(),
                 runner: None,
                 requests: self.parts.requests,
                 wanted: self.parts.wanted,
@@ -245,14 +252,24 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
         self.parts.fabric
     }
 
-    /// The optimizer; `None` outside of a training.
+    /// The optimizer, the first one where there are several; `None` outside of a training.
     pub fn optimizer(&self) -> Option<&FabricOptimizer> {
-        self.parts.optimizer.as_deref()
+        self.optimizers()?.first()
     }
 
-    /// The optimizer, to be changed alike on all ranks; `None` outside of a training.
+    /// As [`optimizer`](Self::optimizer), to be changed alike on all ranks.
     pub fn optimizer_mut(&mut self) -> Option<&mut FabricOptimizer> {
-        self.parts.optimizer.as_deref_mut()
+        self.optimizers_mut()?.first_mut()
+    }
+
+    /// The optimizers by name; the only one is called `""`. `None` outside of a training.
+    pub fn optimizers(&self) -> Option<&FabricOptimizers> {
+        self.parts.optimizers.as_deref()
+    }
+
+    /// As [`optimizers`](Self::optimizers), to be changed alike on all ranks.
+    pub fn optimizers_mut(&mut self) -> Option<&mut FabricOptimizers> {
+        self.parts.optimizers.as_deref_mut()
     }
 
     /// The module, in callbacks; `None` if it is no `M`. A forward with it is collective, and belongs

@@ -6,22 +6,12 @@ use candle_core::Tensor;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{Callback, Hooks, Loaded, StepContext};
+use super::{Callback, Hooks, Loaded, OptimizerSetup, Optimizers, StepContext};
 use crate::run::RunConfig;
 use crate::{Error, Result};
 use fulgurite_engine::data::DataModule;
 use fulgurite_engine::module::ModuleBuilder;
-use fulgurite_engine::optim::{OptimizerConfig, SchedulerConfig};
 use fulgurite_nn::Loss;
-
-/// Optimizer and learning-rate schedule of a module.
-#[derive(Debug)]
-pub struct OptimizerSetup {
-    /// The optimizer.
-    pub optimizer: Box<dyn OptimizerConfig>,
-    /// The learning-rate schedule.
-    pub scheduler: Box<dyn SchedulerConfig>,
-}
 
 /// The batches of a module's data module.
 pub type BatchOf<M> = <<M as LightningModule>::Data as DataModule>::Batch;
@@ -112,12 +102,22 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
         Loaded::from_checkpoint(path.as_ref())
     }
 
-    /// The optimizer and the schedule; by default those of `[optimizer]` and `[scheduler]`.
+    /// The optimizer and the schedule; by default those of `[optimizer]` and `[scheduler]`. Several
+    /// [`Optimizers`] need manual optimization.
     ///
     /// # Errors
     /// If the module cannot be trained with them.
-    fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<OptimizerSetup> {
-        Ok(configured)
+    fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<Optimizers> {
+        Ok(configured.into())
+    }
+
+    /// Whether the trainer runs the backward of [`training_step`](Self::training_step)'s loss and steps the
+    /// optimizer. With `false` (Lightning's manual optimization) `training_step` does it, with
+    /// [`StepContext::optimize`] or its parts; the loss that it returns is reported as `train_loss` and has no
+    /// backward. A step of the trainer is a call of `training_step`, however often optimizers step in it, and
+    /// schedules follow the trainer's steps. The hooks around backward and update are not called.
+    fn automatic_optimization(&self) -> bool {
+        true
     }
 
     /// Callbacks that the module brings. They take the places of the run's callbacks with the same

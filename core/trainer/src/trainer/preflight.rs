@@ -5,7 +5,7 @@ use std::sync::Arc;
 use toml::Table;
 
 use super::memory_check::check_memory;
-use super::{CallbackConfig, LightningModule, OptimizerSetup, RunConfigOf, Trainer};
+use super::{CallbackConfig, LightningModule, OptimizerSetup, Optimizers, RunConfigOf, Trainer};
 use crate::fabric::{Connection, check_frozen};
 use crate::run::{CkptPath, Devices, RunConfig, available_cores};
 use crate::{Error, Result};
@@ -30,7 +30,8 @@ pub enum RunPurpose {
 
 /// The model of a run, described and not set up.
 struct Described {
-    optimizers: Box<dyn Fn(OptimizerSetup) -> Result<OptimizerSetup>>,
+    optimizers: Box<dyn Fn(OptimizerSetup) -> Result<Optimizers>>,
+    automatic_optimization: bool,
     train_samples: u64,
     /// Whether there is anything to validate on.
     has_validation_data: bool,
@@ -128,6 +129,7 @@ fn describe<M: LightningModule>(
     }
     let module = M::configure_model(&config, builder)?;
     Ok(Described {
+        automatic_optimization: module.automatic_optimization(),
         optimizers: Box::new(move |configured| module.configure_optimizers(configured)),
         train_samples,
         has_validation_data,
@@ -241,15 +243,34 @@ fn check_optimizers(
             "`trainer.freeze`: every parameter is frozen; there is nothing to train".to_owned(),
         ));
     }
-    let setup = (model.optimizers)(run.optimizer_setup()?)?;
-    setup.optimizer.check(tree.parameters())?;
+    let optimizers = (model.optimizers)(run.optimizer_setup()?)?;
+    optimizers.check(tree, model.automatic_optimization)?;
+    if !model.automatic_optimization && run.trainer.accumulate_grad_batches > 1 {
+        return Err(Error::Config(
+            "`trainer.accumulate_grad_batches`: the module optimizes by itself \
+             (`automatic_optimization`), so its `training_step` accumulates gradients \
+             (`StepContext::no_backward_sync`); leave the key out"
+                .to_owned(),
+        ));
+    }
     let limits = run.trainer.effective().limits();
     let steps = limits.max_steps.or(limits.max_epochs);
-    setup.scheduler.factor(0, steps)?;
+    let (mut state_bytes, mut elements) = (0, 0);
+    for (parameters, setup) in optimizers.with_parameters(tree) {
+        setup.optimizer.check(&parameters)?;
+        setup.scheduler.factor(0, steps)?;
+        for parameter in parameters.iter().filter(|p| p.requires_grad()) {
+            elements += parameter.elem_count() as u128;
+            state_bytes += parameter.elem_count() as u128
+                * setup.optimizer.state_bytes(parameter.dtype()) as u128;
+        }
+    }
     if let Some(memory) = memory {
         let dtype = tree.parameters()[0].dtype();
+        // As if this rank updated the same share of every parameter.
+        let own = u128::from(memory.updated_elements) * state_bytes / elements.max(1);
+        memory.optimizer_state = u64::try_from(own).unwrap_or(u64::MAX);
         let elements = memory.updated_elements;
-        memory.optimizer_state = elements.saturating_mul(setup.optimizer.state_bytes(dtype) as u64);
         if run.trainer.ema_decay.is_some() {
             let average = fulgurite_engine::parameter::accumulation_dtype(dtype);
             memory.average = elements.saturating_mul(average.size_in_bytes() as u64);

@@ -10,7 +10,8 @@ use toml::Table;
 use super::hooks::Hook;
 use super::saved_state::SavedState;
 use super::{
-    BatchOf, Callback, HookContext, LightningModule, OptimizerSetup, RunConfigOf, StepContext,
+    BatchOf, Callback, HookContext, LightningModule, OptimizerSetup, Optimizers, RunConfigOf,
+    StepContext,
 };
 use crate::fabric::Fabric;
 use crate::{Error, Result};
@@ -43,7 +44,9 @@ pub(super) trait ModuleRunner {
     /// [`DataModule::validation_sets`].
     fn validation_sets(&self) -> Vec<String>;
 
-    fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<OptimizerSetup>;
+    fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<Optimizers>;
+
+    fn automatic_optimization(&self) -> bool;
 
     /// The callbacks that the module brings.
     fn configure_callbacks(&self) -> Vec<Box<dyn Callback>>;
@@ -202,8 +205,12 @@ impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
         self.data.validation_sets()
     }
 
-    fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<OptimizerSetup> {
+    fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<Optimizers> {
         self.module.configure_optimizers(configured)
+    }
+
+    fn automatic_optimization(&self) -> bool {
+        self.module.automatic_optimization()
     }
 
     fn configure_callbacks(&self) -> Vec<Box<dyn Callback>> {

@@ -14,7 +14,7 @@ use super::retention::{RetainedCheckpoint, Retention};
 use super::saved_state::SavedState;
 use super::session::{Cursor, Session, SessionParts, training};
 use super::{Event, RunDir, SaveRequest};
-use crate::fabric::Fabric;
+use crate::fabric::{Fabric, OptimizerState};
 use crate::run::{CheckpointConfig, CkptPath};
 use crate::{Error, Result};
 use fulgurite_checkpoint_format::{
@@ -325,7 +325,8 @@ impl Session {
         let (fabric, io) = (&self.parts.fabric, &saving.io);
         let world = &**fabric.world();
         let distributed = fabric.runtime.saves_distributed_checkpoints()?;
-        let optimizer = Some(training(&mut self.optimizer)).filter(|_| !weights_only);
+        let optimizers = Some(training(&mut self.optimizers)).filter(|_| !weights_only);
+        let optimizer = optimizers.map(|optimizers| optimizers as &mut dyn OptimizerState);
         let path = if distributed {
             let mut request = fabric.save_request(&name, optimizer, &state, config)?;
             (request.update_last, request.remove) = (!weights_only, remove);
@@ -350,7 +351,7 @@ impl Session {
         if let Some(background) = saving.background.as_mut().filter(|_| is_periodic) {
             background.reserve(&fabric.save_request(
                 "",
-                Some(training(&mut self.optimizer)),
+                Some(training(&mut self.optimizers)),
                 &(),
                 serde_json::Value::Null,
             )?)?;
@@ -380,7 +381,7 @@ impl Session {
     /// without an optimizer, to validate only, loads the moving average of the weights if `trainer.ema_decay`
     /// is set. Collective.
     pub(super) fn resume(&mut self, from: &ResumeSource) -> Result<()> {
-        let training = self.optimizer.is_some();
+        let training = self.optimizers.is_some();
         let (saving, rank) = (&self.parts.saving, self.rank());
         let io = match from {
             ResumeSource::Local(_) => None,
@@ -420,7 +421,8 @@ impl Session {
             return self.emit(&Event::Resume { step: 0, path: source.location().to_owned() });
         }
         let source = open()?;
-        let optimizer = self.optimizer.as_mut();
+        let optimizer =
+            self.optimizers.as_mut().map(|optimizers| optimizers as &mut dyn OptimizerState);
         let state: serde_json::Value = self.parts.fabric.load_from(&source, optimizer)?;
         let state: TrainerState = match serde_json::from_value(state) {
             Ok(state) => state,

@@ -13,16 +13,18 @@ use super::evaluation::{Evaluated, EvaluationStage};
 use super::event::SharedSink;
 use super::hooks::Hook;
 use super::log_table::{LogTable, Stage};
+use super::manual::Manual;
 use super::meter::{Meter, peak_rss_mib};
 use super::runner::{Loading, ModuleRunner};
 use super::saving::Saving;
 use super::{Event, HookContext, Stage as RunStage, StepContext};
-use crate::fabric::{Fabric, FabricOptimizer};
+use crate::fabric::{Fabric, FabricOptimizer, FabricOptimizers, NON_FINITE_HINT};
 use crate::run::{ClipAlgorithm, CountOrFraction, Limits, TrainerConfig};
 use crate::{Error, Result};
 use fulgurite_engine::collective::{ReduceOp, all_gather_object};
 use fulgurite_engine::data::{SampleOrder, TrainSampler, Workers};
 use fulgurite_engine::mesh::DP_CP;
+use fulgurite_engine::optim::Interval;
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_engine::parallel::explain_shapes;
 use fulgurite_launch::Interruption;
@@ -58,7 +60,7 @@ pub(super) struct Session {
     pub(super) parts: SessionParts,
     pub(super) runner: Box<dyn ModuleRunner>,
     /// Set while and after training.
-    pub(super) optimizer: Option<FabricOptimizer>,
+    pub(super) optimizers: Option<FabricOptimizers>,
     pub(super) stage: RunStage,
     /// Micro-batches in a step.
     pub(super) accumulate: u64,
@@ -166,6 +168,16 @@ fn interruption(urgency: u8) -> Option<Interruption> {
     }
 }
 
+/// What came of a step.
+struct UpdateOutcome {
+    /// The mean loss.
+    train_loss: f64,
+    /// What the loss counted, of all ranks.
+    count: f64,
+    grad_norm: f64,
+    lr: f64,
+}
+
 /// Why the loop ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FitEnd {
@@ -235,7 +247,7 @@ impl Session {
             data: &(),
             parts: HookParts {
                 fabric,
-                optimizer: self.optimizer.as_mut(),
+                optimizers: self.optimizers.as_mut(),
                 runner: Some(&mut *self.runner),
                 requests: &mut self.requests,
                 wanted,
@@ -375,7 +387,7 @@ impl Session {
                     self.accumulate = accumulate;
                     (plan, max_steps) = (self.loop_plan()?, self.max_steps()?);
                     self.runner.load_training(plan.loading(self.cursor, workers))?;
-                    training(&mut self.optimizer).set_max_steps(max_steps);
+                    self.set_schedules_end(max_steps)?;
                 }
                 let before = self.cursor;
                 self.train_step(&plan)?;
@@ -511,29 +523,20 @@ impl Session {
         let ranks = (self.rank(), self.world_size());
         let wanted = self.parts.config.logs_step(step);
         let mut logged = StepContext::training((step, self.epoch), ranks, wanted);
-        for micro_batch in 0..plan.accumulate {
-            self.micro_batch(plan, micro_batch, &mut logged)?;
-        }
-        let optimizer = training(&mut self.optimizer);
-        let fabric = &self.parts.fabric;
-        let totals = fabric.step_totals(&[])?;
-        let train_loss = optimizer.check_loss(&totals)?;
-        let config = &self.parts.config;
-        let grad_norm = match (config.gradient_clip_val, config.gradient_clip_algorithm) {
-            (None, _) => fabric.gradient_norm(optimizer)?,
-            (Some(limit), ClipAlgorithm::Norm) => fabric.clip_gradients_norm(optimizer, limit)?,
-            (Some(limit), ClipAlgorithm::Value) => fabric.clip_gradients_value(optimizer, limit)?,
-        };
-        self.hook(Hook::BeforeOptimizerStep)?;
-        let optimizer = training(&mut self.optimizer);
-        let lr = optimizer.learning_rate()?;
-        optimizer.update()?;
-        self.hook(Hook::BeforeZeroGrad)?;
-        training(&mut self.optimizer).finish_step()?;
+        self.set_schedules_position();
+        let UpdateOutcome { train_loss, count, grad_norm, lr } =
+            if self.runner.automatic_optimization() {
+                for micro_batch in 0..plan.accumulate {
+                    self.micro_batch(plan, micro_batch, &mut logged)?;
+                }
+                self.update()?
+            } else {
+                self.manual_step(plan, &mut logged)?
+            };
         let samples = self.cursor.samples + plan.sampler.global_batch_size();
         self.cursor = Cursor { step, samples };
-        self.items = totals.count;
-        let tokens_per_s = self.parts.meter.end_step(train_loss, totals.count);
+        self.items = count;
+        let tokens_per_s = self.parts.meter.end_step(train_loss, count);
         logged.table.add_to_epoch(&mut self.epoch_table, wanted)?;
         let metrics = self.reduce(&mut logged.table, Stage::Step)?;
         self.record(&metrics);
@@ -551,6 +554,89 @@ impl Session {
         })?;
         self.log_media(&mut logged.table)?;
         self.hook(Hook::TrainStepEnd)
+    }
+
+    /// Clips the gradients and updates the parameters. Collective.
+    fn update(&mut self) -> Result<UpdateOutcome> {
+        let optimizer = only(&mut self.optimizers);
+        let totals = optimizer.step_totals(&[])?;
+        let train_loss = optimizer.check_loss(&totals)?;
+        let grad_norm = match self.parts.config.clipping() {
+            None => optimizer.gradient_norm()?,
+            Some((limit, ClipAlgorithm::Norm)) => optimizer.clip_gradients_norm(limit)?,
+            Some((limit, ClipAlgorithm::Value)) => optimizer.clip_gradients_value(limit)?,
+        };
+        self.hook(Hook::BeforeOptimizerStep)?;
+        let optimizer = only(&mut self.optimizers);
+        let lr = optimizer.learning_rate()?;
+        optimizer.update()?;
+        self.hook(Hook::BeforeZeroGrad)?;
+        only(&mut self.optimizers).finish_step()?;
+        Ok(UpdateOutcome { train_loss, count: totals.count, grad_norm, lr })
+    }
+
+    /// A step of a module that optimizes by itself. Collective.
+    fn manual_step(&mut self, plan: &LoopPlan, logged: &mut StepContext) -> Result<UpdateOutcome> {
+        self.hook(Hook::TrainBatchStart)?;
+        let data = self.parts.fabric.phase("data");
+        let samples = self.runner.next_training_batch()?;
+        drop(data);
+        logged.begin_batch(0, samples.indices().len(), false);
+        let fabric = &self.parts.fabric;
+        let runtime = fabric.runtime.clone();
+        let step = logged.step;
+        let optimizers = std::mem::take(training(&mut self.optimizers));
+        let clip = self.parts.config.clipping();
+        logged.manual = Some(Manual { optimizers, runtime: runtime.clone(), clip });
+        let loss = self.runner.training_step(logged, &mut |forward| {
+            let _scope = fabric.forward_scope(true, step, plan.first_sample);
+            let _phase = fabric.phase("forward");
+            forward().map_err(explain_shapes)
+        });
+        // Also after an error: hooks at the end of a run may save.
+        self.optimizers = logged.manual.take().map(|manual| manual.optimizers);
+        let totals = runtime.totals_of(&loss?)?;
+        if !totals.loss_sum.is_finite() {
+            return Err(Error::NonFinite {
+                what: "loss",
+                value: totals.mean(),
+                step,
+                detail: NON_FINITE_HINT.to_owned(),
+            });
+        }
+        self.hook(Hook::TrainBatchEnd)?;
+        let (grad_norm, lr) = match logged.last_step {
+            Some(last) => last,
+            None => (0.0, 0.0),
+        };
+        Ok(UpdateOutcome { train_loss: totals.mean(), count: totals.count, grad_norm, lr })
+    }
+
+    /// Tells schedules where the next step is, unless they count steps of an optimizer that does one each time.
+    fn set_schedules_position(&mut self) {
+        let automatic = self.runner.automatic_optimization();
+        for (_, optimizer) in training(&mut self.optimizers).iter_mut() {
+            match optimizer.schedule_interval() {
+                Interval::Epoch => optimizer.set_schedule_position(self.epoch),
+                Interval::Step if automatic => {}
+                Interval::Step => optimizer.set_schedule_position(self.cursor.step),
+            }
+        }
+    }
+
+    /// Tells schedules how long the run is.
+    pub(super) fn set_schedules_end(&mut self, max_steps: Option<u64>) -> Result<()> {
+        let (order, sampler) = self.train_sampler()?;
+        let samples = |steps: u64| steps.saturating_mul(sampler.global_batch_size());
+        let of_steps = max_steps.map(|steps| samples(steps).div_ceil(order.epoch_len()));
+        let max_epochs = self.parts.config.limits().max_epochs.or(of_steps);
+        for (_, optimizer) in training(&mut self.optimizers).iter_mut() {
+            optimizer.set_max_steps(match optimizer.schedule_interval() {
+                Interval::Step => max_steps,
+                Interval::Epoch => max_epochs,
+            });
+        }
+        Ok(())
     }
 
     /// Forward and backward of one micro-batch. Collective.
@@ -593,9 +679,12 @@ impl Session {
     /// Collective.
     fn validate_training(&mut self) -> Result<Evaluated> {
         let _phase = self.parts.fabric.phase("validation");
-        training(&mut self.optimizer).swap_ema()?;
+        let swap = |optimizers: &mut FabricOptimizers| -> Result<()> {
+            optimizers.iter_mut().try_for_each(|(_, optimizer)| optimizer.swap_ema())
+        };
+        swap(training(&mut self.optimizers))?;
         let validated = self.evaluate(EvaluationStage::Validation)?;
-        training(&mut self.optimizer).swap_ema()?;
+        swap(training(&mut self.optimizers))?;
         Ok(validated)
     }
 
@@ -637,7 +726,12 @@ impl Session {
     }
 }
 
-/// The optimizer of a session that trains.
-pub(super) fn training(optimizer: &mut Option<FabricOptimizer>) -> &mut FabricOptimizer {
-    optimizer.as_mut().expect("set up before the loop")
+/// The optimizers of a session that trains.
+pub(super) fn training(optimizers: &mut Option<FabricOptimizers>) -> &mut FabricOptimizers {
+    optimizers.as_mut().expect("set up before the loop")
+}
+
+/// The only optimizer of a session whose trainer optimizes.
+fn only(optimizers: &mut Option<FabricOptimizers>) -> &mut FabricOptimizer {
+    training(optimizers).first_mut().expect("there is one: it was checked")
 }

@@ -19,7 +19,7 @@ use super::saving::Saving;
 use super::session::{Cursor, FitEnd, Session, SessionParts, training};
 use super::{
     Callback, CallbackConfig, Evaluation, EventSink, LightningModule, LoggerConfig, LoggerSink,
-    OptimizerSetup, Predictions, RunConfigOf, RunDir, RunStatus, Trained,
+    Predictions, RunConfigOf, RunDir, RunStatus, Trained,
 };
 use crate::fabric::Fabric;
 use crate::run::{CountOrFraction, Devices, RunConfig, TrainerConfig};
@@ -338,7 +338,7 @@ impl Trainer {
                 fabric,
             },
             runner,
-            optimizer: None,
+            optimizers: None,
             stage,
             items: 0.0,
             accumulate: config.accumulate_grad_batches,
@@ -431,13 +431,11 @@ impl Session {
     }
 
     fn run_fit(&mut self, run: &UntypedRun, starting: Starting) -> Result<(FitOutcome, FitEnd)> {
-        let OptimizerSetup { optimizer, scheduler } =
-            self.runner.configure_optimizers(run.optimizer_setup()?)?;
-        let mut optimizer = self
-            .parts
-            .fabric
-            .setup_optimizer(&*optimizer)?
-            .with_unused_parameters(run.trainer.unused_parameters);
+        let configured = self.runner.configure_optimizers(run.optimizer_setup()?)?;
+        let fabric = &self.parts.fabric;
+        configured.check(fabric.module_tree()?, self.runner.automatic_optimization())?;
+        let (mut optimizers, schedulers) =
+            configured.build(fabric, run.trainer.unused_parameters)?;
         self.hook(Hook::Setup)?;
         self.hook(Hook::FitStart)?;
         let rank = self.rank();
@@ -450,20 +448,26 @@ impl Session {
             self.resume(&source)?;
         }
         if let Some(decay) = run.trainer.ema_decay {
-            let tree = self.parts.fabric.module_tree()?;
-            optimizer = optimizer.with_ema(Ema::new(tree.parameters(), decay)?);
+            for (_, optimizer) in optimizers.iter_mut() {
+                optimizer.set_ema(Ema::new(optimizer.parameters(), decay)?);
+            }
         }
-        self.optimizer = Some(optimizer);
+        self.optimizers = Some(optimizers);
         if let Some(source) = &source {
             self.resume(source)?;
         }
         self.parts.saving.refuse_used_place(resumes.as_ref(), rank)?;
         let max_steps = self.max_steps()?;
         self.warn_of_settings(max_steps)?;
-        let optimizer = training(&mut self.optimizer);
-        optimizer.set_scheduler(scheduler, max_steps);
-        // Fails before the first step for a schedule that needs the run's length.
-        optimizer.learning_rate()?;
+        for ((_, optimizer), scheduler) in training(&mut self.optimizers).iter_mut().zip(schedulers)
+        {
+            optimizer.set_scheduler(scheduler, max_steps);
+        }
+        self.set_schedules_end(max_steps)?;
+        for (_, optimizer) in training(&mut self.optimizers).iter() {
+            // Fails before the first step for a schedule that needs the run's length.
+            optimizer.learning_rate()?;
+        }
         self.parts.sinks.iter().for_each(|sink| sink.lock().start(max_steps));
         self.prepare_saving()?;
         // From here on ranks agree on when to end.

@@ -1,0 +1,172 @@
+//! Several optimizers of one Fabric.
+
+use std::collections::BTreeMap;
+
+use super::FabricOptimizer;
+use crate::{Error, Result};
+use fulgurite_engine::optim::StateTensor;
+
+/// What checkpoints hold of an optimizer, or of [several](FabricOptimizers).
+pub trait OptimizerState {
+    /// The number of steps that a checkpoint is of.
+    fn steps(&self) -> u64;
+
+    /// All state tensors.
+    ///
+    /// # Errors
+    /// If memory for them cannot be allocated.
+    fn state_tensors(&mut self) -> Result<Vec<StateTensor>>;
+
+    /// The numbers of the state that are no tensors.
+    fn scalars(&self) -> BTreeMap<String, f64>;
+
+    /// Restores what [`scalars`](Self::scalars) returned.
+    ///
+    /// # Errors
+    /// If a number that an optimizer needs is missing.
+    fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()>;
+}
+
+impl OptimizerState for FabricOptimizer {
+    fn steps(&self) -> u64 {
+        self.steps()
+    }
+
+    fn state_tensors(&mut self) -> Result<Vec<StateTensor>> {
+        self.state_tensors()
+    }
+
+    fn scalars(&self) -> BTreeMap<String, f64> {
+        self.scalars()
+    }
+
+    fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
+        self.load_scalars(scalars)
+    }
+}
+
+/// Optimizers by name, which are saved and loaded as one.
+///
+/// ```
+/// # use fulgurite_core::Result;
+/// # use fulgurite_core::fabric::{Fabric, FabricOptimizers};
+/// # use fulgurite_core::optim::AdamW;
+/// # fn save(fabric: Fabric) -> Result<()> {
+/// let mut optimizers = FabricOptimizers::default()
+///     .with("generator", fabric.setup_optimizer_for(&AdamW::default(), &["generator"])?)
+///     .with("critic", fabric.setup_optimizer_for(&AdamW::default(), &["critic"])?);
+/// // …
+/// optimizers.get_mut("critic")?.step()?;
+/// fabric.save("checkpoints/last", &mut optimizers, &())?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Default)]
+pub struct FabricOptimizers {
+    named: Vec<(String, FabricOptimizer)>,
+}
+
+impl FabricOptimizers {
+    /// Adds an optimizer. A name that is there already is replaced.
+    #[must_use]
+    pub fn with(mut self, name: &str, optimizer: FabricOptimizer) -> Self {
+        self.named.retain(|(other, _)| other != name);
+        self.named.push((name.to_owned(), optimizer));
+        self
+    }
+
+    /// The names, in the order in which the optimizers were added.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.named.iter().map(|(name, _)| name.as_str())
+    }
+
+    /// The optimizers with their names.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &FabricOptimizer)> {
+        self.named.iter().map(|(name, optimizer)| (name.as_str(), optimizer))
+    }
+
+    /// The optimizers with their names.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = (&str, &mut FabricOptimizer)> {
+        self.named.iter_mut().map(|(name, optimizer)| (name.as_str(), optimizer))
+    }
+
+    /// The optimizer with this name.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn get(&self, name: &str) -> Result<&FabricOptimizer> {
+        let found = self.named.iter().find(|(other, _)| other == name);
+        found.map(|(_, optimizer)| optimizer).ok_or_else(|| self.no_such(name))
+    }
+
+    /// The optimizer with this name.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn get_mut(&mut self, name: &str) -> Result<&mut FabricOptimizer> {
+        match self.named.iter().position(|(other, _)| other == name) {
+            Some(index) => Ok(&mut self.named[index].1),
+            None => Err(self.no_such(name)),
+        }
+    }
+
+    /// The first one, for loops that have one only.
+    pub(crate) fn first(&self) -> Option<&FabricOptimizer> {
+        self.named.first().map(|(_, optimizer)| optimizer)
+    }
+
+    /// As [`first`](Self::first).
+    pub(crate) fn first_mut(&mut self) -> Option<&mut FabricOptimizer> {
+        self.named.first_mut().map(|(_, optimizer)| optimizer)
+    }
+
+    /// What precedes the names of an optimizer's numbers in checkpoints: nothing, where there is one.
+    fn prefix(&self, name: &str) -> String {
+        if self.named.len() == 1 { String::new() } else { format!("{name}/") }
+    }
+
+    fn no_such(&self, name: &str) -> Error {
+        let names: Vec<String> = self.names().map(|name| format!("`{name}`")).collect();
+        Error::other(format!("there is no optimizer `{name}`; there is {}", names.join(", ")))
+    }
+}
+
+impl OptimizerState for FabricOptimizers {
+    fn steps(&self) -> u64 {
+        self.named.iter().map(|(_, optimizer)| optimizer.current_step() - 1).max().unwrap_or(0)
+    }
+
+    fn state_tensors(&mut self) -> Result<Vec<StateTensor>> {
+        let mut states = Vec::new();
+        for (_, optimizer) in &mut self.named {
+            states.extend(optimizer.state_tensors()?);
+        }
+        Ok(states)
+    }
+
+    fn scalars(&self) -> BTreeMap<String, f64> {
+        let of = |(name, optimizer): &(String, FabricOptimizer)| {
+            let prefix = self.prefix(name);
+            let scalars = optimizer.scalars().into_iter();
+            scalars.map(move |(key, value)| (format!("{prefix}{key}"), value))
+        };
+        self.named.iter().flat_map(of).collect()
+    }
+
+    fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
+        let prefixes: Vec<String> = self.names().map(|name| self.prefix(name)).collect();
+        for ((name, optimizer), prefix) in self.named.iter_mut().zip(prefixes) {
+            let own: BTreeMap<String, f64> = scalars
+                .iter()
+                .filter_map(|(key, value)| Some((key.strip_prefix(&prefix)?.to_owned(), *value)))
+                .collect();
+            if own.is_empty() {
+                return Err(Error::other(format!(
+                    "there is no state of the optimizer `{name}`: what was saved is of other optimizers"
+                )));
+            }
+            optimizer.load_scalars(&own)?;
+        }
+        Ok(())
+    }
+}
