@@ -605,10 +605,8 @@ impl Session {
             });
         }
         self.hook(Hook::TrainBatchEnd)?;
-        let (grad_norm, lr) = match logged.last_step {
-            Some(last) => last,
-            None => (0.0, 0.0),
-        };
+        // 0 where no optimizer has stepped.
+        let (grad_norm, lr) = logged.last_step.unwrap_or((0.0, 0.0));
         Ok(UpdateOutcome { train_loss: totals.mean(), count: totals.count, grad_norm, lr })
     }
 
