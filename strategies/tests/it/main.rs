@@ -24,6 +24,7 @@ mod sampling;
 mod schedule;
 mod several_optimizers;
 mod steps;
+mod units;
 
 use fulgurite_transports::SharedMemory;
 

@@ -2,10 +2,14 @@
 //! ([`function`]), tensors whose storage is freed and refilled ([`storage`]), and [`no_grad`].
 
 mod function;
+mod functions;
 mod grad_mode;
 pub mod storage;
+mod variables;
 
 pub(crate) use crate::execution::GradMode;
 pub(crate) use function::leaf;
 pub use function::{Backward, function};
+pub(crate) use functions::functions;
 pub use grad_mode::{is_grad_enabled, no_grad};
+pub use variables::refuse_variables;

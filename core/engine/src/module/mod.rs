@@ -6,6 +6,7 @@
 
 mod activation_checkpointing;
 mod activation_offload;
+mod activations;
 mod builder;
 mod forward;
 mod fully_shard;
@@ -20,6 +21,7 @@ mod var_builder;
 
 pub use activation_checkpointing::{ActivationCheckpointing, CheckpointMode};
 pub use activation_offload::ActivationOffload;
+pub use activations::Activations;
 pub use builder::{ModuleBuilder, ModuleInit};
 pub use forward::ForwardScope;
 pub use fully_shard::{FullyShard, layers_or_names};

@@ -3,138 +3,233 @@
 
 use std::sync::Arc;
 
-use candle_core::{Tensor, Var};
+use candle_core::{DType, Shape, Tensor, Var};
 
 use super::activation_offload::SavedActivation;
+use super::activations::{Activations, tensors, with_tensors};
 use super::graph_alias;
 use super::unit::{UnitHandle, UnitHooks};
-use crate::autograd::{GradMode, function};
+use crate::autograd::{GradMode, function, functions, refuse_variables};
 use crate::execution::ExecutionContext;
 use crate::parallel::activations::{self, Activation};
 use crate::parameter::Uses;
 use crate::{Error, Result};
 
-/// Calls a unit without recording a graph, and enters its output into the caller's graph with a backward
+/// Calls a unit without recording a graph, and enters its outputs into the caller's graph with a backward
 /// that computes the unit again, with a graph of its own, and runs that graph's backward.
-pub(super) fn call(
+pub(super) fn call<A: Activations + Send + Sync + 'static, B: Activations>(
     unit: &UnitHandle,
     hooks: Option<Arc<dyn UnitHooks>>,
-    x: &Tensor,
-    compute: impl Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static,
-) -> Result<Tensor> {
+    x: &A,
+    compute: impl Fn(&A) -> Result<B> + Send + Sync + 'static,
+) -> Result<B> {
     if let Some(hooks) = &hooks {
         hooks.pre_forward(unit)?;
     }
-    let saved = x.detach();
-    let held = activations::lookup(x, unit.path())?;
-    activations::propagate(&held, &saved);
-    let (y, uses) = {
-        let _deferred = GradMode::Deferred.enter();
-        Uses::collect(|| {
-            unit.note_exposed();
-            let y = compute(&saved)?;
-            let activation = activations::lookup(&y, unit.path())?;
-            // A copy, because the output may share memory with the input or a parameter.
-            Ok::<_, Error>((y.detach().force_contiguous()?, activation))
-        })
+    let given = tensors(x)?;
+    let detach = |x: &Tensor| {
+        let (saved, held) = (x.detach(), activations::lookup(x, unit.path())?);
+        activations::propagate(&held, &saved);
+        Ok((saved, held))
     };
-    let (y, activation) = y?;
+    let saved = given.iter().map(detach).collect::<Result<Vec<_>>>()?;
+    let x = with_tensors(x, saved.iter().map(|(saved, _)| saved.clone()).collect())?;
+    let ((y, outputs), uses) = {
+        let _deferred = GradMode::Deferred.enter();
+        let (computed, uses) = Uses::collect(|| {
+            unit.note_exposed();
+            let y = compute(&x)?;
+            let output = |y: &Tensor| {
+                let activation = activations::lookup(y, unit.path())?;
+                // A copy, because the output may share memory with the input or a parameter.
+                Ok((y.detach().force_contiguous()?, activation))
+            };
+            let outputs = tensors(&y)?.iter().map(output).collect::<Result<Vec<_>>>()?;
+            Ok::<_, Error>((y, outputs))
+        });
+        (computed?, uses)
+    };
     if let Some(hooks) = &hooks {
         hooks.post_forward(unit)?;
     }
-    let tracked = x.track_op();
     let offload = unit.activation_offload();
-    let alias = offload.and_then(|_| graph_alias::lookup(x));
-    // The token stands for the parameters. It goes in even if the input is tracked: candle tracks a cast
+    let aliases: Vec<Option<Arc<Tensor>>> =
+        given.iter().map(|x| offload.and_then(|_| graph_alias::lookup(x))).collect();
+    // The token stands for the parameters. It goes in even if an input is tracked: candle tracks a cast
     // from an integer, but its backward does not follow it.
-    let token = uses.any().then(|| unit.token(x.device())).transpose()?;
-    let in_graph = alias.as_deref().unwrap_or(x);
-    let inputs: Vec<&Tensor> = tracked.then_some(in_graph).into_iter().chain(&token).collect();
-    if inputs.is_empty() {
-        activations::propagate(&activation, &y);
-        return Ok(y);
+    let token = uses.any().then(|| unit.token(unit_device(&given, &outputs))).transpose()?;
+    let in_graph = given.iter().zip(&aliases).filter(|(x, _)| x.track_op());
+    let in_graph = in_graph.map(|(x, alias)| alias.as_deref().unwrap_or(x));
+    let graph_inputs: Vec<&Tensor> = in_graph.chain(&token).collect();
+    // Only what is continuous has a gradient.
+    let has_grad: Vec<bool> = outputs.iter().map(|(y, _)| y.dtype().is_float()).collect();
+    if graph_inputs.is_empty() || !has_grad.contains(&true) {
+        for (output, activation) in &outputs {
+            activations::propagate(activation, output);
+        }
+        return with_tensors(&y, outputs.into_iter().map(|(output, _)| output).collect());
     }
-    let input = match offload {
-        // If the graph holds the input itself, a copy elsewhere frees no memory.
-        Some(to) if alias.is_some() || !tracked => SavedActivation::offload(saved, to)?,
-        _ => SavedActivation::InPlace(saved),
+    let mut inputs = Vec::with_capacity(given.len());
+    for (((saved, activation), x), alias) in saved.into_iter().zip(&given).zip(&aliases) {
+        let saved = match offload {
+            // If the graph holds the input itself, a copy elsewhere frees no memory.
+            Some(to) if alias.is_some() || !x.track_op() => SavedActivation::offload(saved, to)?,
+            _ => SavedActivation::InPlace(saved),
+        };
+        inputs.push(SavedInput { saved, activation, tracked: x.track_op() });
+    }
+    let x = match offload {
+        None => x,
+        // The inputs' memory goes, so what keeps the form of the input must not hold them.
+        Some(_) => {
+            let element = Tensor::zeros((), DType::F32, graph_inputs[0].device())?;
+            with_tensors(&x, vec![element; inputs.len()])?
+        }
     };
     uses.begin_tensor_uses();
     let with_token = token.is_some();
+    let forms = outputs.iter().map(|(y, _)| (y.shape().clone(), y.dtype())).collect();
     let context = ExecutionContext::current();
-    let state =
-        RecomputeState { unit: unit.clone(), input, activation: held, tracked, context, uses };
-    let y = function(&inputs, y, move |y, grad| {
+    let state = RecomputeState { unit: unit.clone(), x, inputs, forms, context, uses };
+    let of_graph = outputs.iter().zip(&has_grad).filter(|(_, has_grad)| **has_grad);
+    let of_graph = of_graph.map(|((y, _), _)| y.clone()).collect();
+    let indices: Vec<usize> = (0..outputs.len()).filter(|&i| has_grad[i]).collect();
+    let of_graph = functions(&graph_inputs, of_graph, move |grads| {
         if let Some(hooks) = &hooks {
             hooks.pre_backward(&state.unit)?;
         }
-        let grad_x = state
-            .backward(y, grad, &compute)
-            .map_err(|error| error.in_module(state.unit.path()))?;
+        let grads = indices.iter().copied().zip(grads);
+        let grads = grads.filter_map(|(i, grad)| Some((i, grad.clone()?))).collect();
+        let mut of_inputs =
+            state.backward(grads, &compute).map_err(|error| error.in_module(state.unit.path()))?;
         state.uses.end_tensor_uses()?;
-        Ok(tracked.then_some(grad_x).into_iter().chain(with_token.then_some(None)).collect())
+        of_inputs.extend(with_token.then_some(None));
+        Ok(of_inputs)
     })?;
-    let y = if offload.is_some() { graph_alias::detach_storage(y)? } else { y };
-    activations::propagate(&activation, &y);
-    Ok(y)
+    let mut of_graph = of_graph.into_iter();
+    let mut results = Vec::with_capacity(outputs.len());
+    for ((output, activation), has_grad) in outputs.into_iter().zip(has_grad) {
+        let y = match has_grad {
+            true => of_graph.next().expect("one for each that has a gradient"),
+            false => output,
+        };
+        let y = if offload.is_some() && has_grad { graph_alias::detach_storage(y)? } else { y };
+        activations::propagate(&activation, &y);
+        results.push(y);
+    }
+    with_tensors(&y, results)
+}
+
+/// The device of the first tensor that a unit was given, or else gave.
+fn unit_device<'a>(
+    given: &'a [Tensor],
+    outputs: &'a [(Tensor, Option<Arc<Activation>>)],
+) -> &'a candle_core::Device {
+    let outputs = outputs.iter().map(|(output, _)| output);
+    given.iter().chain(outputs).next().map_or(&candle_core::Device::Cpu, Tensor::device)
+}
+
+/// An input of a call, as its backward needs it.
+struct SavedInput {
+    /// The input, detached. If it was not offloaded it shares the memory of the tensor in the graph.
+    saved: SavedActivation,
+    /// How tensor-parallel ranks hold it.
+    activation: Option<Arc<Activation>>,
+    /// Whether a gradient flows to it.
+    tracked: bool,
 }
 
 /// The state that the backward of a call needs.
-struct RecomputeState {
+struct RecomputeState<A> {
     unit: UnitHandle,
-    /// The input, detached. If it was not offloaded it shares the memory of the tensor in the graph.
-    input: SavedActivation,
-    /// How tensor-parallel ranks hold the input.
-    activation: Option<Arc<Activation>>,
-    /// Whether a gradient flows to the input.
-    tracked: bool,
+    /// The form of the input, whose tensors are replaced by the saved ones.
+    x: A,
+    inputs: Vec<SavedInput>,
+    /// Shapes and dtypes of the outputs.
+    forms: Vec<(Shape, DType)>,
     /// The forward's context, on whose scope dropout masks depend.
     context: ExecutionContext,
     /// The uses that the forward counted.
     uses: Uses,
 }
 
-impl RecomputeState {
-    /// Computes the unit again and runs its backward. Returns the input's gradient, if one flows.
-    fn backward(
+impl<A: Activations> RecomputeState<A> {
+    /// Computes the unit again and runs its backward, with the gradients of some of the outputs by index.
+    /// Returns the gradient of each input that one flows to.
+    fn backward<B: Activations>(
         &self,
-        y: &Tensor,
-        grad: &Tensor,
-        compute: &impl Fn(&Tensor) -> Result<Tensor>,
-    ) -> Result<Option<Tensor>> {
+        grads: Vec<(usize, Tensor)>,
+        compute: &impl Fn(&A) -> Result<B>,
+    ) -> Result<Vec<Option<Tensor>>> {
         let _context = self.context.enter();
         let _recomputing = GradMode::recomputing().enter();
-        let input = match self.tracked {
-            true => Var::from_tensor(&self.input.get()?)?.into_inner(),
-            false => self.input.get()?,
+        let restore = |input: &SavedInput| -> Result<Tensor> {
+            let x = input.saved.get()?;
+            let x = if input.tracked { Var::from_tensor(&x)?.into_inner() } else { x };
+            activations::propagate(&input.activation, &x);
+            Ok(x)
         };
-        activations::propagate(&self.activation, &input);
-        let grad_x = self.uses.during(|| -> Result<Option<Tensor>> {
-            let recomputed = compute(&input)?;
-            if (recomputed.shape(), recomputed.dtype()) != (y.shape(), y.dtype()) {
+        let inputs = self.inputs.iter().map(restore).collect::<Result<Vec<_>>>()?;
+        let x = with_tensors(&self.x, inputs.clone())?;
+        let tracked = || inputs.iter().zip(&self.inputs).filter(|(_, input)| input.tracked);
+        let of_inputs = self.uses.during(|| -> Result<Vec<Option<Tensor>>> {
+            let recomputed = tensors(&compute(&x)?)?;
+            self.check_forms(&recomputed)?;
+            let mut seed: Option<Tensor> = None;
+            for y in &recomputed {
+                // Checks candle's operations with parameters, which had no graph in the forward.
+                activations::lookup(y, self.unit.path())?;
+            }
+            for (i, grad) in grads {
+                let y = &recomputed[i];
+                if !y.track_op() {
+                    continue;
+                }
+                let next = Tensor::zeros((), DType::F32, y.device())?;
+                seed = Some(match &seed {
+                    None => function(&[y], next, move |_, _| Ok(vec![Some(grad.clone())]))?,
+                    Some(seed) => function(&[seed, y], next, move |_, of_seed| {
+                        Ok(vec![Some(of_seed.clone()), Some(grad.clone())])
+                    })?,
+                });
+            }
+            drop(recomputed);
+            let Some(seed) = seed else { return Ok(vec![None; tracked().count()]) };
+            let mut grads = seed.backward()?;
+            let of_inputs = tracked().map(|(x, _)| grads.remove(x)).collect();
+            if self.unit.checks_variables() {
+                refuse_variables(&seed, &grads)?;
+            }
+            Ok(of_inputs)
+        })?;
+        let or_zeros = |(grad, (x, _)): (Option<Tensor>, (&Tensor, _))| -> Result<Option<Tensor>> {
+            Ok(Some(grad.map_or_else(|| x.zeros_like(), Ok)?))
+        };
+        of_inputs.into_iter().zip(tracked()).map(or_zeros).collect()
+    }
+
+    /// Checks that what was computed again looks as what was computed first.
+    fn check_forms(&self, recomputed: &[Tensor]) -> Result<()> {
+        const HINT: &str =
+            "what it computes must depend on its input and on what its closure captured alone";
+        let (got, want) = (recomputed.len(), self.forms.len());
+        if got != want {
+            return Err(Error::other(format!(
+                "gave {got} tensor(s) when it was computed again for backward, and {want} in its forward; \
+                 {HINT}"
+            )));
+        }
+        for (y, (shape, dtype)) in recomputed.iter().zip(&self.forms) {
+            if (y.shape(), y.dtype()) != (shape, *dtype) {
                 return Err(Error::other(format!(
-                    "gave {:?} in {:?} when it was computed again for backward, and {:?} in {:?} in \
-                     its forward; what it computes must depend on its input and on what its closure \
-                     captured alone",
-                    recomputed.dims(),
-                    recomputed.dtype(),
+                    "gave {:?} in {:?} when it was computed again for backward, and {:?} in {dtype:?} in \
+                     its forward; {HINT}",
                     y.dims(),
-                    y.dtype()
+                    y.dtype(),
+                    shape.dims(),
                 )));
             }
-            // Checks candle's operations with parameters, which had no graph in the forward.
-            activations::lookup(&recomputed, self.unit.path())?;
-            if !recomputed.track_op() {
-                return Ok(None);
-            }
-            let (seed, grad) = (Tensor::zeros((), y.dtype(), y.device())?, grad.clone());
-            let seed = function(&[&recomputed], seed, move |_, _| Ok(vec![Some(grad.clone())]))?;
-            drop(recomputed);
-            Ok(seed.backward()?.remove(&input))
-        })?;
-        match (self.tracked, grad_x) {
-            (true, None) => Ok(Some(input.zeros_like()?)),
-            (_, grad_x) => Ok(grad_x),
         }
+        Ok(())
     }
 }

@@ -5,11 +5,12 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
 
 use candle_core::{DType, Device, Tensor, Var};
 
-use super::{ActivationOffload, FullyShard, Module, recompute};
-use crate::Result;
+use super::activations::with_tensors;
+use super::{ActivationOffload, Activations, FullyShard, Module, recompute};
 use crate::autograd::{GradMode, function, is_grad_enabled};
 use crate::parallel::activations;
 use crate::parameter::{Parameter, note_tensor_use};
+use crate::{Error, Result};
 
 /// A strategy's hooks around a unit's forward and backward. Called on the thread that computes.
 pub trait UnitHooks: Send + Sync {
@@ -51,6 +52,8 @@ struct UnitInner {
     exposed: Mutex<Vec<Parameter>>,
     /// Stands for its parameters in the graph of a checkpointed call.
     token: OnceLock<Tensor>,
+    /// Whether a checkpointed backward was searched for variables that are no parameters.
+    checked_variables: AtomicBool,
 }
 
 impl UnitHandle {
@@ -64,6 +67,7 @@ impl UnitHandle {
             activation_offload: RwLock::default(),
             exposed: Mutex::default(),
             token: OnceLock::new(),
+            checked_variables: AtomicBool::default(),
         }))
     }
 
@@ -138,12 +142,22 @@ impl UnitHandle {
         Ok(self.0.token.get_or_init(|| token).clone())
     }
 
+    /// Whether this is the unit's first checkpointed backward.
+    pub(super) fn checks_variables(&self) -> bool {
+        !self.0.checked_variables.swap(true, Ordering::Relaxed)
+    }
+
     pub(super) fn set_fully_shard(&self, options: FullyShard) {
         *self.0.fully_shard.write().expect("no panic while writing") = Some(options);
     }
 
     pub(super) fn fully_shard_options(&self) -> Option<FullyShard> {
         *self.0.fully_shard.read().expect("no panic while reading")
+    }
+
+    /// Names the unit in errors of its computation that name no place in the model.
+    fn locate<R>(&self, result: Result<R>) -> Result<R> {
+        result.map_err(|error| activations::explain_shapes(error).in_module(self.path()))
     }
 
     /// The hooks, if any were set.
@@ -176,12 +190,15 @@ impl Casts {
         }
     }
 
-    fn input(self, x: &Tensor) -> Result<Tensor> {
-        cast(x, self.input)
+    fn input<A: Activations>(self, x: &A) -> Result<A> {
+        x.map_tensors(&mut |x| cast(x, self.input))
     }
 
-    fn output(self, y: &Tensor) -> Result<Tensor> {
-        cast(y, self.output)
+    fn output<B: Activations>(self, y: B) -> Result<B> {
+        match self.output {
+            None => Ok(y),
+            output => y.map_tensors(&mut |y| cast(y, output)),
+        }
     }
 }
 
@@ -221,12 +238,13 @@ impl<M> Unit<M> {
         &self.module
     }
 
-    /// Computes with the module through any of its methods, from one tensor to another, with the
-    /// strategy's hooks around it.
+    /// Computes with the module through any of its methods, with the strategy's hooks around it: from one
+    /// tensor to another, or from and to several in a tuple, a struct or the like ([`Activations`]).
     ///
     /// Where the unit's [activations are checkpointed](UnitHandle::set_activation_checkpointing) `f` is
-    /// called again in backward; that is why it owns what it captures, and what it computes must
-    /// depend on nothing else. Gradients flow to `x` and to parameters. A captured tensor takes part
+    /// called again in backward, after this call has returned; that is why it owns what it captures
+    /// ([`call_scoped`](Self::call_scoped) takes one that borrows), and what it computes must depend on
+    /// nothing else. Gradients flow to the tensors of `x` and to parameters. A captured tensor takes part
     /// as a constant:
     ///
     /// ```
@@ -236,60 +254,107 @@ impl<M> Unit<M> {
     ///     let mask = mask.clone(); // shares its memory
     ///     block.call(x, move |block, x| Ok((block.forward(x)? * &mask)?))
     /// }
+    ///
+    /// fn with_memory(block: &Unit<Linear>, x: Tensor, memory: Tensor) -> Result<(Tensor, Tensor)> {
+    ///     block.call(&(x, memory), |block, (x, memory)| {
+    ///         let y = block.forward(&(x + memory)?)?;
+    ///         Ok((y.clone(), (memory + y)?))
+    ///     })
+    /// }
     /// ```
     ///
     /// # Errors
     /// If `f` or the strategy fails. In the backward of a unit with checkpointed activations also if `f`
-    /// captured a tensor that gets a gradient (a candle `Var` of the program's own, and what candle
-    /// computed from it alone, is not seen: there it gets none).
-    pub fn call(
+    /// captured a tensor that gets a gradient.
+    pub fn call<A, B>(
         &self,
-        x: &Tensor,
-        f: impl Fn(&M, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
-    ) -> Result<Tensor>
+        x: &A,
+        f: impl Fn(&M, &A) -> Result<B> + Send + Sync + 'static,
+    ) -> Result<B>
     where
         M: Send + Sync + 'static,
+        A: Activations + Send + Sync + 'static,
+        B: Activations + 'static,
     {
-        let path = self.handle.clone();
-        let f = move |module: &M, x: &Tensor| {
-            let located = |error| activations::explain_shapes(error).in_module(path.path());
-            f(module, x).map_err(located)
-        };
-        let hooks = self.handle.hooks();
-        let mode = GradMode::current();
-        if mode == GradMode::Enabled && self.handle.activation_checkpointing() {
-            let (module, casts) = (self.module.clone(), Casts::of(hooks.as_deref()));
-            let compute = move |x: &Tensor| casts.output(&f(&module, &casts.input(x)?)?);
-            return recompute::call(&self.handle, hooks, x, compute);
+        if !self.recomputes() {
+            return self.call_scoped(x, f);
         }
-        if mode == GradMode::Deferred {
+        let hooks = self.handle.hooks();
+        let (unit, module) = (self.handle.clone(), self.module.clone());
+        let casts = Casts::of(hooks.as_deref());
+        let compute = move |x: &A| match casts.input {
+            None => casts.output(unit.locate(f(&module, x))?),
+            Some(_) => casts.output(unit.locate(f(&module, &casts.input(x)?))?),
+        };
+        recompute::call(&self.handle, hooks, x, compute)
+    }
+
+    /// [`call`](Self::call) with a closure that may borrow, and is called once. For units whose activations
+    /// are not checkpointed: what is borrowed may be gone when such a unit is computed again.
+    ///
+    /// # Errors
+    /// As those of [`call`](Self::call), and if the unit's activations are checkpointed.
+    pub fn call_scoped<A: Activations, B: Activations>(
+        &self,
+        x: &A,
+        f: impl FnOnce(&M, &A) -> Result<B>,
+    ) -> Result<B> {
+        if self.recomputes() {
+            return Err(Error::module(self.handle.path(), BORROWS));
+        }
+        if GradMode::current() == GradMode::Deferred {
             // Within another unit, which is computed again as a whole.
             self.handle.note_exposed();
         }
-        let Some(hooks) = hooks else {
-            return f(&self.module, x);
+        let Some(hooks) = self.handle.hooks() else {
+            return self.handle.locate(f(&self.module, x));
         };
         hooks.pre_forward(&self.handle)?;
         let casts = Casts::of(Some(&*hooks));
-        let y = casts.output(&f(&self.module, &casts.input(x)?)?)?;
-        let activation = activations::lookup(&y, self.handle.path())?;
-        // A copy, because the output may share memory with the input or with a parameter, which is freed
-        // now.
-        let own = y.detach().force_contiguous()?;
-        hooks.post_forward(&self.handle)?;
-        let own = if is_grad_enabled() {
-            let handle = self.handle.clone();
-            function(&[&y], own, move |_, grad| {
-                hooks.pre_backward(&handle)?;
-                Ok(vec![Some(grad.clone())])
-            })?
-        } else {
-            activations::make_traceable(own, &activation)?
+        let y = match casts.input {
+            None => f(&self.module, x),
+            Some(_) => f(&self.module, &casts.input(x)?),
         };
-        activations::propagate(&activation, &own);
-        Ok(own)
+        let y = casts.output(self.handle.locate(y)?)?;
+        // Copies, because an output may share memory with the input or with a parameter, which is freed now.
+        let mut copies = Vec::new();
+        y.map_tensors(&mut |y| {
+            let activation = activations::lookup(y, self.handle.path())?;
+            copies.push((y.clone(), y.detach().force_contiguous()?, activation));
+            Ok(y.clone())
+        })?;
+        hooks.post_forward(&self.handle)?;
+        // Backward begins with the first gradient of an output.
+        let begins = (copies.len() > 1).then(|| Arc::new(AtomicBool::new(true)));
+        let mut outputs = Vec::with_capacity(copies.len());
+        for (y, own, activation) in copies {
+            let own = if is_grad_enabled() {
+                let (handle, hooks, begins) = (self.handle.clone(), hooks.clone(), begins.clone());
+                function(&[&y], own, move |_, grad| {
+                    if begins.as_ref().is_none_or(|begins| begins.swap(false, Ordering::Relaxed)) {
+                        hooks.pre_backward(&handle)?;
+                    }
+                    Ok(vec![Some(grad.clone())])
+                })?
+            } else {
+                activations::make_traceable(own, &activation)?
+            };
+            activations::propagate(&activation, &own);
+            outputs.push(own);
+        }
+        with_tensors(&y, outputs)
+    }
+
+    /// Whether a call is computed again in backward.
+    fn recomputes(&self) -> bool {
+        GradMode::current() == GradMode::Enabled && self.handle.activation_checkpointing()
     }
 }
+
+const BORROWS: &str = "its activations are checkpointed, and `call_scoped` cannot compute it again in \
+     backward, when what its closure borrows may be gone. Use `Unit::call`, whose closure owns what it \
+     captures (a clone of a tensor shares its memory) or gets it with its input (a tuple, for instance), or \
+     leave the unit out of `trainer.activation_checkpointing`";
 
 impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {

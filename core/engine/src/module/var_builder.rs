@@ -3,7 +3,12 @@
 use candle_core::{DType, Device, Shape, Tensor};
 
 use super::ModuleBuilder;
+use crate::Error;
 use crate::parameter::{Parameter, init};
+
+const RUNNING_STATISTICS: &str = "candle_nn's `batch_norm` keeps running statistics, which are buffers: \
+     values that are saved with the model and not trained. Models do not have them yet; use \
+     `fulgurite::nn::GroupNorm` or `LayerNorm`, which need none";
 
 /// Answers a `VarBuilder` with compute tensors that have no memory yet.
 pub(super) struct Recorder(pub(super) ModuleBuilder);
@@ -34,6 +39,11 @@ impl candle_nn::var_builder::SimpleBackend for Recorder {
                 "parameter `{name}` is asked for as {dtype:?}; this run computes in {:?}",
                 self.0.compute_dtype()
             );
+        }
+        if let Some((path, last)) = name.rsplit_once('.').or(Some(("", name)))
+            && (last == "running_mean" || last == "running_var")
+        {
+            return Err(Error::module(path, RUNNING_STATISTICS).into());
         }
         if let Some(parameter) = self.find(name) {
             if parameter.global_shape() != shape.dims() {

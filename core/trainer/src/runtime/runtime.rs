@@ -8,6 +8,7 @@ use candle_core::{Device, Tensor};
 
 use crate::profiler::{Phase, Profiler};
 use crate::{Error, Result};
+use fulgurite_engine::autograd::refuse_variables;
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
 use fulgurite_engine::mesh::{CONTEXT_PARALLEL, DATA_PARALLEL, DP_CP, DeviceMesh};
 use fulgurite_engine::module::ModuleTree;
@@ -203,7 +204,11 @@ impl StrategyRuntime {
         }
         strategy.begin_backward(context, synchronise)?;
         // The reducers have the gradients; candle's store has none.
-        drop(sum.backward()?);
+        let grads = sum.backward()?;
+        if steps.iter().any(|step| !step.audited) {
+            refuse_variables(sum, &grads)?;
+        }
+        drop(grads);
         for (slot, delivered) in context.slots.iter().zip(delivered) {
             *delivered |= slot.finish_backward()?;
         }

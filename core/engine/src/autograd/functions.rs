@@ -1,0 +1,125 @@
+//! [`function`] with any number of inputs and outputs.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use candle_core::{DType, Tensor};
+
+use super::function;
+use crate::Result;
+
+/// Gradients on their way between the nodes of one call.
+struct Grads(Mutex<Vec<Option<Tensor>>>);
+
+impl Grads {
+    fn new(n: usize) -> Arc<Self> {
+        Arc::new(Self(Mutex::new(vec![None; n])))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Option<Tensor>>> {
+        self.0.lock().expect("no panic while passing gradients on")
+    }
+}
+
+/// Enters `outputs` (at least one), computed from `inputs` (at least one), into the graph. `backward` is
+/// called once, when the gradients of all outputs that get one are there, and gives one for each input, as
+/// that of [`function`] does. Every input takes part in the graph.
+///
+/// candle's operations have one output and at most three inputs. So each input has a node of one element
+/// of its own, on which a node in the middle depends, on which the outputs depend: the gradients of the
+/// outputs wait there for its backward, and those of the inputs for the nodes in front of it.
+pub(crate) fn functions(
+    inputs: &[&Tensor],
+    mut outputs: Vec<Tensor>,
+    backward: impl Fn(&[Option<Tensor>]) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+) -> Result<Vec<Tensor>> {
+    if outputs.len() == 1 && inputs.len() <= 3 {
+        let output = outputs.remove(0);
+        let y = function(inputs, output, move |_, grad| backward(&[Some(grad.clone())]))?;
+        return Ok(vec![y]);
+    }
+    let element = || Tensor::zeros((), DType::F32, inputs[0].device());
+    let (of_inputs, of_outputs) = (Grads::new(inputs.len()), Grads::new(outputs.len()));
+    let mut nodes = Vec::with_capacity(inputs.len());
+    for (i, input) in inputs.iter().enumerate() {
+        let grads = of_inputs.clone();
+        nodes.push(function(&[input], element()?, move |_, _| Ok(vec![grads.lock()[i].take()]))?);
+    }
+    while nodes.len() > 3 {
+        let join = |nodes: &[Tensor]| {
+            let n = nodes.len();
+            let nodes: Vec<&Tensor> = nodes.iter().collect();
+            function(&nodes, element()?, move |_, grad| Ok(vec![Some(grad.clone()); n]))
+        };
+        nodes = nodes.chunks(3).map(join).collect::<Result<_>>()?;
+    }
+    let (n, given) = (nodes.len(), of_outputs.clone());
+    let nodes: Vec<&Tensor> = nodes.iter().collect();
+    let middle = function(&nodes, element()?, move |_, grad| {
+        let grads: Vec<_> = given.lock().iter_mut().map(Option::take).collect();
+        *of_inputs.lock() = backward(&grads)?;
+        Ok(vec![Some(grad.clone()); n])
+    })?;
+    let enter = |(i, output): (usize, Tensor)| {
+        let (grads, element) = (of_outputs.clone(), element()?);
+        function(&[&middle], output, move |_, grad| {
+            grads.lock()[i] = Some(grad.clone());
+            Ok(vec![Some(element.clone())])
+        })
+    };
+    outputs.into_iter().enumerate().map(enter).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+
+    fn var(value: f64) -> Var {
+        Var::new(value, &Device::Cpu).unwrap()
+    }
+
+    /// The products of each input with the sum of all.
+    fn products(inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        let values: Vec<f64> = inputs.iter().map(|x| x.to_scalar().unwrap()).collect();
+        let sum: f64 = values.iter().sum();
+        let outputs = values.iter().map(|x| Tensor::new(x * sum, &Device::Cpu));
+        let outputs = outputs.collect::<candle_core::Result<_>>()?;
+        functions(inputs, outputs, move |grads| {
+            let grads: Vec<f64> =
+                grads.iter().map(|g| g.as_ref().map_or(0.0, |g| g.to_scalar().unwrap())).collect();
+            let weighted: f64 = grads.iter().zip(&values).map(|(g, x)| g * x).sum();
+            let grads =
+                grads.iter().map(|g| Tensor::new(g * sum + weighted, &Device::Cpu).map(Some));
+            Ok(grads.collect::<candle_core::Result<_>>()?)
+        })
+    }
+
+    #[test]
+    fn gradients_of_some_outputs_reach_every_input() {
+        for n in 1..=11 {
+            let vars: Vec<Var> = (1..=n).map(|x| var(f64::from(x))).collect();
+            let inputs: Vec<Tensor> = vars.iter().map(|x| (x.as_tensor() * 2.0).unwrap()).collect();
+            let outputs = products(&inputs.iter().collect::<Vec<_>>()).unwrap();
+            // All outputs but the first, which is used if it is alone.
+            let used = if n == 1 { &outputs[..] } else { &outputs[1..] };
+            let loss = used.iter().enumerate().fold(None::<Tensor>, |sum, (i, y)| {
+                let term = (y * (i + 1) as f64).unwrap();
+                Some(sum.map_or(term.clone(), |sum| (sum + &term).unwrap()))
+            });
+            let grads = loss.unwrap().backward().unwrap();
+            let values: Vec<f64> = (1..=n).map(|x| f64::from(2 * x)).collect();
+            let weights: Vec<f64> = match n {
+                1 => vec![1.0],
+                n => (0..n).map(f64::from).collect(),
+            };
+            let sum: f64 = values.iter().sum();
+            let weighted: f64 = weights.iter().zip(&values).map(|(w, x)| w * x).sum();
+            for (var, weight) in vars.iter().zip(&weights) {
+                let got: f64 = grads.get(var).unwrap().to_scalar().unwrap();
+                let want = 2.0 * (weight * sum + weighted);
+                assert!((got - want).abs() < 1e-9, "{n} inputs: {got} instead of {want}");
+            }
+        }
+    }
+}
