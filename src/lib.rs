@@ -61,6 +61,7 @@ pub mod prelude;
 pub use cli::cli;
 pub use fulgurite_callbacks as callbacks;
 pub use fulgurite_core as core;
+pub use fulgurite_core::nn;
 pub use fulgurite_data as data;
 pub use fulgurite_strategies as strategies;
 
@@ -88,6 +89,8 @@ mod book {
     mod command_line {}
     #[doc = include_str!("../docs/src/guides/data-module.md")]
     mod data_module {}
+    #[doc = include_str!("../docs/src/guides/layers.md")]
+    mod layers {}
     #[doc = include_str!("../docs/src/guides/hugging-face.md")]
     mod hugging_face {}
     #[doc = include_str!("../docs/src/guides/loading-data.md")]

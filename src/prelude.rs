@@ -29,7 +29,7 @@
 //!     use candle_nn::*;
 //!     use fulgurite::prelude::*;
 //!
-//!     pub fn both(ours: &GeluMlp, theirs: &Conv1d, x: &Tensor) -> Result<Tensor> {
+//!     pub fn both(ours: &GeluMlp, theirs: &PReLU, x: &Tensor) -> Result<Tensor> {
 //!         ours.forward(&theirs.forward(x)?)
 //!     }
 //! }
@@ -45,13 +45,14 @@ pub use fulgurite_core::files;
 pub use fulgurite_core::mesh::DeviceMesh;
 pub use fulgurite_core::metric::{Accuracy, Metric, Perplexity};
 pub use fulgurite_core::module::{
-    CandleModule, ForwardScope, FullyShard, Module, ModuleBuilder, ModuleTree, Unit,
+    Activations, CandleModule, ForwardScope, FullyShard, Module, ModuleBuilder, ModuleTree, Unit,
 };
 // Also without a name, since a program may have imported candle's trait under this one.
 pub use fulgurite_core::module::Module as _;
 pub use fulgurite_core::nn::{
-    AttentionConfig, CausalSelfAttention, CrossEntropy, Dropout, Embedding, GeluMlp, LayerNorm,
-    Linear, Loss, RmsNorm, Rope, SwiGluMlp, cross_entropy, linear_cross_entropy,
+    AttentionConfig, CausalSelfAttention, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig, CrossEntropy,
+    Dropout, Embedding, GeluMlp, GroupNorm, LayerNorm, Linear, Loss, MultiHeadAttention,
+    MultiHeadAttentionConfig, RmsNorm, Rope, SwiGluMlp, cross_entropy, linear_cross_entropy,
     linear_predicted_classes, predicted_classes, residual,
 };
 pub use fulgurite_core::optim::{AdamW, Sgd};

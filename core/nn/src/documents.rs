@@ -119,6 +119,11 @@ impl Documents {
         execution::enter(self.clone())
     }
 
+    /// Whether there are documents in force.
+    pub(crate) fn any() -> bool {
+        execution::value::<Self>().is_some()
+    }
+
     /// The documents in force, for `batch` sequences of `time` positions that are all on this rank.
     pub(crate) fn current(batch: usize, time: usize, shared: bool) -> Result<Option<Arc<Self>>> {
         let Some(documents) = execution::value::<Self>() else { return Ok(None) };

@@ -11,10 +11,11 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::kernels::activation::{self, Activation};
-use super::kernels::attention::{AttentionOutput, DotProductAttention};
+use super::kernels::attention::{AttentionOutput, DotProductAttention, attention_sizes};
+use super::kernels::masked_attention::MaskedAttention;
 use super::kernels::norm::Norm;
 use super::kernels::rope::Angles;
 use super::kernels::softmax;
@@ -153,12 +154,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// If shapes or dtypes do not fit, or under context parallelism, where the keys of a sequence are
 /// on several ranks: [`CausalSelfAttention`](super::CausalSelfAttention) gathers them.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, causal: bool) -> Result<Tensor> {
-    if ForwardScope::current().context.is_some() {
-        return Err(Error::other(
-            "`functional::attention` sees this rank's part of the sequence only, and \
-             context_parallel_size is above 1; use `CausalSelfAttention`",
-        ));
-    }
+    check_whole_sequences("attention")?;
     let attend = DotProductAttention { scale, causal, angles: None, documents: None };
     let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
     let [sq, sk, sv] = [q.detach(), k.detach(), v.detach()];
@@ -169,4 +165,68 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, causal: bool) -
         Ok(grads.map(Some).to_vec())
     })?;
     Ok(y.transpose(1, 2)?)
+}
+
+fn check_whole_sequences(name: &str) -> Result<()> {
+    if ForwardScope::current().context.is_none() {
+        return Ok(());
+    }
+    Err(Error::other(format!(
+        "`functional::{name}` sees this rank's part of the sequence only, and context_parallel_size is \
+         above 1; use `CausalSelfAttention`"
+    )))
+}
+
+/// [`attention`] of each query to the keys that `mask` allows: u8, 1 where a query attends to a key and 0
+/// where not, of shape `[batch, keys]` for all queries alike, `[batch or 1, queries, keys]` or
+/// `[batch or 1, heads or 1, queries, keys]`. The mask gets no gradient. A query without any key gets
+/// zeros.
+///
+/// All probabilities are saved for backward, `batch * heads * queries * keys` numbers.
+///
+/// # Errors
+/// As those of [`attention`], and if the mask has another shape or dtype.
+pub fn masked_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    scale: f64,
+    mask: &Tensor,
+) -> Result<Tensor> {
+    check_whole_sequences("masked_attention")?;
+    // As that of the other kernel, whose heads come after the positions.
+    let [tq, tk, tv] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
+    attention_sizes(&tq, &tk, &tv)?;
+    let (batch, heads, queries, _) = q.dims4()?;
+    let keys = k.dim(2)?;
+    let mask = attention_mask(mask, [batch, heads, queries, keys])?;
+    let attend = MaskedAttention { scale, mask };
+    let [sq, sk, sv] = [q.detach(), k.detach(), v.detach()];
+    let (output, probabilities) = attend.forward([&sq, &sk, &sv])?;
+    record_function(&[q, k, v], output, move |_, grad| {
+        Ok(attend.backward([&sq, &sk, &sv], &probabilities, grad)?.map(Some).to_vec())
+    })
+}
+
+/// The mask with a dimension for each of `[batch, heads, queries, keys]`, of that size or 1.
+fn attention_mask(mask: &Tensor, sizes: [usize; 4]) -> Result<Tensor> {
+    let [batch, heads, queries, keys] = sizes;
+    let wrong = || {
+        Error::other(format!(
+            "attention of {queries} queries to {keys} keys, of {heads} heads and a batch of {batch}, takes \
+             a mask in U8 of shape [batch, keys], [batch or 1, queries, keys] or [batch or 1, heads or 1, \
+             queries, keys], got {:?} in {:?}",
+            mask.dims(),
+            mask.dtype()
+        ))
+    };
+    let mask = match (mask.dtype(), mask.rank()) {
+        (DType::U8, 2) => mask.unsqueeze(1)?.unsqueeze(1)?,
+        (DType::U8, 3) => mask.unsqueeze(1)?,
+        (DType::U8, 4) => mask.clone(),
+        _ => return Err(wrong()),
+    };
+    let fits = |(&got, want): (&usize, usize)| got == want || got == 1;
+    let fits = mask.dims().iter().zip(sizes).all(fits) && mask.dims()[3] == keys;
+    if fits { Ok(mask.detach()) } else { Err(wrong()) }
 }

@@ -31,6 +31,17 @@ struct NormLayer {
     layer: LayerHandle,
 }
 
+/// Checks that a norm's epsilon is a number that can be added to a variance.
+pub(super) fn check_eps(b: &ModuleBuilder, eps: f64) -> Result<()> {
+    if eps >= 0.0 && eps <= f64::from(f32::MAX) {
+        return Ok(());
+    }
+    let message = format!(
+        "the norm's epsilon must be a number of 0 or more that f32 can hold, such as 1e-5; got {eps:?}"
+    );
+    Err(Error::module(b.path(), message))
+}
+
 impl RmsNorm {
     /// A norm over `width` elements. The weight starts at one.
     ///
@@ -85,14 +96,7 @@ impl NormLayer {
         with_bias: bool,
         layer: LayerHandle,
     ) -> Result<Self> {
-        if !(norm.eps >= 0.0 && norm.eps <= f64::from(f32::MAX)) {
-            let message = format!(
-                "the norm's epsilon must be a number of 0 or more that f32 can hold, such as 1e-5; got \
-                 {:?}",
-                norm.eps
-            );
-            return Err(Error::Module { path: b.path().to_owned(), message });
-        }
+        check_eps(b, norm.eps)?;
         let weight = b.parameter("weight", [width], Init::ONES)?;
         let bias = with_bias.then(|| b.parameter("bias", [width], Init::ZEROS)).transpose()?;
         Ok(Self { norm, weight, bias, layer })

@@ -154,6 +154,16 @@ impl ParallelLayer for NormStyles {
     }
 }
 
+/// A layer that plans leave whole; its kind.
+#[derive(Debug)]
+pub(super) struct WholeLayer(pub(super) &'static str);
+
+impl ParallelLayer for WholeLayer {
+    fn kind(&self) -> &'static str {
+        self.0
+    }
+}
+
 /// The styles of [`Dropout`](super::Dropout).
 #[derive(Debug)]
 pub(super) struct DropoutStyles;

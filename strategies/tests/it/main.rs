@@ -9,6 +9,7 @@ mod communication;
 mod conformance;
 mod errors;
 mod full_checkpoint;
+mod layers;
 mod loss_parallel;
 mod mesh;
 mod mesh_communication;

@@ -95,6 +95,11 @@ impl AttentionShape {
     }
 }
 
+/// Checks that queries, keys and values fit each other.
+pub(crate) fn attention_sizes(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> {
+    AttentionShape::new(q, k, v, false).map(drop)
+}
+
 /// The tensor in its accumulation dtype, with contiguous rows of `head_dim`. Copied only where it
 /// must be.
 fn rows_contiguous(x: &Tensor) -> Result<Tensor> {

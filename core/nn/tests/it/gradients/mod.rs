@@ -2,6 +2,8 @@
 //! by tensor operations, on contiguous and on strided input.
 
 mod attention;
+mod convolution;
+mod cross_attention;
 mod functional;
 mod harness;
 mod layers;

@@ -1,0 +1,126 @@
+use candle_core::{D, DType, Device, Tensor};
+use fulgurite_core::module::Module as _;
+use fulgurite_core::nn::functional::{attention, masked_attention};
+use fulgurite_core::nn::{Documents, MultiHeadAttention, MultiHeadAttentionConfig, Rope};
+
+use super::harness::{Params, analytic, assert_close, assert_same, builder, check, flat, randn};
+
+fn qkv(b: usize, [h, kv]: [usize; 2], [tq, tk]: [usize; 2], d: usize) -> [Tensor; 3] {
+    [randn("q", &[b, h, tq, d]), randn("k", &[b, kv, tk, d]), randn("v", &[b, kv, tk, d])]
+}
+
+/// A mask of this shape that hides some keys, but the first of none.
+fn mask(dims: &[usize]) -> Tensor {
+    let keys = *dims.last().unwrap();
+    let n: usize = dims.iter().product();
+    let seen: Vec<u8> = (0..n).map(|i| u8::from(i % keys == 0 || (i * 7) % 3 != 0)).collect();
+    Tensor::from_vec(seen, dims, &Device::Cpu).unwrap()
+}
+
+/// The definition in candle's operations, with the mask as a term of the scores.
+fn reference(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: &Tensor) -> Tensor {
+    let (b, h, tq, d) = q.dims4().unwrap();
+    let (_, kv, tk, _) = k.dims4().unwrap();
+    let repeat = |x: &Tensor| {
+        let x = x.unsqueeze(2).unwrap().broadcast_as((b, kv, h / kv, tk, d)).unwrap();
+        x.contiguous().unwrap().reshape((b, h, tk, d)).unwrap()
+    };
+    let scores = (q.matmul(&repeat(k).t().unwrap()).unwrap() * scale).unwrap();
+    let mask = mask.broadcast_as((b, h, tq, tk)).unwrap();
+    let hidden = Tensor::new(f64::NEG_INFINITY, q.device()).unwrap().broadcast_as((b, h, tq, tk));
+    let scores = mask.where_cond(&scores, &hidden.unwrap()).unwrap();
+    candle_nn::ops::softmax(&scores, D::Minus1).unwrap().matmul(&repeat(v)).unwrap()
+}
+
+#[test]
+fn finite_differences_with_a_mask() {
+    for (heads, times, dims) in [
+        ([1, 1], [3, 4], &[2, 1, 1, 4][..]),
+        ([4, 2], [3, 3], &[1, 1, 3, 3]),
+        ([2, 1], [4, 3], &[2, 2, 4, 3]),
+    ] {
+        let (inputs, mask) = (qkv(2, heads, times, 3), mask(dims));
+        let f = |x: &[Tensor]| masked_attention(&x[0], &x[1], &x[2], 0.7, &mask);
+        let run = check(&inputs, &Params::none(), &f);
+        let [q, k, v] = &inputs;
+        assert_close("definition", &run.output, &flat(&reference(q, k, v, 0.7, &mask)), 1e-12);
+    }
+}
+
+#[test]
+fn a_mask_that_hides_nothing_is_none() {
+    let inputs = qkv(2, [4, 2], [5, 70], 3);
+    let seen = Tensor::ones((2, 70), DType::U8, &Device::Cpu).unwrap();
+    let with = |x: &[Tensor]| masked_attention(&x[0], &x[1], &x[2], 0.5, &seen);
+    let without = |x: &[Tensor]| attention(&x[0], &x[1], &x[2], 0.5, false);
+    let [with, without] =
+        [analytic(&inputs, &Params::none(), &with), analytic(&inputs, &Params::none(), &without)];
+    assert_same("no mask", &with, &without, 1e-10);
+}
+
+#[test]
+fn a_query_without_a_key_gets_zeros() {
+    let inputs = qkv(1, [1, 1], [2, 3], 2);
+    let mask = Tensor::new(&[[[0u8, 0, 0], [1, 0, 1]]], &Device::Cpu).unwrap();
+    let run =
+        check(&inputs, &Params::none(), &|x| masked_attention(&x[0], &x[1], &x[2], 0.7, &mask));
+    assert_eq!(run.output[..2], [0.0, 0.0]);
+    assert!(run.inputs[0].as_ref().unwrap()[..2].iter().all(|g| *g == 0.0));
+}
+
+#[test]
+fn the_module() {
+    let config = MultiHeadAttentionConfig::new(6, 3);
+    let turned = MultiHeadAttentionConfig {
+        num_kv_heads: 1,
+        bias: false,
+        rope: Some(Rope::new(2, 100.0).unwrap()),
+        ..config.clone()
+    };
+    for config in [config.clone(), turned] {
+        let b = builder(DType::F64);
+        let attn = MultiHeadAttention::new(&b.pp("attn"), &config).unwrap();
+        let params = Params::new(&b);
+        let x = randn("x", &[2, 4, 6]);
+        check(std::slice::from_ref(&x), &params, &|x| attn.forward(&x[0]));
+        let mask = mask(&[2, 4, 4]);
+        check(&[x], &params, &|x| attn.attend(&x[0], &x[0], Some(&mask)));
+    }
+    let b = builder(DType::F64);
+    let config = MultiHeadAttentionConfig { context_size: 5, num_kv_heads: 1, ..config };
+    let attn = MultiHeadAttention::new(&b.pp("attn"), &config).unwrap();
+    let params = Params::new(&b);
+    let inputs = [randn("x", &[2, 2, 6]), randn("context", &[2, 3, 5])];
+    check(&inputs, &params, &|x| attn.attend(&x[0], &x[1], None));
+    let padding = Tensor::new(&[[1u8, 1, 0], [1, 1, 1]], &Device::Cpu).unwrap();
+    let padded = check(&inputs, &params, &|x| attn.attend(&x[0], &x[1], Some(&padding)));
+    // What is behind the padding does not matter.
+    let of_padding = &padded.inputs[1].as_ref().unwrap()[2 * 5..3 * 5];
+    assert!(of_padding.iter().all(|g| *g == 0.0), "{of_padding:?}");
+}
+
+#[test]
+fn wrong_use_is_explained() {
+    let b = builder(DType::F64);
+    let config = MultiHeadAttentionConfig::new(6, 3);
+    let new = |config: &MultiHeadAttentionConfig| {
+        MultiHeadAttention::new(&b.pp("no"), config).map(drop).unwrap_err()
+    };
+    insta::assert_snapshot!(new(&MultiHeadAttentionConfig::new(6, 4)), @"module `no`: 4 heads do not divide a hidden size of 6");
+    insta::assert_snapshot!(new(&MultiHeadAttentionConfig { num_kv_heads: 2, ..config.clone() }), @"module `no`: 3 attention heads cannot share 2 key and value heads; the second number must divide the first");
+    let rope = Some(Rope::new(2, 100.0).unwrap());
+    insta::assert_snapshot!(new(&MultiHeadAttentionConfig { rope, context_size: 5, ..config.clone() }), @"module `no`: a rotary embedding is for attention of a sequence to itself; here queries are made of 6 elements and keys of 5");
+    let attn = MultiHeadAttention::new(&b.pp("attn"), &config).unwrap();
+    let _params = Params::new(&b);
+    let x = randn("x", &[2, 4, 6]);
+    let error = |x: &Tensor, context: &Tensor, mask: Option<&Tensor>| {
+        attn.attend(x, context, mask).unwrap_err()
+    };
+    insta::assert_snapshot!(error(&x, &randn("c", &[2, 4, 5]), None), @"module `attn.k_proj`: expected a last dimension of 6, got [2, 4, 5]");
+    insta::assert_snapshot!(error(&x, &randn("c", &[3, 4, 6]), None), @"module `attn`: attention: q and k must agree in batch and head_dim; q: batch 2, heads 3, time 4, head_dim 2; k: batch 3, heads 3, time 4, head_dim 2; v: batch 3, heads 3, time 4, head_dim 2");
+    insta::assert_snapshot!(error(&randn("c", &[4, 6]), &x, None), @"module `attn`: expected inputs of shape [batch, time, width], got [4, 6]");
+    insta::assert_snapshot!(error(&x, &x, Some(&mask(&[2, 3]))), @"module `attn`: attention of 4 queries to 4 keys, of 3 heads and a batch of 2, takes a mask in U8 of shape [batch, keys], [batch or 1, queries, keys] or [batch or 1, heads or 1, queries, keys], got [2, 3] in U8");
+    insta::assert_snapshot!(error(&x, &x, Some(&randn("m", &[2, 4]))), @"module `attn`: attention of 4 queries to 4 keys, of 3 heads and a batch of 2, takes a mask in U8 of shape [batch, keys], [batch or 1, queries, keys] or [batch or 1, heads or 1, queries, keys], got [2, 4] in F64");
+    let documents = Documents::of_lengths(&[[2usize, 2], [3, 1]]).unwrap();
+    insta::assert_snapshot!(documents.run(|| error(&x, &x, None)), @"module `attn`: documents of packed sequences are in force, which this attention does not know; give it a mask that keeps them apart, outside of `Documents::enter`, or use CausalSelfAttention");
+}
