@@ -5,7 +5,7 @@ use std::path::Path;
 use fulgurite::callbacks::{EarlyStopping, ModelCheckpoint};
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::run::RunConfig;
-use fulgurite::core::trainer::{Event, SaveRequest, Stage};
+use fulgurite::core::trainer::{Event, RunPurpose, SaveRequest, Stage};
 use fulgurite::prelude::*;
 use fulgurite_transports::run_ranks;
 use tempfile::TempDir;
@@ -257,6 +257,16 @@ fn a_place_with_checkpoints_of_another_run_is_not_saved_to() {
     let error = fit_in(dir.path(), &keys).1.unwrap_err().to_string();
     insta::assert_snapshot!(error.replace(dir.path().to_str().unwrap(), "DIR"), @r#"`checkpoint.dir`: DIR/kept has checkpoints of another run, the newest after step 2. Go on from it with `trainer.ckpt_path = "last"`, name another directory, remove them, or set `checkpoint.overwrite = true` to save among them"#);
     assert_eq!(kept(dir.path()), ["last", "step-00000002"]);
+    // Before any rank is started, too.
+    let early = |more: &[&str]| {
+        let run = config(dir.path(), &[&keys[..], more].concat());
+        Trainer::check::<Net>(&run, RunPurpose::Fit, &|| None)
+    };
+    assert_eq!(early(&[]).unwrap_err().to_string(), error);
+    for more in ["checkpoint.overwrite=true", "trainer.ckpt_path=last", "trainer.fast_dev_run=true"]
+    {
+        early(&[more]).unwrap();
+    }
     for more in ["checkpoint.overwrite=true", "trainer.ckpt_path=last"] {
         fit_in(dir.path(), &[&keys[..], &[more]].concat()).1.unwrap();
     }

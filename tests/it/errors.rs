@@ -136,7 +136,7 @@ fn checkpoints_that_do_not_fit() {
     let other_model = resume(&["model.hidden_size=24", "model.num_hidden_layers=1"]);
     let (model, optimizer) = other_model.split_once("and does not fit this optimizer:").unwrap();
     assert!(optimizer.contains("(18):") && optimizer.contains("of another shape (24):"));
-    assert!(optimizer.ends_with("Use the configuration that it was saved with"), "{optimizer}");
+    assert!(optimizer.ends_with("`checkpoint.load.strict = false`"), "{optimizer}");
     assert_snapshot!(model, @r#"
     error: checkpoint kept/step-00000001: does not fit this model:
         unexpected, the checkpoint has it and the model does not (9):
@@ -163,9 +163,9 @@ fn checkpoints_that_do_not_fit() {
           model.norm.weight: [24] in the model, [20] in the checkpoint
           lm_head.weight: [53, 24] in the model, [53, 20] in the checkpoint
     "#);
-    // Two moments of each of 21 parameters, which are all named.
+    // Two moments of each of 21 parameters, of which the first ten are named.
     let other_optimizer = resume(&["optimizer.type=sgd"]);
-    assert_eq!(other_optimizer.lines().count(), 2 + 2 * 21 + 1, "{other_optimizer}");
+    assert_eq!(other_optimizer.lines().count(), 2 + 20 + 2, "{other_optimizer}");
     let first: Vec<_> = other_optimizer.lines().take(3).collect();
     assert_snapshot!(first.join("\n"), @r#"
     error: checkpoint kept/step-00000001: does not fit this optimizer:

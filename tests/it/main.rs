@@ -16,6 +16,7 @@ mod loading;
 mod manual;
 mod metrics;
 mod model_parallel;
+mod new_head;
 mod parity;
 mod plugin_crate;
 mod pretrained;

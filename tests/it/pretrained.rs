@@ -88,12 +88,12 @@ fn a_run_starts_from_weights_of_any_format() {
     candle_core::safetensors::save(&other, at("other.safetensors")).unwrap();
     let error = loss(&at("other.safetensors"), temp.path()).unwrap_err().to_string();
     let error = error.replace(&temp.path().display().to_string(), "DIR");
-    insta::assert_snapshot!(error, @r"
+    insta::assert_snapshot!(error, @r#"
     checkpoint DIR/other.safetensors: does not fit this model:
       missing, the model has it and the checkpoint does not (1):
         line.weight
       unexpected, the checkpoint has it and the model does not (1):
         line.slope
-    Nothing was loaded. Use the configuration that it was saved with
-    ");
+    Nothing was loaded. Where names differ, change them with `checkpoint.load.rename`; leave out what is not to be loaded, such as a new head, with `checkpoint.load.exclude`, or set `checkpoint.load.strict = false` to load whatever fits
+    "#);
 }

@@ -22,6 +22,8 @@ use fulgurite_engine::module::prefix_match;
 pub struct ParameterFilter {
     what: String,
     keep: Arc<dyn Fn(&str) -> bool + Send + Sync>,
+    /// The patterns that it is made of, if it is.
+    patterns: Vec<String>,
 }
 
 impl ParameterFilter {
@@ -31,7 +33,7 @@ impl ParameterFilter {
         what: impl Into<String>,
         keep: impl Fn(&str) -> bool + Send + Sync + 'static,
     ) -> Self {
-        Self { what: what.into(), keep: Arc::new(keep) }
+        Self { what: what.into(), keep: Arc::new(keep), patterns: Vec::new() }
     }
 
     /// Keeps the trainable parameters of `tree`.
@@ -44,9 +46,38 @@ impl ParameterFilter {
     /// segment or a part of one.
     pub fn matching<P: Into<String>>(patterns: impl IntoIterator<Item = P>) -> Self {
         let patterns: Vec<String> = patterns.into_iter().map(Into::into).collect();
-        Self::new(patterns.join(", "), move |fqn| {
-            patterns.iter().any(|pattern| prefix_match(pattern, fqn).is_some())
-        })
+        let kept = patterns.clone();
+        let keep = move |fqn: &str| any_matches(&kept, fqn);
+        Self { patterns: patterns.clone(), ..Self::new(patterns.join(", "), keep) }
+    }
+
+    /// Keeps what matches a pattern of `include`, or everything if there are none, and none of `exclude`. A
+    /// pattern is as in [`matching`](Self::matching).
+    ///
+    /// ```
+    /// use fulgurite_core::checkpoint::ParameterFilter;
+    ///
+    /// let backbone = ParameterFilter::selecting(&[], &["head".into(), "layers.*.bias".into()]);
+    /// assert!(backbone.keeps("layers.0.weight") && !backbone.keeps("head.weight"));
+    /// ```
+    pub fn selecting(include: &[String], exclude: &[String]) -> Self {
+        let what = match (include, exclude) {
+            (_, []) => include.join(", "),
+            ([], _) => format!("all but {}", exclude.join(", ")),
+            _ => format!("{}, but not {}", include.join(", "), exclude.join(", ")),
+        };
+        let patterns = [include, exclude].concat();
+        let (include, exclude) = (include.to_owned(), exclude.to_owned());
+        let keep = move |fqn: &str| {
+            (include.is_empty() || any_matches(&include, fqn)) && !any_matches(&exclude, fqn)
+        };
+        Self { patterns, ..Self::new(what, keep) }
+    }
+
+    /// The first of its patterns that matches none of these names.
+    pub(super) fn idle_pattern(&self, names: &[&str]) -> Option<&str> {
+        let is_idle = |pattern: &&String| names.iter().all(|n| prefix_match(pattern, n).is_none());
+        self.patterns.iter().find(is_idle).map(String::as_str)
     }
 
     /// The description of what it keeps.
@@ -78,6 +109,10 @@ impl ParameterFilter {
         let state = optimizer.iter().filter(|tensor| filter.keeps_state(&tensor.name));
         (Cow::Owned(model), Cow::Owned(state.cloned().collect()))
     }
+}
+
+fn any_matches(patterns: &[String], fqn: &str) -> bool {
+    patterns.iter().any(|pattern| prefix_match(pattern, fqn).is_some())
 }
 
 impl std::fmt::Debug for ParameterFilter {

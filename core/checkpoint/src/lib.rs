@@ -81,8 +81,9 @@ pub use full::{
 };
 pub use latest::{CommittedCheckpoint, LAST, last, latest};
 pub use load::{
-    RestoreReport, check_compatible, compare, compare_with, load_from_full_model_state_dict,
-    load_from_full_optimizer_state_dict, load_into, load_optimizer, load_raw, restore,
+    RestoreReport, check_compatible, check_compatible_with, compare, compare_with,
+    load_from_full_model_state_dict, load_from_full_optimizer_state_dict, load_into,
+    load_optimizer, load_raw, restore,
 };
 pub use load_options::{DtypePolicy, LoadOptions};
 pub use load_report::{LoadReport, Mismatch};

@@ -13,7 +13,7 @@ use super::{
     DistributedCheckpoint, DtypePolicy, LoadOptions, LoadReport, Mismatch, RenamedSource,
     TensorSource, open, optimizer_key,
 };
-use crate::Result;
+use crate::{Error, Result};
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::StateTensor;
 use fulgurite_engine::shard::Region;
@@ -75,6 +75,22 @@ pub fn compare_with(
     Ok(match_up(&*source, &parameter_targets(tree, options), options, Section::Model).0)
 }
 
+/// The error that [`load_into`] would have for this model, which need not be set up: differences if strict,
+/// patterns that match nothing. Reads no values, changes nothing. Not collective.
+///
+/// # Errors
+/// As [`load_into`].
+pub fn check_compatible_with(
+    source: &dyn TensorSource,
+    tree: &ModuleTree,
+    options: &LoadOptions,
+) -> Result<()> {
+    let targets = parameter_targets(tree, options);
+    let renamed = Section::Model.renamed(source, options)?;
+    check_patterns(source, &*renamed, &targets, options)?;
+    LoadPlan::new(&*renamed, &targets, options, Section::Model).check(options)
+}
+
 /// Checks that a source has the tensors of this model. Changes nothing. Not collective.
 ///
 /// # Errors
@@ -82,7 +98,7 @@ pub fn compare_with(
 /// or of another shape.
 pub fn check_compatible(source: &dyn TensorSource, tree: &ModuleTree) -> Result<()> {
     let report = compare(source, tree);
-    refuse_differences(source.location(), &[(&report, "model")], source.filtered())
+    refuse_differences(source.location(), &[(&report, "model")], source.filtered(), None)
 }
 
 /// Fills this rank's part of every parameter
@@ -104,8 +120,9 @@ pub fn load_into(
 ) -> Result<LoadReport> {
     let options = options.into();
     let targets = local_parameter_targets(tree, &options)?;
-    let source = Section::Model.renamed(source, &options)?;
-    let plan = LoadPlan::new(&*source, &targets, &options, Section::Model);
+    let renamed = Section::Model.renamed(source, &options)?;
+    check_patterns(source, &*renamed, &targets, &options)?;
+    let plan = LoadPlan::new(&*renamed, &targets, &options, Section::Model);
     plan.check(&options)?;
     plan.fill(&options)
 }
@@ -156,6 +173,7 @@ pub fn restore(
     let options = options.into();
     let parameters = local_parameter_targets(tree, &options)?;
     let model = Section::Model.renamed(checkpoint.model(), &options)?;
+    check_patterns(checkpoint.model(), &*model, &parameters, &options)?;
     let model = LoadPlan::new(&*model, &parameters, &options, Section::Model);
     let Some(states) = optimizer.filter(|_| !options.weights_only) else {
         model.check(&options)?;
@@ -167,8 +185,9 @@ pub fn restore(
     if options.strict {
         let reports = [(&model.report, "model"), (&optimizer.report, "optimizer")];
         let filtered = checkpoint.manifest().filter.as_deref();
-        refuse_differences(checkpoint.location(), &reports, filtered)?;
+        refuse_differences(checkpoint.location(), &reports, filtered, options.advice)?;
     }
+    model.check(&options)?;
     Ok(RestoreReport { optimizer: optimizer.fill(&options)?, model: model.fill(&options)? })
 }
 
@@ -278,6 +297,38 @@ fn aliases(tree: &ModuleTree) -> BTreeMap<&str, Vec<&str>> {
     aliases
 }
 
+/// Checks that each pattern of the options matches something: those of the filter a parameter or a renamed
+/// tensor, those that rename a tensor of the source.
+fn check_patterns(
+    source: &dyn TensorSource,
+    renamed: &dyn TensorSource,
+    targets: &[LoadTarget],
+    options: &LoadOptions,
+) -> Result<()> {
+    let idle = |pattern: &str, of: &str, names: &[&str]| {
+        let few: Vec<String> = names.iter().take(5).map(|name| format!("`{name}`")).collect();
+        let more = if names.len() > few.len() { ", …" } else { "" };
+        let message = format!(
+            "the pattern `{pattern}` matches no {of}: {}{more}. A pattern is the path of a module or \
+             parameter from its beginning, with `*` for a segment or a part of one",
+            few.join(", ")
+        );
+        Err(Error::checkpoint(source.location(), message))
+    };
+    let theirs = source.names();
+    if let Some(from) = options.names.idle_pattern(&theirs) {
+        return idle(from, "tensor of the checkpoint", &theirs);
+    }
+    let ours = targets.iter().flat_map(|target| &target.names).map(String::as_str);
+    let names: Vec<&str> = ours.chain(renamed.names()).collect();
+    match options.filter.as_ref().and_then(|filter| filter.idle_pattern(&names)) {
+        Some(pattern) => {
+            idle(pattern, "parameter of the model and no tensor of the checkpoint", &names)
+        }
+        None => Ok(()),
+    }
+}
+
 /// The differences and, for each target that can be filled, its index and its name in the source.
 fn match_up<'a>(
     source: &dyn TensorSource,
@@ -300,6 +351,7 @@ fn match_up<'a>(
             });
         if dtypes.is_some() && !other_dtype {
             matches.push((i, name.as_str()));
+            report.loaded.push(target.names[0].clone());
         } else {
             report.mismatched.push(Mismatch {
                 name: name.clone(),
@@ -341,11 +393,20 @@ impl<'a> LoadPlan<'a> {
 
     /// Fails for differences, if strict.
     fn check(&self, options: &LoadOptions) -> Result<()> {
-        if !options.strict {
-            return Ok(());
+        if options.strict {
+            let reports = [(&self.report, self.section.name())];
+            let filtered = self.source.filtered();
+            return refuse_differences(self.source.location(), &reports, filtered, options.advice);
         }
-        let reports = [(&self.report, self.section.name())];
-        refuse_differences(self.source.location(), &reports, self.source.filtered())
+        let none_fits = self.section == Section::Model && self.matches.is_empty();
+        if none_fits && self.targets.iter().any(|target| target.kept) {
+            let mut described = self.report.describe(self.section.name());
+            described.push_str(
+                "\nNothing of it fits, so there is nothing to load. If only names differ, rename them",
+            );
+            return Err(Error::checkpoint(self.source.location(), described));
+        }
+        Ok(())
     }
 
     fn fill(self, options: &LoadOptions) -> Result<LoadReport> {

@@ -22,12 +22,15 @@ use super::{NameRules, ParameterFilter};
 pub struct LoadOptions {
     /// Whether a source with differences is refused before anything is changed. Otherwise the
     /// tensors that fit are loaded, the others (new parameters, their optimizer state) keep their
-    /// values, and the report lists them. The default is `true`.
+    /// values, and the report lists them; a source of which nothing fits is refused all the same. The
+    /// default is `true`.
     pub strict: bool,
     /// The parameters to load, by their names in the model; `None` for all. The others keep their
-    /// values and are reported neither as missing nor as unexpected.
+    /// values and are reported neither as missing nor as unexpected. A pattern of it that matches no
+    /// parameter and no tensor is an error.
     pub filter: Option<ParameterFilter>,
-    /// How names in the source become those of the model. By default they are equal.
+    /// How names in the source become those of the model. By default they are equal. A pattern of
+    /// [`rename`](NameRules::rename) that matches no tensor is an error.
     pub names: NameRules,
     /// What happens to values that are stored in another dtype than the model's.
     pub dtypes: DtypePolicy,
@@ -37,6 +40,8 @@ pub struct LoadOptions {
     /// Whether [`restore`](super::restore), which loads model and optimizer, leaves the optimizer
     /// out.
     pub weights_only: bool,
+    /// What an error about differences says is to be done; by default that these options exist.
+    pub advice: Option<&'static str>,
 }
 
 impl Default for LoadOptions {
@@ -48,6 +53,7 @@ impl Default for LoadOptions {
             dtypes: DtypePolicy::default(),
             verify: true,
             weights_only: false,
+            advice: None,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The differences between a source and what is filled from it.
 
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::path::Path;
 
 use safetensors::Dtype;
@@ -10,8 +10,11 @@ use crate::{Error, Result};
 /// The differences between a source and a model or optimizer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LoadReport {
+    /// The parameters, or tensors of the optimizer's state, that are filled, in the model's order; tied
+    /// parameters by their first name.
+    pub loaded: Vec<String>,
     /// Tensors that the model has and the source does not, in the model's order; tied parameters by
-    /// their first name.
+    /// their first name. They keep the values that they have: the initial ones.
     pub missing: Vec<String>,
     /// Tensors that the source has and the model does not, sorted.
     pub unexpected: Vec<String>,
@@ -34,20 +37,23 @@ pub struct Mismatch {
 }
 
 impl LoadReport {
-    /// Whether there are no differences.
+    /// Whether there are no differences, whatever was loaded.
     pub fn is_empty(&self) -> bool {
         self.missing.is_empty() && self.unexpected.is_empty() && self.mismatched.is_empty()
     }
 
-    /// The differences as text, one per line; `section` is `model` or `optimizer`.
-    fn describe(&self, section: &str) -> String {
+    /// The differences as text, the first of each kind on a line each; `section` is `model` or `optimizer`.
+    pub(super) fn describe(&self, section: &str) -> String {
         let mut message = format!("does not fit this {section}:");
         let mut list = |title: &str, lines: &[String]| {
             if !lines.is_empty() {
                 // Writing to a string cannot fail.
                 let _ = write!(message, "\n  {title} ({}):", lines.len());
-                for line in lines {
+                for line in lines.iter().take(MAX_LISTED) {
                     let _ = write!(message, "\n    {line}");
+                }
+                if let more @ 1.. = lines.len().saturating_sub(MAX_LISTED) {
+                    let _ = write!(message, "\n    and {more} more");
                 }
             }
         };
@@ -79,13 +85,58 @@ impl LoadReport {
     }
 }
 
-/// One error that lists all differences; `Ok` if there are none. Each report comes with its
+/// How many names of a kind a message lists.
+const MAX_LISTED: usize = 20;
+
+/// How many names of a kind a [`LoadReport`] prints.
+const MAX_PRINTED: usize = 5;
+
+/// How much was loaded, and the differences in PyTorch's words: a few names of each kind.
+impl fmt::Display for LoadReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_empty() {
+            return write!(f, "<All keys matched successfully>, {} loaded", self.loaded.len());
+        }
+        write!(f, "{} loaded", self.loaded.len())?;
+        let mut list = |title: &str, names: &[String]| {
+            let (few, more) = names.split_at(names.len().min(MAX_PRINTED));
+            if few.is_empty() {
+                return Ok(());
+            }
+            write!(f, "; {title} ({}): {}", names.len(), few.join(", "))?;
+            if more.is_empty() { Ok(()) } else { f.write_str(", …") }
+        };
+        list("missing keys, which keep their initial values", &self.missing)?;
+        list("unexpected keys, which are not used", &self.unexpected)?;
+        for mismatch in self.mismatched.iter().take(MAX_PRINTED) {
+            let Mismatch { name, expected, found, dtypes } = mismatch;
+            match dtypes {
+                Some((expected, found)) => write!(
+                    f,
+                    "; dtype mismatch for {name}: {found} in the checkpoint, {expected} in the current model"
+                )?,
+                None => write!(
+                    f,
+                    "; size mismatch for {name}: {found:?} in the checkpoint, the shape in the current model \
+                     is {expected:?}"
+                )?,
+            }
+        }
+        match self.mismatched.len().saturating_sub(MAX_PRINTED) {
+            0 => Ok(()),
+            more => write!(f, "; size mismatch for {more} more"),
+        }
+    }
+}
+
+/// One error that lists the differences; `Ok` if there are none. Each report comes with its
 /// section, `model` or `optimizer`. `filtered` is
 /// [`TensorSource::filtered`](super::TensorSource::filtered).
 pub(super) fn refuse_differences(
     location: &Path,
     reports: &[(&LoadReport, &str)],
     filtered: Option<&str>,
+    advice: Option<&str>,
 ) -> Result<()> {
     let parts: Vec<String> = reports
         .iter()
@@ -97,15 +148,19 @@ pub(super) fn refuse_differences(
     }
     let mut message = parts.join("\nand ");
     message.push_str("\nNothing was loaded. ");
-    match filtered {
-        Some(what) => {
+    match (filtered, advice) {
+        (_, Some(advice)) => message.push_str(advice),
+        (Some(what), None) => {
             let _ = write!(
                 message,
                 "It was saved with a filter and holds only: {what}. Load with the same filter or \
                  with `strict = false`"
             );
         }
-        None => message.push_str("Use the configuration that it was saved with"),
+        (None, None) => message.push_str(
+            "Use the configuration that it was saved with, or `LoadOptions` with `strict: false`, a \
+             `filter` or other `names`",
+        ),
     }
     Err(Error::checkpoint(location, message))
 }

@@ -71,7 +71,8 @@ pub struct NameRules {
     /// Patterns and their replacements; the first pattern that matches is replaced. A pattern
     /// matches a whole name, or the path of a module that the name is in; the rest of the name
     /// stays. `*` matches a segment or a part of one, and each `*` of the replacement stands for
-    /// the match of its counterpart.
+    /// the match of its counterpart. An empty replacement takes the path away, `*` to `model.*` puts
+    /// `model` in front.
     pub rename: Vec<(String, String)>,
     /// A prefix that is added to every name, such as `model.`.
     pub prefix_add: Option<String>,
@@ -81,6 +82,16 @@ impl NameRules {
     /// Whether no name is changed.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
+    }
+
+    /// The first pattern of [`rename`](Self::rename) that matches none of these names of a source, once the rules
+    /// before it are applied.
+    pub(super) fn idle_pattern(&self, names: &[&str]) -> Option<&str> {
+        let before_renaming = Self { rename: Vec::new(), prefix_add: None, ..self.clone() };
+        let names: Vec<String> =
+            names.iter().filter_map(|name| before_renaming.apply(name).ok()).collect();
+        let is_idle = |from: &&str| names.iter().all(|name| prefix_match(from, name).is_none());
+        self.rename.iter().map(|(from, _)| from.as_str()).find(is_idle)
     }
 
     /// The name in the model of the tensor `name` of the source.
@@ -115,7 +126,7 @@ impl NameRules {
                 renamed.push_str(captures.next().unwrap_or_default());
                 renamed.push_str(part);
             }
-            renamed.push_str(rest);
+            renamed.push_str(if renamed.is_empty() { rest.trim_start_matches('.') } else { rest });
             new = renamed;
         }
         if let Some(prefix) = &self.prefix_add {

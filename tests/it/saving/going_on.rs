@@ -117,13 +117,13 @@ fn an_optimizer_without_state_is_resumed_and_one_without_its_state_is_not() {
 
     let (_, result) = fit(&["optimizer=adamw", &from(&second)]);
     let error = result.unwrap_err().to_string();
-    insta::assert_snapshot!(error.split_once(": ").unwrap().1, @r"
+    insta::assert_snapshot!(error.split_once(": ").unwrap().1, @r#"
     does not fit this optimizer:
       missing, the optimizer has it and the checkpoint does not (2):
         state.double.weight.exp_avg
         state.double.weight.exp_avg_sq
-    Nothing was loaded. Use the configuration that it was saved with
-    ");
+    Nothing was loaded. Going on needs the configuration that it was saved with. To begin a training with those of its weights that fit this model, set `checkpoint.weights_only = true` and `checkpoint.load.strict = false`
+    "#);
     let only = ["optimizer=adamw", "checkpoint.weights_only=true", &from(&second)];
     let (events, result) = fit(&only);
     result.unwrap();

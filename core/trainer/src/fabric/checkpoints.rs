@@ -187,7 +187,8 @@ impl Fabric {
     }
 
     /// [`load_from`](Self::load_from) with options: a part of the checkpoint, under other names, or
-    /// into a model that has changed. Also returns the differences. Collective.
+    /// into a model that has changed. Also returns what was loaded and what differs, which rank 0 also logs for
+    /// the model. Collective.
     ///
     /// # Errors
     /// As [`load`](Self::load), if [`strict`](LoadOptions::strict); otherwise differences are no
@@ -219,13 +220,15 @@ impl Fabric {
             }
             None => self.runtime.load_checkpoint(source, None, options)?,
         };
+        self.log_report(source.location(), &report.model, options);
         self.saved_at.fetch_max(source.manifest().saved_at.unwrap_or(0), Ordering::Relaxed);
         Ok((state, report))
     }
 
     /// Fills the model from the weights at `path`, of any format that
     /// [`checkpoint::open`](fulgurite_checkpoint_format::open) takes; `options` may be a `bool`,
-    /// for [`strict`](LoadOptions::strict). Collective.
+    /// for [`strict`](LoadOptions::strict). Returns what was loaded and what differs, which rank 0 also logs.
+    /// Collective.
     ///
     /// # Errors
     /// As [`checkpoint::load_raw`](fulgurite_checkpoint_format::load_raw).
@@ -234,11 +237,33 @@ impl Fabric {
         path: impl AsRef<Path>,
         options: impl Into<LoadOptions>,
     ) -> Result<LoadReport> {
-        let source = open(path)?;
-        self.warn_of(&*source);
-        let report = load_into(&*source, self.module_tree()?, options)?;
+        self.load_weights(&*open(path)?, &options.into())
+    }
+
+    /// Fills the model from `source`, and logs what differs. Collective.
+    pub(crate) fn load_weights(
+        &self,
+        source: &dyn TensorSource,
+        options: &LoadOptions,
+    ) -> Result<LoadReport> {
+        self.warn_of(source);
+        let report = load_into(source, self.module_tree()?, options)?;
         self.runtime.finish_load()?;
+        self.log_report(source.location(), &report, options);
         Ok(report)
+    }
+
+    /// Logs, on rank 0, what of a source was not loaded, or that only a part was wanted.
+    fn log_report(&self, location: &Path, report: &LoadReport, options: &LoadOptions) {
+        let filtered = options.filter.as_ref().map(|filter| format!("; chosen: {}", filter.what()));
+        let filtered = filtered.unwrap_or_default();
+        match self.global_rank() {
+            0 if !report.is_empty() => {
+                tracing::warn!("{}: {report}{filtered}", location.display());
+            }
+            0 => tracing::info!("{}: {report}{filtered}", location.display()),
+            _ => {}
+        }
     }
 
     /// Logs the [warning](TensorSource::warning) of a source, on rank 0.

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
-use fulgurite_checkpoint_format::{CheckpointIO, CheckpointIOConfig};
+use fulgurite_checkpoint_format::{
+    CheckpointIO, CheckpointIOConfig, LoadOptions, NameRules, ParameterFilter,
+};
 use fulgurite_config::registry::kind;
 use fulgurite_config::{ConfigType, PluginValue};
 
@@ -38,6 +40,9 @@ fulgurite_config::config_struct! {
         /// Whether only the weights of `trainer.ckpt_path` are loaded, and training starts at step 0.
         /// Then any format of weights will do, such as a Hugging Face directory.
         pub weights_only: bool = false,
+        /// Which of the weights that a run starts from are loaded, and under which names: see
+        /// `[checkpoint.load]` below.
+        pub load: LoadConfig = LoadConfig::default(),
         /// Whether a run may go on from a checkpoint that was trained on other data. The position in the
         /// data is then one in the new data.
         pub allow_other_data: bool = false,
@@ -66,6 +71,94 @@ impl ConfigType for MonitorMode {
     }
 }
 
+impl ConfigType for LoadConfig {
+    fn describe() -> String {
+        "table".to_owned()
+    }
+}
+
+fulgurite_config::config_struct! {
+    /// Which weights of others a run starts from: the table `[checkpoint.load]`. It is for weights that the
+    /// model is filled with and nothing else: those of `trainer.ckpt_path` with `checkpoint.weights_only`, those
+    /// that the module names as pretrained, and weights without a training state that are evaluated. A run that
+    /// goes on loads all of its checkpoint.
+    #[derive(Debug, Clone, PartialEq)]
+    pub struct LoadConfig {
+        /// Whether weights that do not fit the model are an error. Otherwise what fits is loaded, the other
+        /// parameters keep their initial values, and a warning lists them.
+        pub strict: bool = true,
+        /// Patterns of the parameters that are loaded, by their names in the model; empty for all.
+        pub include: Vec<String> = Vec::new(),
+        /// Patterns of the parameters that are not loaded and keep their initial values, and of tensors that are
+        /// not missed.
+        pub exclude: Vec<String> = Vec::new(),
+        /// New names of tensors: a list of `{ from = "pattern", to = "name" }`, of which the first that matches
+        /// counts. `from` matches a tensor or a module around it, `*` in `to` stands for what that in `from` is, and
+        /// an empty `to` takes the name away.
+        pub rename: Vec<RenameRule> = Vec::new(),
+    }
+}
+
+/// A rule of `checkpoint.load.rename`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RenameRule {
+    /// A pattern of tensors, or modules, in the checkpoint.
+    pub from: String,
+    /// What they are called in the model.
+    pub to: String,
+}
+
+impl ConfigType for RenameRule {
+    fn describe() -> String {
+        "table of `from` and `to`".to_owned()
+    }
+}
+
+impl LoadConfig {
+    /// The options of loading that it stands for.
+    pub fn options(&self) -> LoadOptions {
+        let rename = self.rename.iter().map(|rule| (rule.from.clone(), rule.to.clone())).collect();
+        let chooses = !self.include.is_empty() || !self.exclude.is_empty();
+        LoadOptions {
+            strict: self.strict,
+            filter: chooses.then(|| ParameterFilter::selecting(&self.include, &self.exclude)),
+            names: NameRules { rename, ..NameRules::default() },
+            advice: Some(
+                "Where names differ, change them with `checkpoint.load.rename`; leave out what is not to be \
+                 loaded, such as a new head, with `checkpoint.load.exclude`, or set \
+                 `checkpoint.load.strict = false` to load whatever fits",
+            ),
+            ..LoadOptions::default()
+        }
+    }
+
+    /// Checks the patterns themselves.
+    fn validate(&self) -> Result<()> {
+        let froms = self.rename.iter().map(|rule| &rule.from);
+        let keys = [("include", &self.include), ("exclude", &self.exclude)];
+        let patterns =
+            keys.into_iter().flat_map(|(key, patterns)| patterns.iter().map(move |p| (key, p)));
+        for (key, pattern) in patterns.chain(froms.map(|from| ("rename", from))) {
+            if pattern.split('.').any(str::is_empty) {
+                return Err(Error::Config(format!(
+                    "`checkpoint.load.{key}`: the pattern `{pattern}` has an empty segment; write the path of a \
+                     module or parameter, such as `model.layers.*.mlp`"
+                )));
+            }
+        }
+        for RenameRule { from, to } in &self.rename {
+            if to.matches('*').count() > from.matches('*').count() {
+                return Err(Error::Config(format!(
+                    "`checkpoint.load.rename`: `{to}` has more `*` than `{from}`, so that nothing is known to put \
+                     there"
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
 impl CheckpointConfig {
     /// Opens `dir` with the configured `io`.
     ///
@@ -77,6 +170,11 @@ impl CheckpointConfig {
             .build(dir)
     }
 
+    /// Whether a run with this configuration saves anything of itself.
+    pub(crate) fn will_save(&self) -> bool {
+        self.save_last || self.every_n_steps.is_some() || self.save_top_k.is_some()
+    }
+
     /// Checks ranges, and keys that depend on each other.
     ///
     /// # Errors
@@ -85,6 +183,7 @@ impl CheckpointConfig {
         let wrong = |key: &str, message: String| {
             Err(Error::Config(format!("`checkpoint.{key}`: {message}")))
         };
+        self.load.validate()?;
         if self.every_n_steps == Some(0) {
             let message = "must be at least 1; leave it out to save none on the way";
             return wrong("every_n_steps", message.to_owned());
@@ -131,6 +230,10 @@ mod tests {
         insta::assert_snapshot!(error("save_top_k = -2"), @"`checkpoint.save_top_k`: must be -1 (all), 0 (none) or a number of them, found -2");
         insta::assert_snapshot!(error("save_top_k = 3"), @r#"`checkpoint.save_top_k`: which 3 are the best needs `checkpoint.monitor`, such as "val_loss"; to keep the newest, set `checkpoint.keep_last`"#);
         insta::assert_snapshot!(error("mode = 'least'"), @r#"run.toml: `checkpoint.mode`: expected "min" or "max", found "least""#);
+        insta::assert_snapshot!(error("load = { exclude = ['head.'] }"), @"`checkpoint.load.exclude`: the pattern `head.` has an empty segment; write the path of a module or parameter, such as `model.layers.*.mlp`");
+        insta::assert_snapshot!(error("load = { rename = [{ from = 'a', to = 'b.*' }] }"), @"`checkpoint.load.rename`: `b.*` has more `*` than `a`, so that nothing is known to put there");
+        insta::assert_snapshot!(error("load = { rename = [{ from = 'a', too = 'b' }] }"), @"run.toml: unknown key `checkpoint.load.rename[0].too`; did you mean `to`? (the keys of `checkpoint.load.rename[0]` are from, to)");
+        insta::assert_snapshot!(error("load = { stirct = false }"), @"run.toml: unknown key `checkpoint.load.stirct`; did you mean `strict`? (the keys of `checkpoint.load` are strict, include, exclude, rename)");
         for keys in ["save_top_k = -1", "save_top_k = 0", "save_top_k = 2\nmonitor = 'val_loss'"] {
             checkpoint(keys).unwrap();
         }

@@ -20,7 +20,7 @@ mod run_config;
 mod trainer_config;
 mod values;
 
-pub use checkpoint_config::{CheckpointConfig, MonitorMode};
+pub use checkpoint_config::{CheckpointConfig, LoadConfig, MonitorMode, RenameRule};
 pub use run_config::{RunConfig, reference_sections};
 pub use trainer_config::{Limits, TrainerConfig};
 pub(crate) use trainer_config::{MAX_TIMEOUT_SECS, available_cores};

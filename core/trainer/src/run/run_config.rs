@@ -4,8 +4,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
-use super::CheckpointConfig;
 use super::TrainerConfig;
+use super::{CheckpointConfig, LoadConfig};
 use crate::Result;
 use fulgurite_config::reference::Section;
 use fulgurite_config::registry::{self, kind};
@@ -164,6 +164,7 @@ pub fn reference_sections() -> Result<Vec<Section>> {
         Section::new("", top_level(), &RunConfig::<Table, Table>::default())?,
         Section::of::<TrainerConfig>("trainer")?,
         Section::of::<CheckpointConfig>("checkpoint")?,
+        Section::of::<LoadConfig>("checkpoint.load")?,
     ])
 }
 

@@ -1,10 +1,12 @@
 //! What is checked before any rank is started.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use toml::Table;
 
 use super::memory_check::check_memory;
+use super::saving::refuse_used;
 use super::{CallbackConfig, LightningModule, OptimizerSetup, Optimizers, RunConfigOf, Trainer};
 use crate::fabric::{Connection, check_frozen};
 use crate::run::{CkptPath, Devices, RunConfig, available_cores};
@@ -37,6 +39,8 @@ struct Described {
     has_validation_data: bool,
     batch_size: usize,
     shuffle: bool,
+    /// [`LightningModule::pretrained`].
+    pretrained: Option<PathBuf>,
 }
 
 type Describe<'a> = dyn Fn(&DataContext, &ModuleBuilder) -> Result<Described> + 'a;
@@ -124,7 +128,8 @@ fn describe<M: LightningModule>(
     let train_samples = data.len(Split::Train);
     let has_validation_data = data.len(Split::Validation) > 0 || !data.validation_sets().is_empty();
     drop(data);
-    if let Some(path) = M::pretrained(&config) {
+    let pretrained = M::pretrained(&config);
+    if let Some(path) = &pretrained {
         checkpoint::open(path)?;
     }
     let module = M::configure_model(&config, builder)?;
@@ -135,6 +140,7 @@ fn describe<M: LightningModule>(
         has_validation_data,
         batch_size: M::Data::batch_size(&run.data),
         shuffle: M::Data::shuffle(&run.data),
+        pretrained,
     })
 }
 
@@ -151,6 +157,9 @@ fn check(
     }
     check_directories(run)?;
     check_resume(run)?;
+    if purpose == RunPurpose::Fit {
+        check_place_is_unused(run)?;
+    }
     let mut strategy = config
         .strategy
         .build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?
@@ -184,6 +193,7 @@ fn check(
     let model = describe(&context, &builder)?;
     let mut tree = builder.finish()?;
     check_frozen(&config.freeze, &tree)?;
+    check_weights(run, model.pretrained.as_deref(), &tree)?;
     let mut memory = match &mesh {
         Some(mesh) => strategy.plan_module(&mut tree, mesh)?,
         None => None,
@@ -328,6 +338,48 @@ fn check_directories(run: &RunConfig<Table, Table>) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Refuses a directory with checkpoints of another run, where this machine can see it. A run that may go on
+/// from one of them is left to its rank 0, which looks it up.
+fn check_place_is_unused(run: &RunConfig<Table, Table>) -> Result<()> {
+    let run = run.effective();
+    let Some(dir) = run.checkpoint.dir.as_deref().filter(|dir| dir.is_dir()) else { return Ok(()) };
+    let real = |path: &Path| path.canonicalize().ok();
+    let may_go_on = match &run.trainer.ckpt_path {
+        None => false,
+        Some(CkptPath::Path(path)) if path.exists() => {
+            real(path).as_deref().and_then(Path::parent) == real(dir).as_deref()
+        }
+        Some(_) => true,
+    };
+    let is_local = run.checkpoint.io.name == "local";
+    if may_go_on || !is_local || run.checkpoint.overwrite || !run.checkpoint.will_save() {
+        return Ok(());
+    }
+    let io = run.checkpoint.open(dir)?;
+    let refused = refuse_used(&*io);
+    refused.and(io.teardown())
+}
+
+/// Checks that the weights that a run starts from fit the model, as far as `[checkpoint.load]` asks for it.
+fn check_weights(
+    run: &RunConfig<Table, Table>,
+    pretrained: Option<&Path>,
+    tree: &ModuleTree,
+) -> Result<()> {
+    let options = run.checkpoint.load.options();
+    if let Some(path) = pretrained {
+        checkpoint::check_compatible_with(&*checkpoint::open(path)?, tree, &options)?;
+    }
+    match &run.trainer.ckpt_path {
+        Some(CkptPath::Path(path)) if run.checkpoint.weights_only && path.exists() => {
+            let checked =
+                checkpoint::check_compatible_with(&*checkpoint::open(path)?, tree, &options);
+            checked.map_err(|error| Error::Config(format!("`trainer.ckpt_path`: {error}")))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Checks that `trainer.ckpt_path`, if it names a checkpoint, names one that can be opened.

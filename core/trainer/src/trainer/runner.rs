@@ -129,7 +129,7 @@ pub(super) fn set_up_with<M: LightningModule>(
     let fingerprint = data.fingerprint()?;
     let module = fabric.setup_module(build)?;
     if let Some(path) = M::pretrained(model) {
-        fabric.load_raw(&path, true)?;
+        fabric.load_raw(&path, run.checkpoint.load.options())?;
     }
     Ok(RunnerSetup {
         runner: Box::new(TypedRunner::new(module, data)),

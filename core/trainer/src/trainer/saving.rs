@@ -18,8 +18,8 @@ use crate::fabric::{Fabric, OptimizerState};
 use crate::run::{CheckpointConfig, CkptPath};
 use crate::{Error, Result};
 use fulgurite_checkpoint_format::{
-    self as checkpoint, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, MANIFEST,
-    PlaceLock, SavedCheckpoint, TensorSource,
+    self as checkpoint, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST,
+    LoadOptions, MANIFEST, PlaceLock, SavedCheckpoint, TensorSource,
 };
 use fulgurite_engine::checkpoint_io::invalid_name;
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object, broadcast_object};
@@ -154,22 +154,12 @@ impl Saving {
         if rank > 0 || goes_on || self.config.overwrite || !self.will_save() {
             return Ok(());
         }
-        match checkpoint::last(&*self.io)? {
-            None => Ok(()),
-            Some(last) => Err(Error::Config(format!(
-                "`checkpoint.dir`: {} has checkpoints of another run, the newest after step {}. Go on \
-                 from it with `trainer.ckpt_path = \"last\"`, name another directory, remove them, or set \
-                 `checkpoint.overwrite = true` to save among them",
-                self.io.location("").display(),
-                last.step
-            ))),
-        }
+        refuse_used(&*self.io)
     }
 
     /// Whether a run with this configuration saves anything.
     fn will_save(&self) -> bool {
-        let CheckpointConfig { every_n_steps, save_last, save_top_k, .. } = self.config;
-        save_last || every_n_steps.is_some() || save_top_k.is_some()
+        self.config.will_save()
     }
 
     /// Whether a save in the background is under way on this rank.
@@ -414,16 +404,26 @@ impl Session {
                 ResumeSource::Named { .. } => Box::new(open()?),
                 ResumeSource::Local(path) => checkpoint::open(path)?,
             };
-            self.parts.fabric.warn_of(&*source);
-            let tree = self.parts.fabric.module_tree()?;
-            checkpoint::load_into(&*source, tree, true)?;
-            self.parts.fabric.finish_load()?;
+            self.parts.fabric.load_weights(&*source, &saving.config.load.options())?;
             return self.emit(&Event::Resume { step: 0, path: source.location().to_owned() });
         }
         let source = open()?;
         let optimizer =
             self.optimizers.as_mut().map(|optimizers| optimizers as &mut dyn OptimizerState);
-        let state: serde_json::Value = self.parts.fabric.load_from(&source, optimizer)?;
+        let advice = match training {
+            true => {
+                "Going on needs the configuration that it was saved with. To begin a training with those of \
+                 its weights that fit this model, set `checkpoint.weights_only = true` and \
+                 `checkpoint.load.strict = false`"
+            }
+            false => {
+                "Use the configuration that it was saved with, or set `checkpoint.weights_only = true` and the \
+                 keys of `checkpoint.load` to load a part of it, or under other names"
+            }
+        };
+        let options = LoadOptions { advice: Some(advice), ..LoadOptions::default() };
+        let (state, _): (serde_json::Value, _) =
+            self.parts.fabric.load_with(&source, optimizer, &options)?;
         let state: TrainerState = match serde_json::from_value(state) {
             Ok(state) => state,
             // Saved by a program with a loop of its own, or after the training.
@@ -599,5 +599,19 @@ impl Session {
                 io.location("").display()
             ))),
         }
+    }
+}
+
+/// Refuses a place that has a checkpoint.
+pub(super) fn refuse_used(io: &dyn CheckpointIO) -> Result<()> {
+    match checkpoint::last(io)? {
+        None => Ok(()),
+        Some(last) => Err(Error::Config(format!(
+            "`checkpoint.dir`: {} has checkpoints of another run, the newest after step {}. Go on \
+             from it with `trainer.ckpt_path = \"last\"`, name another directory, remove them, or set \
+             `checkpoint.overwrite = true` to save among them",
+            io.location("").display(),
+            last.step
+        ))),
     }
 }

@@ -91,7 +91,7 @@ fn unknown_keys_are_errors_everywhere() {
     insta::assert_snapshot!(run_error("[data]\nwhere = 3"), @"run.toml: unknown key `data.where` (the keys of `data` are path)");
     insta::assert_snapshot!(run_error("[modle]"), @"run.toml: unknown key `modle`; did you mean `model`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
     insta::assert_snapshot!(run_error("max_steps = 3"), @"run.toml: unknown key `max_steps`; did you mean `trainer.max_steps`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
-    insta::assert_snapshot!(run_error("checkpoint.evry_n_steps = 3"), @"run.toml: unknown key `checkpoint.evry_n_steps`; did you mean `every_n_steps`? (the keys of `checkpoint` are every_n_steps, dir, save_last, async_save, keep_last, save_top_k, monitor, mode, weights_only, allow_other_data, overwrite, io)");
+    insta::assert_snapshot!(run_error("checkpoint.evry_n_steps = 3"), @"run.toml: unknown key `checkpoint.evry_n_steps`; did you mean `every_n_steps`? (the keys of `checkpoint` are every_n_steps, dir, save_last, async_save, keep_last, save_top_k, monitor, mode, weights_only, load, allow_other_data, overwrite, io)");
 }
 
 #[test]
@@ -398,6 +398,12 @@ fn the_resolved_configuration_is_written_and_read_back() {
     allow_other_data = false
     overwrite = false
     io = "local"
+    
+    [checkpoint.load]
+    strict = true
+    include = []
+    exclude = []
+    rename = []
     "#);
     let again = Run::from_layers(ConfigLayers::new().text("again", &text).unwrap()).unwrap();
     assert_eq!(again, run);

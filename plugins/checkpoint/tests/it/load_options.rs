@@ -104,7 +104,10 @@ Nothing was loaded. It was saved with a filter and holds only: layers.*, scale. 
     assert!(tree.parameters().iter().all(|p| !is_loaded(&tree, p.fqn())));
     // With the same filter, and not strictly.
     let same = LoadOptions { filter: Some(filter), ..LoadOptions::default() };
-    assert_eq!(restore(&checkpoint, &tree, Some(&state), &same).unwrap(), Default::default());
+    let report = restore(&checkpoint, &tree, Some(&state), &same).unwrap();
+    assert!(report.model.is_empty() && report.optimizer.is_empty());
+    assert_eq!(report.model.loaded, ["layers.0.up", "layers.0.conv", "scale"]);
+    assert_eq!(report.optimizer.loaded.len(), 6);
     assert!(is_loaded(&tree, "scale") && !is_loaded(&tree, "norm.weight"));
     let report = restore(&checkpoint, &tree, Some(&state), false).unwrap();
     assert_eq!(report.model.missing, ["embed.weight", "norm.weight", "row.weight"]);
@@ -136,31 +139,31 @@ fn one_report_lists_everything_of_model_and_optimizer() {
         tree.parameters().iter().map(|p| bytes(&p.local().unwrap().values)).collect();
     let error = restore(&checkpoint, &tree, Some(&state), true).unwrap_err();
     insta::assert_snapshot!(shown(error, temp.path()), @r#"
-checkpoint ROOT/c: does not fit this model:
-  missing, the model has it and the checkpoint does not (1):
-    layers.1.up
-  unexpected, the checkpoint has it and the model does not (3):
-    layers.0.conv
-    row.weight
-    scale
-  of another shape (1):
-    embed.weight: [8, 6] in the model, [7, 6] in the checkpoint
-and does not fit this optimizer:
-  missing, the optimizer has it and the checkpoint does not (2):
-    state.layers.1.up.exp_avg
-    state.layers.1.up.exp_avg_sq
-  unexpected, the checkpoint has it and the optimizer does not (6):
-    state.layers.0.conv.exp_avg
-    state.layers.0.conv.exp_avg_sq
-    state.row.weight.exp_avg
-    state.row.weight.exp_avg_sq
-    state.scale.exp_avg
-    state.scale.exp_avg_sq
-  of another shape (2):
-    state.embed.weight.exp_avg: [8, 6] in the optimizer, [7, 6] in the checkpoint
-    state.embed.weight.exp_avg_sq: [8, 6] in the optimizer, [7, 6] in the checkpoint
-Nothing was loaded. Use the configuration that it was saved with
-"#);
+    checkpoint ROOT/c: does not fit this model:
+      missing, the model has it and the checkpoint does not (1):
+        layers.1.up
+      unexpected, the checkpoint has it and the model does not (3):
+        layers.0.conv
+        row.weight
+        scale
+      of another shape (1):
+        embed.weight: [8, 6] in the model, [7, 6] in the checkpoint
+    and does not fit this optimizer:
+      missing, the optimizer has it and the checkpoint does not (2):
+        state.layers.1.up.exp_avg
+        state.layers.1.up.exp_avg_sq
+      unexpected, the checkpoint has it and the optimizer does not (6):
+        state.layers.0.conv.exp_avg
+        state.layers.0.conv.exp_avg_sq
+        state.row.weight.exp_avg
+        state.row.weight.exp_avg_sq
+        state.scale.exp_avg
+        state.scale.exp_avg_sq
+      of another shape (2):
+        state.embed.weight.exp_avg: [8, 6] in the optimizer, [7, 6] in the checkpoint
+        state.embed.weight.exp_avg_sq: [8, 6] in the optimizer, [7, 6] in the checkpoint
+    Nothing was loaded. Use the configuration that it was saved with, or `LoadOptions` with `strict: false`, a `filter` or other `names`
+    "#);
     let after: Vec<_> =
         tree.parameters().iter().map(|p| bytes(&p.local().unwrap().values)).collect();
     assert_eq!(before, after);
@@ -234,15 +237,15 @@ fn names_are_brought_in_line_for_model_and_optimizer() {
     };
     let report = restore(&checkpoint, &tree, Some(&state), &only).unwrap_err();
     insta::assert_snapshot!(shown(report, temp.path()), @r#"
-checkpoint ROOT/c: does not fit this model:
-  unexpected, the checkpoint has it and the model does not (1):
-    net.blocks.0.conv
-and does not fit this optimizer:
-  unexpected, the checkpoint has it and the optimizer does not (2):
-    state.net.blocks.0.conv.exp_avg
-    state.net.blocks.0.conv.exp_avg_sq
-Nothing was loaded. Use the configuration that it was saved with
-"#);
+    checkpoint ROOT/c: does not fit this model:
+      unexpected, the checkpoint has it and the model does not (1):
+        net.blocks.0.conv
+    and does not fit this optimizer:
+      unexpected, the checkpoint has it and the optimizer does not (2):
+        state.net.blocks.0.conv.exp_avg
+        state.net.blocks.0.conv.exp_avg_sq
+    Nothing was loaded. Use the configuration that it was saved with, or `LoadOptions` with `strict: false`, a `filter` or other `names`
+    "#);
 }
 
 #[test]
@@ -257,12 +260,12 @@ fn other_dtypes_can_be_refused_and_checksums_skipped() {
     };
     let error = load_into(&checkpoint, &tree, &exact).unwrap_err();
     insta::assert_snapshot!(shown(error, temp.path()), @r#"
-checkpoint ROOT/c: does not fit this model:
-  of another dtype (2):
-    norm.weight: BF16 in the model, F32 in the checkpoint
-    scale: BF16 in the model, F32 in the checkpoint
-Nothing was loaded. Use the configuration that it was saved with
-"#);
+    checkpoint ROOT/c: does not fit this model:
+      of another dtype (2):
+        norm.weight: BF16 in the model, F32 in the checkpoint
+        scale: BF16 in the model, F32 in the checkpoint
+    Nothing was loaded. Use the configuration that it was saved with, or `LoadOptions` with `strict: false`, a `filter` or other `names`
+    "#);
     assert!(load_into(&checkpoint, &tree, true).unwrap().is_empty());
     assert!(load_into(&checkpoint, &model(ONE, 0, None, DType::F32), &exact).unwrap().is_empty());
     // A flipped bit is found, unless nobody looks.

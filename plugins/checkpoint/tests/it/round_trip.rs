@@ -257,18 +257,18 @@ fn without_strict_what_fits_is_loaded() {
         strict.to_string()
     );
     insta::assert_snapshot!(shown(strict, temp.path()), @r#"
-checkpoint ROOT/c: does not fit this model:
-  missing, the model has it and the checkpoint does not (1):
-    adapter.weight
-  unexpected, the checkpoint has it and the model does not (4):
-    embed.weight
-    layers.0.conv
-    row.weight
-    scale
-  of another shape (1):
-    layers.0.up: [6, 11] in the model, [6, 10] in the checkpoint
-Nothing was loaded. Use the configuration that it was saved with
-"#);
+    checkpoint ROOT/c: does not fit this model:
+      missing, the model has it and the checkpoint does not (1):
+        adapter.weight
+      unexpected, the checkpoint has it and the model does not (4):
+        embed.weight
+        layers.0.conv
+        row.weight
+        scale
+      of another shape (1):
+        layers.0.up: [6, 11] in the model, [6, 10] in the checkpoint
+    Nothing was loaded. Use the configuration that it was saved with, or `LoadOptions` with `strict: false`, a `filter` or other `names`
+    "#);
     let norm = tree.parameter("norm.weight").unwrap().local().unwrap();
     assert!(bytes(&norm.values).iter().all(|b| *b == 0), "strict loading changed something");
     let report = load_into(&checkpoint, &tree, false).unwrap();
