@@ -210,7 +210,7 @@ fn a_loss_that_is_not_finite_on_one_rank() {
         fabric.backward(&loss(layers, factor)?)?;
         let error = optimizer.step().unwrap_err();
         assert!(matches!(error, Error::NonFinite { what: "loss", step: 1, .. }), "{error}");
-        insta::allow_duplicates! { insta::assert_snapshot!(error, @"non-finite loss (NaN) at step 1; parameters are as they were before the step. A lower `optimizer.lr`, a longer warm-up (`scheduler.warmup_steps`) or `trainer.gradient_clip_val` may help"); }
+        insta::allow_duplicates! { insta::assert_snapshot!(error, @"non-finite loss (NaN) at step 1; parameters are as they were before the step. A lower `optimizer.lr`, a longer warm-up (`scheduler.warmup_steps`) or `trainer.gradient_clip_val` may help; `trainer.detect_anomaly = true` names the layer where it came from"); }
         assert_eq!(gather_weights(fabric.module_tree()?, &**fabric.world())?, before);
         Ok(())
     });

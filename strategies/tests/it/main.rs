@@ -1,6 +1,7 @@
 //! Strategies at work, ranks as threads.
 
 mod activation_checkpointing;
+mod anomaly;
 mod bf16_state;
 mod candle_nn;
 mod checkpoints;

@@ -1,6 +1,8 @@
 //! What candle's autograd lacks, built from its custom ops: functions with a hand-written backward
-//! ([`function`]), tensors whose storage is freed and refilled ([`storage`]), and [`no_grad`].
+//! ([`function`]), tensors whose storage is freed and refilled ([`storage`]), [`no_grad`] and
+//! [`detect_anomaly`].
 
+mod anomaly;
 mod function;
 mod functions;
 mod grad_mode;
@@ -8,6 +10,9 @@ pub mod storage;
 mod variables;
 
 pub(crate) use crate::execution::GradMode;
+pub use anomaly::detect_anomaly;
+pub use anomaly::is_on as detects_anomalies;
+pub(crate) use anomaly::{anomaly, check as check_anomaly};
 pub(crate) use function::leaf;
 pub use function::{Backward, function};
 pub(crate) use functions::functions;

@@ -47,6 +47,7 @@ impl TypeMap {
 #[derive(Clone, Default)]
 pub struct ExecutionContext {
     grad_mode: GradMode,
+    detects_anomalies: bool,
     values: TypeMap,
 }
 
@@ -126,6 +127,7 @@ pub struct ContextGuard {
 /// One change of a thread's context.
 pub(super) enum Change {
     GradMode(GradMode),
+    DetectAnomalies,
     Value(TypeId, Value),
     All(ExecutionContext),
 }
@@ -134,9 +136,11 @@ impl Change {
     fn apply(&self, context: &mut ExecutionContext, base: &TypeMap) {
         match self {
             Self::GradMode(mode) => context.grad_mode = *mode,
+            Self::DetectAnomalies => context.detects_anomalies = true,
             Self::Value(id, value) => context.values.set(*id, value.clone()),
             Self::All(all) => {
                 context.grad_mode = all.grad_mode;
+                context.detects_anomalies = all.detects_anomalies;
                 context.values.clone_from(base);
                 all.values.0.iter().for_each(|(id, value)| context.values.set(*id, value.clone()));
             }
@@ -157,7 +161,11 @@ struct Thread {
 thread_local! {
     static THREAD: RefCell<Thread> = const {
         RefCell::new(Thread {
-            current: ExecutionContext { grad_mode: GradMode::Enabled, values: TypeMap::new() },
+            current: ExecutionContext {
+                grad_mode: GradMode::Enabled,
+                detects_anomalies: false,
+                values: TypeMap::new(),
+            },
             base: TypeMap::new(),
             changes: Vec::new(),
             next_id: 0,
@@ -168,6 +176,16 @@ thread_local! {
 /// This thread's gradient mode.
 pub(super) fn grad_mode() -> GradMode {
     THREAD.with_borrow(|thread| thread.current.grad_mode)
+}
+
+/// Whether layers on this thread check what they compute.
+pub(crate) fn detects_anomalies() -> bool {
+    THREAD.with_borrow(|thread| thread.current.detects_anomalies)
+}
+
+/// Lets layers on this thread check what they compute until the guard is dropped.
+pub(crate) fn detect_anomalies() -> ContextGuard {
+    push(Change::DetectAnomalies)
 }
 
 /// Makes a change that lasts until the guard is dropped.

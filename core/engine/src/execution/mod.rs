@@ -38,4 +38,5 @@ mod context;
 mod grad_mode;
 
 pub use context::{ContextGuard, ExecutionContext, enter, shared, value};
+pub(crate) use context::{detect_anomalies, detects_anomalies};
 pub(crate) use grad_mode::GradMode;

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor, Var};
 
 use super::activations::with_tensors;
 use super::{ActivationOffload, Activations, FullyShard, Module, recompute};
-use crate::autograd::{GradMode, function, is_grad_enabled};
+use crate::autograd::{GradMode, anomaly, detects_anomalies, function, is_grad_enabled};
 use crate::parallel::activations;
 use crate::parameter::{Parameter, note_tensor_use};
 use crate::{Error, Result};
@@ -155,9 +155,21 @@ impl UnitHandle {
         *self.0.fully_shard.read().expect("no panic while reading")
     }
 
-    /// Names the unit in errors of its computation that name no place in the model.
-    fn locate<R>(&self, result: Result<R>) -> Result<R> {
-        result.map_err(|error| activations::explain_shapes(error).in_module(self.path()))
+    /// Names the unit in errors of its computation that name no place in the model, and under
+    /// `detect_anomaly` in that of an output that is not finite.
+    fn locate<A: Activations>(&self, result: Result<A>) -> Result<A> {
+        let y = result
+            .map_err(|error| activations::explain_shapes(error).in_module(self.path()))?;
+        if detects_anomalies() {
+            y.map_tensors(&mut |y| match anomaly(y)? {
+                None => Ok(y.clone()),
+                Some(found) => {
+                    let message = format!("detect_anomaly: its output has {found}");
+                    Err(Error::module(self.path(), message))
+                }
+            })?;
+        }
+        Ok(y)
     }
 
     /// The hooks, if any were set.

@@ -6,7 +6,7 @@ use std::sync::{Arc, MutexGuard};
 use candle_core::Tensor;
 
 use super::{GradReducer, Parameter, ParameterSlot, uses};
-use crate::autograd::{GradMode, storage};
+use crate::autograd::{GradMode, anomaly, detects_anomalies, storage};
 use crate::{Error, Result};
 
 /// The state of a parameter's gradient within a step.
@@ -88,7 +88,14 @@ impl Parameter {
             flow.delivered_now = true;
             std::mem::replace(&mut flow.accumulated, true)
         };
-        write(&buffer, accumulated)
+        write(&buffer, accumulated)?;
+        if detects_anomalies()
+            && let Some(found) = anomaly(&buffer)?
+        {
+            let message = format!("detect_anomaly: its gradient has {found}");
+            return Err(Error::parameter(self.fqn(), message));
+        }
+        Ok(())
     }
 
     /// Adds a gradient of the parameter's shape, any layout and float dtype.

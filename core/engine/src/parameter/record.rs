@@ -4,7 +4,7 @@ use candle_core::Tensor;
 
 use super::{Parameter, PausedGradients};
 use crate::Result;
-use crate::autograd::{function, is_grad_enabled};
+use crate::autograd::{check_anomaly, detects_anomalies, function, is_grad_enabled};
 
 /// Enters `output`, computed from `inputs` and `parameters`, into the graph: at most three
 /// inputs, or two where there are parameters.
@@ -28,6 +28,14 @@ pub fn record(
     output: Tensor,
     backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
 ) -> Result<Tensor> {
+    if detects_anomalies() {
+        for input in inputs {
+            let what = "its input has {}, and every layer before it gave finite values: look at the operations \
+                        between them";
+            check_anomaly(parameters, input, what)?;
+        }
+        check_anomaly(parameters, &output, "its output has {}, and its input is finite")?;
+    }
     if !is_grad_enabled() {
         // Counts a use if a later backward computes this again.
         parameters.iter().for_each(|p| p.begin_use());
@@ -51,9 +59,27 @@ pub fn record(
         .filter(|p| p.requires_grad() && !p.takes_grad())
         .map(|&p| p.clone())
         .collect();
+    // For messages.
+    let of: Vec<Parameter> = match detects_anomalies() {
+        true => parameters.iter().map(|&p| p.clone()).collect(),
+        false => Vec::new(),
+    };
     function(&arguments, output, move |output, grad| {
         let _paused = PausedGradients::of(&paused);
+        let detects = detects_anomalies();
+        if detects {
+            let of: Vec<&Parameter> = of.iter().collect();
+            let what = "the gradient of its output has {}, and every layer behind it gave finite gradients: \
+                        look at the backward of the operations between them, or of the loss";
+            check_anomaly(&of, grad, what)?;
+        }
         let grads = backward(output, &grad.contiguous()?)?;
+        if detects {
+            let of: Vec<&Parameter> = of.iter().collect();
+            for grad in grads.iter().flatten() {
+                check_anomaly(&of, grad, "the gradient that its backward gives has {}")?;
+            }
+        }
         let grads = grads.into_iter().zip(&tracked).filter(|(_, t)| **t).map(|(grad, _)| grad);
         Ok(grads.chain(with_token.then_some(None)).collect())
     })

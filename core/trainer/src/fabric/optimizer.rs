@@ -16,7 +16,7 @@ const EMA_PREFIX: &str = "ema.";
 
 /// The end of messages about a loss or norm that is not finite.
 pub(crate) const NON_FINITE_HINT: &str = "; parameters are as they were before the step. A lower `optimizer.lr`, a longer warm-up \
-     (`scheduler.warmup_steps`) or `trainer.gradient_clip_val` may help";
+     (`scheduler.warmup_steps`) or `trainer.gradient_clip_val` may help; `trainer.detect_anomaly = true` names the layer where it came from";
 
 fn check_positive(name: &str, value: f64) -> Result<()> {
     if value > 0.0 {

@@ -8,7 +8,7 @@ use candle_core::{Device, Tensor};
 
 use crate::profiler::{Phase, Profiler};
 use crate::{Error, Result};
-use fulgurite_engine::autograd::refuse_variables;
+use fulgurite_engine::autograd::{detects_anomalies, refuse_variables};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
 use fulgurite_engine::mesh::{CONTEXT_PARALLEL, DATA_PARALLEL, DP_CP, DeviceMesh};
 use fulgurite_engine::module::ModuleTree;
@@ -194,6 +194,12 @@ impl StrategyRuntime {
         check_loss(sum)?;
         let synchronise = self.synchronises() || !strategy.capabilities().no_sync;
         let loss_sum = loss.sum_value()?;
+        if !loss_sum.is_finite() && detects_anomalies() {
+            return Err(Error::other(format!(
+                "detect_anomaly: the loss is {loss_sum}, and every layer gave finite values: look at how the \
+                 loss is computed from them"
+            )));
+        }
         for (optimizer, step) in steps.iter_mut().enumerate() {
             if context.slots.iter().any(|slot| slot.optimizer() == optimizer && slot.takes_grad()) {
                 step.loss_sum += loss_sum;

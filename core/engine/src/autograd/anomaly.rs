@@ -1,0 +1,64 @@
+//! Where a value that is not finite appeared first, as `torch.autograd.set_detect_anomaly`.
+
+use candle_core::{DType, Tensor};
+
+use crate::execution::{self, ContextGuard};
+use crate::parameter::Parameter;
+use crate::{Error, Result};
+
+/// Checks, on this thread and until the guard is dropped, what every layer and unit takes and gives in forward
+/// and backward, and each parameter's gradient. The first value that is NaN or infinite is an error that names
+/// the layer. Each check reads from the device, so this is for finding a mistake.
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use fulgurite_core::autograd::detect_anomaly;
+/// # use fulgurite_core::module::{Module, Unit};
+/// # use fulgurite_core::nn::Linear;
+/// # fn forward(block: &Unit<Linear>, x: &Tensor) -> fulgurite_core::Result<Tensor> {
+/// let _detecting = detect_anomaly();
+/// block.forward(x) // an error if `x`, or what is computed from it, is not finite
+/// # }
+/// ```
+#[must_use = "values are checked until the guard is dropped"]
+pub fn detect_anomaly() -> ContextGuard {
+    execution::detect_anomalies()
+}
+
+/// Whether values are checked on this thread: under [`detect_anomaly`].
+pub fn is_on() -> bool {
+    execution::detects_anomalies()
+}
+
+/// What is not finite in a tensor, in words; `None` if everything is.
+pub(crate) fn anomaly(tensor: &Tensor) -> Result<Option<String>> {
+    if !tensor.dtype().is_float() || tensor.elem_count() == 0 {
+        return Ok(None);
+    }
+    // 0 for a finite element, else NaN.
+    let zero = (tensor - tensor)?.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?;
+    if zero == 0.0 {
+        return Ok(None);
+    }
+    let values = tensor.detach().flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+    let nan = values.iter().filter(|value| value.is_nan()).count();
+    let infinite = values.iter().filter(|value| value.is_infinite()).count();
+    let counts = match (nan, infinite) {
+        (nan, 0) => format!("{nan} NaN"),
+        (0, infinite) => format!("{infinite} infinite value(s)"),
+        (nan, infinite) => format!("{nan} NaN and {infinite} infinite value(s)"),
+    };
+    Ok(Some(format!("{counts} among {}", values.len())))
+}
+
+/// Checks a value of the layer that has these parameters; `what` has `{}` for what is wrong.
+pub(crate) fn check(parameters: &[&Parameter], tensor: &Tensor, what: &str) -> Result<()> {
+    let Some(found) = anomaly(tensor)? else { return Ok(()) };
+    let what = what.replace("{}", &found);
+    let layer = parameters.first().and_then(|parameter| parameter.fqn().rsplit_once('.'));
+    Err(match layer {
+        Some((layer, _)) => Error::module(layer, format!("detect_anomaly: {what}")),
+        // The unit around it adds its name.
+        None => Error::other(format!("detect_anomaly: in a layer without parameters: {what}")),
+    })
+}
