@@ -10,6 +10,7 @@ mod faults;
 mod full_disk;
 mod hugging_face;
 mod interop;
+mod last_batch;
 mod limits;
 mod llama;
 mod loading;

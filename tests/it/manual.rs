@@ -212,12 +212,12 @@ fn mistakes_in_manual_optimization_are_explained() {
     };
     let mistake = |name: &str| error(&format!("model.mistake = '{name}'"));
     insta::assert_snapshot!(mistake("automatic"), @"configure_optimizers: 2 optimizers need manual optimization: return `false` from `LightningModule::automatic_optimization`, and let `training_step` give each its turn (`StepContext::optimize`)");
-    insta::assert_snapshot!(mistake("one"), @"the trainer optimizes by itself here: backwards and optimizer steps belong into a `training_step` of a module that returns `false` from `LightningModule::automatic_optimization`");
+    insta::assert_snapshot!(mistake("one"), @"the trainer optimizes by itself here: backwards and optimizer steps belong into a `training_step` of a module that returns `false` from `LightningModule::automatic_optimization` (in training_step of step 1)");
     insta::assert_snapshot!(mistake("no optimizer"), @"configure_optimizers: no optimizer has the parameter `critic.bias`; add it to the patterns of one, or freeze it (`trainer.freeze`)");
     insta::assert_snapshot!(mistake("two optimizers"), @"configure_optimizers: `generator` and `critic` both have the parameter `generator.bias`");
     insta::assert_snapshot!(mistake("no parameter"), @r#"configure_optimizers: the pattern "discriminator" of `critic` matches no trainable parameter"#);
-    insta::assert_snapshot!(mistake("unknown name"), @"there is no optimizer `judge`; there is `generator`, `critic`");
-    insta::assert_snapshot!(error("trainer.accumulate_grad_batches = 2"), @"");
+    insta::assert_snapshot!(mistake("unknown name"), @"there is no optimizer `judge`; there is `generator`, `critic` (in training_step of step 1)");
+    insta::assert_snapshot!(error("trainer.accumulate_grad_batches = 2"), @"`trainer.accumulate_grad_batches`: the module optimizes by itself (`automatic_optimization`), so its `training_step` accumulates gradients (`StepContext::no_backward_sync`); leave the key out");
 }
 
 #[test]

@@ -30,6 +30,6 @@ pub use loader::{Loader, Workers};
 pub use mixture::Mixture;
 pub use module::{DataContext, DataModule, Split};
 pub use order::{SampleOrder, Sampler};
-pub use sampler::{EvalSampler, TrainSampler};
+pub use sampler::{EvalSampler, LastBatch, StepSamples, TrainSampler};
 pub use samples::Samples;
 pub use streaming::{BlockShuffle, SampleStream, Streaming};

@@ -2,6 +2,9 @@
 
 use std::ops::Range;
 
+use fulgurite_config::ConfigType;
+use serde::{Deserialize, Serialize};
+
 use super::{SampleOrder, Samples, Split};
 use crate::{Error, Result};
 
@@ -10,13 +13,46 @@ const MAX_BATCH: usize = 1 << 30;
 /// Samples that a step may take, so that positions in the stream do not overflow.
 const MAX_STEP: u64 = 1 << 48;
 
+/// What becomes of the samples at the end of an epoch that do not fill a step: `trainer.last_batch`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LastBatch {
+    /// The step goes on into the next epoch, so that all steps are of one size.
+    #[default]
+    Wrap,
+    /// The epoch's last step has fewer samples, and its mean is over those.
+    Partial,
+    /// They are left out in this epoch.
+    Drop,
+}
+
+impl ConfigType for LastBatch {
+    fn describe() -> String {
+        "`\"wrap\"`, `\"partial\"` or `\"drop\"`".to_owned()
+    }
+}
+
+/// The samples of one optimizer step, over all ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepSamples {
+    /// The position of the first one in the stream.
+    start: u64,
+    /// How many there are.
+    pub samples: u64,
+    /// Micro-batches of each rank, the same number on all.
+    pub micro_batches: usize,
+    /// The position at which the next step begins.
+    pub end: u64,
+}
+
 /// The training samples of one data-parallel rank, by step and micro-batch.
 ///
-/// A step takes the next `batch_size * data_parallel_size * accumulate` samples of the stream,
-/// rank `r` the `r`-th contiguous part of them. So the samples of a step depend on their number
-/// alone, not on how ranks and micro-batches share it.
+/// A step takes the next `batch_size * data_parallel_size * accumulate` samples of the stream (at the end of an
+/// epoch perhaps [fewer](LastBatch)), rank `r` the `r`-th contiguous part of them. So the samples of a step
+/// depend on their number alone, not on how ranks and micro-batches share it.
 #[derive(Debug, Clone)]
 pub struct TrainSampler {
+    last_batch: LastBatch,
     order: SampleOrder,
     batch_size: u64,
     data_parallel_size: u64,
@@ -59,10 +95,100 @@ impl TrainSampler {
             data_parallel_size: data_parallel_size as u64,
             data_parallel_rank: data_parallel_rank as u64,
             accumulate: accumulate as u64,
+            last_batch: LastBatch::Wrap,
         })
     }
 
-    /// Samples a step takes over all ranks.
+    /// Sets what becomes of the samples at the end of an epoch that do not fill a step.
+    ///
+    /// # Errors
+    /// If none would be left.
+    pub fn with_last_batch(mut self, last_batch: LastBatch) -> Result<Self> {
+        let (epoch, step) = (self.order.epoch_len(), self.global_batch_size());
+        if last_batch == LastBatch::Drop && epoch < step {
+            return Err(Error::Config(format!(
+                "`trainer.last_batch` = \"drop\": an epoch has {epoch} sample(s), and a step takes {step}, so \
+                 all would be left out; give more data, lower the batch size, or set \"partial\""
+            )));
+        }
+        self.last_batch = last_batch;
+        Ok(self)
+    }
+
+    /// The step that begins at `position` of the stream, or after the samples there that are left out.
+    pub fn step_at(&self, position: u64) -> StepSamples {
+        let (epoch, full) = (self.order.epoch_len(), self.global_batch_size());
+        let left = |position: u64| epoch - position % epoch;
+        let start = match self.last_batch {
+            LastBatch::Drop if left(position) < full => position + left(position),
+            _ => position,
+        };
+        let samples = match self.last_batch {
+            LastBatch::Partial => full.min(left(start)),
+            _ => full,
+        };
+        let end = match self.last_batch {
+            LastBatch::Drop if left(start + samples) < full => {
+                start + samples + left(start + samples)
+            }
+            _ => start + samples,
+        };
+        let largest_part = samples.div_ceil(self.data_parallel_size);
+        let micro_batches = largest_part.div_ceil(self.batch_size) as usize;
+        StepSamples { start, samples, micro_batches, end }
+    }
+
+    /// Number of steps from `position` of the stream to `end`, where the last may be cut short.
+    pub fn steps_between(&self, position: u64, end: u64) -> u64 {
+        let (epoch, full) = (self.order.epoch_len(), self.global_batch_size());
+        let in_part = |samples: u64| match self.last_batch {
+            LastBatch::Drop => samples / full,
+            _ => samples.div_ceil(full),
+        };
+        if end <= position {
+            return 0;
+        }
+        if self.last_batch == LastBatch::Wrap || end - position <= epoch - position % epoch {
+            return in_part(end - position);
+        }
+        let first = epoch - position % epoch;
+        let rest = end - position - first;
+        in_part(first)
+            .saturating_add((rest / epoch).saturating_mul(in_part(epoch)))
+            .saturating_add(in_part(rest % epoch))
+    }
+
+    /// The part of a step's samples that this rank takes, counted from the step's first.
+    fn share(&self, step: &StepSamples) -> Range<u64> {
+        let bound = |rank: u64| {
+            (u128::from(step.samples) * u128::from(rank) / u128::from(self.data_parallel_size))
+                as u64
+        };
+        bound(self.data_parallel_rank)..bound(self.data_parallel_rank + 1)
+    }
+
+    /// The index of the first sample of this rank's micro-batch in the step.
+    pub fn first_sample(&self, step: &StepSamples, micro_batch: usize) -> u64 {
+        self.share(step).start + micro_batch as u64 * self.batch_size
+    }
+
+    /// Whether this rank has no sample left for a micro-batch that others compute: it takes the step's
+    /// first, and its loss does not count.
+    pub fn is_padding(&self, step: &StepSamples, micro_batch: usize) -> bool {
+        self.first_sample(step, micro_batch) >= self.share(step).end
+    }
+
+    /// The samples of this rank's micro-batch of a step.
+    pub fn micro_batch(&self, step: &StepSamples, micro_batch: usize) -> Samples {
+        let start = self.first_sample(step, micro_batch);
+        let places = start..(start + self.batch_size).min(self.share(step).end);
+        let places = if places.is_empty() { 0..1 } else { places };
+        let order = &self.order;
+        let samples = places.map(|place| order.at(step.start + place));
+        Samples::new(Split::Train, order.seed(), samples)
+    }
+
+    /// Samples a step takes over all ranks, but for one at the end of an epoch.
     pub fn global_batch_size(&self) -> u64 {
         self.batch_size * self.data_parallel_size * self.accumulate
     }
@@ -81,20 +207,20 @@ impl TrainSampler {
     /// The samples of this rank's micro-batch `micro_batch`, counted from 0, of a step that begins at
     /// `position` of the stream: for a run that resumes with another global batch size.
     pub fn samples_from(&self, position: u64, micro_batch: usize) -> Samples {
-        let per_rank = self.batch_size * self.accumulate;
-        let start =
-            position + self.data_parallel_rank * per_rank + micro_batch as u64 * self.batch_size;
-        let places = start..start + self.batch_size;
-        Samples::new(Split::Train, self.order.seed(), places.map(|place| self.order.at(place)))
+        self.micro_batch(&self.step_at(position), micro_batch)
     }
 
     /// This rank's micro-batches from `position` of the stream on, where a step begins, without end.
     pub fn batches_from(&self, position: u64) -> impl Iterator<Item = Samples> + Send + use<> {
         let sampler = self.clone();
-        (0_u64..).map(move |batch| {
-            let (step, micro_batch) = (batch / sampler.accumulate, batch % sampler.accumulate);
-            let position = position + step * sampler.global_batch_size();
-            sampler.samples_from(position, micro_batch as usize)
+        let mut step = sampler.step_at(position);
+        let mut micro_batch = 0;
+        std::iter::from_fn(move || {
+            if micro_batch == step.micro_batches {
+                (step, micro_batch) = (sampler.step_at(step.end), 0);
+            }
+            micro_batch += 1;
+            Some(sampler.micro_batch(&step, micro_batch - 1))
         })
     }
 }
@@ -204,7 +330,58 @@ mod tests {
         prop::sample::select(all)
     }
 
+    /// The samples of this rank in the steps from `position` up to `end` of the stream, step by step.
+    fn of_steps(sampler: &TrainSampler, mut position: u64, end: u64) -> Vec<Vec<u64>> {
+        let mut steps = Vec::new();
+        while position < end {
+            let step = sampler.step_at(position);
+            let real = (0..step.micro_batches).filter(|&m| !sampler.is_padding(&step, m));
+            let samples = real.map(|m| sampler.micro_batch(&step, m).indices().to_vec());
+            steps.push(samples.collect::<Vec<_>>().concat());
+            position = step.end;
+        }
+        steps
+    }
+
     proptest! {
+        #[test]
+        fn the_last_step_of_an_epoch_has_what_is_left_or_leaves_it_out(
+            seed: u64, len in 1u64..60, epochs in 1u64..4, first in 0u64..60, (dp, accumulate, batch) in shares()
+        ) {
+            let order = SampleOrder::new(seed, true, len).unwrap();
+            let end = epochs * len;
+            let first = first.min(end);
+            for last_batch in [LastBatch::Partial, LastBatch::Drop] {
+                let sampler = |rank| {
+                    let sampler = TrainSampler::new(order.clone(), batch, dp, rank, accumulate).unwrap();
+                    sampler.with_last_batch(last_batch)
+                };
+                if last_batch == LastBatch::Drop && len < 24 {
+                    prop_assert!(sampler(0).is_err());
+                    continue;
+                }
+                let by_rank: Vec<_> =
+                    (0..dp).map(|rank| of_steps(&sampler(rank).unwrap(), 0, end)).collect();
+                // Step by step the ranks' parts, in their order, are the stream.
+                let steps = by_rank[0].len();
+                let joined: Vec<Vec<u64>> = (0..steps)
+                    .map(|step| by_rank.iter().flat_map(|rank| rank[step].clone()).collect())
+                    .collect();
+                let per_epoch = match last_batch { LastBatch::Drop => len / 24 * 24, _ => len };
+                let expected = (0..epochs)
+                    .flat_map(|epoch| (0..per_epoch).map(move |i| epoch * len + i))
+                    .map(|position| order.at(position).1);
+                prop_assert_eq!(joined.concat(), expected.collect::<Vec<_>>());
+                prop_assert!(joined.iter().all(|step| !step.is_empty() && step.len() <= 24));
+                // All ranks see as many micro-batches, also those that `batches_from` gives.
+                let sampler = sampler(dp - 1).unwrap();
+                prop_assert_eq!(sampler.steps_between(0, end), steps as u64);
+                let from_first = of_steps(&sampler, first, end).len() as u64;
+                let left_out = last_batch == LastBatch::Drop && end - first < 24 && first < end;
+                prop_assert!(sampler.steps_between(first, end) == from_first || left_out);
+            }
+        }
+
         #[test]
         fn a_step_takes_the_same_samples_however_they_are_shared(
             seed: u64, shuffle: bool, len in 1u64..100, step in 0u64..20, share in shares()

@@ -74,6 +74,16 @@ impl Loss {
         Ok(self.sum_value()? / self.count)
     }
 
+    /// This loss as one of no items: its gradients are 0.
+    ///
+    /// # Errors
+    /// If candle cannot multiply it.
+    pub fn ignored(&self) -> Result<Self> {
+        // Not times a number: candle's backward ends at a factor of 0, and other ranks' goes on.
+        let zero = self.sum.detach().zeros_like()?;
+        Ok(Self { sum: self.sum.mul(&zero)?, count: 0.0, ..self.clone() })
+    }
+
     /// This loss outside the graph.
     #[must_use]
     pub fn detach(&self) -> Self {

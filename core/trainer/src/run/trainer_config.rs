@@ -12,7 +12,8 @@ use crate::runtime::UnusedParameters;
 use crate::{Error, Result};
 use fulgurite_config::PluginValue;
 use fulgurite_config::registry::kind;
-use fulgurite_engine::data::Workers;
+
+use fulgurite_engine::data::{LastBatch, Workers};
 use fulgurite_engine::module::ActivationCheckpointing;
 
 fulgurite_config::config_struct! {
@@ -40,6 +41,9 @@ fulgurite_config::config_struct! {
         pub num_workers: usize = 0,
         /// Batches that each of the `num_workers` threads may be ahead.
         pub prefetch_factor: usize = 2,
+        /// What becomes of the samples at the end of an epoch that do not fill a step: `"wrap"`, the step goes on
+        /// into the next epoch; `"partial"`, the epoch's last step has fewer; `"drop"`, they are left out.
+        pub last_batch: LastBatch = LastBatch::Wrap,
         /// Number of micro-batches in an optimizer step.
         pub accumulate_grad_batches: u64 = 1,
         /// The limit of gradient clipping; without it gradients are not clipped.
@@ -75,6 +79,9 @@ fulgurite_config::config_struct! {
         /// A trial of everything: trains on this many batches of each rank and validates on as many,
         /// without loggers and checkpoints. `true` is one batch.
         pub fast_dev_run: FastDevRun = FastDevRun::Off,
+        /// Check what every layer and unit gives in forward and backward, and end with an error that names the
+        /// first one that is NaN or infinite. It is slow.
+        pub detect_anomaly: bool = false,
         /// The interval of logged steps, in optimizer steps.
         pub log_every_n_steps: u64 = 10,
         /// The dtypes of parameters and computation. `32`, `64` and `"bf16"` are short for

@@ -98,7 +98,12 @@ impl StepContext {
     /// # Errors
     /// As [`Fabric::backward`](crate::fabric::Fabric::backward).
     pub fn manual_backward(&mut self, loss: &Loss) -> Result<()> {
-        self.manual()?.runtime.backward(loss)
+        let is_padding = self.is_padding;
+        let manual = self.manual()?;
+        match is_padding {
+            true => manual.runtime.backward(&loss.ignored()?),
+            false => manual.runtime.backward(loss),
+        }
     }
 
     /// As [`Fabric::no_backward_sync`](crate::fabric::Fabric::no_backward_sync), to accumulate gradients over

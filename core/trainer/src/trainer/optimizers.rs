@@ -1,6 +1,7 @@
 //! What a module is trained with.
 
 use crate::fabric::{Fabric, FabricOptimizers, UnusedParameters};
+use crate::run::TrainerConfig;
 use crate::{Error, Result};
 use fulgurite_engine::module::{ModuleTree, pattern_matches};
 use fulgurite_engine::optim::{OptimizerConfig, SchedulerConfig};
@@ -78,11 +79,25 @@ impl Optimizers {
         self
     }
 
-    /// Checks that each trainable parameter belongs to one optimizer, and the number of optimizers.
+    /// Checks that each trainable parameter belongs to one optimizer, the number of optimizers, and that a module
+    /// that optimizes by itself (not `automatic`) does so in each of its steps.
     ///
     /// # Errors
     /// If it does not.
-    pub(super) fn check(&self, tree: &ModuleTree, automatic: bool) -> Result<()> {
+    pub(super) fn check(
+        &self,
+        tree: &ModuleTree,
+        automatic: bool,
+        config: &TrainerConfig,
+    ) -> Result<()> {
+        if !automatic && config.accumulate_grad_batches > 1 {
+            return Err(Error::Config(
+                "`trainer.accumulate_grad_batches`: the module optimizes by itself \
+                 (`automatic_optimization`), so its `training_step` accumulates gradients \
+                 (`StepContext::no_backward_sync`); leave the key out"
+                    .to_owned(),
+            ));
+        }
         let explain =
             |message: String| Err(Error::Config(format!("configure_optimizers: {message}")));
         if self.named.is_empty() {

@@ -201,7 +201,8 @@ fn check(
     if purpose == RunPurpose::Fit {
         let order = SampleOrder::new(run.seed, model.shuffle, model.train_samples)?;
         let micro_batches = config.accumulate_grad_batches as usize;
-        TrainSampler::new(order, model.batch_size, data_parallel_size, 0, micro_batches)?;
+        TrainSampler::new(order, model.batch_size, data_parallel_size, 0, micro_batches)?
+            .with_last_batch(config.last_batch)?;
         check_optimizers(run, &model, &tree, memory.as_mut())?;
         check_monitors(run, &model)?;
     } else if let Some(memory) = &mut memory {
@@ -254,15 +255,7 @@ fn check_optimizers(
         ));
     }
     let optimizers = (model.optimizers)(run.optimizer_setup()?)?;
-    optimizers.check(tree, model.automatic_optimization)?;
-    if !model.automatic_optimization && run.trainer.accumulate_grad_batches > 1 {
-        return Err(Error::Config(
-            "`trainer.accumulate_grad_batches`: the module optimizes by itself \
-             (`automatic_optimization`), so its `training_step` accumulates gradients \
-             (`StepContext::no_backward_sync`); leave the key out"
-                .to_owned(),
-        ));
-    }
+    optimizers.check(tree, model.automatic_optimization, &run.trainer)?;
     let limits = run.trainer.effective().limits();
     let steps = limits.max_steps.or(limits.max_epochs);
     let (mut state_bytes, mut elements) = (0, 0);

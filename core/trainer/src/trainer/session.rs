@@ -21,8 +21,9 @@ use super::{Event, HookContext, Stage as RunStage, StepContext};
 use crate::fabric::{Fabric, FabricOptimizer, FabricOptimizers, NON_FINITE_HINT};
 use crate::run::{ClipAlgorithm, CountOrFraction, Limits, TrainerConfig};
 use crate::{Error, Result};
+use fulgurite_engine::autograd::detect_anomaly;
 use fulgurite_engine::collective::{ReduceOp, all_gather_object};
-use fulgurite_engine::data::{SampleOrder, TrainSampler, Workers};
+use fulgurite_engine::data::{LastBatch, SampleOrder, StepSamples, TrainSampler, Workers};
 use fulgurite_engine::mesh::DP_CP;
 use fulgurite_engine::optim::Interval;
 use fulgurite_engine::parallel::ContextParallel;
@@ -90,9 +91,6 @@ pub(super) struct Session {
 struct LoopPlan {
     order: SampleOrder,
     sampler: TrainSampler,
-    accumulate: usize,
-    /// The index of this rank's first sample in a step's global batch.
-    first_sample: u64,
     validation: ValidationTimes,
     device: Device,
     /// The ranks that share sequences with this one; `None` if sequences are whole.
@@ -339,7 +337,8 @@ impl Session {
             false => order,
         };
         let accumulate = self.accumulate as usize;
-        let sampler = TrainSampler::new(order.clone(), batch_size, ranks, share.rank, accumulate)?;
+        let sampler = TrainSampler::new(order.clone(), batch_size, ranks, share.rank, accumulate)?
+            .with_last_batch(config.last_batch)?;
         Ok((order, sampler))
     }
 
@@ -349,8 +348,8 @@ impl Session {
         let (order, sampler) = self.train_sampler()?;
         let by_epochs = max_epochs.map(|epochs| {
             // Computed from samples, since a run may resume with another global batch size.
-            let left = epochs.saturating_mul(order.epoch_len()).saturating_sub(self.cursor.samples);
-            self.cursor.step.saturating_add(left.div_ceil(sampler.global_batch_size()))
+            let end = epochs.saturating_mul(order.epoch_len());
+            self.cursor.step.saturating_add(sampler.steps_between(self.cursor.samples, end))
         });
         Ok(match (max_steps, by_epochs) {
             (Some(a), Some(b)) => Some(a.min(b)),
@@ -481,8 +480,6 @@ impl Session {
     /// The values that do not change from step to step.
     fn loop_plan(&self) -> Result<LoopPlan> {
         let (order, sampler) = self.train_sampler()?;
-        let accumulate = self.accumulate as usize;
-        let share = self.parts.fabric.sampler_share()?;
         let validation = match self.parts.config.val_check_interval {
             CountOrFraction::Count(steps) => ValidationTimes::EverySteps(steps),
             CountOrFraction::Fraction(part) => {
@@ -490,18 +487,19 @@ impl Session {
             }
         };
         let (samples, step) = (order.epoch_len(), sampler.global_batch_size());
-        if samples < step && self.rank() == 0 {
+        let wraps = self.parts.config.last_batch == LastBatch::Wrap;
+        if samples < step && wraps && self.rank() == 0 {
             tracing::warn!(
                 "the training data has {samples} sample(s) and a step takes {step}: each is in a step more \
-                 than once, and a step is {:.1} epochs; give more data, or lower the batch size, \
-                 `trainer.accumulate_grad_batches` or the number of ranks",
+                 than once, and a step is {:.1} epochs; give more data, lower the batch size, \
+                 `trainer.accumulate_grad_batches` or the number of ranks, or set `trainer.last_batch` = \
+                 \"partial\"",
                 step as f64 / samples as f64
             );
         }
-        let first_sample = (share.rank * self.batch_size * accumulate) as u64;
         let device = self.device()?;
         let context = self.parts.fabric.context_parallel();
-        Ok(LoopPlan { order, sampler, accumulate, first_sample, validation, device, context })
+        Ok(LoopPlan { order, sampler, validation, device, context })
     }
 
     /// Exchanges whether the run ends: if it does on one rank, it does on all. Collective.
@@ -520,20 +518,21 @@ impl Session {
     fn train_step(&mut self, plan: &LoopPlan) -> Result<()> {
         self.parts.meter.begin_step();
         let step = self.cursor.step + 1;
+        let of_step = plan.sampler.step_at(self.cursor.samples);
         let ranks = (self.rank(), self.world_size());
         let wanted = self.parts.config.logs_step(step);
         let mut logged = StepContext::training((step, self.epoch), ranks, wanted);
         self.set_schedules_position();
         let UpdateOutcome { train_loss, count, grad_norm, lr } =
             if self.runner.automatic_optimization() {
-                for micro_batch in 0..plan.accumulate {
-                    self.micro_batch(plan, micro_batch, &mut logged)?;
+                for micro_batch in 0..of_step.micro_batches {
+                    self.micro_batch(plan, (&of_step, micro_batch), &mut logged)?;
                 }
                 self.update()?
             } else {
-                self.manual_step(plan, &mut logged)?
+                self.manual_step(plan, &of_step, &mut logged)?
             };
-        let samples = self.cursor.samples + plan.sampler.global_batch_size();
+        let samples = of_step.end;
         self.cursor = Cursor { step, samples };
         self.items = count;
         let tokens_per_s = self.parts.meter.end_step(train_loss, count);
@@ -576,26 +575,37 @@ impl Session {
     }
 
     /// A step of a module that optimizes by itself. Collective.
-    fn manual_step(&mut self, plan: &LoopPlan, logged: &mut StepContext) -> Result<UpdateOutcome> {
+    fn manual_step(
+        &mut self,
+        plan: &LoopPlan,
+        of_step: &StepSamples,
+        logged: &mut StepContext,
+    ) -> Result<UpdateOutcome> {
         self.hook(Hook::TrainBatchStart)?;
         let data = self.parts.fabric.phase("data");
         let samples = self.runner.next_training_batch()?;
         drop(data);
-        logged.begin_batch(0, samples.indices().len(), false);
+        let is_padding = plan.sampler.is_padding(of_step, 0);
+        let first_sample = plan.sampler.first_sample(of_step, 0);
+        logged.begin_batch(0, samples.indices().len(), is_padding);
         let fabric = &self.parts.fabric;
         let runtime = fabric.runtime.clone();
         let step = logged.step;
+        let _detecting = self.parts.config.detect_anomaly.then(detect_anomaly);
         let optimizers = std::mem::take(training(&mut self.optimizers));
         let clip = self.parts.config.clipping();
         logged.manual = Some(Manual { optimizers, runtime: runtime.clone(), clip });
         let loss = self.runner.training_step(logged, &mut |forward| {
-            let _scope = fabric.forward_scope(true, step, plan.first_sample);
+            let _scope = fabric.forward_scope(true, step, first_sample);
             let _phase = fabric.phase("forward");
-            forward().map_err(explain_shapes)
+            forward().map_err(|error| {
+                explain_shapes(error).during(format_args!("in training_step of step {step}"))
+            })
         });
         // Also after an error: hooks at the end of a run may save.
         self.optimizers = logged.manual.take().map(|manual| manual.optimizers);
-        let totals = runtime.totals_of(&loss?)?;
+        let loss = if is_padding { loss?.ignored()? } else { loss? };
+        let totals = runtime.totals_of(&loss)?;
         if !totals.loss_sum.is_finite() {
             return Err(Error::NonFinite {
                 what: "loss",
@@ -625,8 +635,11 @@ impl Session {
     /// Tells schedules how long the run is.
     pub(super) fn set_schedules_end(&mut self, max_steps: Option<u64>) -> Result<()> {
         let (order, sampler) = self.train_sampler()?;
-        let samples = |steps: u64| steps.saturating_mul(sampler.global_batch_size());
-        let of_steps = max_steps.map(|steps| samples(steps).div_ceil(order.epoch_len()));
+        let epoch = order.epoch_len();
+        let of_steps = max_steps.map(|steps| match self.parts.config.last_batch {
+            LastBatch::Wrap => steps.saturating_mul(sampler.global_batch_size()).div_ceil(epoch),
+            _ => steps.div_ceil(sampler.steps_between(0, epoch).max(1)),
+        });
         let max_epochs = self.parts.config.limits().max_epochs.or(of_steps);
         for (_, optimizer) in training(&mut self.optimizers).iter_mut() {
             optimizer.set_max_steps(match optimizer.schedule_interval() {
@@ -641,7 +654,7 @@ impl Session {
     fn micro_batch(
         &mut self,
         plan: &LoopPlan,
-        micro_batch: usize,
+        (of_step, micro_batch): (&StepSamples, usize),
         logged: &mut StepContext,
     ) -> Result<()> {
         let index = micro_batch as u64;
@@ -649,10 +662,12 @@ impl Session {
         let data = self.parts.fabric.phase("data");
         let samples = self.runner.next_training_batch()?;
         drop(data);
-        logged.begin_batch(index, samples.indices().len(), false);
-        let first_sample = plan.first_sample + (micro_batch * self.batch_size) as u64;
+        let is_padding = plan.sampler.is_padding(of_step, micro_batch);
+        logged.begin_batch(index, samples.indices().len(), is_padding);
+        let first_sample = plan.sampler.first_sample(of_step, micro_batch);
         let fabric = &self.parts.fabric;
         let step = logged.step;
+        let _detecting = self.parts.config.detect_anomaly.then(detect_anomaly);
         let loss = self.runner.training_step(logged, &mut |forward| {
             let _scope = fabric.forward_scope(true, step, first_sample);
             let _phase = fabric.phase("forward");
@@ -660,11 +675,12 @@ impl Session {
                 explain_shapes(error).during(format_args!("in training_step of step {step}"))
             })
         })?;
+        let loss = if is_padding { loss.ignored()? } else { loss };
         self.batch_hook(Hook::BeforeBackward(&loss), index)?;
         {
             let fabric = &self.parts.fabric;
             let _scope = fabric.forward_scope(true, step, first_sample);
-            let _no_sync = fabric.no_backward_sync(micro_batch + 1 < plan.accumulate);
+            let _no_sync = fabric.no_backward_sync(micro_batch + 1 < of_step.micro_batches);
             let located = |error: Error| error.during(format_args!("in backward of step {step}"));
             fabric.backward(&loss).map_err(located)?;
         }

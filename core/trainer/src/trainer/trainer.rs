@@ -433,7 +433,8 @@ impl Session {
     fn run_fit(&mut self, run: &UntypedRun, starting: Starting) -> Result<(FitOutcome, FitEnd)> {
         let configured = self.runner.configure_optimizers(run.optimizer_setup()?)?;
         let fabric = &self.parts.fabric;
-        configured.check(fabric.module_tree()?, self.runner.automatic_optimization())?;
+        let automatic = self.runner.automatic_optimization();
+        configured.check(fabric.module_tree()?, automatic, &run.trainer)?;
         let (mut optimizers, schedulers) =
             configured.build(fabric, run.trainer.unused_parameters)?;
         self.hook(Hook::Setup)?;

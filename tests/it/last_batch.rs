@@ -1,0 +1,89 @@
+//! The samples at the end of an epoch that do not fill a step.
+
+use fulgurite::core::config::ConfigLayers;
+use fulgurite::core::run::RunConfig;
+use fulgurite::core::trainer::Event;
+use fulgurite::prelude::*;
+use fulgurite_transports::run_ranks;
+
+use crate::toy::{Events, NoKeys, Numbers};
+
+/// Learns to double, behind a dropout.
+struct Double(Unit<Linear>, Dropout);
+
+impl LightningModule for Double {
+    type Config = NoKeys;
+    type Data = Numbers;
+
+    fn configure_model(_: &NoKeys, b: &ModuleBuilder) -> Result<Self> {
+        Ok(Self(b.unit("double", |b| Linear::new(b, 1, 1))?, Dropout::new(&b.pp("dropout"), 0.3)?))
+    }
+
+    fn training_step(&mut self, x: &Tensor, ctx: &mut StepContext) -> Result<Loss> {
+        ctx.log("mean", x.mean_all()?.to_scalar::<f32>()?);
+        let dropped = self.1.forward(&self.0.forward(x)?)?;
+        let error = (dropped - (x * 2.0)?)?;
+        Ok(Loss::new(error.sqr()?.sum_all()?, x.dim(0)? as f64))
+    }
+}
+
+impl Hooks<Numbers> for Double {}
+
+/// Loss and logged mean of each step, and the last validation's loss.
+fn train(ranks: usize, accumulate: u64, keys: &str) -> (Vec<[f64; 2]>, f64) {
+    let logs = tempfile::tempdir().unwrap();
+    let runs = run_ranks(ranks, |world| {
+        let root = logs.path();
+        let text = format!(
+            "seed = 3\ntrainer.default_root_dir = {root:?}\ntrainer.strategy = 'fsdp'\n\
+             trainer.devices = {ranks}\ntrainer.accumulate_grad_batches = {accumulate}\n\
+             trainer.loggers = []\ntrainer.enable_progress_bar = false\n\
+             trainer.log_every_n_steps = 1\n{keys}\n"
+        );
+        let layers = ConfigLayers::new().text("run.toml", &text)?;
+        let run: RunConfig<NoKeys, NoKeys> = RunConfig::from_layers(layers)?;
+        let events = Events::default();
+        Trainer::new(world).with_sink(Box::new(events.clone())).fit::<Double>(&run)?;
+        let (mut steps, mut validation) = (Vec::new(), f64::NAN);
+        for event in &*events.0.lock().unwrap() {
+            match event {
+                Event::Step { train_loss, metrics, .. } => {
+                    steps.push([*train_loss, metrics["mean"]])
+                }
+                Event::Validation { val_loss, .. } => validation = *val_loss,
+                _ => {}
+            }
+        }
+        Ok((steps, validation))
+    });
+    runs.unwrap_or_else(|error| panic!("{ranks} rank(s), {keys}: {error}")).swap_remove(0)
+}
+
+#[test]
+fn the_mean_of_a_short_step_is_over_its_samples_on_any_number_of_ranks() {
+    // Seven samples, six in a full step.
+    let keys = "trainer.last_batch = 'partial'\ntrainer.max_epochs = 3\noptimizer.lr = 0.1";
+    let (one, _) = train(1, 3, keys);
+    assert_eq!(one.len(), 6);
+    let (three, _) = train(3, 1, keys);
+    assert_eq!(three.len(), one.len());
+    for (step, expected) in three.iter().zip(&one) {
+        let close = |i: usize| (step[i] - expected[i]).abs() < 1e-6;
+        assert!(close(0) && close(1), "{three:?} {one:?}");
+    }
+    // All samples of an epoch: 0 to 0.6.
+    for epoch in one.chunks(2) {
+        assert!((6.0 * epoch[0][1] + epoch[1][1] - 2.1).abs() < 1e-5, "{epoch:?}");
+    }
+}
+
+#[test]
+fn samples_that_do_not_fill_a_step_are_left_out() {
+    let keys =
+        "trainer.last_batch = 'drop'\ntrainer.max_epochs = 3\ntrainer.val_check_interval = 1.0";
+    let (steps, validation) = train(1, 3, keys);
+    assert_eq!(steps.len(), 3);
+    assert!(validation.is_finite(), "at the ends of epochs");
+    let sums: Vec<f64> = steps.iter().map(|step| 6.0 * step[1]).collect();
+    assert!(sums.iter().all(|sum| *sum <= 2.1 + 1e-5), "{sums:?}");
+}
