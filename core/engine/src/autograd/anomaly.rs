@@ -36,8 +36,8 @@ pub(crate) fn anomaly(tensor: &Tensor) -> Result<Option<String>> {
         return Ok(None);
     }
     // 0 for a finite element, else NaN.
-    let zero = (tensor - tensor)?.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?;
-    if zero == 0.0 {
+    let zeros = (tensor.detach() * 0.0)?.to_dtype(DType::F32)?;
+    if zeros.sum_all()?.to_scalar::<f32>()? == 0.0 {
         return Ok(None);
     }
     let values = tensor.detach().flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;

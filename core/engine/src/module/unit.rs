@@ -158,8 +158,8 @@ impl UnitHandle {
     /// Names the unit in errors of its computation that name no place in the model, and under
     /// `detect_anomaly` in that of an output that is not finite.
     fn locate<A: Activations>(&self, result: Result<A>) -> Result<A> {
-        let y = result
-            .map_err(|error| activations::explain_shapes(error).in_module(self.path()))?;
+        let y =
+            result.map_err(|error| activations::explain_shapes(error).in_module(self.path()))?;
         if detects_anomalies() {
             y.map_tensors(&mut |y| match anomaly(y)? {
                 None => Ok(y.clone()),
