@@ -19,6 +19,7 @@ mod metrics;
 mod model_parallel;
 mod new_head;
 mod parity;
+mod plugin_callbacks;
 mod plugin_crate;
 mod pretrained;
 mod profiler;

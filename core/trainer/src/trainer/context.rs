@@ -9,8 +9,8 @@ use super::log_table::{LogOptions, LogTable, Logged, Source};
 use super::manual::Manual;
 use super::runner::{ModuleRunner, TypedRunner};
 use super::{Histogram, LightningModule};
-use crate::Result;
 use crate::fabric::{Fabric, FabricOptimizer, FabricOptimizers};
+use crate::{Error, Result};
 
 /// The context of a step: its position in the run, and what it logs.
 #[derive(Debug)]
@@ -197,6 +197,8 @@ pub(super) struct Requests {
     pub(super) stop: bool,
     /// To save after it.
     pub(super) saves: Vec<SaveRequest>,
+    /// To save where an error ends the run.
+    pub(super) save_on_exception: Option<SaveRequest>,
     /// Another number of micro-batches in a step, from the next step on.
     pub(super) accumulate_grad_batches: Option<u64>,
     pub(super) printed: Vec<String>,
@@ -343,6 +345,25 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
     /// same ones.
     pub fn save_checkpoint(&mut self, request: SaveRequest) {
         self.parts.requests.saves.push(request);
+    }
+
+    /// Asks the trainer for a checkpoint if an error ends this run, in place of an earlier one that was asked for
+    /// so: of the last whole step, from which a run can go on. For runs on one rank: where there are several, the
+    /// others may have failed or not, and what is saved by all of them cannot be. Nothing is saved if the error
+    /// comes amid an update of the weights, or amid a module's own optimization.
+    ///
+    /// # Errors
+    /// If there are several ranks.
+    pub fn save_on_exception(&mut self, request: SaveRequest) -> Result<()> {
+        if self.world_size > 1 {
+            return Err(Error::Config(format!(
+                "a checkpoint on an error needs a run on one rank, and this has {}: ranks save together, and \
+                 those that have failed cannot. Save on the way, with `checkpoint.every_n_steps`",
+                self.world_size
+            )));
+        }
+        self.parts.requests.save_on_exception = Some(request);
+        Ok(())
     }
 
     /// Sets the number of micro-batches in a step from the next one on, on all ranks alike.

@@ -279,6 +279,39 @@ impl Session {
         Ok(())
     }
 
+    /// Saves after an error, if a hook has asked for it and there is a whole step to save. What goes wrong is only
+    /// shown: the run has its error.
+    pub(super) fn save_on_exception(&mut self) {
+        let Some(request) = self.requests.save_on_exception.take() else { return };
+        let (step, saving) = (self.cursor.step, &self.parts.saving);
+        if step == 0 || saving.has_saved(step) || self.world_size() > 1 {
+            return;
+        }
+        if !self.is_between_updates() {
+            tracing::warn!(
+                "no checkpoint is saved after the error, which came amid an update of the weights or a validation \
+                 of their averages"
+            );
+            return;
+        }
+        let kept = saving.retention.kept().to_vec();
+        let name = request.name.unwrap_or_else(|| checkpoint::step_name(step));
+        let SaveRequest { weights_only, remove, .. } = request;
+        if let Err(error) = self.write(Write { name, kept, remove, weights_only, blocking: true }) {
+            tracing::error!("saving after the error failed: {error}");
+        }
+    }
+
+    /// Whether the weights are those after the last whole step.
+    fn is_between_updates(&self) -> bool {
+        let averages = self.validation_due && self.parts.config.ema_decay.is_some();
+        let mut optimizers = self.optimizers.iter().flat_map(|all| all.iter());
+        let done = self.cursor.step;
+        self.runner.automatic_optimization()
+            && !averages
+            && optimizers.all(|(_, o)| o.steps() == done)
+    }
+
     /// Writes a checkpoint of the present step. Collective.
     fn write(&mut self, write: Write) -> Result<()> {
         let _phase = self.parts.fabric.phase("checkpoint");

@@ -193,6 +193,9 @@ impl Trainer {
         let starting = Starting::new();
         let mut session = self.set_up(Stage::Fit, &run, set_up)?;
         let result = session.run_fit(&run, starting);
+        if result.is_err() {
+            session.save_on_exception();
+        }
         let result = session.tear_down_saving(result).and_then(|(outcome, end)| match end {
             FitEnd::Finished => Ok(outcome),
             FitEnd::Interrupted(why) => {

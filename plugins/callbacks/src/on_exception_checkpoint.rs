@@ -1,0 +1,73 @@
+//! A checkpoint where a run fails.
+
+use fulgurite_core::trainer::{Callback, CallbackConfig, HookContext, Hooks, SaveRequest, Stage};
+use fulgurite_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// Saves a checkpoint when an error ends the training, of the last whole step:
+/// `{ type = "on_exception_checkpoint", filename = "on_exception" }`. A run goes on from it as from any other.
+/// As Lightning's `OnExceptionCheckpoint`, for runs on one rank: what ranks save together cannot be saved when one
+/// of them has failed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct OnExceptionCheckpointConfig {
+    /// The checkpoint's name in the place of the run's checkpoints.
+    pub filename: String,
+}
+
+impl Default for OnExceptionCheckpointConfig {
+    fn default() -> Self {
+        Self { filename: "on_exception".to_owned() }
+    }
+}
+
+#[typetag::serde(name = "on_exception_checkpoint")]
+impl CallbackConfig for OnExceptionCheckpointConfig {
+    fn build(&self) -> Result<Box<dyn Callback>> {
+        let name = &self.filename;
+        if name.is_empty() || name.starts_with('.') || name.contains(['/', '\\']) || name == "last"
+        {
+            return Err(Error::Config(format!(
+                "`trainer.callbacks`, on_exception_checkpoint: `filename`: must be the name of a checkpoint in \
+                 `checkpoint.dir`, such as \"on_exception\", found \"{name}\""
+            )));
+        }
+        Ok(Box::new(OnExceptionCheckpoint(name.clone())))
+    }
+}
+
+fulgurite_core::register_plugin!(
+    fulgurite_core::registry::kind::CALLBACK,
+    "on_exception_checkpoint",
+    "Saves a checkpoint when an error ends a training on one rank",
+    "{ type = \"on_exception_checkpoint\", filename = \"on_exception\" }"
+);
+
+struct OnExceptionCheckpoint(String);
+
+impl Callback for OnExceptionCheckpoint {}
+
+impl Hooks for OnExceptionCheckpoint {
+    fn setup(&mut self, ctx: &mut HookContext) -> Result<()> {
+        if ctx.stage != Stage::Fit {
+            return Ok(());
+        }
+        let mut request = SaveRequest::default();
+        request.name = Some(self.0.clone());
+        ctx.save_on_exception(request)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_that_of_a_checkpoint() {
+        for name in ["", "a/b", "..", "last"] {
+            let config = OnExceptionCheckpointConfig { filename: name.to_owned() };
+            assert!(config.build().is_err(), "{name}");
+        }
+        OnExceptionCheckpointConfig::default().build().unwrap();
+    }
+}
