@@ -107,6 +107,8 @@ mod book {
     mod model_parallel {}
     #[doc = include_str!("../docs/src/guides/profiling.md")]
     mod profiling {}
+    #[doc = include_str!("../docs/src/guides/project.md")]
+    mod project {}
     #[doc = include_str!("../docs/src/guides/strategies.md")]
     mod strategies {}
     #[doc = include_str!("../docs/src/guides/writing-a-strategy.md")]

@@ -12,11 +12,10 @@ use fulgurite_core::fabric::Connection;
 use fulgurite_core::launch::{LaunchedRank, interruption, report_and_exit_code};
 use fulgurite_core::mesh::DeviceMesh;
 use fulgurite_core::module::ModuleTree;
-use fulgurite_core::run::TrainerConfig;
 use fulgurite_core::strategy::ParallelizeFn;
 use fulgurite_core::trainer::{Callback, LightningModule, RunConfigOf, RunPurpose, Trainer};
 use fulgurite_core::{Error, Result, advice, registry};
-use fulgurite_loggers::{JsonLines, ProgressBar};
+use fulgurite_loggers::JsonLines;
 use serde_json::json;
 use toml::Table;
 
@@ -289,7 +288,7 @@ fn execute<M: LightningModule>(
     let make = || extras.parallelize();
     let connection = Trainer::connect_parallelized::<M>(&run, purpose(request.action), &make)?;
     let world = connection.world.clone();
-    let (_launched, mut trainer) = trainer(request, &run.trainer, connection);
+    let (_launched, mut trainer) = trainer(request, connection);
     if let Some(parallelize) = extras.parallelize() {
         trainer = trainer.parallelize(move |model: &mut ModuleTree, mesh: &DeviceMesh| {
             parallelize.parallelize(model, mesh)
@@ -322,7 +321,6 @@ fn execute<M: LightningModule>(
 /// as long as the [`LaunchedRank`] lives.
 fn trainer(
     request: &RunRequest,
-    config: &TrainerConfig,
     Connection { launched, world }: Connection,
 ) -> (LaunchedRank, Trainer) {
     let mut trainer =
@@ -332,11 +330,6 @@ fn trainer(
             trainer = trainer.with_sink(Box::new(JsonLines::stdout()));
         } else {
             trainer = trainer.with_print(|text| println!("{text}"));
-        }
-        if config.enable_progress_bar {
-            let every = config.log_every_n_steps;
-            let bar = ProgressBar::stderr(config.limits().max_steps, every);
-            trainer = trainer.with_sink(Box::new(bar));
         }
     }
     (launched, trainer)

@@ -37,4 +37,4 @@ pub use fulgurite_error::{Error, Result, advice, files};
 pub use fulgurite_launch as launch;
 pub use fulgurite_launch::environment;
 pub use fulgurite_nn as nn;
-pub use fulgurite_trainer::{fabric, metric, profiler, run, trainer};
+pub use fulgurite_trainer::{fabric, metric, profiler, register_progress, run, trainer};

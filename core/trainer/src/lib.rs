@@ -8,3 +8,8 @@ pub mod run;
 mod runtime;
 pub mod trainer;
 pub use fulgurite_engine::{Error, Result};
+
+#[doc(hidden)]
+pub mod __private {
+    pub use inventory;
+}

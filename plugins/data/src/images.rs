@@ -240,6 +240,10 @@ impl DataModule for ImageFolder {
         Ok(Self { config: config.clone(), classes, train, validation })
     }
 
+    fn items(_: &ImageFolderConfig) -> &'static str {
+        "images"
+    }
+
     fn batch_size(config: &ImageFolderConfig) -> usize {
         config.batch_size
     }

@@ -198,6 +198,10 @@ impl DataModule for TextData {
         config.batch_size
     }
 
+    fn items(_: &TextDataConfig) -> &'static str {
+        "tokens"
+    }
+
     fn shuffle(config: &TextDataConfig) -> bool {
         config.shuffle
     }

@@ -1,13 +1,19 @@
-//! Progress for people: a bar on a terminal, lines elsewhere.
+//! Progress for people: bars on a terminal, lines elsewhere.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, IsTerminal, Write};
 
-use fulgurite_core::trainer::{Event, EventSink, RunStatus};
+use fulgurite_core::trainer::{EvaluationProgress, Event, EventSink, RunStart, RunStatus};
 use fulgurite_core::{Error, Result};
-use indicatif::ProgressStyle;
+use indicatif::{MultiProgress, ProgressStyle};
 
-/// Shows a run's progress.
+fulgurite_core::register_progress!(|every_n_steps| Box::new(ProgressBar::stderr(
+    None,
+    every_n_steps
+)));
+
+/// Shows a run's progress: the model, the steps, validations and what comes of them. A linked program's
+/// trainers show it by themselves, unless `trainer.enable_progress_bar` is false.
 ///
 /// ```
 /// use fulgurite_core::trainer::{EventSink, RunStatus};
@@ -21,32 +27,102 @@ pub struct ProgressBar {
     output: Output,
     max_steps: Option<u64>,
     every_n_steps: u64,
+    /// What the counts of losses count.
+    items: &'static str,
     /// What was logged last: not every step's values are.
     logged: BTreeMap<String, f64>,
 }
 
-const WITH_LENGTH: &str = "{bar:24} {pos}/{len}  {msg}  [{elapsed_precise}, {eta_precise} left]";
-
 enum Output {
-    Bar(indicatif::ProgressBar),
+    Bars(Bars),
     /// `None` after a broken pipe.
     Lines(Option<Box<dyn Write + Send>>),
 }
 
+/// The bars of a terminal.
+#[derive(Default)]
+struct Bars {
+    all: MultiProgress,
+    /// That of training, once there is one.
+    training: Option<indicatif::ProgressBar>,
+    /// That of the evaluation that goes on.
+    evaluation: Option<indicatif::ProgressBar>,
+}
+
+/// Columns of a bar itself, where the terminal has room.
+const BAR: usize = 24;
+
+/// Columns that position and times take.
+const NUMBERS: usize = 30;
+
+impl Bars {
+    /// The columns of the terminal.
+    fn columns(&self) -> usize {
+        let columns = console::Term::stderr().size_checked().map(|(_, columns)| columns.into());
+        // A terminal that does not say how wide it is may have told the shell.
+        let of_shell = || std::env::var("COLUMNS").ok()?.parse().ok();
+        columns.filter(|&columns| columns > 0).or_else(of_shell).unwrap_or(80)
+    }
+
+    fn start(&mut self, max_steps: Option<u64>) {
+        let bar = match max_steps {
+            Some(steps) => indicatif::ProgressBar::new(steps).with_style(style(&with_length(BAR))),
+            None => indicatif::ProgressBar::new_spinner()
+                .with_style(style("{spinner} {pos}  [{elapsed}]  {msg}")),
+        };
+        self.training = Some(self.all.add(bar));
+    }
+
+    fn step(&mut self, step: u64, text: &StepText, max_steps: Option<u64>) {
+        if self.training.is_none() {
+            self.start(max_steps);
+        }
+        let columns = self.columns();
+        let Some(bar) = &self.training else { return };
+        let (message, width) = text.fit(columns.saturating_sub(NUMBERS));
+        if max_steps.is_some() {
+            bar.set_style(style(&with_length(width)));
+        }
+        bar.set_position(step);
+        bar.set_message(message);
+    }
+
+    fn evaluating(
+        &mut self,
+        EvaluationProgress { what, done, batches, .. }: EvaluationProgress<'_>,
+    ) {
+        let bar = self.evaluation.get_or_insert_with(|| {
+            let style = style("{msg} {bar:24} {pos}/{len} [{elapsed}, {eta} left]");
+            self.all.add(indicatif::ProgressBar::new(batches).with_style(style))
+        });
+        bar.set_message(what.to_owned());
+        bar.set_length(batches);
+        bar.set_position(done);
+        if done == batches {
+            bar.finish_and_clear();
+            self.evaluation = None;
+        }
+    }
+}
+
+fn with_length(width: usize) -> String {
+    match width {
+        0 => "{pos}/{len} [{elapsed}, {eta} left]  {msg}".to_owned(),
+        _ => format!(
+            "{{bar:{width}}} {{pos}}/{{len}} [{{elapsed}}, {{eta}} left]  {{msg}}"
+        ),
+    }
+}
+
 impl ProgressBar {
-    /// Progress on standard error: a bar if it is a terminal; otherwise a line for the first step
+    /// Progress on standard error: bars if it is a terminal; otherwise a line for the first step
     /// and for every `every_n_steps`-th, and for everything else that happens. `max_steps` is the
     /// run's length, if it is known.
     pub fn stderr(max_steps: Option<u64>, every_n_steps: u64) -> Self {
         if !io::stderr().is_terminal() {
             return Self::lines(io::stderr(), max_steps, every_n_steps);
         }
-        let bar = match max_steps {
-            Some(steps) => indicatif::ProgressBar::new(steps).with_style(style(WITH_LENGTH)),
-            None => indicatif::ProgressBar::new_spinner()
-                .with_style(style("{spinner} {pos}  {msg}  [{elapsed_precise}]")),
-        };
-        Self { output: Output::Bar(bar), max_steps, every_n_steps, logged: BTreeMap::new() }
+        Self::new(Output::Bars(Bars::default()), max_steps, every_n_steps)
     }
 
     /// Progress as lines on any writer.
@@ -55,8 +131,11 @@ impl ProgressBar {
         max_steps: Option<u64>,
         every_n_steps: u64,
     ) -> Self {
-        let output = Output::Lines(Some(Box::new(writer)));
-        Self { output, max_steps, every_n_steps, logged: BTreeMap::new() }
+        Self::new(Output::Lines(Some(Box::new(writer))), max_steps, every_n_steps)
+    }
+
+    fn new(output: Output, max_steps: Option<u64>, every_n_steps: u64) -> Self {
+        Self { output, max_steps, every_n_steps, items: "items", logged: BTreeMap::new() }
     }
 
     fn is_due(&self, step: u64) -> bool {
@@ -65,10 +144,10 @@ impl ProgressBar {
 
     fn line(&mut self, text: &str) -> Result<()> {
         match &mut self.output {
-            Output::Bar(bar) => {
-                bar.println(text);
-                Ok(())
-            }
+            Output::Bars(bars) => match bars.all.println(text) {
+                Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+                result => result.map_err(Error::io("writing progress to", "stderr")),
+            },
             Output::Lines(None) => Ok(()),
             Output::Lines(open) => {
                 let Some(writer) = open else { return Ok(()) };
@@ -85,39 +164,65 @@ impl ProgressBar {
 }
 
 impl EventSink for ProgressBar {
+    fn begin(&mut self, run: &RunStart) {
+        self.items = run.items;
+        // What cannot be shown is no reason to end a run before it begins; the next line says so.
+        let _ = self.line(&run.model.to_string());
+    }
+
     fn start(&mut self, max_steps: Option<u64>) {
         self.max_steps = max_steps.or(self.max_steps);
-        if let (Output::Bar(bar), Some(steps)) = (&self.output, self.max_steps) {
-            bar.set_length(steps);
-            bar.set_style(style(WITH_LENGTH));
+        if let Output::Bars(bars) = &mut self.output {
+            bars.start(self.max_steps);
+        }
+    }
+
+    fn evaluating(&mut self, progress: EvaluationProgress<'_>) {
+        if let Output::Bars(bars) = &mut self.output {
+            bars.evaluating(progress);
         }
     }
 
     fn event(&mut self, event: &Event) -> Result<()> {
-        let Some(text) = describe(event, &self.logged) else { return Ok(()) };
-        let Event::Step { step, metrics, .. } = event else { return self.line(&text) };
+        let Event::Step { step, epoch, train_loss, grad_norm, lr, tokens_per_s, metrics } = event
+        else {
+            return match describe(event, self.items) {
+                Some(text) => self.line(&text),
+                None => Ok(()),
+            };
+        };
         if !metrics.is_empty() {
             self.logged.clone_from(metrics);
         }
-        if let Output::Bar(bar) = &self.output {
-            bar.set_position(*step);
-            bar.set_message(text);
+        let text = StepText {
+            epoch: format!("epoch {epoch:.2}"),
+            loss: format!("loss {train_loss:.4}"),
+            grad_norm: format!("grad_norm {grad_norm:.3}"),
+            lr: format!("lr {lr:.1e}"),
+            logged: logged(&self.logged),
+            rate: format!("{} {}/s", count(*tokens_per_s), self.items),
+        };
+        if let Output::Bars(bars) = &mut self.output {
+            bars.step(*step, &text, self.max_steps);
             return Ok(());
         }
         if !self.is_due(*step) {
             return Ok(());
         }
         match self.max_steps {
-            Some(max) => self.line(&format!("step {step}/{max}  {text}")),
-            None => self.line(&format!("step {step}  {text}")),
+            Some(max) => self.line(&format!("step {step}/{max}  {}", text.whole())),
+            None => self.line(&format!("step {step}  {}", text.whole())),
         }
     }
 
     fn finish(&mut self, status: RunStatus) -> Result<()> {
-        if let Output::Bar(bar) = &self.output {
-            match status {
-                RunStatus::Success => bar.finish(),
-                RunStatus::Interrupted | RunStatus::Failed => bar.abandon(),
+        if let Output::Bars(bars) = &mut self.output {
+            bars.evaluation.take().inspect(indicatif::ProgressBar::finish_and_clear);
+            if let Some(bar) = bars.training.take() {
+                match status {
+                    RunStatus::Success => bar.finish(),
+                    RunStatus::Interrupted | RunStatus::Failed => bar.abandon(),
+                }
             }
         }
         Ok(())
@@ -129,22 +234,61 @@ fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
-/// An event in words; for a step without its number, and with what was logged before if it logs nothing.
-fn describe(event: &Event, before: &BTreeMap<String, f64>) -> Option<String> {
+/// What is said of a step, but for its number.
+struct StepText {
+    epoch: String,
+    loss: String,
+    grad_norm: String,
+    lr: String,
+    /// What the module logged.
+    logged: Vec<String>,
+    rate: String,
+}
+
+impl StepText {
+    /// All of it, in order.
+    fn all(&self) -> Vec<&str> {
+        let mut all = vec![&*self.epoch, &*self.loss, &*self.grad_norm, &*self.lr];
+        all.extend(self.logged.iter().map(String::as_str));
+        all.push(&self.rate);
+        all
+    }
+
+    fn whole(&self) -> String {
+        self.all().join("  ")
+    }
+
+    /// As much of it as fits into so many columns, and the width of the bar that fits beside it. What the
+    /// module logged comes before the learning rate and the norm.
+    fn fit(&self, columns: usize) -> (String, usize) {
+        let mut by_weight = vec![&*self.loss, &*self.rate, &*self.epoch];
+        by_weight.extend(self.logged.iter().map(String::as_str));
+        by_weight.extend([&*self.lr, &*self.grad_norm]);
+        let (mut used, mut fits) = (0, Vec::new());
+        for text in by_weight {
+            let width = text.chars().count() + 2;
+            if used + width <= columns {
+                used += width;
+                fits.push(text);
+            }
+        }
+        let shown: Vec<&str> = self.all().into_iter().filter(|text| fits.contains(text)).collect();
+        // In steps, so that it does not tremble with the numbers.
+        let bar = (columns - used).min(BAR) / 4 * 4;
+        (shown.join("  "), bar)
+    }
+}
+
+/// An event in words; `None` for those that are not shown as a line.
+fn describe(event: &Event, items: &str) -> Option<String> {
     Some(match event {
-        Event::Step { epoch, train_loss, grad_norm, lr, tokens_per_s, metrics, .. } => format!(
-            "epoch {epoch:.2}  loss {train_loss:.4}  grad_norm {grad_norm:.3}  lr {lr:.1e}{}  {} \
-             tok/s",
-            logged(if metrics.is_empty() { before } else { metrics }),
-            count(*tokens_per_s)
-        ),
         Event::Validation { step, val_loss, metrics, .. } => {
-            format!("validation after step {step}: val_loss {val_loss:.4}{}", logged(metrics))
+            format!("validation after step {step}: val_loss {val_loss:.4}{}", after(metrics))
         }
         Event::Test { step, test_loss, metrics, .. } => {
-            format!("test after step {step}: test_loss {test_loss:.4}{}", logged(metrics))
+            format!("test after step {step}: test_loss {test_loss:.4}{}", after(metrics))
         }
-        Event::Metrics { step, metrics } => format!("after step {step}:{}", logged(metrics)),
+        Event::Metrics { step, metrics } => format!("after step {step}:{}", after(metrics)),
         Event::Resume { step, path } => {
             format!("going on after step {step}, from {}", path.display())
         }
@@ -169,7 +313,7 @@ fn describe(event: &Event, before: &BTreeMap<String, f64>) -> Option<String> {
                 true => "no further step".to_owned(),
                 false => format!(
                     "loss {first_loss:.4} to {last_loss:.4}, {step_s_median:.3} s a step, {} \
-                     tok/s, {startup_s:.1} s to start",
+                     {items}/s, {startup_s:.1} s to start",
                     count(*tokens_per_s)
                 ),
             };
@@ -182,12 +326,17 @@ fn describe(event: &Event, before: &BTreeMap<String, f64>) -> Option<String> {
     })
 }
 
-fn logged(metrics: &BTreeMap<String, f64>) -> String {
+/// What was logged, behind something else.
+fn after(metrics: &BTreeMap<String, f64>) -> String {
+    logged(metrics).iter().map(|text| format!("  {text}")).collect()
+}
+
+fn logged(metrics: &BTreeMap<String, f64>) -> Vec<String> {
     metrics
         .iter()
         .map(|(name, value)| match value.abs() {
-            0.0 | 1e-3..1e6 => format!("  {name} {value:.4}"),
-            _ => format!("  {name} {value:.3e}"),
+            0.0 | 1e-3..1e6 => format!("{name} {value:.4}"),
+            _ => format!("{name} {value:.3e}"),
         })
         .collect()
 }
@@ -203,6 +352,10 @@ fn count(value: f64) -> String {
 #[cfg(test)]
 mod tests {
     use std::sync::{Arc, Mutex};
+
+    use fulgurite_core::module::{ModuleBuilder, ModuleInit};
+    use fulgurite_core::parameter::Init;
+    use fulgurite_core::trainer::ModelSummary;
 
     use super::*;
 
@@ -234,7 +387,13 @@ mod tests {
 
     fn shown(max_steps: Option<u64>, events: &[Event]) -> String {
         let written = Shared::default();
-        let mut progress = ProgressBar::lines(written.clone(), max_steps, 4);
+        let mut progress = ProgressBar::lines(written.clone(), None, 4);
+        let b = ModuleBuilder::new(ModuleInit::default());
+        b.pp("head").parameter("weight", [3, 2], Init::ONES).unwrap();
+        let model = ModelSummary::new(&b.finish().unwrap());
+        progress.begin(&RunStart::new(max_steps, "images", model));
+        progress.start(max_steps);
+        progress.evaluating(EvaluationProgress::new("validation", 0, 3));
         for event in events {
             progress.event(event).unwrap();
         }
@@ -266,14 +425,17 @@ mod tests {
             peak_rss_mib: vec![100.0, 120.4],
         });
         insta::assert_snapshot!(shown(Some(6), &events), @r#"
-going on after step 0, from run/step-0
-step 1/6  epoch 0.06  loss 3.0000  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k tok/s
-step 4/6  epoch 0.25  loss 0.7500  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k tok/s
-step 6/6  epoch 0.38  loss 0.5000  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k tok/s
-validation after step 6: val_loss 2.5000
-checkpoint after step 6: run/step-6
-6 steps on 2 rank(s) with fsdp: loss 3.0000 to 0.5000, 0.250 s a step, 2.50M tok/s, 0.5 s to start, at most 120 MiB a rank
-"#);
+    module    parameters
+    head               6
+    all                6, 6 trained, in 0 unit(s)
+    going on after step 0, from run/step-0
+    step 1/6  epoch 0.06  loss 3.0000  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
+    step 4/6  epoch 0.25  loss 0.7500  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
+    step 6/6  epoch 0.38  loss 0.5000  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
+    validation after step 6: val_loss 2.5000
+    checkpoint after step 6: run/step-6
+    6 steps on 2 rank(s) with fsdp: loss 3.0000 to 0.5000, 0.250 s a step, 2.50M images/s, 0.5 s to start, at most 120 MiB a rank
+    "#);
     }
 
     #[test]
@@ -290,12 +452,41 @@ checkpoint after step 6: run/step-6
             startup_s: nan,
             peak_rss_mib: vec![100.0],
         };
-        insta::assert_snapshot!(shown(None, &[summary]), @"6 steps on 1 rank(s) with ddp: no further step, at most 100 MiB a rank");
+        insta::assert_snapshot!(shown(None, &[summary]), @r#"
+    module    parameters
+    head               6
+    all                6, 6 trained, in 0 unit(s)
+    6 steps on 1 rank(s) with ddp: no further step, at most 100 MiB a rank
+    "#);
     }
 
     #[test]
     fn a_run_of_unknown_length_shows_no_end() {
         let events: Vec<_> = (4..=7).map(step).collect();
-        insta::assert_snapshot!(shown(None, &events), @"step 4  epoch 0.25  loss 0.7500  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k tok/s");
+        insta::assert_snapshot!(shown(None, &events), @r#"
+    module    parameters
+    head               6
+    all                6, 6 trained, in 0 unit(s)
+    step 4  epoch 0.25  loss 0.7500  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
+    "#);
+    }
+
+    #[test]
+    fn what_matters_least_goes_first_where_a_terminal_is_narrow() {
+        let text = StepText {
+            epoch: "epoch 0.06".to_owned(),
+            loss: "loss 3.0000".to_owned(),
+            grad_norm: "grad_norm 1.250".to_owned(),
+            lr: "lr 3.0e-4".to_owned(),
+            logged: vec!["acc 0.5000".to_owned()],
+            rate: "12.3k tok/s".to_owned(),
+        };
+        let whole = text.whole();
+        assert_eq!(text.fit(200), (whole.clone(), BAR));
+        assert_eq!(text.fit(whole.len() + 2), (whole.clone(), 0));
+        assert_eq!(text.fit(whole.len() + 11), (whole, 8));
+        insta::assert_snapshot!(text.fit(60).0, @"epoch 0.06  loss 3.0000  acc 0.5000  12.3k tok/s");
+        insta::assert_snapshot!(text.fit(40).0, @"epoch 0.06  loss 3.0000  12.3k tok/s");
+        assert_eq!(text.fit(5), (String::new(), 4));
     }
 }

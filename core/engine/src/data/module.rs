@@ -134,6 +134,13 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     /// Samples of one micro-batch of one data-parallel rank.
     fn batch_size(config: &Self::Config) -> usize;
 
+    /// What the counts of a module's losses on this data count, in the plural, as progress says it: "1.2k
+    /// images/s". By default `samples`; `tokens` for text.
+    fn items(config: &Self::Config) -> &'static str {
+        let _ = config;
+        "samples"
+    }
+
     /// Whether training samples come in a random order, another one each epoch.
     fn shuffle(config: &Self::Config) -> bool {
         let _ = config;

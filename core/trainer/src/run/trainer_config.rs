@@ -93,7 +93,8 @@ fulgurite_config::config_struct! {
         /// one that was saved last to `checkpoint.dir` or, without that key, by the runs in
         /// `default_root_dir`; if there is none yet, training starts at step 0.
         pub ckpt_path: Option<CkptPath> = None,
-        /// Whether progress is shown on stderr: a bar on a terminal, lines elsewhere.
+        /// Whether rank 0 shows the model and its progress on stderr, from the command line and from code
+        /// alike: bars on a terminal, lines elsewhere.
         pub enable_progress_bar: bool = true,
         /// What happens if a trainable parameter gets no gradient in the first step.
         pub unused_parameters: UnusedParameters = UnusedParameters::Error,

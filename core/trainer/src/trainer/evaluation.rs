@@ -7,6 +7,7 @@ use candle_core::{Device, Tensor};
 
 use super::hooks::Hook;
 use super::log_table::{LogTable, Stage as LogStage};
+use super::progress::EvaluationProgress;
 use super::runner::Loading;
 use super::session::Session;
 use super::{Event, Predictions, Stage, StepContext};
@@ -302,6 +303,14 @@ impl Session {
         })?;
         let _no_grad = no_grad();
         let _scope = self.parts.fabric.forward_scope(false, self.cursor.step, 0);
+        let what = match (self.stage, split) {
+            (Stage::SanityCheck, _) => "sanity check".to_owned(),
+            (_, Split::ValidationSet(set)) => {
+                self.runner.validation_sets().get(set).cloned().unwrap_or_default()
+            }
+            (_, split) => split.to_string(),
+        };
+        self.show_evaluation(&what, 0, batches);
         for index in 0..batches {
             if index > 0
                 && let Some(why) = self.vote_on_stop(false)?.interruption
@@ -321,10 +330,18 @@ impl Session {
                 };
                 explain_shapes(error).during(format_args!("in {step} of batch {index}"))
             })?;
+            self.show_evaluation(&what, index + 1, batches);
             self.batch_hook(hooks.batch_end, index)?;
         }
         self.runner.stop_loading(false);
         Ok(None)
+    }
+}
+
+impl Session {
+    fn show_evaluation(&self, what: &str, done: u64, batches: u64) {
+        let progress = EvaluationProgress { what, done, batches };
+        self.parts.sinks.iter().for_each(|sink| sink.lock().evaluating(progress));
     }
 }
 

@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::Histogram;
+use super::progress::{EvaluationProgress, RunStart};
 use crate::profiler::Profile;
 use crate::{Error, Result};
 
@@ -215,6 +216,16 @@ pub trait EventSink: Send {
     /// the last step, if it is known.
     fn start(&mut self, max_steps: Option<u64>) {
         let _ = max_steps;
+    }
+
+    /// Called before [`start`](Self::start), with what the training is.
+    fn begin(&mut self, run: &RunStart) {
+        let _ = run;
+    }
+
+    /// Called before the first batch of an evaluation or a prediction and after each of its batches.
+    fn evaluating(&mut self, progress: EvaluationProgress<'_>) {
+        let _ = progress;
     }
 
     /// Receives one event.

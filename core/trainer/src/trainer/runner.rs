@@ -105,6 +105,8 @@ pub(super) struct RunnerSetup {
     pub(super) shuffle: bool,
     /// [`DataModule::fingerprint`].
     pub(super) fingerprint: Option<String>,
+    /// [`DataModule::items`].
+    pub(super) items: &'static str,
 }
 
 /// Opens the data and sets up the module. Collective.
@@ -138,6 +140,7 @@ pub(super) fn set_up_with<M: LightningModule>(
         batch_size: M::Data::batch_size(&run.data),
         shuffle: M::Data::shuffle(&run.data),
         fingerprint,
+        items: M::Data::items(&run.data),
     })
 }
 

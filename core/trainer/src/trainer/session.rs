@@ -73,6 +73,8 @@ pub(super) struct Session {
     pub(super) shuffle: bool,
     /// [`DataModule::fingerprint`](fulgurite_engine::data::DataModule::fingerprint).
     pub(super) fingerprint: Option<String>,
+    /// [`DataModule::items`](fulgurite_engine::data::DataModule::items).
+    pub(super) items_name: &'static str,
     pub(super) cursor: Cursor,
     /// The epoch of the step that is being or was last computed, counted from 0.
     pub(super) epoch: u64,

@@ -13,7 +13,9 @@ use super::event_log::EventLog;
 use super::hooks::Hook;
 use super::log_table::LogTable;
 use super::meter::{Meter, seconds_since_epoch};
+use super::model_summary::ModelSummary;
 use super::preflight::check_async_save;
+use super::progress::{RunStart, default_progress};
 use super::runner::{self, RunnerSetup};
 use super::saving::Saving;
 use super::session::{Cursor, FitEnd, Session, SessionParts, training};
@@ -310,7 +312,7 @@ impl Trainer {
         let mut fabric = Fabric::with_world(self.world.clone(), config, run.seed, parallelize)?;
         let strategy_name = fabric.strategy_name()?;
         check_async_save(run, fabric.runtime.saves_distributed_checkpoints()?)?;
-        let RunnerSetup { runner, model, data, batch_size, shuffle, fingerprint } =
+        let RunnerSetup { runner, model, data, batch_size, shuffle, fingerprint, items } =
             set_up(&mut fabric)?;
         let resolved = to_table(&run.clone().with(model, data))?;
         let (run_dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks.clone())?;
@@ -349,6 +351,7 @@ impl Trainer {
             batch_size,
             shuffle,
             fingerprint,
+            items_name: items,
             cursor: Cursor::default(),
             epoch: 0,
             metrics: std::collections::BTreeMap::new(),
@@ -390,6 +393,11 @@ fn open_run(
                     .build(dir.path())
             })
             .collect::<Result<Vec<_>>>()?;
+        if run.trainer.enable_progress_bar
+            && let Some(progress) = default_progress(run.trainer.log_every_n_steps)
+        {
+            sinks.push(SharedSink::new(progress));
+        }
         let loggers = LoggerSink::new(loggers, run.trainer.log_every_n_steps, resolved)?;
         let log = EventLog::create(dir.path())?;
         sinks.insert(0, SharedSink::new(Box::new(log)));
@@ -472,7 +480,15 @@ impl Session {
             // Fails before the first step for a schedule that needs the run's length.
             optimizer.learning_rate()?;
         }
-        self.parts.sinks.iter().for_each(|sink| sink.lock().start(max_steps));
+        if !self.parts.sinks.is_empty() {
+            let model = ModelSummary::new(self.parts.fabric.module_tree()?);
+            let start = RunStart { max_steps, items: self.items_name, model };
+            self.parts.sinks.iter().for_each(|sink| {
+                let mut sink = sink.lock();
+                sink.begin(&start);
+                sink.start(max_steps);
+            });
+        }
         self.prepare_saving()?;
         // From here on ranks agree on when to end.
         drop(starting);

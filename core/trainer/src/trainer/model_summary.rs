@@ -1,0 +1,168 @@
+//! A model's parameters, in a table.
+
+use std::fmt;
+
+use fulgurite_engine::module::ModuleTree;
+
+/// How many parameters a model has, and where: Lightning's model summary. Displayed as a table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ModelSummary {
+    /// The modules at the top of the model, or one level deeper where those are few, in the order of their
+    /// first parameters, each with the parameters in it.
+    pub modules: Vec<ModuleParameters>,
+    /// All parameters. One with several names counts once.
+    pub parameters: usize,
+    /// Those that are trained.
+    pub trainable: usize,
+    /// Units, which are gathered or computed again as one.
+    pub units: usize,
+}
+
+/// The elements of the parameters in a module.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ModuleParameters {
+    /// Its path.
+    pub path: String,
+    /// All.
+    pub parameters: usize,
+    /// Those that are trained.
+    pub trainable: usize,
+}
+
+impl ModelSummary {
+    /// The summary of a model. Whole sizes, however the ranks share them. Local.
+    pub fn new(tree: &ModuleTree) -> Self {
+        let segments = |fqn: &str, n: usize| {
+            let all: Vec<&str> = fqn.split('.').collect();
+            // The last one is the parameter's own name.
+            all[..n.min(all.len().saturating_sub(1)).max(1)].join(".")
+        };
+        let group = |depth: usize| {
+            let mut modules: Vec<ModuleParameters> = Vec::new();
+            for parameter in tree.parameters() {
+                let path = segments(parameter.fqn(), depth);
+                let elements = parameter.global_shape().iter().product();
+                let trainable = if parameter.requires_grad() { elements } else { 0 };
+                match modules.iter_mut().find(|module| module.path == path) {
+                    Some(module) => {
+                        module.parameters += elements;
+                        module.trainable += trainable;
+                    }
+                    None => {
+                        modules.push(ModuleParameters { path, parameters: elements, trainable });
+                    }
+                }
+            }
+            modules
+        };
+        let modules = match group(2) {
+            modules if modules.len() <= LISTED => modules,
+            _ => group(1),
+        };
+        Self {
+            parameters: modules.iter().map(|module| module.parameters).sum(),
+            trainable: modules.iter().map(|module| module.trainable).sum(),
+            units: tree.units().len(),
+            modules,
+        }
+    }
+}
+
+/// A number of elements as people say it: `1.2M`.
+fn short(n: usize) -> String {
+    let n = n as f64;
+    match n {
+        n if n >= 1e9 => format!("{:.2}B", n / 1e9),
+        n if n >= 1e6 => format!("{:.1}M", n / 1e6),
+        n if n >= 1e3 => format!("{:.1}k", n / 1e3),
+        n => format!("{n}"),
+    }
+}
+
+/// Modules that are listed; more are summed up in one line.
+const LISTED: usize = 12;
+
+impl fmt::Display for ModelSummary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let listed = match self.modules.len() {
+            n if n > LISTED + 1 => LISTED,
+            n => n,
+        };
+        let width = self.modules[..listed].iter().map(|m| m.path.len()).max().unwrap_or(0).max(8);
+        writeln!(f, "{:width$}  parameters", "module")?;
+        let note = |parameters: usize, trainable: usize| match trainable {
+            0 if parameters > 0 => "  frozen".to_owned(),
+            n if n < parameters => format!("  {} trained", short(n)),
+            _ => String::new(),
+        };
+        for ModuleParameters { path, parameters, trainable } in &self.modules[..listed] {
+            let note = note(*parameters, *trainable);
+            writeln!(f, "{path:width$}  {:>10}{note}", short(*parameters))?;
+        }
+        if let rest @ [_, ..] = &self.modules[listed..] {
+            let sum: usize = rest.iter().map(|module| module.parameters).sum();
+            writeln!(f, "{:width$}  {:>10}", format!("{} more", rest.len()), short(sum))?;
+        }
+        write!(
+            f,
+            "{:width$}  {:>10}, {} trained, in {} unit(s)",
+            "all",
+            short(self.parameters),
+            short(self.trainable),
+            self.units
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fulgurite_engine::module::{ModuleBuilder, ModuleInit};
+    use fulgurite_engine::parameter::Init;
+
+    use super::*;
+
+    #[test]
+    fn a_table_of_few_modules() {
+        let b = ModuleBuilder::new(ModuleInit::default());
+        let model = b.pp("model");
+        model.pp("embed").parameter("weight", [1000, 10], Init::ONES).unwrap();
+        for i in 0..2 {
+            model
+                .unit(&format!("layers.{i}"), |b| b.parameter("weight", [30, 50], Init::ONES))
+                .unwrap();
+        }
+        model.frozen().pp("head").parameter("weight", [7], Init::ONES).unwrap();
+        model.frozen().parameter("scale", [1], Init::ONES).unwrap();
+        insta::assert_snapshot!(ModelSummary::new(&b.finish().unwrap()), @r#"
+    module        parameters
+    model.embed        10.0k
+    model.layers        3.0k
+    model.head             7  frozen
+    model                  1  frozen
+    all                13.0k, 13.0k trained, in 2 unit(s)
+    "#);
+        let b = ModuleBuilder::new(ModuleInit::default());
+        for i in 0..20 {
+            b.pp(format!("block_{i}")).parameter("weight", [2_000_000], Init::ONES).unwrap();
+        }
+        insta::assert_snapshot!(ModelSummary::new(&b.finish().unwrap()), @r#"
+    module    parameters
+    block_0         2.0M
+    block_1         2.0M
+    block_2         2.0M
+    block_3         2.0M
+    block_4         2.0M
+    block_5         2.0M
+    block_6         2.0M
+    block_7         2.0M
+    block_8         2.0M
+    block_9         2.0M
+    block_10        2.0M
+    block_11        2.0M
+    8 more         16.0M
+    all            40.0M, 40.0M trained, in 0 unit(s)
+    "#);
+    }
+}

@@ -1,0 +1,71 @@
+//! Progress that is shown without being asked for, and what it is told.
+
+use super::EventSink;
+use super::model_summary::ModelSummary;
+
+/// Makes the sink that shows a run's progress on rank 0 while `trainer.enable_progress_bar` is set (it is by
+/// default), for trainers of the command line and of programs alike. A crate that is linked
+/// [registers](crate::register_progress) it; without one nothing is shown.
+pub struct ProgressDisplay {
+    /// Makes it for one run. The number says how many steps there are between two lines where lines are
+    /// written.
+    pub make: fn(log_every_n_steps: u64) -> Box<dyn EventSink>,
+}
+
+inventory::collect!(ProgressDisplay);
+
+/// The sink of one run; `None` if no crate that shows progress is linked. If several are, the first that the
+/// linker put there is used.
+pub(super) fn default_progress(log_every_n_steps: u64) -> Option<Box<dyn EventSink>> {
+    let display = inventory::iter::<ProgressDisplay>().next()?;
+    Some((display.make)(log_every_n_steps))
+}
+
+/// Registers a [`ProgressDisplay`]: `register_progress!(|log_every_n_steps| Box::new(MySink::new()))`.
+#[macro_export]
+macro_rules! register_progress {
+    ($make:expr) => {
+        $crate::__private::inventory::submit! {
+            $crate::trainer::ProgressDisplay { make: $make }
+        }
+    };
+}
+
+/// What a training is, told to sinks before its first step.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct RunStart {
+    /// The number of the last step, if it is known.
+    pub max_steps: Option<u64>,
+    /// What the counts of losses count, in the plural:
+    /// [`DataModule::items`](fulgurite_engine::data::DataModule::items).
+    pub items: &'static str,
+    /// The model's parameters.
+    pub model: ModelSummary,
+}
+
+impl RunStart {
+    /// What the trainer tells its sinks; for tests of a sink.
+    pub fn new(max_steps: Option<u64>, items: &'static str, model: ModelSummary) -> Self {
+        Self { max_steps, items, model }
+    }
+}
+
+/// How far an evaluation or a prediction is, on rank 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct EvaluationProgress<'a> {
+    /// What is done: `validation`, `sanity check`, `test`, `predict`, or the name of a validation set.
+    pub what: &'a str,
+    /// Batches of this rank that are done.
+    pub done: u64,
+    /// Batches of this rank.
+    pub batches: u64,
+}
+
+impl<'a> EvaluationProgress<'a> {
+    /// `done` of `batches` batches.
+    pub fn new(what: &'a str, done: u64, batches: u64) -> Self {
+        Self { what, done, batches }
+    }
+}
