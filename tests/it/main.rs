@@ -6,6 +6,7 @@ mod campaign;
 mod command_line;
 mod crash;
 mod errors;
+mod explained;
 mod faults;
 mod full_disk;
 mod hugging_face;

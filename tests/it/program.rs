@@ -304,8 +304,20 @@ impl Job<'_> {
         let run = self.run();
         assert_eq!(run.code(), Some(1), "{:?}:\n{}{}", self.args, run.stdout, run.stderr);
         let root = self.scratch.root.path().display().to_string();
-        run.stderr.replace(&root, "[DIR]").trim_end().to_owned()
+        without_model(&run.stderr.replace(&root, "[DIR]")).trim_end().to_owned()
     }
+}
+
+/// The lines without the table of the model's parameters.
+fn without_model(stderr: &str) -> String {
+    let mut in_table = false;
+    let lines = stderr.lines().filter(|line| {
+        in_table |= line.starts_with("module ") && line.ends_with("  parameters");
+        let shown = !in_table;
+        in_table &= !line.ends_with(" unit(s)");
+        shown
+    });
+    lines.map(|line| format!("{line}\n")).collect()
 }
 
 /// A program that runs. Dropped, it is killed with all that it started.

@@ -108,9 +108,7 @@ impl Bars {
 fn with_length(width: usize) -> String {
     match width {
         0 => "{pos}/{len} [{elapsed}, {eta} left]  {msg}".to_owned(),
-        _ => format!(
-            "{{bar:{width}}} {{pos}}/{{len}} [{{elapsed}}, {{eta}} left]  {{msg}}"
-        ),
+        _ => format!("{{bar:{width}}} {{pos}}/{{len}} [{{elapsed}}, {{eta}} left]  {{msg}}"),
     }
 }
 
