@@ -22,6 +22,8 @@ struct Rank {
     content: Vec<u64>,
     /// Whether the next gradient is added to the content.
     accumulated: Vec<bool>,
+    /// Whether the parameter has a gradient that waits for its optimizer's step.
+    live: Vec<bool>,
     reduced: Vec<usize>,
     waited: Vec<usize>,
     delivered: bool,
@@ -34,7 +36,7 @@ impl Rank {
             match action {
                 Action::KeepOnOneRank(bucket) => {
                     for (p, _) in bucket_of.iter().enumerate().filter(|(_, b)| **b == bucket) {
-                        self.accumulated[p] = rank == 0;
+                        self.accumulated[p] = rank == 0 && self.live[p];
                     }
                 }
                 Action::AllReduce(bucket) => self.reduced.push(bucket),
@@ -51,11 +53,12 @@ impl Rank {
     }
 }
 
-/// What one rank's backward does: gradients of some parameters, in an order of its own.
+/// What one rank's backward does: gradients of some of the parameters that it is `of`, in an order of its own.
 fn backward(
     scenario: &Scenario,
     at: [usize; 3],
     synchronise: bool,
+    active: &dyn Fn(usize) -> bool,
     schedule: &mut Schedule,
     rank: &mut Rank,
 ) -> Vec<u64> {
@@ -64,7 +67,7 @@ fn backward(
     let n = scenario.bucket_of.len();
     let mut gradients = vec![0; n];
     rank.perform(&schedule.on(Event::BeginBackward { synchronise }), index, &scenario.bucket_of);
-    let mut order: Vec<usize> = (0..n).collect();
+    let mut order: Vec<usize> = (0..n).filter(|&p| active(p)).collect();
     order.sort_by_key(|&p| of(0, p));
     for p in order {
         if of(1, p).is_multiple_of(3) {
@@ -84,21 +87,31 @@ fn backward(
     }
     rank.perform(&schedule.on(Event::FinishBackward), index, &scenario.bucket_of);
     assert!(std::mem::take(&mut rank.delivered));
+    (0..n).filter(|&p| active(p)).for_each(|p| rank.live[p] = true);
     gradients
+}
+
+fn fresh_ranks(n: usize) -> Vec<Rank> {
+    let fresh = || Rank {
+        content: vec![0; n],
+        accumulated: vec![false; n],
+        live: vec![false; n],
+        ..Rank::default()
+    };
+    (0..RANKS).map(|_| fresh()).collect()
 }
 
 fn run(scenario: &Scenario) {
     let n = scenario.bucket_of.len();
     let buckets = scenario.bucket_of.last().map_or(0, |last| last + 1);
-    let fresh = || Rank { content: vec![0; n], accumulated: vec![false; n], ..Rank::default() };
-    let mut ranks: Vec<Rank> = (0..RANKS).map(|_| fresh()).collect();
+    let mut ranks = fresh_ranks(n);
     let mut schedules = vec![Schedule::new(&scenario.bucket_of); RANKS];
     for (i, step) in scenario.steps.iter().enumerate() {
         let mut sums = vec![0; n];
         for (j, &synchronise) in step.iter().enumerate() {
             for (index, rank) in ranks.iter_mut().enumerate() {
                 let schedule = &mut schedules[index];
-                let gradients = backward(scenario, [i, j, index], synchronise, schedule, rank);
+                let gradients = backward(scenario, [i, j, index], synchronise, &|_| true, schedule, rank);
                 sums.iter_mut().zip(gradients).for_each(|(sum, gradient)| *sum += gradient);
             }
             let expected: Vec<usize> = if synchronise { (0..buckets).collect() } else { vec![] };
@@ -117,6 +130,7 @@ fn run(scenario: &Scenario) {
         for (index, rank) in ranks.iter_mut().enumerate() {
             assert_eq!(rank.content, sums, "rank {index} after step {i}");
             rank.accumulated.fill(false);
+            rank.live.fill(false);
             assert_eq!(schedules[index].on(Event::FinishStep), []);
         }
     }
@@ -124,6 +138,71 @@ fn run(scenario: &Scenario) {
         let mut ready_order = schedule.ready_order().to_vec();
         ready_order.sort_unstable();
         assert_eq!(ready_order, (0..n).collect::<Vec<_>>());
+    }
+}
+
+/// Two optimizers, which have every other bucket: backwards for one of them or both, and steps of one.
+fn run_two_optimizers(bucket_of: &[usize], seed: u64) {
+    let n = bucket_of.len();
+    let buckets = bucket_of.last().map_or(0, |last| last + 1);
+    let scenario = Scenario { bucket_of: bucket_of.to_vec(), steps: Vec::new(), seed };
+    let mut ranks = fresh_ranks(n);
+    let mut schedules = vec![Schedule::new(bucket_of); RANKS];
+    let mut sums = vec![0; n];
+    let mut synchronised = [true; 2];
+    for i in 0..12 {
+        let of = |what: usize| draw(seed, &[1000 + what, i]);
+        let turn = of(0) % 3; // 2: both
+        let active = |bucket: usize| turn == 2 || bucket % 2 == turn;
+        let synchronise = !of(1).is_multiple_of(3);
+        for (index, rank) in ranks.iter_mut().enumerate() {
+            let schedule = &mut schedules[index];
+            for bucket in 0..buckets {
+                let parameters = bucket_of.iter().filter(|&&b| b == bucket).count();
+                let parameters = if active(bucket) { parameters } else { 0 };
+                assert_eq!(schedule.on(Event::Expect { bucket, parameters }), []);
+            }
+            let of_active = |p: usize| active(bucket_of[p]);
+            let gradients =
+                backward(&scenario, [i, 0, index], synchronise, &of_active, schedule, rank);
+            sums.iter_mut().zip(gradients).for_each(|(sum, gradient)| *sum += gradient);
+        }
+        let expected: Vec<usize> = (0..buckets).filter(|&b| synchronise && active(b)).collect();
+        for rank in &mut ranks {
+            assert_eq!(std::mem::take(&mut rank.reduced), expected);
+            assert_eq!(std::mem::take(&mut rank.waited), expected);
+        }
+        if synchronise {
+            for p in (0..n).filter(|&p| active(bucket_of[p])) {
+                let sum = ranks.iter().map(|rank| rank.content[p]).sum();
+                ranks.iter_mut().for_each(|rank| rank.content[p] = sum);
+            }
+        }
+        for optimizer in (0..2).filter(|&o| active(o)) {
+            synchronised[optimizer] = synchronise;
+        }
+        let steps = of(2) % 2;
+        if !synchronised[steps] {
+            continue;
+        }
+        let own = |p: &usize| bucket_of[*p] % 2 == steps;
+        for (index, rank) in ranks.iter_mut().enumerate() {
+            for p in (0..n).filter(own) {
+                assert_eq!(rank.content[p], sums[p], "rank {index}, parameter {p} after {i}");
+                (rank.accumulated[p], rank.live[p]) = (false, false);
+            }
+            if rank.live.contains(&true) {
+                for bucket in (0..buckets).filter(|b| b % 2 == steps) {
+                    assert_eq!(schedules[index].on(Event::Empty { bucket }), []);
+                }
+            } else {
+                assert_eq!(schedules[index].on(Event::FinishStep), []);
+            }
+        }
+        for p in (0..n).filter(own) {
+            sums[p] = 0;
+            ranks.iter_mut().for_each(|rank| rank.content[p] = 0);
+        }
     }
 }
 
@@ -147,5 +226,10 @@ proptest! {
     #[test]
     fn every_gradient_is_summed_once_in_one_order(scenario in scenario()) {
         run(&scenario);
+    }
+
+    #[test]
+    fn optimizers_in_turns_have_their_own_sums(scenario in scenario()) {
+        run_two_optimizers(&scenario.bucket_of, scenario.seed);
     }
 }
