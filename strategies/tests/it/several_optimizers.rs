@@ -267,4 +267,16 @@ fn mistakes_with_several_optimizers_are_explained() {
         Ok(())
     })
     .unwrap();
+    run_ranks(1, |world| {
+        let mut fabric = Fabric::new(world, strategy(DDP)?, init(DDP)?, 11)?;
+        let (a, b) = fabric.setup_module(|b| {
+            Ok((Linear::new(&b.pp("a"), 1, 1)?, Linear::new(&b.pp("b"), 1, 1)?))
+        })?;
+        let mut of_a = fabric.setup_optimizer_for(&AdamW::default(), &["a"])?;
+        let x = Tensor::ones((1, 1), DType::F32, &Device::Cpu)?;
+        fabric.backward(&Loss::new(b.forward(&a.forward(&x)?)?.sum_all()?, 1.0))?;
+        insta::assert_snapshot!(error(of_a.step()), @"parameter `b.weight`: no optimizer updates it: add it to the patterns of one, freeze it, or give what is left to `Fabric::setup_optimizer`");
+        Ok(())
+    })
+    .unwrap();
 }

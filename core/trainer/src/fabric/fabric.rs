@@ -284,6 +284,9 @@ impl Fabric {
             return Err(Error::other("there is no parameter left that has no optimizer yet"));
         }
         let mut optimizer = config.build(&own)?;
+        if index == 0 {
+            self.runtime.note_first_optimizer()?;
+        }
         optimizer.set_seed(self.seed);
         Ok(FabricOptimizer::new(optimizer, self.runtime.clone(), index))
     }

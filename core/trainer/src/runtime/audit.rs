@@ -36,10 +36,19 @@ impl StrategyRuntime {
     /// Collective over the world in the first step, and in every step under [`UnusedParameters::Ignore`].
     pub(crate) fn audit_gradients(&self, optimizer: usize, policy: UnusedParameters) -> Result<()> {
         let slots = self.context()?.slots;
-        let RuntimeState { steps, delivered, .. } = &mut *self.lock_state()?;
+        let RuntimeState { steps, delivered, first_is_built, .. } = &mut *self.lock_state()?;
         let step = &mut steps[optimizer];
         if step.audited && policy != UnusedParameters::Ignore {
             return Ok(());
+        }
+        if !*first_is_built
+            && let Some(slot) = slots.iter().find(|p| p.requires_grad() && p.optimizer() == 0)
+        {
+            return Err(Error::parameter(
+                slot.fqn(),
+                "no optimizer updates it: add it to the patterns of one, freeze it, or give what is left \
+                 to `Fabric::setup_optimizer`",
+            ));
         }
         let own: Vec<_> = slots
             .iter()

@@ -50,6 +50,8 @@ pub(super) struct RuntimeState {
     pub(super) strategy: Box<dyn Strategy>,
     /// By [`Parameter::optimizer`](fulgurite_engine::parameter::Parameter::optimizer).
     pub(super) steps: Vec<StepState>,
+    /// Whether an optimizer of index 0 was built.
+    pub(super) first_is_built: bool,
     /// Which parameters got a gradient on this rank, since their optimizer's last step.
     pub(super) delivered: Vec<bool>,
 }
@@ -77,6 +79,7 @@ impl StrategyRuntime {
             state: Mutex::new(RuntimeState {
                 strategy,
                 steps: vec![StepState::default()],
+                first_is_built: false,
                 delivered: Vec::new(),
             }),
             profiler: OnceLock::new(),
@@ -182,7 +185,7 @@ impl StrategyRuntime {
         let _phase = self.phase("backward");
         loss.check_sequence_ranks(self.context_parallel().map_or(1, |context| context.size()))?;
         let context = self.context()?;
-        let RuntimeState { strategy, steps, delivered } = &mut *self.lock_state()?;
+        let RuntimeState { strategy, steps, delivered, .. } = &mut *self.lock_state()?;
         let sum = loss.sum();
         if !sum.track_op() {
             return Err(Error::other(
@@ -354,6 +357,12 @@ impl StrategyRuntime {
         own.iter().for_each(|slot| slot.set_optimizer(index));
         state.steps.push(StepState::default());
         Ok(index)
+    }
+
+    /// Notes that the optimizer of index 0 is built.
+    pub(crate) fn note_first_optimizer(&self) -> Result<()> {
+        self.lock_state()?.first_is_built = true;
+        Ok(())
     }
 
     /// The optimizer of a Fabric that has one.

@@ -111,7 +111,8 @@ fn run(scenario: &Scenario) {
         for (j, &synchronise) in step.iter().enumerate() {
             for (index, rank) in ranks.iter_mut().enumerate() {
                 let schedule = &mut schedules[index];
-                let gradients = backward(scenario, [i, j, index], synchronise, &|_| true, schedule, rank);
+                let gradients =
+                    backward(scenario, [i, j, index], synchronise, &|_| true, schedule, rank);
                 sums.iter_mut().zip(gradients).for_each(|(sum, gradient)| *sum += gradient);
             }
             let expected: Vec<usize> = if synchronise { (0..buckets).collect() } else { vec![] };
