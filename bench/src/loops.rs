@@ -46,6 +46,8 @@ pub(super) struct Job<'a> {
     pub(super) strategy: &'a str,
     pub(super) warmup: u64,
     pub(super) steps: u64,
+    /// Threads that make the trainer's batches (`trainer.num_workers`); the other loops make their own.
+    pub(super) workers: usize,
     /// Where the trainer's loggers write.
     pub(super) dir: &'a Path,
 }
@@ -93,7 +95,9 @@ impl Job<'_> {
         let clock = Clock::default();
         let ends = clock.0.clone();
         let trainer = Trainer::new(world).with_callback(Box::new(clock));
-        let trained = trainer.fit::<Net>(&self.config()?)?;
+        let mut run = self.config()?;
+        run.trainer.num_workers = self.workers;
+        let trained = trainer.fit::<Net>(&run)?;
         let ends = std::mem::take(&mut *ends.lock().unwrap_or_else(PoisonError::into_inner));
         Ok((ends, trained.outcome().last_loss))
     }

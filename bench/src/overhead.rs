@@ -39,6 +39,9 @@ pub struct OverheadBench {
     /// How often the loops take turns
     #[arg(long, default_value_t = 5, value_parser = at_least_one)]
     rounds: usize,
+    /// Threads that make the trainer's batches, as `trainer.num_workers`
+    #[arg(long, default_value_t = 0)]
+    workers: usize,
     /// As JSON on standard output
     #[arg(long)]
     json: bool,
@@ -90,8 +93,8 @@ fn measure(
 ) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for &model in &options.models {
-        let job =
-            |strategy| Job { model, strategy, warmup: options.warmup, steps: options.steps, dir };
+        let OverheadBench { warmup, steps, workers, .. } = *options;
+        let job = |strategy| Job { model, strategy, warmup, steps, workers, dir };
         // On one rank, while the others wait.
         let loops = [Loop::Trainer, Loop::Fabric, Loop::Bare];
         let meet = || world.run(Collective::Barrier);
