@@ -4,6 +4,7 @@ mod async_save;
 mod callbacks;
 mod campaign;
 mod command_line;
+mod counts;
 mod crash;
 mod errors;
 mod explained;

@@ -37,11 +37,13 @@ impl StrategyRuntime {
     pub(crate) fn audit_gradients(&self, optimizer: usize, policy: UnusedParameters) -> Result<()> {
         let slots = self.context()?.slots;
         let RuntimeState { steps, delivered, first_is_built, .. } = &mut *self.lock_state()?;
+        let several = steps.len() > 1;
         let step = &mut steps[optimizer];
         if step.audited && policy != UnusedParameters::Ignore {
             return Ok(());
         }
-        if !*first_is_built
+        if several
+            && !*first_is_built
             && let Some(slot) = slots.iter().find(|p| p.requires_grad() && p.optimizer() == 0)
         {
             return Err(Error::parameter(
