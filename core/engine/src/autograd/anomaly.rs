@@ -2,9 +2,8 @@
 
 use candle_core::{DType, Tensor};
 
+use crate::Result;
 use crate::execution::{self, ContextGuard};
-use crate::parameter::Parameter;
-use crate::{Error, Result};
 
 /// Checks, on this thread and until the guard is dropped, what every layer and unit takes and gives in forward
 /// and backward, and each parameter's gradient. The first value that is NaN or infinite is an error that names
@@ -49,16 +48,4 @@ pub(crate) fn anomaly(tensor: &Tensor) -> Result<Option<String>> {
         (nan, infinite) => format!("{nan} NaN and {infinite} infinite value(s)"),
     };
     Ok(Some(format!("{counts} among {}", values.len())))
-}
-
-/// Checks a value of the layer that has these parameters; `what` has `{}` for what is wrong.
-pub(crate) fn check(parameters: &[&Parameter], tensor: &Tensor, what: &str) -> Result<()> {
-    let Some(found) = anomaly(tensor)? else { return Ok(()) };
-    let what = what.replace("{}", &found);
-    let layer = parameters.first().and_then(|parameter| parameter.fqn().rsplit_once('.'));
-    Err(match layer {
-        Some((layer, _)) => Error::module(layer, format!("detect_anomaly: {what}")),
-        // The unit around it adds its name.
-        None => Error::other(format!("detect_anomaly: in a layer without parameters: {what}")),
-    })
 }

@@ -10,9 +10,9 @@ pub mod storage;
 mod variables;
 
 pub(crate) use crate::execution::GradMode;
+pub(crate) use anomaly::anomaly;
 pub use anomaly::detect_anomaly;
 pub use anomaly::is_on as detects_anomalies;
-pub(crate) use anomaly::{anomaly, check as check_anomaly};
 pub(crate) use function::leaf;
 pub use function::{Backward, function};
 pub(crate) use functions::functions;

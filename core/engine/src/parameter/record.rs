@@ -3,8 +3,8 @@
 use candle_core::Tensor;
 
 use super::{Parameter, PausedGradients};
-use crate::Result;
-use crate::autograd::{check_anomaly, detects_anomalies, function, is_grad_enabled};
+use crate::autograd::{anomaly, detects_anomalies, function, is_grad_enabled};
+use crate::{Error, Result};
 
 /// Enters `output`, computed from `inputs` and `parameters`, into the graph: at most three
 /// inputs, or two where there are parameters.
@@ -82,5 +82,17 @@ pub fn record(
         }
         let grads = grads.into_iter().zip(&tracked).filter(|(_, t)| **t).map(|(grad, _)| grad);
         Ok(grads.chain(with_token.then_some(None)).collect())
+    })
+}
+
+/// Checks a value of the layer that has these parameters; `what` has `{}` for what is wrong.
+fn check_anomaly(parameters: &[&Parameter], tensor: &Tensor, what: &str) -> Result<()> {
+    let Some(found) = anomaly(tensor)? else { return Ok(()) };
+    let what = what.replace("{}", &found);
+    let layer = parameters.first().and_then(|parameter| parameter.fqn().rsplit_once('.'));
+    Err(match layer {
+        Some((layer, _)) => Error::module(layer, format!("detect_anomaly: {what}")),
+        // The unit around it adds its name.
+        None => Error::other(format!("detect_anomaly: in a layer without parameters: {what}")),
     })
 }
