@@ -63,6 +63,7 @@ impl LightningModule for Pair {
             "no optimizer" => &["critic.weight"],
             "two optimizers" => &["critic", "bias"],
             "no parameter" => &["discriminator"],
+            "no pattern" => &[],
             _ => &["critic"],
         };
         Ok(match &*self.config.mistake {
@@ -216,6 +217,7 @@ fn mistakes_in_manual_optimization_are_explained() {
     insta::assert_snapshot!(mistake("no optimizer"), @"configure_optimizers: no optimizer has the parameter `critic.bias`; add it to the patterns of one, or freeze it (`trainer.freeze`)");
     insta::assert_snapshot!(mistake("two optimizers"), @"configure_optimizers: `generator` and `critic` both have the parameter `generator.bias`");
     insta::assert_snapshot!(mistake("no parameter"), @r#"configure_optimizers: the pattern "discriminator" of `critic` matches no trainable parameter"#);
+    insta::assert_snapshot!(mistake("no pattern"), @"configure_optimizers: `critic` has no patterns, so it has no parameters");
     insta::assert_snapshot!(mistake("unknown name"), @"there is no optimizer `judge`; there is `generator`, `critic` (in training_step of step 1)");
     insta::assert_snapshot!(error("trainer.accumulate_grad_batches = 2"), @"`trainer.accumulate_grad_batches`: the module optimizes by itself (`automatic_optimization`), so its `training_step` accumulates gradients (`StepContext::no_backward_sync`); leave the key out");
 }

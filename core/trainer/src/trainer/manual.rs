@@ -59,7 +59,7 @@ impl StepContext {
     /// # use fulgurite_core::Result;
     /// # use fulgurite_core::nn::Loss;
     /// # use fulgurite_core::trainer::StepContext;
-    /// # fn loss_of(_: &Tensor) -> Result<Loss> { unimplemented!() }
+    /// # fn loss_of(x: &Tensor) -> Result<Loss> { Ok(Loss::new(x.sqr()?.sum_all()?, x.dim(0)? as f64)) }
     /// # fn step(real: &Tensor, ctx: &mut StepContext) -> Result<()> {
     /// // in `training_step`:
     /// let critic = ctx.optimize("critic", |_| loss_of(real))?;

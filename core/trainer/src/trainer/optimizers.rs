@@ -120,6 +120,9 @@ impl Optimizers {
             return Ok(());
         }
         for Named { name, patterns, .. } in &self.named {
+            if patterns.is_empty() {
+                return explain(format!("`{name}` has no patterns, so it has no parameters"));
+            }
             for pattern in patterns {
                 if !tree.trainable().any(|p| pattern_matches(pattern, p.fqn())) {
                     return explain(format!(

@@ -617,8 +617,14 @@ impl Session {
             });
         }
         self.hook(Hook::TrainBatchEnd)?;
-        // 0 where no optimizer has stepped.
-        let (grad_norm, lr) = logged.last_step.unwrap_or((0.0, 0.0));
+        // In a step that only accumulates, those of the last update, and what the next one will take.
+        let (grad_norm, lr) = match logged.last_step {
+            Some(update) => update,
+            None => (
+                self.metrics.get("grad_norm").copied().unwrap_or(0.0),
+                only(&mut self.optimizers).learning_rate()?,
+            ),
+        };
         Ok(UpdateOutcome { train_loss: totals.mean(), count: totals.count, grad_norm, lr })
     }
 
@@ -706,6 +712,15 @@ impl Session {
 
     /// Calls the hooks for the end of the run, and emits the summary. Collective.
     pub(super) fn finish_fit(&mut self, end: FitEnd) -> Result<()> {
+        let idle = training(&mut self.optimizers).iter().all(|(_, own)| own.steps() == 0);
+        if idle && self.cursor.step > 0 && self.rank() == 0 {
+            tracing::warn!(
+                "no optimizer has stepped in {} step(s): `training_step` optimizes by itself \
+                 (`automatic_optimization`), and is to call `StepContext::optimize`, or `optimizer_step` \
+                 after its backwards",
+                self.cursor.step
+            );
+        }
         // An interrupted run ends without further delay.
         if end == FitEnd::Finished {
             self.hook(Hook::FitEnd)?;
@@ -747,7 +762,7 @@ pub(super) fn training(optimizers: &mut Option<FabricOptimizers>) -> &mut Fabric
     optimizers.as_mut().expect("set up before the loop")
 }
 
-/// The only optimizer of a session whose trainer optimizes.
+/// The only optimizer of a session whose trainer optimizes; otherwise the first one.
 fn only(optimizers: &mut Option<FabricOptimizers>) -> &mut FabricOptimizer {
     training(optimizers).first_mut().expect("there is one: it was checked")
 }
