@@ -29,8 +29,8 @@ impl LightningModule for Double {
 
 impl Hooks<Numbers> for Double {}
 
-/// Loss and logged mean of each step, and the last validation's loss.
-fn train(ranks: usize, accumulate: u64, keys: &str) -> (Vec<[f64; 2]>, f64) {
+/// Loss, logged mean and learning rate of each step, and the steps of validations.
+fn train(ranks: usize, accumulate: u64, keys: &str) -> (Vec<[f64; 3]>, Vec<u64>) {
     let logs = tempfile::tempdir().unwrap();
     let runs = run_ranks(ranks, |world| {
         let root = logs.path();
@@ -44,17 +44,17 @@ fn train(ranks: usize, accumulate: u64, keys: &str) -> (Vec<[f64; 2]>, f64) {
         let run: RunConfig<NoKeys, NoKeys> = RunConfig::from_layers(layers)?;
         let events = Events::default();
         Trainer::new(world).with_sink(Box::new(events.clone())).fit::<Double>(&run)?;
-        let (mut steps, mut validation) = (Vec::new(), f64::NAN);
+        let (mut steps, mut validations) = (Vec::new(), Vec::new());
         for event in &*events.0.lock().unwrap() {
             match event {
-                Event::Step { train_loss, metrics, .. } => {
-                    steps.push([*train_loss, metrics["mean"]])
+                Event::Step { train_loss, metrics, lr, .. } => {
+                    steps.push([*train_loss, metrics["mean"], *lr]);
                 }
-                Event::Validation { val_loss, .. } => validation = *val_loss,
+                Event::Validation { step, .. } => validations.push(*step),
                 _ => {}
             }
         }
-        Ok((steps, validation))
+        Ok((steps, validations))
     });
     runs.unwrap_or_else(|error| panic!("{ranks} rank(s), {keys}: {error}")).swap_remove(0)
 }
@@ -81,9 +81,20 @@ fn the_mean_of_a_short_step_is_over_its_samples_on_any_number_of_ranks() {
 fn samples_that_do_not_fill_a_step_are_left_out() {
     let keys =
         "trainer.last_batch = 'drop'\ntrainer.max_epochs = 3\ntrainer.val_check_interval = 1.0";
-    let (steps, validation) = train(1, 3, keys);
+    let (steps, validations) = train(1, 3, keys);
     assert_eq!(steps.len(), 3);
-    assert!(validation.is_finite(), "at the ends of epochs");
-    let sums: Vec<f64> = steps.iter().map(|step| 6.0 * step[1]).collect();
-    assert!(sums.iter().all(|sum| *sum <= 2.1 + 1e-5), "{sums:?}");
+    assert_eq!(validations, [1, 2, 3], "at the end of each epoch");
+}
+
+#[test]
+fn a_schedule_by_epoch_changes_the_rate_between_epochs() {
+    let keys = "trainer.last_batch = 'partial'\ntrainer.max_epochs = 3\noptimizer.lr = 0.1\n\
+                scheduler = { type = 'by_epoch', schedule = { type = 'step', step_size = 1, gamma = 0.5 } }";
+    let rates = |keys: &str| train(1, 3, keys).0.iter().map(|step| step[2]).collect::<Vec<_>>();
+    assert_eq!(rates(keys), [0.1, 0.1, 0.05, 0.05, 0.025, 0.025]);
+    // The run's length is that in epochs, also where it is given in steps.
+    let linear = keys.replace("'step', step_size = 1, gamma = 0.5", "'linear'");
+    let expected = rates(&linear);
+    assert!(expected[1] == expected[0] && expected[2] < expected[1], "{expected:?}");
+    assert_eq!(rates(&linear.replace("max_epochs = 3", "max_steps = 6")), expected);
 }

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::collective::{Counter, Counting, ProcessGroup, Record};
 use fulgurite_core::fabric::{Fabric, FabricOptimizer};
-use fulgurite_core::module::{Module, ModuleBuilder, Unit};
+use fulgurite_core::module::{CandleModule, Module, ModuleBuilder, Unit};
 use fulgurite_core::nn::{Linear, Loss};
 use fulgurite_core::optim::{AdamW, Sgd};
 use fulgurite_core::parameter::Parameter;
@@ -19,16 +19,17 @@ const STEPS: u64 = 6;
 /// Samples of a micro-batch, over all ranks.
 const SAMPLES: usize = 4;
 
-/// Two layers, the first of which is a unit; the other's parameters are the root's.
+/// Two layers, the first of which is a unit; the other is candle's, and its parameters are the root's.
 struct Net {
     hidden: Unit<Linear>,
-    out: Linear,
+    out: CandleModule<candle_nn::Linear>,
 }
 
 impl Net {
     fn new(b: &ModuleBuilder, [inputs, hidden, outputs]: [usize; 3]) -> Result<Self> {
         let first = b.unit("hidden", |b| Linear::new(b, inputs, hidden))?;
-        Ok(Self { hidden: first, out: Linear::new(&b.pp("out"), hidden, outputs)? })
+        let out = candle_nn::linear(hidden, outputs, b.pp("out").var_builder())?;
+        Ok(Self { hidden: first, out: CandleModule(out) })
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
@@ -203,6 +204,18 @@ fn two_optimizers_train_as_on_one_device_however_gradients_are_kept_apart() {
 }
 
 #[test]
+fn gradients_that_wait_for_replicas_are_not_mixed_with_those_of_another_optimizer() {
+    let config = HSDP.replace('}', r#", "accumulation_sync": "reduce_scatter"}"#);
+    let errors = run_ranks(4, |world| {
+        let mut training = Training::new(world, &config, Way::Accumulating)?;
+        Ok(training.step(0).unwrap_err().to_string())
+    });
+    let errors = errors.unwrap();
+    assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
+    insta::assert_snapshot!(errors[0], @r#"the gradients of `critic.hidden` from a backward under `no_backward_sync` wait for the replicas, and this backward has gradients for other parameters of it: finish the accumulation of one optimizer before that of another, or set `accumulation_sync = "all"`"#);
+}
+
+#[test]
 fn a_turn_reduces_the_gradients_of_its_optimizer_alone() {
     for (config, operation) in [(DDP, "all_reduce"), (FSDP, "reduce_scatter")] {
         let tallies = run_ranks(2, |world| {
@@ -260,9 +273,9 @@ fn mistakes_with_several_optimizers_are_explained() {
         insta::assert_snapshot!(error(nothing), @r#"the optimizer for "discriminator": no trainable parameter has a name that this pattern matches"#);
         insta::assert_snapshot!(error(fabric.setup_optimizer(&adamw).map(drop)), @"there is no parameter left that has no optimizer yet");
         insta::assert_snapshot!(error(fabric.step_totals(&[]).map(drop)), @"there are several optimizers, each with gradients and totals of its own: call the method of `FabricOptimizer` instead of Fabric's");
-        let fake = training.generator.forward(&training.samples(0, 3)?)?;
         let _turn = fabric.toggle_optimizer(&training.of_critic)?;
-        let of_generator = training.loss(&training.generator.forward(&fake.narrow(1, 0, 3)?.detach())?)?;
+        // candle's layer would be in the graph, and its gradient dropped.
+        let of_generator = training.loss(&training.generator.hidden.forward(&training.samples(0, 3)?)?)?;
         insta::assert_snapshot!(error(fabric.backward(&of_generator)), @"the loss does not depend on any trainable parameter: all are frozen, or belong to another optimizer than the one whose turn it is; the model was called inside `no_grad`, or an operation without a backward cut the graph");
         Ok(())
     })
