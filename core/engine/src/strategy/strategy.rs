@@ -116,7 +116,7 @@ pub struct StrategyContext<'a> {
 /// - A step may have several backwards. Those that do not synchronise leave their gradients on their
 ///   rank; the next that does reduces them too.
 /// - A model may have several optimizers ([`Parameter::optimizer`]), which step by themselves. A backward has
-///   gradients of the parameters that [take one](Parameter::takes_grad) when it begins; the others keep
+///   gradients of the parameters that [take one][`Parameter::takes_grad`] when it begins; the others keep
 ///   what they have. After a step [`Parameter::local_grad`] is none for the parameters of that optimizer, and
 ///   [`finish_step`](Strategy::finish_step) is called.
 /// - After a backward with synchronisation, [`Parameter::local_grad`] of every trainable parameter
