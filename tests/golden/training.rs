@@ -10,7 +10,7 @@ use fulgurite_core::collective::{Counter, Counting, ProcessGroup};
 use fulgurite_core::fabric::UnusedParameters;
 use fulgurite_core::fabric::{Fabric, FabricOptimizer};
 use fulgurite_core::nn::Loss;
-use fulgurite_core::optim::{AdamW, Ema, OptimizerConfig, SchedulerConfig};
+use fulgurite_core::optim::{AdamW, OptimizerConfig, SchedulerConfig, WeightAverage};
 use fulgurite_core::{Error, Result};
 use fulgurite_transports::run_ranks;
 use serde::de::DeserializeOwned;
@@ -105,8 +105,8 @@ fn set_up(
             optimizer = optimizer.with_scheduler(scheduler, Some(STEPS as u64));
         }
         if let Some(decay) = case.ema {
-            let averages = Ema::new(fabric.module_tree()?.parameters(), decay)?;
-            optimizer = optimizer.with_ema(averages);
+            let averages = WeightAverage::exponential(fabric.module_tree()?.parameters(), decay)?;
+            optimizer = optimizer.with_average(averages);
         }
         Ok(optimizer)
     };
@@ -215,7 +215,7 @@ fn run_rank(world: Arc<dyn ProcessGroup>, case: &Fabricated, saved: &Path) -> Re
     let gathered = || gather_weights(tree, &**fabric.world()).map(digests);
     let mut tensors = BTreeMap::from([("weights".to_owned(), gathered()?)]);
     if case.ema.is_some() {
-        optimizer.swap_ema()?;
+        optimizer.swap_average()?;
         tensors.insert("averages".to_owned(), gathered()?);
     }
     let numbers = BTreeMap::from([("loss".to_owned(), losses), ("norm".to_owned(), norms)]);

@@ -32,3 +32,4 @@ mod sizes;
 mod toy;
 mod trained;
 mod trainer;
+mod weight_averaging;

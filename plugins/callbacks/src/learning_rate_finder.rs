@@ -191,16 +191,7 @@ impl Hooks for LearningRateFinder {
         }
         let target = self.next_lr();
         for (_, optimizer) in ctx.optimizers_mut().into_iter().flat_map(|all| all.iter_mut()) {
-            optimizer.set_lr_scale(1.0);
-            let configured = optimizer.learning_rate()?;
-            if configured.is_nan() || configured <= 0.0 {
-                return Err(Error::Config(
-                    "learning_rate_finder: the schedule's learning rate is 0, which no factor makes another; find \
-                     the rate with `scheduler = \"constant\"`"
-                        .to_owned(),
-                ));
-            }
-            optimizer.set_lr_scale(target / configured);
+            optimizer.set_learning_rate(Some(target))?;
         }
         Ok(())
     }

@@ -35,6 +35,7 @@ mod model_checkpoint;
 mod model_summary;
 mod on_exception_checkpoint;
 mod plateau;
+mod stochastic_weight_averaging;
 mod throughput;
 
 pub use accumulation::GradientAccumulationScheduler;
@@ -47,4 +48,5 @@ pub use model_checkpoint::{ModelCheckpoint, ModelCheckpointConfig};
 pub use model_summary::ModelSummaryConfig;
 pub use on_exception_checkpoint::OnExceptionCheckpointConfig;
 pub use plateau::ReduceLrOnPlateauConfig;
+pub use stochastic_weight_averaging::{AnnealingStrategy, StochasticWeightAveragingConfig};
 pub use throughput::ThroughputMonitorConfig;

@@ -14,7 +14,7 @@ use fulgurite_core::nn::{
     AttentionConfig, CausalSelfAttention, Dropout, Embedding, GeluMlp, LayerNorm, Linear, RmsNorm,
     Rope, SwiGluMlp, cross_entropy, functional,
 };
-use fulgurite_core::optim::{AdamW, Ema, OptimizerConfig, StateTensor};
+use fulgurite_core::optim::{AdamW, OptimizerConfig, StateTensor, WeightAverage};
 use fulgurite_core::parallel::{
     Colwise, Layout, ParallelStyle, Plan, PrepareModuleInput, Rowwise, SequenceParallel,
 };
@@ -354,7 +354,7 @@ impl DecoderTraining {
 
     /// All steps.
     pub fn run(mut self) -> Result<Run> {
-        let mut average = Ema::new(self.fabric.module_tree()?.parameters(), 0.8)?;
+        let mut average = WeightAverage::exponential(self.fabric.module_tree()?.parameters(), 0.8)?;
         let steps: Vec<(f64, f64)> = (0..Self::STEPS)
             .map(|_| {
                 let step = self.step()?;

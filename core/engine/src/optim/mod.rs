@@ -34,7 +34,6 @@ mod adamw;
 mod by_epoch;
 mod cycles;
 mod elementwise;
-mod ema;
 mod grad_norm;
 mod groups;
 mod optimizer;
@@ -44,13 +43,13 @@ mod state;
 mod state_dtype;
 #[cfg(test)]
 mod testing;
+mod weight_average;
 
 pub use adamw::AdamW;
 pub use by_epoch::ByEpoch;
 pub use cycles::{
     CosineWarmRestarts, Exponential, OneCycle, Polynomial, Sequential, WarmupStableDecay,
 };
-pub use ema::Ema;
 pub use grad_norm::{clip_factor, local_squared_norm};
 pub use groups::ParamGroupConfig;
 pub use optimizer::{
@@ -59,3 +58,4 @@ pub use optimizer::{
 pub use schedule::{Constant, Cosine, Linear, Step};
 pub use sgd::Sgd;
 pub use state_dtype::StateDtype;
+pub use weight_average::WeightAverage;

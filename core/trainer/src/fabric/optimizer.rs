@@ -6,13 +6,10 @@ use std::sync::Arc;
 use crate::runtime::{StrategyRuntime, UnusedParameters};
 use crate::{Error, Result};
 use fulgurite_engine::optim::{
-    Ema, GradScale, Interval, Optimizer, SchedulerConfig, StateTensor, clip_factor,
+    GradScale, Interval, Optimizer, SchedulerConfig, StateTensor, WeightAverage, clip_factor,
 };
 use fulgurite_engine::parameter::{Parameter, PausedGradients};
 use fulgurite_engine::strategy::StepTotals;
-
-/// The prefix of the names of the moving average's scalars.
-const EMA_PREFIX: &str = "ema.";
 
 /// The end of messages about a loss or norm that is not finite.
 pub(crate) const NON_FINITE_HINT: &str = "; parameters are as they were before the step. A lower `optimizer.lr`, a longer warm-up \
@@ -43,9 +40,11 @@ pub struct FabricOptimizer {
     steps: u64,
     clip_factor: f64,
     clip_value: Option<f64>,
-    averages: Option<Ema>,
+    average: Option<WeightAverage>,
     /// A factor on the learning rate, besides the schedule's.
     lr_scale: f64,
+    /// What the learning rate is instead of what schedule and factor make it.
+    held_lr: Option<f64>,
 }
 
 impl FabricOptimizer {
@@ -66,8 +65,9 @@ impl FabricOptimizer {
             steps: 0,
             clip_factor: 1.0,
             clip_value: None,
-            averages: None,
+            average: None,
             lr_scale: 1.0,
+            held_lr: None,
         }
     }
 
@@ -122,28 +122,46 @@ impl FabricOptimizer {
         self
     }
 
-    /// Sets the moving average of the weights, updated after each step. In checkpoints it is a part
-    /// of the optimizer's state.
+    /// Sets an average of the weights, which is updated after each step if it
+    /// [follows steps](WeightAverage::follows_steps). In checkpoints it is a part of the optimizer's state.
     #[must_use]
-    pub fn with_ema(mut self, ema: Ema) -> Self {
-        self.set_ema(ema);
+    pub fn with_average(mut self, average: WeightAverage) -> Self {
+        self.set_average(average);
         self
     }
 
-    /// As [`with_ema`](Self::with_ema), later.
-    pub(crate) fn set_ema(&mut self, ema: Ema) {
-        self.averages = Some(ema);
+    /// As [`with_average`](Self::with_average), later: before a checkpoint is loaded, such as in a callback's
+    /// [`setup`](crate::trainer::Hooks::setup).
+    pub fn set_average(&mut self, average: WeightAverage) {
+        self.average = Some(average);
     }
 
-    /// Exchanges the weights and their moving average, and makes the model ready for a forward.
+    /// The average of the weights, if it keeps one.
+    pub fn average(&self) -> Option<&WeightAverage> {
+        self.average.as_ref()
+    }
+
+    /// Updates an average of the weights that does not follow steps with what they are now, on all ranks alike.
+    /// Does nothing without one.
+    ///
+    /// # Errors
+    /// As [`WeightAverage::update`].
+    pub fn update_average(&mut self) -> Result<()> {
+        match &mut self.average {
+            Some(average) if !average.follows_steps() => average.update(),
+            _ => Ok(()),
+        }
+    }
+
+    /// Exchanges the weights and their average, and makes the model ready for a forward.
     /// Does nothing without an average. There must be no step until the call that exchanges them
     /// back. Collective.
     ///
     /// # Errors
-    /// As [`Ema::swap`], and if a peer fails.
-    pub fn swap_ema(&mut self) -> Result<()> {
-        let Some(averages) = &mut self.averages else { return Ok(()) };
-        averages.swap()?;
+    /// As [`WeightAverage::swap`], and if a peer fails.
+    pub fn swap_average(&mut self) -> Result<()> {
+        let Some(average) = &mut self.average else { return Ok(()) };
+        average.swap()?;
         self.runtime.prepare_forward()
     }
 
@@ -172,7 +190,32 @@ impl FabricOptimizer {
         self.lr_scale = scale;
     }
 
+    /// Sets the learning rate from the next step on, on all ranks alike, in place of what the schedule and
+    /// [`lr_scale`](Self::lr_scale) make it; with `None` these decide again. Groups with a rate of their own keep
+    /// their proportion to it. It is saved in checkpoints.
+    ///
+    /// # Errors
+    /// If the rate is not finite or negative, or the one that the optimizer was configured with is 0, of which no
+    /// factor makes another.
+    pub fn set_learning_rate(&mut self, lr: Option<f64>) -> Result<()> {
+        if let Some(lr) = lr {
+            if !(lr >= 0.0 && lr.is_finite()) {
+                return Err(Error::other(format!("the learning rate {lr} is no number from 0 on")));
+            }
+            if self.inner.learning_rate() == 0.0 {
+                let message =
+                    "`optimizer.lr` is 0, so that the learning rate cannot be set to another";
+                return Err(Error::Config(message.to_owned()));
+            }
+        }
+        self.held_lr = lr;
+        Ok(())
+    }
+
     fn schedule_factor(&self) -> Result<f64> {
+        if let Some(lr) = self.held_lr {
+            return Ok(lr / self.inner.learning_rate());
+        }
         let factor = match &self.scheduler {
             Some(scheduler) => {
                 let position = match scheduler.interval() {
@@ -273,10 +316,10 @@ impl FabricOptimizer {
         })?;
         (self.clip_factor, self.clip_value) = (1.0, None);
         self.steps += 1;
-        if let Some(averages) = &mut self.averages {
-            averages.update()?;
+        match &mut self.average {
+            Some(average) if average.follows_steps() => average.update(),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// The second half of [`step`](Self::step): clears the gradients and makes the model ready for
@@ -328,8 +371,8 @@ impl FabricOptimizer {
     /// If memory for them cannot be allocated.
     pub fn state_tensors(&mut self) -> Result<Vec<StateTensor>> {
         let mut states = self.inner.state_tensors()?;
-        if let Some(averages) = &self.averages {
-            states.extend(averages.state()?);
+        if let Some(average) = &self.average {
+            states.extend(average.state()?);
         }
         Ok(states)
     }
@@ -341,10 +384,12 @@ impl FabricOptimizer {
         if self.lr_scale != 1.0 {
             scalars.insert("fabric.lr_scale".to_owned(), self.lr_scale);
         }
-        if let Some(averages) = &self.averages {
-            scalars.extend(
-                averages.scalars().into_iter().map(|(k, v)| (format!("{EMA_PREFIX}{k}"), v)),
-            );
+        if let Some(lr) = self.held_lr {
+            scalars.insert("fabric.learning_rate".to_owned(), lr);
+        }
+        if let Some(average) = &self.average {
+            let named = |(key, value)| (format!("{}.{key}", average.name()), value);
+            scalars.extend(average.scalars().into_iter().map(named));
         }
         scalars
     }
@@ -360,14 +405,15 @@ impl FabricOptimizer {
         })?;
         self.steps = steps as u64;
         self.lr_scale = inner.remove("fabric.lr_scale").unwrap_or(1.0);
-        let own = |(name, value): (&String, &f64)| {
-            name.strip_prefix(EMA_PREFIX).map(|name| (name.to_owned(), *value))
-        };
-        let of_averages: BTreeMap<_, _> = inner.iter().filter_map(own).collect();
-        inner.retain(|name, _| !name.starts_with(EMA_PREFIX));
-        if let Some(averages) = &mut self.averages {
-            averages.load_scalars(&of_averages)?;
+        self.held_lr = inner.remove("fabric.learning_rate");
+        if let Some(average) = &mut self.average {
+            let prefix = format!("{}.", average.name());
+            let own = |(name, value): (&String, &f64)| {
+                name.strip_prefix(&prefix).map(|name| (name.to_owned(), *value))
+            };
+            average.load_scalars(&inner.iter().filter_map(own).collect())?;
         }
+        inner.retain(|name, _| !name.starts_with("ema.") && !name.starts_with("swa."));
         self.inner.load_scalars(&inner)
     }
 }

@@ -164,6 +164,10 @@ pub struct HookContext<'a, D: ?Sized = ()> {
     pub stage: Stage,
     /// Micro-batches in a step.
     pub accumulate_grad_batches: u64,
+    /// The number of the run's last step, if that is known: from `on_train_start` on.
+    pub max_steps: Option<u64>,
+    /// How many epochs the run has, the last one perhaps in part, if that is known: from `on_train_start` on.
+    pub max_epochs: Option<u64>,
     /// What the losses of the last step counted, of all ranks: tokens, or other items.
     pub items: f64,
     /// This process's global rank.
@@ -231,6 +235,8 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
             batch_index: self.batch_index,
             stage: self.stage,
             accumulate_grad_batches: self.accumulate_grad_batches,
+            max_steps: self.max_steps,
+            max_epochs: self.max_epochs,
             items: self.items,
             rank: self.rank,
             world_size: self.world_size,

@@ -23,7 +23,7 @@ use fulgurite_checkpoint_format::{
 };
 use fulgurite_engine::checkpoint_io::invalid_name;
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object, broadcast_object};
-use fulgurite_engine::optim::Ema;
+use fulgurite_engine::optim::WeightAverage;
 
 /// The trainer's state in a checkpoint. With weights and optimizer state it is all that a resumed
 /// run needs to continue like an uninterrupted one.
@@ -541,7 +541,7 @@ impl Session {
     /// Replaces the weights by the moving average in a checkpoint. Collective.
     fn load_ema_weights(&self, source: &DistributedCheckpoint, decay: f64) -> Result<()> {
         let tree = self.parts.fabric.module_tree()?;
-        let mut averages = Ema::new(tree.parameters(), decay)?;
+        let mut averages = WeightAverage::exponential(tree.parameters(), decay)?;
         let states = averages.state()?;
         // Not strictly, since the rest of the optimizer's state is not loaded.
         let report = checkpoint::load_optimizer(source.optimizer(), tree, &states, false)?;

@@ -65,6 +65,8 @@ pub(super) struct Session {
     pub(super) stage: RunStage,
     /// Micro-batches in a step.
     pub(super) accumulate: u64,
+    /// The steps and the epochs that the run has, as far as they are known.
+    pub(super) length: (Option<u64>, Option<u64>),
     /// What the losses of the last step counted, of all ranks.
     pub(super) items: f64,
     /// What hooks have asked for and was not done yet.
@@ -239,6 +241,8 @@ impl Session {
             batch_index,
             stage: self.stage,
             accumulate_grad_batches: self.accumulate,
+            max_steps: self.length.0,
+            max_epochs: self.length.1,
             items: self.items,
             rank: fabric.global_rank(),
             world_size: fabric.world_size(),
@@ -388,7 +392,7 @@ impl Session {
                     self.accumulate = accumulate;
                     (plan, max_steps) = (self.loop_plan()?, self.max_steps()?);
                     self.runner.load_training(plan.loading(self.cursor, workers))?;
-                    self.set_schedules_end(max_steps)?;
+                    self.set_length(max_steps)?;
                 }
                 let before = self.cursor;
                 self.train_step(&plan)?;
@@ -640,15 +644,19 @@ impl Session {
         }
     }
 
-    /// Tells schedules how long the run is.
-    pub(super) fn set_schedules_end(&mut self, max_steps: Option<u64>) -> Result<()> {
+    /// Tells schedules and hooks how long the run is.
+    pub(super) fn set_length(&mut self, max_steps: Option<u64>) -> Result<()> {
         let (order, sampler) = self.train_sampler()?;
         let epoch = order.epoch_len();
         let of_steps = max_steps.map(|steps| match self.parts.config.last_batch {
             LastBatch::Wrap => steps.saturating_mul(sampler.global_batch_size()).div_ceil(epoch),
             _ => steps.div_ceil(sampler.steps_between(0, epoch).max(1)),
         });
-        let max_epochs = self.parts.config.limits().max_epochs.or(of_steps);
+        let max_epochs = match (self.parts.config.limits().max_epochs, of_steps) {
+            (Some(epochs), Some(of_steps)) => Some(epochs.min(of_steps)),
+            (epochs, of_steps) => epochs.or(of_steps),
+        };
+        self.length = (max_steps, max_epochs);
         for (_, optimizer) in training(&mut self.optimizers).iter_mut() {
             optimizer.set_max_steps(match optimizer.schedule_interval() {
                 Interval::Step => max_steps,
@@ -702,7 +710,11 @@ impl Session {
     fn validate_training(&mut self) -> Result<Evaluated> {
         let _phase = self.parts.fabric.phase("validation");
         let swap = |optimizers: &mut FabricOptimizers| -> Result<()> {
-            optimizers.iter_mut().try_for_each(|(_, optimizer)| optimizer.swap_ema())
+            let mut all = optimizers.iter_mut().map(|(_, optimizer)| optimizer);
+            all.try_for_each(|optimizer| match optimizer.average() {
+                Some(average) if average.follows_steps() => optimizer.swap_average(),
+                _ => Ok(()),
+            })
         };
         swap(training(&mut self.optimizers))?;
         let validated = self.evaluate(EvaluationStage::Validation)?;

@@ -31,7 +31,7 @@ use fulgurite_config::to_table;
 use fulgurite_engine::collective::{ProcessGroup, Solo, broadcast_object};
 use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::module::{ModuleBuilder, ModuleTree};
-use fulgurite_engine::optim::Ema;
+use fulgurite_engine::optim::WeightAverage;
 use fulgurite_engine::strategy::ParallelizeFn;
 use fulgurite_launch::{Interruption, Starting};
 
@@ -347,6 +347,7 @@ impl Trainer {
             stage,
             items: 0.0,
             accumulate: config.accumulate_grad_batches,
+            length: (None, None),
             requests: Requests::default(),
             batch_size,
             shuffle,
@@ -446,8 +447,8 @@ impl Session {
         let fabric = &self.parts.fabric;
         let automatic = self.runner.automatic_optimization();
         configured.check(fabric.module_tree()?, automatic, &run.trainer)?;
-        let (mut optimizers, schedulers) =
-            configured.build(fabric, run.trainer.unused_parameters)?;
+        let (optimizers, schedulers) = configured.build(fabric, run.trainer.unused_parameters)?;
+        self.optimizers = Some(optimizers);
         self.hook(Hook::Setup)?;
         self.hook(Hook::FitStart)?;
         let rank = self.rank();
@@ -460,11 +461,16 @@ impl Session {
             self.resume(&source)?;
         }
         if let Some(decay) = run.trainer.ema_decay {
-            for (_, optimizer) in optimizers.iter_mut() {
-                optimizer.set_ema(Ema::new(optimizer.parameters(), decay)?);
+            for (_, optimizer) in training(&mut self.optimizers).iter_mut() {
+                if optimizer.average().is_some() {
+                    let message = "`trainer.ema_decay`: a callback keeps another average of the weights, and there \
+                                   can be one; leave out one of the two";
+                    return Err(Error::Config(message.to_owned()));
+                }
+                let average = WeightAverage::exponential(optimizer.parameters(), decay)?;
+                optimizer.set_average(average);
             }
         }
-        self.optimizers = Some(optimizers);
         if let Some(source) = &source {
             self.resume(source)?;
         }
@@ -475,7 +481,7 @@ impl Session {
         {
             optimizer.set_scheduler(scheduler, max_steps);
         }
-        self.set_schedules_end(max_steps)?;
+        self.set_length(max_steps)?;
         for (_, optimizer) in training(&mut self.optimizers).iter() {
             // Fails before the first step for a schedule that needs the run's length.
             optimizer.learning_rate()?;

@@ -1,4 +1,4 @@
-//! The exponential moving average of weights.
+//! Averages of weights over a training.
 
 use std::collections::BTreeMap;
 
@@ -10,10 +10,12 @@ use crate::autograd::storage;
 use crate::parameter::{LocalShard, Parameter};
 use crate::{Error, Result};
 
-/// An exponential moving average of the weights, to evaluate or to publish in their place.
+/// An average of the weights over a training, to evaluate or to publish in their place: as
+/// `torch.optim.swa_utils.AveragedModel`.
 ///
-/// After each optimizer step, [`update`](Self::update) makes
-/// `average = decay * average + (1 - decay) * weight`. Averages are kept for trainable parameters
+/// [`update`](Self::update) makes `average = decay * average + (1 - decay) * weight`. For an
+/// [exponential](Self::exponential) average, updated after each optimizer step, `decay` is a constant; for a
+/// [mean](Self::mean) of `n` updates so far it is `n / (n + 1)`. Averages are kept for trainable parameters
 /// (a frozen one is its own), parallel to the shard that this rank's optimizer updates, in f32 (f64
 /// for f64 parameters), so that small differences are not lost to half-precision weights. As an
 /// element's average depends on that element alone, each rank averages what it holds and nothing is
@@ -22,7 +24,7 @@ use crate::{Error, Result};
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use fulgurite_core::module::{ModuleBuilder, ModuleInit};
-/// use fulgurite_core::optim::Ema;
+/// use fulgurite_core::optim::WeightAverage;
 /// use fulgurite_core::parameter::{Init, LocalShard};
 /// use fulgurite_core::shard::Region;
 ///
@@ -32,7 +34,7 @@ use crate::{Error, Result};
 /// let values = Tensor::new(&[1f32, 2.], &Device::Cpu)?;
 /// let region = Region::full(&[2]);
 /// b.finish()?.slots()[0].set_local(LocalShard { values: values.copy()?, region });
-/// let mut ema = Ema::new(&[weight.clone()], 0.75)?;
+/// let mut ema = WeightAverage::exponential(&[weight.clone()], 0.75)?;
 /// weight.local()?.values.slice_set(&Tensor::new(&[5f32, 2.], &Device::Cpu)?, 0, 0)?;
 /// ema.update()?;
 ///
@@ -45,12 +47,17 @@ use crate::{Error, Result};
 ///
 /// Every rank calls every method alike; none is collective.
 #[derive(Debug)]
-pub struct Ema {
-    decay: f64,
-    warmup: bool,
+pub struct WeightAverage {
+    rule: Rule,
     updates: u64,
     swapped: bool,
     entries: Vec<Entry>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Rule {
+    Exponential { decay: f64, warmup: bool },
+    Mean,
 }
 
 #[derive(Debug)]
@@ -61,18 +68,32 @@ struct Entry {
     weights: Option<Tensor>,
 }
 
-impl Ema {
-    /// Averages of the trainable ones of `parameters`, starting from their present values: a strategy
-    /// must have set them up. `decay` is in `[0, 1)`: 0.999 averages over about the last thousand steps.
+impl WeightAverage {
+    /// An exponential moving average of the trainable ones of `parameters`, starting from their present
+    /// values: a strategy must have set them up. `decay` is in `[0, 1)`: 0.999 averages over about the last
+    /// thousand steps.
     ///
     /// # Errors
     /// If `decay` is out of range, or a parameter has no values yet or is not of a float dtype.
-    pub fn new(parameters: &[Parameter], decay: f64) -> Result<Self> {
+    pub fn exponential(parameters: &[Parameter], decay: f64) -> Result<Self> {
         if !(0.0..1.0).contains(&decay) {
             return Err(Error::Config(format!(
                 "the decay of an average of weights must be in [0, 1), such as 0.999; got {decay}"
             )));
         }
+        Self::new(parameters, Rule::Exponential { decay, warmup: false })
+    }
+
+    /// The mean of what the trainable ones of `parameters` are at each [`update`](Self::update), all with the
+    /// same weight (stochastic weight averaging). Before the first update it is what they are now.
+    ///
+    /// # Errors
+    /// If a parameter has no values yet or is not of a float dtype.
+    pub fn mean(parameters: &[Parameter]) -> Result<Self> {
+        Self::new(parameters, Rule::Mean)
+    }
+
+    fn new(parameters: &[Parameter], rule: Rule) -> Result<Self> {
         let entry = |parameter: &Parameter| {
             let values = parameter.local()?.values;
             let dtype = arithmetic_dtype(values.dtype()).ok_or_else(|| {
@@ -87,25 +108,45 @@ impl Ema {
         };
         let entries = parameters.iter().filter(|p| p.requires_grad()).map(entry);
         let entries = entries.collect::<Result<_>>()?;
-        Ok(Self { decay, warmup: false, updates: 0, swapped: false, entries })
+        Ok(Self { rule, updates: 0, swapped: false, entries })
     }
 
-    /// Uses a smaller decay in the beginning, so that the initial values are soon forgotten: update `n`
-    /// (from 0) uses `min(decay, (1 + n) / (10 + n))`.
+    /// Uses a smaller decay in the beginning of an exponential average, so that the initial values are soon
+    /// forgotten: update `n` (from 0) uses `min(decay, (1 + n) / (10 + n))`.
     #[must_use]
     pub fn with_warmup(mut self) -> Self {
-        self.warmup = true;
+        if let Rule::Exponential { warmup, .. } = &mut self.rule {
+            *warmup = true;
+        }
         self
+    }
+
+    /// Its name in checkpoints: `ema` for an exponential average, `swa` for a mean.
+    pub fn name(&self) -> &'static str {
+        if self.follows_steps() { "ema" } else { "swa" }
+    }
+
+    /// Whether it is updated after each optimizer step, as an exponential average is.
+    pub fn follows_steps(&self) -> bool {
+        matches!(self.rule, Rule::Exponential { .. })
+    }
+
+    /// How many updates there were.
+    pub fn updates(&self) -> u64 {
+        self.updates
     }
 
     /// The decay that the next update uses.
     pub fn next_decay(&self) -> f64 {
         let n = self.updates as f64;
-        if self.warmup { self.decay.min((1.0 + n) / (10.0 + n)) } else { self.decay }
+        match self.rule {
+            Rule::Exponential { decay, warmup: true } => decay.min((1.0 + n) / (10.0 + n)),
+            Rule::Exponential { decay, warmup: false } => decay,
+            Rule::Mean => n / (n + 1.0),
+        }
     }
 
-    /// Updates the averages with the weights; call it after each optimizer step. One pass over memory on
-    /// the CPU.
+    /// Updates the averages with the weights. One pass over memory on the CPU.
     ///
     /// # Errors
     /// While the averages are in the weights' place, and if the size of a parameter's shard has changed.
@@ -113,7 +154,7 @@ impl Ema {
         if self.swapped {
             return Err(Error::other(
                 "the averages are in the weights' place, and cannot be updated with themselves; \
-                 call `Ema::swap` again before training goes on",
+                 call `WeightAverage::swap` again before training goes on",
             ));
         }
         let shards = self.shards()?;
@@ -123,7 +164,9 @@ impl Ema {
             if values.elem_count() == 0 {
                 continue;
             }
-            if average.device().is_cpu() {
+            if gain == 1.0 {
+                storage::copy_from(average, &values)?;
+            } else if average.device().is_cpu() {
                 dispatch!(values.dtype(), lerp_state(average, &values, gain))?;
             } else {
                 let values = values.to_dtype(average.dtype())?;
@@ -163,7 +206,7 @@ impl Ema {
         self.swapped
     }
 
-    /// The averages, named `ema`, for checkpoints to save and to load into; If they are loaded while
+    /// The averages under their [name](Self::name), for checkpoints to save and to load into. If they are loaded while
     /// they are in the weights' place, the weights change at the next [`swap`](Self::swap) to the
     /// averages.
     ///
@@ -175,7 +218,7 @@ impl Ema {
             let parameter = &entry.parameter;
             Ok(StateTensor {
                 fqn: parameter.fqn().to_owned(),
-                name: "ema",
+                name: self.name(),
                 values: entry.average.clone(),
                 region: parameter.local()?.region,
                 shape: parameter.global_shape().to_vec(),
@@ -184,7 +227,7 @@ impl Ema {
         self.entries.iter().map(state).collect()
     }
 
-    /// State that is not a tensor, by name: `updates`, on which the warm-up depends.
+    /// State that is not a tensor, by name: `updates`.
     pub fn scalars(&self) -> BTreeMap<String, f64> {
         BTreeMap::from([("updates".to_owned(), self.updates as f64)])
     }
@@ -256,7 +299,7 @@ mod tests {
         }
     }
 
-    fn averages(ema: &Ema) -> Vec<Vec<f64>> {
+    fn averages(ema: &WeightAverage) -> Vec<Vec<f64>> {
         let state = ema.state().unwrap();
         let all = state.iter().map(|s| s.values.to_dtype(DType::F64).unwrap().to_vec1().unwrap());
         all.collect()
@@ -267,7 +310,7 @@ mod tests {
         for (dtype, tolerance) in [(DType::F64, 1e-14), (DType::F32, 1e-6), (DType::BF16, 1e-6)] {
             for warmup in [false, true] {
                 let parameters = parameters(&LENGTHS, dtype);
-                let ema = Ema::new(&parameters, 0.5).unwrap();
+                let ema = WeightAverage::exponential(&parameters, 0.5).unwrap();
                 let mut ema = if warmup { ema.with_warmup() } else { ema };
                 let mut want: Vec<Vec<f64>> = parameters.iter().map(values).collect();
                 for n in 0..11u32 {
@@ -294,7 +337,7 @@ mod tests {
     fn swapping_twice_changes_nothing() {
         for dtype in [DType::F64, DType::F32, DType::BF16, DType::F16] {
             let parameters = parameters(&LENGTHS, dtype);
-            let mut ema = Ema::new(&parameters, 0.9).unwrap();
+            let mut ema = WeightAverage::exponential(&parameters, 0.9).unwrap();
             set_values(&parameters, 1);
             ema.update().unwrap();
             let weights: Vec<_> = parameters.iter().map(values).collect();
@@ -310,7 +353,7 @@ mod tests {
             }
             assert_eq!(averages(&ema), average, "the state stays");
             insta::allow_duplicates! {
-                insta::assert_snapshot!(ema.update().unwrap_err(), @"the averages are in the weights' place, and cannot be updated with themselves; call `Ema::swap` again before training goes on");
+                insta::assert_snapshot!(ema.update().unwrap_err(), @"the averages are in the weights' place, and cannot be updated with themselves; call `WeightAverage::swap` again before training goes on");
             }
 
             ema.swap().unwrap();
@@ -323,12 +366,12 @@ mod tests {
     #[test]
     fn a_run_that_is_resumed_goes_on_alike() {
         let parameters = parameters(&LENGTHS, DType::F32);
-        let mut first = Ema::new(&parameters, 0.9).unwrap().with_warmup();
+        let mut first = WeightAverage::exponential(&parameters, 0.9).unwrap().with_warmup();
         for step in 1..4 {
             set_values(&parameters, step);
             first.update().unwrap();
         }
-        let mut second = Ema::new(&parameters, 0.9).unwrap().with_warmup();
+        let mut second = WeightAverage::exponential(&parameters, 0.9).unwrap().with_warmup();
         for (to, from) in second.state().unwrap().iter().zip(first.state().unwrap()) {
             assert_eq!((to.name, &to.fqn, &to.region), ("ema", &from.fqn, &from.region));
             assert_eq!(to.values.dtype(), DType::F32);
@@ -358,7 +401,7 @@ mod tests {
             let values = Tensor::zeros(n, DType::F32, p.device()).unwrap();
             let region = Region { offsets: vec![offset], sizes: vec![n] };
             slot(&p).set_local(LocalShard { values, region });
-            (p, Ema::new(b.finish().unwrap().parameters(), 0.9).unwrap())
+            (p, WeightAverage::exponential(b.finish().unwrap().parameters(), 0.9).unwrap())
         };
         let run = |offset: usize, n: usize| {
             let (p, mut ema) = declare(offset, n);
@@ -378,10 +421,11 @@ mod tests {
     #[test]
     fn wrong_use_is_explained() {
         let parameters = parameters(&[("w", 3)], DType::F32);
-        let message = |decay| Ema::new(&parameters, decay).unwrap_err().to_string();
+        let message =
+            |decay| WeightAverage::exponential(&parameters, decay).unwrap_err().to_string();
         insta::assert_snapshot!(message(1.0), @"the decay of an average of weights must be in [0, 1), such as 0.999; got 1");
         insta::assert_snapshot!(message(f64::NAN), @"the decay of an average of weights must be in [0, 1), such as 0.999; got NaN");
-        let mut ema = Ema::new(&parameters, 0.0).unwrap();
+        let mut ema = WeightAverage::exponential(&parameters, 0.0).unwrap();
         let values = Tensor::zeros(2, DType::F32, parameters[0].device()).unwrap();
         let region = parameters[0].local().unwrap().region;
         slot(&parameters[0]).set_local(LocalShard { values, region });

@@ -1,0 +1,162 @@
+//! Stochastic weight averaging.
+
+use std::sync::{Arc, Mutex};
+
+use fulgurite::core::config::ConfigLayers;
+use fulgurite::core::run::RunConfig;
+use fulgurite::core::trainer::Event;
+use fulgurite::prelude::*;
+use fulgurite_transports::run_ranks;
+
+use crate::toy::{Events, NoKeys, Numbers, SAMPLES};
+
+const SWA: &str = "trainer.callbacks = [{ type = 'stochastic_weight_averaging', swa_lrs = 0.02, \
+                   swa_epoch_start = 2, annealing_epochs = 2, annealing_strategy = 'linear' }]\n";
+
+struct Double(Unit<Linear>);
+
+impl LightningModule for Double {
+    type Config = NoKeys;
+    type Data = Numbers;
+
+    fn configure_model(_: &NoKeys, b: &ModuleBuilder) -> Result<Self> {
+        Ok(Self(b.unit("net.double", |b| Linear::new(b, 1, 1))?))
+    }
+
+    fn training_step(&mut self, x: &Tensor, _: &mut StepContext) -> Result<Loss> {
+        let error = (self.0.forward(x)? - (x * 2.0)?)?;
+        Ok(Loss::new(error.sqr()?.sum_all()?, x.dim(0)? as f64))
+    }
+}
+
+impl Hooks<Numbers> for Double {}
+
+/// Keeps the weights at the end of each epoch.
+#[derive(Clone, Default)]
+struct Weights(Arc<Mutex<Vec<Vec<f32>>>>);
+
+impl Callback for Weights {}
+
+impl Hooks for Weights {
+    fn on_train_epoch_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        self.0.lock().unwrap().push(weights(ctx.fabric())?);
+        Ok(())
+    }
+}
+
+/// This rank's part of the weights.
+fn weights(fabric: &Fabric) -> Result<Vec<f32>> {
+    let mut all = Vec::new();
+    for parameter in fabric.module_tree()?.parameters() {
+        all.extend(parameter.local()?.values.to_vec1::<f32>()?);
+    }
+    Ok(all)
+}
+
+/// A training: the weights at the end of its epochs and of itself, the learning rates of its steps, and what
+/// the trained module computes.
+struct Training {
+    epochs: Vec<Vec<f32>>,
+    end: Vec<f32>,
+    rates: Vec<f64>,
+    output: f32,
+}
+
+fn fit_in(dir: &std::path::Path, ranks: usize, keys: &str) -> Result<Training> {
+    let trainings = run_ranks(ranks, |world| {
+        let text = format!(
+            "seed = 3\ntrainer.default_root_dir = {dir:?}\ncheckpoint.dir = {:?}\ntrainer.strategy = 'fsdp'\n\
+             trainer.devices = {ranks}\ntrainer.loggers = []\ntrainer.log_every_n_steps = 1\n\
+             trainer.enable_progress_bar = false\noptimizer.lr = 0.1\n\
+             trainer.ckpt_path = 'last'\n{keys}\n",
+            dir.join("kept")
+        );
+        let run: RunConfig<NoKeys, NoKeys> =
+            RunConfig::from_layers(ConfigLayers::new().text("run.toml", &text)?)?;
+        let (events, epochs) = (Events::default(), Weights::default());
+        let trainer = Trainer::new(world).with_sink(Box::new(events.clone()));
+        let trained = trainer.with_callback(Box::new(epochs.clone())).fit::<Double>(&run)?;
+        let events = std::mem::take(&mut *events.0.lock().unwrap());
+        let rates = events.iter().filter_map(|event| match event {
+            Event::Step { lr, .. } => Some((lr * 1e6).round() / 1e6),
+            _ => None,
+        });
+        let x = Tensor::new(&[[0.5f32]], &Device::Cpu)?;
+        Ok(Training {
+            rates: rates.collect(),
+            end: weights(trained.fabric())?,
+            epochs: std::mem::take(&mut epochs.0.lock().unwrap()),
+            output: trained.forward(|module| module.0.forward(&x))?.flatten_all()?.to_vec1()?[0],
+        })
+    });
+    trainings.map(|mut trainings| trainings.swap_remove(0))
+}
+
+fn fit(ranks: usize, keys: &str) -> Training {
+    let dir = tempfile::tempdir().unwrap();
+    fit_in(dir.path(), ranks, keys).unwrap_or_else(|error| panic!("{keys}: {error}"))
+}
+
+#[test]
+fn the_trained_weights_are_the_mean_of_those_after_the_last_epochs() {
+    // Seven samples in batches of two: four steps an epoch.
+    let keys = format!("{SWA}trainer.max_epochs = 5\ntrainer.last_batch = 'partial'");
+    let training = fit(1, &keys);
+    assert_eq!((SAMPLES, training.epochs.len()), (7, 5));
+    for (i, end) in training.end.iter().enumerate() {
+        let mean = training.epochs[2..].iter().map(|epoch| epoch[i]).sum::<f32>() / 3.0;
+        assert!((end - mean).abs() < 1e-6, "{:?} {:?}", training.end, training.epochs);
+    }
+    assert_ne!(training.end, training.epochs[4]);
+    let by_epoch = [0.1, 0.1, 0.1, 0.06, 0.02];
+    assert_eq!(training.rates, by_epoch.map(|lr| [lr; 4]).concat());
+
+    // One step of four batches an epoch is the same on two ranks and two micro-batches.
+    let large = |ranks, accumulate: usize| {
+        fit(ranks, &format!("{keys}\ntrainer.accumulate_grad_batches = {accumulate}"))
+    };
+    let (one, two) = (large(1, 4), large(2, 2));
+    assert!((one.output - two.output).abs() < 1e-6, "{} {}", one.output, two.output);
+    assert_eq!(one.rates, two.rates);
+}
+
+#[test]
+fn it_goes_on_to_the_bit() {
+    let keys = format!("{SWA}trainer.last_batch = 'partial'\n");
+    let whole = fit(1, &format!("{keys}trainer.max_epochs = 5"));
+    // Within the epoch in which the rate falls, after one that was averaged.
+    for stop in [10, 12, 14] {
+        let dir = tempfile::tempdir().unwrap();
+        let until = |limit: String| fit_in(dir.path(), 1, &format!("{keys}{limit}")).unwrap();
+        let saving = format!("checkpoint.every_n_steps = {stop}\n");
+        let first = until(format!("{saving}trainer.max_epochs = 5"));
+        assert_eq!(first.end, whole.end);
+        // As if it had been killed after that checkpoint.
+        let kept = dir.path().join("kept");
+        for entry in std::fs::read_dir(&kept).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+            if name.starts_with("step-") && name != format!("step-{stop:08}") {
+                std::fs::remove_dir_all(path).unwrap();
+            }
+        }
+        std::fs::remove_file(kept.join("last")).unwrap();
+        let resumed = until("trainer.max_epochs = 5".to_owned());
+        assert_eq!(resumed.end, whole.end, "{stop}");
+        assert_eq!(resumed.rates, whole.rates[stop..]);
+    }
+}
+
+#[test]
+fn mistakes_with_averages_are_explained() {
+    let error = |keys: &str| {
+        let dir = tempfile::tempdir().unwrap();
+        fit_in(dir.path(), 1, &format!("{SWA}{keys}")).err().unwrap().to_string()
+    };
+    insta::assert_snapshot!(error("trainer.max_epochs = 2"), @"`trainer.callbacks`, stochastic_weight_averaging: `swa_epoch_start`: the run has 2 epoch(s), counted from 0, so that none is averaged from epoch 2 on");
+    insta::assert_snapshot!(error("trainer.max_epochs = 4\ntrainer.ema_decay = 0.9"), @"`trainer.ema_decay`: a callback keeps another average of the weights, and there can be one; leave out one of the two");
+    let dir = tempfile::tempdir().unwrap();
+    let endless = SWA.replace("swa_epoch_start = 2", "swa_epoch_start = 0.5");
+    let endless = fit_in(dir.path(), 1, &format!("{endless}trainer.max_time = '00:00:00:30'"));
+    insta::assert_snapshot!(endless.err().unwrap(), @"`trainer.callbacks`, stochastic_weight_averaging: `swa_epoch_start`: a part of a run needs the run's length, and it has no `max_epochs` or `max_steps`; give an epoch, such as `swa_epoch_start = 8`");
+}
