@@ -1,11 +1,15 @@
 //! Stochastic weight averaging.
 
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
+use fulgurite::core::checkpoint::tools::{self, AnyCheckpoint, ConvertOptions, ConvertTarget};
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::run::RunConfig;
+use fulgurite::core::shard::Region;
 use fulgurite::core::trainer::Event;
 use fulgurite::prelude::*;
+use fulgurite_checkpoint::LocalDirectory;
 use fulgurite_transports::run_ranks;
 
 use crate::toy::{Events, NoKeys, Numbers, SAMPLES};
@@ -62,7 +66,7 @@ struct Training {
     output: f32,
 }
 
-fn fit_in(dir: &std::path::Path, ranks: usize, keys: &str) -> Result<Training> {
+fn fit_in(dir: &Path, ranks: usize, keys: &str) -> Result<Training> {
     let trainings = run_ranks(ranks, |world| {
         let text = format!(
             "seed = 3\ntrainer.default_root_dir = {dir:?}\ncheckpoint.dir = {:?}\ntrainer.strategy = 'fsdp'\n\
@@ -75,13 +79,18 @@ fn fit_in(dir: &std::path::Path, ranks: usize, keys: &str) -> Result<Training> {
             RunConfig::from_layers(ConfigLayers::new().text("run.toml", &text)?)?;
         let (events, epochs) = (Events::default(), Weights::default());
         let trainer = Trainer::new(world).with_sink(Box::new(events.clone()));
-        let trained = trainer.with_callback(Box::new(epochs.clone())).fit::<Double>(&run)?;
+        let mut trained = trainer.with_callback(Box::new(epochs.clone())).fit::<Double>(&run)?;
         let events = std::mem::take(&mut *events.0.lock().unwrap());
         let rates = events.iter().filter_map(|event| match event {
             Event::Step { lr, .. } => Some((lr * 1e6).round() / 1e6),
             _ => None,
         });
         let x = Tensor::new(&[[0.5f32]], &Device::Cpu)?;
+        trained.swap_average()?;
+        let raw = weights(trained.fabric())?;
+        let last = epochs.0.lock().unwrap().last().cloned();
+        assert_eq!(Some(&raw), last.as_ref(), "what the last epoch ended with");
+        trained.swap_average()?;
         Ok(Training {
             rates: rates.collect(),
             end: weights(trained.fabric())?,
@@ -97,17 +106,35 @@ fn fit(ranks: usize, keys: &str) -> Training {
     fit_in(dir.path(), ranks, keys).unwrap_or_else(|error| panic!("{keys}: {error}"))
 }
 
+/// The average in the last checkpoint, as a full checkpoint has it.
+fn published(dir: &Path) -> Vec<f32> {
+    let io = LocalDirectory::new(dir);
+    let kept = AnyCheckpoint::open(dir.join("kept/step-00000020")).unwrap();
+    let options = ConvertOptions { average: true, ..ConvertOptions::new(ConvertTarget::Full) };
+    tools::convert(&kept, &io, "published", &options, &mut |_| {}).unwrap();
+    let weights = fulgurite::core::checkpoint::open(dir.join("published")).unwrap();
+    let mut all = Vec::new();
+    for name in weights.names() {
+        let region = Region::full(&weights.info(name).unwrap().shape);
+        let values = weights.read(name, &region, DType::F32, &Device::Cpu).unwrap();
+        all.extend(values.to_vec1::<f32>().unwrap());
+    }
+    all
+}
+
 #[test]
 fn the_trained_weights_are_the_mean_of_those_after_the_last_epochs() {
     // Seven samples in batches of two: four steps an epoch.
     let keys = format!("{SWA}trainer.max_epochs = 5\ntrainer.last_batch = 'partial'");
-    let training = fit(1, &keys);
+    let dir = tempfile::tempdir().unwrap();
+    let training = fit_in(dir.path(), 1, &keys).unwrap();
     assert_eq!((SAMPLES, training.epochs.len()), (7, 5));
     for (i, end) in training.end.iter().enumerate() {
         let mean = training.epochs[2..].iter().map(|epoch| epoch[i]).sum::<f32>() / 3.0;
         assert!((end - mean).abs() < 1e-6, "{:?} {:?}", training.end, training.epochs);
     }
     assert_ne!(training.end, training.epochs[4]);
+    assert_eq!(published(dir.path()), training.end);
     let by_epoch = [0.1, 0.1, 0.1, 0.06, 0.02];
     assert_eq!(training.rates, by_epoch.map(|lr| [lr; 4]).concat());
 

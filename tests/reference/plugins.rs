@@ -25,7 +25,7 @@ fn the_built_in_plugins_are_listed() {
     let names: Vec<String> =
         names.iter().map(|(kind, names)| format!("{kind}: {}", names.join(", "))).collect();
     insta::assert_snapshot!(names.join("\n"), @r#"
-    callback: device_stats_monitor, early_stopping, gradient_accumulation_scheduler, gradient_norms, learning_rate_finder, model_checkpoint, model_summary, on_exception_checkpoint, reduce_lr_on_plateau, throughput_monitor
+    callback: device_stats_monitor, early_stopping, gradient_accumulation_scheduler, gradient_norms, learning_rate_finder, model_checkpoint, model_summary, on_exception_checkpoint, reduce_lr_on_plateau, stochastic_weight_averaging, throughput_monitor
     checkpoint_io: local
     environment: local, slurm, torchelastic
     logger: csv, jsonl, mlflow, tensorboard

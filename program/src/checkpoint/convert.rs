@@ -35,6 +35,10 @@ struct Changes {
     /// Leave the optimizer's state out
     #[arg(long)]
     model_only: bool,
+    /// Take the average of the weights that training kept (`trainer.ema_decay`,
+    /// `stochastic_weight_averaging`) instead of them, without the optimizer's state
+    #[arg(long)]
+    average: bool,
     /// Give names that begin with FROM the beginning TO: `model.=`, `=model.`; the first rule that
     /// fits a name counts
     #[arg(long, value_name = "FROM=TO")]
@@ -151,6 +155,7 @@ fn options(to: ConvertTarget, changes: Changes, files: Files) -> ConvertOptions 
     ConvertOptions {
         dtype: changes.dtype.map(Into::into),
         model_only: changes.model_only,
+        average: changes.average,
         rename,
         max_shard_bytes: files.max_shard_size.map_or(as_it_is.max_shard_bytes, |size| size.0),
         config: files.config.map(ModelConfig::File),

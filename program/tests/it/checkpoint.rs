@@ -363,6 +363,7 @@ Options:
       --shards <N>             Number of shards of a distributed checkpoint [default: 1]
       --dtype <DTYPE>          Convert the model's floating-point tensors [possible values: f64, f32, f16, bf16]
       --model-only             Leave the optimizer's state out
+      --average                Take the average of the weights that training kept (`trainer.ema_decay`, `stochastic_weight_averaging`) instead of them, without the optimizer's state
       --rename <FROM=TO>       Give names that begin with FROM the beginning TO: `model.=`, `=model.`; the first rule that fits a name counts
       --max-shard-size <SIZE>  Begin another file beyond this size [default: 5GB]
       --config <FILE>          The model's `config.json`, instead of the input's

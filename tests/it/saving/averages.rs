@@ -1,6 +1,8 @@
 //! Averages of the weights.
 
+use fulgurite::core::checkpoint::tools::{self, AnyCheckpoint, ConvertOptions, ConvertTarget};
 use fulgurite::core::trainer::Event;
+use fulgurite_checkpoint::LocalDirectory;
 
 use super::harness::{Scratch, course};
 
@@ -59,7 +61,20 @@ fn a_checkpoint_is_validated_as_training_did() {
         assert_eq!(scratch.validate(&[kind, &[last]].concat()).unwrap(), plain);
         let weights = [ema, kind, &[last, "checkpoint.weights_only=true"]].concat();
         assert_eq!(scratch.validate(&weights).unwrap(), plain);
-        if ema.is_empty() {
+        // What is published are the averages, if they are asked for.
+        let kept = AnyCheckpoint::open(scratch.path("kept/step-00000006")).unwrap();
+        let published = scratch.path("published");
+        let options = ConvertOptions { average: true, ..ConvertOptions::new(ConvertTarget::Full) };
+        let io = LocalDirectory::new(published.parent().unwrap());
+        let converted = tools::convert(&kept, &io, "published", &options, &mut |_| {});
+        if !ema.is_empty() {
+            converted.unwrap();
+            let path = format!("trainer.ckpt_path={published:?}");
+            assert_eq!(scratch.validate(&[kind, &[&path]].concat()).unwrap(), validated);
+        } else {
+            let error = converted.unwrap_err().to_string();
+            let (_, message) = error.split_once("6: ").unwrap();
+            insta::assert_snapshot!(message, @"it has no average of the weights: training keeps one with `trainer.ema_decay` or the callback `stochastic_weight_averaging`");
             let error = scratch.validate(&[last, decay]).unwrap_err().to_string();
             let (_, message) = error.split_once(": ").unwrap();
             insta::assert_snapshot!(message, @"it has no average of the weights that would fit this model (`state.double.weight.ema`); leave out `trainer.ema_decay` to validate the weights themselves");

@@ -15,6 +15,7 @@ use super::super::weights::MAX_COMPANION;
 use super::super::{
     CheckpointIO, FileDigest, FullOptions, ModelConfig, ParameterFilter, SaveMeta, TensorSource,
 };
+use super::average::AveragedModel;
 use super::progress::{Counter, Progress};
 use super::{AnyCheckpoint, CheckpointKind, Rename, distribute, output};
 use crate::{Error, Result};
@@ -45,6 +46,9 @@ pub struct ConvertOptions {
     pub dtype: Option<DType>,
     /// Whether the optimizer's state is left out. [`ConvertTarget::HuggingFace`] never has it.
     pub model_only: bool,
+    /// Whether the average of the weights that training kept takes their place; the optimizer's state, which
+    /// does not belong to it, is left out.
+    pub average: bool,
     /// New names of the parameters.
     pub rename: Rename,
     /// As [`FullOptions::max_shard_bytes`]; not for [`ConvertTarget::Distributed`].
@@ -63,6 +67,7 @@ impl ConvertOptions {
             to,
             dtype: None,
             model_only: false,
+            average: false,
             rename: Rename::default(),
             max_shard_bytes,
             config: None,
@@ -118,8 +123,8 @@ pub fn reshard(
 /// small files are copied from weights into a full checkpoint or a Hugging Face directory.
 ///
 /// # Errors
-/// If `name` exists and is no checkpoint or `overwrite` is not set; if the input is damaged; if two
-/// tensors get the same name; if the output cannot be written. Nothing is changed then.
+/// If `name` exists and is no checkpoint or `overwrite` is not set; if the input is damaged, or has no average
+/// of the weights where it is asked for; if two tensors get the same name; if the output cannot be written. Nothing is changed then.
 pub fn convert(
     input: &AnyCheckpoint,
     io: &dyn CheckpointIO,
@@ -135,8 +140,11 @@ pub fn convert(
             format!("parameters cannot be converted to {dtype:?}; expected a float dtype");
         return Err(Error::other(message));
     }
-    let model = OutputSection::model(input.model(), options)?;
-    let with_optimizer = !options.model_only && options.to != ConvertTarget::HuggingFace;
+    let averaged = options.average.then(|| AveragedModel::new(input)).transpose()?;
+    let source = averaged.as_ref().map_or(input.model(), |averaged| averaged as _);
+    let model = OutputSection::model(source, options)?;
+    let is_whole = !options.model_only && !options.average;
+    let with_optimizer = is_whole && options.to != ConvertTarget::HuggingFace;
     let optimizer = input.optimizer().filter(|_| with_optimizer);
     let optimizer =
         optimizer.map(|source| OutputSection::optimizer(source, options)).transpose()?;

@@ -20,6 +20,7 @@
 //! Checksums are verified, and an output appears under its name when it is complete and durable.
 
 mod any;
+mod average;
 mod convert;
 mod diff;
 mod distribute;

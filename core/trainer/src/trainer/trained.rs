@@ -86,6 +86,17 @@ impl<M: LightningModule> Trained<M> {
         compute(self.module())
     }
 
+    /// Exchanges the weights and the average of them that the training kept (`trainer.ema_decay`), if any: to
+    /// predict with it, or to save it. Called again it puts the weights back. After a training with
+    /// `stochastic_weight_averaging` the average is in their place already. Collective.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn swap_average(&mut self) -> Result<()> {
+        let mut optimizers = self.session.optimizers.iter_mut().flat_map(|all| all.iter_mut());
+        optimizers.try_for_each(|(_, optimizer)| optimizer.swap_average())
+    }
+
     /// Validates. Collective.
     ///
     /// # Errors
