@@ -1,5 +1,7 @@
 //! Callbacks by name, and what a callback has access to.
 
+#![allow(unreachable_pub, reason = "what other modules use reads best with plain `pub`")]
+
 use std::path::Path;
 
 use fulgurite::callbacks::{EarlyStopping, ModelCheckpoint};
@@ -15,7 +17,7 @@ use crate::toy::{Events, NoKeys};
 /// What the validations of a run log as `score`, one after the other.
 const SCORES: [f64; 8] = [5.0, 3.0, 4.0, 2.0, 2.5, 6.0, 7.0, 1.0];
 
-struct Net {
+pub struct Net {
     up: Unit<Linear>,
     down: Unit<Linear>,
 }
@@ -56,7 +58,7 @@ impl Hooks for Scores {
 }
 
 /// Twelve numbers, in batches of 2.
-struct Numbers;
+pub struct Numbers;
 
 impl DataModule for Numbers {
     type Config = NoKeys;
@@ -80,11 +82,11 @@ impl DataModule for Numbers {
     }
 }
 
-fn all(events: &Events) -> Vec<Event> {
+pub fn all(events: &Events) -> Vec<Event> {
     events.0.lock().unwrap().clone()
 }
 
-fn config(dir: &Path, keys: &[&str]) -> RunConfig<NoKeys, NoKeys> {
+pub fn config(dir: &Path, keys: &[&str]) -> RunConfig<NoKeys, NoKeys> {
     let root = format!("trainer.default_root_dir={:?}", dir.join("runs"));
     let kept = format!("checkpoint.dir={:?}", dir.join("kept"));
     let always = [
@@ -100,15 +102,15 @@ fn config(dir: &Path, keys: &[&str]) -> RunConfig<NoKeys, NoKeys> {
 }
 
 /// Trains alone in a directory of its own.
-fn fit(keys: &[&str]) -> (TempDir, Vec<Event>, fulgurite::core::Result<Trained>) {
+pub fn fit(keys: &[&str]) -> (TempDir, Vec<Event>, fulgurite::core::Result<Trained>) {
     let dir = tempfile::tempdir().unwrap();
     let (events, result) = fit_in(dir.path(), keys);
     (dir, events, result)
 }
 
-type Trained = fulgurite::core::trainer::Trained<Net>;
+pub type Trained = fulgurite::core::trainer::Trained<Net>;
 
-fn fit_in(dir: &Path, keys: &[&str]) -> (Vec<Event>, fulgurite::core::Result<Trained>) {
+pub fn fit_in(dir: &Path, keys: &[&str]) -> (Vec<Event>, fulgurite::core::Result<Trained>) {
     let events = Events::default();
     let trainer = Trainer::default().with_sink(Box::new(events.clone()));
     let result = trainer.fit::<Net>(&config(dir, keys));
@@ -119,7 +121,7 @@ fn steps(events: &[Event]) -> u64 {
     events.iter().filter(|event| matches!(event, Event::Step { .. })).count() as u64
 }
 
-fn kept(dir: &Path) -> Vec<String> {
+pub fn kept(dir: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(dir.join("kept")) else { return Vec::new() };
     let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let mut names: Vec<_> = names.filter(|name| !name.starts_with('.')).collect();
@@ -189,12 +191,15 @@ fn the_best_checkpoints_are_named_and_kept() {
     let all = ["best-step=4-score=2.0", "best-step=5-score=2.5", "last", "weights-004"];
     assert_eq!(kept(dir.path()), all);
 
-    // The one saved last is the last whole one, and the kept ones are known to the resumed run.
+    // The one saved last is the last whole one, and the kept ones are known to the resumed run, which never
+    // removes the one that it goes on from.
     let keys = ["trainer.max_steps=8", callbacks, "trainer.ckpt_path=last"];
     let (events, result) = fit_in(dir.path(), &keys);
     result.unwrap();
     assert!(matches!(&events[0], Event::Resume { step: 5, .. }), "{:?}", events[0]);
-    let all = ["best-step=4-score=2.0", "best-step=8-score=1.0", "last", "weights-008"];
+    let [best, from, new] =
+        ["best-step=4-score=2.0", "best-step=5-score=2.5", "best-step=8-score=1.0"];
+    let all = [best, from, new, "last", "weights-008"];
     assert_eq!(kept(dir.path()), all);
 
     // Weights alone can be validated, and trained from, but not gone on from.

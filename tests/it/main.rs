@@ -18,6 +18,7 @@ mod llama;
 mod loading;
 mod manual;
 mod metrics;
+mod model_checkpoint;
 mod model_parallel;
 mod new_head;
 mod parity;

@@ -38,8 +38,9 @@ pub struct ModelCheckpointConfig {
     /// Saves every so many optimizer steps.
     #[serde(default)]
     pub every_n_steps: Option<NonZeroU64>,
-    /// Saves at the end of every so many epochs; by default of each, where there is no other interval and
-    /// nothing is monitored. What is monitored is by default saved after each validation.
+    /// Saves at the end of every so many epochs; by default of each, where there is no other interval. What is
+    /// monitored is by default also saved after each validation, and only with a value of that step: what is due
+    /// before the metric is logged again is saved then.
     #[serde(default)]
     pub every_n_epochs: Option<NonZeroU64>,
     /// Saves after the step in which so many seconds have passed since the last time.
@@ -48,7 +49,7 @@ pub struct ModelCheckpointConfig {
     /// Saves only the weights, from which training cannot go on.
     #[serde(default)]
     pub save_weights_only: bool,
-    /// Whether a metric that was not logged when it should is an error.
+    /// Whether it is an error that the metric does not exist after a validation.
     #[serde(default = "yes")]
     pub strict: bool,
     /// Prints each checkpoint.
@@ -108,7 +109,8 @@ impl CallbackConfig for ModelCheckpointConfig {
             config: self.clone(),
             kept: Vec::new(),
             last_time: Instant::now(),
-            saved_step: None,
+            is_due: false,
+            offered_step: None,
         }))
     }
 
@@ -139,7 +141,18 @@ pub struct ModelCheckpoint {
     /// Oldest first.
     kept: Vec<Kept>,
     last_time: Instant,
-    saved_step: Option<u64>,
+    /// Whether a checkpoint is due, or was when the metric had no value of that step.
+    is_due: bool,
+    /// The step that was last considered.
+    offered_step: Option<u64>,
+}
+
+/// What becomes of a checkpoint.
+#[derive(Debug, Serialize, Deserialize)]
+struct Choice {
+    new: Kept,
+    /// The index of the one that goes for it.
+    replaces: Option<usize>,
 }
 
 impl ModelCheckpoint {
@@ -168,39 +181,53 @@ impl ModelCheckpoint {
         }
     }
 
-    /// Asks for a checkpoint, if the present one is among the best.
-    fn save(&mut self, ctx: &mut HookContext) -> Result<()> {
-        if self.config.save_top_k == 0 || self.saved_step == Some(ctx.step) {
+    /// Asks for a checkpoint, if one is due and the present one is among the best. A value of the metric that is of an
+    /// earlier step says nothing of this one: what is due waits for the next. Collective if something is due.
+    fn save_if_due(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let is_off = self.config.save_top_k == 0 || ctx.fast_dev_run;
+        self.is_due &= !is_off && self.offered_step != Some(ctx.step);
+        if !self.is_due {
             return Ok(());
         }
-        let score = match &self.config.monitor {
-            None => None,
-            Some(monitor) => match ctx.metrics.get(monitor) {
-                Some(score) => Some(*score).filter(|score| score.is_finite()),
-                None if self.config.strict => {
-                    let known =
-                        ctx.metrics.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
-                    return Err(wrong(
-                        "monitor",
-                        format!("there is no metric `{monitor}`; there are: {known}"),
-                    ));
-                }
-                None => return Ok(()),
-            },
-        };
-        let values = Values { epoch: ctx.epoch, step: ctx.step, metrics: ctx.metrics };
-        let base = self.name(&values)?;
-        let Some((name, remove)) = self.keep(base, score) else { return Ok(()) };
-        self.saved_step = Some(ctx.step);
+        let monitor = self.config.monitor.as_deref();
+        if monitor.is_some_and(|monitor| ctx.metric_step(monitor) != Some(ctx.step)) {
+            return Ok(());
+        }
+        self.is_due = false;
+        self.offered_step = Some(ctx.step);
+        // Values that are not of all ranks may differ, and what lies in the place is for one to look at.
+        let choice = if ctx.is_global_zero() { self.choose(ctx)? } else { None };
+        let choice = serde_json::to_string(&choice).map_err(Error::other)?;
+        let choice = ctx.fabric().broadcast(&choice, 0)?;
+        let choice: Option<Choice> = serde_json::from_str(&choice).map_err(Error::other)?;
+        let Some(choice) = choice else { return Ok(()) };
         if self.config.verbose {
-            ctx.print(format!("saving {name}"));
+            ctx.print(format!("saving {}", choice.new.name));
         }
         let mut request = SaveRequest::default();
-        request.name = Some(name);
+        request.name = Some(choice.new.name.clone());
         request.weights_only = self.config.save_weights_only;
-        request.remove = remove;
+        request.remove = self.apply(choice);
         ctx.save_checkpoint(request);
         Ok(())
+    }
+
+    /// What becomes of the checkpoint of this step; `None` if it is not among the best.
+    fn choose(&self, ctx: &HookContext) -> Result<Option<Choice>> {
+        let score = self.config.monitor.as_ref().and_then(|monitor| ctx.metrics.get(monitor));
+        let score = score.copied().filter(|score| score.is_finite());
+        let Some(replaces) = self.admit(score) else { return Ok(None) };
+        let base = self.name(&Values { epoch: ctx.epoch, step: ctx.step, metrics: ctx.metrics })?;
+        let names = ctx.checkpoint_names()?;
+        let old = replaces.map(|index| self.kept[index].name.as_str());
+        // As Lightning's version counter; the name of the one that goes is free again.
+        let is_free = |name: &str| {
+            (old == Some(name) || !names.contains(name)) && ctx.resumed_from() != Some(name)
+        };
+        let versions = (1u64..).map(|version| format!("{base}-v{version}"));
+        let mut candidates = std::iter::once(base.clone()).chain(versions);
+        let name = candidates.find(|name| is_free(name)).expect("it is endless");
+        Ok(Some(Choice { new: Kept { name, score }, replaces }))
     }
 
     fn name(&self, values: &Values) -> Result<String> {
@@ -213,31 +240,29 @@ impl ModelCheckpoint {
         name.map_err(|message| wrong("filename", message))
     }
 
-    /// The name of a new checkpoint with this score, and those that make room for it; `None` if it is not
+    /// The index of the checkpoint that goes for one with this score, if there is no room for both; `None` if it is not
     /// among the best.
-    fn keep(&mut self, base: String, score: Option<f64>) -> Option<(String, Vec<String>)> {
+    fn admit(&self, score: Option<f64>) -> Option<Option<usize>> {
         let k = usize::try_from(self.config.save_top_k).unwrap_or(usize::MAX);
-        let mut remove = Vec::new();
-        if self.kept.len() >= k {
-            let worst = match self.config.monitor {
-                // Of equal ones the newest.
-                Some(_) => (0..self.kept.len())
-                    .max_by(|&a, &b| self.compare(self.kept[a].score, self.kept[b].score))?,
-                None => 0,
-            };
-            let is_worse = self.compare(score, self.kept[worst].score) != Ordering::Less;
-            if self.config.monitor.is_some() && is_worse {
-                return None;
-            }
-            remove.push(self.kept.remove(worst).name);
+        if self.kept.len() < k {
+            return Some(None);
         }
-        // As Lightning's version counter.
-        let taken = |name: &str| self.kept.iter().any(|kept| kept.name == name);
-        let versions = (1..).map(|version| format!("{base}-v{version}"));
-        let name = std::iter::once(base.clone()).chain(versions).find(|name| !taken(name))?;
-        remove.retain(|old| *old != name);
-        self.kept.push(Kept { name: name.clone(), score });
-        Some((name, remove))
+        if self.config.monitor.is_none() {
+            return Some(Some(0));
+        }
+        // Of equal ones the newest.
+        let worst = (0..self.kept.len())
+            .max_by(|&a, &b| self.compare(self.kept[a].score, self.kept[b].score))?;
+        let is_better = self.compare(score, self.kept[worst].score) == Ordering::Less;
+        is_better.then_some(Some(worst))
+    }
+
+    /// Keeps a checkpoint. Returns the names of those that make room for it.
+    fn apply(&mut self, Choice { new, replaces }: Choice) -> Vec<String> {
+        let old = replaces.map(|index| self.kept.remove(index).name);
+        let remove = old.into_iter().filter(|old| *old != new.name).collect();
+        self.kept.push(new);
+        remove
     }
 
     /// Whether neither steps nor time say when to save.
@@ -266,48 +291,71 @@ impl Callback for ModelCheckpoint {
 }
 
 impl Hooks for ModelCheckpoint {
-    fn on_train_start(&mut self, _: &mut HookContext) -> Result<()> {
+    fn on_train_start(&mut self, ctx: &mut HookContext) -> Result<()> {
         self.last_time = Instant::now();
+        self.offered_step = None;
+        // Those of another place, or of an earlier run of the trainer, are not this run's.
+        if ctx.resumed_from().is_none() {
+            self.kept.clear();
+            self.is_due = false;
+        }
         Ok(())
     }
 
     fn on_train_step_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        if self.config.every_n_steps.is_some_and(|n| ctx.step.is_multiple_of(n.get())) {
-            return self.save(ctx);
+        self.is_due |= self.config.every_n_steps.is_some_and(|n| ctx.step.is_multiple_of(n.get()));
+        if let Some(secs) = self.config.every_secs {
+            // Clocks differ, so rank 0's decides.
+            let is_due = u8::from(self.last_time.elapsed().as_secs_f64() >= secs);
+            if ctx.fabric().broadcast(&is_due.to_string(), 0)? == "1" {
+                self.last_time = Instant::now();
+                self.is_due = true;
+            }
         }
-        let Some(secs) = self.config.every_secs else { return Ok(()) };
-        // Clocks differ, so rank 0's decides.
-        let is_due = u8::from(self.last_time.elapsed().as_secs_f64() >= secs);
-        if ctx.fabric().broadcast(&is_due.to_string(), 0)? == "1" {
-            self.last_time = Instant::now();
-            self.save(ctx)?;
-        }
-        Ok(())
+        self.save_if_due(ctx)
     }
 
     fn on_validation_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let by_validation = self.config.monitor.is_some() && self.config.every_n_epochs.is_none();
-        if ctx.stage == Stage::Fit && by_validation && self.by_events() {
-            return self.save(ctx);
+        if ctx.stage != Stage::Fit {
+            return Ok(());
+        }
+        let Some(monitor) = &self.config.monitor else { return Ok(()) };
+        self.is_due |= self.by_events() && self.config.every_n_epochs.is_none();
+        let is_missing = self.is_due && !ctx.metrics.contains_key(monitor);
+        if is_missing && self.config.strict && self.config.save_top_k != 0 {
+            let known = ctx.metrics.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+            let message = format!("there is no metric `{monitor}`; there are: {known}");
+            return Err(wrong("monitor", message));
+        }
+        self.save_if_due(ctx)
+    }
+
+    fn on_train_epoch_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let n = self.config.every_n_epochs.map_or(1, NonZeroU64::get);
+        self.is_due |= self.by_events() && (ctx.epoch + 1).is_multiple_of(n);
+        self.save_if_due(ctx)
+    }
+
+    fn on_train_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        if let Some(monitor) = &self.config.monitor
+            && self.is_due
+            && !ctx.metrics.contains_key(monitor)
+        {
+            ctx.print(format!(
+                "model_checkpoint has saved nothing: there is no metric `{monitor}`"
+            ));
         }
         Ok(())
     }
 
-    fn on_train_epoch_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let n = match (self.config.every_n_epochs, &self.config.monitor) {
-            (Some(n), _) => n.get(),
-            (None, None) => 1,
-            (None, Some(_)) => return Ok(()),
-        };
-        if self.by_events() && (ctx.epoch + 1).is_multiple_of(n) { self.save(ctx) } else { Ok(()) }
-    }
-
     fn on_save_checkpoint(&mut self, state: &mut SavedState) -> Result<()> {
-        state.set("kept", &self.kept)
+        state.set("kept", &self.kept)?;
+        if self.is_due { state.set("is_due", &true) } else { Ok(()) }
     }
 
     fn on_load_checkpoint(&mut self, state: &SavedState) -> Result<()> {
         self.kept = state.get("kept")?.unwrap_or_default();
+        self.is_due = state.get("is_due")?.unwrap_or_default();
         Ok(())
     }
 }
@@ -319,7 +367,13 @@ mod tests {
     fn checkpoint(json: serde_json::Value) -> ModelCheckpoint {
         let config: ModelCheckpointConfig = serde_json::from_value(json).unwrap();
         config.build().unwrap();
-        ModelCheckpoint { config, kept: vec![], last_time: Instant::now(), saved_step: None }
+        ModelCheckpoint {
+            config,
+            kept: vec![],
+            last_time: Instant::now(),
+            is_due: false,
+            offered_step: None,
+        }
     }
 
     /// Offers checkpoints s1, s2, … with these scores; what is kept in the end.
@@ -327,7 +381,10 @@ mod tests {
         let mut checkpoint = checkpoint(json);
         for (i, score) in scores.iter().enumerate() {
             let score = Some(*score).filter(|score| score.is_finite());
-            checkpoint.keep(format!("s{}", i + 1), score);
+            if let Some(replaces) = checkpoint.admit(score) {
+                let new = Kept { name: format!("s{}", i + 1), score };
+                checkpoint.apply(Choice { new, replaces });
+            }
         }
         checkpoint.kept.into_iter().map(|kept| kept.name).collect()
     }
@@ -346,16 +403,6 @@ mod tests {
         assert_eq!(kept(serde_json::json!({}), &scores), ["s5"], "without a metric the newest");
         let json = serde_json::json!({ "monitor": "val_loss", "save_top_k": 2 });
         assert_eq!(kept(json, &[f64::NAN, 4.0, f64::NAN, 5.0]), ["s2", "s4"], "none is the worst");
-    }
-
-    #[test]
-    fn names_that_are_taken_get_a_version() {
-        let json = serde_json::json!({ "monitor": "val_loss", "save_top_k": 3 });
-        let mut checkpoint = checkpoint(json);
-        let mut name = |score| checkpoint.keep("same".to_owned(), Some(score)).unwrap().0;
-        assert_eq!([name(3.0), name(2.0), name(1.0)], ["same", "same-v1", "same-v2"]);
-        assert_eq!(checkpoint.best_model_name(), Some("same-v2"));
-        assert_eq!(checkpoint.best_model_score(), Some(1.0));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The contexts of steps and hooks.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU64;
 
 use candle_core::Tensor;
@@ -8,6 +8,7 @@ use candle_core::Tensor;
 use super::log_table::{LogOptions, LogTable, Logged, Source};
 use super::manual::Manual;
 use super::runner::{ModuleRunner, TypedRunner};
+use super::saving::Saving;
 use super::{Histogram, LightningModule};
 use crate::fabric::{Fabric, FabricOptimizer, FabricOptimizers};
 use crate::{Error, Result};
@@ -176,6 +177,8 @@ pub struct HookContext<'a, D: ?Sized = ()> {
     pub world_size: usize,
     /// The run's seed.
     pub seed: u64,
+    /// Whether the run is a trial of everything (`trainer.fast_dev_run`), in which nothing is kept.
+    pub fast_dev_run: bool,
     /// The latest metrics: `train_loss`, `grad_norm`, `lr`, `val_loss` and what steps logged.
     pub metrics: &'a BTreeMap<String, f64>,
     pub(super) data: &'a D,
@@ -189,6 +192,9 @@ pub(super) struct HookParts<'a> {
     /// Not in the module's own hooks.
     pub(super) runner: Option<&'a mut dyn ModuleRunner>,
     pub(super) requests: &'a mut Requests,
+    pub(super) saving: &'a Saving,
+    /// The step after which a metric was logged last.
+    pub(super) metric_steps: &'a BTreeMap<String, u64>,
     /// Whether what is logged is wanted.
     pub(super) wanted: bool,
     pub(super) table: &'a mut LogTable,
@@ -216,7 +222,8 @@ pub struct SaveRequest {
     pub name: Option<String>,
     /// Whether only the weights are saved.
     pub weights_only: bool,
-    /// The names of checkpoints that are removed when it is committed.
+    /// The names of checkpoints that are removed when it is committed, but for
+    /// [the one that the run goes on from](HookContext::resumed_from).
     pub remove: Vec<String>,
 }
 
@@ -241,6 +248,7 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
             rank: self.rank,
             world_size: self.world_size,
             seed: self.seed,
+            fast_dev_run: self.fast_dev_run,
             metrics: self.metrics,
             data,
             parts: HookParts {
@@ -248,6 +256,8 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
                 optimizers: self.parts.optimizers.as_deref_mut(),
                 runner: None,
                 requests: self.parts.requests,
+                saving: self.parts.saving,
+                metric_steps: self.parts.metric_steps,
                 wanted: self.parts.wanted,
                 table: self.parts.table,
             },
@@ -327,6 +337,12 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
         Ok(())
     }
 
+    /// The step after which this run logged a metric last, be it by a validation; `None` if it has not. A value of
+    /// [`metrics`](Self::metrics) is one of the present state if this is [`step`](Self::step).
+    pub fn metric_step(&self, name: &str) -> Option<u64> {
+        self.parts.metric_steps.get(name).copied()
+    }
+
     fn source(&self) -> Source {
         Source { samples: 1.0, training: true, wanted: self.parts.wanted, padding: false }
     }
@@ -351,6 +367,23 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
     /// same ones.
     pub fn save_checkpoint(&mut self, request: SaveRequest) {
         self.parts.requests.saves.push(request);
+    }
+
+    /// The names that are taken in the place of the run's checkpoints: by what lies there, and by what this run has
+    /// asked for. Looks into that place, which rank 0 does for all.
+    ///
+    /// # Errors
+    /// If the place cannot be read.
+    pub fn checkpoint_names(&self) -> Result<BTreeSet<String>> {
+        let mut names = self.parts.saving.names()?;
+        names.extend(self.parts.requests.saves.iter().filter_map(|request| request.name.clone()));
+        Ok(names)
+    }
+
+    /// The name of the checkpoint that this run goes on from, if it lies in the place of the run's own. It is never
+    /// removed.
+    pub fn resumed_from(&self) -> Option<&str> {
+        self.parts.saving.resumed_from()
     }
 
     /// Asks the trainer for a checkpoint if an error ends this run, in place of an earlier one that was asked for

@@ -45,6 +45,11 @@ impl Retention {
         self.resumed_from = Some(name.to_owned());
     }
 
+    /// The name of the checkpoint that this run resumed from, if it lies in the same place.
+    pub(super) fn resumed_from(&self) -> Option<&str> {
+        self.resumed_from.as_deref()
+    }
+
     /// Adds a checkpoint that is about to be saved, the newest one.
     pub(super) fn add(&mut self, step: u64, name: &str, score: Option<f64>) {
         self.kept.retain(|kept| kept.name != name);

@@ -1,6 +1,6 @@
 //! Saving checkpoints in a run, and resuming from them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,7 +18,7 @@ use crate::fabric::{Fabric, OptimizerState};
 use crate::run::{CheckpointConfig, CkptPath};
 use crate::{Error, Result};
 use fulgurite_checkpoint_format::{
-    self as checkpoint, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST,
+    self as checkpoint, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, LAST,
     LoadOptions, MANIFEST, PlaceLock, SavedCheckpoint, TensorSource,
 };
 use fulgurite_engine::checkpoint_io::invalid_name;
@@ -70,6 +70,8 @@ pub(super) struct Saving {
     lock: Option<PlaceLock>,
     background: Option<AsyncSaver>,
     retention: Retention,
+    /// The names of what this run has saved and not removed.
+    names: BTreeSet<String>,
     /// The step after which the last checkpoint was saved, or is about to be.
     saved: Option<u64>,
     /// Whether the monitored metric has been logged since the last checkpoint.
@@ -107,6 +109,7 @@ impl Saving {
             lock: None,
             background,
             retention,
+            names: BTreeSet::new(),
             saved: None,
             is_scored: false,
             warned: false,
@@ -188,6 +191,19 @@ impl Saving {
     pub(super) fn note(&mut self, values: &BTreeMap<String, f64>) {
         let monitor = self.config.monitor.as_ref();
         self.is_scored |= monitor.is_some_and(|monitor| values.contains_key(monitor));
+    }
+
+    /// The names that are taken in the place: see
+    /// [`HookContext::checkpoint_names`](super::HookContext::checkpoint_names).
+    pub(super) fn names(&self) -> Result<BTreeSet<String>> {
+        let there = self.io.list("")?.into_iter().map(|entry| entry.name);
+        // Also before anything is saved, the name of the pointer.
+        Ok(there.chain(self.names.iter().cloned()).chain([LAST.to_owned()]).collect())
+    }
+
+    /// The name of the checkpoint that the run goes on from, if it lies in this place.
+    pub(super) fn resumed_from(&self) -> Option<&str> {
+        self.retention.resumed_from()
     }
 
     /// The best checkpoint so far by the monitored metric, and the newest.
@@ -315,7 +331,7 @@ impl Session {
     /// Writes a checkpoint of the present step. Collective.
     fn write(&mut self, write: Write) -> Result<()> {
         let _phase = self.parts.fabric.phase("checkpoint");
-        let Write { name, kept, remove, weights_only, blocking } = write;
+        let Write { name, kept, mut remove, weights_only, blocking } = write;
         let start = Instant::now();
         if blocking {
             self.finish_saving()?;
@@ -327,6 +343,9 @@ impl Session {
         };
         let saving = &mut self.parts.saving;
         saving.lock(rank)?;
+        remove.retain(|old| saving.resumed_from() != Some(old));
+        saving.names.retain(|name| !remove.contains(name));
+        saving.names.insert(name.clone());
         // Callbacks before the module, as everywhere.
         let callbacks = self.parts.callbacks.states()?;
         let state = TrainerState {

@@ -81,6 +81,8 @@ pub(super) struct Session {
     /// The epoch of the step that is being or was last computed, counted from 0.
     pub(super) epoch: u64,
     pub(super) metrics: BTreeMap<String, f64>,
+    /// The step after which each was logged last.
+    pub(super) metric_steps: BTreeMap<String, u64>,
     /// What the present epoch has logged.
     pub(super) epoch_table: LogTable,
     /// What a hook logs, while it runs.
@@ -247,6 +249,7 @@ impl Session {
             rank: fabric.global_rank(),
             world_size: fabric.world_size(),
             seed: fabric.seed(),
+            fast_dev_run: config.fast_dev_run.batches().is_some(),
             metrics: &self.metrics,
             data: &(),
             parts: HookParts {
@@ -254,6 +257,8 @@ impl Session {
                 optimizers: self.optimizers.as_mut(),
                 runner: Some(&mut *self.runner),
                 requests: &mut self.requests,
+                saving: &self.parts.saving,
+                metric_steps: &self.metric_steps,
                 wanted,
                 table: &mut self.hook_table,
             },
@@ -303,7 +308,10 @@ impl Session {
     /// Remembers metrics.
     pub(super) fn record(&mut self, values: &BTreeMap<String, f64>) {
         self.parts.saving.note(values);
-        self.metrics.extend(values.iter().map(|(name, value)| (name.clone(), *value)));
+        for (name, value) in values {
+            self.metrics.insert(name.clone(), *value);
+            self.metric_steps.insert(name.clone(), self.cursor.step);
+        }
     }
 
     /// The values of a table over all ranks. Collective if there are any to be synchronised.
@@ -435,6 +443,8 @@ impl Session {
             self.end_epoch()?;
         }
         self.hook(Hook::TrainEnd)?;
+        // What was asked for before an interruption of a validation, and by the last hooks.
+        self.save_as_requested()?;
         self.finish_saving()?;
         Ok(end)
     }

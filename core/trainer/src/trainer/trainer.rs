@@ -356,6 +356,7 @@ impl Trainer {
             cursor: Cursor::default(),
             epoch: 0,
             metrics: std::collections::BTreeMap::new(),
+            metric_steps: std::collections::BTreeMap::new(),
             epoch_table: LogTable::default(),
             hook_table: LogTable::default(),
             started_epoch: None,
