@@ -1,18 +1,19 @@
 //! What the trainer's step communicates: what the strategy needs, the loss, the norm and one vote, however often
-//! steps are logged.
+//! steps are logged; and what it reads from its device.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use fulgurite::core::collective::{Counter, Counting};
 use fulgurite::core::config::ConfigLayers;
+use fulgurite::core::execution::read;
 use fulgurite::core::run::RunConfig;
 use fulgurite::prelude::*;
 use fulgurite_transports::run_ranks;
 
 use crate::toy::{NoKeys, Numbers};
 
-/// Learns to double, and logs nothing.
+/// Learns to double, and logs two numbers of its device.
 struct Double(Unit<Linear>);
 
 impl LightningModule for Double {
@@ -23,20 +24,24 @@ impl LightningModule for Double {
         Ok(Self(b.unit("double", |b| Linear::new(b, 1, 1))?))
     }
 
-    fn training_step(&mut self, x: &Tensor, _: &mut StepContext) -> Result<Loss> {
+    fn training_step(&mut self, x: &Tensor, ctx: &mut StepContext) -> Result<Loss> {
         let error = (self.0.forward(x)? - (x * 2.0)?)?;
+        ctx.log("error", error.mean_all()?);
+        ctx.log_with("largest", &error.max_all()?, LogOptions::default().reduce(Reduce::Max));
         Ok(Loss::new(error.sqr()?.sum_all()?, x.dim(0)? as f64))
     }
 }
 
 impl Hooks<Numbers> for Double {}
 
-/// Calls of collectives in a whole run on two ranks, by group and kind.
-fn calls(
+/// What a whole run on two ranks did, on rank 0: calls of collectives, by group and kind, and reads of the device, by
+/// what for.
+fn counts(
     strategy: &str,
     steps: u64,
     log_every_n_steps: u64,
-) -> BTreeMap<(String, &'static str), u64> {
+    accumulate: usize,
+) -> [BTreeMap<String, u64>; 2] {
     let logs = tempfile::tempdir().unwrap();
     let counts = run_ranks(2, |world| {
         let root = logs.path();
@@ -44,49 +49,80 @@ fn calls(
             "[trainer]\ndefault_root_dir = {root:?}\nstrategy = {strategy:?}\ndevices = 2\n\
              loggers = ['csv', 'jsonl', 'tensorboard']\nenable_progress_bar = false\n\
              num_workers = 2\nlimit_val_batches = 0\nmax_steps = {steps}\n\
-             log_every_n_steps = {log_every_n_steps}\n"
+             log_every_n_steps = {log_every_n_steps}\naccumulate_grad_batches = {accumulate}\n"
         );
         let layers = ConfigLayers::new().text("run.toml", &text)?;
         let run: RunConfig<NoKeys, NoKeys> = RunConfig::from_layers(layers)?;
         let counter = Counter::default();
         let world = Arc::new(Counting::new(world, counter.clone()));
         Trainer::new(world).fit::<Double>(&run)?;
-        let counts = counter.snapshot().into_iter();
-        Ok(counts.map(|(key, record)| (key, record.calls)).collect::<BTreeMap<_, _>>())
+        let calls = counter.snapshot().into_iter();
+        let calls = calls.map(|((group, kind), record)| (format!("{group} {kind}"), record.calls));
+        let reads = read::counts().into_iter().map(|(what, reads)| (what.to_owned(), reads));
+        Ok([calls.collect(), reads.collect()])
     });
     counts.unwrap_or_else(|error| panic!("{strategy}: {error}")).swap_remove(0)
 }
 
-#[test]
-fn a_step_communicates_what_it_needs_however_often_steps_are_logged() {
-    let of_each_step = |strategy: &str, log_every_n_steps| {
-        let (short, long) =
-            (calls(strategy, 10, log_every_n_steps), calls(strategy, 30, log_every_n_steps));
-        let more = |(key, calls): (&(String, &'static str), &u64)| {
-            (key.clone(), (calls - short.get(key).unwrap_or(&0)) as f64 / 20.0)
+/// The collectives and the reads of each step: those of a run over those of a shorter one.
+fn of_each_step(strategy: &str, log_every_n_steps: u64, accumulate: usize) -> [Vec<String>; 2] {
+    let short = counts(strategy, 50, log_every_n_steps, accumulate);
+    let long = counts(strategy, 100, log_every_n_steps, accumulate);
+    [0, 1].map(|i| {
+        let more = |(what, calls): (&String, &u64)| {
+            let calls = calls - short[i].get(what).unwrap_or(&0);
+            (calls > 0).then(|| format!("{what} {}", calls as f64 / 50.0))
         };
-        let steps: BTreeMap<_, _> =
-            long.iter().map(more).filter(|(_, calls)| *calls > 0.0).collect();
-        steps.into_iter().map(|((group, kind), calls)| format!("{group} {kind} {calls}")).collect()
-    };
-    let ddp: Vec<String> = of_each_step("ddp", 1);
-    // A bucket and the loss; the norm and the vote.
+        long[i].iter().filter_map(more).collect()
+    })
+}
+
+#[test]
+fn a_step_communicates_what_it_needs_and_what_is_logged() {
+    // A bucket and the loss, what is logged and its extremes; the norm and the vote.
+    let [ddp, _] = of_each_step("ddp", 1, 1);
     insta::assert_debug_snapshot!(ddp, @r#"
     [
-        "data_parallel_replicate all_reduce 2",
+        "data_parallel_replicate all_reduce 4",
         "world all_reduce 2",
     ]
     "#);
-    assert_eq!(of_each_step("ddp", 50), ddp);
-    let fsdp = of_each_step("fsdp", 1);
+    let [ddp, _] = of_each_step("ddp", 50, 1);
+    insta::assert_debug_snapshot!(ddp, @r#"
+    [
+        "data_parallel_replicate all_reduce 2.04",
+        "world all_reduce 2",
+    ]
+    "#);
     // The unit is gathered in forward and backward.
+    let [fsdp, _] = of_each_step("fsdp", 1, 1);
     insta::assert_debug_snapshot!(fsdp, @r#"
     [
         "data_parallel_shard all_gather_into 2",
-        "data_parallel_shard all_reduce 1",
+        "data_parallel_shard all_reduce 3",
         "data_parallel_shard reduce_scatter 1",
         "world all_reduce 2",
     ]
     "#);
-    assert_eq!(of_each_step("fsdp", 50), fsdp);
+    let [fsdp, _] = of_each_step("fsdp", 50, 1);
+    insta::assert_debug_snapshot!(fsdp, @r#"
+    [
+        "data_parallel_shard all_gather_into 2",
+        "data_parallel_shard all_reduce 1.04",
+        "data_parallel_shard reduce_scatter 1",
+        "world all_reduce 2",
+    ]
+    "#);
+}
+
+#[test]
+fn a_step_reads_its_loss_and_its_norm_and_what_is_logged_when_it_is_logged() {
+    for strategy in ["ddp", "fsdp"] {
+        for accumulate in [1, 3] {
+            let [_, reads] = of_each_step(strategy, 1, accumulate);
+            assert_eq!(reads, ["gradient norm 1", "logged values 2", "loss 1"], "{strategy}");
+            let [_, reads] = of_each_step(strategy, 50, accumulate);
+            assert_eq!(reads, ["gradient norm 1", "logged values 0.04", "loss 1"], "{strategy}");
+        }
+    }
 }

@@ -46,6 +46,8 @@
 //! Bytes are written and read through a [`CheckpointIO`], a plugin; the default is `local` in
 //! `fulgurite-checkpoint`.
 
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read tensors"))]
+
 mod async_save;
 mod checksum;
 mod chunks;

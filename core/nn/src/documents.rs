@@ -5,6 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 
 use crate::{Error, Result};
+use fulgurite_engine::execution::read;
 use fulgurite_engine::execution::{self, ContextGuard};
 
 /// Targets that a loss ignores.
@@ -49,9 +50,9 @@ impl Documents {
     pub fn ended_by(inputs: &Tensor, end: u32) -> Result<Self> {
         let (batch, time) = inputs.dims2()?;
         let mut first = Vec::with_capacity(batch * time);
-        for sequence in inputs.to_vec2::<u32>()? {
+        for sequence in read::vec1::<u32>(&inputs.flatten_all()?, "ids")?.chunks(time.max(1)) {
             let mut begins = 0;
-            for (position, id) in sequence.into_iter().enumerate() {
+            for (position, &id) in sequence.iter().enumerate() {
                 first.push(begins);
                 if id == end {
                     begins = position as u32 + 1;

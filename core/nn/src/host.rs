@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Storage, Tensor};
 
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage::HostElement;
+use fulgurite_engine::execution::read;
 use fulgurite_engine::simd::vectorized;
 
 /// Evaluates `$body` with `$T` as the Rust type of a dtype that kernels compute in.
@@ -225,14 +226,11 @@ impl<G: Deref<Target = Storage>> Host<G> {
 }
 
 /// The ids or indices of a `u32` or `i64` tensor, on the host.
-pub(super) fn indices(ids: &Tensor, what: &str) -> Result<Vec<i64>> {
+pub(super) fn indices(ids: &Tensor, what: &'static str) -> Result<Vec<i64>> {
     match ids.dtype() {
-        DType::U32 | DType::I64 => Ok(ids
-            .detach()
-            .flatten_all()?
-            .to_device(&Device::Cpu)?
-            .to_dtype(DType::I64)?
-            .to_vec1()?),
+        DType::U32 | DType::I64 => {
+            read::vec1(&ids.detach().flatten_all()?.to_dtype(DType::I64)?, what)
+        }
         other => Err(Error::other(format!("{what} must be u32 or i64, got {other:?}"))),
     }
 }

@@ -37,6 +37,8 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read tensors"))]
+
 mod attention;
 mod backend;
 mod conv;

@@ -1,6 +1,8 @@
 //! Training under a strategy: [`fabric`] for loops of one's own, [`trainer`] with the loop, and
 //! [`run`], the configuration of a run.
 
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read tensors"))]
+
 pub mod fabric;
 pub mod metric;
 pub mod profiler;

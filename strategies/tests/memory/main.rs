@@ -1,5 +1,7 @@
 //! What describing, training, saving and loading cost in memory, by an allocator's count.
 
+#![allow(clippy::disallowed_methods, reason = "tests read tensors")]
+
 mod cut_model;
 mod distributed_checkpoints;
 mod full_checkpoints;

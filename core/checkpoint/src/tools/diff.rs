@@ -11,6 +11,7 @@ use super::AnyCheckpoint;
 use super::progress::{Counter, Progress};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
+use fulgurite_engine::execution::read;
 use fulgurite_engine::shard::Region;
 
 /// Bytes of a tensor that are compared at a time.
@@ -222,7 +223,7 @@ fn compare_block(a: &Tensor, b: &Tensor, total: &mut ValueDifference) -> Result<
     } else {
         None
     };
-    let values = |t: &Tensor| -> Result<Vec<f64>> { Ok(t.to_dtype(DType::F64)?.to_vec1()?) };
+    let values = |t: &Tensor| read::host::<f64>(&t.to_dtype(DType::F64)?);
     for (i, (a, b)) in values(a)?.into_iter().zip(values(b)?).enumerate() {
         let both_nan = a.is_nan() && b.is_nan();
         let is_different = match &differs {

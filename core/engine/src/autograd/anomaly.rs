@@ -3,6 +3,7 @@
 use candle_core::{DType, Tensor};
 
 use crate::Result;
+use crate::execution::read;
 use crate::execution::{self, ContextGuard};
 
 /// Checks, on this thread and until the guard is dropped, what every layer and unit takes and gives in forward
@@ -36,10 +37,11 @@ pub(crate) fn anomaly(tensor: &Tensor) -> Result<Option<String>> {
     }
     // 0 for a finite element, else NaN.
     let zeros = (tensor.detach() * 0.0)?.to_dtype(DType::F32)?;
-    if zeros.sum_all()?.to_scalar::<f32>()? == 0.0 {
+    if read::scalar::<f32>(&zeros.sum_all()?, "detect_anomaly")? == 0.0 {
         return Ok(None);
     }
-    let values = tensor.detach().flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+    let values = tensor.detach().flatten_all()?.to_dtype(DType::F64)?;
+    let values = read::vec1::<f64>(&values, "detect_anomaly")?;
     let nan = values.iter().filter(|value| value.is_nan()).count();
     let infinite = values.iter().filter(|value| value.is_infinite()).count();
     let counts = match (nan, infinite) {

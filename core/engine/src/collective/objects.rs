@@ -6,6 +6,7 @@ use serde::de::DeserializeOwned;
 use twox_hash::XxHash3_64;
 
 use super::{AllGather, Collective, ProcessGroup, ReduceOp};
+use crate::execution::read;
 use crate::{Error, Result};
 
 /// Group rank `src`'s value, on every rank. Collective; `value` is ignored on the others.
@@ -17,14 +18,14 @@ pub fn broadcast_object<T: Serialize + DeserializeOwned>(
     let bytes = to_bytes(value)?;
     let len = Tensor::new(&[bytes.len() as i64], &Device::Cpu)?;
     group.run(Collective::broadcast(&len, src))?;
-    let len = len.to_vec1::<i64>()?[0] as usize;
+    let len = read::host::<i64>(&len)?[0] as usize;
     let buffer = if group.rank() == src {
         Tensor::from_vec(bytes, len, &Device::Cpu)?
     } else {
         Tensor::zeros(len, DType::U8, &Device::Cpu)?
     };
     group.run(Collective::broadcast(&buffer, src))?;
-    from_bytes(&buffer.to_vec1::<u8>()?)
+    from_bytes(&read::host::<u8>(&buffer)?)
 }
 
 /// Every rank's value, in rank order. Collective.
@@ -37,12 +38,12 @@ pub fn all_gather_object<T: Serialize + DeserializeOwned>(
     lens[group.rank()] = bytes.len() as i64;
     let lens = Tensor::new(lens, &Device::Cpu)?;
     group.run(Collective::all_reduce(&lens, ReduceOp::Sum))?;
-    let counts: Vec<usize> = lens.to_vec1::<i64>()?.into_iter().map(|n| n as usize).collect();
+    let counts: Vec<usize> = read::host::<i64>(&lens)?.into_iter().map(|n| n as usize).collect();
     let input = Tensor::from_vec(bytes, counts[group.rank()], &Device::Cpu)?;
     let output = Tensor::zeros(counts.iter().sum::<usize>(), DType::U8, &Device::Cpu)?;
     let part = AllGather { input, output: output.clone(), counts: counts.clone() };
     group.run(Collective::all_gather_into(vec![part]))?;
-    let all = output.to_vec1::<u8>()?;
+    let all = read::host::<u8>(&output)?;
     let mut rest = all.as_slice();
     counts
         .into_iter()

@@ -36,6 +36,7 @@
 
 mod context;
 mod grad_mode;
+pub mod read;
 
 pub use context::{ContextGuard, ExecutionContext, enter, shared, value};
 pub(crate) use context::{detect_anomalies, detects_anomalies};

@@ -17,6 +17,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use crate::autograd::storage::{HostElement, with_host};
+use crate::execution::read;
 use crate::parameter::Parameter;
 use crate::shard::Region;
 use crate::simd::vectorized;
@@ -79,8 +80,11 @@ pub fn local_squared_norm(
         }
     }
     match on_device {
-        Some(total) => Ok(on_host + total.to_scalar::<f64>()?),
-        None => Ok(on_host),
+        Some(total) => Ok(on_host + read::scalar::<f64>(&total, "gradient norm")?),
+        None => {
+            read::count("gradient norm");
+            Ok(on_host)
+        }
     }
 }
 

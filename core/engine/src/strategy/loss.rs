@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Tensor};
 
+use crate::execution::read;
 use crate::module::ForwardScope;
 use crate::{Error, Result};
 
@@ -52,21 +53,29 @@ impl Loss {
         self.count
     }
 
-    /// The sum as a number.
+    /// The sum as a number, read from its device.
     ///
     /// # Errors
     /// If it is not one number.
     pub fn sum_value(&self) -> Result<f64> {
+        read::scalar(&self.sum_tensor()?, "loss")
+    }
+
+    /// The sum as a scalar of f64 outside the graph, on its device: nothing is read.
+    ///
+    /// # Errors
+    /// If it is not one number.
+    pub fn sum_tensor(&self) -> Result<Tensor> {
         if self.sum.elem_count() != 1 {
             return Err(Error::other(format!(
                 "a loss is one number, got a tensor of shape {:?}; sum or average it first",
                 self.sum.dims()
             )));
         }
-        Ok(self.sum.detach().flatten_all()?.get(0)?.to_dtype(DType::F64)?.to_scalar::<f64>()?)
+        Ok(self.sum.detach().flatten_all()?.get(0)?.to_dtype(DType::F64)?)
     }
 
-    /// The mean over the items; NaN if there are none.
+    /// The mean over the items, read from its device; NaN if there are none.
     ///
     /// # Errors
     /// If the sum is not one number.

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::{ParallelizeFn, RankMemory, StepTotals};
 use crate::collective::{Collective, ProcessGroup, ReduceOp};
+use crate::execution::read;
 use crate::mesh::DeviceMesh;
 use crate::module::{ModuleInit, ModuleTree};
 use crate::optim::local_squared_norm;
@@ -244,7 +245,7 @@ pub trait Strategy: Send {
         let squares = local_squared_norm(&parameters, &|dim| mesh.coordinate(dim))?;
         let squares = Tensor::new(&[squares * scale * scale], &Device::Cpu)?;
         mesh.world().run(Collective::all_reduce(&squares, ReduceOp::Sum))?;
-        Ok(squares.to_vec1::<f64>()?[0].sqrt())
+        Ok(read::host::<f64>(&squares)?[0].sqrt())
     }
 
     /// Called after the optimizer's step, when its gradients are cleared: makes the new values ready for

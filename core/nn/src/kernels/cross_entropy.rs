@@ -105,7 +105,7 @@ pub(crate) fn backward(
     let d = with_float!(logits.dtype(), T => {
         let (host_x, lse) = (host(&logits)?, host(lse)?);
         let (values, lse) = (host_x.slice::<T>()?, lse.slice::<T>()?);
-        let grad = grad.to_scalar::<T>()?;
+        let grad = host(&grad)?.slice::<T>()?[0];
         let (uniform, hit) = (T::from_f64(uniform), T::from_f64(1.0 - smoothing));
         let write = |first: usize, d: &mut [MaybeUninit<T>]| {
             for (row, d) in (first..).zip(d.chunks_exact_mut(columns)) {
@@ -150,7 +150,7 @@ pub(crate) fn backward_into(
     with_float!(logits.dtype(), T => {
         let lse = host(lse)?;
         let lse = lse.slice::<T>()?;
-        let grad = grad.to_dtype(logits.dtype())?.to_scalar::<T>()?;
+        let grad = host(&grad.to_dtype(logits.dtype())?)?.slice::<T>()?[0];
         let (uniform, hit) = (T::from_f64(uniform), T::from_f64(1.0 - smoothing));
         storage::with_host_mut(&logits, |z: &mut [T]| {
             let rows = z.par_chunks_exact_mut(columns.max(1)).zip(lse.par_iter().zip(targets));

@@ -4,6 +4,7 @@ use candle_core::{Device, Tensor};
 
 use super::Metric;
 use crate::{Error, Result};
+use fulgurite_engine::execution::read;
 use fulgurite_nn::{CrossEntropy, predicted_classes};
 
 /// Predictions and targets that are not ignored, on the host.
@@ -27,7 +28,7 @@ fn pairs_of(
         )));
     }
     let targets = options.known_targets(targets, classes)?;
-    let predictions = predictions.flatten_all()?.to_vec1::<u32>()?;
+    let predictions = read::vec1::<u32>(&predictions.flatten_all()?, "metric")?;
     let pairs = predictions.into_iter().zip(targets);
     Ok(pairs.filter_map(|(prediction, target)| Some((prediction, target?))).collect())
 }

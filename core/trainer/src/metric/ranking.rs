@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::Metric;
 use crate::{Error, Result};
+use fulgurite_engine::execution::read;
 
 /// The area under the receiver operating characteristic: the probability that a positive sample has a higher
 /// score than a negative one, ties counted half.
@@ -41,8 +42,10 @@ impl Auroc {
                 targets.dims()
             )));
         }
-        let scores = scores.detach().flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
-        let targets = targets.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+        let scores = scores.detach().flatten_all()?.to_dtype(DType::F64)?;
+        let scores = read::vec1::<f64>(&scores, "metric")?;
+        let targets = targets.flatten_all()?.to_dtype(DType::I64)?;
+        let targets = read::vec1::<i64>(&targets, "metric")?;
         let mut counts = vec![0.0; 2 * bins];
         for (score, target) in scores.into_iter().zip(targets) {
             let (0.0..=1.0, 0 | 1) = (score, target) else {

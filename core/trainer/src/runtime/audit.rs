@@ -7,6 +7,7 @@ use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use fulgurite_config::ConfigType;
 use fulgurite_engine::collective::{ReduceOp, all_gather_object};
+use fulgurite_engine::execution::read;
 use fulgurite_engine::mesh::TENSOR_PARALLEL;
 use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::shard::Placement;
@@ -61,7 +62,7 @@ impl StrategyRuntime {
         let n = used.len();
         let used = Tensor::from_vec(used, n, &Device::Cpu)?;
         self.mesh().world().all_reduce(&used, ReduceOp::Max)?.wait()?;
-        let used = used.to_vec1::<u8>()?;
+        let used = read::host::<u8>(&used)?;
         let unused: Vec<_> = own
             .iter()
             .zip(used)
@@ -102,7 +103,7 @@ impl StrategyRuntime {
         let parameters: Vec<&Parameter> = self.tree()?.trainable().filter(own).collect();
         let squares = |p: &&Parameter| -> Result<f64> {
             let Some(grad) = p.local_grad() else { return Ok(0.0) };
-            Ok(grad.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?)
+            read::scalar(&grad.to_dtype(DType::F64)?.sqr()?.sum_all()?, "first step's check")
         };
         let own = parameters.iter().map(squares).collect::<Result<Vec<f64>>>()?;
         let all = all_gather_object(&**group, &own)?;

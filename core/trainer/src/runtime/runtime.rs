@@ -10,6 +10,7 @@ use crate::profiler::{Phase, Profiler};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::{detects_anomalies, refuse_variables};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
+use fulgurite_engine::execution::read;
 use fulgurite_engine::mesh::{CONTEXT_PARALLEL, DATA_PARALLEL, DP_CP, DeviceMesh};
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::local_squared_norm;
@@ -59,7 +60,8 @@ pub(super) struct RuntimeState {
 /// The state of an optimizer's step.
 #[derive(Default)]
 pub(super) struct StepState {
-    loss_sum: f64,
+    /// That of the micro-batches so far, on its device: read once a step.
+    loss_sum: Option<Tensor>,
     count: f64,
     totals: Option<StepTotals>,
     /// Whether the first step's gradients were audited.
@@ -196,16 +198,22 @@ impl StrategyRuntime {
         }
         check_loss(sum)?;
         let synchronise = self.synchronises() || !strategy.capabilities().no_sync;
-        let loss_sum = loss.sum_value()?;
-        if !loss_sum.is_finite() && detects_anomalies() {
-            return Err(Error::other(format!(
-                "detect_anomaly: the loss is {loss_sum}, and every layer gave finite values: look at how the \
-                 loss is computed from them"
-            )));
+        let loss_sum = loss.sum_tensor()?;
+        if detects_anomalies() {
+            let loss_sum = read::scalar::<f64>(&loss_sum, "detect_anomaly")?;
+            if !loss_sum.is_finite() {
+                return Err(Error::other(format!(
+                    "detect_anomaly: the loss is {loss_sum}, and every layer gave finite values: look at how \
+                     the loss is computed from them"
+                )));
+            }
         }
         for (optimizer, step) in steps.iter_mut().enumerate() {
             if context.slots.iter().any(|slot| slot.optimizer() == optimizer && slot.takes_grad()) {
-                step.loss_sum += loss_sum;
+                step.loss_sum = Some(match step.loss_sum.take() {
+                    Some(before) => (before + &loss_sum)?,
+                    None => loss_sum.clone(),
+                });
                 step.count += loss.count();
                 step.totals = None;
                 step.unsynchronised = !synchronise;
@@ -255,9 +263,13 @@ impl StrategyRuntime {
         let sum = |values: &[f64], group: &dyn ProcessGroup| -> Result<Vec<f64>> {
             let values = Tensor::new(values, &Device::Cpu)?;
             group.run(Collective::all_reduce(&values, ReduceOp::Sum))?;
-            Ok(values.to_vec1()?)
+            read::host(&values)
         };
-        let loss = sum(&[step.loss_sum, step.count], &**self.mesh.group(DP_CP)?)?;
+        let loss_sum = match &step.loss_sum {
+            Some(loss_sum) => read::scalar(loss_sum, "loss")?,
+            None => 0.0,
+        };
+        let loss = sum(&[loss_sum, step.count], &**self.mesh.group(DP_CP)?)?;
         // Tensor-parallel ranks have the same loss, but each has its own flags.
         let flags = if flags.is_empty() { Vec::new() } else { sum(flags, &**self.mesh.world())? };
         let totals = StepTotals { loss_sum: loss[0], count: loss[1], flags };
@@ -267,7 +279,7 @@ impl StrategyRuntime {
 
     /// The totals of a loss of which no backward is run. Collective.
     pub(crate) fn totals_of(&self, loss: &Loss) -> Result<StepTotals> {
-        let loss_sum = loss.sum_value()?;
+        let loss_sum = Some(loss.sum_tensor()?);
         self.totals(&mut StepState { loss_sum, count: loss.count(), ..StepState::default() }, &[])
     }
 
@@ -309,7 +321,7 @@ impl StrategyRuntime {
         }
         let sums = Tensor::new(squares.values().copied().collect::<Vec<_>>(), &Device::Cpu)?;
         self.mesh.world().run(Collective::all_reduce(&sums, ReduceOp::Sum))?;
-        let norms = sums.to_vec1::<f64>()?.into_iter().map(f64::sqrt);
+        let norms = read::host::<f64>(&sums)?.into_iter().map(f64::sqrt);
         Ok(squares.into_keys().zip(norms).collect())
     }
 
@@ -404,7 +416,7 @@ impl RuntimeState {
         }
         let step = &mut self.steps[optimizer];
         step.unsynchronised = false;
-        (step.loss_sum, step.count, step.totals) = (0.0, 0.0, None);
+        (step.loss_sum, step.count, step.totals) = (None, 0.0, None);
     }
 }
 

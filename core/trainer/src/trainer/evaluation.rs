@@ -15,6 +15,7 @@ use crate::{Error, Result};
 use fulgurite_engine::autograd::no_grad;
 use fulgurite_engine::collective::ReduceOp;
 use fulgurite_engine::data::{EvalSampler, Samples, Split};
+use fulgurite_engine::execution::read;
 use fulgurite_engine::mesh::DP_CP;
 use fulgurite_engine::parallel::explain_shapes;
 use fulgurite_launch::Interruption;
@@ -177,7 +178,8 @@ impl Session {
         if let Split::ValidationSet(index) = set.split {
             ctx.validation_set = Some(index);
         }
-        let (mut sum, mut count) = (0.0, 0.0);
+        // On its device: read once.
+        let (mut sum, mut count) = (None::<Tensor>, 0.0);
         let sized = (set.sampler, set.batches);
         let interrupted =
             self.each_batch(set.split, hooks, sized, &mut |session, batch, padding| {
@@ -187,7 +189,11 @@ impl Session {
                     EvaluationStage::Test => session.runner.test_step(&mut ctx)?,
                 };
                 if !padding {
-                    sum += loss.sum_value()?;
+                    let loss_sum = loss.sum_tensor()?;
+                    sum = Some(match sum.take() {
+                        Some(before) => (before + loss_sum)?,
+                        None => loss_sum,
+                    });
                     count += loss.count();
                 }
                 Ok(())
@@ -195,10 +201,11 @@ impl Session {
         if let Some(why) = interrupted {
             return Ok(ControlFlow::Break(why));
         }
+        let sum = sum.map_or(Ok(0.0), |sum| read::scalar(&sum, "loss"))?;
         let totals = Tensor::new(&[sum, count], &Device::Cpu)?;
         let mesh = self.parts.fabric.device_mesh();
         mesh.group(DP_CP)?.all_reduce(&totals, ReduceOp::Sum)?.wait()?;
-        let totals = totals.to_vec1::<f64>()?;
+        let totals = read::host::<f64>(&totals)?;
         let (sum, count) = (totals[0], totals[1]);
         Ok(ControlFlow::Continue(SetTotals { sum, count, table: ctx.table }))
     }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
+use fulgurite_engine::execution::read;
 
 /// How values are distributed: what [`HookContext::log_histogram`](super::HookContext::log_histogram)
 /// logs.
@@ -80,7 +81,8 @@ impl Histogram {
     /// # Errors
     /// If the tensor cannot be read.
     pub fn of(values: &Tensor) -> Result<Self> {
-        let values = values.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+        let values = values.flatten_all()?.to_dtype(DType::F64)?;
+        let values = read::vec1::<f64>(&values, "histogram")?;
         Ok(Self::of_values(values))
     }
 

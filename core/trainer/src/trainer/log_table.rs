@@ -10,23 +10,40 @@ use twox_hash::XxHash3_64;
 
 use super::Histogram;
 use super::histogram::Media;
+use super::logged_tensor::LoggedTensor;
 use crate::metric::{Max, Mean, Merge, Metric, Min, Sum};
 use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
+use fulgurite_engine::execution::read;
 
-/// A number or a [`Metric`] to be logged.
+/// A number, a tensor of one number, or a [`Metric`] to be logged.
 #[derive(Debug)]
 pub struct Logged(Kind);
 
 #[derive(Debug)]
 enum Kind {
     Number(f64),
+    /// One number on a device.
+    Tensor(Tensor),
     Metric(Arc<dyn Metric>),
 }
 
 impl From<f64> for Logged {
     fn from(number: f64) -> Self {
         Self(Kind::Number(number))
+    }
+}
+
+/// Of one number, which stays on its device until it is wanted.
+impl From<&Tensor> for Logged {
+    fn from(number: &Tensor) -> Self {
+        Self(Kind::Tensor(number.detach()))
+    }
+}
+
+impl From<Tensor> for Logged {
+    fn from(number: Tensor) -> Self {
+        Self::from(&number)
     }
 }
 
@@ -221,6 +238,10 @@ impl LogTable {
     ) -> Result<()> {
         let metric: Arc<dyn Metric> = match (value.0, options.reduce) {
             (Kind::Metric(metric), _) => metric,
+            (Kind::Tensor(number), reduce) => {
+                let weight = options.weight.unwrap_or(source.samples);
+                Arc::new(LoggedTensor::new(&number, reduce, weight)?)
+            }
             (Kind::Number(number), Reduce::Mean) => {
                 Arc::new(Mean::of(number, options.weight.unwrap_or(source.samples)))
             }
@@ -307,7 +328,7 @@ impl LogTable {
         let entries = std::mem::take(&mut self.entries);
         let mut states: Vec<Vec<f64>> = entries
             .values()
-            .map(|entry| Ok(entry.state.to_device(&Device::Cpu)?.to_vec1::<f64>()?))
+            .map(|entry| read::vec1(&entry.state, "logged values"))
             .collect::<Result<_>>()?;
         if group.size() > 1 && entries.values().any(|entry| entry.sync) {
             synchronize(&entries, &mut states, group)?;
@@ -331,7 +352,7 @@ impl LogTable {
     pub(super) fn states(&self) -> Result<SavedStates> {
         let mut all = self.loaded.clone();
         for (name, entry) in &self.entries {
-            let state = entry.state.to_device(&Device::Cpu)?.to_vec1::<f64>()?;
+            let state = read::vec1(&entry.state, "logged values")?;
             all.0.insert(name.clone(), SavedState { merge: entry.metric.merge(), state });
         }
         Ok(all)
@@ -392,7 +413,7 @@ fn synchronize(
             }
             other => other,
         })?;
-        Ok(numbers.to_vec1::<f64>()?)
+        read::host(&numbers)
     };
     let sums = all_reduce(sums, ReduceOp::Sum)?;
     if group.size() as f64 * sums[1] != sums[0] * sums[0] {

@@ -14,6 +14,7 @@ mod hooks;
 mod lightning_module;
 mod loaded;
 mod log_table;
+mod logged_tensor;
 mod logger;
 mod manual;
 mod memory_check;

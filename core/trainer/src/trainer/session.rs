@@ -24,6 +24,7 @@ use crate::{Error, Result};
 use fulgurite_engine::autograd::detect_anomaly;
 use fulgurite_engine::collective::{ReduceOp, all_gather_object};
 use fulgurite_engine::data::{LastBatch, SampleOrder, StepSamples, TrainSampler, Workers};
+use fulgurite_engine::execution::read;
 use fulgurite_engine::mesh::DP_CP;
 use fulgurite_engine::optim::Interval;
 use fulgurite_engine::parallel::ContextParallel;
@@ -525,7 +526,7 @@ impl Session {
         let votes = [u8::from(stop), urgency((self.parts.interrupted)()), u8::from(saving)];
         let votes = Tensor::new(&votes, &Device::Cpu)?;
         self.parts.fabric.all_reduce(&votes, ReduceOp::Max)?;
-        let votes = votes.to_vec1::<u8>()?;
+        let votes = read::host::<u8>(&votes)?;
         let (stop, interruption) = (votes[0] == 1, interruption(votes[1]));
         Ok(StopVote { stop, interruption, saved: votes[2] == 0 })
     }
