@@ -11,7 +11,58 @@ use ureq::Agent;
 pub(super) struct Client {
     agent: Agent,
     base: String,
-    token: Option<String>,
+    /// The header `Authorization`; in no message.
+    authorization: Option<String>,
+}
+
+/// How a server is told who asks, as MLflow's own client takes it from the environment. Has no `Debug`, so that it is
+/// in no message.
+#[derive(Default)]
+pub(super) struct Credentials {
+    pub(super) username: Option<String>,
+    pub(super) password: Option<String>,
+    pub(super) token: Option<String>,
+}
+
+impl Credentials {
+    /// Those of the variables `MLFLOW_TRACKING_USERNAME`, `_PASSWORD` and `_TOKEN`.
+    pub(super) fn from_environment() -> Self {
+        let variable = |name: &str| {
+            let value = std::env::var(format!("MLFLOW_TRACKING_{name}")).ok();
+            value.filter(|value| !value.is_empty())
+        };
+        Self {
+            username: variable("USERNAME"),
+            password: variable("PASSWORD"),
+            token: variable("TOKEN"),
+        }
+    }
+
+    /// The header: user and password go before a token.
+    fn header(&self) -> Option<String> {
+        match (&self.username, &self.password, &self.token) {
+            (Some(username), Some(password), _) => {
+                Some(format!("Basic {}", base64(format!("{username}:{password}").as_bytes())))
+            }
+            (_, _, Some(token)) => Some(format!("Bearer {token}")),
+            _ => None,
+        }
+    }
+}
+
+/// Base64 with padding, as headers have it.
+fn base64(bytes: &[u8]) -> String {
+    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let digits = |group: &[u8]| {
+        let byte = |i: usize| u32::from(group.get(i).copied().unwrap_or(0));
+        let bits = byte(0) << 16 | byte(1) << 8 | byte(2);
+        let digit = |i: usize| match i <= group.len() {
+            true => char::from(DIGITS[(bits >> (18 - 6 * i) & 63) as usize]),
+            false => '=',
+        };
+        [digit(0), digit(1), digit(2), digit(3)]
+    };
+    bytes.chunks(3).flat_map(digits).collect()
 }
 
 /// Why a call failed.
@@ -39,7 +90,15 @@ impl From<Failure> for Error {
 
 impl Client {
     /// For the server at this address. Nothing is sent yet.
-    pub(super) fn new(uri: &str, token: Option<String>, timeout: Duration) -> Result<Self> {
+    pub(super) fn new(uri: &str, credentials: &Credentials, timeout: Duration) -> Result<Self> {
+        let authority = uri.split_once("://").map_or(uri, |(_, rest)| rest).split('/').next();
+        if authority.is_some_and(|authority| authority.contains('@')) {
+            return Err(Error::Config(
+                "`trainer.loggers`: mlflow's `tracking_uri` has a user or a password, which would be saved with the \
+                 run; leave them out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+                    .to_owned(),
+            ));
+        }
         let wrong = |what: &str| {
             Err(Error::Config(format!(
                 "`trainer.loggers`: mlflow's `tracking_uri` {uri:?}: {what}"
@@ -61,7 +120,11 @@ impl Client {
             .http_status_as_error(false)
             .user_agent("fulgurite");
         let agent = config.build().into();
-        Ok(Self { agent, base: uri.trim_end_matches('/').to_owned(), token })
+        Ok(Self {
+            agent,
+            base: uri.trim_end_matches('/').to_owned(),
+            authorization: credentials.header(),
+        })
     }
 
     /// Makes a call: a GET with a query, or a POST with a body.
@@ -77,19 +140,18 @@ impl Client {
             code: None,
             transient: true,
         };
-        let bearer = self.token.as_ref().map(|token| format!("Bearer {token}"));
         let sent = match body {
             None => {
                 let mut request = self.agent.get(&url).query_pairs(query.iter().copied());
-                if let Some(bearer) = &bearer {
-                    request = request.header("Authorization", bearer);
+                if let Some(authorization) = &self.authorization {
+                    request = request.header("Authorization", authorization);
                 }
                 request.call()
             }
             Some(body) => {
                 let mut request = self.agent.post(&url).content_type("application/json");
-                if let Some(bearer) = &bearer {
-                    request = request.header("Authorization", bearer);
+                if let Some(authorization) = &self.authorization {
+                    request = request.header("Authorization", authorization);
                 }
                 request.send(body.to_string())
             }
@@ -170,4 +232,40 @@ fn text(answer: &Value, key: &str) -> Result<String, Failure> {
         code: None,
         transient: false,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_asks_is_said_as_mlflow_says_it() {
+        let header = |username: &str, password: &str, token: &str| {
+            let some = |text: &str| Some(text.to_owned()).filter(|text| !text.is_empty());
+            let [username, password, token] = [username, password, token].map(some);
+            Credentials { username, password, token }.header()
+        };
+        let basic = Some("Basic QWxhZGRpbjpvcGVuIHNlc2FtZQ==");
+        assert_eq!(header("Aladdin", "open sesame", "").as_deref(), basic);
+        assert_eq!(header("Aladdin", "open sesame", "abc").as_deref(), basic);
+        assert_eq!(header("Aladdin", "", "abc").as_deref(), Some("Bearer abc"));
+        assert_eq!(header("Aladdin", "", ""), None);
+        for (text, encoded) in [
+            ("", ""),
+            ("f", "Zg=="),
+            ("fo", "Zm8="),
+            ("foo", "Zm9v"),
+            ("\u{ff}\u{3ff}", "w7/Pvw=="),
+        ] {
+            assert_eq!(base64(text.as_bytes()), encoded, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_password_in_the_address_is_refused_and_not_repeated() {
+        let uri = "http://Aladdin:sesame@127.0.0.1:5000";
+        let client = Client::new(uri, &Credentials::default(), Duration::from_secs(1));
+        let error = client.err().unwrap().to_string();
+        insta::assert_snapshot!(error, @"`trainer.loggers`: mlflow's `tracking_uri` has a user or a password, which would be saved with the run; leave them out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD");
+    }
 }

@@ -14,7 +14,7 @@ use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
-use self::client::Client;
+use self::client::{Client, Credentials};
 use self::queue::{Item, Queue};
 
 /// What happens when the server cannot be reached for a while.
@@ -29,8 +29,8 @@ pub enum OnError {
 }
 
 /// `trainer.loggers = [{ type = "mlflow", tracking_uri = "http://127.0.0.1:5000" }]`: metrics, and the
-/// configuration as parameters, on an MLflow server. The newest checkpoint is a tag. A token is taken from
-/// the variable `MLFLOW_TRACKING_TOKEN`.
+/// configuration as parameters, on an MLflow server. The newest checkpoint is a tag. Who asks is taken from
+/// the variables `MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`, or `MLFLOW_TRACKING_TOKEN`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MlflowConfig {
@@ -123,8 +123,7 @@ impl MlflowLogger {
                     .to_owned(),
             )
         })?;
-        let token = std::env::var("MLFLOW_TRACKING_TOKEN").ok();
-        let client = Client::new(&uri, token, patience.request)?;
+        let client = Client::new(&uri, &Credentials::from_environment(), patience.request)?;
         let run_id = match &config.run_id {
             Some(id) => {
                 client.resume_run(id)?;
