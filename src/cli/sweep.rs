@@ -3,12 +3,15 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::process::{Command, Stdio};
-use std::time::Instant;
+use std::os::unix::process::CommandExt as _;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
 
 use fulgurite_core::environment::{self, Variables};
+use fulgurite_core::launch::{Interruption, agree_on, notice_signals, take_interruption};
 use fulgurite_core::{Error, Result};
-use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_death_signal};
 use serde_json::{Value, json};
 use toml::Table;
 
@@ -29,10 +32,12 @@ pub(super) fn end_with_parent() {
     let _ = set_parent_process_death_signal(Some(Signal::TERM));
 }
 
-/// Trains once for each combination, and prints a table.
+/// Trains once for each combination, and prints a table. What asks this process to end is passed on to the run, and is the
+/// end of the sweep.
 ///
 /// # Errors
-/// Before any run, if a sweep is malformed or a combination cannot be run; after all runs, if one failed.
+/// Before any run, if a sweep is malformed or a combination cannot be run; after all runs, if one failed;
+/// [`Error::Interrupted`].
 pub(super) fn run(
     request: &RunRequest,
     defaults: &Table,
@@ -57,16 +62,25 @@ pub(super) fn run(
         })?;
         runs.push(run);
     }
-    let mut rows = Vec::new();
+    notice_signals()?;
+    let (mut rows, mut interrupted) = (Vec::new(), None);
     for (i, (combination, run)) in combinations.iter().zip(&runs).enumerate() {
         eprintln!("run {} of {}: {}", i + 1, runs.len(), combination.join(" "));
-        rows.push(one_run(run, request.output)?);
+        rows.push(one_run(run, request.output, &mut interrupted)?);
+        if interrupted.is_some() {
+            break;
+        }
     }
     if request.output == Output::Json {
         let runs: Vec<Value> = combinations.iter().zip(&rows).map(Row::to_json).collect();
         print(&format!("{}\n", json!({ "event": "sweep", "runs": runs })))?;
     } else {
         print(&table(&combinations, &rows))?;
+    }
+    if let Some(why) = interrupted {
+        eprintln!("interrupted in run {} of {}", rows.len(), runs.len());
+        agree_on(why);
+        return Err(Error::Interrupted);
     }
     match rows.iter().filter(|row| row.status != "success").count() {
         0 => Ok(()),
@@ -182,7 +196,14 @@ impl Row {
     }
 }
 
-fn one_run(run: &RunRequest, output: Output) -> Result<Row> {
+/// How often a run that says nothing is looked after.
+const LOOK: Duration = Duration::from_millis(50);
+
+fn one_run(
+    run: &RunRequest,
+    output: Output,
+    interrupted: &mut Option<Interruption>,
+) -> Result<Row> {
     let program = std::env::current_exe().map_err(Error::io("finding", "this program"))?;
     let started = Instant::now();
     let mut command = Command::new(&program);
@@ -196,25 +217,64 @@ fn one_run(run: &RunRequest, output: Output) -> Result<Row> {
     command.args(["--output", "json"]);
     command.env(PARENT, std::process::id().to_string());
     command.stdin(Stdio::null()).stdout(Stdio::piped());
+    // Else Ctrl-C would reach it twice, from the terminal and from here, and the second time ends it at once.
+    command.process_group(0);
     let mut child = command.spawn().map_err(Error::io("starting", &program))?;
     let mut row = Row::default();
-    let lines = BufReader::new(child.stdout.take().expect("it is piped")).lines();
-    for line in lines.map_while(std::io::Result::ok) {
+    let status = attend(&mut child, interrupted, |line| {
         if let Ok(event) = serde_json::from_str::<Value>(&line) {
             row.read(&event);
         }
         if output == Output::Json {
             let _ = writeln!(std::io::stdout(), "{line}");
         }
-    }
-    let status = child.wait().map_err(Error::io("waiting for", &program))?;
+    });
+    let status = status.map_err(Error::io("waiting for", &program))?;
     row.status = match status.code() {
         Some(0) => "success".to_owned(),
+        _ if interrupted.is_some() => "interrupted".to_owned(),
         Some(code) => format!("failed ({code})"),
         None => status.to_string(),
     };
     row.seconds = started.elapsed().as_secs_f64();
     Ok(row)
+}
+
+/// Reads the lines of a run until it has ended, and passes signals on to it.
+fn attend(
+    child: &mut Child,
+    interrupted: &mut Option<Interruption>,
+    mut read: impl FnMut(String),
+) -> std::io::Result<ExitStatus> {
+    let stdout = BufReader::new(child.stdout.take().expect("it is piped"));
+    let (sender, lines) = channel();
+    std::thread::spawn(move || {
+        stdout.lines().map_while(std::io::Result::ok).try_for_each(|line| sender.send(line))
+    });
+    loop {
+        if let (Some(why), Some(pid)) =
+            (take_interruption(), Pid::from_raw(child.id().cast_signed()))
+        {
+            *interrupted = (*interrupted).max(Some(why));
+            // It may have ended by now.
+            let _ = kill_process(
+                pid,
+                match why {
+                    Interruption::Termination => Signal::TERM,
+                    Interruption::Preemption => Signal::USR1,
+                    Interruption::CtrlC => Signal::INT,
+                },
+            );
+        }
+        match lines.recv_timeout(LOOK) {
+            Ok(line) => read(line),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => match child.try_wait()? {
+                Some(status) => return Ok(status),
+                None => std::thread::sleep(LOOK),
+            },
+        }
+    }
 }
 
 /// The runs as a table for a terminal.

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use insta::assert_snapshot;
+use rustix::process::Signal;
 use serde_json::Value;
 use toml::Table;
 
@@ -227,6 +228,28 @@ fn a_sweep_runs_each_combination_and_compares_them() {
     1e-3 success 1
     1e-2 success 1
     "#);
+}
+
+#[test]
+fn a_sweep_that_is_asked_to_end_ends_its_run_in_order() {
+    for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
+        let scratch = Scratch::with_tokens();
+        let keys =
+            ["trainer.max_steps=1000000", "checkpoint.dir=kept", "checkpoint.save_last=true"];
+        let job = scratch.small().set(&keys).args(&["--sweep", "optimizer.lr=1e-3,1e-2"]);
+        let running = job.start();
+        running.reach(2);
+        running.signal(signal);
+        let run = running.wait();
+        assert_eq!(run.code(), Some(code), "{}", run.stderr);
+        let [event] = &events(&run, "sweep")[..] else { panic!("{}", run.stdout) };
+        let [row] = &event["runs"].as_array().unwrap()[..] else { panic!("{event}") };
+        assert_eq!(row["status"], "interrupted");
+        // It has saved, as a single run does.
+        assert!(row["steps"].as_u64().unwrap() >= 2, "{row}");
+        assert!(scratch.path().join("kept/optimizer.lr=1e-3/last").exists());
+        assert!(!scratch.path().join("kept/optimizer.lr=1e-2").exists(), "no further one");
+    }
 }
 
 #[test]

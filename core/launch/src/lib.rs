@@ -60,6 +60,9 @@ pub use fulgurite_store::{
 pub use launcher::{LaunchOptions, launch, launch_checked};
 pub use memory::HostMemory;
 pub use rank::LaunchedRank;
-pub use signals::{Interruption, Starting, agree_on, interrupt_requested, interruption};
+pub use signals::{
+    Interruption, Starting, agree_on, interrupt_requested, interruption, notice_signals,
+    take_interruption,
+};
 
 pub use fulgurite_error::{Error, Result};

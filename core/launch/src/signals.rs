@@ -141,6 +141,21 @@ pub fn interrupt_requested() -> bool {
     interruption().is_some()
 }
 
+/// Notices signals from here on in a process that is neither a rank nor their supervisor, such as one that runs others
+/// and [forwards](take_interruption) what it is told. No signal ends it by itself any more.
+///
+/// # Errors
+/// If the handlers cannot be set.
+pub fn notice_signals() -> Result<()> {
+    handle(SecondSignal::Ignore)
+}
+
+/// The most urgent reason why this process was asked to end since the last call, after
+/// [`notice_signals`].
+pub fn take_interruption() -> Option<Interruption> {
+    take().map(Interruption::of)
+}
+
 /// The exit code that shells give a process which a signal has ended: 130 for Ctrl-C. The signal is the one
 /// that the ranks agreed on, else the most urgent that this process got.
 pub(super) fn interrupted_exit_code() -> u8 {
