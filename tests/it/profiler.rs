@@ -137,3 +137,18 @@ fn a_trace_is_one_that_viewers_open() {
     assert_eq!((forwards(0), forwards(1)), (3, 3), "of the third, fourth and fifth step");
     assert!(events.iter().any(|event| event["name"] == "backward model.layers.1"));
 }
+
+#[test]
+fn a_run_that_fails_tells_where_the_time_went_until_then() {
+    let scratch = Scratch::with_tokens();
+    let profiler = "{ type = \"trace\", skip_steps = 0, steps = 3 }";
+    let failing = ["optimizer.lr=1e30", "checkpoint.every_n_steps=100"];
+    let run = job(&scratch, profiler).set(&failing).run();
+    assert_eq!(run.code(), Some(1), "{}", run.stderr);
+    let [profile] = &run.events_of("profile")[..] else { panic!("one profile: {}", run.stdout) };
+    let spans = profile["spans"].as_array().unwrap();
+    assert!(spans.iter().any(|span| span["name"] == "forward"), "{profile}");
+    let trace = scratch.path().join("fulgurite_logs/version_0/trace.json");
+    let trace: Value = serde_json::from_slice(&std::fs::read(trace).unwrap()).unwrap();
+    assert!(!trace["traceEvents"].as_array().unwrap().is_empty());
+}

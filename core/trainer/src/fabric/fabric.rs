@@ -456,6 +456,12 @@ impl Fabric {
         profiler.finish(&*self.world).map(Some)
     }
 
+    /// As [`profile`](Self::profile), of this rank alone, where others may have failed; `None` also if nothing was
+    /// recorded.
+    pub(crate) fn own_profile(&self) -> Result<Option<(Profile, Option<String>)>> {
+        self.runtime.profiler().map_or(Ok(None), |profiler| profiler.finish_alone())
+    }
+
     /// Waits for all ranks. Collective.
     ///
     /// # Errors

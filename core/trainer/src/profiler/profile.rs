@@ -70,6 +70,16 @@ impl Profiler {
         drop(self.take());
         Ok((Profile::of(&ranks), trace::text(&ranks)?))
     }
+
+    /// As [`finish`](Self::finish), of this rank alone; `None` if nothing was recorded.
+    pub(crate) fn finish_alone(&self) -> Result<Option<(Profile, Option<String>)>> {
+        let own = [self.take()];
+        let profile = Profile::of(&own);
+        if profile.spans.is_empty() {
+            return Ok(None);
+        }
+        Ok(Some((profile, trace::text(&own)?)))
+    }
 }
 
 impl Profile {

@@ -19,6 +19,7 @@ use super::runner::{Loading, ModuleRunner};
 use super::saving::Saving;
 use super::{Event, HookContext, Stage as RunStage, StepContext};
 use crate::fabric::{Fabric, FabricOptimizer, FabricOptimizers, NON_FINITE_HINT};
+use crate::profiler::Profile;
 use crate::run::{ClipAlgorithm, CountOrFraction, Limits, TrainerConfig};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::detect_anomaly;
@@ -751,14 +752,31 @@ impl Session {
         self.summary()
     }
 
+    /// Reports where the time went, and writes the trace.
+    fn report_profile(&mut self, (profile, trace): (Profile, Option<String>)) -> Result<()> {
+        if let (Some(trace), 0) = (trace, self.rank()) {
+            let path = self.parts.run_dir.join("trace.json");
+            std::fs::write(&path, trace).map_err(Error::io("writing the trace", &path))?;
+        }
+        self.emit(&Event::Profile(profile))
+    }
+
+    /// After an error reports where the time of rank 0 went until then: the others cannot be asked any more.
+    pub(super) fn profile_on_exception(&mut self) {
+        let reported = match self.parts.fabric.own_profile() {
+            Ok(Some(profile)) if self.rank() == 0 => self.report_profile(profile),
+            Ok(_) => Ok(()),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = reported {
+            tracing::error!("reporting where the time went: {error}");
+        }
+    }
+
     /// Emits the summary, and where the time went if that was measured. Collective.
     pub(super) fn summary(&mut self) -> Result<()> {
-        if let Some((profile, trace)) = self.parts.fabric.profile()? {
-            if let (Some(trace), 0) = (trace, self.rank()) {
-                let path = self.parts.run_dir.join("trace.json");
-                std::fs::write(&path, trace).map_err(Error::io("writing the trace", &path))?;
-            }
-            self.emit(&Event::Profile(profile))?;
+        if let Some(profile) = self.parts.fabric.profile()? {
+            self.report_profile(profile)?;
         }
         let peak_rss_mib = all_gather_object(&**self.parts.fabric.world(), &peak_rss_mib())?
             .into_iter()

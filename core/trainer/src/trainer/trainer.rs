@@ -197,6 +197,7 @@ impl Trainer {
         let result = session.run_fit(&run, starting);
         if result.is_err() {
             session.save_on_exception();
+            session.profile_on_exception();
         }
         let result = session.tear_down_saving(result).and_then(|(outcome, end)| match end {
             FitEnd::Finished => Ok(outcome),
@@ -278,6 +279,9 @@ impl Trainer {
         let starting = Starting::new();
         let mut session = self.set_up(stage, &run, set_up)?;
         let result = session.run_once(&run, starting, act);
+        if result.is_err() {
+            session.profile_on_exception();
+        }
         let result = session.tear_down_saving(result);
         let status = RunStatus::of(&result);
         session.end_hooks(status, result.as_ref().err());
