@@ -6,7 +6,8 @@ use std::path::Path;
 
 use fulgurite::callbacks::{EarlyStopping, ModelCheckpoint};
 use fulgurite::core::config::ConfigLayers;
-use fulgurite::core::run::RunConfig;
+use fulgurite::core::module::ModuleTree;
+use fulgurite::core::run::{LoadConfig, RunConfig};
 use fulgurite::core::trainer::{Event, RunPurpose, SaveRequest, Stage};
 use fulgurite::prelude::*;
 use fulgurite_transports::run_ranks;
@@ -451,6 +452,20 @@ fn a_module_comes_from_values_and_out_of_a_checkpoint() {
     let kept = dir.path().join("kept/step-00000003");
     let loaded = Net::load_from_checkpoint(&kept).unwrap();
     assert_eq!(loaded.forward(outputs).unwrap(), whole.forward(outputs).unwrap());
+
+    // A part of it, as a run takes one.
+    let part = LoadConfig { exclude: vec!["net.up".to_owned()], ..LoadConfig::default() };
+    let part = Net::load_from_checkpoint_with(&kept, &part).unwrap();
+    let values = |tree: &ModuleTree, i: usize| {
+        let value = tree.parameters()[i].value().unwrap();
+        value.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+    };
+    let [part, loaded] = [&part, &loaded].map(|net| net.fabric().module_tree().unwrap());
+    assert_ne!(values(part, 0), values(loaded, 0));
+    assert_eq!(values(part, 1), values(loaded, 1));
+    let wrong = LoadConfig { exclude: vec!["net.".to_owned()], ..LoadConfig::default() };
+    let error = Net::load_from_checkpoint_with(&kept, &wrong).unwrap_err().to_string();
+    insta::assert_snapshot!(error, @"`checkpoint.load.exclude`: the pattern `net.` has an empty segment; write the path of a module or parameter, such as `model.layers.*.mlp`");
 
     let error = Other::load_from_checkpoint(&kept).unwrap_err().to_string();
     let error = error.replace(dir.path().to_str().unwrap(), "DIR");

@@ -134,7 +134,7 @@ impl LoadConfig {
     }
 
     /// Checks the patterns themselves.
-    fn validate(&self) -> Result<()> {
+    pub(crate) fn validate(&self) -> Result<()> {
         let froms = self.rename.iter().map(|rule| &rule.from);
         let keys = [("include", &self.include), ("exclude", &self.exclude)];
         let patterns =

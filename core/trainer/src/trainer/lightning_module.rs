@@ -7,8 +7,9 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{Callback, Hooks, Loaded, OptimizerSetup, Optimizers, StepContext};
-use crate::run::RunConfig;
+use crate::run::{LoadConfig, RunConfig};
 use crate::{Error, Result};
+use fulgurite_checkpoint_format::LoadOptions;
 use fulgurite_engine::data::DataModule;
 use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_nn::Loss;
@@ -99,7 +100,32 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
     /// # Errors
     /// If there is no checkpoint of a run of this module.
     fn load_from_checkpoint(path: impl AsRef<Path>) -> Result<Loaded<Self>> {
-        Loaded::from_checkpoint(path.as_ref())
+        Loaded::from_checkpoint(path.as_ref(), &LoadOptions::default())
+    }
+
+    /// As [`load_from_checkpoint`](Self::load_from_checkpoint), with a part of the weights or under other names, as
+    /// `[checkpoint.load]` has it for a run.
+    ///
+    /// ```
+    /// # use fulgurite_core::Result;
+    /// # use fulgurite_core::trainer::{LightningModule, Loaded};
+    /// use fulgurite_core::run::LoadConfig;
+    ///
+    /// # fn example<Net: LightningModule>() -> Result<Loaded<Net>> {
+    /// let load = LoadConfig { exclude: vec!["head".to_owned()], ..LoadConfig::default() };
+    /// let net = Net::load_from_checkpoint_with("checkpoints/step-00000100", &load)?;
+    /// # Ok(net)
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Also if a pattern is malformed, or a strict load does not fit the model.
+    fn load_from_checkpoint_with(
+        path: impl AsRef<Path>,
+        load: &LoadConfig,
+    ) -> Result<Loaded<Self>> {
+        load.validate()?;
+        Loaded::from_checkpoint(path.as_ref(), &load.options())
     }
 
     /// The optimizer and the schedule; by default those of `[optimizer]` and `[scheduler]`. Several
@@ -115,7 +141,9 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
     /// optimizer. With `false` (Lightning's manual optimization) `training_step` does it, with
     /// [`StepContext::optimize`] or its parts; the loss that it returns is reported as `train_loss` and has no
     /// backward. A step of the trainer is a call of `training_step`, however often optimizers step in it, and
-    /// schedules follow the trainer's steps. The hooks around backward and update are not called.
+    /// schedules follow the trainer's steps. The hooks around backward and update are not called, neither the
+    /// module's, which is borrowed by its own step then, nor those of callbacks, which could not be given it: what
+    /// they would do belongs into `training_step`.
     fn automatic_optimization(&self) -> bool {
         true
     }

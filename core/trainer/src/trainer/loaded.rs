@@ -11,7 +11,7 @@ use super::LightningModule;
 use crate::fabric::Fabric;
 use crate::run::{RunConfig, TrainerConfig};
 use crate::{Error, Result};
-use fulgurite_checkpoint_format::{DistributedCheckpoint, TensorSource as _, load_into};
+use fulgurite_checkpoint_format::{DistributedCheckpoint, LoadOptions, TensorSource as _};
 use fulgurite_config::ConfigLayers;
 use fulgurite_engine::autograd::no_grad;
 use fulgurite_engine::collective::Solo;
@@ -26,7 +26,7 @@ pub struct Loaded<M> {
 
 impl<M: LightningModule> Loaded<M> {
     /// Builds the module by the configuration that is in the checkpoint.
-    pub(super) fn from_checkpoint(path: &Path) -> Result<Self> {
+    pub(super) fn from_checkpoint(path: &Path, options: &LoadOptions) -> Result<Self> {
         let source = DistributedCheckpoint::open(path)?;
         let saved = &source.manifest().config;
         let unfit = |message: String| Error::checkpoint(source.location(), message);
@@ -52,9 +52,7 @@ impl<M: LightningModule> Loaded<M> {
         let world = Arc::new(Solo::new("world", 0));
         let mut fabric = Fabric::with_world(world, &config, run.seed, None)?;
         let module = fabric.setup_module(|b| M::configure_model(&run.model, b))?;
-        fabric.warn_of(&source);
-        load_into(&source, fabric.module_tree()?, true)?;
-        fabric.finish_load()?;
+        fabric.load_weights(&source, options)?;
         Ok(Self { module, fabric })
     }
 
