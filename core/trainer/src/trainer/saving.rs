@@ -1,7 +1,7 @@
-//! Saving checkpoints in a run, and resuming from them.
+//! Saving checkpoints in a run.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -10,70 +10,69 @@ use serde::{Deserialize, Serialize};
 use super::callback::CallbackState;
 use super::hooks::Hook;
 use super::log_table::SavedStates;
+use super::resuming::ResumeSource;
 use super::retention::{RetainedCheckpoint, Retention};
 use super::saved_state::SavedState;
 use super::session::{Cursor, Session, SessionParts, training};
-use super::{Event, RunDir, SaveRequest};
-use crate::fabric::{Fabric, OptimizerState};
-use crate::run::{CheckpointConfig, CkptPath};
+use super::{Event, SaveRequest};
+use crate::fabric::OptimizerState;
+use crate::run::CheckpointConfig;
 use crate::{Error, Result};
 use fulgurite_checkpoint_format::{
-    self as checkpoint, AsyncSaver, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, LAST,
-    LoadOptions, MANIFEST, PlaceLock, SavedCheckpoint, TensorSource,
+    self as checkpoint, AsyncSaver, CheckpointIO, LAST, PlaceLock, SavedCheckpoint,
 };
 use fulgurite_engine::checkpoint_io::invalid_name;
-use fulgurite_engine::collective::{ProcessGroup, all_gather_object, broadcast_object};
-use fulgurite_engine::optim::WeightAverage;
+use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
 
 /// The trainer's state in a checkpoint. With weights and optimizer state it is all that a resumed
 /// run needs to continue like an uninterrupted one.
 #[derive(Debug, Serialize, Deserialize)]
-struct TrainerState {
-    cursor: Cursor,
-    seed: u64,
+pub(super) struct TrainerState {
+    pub(super) cursor: Cursor,
+    pub(super) seed: u64,
     /// The epoch of the last step; `None` before the first.
     #[serde(default)]
-    epoch: Option<u64>,
+    pub(super) epoch: Option<u64>,
     /// Whether the validation due after the last step has not been run yet.
     #[serde(default)]
-    validation_due: bool,
+    pub(super) validation_due: bool,
     /// The latest metrics of rank 0; `None` for values that are not finite.
     #[serde(default)]
-    metrics: BTreeMap<String, Option<f64>>,
+    pub(super) metrics: BTreeMap<String, Option<f64>>,
     /// What the present epoch has logged so far, by rank; empty if nothing.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    epoch_metrics: Vec<SavedStates>,
+    pub(super) epoch_metrics: Vec<SavedStates>,
     /// Micro-batches in a step, where a hook has set them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    accumulate_grad_batches: Option<u64>,
+    pub(super) accumulate_grad_batches: Option<u64>,
     /// What the module of rank 0 saves of itself.
     #[serde(default, skip_serializing_if = "SavedState::is_empty")]
-    module: SavedState,
+    pub(super) module: SavedState,
     /// The states of the callbacks of rank 0.
     #[serde(default)]
-    callbacks: Vec<CallbackState>,
+    pub(super) callbacks: Vec<CallbackState>,
     /// The checkpoints that this run keeps, including this one.
     #[serde(default)]
-    kept: Vec<RetainedCheckpoint>,
+    pub(super) kept: Vec<RetainedCheckpoint>,
     /// The fingerprint of the data; `None` if it has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    data: Option<String>,
+    pub(super) data: Option<String>,
 }
 
 /// How and where a run saves checkpoints.
 pub(super) struct Saving {
     pub(super) config: CheckpointConfig,
     /// The root of the place, as in the configuration.
-    root: PathBuf,
-    io: Arc<dyn CheckpointIO>,
+    pub(super) root: PathBuf,
+    pub(super) io: Arc<dyn CheckpointIO>,
     /// Held on rank 0 from before the first save until the end of the run.
     lock: Option<PlaceLock>,
     background: Option<AsyncSaver>,
-    retention: Retention,
+    pub(super) retention: Retention,
     /// The names of what this run has saved and not removed.
     names: BTreeSet<String>,
     /// The step after which the last checkpoint was saved, or is about to be.
-    saved: Option<u64>,
+    pub(super) saved: Option<u64>,
     /// Whether the monitored metric has been logged since the last checkpoint.
     is_scored: bool,
     warned: bool,
@@ -237,15 +236,6 @@ impl Saving {
         }
         Ok(None)
     }
-}
-
-/// The checkpoint that a run resumes from.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum ResumeSource {
-    /// At this local path.
-    Local(PathBuf),
-    /// The checkpoint `name` of the place that `checkpoint.io` opens at `dir`.
-    Named { dir: PathBuf, name: String },
 }
 
 /// A checkpoint to be written.
@@ -417,240 +407,6 @@ impl Session {
         let blocked_s = blocked.as_secs_f64();
         self.emit(&Event::Checkpoint { step, path: path.clone(), blocked_s })?;
         self.hook(Hook::AfterSaveCheckpoint(&path))
-    }
-
-    /// Resumes from a checkpoint; with `checkpoint.weights_only` loads its weights only. In a session
-    /// without an optimizer, to validate only, loads the moving average of the weights if `trainer.ema_decay`
-    /// is set. Collective.
-    pub(super) fn resume(&mut self, from: &ResumeSource) -> Result<()> {
-        let training = self.optimizers.is_some();
-        let (saving, rank) = (&self.parts.saving, self.rank());
-        let io = match from {
-            ResumeSource::Local(_) => None,
-            ResumeSource::Named { dir, .. } if *dir == saving.root => Some(saving.io.clone()),
-            ResumeSource::Named { dir, .. } => Some(saving.config.open(dir)?),
-        };
-        // A run that only validates must not remove unfinished saves: a training run may be saving
-        // there.
-        let saves_there =
-            training && matches!(from, ResumeSource::Named { dir, .. } if *dir == saving.root);
-        if let (Some(io), 0, true) = (&io, rank, saves_there)
-            && let Err(error) = checkpoint::remove_unfinished(&**io)
-        {
-            tracing::warn!("what an earlier run left unfinished stays: {error}");
-        }
-        let open = || match (from, &io) {
-            (ResumeSource::Named { name, .. }, Some(io)) => {
-                DistributedCheckpoint::open_with(io, name)
-            }
-            (ResumeSource::Local(path) | ResumeSource::Named { dir: path, .. }, _) => {
-                DistributedCheckpoint::open(path)
-            }
-        };
-        // Weights of anybody can be evaluated.
-        let is_foreign =
-            |path: &Path| ![MANIFEST, FULL_MANIFEST].iter().any(|file| path.join(file).is_file());
-        let foreign = matches!(from, ResumeSource::Local(path) if is_foreign(path));
-        if saving.config.weights_only || (foreign && !training) {
-            let source: Box<dyn TensorSource> = match from {
-                ResumeSource::Named { .. } => Box::new(open()?),
-                ResumeSource::Local(path) => checkpoint::open(path)?,
-            };
-            self.parts.fabric.load_weights(&*source, &saving.config.load.options())?;
-            return self.emit(&Event::Resume { step: 0, path: source.location().to_owned() });
-        }
-        let source = open()?;
-        let optimizer =
-            self.optimizers.as_mut().map(|optimizers| optimizers as &mut dyn OptimizerState);
-        let advice = match training {
-            true => {
-                "Going on needs the configuration that it was saved with. To begin a training with those of \
-                 its weights that fit this model, set `checkpoint.weights_only = true` and \
-                 `checkpoint.load.strict = false`"
-            }
-            false => {
-                "Use the configuration that it was saved with, or set `checkpoint.weights_only = true` and the \
-                 keys of `checkpoint.load` to load a part of it, or under other names"
-            }
-        };
-        let options = LoadOptions { advice: Some(advice), ..LoadOptions::default() };
-        let (state, _): (serde_json::Value, _) =
-            self.parts.fabric.load_with(&source, optimizer, &options)?;
-        let state: TrainerState = match serde_json::from_value(state) {
-            Ok(state) => state,
-            // Saved by a program with a loop of its own, or after the training.
-            Err(_) if !training => {
-                return self.emit(&Event::Resume { step: 0, path: source.location().to_owned() });
-            }
-            Err(error) => {
-                let message = format!("its training state cannot be read: {error}");
-                return Err(Error::checkpoint(source.location(), message));
-            }
-        };
-        if training {
-            self.check_data(&source, state.data.as_deref())?;
-        }
-        if state.seed != self.parts.fabric.seed() && rank == 0 {
-            tracing::warn!(
-                "the checkpoint was written with seed {}, this run has {}: the order of samples \
-                 and dropout will differ from an uninterrupted run",
-                state.seed,
-                self.parts.fabric.seed()
-            );
-        }
-        self.cursor = state.cursor;
-        if let (false, Some(decay)) = (training, self.parts.config.ema_decay) {
-            self.load_ema_weights(&source, decay)?;
-        }
-        if training {
-            self.epoch = state.epoch.unwrap_or(0);
-            self.started_epoch = state.epoch;
-            self.validation_due = state.validation_due;
-            self.accumulate = state.accumulate_grad_batches.unwrap_or(self.accumulate);
-            let number = |value: Option<f64>| value.unwrap_or(f64::NAN);
-            self.metrics = state.metrics.into_iter().map(|(k, v)| (k, number(v))).collect();
-            if !state.epoch_metrics.is_empty() {
-                let world_size = self.world_size();
-                let states = SavedStates::of_rank(state.epoch_metrics, rank, world_size);
-                self.epoch_table.load(states);
-            }
-            if !state.module.is_empty() {
-                self.runner.load_state(&state.module)?;
-            }
-            self.parts.callbacks.load_states(state.callbacks)?;
-            if let (ResumeSource::Named { name, .. }, true) = (from, saves_there) {
-                let saving = &mut self.parts.saving;
-                saving.retention.resume(name, state.kept);
-                // The earlier run ended before it removed these.
-                for name in saving.retention.take_expired() {
-                    if rank == 0
-                        && let Err(error) = saving.io.remove(&name)
-                    {
-                        tracing::warn!("an old checkpoint stays: {error}");
-                    }
-                }
-                // A validation that is still due may change the state that is saved.
-                saving.saved = (!state.validation_due).then_some(self.cursor.step);
-            }
-        }
-        let path = source.location().to_owned();
-        self.emit(&Event::Resume { step: self.cursor.step, path })
-    }
-
-    /// Checks that the checkpoint was trained on the data that this run has.
-    fn check_data(&self, source: &DistributedCheckpoint, trained_on: Option<&str>) -> Result<()> {
-        let (Some(before), Some(now)) = (trained_on, &self.fingerprint) else { return Ok(()) };
-        if before == now {
-            return Ok(());
-        }
-        let what = format!("it was trained on other data: {before}; this run has {now}");
-        if self.parts.saving.config.allow_other_data {
-            if self.rank() == 0 {
-                tracing::warn!("{}: {what}", source.location().display());
-            }
-            return Ok(());
-        }
-        let message = format!(
-            "{what}. The position in the data would be one in other samples. Give the run the data of \
-             that checkpoint, or set `checkpoint.allow_other_data = true` to go on with this"
-        );
-        Err(Error::checkpoint(source.location(), message))
-    }
-
-    /// Replaces the weights by the moving average in a checkpoint. Collective.
-    fn load_ema_weights(&self, source: &DistributedCheckpoint, decay: f64) -> Result<()> {
-        let tree = self.parts.fabric.module_tree()?;
-        let mut averages = WeightAverage::exponential(tree.parameters(), decay)?;
-        let states = averages.state()?;
-        // Not strictly, since the rest of the optimizer's state is not loaded.
-        let report = checkpoint::load_optimizer(source.optimizer(), tree, &states, false)?;
-        let unfit = report.mismatched.iter().map(|mismatch| &mismatch.name);
-        if let Some(name) = report.missing.iter().chain(unfit).next() {
-            let message = format!(
-                "it has no average of the weights that would fit this model (`{name}`); leave out \
-                 `trainer.ema_decay` to validate the weights themselves"
-            );
-            return Err(Error::checkpoint(source.location(), message));
-        }
-        averages.swap()?;
-        self.parts.fabric.runtime.prepare_forward()
-    }
-
-    /// The checkpoint that `trainer.ckpt_path` names. Collective: rank 0 looks it up.
-    pub(super) fn checkpoint_to_resume(&self) -> Result<Option<ResumeSource>> {
-        let found = match &self.parts.config.ckpt_path {
-            None => return Ok(None),
-            _ if self.rank() > 0 => None,
-            Some(CkptPath::Path(path)) => Some(self.resume_source(path)),
-            Some(CkptPath::Last) => self.last_checkpoint()?,
-            Some(CkptPath::Best) => self.best_checkpoint()?,
-        };
-        broadcast_object(&**self.parts.fabric.world(), &found, 0)
-    }
-
-    /// The checkpoint `path`: on this machine if it exists there, else in the configured place.
-    fn resume_source(&self, path: &Path) -> ResumeSource {
-        let saving = &self.parts.saving;
-        let named =
-            |name: &str| ResumeSource::Named { dir: saving.root.clone(), name: name.to_owned() };
-        if path.exists() {
-            // However the path is written, it may be a checkpoint in this run's place.
-            let same = |a: &Path, b: &Path| {
-                let real = |path: &Path| path.canonicalize().ok();
-                real(a).is_some() && real(a) == real(b)
-            };
-            let name = path.file_name().and_then(|name| name.to_str());
-            let is_ours = [MANIFEST, FULL_MANIFEST].iter().any(|file| path.join(file).is_file());
-            return match name {
-                Some(name) if is_ours && same(&saving.io.location(name), path) => named(name),
-                _ => ResumeSource::Local(path.to_owned()),
-            };
-        }
-        // Its location, as in messages and events, or its name alone.
-        let inside = path.strip_prefix(saving.io.location("")).unwrap_or(path).to_str();
-        match inside {
-            Some(name) if saving.config.dir.is_some() && !name.contains('/') => named(name),
-            _ => ResumeSource::Local(path.to_owned()),
-        }
-    }
-
-    /// The checkpoint saved last in the configured directory; without one, that of the newest run
-    /// that has any.
-    fn last_checkpoint(&self) -> Result<Option<ResumeSource>> {
-        let config = &self.parts.saving.config;
-        let roots = match &config.dir {
-            Some(dir) => vec![dir.clone()],
-            None => RunDir::all(&self.parts.config.default_root_dir)?
-                .iter()
-                .map(RunDir::checkpoints)
-                .collect(),
-        };
-        for root in roots {
-            if let Some(committed) = checkpoint::last(&*config.open(&root)?)? {
-                return Ok(Some(ResumeSource::Named { dir: root, name: committed.name }));
-            }
-        }
-        Ok(None)
-    }
-
-    /// The best of the checkpoints that the one saved last knows.
-    fn best_checkpoint(&self) -> Result<Option<ResumeSource>> {
-        let Some(ResumeSource::Named { dir, name }) = self.last_checkpoint()? else {
-            return Ok(None);
-        };
-        let io = self.parts.saving.config.open(&dir)?;
-        let last = DistributedCheckpoint::open_with(&io, &name)?;
-        let state: TrainerState = Fabric::saved_state(&last)?;
-        let mut retention = Retention::new(&self.parts.saving.config);
-        retention.resume(&name, state.kept);
-        match retention.best_name() {
-            Some(best) => Ok(Some(ResumeSource::Named { dir, name: best.to_owned() })),
-            None => Err(Error::Config(format!(
-                "`trainer.ckpt_path`: no checkpoint in {} has a score, so none is the best; train with \
-                 `checkpoint.monitor`, or take \"last\"",
-                io.location("").display()
-            ))),
-        }
     }
 }
 
