@@ -3,9 +3,10 @@
 use std::path::Path;
 use std::sync::Mutex;
 
-use fulgurite::callbacks::LearningRateFinder;
+use fulgurite::callbacks::{LearningRateFinder, LearningRateFinderConfig};
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::run::RunConfig;
+use fulgurite::core::trainer::CallbackConfig as _;
 use fulgurite::prelude::*;
 use fulgurite_transports::run_ranks;
 
@@ -172,4 +173,24 @@ fn a_learning_rate_is_found_and_trains() {
     }
     let kept = std::fs::read_dir(dir.path().join("kept"));
     assert!(kept.is_err() || kept.unwrap().next().is_none());
+}
+
+#[test]
+fn a_rate_that_makes_the_loss_no_number_is_no_reason_to_say_nothing() {
+    static PRINTED: Mutex<Vec<String>> = Mutex::new(Vec::new());
+    let dir = tempfile::tempdir().unwrap();
+    let finder = LearningRateFinderConfig {
+        max_lr: 1e30,
+        early_stop_threshold: 0.0,
+        ..LearningRateFinderConfig::default()
+    };
+    let trainer = Trainer::default()
+        .with_callback(finder.build().unwrap())
+        .with_print(|text| PRINTED.lock().unwrap().push(text.to_owned()));
+    let error = trainer.fit::<Net>(&config(dir.path(), &["trainer.max_steps=200"])).unwrap_err();
+    assert!(matches!(error, Error::NonFinite { .. }), "{error}");
+    let found = trainer.read_callback(LearningRateFinder::suggestion).unwrap().unwrap();
+    assert!((1e-4..1.0).contains(&found), "{found}");
+    let suggested = format!("suggested learning rate: {found:.3e}");
+    assert!(PRINTED.lock().unwrap().iter().any(|text| text.contains(&suggested)));
 }

@@ -208,6 +208,16 @@ impl Hooks for LearningRateFinder {
         Ok(())
     }
 
+    /// A rate that was too high makes a loss that is no number, which ends the run before the threshold does.
+    fn on_exception(&mut self, error: &Error, ctx: &mut HookContext) -> Result<()> {
+        if !self.is_done && matches!(error, Error::NonFinite { .. }) && !self.curve.is_empty() {
+            self.is_done = true;
+            self.suggestion = suggest(&self.curve);
+            ctx.print(self.report());
+        }
+        Ok(())
+    }
+
     fn on_train_end(&mut self, ctx: &mut HookContext) -> Result<()> {
         if !self.is_done {
             let wanted = self.config.num_training_steps;
