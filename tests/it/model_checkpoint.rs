@@ -1,8 +1,11 @@
 //! The options of `model_checkpoint`, one by one, as Lightning's `ModelCheckpoint` has them.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use fulgurite::callbacks::ModelCheckpoint;
-use fulgurite::core::Result;
+use fulgurite::core::launch::Interruption;
 use fulgurite::core::trainer::{LogOptions, SaveRequest};
+use fulgurite::core::{Error, Result};
 use fulgurite::prelude::{Callback, HookContext, Hooks, Trainer};
 use fulgurite_transports::run_ranks;
 
@@ -279,4 +282,29 @@ fn ranks_that_disagree_follow_rank_0() {
     });
     assert_eq!(best.unwrap(), [Some(Some("own=1".to_owned())), Some(Some("own=1".to_owned()))]);
     assert_eq!(kept(dir.path()), ["last", "own=1"]);
+}
+
+/// Asks the run to end within the validation after step 3.
+struct Impatient;
+
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+impl Callback for Impatient {}
+
+impl Hooks for Impatient {
+    fn on_validation_batch_start(&mut self, ctx: &mut HookContext) -> Result<()> {
+        INTERRUPTED.store(ctx.step == 3, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+#[test]
+fn what_was_due_before_an_interrupted_validation_is_saved() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = callbacks("every_n_steps = 3, filename = '{step}'");
+    let run = config(dir.path(), &["trainer.max_steps=8", &options]);
+    let interrupted = || INTERRUPTED.load(Ordering::Relaxed).then_some(Interruption::CtrlC);
+    let trainer = Trainer::default().with_callback(Box::new(Impatient)).with_interrupt(interrupted);
+    assert!(matches!(trainer.fit::<Net>(&run), Err(Error::Interrupted)));
+    assert_eq!(kept(dir.path()), ["last", "step=3"]);
 }
