@@ -67,6 +67,8 @@ pub struct RunRequest {
     pub output: Output,
     /// Keys with several values, `KEY=VALUE,VALUE`: a run for each combination.
     pub sweep: Vec<String>,
+    /// The key whose largest value is looked for, in place of a run.
+    pub find_batch_size: Option<String>,
     /// The file that predictions are written to.
     pub output_file: Option<PathBuf>,
 }
@@ -227,6 +229,20 @@ struct FitArgs {
     /// value. A `checkpoint.dir` gets a directory for each run.
     #[arg(long, value_name = "KEY=VALUE,…")]
     sweep: Vec<String>,
+
+    /// Run a few steps with larger and larger batches, and print the largest that fits into memory
+    ///
+    /// A run takes as much of the free memory as is expected from the runs before, at most 80 %. KEY is the number
+    /// of samples in a batch.
+    #[arg(
+        long,
+        value_name = "KEY",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "data.batch_size",
+        conflicts_with = "sweep"
+    )]
+    find_batch_size: Option<String>,
 }
 
 #[derive(Args)]
@@ -281,12 +297,21 @@ where
     let matches = command(program).try_get_matches_from(args)?;
     let request = |action, run| {
         let RunArgs { config, set, print_config, output } = run;
-        let (sweep, output_file) = (Vec::new(), None);
-        RunRequest { action, config, set, print_config, output, sweep, output_file }
+        RunRequest {
+            action,
+            config,
+            set,
+            print_config,
+            output,
+            sweep: Vec::new(),
+            find_batch_size: None,
+            output_file: None,
+        }
     };
     Ok(match Cli::from_arg_matches(&matches)?.command {
-        Command::Fit(FitArgs { run, sweep }) => {
-            CliCommand::Run(RunRequest { sweep, ..request(Action::Fit, run) })
+        Command::Fit(FitArgs { run, sweep, find_batch_size }) => {
+            let run = request(Action::Fit, run);
+            CliCommand::Run(RunRequest { sweep, find_batch_size, ..run })
         }
         Command::Validate(run) => CliCommand::Run(request(Action::Validate, run)),
         Command::Test(run) => CliCommand::Run(request(Action::Test, run)),
@@ -340,6 +365,7 @@ fn command(program: &Program) -> clap::Command {
          {name} validate --config run.toml --set trainer.ckpt_path=checkpoints/step-1000\n  \
          {name} predict --config run.toml --set trainer.ckpt_path=last --output-file out.safetensors\n  \
          {name} fit --config run.toml --sweep optimizer.lr=1e-3,3e-3\n  \
+         {name} fit --config run.toml --find-batch-size\n  \
          {name} fit --config run.toml --print-config=comments\n  \
          {name} config check --config run.toml\n  \
          {name} plugins list\n\n\
@@ -399,6 +425,7 @@ mod tests {
                 print_config: None,
                 output: Output::Json,
                 sweep: Vec::new(),
+                find_batch_size: None,
                 output_file: None,
             }
         );
@@ -480,12 +507,13 @@ For more information, try '--help'.
     Usage: pretrain fit [OPTIONS]
     
     Options:
-      -c, --config <FILE>         A TOML file with configuration; may be given several times, the later over the earlier
-      -s, --set <KEY=VALUE>       Set one key, over all files: trainer.max_steps=100, trainer.strategy=ddp
-          --print-config[=<HOW>]  Print the resolved configuration as TOML, and do nothing else [possible values: plain, comments]
-          --output <OUTPUT>       What to write on standard output [default: human] [possible values: human, json]
-          --sweep <KEY=VALUE,…>   Train once with each of several values, one run after the other, and compare them at the end: optimizer.lr=1e-3,3e-3
-      -h, --help                  Print help (see more with '--help')
+      -c, --config <FILE>            A TOML file with configuration; may be given several times, the later over the earlier
+      -s, --set <KEY=VALUE>          Set one key, over all files: trainer.max_steps=100, trainer.strategy=ddp
+          --print-config[=<HOW>]     Print the resolved configuration as TOML, and do nothing else [possible values: plain, comments]
+          --output <OUTPUT>          What to write on standard output [default: human] [possible values: human, json]
+          --sweep <KEY=VALUE,…>      Train once with each of several values, one run after the other, and compare them at the end: optimizer.lr=1e-3,3e-3
+          --find-batch-size[=<KEY>]  Run a few steps with larger and larger batches, and print the largest that fits into memory
+      -h, --help                     Print help (see more with '--help')
     
     Examples:
       pretrain fit
@@ -495,6 +523,7 @@ For more information, try '--help'.
       pretrain validate --config run.toml --set trainer.ckpt_path=checkpoints/step-1000
       pretrain predict --config run.toml --set trainer.ckpt_path=last --output-file out.safetensors
       pretrain fit --config run.toml --sweep optimizer.lr=1e-3,3e-3
+      pretrain fit --config run.toml --find-batch-size
       pretrain fit --config run.toml --print-config=comments
       pretrain config check --config run.toml
       pretrain plugins list

@@ -13,6 +13,8 @@
 //! ```
 
 pub mod args;
+mod batch_size;
+mod child_run;
 mod doctor;
 pub mod plugins;
 mod run;

@@ -20,7 +20,7 @@ use serde_json::json;
 use toml::Table;
 
 use super::args::{self, Action, CliCommand, Output, PrintConfig, Program, RunRequest};
-use super::{doctor, plugins, print, sweep};
+use super::{batch_size, child_run, doctor, plugins, print, sweep};
 
 /// The command line of a training program for module `M` on its data: `fit`, `validate`, `test`, `predict`,
 /// `config check`, `config schema`, `doctor`, `plugins` and `completion`. The whole of a program's `main`:
@@ -184,7 +184,7 @@ impl Cli {
             Err(error) => error.exit(),
         };
         log_to_stderr();
-        sweep::end_with_parent();
+        child_run::end_with_parent();
         // Backward recurses along the graph, so a long graph needs a deep stack.
         let worker = std::thread::Builder::new()
             .name("main".to_owned())
@@ -228,6 +228,14 @@ impl Cli {
                 if request.print_config.is_none() && !request.sweep.is_empty() =>
             {
                 sweep::run(&request, &defaults?, &|run, defaults| {
+                    (module.check)(run, defaults, &extras).map(drop)
+                })
+            }
+            CliCommand::Run(
+                request @ RunRequest { find_batch_size: Some(_), print_config: None, .. },
+            ) => {
+                let key = request.find_batch_size.as_deref().unwrap_or_default();
+                batch_size::run(&request, key, &defaults?, &|run, defaults| {
                     (module.check)(run, defaults, &extras).map(drop)
                 })
             }

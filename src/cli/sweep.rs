@@ -2,35 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::io::{BufRead as _, BufReader, Write as _};
-use std::os::unix::process::CommandExt as _;
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::time::{Duration, Instant};
+use std::io::Write as _;
+use std::time::Instant;
 
-use fulgurite_core::environment::{self, Variables};
-use fulgurite_core::launch::{Interruption, agree_on, notice_signals, take_interruption};
+use fulgurite_core::launch::{Interruption, agree_on, notice_signals};
 use fulgurite_core::{Error, Result};
-use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_death_signal};
 use serde_json::{Value, json};
 use toml::Table;
 
 use super::args::{Output, RunRequest};
-use super::print;
-
-/// Set for the runs of a sweep, to the process that started them.
-const PARENT: &str = "FULGURITE_SWEEP_PROCESS";
-
-/// If this process is a run of a sweep: asks the system to end it, as a user would, when the sweep is killed.
-pub(super) fn end_with_parent() {
-    let parent = std::env::var(PARENT).ok().and_then(|pid| pid.parse::<i32>().ok());
-    // A rank of the run is a child of the run.
-    if parent.is_none() || getppid().map(|pid| pid.as_raw_nonzero().get()) != parent {
-        return;
-    }
-    // Where that is not possible, a sweep that is killed leaves its run.
-    let _ = set_parent_process_death_signal(Some(Signal::TERM));
-}
+use super::{child_run, print};
 
 /// Trains once for each combination, and prints a table. What asks this process to end is passed on to the run, and is the
 /// end of the sweep.
@@ -43,16 +24,7 @@ pub(super) fn run(
     defaults: &Table,
     check: &dyn Fn(&RunRequest, Table) -> Result<()>,
 ) -> Result<()> {
-    let variables = Variables::current();
-    let found = environment::detect(&variables)?;
-    let found = found.map(|found| found.build(&variables)).transpose()?;
-    if let Some(found) = found.filter(|found| found.creates_processes_externally()) {
-        return Err(Error::Config(format!(
-            "--sweep: this process was started as a rank of a job (environment `{}`), and a sweep starts its \
-             runs itself, one after the other. Start each run with the launcher, or the sweep without it",
-            found.name()
-        )));
-    }
+    child_run::refuse_in_job("--sweep")?;
     let combinations = combinations(&request.sweep)?;
     let mut runs = Vec::new();
     for combination in &combinations {
@@ -196,85 +168,25 @@ impl Row {
     }
 }
 
-/// How often a run that says nothing is looked after.
-const LOOK: Duration = Duration::from_millis(50);
-
 fn one_run(
     run: &RunRequest,
     output: Output,
     interrupted: &mut Option<Interruption>,
 ) -> Result<Row> {
-    let program = std::env::current_exe().map_err(Error::io("finding", "this program"))?;
     let started = Instant::now();
-    let mut command = Command::new(&program);
-    command.arg(run.action.name());
-    for file in &run.config {
-        command.arg("--config").arg(file);
-    }
-    for assignment in &run.set {
-        command.arg("--set").arg(assignment);
-    }
-    command.args(["--output", "json"]);
-    command.env(PARENT, std::process::id().to_string());
-    command.stdin(Stdio::null()).stdout(Stdio::piped());
-    // Else Ctrl-C would reach it twice, from the terminal and from here, and the second time ends it at once.
-    command.process_group(0);
-    let mut child = command.spawn().map_err(Error::io("starting", &program))?;
     let mut row = Row::default();
-    let status = attend(&mut child, interrupted, |line| {
-        if let Ok(event) = serde_json::from_str::<Value>(&line) {
-            row.read(&event);
-        }
+    let status = child_run::run(run, interrupted, &mut |line, event| {
+        row.read(event);
         if output == Output::Json {
             let _ = writeln!(std::io::stdout(), "{line}");
         }
-    });
-    let status = status.map_err(Error::io("waiting for", &program))?;
-    row.status = match status.code() {
-        Some(0) => "success".to_owned(),
-        _ if interrupted.is_some() => "interrupted".to_owned(),
-        Some(code) => format!("failed ({code})"),
-        None => status.to_string(),
+    })?;
+    row.status = match interrupted {
+        Some(_) if !status.success() => "interrupted".to_owned(),
+        _ => child_run::status_text(status),
     };
     row.seconds = started.elapsed().as_secs_f64();
     Ok(row)
-}
-
-/// Reads the lines of a run until it has ended, and passes signals on to it.
-fn attend(
-    child: &mut Child,
-    interrupted: &mut Option<Interruption>,
-    mut read: impl FnMut(String),
-) -> std::io::Result<ExitStatus> {
-    let stdout = BufReader::new(child.stdout.take().expect("it is piped"));
-    let (sender, lines) = channel();
-    std::thread::spawn(move || {
-        stdout.lines().map_while(std::io::Result::ok).try_for_each(|line| sender.send(line))
-    });
-    loop {
-        if let (Some(why), Some(pid)) =
-            (take_interruption(), Pid::from_raw(child.id().cast_signed()))
-        {
-            *interrupted = (*interrupted).max(Some(why));
-            // It may have ended by now.
-            let _ = kill_process(
-                pid,
-                match why {
-                    Interruption::Termination => Signal::TERM,
-                    Interruption::Preemption => Signal::USR1,
-                    Interruption::CtrlC => Signal::INT,
-                },
-            );
-        }
-        match lines.recv_timeout(LOOK) {
-            Ok(line) => read(line),
-            Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => match child.try_wait()? {
-                Some(status) => return Ok(status),
-                None => std::thread::sleep(LOOK),
-            },
-        }
-    }
 }
 
 /// The runs as a table for a terminal.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use insta::assert_snapshot;
 use rustix::process::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 use toml::Table;
 
 use crate::program::{Job, Run, Scratch};
@@ -250,6 +250,40 @@ fn a_sweep_that_is_asked_to_end_ends_its_run_in_order() {
         assert!(scratch.path().join("kept/optimizer.lr=1e-3/last").exists());
         assert!(!scratch.path().join("kept/optimizer.lr=1e-2").exists(), "no further one");
     }
+}
+
+#[test]
+fn the_largest_batch_is_looked_for_in_runs_that_leave_nothing() {
+    let scratch = Scratch::with_tokens();
+    let keys = [
+        "trainer.devices=2",
+        "trainer.strategy=fsdp",
+        "checkpoint.dir=kept",
+        "checkpoint.save_last=true",
+    ];
+    let run = scratch.small().set(&keys).args(&["--find-batch-size"]).succeed();
+    let [event] = &events(&run, "batch_size")[..] else { panic!("{}", run.stdout) };
+    // 57 samples: a step of two ranks takes 32 of them with the last size.
+    let sizes: Vec<_> =
+        event["runs"].as_array().unwrap().iter().map(|run| &run["batch_size"]).collect();
+    assert_snapshot!(json!(sizes), @"[1,2,4,8,16]");
+    assert_eq!(
+        (&event["largest"], &event["key"]),
+        (sizes[sizes.len() - 1], &json!("data.batch_size"))
+    );
+    for run in event["runs"].as_array().unwrap() {
+        let number = |key: &str| run[key].as_f64().unwrap();
+        assert!(number("peak_rss_mib") > 2.0 && number("items_per_s") > 0.0, "{event}");
+    }
+    assert_eq!(files(&scratch), ["tokens.u16"]);
+    let mut human = scratch.small().args(&["--find-batch-size=data.batch_size"]);
+    human.replace("json", "human");
+    let said = human.succeed().stdout;
+    assert!(said.contains("(twice as many are more than the training data)"), "{said}");
+
+    let error = |args: &[&str]| scratch.small().args(args).fail();
+    assert_snapshot!(error(&["--find-batch-size=data.samples"]), @"error: --find-batch-size: --set data.samples=1: unknown key `data.samples` (the keys of `data` are type, path, mixture, text_key, tokenizer, seq_len, stride, batch_size, shuffle, validation_fraction, validation_path, validation_sets, token_dtype, vocab_size). Name the key of the number of samples in a batch: --find-batch-size=KEY");
+    assert_snapshot!(error(&["--find-batch-size", "--set", "model.hidden_size=0"]), @"error: --find-batch-size: `model.hidden_size`: must be from 1 to 1048576, found 0");
 }
 
 #[test]
