@@ -30,6 +30,7 @@ mod program;
 mod resume;
 mod saving;
 mod sizes;
+mod streams;
 mod toy;
 mod trained;
 mod trainer;

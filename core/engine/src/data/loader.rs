@@ -486,14 +486,17 @@ mod tests {
     fn a_batch_that_takes_for_ever_does_not_hold_the_end_up_for_ever() {
         let (end, wait) = mpsc::channel::<()>();
         let wait = Mutex::new(wait);
+        let (entered, is_in) = mpsc::channel();
         let make = move |samples: &Samples| {
             if samples.indices()[0] == 1 {
+                entered.send(()).unwrap();
                 let _ = wait.lock().unwrap().recv();
             }
             Ok(())
         };
         let mut loader = Loader::new(plan(9), make, workers(2)).unwrap();
         loader.next().unwrap().unwrap();
+        is_in.recv().unwrap();
         drop(loader); // after `LAST_BATCHES`
         end.send(()).expect("the worker still waits");
     }

@@ -32,4 +32,4 @@ pub use module::{DataContext, DataModule, Split};
 pub use order::{SampleOrder, Sampler};
 pub use sampler::{EvalSampler, LastBatch, StepSamples, TrainSampler};
 pub use samples::Samples;
-pub use streaming::{BlockShuffle, SampleStream, Streaming};
+pub use streaming::{BlockShuffle, Endless, SampleStream, Streaming};

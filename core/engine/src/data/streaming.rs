@@ -55,7 +55,8 @@ impl<S: Send + 'static, I: Iterator<Item = Result<S>> + Send + 'static> SampleSt
 /// own samples.
 ///
 /// Return `false` from [`DataModule::shuffle`](super::DataModule::shuffle), or shuffle nearby samples by a
-/// [`BlockShuffle`]. The length of the stream must be known: it is the data module's `len`.
+/// [`BlockShuffle`]. The data module's `len` is the stream's length, which [`count`](Self::count) finds where nobody
+/// knows it. A stream without an end comes in the order of [`Endless`], which says what an epoch of it is.
 ///
 /// ```
 /// use fulgurite_core::data::Streaming;
@@ -84,6 +85,20 @@ impl<S: SampleStream> Streaming<S> {
     pub fn new(window: usize, open: impl Fn() -> Result<S> + Send + Sync + 'static) -> Self {
         let state = State { stream: None, next: 0, passed: BTreeMap::new() };
         Self { open: Box::new(open), window, state: Mutex::new(state) }
+    }
+
+    /// How many samples the stream has: opens it once more and reads it to its end, for
+    /// [`setup`](super::DataModule::setup). Every rank counts for itself. Does not return if there is no end.
+    ///
+    /// # Errors
+    /// If it cannot be opened or read.
+    pub fn count(&self) -> Result<u64> {
+        let mut stream = (self.open)()?;
+        let mut count = 0;
+        while stream.next()?.is_some() {
+            count += 1;
+        }
+        Ok(count)
     }
 
     /// The sample at a position.
@@ -122,12 +137,17 @@ impl<S: SampleStream> Streaming<S> {
 impl<S: SampleStream> State<S> {
     fn advance(&mut self, stream: &mut S, index: u64, window: usize) -> Result<S::Sample> {
         let unneeded = (index - self.next).saturating_sub(window as u64);
-        stream.skip(unneeded)?;
+        stream.skip(unneeded).map_err(|error| match error {
+            Error::Data(message) => Error::Data(format!("sample {index} of a stream: {message}")),
+            other => other,
+        })?;
         self.next += unneeded;
         loop {
             let Some(sample) = stream.next()? else {
                 return Err(Error::Data(format!(
-                    "the stream has {} samples, and sample {index} is wanted",
+                    "the stream has {} samples, and sample {index} is wanted: the data module's `len` says \
+                     more than there are (`Streaming::count` counts them), or the stream has fewer than when \
+                     it was opened before",
                     self.next
                 )));
             };
@@ -147,6 +167,50 @@ impl<S: SampleStream> State<S> {
 impl<S: SampleStream> fmt::Debug for Streaming<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Streaming").field("window", &self.window).finish_non_exhaustive()
+    }
+}
+
+/// The order of a [`Streaming`] source without an end: each sample once, in order, and another epoch every
+/// `epoch_len` samples, which are other ones. Return it from [`DataModule::sampler`](super::DataModule::sampler); `len`
+/// of the training split is then not asked for what an epoch is, and may be `u64::MAX`.
+///
+/// The run ends by `trainer.max_steps`, `max_epochs` or `max_time`, as any does. A resumed run opens the stream again
+/// and skips what it has had.
+///
+/// ```
+/// use fulgurite_core::data::{Endless, Sampler};
+///
+/// let order = Endless::new(1000)?;
+/// assert_eq!(order.sample(2500), (2, 2500)); // in the third epoch
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Endless {
+    epoch_len: u64,
+}
+
+impl Endless {
+    /// Epochs of so many samples, over all ranks.
+    ///
+    /// # Errors
+    /// If it is 0.
+    pub fn new(epoch_len: u64) -> Result<Self> {
+        if epoch_len == 0 {
+            return Err(Error::Data(
+                "an epoch of an endless stream has no samples; it must have at least 1".to_owned(),
+            ));
+        }
+        Ok(Self { epoch_len })
+    }
+}
+
+impl Sampler for Endless {
+    fn epoch_len(&self) -> u64 {
+        self.epoch_len
+    }
+
+    fn sample(&self, position: u64) -> (u64, u64) {
+        (position / self.epoch_len, position)
     }
 }
 
@@ -300,8 +364,10 @@ mod tests {
         let panics = std::panic::AssertUnwindSafe(|| streaming.get(4));
         assert!(std::panic::catch_unwind(panics).is_err());
         assert_eq!(streaming.get(4).unwrap(), 4);
-        insta::assert_snapshot!(streaming.get(12).unwrap_err(), @"data: the stream has 10 samples, and sample 12 is wanted");
-        insta::assert_snapshot!(streaming.get(19).unwrap_err(), @"data: the stream ended 4 samples before the one that is wanted");
+        insta::assert_snapshot!(streaming.get(12).unwrap_err(), @"data: the stream has 10 samples, and sample 12 is wanted: the data module's `len` says more than there are (`Streaming::count` counts them), or the stream has fewer than when it was opened before");
+        insta::assert_snapshot!(streaming.get(19).unwrap_err(), @"data: sample 19 of a stream: the stream ended 4 samples before the one that is wanted");
+        assert_eq!(streaming.count().unwrap(), 10);
+        insta::assert_snapshot!(Endless::new(0).unwrap_err(), @"data: an epoch of an endless stream has no samples; it must have at least 1");
         insta::assert_snapshot!(BlockShuffle::new(0, 5, 0).unwrap_err(), @"data: 5 samples cannot be shuffled in blocks of 0; both must be at least 1");
     }
 }
