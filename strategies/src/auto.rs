@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::{Ddp, SingleDevice};
 
 /// `strategy = "auto"`: `single_device` on one rank, `ddp` on more.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Auto {}
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::mesh_strategy::{MeshStrategy, Settings, Sharding};
 
 /// `strategy = "single_device"`: one process, no communication.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct SingleDevice {}
 

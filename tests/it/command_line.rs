@@ -132,21 +132,28 @@ fn the_schema_has_every_key_and_every_plugin() {
             assert!(at(&schema, &[table, key]).is_object(), "{table}.{key}");
         }
     }
-    assert_snapshot!(at(&schema, &["trainer", "devices"]), @r#"{"anyOf":[{"type":"integer"},{"const":"auto"}],"default":1,"description":"Number of ranks on each node. `\"auto\"` is one per core."}"#);
-    assert_snapshot!(at(&schema, &["model", "head_dim"]), @r#"{"description":"Width of one head; by default `hidden_size / num_attention_heads`.","type":"integer"}"#);
-    assert_snapshot!(at(&schema, &["data", "path"])["anyOf"], @r#"[{"type":"string"},{"items":{"type":"string"},"type":"array"}]"#);
+    assert_snapshot!(at(&schema, &["trainer", "devices"]), @r#"{"anyOf":[{"description":"Number of ranks on each node. `\"auto\"` is one per core.","minimum":0,"type":"integer"},{"const":"auto","description":"Number of ranks on each node. `\"auto\"` is one per core."}],"default":1,"description":"Number of ranks on each node. `\"auto\"` is one per core."}"#);
+    assert_snapshot!(at(&schema, &["model", "head_dim"]), @r#"{"description":"Width of one head; by default `hidden_size / num_attention_heads`.","minimum":0,"type":"integer"}"#);
+    assert_snapshot!(at(&schema, &["data", "path"])["anyOf"], @r#"[{"description":"Files and folders. Folders of text are walked in order of their paths, without hidden files, files that `.gitignore` excludes, and files that are not UTF-8 text. Of other folders the files directly in them are taken, in order: `.txt` (lines), `.jsonl` and `.ndjson`, or `.u16`, `.u32` and `.bin` (tokens).","type":"string"},{"description":"Files and folders. Folders of text are walked in order of their paths, without hidden files, files that `.gitignore` excludes, and files that are not UTF-8 text. Of other folders the files directly in them are taken, in order: `.txt` (lines), `.jsonl` and `.ndjson`, or `.u16`, `.u32` and `.bin` (tokens).","items":{"type":"string"},"type":"array"}]"#);
     for table in ["model", "data", "trainer", "checkpoint"] {
         assert_eq!(at(&schema, &[table])["additionalProperties"], false, "{table}");
     }
     let choices = at(&schema, &["optimizer"])["anyOf"].as_array().unwrap();
-    assert_snapshot!(choices[0], @r#"{"enum":["adamw","sgd"]}"#);
+    assert_snapshot!(choices[0]["enum"], @r#"["adamw","sgd"]"#);
+    // A table without `type` has options of the default.
+    assert_eq!((&choices[1]["required"], &choices[2]["required"]), (&json!([]), &json!(["type"])));
     assert_snapshot!(choices[2]["properties"]["momentum"], @r#"{"default":0.0,"description":"The factor of the previous update in the momentum; 0 for no momentum.","type":"number"}"#);
     assert_eq!(choices[2]["additionalProperties"], false);
     let strategies = at(&schema, &["trainer", "strategy"])["anyOf"].as_array().unwrap();
     let model_parallel =
         strategies.iter().find(|choice| choice["title"] == "model_parallel").unwrap();
     let parallelize = &at(model_parallel, &["parallelize"])["anyOf"][0];
-    assert_snapshot!(parallelize, @r#"{"enum":["hf","llama","none","plan"]}"#);
+    assert_snapshot!(parallelize["enum"], @r#"["hf","llama","none","plan"]"#);
+    // Options have what their documentation says.
+    let callbacks = &at(&schema, &["trainer", "callbacks"])["items"]["anyOf"];
+    let callbacks = callbacks.as_array().unwrap();
+    let stopping = callbacks.iter().find(|choice| choice["title"] == "early_stopping").unwrap();
+    assert_snapshot!(at(stopping, &["patience"]), @r#"{"description":"How many validations without an improvement are waited for.","minimum":0,"type":"integer"}"#);
     assert_eq!(at(&schema, &["trainer", "loggers"])["type"], "array");
 }
 

@@ -3,6 +3,7 @@
 use std::any::TypeId;
 use std::borrow::Cow;
 use std::marker::PhantomData;
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 
 use super::PluginValue;
@@ -102,7 +103,10 @@ config_types! {
     u32 => "integer",
     u64 => "integer",
     usize => "integer",
-    i64 => "integer",
+    NonZeroU64 => "integer",
+    NonZeroUsize => "integer",
+    i32 => "signed integer",
+    i64 => "signed integer",
     f32 => "number",
     f64 => "number",
     String => "string",

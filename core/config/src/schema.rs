@@ -41,9 +41,12 @@ fn table(section: &Section, sections: &[Section], plugins: &[PluginDescriptor]) 
         let mut schema = match (inner, kind) {
             (Some(inner), _) => table(inner, sections, plugins),
             (None, Some(kind)) if key.ty.starts_with("list") => {
-                json!({ "type": "array", "items": plugin(kind, plugins) })
+                json!({ "type": "array", "items": plugin(kind, plugins, None) })
             }
-            (None, Some(kind)) => plugin(kind, plugins),
+            (None, Some(kind)) => {
+                let default = value_of(section.defaults.get(key.name.as_ref()));
+                plugin(kind, plugins, default.as_ref())
+            }
             (None, None) => of_words(&key.ty),
         };
         describe(&mut schema, key, section.defaults.get(key.name.as_ref()));
@@ -57,17 +60,30 @@ fn table(section: &Section, sections: &[Section], plugins: &[PluginDescriptor]) 
 fn describe(schema: &mut Value, key: &KeyDoc, default: Option<&String>) {
     let doc = one_line(key.doc);
     if !doc.is_empty() {
+        // Editors show what the alternative says that they complete.
+        let alternatives = schema.get_mut("anyOf").and_then(Value::as_array_mut);
+        for alternative in alternatives.into_iter().flatten() {
+            if alternative.get("description").is_none() {
+                alternative["description"] = doc.clone().into();
+            }
+        }
         schema["description"] = doc.into();
     }
-    let parsed = default.and_then(|text| format!("value = {text}").parse::<toml::Table>().ok());
-    let value = parsed.and_then(|table| serde_json::to_value(&table["value"]).ok());
-    if let Some(value) = value {
+    if let Some(value) = value_of(default) {
         schema["default"] = value;
     }
 }
 
-/// A name, or a table with `type` and the plugin's options.
-fn plugin(kind: &KindDescriptor, plugins: &[PluginDescriptor]) -> Value {
+/// A value that is written in TOML.
+fn value_of(text: Option<&String>) -> Option<Value> {
+    let table = format!("value = {}", text?).parse::<toml::Table>().ok()?;
+    serde_json::to_value(&table["value"]).ok()
+}
+
+/// A name, or a table with `type` and the plugin's options. The plugin that is the `default` needs no `type`: what is
+/// written is laid over the default's table.
+fn plugin(kind: &KindDescriptor, plugins: &[PluginDescriptor], default: Option<&Value>) -> Value {
+    let default = default.and_then(|value| value.as_str().or_else(|| value.get("type")?.as_str()));
     let of_kind: Vec<_> = plugins.iter().filter(|plugin| plugin.kind == kind.kind).collect();
     let names: Vec<_> = of_kind.iter().map(|plugin| plugin.name).collect();
     let tables = of_kind.iter().map(|plugin| {
@@ -81,18 +97,19 @@ fn plugin(kind: &KindDescriptor, plugins: &[PluginDescriptor]) -> Value {
             let path = format!("{}.{}", kind.key, key.name);
             let inner = kind_descriptors().find(|inner| inner.key == path);
             let mut schema = match inner {
-                Some(inner) => self::plugin(inner, plugins),
+                Some(inner) => self::plugin(inner, plugins, None),
                 None => of_words(&key.ty),
             };
             describe(&mut schema, &key, default.as_ref());
             properties.insert(key.name.to_string(), schema);
         }
+        let required: &[&str] = if default == Some(plugin.name) { &[] } else { &["type"] };
         json!({
             "type": "object",
             "title": plugin.name,
             "description": plugin.summary,
             "properties": properties,
-            "required": ["type"],
+            "required": required,
             "additionalProperties": !all,
         })
     });
@@ -148,7 +165,8 @@ fn alternative(words: &str) -> Option<Value> {
         });
     }
     let named = match words {
-        "integer" => "integer",
+        "integer" => return Some(json!({ "type": "integer", "minimum": 0 })),
+        "signed integer" => "integer",
         "number" | "float" | "seconds" => "number",
         "string" | "path" => "string",
         "table" => "object",
@@ -162,10 +180,20 @@ mod tests {
     use super::*;
 
     #[test]
+    fn every_alternative_is_described() {
+        let key =
+            KeyDoc { name: "x".into(), ty: "integer or `\"auto\"`".to_owned(), doc: "How many." };
+        let mut schema = of_words(&key.ty);
+        describe(&mut schema, &key, Some(&"\"auto\"".to_owned()));
+        insta::assert_snapshot!(schema.to_string(), @r#"{"anyOf":[{"description":"How many.","minimum":0,"type":"integer"},{"const":"auto","description":"How many."}],"default":"auto","description":"How many."}"#);
+    }
+
+    #[test]
     fn words_are_schemas() {
         let schema = |words| of_words(words).to_string();
-        insta::assert_snapshot!(schema("integer, optional"), @r#"{"type":"integer"}"#);
-        insta::assert_snapshot!(schema("integer or `\"auto\"`"), @r#"{"anyOf":[{"type":"integer"},{"const":"auto"}]}"#);
+        insta::assert_snapshot!(schema("integer, optional"), @r#"{"minimum":0,"type":"integer"}"#);
+        insta::assert_snapshot!(schema("signed integer"), @r#"{"type":"integer"}"#);
+        insta::assert_snapshot!(schema("integer or `\"auto\"`"), @r#"{"anyOf":[{"minimum":0,"type":"integer"},{"const":"auto"}]}"#);
         insta::assert_snapshot!(schema("`\"norm\"` or `\"value\"`"), @r#"{"enum":["norm","value"]}"#);
         insta::assert_snapshot!(schema("`\"DD:HH:MM:SS\"` or seconds, optional"), @r#"{"anyOf":[{"type":"string"},{"type":"number"}]}"#);
         insta::assert_snapshot!(schema("list of 2 number"), @r#"{"items":{"type":"number"},"maxItems":2,"minItems":2,"type":"array"}"#);

@@ -10,7 +10,9 @@ use serde::{Deserialize, Serialize};
 /// Changes `trainer.accumulate_grad_batches` from certain epochs on, counted from 0: `{ type =
 /// "gradient_accumulation_scheduler", scheduling = { 4 = 8 } }` has steps of eight micro-batches from
 /// the fifth epoch on. As Lightning's `GradientAccumulationScheduler`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+)]
 #[serde(deny_unknown_fields)]
 pub struct GradientAccumulationScheduler {
     /// Micro-batches in a step, by the epoch from which on they hold.
@@ -46,7 +48,8 @@ fulgurite_core::register_plugin!(
     fulgurite_core::registry::kind::CALLBACK,
     "gradient_accumulation_scheduler",
     "Changes the number of micro-batches in a step from certain epochs on",
-    "{ type = \"gradient_accumulation_scheduler\", scheduling = { 4 = 8 } }"
+    "{ type = \"gradient_accumulation_scheduler\", scheduling = { 4 = 8 } }",
+    GradientAccumulationScheduler
 );
 
 struct Scheduled(BTreeMap<u64, NonZeroU64>);

@@ -11,7 +11,9 @@ use serde::{Deserialize, Serialize};
 /// Logs what ranks take of their machine: `{ type = "device_stats_monitor" }`. The largest over the ranks
 /// of `cpu/rss_mib`, their memory now, and `cpu/peak_rss_mib`, and the sum of `cpu/percent`, their
 /// processor time since the last logged step (100 is one core). As Lightning's `DeviceStatsMonitor`.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct DeviceStatsMonitorConfig {}
 
@@ -26,7 +28,8 @@ fulgurite_core::register_plugin!(
     fulgurite_core::registry::kind::CALLBACK,
     "device_stats_monitor",
     "Logs memory and processor time of the ranks",
-    "\"device_stats_monitor\""
+    "\"device_stats_monitor\"",
+    DeviceStatsMonitorConfig
 );
 
 struct DeviceStatsMonitor {

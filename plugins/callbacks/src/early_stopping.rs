@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 /// Stops when a metric has not improved for some validations: `{ type = "early_stopping", monitor =
 /// "val_loss", patience = 3 }`. As Lightning's `EarlyStopping`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct EarlyStoppingConfig {
     /// The metric.
@@ -81,7 +81,8 @@ fulgurite_core::register_plugin!(
     fulgurite_core::registry::kind::CALLBACK,
     "early_stopping",
     "Stops when a metric no longer improves",
-    "{ type = \"early_stopping\", monitor = \"val_loss\", patience = 3 }"
+    "{ type = \"early_stopping\", monitor = \"val_loss\", patience = 3 }",
+    EarlyStoppingConfig
 );
 
 /// The callback of [`EarlyStoppingConfig`].

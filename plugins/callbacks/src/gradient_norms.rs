@@ -6,7 +6,9 @@ use serde::{Deserialize, Serialize};
 
 /// Logs the norm of the gradient of each group of parameters, before clipping, as `grad_norm/{group}`:
 /// `{ type = "gradient_norms", depth = 3 }`. As `grad_norm` of Lightning's utilities.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct GradientNormsConfig {
     /// How many segments of a parameter's name its group has: with 3 `model.layers.0.mlp.up_proj.weight`
@@ -31,7 +33,8 @@ fulgurite_core::register_plugin!(
     fulgurite_core::registry::kind::CALLBACK,
     "gradient_norms",
     "Logs the gradient norm of each part of the model",
-    "{ type = \"gradient_norms\", depth = 3 }"
+    "{ type = \"gradient_norms\", depth = 3 }",
+    GradientNormsConfig
 );
 
 struct GradientNorms(usize);

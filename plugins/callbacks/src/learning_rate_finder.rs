@@ -19,7 +19,7 @@ const ROWS: usize = 20;
 /// at which they fall fastest, and ends the run: `{ type = "learning_rate_finder" }`. What Lightning's
 /// `Tuner.lr_find` does; it is a run of its own, to be started with `checkpoint.save_last = false`, so that
 /// nothing of it stays.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct LearningRateFinderConfig {
     /// The rate of the first step.
@@ -93,7 +93,8 @@ fulgurite_core::register_plugin!(
     fulgurite_core::registry::kind::CALLBACK,
     "learning_rate_finder",
     "Trains with a rising learning rate, suggests one, and ends the run",
-    "{ type = \"learning_rate_finder\", min_lr = 1e-8, max_lr = 1.0, num_training_steps = 100 }"
+    "{ type = \"learning_rate_finder\", min_lr = 1e-8, max_lr = 1.0, num_training_steps = 100 }",
+    LearningRateFinderConfig
 );
 
 /// The callback of [`LearningRateFinderConfig`], with what it has found.

@@ -17,7 +17,7 @@ use crate::file_name::Template;
 /// Saves checkpoints besides those of the table `[checkpoint]`, to the same place: `{ type =
 /// "model_checkpoint", monitor = "val_loss", save_top_k = 3, filename = "best-{epoch}-{val_loss:.3}" }`.
 /// As Lightning's `ModelCheckpoint`; several can be used at once.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct ModelCheckpointConfig {
     /// The metric that says which checkpoints are best; without one the newest are.
@@ -123,7 +123,8 @@ fulgurite_core::register_plugin!(
     fulgurite_core::registry::kind::CALLBACK,
     "model_checkpoint",
     "Saves more checkpoints than those of [checkpoint]",
-    "{ type = \"model_checkpoint\", monitor = \"val_loss\", save_top_k = 3 }"
+    "{ type = \"model_checkpoint\", monitor = \"val_loss\", save_top_k = 3 }",
+    ModelCheckpointConfig
 );
 
 /// A checkpoint that is kept.

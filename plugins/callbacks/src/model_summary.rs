@@ -11,7 +11,9 @@ use serde::{Deserialize, Serialize};
 /// Prints, before training, how many parameters each unit has, how many of them are trained, and what rank 0 holds
 /// of them: `{ type = "model_summary", max_units = 40 }`. Below the table stand the parameters that every rank holds
 /// whole while others are cut, and the tied ones. As Lightning's `ModelSummary`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelSummaryConfig {
     /// How many units are listed one by one; the rest is one row.
@@ -35,7 +37,8 @@ fulgurite_core::register_plugin!(
     fulgurite_core::registry::kind::CALLBACK,
     "model_summary",
     "Prints the units of the model and what a rank holds of them",
-    "{ type = \"model_summary\", max_units = 40 }"
+    "{ type = \"model_summary\", max_units = 40 }",
+    ModelSummaryConfig
 );
 
 struct ModelSummary(usize);

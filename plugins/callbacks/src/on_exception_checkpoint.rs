@@ -8,7 +8,9 @@ use serde::{Deserialize, Serialize};
 /// `{ type = "on_exception_checkpoint", filename = "on_exception" }`. A run goes on from it as from any other.
 /// As Lightning's `OnExceptionCheckpoint`, for runs on one rank: what ranks save together cannot be saved when one
 /// of them has failed.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct OnExceptionCheckpointConfig {
     /// The checkpoint's name in the place of the run's checkpoints.
@@ -40,7 +42,8 @@ fulgurite_core::register_plugin!(
     fulgurite_core::registry::kind::CALLBACK,
     "on_exception_checkpoint",
     "Saves a checkpoint when an error ends a training on one rank",
-    "{ type = \"on_exception_checkpoint\", filename = \"on_exception\" }"
+    "{ type = \"on_exception_checkpoint\", filename = \"on_exception\" }",
+    OnExceptionCheckpointConfig
 );
 
 struct OnExceptionCheckpoint(String);

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 /// Multiplies the learning rate with a factor when a metric has not improved for some validations: `{ type =
 /// "reduce_lr_on_plateau", monitor = "val_loss", factor = 0.5 }`. As PyTorch's `ReduceLROnPlateau`; on top of
 /// the schedule.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct ReduceLrOnPlateauConfig {
     /// The metric.
@@ -73,7 +73,8 @@ fulgurite_core::register_plugin!(
     fulgurite_core::registry::kind::CALLBACK,
     "reduce_lr_on_plateau",
     "Lowers the learning rate when a metric no longer improves",
-    "{ type = \"reduce_lr_on_plateau\", monitor = \"val_loss\", factor = 0.5, patience = 2 }"
+    "{ type = \"reduce_lr_on_plateau\", monitor = \"val_loss\", factor = 0.5, patience = 2 }",
+    ReduceLrOnPlateauConfig
 );
 
 struct ReduceLrOnPlateau {

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 ///
 /// The mean is kept beside the optimizer's state (`state.{parameter}.swa` in checkpoints, which hold the weights
 /// that training goes on from). Validations are of the weights.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct StochasticWeightAveragingConfig {
     /// The learning rate of the epochs that are averaged.
@@ -68,7 +68,8 @@ fulgurite_core::register_plugin!(
     fulgurite_core::registry::kind::CALLBACK,
     "stochastic_weight_averaging",
     "Averages the weights of the last epochs, which have a learning rate of their own",
-    "{ type = \"stochastic_weight_averaging\", swa_lrs = 1e-2, swa_epoch_start = 0.8 }"
+    "{ type = \"stochastic_weight_averaging\", swa_lrs = 1e-2, swa_epoch_start = 0.8 }",
+    StochasticWeightAveragingConfig
 );
 
 struct StochasticWeightAveraging {

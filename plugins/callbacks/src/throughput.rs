@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 /// with its names: `device/batches_per_sec`, `device/items_per_sec` (tokens, or what else the losses
 /// count), `device/flops_per_sec` and `device/mfu` a rank, without `device/` over all of them, and
 /// `time`, the seconds of training.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct ThroughputMonitorConfig {
     /// Over how many steps the rates are taken.
@@ -60,7 +60,8 @@ fulgurite_core::register_plugin!(
     fulgurite_core::registry::kind::CALLBACK,
     "throughput_monitor",
     "Logs batches, items and floating-point operations a second",
-    "{ type = \"throughput_monitor\", peak_tflops = 312.0 }"
+    "{ type = \"throughput_monitor\", peak_tflops = 312.0 }",
+    ThroughputMonitorConfig
 );
 
 struct ThroughputMonitor {

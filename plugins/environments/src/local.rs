@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 /// `environment.type = "local"`: this process is alone, and the launcher starts the other ranks on
 /// this host. It is the default when no other environment is recognised; set it to use one node of
 /// an allocation without the allocation's launcher.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Local {}
 

@@ -19,7 +19,7 @@ use crate::process::Process;
 /// Recognised by `SLURM_NTASKS`, unless the job's name is `bash` or `interactive`: the shell of an
 /// allocation is no rank. To use one node of an allocation without `srun`, set
 /// `trainer.environment = "local"`.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Slurm {}
 

@@ -20,7 +20,7 @@ use crate::process::Process;
 ///
 /// Recognised by `RANK` or `LOCAL_RANK`, or by `WORLD_SIZE` outside of Slurm (where scripts often
 /// set that one alone).
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct TorchElastic {}
 

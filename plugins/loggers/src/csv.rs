@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 /// `trainer.loggers = ["csv"]`: `metrics.csv` in the run's directory. The first column is `step`. A
 /// new metric adds a column, for which the file is rewritten.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct CsvConfig {}
 

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 /// `trainer.loggers = ["jsonl"]`: `metrics.jsonl` in the run's directory, with lines such as
 /// `{"step":1,"lr":0.001,"train_loss":3.5}`. Numbers that are not finite are `null`; a text that was
 /// logged has a line of its own.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct JsonlConfig {}
 

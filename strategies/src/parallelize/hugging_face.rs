@@ -14,7 +14,9 @@ use super::plan::{beside, inside, parallelize};
 
 /// `parallelize = "hf"`: a plan as the configurations of Hugging Face's models have it
 /// (`base_model_tp_plan`), patterns and names of styles.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct HuggingFacePlan {
     /// Patterns and names. By default the plan of Hugging Face's Llama and `lm_head =

@@ -15,7 +15,9 @@ use super::plan::{beside, inside, parallelize};
 ///
 /// The vocabulary of embedding and head, the heads of attention and the inside of the MLPs are cut
 /// over the ranks. The head may share the embedding's weight.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct LlamaPlan {
     /// Between attention and MLP blocks each rank holds a part of the sequence, and computes norms

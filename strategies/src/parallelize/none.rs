@@ -7,7 +7,9 @@ use fulgurite_core::strategy::{ParallelizeConfig, ParallelizeFn};
 use serde::{Deserialize, Serialize};
 
 /// `parallelize = "none"`: layers stay whole, and the strategy chooses the units.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct NoPlan {}
 

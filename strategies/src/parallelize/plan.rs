@@ -22,7 +22,9 @@ use serde::{Deserialize, Serialize};
 /// assert_eq!(config.plan.entries().len(), 2);
 /// # Ok::<(), fulgurite_core::Error>(())
 /// ```
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct InlinePlan {
     /// Patterns of layers (`*` is one segment) and their styles: names, or tables with a `type`.

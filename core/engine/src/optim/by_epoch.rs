@@ -19,7 +19,7 @@ use fulgurite_config::registry::kind;
 /// Another schedule, which counts epochs where it says steps, and changes the rate between epochs only:
 /// `scheduler = { type = "by_epoch", schedule = { type = "step", step_size = 1, gamma = 0.5 } }`. As a
 /// schedule with `interval: "epoch"` in PyTorch Lightning. The run's length is that in epochs.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct ByEpoch {
     /// The schedule. A `step` in its options is an epoch.
@@ -46,5 +46,6 @@ fulgurite_config::register_plugin!(
     kind::SCHEDULER,
     "by_epoch",
     "Another schedule, whose steps are epochs",
-    "{ type = \"by_epoch\", schedule = { type = \"step\", step_size = 1, gamma = 0.5 } }"
+    "{ type = \"by_epoch\", schedule = { type = \"step\", step_size = 1, gamma = 0.5 } }",
+    ByEpoch
 );

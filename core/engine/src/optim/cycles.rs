@@ -40,7 +40,7 @@ fn half_wave(progress: f64) -> f64 {
 /// One cycle: up from `1 / div_factor` to 1 over `pct_start` of the run, then down to `1 / (div_factor *
 /// final_div_factor)`, both in half a wave: `scheduler.type = "one_cycle"`. As PyTorch's `OneCycleLR`
 /// without momentum, where `optimizer.lr` is its `max_lr`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct OneCycle {
     /// The part of the cycle in which the rate rises, between 0 and 1.
@@ -93,7 +93,7 @@ impl SchedulerConfig for OneCycle {
 
 /// Cosine decays one after the other, each from the full rate: `scheduler.type =
 /// "cosine_warm_restarts"`. As PyTorch's `CosineAnnealingWarmRestarts`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct CosineWarmRestarts {
     /// The steps of the first decay.
@@ -139,7 +139,9 @@ impl SchedulerConfig for CosineWarmRestarts {
 
 /// A warm-up, the full rate, and a linear decay over the last steps: `scheduler.type =
 /// "warmup_stable_decay"`. The run can be made longer later on from a checkpoint before the decay.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Default, PartialEq, Serialize, Deserialize, fulgurite_config::Documented,
+)]
 #[serde(deny_unknown_fields, default)]
 pub struct WarmupStableDecay {
     /// Number of steps over which the rate rises.
@@ -170,7 +172,7 @@ impl SchedulerConfig for WarmupStableDecay {
 
 /// A decay as a power of what is left of the run, after the warm-up: `scheduler.type = "polynomial"`. As
 /// PyTorch's `PolynomialLR`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Polynomial {
     /// The power.
@@ -204,7 +206,7 @@ impl SchedulerConfig for Polynomial {
 
 /// A rate that is multiplied with `gamma` after each step that follows the warm-up: `scheduler.type =
 /// "exponential"`. As PyTorch's `ExponentialLR`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Exponential {
     /// What the rate is multiplied with; zero or more.
@@ -231,7 +233,7 @@ impl SchedulerConfig for Exponential {
 /// One schedule after the other: `scheduler = { type = "sequential", milestones = [100], schedules = [{
 /// type = "constant", warmup_steps = 100 }, { type = "cosine" }] }`. Each counts its steps from its
 /// milestone on, and its length is up to the next one. As PyTorch's `SequentialLR`.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Sequential {
     /// The schedules.
@@ -280,37 +282,43 @@ fulgurite_config::register_plugin!(
     kind::SCHEDULER,
     "one_cycle",
     "Up to the full rate and down far below the first, in half waves",
-    "{ type = \"one_cycle\", pct_start = 0.3 }"
+    "{ type = \"one_cycle\", pct_start = 0.3 }",
+    OneCycle
 );
 fulgurite_config::register_plugin!(
     kind::SCHEDULER,
     "cosine_warm_restarts",
     "Cosine decays one after the other, each from the full rate",
-    "{ type = \"cosine_warm_restarts\", first_steps = 1000, multiplier = 2 }"
+    "{ type = \"cosine_warm_restarts\", first_steps = 1000, multiplier = 2 }",
+    CosineWarmRestarts
 );
 fulgurite_config::register_plugin!(
     kind::SCHEDULER,
     "warmup_stable_decay",
     "A warm-up, the full rate, and a linear decay over the last steps",
-    "{ type = \"warmup_stable_decay\", warmup_steps = 100, decay_steps = 200 }"
+    "{ type = \"warmup_stable_decay\", warmup_steps = 100, decay_steps = 200 }",
+    WarmupStableDecay
 );
 fulgurite_config::register_plugin!(
     kind::SCHEDULER,
     "polynomial",
     "Decay as a power of what is left of the run",
-    "{ type = \"polynomial\", power = 2.0 }"
+    "{ type = \"polynomial\", power = 2.0 }",
+    Polynomial
 );
 fulgurite_config::register_plugin!(
     kind::SCHEDULER,
     "exponential",
     "Decay by gamma every step",
-    "{ type = \"exponential\", gamma = 0.999 }"
+    "{ type = \"exponential\", gamma = 0.999 }",
+    Exponential
 );
 fulgurite_config::register_plugin!(
     kind::SCHEDULER,
     "sequential",
     "One schedule after the other",
-    "{ type = \"sequential\", milestones = [100], schedules = [{ type = \"constant\", warmup_steps = 100 }, { type = \"cosine\" }] }"
+    "{ type = \"sequential\", milestones = [100], schedules = [{ type = \"constant\", warmup_steps = 100 }, { type = \"cosine\" }] }",
+    Sequential
 );
 
 #[cfg(test)]

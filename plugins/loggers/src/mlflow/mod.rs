@@ -31,7 +31,7 @@ pub enum OnError {
 /// `trainer.loggers = [{ type = "mlflow", tracking_uri = "http://127.0.0.1:5000" }]`: metrics, and the
 /// configuration as parameters, on an MLflow server. The newest checkpoint is a tag. Who asks is taken from
 /// the variables `MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`, or `MLFLOW_TRACKING_TOKEN`.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct MlflowConfig {
     /// The server; by default that of the variable `MLFLOW_TRACKING_URI`.

@@ -22,7 +22,7 @@ use self::protobuf::Message;
 /// `trainer.loggers = ["tensorboard"]`: an event file in the run's directory, with scalars, texts,
 /// histograms, and the configuration as hyper-parameters. `tensorboard --logdir fulgurite_logs` shows
 /// every run below it, also while it goes on: each event is written at once and whole.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct TensorboardConfig {
     /// The directory of the event file; by default the run's. A resumed run that writes to the
