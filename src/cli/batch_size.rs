@@ -42,6 +42,17 @@ pub(super) fn run(
     let logs = tempfile::tempdir().map_err(|error| {
         Error::other(format!("--find-batch-size: a directory for the logs of its runs: {error}"))
     })?;
+    // A run that went on from a checkpoint might have no step left.
+    let resolved = request.layers(defaults.clone())?.resolve();
+    let ckpt_path = resolved.get("trainer").and_then(|trainer| trainer.get("ckpt_path")?.as_str());
+    let anew = match ckpt_path {
+        None => Vec::new(),
+        Some("last") => vec![
+            "checkpoint.io=local".to_owned(),
+            format!("checkpoint.dir={:?}", logs.path().join("checkpoints")),
+        ],
+        Some(_) => vec!["checkpoint.weights_only=true".to_owned()],
+    };
     let with_size = |size: u64| {
         let mut run = RunRequest { find_batch_size: None, ..request.clone() };
         run.set.extend([
@@ -50,6 +61,7 @@ pub(super) fn run(
             "trainer.enable_progress_bar=false".to_owned(),
             format!("trainer.default_root_dir={:?}", logs.path()),
         ]);
+        run.set.extend(anew.iter().cloned());
         run
     };
     check(&with_size(1), defaults.clone()).map_err(|error| {

@@ -283,6 +283,18 @@ fn the_largest_batch_is_looked_for_in_runs_that_leave_nothing() {
         assert!(number("peak_rss_mib") > 2.0 && number("items_per_s") > 0.0, "{event}");
     }
     assert_eq!(files(&scratch), ["tokens.u16"]);
+    // Nor does it go on from a checkpoint.
+    let saving = ["checkpoint.dir=kept", "checkpoint.save_last=true", "trainer.ckpt_path=last"];
+    scratch.small().set(&saving).succeed();
+    let resuming = |path: &str| {
+        let path = format!("trainer.ckpt_path={path}");
+        scratch.small().set(&saving).set(&[&path]).args(&["--find-batch-size"]).succeed()
+    };
+    for path in ["last", "kept/step-00000008"] {
+        let events = events(&resuming(path), "batch_size");
+        assert_eq!(events[0]["largest"], 32, "{path}");
+    }
+    assert_eq!(files(&scratch), ["fulgurite_logs", "kept", "tokens.u16"]);
     let mut human = scratch.small().args(&["--find-batch-size=data.batch_size"]);
     human.replace("json", "human");
     let said = human.succeed().stdout;

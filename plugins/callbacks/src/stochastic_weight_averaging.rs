@@ -9,7 +9,7 @@ use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// From a certain epoch on goes over to a learning rate of its own, and at the end of each epoch takes the weights
-/// into a mean, which takes their place at the end of the training: `{ type = "stochastic_weight_averaging",
+/// into a mean, which takes their place when the training has ended and everything is saved: `{ type = "stochastic_weight_averaging",
 /// swa_lrs = 1e-2 }`. As Lightning's `StochasticWeightAveraging`.
 ///
 /// The mean is kept beside the optimizer's state (`state.{parameter}.swa` in checkpoints, which hold the weights
@@ -149,7 +149,8 @@ impl Hooks for StochasticWeightAveraging {
         ctx.optimizer_mut().map_or(Ok(()), |optimizer| optimizer.update_average())
     }
 
-    fn on_train_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+    // When everything is saved: a run goes on from the weights, not from their mean.
+    fn on_fit_end(&mut self, ctx: &mut HookContext) -> Result<()> {
         let Some(optimizer) = ctx.optimizer_mut() else { return Ok(()) };
         let updates = optimizer.average().map_or(0, WeightAverage::updates);
         if updates > 0 {
