@@ -71,7 +71,7 @@ pub(crate) fn checkpoint(options: &CheckpointBench) -> Result<()> {
         storage::copy_from(&state.values, &values)?;
     }
     let here = options.dir.join(format!("fulgurite-bench-{}", std::process::id()));
-    let here = PathBuf::from(fabric.broadcast(&here.to_string_lossy(), 0)?);
+    let here = PathBuf::from(fabric.broadcast(&here.to_string_lossy().into_owned(), 0)?);
     if fabric.is_global_zero() {
         fs::create_dir_all(&here).map_err(Error::io("creating", &here))?;
     }

@@ -198,10 +198,7 @@ impl ModelCheckpoint {
         self.offered_step = Some(ctx.step);
         // Values that are not of all ranks may differ, and what lies in the place is for one to look at.
         let choice = if ctx.is_global_zero() { self.choose(ctx)? } else { None };
-        let choice = serde_json::to_string(&choice).map_err(Error::other)?;
-        let choice = ctx.fabric().broadcast(&choice, 0)?;
-        let choice: Option<Choice> = serde_json::from_str(&choice).map_err(Error::other)?;
-        let Some(choice) = choice else { return Ok(()) };
+        let Some(choice) = ctx.fabric().broadcast(&choice, 0)? else { return Ok(()) };
         if self.config.verbose {
             ctx.print(format!("saving {}", choice.new.name));
         }
@@ -307,8 +304,8 @@ impl Hooks for ModelCheckpoint {
         self.is_due |= self.config.every_n_steps.is_some_and(|n| ctx.step.is_multiple_of(n.get()));
         if let Some(secs) = self.config.every_secs {
             // Clocks differ, so rank 0's decides.
-            let is_due = u8::from(self.last_time.elapsed().as_secs_f64() >= secs);
-            if ctx.fabric().broadcast(&is_due.to_string(), 0)? == "1" {
+            let is_due = self.last_time.elapsed().as_secs_f64() >= secs;
+            if ctx.fabric().broadcast(&is_due, 0)? {
                 self.last_time = Instant::now();
                 self.is_due = true;
             }

@@ -11,6 +11,7 @@ mod collectives;
 mod communication;
 mod conformance;
 mod errors;
+mod fabric_collectives;
 mod full_checkpoint;
 mod layers;
 mod loss_parallel;

@@ -404,7 +404,11 @@ mod tests {
         let Kind::Ahead(ahead) = &loader.0 else { panic!("has workers") };
         assert!(ahead.shared.lock().batches.len() <= 6);
         // Those at the barrier find each other, or are helped by the batches of others.
-        while ahead.shared.lock().batches.iter().any(Option::is_none) {
+        let is_full = || {
+            let shared = ahead.shared.lock();
+            shared.batches.len() == 6 && shared.batches.iter().all(Option::is_some)
+        };
+        while !is_full() {
             std::thread::yield_now();
         }
         assert_eq!(begun.load(Ordering::SeqCst), 36);

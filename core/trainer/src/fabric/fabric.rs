@@ -4,14 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use candle_core::Tensor;
-
 use super::FabricOptimizer;
 use super::launcher::check_frozen;
 use crate::profiler::{Phase, Profile};
 use crate::runtime::{NoSyncGuard, SamplerShare, StrategyRuntime, UnusedParameters};
 use crate::{Error, Result};
-use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp, Solo, broadcast_object};
+use fulgurite_engine::collective::{ProcessGroup, Solo};
 use fulgurite_engine::data::Workers;
 use fulgurite_engine::execution::ContextGuard;
 use fulgurite_engine::mesh::DeviceMesh;
@@ -422,22 +420,6 @@ impl Fabric {
         optimizer.clip_gradients_value(clip_value)
     }
 
-    /// Reduces a tensor over all ranks, in place. Collective.
-    ///
-    /// # Errors
-    /// If a peer fails.
-    pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
-        self.world.run(Collective::all_reduce(tensor, op))
-    }
-
-    /// Returns the `value` of rank `src` on every rank. Collective.
-    ///
-    /// # Errors
-    /// If a peer fails.
-    pub fn broadcast(&self, value: &str, src: usize) -> Result<String> {
-        broadcast_object(&*self.world, &value.to_owned(), src)
-    }
-
     /// Begins a phase of `trainer.profiler`, which ends when the guard is dropped; `None` without a
     /// profiler. A phase within another one is a part of that.
     #[must_use = "a phase ends when its guard is dropped"]
@@ -460,14 +442,6 @@ impl Fabric {
     /// recorded.
     pub(crate) fn own_profile(&self) -> Result<Option<(Profile, Option<String>)>> {
         self.runtime.profiler().map_or(Ok(None), |profiler| profiler.finish_alone())
-    }
-
-    /// Waits for all ranks. Collective.
-    ///
-    /// # Errors
-    /// If a peer fails.
-    pub fn barrier(&self) -> Result<()> {
-        self.world.run(Collective::Barrier)
     }
 }
 

@@ -2,6 +2,7 @@
 //! on it.
 
 mod checkpoints;
+mod collectives;
 mod data;
 #[expect(clippy::module_inception, reason = "the type is the module's subject")]
 mod fabric;
