@@ -81,8 +81,8 @@ impl LlamaConfig {
         match self.vocab_size.filter(|&vocab_size| vocab_size < ids) {
             Some(vocab_size) => {
                 let message = format!(
-                    "must be above the data's ids, which go up to {}, found {vocab_size}; or are data.path \
-                     and data.token_dtype other than meant?",
+                    "must be above the data's ids, which go up to {}, found {vocab_size}; or are data.path, \
+                     data.token_dtype or data.tokenizer other than meant?",
                     ids - 1
                 );
                 wrong("vocab_size", message)
