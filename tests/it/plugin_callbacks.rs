@@ -6,11 +6,11 @@ use std::sync::Mutex;
 use fulgurite::callbacks::{LearningRateFinder, LearningRateFinderConfig};
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::run::RunConfig;
-use fulgurite::core::trainer::CallbackConfig as _;
+use fulgurite::core::trainer::{CallbackConfig as _, Event};
 use fulgurite::prelude::*;
 use fulgurite_transports::run_ranks;
 
-use crate::toy::{NoKeys, Numbers};
+use crate::toy::{Events, NoKeys, Numbers};
 
 /// A line in a unit, and one outside of units.
 struct Net {
@@ -173,6 +173,39 @@ fn a_learning_rate_is_found_and_trains() {
     }
     let kept = std::fs::read_dir(dir.path().join("kept"));
     assert!(kept.is_err() || kept.unwrap().next().is_none());
+}
+
+#[test]
+fn a_run_that_goes_on_after_the_search_has_its_own_rate_and_can_be_searched_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = [
+        "trainer.max_steps=25",
+        "trainer.min_steps=25",
+        "trainer.log_every_n_steps=1",
+        "checkpoint.save_last=false",
+    ];
+    let finder = LearningRateFinderConfig { num_training_steps: 20, ..Default::default() };
+    let events = Events::default();
+    let trainer = Trainer::default()
+        .with_sink(Box::new(events.clone()))
+        .with_callback(finder.build().unwrap())
+        .with_print(|_| ());
+    for _ in 0..2 {
+        trainer.fit::<Net>(&config(dir.path(), &keys)).unwrap();
+        let events = std::mem::take(&mut *events.0.lock().unwrap());
+        let rates: Vec<f64> = events
+            .iter()
+            .filter_map(|event| match event {
+                Event::Step { lr, .. } => Some(*lr),
+                _ => None,
+            })
+            .collect();
+        let of_curve = trainer.read_callback(|c: &LearningRateFinder| c.curve().len()).unwrap();
+        assert!((12..=20).contains(&of_curve), "{rates:?}");
+        assert!((rates[0] / 1e-8 - 1.0).abs() < 1e-12);
+        assert!(rates[of_curve - 1] > 1e-6);
+        assert_eq!(rates[of_curve..], vec![0.01; 25 - of_curve]);
+    }
 }
 
 #[test]

@@ -57,6 +57,16 @@ fn weights(fabric: &Fabric) -> Result<Vec<f32>> {
     Ok(all)
 }
 
+/// The learning rates of the steps since this was called last, rounded.
+fn rates(events: &Events) -> Vec<f64> {
+    let events = std::mem::take(&mut *events.0.lock().unwrap());
+    let lr = |event: &Event| match event {
+        Event::Step { lr, .. } => Some((lr * 1e6).round() / 1e6),
+        _ => None,
+    };
+    events.iter().filter_map(lr).collect()
+}
+
 /// A training: the weights at the end of its epochs and of itself, the learning rates of its steps, and what
 /// the trained module computes.
 struct Training {
@@ -80,11 +90,6 @@ fn fit_in(dir: &Path, ranks: usize, keys: &str) -> Result<Training> {
         let (events, epochs) = (Events::default(), Weights::default());
         let trainer = Trainer::new(world).with_sink(Box::new(events.clone()));
         let mut trained = trainer.with_callback(Box::new(epochs.clone())).fit::<Double>(&run)?;
-        let events = std::mem::take(&mut *events.0.lock().unwrap());
-        let rates = events.iter().filter_map(|event| match event {
-            Event::Step { lr, .. } => Some((lr * 1e6).round() / 1e6),
-            _ => None,
-        });
         let x = Tensor::new(&[[0.5f32]], &Device::Cpu)?;
         trained.swap_average()?;
         let raw = weights(trained.fabric())?;
@@ -92,7 +97,7 @@ fn fit_in(dir: &Path, ranks: usize, keys: &str) -> Result<Training> {
         assert_eq!(Some(&raw), last.as_ref(), "what the last epoch ended with");
         trained.swap_average()?;
         Ok(Training {
-            rates: rates.collect(),
+            rates: rates(&events),
             end: weights(trained.fabric())?,
             epochs: std::mem::take(&mut epochs.0.lock().unwrap()),
             output: trained.forward(|module| module.0.forward(&x))?.flatten_all()?.to_vec1()?[0],
@@ -175,6 +180,30 @@ fn it_goes_on_to_the_bit() {
 }
 
 #[test]
+fn a_trainer_that_has_trained_and_a_trial_of_everything_average_anew_or_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |keys: &str| -> RunConfig<NoKeys, NoKeys> {
+        let text = format!(
+            "trainer.default_root_dir = {:?}\ntrainer.loggers = []\ntrainer.strategy = 'single_device'\n\
+             trainer.log_every_n_steps = 1\ntrainer.enable_progress_bar = false\n\
+             checkpoint.save_last = false\n{SWA}{keys}",
+            dir.path()
+        );
+        RunConfig::from_layers(ConfigLayers::new().text("run.toml", &text).unwrap()).unwrap()
+    };
+    let events = Events::default();
+    let trainer = Trainer::default().with_sink(Box::new(events.clone()));
+    let first = run("trainer.max_epochs = 4\noptimizer.lr = 0.1");
+    trainer.fit::<Double>(&first).unwrap();
+    let once = rates(&events);
+    assert_eq!(once.last(), Some(&0.06));
+    trainer.fit::<Double>(&run("trainer.max_epochs = 4\noptimizer.lr = 0.2")).unwrap();
+    assert_eq!(rates(&events).last(), Some(&0.11), "half way from its own rate");
+    trainer.fit::<Double>(&run("trainer.fast_dev_run = true")).unwrap();
+    assert_eq!(rates(&events).len(), 1);
+}
+
+#[test]
 fn mistakes_with_averages_are_explained() {
     let error = |keys: &str| {
         let dir = tempfile::tempdir().unwrap();
@@ -182,6 +211,19 @@ fn mistakes_with_averages_are_explained() {
     };
     insta::assert_snapshot!(error("trainer.max_epochs = 2"), @"`trainer.callbacks`, stochastic_weight_averaging: `swa_epoch_start`: the run has 2 epoch(s), counted from 0, so that none is averaged from epoch 2 on");
     insta::assert_snapshot!(error("trainer.max_epochs = 4\ntrainer.ema_decay = 0.9"), @"`trainer.ema_decay`: a callback keeps another average of the weights, and there can be one; leave out one of the two");
+    let dir = tempfile::tempdir().unwrap();
+    let twice = SWA.replace("}]", "}, { type = 'stochastic_weight_averaging', swa_lrs = 0.1 }]");
+    let twice = fit_in(dir.path(), 1, &format!("{twice}trainer.max_epochs = 4"));
+    insta::assert_snapshot!(twice.err().unwrap(), @"`trainer.callbacks`, stochastic_weight_averaging: another callback keeps an average of the weights, and there can be one");
+    // Nothing of the first two epochs is in a mean.
+    let saving = format!("{SWA}trainer.max_epochs = 3\ncheckpoint.every_n_steps = 4");
+    fit_in(dir.path(), 1, &saving).unwrap();
+    let kept = AnyCheckpoint::open(dir.path().join("kept/step-00000004")).unwrap();
+    let options = ConvertOptions { average: true, ..ConvertOptions::new(ConvertTarget::Full) };
+    let io = LocalDirectory::new(dir.path());
+    let early = tools::convert(&kept, &io, "early", &options, &mut |_| {}).unwrap_err().to_string();
+    let (_, message) = early.split_once("4: ").unwrap();
+    insta::assert_snapshot!(message, @"it was saved before anything was averaged; take a later checkpoint, or the weights themselves");
     let dir = tempfile::tempdir().unwrap();
     let endless = SWA.replace("swa_epoch_start = 2", "swa_epoch_start = 0.5");
     let endless = fit_in(dir.path(), 1, &format!("{endless}trainer.max_time = '00:00:00:30'"));

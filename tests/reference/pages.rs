@@ -71,3 +71,16 @@ fn the_tests_that_pages_name_are_there() {
         }
     }
 }
+
+#[test]
+fn the_list_of_forbidden_methods_in_core_has_all_of_the_workspace() {
+    let forbidden = |path: &str| -> Vec<String> {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+        let table: toml::Table = std::fs::read_to_string(path).unwrap().parse().unwrap();
+        let methods = table["disallowed-methods"].as_array().unwrap().iter();
+        methods.map(|method| method["path"].as_str().unwrap().to_owned()).collect()
+    };
+    let (everywhere, in_core) = (forbidden("clippy.toml"), forbidden("core/clippy.toml"));
+    assert!(everywhere.iter().all(|method| in_core.contains(method)), "{everywhere:?} {in_core:?}");
+    assert!(in_core.len() > everywhere.len());
+}

@@ -186,6 +186,12 @@ fn suggest(curve: &[(f64, f64)]) -> Option<f64> {
 impl Callback for LearningRateFinder {}
 
 impl Hooks for LearningRateFinder {
+    fn on_fit_start(&mut self, _: &mut HookContext) -> Result<()> {
+        // Also for a trainer that has trained before.
+        *self = Self { config: self.config.clone(), ..Self::default() };
+        Ok(())
+    }
+
     fn on_train_batch_start(&mut self, ctx: &mut HookContext) -> Result<()> {
         if ctx.stage != Stage::Fit || ctx.batch_index > 0 || self.is_done {
             return Ok(());
@@ -203,6 +209,10 @@ impl Hooks for LearningRateFinder {
         }
         let loss = ctx.metrics.get("train_loss").copied().unwrap_or(f64::NAN);
         if self.record(loss) {
+            // A run that is to go on all the same, or from here, does so with its own rate.
+            for (_, optimizer) in ctx.optimizers_mut().into_iter().flat_map(|all| all.iter_mut()) {
+                optimizer.set_learning_rate(None)?;
+            }
             ctx.print(self.report());
             ctx.stop();
         }

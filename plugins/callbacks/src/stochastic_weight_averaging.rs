@@ -115,7 +115,14 @@ impl Hooks for StochasticWeightAveraging {
                 "the module has several optimizers, and the mean is of one's parameters",
             ));
         }
+        // Also for a trainer that has trained before.
+        self.lr_before = None;
         for (_, optimizer) in optimizers.iter_mut() {
+            if optimizer.average().is_some() {
+                return Err(wrong(
+                    "another callback keeps an average of the weights, and there can be one",
+                ));
+            }
             optimizer.set_average(WeightAverage::mean(optimizer.parameters())?);
         }
         Ok(())
@@ -124,7 +131,8 @@ impl Hooks for StochasticWeightAveraging {
     fn on_train_start(&mut self, ctx: &mut HookContext) -> Result<()> {
         let first = self.first_epoch(ctx)?;
         match ctx.max_epochs {
-            Some(epochs) if first >= epochs => Err(wrong(format!(
+            // A trial of everything has one epoch.
+            Some(epochs) if first >= epochs && !ctx.fast_dev_run => Err(wrong(format!(
                 "`swa_epoch_start`: the run has {epochs} epoch(s), counted from 0, so that none is averaged from \
                  epoch {first} on"
             ))),

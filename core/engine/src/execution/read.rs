@@ -19,7 +19,8 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 //!
-//! The library's crates read nothing past this module: `clippy.toml` forbids candle's methods to them.
+//! The crates in `core`, the strategies and the callbacks read nothing past this module: `core/clippy.toml` forbids
+//! candle's methods to them.
 
 #![expect(clippy::disallowed_methods, reason = "the one place that reads")]
 

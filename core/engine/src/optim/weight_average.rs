@@ -112,7 +112,7 @@ impl WeightAverage {
     }
 
     /// Uses a smaller decay in the beginning of an exponential average, so that the initial values are soon
-    /// forgotten: update `n` (from 0) uses `min(decay, (1 + n) / (10 + n))`.
+    /// forgotten: update `n` (from 0) uses `min(decay, (1 + n) / (10 + n))`. A mean needs none, and stays what it is.
     #[must_use]
     pub fn with_warmup(mut self) -> Self {
         if let Rule::Exponential { warmup, .. } = &mut self.rule {
