@@ -30,9 +30,11 @@ mod runner;
 mod saved_state;
 mod saving;
 mod session;
+mod train_step;
 mod trained;
 #[expect(clippy::module_inception, reason = "the type is the module's subject")]
 mod trainer;
+mod training_loop;
 
 pub use callback::{Callback, CallbackConfig};
 pub use context::{HookContext, SaveRequest, Stage, StepContext};

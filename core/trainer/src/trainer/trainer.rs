@@ -18,7 +18,8 @@ use super::preflight::check_async_save;
 use super::progress::{RunStart, default_progress};
 use super::runner::{self, RunnerSetup};
 use super::saving::Saving;
-use super::session::{Cursor, FitEnd, Session, SessionParts, training};
+use super::session::{Cursor, Session, SessionParts, training};
+use super::training_loop::FitEnd;
 use super::{
     Callback, CallbackConfig, Evaluation, EventSink, LightningModule, LoggerConfig, LoggerSink,
     Predictions, RunConfigOf, RunDir, RunStatus, Trained,

@@ -1,0 +1,196 @@
+//! One optimizer step of a session.
+
+use super::Event;
+use super::StepContext;
+use super::hooks::Hook;
+use super::log_table::Stage;
+use super::manual::Manual;
+use super::session::{Cursor, Session, training};
+use super::training_loop::LoopPlan;
+use crate::fabric::{FabricOptimizer, FabricOptimizers, NON_FINITE_HINT};
+use crate::run::ClipAlgorithm;
+use crate::{Error, Result};
+use fulgurite_engine::autograd::detect_anomaly;
+use fulgurite_engine::data::StepSamples;
+use fulgurite_engine::optim::Interval;
+use fulgurite_engine::parallel::explain_shapes;
+
+/// What came of a step.
+struct UpdateOutcome {
+    /// The mean loss.
+    train_loss: f64,
+    /// What the loss counted, of all ranks.
+    count: f64,
+    grad_norm: f64,
+    lr: f64,
+}
+
+impl Session {
+    /// One optimizer step: micro-batches, reduction, clipping, update. Collective.
+    pub(super) fn train_step(&mut self, plan: &LoopPlan) -> Result<()> {
+        self.parts.meter.begin_step();
+        let step = self.cursor.step + 1;
+        let of_step = plan.sampler.step_at(self.cursor.samples);
+        let ranks = (self.rank(), self.world_size());
+        let wanted = self.parts.config.logs_step(step);
+        let mut logged = StepContext::training((step, self.epoch), ranks, wanted);
+        self.set_schedules_position();
+        let UpdateOutcome { train_loss, count, grad_norm, lr } =
+            if self.runner.automatic_optimization() {
+                for micro_batch in 0..of_step.micro_batches {
+                    self.micro_batch(plan, (&of_step, micro_batch), &mut logged)?;
+                }
+                self.update()?
+            } else {
+                self.manual_step(plan, &of_step, &mut logged)?
+            };
+        let samples = of_step.end;
+        self.cursor = Cursor { step, samples };
+        self.items = count;
+        let tokens_per_s = self.parts.meter.end_step(train_loss, count);
+        logged.table.add_to_epoch(&mut self.epoch_table, wanted)?;
+        let metrics = self.reduce(&mut logged.table, Stage::Step)?;
+        self.record(&metrics);
+        let own = [("train_loss", train_loss), ("grad_norm", grad_norm), ("lr", lr)];
+        self.record(&own.map(|(name, value)| (name.to_owned(), value)).into());
+        let epoch_done = samples as f64 / plan.order.epoch_len() as f64;
+        self.emit(&Event::Step {
+            step,
+            epoch: epoch_done,
+            train_loss,
+            grad_norm,
+            lr,
+            tokens_per_s,
+            metrics,
+        })?;
+        self.log_media(&mut logged.table)?;
+        self.hook(Hook::TrainStepEnd)
+    }
+
+    /// Forward and backward of one micro-batch. Collective.
+    fn micro_batch(
+        &mut self,
+        plan: &LoopPlan,
+        (of_step, micro_batch): (&StepSamples, usize),
+        logged: &mut StepContext,
+    ) -> Result<()> {
+        let index = micro_batch as u64;
+        self.batch_hook(Hook::TrainBatchStart, index)?;
+        let data = self.parts.fabric.phase("data");
+        let samples = self.runner.next_training_batch()?;
+        drop(data);
+        let is_padding = plan.sampler.is_padding(of_step, micro_batch);
+        logged.begin_batch(index, samples.indices().len(), is_padding);
+        let first_sample = plan.sampler.first_sample(of_step, micro_batch);
+        let fabric = &self.parts.fabric;
+        let step = logged.step;
+        let _detecting = self.parts.config.detect_anomaly.then(detect_anomaly);
+        let loss = self.runner.training_step(logged, &mut |forward| {
+            let _scope = fabric.forward_scope(true, step, first_sample);
+            let _phase = fabric.phase("forward");
+            forward().map_err(|error| {
+                explain_shapes(error).during(format_args!("in training_step of step {step}"))
+            })
+        })?;
+        let loss = if is_padding { loss.ignored()? } else { loss };
+        self.batch_hook(Hook::BeforeBackward(&loss), index)?;
+        {
+            let fabric = &self.parts.fabric;
+            let _scope = fabric.forward_scope(true, step, first_sample);
+            let _no_sync = fabric.no_backward_sync(micro_batch + 1 < of_step.micro_batches);
+            let located = |error: Error| error.during(format_args!("in backward of step {step}"));
+            fabric.backward(&loss).map_err(located)?;
+        }
+        drop(loss);
+        self.batch_hook(Hook::AfterBackward, index)?;
+        self.batch_hook(Hook::TrainBatchEnd, index)
+    }
+
+    /// Clips the gradients and updates the parameters. Collective.
+    fn update(&mut self) -> Result<UpdateOutcome> {
+        let optimizer = only(&mut self.optimizers);
+        let totals = optimizer.step_totals(&[])?;
+        let train_loss = optimizer.check_loss(&totals)?;
+        let grad_norm = match self.parts.config.clipping() {
+            None => optimizer.gradient_norm()?,
+            Some((limit, ClipAlgorithm::Norm)) => optimizer.clip_gradients_norm(limit)?,
+            Some((limit, ClipAlgorithm::Value)) => optimizer.clip_gradients_value(limit)?,
+        };
+        self.hook(Hook::BeforeOptimizerStep)?;
+        let optimizer = only(&mut self.optimizers);
+        let lr = optimizer.learning_rate()?;
+        optimizer.update()?;
+        self.hook(Hook::BeforeZeroGrad)?;
+        only(&mut self.optimizers).finish_step()?;
+        Ok(UpdateOutcome { train_loss, count: totals.count, grad_norm, lr })
+    }
+
+    /// A step of a module that optimizes by itself. Collective.
+    fn manual_step(
+        &mut self,
+        plan: &LoopPlan,
+        of_step: &StepSamples,
+        logged: &mut StepContext,
+    ) -> Result<UpdateOutcome> {
+        self.hook(Hook::TrainBatchStart)?;
+        let data = self.parts.fabric.phase("data");
+        let samples = self.runner.next_training_batch()?;
+        drop(data);
+        let is_padding = plan.sampler.is_padding(of_step, 0);
+        let first_sample = plan.sampler.first_sample(of_step, 0);
+        logged.begin_batch(0, samples.indices().len(), is_padding);
+        let fabric = &self.parts.fabric;
+        let runtime = fabric.runtime.clone();
+        let step = logged.step;
+        let _detecting = self.parts.config.detect_anomaly.then(detect_anomaly);
+        let optimizers = std::mem::take(training(&mut self.optimizers));
+        let clip = self.parts.config.clipping();
+        logged.manual = Some(Manual { optimizers, runtime: runtime.clone(), clip });
+        let loss = self.runner.training_step(logged, &mut |forward| {
+            let _scope = fabric.forward_scope(true, step, first_sample);
+            let _phase = fabric.phase("forward");
+            forward().map_err(|error| {
+                explain_shapes(error).during(format_args!("in training_step of step {step}"))
+            })
+        });
+        // Also after an error: hooks at the end of a run may save.
+        self.optimizers = logged.manual.take().map(|manual| manual.optimizers);
+        let loss = if is_padding { loss?.ignored()? } else { loss? };
+        let totals = runtime.totals_of(&loss)?;
+        if !totals.loss_sum.is_finite() {
+            return Err(Error::NonFinite {
+                what: "loss",
+                value: totals.mean(),
+                step,
+                detail: NON_FINITE_HINT.to_owned(),
+            });
+        }
+        self.hook(Hook::TrainBatchEnd)?;
+        // In a step that only accumulates, those of the last update, and what the next one will take.
+        let (grad_norm, lr) = match logged.last_step {
+            Some(update) => update,
+            None => (
+                self.metrics.get("grad_norm").copied().unwrap_or(0.0),
+                only(&mut self.optimizers).learning_rate()?,
+            ),
+        };
+        Ok(UpdateOutcome { train_loss: totals.mean(), count: totals.count, grad_norm, lr })
+    }
+
+    /// Tells schedules where the next step is, unless they count steps of an optimizer that does one each time.
+    fn set_schedules_position(&mut self) {
+        let automatic = self.runner.automatic_optimization();
+        for (_, optimizer) in training(&mut self.optimizers).iter_mut() {
+            match optimizer.schedule_interval() {
+                Interval::Epoch => optimizer.set_schedule_position(self.epoch),
+                Interval::Step if automatic => {}
+                Interval::Step => optimizer.set_schedule_position(self.cursor.step),
+            }
+        }
+    }
+}
+
+/// The only optimizer of a session whose trainer optimizes; otherwise the first one.
+fn only(optimizers: &mut Option<FabricOptimizers>) -> &mut FabricOptimizer {
+    training(optimizers).first_mut().expect("there is one: it was checked")
+}
