@@ -216,6 +216,7 @@ mod tests {
         }
     }
 
+    // checklist: composer: initialise on rank 0, then broadcast
     #[test]
     fn fill_agrees_with_random_access_from_any_start() {
         let stream = Stream::new(7, Purpose::Init, "w").child(3);

@@ -175,6 +175,7 @@ mod tests {
         assert_eq!(layout.coordinate(7).unwrap(), [1, 0, 1]);
     }
 
+    // checklist: torchtune: DeviceMesh, ParallelDims
     #[test]
     fn partitions_are_the_process_groups() {
         let layout = MeshLayout::new([("a", 2), ("b", 2), ("c", 2)]).unwrap();
@@ -183,6 +184,8 @@ mod tests {
         assert_eq!(layout.partition(&["a", "b"]).unwrap(), [[0, 2, 4, 6], [1, 3, 5, 7]]);
     }
 
+    // checklist: torchtune: DeviceMesh, ParallelDims
+    // checklist: NeMo: sizes inferred as the whole world
     #[test]
     fn open_sizes_are_inferred_jointly() {
         let infer = |world, dims: [(&str, Option<usize>); 3]| MeshLayout::infer(world, dims);

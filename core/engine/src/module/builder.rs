@@ -4,14 +4,14 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::{DType, Device};
 
-use super::ActivationCheckpointing;
 use super::pattern::pattern_matches;
 use super::tree::{ModuleInfo, ModuleTree};
 use super::unit::{Unit, UnitHandle};
 use super::var_builder::Recorder;
+use super::{ActivationCheckpointing, Adapters};
 use crate::parallel::LayerHandle;
 use crate::parallel::ParallelLayer;
-use crate::parameter::{Init, Parameter, ParameterSpec};
+use crate::parameter::{Buffer, BufferInit, BufferOptions, Init, Parameter, ParameterSpec};
 use crate::shard::checked_elem_count;
 use crate::{Error, Result};
 
@@ -21,6 +21,17 @@ const MAX_PARTS: usize = 1 << 20;
 
 /// Elements that a model may have: what an address space holds in the widest dtype.
 const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f64>();
+
+/// Who declares a parameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Origin {
+    /// A layer of its own.
+    Layer,
+    /// A layer for its adapter.
+    Adapter,
+    /// A layer of candle_nn, which holds the compute tensor.
+    VarBuilder,
+}
 
 /// Device, dtypes and options that a model is built with; a strategy may change them.
 #[derive(Debug, Clone)]
@@ -34,8 +45,12 @@ pub struct ModuleInit {
     /// Patterns of parameters that get no gradient, as
     /// [`pattern_matches`](super::pattern_matches) reads them.
     pub frozen: Vec<String>,
+    /// Adapters, beside which everything else is frozen.
+    pub adapters: Option<Adapters>,
     /// Which units are computed again in backward.
     pub activation_checkpointing: ActivationCheckpointing,
+    /// Whether batch norms that do not say otherwise compute with the batches of all data-parallel ranks.
+    pub sync_batchnorm: bool,
 }
 
 impl Default for ModuleInit {
@@ -45,7 +60,9 @@ impl Default for ModuleInit {
             dtype: DType::F32,
             compute_dtype: DType::F32,
             frozen: vec![],
+            adapters: None,
             activation_checkpointing: ActivationCheckpointing::default(),
+            sync_batchnorm: false,
         }
     }
 }
@@ -157,7 +174,30 @@ impl ModuleBuilder {
         shape: impl Into<Vec<usize>>,
         init: Init,
     ) -> Result<Parameter> {
-        self.add_parameter(name, shape.into(), init, false)
+        self.add_parameter(name, shape.into(), init, Origin::Layer)
+    }
+
+    /// The adapter that the layer at this path is to have, if it is a target of the model's
+    /// [`Adapters`]. A layer that asks declares the adapter's parameters, with
+    /// [`adapter_parameter`](Self::adapter_parameter), and computes with them.
+    pub fn adapter(&self) -> Option<&Adapters> {
+        let adapters = self.init.adapters.as_ref().filter(|all| all.targets(&self.path))?;
+        self.tree().adapted.insert(self.path.clone());
+        Some(adapters)
+    }
+
+    /// Declares a parameter of the adapter of the layer at this path, which is trained though the layer is
+    /// frozen.
+    ///
+    /// # Errors
+    /// As [`parameter`](Self::parameter).
+    pub fn adapter_parameter(
+        &self,
+        name: &str,
+        shape: impl Into<Vec<usize>>,
+        init: Init,
+    ) -> Result<Parameter> {
+        self.add_parameter(name, shape.into(), init, Origin::Adapter)
     }
 
     pub(super) fn add_parameter(
@@ -165,13 +205,17 @@ impl ModuleBuilder {
         name: &str,
         shape: Vec<usize>,
         init: Init,
-        external: bool,
+        origin: Origin,
     ) -> Result<Parameter> {
         let fqn = self.join(name);
         if self.check_size(&fqn, &shape)? > 0 {
             init.check().map_err(|message| Error::parameter(&fqn, message))?;
         }
-        let frozen = self.frozen || self.init.frozen.iter().any(|p| pattern_matches(p, &fqn));
+        let mut frozen = self.init.frozen.iter().any(|p| pattern_matches(p, &fqn));
+        if origin != Origin::Adapter {
+            frozen |= self.frozen;
+            frozen |= self.init.adapters.as_ref().is_some_and(|adapters| !adapters.trains(&fqn));
+        }
         let parameter = Parameter::new(ParameterSpec {
             fqn,
             shape,
@@ -180,10 +224,71 @@ impl ModuleBuilder {
             device: self.init.device.clone(),
             init,
             requires_grad: !frozen,
-            external,
+            external: origin == Origin::VarBuilder,
+            adapter: origin == Origin::Adapter,
         })?;
         self.tree().add_parameter(parameter.clone(), self.unit)?;
         Ok(parameter)
+    }
+
+    /// Declares the buffer `name` of this module: values that are not trained, which every rank has whole.
+    ///
+    /// ```
+    /// use candle_core::DType;
+    /// use fulgurite_core::module::{ModuleBuilder, ModuleInit};
+    /// use fulgurite_core::parameter::{BufferOptions, Init};
+    ///
+    /// let b = ModuleBuilder::new(ModuleInit::default());
+    /// let mean = b.buffer("running_mean", [8], Init::ZEROS, BufferOptions::default())?;
+    /// let batches = b.buffer("num_batches_tracked", [], Init::ZEROS, BufferOptions::dtype(DType::I64))?;
+    /// let angles = candle_core::Tensor::arange(0f32, 4., b.device())?;
+    /// b.buffer("angles", [4], angles, BufferOptions::default().not_persistent())?;
+    /// # Ok::<(), fulgurite_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If the name is taken, the values have another shape, the dtype is none that can be communicated, or it
+    /// is larger than any can be.
+    pub fn buffer(
+        &self,
+        name: &str,
+        shape: impl Into<Vec<usize>>,
+        init: impl Into<BufferInit>,
+        options: BufferOptions,
+    ) -> Result<Buffer> {
+        self.add_buffer(name, shape.into(), init.into(), options, false)
+    }
+
+    pub(super) fn add_buffer(
+        &self,
+        name: &str,
+        shape: Vec<usize>,
+        init: BufferInit,
+        options: BufferOptions,
+        is_variable: bool,
+    ) -> Result<Buffer> {
+        let fqn = self.join(name);
+        self.check_size(&fqn, &shape)?;
+        let buffer = Buffer::new(fqn, shape, init, options, (&self.init.device, is_variable))?;
+        self.tree().add_buffer(buffer.clone())?;
+        Ok(buffer)
+    }
+
+    /// Whether batch norms that do not say otherwise compute with the batches of all data-parallel ranks
+    /// (`trainer.sync_batchnorm`).
+    pub fn sync_batchnorm(&self) -> bool {
+        self.init.sync_batchnorm
+    }
+
+    /// Says that a layer computes with the batches of all data-parallel ranks, so that the
+    /// [`ForwardScope`](super::ForwardScope) gets a process group for it.
+    pub fn synchronise_batches(&self) {
+        self.tree().synchronise_batches();
+    }
+
+    /// Records that a layer here holds the buffer's tensor itself, and changes it.
+    pub(super) fn expose_buffer(&self, buffer: &Buffer) {
+        self.tree().expose_buffer(buffer, self.unit);
     }
 
     /// The number of elements of another parameter, which the model may have.
@@ -242,6 +347,9 @@ impl ModuleBuilder {
                           ModuleBuilder that configure_model is given"
                     .to_owned(),
             });
+        }
+        if let Some(adapters) = &self.init.adapters {
+            adapters.check(&tree, &tree.adapted)?;
         }
         self.init.activation_checkpointing.apply(&tree, &self.init.device)?;
         Ok(tree)

@@ -1,8 +1,10 @@
 //! What layers need to know of the step they run in.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::autograd::GradMode;
+use crate::collective::ProcessGroup;
 use crate::execution;
 use crate::execution::ContextGuard;
 use crate::parallel::ContextParallel;
@@ -39,6 +41,37 @@ pub struct ForwardScope {
     /// Whether heads that a plan made [`loss_parallel`](crate::parallel::Colwise::loss_parallel)
     /// leave the logits cut.
     pub loss_parallel: bool,
+    /// Whether the batch is there only to keep ranks in step, and nothing of it counts.
+    pub is_padding: bool,
+    /// The ranks whose batches make up the batch that this one has a part of, if several do and a layer of
+    /// the model computes with all of it.
+    pub batch_ranks: Option<BatchRanks>,
+}
+
+/// The data- and context-parallel ranks, for layers that compute with the whole batch (a synchronised
+/// [batch norm][`ModuleBuilder::synchronise_batches`]): a process group for nothing else. Every rank's
+/// forward and backward must communicate in it alike.
+///
+/// [`ModuleBuilder::synchronise_batches`]: super::ModuleBuilder::synchronise_batches
+#[derive(Clone)]
+pub struct BatchRanks(Arc<dyn ProcessGroup>);
+
+impl BatchRanks {
+    /// The ranks of `group`; `None` if that is one rank.
+    pub fn new(group: Arc<dyn ProcessGroup>) -> Option<Self> {
+        (group.size() > 1).then_some(Self(group))
+    }
+
+    /// The process group.
+    pub fn group(&self) -> &dyn ProcessGroup {
+        &*self.0
+    }
+}
+
+impl std::fmt::Debug for BatchRanks {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("BatchRanks").field(&self.0.size()).finish()
+    }
 }
 
 impl ForwardScope {

@@ -33,12 +33,43 @@ use crate::mesh::{
 };
 use crate::{Error, Result};
 
+/// What is kept of a unit's gathered parameters between its forward and its backward (PyTorch's
+/// `reshard_after_forward`).
+///
+/// ```
+/// use fulgurite_core::module::Reshard;
+/// assert_eq!((Reshard::from(true), Reshard::from(8)), (Reshard::Always, Reshard::Ranks(8)));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reshard {
+    /// Nothing (`true`): they are freed, and gathered again from all ranks.
+    Always,
+    /// Everything (`false`): nothing is gathered for backward.
+    Never,
+    /// A part, over so many neighbouring ranks of those that share the parameters: those of a host,
+    /// for instance, so that backward gathers within it. A divisor of the number of ranks; 1 is as
+    /// [`Never`](Self::Never), that number as [`Always`](Self::Always).
+    Ranks(usize),
+}
+
+impl From<bool> for Reshard {
+    fn from(reshard: bool) -> Self {
+        if reshard { Self::Always } else { Self::Never }
+    }
+}
+
+impl From<usize> for Reshard {
+    fn from(ranks: usize) -> Self {
+        Self::Ranks(ranks)
+    }
+}
+
 /// How a unit is sharded: the options of PyTorch's `fully_shard` that are a unit's own.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct FullyShard {
-    /// Whether the unit's parameters are freed between its forward and its backward; `None` leaves
+    /// What is kept of the unit's parameters between its forward and its backward; `None` leaves
     /// it to the strategy.
-    pub reshard_after_forward: Option<bool>,
+    pub reshard_after_forward: Option<Reshard>,
 }
 
 /// The mesh dimensions and views over which parameters can be sharded.
@@ -86,10 +117,10 @@ impl ModuleTree {
     /// step. `mesh` is as for [`UnitHandle::fully_shard`].
     ///
     /// # Errors
-    /// If `mesh` is not one of those, or the options ask to free it after forward.
+    /// If `mesh` is not one of those, or the options ask to free it, or a part of it, after forward.
     pub fn fully_shard(&mut self, mesh: &DeviceMesh, options: FullyShard) -> Result<()> {
         check_mesh(mesh)?;
-        if options.reshard_after_forward == Some(true) {
+        if matches!(options.reshard_after_forward, Some(Reshard::Always | Reshard::Ranks(_))) {
             return Err(Error::other(
                 "the root unit cannot be freed after forward: its backward begins at once. Leave \
                  `reshard_after_forward` of the root out, and move what is large into units",
@@ -226,9 +257,10 @@ mod tests {
         DeviceMesh::new(layout, Arc::new(Solo::new("world", 0))).unwrap()
     }
 
-    const OPTIONS: FullyShard = FullyShard { reshard_after_forward: Some(false) };
+    const OPTIONS: FullyShard = FullyShard { reshard_after_forward: Some(Reshard::Never) };
 
     /// The examples of torchtune's documentation.
+    // checklist: torchtune: get_shard_conditions
     #[test]
     fn layers_and_names_are_accepted() {
         let none: [&str; 0] = [];
@@ -266,6 +298,7 @@ mod tests {
         assert!(tree.has_fully_shard_choice() && !tree.is_fully_sharded("layers.0"));
     }
 
+    // checklist: torchtune: shard_model
     #[test]
     fn conditions_choose_units() {
         let mut tree = model(&["embed", "layers.0", "layers.1", "extra"]);
@@ -294,6 +327,13 @@ mod tests {
     #[test]
     fn meshes_that_do_not_hold_parameters_are_refused() {
         let mut tree = model(&["blocks.0"]);
+        let dp_cp = mesh().get(DP_CP).unwrap();
+        for reshard in [Reshard::Always, Reshard::Ranks(2)] {
+            let options = FullyShard { reshard_after_forward: Some(reshard) };
+            insta::allow_duplicates! {
+                insta::assert_snapshot!(tree.fully_shard(&dp_cp, options).unwrap_err(), @"the root unit cannot be freed after forward: its backward begins at once. Leave `reshard_after_forward` of the root out, and move what is large into units");
+            }
+        }
         let refused =
             |name| mesh().get(name).and_then(|mesh| tree.units()[0].fully_shard(&mesh, OPTIONS));
         insta::assert_snapshot!(refused(TENSOR_PARALLEL).unwrap_err(), @r#"device mesh: fully_shard works along one dimension or view, dp_cp, data_parallel, data_parallel_shard or dp_shard_cp; got a mesh of tensor_parallel. Take one with `mesh.get("dp_cp")`"#);

@@ -173,7 +173,7 @@ impl<A: Activations> RecomputeState<A> {
         let x = with_tensors(&self.x, inputs.clone())?;
         let tracked = || inputs.iter().zip(&self.inputs).filter(|(_, input)| input.tracked);
         let of_inputs = self.uses.during(|| -> Result<Vec<Option<Tensor>>> {
-            let recomputed = tensors(&compute(&x)?)?;
+            let recomputed = tensors(&self.unit.keeping_buffers(|| compute(&x))?)?;
             self.check_forms(&recomputed)?;
             let mut seed: Option<Tensor> = None;
             for y in &recomputed {

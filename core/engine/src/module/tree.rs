@@ -1,12 +1,12 @@
 //! The record of a model: what strategies, plans and checkpoints work on.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use super::parallelize::AppliedPlans;
 use super::{FullyShard, UnitHandle};
 use crate::parallel::{LayerHandle, ParallelLayer};
-use crate::parameter::{Parameter, ParameterSlot};
+use crate::parameter::{Buffer, Parameter, ParameterSlot};
 use crate::{Error, Result};
 
 /// A layer in the tree.
@@ -32,6 +32,11 @@ pub struct ModuleTree {
     owners: Vec<Option<usize>>,
     names: HashMap<String, usize>,
     aliases: BTreeMap<String, usize>,
+    buffers: Vec<Buffer>,
+    /// Whether a layer computes with the batches of all data-parallel ranks.
+    synchronises_batches: bool,
+    /// The layers that have an adapter.
+    pub(super) adapted: BTreeSet<String>,
     /// The root unit's options, if it was sharded explicitly.
     pub(super) root: Option<FullyShard>,
     pub(super) units: Vec<UnitHandle>,
@@ -48,6 +53,27 @@ impl ModuleTree {
     /// The parameters that get gradients, in order.
     pub fn trainable(&self) -> impl Iterator<Item = &Parameter> {
         self.parameters.iter().filter(|p| p.requires_grad())
+    }
+
+    /// All buffers, in the order they were declared.
+    pub fn buffers(&self) -> &[Buffer] {
+        &self.buffers
+    }
+
+    /// The buffer of this name.
+    pub fn buffer(&self, fqn: &str) -> Option<&Buffer> {
+        self.buffers.iter().find(|buffer| buffer.fqn() == fqn)
+    }
+
+    /// The buffers that checkpoints have, in order.
+    pub fn persistent_buffers(&self) -> impl Iterator<Item = &Buffer> {
+        self.buffers.iter().filter(|buffer| buffer.is_persistent())
+    }
+
+    /// Whether a layer computes with the batches of all data-parallel ranks
+    /// ([`ModuleBuilder::synchronise_batches`](super::ModuleBuilder::synchronise_batches)).
+    pub fn synchronises_batches(&self) -> bool {
+        self.synchronises_batches
     }
 
     /// The slots of all parameters, in order: for the strategy that sets the model up.
@@ -98,10 +124,11 @@ impl ModuleTree {
     }
 
     pub(super) fn declare(&mut self, path: &str, info: ModuleInfo) -> Result<()> {
-        if self.modules.insert(path.to_owned(), info).is_some() {
+        if self.modules.contains_key(path) {
             let message = "two layers were built at this path; give each its own name".to_owned();
             return Err(Error::Module { path: path.to_owned(), message });
         }
+        self.modules.insert(path.to_owned(), info);
         Ok(())
     }
 
@@ -117,6 +144,25 @@ impl ModuleTree {
         self.parameters.push(parameter);
         self.owners.push(unit);
         Ok(())
+    }
+
+    pub(super) fn add_buffer(&mut self, buffer: Buffer) -> Result<()> {
+        if self.names.contains_key(buffer.fqn()) || self.buffer(buffer.fqn()).is_some() {
+            return Err(declared_twice(buffer.fqn()));
+        }
+        self.buffers.push(buffer);
+        Ok(())
+    }
+
+    pub(super) fn synchronise_batches(&mut self) {
+        self.synchronises_batches = true;
+    }
+
+    /// Records that a layer in `unit` holds the buffer's tensor itself, and changes it.
+    pub(super) fn expose_buffer(&self, buffer: &Buffer, unit: Option<usize>) {
+        if let Some(unit) = unit.and_then(|unit| self.units.get(unit)) {
+            unit.expose_buffer(buffer);
+        }
     }
 
     pub(super) fn tie(
@@ -153,12 +199,45 @@ impl ModuleTree {
     }
 
     fn name(&mut self, fqn: &str, index: usize) -> Result<()> {
-        if self.names.insert(fqn.to_owned(), index).is_some() {
-            return Err(Error::parameter(
-                fqn,
-                "is declared twice; give each its own name, or use `ModuleBuilder::tie` to share one",
-            ));
+        if self.names.contains_key(fqn) || self.buffer(fqn).is_some() {
+            return Err(declared_twice(fqn));
         }
+        self.names.insert(fqn.to_owned(), index);
         Ok(())
+    }
+}
+
+fn declared_twice(fqn: &str) -> Error {
+    Error::parameter(
+        fqn,
+        "is declared twice; give each its own name, or use `ModuleBuilder::tie` to share one",
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{ModuleBuilder, ModuleInit};
+    use crate::parameter::Init;
+
+    fn builder() -> ModuleBuilder {
+        ModuleBuilder::new(ModuleInit::default())
+    }
+
+    /// Two layers of one name would be one in checkpoints; a weight that is shared is tied.
+    // checklist: composer: _check_duplicate_modules
+    #[test]
+    fn a_layer_or_a_parameter_that_is_there_twice_is_an_error() {
+        let b = builder();
+        let weight = b.parameter("a.weight", [2], Init::ONES).unwrap();
+        let error = b.pp("a").parameter("weight", [2], Init::ONES).unwrap_err();
+        insta::assert_snapshot!(error, @"parameter `a.weight`: is declared twice; give each its own name, or use `ModuleBuilder::tie` to share one");
+        b.tie("b.weight", &weight).unwrap();
+        assert!(b.tie("b.weight", &weight).is_err());
+        let stranger = builder().parameter("w", [2], Init::ONES).unwrap();
+        insta::assert_snapshot!(b.tie("c.weight", &stranger).unwrap_err(), @"parameter `c.weight`: is tied to a parameter of another model");
+        let tree = b.finish().unwrap();
+        assert_eq!(tree.parameters().len(), 1);
+        assert_eq!(tree.aliases().collect::<Vec<_>>(), [("b.weight", "a.weight")]);
+        assert_eq!(tree.parameter("b.weight"), tree.parameter("a.weight"));
     }
 }

@@ -7,9 +7,9 @@ use candle_core::{DType, Device, Tensor, Var};
 
 use super::activations::with_tensors;
 use super::{ActivationOffload, Activations, FullyShard, Module, recompute};
-use crate::autograd::{GradMode, anomaly, detects_anomalies, function, is_grad_enabled};
+use crate::autograd::{GradMode, anomaly, detects_anomalies, function, is_grad_enabled, storage};
 use crate::parallel::activations;
-use crate::parameter::{Parameter, note_tensor_use};
+use crate::parameter::{Buffer, Parameter, note_tensor_use};
 use crate::{Error, Result};
 
 /// A strategy's hooks around a unit's forward and backward. Called on the thread that computes.
@@ -44,12 +44,17 @@ struct UnitInner {
     hooks: RwLock<Option<Arc<dyn UnitHooks>>>,
     /// Whether and how it is gathered on its own.
     fully_shard: RwLock<Option<FullyShard>>,
+    /// Paths of the units that are gathered while it computes forward, and backward; empty: as the
+    /// strategy's `prefetch` says.
+    prefetch: [RwLock<Vec<String>>; 2],
     /// Whether it is computed again in backward.
     activation_checkpointing: AtomicBool,
     /// Where its input is offloaded to, if it is.
     activation_offload: RwLock<Option<ActivationOffload>>,
     /// Trainable parameters whose compute tensors layers in it hold, so that uses cannot be counted.
     exposed: Mutex<Vec<Parameter>>,
+    /// Buffers whose tensors layers in it hold and change.
+    exposed_buffers: Mutex<Vec<Buffer>>,
     /// Stands for its parameters in the graph of a checkpointed call.
     token: OnceLock<Tensor>,
     /// Whether a checkpointed backward was searched for variables that are no parameters.
@@ -63,9 +68,11 @@ impl UnitHandle {
             path,
             hooks: RwLock::default(),
             fully_shard: RwLock::default(),
+            prefetch: Default::default(),
             activation_checkpointing: AtomicBool::default(),
             activation_offload: RwLock::default(),
             exposed: Mutex::default(),
+            exposed_buffers: Mutex::default(),
             token: OnceLock::new(),
             checked_variables: AtomicBool::default(),
         }))
@@ -84,6 +91,38 @@ impl UnitHandle {
     /// Sets the hooks. For strategies.
     pub fn set_hooks(&self, hooks: Arc<dyn UnitHooks>) {
         *self.0.hooks.write().expect("no panic while writing") = Some(hooks);
+    }
+
+    /// Sets which units are gathered while this one computes forward, in place of as many of the next
+    /// ones as the strategy's `prefetch` says (PyTorch's `set_modules_to_forward_prefetch`). All of them
+    /// are, however many there are: each takes the memory of a gathered unit until it has computed. An
+    /// empty list takes an earlier one back. For
+    /// [`ParallelizeFn`](crate::strategy::ParallelizeFn)s; every rank calls it alike. The units must be
+    /// gathered on their own, which the strategy checks.
+    pub fn set_units_to_forward_prefetch(&self, units: &[Self]) {
+        self.set_prefetch(0, units);
+    }
+
+    /// As [`set_units_to_forward_prefetch`](Self::set_units_to_forward_prefetch) for the unit's
+    /// backward (PyTorch's `set_modules_to_backward_prefetch`): those of the units whose backward is
+    /// still to come are gathered when it begins.
+    pub fn set_units_to_backward_prefetch(&self, units: &[Self]) {
+        self.set_prefetch(1, units);
+    }
+
+    /// Paths of the units that are gathered while this one computes forward; empty if none were set.
+    pub fn units_to_forward_prefetch(&self) -> Vec<String> {
+        self.0.prefetch[0].read().expect("no panic while reading").clone()
+    }
+
+    /// Paths of the units that are gathered while this one computes backward; empty if none were set.
+    pub fn units_to_backward_prefetch(&self) -> Vec<String> {
+        self.0.prefetch[1].read().expect("no panic while reading").clone()
+    }
+
+    fn set_prefetch(&self, direction: usize, units: &[Self]) {
+        let paths = units.iter().map(|unit| unit.path().to_owned()).collect();
+        *self.0.prefetch[direction].write().expect("no panic while writing") = paths;
     }
 
     /// Sets whether the unit's activations are kept from forward to backward (`false`, the default) or
@@ -122,6 +161,24 @@ impl UnitHandle {
             self.exposed().push(parameter.clone());
             parameter.set_exposed(Some(self.index()), !self.activation_checkpointing());
         }
+    }
+
+    /// Records that a layer in the unit holds the buffer's tensor, and changes it.
+    pub(super) fn expose_buffer(&self, buffer: &Buffer) {
+        self.0.exposed_buffers.lock().expect("no panic while noting").push(buffer.clone());
+    }
+
+    /// Calls `compute`, after which buffers whose tensors layers hold have the values from before it: for
+    /// a unit that is computed again, whose forward has changed them already.
+    pub(super) fn keeping_buffers<R>(&self, compute: impl FnOnce() -> Result<R>) -> Result<R> {
+        let buffers = self.0.exposed_buffers.lock().expect("no panic while noting").clone();
+        let before = buffers.iter().map(|buffer| Ok(buffer.value()?.copy()?));
+        let before = before.collect::<Result<Vec<_>>>()?;
+        let result = compute();
+        for (buffer, before) in buffers.iter().zip(before) {
+            storage::copy_from(&buffer.value()?, &before)?;
+        }
+        result
     }
 
     /// In a forward that collects uses, records those of parameters whose compute tensors layers hold.

@@ -3,12 +3,8 @@
 use candle_core::{DType, Device, Shape, Tensor};
 
 use super::ModuleBuilder;
-use crate::Error;
-use crate::parameter::{Parameter, init};
-
-const RUNNING_STATISTICS: &str = "candle_nn's `batch_norm` keeps running statistics, which are buffers: \
-     values that are saved with the model and not trained. Models do not have them yet; use \
-     `fulgurite::nn::GroupNorm` or `LayerNorm`, which need none";
+use super::builder::Origin;
+use crate::parameter::{BufferInit, BufferOptions, Parameter, init};
 
 /// Answers a `VarBuilder` with compute tensors that have no memory yet.
 pub(super) struct Recorder(pub(super) ModuleBuilder);
@@ -40,10 +36,14 @@ impl candle_nn::var_builder::SimpleBackend for Recorder {
                 self.0.compute_dtype()
             );
         }
-        if let Some((path, last)) = name.rsplit_once('.').or(Some(("", name)))
-            && (last == "running_mean" || last == "running_var")
-        {
-            return Err(Error::module(path, RUNNING_STATISTICS).into());
+        let last = name.rsplit_once('.').map_or(name, |(_, last)| last);
+        if last == "running_mean" || last == "running_var" {
+            // `batch_norm` makes a `Var` of it, which shares the memory of a tensor that is one already.
+            let init = BufferInit::Init(init::from_candle(hint, &shape));
+            let options = BufferOptions::dtype(dtype);
+            let buffer = self.0.add_buffer(name, shape.into_dims(), init, options, true)?;
+            self.0.expose_buffer(&buffer);
+            return Ok(buffer.tensor().clone());
         }
         if let Some(parameter) = self.find(name) {
             if parameter.global_shape() != shape.dims() {
@@ -56,7 +56,7 @@ impl candle_nn::var_builder::SimpleBackend for Recorder {
             return self.share(&parameter);
         }
         let init = init::from_candle(hint, &shape);
-        let parameter = self.0.add_parameter(name, shape.into_dims(), init, true)?;
+        let parameter = self.0.add_parameter(name, shape.into_dims(), init, Origin::VarBuilder)?;
         self.0.expose_tensor(&parameter);
         Ok(parameter.compute()?.clone())
     }

@@ -8,7 +8,9 @@ use serde::{Deserialize, Serialize};
 use super::elementwise::{
     Element, Real, Scale, StateElement, check_scale, dispatch, scaled_grad, update,
 };
-use super::groups::{Hyper, ParamGroupConfig, at_least_zero, resolve, unit_interval};
+use super::groups::{
+    Hyper, ParamGroup, ParamGroupConfig, at_least_zero, option, resolve, unit_interval,
+};
 use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
 use super::state::{OptimizerState, ParamUpdate, load_step, state_bytes};
 use super::state_dtype::{StateDtype, store};
@@ -73,11 +75,15 @@ impl OptimizerConfig for AdamW {
 
 impl AdamW {
     fn resolve(&self, parameters: &[Parameter]) -> Result<(Vec<Parameter>, Vec<Hyper>)> {
-        unit_interval("optimizer.betas[0]", self.betas.0)?;
-        unit_interval("optimizer.betas[1]", self.betas.1)?;
-        at_least_zero("optimizer.eps", self.eps)?;
+        self.check_moments()?;
         let base = Hyper { lr: self.lr, weight_decay: self.weight_decay };
         resolve(parameters, base, &self.groups, &self.no_decay)
+    }
+
+    fn check_moments(&self) -> Result<()> {
+        unit_interval("optimizer.betas[0]", self.betas.0)?;
+        unit_interval("optimizer.betas[1]", self.betas.1)?;
+        at_least_zero("optimizer.eps", self.eps)
     }
 }
 
@@ -153,6 +159,24 @@ impl Optimizer for AdamWOptimizer {
 
     fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
         self.steps = load_step(scalars)?;
+        Ok(())
+    }
+
+    fn param_groups(&self) -> Vec<ParamGroup> {
+        let AdamW { lr, weight_decay, betas, eps, .. } = self.config;
+        let common = [("beta1", betas.0), ("beta2", betas.1), ("eps", eps)];
+        self.state.param_groups(Hyper { lr, weight_decay }, &common)
+    }
+
+    fn load_param_groups(&mut self, groups: &[ParamGroup]) -> Result<()> {
+        let Some(first) = groups.first() else { return Ok(()) };
+        let common = ["beta1", "beta2", "eps"];
+        let [beta1, beta2, eps] = common.map(|name| option(first, 0, name));
+        let mut config = AdamW { betas: (beta1?, beta2?), eps: eps?, ..self.config.clone() };
+        config.check_moments()?;
+        let base = self.state.load_param_groups(groups, &common)?;
+        (config.lr, config.weight_decay) = (base.lr, base.weight_decay);
+        self.config = config;
         Ok(())
     }
 }

@@ -1,5 +1,7 @@
 //! Parameter groups, chosen by FQN pattern.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use crate::module::pattern_matches;
@@ -34,11 +36,113 @@ pub struct ParamGroupConfig {
     pub weight_decay: Option<f64>,
 }
 
+/// Parameters of an optimizer and the options they are updated with, as an entry of torch's
+/// `param_groups`.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct ParamGroup {
+    /// The FQNs of the group's parameters, in declaration order.
+    pub params: Vec<String>,
+    /// The options by name: `lr` (before the schedule, torch's `initial_lr`), `weight_decay`, and those of
+    /// the optimizer, such as `beta1`, `beta2` and `eps`. A flag is 0 or 1.
+    pub options: BTreeMap<String, f64>,
+}
+
 /// The options of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Hyper {
     pub(super) lr: f64,
     pub(super) weight_decay: f64,
+}
+
+impl Hyper {
+    /// The options of a group; `common` are those that all groups of the optimizer have.
+    fn options(self, common: &[(&str, f64)]) -> BTreeMap<String, f64> {
+        let own = [("lr", self.lr), ("weight_decay", self.weight_decay)];
+        own.iter().chain(common).map(|&(name, value)| (name.to_owned(), value)).collect()
+    }
+
+    /// The options of the group `index` that was saved.
+    ///
+    /// # Errors
+    /// If one of them is missing or out of range.
+    fn from_group(group: &ParamGroup, index: usize) -> Result<Self> {
+        let option = |name: &str| {
+            let value = option(group, index, name)?;
+            at_least_zero(&format!("`{name}` of the parameter group {index}"), value)?;
+            Ok::<_, Error>(value)
+        };
+        Ok(Self { lr: option("lr")?, weight_decay: option("weight_decay")? })
+    }
+}
+
+/// An option of the group `index` that was saved.
+///
+/// # Errors
+/// If it is missing.
+pub(super) fn option(group: &ParamGroup, index: usize, name: &str) -> Result<f64> {
+    group.options.get(name).copied().ok_or_else(|| {
+        let has: Vec<&str> = group.options.keys().map(String::as_str).collect();
+        Error::other(format!(
+            "the parameter group {index} has no `{name}`, it has {}: it is of another kind of optimizer",
+            if has.is_empty() { "no options".to_owned() } else { has.join(", ") }
+        ))
+    })
+}
+
+/// The groups of parameters whose options are `hypers`: first those with the optimizer's own options, `base`
+/// (perhaps none), then the others in the order in which they come.
+pub(super) fn param_groups(
+    parameters: &[Parameter],
+    hypers: &[Hyper],
+    base: Hyper,
+    common: &[(&str, f64)],
+) -> Vec<ParamGroup> {
+    let mut found = vec![(base, Vec::new())];
+    for (parameter, hyper) in parameters.iter().zip(hypers) {
+        let fqn = parameter.fqn().to_owned();
+        match found.iter_mut().find(|(known, _)| known == hyper) {
+            Some((_, params)) => params.push(fqn),
+            None => found.push((*hyper, vec![fqn])),
+        }
+    }
+    let group = |(hyper, params): (Hyper, _)| ParamGroup { params, options: hyper.options(common) };
+    found.into_iter().map(group).collect()
+}
+
+/// The options of `parameters` in groups that were saved, and those of the optimizer. A parameter that no
+/// group names keeps those that it has.
+///
+/// # Errors
+/// If there is no group, or options are missing, out of range, or unknown; `common` are the names of those
+/// that all groups have.
+pub(super) fn load_param_groups(
+    groups: &[ParamGroup],
+    parameters: &[Parameter],
+    hypers: &[Hyper],
+    common: &[&str],
+) -> Result<(Hyper, Vec<Hyper>)> {
+    let mut by_name = BTreeMap::new();
+    let mut base = None;
+    for (i, group) in groups.iter().enumerate() {
+        let known = |name: &str| ["lr", "weight_decay"].contains(&name) || common.contains(&name);
+        if let Some(other) = group.options.keys().find(|name| !known(name)) {
+            return Err(Error::other(format!(
+                "the parameter group {i} has an option `{other}`, which this optimizer has not; it has lr, \
+                 weight_decay, {}",
+                common.join(", ")
+            )));
+        }
+        let hyper = Hyper::from_group(group, i)?;
+        base.get_or_insert(hyper);
+        by_name.extend(group.params.iter().map(|fqn| (fqn.as_str(), hyper)));
+    }
+    let base = base.ok_or_else(|| {
+        Error::other("there are no parameter groups: what is loaded has no state of this optimizer")
+    })?;
+    let of = |(parameter, own): (&Parameter, &Hyper)| {
+        by_name.get(parameter.fqn()).copied().unwrap_or(*own)
+    };
+    Ok((base, parameters.iter().zip(hypers).map(of).collect()))
 }
 
 /// The trainable parameters and the options of each, in order. Patterns may name frozen ones too.

@@ -51,7 +51,7 @@ pub use cycles::{
     CosineWarmRestarts, Exponential, OneCycle, Polynomial, Sequential, WarmupStableDecay,
 };
 pub use grad_norm::{clip_factor, local_squared_norm};
-pub use groups::ParamGroupConfig;
+pub use groups::{ParamGroup, ParamGroupConfig};
 pub use optimizer::{
     GradScale, Interval, Optimizer, OptimizerConfig, SchedulerConfig, StateTensor,
 };

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
 
-use crate::Result;
+use super::ParamGroup;
 use crate::parameter::Parameter;
 use crate::shard::Region;
+use crate::{Error, Result};
 
 /// Scaling and clipping of gradients, within the optimizer's one pass over memory.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -71,6 +72,26 @@ pub trait Optimizer: Send {
 
     /// Restores what [`scalars`](Self::scalars) returned.
     fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()>;
+
+    /// The options that parameters are updated with, as torch's `param_groups`; the first group has the
+    /// optimizer's own. By default none are told.
+    fn param_groups(&self) -> Vec<ParamGroup> {
+        Vec::new()
+    }
+
+    /// Sets the options to what [`param_groups`](Self::param_groups) returned, as torch's
+    /// `load_state_dict` does. Groups are matched by name; a parameter that none names keeps its options.
+    ///
+    /// # Errors
+    /// If they are of another kind of optimizer, or out of range.
+    fn load_param_groups(&mut self, groups: &[ParamGroup]) -> Result<()> {
+        match groups {
+            [] => Ok(()),
+            _ => Err(Error::other(
+                "this optimizer takes no parameter groups; its options are those it was built with",
+            )),
+        }
+    }
 }
 
 /// An optimizer's configuration: `optimizer.type = "adamw"`.

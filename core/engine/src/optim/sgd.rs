@@ -9,7 +9,7 @@ use super::elementwise::{
     Element, Real, Scale, StateElement, arithmetic_dtype, check_scale, dispatch,
 };
 use super::elementwise::{scaled_grad, update};
-use super::groups::{Hyper, ParamGroupConfig, at_least_zero, resolve};
+use super::groups::{Hyper, ParamGroup, ParamGroupConfig, at_least_zero, option, resolve};
 use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
 use super::state::{OptimizerState, ParamUpdate, load_step, state_bytes};
 use super::state_dtype::{StateDtype, store};
@@ -83,6 +83,12 @@ impl OptimizerConfig for Sgd {
 
 impl Sgd {
     fn resolve(&self, parameters: &[Parameter]) -> Result<(Vec<Parameter>, Vec<Hyper>)> {
+        self.check_momentum()?;
+        let base = Hyper { lr: self.lr, weight_decay: self.weight_decay };
+        resolve(parameters, base, &self.groups, &self.no_decay)
+    }
+
+    fn check_momentum(&self) -> Result<()> {
         at_least_zero("optimizer.momentum", self.momentum)?;
         if !(-f64::from(f32::MAX)..=f64::from(f32::MAX)).contains(&self.dampening) {
             return Err(Error::Config(format!(
@@ -97,8 +103,7 @@ impl Sgd {
                 self.momentum, self.dampening
             )));
         }
-        let base = Hyper { lr: self.lr, weight_decay: self.weight_decay };
-        resolve(parameters, base, &self.groups, &self.no_decay)
+        Ok(())
     }
 }
 
@@ -176,6 +181,37 @@ impl<const N: usize> Optimizer for SgdOptimizer<N> {
 
     fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
         self.steps = load_step(scalars)?;
+        Ok(())
+    }
+
+    fn param_groups(&self) -> Vec<ParamGroup> {
+        let Sgd { lr, weight_decay, momentum, dampening, nesterov, .. } = self.config;
+        let nesterov = f64::from(u8::from(nesterov));
+        let common = [("momentum", momentum), ("dampening", dampening), ("nesterov", nesterov)];
+        self.state.param_groups(Hyper { lr, weight_decay }, &common)
+    }
+
+    fn load_param_groups(&mut self, groups: &[ParamGroup]) -> Result<()> {
+        let Some(first) = groups.first() else { return Ok(()) };
+        let common = ["momentum", "dampening", "nesterov"];
+        let [momentum, dampening, nesterov] = common.map(|name| option(first, 0, name));
+        let mut config = Sgd {
+            momentum: momentum?,
+            dampening: dampening?,
+            nesterov: nesterov? != 0.0,
+            ..self.config.clone()
+        };
+        config.check_momentum()?;
+        if (config.momentum == 0.0) != (N == 0) {
+            return Err(Error::other(format!(
+                "the parameter groups have a momentum of {}, and this optimizer was built with {}: one has \
+                 a buffer for it and the other has none",
+                config.momentum, self.config.momentum
+            )));
+        }
+        let base = self.state.load_param_groups(groups, &common)?;
+        (config.lr, config.weight_decay) = (base.lr, base.weight_decay);
+        self.config = config;
         Ok(())
     }
 }

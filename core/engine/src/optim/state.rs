@@ -3,7 +3,7 @@
 use candle_core::{DType, Tensor};
 
 use super::elementwise::arithmetic_dtype;
-use super::groups::Hyper;
+use super::groups::{self, Hyper, ParamGroup};
 use super::optimizer::StateTensor;
 use super::state_dtype::{Noise, StateDtype};
 use crate::parameter::{LocalShard, Parameter};
@@ -57,6 +57,26 @@ impl<const N: usize> OptimizerState<N> {
 
     pub(super) fn parameters(&self) -> &[Parameter] {
         &self.parameters
+    }
+
+    /// The groups, as [`Optimizer::param_groups`](super::Optimizer::param_groups).
+    pub(super) fn param_groups(&self, base: Hyper, common: &[(&str, f64)]) -> Vec<ParamGroup> {
+        groups::param_groups(&self.parameters, &self.hypers, base, common)
+    }
+
+    /// Sets the parameters' options to those of the groups, and returns the optimizer's own.
+    ///
+    /// # Errors
+    /// As [`Optimizer::load_param_groups`](super::Optimizer::load_param_groups).
+    pub(super) fn load_param_groups(
+        &mut self,
+        groups: &[ParamGroup],
+        common: &[&str],
+    ) -> Result<Hyper> {
+        let (base, hypers) =
+            groups::load_param_groups(groups, &self.parameters, &self.hypers, common)?;
+        self.hypers = hypers;
+        Ok(base)
     }
 
     /// The operands of the update of parameter `index` in optimizer step `step`; `None` if it has no

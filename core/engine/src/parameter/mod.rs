@@ -7,6 +7,7 @@
 //! ([`compute`](ParameterSlot::compute) and [`storage`](crate::autograd::storage)), and sets the
 //! [`GradReducer`] that takes every gradient in backward; candle's `GradStore` never holds one.
 
+mod buffer;
 mod grad;
 mod grad_flow;
 mod grad_hook;
@@ -18,6 +19,8 @@ mod record;
 mod slot;
 mod uses;
 
+pub(crate) use buffer::about as about_buffer;
+pub use buffer::{Buffer, BufferInit, BufferOptions};
 pub use grad::{GradReducer, LocalGrads, accumulation_dtype};
 pub use init::Init;
 pub(crate) use parameter::{LayerCut, ParameterSpec};

@@ -32,6 +32,8 @@ pub(crate) struct ParameterSpec {
     /// Whether the layer that declared it holds its compute tensor (`VarBuilder`), so that its shape is
     /// fixed and its gradient comes out of candle's graph.
     pub(crate) external: bool,
+    /// Whether it is of an adapter of a layer.
+    pub(crate) adapter: bool,
 }
 
 /// The part of a parameter that this rank's optimizer updates.
@@ -141,6 +143,11 @@ impl Parameter {
     /// Whether it is trained: not if it was declared frozen.
     pub fn requires_grad(&self) -> bool {
         self.0.declared.requires_grad
+    }
+
+    /// Whether it belongs to an [adapter](crate::module::Adapters), which a checkpoint of the model alone has not.
+    pub fn is_adapter(&self) -> bool {
+        self.0.declared.adapter
     }
 
     /// Whether a gradient is computed for it at the moment: it is [trained](Self::requires_grad), and not
@@ -332,5 +339,26 @@ impl std::fmt::Debug for Parameter {
             .field("dtype", &self.dtype())
             .field("requires_grad", &self.requires_grad())
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Init;
+    use crate::module::{ModuleBuilder, ModuleInit};
+
+    /// What torch calls a parameter on the meta device.
+    // checklist: torchtune: validate_no_params_on_meta_device
+    #[test]
+    fn a_parameter_that_was_not_set_up_is_an_error_that_names_it() {
+        let b = ModuleBuilder::new(ModuleInit::default());
+        let parameter = b.parameter("layers.0.weight", [2], Init::ONES).unwrap();
+        assert!(!parameter.has_value());
+        insta::assert_snapshot!(parameter.value().unwrap_err(), @"parameter `layers.0.weight`: has no values here: it is used before the model was set up, or outside the forward of the unit that owns it");
+        assert_eq!(
+            parameter.tensor().unwrap_err().to_string(),
+            parameter.value().unwrap_err().to_string()
+        );
+        insta::assert_snapshot!(parameter.local().unwrap_err(), @"parameter `layers.0.weight`: no strategy has set it up");
     }
 }

@@ -247,6 +247,7 @@ mod tests {
     }
 
     proptest! {
+        // checklist: torchtune: DTensor, distribute_tensor
         #[test]
         fn the_parts_of_all_ranks_make_up_the_whole((spec, sizes) in specs()) {
             check(&spec, &sizes)?;

@@ -7,7 +7,7 @@ use crate::autograd::storage;
 use crate::collective::{Difference, ProcessGroup, all_gather_object, first_difference};
 use crate::mesh::DeviceMesh;
 use crate::module::ModuleTree;
-use crate::parameter::{LocalShard, Parameter, ParameterSlot};
+use crate::parameter::{LocalShard, Parameter, ParameterSlot, about_buffer};
 use crate::shard::{Cut, Placement, Region};
 use crate::{Error, Result};
 
@@ -58,6 +58,48 @@ pub fn initial_values(parameter: &Parameter, seed: u64, region: &Region) -> Resu
     )
 }
 
+/// Gives this rank the model's buffers, with their initial values. The runtime that owns a strategy calls
+/// it. Not collective.
+///
+/// # Errors
+/// If values cannot be copied to the buffers' device.
+pub fn buffers(tree: &ModuleTree, seed: u64) -> Result<()> {
+    tree.buffers().iter().try_for_each(|buffer| buffer.materialize(seed))
+}
+
+/// Checks that buffers have the same bits on all ranks. Collective if the model has any.
+///
+/// # Errors
+/// On every rank, naming the first rank and buffer that differ from rank 0's.
+pub fn verify_same_buffers(tree: &ModuleTree, group: &dyn ProcessGroup) -> Result<()> {
+    if tree.buffers().is_empty() || group.size() == 1 {
+        return Ok(());
+    }
+    let digests = tree.buffers().iter().map(|buffer| digest(&buffer.value()?));
+    let digests = digests.collect::<Result<Vec<_>>>()?;
+    match first_other(group, &digests)? {
+        None => Ok(()),
+        Some((rank, i)) => Err(about_buffer(
+            tree.buffers()[i].fqn(),
+            format_args!("its values on rank {rank} differ from those on rank 0"),
+        )),
+    }
+}
+
+fn digest(values: &Tensor) -> Result<u64> {
+    let values = values.flatten_all()?.contiguous()?.to_device(&candle_core::Device::Cpu)?;
+    storage::with_bytes(&values, XxHash3_64::oneshot)
+}
+
+/// The first rank whose digests are not those of rank 0, and the index of the first that differs.
+fn first_other(group: &dyn ProcessGroup, digests: &Vec<u64>) -> Result<Option<(usize, usize)>> {
+    let all = all_gather_object(group, digests)?;
+    let first = |(rank, other): (usize, &Vec<u64>)| {
+        Some((rank, (0..digests.len()).find(|&i| other.get(i) != all[0].get(i))?))
+    };
+    Ok(all.iter().enumerate().find_map(first))
+}
+
 /// Copies the local values of replicated parameters into compute tensors of another dtype.
 pub fn refresh_compute(slots: &[ParameterSlot]) -> Result<()> {
     for slot in slots.iter().filter(|slot| slot.dtype() != slot.compute_dtype()) {
@@ -66,18 +108,32 @@ pub fn refresh_compute(slots: &[ParameterSlot]) -> Result<()> {
     Ok(())
 }
 
-/// Checks that all ranks built the same model: names, shapes, dtypes, what is frozen. Collective.
+/// Checks that all ranks built the same model: names, shapes, dtypes, initial values, what is frozen, buffers.
+/// Collective.
 ///
 /// # Errors
 /// On every rank, naming the first rank and parameter that differ from rank 0's.
 pub fn verify_same_model(tree: &ModuleTree, group: &dyn ProcessGroup) -> Result<()> {
     let describe = |p: &Parameter| {
         let frozen = if p.requires_grad() { "" } else { ", frozen" };
-        format!("`{}` {:?} {:?}{frozen}", p.fqn(), p.global_shape(), p.dtype())
+        let compute = match p.compute_dtype() {
+            dtype if dtype == p.dtype() => String::new(),
+            dtype => format!(" computing in {dtype:?}"),
+        };
+        format!("`{}` {:?} {:?}{compute}{frozen}", p.fqn(), p.global_shape(), p.dtype())
     };
     let mut lines: Vec<String> = tree.parameters().iter().map(describe).collect();
+    lines.extend(tree.buffers().iter().map(|buffer| {
+        let saved = if buffer.is_persistent() { "" } else { ", not persistent" };
+        let (shape, dtype) = (buffer.shape(), buffer.dtype());
+        format!("the buffer `{}` {shape:?} {dtype:?}{saved}", buffer.fqn())
+    }));
     lines.extend(tree.aliases().map(|(alias, first)| format!("`{alias}`, tied to `{first}`")));
     lines.extend(tree.units().iter().map(|unit| format!("the unit `{}`", unit.path())));
+    // Last, so that another difference is named first.
+    let start = |fqn: &str, init: &str| format!("`{fqn}` starting as {init}");
+    lines.extend(tree.parameters().iter().map(|p| start(p.fqn(), &format!("{:?}", p.init()))));
+    lines.extend(tree.buffers().iter().map(|buffer| start(buffer.fqn(), buffer.starts_with())));
     match first_difference(group, &lines)? {
         None => Ok(()),
         Some(Difference { rank, index, here, there }) => Err(Error::other(format!(
@@ -87,23 +143,20 @@ pub fn verify_same_model(tree: &ModuleTree, group: &dyn ProcessGroup) -> Result<
     }
 }
 
-/// Checks that replicated parameters have the same bits on all ranks. Collective.
+/// Checks that parameters have the same bits on all ranks. Collective.
 ///
 /// # Errors
 /// On every rank, naming the first rank and parameter that differ from rank 0's.
-pub fn verify_same_values(tree: &ModuleTree, group: &dyn ProcessGroup) -> Result<()> {
-    let mut digests = Vec::with_capacity(tree.parameters().len());
-    for parameter in tree.parameters() {
-        let values = parameter.local()?.values.to_device(&candle_core::Device::Cpu)?;
-        digests.push(storage::with_bytes(&values, XxHash3_64::oneshot)?);
+pub fn verify_same_values(parameters: &[Parameter], group: &dyn ProcessGroup) -> Result<()> {
+    let mut digests = Vec::with_capacity(parameters.len());
+    for parameter in parameters {
+        digests.push(digest(&parameter.local()?.values)?);
     }
-    let all = all_gather_object(group, &digests)?;
-    for (rank, other) in all.iter().enumerate() {
-        if let Some(i) = (0..digests.len()).find(|&i| other.get(i) != all[0].get(i)) {
-            let fqn = tree.parameters()[i].fqn();
-            let message = format!("its values on rank {rank} differ from those on rank 0");
-            return Err(Error::parameter(fqn, message));
-        }
+    match first_other(group, &digests)? {
+        None => Ok(()),
+        Some((rank, i)) => Err(Error::parameter(
+            parameters[i].fqn(),
+            format!("its values on rank {rank} differ from those on rank 0"),
+        )),
     }
-    Ok(())
 }

@@ -8,6 +8,8 @@ use std::fmt::{self, Display};
 pub struct RankMemory {
     /// The values that the optimizer updates and, in another dtype, the copy that layers compute with.
     pub parameters: u64,
+    /// The model's buffers, which every rank has whole.
+    pub buffers: u64,
     /// The gradients of what this rank's optimizer updates.
     pub gradients: u64,
     /// The largest unit, gathered to compute, where parameters are sharded.
@@ -26,9 +28,10 @@ impl RankMemory {
         self.parts().iter().fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
     }
 
-    fn parts(&self) -> [(&'static str, u64); 5] {
+    fn parts(&self) -> [(&'static str, u64); 6] {
         [
             ("parameters", self.parameters),
+            ("buffers", self.buffers),
             ("gradients", self.gradients),
             ("the largest unit, gathered", self.gathered_unit),
             ("optimizer state", self.optimizer_state),

@@ -28,17 +28,32 @@ pub struct Capabilities {
 }
 
 /// The run that a strategy is built for.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct BuildContext {
-    /// Number of ranks.
+    /// Number of ranks; 0 if it is not known.
     pub world_size: usize,
+    /// Number of hosts, each with as many ranks.
+    pub num_nodes: usize,
+}
+
+impl Default for BuildContext {
+    /// A run of which nothing is known.
+    fn default() -> Self {
+        Self::new(0)
+    }
 }
 
 impl BuildContext {
-    /// The context of a run of `world_size` ranks.
+    /// The context of a run of `world_size` ranks on one host.
     pub fn new(world_size: usize) -> Self {
-        Self { world_size }
+        Self { world_size, num_nodes: 1 }
+    }
+
+    /// On this number of hosts.
+    #[must_use]
+    pub fn on_nodes(self, num_nodes: usize) -> Self {
+        Self { num_nodes, ..self }
     }
 }
 

@@ -211,6 +211,7 @@ fn what_a_rank_has_noticed_of_another_is_kept() {
     assert_eq!(server.failures(), [(0, "after it".to_owned())]);
 }
 
+// checklist: Lightning: timeout
 #[test]
 fn missing_ranks_are_named() {
     let server = server(4);

@@ -136,10 +136,11 @@ impl<'a> PlanApplication<'a> {
     /// The parameters of the module at `path` itself, or the parameter of this name that is in no
     /// module.
     pub(super) fn parameters_of(&self, path: &str) -> impl Iterator<Item = &'a Parameter> {
-        self.tree
-            .parameters()
-            .iter()
-            .filter(move |p| p.fqn().rsplit_once('.').map_or(p.fqn(), |(owner, _)| owner) == path)
+        self.tree.parameters().iter().filter(move |p| {
+            // An adapter's parameters are the layer's, `q_proj.lora_A.weight`.
+            let name = if p.is_adapter() { p.fqn().rfind(".lora_") } else { p.fqn().rfind('.') };
+            name.map_or(p.fqn(), |name| &p.fqn()[..name]) == path
+        })
     }
 
     /// The parameter `name` of a module, by any of its names.

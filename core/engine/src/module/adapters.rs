@@ -1,0 +1,243 @@
+//! Adapters: small trainable parameters beside the frozen ones of a model's layers.
+
+use std::collections::BTreeSet;
+
+use super::pattern::glob_match;
+use super::tree::ModuleTree;
+use crate::{Error, Result};
+
+/// Which biases of a model with adapters are trained.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum AdapterBias {
+    /// None.
+    #[default]
+    None,
+    /// All.
+    All,
+    /// Those of the layers that have an adapter.
+    AdapterOnly,
+}
+
+/// The request for low-rank adapters (LoRA) that a model is built with: layers that one of the targets
+/// names compute `y = W x + scale B A dropout(x)`, where `A` (`[rank, inputs]`) and `B` (`[outputs, rank]`)
+/// are trained and everything else is frozen.
+///
+/// Layers of `nn` ask for it when they are built ([`ModuleBuilder::adapter`](super::ModuleBuilder::adapter)),
+/// so a model that is made of them needs no code for it. A pattern is compared with the end of a layer's
+/// path, segment by segment: `q_proj` is every layer of that name, `mlp.*` everything in an `mlp`,
+/// `layers.3.self_attn.q_proj` that of one layer.
+///
+/// ```
+/// use fulgurite_core::module::{Adapters, ModuleBuilder, ModuleInit};
+/// use fulgurite_core::nn::SwiGluMlp;
+///
+/// let adapters = Adapters { rank: 4, ..Adapters::new(["up_proj", "mlp.down_proj"]) };
+/// let b = ModuleBuilder::new(ModuleInit { adapters: Some(adapters), ..ModuleInit::default() });
+/// SwiGluMlp::new(&b.pp("layers.0.mlp"), 16, 32)?;
+/// let tree = b.finish()?;
+/// let trained: Vec<&str> = tree.trainable().map(|p| p.fqn()).collect();
+/// assert_eq!(trained[..2], ["layers.0.mlp.up_proj.lora_A.weight", "layers.0.mlp.up_proj.lora_B.weight"]);
+/// assert_eq!(trained.len(), 4);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct Adapters {
+    /// The inner dimension of each adapter, PEFT's `r`.
+    pub rank: usize,
+    /// What the adapters' output is multiplied by, times the rank: PEFT's `lora_alpha`.
+    pub alpha: f64,
+    /// Whether `alpha` is divided by the root of the rank, not by the rank (PEFT's `use_rslora`).
+    pub rslora: bool,
+    /// The probability with which elements of the adapters' input are zeroed in training. Embeddings have none.
+    pub dropout: f64,
+    /// Patterns of the layers that get an adapter.
+    pub targets: Vec<String>,
+    /// Patterns of layers that get none all the same.
+    pub exclude: Vec<String>,
+    /// Patterns of modules that are trained whole beside the adapters, such as a new head.
+    pub modules_to_save: Vec<String>,
+    /// Which biases are trained.
+    pub bias: AdapterBias,
+}
+
+impl Adapters {
+    /// PEFT's defaults, rank 8 and alpha 8, for these layers.
+    pub fn new<S: Into<String>>(targets: impl IntoIterator<Item = S>) -> Self {
+        Self {
+            rank: 8,
+            alpha: 8.0,
+            rslora: false,
+            dropout: 0.0,
+            targets: targets.into_iter().map(Into::into).collect(),
+            exclude: Vec::new(),
+            modules_to_save: Vec::new(),
+            bias: AdapterBias::None,
+        }
+    }
+
+    /// The factor of the adapters' output.
+    pub fn scale(&self) -> f64 {
+        let rank = self.rank as f64;
+        self.alpha / if self.rslora { rank.sqrt() } else { rank }
+    }
+
+    /// Whether the layer at this path is to have an adapter.
+    pub fn targets(&self, path: &str) -> bool {
+        matches_any(&self.targets, path) && !matches_any(&self.exclude, path)
+    }
+
+    /// Whether a parameter of the model itself is trained.
+    pub(super) fn trains(&self, fqn: &str) -> bool {
+        let (path, name) = fqn.rsplit_once('.').unwrap_or(("", fqn));
+        let bias = match self.bias {
+            AdapterBias::None => false,
+            AdapterBias::All => true,
+            AdapterBias::AdapterOnly => self.targets(path),
+        };
+        (bias && name == "bias") || self.saves(path)
+    }
+
+    /// Whether the module at this path, or one around it, is trained whole.
+    fn saves(&self, path: &str) -> bool {
+        let ends = path.match_indices('.').map(|(end, _)| end).chain([path.len()]);
+        ends.into_iter().any(|end| matches_any(&self.modules_to_save, &path[..end]))
+    }
+
+    /// Checks the numbers and patterns themselves.
+    ///
+    /// # Errors
+    /// [`Error::Config`], which names the field.
+    pub fn validate(&self) -> Result<()> {
+        let wrong = |key: &str, message: String| {
+            Err(Error::Config(format!("`trainer.adapters.{key}`: {message}")))
+        };
+        if self.rank == 0 {
+            return wrong("rank", "must be at least 1, found 0".to_owned());
+        }
+        if !self.alpha.is_finite() || self.alpha == 0.0 {
+            return wrong("alpha", format!("must be a number other than 0, found {}", self.alpha));
+        }
+        if !(0.0..1.0).contains(&self.dropout) {
+            return wrong("dropout", format!("must be in [0, 1), found {}", self.dropout));
+        }
+        if self.targets.is_empty() {
+            let message = "names no layer; write those that are to have an adapter, such as \
+                           [\"q_proj\", \"v_proj\"]";
+            return wrong("targets", message.to_owned());
+        }
+        let all = [
+            ("targets", &self.targets),
+            ("exclude", &self.exclude),
+            ("modules_to_save", &self.modules_to_save),
+        ];
+        for (key, patterns) in all {
+            if let Some(pattern) = patterns.iter().find(|p| p.split('.').any(str::is_empty)) {
+                return wrong(key, format!("the pattern `{pattern}` has an empty segment"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the model has what the patterns name, and that every layer that is named has got its
+    /// adapter.
+    pub(super) fn check(&self, tree: &ModuleTree, adapted: &BTreeSet<String>) -> Result<()> {
+        let kinds = || {
+            let mut names: Vec<&str> = tree
+                .modules()
+                .iter()
+                .filter(|(_, info)| ["Linear", "Embedding"].contains(&info.kind))
+                .map(|(path, _)| path.rsplit_once('.').map_or(path.as_str(), |(_, name)| name))
+                .collect();
+            names.sort_unstable();
+            names.dedup();
+            match names.is_empty() {
+                true => "it has none, for it is not made of layers of `nn`".to_owned(),
+                false => format!("they are called {}", names.join(", ")),
+            }
+        };
+        for (key, patterns) in [("targets", &self.targets), ("exclude", &self.exclude)] {
+            let idle = patterns
+                .iter()
+                .find(|pattern| !tree.modules().keys().any(|path| suffix_match(pattern, path)));
+            if let Some(pattern) = idle {
+                return Err(Error::Config(format!(
+                    "`trainer.adapters.{key}`: no layer of the model matches `{pattern}`. A pattern is \
+                     the end of a layer's path, with `*` for a segment or a part of one; of the layers that \
+                     take an adapter {}",
+                    kinds()
+                )));
+            }
+        }
+        let without =
+            tree.modules().iter().find(|(path, _)| self.targets(path) && !adapted.contains(*path));
+        if let Some((path, info)) = without {
+            return Err(Error::module(
+                path,
+                format!(
+                    "is named by `trainer.adapters.targets` and takes no adapter: it is of the kind {}; name \
+                     layers of the kinds Linear (with a weight of its own) and Embedding, of which {}, or \
+                     leave it out with `trainer.adapters.exclude`",
+                    info.kind,
+                    kinds()
+                ),
+            ));
+        }
+        let idle = self.modules_to_save.iter().find(|pattern| {
+            let one = Self { modules_to_save: vec![(*pattern).clone()], ..self.clone() };
+            !tree
+                .parameters()
+                .iter()
+                .any(|p| one.saves(p.fqn().rsplit_once('.').map_or("", |(path, _)| path)))
+        });
+        match idle {
+            None => Ok(()),
+            Some(pattern) => Err(Error::Config(format!(
+                "`trainer.adapters.modules_to_save`: no module with parameters matches `{pattern}`; a pattern is \
+                 the end of a module's path, such as `lm_head`"
+            ))),
+        }
+    }
+}
+
+fn matches_any(patterns: &[String], path: &str) -> bool {
+    patterns.iter().any(|pattern| suffix_match(pattern, path))
+}
+
+/// Whether a pattern matches the last segments of a path.
+fn suffix_match(pattern: &str, path: &str) -> bool {
+    let segments = pattern.split('.').count();
+    let mut starts = path.rmatch_indices('.').map(|(at, _)| at + 1);
+    let start = match segments {
+        0 => return false,
+        n => starts.nth(n - 1),
+    };
+    match start {
+        Some(start) => glob_match(pattern, &path[start..]),
+        None => glob_match(pattern, path),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pattern_is_the_end_of_a_path() {
+        let yes = [
+            ("q_proj", "model.layers.0.self_attn.q_proj"),
+            ("*.q_proj", "model.layers.0.self_attn.q_proj"),
+            ("self_attn.*", "model.layers.0.self_attn.q_proj"),
+            ("layers.1*.mlp", "layers.10.mlp"),
+            ("head", "head"),
+            ("*", "a.b"),
+        ];
+        for (pattern, path) in yes {
+            assert!(suffix_match(pattern, path), "{pattern} {path}");
+        }
+        for (pattern, path) in
+            [("q", "a.q_proj"), ("b.head", "head"), ("proj", "a.q_proj"), ("a", "a.b")]
+        {
+            assert!(!suffix_match(pattern, path), "{pattern} {path}");
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! Buffers: values of a module that no optimizer updates.
+
+use std::sync::{Arc, RwLock};
+
+use candle_core::op::BackpropOp;
+use candle_core::{DType, Device, Tensor};
+
+use super::Init;
+use crate::autograd::storage;
+use crate::execution::GradMode;
+use crate::shard::Region;
+use crate::{Error, Result};
+
+/// What a buffer starts with.
+#[derive(Debug, Clone)]
+pub enum BufferInit {
+    /// A function of the element, as of a parameter; the same on every rank.
+    Init(Init),
+    /// These values, which must be the same on every rank.
+    Values(Tensor),
+}
+
+impl From<Init> for BufferInit {
+    fn from(init: Init) -> Self {
+        Self::Init(init)
+    }
+}
+
+impl From<Tensor> for BufferInit {
+    fn from(values: Tensor) -> Self {
+        Self::Values(values)
+    }
+}
+
+/// How a buffer is kept: by default in f32, and saved with the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BufferOptions {
+    /// Its dtype, which may be one of integers. Precision settings do not change it.
+    pub dtype: DType,
+    /// Whether checkpoints have it (`persistent` of torch's `register_buffer`).
+    pub persistent: bool,
+}
+
+impl Default for BufferOptions {
+    fn default() -> Self {
+        Self { dtype: DType::F32, persistent: true }
+    }
+}
+
+impl BufferOptions {
+    /// A buffer of this dtype that is saved.
+    pub fn dtype(dtype: DType) -> Self {
+        Self { dtype, ..Self::default() }
+    }
+
+    /// The same, not saved: what can be computed again, such as a table of angles.
+    #[must_use]
+    pub fn not_persistent(self) -> Self {
+        Self { persistent: false, ..self }
+    }
+}
+
+/// A module's value that is not trained: a running statistic, a counter, a mask. Declared with
+/// [`ModuleBuilder::buffer`](crate::module::ModuleBuilder::buffer); clones are the same buffer.
+///
+/// Every rank has it whole, under every strategy. It has values once the model is set up. Layers
+/// [set](Self::set) it in training forwards; after each step the data-parallel ranks are made equal
+/// (`trainer.sync_buffers`).
+#[derive(Clone)]
+pub struct Buffer(Arc<Inner>);
+
+struct Inner {
+    fqn: String,
+    shape: Vec<usize>,
+    options: BufferOptions,
+    /// Taken once the buffer has values.
+    init: RwLock<Option<BufferInit>>,
+    /// For messages and comparisons of models.
+    starts_with: String,
+    tensor: Tensor,
+}
+
+impl Buffer {
+    /// A buffer without memory. If `is_variable`, its tensor is a variable of candle's, which
+    /// `Var::from_tensor` does not copy.
+    pub(crate) fn new(
+        fqn: String,
+        shape: Vec<usize>,
+        init: BufferInit,
+        options: BufferOptions,
+        (device, is_variable): (&Device, bool),
+    ) -> Result<Self> {
+        let refuse = |message: String| Err(about(&fqn, message));
+        let starts_with = match &init {
+            BufferInit::Init(init) => {
+                if let Err(message) = init.check() {
+                    return refuse(message);
+                }
+                format!("{init:?}")
+            }
+            BufferInit::Values(values) => {
+                if values.dims() != shape {
+                    return refuse(format!(
+                        "has the shape {shape:?} and is given values of shape {:?}",
+                        values.dims()
+                    ));
+                }
+                "values".to_owned()
+            }
+        };
+        let storage = match storage::empty(options.dtype, device) {
+            Ok(storage) => storage,
+            Err(_) => return refuse(format!("cannot be of dtype {:?}", options.dtype)),
+        };
+        let tensor = Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), is_variable);
+        let init = RwLock::new(Some(init));
+        Ok(Self(Arc::new(Inner { fqn, shape, options, init, starts_with, tensor })))
+    }
+
+    /// The fully qualified name.
+    pub fn fqn(&self) -> &str {
+        &self.0.fqn
+    }
+
+    /// The shape.
+    pub fn shape(&self) -> &[usize] {
+        &self.0.shape
+    }
+
+    /// The dtype.
+    pub fn dtype(&self) -> DType {
+        self.0.options.dtype
+    }
+
+    /// Whether checkpoints have it.
+    pub fn is_persistent(&self) -> bool {
+        self.0.options.persistent
+    }
+
+    /// Number of elements.
+    pub fn elem_count(&self) -> usize {
+        self.0.shape.iter().product()
+    }
+
+    /// Bytes of its values.
+    pub fn bytes(&self) -> u64 {
+        (self.elem_count() as u64).saturating_mul(self.dtype().size_in_bytes() as u64)
+    }
+
+    /// What it starts with, for comparisons between ranks.
+    pub(crate) fn starts_with(&self) -> &str {
+        &self.0.starts_with
+    }
+
+    /// Its tensor, which has no memory before the model is set up.
+    pub(crate) fn tensor(&self) -> &Tensor {
+        &self.0.tensor
+    }
+
+    /// Gives it its initial values, if it has none yet.
+    pub(crate) fn materialize(&self, seed: u64) -> Result<()> {
+        let Some(init) = self.0.init.write().expect("no panic while writing").take() else {
+            return Ok(());
+        };
+        let device = self.0.tensor.device();
+        let values = match init {
+            BufferInit::Values(values) => values.to_device(device)?,
+            BufferInit::Init(init) => {
+                let region = Region::full(self.shape());
+                init.values(seed, self.fqn(), self.shape(), &region, self.dtype(), device)?
+            }
+        };
+        storage::allocate(&self.0.tensor)?;
+        storage::copy_from(&self.0.tensor.detach(), &values)
+    }
+
+    /// The values, detached. They share the buffer's memory, so they change when it is
+    /// [set](Self::set): a backward that needs them as they are keeps a copy.
+    ///
+    /// # Errors
+    /// Before the model was set up.
+    pub fn value(&self) -> Result<Tensor> {
+        if storage::is_released(&self.0.tensor) {
+            let message = "has no values: it is used before the model was set up";
+            return Err(about(self.fqn(), message));
+        }
+        Ok(self.0.tensor.detach())
+    }
+
+    /// Replaces the values in place, converting their dtype. A forward calls it on this rank, in
+    /// training only ([`ForwardScope`](crate::module::ForwardScope)). While a checkpointed unit is
+    /// computed again it does nothing: its forward has set the buffer already. So what such a unit
+    /// gives must not depend on a buffer that it sets.
+    ///
+    /// # Errors
+    /// If the values have another shape, or the model was not set up.
+    pub fn set(&self, values: &Tensor) -> Result<()> {
+        if GradMode::current().recomputation().is_some() {
+            return Ok(());
+        }
+        if values.dims() != self.shape() {
+            let message = format!(
+                "has the shape {:?} and is set to values of {:?}",
+                self.shape(),
+                values.dims()
+            );
+            return Err(about(self.fqn(), message));
+        }
+        storage::copy_from(&self.value()?, &values.detach())
+    }
+}
+
+/// An error about a buffer.
+pub(crate) fn about(fqn: &str, message: impl std::fmt::Display) -> Error {
+    Error::other(format!("buffer `{fqn}`: {message}"))
+}
+
+impl PartialEq for Buffer {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl std::fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Buffer")
+            .field("fqn", &self.fqn())
+            .field("shape", &self.shape())
+            .field("dtype", &self.dtype())
+            .field("persistent", &self.is_persistent())
+            .finish_non_exhaustive()
+    }
+}
