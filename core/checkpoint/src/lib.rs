@@ -28,7 +28,9 @@
 //!
 //! Tensors are loaded from a [`TensorSource`]: a [`DistributedCheckpoint`], a [`FullCheckpoint`], a
 //! [`SafetensorsSource`] (a Hugging Face directory, a single file, PyTorch's shards) or a
-//! [`TorchSource`] (`.pt`, `.pth`, Lightning's `.ckpt`); [`open`] detects the format. [`load_into`]
+//! [`TorchSource`] (`.pt`, `.pth`, Lightning's `.ckpt`); [`open`] detects the format. Others are in memory:
+//! a [`TensorMap`], a closure as a [`TensorFn`]; and where rank 0 alone can read, it sends them to the others
+//! ([`RankZeroSource`]). [`load_into`]
 //! fills a model on any mesh from any of them; each rank reads only the bytes of its own part.
 //! [`LoadOptions`] say what may differ, and [`NameRules`] map names.
 //!
@@ -61,8 +63,11 @@ mod load;
 mod load_options;
 mod load_report;
 mod manifest;
+mod memory;
 mod names;
 mod open;
+mod peft;
+mod rank_zero;
 mod save;
 mod shard_file;
 mod shard_tensor;
@@ -93,8 +98,14 @@ pub use manifest::{
     ChunkEntry, FORMAT_VERSION, FULL_MANIFEST, FileDigest, MANIFEST, Manifest, SaveMeta,
     TensorEntry,
 };
+pub use memory::{TensorFn, TensorMap};
 pub use names::{NameRules, RenamedSource, clean_tensor_name};
 pub use open::open;
+pub use peft::{
+    ADAPTER_CONFIG, ADAPTER_MODEL, AdapterSource, MergedModel, PeftConfig, load_adapter,
+    save_adapter,
+};
+pub use rank_zero::RankZeroSource;
 pub use save::{SaveRequest, after_commit, remove_unfinished, save};
 pub use shard_tensor::{
     ShardTensor, model_tensors, optimizer_key, optimizer_tensors, parse_optimizer_key, shard_specs,

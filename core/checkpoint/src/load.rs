@@ -19,11 +19,13 @@ use fulgurite_engine::optim::StateTensor;
 use fulgurite_engine::shard::Region;
 
 /// A tensor to fill.
-struct LoadTarget {
+pub(super) struct LoadTarget {
     /// The names that it may have in a source.
     names: Vec<String>,
     shape: Vec<usize>,
     dtype: DType,
+    /// Whether it is of an adapter.
+    adapter: bool,
     /// Whether the filter keeps it.
     kept: bool,
     /// The memory of this rank's part, and its region; `None` for a comparison.
@@ -40,7 +42,7 @@ impl Section {
     }
 
     /// The source under the model's names.
-    fn renamed<'s>(
+    pub(super) fn renamed<'s>(
         self,
         source: &'s dyn TensorSource,
         options: &LoadOptions,
@@ -102,7 +104,7 @@ pub fn check_compatible(source: &dyn TensorSource, tree: &ModuleTree) -> Result<
 }
 
 /// Fills this rank's part of every parameter
-/// ([`Parameter::local`](fulgurite_engine::parameter::Parameter::local)), converting dtypes. A tied
+/// ([`Parameter::local`](fulgurite_engine::parameter::Parameter::local)) and every persistent buffer, converting dtypes. A tied
 /// parameter is found under any of its names. `options` may be a `bool`, for
 /// [`strict`](LoadOptions::strict).
 ///
@@ -119,6 +121,7 @@ pub fn load_into(
     options: impl Into<LoadOptions>,
 ) -> Result<LoadReport> {
     let options = options.into();
+    refuse_broadcast(&options)?;
     let targets = local_parameter_targets(tree, &options)?;
     let renamed = Section::Model.renamed(source, &options)?;
     check_patterns(source, &*renamed, &targets, &options)?;
@@ -140,6 +143,7 @@ pub fn load_optimizer(
     options: impl Into<LoadOptions>,
 ) -> Result<LoadReport> {
     let options = options.into();
+    refuse_broadcast(&options)?;
     let targets = state_targets(tree, states, &options);
     let source = Section::Optimizer.renamed(source, &options)?;
     let plan = LoadPlan::new(&*source, &targets, &options, Section::Optimizer);
@@ -171,6 +175,7 @@ pub fn restore(
     options: impl Into<LoadOptions>,
 ) -> Result<RestoreReport> {
     let options = options.into();
+    refuse_broadcast(&options)?;
     let parameters = local_parameter_targets(tree, &options)?;
     let model = Section::Model.renamed(checkpoint.model(), &options)?;
     check_patterns(checkpoint.model(), &*model, &parameters, &options)?;
@@ -237,17 +242,43 @@ pub fn load_raw(
     load_into(&*open(path)?, tree, options)
 }
 
-fn local_parameter_targets(tree: &ModuleTree, options: &LoadOptions) -> Result<Vec<LoadTarget>> {
+fn refuse_broadcast(options: &LoadOptions) -> Result<()> {
+    match options.broadcast_from_rank0 {
+        false => Ok(()),
+        true => Err(Error::other(
+            "`broadcast_from_rank0` is collective, and this function reads on each rank by itself; load with \
+             `Fabric::load_raw`, `Fabric::load_model_state_dict` or a `RankZeroSource`",
+        )),
+    }
+}
+
+pub(super) fn local_parameter_targets(
+    tree: &ModuleTree,
+    options: &LoadOptions,
+) -> Result<Vec<LoadTarget>> {
     let mut targets = parameter_targets(tree, options);
-    for (target, parameter) in targets.iter_mut().zip(tree.parameters()) {
+    let (parameters, buffers) = targets.split_at_mut(tree.parameters().len());
+    for (target, parameter) in parameters.iter_mut().zip(tree.parameters()) {
         let local = parameter.local()?;
         target.local = Some((local.values, local.region));
+    }
+    for (target, buffer) in buffers.iter_mut().zip(tree.persistent_buffers()) {
+        target.local = Some((buffer.value()?.flatten_all()?, Region::full(buffer.shape())));
     }
     Ok(targets)
 }
 
+/// The parameters, and after them the persistent buffers.
 fn parameter_targets(tree: &ModuleTree, options: &LoadOptions) -> Vec<LoadTarget> {
     let aliases = aliases(tree);
+    let buffers = tree.persistent_buffers().map(|buffer| LoadTarget {
+        names: vec![buffer.fqn().to_owned()],
+        shape: buffer.shape().to_vec(),
+        dtype: buffer.dtype(),
+        adapter: false,
+        kept: Section::Model.keeps(options, buffer.fqn()),
+        local: None,
+    });
     tree.parameters()
         .iter()
         .map(|parameter| {
@@ -256,14 +287,16 @@ fn parameter_targets(tree: &ModuleTree, options: &LoadOptions) -> Vec<LoadTarget
                 names: [parameter.fqn()].into_iter().chain(others).map(str::to_owned).collect(),
                 shape: parameter.global_shape().to_vec(),
                 dtype: parameter.dtype(),
+                adapter: parameter.is_adapter(),
                 kept: Section::Model.keeps(options, parameter.fqn()),
                 local: None,
             }
         })
+        .chain(buffers)
         .collect()
 }
 
-fn state_targets(
+pub(super) fn state_targets(
     tree: &ModuleTree,
     states: &[StateTensor],
     options: &LoadOptions,
@@ -281,6 +314,7 @@ fn state_targets(
                     .collect(),
                 shape: state.shape.clone(),
                 dtype: state.values.dtype(),
+                adapter: false,
                 kept: options.filter.as_ref().is_none_or(|filter| filter.keeps(&state.fqn)),
                 local: Some((state.values.clone(), state.region.clone())),
             }
@@ -299,7 +333,7 @@ fn aliases(tree: &ModuleTree) -> BTreeMap<&str, Vec<&str>> {
 
 /// Checks that each pattern of the options matches something: those of the filter a parameter or a renamed
 /// tensor, those that rename a tensor of the source.
-fn check_patterns(
+pub(super) fn check_patterns(
     source: &dyn TensorSource,
     renamed: &dyn TensorSource,
     targets: &[LoadTarget],
@@ -338,10 +372,16 @@ fn match_up<'a>(
 ) -> (LoadReport, Vec<(usize, &'a str)>) {
     let mut report = LoadReport::default();
     let mut matches = Vec::new();
+    // A base has no adapters: they keep their initial values.
+    let has = |target: &LoadTarget| target.names.iter().any(|name| source.info(name).is_some());
+    let only_base = !targets.iter().any(|target| target.adapter && has(target))
+        && targets.iter().any(|target| !target.adapter && has(target));
     for (i, target) in targets.iter().enumerate().filter(|(_, target)| target.kept) {
         let found = target.names.iter().find_map(|name| source.info(name).map(|info| (name, info)));
         let Some((name, info)) = found else {
-            report.missing.push(target.names[0].clone());
+            if !(target.adapter && only_base) {
+                report.missing.push(target.names[0].clone());
+            }
             continue;
         };
         let dtypes = (info.shape == target.shape).then(|| (Dtype::from(target.dtype), info.dtype));
@@ -372,7 +412,7 @@ fn match_up<'a>(
 }
 
 /// The targets, and the tensors of a source that they are filled from.
-struct LoadPlan<'a> {
+pub(super) struct LoadPlan<'a> {
     source: &'a dyn TensorSource,
     section: Section,
     targets: &'a [LoadTarget],
@@ -381,7 +421,7 @@ struct LoadPlan<'a> {
 }
 
 impl<'a> LoadPlan<'a> {
-    fn new(
+    pub(super) fn new(
         source: &'a dyn TensorSource,
         targets: &'a [LoadTarget],
         options: &LoadOptions,
@@ -392,7 +432,7 @@ impl<'a> LoadPlan<'a> {
     }
 
     /// Fails for differences, if strict.
-    fn check(&self, options: &LoadOptions) -> Result<()> {
+    pub(super) fn check(&self, options: &LoadOptions) -> Result<()> {
         if options.strict {
             let reports = [(&self.report, self.section.name())];
             let filtered = self.source.filtered();
@@ -407,6 +447,16 @@ impl<'a> LoadPlan<'a> {
             return Err(Error::checkpoint(self.source.location(), described));
         }
         Ok(())
+    }
+
+    /// The names in the source of the tensors to load, each with the memory of this rank's part and its
+    /// region, which may be empty.
+    pub(super) fn fills(&self) -> impl Iterator<Item = (&'a str, Option<&'a (Tensor, Region)>)> {
+        self.matches.iter().map(|&(i, name)| (name, self.targets[i].local.as_ref()))
+    }
+
+    pub(super) fn into_report(self) -> LoadReport {
+        self.report
     }
 
     fn fill(self, options: &LoadOptions) -> Result<LoadReport> {

@@ -40,6 +40,11 @@ pub struct LoadOptions {
     /// Whether [`restore`](super::restore), which loads model and optimizer, leaves the optimizer
     /// out.
     pub weights_only: bool,
+    /// Whether rank 0 alone reads, and sends tensor by tensor to the others, as torch's
+    /// `broadcast_from_rank0`: for a source that the other ranks do not have. The methods of `Fabric` do so;
+    /// [`load_into`](super::load_into) and the other functions here, which are not collective, refuse it, see
+    /// [`RankZeroSource`](super::RankZeroSource).
+    pub broadcast_from_rank0: bool,
     /// What an error about differences says is to be done; by default that these options exist.
     pub advice: Option<&'static str>,
 }
@@ -53,6 +58,7 @@ impl Default for LoadOptions {
             dtypes: DtypePolicy::default(),
             verify: true,
             weights_only: false,
+            broadcast_from_rank0: false,
             advice: None,
         }
     }

@@ -5,6 +5,9 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 
 use crate::{Error, Result};
+use fulgurite_engine::mesh::{
+    CONTEXT_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, TENSOR_PARALLEL,
+};
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::StateTensor;
 use fulgurite_engine::shard::{Region, ShardSpec};
@@ -24,7 +27,8 @@ pub struct ShardTensor {
 }
 
 /// This rank's part of a model: the region that it [owns](ShardSpec::owned_region) of every
-/// parameter, frozen or not. `coordinate` is this rank's coordinate in the mesh.
+/// parameter, frozen or not, and on the first rank of the mesh the persistent buffers, which follow.
+/// `coordinate` is this rank's coordinate in the mesh.
 ///
 /// Not collective. The tensors share memory with the parameters.
 ///
@@ -34,14 +38,33 @@ pub fn model_tensors(
     tree: &ModuleTree,
     coordinate: impl Fn(&str) -> usize,
 ) -> Result<Vec<ShardTensor>> {
-    tree.parameters()
-        .iter()
-        .map(|parameter| {
-            let local = parameter.local()?;
-            let name = parameter.fqn();
-            owned(name, &local.values, &local.region, &parameter.spec(), &coordinate)
-        })
-        .collect()
+    let parameters = tree.parameters().iter().map(|parameter| {
+        let local = parameter.local()?;
+        let name = parameter.fqn();
+        owned(name, &local.values, &local.region, &parameter.spec(), &coordinate)
+    });
+    let buffers = tree
+        .persistent_buffers()
+        .map(|buffer| of_first_rank(buffer.fqn(), &buffer.value()?, buffer.shape(), &coordinate));
+    parameters.chain(buffers).collect()
+}
+
+/// All of a tensor that every rank has, on the first rank of the mesh, and nothing on the others.
+fn of_first_rank(
+    name: &str,
+    values: &Tensor,
+    shape: &[usize],
+    coordinate: &impl Fn(&str) -> usize,
+) -> Result<ShardTensor> {
+    let dims = [DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, CONTEXT_PARALLEL, TENSOR_PARALLEL];
+    let (name, shape, values) = (name.to_owned(), shape.to_vec(), values.detach().flatten_all()?);
+    if dims.into_iter().all(|dim| coordinate(dim) == 0) {
+        return Ok(ShardTensor { name, values, region: Region::full(&shape), shape });
+    }
+    // One dimension at least, for a region without has one element.
+    let none = vec![0; shape.len().max(1)];
+    let region = Region { offsets: none.clone(), sizes: none };
+    Ok(ShardTensor { name, values: values.narrow(0, 0, 0)?, region, shape })
 }
 
 /// This rank's part of an optimizer's state, which is cut as the parameters of `tree` are, named by

@@ -150,8 +150,10 @@ fn chosen_model(
     coordinate: &impl Fn(&str) -> usize,
     options: &GatherOptions,
 ) -> Result<Vec<ShardTensor>> {
-    let all = model_tensors(tree, coordinate)?.into_iter().zip(tree.parameters());
-    let chosen = all.filter(|(_, p)| options.wants(p.fqn(), p.requires_grad()));
+    let parameters = tree.parameters().iter().map(|p| (p.fqn(), p.requires_grad()));
+    let buffers = tree.persistent_buffers().map(|buffer| (buffer.fqn(), false));
+    let all = model_tensors(tree, coordinate)?.into_iter().zip(parameters.chain(buffers));
+    let chosen = all.filter(|(_, (fqn, trained))| options.wants(fqn, *trained));
     Ok(chosen.map(|(tensor, _)| tensor).collect())
 }
 

@@ -13,7 +13,8 @@ use super::super::stored::loadable_dtype;
 use super::super::tensor_file::FileKind;
 use super::super::weights::MAX_COMPANION;
 use super::super::{
-    CheckpointIO, FileDigest, FullOptions, ModelConfig, ParameterFilter, SaveMeta, TensorSource,
+    CheckpointIO, FileDigest, FullOptions, MergedModel, ModelConfig, ParameterFilter, SaveMeta,
+    TensorSource,
 };
 use super::average::AveragedModel;
 use super::progress::{Counter, Progress};
@@ -49,6 +50,9 @@ pub struct ConvertOptions {
     /// Whether the average of the weights that training kept takes their place; the optimizer's state, which
     /// does not belong to it, is left out.
     pub average: bool,
+    /// The directory of an adapter of PEFT's that is merged into the model; the optimizer's state, which does not
+    /// belong to it, is left out.
+    pub adapter: Option<PathBuf>,
     /// New names of the parameters.
     pub rename: Rename,
     /// As [`FullOptions::max_shard_bytes`]; not for [`ConvertTarget::Distributed`].
@@ -68,6 +72,7 @@ impl ConvertOptions {
             dtype: None,
             model_only: false,
             average: false,
+            adapter: None,
             rename: Rename::default(),
             max_shard_bytes,
             config: None,
@@ -142,8 +147,10 @@ pub fn convert(
     }
     let averaged = options.average.then(|| AveragedModel::new(input)).transpose()?;
     let source = averaged.as_ref().map_or(input.model(), |averaged| averaged as _);
+    let merged = options.adapter.as_ref().map(|dir| MergedModel::new(source, dir)).transpose()?;
+    let source = merged.as_ref().map_or(source, |merged| merged as _);
     let model = OutputSection::model(source, options)?;
-    let is_whole = !options.model_only && !options.average;
+    let is_whole = !options.model_only && !options.average && options.adapter.is_none();
     let with_optimizer = is_whole && options.to != ConvertTarget::HuggingFace;
     let optimizer = input.optimizer().filter(|_| with_optimizer);
     let optimizer =

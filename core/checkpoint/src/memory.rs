@@ -1,0 +1,199 @@
+//! Tensor sources in memory: a map of tensors, and a closure.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use safetensors::Dtype;
+
+use super::chunks::check_bounds;
+use super::{TensorInfo, TensorSource};
+use crate::{Error, Result};
+use fulgurite_engine::shard::Region;
+
+/// Tensors in memory as a [`TensorSource`]: what
+/// [`gather_cpu_state_dict`](super::gather_cpu_state_dict) returns, or a state dict that a program made.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fulgurite_core::checkpoint::{TensorMap, TensorSource};
+///
+/// let weight = Tensor::ones((4, 2), candle_core::DType::F32, &Device::Cpu)?;
+/// let source = TensorMap::new([("head.weight".to_owned(), weight)]);
+/// assert_eq!(source.names(), ["head.weight"]);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct TensorMap {
+    tensors: BTreeMap<String, Tensor>,
+}
+
+impl TensorMap {
+    /// A source of these tensors, which may be on any device.
+    pub fn new(tensors: impl IntoIterator<Item = (String, Tensor)>) -> Self {
+        Self { tensors: tensors.into_iter().collect() }
+    }
+
+    /// The tensors.
+    pub fn tensors(&self) -> &BTreeMap<String, Tensor> {
+        &self.tensors
+    }
+}
+
+impl From<BTreeMap<String, Tensor>> for TensorMap {
+    fn from(tensors: BTreeMap<String, Tensor>) -> Self {
+        Self { tensors }
+    }
+}
+
+impl TensorSource for TensorMap {
+    fn location(&self) -> &Path {
+        Path::new("(tensors in memory)")
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.tensors.keys().map(String::as_str).collect()
+    }
+
+    fn info(&self, name: &str) -> Option<TensorInfo> {
+        let tensor = self.tensors.get(name)?;
+        Some(TensorInfo { shape: tensor.dims().to_vec(), dtype: Dtype::from(tensor.dtype()) })
+    }
+
+    fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        let tensor = self.tensors.get(name).ok_or_else(|| none_of(self.location(), name))?;
+        check_bounds(tensor.dims(), region).map_err(|message| {
+            Error::checkpoint(self.location(), format!("tensor `{name}`: {message}"))
+        })?;
+        let mut part = tensor.detach();
+        for (dim, (&offset, &size)) in region.offsets.iter().zip(&region.sizes).enumerate() {
+            part = part.narrow(dim, offset, size)?;
+        }
+        Ok(part.flatten_all()?.to_dtype(dtype)?.to_device(device)?)
+    }
+}
+
+type ReadFn = dyn Fn(&str, &Region) -> Result<Tensor> + Send + Sync;
+
+/// A [`TensorSource`] whose values a closure computes or fetches, part by part, so that the whole need never
+/// be in memory.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fulgurite_core::checkpoint::{TensorFn, TensorInfo, TensorSource};
+/// use fulgurite_core::shard::Region;
+///
+/// // Weights of another format, read by a program's own reader.
+/// let infos = [("w".to_owned(), TensorInfo { shape: vec![4, 2], dtype: safetensors::Dtype::F32 })];
+/// let source = TensorFn::new("my-format.bin", infos, |_name, region: &Region| {
+///     Ok(Tensor::zeros(region.elem_count(), DType::F32, &Device::Cpu)?)
+/// });
+/// assert_eq!(source.info("w").unwrap().shape, [4, 2]);
+/// ```
+pub struct TensorFn {
+    location: PathBuf,
+    infos: BTreeMap<String, TensorInfo>,
+    read: Box<ReadFn>,
+}
+
+impl TensorFn {
+    /// A source of the tensors `infos`. `read` returns the elements of a region of the tensor of a name, in
+    /// the region's row-major order, in any shape, dtype and place; it is called on the thread that loads, on
+    /// every rank for its own part. `location` is where they come from, for messages.
+    pub fn new(
+        location: impl Into<PathBuf>,
+        infos: impl IntoIterator<Item = (String, TensorInfo)>,
+        read: impl Fn(&str, &Region) -> Result<Tensor> + Send + Sync + 'static,
+    ) -> Self {
+        let infos = infos.into_iter().collect();
+        Self { location: location.into(), infos, read: Box::new(read) }
+    }
+}
+
+impl std::fmt::Debug for TensorFn {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut debug = f.debug_struct("TensorFn");
+        debug.field("location", &self.location).field("infos", &self.infos).finish_non_exhaustive()
+    }
+}
+
+impl TensorSource for TensorFn {
+    fn location(&self) -> &Path {
+        &self.location
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.infos.keys().map(String::as_str).collect()
+    }
+
+    fn info(&self, name: &str) -> Option<TensorInfo> {
+        self.infos.get(name).cloned()
+    }
+
+    fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        let info = self.infos.get(name).ok_or_else(|| none_of(&self.location, name))?;
+        let fail = |message: String| {
+            Error::checkpoint(&self.location, format!("tensor `{name}`: {message}"))
+        };
+        check_bounds(&info.shape, region).map_err(&fail)?;
+        let values = (self.read)(name, region).map_err(|error| fail(error.to_string()))?;
+        let values = values.detach().flatten_all()?;
+        if values.elem_count() != region.elem_count() {
+            return Err(fail(format!(
+                "the closure returned {} elements for a part of {}",
+                values.elem_count(),
+                region.elem_count()
+            )));
+        }
+        Ok(values.to_dtype(dtype)?.to_device(device)?)
+    }
+}
+
+fn none_of(location: &Path, name: &str) -> Error {
+    Error::checkpoint(location, format!("tensor `{name}`: there is none of this name"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers() -> Tensor {
+        Tensor::arange(0f32, 24.0, &Device::Cpu).unwrap().reshape((2, 3, 4)).unwrap()
+    }
+
+    fn part() -> Region {
+        Region { offsets: vec![1, 0, 2], sizes: vec![1, 3, 2] }
+    }
+
+    fn read(source: &dyn TensorSource, region: &Region) -> Result<Vec<f64>> {
+        let values = source.read("w", region, DType::F64, &Device::Cpu)?;
+        Ok(values.to_vec1::<f64>()?)
+    }
+
+    #[test]
+    fn any_part_of_a_map_and_of_a_closure_can_be_read() {
+        let expected = [14., 15., 18., 19., 22., 23.];
+        let map = TensorMap::new([("w".to_owned(), numbers().transpose(0, 0).unwrap())]);
+        assert_eq!(read(&map, &part()).unwrap(), expected);
+        let inner = map.clone();
+        let infos = [("w".to_owned(), map.info("w").unwrap())];
+        let closure = TensorFn::new("elsewhere", infos, move |name, region| {
+            inner.read(name, region, DType::F32, &Device::Cpu)
+        });
+        assert_eq!(read(&closure, &part()).unwrap(), expected);
+        let empty = Region { offsets: vec![0; 3], sizes: vec![0, 3, 4] };
+        assert!(read(&map, &empty).unwrap().is_empty());
+    }
+
+    #[test]
+    fn what_is_not_there_is_an_error() {
+        let map = TensorMap::new([("v".to_owned(), numbers())]);
+        insta::assert_snapshot!(read(&map, &part()).unwrap_err(), @"checkpoint (tensors in memory): tensor `w`: there is none of this name");
+        let map = TensorMap::new([("w".to_owned(), numbers())]);
+        let outside = Region { offsets: vec![1, 0, 2], sizes: vec![2, 3, 2] };
+        insta::assert_snapshot!(read(&map, &outside).unwrap_err(), @"checkpoint (tensors in memory): tensor `w`: [1..3, 0..3, 2..4] is not a part of a tensor of shape [2, 3, 4]");
+        let infos = [("w".to_owned(), map.info("w").unwrap())];
+        let wrong = TensorFn::new("elsewhere", infos, |_, _| Ok(numbers()));
+        insta::assert_snapshot!(read(&wrong, &part()).unwrap_err(), @"checkpoint elsewhere: tensor `w`: the closure returned 24 elements for a part of 6");
+    }
+}
