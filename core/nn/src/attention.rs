@@ -8,6 +8,7 @@ use super::kernels::attention::{DotProductAttention, merge_heads, split_heads};
 use super::kernels::context_attention::ContextAttention;
 use super::kernels::matmul::InputGrad;
 use super::linear::Linear;
+use super::lora::LoraCall;
 use super::residual::{FusedLayer, FusedOutput};
 use super::rope::Rope;
 use super::styles::BlockStyles;
@@ -102,8 +103,9 @@ impl CausalSelfAttention {
     }
 
     /// A projection's output, outside the graph: `[batch, time, heads of this rank, head_dim]`.
-    fn project(&self, projection: &Linear, x: &Tensor) -> Result<Tensor> {
-        split_heads(&projection.compute(x)?, projection.outputs() / self.head_dim)
+    fn project(&self, projection: &Linear, x: &Tensor) -> Result<(Tensor, LoraCall)> {
+        let (y, call) = projection.compute(x)?;
+        Ok((split_heads(&y, projection.outputs() / self.head_dim)?, call))
     }
 }
 
@@ -125,11 +127,11 @@ impl FusedLayer for CausalSelfAttention {
             documents: self.layer.run(|| Documents::current(batch, time, context.is_some()))?,
         };
         let attend = ContextAttention { attend, context };
-        let q = self.project(&self.q_proj, &saved)?;
-        let k = self.project(&self.k_proj, &saved)?;
-        let v = self.project(&self.v_proj, &saved)?;
+        let (q, q_call) = self.project(&self.q_proj, &saved)?;
+        let (k, k_call) = self.project(&self.k_proj, &saved)?;
+        let (v, v_call) = self.project(&self.v_proj, &saved)?;
         let attended = attend.forward(&q, &k, &v)?;
-        let y = self.o_proj.compute(&merge_heads(attended.output())?)?;
+        let (y, o_call) = self.o_proj.compute(&merge_heads(attended.output())?)?;
         let (y, output) = self.layer.redistribute_output(y)?;
         let y = self.o_proj.add_bias_after_reduction(y)?;
 
@@ -140,13 +142,19 @@ impl FusedLayer for CausalSelfAttention {
             layer.o_proj.bias_after_reduction_backward(grad)?;
             let grad = output.backward(grad)?;
             let merged = merge_heads(attended.output())?;
-            let d = layer.o_proj.backward(&merged, &grad, InputGrad::New)?;
+            let d = layer.o_proj.backward(&o_call, &merged, &grad, InputGrad::New)?;
             let d = d.ok_or_else(|| Error::other("the output projection gave no gradient"))?;
             let d = split_heads(&d, q.dim(2)?)?;
             let [dq, dk, dv] = attend.backward([&q, &k, &v], &attended, &d)?;
             let mut dx = None;
-            for (projection, d) in [(&layer.q_proj, dq), (&layer.k_proj, dk), (&layer.v_proj, dv)] {
+            let projections = [
+                (&layer.q_proj, &q_call, dq),
+                (&layer.k_proj, &k_call, dk),
+                (&layer.v_proj, &v_call, dv),
+            ];
+            for (projection, call, d) in projections {
                 dx = projection.backward(
+                    call,
                     &saved,
                     &merge_heads(&d)?,
                     InputGrad::new(wanted).add_to(dx),

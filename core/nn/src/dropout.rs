@@ -50,6 +50,7 @@ impl Dropout {
 }
 
 /// Offsets of this rank's elements in the tensor of the whole global batch.
+#[derive(Debug)]
 struct ElementOffsets {
     /// Elements of a row, which is contiguous in both tensors.
     row: usize,
@@ -61,13 +62,30 @@ impl ElementOffsets {
     /// The offsets of the elements of `x`, the tensor that the layer computes with, in the global
     /// form of its input `given`.
     fn new(given: &Tensor, x: &Tensor, scope: &ForwardScope, layer: &LayerHandle) -> Result<Self> {
+        match layer.computes_with() {
+            Layout::LAST => {
+                let (offset, whole) = layer.last_dimension(given, x)?;
+                Self::of_layout(Layout::LAST, (offset, whole), x, scope, layer)
+            }
+            layout => Self::of_layout(layout, (0, 0), x, scope, layer),
+        }
+    }
+
+    /// The offsets for an `x` of this layout; in `shard(-1)` it is the part of the last dimension that begins at
+    /// the first of `last`, of as many elements as the second.
+    fn of_layout(
+        layout: Layout,
+        last: (usize, usize),
+        x: &Tensor,
+        scope: &ForwardScope,
+        layer: &LayerHandle,
+    ) -> Result<Self> {
         let (dims, first_sample) = (x.dims(), scope.first_sample);
-        let layout = layer.computes_with();
         let cut_sequence = scope.context.is_some() || layout == Layout::SEQUENCE;
         let width = dims[dims.len() - 1];
         if layout == Layout::LAST {
             // Rows are all dimensions but the last.
-            let (offset, whole) = layer.last_dimension(given, x)?;
+            let (offset, whole) = last;
             let rows = x.elem_count() / width;
             let positions = match (&scope.context, dims) {
                 (Some(_), [_, time, _]) => global_positions(scope, *time),
@@ -163,6 +181,48 @@ fn masked(x: &Tensor, stream: &Stream, offsets: &ElementOffsets, p: f64) -> Resu
     let mask =
         tensor(mask, x.shape())?.to_dtype(accumulation_dtype(dtype))?.to_device(x.device())?;
     Ok((wide * mask)?.to_dtype(dtype)?)
+}
+
+/// The mask of one call of a layer that drops elements of its input itself.
+#[derive(Debug)]
+pub(super) struct Mask {
+    stream: Stream,
+    offsets: ElementOffsets,
+    p: f64,
+}
+
+impl Mask {
+    /// The mask for the input of a layer; `None` where nothing is dropped. `columns` are the first element of the
+    /// last dimension of `x`, their number, and that of the whole: less than the whole if tensor parallelism
+    /// cuts the layer's input.
+    ///
+    /// # Errors
+    /// Outside of any scope with gradients enabled, as [`Dropout`].
+    pub(super) fn of_columns(
+        layer: &LayerHandle,
+        name: &str,
+        x: &Tensor,
+        (first, columns, whole): (usize, usize, usize),
+        p: f64,
+    ) -> Result<Option<Self>> {
+        let path = format!("{}.{name}", layer.path());
+        if x.elem_count() == 0 || x.rank() == 0 {
+            return Ok(None);
+        }
+        let Some(scope) = ForwardScope::of_random_layer(&path)? else { return Ok(None) };
+        let layout = match columns < whole && x.rank() > 1 {
+            true => Layout::LAST,
+            false => layer.computes_with(),
+        };
+        let offsets = ElementOffsets::of_layout(layout, (first, whole), x, &scope, layer)?;
+        let stream = Stream::new(scope.seed, Purpose::Dropout, &path).child(scope.step);
+        Ok(Some(Self { stream, offsets, p }))
+    }
+
+    /// The elements of `x` times 0 or `1 / (1 - p)`.
+    pub(super) fn apply(&self, x: &Tensor) -> Result<Tensor> {
+        masked(x, &self.stream, &self.offsets, self.p)
+    }
 }
 
 impl Module for Dropout {

@@ -3,6 +3,7 @@
 use candle_core::Tensor;
 
 use super::kernels::embedding::{checked_ids, local_ids, lookup, lookup_grad};
+use super::lora::Lora;
 use super::styles::EmbeddingStyles;
 use crate::Result;
 use fulgurite_engine::module::{Module, ModuleBuilder};
@@ -14,10 +15,12 @@ use fulgurite_engine::parameter::{Init, Parameter};
 /// `ids` are u32 or i64 of any shape; the output has `width` as one more dimension.
 ///
 /// A plan may make it [`Rowwise`](fulgurite_engine::parallel::Rowwise), which cuts the rows (a
-/// vocabulary), or [`Colwise`](fulgurite_engine::parallel::Colwise).
+/// vocabulary), or [`Colwise`](fulgurite_engine::parallel::Colwise). It may be a target of
+/// [`Adapters`](fulgurite_engine::module::Adapters).
 #[derive(Debug, Clone)]
 pub struct Embedding {
     weight: Parameter,
+    lora: Option<Lora>,
     layer: LayerHandle,
 }
 
@@ -36,7 +39,9 @@ impl Embedding {
     /// As [`new`](Self::new).
     pub fn with_init(b: &ModuleBuilder, rows: usize, width: usize, init: Init) -> Result<Self> {
         let layer = b.declare(EmbeddingStyles { width })?;
-        Ok(Self { weight: b.parameter("weight", [rows, width], init)?, layer })
+        let weight = b.parameter("weight", [rows, width], init)?;
+        let lora = Lora::of_embedding(b, &layer, rows, width)?;
+        Ok(Self { weight, lora, layer })
     }
 
     /// The table, `[rows, width]`; [`Linear::tied`](super::Linear::tied) shares it.
@@ -55,11 +60,23 @@ impl Module for Embedding {
         let host_ids = local_ids(all, self.weight.compute_region().offsets[0], rows);
         let mut shape = ids.dims().to_vec();
         shape.push(width);
-        let y = lookup(&host_ids, &weight)?.reshape(shape)?;
+        let y = lookup(&host_ids, &weight)?;
+        let y = match &self.lora {
+            None => y,
+            Some(lora) => self.layer.run(|| lora.look_up(&host_ids, y))?,
+        };
+        let y = y.reshape(shape)?;
         let (y, output) = self.layer.redistribute_output(y)?;
-        let weight = self.weight.clone();
-        self.layer.record(&[], &[&self.weight], y, move |_, grad| {
-            lookup_grad(&weight, &host_ids, &output.backward(grad)?)?;
+        let (weight, lora) = (self.weight.clone(), self.lora.clone());
+        let parameters: Vec<&Parameter> = std::iter::once(&self.weight)
+            .chain(self.lora.iter().flat_map(Lora::parameters))
+            .collect();
+        self.layer.record(&[], &parameters, y, move |_, grad| {
+            let grad = output.backward(grad)?;
+            lookup_grad(&weight, &host_ids, &grad)?;
+            if let Some(lora) = &lora {
+                lora.look_up_backward(&host_ids, &grad)?;
+            }
             weight.end_use()?;
             Ok(vec![])
         })

@@ -41,6 +41,7 @@
 
 mod attention;
 mod backend;
+mod batch_norm;
 mod conv;
 mod cross_entropy;
 mod documents;
@@ -55,6 +56,7 @@ mod input;
 mod kernels;
 mod linear;
 mod linear_cross_entropy;
+mod lora;
 mod map;
 mod mlp;
 mod multi_head_attention;
@@ -67,6 +69,7 @@ mod styles;
 
 pub use attention::{AttentionConfig, CausalSelfAttention};
 pub use backend::force_portable;
+pub use batch_norm::{BatchNorm, BatchNormConfig};
 pub use conv::{Conv1d, Conv1dConfig, Conv2d, Conv2dConfig};
 pub use cross_entropy::{CrossEntropy, Reduction, cross_entropy};
 pub use documents::Documents;

@@ -4,6 +4,7 @@ use candle_core::Tensor;
 
 use super::input;
 use super::kernels::matmul::{self, InputGrad};
+use super::lora::{Lora, LoraCall};
 use super::styles::LinearStyles;
 use crate::{Error, Result};
 use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder};
@@ -15,11 +16,13 @@ use fulgurite_engine::parameter::{Init, Parameter};
 /// `x` is `[.., in]`, in the parameters' compute dtype; `y` is `[.., out]`.
 ///
 /// A plan may make it [`Colwise`](fulgurite_engine::parallel::Colwise) or
-/// [`Rowwise`](fulgurite_engine::parallel::Rowwise).
+/// [`Rowwise`](fulgurite_engine::parallel::Rowwise). It may be a target of
+/// [`Adapters`](fulgurite_engine::module::Adapters), unless its weight is [tied](Self::tied).
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Parameter,
     bias: Option<Parameter>,
+    lora: Option<Lora>,
     layer: LayerHandle,
 }
 
@@ -38,7 +41,9 @@ impl Linear {
     /// As [`new`](Self::new).
     pub fn with_init(b: &ModuleBuilder, inputs: usize, outputs: usize, init: Init) -> Result<Self> {
         let layer = b.declare(LinearStyles { inputs, outputs })?;
-        Ok(Self { weight: b.parameter("weight", [outputs, inputs], init)?, bias: None, layer })
+        let weight = b.parameter("weight", [outputs, inputs], init)?;
+        let lora = Lora::of_linear(b, &layer, inputs, outputs)?;
+        Ok(Self { weight, bias: None, lora, layer })
     }
 
     /// A layer with a bias. Initial weight and bias are uniform within `1 / sqrt(inputs)`.
@@ -73,7 +78,7 @@ impl Linear {
         };
         let layer = b.declare(LinearStyles { inputs, outputs })?;
         b.tie("weight", weight)?;
-        Ok(Self { weight: weight.clone(), bias: None, layer })
+        Ok(Self { weight: weight.clone(), bias: None, lora: None, layer })
     }
 
     /// The weight, `[out, in]`.
@@ -91,9 +96,15 @@ impl Linear {
         self.weight.compute_shape()[0]
     }
 
-    /// Weight and bias.
+    /// Weight, bias and adapter.
     pub(super) fn parameters(&self) -> impl Iterator<Item = &Parameter> {
-        std::iter::once(&self.weight).chain(&self.bias)
+        let lora = self.lora.iter().flat_map(Lora::parameters);
+        std::iter::once(&self.weight).chain(&self.bias).chain(lora)
+    }
+
+    /// Whether rows of the input can be computed apart, whatever their place in the batch is.
+    pub(super) fn computes_rows_apart(&self) -> bool {
+        !self.lora.as_ref().is_some_and(Lora::drops)
     }
 
     /// The bias that [`compute`](Self::compute) adds, and the bias that is added after the ranks'
@@ -128,12 +139,18 @@ impl Linear {
         input::check_width(&self.layer, x, self.weight.compute_shape()[1])
     }
 
-    /// This rank's output, outside the graph.
-    pub(super) fn compute(&self, x: &Tensor) -> Result<Tensor> {
+    /// This rank's output, outside the graph, and what its backward takes.
+    pub(super) fn compute(&self, x: &Tensor) -> Result<(Tensor, LoraCall)> {
         self.check_width(x)?;
         input::check_dtype(&self.layer, x, &self.weight)?;
         let bias = self.split_bias().0.map(Parameter::value).transpose()?;
-        self.layer.run(|| matmul::linear(x, &self.weight.value()?, bias.as_ref()))
+        self.layer.run(|| {
+            let y = matmul::linear(x, &self.weight.value()?, bias.as_ref())?;
+            match &self.lora {
+                None => Ok((y, LoraCall::default())),
+                Some(lora) => lora.compute(x, y),
+            }
+        })
     }
 
     /// The layer's record, which a plan may have changed.
@@ -144,11 +161,12 @@ impl Linear {
     /// Computes the gradient of `x`, adds the parameters' gradients and ends their uses.
     pub(super) fn backward(
         &self,
+        call: &LoraCall,
         x: &Tensor,
         grad: &Tensor,
         into: InputGrad,
     ) -> Result<Option<Tensor>> {
-        let dx = self.backward_rows(x, grad, into)?;
+        let dx = self.backward_rows(call, x, grad, into)?;
         self.end_uses()?;
         Ok(dx)
     }
@@ -157,6 +175,7 @@ impl Linear {
     /// rows follow.
     pub(super) fn backward_rows(
         &self,
+        call: &LoraCall,
         x: &Tensor,
         grad: &Tensor,
         into: InputGrad,
@@ -169,12 +188,16 @@ impl Linear {
         if let Some(bias) = self.split_bias().0 {
             matmul::bias_grad(bias, grad)?;
         }
-        Ok(dx)
+        match &self.lora {
+            None => Ok(dx),
+            Some(lora) => lora.backward(call, x, grad, dx),
+        }
     }
 
     /// Ends the uses of the parameters. After the last use the strategy may free the unit's values.
     pub(super) fn end_uses(&self) -> Result<()> {
         self.weight.end_use()?;
+        self.lora.as_ref().map_or(Ok(()), Lora::end_uses)?;
         self.split_bias().0.map_or(Ok(()), Parameter::end_use)
     }
 }
@@ -183,7 +206,7 @@ impl Module for Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let (saved, input) = self.layer.redistribute_input(x)?;
         let sharded_logits = self.layer.loss_parallel() && ForwardScope::current().loss_parallel;
-        let y = self.compute(&saved)?;
+        let (y, call) = self.compute(&saved)?;
         let (y, output) = match sharded_logits {
             true => (y, Redistributed::none()),
             false => self.layer.redistribute_output(y)?,
@@ -194,7 +217,7 @@ impl Module for Linear {
         let backward = move |_: &Tensor, grad: &Tensor| {
             layer.bias_after_reduction_backward(grad)?;
             let grad = output.backward(grad)?;
-            let dx = layer.backward(&saved, &grad, InputGrad::new(tracked))?;
+            let dx = layer.backward(&call, &saved, &grad, InputGrad::new(tracked))?;
             Ok(vec![dx.map(|dx| input.backward(&dx)).transpose()?])
         };
         match sharded_logits {

@@ -10,6 +10,7 @@ use super::cross_entropy::CrossEntropy;
 use super::kernels::cross_entropy::{self as kernel, ClassRange};
 use super::kernels::matmul::InputGrad;
 use super::linear::Linear;
+use super::lora::LoraCall;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::is_grad_enabled;
 use fulgurite_engine::module::Module;
@@ -84,7 +85,7 @@ impl LinearCrossEntropy {
     /// # Errors
     /// As [`linear_cross_entropy`].
     pub fn loss(&self, head: &Linear, hidden: &Tensor, targets: &Tensor) -> Result<Loss> {
-        if head.layer().is_in_plan() {
+        if head.layer().is_in_plan() || !head.computes_rows_apart() {
             return self.cross_entropy.loss(&head.forward(hidden)?, targets);
         }
         head.layer().check_input(hidden)?;
@@ -108,7 +109,7 @@ impl LinearCrossEntropy {
 
         let (mut sum, mut lse, mut saved_logits) = (None, Vec::with_capacity(pieces.len()), None);
         for piece in &pieces {
-            let logits = head.compute(&saved.narrow(0, piece.start, piece.len())?)?;
+            let (logits, _) = head.compute(&saved.narrow(0, piece.start, piece.len())?)?;
             let (part, piece_lse) = kernel::forward(&logits, &targets[piece.clone()], smoothing)?;
             lse.push(piece_lse);
             sum = Some(match sum {
@@ -131,11 +132,16 @@ impl LinearCrossEntropy {
             for (piece, lse) in pieces.iter().zip(&lse) {
                 let x = saved.narrow(0, piece.start, piece.len())?;
                 let saved_logits = saved_logits.lock().expect("no panic while taking").take();
-                let logits = saved_logits.map_or_else(|| layer.compute(&x), Ok)?;
+                let logits = saved_logits.map_or_else(|| layer.compute(&x).map(|(y, _)| y), Ok)?;
                 let classes = ClassRange { first: 0, total: logits.dim(D::Minus1)? };
                 let targets = &targets[piece.clone()];
                 let d = kernel::backward_into(logits, lse, targets, classes, smoothing, grad)?;
-                dx.extend(layer.backward_rows(&x, &d, InputGrad::new(tracked))?);
+                dx.extend(layer.backward_rows(
+                    &LoraCall::default(),
+                    &x,
+                    &d,
+                    InputGrad::new(tracked),
+                )?);
             }
             layer.end_uses()?;
             let dx = match dx.len() {

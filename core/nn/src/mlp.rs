@@ -74,9 +74,9 @@ fn require_input_grad(d: Option<Tensor>) -> Result<Tensor> {
 impl FusedLayer for SwiGluMlp {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
         let (saved, input) = self.layer.redistribute_input(x)?;
-        let gate = self.gate_proj.compute(&saved)?;
-        let up = self.up_proj.compute(&saved)?;
-        let y = self.down_proj.compute(&swiglu(&gate, &up)?)?;
+        let (gate, gate_call) = self.gate_proj.compute(&saved)?;
+        let (up, up_call) = self.up_proj.compute(&saved)?;
+        let (y, down_call) = self.down_proj.compute(&swiglu(&gate, &up)?)?;
         let (y, output) = self.layer.redistribute_output(y)?;
         let y = self.down_proj.add_bias_after_reduction(y)?;
 
@@ -88,11 +88,21 @@ impl FusedLayer for SwiGluMlp {
             let grad = output.backward(grad)?;
             // Computing the product again is cheaper than saving it.
             let hidden = swiglu(&gate, &up)?;
-            let d =
-                require_input_grad(layer.down_proj.backward(&hidden, &grad, InputGrad::New)?)?;
+            let d = require_input_grad(layer.down_proj.backward(
+                &down_call,
+                &hidden,
+                &grad,
+                InputGrad::New,
+            )?)?;
             let (dgate, dup) = swiglu_backward(&gate, &up, &d)?;
-            let dx = layer.gate_proj.backward(&saved, &dgate, InputGrad::new(wanted))?;
-            let dx = layer.up_proj.backward(&saved, &dup, InputGrad::new(wanted).add_to(dx))?;
+            let dx =
+                layer.gate_proj.backward(&gate_call, &saved, &dgate, InputGrad::new(wanted))?;
+            let dx = layer.up_proj.backward(
+                &up_call,
+                &saved,
+                &dup,
+                InputGrad::new(wanted).add_to(dx),
+            )?;
             dx.map(|dx| input.backward(&dx)).transpose()
         }))
     }
@@ -152,8 +162,8 @@ impl GeluMlp {
 impl FusedLayer for GeluMlp {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
         let (saved, input) = self.layer.redistribute_input(x)?;
-        let up = self.up_proj.compute(&saved)?;
-        let y = self.down_proj.compute(&self.activation.forward(&up)?)?;
+        let (up, up_call) = self.up_proj.compute(&saved)?;
+        let (y, down_call) = self.down_proj.compute(&self.activation.forward(&up)?)?;
         let (y, output) = self.layer.redistribute_output(y)?;
         let y = self.down_proj.add_bias_after_reduction(y)?;
 
@@ -164,10 +174,14 @@ impl FusedLayer for GeluMlp {
             layer.down_proj.bias_after_reduction_backward(grad)?;
             let grad = output.backward(grad)?;
             let hidden = layer.activation.forward(&up)?;
-            let d =
-                require_input_grad(layer.down_proj.backward(&hidden, &grad, InputGrad::New)?)?;
+            let d = require_input_grad(layer.down_proj.backward(
+                &down_call,
+                &hidden,
+                &grad,
+                InputGrad::New,
+            )?)?;
             let d = layer.activation.backward(&up, &d)?;
-            let dx = layer.up_proj.backward(&saved, &d, InputGrad::new(wanted))?;
+            let dx = layer.up_proj.backward(&up_call, &saved, &d, InputGrad::new(wanted))?;
             dx.map(|dx| input.backward(&dx)).transpose()
         }))
     }

@@ -1,5 +1,6 @@
 //! The tensor-parallel styles that the layers of this crate take, and how each cuts them.
 
+use super::lora;
 use crate::Result;
 use fulgurite_engine::parallel::{
     Colwise, LayerSharding, LayerStyles, Layout, ParallelLayer, ParallelStyle, PrepareModuleInput,
@@ -67,19 +68,32 @@ impl ParallelLayer for LinearStyles {
                 if loss_parallel && output != REPLICATE {
                     return Err(styles.error(NO_LOGITS));
                 }
-                let sharding = sharding.cut("weight", 0).cut("bias", 0);
+                let sharding = cut_outputs(sharding, 1);
                 Ok(sharding.input(input, PARTIAL).output(LAST, output).loss_parallel(loss_parallel))
             }
             Some(ParallelStyle::Rowwise(Rowwise { input, output })) => {
                 styles.expect(self, "input", input, &[REPLICATE, LAST])?;
                 styles.expect(self, "output", output, &[REPLICATE, SEQUENCE])?;
-                // The bias is added after the reduction.
-                let sharding = sharding.cut("weight", 1).replicate("bias", output != REPLICATE);
+                let sharding = cut_inputs(sharding, output);
                 Ok(sharding.input(input, LAST).output(PARTIAL, output))
             }
             _ => by_position(self, styles, [self.inputs, self.outputs]),
         }
     }
+}
+
+/// Cuts the outputs, with each part on `replicas` ranks. These compute different things with the adapter's `A`.
+fn cut_outputs(sharding: LayerSharding, replicas: usize) -> LayerSharding {
+    let [a, b] = lora::LINEAR;
+    let sharding = sharding.cut_shared("weight", 0, replicas).cut_shared("bias", 0, replicas);
+    sharding.replicate(a, true).cut_shared(b, 0, replicas)
+}
+
+/// Cuts the inputs. The bias is added after the reduction, and the adapter's `B` takes part in it.
+fn cut_inputs(sharding: LayerSharding, output: Layout) -> LayerSharding {
+    let [a, b] = lora::LINEAR;
+    let sharding = sharding.cut("weight", 1).replicate("bias", output != REPLICATE);
+    sharding.cut(a, 1).replicate(b, true)
 }
 
 const NO_LOGITS: &str = "loss_parallel is for a Linear that gives logits, with output replicate";
@@ -108,16 +122,23 @@ impl ParallelLayer for EmbeddingStyles {
                 if loss_parallel {
                     return Err(styles.error(NO_LOGITS));
                 }
-                Ok(sharding.cut("weight", 1).output(LAST, output))
+                let [a, b] = lora::EMBEDDING;
+                let sharding = sharding.cut("weight", 1).replicate(a, true).cut(b, 0);
+                Ok(sharding.output(LAST, output))
             }
             Some(ParallelStyle::Rowwise(Rowwise { input, output })) => {
                 styles.expect(self, "input", input, &[REPLICATE, LAST])?;
                 styles.expect(self, "output", output, &[REPLICATE, SEQUENCE])?;
-                Ok(sharding.cut("weight", 0).output(PARTIAL, output))
+                let [a, b] = lora::EMBEDDING;
+                let sharding = sharding.cut("weight", 0).cut(a, 1).replicate(b, true);
+                Ok(sharding.output(PARTIAL, output))
             }
             // The ids belong to this rank's part of the sequence.
             Some(ParallelStyle::ReplicatedWithGradAllreduce) => {
-                Ok(sharding.replicate("weight", true).output(SEQUENCE, SEQUENCE))
+                let [a, b] = lora::EMBEDDING;
+                let sharding =
+                    sharding.replicate("weight", true).replicate(a, true).replicate(b, true);
+                Ok(sharding.output(SEQUENCE, SEQUENCE))
             }
             _ => Err(styles.cannot_take(self)),
         }
@@ -325,13 +346,9 @@ impl ParallelLayer for BlockStyles {
         let (last, inputs) = self.projections.split_last().expect("a block has projections");
         for &name in inputs {
             let replicas = if matches!(name, "k_proj" | "v_proj") { kv_replicas } else { 1 };
-            let part = LayerSharding::default();
-            let part = part.cut_shared("weight", 0, replicas).cut_shared("bias", 0, replicas);
-            sharding = sharding.part(name, part);
+            sharding = sharding.part(name, cut_outputs(LayerSharding::default(), replicas));
         }
-        // The bias is added after the block has redistributed its output.
-        let part = LayerSharding::default().cut("weight", 1);
-        let part = part.replicate("bias", output[1] != REPLICATE).output(PARTIAL, PARTIAL);
+        let part = cut_inputs(LayerSharding::default(), output[1]).output(PARTIAL, PARTIAL);
         Ok(sharding.part(last, part))
     }
 }

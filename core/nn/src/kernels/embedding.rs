@@ -107,6 +107,32 @@ pub(crate) fn lookup_grad(weight: &Parameter, ids: &[u32], grad: &Tensor) -> Res
     })
 }
 
+/// Column `ids[i]` of `weight` (`[width, rows]`) for each i, zeros for [`NOT_LOCAL`]: `[ids, width]`.
+pub(crate) fn column_lookup(ids: &[u32], weight: &Tensor) -> Result<Tensor> {
+    let (ids, factor) = portable_ids(ids, weight)?;
+    let y = weight.contiguous()?.index_select(&ids, 1)?.t()?.contiguous()?;
+    Ok(match factor {
+        Some(factor) => y.broadcast_mul(&factor)?,
+        None => y,
+    })
+}
+
+/// Adds `grad` (`[ids, width]`) to the columns of the gradient of `weight` (`[width, rows]`), without ending
+/// the use.
+pub(crate) fn column_lookup_grad(weight: &Parameter, ids: &[u32], grad: &Tensor) -> Result<()> {
+    if !weight.takes_grad() {
+        return Ok(());
+    }
+    let grad = to_accumulation_dtype(grad)?;
+    let (ids, factor) = portable_ids(ids, &grad)?;
+    let grad = match factor {
+        Some(factor) => grad.broadcast_mul(&factor)?,
+        None => grad,
+    };
+    let zeros = Tensor::zeros(weight.compute_shape(), grad.dtype(), grad.device())?;
+    weight.accumulate(&zeros.index_add(&ids, &grad.t()?.contiguous()?, 1)?)
+}
+
 /// Sums the rows of `grad` by id. Each thread goes through all ids, in order, for its piece of the
 /// table, so that sums do not depend on the number of threads.
 fn scatter<T: Float>(out: &mut [T], ids: &[u32], grad: &[T], width: usize, add: bool) {

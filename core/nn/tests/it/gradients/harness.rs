@@ -46,6 +46,7 @@ impl Params {
             storage::copy_from(p.compute().unwrap(), &values.unwrap()).unwrap();
             p.set_reducer(grads.clone());
         }
+        fulgurite_core::strategy::materialize::buffers(&tree, 5).unwrap();
         Self { tree, slots, grads }
     }
 

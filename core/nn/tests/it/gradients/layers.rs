@@ -87,6 +87,7 @@ fn a_layer_used_twice_sums_both_uses() {
     });
 }
 
+// checklist: composer: tied parameters between units
 #[test]
 fn a_tied_head_gets_the_gradients_of_both_ends() {
     let b = builder(DType::F64);

@@ -82,6 +82,7 @@ fn non_finite_logits_are_not_hidden() {
     }
 }
 
+// checklist: PyTorch: _override_module_mixed_precision
 #[test]
 fn half_precision_logits_accumulate_in_f32() {
     let logits = randn("logits", &[7, 33]).to_dtype(DType::F32).unwrap();

@@ -1,7 +1,9 @@
 //! Every layer and function against central finite differences in f64, by hand-written kernels and
 //! by tensor operations, on contiguous and on strided input.
 
+mod adapters;
 mod attention;
+mod batch_norm;
 mod convolution;
 mod cross_attention;
 mod functional;

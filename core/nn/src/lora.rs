@@ -1,0 +1,173 @@
+//! The low-rank adapter (LoRA) of a layer.
+
+use candle_core::{D, Tensor};
+use std::sync::Arc;
+
+use super::dropout::Mask;
+use super::kernels::embedding::{column_lookup, column_lookup_grad};
+use super::kernels::matmul::{self, InputGrad};
+use crate::Result;
+use fulgurite_engine::module::ModuleBuilder;
+use fulgurite_engine::parallel::LayerHandle;
+use fulgurite_engine::parameter::{Init, Parameter};
+
+/// The parameters of the adapter of a linear layer, relative to the layer, as PEFT names them.
+pub(super) const LINEAR: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
+/// Those of an embedding.
+pub(super) const EMBEDDING: [&str; 2] = ["lora_embedding_A", "lora_embedding_B"];
+
+/// The adapter of a layer: `A`, `[rank, inputs]`, and `B`, `[outputs, rank]`. It adds `scale B A x` to the
+/// layer's output.
+#[derive(Debug, Clone)]
+pub(super) struct Lora {
+    a: Parameter,
+    b: Parameter,
+    scale: f64,
+    dropout: f64,
+    layer: LayerHandle,
+}
+
+/// What the backward of one call of a layer needs to know of its forward.
+#[derive(Debug, Clone, Default)]
+pub(super) struct LoraCall(Option<Arc<Mask>>);
+
+impl LoraCall {
+    /// `x` with the elements zeroed that the forward zeroed.
+    fn drop(&self, x: &Tensor) -> Result<Tensor> {
+        self.0.as_ref().map_or_else(|| Ok(x.clone()), |mask| mask.apply(x))
+    }
+}
+
+impl Lora {
+    /// The adapter of the linear layer at the builder's path, if it is to have one. It starts as PEFT's: `A`
+    /// uniform within `1 / sqrt(inputs)`, `B` zero.
+    pub(super) fn of_linear(
+        b: &ModuleBuilder,
+        layer: &LayerHandle,
+        inputs: usize,
+        outputs: usize,
+    ) -> Result<Option<Self>> {
+        Self::declare(
+            b,
+            layer,
+            inputs,
+            outputs,
+            LINEAR,
+            [Init::kaiming_uniform(inputs), Init::ZEROS],
+        )
+    }
+
+    /// The adapter of the embedding at the builder's path, if it is to have one: `A` starts as zeros, `B`
+    /// normally distributed.
+    pub(super) fn of_embedding(
+        b: &ModuleBuilder,
+        layer: &LayerHandle,
+        rows: usize,
+        width: usize,
+    ) -> Result<Option<Self>> {
+        let normal = Init::Normal { mean: 0.0, std: 1.0 };
+        Self::declare(b, layer, rows, width, EMBEDDING, [Init::ZEROS, normal])
+    }
+
+    fn declare(
+        b: &ModuleBuilder,
+        layer: &LayerHandle,
+        inputs: usize,
+        outputs: usize,
+        names: [&str; 2],
+        init: [Init; 2],
+    ) -> Result<Option<Self>> {
+        let Some(adapters) = b.adapter() else { return Ok(None) };
+        Ok(Some(Self {
+            a: b.adapter_parameter(names[0], [adapters.rank, inputs], init[0])?,
+            b: b.adapter_parameter(names[1], [outputs, adapters.rank], init[1])?,
+            scale: adapters.scale(),
+            dropout: adapters.dropout,
+            layer: layer.clone(),
+        }))
+    }
+
+    pub(super) fn parameters(&self) -> [&Parameter; 2] {
+        [&self.a, &self.b]
+    }
+
+    /// Whether its input depends on the place of each row in the batch.
+    pub(super) fn drops(&self) -> bool {
+        self.dropout > 0.0
+    }
+
+    /// Adds the adapter's output for `x` to `y`.
+    pub(super) fn compute(&self, x: &Tensor, y: Tensor) -> Result<(Tensor, LoraCall)> {
+        let call = LoraCall(self.mask(x)?.map(Arc::new));
+        let u = self.inner(&call.drop(x)?)?;
+        Ok(((y + matmul::linear(&u, &self.b.value()?, None)?)?, call))
+    }
+
+    fn mask(&self, x: &Tensor) -> Result<Option<Mask>> {
+        if self.dropout == 0.0 {
+            return Ok(None);
+        }
+        let region = self.a.compute_region();
+        let columns = (region.offsets[1], region.sizes[1], self.a.global_shape()[1]);
+        Mask::of_columns(&self.layer, "lora_dropout", x, columns, self.dropout)
+    }
+
+    /// `scale A x`.
+    fn inner(&self, x: &Tensor) -> Result<Tensor> {
+        Ok((matmul::linear(x, &self.a.value()?, None)? * self.scale)?)
+    }
+
+    /// Adds the gradients of the parameters, without ending their uses, and that of `x` to `dx`, if there
+    /// is one.
+    pub(super) fn backward(
+        &self,
+        call: &LoraCall,
+        x: &Tensor,
+        grad: &Tensor,
+        dx: Option<Tensor>,
+    ) -> Result<Option<Tensor>> {
+        let x = call.drop(x)?;
+        if self.b.takes_grad() {
+            matmul::weight_grad(&self.b, &self.inner(&x)?, grad)?;
+        }
+        let Some(du) = matmul::input_grad(grad, &self.b.value()?, InputGrad::New)? else {
+            return Ok(dx);
+        };
+        let du = (du * self.scale)?;
+        matmul::weight_grad(&self.a, &x, &du)?;
+        let Some(dx) = dx else { return Ok(None) };
+        let a = self.a.value()?;
+        if call.0.is_none() {
+            return matmul::input_grad(&du, &a, InputGrad::AddTo(dx));
+        }
+        let own = matmul::input_grad(&du, &a, InputGrad::New)?;
+        Ok(match own {
+            Some(own) => Some((dx + call.drop(&own)?)?),
+            None => Some(dx),
+        })
+    }
+
+    /// Adds the adapter's output for these rows of an embedding, which are local ids, to `y` (`[ids, width]`).
+    pub(super) fn look_up(&self, ids: &[u32], y: Tensor) -> Result<Tensor> {
+        let u = (column_lookup(ids, &self.a.value()?)? * self.scale)?;
+        Ok((y + matmul::linear(&u, &self.b.value()?, None)?)?)
+    }
+
+    /// The backward of [`look_up`](Self::look_up): adds the gradients and ends the uses.
+    pub(super) fn look_up_backward(&self, ids: &[u32], grad: &Tensor) -> Result<()> {
+        let grad = grad.reshape((ids.len(), grad.dim(D::Minus1)?))?;
+        if self.b.takes_grad() {
+            let u = (column_lookup(ids, &self.a.value()?)? * self.scale)?;
+            matmul::weight_grad(&self.b, &u, &grad)?;
+        }
+        if let Some(du) = matmul::input_grad(&grad, &self.b.value()?, InputGrad::New)? {
+            column_lookup_grad(&self.a, ids, &(du * self.scale)?)?;
+        }
+        self.end_uses()
+    }
+
+    pub(super) fn end_uses(&self) -> Result<()> {
+        self.a.end_use()?;
+        self.b.end_use()
+    }
+}

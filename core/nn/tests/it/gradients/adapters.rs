@@ -1,0 +1,211 @@
+use candle_core::{DType, Device, Tensor};
+use fulgurite_core::Result;
+use fulgurite_core::execution::ExecutionContext;
+use fulgurite_core::module::{
+    AdapterBias, Adapters, ForwardScope, Module, ModuleBuilder, ModuleInit,
+};
+use fulgurite_core::nn::*;
+
+use super::harness::{Params, Run, analytic, assert_same, check, flat, randn};
+
+fn adapted(adapters: Adapters, dtype: DType) -> ModuleBuilder {
+    ModuleBuilder::new(ModuleInit {
+        dtype,
+        compute_dtype: dtype,
+        adapters: Some(adapters),
+        ..ModuleInit::default()
+    })
+}
+
+fn every(targets: &[&str], dropout: f64) -> ModuleBuilder {
+    let adapters =
+        Adapters { rank: 2, alpha: 3.0, dropout, ..Adapters::new(targets.iter().copied()) };
+    adapted(adapters, DType::F64)
+}
+
+/// Runs `f` as in a training step, so that layers drop elements.
+fn in_training<T>(f: impl FnOnce() -> T) -> T {
+    let scope = ForwardScope {
+        training: true,
+        seed: 3,
+        step: 5,
+        first_sample: 2,
+        ..ForwardScope::default()
+    };
+    let _scope = scope.enter();
+    f()
+}
+
+fn check_module<M: Module>(
+    targets: &[&str],
+    shape: &[usize],
+    build: impl Fn(&ModuleBuilder) -> Result<M>,
+) -> Vec<Run> {
+    let check = |dropout: f64| {
+        let b = every(targets, dropout);
+        let layer = build(&b.pp("layer")).unwrap();
+        let params = Params::new(&b);
+        assert!(params.slots.iter().any(|p| p.is_adapter() && p.requires_grad()));
+        assert!(params.slots.iter().all(|p| p.is_adapter() == p.requires_grad()));
+        let x = randn("x", shape);
+        in_training(|| check(&[x], &params, &|x| layer.forward(&x[0])))
+    };
+    let runs = vec![check(0.0), check(0.4)];
+    assert_ne!(runs[0].output, runs[1].output, "nothing was dropped");
+    runs
+}
+
+#[test]
+fn of_linear_layers_and_what_is_made_of_them() {
+    for shape in [&[1, 3][..], &[5, 3], &[2, 5, 3]] {
+        check_module(&["layer"], shape, |b| Linear::new(b, 3, 7));
+        check_module(&["layer"], shape, |b| Linear::with_bias(b, 3, 2));
+    }
+    let mlp = ["up_proj", "down_proj"];
+    check_module(&["*_proj"], &[2, 3, 4], |b| SwiGluMlp::new(b, 4, 5));
+    check_module(&mlp, &[2, 3, 4], |b| SwiGluMlp::new(b, 4, 5));
+    check_module(&mlp, &[3, 4], |b| GeluMlp::new(b, 4, 5));
+    let attention = AttentionConfig {
+        hidden_size: 5,
+        num_heads: 4,
+        num_kv_heads: 2,
+        head_dim: 2,
+        qkv_bias: true,
+        rope: None,
+        init: None,
+    };
+    check_module(&["*_proj"], &[2, 3, 5], |b| CausalSelfAttention::new(b, &attention));
+    check_module(&["layer.v_proj"], &[2, 3, 5], |b| CausalSelfAttention::new(b, &attention));
+    let config = MultiHeadAttentionConfig::new(4, 2);
+    check_module(&["*_proj"], &[2, 3, 4], |b| MultiHeadAttention::new(b, &config));
+}
+
+#[test]
+fn of_a_branch_with_its_norm() {
+    let b = every(&["mlp.*_proj"], 0.3);
+    let norm = RmsNorm::new(&b.pp("norm"), 4, 1e-6).unwrap();
+    let mlp = SwiGluMlp::new(&b.pp("mlp"), 4, 5).unwrap();
+    let params = Params::new(&b);
+    in_training(|| check(&[randn("x", &[2, 3, 4])], &params, &|x| residual(&x[0], &norm, &mlp)));
+}
+
+#[test]
+fn of_an_embedding() {
+    let b = every(&["embed"], 0.0);
+    let embedding = Embedding::new(&b.pp("embed"), 9, 4).unwrap();
+    let params = Params::new(&b);
+    let ids = Tensor::new(&[[1u32, 0, 8], [1, 1, 3]], &Device::Cpu).unwrap();
+    check(&[], &params, &|_| embedding.forward(&ids));
+}
+
+#[test]
+fn of_a_head_whose_loss_is_computed_in_pieces() {
+    for dropout in [0.0, 0.5] {
+        let b = every(&["head"], dropout);
+        let head = Linear::new(&b.pp("head"), 3, 5).unwrap();
+        let params = Params::new(&b);
+        let targets = Tensor::new(&[[1i64, 2, -100], [0, 4, 3]], &Device::Cpu).unwrap();
+        let x = randn("hidden", &[2, 3, 3]);
+        let loss = |bytes: usize| {
+            let options = LinearCrossEntropy::default().logits_bytes(bytes);
+            let f = |x: &[Tensor]| Ok(options.loss(&head, &x[0], &targets)?.sum().clone());
+            in_training(|| check(std::slice::from_ref(&x), &params, &f))
+        };
+        assert_same("pieces", &loss(40), &loss(1 << 20), 1e-12);
+    }
+}
+
+/// PEFT's formula, as tensor operations.
+#[test]
+fn a_layer_adds_the_scaled_product() {
+    for (rslora, scale) in [(false, 1.5), (true, 3.0 / 2f64.sqrt())] {
+        let adapters = Adapters { rank: 2, alpha: 3.0, rslora, ..Adapters::new(["layer"]) };
+        let b = adapted(adapters, DType::F64);
+        let layer = Linear::with_bias(&b.pp("layer"), 3, 4).unwrap();
+        let params = Params::new(&b);
+        let value = |name: &str| {
+            let name = format!("layer.{name}");
+            params.tree.parameter(&name).expect("declared").value().unwrap()
+        };
+        let x = randn("x", &[5, 3]);
+        let base = x.matmul(&value("weight").t().unwrap()).unwrap();
+        let base = base.broadcast_add(&value("bias")).unwrap();
+        let added = x.matmul(&value("lora_A.weight").t().unwrap()).unwrap();
+        let added = added.matmul(&value("lora_B.weight").t().unwrap()).unwrap();
+        let expected = flat(&(base + (added * scale).unwrap()).unwrap());
+        let found = flat(&layer.forward(&x).unwrap());
+        super::harness::assert_close("output", &found, &expected, 1e-12);
+    }
+}
+
+#[test]
+fn bf16_is_close_to_f32() {
+    let run = |dtype: DType| {
+        let b = adapted(Adapters::new(["layer"]), dtype);
+        let layer = Linear::new(&b.pp("layer"), 16, 8).unwrap();
+        let params = Params::new(&b);
+        let x = randn("x", &[4, 16]).to_dtype(dtype).unwrap();
+        analytic(&[x], &params, &|x| layer.forward(&x[0]))
+    };
+    assert_same("bf16", &run(DType::BF16), &run(DType::F32), 3e-2);
+}
+
+#[test]
+fn what_is_trained_beside_the_adapters() {
+    let trained = |adapters: Adapters| -> Vec<String> {
+        let b = adapted(adapters, DType::F32);
+        GeluMlp::new(&b.pp("mlp"), 4, 5).unwrap();
+        Linear::with_bias(&b.pp("head"), 4, 2).unwrap();
+        b.finish().unwrap().trainable().map(|p| p.fqn().to_owned()).collect()
+    };
+    let adapters = Adapters { exclude: vec!["mlp.down*".into()], ..Adapters::new(["mlp.*_proj"]) };
+    let own = ["mlp.up_proj.lora_A.weight", "mlp.up_proj.lora_B.weight"];
+    assert_eq!(trained(adapters.clone()), own);
+    let with = |bias, save: &[&str]| {
+        let modules_to_save = save.iter().map(|&s| s.to_owned()).collect();
+        trained(Adapters { bias, modules_to_save, ..adapters.clone() })
+    };
+    assert_eq!(with(AdapterBias::None, &["head"])[2..], ["head.weight", "head.bias"]);
+    assert_eq!(with(AdapterBias::AdapterOnly, &[])[2..], ["mlp.up_proj.bias"]);
+    assert_eq!(
+        with(AdapterBias::All, &[])[2..],
+        ["mlp.up_proj.bias", "mlp.down_proj.bias", "head.bias"]
+    );
+}
+
+#[test]
+fn what_cannot_be_adapted_is_an_error() {
+    let error = |adapters: Adapters| {
+        let b = adapted(adapters, DType::F32);
+        let embedding = Embedding::new(&b.pp("embed"), 5, 4).unwrap();
+        LayerNorm::new(&b.pp("norm"), 4, 1e-5).unwrap();
+        GeluMlp::new(&b.pp("mlp"), 4, 5).unwrap();
+        Linear::tied(&b.pp("head"), embedding.weight()).unwrap();
+        b.finish().map(drop).unwrap_err()
+    };
+    insta::assert_snapshot!(error(Adapters::new(["up_proj", "q_proj"])), @"`trainer.adapters.targets`: no layer of the model matches `q_proj`. A pattern is the end of a layer's path, with `*` for a segment or a part of one; of the layers that take an adapter they are called down_proj, embed, head, up_proj");
+    insta::assert_snapshot!(error(Adapters::new(["norm"])), @"module `norm`: is named by `trainer.adapters.targets` and takes no adapter: it is of the kind LayerNorm; name layers of the kinds Linear (with a weight of its own) and Embedding, of which they are called down_proj, embed, head, up_proj, or leave it out with `trainer.adapters.exclude`");
+    insta::assert_snapshot!(error(Adapters::new(["head"])), @"module `head`: is named by `trainer.adapters.targets` and takes no adapter: it is of the kind Linear; name layers of the kinds Linear (with a weight of its own) and Embedding, of which they are called down_proj, embed, head, up_proj, or leave it out with `trainer.adapters.exclude`");
+    let adapters = Adapters { exclude: vec!["down".into()], ..Adapters::new(["mlp.*"]) };
+    insta::assert_snapshot!(error(adapters), @"`trainer.adapters.exclude`: no layer of the model matches `down`. A pattern is the end of a layer's path, with `*` for a segment or a part of one; of the layers that take an adapter they are called down_proj, embed, head, up_proj");
+    let adapters = Adapters { modules_to_save: vec!["tail".into()], ..Adapters::new(["embed"]) };
+    insta::assert_snapshot!(error(adapters), @"`trainer.adapters.modules_to_save`: no module with parameters matches `tail`; a pattern is the end of a module's path, such as `lm_head`");
+    insta::assert_snapshot!(Adapters { rank: 0, ..Adapters::new(["a"]) }.validate().unwrap_err(), @"`trainer.adapters.rank`: must be at least 1, found 0");
+    insta::assert_snapshot!(Adapters { dropout: 1.0, ..Adapters::new(["a"]) }.validate().unwrap_err(), @"`trainer.adapters.dropout`: must be in [0, 1), found 1");
+    insta::assert_snapshot!(Adapters::new(["a..b"]).validate().unwrap_err(), @"`trainer.adapters.targets`: the pattern `a..b` has an empty segment");
+    insta::assert_snapshot!(Adapters::new([] as [&str; 0]).validate().unwrap_err(), @r#"`trainer.adapters.targets`: names no layer; write those that are to have an adapter, such as ["q_proj", "v_proj"]"#);
+}
+
+#[test]
+fn an_adapter_drops_in_training_only() {
+    let b = every(&["layer"], 0.5);
+    let layer = Linear::new(&b.pp("layer"), 3, 7).unwrap();
+    let _params = Params::new(&b);
+    let x = randn("x", &[2, 3]);
+    let without = fulgurite_core::autograd::no_grad();
+    let whole = flat(&layer.forward(&x).unwrap());
+    drop(without);
+    assert_ne!(in_training(|| flat(&layer.forward(&x).unwrap())), whole);
+    let error = ExecutionContext::default().run(|| layer.forward(&x)).unwrap_err().to_string();
+    assert!(error.contains("layer.lora_dropout"), "{error}");
+}

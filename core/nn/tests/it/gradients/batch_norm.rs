@@ -1,0 +1,134 @@
+use candle_core::{DType, Device, Tensor};
+use candle_nn::ModuleT as _;
+use fulgurite_core::Result;
+use fulgurite_core::module::{ForwardScope, Module as _};
+use fulgurite_core::nn::{BatchNorm, BatchNormConfig};
+
+use super::harness::{Params, assert_close, builder, check, flat, randn};
+
+fn training<R>(f: impl FnOnce() -> R) -> R {
+    ForwardScope { training: true, ..ForwardScope::default() }.run(f)
+}
+
+#[test]
+fn finite_differences_in_training_and_in_evaluation() {
+    for (shape, affine) in [
+        (vec![5, 3], true),
+        (vec![2, 3, 4], true),
+        (vec![3, 2, 2, 3], true),
+        (vec![3, 2, 2, 3], false),
+        (vec![1, 2, 1, 2, 2], true),
+    ] {
+        let b = builder(DType::F64);
+        let config = BatchNormConfig { eps: 1e-2, affine, ..BatchNormConfig::default() };
+        let norm = BatchNorm::with(&b.pp("norm"), shape[1], config).unwrap();
+        let params = match affine {
+            true => Params::new(&b),
+            false => {
+                // A tree has a parameter.
+                b.frozen().parameter("other", [1], fulgurite_core::parameter::Init::ONES).unwrap();
+                Params::new(&b)
+            }
+        };
+        let x = randn("x", &shape);
+        check(std::slice::from_ref(&x), &params, &|x| training(|| norm.forward(&x[0])));
+        check(std::slice::from_ref(&x), &params, &|x| {
+            ForwardScope::default().run(|| norm.forward(&x[0]))
+        });
+    }
+}
+
+/// Candle's forward, and its running statistics.
+#[test]
+fn it_computes_what_candle_does_and_follows_the_batches() {
+    for momentum in [Some(0.1), Some(1.0), None] {
+        let b = builder(DType::F64);
+        let config = BatchNormConfig { momentum, ..BatchNormConfig::default() };
+        let norm = BatchNorm::with(&b.pp("norm"), 3, config).unwrap();
+        let params = Params::new(&b);
+        let [weight, bias] = [0, 1].map(|i| params.tree.parameters()[i].tensor().unwrap().detach());
+        let (zeros, ones) = (
+            Tensor::zeros(3, DType::F64, &Device::Cpu).unwrap(),
+            Tensor::ones(3, DType::F64, &Device::Cpu).unwrap(),
+        );
+        let theirs = |mean: &Tensor, var: &Tensor, momentum| {
+            candle_nn::BatchNorm::new_with_momentum(
+                3,
+                mean.copy().unwrap(),
+                var.copy().unwrap(),
+                weight.clone(),
+                bias.clone(),
+                1e-5,
+                momentum,
+            )
+            .unwrap()
+        };
+        let (mut mean, mut var) = (zeros, ones);
+        for step in 0..3 {
+            let reference = theirs(&mean, &var, momentum.unwrap_or(1.0 / f64::from(step + 1)));
+            let x = randn(&format!("x{step}"), &[4, 3, 2, 5]);
+            let y = training(|| norm.forward(&x)).unwrap();
+            assert_close(
+                "training",
+                &flat(&y),
+                &flat(&reference.forward_t(&x, true).unwrap()),
+                1e-12,
+            );
+            (mean, var) =
+                (reference.running_mean().copy().unwrap(), reference.running_var().copy().unwrap());
+            assert_close("mean", &flat(&norm.running_mean().value().unwrap()), &flat(&mean), 1e-12);
+            assert_close("var", &flat(&norm.running_var().value().unwrap()), &flat(&var), 1e-12);
+            let y = ForwardScope::default().run(|| norm.forward(&x)).unwrap();
+            assert_close(
+                "evaluation",
+                &flat(&y),
+                &flat(&reference.forward_t(&x, false).unwrap()),
+                1e-12,
+            );
+        }
+        let batches = norm.num_batches_tracked().value().unwrap();
+        assert_eq!((batches.dtype(), batches.to_scalar::<i64>().unwrap()), (DType::I64, 3));
+    }
+}
+
+#[test]
+fn what_does_not_count_is_not_followed() {
+    let b = builder(DType::F32);
+    let norm = BatchNorm::new(&b.pp("norm"), 2).unwrap();
+    let params = Params::new(&b);
+    let x = randn("x", &[3, 2]).to_dtype(DType::F32).unwrap();
+    let scope = ForwardScope { training: true, is_padding: true, ..ForwardScope::default() };
+    scope.run(|| norm.forward(&x)).unwrap();
+    ForwardScope::default().run(|| norm.forward(&x)).unwrap();
+    assert_eq!(norm.running_mean().value().unwrap().to_vec1::<f32>().unwrap(), [0.0, 0.0]);
+    assert_eq!(norm.num_batches_tracked().value().unwrap().to_scalar::<i64>().unwrap(), 0);
+    assert_eq!(params.tree.buffers().len(), 3);
+}
+
+#[test]
+fn half_precision_keeps_its_statistics_in_f32() {
+    let b = builder(DType::BF16);
+    let norm = BatchNorm::new(&b.pp("norm"), 2).unwrap();
+    let _params = Params::new(&b);
+    let x = randn("x", &[8, 2]).to_dtype(DType::BF16).unwrap();
+    let y = training(|| norm.forward(&x)).unwrap();
+    assert_eq!((y.dtype(), norm.running_var().dtype()), (DType::BF16, DType::F32));
+}
+
+#[test]
+fn mistakes_are_named() {
+    let b = builder(DType::F32);
+    let norm = BatchNorm::new(&b.pp("norm"), 2).unwrap();
+    let error = |result: Result<Tensor>| result.unwrap_err().to_string();
+    let x = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
+    insta::assert_snapshot!(error(training(|| norm.forward(&x(&[3, 2])))), @"module `norm`: buffer `norm.num_batches_tracked`: has no values: it is used before the model was set up");
+    let _params = Params::new(&b);
+    insta::assert_snapshot!(error(norm.forward(&x(&[3, 3, 2]))), @"module `norm`: expected an input of shape [batch, 2, ..], got [3, 3, 2]");
+    insta::assert_snapshot!(error(training(|| norm.forward(&x(&[1, 2])))), @"module `norm`: expected more than one value for each channel in training, got an input of shape [1, 2]: one has no variance");
+    let b = builder(DType::F32);
+    let with = |config| BatchNorm::with(&b.pp("no"), 2, config).unwrap_err().to_string();
+    let config = BatchNormConfig { momentum: Some(1.5), ..BatchNormConfig::default() };
+    insta::assert_snapshot!(with(config), @"module `no`: the momentum, the weight of a batch in the running statistics, must be between 0 and 1; got 1.5");
+    let config = BatchNormConfig { eps: -1.0, ..BatchNormConfig::default() };
+    insta::assert_snapshot!(with(config), @"module `no`: the norm's epsilon must be a number of 0 or more that f32 can hold, such as 1e-5; got -1.0");
+}
