@@ -15,11 +15,14 @@ pub struct Ddp {
     pub bucket_cap_mb: f64,
     /// Size of the first bucket in MiB: a small one starts the reduction early.
     pub first_bucket_mb: f64,
+    /// Patterns of parameters, or of modules around them, that data parallelism leaves alone: every rank holds
+    /// them whole, and their gradients are not reduced.
+    pub ignored: Vec<String>,
 }
 
 impl Default for Ddp {
     fn default() -> Self {
-        Self { bucket_cap_mb: 25.0, first_bucket_mb: 1.0 }
+        Self { bucket_cap_mb: 25.0, first_bucket_mb: 1.0, ignored: Vec::new() }
     }
 }
 
@@ -40,7 +43,11 @@ impl StrategyConfig for Ddp {
             bytes("bucket_cap_mb", self.bucket_cap_mb)?,
         ];
         let settings = Settings::new("ddp", [None, Some(1), Some(1), Some(1)], Sharding::Never);
-        Ok(Box::new(MeshStrategy::new(Settings { bucket_bytes, ..settings })))
+        Ok(Box::new(MeshStrategy::new(Settings {
+            bucket_bytes,
+            ignored: self.ignored.clone(),
+            ..settings
+        })))
     }
 }
 

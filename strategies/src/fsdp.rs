@@ -2,14 +2,16 @@
 //! compute.
 
 use fulgurite_core::config::{Scalar, deserialize_scalar, plugin};
+use fulgurite_core::module::Reshard;
 use fulgurite_core::strategy::{BuildContext, ParallelizeConfig, Strategy, StrategyConfig};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::mesh_strategy::{AccumulationSync, MeshStrategy, Settings, Sharding};
 use crate::mixed_precision::MixedPrecisionPolicy;
+use crate::schedule::fsdp::Prefetch;
 
-/// Whether a unit's parameters are freed between its forward and its backward.
+/// What is kept of a unit's parameters between its forward and its backward.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum ReshardAfterForward {
     /// As [`Always`](Self::Always): units are freed. The root unit never is, it would be gathered
@@ -20,6 +22,23 @@ pub enum ReshardAfterForward {
     Always,
     /// Units stay gathered until their backward is done: saves one all-gather a unit.
     Never,
+    /// As [`Always`](Self::Always) for all units but the last one, in the order in which they are built:
+    /// its backward comes next after its forward.
+    AllButLast,
+    /// Of each unit a part stays, over so many neighbouring ranks: see [`Reshard::Ranks`].
+    Ranks(usize),
+}
+
+impl ReshardAfterForward {
+    /// What is kept of all units but the last, and of that.
+    pub(crate) fn units(self) -> [Reshard; 2] {
+        match self {
+            Self::Auto | Self::Always => [Reshard::Always; 2],
+            Self::Never => [Reshard::Never; 2],
+            Self::AllButLast => [Reshard::Always, Reshard::Never],
+            Self::Ranks(ranks) => [Reshard::Ranks(ranks); 2],
+        }
+    }
 }
 
 impl Serialize for ReshardAfterForward {
@@ -28,16 +47,21 @@ impl Serialize for ReshardAfterForward {
             Self::Auto => serializer.serialize_str("auto"),
             Self::Always => serializer.serialize_bool(true),
             Self::Never => serializer.serialize_bool(false),
+            Self::AllButLast => serializer.serialize_str("all_but_last"),
+            Self::Ranks(ranks) => serializer.serialize_u64(*ranks as u64),
         }
     }
 }
 
 impl<'de> Deserialize<'de> for ReshardAfterForward {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserialize_scalar(deserializer, "true, false or \"auto\"", |value| match value {
+        const EXPECTED: &str = "true, false, \"auto\", \"all_but_last\" or a number of ranks";
+        deserialize_scalar(deserializer, EXPECTED, |value| match value {
             Scalar::Bool(true) => Some(Self::Always),
             Scalar::Bool(false) => Some(Self::Never),
             Scalar::Text(text) if text == "auto" => Some(Self::Auto),
+            Scalar::Text(text) if text == "all_but_last" => Some(Self::AllButLast),
+            Scalar::Int(ranks @ 1..) => usize::try_from(*ranks).ok().map(Self::Ranks),
             _ => None,
         })
     }
@@ -47,20 +71,23 @@ impl<'de> Deserialize<'de> for ReshardAfterForward {
 #[derive(Debug, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Fsdp {
-    /// Whether a unit's parameters are freed between its forward and its backward: `true`, `false`
-    /// or `"auto"`.
+    /// Whether a unit's parameters are freed between its forward and its backward: `true` (which is
+    /// `"auto"`), `false`, `"all_but_last"`, or the number of ranks over which a part of each is kept.
     pub reshard_after_forward: ReshardAfterForward,
     /// dtypes to gather, compute and reduce in.
     pub mixed_precision: MixedPrecisionPolicy,
-    /// How many units ahead parameters are gathered while one computes. Each takes the memory of
-    /// one gathered unit; 0 overlaps nothing.
-    pub prefetch: usize,
+    /// How many units ahead parameters are gathered while one computes, or a table of `forward` and
+    /// `backward`. Each takes the memory of one gathered unit; 0 overlaps nothing.
+    pub prefetch: Prefetch,
     /// Patterns of unit paths (`*` is one segment): only these units are gathered on their own, the
     /// others belong to the root unit. Empty: all.
     pub shard_conditions: Vec<String>,
     /// Allows a model of which no unit is gathered on its own: everything is the root unit, sharded
     /// between steps and whole within one.
     pub allow_root_only: bool,
+    /// Patterns of parameters, or of modules around them, that data parallelism leaves alone: every rank holds
+    /// them whole, and their gradients are not reduced.
+    pub ignored: Vec<String>,
     /// What micro-batches before the last of a step communicate: `"none"`, or `"reduce_scatter"` to
     /// hold no unsharded gradients between them.
     pub accumulation_sync: AccumulationSync,
@@ -76,9 +103,10 @@ impl Default for Fsdp {
         Self {
             reshard_after_forward: ReshardAfterForward::Auto,
             mixed_precision: MixedPrecisionPolicy::default(),
-            prefetch: 1,
+            prefetch: Prefetch::default(),
             shard_conditions: Vec::new(),
             allow_root_only: false,
+            ignored: Vec::new(),
             accumulation_sync: AccumulationSync::default(),
             parallelize: None,
         }
@@ -96,11 +124,12 @@ impl Fsdp {
         }
         let sizes = [Some(1), None, Some(1), Some(1)];
         Ok(Box::new(MeshStrategy::new(Settings {
-            reshard_after_forward: self.reshard_after_forward != ReshardAfterForward::Never,
+            reshard_after_forward: self.reshard_after_forward,
             mixed_precision: self.mixed_precision,
             prefetch: self.prefetch,
             shard_conditions: self.shard_conditions.clone(),
             allow_root_only: self.allow_root_only,
+            ignored: self.ignored.clone(),
             accumulation_sync: self.accumulation_sync,
             parallelize: self.parallelize.as_ref().map(|config| config.build()).transpose()?,
             ..Settings::new(name, sizes, Sharding::Always)

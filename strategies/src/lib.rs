@@ -34,6 +34,7 @@ mod mesh_strategy;
 mod mixed_precision;
 mod model_parallel;
 mod parallelize;
+mod prefetch;
 pub mod schedule;
 mod single_device;
 
@@ -44,4 +45,5 @@ pub use mesh_strategy::AccumulationSync;
 pub use mixed_precision::{DTypeName, MixedPrecisionPolicy};
 pub use model_parallel::{ModelParallel, Size};
 pub use parallelize::{HuggingFacePlan, InlinePlan, LlamaPlan, NoPlan, StyleNames};
+pub use schedule::fsdp::Prefetch;
 pub use single_device::SingleDevice;

@@ -1,6 +1,8 @@
 //! `strategy = "model_parallel"`: any mesh of replicas, shards, context and tensor parallelism.
 
-use fulgurite_core::config::{Scalar, deserialize_scalar, plugin};
+mod sizes;
+
+use fulgurite_core::config::plugin;
 use fulgurite_core::mesh::DeviceMesh;
 use fulgurite_core::strategy::{BuildContext, ParallelizeConfig, Strategy, StrategyConfig};
 use fulgurite_core::{Error, Result};
@@ -10,68 +12,36 @@ use crate::ReshardAfterForward;
 use crate::mesh_strategy::{AccumulationSync, MeshStrategy, Settings, Sharding};
 use crate::mixed_precision::MixedPrecisionPolicy;
 use crate::parallelize::LlamaPlan;
-
-/// The size of a mesh dimension: a number, or `"auto"`, which follows from the world size.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Size {
-    /// What the other dimensions leave.
-    Auto,
-    /// A number of ranks.
-    Ranks(usize),
-}
-
-impl Size {
-    fn ranks(self) -> Option<usize> {
-        match self {
-            Self::Auto => None,
-            Self::Ranks(n) => Some(n),
-        }
-    }
-}
-
-impl Serialize for Size {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        match self {
-            Self::Auto => serializer.serialize_str("auto"),
-            Self::Ranks(n) => serializer.serialize_u64(*n as u64),
-        }
-    }
-}
-
-impl<'de> Deserialize<'de> for Size {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserialize_scalar(deserializer, "a number of ranks or \"auto\"", |value| match value {
-            Scalar::Int(ranks) => usize::try_from(*ranks).ok().map(Self::Ranks),
-            Scalar::Text(text) if text == "auto" => Some(Self::Auto),
-            _ => None,
-        })
-    }
-}
+use crate::schedule::fsdp::Prefetch;
+pub use sizes::Size;
+use sizes::Sizes;
 
 /// `strategy = "model_parallel"` (PyTorch Lightning's `ModelParallelStrategy`, with more
 /// dimensions).
 ///
 /// Ranks are a grid of `data_parallel_replicate` × `data_parallel_shard` × `context_parallel` ×
-/// `tensor_parallel`; the last is fastest, so that tensor-parallel ranks are neighbours. Sizes that
-/// are `"auto"` follow from the world size together: the first of shard, replicate, context and
-/// tensor that is open takes what the others leave. Left out, the sizes of shard and tensor are
-/// `"auto"`, those of replicate and context 1.
+/// `tensor_parallel`; the last is fastest, so that tensor-parallel ranks are neighbours.
+///
+/// Where the sizes of data and tensor parallelism are both `"auto"`, as they are if left out, they are Lightning's:
+/// as many data-parallel ranks as hosts (`trainer.num_nodes`), and the ranks of a host share each layer. Otherwise
+/// `"auto"` is what the other sizes leave of the ranks, and `"rest"` is so always: if several are left open, the one
+/// that is `"rest"`, or the first of shard, replicate, context and tensor, takes it and the others are 1. Left out, the sizes of replicate and context are 1.
 #[derive(Debug, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelParallel {
-    /// Number of ranks that see different data (Lightning's name): replicas times shards.
+    /// Number of ranks that see different data (Lightning's name): replicas times shards; `"auto"` or a number.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_parallel_size: Option<Size>,
     /// Number of replicas of the shards; 1 unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_parallel_replicate_size: Option<Size>,
-    /// Number of ranks that parameters are sharded over; `"auto"` unless given.
+    /// Number of ranks that parameters are sharded over, `"auto"` or `"rest"`; `"auto"` unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_parallel_shard_size: Option<Size>,
     /// Number of ranks that share each sequence (and shard parameters too); 1 unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context_parallel_size: Option<Size>,
-    /// Number of ranks that share each layer; `"auto"` unless given.
+    /// Number of ranks that share each layer, `"auto"` or `"rest"`; `"auto"` unless given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tensor_parallel_size: Option<Size>,
     /// How the model is cut: a name, or a table with a `type`. Without it, with
@@ -79,15 +49,19 @@ pub struct ModelParallel {
     #[serde(deserialize_with = "plugin::deserialize_option")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parallelize: Option<Box<dyn ParallelizeConfig>>,
-    /// Whether a unit's parameters are freed between its forward and its backward: `true`, `false`
-    /// or `"auto"`.
+    /// Whether a unit's parameters are freed between its forward and its backward: `true` (which is
+    /// `"auto"`), `false`, `"all_but_last"`, or the number of ranks over which a part of each is kept.
     pub reshard_after_forward: ReshardAfterForward,
     /// dtypes to gather, compute and reduce in.
     pub mixed_precision: MixedPrecisionPolicy,
-    /// How many units ahead parameters are gathered while one computes.
-    pub prefetch: usize,
+    /// How many units ahead parameters are gathered while one computes, or a table of `forward` and
+    /// `backward`.
+    pub prefetch: Prefetch,
     /// Allows a model of which no unit is gathered on its own.
     pub allow_root_only: bool,
+    /// Patterns of parameters, or of modules around them, that data parallelism leaves alone: every rank holds
+    /// them whole, and their gradients are not reduced.
+    pub ignored: Vec<String>,
     /// What micro-batches before the last of a step communicate: `"none"`, `"reduce_scatter"` or
     /// `"all"`.
     pub accumulation_sync: AccumulationSync,
@@ -111,8 +85,9 @@ impl Default for ModelParallel {
             parallelize: None,
             reshard_after_forward: ReshardAfterForward::Auto,
             mixed_precision: MixedPrecisionPolicy::default(),
-            prefetch: 1,
+            prefetch: Prefetch::default(),
             allow_root_only: false,
+            ignored: Vec::new(),
             accumulation_sync: AccumulationSync::default(),
             save_distributed_checkpoint: true,
             timeout_secs: None,
@@ -121,49 +96,13 @@ impl Default for ModelParallel {
 }
 
 impl ModelParallel {
-    /// The sizes of replicate, shard, context and tensor; `None` where the world size decides.
-    fn sizes(&self) -> Result<[Option<usize>; 4]> {
-        let or = |size: Option<Size>, default| size.map_or(default, Size::ranks);
-        let replicate = or(self.data_parallel_replicate_size, Some(1));
-        let context = or(self.context_parallel_size, Some(1));
-        let tensor = or(self.tensor_parallel_size, None);
-        let shard = match (self.data_parallel_size, self.data_parallel_shard_size) {
-            (Some(_), Some(_)) => {
-                return Err(Error::Config(
-                    "`trainer.strategy` has both `data_parallel_size` and \
-                     `data_parallel_shard_size`; keep one: the first is the second times \
-                     `data_parallel_replicate_size`"
-                        .to_owned(),
-                ));
-            }
-            (None | Some(Size::Auto), shard) => or(shard, None),
-            (Some(Size::Ranks(n)), None) => match replicate {
-                Some(replicas) if replicas > 0 && n.is_multiple_of(replicas) => Some(n / replicas),
-                Some(replicas) => {
-                    return Err(Error::Config(format!(
-                        "`trainer.strategy.data_parallel_size` = {n} is not divisible by \
-                         `data_parallel_replicate_size` = {replicas}"
-                    )));
-                }
-                None => {
-                    return Err(Error::Config(
-                        "`trainer.strategy.data_parallel_size` and an automatic \
-                         `data_parallel_replicate_size` do not say how many ranks shard; give \
-                         `data_parallel_shard_size`"
-                            .to_owned(),
-                    ));
-                }
-            },
-        };
-        Ok([replicate, shard, context, tensor])
-    }
-
     fn strategy(
         &self,
         name: &'static str,
-        sizes: [Option<usize>; 4],
+        defaults: Sizes,
         context: &BuildContext,
     ) -> Result<Box<dyn Strategy>> {
+        let sizes = defaults.given(self)?.resolve(context)?;
         // Sizes that do not fit are an error before any rank is started.
         if context.world_size > 0 {
             let [replicate, shard, cp, tp] = sizes;
@@ -177,10 +116,11 @@ impl ModelParallel {
             })?;
         }
         Ok(Box::new(MeshStrategy::new(Settings {
-            reshard_after_forward: self.reshard_after_forward != ReshardAfterForward::Never,
+            reshard_after_forward: self.reshard_after_forward,
             mixed_precision: self.mixed_precision,
             prefetch: self.prefetch,
             allow_root_only: self.allow_root_only,
+            ignored: self.ignored.clone(),
             accumulation_sync: self.accumulation_sync,
             save_distributed_checkpoint: self.save_distributed_checkpoint,
             parallelize: self.parallelize.as_ref().map(|config| config.build()).transpose()?,
@@ -193,17 +133,12 @@ impl ModelParallel {
 #[typetag::serde(name = "model_parallel")]
 impl StrategyConfig for ModelParallel {
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Strategy>> {
-        self.strategy("model_parallel", self.sizes()?, context)
+        self.strategy("model_parallel", Sizes::AUTO, context)
     }
 
     fn timeout_secs(&self) -> Option<u64> {
         self.timeout_secs
     }
-}
-
-/// `size` if the configuration gives it, also as `"auto"`; otherwise `default`.
-fn unless_given(said: Option<Size>, size: Option<usize>, default: usize) -> Option<usize> {
-    if said.is_some() { size } else { size.or(Some(default)) }
 }
 
 /// Configurations with other defaults for the sizes.
@@ -217,7 +152,7 @@ macro_rules! alias {
         #[typetag::serde(name = $name)]
         impl StrategyConfig for $type {
             fn build(&self, context: &BuildContext) -> Result<Box<dyn Strategy>> {
-                let defaults: fn(&ModelParallel) -> Result<[Option<usize>; 4]> = $defaults;
+                let defaults: fn(&ModelParallel) -> Result<Sizes> = $defaults;
                 self.0.strategy($name, defaults(&self.0)?, context)
             }
 
@@ -243,7 +178,6 @@ alias!(
     "model_parallel with replicas of shards: gradients are reduce-scattered, then all-reduced",
     "{ type = \"hsdp\", data_parallel_replicate_size = 2 }",
     |config| {
-        let [replicate, shard, context, tensor] = config.sizes()?;
         let given = |size: Option<Size>| matches!(size, Some(Size::Ranks(_)));
         if !given(config.data_parallel_replicate_size) && !given(config.data_parallel_shard_size) {
             return Err(Error::Config(
@@ -252,8 +186,12 @@ alias!(
                     .to_owned(),
             ));
         }
-        let replicate = if given(config.data_parallel_replicate_size) { replicate } else { None };
-        Ok([replicate, shard, context, unless_given(config.tensor_parallel_size, tensor, 1)])
+        Ok(Sizes {
+            replicate: Size::Rest,
+            shard: Size::Rest,
+            tensor: Size::Ranks(1),
+            ..Sizes::AUTO
+        })
     }
 );
 
@@ -262,10 +200,7 @@ alias!(
     "tp",
     "model_parallel with all ranks tensor-parallel",
     "{ type = \"tp\", parallelize = \"llama\" }",
-    |config| {
-        let [replicate, shard, context, tensor] = config.sizes()?;
-        Ok([replicate, unless_given(config.data_parallel_shard_size, shard, 1), context, tensor])
-    }
+    |_| Ok(Sizes { shard: Size::Ranks(1), ..Sizes::AUTO })
 );
 
 alias!(
@@ -273,8 +208,5 @@ alias!(
     "fsdp_tp",
     "model_parallel with tensor parallelism over 2 ranks, or as many as given, and shards over the others",
     "{ type = \"fsdp_tp\", tensor_parallel_size = 2, parallelize = \"llama\" }",
-    |config| {
-        let [replicate, shard, context, tensor] = config.sizes()?;
-        Ok([replicate, shard, context, unless_given(config.tensor_parallel_size, tensor, 2)])
-    }
+    |_| Ok(Sizes { tensor: Size::Ranks(2), ..Sizes::AUTO })
 );

@@ -339,6 +339,7 @@ mod tests {
         assert_eq!(names(&io), ["dir", "last"]);
     }
 
+    // checklist: Lightning: checkpoint_io not supported
     #[test]
     fn it_is_chosen_by_name() {
         fulgurite_core::registry::validate().unwrap();

@@ -168,6 +168,7 @@ mod tests {
         Slurm {}.build(&with(changes)).unwrap_err().to_string()
     }
 
+    // checklist: Lightning: _set_world_ranks
     #[test]
     fn reads_what_srun_sets() {
         let environment = build(&[NODES]);

@@ -143,6 +143,8 @@ mod tests {
         TorchElastic {}.build(&variables).unwrap_err().to_string()
     }
 
+    // checklist: Lightning: _set_world_ranks
+    // checklist: NeMo: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     #[test]
     fn reads_what_torchrun_sets() {
         let environment = build(&[("GROUP_RANK", "1"), ("TORCHELASTIC_RUN_ID", "run")]);
@@ -156,6 +158,7 @@ mod tests {
         assert_eq!(build(&[("TORCHELASTIC_USE_AGENT_STORE", "False")]).main_port(), 29500);
     }
 
+    // checklist: NeMo: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     #[test]
     fn derives_what_is_missing() {
         assert_eq!(build(&[]).node_rank(), 1, "from RANK");
@@ -176,6 +179,7 @@ mod tests {
         assert!(!TorchElastic {}.detect(&under_slurm));
     }
 
+    // checklist: torchtune: is_distributed
     #[test]
     fn mistakes_are_named() {
         insta::assert_snapshot!(error(&[("RANK", "")]), @"launch: the environment variable RANK (this process's rank, a number) is not set, but others of its family are. Set it, or unset them all to run without a launcher");

@@ -82,8 +82,8 @@ impl ProcessGroupConfig for Shm {
 }
 
 /// The end of messages about jobs on several hosts.
-const ACROSS_HOSTS: &str = "Across hosts use `nccl` (GPUs) or `mpi` (CPUs): \
-                            trainer.process_group.type = \"nccl\" or \"mpi\"";
+const ACROSS_HOSTS: &str = "There is no process group across hosts yet but those that other crates bring: \
+                            link one, and name it in trainer.process_group.type";
 
 #[cfg(not(target_os = "linux"))]
 fn connect(_: &Shm, _: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {

@@ -25,11 +25,12 @@ pub(super) fn gradient_after_reduction(parameter: &Parameter) -> Error {
 
 /// The parameters that have partial gradients on tensor-parallel ranks, which hold the same values and
 /// use them on different parts of an activation (norms on parts of the sequence, shared key heads).
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(super) struct PartialGrads {
     sets: Vec<Set>,
 }
 
+#[derive(Clone)]
 struct Set {
     group: Arc<dyn ProcessGroup>,
     /// Number of neighbouring ranks in the group.

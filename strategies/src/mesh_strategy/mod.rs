@@ -7,12 +7,14 @@
 //! | `units` | which units are gathered on their own |
 //! | `replicated/` | ranks that hold whole parameters: gradients are all-reduced in buckets |
 //! | `sharded/` | ranks that hold shards: units are gathered, gradients reduce-scattered |
+//! | `ignored` | parameters that data parallelism leaves alone |
 //! | `gradients` | partial gradients of tensor-parallel ranks, and the error of gradients that come too late |
 //!
 //! When to gather, free and reduce is decided in [`schedule`](crate::schedule); `replicated` and `sharded`
 //! perform it.
 
 mod gradients;
+mod ignored;
 mod plan;
 mod replicated;
 mod settings;

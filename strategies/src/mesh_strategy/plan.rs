@@ -2,12 +2,12 @@
 
 use candle_core::DType;
 use fulgurite_core::Result;
-use fulgurite_core::mesh::DeviceMesh;
+use fulgurite_core::mesh::{DP_SHARD_CP, DeviceMesh};
 use fulgurite_core::module::ModuleTree;
-use fulgurite_core::parameter::accumulation_dtype;
+use fulgurite_core::parameter::{Parameter, accumulation_dtype};
 use fulgurite_core::strategy::RankMemory;
 
-use super::{MeshStrategy, units};
+use super::{MeshStrategy, ignored, units};
 
 /// The memory of this mesh's rank for a model that tensor parallelism has cut.
 ///
@@ -19,26 +19,33 @@ pub(super) fn rank_memory(
     mesh: &DeviceMesh,
 ) -> Result<RankMemory> {
     let bytes = |elements: usize, dtype: DType| (elements as u64) * dtype.size_in_bytes() as u64;
+    let whole = |memory: &mut RankMemory, parameter: &Parameter| {
+        let (elements, dtype) = (parameter.compute_elem_count(), parameter.dtype());
+        memory.parameters += bytes(elements, dtype);
+        if parameter.compute_dtype() != dtype {
+            memory.parameters += bytes(elements, parameter.compute_dtype());
+        }
+        if parameter.requires_grad() {
+            memory.gradients += bytes(elements, accumulation_dtype(dtype));
+            memory.updated_elements += elements as u64;
+        }
+    };
     let mut memory = RankMemory::default();
     if !strategy.shards(mesh)? {
-        for parameter in tree.parameters() {
-            let (elements, dtype) = (parameter.compute_elem_count(), parameter.dtype());
-            memory.parameters += bytes(elements, dtype);
-            if parameter.compute_dtype() != dtype {
-                memory.parameters += bytes(elements, parameter.compute_dtype());
-            }
-            if parameter.requires_grad() {
-                memory.gradients += bytes(elements, accumulation_dtype(dtype));
-                memory.updated_elements += elements as u64;
-            }
-        }
+        tree.parameters().iter().for_each(|parameter| whole(&mut memory, parameter));
         return Ok(memory);
     }
     let chosen = units::choose(&strategy.settings, tree)?;
+    units::reshard(&strategy.settings, tree, &chosen, mesh.group(DP_SHARD_CP)?)?;
     let reduce_dtype = strategy.settings.mixed_precision.reduce_dtype.map(DType::from);
     // What no unit of its own gathers, the root does.
     let mut gathered = vec![0; tree.units().len() + 1];
-    for (parameter, owner) in tree.parameters().iter().zip(tree.owners()) {
+    let ignored = ignored::chosen(&strategy.settings, tree)?;
+    for ((parameter, owner), ignored) in tree.parameters().iter().zip(tree.owners()).zip(ignored) {
+        if ignored {
+            whole(&mut memory, parameter);
+            continue;
+        }
         let unit = owner.filter(|&unit| chosen[unit]).map_or(0, |unit| unit + 1);
         gathered[unit] += bytes(parameter.compute_elem_count(), parameter.compute_dtype());
         let spec = MeshStrategy::sharded_spec(parameter, mesh)?;

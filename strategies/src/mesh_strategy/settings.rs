@@ -3,8 +3,9 @@
 use fulgurite_core::strategy::ParallelizeFn;
 use serde::{Deserialize, Serialize};
 
+use crate::fsdp::ReshardAfterForward;
 use crate::mixed_precision::MixedPrecisionPolicy;
-use crate::schedule::fsdp::ReduceScope;
+use crate::schedule::fsdp::{Prefetch, ReduceScope};
 
 /// What the backward of a micro-batch communicates under
 /// [`no_backward_sync`](fulgurite_core::fabric::Fabric::no_backward_sync), that is for all
@@ -60,17 +61,19 @@ pub(crate) struct Settings {
     /// `tensor_parallel`; those left open follow from the world size.
     pub(crate) sizes: [Option<usize>; 4],
     pub(crate) sharding: Sharding,
-    /// Whether a unit's parameters are freed between forward and backward.
-    pub(crate) reshard_after_forward: bool,
+    /// What is kept of units' parameters between forward and backward.
+    pub(crate) reshard_after_forward: ReshardAfterForward,
     pub(crate) mixed_precision: MixedPrecisionPolicy,
     /// How many units ahead are gathered.
-    pub(crate) prefetch: usize,
+    pub(crate) prefetch: Prefetch,
     /// Patterns of the units that are gathered on their own; none: all units.
     pub(crate) shard_conditions: Vec<String>,
     pub(crate) allow_root_only: bool,
     pub(crate) accumulation_sync: AccumulationSync,
     /// Whether the trainer's checkpoints are distributed.
     pub(crate) save_distributed_checkpoint: bool,
+    /// Patterns of the parameters that data parallelism leaves alone.
+    pub(crate) ignored: Vec<String>,
     /// Bytes of the first gradient bucket, and of the others.
     pub(crate) bucket_bytes: [usize; 2],
     pub(crate) parallelize: Option<Box<dyn ParallelizeFn>>,
@@ -85,13 +88,14 @@ impl Settings {
             name,
             sizes,
             sharding,
-            reshard_after_forward: true,
+            reshard_after_forward: ReshardAfterForward::Auto,
             mixed_precision: MixedPrecisionPolicy::default(),
-            prefetch: 1,
+            prefetch: Prefetch::default(),
             shard_conditions: Vec::new(),
             allow_root_only: false,
             accumulation_sync: AccumulationSync::default(),
             save_distributed_checkpoint: true,
+            ignored: Vec::new(),
             bucket_bytes: [1 << 20, 25 << 20],
             parallelize: None,
             default_parallelize: None,

@@ -7,7 +7,7 @@ use candle_core::DType;
 use fulgurite_core::autograd::storage;
 use fulgurite_core::collective::{Difference, ProcessGroup, broadcast_object, first_difference};
 use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
-use fulgurite_core::module::{ModuleInit, ModuleTree, UnitHooks};
+use fulgurite_core::module::{ModuleInit, ModuleTree, Reshard, UnitHooks};
 use fulgurite_core::parameter::{GradReducer, LocalShard, Parameter, ParameterSlot};
 use fulgurite_core::shard::{Cut, Placement, ShardSpec};
 use fulgurite_core::strategy::{
@@ -16,6 +16,7 @@ use fulgurite_core::strategy::{
 use fulgurite_core::{Error, Result};
 
 use super::gradients::PartialGrads;
+use super::ignored::{self, Ignored};
 use super::replicated::Reducer;
 use super::sharded::{Casts, Member, ParamGroup, ShardedRuntime};
 use super::{Settings, Sharding, plan, units};
@@ -27,6 +28,8 @@ use crate::schedule::fsdp;
 pub(crate) struct MeshStrategy {
     pub(super) settings: Settings,
     data_parallel: Option<DataParallel>,
+    /// `None` if there are none.
+    ignored: Option<Ignored>,
 }
 
 /// How data-parallel ranks hold parameters, or the parts that tensor parallelism leaves of them.
@@ -41,7 +44,7 @@ enum DataParallel {
 
 impl MeshStrategy {
     pub(crate) fn new(settings: Settings) -> Self {
-        Self { settings, data_parallel: None }
+        Self { settings, data_parallel: None, ignored: None }
     }
 
     fn mixes_dtypes(&self) -> bool {
@@ -72,7 +75,7 @@ impl MeshStrategy {
     }
 
     /// A parameter's spec before it is sharded: the cuts of tensor parallelism, and replicas.
-    fn outer_spec(parameter: &Parameter, mesh: &DeviceMesh) -> Result<ShardSpec> {
+    pub(super) fn outer_spec(parameter: &Parameter, mesh: &DeviceMesh) -> Result<ShardSpec> {
         let mut spec = parameter.spec();
         let cut_by = |spec: &ShardSpec, dim| spec.cuts.iter().any(|cut| cut.mesh_dim == dim);
         for dim in [TENSOR_PARALLEL, DATA_PARALLEL_REPLICATE] {
@@ -86,12 +89,11 @@ impl MeshStrategy {
 
     fn replicate(
         &self,
-        tree: &mut ModuleTree,
+        mut slots: Vec<ParameterSlot>,
         mesh: &DeviceMesh,
         seed: u64,
         partial_grads: PartialGrads,
     ) -> Result<DataParallel> {
-        let mut slots = tree.slots();
         for slot in &slots {
             slot.set_spec(Self::outer_spec(slot, mesh)?);
         }
@@ -114,16 +116,26 @@ impl MeshStrategy {
         mesh: &DeviceMesh,
         seed: u64,
         partial_grads: PartialGrads,
+        ignored: &[ParameterSlot],
     ) -> Result<DataParallel> {
         let chosen = units::choose(&self.settings, tree)?;
         let policy = self.settings.mixed_precision;
         let reduce_dtype = policy.reduce_dtype.map(DType::from);
         let process_groups =
             [mesh.group(DP_SHARD_CP)?.clone(), mesh.group(DATA_PARALLEL_REPLICATE)?.clone()];
+        let parts_of = |reshard, parts: &units::PartGroups| match reshard {
+            Reshard::Ranks(ranks) => parts.get(&ranks).cloned(),
+            _ => None,
+        };
         let mut groups = Vec::new();
         let mut units = Vec::new();
-        let mut root = tree.unit_slots(None);
-        let mut add = |path: &str, slots: &[ParameterSlot], reshard: bool| -> Result<usize> {
+        let managed = |mut slots: Vec<ParameterSlot>| {
+            slots.retain(|slot| !ignored.contains(slot));
+            slots
+        };
+        let mut root = managed(tree.unit_slots(None));
+        let (reshard, parts) = units::reshard(&self.settings, tree, &chosen, &process_groups[0])?;
+        let mut add = |path: &str, slots: &[ParameterSlot], reshard: Reshard| -> Result<usize> {
             let members = slots
                 .iter()
                 .map(|slot| Self::shard_parameter(slot, mesh, seed))
@@ -133,30 +145,38 @@ impl MeshStrategy {
                 path,
                 members,
                 reshard,
+                parts_of(reshard, &parts),
                 process_groups.clone(),
                 reduce_dtype,
             ));
             Ok(groups.len() - 1)
         };
-        for (unit, chosen) in tree.units().to_vec().iter().zip(chosen) {
-            let slots = tree.unit_slots(Some(unit.index()));
-            if chosen {
-                let own = tree.fully_shard_options(unit.path());
-                let reshard = own
-                    .and_then(|options| options.reshard_after_forward)
-                    .unwrap_or(self.settings.reshard_after_forward);
+        for ((unit, chosen), reshard) in tree.units().to_vec().iter().zip(chosen).zip(reshard) {
+            let all = tree.unit_slots(Some(unit.index()));
+            let nothing_left = !all.is_empty() && all.iter().all(|slot| ignored.contains(slot));
+            let slots = managed(all);
+            if chosen && !nothing_left {
                 units.push(Some(add(unit.path(), &slots, reshard)?));
             } else {
                 root.extend(slots);
                 units.push(None);
             }
         }
-        add("(root)", &root, false)?;
+        add("(root)", &root, Reshard::Never)?;
         let cast = policy.param_dtype.filter(|_| policy.cast_forward_inputs).map(DType::from);
         let casts = Casts { input: cast, output: policy.output_dtype.map(DType::from) };
-        let prefetch = self.settings.prefetch;
-        let runtime = Arc::new(ShardedRuntime::new(groups, units, prefetch, casts, partial_grads));
-        for slot in tree.slots().iter().filter(|slot| slot.requires_grad()) {
+        let lists = units::prefetch_lists(tree, &units)?;
+        let runtime = ShardedRuntime::new(
+            mesh.rank(),
+            groups,
+            units,
+            self.settings.prefetch,
+            lists,
+            casts,
+            partial_grads,
+        );
+        let runtime = Arc::new(runtime);
+        for slot in managed(tree.slots()).iter().filter(|slot| slot.requires_grad()) {
             slot.set_reducer(runtime.clone() as Arc<dyn GradReducer>);
         }
         for unit in tree.units() {
@@ -209,9 +229,10 @@ impl MeshStrategy {
     /// Ends a backward; whether it reduces gradients was said when it began.
     fn finish_backward(&self) -> Result<()> {
         match self.data_parallel()? {
-            DataParallel::Replicated { reducer, .. } => reducer.on(ddp::Event::FinishBackward),
-            DataParallel::Sharded(runtime) => runtime.on(fsdp::Event::FinishBackward),
+            DataParallel::Replicated { reducer, .. } => reducer.on(ddp::Event::FinishBackward)?,
+            DataParallel::Sharded(runtime) => runtime.on(fsdp::Event::FinishBackward)?,
         }
+        self.ignored.as_ref().map_or(Ok(()), Ignored::finish_backward)
     }
 
     /// Checks that replicas hold the same values. Collective.
@@ -220,7 +241,7 @@ impl MeshStrategy {
         if group.size() == 1 {
             return Ok(());
         }
-        materialize::verify_same_values(tree, &**group)
+        materialize::verify_same_values(tree.parameters(), &**group)
     }
 
     /// After the first synchronised steps of all optimizers: rebuilds the buckets in the order in which gradients became
@@ -241,7 +262,7 @@ impl MeshStrategy {
             slots.iter().map(|slot| (slot.fqn(), slot)).collect();
         let ready: Vec<ParameterSlot> =
             order.iter().filter_map(|fqn| by_fqn.get(fqn.as_str()).copied().cloned()).collect();
-        if ready.len() == slots.iter().filter(|slot| slot.requires_grad()).count() {
+        if ready.len() == reducer.parameters() {
             reducer.rebuild_buckets(&ready, self.settings.bucket_bytes)?;
             *rebuilt = true;
         }
@@ -260,11 +281,18 @@ fn verify_same_choices(tree: &ModuleTree, world: &dyn ProcessGroup) -> Result<()
         .collect();
     choices.extend(tree.units().iter().map(|unit| {
         let checkpointed = if unit.activation_checkpointing() { ", checkpointed" } else { "" };
-        format!(
+        let mut choice = format!(
             "the unit `{}`: {:?}{checkpointed}",
             unit.path(),
             tree.fully_shard_options(unit.path())
-        )
+        );
+        let lists = [unit.units_to_forward_prefetch(), unit.units_to_backward_prefetch()];
+        for (direction, list) in ["forward", "backward"].iter().zip(lists) {
+            if !list.is_empty() {
+                choice += &format!(", {direction} prefetch {}", list.join(" "));
+            }
+        }
+        choice
     }));
     match first_difference(world, &choices)? {
         None => Ok(()),
@@ -350,10 +378,23 @@ impl Strategy for MeshStrategy {
             verify_same_choices(tree, &**mesh.world())?;
         }
         let partial_grads = PartialGrads::new(tree, mesh)?;
-        let data_parallel = match self.shards(mesh)? {
-            true => self.shard(tree, mesh, seed, partial_grads)?,
-            false => self.replicate(tree, mesh, seed, partial_grads)?,
+        let (ignored, managed) = {
+            let chosen = ignored::chosen(&self.settings, tree)?;
+            let slots = tree.slots().into_iter().zip(chosen);
+            let (ignored, managed): (Vec<_>, Vec<_>) = slots.partition(|(_, ignored)| *ignored);
+            let only = |slots: Vec<(ParameterSlot, bool)>| -> Vec<ParameterSlot> {
+                slots.into_iter().map(|(slot, _)| slot).collect()
+            };
+            (only(ignored), only(managed))
         };
+        let data_parallel = match self.shards(mesh)? {
+            true => self.shard(tree, mesh, seed, partial_grads.clone(), &ignored)?,
+            false => self.replicate(managed, mesh, seed, partial_grads.clone())?,
+        };
+        if !ignored.is_empty() {
+            let bucket_bytes = self.settings.bucket_bytes;
+            self.ignored = Some(Ignored::new(ignored, mesh, seed, partial_grads, bucket_bytes)?);
+        }
         Self::verify_replicas(tree, mesh)?;
         self.data_parallel = Some(data_parallel);
         Ok(())
@@ -368,11 +409,15 @@ impl Strategy for MeshStrategy {
         match self.data_parallel()? {
             DataParallel::Replicated { .. } => materialize::refresh_compute(context.slots),
             // What was gathered before an optimizer step or a load is out of date.
-            DataParallel::Sharded(runtime) => runtime.on(fsdp::Event::PrepareForward),
+            DataParallel::Sharded(runtime) => {
+                runtime.on(fsdp::Event::PrepareForward)?;
+                self.ignored.as_ref().map_or(Ok(()), Ignored::prepare_forward)
+            }
         }
     }
 
     fn begin_backward(&mut self, _context: StrategyContext<'_>, synchronise: bool) -> Result<()> {
+        self.ignored.as_ref().map_or(Ok(()), Ignored::begin_backward)?;
         match self.data_parallel()? {
             DataParallel::Replicated { reducer, .. } => {
                 reducer.begin_backward(synchronise, self.settings.bucket_bytes)
@@ -396,6 +441,7 @@ impl Strategy for MeshStrategy {
             DataParallel::Replicated { reducer, .. } => reducer.finish_step()?,
             DataParallel::Sharded(runtime) => runtime.on(fsdp::Event::FinishStep)?,
         }
+        self.ignored.as_ref().map_or(Ok(()), Ignored::finish_step)?;
         self.rebuild_buckets(context)?;
         self.prepare_forward(context)
     }
@@ -404,6 +450,11 @@ impl Strategy for MeshStrategy {
         // Each replica has read its own copy.
         Self::verify_replicas(context.tree, context.mesh)?;
         self.prepare_forward(context)
+    }
+
+    fn prepare_save(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        let verify = |ignored: &Ignored| ignored.verify_same_values(context.mesh);
+        self.ignored.as_ref().map_or(Ok(()), verify)
     }
 
     fn saves_distributed_checkpoints(&self) -> bool {

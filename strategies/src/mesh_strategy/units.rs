@@ -1,9 +1,14 @@
-//! Which units are gathered on their own.
+//! Which units are gathered on their own, what is kept of them after forward, and which are gathered ahead.
 
-use fulgurite_core::module::{ModuleTree, glob_match};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use fulgurite_core::collective::ProcessGroup;
+use fulgurite_core::module::{ModuleTree, Reshard, glob_match};
 use fulgurite_core::{Error, Result};
 
 use super::Settings;
+use super::sharded::PrefetchLists;
 
 /// Whether each unit is gathered on its own: as a parallelize function chose in the tree; if it chose
 /// nothing, not even the root, as `shard_conditions` say; without those, every unit.
@@ -35,4 +40,101 @@ pub(super) fn choose(settings: &Settings, tree: &ModuleTree) -> Result<Vec<bool>
             paths.join(", ")
         )
     }))
+}
+
+/// The groups of neighbouring ranks that keep parts of units after forward, by their size.
+pub(super) type PartGroups = BTreeMap<usize, Arc<dyn ProcessGroup>>;
+
+/// What is kept of each unit after forward, of `chosen` ones, and the groups that keep parts. Collective
+/// over `group`, the ranks that share parameters.
+pub(super) fn reshard(
+    settings: &Settings,
+    tree: &ModuleTree,
+    chosen: &[bool],
+    group: &Arc<dyn ProcessGroup>,
+) -> Result<(Vec<Reshard>, PartGroups)> {
+    let last = chosen.iter().rposition(|&chosen| chosen);
+    let [of_most, of_last] = settings.reshard_after_forward.units();
+    let mut groups = PartGroups::new();
+    let mut reshard = Vec::with_capacity(chosen.len());
+    for (index, unit) in tree.units().iter().enumerate() {
+        let own = tree.fully_shard_options(unit.path());
+        let own = own.and_then(|options| options.reshard_after_forward);
+        let of_unit = own.unwrap_or(if Some(index) == last { of_last } else { of_most });
+        reshard.push(match of_unit {
+            Reshard::Ranks(ranks) if chosen[index] => {
+                let (of_unit, size) =
+                    (check_ranks(unit.path(), ranks, group.size())?, group.size());
+                if of_unit == Reshard::Ranks(ranks) && !groups.contains_key(&ranks) {
+                    let neighbours = (0..size).step_by(ranks).map(|r| (r..r + ranks).collect());
+                    let partition: Vec<Vec<usize>> = neighbours.collect();
+                    groups.insert(ranks, group.split(&partition, "reshard_after_forward")?);
+                }
+                of_unit
+            }
+            of_unit => of_unit,
+        });
+    }
+    Ok((reshard, groups))
+}
+
+/// What parts over `ranks` of `size` ranks come to.
+fn check_ranks(path: &str, ranks: usize, size: usize) -> Result<Reshard> {
+    if ranks == size {
+        return Ok(Reshard::Always);
+    }
+    match ranks {
+        1 => Ok(Reshard::Never),
+        2.. if size.is_multiple_of(ranks) => Ok(Reshard::Ranks(ranks)),
+        _ => {
+            let divisors = (1..=size).filter(|n| size.is_multiple_of(*n));
+            let divisors: Vec<String> = divisors.map(|n| n.to_string()).collect();
+            Err(Error::module(
+                path,
+                format!(
+                    "`reshard_after_forward` = {ranks} must divide the number of ranks that share \
+                     parameters, which is {size}: it can be {} (1 is as `false`, {size} as `true`)",
+                    divisors.join(", ")
+                ),
+            ))
+        }
+    }
+}
+
+/// The units that a parallelize function listed to be gathered while another computes, by their groups:
+/// `units` has each unit's, if it is gathered on its own.
+pub(super) fn prefetch_lists(
+    tree: &ModuleTree,
+    units: &[Option<usize>],
+) -> Result<Vec<PrefetchLists>> {
+    let group_of = |path: &str| {
+        let index = tree.units().iter().position(|unit| unit.path() == path)?;
+        units[index]
+    };
+    let mut lists = Vec::new();
+    for unit in tree.units() {
+        let of_unit = [unit.units_to_forward_prefetch(), unit.units_to_backward_prefetch()];
+        if of_unit.iter().all(Vec::is_empty) {
+            continue;
+        }
+        let own_group = |path: &str| {
+            group_of(path).ok_or_else(|| {
+                let own = tree.units().iter().zip(units).filter(|(_, group)| group.is_some());
+                let own: Vec<&str> = own.map(|(unit, _)| unit.path()).collect();
+                Error::module(
+                    unit.path(),
+                    format!(
+                        "its prefetch lists are about `{path}`, which is not gathered on its own; \
+                         units that are: {}",
+                        own.join(", ")
+                    ),
+                )
+            })
+        };
+        let group = own_group(unit.path())?;
+        let [forward, backward] =
+            of_unit.map(|list| list.iter().map(|path| own_group(path)).collect::<Result<_>>());
+        lists.push(PrefetchLists { group, forward: forward?, backward: backward? });
+    }
+    Ok(lists)
 }

@@ -138,8 +138,7 @@ impl ParallelizeConfig for HuggingFacePlan {
         }
         let config = self.clone();
         Ok(Box::new(move |model: &mut ModuleTree, mesh: &DeviceMesh| {
-            let plan = config.plan(model)?;
-            parallelize(model, mesh, &plan, &config.units)
+            parallelize(model, mesh, |model| config.plan(model), &config.units)
         }))
     }
 }

@@ -108,8 +108,7 @@ impl ParallelizeConfig for LlamaPlan {
     fn build(&self) -> Result<Box<dyn ParallelizeFn>> {
         let config = self.clone();
         Ok(Box::new(move |model: &mut ModuleTree, mesh: &DeviceMesh| {
-            let plan = config.plan(model)?;
-            parallelize(model, mesh, &plan, &config.units)
+            parallelize(model, mesh, |model| config.plan(model), &config.units)
         }))
     }
 }

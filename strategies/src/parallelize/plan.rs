@@ -46,20 +46,24 @@ impl ParallelizeConfig for InlinePlan {
         }
         let Self { plan, units } = self.clone();
         Ok(Box::new(move |model: &mut ModuleTree, mesh: &DeviceMesh| {
-            parallelize(model, mesh, &plan, &units)
+            parallelize(model, mesh, |_| Ok(plan.clone()), &units)
         }))
     }
 }
 
-/// Applies a plan along `tensor_parallel` and chooses the units of `units`, if there are any.
+/// Applies a plan along `tensor_parallel` and chooses the units of `units`, if there are any. With one
+/// tensor-parallel rank no layer is cut, so that nothing is asked of the plan: the model may have other names.
 pub(super) fn parallelize(
     model: &mut ModuleTree,
     mesh: &DeviceMesh,
-    plan: &Plan,
+    plan: impl FnOnce(&ModuleTree) -> Result<Plan>,
     units: &[String],
 ) -> Result<()> {
-    if !plan.entries().is_empty() {
-        model.parallelize_module(&mesh.get(TENSOR_PARALLEL)?, plan)?;
+    if mesh.size(TENSOR_PARALLEL)? > 1 {
+        let plan = plan(model)?;
+        if !plan.entries().is_empty() {
+            model.parallelize_module(&mesh.get(TENSOR_PARALLEL)?, &plan)?;
+        }
     }
     units.iter().try_for_each(|pattern| model.fully_shard_matching(pattern))
 }

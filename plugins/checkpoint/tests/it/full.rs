@@ -227,6 +227,7 @@ fn config_json_is_passed_through() {
     assert_eq!(files(temp.path())["config.json"], b"{\"as\":   \"it is\"}");
 }
 
+// checklist: torchtune: gather_cpu_state_dict
 #[test]
 fn what_is_filtered_is_not_gathered() {
     let mesh = [1, 2, 2];

@@ -46,6 +46,7 @@ fn is_loaded(tree: &ModuleTree, fqn: &str) -> bool {
         == bytes(&values(Some(SEED), fqn, shape, &full, parameter.dtype()))
 }
 
+// checklist: Lightning: save_checkpoint
 #[test]
 fn a_filter_is_for_model_and_optimizer_and_both_ways() {
     let temp = saved(None);

@@ -19,6 +19,7 @@ use proptest::prelude::*;
 const MESHES: [Mesh; 7] =
     [[1, 1, 1], [1, 2, 1], [1, 4, 1], [3, 1, 1], [2, 2, 1], [1, 2, 2], [2, 1, 4]];
 
+// checklist: torchtune: load_from_full_optimizer_state_dict
 #[test]
 fn every_mesh_loads_what_every_mesh_saved() {
     let temp = tempfile::tempdir().unwrap();
@@ -173,6 +174,7 @@ fn dtypes_are_converted() {
     }
 }
 
+// checklist: Lightning: load_checkpoint: formats are detected
 #[test]
 fn the_shards_are_also_a_plain_safetensors_directory() {
     let temp = tempfile::tempdir().unwrap();
@@ -206,6 +208,7 @@ fn the_shards_are_also_a_plain_safetensors_directory() {
     }
 }
 
+// checklist: PyTorch: _get_param_to_fqns
 #[test]
 fn tied_parameters_are_found_under_any_of_their_names() {
     let temp = tempfile::tempdir().unwrap();
@@ -241,6 +244,8 @@ fn tied_parameters_are_found_under_any_of_their_names() {
     }
 }
 
+// checklist: torchtune: load_from_full_model_state_dict
+// checklist: Lightning: strictness, left-overs
 #[test]
 fn without_strict_what_fits_is_loaded() {
     let temp = tempfile::tempdir().unwrap();

@@ -72,6 +72,7 @@ fn the_newest_is_found_and_what_is_torn_is_not() {
     assert_eq!(latest(&*io(root)).unwrap(), Some(expected));
 }
 
+// checklist: Lightning: replacing what is there
 #[test]
 fn a_checkpoint_that_makes_way_stays_one_until_its_successor_is_there() {
     let temp = tempfile::tempdir().unwrap();
@@ -90,6 +91,7 @@ fn a_checkpoint_that_makes_way_stays_one_until_its_successor_is_there() {
     assert_eq!(names(root), ["last", "other"]);
 }
 
+// checklist: Lightning: replacing what is there
 #[test]
 fn overwriting_replaces_all_of_it() {
     let temp = tempfile::tempdir().unwrap();
@@ -203,6 +205,7 @@ fn save_failing(root: &Path, on: usize, what: &'static str, path: &'static str) 
     ranks(2, attempt).into_iter().map(|saved| shown(saved.unwrap_err(), root)).collect()
 }
 
+// checklist: Lightning: save_checkpoint
 #[test]
 fn a_failure_on_one_rank_is_told_on_all_and_leaves_the_old_checkpoint() {
     let temp = tempfile::tempdir().unwrap();
@@ -259,6 +262,7 @@ fn tensor(name: &str, rows: std::ops::Range<usize>, n: usize) -> ShardTensor {
     ShardTensor { name: name.into(), values, region, shape: vec![n, 2] }
 }
 
+// checklist: Lightning: _rekey_optimizer_state_if_needed
 #[test]
 fn wrong_use_is_refused_before_anything_is_committed() {
     let temp = tempfile::tempdir().unwrap();

@@ -55,6 +55,7 @@ fn assert_loads(source: &dyn TensorSource) {
     }
 }
 
+// checklist: torchtune: load_from_full_model_state_dict
 #[test]
 fn files_and_directories_of_hugging_face_load_on_any_mesh() {
     let temp = tempfile::tempdir().unwrap();

@@ -88,6 +88,7 @@ fn an_error_reaches_all_ranks() {
     assert_eq!((zero.code, one.code), (79, 1));
 }
 
+// checklist: composer: a rank out of memory must not hang the others
 fn a_panic_reaches_all_ranks() {
     let [zero, one] = wait(start("panic"));
     assert!(one.stderr.starts_with("error: rank 1 failed: panicked at "), "{}", one.stderr);

@@ -31,6 +31,8 @@ fn run(part: &str, devices: &str) -> Run {
     Run::start(part, &[(DEVICES, devices)])
 }
 
+// checklist: torchtune: is_distributed
+// checklist: Lightning: launcher: own processes, or started externally
 fn one_rank_is_this_process() {
     let ended = run("error_everywhere", "1").wait();
     insta::assert_snapshot!(ended.stderr, @"error: no such file: corpus.txt");
@@ -53,6 +55,10 @@ fn one_rank_is_this_process() {
     assert!(code == 130 || code == 143, "the second signal ends it: {code}");
 }
 
+// checklist: torchtune: is_distributed
+// checklist: torchtune: set_torch_num_threads
+// checklist: torchtune: get_world_size_and_rank
+// checklist: Lightning: launcher: own processes, or started externally
 fn ranks_know_who_they_are() {
     let run = run("identity", "3");
     let ranks = run.ranks(3);
@@ -258,6 +264,7 @@ fn a_rank_may_finish_early() {
     assert_eq!((ended.code, ended.stderr.as_str()), (0, ""));
 }
 
+// checklist: torchtune: init_distributed
 fn a_program_may_launch_twice() {
     let run = run("twice", "2");
     let ranks = run.ranks(4);

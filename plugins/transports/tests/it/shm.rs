@@ -306,6 +306,7 @@ fn files_left() -> Vec<PathBuf> {
     paths.filter(|path| path.to_string_lossy().contains("fulgurite")).collect()
 }
 
+// checklist: torchtune: _broadcast_tensor
 #[test]
 fn two_processes_conform() {
     Job::start(2, "default").expect_ok();
@@ -316,6 +317,7 @@ fn three_processes_conform() {
     Job::start(3, "small").expect_ok();
 }
 
+// checklist: Lightning: all_reduce, all_gather, barrier, broadcast
 #[test]
 fn four_processes_conform() {
     Job::start(4, "default").expect_ok();
@@ -336,6 +338,7 @@ fn a_missing_process_is_named() {
     Job::start(3, "timeout").expect_ok();
 }
 
+// checklist: composer: a rank out of memory must not hang the others
 #[test]
 fn a_killed_process_ends_the_others() {
     let mut job = Job::start(3, "killed");
@@ -462,7 +465,7 @@ fn announced_len() -> usize {
 #[test]
 fn memory_that_cannot_be_opened_names_the_engines_that_can() {
     let error = announce(999999, announced_len()).replace(&std::process::id().to_string(), "PID");
-    insta::assert_snapshot!(error, @r#"launch: the shared memory of the first rank cannot be opened at /proc/PID/fd/999999 (No such file or directory (os error 2)): the ranks are not on one host, not in one PID namespace (containers), or not of one user. Across hosts use `nccl` (GPUs) or `mpi` (CPUs): trainer.process_group.type = "nccl" or "mpi""#);
+    insta::assert_snapshot!(error, @r#"launch: the shared memory of the first rank cannot be opened at /proc/PID/fd/999999 (No such file or directory (os error 2)): the ranks are not on one host, not in one PID namespace (containers), or not of one user. There is no process group across hosts yet but those that other crates bring: link one, and name it in trainer.process_group.type"#);
     let error = build_second(r#"{"Failed":"no memory"}"#);
     assert!(error.to_string().contains("no memory"), "{error}");
 }
@@ -541,12 +544,13 @@ fn across_hosts_is_refused() {
         timeout: Duration::from_secs(5),
     };
     let error = Shm::default().build(&context).map(drop).unwrap_err();
-    insta::assert_snapshot!(error, @r#"process group `shm` connects the processes of one host, but of this job's 4 processes 2 are on this host. Across hosts use `nccl` (GPUs) or `mpi` (CPUs): trainer.process_group.type = "nccl" or "mpi""#);
+    insta::assert_snapshot!(error, @r#"process group `shm` connects the processes of one host, but of this job's 4 processes 2 are on this host. There is no process group across hosts yet but those that other crates bring: link one, and name it in trainer.process_group.type"#);
     let context = GroupContext { local_world_size: 4, ..context };
     let error = Shm { chunk_bytes: 100 }.build(&context).map(drop).unwrap_err();
     insta::assert_snapshot!(error, @"trainer.process_group.chunk_bytes is 100; it must be between 4096 (4 KiB) and 1073741824 (1 GiB)");
 }
 
+// checklist: torchtune: get_distributed_backend
 #[test]
 fn configuration() {
     let parse = |json: &str| serde_json::from_str::<Box<dyn ProcessGroupConfig>>(json);

@@ -34,6 +34,7 @@ fn one_thread_conforms() {
     conforms(1);
 }
 
+// checklist: torchtune: _broadcast_tensor
 #[test]
 fn two_threads_conform() {
     conforms(2);
@@ -85,6 +86,7 @@ fn abort_ends_all_waits() {
     }
 }
 
+// checklist: Lightning: timeout
 #[test]
 fn a_missing_rank_is_named() {
     let timeout = Duration::from_secs(1);
@@ -220,6 +222,7 @@ fn misuse_is_explained() {
     ");
 }
 
+// checklist: PyTorch: _assert_in_training_states
 #[test]
 fn the_first_error_ends_all_ranks() {
     let result = run_ranks(4, |group| {
@@ -265,6 +268,7 @@ fn a_rank_that_leaves_is_missed() {
     insta::assert_snapshot!(results[0].as_ref().unwrap(), @"rank 1 failed: it left the process group `world` while in barrier (collective 2 of this group)");
 }
 
+// checklist: PyTorch: _no_dispatch_record_stream
 #[test]
 fn what_was_started_is_finished_when_the_group_is_dropped() {
     let results = run_ranks(3, |group| {

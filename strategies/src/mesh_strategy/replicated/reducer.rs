@@ -121,6 +121,11 @@ impl Reducer {
         state.schedule.ready_order().iter().map(fqn).collect()
     }
 
+    /// How many parameters it reduces the gradients of.
+    pub(in crate::mesh_strategy) fn parameters(&self) -> usize {
+        self.state().gradients.len()
+    }
+
     /// Passes an event to the schedule and performs its actions.
     pub(in crate::mesh_strategy) fn on(&self, event: Event) -> Result<()> {
         let actions = self.state().schedule.on(event);

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::autograd::storage;
 use fulgurite_core::collective::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, Work};
+use fulgurite_core::module::Reshard;
 use fulgurite_core::parameter::{Parameter, ParameterSlot, accumulation_dtype};
 use fulgurite_core::{Error, Result};
 
@@ -32,7 +33,9 @@ impl Member {
 pub(in crate::mesh_strategy) struct ParamGroup {
     pub(super) path: String,
     pub(super) members: Vec<Member>,
-    reshard_after_forward: bool,
+    reshard_after_forward: Reshard,
+    /// The ranks that keep parts between forward and backward ([`Reshard::Ranks`]).
+    part_group: Option<Arc<dyn ProcessGroup>>,
     /// The ranks that the parameters are sharded over.
     process_group: Arc<dyn ProcessGroup>,
     /// The ranks that hold the same shards.
@@ -66,11 +69,20 @@ impl ParamGroup {
     pub(in crate::mesh_strategy) fn new(
         path: String,
         members: Vec<Member>,
-        reshard_after_forward: bool,
+        reshard_after_forward: Reshard,
+        part_group: Option<Arc<dyn ProcessGroup>>,
         [process_group, replicas]: [Arc<dyn ProcessGroup>; 2],
         reduce_dtype: Option<DType>,
     ) -> Self {
-        Self { path, members, reshard_after_forward, process_group, replicas, reduce_dtype }
+        Self {
+            path,
+            members,
+            reshard_after_forward,
+            part_group,
+            process_group,
+            replicas,
+            reduce_dtype,
+        }
     }
 
     /// The group as the schedule knows it.
@@ -126,6 +138,60 @@ impl ParamGroup {
             })
             .collect::<Result<_>>()?;
         self.process_group.all_gather_into(parts)
+    }
+
+    /// Copies of this rank's parts of the gathered parameters, which are freed. Local.
+    pub(super) fn keep_parts(&self) -> Result<Vec<Tensor>> {
+        let group = self.part_group()?;
+        let part = |member: &Member| -> Result<Tensor> {
+            let whole = member.slot.compute()?.detach().flatten_all()?;
+            let counts = even_parts(whole.elem_count(), group.size());
+            let start = counts[..group.rank()].iter().sum();
+            Ok(whole.narrow(0, start, counts[group.rank()])?.force_contiguous()?)
+        };
+        let parts = self.members.iter().map(part).collect::<Result<_>>()?;
+        self.free()?;
+        Ok(parts)
+    }
+
+    /// Starts gathering the parameters from `parts`, which [`keep_parts`](Self::keep_parts) gave.
+    /// Collective over the ranks that have these.
+    pub(super) fn gather_parts(&self, parts: &[Tensor]) -> Result<Work> {
+        let group = self.part_group()?;
+        let gather = |(member, part): (&Member, &Tensor)| {
+            let output = member.slot.compute()?;
+            storage::allocate(output)?;
+            let counts = even_parts(output.elem_count(), group.size());
+            Ok(AllGather { input: part.clone(), output: output.detach(), counts })
+        };
+        let parts = self.members.iter().zip(parts).map(gather).collect::<Result<_>>()?;
+        group.all_gather_into(parts)
+    }
+
+    fn part_group(&self) -> Result<&Arc<dyn ProcessGroup>> {
+        let none = || Error::module(&self.path, "keeps no parts after forward");
+        self.part_group.as_ref().ok_or_else(none)
+    }
+
+    /// Whether other ranks hold the same shards.
+    pub(super) fn has_replicas(&self) -> bool {
+        self.replicas.size() > 1
+    }
+
+    /// Bytes of the gathered parameters.
+    pub(super) fn gathered_bytes(&self) -> usize {
+        let bytes = |member: &Member| {
+            member.slot.compute_elem_count() * member.slot.compute_dtype().size_in_bytes()
+        };
+        self.members.iter().map(bytes).sum()
+    }
+
+    /// Bytes of the unsharded gradients that are reduced.
+    pub(super) fn gradient_bytes(&self) -> usize {
+        let bytes = |member: &Member| {
+            member.slot.compute_elem_count() * self.reduce_dtype(&member.slot).size_in_bytes()
+        };
+        self.trainable().map(bytes).sum()
     }
 
     /// Frees the gathered parameters; this rank's shard stays. Local.
@@ -235,6 +301,11 @@ impl Replication {
         self.works.into_iter().try_for_each(Work::wait)?;
         Ok(self.shards)
     }
+}
+
+/// Elements of each rank's part: as equal as can be.
+fn even_parts(elements: usize, ranks: usize) -> Vec<usize> {
+    (0..ranks).map(|rank| elements / ranks + usize::from(rank < elements % ranks)).collect()
 }
 
 /// dtype of the gradients that the optimizer takes.

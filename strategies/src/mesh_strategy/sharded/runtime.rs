@@ -12,7 +12,8 @@ use fulgurite_core::{Error, Result};
 
 use super::super::gradients::{PartialGrads, gradient_after_reduction};
 use super::group::{GradShards, ParamGroup, Reduction, Replication};
-use crate::schedule::fsdp::{Action, Event, ReduceScope, Schedule};
+use super::log::Log;
+use crate::schedule::fsdp::{Action, Event, Prefetch, ReduceScope, Schedule};
 
 /// dtypes that a unit's input and output are cast to.
 pub(in crate::mesh_strategy) struct Casts {
@@ -20,8 +21,17 @@ pub(in crate::mesh_strategy) struct Casts {
     pub(in crate::mesh_strategy) output: Option<DType>,
 }
 
+/// The groups that a parallelize function listed to be gathered while `group` computes.
+pub(in crate::mesh_strategy) struct PrefetchLists {
+    pub(in crate::mesh_strategy) group: usize,
+    pub(in crate::mesh_strategy) forward: Vec<usize>,
+    pub(in crate::mesh_strategy) backward: Vec<usize>,
+}
+
 /// Performs the schedule's actions on the groups, the last of which is the root's.
 pub(in crate::mesh_strategy) struct ShardedRuntime {
+    /// This process's rank, for the log.
+    rank: usize,
     groups: Vec<ParamGroup>,
     /// FQN → group.
     owners: HashMap<String, usize>,
@@ -43,6 +53,8 @@ struct State {
 #[derive(Default)]
 struct Buffers {
     gather: Option<Work>,
+    /// What was kept of the parameters after forward.
+    parts: Vec<Tensor>,
     /// Unsharded gradients by FQN, from the first one of a backward until they are reduced.
     grads: HashMap<String, Tensor>,
     reduction: Option<Reduction>,
@@ -53,9 +65,11 @@ struct Buffers {
 
 impl ShardedRuntime {
     pub(in crate::mesh_strategy) fn new(
+        rank: usize,
         groups: Vec<ParamGroup>,
         units: Vec<Option<usize>>,
-        prefetch: usize,
+        prefetch: Prefetch,
+        lists: Vec<PrefetchLists>,
         casts: Casts,
         partial_grads: PartialGrads,
     ) -> Self {
@@ -66,11 +80,16 @@ impl ShardedRuntime {
             }
         }
         let described: Vec<_> = groups.iter().map(ParamGroup::describe).collect();
+        let mut schedule = Schedule::new(&described, prefetch);
+        for PrefetchLists { group, forward, backward } in lists {
+            schedule.set_forward_prefetch(group, forward);
+            schedule.set_backward_prefetch(group, backward);
+        }
         let state = Mutex::new(State {
-            schedule: Schedule::new(&described, prefetch),
+            schedule,
             buffers: groups.iter().map(|_| Buffers::default()).collect(),
         });
-        Self { groups, owners, units, casts, partial_grads, state }
+        Self { rank, groups, owners, units, casts, partial_grads, state }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -84,8 +103,14 @@ impl ShardedRuntime {
 
     /// Passes an event to the schedule and performs its actions.
     pub(in crate::mesh_strategy) fn on(&self, event: Event) -> Result<()> {
+        self.log().event(event);
         let actions = self.state().schedule.on(event);
-        actions.into_iter().try_for_each(|action| self.perform(action))
+        actions.into_iter().try_for_each(|action| {
+            let began = self.log().before(action);
+            self.perform(action)?;
+            self.log().after(action, began);
+            Ok(())
+        })
     }
 
     /// Begins a backward for the parameters that take a gradient now.
@@ -114,6 +139,10 @@ impl ShardedRuntime {
         }
     }
 
+    fn log(&self) -> Log<'_> {
+        Log { rank: self.rank, groups: &self.groups }
+    }
+
     fn perform(&self, action: Action) -> Result<()> {
         // An action's operands are taken out of the state first: no peer is waited for under the lock.
         match action {
@@ -121,11 +150,24 @@ impl ShardedRuntime {
                 let work = self.groups[group].gather()?;
                 self.state().buffers[group].gather = Some(work);
             }
+            Action::GatherParts(group) => {
+                let parts = self.state().buffers[group].parts.clone();
+                let work = self.groups[group].gather_parts(&parts)?;
+                self.state().buffers[group].gather = Some(work);
+            }
             Action::WaitGather(group) => {
                 let work = self.state().buffers[group].gather.take();
                 work.map_or(Ok(()), Work::wait)?;
+                self.state().buffers[group].parts.clear();
             }
-            Action::Free(group) => self.groups[group].free()?,
+            Action::Free(group) => {
+                self.state().buffers[group].parts.clear();
+                self.groups[group].free()?;
+            }
+            Action::KeepPart(group) => {
+                let parts = self.groups[group].keep_parts()?;
+                self.state().buffers[group].parts = parts;
+            }
             Action::CompleteUnused(group) => self.groups[group].complete_unused()?,
             Action::Reduce(group) => {
                 let grads =

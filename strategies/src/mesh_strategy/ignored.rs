@@ -1,0 +1,105 @@
+//! Parameters that data parallelism leaves alone.
+
+use std::sync::Arc;
+
+use fulgurite_core::collective::{ProcessGroup, Solo};
+use fulgurite_core::mesh::{DP_CP, DP_SHARD_CP, DeviceMesh};
+use fulgurite_core::module::{ModuleTree, prefix_match};
+use fulgurite_core::parameter::ParameterSlot;
+use fulgurite_core::shard::{Cut, Placement};
+use fulgurite_core::strategy::materialize;
+use fulgurite_core::{Error, Result};
+
+use super::gradients::PartialGrads;
+use super::replicated::Reducer;
+use super::{MeshStrategy, Settings};
+use crate::schedule::ddp::Event;
+
+/// Whether each parameter is one that the settings' `ignored` names, by itself or by a module around it.
+///
+/// # Errors
+/// If a pattern names nothing.
+pub(super) fn chosen(settings: &Settings, tree: &ModuleTree) -> Result<Vec<bool>> {
+    let names = |pattern: &str, fqn: &str| prefix_match(pattern, fqn).is_some();
+    let nothing = |pattern: &&String| !tree.parameters().iter().any(|p| names(pattern, p.fqn()));
+    if let Some(pattern) = settings.ignored.iter().find(nothing) {
+        return Err(Error::other(format!(
+            "`trainer.strategy.ignored`: no parameter has the name {pattern:?}, and no module that has any; a \
+             pattern is a whole path, in which `*` is one segment"
+        )));
+    }
+    let is = |fqn: &str| settings.ignored.iter().any(|pattern| names(pattern, fqn));
+    Ok(tree.parameters().iter().map(|p| is(p.fqn())).collect())
+}
+
+/// Parameters that every rank holds whole (under tensor parallelism, its whole part), and whose gradients stay
+/// on their rank, as FSDP2's `ignored_params` and DDP's `_ddp_params_and_buffers_to_ignore`.
+pub(super) struct Ignored {
+    slots: Vec<ParameterSlot>,
+    /// Over this rank alone.
+    reducer: Arc<Reducer>,
+    bucket_bytes: [usize; 2],
+}
+
+impl Ignored {
+    /// Gives this rank the parameters of `slots` with their initial values.
+    pub(super) fn new(
+        slots: Vec<ParameterSlot>,
+        mesh: &DeviceMesh,
+        seed: u64,
+        partial_grads: PartialGrads,
+        bucket_bytes: [usize; 2],
+    ) -> Result<Self> {
+        let sharing = mesh.size(DP_SHARD_CP)?;
+        for slot in &slots {
+            let spec = MeshStrategy::outer_spec(slot, mesh)?;
+            slot.set_spec(match sharing {
+                1 => spec,
+                ranks => spec.with_cut(Cut::new(DP_SHARD_CP, ranks, Placement::Replicate)),
+            });
+        }
+        materialize::replicate(&slots, seed)?;
+        let alone = Arc::new(Solo::new("ignored", mesh.rank()));
+        let trained: Vec<_> = slots.iter().filter(|slot| slot.requires_grad()).cloned().collect();
+        let reducer = Arc::new(Reducer::new(alone, partial_grads, &trained, bucket_bytes)?);
+        trained.iter().for_each(|slot| slot.set_reducer(reducer.clone()));
+        Ok(Self { slots, reducer, bucket_bytes })
+    }
+
+    pub(super) fn begin_backward(&self) -> Result<()> {
+        self.reducer.begin_backward(true, self.bucket_bytes)
+    }
+
+    pub(super) fn finish_backward(&self) -> Result<()> {
+        self.reducer.on(Event::FinishBackward)
+    }
+
+    pub(super) fn finish_step(&self) -> Result<()> {
+        self.reducer.finish_step()
+    }
+
+    pub(super) fn prepare_forward(&self) -> Result<()> {
+        materialize::refresh_compute(&self.slots)
+    }
+
+    /// Checks that those that are trained have the same values on all data-parallel ranks. Collective.
+    pub(super) fn verify_same_values(&self, mesh: &DeviceMesh) -> Result<()> {
+        let group: &Arc<dyn ProcessGroup> = mesh.group(DP_CP)?;
+        let trained = self.slots.iter().filter(|slot| slot.requires_grad());
+        let trained: Vec<_> = trained.map(|slot| slot.parameter().clone()).collect();
+        if trained.is_empty() {
+            return Ok(());
+        }
+        materialize::verify_same_values(&trained, &**group).map_err(|error| match error {
+            Error::Parameter { fqn, message } => Error::Parameter {
+                fqn,
+                message: format!(
+                    "{message}, so a checkpoint cannot have it: `trainer.strategy.ignored` names it, and its \
+                     gradients were not summed over the ranks. Sum them in the program, freeze it, or do not \
+                     ignore it"
+                ),
+            },
+            error => error,
+        })
+    }
+}
