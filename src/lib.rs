@@ -79,6 +79,8 @@ mod book {
     mod readme {}
     #[doc = include_str!("../docs/src/guides/activation-checkpointing.md")]
     mod activation_checkpointing {}
+    #[doc = include_str!("../docs/src/guides/adapters.md")]
+    mod adapters {}
     #[doc = include_str!("../docs/src/guides/callbacks.md")]
     mod callbacks {}
     #[doc = include_str!("../docs/src/guides/candle-nn.md")]

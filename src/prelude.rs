@@ -50,17 +50,17 @@ pub use fulgurite_core::module::{
 // Also without a name, since a program may have imported candle's trait under this one.
 pub use fulgurite_core::module::Module as _;
 pub use fulgurite_core::nn::{
-    AttentionConfig, CausalSelfAttention, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig, CrossEntropy,
-    Dropout, Embedding, GeluMlp, GroupNorm, LayerNorm, Linear, Loss, MultiHeadAttention,
-    MultiHeadAttentionConfig, RmsNorm, Rope, SwiGluMlp, cross_entropy, linear_cross_entropy,
-    linear_predicted_classes, predicted_classes, residual,
+    AttentionConfig, BatchNorm, BatchNormConfig, CausalSelfAttention, Conv1d, Conv1dConfig, Conv2d,
+    Conv2dConfig, CrossEntropy, Dropout, Embedding, GeluMlp, GroupNorm, LayerNorm, Linear, Loss,
+    MultiHeadAttention, MultiHeadAttentionConfig, RmsNorm, Rope, SwiGluMlp, cross_entropy,
+    linear_cross_entropy, linear_predicted_classes, predicted_classes, residual,
 };
 pub use fulgurite_core::optim::{AdamW, Sgd};
 pub use fulgurite_core::parallel::{
     Colwise, Layout, ParallelStyle, Plan, PrepareModuleInput, PrepareModuleOutput, Rowwise,
     SequenceParallel,
 };
-pub use fulgurite_core::parameter::{Init, Parameter};
+pub use fulgurite_core::parameter::{Buffer, BufferOptions, Init, Parameter};
 pub use fulgurite_core::plan;
 pub use fulgurite_core::random::{Purpose, Stream};
 pub use fulgurite_core::strategy::{ParallelizeFn, Strategy, StrategyConfig};

@@ -39,6 +39,9 @@ struct Changes {
     /// `stochastic_weight_averaging`) instead of them, without the optimizer's state
     #[arg(long)]
     average: bool,
+    /// Merge the adapter in this directory, in PEFT's format, into the model
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     /// Give names that begin with FROM the beginning TO: `model.=`, `=model.`; the first rule that
     /// fits a name counts
     #[arg(long, value_name = "FROM=TO")]
@@ -156,6 +159,7 @@ fn options(to: ConvertTarget, changes: Changes, files: Files) -> ConvertOptions 
         dtype: changes.dtype.map(Into::into),
         model_only: changes.model_only,
         average: changes.average,
+        adapter: changes.adapter,
         rename,
         max_shard_bytes: files.max_shard_size.map_or(as_it_is.max_shard_bytes, |size| size.0),
         config: files.config.map(ModelConfig::File),

@@ -346,29 +346,30 @@ Commands:
 Options:
   -h, --help  Print help
 "#);
-    insta::assert_snapshot!(scratch.ok("convert -h"), @r#"
-Make a checkpoint of another format, dtype or with other names
+    insta::assert_snapshot!(scratch.ok("convert -h"), @"
+    Make a checkpoint of another format, dtype or with other names
 
-Usage: fulgurite checkpoint convert [OPTIONS] --to <TO> <INPUT> <OUTPUT>
+    Usage: fulgurite checkpoint convert [OPTIONS] --to <TO> <INPUT> <OUTPUT>
 
-Arguments:
-  <INPUT>   A checkpoint's directory, a Hugging Face directory or a safetensors file
-  <OUTPUT>  The directory to write; it appears when it is complete
+    Arguments:
+      <INPUT>   A checkpoint's directory, a Hugging Face directory or a safetensors file
+      <OUTPUT>  The directory to write; it appears when it is complete
 
-Options:
-      --overwrite              Replace a checkpoint that is there already
-      --json                   Write the result as JSON
-  -q, --quiet                  Show no progress bar
-      --to <TO>                What to make [possible values: distributed, full, hugging-face]
-      --shards <N>             Number of shards of a distributed checkpoint [default: 1]
-      --dtype <DTYPE>          Convert the model's floating-point tensors [possible values: f64, f32, f16, bf16]
-      --model-only             Leave the optimizer's state out
-      --average                Take the average of the weights that training kept (`trainer.ema_decay`, `stochastic_weight_averaging`) instead of them, without the optimizer's state
-      --rename <FROM=TO>       Give names that begin with FROM the beginning TO: `model.=`, `=model.`; the first rule that fits a name counts
-      --max-shard-size <SIZE>  Begin another file beyond this size [default: 5GB]
-      --config <FILE>          The model's `config.json`, instead of the input's
-  -h, --help                   Print help (see more with '--help')
-"#);
+    Options:
+          --overwrite              Replace a checkpoint that is there already
+          --json                   Write the result as JSON
+      -q, --quiet                  Show no progress bar
+          --to <TO>                What to make [possible values: distributed, full, hugging-face]
+          --shards <N>             Number of shards of a distributed checkpoint [default: 1]
+          --dtype <DTYPE>          Convert the model's floating-point tensors [possible values: f64, f32, f16, bf16]
+          --model-only             Leave the optimizer's state out
+          --average                Take the average of the weights that training kept (`trainer.ema_decay`, `stochastic_weight_averaging`) instead of them, without the optimizer's state
+          --adapter <DIR>          Merge the adapter in this directory, in PEFT's format, into the model
+          --rename <FROM=TO>       Give names that begin with FROM the beginning TO: `model.=`, `=model.`; the first rule that fits a name counts
+          --max-shard-size <SIZE>  Begin another file beyond this size [default: 5GB]
+          --config <FILE>          The model's `config.json`, instead of the input's
+      -h, --help                   Print help (see more with '--help')
+    ");
 }
 
 #[test]

@@ -13,7 +13,7 @@ use super::{Fabric, OptimizerState};
 use crate::{Error, Result};
 use fulgurite_checkpoint_format::{
     CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, FullOptions, LoadOptions, LoadReport,
-    RestoreReport, SaveMeta, SaveRequest, TensorSource, load_into, open,
+    RankZeroSource, RestoreReport, SaveMeta, SaveRequest, TensorSource, load_into, open,
 };
 use fulgurite_config::PluginValue;
 use fulgurite_config::registry::kind;
@@ -228,7 +228,7 @@ impl Fabric {
     /// Fills the model from the weights at `path`, of any format that
     /// [`checkpoint::open`](fulgurite_checkpoint_format::open) takes; `options` may be a `bool`,
     /// for [`strict`](LoadOptions::strict). Returns what was loaded and what differs, which rank 0 also logs.
-    /// Collective.
+    /// With [`broadcast_from_rank0`](LoadOptions::broadcast_from_rank0) only rank 0 opens `path`. Collective.
     ///
     /// # Errors
     /// As [`checkpoint::load_raw`](fulgurite_checkpoint_format::load_raw).
@@ -237,19 +237,28 @@ impl Fabric {
         path: impl AsRef<Path>,
         options: impl Into<LoadOptions>,
     ) -> Result<LoadReport> {
-        self.load_weights(&*open(path)?, &options.into())
+        self.load_weights(|| open(path), &options.into())
     }
 
-    /// Fills the model from `source`, and logs what differs. Collective.
-    pub(crate) fn load_weights(
+    /// Fills the model from the source that `open` opens, on rank 0 only if the options say so, and logs what
+    /// differs. Collective.
+    pub(crate) fn load_weights<S: TensorSource>(
         &self,
-        source: &dyn TensorSource,
+        open: impl FnOnce() -> Result<S>,
         options: &LoadOptions,
     ) -> Result<LoadReport> {
-        self.warn_of(source);
-        let report = load_into(source, self.module_tree()?, options)?;
+        let tree = self.module_tree()?;
+        let (location, report) = if options.broadcast_from_rank0 {
+            let source = RankZeroSource::new(&**self.world(), || Ok(Box::new(open()?)))?;
+            self.warn_of(source.described());
+            (source.described().location().to_owned(), source.load_into(tree, options)?)
+        } else {
+            let source = open()?;
+            self.warn_of(&source);
+            (source.location().to_owned(), load_into(&source, tree, options)?)
+        };
         self.runtime.finish_load()?;
-        self.log_report(source.location(), &report, options);
+        self.log_report(&location, &report, options);
         Ok(report)
     }
 

@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use super::Fabric;
 use crate::{Error, Result};
 use fulgurite_engine::collective::{
-    AllGather, Collective, ReduceOp, all_gather_object, broadcast_object,
+    AllGather, Collective, ProcessGroup, ReduceOp, all_gather_object, broadcast_object,
 };
 
 impl Fabric {
@@ -17,6 +17,42 @@ impl Fabric {
     /// If a peer fails.
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
         self.world().run(Collective::all_reduce(tensor, op))
+    }
+
+    /// [`all_reduce`](Self::all_reduce) over the ranks of a mesh dimension or view, such as `"data_parallel"` or
+    /// `"tensor_parallel"`: those that differ from this one in it. Collective over them.
+    ///
+    /// # Errors
+    /// If the mesh has no dimension or view of this name, or a peer fails.
+    pub fn all_reduce_over(&self, dimension: &str, tensor: &Tensor, op: ReduceOp) -> Result<()> {
+        self.device_mesh().group(dimension)?.run(Collective::all_reduce(tensor, op))
+    }
+
+    /// The mean of the ranks' tensors, of the same shape and a floating-point dtype, on each of them; outside the
+    /// graph. This is Lightning's `Fabric.all_reduce`, whose default is the mean. Collective.
+    ///
+    /// # Errors
+    /// If the tensor is of integers, the tensors differ in size, or a peer fails.
+    ///
+    /// ```
+    /// # use candle_core::{Device, Tensor};
+    /// # use fulgurite_core::{Result, fabric::Fabric};
+    /// # fn accuracy(fabric: &Fabric, own: f64) -> Result<f64> {
+    /// let mean = fabric.all_mean(&Tensor::new(own, &Device::Cpu)?)?;
+    /// # Ok(mean.to_scalar()?)
+    /// # }
+    /// ```
+    pub fn all_mean(&self, tensor: &Tensor) -> Result<Tensor> {
+        mean_over(&**self.world(), tensor)
+    }
+
+    /// [`all_mean`](Self::all_mean) over the ranks of a mesh dimension or view, as
+    /// [`all_reduce_over`](Self::all_reduce_over). Collective over them.
+    ///
+    /// # Errors
+    /// As [`all_mean`](Self::all_mean), and if the mesh has no dimension or view of this name.
+    pub fn all_mean_over(&self, dimension: &str, tensor: &Tensor) -> Result<Tensor> {
+        mean_over(&**self.device_mesh().group(dimension)?, tensor)
     }
 
     /// The tensors of all ranks, of the same shape and dtype, one below the other in rank order: of shape
@@ -35,12 +71,16 @@ impl Fabric {
     /// # }
     /// ```
     pub fn all_gather(&self, tensor: &Tensor) -> Result<Tensor> {
-        let input = tensor.detach().contiguous()?;
-        let shape = [&[self.world_size()], input.dims()].concat();
-        let output = Tensor::zeros(shape, input.dtype(), input.device())?;
-        let part = AllGather::even(&output, &input, self.world_size());
-        self.world().run(Collective::all_gather_into(vec![part]))?;
-        Ok(output)
+        gather_over(&**self.world(), tensor)
+    }
+
+    /// [`all_gather`](Self::all_gather) over the ranks of a mesh dimension or view, as
+    /// [`all_reduce_over`](Self::all_reduce_over). Collective over them.
+    ///
+    /// # Errors
+    /// As [`all_gather`](Self::all_gather), and if the mesh has no dimension or view of this name.
+    pub fn all_gather_over(&self, dimension: &str, tensor: &Tensor) -> Result<Tensor> {
+        gather_over(&**self.device_mesh().group(dimension)?, tensor)
     }
 
     /// The `value` of rank `src` (anything that serialises) on every rank; those of the others are ignored.
@@ -83,4 +123,25 @@ impl Fabric {
     pub fn barrier(&self) -> Result<()> {
         self.world().run(Collective::Barrier)
     }
+}
+
+fn mean_over(group: &dyn ProcessGroup, tensor: &Tensor) -> Result<Tensor> {
+    if !tensor.dtype().is_float() {
+        return Err(Error::other(format!(
+            "a mean over ranks is of floating-point numbers, and this tensor is of {:?}; convert it first",
+            tensor.dtype()
+        )));
+    }
+    let sum = tensor.detach().copy()?.contiguous()?;
+    group.run(Collective::all_reduce(&sum, ReduceOp::Sum))?;
+    Ok((sum / group.size() as f64)?)
+}
+
+fn gather_over(group: &dyn ProcessGroup, tensor: &Tensor) -> Result<Tensor> {
+    let input = tensor.detach().contiguous()?;
+    let shape = [&[group.size()], input.dims()].concat();
+    let output = Tensor::zeros(shape, input.dtype(), input.device())?;
+    let part = AllGather::even(&output, &input, group.size());
+    group.run(Collective::all_gather_into(vec![part]))?;
+    Ok(output)
 }

@@ -1,10 +1,12 @@
 //! [`Fabric`].
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use super::FabricOptimizer;
+use super::SyncBuffers;
 use super::launcher::check_frozen;
 use crate::profiler::{Phase, Profile};
 use crate::runtime::{NoSyncGuard, SamplerShare, StrategyRuntime, UnusedParameters};
@@ -55,6 +57,10 @@ pub struct Fabric {
     world: Arc<dyn ProcessGroup>,
     pub(super) init: ModuleInit,
     seed: u64,
+    /// The adapter that the model's own start from.
+    pub(super) adapter_from: Option<PathBuf>,
+    /// Where the base of the adapters is from.
+    pub(crate) base_model: Option<String>,
     /// How batches are made.
     pub(super) workers: Workers,
     /// [`SaveMeta::saved_at`](fulgurite_checkpoint_format::SaveMeta::saved_at) of the last checkpoint that
@@ -80,7 +86,17 @@ impl Fabric {
         let runtime = Arc::new(StrategyRuntime::new(strategy, world.clone())?);
         let saved_at = AtomicU64::default();
         let workers = Workers::default();
-        Ok(Self { runtime, world, init, seed, workers, saved_at, launched: None })
+        Ok(Self {
+            runtime,
+            world,
+            init,
+            seed,
+            adapter_from: None,
+            base_model: None,
+            workers,
+            saved_at,
+            launched: None,
+        })
     }
 
     /// Fabric on one rank.
@@ -146,6 +162,12 @@ impl Fabric {
         self.seed
     }
 
+    /// Sets how the buffers of data-parallel ranks are made equal after each step; by default as rank 0
+    /// has them. Every rank calls it alike; not collective.
+    pub fn set_sync_buffers(&self, how: SyncBuffers) {
+        self.runtime.set_sync_buffers(how);
+    }
+
     /// The device mesh.
     pub fn device_mesh(&self) -> &DeviceMesh {
         self.runtime.mesh()
@@ -196,6 +218,9 @@ impl Fabric {
         self.runtime.setup_module(tree, self.seed)?;
         if let Some(profiler) = self.runtime.profiler() {
             profiler.watch_units(self.module_tree()?.units());
+        }
+        if let Some(dir) = &self.adapter_from {
+            self.load_adapter(dir)?;
         }
         Ok(model)
     }
@@ -307,9 +332,17 @@ impl Fabric {
         self.scope(training, step, first_sample).enter()
     }
 
-    pub(super) fn scope(&self, training: bool, step: u64, first_sample: u64) -> ForwardScope {
-        let context = self.context_parallel();
-        ForwardScope { training, seed: self.seed, step, first_sample, context, loss_parallel: true }
+    pub(crate) fn scope(&self, training: bool, step: u64, first_sample: u64) -> ForwardScope {
+        ForwardScope {
+            training,
+            seed: self.seed,
+            step,
+            first_sample,
+            context: self.context_parallel(),
+            loss_parallel: true,
+            is_padding: false,
+            batch_ranks: self.runtime.batch_ranks(),
+        }
     }
 
     /// The ranks that share sequences with this one; `None` if sequences are whole. Batches are cut

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use super::Fabric;
 use crate::profiler::Profiler;
-use crate::run::{Devices, MAX_TIMEOUT_SECS, RunConfig, TrainerConfig, available_cores};
+use crate::run::{
+    AdapterConfig, Devices, MAX_TIMEOUT_SECS, RunConfig, TrainerConfig, available_cores,
+};
 use crate::{Error, Result};
 use fulgurite_config::registry::{self, kind};
 use fulgurite_engine::collective::{GroupContext, ProcessGroup, ProcessGroupConfig, Solo};
@@ -50,7 +52,7 @@ impl TrainerConfig {
         let Parts { strategy, options, process_group } = self.parts()?;
         let timeout = options.timeout;
         let fits = |world_size| {
-            strategy.build(&BuildContext::new(world_size))?;
+            strategy.build(&BuildContext::new(world_size).on_nodes(self.num_nodes))?;
             check(world_size)
         };
         let launched = launch_checked(options, &fits)?;
@@ -74,7 +76,8 @@ impl TrainerConfig {
     /// # Errors
     /// As [`connect`](Self::connect).
     pub(crate) fn check_launch(&self, ranks: usize) -> Result<()> {
-        self.parts()?.strategy.build(&BuildContext::new(ranks)).map(drop)
+        let context = BuildContext::new(ranks).on_nodes(self.num_nodes);
+        self.parts()?.strategy.build(&context).map(drop)
     }
 
     /// # Errors
@@ -157,7 +160,7 @@ impl Fabric {
         let mut strategy = config
             .strategy
             .build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?
-            .build(&BuildContext::new(world.size()))?;
+            .build(&BuildContext::new(world.size()).on_nodes(config.num_nodes))?;
         if let Some(parallelize) = parallelize {
             strategy.set_parallelize(parallelize)?;
         }
@@ -166,25 +169,33 @@ impl Fabric {
             Some(profiler) => profiler.watch_group(world),
             None => world,
         };
-        let mut fabric = Self::new(world, strategy, config.module_init(), seed)?;
+        let mut fabric = Self::new(world, strategy, config.module_init()?, seed)?;
+        fabric.adapter_from = config.adapters.as_ref().and_then(|adapters| adapters.from.clone());
         if let Some(profiler) = profiler {
             fabric.runtime.set_profiler(profiler);
         }
         fabric.workers = config.workers();
+        fabric.set_sync_buffers(config.sync_buffers);
         Ok(fabric)
     }
 }
 
 impl TrainerConfig {
     /// What the model is built with, before the strategy changes it.
-    pub(crate) fn module_init(&self) -> ModuleInit {
-        ModuleInit {
+    ///
+    /// # Errors
+    /// As [`AdapterConfig::adapters`](crate::run::AdapterConfig::adapters).
+    pub(crate) fn module_init(&self) -> Result<ModuleInit> {
+        let adapters = self.adapters.as_ref().map(AdapterConfig::adapters).transpose()?;
+        Ok(ModuleInit {
             dtype: self.precision.param_dtype(),
             compute_dtype: self.precision.compute_dtype(),
             frozen: self.freeze.clone(),
+            adapters,
             activation_checkpointing: self.activation_checkpointing.clone(),
+            sync_batchnorm: self.sync_batchnorm,
             ..ModuleInit::default()
-        }
+        })
     }
 }
 

@@ -1,6 +1,7 @@
 //! Fabric: strategy, launcher and checkpoints for training loops of one's own. The trainer is built
 //! on it.
 
+mod adapters;
 mod checkpoints;
 mod collectives;
 mod data;
@@ -9,8 +10,9 @@ mod fabric;
 mod launcher;
 mod optimizer;
 mod optimizers;
+mod state_dict;
 
-pub use crate::runtime::{NoSyncGuard, SamplerShare, UnusedParameters};
+pub use crate::runtime::{NoSyncGuard, SamplerShare, SyncBuffers, UnusedParameters};
 pub use data::{TrainBatch, TrainLoader};
 pub use fabric::Fabric;
 pub(crate) use launcher::check_frozen;
@@ -18,3 +20,4 @@ pub use launcher::{Connection, FabricLauncher};
 pub use optimizer::FabricOptimizer;
 pub(crate) use optimizer::NON_FINITE_HINT;
 pub use optimizers::{FabricOptimizers, OptimizerState};
+pub use state_dict::{FullParams, OptimizerStateDict};

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use crate::runtime::{StrategyRuntime, UnusedParameters};
 use crate::{Error, Result};
 use fulgurite_engine::optim::{
-    GradScale, Interval, Optimizer, SchedulerConfig, StateTensor, WeightAverage, clip_factor,
+    GradScale, Interval, Optimizer, ParamGroup, SchedulerConfig, StateTensor, WeightAverage,
+    clip_factor,
 };
 use fulgurite_engine::parameter::{Parameter, PausedGradients};
 use fulgurite_engine::strategy::StepTotals;
@@ -375,6 +376,20 @@ impl FabricOptimizer {
             states.extend(average.state()?);
         }
         Ok(states)
+    }
+
+    /// The options that parameters are updated with, the optimizer's own first: learning rate before the schedule,
+    /// weight decay, and what the optimizer has besides.
+    pub fn param_groups(&self) -> Vec<ParamGroup> {
+        self.inner.param_groups()
+    }
+
+    /// Sets the options to what [`param_groups`](Self::param_groups) returned.
+    ///
+    /// # Errors
+    /// If they are of another kind of optimizer, or out of range.
+    pub fn load_param_groups(&mut self, groups: &[ParamGroup]) -> Result<()> {
+        self.inner.load_param_groups(groups)
     }
 
     /// The numbers of the state that are no tensors, for checkpoints.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::FabricOptimizer;
 use crate::{Error, Result};
-use fulgurite_engine::optim::StateTensor;
+use fulgurite_engine::optim::{ParamGroup, StateTensor};
 
 /// What checkpoints hold of an optimizer, or of [several](FabricOptimizers).
 pub trait OptimizerState {
@@ -25,6 +25,17 @@ pub trait OptimizerState {
     /// # Errors
     /// If a number that an optimizer needs is missing.
     fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()>;
+
+    /// The options that parameters are updated with
+    /// ([`Optimizer::param_groups`](fulgurite_engine::optim::Optimizer::param_groups)), by the optimizer's name;
+    /// that of a single one is empty.
+    fn param_groups(&self) -> BTreeMap<String, Vec<ParamGroup>>;
+
+    /// Restores what [`param_groups`](Self::param_groups) returned.
+    ///
+    /// # Errors
+    /// If they are of other optimizers.
+    fn load_param_groups(&mut self, groups: &BTreeMap<String, Vec<ParamGroup>>) -> Result<()>;
 }
 
 impl OptimizerState for FabricOptimizer {
@@ -42,6 +53,14 @@ impl OptimizerState for FabricOptimizer {
 
     fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
         self.load_scalars(scalars)
+    }
+
+    fn param_groups(&self) -> BTreeMap<String, Vec<ParamGroup>> {
+        BTreeMap::from([(String::new(), self.param_groups())])
+    }
+
+    fn load_param_groups(&mut self, groups: &BTreeMap<String, Vec<ParamGroup>>) -> Result<()> {
+        self.load_param_groups(groups.get("").ok_or_else(|| no_groups("", groups))?)
     }
 }
 
@@ -125,6 +144,11 @@ impl FabricOptimizers {
         if self.named.len() == 1 { String::new() } else { format!("{name}/") }
     }
 
+    /// The name that an optimizer's groups have: none, where there is one.
+    fn group_key(&self, name: &str) -> String {
+        if self.named.len() == 1 { String::new() } else { name.to_owned() }
+    }
+
     fn no_such(&self, name: &str) -> Error {
         let names: Vec<String> = self.names().map(|name| format!("`{name}`")).collect();
         Error::other(format!("there is no optimizer `{name}`; there is {}", names.join(", ")))
@@ -169,4 +193,37 @@ impl OptimizerState for FabricOptimizers {
         }
         Ok(())
     }
+
+    fn param_groups(&self) -> BTreeMap<String, Vec<ParamGroup>> {
+        let of = |(name, optimizer): &(String, FabricOptimizer)| {
+            (self.group_key(name), optimizer.param_groups())
+        };
+        self.named.iter().map(of).collect()
+    }
+
+    fn load_param_groups(&mut self, groups: &BTreeMap<String, Vec<ParamGroup>>) -> Result<()> {
+        let keys: Vec<String> = self.names().map(|name| self.group_key(name)).collect();
+        for ((name, optimizer), key) in self.named.iter_mut().zip(keys) {
+            let own = groups.get(&key).ok_or_else(|| no_groups(name, groups))?;
+            optimizer.load_param_groups(own)?;
+        }
+        Ok(())
+    }
+}
+
+fn no_groups(name: &str, groups: &BTreeMap<String, Vec<ParamGroup>>) -> Error {
+    let names: Vec<&str> = groups.keys().map(String::as_str).filter(|n| !n.is_empty()).collect();
+    let (of, only) = match name {
+        "" => (String::new(), "it is of several: "),
+        name => (format!(" of the optimizer `{name}`"), "it has those of "),
+    };
+    let has = match names.is_empty() {
+        true => "of one without a name".to_owned(),
+        false => names.join(", "),
+    };
+    let has = match groups.is_empty() {
+        true => "it has none at all".to_owned(),
+        false => format!("{only}{has}"),
+    };
+    Error::other(format!("the state has no parameter groups{of}; {has}"))
 }

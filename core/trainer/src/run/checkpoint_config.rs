@@ -92,6 +92,9 @@ fulgurite_config::config_struct! {
         /// Patterns of the parameters that are not loaded and keep their initial values, and of tensors that are
         /// not missed.
         pub exclude: Vec<String> = Vec::new(),
+        /// Whether rank 0 alone reads the weights, and sends them to the others tensor by tensor: for weights on
+        /// a disk that the other hosts do not have. Where all ranks can read, they are faster without.
+        pub broadcast_from_rank0: bool = false,
         /// New names of tensors: a list of `{ from = "pattern", to = "name" }`, of which the first that matches
         /// counts. `from` matches a tensor or a module around it, `*` in `to` stands for what that in `from` is, and
         /// an empty `to` takes the name away.
@@ -122,6 +125,7 @@ impl LoadConfig {
         let chooses = !self.include.is_empty() || !self.exclude.is_empty();
         LoadOptions {
             strict: self.strict,
+            broadcast_from_rank0: self.broadcast_from_rank0,
             filter: chooses.then(|| ParameterFilter::selecting(&self.include, &self.exclude)),
             names: NameRules { rename, ..NameRules::default() },
             advice: Some(
@@ -233,7 +237,7 @@ mod tests {
         insta::assert_snapshot!(error("load = { exclude = ['head.'] }"), @"`checkpoint.load.exclude`: the pattern `head.` has an empty segment; write the path of a module or parameter, such as `model.layers.*.mlp`");
         insta::assert_snapshot!(error("load = { rename = [{ from = 'a', to = 'b.*' }] }"), @"`checkpoint.load.rename`: `b.*` has more `*` than `a`, so that nothing is known to put there");
         insta::assert_snapshot!(error("load = { rename = [{ from = 'a', too = 'b' }] }"), @"run.toml: unknown key `checkpoint.load.rename[0].too`; did you mean `to`? (the keys of `checkpoint.load.rename[0]` are from, to)");
-        insta::assert_snapshot!(error("load = { stirct = false }"), @"run.toml: unknown key `checkpoint.load.stirct`; did you mean `strict`? (the keys of `checkpoint.load` are strict, include, exclude, rename)");
+        insta::assert_snapshot!(error("load = { stirct = false }"), @"run.toml: unknown key `checkpoint.load.stirct`; did you mean `strict`? (the keys of `checkpoint.load` are strict, include, exclude, broadcast_from_rank0, rename)");
         for keys in ["save_top_k = -1", "save_top_k = 0", "save_top_k = 2\nmonitor = 'val_loss'"] {
             checkpoint(keys).unwrap();
         }

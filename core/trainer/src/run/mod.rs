@@ -15,11 +15,13 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
+mod adapter_config;
 mod checkpoint_config;
 mod run_config;
 mod trainer_config;
 mod values;
 
+pub use adapter_config::{AdapterConfig, BiasMode};
 pub use checkpoint_config::{CheckpointConfig, LoadConfig, MonitorMode, RenameRule};
 pub use run_config::{RunConfig, reference_sections};
 pub use trainer_config::{Limits, TrainerConfig};

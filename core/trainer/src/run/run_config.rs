@@ -4,7 +4,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
-use super::TrainerConfig;
+use super::{AdapterConfig, TrainerConfig};
 use super::{CheckpointConfig, LoadConfig};
 use crate::Result;
 use fulgurite_config::reference::Section;
@@ -163,6 +163,7 @@ pub fn reference_sections() -> Result<Vec<Section>> {
     Ok(vec![
         Section::new("", top_level(), &RunConfig::<Table, Table>::default())?,
         Section::of::<TrainerConfig>("trainer")?,
+        Section::of::<AdapterConfig>("trainer.adapters")?,
         Section::of::<CheckpointConfig>("checkpoint")?,
         Section::of::<LoadConfig>("checkpoint.load")?,
     ])

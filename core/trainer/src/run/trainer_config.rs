@@ -4,11 +4,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::{
-    CkptPath, ClipAlgorithm, CountOrFraction, Devices, FastDevRun, MemoryCheck, Precision,
-    TimeLimit,
+    AdapterConfig, CkptPath, ClipAlgorithm, CountOrFraction, Devices, FastDevRun, MemoryCheck,
+    Precision, TimeLimit,
 };
 use crate::profiler::ProfilerConfig;
-use crate::runtime::UnusedParameters;
+use crate::runtime::{SyncBuffers, UnusedParameters};
 use crate::{Error, Result};
 use fulgurite_config::PluginValue;
 use fulgurite_config::registry::kind;
@@ -82,6 +82,12 @@ fulgurite_config::config_struct! {
         /// Check what every layer and unit gives in forward and backward, and end with an error that names the
         /// first one that is NaN or infinite. It is slow.
         pub detect_anomaly: bool = false,
+        /// How buffers (running statistics) of data-parallel ranks are made equal after each step: all get
+        /// rank 0's (`"broadcast"`), their mean (`"mean"`), or they stay apart (`"none"`; checkpoints have rank 0's).
+        pub sync_buffers: SyncBuffers = SyncBuffers::Broadcast,
+        /// Whether batch norms (`nn::BatchNorm`) that do not say otherwise compute with the batches of all
+        /// data-parallel ranks.
+        pub sync_batchnorm: bool = false,
         /// The interval of logged steps, in optimizer steps.
         pub log_every_n_steps: u64 = 10,
         /// The dtypes of parameters and computation. `32`, `64` and `"bf16"` are short for
@@ -101,6 +107,9 @@ fulgurite_config::config_struct! {
         /// Patterns of the names of parameters that are not trained, as in `optimizer.no_decay`:
         /// `["model.embed_tokens.*"]`, `["*norm*"]`.
         pub freeze: Vec<String> = Vec::new(),
+        /// Small trainable parameters beside frozen layers: see `[trainer.adapters]` below. Without this key the
+        /// whole model is trained.
+        pub adapters: Option<AdapterConfig> = None,
         /// The units whose activations are recomputed in backward instead of saved: `"none"`,
         /// `"full"` (every unit) or `"selective"` (every second one), or a table such as `{ type =
         /// "selective", every = 3, units = ["model.layers.*"] }`: every third unit whose path
@@ -225,6 +234,9 @@ impl TrainerConfig {
     /// # Errors
     /// [`Error::Config`] naming the key.
     pub fn validate(&self) -> Result<()> {
+        if let Some(adapters) = self.adapters.as_ref().filter(|adapters| adapters.from.is_none()) {
+            adapters.adapters()?;
+        }
         let at_least_one = [
             ("num_nodes", self.num_nodes as u64),
             ("accumulate_grad_batches", self.accumulate_grad_batches),
@@ -398,6 +410,7 @@ mod tests {
         insta::assert_snapshot!(error("default_root_dir = 3"), @r#"run.toml: `trainer.default_root_dir`: expected a string, found `3`; write it in quotes: "3""#);
     }
 
+    // checklist: torchtune: _get_sharding_strategy
     #[test]
     fn unlinked_plugins_are_named() {
         let error = trainer("strategy = 'fsdpp'").unwrap().check_plugins().unwrap_err();

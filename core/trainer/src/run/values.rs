@@ -372,6 +372,23 @@ mod tests {
         to_table(&Wrap { key: value }).unwrap()["key"].clone()
     }
 
+    // checklist: composer: mixed-precision presets
+    #[test]
+    fn a_precision_is_the_dtypes_of_parameters_and_of_computation() {
+        let dtypes = |name: &str| {
+            let precision: Precision = read(name).unwrap();
+            (precision.param_dtype(), precision.compute_dtype())
+        };
+        for (names, expected) in [
+            (&["\"32-true\"", "32"][..], (DType::F32, DType::F32)),
+            (&["\"bf16-mixed\"", "\"bf16\""], (DType::F32, DType::BF16)),
+            (&["\"bf16-true\""], (DType::BF16, DType::BF16)),
+            (&["\"64-true\"", "64"], (DType::F64, DType::F64)),
+        ] {
+            assert!(names.iter().all(|name| dtypes(name) == expected), "{names:?}");
+        }
+    }
+
     #[test]
     fn values_survive_a_round_trip() {
         fn check<T: Serialize + serde::de::DeserializeOwned + PartialEq + fmt::Debug>(

@@ -2,10 +2,12 @@
 //! all strategies have in common.
 
 mod audit;
+mod buffers;
 mod checkpoints;
 #[expect(clippy::module_inception, reason = "the runtime is the module's subject")]
 mod runtime;
 
 pub use audit::UnusedParameters;
+pub use buffers::SyncBuffers;
 pub(crate) use runtime::StrategyRuntime;
 pub use runtime::{NoSyncGuard, SamplerShare};

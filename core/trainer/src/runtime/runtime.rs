@@ -6,17 +6,23 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use candle_core::{Device, Tensor};
 
+use super::buffers::SyncBuffers;
 use crate::profiler::{Phase, Profiler};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::{detects_anomalies, refuse_variables};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
 use fulgurite_engine::execution::read;
-use fulgurite_engine::mesh::{CONTEXT_PARALLEL, DATA_PARALLEL, DP_CP, DeviceMesh};
-use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::mesh::{
+    CONTEXT_PARALLEL, DATA_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, DP_CP,
+    DeviceMesh,
+};
+use fulgurite_engine::module::{BatchRanks, ModuleTree};
 use fulgurite_engine::optim::local_squared_norm;
 use fulgurite_engine::parallel::{ContextParallel, check_loss};
 use fulgurite_engine::parameter::ParameterSlot;
-use fulgurite_engine::strategy::{Capabilities, Loss, StepTotals, Strategy, StrategyContext};
+use fulgurite_engine::strategy::{
+    Capabilities, Loss, StepTotals, Strategy, StrategyContext, materialize,
+};
 
 /// A rank's share of the data (Lightning's `distributed_sampler_kwargs`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,6 +44,9 @@ pub(crate) struct StrategyRuntime {
     state: Mutex<RuntimeState>,
     /// What measures, if anything does.
     profiler: OnceLock<Profiler>,
+    sync_buffers: Mutex<SyncBuffers>,
+    /// For layers that compute with the batches of all data-parallel ranks.
+    batch_ranks: OnceLock<BatchRanks>,
 }
 
 /// The model that was set up.
@@ -85,6 +94,8 @@ impl StrategyRuntime {
                 delivered: Vec::new(),
             }),
             profiler: OnceLock::new(),
+            sync_buffers: Mutex::default(),
+            batch_ranks: OnceLock::new(),
         })
     }
 
@@ -153,6 +164,11 @@ impl StrategyRuntime {
     pub(crate) fn setup_module(&self, mut tree: ModuleTree, seed: u64) -> Result<()> {
         let mut state = self.lock_state()?;
         state.strategy.setup_module(&mut tree, &self.mesh, seed)?;
+        materialize::buffers(&tree, seed)?;
+        materialize::verify_same_buffers(&tree, &**self.mesh.world())?;
+        if tree.synchronises_batches() {
+            self.set_batch_ranks()?;
+        }
         let slots = tree.slots();
         state.delivered = vec![false; slots.len()];
         self.model.get_or_init(|| SetUp { tree, slots });
@@ -164,7 +180,37 @@ impl StrategyRuntime {
     }
 
     pub(crate) fn finish_load(&self) -> Result<()> {
-        self.lock_state()?.strategy.finish_load(self.context()?)
+        let context = self.context()?;
+        self.lock_state()?.strategy.finish_load(context)?;
+        materialize::verify_same_buffers(context.tree, &**self.mesh.world())
+    }
+
+    pub(crate) fn set_sync_buffers(&self, how: SyncBuffers) {
+        *self.sync_buffers.lock().expect("no panic while setting") = how;
+    }
+
+    pub(super) fn sync_buffers(&self) -> SyncBuffers {
+        *self.sync_buffers.lock().expect("no panic while reading")
+    }
+
+    /// Makes the group of the ranks whose batches are one. Collective.
+    fn set_batch_ranks(&self) -> Result<()> {
+        if self.mesh.size(DP_CP)? == 1 {
+            return Ok(());
+        }
+        // Of its own: gradients are reduced in the others while layers compute.
+        let dims = [DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, CONTEXT_PARALLEL];
+        let names = self.mesh.layout().names();
+        let dims = dims.into_iter().filter(|dim| names.iter().any(|name| name == dim));
+        let partition = self.mesh.layout().partition(&dims.collect::<Vec<_>>())?;
+        if let Some(ranks) = BatchRanks::new(self.mesh.world().split(&partition, "batch_ranks")?) {
+            self.batch_ranks.get_or_init(|| ranks);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn batch_ranks(&self) -> Option<BatchRanks> {
+        self.batch_ranks.get().cloned()
     }
 
     /// See [`Fabric::context_parallel`](crate::fabric::Fabric::context_parallel).
@@ -330,7 +376,8 @@ impl StrategyRuntime {
         let context = self.context()?;
         let state = &mut *self.lock_state()?;
         state.clear_gradients(context, optimizer);
-        state.strategy.finish_step(context)
+        state.strategy.finish_step(context)?;
+        self.synchronise_buffers()
     }
 
     /// Forgets the gradients of an optimizer's parameters since its last step. Not collective.

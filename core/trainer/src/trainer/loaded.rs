@@ -40,19 +40,26 @@ impl<M: LightningModule> Loaded<M> {
         };
         // Where and on what it was trained does not matter here.
         saved.retain(|table, _| table == "model" || table == "seed" || table == "trainer");
-        let precision = saved.get("trainer").and_then(|trainer| trainer.get("precision")).cloned();
-        let trainer =
-            precision.map(|precision| Table::from_iter([("precision".to_owned(), precision)]));
-        saved.insert("trainer".to_owned(), trainer.unwrap_or_default().into());
+        let mut trainer = Table::new();
+        for key in ["precision", "adapters"] {
+            if let Some(value) = saved.get("trainer").and_then(|trainer| trainer.get(key)) {
+                trainer.insert(key.to_owned(), value.clone());
+            }
+        }
+        saved.insert("trainer".to_owned(), trainer.into());
         let run: RunConfig<M::Config, Table> =
             RunConfig::from_layers(ConfigLayers::new().defaults(saved)).map_err(|error| {
                 unfit(format!("its configuration is of another program: {error}"))
             })?;
-        let config = TrainerConfig { precision: run.trainer.precision, ..TrainerConfig::default() };
+        let config = TrainerConfig {
+            precision: run.trainer.precision,
+            adapters: run.trainer.adapters.clone(),
+            ..TrainerConfig::default()
+        };
         let world = Arc::new(Solo::new("world", 0));
         let mut fabric = Fabric::with_world(world, &config, run.seed, None)?;
         let module = fabric.setup_module(|b| M::configure_model(&run.model, b))?;
-        fabric.load_weights(&source, options)?;
+        fabric.load_weights(|| Ok(&source), options)?;
         Ok(Self { module, fabric })
     }
 

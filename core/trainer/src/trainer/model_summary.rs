@@ -3,6 +3,7 @@
 use std::fmt;
 
 use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::parameter::Buffer;
 
 /// How many parameters a model has, and where: Lightning's model summary. Displayed as a table.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,6 +16,8 @@ pub struct ModelSummary {
     pub parameters: usize,
     /// Those that are trained.
     pub trainable: usize,
+    /// Elements of the buffers: values that are not trained, such as running statistics.
+    pub buffers: usize,
     /// Units, which are gathered or computed again as one.
     pub units: usize,
 }
@@ -64,6 +67,7 @@ impl ModelSummary {
         Self {
             parameters: modules.iter().map(|module| module.parameters).sum(),
             trainable: modules.iter().map(|module| module.trainable).sum(),
+            buffers: tree.buffers().iter().map(Buffer::elem_count).sum(),
             units: tree.units().len(),
             modules,
         }
@@ -112,14 +116,18 @@ impl fmt::Display for ModelSummary {
             short(self.parameters),
             short(self.trainable),
             self.units
-        )
+        )?;
+        match self.buffers {
+            0 => Ok(()),
+            n => write!(f, ", and {} in buffers", short(n)),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use fulgurite_engine::module::{ModuleBuilder, ModuleInit};
-    use fulgurite_engine::parameter::Init;
+    use fulgurite_engine::parameter::{BufferOptions, Init};
 
     use super::*;
 
@@ -135,13 +143,15 @@ mod tests {
         }
         model.frozen().pp("head").parameter("weight", [7], Init::ONES).unwrap();
         model.frozen().parameter("scale", [1], Init::ONES).unwrap();
+        let options = BufferOptions::default();
+        model.buffer("running_mean", [70], Init::ZEROS, options).unwrap();
         insta::assert_snapshot!(ModelSummary::new(&b.finish().unwrap()), @r#"
     module        parameters
     model.embed        10.0k
     model.layers        3.0k
     model.head             7  frozen
     model                  1  frozen
-    all                13.0k, 13.0k trained, in 2 unit(s)
+    all                13.0k, 13.0k trained, in 2 unit(s), and 70 in buffers
     "#);
         let b = ModuleBuilder::new(ModuleInit::default());
         for i in 0..20 {

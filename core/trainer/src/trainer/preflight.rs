@@ -19,6 +19,7 @@ use fulgurite_engine::data::{DataContext, DataModule, SampleOrder, Split, TrainS
 use fulgurite_engine::mesh::DATA_PARALLEL;
 use fulgurite_engine::module::{ModuleBuilder, ModuleTree};
 use fulgurite_engine::optim::{OptimizerConfig, SchedulerConfig};
+use fulgurite_engine::parameter::Buffer;
 use fulgurite_engine::strategy::{BuildContext, ParallelizeFn, RankMemory, StrategyConfig};
 
 /// What the ranks of a run are started for.
@@ -163,7 +164,7 @@ fn check(
     let mut strategy = config
         .strategy
         .build::<Box<dyn StrategyConfig>>(kind::STRATEGY, "trainer.strategy")?
-        .build(&BuildContext::new(ranks))?;
+        .build(&BuildContext::new(ranks).on_nodes(config.num_nodes))?;
     if let Some(parallelize) = parallelize {
         strategy.set_parallelize(parallelize)?;
     }
@@ -189,7 +190,7 @@ fn check(
         data_parallel_size,
         ..DataContext::default()
     };
-    let builder = ModuleBuilder::new(strategy.module_init_context(config.module_init()));
+    let builder = ModuleBuilder::new(strategy.module_init_context(config.module_init()?));
     let model = describe(&context, &builder)?;
     let mut tree = builder.finish()?;
     check_frozen(&config.freeze, &tree)?;
@@ -198,6 +199,9 @@ fn check(
         Some(mesh) => strategy.plan_module(&mut tree, mesh)?,
         None => None,
     };
+    if let Some(memory) = &mut memory {
+        memory.buffers = tree.buffers().iter().map(Buffer::bytes).fold(0, u64::saturating_add);
+    }
     if purpose == RunPurpose::Fit {
         let order = SampleOrder::new(run.seed, model.shuffle, model.train_samples)?;
         let micro_batches = config.accumulate_grad_batches as usize;
@@ -362,7 +366,9 @@ fn check_weights(
     tree: &ModuleTree,
 ) -> Result<()> {
     let options = run.checkpoint.load.options();
-    if let Some(path) = pretrained {
+    // Where only rank 0 can read, this may be a host that has nothing to look at.
+    let elsewhere = |path: &Path| options.broadcast_from_rank0 && !path.exists();
+    if let Some(path) = pretrained.filter(|path| !elsewhere(path)) {
         checkpoint::check_compatible_with(&*checkpoint::open(path)?, tree, &options)?;
     }
     match &run.trainer.ckpt_path {
@@ -378,6 +384,9 @@ fn check_weights(
 /// Checks that `trainer.ckpt_path`, if it names a checkpoint, names one that can be opened.
 fn check_resume(run: &RunConfig<Table, Table>) -> Result<()> {
     let Some(CkptPath::Path(path)) = &run.trainer.ckpt_path else { return Ok(()) };
+    if run.checkpoint.weights_only && run.checkpoint.load.broadcast_from_rank0 && !path.exists() {
+        return Ok(());
+    }
     let opened = match &run.checkpoint.dir {
         Some(dir) if !path.exists() => {
             let io = run.checkpoint.open(dir)?;

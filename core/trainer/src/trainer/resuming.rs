@@ -61,12 +61,20 @@ impl Session {
             |path: &Path| ![MANIFEST, FULL_MANIFEST].iter().any(|file| path.join(file).is_file());
         let foreign = matches!(from, ResumeSource::Local(path) if is_foreign(path));
         if saving.config.weights_only || (foreign && !training) {
-            let source: Box<dyn TensorSource> = match from {
-                ResumeSource::Named { .. } => Box::new(open()?),
-                ResumeSource::Local(path) => checkpoint::open(path)?,
+            let path = match (from, &io) {
+                (ResumeSource::Named { name, .. }, Some(io)) => io.location(name),
+                (ResumeSource::Local(path) | ResumeSource::Named { dir: path, .. }, _) => {
+                    path.clone()
+                }
             };
-            self.parts.fabric.load_weights(&*source, &saving.config.load.options())?;
-            return self.emit(&Event::Resume { step: 0, path: source.location().to_owned() });
+            let open = || -> Result<Box<dyn TensorSource>> {
+                match from {
+                    ResumeSource::Named { .. } => Ok(Box::new(open()?)),
+                    ResumeSource::Local(path) => checkpoint::open(path),
+                }
+            };
+            self.parts.fabric.load_weights(open, &saving.config.load.options())?;
+            return self.emit(&Event::Resume { step: 0, path });
         }
         let source = open()?;
         let optimizer =

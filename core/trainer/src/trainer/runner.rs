@@ -132,6 +132,7 @@ pub(super) fn set_up_with<M: LightningModule>(
     let module = fabric.setup_module(build)?;
     if let Some(path) = M::pretrained(model) {
         fabric.load_raw(&path, run.checkpoint.load.options())?;
+        fabric.base_model = Some(path.display().to_string());
     }
     Ok(RunnerSetup {
         runner: Box::new(TypedRunner::new(module, data)),

@@ -1,19 +1,20 @@
 //! One optimizer step of a session.
 
-use super::Event;
-use super::StepContext;
 use super::hooks::Hook;
 use super::log_table::Stage;
 use super::manual::Manual;
 use super::session::{Cursor, Session, training};
 use super::training_loop::LoopPlan;
+use super::{Event, StepContext};
 use crate::fabric::{FabricOptimizer, FabricOptimizers, NON_FINITE_HINT};
 use crate::run::ClipAlgorithm;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::detect_anomaly;
 use fulgurite_engine::data::StepSamples;
+use fulgurite_engine::module::ForwardScope;
 use fulgurite_engine::optim::Interval;
 use fulgurite_engine::parallel::explain_shapes;
+use fulgurite_engine::strategy::Loss;
 
 /// What came of a step.
 struct UpdateOutcome {
@@ -76,23 +77,10 @@ impl Session {
     ) -> Result<()> {
         let index = micro_batch as u64;
         self.batch_hook(Hook::TrainBatchStart, index)?;
-        let data = self.parts.fabric.phase("data");
-        let samples = self.runner.next_training_batch()?;
-        drop(data);
-        let is_padding = plan.sampler.is_padding(of_step, micro_batch);
-        logged.begin_batch(index, samples.indices().len(), is_padding);
-        let first_sample = plan.sampler.first_sample(of_step, micro_batch);
-        let fabric = &self.parts.fabric;
+        let first_sample = self.load_batch(plan, (of_step, micro_batch), logged)?;
         let step = logged.step;
         let _detecting = self.parts.config.detect_anomaly.then(detect_anomaly);
-        let loss = self.runner.training_step(logged, &mut |forward| {
-            let _scope = fabric.forward_scope(true, step, first_sample);
-            let _phase = fabric.phase("forward");
-            forward().map_err(|error| {
-                explain_shapes(error).during(format_args!("in training_step of step {step}"))
-            })
-        })?;
-        let loss = if is_padding { loss.ignored()? } else { loss };
+        let loss = self.forward(first_sample, logged)?;
         self.batch_hook(Hook::BeforeBackward(&loss), index)?;
         {
             let fabric = &self.parts.fabric;
@@ -104,6 +92,34 @@ impl Session {
         drop(loss);
         self.batch_hook(Hook::AfterBackward, index)?;
         self.batch_hook(Hook::TrainBatchEnd, index)
+    }
+
+    /// Waits for the next batch, and returns the number of its first sample in the step.
+    fn load_batch(
+        &mut self,
+        plan: &LoopPlan,
+        (of_step, micro_batch): (&StepSamples, usize),
+        logged: &mut StepContext,
+    ) -> Result<u64> {
+        let _phase = self.parts.fabric.phase("data");
+        let samples = self.runner.next_training_batch()?;
+        let is_padding = plan.sampler.is_padding(of_step, micro_batch);
+        logged.begin_batch(micro_batch as u64, samples.indices().len(), is_padding);
+        Ok(plan.sampler.first_sample(of_step, micro_batch))
+    }
+
+    /// The loss by the module's `training_step`, of which nothing counts for padding. Collective.
+    fn forward(&mut self, first_sample: u64, logged: &mut StepContext) -> Result<Loss> {
+        let (fabric, step, is_padding) = (&self.parts.fabric, logged.step, logged.is_padding);
+        let loss = self.runner.training_step(logged, &mut |forward| {
+            let scope = fabric.scope(true, step, first_sample);
+            let _scope = ForwardScope { is_padding, ..scope }.enter();
+            let _phase = fabric.phase("forward");
+            forward().map_err(|error| {
+                explain_shapes(error).during(format_args!("in training_step of step {step}"))
+            })
+        })?;
+        if logged.is_padding { loss.ignored() } else { Ok(loss) }
     }
 
     /// Clips the gradients and updates the parameters. Collective.
@@ -133,35 +149,21 @@ impl Session {
         logged: &mut StepContext,
     ) -> Result<UpdateOutcome> {
         self.hook(Hook::TrainBatchStart)?;
-        let data = self.parts.fabric.phase("data");
-        let samples = self.runner.next_training_batch()?;
-        drop(data);
-        let is_padding = plan.sampler.is_padding(of_step, 0);
-        let first_sample = plan.sampler.first_sample(of_step, 0);
-        logged.begin_batch(0, samples.indices().len(), is_padding);
-        let fabric = &self.parts.fabric;
-        let runtime = fabric.runtime.clone();
-        let step = logged.step;
+        let first_sample = self.load_batch(plan, (of_step, 0), logged)?;
+        let runtime = self.parts.fabric.runtime.clone();
         let _detecting = self.parts.config.detect_anomaly.then(detect_anomaly);
         let optimizers = std::mem::take(training(&mut self.optimizers));
         let clip = self.parts.config.clipping();
         logged.manual = Some(Manual { optimizers, runtime: runtime.clone(), clip });
-        let loss = self.runner.training_step(logged, &mut |forward| {
-            let _scope = fabric.forward_scope(true, step, first_sample);
-            let _phase = fabric.phase("forward");
-            forward().map_err(|error| {
-                explain_shapes(error).during(format_args!("in training_step of step {step}"))
-            })
-        });
+        let loss = self.forward(first_sample, logged);
         // Also after an error: hooks at the end of a run may save.
         self.optimizers = logged.manual.take().map(|manual| manual.optimizers);
-        let loss = if is_padding { loss?.ignored()? } else { loss? };
-        let totals = runtime.totals_of(&loss)?;
+        let totals = runtime.totals_of(&loss?)?;
         if !totals.loss_sum.is_finite() {
             return Err(Error::NonFinite {
                 what: "loss",
                 value: totals.mean(),
-                step,
+                step: logged.step,
                 detail: NON_FINITE_HINT.to_owned(),
             });
         }

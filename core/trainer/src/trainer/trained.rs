@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::path::{Path, PathBuf};
 
 use super::callback::read_callback;
 use super::evaluation::{Evaluated, EvaluationStage, Predicted};
@@ -95,6 +96,14 @@ impl<M: LightningModule> Trained<M> {
     pub fn swap_average(&mut self) -> Result<()> {
         let mut optimizers = self.session.optimizers.iter_mut().flat_map(|all| all.iter_mut());
         optimizers.try_for_each(|(_, optimizer)| optimizer.swap_average())
+    }
+
+    /// Writes the model's adapters to a directory as PEFT does: [`Fabric::save_adapter`]. Collective.
+    ///
+    /// # Errors
+    /// As that.
+    pub fn save_adapter(&self, dir: impl AsRef<Path>) -> Result<PathBuf> {
+        self.fabric().save_adapter(dir)
     }
 
     /// Validates. Collective.

@@ -251,6 +251,9 @@ impl Session {
         if wanted && !self.parts.saving.has_saved(self.cursor.step) {
             self.save(end != FitEnd::Finished)?;
         }
+        if wanted && self.parts.fabric.adapters().is_some() {
+            self.parts.fabric.save_adapter(self.parts.run_dir.join("adapter"))?;
+        }
         // The machine may be taken soon, so the save is waited for at once.
         if end == FitEnd::Finished { Ok(()) } else { self.finish_saving() }
     }

@@ -1,0 +1,48 @@
+//! Saving and loading adapters with Fabric.
+
+use std::path::{Path, PathBuf};
+
+use super::Fabric;
+use crate::{Error, Result};
+use fulgurite_checkpoint_format as checkpoint;
+use fulgurite_engine::module::Adapters;
+
+impl Fabric {
+    /// The adapters that the model is built with, if any.
+    pub fn adapters(&self) -> Option<&Adapters> {
+        self.init.adapters.as_ref()
+    }
+
+    /// Writes the model's adapters, and what else is trained with them, to the directory `dir` as PEFT does:
+    /// `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained` loads.
+    /// Collective; rank 0 gathers the tensors and writes.
+    ///
+    /// # Errors
+    /// If the model was built without adapters, or the directory cannot be written.
+    pub fn save_adapter(&self, dir: impl AsRef<Path>) -> Result<PathBuf> {
+        let adapters = self.require_adapters()?;
+        self.runtime.prepare_save()?;
+        let (mesh, tree) = (self.device_mesh(), self.module_tree()?);
+        let coordinate = |dim: &str| mesh.coordinate(dim);
+        let base = self.base_model.as_deref();
+        checkpoint::save_adapter(dir.as_ref(), &**self.world(), tree, coordinate, adapters, base)
+    }
+
+    /// Fills the model's adapters from a directory of PEFT's. Collective.
+    ///
+    /// # Errors
+    /// If the model was built without adapters, or with others than those in the directory; nothing is changed
+    /// then.
+    pub fn load_adapter(&self, dir: impl AsRef<Path>) -> Result<()> {
+        checkpoint::load_adapter(dir.as_ref(), self.module_tree()?, self.require_adapters()?)?;
+        self.runtime.finish_load()
+    }
+
+    fn require_adapters(&self) -> Result<&Adapters> {
+        self.adapters().ok_or_else(|| {
+            Error::other(
+                "the model has no adapters: build it with `[trainer.adapters]`, or `ModuleInit::adapters`",
+            )
+        })
+    }
+}

@@ -1,0 +1,95 @@
+//! Buffers of data-parallel ranks, made equal after each step.
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_config::ConfigType;
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::collective::{Collective, ReduceOp};
+use fulgurite_engine::mesh::DP_CP;
+use serde::{Deserialize, Serialize};
+
+use super::StrategyRuntime;
+use crate::Result;
+
+/// How the buffers of data-parallel ranks are made equal after each optimizer step: `trainer.sync_buffers`.
+/// One collective for all of them, and none if a model has no buffers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SyncBuffers {
+    /// All get those of the first rank (`broadcast_buffers` of PyTorch's DDP).
+    #[default]
+    Broadcast,
+    /// All get the mean of all ranks; of integers, rounded.
+    Mean,
+    /// They stay apart, as on each rank. Checkpoints have those of rank 0.
+    None,
+}
+
+impl ConfigType for SyncBuffers {
+    fn describe() -> String {
+        "`\"broadcast\"`, `\"mean\"` or `\"none\"`".to_owned()
+    }
+}
+
+impl StrategyRuntime {
+    /// Makes the buffers of data-parallel ranks equal. Collective over `dp_cp` if the model has any.
+    pub(super) fn synchronise_buffers(&self) -> Result<()> {
+        let buffers = self.tree()?.buffers();
+        let group = self.mesh().group(DP_CP)?;
+        if buffers.is_empty() || group.size() == 1 {
+            return Ok(());
+        }
+        let on_host = |tensor: &Tensor| -> Result<Tensor> {
+            Ok(tensor.flatten_all()?.contiguous()?.to_device(&Device::Cpu)?)
+        };
+        match self.sync_buffers() {
+            SyncBuffers::None => Ok(()),
+            SyncBuffers::Broadcast => {
+                let mut bytes = Vec::new();
+                if group.rank() == 0 {
+                    for buffer in buffers {
+                        let values = on_host(&buffer.value()?)?;
+                        storage::with_bytes(&values, |own| bytes.extend_from_slice(own))?;
+                    }
+                } else {
+                    let len: u64 = buffers.iter().map(|buffer| buffer.bytes()).sum();
+                    bytes.resize(len as usize, 0);
+                }
+                let len = bytes.len();
+                let packed = Tensor::from_vec(bytes, len, &Device::Cpu)?;
+                group.run(Collective::broadcast(&packed, 0))?;
+                if group.rank() == 0 {
+                    return Ok(());
+                }
+                let mut start = 0;
+                for buffer in buffers {
+                    let len = buffer.bytes() as usize;
+                    let own = packed.narrow(0, start, len)?;
+                    start += len;
+                    let values = Tensor::zeros(buffer.shape(), buffer.dtype(), &Device::Cpu)?;
+                    storage::with_bytes(&own, |from| {
+                        storage::with_bytes_mut(&values, |to| to.copy_from_slice(from))
+                    })??;
+                    buffer.set(&values.to_device(buffer.value()?.device())?)?;
+                }
+                Ok(())
+            }
+            SyncBuffers::Mean => {
+                let all = buffers
+                    .iter()
+                    .map(|buffer| Ok(on_host(&buffer.value()?)?.to_dtype(DType::F64)?));
+                let packed = Tensor::cat(&all.collect::<Result<Vec<_>>>()?, 0)?;
+                group.run(Collective::all_reduce(&packed, ReduceOp::Sum))?;
+                let mean = (packed / group.size() as f64)?;
+                let mut start = 0;
+                for buffer in buffers {
+                    let values = mean.narrow(0, start, buffer.elem_count())?;
+                    start += buffer.elem_count();
+                    let values = if buffer.dtype().is_float() { values } else { values.round()? };
+                    let values = values.to_dtype(buffer.dtype())?.reshape(buffer.shape())?;
+                    buffer.set(&values.to_device(buffer.value()?.device())?)?;
+                }
+                Ok(())
+            }
+        }
+    }
+}
