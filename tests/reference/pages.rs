@@ -40,26 +40,32 @@ fn the_configuration_reference_is_up_to_date() {
     );
 }
 
-/// The text of all Rust files in a folder.
-fn sources(folder: &Path, into: &mut String) {
-    for entry in std::fs::read_dir(folder).unwrap().flatten() {
-        let path = entry.path();
-        if path.is_dir() {
-            sources(&path, into);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            into.push_str(&std::fs::read_to_string(path).unwrap());
+/// The text of all Rust files of the workspace.
+fn code() -> String {
+    fn sources(folder: &Path, into: &mut String) {
+        for entry in std::fs::read_dir(folder).unwrap().flatten() {
+            let path = entry.path();
+            if path.is_dir() {
+                sources(&path, into);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                into.push_str(&std::fs::read_to_string(path).unwrap());
+                into.push('\n');
+            }
         }
     }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut code = String::new();
+    for folder in ["bench", "core", "plugins", "program", "src", "strategies", "tests"] {
+        sources(&root.join(folder), &mut code);
+    }
+    code
 }
 
 /// The last column of these pages' tables names tests.
 #[test]
 fn the_tests_that_pages_name_are_there() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut code = String::new();
-    for folder in ["bench", "core", "plugins", "program", "src", "strategies", "tests"] {
-        sources(&root.join(folder), &mut code);
-    }
+    let code = code();
     for page in ["checklist.md", "src/concepts/checkpoint-failures.md"] {
         let text = std::fs::read_to_string(root.join("docs").join(page)).unwrap();
         let rows = text.lines().filter_map(|line| line.strip_prefix('|')?.strip_suffix('|'));
@@ -70,6 +76,79 @@ fn the_tests_that_pages_name_are_there() {
             assert!(code.contains(&format!("fn {name}(")), "{page}: there is no `{name}`");
         }
     }
+}
+
+/// A row of the checklist: how a test refers to it, its state, and the tests that show it.
+#[derive(Debug)]
+struct Row {
+    /// The software's name and the first column: `torchtune: is_distributed`.
+    name: String,
+    state: String,
+    tests: Vec<String>,
+}
+
+fn checklist() -> Vec<Row> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/checklist.md");
+    let text = std::fs::read_to_string(path).unwrap();
+    let mut software = String::new();
+    let mut rows = Vec::new();
+    for line in text.lines() {
+        if let Some(title) = line.strip_prefix("## ") {
+            software = title.split_whitespace().nth(1).unwrap().to_owned();
+        }
+        let Some(cells) = line.strip_prefix("| ").and_then(|line| line.strip_suffix('|')) else {
+            continue;
+        };
+        let cells: Vec<&str> = cells.split(" |").map(str::trim).collect();
+        let [there, _, state, tests] = cells[..] else { panic!("not four columns: {line}") };
+        if there != "there" {
+            let tests = tests.split('`').skip(1).step_by(2).map(str::to_owned).collect();
+            let name = format!("{software}: {}", there.replace('`', ""));
+            rows.push(Row { name, state: state.to_owned(), tests });
+        }
+    }
+    rows
+}
+
+/// What a test shows of the checklist stands above it, `// checklist: torchtune: is_distributed`, so that whoever
+/// changes the test knows what depends on it, and no row names a test that shows something else.
+#[test]
+fn tests_and_rows_of_the_checklist_name_each_other() {
+    const MARK: &str = "// checklist: ";
+    let (rows, code) = (checklist(), code());
+    assert!(rows.len() > 80, "{}", rows.len());
+    // Rows by the test that has a mark of them.
+    let mut marked: Vec<(String, String)> = Vec::new();
+    let mut above: Vec<&str> = Vec::new();
+    for line in code.lines().map(str::trim) {
+        if let Some(row) = line.strip_prefix(MARK) {
+            above.push(row);
+        } else if let Some(name) = line.split("fn ").nth(1).and_then(|rest| rest.split('(').next())
+        {
+            marked.extend(above.drain(..).map(|row| (row.to_owned(), name.to_owned())));
+        } else {
+            let between = line.starts_with("#[") || line.starts_with("//");
+            assert!(above.is_empty() || between, "a mark above no test: {above:?}");
+        }
+    }
+    let mut complaints = Vec::new();
+    for row in &rows {
+        for test in &row.tests {
+            if !marked.iter().any(|(name, by)| *name == row.name && by == test) {
+                complaints.push(format!("above `{test}` there is no line `{MARK}{}`", row.name));
+            }
+        }
+        if row.state.starts_with("yes") && row.tests.is_empty() {
+            complaints.push(format!("`{}` is yes, and no test shows it", row.name));
+        }
+    }
+    for (name, test) in &marked {
+        if !rows.iter().any(|row| row.name == *name && row.tests.contains(test)) {
+            complaints
+                .push(format!("`{test}` is marked with `{name}`, whose row does not name it"));
+        }
+    }
+    assert!(complaints.is_empty(), "{}", complaints.join("\n"));
 }
 
 #[test]
