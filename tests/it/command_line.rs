@@ -348,3 +348,28 @@ fn the_doctor_says_what_a_run_would_find() {
     let errors: Vec<_> = wrong.stdout.lines().filter(|line| line.starts_with("error")).collect();
     assert!(errors.len() == 2 && errors[0].contains("`model.hidden_size`"), "{errors:#?}");
 }
+
+/// What the program tells of itself beside its output is filtered as `env_logger` and `tracing` do it.
+// checklist: torchtune: loggers
+#[test]
+fn a_variable_says_how_much_is_logged() {
+    let scratch = Scratch::with_tokens();
+    let first =
+        ["--set", "checkpoint.dir=out", "--set", "checkpoint.every_n_steps=4", "--set", "seed=1"];
+    scratch.small().args(&first).succeed();
+    let resumed = |level: Option<&str>| {
+        let other =
+            ["--set", "checkpoint.dir=out", "--set", "seed=2", "--set", "trainer.ckpt_path=last"];
+        let job = scratch.small().args(&other);
+        let job = match level {
+            Some(level) => job.env("FULGURITE_LOG", level),
+            None => job,
+        };
+        job.succeed().stderr
+    };
+    let [usual, quiet, talking] = [None, Some("error"), Some("info")].map(resumed);
+    let warning = " the checkpoint was written with seed 1";
+    assert!(usual.contains(warning) && !usual.contains("INFO"), "{usual}");
+    assert!(!quiet.contains("seed"), "{quiet}");
+    assert!(talking.contains(warning) && talking.contains("INFO"), "{talking}");
+}

@@ -23,7 +23,7 @@ use fulgurite_test_support::checkpoints::{self, Mesh, SEED, bytes, save_all, set
 use fulgurite_test_support::llama::{Llama, LlamaConfig};
 use fulgurite_transports::run_ranks;
 
-fn python(script: &str, args: &[&Path]) {
+pub(crate) fn python(script: &str, args: &[&Path]) {
     let program = std::env::var("FULGURITE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
     let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/interop").join(script);
     let output = Command::new(&program)

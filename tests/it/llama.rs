@@ -58,6 +58,7 @@ fn ids(rows: &[[u32; 6]]) -> (Tensor, Tensor) {
     (at(0), at(1))
 }
 
+// checklist: PyTorch: name prefixes, clean_tensor_name
 #[test]
 fn names_are_hugging_face_names() {
     let names = |tied| {

@@ -12,6 +12,7 @@ mod faults;
 mod full_disk;
 mod hugging_face;
 mod interop;
+mod interop_peft;
 mod last_batch;
 mod limits;
 mod llama;

@@ -40,6 +40,9 @@ fn job(scratch: &Scratch) -> Job<'_> {
     ])
 }
 
+// checklist: Lightning: data_parallel_size, tensor_parallel_size, "auto"
+// checklist: NeMo: dp_size, tp_size, cp_size
+// checklist: NeMo: parallelize: Llama's plan, plans by Hugging Face's strings, globs
 #[test]
 fn every_mesh_has_the_losses_of_one_device() {
     let scratch = Scratch::with_tokens();
@@ -90,6 +93,7 @@ fn ranks_share_key_and_value_heads() {
     }
 }
 
+// checklist: NeMo: parallelize: Llama's plan, plans by Hugging Face's strings, globs
 #[test]
 fn a_plan_in_a_configuration_file() {
     let scratch = Scratch::with_tokens();
@@ -144,6 +148,7 @@ fn a_run_goes_on_on_another_mesh() {
     }
 }
 
+// checklist: Lightning: save_distributed_checkpoint=False
 #[test]
 fn full_checkpoints_are_resumed_from_too() {
     let scratch = Scratch::with_tokens();
@@ -206,6 +211,7 @@ fn text_is_written_under_every_plan() {
     }
 }
 
+// checklist: Lightning: sizes that do not fit the world
 #[test]
 fn sizes_that_do_not_fit() {
     let scratch = Scratch::with_tokens();
@@ -223,8 +229,8 @@ fn sizes_that_do_not_fit() {
     insta::assert_snapshot!(error("model_parallel.tensor_parallel_size=2", 3, &[]), @"device mesh: the sizes `data_parallel_shard_size=auto`, `data_parallel_replicate_size=1`, `context_parallel_size=1`, `tensor_parallel_size=2` multiplied (2) should divide the world size (3); change them, or `trainer.devices` × `trainer.num_nodes`");
     insta::assert_snapshot!(error("model_parallel.data_parallel_size=2,data_parallel_shard_size=2", 4, &[]), @"`trainer.strategy` has both `data_parallel_size` and `data_parallel_shard_size`; keep one: the first is the second times `data_parallel_replicate_size`");
     insta::assert_snapshot!(error("hsdp", 2, &[]), @"strategy `hsdp` needs `data_parallel_replicate_size` (the number of replicas, for instance of hosts) or `data_parallel_shard_size` (of ranks that share one)");
-    insta::assert_snapshot!(error("model_parallel.tensor_paralel_size=2", 2, &[]), @"unknown key `trainer.strategy.tensor_paralel_size`; did you mean `tensor_parallel_size`? (the keys of `trainer.strategy` are data_parallel_size, data_parallel_replicate_size, data_parallel_shard_size, context_parallel_size, tensor_parallel_size, parallelize, reshard_after_forward, mixed_precision, prefetch, allow_root_only, accumulation_sync, save_distributed_checkpoint, timeout_secs)");
-    insta::assert_snapshot!(error("tp.tensor_parallel_size=\"all\"", 2, &[]), @r#"`trainer.strategy.tensor_parallel_size`: expected a number of ranks or "auto", found the string "all""#);
+    insta::assert_snapshot!(error("model_parallel.tensor_paralel_size=2", 2, &[]), @"unknown key `trainer.strategy.tensor_paralel_size`; did you mean `tensor_parallel_size`? (the keys of `trainer.strategy` are data_parallel_size, data_parallel_replicate_size, data_parallel_shard_size, context_parallel_size, tensor_parallel_size, parallelize, reshard_after_forward, mixed_precision, prefetch, allow_root_only, ignored, accumulation_sync, save_distributed_checkpoint, timeout_secs)");
+    insta::assert_snapshot!(error("tp.tensor_parallel_size=\"all\"", 2, &[]), @r#"`trainer.strategy.tensor_parallel_size`: expected a number of ranks, "auto" or "rest", found the string "all""#);
     insta::assert_snapshot!(error("tp", 3, &[]), @"module `model.layers.0.self_attn`: 2 attention heads are not divisible by tensor_parallel_size 3; choose a size that divides them");
     insta::assert_snapshot!(error(MESHES[7].0, 2, &odd), @"a rank failed: module `model.embed_tokens`: sequence parallelism cannot cut a sequence of 7 positions over 2 ranks of `tensor_parallel`; use a length that is a multiple of 2 (in training_step of step 1)");
     insta::assert_snapshot!(error(MESHES[3].0, 2, &odd), @"a rank failed: data: train samples 53, 27: context parallelism cannot cut a sequence of 7 positions: each of the 2 ranks of `context_parallel` takes two chunks of equal length; use a length that is a multiple of 4");

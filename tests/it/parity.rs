@@ -96,6 +96,39 @@ fn ranks_that_somebody_else_started_find_each_other() {
     assert_eq!(runs[1].stdout, "");
 }
 
+/// Two ranks with a disk each, as two hosts have: the weights to start from are on that of rank 0.
+// checklist: torchtune: broadcast_from_rank0
+#[test]
+fn weights_that_rank_0_alone_has_are_sent_to_the_others() {
+    let (first, second) = (Scratch::with_tokens(), Scratch::with_tokens());
+    let saving = ["checkpoint.dir=kept", "checkpoint.every_n_steps=8"];
+    first.small().set(&saving).succeed();
+    let from = ["trainer.ckpt_path=kept/step-00000008", "checkpoint.weights_only=true"];
+    let expected = first.small().on("fsdp", 2, 3).set(&from).succeed();
+    assert_ne!(expected.losses(), first.small().on("fsdp", 2, 3).succeed().losses());
+    let run = |more: &[&str]| -> Vec<Run> {
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let start = |(rank, scratch): (usize, &Scratch)| {
+            let job = scratch.small().on("fsdp", 2, 3).set(&from).set(more);
+            job.env("RANK", rank)
+                .env("LOCAL_RANK", rank)
+                .env("WORLD_SIZE", 2)
+                .env("LOCAL_WORLD_SIZE", 2)
+                .env("MASTER_ADDR", "127.0.0.1")
+                .env("MASTER_PORT", port)
+                .start()
+        };
+        let started: Vec<_> = [&first, &second].into_iter().enumerate().map(start).collect();
+        started.into_iter().map(crate::program::Running::wait).collect()
+    };
+    let runs = run(&["checkpoint.load.broadcast_from_rank0=true"]);
+    assert!(runs.iter().all(|run| run.status.success()), "{}{}", runs[0].stderr, runs[1].stderr);
+    assert_eq!(runs[0].losses(), expected.losses());
+    let runs = run(&[]);
+    assert!(runs.iter().all(|run| !run.status.success()));
+    assert!(runs[1].stderr.contains("kept/step-00000008"), "{}", runs[1].stderr);
+}
+
 #[test]
 fn samples_of_tokens_come_in_order() {
     let scratch = Scratch::with_tokens();

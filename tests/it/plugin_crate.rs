@@ -105,6 +105,7 @@ fn a_linked_strategy_and_logger_train_on_two_processes() {
     assert_eq!(steps, ["| 1 ", "| 4 ", "| 8 "]);
 }
 
+// checklist: Lightning: parallelize_fn
 #[test]
 fn a_linked_parallelize_function_shards_by_its_own_choice() {
     let dir = workplace();

@@ -116,6 +116,7 @@ fn gradients(config: &str, frozen: &[&str]) -> Result<(f64, BTreeMap<String, Vec
     Ok((loss.sum_value()?, gradients))
 }
 
+// checklist: composer: activation checkpointing
 #[test]
 fn gradients_have_the_same_bits() {
     let rest = ["blocks.*.*", "blocks.*.*.*", "foreign.*.*"];
@@ -193,6 +194,7 @@ fn loss_of_skips(config: &str) -> Result<(f64, Vec<Vec<f32>>)> {
     Ok((loss.sum_value()?, gradients.collect::<candle_core::Result<_>>()?))
 }
 
+// checklist: composer: activation offload
 #[test]
 fn outputs_that_are_offloaded_may_be_used_again() {
     let (loss, gradients) = loss_of_skips(SINGLE).unwrap();

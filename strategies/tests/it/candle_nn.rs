@@ -72,6 +72,7 @@ fn a_model_of_candle_nn_trains_alike_everywhere() {
 }
 
 /// A parameter that two units ask for by one name is the root's.
+// checklist: PyTorch: _is_fsdp_flattened
 #[test]
 fn a_name_asked_for_twice_ties_across_units() {
     for config in CONFIGS {

@@ -79,6 +79,7 @@ fn ddp_reduces_every_gradient_once_in_as_many_calls_as_buckets() {
     }
 }
 
+// checklist: NeMo: recursive FSDP with prefetching
 #[test]
 fn fsdp_gathers_units_for_forward_and_for_backward_and_reduces_each_once() {
     let group = "data_parallel_shard";
@@ -110,6 +111,45 @@ fn fsdp_gathers_units_for_forward_and_for_backward_and_reduces_each_once() {
     }
 }
 
+/// With parts over 2 of 4 ranks, backward gathers among 2; the last unit may be kept whole.
+// checklist: NeMo: recursive FSDP with prefetching
+#[test]
+fn what_is_kept_after_forward_is_not_gathered_from_all_ranks_again() {
+    let all = ("data_parallel_shard".to_owned(), "all_gather_into");
+    let few = ("reshard_after_forward".to_owned(), "all_gather_into");
+    for accumulate in [1, 3] {
+        let gathers = |config| third_step(4, config, accumulate);
+        let (always, tree) = gathers(r#"{"type": "fsdp"}"#);
+        let units = tree.units().iter().map(|u| bytes(&tree.unit_parameters(Some(u.index()))));
+        let units: Vec<u64> = units.collect();
+        let micro = accumulate as u64;
+        for (config, of_all, of_few) in [
+            (r#"{"type": "fsdp", "reshard_after_forward": 2}"#, 0, &units[..]),
+            (
+                r#"{"type": "fsdp", "reshard_after_forward": 2, "prefetch": {"forward": 0, "backward": 3}}"#,
+                0,
+                &units[..],
+            ),
+            (r#"{"type": "fsdp", "reshard_after_forward": 1}"#, 0, &[]),
+            (r#"{"type": "fsdp", "reshard_after_forward": 4}"#, units.len(), &[]),
+            (r#"{"type": "fsdp", "reshard_after_forward": "all_but_last"}"#, units.len() - 1, &[]),
+        ] {
+            let mut expected = always.clone();
+            // Of the two gathers of a unit, the one for backward.
+            let all = expected.get_mut(&all).unwrap();
+            all.calls -= micro * (units.len() - of_all) as u64;
+            all.bytes -= micro * units[of_all..].iter().sum::<u64>();
+            if !of_few.is_empty() {
+                let calls = micro * of_few.len() as u64;
+                let bytes = micro * of_few.iter().sum::<u64>();
+                expected.insert(few.clone(), Record { calls, bytes });
+            }
+            assert_eq!(gathers(config).0, expected, "{config}, {accumulate} micro-batches");
+        }
+    }
+}
+
+// checklist: composer: wrap policy
 #[test]
 fn units_that_no_condition_chose_are_gathered_with_the_root_once() {
     let config = r#"{"type": "fsdp", "shard_conditions": ["layers.1"]}"#;
@@ -122,6 +162,7 @@ fn units_that_no_condition_chose_are_gathered_with_the_root_once() {
 }
 
 /// Units that are computed again have been gathered for that already.
+// checklist: composer: activation checkpointing
 #[test]
 fn activation_checkpointing_sends_nothing_more() {
     for config in [
@@ -145,6 +186,8 @@ fn activation_checkpointing_sends_nothing_more() {
 }
 
 /// What half the bytes of parameters cost, and no more than that.
+// checklist: composer: mixed-precision presets
+// checklist: NeMo: mp_policy
 #[test]
 fn mixed_precision_gathers_half_the_bytes() {
     let config = r#"{"type": "fsdp",

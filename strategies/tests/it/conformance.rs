@@ -17,6 +17,7 @@ fn conforms<S: StrategyConfig>(config: &S, equivalence: Equivalence) {
     }
 }
 
+// checklist: Lightning: setup_environment
 #[test]
 fn single_device() {
     let world: Arc<dyn ProcessGroup> = Arc::new(Solo::new("world", 0));
@@ -28,6 +29,7 @@ fn auto() {
     conforms(&Auto::default(), Equivalence::OneRank);
 }
 
+// checklist: Lightning: setup_environment
 #[test]
 fn ddp() {
     conforms(&Ddp::default(), Equivalence::OneRank);
@@ -35,9 +37,11 @@ fn ddp() {
 
 #[test]
 fn ddp_with_a_bucket_for_each_parameter() {
-    conforms(&Ddp { bucket_cap_mb: 0.0, first_bucket_mb: 0.0 }, Equivalence::OneRank);
+    let small = Ddp { bucket_cap_mb: 0.0, first_bucket_mb: 0.0, ..Ddp::default() };
+    conforms(&small, Equivalence::OneRank);
 }
 
+// checklist: Lightning: setup_environment
 #[test]
 fn fsdp() {
     conforms(&Fsdp::default(), Equivalence::OneRank);
@@ -46,11 +50,15 @@ fn fsdp() {
 #[test]
 fn fsdp_with_other_options() {
     let never = ReshardAfterForward::Never;
-    let no_prefetch = Fsdp { prefetch: 0, ..Fsdp::default() };
+    let no_prefetch = Fsdp { prefetch: 0.into(), ..Fsdp::default() };
     conforms(&no_prefetch, Equivalence::OneRank);
     conforms(&Fsdp { reshard_after_forward: never, ..Fsdp::default() }, Equivalence::OneRank);
     conforms(
-        &Fsdp { shard_conditions: vec!["blocks.1".to_owned()], prefetch: 2, ..Fsdp::default() },
+        &Fsdp {
+            shard_conditions: vec!["blocks.1".to_owned()],
+            prefetch: 2.into(),
+            ..Fsdp::default()
+        },
         Equivalence::OneRank,
     );
 }
@@ -64,7 +72,10 @@ fn fsdp_in_bf16() {
 
 #[test]
 fn model_parallel() {
-    conforms(&ModelParallel::default(), Equivalence::OneRank);
+    // The model has no plan that would say how its layers are cut.
+    let whole = Some(Size::Ranks(1));
+    let sharded = ModelParallel { tensor_parallel_size: whole, ..ModelParallel::default() };
+    conforms(&sharded, Equivalence::OneRank);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use fulgurite_core::fabric::{Fabric, FabricOptimizer};
 use fulgurite_core::module::{Module as _, ModuleBuilder, ModuleInit, Unit};
 use fulgurite_core::nn::{Linear, Loss};
 use fulgurite_core::optim::Sgd;
-use fulgurite_core::parameter::Init;
+use fulgurite_core::parameter::{BufferOptions, Init};
 use fulgurite_core::{Error, Result};
 use fulgurite_test_support::training::{gather_weights, strategy};
 use fulgurite_transports::run_ranks;
@@ -36,6 +36,7 @@ fn refused<M>(
     .to_string()
 }
 
+// checklist: torchtune: shard_model
 #[test]
 fn fsdp_without_units() {
     let message = refused(2, FSDP, |_, b| Linear::new(&b.pp("only"), 3, 3));
@@ -51,6 +52,7 @@ fn fsdp_without_units() {
     .unwrap();
 }
 
+// checklist: torchtune: shard_model
 #[test]
 fn conditions_that_match_nothing() {
     let config = r#"{"type": "fsdp", "shard_conditions": ["layers", "model.*"]}"#;
@@ -101,6 +103,7 @@ fn single_device_on_two_ranks() {
     insta::assert_snapshot!(refused(2, config, |_, b| two_units(b)), @"device mesh: strategy `single_device` runs on one rank, the world size is 2; set `trainer.devices = 1`, or choose `ddp` or `fsdp`");
 }
 
+// checklist: composer: ranks that start from different models
 #[test]
 fn ranks_with_different_models() {
     for config in [DDP, FSDP] {
@@ -120,6 +123,67 @@ fn ranks_with_different_models() {
                 b.unit("layer", |b| Linear::new(b, 3, 4))
             });
             insta::assert_snapshot!(message, @"the ranks built different models: part 0 is `layer.weight` [4, 3] F32 on rank 0 and `layer.weight` [4, 3] F32, frozen on rank 1; `configure_model` must not depend on the rank");
+        }
+    }
+}
+
+/// What setting up a `Linear` with these circumstances of each rank says.
+fn refused_with(
+    config: &str,
+    ranks: usize,
+    of: impl Fn(usize) -> (ModuleInit, u64) + Sync,
+) -> String {
+    run_ranks(ranks, |world| {
+        let (init, seed) = of(world.rank());
+        let mut fabric = Fabric::new(world, strategy(config)?, init, seed)?;
+        fabric.setup_module(|b| b.unit("layer", |b| Linear::new(b, 3, 4))).map(drop)
+    })
+    .expect_err("this cannot be set up")
+    .to_string()
+}
+
+// checklist: composer: ranks that start from different models
+#[test]
+fn ranks_with_different_models_dtypes_and_values() {
+    for config in [DDP, FSDP] {
+        insta::allow_duplicates! {
+            let of = |rank: usize| {
+                let dtype = if rank == 1 { DType::F64 } else { DType::F32 };
+                (ModuleInit { dtype, ..ModuleInit::default() }, 1)
+            };
+            insta::assert_snapshot!(refused_with(config, 2, of), @"the ranks built different models: part 0 is `layer.weight` [4, 3] F32 on rank 0 and `layer.weight` [4, 3] F64 computing in F32 on rank 1; `configure_model` must not depend on the rank");
+            let of = |rank: usize| {
+                let compute_dtype = if rank == 1 { DType::BF16 } else { DType::F32 };
+                (ModuleInit { compute_dtype, ..ModuleInit::default() }, 1)
+            };
+            insta::assert_snapshot!(refused_with(config, 2, of), @"the ranks built different models: part 0 is `layer.weight` [4, 3] F32 on rank 0 and `layer.weight` [4, 3] F32 computing in BF16 on rank 1; `configure_model` must not depend on the rank");
+            let message = refused(2, config, |rank, b| {
+                b.parameter("scale", [1], Init::Const(rank as f64))?;
+                two_units(b)
+            });
+            insta::assert_snapshot!(message, @"the ranks built different models: part 5 is `scale` starting as Const(0.0) on rank 0 and `scale` starting as Const(1.0) on rank 1; `configure_model` must not depend on the rank");
+            let message = refused(2, config, |rank, b| {
+                let dtype = if rank == 1 { DType::F64 } else { DType::F32 };
+                b.buffer("mean", [1], Init::ZEROS, BufferOptions::dtype(dtype))?;
+                two_units(b)
+            });
+            insta::assert_snapshot!(message, @"the ranks built different models: part 2 is the buffer `mean` [1] F32 on rank 0 and the buffer `mean` [1] F64 on rank 1; `configure_model` must not depend on the rank");
+            let message = refused(3, config, |rank, b| {
+                let values = Tensor::new(&[if rank == 2 { 1f32 } else { 2.0 }], &Device::Cpu)?;
+                b.buffer("table", [1], values, BufferOptions::default())?;
+                two_units(b)
+            });
+            insta::assert_snapshot!(message, @"buffer `table`: its values on rank 2 differ from those on rank 0");
+        }
+    }
+    // Among replicas, whatever the reason: here a seed of each rank's own.
+    let hsdp = r#"{"type": "hsdp", "data_parallel_replicate_size": 2}"#;
+    for (ranks, config) in [(2, DDP), (4, hsdp)] {
+        let replica = ranks / 2;
+        let message =
+            refused_with(config, ranks, |rank| (ModuleInit::default(), (rank / replica) as u64));
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(message, @"parameter `layer.weight`: its values on rank 1 differ from those on rank 0");
         }
     }
 }
@@ -157,6 +221,7 @@ fn a_scalar_under_fsdp() {
     insta::assert_snapshot!(message, @"parameter `temperature`: is a scalar, which FSDP cannot shard; give it the shape [1]");
 }
 
+// checklist: Lightning: device_mesh before setup is an error
 #[test]
 fn a_model_before_there_is_one() {
     for config in [r#"{"type": "single_device"}"#, DDP, FSDP] {
@@ -185,6 +250,35 @@ fn loss(layers: &[Unit<Linear>], factor: f64) -> Result<Loss> {
     let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
     let y = layers[1].forward(&layers[0].forward(&x)?)?;
     Ok(Loss::new((y.sum_all()? * factor)?, 1.0))
+}
+
+// checklist: composer: _check_duplicate_modules
+#[test]
+fn two_layers_of_one_path() {
+    let message = refused(1, DDP, |_, b| {
+        let twice = (Linear::new(&b.pp("head"), 3, 3)?, Linear::new(&b.pp("head"), 3, 3)?);
+        Ok(twice)
+    });
+    insta::assert_snapshot!(message, @"module `head`: two layers were built at this path; give each its own name");
+}
+
+/// As torch's `_assert_in_training_states`: what is gathered for a unit's forward and backward is not there before
+/// and after, and whoever reaches for it is told so.
+// checklist: PyTorch: _assert_in_training_states
+#[test]
+fn a_parameter_of_a_unit_is_refused_outside_of_the_units_forward_and_backward() {
+    run_ranks(2, |world| {
+        let mut fabric = Fabric::new(world, strategy(FSDP)?, ModuleInit::default(), 1)?;
+        let layers = fabric.setup_module(two_units)?;
+        let refused = || layers[0].module().weight().tensor().unwrap_err().to_string();
+        insta::allow_duplicates! { insta::assert_snapshot!(refused(), @"parameter `layers.0.weight`: has no values here: it is used before the model was set up, or outside the forward of the unit that owns it"); }
+        let loss = loss(&layers, 1.0)?;
+        assert!(refused().contains("outside the forward"));
+        fabric.backward(&loss)?;
+        assert!(refused().contains("outside the forward"));
+        Ok(())
+    })
+    .unwrap();
 }
 
 #[test]

@@ -10,6 +10,7 @@ use fulgurite_transports::run_ranks;
 
 const DDP: &str = r#"{"type": "ddp"}"#;
 
+// checklist: Lightning: all_reduce, all_gather, barrier, broadcast
 #[test]
 fn values_and_tensors_of_all_ranks_come_to_each() {
     for ranks in [1, 3] {
@@ -43,4 +44,37 @@ fn values_and_tensors_of_all_ranks_come_to_each() {
         })
         .unwrap();
     }
+}
+
+// checklist: Lightning: all_reduce, all_gather, barrier, broadcast
+#[test]
+fn means_and_groups_of_ranks_are_reduced_and_gathered_over() {
+    const MESH: &str =
+        r#"{"type": "fsdp_tp", "data_parallel_shard_size": 3, "tensor_parallel_size": 2}"#;
+    run_ranks(6, |world| {
+        let rank = world.rank();
+        let fabric = Fabric::new(world, strategy(MESH)?, init(MESH)?, 11)?;
+        let own = Tensor::new(&[rank as f32, 1.0], &Device::Cpu)?;
+        assert_eq!(fabric.all_mean(&own)?.to_vec1::<f32>()?, [2.5, 1.0]);
+        // The caller's is as it was.
+        assert_eq!(own.to_vec1::<f32>()?, [rank as f32, 1.0]);
+        let (row, column) = (rank / 2, rank % 2);
+        let mean = fabric.all_mean_over("tensor_parallel", &own)?.to_vec1::<f32>()?;
+        assert_eq!(mean, [2.0 * row as f32 + 0.5, 1.0]);
+        let sum = own.copy()?;
+        fabric.all_reduce_over("data_parallel", &sum, ReduceOp::Sum)?;
+        assert_eq!(sum.to_vec1::<f32>()?, [(6 + 3 * column) as f32, 3.0]);
+        let there =
+            fabric.all_gather_over("data_parallel", &Tensor::new(rank as u32, &Device::Cpu)?)?;
+        let expected: Vec<u32> = (0..3).map(|i| (2 * i + column) as u32).collect();
+        assert_eq!(there.to_vec1::<u32>()?, expected);
+
+        let whole = Tensor::new(&[1i64], &Device::Cpu)?;
+        let error = fabric.all_mean(&whole).unwrap_err().to_string();
+        assert!(error.contains("floating-point") && error.contains("I64"), "{error}");
+        let error = fabric.all_mean_over("tp", &own).unwrap_err().to_string();
+        assert!(error.contains("tp") && error.contains("tensor_parallel"), "{error}");
+        Ok(())
+    })
+    .unwrap();
 }

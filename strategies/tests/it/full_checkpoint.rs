@@ -75,6 +75,9 @@ fn values(source: &dyn TensorSource) -> BTreeMap<String, Vec<f32>> {
     source.names().into_iter().map(read).collect()
 }
 
+// checklist: torchtune: gather_cpu_state_dict
+// checklist: Lightning: save_checkpoint
+// checklist: composer: get_full_state_dict
 #[test]
 fn it_is_what_the_ranks_hold_and_every_strategy_loads_it() {
     let temp = tempfile::tempdir().unwrap();

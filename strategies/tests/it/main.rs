@@ -3,8 +3,10 @@
 #![allow(clippy::disallowed_methods, reason = "tests read tensors")]
 
 mod activation_checkpointing;
+mod adapters;
 mod anomaly;
 mod bf16_state;
+mod buffers;
 mod candle_nn;
 mod checkpoints;
 mod collectives;
@@ -13,6 +15,7 @@ mod conformance;
 mod errors;
 mod fabric_collectives;
 mod full_checkpoint;
+mod ignored;
 mod layers;
 mod loss_parallel;
 mod mesh;
@@ -28,8 +31,10 @@ mod random_plans;
 mod sampling;
 mod schedule;
 mod several_optimizers;
+mod state_dicts;
 mod steps;
 mod units;
+mod units_log;
 
 use fulgurite_transports::SharedMemory;
 

@@ -15,6 +15,7 @@ fn sum_of_ranks(group: &dyn ProcessGroup, rank: usize) -> fulgurite_core::Result
     Ok(number.to_vec1::<i64>()?[0])
 }
 
+// checklist: NeMo: dp_cp exists only with cp > 1
 #[test]
 fn groups_connect_the_ranks_that_differ_in_their_dimensions() {
     run_ranks(8, |world| {

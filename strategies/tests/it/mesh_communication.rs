@@ -94,6 +94,7 @@ fn shared_key_heads_are_summed_once_a_step() {
     }
 }
 
+// checklist: NeMo: sequence_parallel
 #[test]
 fn sequence_parallel_blocks_gather_and_scatter_what_tensor_parallel_ones_reduce() {
     let variant = Variant { sequence_parallel: true, loss_parallel: false };
@@ -111,6 +112,7 @@ fn sequence_parallel_blocks_gather_and_scatter_what_tensor_parallel_ones_reduce(
     assert_eq!(got, expected);
 }
 
+// checklist: torchtune: context-parallel manager, loss parallel
 #[test]
 fn a_parallel_loss_sends_three_numbers_a_token() {
     let variant = Variant { sequence_parallel: false, loss_parallel: true };
@@ -139,6 +141,7 @@ fn fsdp(tree: &ModuleTree, micro_batches: u64) -> [Record; 2] {
     [gather, reduce]
 }
 
+// checklist: torchtune: context-parallel manager, loss parallel
 #[test]
 fn context_parallel_attention_gathers_keys_and_values() {
     let config =

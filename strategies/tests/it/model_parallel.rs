@@ -104,6 +104,8 @@ fn on_eight_ranks_of_two_dimensions() {
         .for_each(check);
 }
 
+// checklist: Lightning: parallelize_fn
+// checklist: Lightning: clipping by norm, whose test is skipped as not correct
 #[test]
 fn on_eight_ranks_of_three_dimensions() {
     [[2, 2, 2, 1], [2, 2, 1, 2], [2, 1, 2, 2], [1, 2, 2, 2]].into_iter().for_each(check);

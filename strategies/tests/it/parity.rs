@@ -13,6 +13,8 @@ const CASES: &[&str] = &[
     r#"{"type": "fsdp", "reshard_after_forward": false}"#,
     r#"{"type": "fsdp2", "reshard_after_forward": "auto", "prefetch": 2}"#,
     r#"{"type": "fsdp", "prefetch": 0}"#,
+    r#"{"type": "fsdp", "prefetch": {"forward": 2, "backward": 0}}"#,
+    r#"{"type": "fsdp", "reshard_after_forward": "all_but_last"}"#,
     r#"{"type": "fsdp", "shard_conditions": ["layers.1", "layers.2"]}"#,
     // The same with units that are computed again in backward.
     r#"{"type": "ddp", "activation_checkpointing": "full"}"#,
@@ -81,6 +83,7 @@ fn on_three_ranks() {
     check(3);
 }
 
+// checklist: Lightning: setup_module, materialising
 #[test]
 fn on_four_ranks() {
     check(4);

@@ -63,6 +63,7 @@ fn what_is_planned_is_what_rank_0_holds() {
         (r#"{"type": "single_device"}"#.to_owned(), 1),
         (r#"{"type": "ddp"}"#.to_owned(), 2),
         (r#"{"type": "fsdp"}"#.to_owned(), 3),
+        (r#"{"type": "fsdp", "ignored": ["lm_head", "model.layers.1"]}"#.to_owned(), 3),
         (format!(r#"{{"type": "tp", {PLAN}}}"#), 2),
         (format!(r#"{{"type": "fsdp_tp", {PLAN}}}"#), 4),
         (r#"{"type": "hsdp", "data_parallel_replicate_size": 2}"#.to_owned(), 4),
@@ -82,6 +83,36 @@ fn units_are_gathered_in_the_dtype_of_computation() {
     let planned = plan(r#"{"type": "fsdp"}"#, 2, init);
     let unit = 3 * HIDDEN * 20;
     assert_eq!(planned.gathered_unit, 2 * unit.max(HIDDEN * 31) as u64);
+}
+
+/// One configuration for any number of ranks: what no rank is cut by is not compared with the model's names.
+#[test]
+fn a_plan_is_for_ranks_that_share_layers_only() {
+    for plan_of in [
+        r#"{"type": "plan", "plan": {"nothing": "colwise"}}"#,
+        r#"{"type": "llama", "sequence_parallel": true, "prefix": "elsewhere"}"#,
+        r#"{"type": "hf", "plan": {"nothing": "rowwise"}}"#,
+    ] {
+        let on = |tensor: usize, ranks: usize| {
+            let config = format!(
+                r#"{{"type": "model_parallel", "tensor_parallel_size": {tensor}, "parallelize": {plan_of}}}"#
+            );
+            let strategy = strategy(&config, ranks);
+            let mesh = strategy.device_mesh(Arc::new(Planned::world(ranks))).unwrap();
+            let b = ModuleBuilder::new(strategy.module_init_context(ModuleInit::default()));
+            build(&b).unwrap();
+            strategy.plan_module(&mut b.finish().unwrap(), &mesh)
+        };
+        on(1, 1).unwrap();
+        on(1, 2).unwrap();
+        assert!(on(2, 2).is_err(), "{plan_of}");
+    }
+    let units = r#"{"type": "fsdp", "parallelize": {"type": "plan", "units": ["nothing.*"]}}"#;
+    let strategy = strategy(units, 2);
+    let mesh = strategy.device_mesh(Arc::new(Planned::world(2))).unwrap();
+    let b = ModuleBuilder::new(ModuleInit::default());
+    build(&b).unwrap();
+    assert!(strategy.plan_module(&mut b.finish().unwrap(), &mesh).is_err());
 }
 
 #[test]

@@ -25,6 +25,8 @@ fn assert_trains_like(what: &str, run: &Run, reference: &Run, tolerance: f64) {
     }
 }
 
+// checklist: composer: mixed-precision presets
+// checklist: NeMo: mp_policy
 #[test]
 fn bf16_trains_like_f32_under_every_strategy() {
     let f32s = train(1, r#"{"type": "single_device"}"#, DType::F32);

@@ -99,6 +99,7 @@ const MESHES: [(usize, &str); 5] = [
     (8, r#"{"type": "hsdp", "data_parallel_replicate_size": 2}"#),
 ];
 
+// checklist: Lightning: distributed_sampler_kwargs
 #[test]
 fn ranks_of_one_tensor_and_context_parallel_group_see_the_same_samples_and_others_different_ones() {
     for (replicas, config) in MESHES {

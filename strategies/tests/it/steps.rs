@@ -208,6 +208,7 @@ fn a_graph_that_was_used_joined_with_a_newer_one() {
     });
 }
 
+// checklist: PyTorch: _FSDPState, look-ups by module
 #[test]
 fn units_called_twice_not_at_all_or_in_another_order() {
     for route in [&[0, 1, 0, 2, 2][..], &[0, 2], &[2, 0, 1], &[1, 1]] {
@@ -243,6 +244,7 @@ fn totals_taken_early_do_not_miss_what_follows() {
 }
 
 /// Lightning switches synchronisation off by a flag that a disabled guard leaves behind.
+// checklist: Lightning: no_backward_sync, whose exit set the wrong value
 #[test]
 fn a_disabled_guard_leaves_nothing_behind() {
     check(plain, |fabric, toy, parts| {
@@ -252,6 +254,7 @@ fn a_disabled_guard_leaves_nothing_behind() {
     });
 }
 
+// checklist: Lightning: no_backward_sync, whose exit set the wrong value
 #[test]
 fn guards_restore_what_they_found() {
     let fabric = Fabric::single(strategy(CONFIGS[2]).unwrap(), 3).unwrap();

@@ -8,8 +8,10 @@ use fulgurite_core::Result;
 use fulgurite_core::autograd::no_grad;
 use fulgurite_core::collective::Solo;
 use fulgurite_core::fabric::Fabric;
-use fulgurite_core::module::{Activations, CandleModule, Module, ModuleBuilder, Unit};
-use fulgurite_core::nn::{Linear, Loss};
+use fulgurite_core::module::{
+    Activations, CandleModule, Module, ModuleBuilder, ModuleInit, Unit, glob_match,
+};
+use fulgurite_core::nn::{Linear, Loss, RmsNorm};
 use fulgurite_core::optim::Sgd;
 use fulgurite_test_support::training::{OFFLOADED, checkpointed, gather_weights, init, strategy};
 use fulgurite_transports::run_ranks;
@@ -220,9 +222,30 @@ fn variables_outside_of_the_model_are_refused() {
     insta::assert_snapshot!(scaled(SINGLE, scale.as_tensor().clone(), false).unwrap_err(), @"1 variable(s) of candle that are no parameters of the model got a gradient, of shape [4]. They would never be trained, saved or distributed: declare them where the model is built, with `ModuleBuilder::parameter`, or with `ModuleBuilder::var_builder` in place of a `VarMap`. If they are meant to be constant, compute with `var.as_detached_tensor()`");
 }
 
+/// What a function over a model walks: its layers by path, each with its kind and the unit that it is in.
+// checklist: PyTorch: _apply_to_modules
 #[test]
-fn batch_norms_of_candle_nn_are_refused() {
-    let b = ModuleBuilder::new(init(SINGLE).unwrap());
-    let error = candle_nn::batch_norm(8, 1e-5, b.pp("stem.norm").var_builder()).unwrap_err();
-    insta::assert_snapshot!(fulgurite_core::Error::from(error), @"module `stem.norm`: candle_nn's `batch_norm` keeps running statistics, which are buffers: values that are saved with the model and not trained. Models do not have them yet; use `fulgurite::nn::GroupNorm` or `LayerNorm`, which need none");
+fn modules_are_listed_by_path_with_their_kinds_and_units() {
+    let b = ModuleBuilder::new(ModuleInit::default());
+    Linear::new(&b.pp("lm_head"), 4, 8).unwrap();
+    for i in 0..2 {
+        let block = |b: &ModuleBuilder| {
+            RmsNorm::new(&b.pp("norm"), 4, 1e-6)?;
+            Linear::new(&b.pp("mlp.up"), 4, 4)
+        };
+        b.unit(&format!("layers.{i}"), block).unwrap();
+    }
+    let tree = b.finish().unwrap();
+    let listed = |within: &str| -> Vec<(String, &str, Option<usize>)> {
+        let all = tree.modules().iter().filter(|(path, _)| glob_match(within, path));
+        all.map(|(path, info)| (path.clone(), info.kind, info.unit)).collect()
+    };
+    let expected = [("layers.0.mlp.up", 0), ("layers.1.mlp.up", 1)];
+    assert_eq!(
+        listed("layers.*.mlp.up"),
+        expected.map(|(p, unit)| (p.to_owned(), "Linear", Some(unit)))
+    );
+    assert_eq!(listed("lm_head"), [("lm_head".to_owned(), "Linear", None)]);
+    assert_eq!(tree.modules().len(), 5);
+    assert_eq!(tree.modules()["layers.1.norm"].kind, "RmsNorm");
 }

@@ -5,6 +5,8 @@ use fulgurite_core::module::{ModuleBuilder, ModuleInit};
 use fulgurite_test_support::allocator::{peak, reset_peak};
 use fulgurite_test_support::llama::{Llama, LlamaConfig};
 
+// checklist: Lightning: module_init_context(empty_init)
+// checklist: composer: shard first, then initialise
 #[test]
 fn seventy_billion_parameters_cost_nothing() {
     let _alone = crate::alone();

@@ -87,7 +87,7 @@ fn measure_steps(
             fabric.barrier()?;
             for _ in 0..backwards {
                 let loss = model.loss()?;
-                let resharding = config.contains("true");
+                let resharding = config.contains("true") || config.contains("forward\": 2");
                 assert_eq!(away(tree)?, sharded && resharding, "{config}: after forward");
                 fabric.backward(&loss)?;
                 assert_eq!(away(tree)?, sharded, "{config}: after backward");
@@ -107,6 +107,7 @@ fn measure_steps(
 /// Activations, graphs, the transport's and threads' own: far less than a unit a rank.
 const SLACK: usize = UNIT / 2;
 
+// checklist: Lightning: setup_module, materialising
 #[test]
 fn a_rank_of_fsdp_holds_its_share() {
     let _alone = alone();
@@ -193,6 +194,7 @@ fn units_over_frozen_ones_are_reduced_as_backward_goes_on() {
     assert!(peak <= share + 3 * UNIT + 2 * UNIT + SLACK, "{peak}, share {share}, unit {UNIT}");
 }
 
+// checklist: PyTorch: TrainingState, HandleTrainingState
 #[test]
 fn without_resharding_a_rank_holds_the_gathered_model_within_a_step_only() {
     let _alone = alone();
@@ -202,6 +204,18 @@ fn without_resharding_a_rank_holds_the_gathered_model_within_a_step_only() {
     assert!((share..share + SLACK).contains(&held), "{held}, share {share}");
     assert!(peak >= share + MODEL, "{peak}");
     assert!(peak <= 4 * MODEL / 4 + MODEL + 2 * UNIT + SLACK, "{peak}");
+}
+
+/// Half of the model stays between forward and backward where parts are over two ranks.
+#[test]
+fn parts_of_units_stay_between_forward_and_backward() {
+    let _alone = alone();
+    let config = r#"{"type": "fsdp", "reshard_after_forward": 2}"#;
+    let (held, peak) = measure(4, config, &[]);
+    let share = 3 * MODEL / 4;
+    assert!((share..share + SLACK).contains(&held), "{held}, share {share}");
+    assert!(peak >= share + MODEL / 2, "{peak}");
+    assert!(peak <= 4 * MODEL / 4 + MODEL / 2 + 3 * UNIT + 2 * UNIT + SLACK, "{peak}");
 }
 
 /// Bytes of the activations between units.
@@ -258,6 +272,7 @@ fn files_without_a_name() -> usize {
         .count()
 }
 
+// checklist: composer: activation offload
 #[test]
 fn units_that_are_computed_again_keep_their_outputs_alone() {
     let _alone = alone();

@@ -9,7 +9,9 @@ use fulgurite_core::Result;
 use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::fabric::{Fabric, FabricOptimizer};
 use fulgurite_core::mesh::{DATA_PARALLEL, DeviceMesh, TENSOR_PARALLEL};
-use fulgurite_core::module::{ForwardScope, Module, ModuleBuilder, ModuleInit, ModuleTree, Unit};
+use fulgurite_core::module::{
+    Adapters, ForwardScope, Module, ModuleBuilder, ModuleInit, ModuleTree, Unit,
+};
 use fulgurite_core::nn::{
     AttentionConfig, CausalSelfAttention, Dropout, Embedding, GeluMlp, LayerNorm, Linear, RmsNorm,
     Rope, SwiGluMlp, cross_entropy, functional,
@@ -268,6 +270,31 @@ impl DecoderTraining {
         frozen: &[&str],
         optimizer: &dyn OptimizerConfig,
     ) -> Result<Self> {
+        let frozen = frozen.iter().map(|&pattern| pattern.to_owned()).collect();
+        let init = ModuleInit { frozen, ..init(config)? };
+        Self::with_init(world, config, variant, accumulate, init, optimizer)
+    }
+
+    /// The same with adapters.
+    pub fn with_adapters(
+        world: Arc<dyn ProcessGroup>,
+        config: &str,
+        variant: Variant,
+        accumulate: usize,
+        adapters: Adapters,
+    ) -> Result<Self> {
+        let init = ModuleInit { adapters: Some(adapters), ..init(config)? };
+        Self::with_init(world, config, variant, accumulate, init, &Self::adamw())
+    }
+
+    fn with_init(
+        world: Arc<dyn ProcessGroup>,
+        config: &str,
+        variant: Variant,
+        accumulate: usize,
+        init: ModuleInit,
+        optimizer: &dyn OptimizerConfig,
+    ) -> Result<Self> {
         let mut strategy = strategy(config)?;
         if !config.contains("single_device") && !config.contains("ddp") {
             strategy.set_parallelize(Box::new(
@@ -276,8 +303,6 @@ impl DecoderTraining {
                 },
             ))?;
         }
-        let frozen = frozen.iter().map(|&pattern| pattern.to_owned()).collect();
-        let init = ModuleInit { frozen, ..init(config)? };
         let mut fabric = Fabric::new(world, strategy, init, 7)?;
         let (model, optimizer) = fabric.setup(Decoder::new, optimizer)?;
         Ok(Self { fabric, model, optimizer, accumulate, always: false, step: 0 })

@@ -250,6 +250,7 @@ fn what_a_place_holds_back_is_written_at_the_end_of_any_run() {
     assert_eq!(TEARDOWNS.lock().unwrap()[&scratch.path("refuses")], 2);
 }
 
+// checklist: Lightning: checkpoint_io not supported
 #[test]
 fn any_place_is_resumed_from() {
     let scratch = Scratch::new();

@@ -52,6 +52,7 @@ fn plan_of(text: &str, overrides: &[&str]) -> Result<InlinePlan> {
     fulgurite_core::config::parse_at::<Strategy>("trainer.strategy", options).map(|s| s.parallelize)
 }
 
+// checklist: NeMo: parallelize: Llama's plan, plans by Hugging Face's strings, globs
 #[test]
 fn keys_with_dots_stay_one_key() {
     let expected = plan! {

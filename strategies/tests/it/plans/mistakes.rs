@@ -187,6 +187,8 @@ fn projections_that_do_not_fit_together() {
     insta::assert_snapshot!(refused(gelu, plan), @"module `mlp`: prepares its output as if it were replicate within, and its rowwise projection gives shard(1); make that replicate, or leave the block's own style out");
 }
 
+// checklist: torchtune: prepare_mha_for_tp
+// checklist: NeMo: heads that do not divide: an assertion
 #[test]
 fn heads_that_do_not_divide() {
     let attend = |heads, kv_heads| {

@@ -87,6 +87,7 @@ fn llama_on_two_ranks() {
     ");
 }
 
+// checklist: NeMo: parallelize: Llama's plan, plans by Hugging Face's strings, globs
 #[test]
 fn llama_with_sequence_parallelism() {
     let ranks = cut(2, r#"{ type = "llama", sequence_parallel = true }"#, Llama::untied);
@@ -109,6 +110,7 @@ fn llama_with_sequence_parallelism() {
     ");
 }
 
+// checklist: torchtune: prepare_mha_for_tp
 #[test]
 fn fewer_key_and_value_heads_than_ranks_are_replicated() {
     let ranks = cut(4, r#"{ type = "llama", loss_parallel = true }"#, Llama::tied);
@@ -132,6 +134,7 @@ fn fewer_key_and_value_heads_than_ranks_are_replicated() {
     insta::assert_snapshot!(gate(&ranks[3]).unwrap(), @"model.layers.0.mlp.gate_proj.weight [10, 8] shard(0)x4 at [9, 0] [1, 8]");
 }
 
+// checklist: NeMo: parallelize: Llama's plan, plans by Hugging Face's strings, globs
 #[test]
 fn hugging_faces_plan() {
     // What it does not name has no cuts at all.

@@ -3,7 +3,8 @@
 
 use std::collections::BTreeSet;
 
-use fulgurite_strategies::schedule::fsdp::{Action, Event, Group, ReduceScope, Schedule};
+use fulgurite_core::module::Reshard;
+use fulgurite_strategies::schedule::fsdp::{Action, Event, Group, Prefetch, ReduceScope, Schedule};
 use proptest::prelude::*;
 
 use super::draw;
@@ -32,7 +33,9 @@ enum Part {
 struct Scenario {
     /// The units, then the root.
     groups: Vec<Group>,
-    prefetch: usize,
+    prefetch: Prefetch,
+    /// For some units, those to gather ahead in forward and in backward, by numbers to be taken modulo.
+    lists: Vec<(usize, [Vec<usize>; 2])>,
     /// What backwards without synchronisation reduce.
     unsynchronised: ReduceScope,
     /// Whether the units' input needs a gradient: otherwise frozen units at the bottom have no backward.
@@ -48,6 +51,22 @@ struct Scenario {
 impl Scenario {
     fn root(&self) -> usize {
         self.groups.len() - 1
+    }
+
+    /// The prefetch lists, of groups.
+    fn listed(&self) -> Vec<(usize, [Vec<usize>; 2])> {
+        let group = |unit: usize| unit % self.root();
+        let lists = |lists: &[Vec<usize>; 2]| {
+            lists.clone().map(|list| list.into_iter().map(group).collect())
+        };
+        self.lists.iter().map(|(unit, of_unit)| (group(*unit), lists(of_unit))).collect()
+    }
+
+    /// How many groups may be gathered ahead. What is listed may wait until backward.
+    fn ahead(&self) -> usize {
+        let listed = self.listed().into_iter().flat_map(|(_, lists)| lists.into_iter().flatten());
+        let listed: BTreeSet<usize> = listed.collect();
+        self.prefetch.forward.max(self.prefetch.backward) + listed.len()
     }
 
     /// Whether a parameter is used as a plain tensor: one gradient for all its uses in a graph.
@@ -93,6 +112,7 @@ struct Uses {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Values {
     Freed,
+    Part,
     Gathering,
     Gathered,
 }
@@ -136,10 +156,15 @@ struct Rank<'a> {
 impl<'a> Rank<'a> {
     fn new(scenario: &'a Scenario, rank: usize) -> Self {
         let n = scenario.groups.len();
+        let mut schedule = Schedule::new(&scenario.groups, scenario.prefetch);
+        for (group, [forward, backward]) in scenario.listed() {
+            schedule.set_forward_prefetch(group, forward);
+            schedule.set_backward_prefetch(group, backward);
+        }
         Self {
             scenario,
             rank,
-            schedule: Schedule::new(&scenario.groups, scenario.prefetch),
+            schedule,
             values: vec![Values::Freed; n],
             uses: scenario.groups.iter().map(|g| vec![Uses::default(); g.trainable]).collect(),
             grads: vec![Grads::Local; n],
@@ -160,35 +185,46 @@ impl<'a> Rank<'a> {
             self.perform(action);
         }
         let ahead = self.values.iter().filter(|&&values| values == Values::Gathering).count();
-        assert!(ahead <= self.scenario.prefetch, "{ahead} groups are gathered ahead");
+        assert!(ahead <= self.scenario.ahead(), "{ahead} groups are gathered ahead");
     }
 
     fn perform(&mut self, action: Action) {
         use Action::{
-            CompleteUnused, Deliver, Free, Gather, Reduce, Replicate, WaitGather, WaitReduction,
-            WaitReplication,
+            CompleteUnused, Deliver, Free, Gather, GatherParts, KeepPart, Reduce, Replicate,
+            WaitGather, WaitReduction, WaitReplication,
         };
-        if matches!(action, Gather(_) | Reduce(_) | Replicate(_) | Deliver) {
+        if matches!(action, Gather(_) | GatherParts(_) | Reduce(_) | Replicate(_) | Deliver) {
             self.collectives.push(action);
         }
         let expect = |grads: Grads, from: Grads| assert_eq!(grads, from, "{action:?}");
         match action {
-            Gather(g) => {
-                assert_eq!(self.values[g], Values::Freed, "{action:?}");
+            Gather(g) | GatherParts(g) => {
+                let from = match action {
+                    Gather(_) => Values::Freed,
+                    _ => Values::Part,
+                };
+                assert_eq!(self.values[g], from, "{action:?}");
                 assert!(self.scenario.groups[g].parameters > 0, "{action:?}");
                 if let Some(to_come) = &self.to_come {
                     assert!(to_come[g] > 0, "{action:?} for no backward");
                 }
                 self.values[g] = Values::Gathering;
-                let held = self.values.iter().filter(|&&values| values != Values::Freed).count();
+                let whole =
+                    |values: &&Values| matches!(values, Values::Gathering | Values::Gathered);
+                let held = self.values.iter().filter(whole).count();
                 assert!(held <= self.limit, "{held} groups are gathered, expected {}", self.limit);
             }
             WaitGather(g) => {
                 assert_eq!(self.values[g], Values::Gathering, "{action:?}");
                 self.values[g] = Values::Gathered;
             }
-            Free(g) => {
+            KeepPart(g) => {
                 assert_eq!(self.values[g], Values::Gathered, "{action:?}");
+                assert_eq!(self.scenario.groups[g].reshard_after_forward, Reshard::Ranks(2));
+                self.values[g] = Values::Part;
+            }
+            Free(g) => {
+                assert!(matches!(self.values[g], Values::Gathered | Values::Part), "{action:?}");
                 self.values[g] = Values::Freed;
             }
             CompleteUnused(g) => {
@@ -282,7 +318,7 @@ impl<'a> Rank<'a> {
             self.calls += 1;
             let call = Call { group, id: self.calls, first, tracked };
             let kept = self.kept.iter().filter(|&&kept| kept != group).count();
-            self.limit = self.root_is_gathered() + self.scenario.prefetch + 1 + kept;
+            self.limit = self.root_is_gathered() + self.scenario.ahead() + 1 + kept;
             self.on(Event::PreForward { group, records_graph });
             self.check_gathered(group);
             if records_graph {
@@ -293,7 +329,7 @@ impl<'a> Rank<'a> {
                 graph.push(call);
             }
             self.on(Event::PostForward { group });
-            if !self.scenario.groups[group].reshard_after_forward {
+            if self.scenario.groups[group].reshard_after_forward == Reshard::Never {
                 self.kept.insert(group);
             }
         }
@@ -366,7 +402,7 @@ impl<'a> Rank<'a> {
                 self.kept.remove(&call.group);
                 let held =
                     begun.iter().filter(|&&g| !self.exact || last_event[g] >= Some(at)).count();
-                self.limit = self.root_is_gathered() + scenario.prefetch + held + self.kept.len();
+                self.limit = self.root_is_gathered() + scenario.ahead() + held + self.kept.len();
                 self.on(Event::PreBackward { group: call.group });
                 self.check_gathered(call.group);
                 self.to_come.iter_mut().for_each(|to_come| to_come[call.group] -= 1);
@@ -487,16 +523,18 @@ impl<'a> Rank<'a> {
 }
 
 fn scenario() -> impl Strategy<Value = Scenario> {
-    let group = (0..3usize, 0..3usize, prop::bool::weighted(0.7)).prop_map(
-        |(trainable, frozen, reshard_after_forward)| Group {
-            parameters: trainable + frozen,
-            trainable,
-            reshard_after_forward,
-        },
-    );
+    let reshard = prop_oneof![
+        3 => Just(Reshard::Always),
+        1 => Just(Reshard::Never),
+        1 => Just(Reshard::Ranks(2)),
+    ];
+    let group =
+        (0..3usize, 0..3usize, reshard).prop_map(|(trainable, frozen, reshard_after_forward)| {
+            Group { parameters: trainable + frozen, trainable, reshard_after_forward }
+        });
     let groups = prop::collection::vec(group, 2..7).prop_map(|mut groups| {
         let last = groups.len() - 1;
-        groups[last].reshard_after_forward = false;
+        groups[last].reshard_after_forward = Reshard::Never;
         groups
     });
     // Numbers that do not fit the model are taken modulo the number of units; most forwards call
@@ -520,9 +558,14 @@ fn scenario() -> impl Strategy<Value = Scenario> {
     });
     let scopes =
         prop_oneof![Just(ReduceScope::None), Just(ReduceScope::Shards), Just(ReduceScope::All)];
+    let prefetch =
+        (0..4usize, 0..4usize).prop_map(|(forward, backward)| Prefetch { forward, backward });
+    let list = || prop::collection::vec(0..6usize, 0..3);
+    let lists = (0..6usize, list(), list()).prop_map(|(unit, f, b)| (unit, [f, b]));
+    let lists = prop_oneof![Just(Vec::new()), prop::collection::vec(lists, 1..4)];
     (
         groups,
-        0..4usize,
+        (prefetch, lists),
         scopes,
         any::<bool>(),
         any::<bool>(),
@@ -530,10 +573,19 @@ fn scenario() -> impl Strategy<Value = Scenario> {
         any::<u64>(),
     )
         .prop_map(
-            |(groups, prefetch, unsynchronised, tracked_input, late_gradients, steps, seed)| {
+            |(
+                groups,
+                (prefetch, lists),
+                unsynchronised,
+                tracked_input,
+                late_gradients,
+                steps,
+                seed,
+            )| {
                 Scenario {
                     groups,
                     prefetch,
+                    lists,
                     unsynchronised,
                     tracked_input,
                     late_gradients,
@@ -561,8 +613,8 @@ proptest! {
 /// What a step of a chain of units comes to, once the order of forward is known.
 #[test]
 fn units_are_gathered_one_ahead_and_reduced_as_backward_goes_on() {
-    let group = Group { parameters: 1, trainable: 1, reshard_after_forward: true };
-    let mut schedule = Schedule::new(&[group; 4], 1);
+    let group = Group { parameters: 1, trainable: 1, reshard_after_forward: Reshard::Always };
+    let mut schedule = Schedule::new(&[group; 4], 1.into());
     schedule.on(Event::PrepareForward);
     let mut actions = Vec::new();
     for _ in 0..2 {
@@ -588,8 +640,8 @@ fn units_are_gathered_one_ahead_and_reduced_as_backward_goes_on() {
 /// make room for those that it does.
 #[test]
 fn units_that_were_passed_by_are_freed_when_backward_begins() {
-    let group = Group { parameters: 1, trainable: 1, reshard_after_forward: true };
-    let mut schedule = Schedule::new(&[group; 5], 1);
+    let group = Group { parameters: 1, trainable: 1, reshard_after_forward: Reshard::Always };
+    let mut schedule = Schedule::new(&[group; 5], 1.into());
     let forward = |schedule: &mut Schedule, route: &[usize]| -> Vec<Action> {
         let call = |&group| {
             let mut actions = schedule.on(Event::PreForward { group, records_graph: true });

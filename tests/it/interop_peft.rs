@@ -1,0 +1,173 @@
+//! Adapters on a Llama of Hugging Face, merged, and to and from PEFT. Those that are ignored need a Python with
+//! torch, transformers and peft: see `interop.rs`.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::interop::python;
+use crate::program::fixture;
+use candle_core::{DType, Device, Tensor};
+use fulgurite::core::autograd::no_grad;
+use fulgurite::core::checkpoint::tools::{AnyCheckpoint, ConvertOptions, ConvertTarget, convert};
+use fulgurite::core::collective::{ProcessGroup, Solo};
+use fulgurite::core::run::{AdapterConfig, TrainerConfig};
+use fulgurite::prelude::*;
+use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_test_support::hugging_face::read_config;
+use fulgurite_test_support::llama::{Llama, LlamaConfig};
+use fulgurite_transports::run_ranks;
+
+fn base() -> PathBuf {
+    fixture("hf_llama")
+}
+
+/// The fixture's model, with these adapters.
+fn model(
+    world: Arc<dyn ProcessGroup>,
+    strategy: &str,
+    directory: &Path,
+    adapters: Option<AdapterConfig>,
+) -> Result<(Fabric, Llama)> {
+    let strategy = fulgurite::core::config::PluginValue::new(strategy);
+    let config = TrainerConfig { adapters, strategy, ..TrainerConfig::default() };
+    let mut fabric = Fabric::with_world(world, &config, 1, None)?;
+    let mut config = LlamaConfig::default();
+    read_config(&mut config, directory)?;
+    let model = fabric.setup_module(|b| Llama::new(&config, b))?;
+    fabric.load_raw(directory, true)?;
+    Ok((fabric, model))
+}
+
+fn expected(path: &Path) -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(path, &Device::Cpu).unwrap()
+}
+
+/// The logits of this model and adapter on one device.
+fn logits(directory: &Path, adapters: Option<AdapterConfig>) -> Tensor {
+    let solo = Arc::new(Solo::new("world", 0));
+    let (_fabric, model) = model(solo, "single_device", directory, adapters).unwrap();
+    let ids = expected(&base().join("expected.safetensors"))["input_ids"].clone();
+    let _no_grad = no_grad();
+    model.forward(&ids.to_dtype(DType::U32).unwrap()).unwrap()
+}
+
+fn assert_close(found: &Tensor, expected: &Tensor, tolerance: f64) {
+    let values = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let (found, expected) = (values(found), values(expected));
+    assert_eq!(found.len(), expected.len());
+    let scale = expected.iter().fold(0f32, |scale, x| scale.max(x.abs()));
+    for (a, b) in found.iter().zip(&expected) {
+        assert!(f64::from((a - b).abs()) <= tolerance * f64::from(scale), "{a} and {b}");
+    }
+}
+
+/// Trains adapters on two ranks of fsdp and writes them to the directory.
+fn train(directory: &Path) {
+    let adapters = AdapterConfig {
+        targets: ["*_proj", "embed_tokens"].map(str::to_owned).to_vec(),
+        rank: Some(4),
+        alpha: Some(8.0),
+        ..AdapterConfig::default()
+    };
+    let losses = run_ranks(2, |world| {
+        let (fabric, model) = model(world, "fsdp", &base(), Some(adapters.clone()))?;
+        let mut optimizer = fabric.setup_optimizer(&AdamW { lr: 0.02, ..AdamW::default() })?;
+        let expected = expected(&base().join("expected.safetensors"));
+        let row = |name: &str, dtype: DType| {
+            expected[name].narrow(0, fabric.global_rank(), 1)?.contiguous()?.to_dtype(dtype)
+        };
+        let (ids, targets) = (row("input_ids", DType::U32)?, row("targets", DType::I64)?);
+        let mut losses = Vec::new();
+        for _ in 0..8 {
+            fabric.backward(&model.loss(&ids, &targets)?)?;
+            losses.push(fabric.step_totals(&[])?.mean());
+            optimizer.step()?;
+        }
+        fabric.save_adapter(directory)?;
+        Ok(losses)
+    });
+    let losses = losses.unwrap().swap_remove(0);
+    assert!(losses[7] < 0.8 * losses[0], "{losses:?}");
+}
+
+fn from(adapter: &Path) -> Option<AdapterConfig> {
+    Some(AdapterConfig { from: Some(adapter.to_owned()), ..AdapterConfig::default() })
+}
+
+/// The base with the adapter merged, as a directory of Hugging Face.
+fn merge(adapter: &Path, into: &Path, name: &str) -> PathBuf {
+    let options = ConvertOptions {
+        adapter: Some(adapter.to_owned()),
+        ..ConvertOptions::new(ConvertTarget::HuggingFace)
+    };
+    let input = AnyCheckpoint::open(base()).unwrap();
+    convert(&input, &LocalDirectory::new(into), name, &options, &mut |_| {}).unwrap().path
+}
+
+#[test]
+fn merged_weights_compute_what_base_and_adapter_compute() {
+    let temp = tempfile::tempdir().unwrap();
+    let adapter = temp.path().join("adapter");
+    train(&adapter);
+    let apart = logits(&base(), from(&adapter));
+    let merged = merge(&adapter, temp.path(), "merged");
+    assert_close(&logits(&merged, None), &apart, 1e-5);
+    let plain = logits(&base(), None);
+    let difference = (plain - apart).unwrap().abs().unwrap().max_all().unwrap();
+    assert!(difference.to_scalar::<f32>().unwrap() > 0.01);
+}
+
+#[test]
+fn an_adapter_that_asks_for_more_is_refused() {
+    let temp = tempfile::tempdir().unwrap();
+    let write = |json: &str| std::fs::write(temp.path().join("adapter_config.json"), json).unwrap();
+    let check = |json: &str, expected: &str| {
+        write(json);
+        let error = from(temp.path()).unwrap().adapters().unwrap_err().to_string();
+        assert!(error.starts_with("`trainer.adapters.from`: "), "{error}");
+        assert!(error.contains(expected), "{error}");
+    };
+    let with = |more: &str| format!(r#"{{"peft_type": "LORA", "r": 4, "lora_alpha": 8, {more}}}"#);
+    check(&with(r#""target_modules": ["a"], "use_dora": true"#), "sets `use_dora`");
+    check(&with(r#""target_modules": ["a"], "rank_pattern": {"a": 3}"#), "sets `rank_pattern`");
+    check(&with(r#""target_modules": "all-linear""#), "write the names of layers as a list");
+    check(&with(r#""target_modules": ["a"], "bias": "some""#), "expected none, all or lora_only");
+    let ia3 = r#"{"peft_type": "IA3", "r": 4, "lora_alpha": 8, "target_modules": ["a"]}"#;
+    check(ia3, "only LORA can be loaded");
+    check(r#"{"peft_type": "LORA"}"#, "is no configuration of a LoRA adapter");
+    write(&with(r#""target_modules": ["a"], "rank_pattern": {}"#));
+    assert_eq!(from(temp.path()).unwrap().adapters().unwrap().scale(), 2.0);
+    let both = AdapterConfig { rank: Some(2), ..from(temp.path()).unwrap() };
+    assert!(both.adapters().unwrap_err().to_string().contains("leave them out"));
+}
+
+#[test]
+#[ignore = "needs a Python with transformers and peft"]
+fn peft_reads_an_adapter_that_two_ranks_of_fsdp_trained() {
+    let temp = tempfile::tempdir().unwrap();
+    let adapter = temp.path().join("adapter");
+    train(&adapter);
+    let ours = temp.path().join("ours.safetensors");
+    let ids = expected(&base().join("expected.safetensors"))["input_ids"].clone();
+    let tensors = HashMap::from([
+        ("input_ids".to_owned(), ids),
+        ("logits".to_owned(), logits(&base(), from(&adapter))),
+    ]);
+    candle_core::safetensors::save(&tensors, &ours).unwrap();
+    python("peft_logits.py", &[&base(), &adapter, &ours]);
+    let merged = merge(&adapter, temp.path(), "merged");
+    python("transformers_logits.py", &[&merged, &ours]);
+}
+
+#[test]
+#[ignore = "needs a Python with transformers and peft"]
+fn an_adapter_that_peft_made_computes_the_same() {
+    let temp = tempfile::tempdir().unwrap();
+    python("write_peft.py", &[&base(), temp.path()]);
+    let expected = expected(&temp.path().join("expected.safetensors"));
+    let adapter = temp.path().join("adapter");
+    assert_close(&logits(&base(), from(&adapter)), &expected["logits"], 1e-5);
+    let merged = merge(&adapter, temp.path(), "merged");
+    assert_close(&logits(&merged, None), &expected["logits"], 1e-5);
+}
