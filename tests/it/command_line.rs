@@ -373,3 +373,24 @@ fn a_variable_says_how_much_is_logged() {
     assert!(!quiet.contains("seed"), "{quiet}");
     assert!(talking.contains(warning) && talking.contains("INFO"), "{talking}");
 }
+
+// checklist: composer: log_execution_time
+#[test]
+fn what_takes_time_is_logged() {
+    let scratch = Scratch::with_tokens();
+    let run = |more: &[&str]| {
+        let job = scratch.small().args(&["--set", "checkpoint.dir=out"]).args(more);
+        job.env("FULGURITE_LOG", "fulgurite::time=debug").succeed().stderr
+    };
+    let of_ranks = |log: &str, what: &str| {
+        let lines = log.lines().filter(|line| line.contains("fulgurite::time"));
+        lines.filter(|line| line.contains(&format!("{what} took 0."))).count()
+    };
+    let first = run(&[]);
+    let ranks = of_ranks(&first, "describing the model");
+    assert!(ranks > 0, "{first}");
+    assert_eq!(of_ranks(&first, "distributing and initialising the model"), ranks, "{first}");
+    assert_eq!(of_ranks(&first, "loading the checkpoint"), 0, "{first}");
+    let resumed = run(&["--set", "trainer.ckpt_path=last", "--set", "trainer.max_steps=9"]);
+    assert_eq!(of_ranks(&resumed, "loading the checkpoint"), ranks, "{resumed}");
+}

@@ -13,6 +13,7 @@ use super::residual::{FusedLayer, FusedOutput};
 use super::rope::Rope;
 use super::styles::BlockStyles;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::save_for_backward;
 use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder};
 use fulgurite_engine::parallel::{ContextParallel, LayerHandle};
 use fulgurite_engine::parameter::Init;
@@ -132,6 +133,7 @@ impl FusedLayer for CausalSelfAttention {
         let (v, v_call) = self.project(&self.v_proj, &saved)?;
         let attended = attend.forward(&q, &k, &v)?;
         let (y, o_call) = self.o_proj.compute(&merge_heads(attended.output())?)?;
+        save_for_backward(&[&q, &k, &v, attended.output()]);
         let (y, output) = self.layer.redistribute_output(y)?;
         let y = self.o_proj.add_bias_after_reduction(y)?;
 

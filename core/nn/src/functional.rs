@@ -20,6 +20,7 @@ use super::kernels::norm::Norm;
 use super::kernels::rope::Angles;
 use super::kernels::softmax;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::save_for_backward;
 use fulgurite_engine::module::ForwardScope;
 use fulgurite_engine::parallel::record_function;
 
@@ -203,6 +204,7 @@ pub fn masked_attention(
     let attend = MaskedAttention { scale, mask };
     let [sq, sk, sv] = [q.detach(), k.detach(), v.detach()];
     let (output, probabilities) = attend.forward([&sq, &sk, &sv])?;
+    save_for_backward(&[&probabilities]);
     record_function(&[q, k, v], output, move |_, grad| {
         Ok(attend.backward([&sq, &sk, &sv], &probabilities, grad)?.map(Some).to_vec())
     })

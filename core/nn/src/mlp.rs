@@ -8,6 +8,7 @@ use super::linear::Linear;
 use super::residual::{FusedLayer, FusedOutput};
 use super::styles::BlockStyles;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::save_for_backward;
 use fulgurite_engine::module::{Module, ModuleBuilder};
 use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::Init;
@@ -77,6 +78,7 @@ impl FusedLayer for SwiGluMlp {
         let (gate, gate_call) = self.gate_proj.compute(&saved)?;
         let (up, up_call) = self.up_proj.compute(&saved)?;
         let (y, down_call) = self.down_proj.compute(&swiglu(&gate, &up)?)?;
+        save_for_backward(&[&gate, &up]);
         let (y, output) = self.layer.redistribute_output(y)?;
         let y = self.down_proj.add_bias_after_reduction(y)?;
 
@@ -164,6 +166,7 @@ impl FusedLayer for GeluMlp {
         let (saved, input) = self.layer.redistribute_input(x)?;
         let (up, up_call) = self.up_proj.compute(&saved)?;
         let (y, down_call) = self.down_proj.compute(&self.activation.forward(&up)?)?;
+        save_for_backward(&[&up]);
         let (y, output) = self.layer.redistribute_output(y)?;
         let y = self.down_proj.add_bias_after_reduction(y)?;
 

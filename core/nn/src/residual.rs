@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use super::backend::uses_cpu_kernels;
 use super::host::with_float;
 use crate::{Error, Result};
-use fulgurite_engine::autograd::storage;
+use fulgurite_engine::autograd::{save_for_backward, storage};
 use fulgurite_engine::parallel::{LayerHandle, describe_layout};
 use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::parameter::accumulation_dtype;
@@ -74,6 +74,7 @@ impl FusedOutput {
 pub fn residual(x: &Tensor, norm: &dyn FusedLayer, branch: &dyn FusedLayer) -> Result<Tensor> {
     let norm = norm.compute(x)?;
     norm.layer.note_output(x, &norm.output)?;
+    save_for_backward(&[&norm.output]);
     let branch = branch.compute(&norm.output)?;
     let y = branch.output;
     if y.dims() != x.dims() || y.dtype() != x.dtype() {

@@ -19,7 +19,7 @@ use fulgurite_core::nn::{Dropout, Embedding, Linear, Loss, RmsNorm, functional};
 use fulgurite_core::parameter::{Init, Parameter};
 use fulgurite_core::run::TrainerConfig;
 use fulgurite_core::{Error, Result};
-use fulgurite_test_support::training::{OFFLOADED, checkpointed, init, strategy};
+use fulgurite_test_support::training::{ALL_OFFLOADED, OFFLOADED, checkpointed, init, strategy};
 
 const SINGLE: &str = r#"{"type": "single_device"}"#;
 const WIDTH: usize = 6;
@@ -125,7 +125,7 @@ fn gradients_have_the_same_bits() {
         let dropped = plain.1.values().flatten().filter(|g| **g == 0.0).count();
         assert!(plain.1.values().flatten().count() > 3 * dropped, "{frozen:?}: {plain:?}");
         for config in [SINGLE, r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
-            for mode in ["full", "selective", OFFLOADED] {
+            for mode in ["full", "selective", OFFLOADED, ALL_OFFLOADED] {
                 let again = gradients(&checkpointed(config, mode), frozen).unwrap();
                 assert_eq!(again, plain, "{config}, {mode}, frozen: {frozen:?}");
             }
@@ -169,7 +169,7 @@ fn units_may_give_views() {
     assert!(plain.0 > 0.0 && plain.1.len() == 2, "{plain:?}");
     for config in [SINGLE, r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
         assert_eq!(loss_of_views(config, false).unwrap().0, plain.0, "{config}, validation");
-        for mode in ["none", "full", OFFLOADED] {
+        for mode in ["none", "full", OFFLOADED, ALL_OFFLOADED] {
             let views = loss_of_views(&checkpointed(config, mode), true).unwrap();
             assert_eq!(views, plain, "{config}, {mode}");
         }
@@ -200,7 +200,7 @@ fn outputs_that_are_offloaded_may_be_used_again() {
     let (loss, gradients) = loss_of_skips(SINGLE).unwrap();
     assert!(loss > 0.0 && gradients.len() == 5, "{gradients:?}");
     for config in [SINGLE, r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
-        for mode in ["full", "selective", OFFLOADED] {
+        for mode in ["full", "selective", OFFLOADED, ALL_OFFLOADED] {
             let again = loss_of_skips(&checkpointed(config, mode)).unwrap();
             assert_eq!(again.0, loss, "{config}, {mode}");
             // Three gradients of one tensor are added in another order.
@@ -290,7 +290,9 @@ fn on_another_thread(mode: &str) -> Result<(f64, Vec<Vec<f32>>)> {
 fn a_unit_may_compute_on_other_threads_in_the_context_of_its_caller() {
     let plain = on_another_thread("none").unwrap();
     assert!(plain.1.iter().all(|gradient| gradient.iter().any(|g| *g != 0.0)), "{plain:?}");
-    assert_eq!(on_another_thread("full").unwrap(), plain);
+    for mode in ["full", ALL_OFFLOADED] {
+        assert_eq!(on_another_thread(mode).unwrap(), plain, "{mode}");
+    }
 }
 
 /// A unit and something before it, whose output the unit's closure captures.
@@ -326,9 +328,14 @@ fn captured_tensors_that_get_a_gradient_are_refused() {
     for foreign in [false, true] {
         backward("none", foreign, false).unwrap();
         backward("full", foreign, true).unwrap();
+        backward(ALL_OFFLOADED, foreign, true).unwrap();
+        assert_eq!(
+            backward(ALL_OFFLOADED, foreign, false).unwrap_err().to_string(),
+            backward("full", foreign, false).unwrap_err().to_string()
+        );
     }
-    insta::assert_snapshot!(backward("full", false, false).unwrap_err(), @"module `block`: the backward of a unit whose activations are checkpointed reached what was computed outside of it: the unit's closure captured a tensor that gets a gradient. Give it to the unit as its input, detach it, or do not checkpoint this unit");
-    insta::assert_snapshot!(backward("full", true, false).unwrap_err(), @"parameter `foreign.weight`: gets a gradient from a unit whose activations are checkpointed and whose forward did not use it: the unit's closure captured a tensor that was computed from it. Give that tensor to the unit as its input, detach it, or do not checkpoint this unit");
+    insta::assert_snapshot!(backward("full", false, false).unwrap_err(), @"module `block`: the backward of a unit whose activations are checkpointed or offloaded reached what was computed outside of it: the unit's closure captured a tensor that gets a gradient. Give it to the unit as its input, detach it, or do not checkpoint this unit");
+    insta::assert_snapshot!(backward("full", true, false).unwrap_err(), @"parameter `foreign.weight`: gets a gradient from a unit whose activations are checkpointed or offloaded and whose forward did not use it: the unit's closure captured a tensor that was computed from it. Give that tensor to the unit as its input, detach it, or do not checkpoint this unit");
 }
 
 #[test]
@@ -351,6 +358,20 @@ fn without_a_backward_nothing_runs_twice() {
     assert_eq!(runs.load(Ordering::Relaxed), 2);
     fabric.backward(&Loss::new(y.sum_all().unwrap(), 1.0)).unwrap();
     assert_eq!(runs.load(Ordering::Relaxed), 3);
+}
+
+/// What was offloaded is free after its backward, as the activations of PyTorch's graphs are.
+#[test]
+fn offloaded_activations_have_one_backward() {
+    let config = checkpointed(SINGLE, ALL_OFFLOADED);
+    let world = Arc::new(Solo::new("world", 0));
+    let mut fabric =
+        Fabric::new(world, strategy(&config).unwrap(), init(&config).unwrap(), 5).unwrap();
+    let unit = fabric.setup_module(|b| b.unit("block", |b| Linear::new(b, 4, 4))).unwrap();
+    let y = unit.forward(&ones(4).unwrap()).unwrap();
+    let loss = Loss::new(y.sum_all().unwrap(), 1.0);
+    fabric.backward(&loss).unwrap();
+    insta::assert_snapshot!(fabric.backward(&loss).unwrap_err(), @"module `block`: its activations are offloaded, and free after its first backward; compute the loss again");
 }
 
 /// Which units are computed again, by path.
@@ -404,12 +425,12 @@ fn choices_that_choose_nothing_are_refused() {
     insta::assert_snapshot!(error(ActivationCheckpointing::selective(6)), @"`trainer.activation_checkpointing`: every = 6 takes none of the units, of which there are too few; there are layers.0, layers.1, layers.2, layers.3, head");
     insta::assert_snapshot!(error(ActivationCheckpointing::selective(0)), @"`trainer.activation_checkpointing`: `every` must be at least 1, found 0; leave it out for every second unit");
     insta::assert_snapshot!(error(ActivationCheckpointing { every: Some(2), ..full.clone() }), @r#"`trainer.activation_checkpointing`: `every` says which units `type = "selective"` takes; the type is "full""#);
-    insta::assert_snapshot!(error(ActivationCheckpointing { units, ..ActivationCheckpointing::default() }), @r#"`trainer.activation_checkpointing`: `units` names units and the type is "none"; choose "full" for all of them, or "selective""#);
+    insta::assert_snapshot!(error(ActivationCheckpointing { units, ..ActivationCheckpointing::default() }), @r#"`trainer.activation_checkpointing`: `units` names units and the type is "none"; choose "full" for all of them, or "selective", or `offload`"#);
     let offload = |to| ActivationCheckpointing { offload: Some(to), ..full.clone() };
     insta::assert_snapshot!(error(offload(ActivationOffload::Host)), @r#"`trainer.activation_checkpointing`: offload = "host" moves activations from a GPU to the host's memory, and the model is there already; offload = "disk" moves them to files"#);
     let selective = ActivationCheckpointing::selective(2);
     let offload = Some(ActivationOffload::Disk);
-    insta::assert_snapshot!(error(ActivationCheckpointing { offload, ..selective }), @r#"`trainer.activation_checkpointing`: `offload` moves what is passed from one unit that is computed again to the next, and the type is "selective"; choose "full""#);
+    insta::assert_snapshot!(error(ActivationCheckpointing { offload, ..selective }), @r#"`trainer.activation_checkpointing`: `offload` moves what is passed from one unit that is computed again to the next, and the type is "selective"; choose "full", or "none" to offload what all units keep"#);
     let b =
         ModuleBuilder::new(ModuleInit { activation_checkpointing: full, ..ModuleInit::default() });
     Linear::new(&b.pp("only"), 2, 2).unwrap();
@@ -432,4 +453,11 @@ fn a_parallelize_function_chooses_units() {
     fabric.setup_module(layers).unwrap();
     let tree = fabric.module_tree().unwrap();
     assert_eq!(chosen(tree), ["layers.0", "layers.2", "layers.3"]);
+    // And so may a closure over what units are.
+    tree.apply_activation_checkpointing(|unit| {
+        unit.kind() == "Linear" && !unit.path().starts_with("layers.")
+    });
+    assert_eq!(chosen(tree), ["head"]);
+    tree.apply_activation_checkpointing(|unit| unit.kind() == "Conv2d");
+    assert!(chosen(tree).is_empty());
 }

@@ -2,7 +2,9 @@
 
 use std::sync::LazyLock;
 
-use fulgurite_test_support::training::{DecoderTraining, OFFLOADED, Run, Variant, checkpointed};
+use fulgurite_test_support::training::{
+    ALL_OFFLOADED, DecoderTraining, OFFLOADED, Run, Variant, checkpointed,
+};
 use fulgurite_transports::run_ranks;
 
 /// Sizes of replicate, shard, context and tensor.
@@ -130,7 +132,7 @@ fn units_that_are_computed_again_give_the_same_bits() {
         let ranks = sizes.iter().product();
         for variant in [Variant::ALL[0], Variant::ALL[3]] {
             let plain = train(ranks, &config(sizes), variant, 2);
-            for mode in ["full", "selective", OFFLOADED] {
+            for mode in ["full", "selective", OFFLOADED, ALL_OFFLOADED] {
                 let run = train(ranks, &checkpointed(&config(sizes), mode), variant, 2);
                 assert_eq!(run, plain, "{sizes:?}, {variant:?}, {mode}");
             }

@@ -13,7 +13,9 @@ use fulgurite_core::module::{
 };
 use fulgurite_core::nn::{Linear, Loss, RmsNorm};
 use fulgurite_core::optim::Sgd;
-use fulgurite_test_support::training::{OFFLOADED, checkpointed, gather_weights, init, strategy};
+use fulgurite_test_support::training::{
+    ALL_OFFLOADED, OFFLOADED, checkpointed, gather_weights, init, strategy,
+};
 use fulgurite_transports::run_ranks;
 
 const SINGLE: &str = r#"{"type": "single_device"}"#;
@@ -131,7 +133,7 @@ fn units_with_several_tensors_train_as_on_one_device() {
     let (losses, weights) = train(1, SINGLE);
     assert!(losses[2] < 0.98 * losses[0], "{losses:?}");
     for config in [SINGLE, r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
-        for mode in ["none", "full", OFFLOADED] {
+        for mode in ["none", "full", OFFLOADED, ALL_OFFLOADED] {
             let ranks = if config == SINGLE { 1 } else { 2 };
             let (got, got_weights) = train(ranks, &checkpointed(config, mode));
             for step in 0..3 {

@@ -11,7 +11,7 @@ use fulgurite_core::module::{Module as _, ModuleBuilder, ModuleInit, ModuleTree,
 use fulgurite_core::nn::{GeluMlp, Linear, Loss};
 use fulgurite_core::optim::{AdamW, OptimizerConfig, Sgd, StateDtype};
 use fulgurite_test_support::allocator::{live, peak, reset_peak};
-use fulgurite_test_support::training::{OFFLOADED, checkpointed, init, strategy};
+use fulgurite_test_support::training::{ALL_OFFLOADED, OFFLOADED, checkpointed, init, strategy};
 use fulgurite_transports::run_ranks;
 
 const WIDTH: usize = 256;
@@ -297,6 +297,11 @@ fn units_that_are_computed_again_keep_their_outputs_alone() {
         let (offloaded, offloaded_peak) = activations(&checkpointed(config, OFFLOADED)).unwrap();
         assert!((STREAM..STREAM + slack).contains(&offloaded), "{config}: {offloaded}");
         assert!(offloaded_peak <= offloaded + more, "{config}: {offloaded_peak}, {more}");
+        // Without computing again, also what goes into the first, which gets no gradient. Nothing of a unit
+        // is left when its backward is over.
+        let (all, all_peak) = activations(&checkpointed(config, ALL_OFFLOADED)).unwrap();
+        assert!((2 * STREAM..2 * STREAM + slack).contains(&all), "{config}: {all}");
+        assert!(all_peak <= all + more, "{config}: {all_peak}, {more}");
     }
 }
 

@@ -12,5 +12,7 @@ pub use classifier::{Classifier, images};
 pub use data::micro_batch;
 pub use decoder::{Decoder, DecoderTraining, LENGTH, Variant};
 pub use toy::{ROUTE, Toy};
-pub use training::{OFFLOADED, Run, Training, checkpointed, gather_weights, init, strategy};
+pub use training::{
+    ALL_OFFLOADED, OFFLOADED, Run, Training, checkpointed, gather_weights, init, strategy,
+};
 pub use transformer::{Transformer, VOCABULARY};

@@ -46,6 +46,9 @@ pub fn checkpointed(config: &str, mode: &str) -> String {
 /// Activation checkpointing with inputs in files.
 pub const OFFLOADED: &str = r#"{"type": "full", "offload": "disk"}"#;
 
+/// Nothing is computed again, and all that units keep is in files.
+pub const ALL_OFFLOADED: &str = r#"{"type": "none", "offload": "disk"}"#;
+
 /// What came of a training.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Run {

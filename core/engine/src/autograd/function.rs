@@ -51,7 +51,7 @@ pub fn function(
     let op = Function {
         output: Mutex::new(Some((storage::take(&output)?, shape))),
         backward: Box::new(backward),
-        recomputation: GradMode::current().recomputation(),
+        graph: GradMode::current().own_graph(),
     };
     match inputs {
         [a] => Ok(a.apply_op1(op)?),
@@ -70,7 +70,7 @@ pub(crate) fn leaf(output: Tensor) -> Result<Tensor> {
     let op = Function {
         output: Mutex::new(Some((storage::take(&output)?, shape))),
         backward: Box::new(|_, _| Ok(vec![None])),
-        recomputation: GradMode::current().recomputation(),
+        graph: GradMode::current().own_graph(),
     };
     Ok(token.apply_op1(op)?)
 }
@@ -78,8 +78,8 @@ pub(crate) fn leaf(output: Tensor) -> Result<Tensor> {
 struct Function {
     output: Mutex<Option<(Storage, Shape)>>,
     backward: Box<Backward>,
-    /// The recomputation in which it was recorded, if it was in one.
-    recomputation: Option<u64>,
+    /// The unit's own graph that it belongs to, if there is one.
+    graph: Option<u64>,
 }
 
 impl Function {
@@ -109,9 +109,9 @@ impl Function {
         output: &Tensor,
         grad: &Tensor,
     ) -> candle_core::Result<[Option<Tensor>; N]> {
-        if self.recomputation != GradMode::current().recomputation() {
+        if self.graph != GradMode::current().own_graph() {
             return Err(Error::other(
-                "the backward of a unit whose activations are checkpointed reached what was \
+                "the backward of a unit whose activations are checkpointed or offloaded reached what was \
                  computed outside of it: the unit's closure captured a tensor that gets a gradient. \
                  Give it to the unit as its input, detach it, or do not checkpoint this unit",
             )

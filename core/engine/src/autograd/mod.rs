@@ -6,6 +6,7 @@ mod anomaly;
 mod function;
 mod functions;
 mod grad_mode;
+mod saved;
 pub mod storage;
 mod variables;
 
@@ -17,4 +18,6 @@ pub(crate) use function::leaf;
 pub use function::{Backward, function};
 pub(crate) use functions::functions;
 pub use grad_mode::{is_grad_enabled, no_grad};
+pub(crate) use saved::collect_saved;
+pub use saved::save_for_backward;
 pub use variables::refuse_variables;

@@ -95,6 +95,17 @@ pub fn release(tensor: &Tensor) -> Result<()> {
     take(tensor).map(drop)
 }
 
+/// A flat tensor of all elements of a storage that was [taken](take) on `device`.
+pub(crate) fn flat(storage: Storage, device: &Device) -> Result<Tensor> {
+    let elements = match len(&storage) {
+        usize::MAX => return Err(Error::other("a storage of this kind cannot be moved")),
+        elements => elements,
+    };
+    let flat = Tensor::zeros(elements, storage.dtype(), device)?;
+    replace(&flat, storage)?;
+    Ok(flat)
+}
+
 /// Gives a released tensor memory for all its elements, zero-filled. A tensor that has memory
 /// keeps it, and its content.
 pub fn allocate(tensor: &Tensor) -> Result<()> {

@@ -66,9 +66,10 @@ pub struct ActivationCheckpointing {
     /// Patterns of paths (`*` is one segment): units that match none are neither checkpointed nor
     /// counted. Empty: every unit matches.
     pub units: Vec<String>,
-    /// Where the inputs of checkpointed units are stored from forward to backward, for
-    /// [`Full`](CheckpointMode::Full). `None`: on their device. An input that gets a gradient and is not
-    /// the output of another checkpointed unit is never offloaded.
+    /// Where activations are stored from forward to backward. `None`: on their device. For
+    /// [`Full`](CheckpointMode::Full) these are the inputs of the units: one that gets a gradient and is not
+    /// the output of another checkpointed unit is never offloaded. For [`None`](CheckpointMode::None)
+    /// everything that the units' graphs keep.
     pub offload: Option<ActivationOffload>,
 }
 
@@ -96,18 +97,16 @@ impl ActivationCheckpointing {
                 "`every` says which units `type = \"selective\"` takes; the type is \"{}\"",
                 self.mode.name()
             )),
-            (CheckpointMode::None, None) if !self.units.is_empty() => Err(
-                "`units` names units and the type is \"none\"; choose \"full\" for all of them, or \
-                 \"selective\""
+            (CheckpointMode::None, None) if !self.units.is_empty() && self.offload.is_none() => {
+                Err("`units` names units and the type is \"none\"; choose \"full\" for all of them, or \
+                     \"selective\", or `offload`"
+                    .to_owned())
+            }
+            (CheckpointMode::Selective, _) if self.offload.is_some() => Err(
+                "`offload` moves what is passed from one unit that is computed again to the next, and the \
+                 type is \"selective\"; choose \"full\", or \"none\" to offload what all units keep"
                     .to_owned(),
             ),
-            (CheckpointMode::None | CheckpointMode::Selective, _) if self.offload.is_some() => {
-                Err(format!(
-                    "`offload` moves what is passed from one unit that is computed again to the \
-                     next, and the type is \"{}\"; choose \"full\"",
-                    self.mode.name()
-                ))
-            }
             _ => Ok(()),
         }
     }
@@ -121,8 +120,8 @@ impl ActivationCheckpointing {
             |message: &str| Error::Config(format!("`trainer.activation_checkpointing`: {message}"));
         self.check().map_err(|message| wrong(&message))?;
         let every = match self.mode {
-            CheckpointMode::None => return Ok(()),
-            CheckpointMode::Full => 1,
+            CheckpointMode::None if self.offload.is_none() => return Ok(()),
+            CheckpointMode::None | CheckpointMode::Full => 1,
             CheckpointMode::Selective => self.every.unwrap_or(2),
         };
         if self.offload == Some(ActivationOffload::Host) && device.is_cpu() {
@@ -160,7 +159,7 @@ impl ActivationCheckpointing {
             )));
         }
         chosen.for_each(|unit| {
-            unit.set_activation_checkpointing(true);
+            unit.set_activation_checkpointing(self.mode != CheckpointMode::None);
             unit.set_activation_offload(self.offload);
         });
         Ok(())

@@ -1,7 +1,8 @@
-//! Where the inputs of checkpointed units are stored from forward to backward.
+//! Where activations of units are stored from forward to backward.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Shape, Tensor};
 use serde::{Deserialize, Serialize};
@@ -9,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::autograd::storage::{with_bytes, with_bytes_mut};
 use crate::{Error, Result};
 
-/// Where inputs of checkpointed units are offloaded to: `offload` in `trainer.activation_checkpointing`.
+/// Where activations of units are offloaded to: `offload` in `trainer.activation_checkpointing`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationOffload {
@@ -26,25 +27,13 @@ pub(super) enum SavedActivation {
     /// A copy on the host, and the device that the tensor was on.
     Host { copy: Tensor, device: Device },
     /// The tensor's bytes in a file without a name, which the system removes when it is closed.
-    Disk { file: File, shape: Shape, dtype: DType, device: Device },
+    Disk { file: Arc<File>, offset: u64, shape: Shape, dtype: DType, device: Device },
 }
 
 impl SavedActivation {
     /// Copies a detached tensor to the host's memory or to a file.
     pub(super) fn offload(x: Tensor, to: ActivationOffload) -> Result<Self> {
-        let device = x.device().clone();
-        let copy = x.to_device(&Device::Cpu)?.contiguous()?;
-        match to {
-            // `to_device` has copied it, unless it was on the host already.
-            ActivationOffload::Host => Ok(Self::Host { copy, device }),
-            ActivationOffload::Disk => {
-                let file = tempfile::tempfile()
-                    .map_err(failed("offloading activations: creating a file in"))?;
-                with_bytes(&copy, |bytes| file.write_all_at(bytes, 0))?
-                    .map_err(failed("offloading activations: writing to"))?;
-                Ok(Self::Disk { file, shape: x.shape().clone(), dtype: x.dtype(), device })
-            }
-        }
+        Offload::begin(to).save(x)
     }
 
     /// The tensor, on its device.
@@ -52,13 +41,50 @@ impl SavedActivation {
         match self {
             Self::InPlace(x) => Ok(x.clone()),
             Self::Host { copy, device } => Ok(copy.to_device(device)?),
-            Self::Disk { file, shape, dtype, device } => {
+            Self::Disk { file, offset, shape, dtype, device } => {
                 let x = Tensor::zeros(shape.elem_count(), *dtype, &Device::Cpu)?;
-                with_bytes_mut(&x, |bytes| file.read_exact_at(bytes, 0))?
+                with_bytes_mut(&x, |bytes| file.read_exact_at(bytes, *offset))?
                     .map_err(failed("reading offloaded activations from"))?;
                 Ok(x.reshape(shape)?.to_device(device)?)
             }
         }
+    }
+}
+
+/// Saves the tensors of one call; on disk, in one file.
+pub(super) struct Offload {
+    to: ActivationOffload,
+    file: Option<Arc<File>>,
+    offset: u64,
+}
+
+impl Offload {
+    pub(super) fn begin(to: ActivationOffload) -> Self {
+        Self { to, file: None, offset: 0 }
+    }
+
+    /// Copies a detached tensor.
+    pub(super) fn save(&mut self, x: Tensor) -> Result<SavedActivation> {
+        let device = x.device().clone();
+        let copy = x.to_device(&Device::Cpu)?.contiguous()?;
+        if self.to == ActivationOffload::Host {
+            // `to_device` has copied it, unless it was on the host already.
+            return Ok(SavedActivation::Host { copy, device });
+        }
+        let file = match &self.file {
+            Some(file) => file.clone(),
+            None => {
+                let file = tempfile::tempfile()
+                    .map_err(failed("offloading activations: creating a file in"))?;
+                self.file.insert(Arc::new(file)).clone()
+            }
+        };
+        let offset = self.offset;
+        let write = |bytes: &[u8]| file.write_all_at(bytes, offset).map(|()| bytes.len() as u64);
+        let written = with_bytes(&copy, write)?;
+        self.offset += written.map_err(failed("offloading activations: writing to"))?;
+        let (shape, dtype) = (x.shape().clone(), x.dtype());
+        Ok(SavedActivation::Disk { file, offset, shape, dtype, device })
     }
 }
 

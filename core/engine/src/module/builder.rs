@@ -142,7 +142,7 @@ impl ModuleBuilder {
             if tree.units.len() >= MAX_PARTS {
                 return Err(too_many(path, "units"));
             }
-            let handle = UnitHandle::new(tree.units.len(), path.clone());
+            let handle = UnitHandle::new(tree.units.len(), path.clone(), kind_of::<M>());
             tree.units.push(handle.clone());
             handle
         };
@@ -375,6 +375,13 @@ fn too_many(path: String, parts: &str) -> Error {
          layers in `[model]` smaller"
     );
     Error::Module { path, message }
+}
+
+/// The name of a type, without its path and parameters.
+fn kind_of<M>() -> &'static str {
+    let name = std::any::type_name::<M>();
+    let name = name.split('<').next().unwrap_or(name);
+    name.rsplit("::").next().unwrap_or(name)
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ mod forward;
 mod fully_shard;
 mod graph_alias;
 mod layer;
+mod offloaded_graph;
 mod parallelize;
 mod pattern;
 mod recompute;

@@ -106,24 +106,74 @@ pub(super) fn call<A: Activations + Send + Sync + 'static, B: Activations>(
         of_inputs.extend(with_token.then_some(None));
         Ok(of_inputs)
     })?;
+    with_tensors(&y, give(outputs, of_graph, &has_grad, offload.is_some())?)
+}
+
+/// A tensor that a unit gives, and how tensor-parallel ranks hold it.
+pub(super) type Output = (Tensor, Option<Arc<Activation>>);
+
+/// The outputs of a unit with those that have a gradient replaced by the ones in the graph, whose memory the
+/// graph does not hold if they are `offloaded`.
+pub(super) fn give(
+    outputs: Vec<Output>,
+    of_graph: Vec<Tensor>,
+    has_grad: &[bool],
+    offloaded: bool,
+) -> Result<Vec<Tensor>> {
     let mut of_graph = of_graph.into_iter();
-    let mut results = Vec::with_capacity(outputs.len());
-    for ((output, activation), has_grad) in outputs.into_iter().zip(has_grad) {
+    let give = |((output, activation), has_grad): (Output, &bool)| {
         let y = match has_grad {
             true => of_graph.next().expect("one for each that has a gradient"),
             false => output,
         };
-        let y = if offload.is_some() && has_grad { graph_alias::detach_storage(y)? } else { y };
+        let y = if offloaded && *has_grad { graph_alias::detach_storage(y)? } else { y };
         activations::propagate(&activation, &y);
-        results.push(y);
+        Ok(y)
+    };
+    outputs.into_iter().zip(has_grad).map(give).collect()
+}
+
+/// Runs the backward of a unit's own graph, with the gradients of some of its outputs by index, and gives
+/// that of each of `inputs`, its variables: zeros where none flows to one.
+pub(super) fn backward_of(
+    unit: &UnitHandle,
+    outputs: Vec<Tensor>,
+    grads: Vec<(usize, Tensor)>,
+    inputs: &[&Tensor],
+) -> Result<Vec<Option<Tensor>>> {
+    let mut seed: Option<Tensor> = None;
+    for (i, grad) in grads {
+        let y = &outputs[i];
+        if !y.track_op() {
+            continue;
+        }
+        let next = Tensor::zeros((), DType::F32, y.device())?;
+        seed = Some(match &seed {
+            None => function(&[y], next, move |_, _| Ok(vec![Some(grad.clone())]))?,
+            Some(seed) => function(&[seed, y], next, move |_, of_seed| {
+                Ok(vec![Some(of_seed.clone()), Some(grad.clone())])
+            })?,
+        });
     }
-    with_tensors(&y, results)
+    drop(outputs);
+    let mut of_inputs: Vec<Option<Tensor>> = vec![None; inputs.len()];
+    if let Some(seed) = seed {
+        let mut grads = seed.backward()?;
+        of_inputs = inputs.iter().map(|x| grads.remove(x)).collect();
+        if unit.checks_variables() {
+            refuse_variables(&seed, &grads)?;
+        }
+    }
+    let or_zeros = |(grad, x): (Option<Tensor>, &&Tensor)| -> Result<Option<Tensor>> {
+        Ok(Some(grad.map_or_else(|| x.zeros_like(), Ok)?))
+    };
+    of_inputs.into_iter().zip(inputs).map(or_zeros).collect()
 }
 
 /// The device of the first tensor that a unit was given, or else gave.
-fn unit_device<'a>(
+pub(super) fn unit_device<'a>(
     given: &'a [Tensor],
-    outputs: &'a [(Tensor, Option<Arc<Activation>>)],
+    outputs: &'a [Output],
 ) -> &'a candle_core::Device {
     let outputs = outputs.iter().map(|(output, _)| output);
     given.iter().chain(outputs).next().map_or(&candle_core::Device::Cpu, Tensor::device)
@@ -171,41 +221,17 @@ impl<A: Activations> RecomputeState<A> {
         };
         let inputs = self.inputs.iter().map(restore).collect::<Result<Vec<_>>>()?;
         let x = with_tensors(&self.x, inputs.clone())?;
-        let tracked = || inputs.iter().zip(&self.inputs).filter(|(_, input)| input.tracked);
-        let of_inputs = self.uses.during(|| -> Result<Vec<Option<Tensor>>> {
+        let tracked = inputs.iter().zip(&self.inputs).filter(|(_, input)| input.tracked);
+        let tracked: Vec<&Tensor> = tracked.map(|(x, _)| x).collect();
+        self.uses.during(|| {
             let recomputed = tensors(&self.unit.keeping_buffers(|| compute(&x))?)?;
             self.check_forms(&recomputed)?;
-            let mut seed: Option<Tensor> = None;
             for y in &recomputed {
                 // Checks candle's operations with parameters, which had no graph in the forward.
                 activations::lookup(y, self.unit.path())?;
             }
-            for (i, grad) in grads {
-                let y = &recomputed[i];
-                if !y.track_op() {
-                    continue;
-                }
-                let next = Tensor::zeros((), DType::F32, y.device())?;
-                seed = Some(match &seed {
-                    None => function(&[y], next, move |_, _| Ok(vec![Some(grad.clone())]))?,
-                    Some(seed) => function(&[seed, y], next, move |_, of_seed| {
-                        Ok(vec![Some(of_seed.clone()), Some(grad.clone())])
-                    })?,
-                });
-            }
-            drop(recomputed);
-            let Some(seed) = seed else { return Ok(vec![None; tracked().count()]) };
-            let mut grads = seed.backward()?;
-            let of_inputs = tracked().map(|(x, _)| grads.remove(x)).collect();
-            if self.unit.checks_variables() {
-                refuse_variables(&seed, &grads)?;
-            }
-            Ok(of_inputs)
-        })?;
-        let or_zeros = |(grad, (x, _)): (Option<Tensor>, (&Tensor, _))| -> Result<Option<Tensor>> {
-            Ok(Some(grad.map_or_else(|| x.zeros_like(), Ok)?))
-        };
-        of_inputs.into_iter().zip(tracked()).map(or_zeros).collect()
+            backward_of(&self.unit, recomputed, grads, &tracked)
+        })
     }
 
     /// Checks that what was computed again looks as what was computed first.

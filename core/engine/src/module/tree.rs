@@ -96,6 +96,28 @@ impl ModuleTree {
         &self.units
     }
 
+    /// Checkpoints the activations of the units that the closure chooses, and keeps those of the others, as
+    /// PyTorch's `apply_activation_checkpointing` does with its `check_fn`; overrides
+    /// `trainer.activation_checkpointing`. Before the first forward, on every rank alike.
+    ///
+    /// ```
+    /// # use fulgurite_core::module::{ModuleBuilder, ModuleInit};
+    /// # use fulgurite_core::nn::{Linear, SwiGluMlp};
+    /// let b = ModuleBuilder::new(ModuleInit::default());
+    /// let up = b.unit("up", |b| Linear::new(b, 4, 8))?;
+    /// let blocks = [0, 1].map(|i| b.unit(&format!("blocks.{i}"), |b| SwiGluMlp::new(b, 8, 16)));
+    /// let tree = b.finish()?;
+    /// tree.apply_activation_checkpointing(|unit| unit.kind() == "SwiGluMlp" && !unit.path().ends_with(".1"));
+    /// let [first, second] = blocks;
+    /// assert!(first?.handle().activation_checkpointing());
+    /// assert!(!second?.handle().activation_checkpointing());
+    /// assert!(!up.handle().activation_checkpointing());
+    /// # Ok::<(), fulgurite_core::Error>(())
+    /// ```
+    pub fn apply_activation_checkpointing(&self, chooses: impl Fn(&UnitHandle) -> bool) {
+        self.units.iter().for_each(|unit| unit.set_activation_checkpointing(chooses(unit)));
+    }
+
     /// The parameters that belong to a unit, or, for `None`, to no unit: the root's.
     pub fn unit_parameters(&self, unit: Option<usize>) -> Vec<Parameter> {
         let owned = self.owners.iter().zip(&self.parameters).filter(|(owner, _)| **owner == unit);

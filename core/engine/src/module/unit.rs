@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
 use candle_core::{DType, Device, Tensor, Var};
 
 use super::activations::with_tensors;
-use super::{ActivationOffload, Activations, FullyShard, Module, recompute};
+use super::{ActivationOffload, Activations, FullyShard, Module, offloaded_graph, recompute};
 use crate::autograd::{GradMode, anomaly, detects_anomalies, function, is_grad_enabled, storage};
 use crate::parallel::activations;
 use crate::parameter::{Buffer, Parameter, note_tensor_use};
@@ -41,6 +41,7 @@ pub struct UnitHandle(Arc<UnitInner>);
 struct UnitInner {
     index: usize,
     path: String,
+    kind: &'static str,
     hooks: RwLock<Option<Arc<dyn UnitHooks>>>,
     /// Whether and how it is gathered on its own.
     fully_shard: RwLock<Option<FullyShard>>,
@@ -49,7 +50,7 @@ struct UnitInner {
     prefetch: [RwLock<Vec<String>>; 2],
     /// Whether it is computed again in backward.
     activation_checkpointing: AtomicBool,
-    /// Where its input is offloaded to, if it is.
+    /// Where its activations are offloaded to, if they are.
     activation_offload: RwLock<Option<ActivationOffload>>,
     /// Trainable parameters whose compute tensors layers in it hold, so that uses cannot be counted.
     exposed: Mutex<Vec<Parameter>>,
@@ -62,10 +63,11 @@ struct UnitInner {
 }
 
 impl UnitHandle {
-    pub(crate) fn new(index: usize, path: String) -> Self {
+    pub(crate) fn new(index: usize, path: String, kind: &'static str) -> Self {
         Self(Arc::new(UnitInner {
             index,
             path,
+            kind,
             hooks: RwLock::default(),
             fully_shard: RwLock::default(),
             prefetch: Default::default(),
@@ -86,6 +88,11 @@ impl UnitHandle {
     /// The module's path.
     pub fn path(&self) -> &str {
         &self.0.path
+    }
+
+    /// The name of the module's type, without its path and parameters: `LlamaBlock`.
+    pub fn kind(&self) -> &'static str {
+        self.0.kind
     }
 
     /// Sets the hooks. For strategies.
@@ -131,9 +138,7 @@ impl UnitHandle {
     /// rank calls it alike.
     pub fn set_activation_checkpointing(&self, on: bool) {
         self.0.activation_checkpointing.store(on, Ordering::Relaxed);
-        for parameter in &*self.exposed() {
-            parameter.set_exposed(Some(self.index()), !on);
-        }
+        self.set_exposed();
     }
 
     /// Whether the unit is computed again in backward.
@@ -141,16 +146,30 @@ impl UnitHandle {
         self.0.activation_checkpointing.load(Ordering::Relaxed)
     }
 
-    /// Sets where the input of a checkpointed unit is stored from forward to backward: on its device
-    /// (`None`, the default) or offloaded. Only an input that needs no gradient, or is the output of
-    /// another unit with offloading, is offloaded; its memory is free once the model drops it.
+    /// Sets where the activations of the unit are stored from forward to backward: on their device (`None`,
+    /// the default) or offloaded. Of a checkpointed unit that is its input, and only one that needs no
+    /// gradient, or is the output of another unit with offloading, is offloaded; its memory is free once the
+    /// model drops it. Of another unit it is every tensor of its graph, and its backward can run once.
     /// [`Host`](ActivationOffload::Host) frees nothing of a model on the CPU. Called as
     /// [`set_activation_checkpointing`](Self::set_activation_checkpointing).
     pub fn set_activation_offload(&self, to: Option<ActivationOffload>) {
         *self.0.activation_offload.write().expect("no panic while writing") = to;
+        self.set_exposed();
     }
 
-    /// Where the input of a checkpointed unit is offloaded to, if it is.
+    /// Whether what its layers record is part of the model's graph: a unit whose activations are dropped or
+    /// offloaded has graphs of its own.
+    fn is_in_graph(&self) -> bool {
+        !self.activation_checkpointing() && self.activation_offload().is_none()
+    }
+
+    fn set_exposed(&self) {
+        for parameter in &*self.exposed() {
+            parameter.set_exposed(Some(self.index()), self.is_in_graph());
+        }
+    }
+
+    /// Where the activations of the unit are offloaded to, if they are.
     pub fn activation_offload(&self) -> Option<ActivationOffload> {
         *self.0.activation_offload.read().expect("no panic while reading")
     }
@@ -159,7 +178,7 @@ impl UnitHandle {
     pub(super) fn expose_tensor(&self, parameter: &Parameter) {
         if parameter.requires_grad() && !self.exposed().contains(parameter) {
             self.exposed().push(parameter.clone());
-            parameter.set_exposed(Some(self.index()), !self.activation_checkpointing());
+            parameter.set_exposed(Some(self.index()), self.is_in_graph());
         }
     }
 
@@ -371,11 +390,20 @@ impl<M> Unit<M> {
         if self.recomputes() {
             return Err(Error::module(self.handle.path(), BORROWS));
         }
-        if GradMode::current() == GradMode::Deferred {
-            // Within another unit, which is computed again as a whole.
+        if GradMode::current().collects_uses() {
+            // Within another unit, which is computed again, or offloaded, as a whole.
             self.handle.note_exposed();
         }
-        let Some(hooks) = self.handle.hooks() else {
+        let hooks = self.handle.hooks();
+        if GradMode::current() == GradMode::Enabled
+            && let Some(to) = self.handle.activation_offload()
+        {
+            let casts = Casts::of(hooks.as_deref());
+            return offloaded_graph::call(&self.handle, hooks, x, to, |x| {
+                casts.output(self.handle.locate(f(&self.module, &casts.input(x)?))?)
+            });
+        }
+        let Some(hooks) = hooks else {
             return self.handle.locate(f(&self.module, x));
         };
         hooks.pre_forward(&self.handle)?;

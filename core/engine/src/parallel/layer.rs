@@ -8,7 +8,7 @@ use candle_core::{D, Tensor, TensorId};
 
 use super::activations::{self, Activation};
 use super::{LayerSharding, Layout, ParallelStyle, Redistribute, Redistributed};
-use crate::autograd::{GradMode, is_grad_enabled};
+use crate::autograd::{GradMode, is_grad_enabled, save_for_backward};
 use crate::collective::{ProcessGroup, all_gather_object};
 use crate::parameter::{Parameter, record};
 use crate::shard::chunk;
@@ -264,7 +264,12 @@ impl LayerHandle {
         if parallel.computes_with == Layout::SEQUENCE && parallel.input == Redistribute::Keep {
             parallel.plan.sequence.check(&self.0.path, x, &**parallel.group())?;
         }
-        self.redistribute(&parallel, parallel.input, parallel.widths[0], &x.detach())
+        let whole =
+            self.redistribute(&parallel, parallel.input, parallel.widths[0], &x.detach())?;
+        if let Redistribute::AllGather(_) | Redistribute::Gather(_) = parallel.input {
+            save_for_backward(&[&whole.0]);
+        }
+        Ok(whole)
     }
 
     /// The output in its layout between layers, outside the graph. Collective if the plan redistributes
@@ -486,7 +491,7 @@ impl SequenceLength {
 
     /// The length of the sequence that `x` is a part of.
     fn check(&self, path: &str, x: &Tensor, group: &dyn ProcessGroup) -> Result<usize> {
-        if GradMode::current().recomputation().is_some() {
+        if GradMode::current().recomputes() {
             // Its forward has checked it; another sequence may have been cut since.
             return Ok(x.dim(1)? * group.size());
         }

@@ -46,7 +46,7 @@ impl Parameter {
         }
         match GradMode::current() {
             GradMode::Enabled => self.flow().pending_uses += 1,
-            GradMode::Deferred => {
+            GradMode::Deferred | GradMode::Offloading(_) => {
                 uses::note();
                 self.flow().pending_uses += 1;
             }
@@ -72,7 +72,7 @@ impl Parameter {
         if !self.takes_grad() {
             return Ok(());
         }
-        if self.flow().ready && GradMode::current().recomputation().is_some() {
+        if self.flow().ready && GradMode::current().recomputes() {
             return Err(Error::parameter(
                 self.fqn(),
                 "got a gradient after its last one: a unit whose activations are checkpointed used \
@@ -139,7 +139,7 @@ impl Parameter {
         if !self.takes_grad() {
             return Ok(());
         }
-        if GradMode::current().recomputation().is_some() {
+        if GradMode::current().own_graph().is_some() {
             // The unit's backward ends this use: `Uses::end_tensor_uses`.
             uses::check_tensor_use(self)?;
             return self.accumulate(grad);

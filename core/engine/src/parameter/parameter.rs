@@ -273,6 +273,10 @@ impl Parameter {
                 Ok(value)
             }
             GradMode::Recomputing(_) => Ok(self.compute()?.clone()),
+            GradMode::Offloading(_) => {
+                uses::note_tensor_use(self);
+                Ok(self.compute()?.clone())
+            }
             GradMode::Enabled => {
                 self.flow().pending_hook = true;
                 Ok(self.compute()?.clone())

@@ -1,5 +1,5 @@
-//! Which parameters the forward of a unit with checkpointed activations used, so that its backward,
-//! which computes the unit again, counts the same uses.
+//! Which parameters the forward of a unit with checkpointed or offloaded activations used: its backward ends
+//! their uses, and that of a unit that is computed again counts the same ones.
 
 use std::sync::Arc;
 use std::sync::Mutex;
@@ -44,6 +44,11 @@ impl Uses {
     pub(crate) fn during<R>(&self, f: impl FnOnce() -> R) -> R {
         let _known = execution::enter(UnitUses(Mutex::new(self.clone())));
         f()
+    }
+
+    /// Parameters that were used as plain tensors.
+    pub(crate) fn as_tensors(&self) -> &[Parameter] {
+        &self.as_tensors
     }
 
     /// Whether any trainable parameter was used.
@@ -92,7 +97,7 @@ pub(super) fn check_tensor_use(parameter: &Parameter) -> Result<()> {
     }
     Err(Error::parameter(
         parameter.fqn(),
-        "gets a gradient from a unit whose activations are checkpointed and whose forward did not \
+        "gets a gradient from a unit whose activations are checkpointed or offloaded and whose forward did not \
          use it: the unit's closure captured a tensor that was computed from it. Give that tensor \
          to the unit as its input, detach it, or do not checkpoint this unit",
     ))

@@ -199,6 +199,7 @@ impl Fabric {
         optimizer: Option<&mut dyn OptimizerState>,
         options: &LoadOptions,
     ) -> Result<(T, RestoreReport)> {
+        let _time = self.log_execution_time("loading the checkpoint");
         self.warn_of(source);
         let unreadable = |error: serde_json::Error| {
             let message = format!("its training state cannot be read: {error}");
@@ -248,6 +249,7 @@ impl Fabric {
         options: &LoadOptions,
     ) -> Result<LoadReport> {
         let tree = self.module_tree()?;
+        let _time = self.log_execution_time("loading the weights");
         let (location, report) = if options.broadcast_from_rank0 {
             let source = RankZeroSource::new(&**self.world(), || Ok(Box::new(open()?)))?;
             self.warn_of(source.described());

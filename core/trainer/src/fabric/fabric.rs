@@ -1,5 +1,6 @@
 //! [`Fabric`].
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use std::sync::atomic::AtomicU64;
 use super::FabricOptimizer;
 use super::SyncBuffers;
 use super::launcher::check_frozen;
-use crate::profiler::{Phase, Profile};
+use crate::profiler::{LogExecutionTime, Phase, Profile};
 use crate::runtime::{NoSyncGuard, SamplerShare, StrategyRuntime, UnusedParameters};
 use crate::{Error, Result};
 use fulgurite_engine::collective::{ProcessGroup, Solo};
@@ -211,11 +212,15 @@ impl Fabric {
                  as a tuple for instance, and have their own optimizers (`setup_optimizer_for`)",
             ));
         }
+        let describing = self.log_execution_time("describing the model");
         let builder = ModuleBuilder::new(self.init.clone());
         let model = build(&builder)?;
         let tree = builder.finish()?;
         check_frozen(&self.init.frozen, &tree)?;
+        drop(describing);
+        let distributing = self.log_execution_time("distributing and initialising the model");
         self.runtime.setup_module(tree, self.seed)?;
+        drop(distributing);
         if let Some(profiler) = self.runtime.profiler() {
             profiler.watch_units(self.module_tree()?.units());
         }
@@ -223,6 +228,14 @@ impl Fabric {
             self.load_adapter(dir)?;
         }
         Ok(model)
+    }
+
+    /// Logs on this rank, when the guard is dropped, how long what a program did took, as
+    /// composer's `log_execution_time`: `FULGURITE_LOG=fulgurite::time=debug` shows it, with the times of
+    /// what Fabric does itself once (setting up the model, loading). What comes in every step is for
+    /// [`phase`](Self::phase).
+    pub fn log_execution_time(&self, what: impl Into<Cow<'static, str>>) -> LogExecutionTime {
+        LogExecutionTime::begin(self.global_rank(), what)
     }
 
     /// Builds an optimizer for the trainable parameters of the model that was set up, but for those that

@@ -17,12 +17,14 @@
 
 mod config;
 mod group;
+mod log_execution_time;
 mod profile;
 mod recorder;
 mod trace;
 mod unit;
 
 pub use config::ProfilerConfig;
+pub use log_execution_time::LogExecutionTime;
 pub use profile::{Profile, ProfiledSpan, SpanKind};
 pub use recorder::Phase;
 pub(crate) use recorder::Profiler;
