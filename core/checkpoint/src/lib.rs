@@ -112,7 +112,7 @@ pub use shard_tensor::{
 };
 pub use source::{TensorInfo, TensorSource};
 pub use stored::StoredTensors;
-pub use torch::TorchSource;
+pub use torch::{RekeyedOptimizer, TorchOptimizer, TorchSource};
 pub use weights::SafetensorsSource;
 
 pub use fulgurite_engine::checkpoint_io::{

@@ -178,7 +178,8 @@ impl<S: TensorSource> RenamedSource<S> {
         })
     }
 
-    fn with(inner: S, rename: impl Fn(&str) -> Result<String>) -> Result<Self> {
+    /// The tensors of `inner` under the names that `rename` gives them.
+    pub(crate) fn with(inner: S, rename: impl Fn(&str) -> Result<String>) -> Result<Self> {
         let mut names = BTreeMap::new();
         for old in inner.names() {
             let new = rename(old)

@@ -33,6 +33,7 @@ mod schedule;
 mod several_optimizers;
 mod state_dicts;
 mod steps;
+mod torch_optimizer;
 mod units;
 mod units_log;
 

@@ -11,7 +11,9 @@ pub(super) type Id = usize;
 /// An object of a pickle.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Object {
+    None,
     Int(i64),
+    Float(f64),
     Bool(bool),
     Text(String),
     /// A class or function, `module.name`.
@@ -27,7 +29,7 @@ pub(super) enum Object {
     },
     /// A reference to data outside of the pickle.
     Persistent(Id),
-    /// Any other value: numbers that are no small integers, bytes, sets, `None`.
+    /// Any other value: integers that are not small, bytes, sets.
     Other,
 }
 
@@ -69,6 +71,15 @@ impl Heap {
     pub(super) fn sequence(&self, id: Id) -> Option<&[Id]> {
         match self.get(id) {
             Object::Tuple(items) | Object::List(items) => Some(items),
+            _ => None,
+        }
+    }
+
+    /// An object that is an integer or a float.
+    pub(super) fn number(&self, id: Id) -> Option<f64> {
+        match self.get(id) {
+            Object::Int(value) => Some(*value as f64),
+            Object::Float(value) => Some(*value),
             _ => None,
         }
     }
@@ -133,7 +144,7 @@ impl<'a> Machine<'a> {
             0x80 => self.take(1).map(drop),
             0x95 => self.take(8).map(drop),
             // Simple values.
-            b'N' => self.push(Object::Other),
+            b'N' => self.push(Object::None),
             0x88 => self.push(Object::Bool(true)),
             0x89 => self.push(Object::Bool(false)),
             b'J' => {
@@ -168,12 +179,13 @@ impl<'a> Machine<'a> {
                 self.push(object)
             }
             b'G' => {
-                self.take(8)?;
-                self.push(Object::Other)
+                let value = f64::from_be_bytes(self.array()?);
+                self.push(Object::Float(value))
             }
             b'F' => {
-                self.line()?;
-                self.push(Object::Other)
+                let line = std::str::from_utf8(self.line()?).unwrap_or_default();
+                let object = line.parse().map_or(Object::Other, Object::Float);
+                self.push(object)
             }
             // Texts and bytes.
             b'X' | b'T' => {
@@ -440,7 +452,7 @@ impl<'a> Machine<'a> {
         let top = self.top()?;
         match &mut self.objects[top] {
             Object::List(list) => list.append(&mut items),
-            Object::Call { .. } | Object::Other => {}
+            Object::Call { .. } | Object::None | Object::Other => {}
             _ => return Err("it appends to what is no list".to_owned()),
         }
         Ok(())
@@ -505,6 +517,23 @@ mod tests {
             let second = heap.sequence(items[1].1).unwrap();
             assert_eq!(heap.sequence(second[0]), Some(&[][..]));
             assert_eq!(heap.get(second[1]), &Object::Other);
+        }
+    }
+
+    #[test]
+    fn numbers_flags_and_none_are_told_apart() {
+        // pickle.dumps([0.1, -2.5, None, False, 3], protocol)
+        let pickles: [&[u8]; 2] = [
+            b"(lp0\nF0.1\naF-2.5\naNaI00\naI3\na.",
+            b"\x80\x02]q\x00(G?\xb9\x99\x99\x99\x99\x99\x9aG\xc0\x04\x00\x00\x00\x00\x00\x00N\x89K\x03e.",
+        ];
+        for pickle in pickles {
+            let heap = parse(pickle).unwrap();
+            let items = heap.sequence(heap.root).unwrap();
+            let numbers: Vec<_> = items.iter().map(|&id| heap.number(id)).collect();
+            assert_eq!(numbers, [Some(0.1), Some(-2.5), None, None, Some(3.0)]);
+            assert_eq!(heap.get(items[2]), &Object::None);
+            assert_eq!(heap.get(items[3]), &Object::Bool(false));
         }
     }
 

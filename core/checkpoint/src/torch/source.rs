@@ -118,60 +118,90 @@ impl TorchSource {
             }
         };
         let place = FileLocation::Local(root);
-        let mut stored = StoredTensors::new(place.clone(), path.to_owned(), files.clone());
-        let (mut views, mut shared) = (BTreeMap::new(), BTreeMap::new());
+        let mut source =
+            Self::empty(StoredTensors::new(place.clone(), path.to_owned(), files.clone()));
         for (index, name) in files.iter().enumerate() {
             let file = place.location(name);
             let fail = |message: String| Error::checkpoint(&file, message);
             let archive = Archive::read(&file)?;
             let heap = pickle::parse(&archive.pickle).map_err(fail)?;
-            let mut records = BTreeMap::new();
-            for (tensor, view) in tensors(&heap, keys).map_err(fail)? {
-                if stored.info(&tensor).is_some() || views.contains_key(&tensor) {
-                    return Err(fail(format!("tensor `{tensor}` is stored twice")));
+            source.add(index, &file, &archive, tensors(&heap, keys).map_err(fail)?)?;
+        }
+        Ok(source)
+    }
+
+    /// These tensors of a file that was read.
+    pub(super) fn of_views(
+        path: &Path,
+        archive: &Archive,
+        tensors: Vec<(String, TensorView)>,
+    ) -> Result<Self> {
+        let place = FileLocation::Local(path.parent().unwrap_or(Path::new("")).to_owned());
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let mut source = Self::empty(StoredTensors::new(place, path.to_owned(), vec![name]));
+        source.add(0, path, archive, tensors)?;
+        Ok(source)
+    }
+
+    fn empty(stored: StoredTensors) -> Self {
+        Self { stored, views: BTreeMap::new(), shared: BTreeMap::new() }
+    }
+
+    /// Adds tensors of the file `index`.
+    fn add(
+        &mut self,
+        index: usize,
+        file: &Path,
+        archive: &Archive,
+        tensors: Vec<(String, TensorView)>,
+    ) -> Result<()> {
+        let fail = |message: String| Error::checkpoint(file, message);
+        let mut records = BTreeMap::new();
+        for (tensor, view) in tensors {
+            if self.info(&tensor).is_some() {
+                return Err(fail(format!("tensor `{tensor}` is stored twice")));
+            }
+            let place = archive.storages.get(&view.storage);
+            let needed = view.bytes_needed();
+            let (base, needed) = match (place, needed) {
+                (Some(Record { bytes: (start, end), .. }), Some(needed))
+                    if needed <= end - start =>
+                {
+                    (*start, needed)
                 }
-                let place = archive.storages.get(&view.storage);
-                let needed = view.bytes_needed();
-                let (base, needed) = match (place, needed) {
-                    (Some(Record { bytes: (start, end), .. }), Some(needed))
-                        if needed <= end - start =>
-                    {
-                        (*start, needed)
-                    }
-                    // An empty storage may be missing.
-                    (None, Some(_)) if view.shape.contains(&0) => (0, 0),
-                    _ => {
-                        return Err(fail(format!(
-                            "is damaged: tensor `{tensor}` lies outside of its storage `{}`",
-                            view.storage
-                        )));
-                    }
+                // An empty storage may be missing.
+                (None, Some(_)) if view.shape.contains(&0) => (0, 0),
+                _ => {
+                    return Err(fail(format!(
+                        "is damaged: tensor `{tensor}` lies outside of its storage `{}`",
+                        view.storage
+                    )));
+                }
+            };
+            let fills = place.filter(|record| {
+                view.is_contiguous() && view.offset == 0 && record.bytes.1 - base == needed
+            });
+            if let (Some(record), None) = (place, fills) {
+                let new = || {
+                    let (file, undamaged) = (file.to_owned(), OnceLock::new());
+                    Arc::new(SharedRecord { file, record: *record, undamaged })
                 };
-                let fills = place.filter(|record| {
-                    view.is_contiguous() && view.offset == 0 && record.bytes.1 - base == needed
-                });
-                if let (Some(record), None) = (place, fills) {
-                    let new = || {
-                        let (file, undamaged) = (file.clone(), OnceLock::new());
-                        Arc::new(SharedRecord { file, record: *record, undamaged })
-                    };
-                    let record = records.entry(view.storage.clone()).or_insert_with(new);
-                    shared.insert(tensor.clone(), record.clone());
-                }
-                if view.is_contiguous() {
-                    let region = Region::full(&view.shape);
-                    let first = base + (view.offset * view.dtype.bitsize() / 8) as u64;
-                    let bytes = (first, base + needed);
-                    let checksum = fills.map(|record| Expected::Crc32(record.crc32));
-                    let part = StoredChunk { region, file: index, bytes, checksum };
-                    let parts = if part.region.is_empty() { vec![] } else { vec![part] };
-                    stored.add(tensor, view.shape, view.dtype, parts);
-                } else {
-                    views.insert(tensor, View { file: file.clone(), base, view });
-                }
+                let record = records.entry(view.storage.clone()).or_insert_with(new);
+                self.shared.insert(tensor.clone(), record.clone());
+            }
+            if view.is_contiguous() {
+                let region = Region::full(&view.shape);
+                let first = base + (view.offset * view.dtype.bitsize() / 8) as u64;
+                let bytes = (first, base + needed);
+                let checksum = fills.map(|record| Expected::Crc32(record.crc32));
+                let part = StoredChunk { region, file: index, bytes, checksum };
+                let parts = if part.region.is_empty() { vec![] } else { vec![part] };
+                self.stored.add(tensor, view.shape, view.dtype, parts);
+            } else {
+                self.views.insert(tensor, View { file: file.to_owned(), base, view });
             }
         }
-        Ok(Self { stored, views, shared })
+        Ok(())
     }
 
     /// Compares the record of a tensor that is read whole with its CRC-32.

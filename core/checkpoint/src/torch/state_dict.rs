@@ -102,13 +102,13 @@ pub(super) fn tensors(heap: &Heap, keys: &[&str]) -> Result<Vec<(String, TensorV
     }
 }
 
-fn get(heap: &Heap, dict: Id, key: &str) -> Option<Id> {
+pub(super) fn get(heap: &Heap, dict: Id, key: &str) -> Option<Id> {
     let items = heap.items(dict)?;
     items.iter().rev().find(|(k, _)| heap.text(*k) == Some(key)).map(|(_, value)| *value)
 }
 
 /// The first keys of a dict, for messages.
-fn keys_of(heap: &Heap, dict: Id) -> Vec<String> {
+pub(super) fn keys_of(heap: &Heap, dict: Id) -> Vec<String> {
     let items = heap.items(dict).unwrap_or_default().iter();
     let mut keys: Vec<String> =
         items.filter_map(|(key, _)| heap.text(*key)).take(20).map(|k| format!("`{k}`")).collect();
@@ -119,7 +119,7 @@ fn keys_of(heap: &Heap, dict: Id) -> Vec<String> {
 }
 
 /// The object as a tensor; `None` if it is none. The error says why the tensor cannot be loaded.
-fn tensor(heap: &Heap, mut id: Id) -> Result<Option<TensorView>, String> {
+pub(super) fn tensor(heap: &Heap, mut id: Id) -> Result<Option<TensorView>, String> {
     // Parameters and subclasses wrap the call that makes the tensor in others.
     for _ in 0..8 {
         let Object::Call { callable, args, .. } = heap.get(id) else { return Ok(None) };

@@ -11,6 +11,7 @@ mod launcher;
 mod optimizer;
 mod optimizers;
 mod state_dict;
+mod torch_optimizer;
 
 pub use crate::runtime::{NoSyncGuard, SamplerShare, SyncBuffers, UnusedParameters};
 pub use data::{TrainBatch, TrainLoader};

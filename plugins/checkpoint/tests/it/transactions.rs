@@ -262,7 +262,6 @@ fn tensor(name: &str, rows: std::ops::Range<usize>, n: usize) -> ShardTensor {
     ShardTensor { name: name.into(), values, region, shape: vec![n, 2] }
 }
 
-// checklist: Lightning: _rekey_optimizer_state_if_needed
 #[test]
 fn wrong_use_is_refused_before_anything_is_committed() {
     let temp = tempfile::tempdir().unwrap();

@@ -1,0 +1,170 @@
+//! Of which kind an optimizer of torch is, which its state does not say, and its options in our words.
+
+use std::collections::BTreeMap;
+
+/// The value of an option.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Setting {
+    Number(f64),
+    Numbers(Vec<f64>),
+    Flag(bool),
+    None,
+    /// A text, a list of names: nothing that an update is computed from.
+    Other,
+}
+
+/// The options of a group, in the order of the file.
+pub(super) type Settings = Vec<(String, Setting)>;
+
+/// An optimizer that is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    AdamW,
+    Sgd { momentum: bool },
+}
+
+/// Options that do not change what an update computes, or that a schedule keeps for itself.
+const IDLE: [&str; 10] = [
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "base_momentum",
+    "max_momentum",
+    "swa_lr",
+];
+
+/// By which each kind is recognised.
+const ADAM: [&str; 5] = ["lr", "weight_decay", "betas", "eps", "amsgrad"];
+const SGD: [&str; 5] = ["lr", "weight_decay", "momentum", "dampening", "nesterov"];
+
+impl Kind {
+    /// The kind whose options these groups have.
+    ///
+    /// # Errors
+    /// If it is another.
+    pub(super) fn of(groups: &[&Settings]) -> Result<Self, String> {
+        let have = |names: &[&str]| {
+            groups.iter().all(|group| names.iter().all(|name| find(group, name).is_some()))
+        };
+        match groups.first() {
+            None => Err("it has no parameter groups".to_owned()),
+            Some(_) if have(&ADAM) => Ok(Self::AdamW),
+            Some(first) if have(&SGD) => {
+                let momentum = find(first, "momentum") != Some(&Setting::Number(0.0));
+                Ok(Self::Sgd { momentum })
+            }
+            Some(first) => {
+                let names: Vec<String> =
+                    first.iter().map(|(name, _)| format!("`{name}`")).collect();
+                Err(format!(
+                    "it is of an optimizer that there is none of here: its options are {}. Those of \
+                     `torch.optim.AdamW` and `torch.optim.SGD` are read",
+                    names.join(", ")
+                ))
+            }
+        }
+    }
+
+    /// The state that it has of each parameter.
+    pub(super) fn states(self) -> &'static [&'static str] {
+        match self {
+            Self::AdamW => &["exp_avg", "exp_avg_sq"],
+            Self::Sgd { momentum: true } => &["momentum_buffer"],
+            Self::Sgd { momentum: false } => &[],
+        }
+    }
+
+    /// The options of the group `index` under our names.
+    ///
+    /// # Errors
+    /// If one is of a wrong type, or changes the update in a way that there is none of here.
+    pub(super) fn options(
+        self,
+        index: usize,
+        settings: &Settings,
+    ) -> Result<BTreeMap<String, f64>, String> {
+        let mut options = BTreeMap::new();
+        let wrong =
+            |name: &str, why: &str| Err(format!("its parameter group {index} has `{name}` {why}"));
+        for (name, setting) in settings {
+            let own = match self {
+                Self::AdamW => ADAM.contains(&name.as_str()),
+                Self::Sgd { .. } => SGD.contains(&name.as_str()),
+            };
+            match (name.as_str(), setting) {
+                (_, Setting::None | Setting::Other) if !own => {}
+                (name, _) if IDLE.contains(&name) => {}
+                ("amsgrad" | "maximize", Setting::Flag(false)) => {}
+                ("amsgrad" | "maximize", _) => {
+                    return wrong(name, "set, which no optimizer here has");
+                }
+                // Adam's own decay is added to the gradient; without it the two are one.
+                ("decoupled_weight_decay", Setting::Flag(decoupled)) => {
+                    let decays = find(settings, "weight_decay") != Some(&Setting::Number(0.0));
+                    if !decoupled && decays {
+                        return wrong(
+                            name,
+                            "not set and a weight decay, as `torch.optim.Adam`: its decay is added to \
+                             the gradient, and that of the `adamw` here is not",
+                        );
+                    }
+                }
+                ("betas", Setting::Numbers(betas)) if own && betas.len() == 2 => {
+                    options.insert("beta1".to_owned(), betas[0]);
+                    options.insert("beta2".to_owned(), betas[1]);
+                }
+                ("nesterov", Setting::Flag(flag)) if own => {
+                    options.insert("nesterov".to_owned(), f64::from(u8::from(*flag)));
+                }
+                (name, Setting::Number(value)) if own => {
+                    options.insert(name.to_owned(), *value);
+                }
+                (name, _) if own => return wrong(name, "of a type that is not known"),
+                (name, _) => {
+                    return wrong(name, "among its options, which no optimizer here has");
+                }
+            }
+        }
+        // The rate before the schedule.
+        if let Some(Setting::Number(lr)) = find(settings, "initial_lr") {
+            options.insert("lr".to_owned(), *lr);
+        }
+        Ok(options)
+    }
+
+    /// Checks that what is one number here is one in all groups.
+    ///
+    /// # Errors
+    /// Naming an option that differs.
+    pub(super) fn check_common<'a>(
+        self,
+        groups: impl IntoIterator<Item = &'a BTreeMap<String, f64>>,
+    ) -> Result<(), String> {
+        let mut groups = groups.into_iter();
+        let Some(first) = groups.next() else { return Ok(()) };
+        for (index, group) in groups.enumerate() {
+            for (name, value) in
+                group.iter().filter(|(n, _)| !["lr", "weight_decay"].contains(&n.as_str()))
+            {
+                let other = first.get(name).copied().unwrap_or_default();
+                if other != *value {
+                    return Err(format!(
+                        "its parameter groups have different `{name}`, group 0 {other:?} and group {} \
+                         {value:?}: groups here have a learning rate and a weight decay of their own, and \
+                         the other options are the optimizer's",
+                        index + 1
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+pub(super) fn find<'a>(settings: &'a Settings, name: &str) -> Option<&'a Setting> {
+    settings.iter().find(|(known, _)| known == name).map(|(_, setting)| setting)
+}

@@ -1,0 +1,101 @@
+//! [`RekeyedOptimizer`]: the state of an optimizer of PyTorch under its parameters' names.
+
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+
+use super::optimizer_kind::Kind;
+use super::source::TorchSource;
+use crate::{RenamedSource, Result, TensorInfo, TensorSource};
+use fulgurite_engine::optim::ParamGroup;
+use fulgurite_engine::shard::Region;
+
+/// The state of an optimizer of PyTorch under its parameters' names: of
+/// [`TorchOptimizer::rekey`](super::TorchOptimizer::rekey), for `Fabric::load_torch_optimizer`.
+///
+/// As a [`TensorSource`] it has the moments by [`optimizer_key`](crate::optimizer_key), which are read in the
+/// parts that are asked for.
+#[derive(Debug)]
+pub struct RekeyedOptimizer {
+    tensors: RenamedSource<TorchSource>,
+    kind: Kind,
+    groups: Vec<ParamGroup>,
+    /// The number that the bias correction goes by.
+    step: u64,
+    /// The number that the schedule goes by.
+    steps: u64,
+    /// Whether there are moments.
+    moments: bool,
+    warning: Option<String>,
+}
+
+impl RekeyedOptimizer {
+    pub(super) fn new(
+        tensors: RenamedSource<TorchSource>,
+        kind: Kind,
+        groups: Vec<ParamGroup>,
+        steps: u64,
+        moments: bool,
+        warning: Option<String>,
+    ) -> Self {
+        Self { tensors, kind, groups, step: steps, steps, moments, warning }.with_steps(steps)
+    }
+
+    /// The parameter groups with their options under our names: `lr` is the rate before the schedule, torch's
+    /// `initial_lr` if it has one.
+    pub fn param_groups(&self) -> &[ParamGroup] {
+        &self.groups
+    }
+
+    /// The number of steps that were done, by which a schedule goes on. AdamW's state has it. That of SGD has
+    /// none: it is Lightning's `global_step`, if its file has a single optimizer, and else 1.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// The same with another number of steps for the schedule. AdamW corrects its bias by the state's own.
+    #[must_use]
+    pub fn with_steps(mut self, steps: u64) -> Self {
+        self.steps = steps;
+        if let Kind::Sgd { .. } = self.kind {
+            // A momentum that is there is not that of a first step.
+            self.step = steps.max(u64::from(self.moments));
+        }
+        self
+    }
+
+    /// The `step` of the optimizer itself: AdamW's, by which it corrects its bias.
+    pub fn optimizer_step(&self) -> u64 {
+        self.step
+    }
+}
+
+impl TensorSource for RekeyedOptimizer {
+    fn location(&self) -> &Path {
+        self.tensors.location()
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.tensors.names()
+    }
+
+    fn info(&self, name: &str) -> Option<TensorInfo> {
+        self.tensors.info(name)
+    }
+
+    fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.tensors.read(name, region, dtype, device)
+    }
+
+    fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        self.tensors.read_into(name, region, target)
+    }
+
+    fn read_into_unverified(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        self.tensors.read_into_unverified(name, region, target)
+    }
+
+    fn warning(&self) -> Option<String> {
+        self.warning.clone()
+    }
+}
