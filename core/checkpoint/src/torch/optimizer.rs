@@ -7,7 +7,7 @@ use candle_core::{DType, Device};
 
 use super::archive::Archive;
 use super::optimizer_groups::{self as groups, Found, Group, Key};
-use super::optimizer_kind::Kind;
+use super::optimizer_kind::{Kind, Setting, Settings, find};
 use super::pickle::{self, Heap, Id, Object};
 use super::rekeyed::RekeyedOptimizer;
 use super::source::TorchSource;
@@ -286,11 +286,14 @@ impl File<'_> {
         let groups = groups::groups(heap, found.groups, &read)?;
         let settings: Vec<_> = groups.iter().map(|group| &group.settings).collect();
         let kind = Kind::of(&settings)?;
-        let warning = (kind == Kind::AdamW
-            && settings.iter().all(|s| super::optimizer_kind::find(s, "decoupled_weight_decay").is_none()))
-        .then(|| {
-            "this version of torch does not say whether the state is of AdamW or of Adam; it is taken for \
-             AdamW's, whose weight decay is not added to the gradient"
+        // Older versions do not tell the two apart; without decay they are one.
+        let ambiguous = |settings: &&Settings| {
+            find(settings, "decoupled_weight_decay").is_none()
+                && find(settings, "weight_decay") != Some(&Setting::Number(0.0))
+        };
+        let warning = (kind == Kind::AdamW && settings.iter().any(ambiguous)).then(|| {
+            "this version of torch does not say whether the state is of AdamW or of Adam; it is taken \
+             for AdamW's, whose weight decay is not added to the gradient"
                 .to_owned()
         });
         let groups = groups
