@@ -1,14 +1,15 @@
 //! `strategy = "ddp"`: every rank holds the model, gradients are all-reduced in buckets while backward
 //! goes on.
 
-use fulgurite_core::strategy::{BuildContext, Strategy, StrategyConfig};
+use fulgurite_core::config::plugin;
+use fulgurite_core::strategy::{BuildContext, GradientCompressionConfig, Strategy, StrategyConfig};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::mesh_strategy::{MeshStrategy, Settings, Sharding};
+use crate::mesh_strategy::{GradientSettings, MeshStrategy, Settings, Sharding};
 
 /// `strategy = "ddp"`.
-#[derive(Debug, Clone, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Ddp {
     /// Size of a gradient bucket in MiB (as PyTorch DDP's option of this name).
@@ -18,11 +19,26 @@ pub struct Ddp {
     /// Patterns of parameters, or of modules around them, that data parallelism leaves alone: every rank holds
     /// them whole, and their gradients are not reduced.
     pub ignored: Vec<String>,
+    /// What is sent of gradients when they are summed over replicas: `"bf16"`, `"fp16"`, a plugin's name, or a
+    /// table with a `type`. Without it everything is.
+    #[serde(deserialize_with = "plugin::deserialize_option")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gradient_compression: Option<Box<dyn GradientCompressionConfig>>,
+    /// What gradients are divided by before they are summed over ranks, and multiplied with after: a power of two,
+    /// so that nothing is rounded. 1 unless given, or what `gradient_compression` wants.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gradient_predivide_factor: Option<f64>,
 }
 
 impl Default for Ddp {
     fn default() -> Self {
-        Self { bucket_cap_mb: 25.0, first_bucket_mb: 1.0, ignored: Vec::new() }
+        Self {
+            bucket_cap_mb: 25.0,
+            first_bucket_mb: 1.0,
+            ignored: Vec::new(),
+            gradient_compression: None,
+            gradient_predivide_factor: None,
+        }
     }
 }
 
@@ -42,10 +58,15 @@ impl StrategyConfig for Ddp {
             bytes("first_bucket_mb", self.first_bucket_mb)?,
             bytes("bucket_cap_mb", self.bucket_cap_mb)?,
         ];
+        let gradients = GradientSettings::new(
+            self.gradient_compression.as_deref(),
+            self.gradient_predivide_factor,
+        )?;
         let settings = Settings::new("ddp", [None, Some(1), Some(1), Some(1)], Sharding::Never);
         Ok(Box::new(MeshStrategy::new(Settings {
             bucket_bytes,
             ignored: self.ignored.clone(),
+            gradients,
             ..settings
         })))
     }

@@ -7,7 +7,7 @@ use fulgurite_core::strategy::{BuildContext, ParallelizeConfig, Strategy, Strate
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::mesh_strategy::{AccumulationSync, MeshStrategy, Settings, Sharding};
+use crate::mesh_strategy::{AccumulationSync, GradientSettings, MeshStrategy, Settings, Sharding};
 use crate::mixed_precision::MixedPrecisionPolicy;
 use crate::schedule::fsdp::Prefetch;
 
@@ -91,6 +91,10 @@ pub struct Fsdp {
     /// What micro-batches before the last of a step communicate: `"none"`, or `"reduce_scatter"` to
     /// hold no unsharded gradients between them.
     pub accumulation_sync: AccumulationSync,
+    /// What gradients are divided by before they are summed over ranks, and multiplied with after: a power of two,
+    /// so that nothing is rounded. 1 unless given, or what `gradient_compression` wants.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gradient_predivide_factor: Option<f64>,
     /// A parallelize function that decides instead of `shard_conditions`: a name, or a table with
     /// a `type`.
     #[serde(deserialize_with = "plugin::deserialize_option")]
@@ -108,6 +112,7 @@ impl Default for Fsdp {
             allow_root_only: false,
             ignored: Vec::new(),
             accumulation_sync: AccumulationSync::default(),
+            gradient_predivide_factor: None,
             parallelize: None,
         }
     }
@@ -131,6 +136,7 @@ impl Fsdp {
             allow_root_only: self.allow_root_only,
             ignored: self.ignored.clone(),
             accumulation_sync: self.accumulation_sync,
+            gradients: GradientSettings::new(None, self.gradient_predivide_factor)?,
             parallelize: self.parallelize.as_ref().map(|config| config.build()).transpose()?,
             ..Settings::new(name, sizes, Sharding::Always)
         })))

@@ -18,6 +18,13 @@
 //! | `plan` | a plan written out |
 //! | `none` | no tensor parallelism |
 //!
+//! and gradient compressions for the key `trainer.strategy.gradient_compression`:
+//!
+//! | `gradient_compression` | what replicas send |
+//! |---|---|
+//! | `bf16` | gradients in bfloat16: half of the bytes, the range of f32, 8 bits of precision |
+//! | `fp16` | gradients in half precision, divided before so that their sum does not overflow: 11 bits |
+//!
 //! ```
 //! use fulgurite_core::strategy::{BuildContext, Strategy as _, StrategyConfig as _};
 //! use fulgurite_strategies::Fsdp;
@@ -30,6 +37,7 @@
 mod auto;
 mod ddp;
 mod fsdp;
+mod gradient_compression;
 mod mesh_strategy;
 mod mixed_precision;
 mod model_parallel;
@@ -41,6 +49,7 @@ mod single_device;
 pub use auto::Auto;
 pub use ddp::Ddp;
 pub use fsdp::{Fsdp, ReshardAfterForward};
+pub use gradient_compression::{Bf16Compression, Fp16Compression};
 pub use mesh_strategy::AccumulationSync;
 pub use mixed_precision::{DTypeName, MixedPrecisionPolicy};
 pub use model_parallel::{ModelParallel, Size};

@@ -4,12 +4,14 @@ mod sizes;
 
 use fulgurite_core::config::plugin;
 use fulgurite_core::mesh::DeviceMesh;
-use fulgurite_core::strategy::{BuildContext, ParallelizeConfig, Strategy, StrategyConfig};
+use fulgurite_core::strategy::{
+    BuildContext, GradientCompressionConfig, ParallelizeConfig, Strategy, StrategyConfig,
+};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::ReshardAfterForward;
-use crate::mesh_strategy::{AccumulationSync, MeshStrategy, Settings, Sharding};
+use crate::mesh_strategy::{AccumulationSync, GradientSettings, MeshStrategy, Settings, Sharding};
 use crate::mixed_precision::MixedPrecisionPolicy;
 use crate::parallelize::LlamaPlan;
 use crate::schedule::fsdp::Prefetch;
@@ -65,6 +67,15 @@ pub struct ModelParallel {
     /// What micro-batches before the last of a step communicate: `"none"`, `"reduce_scatter"` or
     /// `"all"`.
     pub accumulation_sync: AccumulationSync,
+    /// What is sent of gradients when they are summed over replicas: `"bf16"`, `"fp16"`, a plugin's name, or a
+    /// table with a `type`. Without it everything is.
+    #[serde(deserialize_with = "plugin::deserialize_option")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gradient_compression: Option<Box<dyn GradientCompressionConfig>>,
+    /// What gradients are divided by before they are summed over ranks, and multiplied with after: a power of two,
+    /// so that nothing is rounded. 1 unless given, or what `gradient_compression` wants.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gradient_predivide_factor: Option<f64>,
     /// Whether checkpoints are distributed, each rank writing what it owns (`true`), or full ones in
     /// Hugging Face's layout, gathered on rank 0 tensor by tensor (`false`). A run resumes from
     /// either.
@@ -89,6 +100,8 @@ impl Default for ModelParallel {
             allow_root_only: false,
             ignored: Vec::new(),
             accumulation_sync: AccumulationSync::default(),
+            gradient_compression: None,
+            gradient_predivide_factor: None,
             save_distributed_checkpoint: true,
             timeout_secs: None,
         }
@@ -122,6 +135,10 @@ impl ModelParallel {
             allow_root_only: self.allow_root_only,
             ignored: self.ignored.clone(),
             accumulation_sync: self.accumulation_sync,
+            gradients: GradientSettings::new(
+                self.gradient_compression.as_deref(),
+                self.gradient_predivide_factor,
+            )?,
             save_distributed_checkpoint: self.save_distributed_checkpoint,
             parallelize: self.parallelize.as_ref().map(|config| config.build()).transpose()?,
             default_parallelize: Some(LlamaPlan::default().build()?),

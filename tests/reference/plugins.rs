@@ -9,7 +9,7 @@ use fulgurite::core::config::PluginValue;
 use fulgurite::core::environment::EnvironmentConfig;
 use fulgurite::core::optim::{OptimizerConfig, SchedulerConfig};
 use fulgurite::core::registry::{self, PluginDescriptor, kind};
-use fulgurite::core::strategy::{ParallelizeConfig, StrategyConfig};
+use fulgurite::core::strategy::{GradientCompressionConfig, ParallelizeConfig, StrategyConfig};
 use fulgurite::core::trainer::LoggerConfig;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -28,6 +28,7 @@ fn the_built_in_plugins_are_listed() {
     callback: device_stats_monitor, early_stopping, gradient_accumulation_scheduler, gradient_norms, learning_rate_finder, model_checkpoint, model_summary, on_exception_checkpoint, reduce_lr_on_plateau, stochastic_weight_averaging, throughput_monitor
     checkpoint_io: local
     environment: local, slurm, torchelastic
+    gradient_compression: bf16, fp16
     logger: csv, jsonl, mlflow, tensorboard
     optimizer: adamw, sgd
     parallelize: hf, llama, none, plan
@@ -79,4 +80,5 @@ fn what_can_be_built_is_what_is_registered() {
     check::<Box<dyn OptimizerConfig>>(kind::OPTIMIZER);
     check::<Box<dyn SchedulerConfig>>(kind::SCHEDULER);
     check::<Box<dyn ParallelizeConfig>>(kind::PARALLELIZE);
+    check::<Box<dyn GradientCompressionConfig>>(kind::GRADIENT_COMPRESSION);
 }

@@ -23,6 +23,8 @@ pub mod kind {
     pub const CALLBACK: &str = "callback";
     /// A `ParallelizeFn`: `trainer.strategy.parallelize`.
     pub const PARALLELIZE: &str = "parallelize";
+    /// A `GradientCompression`: `trainer.strategy.gradient_compression`.
+    pub const GRADIENT_COMPRESSION: &str = "gradient_compression";
     /// An `Optimizer`: `optimizer`.
     pub const OPTIMIZER: &str = "optimizer";
     /// A schedule of the learning rate: `scheduler`.
@@ -151,6 +153,7 @@ registration_macros! {
     register_checkpoint_io, CHECKPOINT_IO, "CheckpointIOConfig";
     register_logger, LOGGER, "LoggerConfig";
     register_parallelize, PARALLELIZE, "ParallelizeFn";
+    register_gradient_compression, GRADIENT_COMPRESSION, "GradientCompressionConfig";
     register_optimizer, OPTIMIZER, "OptimizerConfig";
     register_scheduler, SCHEDULER, "SchedulerConfig";
 }

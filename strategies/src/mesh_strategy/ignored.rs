@@ -11,6 +11,7 @@ use fulgurite_core::strategy::materialize;
 use fulgurite_core::{Error, Result};
 
 use super::gradients::PartialGrads;
+use super::reduction::GradientReduction;
 use super::replicated::Reducer;
 use super::{MeshStrategy, Settings};
 use crate::schedule::ddp::Event;
@@ -61,7 +62,8 @@ impl Ignored {
         materialize::replicate(&slots, seed)?;
         let alone = Arc::new(Solo::new("ignored", mesh.rank()));
         let trained: Vec<_> = slots.iter().filter(|slot| slot.requires_grad()).cloned().collect();
-        let reducer = Arc::new(Reducer::new(alone, partial_grads, &trained, bucket_bytes)?);
+        let whole = GradientReduction::default();
+        let reducer = Arc::new(Reducer::new(alone, whole, partial_grads, &trained, bucket_bytes)?);
         trained.iter().for_each(|slot| slot.set_reducer(reducer.clone()));
         Ok(Self { slots, reducer, bucket_bytes })
     }

@@ -8,6 +8,7 @@
 //! | `replicated/` | ranks that hold whole parameters: gradients are all-reduced in buckets |
 //! | `sharded/` | ranks that hold shards: units are gathered, gradients reduce-scattered |
 //! | `ignored` | parameters that data parallelism leaves alone |
+//! | `reduction` | what is sent of gradients, and what they are divided by before |
 //! | `gradients` | partial gradients of tensor-parallel ranks, and the error of gradients that come too late |
 //!
 //! When to gather, free and reduce is decided in [`schedule`](crate::schedule); `replicated` and `sharded`
@@ -16,12 +17,14 @@
 mod gradients;
 mod ignored;
 mod plan;
+mod reduction;
 mod replicated;
 mod settings;
 mod sharded;
 mod strategy;
 mod units;
 
+pub(crate) use reduction::GradientSettings;
 pub use settings::AccumulationSync;
 pub(crate) use settings::{Settings, Sharding};
 pub(crate) use strategy::MeshStrategy;

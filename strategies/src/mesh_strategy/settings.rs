@@ -3,6 +3,7 @@
 use fulgurite_core::strategy::ParallelizeFn;
 use serde::{Deserialize, Serialize};
 
+use super::reduction::GradientSettings;
 use crate::fsdp::ReshardAfterForward;
 use crate::mixed_precision::MixedPrecisionPolicy;
 use crate::schedule::fsdp::{Prefetch, ReduceScope};
@@ -76,6 +77,8 @@ pub(crate) struct Settings {
     pub(crate) ignored: Vec<String>,
     /// Bytes of the first gradient bucket, and of the others.
     pub(crate) bucket_bytes: [usize; 2],
+    /// What is sent of gradients, and what they are divided by before.
+    pub(crate) gradients: GradientSettings,
     pub(crate) parallelize: Option<Box<dyn ParallelizeFn>>,
     /// Used under tensor parallelism if `parallelize` is `None`.
     pub(crate) default_parallelize: Option<Box<dyn ParallelizeFn>>,
@@ -97,6 +100,7 @@ impl Settings {
             save_distributed_checkpoint: true,
             ignored: Vec::new(),
             bucket_bytes: [1 << 20, 25 << 20],
+            gradients: GradientSettings::default(),
             parallelize: None,
             default_parallelize: None,
         }

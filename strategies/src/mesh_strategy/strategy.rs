@@ -17,6 +17,7 @@ use fulgurite_core::{Error, Result};
 
 use super::gradients::PartialGrads;
 use super::ignored::{self, Ignored};
+use super::reduction::GradientReduction;
 use super::replicated::Reducer;
 use super::sharded::{Casts, Member, ParamGroup, ShardedRuntime};
 use super::{Settings, Sharding, plan, units};
@@ -94,6 +95,7 @@ impl MeshStrategy {
         seed: u64,
         partial_grads: PartialGrads,
     ) -> Result<DataParallel> {
+        let reduction = GradientReduction::new(&self.settings.gradients, mesh)?;
         for slot in &slots {
             slot.set_spec(Self::outer_spec(slot, mesh)?);
         }
@@ -105,7 +107,8 @@ impl MeshStrategy {
         slots.retain(|slot| slot.requires_grad());
         slots.reverse();
         let bucket_bytes = self.settings.bucket_bytes;
-        let reducer = Arc::new(Reducer::new(group, partial_grads, &slots, bucket_bytes)?);
+        let reducer =
+            Arc::new(Reducer::new(group, reduction, partial_grads, &slots, bucket_bytes)?);
         slots.iter().for_each(|slot| slot.set_reducer(reducer.clone()));
         Ok(DataParallel::Replicated { reducer, rebuilt })
     }
@@ -118,6 +121,7 @@ impl MeshStrategy {
         partial_grads: PartialGrads,
         ignored: &[ParameterSlot],
     ) -> Result<DataParallel> {
+        let reduction = GradientReduction::new(&self.settings.gradients, mesh)?;
         let chosen = units::choose(&self.settings, tree)?;
         let policy = self.settings.mixed_precision;
         let reduce_dtype = policy.reduce_dtype.map(DType::from);
@@ -148,6 +152,7 @@ impl MeshStrategy {
                 parts_of(reshard, &parts),
                 process_groups.clone(),
                 reduce_dtype,
+                reduction.clone(),
             ));
             Ok(groups.len() - 1)
         };
@@ -401,6 +406,7 @@ impl Strategy for MeshStrategy {
     }
 
     fn plan_module(&self, tree: &mut ModuleTree, mesh: &DeviceMesh) -> Result<Option<RankMemory>> {
+        GradientReduction::new(&self.settings.gradients, mesh)?;
         self.parallelize(tree, mesh)?;
         plan::rank_memory(self, tree, mesh).map(Some)
     }

@@ -15,6 +15,7 @@ mod conformance;
 mod errors;
 mod fabric_collectives;
 mod full_checkpoint;
+mod gradient_compression;
 mod ignored;
 mod layers;
 mod loss_parallel;

@@ -4,6 +4,7 @@
 //! strategy has little to write: [`materialize::replicate`] gives every rank the whole model, and what all
 //! strategies do alike (losses, norms, checks, checkpoints) is done by the runtime that owns it.
 
+mod gradient_compression;
 mod loss;
 pub mod materialize;
 mod parallelize;
@@ -11,6 +12,9 @@ mod plan;
 #[expect(clippy::module_inception, reason = "the trait is the module's subject")]
 mod strategy;
 
+pub use gradient_compression::{
+    GradientBucket, GradientCompression, GradientCompressionConfig, GradientPart,
+};
 pub use loss::{Loss, StepTotals};
 pub use parallelize::{ParallelizeConfig, ParallelizeFn};
 pub use plan::{Bytes, RankMemory};

@@ -4,17 +4,20 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::Tensor;
-use fulgurite_core::collective::{ProcessGroup, ReduceOp, Work};
+use fulgurite_core::collective::{ProcessGroup, Work};
 use fulgurite_core::parameter::{GradReducer, Parameter, ParameterSlot, accumulation_dtype};
+use fulgurite_core::strategy::GradientPart;
 use fulgurite_core::{Error, Result};
 
 use super::super::gradients::{PartialGrads, gradient_after_reduction};
+use super::super::reduction::GradientReduction;
 use super::bucket::{Item, pack};
 use crate::schedule::ddp::{Action, Event, Schedule};
 
 /// Reduces gradients over the replicas.
 pub(in crate::mesh_strategy) struct Reducer {
     group: Arc<dyn ProcessGroup>,
+    reduction: GradientReduction,
     partial_grads: PartialGrads,
     /// Held for a look-up or an event at a time, and never while an action is performed.
     state: Mutex<State>,
@@ -49,12 +52,13 @@ impl Reducer {
     /// `bucket_bytes[1]`.
     pub(in crate::mesh_strategy) fn new(
         group: Arc<dyn ProcessGroup>,
+        reduction: GradientReduction,
         partial_grads: PartialGrads,
         slots: &[ParameterSlot],
         bucket_bytes: [usize; 2],
     ) -> Result<Self> {
         let state = Mutex::new(State::new(&*group, slots, bucket_bytes)?);
-        Ok(Self { group, partial_grads, state })
+        Ok(Self { group, reduction, partial_grads, state })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -150,7 +154,8 @@ impl Reducer {
             }
             Action::AllReduce(bucket) => {
                 let flat = self.state().buckets[bucket].flat.clone();
-                let work = self.group.all_reduce(&flat, ReduceOp::Sum)?;
+                let parts = || Ok(self.state().parts(bucket));
+                let work = self.reduction.divide_and_all_reduce(&flat, parts, &self.group)?;
                 self.state().buckets[bucket].work = Some(work);
             }
             Action::Wait(bucket) => {
@@ -214,6 +219,15 @@ impl State {
         let fqns = gradients.iter().map(|gradient| gradient.slot.fqn().to_owned());
         let indices = fqns.enumerate().map(|(index, fqn)| (fqn, index)).collect();
         Ok(Self { schedule: Schedule::new(&bucket_of), buckets, gradients, indices })
+    }
+
+    /// Whose gradients a bucket holds.
+    fn parts(&self, bucket: usize) -> Vec<GradientPart> {
+        let part = |gradient: &Gradient| GradientPart {
+            parameter: gradient.slot.parameter().clone(),
+            shape: gradient.slot.compute_region().sizes,
+        };
+        self.gradients.iter().filter(|g| g.bucket == bucket).map(part).collect()
     }
 
     /// The view of a parameter that the backward has a gradient for.

@@ -9,8 +9,10 @@ use fulgurite_core::autograd::storage;
 use fulgurite_core::collective::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, Work};
 use fulgurite_core::module::Reshard;
 use fulgurite_core::parameter::{Parameter, ParameterSlot, accumulation_dtype};
+use fulgurite_core::strategy::GradientPart;
 use fulgurite_core::{Error, Result};
 
+use super::super::reduction::{GradientReduction, scale};
 use crate::schedule::fsdp::Group;
 
 /// One parameter of a group, and how it is cut.
@@ -41,6 +43,7 @@ pub(in crate::mesh_strategy) struct ParamGroup {
     /// The ranks that hold the same shards.
     replicas: Arc<dyn ProcessGroup>,
     reduce_dtype: Option<DType>,
+    reduction: GradientReduction,
 }
 
 /// A reduce-scatter under way, with the tensors it reads and writes.
@@ -73,6 +76,7 @@ impl ParamGroup {
         part_group: Option<Arc<dyn ProcessGroup>>,
         [process_group, replicas]: [Arc<dyn ProcessGroup>; 2],
         reduce_dtype: Option<DType>,
+        reduction: GradientReduction,
     ) -> Self {
         Self {
             path,
@@ -82,6 +86,7 @@ impl ParamGroup {
             process_group,
             replicas,
             reduce_dtype,
+            reduction,
         }
     }
 
@@ -219,6 +224,7 @@ impl ParamGroup {
             let Some(input) = inputs.get(member.slot.fqn()) else {
                 return Err(Error::parameter(member.slot.fqn(), "has no gradient to reduce"));
             };
+            scale(input, 1.0 / self.reduction.predivide_factor())?;
             parts.push(ReduceScatter {
                 input: input.clone(),
                 output: output.clone(),
@@ -264,9 +270,23 @@ impl ParamGroup {
             .buffers
             .iter()
             .filter(|buffer| self.replicas.size() > 1 && buffer.elem_count() > 0)
-            .map(|buffer| self.replicas.all_reduce(buffer, ReduceOp::Sum))
+            .map(|buffer| {
+                let parts = || self.parts(buffer.dtype());
+                self.reduction.all_reduce(buffer, parts, &self.replicas)
+            })
             .collect::<Result<_>>()?;
         Ok(Replication { works, shards })
+    }
+
+    /// Whose gradients the buffer of this dtype has.
+    fn parts(&self, dtype: DType) -> Result<Vec<GradientPart>> {
+        let in_buffer = |member: &&Member| self.reduce_dtype(&member.slot) == dtype;
+        let part = |member: &Member| {
+            let parameter = member.slot.parameter().clone();
+            let shape = parameter.local()?.region.sizes;
+            Ok(GradientPart { parameter, shape })
+        };
+        self.trainable().filter(in_buffer).map(part).collect()
     }
 
     /// The trainable parameters with their gradients, in the dtype that the optimizer takes.
@@ -275,6 +295,8 @@ impl ParamGroup {
             .zip(shards.outputs)
             .map(|(member, output)| {
                 let grad = output.to_dtype(local_grad_dtype(&member.slot))?;
+                // In that dtype: the one that gradients are reduced in may not have the range.
+                scale(&grad, self.reduction.predivide_factor())?;
                 Ok((member.slot.clone(), grad))
             })
             .collect()

@@ -1,0 +1,117 @@
+//! Gradients that are sent in 16 bits.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Tensor};
+use fulgurite_core::Result;
+use fulgurite_core::autograd::storage;
+use fulgurite_core::collective::{ProcessGroup, ReduceOp, Work};
+use fulgurite_core::strategy::{GradientBucket, GradientCompression, GradientCompressionConfig};
+use serde::{Deserialize, Serialize};
+
+/// `gradient_compression = "bf16"` (PyTorch's `bf16_compress_hook`): gradients are rounded to bfloat16, summed in f32
+/// by the transports of this repository, and the sum is rounded once more. They have the range of f32 and 8 bits of
+/// precision. Keeps no state.
+#[derive(
+    Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+)]
+#[serde(deny_unknown_fields, default)]
+pub struct Bf16Compression {}
+
+/// `gradient_compression = "fp16"` (PyTorch's `fp16_compress_hook`): the same in half precision, which has 11 bits of
+/// precision and ends at 65504. A sum that is larger is infinite, as is the gradient's norm then. Keeps no state.
+///
+/// Gradients are divided before by about the root of the number of ranks, a power of two (PyTorch FSDP's
+/// `gradient_predivide_factor`), and multiplied after.
+#[derive(
+    Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+)]
+#[serde(deny_unknown_fields, default)]
+pub struct Fp16Compression {}
+
+impl GradientCompression for Bf16Compression {
+    fn all_reduce(
+        &mut self,
+        bucket: GradientBucket,
+        group: &Arc<dyn ProcessGroup>,
+    ) -> Result<Work> {
+        all_reduce_in(DType::BF16, bucket.values, group)
+    }
+}
+
+impl GradientCompression for Fp16Compression {
+    fn all_reduce(
+        &mut self,
+        bucket: GradientBucket,
+        group: &Arc<dyn ProcessGroup>,
+    ) -> Result<Work> {
+        all_reduce_in(DType::F16, bucket.values, group)
+    }
+
+    fn predivide_factor(&self, ranks: usize) -> f64 {
+        predivide_factor(ranks)
+    }
+}
+
+/// Starts to sum `values`, which are sent in `dtype`; as they are if they have no more bits.
+fn all_reduce_in(dtype: DType, values: Tensor, group: &Arc<dyn ProcessGroup>) -> Result<Work> {
+    if values.dtype().size_in_bytes() <= dtype.size_in_bytes() {
+        return group.all_reduce(&values, ReduceOp::Sum);
+    }
+    let rounded = group.empty(values.elem_count(), dtype, values.device())?;
+    storage::copy_from(&rounded, &values)?;
+    let work = group.all_reduce(&rounded, ReduceOp::Sum)?;
+    Ok(Work::pending(move || {
+        work.wait()?;
+        storage::copy_from(&values, &rounded)
+    }))
+}
+
+/// The factor of PyTorch FSDP's `_get_gradient_predivide_factor`: about the root of the number of ranks, so that as
+/// much range is left before the sum as after it.
+fn predivide_factor(ranks: usize) -> f64 {
+    let mut factor = 1;
+    while ranks.is_multiple_of(factor) && ranks / factor > factor {
+        factor *= 2;
+    }
+    factor as f64
+}
+
+#[typetag::serde(name = "bf16")]
+impl GradientCompressionConfig for Bf16Compression {
+    fn build(&self) -> Result<Box<dyn GradientCompression>> {
+        Ok(Box::new(self.clone()))
+    }
+}
+
+#[typetag::serde(name = "fp16")]
+impl GradientCompressionConfig for Fp16Compression {
+    fn build(&self) -> Result<Box<dyn GradientCompression>> {
+        Ok(Box::new(self.clone()))
+    }
+}
+
+fulgurite_core::register_gradient_compression!(
+    "bf16",
+    Bf16Compression,
+    "replicas send gradients in bfloat16: half of the bytes",
+    "\"bf16\""
+);
+fulgurite_core::register_gradient_compression!(
+    "fp16",
+    Fp16Compression,
+    "replicas send gradients in half precision, divided before they are summed",
+    "\"fp16\""
+);
+
+#[cfg(test)]
+mod tests {
+    use super::predivide_factor;
+
+    /// The values of PyTorch's function.
+    #[test]
+    fn the_factor_is_about_the_root_of_the_number_of_ranks() {
+        let factors = [1, 2, 3, 4, 6, 8, 12, 16, 64, 128].map(predivide_factor);
+        assert_eq!(factors, [1.0, 2.0, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0, 8.0, 16.0]);
+    }
+}
