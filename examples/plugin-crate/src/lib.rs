@@ -1,6 +1,6 @@
 //! Plugins for Fulgurite in a crate of their own: the strategy [`LocalSgd`], the logger
-//! [`Markdown`], the checkpoint IO [`Journal`] and the parallelize function [`EveryOther`]; and
-//! [`Glu`], a layer that plans can cut.
+//! [`Markdown`], the checkpoint IO [`Journal`], the parallelize function [`EveryOther`] and the gradient
+//! compression [`PowerSgd`]; and [`Glu`], a layer that plans can cut.
 //!
 //! A program links them with `use fulgurite_local_sgd as _;`. A configuration then names them:
 //!
@@ -10,6 +10,7 @@
 //! loggers = [{ type = "markdown", columns = ["train_loss", "val_loss"] }]
 //! strategy = { type = "local_sgd", sync_every = 16 }
 //! # or: strategy = { type = "fsdp", parallelize = "every_other" }
+//! # or: strategy = { type = "ddp", gradient_compression = { type = "power_sgd", rank = 4 } }
 //!
 //! [checkpoint]
 //! io = { type = "journal", io = "local" }
@@ -20,9 +21,11 @@ mod glu;
 mod journal;
 mod local_sgd;
 mod markdown;
+mod power_sgd;
 
 pub use every_other::EveryOther;
 pub use glu::Glu;
 pub use journal::Journal;
 pub use local_sgd::LocalSgd;
 pub use markdown::Markdown;
+pub use power_sgd::PowerSgd;
