@@ -379,12 +379,14 @@ fn a_variable_says_how_much_is_logged() {
 fn what_takes_time_is_logged() {
     let scratch = Scratch::with_tokens();
     let run = |more: &[&str]| {
-        let job = scratch.small().args(&["--set", "checkpoint.dir=out"]).args(more);
+        let job = scratch
+            .small()
+            .args(&["--set", "checkpoint.dir=out", "--set", "checkpoint.every_n_steps=4"])
+            .args(more);
         job.env("FULGURITE_LOG", "fulgurite::time=debug").succeed().stderr
     };
     let of_ranks = |log: &str, what: &str| {
-        let lines = log.lines().filter(|line| line.contains("fulgurite::time"));
-        lines.filter(|line| line.contains(&format!("{what} took 0."))).count()
+        log.lines().filter(|line| line.contains(&format!("DEBUG {what} took 0."))).count()
     };
     let first = run(&[]);
     let ranks = of_ranks(&first, "describing the model");

@@ -183,6 +183,7 @@ fn the_guide_shows_the_crate_as_it_is() {
     let code: String = [
         "src/local_sgd.rs",
         "src/markdown.rs",
+        "src/power_sgd.rs",
         "src/every_other.rs",
         "src/glu.rs",
         "src/journal.rs",

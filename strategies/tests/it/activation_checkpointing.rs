@@ -437,6 +437,7 @@ fn choices_that_choose_nothing_are_refused() {
     insta::assert_snapshot!(b.finish().unwrap_err(), @r#"`trainer.activation_checkpointing`: "full" is about the model's units, and it has none; build its blocks with `ModuleBuilder::unit`"#);
 }
 
+// checklist: composer: activation checkpointing
 #[test]
 fn a_parallelize_function_chooses_units() {
     let config = checkpointed(r#"{"type": "fsdp"}"#, "selective");

@@ -113,9 +113,9 @@ fulgurite_config::config_struct! {
         /// The units whose activations are recomputed in backward instead of saved: `"none"`,
         /// `"full"` (every unit) or `"selective"` (every second one), or a table such as `{ type =
         /// "selective", every = 3, units = ["model.layers.*"] }`: every third unit whose path
-        /// matches one of the patterns (`*` is one segment). `offload = "host"` or `"disk"` in a
-        /// table of type `"full"` moves the units' inputs to the host's memory or to temporary
-        /// files until backward.
+        /// matches one of the patterns (`*` is one segment). `offload = "host"` or `"disk"` moves
+        /// what units keep until backward to the host's memory or to temporary files: their inputs
+        /// with type `"full"`, all of their activations with type `"none"`.
         pub activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing::default(),
         /// Seconds that a rank waits for others before it fails.
         pub timeout_secs: u64 = 600,
@@ -396,7 +396,7 @@ mod tests {
         insta::assert_snapshot!(error("activation_checkpointing = { type = 'full', every = 2 }"), @r#"`trainer.activation_checkpointing`: `every` says which units `type = "selective"` takes; the type is "full""#);
         insta::assert_snapshot!(error("activation_checkpointing = { type = 'selective', every = 0 }"), @"`trainer.activation_checkpointing`: `every` must be at least 1, found 0; leave it out for every second unit");
         insta::assert_snapshot!(error("activation_checkpointing = { type = 'full', offload = 'cloud' }"), @r#"run.toml: `trainer.activation_checkpointing.offload`: expected "host" or "disk", found "cloud""#);
-        insta::assert_snapshot!(error("activation_checkpointing = { type = 'none', units = ['a'] }"), @r#"`trainer.activation_checkpointing`: `units` names units and the type is "none"; choose "full" for all of them, or "selective""#);
+        insta::assert_snapshot!(error("activation_checkpointing = { type = 'none', units = ['a'] }"), @r#"`trainer.activation_checkpointing`: `units` names units and the type is "none"; choose "full" for all of them, or "selective", or `offload`"#);
         insta::assert_snapshot!(error("profiler = 'advanced'"), @r#"run.toml: `trainer.profiler`: expected "simple" or "trace", found "advanced""#);
         insta::assert_snapshot!(error("profiler = { type = 'trace', step = 3 }"), @"run.toml: unknown key `trainer.profiler.step`; did you mean `steps`? (the keys of `trainer.profiler` are skip_steps, steps)");
         insta::assert_snapshot!(error("profiler = { type = 'trace', steps = 0 }"), @r#"`trainer.profiler`: `steps` in the trace must be from 1 to 10000, found 0; "simple" makes a table of all steps without a trace"#);
