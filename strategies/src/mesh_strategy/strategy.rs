@@ -199,7 +199,6 @@ impl MeshStrategy {
         }
         let ranks = mesh.size(DP_SHARD_CP)?;
         let outer = Self::outer_spec(parameter, mesh)?;
-        check_even(parameter, &outer, ranks)?;
         Ok(outer.with_cut(Cut::new(DP_SHARD_CP, ranks, Placement::Shard(0))))
     }
 
@@ -305,29 +304,6 @@ fn verify_same_choices(tree: &ModuleTree, world: &dyn ProcessGroup) -> Result<()
             "the parallelize function decided differently on the ranks: {here} on rank 0, {there} on \
              rank {rank}; it must not depend on the rank"
         ))),
-    }
-}
-
-/// Checks that tensor parallelism, where it cuts dimension 0, leaves FSDP equally many rows on every
-/// rank (as in PyTorch).
-fn check_even(parameter: &Parameter, outer: &ShardSpec, ranks: usize) -> Result<()> {
-    let rows = parameter.global_shape()[0];
-    let uneven = outer.cuts.iter().find(|cut| {
-        cut.mesh_dim == TENSOR_PARALLEL
-            && cut.placement == Placement::Shard(0)
-            && !rows.is_multiple_of(cut.size)
-    });
-    match uneven {
-        Some(cut) if ranks > 1 => Err(Error::parameter(
-            parameter.fqn(),
-            format!(
-                "has {rows} rows, which tensor_parallel (size {}) does not divide and over {ranks} \
-                 ranks FSDP would cut again; make them a multiple of {} (pad a vocabulary), leave \
-                 the layer out of the plan, or use data_parallel_replicate_size in place of shards",
-                cut.size, cut.size
-            ),
-        )),
-        _ => Ok(()),
     }
 }
 
