@@ -1,5 +1,5 @@
 //! Adapters on a Llama of Hugging Face, merged, and to and from PEFT. Those that are ignored need a Python with
-//! torch, transformers and peft: see `interop.rs`.
+//! torch, transformers, peft and bitsandbytes: see `interop.rs`.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -10,8 +10,9 @@ use crate::program::fixture;
 use candle_core::{DType, Device, Tensor};
 use fulgurite::core::autograd::no_grad;
 use fulgurite::core::checkpoint::tools::{AnyCheckpoint, ConvertOptions, ConvertTarget, convert};
+use fulgurite::core::checkpoint::{FullOptions, ModelConfig};
 use fulgurite::core::collective::{ProcessGroup, Solo};
-use fulgurite::core::run::{AdapterConfig, TrainerConfig};
+use fulgurite::core::run::{AdapterConfig, QuantizationConfig, TrainerConfig};
 use fulgurite::prelude::*;
 use fulgurite_checkpoint::LocalDirectory;
 use fulgurite_test_support::hugging_face::read_config;
@@ -29,8 +30,19 @@ fn model(
     directory: &Path,
     adapters: Option<AdapterConfig>,
 ) -> Result<(Fabric, Llama)> {
+    let config = TrainerConfig { adapters, ..TrainerConfig::default() };
+    configured(world, strategy, directory, config)
+}
+
+/// The same with these settings.
+fn configured(
+    world: Arc<dyn ProcessGroup>,
+    strategy: &str,
+    directory: &Path,
+    config: TrainerConfig,
+) -> Result<(Fabric, Llama)> {
     let strategy = fulgurite::core::config::PluginValue::new(strategy);
-    let config = TrainerConfig { adapters, strategy, ..TrainerConfig::default() };
+    let config = TrainerConfig { strategy, ..config };
     let mut fabric = Fabric::with_world(world, &config, 1, None)?;
     let mut config = LlamaConfig::default();
     read_config(&mut config, directory)?;
@@ -46,9 +58,9 @@ fn expected(path: &Path) -> HashMap<String, Tensor> {
 /// The logits of this model and adapter on one device.
 fn logits(directory: &Path, adapters: Option<AdapterConfig>) -> Tensor {
     let solo = Arc::new(Solo::new("world", 0));
-    let (_fabric, model) = model(solo, "single_device", directory, adapters).unwrap();
+    let (fabric, model) = model(solo, "single_device", directory, adapters).unwrap();
     let ids = expected(&base().join("expected.safetensors"))["input_ids"].clone();
-    let _no_grad = no_grad();
+    let (_no_grad, _scope) = (no_grad(), fabric.forward_scope(false, 0, 0));
     model.forward(&ids.to_dtype(DType::U32).unwrap()).unwrap()
 }
 
@@ -68,12 +80,19 @@ fn train(directory: &Path) {
         targets: ["*_proj", "embed_tokens"].map(str::to_owned).to_vec(),
         rank: Some(4),
         alpha: Some(8.0),
+        modules_to_save: vec!["lm_head".to_owned()],
         ..AdapterConfig::default()
     };
+    let config = TrainerConfig { adapters: Some(adapters), ..TrainerConfig::default() };
+    train_with(&base(), &config, directory);
+}
+
+/// The same with this base and these settings.
+fn train_with(base: &Path, config: &TrainerConfig, directory: &Path) {
     let losses = run_ranks(2, |world| {
-        let (fabric, model) = model(world, "fsdp", &base(), Some(adapters.clone()))?;
+        let (fabric, model) = configured(world, "fsdp", base, config.clone())?;
         let mut optimizer = fabric.setup_optimizer(&AdamW { lr: 0.02, ..AdamW::default() })?;
-        let expected = expected(&base().join("expected.safetensors"));
+        let expected = expected(&base.join("expected.safetensors"));
         let row = |name: &str, dtype: DType| {
             expected[name].narrow(0, fabric.global_rank(), 1)?.contiguous()?.to_dtype(dtype)
         };
@@ -170,4 +189,52 @@ fn an_adapter_that_peft_made_computes_the_same() {
     assert_close(&logits(&base(), from(&adapter)), &expected["logits"], 1e-5);
     let merged = merge(&adapter, temp.path(), "merged");
     assert_close(&logits(&merged, None), &expected["logits"], 1e-5);
+}
+
+/// QLoRA from end to end: the base in four bits, adapters trained on two ranks, and PEFT computes the same beside
+/// the base that the four bits stand for, and nearly the same beside the one that bitsandbytes quantises.
+#[test]
+#[ignore = "needs a Python with transformers, peft and bitsandbytes"]
+fn peft_computes_what_adapters_beside_a_quantised_base_compute() {
+    let temp = tempfile::tempdir().unwrap();
+    let (base, adapter) = (temp.path().join("base"), temp.path().join("adapter"));
+    python("write_base.py", &[&base]);
+    let quantized = || TrainerConfig {
+        quantization: Some(QuantizationConfig::default()),
+        ..TrainerConfig::default()
+    };
+    let adapters = AdapterConfig {
+        targets: vec!["*_proj".to_owned()],
+        rank: Some(4),
+        alpha: Some(8.0),
+        ..AdapterConfig::default()
+    };
+    train_with(&base, &TrainerConfig { adapters: Some(adapters), ..quantized() }, &adapter);
+
+    let solo = || Arc::new(Solo::new("world", 0));
+    let config = TrainerConfig { adapters: from(&adapter), ..quantized() };
+    let (_fabric, model) = configured(solo(), "single_device", &base, config).unwrap();
+    let ids = expected(&base.join("expected.safetensors"))["input_ids"].clone();
+    let logits = {
+        let _no_grad = no_grad();
+        model.forward(&ids.to_dtype(DType::U32).unwrap()).unwrap()
+    };
+    let ours = temp.path().join("ours.safetensors");
+    let tensors = HashMap::from([("input_ids".to_owned(), ids), ("logits".to_owned(), logits)]);
+    candle_core::safetensors::save(&tensors, &ours).unwrap();
+
+    // The base in four bits, as a directory of Hugging Face.
+    let freeze = vec!["weight".to_owned()];
+    let config = TrainerConfig { freeze, ..quantized() };
+    let (fabric, _model) = configured(solo(), "single_device", &base, config).unwrap();
+    let packed = temp.path().join("packed");
+    fabric.save_full(&packed, None, &(), &FullOptions::default()).unwrap();
+    let config = ModelConfig::from(base.join("config.json"));
+    let options =
+        ConvertOptions { config: Some(config), ..ConvertOptions::new(ConvertTarget::HuggingFace) };
+    let input = AnyCheckpoint::open(&packed).unwrap();
+    let place = LocalDirectory::new(temp.path());
+    let unpacked = convert(&input, &place, "unpacked", &options, &mut |_| {}).unwrap().path;
+    python("peft_logits.py", &[&unpacked, &adapter, &ours]);
+    python("qlora_logits.py", &[&base, &adapter, &ours]);
 }

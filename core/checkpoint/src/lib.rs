@@ -77,6 +77,7 @@ mod stored;
 mod tensor_file;
 pub mod tools;
 mod torch;
+mod unpacked;
 mod weights;
 
 pub use async_save::{AsyncSaver, SavedCheckpoint};
@@ -113,6 +114,7 @@ pub use shard_tensor::{
 pub use source::{TensorInfo, TensorSource};
 pub use stored::StoredTensors;
 pub use torch::{RekeyedOptimizer, TorchOptimizer, TorchSource};
+pub use unpacked::UnpackedSource;
 pub use weights::SafetensorsSource;
 
 pub use fulgurite_engine::checkpoint_io::{

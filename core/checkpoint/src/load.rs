@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
 
 use super::load_report::refuse_differences;
@@ -11,11 +11,13 @@ use super::manifest::Section;
 use super::stored::loadable_dtype;
 use super::{
     DistributedCheckpoint, DtypePolicy, LoadOptions, LoadReport, Mismatch, RenamedSource,
-    TensorSource, open, optimizer_key,
+    TensorInfo, TensorSource, UnpackedSource, open, optimizer_key,
 };
 use crate::{Error, Result};
+use fulgurite_engine::autograd::storage;
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::StateTensor;
+use fulgurite_engine::quantization::Packed;
 use fulgurite_engine::shard::Region;
 
 /// A tensor to fill.
@@ -28,8 +30,29 @@ pub(super) struct LoadTarget {
     adapter: bool,
     /// Whether the filter keeps it.
     kept: bool,
+    /// What it is a part of, if it is one of a quantised weight: it can be filled from that, too.
+    packed: Option<Packed>,
     /// The memory of this rank's part, and its region; `None` for a comparison.
     local: Option<(Tensor, Region)>,
+}
+
+impl LoadTarget {
+    /// The tensor of the source that it is filled from, as it is or packed.
+    fn find<'a>(&'a self, source: &dyn TensorSource) -> Option<(&'a str, TensorInfo)> {
+        let whole = self.packed.as_ref().and_then(|packed| {
+            let info = source.info(&packed.weight).filter(|info| info.shape == packed.shape)?;
+            let is_float = loadable_dtype(info.dtype).is_some_and(|dtype| dtype.is_float());
+            is_float.then_some((packed.weight.as_str(), info))
+        });
+        let named = |name: &'a String| source.info(name).map(|info| (name.as_str(), info));
+        whole.or_else(|| self.names.iter().find_map(named))
+    }
+
+    /// Whether it is packed when it is filled from a tensor of this shape.
+    fn is_packed_from(&self, shape: &[usize], dtype: Dtype) -> Option<&Packed> {
+        let is_float = loadable_dtype(dtype).is_some_and(|dtype| dtype.is_float());
+        self.packed.as_ref().filter(|packed| is_float && packed.shape == *shape)
+    }
 }
 
 impl Section {
@@ -41,27 +64,39 @@ impl Section {
         })
     }
 
-    /// The source under the model's names.
+    /// The source under the model's names, with the quantised weights as weights that are no such ones in the
+    /// model.
     pub(super) fn renamed<'s>(
         self,
         source: &'s dyn TensorSource,
+        targets: &[LoadTarget],
         options: &LoadOptions,
     ) -> Result<Box<dyn TensorSource + 's>> {
-        Ok(if options.names.is_empty() {
-            Box::new(source)
-        } else if self == Self::Model {
-            Box::new(RenamedSource::new(source, &options.names)?)
-        } else {
-            Box::new(RenamedSource::optimizer(source, &options.names)?)
+        Ok(match (self, options.names.is_empty()) {
+            (Self::Model, true) => Box::new(unpacked(source, targets)),
+            (Self::Model, false) => {
+                Box::new(unpacked(RenamedSource::new(source, &options.names)?, targets))
+            }
+            (Self::Optimizer, true) => Box::new(source),
+            (Self::Optimizer, false) => Box::new(RenamedSource::optimizer(source, &options.names)?),
         })
     }
+}
+
+/// The source with those of its quantised weights unpacked that the model does not hold in the same format.
+fn unpacked<S: TensorSource>(source: S, targets: &[LoadTarget]) -> UnpackedSource<S> {
+    let packed = targets.iter().filter(|target| target.packed.is_some());
+    let packed: BTreeMap<&str, &[usize]> =
+        packed.map(|target| (target.names[0].as_str(), &target.shape[..])).collect();
+    UnpackedSource::except(source, |name, shape| packed.get(name) == Some(&shape))
 }
 
 /// The differences between a source and a model. Reads no values, changes nothing, and works before
 /// the model is set up. Not collective. See [`compare_with`] for filters and names.
 pub fn compare(source: &dyn TensorSource, tree: &ModuleTree) -> LoadReport {
     let options = LoadOptions::default();
-    match_up(source, &parameter_targets(tree, &options), &options, Section::Model).0
+    let targets = parameter_targets(tree, &options);
+    match_up(&unpacked(source, &targets), &targets, &options, Section::Model).0
 }
 
 /// [`compare`] with options.
@@ -73,8 +108,9 @@ pub fn compare_with(
     tree: &ModuleTree,
     options: &LoadOptions,
 ) -> Result<LoadReport> {
-    let source = Section::Model.renamed(source, options)?;
-    Ok(match_up(&*source, &parameter_targets(tree, options), options, Section::Model).0)
+    let targets = parameter_targets(tree, options);
+    let source = Section::Model.renamed(source, &targets, options)?;
+    Ok(match_up(&*source, &targets, options, Section::Model).0)
 }
 
 /// The error that [`load_into`] would have for this model, which need not be set up: differences if strict,
@@ -88,7 +124,7 @@ pub fn check_compatible_with(
     options: &LoadOptions,
 ) -> Result<()> {
     let targets = parameter_targets(tree, options);
-    let renamed = Section::Model.renamed(source, options)?;
+    let renamed = Section::Model.renamed(source, &targets, options)?;
     check_patterns(source, &*renamed, &targets, options)?;
     LoadPlan::new(&*renamed, &targets, options, Section::Model).check(options)
 }
@@ -123,7 +159,7 @@ pub fn load_into(
     let options = options.into();
     refuse_broadcast(&options)?;
     let targets = local_parameter_targets(tree, &options)?;
-    let renamed = Section::Model.renamed(source, &options)?;
+    let renamed = Section::Model.renamed(source, &targets, &options)?;
     check_patterns(source, &*renamed, &targets, &options)?;
     let plan = LoadPlan::new(&*renamed, &targets, &options, Section::Model);
     plan.check(&options)?;
@@ -145,7 +181,7 @@ pub fn load_optimizer(
     let options = options.into();
     refuse_broadcast(&options)?;
     let targets = state_targets(tree, states, &options);
-    let source = Section::Optimizer.renamed(source, &options)?;
+    let source = Section::Optimizer.renamed(source, &targets, &options)?;
     let plan = LoadPlan::new(&*source, &targets, &options, Section::Optimizer);
     plan.check(&options)?;
     plan.fill(&options)
@@ -177,7 +213,7 @@ pub fn restore(
     let options = options.into();
     refuse_broadcast(&options)?;
     let parameters = local_parameter_targets(tree, &options)?;
-    let model = Section::Model.renamed(checkpoint.model(), &options)?;
+    let model = Section::Model.renamed(checkpoint.model(), &parameters, &options)?;
     check_patterns(checkpoint.model(), &*model, &parameters, &options)?;
     let model = LoadPlan::new(&*model, &parameters, &options, Section::Model);
     let Some(states) = optimizer.filter(|_| !options.weights_only) else {
@@ -185,7 +221,7 @@ pub fn restore(
         return Ok(RestoreReport { model: model.fill(&options)?, ..RestoreReport::default() });
     };
     let states = state_targets(tree, states, &options);
-    let optimizer = Section::Optimizer.renamed(checkpoint.optimizer(), &options)?;
+    let optimizer = Section::Optimizer.renamed(checkpoint.optimizer(), &states, &options)?;
     let optimizer = LoadPlan::new(&*optimizer, &states, &options, Section::Optimizer);
     if options.strict {
         let reports = [(&model.report, "model"), (&optimizer.report, "optimizer")];
@@ -276,6 +312,7 @@ fn parameter_targets(tree: &ModuleTree, options: &LoadOptions) -> Vec<LoadTarget
         shape: buffer.shape().to_vec(),
         dtype: buffer.dtype(),
         adapter: false,
+        packed: None,
         kept: Section::Model.keeps(options, buffer.fqn()),
         local: None,
     });
@@ -288,6 +325,7 @@ fn parameter_targets(tree: &ModuleTree, options: &LoadOptions) -> Vec<LoadTarget
                 shape: parameter.global_shape().to_vec(),
                 dtype: parameter.dtype(),
                 adapter: parameter.is_adapter(),
+                packed: parameter.packed().cloned(),
                 kept: Section::Model.keeps(options, parameter.fqn()),
                 local: None,
             }
@@ -315,6 +353,7 @@ pub(super) fn state_targets(
                 shape: state.shape.clone(),
                 dtype: state.values.dtype(),
                 adapter: false,
+                packed: None,
                 kept: options.filter.as_ref().is_none_or(|filter| filter.keeps(&state.fqn)),
                 local: Some((state.values.clone(), state.region.clone())),
             }
@@ -373,28 +412,32 @@ fn match_up<'a>(
     let mut report = LoadReport::default();
     let mut matches = Vec::new();
     // A base has no adapters: they keep their initial values.
-    let has = |target: &LoadTarget| target.names.iter().any(|name| source.info(name).is_some());
+    let has = |target: &LoadTarget| target.find(source).is_some();
     let only_base = !targets.iter().any(|target| target.adapter && has(target))
         && targets.iter().any(|target| !target.adapter && has(target));
     for (i, target) in targets.iter().enumerate().filter(|(_, target)| target.kept) {
-        let found = target.names.iter().find_map(|name| source.info(name).map(|info| (name, info)));
-        let Some((name, info)) = found else {
+        let Some((name, info)) = target.find(source) else {
             if !(target.adapter && only_base) {
                 report.missing.push(target.names[0].clone());
             }
             continue;
         };
+        if target.is_packed_from(&info.shape, info.dtype).is_some() {
+            matches.push((i, name));
+            report.loaded.push(target.names[0].clone());
+            continue;
+        }
         let dtypes = (info.shape == target.shape).then(|| (Dtype::from(target.dtype), info.dtype));
         let other_dtype = options.dtypes == DtypePolicy::Exact
             && dtypes.is_some_and(|(expected, found)| {
                 expected != found && loadable_dtype(found) != Some(target.dtype)
             });
         if dtypes.is_some() && !other_dtype {
-            matches.push((i, name.as_str()));
+            matches.push((i, name));
             report.loaded.push(target.names[0].clone());
         } else {
             report.mismatched.push(Mismatch {
-                name: name.clone(),
+                name: name.to_owned(),
                 expected: target.shape.clone(),
                 found: info.shape,
                 dtypes,
@@ -449,10 +492,9 @@ impl<'a> LoadPlan<'a> {
         Ok(())
     }
 
-    /// The names in the source of the tensors to load, each with the memory of this rank's part and its
-    /// region, which may be empty.
-    pub(super) fn fills(&self) -> impl Iterator<Item = (&'a str, Option<&'a (Tensor, Region)>)> {
-        self.matches.iter().map(|&(i, name)| (name, self.targets[i].local.as_ref()))
+    /// What is to be read, in the order of the model's parameters.
+    pub(super) fn fills(&self) -> impl Iterator<Item = Result<Fill<'a>>> {
+        self.matches.iter().map(|&(i, name)| Fill::new(self.source, name, &self.targets[i]))
     }
 
     pub(super) fn into_report(self) -> LoadReport {
@@ -460,17 +502,53 @@ impl<'a> LoadPlan<'a> {
     }
 
     fn fill(self, options: &LoadOptions) -> Result<LoadReport> {
-        for (i, name) in self.matches {
-            let Some((values, region)) = &self.targets[i].local else { continue };
-            if region.is_empty() {
-                continue;
-            }
+        for fill in self.fills() {
+            let fill = fill?;
+            let Some((values, region)) = &fill.into else { continue };
             if options.verify {
-                self.source.read_into(name, region, values)?;
+                self.source.read_into(fill.name, region, values)?;
             } else {
-                self.source.read_into_unverified(name, region, values)?;
+                self.source.read_into_unverified(fill.name, region, values)?;
             }
+            fill.finish()?;
         }
         Ok(self.report)
+    }
+}
+
+/// A tensor to read.
+pub(super) struct Fill<'a> {
+    /// Its name in the source.
+    pub(super) name: &'a str,
+    /// The memory to read into, and the region of the source's tensor that this rank needs; `None` if it needs
+    /// nothing of it.
+    pub(super) into: Option<(Tensor, Region)>,
+    /// The part of a quantised weight that is made from what was read.
+    packed: Option<(&'a Packed, &'a (Tensor, Region))>,
+}
+
+impl<'a> Fill<'a> {
+    fn new(source: &dyn TensorSource, name: &'a str, target: &'a LoadTarget) -> Result<Self> {
+        let Some(local) = target.local.as_ref().filter(|(_, region)| !region.is_empty()) else {
+            return Ok(Self { name, into: None, packed: None });
+        };
+        let info = source.info(name);
+        let Some(packed) = info.and_then(|info| target.is_packed_from(&info.shape, info.dtype))
+        else {
+            return Ok(Self { name, into: Some(local.clone()), packed: None });
+        };
+        let rows = packed.rows(&local.1);
+        let values = Tensor::zeros(rows.elem_count(), DType::F32, &Device::Cpu)?;
+        Ok(Self { name, into: Some((values, rows)), packed: Some((packed, local)) })
+    }
+
+    /// Ends it, after the memory was filled.
+    pub(super) fn finish(self) -> Result<()> {
+        match (self.packed, self.into) {
+            (Some((packed, (target, region))), Some((rows, _))) => {
+                storage::copy_from(target, &packed.pack(region, &rows)?.to_device(target.device())?)
+            }
+            _ => Ok(()),
+        }
     }
 }

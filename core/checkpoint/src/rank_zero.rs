@@ -79,7 +79,7 @@ impl<'a> RankZeroSource<'a> {
     ) -> Result<LoadReport> {
         let options = options.into();
         let targets = local_parameter_targets(tree, &options)?;
-        let renamed = Section::Model.renamed(self.described(), &options)?;
+        let renamed = Section::Model.renamed(self.described(), &targets, &options)?;
         check_patterns(self.described(), &*renamed, &targets, &options)?;
         let plan = LoadPlan::new(&*renamed, &targets, &options, Section::Model);
         plan.check(&options)?;
@@ -99,7 +99,7 @@ impl<'a> RankZeroSource<'a> {
     ) -> Result<LoadReport> {
         let options = options.into();
         let targets = state_targets(tree, states, &options);
-        let renamed = Section::Optimizer.renamed(self.described(), &options)?;
+        let renamed = Section::Optimizer.renamed(self.described(), &targets, &options)?;
         let plan = LoadPlan::new(&*renamed, &targets, &options, Section::Optimizer);
         plan.check(&options)?;
         self.fill(&*renamed, plan, &options)
@@ -143,10 +143,12 @@ impl<'a> RankZeroSource<'a> {
         plan: LoadPlan<'_>,
         options: &LoadOptions,
     ) -> Result<LoadReport> {
-        for (name, local) in plan.fills() {
-            let Some(info) = source.info(name) else { continue };
-            let whole = self.read_on_rank_zero(source, name, &info, options)?;
-            self.send(name, &info, whole.as_ref(), local)?;
+        for fill in plan.fills() {
+            let fill = fill?;
+            let Some(info) = source.info(fill.name) else { continue };
+            let whole = self.read_on_rank_zero(source, fill.name, &info, options)?;
+            self.send(fill.name, &info, whole.as_ref(), fill.into.as_ref())?;
+            fill.finish()?;
         }
         Ok(plan.into_report())
     }

@@ -14,6 +14,7 @@ pub mod module;
 pub mod optim;
 pub mod parallel;
 pub mod parameter;
+pub mod quantization;
 pub mod random;
 pub mod shard;
 pub mod simd;

@@ -30,8 +30,8 @@ pub use fulgurite_config::{
 pub use fulgurite_conformance as conformance;
 pub use fulgurite_engine::plan;
 pub use fulgurite_engine::{
-    autograd, collective, data, execution, mesh, module, optim, parallel, parameter, random, shard,
-    strategy,
+    autograd, collective, data, execution, mesh, module, optim, parallel, parameter, quantization,
+    random, shard, strategy,
 };
 pub use fulgurite_error::{Error, Result, advice, files};
 pub use fulgurite_launch as launch;

@@ -113,7 +113,7 @@ impl CausalSelfAttention {
 impl FusedLayer for CausalSelfAttention {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
         let (saved, input) = self.layer.redistribute_input(x)?;
-        let width = Dim::Size(self.q_proj.weight().compute_shape()[1]);
+        let width = Dim::Size(self.q_proj.inputs());
         check_dims(&self.layer, &saved, &[Dim::Any("batch"), Dim::Any("time"), width])?;
         let (batch, time) = (saved.dim(0)?, saved.dim(1)?);
         let context = ForwardScope::current().context;

@@ -317,7 +317,7 @@ impl Module for BatchNorm {
             return Err(Error::module(self.layer.path(), message));
         }
         if let Some((weight, _)) = &self.affine {
-            check_dtype(&self.layer, x, weight)?;
+            check_dtype(&self.layer, x, weight.compute_dtype())?;
         }
         self.layer.check_input(x)?;
         let scope = ForwardScope::of_random_layer(self.layer.path())?;

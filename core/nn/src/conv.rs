@@ -200,7 +200,7 @@ impl ConvLayer {
 
     /// `given` is the input as it was given, `x` its form over two dimensions.
     fn forward(&self, given: &Tensor, x: &Tensor) -> Result<Tensor> {
-        check_dtype(&self.layer, given, &self.weight)?;
+        check_dtype(&self.layer, given, self.weight.compute_dtype())?;
         self.layer.check_input(given)?;
         let saved = x.detach();
         let y = self.layer.run(|| {

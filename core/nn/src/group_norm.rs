@@ -81,7 +81,7 @@ impl Module for GroupNorm {
                 format!("expected an input of shape [batch, {channels}, ..], got {:?}", x.dims());
             return Err(Error::module(self.layer.path(), message));
         }
-        check_dtype(&self.layer, x, &self.weight)?;
+        check_dtype(&self.layer, x, self.weight.compute_dtype())?;
         self.layer.check_input(x)?;
         let saved = x.detach();
         let y = self.layer.run(|| {

@@ -1,10 +1,9 @@
 //! What layers check of their inputs.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use crate::{Error, Result};
 use fulgurite_engine::parallel::LayerHandle;
-use fulgurite_engine::parameter::Parameter;
 
 /// Checks that the last dimension of a layer's input has `width` elements.
 pub(super) fn check_width(layer: &LayerHandle, x: &Tensor, width: usize) -> Result<()> {
@@ -45,9 +44,9 @@ pub(super) enum Dim {
     Size(usize),
 }
 
-/// Checks that an input has the parameter's compute dtype.
-pub(super) fn check_dtype(layer: &LayerHandle, x: &Tensor, parameter: &Parameter) -> Result<()> {
-    let (got, want) = (x.dtype(), parameter.compute_dtype());
+/// Checks that an input has the dtype that the layer computes in.
+pub(super) fn check_dtype(layer: &LayerHandle, x: &Tensor, want: DType) -> Result<()> {
+    let got = x.dtype();
     if got == want {
         return Ok(());
     }

@@ -66,6 +66,7 @@ mod predicted_classes;
 mod residual;
 mod rope;
 mod styles;
+mod weight;
 
 pub use attention::{AttentionConfig, CausalSelfAttention};
 pub use backend::force_portable;

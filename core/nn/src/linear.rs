@@ -6,6 +6,7 @@ use super::input;
 use super::kernels::matmul::{self, InputGrad};
 use super::lora::{Lora, LoraCall};
 use super::styles::LinearStyles;
+use super::weight::Weight;
 use crate::{Error, Result};
 use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder};
 use fulgurite_engine::parallel::{LayerHandle, Redistributed};
@@ -17,10 +18,12 @@ use fulgurite_engine::parameter::{Init, Parameter};
 ///
 /// A plan may make it [`Colwise`](fulgurite_engine::parallel::Colwise) or
 /// [`Rowwise`](fulgurite_engine::parallel::Rowwise). It may be a target of
-/// [`Adapters`](fulgurite_engine::module::Adapters), unless its weight is [tied](Self::tied).
+/// [`Adapters`](fulgurite_engine::module::Adapters), unless its weight is [tied](Self::tied); and its weight, if it
+/// is frozen, one of [`Quantization`](fulgurite_engine::module::Quantization): it is then unpacked in each forward
+/// and backward.
 #[derive(Debug, Clone)]
 pub struct Linear {
-    weight: Parameter,
+    weight: Weight,
     bias: Option<Parameter>,
     lora: Option<Lora>,
     layer: LayerHandle,
@@ -41,7 +44,7 @@ impl Linear {
     /// As [`new`](Self::new).
     pub fn with_init(b: &ModuleBuilder, inputs: usize, outputs: usize, init: Init) -> Result<Self> {
         let layer = b.declare(LinearStyles { inputs, outputs })?;
-        let weight = b.parameter("weight", [outputs, inputs], init)?;
+        let weight = Weight::declare(b, inputs, outputs, init)?;
         let lora = Lora::of_linear(b, &layer, inputs, outputs)?;
         Ok(Self { weight, bias: None, lora, layer })
     }
@@ -59,7 +62,7 @@ impl Linear {
     /// # Errors
     /// If there is a bias at the builder's path already.
     pub fn add_bias(mut self, b: &ModuleBuilder, init: Init) -> Result<Self> {
-        self.bias = Some(b.parameter("bias", [self.weight.global_shape()[0]], init)?);
+        self.bias = Some(b.parameter("bias", [self.weight.parameter().global_shape()[0]], init)?);
         Ok(self)
     }
 
@@ -78,12 +81,13 @@ impl Linear {
         };
         let layer = b.declare(LinearStyles { inputs, outputs })?;
         b.tie("weight", weight)?;
-        Ok(Self { weight: weight.clone(), bias: None, lora: None, layer })
+        Ok(Self { weight: Weight::Plain(weight.clone()), bias: None, lora: None, layer })
     }
 
-    /// The weight, `[out, in]`.
+    /// The weight, `[out, in]`; one that is quantised, its
+    /// [codes](fulgurite_engine::quantization::PackedPart::Codes).
     pub fn weight(&self) -> &Parameter {
-        &self.weight
+        self.weight.parameter()
     }
 
     /// The bias, `[out]`.
@@ -93,13 +97,18 @@ impl Linear {
 
     /// The number of outputs that this rank computes.
     pub(super) fn outputs(&self) -> usize {
-        self.weight.compute_shape()[0]
+        self.weight.outputs()
+    }
+
+    /// The number of inputs that this rank computes with.
+    pub(super) fn inputs(&self) -> usize {
+        self.weight.inputs()
     }
 
     /// Weight, bias and adapter.
     pub(super) fn parameters(&self) -> impl Iterator<Item = &Parameter> {
         let lora = self.lora.iter().flat_map(Lora::parameters);
-        std::iter::once(&self.weight).chain(&self.bias).chain(lora)
+        self.weight.parameters().chain(&self.bias).chain(lora)
     }
 
     /// Whether rows of the input can be computed apart, whatever their place in the batch is.
@@ -136,13 +145,13 @@ impl Linear {
 
     /// Checks the last dimension of `x`.
     pub(super) fn check_width(&self, x: &Tensor) -> Result<()> {
-        input::check_width(&self.layer, x, self.weight.compute_shape()[1])
+        input::check_width(&self.layer, x, self.weight.inputs())
     }
 
     /// This rank's output, outside the graph, and what its backward takes.
     pub(super) fn compute(&self, x: &Tensor) -> Result<(Tensor, LoraCall)> {
         self.check_width(x)?;
-        input::check_dtype(&self.layer, x, &self.weight)?;
+        input::check_dtype(&self.layer, x, self.weight.compute_dtype())?;
         let bias = self.split_bias().0.map(Parameter::value).transpose()?;
         self.layer.run(|| {
             let y = matmul::linear(x, &self.weight.value()?, bias.as_ref())?;
@@ -184,7 +193,9 @@ impl Linear {
             InputGrad::Skip => None,
             into => matmul::input_grad(grad, &self.weight.value()?, into)?,
         };
-        matmul::weight_grad(&self.weight, x, grad)?;
+        if let Some(weight) = self.weight.trained() {
+            matmul::weight_grad(weight, x, grad)?;
+        }
         if let Some(bias) = self.split_bias().0 {
             matmul::bias_grad(bias, grad)?;
         }
@@ -222,7 +233,7 @@ impl Module for Linear {
         };
         match sharded_logits {
             true => {
-                let first = self.weight.compute_region().offsets[0];
+                let first = self.weight.parameter().compute_region().offsets[0];
                 self.layer.record_logits(&[x], &parameters, y, first, backward)
             }
             false => self.layer.record(&[x], &parameters, y, backward),

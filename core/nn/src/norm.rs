@@ -104,7 +104,7 @@ impl NormLayer {
 
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
         input::check_width(&self.layer, x, self.weight.elem_count())?;
-        input::check_dtype(&self.layer, x, &self.weight)?;
+        input::check_dtype(&self.layer, x, self.weight.compute_dtype())?;
         let (saved, input) = self.layer.redistribute_input(x)?;
         let bias = self.bias.as_ref().map(Parameter::value).transpose()?;
         let y = self.norm.forward(&saved, &self.weight.value()?, bias.as_ref())?;

@@ -86,6 +86,7 @@ impl ParallelLayer for LinearStyles {
 fn cut_outputs(sharding: LayerSharding, replicas: usize) -> LayerSharding {
     let [a, b] = lora::LINEAR;
     let sharding = sharding.cut_shared("weight", 0, replicas).cut_shared("bias", 0, replicas);
+    let sharding = sharding.cut_shared("weight_scale", 0, replicas);
     sharding.replicate(a, true).cut_shared(b, 0, replicas)
 }
 

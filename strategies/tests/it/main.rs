@@ -28,6 +28,7 @@ mod planned;
 mod plans;
 mod plans_at_work;
 mod precision;
+mod quantized;
 mod random_plans;
 mod sampling;
 mod schedule;

@@ -272,7 +272,7 @@ impl DecoderTraining {
     ) -> Result<Self> {
         let frozen = frozen.iter().map(|&pattern| pattern.to_owned()).collect();
         let init = ModuleInit { frozen, ..init(config)? };
-        Self::with_init(world, config, variant, accumulate, init, optimizer)
+        Self::build(world, config, variant, accumulate, init, optimizer)
     }
 
     /// The same with adapters.
@@ -284,10 +284,23 @@ impl DecoderTraining {
         adapters: Adapters,
     ) -> Result<Self> {
         let init = ModuleInit { adapters: Some(adapters), ..init(config)? };
-        Self::with_init(world, config, variant, accumulate, init, &Self::adamw())
+        Self::build(world, config, variant, accumulate, init, &Self::adamw())
     }
 
-    fn with_init(
+    /// The same with what a model is built with; activation checkpointing is what `config` says.
+    pub fn with_init(
+        world: Arc<dyn ProcessGroup>,
+        config: &str,
+        variant: Variant,
+        accumulate: usize,
+        given: ModuleInit,
+    ) -> Result<Self> {
+        let activation_checkpointing = init(config)?.activation_checkpointing;
+        let init = ModuleInit { activation_checkpointing, ..given };
+        Self::build(world, config, variant, accumulate, init, &Self::adamw())
+    }
+
+    fn build(
         world: Arc<dyn ProcessGroup>,
         config: &str,
         variant: Variant,

@@ -14,7 +14,7 @@ use super::super::tensor_file::FileKind;
 use super::super::weights::MAX_COMPANION;
 use super::super::{
     CheckpointIO, FileDigest, FullOptions, MergedModel, ModelConfig, ParameterFilter, SaveMeta,
-    TensorSource,
+    TensorSource, UnpackedSource,
 };
 use super::average::AveragedModel;
 use super::progress::{Counter, Progress};
@@ -122,7 +122,8 @@ pub fn reshard(
 }
 
 /// Writes `input` as the checkpoint `name` of `io`, in another format or dtype or with other names.
-/// Holds one whole tensor at a time. Not collective.
+/// Holds one whole tensor at a time. Quantised weights become weights again in a Hugging Face directory, with another
+/// dtype, and with an adapter merged in. Not collective.
 ///
 /// Step, state and configuration are kept if both formats have them. The tokenizer's and other
 /// small files are copied from weights into a full checkpoint or a Hugging Face directory.
@@ -147,6 +148,11 @@ pub fn convert(
     }
     let averaged = options.average.then(|| AveragedModel::new(input)).transpose()?;
     let source = averaged.as_ref().map_or(input.model(), |averaged| averaged as _);
+    // Quantised weights are Fulgurite's own, and neither adapters nor other dtypes go into them.
+    let changes = options.adapter.is_some() || options.dtype.is_some();
+    let unpacks = changes || options.to == ConvertTarget::HuggingFace;
+    let unpacked = unpacks.then(|| UnpackedSource::new(source));
+    let source = unpacked.as_ref().map_or(source, |unpacked| unpacked as _);
     let merged = options.adapter.as_ref().map(|dir| MergedModel::new(source, dir)).transpose()?;
     let source = merged.as_ref().map_or(source, |merged| merged as _);
     let model = OutputSection::model(source, options)?;

@@ -199,12 +199,12 @@ impl Adapters {
     }
 }
 
-fn matches_any(patterns: &[String], path: &str) -> bool {
+pub(super) fn matches_any(patterns: &[String], path: &str) -> bool {
     patterns.iter().any(|pattern| suffix_match(pattern, path))
 }
 
 /// Whether a pattern matches the last segments of a path.
-fn suffix_match(pattern: &str, path: &str) -> bool {
+pub(super) fn suffix_match(pattern: &str, path: &str) -> bool {
     let segments = pattern.split('.').count();
     let mut starts = path.rmatch_indices('.').map(|(at, _)| at + 1);
     let start = match segments {

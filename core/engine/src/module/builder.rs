@@ -8,10 +8,11 @@ use super::pattern::pattern_matches;
 use super::tree::{ModuleInfo, ModuleTree};
 use super::unit::{Unit, UnitHandle};
 use super::var_builder::Recorder;
-use super::{ActivationCheckpointing, Adapters};
+use super::{ActivationCheckpointing, Adapters, Quantization};
 use crate::parallel::LayerHandle;
 use crate::parallel::ParallelLayer;
 use crate::parameter::{Buffer, BufferInit, BufferOptions, Init, Parameter, ParameterSpec};
+use crate::quantization::{Packed, PackedPart, SCALE_SUFFIX, WeightFormat};
 use crate::shard::checked_elem_count;
 use crate::{Error, Result};
 
@@ -47,6 +48,8 @@ pub struct ModuleInit {
     pub frozen: Vec<String>,
     /// Adapters, beside which everything else is frozen.
     pub adapters: Option<Adapters>,
+    /// Which of the frozen weights are held in fewer bits.
+    pub quantization: Option<Quantization>,
     /// Which units are computed again in backward.
     pub activation_checkpointing: ActivationCheckpointing,
     /// Whether batch norms that do not say otherwise compute with the batches of all data-parallel ranks.
@@ -61,6 +64,7 @@ impl Default for ModuleInit {
             compute_dtype: DType::F32,
             frozen: vec![],
             adapters: None,
+            quantization: None,
             activation_checkpointing: ActivationCheckpointing::default(),
             sync_batchnorm: false,
         }
@@ -211,11 +215,7 @@ impl ModuleBuilder {
         if self.check_size(&fqn, &shape)? > 0 {
             init.check().map_err(|message| Error::parameter(&fqn, message))?;
         }
-        let mut frozen = self.init.frozen.iter().any(|p| pattern_matches(p, &fqn));
-        if origin != Origin::Adapter {
-            frozen |= self.frozen;
-            frozen |= self.init.adapters.as_ref().is_some_and(|adapters| !adapters.trains(&fqn));
-        }
+        let requires_grad = !self.freezes(&fqn, origin);
         let parameter = Parameter::new(ParameterSpec {
             fqn,
             shape,
@@ -223,12 +223,75 @@ impl ModuleBuilder {
             compute_dtype: self.init.compute_dtype,
             device: self.init.device.clone(),
             init,
-            requires_grad: !frozen,
+            requires_grad,
             external: origin == Origin::VarBuilder,
             adapter: origin == Origin::Adapter,
+            packed: None,
         })?;
         self.tree().add_parameter(parameter.clone(), self.unit)?;
         Ok(parameter)
+    }
+
+    /// Whether a parameter is frozen.
+    fn freezes(&self, fqn: &str, origin: Origin) -> bool {
+        let of_base = || {
+            let adapters = self.init.adapters.as_ref();
+            self.frozen || adapters.is_some_and(|adapters| !adapters.trains(fqn))
+        };
+        self.init.frozen.iter().any(|p| pattern_matches(p, fqn))
+            || (origin != Origin::Adapter && of_base())
+    }
+
+    /// The format in which the layer at this path is to hold its weight, the frozen parameter `name`, if the
+    /// model's [`Quantization`] says so. A layer that asks declares
+    /// [packed parameters](Self::packed_parameters) then.
+    pub fn quantization(&self, name: &str) -> Option<WeightFormat> {
+        let quantization = self.init.quantization.as_ref().filter(|all| all.targets(&self.path))?;
+        if !self.freezes(&self.join(name), Origin::Layer) {
+            return None;
+        }
+        self.tree().quantized.insert(self.path.clone());
+        Some(quantization.format)
+    }
+
+    /// Declares codes (`name`) and scales (`name_scale`) of a frozen weight `[rows, columns]` that is held in
+    /// fewer bits. Their initial values are those of `init`, packed.
+    ///
+    /// # Errors
+    /// As [`parameter`](Self::parameter), and if weights of this shape cannot be packed.
+    pub fn packed_parameters(
+        &self,
+        name: &str,
+        shape: [usize; 2],
+        init: Init,
+        format: WeightFormat,
+    ) -> Result<[Parameter; 2]> {
+        let weight = self.join(name);
+        self.check_size(&weight, &shape)?;
+        init.check().map_err(|message| Error::parameter(&weight, message))?;
+        format.check(shape[1]).map_err(|message| {
+            let advice = "leave the layer out with `trainer.quantization.exclude`";
+            Error::module(&self.path, format!("{message}; {advice}, or choose another size"))
+        })?;
+        let declare = |fqn: String, part| -> Result<Parameter> {
+            let dtype = WeightFormat::dtype(part);
+            let parameter = Parameter::new(ParameterSpec {
+                fqn,
+                shape: format.shape(part, shape),
+                dtype,
+                compute_dtype: dtype,
+                device: self.init.device.clone(),
+                init,
+                requires_grad: false,
+                external: false,
+                adapter: false,
+                packed: Some(Packed { weight: weight.clone(), shape, format, part }),
+            })?;
+            self.tree().add_parameter(parameter.clone(), self.unit)?;
+            Ok(parameter)
+        };
+        let codes = declare(weight.clone(), PackedPart::Codes)?;
+        Ok([codes, declare(format!("{weight}{SCALE_SUFFIX}"), PackedPart::Scales)?])
     }
 
     /// Declares the buffer `name` of this module: values that are not trained, which every rank has whole.
@@ -350,6 +413,9 @@ impl ModuleBuilder {
         }
         if let Some(adapters) = &self.init.adapters {
             adapters.check(&tree, &tree.adapted)?;
+        }
+        if let Some(quantization) = &self.init.quantization {
+            quantization.check(&tree, &tree.quantized)?;
         }
         self.init.activation_checkpointing.apply(&tree, &self.init.device)?;
         Ok(tree)

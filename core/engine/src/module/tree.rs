@@ -37,6 +37,8 @@ pub struct ModuleTree {
     synchronises_batches: bool,
     /// The layers that have an adapter.
     pub(super) adapted: BTreeSet<String>,
+    /// Paths of the layers whose weights are quantised.
+    pub(super) quantized: BTreeSet<String>,
     /// The root unit's options, if it was sharded explicitly.
     pub(super) root: Option<FullyShard>,
     pub(super) units: Vec<UnitHandle>,
@@ -162,7 +164,7 @@ impl ModuleTree {
         let fqn = parameter.fqn().to_owned();
         let index = self.parameters.len();
         self.name(&fqn, index)?;
-        self.elements += parameter.elem_count();
+        self.elements += parameter.model_elem_count();
         self.parameters.push(parameter);
         self.owners.push(unit);
         Ok(())

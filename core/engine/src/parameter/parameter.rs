@@ -9,6 +9,7 @@ use super::grad_flow::GradFlow;
 use super::grad_hook::GradHook;
 use super::{GradReducer, Init, uses};
 use crate::autograd::{GradMode, storage};
+use crate::quantization::Packed;
 use crate::shard::{Region, ShardSpec};
 use crate::{Error, Result};
 
@@ -34,6 +35,8 @@ pub(crate) struct ParameterSpec {
     pub(crate) external: bool,
     /// Whether it is of an adapter of a layer.
     pub(crate) adapter: bool,
+    /// What it is a packed part of, if it is one.
+    pub(crate) packed: Option<Packed>,
 }
 
 /// The part of a parameter that this rank's optimizer updates.
@@ -150,6 +153,12 @@ impl Parameter {
         self.0.declared.adapter
     }
 
+    /// The quantised weight that this is a part of, if it is one. Its values follow from those of that weight,
+    /// and so do its initial ones.
+    pub fn packed(&self) -> Option<&Packed> {
+        self.0.declared.packed.as_ref()
+    }
+
     /// Whether a gradient is computed for it at the moment: it is [trained](Self::requires_grad), and not
     /// [paused](super::PausedGradients) because another optimizer has its turn. Layers with a backward of
     /// their own need not compute a gradient otherwise.
@@ -175,6 +184,15 @@ impl Parameter {
     /// Whether a layer took its compute tensor through `ModuleBuilder::var_builder`.
     pub(crate) fn is_external(&self) -> bool {
         self.0.declared.external
+    }
+
+    /// Elements of the model that it stands for: its own, but those of a quantised weight for the weight's codes,
+    /// and none for their scales.
+    pub fn model_elem_count(&self) -> usize {
+        match self.packed() {
+            None => self.elem_count(),
+            Some(packed) => packed.model_elem_count(),
+        }
     }
 
     /// Number of elements of the whole parameter.

@@ -1,6 +1,6 @@
 //! Initial values and replication of parameters, for strategies.
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use twox_hash::XxHash3_64;
 
 use crate::autograd::storage;
@@ -46,8 +46,15 @@ pub fn replicate_along(
     replicate(slots, seed)
 }
 
-/// The initial values of a region of a parameter, flat.
+/// The initial values of a region of a parameter, flat. Those of a part of a quantised weight are the weight's,
+/// packed.
 pub fn initial_values(parameter: &Parameter, seed: u64, region: &Region) -> Result<Tensor> {
+    if let Some(packed) = parameter.packed() {
+        let (init, rows) = (parameter.init(), packed.rows(region));
+        let (dtype, host) = (DType::F32, Device::Cpu);
+        let weight = init.values(seed, &packed.weight, &packed.shape, &rows, dtype, &host)?;
+        return Ok(packed.pack(region, &weight)?.to_device(parameter.device())?);
+    }
     parameter.init().values(
         seed,
         parameter.fqn(),
@@ -87,7 +94,7 @@ pub fn verify_same_buffers(tree: &ModuleTree, group: &dyn ProcessGroup) -> Resul
 }
 
 fn digest(values: &Tensor) -> Result<u64> {
-    let values = values.flatten_all()?.contiguous()?.to_device(&candle_core::Device::Cpu)?;
+    let values = values.flatten_all()?.contiguous()?.to_device(&Device::Cpu)?;
     storage::with_bytes(&values, XxHash3_64::oneshot)
 }
 

@@ -259,7 +259,13 @@ impl Fabric {
             self.warn_of(&source);
             (source.location().to_owned(), load_into(&source, tree, options)?)
         };
-        self.runtime.finish_load()?;
+        let of_adapter =
+            |name: &String| tree.parameters().iter().any(|p| p.is_adapter() && p.fqn() == name);
+        match &self.adapter_from {
+            // A base has the values from before the training of what was trained beside the adapter.
+            Some(dir) if !report.loaded.iter().any(of_adapter) => self.load_adapter(dir)?,
+            _ => self.runtime.finish_load()?,
+        }
         self.log_report(&location, &report, options);
         Ok(report)
     }

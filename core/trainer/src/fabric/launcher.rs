@@ -6,7 +6,8 @@ use std::time::Duration;
 use super::Fabric;
 use crate::profiler::Profiler;
 use crate::run::{
-    AdapterConfig, Devices, MAX_TIMEOUT_SECS, RunConfig, TrainerConfig, available_cores,
+    AdapterConfig, Devices, MAX_TIMEOUT_SECS, QuantizationConfig, RunConfig, TrainerConfig,
+    available_cores,
 };
 use crate::{Error, Result};
 use fulgurite_config::registry::{self, kind};
@@ -184,7 +185,8 @@ impl TrainerConfig {
     /// What the model is built with, before the strategy changes it.
     ///
     /// # Errors
-    /// As [`AdapterConfig::adapters`](crate::run::AdapterConfig::adapters).
+    /// As [`AdapterConfig::adapters`](crate::run::AdapterConfig::adapters) and
+    /// [`QuantizationConfig::quantization`](crate::run::QuantizationConfig::quantization).
     pub(crate) fn module_init(&self) -> Result<ModuleInit> {
         let adapters = self.adapters.as_ref().map(AdapterConfig::adapters).transpose()?;
         Ok(ModuleInit {
@@ -192,6 +194,11 @@ impl TrainerConfig {
             compute_dtype: self.precision.compute_dtype(),
             frozen: self.freeze.clone(),
             adapters,
+            quantization: self
+                .quantization
+                .as_ref()
+                .map(QuantizationConfig::quantization)
+                .transpose()?,
             activation_checkpointing: self.activation_checkpointing.clone(),
             sync_batchnorm: self.sync_batchnorm,
             ..ModuleInit::default()

@@ -17,12 +17,14 @@
 
 mod adapter_config;
 mod checkpoint_config;
+mod quantization_config;
 mod run_config;
 mod trainer_config;
 mod values;
 
 pub use adapter_config::{AdapterConfig, BiasMode};
 pub use checkpoint_config::{CheckpointConfig, LoadConfig, MonitorMode, RenameRule};
+pub use quantization_config::{FormatName, QuantizationConfig};
 pub use run_config::{RunConfig, reference_sections};
 pub use trainer_config::{Limits, TrainerConfig};
 pub(crate) use trainer_config::{MAX_TIMEOUT_SECS, available_cores};

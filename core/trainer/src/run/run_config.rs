@@ -4,7 +4,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
-use super::{AdapterConfig, TrainerConfig};
+use super::{AdapterConfig, QuantizationConfig, TrainerConfig};
 use super::{CheckpointConfig, LoadConfig};
 use crate::Result;
 use fulgurite_config::reference::Section;
@@ -164,6 +164,7 @@ pub fn reference_sections() -> Result<Vec<Section>> {
         Section::new("", top_level(), &RunConfig::<Table, Table>::default())?,
         Section::of::<TrainerConfig>("trainer")?,
         Section::of::<AdapterConfig>("trainer.adapters")?,
+        Section::of::<QuantizationConfig>("trainer.quantization")?,
         Section::of::<CheckpointConfig>("checkpoint")?,
         Section::of::<LoadConfig>("checkpoint.load")?,
     ])

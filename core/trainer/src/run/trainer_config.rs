@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::{
     AdapterConfig, CkptPath, ClipAlgorithm, CountOrFraction, Devices, FastDevRun, MemoryCheck,
-    Precision, TimeLimit,
+    Precision, QuantizationConfig, TimeLimit,
 };
 use crate::profiler::ProfilerConfig;
 use crate::runtime::{SyncBuffers, UnusedParameters};
@@ -110,6 +110,9 @@ fulgurite_config::config_struct! {
         /// Small trainable parameters beside frozen layers: see `[trainer.adapters]` below. Without this key the
         /// whole model is trained.
         pub adapters: Option<AdapterConfig> = None,
+        /// Frozen weights in fewer bits, beside which adapters are trained (QLoRA): see `[trainer.quantization]`
+        /// below. Without this key no weight is quantised.
+        pub quantization: Option<QuantizationConfig> = None,
         /// The units whose activations are recomputed in backward instead of saved: `"none"`,
         /// `"full"` (every unit) or `"selective"` (every second one), or a table such as `{ type =
         /// "selective", every = 3, units = ["model.layers.*"] }`: every third unit whose path
@@ -236,6 +239,9 @@ impl TrainerConfig {
     pub fn validate(&self) -> Result<()> {
         if let Some(adapters) = self.adapters.as_ref().filter(|adapters| adapters.from.is_none()) {
             adapters.adapters()?;
+        }
+        if let Some(quantization) = &self.quantization {
+            quantization.quantization()?;
         }
         let at_least_one = [
             ("num_nodes", self.num_nodes as u64),

@@ -46,7 +46,7 @@ impl ModelSummary {
             let mut modules: Vec<ModuleParameters> = Vec::new();
             for parameter in tree.parameters() {
                 let path = segments(parameter.fqn(), depth);
-                let elements = parameter.global_shape().iter().product();
+                let elements = parameter.model_elem_count();
                 let trainable = if parameter.requires_grad() { elements } else { 0 };
                 match modules.iter_mut().find(|module| module.path == path) {
                     Some(module) => {

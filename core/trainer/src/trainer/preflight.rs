@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use candle_core::DType;
 use toml::Table;
 
 use super::memory_check::check_memory;
@@ -20,6 +21,7 @@ use fulgurite_engine::mesh::DATA_PARALLEL;
 use fulgurite_engine::module::{ModuleBuilder, ModuleTree};
 use fulgurite_engine::optim::{OptimizerConfig, SchedulerConfig};
 use fulgurite_engine::parameter::Buffer;
+use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::strategy::{BuildContext, ParallelizeFn, RankMemory, StrategyConfig};
 
 /// What the ranks of a run are started for.
@@ -273,7 +275,7 @@ fn check_optimizers(
         }
     }
     if let Some(memory) = memory {
-        let dtype = tree.parameters()[0].dtype();
+        let dtype = tree.trainable().next().map_or(DType::F32, Parameter::dtype);
         // As if this rank updated the same share of every parameter.
         let own = u128::from(memory.updated_elements) * state_bytes / elements.max(1);
         memory.optimizer_state = u64::try_from(own).unwrap_or(u64::MAX);

@@ -1,0 +1,112 @@
+//! Quantised weights of a source, as the weights that they stand for.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use safetensors::Dtype;
+
+use super::{TensorInfo, TensorSource};
+use crate::Result;
+use fulgurite_engine::quantization::{SCALE_SUFFIX, WeightFormat};
+use fulgurite_engine::shard::Region;
+
+/// A source whose [quantised weights](fulgurite_engine::quantization), codes and scales, are weights again: one
+/// tensor each, in f32. The others stay as they are.
+///
+/// A quantised weight is recognised by its two tensors: `w`, bytes, and `w_scale`, of which the shapes go
+/// together as those of a [`WeightFormat`].
+#[derive(Debug)]
+pub struct UnpackedSource<S> {
+    source: S,
+    /// By the name of the codes.
+    packed: BTreeMap<String, (WeightFormat, TensorInfo)>,
+}
+
+impl<S: TensorSource> UnpackedSource<S> {
+    /// `source` with all quantised weights unpacked.
+    pub fn new(source: S) -> Self {
+        Self::except(source, |_, _| false)
+    }
+
+    /// The same, but for those of which `keeps` is true, of the name and shape of the codes.
+    pub(super) fn except(source: S, keeps: impl Fn(&str, &[usize]) -> bool) -> Self {
+        let of = |name: &str| {
+            let codes = source.info(name).filter(|info| info.dtype == Dtype::U8)?;
+            let scales = source.info(&format!("{name}{SCALE_SUFFIX}"))?;
+            let scales = Some(scales).filter(|info| info.dtype == Dtype::F32)?;
+            let (format, columns) = WeightFormat::of_shapes(&codes.shape, &scales.shape)?;
+            if keeps(name, &codes.shape) {
+                return None;
+            }
+            let shape = vec![codes.shape[0], columns];
+            Some((name.to_owned(), (format, TensorInfo { shape, dtype: Dtype::F32 })))
+        };
+        let packed = source.names().into_iter().filter_map(of).collect();
+        Self { source, packed }
+    }
+}
+
+impl<S: TensorSource> TensorSource for UnpackedSource<S> {
+    fn location(&self) -> &Path {
+        self.source.location()
+    }
+
+    fn names(&self) -> Vec<&str> {
+        let is_scale = |name: &&str| {
+            name.strip_suffix(SCALE_SUFFIX).is_some_and(|codes| self.packed.contains_key(codes))
+        };
+        self.source.names().into_iter().filter(|name| !is_scale(name)).collect()
+    }
+
+    fn info(&self, name: &str) -> Option<TensorInfo> {
+        match self.packed.get(name) {
+            Some((_, info)) => Some(info.clone()),
+            None => self.source.info(name),
+        }
+    }
+
+    /// Of a quantised weight it reads the whole rows of the region.
+    fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        let Some((format, info)) = self.packed.get(name) else {
+            return self.source.read(name, region, dtype, device);
+        };
+        let part = |name: &str, dtype: DType| -> Result<Tensor> {
+            let mut rows =
+                Region::full(&self.source.info(name).map(|i| i.shape).unwrap_or_default());
+            rows.offsets[0] = region.offsets[0];
+            rows.sizes[0] = region.sizes[0];
+            let values = self.source.read(name, &rows, dtype, &Device::Cpu)?;
+            Ok(values.reshape(rows.sizes)?)
+        };
+        let codes = part(name, DType::U8)?;
+        let scales = part(&format!("{name}{SCALE_SUFFIX}"), DType::F32)?;
+        let weight = format.unpack(&codes, &scales, DType::F32)?;
+        debug_assert_eq!(weight.dim(1)?, info.shape[1]);
+        let weight = weight.narrow(1, region.offsets[1], region.sizes[1])?;
+        Ok(weight.flatten_all()?.to_dtype(dtype)?.to_device(device)?)
+    }
+
+    fn read_into_unverified(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        match self.packed.contains_key(name) {
+            true => self.read_into(name, region, target),
+            false => self.source.read_into_unverified(name, region, target),
+        }
+    }
+
+    fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        if !self.packed.contains_key(name) {
+            return self.source.read_into(name, region, target);
+        }
+        let values = self.read(name, region, target.dtype(), target.device())?;
+        fulgurite_engine::autograd::storage::copy_from(target, &values)
+    }
+
+    fn filtered(&self) -> Option<&str> {
+        self.source.filtered()
+    }
+
+    fn warning(&self) -> Option<String> {
+        self.source.warning()
+    }
+}

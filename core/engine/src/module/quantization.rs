@@ -1,0 +1,116 @@
+//! Which weights of a model are quantised.
+
+use std::collections::BTreeSet;
+
+use super::adapters::{matches_any, suffix_match};
+use super::tree::ModuleTree;
+use crate::quantization::WeightFormat;
+use crate::{Error, Result};
+
+/// The request to hold frozen weights of linear layers in fewer bits, which a model is built with: the base of
+/// QLoRA, with [`Adapters`](super::Adapters).
+///
+/// Layers of `nn` ask for it when they are built ([`ModuleBuilder::quantization`](super::ModuleBuilder::quantization)).
+/// A weight that is trained is never quantised. Patterns are compared with the end of a layer's path, as those
+/// of adapters.
+///
+/// ```
+/// use fulgurite_core::module::{Adapters, ModuleBuilder, ModuleInit, Quantization};
+/// use fulgurite_core::nn::SwiGluMlp;
+/// use fulgurite_core::quantization::WeightFormat;
+///
+/// let b = ModuleBuilder::new(ModuleInit {
+///     adapters: Some(Adapters::new(["down_proj"])),
+///     quantization: Some(Quantization::new(WeightFormat::Nf4 { block_size: 64 })),
+///     ..ModuleInit::default()
+/// });
+/// SwiGluMlp::new(&b.pp("mlp"), 64, 128)?;
+/// let tree = b.finish()?;
+/// let codes = &tree.parameters()[0];
+/// assert_eq!((codes.fqn(), codes.global_shape()), ("mlp.gate_proj.weight", &[128, 1, 33][..]));
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct Quantization {
+    /// How weights are packed.
+    pub format: WeightFormat,
+    /// Patterns of the layers whose weights are quantised; all linear layers with frozen weights if there are
+    /// none.
+    pub targets: Vec<String>,
+    /// Patterns of layers whose weights are not quantised all the same.
+    pub exclude: Vec<String>,
+}
+
+impl Quantization {
+    /// For every frozen linear layer but the output head (`lm_head`), which Hugging Face leaves as it is, too.
+    pub fn new(format: WeightFormat) -> Self {
+        Self { format, targets: Vec::new(), exclude: vec!["lm_head".to_owned()] }
+    }
+
+    /// Whether the layer at this path is to have a quantised weight, if it is frozen.
+    pub fn targets(&self, path: &str) -> bool {
+        (self.targets.is_empty() || matches_any(&self.targets, path))
+            && !matches_any(&self.exclude, path)
+    }
+
+    /// Checks the numbers and patterns themselves.
+    ///
+    /// # Errors
+    /// [`Error::Config`], which names the field.
+    pub fn validate(&self) -> Result<()> {
+        let wrong = |key: &str, message: String| {
+            Err(Error::Config(format!("`trainer.quantization.{key}`: {message}")))
+        };
+        if let WeightFormat::Nf4 { block_size } = self.format
+            && (block_size < 2 || !block_size.is_multiple_of(2))
+        {
+            return wrong("block_size", format!("must be an even number, found {block_size}"));
+        }
+        for (key, patterns) in [("targets", &self.targets), ("exclude", &self.exclude)] {
+            if let Some(pattern) = patterns.iter().find(|p| p.split('.').any(str::is_empty)) {
+                return wrong(key, format!("the pattern `{pattern}` has an empty segment"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the model has what the targets name, and that every layer that is named is quantised.
+    pub(super) fn check(&self, tree: &ModuleTree, quantized: &BTreeSet<String>) -> Result<()> {
+        let config = |message: String| Err(Error::Config(message));
+        let linear = |path: &str| tree.modules().get(path).is_some_and(|m| m.kind == "Linear");
+        let paths = || tree.modules().keys();
+        for pattern in &self.targets {
+            if !paths().any(|path| suffix_match(pattern, path)) {
+                return config(format!(
+                    "`trainer.quantization.targets`: no layer of the model matches `{pattern}`. A pattern is the end \
+                     of a layer's path, with `*` for a segment or a part of one, such as `q_proj`"
+                ));
+            }
+        }
+        let named = |path: &&String| {
+            !self.targets.is_empty() && self.targets(path) && !quantized.contains(*path)
+        };
+        if let Some(path) = paths().find(named) {
+            let why = match linear(path) {
+                true => "its weight is trained, or shared with another layer",
+                false => "it is no linear layer",
+            };
+            return Err(Error::module(
+                path,
+                format!(
+                    "is named by `trainer.quantization.targets`, and {why}: only weights of its own that a linear \
+                     layer does not train can be quantised; leave it out with `trainer.quantization.exclude`"
+                ),
+            ));
+        }
+        if quantized.is_empty() {
+            return config(
+                "`trainer.quantization`: the model has no linear layer with a frozen weight of its own, and others \
+                 cannot be quantised; train adapters beside the model (`[trainer.adapters]`), or freeze layers \
+                 (`trainer.freeze`)"
+                    .to_owned(),
+            );
+        }
+        Ok(())
+    }
+}

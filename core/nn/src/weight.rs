@@ -1,0 +1,101 @@
+//! The weight of a linear layer.
+
+use candle_core::{DType, Tensor};
+
+use crate::Result;
+use fulgurite_engine::module::ModuleBuilder;
+use fulgurite_engine::parameter::{Init, Parameter};
+use fulgurite_engine::quantization::WeightFormat;
+
+/// The weight of a linear layer, `[outputs, inputs]`.
+#[derive(Debug, Clone)]
+pub(super) enum Weight {
+    /// As a parameter of its shape.
+    Plain(Parameter),
+    /// In fewer bits; it is not trained.
+    Packed {
+        codes: Parameter,
+        scales: Parameter,
+        format: WeightFormat,
+        /// Of the values that the layer computes with.
+        compute_dtype: DType,
+    },
+}
+
+impl Weight {
+    /// Declares the weight of the layer at the builder's path.
+    pub(super) fn declare(
+        b: &ModuleBuilder,
+        inputs: usize,
+        outputs: usize,
+        init: Init,
+    ) -> Result<Self> {
+        const NAME: &str = "weight";
+        let Some(format) = b.quantization(NAME) else {
+            return Ok(Self::Plain(b.parameter(NAME, [outputs, inputs], init)?));
+        };
+        let [codes, scales] = b.packed_parameters(NAME, [outputs, inputs], init, format)?;
+        Ok(Self::Packed { codes, scales, format, compute_dtype: b.compute_dtype() })
+    }
+
+    /// The parameter of its name: of a packed weight the codes.
+    pub(super) fn parameter(&self) -> &Parameter {
+        match self {
+            Self::Plain(parameter) => parameter,
+            Self::Packed { codes, .. } => codes,
+        }
+    }
+
+    pub(super) fn parameters(&self) -> impl Iterator<Item = &Parameter> {
+        let scales = match self {
+            Self::Plain(_) => None,
+            Self::Packed { scales, .. } => Some(scales),
+        };
+        std::iter::once(self.parameter()).chain(scales)
+    }
+
+    /// The dtype that the layer computes in.
+    pub(super) fn compute_dtype(&self) -> DType {
+        match self {
+            Self::Plain(parameter) => parameter.compute_dtype(),
+            Self::Packed { compute_dtype, .. } => *compute_dtype,
+        }
+    }
+
+    /// The number of outputs that this rank computes.
+    pub(super) fn outputs(&self) -> usize {
+        self.parameter().compute_shape()[0]
+    }
+
+    /// The number of inputs that this rank computes with.
+    pub(super) fn inputs(&self) -> usize {
+        let columns = self.parameter().compute_shape()[1];
+        match self {
+            Self::Plain(_) => columns,
+            Self::Packed { format, .. } => columns * format.columns_a_code(),
+        }
+    }
+
+    /// This rank's values, `[outputs, inputs]`, in the compute dtype. Those of a packed weight are new memory,
+    /// unpacked in each call.
+    pub(super) fn value(&self) -> Result<Tensor> {
+        match self {
+            Self::Plain(parameter) => parameter.value(),
+            Self::Packed { codes, scales, format, compute_dtype } => {
+                format.unpack(&codes.value()?, &scales.value()?, *compute_dtype)
+            }
+        }
+    }
+
+    /// The parameter that takes a gradient.
+    pub(super) fn trained(&self) -> Option<&Parameter> {
+        match self {
+            Self::Plain(parameter) => Some(parameter),
+            Self::Packed { .. } => None,
+        }
+    }
+
+    pub(super) fn end_use(&self) -> Result<()> {
+        self.parameters().try_for_each(Parameter::end_use)
+    }
+}
