@@ -1,6 +1,6 @@
 """Makes an adapter of a base with peft, and writes it and what the two compute.
 
-write_peft.py BASE DIRECTORY
+write_peft.py BASE DIRECTORY lora|dora
 
 Writes DIRECTORY/adapter and DIRECTORY/expected.safetensors with `input_ids` and `logits`.
 """
@@ -13,15 +13,18 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-base, directory = sys.argv[1], Path(sys.argv[2])
+base, directory, kind = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+dora = kind == "dora"
 torch.manual_seed(3)
 model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 config = LoraConfig(
     r=4,
     lora_alpha=6,
     use_rslora=True,
+    use_dora=dora,
     lora_dropout=0.1,
-    target_modules=["q_proj", "v_proj", "down_proj", "embed_tokens"],
+    # Magnitudes of embeddings are not known here.
+    target_modules=["q_proj", "v_proj", "down_proj"] + ([] if dora else ["embed_tokens"]),
     modules_to_save=["lm_head"],
     task_type="CAUSAL_LM",
 )

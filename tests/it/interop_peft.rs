@@ -75,12 +75,14 @@ fn assert_close(found: &Tensor, expected: &Tensor, tolerance: f64) {
 }
 
 /// Trains adapters on two ranks of fsdp and writes them to the directory.
-fn train(directory: &Path) {
+fn train(directory: &Path, dora: bool) {
+    let targets: &[&str] = if dora { &["*_proj"] } else { &["*_proj", "embed_tokens"] };
     let adapters = AdapterConfig {
-        targets: ["*_proj", "embed_tokens"].map(str::to_owned).to_vec(),
+        targets: targets.iter().map(|&target| target.to_owned()).collect(),
         rank: Some(4),
         alpha: Some(8.0),
         modules_to_save: vec!["lm_head".to_owned()],
+        dora,
         ..AdapterConfig::default()
     };
     let config = TrainerConfig { adapters: Some(adapters), ..TrainerConfig::default() };
@@ -126,15 +128,47 @@ fn merge(adapter: &Path, into: &Path, name: &str) -> PathBuf {
 
 #[test]
 fn merged_weights_compute_what_base_and_adapter_compute() {
+    for dora in [false, true] {
+        let temp = tempfile::tempdir().unwrap();
+        let adapter = temp.path().join("adapter");
+        train(&adapter, dora);
+        let apart = logits(&base(), from(&adapter));
+        let merged = merge(&adapter, temp.path(), "merged");
+        assert_close(&logits(&merged, None), &apart, 1e-5);
+        let plain = logits(&base(), None);
+        let difference = (plain - apart).unwrap().abs().unwrap().max_all().unwrap();
+        assert!(difference.to_scalar::<f32>().unwrap() > 0.01);
+    }
+}
+
+/// `from_pretrained` comes after the model has got its initial values: the magnitudes are those of what was loaded.
+#[test]
+fn an_untrained_adapter_with_magnitudes_changes_nothing() {
+    let targets = vec!["*_proj".to_owned()];
+    let dora = AdapterConfig { targets, dora: true, ..AdapterConfig::default() };
+    assert_close(&logits(&base(), Some(dora)), &logits(&base(), None), 1e-6);
+}
+
+#[test]
+fn magnitudes_of_an_embedding_are_refused() {
     let temp = tempfile::tempdir().unwrap();
     let adapter = temp.path().join("adapter");
-    train(&adapter);
-    let apart = logits(&base(), from(&adapter));
-    let merged = merge(&adapter, temp.path(), "merged");
-    assert_close(&logits(&merged, None), &apart, 1e-5);
-    let plain = logits(&base(), None);
-    let difference = (plain - apart).unwrap().abs().unwrap().max_all().unwrap();
-    assert!(difference.to_scalar::<f32>().unwrap() > 0.01);
+    train(&adapter, false);
+    let file = adapter.join("adapter_model.safetensors");
+    let mut tensors = expected(&file);
+    let name = "base_model.model.model.embed_tokens.lora_magnitude_vector";
+    tensors.insert(name.to_owned(), Tensor::ones(4, DType::F32, &Device::Cpu).unwrap());
+    candle_core::safetensors::save(&tensors, &file).unwrap();
+    let options = ConvertOptions {
+        adapter: Some(adapter),
+        ..ConvertOptions::new(ConvertTarget::HuggingFace)
+    };
+    let input = AnyCheckpoint::open(base()).unwrap();
+    let io = LocalDirectory::new(temp.path());
+    let error = convert(&input, &io, "merged", &options, &mut |_| {}).map(drop).unwrap_err();
+    let expected = "has magnitudes (DoRA) of the embedding `model.embed_tokens.weight`; only those of \
+                    linear layers can be merged";
+    assert!(error.to_string().contains(expected), "{error}");
 }
 
 #[test]
@@ -148,15 +182,18 @@ fn an_adapter_that_asks_for_more_is_refused() {
         assert!(error.contains(expected), "{error}");
     };
     let with = |more: &str| format!(r#"{{"peft_type": "LORA", "r": 4, "lora_alpha": 8, {more}}}"#);
-    check(&with(r#""target_modules": ["a"], "use_dora": true"#), "sets `use_dora`");
+    check(&with(r#""target_modules": ["a"], "use_qalora": true"#), "sets `use_qalora`");
     check(&with(r#""target_modules": ["a"], "rank_pattern": {"a": 3}"#), "sets `rank_pattern`");
     check(&with(r#""target_modules": "all-linear""#), "write the names of layers as a list");
     check(&with(r#""target_modules": ["a"], "bias": "some""#), "expected none, all or lora_only");
     let ia3 = r#"{"peft_type": "IA3", "r": 4, "lora_alpha": 8, "target_modules": ["a"]}"#;
     check(ia3, "only LORA can be loaded");
     check(r#"{"peft_type": "LORA"}"#, "is no configuration of a LoRA adapter");
+    write(&with(r#""target_modules": ["a"], "use_dora": true"#));
+    assert!(from(temp.path()).unwrap().adapters().unwrap().dora);
     write(&with(r#""target_modules": ["a"], "rank_pattern": {}"#));
-    assert_eq!(from(temp.path()).unwrap().adapters().unwrap().scale(), 2.0);
+    let plain = from(temp.path()).unwrap().adapters().unwrap();
+    assert_eq!((plain.scale(), plain.dora), (2.0, false));
     let both = AdapterConfig { rank: Some(2), ..from(temp.path()).unwrap() };
     assert!(both.adapters().unwrap_err().to_string().contains("leave them out"));
 }
@@ -164,9 +201,15 @@ fn an_adapter_that_asks_for_more_is_refused() {
 #[test]
 #[ignore = "needs a Python with transformers and peft"]
 fn peft_reads_an_adapter_that_two_ranks_of_fsdp_trained() {
+    for dora in [false, true] {
+        peft_reads(dora);
+    }
+}
+
+fn peft_reads(dora: bool) {
     let temp = tempfile::tempdir().unwrap();
     let adapter = temp.path().join("adapter");
-    train(&adapter);
+    train(&adapter, dora);
     let ours = temp.path().join("ours.safetensors");
     let ids = expected(&base().join("expected.safetensors"))["input_ids"].clone();
     let tensors = HashMap::from([
@@ -182,13 +225,15 @@ fn peft_reads_an_adapter_that_two_ranks_of_fsdp_trained() {
 #[test]
 #[ignore = "needs a Python with transformers and peft"]
 fn an_adapter_that_peft_made_computes_the_same() {
-    let temp = tempfile::tempdir().unwrap();
-    python("write_peft.py", &[&base(), temp.path()]);
-    let expected = expected(&temp.path().join("expected.safetensors"));
-    let adapter = temp.path().join("adapter");
-    assert_close(&logits(&base(), from(&adapter)), &expected["logits"], 1e-5);
-    let merged = merge(&adapter, temp.path(), "merged");
-    assert_close(&logits(&merged, None), &expected["logits"], 1e-5);
+    for kind in ["lora", "dora"] {
+        let temp = tempfile::tempdir().unwrap();
+        python("write_peft.py", &[&base(), temp.path(), Path::new(kind)]);
+        let expected = expected(&temp.path().join("expected.safetensors"));
+        let adapter = temp.path().join("adapter");
+        assert_close(&logits(&base(), from(&adapter)), &expected["logits"], 1e-5);
+        let merged = merge(&adapter, temp.path(), "merged");
+        assert_close(&logits(&merged, None), &expected["logits"], 1e-5);
+    }
 }
 
 /// QLoRA from end to end: the base in four bits, adapters trained on two ranks, and PEFT computes the same beside

@@ -45,6 +45,7 @@ mod batch_norm;
 mod conv;
 mod cross_entropy;
 mod documents;
+mod dora;
 mod dropout;
 mod embedding;
 pub mod functional;

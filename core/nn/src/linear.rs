@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 
+use super::dora::Dora;
 use super::input;
 use super::kernels::matmul::{self, InputGrad};
 use super::lora::{Lora, LoraCall};
@@ -45,7 +46,7 @@ impl Linear {
     pub fn with_init(b: &ModuleBuilder, inputs: usize, outputs: usize, init: Init) -> Result<Self> {
         let layer = b.declare(LinearStyles { inputs, outputs })?;
         let weight = Weight::declare(b, inputs, outputs, init)?;
-        let lora = Lora::of_linear(b, &layer, inputs, outputs)?;
+        let lora = Lora::of_linear(b, &layer, weight.parameter(), [outputs, inputs])?;
         Ok(Self { weight, bias: None, lora, layer })
     }
 
@@ -113,7 +114,7 @@ impl Linear {
 
     /// Whether rows of the input can be computed apart, whatever their place in the batch is.
     pub(super) fn computes_rows_apart(&self) -> bool {
-        !self.lora.as_ref().is_some_and(Lora::drops)
+        !self.lora.as_ref().is_some_and(Lora::takes_rows_together)
     }
 
     /// The bias that [`compute`](Self::compute) adds, and the bias that is added after the ranks'
@@ -154,12 +155,21 @@ impl Linear {
         input::check_dtype(&self.layer, x, self.weight.compute_dtype())?;
         let bias = self.split_bias().0.map(Parameter::value).transpose()?;
         self.layer.run(|| {
-            let y = matmul::linear(x, &self.weight.value()?, bias.as_ref())?;
+            let weight = self.weight.value()?;
+            if let Some((lora, dora)) = self.dora() {
+                return dora.compute(lora, x, &weight, bias.as_ref());
+            }
+            let y = matmul::linear(x, &weight, bias.as_ref())?;
             match &self.lora {
                 None => Ok((y, LoraCall::default())),
                 Some(lora) => lora.compute(x, y),
             }
         })
+    }
+
+    /// The adapter, if it has magnitudes.
+    fn dora(&self) -> Option<(&Lora, &Dora)> {
+        self.lora.as_ref().and_then(|lora| Some((lora, lora.dora.as_ref()?)))
     }
 
     /// The layer's record, which a plan may have changed.
@@ -189,15 +199,18 @@ impl Linear {
         grad: &Tensor,
         into: InputGrad,
     ) -> Result<Option<Tensor>> {
+        if let Some(bias) = self.split_bias().0 {
+            matmul::bias_grad(bias, grad)?;
+        }
+        if let Some((lora, dora)) = self.dora() {
+            return dora.backward(lora, call, x, grad, into, &self.weight);
+        }
         let dx = match into {
             InputGrad::Skip => None,
             into => matmul::input_grad(grad, &self.weight.value()?, into)?,
         };
         if let Some(weight) = self.weight.trained() {
             matmul::weight_grad(weight, x, grad)?;
-        }
-        if let Some(bias) = self.split_bias().0 {
-            matmul::bias_grad(bias, grad)?;
         }
         match &self.lora {
             None => Ok(dx),

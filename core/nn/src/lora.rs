@@ -1,12 +1,13 @@
-//! The low-rank adapter (LoRA) of a layer.
+//! The low-rank adapter (LoRA) of a layer; `dora` is the one with magnitudes.
 
 use candle_core::{D, Tensor};
 use std::sync::Arc;
 
+use super::dora::{Dora, DoraCall};
 use super::dropout::Mask;
 use super::kernels::embedding::{column_lookup, column_lookup_grad};
 use super::kernels::matmul::{self, InputGrad};
-use crate::Result;
+use crate::{Error, Result};
 use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::{Init, Parameter};
@@ -20,21 +21,26 @@ pub(super) const EMBEDDING: [&str; 2] = ["lora_embedding_A", "lora_embedding_B"]
 /// layer's output.
 #[derive(Debug, Clone)]
 pub(super) struct Lora {
-    a: Parameter,
-    b: Parameter,
-    scale: f64,
+    pub(super) a: Parameter,
+    pub(super) b: Parameter,
+    pub(super) scale: f64,
     dropout: f64,
-    layer: LayerHandle,
+    pub(super) layer: LayerHandle,
+    /// What makes it a DoRA.
+    pub(super) dora: Option<Dora>,
 }
 
 /// What the backward of one call of a layer needs to know of its forward.
 #[derive(Debug, Clone, Default)]
-pub(super) struct LoraCall(Option<Arc<Mask>>);
+pub(super) struct LoraCall {
+    pub(super) mask: Option<Arc<Mask>>,
+    pub(super) dora: Option<DoraCall>,
+}
 
 impl LoraCall {
     /// `x` with the elements zeroed that the forward zeroed.
-    fn drop(&self, x: &Tensor) -> Result<Tensor> {
-        self.0.as_ref().map_or_else(|| Ok(x.clone()), |mask| mask.apply(x))
+    pub(super) fn drop(&self, x: &Tensor) -> Result<Tensor> {
+        self.mask.as_ref().map_or_else(|| Ok(x.clone()), |mask| mask.apply(x))
     }
 }
 
@@ -44,17 +50,14 @@ impl Lora {
     pub(super) fn of_linear(
         b: &ModuleBuilder,
         layer: &LayerHandle,
-        inputs: usize,
-        outputs: usize,
+        weight: &Parameter,
+        [outputs, inputs]: [usize; 2],
     ) -> Result<Option<Self>> {
-        Self::declare(
-            b,
-            layer,
-            inputs,
-            outputs,
-            LINEAR,
-            [Init::kaiming_uniform(inputs), Init::ZEROS],
-        )
+        let init = [Init::kaiming_uniform(inputs), Init::ZEROS];
+        let Some(lora) = Self::declare(b, layer, inputs, outputs, LINEAR, init)? else {
+            return Ok(None);
+        };
+        Ok(Some(Self { dora: Dora::of_linear(b, weight)?, ..lora }))
     }
 
     /// The adapter of the embedding at the builder's path, if it is to have one: `A` starts as zeros, `B`
@@ -65,6 +68,13 @@ impl Lora {
         rows: usize,
         width: usize,
     ) -> Result<Option<Self>> {
+        if b.adapter().is_some_and(|adapters| adapters.dora) {
+            return Err(Error::module(
+                b.path(),
+                "is an embedding, which takes no adapter with magnitudes (DoRA); leave it out with \
+                 `trainer.adapters.exclude`, or set `trainer.adapters.dora = false`",
+            ));
+        }
         let normal = Init::Normal { mean: 0.0, std: 1.0 };
         Self::declare(b, layer, rows, width, EMBEDDING, [Init::ZEROS, normal])
     }
@@ -84,23 +94,30 @@ impl Lora {
             scale: adapters.scale(),
             dropout: adapters.dropout,
             layer: layer.clone(),
+            dora: None,
         }))
     }
 
-    pub(super) fn parameters(&self) -> [&Parameter; 2] {
-        [&self.a, &self.b]
+    pub(super) fn parameters(&self) -> impl Iterator<Item = &Parameter> {
+        [&self.a, &self.b].into_iter().chain(self.dora.as_ref().map(|dora| &dora.magnitude))
     }
 
-    /// Whether its input depends on the place of each row in the batch.
-    pub(super) fn drops(&self) -> bool {
-        self.dropout > 0.0
+    /// Whether it has to have all rows of an input at once: where what it drops depends on the place of each in
+    /// the batch, and where each call has to compute norms.
+    pub(super) fn takes_rows_together(&self) -> bool {
+        self.dropout > 0.0 || self.dora.is_some()
     }
 
     /// Adds the adapter's output for `x` to `y`.
     pub(super) fn compute(&self, x: &Tensor, y: Tensor) -> Result<(Tensor, LoraCall)> {
-        let call = LoraCall(self.mask(x)?.map(Arc::new));
+        let call = self.call(x)?;
         let u = self.inner(&call.drop(x)?)?;
         Ok(((y + matmul::linear(&u, &self.b.value()?, None)?)?, call))
+    }
+
+    /// A call with this input, before it has computed anything.
+    pub(super) fn call(&self, x: &Tensor) -> Result<LoraCall> {
+        Ok(LoraCall { mask: self.mask(x)?.map(Arc::new), dora: None })
     }
 
     fn mask(&self, x: &Tensor) -> Result<Option<Mask>> {
@@ -113,7 +130,7 @@ impl Lora {
     }
 
     /// `scale A x`.
-    fn inner(&self, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn inner(&self, x: &Tensor) -> Result<Tensor> {
         Ok((matmul::linear(x, &self.a.value()?, None)? * self.scale)?)
     }
 
@@ -137,7 +154,7 @@ impl Lora {
         matmul::weight_grad(&self.a, &x, &du)?;
         let Some(dx) = dx else { return Ok(None) };
         let a = self.a.value()?;
-        if call.0.is_none() {
+        if call.mask.is_none() {
             return matmul::input_grad(&du, &a, InputGrad::AddTo(dx));
         }
         let own = matmul::input_grad(&du, &a, InputGrad::New)?;
@@ -167,7 +184,6 @@ impl Lora {
     }
 
     pub(super) fn end_uses(&self) -> Result<()> {
-        self.a.end_use()?;
-        self.b.end_use()
+        self.parameters().try_for_each(Parameter::end_use)
     }
 }

@@ -1,6 +1,6 @@
 //! The tensor-parallel styles that the layers of this crate take, and how each cuts them.
 
-use super::lora;
+use super::{dora, lora};
 use crate::Result;
 use fulgurite_engine::parallel::{
     Colwise, LayerSharding, LayerStyles, Layout, ParallelLayer, ParallelStyle, PrepareModuleInput,
@@ -87,14 +87,15 @@ fn cut_outputs(sharding: LayerSharding, replicas: usize) -> LayerSharding {
     let [a, b] = lora::LINEAR;
     let sharding = sharding.cut_shared("weight", 0, replicas).cut_shared("bias", 0, replicas);
     let sharding = sharding.cut_shared("weight_scale", 0, replicas);
+    let sharding = sharding.cut_shared(dora::MAGNITUDE, 0, replicas);
     sharding.replicate(a, true).cut_shared(b, 0, replicas)
 }
 
-/// Cuts the inputs. The bias is added after the reduction, and the adapter's `B` takes part in it.
+/// Cuts the inputs. The bias is added after the reduction, and the adapter's `B` and magnitudes take part in it.
 fn cut_inputs(sharding: LayerSharding, output: Layout) -> LayerSharding {
     let [a, b] = lora::LINEAR;
     let sharding = sharding.cut("weight", 1).replicate("bias", output != REPLICATE);
-    sharding.cut(a, 1).replicate(b, true)
+    sharding.cut(a, 1).replicate(b, true).replicate(dora::MAGNITUDE, true)
 }
 
 const NO_LOGITS: &str = "loss_parallel is for a Linear that gives logits, with output replicate";

@@ -7,7 +7,7 @@ use fulgurite_core::module::{AdapterBias, Adapters};
 use fulgurite_test_support::training::{DecoderTraining, Run, Variant};
 use fulgurite_transports::run_ranks;
 
-const SINGLE: &str = r#"{"type": "single_device"}"#;
+pub(crate) const SINGLE: &str = r#"{"type": "single_device"}"#;
 
 fn adapters() -> Adapters {
     Adapters {
@@ -20,7 +20,7 @@ fn adapters() -> Adapters {
     }
 }
 
-fn mesh([replicate, shard, context, tensor]: [usize; 4]) -> String {
+pub(crate) fn mesh([replicate, shard, context, tensor]: [usize; 4]) -> String {
     format!(
         r#"{{"type": "model_parallel", "data_parallel_replicate_size": {replicate},
             "data_parallel_shard_size": {shard}, "context_parallel_size": {context},
@@ -42,8 +42,12 @@ fn train(ranks: usize, config: &str, variant: Variant, accumulate: usize) -> Run
 static ONE_DEVICE: LazyLock<Run> = LazyLock::new(|| train(1, SINGLE, Variant::default(), 1));
 
 fn check(ranks: usize, config: &str, variant: Variant, accumulate: usize) {
-    let (run, single) = (train(ranks, config, variant, accumulate), &*ONE_DEVICE);
     let what = format!("{config}, {variant:?}, {accumulate}");
+    assert_as(&what, &train(ranks, config, variant, accumulate), &ONE_DEVICE);
+}
+
+/// Checks losses, norms and weights of a run against those of one device.
+pub(crate) fn assert_as(what: &str, run: &Run, single: &Run) {
     for (name, run, single) in
         [("loss", &run.losses, &single.losses), ("norm", &run.norms, &single.norms)]
     {

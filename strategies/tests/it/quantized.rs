@@ -105,6 +105,30 @@ fn as_on_one_device_with_tensor_parallelism() {
     check(4, &mesh([1, 2, 2]), Variant::ALL[1]);
 }
 
+/// Magnitudes start as the norms of the rows that the base has when it is unpacked (QDoRA).
+#[test]
+fn magnitudes_beside_a_quantised_base() {
+    let train = |ranks, config: &str, format| {
+        let mut given = init(Some(format));
+        given.adapters.as_mut().unwrap().dora = true;
+        let mut runs = run_ranks(ranks, |world| {
+            DecoderTraining::with_init(world, config, Variant::default(), 1, given.clone())?.run()
+        })
+        .unwrap();
+        runs.swap_remove(0).losses
+    };
+    for (format, without) in [(NF4, &*NF4_ALONE), (WeightFormat::Int8, &*INT8_ALONE)] {
+        let alone = train(1, SINGLE, format);
+        // Nothing is trained before the first step, so that adapters of both kinds compute the base.
+        assert!((alone[0] - without.losses[0]).abs() <= 1e-5 * alone[0]);
+        for (ranks, config) in [(2, FSDP.to_owned()), (2, mesh([1, 1, 2])), (4, mesh([1, 2, 2]))] {
+            for (a, b) in train(ranks, &config, format).iter().zip(&alone) {
+                assert!((a - b).abs() <= 2e-5 * b.abs(), "{config}, {format:?}: {a} and {b}");
+            }
+        }
+    }
+}
+
 /// The base learns as the one that is not quantised does, as far as its own error allows.
 #[test]
 fn the_losses_are_near_those_of_the_base_itself() {

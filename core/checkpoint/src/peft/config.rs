@@ -26,6 +26,9 @@ pub struct PeftConfig {
     /// [`Adapters::rslora`].
     #[serde(default)]
     pub use_rslora: bool,
+    /// [`Adapters::dora`].
+    #[serde(default)]
+    pub use_dora: bool,
     /// The layers with an adapter: ends of their paths, as a list.
     pub target_modules: serde_json::Value,
     /// [`Adapters::exclude`].
@@ -91,9 +94,7 @@ impl PeftConfig {
             false => exclude.into(),
         };
         let mut rest = serde_json::Map::new();
-        for key in ["fan_in_fan_out", "use_dora"] {
-            rest.insert(key.to_owned(), false.into());
-        }
+        rest.insert("fan_in_fan_out".to_owned(), false.into());
         rest.insert("init_lora_weights".to_owned(), true.into());
         Self {
             peft_type: "LORA".to_owned(),
@@ -101,6 +102,7 @@ impl PeftConfig {
             lora_alpha: adapters.alpha,
             lora_dropout: adapters.dropout,
             use_rslora: adapters.rslora,
+            use_dora: adapters.dora,
             target_modules: targets.into(),
             exclude_modules: exclude,
             modules_to_save,
@@ -130,7 +132,7 @@ impl PeftConfig {
     /// The adapters that it stands for; `path` is where it was read, for messages.
     ///
     /// # Errors
-    /// If it asks for what is not there: other adapters than LoRA, DoRA, ranks that differ between layers,
+    /// If it asks for what is not there: other adapters than LoRA and DoRA, ranks that differ between layers,
     /// targets as a regular expression, transposed weights, and the like.
     pub fn adapters(&self, path: &Path) -> Result<Adapters> {
         let wrong = |message: String| Err(Error::checkpoint(path, message));
@@ -147,8 +149,7 @@ impl PeftConfig {
             serde_json::Value::Array(items) => items.is_empty(),
             _ => false,
         };
-        const REFUSED: [&str; 13] = [
-            "use_dora",
+        const REFUSED: [&str; 12] = [
             "fan_in_fan_out",
             "rank_pattern",
             "alpha_pattern",
@@ -191,6 +192,7 @@ impl PeftConfig {
             rank: self.r,
             alpha: self.lora_alpha,
             rslora: self.use_rslora,
+            dora: self.use_dora,
             dropout: self.lora_dropout,
             targets,
             exclude: list("exclude_modules", &self.exclude_modules)?,

@@ -143,7 +143,8 @@ impl TensorSource for AdapterSource {
 /// [`finish_load`](fulgurite_engine::strategy::Strategy::finish_load).
 ///
 /// # Errors
-/// If the directory is no adapter, its scale is another one than that of the model's adapters, or a tensor is
+/// If the directory is no adapter, its scale is another one than that of the model's adapters, one is a DoRA and the
+/// other is not, or a tensor is
 /// missing, unexpected or of another shape. Nothing is changed then.
 pub fn load_adapter(dir: &Path, tree: &ModuleTree, adapters: &Adapters) -> Result<LoadReport> {
     let source = AdapterSource::open(dir)?;
@@ -159,6 +160,20 @@ pub fn load_adapter(dir: &Path, tree: &ModuleTree, adapters: &Adapters) -> Resul
                 theirs.scale(),
                 adapters.rank,
                 adapters.scale()
+            ),
+        ));
+    }
+    if theirs.dora != adapters.dora {
+        let (with, without) = match theirs.dora {
+            true => ("has magnitudes (DoRA)", "have none"),
+            false => ("has no magnitudes (it is no DoRA)", "have some"),
+        };
+        return Err(Error::checkpoint(
+            dir,
+            format!(
+                "{with}, and the model's adapters {without}; set `trainer.adapters.dora = {}`, or take its \
+                 configuration with `trainer.adapters.from`",
+                theirs.dora
             ),
         ));
     }

@@ -11,7 +11,11 @@ use crate::{Error, Result};
 use fulgurite_engine::shard::Region;
 use fulgurite_error::files::read_regular;
 
-/// The tensors of a base model, with those of an adapter added: `W + scale B A`, computed in f32 (f64 for f64).
+/// The magnitudes of an adapter, relative to its layer.
+const MAGNITUDE: &str = "lora_magnitude_vector";
+
+/// The tensors of a base model, with those of an adapter added: `V = W + scale B A`, and of one with magnitudes
+/// (DoRA) `magnitude / norm(V) V`, row by row. Computed in f32 (f64 for f64).
 /// What was trained beside the adapters takes the place of the base's.
 pub struct MergedModel<'a> {
     base: &'a dyn TensorSource,
@@ -35,6 +39,14 @@ impl<'a> MergedModel<'a> {
                 let message = format!(
                     "has `{name}`, and {} has no `{target}`: it is an adapter of another model",
                     base.location().display()
+                );
+                return Err(Error::checkpoint(adapter, message));
+            }
+            if name.ends_with(".lora_embedding_A")
+                && layer.is_some_and(|layer| source.info(&format!("{layer}.{MAGNITUDE}")).is_some())
+            {
+                let message = format!(
+                    "has magnitudes (DoRA) of the embedding `{target}`; only those of linear layers can be merged"
                 );
                 return Err(Error::checkpoint(adapter, message));
             }
@@ -75,6 +87,30 @@ impl<'a> MergedModel<'a> {
         }
         Ok(None)
     }
+
+    /// What the rows of a part of an adapted weight are multiplied by, `[rows, 1]`: their magnitudes, divided by the
+    /// norms of the whole rows. `None` for an adapter without magnitudes.
+    fn factor(&self, name: &str, region: &Region, dtype: DType) -> Result<Option<Tensor>> {
+        let Some(layer) = name.strip_suffix(".weight") else { return Ok(None) };
+        let magnitude = format!("{layer}.{MAGNITUDE}");
+        let Some(of_base) = self.base.info(name) else { return Ok(None) };
+        if self.adapter.info(&magnitude).is_none() {
+            return Ok(None);
+        }
+        let (start, n, inputs) = (region.offsets[0], region.sizes[0], of_base.shape[1]);
+        let rows = Region { offsets: vec![start, 0], sizes: vec![n, inputs] };
+        let whole = self.base.read(name, &rows, dtype, &Device::Cpu)?;
+        let whole = match self.added(name, &rows, dtype)? {
+            Some(added) => (whole + added)?,
+            None => whole,
+        };
+        let norms = whole.reshape((n, inputs))?.sqr()?.sum(1)?.sqrt()?;
+        // A row of zeros stays one.
+        let inverse = norms.gt(0.0)?.where_cond(&norms.recip()?, &norms.zeros_like()?)?;
+        let rows = Region { offsets: vec![start], sizes: vec![n] };
+        let magnitude = self.adapter.read(&magnitude, &rows, dtype, &Device::Cpu)?;
+        Ok(Some((magnitude.flatten_all()? * inverse)?.reshape((n, 1))?))
+    }
 }
 
 /// Whether the model in this directory has one tensor for embedding and head.
@@ -108,7 +144,14 @@ impl TensorSource for MergedModel<'_> {
             None => self.base.read(name, region, dtype, device),
             Some(added) => {
                 let base = self.base.read(name, region, wide, &Device::Cpu)?;
-                Ok((base + added)?.to_dtype(dtype)?.to_device(device)?)
+                let merged = (base + added)?;
+                let merged = match self.factor(name, region, wide)? {
+                    None => merged,
+                    Some(factor) => {
+                        merged.reshape(&region.sizes[..])?.broadcast_mul(&factor)?.flatten_all()?
+                    }
+                };
+                Ok(merged.to_dtype(dtype)?.to_device(device)?)
             }
         }
     }

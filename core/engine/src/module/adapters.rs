@@ -50,6 +50,10 @@ pub struct Adapters {
     pub rslora: bool,
     /// The probability with which elements of the adapters' input are zeroed in training. Embeddings have none.
     pub dropout: f64,
+    /// Whether the norms of the adapted weight's rows are trained apart from their directions (DoRA, PEFT's
+    /// `use_dora`): a layer computes `y = magnitude / norm(W + scale B A) * (W x + scale B A x)`, with the norm of
+    /// each row as a constant in backward. Linear layers alone.
+    pub dora: bool,
     /// Patterns of the layers that get an adapter.
     pub targets: Vec<String>,
     /// Patterns of layers that get none all the same.
@@ -68,6 +72,7 @@ impl Adapters {
             alpha: 8.0,
             rslora: false,
             dropout: 0.0,
+            dora: false,
             targets: targets.into_iter().map(Into::into).collect(),
             exclude: Vec::new(),
             modules_to_save: Vec::new(),

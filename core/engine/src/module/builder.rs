@@ -204,6 +204,18 @@ impl ModuleBuilder {
         self.add_parameter(name, shape.into(), init, Origin::Adapter)
     }
 
+    /// Declares the magnitudes of the rows of `weight` (`[out, in]`) as a parameter `[out]` of the adapter of the
+    /// layer at this path. They are ones until whoever sets the model up has values for the weight, and makes them
+    /// the norms of its rows: Fabric and the trainer, from [`ModuleTree::magnitudes`].
+    ///
+    /// # Errors
+    /// As [`parameter`](Self::parameter).
+    pub fn adapter_magnitude(&self, name: &str, weight: &Parameter) -> Result<Parameter> {
+        let magnitude = self.adapter_parameter(name, [weight.global_shape()[0]], Init::ONES)?;
+        self.tree().magnitudes.push((magnitude.clone(), weight.clone()));
+        Ok(magnitude)
+    }
+
     pub(super) fn add_parameter(
         &self,
         name: &str,

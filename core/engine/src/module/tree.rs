@@ -39,6 +39,8 @@ pub struct ModuleTree {
     pub(super) adapted: BTreeSet<String>,
     /// Paths of the layers whose weights are quantised.
     pub(super) quantized: BTreeSet<String>,
+    /// See [`magnitudes`](Self::magnitudes).
+    pub(super) magnitudes: Vec<(Parameter, Parameter)>,
     /// The root unit's options, if it was sharded explicitly.
     pub(super) root: Option<FullyShard>,
     pub(super) units: Vec<UnitHandle>,
@@ -76,6 +78,12 @@ impl ModuleTree {
     /// ([`ModuleBuilder::synchronise_batches`](super::ModuleBuilder::synchronise_batches)).
     pub fn synchronises_batches(&self) -> bool {
         self.synchronises_batches
+    }
+
+    /// The parameters that start as the norms of the rows of another one
+    /// ([`ModuleBuilder::adapter_magnitude`](super::ModuleBuilder::adapter_magnitude)), each with that one.
+    pub fn magnitudes(&self) -> &[(Parameter, Parameter)] {
+        &self.magnitudes
     }
 
     /// The slots of all parameters, in order: for the strategy that sets the model up.

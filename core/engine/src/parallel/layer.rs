@@ -184,6 +184,21 @@ impl LayerHandle {
         self.parallel().is_some_and(|parallel| parallel.computes == Layout::Partial)
     }
 
+    /// Sums over the ranks what each has of its part of the layer's inputs, as the squares in the norm of a weight's
+    /// rows; `x`, which may be overwritten, where [the output is no partial sum](Self::output_is_partial). Collective
+    /// if it is one.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn sum_over_inputs(&self, x: Tensor) -> Result<Tensor> {
+        match self.parallel().filter(|parallel| parallel.computes == Layout::Partial) {
+            None => Ok(x),
+            Some(parallel) => {
+                Ok(Redistribute::AllReduce.forward(&x, || Ok(0), parallel.group())?.0)
+            }
+        }
+    }
+
     /// The layout that the layer computes with, for layers whose result depends on it (dropout).
     pub fn computes_with(&self) -> Layout {
         self.parallel().map_or(Layout::Replicate, |parallel| parallel.computes_with)

@@ -27,6 +27,9 @@ fulgurite_config::config_struct! {
         pub dropout: Option<f64> = None,
         /// Whether `alpha` is divided by the root of the rank, not by the rank (PEFT's `use_rslora`).
         pub rslora: bool = false,
+        /// Whether the norms of the weights' rows are trained apart from their directions (DoRA, PEFT's
+        /// `use_dora`): in linear layers.
+        pub dora: bool = false,
         /// Layers that get none all the same.
         pub exclude: Vec<String> = Vec::new(),
         /// Modules that are trained whole beside the adapters, such as `["lm_head"]`.
@@ -79,6 +82,7 @@ impl AdapterConfig {
                     rank,
                     alpha: self.alpha.unwrap_or(rank as f64),
                     rslora: self.rslora,
+                    dora: self.dora,
                     dropout: self.dropout.unwrap_or(0.0),
                     targets: self.targets.clone(),
                     exclude: self.exclude.clone(),

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use candle_core::{Device, Tensor};
 
 use super::buffers::SyncBuffers;
+use super::magnitudes::Magnitudes;
 use crate::profiler::{Phase, Profiler};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::{detects_anomalies, refuse_variables};
@@ -64,6 +65,7 @@ pub(super) struct RuntimeState {
     pub(super) first_is_built: bool,
     /// Which parameters got a gradient on this rank, since their optimizer's last step.
     pub(super) delivered: Vec<bool>,
+    magnitudes: Magnitudes,
 }
 
 /// The state of an optimizer's step.
@@ -92,6 +94,7 @@ impl StrategyRuntime {
                 steps: vec![StepState::default()],
                 first_is_built: false,
                 delivered: Vec::new(),
+                magnitudes: Magnitudes::default(),
             }),
             profiler: OnceLock::new(),
             sync_buffers: Mutex::default(),
@@ -172,6 +175,7 @@ impl StrategyRuntime {
         let slots = tree.slots();
         state.delivered = vec![false; slots.len()];
         self.model.get_or_init(|| SetUp { tree, slots });
+        state.magnitudes = Magnitudes::start(self.context()?)?;
         state.strategy.prepare_forward(self.context()?)
     }
 
@@ -181,7 +185,10 @@ impl StrategyRuntime {
 
     pub(crate) fn finish_load(&self) -> Result<()> {
         let context = self.context()?;
-        self.lock_state()?.strategy.finish_load(context)?;
+        let mut state = self.lock_state()?;
+        state.magnitudes.follow(context)?;
+        state.strategy.finish_load(context)?;
+        drop(state);
         materialize::verify_same_buffers(context.tree, &**self.mesh.world())
     }
 

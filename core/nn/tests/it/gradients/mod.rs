@@ -6,6 +6,7 @@ mod attention;
 mod batch_norm;
 mod convolution;
 mod cross_attention;
+mod dora;
 mod functional;
 mod harness;
 mod layers;
