@@ -149,6 +149,41 @@ fn an_untrained_adapter_with_magnitudes_changes_nothing() {
     assert_close(&logits(&base(), Some(dora)), &logits(&base(), None), 1e-6);
 }
 
+/// A base that is loaded after an adapter has the head, too, that was trained beside the adapter.
+#[test]
+fn a_base_leaves_what_was_trained_beside_an_adapter() {
+    let temp = tempfile::tempdir().unwrap();
+    let adapter = temp.path().join("adapter");
+    let head = Tensor::ones((67, 32), DType::F32, &Device::Cpu).unwrap();
+    let with_head = AdapterConfig {
+        targets: vec!["q_proj".to_owned()],
+        modules_to_save: vec!["lm_head".to_owned()],
+        ..AdapterConfig::default()
+    };
+    let solo = || Arc::new(Solo::new("world", 0));
+    let (fabric, _) = model(solo(), "single_device", &base(), Some(with_head)).unwrap();
+    fabric.save_adapter(&adapter).unwrap();
+    let weight = |fabric: &Fabric| {
+        let weight = fabric.module_tree().unwrap().parameter("lm_head.weight").unwrap().clone();
+        weight.value().unwrap().copy().unwrap()
+    };
+    assert_close(&weight(&fabric), &base_head(), 0.0);
+    let file = adapter.join("adapter_model.safetensors");
+    let mut tensors = expected(&file);
+    tensors.insert("base_model.model.lm_head.weight".to_owned(), head.clone());
+    candle_core::safetensors::save(&tensors, &file).unwrap();
+    let (fabric, _) = model(solo(), "single_device", &base(), from(&adapter)).unwrap();
+    assert_close(&weight(&fabric), &head, 0.0);
+}
+
+/// The head of the base.
+fn base_head() -> Tensor {
+    let (fabric, _) =
+        model(Arc::new(Solo::new("world", 0)), "single_device", &base(), None).unwrap();
+    let head = fabric.module_tree().unwrap().parameter("lm_head.weight").unwrap().clone();
+    head.value().unwrap().copy().unwrap()
+}
+
 #[test]
 fn magnitudes_of_an_embedding_are_refused() {
     let temp = tempfile::tempdir().unwrap();
