@@ -172,7 +172,10 @@ fn a_base_leaves_what_was_trained_beside_an_adapter() {
     let mut tensors = expected(&file);
     tensors.insert("base_model.model.lm_head.weight".to_owned(), head.clone());
     candle_core::safetensors::save(&tensors, &file).unwrap();
-    let (fabric, _) = model(solo(), "single_device", &base(), from(&adapter)).unwrap();
+    let (by_config, _) = model(solo(), "single_device", &base(), from(&adapter)).unwrap();
+    assert_close(&weight(&by_config), &head, 0.0);
+    fabric.load_adapter(&adapter).unwrap();
+    fabric.load_raw(base(), true).unwrap();
     assert_close(&weight(&fabric), &head, 0.0);
 }
 

@@ -1,9 +1,10 @@
 //! What a parameter is a packed part of.
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::format::PackedValues;
 use super::{PackedPart, WeightFormat};
+use crate::autograd::storage;
 use crate::shard::Region;
 use crate::{Error, Result};
 
@@ -43,14 +44,14 @@ impl Packed {
     /// # Errors
     /// If a value is not finite.
     pub fn pack(&self, region: &Region, rows: &Tensor) -> Result<Tensor> {
-        let values = rows.to_device(&Device::Cpu)?.to_dtype(candle_core::DType::F32)?;
-        let values = values.flatten_all()?.to_vec1::<f32>()?;
+        let values = rows.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+        let values = values.flatten_all()?.contiguous()?;
         // The last dimension of the codes is never cut.
         let range = region.offsets[1]..region.offsets[1] + region.sizes[1];
-        let packed = self
-            .format
-            .pack(self.part, &values, self.shape[1], range)
-            .map_err(|message| Error::parameter(&self.weight, message))?;
+        let packed = storage::with_host(&values, |values: &[f32]| {
+            self.format.pack(self.part, values, self.shape[1], range)
+        })?
+        .map_err(|message| Error::parameter(&self.weight, message))?;
         Ok(match packed {
             PackedValues::Codes(codes) => {
                 let n = codes.len();

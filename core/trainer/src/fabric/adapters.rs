@@ -28,14 +28,22 @@ impl Fabric {
         checkpoint::save_adapter(dir.as_ref(), &**self.world(), tree, coordinate, adapters, base)
     }
 
-    /// Fills the model's adapters from a directory of PEFT's. Collective.
+    /// Fills the model's adapters, and what else is trained with them, from a directory of PEFT's. A base that is
+    /// loaded afterwards leaves them as they are: they are read again. Collective.
     ///
     /// # Errors
     /// If the model was built without adapters, or with others than those in the directory; nothing is changed
     /// then.
     pub fn load_adapter(&self, dir: impl AsRef<Path>) -> Result<()> {
         checkpoint::load_adapter(dir.as_ref(), self.module_tree()?, self.require_adapters()?)?;
+        *self.adapter_from.lock().expect("nobody panics while holding it") =
+            Some(dir.as_ref().to_owned());
         self.runtime.finish_load()
+    }
+
+    /// The directory of the adapter that the model's own start from, or that was loaded last.
+    pub(super) fn adapter_from(&self) -> Option<PathBuf> {
+        self.adapter_from.lock().expect("nobody panics while holding it").clone()
     }
 
     fn require_adapters(&self) -> Result<&Adapters> {

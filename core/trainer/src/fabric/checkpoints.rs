@@ -261,7 +261,7 @@ impl Fabric {
         };
         let of_adapter =
             |name: &String| tree.parameters().iter().any(|p| p.is_adapter() && p.fqn() == name);
-        match &self.adapter_from {
+        match self.adapter_from() {
             // A base has the values from before the training of what was trained beside the adapter.
             Some(dir) if !report.loaded.iter().any(of_adapter) => self.load_adapter(dir)?,
             _ => self.runtime.finish_load()?,

@@ -3,8 +3,8 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
 
 use super::FabricOptimizer;
 use super::SyncBuffers;
@@ -58,8 +58,8 @@ pub struct Fabric {
     world: Arc<dyn ProcessGroup>,
     pub(super) init: ModuleInit,
     seed: u64,
-    /// The adapter that the model's own start from.
-    pub(super) adapter_from: Option<PathBuf>,
+    /// The adapter that the model's own start from, or that was loaded last.
+    pub(super) adapter_from: Mutex<Option<PathBuf>>,
     /// Where the base of the adapters is from.
     pub(crate) base_model: Option<String>,
     /// How batches are made.
@@ -92,7 +92,7 @@ impl Fabric {
             world,
             init,
             seed,
-            adapter_from: None,
+            adapter_from: Mutex::default(),
             base_model: None,
             workers,
             saved_at,
@@ -224,7 +224,7 @@ impl Fabric {
         if let Some(profiler) = self.runtime.profiler() {
             profiler.watch_units(self.module_tree()?.units());
         }
-        if let Some(dir) = &self.adapter_from {
+        if let Some(dir) = self.adapter_from() {
             self.load_adapter(dir)?;
         }
         Ok(model)

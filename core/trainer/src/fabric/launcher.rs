@@ -171,7 +171,8 @@ impl Fabric {
             None => world,
         };
         let mut fabric = Self::new(world, strategy, config.module_init()?, seed)?;
-        fabric.adapter_from = config.adapters.as_ref().and_then(|adapters| adapters.from.clone());
+        *fabric.adapter_from.get_mut().expect("nobody panics while holding it") =
+            config.adapters.as_ref().and_then(|adapters| adapters.from.clone());
         if let Some(profiler) = profiler {
             fabric.runtime.set_profiler(profiler);
         }
