@@ -7,6 +7,7 @@
 //! | `ddp` | everything | an all-reduce of the gradients, in buckets |
 //! | `model_parallel` | its part on a mesh of replicas, shards, context and tensor parallelism | the collectives of each dimension above size 1 |
 //! | `hsdp`, `tp`, `fsdp_tp` | as `model_parallel`, with other default sizes | |
+//! | `diloco` | everything, or a part of its replica's, and twice the parameters of the outer optimizer | between two synchronisations nothing over replicas; in one, an all-reduce of the parameters' change |
 //! | `fsdp`, `fsdp2` | 1/N of every parameter, gradient and optimizer state | all-gathers of parameters and a reduce-scatter of gradients, a unit at a time |
 //!
 //! and tensor-parallel plans for the key `trainer.strategy.parallelize`:
@@ -36,6 +37,7 @@
 
 mod auto;
 mod ddp;
+mod diloco;
 mod fsdp;
 mod gradient_compression;
 mod mesh_strategy;
@@ -48,6 +50,7 @@ mod single_device;
 
 pub use auto::Auto;
 pub use ddp::Ddp;
+pub use diloco::{Diloco, OuterSgd};
 pub use fsdp::{Fsdp, ReshardAfterForward};
 pub use gradient_compression::{Bf16Compression, Fp16Compression};
 pub use mesh_strategy::AccumulationSync;

@@ -99,8 +99,8 @@ impl Strategy for LocalSgdStrategy {
     }
 
     /// Gradients are those of the sum over this rank's items, so the mean is over these.
-    fn grad_scale(&self, _totals: &StepTotals, local_count: f64) -> f64 {
-        1.0 / local_count.max(1.0)
+    fn grad_scale(&self, _totals: &StepTotals, local_count: f64) -> Result<f64> {
+        Ok(1.0 / local_count.max(1.0))
     }
 
     /// The root mean square of the ranks' norms, so that all ranks clip alike.

@@ -9,6 +9,7 @@
 //! | `sharded/` | ranks that hold shards: units are gathered, gradients reduce-scattered |
 //! | `ignored` | parameters that data parallelism leaves alone |
 //! | `reduction` | what is sent of gradients, and what they are divided by before |
+//! | `outer` | replicas that train on their own, and the optimizer that brings them together |
 //! | `gradients` | partial gradients of tensor-parallel ranks, and the error of gradients that come too late |
 //!
 //! When to gather, free and reduce is decided in [`schedule`](crate::schedule); `replicated` and `sharded`
@@ -16,6 +17,7 @@
 
 mod gradients;
 mod ignored;
+mod outer;
 mod plan;
 mod reduction;
 mod replicated;
@@ -24,6 +26,7 @@ mod sharded;
 mod strategy;
 mod units;
 
+pub(crate) use outer::OuterSettings;
 pub(crate) use reduction::GradientSettings;
 pub use settings::AccumulationSync;
 pub(crate) use settings::{Settings, Sharding};

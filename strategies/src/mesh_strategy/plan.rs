@@ -18,6 +18,18 @@ pub(super) fn rank_memory(
     tree: &ModuleTree,
     mesh: &DeviceMesh,
 ) -> Result<RankMemory> {
+    let mut memory = without_outer(strategy, tree, mesh)?;
+    if let Some(outer) = &strategy.settings.outer {
+        memory.parameters += memory.updated_elements * outer.bytes_per_element();
+    }
+    Ok(memory)
+}
+
+fn without_outer(
+    strategy: &MeshStrategy,
+    tree: &ModuleTree,
+    mesh: &DeviceMesh,
+) -> Result<RankMemory> {
     let bytes = |elements: usize, dtype: DType| (elements as u64) * dtype.size_in_bytes() as u64;
     let whole = |memory: &mut RankMemory, parameter: &Parameter| {
         let (elements, dtype) = (parameter.compute_elem_count(), parameter.dtype());

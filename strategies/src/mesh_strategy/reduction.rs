@@ -1,5 +1,6 @@
 //! What is sent of gradients when they are summed over data-parallel ranks, and what they are divided by before.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use candle_core::Tensor;
@@ -53,12 +54,14 @@ fn is_positive(factor: f64) -> bool {
 pub(super) struct GradientReduction {
     compression: Option<Compression>,
     predivide_factor: f64,
+    /// Whether replicas keep their gradients to themselves now.
+    apart: Arc<AtomicBool>,
 }
 
 impl Default for GradientReduction {
     /// As they are.
     fn default() -> Self {
-        Self { compression: None, predivide_factor: 1.0 }
+        Self { compression: None, predivide_factor: 1.0, apart: Arc::default() }
     }
 }
 
@@ -93,7 +96,13 @@ impl GradientReduction {
                  number from its `predivide_factor`"
             )));
         }
-        Ok(Self { compression, predivide_factor })
+        Ok(Self { compression, predivide_factor, apart: Arc::default() })
+    }
+
+    /// The same, where replicas keep their gradients to themselves while `apart` is set.
+    #[must_use]
+    pub(super) fn unless(self, apart: Arc<AtomicBool>) -> Self {
+        Self { apart, ..self }
     }
 
     /// What gradients are divided by before they are summed, and multiplied with after.
@@ -108,6 +117,9 @@ impl GradientReduction {
         parts: impl FnOnce() -> Result<Vec<GradientPart>>,
         replicas: &Arc<dyn ProcessGroup>,
     ) -> Result<Work> {
+        if self.apart.load(Ordering::Relaxed) {
+            return Ok(Work::ready());
+        }
         match &self.compression {
             Some(compression) if replicas.size() > 1 => {
                 let bucket = GradientBucket { values: values.clone(), parts: parts()? };

@@ -3,6 +3,7 @@
 use fulgurite_core::strategy::ParallelizeFn;
 use serde::{Deserialize, Serialize};
 
+use super::outer::OuterSettings;
 use super::reduction::GradientSettings;
 use crate::fsdp::ReshardAfterForward;
 use crate::mixed_precision::MixedPrecisionPolicy;
@@ -79,6 +80,8 @@ pub(crate) struct Settings {
     pub(crate) bucket_bytes: [usize; 2],
     /// What is sent of gradients, and what they are divided by before.
     pub(crate) gradients: GradientSettings,
+    /// How replicas that train on their own are brought together; `None` if they train as one.
+    pub(crate) outer: Option<OuterSettings>,
     pub(crate) parallelize: Option<Box<dyn ParallelizeFn>>,
     /// Used under tensor parallelism if `parallelize` is `None`.
     pub(crate) default_parallelize: Option<Box<dyn ParallelizeFn>>,
@@ -101,6 +104,7 @@ impl Settings {
             ignored: Vec::new(),
             bucket_bytes: [1 << 20, 25 << 20],
             gradients: GradientSettings::default(),
+            outer: None,
             parallelize: None,
             default_parallelize: None,
         }

@@ -1,22 +1,27 @@
 //! The strategy.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use candle_core::DType;
+use candle_core::{DType, Device, Tensor};
 use fulgurite_core::autograd::storage;
-use fulgurite_core::collective::{Difference, ProcessGroup, broadcast_object, first_difference};
+use fulgurite_core::collective::{
+    Collective, Difference, ProcessGroup, ReduceOp, broadcast_object, first_difference,
+};
+use fulgurite_core::execution::read;
 use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_core::module::{ModuleInit, ModuleTree, Reshard, UnitHooks};
+use fulgurite_core::optim::{StateTensor, local_squared_norm};
 use fulgurite_core::parameter::{GradReducer, LocalShard, Parameter, ParameterSlot};
 use fulgurite_core::shard::{Cut, Placement, ShardSpec};
 use fulgurite_core::strategy::{
-    Capabilities, ParallelizeFn, RankMemory, Strategy, StrategyContext, materialize,
+    Capabilities, ParallelizeFn, RankMemory, StepTotals, Strategy, StrategyContext, materialize,
 };
 use fulgurite_core::{Error, Result};
 
 use super::gradients::PartialGrads;
 use super::ignored::{self, Ignored};
+use super::outer::Outer;
 use super::reduction::GradientReduction;
 use super::replicated::Reducer;
 use super::sharded::{Casts, Member, ParamGroup, ShardedRuntime};
@@ -31,6 +36,8 @@ pub(crate) struct MeshStrategy {
     data_parallel: Option<DataParallel>,
     /// `None` if there are none.
     ignored: Option<Ignored>,
+    /// `None` if replicas train as one.
+    outer: Option<Outer>,
 }
 
 /// How data-parallel ranks hold parameters, or the parts that tensor parallelism leaves of them.
@@ -45,7 +52,16 @@ enum DataParallel {
 
 impl MeshStrategy {
     pub(crate) fn new(settings: Settings) -> Self {
-        Self { settings, data_parallel: None, ignored: None }
+        let outer = settings.outer.map(Outer::new);
+        Self { settings, data_parallel: None, ignored: None, outer }
+    }
+
+    fn gradient_reduction(&self, mesh: &DeviceMesh) -> Result<GradientReduction> {
+        let reduction = GradientReduction::new(&self.settings.gradients, mesh)?;
+        Ok(match &self.outer {
+            Some(outer) => reduction.unless(outer.apart()),
+            None => reduction,
+        })
     }
 
     fn mixes_dtypes(&self) -> bool {
@@ -95,14 +111,14 @@ impl MeshStrategy {
         seed: u64,
         partial_grads: PartialGrads,
     ) -> Result<DataParallel> {
-        let reduction = GradientReduction::new(&self.settings.gradients, mesh)?;
+        let reduction = self.gradient_reduction(mesh)?;
         for slot in &slots {
             slot.set_spec(Self::outer_spec(slot, mesh)?);
         }
         materialize::replicate(&slots, seed)?;
         let group = mesh.group(DATA_PARALLEL_REPLICATE)?.clone();
-        // One rank communicates nothing, so the order of its buckets does not matter.
-        let rebuilt = group.size() == 1;
+        // A rank that communicates nothing has no use for another order of its buckets.
+        let rebuilt = group.size() == 1 || self.outer.is_some();
         // Until a backward shows the real order, the reverse of declaration.
         slots.retain(|slot| slot.requires_grad());
         slots.reverse();
@@ -121,7 +137,7 @@ impl MeshStrategy {
         partial_grads: PartialGrads,
         ignored: &[ParameterSlot],
     ) -> Result<DataParallel> {
-        let reduction = GradientReduction::new(&self.settings.gradients, mesh)?;
+        let reduction = self.gradient_reduction(mesh)?;
         let chosen = units::choose(&self.settings, tree)?;
         let policy = self.settings.mixed_precision;
         let reduce_dtype = policy.reduce_dtype.map(DType::from);
@@ -378,7 +394,7 @@ impl Strategy for MeshStrategy {
         }
         Self::verify_replicas(tree, mesh)?;
         self.data_parallel = Some(data_parallel);
-        Ok(())
+        self.outer.as_mut().map_or(Ok(()), |outer| outer.set_up(tree, mesh))
     }
 
     fn plan_module(&self, tree: &mut ModuleTree, mesh: &DeviceMesh) -> Result<Option<RankMemory>> {
@@ -424,6 +440,7 @@ impl Strategy for MeshStrategy {
             DataParallel::Sharded(runtime) => runtime.on(fsdp::Event::FinishStep)?,
         }
         self.ignored.as_ref().map_or(Ok(()), Ignored::finish_step)?;
+        self.outer.as_mut().map_or(Ok(()), Outer::finish_step)?;
         self.rebuild_buckets(context)?;
         self.prepare_forward(context)
     }
@@ -431,12 +448,58 @@ impl Strategy for MeshStrategy {
     fn finish_load(&mut self, context: StrategyContext<'_>) -> Result<()> {
         // Each replica has read its own copy.
         Self::verify_replicas(context.tree, context.mesh)?;
+        self.outer.as_mut().map_or(Ok(()), Outer::start_here)?;
         self.prepare_forward(context)
+    }
+
+    fn grad_scale(&self, totals: &StepTotals, local_count: f64) -> Result<f64> {
+        match &self.outer {
+            Some(outer) if outer.is_apart() => outer.grad_scale(local_count),
+            _ => Ok(totals.grad_scale()),
+        }
+    }
+
+    fn gradient_norm(&self, context: StrategyContext<'_>, scale: f64) -> Result<f64> {
+        let StrategyContext { mesh, slots, .. } = context;
+        let trainable = slots.iter().filter(|slot| slot.requires_grad());
+        let parameters: Vec<_> = trainable.map(|slot| slot.parameter().clone()).collect();
+        let squares = match &self.outer {
+            Some(outer) if outer.is_apart() => outer.local_squared_norm(&parameters, mesh)?,
+            _ => local_squared_norm(&parameters, &|dim| mesh.coordinate(dim))?,
+        };
+        let squares = Tensor::new(&[squares * scale * scale], &Device::Cpu)?;
+        mesh.world().run(Collective::all_reduce(&squares, ReduceOp::Sum))?;
+        Ok(read::host::<f64>(&squares)?[0].sqrt())
+    }
+
+    fn replicas_differ(&self) -> bool {
+        self.outer.as_ref().is_some_and(Outer::replicas_differ)
     }
 
     fn prepare_save(&mut self, context: StrategyContext<'_>) -> Result<()> {
         let verify = |ignored: &Ignored| ignored.verify_same_values(context.mesh);
-        self.ignored.as_ref().map_or(Ok(()), verify)
+        self.ignored.as_ref().map_or(Ok(()), verify)?;
+        if !self.replicas_differ() {
+            return Ok(());
+        }
+        self.outer.as_mut().map_or(Ok(()), Outer::synchronise)?;
+        self.prepare_forward(context)
+    }
+
+    fn prepare_save_states(&mut self, states: &[StateTensor]) -> Result<()> {
+        self.outer.as_mut().map_or(Ok(()), |outer| outer.prepare_save_states(states))
+    }
+
+    fn state_tensors(&self) -> Result<Vec<StateTensor>> {
+        self.outer.as_ref().map_or(Ok(Vec::new()), Outer::state_tensors)
+    }
+
+    fn scalars(&self) -> BTreeMap<String, f64> {
+        self.outer.as_ref().map(Outer::scalars).unwrap_or_default()
+    }
+
+    fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
+        self.outer.as_mut().map_or(Ok(()), |outer| outer.load_scalars(scalars))
     }
 
     fn saves_distributed_checkpoints(&self) -> bool {

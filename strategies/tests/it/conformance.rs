@@ -5,7 +5,7 @@ use fulgurite_core::collective::{ProcessGroup, Solo};
 use fulgurite_core::conformance::{self, Equivalence};
 use fulgurite_core::strategy::StrategyConfig;
 use fulgurite_strategies::{
-    AccumulationSync, Auto, DTypeName, Ddp, Fsdp, MixedPrecisionPolicy, ModelParallel,
+    AccumulationSync, Auto, DTypeName, Ddp, Diloco, Fsdp, MixedPrecisionPolicy, ModelParallel,
     ReshardAfterForward, SingleDevice, Size,
 };
 use fulgurite_transports::run_ranks;
@@ -94,6 +94,13 @@ fn accumulation_that_communicates() {
     for accumulation_sync in [AccumulationSync::ReduceScatter, AccumulationSync::All] {
         conforms(&Fsdp { accumulation_sync, ..Fsdp::default() }, Equivalence::OneRank);
     }
+}
+
+#[test]
+fn diloco() {
+    let apart = Diloco { sync_every: 2, ..Diloco::default() };
+    conforms(&apart, Equivalence::None);
+    conforms(&Diloco { warmup_steps: 100, ..apart }, Equivalence::OneRank);
 }
 
 #[test]

@@ -12,6 +12,7 @@ mod checkpoints;
 mod collectives;
 mod communication;
 mod conformance;
+mod diloco;
 mod dora;
 mod errors;
 mod fabric_collectives;

@@ -84,9 +84,9 @@ impl Strategy for FaultyStrategy {
         Ok(())
     }
 
-    fn grad_scale(&self, totals: &StepTotals, local_count: f64) -> f64 {
+    fn grad_scale(&self, totals: &StepTotals, local_count: f64) -> Result<f64> {
         let factor = if self.fault == Fault::WrongScale { 1.01 } else { 1.0 };
-        self.whole.grad_scale(totals, local_count) * factor
+        Ok(self.whole.grad_scale(totals, local_count)? * factor)
     }
 }
 

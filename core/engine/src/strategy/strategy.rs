@@ -1,5 +1,6 @@
 //! The strategy trait.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
@@ -10,7 +11,7 @@ use crate::collective::{Collective, ProcessGroup, ReduceOp};
 use crate::execution::read;
 use crate::mesh::DeviceMesh;
 use crate::module::{ModuleInit, ModuleTree};
-use crate::optim::local_squared_norm;
+use crate::optim::{StateTensor, local_squared_norm};
 use crate::parameter::ParameterSlot;
 use crate::{Error, Result};
 
@@ -240,10 +241,13 @@ pub trait Strategy: Send {
     /// The factor by which the optimizer multiplies this rank's gradients: by default one over the
     /// global count, since they are of the sum over all ranks. A strategy whose ranks step on gradients
     /// of their own overrides it; `local_count` is the number of items of this rank's losses in the
-    /// step. Not collective.
-    fn grad_scale(&self, totals: &StepTotals, local_count: f64) -> f64 {
+    /// step. Collective.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    fn grad_scale(&self, totals: &StepTotals, local_count: f64) -> Result<f64> {
         let _ = local_count;
-        totals.grad_scale()
+        Ok(totals.grad_scale())
     }
 
     /// The Euclidean norm of the step's gradient, times `scale`, over the parameters of `context.slots` (those
@@ -281,12 +285,54 @@ pub trait Strategy: Send {
         self.prepare_forward(context)
     }
 
+    /// Whether replicas train on their own and have taken steps since they were last made the same; equal on all
+    /// ranks. Buffers are then equal within each replica only, and a training ends with
+    /// [`prepare_save`](Strategy::prepare_save). Not collective.
+    fn replicas_differ(&self) -> bool {
+        false
+    }
+
     /// Called before the parameters are saved: makes replicas the same, if they may differ. Collective.
     ///
     /// # Errors
     /// If a peer fails.
     fn prepare_save(&mut self, context: StrategyContext<'_>) -> Result<()> {
         let _ = context;
+        Ok(())
+    }
+
+    /// Called before the optimizers' `states` are saved, after [`prepare_save`](Strategy::prepare_save): makes
+    /// those of replicas the same in place, if they may differ. Collective.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    fn prepare_save_states(&mut self, states: &[StateTensor]) -> Result<()> {
+        let _ = states;
+        Ok(())
+    }
+
+    /// State tensors of its own, which a checkpoint has beside those of the optimizers: cut as the parameters
+    /// are, in place, with names that no optimizer has. Not collective.
+    ///
+    /// # Errors
+    /// If a parameter has no local values.
+    fn state_tensors(&self) -> Result<Vec<StateTensor>> {
+        Ok(Vec::new())
+    }
+
+    /// The numbers of its own state that are no tensors, for checkpoints; equal on all ranks. Not collective.
+    fn scalars(&self) -> BTreeMap<String, f64> {
+        BTreeMap::new()
+    }
+
+    /// Restores what [`scalars`](Strategy::scalars) returned when the checkpoint was saved, perhaps by another
+    /// strategy. Called after [`finish_load`](Strategy::finish_load), when the optimizers' states and
+    /// [`state_tensors`](Strategy::state_tensors) were loaded too. Not collective.
+    ///
+    /// # Errors
+    /// If a number is out of range.
+    fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
+        let _ = scalars;
         Ok(())
     }
 

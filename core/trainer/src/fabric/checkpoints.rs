@@ -24,6 +24,9 @@ use fulgurite_engine::optim::StateTensor;
 struct FabricState {
     /// [`OptimizerState::scalars`].
     optimizer: BTreeMap<String, f64>,
+    /// [`Strategy::scalars`](fulgurite_engine::strategy::Strategy::scalars).
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    strategy: BTreeMap<String, f64>,
     /// The program's state.
     user: serde_json::Value,
 }
@@ -128,12 +131,16 @@ impl Fabric {
     ) -> Result<(Vec<StateTensor>, SaveMeta)> {
         self.runtime.prepare_save()?;
         let (mut states, mut scalars, mut step) = (Vec::new(), BTreeMap::new(), 0);
+        let mut strategy = BTreeMap::new();
         let is_whole = optimizer.is_some();
         if let Some(optimizer) = optimizer {
-            states = optimizer.state_tensors()?;
+            states = self.runtime.states_to_save(optimizer)?;
+            states.extend(self.runtime.strategy_states()?);
+            strategy = self.runtime.strategy_scalars()?;
             (scalars, step) = (optimizer.scalars(), optimizer.steps());
         }
-        let state = to_json(&FabricState { optimizer: scalars, user: to_json(state)? })?;
+        let user = to_json(state)?;
+        let state = to_json(&FabricState { optimizer: scalars, strategy, user })?;
         // Weights alone are nothing to go on from, so they are never the newest checkpoint.
         let saved_at = is_whole.then(|| self.next_saved_at());
         Ok((states, SaveMeta { step, state, config, saved_at, ..SaveMeta::default() }))
@@ -214,9 +221,11 @@ impl Fabric {
                 return Err(Error::checkpoint(source.location(), message));
             }
             Some(optimizer) => {
-                let states = optimizer.state_tensors()?;
+                let mut states = optimizer.state_tensors()?;
+                states.extend(self.runtime.strategy_states()?);
                 let report = self.runtime.load_checkpoint(source, Some(&states), options)?;
                 optimizer.load_scalars(&saved.optimizer)?;
+                self.runtime.load_strategy_scalars(&saved.strategy)?;
                 report
             }
             None => self.runtime.load_checkpoint(source, None, options)?,

@@ -4,7 +4,6 @@ use candle_core::{DType, Device, Tensor};
 use fulgurite_config::ConfigType;
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective::{Collective, ReduceOp};
-use fulgurite_engine::mesh::DP_CP;
 use serde::{Deserialize, Serialize};
 
 use super::StrategyRuntime;
@@ -31,10 +30,11 @@ impl ConfigType for SyncBuffers {
 }
 
 impl StrategyRuntime {
-    /// Makes the buffers of data-parallel ranks equal. Collective over `dp_cp` if the model has any.
-    pub(super) fn synchronise_buffers(&self) -> Result<()> {
+    /// Makes the buffers of the ranks along `dim` equal: of all data-parallel ranks, or of one replica's.
+    /// Collective over them if the model has any.
+    pub(super) fn synchronise_buffers(&self, dim: &str) -> Result<()> {
         let buffers = self.tree()?.buffers();
-        let group = self.mesh().group(DP_CP)?;
+        let group = self.mesh().group(dim)?;
         if buffers.is_empty() || group.size() == 1 {
             return Ok(());
         }

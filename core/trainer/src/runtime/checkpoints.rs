@@ -1,19 +1,57 @@
 //! Saving and loading checkpoints under a strategy.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use super::StrategyRuntime;
 use crate::Result;
+use crate::fabric::OptimizerState;
 use fulgurite_checkpoint_format::{
     self as checkpoint, CheckpointIO, DistributedCheckpoint, FullOptions, LoadOptions,
     RestoreReport, SaveMeta, SaveRequest,
 };
+use fulgurite_engine::mesh::DP_CP;
 use fulgurite_engine::optim::StateTensor;
 
 impl StrategyRuntime {
     /// Makes replicas equal before a save. Collective.
     pub(crate) fn prepare_save(&self) -> Result<()> {
-        self.lock_state()?.strategy.prepare_save(self.context()?)
+        let strategy = &mut self.lock_state()?.strategy;
+        let differ = strategy.replicas_differ();
+        strategy.prepare_save(self.context()?)?;
+        if differ { self.synchronise_buffers(DP_CP) } else { Ok(()) }
+    }
+
+    /// Makes replicas equal that have trained on their own. Collective.
+    pub(crate) fn unite_replicas(&self) -> Result<()> {
+        let differ = self.lock_state()?.strategy.replicas_differ();
+        if differ { self.prepare_save() } else { Ok(()) }
+    }
+
+    /// The optimizer's state tensors for a save, equal on replicas, after [`prepare_save`](Self::prepare_save).
+    /// Collective.
+    pub(crate) fn states_to_save(
+        &self,
+        optimizer: &mut dyn OptimizerState,
+    ) -> Result<Vec<StateTensor>> {
+        let states = optimizer.state_tensors()?;
+        self.lock_state()?.strategy.prepare_save_states(&states)?;
+        Ok(states)
+    }
+
+    /// State tensors that the strategy has of its own.
+    pub(crate) fn strategy_states(&self) -> Result<Vec<StateTensor>> {
+        self.lock_state()?.strategy.state_tensors()
+    }
+
+    /// The numbers of the strategy's own state.
+    pub(crate) fn strategy_scalars(&self) -> Result<BTreeMap<String, f64>> {
+        Ok(self.lock_state()?.strategy.scalars())
+    }
+
+    /// Restores what [`strategy_scalars`](Self::strategy_scalars) returned.
+    pub(crate) fn load_strategy_scalars(&self, scalars: &BTreeMap<String, f64>) -> Result<()> {
+        self.lock_state()?.strategy.load_scalars(scalars)
     }
 
     /// This rank's part of a distributed checkpoint `name` of the model and these optimizer states:

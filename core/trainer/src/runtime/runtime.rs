@@ -15,7 +15,7 @@ use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
 use fulgurite_engine::execution::read;
 use fulgurite_engine::mesh::{
     CONTEXT_PARALLEL, DATA_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, DP_CP,
-    DeviceMesh,
+    DP_SHARD_CP, DeviceMesh,
 };
 use fulgurite_engine::module::{BatchRanks, ModuleTree};
 use fulgurite_engine::optim::local_squared_norm;
@@ -342,7 +342,7 @@ impl StrategyRuntime {
         let RuntimeState { strategy, steps, .. } = &mut *self.lock_state()?;
         let step = &mut steps[optimizer];
         let totals = self.totals(step, &[])?;
-        Ok(strategy.grad_scale(&totals, step.count))
+        strategy.grad_scale(&totals, step.count)
     }
 
     /// The norm of the mean gradient of an optimizer's parameters, which may be infinite or NaN. Collective.
@@ -384,7 +384,8 @@ impl StrategyRuntime {
         let state = &mut *self.lock_state()?;
         state.clear_gradients(context, optimizer);
         state.strategy.finish_step(context)?;
-        self.synchronise_buffers()
+        // Replicas that train on their own have their own until they are made the same.
+        self.synchronise_buffers(if state.strategy.replicas_differ() { DP_SHARD_CP } else { DP_CP })
     }
 
     /// Forgets the gradients of an optimizer's parameters since its last step. Not collective.

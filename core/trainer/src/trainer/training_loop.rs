@@ -175,6 +175,7 @@ impl Session {
             }
         }
         self.runner.stop_loading(true);
+        self.parts.fabric.runtime.unite_replicas()?;
         self.save_at_end(end)?;
         // An interrupted epoch is continued by the resumed run.
         if has_run && end == FitEnd::Finished && plan.epoch(self.cursor) == self.epoch {

@@ -1,0 +1,310 @@
+//! Replicas that train on their own, and the optimizer that brings them together every so many steps.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_core::autograd::storage;
+use fulgurite_core::collective::{Collective, ProcessGroup, ReduceOp};
+use fulgurite_core::execution::read;
+use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh};
+use fulgurite_core::module::ModuleTree;
+use fulgurite_core::optim::{StateTensor, local_squared_norm};
+use fulgurite_core::parameter::{Parameter, accumulation_dtype};
+use fulgurite_core::{Error, Result};
+
+/// The name of the momentum in checkpoints.
+const MOMENTUM: &str = "outer_momentum";
+/// The name of the number of steps in checkpoints.
+const STEPS: &str = "outer.warmup_steps";
+/// Elements that are averaged in one collective, at most, unless one parameter has more.
+const CHUNK: usize = 1 << 23;
+
+/// What the configuration says.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct OuterSettings {
+    /// Optimizer steps from one synchronisation to the next.
+    pub(crate) sync_every: u64,
+    /// Steps at the beginning in which replicas train as one.
+    pub(crate) warmup_steps: u64,
+    pub(crate) lr: f64,
+    pub(crate) momentum: f64,
+    pub(crate) nesterov: bool,
+}
+
+impl OuterSettings {
+    /// Bytes of the outer optimizer's state for each element that a rank trains, in f32.
+    pub(super) fn bytes_per_element(&self) -> u64 {
+        if self.momentum == 0.0 { 4 } else { 8 }
+    }
+}
+
+/// The outer optimizer of DiLoCo (Douillard et al., 2023): SGD, with `synced - mean(local)` as its gradient.
+pub(super) struct Outer {
+    settings: OuterSettings,
+    /// Shared with those that reduce gradients.
+    apart: Arc<AtomicBool>,
+    /// Steps done, counted up to the end of the warm-up.
+    steps: u64,
+    /// Steps since replicas were last the same.
+    since: u64,
+    /// Whether the inner optimizers' states may differ between replicas.
+    states_differ: bool,
+    model: Option<Model>,
+}
+
+struct Model {
+    /// The ranks that hold the same shards, one of each replica.
+    replicas: Arc<dyn ProcessGroup>,
+    /// The ranks of this replica whose gradients are summed.
+    replica: Arc<dyn ProcessGroup>,
+    shards: Vec<Shard>,
+}
+
+/// This rank's part of a trainable parameter.
+struct Shard {
+    parameter: Parameter,
+    /// Its values at the last synchronisation.
+    synced: Tensor,
+    momentum: Option<Tensor>,
+}
+
+impl Outer {
+    pub(super) fn new(settings: OuterSettings) -> Self {
+        let apart = Arc::new(AtomicBool::new(settings.warmup_steps == 0));
+        Self { settings, apart, steps: 0, since: 0, states_differ: false, model: None }
+    }
+
+    /// Whether replicas keep their gradients to themselves now.
+    pub(super) fn is_apart(&self) -> bool {
+        self.apart.load(Ordering::Relaxed)
+    }
+
+    /// [`is_apart`](Self::is_apart), as it will be.
+    pub(super) fn apart(&self) -> Arc<AtomicBool> {
+        self.apart.clone()
+    }
+
+    /// Whether replicas have taken steps since they were last the same.
+    pub(super) fn replicas_differ(&self) -> bool {
+        self.since > 0
+    }
+
+    /// Starts from the values that `tree` has. Not collective.
+    ///
+    /// # Errors
+    /// If a layer computes with the batches of all replicas.
+    pub(super) fn set_up(&mut self, tree: &ModuleTree, mesh: &DeviceMesh) -> Result<()> {
+        let replicas = mesh.group(DATA_PARALLEL_REPLICATE)?.clone();
+        if tree.synchronises_batches() && replicas.size() > 1 {
+            return Err(Error::other(
+                "strategy `diloco`: the model has batch norms that compute with the batches of all ranks, and \
+                 replicas train on their own; leave `synchronised` and `trainer.sync_batchnorm` out",
+            ));
+        }
+        let mut shards = Vec::new();
+        for parameter in tree.trainable() {
+            let values = parameter.local()?.values;
+            let zeros = || {
+                let dtype = accumulation_dtype(parameter.dtype());
+                Tensor::zeros(values.elem_count(), dtype, values.device())
+            };
+            let momentum = (self.settings.momentum != 0.0).then(zeros).transpose()?;
+            shards.push(Shard { parameter: parameter.clone(), synced: zeros()?, momentum });
+        }
+        let replica = mesh.group(DP_SHARD_CP)?.clone();
+        self.model = Some(Model { replicas, replica, shards });
+        self.start_here()
+    }
+
+    fn model(&self) -> Result<&Model> {
+        let none = || Error::other("the outer optimizer has no model yet");
+        self.model.as_ref().ok_or_else(none)
+    }
+
+    /// Takes the present values, which are the same on all replicas, as those of the last synchronisation.
+    /// Momentum stays. Not collective.
+    pub(super) fn start_here(&mut self) -> Result<()> {
+        for shard in &self.model()?.shards {
+            let values = shard.parameter.local()?.values;
+            if values.elem_count() > 0 {
+                storage::copy_from(&shard.synced, &values.to_dtype(shard.synced.dtype())?)?;
+            }
+        }
+        self.since = 0;
+        Ok(())
+    }
+
+    /// Counts an inner step, and synchronises if it is time. Collective then.
+    pub(super) fn finish_step(&mut self) -> Result<()> {
+        if !self.is_apart() {
+            self.steps += 1;
+            if self.steps >= self.settings.warmup_steps {
+                self.apart.store(true, Ordering::Relaxed);
+            }
+            return self.start_here();
+        }
+        (self.since, self.states_differ) = (self.since + 1, true);
+        if self.since < self.settings.sync_every { Ok(()) } else { self.synchronise() }
+    }
+
+    /// An outer step, from which all replicas go on. Collective over them.
+    pub(super) fn synchronise(&mut self) -> Result<()> {
+        let OuterSettings { lr, momentum, nesterov, .. } = self.settings;
+        let Model { replicas, shards, .. } = self.model()?;
+        for chunk in chunks(shards) {
+            let changes = chunk.iter().map(|shard| {
+                let values = shard.parameter.local()?.values;
+                Ok((&shard.synced - values.to_dtype(shard.synced.dtype())?)?)
+            });
+            let changes = Tensor::cat(&changes.collect::<Result<Vec<_>>>()?, 0)?;
+            let mean = mean(changes, replicas)?;
+            let mut start = 0;
+            for Shard { parameter, synced, momentum: buffer } in chunk {
+                let grad = mean.narrow(0, start, synced.elem_count())?;
+                start += synced.elem_count();
+                let direction = match buffer {
+                    None => grad,
+                    Some(buffer) => {
+                        let moved = ((buffer * momentum)? + &grad)?;
+                        storage::copy_from(buffer, &moved)?;
+                        if nesterov { (grad + (moved * momentum)?)? } else { moved }
+                    }
+                };
+                storage::copy_from(synced, &(synced - (direction * lr)?)?)?;
+                // In place: layers and the optimizer share this memory.
+                let values = parameter.local()?.values;
+                storage::copy_from(&values, &synced.to_dtype(values.dtype())?)?;
+            }
+        }
+        self.since = 0;
+        Ok(())
+    }
+
+    /// The mean is over the items of this replica. Collective over its ranks.
+    pub(super) fn grad_scale(&self, local_count: f64) -> Result<f64> {
+        let replica = &self.model()?.replica;
+        let count = if replica.size() == 1 {
+            local_count
+        } else {
+            let count = Tensor::new(&[local_count], &Device::Cpu)?;
+            replica.run(Collective::all_reduce(&count, ReduceOp::Sum))?;
+            read::host::<f64>(&count)?[0]
+        };
+        Ok(if count > 0.0 { 1.0 / count } else { 0.0 })
+    }
+
+    /// This rank's part of the mean square of the replicas' norms, which differ. The same on all replicas, so that
+    /// they clip and stop alike. Not collective.
+    pub(super) fn local_squared_norm(
+        &self,
+        parameters: &[Parameter],
+        mesh: &DeviceMesh,
+    ) -> Result<f64> {
+        let replicas = self.model()?.replicas.size();
+        // Each element is owned by one replica; here each replica has a gradient of all.
+        let squares = (0..replicas).map(|replica| {
+            local_squared_norm(parameters, &|dim| match dim {
+                DATA_PARALLEL_REPLICATE => replica,
+                dim => mesh.coordinate(dim),
+            })
+        });
+        Ok(squares.sum::<Result<f64>>()? / replicas as f64)
+    }
+
+    /// Averages the inner optimizers' states over the replicas, unless they are the same. Collective.
+    pub(super) fn prepare_save_states(&mut self, states: &[StateTensor]) -> Result<()> {
+        // Checkpoints have synced values in the parameter's dtype: this run goes on from the same.
+        if self.since == 0 {
+            self.start_here()?;
+        }
+        if !std::mem::take(&mut self.states_differ) {
+            return Ok(());
+        }
+        let replicas = &self.model()?.replicas;
+        for StateTensor { values, .. } in states {
+            if values.elem_count() == 0 || replicas.size() == 1 {
+                continue;
+            }
+            if !values.dtype().is_float() {
+                replicas.run(Collective::broadcast(values, 0))?;
+                continue;
+            }
+            let wide = Tensor::zeros(
+                values.elem_count(),
+                accumulation_dtype(values.dtype()),
+                values.device(),
+            )?;
+            storage::copy_from(&wide, &values.to_dtype(wide.dtype())?)?;
+            storage::copy_from(values, &mean(wide, replicas)?.to_dtype(values.dtype())?)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn state_tensors(&self) -> Result<Vec<StateTensor>> {
+        let shards = self.model()?.shards.iter();
+        let with_momentum = shards.filter_map(|shard| Some((shard, shard.momentum.clone()?)));
+        with_momentum
+            .map(|(Shard { parameter, .. }, values)| {
+                Ok(StateTensor {
+                    fqn: parameter.fqn().to_owned(),
+                    name: MOMENTUM,
+                    values,
+                    region: parameter.local()?.region,
+                    shape: parameter.global_shape().to_vec(),
+                })
+            })
+            .collect()
+    }
+
+    pub(super) fn scalars(&self) -> BTreeMap<String, f64> {
+        BTreeMap::from([(STEPS.to_owned(), self.steps as f64)])
+    }
+
+    /// Goes on in the warm-up, or after it; a checkpoint of another strategy begins it.
+    pub(super) fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
+        let steps = scalars.get(STEPS).copied().unwrap_or(0.0);
+        if !(steps >= 0.0 && steps.fract() == 0.0) {
+            return Err(Error::other(format!(
+                "the saved `{STEPS}` is {steps}, not a count of steps; the checkpoint is damaged"
+            )));
+        }
+        self.steps = steps as u64;
+        self.apart.store(self.steps >= self.settings.warmup_steps, Ordering::Relaxed);
+        self.states_differ = false;
+        Ok(())
+    }
+}
+
+/// Replaces `values` by their mean over the ranks of `group`. Collective.
+fn mean(values: Tensor, group: &Arc<dyn ProcessGroup>) -> Result<Tensor> {
+    if group.size() == 1 {
+        return Ok(values);
+    }
+    group.run(Collective::all_reduce(&values, ReduceOp::Sum))?;
+    Ok((values / group.size() as f64)?)
+}
+
+/// Runs of shards of one dtype and of up to [`CHUNK`] elements; those without elements are in none.
+fn chunks(shards: &[Shard]) -> Vec<Vec<&Shard>> {
+    let mut chunks: Vec<Vec<&Shard>> = Vec::new();
+    let mut last: (Option<DType>, usize) = (None, 0);
+    for shard in shards {
+        let (dtype, elements) = (shard.synced.dtype(), shard.synced.elem_count());
+        if elements == 0 {
+            continue;
+        }
+        match chunks.last_mut() {
+            Some(chunk) if last.0 == Some(dtype) && last.1 + elements <= CHUNK => {
+                chunk.push(shard);
+                last.1 += elements;
+            }
+            _ => {
+                chunks.push(vec![shard]);
+                last = (Some(dtype), elements);
+            }
+        }
+    }
+    chunks
+}
