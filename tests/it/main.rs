@@ -6,6 +6,7 @@ mod campaign;
 mod command_line;
 mod counts;
 mod crash;
+mod diloco;
 mod errors;
 mod explained;
 mod faults;

@@ -34,7 +34,7 @@ fn the_built_in_plugins_are_listed() {
     parallelize: hf, llama, none, plan
     process_group: shm
     scheduler: by_epoch, constant, cosine, cosine_warm_restarts, exponential, linear, one_cycle, polynomial, sequential, step, warmup_stable_decay
-    strategy: auto, ddp, fsdp, fsdp2, fsdp_tp, hsdp, model_parallel, single_device, tp
+    strategy: auto, ddp, diloco, fsdp, fsdp2, fsdp_tp, hsdp, model_parallel, single_device, tp
     "#);
     let list = plugins::list(&registry::plugins());
     assert_eq!(list.lines().count(), 1 + registry::plugins().len());

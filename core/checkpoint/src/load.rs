@@ -11,7 +11,7 @@ use super::manifest::Section;
 use super::stored::loadable_dtype;
 use super::{
     DistributedCheckpoint, DtypePolicy, LoadOptions, LoadReport, Mismatch, RenamedSource,
-    TensorInfo, TensorSource, UnpackedSource, open, optimizer_key,
+    TensorInfo, TensorSource, UnpackedSource, open, optimizer_key, parse_optimizer_key,
 };
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
@@ -19,6 +19,7 @@ use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::StateTensor;
 use fulgurite_engine::quantization::Packed;
 use fulgurite_engine::shard::Region;
+use fulgurite_engine::strategy::STRATEGY_STATE;
 
 /// A tensor to fill.
 pub(super) struct LoadTarget {
@@ -402,6 +403,12 @@ pub(super) fn check_patterns(
     }
 }
 
+/// Whether the key of a state tensor is of a strategy's own state, which others neither have nor need
+/// ([`STRATEGY_STATE`]).
+fn is_of_strategy(key: &str) -> bool {
+    parse_optimizer_key(key).is_some_and(|(_, name)| name.starts_with(STRATEGY_STATE))
+}
+
 /// The differences and, for each target that can be filled, its index and its name in the source.
 fn match_up<'a>(
     source: &dyn TensorSource,
@@ -417,7 +424,8 @@ fn match_up<'a>(
         && targets.iter().any(|target| !target.adapter && has(target));
     for (i, target) in targets.iter().enumerate().filter(|(_, target)| target.kept) {
         let Some((name, info)) = target.find(source) else {
-            if !(target.adapter && only_base) {
+            let of_strategy = section == Section::Optimizer && is_of_strategy(&target.names[0]);
+            if !(target.adapter && only_base || of_strategy) {
                 report.missing.push(target.names[0].clone());
             }
             continue;
@@ -449,6 +457,7 @@ fn match_up<'a>(
         .names()
         .into_iter()
         .filter(|name| !known.contains(name) && section.keeps(options, name))
+        .filter(|name| section == Section::Model || !is_of_strategy(name))
         .map(str::to_owned)
         .collect();
     (report, matches)

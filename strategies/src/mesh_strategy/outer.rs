@@ -15,7 +15,7 @@ use fulgurite_core::parameter::{Parameter, accumulation_dtype};
 use fulgurite_core::{Error, Result};
 
 /// The name of the momentum in checkpoints.
-const MOMENTUM: &str = "outer_momentum";
+const MOMENTUM: &str = "strategy_outer_momentum";
 /// The name of the number of steps in checkpoints.
 const STEPS: &str = "outer.warmup_steps";
 /// Elements that are averaged in one collective, at most, unless one parameter has more.

@@ -466,6 +466,26 @@ fn another_number_of_replicas_goes_on_from_the_same_values() {
 }
 
 #[test]
+fn other_strategies_go_on_from_it_and_it_from_them() {
+    let mine = diloco(1, r#""sync_every": 2"#);
+    for (from, to) in [(&*mine, r#"{"type": "fsdp"}"#), (r#"{"type": "ddp"}"#, &*mine)] {
+        let scratch = tempfile::tempdir().unwrap();
+        let path = scratch.path().join("saved");
+        let saved = on(2, from, &adamw(), |mut training| {
+            training.steps(4)?;
+            training.save(&path)?;
+            training.weights()
+        });
+        let (weights, steps) = on(2, to, &adamw(), |mut training| {
+            training.load(&path)?;
+            Ok((training.weights()?, training.steps(3)?))
+        });
+        assert_eq!(weights, saved, "{to}");
+        assert!(steps.iter().all(|(loss, _)| loss.is_finite()), "{to}: {steps:?}");
+    }
+}
+
+#[test]
 fn parameters_in_bf16_have_outer_state_in_f32() {
     let scratch = tempfile::tempdir().unwrap();
     let path = scratch.path().join("saved");

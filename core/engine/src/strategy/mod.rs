@@ -18,4 +18,6 @@ pub use gradient_compression::{
 pub use loss::{Loss, StepTotals};
 pub use parallelize::{ParallelizeConfig, ParallelizeFn};
 pub use plan::{Bytes, RankMemory};
-pub use strategy::{BuildContext, Capabilities, Strategy, StrategyConfig, StrategyContext};
+pub use strategy::{
+    BuildContext, Capabilities, STRATEGY_STATE, Strategy, StrategyConfig, StrategyContext,
+};

@@ -15,6 +15,9 @@ use crate::optim::{StateTensor, local_squared_norm};
 use crate::parameter::ParameterSlot;
 use crate::{Error, Result};
 
+/// What the names of a strategy's own [state tensors](Strategy::state_tensors) begin with.
+pub const STRATEGY_STATE: &str = "strategy_";
+
 /// What a strategy can do. The trainer asks here instead of comparing types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Capabilities {
@@ -312,7 +315,8 @@ pub trait Strategy: Send {
     }
 
     /// State tensors of its own, which a checkpoint has beside those of the optimizers: cut as the parameters
-    /// are, in place, with names that no optimizer has. Not collective.
+    /// are, in place, with names that begin with [`STRATEGY_STATE`]. A run under another strategy leaves them out, and
+    /// where a checkpoint has none they stay as they are. Not collective.
     ///
     /// # Errors
     /// If a parameter has no local values.
