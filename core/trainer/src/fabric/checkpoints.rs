@@ -134,7 +134,8 @@ impl Fabric {
         let mut strategy = BTreeMap::new();
         let is_whole = optimizer.is_some();
         if let Some(optimizer) = optimizer {
-            states = self.runtime.states_to_save(optimizer)?;
+            states = optimizer.state_tensors()?;
+            self.runtime.prepare_save_states(&states)?;
             states.extend(self.runtime.strategy_states()?);
             strategy = self.runtime.strategy_scalars()?;
             (scalars, step) = (optimizer.scalars(), optimizer.steps());

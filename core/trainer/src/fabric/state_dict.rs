@@ -133,7 +133,8 @@ impl Fabric {
         let mesh = self.device_mesh();
         let coordinate = |dim: &str| mesh.coordinate(dim);
         let (tree, world) = (self.module_tree()?, &**self.world());
-        let states = self.runtime.states_to_save(optimizer)?;
+        let states = optimizer.state_tensors()?;
+        self.runtime.prepare_save_states(&states)?;
         let tensors =
             checkpoint::gather_full_optimizer_state(tree, &states, coordinate, world, options)?;
         let (scalars, param_groups) = (optimizer.scalars(), optimizer.param_groups());

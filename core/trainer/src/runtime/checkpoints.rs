@@ -5,7 +5,6 @@ use std::path::PathBuf;
 
 use super::StrategyRuntime;
 use crate::Result;
-use crate::fabric::OptimizerState;
 use fulgurite_checkpoint_format::{
     self as checkpoint, CheckpointIO, DistributedCheckpoint, FullOptions, LoadOptions,
     RestoreReport, SaveMeta, SaveRequest,
@@ -28,15 +27,10 @@ impl StrategyRuntime {
         if differ { self.prepare_save() } else { Ok(()) }
     }
 
-    /// The optimizer's state tensors for a save, equal on replicas, after [`prepare_save`](Self::prepare_save).
+    /// Makes the optimizers' states equal on replicas before a save, after [`prepare_save`](Self::prepare_save).
     /// Collective.
-    pub(crate) fn states_to_save(
-        &self,
-        optimizer: &mut dyn OptimizerState,
-    ) -> Result<Vec<StateTensor>> {
-        let states = optimizer.state_tensors()?;
-        self.lock_state()?.strategy.prepare_save_states(&states)?;
-        Ok(states)
+    pub(crate) fn prepare_save_states(&self, states: &[StateTensor]) -> Result<()> {
+        self.lock_state()?.strategy.prepare_save_states(states)
     }
 
     /// State tensors that the strategy has of its own.
