@@ -368,6 +368,10 @@ impl Fabric {
     /// [`no_backward_sync`](Self::no_backward_sync), gradients are reduced over the ranks during
     /// backward, and complete when this returns. Collective.
     ///
+    /// Each rank needs at least one sample: candle leaves operations on empty tensors out of the graph, so that
+    /// their units would send nothing. A rank that has none computes the loss of any sample and passes
+    /// [`Loss::ignored`].
+    ///
     /// # Errors
     /// If the loss depends on no trainable parameter, if context-parallel ranks share sequences and
     /// the loss was not computed in a [scope](ForwardScope) that says so, or if a peer fails.
