@@ -85,6 +85,7 @@ impl CausalSelfAttention {
             ));
         };
         let layer = b.declare(BlockStyles::attention(num_heads, num_kv_heads, hidden_size))?;
+        b.keep_in_fp32(&layer);
         let project = |name: &str, inputs, heads: usize, bias: bool| {
             let b = b.pp(name);
             let init = config.init.unwrap_or(Init::kaiming_uniform(inputs));
@@ -112,6 +113,12 @@ impl CausalSelfAttention {
 
 impl FusedLayer for CausalSelfAttention {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
+        FusedOutput::in_own_dtype(&self.layer, x, |x| self.compute_in_own_dtype(x))
+    }
+}
+
+impl CausalSelfAttention {
+    fn compute_in_own_dtype(&self, x: &Tensor) -> Result<FusedOutput> {
         let (saved, input) = self.layer.redistribute_input(x)?;
         let width = Dim::Size(self.q_proj.inputs());
         check_dims(&self.layer, &saved, &[Dim::Any("batch"), Dim::Any("time"), width])?;

@@ -43,6 +43,7 @@ impl GroupNorm {
             return Err(Error::module(b.path(), message));
         }
         let layer = b.declare(WholeLayer("GroupNorm"))?;
+        b.keep_in_fp32(&layer);
         let weight = b.parameter("weight", [channels], Init::ONES)?;
         let bias = b.parameter("bias", [channels], Init::ZEROS)?;
         Ok(Self { norm, groups, weight, bias, layer })
@@ -75,6 +76,12 @@ impl GroupNorm {
 
 impl Module for GroupNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.layer.in_own_dtype(x, |x| self.forward_in_own_dtype(x))
+    }
+}
+
+impl GroupNorm {
+    fn forward_in_own_dtype(&self, x: &Tensor) -> Result<Tensor> {
         let channels = self.weight.elem_count();
         if x.rank() < 2 || x.dims()[1] != channels {
             let message =

@@ -45,6 +45,7 @@ impl Linear {
     /// As [`new`](Self::new).
     pub fn with_init(b: &ModuleBuilder, inputs: usize, outputs: usize, init: Init) -> Result<Self> {
         let layer = b.declare(LinearStyles { inputs, outputs })?;
+        b.keep_in_fp32(&layer);
         let weight = Weight::declare(b, inputs, outputs, init)?;
         let lora = Lora::of_linear(b, &layer, weight.parameter(), [outputs, inputs])?;
         Ok(Self { weight, bias: None, lora, layer })
@@ -228,8 +229,18 @@ impl Linear {
 
 impl Module for Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (saved, input) = self.layer.redistribute_input(x)?;
         let sharded_logits = self.layer.loss_parallel() && ForwardScope::current().loss_parallel;
+        match sharded_logits {
+            // The loss knows these by the tensor.
+            true => self.forward_in_own_dtype(&self.layer.cast_input(x)?, true),
+            false => self.layer.in_own_dtype(x, |x| self.forward_in_own_dtype(x, false)),
+        }
+    }
+}
+
+impl Linear {
+    fn forward_in_own_dtype(&self, x: &Tensor, sharded_logits: bool) -> Result<Tensor> {
+        let (saved, input) = self.layer.redistribute_input(x)?;
         let (y, call) = self.compute(&saved)?;
         let (y, output) = match sharded_logits {
             true => (y, Redistributed::none()),

@@ -89,6 +89,7 @@ impl LinearCrossEntropy {
             return self.cross_entropy.loss(&head.forward(hidden)?, targets);
         }
         head.layer().check_input(hidden)?;
+        let hidden = &head.layer().cast_input(hidden)?;
         let smoothing = self.cross_entropy.smoothing()?;
         let classes = head.outputs();
         let mut dims = hidden.dims().to_vec();

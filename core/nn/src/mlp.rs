@@ -54,6 +54,7 @@ impl SwiGluMlp {
         init: Option<Init>,
     ) -> Result<Self> {
         let layer = b.declare(BlockStyles::SWIGLU)?;
+        b.keep_in_fp32(&layer);
         let project = |name: &str, inputs, outputs| {
             let init = init.unwrap_or(Init::kaiming_uniform(inputs));
             Linear::with_init(&b.pp(name), inputs, outputs, init)
@@ -74,6 +75,12 @@ fn require_input_grad(d: Option<Tensor>) -> Result<Tensor> {
 
 impl FusedLayer for SwiGluMlp {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
+        FusedOutput::in_own_dtype(&self.layer, x, |x| self.compute_in_own_dtype(x))
+    }
+}
+
+impl SwiGluMlp {
+    fn compute_in_own_dtype(&self, x: &Tensor) -> Result<FusedOutput> {
         let (saved, input) = self.layer.redistribute_input(x)?;
         let (gate, gate_call) = self.gate_proj.compute(&saved)?;
         let (up, up_call) = self.up_proj.compute(&saved)?;
@@ -152,6 +159,7 @@ impl GeluMlp {
         activation: Activation,
     ) -> Result<Self> {
         let layer = b.declare(BlockStyles::GELU)?;
+        b.keep_in_fp32(&layer);
         Ok(Self {
             up_proj: Linear::with_bias(&b.pp("up_proj"), hidden, intermediate)?,
             down_proj: Linear::with_bias(&b.pp("down_proj"), intermediate, hidden)?,
@@ -163,6 +171,12 @@ impl GeluMlp {
 
 impl FusedLayer for GeluMlp {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
+        FusedOutput::in_own_dtype(&self.layer, x, |x| self.compute_in_own_dtype(x))
+    }
+}
+
+impl GeluMlp {
+    fn compute_in_own_dtype(&self, x: &Tensor) -> Result<FusedOutput> {
         let (saved, input) = self.layer.redistribute_input(x)?;
         let (up, up_call) = self.up_proj.compute(&saved)?;
         let (y, down_call) = self.down_proj.compute(&self.activation.forward(&up)?)?;

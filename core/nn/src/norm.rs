@@ -97,12 +97,17 @@ impl NormLayer {
         layer: LayerHandle,
     ) -> Result<Self> {
         check_eps(b, norm.eps)?;
+        b.keep_in_fp32(&layer);
         let weight = b.parameter("weight", [width], Init::ONES)?;
         let bias = with_bias.then(|| b.parameter("bias", [width], Init::ZEROS)).transpose()?;
         Ok(Self { norm, weight, bias, layer })
     }
 
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
+        FusedOutput::in_own_dtype(&self.layer, x, |x| self.compute_in_own_dtype(x))
+    }
+
+    fn compute_in_own_dtype(&self, x: &Tensor) -> Result<FusedOutput> {
         input::check_width(&self.layer, x, self.weight.elem_count())?;
         input::check_dtype(&self.layer, x, self.weight.compute_dtype())?;
         let (saved, input) = self.layer.redistribute_input(x)?;

@@ -1,6 +1,6 @@
 //! [`residual`]: a residual branch as one operation, and the layers it can be made of.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use super::backend::uses_cpu_kernels;
@@ -39,6 +39,25 @@ impl FusedOutput {
     ) -> Self {
         let parameters = parameters.into_iter().cloned().collect();
         Self { layer: layer.clone(), output, parameters, backward: Box::new(backward) }
+    }
+
+    /// What `compute` makes of `x`, in the dtype of `x` also if the layer computes in f32.
+    pub(super) fn in_own_dtype(
+        layer: &LayerHandle,
+        x: &Tensor,
+        compute: impl FnOnce(&Tensor) -> Result<Self>,
+    ) -> Result<Self> {
+        let given = x.dtype();
+        if !layer.keeps_fp32() || given == DType::F32 {
+            return compute(x);
+        }
+        let Self { layer, output, parameters, backward } = compute(&layer.cast_input(x)?)?;
+        let output = output.to_dtype(given)?;
+        let backward = move |grad: &Tensor, wanted| {
+            let dx = backward(&grad.to_dtype(DType::F32)?, wanted)?;
+            Ok(dx.map(|dx| dx.to_dtype(given)).transpose()?)
+        };
+        Ok(Self { layer, output, parameters, backward: Box::new(backward) })
     }
 
     /// The output as a node of the graph, computed from `x`.

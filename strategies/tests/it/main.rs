@@ -19,6 +19,7 @@ mod fabric_collectives;
 mod full_checkpoint;
 mod gradient_compression;
 mod ignored;
+mod keep_in_fp32;
 mod layers;
 mod loss_parallel;
 mod mesh;

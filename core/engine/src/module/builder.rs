@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::{DType, Device};
 
+use super::keep_in_fp32;
 use super::pattern::pattern_matches;
 use super::tree::{ModuleInfo, ModuleTree};
 use super::unit::{Unit, UnitHandle};
@@ -43,6 +44,9 @@ pub struct ModuleInit {
     pub dtype: DType,
     /// dtype that layers compute with.
     pub compute_dtype: DType,
+    /// Patterns of layers that compute in f32 where the others compute in half precision: the ends of their paths,
+    /// as those of [`Adapters`].
+    pub keep_in_fp32: Vec<String>,
     /// Patterns of parameters that get no gradient, as
     /// [`pattern_matches`](super::pattern_matches) reads them.
     pub frozen: Vec<String>,
@@ -62,6 +66,7 @@ impl Default for ModuleInit {
             device: Device::Cpu,
             dtype: DType::F32,
             compute_dtype: DType::F32,
+            keep_in_fp32: vec![],
             frozen: vec![],
             adapters: None,
             quantization: None,
@@ -126,9 +131,29 @@ impl ModuleBuilder {
         &self.init.device
     }
 
-    /// The dtype that layers compute with.
+    /// The dtype that a layer at this path computes with: the model's, or f32 if it is
+    /// [kept](ModuleInit::keep_in_fp32) in that.
     pub fn compute_dtype(&self) -> DType {
-        self.init.compute_dtype
+        match self.is_half() && keep_in_fp32::keeps(&self.init.keep_in_fp32, &self.path) {
+            true => DType::F32,
+            false => self.init.compute_dtype,
+        }
+    }
+
+    fn is_half(&self) -> bool {
+        matches!(self.init.compute_dtype, DType::BF16 | DType::F16)
+    }
+
+    /// To be called by a layer that can compute in f32 among others in half precision, with its handle: one that is
+    /// [asked for that](ModuleInit::keep_in_fp32) casts its inputs and outputs then
+    /// ([`LayerHandle::in_own_dtype`]).
+    pub fn keep_in_fp32(&self, layer: &LayerHandle) {
+        if keep_in_fp32::keeps(&self.init.keep_in_fp32, &self.path) {
+            self.tree().in_fp32.insert(self.path.clone());
+            if self.is_half() {
+                layer.set_keeps_fp32();
+            }
+        }
     }
 
     /// Builds the submodule at `name` as a unit.
@@ -228,11 +253,16 @@ impl ModuleBuilder {
             init.check().map_err(|message| Error::parameter(&fqn, message))?;
         }
         let requires_grad = !self.freezes(&fqn, origin);
+        let compute_dtype = match origin {
+            // Its layer casts nothing.
+            Origin::VarBuilder => self.init.compute_dtype,
+            Origin::Layer | Origin::Adapter => self.compute_dtype(),
+        };
         let parameter = Parameter::new(ParameterSpec {
             fqn,
             shape,
             dtype: self.init.dtype,
-            compute_dtype: self.init.compute_dtype,
+            compute_dtype,
             device: self.init.device.clone(),
             init,
             requires_grad,
@@ -426,6 +456,7 @@ impl ModuleBuilder {
         if let Some(adapters) = &self.init.adapters {
             adapters.check(&tree, &tree.adapted)?;
         }
+        keep_in_fp32::check(&self.init.keep_in_fp32, &tree, &tree.in_fp32)?;
         if let Some(quantization) = &self.init.quantization {
             quantization.check(&tree, &tree.quantized)?;
         }

@@ -12,6 +12,7 @@ mod builder;
 mod forward;
 mod fully_shard;
 mod graph_alias;
+mod keep_in_fp32;
 mod layer;
 mod offloaded_graph;
 mod parallelize;

@@ -37,6 +37,8 @@ pub struct ModuleTree {
     synchronises_batches: bool,
     /// The layers that have an adapter.
     pub(super) adapted: BTreeSet<String>,
+    /// Paths of the layers that are asked for f32 and can cast.
+    pub(super) in_fp32: BTreeSet<String>,
     /// Paths of the layers whose weights are quantised.
     pub(super) quantized: BTreeSet<String>,
     /// See [`magnitudes`](Self::magnitudes).

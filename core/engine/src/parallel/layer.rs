@@ -1,10 +1,10 @@
 //! How a layer computes under a plan.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock};
 
-use candle_core::{D, Tensor, TensorId};
+use candle_core::{D, DType, Tensor, TensorId};
 
 use super::activations::{self, Activation};
 use super::{LayerSharding, Layout, ParallelStyle, Redistribute, Redistributed};
@@ -25,8 +25,11 @@ use crate::{Error, Result};
 #[derive(Clone)]
 pub struct LayerHandle(Arc<Inner>);
 
+#[derive(Default)]
 struct Inner {
     path: String,
+    /// Whether it casts half-precision activations.
+    keeps_fp32: AtomicBool,
     parallel: RwLock<Option<Arc<LayerParallel>>>,
 }
 
@@ -149,12 +152,49 @@ impl LayerParallel {
 
 impl LayerHandle {
     pub(crate) fn new(path: String) -> Self {
-        Self(Arc::new(Inner { path, parallel: RwLock::default() }))
+        Self(Arc::new(Inner { path, ..Inner::default() }))
     }
 
     /// The layer's path.
     pub fn path(&self) -> &str {
         &self.0.path
+    }
+
+    /// Whether the layer computes in f32 though activations have half precision
+    /// ([`ModuleInit::keep_in_fp32`](crate::module::ModuleInit::keep_in_fp32)).
+    pub fn keeps_fp32(&self) -> bool {
+        self.0.keeps_fp32.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_keeps_fp32(&self) {
+        self.0.keeps_fp32.store(true, Ordering::Relaxed);
+    }
+
+    /// The input in f32 if the layer [keeps it](Self::keeps_fp32), in the graph; otherwise as it is.
+    ///
+    /// # Errors
+    /// If candle cannot cast it.
+    pub fn cast_input(&self, x: &Tensor) -> Result<Tensor> {
+        match self.keeps_fp32() && x.dtype().is_float() {
+            true => Ok(x.to_dtype(DType::F32)?),
+            false => Ok(x.clone()),
+        }
+    }
+
+    /// The output of the layer's `forward`, in the input's dtype also if the layer computes in
+    /// [f32](Self::keeps_fp32). In the graph.
+    ///
+    /// # Errors
+    /// Those of `forward`.
+    pub fn in_own_dtype(
+        &self,
+        x: &Tensor,
+        forward: impl FnOnce(&Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        match self.keeps_fp32() && x.dtype() != DType::F32 {
+            true => Ok(forward(&self.cast_input(x)?)?.to_dtype(x.dtype())?),
+            false => forward(x),
+        }
     }
 
     /// Runs a part of the layer's computation. Errors that name no place in the model get its path.

@@ -193,6 +193,7 @@ impl TrainerConfig {
         Ok(ModuleInit {
             dtype: self.precision.param_dtype(),
             compute_dtype: self.precision.compute_dtype(),
+            keep_in_fp32: self.keep_in_fp32.clone(),
             frozen: self.freeze.clone(),
             adapters,
             quantization: self

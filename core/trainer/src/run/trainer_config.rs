@@ -93,6 +93,9 @@ fulgurite_config::config_struct! {
         /// The dtypes of parameters and computation. `32`, `64` and `"bf16"` are short for
         /// `"32-true"`, `"64-true"` and `"bf16-mixed"`.
         pub precision: Precision = Precision::F32True,
+        /// Layers that compute in f32 where the others compute in half precision, such as `["*norm*", "lm_head"]`: the
+        /// ends of their paths, with `*` for a segment or a part of one. They cast what they get, and what they give.
+        pub keep_in_fp32: Vec<String> = Vec::new(),
         /// The directory of runs, each of which writes to a `version_N` of its own.
         pub default_root_dir: PathBuf = PathBuf::from("fulgurite_logs"),
         /// The checkpoint to resume from: a path, or a name in `checkpoint.dir`. `"last"` is the

@@ -41,7 +41,7 @@ impl<M: LightningModule> Loaded<M> {
         // Where and on what it was trained does not matter here.
         saved.retain(|table, _| table == "model" || table == "seed" || table == "trainer");
         let mut trainer = Table::new();
-        for key in ["precision", "adapters", "quantization"] {
+        for key in ["precision", "keep_in_fp32", "adapters", "quantization"] {
             if let Some(value) = saved.get("trainer").and_then(|trainer| trainer.get(key)) {
                 trainer.insert(key.to_owned(), value.clone());
             }
@@ -53,6 +53,7 @@ impl<M: LightningModule> Loaded<M> {
             })?;
         let config = TrainerConfig {
             precision: run.trainer.precision,
+            keep_in_fp32: run.trainer.keep_in_fp32.clone(),
             adapters: run.trainer.adapters.clone(),
             quantization: run.trainer.quantization.clone(),
             ..TrainerConfig::default()

@@ -1,0 +1,147 @@
+//! Layers that compute in f32 among others in bf16.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Tensor};
+use fulgurite_core::Result;
+use fulgurite_core::autograd::storage;
+use fulgurite_core::module::{Module as _, ModuleBuilder, ModuleInit};
+use fulgurite_core::nn::{
+    GroupNorm, LayerNorm, Linear, RmsNorm, SwiGluMlp, linear_cross_entropy, residual,
+};
+use fulgurite_core::parameter::LocalGrads;
+use fulgurite_core::strategy::materialize;
+use fulgurite_test_support::training::{Decoder, DecoderTraining, Run, Variant};
+use fulgurite_transports::run_ranks;
+
+fn init(keep: &[&str]) -> ModuleInit {
+    let keep_in_fp32 = keep.iter().map(|&pattern| pattern.to_owned()).collect();
+    ModuleInit { compute_dtype: DType::BF16, keep_in_fp32, ..ModuleInit::default() }
+}
+
+fn train(ranks: usize, config: &str, variant: Variant, keep: &[&str]) -> Run {
+    let mut runs = run_ranks(ranks, |world| {
+        DecoderTraining::with_init(world, config, variant, 1, init(keep))?.run()
+    })
+    .unwrap_or_else(|error| panic!("{config}, {variant:?}: {error}"));
+    let run = runs.swap_remove(0);
+    assert!(runs.iter().all(|other| *other == run), "{config}: ranks differ");
+    run
+}
+
+const KEEP: [&str; 5] = ["norm", "post_norm", "self_attn", "mlp.up", "mlp.down"];
+
+/// What computes in bf16 rounds differently where it is cut; what is kept does not, so that the losses are nearer.
+// checklist: PyTorch: _override_module_mixed_precision
+#[test]
+fn as_on_one_device_with_layers_in_f32() {
+    let single = r#"{"type": "single_device"}"#;
+    let kept = train(1, single, Variant::default(), &KEEP);
+    let all = train(1, single, Variant::default(), &[]);
+    assert_ne!(kept.losses, all.losses);
+    let mesh = |shard, tensor| {
+        format!(
+            r#"{{"type": "model_parallel", "data_parallel_replicate_size": 1, "data_parallel_shard_size": {shard},
+                "context_parallel_size": 1, "tensor_parallel_size": {tensor}}}"#
+        )
+    };
+    let mut runs = vec![(2, r#"{"type": "ddp"}"#.to_owned(), Variant::default())];
+    runs.push((2, r#"{"type": "fsdp"}"#.to_owned(), Variant::default()));
+    runs.push((
+        2,
+        r#"{"type": "fsdp", "activation_checkpointing": "full"}"#.to_owned(),
+        Variant::default(),
+    ));
+    runs.extend(Variant::ALL.map(|variant| (2, mesh(1, 2), variant)));
+    runs.push((4, mesh(2, 2), Variant::ALL[1]));
+    for (ranks, config, variant) in runs {
+        let run = train(ranks, &config, variant, &KEEP);
+        for (i, (a, b)) in run.losses.iter().zip(&kept.losses).enumerate() {
+            assert!((a - b).abs() <= 1e-2 * b, "{config}, {variant:?}: step {i}: {a} and {b}");
+        }
+    }
+}
+
+/// A model on one rank, with its values.
+fn build<M>(keep: &[&str], model: impl FnOnce(&ModuleBuilder) -> Result<M>) -> M {
+    let b = ModuleBuilder::new(init(keep));
+    let model = model(&b).unwrap();
+    let mut tree = b.finish().unwrap();
+    materialize::replicate(&tree.slots(), 3).unwrap();
+    materialize::refresh_compute(&tree.slots()).unwrap();
+    let grads = Arc::new(LocalGrads::default());
+    tree.slots().iter().for_each(|slot| slot.set_reducer(grads.clone()));
+    model
+}
+
+fn floats(tensor: &Tensor) -> Vec<f32> {
+    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// A weight that bf16 rounds away counts in f32; what comes in and out keeps its dtype, with its gradient.
+// checklist: PyTorch: _override_module_mixed_precision
+#[test]
+fn kept_layers_compute_in_f32() {
+    let x = Tensor::rand(-1f32, 1.0, (2, 3, 4), &candle_core::Device::Cpu).unwrap();
+    let x = candle_core::Var::from_tensor(&x.to_dtype(DType::BF16).unwrap()).unwrap();
+    let of = |keep: &[&str]| {
+        let norm = build(keep, |b| RmsNorm::new(&b.pp("norm"), 4, 1e-6));
+        let fine = Tensor::new(&[1.0 + 1.0 / 1024.0; 4], x.device()).unwrap();
+        let value = norm.weight().value().unwrap();
+        storage::copy_from(&value, &fine.to_dtype(value.dtype()).unwrap()).unwrap();
+        let y = norm.forward(x.as_tensor()).unwrap();
+        assert_eq!(y.dtype(), DType::BF16);
+        let grads = y.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+        assert_eq!(grads.get(x.as_tensor()).unwrap().dtype(), DType::BF16);
+        (norm.weight().compute_dtype(), value)
+    };
+    let (dtype, value) = of(&["norm"]);
+    assert_eq!((dtype, floats(&value)), (DType::F32, vec![1.0 + 1.0 / 1024.0; 4]));
+    let (dtype, value) = of(&[]);
+    assert_eq!((dtype, floats(&value)), (DType::BF16, vec![1.0; 4]));
+}
+
+#[test]
+fn every_kind_that_can_be_kept_computes() {
+    let x = Tensor::rand(-1f32, 1.0, (2, 3, 4), &candle_core::Device::Cpu).unwrap();
+    let x = x.to_dtype(DType::BF16).unwrap();
+    let build_all = |keep: &[&str]| {
+        build(keep, |b| {
+            Ok((
+                Linear::with_bias(&b.pp("linear"), 4, 4)?,
+                LayerNorm::new(&b.pp("norm"), 4, 1e-6)?,
+                SwiGluMlp::new(&b.pp("mlp"), 4, 6)?,
+                GroupNorm::new(&b.pp("groups"), 1, 3, 1e-6)?,
+                Linear::new(&b.pp("head"), 4, 5)?,
+            ))
+        })
+    };
+    let compute = |keep: &[&str]| {
+        let (linear, norm, mlp, groups, head) = build_all(keep);
+        let y = linear.forward(&x).unwrap();
+        let y = residual(&y, &norm, &mlp).unwrap();
+        let y = groups.forward(&y).unwrap();
+        assert_eq!(y.dtype(), DType::BF16);
+        let targets = Tensor::new(&[[0i64, 1, 2], [3, 4, 0]], x.device()).unwrap();
+        linear_cross_entropy(&head, &y, &targets).unwrap().mean().unwrap()
+    };
+    let (kept, half) = (compute(&["linear", "norm", "mlp", "groups", "head"]), compute(&[]));
+    assert!(kept != half && (kept - half).abs() < 0.02 * half, "{kept} {half}");
+}
+
+#[test]
+fn wrong_patterns_say_which_layers_can() {
+    let error = |keep: &str| {
+        let b = ModuleBuilder::new(init(&[keep]));
+        Decoder::new(&b).unwrap();
+        b.finish().unwrap_err().to_string()
+    };
+    insta::assert_snapshot!(error("norms"), @"`trainer.keep_in_fp32`: no layer of the model matches `norms`. A pattern is the end of a layer's path, with `*` for a segment or a part of one, such as `norm`");
+    insta::assert_snapshot!(error("q_proj"), @"module `layers.0.self_attn.q_proj`: is named by `trainer.keep_in_fp32`, and it is computed as a part of `layers.0.self_attn`; name that instead");
+    insta::assert_snapshot!(error("embedding"), @"module `embedding`: is named by `trainer.keep_in_fp32`, and it cannot cast what it gets: it is of the kind Embedding. Norms, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");
+    insta::assert_snapshot!(error("lm_head"), @"module `lm_head`: is named by `trainer.keep_in_fp32`, and it cannot cast what it gets: it is of the kind Linear. Norms, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");
+    // Without half precision there is nothing to keep, and patterns are looked at all the same.
+    let b = ModuleBuilder::new(ModuleInit { compute_dtype: DType::F32, ..init(&["norms"]) });
+    Decoder::new(&b).unwrap();
+    assert!(b.finish().unwrap_err().to_string().contains("no layer of the model"));
+}
