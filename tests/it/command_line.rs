@@ -259,6 +259,7 @@ fn a_sweep_that_is_asked_to_end_ends_its_run_in_order() {
     }
 }
 
+// checklist: composer: automatic micro-batches
 #[test]
 fn the_largest_batch_is_looked_for_in_runs_that_leave_nothing() {
     let scratch = Scratch::with_tokens();
