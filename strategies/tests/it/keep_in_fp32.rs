@@ -31,7 +31,7 @@ fn train(ranks: usize, config: &str, variant: Variant, keep: &[&str]) -> Run {
 
 const KEEP: [&str; 5] = ["norm", "post_norm", "self_attn", "mlp.up", "mlp.down"];
 
-/// What computes in bf16 rounds differently where it is cut; what is kept does not, so that the losses are nearer.
+/// The layers in between compute in bf16, and round differently where they are cut.
 // checklist: PyTorch: _override_module_mixed_precision
 #[test]
 fn as_on_one_device_with_layers_in_f32() {
@@ -57,7 +57,7 @@ fn as_on_one_device_with_layers_in_f32() {
     for (ranks, config, variant) in runs {
         let run = train(ranks, &config, variant, &KEEP);
         for (i, (a, b)) in run.losses.iter().zip(&kept.losses).enumerate() {
-            assert!((a - b).abs() <= 1e-2 * b, "{config}, {variant:?}: step {i}: {a} and {b}");
+            assert!((a - b).abs() <= 1e-3 * b, "{config}, {variant:?}: step {i}: {a} and {b}");
         }
     }
 }

@@ -10,7 +10,7 @@ use fulgurite_core::Result;
 use fulgurite_core::checkpoint::{
     self, FullOptions, LoadOptions, TensorSource as _, UnpackedSource,
 };
-use fulgurite_core::collective::ProcessGroup;
+use fulgurite_core::collective::{Counter, Counting, ProcessGroup};
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::module::{Adapters, ModuleBuilder, ModuleInit, ModuleTree, Quantization};
 use fulgurite_core::quantization::{Packed, PackedPart, WeightFormat};
@@ -353,6 +353,7 @@ fn wrong_requests_say_what_can_be_quantised() {
     insta::assert_snapshot!(error(named("proj"), frozen()), @"`trainer.quantization.targets`: no layer of the model matches `proj`. A pattern is the end of a layer's path, with `*` for a segment or a part of one, such as `q_proj`");
     insta::assert_snapshot!(error(named("norm"), frozen()), @"module `layers.0.norm`: is named by `trainer.quantization.targets`, and it is no linear layer: only weights of its own that a linear layer does not train can be quantised; leave it out with `trainer.quantization.exclude`");
     insta::assert_snapshot!(error(named("q_proj"), ModuleInit::default()), @"module `layers.0.self_attn.q_proj`: is named by `trainer.quantization.targets`, and its weight is trained, or shared with another layer: only weights of its own that a linear layer does not train can be quantised; leave it out with `trainer.quantization.exclude`");
+    insta::assert_snapshot!(error(quantization(WeightFormat::Nf4 { block_size: 3 }), frozen()), @"module `layers.0.self_attn.q_proj`: nf4's block size must be an even number, found 3; leave the layer out with `trainer.quantization.exclude`, or choose another size");
     let check = |quantization: Quantization| quantization.validate().unwrap_err().to_string();
     insta::assert_snapshot!(check(quantization(WeightFormat::Nf4 { block_size: 7 })), @"`trainer.quantization.block_size`: must be an even number, found 7");
     insta::assert_snapshot!(check(named("a..b")), @"`trainer.quantization.targets`: the pattern `a..b` has an empty segment");
@@ -364,7 +365,7 @@ fn wrong_requests_say_what_can_be_quantised() {
     insta::assert_snapshot!(error.unwrap_err(), @"parameter `layers.0.mlp.down_proj.weight`: has 12 inputs in nf4: the 4 ranks of `tensor_parallel` would cut within its 6 blocks; choose another tensor_parallel_size, a smaller `trainer.quantization.block_size`, or leave `layers.0.mlp.down_proj` out of the quantised layers with `trainer.quantization.exclude`");
 }
 
-/// What a rank holds of the base is the formula's bytes, and so is what a gather sends.
+/// What ranks hold of the base is the formula's bytes, and so is what they gather.
 // checklist: torchtune: NF4 detection and gathering, all-gather hooks
 #[test]
 fn a_rank_holds_and_sends_packed_bytes() {
@@ -386,6 +387,36 @@ fn a_rank_holds_and_sends_packed_bytes() {
     let held: usize = bytes.iter().map(|(held, _)| held).sum();
     // Each weight was counted for its codes and for its scales.
     assert_eq!(2 * held, bytes[0].1);
+
+    // Bytes that a step gathers, and those of the linear layers' weights.
+    let gathered = |format: Option<WeightFormat>| {
+        let mut tallies = run_ranks(ranks, |world| {
+            let counter = Counter::default();
+            let world = Arc::new(Counting::new(world, counter.clone()));
+            let init = init(format);
+            let mut training =
+                DecoderTraining::with_init(world, FSDP, Variant::default(), 1, init)?;
+            training.step()?;
+            counter.reset();
+            training.step()?;
+            let parameters = training.fabric.module_tree()?.parameters().to_vec();
+            let weights = parameters.iter().filter_map(|p| p.packed()).map(|packed| {
+                let plain = 4 * packed.shape.iter().product::<usize>();
+                (plain - packed.format.bytes(packed.shape)) as u64
+            });
+            // Codes and scales each have the weight's.
+            let saved = weights.sum::<u64>() / 2;
+            Ok((counter.get("data_parallel_shard", "all_gather_into").bytes, saved))
+        })
+        .unwrap();
+        tallies.swap_remove(0)
+    };
+    let (plain, _) = gathered(None);
+    for format in [NF4, WeightFormat::Int8] {
+        let (packed, saved) = gathered(Some(format));
+        // For forward and for backward.
+        assert_eq!(plain - packed, 2 * saved, "{format:?}");
+    }
 }
 
 /// The codes are bitsandbytes's to the bit, and the weights they stand for as near to the weights as its own.

@@ -61,11 +61,7 @@ impl Quantization {
         let wrong = |key: &str, message: String| {
             Err(Error::Config(format!("`trainer.quantization.{key}`: {message}")))
         };
-        if let WeightFormat::Nf4 { block_size } = self.format
-            && (block_size < 2 || !block_size.is_multiple_of(2))
-        {
-            return wrong("block_size", format!("must be an even number, found {block_size}"));
-        }
+        self.format.check_block_size().or_else(|message| wrong("block_size", message))?;
         for (key, patterns) in [("targets", &self.targets), ("exclude", &self.exclude)] {
             if let Some(pattern) = patterns.iter().find(|p| p.split('.').any(str::is_empty)) {
                 return wrong(key, format!("the pattern `{pattern}` has an empty segment"));

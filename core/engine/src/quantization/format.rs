@@ -43,11 +43,25 @@ impl WeightFormat {
         }
     }
 
+    /// Checks that blocks are whole bytes.
+    ///
+    /// # Errors
+    /// What is wrong.
+    pub(crate) fn check_block_size(self) -> std::result::Result<(), String> {
+        match self {
+            Self::Nf4 { block_size } if block_size == 0 || !block_size.is_multiple_of(2) => {
+                Err(format!("must be an even number, found {block_size}"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Checks that weights with rows of this length can be packed.
     ///
     /// # Errors
     /// What is wrong.
     pub fn check(self, columns: usize) -> std::result::Result<(), String> {
+        self.check_block_size().map_err(|message| format!("nf4's block size {message}"))?;
         match self {
             Self::Nf4 { block_size } if !columns.is_multiple_of(block_size) => Err(format!(
                 "has {columns} inputs, which are no multiple of nf4's blocks of {block_size}"
