@@ -103,3 +103,46 @@ fn ten_steps_of_adamw_are_those_of_transformers() {
         }
     }
 }
+
+/// QLoRA by configuration: a directory of Hugging Face is packed as it is read, adapters train beside it alike on every
+/// mesh, go on to the bit, and are written alone at the end, to start from.
+#[test]
+fn adapters_train_beside_a_quantised_directory() {
+    let scratch = Scratch::new();
+    let job = scratch.job(&["fit", "--output", "json"]).set(&[
+        &format!("model.from_pretrained={}", fixture("hf_llama").display()),
+        &format!("data.path={}", fixture("hf_llama/train.u16").display()),
+        "data.type=tokens",
+        "data.seq_len=12",
+        "data.shuffle=false",
+        "optimizer.lr=1e-2",
+        "scheduler=constant",
+        "trainer.max_steps=6",
+    ]);
+    let adapters = "trainer.adapters={ targets = ['*_proj'], rank = 4 }";
+    let packed = "trainer.quantization={ block_size = 4 }";
+    let whole = job.clone().set(&[adapters]).on("single_device", 1, 2).succeed();
+    let qlora = job.clone().set(&[adapters, packed]);
+    let alone = qlora.clone().on("single_device", 1, 2).succeed();
+    let first = |losses: BTreeMap<u64, f64>| losses[&1];
+    let (a, b) = (first(alone.losses()), first(whole.losses()));
+    assert!(a != b && (a - b).abs() < 0.02 * b, "{a} and, not quantised, {b}");
+    for (strategy, batch) in [("ddp", 1), ("fsdp", 1), ("{ type = \"tp\" }", 2)] {
+        let run = qlora.clone().on(strategy, 2, batch).succeed();
+        assert_close(&run.losses(), &alone.losses(), TOLERANCE);
+    }
+
+    let saved = qlora.clone().set(&[
+        "checkpoint.dir=kept",
+        "checkpoint.every_n_steps=3",
+        "trainer.default_root_dir=runs",
+    ]);
+    let run = saved.on("fsdp", 2, 1).succeed();
+    let resumed = qlora.clone().set(&["trainer.ckpt_path=kept/step-00000003"]);
+    let rest = run.losses().split_off(&4);
+    assert_eq!(resumed.on("fsdp", 2, 1).succeed().losses(), rest);
+
+    let from = "trainer.adapters={ from = 'runs/version_0/adapter' }";
+    let next = job.set(&[from, packed, "trainer.max_steps=1"]).on("single_device", 1, 2).succeed();
+    assert!(first(next.losses()) < 0.9 * first(alone.losses()), "it starts where the run ended");
+}
