@@ -55,16 +55,22 @@ fn a_run_of_replicas_apart_goes_on_to_the_bit() {
 fn a_run_goes_on_under_another_strategy() {
     let scratch = Scratch::with_tokens();
     let diloco = "{ type = \"diloco\", sync_every = 2 }";
-    job(&scratch).on(diloco, 2, 6).succeed();
+    let whole = job(&scratch).on(diloco, 2, 6).succeed().losses();
     let resume =
         job(&scratch).set(&["trainer.ckpt_path=kept/step-00000006", "checkpoint.dir=others"]);
-    assert_eq!(resume.on("fsdp", 2, 6).succeed().losses().len(), 3);
+    let others = resume.on("fsdp", 2, 6).succeed().losses();
+    assert_eq!(others.len(), 3);
+    // Of the weights that were saved, before any update.
+    assert!((others[&7] - whole[&7]).abs() <= 1e-5 * whole[&7], "{others:?} {whole:?}");
     let resume = job(&scratch).set(&[
         "trainer.ckpt_path=others/step-00000009",
         "checkpoint.dir=third",
         "trainer.max_steps=12",
     ]);
-    assert_eq!(resume.on(diloco, 2, 6).succeed().losses().len(), 3);
+    let back = resume.clone().on(diloco, 2, 6).succeed().losses();
+    let on = resume.set(&["checkpoint.dir=fourth"]).on("fsdp", 2, 6).succeed().losses();
+    assert_eq!((back.len(), on.len()), (3, 3));
+    assert!((back[&10] - on[&10]).abs() <= 1e-5 * on[&10], "{back:?} {on:?}");
 }
 
 /// Learns to double.

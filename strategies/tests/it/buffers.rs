@@ -351,6 +351,11 @@ fn buffers_are_saved_and_loaded_on_any_mesh() {
                     for (a, b) in loaded[0].1.iter().zip(&saved[0].1) {
                         assert!((a - b).abs() < 1e-5, "{a} and {b}");
                     }
+                    // Statistics of each rank's own batch make the loss of the other kind another one.
+                    if kind == Kind::Synchronised {
+                        let (a, b) = (loaded[0].2, saved[0].2);
+                        assert!((a - b).abs() <= 2e-4 * b.abs().max(1.0), "{config}: {a} and {b}");
+                    }
                 }
             }
         }

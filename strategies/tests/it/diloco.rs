@@ -466,7 +466,7 @@ fn another_number_of_replicas_goes_on_from_the_same_values() {
 }
 
 #[test]
-fn other_strategies_go_on_from_it_and_it_from_them() {
+fn other_strategies_load_what_it_saved_and_it_what_they_saved() {
     let mine = diloco(1, r#""sync_every": 2"#);
     for (from, to) in [(&*mine, r#"{"type": "fsdp"}"#), (r#"{"type": "ddp"}"#, &*mine)] {
         let scratch = tempfile::tempdir().unwrap();

@@ -78,33 +78,38 @@ fn floats(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
+fn input() -> Tensor {
+    let values = (0..24).map(|i| (i * 37 % 101) as f32 * 0.02 - 1.0).collect();
+    let x = Tensor::from_vec(values, (2, 3, 4), &candle_core::Device::Cpu).unwrap();
+    x.to_dtype(DType::BF16).unwrap()
+}
+
 /// A weight that bf16 rounds away counts in f32; what comes in and out keeps its dtype, with its gradient.
 // checklist: PyTorch: _override_module_mixed_precision
 #[test]
 fn kept_layers_compute_in_f32() {
-    let x = Tensor::rand(-1f32, 1.0, (2, 3, 4), &candle_core::Device::Cpu).unwrap();
-    let x = candle_core::Var::from_tensor(&x.to_dtype(DType::BF16).unwrap()).unwrap();
+    let x = candle_core::Var::from_tensor(&input()).unwrap();
     let of = |keep: &[&str]| {
         let norm = build(keep, |b| RmsNorm::new(&b.pp("norm"), 4, 1e-6));
-        let fine = Tensor::new(&[1.0 + 1.0 / 1024.0; 4], x.device()).unwrap();
+        let fine = Tensor::new(&[1.0 + 3.0 / 1024.0; 4], x.device()).unwrap();
         let value = norm.weight().value().unwrap();
         storage::copy_from(&value, &fine.to_dtype(value.dtype()).unwrap()).unwrap();
         let y = norm.forward(x.as_tensor()).unwrap();
         assert_eq!(y.dtype(), DType::BF16);
         let grads = y.sqr().unwrap().sum_all().unwrap().backward().unwrap();
         assert_eq!(grads.get(x.as_tensor()).unwrap().dtype(), DType::BF16);
-        (norm.weight().compute_dtype(), value)
+        (norm.weight().compute_dtype(), floats(&value), floats(&y))
     };
-    let (dtype, value) = of(&["norm"]);
-    assert_eq!((dtype, floats(&value)), (DType::F32, vec![1.0 + 1.0 / 1024.0; 4]));
-    let (dtype, value) = of(&[]);
-    assert_eq!((dtype, floats(&value)), (DType::BF16, vec![1.0; 4]));
+    let (dtype, value, kept) = of(&["norm"]);
+    assert_eq!((dtype, value), (DType::F32, vec![1.0 + 3.0 / 1024.0; 4]));
+    let (dtype, value, half) = of(&[]);
+    assert_eq!((dtype, value), (DType::BF16, vec![1.0; 4]));
+    assert_ne!(kept, half);
 }
 
 #[test]
 fn every_kind_that_can_be_kept_computes() {
-    let x = Tensor::rand(-1f32, 1.0, (2, 3, 4), &candle_core::Device::Cpu).unwrap();
-    let x = x.to_dtype(DType::BF16).unwrap();
+    let x = input();
     let build_all = |keep: &[&str]| {
         build(keep, |b| {
             Ok((
@@ -125,8 +130,15 @@ fn every_kind_that_can_be_kept_computes() {
         let targets = Tensor::new(&[[0i64, 1, 2], [3, 4, 0]], x.device()).unwrap();
         linear_cross_entropy(&head, &y, &targets).unwrap().mean().unwrap()
     };
-    let (kept, half) = (compute(&["linear", "norm", "mlp", "groups", "head"]), compute(&[]));
-    assert!(kept != half && (kept - half).abs() < 0.02 * half, "{kept} {half}");
+    let half = compute(&[]);
+    // Norms, whose weights are ones here, compute the same: they sum in f32 anyway.
+    for (name, differs) in
+        [("linear", true), ("norm", false), ("mlp", true), ("groups", false), ("head", true)]
+    {
+        let kept = compute(&[name]);
+        assert_eq!(kept != half, differs, "{name}: {kept} {half}");
+        assert!((kept - half).abs() < 0.02 * half, "{name}: {kept} {half}");
+    }
 }
 
 #[test]

@@ -130,7 +130,26 @@ fn the_state_of_another_kind_of_optimizer_is_refused_and_changes_nothing() {
     let plain = Sgd { lr: 0.7, momentum: 0.3, nesterov: true, ..Sgd::default() };
     assert_eq!(two_more(2, config, &plain, (&model, &state)).unwrap(), expected);
     let error = |optimizer: &dyn OptimizerConfig, state: &OptimizerStateDict| {
-        two_more(2, config, optimizer, (&model, state)).unwrap_err().to_string()
+        let errors = run_ranks(2, |world| {
+            let mut training = training(world.clone(), config, optimizer)?;
+            training.step()?;
+            let has = |training: &mut DecoderTraining| -> Result<_> {
+                let all = GatherOptions::default();
+                let state = training.fabric.optimizer_state_dict(&mut training.optimizer, &all)?;
+                let values = |t: &Tensor| t.flatten_all()?.to_vec1::<f32>();
+                let values =
+                    state.tensors.values().map(values).collect::<candle_core::Result<Vec<_>>>()?;
+                Ok((values, state.scalars, state.param_groups))
+            };
+            let before = has(&mut training)?;
+            let state =
+                if world.rank() == 0 { state.clone() } else { OptimizerStateDict::default() };
+            let to = &mut training.optimizer;
+            let error = training.fabric.load_optimizer_state_dict(to, &state, true).unwrap_err();
+            assert_eq!(has(&mut training)?, before);
+            Ok(error.to_string())
+        });
+        errors.unwrap().swap_remove(0)
     };
     insta::assert_snapshot!(error(&adamw(), &state), @"the parameter group 0 has no `beta1`, it has dampening, lr, momentum, nesterov, weight_decay: it is of another kind of optimizer");
     insta::assert_snapshot!(error(&Sgd { momentum: 0.0, ..sgd.clone() }, &state), @"the parameter groups have a momentum of 0.9, and this optimizer was built with 0: one has a buffer for it and the other has none");

@@ -1,5 +1,6 @@
 //! The log of units, which shows their order, prefetch lists, and parts that are kept after forward.
 
+use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex};
 
@@ -12,7 +13,7 @@ use fulgurite_core::module::{
 };
 use fulgurite_core::nn::{Linear, Loss};
 use fulgurite_core::optim::Sgd;
-use fulgurite_test_support::training::strategy;
+use fulgurite_test_support::training::{gather_weights, strategy};
 use fulgurite_transports::run_ranks;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -71,14 +72,14 @@ fn model(b: &ModuleBuilder, units: usize) -> Result<Model> {
     Ok(((0..units).map(unit).collect::<Result<_>>()?, Linear::new(&b.pp("head"), WIDTH, 1)?))
 }
 
-/// Rank 1's lines of the second step in a loop of one's own, and the weight of its head after it.
+/// Rank 1's lines of the second step in a loop of one's own, and all weights after it.
 fn second_step(
     ranks: usize,
     units: usize,
     level: Level,
     config: &str,
     parallelize: impl Fn(&mut ModuleTree, &DeviceMesh) -> Result<()> + Clone + Send + Sync + 'static,
-) -> Result<(Vec<String>, Vec<f32>)> {
+) -> Result<(Vec<String>, BTreeMap<String, Vec<f32>>)> {
     let runs = run_ranks(ranks, |world| {
         let mut strategy = strategy(config)?;
         strategy.set_parallelize(Box::new(parallelize.clone()))?;
@@ -98,8 +99,7 @@ fn second_step(
         let log = Lines(level, lines.clone());
         tracing::subscriber::with_default(log, || step(&mut optimizer))?;
         let lines = std::mem::take(&mut *lines.lock().unwrap());
-        let weight = head.weight().value()?.flatten_all()?.to_vec1::<f32>()?;
-        Ok((lines, weight))
+        Ok((lines, gather_weights(fabric.module_tree()?, &**fabric.world())?))
     })?;
     Ok(runs.into_iter().nth(1).expect("there are two ranks at least"))
 }
