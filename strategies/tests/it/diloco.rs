@@ -8,7 +8,9 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use fulgurite_checkpoint as _;
 use fulgurite_core::Result;
-use fulgurite_core::checkpoint::{GatherOptions, TensorMap};
+use fulgurite_core::checkpoint::{
+    DistributedCheckpoint, GatherOptions, TensorMap, TensorSource as _,
+};
 use fulgurite_core::collective::{
     Counter, Counting, ProcessGroup, Record, Solo, all_gather_object,
 };
@@ -512,6 +514,12 @@ fn parameters_in_bf16_have_outer_state_in_f32() {
     .unwrap();
     assert_eq!(went_on, resumed);
     assert!(went_on[0][4].0.is_finite());
+    let saved = DistributedCheckpoint::open(&path).unwrap();
+    let states = saved.optimizer();
+    let outer = states.names().into_iter().filter(|name| name.ends_with("strategy_outer_momentum"));
+    let dtypes: Vec<_> =
+        outer.map(|name| format!("{:?}", states.info(name).unwrap().dtype)).collect();
+    assert!(!dtypes.is_empty() && dtypes.iter().all(|dtype| dtype == "F32"), "{dtypes:?}");
 }
 
 #[test]

@@ -22,6 +22,8 @@ use tracing::{Event, Level, Metadata, Subscriber};
 
 const WIDTH: usize = 8;
 
+type Weights = BTreeMap<String, Vec<f32>>;
+
 /// Collects the lines of units on its thread.
 struct Lines(Level, Arc<Mutex<Vec<String>>>);
 
@@ -79,7 +81,7 @@ fn second_step(
     level: Level,
     config: &str,
     parallelize: impl Fn(&mut ModuleTree, &DeviceMesh) -> Result<()> + Clone + Send + Sync + 'static,
-) -> Result<(Vec<String>, BTreeMap<String, Vec<f32>>)> {
+) -> Result<(Vec<String>, Weights)> {
     let runs = run_ranks(ranks, |world| {
         let mut strategy = strategy(config)?;
         strategy.set_parallelize(Box::new(parallelize.clone()))?;
