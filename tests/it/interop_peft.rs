@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::interop::python;
 use crate::program::fixture;
 use candle_core::{DType, Device, Tensor};
-use fulgurite::core::autograd::no_grad;
+use fulgurite::core::autograd::{no_grad, storage};
 use fulgurite::core::checkpoint::tools::{AnyCheckpoint, ConvertOptions, ConvertTarget, convert};
 use fulgurite::core::checkpoint::{FullOptions, ModelConfig};
 use fulgurite::core::collective::{ProcessGroup, Solo};
@@ -177,6 +177,13 @@ fn a_base_leaves_what_was_trained_beside_an_adapter() {
     fabric.load_adapter(&adapter).unwrap();
     fabric.load_raw(base(), true).unwrap();
     assert_close(&weight(&fabric), &head, 0.0);
+    // Also what was trained since.
+    let trained = (&head * 2.0).unwrap();
+    let parameter = fabric.module_tree().unwrap().parameter("lm_head.weight").unwrap().clone();
+    let local = parameter.local().unwrap().values;
+    storage::copy_from(&local, &trained.flatten_all().unwrap()).unwrap();
+    fabric.load_raw(base(), true).unwrap();
+    assert_close(&weight(&fabric), &trained, 0.0);
 }
 
 /// The head of the base.

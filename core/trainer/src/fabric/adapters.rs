@@ -29,7 +29,7 @@ impl Fabric {
     }
 
     /// Fills the model's adapters, and what else is trained with them, from a directory of PEFT's. A base that is
-    /// loaded afterwards leaves them as they are: they are read again. Collective.
+    /// loaded afterwards leaves them as they are. Collective.
     ///
     /// # Errors
     /// If the model was built without adapters, or with others than those in the directory; nothing is changed

@@ -1,6 +1,6 @@
 //! Saving and loading checkpoints with Fabric.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,7 +13,8 @@ use super::{Fabric, OptimizerState};
 use crate::{Error, Result};
 use fulgurite_checkpoint_format::{
     CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, FullOptions, LoadOptions, LoadReport,
-    RankZeroSource, RestoreReport, SaveMeta, SaveRequest, TensorSource, load_into, open,
+    ParameterFilter, RankZeroSource, RestoreReport, SaveMeta, SaveRequest, TensorSource, load_into,
+    open,
 };
 use fulgurite_config::PluginValue;
 use fulgurite_config::registry::kind;
@@ -263,21 +264,44 @@ impl Fabric {
         let (location, report) = if options.broadcast_from_rank0 {
             let source = RankZeroSource::new(&**self.world(), || Ok(Box::new(open()?)))?;
             self.warn_of(source.described());
-            (source.described().location().to_owned(), source.load_into(tree, options)?)
+            let location = source.described().location().to_owned();
+            let options = self.beside_the_adapter(source.described(), options)?;
+            (location, source.load_into(tree, options)?)
         } else {
             let source = open()?;
             self.warn_of(&source);
+            let options = self.beside_the_adapter(&source, options)?;
             (source.location().to_owned(), load_into(&source, tree, options)?)
         };
-        let of_adapter =
-            |name: &String| tree.parameters().iter().any(|p| p.is_adapter() && p.fqn() == name);
-        match self.adapter_from() {
-            // A base has the values from before the training of what was trained beside the adapter.
-            Some(dir) if !report.loaded.iter().any(of_adapter) => self.load_adapter(dir)?,
-            _ => self.runtime.finish_load()?,
-        }
+        self.runtime.finish_load()?;
         self.log_report(&location, &report, options);
         Ok(report)
+    }
+
+    /// The options with which a source is loaded after an adapter: a base, which has none, has the values from before
+    /// the training of what was trained beside the adapter, and these stay.
+    fn beside_the_adapter(
+        &self,
+        source: &dyn TensorSource,
+        options: &LoadOptions,
+    ) -> Result<LoadOptions> {
+        let tree = self.module_tree()?;
+        let has_adapter = || {
+            let names = source.names();
+            tree.parameters()
+                .iter()
+                .any(|p| p.is_adapter() && names.binary_search(&p.fqn()).is_ok())
+        };
+        if self.adapter_from().is_none() || has_adapter() {
+            return Ok(options.clone());
+        }
+        let trained = tree.trainable().filter(|parameter| !parameter.is_adapter());
+        let trained: BTreeSet<String> = trained.map(|p| p.fqn().to_owned()).collect();
+        let given = options.filter.clone();
+        let filter = ParameterFilter::new("what is not trained beside the adapter", move |name| {
+            !trained.contains(name) && given.as_ref().is_none_or(|given| given.keeps(name))
+        });
+        Ok(LoadOptions { filter: Some(filter), ..options.clone() })
     }
 
     /// Logs, on rank 0, what of a source was not loaded, or that only a part was wanted.
