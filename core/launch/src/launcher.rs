@@ -1,6 +1,6 @@
 //! [`launch`]: how a process becomes a rank.
 
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::num::NonZero;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -182,7 +182,8 @@ fn check_same_world_size(options: &LaunchOptions, world_size: usize) -> Result<(
 fn launch_single_process(started: f64, environment: &'static str) -> Result<LaunchedRank> {
     signals::handle(SecondSignal::Exit)?;
     ALONE.store(true, Ordering::Relaxed);
-    Ok(LaunchedRank::new(RankInfo::ALONE, Arc::new(LocalStore::new()), started, environment, None))
+    let store = Arc::new(LocalStore::new());
+    Ok(LaunchedRank::new(RankInfo::ALONE, None, store, started, environment, None))
 }
 
 /// Joins the job as a rank that this program's supervisor started.
@@ -198,6 +199,7 @@ fn join_supervisor(options: &LaunchOptions, env: RankEnv) -> Result<LaunchedRank
     let client = TcpStore::connect_with("127.0.0.1", port, identity, timeout, client_options)?;
     let membership = Membership {
         info,
+        address: None,
         client: Arc::new(client),
         server: None,
         supervisor: Some(supervisor),
@@ -254,11 +256,14 @@ fn join_started(
         Some(server) => server.address().ip().to_string(),
         None => host,
     };
+    let several_hosts = info.local_world_size < info.world_size;
+    let address = if several_hosts { address_towards(&environment.main_address(), port) } else { None };
     let identity = ClientIdentity { key, rank: info.rank, world_size: info.world_size };
     let client_options = client_options(StoreHost::RankZero);
     let client = TcpStore::connect_with(&host, port, identity, options.timeout, client_options)?;
     let membership = Membership {
         info,
+        address,
         client: Arc::new(client),
         server,
         supervisor: None,
@@ -304,6 +309,22 @@ fn host_store(
     Err(first_error.unwrap_or_else(|| {
         Error::Launch(format!("the main address `{main_address}` has no address"))
     }))
+}
+
+/// The address of this host's interface by which it reaches another; `None` if it has none.
+fn address_towards(host: &str, port: u16) -> Option<IpAddr> {
+    let addresses = (host, port).to_socket_addrs().ok()?;
+    let towards = |address: SocketAddr| {
+        let any: IpAddr = match address {
+            SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+            SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+        };
+        let socket = UdpSocket::bind((any, 0)).ok()?;
+        // Sends nothing: the system picks the route.
+        socket.connect(address).ok()?;
+        Some(socket.local_addr().ok()?.ip())
+    };
+    addresses.into_iter().find_map(towards)
 }
 
 /// Those of the main address's `addresses` that ranks of other hosts reach, if there are any. On some systems

@@ -1,5 +1,6 @@
 //! A launched rank: [`LaunchedRank`] for the program, `Membership` for the process.
 
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use crate::{Error, Result};
@@ -58,6 +59,9 @@ pub struct LaunchedRank {
     pub local_world_size: usize,
     /// This node's rank among the job's nodes.
     pub node_rank: usize,
+    /// The address at which the ranks of other hosts reach this one: that of the interface by which this host
+    /// reaches rank 0's. `None` if all ranks are on one host.
+    pub address: Option<IpAddr>,
     /// The job's store.
     pub store: Arc<dyn Store>,
     /// When the job's program was started, in seconds since 1970: by the supervisor's clock if
@@ -72,6 +76,7 @@ pub struct LaunchedRank {
 impl LaunchedRank {
     pub(super) fn new(
         info: RankInfo,
+        address: Option<IpAddr>,
         store: Arc<dyn Store>,
         program_start: f64,
         environment: &'static str,
@@ -84,6 +89,7 @@ impl LaunchedRank {
             local_rank,
             local_world_size,
             node_rank,
+            address,
             store,
             program_start,
             environment,
@@ -122,6 +128,8 @@ impl Drop for Presence {
 /// the process is reported too.
 pub(super) struct Membership {
     pub(super) info: RankInfo,
+    /// As [`LaunchedRank::address`].
+    pub(super) address: Option<IpAddr>,
     pub(super) client: Arc<TcpStore>,
     /// The store's server, if this process hosts it.
     pub(super) server: Option<StoreServer>,
@@ -156,7 +164,14 @@ impl Membership {
             new
         });
         let store = self.client.clone();
-        LaunchedRank::new(self.info, store, self.started, self.environment, Some(present))
+        LaunchedRank::new(
+            self.info,
+            self.address,
+            store,
+            self.started,
+            self.environment,
+            Some(present),
+        )
     }
 
     /// Announces that this rank leaves, so that its end is no failure; `false` takes that back.

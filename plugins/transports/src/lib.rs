@@ -73,10 +73,12 @@
 
 mod engine;
 mod memory;
+pub mod network;
 mod shm;
 mod sync;
 mod threads;
 
 pub use memory::SharedMemory;
+pub use network::Tcp;
 pub use shm::Shm;
 pub use threads::{ThreadsGroup, run_ranks, run_ranks_with};

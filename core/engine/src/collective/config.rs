@@ -1,5 +1,6 @@
 //! How a transport is configured, and what it needs to connect the ranks.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,6 +20,11 @@ pub struct GroupContext {
     pub local_rank: usize,
     /// Number of the job's processes on this host.
     pub local_world_size: usize,
+    /// This host's number among the job's hosts.
+    pub node_rank: usize,
+    /// The address at which the ranks of other hosts reach this one; `None` if it is not known, or there are
+    /// no others.
+    pub address: Option<IpAddr>,
     /// The job's store.
     pub store: Arc<dyn Store>,
     /// How long a collective may wait for its peers.

@@ -65,6 +65,8 @@ impl TrainerConfig {
                 world_size: launched.world_size,
                 local_rank: launched.local_rank,
                 local_world_size: launched.local_world_size,
+                node_rank: launched.node_rank,
+                address: launched.address,
                 store: launched.store.clone(),
                 timeout,
             })?

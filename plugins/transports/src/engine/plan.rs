@@ -77,7 +77,7 @@ impl From<collective::Collective> for Collective {
     }
 }
 
-pub(super) fn bytes(tensor: &Tensor) -> usize {
+pub(crate) fn bytes(tensor: &Tensor) -> usize {
     tensor.elem_count() * tensor.dtype().size_in_bytes()
 }
 

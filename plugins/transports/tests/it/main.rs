@@ -1,7 +1,11 @@
 //! Process groups of threads and of processes.
 
 #[cfg(target_os = "linux")]
+mod job;
+#[cfg(target_os = "linux")]
 mod shm;
+#[cfg(target_os = "linux")]
+mod tcp;
 mod threads;
 
 use fulgurite_transports::SharedMemory;

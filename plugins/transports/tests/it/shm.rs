@@ -1,12 +1,11 @@
-//! Groups of real processes: this program runs itself again, once a rank.
+//! Groups of real processes that share memory.
 
-use std::fs::{self, File};
-use std::io::ErrorKind;
+use std::fs;
 use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::path::PathBuf;
+use std::process::Command;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use candle_core::{DType, Device};
 use fulgurite_core::collective::{GroupContext, ProcessGroup, ProcessGroupConfig, ReduceOp};
@@ -15,197 +14,24 @@ use fulgurite_core::{Error, Result, conformance};
 use fulgurite_transports::Shm;
 use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, setrlimit};
 
-/// A store in a directory: a key is a file.
-struct DirectoryStore {
-    directory: PathBuf,
-    rank: usize,
-}
-
-impl DirectoryStore {
-    fn path(&self, key: &str) -> PathBuf {
-        self.directory.join(key.replace('/', "+"))
-    }
-
-    /// Writes a file that is there whole or not at all.
-    fn put(&self, path: &Path, value: &[u8]) -> std::io::Result<()> {
-        let draft = path.with_extension(format!("draft{}", self.rank));
-        fs::write(&draft, value)?;
-        fs::rename(draft, path)
-    }
-}
-
-impl Store for DirectoryStore {
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        let path = self.path(key);
-        self.put(&path, value).map_err(Error::io("writing", path))
-    }
-
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        let start = Instant::now();
-        loop {
-            if let Ok(value) = fs::read(self.path(key)) {
-                return Ok(value);
-            }
-            if let Some((rank, message)) = self.failure() {
-                return Err(Error::PeerFailed { rank, message });
-            }
-            if start.elapsed() > timeout {
-                return Err(Error::Launch(format!("timed out waiting for `{key}`")));
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-
-    fn add(&self, key: &str, amount: i64) -> Result<i64> {
-        let path = self.path(key);
-        let lock = path.with_extension("lock");
-        while File::create_new(&lock).is_err() {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        let old = fs::read_to_string(&path).ok().and_then(|s| s.parse().ok()).unwrap_or(0i64);
-        let result = self.put(&path, (old + amount).to_string().as_bytes());
-        fs::remove_file(&lock).map_err(Error::io("removing", lock))?;
-        result.map_err(Error::io("writing", path))?;
-        Ok(old + amount)
-    }
-
-    fn report_failure(&self, message: &str) -> Result<()> {
-        let draft = self.directory.join(format!("failure.draft{}", self.rank));
-        fs::write(&draft, format!("{} {message}", self.rank))
-            .map_err(Error::io("writing", &draft))?;
-        // A link is made by the first only.
-        match fs::hard_link(&draft, self.directory.join("failure")) {
-            Err(e) if e.kind() != ErrorKind::AlreadyExists => Err(Error::io("linking", draft)(e)),
-            _ => Ok(()),
-        }
-    }
-
-    fn failure(&self) -> Option<(usize, String)> {
-        let text = fs::read_to_string(self.directory.join("failure")).ok()?;
-        let (rank, message) = text.split_once(' ')?;
-        Some((rank.parse().ok()?, message.to_owned()))
-    }
-
-    fn give_up(&self) -> Option<Error> {
-        fs::read(self.path(&format!("asked{}", self.rank))).ok()?;
-        self.report_failure("it was asked to end").unwrap();
-        Some(Error::Interrupted)
-    }
-}
-
-/// What a rank of a test is told through its environment.
-const RANK: &str = "SHM_TEST_RANK";
-const SIZE: &str = "SHM_TEST_SIZE";
-const DIRECTORY: &str = "SHM_TEST_DIRECTORY";
-const SCENARIO: &str = "SHM_TEST_SCENARIO";
-
-/// The timeout in seconds of ranks that wait briefly.
-const SHORT: u64 = 3;
-
-/// What a rank prints before its result.
-const RESULT: &str = "RESULT: ";
-
-/// Ranks of one scenario, as processes.
-struct Job {
-    directory: tempfile::TempDir,
-    children: Vec<Child>,
-}
-
-impl Job {
-    fn start(size: usize, scenario: &str) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let start = |rank: usize| {
-            Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "shm::a_rank", "--nocapture"])
-                .env(RANK, rank.to_string())
-                .env(SIZE, size.to_string())
-                .env(DIRECTORY, directory.path())
-                .env(SCENARIO, scenario)
-                .stdout(Stdio::piped())
-                .stderr(Stdio::piped())
-                .spawn()
-                .unwrap()
-        };
-        let children = (0..size).map(start).collect();
-        Self { directory, children }
-    }
-
-    fn store(&self) -> DirectoryStore {
-        // Not a rank of the job, but whoever launched it.
-        DirectoryStore {
-            directory: self.directory.path().to_owned(),
-            rank: self.children.len() - 1,
-        }
-    }
-
-    /// Waits until a rank has put a marker.
-    fn wait_for(&self, key: &str) {
-        self.store().get(key, Duration::from_secs(60)).unwrap();
-    }
-
-    /// What each rank's result was: `ok`, or its error; none if it had no time to say.
-    fn results(mut self) -> Vec<Option<String>> {
-        let children = std::mem::take(&mut self.children);
-        let outputs: Vec<Output> =
-            children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
-        let result = |output: &Output| {
-            let text = String::from_utf8_lossy(&output.stdout).into_owned();
-            let line = text.lines().find_map(|line| line.split_once(RESULT));
-            let killed = output.status.code().is_none();
-            assert!(
-                line.is_some() || killed,
-                "a rank said nothing:\n{text}\n{}",
-                String::from_utf8_lossy(&output.stderr)
-            );
-            line.map(|(_, result)| result.to_owned())
-        };
-        outputs.iter().map(result).collect()
-    }
-
-    fn expect_ok(self) {
-        for (rank, result) in self.results().into_iter().enumerate() {
-            assert_eq!(result.as_deref(), Some("ok"), "rank {rank}");
-        }
-    }
-}
-
-impl Drop for Job {
-    fn drop(&mut self) {
-        for child in &mut self.children {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
+use crate::job::{DirectoryStore, Job, RESULT, run_as_rank};
 
 /// One rank of a scenario, if this process was started as one.
 #[test]
 fn a_rank() {
-    let Ok(rank) = std::env::var(RANK) else { return };
-    let rank = rank.parse().unwrap();
-    let size = std::env::var(SIZE).unwrap().parse().unwrap();
-    let directory = PathBuf::from(std::env::var(DIRECTORY).unwrap());
-    let scenario = std::env::var(SCENARIO).unwrap();
-    let store = Arc::new(DirectoryStore { directory, rank });
-    let timeout = Duration::from_secs(match scenario.as_str() {
+    let timeout_secs = |scenario: &str| match scenario {
         "timeout" => 1,
         "waits briefly" => SHORT,
         _ => 120,
-    });
-    let context = GroupContext {
-        rank,
-        world_size: size,
-        local_rank: rank,
-        local_world_size: size,
-        store: store.clone(),
-        timeout,
     };
-    // The harness prints the test's name without a line's end.
-    println!();
-    match run_scenario(&scenario, &context) {
-        Ok(()) => println!("{RESULT}ok"),
-        Err(error) => println!("{RESULT}{error}"),
-    }
+    run_as_rank(timeout_secs, run_scenario);
+}
+
+/// The timeout in seconds of ranks that wait briefly.
+const SHORT: u64 = 3;
+
+fn start(size: usize, scenario: &str) -> Job {
+    Job::start("shm::a_rank", size, scenario)
 }
 
 fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
@@ -309,39 +135,39 @@ fn files_left() -> Vec<PathBuf> {
 // checklist: torchtune: _broadcast_tensor
 #[test]
 fn two_processes_conform() {
-    Job::start(2, "default").expect_ok();
+    start(2, "default").expect_ok();
 }
 
 #[test]
 fn three_processes_conform() {
-    Job::start(3, "small").expect_ok();
+    start(3, "small").expect_ok();
 }
 
 // checklist: Lightning: all_reduce, all_gather, barrier, broadcast
 #[test]
 fn four_processes_conform() {
-    Job::start(4, "default").expect_ok();
+    start(4, "default").expect_ok();
 }
 
 #[test]
 fn a_process_with_limits_copies_through_slots() {
-    Job::start(2, "limits").expect_ok();
+    start(2, "limits").expect_ok();
 }
 
 #[test]
 fn abort_reaches_all_processes() {
-    Job::start(3, "abort").expect_ok();
+    start(3, "abort").expect_ok();
 }
 
 #[test]
 fn a_missing_process_is_named() {
-    Job::start(3, "timeout").expect_ok();
+    start(3, "timeout").expect_ok();
 }
 
 // checklist: composer: a rank out of memory must not hang the others
 #[test]
 fn a_killed_process_ends_the_others() {
-    let mut job = Job::start(3, "killed");
+    let mut job = start(3, "killed");
     (0..3).for_each(|rank| job.wait_for(&format!("running{rank}")));
     let pid = job.children[2].id();
     job.children[2].kill().unwrap();
@@ -357,7 +183,7 @@ fn a_killed_process_ends_the_others() {
 
 #[test]
 fn a_leader_that_is_killed_leaves_nothing() {
-    let mut job = Job::start(2, "killed");
+    let mut job = start(2, "killed");
     (0..2).for_each(|rank| job.wait_for(&format!("running{rank}")));
     job.children[0].kill().unwrap();
     let results = job.results();
@@ -368,7 +194,7 @@ fn a_leader_that_is_killed_leaves_nothing() {
 /// Whoever launched the ranks sees how one ended, and says so in the store.
 #[test]
 fn what_the_store_knows_of_a_killed_process_is_the_error() {
-    let mut job = Job::start(3, "killed");
+    let mut job = start(3, "killed");
     (0..3).for_each(|rank| job.wait_for(&format!("running{rank}")));
     job.children[2].kill().unwrap();
     job.children[2].wait().unwrap();
@@ -381,7 +207,7 @@ fn what_the_store_knows_of_a_killed_process_is_the_error() {
 
 #[test]
 fn a_reported_failure_is_every_ranks_error() {
-    let results = Job::start(3, "fails").results();
+    let results = start(3, "fails").results();
     assert_eq!(results[1].as_deref(), Some("ok"));
     assert_eq!(results[0].as_deref(), Some("rank 1 failed: the disk is full"));
     assert_eq!(results[2].as_deref(), Some("rank 1 failed: the disk is full"));
@@ -389,7 +215,7 @@ fn a_reported_failure_is_every_ranks_error() {
 
 #[test]
 fn a_rank_that_was_asked_to_end_gives_up_and_the_others_end() {
-    let job = Job::start(2, "waits");
+    let job = start(2, "waits");
     (0..2).for_each(|rank| job.wait_for(&format!("running{rank}")));
     job.store().set("asked0", b"").unwrap();
     let results = job.results();
@@ -399,7 +225,7 @@ fn a_rank_that_was_asked_to_end_gives_up_and_the_others_end() {
 
 #[test]
 fn time_in_which_all_were_stopped_does_not_count() {
-    let job = Job::start(2, "waits briefly");
+    let job = start(2, "waits briefly");
     (0..2).for_each(|rank| job.wait_for(&format!("running{rank}")));
     let all = |signal| {
         for child in &job.children {
@@ -417,7 +243,7 @@ fn time_in_which_all_were_stopped_does_not_count() {
 
 #[test]
 fn a_process_that_exits_is_missed() {
-    let results = Job::start(2, "exits").results();
+    let results = start(2, "exits").results();
     let result = results[0].as_deref().unwrap();
     assert!(result.starts_with("rank 1 failed: its process ("), "{result}");
 }
@@ -425,7 +251,7 @@ fn a_process_that_exits_is_missed() {
 #[test]
 fn unequal_chunks_are_refused() {
     // The first rank made the memory, and waits for the second until this test is over.
-    let mut first = Job::start(2, "unequal");
+    let mut first = start(2, "unequal");
     let children = vec![first.children.pop().unwrap()];
     let second = Job { directory: tempfile::tempdir().unwrap(), children };
     let results = second.results();
@@ -449,6 +275,8 @@ fn build_second_after(announcement: &str, first: impl FnOnce(&DirectoryStore)) -
         world_size: 2,
         local_rank: 1,
         local_world_size: 2,
+        node_rank: 0,
+        address: None,
         store: Arc::new(store),
         timeout: Duration::from_secs(5),
     };
@@ -540,6 +368,8 @@ fn across_hosts_is_refused() {
         world_size: 4,
         local_rank: 1,
         local_world_size: 2,
+        node_rank: 0,
+        address: None,
         store: Arc::new(DirectoryStore { directory: directory.path().to_owned(), rank: 3 }),
         timeout: Duration::from_secs(5),
     };

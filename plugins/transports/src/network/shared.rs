@@ -1,0 +1,340 @@
+//! What the handle of a group, its worker and its lanes share: who is in it, whether it has failed, and all
+//! ways in which a wait can end.
+#![allow(unsafe_code)] // Reads fingerprints where a wire has put them.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use fulgurite_core::Error;
+use fulgurite_core::launch::{Patience, Store};
+
+use super::memory::Memory;
+use super::wire::{Network, Watch, WireError};
+use crate::engine::{Failure, Queue};
+
+/// How often a waiting rank asks the store whether the group was aborted: first, and at most.
+const FIRST_ASK: Duration = Duration::from_millis(100);
+const LAST_ASK: Duration = Duration::from_secs(1);
+/// How long a rank whose peer's connection ended waits for the reason.
+const GRACE: Duration = Duration::from_secs(2);
+/// How long a wait lasts before others may read in the store whom this rank waits for.
+const LONG: Duration = Duration::from_millis(500);
+/// How many ranks that wait for each other a message lists.
+const CHAIN: usize = 8;
+
+pub(super) struct Shared {
+    pub(super) network: Arc<dyn Network>,
+    pub(super) store: Arc<dyn Store>,
+    /// Unique among all groups of the job.
+    pub(super) key: String,
+    pub(super) name: String,
+    pub(super) rank: usize,
+    pub(super) global_ranks: Vec<usize>,
+    pub(super) timeout: Duration,
+    /// Bytes of a round of a reduction, for all members together.
+    pub(super) chunk_bytes: usize,
+    pub(super) queue: Queue,
+    /// The failure of the group, if it has failed.
+    failure: Mutex<Option<Failure>>,
+}
+
+/// What a group that has failed says to the others: which rank says it, which rank failed if it knows one, and
+/// the message.
+type Abort = (usize, Option<usize>, String);
+
+impl Shared {
+    pub(super) fn new(
+        world: &World,
+        key: String,
+        name: String,
+        rank: usize,
+        global_ranks: Vec<usize>,
+    ) -> Self {
+        let World { network, store, timeout, chunk_bytes } = world.clone();
+        let (queue, failure) = (Queue::default(), Mutex::new(None));
+        Self {
+            network,
+            store,
+            key,
+            name,
+            rank,
+            global_ranks,
+            timeout,
+            chunk_bytes,
+            queue,
+            failure,
+        }
+    }
+
+    pub(super) fn world(&self) -> World {
+        World {
+            network: self.network.clone(),
+            store: self.store.clone(),
+            timeout: self.timeout,
+            chunk_bytes: self.chunk_bytes,
+        }
+    }
+
+    pub(super) fn size(&self) -> usize {
+        self.global_ranks.len()
+    }
+
+    pub(super) fn own_rank(&self) -> usize {
+        self.global_ranks[self.rank]
+    }
+
+    /// The failure of the group, if this rank knows of one.
+    pub(super) fn broken(&self) -> Option<Failure> {
+        self.failure.lock().expect("no panic while failing").clone()
+    }
+
+    /// Sets the failure of the group, unless it has failed before, and tells the others.
+    pub(super) fn fail(&self, failure: &Failure) {
+        let mut first = self.failure.lock().expect("no panic while failing");
+        if first.is_some() {
+            return;
+        }
+        *first = Some(failure.clone());
+        drop(first);
+        let abort: Abort = match failure {
+            Failure::Group(message) => (self.own_rank(), None, message.clone()),
+            Failure::Interrupted => (self.own_rank(), None, "interrupted".to_owned()),
+            Failure::Peer { rank, message } => (self.own_rank(), Some(*rank), message.clone()),
+        };
+        // Without a store there is nobody to tell.
+        if let Ok(abort) = serde_json::to_vec(&abort) {
+            let _ = self.store.set(&self.abort_key(), &abort);
+        }
+    }
+
+    fn abort_key(&self) -> String {
+        format!("{}/aborted", self.key)
+    }
+
+    /// The failure that another rank has told of, or the job's.
+    fn told(&self, ask_store: bool) -> Option<Failure> {
+        let job = || self.store.failure().map(|(rank, message)| Failure::Peer { rank, message });
+        if let Some(failure) = job() {
+            return Some(failure);
+        }
+        if !ask_store {
+            return None;
+        }
+        let abort = self.store.get(&self.abort_key(), Duration::ZERO).ok()?;
+        let (by, failed, reason): Abort = serde_json::from_slice(&abort).ok()?;
+        Some(match failed {
+            Some(rank) => Failure::Peer { rank, message: reason },
+            None if by == self.own_rank() => Failure::Group(reason),
+            None => Failure::Group(format!("aborted by rank {by}: {reason}")),
+        })
+    }
+
+    /// `failure` as an error of the operation `op`.
+    pub(super) fn error(&self, op: &'static str, failure: Failure) -> Error {
+        match failure {
+            Failure::Peer { rank, message } => Error::PeerFailed { rank, message },
+            Failure::Interrupted => Error::Interrupted,
+            Failure::Group(message) => Error::Collective {
+                rank: self.own_rank(),
+                group: self.name.clone(),
+                op,
+                message,
+            },
+        }
+    }
+
+    /// The failure that an exchange with `members` (indices in the group) ended with.
+    pub(super) fn failure_of(
+        &self,
+        error: WireError,
+        members: &[usize],
+        ended: Option<Failure>,
+        what: &str,
+    ) -> Failure {
+        let (member, why) = match error {
+            WireError::Lost { member, why } => (members[member], why),
+            WireError::Failed(why) => return Failure::Group(format!("{why}, {what}")),
+            WireError::Ended => {
+                return ended.unwrap_or_else(|| Failure::Group(format!("it was given up, {what}")));
+            }
+        };
+        // A rank that fails closes its connections, and others know of it sooner than of the reason.
+        let mut patience = Patience::new(GRACE);
+        while let Some(slice) = patience.slice() {
+            if let Some(failure) = self.broken().or_else(|| self.told(true)) {
+                return failure;
+            }
+            std::thread::sleep(slice.min(FIRST_ASK));
+        }
+        let rank = self.global_ranks[member];
+        let place = self.place(rank);
+        let message = format!("its connection{place} ended ({why}), {what}");
+        Failure::Peer { rank, message }
+    }
+
+    /// ` (10.0.0.2)`, where that is known.
+    fn place(&self, rank: usize) -> String {
+        self.network.place(rank).map_or_else(String::new, |place| format!(" ({place})"))
+    }
+
+    /// `rank 3 (10.0.0.2), which waits for rank 5`.
+    fn describe_missing(&self, rank: usize) -> String {
+        let mut text = format!("rank {rank}{}", self.place(rank));
+        let mut seen = vec![self.own_rank(), rank];
+        while seen.len() < CHAIN
+            && let Ok(next) = self.store.get(&waits_key(seen[seen.len() - 1]), Duration::ZERO)
+            && let Some(next) = String::from_utf8(next).ok().and_then(|next| next.parse().ok())
+        {
+            text.push_str(&format!(", which waits for rank {next}"));
+            if seen.contains(&next) {
+                break;
+            }
+            seen.push(next);
+        }
+        text
+    }
+}
+
+/// The key under which a rank says whom it waits for; empty if for nobody.
+fn waits_key(rank: usize) -> String {
+    format!("network/waits/{rank}")
+}
+
+/// What all groups of a world share.
+#[derive(Clone)]
+pub(super) struct World {
+    pub(super) network: Arc<dyn Network>,
+    pub(super) store: Arc<dyn Store>,
+    pub(super) timeout: Duration,
+    pub(super) chunk_bytes: usize,
+}
+
+/// Bytes by which members find that they are in the same operation; all of one length.
+pub(super) trait Greeting {
+    /// What to say if another member's bytes are `theirs`; `None` if they fit.
+    fn mismatch(&self, member: usize, theirs: &[u8]) -> Option<String>;
+}
+
+/// Watches one exchange: compares what the members greet with, and ends the wait when it must end.
+pub(super) struct Waiting<'a> {
+    shared: &'a Shared,
+    /// The group's members that the wire connects, by its numbers.
+    members: &'a [usize],
+    what: &'a dyn Fn() -> String,
+    greeting: Option<&'a dyn Greeting>,
+    /// Where the members' greetings go: those of the first receives, by number of the member.
+    greetings: &'a [(usize, Memory)],
+    patience: Patience,
+    since: Instant,
+    next_ask: Instant,
+    asks: Duration,
+    on_record: Option<usize>,
+    /// Why it ended the exchange.
+    pub(super) ended: Option<Failure>,
+}
+
+impl<'a> Waiting<'a> {
+    pub(super) fn new(
+        shared: &'a Shared,
+        members: &'a [usize],
+        what: &'a dyn Fn() -> String,
+        greeting: Option<&'a dyn Greeting>,
+        greetings: &'a [(usize, Memory)],
+    ) -> Self {
+        let now = Instant::now();
+        Self {
+            shared,
+            members,
+            what,
+            greeting,
+            greetings,
+            patience: Patience::new(shared.timeout),
+            since: now,
+            next_ask: now + FIRST_ASK,
+            asks: FIRST_ASK,
+            on_record: None,
+            ended: None,
+        }
+    }
+
+    fn end(&mut self, failure: Failure) -> Result<(), WireError> {
+        self.ended = Some(failure);
+        Err(WireError::Ended)
+    }
+
+    /// Lets others know whom this rank waits for.
+    fn record(&mut self, missing: &[usize]) {
+        let Some(&first) = missing.first() else { return };
+        let awaited = self.shared.global_ranks[self.members[first]];
+        if self.on_record != Some(awaited) {
+            self.on_record = Some(awaited);
+            let key = waits_key(self.shared.own_rank());
+            let _ = self.shared.store.set(&key, awaited.to_string().as_bytes());
+        }
+    }
+}
+
+impl Watch for Waiting<'_> {
+    fn received(&mut self, index: usize) -> Result<(), WireError> {
+        let (Some(greeting), Some(&(member, memory))) = (self.greeting, self.greetings.get(index))
+        else {
+            return Ok(());
+        };
+        // SAFETY: it lives as long as the exchange, which has received it and writes it no more.
+        let theirs = unsafe { memory.bytes() };
+        match greeting.mismatch(self.members[member], theirs) {
+            None => Ok(()),
+            Some(message) => self.end(Failure::Group(message)),
+        }
+    }
+
+    fn waiting(&mut self, moved: bool, missing: &[usize]) -> Result<(), WireError> {
+        let shared = self.shared;
+        let now = Instant::now();
+        if moved {
+            self.patience = Patience::new(shared.timeout);
+            self.since = now;
+        }
+        let asks = now >= self.next_ask;
+        if asks {
+            self.asks = (self.asks * 2).min(LAST_ASK);
+            self.next_ask = now + self.asks;
+        }
+        if let Some(failure) = shared.broken().or_else(|| shared.told(asks)) {
+            return self.end(failure);
+        }
+        if shared.store.give_up().is_some() {
+            return self.end(Failure::Interrupted);
+        }
+        if shared.queue.is_over() {
+            let rank = shared.own_rank();
+            let what = (self.what)();
+            return self.end(Failure::Group(format!("rank {rank} dropped the group, {what}")));
+        }
+        if now - self.since > LONG {
+            self.record(missing);
+        }
+        if self.patience.slice().is_none() {
+            let ranks = missing.iter().map(|&member| shared.global_ranks[self.members[member]]);
+            let missing: Vec<String> = ranks.map(|rank| shared.describe_missing(rank)).collect();
+            let failure = Failure::Group(format!(
+                "timed out after {:?}: {}, waited for {}",
+                shared.timeout,
+                (self.what)(),
+                missing.join(", ")
+            ));
+            // It stays on record whom this rank waited for.
+            self.on_record = None;
+            return self.end(failure);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        if self.on_record.is_some() {
+            let _ = self.shared.store.set(&waits_key(self.shared.own_rank()), b"");
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! How ranks find each other, and how a connection begins.
+
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
+
+use fulgurite_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// How long the beginning of a connection may take.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+/// The first bytes of a connection.
+const MAGIC: [u8; 8] = *b"FulgTcp1";
+/// The longest key of a group that is read from a stranger.
+const MAX_KEY: usize = 4096;
+
+type Token = [u8; 16];
+
+/// What a rank puts into the store, which only ranks of the job can read: where it listens, what who connects
+/// must say, and what it answers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Contact {
+    pub(super) address: SocketAddr,
+    asked: Token,
+    answered: Token,
+}
+
+impl Contact {
+    pub(super) fn new(address: SocketAddr) -> Result<Self> {
+        let random = || -> Result<Token> {
+            let mut token = Token::default();
+            getrandom::fill(&mut token)
+                .map_err(|e| Error::Launch(format!("the system has no random numbers: {e}")))?;
+            Ok(token)
+        };
+        Ok(Self { address, asked: random()?, answered: random()? })
+    }
+
+    /// Connects to the rank as rank `from`, for the group `key`.
+    pub(super) fn call(&self, key: &str, from: usize, timeout: Duration) -> io::Result<TcpStream> {
+        let timeout = timeout.clamp(Duration::from_millis(1), GREETING_TIMEOUT);
+        let mut stream = TcpStream::connect_timeout(&self.address, timeout)?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(GREETING_TIMEOUT))?;
+        stream.set_write_timeout(Some(GREETING_TIMEOUT))?;
+        let mut message = Vec::with_capacity(64 + key.len());
+        message.extend(MAGIC);
+        message.extend(self.asked);
+        message.extend((from as u32).to_le_bytes());
+        message.extend((key.len() as u32).to_le_bytes());
+        message.extend(key.as_bytes());
+        stream.write_all(&message)?;
+        let mut answer = Token::default();
+        stream.read_exact(&mut answer)?;
+        if !same(&answer, &self.answered) {
+            return Err(io::Error::other("somebody else answers there"));
+        }
+        Ok(stream)
+    }
+
+    /// Answers a connection that was accepted: the rank that calls, and the key of its group.
+    pub(super) fn answer(&self, stream: &mut TcpStream) -> io::Result<(usize, String)> {
+        stream.set_nonblocking(false)?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(GREETING_TIMEOUT))?;
+        stream.set_write_timeout(Some(GREETING_TIMEOUT))?;
+        let mut head = [0; 32];
+        stream.read_exact(&mut head)?;
+        let (magic, rest) = head.split_at(MAGIC.len());
+        let (token, numbers) = rest.split_at(size_of::<Token>());
+        if magic != MAGIC || !same(token, &self.asked) {
+            return Err(io::Error::other("a stranger"));
+        }
+        let number = |at: usize| {
+            u32::from_le_bytes([numbers[at], numbers[at + 1], numbers[at + 2], numbers[at + 3]])
+        };
+        let (from, len) = (number(0) as usize, number(4) as usize);
+        if len > MAX_KEY {
+            return Err(io::Error::other("a key that is too long"));
+        }
+        let mut key = vec![0; len];
+        stream.read_exact(&mut key)?;
+        let key = String::from_utf8(key).map_err(io::Error::other)?;
+        stream.write_all(&self.answered)?;
+        Ok((from, key))
+    }
+}
+
+/// Compares without telling by the time it takes where they differ.
+fn same(a: &[u8], b: &[u8]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).fold(0, |different, (a, b)| different | (a ^ b)) == 0
+}

@@ -1,0 +1,97 @@
+//! The thread that takes connections of other ranks.
+
+use std::collections::HashMap;
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use fulgurite_core::{Error, Result, advice};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::contact::Contact;
+
+/// Connections that have not yet said who they are; more wait to be accepted.
+const MAX_STRANGERS: usize = 64;
+/// How often the thread looks whether it is still needed.
+const POLL: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+
+/// Connections that were taken and that nobody has asked for, by group and rank.
+pub(super) struct Listener {
+    state: Arc<State>,
+}
+
+#[derive(Default)]
+struct State {
+    taken: Mutex<HashMap<(String, usize), TcpStream>>,
+    /// Signalled when one is taken.
+    came: Condvar,
+    strangers: AtomicUsize,
+    over: AtomicBool,
+}
+
+impl Listener {
+    pub(super) fn new(listener: TcpListener, contact: Contact) -> Result<Self> {
+        let fail = |what: &str, e: std::io::Error| {
+            Error::Launch(format!("{what}: {e}{}", advice(&e)))
+        };
+        listener.set_nonblocking(true).map_err(|e| fail("listening", e))?;
+        let state = Arc::new(State::default());
+        std::thread::Builder::new()
+            .name("tcp-listener".to_owned())
+            .spawn({
+                let state = state.clone();
+                move || accept(&listener, &contact, &state)
+            })
+            .map_err(|e| fail("starting a thread", e))?;
+        Ok(Self { state })
+    }
+
+    /// The connection of a rank for a group, if it comes within `wait`.
+    pub(super) fn take(&self, key: &str, rank: usize, wait: Duration) -> Option<TcpStream> {
+        let wanted = (key.to_owned(), rank);
+        let taken = self.state.taken.lock().expect("no panic while taking a connection");
+        let missing = |taken: &mut HashMap<_, _>| !taken.contains_key(&wanted);
+        let waited = self.state.came.wait_timeout_while(taken, wait, missing);
+        let (mut taken, _) = waited.expect("no panic while taking a connection");
+        taken.remove(&wanted)
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.state.over.store(true, Ordering::Relaxed);
+    }
+}
+
+fn accept(listener: &TcpListener, contact: &Contact, state: &Arc<State>) {
+    while !state.over.load(Ordering::Relaxed) {
+        let mut fds = [PollFd::new(listener, PollFlags::IN)];
+        let ready = matches!(poll(&mut fds, Some(&POLL)), Ok(1..));
+        if !ready || state.strangers.load(Ordering::Relaxed) >= MAX_STRANGERS {
+            if ready {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            continue;
+        }
+        let Ok((mut stream, from)) = listener.accept() else { continue };
+        state.strangers.fetch_add(1, Ordering::Relaxed);
+        let greet = {
+            let (contact, state) = (contact.clone(), state.clone());
+            move || {
+                match contact.answer(&mut stream) {
+                    Ok((rank, key)) => {
+                        let mut taken = state.taken.lock().expect("no panic while taking one");
+                        taken.insert((key, rank), stream);
+                        state.came.notify_all();
+                    }
+                    Err(error) => tracing::warn!("a connection from {from} is refused: {error}"),
+                }
+                state.strangers.fetch_sub(1, Ordering::Relaxed);
+            }
+        };
+        if std::thread::Builder::new().name("tcp-greeting".to_owned()).spawn(greet).is_err() {
+            state.strangers.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! Connecting the members of a group.
+
+use std::collections::HashMap;
+use std::net::TcpStream;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use fulgurite_core::collective::GroupContext;
+use fulgurite_core::launch::{Patience, Store};
+use fulgurite_core::{Error, Result, advice};
+
+use super::address::listen;
+use super::config::Tcp;
+use super::contact::Contact;
+use super::listener::Listener;
+use super::wire::TcpWire;
+use crate::network::wire::{Network, Wire};
+
+/// How long after a refused connection the next is tried: at first, and at most.
+const FIRST_RETRY: Duration = Duration::from_millis(20);
+const LAST_RETRY: Duration = Duration::from_secs(1);
+/// How often a wait for a connection looks whether it should end.
+const POLL: Duration = Duration::from_millis(100);
+
+/// The connections of this process to other ranks.
+pub(super) struct TcpNetwork {
+    store: Arc<dyn Store>,
+    rank: usize,
+    /// Where the store has the ranks' contacts.
+    keys: String,
+    listener: Listener,
+    /// Those of other ranks that were needed so far.
+    contacts: Mutex<HashMap<usize, Contact>>,
+}
+
+impl TcpNetwork {
+    /// Listens, and lets the others know. Every rank of the job calls it, in the same order.
+    pub(super) fn new(config: &Tcp, context: &GroupContext) -> Result<Self> {
+        let (store, rank) = (context.store.clone(), context.rank);
+        let build = store.add(&format!("network/tcp/listeners/{rank}"), 1)?;
+        let keys = format!("network/tcp/contacts{build}");
+        let listener = listen(config, context)?;
+        let address = listener
+            .local_addr()
+            .map_err(|e| Error::Launch(format!("listening: {e}{}", advice(&e))))?;
+        let contact = Contact::new(address)?;
+        let value = serde_json::to_vec(&contact).map_err(Error::other)?;
+        let listener = Listener::new(listener, contact)?;
+        store.set(&format!("{keys}/{rank}"), &value)?;
+        Ok(Self { store, rank, keys, listener, contacts: Mutex::default() })
+    }
+
+    fn contact(&self, rank: usize, timeout: Duration) -> Result<Contact> {
+        let known = self.contacts.lock().expect("no panic with contacts").get(&rank).cloned();
+        if let Some(contact) = known {
+            return Ok(contact);
+        }
+        let key = format!("{}/{rank}", self.keys);
+        let value = self.store.get(&key, timeout).map_err(|error| match error {
+            Error::Launch(why) => {
+                Error::Launch(format!("rank {rank} has not said where it listens: {why}"))
+            }
+            other => other,
+        })?;
+        let contact: Contact = serde_json::from_slice(&value).map_err(|e| {
+            Error::Launch(format!("the store's value of `{key}` is no address: {e}"))
+        })?;
+        self.contacts.lock().expect("no panic with contacts").insert(rank, contact.clone());
+        Ok(contact)
+    }
+
+    /// Connects to a rank that listens.
+    fn call(
+        &self,
+        key: &str,
+        rank: usize,
+        timeout: Duration,
+        patience: &mut Patience,
+    ) -> Result<TcpStream> {
+        let contact = self.contact(rank, timeout)?;
+        let mut retry = FIRST_RETRY;
+        loop {
+            let Some(slice) = patience.slice() else { break };
+            match contact.call(key, self.rank, slice.max(FIRST_RETRY)) {
+                Ok(stream) => return Ok(stream),
+                Err(error) => tracing::debug!("connecting to rank {rank}: {error}"),
+            }
+            self.still_wanted()?;
+            std::thread::sleep(retry.min(slice));
+            retry = (retry * 2).min(LAST_RETRY);
+        }
+        let why = match contact.call(key, self.rank, LAST_RETRY) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => error,
+        };
+        Err(Error::Launch(format!(
+            "rank {} cannot connect to rank {rank} at {} ({why}). Check that the hosts reach each other \
+             there: firewalls (trainer.process_group.ports), the interface \
+             (trainer.process_group.interface)",
+            self.rank, contact.address
+        )))
+    }
+
+    /// Waits for the connection of a rank that calls.
+    fn take(&self, key: &str, rank: usize, patience: &mut Patience) -> Result<TcpStream> {
+        loop {
+            let slice = patience.slice();
+            if let Some(stream) = self.listener.take(key, rank, slice.unwrap_or_default().min(POLL))
+            {
+                return Ok(stream);
+            }
+            self.still_wanted()?;
+            if slice.is_none() {
+                let place = self.place(rank).map_or_else(String::new, |at| format!(" ({at})"));
+                return Err(Error::Launch(format!(
+                    "rank {rank}{place} did not connect to rank {}, for the process group `{key}`",
+                    self.rank
+                )));
+            }
+        }
+    }
+
+    /// # Errors
+    /// If the job has failed, or this rank was asked to end.
+    fn still_wanted(&self) -> Result<()> {
+        if let Some((rank, message)) = self.store.failure() {
+            return Err(Error::PeerFailed { rank, message });
+        }
+        self.store.give_up().map_or(Ok(()), Err)
+    }
+}
+
+impl Network for TcpNetwork {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+
+    fn connect(
+        self: Arc<Self>,
+        key: &str,
+        members: &[usize],
+        own: usize,
+        timeout: Duration,
+    ) -> Result<Box<dyn Wire>> {
+        let mut patience = Patience::new(timeout);
+        let mut streams = Vec::with_capacity(members.len());
+        for (member, &rank) in members.iter().enumerate() {
+            streams.push(match member.cmp(&own) {
+                std::cmp::Ordering::Less => {
+                    Some(self.call(key, rank, timeout, &mut patience)?)
+                },
+                std::cmp::Ordering::Equal => None,
+                std::cmp::Ordering::Greater => Some(self.take(key, rank, &mut patience)?),
+            });
+        }
+        Ok(Box::new(TcpWire::new(streams, self)?))
+    }
+
+    fn place(&self, rank: usize) -> Option<String> {
+        let contact = self.contact(rank, Duration::ZERO).ok()?;
+        Some(contact.address.ip().to_string())
+    }
+}

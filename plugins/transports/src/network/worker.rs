@@ -1,0 +1,209 @@
+//! Running a rank's collectives, in the order they were started.
+#![allow(unsafe_code)] // Exchanges with memory of tensors; the worker holds it, or never frees it.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use bytemuck::{Pod, Zeroable};
+use candle_core::DType;
+use fulgurite_core::collective::ReduceOp;
+
+use super::collectives::{self, Round};
+use super::memory::{Memory, Scratch};
+use super::shared::{Greeting, Shared, Waiting};
+use super::wire::{Incoming, Outgoing, Wire};
+use crate::engine::{Collective, Failure, Fingerprint, Job, Task, reduce};
+
+/// Runs a rank's collectives and counts them. Used only by the thread that has the
+/// [`Turn`](crate::engine::Turn).
+pub(super) struct Worker {
+    shared: Arc<Shared>,
+    /// None once the group has failed, so that the others see its connections end.
+    wire: Option<Box<dyn Wire>>,
+    /// All members, as the wire numbers them.
+    members: Vec<usize>,
+    sequence: u64,
+    scratch: Scratch,
+}
+
+impl Worker {
+    pub(super) fn new(shared: Arc<Shared>, wire: Box<dyn Wire>) -> Self {
+        let members = (0..shared.size()).collect();
+        Self { shared, wire: Some(wire), members, sequence: 0, scratch: Scratch::default() }
+    }
+
+    pub(super) fn run(&mut self, job: Job) {
+        let Job { task, done } = job;
+        let Task::Collective(collective) = task else {
+            // Messages have lanes of their own.
+            return done.set(Err(Failure::Group("a message among the collectives".to_owned())));
+        };
+        let run = || self.collective(&collective);
+        let result = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
+            let message = crate::threads::panic_message(&*panic);
+            Err(Failure::Group(format!("a collective panicked: {message}")))
+        });
+        match &result {
+            // The tensors are released before the caller is told of the end.
+            Ok(()) => drop(collective),
+            Err(failure) => {
+                self.shared.fail(failure);
+                // A network may still access all of it.
+                std::mem::forget((collective, std::mem::take(&mut self.scratch)));
+                self.wire = None;
+            }
+        }
+        done.set(result);
+    }
+
+    fn collective(&mut self, collective: &Collective) -> Result<(), Failure> {
+        if let Some(failure) = self.shared.broken() {
+            return Err(failure);
+        }
+        let Some(wire) = self.wire.as_deref_mut() else {
+            return Err(Failure::Group("the group has failed before".to_owned()));
+        };
+        self.sequence += 1;
+        let mut operation = Operation {
+            shared: &self.shared,
+            wire,
+            members: &self.members,
+            fingerprint: collective.fingerprint(),
+            sequence: self.sequence,
+            greeted: false,
+            all_meet: !matches!(collective, Collective::Broadcast(..)),
+        };
+        collectives::run(&mut operation, collective, &mut self.scratch)
+    }
+}
+
+/// A collective under way.
+pub(super) struct Operation<'a> {
+    shared: &'a Shared,
+    wire: &'a mut dyn Wire,
+    members: &'a [usize],
+    fingerprint: Fingerprint,
+    sequence: u64,
+    /// Whether the first round is over, in which members greet each other.
+    greeted: bool,
+    /// Whether every member hears of every other; else those greet that exchange messages.
+    all_meet: bool,
+}
+
+/// What a member sends first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+struct Hello {
+    sequence: u64,
+    kind: u32,
+    dtype: u32,
+    bytes: u64,
+    detail: u64,
+}
+
+impl Operation<'_> {
+    pub(super) fn rank(&self) -> usize {
+        self.shared.rank
+    }
+
+    pub(super) fn size(&self) -> usize {
+        self.shared.size()
+    }
+
+    pub(super) fn chunk_bytes(&self) -> usize {
+        self.shared.chunk_bytes
+    }
+
+    /// Reduces `sources`, one of each member in rank order, into `out`, which is none of them.
+    pub(super) fn reduce(&self, dtype: DType, op: ReduceOp, sources: &[Memory], out: Memory) {
+        // SAFETY: no exchange is under way, and the worker holds all of it; `out` is memory of its own.
+        let sources: Vec<&[u8]> = sources.iter().map(|source| unsafe { source.bytes() }).collect();
+        // SAFETY: as above.
+        reduce(dtype, op, &sources, unsafe { out.bytes_mut() });
+    }
+
+    /// Exchanges the messages of a round, after those by which members greet in the first.
+    pub(super) fn exchange(&mut self, round: Round) -> Result<(), Failure> {
+        let peers = || (0..self.size()).filter(|&peer| peer != self.rank());
+        let (mut to, mut from): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
+        if !self.greeted {
+            let among = |list: &[(usize, Memory)], peer| list.iter().any(|(p, _)| *p == peer);
+            to = peers().filter(|&p| self.all_meet || among(&round.sends, p)).collect();
+            from = peers().filter(|&p| self.all_meet || among(&round.receives, p)).collect();
+        }
+        self.greeted = true;
+        let Fingerprint { kind, dtype, bytes, detail } = self.fingerprint;
+        let own = Hello { sequence: self.sequence, kind, dtype, bytes, detail };
+        let mut hello = Box::new(own);
+        let mut hellos = vec![Hello::zeroed(); from.len()];
+        let greeting = Memory::of_bytes(bytemuck::bytes_of_mut(&mut *hello));
+        let greetings: Vec<(usize, Memory)> = hellos
+            .iter_mut()
+            .zip(&from)
+            .map(|(hello, &peer)| (peer, Memory::of_bytes(bytemuck::bytes_of_mut(hello))))
+            .collect();
+        let sends: Vec<Outgoing> = to
+            .iter()
+            .map(|&peer| greeting.to(peer))
+            .chain(round.sends.iter().map(|(peer, memory)| memory.to(*peer)))
+            .collect();
+        let receives: Vec<Incoming> = greetings
+            .iter()
+            .chain(&round.receives)
+            .map(|(peer, memory)| memory.from(*peer))
+            .collect();
+        let (shared, members) = (self.shared, self.members);
+        let (fingerprint, sequence) = (self.fingerprint, self.sequence);
+        let what = || format!("in {fingerprint} (collective {sequence} of this group)");
+        let compared = Compared { shared, own, fingerprint };
+        let mut waiting = Waiting::new(shared, members, &what, Some(&compared), &greetings);
+        // SAFETY: all memory is of tensors that the worker holds, of its scratch buffers, and of `hello` and
+        // `hellos`; each of these is forgotten after an error, here or by the worker.
+        let exchanged = unsafe { self.wire.exchange(&sends, &receives, &mut waiting) };
+        let ended = waiting.ended.take();
+        drop(waiting);
+        exchanged.map_err(|error| {
+            let failure = shared.failure_of(error, members, ended, &what());
+            std::mem::forget((hello, hellos));
+            failure
+        })
+    }
+}
+
+/// Compares a collective with those that others greet with.
+struct Compared<'a> {
+    shared: &'a Shared,
+    own: Hello,
+    fingerprint: Fingerprint,
+}
+
+impl Greeting for Compared<'_> {
+    fn mismatch(&self, member: usize, theirs: &[u8]) -> Option<String> {
+        let theirs: Hello = bytemuck::pod_read_unaligned(theirs);
+        if theirs == self.own {
+            return None;
+        }
+        let Hello { sequence, kind, dtype, bytes, detail } = theirs;
+        let (mine, other) =
+            (self.fingerprint.to_string(), Fingerprint { kind, dtype, bytes, detail }.to_string());
+        let what = match mine == other {
+            true => format!(
+                "both called {mine}, but with different arguments (counts, operation, source or \
+                 partition)"
+            ),
+            false => {
+                let rank = self.shared.global_ranks[member];
+                format!("rank {}: {mine}; rank {rank}: {other}", self.shared.own_rank())
+            }
+        };
+        let (here, there) = (self.own.sequence, sequence);
+        let number = match here == there {
+            true => format!("collective {here}"),
+            false => format!("collective {here} (there {there})"),
+        };
+        Some(format!(
+            "the ranks differ in {number} of this group: {what}. All ranks must call the same \
+             collectives in the same order"
+        ))
+    }
+}
