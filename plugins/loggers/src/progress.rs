@@ -166,6 +166,9 @@ impl EventSink for ProgressBar {
         self.items = run.items;
         // What cannot be shown is no reason to end a run before it begins; the next line says so.
         let _ = self.line(&run.model.to_string());
+        if let Some(ranks) = &run.ranks {
+            let _ = self.line(&ranks.to_string());
+        }
     }
 
     fn start(&mut self, max_steps: Option<u64>) {
@@ -353,7 +356,7 @@ mod tests {
 
     use fulgurite_core::module::{ModuleBuilder, ModuleInit};
     use fulgurite_core::parameter::Init;
-    use fulgurite_core::trainer::ModelSummary;
+    use fulgurite_core::trainer::{ModelSummary, RanksSummary};
 
     use super::*;
 
@@ -389,7 +392,8 @@ mod tests {
         let b = ModuleBuilder::new(ModuleInit::default());
         b.pp("head").parameter("weight", [3, 2], Init::ONES).unwrap();
         let model = ModelSummary::new(&b.finish().unwrap());
-        progress.begin(&RunStart::new(max_steps, "images", model));
+        let ranks = RanksSummary::new(2, "ddp", "shm");
+        progress.begin(&RunStart::new(max_steps, "images", model).with_ranks(ranks));
         progress.start(max_steps);
         progress.evaluating(EvaluationProgress::new("validation", 0, 3));
         for event in events {
@@ -422,18 +426,19 @@ mod tests {
             startup_s: 0.5,
             peak_rss_mib: vec![100.0, 120.4],
         });
-        insta::assert_snapshot!(shown(Some(6), &events), @r#"
-    module    parameters
-    head               6
-    all                6, 6 trained, in 0 unit(s)
-    going on after step 0, from run/step-0
-    step 1/6  epoch 0.06  loss 3.0000  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
-    step 4/6  epoch 0.25  loss 0.7500  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
-    step 6/6  epoch 0.38  loss 0.5000  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
-    validation after step 6: val_loss 2.5000
-    checkpoint after step 6: run/step-6
-    6 steps on 2 rank(s) with fsdp: loss 3.0000 to 0.5000, 0.250 s a step, 2.50M images/s, 0.5 s to start, at most 120 MiB a rank
-    "#);
+        insta::assert_snapshot!(shown(Some(6), &events), @"
+        module    parameters
+        head               6
+        all                6, 6 trained, in 0 unit(s)
+        2 ranks, strategy ddp, process group shm
+        going on after step 0, from run/step-0
+        step 1/6  epoch 0.06  loss 3.0000  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
+        step 4/6  epoch 0.25  loss 0.7500  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
+        step 6/6  epoch 0.38  loss 0.5000  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
+        validation after step 6: val_loss 2.5000
+        checkpoint after step 6: run/step-6
+        6 steps on 2 rank(s) with fsdp: loss 3.0000 to 0.5000, 0.250 s a step, 2.50M images/s, 0.5 s to start, at most 120 MiB a rank
+        ");
     }
 
     #[test]
@@ -450,23 +455,25 @@ mod tests {
             startup_s: nan,
             peak_rss_mib: vec![100.0],
         };
-        insta::assert_snapshot!(shown(None, &[summary]), @r#"
-    module    parameters
-    head               6
-    all                6, 6 trained, in 0 unit(s)
-    6 steps on 1 rank(s) with ddp: no further step, at most 100 MiB a rank
-    "#);
+        insta::assert_snapshot!(shown(None, &[summary]), @"
+        module    parameters
+        head               6
+        all                6, 6 trained, in 0 unit(s)
+        2 ranks, strategy ddp, process group shm
+        6 steps on 1 rank(s) with ddp: no further step, at most 100 MiB a rank
+        ");
     }
 
     #[test]
     fn a_run_of_unknown_length_shows_no_end() {
         let events: Vec<_> = (4..=7).map(step).collect();
-        insta::assert_snapshot!(shown(None, &events), @r#"
-    module    parameters
-    head               6
-    all                6, 6 trained, in 0 unit(s)
-    step 4  epoch 0.25  loss 0.7500  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
-    "#);
+        insta::assert_snapshot!(shown(None, &events), @"
+        module    parameters
+        head               6
+        all                6, 6 trained, in 0 unit(s)
+        2 ranks, strategy ddp, process group shm
+        step 4  epoch 0.25  loss 0.7500  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
+        ");
     }
 
     #[test]

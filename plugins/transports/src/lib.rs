@@ -72,12 +72,14 @@
 //! - After an error in a group all its later calls fail with the same reason.
 
 mod engine;
+mod hosts;
 mod memory;
 pub mod network;
 mod shm;
 mod sync;
 mod threads;
 
+pub use hosts::Auto;
 pub use memory::SharedMemory;
 pub use network::Tcp;
 pub use shm::Shm;

@@ -82,8 +82,8 @@ impl ProcessGroupConfig for Shm {
 }
 
 /// The end of messages about jobs on several hosts.
-const ACROSS_HOSTS: &str = "There is no process group across hosts yet but those that other crates bring: \
-                            link one, and name it in trainer.process_group.type";
+const ACROSS_HOSTS: &str = "Across hosts set trainer.process_group = \"auto\", which uses `shm` only within them, or \
+                            \"tcp\"";
 
 #[cfg(not(target_os = "linux"))]
 fn connect(_: &Shm, _: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
@@ -95,6 +95,8 @@ fn connect(_: &Shm, _: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
 
 #[cfg(target_os = "linux")]
 use linux::connect;
+#[cfg(target_os = "linux")]
+pub(crate) use linux::connect_ranks;
 
 #[cfg(target_os = "linux")]
 mod linux {
@@ -120,10 +122,25 @@ mod linux {
     use serde::{Deserialize, Serialize};
 
     use super::{ACROSS_HOSTS, RegionLayout, Shm};
-    use crate::engine::{Group, MappedRegion, Membership, MemoryOwner, Rendezvous, blame};
+    use crate::engine::{Board, Group, MappedRegion, Membership, MemoryOwner, Rendezvous, blame};
+    use crate::network;
     use crate::memory::{self, Region, SEALS, SharedMemoryHandle, nonce};
 
+    /// The group of all ranks, which are on one host.
     pub(super) fn connect(config: &Shm, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
+        let ranks = (0..context.world_size).collect();
+        connect_ranks(config, context, "world", ranks, context.rank)
+    }
+
+    /// The group of some of the job's ranks, given by their global ranks, which are all that are on this host;
+    /// this rank is number `own` of them. `key` tells it from the groups of other hosts.
+    pub(crate) fn connect_ranks(
+        config: &Shm,
+        context: &GroupContext,
+        key: &str,
+        global_ranks: Vec<usize>,
+        own: usize,
+    ) -> Result<Arc<dyn ProcessGroup>> {
         memory::set_ranks(context.local_world_size);
         // A job may build several world groups; every rank builds them in the same order.
         let counter = format!("process_group/shm/builds/{}", context.rank);
@@ -134,12 +151,13 @@ mod linux {
             processes: Mutex::default(),
             memories: Mutex::default(),
             board: OnceLock::new(),
+            several_hosts: global_ranks.len() < context.world_size,
         };
         let member = Membership {
-            key: format!("process_group/shm/world{build}"),
+            key: format!("process_group/shm/{key}{build}"),
             name: "world".to_owned(),
-            rank: context.rank,
-            global_ranks: (0..context.world_size).collect(),
+            rank: own,
+            global_ranks,
             timeout: context.timeout,
             chunk_bytes: config.chunk_bytes,
             spins: None,
@@ -165,7 +183,9 @@ mod linux {
         processes: Mutex<HashMap<usize, OwnedFd>>,
         /// By global rank, the rank's shared memory, mapped by this process.
         memories: Mutex<HashMap<usize, Arc<MmapRaw>>>,
-        board: OnceLock<Arc<Region>>,
+        board: OnceLock<Arc<Board>>,
+        /// Whether there are ranks on other hosts.
+        several_hosts: bool,
     }
 
     impl ProcessRendezvous {
@@ -323,6 +343,10 @@ mod linux {
     }
 
     impl Rendezvous for ProcessRendezvous {
+        fn name(&self) -> &'static str {
+            "shm"
+        }
+
         fn region(
             &self,
             key: &str,
@@ -336,8 +360,14 @@ mod linux {
             }
         }
 
-        fn board(&self, first: &Arc<Region>) -> Arc<Region> {
-            self.board.get_or_init(|| first.clone()).clone()
+        fn board(&self, first: &Arc<Region>, global_ranks: &[usize]) -> Arc<Board> {
+            self.board.get_or_init(|| Board::new(first, global_ranks)).clone()
+        }
+
+        fn waits_for(&self, awaited: Option<usize>) {
+            if self.several_hosts {
+                network::record_wait(&*self.store, self.own_rank, awaited);
+            }
         }
 
         fn must_meet(&self) -> bool {

@@ -10,7 +10,7 @@ use candle_core::{DType, Tensor};
 use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::{Error, Result};
 
-use crate::engine::{Group, MappedRegion, Membership, MemoryOwner, Rendezvous};
+use crate::engine::{Board, Group, MappedRegion, Membership, MemoryOwner, Rendezvous};
 use crate::memory::{self, Region, RegionLayout, SharedMemoryHandle};
 
 /// Bytes of a rank's slot; small, since tests have many groups with little data.
@@ -161,7 +161,7 @@ struct ThreadRendezvous {
     /// Regions that not all ranks have yet, each with the number of ranks that have it.
     regions: Mutex<HashMap<String, (Arc<Region>, usize)>>,
     failure: Mutex<Option<(usize, String)>>,
-    board: OnceLock<Arc<Region>>,
+    board: OnceLock<Arc<Board>>,
 }
 
 impl ThreadRendezvous {
@@ -172,6 +172,10 @@ impl ThreadRendezvous {
 }
 
 impl Rendezvous for ThreadRendezvous {
+    fn name(&self) -> &'static str {
+        "threads"
+    }
+
     fn region(
         &self,
         key: &str,
@@ -194,8 +198,8 @@ impl Rendezvous for ThreadRendezvous {
         Ok(MappedRegion { region, file: None })
     }
 
-    fn board(&self, first: &Arc<Region>) -> Arc<Region> {
-        self.board.get_or_init(|| first.clone()).clone()
+    fn board(&self, first: &Arc<Region>, global_ranks: &[usize]) -> Arc<Board> {
+        self.board.get_or_init(|| Board::new(first, global_ranks)).clone()
     }
 
     fn must_meet(&self) -> bool {

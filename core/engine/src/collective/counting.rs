@@ -80,6 +80,10 @@ impl ProcessGroup for Counting {
         self.inner.size()
     }
 
+    fn transport(&self) -> String {
+        self.inner.transport()
+    }
+
     fn global_ranks(&self) -> &[usize] {
         self.inner.global_ranks()
     }

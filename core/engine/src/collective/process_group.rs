@@ -36,6 +36,12 @@ pub trait ProcessGroup: Send + Sync {
     /// Number of ranks in the group.
     fn size(&self) -> usize;
 
+    /// How the ranks of the group reach each other, for people: `shm`, or `shm within hosts, tcp between them`.
+    /// Empty where there is nothing to say.
+    fn transport(&self) -> String {
+        String::new()
+    }
+
     /// The global ranks of the group's members, in group order.
     fn global_ranks(&self) -> &[usize];
 

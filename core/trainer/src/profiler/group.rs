@@ -58,6 +58,10 @@ impl ProcessGroup for Profiled {
         self.inner.size()
     }
 
+    fn transport(&self) -> String {
+        self.inner.transport()
+    }
+
     fn global_ranks(&self) -> &[usize] {
         self.inner.global_ranks()
     }

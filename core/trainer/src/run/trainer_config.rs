@@ -134,8 +134,9 @@ fulgurite_config::config_struct! {
         /// How the model is distributed over the ranks. `"auto"` is a single device for one rank
         /// and data parallelism for more.
         pub strategy: PluginValue = PluginValue::new("auto"),
-        /// The process group, which transfers data between ranks.
-        pub process_group: PluginValue = PluginValue::new("shm"),
+        /// The process group, which transfers data between ranks. `"auto"`: shared memory between those of
+        /// a host, and a network between hosts.
+        pub process_group: PluginValue = PluginValue::new("auto"),
         /// The cluster environment, which tells each process its rank; by default detected.
         pub environment: Option<PluginValue> = None,
         /// A file with the secret that the ranks of a job share, readable by its owner alone, the same on

@@ -53,7 +53,7 @@ pub use model_summary::{ModelSummary, ModuleParameters};
 pub use optimizers::{OptimizerSetup, Optimizers};
 pub use predictions::Predictions;
 pub use preflight::{MakeParallelize, RunPurpose};
-pub use progress::{EvaluationProgress, ProgressDisplay, RunStart};
+pub use progress::{EvaluationProgress, ProgressDisplay, RanksSummary, RunStart};
 pub use saved_state::SavedState;
 pub use trained::Trained;
 pub use trainer::{FitOutcome, Trainer};

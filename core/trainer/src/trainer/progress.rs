@@ -42,12 +42,49 @@ pub struct RunStart {
     pub items: &'static str,
     /// The model's parameters.
     pub model: ModelSummary,
+    /// Its ranks, if they are several.
+    pub ranks: Option<RanksSummary>,
+}
+
+/// How many ranks train, and how.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RanksSummary {
+    /// How many.
+    pub ranks: usize,
+    /// The name of the strategy.
+    pub strategy: String,
+    /// How they reach each other: [`ProcessGroup::transport`](fulgurite_engine::collective::ProcessGroup::transport).
+    pub transport: String,
+}
+
+impl RanksSummary {
+    /// Several ranks of a strategy.
+    pub fn new(ranks: usize, strategy: impl Into<String>, transport: impl Into<String>) -> Self {
+        Self { ranks, strategy: strategy.into(), transport: transport.into() }
+    }
+}
+
+impl std::fmt::Display for RanksSummary {
+    /// `4 ranks, strategy fsdp, process group shm within hosts, tcp between them`.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} ranks, strategy {}", self.ranks, self.strategy)?;
+        match self.transport.as_str() {
+            "" => Ok(()),
+            transport => write!(f, ", process group {transport}"),
+        }
+    }
 }
 
 impl RunStart {
     /// What the trainer tells its sinks; for tests of a sink.
     pub fn new(max_steps: Option<u64>, items: &'static str, model: ModelSummary) -> Self {
-        Self { max_steps, items, model }
+        Self { max_steps, items, model, ranks: None }
+    }
+
+    /// The same of several ranks.
+    pub fn with_ranks(self, ranks: RanksSummary) -> Self {
+        Self { ranks: Some(ranks), ..self }
     }
 }
 

@@ -15,7 +15,7 @@ use super::log_table::LogTable;
 use super::meter::{Meter, seconds_since_epoch};
 use super::model_summary::ModelSummary;
 use super::preflight::check_async_save;
-use super::progress::{RunStart, default_progress};
+use super::progress::{RanksSummary, RunStart, default_progress};
 use super::runner::{self, RunnerSetup};
 use super::saving::Saving;
 use super::session::{Cursor, Session, SessionParts, training};
@@ -494,7 +494,11 @@ impl Session {
         }
         if !self.parts.sinks.is_empty() {
             let model = ModelSummary::new(self.parts.fabric.module_tree()?);
-            let start = RunStart { max_steps, items: self.items_name, model };
+            let world = self.parts.fabric.world();
+            let several = (world.size() > 1).then(|| {
+                RanksSummary::new(world.size(), self.parts.strategy.clone(), world.transport())
+            });
+            let start = RunStart { max_steps, items: self.items_name, model, ranks: several };
             self.parts.sinks.iter().for_each(|sink| {
                 let mut sink = sink.lock();
                 sink.begin(&start);

@@ -392,7 +392,7 @@ fn the_resolved_configuration_is_written_and_read_back() {
     timeout_secs = 600
     memory_check = "error"
     strategy = "fsdp"
-    process_group = "shm"
+    process_group = "auto"
     callbacks = []
     loggers = ["csv", "jsonl"]
 

@@ -1,12 +1,32 @@
 //! Who is to blame for a wait that has timed out: the rank that is waited for may itself wait for another
 //! one, in another group. All ranks write to the region of all ranks whom they wait for.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::memory::{Region, WaitRecord};
+
+/// The region of all ranks that share memory, in which they write whom they wait for.
+pub(crate) struct Board {
+    region: Arc<Region>,
+    /// Their global ranks.
+    ranks: Vec<usize>,
+}
+
+impl Board {
+    pub(crate) fn new(region: &Arc<Region>, ranks: &[usize]) -> Arc<Self> {
+        Arc::new(Self { region: region.clone(), ranks: ranks.to_vec() })
+    }
+
+    /// The waits of a global rank.
+    fn waits(&self, rank: usize) -> &[WaitRecord] {
+        let place = self.ranks.iter().position(|&one| one == rank);
+        place.map_or(&[], |place| &self.region.record(place).waits)
+    }
+}
 
 /// A wait whose thread has not looked for this long is over, or its process does not run: it is sent a
 /// stop signal, or is in a debugger.
@@ -21,13 +41,13 @@ pub(super) struct LongWait<'a> {
 
 impl<'a> LongWait<'a> {
     /// Records that `rank` waits for `awaited`, both global.
-    pub(super) fn begin(board: &'a Region, rank: usize, awaited: usize) -> Self {
+    pub(super) fn begin(board: &'a Board, rank: usize, awaited: usize) -> Self {
         let claim = |record: &&WaitRecord| {
             let free = &record.awaited;
             free.compare_exchange(0, awaited as u32 + 1, Ordering::AcqRel, Ordering::Relaxed)
                 .is_ok()
         };
-        let wait = Self { record: board.record(rank).waits.iter().find(claim) };
+        let wait = Self { record: board.waits(rank).iter().find(claim) };
         wait.goes_on(awaited);
         wait
     }
@@ -57,7 +77,7 @@ impl Drop for LongWait<'_> {
 
 /// From a rank that is waited for to the rank to blame, which waits for nobody: each waits for the next. If
 /// they wait for each other, the last is among those before. The ranks are global.
-pub(crate) fn chain(board: &Region, awaited: usize) -> Vec<usize> {
+pub(crate) fn chain(board: &Board, awaited: usize) -> Vec<usize> {
     let mut chain = vec![awaited];
     loop {
         let next = waits_for(board, chain[chain.len() - 1]);
@@ -90,7 +110,7 @@ pub(crate) fn describe(chain: &[usize]) -> String {
 }
 
 /// Whom a rank waits for.
-fn waits_for(board: &Region, rank: usize) -> Vec<usize> {
+fn waits_for(board: &Board, rank: usize) -> Vec<usize> {
     let now = now();
     let goes_on = |record: &&WaitRecord| {
         let age = now.saturating_sub(record.looked.load(Ordering::Acquire));
@@ -98,9 +118,9 @@ fn waits_for(board: &Region, rank: usize) -> Vec<usize> {
         age <= (if gave_up { STALE_TIMEOUT } else { STALE }).as_millis() as u64
     };
     let awaited = |awaited: &AtomicU32| (awaited.load(Ordering::Acquire) as usize).checked_sub(1);
-    let size = board.layout().size;
-    let records = board.record(rank).waits.iter().filter(goes_on);
-    records.filter_map(|record| awaited(&record.awaited)).filter(|&rank| rank < size).collect()
+    let records = board.waits(rank).iter().filter(goes_on);
+    let awaited = records.filter_map(|record| awaited(&record.awaited));
+    awaited.filter(|rank| board.ranks.contains(rank)).collect()
 }
 
 /// Milliseconds of a clock that all processes of the host share.
@@ -116,7 +136,8 @@ mod tests {
 
     #[test]
     fn the_rank_that_waits_for_nobody_is_found() {
-        let board = Region::anonymous(RegionLayout::new(4, 4096)).unwrap();
+        let region = Arc::new(Region::anonymous(RegionLayout::new(4, 4096)).unwrap());
+        let board = Board::new(&region, &[0, 1, 2, 3]);
         let text = |awaited| describe(&chain(&board, awaited));
         assert_eq!(text(2), "");
         let wait = LongWait::begin(&board, 2, 3);
@@ -136,7 +157,7 @@ mod tests {
         // It has not looked for long: its process does not run.
         let _stopped = LongWait::begin(&board, 0, 1);
         assert_eq!(chain(&board, 0), [0, 1]);
-        board.record(0).waits[0].looked.store(now() - 1001, Ordering::Relaxed);
+        board.waits(0)[0].looked.store(now() - 1001, Ordering::Relaxed);
         assert_eq!(chain(&board, 0), [0]);
     }
 }

@@ -75,7 +75,7 @@ impl Group {
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let shared = Arc::new(Shared {
-            board: rendezvous.board(&region),
+            board: rendezvous.board(&region, &global_ranks),
             name,
             rank,
             global_ranks,
@@ -159,6 +159,10 @@ impl ProcessGroup for Group {
 
     fn size(&self) -> usize {
         self.shared.size()
+    }
+
+    fn transport(&self) -> String {
+        self.rendezvous.name().to_owned()
     }
 
     fn global_ranks(&self) -> &[usize] {

@@ -12,6 +12,7 @@ mod stream;
 mod wait;
 mod worker;
 
+pub(crate) use blame::Board;
 pub(crate) use group::{Group, Membership};
 pub(crate) use plan::{Buffer, Collective, Fingerprint, bytes, dtype_code};
 pub(crate) use queue::{Completion, Job, Queue, Task, Turn};

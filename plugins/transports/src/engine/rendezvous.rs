@@ -7,10 +7,14 @@ use std::time::Duration;
 use candle_core::{DType, Tensor};
 use fulgurite_core::Result;
 
+use super::blame::Board;
 use crate::memory::{Region, RegionLayout, SharedMemoryHandle};
 
 /// What differs between ranks that are threads and ranks that are processes.
 pub(crate) trait Rendezvous: Send + Sync {
+    /// What ranks are connected by, for people.
+    fn name(&self) -> &'static str;
+
     /// The region of the group `key`, the same for all its ranks. Its `leader`, a global rank, makes it;
     /// none if that is this rank.
     fn region(
@@ -21,9 +25,14 @@ pub(crate) trait Rendezvous: Send + Sync {
         timeout: Duration,
     ) -> Result<MappedRegion>;
 
-    /// The region of the first group, which has all ranks: `first` in the first call. Ranks write there whom
-    /// they wait for.
-    fn board(&self, first: &Arc<Region>) -> Arc<Region>;
+    /// Where ranks write whom they wait for: the region of the first group, which has all of them, given in the
+    /// first call.
+    fn board(&self, first: &Arc<Region>, global_ranks: &[usize]) -> Arc<Board>;
+
+    /// Lets ranks that share no memory with this one know whom it waits for, by its global rank.
+    fn waits_for(&self, awaited: Option<usize>) {
+        let _ = awaited;
+    }
 
     /// Whether ranks get the region at different times, so that they need a barrier by which the
     /// leader knows that all have it.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use fulgurite_core::Error;
 use fulgurite_core::launch::Patience;
 
-use super::blame::{self, LongWait};
+use super::blame::{self, Board, LongWait};
 use super::plan::KINDS;
 use super::queue::Queue;
 use super::rendezvous::{MemoryOwner, Rendezvous};
@@ -16,6 +16,9 @@ use crate::memory::{Region, SharedMemoryHandle, Waker, notify};
 
 /// How often a waiting rank asks the store for failures and checks the processes of missing ranks.
 const POLL: Duration = Duration::from_millis(100);
+
+/// How long a wait lasts before ranks of other hosts may know of it.
+const LONG: Duration = Duration::from_millis(500);
 
 /// How long a rank still waits after another's process has ended, for the error that the other may
 /// have reported.
@@ -55,8 +58,8 @@ pub(crate) struct Shared {
     pub(crate) global_ranks: Vec<usize>,
     pub(crate) timeout: Duration,
     pub(crate) region: Arc<Region>,
-    /// The region of all ranks.
-    pub(crate) board: Arc<Region>,
+    /// Where ranks say whom they wait for.
+    pub(crate) board: Arc<Board>,
     pub(crate) rendezvous: Arc<dyn Rendezvous>,
     pub(crate) queue: Queue,
     /// The failure of the group, if it has failed.
@@ -182,9 +185,17 @@ impl Shared {
         let mut polled = Instant::now();
         let mut gone_since = None;
         let mut on_record = None;
+        let began = polled;
+        let mut told = None;
+        let over = |told: Option<usize>| {
+            if told.is_some() {
+                self.rendezvous.waits_for(None);
+            }
+        };
         loop {
             let waker = Waker::new(self.region.record(self.rank));
             if ready() {
+                over(told);
                 return Ok(());
             }
             // Another rank may have passed this point, and then failed, since the call of `ready`.
@@ -214,6 +225,10 @@ impl Shared {
                 if let Some(rank) = missing().first().map(|&rank| self.global_ranks[rank]) {
                     let begin = || LongWait::begin(&self.board, self.global_ranks[self.rank], rank);
                     on_record.get_or_insert_with(begin).goes_on(rank);
+                    if told != Some(rank) && now - began >= LONG {
+                        told = Some(rank);
+                        self.rendezvous.waits_for(Some(rank));
+                    }
                 }
             }
             let Some(slice) = patience.slice() else {

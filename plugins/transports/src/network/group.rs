@@ -56,8 +56,12 @@ impl Group {
         if global_ranks.len() == 1 {
             return Ok(Arc::new(Solo::new(name, global_ranks[0])));
         }
-        let wire =
-            world.network.clone().connect(&key, &global_ranks, rank, world.timeout)?;
+        let wanted = || match world.store.failure() {
+            Some((rank, message)) => Err(Error::PeerFailed { rank, message }),
+            None => world.store.give_up().map_or(Ok(()), Err),
+        };
+        let network = world.network.clone();
+        let wire = network.connect(&key, &global_ranks, rank, world.timeout, &wanted)?;
         let shared = Arc::new(Shared::new(world, key, name, rank, global_ranks));
         let worker = Arc::new(Mutex::new(Worker::new(shared.clone(), wire)));
         let thread = std::thread::Builder::new()
@@ -132,6 +136,10 @@ impl ProcessGroup for Group {
 
     fn size(&self) -> usize {
         self.shared.size()
+    }
+
+    fn transport(&self) -> String {
+        self.shared.network.name().to_owned()
     }
 
     fn global_ranks(&self) -> &[usize] {

@@ -124,7 +124,22 @@ fn connect(
     let key = format!("{}/from{from}to{to}", shared.key);
     let global = members.map(|member| shared.global_ranks[member]);
     let own = usize::from(members[1] == shared.rank);
-    Ok(shared.network.clone().connect(&key, &global, own, shared.timeout)?)
+    let wanted = || match shared.broken_anywhere() {
+        Some(failure) => Err(shared.error("connect", failure)),
+        None => shared.store.give_up().map_or(Ok(()), Err),
+    };
+    let network = shared.network.clone();
+    network.connect(&key, &global, own, shared.timeout, &wanted).map_err(|error| {
+        let rank = shared.global_ranks[peer];
+        match (shared.broken_anywhere(), error) {
+            (Some(failure), _) => failure,
+            (None, Error::Launch(why)) => {
+                let missing = shared.describe_missing(rank);
+                Failure::Group(format!("{why}; waited for {missing}"))
+            }
+            (None, other) => other.into(),
+        }
+    })
 }
 
 /// What the sender says of a message before it.

@@ -41,5 +41,6 @@ mod wire;
 mod worker;
 
 pub use group::connect_world;
+pub(crate) use shared::record_wait;
 pub use tcp::Tcp;
 pub use wire::{Incoming, Network, Outgoing, POLL_INTERVAL, Watch, Wire, WireError};

@@ -88,6 +88,11 @@ impl Shared {
         self.failure.lock().expect("no panic while failing").clone()
     }
 
+    /// The failure of the group, also if only another rank knows of it so far.
+    pub(super) fn broken_anywhere(&self) -> Option<Failure> {
+        self.broken().or_else(|| self.told(true))
+    }
+
     /// Sets the failure of the group, unless it has failed before, and tells the others.
     pub(super) fn fail(&self, failure: &Failure) {
         let mut first = self.failure.lock().expect("no panic while failing");
@@ -161,7 +166,7 @@ impl Shared {
         // A rank that fails closes its connections, and others know of it sooner than of the reason.
         let mut patience = Patience::new(GRACE);
         while let Some(slice) = patience.slice() {
-            if let Some(failure) = self.broken().or_else(|| self.told(true)) {
+            if let Some(failure) = self.broken_anywhere() {
                 return failure;
             }
             std::thread::sleep(slice.min(FIRST_ASK));
@@ -178,7 +183,7 @@ impl Shared {
     }
 
     /// `rank 3 (10.0.0.2), which waits for rank 5`.
-    fn describe_missing(&self, rank: usize) -> String {
+    pub(super) fn describe_missing(&self, rank: usize) -> String {
         let mut text = format!("rank {rank}{}", self.place(rank));
         let mut seen = vec![self.own_rank(), rank];
         while seen.len() < CHAIN
@@ -193,6 +198,13 @@ impl Shared {
         }
         text
     }
+}
+
+/// Lets the ranks of other hosts know whom a rank waits for: both are global.
+pub(crate) fn record_wait(store: &dyn Store, rank: usize, awaited: Option<usize>) {
+    let value = awaited.map_or_else(String::new, |awaited| awaited.to_string());
+    // A message that says less, if the store cannot be reached.
+    let _ = store.set(&waits_key(rank), value.as_bytes());
 }
 
 /// The key under which a rank says whom it waits for; empty if for nobody.
@@ -268,8 +280,7 @@ impl<'a> Waiting<'a> {
         let awaited = self.shared.global_ranks[self.members[first]];
         if self.on_record != Some(awaited) {
             self.on_record = Some(awaited);
-            let key = waits_key(self.shared.own_rank());
-            let _ = self.shared.store.set(&key, awaited.to_string().as_bytes());
+            record_wait(&*self.shared.store, self.shared.own_rank(), Some(awaited));
         }
     }
 }
@@ -334,7 +345,7 @@ impl Watch for Waiting<'_> {
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         if self.on_record.is_some() {
-            let _ = self.shared.store.set(&waits_key(self.shared.own_rank()), b"");
+            record_wait(&*self.shared.store, self.shared.own_rank(), None);
         }
     }
 }

@@ -12,16 +12,19 @@ pub trait Network: Send + Sync {
 
     /// Connects the members of a group, given by their global ranks, of which this process is number `own`.
     /// Collective over the members, which all give the same `key`; no other group of the job has it.
-    /// It ends with an error when a member does not come within `timeout`, or the job fails meanwhile.
+    ///
+    /// While it waits for a member, it asks `wanted` now and again, at least every [`POLL_INTERVAL`].
     ///
     /// # Errors
-    /// If a member cannot be reached, naming it.
+    /// Those of `wanted`; [`Error::Launch`](fulgurite_core::Error::Launch) if a member does not come within
+    /// `timeout` or cannot be reached, naming it.
     fn connect(
         self: Arc<Self>,
         key: &str,
         members: &[usize],
         own: usize,
         timeout: Duration,
+        wanted: &dyn Fn() -> Result<()>,
     ) -> Result<Box<dyn Wire>>;
 
     /// Where a rank is, for messages: its host's name or address. `None` if that is not known.

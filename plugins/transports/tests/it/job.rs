@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
@@ -177,18 +178,29 @@ pub(crate) fn run_as_rank(
     timeout_secs: impl Fn(&str) -> u64,
     run: impl Fn(&str, &GroupContext) -> Result<()>,
 ) {
+    run_as_rank_on(|_, size| vec![0; size], timeout_secs, run);
+}
+
+/// As [`run_as_rank`], on what the ranks take for several hosts: `nodes` by scenario and world size.
+pub(crate) fn run_as_rank_on(
+    nodes: impl Fn(&str, usize) -> Vec<usize>,
+    timeout_secs: impl Fn(&str) -> u64,
+    run: impl Fn(&str, &GroupContext) -> Result<()>,
+) {
     let Ok(rank) = std::env::var(RANK) else { return };
-    let rank = rank.parse().unwrap();
-    let size = std::env::var(SIZE).unwrap().parse().unwrap();
+    let rank: usize = rank.parse().unwrap();
+    let size: usize = std::env::var(SIZE).unwrap().parse().unwrap();
     let directory = PathBuf::from(std::env::var(DIRECTORY).unwrap());
     let scenario = std::env::var(SCENARIO).unwrap();
+    let nodes = nodes(&scenario, size);
+    let here = |before: usize| nodes[..before].iter().filter(|&&node| node == nodes[rank]).count();
     let context = GroupContext {
         rank,
         world_size: size,
-        local_rank: rank,
-        local_world_size: size,
-        node_rank: 0,
-        address: None,
+        local_rank: here(rank),
+        local_world_size: here(size),
+        node_rank: nodes[rank],
+        address: (here(size) < size).then_some(Ipv4Addr::LOCALHOST.into()),
         store: Arc::new(DirectoryStore { directory, rank }),
         timeout: Duration::from_secs(timeout_secs(&scenario)),
     };

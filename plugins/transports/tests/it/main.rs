@@ -1,6 +1,8 @@
 //! Process groups of threads and of processes.
 
 #[cfg(target_os = "linux")]
+mod hosts;
+#[cfg(target_os = "linux")]
 mod job;
 #[cfg(target_os = "linux")]
 mod shm;

@@ -293,7 +293,7 @@ fn announced_len() -> usize {
 #[test]
 fn memory_that_cannot_be_opened_names_the_engines_that_can() {
     let error = announce(999999, announced_len()).replace(&std::process::id().to_string(), "PID");
-    insta::assert_snapshot!(error, @r#"launch: the shared memory of the first rank cannot be opened at /proc/PID/fd/999999 (No such file or directory (os error 2)): the ranks are not on one host, not in one PID namespace (containers), or not of one user. There is no process group across hosts yet but those that other crates bring: link one, and name it in trainer.process_group.type"#);
+    insta::assert_snapshot!(error, @r#"launch: the shared memory of the first rank cannot be opened at /proc/PID/fd/999999 (No such file or directory (os error 2)): the ranks are not on one host, not in one PID namespace (containers), or not of one user. Across hosts set trainer.process_group = "auto", which uses `shm` only within them, or "tcp""#);
     let error = build_second(r#"{"Failed":"no memory"}"#);
     assert!(error.to_string().contains("no memory"), "{error}");
 }
@@ -374,7 +374,7 @@ fn across_hosts_is_refused() {
         timeout: Duration::from_secs(5),
     };
     let error = Shm::default().build(&context).map(drop).unwrap_err();
-    insta::assert_snapshot!(error, @r#"process group `shm` connects the processes of one host, but of this job's 4 processes 2 are on this host. There is no process group across hosts yet but those that other crates bring: link one, and name it in trainer.process_group.type"#);
+    insta::assert_snapshot!(error, @r#"process group `shm` connects the processes of one host, but of this job's 4 processes 2 are on this host. Across hosts set trainer.process_group = "auto", which uses `shm` only within them, or "tcp""#);
     let context = GroupContext { local_world_size: 4, ..context };
     let error = Shm { chunk_bytes: 100 }.build(&context).map(drop).unwrap_err();
     insta::assert_snapshot!(error, @"trainer.process_group.chunk_bytes is 100; it must be between 4096 (4 KiB) and 1073741824 (1 GiB)");
@@ -394,5 +394,5 @@ fn configuration() {
     assert!((many.used >> 20, many.mapped >> 20) == (151, 151 + 1250), "{many:?}");
     fulgurite_core::registry::validate().unwrap();
     let names = fulgurite_core::registry::names(fulgurite_core::registry::kind::PROCESS_GROUP);
-    assert_eq!(names, ["shm"]);
+    assert_eq!(names, ["auto", "shm", "tcp"]);
 }

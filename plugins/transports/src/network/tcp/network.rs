@@ -14,13 +14,11 @@ use super::config::Tcp;
 use super::contact::Contact;
 use super::listener::Listener;
 use super::wire::TcpWire;
-use crate::network::wire::{Network, Wire};
+use crate::network::wire::{Network, POLL_INTERVAL, Wire};
 
 /// How long after a refused connection the next is tried: at first, and at most.
 const FIRST_RETRY: Duration = Duration::from_millis(20);
-const LAST_RETRY: Duration = Duration::from_secs(1);
-/// How often a wait for a connection looks whether it should end.
-const POLL: Duration = Duration::from_millis(100);
+const LAST_RETRY: Duration = Duration::from_millis(500);
 
 /// The connections of this process to other ranks.
 pub(super) struct TcpNetwork {
@@ -76,6 +74,7 @@ impl TcpNetwork {
         rank: usize,
         timeout: Duration,
         patience: &mut Patience,
+        wanted: &dyn Fn() -> Result<()>,
     ) -> Result<TcpStream> {
         let contact = self.contact(rank, timeout)?;
         let mut retry = FIRST_RETRY;
@@ -85,7 +84,7 @@ impl TcpNetwork {
                 Ok(stream) => return Ok(stream),
                 Err(error) => tracing::debug!("connecting to rank {rank}: {error}"),
             }
-            self.still_wanted()?;
+            wanted()?;
             std::thread::sleep(retry.min(slice));
             retry = (retry * 2).min(LAST_RETRY);
         }
@@ -102,14 +101,20 @@ impl TcpNetwork {
     }
 
     /// Waits for the connection of a rank that calls.
-    fn take(&self, key: &str, rank: usize, patience: &mut Patience) -> Result<TcpStream> {
+    fn take(
+        &self,
+        key: &str,
+        rank: usize,
+        patience: &mut Patience,
+        wanted: &dyn Fn() -> Result<()>,
+    ) -> Result<TcpStream> {
         loop {
             let slice = patience.slice();
-            if let Some(stream) = self.listener.take(key, rank, slice.unwrap_or_default().min(POLL))
+            if let Some(stream) = self.listener.take(key, rank, slice.unwrap_or_default().min(POLL_INTERVAL))
             {
                 return Ok(stream);
             }
-            self.still_wanted()?;
+            wanted()?;
             if slice.is_none() {
                 let place = self.place(rank).map_or_else(String::new, |at| format!(" ({at})"));
                 return Err(Error::Launch(format!(
@@ -118,15 +123,6 @@ impl TcpNetwork {
                 )));
             }
         }
-    }
-
-    /// # Errors
-    /// If the job has failed, or this rank was asked to end.
-    fn still_wanted(&self) -> Result<()> {
-        if let Some((rank, message)) = self.store.failure() {
-            return Err(Error::PeerFailed { rank, message });
-        }
-        self.store.give_up().map_or(Ok(()), Err)
     }
 }
 
@@ -141,16 +137,17 @@ impl Network for TcpNetwork {
         members: &[usize],
         own: usize,
         timeout: Duration,
+        wanted: &dyn Fn() -> Result<()>,
     ) -> Result<Box<dyn Wire>> {
         let mut patience = Patience::new(timeout);
         let mut streams = Vec::with_capacity(members.len());
         for (member, &rank) in members.iter().enumerate() {
             streams.push(match member.cmp(&own) {
                 std::cmp::Ordering::Less => {
-                    Some(self.call(key, rank, timeout, &mut patience)?)
+                    Some(self.call(key, rank, timeout, &mut patience, wanted)?)
                 },
                 std::cmp::Ordering::Equal => None,
-                std::cmp::Ordering::Greater => Some(self.take(key, rank, &mut patience)?),
+                std::cmp::Ordering::Greater => Some(self.take(key, rank, &mut patience, wanted)?),
             });
         }
         Ok(Box::new(TcpWire::new(streams, self)?))
