@@ -141,7 +141,7 @@ impl Scratch {
     /// `pretrain` with these arguments.
     pub fn job(&self, args: &[&str]) -> Job<'_> {
         let args = args.iter().map(|&arg| arg.to_owned()).collect();
-        Job { scratch: self, args, envs: Vec::new(), shell: None, limit: None }
+        Job { scratch: self, args, envs: Vec::new(), shell: None, namespace: None, limit: None }
     }
 
     /// `pretrain fit` of a tiny model on tokens.u16, in order, with JSON on stdout. Its dimensions
@@ -176,6 +176,7 @@ pub struct Job<'a> {
     envs: Vec<(String, String)>,
     /// A script that runs the program, as `"$@"`.
     shell: Option<&'static str>,
+    namespace: Option<String>,
     limit: Option<String>,
 }
 
@@ -230,6 +231,12 @@ impl Job<'_> {
         self
     }
 
+    /// Runs the program in a network namespace: on a host of its own, as far as addresses go.
+    #[must_use]
+    pub fn within(self, namespace: &str) -> Self {
+        Self { namespace: Some(namespace.to_owned()), ..self }
+    }
+
     /// Runs the program from this script, as `"$@"`, as root of a namespace of its own, where it can
     /// mount what nobody else sees. See [`can_mount`].
     #[must_use]
@@ -265,9 +272,16 @@ impl Job<'_> {
                 command.args(["-euc", &script, "sh"]);
                 command
             }
-            (None, None) => Command::new(program()),
+            (None, None) => match &self.namespace {
+                None => Command::new(program()),
+                Some(namespace) => {
+                    let mut command = Command::new("ip");
+                    command.args(["netns", "exec", namespace]);
+                    command
+                }
+            },
         };
-        if self.shell.is_some() || self.limit.is_some() {
+        if self.shell.is_some() || self.limit.is_some() || self.namespace.is_some() {
             command.arg(program());
         }
         for name in LAUNCHERS {

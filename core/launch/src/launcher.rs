@@ -257,7 +257,8 @@ fn join_started(
         None => host,
     };
     let several_hosts = info.local_world_size < info.world_size;
-    let address = if several_hosts { address_towards(&environment.main_address(), port) } else { None };
+    let address =
+        if several_hosts { address_towards(&environment.main_address(), port) } else { None };
     let identity = ClientIdentity { key, rank: info.rank, world_size: info.world_size };
     let client_options = client_options(StoreHost::RankZero);
     let client = TcpStore::connect_with(&host, port, identity, options.timeout, client_options)?;

@@ -123,8 +123,8 @@ mod linux {
 
     use super::{ACROSS_HOSTS, RegionLayout, Shm};
     use crate::engine::{Board, Group, MappedRegion, Membership, MemoryOwner, Rendezvous, blame};
-    use crate::network;
     use crate::memory::{self, Region, SEALS, SharedMemoryHandle, nonce};
+    use crate::network::Messenger;
 
     /// The group of all ranks, which are on one host.
     pub(super) fn connect(config: &Shm, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
@@ -151,7 +151,10 @@ mod linux {
             processes: Mutex::default(),
             memories: Mutex::default(),
             board: OnceLock::new(),
-            several_hosts: global_ranks.len() < context.world_size,
+            messenger: match global_ranks.len() < context.world_size {
+                true => Some(Messenger::new(context.store.clone())?),
+                false => None,
+            },
         };
         let member = Membership {
             key: format!("process_group/shm/{key}{build}"),
@@ -184,8 +187,8 @@ mod linux {
         /// By global rank, the rank's shared memory, mapped by this process.
         memories: Mutex<HashMap<usize, Arc<MmapRaw>>>,
         board: OnceLock<Arc<Board>>,
-        /// Whether there are ranks on other hosts.
-        several_hosts: bool,
+        /// To ranks on other hosts, if there are any.
+        messenger: Option<Messenger>,
     }
 
     impl ProcessRendezvous {
@@ -365,8 +368,8 @@ mod linux {
         }
 
         fn waits_for(&self, awaited: Option<usize>) {
-            if self.several_hosts {
-                network::record_wait(&*self.store, self.own_rank, awaited);
+            if let Some(messenger) = &self.messenger {
+                messenger.record_wait(self.own_rank, awaited);
             }
         }
 

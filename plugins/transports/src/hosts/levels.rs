@@ -127,7 +127,10 @@ impl Levels {
                         let from = common.start - range.start..common.end - range.start;
                         Ok::<_, fulgurite_core::Error>((from, to))
                     });
-                    all.push(Piece { input, result: Target::Host { host, copy: copy.transpose()? } });
+                    all.push(Piece {
+                        input,
+                        result: Target::Host { host, copy: copy.transpose()? },
+                    });
                 }
                 start += whole;
             }
@@ -176,7 +179,8 @@ impl Levels {
         let elements = piece.input.elem_count();
         let mut counts = vec![0; self.local.size()];
         counts[0] = elements;
-        let reduced = Tensor::zeros(if self.is_leader() { elements } else { 0 }, wide, &Device::Cpu)?;
+        let reduced =
+            Tensor::zeros(if self.is_leader() { elements } else { 0 }, wide, &Device::Cpu)?;
         let part = ReduceScatter { input: contribution, output: reduced.clone(), counts };
         self.local.run(Collective::reduce_scatter(vec![part], op))?;
         if !self.is_leader() {

@@ -161,7 +161,8 @@ fn broadcast(operation: &mut Operation<'_>, memory: Memory, src: usize) -> Resul
         return operation.exchange(round);
     }
     let piece = total.div_ceil(size).next_multiple_of(LINE);
-    let part = |peer: usize| memory.part((peer * piece).min(total)..((peer + 1) * piece).min(total));
+    let part =
+        |peer: usize| memory.part((peer * piece).min(total)..((peer + 1) * piece).min(total));
     if rank == src {
         let theirs = others(src).map(|peer| (peer, part(peer)));
         operation.exchange(Round { sends: theirs.collect(), receives: Vec::new() })?;

@@ -10,6 +10,7 @@ use fulgurite_core::{Error, Result, advice};
 use twox_hash::XxHash3_64;
 
 use super::lanes::Lanes;
+use super::messenger::Messenger;
 use super::shared::{Shared, World};
 use super::wire::Network;
 use super::worker::Worker;
@@ -30,7 +31,8 @@ pub fn connect_world(
     let build = context.store.add(&counter, 1)?;
     let key = format!("network/{}/world{build}", network.name());
     let (store, timeout) = (context.store.clone(), context.timeout);
-    let world = World { network, store, timeout, chunk_bytes };
+    let messenger = Messenger::new(store.clone())?;
+    let world = World { network, store, messenger, timeout, chunk_bytes };
     let ranks = (0..context.world_size).collect();
     Group::connect(&world, key, "world".to_owned(), context.rank, ranks)
 }

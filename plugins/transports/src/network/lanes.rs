@@ -5,6 +5,7 @@
 #![allow(unsafe_code)] // Exchanges with memory of tensors that the lane holds.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -44,12 +45,13 @@ impl Lanes {
         sending: bool,
     ) -> Result<Arc<Completion>> {
         let mut lanes = self.lanes.lock().expect("no panic while a lane is made");
-        if !lanes.contains_key(&(peer, sending)) {
-            lanes.insert((peer, sending), self.open(peer, sending)?);
-        }
+        let lane = match lanes.entry((peer, sending)) {
+            Entry::Occupied(lane) => lane.into_mut(),
+            Entry::Vacant(place) => place.insert(self.open(peer, sending)?),
+        };
         let done = Arc::new(Completion::default());
         // The lane ends only after its sender.
-        let _ = lanes[&(peer, sending)].messages.send((tensor.clone(), done.clone()));
+        let _ = lane.messages.send((tensor.clone(), done.clone()));
         Ok(done)
     }
 
@@ -77,12 +79,7 @@ impl Lanes {
 }
 
 /// The thread of a lane.
-fn run(
-    shared: &Shared,
-    peer: usize,
-    sending: bool,
-    queue: &Receiver<(Tensor, Arc<Completion>)>,
-) {
+fn run(shared: &Shared, peer: usize, sending: bool, queue: &Receiver<(Tensor, Arc<Completion>)>) {
     // In the order of the group; the wire numbers them so.
     let members = [shared.rank.min(peer), shared.rank.max(peer)];
     let mut wire: Option<Box<dyn Wire>> = None;

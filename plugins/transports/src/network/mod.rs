@@ -35,12 +35,13 @@ mod collectives;
 mod group;
 mod lanes;
 mod memory;
+mod messenger;
 mod shared;
 mod tcp;
 mod wire;
 mod worker;
 
 pub use group::connect_world;
-pub(crate) use shared::record_wait;
+pub(crate) use messenger::Messenger;
 pub use tcp::Tcp;
 pub use wire::{Incoming, Network, Outgoing, POLL_INTERVAL, Watch, Wire, WireError};

@@ -2,6 +2,7 @@
 //! ways in which a wait can end.
 #![allow(unsafe_code)] // Reads fingerprints where a wire has put them.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -9,6 +10,7 @@ use fulgurite_core::Error;
 use fulgurite_core::launch::{Patience, Store};
 
 use super::memory::Memory;
+use super::messenger::Messenger;
 use super::wire::{Network, Watch, WireError};
 use crate::engine::{Failure, Queue};
 
@@ -25,6 +27,9 @@ const CHAIN: usize = 8;
 pub(super) struct Shared {
     pub(super) network: Arc<dyn Network>,
     pub(super) store: Arc<dyn Store>,
+    messenger: Messenger,
+    /// What another rank has told of the group's failure.
+    told: Arc<Told>,
     /// Unique among all groups of the job.
     pub(super) key: String,
     pub(super) name: String,
@@ -36,6 +41,14 @@ pub(super) struct Shared {
     pub(super) queue: Queue,
     /// The failure of the group, if it has failed.
     failure: Mutex<Option<Failure>>,
+}
+
+/// What the store was asked about a group's failure.
+#[derive(Default)]
+struct Told {
+    abort: Mutex<Option<Abort>>,
+    /// Whether it was asked and has not answered.
+    asked: AtomicBool,
 }
 
 /// What a group that has failed says to the others: which rank says it, which rank failed if it knows one, and
@@ -50,11 +63,13 @@ impl Shared {
         rank: usize,
         global_ranks: Vec<usize>,
     ) -> Self {
-        let World { network, store, timeout, chunk_bytes } = world.clone();
+        let World { network, store, messenger, timeout, chunk_bytes } = world.clone();
         let (queue, failure) = (Queue::default(), Mutex::new(None));
         Self {
             network,
             store,
+            messenger,
+            told: Arc::default(),
             key,
             name,
             rank,
@@ -70,6 +85,7 @@ impl Shared {
         World {
             network: self.network.clone(),
             store: self.store.clone(),
+            messenger: self.messenger.clone(),
             timeout: self.timeout,
             chunk_bytes: self.chunk_bytes,
         }
@@ -106,9 +122,10 @@ impl Shared {
             Failure::Interrupted => (self.own_rank(), None, "interrupted".to_owned()),
             Failure::Peer { rank, message } => (self.own_rank(), Some(*rank), message.clone()),
         };
-        // Without a store there is nobody to tell.
         if let Ok(abort) = serde_json::to_vec(&abort) {
-            let _ = self.store.set(&self.abort_key(), &abort);
+            let key = self.abort_key();
+            // Without a store there is nobody to tell. This process may be about to end.
+            self.messenger.ask(GRACE, move |store| drop(store.set(&key, &abort)));
         }
     }
 
@@ -116,17 +133,25 @@ impl Shared {
         format!("{}/aborted", self.key)
     }
 
-    /// The failure that another rank has told of, or the job's.
+    /// The failure that another rank has told of, or the job's. With `ask_store` the store is asked, whose answer
+    /// a later call has.
     fn told(&self, ask_store: bool) -> Option<Failure> {
         let job = || self.store.failure().map(|(rank, message)| Failure::Peer { rank, message });
         if let Some(failure) = job() {
             return Some(failure);
         }
-        if !ask_store {
-            return None;
+        if ask_store && !self.told.asked.swap(true, Ordering::Relaxed) {
+            let (key, told) = (self.abort_key(), self.told.clone());
+            self.messenger.post(move |store| {
+                if let Ok(abort) = store.get(&key, Duration::ZERO) {
+                    let abort = serde_json::from_slice(&abort).ok();
+                    *told.abort.lock().expect("no panic while told") = abort;
+                }
+                told.asked.store(false, Ordering::Relaxed);
+            });
         }
-        let abort = self.store.get(&self.abort_key(), Duration::ZERO).ok()?;
-        let (by, failed, reason): Abort = serde_json::from_slice(&abort).ok()?;
+        let abort = self.told.abort.lock().expect("no panic while told").clone();
+        let (by, failed, reason) = abort?;
         Some(match failed {
             Some(rank) => Failure::Peer { rank, message: reason },
             None if by == self.own_rank() => Failure::Group(reason),
@@ -139,12 +164,9 @@ impl Shared {
         match failure {
             Failure::Peer { rank, message } => Error::PeerFailed { rank, message },
             Failure::Interrupted => Error::Interrupted,
-            Failure::Group(message) => Error::Collective {
-                rank: self.own_rank(),
-                group: self.name.clone(),
-                op,
-                message,
-            },
+            Failure::Group(message) => {
+                Error::Collective { rank: self.own_rank(), group: self.name.clone(), op, message }
+            }
         }
     }
 
@@ -184,32 +206,11 @@ impl Shared {
 
     /// `rank 3 (10.0.0.2), which waits for rank 5`.
     pub(super) fn describe_missing(&self, rank: usize) -> String {
+        let chain = self.messenger.chain(self.own_rank(), rank, CHAIN, GRACE);
         let mut text = format!("rank {rank}{}", self.place(rank));
-        let mut seen = vec![self.own_rank(), rank];
-        while seen.len() < CHAIN
-            && let Ok(next) = self.store.get(&waits_key(seen[seen.len() - 1]), Duration::ZERO)
-            && let Some(next) = String::from_utf8(next).ok().and_then(|next| next.parse().ok())
-        {
-            text.push_str(&format!(", which waits for rank {next}"));
-            if seen.contains(&next) {
-                break;
-            }
-            seen.push(next);
-        }
+        chain[1..].iter().for_each(|rank| text.push_str(&format!(", which waits for rank {rank}")));
         text
     }
-}
-
-/// Lets the ranks of other hosts know whom a rank waits for: both are global.
-pub(crate) fn record_wait(store: &dyn Store, rank: usize, awaited: Option<usize>) {
-    let value = awaited.map_or_else(String::new, |awaited| awaited.to_string());
-    // A message that says less, if the store cannot be reached.
-    let _ = store.set(&waits_key(rank), value.as_bytes());
-}
-
-/// The key under which a rank says whom it waits for; empty if for nobody.
-fn waits_key(rank: usize) -> String {
-    format!("network/waits/{rank}")
 }
 
 /// What all groups of a world share.
@@ -217,6 +218,7 @@ fn waits_key(rank: usize) -> String {
 pub(super) struct World {
     pub(super) network: Arc<dyn Network>,
     pub(super) store: Arc<dyn Store>,
+    pub(super) messenger: Messenger,
     pub(super) timeout: Duration,
     pub(super) chunk_bytes: usize,
 }
@@ -280,7 +282,7 @@ impl<'a> Waiting<'a> {
         let awaited = self.shared.global_ranks[self.members[first]];
         if self.on_record != Some(awaited) {
             self.on_record = Some(awaited);
-            record_wait(&*self.shared.store, self.shared.own_rank(), Some(awaited));
+            self.shared.messenger.record_wait(self.shared.own_rank(), Some(awaited));
         }
     }
 }
@@ -345,7 +347,7 @@ impl Watch for Waiting<'_> {
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         if self.on_record.is_some() {
-            record_wait(&*self.shared.store, self.shared.own_rank(), None);
+            self.shared.messenger.record_wait(self.shared.own_rank(), None);
         }
     }
 }

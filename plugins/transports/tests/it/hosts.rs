@@ -1,6 +1,5 @@
 //! Groups of processes that take themselves for those of several hosts.
 
-
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::collective::{
     Collective, GroupContext, ProcessGroup, ProcessGroupConfig, ReduceOp, ReduceScatter,
@@ -59,9 +58,8 @@ fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
         }
         "overlap" => {
             // Many at once, and other groups meanwhile.
-            let halves = (0..2).map(|half| {
-                (0..context.world_size).filter(|rank| rank % 2 == half).collect()
-            });
+            let halves = (0..2)
+                .map(|half| (0..context.world_size).filter(|rank| rank % 2 == half).collect());
             let part = group.split(&halves.collect::<Vec<_>>(), "half")?;
             let tensors: Vec<Tensor> = (0..8)
                 .map(|i| Tensor::full(i as f32, 300_000, &Device::Cpu))
@@ -175,7 +173,10 @@ fn a_killed_rank_ends_those_of_all_hosts() {
             match (rank == killed, result) {
                 (true, result) => assert_eq!(result, None),
                 (false, Some(result)) => {
-                    assert!(result.contains(&format!("rank {killed} failed: ")), "{rank}: {result}");
+                    assert!(
+                        result.contains(&format!("rank {killed} failed: ")),
+                        "{rank}: {result}"
+                    );
                 }
                 (false, None) => panic!("rank {rank} said nothing"),
             }

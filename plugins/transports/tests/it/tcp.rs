@@ -167,7 +167,10 @@ fn a_killed_process_ends_the_others() {
     assert_eq!(results[2], None);
     for result in &results[..2] {
         let result = result.as_deref().unwrap();
-        assert!(result.starts_with("rank 2 failed: its connection (127.0.0.1) ended ("), "{result}");
+        assert!(
+            result.starts_with("rank 2 failed: its connection (127.0.0.1) ended ("),
+            "{result}"
+        );
         assert!(result.contains("in all_reduce of 40000 bytes of f32"), "{result}");
     }
 }

@@ -32,9 +32,8 @@ struct State {
 
 impl Listener {
     pub(super) fn new(listener: TcpListener, contact: Contact) -> Result<Self> {
-        let fail = |what: &str, e: std::io::Error| {
-            Error::Launch(format!("{what}: {e}{}", advice(&e)))
-        };
+        let fail =
+            |what: &str, e: std::io::Error| Error::Launch(format!("{what}: {e}{}", advice(&e)));
         listener.set_nonblocking(true).map_err(|e| fail("listening", e))?;
         let state = Arc::new(State::default());
         std::thread::Builder::new()

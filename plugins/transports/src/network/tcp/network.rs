@@ -1,7 +1,7 @@
 //! Connecting the members of a group.
 
 use std::collections::HashMap;
-use std::net::TcpStream;
+use std::net::{IpAddr, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -29,6 +29,8 @@ pub(super) struct TcpNetwork {
     listener: Listener,
     /// Those of other ranks that were needed so far.
     contacts: Mutex<HashMap<usize, Contact>>,
+    /// Addresses of ranks that there were connections with.
+    places: Mutex<HashMap<usize, IpAddr>>,
 }
 
 impl TcpNetwork {
@@ -45,7 +47,14 @@ impl TcpNetwork {
         let value = serde_json::to_vec(&contact).map_err(Error::other)?;
         let listener = Listener::new(listener, contact)?;
         store.set(&format!("{keys}/{rank}"), &value)?;
-        Ok(Self { store, rank, keys, listener, contacts: Mutex::default() })
+        Ok(Self {
+            store,
+            rank,
+            keys,
+            listener,
+            contacts: Mutex::default(),
+            places: Mutex::default(),
+        })
     }
 
     fn contact(&self, rank: usize, timeout: Duration) -> Result<Contact> {
@@ -78,8 +87,7 @@ impl TcpNetwork {
     ) -> Result<TcpStream> {
         let contact = self.contact(rank, timeout)?;
         let mut retry = FIRST_RETRY;
-        loop {
-            let Some(slice) = patience.slice() else { break };
+        while let Some(slice) = patience.slice() {
             match contact.call(key, self.rank, slice.max(FIRST_RETRY)) {
                 Ok(stream) => return Ok(stream),
                 Err(error) => tracing::debug!("connecting to rank {rank}: {error}"),
@@ -110,7 +118,8 @@ impl TcpNetwork {
     ) -> Result<TcpStream> {
         loop {
             let slice = patience.slice();
-            if let Some(stream) = self.listener.take(key, rank, slice.unwrap_or_default().min(POLL_INTERVAL))
+            if let Some(stream) =
+                self.listener.take(key, rank, slice.unwrap_or_default().min(POLL_INTERVAL))
             {
                 return Ok(stream);
             }
@@ -142,19 +151,23 @@ impl Network for TcpNetwork {
         let mut patience = Patience::new(timeout);
         let mut streams = Vec::with_capacity(members.len());
         for (member, &rank) in members.iter().enumerate() {
-            streams.push(match member.cmp(&own) {
+            let stream = match member.cmp(&own) {
                 std::cmp::Ordering::Less => {
                     Some(self.call(key, rank, timeout, &mut patience, wanted)?)
-                },
+                }
                 std::cmp::Ordering::Equal => None,
                 std::cmp::Ordering::Greater => Some(self.take(key, rank, &mut patience, wanted)?),
-            });
+            };
+            if let Some(Ok(address)) = stream.as_ref().map(TcpStream::peer_addr) {
+                self.places.lock().expect("no panic with places").insert(rank, address.ip());
+            }
+            streams.push(stream);
         }
         Ok(Box::new(TcpWire::new(streams, self)?))
     }
 
     fn place(&self, rank: usize) -> Option<String> {
-        let contact = self.contact(rank, Duration::ZERO).ok()?;
-        Some(contact.address.ip().to_string())
+        let places = self.places.lock().expect("no panic with places");
+        places.get(&rank).map(IpAddr::to_string)
     }
 }

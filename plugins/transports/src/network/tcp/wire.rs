@@ -149,8 +149,7 @@ impl Wire for TcpWire {
             let (mut moved, mut rest) = (false, false);
             for (member, traffic) in traffic.iter_mut().enumerate() {
                 let Some(stream) = &self.streams[member] else { continue };
-                let lost =
-                    |error: io::Error| WireError::Lost { member, why: error.to_string() };
+                let lost = |error: io::Error| WireError::Lost { member, why: error.to_string() };
                 if traffic.sends() {
                     // SAFETY: as the caller promises.
                     moved |= unsafe { traffic.send(stream) }.map_err(lost)?;
