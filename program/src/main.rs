@@ -1,8 +1,9 @@
-//! The `fulgurite` program: tools for checkpoints, reports about runs, the list of
+//! The `fulgurite` program: starting jobs, tools for checkpoints, reports about runs, the list of
 //! built-in plugins, benchmarks.
 
 mod checkpoint;
 mod report;
+mod run;
 
 use std::process::ExitCode;
 
@@ -30,6 +31,8 @@ enum Command {
     ///
     /// One HTML file that loads nothing, from what runs have written to their directories.
     Report(report::Report),
+    /// Start the ranks of a job on this node, alone or together with other nodes, as torchrun does
+    Run(run::Run),
     /// Measure, on this machine
     #[cfg(feature = "bench")]
     #[command(subcommand)]
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
         }
         Command::Checkpoint(command) => exit_code(checkpoint::run(command)),
         Command::Report(command) => exit_code(command.run()),
+        Command::Run(command) => exit_code(command.run()),
         // Reports the failure of any of its processes.
         #[cfg(feature = "bench")]
         Command::Bench(command) => {

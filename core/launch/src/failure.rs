@@ -6,8 +6,8 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use super::rank::{Membership, membership};
-use super::rank_env::{is_parent, is_supervised};
+use super::rank::{Membership, RankInfo, membership};
+use super::rank_env::{has_agent, is_parent, is_supervised};
 use super::signals::{announced, exit_code_of, interrupt_requested, interrupted_exit_code};
 use crate::{Error, Result};
 use fulgurite_error::print_message;
@@ -139,8 +139,11 @@ impl Membership {
     }
 
     fn print_stopped_by(&self, (rank, message): &(usize, String)) {
-        if !self.supervisor_prints() {
-            let own = self.info.rank;
+        // With an agent, one rank says it of a failure on another node.
+        let RankInfo { rank: own, local_rank, local_world_size, .. } = self.info;
+        let local = own - local_rank..own - local_rank + local_world_size;
+        let agent_says = has_agent() && (local_rank > 0 || local.contains(rank));
+        if !self.supervisor_prints() && !agent_says {
             print_message(&format!(
                 "error: rank {own} stops, because rank {rank} failed: {message}"
             ));

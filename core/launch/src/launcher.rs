@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 
 use super::job_secret;
 use super::rank::{LaunchedRank, Membership, RankInfo, membership};
-use super::rank_env::RankEnv;
+use super::rank_env::{self, RankEnv};
 use super::signals::{self, SecondSignal, Starting};
 use super::supervisor::supervise;
 use super::threads::{configured_threads, install_compute_pool};
@@ -232,6 +232,7 @@ fn join_started(
         return launch_single_process(started, environment.name());
     }
     signals::handle(SecondSignal::Ignore)?;
+    rank_env::die_with_agent(variables)?;
     if info.local_rank == 0 {
         warn_if_crowded(info.local_world_size);
     }
@@ -313,7 +314,7 @@ fn host_store(
 }
 
 /// The address of this host's interface by which it reaches another; `None` if it has none.
-fn address_towards(host: &str, port: u16) -> Option<IpAddr> {
+pub(super) fn address_towards(host: &str, port: u16) -> Option<IpAddr> {
     let addresses = (host, port).to_socket_addrs().ok()?;
     let towards = |address: SocketAddr| {
         let any: IpAddr = match address {

@@ -27,6 +27,8 @@
 //!   runs its own executable again once for each rank, and never returns from [`launch`]. User code
 //!   after the call runs in ranks only.
 //!
+//! On several nodes, or with restarts, [`agent`]s start the ranks: `fulgurite run`.
+//!
 //! # How a job ends
 //! The store keeps the job's *first failure*. A rank that fails reports its error to the store
 //! ([`report_and_exit_code`]; the panic hook does so for a panic on any thread). A rank that is
@@ -42,6 +44,7 @@
 //! does so at once, and the job with it. The exit code of every rank and of the supervisor is 128 + the
 //! signal that they [agreed on](agree_on).
 
+pub mod agent;
 pub mod environment;
 mod failure;
 mod job_secret;

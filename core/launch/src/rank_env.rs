@@ -10,6 +10,8 @@ use fulgurite_store::JobKey;
 
 const SUPERVISOR: &str = "FULGURITE_SUPERVISOR";
 const START_TIME: &str = "FULGURITE_START_TIME";
+/// The process id of the agent that started this rank ([`crate::agent`]).
+pub(super) const AGENT_VARIABLE: &str = "FULGURITE_AGENT";
 
 /// What a supervisor tells a rank. Besides Fulgurite's own variables those of `torchrun` are set,
 /// for programs that read them.
@@ -82,9 +84,7 @@ impl RankEnv {
     /// # Errors
     /// If the supervisor is not, or no longer, the parent of this process.
     pub(super) fn die_with_supervisor(&self) -> Result<()> {
-        #[cfg(any(target_os = "linux", target_os = "android"))]
-        rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
-            .map_err(|e| Error::Launch(format!("cannot tie this rank to its supervisor: {e}")))?;
+        die_with_parent()?;
         // The supervisor may have ended before the call above.
         if is_parent(self.supervisor) {
             return Ok(());
@@ -96,6 +96,27 @@ impl RankEnv {
             self.supervisor
         )))
     }
+}
+
+/// Has the kernel kill this process when its agent ends, if an agent started it, and not a program between them.
+pub(super) fn die_with_agent(variables: &Variables) -> Result<()> {
+    let agent = variables.parse::<i32>(AGENT_VARIABLE, "the process id of this rank's agent")?;
+    match agent.is_some_and(is_parent) {
+        true => die_with_parent(),
+        false => Ok(()),
+    }
+}
+
+/// Whether an agent started the ranks, which says of each how it ended.
+pub(super) fn has_agent() -> bool {
+    std::env::var_os(AGENT_VARIABLE).is_some()
+}
+
+fn die_with_parent() -> Result<()> {
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
+        .map_err(|e| Error::Launch(format!("cannot tie this rank to its parent: {e}")))?;
+    Ok(())
 }
 
 /// Whether a supervisor started this process, and lives.

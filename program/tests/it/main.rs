@@ -4,3 +4,4 @@ mod bench_checkpoint;
 mod bench_steps;
 mod checkpoint;
 mod report;
+mod run;

@@ -1,0 +1,167 @@
+//! What an agent knows of the others: a thread that asks the agents' store, and tells it.
+
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::plan::{Attempt, End, Over};
+use crate::{Error, Result};
+use fulgurite_error::advice;
+use fulgurite_store::Store;
+
+/// How often the store is asked.
+const POLL: Duration = Duration::from_millis(100);
+/// How often an agent says that it lives.
+const BEAT: Duration = Duration::from_secs(1);
+
+/// The value of a key, if it is there and can be read.
+pub(super) fn read<T: DeserializeOwned>(store: &dyn Store, key: &str) -> Option<T> {
+    serde_json::from_slice(&store.get(key, Duration::ZERO).ok()?).ok()
+}
+
+pub(super) fn write<T: Serialize>(store: &dyn Store, key: &str, value: &T) -> Result<()> {
+    store.set(key, &serde_json::to_vec(value).map_err(Error::other)?)
+}
+
+/// The keys of the agents' store.
+pub(super) mod keys {
+    /// Number of agents that have come.
+    pub(crate) const AGENTS: &str = "agents";
+    /// Number of the attempt that is under way.
+    pub(crate) const ATTEMPT: &str = "attempt";
+    /// Says that the job is over.
+    pub(crate) const OVER: &str = "over";
+
+    pub(crate) fn member(agent: u64) -> String {
+        format!("agent/{agent}")
+    }
+
+    /// Why an agent is not taken in.
+    pub(crate) fn refused(agent: u64) -> String {
+        format!("refused/{agent}")
+    }
+
+    pub(crate) fn beat(agent: u64) -> String {
+        format!("beat/{agent}")
+    }
+
+    /// Where the ranks of an attempt meet.
+    pub(crate) fn address(attempt: u64) -> String {
+        format!("address/{attempt}")
+    }
+
+    /// Why the ranks of an attempt end.
+    pub(crate) fn stop(attempt: u64) -> String {
+        format!("stop/{attempt}")
+    }
+
+    pub(crate) fn end(attempt: u64, agent: u64) -> String {
+        format!("end/{attempt}/{agent}")
+    }
+}
+
+/// What the agents' store says.
+#[derive(Debug, Clone)]
+pub(super) struct Seen {
+    pub(super) attempt: Option<Attempt>,
+    /// Where its ranks meet.
+    pub(super) address: Option<(String, u16)>,
+    /// Why its ranks end.
+    pub(super) stop: Option<String>,
+    pub(super) over: Option<Over>,
+    /// Why this agent is not taken in.
+    pub(super) refused: Option<String>,
+    /// When the store answered last.
+    pub(super) heard: Instant,
+}
+
+type Task = Box<dyn FnOnce(&dyn Store) + Send>;
+
+/// The thread, and what it knows.
+pub(super) struct Board {
+    seen: Arc<Mutex<Seen>>,
+    tasks: Sender<Task>,
+}
+
+impl Board {
+    pub(super) fn new(store: Arc<dyn Store>, agent: u64) -> Result<Self> {
+        let seen = Arc::new(Mutex::new(Seen {
+            attempt: None,
+            address: None,
+            stop: None,
+            over: None,
+            refused: None,
+            heard: Instant::now(),
+        }));
+        let (tasks, queue) = channel::<Task>();
+        let run = {
+            let seen = seen.clone();
+            move || {
+                let (mut beats, mut beaten) = (0_u64, None::<Instant>);
+                loop {
+                    match queue.recv_timeout(POLL) {
+                        Ok(task) => task(&*store),
+                        Err(RecvTimeoutError::Timeout) => {}
+                        Err(RecvTimeoutError::Disconnected) => return,
+                    }
+                    if beaten.is_none_or(|at| at.elapsed() >= BEAT) {
+                        (beats, beaten) = (beats + 1, Some(Instant::now()));
+                        // Whether it was heard shows below.
+                        let _ = write(&*store, &keys::beat(agent), &beats);
+                    }
+                    look(&*store, agent, &seen);
+                }
+            }
+        };
+        std::thread::Builder::new()
+            .name("agents".to_owned())
+            .spawn(run)
+            .map_err(|e| Error::Launch(format!("starting a thread: {e}{}", advice(&e))))?;
+        Ok(Self { seen, tasks })
+    }
+
+    /// What is known.
+    pub(super) fn seen(&self) -> Seen {
+        lock(&self.seen).clone()
+    }
+
+    /// Says where the ranks of an attempt meet.
+    pub(super) fn tell_address(&self, attempt: u64, address: (String, u16)) {
+        self.post(move |store| drop(write(store, &keys::address(attempt), &address)));
+    }
+
+    /// Says how this node's ranks ended.
+    pub(super) fn tell_end(&self, attempt: u64, agent: u64, end: End) {
+        self.post(move |store| drop(write(store, &keys::end(attempt, agent), &end)));
+    }
+
+    fn post(&self, task: impl FnOnce(&dyn Store) + Send + 'static) {
+        // The thread ends only after its sender.
+        let _ = self.tasks.send(Box::new(task));
+    }
+}
+
+fn lock(seen: &Mutex<Seen>) -> MutexGuard<'_, Seen> {
+    seen.lock().expect("no panic while looking")
+}
+
+fn look(store: &dyn Store, agent: u64, seen: &Mutex<Seen>) {
+    // Any request tells whether the store answers.
+    if store.add(keys::AGENTS, 0).is_err() {
+        return;
+    }
+    let attempt: Option<Attempt> = read(store, keys::ATTEMPT);
+    let number = attempt.as_ref().map_or(0, |attempt| attempt.number);
+    let next = Seen {
+        attempt,
+        address: read(store, &keys::address(number)),
+        stop: read(store, &keys::stop(number)),
+        over: read(store, keys::OVER),
+        refused: read(store, &keys::refused(agent)),
+        heard: Instant::now(),
+    };
+    *lock(seen) = next;
+}

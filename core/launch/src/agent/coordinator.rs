@@ -1,0 +1,202 @@
+//! The coordinator: which agents are in an attempt, and what follows from how it ends. Runs on a thread of the agent
+//! that hosts the store.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::board::{keys, read, write};
+use super::options::{AgentOptions, Nodes};
+use super::plan::{Attempt, End, Member, Over, nodes};
+use crate::Result;
+use fulgurite_error::print_message;
+use fulgurite_store::{JobKey, Store};
+
+const POLL: Duration = Duration::from_millis(100);
+/// How long agents may take, beyond what they give their ranks, to say that these have ended.
+const ENDING: Duration = Duration::from_secs(30);
+
+/// An agent that has come.
+struct Known {
+    member: Member,
+    /// Its last sign of life, and when that came.
+    beat: u64,
+    heard: Instant,
+    refused: bool,
+}
+
+pub(super) struct Coordinator {
+    store: Arc<dyn Store>,
+    options: AgentOptions,
+    agents: BTreeMap<u64, Known>,
+}
+
+impl Coordinator {
+    pub(super) fn new(store: Arc<dyn Store>, options: AgentOptions) -> Self {
+        Self { store, options, agents: BTreeMap::new() }
+    }
+
+    /// Runs the job's attempts. An error means that the store is gone, and this agent with it.
+    pub(super) fn run(&mut self) -> Result<()> {
+        // Not to go on from what another job of the same name has left.
+        let random = || JobKey::random_secret().map(|secret| secret.chars().take(12).collect());
+        let id: String = self.options.id.clone().map_or_else(random, Ok)?;
+        let mut restarts = 0;
+        for number in 1.. {
+            let gathered = self.gather(number == 1)?;
+            let agents = match gathered {
+                Ok(agents) => agents,
+                Err(message) => return self.over(1, Some(message)),
+            };
+            let nodes = nodes(&agents, self.options.nodes.most);
+            let attempt = Attempt { id: id.clone(), number, restarts, nodes };
+            write(&*self.store, keys::ATTEMPT, &attempt)?;
+            let (message, code) = match self.watch(&attempt)? {
+                End::Well => return self.over(0, None),
+                End::Interrupted(signal) => return self.over(128 + signal, None),
+                End::Failed { message, code } => (message, code),
+                End::Stopped => ("ranks ended, and none has said why".to_owned(), 1),
+            };
+            if restarts == self.options.max_restarts {
+                return self.over(code, Some(message));
+            }
+            restarts += 1;
+            let left = self.options.max_restarts - restarts;
+            print_message(&format!("the job starts again ({left} restart(s) left)"));
+        }
+        Ok(())
+    }
+
+    fn over(&self, code: i32, message: Option<String>) -> Result<()> {
+        write(&*self.store, keys::OVER, &Over { code, message })
+    }
+
+    /// Takes note of agents that have come, and of signs of life.
+    fn look(&mut self) -> Result<()> {
+        let come = self.store.add(keys::AGENTS, 0)?.unsigned_abs();
+        for agent in 0..come {
+            if let Some(known) = self.agents.get_mut(&agent) {
+                if let Some(beat) = read(&*self.store, &keys::beat(agent))
+                    && beat != known.beat
+                {
+                    (known.beat, known.heard) = (beat, Instant::now());
+                }
+            } else if let Some(member) = read::<Member>(&*self.store, &keys::member(agent)) {
+                let refusal = self.refusal(&member);
+                if let Some(why) = &refusal {
+                    write(&*self.store, &keys::refused(agent), why)?;
+                }
+                let (heard, refused) = (Instant::now(), refusal.is_some());
+                self.agents.insert(agent, Known { member, beat: 0, heard, refused });
+            }
+        }
+        Ok(())
+    }
+
+    /// Why an agent cannot be taken in.
+    fn refusal(&self, member: &Member) -> Option<String> {
+        let told = Nodes { least: member.nodes.0, most: member.nodes.1 };
+        if told != self.options.nodes {
+            return Some(format!(
+                "this agent was told --nnodes {told}, the one that hosts the rendezvous {}; they must be \
+                 told the same",
+                self.options.nodes
+            ));
+        }
+        let same = |known: &&Known| {
+            member.node_rank.is_some() && known.member.node_rank == member.node_rank
+        };
+        let other = self.agents.values().filter(|known| self.lives(known)).find(same)?;
+        Some(format!(
+            "this agent was told --node-rank {}, which another one on {} has",
+            member.node_rank.unwrap_or_default(),
+            other.member.host
+        ))
+    }
+
+    fn lives(&self, known: &Known) -> bool {
+        !known.refused && known.heard.elapsed() < self.options.keep_alive
+    }
+
+    /// The agents of the next attempt, once there are enough; or why there are not.
+    fn gather(&mut self, first: bool) -> Result<std::result::Result<Vec<(u64, Member)>, String>> {
+        let (began, mut enough) = (Instant::now(), None::<Instant>);
+        let (least, most) = (self.options.nodes.least, self.options.nodes.most);
+        loop {
+            self.look()?;
+            let alive: Vec<(u64, Member)> = self
+                .agents
+                .iter()
+                .filter(|(_, known)| self.lives(known))
+                .map(|(agent, known)| (*agent, known.member.clone()))
+                .collect();
+            if alive.len() >= most {
+                return Ok(Ok(alive));
+            }
+            if alive.len() < least {
+                enough = None;
+            } else if enough.get_or_insert_with(Instant::now).elapsed() >= self.options.last_call {
+                return Ok(Ok(alive));
+            }
+            if enough.is_none() && began.elapsed() >= self.options.join_timeout {
+                let hosts: Vec<&str> = alive.iter().map(|(_, one)| one.host.as_str()).collect();
+                let hosts = if hosts.is_empty() { "none".to_owned() } else { hosts.join(", ") };
+                let again = if first { "" } else { " again" };
+                return Ok(Err(format!(
+                    "after {:?} there are {} of {least} nodes{again}: {hosts}. Start the same command on the \
+                     others, with the same --rdzv-endpoint and --rdzv-id",
+                    self.options.join_timeout,
+                    alive.len()
+                )));
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    /// Waits until the ranks of an attempt have ended on all nodes, and says how.
+    fn watch(&mut self, attempt: &Attempt) -> Result<End> {
+        let mut verdict = None::<End>;
+        let mut stopped_at = None::<Instant>;
+        loop {
+            self.look()?;
+            let (mut running, mut interrupted, mut all_well) = (0, None, true);
+            for (place, node) in attempt.nodes.iter().enumerate() {
+                let end: Option<End> = read(&*self.store, &keys::end(attempt.number, node.agent));
+                let lost = self.agents.get(&node.agent).is_none_or(|known| !self.lives(known));
+                match (end, &verdict) {
+                    (Some(End::Failed { message, code }), None) => {
+                        verdict = Some(End::Failed { message, code });
+                    }
+                    (Some(End::Interrupted(signal)), _) => interrupted = Some(signal),
+                    (Some(End::Stopped), _) => all_well = false,
+                    (Some(_), _) => {}
+                    (None, None) if lost => {
+                        let message = format!(
+                            "node {place} ({}) has not been heard of for {:?}: it is down, or cut off, or \
+                             its agent was killed",
+                            node.host, self.options.keep_alive
+                        );
+                        verdict = Some(End::Failed { message, code: 1 });
+                    }
+                    (None, Some(_)) if lost => {}
+                    (None, _) => running += 1,
+                }
+            }
+            if let (Some(End::Failed { message, .. }), None) = (&verdict, stopped_at) {
+                write(&*self.store, &keys::stop(attempt.number), message)?;
+                stopped_at = Some(Instant::now());
+            }
+            // An agent that does not say that its ranks have ended, though it lives, is not waited for.
+            let overdue = stopped_at.is_some_and(|at| at.elapsed() > ENDING);
+            if running == 0 || overdue {
+                return Ok(match (verdict, interrupted, all_well) {
+                    (_, Some(signal), _) => End::Interrupted(signal),
+                    (Some(failed), _, _) => failed,
+                    (None, None, true) => End::Well,
+                    (None, None, false) => End::Stopped,
+                });
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! Where agents meet: who hosts the store, and connecting to it.
+
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::sync::Arc;
+
+use super::options::{AgentOptions, Endpoint, Nodes};
+use crate::environment::Variables;
+use crate::job_secret;
+use crate::launcher::address_towards;
+use crate::signals::{self, Starting};
+use crate::{Error, Result};
+use fulgurite_store::{
+    ClientIdentity, ClientOptions, JobKey, LocalStore, LostRankPolicy, Patience, Store, StoreHost,
+    StoreServer, TcpStore,
+};
+
+/// The store of the agents, and how this host is reached.
+pub(super) struct Meeting {
+    pub(super) store: Arc<dyn Store>,
+    /// If this agent hosts the store, which makes it the coordinator.
+    pub(super) hosts: bool,
+    /// The address of this host that the others reach; of a job of one node that of the host itself.
+    pub(super) address: String,
+    /// What ranks and agents of the job share.
+    pub(super) secret: String,
+    /// Held while the job goes on.
+    _server: Option<StoreServer>,
+}
+
+/// The variable that names the secret, also for ranks.
+const KEY: &str = job_secret::JOB_KEY_VARIABLE;
+
+impl Meeting {
+    /// Hosts the store if this host has the endpoint's address and nobody hosts it yet, and connects to it.
+    pub(super) fn join(options: &AgentOptions) -> Result<Self> {
+        let secret =
+            job_secret::configured(&Variables::current(), options.job_key_file.as_deref())?;
+        let Some(endpoint) = &options.endpoint else {
+            if options.nodes != Nodes::ONE {
+                return Err(Error::Launch(
+                    "a job of several nodes needs a place where its agents meet: --rdzv-endpoint HOST:PORT, \
+                     the same on all nodes, with a free port of one of them"
+                        .to_owned(),
+                ));
+            }
+            let secret = secret.map_or_else(JobKey::random_secret, Ok)?;
+            let address = "127.0.0.1".to_owned();
+            let store = Arc::new(LocalStore::new());
+            return Ok(Self { store, hosts: true, address, secret, _server: None });
+        };
+        let secret = secret.ok_or_else(|| {
+            Error::Launch(format!(
+                "agents of several nodes need a secret, so that strangers cannot join the job, read it or end \
+                 it: set {KEY}, the same on all nodes, to what `openssl rand -hex 16` gives, or name a file with \
+                 it by --job-key-file"
+            ))
+        })?;
+        let key = JobKey::new(
+            &secret,
+            &format!("agents of {}", options.id.as_deref().unwrap_or_default()),
+        );
+        let server = match options.node_rank {
+            None | Some(0) => host(endpoint, &key)?,
+            Some(_) => None,
+        };
+        let address = address_towards(&endpoint.host, endpoint.port).ok_or_else(|| {
+            Error::Launch(format!("the host of the rendezvous endpoint {endpoint} cannot be found"))
+        })?;
+        let store = connect(endpoint, &key, options)?;
+        let hosts = server.is_some();
+        let address = address.to_string();
+        Ok(Self { store: Arc::new(store), hosts, address, secret, _server: server })
+    }
+}
+
+/// What the store says to the second process with a number.
+const TAKEN: &str = "another process is or was rank";
+
+/// Hosts the store, if the address is this host's and free.
+fn host(endpoint: &Endpoint, key: &JobKey) -> Result<Option<StoreServer>> {
+    let addresses = (endpoint.host.as_str(), endpoint.port).to_socket_addrs().map_err(|e| {
+        Error::Launch(format!("the host of the rendezvous endpoint {endpoint} is unknown: {e}"))
+    })?;
+    for address in addresses {
+        // Whether the address is this host's shows by another port.
+        let is_ours = TcpListener::bind(SocketAddr::new(address.ip(), 0)).is_ok();
+        if !is_ours {
+            continue;
+        }
+        let policy = LostRankPolicy::ParentReports;
+        // Taken by another agent of this host, or by somebody else, which connecting tells.
+        return Ok(StoreServer::bind(address, key.clone(), Nodes::LIMIT, policy).ok());
+    }
+    Ok(None)
+}
+
+/// Connects under a number that no other agent has.
+fn connect(endpoint: &Endpoint, key: &JobKey, options: &AgentOptions) -> Result<TcpStore> {
+    let _starting = Starting::new();
+    let mut patience = Patience::new(options.join_timeout);
+    let mut number = std::process::id() as usize;
+    loop {
+        let left = patience.slice().unwrap_or_default();
+        let identity = ClientIdentity {
+            key: key.clone(),
+            rank: number % Nodes::LIMIT,
+            world_size: Nodes::LIMIT,
+        };
+        let client_options =
+            ClientOptions { host: StoreHost::Supervisor, give_up: signals::give_up };
+        let connected = TcpStore::connect_with(
+            &endpoint.host,
+            endpoint.port,
+            identity,
+            options.join_timeout,
+            client_options,
+        );
+        match connected {
+            Ok(store) => return Ok(store),
+            Err(Error::Launch(why)) if why.contains(TAKEN) && !left.is_zero() => number += 1,
+            Err(Error::Launch(why)) => {
+                return Err(Error::Launch(format!(
+                    "the agent that hosts the rendezvous at {endpoint} cannot be joined: {why}"
+                )));
+            }
+            Err(other) => return Err(other),
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! What an agent is told.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::{Error, Result};
+
+/// What one agent of a job is told: the same on all nodes, but for [`node_rank`](Self::node_rank).
+#[derive(Debug, Clone)]
+pub struct AgentOptions {
+    /// The program that ranks run, and its arguments.
+    pub program: OsString,
+    /// Its arguments.
+    pub arguments: Vec<OsString>,
+    /// Ranks on this node.
+    pub devices: usize,
+    /// How many nodes there may be.
+    pub nodes: Nodes,
+    /// This node's place among the nodes; by default the order in which agents come.
+    pub node_rank: Option<usize>,
+    /// Where agents meet. `None` for a job of one node.
+    pub endpoint: Option<Endpoint>,
+    /// The job's id; by default the coordinator takes one at random.
+    pub id: Option<String>,
+    /// How often the job is started again after a failure.
+    pub max_restarts: u64,
+    /// A file with the job's secret, if it is not in `FULGURITE_JOB_KEY`.
+    pub job_key_file: Option<PathBuf>,
+    /// Where each rank's output is written.
+    pub log_dir: Option<PathBuf>,
+    /// Whether output is shown with a prefix that names the rank, besides being written to files.
+    pub tee: bool,
+    /// How long agents wait for the others to come.
+    pub join_timeout: Duration,
+    /// How long more nodes are waited for once there are enough.
+    pub last_call: Duration,
+    /// After how long without a sign of life an agent is lost.
+    pub keep_alive: Duration,
+}
+
+/// How many nodes a job may have: `2`, or `1:4`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Nodes {
+    /// With fewer it does not start.
+    pub least: usize,
+    /// More are not taken in.
+    pub most: usize,
+}
+
+impl Nodes {
+    /// One node.
+    pub const ONE: Self = Self { least: 1, most: 1 };
+    /// The most that a job may have.
+    pub(super) const LIMIT: usize = 4096;
+}
+
+impl std::fmt::Display for Nodes {
+    /// As it is parsed.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.least == self.most {
+            true => write!(f, "{}", self.most),
+            false => write!(f, "{}:{}", self.least, self.most),
+        }
+    }
+}
+
+impl FromStr for Nodes {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let (least, most) = text.split_once(':').unwrap_or((text, text));
+        let parse = |text: &str| text.trim().parse::<usize>().ok();
+        match (parse(least), parse(most)) {
+            (Some(least), Some(most)) if 0 < least && least <= most && most <= Self::LIMIT => {
+                Ok(Self { least, most })
+            }
+            _ => Err(Error::Launch(format!(
+                "the nodes are `{text}`; they should be a number such as 2, or the least and the most such as \
+                 1:4, of 1 to {}",
+                Self::LIMIT
+            ))),
+        }
+    }
+}
+
+/// Where agents meet: `node0:29400`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Endpoint {
+    /// A host's name or address.
+    pub host: String,
+    /// A port that is free there.
+    pub port: u16,
+}
+
+impl Endpoint {
+    /// The port where none is given, as `torchrun` has it.
+    pub const PORT: u16 = 29400;
+}
+
+impl FromStr for Endpoint {
+    type Err = Error;
+
+    /// `host`, `host:port`, `[address]:port` of IPv6.
+    fn from_str(text: &str) -> Result<Self> {
+        let wrong = || {
+            Error::Launch(format!(
+                "the rendezvous endpoint is `{text}`; it should be a host and a port such as \
+                 node0:29400, [fd00::1]:29400 or 10.0.0.1:29400"
+            ))
+        };
+        let (host, port) = match text.strip_prefix('[') {
+            Some(rest) => {
+                let (host, rest) = rest.split_once(']').ok_or_else(wrong)?;
+                (host, rest.strip_prefix(':'))
+            }
+            None => match text.rsplit_once(':') {
+                Some((host, port)) => (host, Some(port)),
+                None => (text, None),
+            },
+        };
+        let port = port.map_or(Ok(Self::PORT), |port| port.parse().map_err(|_| wrong()))?;
+        let plain = !text.starts_with('[') && host.contains(':');
+        if host.is_empty() || plain || port == 0 {
+            return Err(wrong());
+        }
+        Ok(Self { host: host.to_owned(), port })
+    }
+}
+
+impl std::fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.host.contains(':') {
+            true => write!(f, "[{}]:{}", self.host, self.port),
+            false => write!(f, "{}:{}", self.host, self.port),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_are_a_number_or_a_range() {
+        let parse = |text: &str| text.parse::<Nodes>().map(|nodes| (nodes.least, nodes.most));
+        assert_eq!(parse("2").unwrap(), (2, 2));
+        assert_eq!(parse("1:4").unwrap(), (1, 4));
+        for wrong in ["", "0", "4:1", "1:", "two", "1:2:3", "5000"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+        insta::assert_snapshot!(parse("4:1").unwrap_err(), @"launch: the nodes are `4:1`; they should be a number such as 2, or the least and the most such as 1:4, of 1 to 4096");
+    }
+
+    #[test]
+    fn an_endpoint_is_a_host_and_a_port() {
+        let parse = |text: &str| text.parse::<Endpoint>().map(|endpoint| endpoint.to_string());
+        assert_eq!(parse("node0").unwrap(), "node0:29400");
+        assert_eq!(parse("10.0.0.1:7").unwrap(), "10.0.0.1:7");
+        assert_eq!(parse("[fd00::1]:7").unwrap(), "[fd00::1]:7");
+        for wrong in ["", ":7", "node0:", "node0:0", "node0:99999", "fd00::1", "[fd00::1"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+        insta::assert_snapshot!(parse("node0:http").unwrap_err(), @"launch: the rendezvous endpoint is `node0:http`; it should be a host and a port such as node0:29400, [fd00::1]:29400 or 10.0.0.1:29400");
+    }
+}

@@ -1,0 +1,123 @@
+//! What agents tell each other.
+
+use serde::{Deserialize, Serialize};
+
+/// An agent, when it comes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Member {
+    /// The name of its host.
+    pub(super) host: String,
+    /// Ranks it starts.
+    pub(super) devices: usize,
+    /// The node rank that it was told.
+    pub(super) node_rank: Option<usize>,
+    /// The nodes that it was told of: the least and the most.
+    pub(super) nodes: (usize, usize),
+}
+
+/// Which agents start ranks in an attempt.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Attempt {
+    /// The job's id.
+    pub(super) id: String,
+    /// 1 is the first.
+    pub(super) number: u64,
+    /// How often the job was started again after a failure.
+    pub(super) restarts: u64,
+    /// The nodes, in the order of their ranks.
+    pub(super) nodes: Vec<Node>,
+}
+
+/// A node of an attempt.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Node {
+    /// The number of its agent.
+    pub(super) agent: u64,
+    pub(super) host: String,
+    pub(super) first_rank: usize,
+    pub(super) devices: usize,
+}
+
+impl Attempt {
+    pub(super) fn world_size(&self) -> usize {
+        self.nodes.iter().map(|node| node.devices).sum()
+    }
+
+    /// The place of an agent among the nodes.
+    pub(super) fn place(&self, agent: u64) -> Option<usize> {
+        self.nodes.iter().position(|node| node.agent == agent)
+    }
+}
+
+/// The nodes of an attempt, of agents with their numbers, at most `most`: in the order of the node ranks that they
+/// were told, the others where there is place, in the order in which they came.
+pub(super) fn nodes(agents: &[(u64, Member)], most: usize) -> Vec<Node> {
+    let mut places: Vec<Option<&(u64, Member)>> = vec![None; most];
+    for agent in agents {
+        if let Some(place) = agent.1.node_rank.and_then(|rank| places.get_mut(rank)) {
+            place.get_or_insert(agent);
+        }
+    }
+    let mut others = agents.iter().filter(|(_, member)| member.node_rank.is_none());
+    for place in &mut places {
+        if place.is_none() {
+            *place = others.next();
+        }
+    }
+    let mut first_rank = 0;
+    let node = |(agent, member): &(u64, Member)| {
+        let node =
+            Node { agent: *agent, host: member.host.clone(), first_rank, devices: member.devices };
+        first_rank += member.devices;
+        node
+    };
+    places.into_iter().flatten().map(node).collect()
+}
+
+/// How the ranks of a node ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum End {
+    /// All with exit code 0.
+    Well,
+    /// They were asked to, by this signal.
+    Interrupted(i32),
+    /// Because those of another node failed, or were lost.
+    Stopped,
+    /// A rank failed: what to say of it, and its exit code.
+    Failed { message: String, code: i32 },
+}
+
+/// What the coordinator says of the job when it is over.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Over {
+    pub(super) code: i32,
+    /// What to print on nodes that do not know it.
+    pub(super) message: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn member(node_rank: Option<usize>, devices: usize) -> Member {
+        Member { host: "h".to_owned(), devices, node_rank, nodes: (1, 4) }
+    }
+
+    #[test]
+    fn nodes_are_in_the_order_of_their_ranks_and_then_of_their_coming() {
+        let agents = [
+            (0, member(None, 1)),
+            (1, member(Some(0), 2)),
+            (2, member(None, 3)),
+            (3, member(Some(3), 4)),
+        ];
+        let places = |most| -> Vec<(u64, usize)> {
+            nodes(&agents, most).iter().map(|node| (node.agent, node.first_rank)).collect()
+        };
+        assert_eq!(places(4), [(1, 0), (0, 2), (2, 3), (3, 6)]);
+        assert_eq!(places(2), [(1, 0), (0, 2)]);
+        let attempt =
+            Attempt { id: "job".to_owned(), number: 1, restarts: 0, nodes: nodes(&agents, 4) };
+        assert_eq!((attempt.world_size(), attempt.place(2), attempt.place(9)), (10, Some(2), None));
+    }
+}

@@ -1,0 +1,232 @@
+//! The ranks of one node in one attempt.
+
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use super::logs::Output;
+use super::options::AgentOptions;
+use super::plan::{Attempt, End};
+use crate::failure::PEER_FAILED_EXIT_CODE;
+use crate::job_secret::JOB_KEY_VARIABLE;
+use crate::launcher::threads_per_rank;
+use crate::rank_env::AGENT_VARIABLE;
+use crate::signals;
+use crate::supervisor::THREADS_VARIABLE;
+use crate::{Error, Result};
+use fulgurite_error::{advice, print_message};
+use fulgurite_store::Patience;
+
+/// How long ranks have to stop by themselves after one has failed, before they get SIGTERM.
+const GRACE: Duration = Duration::from_secs(3);
+/// How long they have from SIGTERM to SIGKILL.
+const TERM_GRACE: Duration = Duration::from_secs(2);
+
+pub(super) struct Ranks {
+    ranks: Vec<Rank>,
+    /// Where this node is, for messages: `node 1 (host)`.
+    node: String,
+    /// How the first rank of this node that failed ended, in words, and its exit code.
+    failed: Option<(String, i32)>,
+    /// Since ranks are to end: until the next signal is due, and how many they were sent.
+    ending: Option<(Patience, u8)>,
+    /// The first signal that asked for an end.
+    pub(super) interrupted: Option<i32>,
+}
+
+struct Rank {
+    rank: usize,
+    process: Child,
+    copies: Vec<JoinHandle<()>>,
+    end: Option<ExitStatus>,
+}
+
+impl Ranks {
+    /// Starts the ranks of node `place`, which meet at `address`.
+    ///
+    /// # Errors
+    /// If one cannot be started; those that were have been ended.
+    pub(super) fn start(
+        options: &AgentOptions,
+        attempt: &Attempt,
+        place: usize,
+        address: &(String, u16),
+        secret: &str,
+    ) -> Result<Self> {
+        let node = &attempt.nodes[place];
+        let mut ranks = Self {
+            ranks: Vec::new(),
+            node: format!("node {place} ({})", node.host),
+            failed: None,
+            ending: None,
+            interrupted: None,
+        };
+        for local_rank in 0..node.devices {
+            let rank = node.first_rank + local_rank;
+            let output = Output::new(options, attempt, rank)?;
+            let mut command = Command::new(&options.program);
+            command.args(&options.arguments);
+            for (name, value) in [
+                ("RANK", rank.to_string()),
+                ("WORLD_SIZE", attempt.world_size().to_string()),
+                ("LOCAL_RANK", local_rank.to_string()),
+                ("LOCAL_WORLD_SIZE", node.devices.to_string()),
+                ("GROUP_RANK", place.to_string()),
+                ("NODE_RANK", place.to_string()),
+                ("GROUP_WORLD_SIZE", attempt.nodes.len().to_string()),
+                ("MASTER_ADDR", address.0.clone()),
+                ("MASTER_PORT", address.1.to_string()),
+                ("TORCHELASTIC_RUN_ID", attempt.id.clone()),
+                ("TORCHELASTIC_RESTART_COUNT", attempt.restarts.to_string()),
+                ("TORCHELASTIC_MAX_RESTARTS", options.max_restarts.to_string()),
+                (JOB_KEY_VARIABLE, secret.to_owned()),
+                (AGENT_VARIABLE, std::process::id().to_string()),
+            ] {
+                command.env(name, value);
+            }
+            command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
+            if std::env::var_os(THREADS_VARIABLE).is_none() {
+                command.env(THREADS_VARIABLE, threads_per_rank(node.devices).to_string());
+            }
+            output.set(&mut command)?;
+            // A group of processes of its own, so that what a rank starts ends with it. It cannot read the terminal.
+            let started = command.process_group(0).stdin(Stdio::null()).spawn();
+            match started {
+                Ok(mut process) => {
+                    let copies = output.copy(&mut process);
+                    ranks.ranks.push(Rank { rank, process, copies, end: None });
+                }
+                Err(error) => {
+                    ranks.kill();
+                    let program = options.program.to_string_lossy();
+                    let advice = advice(&error);
+                    return Err(Error::Launch(format!(
+                        "rank {rank} cannot be started: running `{program}`: {error}{advice}"
+                    )));
+                }
+            }
+        }
+        Ok(ranks)
+    }
+
+    /// Looks how the ranks do: how they ended, once all have.
+    pub(super) fn poll(&mut self) -> Option<End> {
+        for i in 0..self.ranks.len() {
+            self.poll_rank(i);
+        }
+        if self.ranks.iter().any(|rank| rank.end.is_none()) {
+            self.end_stragglers();
+            return None;
+        }
+        for copy in self.ranks.iter_mut().flat_map(|rank| rank.copies.drain(..)) {
+            let _ = copy.join();
+        }
+        let codes: Vec<i32> = self.ranks.iter().filter_map(|rank| rank.end).map(code).collect();
+        // Not by the signals that they got from here after a failure.
+        let by_signal = |code: &&i32| signals::is_handled(**code - 128);
+        let asked = self.interrupted.is_some() || self.ending.is_none();
+        let interrupted = codes.iter().find(by_signal).filter(|_| asked);
+        if let (Some(signal), false) = (self.interrupted, codes.iter().all(|&code| code == 0)) {
+            // Whatever came of it, the job was to end. The ranks may have agreed on another signal.
+            return Some(End::Interrupted(interrupted.map_or(signal, |code| code - 128)));
+        }
+        Some(match (&self.failed, interrupted) {
+            (Some((message, code)), _) => End::Failed { message: message.clone(), code: *code },
+            (None, Some(code)) => End::Interrupted(code - 128),
+            (None, None) if codes.iter().all(|&code| code == 0) => End::Well,
+            (None, None) => End::Stopped,
+        })
+    }
+
+    fn poll_rank(&mut self, i: usize) {
+        let rank = &mut self.ranks[i];
+        if rank.end.is_some() {
+            return;
+        }
+        let end = match rank.process.try_wait() {
+            Ok(None) => return,
+            Ok(Some(end)) => end,
+            // Without an exit status, because SIGCHLD is ignored: it has ended.
+            Err(_) => ExitStatus::from_raw(1 << 8),
+        };
+        rank.end = Some(end);
+        // What it has started and left behind.
+        signal_group(rank, Signal::KILL);
+        let (rank, ending) = (rank.rank, self.ending.is_some());
+        let how = match (end.code(), end.signal()) {
+            (Some(0), _) => return,
+            (Some(code), _) if signals::is_handled(code - 128) => return,
+            (Some(code), _) if code == i32::from(PEER_FAILED_EXIT_CODE) => {
+                // Whichever failed is heard of; the rest of this node ends too.
+                return self.stop();
+            }
+            (None, Some(signal)) if ending && signals::is_handled(signal) => return,
+            (None, Some(signal)) if ending && signal == Signal::KILL.as_raw() => return,
+            (Some(code), _) => format!("ended with exit code {code}"),
+            (None, Some(signal)) => {
+                format!("was killed by {}{}", signals::describe(signal), signals::explain(signal))
+            }
+            (None, None) => format!("ended: {end}"),
+        };
+        if self.failed.is_none() {
+            let message = format!("rank {rank} on {} {how}", self.node);
+            print_message(&format!("error: {message}"));
+            self.failed = Some((message, code(end)));
+        }
+        self.stop();
+    }
+
+    /// Whether the ranks are to end.
+    pub(super) fn is_ending(&self) -> bool {
+        self.ending.is_some()
+    }
+
+    /// Lets the ranks end: soon by themselves, and then by signals.
+    pub(super) fn stop(&mut self) {
+        self.ending.get_or_insert_with(|| (Patience::new(GRACE), 0));
+    }
+
+    fn end_stragglers(&mut self) {
+        let Some((patience, sent)) = &mut self.ending else { return };
+        if patience.slice().is_some() {
+            return;
+        }
+        *patience = Patience::new(TERM_GRACE);
+        *sent = sent.saturating_add(1);
+        let signal = if *sent == 1 { Signal::TERM } else { Signal::KILL };
+        self.signal(signal);
+    }
+
+    /// Signals the ranks that have not ended.
+    pub(super) fn signal(&self, signal: Signal) {
+        self.ranks.iter().filter(|rank| rank.end.is_none()).for_each(|rank| {
+            signal_group(rank, signal);
+        });
+    }
+
+    /// Ends all ranks at once.
+    pub(super) fn kill(&mut self) {
+        self.signal(Signal::KILL);
+        for rank in &mut self.ranks {
+            let _ = rank.process.wait();
+        }
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// Of an ended rank its group may still have members, and its number is not given to another while it has.
+fn signal_group(rank: &Rank, signal: Signal) {
+    let _ = kill_process_group(Pid::from_child(&rank.process), signal);
+}
+
+fn code(end: ExitStatus) -> i32 {
+    end.code().or(end.signal().map(|signal| 128 + signal)).unwrap_or(1)
+}

@@ -1,0 +1,230 @@
+//! [`run`]: the life of an agent.
+
+use std::net::{IpAddr, TcpListener};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::board::{Board, Seen, keys, write};
+use super::coordinator::Coordinator;
+use super::endpoint::Meeting;
+use super::options::AgentOptions;
+use super::plan::{Attempt, End, Member};
+use super::ranks::Ranks;
+use crate::signals::{self, SecondSignal};
+use crate::{Error, Result};
+use fulgurite_error::{advice, print_message};
+
+/// How often ranks, signals and the other agents are looked at.
+const POLL: Duration = Duration::from_millis(20);
+/// How long the agent that hosts the store stays for the others to hear that the job is over.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// Runs one node's part of a job, and returns its exit code once the job is over: 0, that of the rank that failed,
+/// or 128 + the signal by which the job was asked to end. What happened has been printed.
+///
+/// # Errors
+/// [`Error::Launch`] if the options contradict each other or those of other agents, the agents do not meet in time,
+/// or a rank cannot be started; [`Error::Interrupted`] if this process is asked to end while agents meet.
+pub fn run(options: &AgentOptions) -> Result<i32> {
+    check(options)?;
+    signals::handle(SecondSignal::Ignore)?;
+    let meeting = Meeting::join(options)?;
+    let agent = meeting.store.add(keys::AGENTS, 1)?.unsigned_abs() - 1;
+    let member = Member {
+        host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+        devices: options.devices,
+        node_rank: options.node_rank,
+        nodes: (options.nodes.least, options.nodes.most),
+    };
+    write(&*meeting.store, &keys::member(agent), &member)?;
+    if meeting.hosts {
+        let mut coordinator = Coordinator::new(meeting.store.clone(), options.clone());
+        let run = move || {
+            if let Err(error) = coordinator.run() {
+                print_message(&format!("error: the coordinator of the job cannot go on: {error}"));
+            }
+        };
+        std::thread::Builder::new()
+            .name("coordinator".to_owned())
+            .spawn(run)
+            .map_err(|e| Error::Launch(format!("starting a thread: {e}{}", advice(&e))))?;
+    }
+    let board = Board::new(Arc::clone(&meeting.store), agent)?;
+    let code = Agent { options, meeting: &meeting, board: &board, agent }.run()?;
+    if meeting.hosts && options.endpoint.is_some() {
+        std::thread::sleep(FAREWELL);
+    }
+    Ok(code)
+}
+
+fn check(options: &AgentOptions) -> Result<()> {
+    if options.devices == 0 {
+        return Err(Error::Launch("--nproc-per-node must be 1 or more".to_owned()));
+    }
+    match options.node_rank {
+        Some(rank) if rank >= options.nodes.most => Err(Error::Launch(format!(
+            "--node-rank is {rank}; of {} node(s) the ranks are 0 to {}",
+            options.nodes.most,
+            options.nodes.most - 1
+        ))),
+        _ => Ok(()),
+    }
+}
+
+struct Agent<'a> {
+    options: &'a AgentOptions,
+    meeting: &'a Meeting,
+    board: &'a Board,
+    agent: u64,
+}
+
+impl Agent<'_> {
+    fn run(&self) -> Result<i32> {
+        let (mut before, mut told_to_wait, mut printed) = (0, false, None);
+        loop {
+            let seen = self.board.seen();
+            if let Some(over) = seen.over {
+                if let Some(message) = over.message
+                    && printed.as_ref() != Some(&message)
+                {
+                    print_message(&format!("error: the job has failed: {message}"));
+                }
+                return Ok(over.code);
+            }
+            if let Some(why) = seen.refused {
+                return Err(Error::Launch(why));
+            }
+            self.check_contact(&seen)?;
+            if let Some(signal) = signals::take() {
+                print_message("interrupted");
+                return Ok(128 + signal);
+            }
+            match seen.attempt {
+                Some(attempt) if attempt.number > before => {
+                    before = attempt.number;
+                    match attempt.place(self.agent) {
+                        Some(place) => {
+                            let end = self.attempt(&attempt, place, &mut printed)?;
+                            self.board.tell_end(attempt.number, self.agent, end);
+                        }
+                        None if told_to_wait => {}
+                        None => {
+                            told_to_wait = true;
+                            print_message(
+                                "the job runs on other nodes; this one is taken in when it starts again",
+                            );
+                        }
+                    }
+                }
+                _ => std::thread::sleep(POLL),
+            }
+        }
+    }
+
+    /// # Errors
+    /// If the store has not answered for too long.
+    fn check_contact(&self, seen: &Seen) -> Result<()> {
+        let silent = seen.heard.elapsed();
+        match (&self.options.endpoint, silent > self.options.keep_alive) {
+            (Some(endpoint), true) => Err(Error::Launch(format!(
+                "the rendezvous at {endpoint} has not answered for {:?}: its host is down, or cut off, or \
+                 its agent was killed",
+                self.options.keep_alive
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Runs this node's ranks of an attempt.
+    ///
+    /// # Errors
+    /// If the other agents cannot be reached any more; the ranks have been ended.
+    fn attempt(
+        &self,
+        attempt: &Attempt,
+        place: usize,
+        printed: &mut Option<String>,
+    ) -> Result<End> {
+        let address = match self.address(attempt, place)? {
+            Some(address) => address,
+            None => return Ok(End::Stopped),
+        };
+        let started = Ranks::start(self.options, attempt, place, &address, &self.meeting.secret);
+        let mut ranks = match started {
+            Ok(ranks) => ranks,
+            Err(error) => {
+                let host = &attempt.nodes[place].host;
+                let message = format!("node {place} ({host}): {error}");
+                print_message(&format!("error: {message}"));
+                *printed = Some(message.clone());
+                return Ok(End::Failed { message, code: 1 });
+            }
+        };
+        loop {
+            if let Some(end) = ranks.poll() {
+                if let End::Failed { message, .. } = &end {
+                    *printed = Some(message.clone());
+                }
+                return Ok(end);
+            }
+            handle_signals(&mut ranks);
+            let seen = self.board.seen();
+            let current = seen.attempt.as_ref().is_some_and(|now| now.number == attempt.number);
+            if seen.over.is_some() || !current || seen.stop.is_some() {
+                if let (Some(message), true) = (&seen.stop, current)
+                    && !ranks.is_ending()
+                {
+                    print_message(&format!("error: {message}"));
+                    *printed = Some(message.clone());
+                }
+                ranks.stop();
+            }
+            if let Err(error) = self.check_contact(&seen) {
+                ranks.kill();
+                return Err(error);
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    /// Where the ranks of an attempt meet: this agent says so, or hears. `None` if the attempt is over before.
+    fn address(&self, attempt: &Attempt, place: usize) -> Result<Option<(String, u16)>> {
+        if place == 0 {
+            let ip: IpAddr = self.meeting.address.parse().map_err(Error::other)?;
+            let listener = TcpListener::bind((ip, 0)).and_then(|listener| listener.local_addr());
+            let address = listener.map_err(|e| {
+                Error::Launch(format!("there is no free port at {ip}: {e}{}", advice(&e)))
+            })?;
+            let address = (self.meeting.address.clone(), address.port());
+            self.board.tell_address(attempt.number, address.clone());
+            return Ok(Some(address));
+        }
+        let began = Instant::now();
+        loop {
+            let seen = self.board.seen();
+            let current = seen.attempt.as_ref().is_some_and(|now| now.number == attempt.number);
+            match seen.address {
+                Some(address) if current => return Ok(Some(address)),
+                _ if seen.over.is_some() || seen.stop.is_some() || !current => return Ok(None),
+                _ if began.elapsed() > self.options.join_timeout => return Ok(None),
+                _ => self.check_contact(&seen)?,
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+}
+
+fn handle_signals(ranks: &mut Ranks) {
+    let Some(signal) = signals::take() else { return };
+    let before = ranks.interrupted;
+    if before.is_some() && signals::is_advance_notice(signal) {
+        return;
+    }
+    if before.is_some_and(|before| !signals::is_advance_notice(before)) {
+        ranks.stop();
+        return ranks.signal(rustix::process::Signal::KILL);
+    }
+    ranks.interrupted = Some(signal);
+    print_message("interrupted: the ranks finish their step; interrupt again to end them at once");
+    ranks.signal(signals::forwarded(signal));
+}

@@ -1,0 +1,285 @@
+//! `fulgurite run`, with ranks that are small scripts.
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use insta::assert_snapshot;
+
+const KEY: &str = "a key of sixteen characters or more";
+
+fn agent(args: &[&str], script: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_fulgurite"));
+    command.arg("run").args(args).args(["--", "sh", "-c", script]);
+    for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "RAYON_NUM_THREADS"] {
+        command.env_remove(name);
+    }
+    command.env("FULGURITE_JOB_KEY", KEY).stdin(Stdio::null());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+fn run(args: &[&str], script: &str) -> Output {
+    agent(args, script).output().unwrap()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// Stderr, without the name of this host.
+fn stderr(output: &Output) -> String {
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let text = String::from_utf8_lossy(&output.stderr).replace(&format!("({host})"), "(HOST)");
+    text.replace(&format!(": {host}."), ": HOST.")
+}
+
+fn sorted(text: &str) -> Vec<&str> {
+    let mut lines: Vec<&str> = text.lines().collect();
+    lines.sort_unstable();
+    lines
+}
+
+/// A free endpoint of this host.
+fn endpoint() -> String {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
+}
+
+/// The agents of several nodes, which are all on this host.
+fn agents(nodes: &str, count: usize, args: &[&str], script: &str) -> Vec<Child> {
+    let endpoint = endpoint();
+    let start = |_| {
+        let common = ["--nnodes", nodes, "--rdzv-endpoint", &endpoint];
+        agent(&[&common, args].concat(), script).spawn().unwrap()
+    };
+    (0..count).map(start).collect()
+}
+
+fn wait(children: Vec<Child>) -> Vec<Output> {
+    children.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
+}
+
+fn until(what: &str, holds: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < Duration::from_secs(60), "waited too long for {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Whether a process with this word in its command line lives.
+fn lives(word: &str) -> bool {
+    let entries = fs::read_dir("/proc").unwrap().flatten();
+    entries.filter(|entry| entry.path().join("cmdline").is_file()).any(|entry| {
+        let state = fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+        let zombie = state.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'));
+        let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        !zombie && String::from_utf8_lossy(&line).contains(word)
+    })
+}
+
+#[test]
+fn ranks_are_told_by_the_variables_of_torchrun() {
+    let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE \
+                  $TORCHELASTIC_RUN_ID $TORCHELASTIC_RESTART_COUNT $MASTER_ADDR $RAYON_NUM_THREADS";
+    let output = run(&["--nproc-per-node", "2", "--rdzv-id", "me"], script);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let threads = (std::thread::available_parallelism().unwrap().get() / 2).max(1);
+    let line = |rank| format!("{rank}/2 {rank}/2 0/1 me 0 127.0.0.1 {threads}");
+    assert_eq!(sorted(&stdout(&output)), [line(0), line(1)]);
+}
+
+#[test]
+fn agents_of_two_nodes_make_one_job() {
+    let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $MASTER_PORT";
+    let outputs = wait(agents("2", 2, &["--nproc-per-node", "2"], script));
+    let all: String = outputs.iter().map(stdout).collect();
+    let port = all.split_whitespace().last().unwrap();
+    let lines = ["0/4 0/2 0/2", "1/4 1/2 0/2", "2/4 0/2 1/2", "3/4 1/2 1/2"];
+    assert_eq!(sorted(&all), lines.map(|line| format!("{line} {port}")));
+    assert!(outputs.iter().all(|output| output.status.success()));
+}
+
+#[test]
+fn the_first_failure_is_said_on_all_nodes_and_no_rank_is_left() {
+    let marker = format!("marker-{}-{}", std::process::id(), line!());
+    let script = format!(
+        "if [ $RANK = 3 ]; then exit 7; fi; sleep 1000 & : {marker}; trap '' TERM; while true; do sleep 1; done"
+    );
+    let endpoint = endpoint();
+    let start = |rank: &str| {
+        let args = [
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "2",
+            "--rdzv-endpoint",
+            &endpoint,
+            "--node-rank",
+            rank,
+        ];
+        agent(&args, &script).spawn().unwrap()
+    };
+    let outputs = wait(vec![start("0"), start("1")]);
+    assert_eq!(outputs[0].status.code(), Some(7));
+    assert_eq!(outputs[1].status.code(), Some(7));
+    assert_snapshot!(stderr(&outputs[0]), @"error: rank 3 on node 1 (HOST) ended with exit code 7");
+    assert_snapshot!(stderr(&outputs[1]), @"error: rank 3 on node 1 (HOST) ended with exit code 7");
+    assert!(!lives(&marker), "a rank is left");
+}
+
+#[test]
+fn a_job_starts_again_as_often_as_it_may() {
+    let directory = tempfile::tempdir().unwrap();
+    let script = format!(
+        "touch {}/$RANK.$TORCHELASTIC_RESTART_COUNT.$TORCHELASTIC_MAX_RESTARTS; \
+         if [ $TORCHELASTIC_RESTART_COUNT -lt 2 ]; then kill -9 $$; fi",
+        directory.path().display()
+    );
+    let output = run(&["--nproc-per-node", "2", "--max-restarts", "2"], &script);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let count = fs::read_dir(directory.path()).unwrap().count();
+    assert_eq!(count, 6);
+    let output = run(&["--max-restarts", "1"], "exit 5");
+    assert_eq!(output.status.code(), Some(5));
+    assert_snapshot!(stderr(&output), @"
+    error: rank 0 on node 0 (HOST) ended with exit code 5
+    the job starts again (0 restart(s) left)
+    error: rank 0 on node 0 (HOST) ended with exit code 5
+    ");
+}
+
+#[test]
+fn every_rank_has_its_logs_and_lines_their_rank_in_front() {
+    let directory = tempfile::tempdir().unwrap();
+    let dir = directory.path().display().to_string();
+    let script = "echo out $RANK; echo err $RANK >&2; exit $((1 - TORCHELASTIC_RESTART_COUNT))";
+    let args =
+        ["--nproc-per-node", "2", "--rdzv-id", "job", "--log-dir", &dir, "--max-restarts", "1"];
+    let output = run(&args, script);
+    assert_eq!(stdout(&output), "");
+    let log = |attempt: u32, rank: usize, name: &str| {
+        let path = format!("job/attempt_{attempt}/{rank}/{name}.log");
+        fs::read_to_string(directory.path().join(Path::new(&path))).unwrap()
+    };
+    assert_eq!((log(0, 1, "stdout"), log(1, 0, "stderr")), ("out 1\n".into(), "err 0\n".into()));
+    let output = run(&[&args[..], &["--tee"]].concat(), script);
+    assert!(output.status.success());
+    let expected = ["[rank0]: out 0", "[rank0]: out 0", "[rank1]: out 1", "[rank1]: out 1"];
+    assert_eq!(sorted(&stdout(&output)), expected);
+    assert!(stderr(&output).contains("[rank1]: err 1\n"));
+    assert_eq!(log(1, 1, "stdout"), "out 1\n");
+}
+
+#[test]
+fn an_elastic_job_goes_on_with_the_nodes_that_are_left() {
+    let directory = tempfile::tempdir().unwrap();
+    let dir = directory.path().display();
+    let script = format!(
+        "touch {dir}/$RANK.of.$WORLD_SIZE; if [ $WORLD_SIZE = 2 ]; then exec sleep 1000; fi"
+    );
+    let args =
+        ["--max-restarts", "1", "--last-call-timeout-secs", "4", "--keep-alive-timeout-secs", "4"];
+    let endpoint = endpoint();
+    let start = |rank: &str| {
+        let common = ["--nnodes", "1:2", "--rdzv-endpoint", &endpoint, "--node-rank", rank];
+        agent(&[&common, &args[..]].concat(), &script).spawn().unwrap()
+    };
+    let (first, mut second) = (start("0"), start("1"));
+    let is_there = |name: &str| directory.path().join(name).exists();
+    until("both ranks", || is_there("0.of.2") && is_there("1.of.2"));
+    // As a host that is switched off.
+    second.kill().unwrap();
+    second.wait().unwrap();
+    let outputs = wait(vec![first]);
+    assert!(outputs[0].status.success(), "{}", stderr(&outputs[0]));
+    assert!(is_there("0.of.1"));
+    assert_snapshot!(stderr(&outputs[0]), @"
+    error: node 1 (HOST) has not been heard of for 4s: it is down, or cut off, or its agent was killed
+    the job starts again (0 restart(s) left)
+    ");
+}
+
+#[test]
+fn a_node_that_comes_back_is_taken_in_at_the_next_restart() {
+    let directory = tempfile::tempdir().unwrap();
+    let dir = directory.path().display();
+    let script = format!(
+        "touch {dir}/$RANK.of.$WORLD_SIZE; while [ $WORLD_SIZE = 1 ] && [ ! -e {dir}/go ]; do sleep 0.1; done; \
+         [ $WORLD_SIZE = 2 ] || exit 1"
+    );
+    let args = ["--max-restarts", "1", "--last-call-timeout-secs", "1"];
+    let endpoint = endpoint();
+    let start = || {
+        let common = ["--nnodes", "1:2", "--rdzv-endpoint", &endpoint];
+        agent(&[&common, &args[..]].concat(), &script).spawn().unwrap()
+    };
+    let first = start();
+    until("the first rank", || directory.path().join("0.of.1").exists());
+    let second = start();
+    // It has come once it says that it waits, which its output shows only at the end.
+    std::thread::sleep(Duration::from_secs(2));
+    fs::write(directory.path().join("go"), "").unwrap();
+    let outputs = wait(vec![first, second]);
+    assert!(outputs.iter().all(|output| output.status.success()), "{}", stderr(&outputs[0]));
+    assert!(directory.path().join("1.of.2").exists());
+    assert_snapshot!(stderr(&outputs[1]), @"the job runs on other nodes; this one is taken in when it starts again");
+}
+
+#[test]
+fn a_signal_ends_the_ranks_of_the_job_and_no_restart_follows() {
+    let marker = format!("marker-{}-{}", std::process::id(), line!());
+    let script = format!(": {marker}; trap 'exit 143' TERM; while true; do sleep 0.1; done");
+    let child = agent(&["--nproc-per-node", "2", "--max-restarts", "3"], &script).spawn().unwrap();
+    until("the ranks", || lives(&format!(": {marker}")));
+    std::thread::sleep(Duration::from_millis(500));
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(143));
+    let said = "interrupted: the ranks finish their step; interrupt again to end them at once\n";
+    assert!(stderr(&output).starts_with(said), "{}", stderr(&output));
+    assert!(!lives(&format!("sh -c : {marker}")), "a rank is left");
+}
+
+#[test]
+fn wrong_input_is_named() {
+    let error = |args: &[&str]| stderr(&run(args, "true"));
+    assert_snapshot!(error(&["--nproc-per-node", "many"]), @"error: launch: --nproc-per-node is `many`; it should be a number or `auto`");
+    assert_snapshot!(error(&["--nproc-per-node", "0"]), @"error: launch: --nproc-per-node must be 1 or more");
+    assert_snapshot!(error(&["--nnodes", "2"]), @"error: launch: a job of several nodes needs a place where its agents meet: --rdzv-endpoint HOST:PORT, the same on all nodes, with a free port of one of them");
+    assert_snapshot!(error(&["--nnodes", "2:1"]), @"
+    error: invalid value '2:1' for '--nnodes <M|MIN:MAX>': launch: the nodes are `2:1`; they should be a number such as 2, or the least and the most such as 1:4, of 1 to 4096
+
+    For more information, try '--help'.
+    ");
+    assert_snapshot!(error(&["--nnodes", "2", "--rdzv-endpoint", "here:0"]), @"
+    error: invalid value 'here:0' for '--rdzv-endpoint <HOST[:PORT]>': launch: the rendezvous endpoint is `here:0`; it should be a host and a port such as node0:29400, [fd00::1]:29400 or 10.0.0.1:29400
+
+    For more information, try '--help'.
+    ");
+    assert_snapshot!(error(&["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:9", "--node-rank", "2"]), @"error: launch: --node-rank is 2; of 2 node(s) the ranks are 0 to 1");
+    let mut keyless = agent(&["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:9"], "true");
+    assert_snapshot!(stderr(&keyless.env_remove("FULGURITE_JOB_KEY").output().unwrap()), @"error: launch: agents of several nodes need a secret, so that strangers cannot join the job, read it or end it: set FULGURITE_JOB_KEY, the same on all nodes, to what `openssl rand -hex 16` gives, or name a file with it by --job-key-file");
+    let mut missing = Command::new(env!("CARGO_BIN_EXE_fulgurite"));
+    let missing = missing.args(["run", "--", "/no/such/program"]).output().unwrap();
+    assert_snapshot!(stderr(&missing), @"error: node 0 (HOST): launch: rank 0 cannot be started: running `/no/such/program`: No such file or directory (os error 2)");
+    let alone = Command::new(env!("CARGO_BIN_EXE_fulgurite")).args(["run"]).output().unwrap();
+    assert!(stderr(&alone).contains("required arguments were not provided"), "{}", stderr(&alone));
+}
+
+#[test]
+fn agents_that_were_told_otherwise_are_refused() {
+    let endpoint = endpoint();
+    let start = |args: &[&str]| {
+        let args = [args, &["--rdzv-endpoint", &endpoint, "--join-timeout-secs", "3"]].concat();
+        agent(&args, "true").spawn().unwrap()
+    };
+    let first = start(&["--nnodes", "2", "--node-rank", "0"]);
+    std::thread::sleep(Duration::from_millis(500));
+    let other = wait(vec![start(&["--nnodes", "3", "--node-rank", "1"])]);
+    assert_snapshot!(stderr(&other[0]), @"error: launch: this agent was told --nnodes 3, the one that hosts the rendezvous 2; they must be told the same");
+    assert_snapshot!(stderr(&wait(vec![first])[0]), @"error: the job has failed: after 3s there are 1 of 2 nodes: HOST. Start the same command on the others, with the same --rdzv-endpoint and --rdzv-id");
+}
