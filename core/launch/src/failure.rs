@@ -6,9 +6,10 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use super::attempt::end_by;
 use super::rank::{Membership, RankInfo, membership};
 use super::rank_env::{has_agent, is_parent, is_supervised};
-use super::signals::{announced, exit_code_of, interrupt_requested, interrupted_exit_code};
+use super::signals::{announced, ending_signal, interrupt_requested, interrupted_exit_code};
 use crate::{Error, Result};
 use fulgurite_error::print_message;
 use fulgurite_store::{Patience, Store};
@@ -35,6 +36,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// |---|---|---|
 /// | `Ok` | nothing; rank 0 without a supervisor waits until all ranks are done | 0 |
 /// | [`Error::Interrupted`] | `interrupted` | 128 + the signal: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1 (on Linux) |
+/// | [`Error::Interrupted`], and the environment [requeues](crate::environment::Requeue) for it | also `requeued …`, by rank 0 | 0 |
 /// | an error, alone | `error: …` | 1 |
 /// | an error of this rank | `error: rank 1 failed: …`, by the supervisor if there is one | 1 |
 /// | another rank had failed before | nothing if a supervisor prints that failure | [`PEER_FAILED_EXIT_CODE`] |
@@ -44,10 +46,11 @@ pub fn report_and_exit_code(result: Result<()>) -> ExitCode {
         (None, Ok(())) => 0,
         (None, Err(Error::Interrupted)) => {
             // Before the rank has joined its job. The supervisor says so.
-            if !is_supervised() {
-                print_message("interrupted");
+            if is_supervised() {
+                return ExitCode::from(interrupted_exit_code());
             }
-            interrupted_exit_code()
+            print_message("interrupted");
+            end_by(ending_signal())
         }
         (None, Err(error)) => {
             print_message(&format!("error: {error}"));
@@ -69,7 +72,7 @@ impl Membership {
                 let first = self.client.failure().and_then(|(_, message)| announced(&message));
                 self.print_interrupted();
                 self.wait_for_others(NOTICE_TIMEOUT);
-                first.map_or_else(interrupted_exit_code, exit_code_of)
+                end_by(first.unwrap_or_else(ending_signal))
             }
             Err(error) => {
                 let cause = self.cause(&error);
@@ -77,7 +80,8 @@ impl Membership {
                     (Some(peer), _) => match announced(&peer.1) {
                         Some(signal) => {
                             self.print_interrupted();
-                            exit_code_of(signal)
+                            self.wait_until_notified();
+                            return end_by(signal);
                         }
                         None => {
                             self.print_stopped_by(peer);

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, SystemTime};
 
+use super::attempt::remember;
 use super::job_secret;
 use super::rank::{LaunchedRank, Membership, RankInfo, membership};
 use super::rank_env::{self, RankEnv};
@@ -116,6 +117,7 @@ fn become_rank(
     let environment = find_environment(&options, &variables)?;
     match environment {
         Some(environment) if environment.creates_processes_externally() => {
+            remember(environment.as_ref());
             let launched = join_started(&options, environment.as_ref(), &variables, started)?;
             if launched.rank == 0 {
                 check(launched.world_size)?;

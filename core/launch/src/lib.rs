@@ -42,9 +42,11 @@
 //! ends them at once, unless one of the two is SIGUSR1, which only announces a later signal. While the
 //! job starts ([`Starting`]) there is no step to finish: a rank that waits for others and is asked to end
 //! does so at once, and the job with it. The exit code of every rank and of the supervisor is 128 + the
-//! signal that they [agreed on](agree_on).
+//! signal that they [agreed on](agree_on), or 0 if the environment has the job [put back into its
+//! queue](environment::ClusterEnvironment::requeue) for it.
 
 pub mod agent;
+mod attempt;
 pub mod environment;
 mod failure;
 mod job_secret;
@@ -56,6 +58,7 @@ mod signals;
 mod supervisor;
 mod threads;
 
+pub use attempt::{Attempt, attempt};
 pub use failure::{PANIC_EXIT_CODE, PEER_FAILED_EXIT_CODE, report_and_exit_code};
 pub use fulgurite_store::{
     ClientIdentity, JobKey, LocalStore, LostRankPolicy, Patience, Store, StoreServer, TcpStore,

@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
+use super::attempt::restart_count;
 use crate::{Error, Result};
 use fulgurite_store::Store;
 use fulgurite_store::{StoreServer, TcpStore};
@@ -69,6 +70,9 @@ pub struct LaunchedRank {
     pub program_start: f64,
     /// The environment that said the numbers: `local`, or the name of a plugin.
     pub environment: &'static str,
+    /// How often the job was started again before by its launcher or scheduler; see
+    /// [`ClusterEnvironment::restart_count`](crate::environment::ClusterEnvironment::restart_count).
+    pub restart_count: u64,
     /// Held for its `Drop`. `None` in a job of one process.
     _presence: Option<Arc<Presence>>,
 }
@@ -93,6 +97,7 @@ impl LaunchedRank {
             store,
             program_start,
             environment,
+            restart_count: restart_count(),
             _presence: presence,
         }
     }
@@ -107,6 +112,7 @@ impl std::fmt::Debug for LaunchedRank {
             .field("local_world_size", &self.local_world_size)
             .field("node_rank", &self.node_rank)
             .field("environment", &self.environment)
+            .field("restart_count", &self.restart_count)
             .finish_non_exhaustive()
     }
 }

@@ -1,5 +1,6 @@
 //! The signals that ask a process to end: Ctrl-C (SIGINT), SIGTERM and SIGUSR1.
 
+use std::os::unix::process::ExitStatusExt;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -60,7 +61,7 @@ impl Interruption {
         }
     }
 
-    fn signal(self) -> i32 {
+    pub(super) fn signal(self) -> i32 {
         match self {
             Self::Termination => SIGTERM,
             Self::Preemption => SIGUSR1,
@@ -159,10 +160,15 @@ pub fn take_interruption() -> Option<Interruption> {
 /// The exit code that shells give a process which a signal has ended: 130 for Ctrl-C. The signal is the one
 /// that the ranks agreed on, else the most urgent that this process got.
 pub(super) fn interrupted_exit_code() -> u8 {
-    exit_code_of(match AGREED.load(Ordering::Relaxed) {
+    exit_code_of(ending_signal())
+}
+
+/// The signal that the ranks agreed to end for, else the most urgent that this process got.
+pub(super) fn ending_signal() -> i32 {
+    match AGREED.load(Ordering::Relaxed) {
         0 => arrived().unwrap_or(SIGINT),
         agreed => agreed,
-    })
+    }
 }
 
 /// 128 + a signal.
@@ -245,6 +251,15 @@ pub(super) fn explain(signal: i32) -> &'static str {
             ". There may be no memory left for what ranks share, or a file that it maps has shrunk"
         }
         _ => "",
+    }
+}
+
+/// How a program of somebody else ended.
+pub(super) fn explain_exit(status: std::process::ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exit code {code}"),
+        (None, Some(signal)) => describe(signal),
+        (None, None) => "no exit code".to_owned(),
     }
 }
 

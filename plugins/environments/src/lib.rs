@@ -2,8 +2,11 @@
 //!
 //! | `type` | variables of | who starts the ranks |
 //! |---|---|---|
+//! | `kubernetes` | PyTorchJob, TrainJob, JobSet: `RANK`, `PET_NODE_RANK`, … | a controller, one rank a pod |
 //! | `torchelastic` | `torchrun`: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, … | `torchrun`, or any script that sets them |
 //! | `slurm` | Slurm: `SLURM_NTASKS`, `SLURM_PROCID`, … | `srun` |
+//! | `lsf` | LSF: `JSM_NAMESPACE_RANK`, `LSB_JOBID`, … | `jsrun` |
+//! | `mpi` | Open MPI, MPICH, Intel MPI: `OMPI_COMM_WORLD_RANK`, `PMI_RANK`, … | `mpirun`, `mpiexec` |
 //! | `local` | none | the program itself (`trainer.devices` of them) |
 //!
 //! ```
@@ -20,14 +23,21 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
+mod kubernetes;
 mod local;
+mod lsf;
+mod main_address;
+mod mpi;
 mod node_list;
 mod process;
 mod slurm;
 mod torchelastic;
 
+pub use kubernetes::Kubernetes;
 pub use local::Local;
-pub use slurm::Slurm;
+pub use lsf::Lsf;
+pub use mpi::Mpi;
+pub use slurm::{RequeueSignal, Slurm};
 pub use torchelastic::TorchElastic;
 
 #[cfg(test)]
@@ -43,13 +53,24 @@ mod tests {
         };
         let (torch, slurm) = (("RANK", "0"), ("SLURM_NTASKS", "1"));
         assert_eq!(found(&[torch, slurm]), "torchelastic");
+        let (lsf, mpi) = (("JSM_NAMESPACE_RANK", "0"), ("OMPI_COMM_WORLD_RANK", "0"));
         assert_eq!(found(&[slurm, ("MASTER_ADDR", "node0")]), "slurm");
+        assert_eq!(found(&[torch, slurm, lsf, mpi]), "torchelastic");
+        assert_eq!(found(&[slurm, lsf]), "slurm");
+        // jsrun starts ranks with the variables of Open MPI.
+        assert_eq!(found(&[lsf, mpi]), "lsf");
+        assert_eq!(found(&[mpi, ("WORLD_SIZE", "2")]), "mpi");
+        // Of mpirun in an allocation.
+        assert_eq!(found(&[slurm, mpi]), "mpi");
         assert_eq!(found(&[]), "local");
     }
 
     #[test]
     fn environments_are_known_by_name() {
         assert_eq!(by_name("slurm").unwrap().priority(), 80);
-        insta::assert_snapshot!(by_name("slrum").unwrap_err(), @"unknown environment `slrum`; available: local, slurm, torchelastic. If a plugin crate provides `slrum`, link it with `use that_crate as _;` in the program");
+        for name in ["kubernetes", "local", "lsf", "mpi", "slurm", "torchelastic"] {
+            by_name(name).unwrap();
+        }
+        insta::assert_snapshot!(by_name("slrum").unwrap_err(), @"unknown environment `slrum`; available: kubernetes, local, lsf, mpi, slurm, torchelastic. If a plugin crate provides `slrum`, link it with `use that_crate as _;` in the program");
     }
 }

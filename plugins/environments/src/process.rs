@@ -1,12 +1,13 @@
 //! A rank that a launcher has started.
 
-use fulgurite_core::environment::ClusterEnvironment;
+use fulgurite_core::environment::{ClusterEnvironment, Requeue, Variables};
 use fulgurite_core::{Error, Result};
 
-/// A rank that a launcher has started; read by `torchelastic` and `slurm`.
+/// A rank that a launcher has started; every environment but `local` reads one.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Process {
     pub(crate) name: &'static str,
+    pub(crate) names: Names,
     pub(crate) world_size: usize,
     pub(crate) global_rank: usize,
     pub(crate) local_rank: usize,
@@ -15,20 +16,29 @@ pub(crate) struct Process {
     pub(crate) main_address: String,
     pub(crate) main_port: u16,
     pub(crate) job_id: String,
-    /// The variable with the world size, for messages.
-    pub(crate) size_variable: &'static str,
+    pub(crate) restart_count: u64,
+    pub(crate) requeue: Option<Requeue>,
+}
+
+/// The variables that the numbers are from, for messages.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Names {
+    pub(crate) size: &'static str,
+    pub(crate) rank: &'static str,
+    pub(crate) local_rank: &'static str,
+    pub(crate) local_size: &'static str,
 }
 
 impl Process {
-    /// Checks that the numbers are consistent. The arguments are the names of their variables.
-    pub(crate) fn check(self, rank: &str, local_rank: &str, local_size: &str) -> Result<Self> {
+    /// Checks that the numbers are consistent.
+    pub(crate) fn check(self) -> Result<Self> {
         let below = |name: &str, value: usize, of: &str, size: usize| {
             if value < size {
                 return Ok(());
             }
             Err(Error::Launch(format!("{name} = {value} must be below {of} = {size}")))
         };
-        let size = self.size_variable;
+        let Names { size, rank, local_rank, local_size } = self.names;
         if self.world_size == 0 || self.local_world_size == 0 {
             return Err(Error::Launch(format!("{size} and {local_size} must be 1 or more")));
         }
@@ -41,6 +51,45 @@ impl Process {
         below(rank, self.global_rank, size, self.world_size)?;
         below(local_rank, self.local_rank, local_size, self.local_world_size)?;
         Ok(self)
+    }
+
+    /// As [`check`](Self::check), and that `torchrun`'s variables, which other libraries of the program read and
+    /// which scripts set, say the same where they are set.
+    pub(crate) fn check_with(self, variables: &Variables) -> Result<Self> {
+        let process = self.check()?;
+        let Names { size, rank, local_rank, local_size } = process.names;
+        let numbers = [
+            ("WORLD_SIZE", size, process.world_size),
+            ("RANK", rank, process.global_rank),
+            ("LOCAL_RANK", local_rank, process.local_rank),
+            ("LOCAL_WORLD_SIZE", local_size, process.local_world_size),
+        ];
+        for (name, own_name, own) in numbers {
+            let Some(other) = variables.parse::<usize>(name, "a number")? else { continue };
+            if other != own && name != own_name {
+                return Err(Error::Launch(format!(
+                    "{name} = {other} contradicts {own_name} = {own} (environment `{}`). Unset {name}, \
+                     which the script or an outer launcher has set, or let trainer.environment name the \
+                     environment to go by (`torchelastic` reads {name})",
+                    process.name
+                )));
+            }
+        }
+        Ok(process)
+    }
+
+    /// Sets the node's rank, which the launcher does not say: every node has as many ranks, one node after the
+    /// other. `flag` says in the message how ranks are started so.
+    pub(crate) fn with_nodes_in_order(self, flag: &str) -> Result<Self> {
+        let Self { global_rank: rank, local_rank, local_world_size: local_size, .. } = self;
+        if rank % local_size == local_rank {
+            return Ok(Self { node_rank: rank / local_size, ..self });
+        }
+        Err(Error::Launch(format!(
+            "rank {rank} is local rank {local_rank} of {local_size}, so the ranks of a node do not follow \
+             one another, or nodes have different numbers of them. Start as many ranks on every node, node \
+             after node: {flag}"
+        )))
     }
 }
 
@@ -85,16 +134,32 @@ impl ClusterEnvironment for Process {
         self.job_id.clone()
     }
 
+    fn restart_count(&self) -> u64 {
+        self.restart_count
+    }
+
+    fn requeue(&self) -> Option<Requeue> {
+        self.requeue.clone()
+    }
+
     fn validate_settings(&self, devices: usize, num_nodes: usize) -> Result<()> {
         let asked = devices.saturating_mul(num_nodes);
-        let Self { name, world_size, local_world_size, size_variable, .. } = self;
+        let Self { name, world_size, local_world_size, names, .. } = self;
         if asked != *world_size {
             return Err(Error::Launch(format!(
                 "trainer.devices = {devices} and trainer.num_nodes = {num_nodes} make {asked} \
-                 ranks, but {size_variable} = {world_size} were started (environment `{name}`). \
+                 ranks, but {} = {world_size} were started (environment `{name}`). \
                  Set trainer.devices = {local_world_size} and trainer.num_nodes = {}, or start \
                  {asked} processes",
+                names.size,
                 world_size / local_world_size
+            )));
+        }
+        if devices != *local_world_size {
+            return Err(Error::Launch(format!(
+                "trainer.devices = {devices} ranks on each of trainer.num_nodes = {num_nodes} node(s), but \
+                 {local_world_size} of the {world_size} were started on this one (environment `{name}`). \
+                 Start {devices} on every node, or set both keys to what is started"
             )));
         }
         Ok(())

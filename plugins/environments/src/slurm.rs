@@ -1,11 +1,14 @@
 //! The environment of `srun`.
 
-use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
+use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Requeue, Variables};
+use fulgurite_core::launch::Interruption;
 use fulgurite_core::{Error, Result, register_environment};
 use serde::{Deserialize, Serialize};
 
+use crate::main_address::master_port;
+use crate::mpi;
 use crate::node_list::first_node;
-use crate::process::Process;
+use crate::process::{Names, Process};
 
 /// `environment.type = "slurm"`: the ranks were started by `srun`.
 ///
@@ -15,15 +18,66 @@ use crate::process::Process;
 /// | `SLURM_STEP_TASKS_PER_NODE`, `SLURM_TASKS_PER_NODE` | ranks of each node, such as `2(x3),1`; else `SLURM_NTASKS_PER_NODE`; else the ranks divided by `SLURM_NNODES` |
 /// | `MASTER_ADDR` | rank 0's host; else the first of `SLURM_STEP_NODELIST` or `SLURM_NODELIST`; else 127.0.0.1 |
 /// | `MASTER_PORT` | a free port there; else 15000 plus the last four digits of `SLURM_JOB_ID` (12910 without one) |
+/// | `SLURM_RESTART_COUNT` | how often the job was requeued |
+/// | `SLURM_ARRAY_JOB_ID`, `SLURM_ARRAY_TASK_ID` | which element of an array is requeued |
 ///
-/// Recognised by `SLURM_NTASKS`, unless the job's name is `bash` or `interactive`: the shell of an
-/// allocation is no rank. To use one node of an allocation without `srun`, set
-/// `trainer.environment = "local"`.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
-#[serde(deny_unknown_fields)]
-pub struct Slurm {}
+/// Recognised by `SLURM_NTASKS`, unless the job's name is `bash` or `interactive` and the process is no task of a
+/// step of several without a terminal: the shell of an allocation is no rank, and what `srun` starts from it is. To
+/// use one node of an allocation without `srun`, set `trainer.environment = "local"`. Ranks that an `mpirun` in the
+/// allocation has started are those of the environment `mpi`.
+///
+/// # Requeueing
+/// If [`requeue_signal`](Self::requeue_signal) comes (`sbatch --signal=SIGUSR1@90`: 90 seconds before the time is
+/// up), the ranks finish their step, save and end; rank 0 calls `scontrol requeue` and all exit with 0. The requeued
+/// job goes on from that checkpoint. It must be allowed to be requeued (`sbatch --requeue`, or the cluster's
+/// default).
+#[derive(Debug, Clone, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[serde(deny_unknown_fields, default)]
+pub struct Slurm {
+    /// Whether the job is put back into the queue after `requeue_signal`.
+    pub auto_requeue: bool,
+    /// The signal that comes before Slurm takes the nodes: `"SIGUSR1"` or `"SIGTERM"`.
+    pub requeue_signal: RequeueSignal,
+}
 
-register_environment!("slurm", Slurm, "Ranks started by srun", r#"{ type = "slurm" }"#);
+impl Default for Slurm {
+    fn default() -> Self {
+        Self { auto_requeue: true, requeue_signal: RequeueSignal::Sigusr1 }
+    }
+}
+
+/// A signal after which a job may be put back into the queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+pub enum RequeueSignal {
+    /// The one for `sbatch --signal`.
+    Sigusr1,
+    /// What Slurm sends when it preempts a job, or its time is up.
+    Sigterm,
+}
+
+impl RequeueSignal {
+    fn interruption(self) -> Interruption {
+        match self {
+            Self::Sigusr1 => Interruption::Preemption,
+            Self::Sigterm => Interruption::Termination,
+        }
+    }
+}
+
+const NAMES: Names = Names {
+    size: "SLURM_NTASKS",
+    rank: "SLURM_PROCID",
+    local_rank: "SLURM_LOCALID",
+    local_size: "the number of tasks of this node",
+};
+
+register_environment!(
+    "slurm",
+    Slurm,
+    "Ranks started by srun",
+    r#"{ type = "slurm", auto_requeue = false }"#
+);
 
 #[typetag::serde(name = "slurm")]
 impl EnvironmentConfig for Slurm {
@@ -32,8 +86,7 @@ impl EnvironmentConfig for Slurm {
     }
 
     fn detect(&self, variables: &Variables) -> bool {
-        let interactive = matches!(variables.get("SLURM_JOB_NAME"), Some("bash" | "interactive"));
-        variables.is_set("SLURM_NTASKS") && !interactive
+        variables.is_set("SLURM_NTASKS") && !is_shell(variables) && !mpi::has_started(variables)
     }
 
     fn build(&self, variables: &Variables) -> Result<Box<dyn ClusterEnvironment>> {
@@ -52,6 +105,7 @@ impl EnvironmentConfig for Slurm {
         let step = variables.get("SLURM_STEP_ID").unwrap_or_default();
         let process = Process {
             name: "slurm",
+            names: NAMES,
             world_size,
             global_rank: number("SLURM_PROCID")?,
             local_rank: number("SLURM_LOCALID")?,
@@ -60,12 +114,45 @@ impl EnvironmentConfig for Slurm {
             main_address: main_address(variables)?,
             main_port: main_port(variables, job)?,
             job_id: format!("slurm-{job}.{step}"),
-            size_variable: "SLURM_NTASKS",
+            restart_count: variables
+                .parse("SLURM_RESTART_COUNT", "how often the job was requeued, a number")?
+                .unwrap_or(0),
+            requeue: self.requeue(variables)?,
         };
-        let process =
-            process.check("SLURM_PROCID", "SLURM_LOCALID", "the number of tasks of this node")?;
-        Ok(Box::new(process))
+        Ok(Box::new(process.check_with(variables)?))
     }
+}
+
+impl Slurm {
+    fn requeue(&self, variables: &Variables) -> Result<Option<Requeue>> {
+        if !self.auto_requeue {
+            return Ok(None);
+        }
+        let number = |name| variables.parse::<u64>(name, "a number that Slurm sets");
+        // An array's first element may have the job id of the array, which would requeue all of it.
+        let array = number("SLURM_ARRAY_JOB_ID")?.zip(number("SLURM_ARRAY_TASK_ID")?);
+        let job = match (array, number("SLURM_JOB_ID")?) {
+            (Some((array, task)), _) => format!("{array}_{task}"),
+            (None, Some(job)) => job.to_string(),
+            (None, None) => return Ok(None),
+        };
+        Ok(Some(Requeue {
+            on: self.requeue_signal.interruption(),
+            program: "scontrol".to_owned(),
+            arguments: vec!["requeue".to_owned(), job],
+        }))
+    }
+}
+
+/// Whether this process runs in the shell of an allocation, which is no rank: that of `salloc`, or of
+/// `srun --pty bash`.
+fn is_shell(variables: &Variables) -> bool {
+    let is_interactive = matches!(variables.get("SLURM_JOB_NAME"), Some("bash" | "interactive"));
+    // Steps that are no `srun` of the user (batch, interactive, extern) have the highest numbers.
+    let step = variables.get("SLURM_STEP_ID").and_then(|id| id.parse::<u32>().ok());
+    let is_srun = step.is_some_and(|id| id < 0xffff_fff0) && !variables.is_set("SLURM_PTY_PORT");
+    let several = variables.get("SLURM_NTASKS").is_some_and(|tasks| tasks != "1");
+    is_interactive && !(is_srun && several)
 }
 
 fn local_world_size(variables: &Variables, world_size: usize, node: usize) -> Result<usize> {
@@ -127,12 +214,8 @@ fn main_address(variables: &Variables) -> Result<String> {
 }
 
 fn main_port(variables: &Variables, job_id: &str) -> Result<u16> {
-    let what = "a free TCP port of rank 0's host, 1-65535";
-    if let Some(port) = variables.parse("MASTER_PORT", what)? {
-        return match port {
-            0 => Err(Error::Launch(format!("MASTER_PORT is `0`, but should be {what}"))),
-            port => Ok(port),
-        };
+    if let Some(port) = master_port(variables)? {
+        return Ok(port);
     }
     // Different for jobs on one node, the same for all ranks of a job.
     let digits = job_id.get(job_id.len().saturating_sub(4)..).unwrap_or_default();
@@ -161,11 +244,11 @@ mod tests {
     }
 
     fn build(changes: &[(&str, &str)]) -> Box<dyn ClusterEnvironment> {
-        Slurm {}.build(&with(changes)).unwrap()
+        Slurm::default().build(&with(changes)).unwrap()
     }
 
     fn error(changes: &[(&str, &str)]) -> String {
-        Slurm {}.build(&with(changes)).unwrap_err().to_string()
+        Slurm::default().build(&with(changes)).unwrap_err().to_string()
     }
 
     // checklist: Lightning: _set_world_ranks
@@ -213,10 +296,55 @@ mod tests {
 
     #[test]
     fn a_shell_in_an_allocation_is_not_a_rank() {
-        assert!(Slurm {}.detect(&with(&[])));
-        assert!(!Slurm {}.detect(&with(&[("SLURM_JOB_NAME", "bash")])));
-        assert!(!Slurm {}.detect(&with(&[("SLURM_JOB_NAME", "interactive")])));
-        assert!(!Slurm {}.detect(&with(&[("SLURM_NTASKS", "")])));
+        assert!(Slurm::default().detect(&with(&[])));
+        for name in [("SLURM_JOB_NAME", "bash"), ("SLURM_JOB_NAME", "interactive")] {
+            let detects = |change| Slurm::default().detect(&with(&[name, change]));
+            // `salloc`, its step of a newer Slurm, `srun --pty bash`, `srun -n 4 --pty bash`.
+            assert!(!detects(("SLURM_STEP_ID", "")));
+            assert!(!detects(("SLURM_STEP_ID", "4294967290")));
+            assert!(!detects(("SLURM_NTASKS", "1")));
+            assert!(!detects(("SLURM_PTY_PORT", "40000")));
+            // `srun` in such a shell.
+            assert!(detects(("SLURM_STEP_ID", "1")));
+        }
+        assert!(!Slurm::default().detect(&with(&[("SLURM_NTASKS", "")])));
+    }
+
+    #[test]
+    fn ranks_of_mpirun_in_an_allocation_are_not_tasks() {
+        let detects = |changes: &[(&str, &str)]| Slurm::default().detect(&with(changes));
+        assert!(!detects(&[("OMPI_COMM_WORLD_RANK", "3")]));
+        assert!(!detects(&[("PMI_RANK", "3"), ("MPI_LOCALRANKID", "1")]));
+        assert!(!detects(&[("SLURM_STEP_ID", ""), ("PMI_RANK", "3")]));
+        // `srun --mpi=pmi2`
+        assert!(detects(&[("PMI_RANK", "3"), ("PMI_SIZE", "4")]));
+    }
+
+    // checklist: Lightning: SLURM requeue
+    #[test]
+    fn a_job_is_requeued_after_a_signal() {
+        let requeue = |changes: &[(&str, &str)]| build(&[&[NODES], changes].concat()).requeue();
+        let by_default = requeue(&[]).unwrap();
+        assert_eq!(by_default.on, Interruption::Preemption);
+        assert_eq!(by_default.program, "scontrol");
+        assert_eq!(by_default.arguments, ["requeue", "1234567"]);
+        let element = [("SLURM_ARRAY_JOB_ID", "1234567"), ("SLURM_ARRAY_TASK_ID", "3")];
+        assert_eq!(requeue(&element).unwrap().arguments, ["requeue", "1234567_3"]);
+        assert_eq!(requeue(&[("SLURM_JOB_ID", "")]), None);
+        let configured = |json: &str| -> Result<Box<dyn EnvironmentConfig>, _> {
+            serde_json::from_str(&format!(r#"{{ "type": "slurm", {json} }}"#))
+        };
+        let requeue = |json| configured(json).unwrap().build(&with(&[NODES])).unwrap().requeue();
+        assert_eq!(requeue(r#""auto_requeue": false"#), None);
+        let on = requeue(r#""requeue_signal": "SIGTERM""#).unwrap().on;
+        assert_eq!(on, Interruption::Termination);
+        insta::assert_snapshot!(configured(r#""requeue_signal": "SIGKILL""#).unwrap_err(), @"unknown variant `SIGKILL`, expected `SIGUSR1` or `SIGTERM` at line 1 column 46");
+    }
+
+    #[test]
+    fn requeues_are_counted() {
+        assert_eq!(build(&[NODES]).restart_count(), 0);
+        assert_eq!(build(&[NODES, ("SLURM_RESTART_COUNT", "2")]).restart_count(), 2);
     }
 
     #[test]
@@ -229,6 +357,10 @@ mod tests {
         insta::assert_snapshot!(error(&[("SLURM_TASKS_PER_NODE", "4")]), @"launch: the environment variable SLURM_TASKS_PER_NODE is `4`, but should give the tasks of every node, such as `2(x3),1`, and so those of node SLURM_NODEID = 1");
         insta::assert_snapshot!(error(&[NODES, ("SLURM_STEP_NODELIST", "node[")]), @"launch: the environment variable SLURM_STEP_NODELIST is `node[`, but should be a list of nodes such as `node[01-04]`; MASTER_ADDR can name rank 0's host instead");
         insta::assert_snapshot!(error(&[NODES, ("MASTER_PORT", "0")]), @"launch: MASTER_PORT is `0`, but should be a free TCP port of rank 0's host, 1-65535");
+        insta::assert_snapshot!(error(&[NODES, ("WORLD_SIZE", "8")]), @"launch: WORLD_SIZE = 8 contradicts SLURM_NTASKS = 4 (environment `slurm`). Unset WORLD_SIZE, which the script or an outer launcher has set, or let trainer.environment name the environment to go by (`torchelastic` reads WORLD_SIZE)");
+        insta::assert_snapshot!(error(&[NODES, ("RANK", "0")]), @"launch: RANK = 0 contradicts SLURM_PROCID = 3 (environment `slurm`). Unset RANK, which the script or an outer launcher has set, or let trainer.environment name the environment to go by (`torchelastic` reads RANK)");
+        insta::assert_snapshot!(error(&[NODES, ("SLURM_RESTART_COUNT", "some")]), @"launch: the environment variable SLURM_RESTART_COUNT is `some`, but should be how often the job was requeued, a number");
+        insta::assert_snapshot!(build(&[NODES]).validate_settings(4, 1).unwrap_err(), @"launch: trainer.devices = 4 ranks on each of trainer.num_nodes = 1 node(s), but 2 of the 4 were started on this one (environment `slurm`). Start 4 on every node, or set both keys to what is started");
         // In wrapping arithmetic this makes 4.
         assert!(build(&[NODES]).validate_settings((1 << 63) + 2, 2).is_err());
         insta::assert_snapshot!(build(&[NODES]).validate_settings(4, 2).unwrap_err(), @"launch: trainer.devices = 4 and trainer.num_nodes = 2 make 8 ranks, but SLURM_NTASKS = 4 were started (environment `slurm`). Set trainer.devices = 2 and trainer.num_nodes = 2, or start 8 processes");

@@ -4,7 +4,8 @@ use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variabl
 use fulgurite_core::{Error, Result, register_environment};
 use serde::{Deserialize, Serialize};
 
-use crate::process::Process;
+use crate::mpi;
+use crate::process::{Names, Process};
 
 /// `environment.type = "torchelastic"`: the ranks were started by `torchrun`, or by anything else
 /// that sets the same variables.
@@ -15,11 +16,13 @@ use crate::process::Process;
 /// | `MASTER_ADDR`, `MASTER_PORT` | required; rank 0's host, and a free port on it |
 /// | `LOCAL_WORLD_SIZE` | ranks of this node. Without it `WORLD_SIZE` is divided by `GROUP_WORLD_SIZE` or `NNODES` if one is set; without any of them all ranks are on one node |
 /// | `GROUP_RANK`, `NODE_RANK` | this node's rank; without them `RANK / LOCAL_WORLD_SIZE` |
-/// | `TORCHELASTIC_RUN_ID` | the job's id |
+/// | `TORCHELASTIC_RUN_ID` | the job's id (`--rdzv-id`) |
+/// | `TORCHELASTIC_RESTART_COUNT` | how often `torchrun` has started the ranks again |
 /// | `TORCHELASTIC_USE_AGENT_STORE` | `True` if `torchrun`'s own store uses `MASTER_PORT`; then this job's store uses the next port |
 ///
-/// Recognised by `RANK` or `LOCAL_RANK`, or by `WORLD_SIZE` outside of Slurm (where scripts often
-/// set that one alone).
+/// Recognised by `RANK` or `LOCAL_RANK`, or by `WORLD_SIZE` outside of Slurm and MPI (where scripts often
+/// set that one alone). In a step of Slurm that has as many tasks as `WORLD_SIZE` says, `RANK` must be
+/// `SLURM_PROCID`: else a script has set one `RANK` for all.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct TorchElastic {}
@@ -39,7 +42,9 @@ impl EnvironmentConfig for TorchElastic {
 
     fn detect(&self, variables: &Variables) -> bool {
         let set = |name| variables.is_set(name);
-        set("RANK") || set("LOCAL_RANK") || (set("WORLD_SIZE") && !set("SLURM_PROCID"))
+        set("RANK")
+            || set("LOCAL_RANK")
+            || (set("WORLD_SIZE") && !set("SLURM_PROCID") && !mpi::has_started(variables))
     }
 
     fn build(&self, variables: &Variables) -> Result<Box<dyn ClusterEnvironment>> {
@@ -54,9 +59,17 @@ impl EnvironmentConfig for TorchElastic {
                 .parse("NODE_RANK", what)?
                 .unwrap_or_else(|| global_rank.checked_div(local_world_size).unwrap_or(0)),
         };
+        check_tasks(variables, world_size, global_rank)?;
         let address = "the host that rank 0 runs on";
+        let restarts = "how often the ranks were started again, a number";
         let process = Process {
             name: "torchelastic",
+            names: Names {
+                size: "WORLD_SIZE",
+                rank: "RANK",
+                local_rank: "LOCAL_RANK",
+                local_size: "LOCAL_WORLD_SIZE",
+            },
             world_size,
             global_rank,
             local_rank,
@@ -65,9 +78,30 @@ impl EnvironmentConfig for TorchElastic {
             main_address: variables.require("MASTER_ADDR", address)?,
             main_port: main_port(variables)?,
             job_id: variables.get("TORCHELASTIC_RUN_ID").unwrap_or("torchelastic").to_owned(),
-            size_variable: "WORLD_SIZE",
+            restart_count: variables.parse("TORCHELASTIC_RESTART_COUNT", restarts)?.unwrap_or(0),
+            requeue: None,
         };
-        Ok(Box::new(process.check("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")?))
+        Ok(Box::new(process.check()?))
+    }
+}
+
+/// Checks that a `RANK` that no `torchrun` has set is that of the task of Slurm, where tasks are ranks.
+fn check_tasks(variables: &Variables, world_size: usize, rank: usize) -> Result<()> {
+    let of_torchrun = variables.is_set("TORCHELASTIC_RUN_ID");
+    if of_torchrun || !variables.is_set("SLURM_STEP_ID") {
+        return Ok(());
+    }
+    let number = |name| variables.parse::<usize>(name, "a number that Slurm sets");
+    match (number("SLURM_NTASKS")?, number("SLURM_PROCID")?) {
+        (Some(tasks), Some(task)) if tasks == world_size && task != rank => {
+            Err(Error::Launch(format!(
+                "RANK = {rank} contradicts SLURM_PROCID = {task} of SLURM_NTASKS = {tasks} = WORLD_SIZE tasks: \
+                 a variable that the script sets is the same in all tasks. Unset RANK, WORLD_SIZE and LOCAL_RANK, \
+                 so that Slurm's variables are read, or set them in each task from SLURM_PROCID, SLURM_NTASKS and \
+                 SLURM_LOCALID"
+            )))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -203,8 +237,26 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_that_a_script_sets_for_all_tasks_is_found() {
+        let task = |id| [("SLURM_STEP_ID", "0"), ("SLURM_NTASKS", "4"), ("SLURM_PROCID", id)];
+        build(&task("3"));
+        insta::assert_snapshot!(error(&task("1")), @"launch: RANK = 3 contradicts SLURM_PROCID = 1 of SLURM_NTASKS = 4 = WORLD_SIZE tasks: a variable that the script sets is the same in all tasks. Unset RANK, WORLD_SIZE and LOCAL_RANK, so that Slurm's variables are read, or set them in each task from SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID");
+        // `srun torchrun`: a task is a node, or its ranks are.
+        build(&[&task("1")[..], &[("TORCHELASTIC_RUN_ID", "run")]].concat());
+        build(&[("SLURM_STEP_ID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_PROCID", "1")]);
+    }
+
+    #[test]
+    fn restarts_are_counted() {
+        assert_eq!(build(&[]).restart_count(), 0);
+        assert_eq!(build(&[("TORCHELASTIC_RESTART_COUNT", "2")]).restart_count(), 2);
+        insta::assert_snapshot!(error(&[("TORCHELASTIC_RESTART_COUNT", "-1")]), @"launch: the environment variable TORCHELASTIC_RESTART_COUNT is `-1`, but should be how often the ranks were started again, a number");
+    }
+
+    #[test]
     fn settings_must_fit() {
         build(&[]).validate_settings(2, 2).unwrap();
+        insta::assert_snapshot!(build(&[]).validate_settings(4, 1).unwrap_err(), @"launch: trainer.devices = 4 ranks on each of trainer.num_nodes = 1 node(s), but 2 of the 4 were started on this one (environment `torchelastic`). Start 4 on every node, or set both keys to what is started");
         insta::assert_snapshot!(build(&[]).validate_settings(8, 1).unwrap_err(), @"launch: trainer.devices = 8 and trainer.num_nodes = 1 make 8 ranks, but WORLD_SIZE = 4 were started (environment `torchelastic`). Set trainer.devices = 2 and trainer.num_nodes = 2, or start 8 processes");
     }
 }

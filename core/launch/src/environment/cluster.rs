@@ -2,7 +2,7 @@
 
 use std::fmt::Debug;
 
-use super::Variables;
+use super::{Requeue, Variables};
 use crate::{Error, Result};
 
 /// Which rank of its job this process is. No method communicates.
@@ -38,6 +38,19 @@ pub trait ClusterEnvironment: Debug + Send + Sync {
     /// The job's id: equal on all its ranks and, as far as the launcher's variables allow,
     /// different for jobs that may use the same port.
     fn job_id(&self) -> String;
+
+    /// How often the launcher or the scheduler has started this job again: 0 in its first attempt, which is also
+    /// the default. The same on all ranks. A training that is started again goes on from the last checkpoint
+    /// that the job has saved, unless its configuration names one.
+    fn restart_count(&self) -> u64 {
+        0
+    }
+
+    /// How the job is put back into its queue when its ranks are told that they lose the machine. The default:
+    /// it is not.
+    fn requeue(&self) -> Option<Requeue> {
+        None
+    }
 
     /// Checks that `devices * num_nodes` ranks were started (`devices` is the ranks on each node).
     ///

@@ -51,8 +51,10 @@
 
 mod cluster;
 mod detect;
+mod requeue;
 mod variables;
 
 pub use cluster::{ClusterEnvironment, EnvironmentConfig};
 pub use detect::{by_name, detect};
+pub use requeue::Requeue;
 pub use variables::Variables;

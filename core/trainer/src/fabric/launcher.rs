@@ -14,7 +14,6 @@ use fulgurite_config::registry::{self, kind};
 use fulgurite_engine::collective::{GroupContext, ProcessGroup, ProcessGroupConfig, Solo};
 use fulgurite_engine::module::{ModuleInit, ModuleTree, pattern_matches};
 use fulgurite_engine::strategy::{BuildContext, ParallelizeFn, StrategyConfig};
-use fulgurite_launch::environment;
 use fulgurite_launch::{LaunchOptions, LaunchedRank, Starting, launch_checked};
 
 /// A launched rank, connected to the others.
@@ -103,7 +102,7 @@ impl TrainerConfig {
             }),
             num_nodes: self.num_nodes,
             environment: match &self.environment {
-                Some(value) => Some(environment::by_name(&value.name)?),
+                Some(value) => Some(value.build(kind::ENVIRONMENT, "trainer.environment")?),
                 None => None,
             },
             timeout,

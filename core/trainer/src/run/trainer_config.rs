@@ -100,7 +100,8 @@ fulgurite_config::config_struct! {
         pub default_root_dir: PathBuf = PathBuf::from("fulgurite_logs"),
         /// The checkpoint to resume from: a path, or a name in `checkpoint.dir`. `"last"` is the
         /// one that was saved last to `checkpoint.dir` or, without that key, by the runs in
-        /// `default_root_dir`; if there is none yet, training starts at step 0.
+        /// `default_root_dir`; if there is none yet, training starts at step 0. Without this key a
+        /// training whose job was started again by its launcher goes on from what that job saved last.
         pub ckpt_path: Option<CkptPath> = None,
         /// Whether rank 0 shows the model and its progress on stderr, from the command line and from code
         /// alike: bars on a terminal, lines elsewhere.

@@ -206,6 +206,24 @@ impl RunDir {
         }
     }
 
+    /// The name of the file with the id of the job that a run belongs to.
+    const JOB_FILE: &'static str = "job";
+
+    /// Notes that the run in this directory trains as a part of a job that a launcher has started. Called on
+    /// rank 0 only.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if it cannot be written.
+    pub(super) fn set_job(path: &Path, job_id: &str) -> Result<()> {
+        let file = path.join(Self::JOB_FILE);
+        std::fs::write(&file, job_id).map_err(Error::io("writing the id of the job", file))
+    }
+
+    /// The id of the job that this run [is a part of](Self::set_job).
+    pub(super) fn job(&self) -> Option<String> {
+        std::fs::read_to_string(self.path.join(Self::JOB_FILE)).ok()
+    }
+
     fn next_version(root: &Path) -> Result<u64> {
         let newest = Self::all(root)?.first().map(|run| run.version.saturating_add(1));
         Ok(newest.unwrap_or(0))

@@ -24,6 +24,7 @@ mod optimizers;
 mod predictions;
 mod preflight;
 mod progress;
+mod restart;
 mod resuming;
 mod retention;
 mod runner;

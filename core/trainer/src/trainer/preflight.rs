@@ -7,6 +7,7 @@ use candle_core::DType;
 use toml::Table;
 
 use super::memory_check::check_memory;
+use super::restart::{restarted_job, runs_of_job};
 use super::saving::refuse_used;
 use super::{CallbackConfig, LightningModule, OptimizerSetup, Optimizers, RunConfigOf, Trainer};
 use crate::fabric::{Connection, check_frozen};
@@ -346,7 +347,10 @@ fn check_place_is_unused(run: &RunConfig<Table, Table>) -> Result<()> {
     let Some(dir) = run.checkpoint.dir.as_deref().filter(|dir| dir.is_dir()) else { return Ok(()) };
     let real = |path: &Path| path.canonicalize().ok();
     let may_go_on = match &run.trainer.ckpt_path {
-        None => false,
+        None => match restarted_job(&run.trainer) {
+            Some(job) => !runs_of_job(&run.trainer.default_root_dir, job)?.is_empty(),
+            None => false,
+        },
         Some(CkptPath::Path(path)) if path.exists() => {
             real(path).as_deref().and_then(Path::parent) == real(dir).as_deref()
         }

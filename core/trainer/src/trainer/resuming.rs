@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::context::Stage as RunStage;
 use super::log_table::SavedStates;
+use super::restart::{restarted_job, runs_of_job};
 use super::retention::Retention;
 use super::saving::TrainerState;
 use super::session::Session;
@@ -193,11 +195,15 @@ impl Session {
         self.parts.fabric.runtime.prepare_forward()
     }
 
-    /// The checkpoint that `trainer.ckpt_path` names. Collective: rank 0 looks it up.
+    /// The checkpoint that `trainer.ckpt_path` names; without that key, in a training whose job was started
+    /// again, the last one of the job. Collective: rank 0 looks it up.
     pub(super) fn checkpoint_to_resume(&self) -> Result<Option<ResumeSource>> {
-        let found = match &self.parts.config.ckpt_path {
-            None => return Ok(None),
+        let config = &self.parts.config;
+        let restarted = restarted_job(config).filter(|_| self.stage == RunStage::Fit);
+        let found = match &config.ckpt_path {
+            None if restarted.is_none() => return Ok(None),
             _ if self.rank() > 0 => None,
+            None => restarted.map_or(Ok(None), |job| self.last_checkpoint_of_job(job))?,
             Some(CkptPath::Path(path)) => Some(self.resume_source(path)),
             Some(CkptPath::Last) => self.last_checkpoint()?,
             Some(CkptPath::Best) => self.best_checkpoint()?,
@@ -234,17 +240,45 @@ impl Session {
     /// The checkpoint saved last in the configured directory; without one, that of the newest run
     /// that has any.
     fn last_checkpoint(&self) -> Result<Option<ResumeSource>> {
-        let config = &self.parts.saving.config;
-        let roots = match &config.dir {
-            Some(dir) => vec![dir.clone()],
-            None => RunDir::all(&self.parts.config.default_root_dir)?
-                .iter()
-                .map(RunDir::checkpoints)
-                .collect(),
+        match &self.parts.saving.config.dir {
+            Some(dir) => self.last_checkpoint_in([dir.clone()]),
+            None => self.last_checkpoint_of(&RunDir::all(&self.parts.config.default_root_dir)?),
+        }
+    }
+
+    /// As [`last_checkpoint`](Self::last_checkpoint), of what earlier attempts of this job have saved.
+    fn last_checkpoint_of_job(&self, job: &str) -> Result<Option<ResumeSource>> {
+        let root = &self.parts.config.default_root_dir;
+        let runs = runs_of_job(root, job)?;
+        let found = match &self.parts.saving.config.dir {
+            // What is there is of others, as long as no attempt has begun to train.
+            Some(dir) if !runs.is_empty() => self.last_checkpoint_in([dir.clone()])?,
+            Some(_) => None,
+            None => self.last_checkpoint_of(&runs)?,
         };
-        for root in roots {
-            if let Some(committed) = checkpoint::last(&*config.open(&root)?)? {
-                return Ok(Some(ResumeSource::Named { dir: root, name: committed.name }));
+        if found.is_none() {
+            tracing::warn!(
+                "the job {job} was started again, but it has no checkpoint yet (no run under {} is of this \
+                 job, or none has saved), so training starts at step 0",
+                root.display()
+            );
+        }
+        Ok(found)
+    }
+
+    /// The last checkpoint of the newest of these runs that has any.
+    fn last_checkpoint_of(&self, runs: &[RunDir]) -> Result<Option<ResumeSource>> {
+        self.last_checkpoint_in(runs.iter().map(RunDir::checkpoints))
+    }
+
+    /// The last checkpoint of the first of these directories that has any.
+    fn last_checkpoint_in(
+        &self,
+        dirs: impl IntoIterator<Item = PathBuf>,
+    ) -> Result<Option<ResumeSource>> {
+        for dir in dirs {
+            if let Some(committed) = checkpoint::last(&*self.parts.saving.config.open(&dir)?)? {
+                return Ok(Some(ResumeSource::Named { dir, name: committed.name }));
             }
         }
         Ok(None)

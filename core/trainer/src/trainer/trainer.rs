@@ -16,6 +16,7 @@ use super::meter::{Meter, seconds_since_epoch};
 use super::model_summary::ModelSummary;
 use super::preflight::check_async_save;
 use super::progress::{RanksSummary, RunStart, default_progress};
+use super::restart::restarted_job;
 use super::runner::{self, RunnerSetup};
 use super::saving::Saving;
 use super::session::{Cursor, Session, SessionParts, training};
@@ -34,7 +35,7 @@ use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::module::{ModuleBuilder, ModuleTree};
 use fulgurite_engine::optim::WeightAverage;
 use fulgurite_engine::strategy::ParallelizeFn;
-use fulgurite_launch::{Interruption, Starting};
+use fulgurite_launch::{Interruption, Starting, attempt};
 
 /// Runs a [`LightningModule`] on its data, by a [`RunConfig`] (Lightning's `Trainer`). Built on
 /// [`Fabric`].
@@ -459,9 +460,13 @@ impl Session {
         self.hook(Hook::FitStart)?;
         let rank = self.rank();
         self.parts.saving.lock_for_run(rank)?;
+        if restarted_job(&run.trainer).is_some() {
+            // It is of the checkpoint that the configuration names, and it names none.
+            self.parts.saving.config.weights_only = false;
+        }
         let mut source = self.checkpoint_to_resume()?;
         let resumes = source.clone();
-        if run.checkpoint.weights_only
+        if self.parts.saving.config.weights_only
             && let Some(source) = source.take()
         {
             self.resume(&source)?;
@@ -481,6 +486,9 @@ impl Session {
             self.resume(source)?;
         }
         self.parts.saving.refuse_used_place(resumes.as_ref(), rank)?;
+        if let (0, Some(attempt)) = (rank, attempt()) {
+            RunDir::set_job(&self.parts.run_dir, &attempt.job_id)?;
+        }
         let max_steps = self.max_steps()?;
         self.warn_of_settings(max_steps)?;
         for ((_, optimizer), scheduler) in training(&mut self.optimizers).iter_mut().zip(schedulers)

@@ -3,7 +3,9 @@
 //! The program that is launched is this one again: with `LAUNCH_TEST_PROGRAM` set it plays that
 //! part instead of running the tests. So it has a `main` as any user's program has.
 
+mod launchers;
 mod program;
+mod requeued;
 mod run;
 mod started;
 mod supervised;
@@ -18,6 +20,7 @@ fn main() -> ExitCode {
         return fulgurite_core::launch::report_and_exit_code(program::play(&part));
     }
     let trials = supervised::TESTS.iter().chain(started::TESTS);
+    let trials = trials.chain(launchers::TESTS).chain(requeued::TESTS);
     let trials = trials.map(|(name, test)| {
         Trial::test(*name, move || {
             test();

@@ -167,6 +167,7 @@ fn announce(launched: &LaunchedRank) {
         "local_world_size": launched.local_world_size,
         "node_rank": launched.node_rank,
         "environment": launched.environment,
+        "restart_count": launched.restart_count,
         "started": launched.program_start,
         "arguments": std::env::args().skip(1).collect::<Vec<_>>(),
         "variables": variables,

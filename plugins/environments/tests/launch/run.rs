@@ -21,7 +21,7 @@ pub(crate) const TIMEOUT_MS: &str = "LAUNCH_TEST_TIMEOUT_MS";
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Prefixes of variables that could tell the program that it was launched already.
-const FOREIGN: [&str; 14] = [
+const FOREIGN: [&str; 24] = [
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -32,6 +32,16 @@ const FOREIGN: [&str; 14] = [
     "MASTER_",
     "TORCHELASTIC_",
     "SLURM_",
+    "OMPI_",
+    "PMI",
+    "MPI_",
+    "MV2_",
+    "JSM_",
+    "LSB_",
+    "KUBERNETES_",
+    "PET_",
+    "JOB_",
+    "JOBSET_",
     "FULGURITE_",
     "RAYON_NUM_THREADS",
     "RUST_BACKTRACE",

@@ -28,10 +28,10 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
 ];
 
 /// The variable with the secret of a job.
-const JOB_KEY: &str = "FULGURITE_JOB_KEY";
+pub(crate) const JOB_KEY: &str = "FULGURITE_JOB_KEY";
 
 /// A port that nobody has at the moment.
-fn free_port() -> String {
+pub(crate) fn free_port() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.local_addr().unwrap().port().to_string()
 }
@@ -60,7 +60,7 @@ fn start(part: &str) -> [Run; 2] {
     [rank(part, 0, &port, &[]), one]
 }
 
-fn wait(runs: [Run; 2]) -> [Ended; 2] {
+pub(crate) fn wait(runs: [Run; 2]) -> [Ended; 2] {
     runs.map(Run::wait)
 }
 

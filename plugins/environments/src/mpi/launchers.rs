@@ -1,0 +1,106 @@
+//! The variables of MPI's launchers.
+
+use fulgurite_core::environment::Variables;
+use fulgurite_core::{Error, Result};
+
+use crate::process::Names;
+
+/// The variables in which a launcher tells a process who it is.
+pub(super) struct Launcher {
+    /// Whose they are, for messages.
+    pub(super) name: &'static str,
+    pub(super) names: Names,
+}
+
+/// The launchers, those first that set the variables of later ones too.
+const LAUNCHERS: [Launcher; 4] = [
+    Launcher {
+        name: "Open MPI",
+        names: Names {
+            size: "OMPI_COMM_WORLD_SIZE",
+            rank: "OMPI_COMM_WORLD_RANK",
+            local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+            local_size: "OMPI_COMM_WORLD_LOCAL_SIZE",
+        },
+    },
+    Launcher {
+        name: "MVAPICH",
+        names: Names {
+            size: "MV2_COMM_WORLD_SIZE",
+            rank: "MV2_COMM_WORLD_RANK",
+            local_rank: "MV2_COMM_WORLD_LOCAL_RANK",
+            local_size: "MV2_COMM_WORLD_LOCAL_SIZE",
+        },
+    },
+    Launcher {
+        name: "Hydra",
+        names: Names {
+            size: "PMI_SIZE",
+            rank: "PMI_RANK",
+            local_rank: "MPI_LOCALRANKID",
+            local_size: "MPI_LOCALNRANKS",
+        },
+    },
+    Launcher {
+        name: "PMI",
+        names: Names {
+            size: "PMI_SIZE",
+            rank: "PMI_RANK",
+            local_rank: "PMI_LOCAL_RANK",
+            local_size: "PMI_LOCAL_SIZE",
+        },
+    },
+];
+
+/// Whether a launcher of MPI has started this process: the last one to start processes, if there were several.
+///
+/// `srun` sets `PMI_RANK` or `PMIX_RANK` too, for MPI programs (`--mpi=pmi2`, `--mpi=pmix`), and then as
+/// `SLURM_PROCID`. Under an `mpirun` in an allocation, which has `srun` start a daemon on each node, `SLURM_PROCID`
+/// is the daemon's.
+pub(crate) fn has_started(variables: &Variables) -> bool {
+    let never_of_srun = ["OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "MPI_LOCALRANKID"];
+    if never_of_srun.into_iter().any(|name| variables.is_set(name)) {
+        return true;
+    }
+    let srun = variables.get("SLURM_PROCID").filter(|_| variables.is_set("SLURM_STEP_ID"));
+    let ranks = ["PMI_RANK", "PMIX_RANK"].into_iter().filter_map(|name| variables.get(name));
+    ranks.into_iter().any(|rank| srun != Some(rank))
+}
+
+impl Launcher {
+    /// The one whose variables are set.
+    pub(super) fn find(variables: &Variables) -> Result<&'static Self> {
+        let has = |launcher: &&Self| {
+            let Names { rank, size, local_rank, .. } = launcher.names;
+            // Those of Hydra and PMI differ in the local rank.
+            let is_pmi = rank == "PMI_RANK";
+            match is_pmi {
+                true => variables.is_set(rank) && variables.is_set(local_rank),
+                false => variables.is_set(rank) || variables.is_set(size),
+            }
+        };
+        if let Some(found) = LAUNCHERS.iter().find(has) {
+            return Ok(found);
+        }
+        let set = |name| variables.get(name).map(|value| format!("{name} = {value}"));
+        if let Some(rank) = set("PMI_RANK") {
+            return Err(Error::Launch(format!(
+                "{rank} is set, but not which of its host's ranks this is. `mpiexec.hydra` (MPICH, Intel MPI) \
+                 says so in MPI_LOCALRANKID and MPI_LOCALNRANKS; under another launcher set PMI_LOCAL_RANK and \
+                 PMI_LOCAL_SIZE for each rank"
+            )));
+        }
+        if let Some(rank) = set("PMIX_RANK") {
+            return Err(Error::Launch(format!(
+                "{rank} is set, but not how many ranks there are, which PMIx tells to MPI programs alone. \
+                 `mpirun` of Open MPI says so in OMPI_COMM_WORLD_SIZE, and so does `prterun --personality ompi`"
+            )));
+        }
+        Err(Error::Launch(
+            "no launcher of MPI has started this process: none of OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK, \
+             PMI_RANK and PMIX_RANK is set. Start the program with `mpirun` or `mpiexec`, or leave \
+             trainer.environment out"
+                .into(),
+        ))
+    }
+}
