@@ -30,6 +30,7 @@ mod plugin_crate;
 mod pretrained;
 mod profiler;
 mod program;
+mod requeue;
 mod resume;
 mod saving;
 mod sizes;

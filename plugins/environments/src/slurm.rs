@@ -16,7 +16,7 @@ use crate::process::{Names, Process};
 /// |---|---|
 /// | `SLURM_NTASKS`, `SLURM_PROCID`, `SLURM_LOCALID`, `SLURM_NODEID` | required: world size, rank, local rank, node rank |
 /// | `SLURM_STEP_TASKS_PER_NODE`, `SLURM_TASKS_PER_NODE` | ranks of each node, such as `2(x3),1`; else `SLURM_NTASKS_PER_NODE`; else the ranks divided by `SLURM_NNODES` |
-/// | `MASTER_ADDR` | rank 0's host; else the first of `SLURM_STEP_NODELIST` or `SLURM_NODELIST`; else 127.0.0.1 |
+/// | `MASTER_ADDR` | rank 0's host. Without it 127.0.0.1 if all ranks are on one node; else the first of `SLURM_STEP_NODELIST` or `SLURM_NODELIST`; else 127.0.0.1 |
 /// | `MASTER_PORT` | a free port there; else 15000 plus the last four digits of `SLURM_JOB_ID` (12910 without one) |
 /// | `SLURM_RESTART_COUNT` | how often the job was requeued |
 /// | `SLURM_ARRAY_JOB_ID`, `SLURM_ARRAY_TASK_ID` | which element of an array is requeued |
@@ -101,6 +101,7 @@ impl EnvironmentConfig for Slurm {
             )));
         }
         let node_rank = number("SLURM_NODEID")?;
+        let local_world_size = local_world_size(variables, world_size, node_rank)?;
         let job = variables.get("SLURM_JOB_ID").unwrap_or_default();
         let step = variables.get("SLURM_STEP_ID").unwrap_or_default();
         let process = Process {
@@ -109,9 +110,9 @@ impl EnvironmentConfig for Slurm {
             world_size,
             global_rank: number("SLURM_PROCID")?,
             local_rank: number("SLURM_LOCALID")?,
-            local_world_size: local_world_size(variables, world_size, node_rank)?,
+            local_world_size,
             node_rank,
-            main_address: main_address(variables)?,
+            main_address: main_address(variables, local_world_size == world_size)?,
             main_port: main_port(variables, job)?,
             job_id: format!("slurm-{job}.{step}"),
             restart_count: variables
@@ -197,9 +198,12 @@ fn tasks_of_node(list: &str, node: usize) -> Option<usize> {
     None
 }
 
-fn main_address(variables: &Variables) -> Result<String> {
+fn main_address(variables: &Variables, is_one_node: bool) -> Result<String> {
     if let Some(address) = variables.get("MASTER_ADDR") {
         return Ok(address.to_owned());
+    }
+    if is_one_node {
+        return Ok("127.0.0.1".to_owned());
     }
     for name in ["SLURM_STEP_NODELIST", "SLURM_NODELIST"] {
         let Some(list) = variables.get(name) else { continue };
@@ -292,6 +296,7 @@ mod tests {
         assert_eq!(build(&nothing).main_address(), "127.0.0.1");
         assert_eq!(build(&nothing).main_port(), 12910);
         assert_eq!(build(&[NODES, ("SLURM_JOB_ID", "42")]).main_port(), 15042);
+        assert_eq!(build(&[("SLURM_TASKS_PER_NODE", "2,4")]).main_address(), "127.0.0.1");
     }
 
     #[test]
