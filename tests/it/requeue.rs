@@ -38,7 +38,7 @@ fn run(tasks: &[Job<'_>; 2]) -> [Run; 2] {
     [tasks[0].run(), one.wait()]
 }
 
-// checklist: Lightning: SLURM requeue
+// checklist: Lightning: SLURMEnvironment: auto_requeue, requeue_signal
 #[test]
 fn a_requeued_job_goes_on_as_if_nothing_had_been() {
     for place in [&[][..], &["checkpoint.dir=kept"]] {

@@ -24,10 +24,10 @@ fn the_built_in_plugins_are_listed() {
     }
     let names: Vec<String> =
         names.iter().map(|(kind, names)| format!("{kind}: {}", names.join(", "))).collect();
-    insta::assert_snapshot!(names.join("\n"), @r#"
+    insta::assert_snapshot!(names.join("\n"), @"
     callback: device_stats_monitor, early_stopping, gradient_accumulation_scheduler, gradient_norms, learning_rate_finder, model_checkpoint, model_summary, on_exception_checkpoint, reduce_lr_on_plateau, stochastic_weight_averaging, throughput_monitor
     checkpoint_io: local
-    environment: local, slurm, torchelastic
+    environment: kubernetes, local, lsf, mpi, slurm, torchelastic
     gradient_compression: bf16, fp16
     logger: csv, jsonl, mlflow, tensorboard
     optimizer: adamw, sgd
@@ -35,7 +35,7 @@ fn the_built_in_plugins_are_listed() {
     process_group: shm
     scheduler: by_epoch, constant, cosine, cosine_warm_restarts, exponential, linear, one_cycle, polynomial, sequential, step, warmup_stable_decay
     strategy: auto, ddp, diloco, fsdp, fsdp2, fsdp_tp, hsdp, model_parallel, single_device, tp
-    "#);
+    ");
     let list = plugins::list(&registry::plugins());
     assert_eq!(list.lines().count(), 1 + registry::plugins().len());
     registry::validate().unwrap();

@@ -82,7 +82,7 @@ pub(super) fn end_by(signal: i32) -> u8 {
 
 impl Requeue {
     fn command_line(&self) -> String {
-        [&[self.program.clone()], &self.arguments[..]].concat().join(" ")
+        [std::slice::from_ref(&self.program), &self.arguments].concat().join(" ")
     }
 }
 

@@ -13,7 +13,7 @@ use super::rank::{LaunchedRank, Membership, RankInfo, membership};
 use super::rank_env::{self, RankEnv};
 use super::signals::{self, SecondSignal, Starting};
 use super::supervisor::supervise;
-use super::threads::{configured_threads, install_compute_pool};
+use super::threads::{configured_threads, install_compute_pool, ranks_on_same_cores};
 use crate::environment::{self, ClusterEnvironment, EnvironmentConfig, Variables};
 use crate::{Error, Result};
 use fulgurite_error::print_message;
@@ -63,7 +63,8 @@ impl Default for LaunchOptions {
 ///
 /// The calling thread becomes one of the rank's compute threads and should be the one that trains,
 /// since small pieces of work stay on it. There are `RAYON_NUM_THREADS` compute threads; by default
-/// the host's cores, divided by its ranks.
+/// the cores that this process may use, divided by the ranks that share them: all of this host, unless their launcher
+/// has bound them to cores of their own.
 ///
 /// # Errors
 /// [`Error::Launch`] if environment variables are missing or malformed, the configuration asks for
@@ -90,7 +91,8 @@ pub fn launch_checked(
 
     let launched = become_rank(options, check, now())?;
     install_compute_pool(
-        configured_threads().unwrap_or_else(|| threads_per_rank(launched.local_world_size)),
+        configured_threads()
+            .unwrap_or_else(|| threads_per_rank(ranks_on_same_cores(launched.local_world_size))),
     );
     Ok(launched)
 }
@@ -235,12 +237,13 @@ fn join_started(
     }
     signals::handle(SecondSignal::Ignore)?;
     rank_env::die_with_agent(variables)?;
+    let sharing = ranks_on_same_cores(info.local_world_size);
     if info.local_rank == 0 {
-        warn_if_crowded(info.local_world_size);
+        warn_if_crowded(sharing);
     }
     if !variables.is_set(super::supervisor::THREADS_VARIABLE) {
         // An error means that the pool is in use already; it stays as it is.
-        let threads = threads_per_rank(info.local_world_size);
+        let threads = threads_per_rank(sharing);
         let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
     }
     let (host, port) = (environment.main_address(), environment.main_port());

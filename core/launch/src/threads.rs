@@ -11,6 +11,30 @@ pub(super) fn configured_threads() -> Option<usize> {
     std::env::var(THREADS_VARIABLE).ok()?.parse().ok().filter(|&n| n > 0)
 }
 
+/// How many of the `local` ranks of this host compute on the cores of this process. A launcher may have bound each
+/// to cores of its own (`mpirun --bind-to`, `srun --cpus-per-task`), which shows in that its daemon, the parent of
+/// this process, may use more.
+pub(super) fn ranks_on_same_cores(local: usize) -> usize {
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    {
+        use rustix::thread::sched_getaffinity;
+        let count = |process| sched_getaffinity(process).map(|set| set.count() as usize);
+        if let (Ok(own), Ok(all)) = (count(None), count(rustix::process::getppid())) {
+            return sharing(local, own, all);
+        }
+    }
+    local
+}
+
+/// As [`ranks_on_same_cores`], for ranks that have `own` of `all` cores each.
+fn sharing(local: usize, own: usize, all: usize) -> usize {
+    match own < all {
+        // Bound to a socket, say, which some of them share.
+        true => local.saturating_mul(own).div_ceil(all).clamp(1, local.max(1)),
+        false => local,
+    }
+}
+
 /// Makes a pool of `threads` threads, of which the calling thread is one, for the parallel work of
 /// the calling thread. Work too small to share stays on it. Other threads keep rayon's global pool,
 /// so that they do not wait for this one.
@@ -27,6 +51,21 @@ pub(super) fn install_compute_pool(threads: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ranks_that_are_bound_to_cores_do_not_share_them() {
+        for ((local, own, all), expected) in [
+            ((4, 64, 64), 4), // not bound
+            ((4, 8, 8), 4),   // a container
+            ((2, 1, 64), 1),  // --bind-to core
+            ((8, 8, 64), 1),  // --cpus-per-task=8
+            ((8, 32, 64), 4), // --bind-to socket
+            ((3, 32, 64), 2),
+            ((1, 1, 64), 1),
+        ] {
+            assert_eq!(sharing(local, own, all), expected, "{local} ranks, {own} of {all}");
+        }
+    }
 
     #[test]
     fn one_thread_computes_on_the_caller_and_others_are_not_held_up() {

@@ -185,13 +185,13 @@ mod tests {
         Kubernetes {}.build(&with(full, changes)).unwrap_err().to_string()
     }
 
-    // checklist: Lightning: KubeflowEnvironment
+    // checklist: Lightning: KubeflowEnvironment, never detected
     #[test]
     fn reads_what_controllers_set() {
-        let jobs: [(&[(&str, &str)], &str, u16); 3] = [
-            (&PYTORCH_JOB, "pretrain-master-0", 23456),
-            (&TRAIN_JOB, "pretrain-node-0-0.pretrain", 29500),
-            (&JOB_SET, "pretrain-workers-0-0.pretrain", 29500),
+        let jobs = [
+            (&PYTORCH_JOB[..], "pretrain-master-0", 23456),
+            (&TRAIN_JOB[..], "pretrain-node-0-0.pretrain", 29500),
+            (&JOB_SET[..], "pretrain-workers-0-0.pretrain", 29500),
         ];
         for (job, address, port) in jobs {
             let rank = Kubernetes {}.build(&with(job, &[])).unwrap();
@@ -206,6 +206,7 @@ mod tests {
         assert_eq!(Kubernetes {}.build(&again).unwrap().restart_count(), 2);
     }
 
+    // checklist: Lightning: KubeflowEnvironment, never detected
     #[test]
     fn a_pod_is_a_rank_only_without_torchrun() {
         let name = |full: &[(&str, &str)], changes: &[(&str, &str)]| {

@@ -130,7 +130,7 @@ impl Slurm {
             return Ok(None);
         }
         let number = |name| variables.parse::<u64>(name, "a number that Slurm sets");
-        // An array's first element may have the job id of the array, which would requeue all of it.
+        // One element of an array has the array's job id, by which all of it would be requeued.
         let array = number("SLURM_ARRAY_JOB_ID")?.zip(number("SLURM_ARRAY_TASK_ID")?);
         let job = match (array, number("SLURM_JOB_ID")?) {
             (Some((array, task)), _) => format!("{array}_{task}"),
@@ -325,7 +325,7 @@ mod tests {
         assert!(detects(&[("PMI_RANK", "3"), ("PMI_SIZE", "4")]));
     }
 
-    // checklist: Lightning: SLURM requeue
+    // checklist: Lightning: SLURMEnvironment: auto_requeue, requeue_signal
     #[test]
     fn a_job_is_requeued_after_a_signal() {
         let requeue = |changes: &[(&str, &str)]| build(&[&[NODES], changes].concat()).requeue();

@@ -9,17 +9,24 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
     ("launchers::ranks_of_open_mpi_meet", ranks_of_open_mpi_meet),
     ("launchers::ranks_of_hydra_meet_by_who_started_them", ranks_of_hydra_meet_by_who_started_them),
     ("launchers::pods_meet", pods_meet),
+    ("launchers::bound_ranks_do_not_share_cores", bound_ranks_do_not_share_cores),
 ];
 
 /// Starts two ranks: `variables` with the rank in place of `#`. Each is to know that it is one of two, in
 /// `environment`, with as many ranks a node.
-fn meet(variables: &[(&str, &str)], environment: &str, local_size: usize) {
+fn meet(variables: &[(&str, &str)], environment: &str, local_size: usize) -> String {
+    meet_in("identity", variables, environment, local_size)
+}
+
+/// As [`meet`], in another part; returns the warnings of both.
+fn meet_in(part: &str, variables: &[(&str, &str)], environment: &str, local_size: usize) -> String {
+    let mut warnings = String::new();
     let start = |rank: usize| {
         let number = rank.to_string();
         let own: Vec<(&str, String)> =
             variables.iter().map(|(name, value)| (*name, value.replace('#', &number))).collect();
         let own = own.iter().map(|(name, value)| (*name, value.as_str()));
-        Run::start("identity", &own.collect::<Vec<_>>())
+        Run::start(part, &own.collect::<Vec<_>>())
     };
     let one = start(1);
     for (rank, ended) in wait([start(0), one]).into_iter().enumerate() {
@@ -30,7 +37,9 @@ fn meet(variables: &[(&str, &str)], environment: &str, local_size: usize) {
         assert_eq!(said["local_world_size"], local_size);
         assert_eq!(said["node_rank"], rank / local_size);
         assert_eq!(said["restart_count"], 0);
+        warnings.push_str(&ended.warnings);
     }
+    warnings
 }
 
 const KEY: (&str, &str) = (JOB_KEY, "0123456789abcdef0123456789abcdef");
@@ -53,6 +62,7 @@ fn ranks_of_slurm_meet() {
     meet(&variables, "slurm", 2);
 }
 
+// checklist: Lightning: LSFEnvironment
 fn ranks_of_jsrun_meet() {
     let hosts = std::env::temp_dir().join(format!("rank-file-{}", std::process::id()));
     std::fs::write(&hosts, "launch\nlocalhost\nlocalhost\n").unwrap();
@@ -71,6 +81,7 @@ fn ranks_of_jsrun_meet() {
     std::fs::remove_file(hosts).unwrap();
 }
 
+// checklist: Lightning: MPIEnvironment
 fn ranks_of_open_mpi_meet() {
     let port = free_port();
     let variables = [
@@ -87,19 +98,30 @@ fn ranks_of_open_mpi_meet() {
     meet(&variables, "mpi", 2);
 }
 
+// checklist: Lightning: MPIEnvironment
 /// Address, port and the job's id follow from the process that has started both: this one.
 fn ranks_of_hydra_meet_by_who_started_them() {
-    let variables = [
-        KEY,
-        ONE_NODE,
-        ("PMI_SIZE", "2"),
-        ("PMI_RANK", "#"),
-        ("MPI_LOCALRANKID", "#"),
-        ("MPI_LOCALNRANKS", "2"),
-    ];
-    meet(&variables, "mpi", 2);
+    meet(&HYDRA, "mpi", 2);
 }
 
+const HYDRA: [(&str, &str); 6] = [
+    KEY,
+    ONE_NODE,
+    ("PMI_SIZE", "2"),
+    ("PMI_RANK", "#"),
+    ("MPI_LOCALRANKID", "#"),
+    ("MPI_LOCALNRANKS", "2"),
+];
+
+/// Each rank may use one core, and who has started them more.
+fn bound_ranks_do_not_share_cores() {
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let warnings =
+        meet_in("crowded", &[&HYDRA[..], &[("MASTER_PORT", &free_port())]].concat(), "mpi", 2);
+    assert_eq!(warnings.contains("wait for each other"), cores == 1, "{warnings}");
+}
+
+// checklist: Lightning: KubeflowEnvironment, never detected
 fn pods_meet() {
     let port = free_port();
     let variables = [

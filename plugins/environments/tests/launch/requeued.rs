@@ -74,7 +74,7 @@ impl Scontrol {
     }
 }
 
-// checklist: Lightning: SLURM requeue
+// checklist: Lightning: SLURMEnvironment: auto_requeue, requeue_signal
 fn a_preempted_job_is_requeued() {
     let scontrol = Scontrol::new("exit 0");
     let [zero, one] = scontrol.two("interrupt", Signal::USR1, &[]);
