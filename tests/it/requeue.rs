@@ -87,3 +87,18 @@ fn a_requeued_job_goes_on_as_if_nothing_had_been() {
         }
     }
 }
+
+#[test]
+fn an_option_says_that_a_job_is_not_requeued() {
+    let scratch = with_scontrol();
+    let job = scratch.small().on("ddp", 2, 3).set(&[
+        "trainer.max_steps=1000000",
+        "trainer.environment={ type = \"slurm\", auto_requeue = false }",
+    ]);
+    let [zero, one] = tasks(&job, &scratch, 77, 0).map(|task| task.start());
+    zero.reach(2);
+    zero.signal(Signal::USR1);
+    let (one, zero) = (one.wait(), zero.wait());
+    assert_eq!((zero.code(), one.code()), (Some(138), Some(138)), "{}", zero.stderr);
+    assert!(!scratch.path().join("asked").exists());
+}

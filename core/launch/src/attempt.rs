@@ -12,9 +12,9 @@ use fulgurite_error::print_message;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Attempt {
-    /// The job's id, the same in all of its attempts
-    /// ([`ClusterEnvironment::job_id`](crate::environment::ClusterEnvironment::job_id)).
-    pub job_id: String,
+    /// What tells the job from others, and is the same in all of its attempts; other ranks than 0 may have another
+    /// ([`ClusterEnvironment::restart_id`](crate::environment::ClusterEnvironment::restart_id)).
+    pub restart_id: String,
     /// How often the job was started again before: 0 in the first attempt.
     pub restart_count: u64,
 }
@@ -37,7 +37,7 @@ pub fn attempt() -> Option<&'static Attempt> {
 pub(super) fn remember(environment: &dyn ClusterEnvironment) {
     KNOWN.get_or_init(|| Known {
         attempt: Attempt {
-            job_id: environment.job_id(),
+            restart_id: environment.restart_id(),
             restart_count: environment.restart_count(),
         },
         requeue: environment.requeue(),

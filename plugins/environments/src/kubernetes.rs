@@ -16,6 +16,7 @@ use crate::process::{Names, Process};
 /// | `MASTER_ADDR`, or `PET_MASTER_ADDR` | PyTorchJob; TrainJob | the first pod's name. Without them, `JOBSET_NAME` and `REPLICATED_JOB_NAME`, if your manifest sets them, give that of a JobSet |
 /// | `MASTER_PORT`, or `PET_MASTER_PORT` | PyTorchJob; TrainJob | a free port there; 29500 without them |
 /// | `PET_NPROC_PER_NODE` | TrainJob and PyTorchJob | must be 1 or `auto`. With more, the pod's command is to be `torchrun`, which reads all of `PET_*` |
+/// | `JOBSET_UID` | your manifest, from the label `jobset.sigs.k8s.io/jobset-uid` | tells the JobSet from an earlier one of its name |
 /// | `JOBSET_RESTART_ATTEMPT` | your manifest, from the annotation `jobset.sigs.k8s.io/restart-attempt` | how often the JobSet was started again |
 ///
 /// Recognised by `PET_NODE_RANK`, by `RANK` and `WORLD_SIZE` in a pod (`KUBERNETES_SERVICE_HOST`), or by
@@ -81,10 +82,14 @@ impl EnvironmentConfig for Kubernetes {
             local_rank: 0,
             local_world_size: 1,
             node_rank: global_rank,
-            job_id: format!("kubernetes-{main_address}"),
+            job_id: match variables.get("JOBSET_UID") {
+                Some(uid) => format!("kubernetes-{uid}"),
+                None => format!("kubernetes-{main_address}"),
+            },
             main_address,
             main_port,
             restart_count: variables.parse("JOBSET_RESTART_ATTEMPT", what)?.unwrap_or(0),
+            restart_id: None,
             requeue: None,
         };
         Ok(Box::new(process.check()?))
@@ -202,8 +207,9 @@ mod tests {
             assert_eq!((rank.job_id(), rank.restart_count()), (format!("kubernetes-{address}"), 0));
             rank.validate_settings(1, 2).unwrap();
         }
-        let again = with(&JOB_SET, &[("JOBSET_RESTART_ATTEMPT", "2")]);
-        assert_eq!(Kubernetes {}.build(&again).unwrap().restart_count(), 2);
+        let again = with(&JOB_SET, &[("JOBSET_RESTART_ATTEMPT", "2"), ("JOBSET_UID", "6e5a")]);
+        let again = Kubernetes {}.build(&again).unwrap();
+        assert_eq!((again.restart_count(), again.restart_id()), (2, "kubernetes-6e5a".to_owned()));
     }
 
     // checklist: Lightning: KubeflowEnvironment, never detected

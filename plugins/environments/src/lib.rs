@@ -31,6 +31,7 @@ mod mpi;
 mod node_list;
 mod process;
 mod slurm;
+mod starter;
 mod torchelastic;
 
 pub use kubernetes::Kubernetes;

@@ -81,6 +81,7 @@ impl EnvironmentConfig for Lsf {
                 _ => format!("lsf-{job}[{element}]"),
             },
             restart_count: u64::from(variables.get("LSB_RESTART") == Some("Y")),
+            restart_id: None,
             requeue: None,
         };
         let flag = "`jsrun --tasks_per_rs` and `--rs_per_host`";

@@ -17,6 +17,8 @@ pub(crate) struct Process {
     pub(crate) main_port: u16,
     pub(crate) job_id: String,
     pub(crate) restart_count: u64,
+    /// [`ClusterEnvironment::restart_id`], where it is not the job's id.
+    pub(crate) restart_id: Option<String>,
     pub(crate) requeue: Option<Requeue>,
 }
 
@@ -136,6 +138,10 @@ impl ClusterEnvironment for Process {
 
     fn restart_count(&self) -> u64 {
         self.restart_count
+    }
+
+    fn restart_id(&self) -> String {
+        self.restart_id.clone().unwrap_or_else(|| self.job_id.clone())
     }
 
     fn requeue(&self) -> Option<Requeue> {

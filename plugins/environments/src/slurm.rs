@@ -118,6 +118,7 @@ impl EnvironmentConfig for Slurm {
             restart_count: variables
                 .parse("SLURM_RESTART_COUNT", "how often the job was requeued, a number")?
                 .unwrap_or(0),
+            restart_id: None,
             requeue: self.requeue(variables)?,
         };
         Ok(Box::new(process.check_with(variables)?))

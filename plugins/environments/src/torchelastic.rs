@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::mpi;
 use crate::process::{Names, Process};
+use crate::starter::{start_time, starter};
 
 /// `environment.type = "torchelastic"`: the ranks were started by `torchrun`, or by anything else
 /// that sets the same variables.
@@ -16,7 +17,7 @@ use crate::process::{Names, Process};
 /// | `MASTER_ADDR`, `MASTER_PORT` | required; rank 0's host, and a free port on it |
 /// | `LOCAL_WORLD_SIZE` | ranks of this node. Without it `WORLD_SIZE` is divided by `GROUP_WORLD_SIZE` or `NNODES` if one is set; without any of them all ranks are on one node |
 /// | `GROUP_RANK`, `NODE_RANK` | this node's rank; without them `RANK / LOCAL_WORLD_SIZE` |
-/// | `TORCHELASTIC_RUN_ID` | the job's id (`--rdzv-id`) |
+/// | `TORCHELASTIC_RUN_ID` | the job's id (`--rdzv-id`), by which a restart finds what the job has saved. Without one, restarts of the same `torchrun` on rank 0's node belong together |
 /// | `TORCHELASTIC_RESTART_COUNT` | how often `torchrun` has started the ranks again |
 /// | `TORCHELASTIC_USE_AGENT_STORE` | `True` if `torchrun`'s own store uses `MASTER_PORT`; then this job's store uses the next port |
 ///
@@ -79,9 +80,22 @@ impl EnvironmentConfig for TorchElastic {
             main_port: main_port(variables)?,
             job_id: variables.get("TORCHELASTIC_RUN_ID").unwrap_or("torchelastic").to_owned(),
             restart_count: variables.parse("TORCHELASTIC_RESTART_COUNT", restarts)?.unwrap_or(0),
+            restart_id: restart_id(variables),
             requeue: None,
         };
         Ok(Box::new(process.check()?))
+    }
+}
+
+/// What tells the restarts of a job from other jobs, if its id does not: `torchrun` without `--rdzv-id` calls all jobs
+/// `none`.
+fn restart_id(variables: &Variables) -> Option<String> {
+    match variables.get("TORCHELASTIC_RUN_ID") {
+        Some(id) if id != "none" && !id.is_empty() => None,
+        _ => {
+            let agent = starter("LOCAL_RANK")?;
+            Some(format!("torchelastic-process-{agent}-{}", start_time(agent)?))
+        }
     }
 }
 
@@ -244,6 +258,15 @@ mod tests {
         // `srun torchrun`: a task is a node, or its ranks are.
         build(&[&task("1")[..], &[("TORCHELASTIC_RUN_ID", "run")]].concat());
         build(&[("SLURM_STEP_ID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_PROCID", "1")]);
+    }
+
+    #[test]
+    fn restarts_of_a_job_without_an_id_are_those_of_its_torchrun() {
+        let id = |id| build(&[("TORCHELASTIC_RUN_ID", id)]).restart_id();
+        assert_eq!(id("pretrain"), "pretrain");
+        assert!(id("none").starts_with("torchelastic-process-"), "{}", id("none"));
+        assert_eq!((id("none"), id("none")), (id(""), id("none")));
+        assert_eq!(build(&[("TORCHELASTIC_RUN_ID", "none")]).job_id(), "none");
     }
 
     #[test]

@@ -46,6 +46,12 @@ pub trait ClusterEnvironment: Debug + Send + Sync {
         0
     }
 
+    /// What all attempts of this job have in common, and no other job has: rank 0 marks the runs of the job with
+    /// it. Asked on rank 0 only. The default is the job's id.
+    fn restart_id(&self) -> String {
+        self.job_id()
+    }
+
     /// How the job is put back into its queue when its ranks are told that they lose the machine. The default:
     /// it is not.
     fn requeue(&self) -> Option<Requeue> {

@@ -7,11 +7,11 @@ use crate::Result;
 use crate::run::TrainerConfig;
 use fulgurite_launch::attempt;
 
-/// The id of the job, if its launcher or scheduler has started it again and the configuration does not say which
-/// checkpoint to go on from. The same on all ranks.
+/// What the runs of this job are marked with, if its launcher or scheduler has started it again and the configuration
+/// does not say which checkpoint to go on from. Whether it is `None` is the same on all ranks; the id counts on rank 0.
 pub(super) fn restarted_job(config: &TrainerConfig) -> Option<&'static str> {
     let attempt = attempt().filter(|attempt| attempt.restart_count > 0)?;
-    config.ckpt_path.is_none().then_some(&attempt.job_id)
+    config.ckpt_path.is_none().then_some(&attempt.restart_id)
 }
 
 /// The runs under `root` that earlier attempts of `job` have begun to train, the newest first. Directories of other

@@ -487,7 +487,7 @@ impl Session {
         }
         self.parts.saving.refuse_used_place(resumes.as_ref(), rank)?;
         if let (0, Some(attempt)) = (rank, attempt()) {
-            RunDir::set_job(&self.parts.run_dir, &attempt.job_id)?;
+            RunDir::set_job(&self.parts.run_dir, &attempt.restart_id)?;
         }
         let max_steps = self.max_steps()?;
         self.warn_of_settings(max_steps)?;

@@ -5,8 +5,9 @@ use fulgurite_core::{Result, register_environment};
 use serde::{Deserialize, Serialize};
 
 use super::launchers::{Launcher, has_started};
-use super::meeting_point::{FindStarter, MeetingPoint, starter};
+use super::meeting_point::{FindStarter, MeetingPoint};
 use crate::process::{Names, Process};
+use crate::starter::starter;
 
 /// `environment.type = "mpi"`: the ranks were started by `mpirun` or `mpiexec`.
 ///
@@ -78,6 +79,7 @@ fn read(variables: &Variables, starter: &FindStarter) -> Result<Process> {
         main_port: port,
         job_id,
         restart_count: 0,
+        restart_id: None,
         requeue: None,
     }
     .check_with(variables)?

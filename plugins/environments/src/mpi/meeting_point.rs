@@ -111,35 +111,9 @@ fn first_address(uri: &str) -> Option<String> {
     (!first.is_empty()).then(|| first.to_owned())
 }
 
-/// The nearest ancestor of this process that has no variable `rank`: the launcher's daemon on this host, under
-/// whatever scripts it has started. Linux only.
-pub(super) fn starter(rank: &str) -> Option<u32> {
-    let assignment = format!("{rank}=");
-    let mut process = std::os::unix::process::parent_id();
-    while process > 1 {
-        let environment = std::fs::read(format!("/proc/{process}/environ")).ok()?;
-        let mut variables = environment.split(|byte| *byte == 0);
-        if !variables.any(|variable| variable.starts_with(assignment.as_bytes())) {
-            return Some(process);
-        }
-        let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
-        process =
-            status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()?;
-    }
-    None
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_starter_is_an_ancestor() {
-        // Nobody has this variable, so it is the parent.
-        assert_eq!(starter("NO_SUCH_RANK"), Some(std::os::unix::process::parent_id()));
-        // All have this one.
-        assert_ne!(starter("PATH"), Some(std::os::unix::process::parent_id()));
-    }
 
     #[test]
     fn addresses_of_mpirun() {
