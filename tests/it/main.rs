@@ -1,5 +1,6 @@
 //! What takes several crates, and whole programs.
 
+mod agents;
 mod async_save;
 mod callbacks;
 mod campaign;

@@ -51,6 +51,14 @@ pub fn program() -> PathBuf {
     path
 }
 
+/// The program `fulgurite`, which `cargo test --workspace` builds; `cargo build -p fulgurite-cli` does too.
+pub fn fulgurite() -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    let path = test.parent().unwrap().with_file_name("fulgurite");
+    assert!(path.is_file(), "{} is missing: cargo build -p fulgurite-cli", path.display());
+    path
+}
+
 /// A script to which arguments can be added, in namespaces of its own.
 fn unshared(script: &str) -> Command {
     let mut command = Command::new("unshare");
@@ -141,7 +149,15 @@ impl Scratch {
     /// `pretrain` with these arguments.
     pub fn job(&self, args: &[&str]) -> Job<'_> {
         let args = args.iter().map(|&arg| arg.to_owned()).collect();
-        Job { scratch: self, args, envs: Vec::new(), shell: None, namespace: None, limit: None }
+        Job {
+            scratch: self,
+            args,
+            envs: Vec::new(),
+            shell: None,
+            namespace: None,
+            agent: vec![],
+            limit: None,
+        }
     }
 
     /// `pretrain fit` of a tiny model on tokens.u16, in order, with JSON on stdout. Its dimensions
@@ -177,6 +193,7 @@ pub struct Job<'a> {
     /// A script that runs the program, as `"$@"`.
     shell: Option<&'static str>,
     namespace: Option<String>,
+    agent: Vec<String>,
     limit: Option<String>,
 }
 
@@ -231,6 +248,13 @@ impl Job<'_> {
         self
     }
 
+    /// Runs the program's ranks by `fulgurite run` with these arguments.
+    #[must_use]
+    pub fn under_agent(self, args: &[&str]) -> Self {
+        let own = |arg: &&str| (*arg).to_owned();
+        Self { agent: ["run"].iter().chain(args).chain(&["--"]).map(own).collect(), ..self }
+    }
+
     /// Runs the program in a network namespace: on a host of its own, as far as addresses go.
     #[must_use]
     pub fn within(self, namespace: &str) -> Self {
@@ -273,7 +297,7 @@ impl Job<'_> {
                 command
             }
             (None, None) => match &self.namespace {
-                None => Command::new(program()),
+                None => Command::new("env"),
                 Some(namespace) => {
                     let mut command = Command::new("ip");
                     command.args(["netns", "exec", namespace]);
@@ -281,9 +305,10 @@ impl Job<'_> {
                 }
             },
         };
-        if self.shell.is_some() || self.limit.is_some() || self.namespace.is_some() {
-            command.arg(program());
+        if !self.agent.is_empty() {
+            command.arg(fulgurite()).args(&self.agent);
         }
+        command.arg(program());
         for name in LAUNCHERS {
             command.env_remove(name);
         }
@@ -442,7 +467,7 @@ impl Running {
         self.until("all processes to end", |this| this.members().is_empty().then_some(()));
     }
 
-    fn until<T>(&self, what: &str, found: impl Fn(&Self) -> Option<T>) -> T {
+    pub fn until<T>(&self, what: &str, found: impl Fn(&Self) -> Option<T>) -> T {
         loop {
             if let Some(found) = found(self) {
                 return found;

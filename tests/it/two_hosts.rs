@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 use crate::program::{Job, Run, Running, Scratch};
 
 /// Two hosts, `10.77.N.1` and `10.77.N.2`.
-struct Hosts {
+pub(crate) struct Hosts {
     names: [String; 2],
     net: u8,
 }
 
 impl Hosts {
     /// `None`, with a message, where namespaces cannot be made.
-    fn new() -> Option<Self> {
+    pub(crate) fn new() -> Option<Self> {
         static MADE: AtomicU8 = AtomicU8::new(0);
         let net = MADE.fetch_add(1, Ordering::Relaxed);
         let names = ["a", "b"].map(|side| format!("fulgurite-{}-{net}{side}", std::process::id()));
@@ -44,12 +44,16 @@ impl Hosts {
         Ok(())
     }
 
-    fn address(&self, host: usize) -> String {
+    pub(crate) fn name(&self, host: usize) -> &str {
+        &self.names[host]
+    }
+
+    pub(crate) fn address(&self, host: usize) -> String {
         format!("10.77.{}.{}", self.net, host + 1)
     }
 
     /// Pulls the cable out at both ends.
-    fn cut(&self) {
+    pub(crate) fn cut(&self) {
         for name in &self.names {
             ip(&["-n", name, "link", "set", "eth0", "down"]).unwrap();
         }

@@ -25,8 +25,11 @@ use fulgurite_store::{
 /// The ranks that a program asks [`launch`] for.
 #[derive(Debug)]
 pub struct LaunchOptions {
-    /// Ranks on each node. `None`: as many as a launcher has started, or one.
+    /// Ranks on each node. `None`: as many as a launcher has started, or
+    /// [`devices_if_alone`](Self::devices_if_alone).
     pub devices: Option<usize>,
+    /// Ranks that this program starts itself where [`devices`](Self::devices) does not say it.
+    pub devices_if_alone: usize,
     /// Number of nodes. With several, a launcher must start the ranks (`torchrun`, `srun`).
     pub num_nodes: usize,
     /// The environment that tells this process its rank; `None` detects it
@@ -43,7 +46,14 @@ pub struct LaunchOptions {
 impl Default for LaunchOptions {
     fn default() -> Self {
         let timeout = Duration::from_secs(300);
-        Self { devices: None, num_nodes: 1, environment: None, timeout, job_key_file: None }
+        Self {
+            devices: None,
+            devices_if_alone: 1,
+            num_nodes: 1,
+            environment: None,
+            timeout,
+            job_key_file: None,
+        }
     }
 }
 
@@ -127,7 +137,7 @@ fn become_rank(
             Ok(launched)
         }
         alone => {
-            let devices = options.devices.unwrap_or(1);
+            let devices = options.devices.unwrap_or(options.devices_if_alone);
             if let Some(environment) = &alone {
                 environment.validate_settings(devices, options.num_nodes)?;
             }
@@ -229,7 +239,8 @@ fn join_started(
         node_rank: environment.node_rank(),
     };
     info.check("rank", "world size")?;
-    if let Some(devices) = options.devices {
+    let several_nodes = (options.num_nodes > 1).then_some(info.local_world_size);
+    if let Some(devices) = options.devices.or(several_nodes) {
         environment.validate_settings(devices, options.num_nodes)?;
     }
     if info.world_size == 1 {

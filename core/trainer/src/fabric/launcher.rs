@@ -96,10 +96,11 @@ impl TrainerConfig {
         }
         let timeout = Duration::from_secs(timeout);
         let options = LaunchOptions {
-            devices: Some(match self.devices {
-                Devices::Count(n) => n,
-                Devices::Auto => available_cores(),
-            }),
+            devices: match self.devices {
+                Devices::Count(n) => Some(n),
+                Devices::Auto => None,
+            },
+            devices_if_alone: available_cores(),
             num_nodes: self.num_nodes,
             environment: match &self.environment {
                 Some(value) => Some(value.build(kind::ENVIRONMENT, "trainer.environment")?),

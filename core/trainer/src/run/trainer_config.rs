@@ -20,7 +20,7 @@ fulgurite_config::config_struct! {
     /// How a model is trained: the table `[trainer]`.
     #[derive(Debug, Clone, PartialEq)]
     pub struct TrainerConfig {
-        /// Number of ranks on each node. `"auto"` is one per core.
+        /// Number of ranks on each node. `"auto"` is as many as a launcher has started, else one per core.
         pub devices: Devices = Devices::Count(1),
         /// Number of nodes. More than one needs a launcher that starts the ranks, such as
         /// `torchrun` or `srun`.
@@ -46,6 +46,10 @@ fulgurite_config::config_struct! {
         pub last_batch: LastBatch = LastBatch::Wrap,
         /// Number of micro-batches in an optimizer step.
         pub accumulate_grad_batches: u64 = 1,
+        /// Samples of an optimizer step, over all ranks: the number of micro-batches in a step follows from it,
+        /// the size of a batch and the number of data-parallel ranks, which must divide it. So a job that
+        /// goes on with more or fewer ranks trains as before. In place of `accumulate_grad_batches`.
+        pub global_batch_size: Option<u64> = None,
         /// The limit of gradient clipping; without it gradients are not clipped.
         pub gradient_clip_val: Option<f64> = None,
         /// Whether the norm of all gradients together is clipped, or the value of each element.
@@ -237,6 +241,26 @@ impl TrainerConfig {
         Workers { num_workers: self.num_workers, prefetch_factor: self.prefetch_factor }
     }
 
+    /// Micro-batches in an optimizer step, of `batch_size` samples on each of `ranks` data-parallel ranks.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if [`global_batch_size`](Self::global_batch_size) is no multiple of what all ranks take at a
+    /// time.
+    pub fn micro_batches(&self, batch_size: usize, ranks: usize) -> Result<u64> {
+        let Some(samples) = self.global_batch_size else { return Ok(self.accumulate_grad_batches) };
+        let at_a_time = (batch_size as u64).saturating_mul(ranks as u64).max(1);
+        match samples.checked_div(at_a_time) {
+            Some(count @ 1..=MAX_MICRO_BATCHES) if samples.is_multiple_of(at_a_time) => Ok(count),
+            _ => config_error(
+                "global_batch_size",
+                format!(
+                    "found {samples}, which is no multiple of {at_a_time}: {ranks} data-parallel rank(s) take \
+                     {batch_size} sample(s) each at a time. Change it, the batch size, or the number of ranks"
+                ),
+            ),
+        }
+    }
+
     /// Checks ranges, and keys that depend on each other.
     ///
     /// # Errors
@@ -259,6 +283,20 @@ impl TrainerConfig {
             if value == 0 {
                 return config_error(key, "must be at least 1, found 0");
             }
+        }
+        match self.global_batch_size {
+            Some(0) => return config_error("global_batch_size", "must be at least 1, found 0"),
+            Some(_) if self.accumulate_grad_batches > 1 => {
+                return config_error(
+                    "global_batch_size",
+                    format!(
+                        "the number of micro-batches follows from it, so `trainer.accumulate_grad_batches` = {} \
+                         must be left out",
+                        self.accumulate_grad_batches
+                    ),
+                );
+            }
+            _ => {}
         }
         let at_most = [
             ("num_nodes", self.num_nodes as u64, MAX_NODES as u64),

@@ -207,7 +207,7 @@ fn check(
     }
     if purpose == RunPurpose::Fit {
         let order = SampleOrder::new(run.seed, model.shuffle, model.train_samples)?;
-        let micro_batches = config.accumulate_grad_batches as usize;
+        let micro_batches = config.micro_batches(model.batch_size, data_parallel_size)? as usize;
         TrainSampler::new(order, model.batch_size, data_parallel_size, 0, micro_batches)?
             .with_last_batch(config.last_batch)?;
         check_optimizers(run, &model, &tree, memory.as_mut())?;

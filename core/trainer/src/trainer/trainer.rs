@@ -334,10 +334,14 @@ impl Trainer {
         if world.rank() != 0 {
             sinks.clear();
         }
+        let mut config = config.clone();
+        let ranks = fabric.sampler_share()?.num_replicas;
+        config.accumulate_grad_batches = config.micro_batches(batch_size, ranks)?;
+        let accumulate = config.accumulate_grad_batches;
         Ok(Session {
             parts: SessionParts {
                 saving,
-                config: config.clone(),
+                config,
                 run_dir,
                 resolved,
                 callbacks,
@@ -352,7 +356,7 @@ impl Trainer {
             optimizers: None,
             stage,
             items: 0.0,
-            accumulate: config.accumulate_grad_batches,
+            accumulate,
             length: (None, None),
             requests: Requests::default(),
             batch_size,
