@@ -68,6 +68,8 @@ pub use fulgurite_strategies as strategies;
 // Linked for the plugins that they register.
 use fulgurite_checkpoint as _;
 use fulgurite_environments as _;
+#[cfg(feature = "mpi")]
+use fulgurite_mpi as _;
 #[cfg(feature = "object-store")]
 use fulgurite_object_store as _;
 use fulgurite_transports as _;

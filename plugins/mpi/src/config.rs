@@ -1,0 +1,111 @@
+//! [`Mpi`], the configuration.
+
+use std::sync::Arc;
+
+use fulgurite_core::collective::{GroupContext, ProcessGroup, ProcessGroupConfig};
+use fulgurite_core::{Error, Result, register_process_group};
+use serde::{Deserialize, Serialize};
+
+/// `process_group.type = "mpi"`: messages of the MPI library that the program was built with.
+///
+/// The ranks must be started by a launcher of that library's family (`mpirun`, `mpiexec`, `srun --mpi=…`).
+#[derive(
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+)]
+#[serde(deny_unknown_fields, default)]
+pub struct Mpi {
+    /// Bytes that a rank receives in one round of a reduction, 64 KiB to 1 GiB, which each group holds. The same
+    /// on all ranks.
+    pub chunk_bytes: usize,
+    /// Bytes of the longest message that MPI is given, 1 to 2147483647; longer ones are sent in pieces of that
+    /// many, one after the other. A wait lasts up to the timeout after each piece. The same on all ranks.
+    pub piece_bytes: usize,
+}
+
+impl Default for Mpi {
+    fn default() -> Self {
+        Self { chunk_bytes: 4 << 20, piece_bytes: 64 << 20 }
+    }
+}
+
+register_process_group!(
+    "mpi",
+    Mpi,
+    "messages of an MPI library, between ranks that mpirun or srun started",
+    "{ type = \"mpi\" }"
+);
+
+#[typetag::serde(name = "mpi")]
+impl ProcessGroupConfig for Mpi {
+    fn check(&self) -> Result<()> {
+        if !(64 << 10..=1 << 30).contains(&self.chunk_bytes) {
+            return Err(Error::Config(format!(
+                "trainer.process_group.chunk_bytes is {}; it must be between 65536 (64 KiB) and \
+                 1073741824 (1 GiB)",
+                self.chunk_bytes
+            )));
+        }
+        if !(1..=i32::MAX as usize).contains(&self.piece_bytes) {
+            return Err(Error::Config(format!(
+                "trainer.process_group.piece_bytes is {}; it must be between 1 and 2147483647, the most \
+                 that MPI counts",
+                self.piece_bytes
+            )));
+        }
+        if cfg!(not(feature = "mpi")) {
+            return Err(Error::Config(
+                "trainer.process_group.type is \"mpi\", but this program was built without an MPI library. \
+                 Build it with the cargo feature `mpi` of `fulgurite` (or of `fulgurite-mpi`), which needs \
+                 the library's `mpicc` and libclang"
+                    .to_owned(),
+            ));
+        }
+        Ok(())
+    }
+
+    fn build(&self, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
+        self.check()?;
+        build(self, context)
+    }
+}
+
+#[cfg(feature = "mpi")]
+fn build(config: &Mpi, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
+    use fulgurite_core::collective::Solo;
+    use fulgurite_transports::network::connect_world;
+
+    if context.world_size == 1 {
+        // Nobody to exchange messages with, and perhaps no launcher of MPI.
+        return Ok(Arc::new(Solo::new("world", 0)));
+    }
+    let network = crate::MpiNetwork::new(config, context)?;
+    connect_world(Arc::new(network), context, config.chunk_bytes)
+}
+
+#[cfg(not(feature = "mpi"))]
+fn build(_: &Mpi, _: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
+    unreachable!("`check` refuses it")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(json: &str) -> String {
+        let config: Mpi = serde_json::from_str(json).unwrap();
+        config.check().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn options_out_of_range_are_refused() {
+        insta::assert_snapshot!(error(r#"{ "chunk_bytes": 1 }"#), @"trainer.process_group.chunk_bytes is 1; it must be between 65536 (64 KiB) and 1073741824 (1 GiB)");
+        insta::assert_snapshot!(error(r#"{ "piece_bytes": 0 }"#), @"trainer.process_group.piece_bytes is 0; it must be between 1 and 2147483647, the most that MPI counts");
+        insta::assert_snapshot!(error(r#"{ "piece_bytes": 2147483648 }"#), @"trainer.process_group.piece_bytes is 2147483648; it must be between 1 and 2147483647, the most that MPI counts");
+    }
+
+    #[cfg(not(feature = "mpi"))]
+    #[test]
+    fn without_the_feature_a_run_is_refused_before_it_starts() {
+        insta::assert_snapshot!(error("{}"), @r#"trainer.process_group.type is "mpi", but this program was built without an MPI library. Build it with the cargo feature `mpi` of `fulgurite` (or of `fulgurite-mpi`), which needs the library's `mpicc` and libclang"#);
+    }
+}

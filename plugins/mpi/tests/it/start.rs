@@ -1,0 +1,111 @@
+//! Starting MPI, and the end.
+
+use std::time::Duration;
+
+use fulgurite_core::collective::{GroupContext, ProcessGroupConfig, ReduceOp};
+use fulgurite_core::{Error, Result};
+use fulgurite_mpi::{Mpi, MpiNetwork};
+
+use crate::job::{By, Ended, Job};
+
+pub(crate) fn run(scenario: &str, context: &GroupContext) -> Option<Result<()>> {
+    let result = match scenario {
+        "start" => MpiNetwork::new(&Mpi::default(), context).map(drop),
+        "again" => (0..3).try_for_each(|_| {
+            let group = Mpi::default().build(context)?;
+            group.barrier()?.wait()
+        }),
+        "otherwise" => MpiNetwork::new(&Mpi::default(), context).and_then(|_| {
+            MpiNetwork::new(&Mpi { piece_bytes: 1, ..Mpi::default() }, context).map(drop)
+        }),
+        "unequal" => {
+            let piece_bytes = 1000 + context.rank;
+            MpiNetwork::new(&Mpi { piece_bytes, ..Mpi::default() }, context).map(drop)
+        }
+        "late" => MpiNetwork::new(&Mpi::default(), context).map(|_| {
+            // The others come to their end long before.
+            std::thread::sleep(Duration::from_millis(700 * context.rank as u64));
+        }),
+        "fails" => Mpi::default().build(context).and_then(|group| {
+            group.barrier()?.wait()?;
+            if context.rank == 1 {
+                return Err(Error::other("the disk is full"));
+            }
+            let x =
+                candle_core::Tensor::zeros(10, candle_core::DType::F32, &candle_core::Device::Cpu)?;
+            group.all_reduce(&x, ReduceOp::Sum)?.wait()
+        }),
+        "absent" => match context.rank {
+            1 => context.store.get("rank 0 gave up", Duration::from_secs(30)).map(drop),
+            _ => MpiNetwork::new(&Mpi::default(), context).map(drop).or_else(|error| {
+                context.store.set("rank 0 gave up", b"")?;
+                Err(error)
+            }),
+        },
+        _ => return None,
+    };
+    Some(result)
+}
+
+/// The error of rank 0, without what differs between libraries and runs.
+fn error_of_rank_0(ended: &Ended) -> String {
+    let error = ended.results[0].clone();
+    error.unwrap_or_else(|| panic!("rank 0 said nothing:\n{}", ended.stderr))
+}
+
+#[test]
+fn a_clean_end_waits_for_all_and_the_launcher_has_no_complaint() {
+    Job::start(3, "start", 30, By::Mpirun).expect_ok();
+    Job::start(3, "late", 30, By::Mpirun).expect_ok();
+}
+
+#[test]
+fn groups_may_be_built_again_but_not_otherwise() {
+    Job::start(2, "again", 30, By::Mpirun).expect_ok();
+    let ended = Job::start(2, "otherwise", 30, By::Mpirun).end();
+    insta::assert_snapshot!(error_of_rank_0(&ended), @"trainer.process_group.piece_bytes is 1, but was 67108864 when this process started MPI; it must stay the same");
+}
+
+#[test]
+fn the_error_of_a_rank_comes_before_what_the_launcher_says() {
+    let ended = Job::start(3, "fails", 30, By::Mpirun).end();
+    assert!(!ended.success);
+    let stderr = &ended.stderr;
+    let own = stderr.find("rank 1 failed: the disk is full").expect(stderr);
+    let launcher = ["mpirun", "PRIMARY JOB", "BAD TERMINATION"];
+    for of_launcher in launcher.iter().filter_map(|text| stderr.find(text)) {
+        assert!(own < of_launcher, "{stderr}");
+    }
+}
+
+#[test]
+fn ranks_that_no_launcher_of_mpi_started_are_told_how() {
+    let ended = Job::start(2, "start", 10, By::Hand).end();
+    insta::assert_snapshot!(error_of_rank_0(&ended), @r#"launch: process group `mpi`: 2 of 2 ranks (the first is rank 0) were not started by a launcher of MPI, as no variable of one is set (OMPI_COMM_WORLD_RANK, PMIX_RANK, PMI_RANK). Start the program with `mpirun -n 2 PROGRAM`, or in SLURM with `srun --mpi=pmix` (`srun --mpi=list` says which there are); or use trainer.process_group.type = "shm" on one host, "tcp" on several"#);
+}
+
+#[test]
+fn ranks_of_another_family_s_launcher_are_told_so() {
+    if std::env::var("FULGURITE_OTHER_MPIRUN").is_err() {
+        eprintln!(
+            "skipped: FULGURITE_OTHER_MPIRUN does not say where the other family's mpirun is"
+        );
+        return;
+    }
+    let ended = Job::start(2, "start", 10, By::Other).end();
+    let error = error_of_rank_0(&ended);
+    let wrong = "it was started by the launcher of another MPI family, or by none";
+    assert!(error.contains(wrong), "{error}\n{}", ended.stderr);
+}
+
+#[test]
+fn options_that_differ_are_an_error_on_all() {
+    let ended = Job::start(2, "unequal", 10, By::Mpirun).end();
+    insta::assert_snapshot!(error_of_rank_0(&ended), @"launch: process group `mpi`: piece_bytes is 1000 on rank 0 and 1001 on rank 1; it must be the same on all");
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named() {
+    let ended = Job::start(2, "absent", 1, By::Mpirun).end();
+    insta::assert_snapshot!(error_of_rank_0(&ended), @"launch: rank 1 did not come to start MPI within 1 s: the ranks may have gone different ways, or it is stuck");
+}
