@@ -6,7 +6,7 @@ use fulgurite_core::{Result, conformance};
 use fulgurite_mpi::Mpi;
 use rustix::process::{Signal, getpid, kill_process};
 
-use crate::job::{By, Ended, Job, uses_open_mpi};
+use crate::job::{By, Ended, Job};
 
 pub(crate) fn run(scenario: &str, context: &GroupContext) -> Option<Result<()>> {
     let config = match scenario {
@@ -76,10 +76,7 @@ fn ranks_in_different_collectives_find_out() {
 
 #[test]
 fn a_killed_rank_is_named() {
-    // The launcher ends the others, too, unless it is told not to.
-    let options: &[&str] =
-        if uses_open_mpi() { &["--enable-recovery"] } else { &["-disable-auto-cleanup"] };
-    let Ended { results, stderr, .. } = Job::start(3, "killed", 30, By::MpirunWith(options)).end();
+    let Ended { results, stderr, .. } = Job::start(3, "killed", 30, By::Lingering).end();
     for rank in [0, 2] {
         let result = results[rank].as_deref().unwrap_or_default();
         assert!(result.contains("rank 1"), "rank {rank}: {result}\n{stderr}");

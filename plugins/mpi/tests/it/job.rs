@@ -16,11 +16,15 @@ const DIRECTORY: &str = "MPI_TEST_DIRECTORY";
 const SCENARIO: &str = "MPI_TEST_SCENARIO";
 const TIMEOUT: &str = "MPI_TEST_TIMEOUT_SECS";
 
-/// Makes a rank of the process that a launcher started. `$FLIP` turns the order of ranks around.
+/// Makes a rank of the process that a launcher started. `$FLIP` turns the order of ranks around. With `$LINGER` the
+/// launcher sees the rank's end some seconds later, as it may on other hosts.
 const BECOME_RANK: &str = r#"
 rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$RANK}}
 [ -z "$FLIP" ] || rank=$((WORLD_SIZE - 1 - rank))
-RANK=$rank LOCAL_RANK=$rank exec "$@""#;
+export RANK=$rank LOCAL_RANK=$rank
+[ -n "$LINGER" ] || exec "$@"
+"$@"
+sleep 5"#;
 
 /// Lets Open MPI start where tests are run by root.
 const AS_ROOT: [(&str, &str); 2] =
@@ -31,8 +35,8 @@ const AS_ROOT: [(&str, &str); 2] =
 pub(crate) enum By {
     /// `mpirun`, or what FULGURITE_MPIRUN says.
     Mpirun,
-    /// The same, with options.
-    MpirunWith(&'static [&'static str]),
+    /// The same, which learns of a rank's end later than the other ranks.
+    Lingering,
     /// `mpirun`, whose ranks the job numbers the other way round.
     Flipped,
     /// The launcher of the other family: what FULGURITE_OTHER_MPIRUN says.
@@ -63,16 +67,11 @@ fn mpirun() -> String {
 }
 
 /// Whether that is Open MPI's.
-pub(crate) fn is_open_mpi(mpirun: &str) -> bool {
+fn is_open_mpi(mpirun: &str) -> bool {
     let output = Command::new(mpirun).arg("--version").output();
     let output = output.unwrap_or_else(|e| panic!("{mpirun} (FULGURITE_MPIRUN): {e}"));
     let text = String::from_utf8_lossy(&output.stdout);
     ["Open MPI", "OpenRTE"].iter().any(|name| text.contains(name))
-}
-
-/// As [`is_open_mpi`], of the one that tests use.
-pub(crate) fn uses_open_mpi() -> bool {
-    is_open_mpi(&mpirun())
 }
 
 /// A port that is free now.
@@ -93,9 +92,6 @@ impl Job {
             if is_open_mpi(launcher) {
                 command.arg("--oversubscribe").envs(AS_ROOT);
             }
-            if let By::MpirunWith(options) = by {
-                command.args(options);
-            }
             command.args(["-n", &size.to_string(), "sh"]);
         }
         command.args(["-c", BECOME_RANK, "sh"]).arg(std::env::current_exe().unwrap());
@@ -105,6 +101,7 @@ impl Job {
         command.env(DIRECTORY, directory.path()).env(SCENARIO, scenario);
         command.env(TIMEOUT, timeout_secs.to_string());
         command.env("FLIP", if by == By::Flipped { "yes" } else { "" });
+        command.env("LINGER", if by == By::Lingering { "yes" } else { "" });
         command.stdout(Stdio::null()).stderr(Stdio::piped());
         let children = match by {
             By::Hand => (0..size)
