@@ -32,7 +32,7 @@ fn the_built_in_plugins_are_listed() {
     logger: csv, jsonl, mlflow, tensorboard
     optimizer: adamw, sgd
     parallelize: hf, llama, none, plan
-    process_group: shm
+    process_group: auto, shm, tcp
     scheduler: by_epoch, constant, cosine, cosine_warm_restarts, exponential, linear, one_cycle, polynomial, sequential, step, warmup_stable_decay
     strategy: auto, ddp, diloco, fsdp, fsdp2, fsdp_tp, hsdp, model_parallel, single_device, tp
     ");
