@@ -62,6 +62,7 @@ fn two_hosts_have_the_losses_of_one_to_the_bit() {
     }
 }
 
+// checklist: torchtune: get_distributed_backend
 #[test]
 fn how_ranks_reach_each_other_is_said_when_a_run_starts() {
     let scratch = Scratch::with_tokens();

@@ -1,4 +1,5 @@
-//! Process groups that need no other software: threads of one process, and processes of one host.
+//! Process groups that need no other software: threads of one process, processes of one host, and processes of
+//! several hosts.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -18,9 +19,11 @@
 //! |---|---|---|
 //! | [`ThreadsGroup`], [`run_ranks`] | threads of this process | code; for tests |
 //! | [`Shm`] | processes of one host | `trainer.process_group.type = "shm"` |
+//! | [`Tcp`] | processes of any hosts | `"tcp"`; see [`network`], which others can put another network under |
+//! | [`Auto`] | processes of any hosts: shared memory within a host, a network between hosts | `"auto"`, the default |
 //!
-//! # How it works
-//! Both have the same engine. All ranks of a group map a [region](self#the-region): anonymous
+//! # How shared memory works
+//! Threads and processes of one host have the same engine. All ranks of a group map a [region](self#the-region): anonymous
 //! memory for threads, a memfd for processes. Each rank has a communication thread, on which its
 //! collectives run in the order they were started; the caller gets a `Work`. Tensors that are not
 //! on the CPU are copied to the host.
