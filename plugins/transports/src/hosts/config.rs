@@ -23,11 +23,15 @@ pub struct Auto {
     /// Whether groups with several ranks on each of several hosts communicate in levels: by shared memory within
     /// a host, by one rank of each host between hosts. If not, they use the network alone. The results are the same.
     pub levels: bool,
+    /// Bytes that a rank transfers in one phase of a collective within its host, as
+    /// [of `shm`](crate::Shm::chunk_bytes).
+    pub chunk_bytes: usize,
 }
 
 impl Default for Auto {
     fn default() -> Self {
-        Self { across: PluginValue::new("auto"), levels: true }
+        let chunk_bytes = Shm::default().chunk_bytes;
+        Self { across: PluginValue::new("auto"), levels: true, chunk_bytes }
     }
 }
 
@@ -42,6 +46,11 @@ register_process_group!(
 const MPI_VARIABLES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"];
 
 impl Auto {
+    /// The process group within hosts.
+    fn shm(&self) -> Shm {
+        Shm { chunk_bytes: self.chunk_bytes }
+    }
+
     /// The process group between hosts.
     fn network(&self) -> Result<Box<dyn ProcessGroupConfig>> {
         let across = match self.across.name.as_str() {
@@ -70,17 +79,18 @@ impl Auto {
 #[typetag::serde(name = "auto")]
 impl ProcessGroupConfig for Auto {
     fn check(&self) -> Result<()> {
+        self.shm().check()?;
         self.network().map(drop)
     }
 
     fn memory(&self, ranks: usize) -> GroupMemory {
-        Shm::default().memory(ranks)
+        self.shm().memory(ranks)
     }
 
     fn build(&self, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
         let network = self.network()?;
         if context.local_world_size == context.world_size {
-            return Shm::default().build(context);
+            return self.shm().build(context);
         }
         let hosts = hosts(context)?;
         let members = |host: usize| -> Vec<usize> {
@@ -97,7 +107,7 @@ impl ProcessGroupConfig for Auto {
         let across = network.build(context)?;
         let own = here.iter().position(|&rank| rank == context.rank).unwrap_or(0);
         let key = format!("node{}/", hosts[context.rank]);
-        let local = crate::shm::connect_ranks(&Shm::default(), context, &key, here, own)?;
+        let local = crate::shm::connect_ranks(&self.shm(), context, &key, here, own)?;
         let parts = Parts { across, local, hosts: hosts.into(), levels: self.levels };
         Mixed::of_all("world", parts)
     }
