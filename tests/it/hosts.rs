@@ -77,13 +77,3 @@ fn how_ranks_reach_each_other_is_said_when_a_run_starts() {
     let one = text().on("ddp", 2, 3).succeed();
     assert!(one.stderr.contains("2 ranks, strategy ddp, process group shm\n"), "{}", one.stderr);
 }
-
-#[test]
-fn a_process_group_of_one_host_is_refused_on_two_with_advice() {
-    let scratch = Scratch::with_tokens();
-    let job = scratch.small().on("ddp", 1, 3).set(&["trainer.process_group=shm"]);
-    let runs = run_on(&job, 2, 1);
-    let told = "process group `shm` connects the processes of one host, but of this job's 2 processes 1 are \
-                on this host. Across hosts set trainer.process_group = \"auto\"";
-    assert!(runs.iter().any(|run| run.stderr.contains(told)), "{}", runs[0].stderr);
-}
