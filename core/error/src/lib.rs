@@ -6,6 +6,7 @@
 
 use std::borrow::Cow;
 use std::io::{self, ErrorKind, Write as _};
+#[cfg(feature = "candle")]
 use std::panic::Location;
 use std::path::PathBuf;
 

@@ -39,6 +39,11 @@ pub(super) mod keys {
         format!("agent/{agent}")
     }
 
+    /// Says that an agent knows that the job is over.
+    pub(crate) fn bye(agent: u64) -> String {
+        format!("bye/{agent}")
+    }
+
     /// Why an agent is not taken in.
     pub(crate) fn refused(agent: u64) -> String {
         format!("refused/{agent}")
@@ -136,6 +141,16 @@ impl Board {
     /// Says how this node's ranks ended.
     pub(super) fn tell_end(&self, attempt: u64, agent: u64, end: End) {
         self.post(move |store| drop(write(store, &keys::end(attempt, agent), &end)));
+    }
+
+    /// Says that this agent knows that the job is over, within `limit`.
+    pub(super) fn say_bye(&self, agent: u64, limit: Duration) {
+        let (said, done) = channel();
+        self.post(move |store| {
+            let _ = write(store, &keys::bye(agent), &true);
+            let _ = said.send(());
+        });
+        let _ = done.recv_timeout(limit);
     }
 
     fn post(&self, task: impl FnOnce(&dyn Store) + Send + 'static) {

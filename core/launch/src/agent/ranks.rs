@@ -5,7 +5,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 use super::logs::Output;
 use super::options::AgentOptions;
@@ -24,6 +24,9 @@ use fulgurite_store::Patience;
 const GRACE: Duration = Duration::from_secs(3);
 /// How long they have from SIGTERM to SIGKILL.
 const TERM_GRACE: Duration = Duration::from_secs(2);
+
+/// How long the last lines of ranks that have ended are waited for.
+const COPY_GRACE: Duration = Duration::from_secs(2);
 
 pub(super) struct Ranks {
     ranks: Vec<Rank>,
@@ -121,8 +124,11 @@ impl Ranks {
             self.end_stragglers();
             return None;
         }
-        for copy in self.ranks.iter_mut().flat_map(|rank| rank.copies.drain(..)) {
-            let _ = copy.join();
+        // Some process that a rank has started, and that has left its group, may hold its output open.
+        let mut patience = Patience::new(COPY_GRACE);
+        let copied = |rank: &Rank| rank.copies.iter().all(JoinHandle::is_finished);
+        while !self.ranks.iter().all(copied) && patience.slice().is_some() {
+            std::thread::sleep(Duration::from_millis(10));
         }
         let codes: Vec<i32> = self.ranks.iter().filter_map(|rank| rank.end).map(code).collect();
         // Not by the signals that they got from here after a failure.
@@ -146,15 +152,16 @@ impl Ranks {
         if rank.end.is_some() {
             return;
         }
-        let end = match rank.process.try_wait() {
-            Ok(None) => return,
-            Ok(Some(end)) => end,
-            // Without an exit status, because SIGCHLD is ignored: it has ended.
-            Err(_) => ExitStatus::from_raw(1 << 8),
-        };
-        rank.end = Some(end);
-        // What it has started and left behind.
+        let pid = Pid::from_child(&rank.process);
+        let looks = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        if matches!(waitid(WaitId::Pid(pid), looks), Ok(None)) {
+            return;
+        }
+        // What it has started and left behind. As long as nobody has waited for it, its number is its own.
         signal_group(rank, Signal::KILL);
+        // Without an exit status, because SIGCHLD is ignored: it has ended.
+        let end = rank.process.wait().unwrap_or(ExitStatus::from_raw(1 << 8));
+        rank.end = Some(end);
         let (rank, ending) = (rank.rank, self.ending.is_some());
         let how = match (end.code(), end.signal()) {
             (Some(0), _) => return,
@@ -210,8 +217,8 @@ impl Ranks {
     /// Ends all ranks at once.
     pub(super) fn kill(&mut self) {
         self.signal(Signal::KILL);
-        for rank in &mut self.ranks {
-            let _ = rank.process.wait();
+        for rank in self.ranks.iter_mut().filter(|rank| rank.end.is_none()) {
+            rank.end = rank.process.wait().ok();
         }
     }
 }
@@ -222,7 +229,6 @@ impl Drop for Ranks {
     }
 }
 
-/// Of an ended rank its group may still have members, and its number is not given to another while it has.
 fn signal_group(rank: &Rank, signal: Signal) {
     let _ = kill_process_group(Pid::from_child(&rank.process), signal);
 }

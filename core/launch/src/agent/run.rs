@@ -4,7 +4,7 @@ use std::net::{IpAddr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::board::{Board, Seen, keys, write};
+use super::board::{Board, Seen, keys, read, write};
 use super::coordinator::Coordinator;
 use super::endpoint::Meeting;
 use super::options::AgentOptions;
@@ -13,11 +13,12 @@ use super::ranks::Ranks;
 use crate::signals::{self, SecondSignal};
 use crate::{Error, Result};
 use fulgurite_error::{advice, print_message};
+use fulgurite_store::{Patience, Store};
 
 /// How often ranks, signals and the other agents are looked at.
 const POLL: Duration = Duration::from_millis(20);
 /// How long the agent that hosts the store stays for the others to hear that the job is over.
-const FAREWELL: Duration = Duration::from_secs(2);
+const FAREWELL: Duration = Duration::from_secs(5);
 
 /// Runs one node's part of a job, and returns its exit code once the job is over: 0, that of the rank that failed,
 /// or 128 + the signal by which the job was asked to end. What happened has been printed.
@@ -51,10 +52,21 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
     }
     let board = Board::new(Arc::clone(&meeting.store), agent)?;
     let code = Agent { options, meeting: &meeting, board: &board, agent }.run()?;
-    if meeting.hosts && options.endpoint.is_some() {
-        std::thread::sleep(FAREWELL);
+    match (meeting.hosts, board.seen().attempt) {
+        (false, _) => board.say_bye(agent, FAREWELL),
+        (true, Some(attempt)) => wait_for_byes(&*meeting.store, &attempt, agent),
+        (true, None) => {}
     }
     Ok(code)
+}
+
+/// On the agent that hosts the store, waits until the others of an attempt know that the job is over.
+fn wait_for_byes(store: &dyn Store, attempt: &Attempt, own: u64) {
+    let mut patience = Patience::new(FAREWELL);
+    let said = |agent: u64| agent == own || read::<bool>(store, &keys::bye(agent)).is_some();
+    while !attempt.nodes.iter().all(|node| said(node.agent)) && patience.slice().is_some() {
+        std::thread::sleep(POLL);
+    }
 }
 
 fn check(options: &AgentOptions) -> Result<()> {
