@@ -99,11 +99,23 @@ impl RankEnv {
 }
 
 /// Has the kernel kill this process when its agent ends, if an agent started it, and not a program between them.
+///
+/// # Errors
+/// If the agent has ended already.
 pub(super) fn die_with_agent(variables: &Variables) -> Result<()> {
-    let agent = variables.parse::<i32>(AGENT_VARIABLE, "the process id of this rank's agent")?;
-    match agent.is_some_and(is_parent) {
-        true => die_with_parent(),
-        false => Ok(()),
+    let what = "the process id of this rank's agent";
+    let Some(agent) = variables.parse::<i32>(AGENT_VARIABLE, what)? else { return Ok(()) };
+    if is_parent(agent) {
+        die_with_parent()?;
+    }
+    // It may have ended before the call above. A program between them, such as a shell, ends ranks as it likes.
+    let lives = |agent| rustix::process::test_kill_process(agent).is_ok();
+    match is_parent(agent) || rustix::process::Pid::from_raw(agent).is_some_and(lives) {
+        true => Ok(()),
+        false => Err(Error::Launch(format!(
+            "the agent that started this rank ({AGENT_VARIABLE} = {agent}) has ended; if none did, unset \
+             {AGENT_VARIABLE}"
+        ))),
     }
 }
 

@@ -6,6 +6,7 @@
 //! CAMPAIGN_SEED=17 CAMPAIGN_TRIALS=1 cargo test --test it campaign::kills -- --nocapture   # trial 17 again
 //! ```
 
+mod agents;
 mod configs;
 mod flips;
 mod kills;
