@@ -4,10 +4,10 @@
 //! Agents meet in a key-value store of their own, at the rendezvous endpoint, which the agent hosts whose host has
 //! that address (the *coordinator*). A job is a sequence of *attempts*:
 //!
-//! 1. The coordinator says which agents are in the attempt, and which ranks each has ([`plan::Attempt`]).
+//! 1. The coordinator says which agents are in the attempt, and which ranks each has (`plan::Attempt`).
 //! 2. The first agent says at which address the ranks meet; every agent starts its ranks, which are told by
 //!    `torchrun`'s variables.
-//! 3. Every agent says how its ranks ended ([`plan::End`]). A failure of one ends the ranks of all: they hear of it over
+//! 3. Every agent says how its ranks ended (`plan::End`). A failure of one ends the ranks of all: they hear of it over
 //!    the job's own store, or are ended by their agents.
 //! 4. If all have ended well, or were asked to end, the job is over. After a failure the coordinator begins the next
 //!    attempt, as often as it may, with the agents that are there.
