@@ -1,4 +1,4 @@
-//! Collectives of f32 buffers, from a few kilobytes to many megabytes.
+//! Collectives of f32 buffers, from a few kilobytes to many megabytes, over any process group.
 
 use std::time::Instant;
 
@@ -18,6 +18,9 @@ use fulgurite::prelude::*;
 pub struct CollectivesBench {
     #[command(flatten)]
     ranks: Ranks,
+    /// The process group: a name such as `tcp`, or a TOML table such as '{ type = "auto", levels = false }'
+    #[arg(long, default_value = "auto")]
+    process_group: String,
     /// Bytes of the whole buffer, an all-gather's output, a reduce-scatter's input; separated by
     /// commas
     #[arg(long, value_delimiter = ',', default_values_t = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20])]
@@ -39,13 +42,14 @@ const OPS: [&str; 5] = ["all_reduce", "all_gather", "reduce_scatter", "broadcast
 /// # Errors
 /// If ranks cannot be started, or a collective fails or gives a wrong result.
 pub(crate) fn collectives(options: &CollectivesBench) -> Result<()> {
-    let fabric = options.ranks.launch("ddp", &[])?;
+    let process_group = format!("trainer.process_group={}", options.process_group);
+    let fabric = options.ranks.launch("ddp", &[process_group])?;
     for op in OPS {
         let sizes: &[usize] = if op == "barrier" { &[0] } else { &options.sizes };
         for &bytes in sizes {
             let measured = Measured::new(&fabric, options, op, bytes)?;
             if fabric.is_global_zero() {
-                measured.report(options, op, fabric.world_size())?;
+                measured.report(options, op, &fabric)?;
             }
         }
     }
@@ -150,12 +154,13 @@ impl Measured {
         })
     }
 
-    fn report(&self, options: &CollectivesBench, op: &str, ranks: usize) -> Result<()> {
+    fn report(&self, options: &CollectivesBench, op: &str, fabric: &Fabric) -> Result<()> {
+        let (ranks, transport) = (fabric.world_size(), fabric.world().transport());
         let Self { bytes, median_secs, shortest_secs, in_a_row_secs } = *self;
         let gib_per_s = bytes as f64 / median_secs / f64::from(1 << 30);
         if options.json {
             let line = json!({
-                "bench": "collectives", "op": op, "ranks": ranks, "bytes": bytes,
+                "bench": "collectives", "op": op, "ranks": ranks, "transport": transport, "bytes": bytes,
                 "private": options.private,
                 "latency_s": median_secs, "latency_min_s": shortest_secs, "loop_s": in_a_row_secs,
                 "algbw_gib_s": gib_per_s,

@@ -25,7 +25,7 @@ pub(crate) use model::{Decoder, DecoderSize, SizeOptions, Workload};
 pub enum Command {
     /// Training steps of a decoder, against its matrix products alone
     Train(train::TrainBench),
-    /// Collectives over the processes of this host
+    /// Collectives between processes, of this host or of several
     Collectives(collectives::CollectivesBench),
     /// Saving and loading checkpoints, against raw writes and reads of the same bytes
     Checkpoint(checkpoint::CheckpointBench),

@@ -6,6 +6,7 @@ use std::time::Instant;
 use clap::Args;
 use fulgurite_core::collective::ReduceOp;
 use fulgurite_core::config::ConfigLayers;
+use fulgurite_core::environment::{Variables, detect};
 use fulgurite_core::run::RunConfig;
 use toml::Table;
 
@@ -14,8 +15,8 @@ use fulgurite::prelude::*;
 /// The ranks of a benchmark.
 #[derive(Debug, Clone, Args)]
 pub(super) struct Ranks {
-    /// Number of processes. Each computes on as many threads as RAYON_NUM_THREADS says, without it
-    /// on its share of this machine's cores
+    /// Number of processes, unless a launcher (`fulgurite run`, `mpirun`) has started them. Each computes on as
+    /// many threads as RAYON_NUM_THREADS says, without it on its share of this machine's cores
     #[arg(long, default_value_t = 2, value_parser = at_least_one)]
     pub(super) ranks: usize,
 }
@@ -41,8 +42,14 @@ impl StrategyRanks {
 impl Ranks {
     /// Becomes a rank, under a fixed strategy.
     pub(super) fn launch(&self, strategy: &str, keys: &[String]) -> Result<Fabric> {
+        let variables = Variables::current();
+        let started = match detect(&variables)? {
+            Some(environment) => environment.build(&variables)?.creates_processes_externally(),
+            None => false,
+        };
+        let devices = if started { "auto".to_owned() } else { self.ranks.to_string() };
         let mut layers = ConfigLayers::new()
-            .set(&format!("trainer.devices={}", self.ranks))?
+            .set(&format!("trainer.devices={devices}"))?
             .set(&format!("trainer.strategy={strategy}"))?;
         for key in keys {
             layers = layers.set(key)?;
