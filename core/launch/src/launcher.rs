@@ -239,6 +239,7 @@ fn join_started(
         node_rank: environment.node_rank(),
     };
     info.check("rank", "world size")?;
+    rank_env::die_with_agent(variables)?;
     let several_nodes = (options.num_nodes > 1).then_some(info.local_world_size);
     if let Some(devices) = options.devices.or(several_nodes) {
         environment.validate_settings(devices, options.num_nodes)?;
@@ -247,7 +248,6 @@ fn join_started(
         return launch_single_process(started, environment.name());
     }
     signals::handle(SecondSignal::Ignore)?;
-    rank_env::die_with_agent(variables)?;
     let sharing = ranks_on_same_cores(info.local_world_size);
     if info.local_rank == 0 {
         warn_if_crowded(sharing);
@@ -342,7 +342,8 @@ pub(super) fn address_towards(host: &str, port: u16) -> Option<IpAddr> {
         socket.connect(address).ok()?;
         Some(socket.local_addr().ok()?.ip())
     };
-    addresses.into_iter().find_map(towards)
+    // A host's own name may also be that of its loopback interface, where no other host comes.
+    addresses.into_iter().filter_map(towards).min_by_key(IpAddr::is_loopback)
 }
 
 /// Those of the main address's `addresses` that ranks of other hosts reach, if there are any. On some systems

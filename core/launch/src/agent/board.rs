@@ -63,6 +63,16 @@ pub(super) mod keys {
         format!("stop/{attempt}")
     }
 
+    /// By which signal the ranks of an attempt were asked to end.
+    pub(crate) fn interrupt(attempt: u64) -> String {
+        format!("interrupt/{attempt}")
+    }
+
+    /// How the first rank of an agent that failed did, while others may still end.
+    pub(crate) fn failing(attempt: u64, agent: u64) -> String {
+        format!("failing/{attempt}/{agent}")
+    }
+
     pub(crate) fn end(attempt: u64, agent: u64) -> String {
         format!("end/{attempt}/{agent}")
     }
@@ -76,6 +86,8 @@ pub(super) struct Seen {
     pub(super) address: Option<(String, u16)>,
     /// Why its ranks end.
     pub(super) stop: Option<String>,
+    /// By which signal they were asked to.
+    pub(super) interrupt: Option<i32>,
     pub(super) over: Option<Over>,
     /// Why this agent is not taken in.
     pub(super) refused: Option<String>,
@@ -97,6 +109,7 @@ impl Board {
             attempt: None,
             address: None,
             stop: None,
+            interrupt: None,
             over: None,
             refused: None,
             heard: Instant::now(),
@@ -138,6 +151,16 @@ impl Board {
         self.post(move |store| drop(write(store, &keys::address(attempt), &address)));
     }
 
+    /// Says that the ranks of an attempt are asked to end.
+    pub(super) fn tell_interrupt(&self, attempt: u64, signal: i32) {
+        self.post(move |store| drop(write(store, &keys::interrupt(attempt), &signal)));
+    }
+
+    /// Says how the first rank of this node that failed did.
+    pub(super) fn tell_failing(&self, attempt: u64, agent: u64, failed: (String, i32)) {
+        self.post(move |store| drop(write(store, &keys::failing(attempt, agent), &failed)));
+    }
+
     /// Says how this node's ranks ended.
     pub(super) fn tell_end(&self, attempt: u64, agent: u64, end: End) {
         self.post(move |store| drop(write(store, &keys::end(attempt, agent), &end)));
@@ -174,6 +197,7 @@ fn look(store: &dyn Store, agent: u64, seen: &Mutex<Seen>) {
         attempt,
         address: read(store, &keys::address(number)),
         stop: read(store, &keys::stop(number)),
+        interrupt: read(store, &keys::interrupt(number)),
         over: read(store, keys::OVER),
         refused: read(store, &keys::refused(agent)),
         heard: Instant::now(),

@@ -161,6 +161,12 @@ impl Coordinator {
             self.look()?;
             let (mut running, mut interrupted, mut all_well) = (0, None, true);
             for (place, node) in attempt.nodes.iter().enumerate() {
+                let failing = keys::failing(attempt.number, node.agent);
+                if verdict.is_none()
+                    && let Some((message, code)) = read(&*self.store, &failing)
+                {
+                    verdict = Some(End::Failed { message, code });
+                }
                 let end: Option<End> = read(&*self.store, &keys::end(attempt.number, node.agent));
                 let lost = self.agents.get(&node.agent).is_none_or(|known| !self.lives(known));
                 match (end, &verdict) {

@@ -37,7 +37,7 @@ pub(super) struct Ranks {
     /// Since ranks are to end: until the next signal is due, and how many they were sent.
     ending: Option<(Patience, u8)>,
     /// The first signal that asked for an end.
-    pub(super) interrupted: Option<i32>,
+    interrupted: Option<i32>,
 }
 
 struct Rank {
@@ -163,6 +163,7 @@ impl Ranks {
         let end = rank.process.wait().unwrap_or(ExitStatus::from_raw(1 << 8));
         rank.end = Some(end);
         let (rank, ending) = (rank.rank, self.ending.is_some());
+        let asked = ending || self.interrupted.is_some();
         let how = match (end.code(), end.signal()) {
             (Some(0), _) => return,
             (Some(code), _) if signals::is_handled(code - 128) => return,
@@ -170,8 +171,8 @@ impl Ranks {
                 // Whichever failed is heard of; the rest of this node ends too.
                 return self.stop();
             }
-            (None, Some(signal)) if ending && signals::is_handled(signal) => return,
             (None, Some(signal)) if ending && signal == Signal::KILL.as_raw() => return,
+            (None, Some(signal)) if asked && signals::is_handled(signal) => return,
             (Some(code), _) => format!("ended with exit code {code}"),
             (None, Some(signal)) => {
                 format!("was killed by {}{}", signals::describe(signal), signals::explain(signal))
@@ -184,6 +185,24 @@ impl Ranks {
             self.failed = Some((message, code(end)));
         }
         self.stop();
+    }
+
+    /// How the first rank that failed did: what to say of it, and its exit code.
+    pub(super) fn failed(&self) -> Option<&(String, i32)> {
+        self.failed.as_ref()
+    }
+
+    /// The first signal that asked for an end.
+    pub(super) fn interrupted(&self) -> Option<i32> {
+        self.interrupted
+    }
+
+    /// Asks the ranks to end, unless they were before.
+    pub(super) fn interrupt(&mut self, signal: i32) {
+        if self.interrupted.is_none() {
+            self.interrupted = Some(signal);
+            self.signal(signals::forwarded(signal));
+        }
     }
 
     /// Whether the ranks are to end.

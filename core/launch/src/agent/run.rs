@@ -52,19 +52,20 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
     }
     let board = Board::new(Arc::clone(&meeting.store), agent)?;
     let code = Agent { options, meeting: &meeting, board: &board, agent }.run()?;
-    match (meeting.hosts, board.seen().attempt) {
-        (false, _) => board.say_bye(agent, FAREWELL),
-        (true, Some(attempt)) => wait_for_byes(&*meeting.store, &attempt, agent),
-        (true, None) => {}
+    match meeting.hosts {
+        false => board.say_bye(agent, FAREWELL),
+        true => wait_for_byes(&*meeting.store, agent),
     }
     Ok(code)
 }
 
-/// On the agent that hosts the store, waits until the others of an attempt know that the job is over.
-fn wait_for_byes(store: &dyn Store, attempt: &Attempt, own: u64) {
+/// On the agent that hosts the store, waits until all others know that the job is over, those that wait to be taken in
+/// too.
+fn wait_for_byes(store: &dyn Store, own: u64) {
+    let come = store.add(keys::AGENTS, 0).unwrap_or_default().unsigned_abs();
     let mut patience = Patience::new(FAREWELL);
     let said = |agent: u64| agent == own || read::<bool>(store, &keys::bye(agent)).is_some();
-    while !attempt.nodes.iter().all(|node| said(node.agent)) && patience.slice().is_some() {
+    while !(0..come).all(said) && patience.slice().is_some() {
         std::thread::sleep(POLL);
     }
 }
@@ -158,8 +159,8 @@ impl Agent<'_> {
         printed: &mut Option<String>,
     ) -> Result<End> {
         let address = match self.address(attempt, place)? {
-            Some(address) => address,
-            None => return Ok(End::Stopped),
+            Ok(address) => address,
+            Err(end) => return Ok(end),
         };
         let started = Ranks::start(self.options, attempt, place, &address, &self.meeting.secret);
         let mut ranks = match started {
@@ -172,6 +173,7 @@ impl Agent<'_> {
                 return Ok(End::Failed { message, code: 1 });
             }
         };
+        let mut told = None;
         loop {
             if let Some(end) = ranks.poll() {
                 if let End::Failed { message, .. } = &end {
@@ -179,9 +181,18 @@ impl Agent<'_> {
                 }
                 return Ok(end);
             }
-            handle_signals(&mut ranks);
+            if let (Some(failed), None) = (ranks.failed(), &told) {
+                told = Some(failed.clone());
+                self.board.tell_failing(attempt.number, self.agent, failed.clone());
+            }
+            if let Some(signal) = handle_signals(&mut ranks) {
+                self.board.tell_interrupt(attempt.number, signal);
+            }
             let seen = self.board.seen();
             let current = seen.attempt.as_ref().is_some_and(|now| now.number == attempt.number);
+            if let (Some(signal), true) = (seen.interrupt, current) {
+                ranks.interrupt(signal);
+            }
             if seen.over.is_some() || !current || seen.stop.is_some() {
                 if let (Some(message), true) = (&seen.stop, current)
                     && !ranks.is_ending()
@@ -199,8 +210,12 @@ impl Agent<'_> {
         }
     }
 
-    /// Where the ranks of an attempt meet: this agent says so, or hears. `None` if the attempt is over before.
-    fn address(&self, attempt: &Attempt, place: usize) -> Result<Option<(String, u16)>> {
+    /// Where the ranks of an attempt meet: this agent says so, or hears. How the attempt ended if it is over before.
+    fn address(
+        &self,
+        attempt: &Attempt,
+        place: usize,
+    ) -> Result<std::result::Result<(String, u16), End>> {
         if place == 0 {
             let ip: IpAddr = self.meeting.address.parse().map_err(Error::other)?;
             let listener = TcpListener::bind((ip, 0)).and_then(|listener| listener.local_addr());
@@ -209,16 +224,22 @@ impl Agent<'_> {
             })?;
             let address = (self.meeting.address.clone(), address.port());
             self.board.tell_address(attempt.number, address.clone());
-            return Ok(Some(address));
+            return Ok(Ok(address));
         }
         let began = Instant::now();
         loop {
             let seen = self.board.seen();
             let current = seen.attempt.as_ref().is_some_and(|now| now.number == attempt.number);
+            if let Some(signal) = signals::take() {
+                self.board.tell_interrupt(attempt.number, signal);
+                return Ok(Err(End::Interrupted(signal)));
+            }
             match seen.address {
-                Some(address) if current => return Ok(Some(address)),
-                _ if seen.over.is_some() || seen.stop.is_some() || !current => return Ok(None),
-                _ if began.elapsed() > self.options.join_timeout => return Ok(None),
+                Some(address) if current => return Ok(Ok(address)),
+                _ if seen.over.is_some() || seen.stop.is_some() || !current => {
+                    return Ok(Err(End::Stopped));
+                }
+                _ if began.elapsed() > self.options.join_timeout => return Ok(Err(End::Stopped)),
                 _ => self.check_contact(&seen)?,
             }
             std::thread::sleep(POLL);
@@ -226,17 +247,19 @@ impl Agent<'_> {
     }
 }
 
-fn handle_signals(ranks: &mut Ranks) {
-    let Some(signal) = signals::take() else { return };
-    let before = ranks.interrupted;
+/// Passes on the signals that this agent got; the first that asked for an end.
+fn handle_signals(ranks: &mut Ranks) -> Option<i32> {
+    let signal = signals::take()?;
+    let before = ranks.interrupted();
     if before.is_some() && signals::is_advance_notice(signal) {
-        return;
+        return None;
     }
     if before.is_some_and(|before| !signals::is_advance_notice(before)) {
         ranks.stop();
-        return ranks.signal(rustix::process::Signal::KILL);
+        ranks.signal(rustix::process::Signal::KILL);
+        return None;
     }
-    ranks.interrupted = Some(signal);
     print_message("interrupted: the ranks finish their step; interrupt again to end them at once");
-    ranks.signal(signals::forwarded(signal));
+    ranks.interrupt(signal);
+    Some(signal)
 }

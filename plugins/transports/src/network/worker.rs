@@ -70,7 +70,8 @@ impl Worker {
             members: &self.members,
             fingerprint: collective.fingerprint(),
             sequence: self.sequence,
-            greeted: false,
+            said: vec![false; self.shared.size()],
+            heard: vec![false; self.shared.size()],
             all_meet: !matches!(collective, Collective::Broadcast(..)),
         };
         collectives::run(&mut operation, collective, &mut self.scratch)
@@ -84,9 +85,10 @@ pub(super) struct Operation<'a> {
     members: &'a [usize],
     fingerprint: Fingerprint,
     sequence: u64,
-    /// Whether the first round is over, in which members greet each other.
-    greeted: bool,
-    /// Whether every member hears of every other; else those greet that exchange messages.
+    /// By member, whether it was greeted, and whether it has greeted: by the first message.
+    said: Vec<bool>,
+    heard: Vec<bool>,
+    /// Whether every member hears of every other in the first round; else those greet that exchange messages.
     all_meet: bool,
 }
 
@@ -122,16 +124,18 @@ impl Operation<'_> {
         reduce(dtype, op, &sources, unsafe { out.bytes_mut() });
     }
 
-    /// Exchanges the messages of a round, after those by which members greet in the first.
+    /// Exchanges the messages of a round, after those by which members greet that have not.
     pub(super) fn exchange(&mut self, round: Round) -> Result<(), Failure> {
-        let peers = || (0..self.size()).filter(|&peer| peer != self.rank());
-        let (mut to, mut from): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
-        if !self.greeted {
-            let among = |list: &[(usize, Memory)], peer| list.iter().any(|(p, _)| *p == peer);
-            to = peers().filter(|&p| self.all_meet || among(&round.sends, p)).collect();
-            from = peers().filter(|&p| self.all_meet || among(&round.receives, p)).collect();
-        }
-        self.greeted = true;
+        let (rank, size, all_meet) = (self.rank(), self.size(), self.all_meet);
+        let new = |list: &[(usize, Memory)], known: &mut [bool]| -> Vec<usize> {
+            let among = |peer| list.iter().any(|(p, memory)| *p == peer && memory.len() > 0);
+            let greets = |&peer: &usize| peer != rank && !known[peer] && (all_meet || among(peer));
+            let peers: Vec<usize> = (0..size).filter(greets).collect();
+            peers.iter().for_each(|&peer| known[peer] = true);
+            peers
+        };
+        let to = new(&round.sends, &mut self.said);
+        let from = new(&round.receives, &mut self.heard);
         let Fingerprint { kind, dtype, bytes, detail } = self.fingerprint;
         let own = Hello { sequence: self.sequence, kind, dtype, bytes, detail };
         let mut hello = Box::new(own);
