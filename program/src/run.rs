@@ -1,6 +1,7 @@
 //! `fulgurite run`: starts the ranks of a job on this node, together with the agents of other nodes.
 
 use std::ffi::OsString;
+use std::net::IpAddr;
 use std::num::NonZero;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -22,6 +23,9 @@ Two to four hosts: it goes on with those that are left, and takes one that comes
 
 Ranks are told by the variables of torchrun. A restart goes on from the last checkpoint of the job.";
 
+/// The port of `--master-addr` where none is given, as `torchrun` has it.
+const MASTER_PORT: u16 = 29500;
+
 #[derive(Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(crate) struct Run {
@@ -37,13 +41,28 @@ pub(crate) struct Run {
     /// Where the nodes' agents meet: an address of one of the hosts, and a free port there
     #[arg(long, alias = "rdzv_endpoint", value_name = "HOST[:PORT]")]
     rdzv_endpoint: Option<Endpoint>,
+    /// As `--rdzv-endpoint`, in two parts; the port is 29500 by default
+    #[arg(long, alias = "master_addr", value_name = "HOST", conflicts_with = "rdzv_endpoint")]
+    master_addr: Option<String>,
+    /// The port of `--master-addr`
+    #[arg(long, alias = "master_port", value_name = "PORT", requires = "master_addr")]
+    master_port: Option<u16>,
+    /// torchrun's backends; both mean that one of the agents hosts the place where they meet
+    #[arg(long = "rdzv-backend", alias = "rdzv_backend", value_parser = ["c10d", "static"], hide = true)]
+    _rdzv_backend: Option<String>,
+    /// One node, which is the default
+    #[arg(long = "standalone", conflicts_with_all = ["nnodes", "rdzv_endpoint", "master_addr"], hide = true)]
+    _standalone: bool,
+    /// The address of this host that the others reach; by default the one towards the endpoint
+    #[arg(long, alias = "local_addr", value_name = "IP")]
+    local_addr: Option<IpAddr>,
     /// The job's id, the same on all nodes and in no other job; by default one at random
     #[arg(long, alias = "rdzv_id", value_name = "ID")]
     rdzv_id: Option<String>,
     /// How often the job is started again, on all nodes, after a failure
     #[arg(long, alias = "max_restarts", value_name = "K", default_value_t = 0)]
     max_restarts: u64,
-    /// Writes each rank's output to DIR/ID/attempt_N/RANK/{stdout,stderr}.log
+    /// Writes each rank's output to DIR/JOB/attempt_N/RANK/{stdout,stderr}.log, where JOB is the id and some letters
     #[arg(long, alias = "log_dir", value_name = "DIR")]
     log_dir: Option<PathBuf>,
     /// Shows each line of output with its rank in front, also with --log-dir
@@ -80,13 +99,22 @@ impl Run {
                 ))
             })?,
         };
+        let endpoint = match self.master_addr {
+            Some(host) => {
+                let port = self.master_port.unwrap_or(MASTER_PORT);
+                let host = if host.contains(':') { format!("[{host}]") } else { host };
+                Some(format!("{host}:{port}").parse()?)
+            }
+            None => self.rdzv_endpoint,
+        };
         let options = AgentOptions {
             program,
             arguments: command.collect(),
             devices,
             nodes: self.nnodes,
             node_rank: self.node_rank,
-            endpoint: self.rdzv_endpoint,
+            endpoint,
+            local_address: self.local_addr,
             id: self.rdzv_id,
             max_restarts: self.max_restarts,
             job_key_file: self.job_key_file,

@@ -296,6 +296,10 @@ fn steps_have_more_micro_batches_from_an_epoch_on() {
     let mut resumed = fit_in(dir.path(), &first).0;
     resumed.extend(fit_in(dir.path(), &second).0);
     assert_eq!(logged(&resumed, "train_loss"), logged(&events, "train_loss"));
+
+    // Where their number follows from something else.
+    let (_dir, _, result) = fit(&[&keys[..], &["trainer.global_batch_size=4"]].concat());
+    insta::assert_snapshot!(result.unwrap_err(), @"a callback asks for 2 micro-batches in a step, but their number follows from `trainer.global_batch_size`: leave one of the two out");
 }
 
 #[test]

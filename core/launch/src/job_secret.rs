@@ -18,16 +18,20 @@ const MAX_BYTES: u64 = 4096;
 const ADVICE: &str = "Take `openssl rand -hex 16`, and the same on all nodes";
 
 /// The secret of a job whose ranks a launcher has started: of the variable, else of `file`
-/// (`trainer.job_key_file`).
+/// that the setting or option of this name gives.
 ///
 /// # Errors
 /// [`Error::Launch`] if it is too short, or the file cannot be read or could be read by others.
-pub(super) fn configured(variables: &Variables, file: Option<&Path>) -> Result<Option<String>> {
+pub(super) fn configured(
+    variables: &Variables,
+    file: Option<&Path>,
+    setting: &str,
+) -> Result<Option<String>> {
     if let Some(secret) = variables.get(JOB_KEY_VARIABLE) {
         return check(secret, JOB_KEY_VARIABLE).map(Some);
     }
     let Some(path) = file else { return Ok(None) };
-    let name = format!("trainer.job_key_file = {}", path.display());
+    let name = format!("{setting} {}", path.display());
     let text = read(path).map_err(|why| Error::Launch(format!("{name}: {why}")))?;
     check(&text, &name).map(Some)
 }
@@ -89,16 +93,20 @@ mod tests {
 
     use super::*;
 
+    fn configured_here(variables: &Variables, file: Option<&Path>) -> Result<Option<String>> {
+        configured(variables, file, "trainer.job_key_file =")
+    }
+
     #[test]
     fn the_variable_comes_before_the_file_and_short_secrets_are_refused() {
         let none = Variables::default();
-        assert_eq!(configured(&none, None).unwrap(), None);
+        assert_eq!(configured_here(&none, None).unwrap(), None);
         let missing = Some(Path::new("/nowhere/at/all"));
         let set = Variables::from([(JOB_KEY_VARIABLE, "0123456789abcdef\n")]);
-        assert_eq!(configured(&set, missing).unwrap().as_deref(), Some("0123456789abcdef"));
+        assert_eq!(configured_here(&set, missing).unwrap().as_deref(), Some("0123456789abcdef"));
         let short = Variables::from([(JOB_KEY_VARIABLE, "secret")]);
-        insta::assert_snapshot!(configured(&short, None).unwrap_err(), @"launch: FULGURITE_JOB_KEY has 6 characters, which others can guess; it must have at least 16. Take `openssl rand -hex 16`, and the same on all nodes");
-        insta::assert_snapshot!(configured(&none, missing).unwrap_err(), @"launch: trainer.job_key_file = /nowhere/at/all: No such file or directory (os error 2)");
+        insta::assert_snapshot!(configured_here(&short, None).unwrap_err(), @"launch: FULGURITE_JOB_KEY has 6 characters, which others can guess; it must have at least 16. Take `openssl rand -hex 16`, and the same on all nodes");
+        insta::assert_snapshot!(configured_here(&none, missing).unwrap_err(), @"launch: trainer.job_key_file = /nowhere/at/all: No such file or directory (os error 2)");
     }
 
     #[test]
@@ -108,13 +116,13 @@ mod tests {
         std::fs::write(&path, "0123456789abcdef0123456789abcdef\n").unwrap();
         let allow = |mode| std::fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
         let error = |path: &Path| {
-            let error = configured(&Variables::default(), Some(path)).unwrap_err().to_string();
+            let error = configured_here(&Variables::default(), Some(path)).unwrap_err().to_string();
             error.replace(&dir.path().display().to_string(), "[DIR]")
         };
         allow(0o640);
         insta::assert_snapshot!(error(&path), @"launch: trainer.job_key_file = [DIR]/key: others may open it (mode 640). Do `chmod 600 [DIR]/key`");
         allow(0o600);
-        let read = configured(&Variables::default(), Some(&path)).unwrap();
+        let read = configured_here(&Variables::default(), Some(&path)).unwrap();
         assert_eq!(read.as_deref(), Some("0123456789abcdef0123456789abcdef"));
         insta::assert_snapshot!(error(dir.path()), @"launch: trainer.job_key_file = [DIR]: this is no regular file");
     }

@@ -258,7 +258,8 @@ fn join_started(
         let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
     }
     let (host, port) = (environment.main_address(), environment.main_port());
-    let secret = job_secret::configured(variables, options.job_key_file.as_deref())?;
+    let file = options.job_key_file.as_deref();
+    let secret = job_secret::configured(variables, file, "trainer.job_key_file =")?;
     let key = JobKey::new(secret.as_deref().unwrap_or_default(), &environment.job_id());
     let server = match info.rank {
         0 => Some(host_store(variables, &host, port, key.clone(), &info)?),
@@ -316,7 +317,14 @@ fn host_store(
         .collect();
     let several_hosts = info.local_world_size < info.world_size;
     let mut first_error = None;
-    for address in reached_by_others(main_address, several_hosts, addresses)? {
+    let reached = reached_by_others(main_address, several_hosts, addresses).map_err(|own| {
+        Error::Launch(format!(
+            "the main address `{main_address}` is {own} here, where the ranks of other hosts cannot come. Set \
+             MASTER_ADDR to an address of this host that they reach, or {STORE_ADDRESS_VARIABLE} to the one that \
+             rank 0 listens on (0.0.0.0: on all)"
+        ))
+    })?;
+    for address in reached {
         match bind(address) {
             Ok(server) => return Ok(server),
             Err(error) => {
@@ -346,27 +354,25 @@ pub(super) fn address_towards(host: &str, port: u16) -> Option<IpAddr> {
     addresses.into_iter().filter_map(towards).min_by_key(IpAddr::is_loopback)
 }
 
-/// Those of the main address's `addresses` that ranks of other hosts reach, if there are any. On some systems
-/// a host's own name is that of its loopback interface.
-fn reached_by_others(
-    main_address: &str,
+/// Those of a host's `addresses` that other hosts reach. On some systems a host's own name is that of its loopback
+/// interface.
+///
+/// # Errors
+/// If they do not reach any: the first one.
+pub(super) fn reached_by_others(
+    host: &str,
     several_hosts: bool,
     addresses: Vec<SocketAddr>,
-) -> Result<Vec<SocketAddr>> {
+) -> std::result::Result<Vec<SocketAddr>, IpAddr> {
     // Whoever says so means it: "hosts" that are processes of one.
-    let is_meant = main_address == "localhost" || main_address.parse::<IpAddr>().is_ok();
+    let is_meant = host == "localhost" || host.parse::<IpAddr>().is_ok();
     if !several_hosts || is_meant {
         return Ok(addresses);
     }
     let (loopback, others): (Vec<_>, Vec<_>) =
         addresses.into_iter().partition(|address| address.ip().is_loopback());
     match (others.is_empty(), loopback.first()) {
-        (true, Some(own)) => Err(Error::Launch(format!(
-            "the main address `{main_address}` is {} here, where the ranks of other hosts cannot \
-             come. Set MASTER_ADDR to an address of this host that they reach, or \
-             {STORE_ADDRESS_VARIABLE} to the one that rank 0 listens on (0.0.0.0: on all)",
-            own.ip()
-        ))),
+        (true, Some(own)) => Err(own.ip()),
         _ => Ok(others),
     }
 }
@@ -429,7 +435,7 @@ mod tests {
         assert_eq!(reached("node0", false, &own).unwrap(), own);
         assert_eq!(reached("127.0.1.1", true, &own).unwrap(), own);
         assert_eq!(reached("localhost", true, &own).unwrap(), own);
-        insta::assert_snapshot!(reached("node0", true, &own).unwrap_err(), @"launch: the main address `node0` is 127.0.1.1 here, where the ranks of other hosts cannot come. Set MASTER_ADDR to an address of this host that they reach, or FULGURITE_STORE_ADDRESS to the one that rank 0 listens on (0.0.0.0: on all)");
+        assert_eq!(reached("node0", true, &own).unwrap_err(), own[0].ip());
     }
 
     #[test]

@@ -54,6 +54,7 @@ mod launcher;
 mod memory;
 mod rank;
 mod rank_env;
+mod rank_process;
 mod signals;
 mod supervisor;
 mod threads;

@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::net::Ipv4Addr;
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use super::failure::PEER_FAILED_EXIT_CODE;
 use super::launcher::threads_per_rank;
 use super::rank::RankInfo;
 use super::rank_env::RankEnv;
+use super::rank_process::{self, Escalation};
 use super::signals::{self, SecondSignal};
 use crate::environment::Variables;
 use crate::{Error, Result};
@@ -26,8 +27,6 @@ const POLL_INTERVAL: Duration = Duration::from_millis(15);
 const GRACE: Duration = Duration::from_secs(2);
 /// How long a failure is waited for, of which a rank has heard and this process has not.
 const CAUSE_GRACE: Duration = Duration::from_secs(3);
-/// How long they have from SIGTERM to SIGKILL.
-const TERM_GRACE: Duration = Duration::from_secs(2);
 
 /// Runs this program again as `devices` ranks and, when they have ended, ends this process.
 ///
@@ -120,10 +119,8 @@ struct Rank {
 
 struct Failed {
     rank: usize,
-    /// Until the next signal is due.
-    grace: Patience,
-    /// How many signals the other ranks were sent: none, SIGTERM, SIGKILL.
-    signals_sent: u8,
+    /// For the ranks that do not end by themselves.
+    escalation: Escalation,
 }
 
 impl Ranks {
@@ -175,12 +172,10 @@ impl Ranks {
         if this.end.is_some() {
             return;
         }
-        let end = match this.process.try_wait() {
-            Ok(None) => return,
-            Ok(Some(end)) => end,
-            // Without an exit status, because SIGCHLD is ignored: it has ended.
-            Err(_) => ExitStatus::from_raw(1 << 8),
-        };
+        if !rank_process::has_ended(&this.process) {
+            return;
+        }
+        let end = rank_process::end_of(&mut this.process);
         this.end = Some(end);
         // Read after the rank has ended, so that a report of its own is included.
         let failure_known = !self.server.failures().is_empty();
@@ -208,12 +203,8 @@ impl Ranks {
                 }
                 return;
             }
-            (Some(code), _) => format!("ended with exit code {code}"),
             (None, Some(signal)) if asked_to_end && signals::is_handled(signal) => return,
-            (None, Some(signal)) => {
-                format!("was killed by {}{}", signals::describe(signal), signals::explain(signal))
-            }
-            (None, None) => format!("ended: {end}"),
+            _ => rank_process::describe(end),
         };
         // A report of the rank itself says more, and after a first failure other ranks end because
         // of it.
@@ -270,7 +261,7 @@ impl Ranks {
         } else {
             print_message(&format!("error: rank {rank} failed: {message}"));
         }
-        self.failed = Some(Failed { rank, grace: Patience::new(GRACE), signals_sent: 0 });
+        self.failed = Some(Failed { rank, escalation: Escalation::after(GRACE) });
     }
 
     /// Prints the other failures that ranks have reported, each message once.
@@ -287,13 +278,9 @@ impl Ranks {
     /// Signals ranks that do not end by themselves after a failure.
     fn kill_stragglers(&mut self) {
         let Some(failed) = &mut self.failed else { return };
-        if failed.grace.slice().is_some() {
-            return;
+        if let Some(signal) = failed.escalation.due() {
+            self.signal_all(signal);
         }
-        failed.grace = Patience::new(TERM_GRACE);
-        failed.signals_sent = failed.signals_sent.saturating_add(1);
-        let signal = if failed.signals_sent == 1 { Signal::TERM } else { Signal::KILL };
-        self.signal_all(signal);
     }
 
     /// Signals the ranks that have not ended. Their process ids cannot have been reused, since only
@@ -305,8 +292,7 @@ impl Ranks {
     }
 
     fn exit_code(&self) -> i32 {
-        let code = |end: ExitStatus| end.code().or(end.signal().map(|signal| 128 + signal));
-        let codes = || self.ranks.iter().map(|rank| rank.end.and_then(code).unwrap_or(1));
+        let codes = || self.ranks.iter().map(|rank| rank.end.map_or(1, rank_process::exit_code));
         if let Some(signal) = self.interrupted {
             // The ranks may have agreed on another signal, that one of them got, or have been done.
             let agreed = codes().find(|&code| is_interruption(code));
@@ -322,8 +308,8 @@ impl Ranks {
         match &self.failed {
             // 1 if the rank reported a failure and then exited with 0, or ended by a signal from
             // here.
-            Some(Failed { rank, signals_sent, .. }) => match codes().nth(*rank) {
-                Some(code) if code != 0 && *signals_sent == 0 => code,
+            Some(Failed { rank, escalation }) => match codes().nth(*rank) {
+                Some(code) if code != 0 && escalation.none_sent() => code,
                 _ => 1,
             },
             // Without a failure, another code than 0 is that of a rank that alone was interrupted.

@@ -1,8 +1,9 @@
 //! `fulgurite run`, with ranks that are small scripts.
 
 use std::fs;
-use std::net::TcpListener;
-use std::path::Path;
+use std::io::{BufRead as _, BufReader};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -33,7 +34,7 @@ fn stdout(output: &Output) -> String {
 fn stderr(output: &Output) -> String {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let text = String::from_utf8_lossy(&output.stderr).replace(&format!("({host})"), "(HOST)");
-    text.replace(&format!(": {host}."), ": HOST.")
+    text.replace(&format!(": {host}."), ": HOST.").replace(&format!(" on {host} "), " on HOST ")
 }
 
 fn sorted(text: &str) -> Vec<&str> {
@@ -67,6 +68,24 @@ fn until(what: &str, holds: impl Fn() -> bool) {
         assert!(start.elapsed() < Duration::from_secs(60), "waited too long for {what}");
         std::thread::sleep(Duration::from_millis(20));
     }
+}
+
+/// A word that no other process has in its command line.
+fn marker(line: u32) -> String {
+    format!("marker-{}-{line}", std::process::id())
+}
+
+/// A script of ranks that end as asked to, and have a file in the directory once they do.
+fn traps(directory: &tempfile::TempDir, marker: &str) -> String {
+    let dir = directory.path().display();
+    format!(
+        "exec 2> /dev/null; : {marker}; trap 'exit 143' TERM; touch {dir}/$RANK; while true; do sleep 0.1; done"
+    )
+}
+
+fn terminate(child: &Child) {
+    let pid = rustix::process::Pid::from_child(child);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
 }
 
 /// Whether a process with this word in its command line lives.
@@ -104,7 +123,7 @@ fn agents_of_two_nodes_make_one_job() {
 
 #[test]
 fn the_first_failure_is_said_on_all_nodes_and_no_rank_is_left() {
-    let marker = format!("marker-{}-{}", std::process::id(), line!());
+    let marker = marker(line!());
     let script = format!(
         "if [ $RANK = 3 ]; then exit 7; fi; sleep 1000 & : {marker}; trap '' TERM; while true; do sleep 1; done"
     );
@@ -160,17 +179,35 @@ fn every_rank_has_its_logs_and_lines_their_rank_in_front() {
         ["--nproc-per-node", "2", "--rdzv-id", "job", "--log-dir", &dir, "--max-restarts", "1"];
     let output = run(&args, script);
     assert_eq!(stdout(&output), "");
-    let log = |attempt: u32, rank: usize, name: &str| {
-        let path = format!("job/attempt_{attempt}/{rank}/{name}.log");
-        fs::read_to_string(directory.path().join(Path::new(&path))).unwrap()
+    let jobs = || -> Vec<PathBuf> {
+        let entries = fs::read_dir(directory.path()).unwrap();
+        entries.map(|entry| entry.unwrap().path()).collect()
     };
-    assert_eq!((log(0, 1, "stdout"), log(1, 0, "stderr")), ("out 1\n".into(), "err 0\n".into()));
+    let [first] = &jobs()[..] else { panic!("the logs of one job: {:?}", jobs()) };
+    assert!(first.file_name().unwrap().to_str().unwrap().starts_with("job_"));
+    let log = |job: &Path, attempt: u32, rank: usize, name: &str| {
+        let path = format!("attempt_{attempt}/{rank}/{name}.log");
+        fs::read_to_string(job.join(path)).unwrap()
+    };
+    let stdout_and_stderr = (log(first, 0, 1, "stdout"), log(first, 1, 0, "stderr"));
+    assert_eq!(stdout_and_stderr, ("out 1\n".into(), "err 0\n".into()));
+    // Where they are is said, also when a rank fails; which of the two is first is open.
+    let said = stderr(&output).replace(&first.display().to_string(), "JOB");
+    let said = said.replace("rank 1 ", "rank 0 ").replace("/1/", "/0/");
+    assert_snapshot!(said, @"
+    the output of the ranks is in JOB/attempt_0/
+    error: rank 0 on node 0 (HOST) ended with exit code 1; see JOB/attempt_0/0/stderr.log
+    the job starts again (0 restart(s) left)
+    the output of the ranks is in JOB/attempt_1/
+    ");
     let output = run(&[&args[..], &["--tee"]].concat(), script);
     assert!(output.status.success());
     let expected = ["[rank0]: out 0", "[rank0]: out 0", "[rank1]: out 1", "[rank1]: out 1"];
     assert_eq!(sorted(&stdout(&output)), expected);
     assert!(stderr(&output).contains("[rank1]: err 1\n"));
-    assert_eq!(log(1, 1, "stdout"), "out 1\n");
+    // An earlier job of the same id keeps its own.
+    let second = jobs().into_iter().find(|job| job != first).expect("a folder of its own");
+    assert_eq!(log(&second, 1, 1, "stdout"), "out 1\n");
 }
 
 #[test]
@@ -218,30 +255,76 @@ fn a_node_that_comes_back_is_taken_in_at_the_next_restart() {
     };
     let first = start();
     until("the first rank", || directory.path().join("0.of.1").exists());
-    let second = start();
-    // It has come once it says that it waits, which its output shows only at the end.
-    std::thread::sleep(Duration::from_secs(2));
+    let mut second = start();
+    // It has come once it says that it waits.
+    let mut said = String::new();
+    BufReader::new(second.stderr.as_mut().unwrap()).read_line(&mut said).unwrap();
+    assert_snapshot!(said.trim_end(), @"the job runs on other nodes; this one is taken in when it starts again");
     fs::write(directory.path().join("go"), "").unwrap();
     let outputs = wait(vec![first, second]);
     assert!(outputs.iter().all(|output| output.status.success()), "{}", stderr(&outputs[0]));
     assert!(directory.path().join("1.of.2").exists());
-    assert_snapshot!(stderr(&outputs[1]), @"the job runs on other nodes; this one is taken in when it starts again");
 }
 
 #[test]
 fn a_signal_ends_the_ranks_of_the_job_and_no_restart_follows() {
-    let marker = format!("marker-{}-{}", std::process::id(), line!());
-    let script = format!(": {marker}; trap 'exit 143' TERM; while true; do sleep 0.1; done");
-    let child = agent(&["--nproc-per-node", "2", "--max-restarts", "3"], &script).spawn().unwrap();
-    until("the ranks", || lives(&format!(": {marker}")));
-    std::thread::sleep(Duration::from_millis(500));
-    let pid = rustix::process::Pid::from_child(&child);
-    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    let (directory, marker) = (tempfile::tempdir().unwrap(), marker(line!()));
+    let args = ["--nproc-per-node", "2", "--max-restarts", "3"];
+    let child = agent(&args, &traps(&directory, &marker)).spawn().unwrap();
+    until("the ranks", || fs::read_dir(directory.path()).unwrap().count() == 2);
+    terminate(&child);
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(143));
-    let said = "interrupted: the ranks finish their step; interrupt again to end them at once\n";
-    assert!(stderr(&output).starts_with(said), "{}", stderr(&output));
-    assert!(!lives(&format!("sh -c : {marker}")), "a rank is left");
+    assert_snapshot!(stderr(&output), @"interrupted: the ranks finish their step; interrupt again to end them at once");
+    assert!(!lives(&marker), "a rank is left");
+}
+
+#[test]
+fn a_signal_to_one_agent_ends_the_ranks_of_all_nodes() {
+    let (directory, marker) = (tempfile::tempdir().unwrap(), marker(line!()));
+    let args = ["--nproc-per-node", "2", "--max-restarts", "3"];
+    let children = agents("2", 2, &args, &traps(&directory, &marker));
+    until("the ranks", || fs::read_dir(directory.path()).unwrap().count() == 4);
+    terminate(&children[1]);
+    let outputs = wait(children);
+    assert_eq!(
+        outputs.iter().map(|output| output.status.code()).collect::<Vec<_>>(),
+        [Some(143); 2]
+    );
+    assert_snapshot!(stderr(&outputs[0]), @"");
+    assert_snapshot!(stderr(&outputs[1]), @"interrupted: the ranks finish their step; interrupt again to end them at once");
+    assert!(!lives(&marker), "a rank is left");
+}
+
+#[test]
+fn a_node_rank_belongs_to_one_agent_as_long_as_that_lives() {
+    let directory = tempfile::tempdir().unwrap();
+    let dir = directory.path().display();
+    let script = format!(
+        "touch {dir}/$RANK.$TORCHELASTIC_RESTART_COUNT; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exec sleep 1000"
+    );
+    let endpoint = endpoint();
+    let start = |rank: &str| {
+        let args = ["--nnodes", "2", "--max-restarts", "1", "--rdzv-endpoint", &endpoint];
+        agent(&[&args, &["--node-rank", rank][..]].concat(), &script).spawn().unwrap()
+    };
+    let (first, mut second) = (start("0"), start("1"));
+    until("both ranks", || ["0.0", "1.0"].iter().all(|name| directory.path().join(name).exists()));
+    let twin = wait(vec![start("1")]);
+    assert_snapshot!(stderr(&twin[0]), @"
+    the job runs on other nodes; this one is taken in when it starts again
+    error: launch: this agent was told --node-rank 1, which another one on HOST has
+    ");
+    // As a host that starts anew, long before it would be missed.
+    second.kill().unwrap();
+    second.wait().unwrap();
+    let outputs = wait(vec![first, start("1")]);
+    assert!(outputs.iter().all(|output| output.status.success()), "{}", stderr(&outputs[0]));
+    assert!(directory.path().join("1.1").exists());
+    assert_snapshot!(stderr(&outputs[0]), @"
+    error: node 1 (HOST) has not been heard of for 5s: it is down, or cut off, or its agent was killed
+    the job starts again (0 restart(s) left)
+    ");
 }
 
 #[test]
@@ -266,6 +349,23 @@ fn wrong_input_is_named() {
     let mut missing = Command::new(env!("CARGO_BIN_EXE_fulgurite"));
     let missing = missing.args(["run", "--", "/no/such/program"]).output().unwrap();
     assert_snapshot!(stderr(&missing), @"error: node 0 (HOST): launch: rank 0 cannot be started: running `/no/such/program`: No such file or directory (os error 2)");
+    assert_snapshot!(error(&["--rdzv-id", "../other"]), @"error: launch: --rdzv-id is `../other`; it names a folder of logs, so it should be of 1 to 128 letters, digits, and the signs - _ . : (no . in front)");
+    let unreachable = [
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--rdzv-endpoint",
+        "127.0.0.1:9",
+        "--join-timeout-secs",
+        "1",
+    ];
+    assert_snapshot!(error(&unreachable), @"error: launch: the rendezvous at 127.0.0.1:9 cannot be joined: store at 127.0.0.1:9: no store answered within 1s (Connection refused (os error 111)). The agent on that host hosts it: check that it runs, and that other hosts may reach the port");
+    // Somebody else is there, who is no store.
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = taken.local_addr().unwrap().to_string();
+    let taken_by_another = ["--nnodes", "2", "--rdzv-endpoint", &at, "--join-timeout-secs", "1"];
+    assert_snapshot!(error(&taken_by_another).replace(&at, "HERE"), @"error: launch: the rendezvous at HERE cannot be joined: store at HERE: no store answered within 1s (something listens there but does not answer). The agent on that host hosts it: check that it runs, and that other hosts may reach the port. It cannot be hosted here either: Address already in use (os error 98)");
     let alone = Command::new(env!("CARGO_BIN_EXE_fulgurite")).args(["run"]).output().unwrap();
     assert!(stderr(&alone).contains("required arguments were not provided"), "{}", stderr(&alone));
 }
@@ -278,8 +378,10 @@ fn agents_that_were_told_otherwise_are_refused() {
         agent(&args, "true").spawn().unwrap()
     };
     let first = start(&["--nnodes", "2", "--node-rank", "0"]);
-    std::thread::sleep(Duration::from_millis(500));
+    until("the rendezvous", || TcpStream::connect(&endpoint).is_ok());
     let other = wait(vec![start(&["--nnodes", "3", "--node-rank", "1"])]);
     assert_snapshot!(stderr(&other[0]), @"error: launch: this agent was told --nnodes 3, the one that hosts the rendezvous 2; they must be told the same");
+    let other = wait(vec![start(&["--nnodes", "2", "--node-rank", "1", "--max-restarts", "2"])]);
+    assert_snapshot!(stderr(&other[0]), @"error: launch: this agent was told --max-restarts 2, the one that hosts the rendezvous 0; they must be told the same");
     assert_snapshot!(stderr(&wait(vec![first])[0]), @"error: the job has failed: after 3s there are 1 of 2 nodes: HOST. Start the same command on the others, with the same --rdzv-endpoint and --rdzv-id");
 }

@@ -15,6 +15,9 @@ use fulgurite_store::{JobKey, Store};
 const POLL: Duration = Duration::from_millis(100);
 /// How long agents may take, beyond what they give their ranks, to say that these have ended.
 const ENDING: Duration = Duration::from_secs(30);
+/// After how long without a sign of life an agent gives its node rank to another one that comes with it: several of
+/// the beats that would have come.
+const YIELDS: Duration = Duration::from_secs(5);
 
 /// An agent that has come.
 struct Known {
@@ -25,22 +28,35 @@ struct Known {
     refused: bool,
 }
 
+/// An agent whose node rank another one has, which may be gone.
+struct Contender {
+    member: Member,
+    /// The agent that has it, and how often that had beaten when this one came.
+    rival: u64,
+    beats: u64,
+}
+
 pub(super) struct Coordinator {
     store: Arc<dyn Store>,
     options: AgentOptions,
     agents: BTreeMap<u64, Known>,
+    contenders: BTreeMap<u64, Contender>,
 }
 
 impl Coordinator {
     pub(super) fn new(store: Arc<dyn Store>, options: AgentOptions) -> Self {
-        Self { store, options, agents: BTreeMap::new() }
+        Self { store, options, agents: BTreeMap::new(), contenders: BTreeMap::new() }
     }
 
     /// Runs the job's attempts. An error means that the store is gone, and this agent with it.
     pub(super) fn run(&mut self) -> Result<()> {
         // Not to go on from what another job of the same name has left.
-        let random = || JobKey::random_secret().map(|secret| secret.chars().take(12).collect());
-        let id: String = self.options.id.clone().map_or_else(random, Ok)?;
+        let random =
+            || -> Result<String> { Ok(JobKey::random_secret()?.chars().take(12).collect()) };
+        let (id, log_name) = match self.options.id.clone() {
+            Some(id) => (id.clone(), format!("{id}_{}", random()?)),
+            None => random().map(|id| (id.clone(), id))?,
+        };
         let mut restarts = 0;
         for number in 1.. {
             let gathered = self.gather(number == 1)?;
@@ -49,7 +65,8 @@ impl Coordinator {
                 Err(message) => return self.over(1, Some(message)),
             };
             let nodes = nodes(&agents, self.options.nodes.most);
-            let attempt = Attempt { id: id.clone(), number, restarts, nodes };
+            let attempt =
+                Attempt { id: id.clone(), log_name: log_name.clone(), number, restarts, nodes };
             write(&*self.store, keys::ATTEMPT, &attempt)?;
             let (message, code) = match self.watch(&attempt)? {
                 End::Well => return self.over(0, None),
@@ -82,15 +99,54 @@ impl Coordinator {
                     (known.beat, known.heard) = (beat, Instant::now());
                 }
             } else if let Some(member) = read::<Member>(&*self.store, &keys::member(agent)) {
-                let refusal = self.refusal(&member);
-                if let Some(why) = &refusal {
-                    write(&*self.store, &keys::refused(agent), why)?;
-                }
-                let (heard, refused) = (Instant::now(), refusal.is_some());
-                self.agents.insert(agent, Known { member, beat: 0, heard, refused });
+                self.admit(agent, member)?;
             }
         }
         Ok(())
+    }
+
+    /// Takes an agent in, refuses it, or lets it wait for what becomes of the one that has its node rank.
+    fn admit(&mut self, agent: u64, member: Member) -> Result<()> {
+        let mut refusal = self.refusal(&member);
+        if let (None, Some(rival)) = (&refusal, self.rival(&member)) {
+            let known = &self.agents[&rival];
+            let contender = self.contenders.entry(agent).or_insert_with(|| Contender {
+                member: member.clone(),
+                rival,
+                beats: known.beat,
+            });
+            // One beat may have been under way.
+            let lives = contender.rival != rival || known.beat > contender.beats + 1;
+            if !lives && known.heard.elapsed() < YIELDS {
+                return Ok(());
+            }
+            let node_rank = contender.member.node_rank.unwrap_or_default();
+            if lives {
+                refusal = Some(format!(
+                    "this agent was told --node-rank {node_rank}, which another one on {} has",
+                    known.member.host
+                ));
+            } else {
+                self.refuse(
+                    rival,
+                    &format!(
+                        "this agent was not heard of for {YIELDS:?}, and another one on {} has come with \
+                         --node-rank {node_rank} in its place",
+                        member.host
+                    ),
+                )?;
+            }
+        }
+        self.contenders.remove(&agent);
+        self.agents.insert(agent, Known { member, beat: 0, heard: Instant::now(), refused: false });
+        refusal.map_or(Ok(()), |why| self.refuse(agent, &why))
+    }
+
+    fn refuse(&mut self, agent: u64, why: &str) -> Result<()> {
+        if let Some(known) = self.agents.get_mut(&agent) {
+            known.refused = true;
+        }
+        write(&*self.store, &keys::refused(agent), &why)
     }
 
     /// Why an agent cannot be taken in.
@@ -103,15 +159,20 @@ impl Coordinator {
                 self.options.nodes
             ));
         }
-        let same = |known: &&Known| {
-            member.node_rank.is_some() && known.member.node_rank == member.node_rank
-        };
-        let other = self.agents.values().filter(|known| self.lives(known)).find(same)?;
-        Some(format!(
-            "this agent was told --node-rank {}, which another one on {} has",
-            member.node_rank.unwrap_or_default(),
-            other.member.host
-        ))
+        let (told, own) = (member.max_restarts, self.options.max_restarts);
+        (told != own).then(|| {
+            format!(
+                "this agent was told --max-restarts {told}, the one that hosts the rendezvous {own}; they must \
+                 be told the same"
+            )
+        })
+    }
+
+    /// The agent that lives, as far as is known, and has the same node rank.
+    fn rival(&self, member: &Member) -> Option<u64> {
+        let node_rank = member.node_rank?;
+        let has_it = |known: &Known| known.member.node_rank == Some(node_rank) && self.lives(known);
+        self.agents.iter().find(|(_, known)| has_it(known)).map(|(agent, _)| *agent)
     }
 
     fn lives(&self, known: &Known) -> bool {
@@ -177,10 +238,13 @@ impl Coordinator {
                     (Some(End::Stopped), _) => all_well = false,
                     (Some(_), _) => {}
                     (None, None) if lost => {
+                        let replaced =
+                            self.agents.get(&node.agent).is_some_and(|known| known.refused);
+                        let silent = if replaced { YIELDS } else { self.options.keep_alive };
                         let message = format!(
-                            "node {place} ({}) has not been heard of for {:?}: it is down, or cut off, or \
-                             its agent was killed",
-                            node.host, self.options.keep_alive
+                            "node {place} ({}) has not been heard of for {silent:?}: it is down, or cut off, \
+                             or its agent was killed",
+                            node.host
                         );
                         verdict = Some(End::Failed { message, code: 1 });
                     }

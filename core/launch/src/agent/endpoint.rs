@@ -6,9 +6,10 @@ use std::sync::Arc;
 use super::options::{AgentOptions, Endpoint, Nodes};
 use crate::environment::Variables;
 use crate::job_secret;
-use crate::launcher::address_towards;
+use crate::launcher::{address_towards, reached_by_others};
 use crate::signals::{self, Starting};
 use crate::{Error, Result};
+use fulgurite_error::advice;
 use fulgurite_store::{
     ClientIdentity, ClientOptions, JobKey, LocalStore, LostRankPolicy, Patience, Store, StoreHost,
     StoreServer, TcpStore,
@@ -33,8 +34,8 @@ const KEY: &str = job_secret::JOB_KEY_VARIABLE;
 impl Meeting {
     /// Hosts the store if this host has the endpoint's address and nobody hosts it yet, and connects to it.
     pub(super) fn join(options: &AgentOptions) -> Result<Self> {
-        let secret =
-            job_secret::configured(&Variables::current(), options.job_key_file.as_deref())?;
+        let file = options.job_key_file.as_deref();
+        let secret = job_secret::configured(&Variables::current(), file, "--job-key-file")?;
         let Some(endpoint) = &options.endpoint else {
             if options.nodes != Nodes::ONE {
                 return Err(Error::Launch(
@@ -59,14 +60,15 @@ impl Meeting {
             &secret,
             &format!("agents of {}", options.id.as_deref().unwrap_or_default()),
         );
-        let server = match options.node_rank {
-            None | Some(0) => host(endpoint, &key)?,
-            Some(_) => None,
+        let (server, not_hosted) = match options.node_rank {
+            None | Some(0) => host(endpoint, &key, options.nodes.most > 1)?,
+            Some(_) => (None, None),
         };
-        let address = address_towards(&endpoint.host, endpoint.port).ok_or_else(|| {
+        let towards = || address_towards(&endpoint.host, endpoint.port);
+        let address = options.local_address.or_else(towards).ok_or_else(|| {
             Error::Launch(format!("the host of the rendezvous endpoint {endpoint} cannot be found"))
         })?;
-        let store = connect(endpoint, &key, options)?;
+        let store = connect(endpoint, &key, options, not_hosted)?;
         let hosts = server.is_some();
         let address = address.to_string();
         Ok(Self { store: Arc::new(store), hosts, address, secret, _server: server })
@@ -76,26 +78,48 @@ impl Meeting {
 /// What the store says to the second process with a number.
 const TAKEN: &str = "another process is or was rank";
 
-/// Hosts the store, if the address is this host's and free.
-fn host(endpoint: &Endpoint, key: &JobKey) -> Result<Option<StoreServer>> {
+/// Hosts the store, if the address is this host's and free; if it is this host's and not free, why.
+fn host(
+    endpoint: &Endpoint,
+    key: &JobKey,
+    several_hosts: bool,
+) -> Result<(Option<StoreServer>, Option<String>)> {
     let addresses = (endpoint.host.as_str(), endpoint.port).to_socket_addrs().map_err(|e| {
         Error::Launch(format!("the host of the rendezvous endpoint {endpoint} is unknown: {e}"))
     })?;
-    for address in addresses {
-        // Whether the address is this host's shows by another port.
-        let is_ours = TcpListener::bind(SocketAddr::new(address.ip(), 0)).is_ok();
-        if !is_ours {
+    // Whether an address is this host's shows by another port.
+    let is_ours =
+        |address: &SocketAddr| TcpListener::bind(SocketAddr::new(address.ip(), 0)).is_ok();
+    let ours: Vec<SocketAddr> = addresses.filter(is_ours).collect();
+    let reached = reached_by_others(&endpoint.host, several_hosts, ours).map_err(|own| {
+        Error::Launch(format!(
+            "the host of the rendezvous endpoint {endpoint} is {own} here, where the agents of other hosts \
+             cannot come: name it by the address of this host that they reach"
+        ))
+    })?;
+    let mut why = None;
+    for address in reached {
+        // Taken by another agent of this host, or by somebody else, which connecting tells.
+        if let Err(error) = TcpListener::bind(address) {
+            why = Some(format!("{error}{}", advice(&error)));
             continue;
         }
         let policy = LostRankPolicy::ParentReports;
-        // Taken by another agent of this host, or by somebody else, which connecting tells.
-        return Ok(StoreServer::bind(address, key.clone(), Nodes::LIMIT, policy).ok());
+        match StoreServer::bind(address, key.clone(), Nodes::LIMIT, policy) {
+            Ok(server) => return Ok((Some(server), None)),
+            Err(error) => why = Some(error.to_string()),
+        }
     }
-    Ok(None)
+    Ok((None, why))
 }
 
 /// Connects under a number that no other agent has.
-fn connect(endpoint: &Endpoint, key: &JobKey, options: &AgentOptions) -> Result<TcpStore> {
+fn connect(
+    endpoint: &Endpoint,
+    key: &JobKey,
+    options: &AgentOptions,
+    not_hosted: Option<String>,
+) -> Result<TcpStore> {
     let _starting = Starting::new();
     let mut patience = Patience::new(options.join_timeout);
     let mut number = std::process::id() as usize;
@@ -106,8 +130,7 @@ fn connect(endpoint: &Endpoint, key: &JobKey, options: &AgentOptions) -> Result<
             rank: number % Nodes::LIMIT,
             world_size: Nodes::LIMIT,
         };
-        let client_options =
-            ClientOptions { host: StoreHost::Supervisor, give_up: signals::give_up };
+        let client_options = ClientOptions { host: StoreHost::Agent, give_up: signals::give_up };
         let connected = TcpStore::connect_with(
             &endpoint.host,
             endpoint.port,
@@ -119,8 +142,11 @@ fn connect(endpoint: &Endpoint, key: &JobKey, options: &AgentOptions) -> Result<
             Ok(store) => return Ok(store),
             Err(Error::Launch(why)) if why.contains(TAKEN) && !left.is_zero() => number += 1,
             Err(Error::Launch(why)) => {
+                let hosting =
+                    not_hosted.map(|why| format!(". It cannot be hosted here either: {why}"));
                 return Err(Error::Launch(format!(
-                    "the agent that hosts the rendezvous at {endpoint} cannot be joined: {why}"
+                    "the rendezvous at {endpoint} cannot be joined: {why}{}",
+                    hosting.unwrap_or_default()
                 )));
             }
             Err(other) => return Err(other),

@@ -12,25 +12,25 @@ use crate::{Error, Result};
 
 /// The output of one rank.
 pub(super) struct Output {
-    /// Its files: stdout, stderr.
-    files: Option<[File; 2]>,
+    /// Its files, and where they are: stdout, stderr.
+    files: Option<([File; 2], PathBuf)>,
     /// The prefix of its lines on the terminal.
     prefix: Option<String>,
 }
 
 impl Output {
-    /// The files of a rank are in `log_dir/ID/attempt_N/RANK/`.
+    /// The files of a rank are in `log_dir/NAME/attempt_N/RANK/`, with the [name](Attempt::log_name) of the job's logs.
     pub(super) fn new(options: &AgentOptions, attempt: &Attempt, rank: usize) -> Result<Self> {
         let files = match &options.log_dir {
             None => None,
             Some(dir) => {
-                let dir = directory(dir, &attempt.id, attempt.number, rank);
+                let dir = directory(dir, attempt).join(rank.to_string());
                 std::fs::create_dir_all(&dir).map_err(Error::io("making", &dir))?;
                 let create = |name: &str| {
                     let path = dir.join(name);
                     File::create(&path).map_err(Error::io("making", path))
                 };
-                Some([create("stdout.log")?, create("stderr.log")?])
+                Some(([create("stdout.log")?, create("stderr.log")?], dir))
             }
         };
         let prefix = options.tee.then(|| format!("[rank{rank}]: "));
@@ -43,7 +43,7 @@ impl Output {
             (Some(_), _) => {
                 command.stdout(Stdio::piped()).stderr(Stdio::piped());
             }
-            (None, Some([stdout, stderr])) => {
+            (None, Some(([stdout, stderr], _))) => {
                 let copy = |file: &File| {
                     file.try_clone().map_err(|e| Error::Launch(format!("a rank's log: {e}")))
                 };
@@ -54,10 +54,16 @@ impl Output {
         Ok(())
     }
 
+    /// The file with stderr, if it is not shown too.
+    pub(super) fn hidden(&self) -> Option<PathBuf> {
+        let (_, dir) = self.files.as_ref().filter(|_| self.prefix.is_none())?;
+        Some(dir.join("stderr.log"))
+    }
+
     /// Copies what a process writes, until it has ended.
     pub(super) fn copy(self, child: &mut Child) -> Vec<JoinHandle<()>> {
         let Some(prefix) = self.prefix else { return Vec::new() };
-        let [stdout, stderr] = self.files.map_or([None, None], |files| files.map(Some));
+        let [stdout, stderr] = self.files.map_or([None, None], |(files, _)| files.map(Some));
         let mut threads = Vec::new();
         if let Some(from) = child.stdout.take() {
             threads.push(tee(from, stdout, prefix.clone(), std::io::stdout()));
@@ -69,8 +75,9 @@ impl Output {
     }
 }
 
-fn directory(dir: &Path, id: &str, attempt: u64, rank: usize) -> PathBuf {
-    dir.join(id).join(format!("attempt_{}", attempt - 1)).join(rank.to_string())
+/// Where the logs of an attempt are, of all its ranks.
+pub(super) fn directory(dir: &Path, attempt: &Attempt) -> PathBuf {
+    dir.join(&attempt.log_name).join(format!("attempt_{}", attempt.number - 1))
 }
 
 /// Copies lines to a file as they are, and to the terminal with a prefix.

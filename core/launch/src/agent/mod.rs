@@ -12,6 +12,9 @@
 //! 4. If all have ended well, or were asked to end, the job is over. After a failure the coordinator begins the next
 //!    attempt, as often as it may, with the agents that are there.
 //!
+//! An agent that comes with the node rank of another one is refused if that one still gives signs of life; else it takes
+//! its place, and the attempt that the other was in has failed.
+//!
 //! An agent that has not been heard of for the time of `keep_alive` is lost, and so is a coordinator.
 //!
 //! # Invariants

@@ -1,6 +1,7 @@
 //! What an agent is told.
 
 use std::ffi::OsString;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -26,9 +27,11 @@ pub struct AgentOptions {
     pub id: Option<String>,
     /// How often the job is started again after a failure.
     pub max_restarts: u64,
+    /// The address of this host that the others reach; by default that of the interface towards the endpoint.
+    pub local_address: Option<IpAddr>,
     /// A file with the job's secret, if it is not in `FULGURITE_JOB_KEY`.
     pub job_key_file: Option<PathBuf>,
-    /// Where each rank's output is written.
+    /// Where each rank's output is written, in a folder of the job's.
     pub log_dir: Option<PathBuf>,
     /// Whether output is shown with a prefix that names the rank, besides being written to files.
     pub tee: bool,

@@ -13,6 +13,8 @@ pub(super) struct Member {
     pub(super) node_rank: Option<usize>,
     /// The nodes that it was told of: the least and the most.
     pub(super) nodes: (usize, usize),
+    /// How many restarts it was told of.
+    pub(super) max_restarts: u64,
 }
 
 /// Which agents start ranks in an attempt.
@@ -20,6 +22,8 @@ pub(super) struct Member {
 pub(super) struct Attempt {
     /// The job's id.
     pub(super) id: String,
+    /// The name of the folder with the job's logs: the id, and what tells this job from an earlier one of the same id.
+    pub(super) log_name: String,
     /// 1 is the first.
     pub(super) number: u64,
     /// How often the job was started again after a failure.
@@ -100,7 +104,7 @@ mod tests {
     use super::*;
 
     fn member(node_rank: Option<usize>, devices: usize) -> Member {
-        Member { host: "h".to_owned(), devices, node_rank, nodes: (1, 4) }
+        Member { host: "h".to_owned(), devices, node_rank, nodes: (1, 4), max_restarts: 0 }
     }
 
     #[test]
@@ -116,8 +120,8 @@ mod tests {
         };
         assert_eq!(places(4), [(1, 0), (0, 2), (2, 3), (3, 6)]);
         assert_eq!(places(2), [(1, 0), (0, 2)]);
-        let attempt =
-            Attempt { id: "job".to_owned(), number: 1, restarts: 0, nodes: nodes(&agents, 4) };
+        let (id, log_name) = ("job".to_owned(), "job".to_owned());
+        let attempt = Attempt { id, log_name, number: 1, restarts: 0, nodes: nodes(&agents, 4) };
         assert_eq!((attempt.world_size(), attempt.place(2), attempt.place(9)), (10, Some(2), None));
     }
 }

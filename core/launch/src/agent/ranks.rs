@@ -1,11 +1,12 @@
 //! The ranks of one node in one attempt.
 
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
+use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::logs::Output;
 use super::options::AgentOptions;
@@ -14,6 +15,7 @@ use crate::failure::PEER_FAILED_EXIT_CODE;
 use crate::job_secret::JOB_KEY_VARIABLE;
 use crate::launcher::threads_per_rank;
 use crate::rank_env::AGENT_VARIABLE;
+use crate::rank_process::{self, Escalation};
 use crate::signals;
 use crate::supervisor::THREADS_VARIABLE;
 use crate::{Error, Result};
@@ -22,9 +24,6 @@ use fulgurite_store::Patience;
 
 /// How long ranks have to stop by themselves after one has failed, before they get SIGTERM.
 const GRACE: Duration = Duration::from_secs(3);
-/// How long they have from SIGTERM to SIGKILL.
-const TERM_GRACE: Duration = Duration::from_secs(2);
-
 /// How long the last lines of ranks that have ended are waited for.
 const COPY_GRACE: Duration = Duration::from_secs(2);
 
@@ -34,8 +33,8 @@ pub(super) struct Ranks {
     node: String,
     /// How the first rank of this node that failed ended, in words, and its exit code.
     failed: Option<(String, i32)>,
-    /// Since ranks are to end: until the next signal is due, and how many they were sent.
-    ending: Option<(Patience, u8)>,
+    /// Since ranks are to end.
+    ending: Option<Escalation>,
     /// The first signal that asked for an end.
     interrupted: Option<i32>,
 }
@@ -44,6 +43,8 @@ struct Rank {
     rank: usize,
     process: Child,
     copies: Vec<JoinHandle<()>>,
+    /// The file with its stderr, if it is not on the terminal.
+    log: Option<PathBuf>,
     end: Option<ExitStatus>,
 }
 
@@ -99,8 +100,9 @@ impl Ranks {
             let started = command.process_group(0).stdin(Stdio::null()).spawn();
             match started {
                 Ok(mut process) => {
+                    let log = output.hidden();
                     let copies = output.copy(&mut process);
-                    ranks.ranks.push(Rank { rank, process, copies, end: None });
+                    ranks.ranks.push(Rank { rank, process, copies, log, end: None });
                 }
                 Err(error) => {
                     ranks.kill();
@@ -130,7 +132,8 @@ impl Ranks {
         while !self.ranks.iter().all(copied) && patience.slice().is_some() {
             std::thread::sleep(Duration::from_millis(10));
         }
-        let codes: Vec<i32> = self.ranks.iter().filter_map(|rank| rank.end).map(code).collect();
+        let codes: Vec<i32> =
+            self.ranks.iter().filter_map(|rank| rank.end).map(rank_process::exit_code).collect();
         // Not by the signals that they got from here after a failure.
         let by_signal = |code: &&i32| signals::is_handled(**code - 128);
         let asked = self.interrupted.is_some() || self.ending.is_none();
@@ -152,19 +155,17 @@ impl Ranks {
         if rank.end.is_some() {
             return;
         }
-        let pid = Pid::from_child(&rank.process);
-        let looks = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-        if matches!(waitid(WaitId::Pid(pid), looks), Ok(None)) {
+        if !rank_process::has_ended(&rank.process) {
             return;
         }
-        // What it has started and left behind. As long as nobody has waited for it, its number is its own.
+        // What it has started and left behind.
         signal_group(rank, Signal::KILL);
-        // Without an exit status, because SIGCHLD is ignored: it has ended.
-        let end = rank.process.wait().unwrap_or(ExitStatus::from_raw(1 << 8));
+        let end = rank_process::end_of(&mut rank.process);
         rank.end = Some(end);
+        let log = rank.log.as_ref().map(|path| format!("; see {}", path.display()));
         let (rank, ending) = (rank.rank, self.ending.is_some());
         let asked = ending || self.interrupted.is_some();
-        let how = match (end.code(), end.signal()) {
+        match (end.code(), end.signal()) {
             (Some(0), _) => return,
             (Some(code), _) if signals::is_handled(code - 128) => return,
             (Some(code), _) if code == i32::from(PEER_FAILED_EXIT_CODE) => {
@@ -173,16 +174,13 @@ impl Ranks {
             }
             (None, Some(signal)) if ending && signal == Signal::KILL.as_raw() => return,
             (None, Some(signal)) if asked && signals::is_handled(signal) => return,
-            (Some(code), _) => format!("ended with exit code {code}"),
-            (None, Some(signal)) => {
-                format!("was killed by {}{}", signals::describe(signal), signals::explain(signal))
-            }
-            (None, None) => format!("ended: {end}"),
-        };
+            _ => {}
+        }
         if self.failed.is_none() {
-            let message = format!("rank {rank} on {} {how}", self.node);
+            let (how, log) = (rank_process::describe(end), log.unwrap_or_default());
+            let message = format!("rank {rank} on {} {how}{log}", self.node);
             print_message(&format!("error: {message}"));
-            self.failed = Some((message, code(end)));
+            self.failed = Some((message, rank_process::exit_code(end)));
         }
         self.stop();
     }
@@ -212,18 +210,13 @@ impl Ranks {
 
     /// Lets the ranks end: soon by themselves, and then by signals.
     pub(super) fn stop(&mut self) {
-        self.ending.get_or_insert_with(|| (Patience::new(GRACE), 0));
+        self.ending.get_or_insert_with(|| Escalation::after(GRACE));
     }
 
     fn end_stragglers(&mut self) {
-        let Some((patience, sent)) = &mut self.ending else { return };
-        if patience.slice().is_some() {
-            return;
+        if let Some(signal) = self.ending.as_mut().and_then(Escalation::due) {
+            self.signal(signal);
         }
-        *patience = Patience::new(TERM_GRACE);
-        *sent = sent.saturating_add(1);
-        let signal = if *sent == 1 { Signal::TERM } else { Signal::KILL };
-        self.signal(signal);
     }
 
     /// Signals the ranks that have not ended.
@@ -250,8 +243,4 @@ impl Drop for Ranks {
 
 fn signal_group(rank: &Rank, signal: Signal) {
     let _ = kill_process_group(Pid::from_child(&rank.process), signal);
-}
-
-fn code(end: ExitStatus) -> i32 {
-    end.code().or(end.signal().map(|signal| 128 + signal)).unwrap_or(1)
 }

@@ -1,12 +1,13 @@
 //! [`run`]: the life of an agent.
 
 use std::net::{IpAddr, TcpListener};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::board::{Board, Seen, keys, read, write};
 use super::coordinator::Coordinator;
 use super::endpoint::Meeting;
+use super::logs;
 use super::options::AgentOptions;
 use super::plan::{Attempt, End, Member};
 use super::ranks::Ranks;
@@ -36,22 +37,23 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
         devices: options.devices,
         node_rank: options.node_rank,
         nodes: (options.nodes.least, options.nodes.most),
+        max_restarts: options.max_restarts,
     };
     write(&*meeting.store, &keys::member(agent), &member)?;
+    let coordinator_failed = Arc::new(OnceLock::new());
     if meeting.hosts {
         let mut coordinator = Coordinator::new(meeting.store.clone(), options.clone());
-        let run = move || {
-            if let Err(error) = coordinator.run() {
-                print_message(&format!("error: the coordinator of the job cannot go on: {error}"));
-            }
-        };
+        let failed = coordinator_failed.clone();
+        let run = move || drop(coordinator.run().map_err(|error| failed.set(error.to_string())));
         std::thread::Builder::new()
             .name("coordinator".to_owned())
             .spawn(run)
             .map_err(|e| Error::Launch(format!("starting a thread: {e}{}", advice(&e))))?;
     }
     let board = Board::new(Arc::clone(&meeting.store), agent)?;
-    let code = Agent { options, meeting: &meeting, board: &board, agent }.run()?;
+    let coordinator_failed = &*coordinator_failed;
+    let code =
+        Agent { options, meeting: &meeting, board: &board, agent, coordinator_failed }.run()?;
     match meeting.hosts {
         false => board.say_bye(agent, FAREWELL),
         true => wait_for_byes(&*meeting.store, agent),
@@ -74,6 +76,14 @@ fn check(options: &AgentOptions) -> Result<()> {
     if options.devices == 0 {
         return Err(Error::Launch("--nproc-per-node must be 1 or more".to_owned()));
     }
+    if let Some(id) = &options.id
+        && (id.is_empty() || id.len() > 128 || !id.chars().all(is_plain) || id.starts_with('.'))
+    {
+        return Err(Error::Launch(format!(
+            "--rdzv-id is `{id}`; it names a folder of logs, so it should be of 1 to 128 letters, digits, and the \
+             signs - _ . : (no . in front)"
+        )));
+    }
     match options.node_rank {
         Some(rank) if rank >= options.nodes.most => Err(Error::Launch(format!(
             "--node-rank is {rank}; of {} node(s) the ranks are 0 to {}",
@@ -84,11 +94,18 @@ fn check(options: &AgentOptions) -> Result<()> {
     }
 }
 
+/// Whether a character may be in an id.
+fn is_plain(character: char) -> bool {
+    character.is_alphanumeric() || "-_.:".contains(character)
+}
+
 struct Agent<'a> {
     options: &'a AgentOptions,
     meeting: &'a Meeting,
     board: &'a Board,
     agent: u64,
+    /// Why the coordinator on this agent cannot go on.
+    coordinator_failed: &'a OnceLock<String>,
 }
 
 impl Agent<'_> {
@@ -135,8 +152,11 @@ impl Agent<'_> {
     }
 
     /// # Errors
-    /// If the store has not answered for too long.
+    /// If the store has not answered for too long, or nobody coordinates the job any more.
     fn check_contact(&self, seen: &Seen) -> Result<()> {
+        if let Some(why) = self.coordinator_failed.get() {
+            return Err(Error::Launch(format!("the job cannot be coordinated any more: {why}")));
+        }
         let silent = seen.heard.elapsed();
         match (&self.options.endpoint, silent > self.options.keep_alive) {
             (Some(endpoint), true) => Err(Error::Launch(format!(
@@ -162,6 +182,10 @@ impl Agent<'_> {
             Ok(address) => address,
             Err(end) => return Ok(end),
         };
+        if let (Some(dir), false) = (&self.options.log_dir, self.options.tee) {
+            let dir = logs::directory(dir, attempt);
+            print_message(&format!("the output of the ranks is in {}/", dir.display()));
+        }
         let started = Ranks::start(self.options, attempt, place, &address, &self.meeting.secret);
         let mut ranks = match started {
             Ok(ranks) => ranks,

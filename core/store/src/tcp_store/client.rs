@@ -37,6 +37,8 @@ pub enum StoreHost {
     RankZero,
     /// The supervisor, which is no rank.
     Supervisor,
+    /// An agent of those that start the ranks on several nodes; the clients are agents too.
+    Agent,
 }
 
 /// What a [`TcpStore`] is told besides the server's address and which rank it is of.
@@ -62,6 +64,7 @@ struct Server {
     host: String,
     port: u16,
     identity: ClientIdentity,
+    hosted_by: StoreHost,
 }
 
 /// The health connection, and what came over it.
@@ -105,17 +108,24 @@ impl TcpStore {
         timeout: Duration,
         options: ClientOptions,
     ) -> Result<Self> {
-        let server = Server { host: host.to_owned(), port, identity };
+        let server = Server { host: host.to_owned(), port, identity, hosted_by: options.host };
         let over = || (options.give_up)().is_some();
         let reader = match server.open_before(Purpose::Health, deadline(timeout), over) {
             Ok(reader) => reader,
             Err(HandshakeError::Retry(_)) if over() => return Err(Error::Interrupted),
             Err(HandshakeError::Retry(why)) => {
-                return Err(server.error(&format!(
-                    "no store answered within {timeout:?} ({why}). Rank 0 hosts it: check that rank \
-                     0 runs, that MASTER_ADDR and MASTER_PORT name its host and a port that other \
-                     hosts may reach"
-                )));
+                let advice = match options.host {
+                    StoreHost::Agent => {
+                        "The agent on that host hosts it: check that it runs, and that other hosts may reach the \
+                         port"
+                    }
+                    StoreHost::RankZero | StoreHost::Supervisor => {
+                        "Rank 0 hosts it: check that rank 0 runs, that MASTER_ADDR and MASTER_PORT name its host and \
+                         a port that other hosts may reach"
+                    }
+                };
+                return Err(server
+                    .error(&format!("no store answered within {timeout:?} ({why}). {advice}")));
             }
             Err(error) => return Err(server.error(&error.describe())),
         };
@@ -325,8 +335,13 @@ const BROKEN: &str = "its connection to the job's store, which the supervisor ho
 
 impl Server {
     fn error(&self, why: &str) -> Error {
-        let Self { host, port, identity } = self;
-        Error::Launch(format!("rank {}, store at {host}:{port}: {why}", identity.rank))
+        let Self { host, port, identity, hosted_by } = self;
+        Error::Launch(match hosted_by {
+            StoreHost::Agent => format!("store at {host}:{port}: {why}"),
+            StoreHost::RankZero | StoreHost::Supervisor => {
+                format!("rank {}, store at {host}:{port}: {why}", identity.rank)
+            }
+        })
     }
 
     /// [Opens](Self::open) a connection, again and again until `deadline` or until the job is `over`: the
@@ -361,7 +376,7 @@ impl Server {
         purpose: Purpose,
         deadline: Instant,
     ) -> Result<Reader<TcpStream>, HandshakeError> {
-        let Self { host, port, identity } = self;
+        let Self { host, port, identity, .. } = self;
         let retry = |why: String| HandshakeError::Retry(why);
         // Resolved in each retry: a host's name may become known only when the host is up.
         let addresses = (host.as_str(), *port)
@@ -456,7 +471,7 @@ impl Health {
         if !self.closing.load(Ordering::Relaxed) && !self.host_left.load(Ordering::Relaxed) {
             self.set_failure(match self.host {
                 StoreHost::RankZero => (0, format!("{DIED}; it hosted the job's store")),
-                StoreHost::Supervisor => (self.rank, BROKEN.to_owned()),
+                StoreHost::Supervisor | StoreHost::Agent => (self.rank, BROKEN.to_owned()),
             });
         }
     }

@@ -10,9 +10,9 @@ use super::hooks::Hook;
 use super::log_table::Stage;
 use super::runner::Loading;
 use super::session::{Cursor, Session, training};
-use crate::Result;
 use crate::fabric::FabricOptimizers;
 use crate::run::{CountOrFraction, Limits, TrainerConfig};
+use crate::{Error, Result};
 use fulgurite_engine::collective::ReduceOp;
 use fulgurite_engine::data::{LastBatch, SampleOrder, TrainSampler, Workers};
 use fulgurite_engine::execution::read;
@@ -135,6 +135,12 @@ impl Session {
                     self.hook(Hook::TrainEpochStart)?;
                 }
                 if let Some(accumulate) = self.requests.accumulate_grad_batches.take() {
+                    if self.parts.config.global_batch_size.is_some() {
+                        return Err(Error::Config(format!(
+                            "a callback asks for {accumulate} micro-batches in a step, but their number follows \
+                             from `trainer.global_batch_size`: leave one of the two out"
+                        )));
+                    }
                     self.accumulate = accumulate;
                     (plan, max_steps) = (self.loop_plan()?, self.max_steps()?);
                     self.runner.load_training(plan.loading(self.cursor, workers))?;
