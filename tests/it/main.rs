@@ -1,5 +1,6 @@
 //! What takes several crates, and whole programs.
 
+mod accelerators;
 mod agents;
 mod async_save;
 mod callbacks;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use fulgurite::cli::plugins;
+use fulgurite::core::accelerator::AcceleratorConfig;
 use fulgurite::core::checkpoint::CheckpointIOConfig;
 use fulgurite::core::collective::ProcessGroupConfig;
 use fulgurite::core::config::PluginValue;
@@ -25,6 +26,7 @@ fn the_built_in_plugins_are_listed() {
     let names: Vec<String> =
         names.iter().map(|(kind, names)| format!("{kind}: {}", names.join(", "))).collect();
     insta::assert_snapshot!(names.join("\n"), @"
+    accelerator: auto, cpu, cuda
     callback: device_stats_monitor, early_stopping, gradient_accumulation_scheduler, gradient_norms, learning_rate_finder, model_checkpoint, model_summary, on_exception_checkpoint, reduce_lr_on_plateau, stochastic_weight_averaging, throughput_monitor
     checkpoint_io: local
     environment: kubernetes, local, lsf, mpi, slurm, torchelastic
@@ -74,6 +76,7 @@ fn check<T: DeserializeOwned>(kind: &'static str) {
 fn what_can_be_built_is_what_is_registered() {
     check::<Box<dyn StrategyConfig>>(kind::STRATEGY);
     check::<Box<dyn ProcessGroupConfig>>(kind::PROCESS_GROUP);
+    check::<Box<dyn AcceleratorConfig>>(kind::ACCELERATOR);
     check::<Box<dyn EnvironmentConfig>>(kind::ENVIRONMENT);
     check::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO);
     check::<Box<dyn LoggerConfig>>(kind::LOGGER);

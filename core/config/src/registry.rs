@@ -13,6 +13,8 @@ pub mod kind {
     pub const STRATEGY: &str = "strategy";
     /// A `ProcessGroup`: `trainer.process_group`.
     pub const PROCESS_GROUP: &str = "process_group";
+    /// An `Accelerator`: `trainer.accelerator`.
+    pub const ACCELERATOR: &str = "accelerator";
     /// A `ClusterEnvironment`: `trainer.environment`.
     pub const ENVIRONMENT: &str = "environment";
     /// A `CheckpointIO`: `checkpoint.io`.
@@ -149,6 +151,7 @@ macro_rules! registration_macros {
 registration_macros! {
     register_strategy, STRATEGY, "StrategyConfig";
     register_process_group, PROCESS_GROUP, "ProcessGroupConfig";
+    register_accelerator, ACCELERATOR, "AcceleratorConfig";
     register_environment, ENVIRONMENT, "EnvironmentConfig";
     register_checkpoint_io, CHECKPOINT_IO, "CheckpointIOConfig";
     register_logger, LOGGER, "LoggerConfig";

@@ -4,6 +4,7 @@
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read tensors"))]
 
+pub mod accelerator;
 pub mod autograd;
 pub mod checkpoint_io;
 pub mod collective;

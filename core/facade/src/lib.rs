@@ -23,15 +23,15 @@ pub mod config {
 }
 pub use fulgurite_config::{__private, registry};
 pub use fulgurite_config::{
-    config_struct, plugin_kind, register_checkpoint_io, register_environment,
+    config_struct, plugin_kind, register_accelerator, register_checkpoint_io, register_environment,
     register_gradient_compression, register_logger, register_optimizer, register_parallelize,
     register_plugin, register_process_group, register_scheduler, register_strategy,
 };
 pub use fulgurite_conformance as conformance;
 pub use fulgurite_engine::plan;
 pub use fulgurite_engine::{
-    autograd, collective, data, execution, mesh, module, optim, parallel, parameter, quantization,
-    random, shard, strategy,
+    accelerator, autograd, collective, data, execution, mesh, module, optim, parallel, parameter,
+    quantization, random, shard, strategy,
 };
 pub use fulgurite_error::{Error, Result, advice, files};
 pub use fulgurite_launch as launch;

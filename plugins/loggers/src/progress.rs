@@ -307,8 +307,13 @@ fn describe(event: &Event, items: &str) -> Option<String> {
             tokens_per_s,
             startup_s,
             peak_rss_mib,
+            peak_device_mib,
         } => {
             let peak = peak_rss_mib.iter().copied().fold(0.0, f64::max);
+            let device = match peak_device_mib.iter().copied().reduce(f64::max) {
+                Some(peak) => format!(" and {peak:.0} MiB on its device"),
+                None => String::new(),
+            };
             // A validation, or a run resumed at its end, has no steps.
             let made = match step_s_median.is_nan() {
                 true => "no further step".to_owned(),
@@ -320,7 +325,7 @@ fn describe(event: &Event, items: &str) -> Option<String> {
             };
             format!(
                 "{steps} steps on {world_size} rank(s) with {strategy}: {made}, at most {peak:.0} \
-                 MiB a rank"
+                 MiB a rank{device}"
             )
         }
         _ => return None,
@@ -425,6 +430,7 @@ mod tests {
             tokens_per_s: 2_500_000.0,
             startup_s: 0.5,
             peak_rss_mib: vec![100.0, 120.4],
+            peak_device_mib: vec![50.0, 60.4],
         });
         insta::assert_snapshot!(shown(Some(6), &events), @"
         module    parameters
@@ -437,7 +443,7 @@ mod tests {
         step 6/6  epoch 0.38  loss 0.5000  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
         validation after step 6: val_loss 2.5000
         checkpoint after step 6: run/step-6
-        6 steps on 2 rank(s) with fsdp: loss 3.0000 to 0.5000, 0.250 s a step, 2.50M images/s, 0.5 s to start, at most 120 MiB a rank
+        6 steps on 2 rank(s) with fsdp: loss 3.0000 to 0.5000, 0.250 s a step, 2.50M images/s, 0.5 s to start, at most 120 MiB a rank and 60 MiB on its device
         ");
     }
 
@@ -454,6 +460,7 @@ mod tests {
             tokens_per_s: nan,
             startup_s: nan,
             peak_rss_mib: vec![100.0],
+            peak_device_mib: Vec::new(),
         };
         insta::assert_snapshot!(shown(None, &[summary]), @"
         module    parameters

@@ -138,7 +138,7 @@ impl Fabric {
         Ok(TrainLoader {
             data: Arc::new(data),
             sampler,
-            device: self.init.device.clone(),
+            device: self.device().clone(),
             scope: self.scope(true, 0, (share.rank * batch_size) as u64),
             workers: self.workers,
             batches: 0,

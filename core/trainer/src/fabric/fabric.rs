@@ -12,6 +12,7 @@ use super::launcher::check_frozen;
 use crate::profiler::{LogExecutionTime, Phase, Profile};
 use crate::runtime::{NoSyncGuard, SamplerShare, StrategyRuntime, UnusedParameters};
 use crate::{Error, Result};
+use fulgurite_engine::accelerator::Accelerator;
 use fulgurite_engine::collective::{ProcessGroup, Solo};
 use fulgurite_engine::data::Workers;
 use fulgurite_engine::execution::ContextGuard;
@@ -58,6 +59,8 @@ pub struct Fabric {
     world: Arc<dyn ProcessGroup>,
     pub(super) init: ModuleInit,
     seed: u64,
+    /// What opened the device, if a configuration did.
+    pub(super) accelerator: Option<Arc<dyn Accelerator>>,
     /// The adapter that the model's own start from, or that was loaded last.
     pub(super) adapter_from: Mutex<Option<PathBuf>>,
     /// Where the base of the adapters is from.
@@ -92,6 +95,7 @@ impl Fabric {
             world,
             init,
             seed,
+            accelerator: None,
             adapter_from: Mutex::default(),
             base_model: None,
             workers,

@@ -7,9 +7,9 @@ use super::Fabric;
 use crate::profiler::Profiler;
 use crate::run::{
     AdapterConfig, Devices, MAX_TIMEOUT_SECS, QuantizationConfig, RunConfig, TrainerConfig,
-    available_cores,
 };
 use crate::{Error, Result};
+use candle_core::Device;
 use fulgurite_config::registry::{self, kind};
 use fulgurite_engine::collective::{GroupContext, ProcessGroup, ProcessGroupConfig, Solo};
 use fulgurite_engine::module::{ModuleInit, ModuleTree, pattern_matches};
@@ -100,7 +100,7 @@ impl TrainerConfig {
                 Devices::Count(n) => Some(n),
                 Devices::Auto => None,
             },
-            devices_if_alone: available_cores(),
+            devices_if_alone: self.ranks_if_alone()?,
             num_nodes: self.num_nodes,
             environment: match &self.environment {
                 Some(value) => Some(value.build(kind::ENVIRONMENT, "trainer.environment")?),
@@ -172,7 +172,11 @@ impl Fabric {
             Some(profiler) => profiler.watch_group(world),
             None => world,
         };
-        let mut fabric = Self::new(world, strategy, config.module_init()?, seed)?;
+        let accelerator = config.open_accelerator(&*world)?;
+        let device = accelerator.as_ref().map_or(Device::Cpu, |opened| opened.device().clone());
+        let init = ModuleInit { device, ..config.module_init()? };
+        let mut fabric = Self::new(world, strategy, init, seed)?;
+        fabric.accelerator = accelerator;
         *fabric.adapter_from.get_mut().expect("nobody panics while holding it") =
             config.adapters.as_ref().and_then(|adapters| adapters.from.clone());
         if let Some(profiler) = profiler {

@@ -1,6 +1,7 @@
 //! Fabric: strategy, launcher and checkpoints for training loops of one's own. The trainer is built
 //! on it.
 
+mod accelerator;
 mod adapters;
 mod checkpoints;
 mod collectives;

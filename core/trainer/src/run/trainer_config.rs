@@ -20,7 +20,11 @@ fulgurite_config::config_struct! {
     /// How a model is trained: the table `[trainer]`.
     #[derive(Debug, Clone, PartialEq)]
     pub struct TrainerConfig {
-        /// Number of ranks on each node. `"auto"` is as many as a launcher has started, else one per core.
+        /// What ranks compute on: `"auto"` is CUDA, where the program is built with it and finds a GPU, else the
+        /// CPU.
+        pub accelerator: PluginValue = PluginValue::new("auto"),
+        /// Number of ranks on each node. `"auto"` is as many as a launcher has started, else one per core, or one per
+        /// GPU.
         pub devices: Devices = Devices::Count(1),
         /// Number of nodes. More than one needs a launcher that starts the ranks, such as
         /// `torchrun` or `srun`.
@@ -379,6 +383,9 @@ impl TrainerConfig {
     /// [`Error::UnknownPlugin`], or [`Error::Config`] for an option.
     pub fn check_plugins(&self) -> Result<()> {
         self.strategy.check(kind::STRATEGY, "trainer.strategy")?;
+        if self.names_accelerator() {
+            self.accelerator.check(kind::ACCELERATOR, "trainer.accelerator")?;
+        }
         self.process_group.check(kind::PROCESS_GROUP, "trainer.process_group")?;
         if let Some(environment) = &self.environment {
             environment.check(kind::ENVIRONMENT, "trainer.environment")?;

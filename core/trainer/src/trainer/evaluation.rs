@@ -304,7 +304,7 @@ impl Session {
     ) -> Result<Option<Interruption>> {
         self.runner.load_evaluation(Loading {
             plan: Box::new(sampler.batches(split, self.parts.fabric.seed(), batches)),
-            device: self.device()?,
+            device: self.device(),
             context: self.parts.fabric.context_parallel(),
             workers: self.parts.config.workers(),
         })?;

@@ -148,6 +148,10 @@ pub enum Event {
         /// The peak memory of each rank's process, in MiB, by rank.
         #[serde(deserialize_with = "list")]
         peak_rss_mib: Vec<f64>,
+        /// The most that the tensors of each rank have held on its device, in MiB, by rank; empty if ranks compute on
+        /// the CPU.
+        #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list")]
+        peak_device_mib: Vec<f64>,
     },
 }
 
@@ -295,6 +299,7 @@ mod tests {
             tokens_per_s: 2048.0,
             startup_s: 0.125,
             peak_rss_mib: vec![100.5, 99.5],
+            peak_device_mib: Vec::new(),
         };
         insta::assert_snapshot!(serde_json::to_string(&summary).unwrap(), @r#"{"event":"summary","steps":2,"world_size":2,"strategy":"fsdp","first_loss":3.5,"last_loss":3.25,"step_s_median":0.5,"tokens_per_s":2048.0,"startup_s":0.125,"peak_rss_mib":[100.5,99.5]}"#);
         for event in [step, summary] {

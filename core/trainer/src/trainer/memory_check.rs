@@ -26,6 +26,10 @@ pub(super) fn check_memory(
     groups: &Planned,
 ) -> Result<()> {
     let check = run.trainer.memory_check;
+    // The model is in the memory of devices, of which nothing is known before they are opened.
+    if run.trainer.visible_devices()?.is_some() {
+        return Ok(());
+    }
     let Some(host) = HostMemory::now().filter(|_| check != MemoryCheck::Off) else { return Ok(()) };
     let on_host = (groups.size() / run.trainer.num_nodes).max(1);
     let shared = shared_memory(run, groups, on_host)?;

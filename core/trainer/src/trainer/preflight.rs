@@ -11,7 +11,7 @@ use super::restart::{restarted_job, runs_of_job};
 use super::saving::refuse_used;
 use super::{CallbackConfig, LightningModule, OptimizerSetup, Optimizers, RunConfigOf, Trainer};
 use crate::fabric::{Connection, check_frozen};
-use crate::run::{CkptPath, Devices, RunConfig, available_cores};
+use crate::run::{CkptPath, Devices, RunConfig};
 use crate::{Error, Result};
 use fulgurite_checkpoint_format::{self as checkpoint, DistributedCheckpoint};
 use fulgurite_config::PluginValue;
@@ -101,7 +101,7 @@ impl Trainer {
             |context: &DataContext, builder: &ModuleBuilder| describe::<M>(run, context, builder);
         let devices = match run.trainer.devices {
             Devices::Count(count) => count,
-            Devices::Auto => available_cores(),
+            Devices::Auto => run.trainer.ranks_if_alone()?,
         };
         let ranks = devices.saturating_mul(run.trainer.num_nodes);
         run.trainer.check_launch(ranks)?;

@@ -42,7 +42,7 @@ pub struct RunStart {
     pub items: &'static str,
     /// The model's parameters.
     pub model: ModelSummary,
-    /// Its ranks, if they are several.
+    /// Its ranks, if they are several, or compute on another device than the CPU.
     pub ranks: Option<RanksSummary>,
 }
 
@@ -56,19 +56,33 @@ pub struct RanksSummary {
     pub strategy: String,
     /// How they reach each other: [`ProcessGroup::transport`](fulgurite_engine::collective::ProcessGroup::transport).
     pub transport: String,
+    /// What each computes on, such as `NVIDIA H200`; empty for the CPU.
+    pub device: String,
 }
 
 impl RanksSummary {
     /// Several ranks of a strategy.
     pub fn new(ranks: usize, strategy: impl Into<String>, transport: impl Into<String>) -> Self {
-        Self { ranks, strategy: strategy.into(), transport: transport.into() }
+        let (strategy, transport) = (strategy.into(), transport.into());
+        Self { ranks, strategy, transport, device: String::new() }
+    }
+
+    /// That compute on this device.
+    #[must_use]
+    pub fn on(self, device: impl Into<String>) -> Self {
+        Self { device: device.into(), ..self }
     }
 }
 
 impl std::fmt::Display for RanksSummary {
     /// `4 ranks, strategy fsdp, process group shm within hosts, tcp between them`.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} ranks, strategy {}", self.ranks, self.strategy)?;
+        let plural = if self.ranks == 1 { "" } else { "s" };
+        write!(f, "{} rank{plural}", self.ranks)?;
+        if !self.device.is_empty() {
+            write!(f, " on {}", self.device)?;
+        }
+        write!(f, ", strategy {}", self.strategy)?;
         match self.transport.as_str() {
             "" => Ok(()),
             transport => write!(f, ", process group {transport}"),

@@ -220,9 +220,8 @@ impl Session {
         table.reduce(stage, &**mesh.group(DP_CP)?)
     }
 
-    pub(super) fn device(&self) -> Result<Device> {
-        let tree = self.parts.fabric.module_tree()?;
-        Ok(tree.parameters().first().map_or(Device::Cpu, |p| p.device().clone()))
+    pub(super) fn device(&self) -> Device {
+        self.parts.fabric.device().clone()
     }
 
     /// Calls the hooks for the end of the run, and emits the summary. Collective.
@@ -273,6 +272,7 @@ impl Session {
             .into_iter()
             .map(|mib| mib.unwrap_or(f64::NAN))
             .collect();
+        let peak_device_mib = self.peak_device_mib()?;
         let meter = &self.parts.meter;
         let event = Event::Summary {
             steps: self.cursor.step,
@@ -284,8 +284,18 @@ impl Session {
             tokens_per_s: meter.counts_per_sec(),
             startup_s: meter.startup_secs(),
             peak_rss_mib,
+            peak_device_mib,
         };
         self.emit(&event)
+    }
+
+    /// The peak memory of the devices of all ranks, in MiB; empty if they are the host's. Collective.
+    fn peak_device_mib(&self) -> Result<Vec<f64>> {
+        let fabric = &self.parts.fabric;
+        // All ranks have the same kind of device.
+        let Some(memory) = fabric.device_memory()? else { return Ok(Vec::new()) };
+        let peaks = all_gather_object(&**fabric.world(), &(memory.peak_bytes as f64))?;
+        Ok(peaks.into_iter().map(|peak| peak / f64::from(1 << 20)).collect())
     }
 }
 

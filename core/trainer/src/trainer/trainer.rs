@@ -196,7 +196,7 @@ impl Trainer {
         let rank = self.world.rank();
         let starting = Starting::new();
         let mut session = self.set_up(Stage::Fit, &run, set_up)?;
-        let result = session.run_fit(&run, starting);
+        let result = session.run_fit(&run, starting).map_err(|e| session.parts.fabric.explain(e));
         if result.is_err() {
             session.save_on_exception();
             session.profile_on_exception();
@@ -280,7 +280,8 @@ impl Trainer {
     ) -> Result<()> {
         let starting = Starting::new();
         let mut session = self.set_up(stage, &run, set_up)?;
-        let result = session.run_once(&run, starting, act);
+        let result =
+            session.run_once(&run, starting, act).map_err(|e| session.parts.fabric.explain(e));
         if result.is_err() {
             session.profile_on_exception();
         }
@@ -507,8 +508,11 @@ impl Session {
         if !self.parts.sinks.is_empty() {
             let model = ModelSummary::new(self.parts.fabric.module_tree()?);
             let world = self.parts.fabric.world();
-            let several = (world.size() > 1).then(|| {
-                RanksSummary::new(world.size(), self.parts.strategy.clone(), world.transport())
+            let device = self.parts.fabric.device_description();
+            let several = (world.size() > 1 || device.is_some()).then(|| {
+                let strategy = self.parts.strategy.clone();
+                let summary = RanksSummary::new(world.size(), strategy, world.transport());
+                summary.on(device.unwrap_or_default())
             });
             let start = RunStart { max_steps, items: self.items_name, model, ranks: several };
             self.parts.sinks.iter().for_each(|sink| {

@@ -297,7 +297,7 @@ impl Session {
                 step as f64 / samples as f64
             );
         }
-        let device = self.device()?;
+        let device = self.device();
         let context = self.parts.fabric.context_parallel();
         Ok(LoopPlan { order, sampler, validation, device, context })
     }

@@ -86,7 +86,7 @@ fn tee(text: &str) -> Result<Box<dyn LoggerConfig>> {
 // checklist: composer: FSDP2Config
 #[test]
 fn unknown_keys_are_errors_everywhere() {
-    insta::assert_snapshot!(run_error("[trainer]\nmax_step = 3"), @"run.toml: unknown key `trainer.max_step`; did you mean `max_steps`? (the keys of `trainer` are devices, num_nodes, max_steps, max_epochs, min_steps, min_epochs, max_time, num_workers, prefetch_factor, last_batch, accumulate_grad_batches, global_batch_size, gradient_clip_val, gradient_clip_algorithm, ema_decay, val_check_interval, check_val_every_n_epoch, num_sanity_val_steps, limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches, overfit_batches, fast_dev_run, detect_anomaly, sync_buffers, sync_batchnorm, log_every_n_steps, precision, keep_in_fp32, default_root_dir, ckpt_path, enable_progress_bar, unused_parameters, freeze, adapters, quantization, activation_checkpointing, timeout_secs, memory_check, strategy, process_group, environment, job_key_file, profiler, callbacks, loggers)");
+    insta::assert_snapshot!(run_error("[trainer]\nmax_step = 3"), @"run.toml: unknown key `trainer.max_step`; did you mean `max_steps`? (the keys of `trainer` are accelerator, devices, num_nodes, max_steps, max_epochs, min_steps, min_epochs, max_time, num_workers, prefetch_factor, last_batch, accumulate_grad_batches, global_batch_size, gradient_clip_val, gradient_clip_algorithm, ema_decay, val_check_interval, check_val_every_n_epoch, num_sanity_val_steps, limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches, overfit_batches, fast_dev_run, detect_anomaly, sync_buffers, sync_batchnorm, log_every_n_steps, precision, keep_in_fp32, default_root_dir, ckpt_path, enable_progress_bar, unused_parameters, freeze, adapters, quantization, activation_checkpointing, timeout_secs, memory_check, strategy, process_group, environment, job_key_file, profiler, callbacks, loggers)");
     insta::assert_snapshot!(run_error("[model]\nhiden_size = 3"), @"run.toml: unknown key `model.hiden_size`; did you mean `hidden_size`? (the keys of `model` are hidden_size, rates, kind)");
     insta::assert_snapshot!(run_error("[model.kind.gated]\nwidht = 3"), @"run.toml: unknown key `model.kind.gated.widht`; did you mean `width`? (the keys of `model.kind.gated` are width)");
     insta::assert_snapshot!(run_error("[data]\nwhere = 3"), @"run.toml: unknown key `data.where` (the keys of `data` are path)");
@@ -362,6 +362,7 @@ fn the_resolved_configuration_is_written_and_read_back() {
     lr = 0.001
 
     [trainer]
+    accelerator = "auto"
     devices = 1
     num_nodes = 1
     num_workers = 0

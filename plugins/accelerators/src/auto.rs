@@ -1,0 +1,32 @@
+//! The best there is.
+
+use fulgurite_core::accelerator::{Accelerator, AcceleratorConfig, Available, detect};
+use fulgurite_core::{Result, register_accelerator};
+use serde::{Deserialize, Serialize};
+
+/// Of the linked accelerators that have a device here, the one of highest priority.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[serde(deny_unknown_fields)]
+pub struct Auto {}
+
+register_accelerator!(
+    "auto",
+    Auto,
+    "The best there is: CUDA, if it is built in and has a device, else the CPU",
+    r#""auto""#
+);
+
+#[typetag::serde(name = "auto")]
+impl AcceleratorConfig for Auto {
+    fn chosen(&self) -> Result<Option<Box<dyn AcceleratorConfig>>> {
+        detect().map(Some)
+    }
+
+    fn available(&self) -> Result<Available> {
+        detect()?.available()
+    }
+
+    fn open(&self, index: usize) -> Result<Box<dyn Accelerator>> {
+        detect()?.open(index)
+    }
+}

@@ -1,0 +1,90 @@
+//! GPUs of NVIDIA.
+
+use fulgurite_core::accelerator::{Accelerator, AcceleratorConfig, Available};
+use fulgurite_core::{Result, register_accelerator};
+use serde::{Deserialize, Serialize};
+
+#[cfg(feature = "cuda")]
+use crate::cuda_device as device;
+
+/// A GPU of NVIDIA for each rank, of those in `CUDA_VISIBLE_DEVICES`. Needs the cargo feature `cuda`. It has
+/// been type-checked, and was never run.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[serde(deny_unknown_fields, default)]
+pub struct Cuda {
+    /// Whether several ranks of a host may take one GPU, in turns: for tests, as it is slower than one rank.
+    pub shared: bool,
+    /// Whether every use of a tensor is tracked by events of CUDA, as candle does by default: slower; to find out
+    /// whether a wrong result comes from work on several streams.
+    pub event_tracking: bool,
+}
+
+register_accelerator!(
+    "cuda",
+    Cuda,
+    "A GPU of NVIDIA for each rank",
+    r#"{ type = "cuda", shared = false }"#
+);
+
+#[typetag::serde(name = "cuda")]
+impl AcceleratorConfig for Cuda {
+    fn priority(&self) -> Option<i32> {
+        Some(100)
+    }
+
+    fn is_built(&self) -> bool {
+        cfg!(feature = "cuda")
+    }
+
+    fn available(&self) -> Result<Available> {
+        device::visible().map(Available::Devices)
+    }
+
+    fn is_shared(&self) -> bool {
+        self.shared
+    }
+
+    fn open(&self, index: usize) -> Result<Box<dyn Accelerator>> {
+        device::open(index, self.event_tracking)
+    }
+}
+
+/// In programs without CUDA.
+#[cfg(not(feature = "cuda"))]
+mod device {
+    use super::Accelerator;
+    use fulgurite_core::{Error, Result};
+
+    fn not_built<T>() -> Result<T> {
+        Err(Error::Config(
+            "`trainer.accelerator` = \"cuda\": this program is built without CUDA. Build it with the feature \
+             `cuda` of fulgurite (`cargo build --release --features cuda`, with the CUDA toolkit), or set \"cpu\""
+                .to_owned(),
+        ))
+    }
+
+    pub(super) fn visible() -> Result<Vec<String>> {
+        not_built()
+    }
+
+    pub(super) fn open(_: usize, _: bool) -> Result<Box<dyn Accelerator>> {
+        not_built()
+    }
+}
+
+#[cfg(all(test, not(feature = "cuda")))]
+mod tests {
+    use super::*;
+    use fulgurite_core::accelerator::detect;
+
+    #[test]
+    fn without_the_feature_cuda_is_refused_and_the_cpu_is_the_best_there_is() {
+        insta::assert_snapshot!(Cuda::default().available().unwrap_err(), @r#"`trainer.accelerator` = "cuda": this program is built without CUDA. Build it with the feature `cuda` of fulgurite (`cargo build --release --features cuda`, with the CUDA toolkit), or set "cpu""#);
+        assert!(Cuda::default().open(0).is_err());
+        assert_eq!(detect().unwrap().typetag_name(), "cpu");
+        let read =
+            |json: serde_json::Value| serde_json::from_value::<Box<dyn AcceleratorConfig>>(json);
+        assert!(read(serde_json::json!({ "type": "cuda", "shared": true })).unwrap().is_shared());
+        assert!(read(serde_json::json!({ "type": "cuda", "share": true })).is_err());
+    }
+}

@@ -1,0 +1,144 @@
+//! Finding and opening GPUs over CUDA's driver.
+#![allow(unsafe_code)] // Calls of the driver, and candle's switch of event tracking.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::Arc;
+
+use candle_core::Device;
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result, sys};
+use fulgurite_core::accelerator::{Accelerator, DeviceMemory};
+use fulgurite_core::{Error, Result};
+
+/// The UUIDs of the GPUs that this process sees, in CUDA's order. Opens none.
+pub(crate) fn visible() -> Result<Vec<String>> {
+    let count = match CudaContext::device_count() {
+        Ok(count) => count,
+        Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NO_DEVICE => 0,
+        Err(error) => return Err(failed("asking the driver for GPUs", &error)),
+    };
+    let uuid = |ordinal| {
+        let device = result::device::get(ordinal)?;
+        result::device::get_uuid(device)
+    };
+    (0..count)
+        .map(|ordinal| {
+            let uuid = uuid(ordinal).map_err(|e| failed("asking the driver for a GPU", &e))?;
+            let hex = |byte: &std::ffi::c_char| format!("{:02x}", byte.cast_unsigned());
+            Ok(format!("GPU-{}", uuid.bytes.iter().map(hex).collect::<String>()))
+        })
+        .collect()
+}
+
+fn failed(what: &str, error: &DriverError) -> Error {
+    let visible = std::env::var("CUDA_VISIBLE_DEVICES")
+        .map_or_else(|_| String::new(), |value| format!(" (CUDA_VISIBLE_DEVICES is `{value}`)"));
+    Error::Config(format!("`trainer.accelerator` = \"cuda\": {what}{visible}: {error}"))
+}
+
+/// Opens a GPU with one stream of its own, and has its memory pool keep what is freed.
+pub(crate) fn open(ordinal: usize, event_tracking: bool) -> Result<Box<dyn Accelerator>> {
+    let device = Device::new_cuda_with_stream(ordinal)?;
+    let Device::Cuda(cuda) = &device else {
+        return Err(Error::Config(format!("GPU {ordinal} was opened as another kind of device")));
+    };
+    if !event_tracking {
+        // SAFETY: a rank has one stream, on which all its work is in order; nothing was allocated before.
+        unsafe { cuda.disable_event_tracking() };
+    }
+    let context = cuda.cuda_stream().context().clone();
+    let gpu = Gpu { device: device.clone(), context };
+    if gpu.context.has_async_alloc() {
+        // Otherwise the pool gives its memory back at every synchronisation.
+        gpu.set_release_threshold(u64::MAX).map_err(|e| failed("keeping freed memory", &e))?;
+    }
+    Ok(Box::new(gpu))
+}
+
+/// An opened GPU.
+struct Gpu {
+    device: Device,
+    context: Arc<CudaContext>,
+}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Gpu({})", self.context.ordinal())
+    }
+}
+
+impl Gpu {
+    fn pool(&self) -> std::result::Result<sys::CUmemoryPool, DriverError> {
+        // SAFETY: the device of a context that is held.
+        unsafe { result::device::get_default_mem_pool(self.context.cu_device()) }
+    }
+
+    fn set_release_threshold(&self, bytes: u64) -> std::result::Result<(), DriverError> {
+        let mut bytes = bytes;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        // SAFETY: the device's own pool; the value of this attribute is a u64.
+        unsafe {
+            result::mem_pool::set_attribute(
+                self.pool()?,
+                attribute,
+                (&raw mut bytes).cast::<c_void>(),
+            )
+        }
+    }
+
+    fn pool_bytes(
+        &self,
+        attribute: sys::CUmemPool_attribute,
+    ) -> std::result::Result<u64, DriverError> {
+        let mut bytes = 0_u64;
+        // SAFETY: the device's own pool; the values of the attributes asked for are u64.
+        unsafe {
+            result::mem_pool::get_attribute(
+                self.pool()?,
+                attribute,
+                (&raw mut bytes).cast::<c_void>(),
+            )?;
+        }
+        Ok(bytes)
+    }
+
+    fn memory(&self) -> std::result::Result<DeviceMemory, DriverError> {
+        let (free, total) = self.context.mem_get_info()?;
+        let (held_bytes, peak_bytes) = match self.context.has_async_alloc() {
+            true => (
+                self.pool_bytes(sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
+                self.pool_bytes(sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
+            ),
+            // Without a pool nobody counts; what is taken now is all that is known.
+            false => ((total - free) as u64, (total - free) as u64),
+        };
+        Ok(DeviceMemory {
+            held_bytes,
+            peak_bytes,
+            free_bytes: free as u64,
+            total_bytes: total as u64,
+        })
+    }
+}
+
+impl Accelerator for Gpu {
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn description(&self) -> String {
+        self.context.name().unwrap_or_else(|_| "GPU".to_owned())
+    }
+
+    fn memory(&self) -> Result<Option<DeviceMemory>> {
+        Gpu::memory(self).map(Some).map_err(|e| failed("asking a GPU for its memory", &e))
+    }
+
+    fn is_out_of_memory(&self, error: &Error) -> bool {
+        // candle wraps the driver's, cuBLAS's and cuRAND's codes as texts.
+        let text = error.to_string();
+        ["CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED"]
+            .iter()
+            .any(|code| text.contains(code))
+    }
+}

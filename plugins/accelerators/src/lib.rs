@@ -1,0 +1,26 @@
+//! What ranks compute on:
+//!
+//! | `type` | |
+//! |---|---|
+//! | `auto` | the best there is: CUDA, where this program is built with it and finds a device, else the CPU |
+//! | `cpu` | the cores of the host |
+//! | `cuda` | a GPU of NVIDIA for each rank, with the cargo feature `cuda` |
+//!
+//! ```
+//! use fulgurite_accelerators as _; // links the plugins
+//! use fulgurite_core::accelerator::detect;
+//!
+//! let accelerator = detect()?.open(0)?;
+//! assert!(accelerator.device().is_cpu() || cfg!(feature = "cuda"));
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+mod auto;
+mod cpu;
+mod cuda;
+#[cfg(feature = "cuda")]
+mod cuda_device;
+
+pub use auto::Auto;
+pub use cpu::Cpu;
+pub use cuda::Cuda;

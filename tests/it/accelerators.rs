@@ -1,0 +1,137 @@
+//! The device of each rank, of a kind whose devices are the CPU.
+
+use std::sync::Mutex;
+
+use fulgurite::core::accelerator::{Accelerator, AcceleratorConfig, Available, DeviceMemory};
+use fulgurite::core::collective::all_gather_object;
+use fulgurite::core::fabric::Fabric;
+use fulgurite::core::register_accelerator;
+use fulgurite::core::run::TrainerConfig;
+use fulgurite::core::trainer::Event;
+use fulgurite::prelude::*;
+use fulgurite_transports::run_ranks;
+use insta::assert_snapshot;
+use serde::{Deserialize, Serialize};
+
+use crate::callbacks::{Net, all, config};
+use crate::toy::{Events, NoKeys, Numbers};
+
+/// Two devices a host.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Pretended {
+    /// Whether several ranks may take one.
+    #[serde(default)]
+    shared: bool,
+}
+
+register_accelerator!("pretended", Pretended);
+
+#[typetag::serde(name = "pretended")]
+impl AcceleratorConfig for Pretended {
+    fn available(&self) -> Result<Available> {
+        Ok(Available::Devices(vec!["one".to_owned(), "two".to_owned()]))
+    }
+
+    fn is_shared(&self) -> bool {
+        self.shared
+    }
+
+    fn open(&self, index: usize) -> Result<Box<dyn Accelerator>> {
+        OPENED.lock().unwrap().push(index);
+        Ok(Box::new(Opened(index)))
+    }
+}
+
+/// The indices of the devices that were opened.
+static OPENED: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+
+#[derive(Debug)]
+struct Opened(usize);
+
+impl Accelerator for Opened {
+    fn device(&self) -> &Device {
+        &Device::Cpu
+    }
+
+    fn description(&self) -> String {
+        "pretended device".to_owned()
+    }
+
+    fn memory(&self) -> Result<Option<DeviceMemory>> {
+        let held_bytes = (self.0 as u64 + 1) << 30;
+        let (free_bytes, total_bytes) = (1 << 30, 8 << 30);
+        Ok(Some(DeviceMemory { held_bytes, peak_bytes: 2 * held_bytes, free_bytes, total_bytes }))
+    }
+
+    fn is_out_of_memory(&self, error: &Error) -> bool {
+        error.to_string().contains("OUT_OF_MEMORY")
+    }
+}
+
+/// Has no memory left in its second step.
+struct Hungry(Unit<Linear>, u32);
+
+impl LightningModule for Hungry {
+    type Config = NoKeys;
+    type Data = Numbers;
+
+    fn configure_model(_: &NoKeys, b: &ModuleBuilder) -> Result<Self> {
+        Ok(Self(b.unit("net", |b| Linear::new(b, 1, 1))?, 0))
+    }
+
+    fn training_step(&mut self, x: &Tensor, _: &mut StepContext) -> Result<Loss> {
+        self.1 += 1;
+        if self.1 == 2 {
+            return Err(Error::module("net", "CUDA_ERROR_OUT_OF_MEMORY"));
+        }
+        Ok(Loss::new(self.0.forward(x)?.sqr()?.sum_all()?, x.dim(0)? as f64))
+    }
+}
+
+impl Hooks<Numbers> for Hungry {}
+
+const PRETENDED: &str = "trainer.accelerator=pretended";
+const SHARED: &str = "trainer.accelerator={ type = 'pretended', shared = true }";
+
+// checklist: Lightning: root_device
+#[test]
+fn every_rank_has_a_device_of_its_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let trainer_config = |keys: &[&str]| config(dir.path(), keys).trainer;
+    let opened = |ranks: usize, config: &TrainerConfig| {
+        OPENED.lock().unwrap().clear();
+        let memory = run_ranks(ranks, |world| {
+            let fabric = Fabric::with_world(world.clone(), config, 1, None)?;
+            assert!(fabric.device().same_device(&Device::Cpu));
+            let held = fabric.device_memory()?.map(|memory| memory.held_bytes >> 30);
+            all_gather_object(&*world, &held)
+        });
+        memory.map(|ranks| ranks[0].clone())
+    };
+    assert_eq!(opened(2, &trainer_config(&[PRETENDED])).unwrap(), [Some(1), Some(2)]);
+    assert_eq!(opened(3, &trainer_config(&[SHARED])).unwrap(), [Some(1), Some(2), Some(1)]);
+    // Nothing is opened for the host.
+    assert_eq!(opened(2, &trainer_config(&[])).unwrap(), [None, None]);
+    assert!(OPENED.lock().unwrap().is_empty());
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let error = opened(3, &trainer_config(&[PRETENDED])).unwrap_err().to_string();
+    assert_snapshot!(error.replace(&host, "HOST"), @r#"`trainer.accelerator`: 3 rank(s) on HOST, which has 2 pretended device(s). Start as many ranks as there are devices; { type = "pretended", shared = true } lets several take one, which is slow"#);
+
+    // A training: what it computes on, and how much of it.
+    let run = config(dir.path(), &[PRETENDED, "trainer.max_steps=2", "trainer.strategy=ddp"]);
+    let events = Events::default();
+    run_ranks(2, |world| {
+        let sink = Box::new(events.clone());
+        Trainer::new(world).with_sink(sink).fit::<Net>(&run).map(drop)
+    })
+    .unwrap();
+    let all = all(&events);
+    let Some(Event::Summary { peak_device_mib, .. }) = all.last() else { panic!("{all:?}") };
+    assert_eq!(*peak_device_mib, [2048.0, 4096.0]);
+
+    // It ends for want of memory.
+    let run = config(dir.path(), &[PRETENDED, "trainer.max_steps=2", "checkpoint.overwrite=true"]);
+    let result = Trainer::default().fit::<Hungry>(&run);
+    assert_snapshot!(result.map(drop).unwrap_err(), @"module `net`: CUDA_ERROR_OUT_OF_MEMORY (in validation_step of batch 1) (out of memory on pretended device: of 8.00 GiB, tensors of this rank hold 1.00 GiB and have held at most 2.00; 1.00 GiB are free. Make `data.batch_size` smaller and `trainer.accumulate_grad_batches` larger, set `trainer.activation_checkpointing`, or shard over more ranks)");
+}
