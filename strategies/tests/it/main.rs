@@ -22,6 +22,7 @@ mod ignored;
 mod keep_in_fp32;
 mod layers;
 mod loss_parallel;
+mod loss_scale;
 mod mesh;
 mod mesh_communication;
 mod mesh_randomness;

@@ -36,6 +36,7 @@ mod cycles;
 mod elementwise;
 mod grad_norm;
 mod groups;
+mod loss_scale;
 mod optimizer;
 mod schedule;
 mod sgd;
@@ -52,6 +53,7 @@ pub use cycles::{
 };
 pub use grad_norm::{clip_factor, local_squared_norm};
 pub use groups::{ParamGroup, ParamGroupConfig};
+pub use loss_scale::LossScale;
 pub use optimizer::{
     GradScale, Interval, Optimizer, OptimizerConfig, SchedulerConfig, StateTensor,
 };

@@ -20,7 +20,7 @@ use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::module::{
     ForwardScope, ModuleBuilder, ModuleInit, ModuleTree, pattern_matches,
 };
-use fulgurite_engine::optim::OptimizerConfig;
+use fulgurite_engine::optim::{LossScale, OptimizerConfig};
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_engine::parameter::{Parameter, PausedGradients};
 use fulgurite_engine::strategy::{Capabilities, StepTotals, Strategy};
@@ -165,6 +165,23 @@ impl Fabric {
     /// The run's seed.
     pub fn seed(&self) -> u64 {
         self.seed
+    }
+
+    /// The factor of the loss in backwards that are computed in f16, which optimizers divide gradients by; `None` in
+    /// other dtypes. Gradients that hooks see are multiplied by it.
+    ///
+    /// # Errors
+    /// Within another call of the strategy.
+    pub fn loss_scale(&self) -> Result<Option<LossScale>> {
+        self.runtime.loss_scale()
+    }
+
+    /// Sets it, or how it changes, between two steps; on all ranks alike. Does nothing in other dtypes than f16.
+    ///
+    /// # Errors
+    /// Within another call of the strategy.
+    pub fn set_loss_scale(&self, scale: LossScale) -> Result<()> {
+        self.runtime.set_loss_scale(scale)
     }
 
     /// Sets how the buffers of data-parallel ranks are made equal after each step; by default as rank 0

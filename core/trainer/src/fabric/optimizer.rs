@@ -16,6 +16,9 @@ use fulgurite_engine::strategy::StepTotals;
 pub(crate) const NON_FINITE_HINT: &str = "; parameters are as they were before the step. A lower `optimizer.lr`, a longer warm-up \
      (`scheduler.warmup_steps`) or `trainer.gradient_clip_val` may help; `trainer.detect_anomaly = true` names the layer where it came from";
 
+/// What the loss scale's numbers begin with in a checkpoint.
+const LOSS_SCALE: &str = "fabric.loss_scale.";
+
 fn check_positive(name: &str, value: f64) -> Result<()> {
     if value > 0.0 {
         return Ok(());
@@ -41,6 +44,8 @@ pub struct FabricOptimizer {
     steps: u64,
     clip_factor: f64,
     clip_value: Option<f64>,
+    /// Whether the step's gradients have overflowed in f16, once that is known.
+    overflowed: Option<bool>,
     average: Option<WeightAverage>,
     /// A factor on the learning rate, besides the schedule's.
     lr_scale: f64,
@@ -66,6 +71,7 @@ impl FabricOptimizer {
             steps: 0,
             clip_factor: 1.0,
             clip_value: None,
+            overflowed: None,
             average: None,
             lr_scale: 1.0,
             held_lr: None,
@@ -239,7 +245,7 @@ impl FabricOptimizer {
     /// As [`Fabric::gradient_norm`](super::Fabric::gradient_norm).
     pub(crate) fn gradient_norm(&self) -> Result<f64> {
         let norm = self.runtime.gradient_norm(self.index)?;
-        if norm.is_finite() {
+        if norm.is_finite() || self.runtime.loss_scale()?.is_some() {
             return Ok(norm);
         }
         Err(self.non_finite("gradient norm", norm))
@@ -249,6 +255,7 @@ impl FabricOptimizer {
     pub(crate) fn clip_gradients_norm(&mut self, max_norm: f64) -> Result<f64> {
         check_positive("max_norm", max_norm)?;
         let norm = self.gradient_norm()?;
+        self.overflowed = Some(!norm.is_finite());
         self.clip_factor = clip_factor(norm, max_norm);
         Ok(norm)
     }
@@ -257,6 +264,7 @@ impl FabricOptimizer {
     pub(crate) fn clip_gradients_value(&mut self, clip_value: f64) -> Result<f64> {
         check_positive("clip_value", clip_value)?;
         let norm = self.gradient_norm()?;
+        self.overflowed = Some(!norm.is_finite());
         self.clip_value = Some(clip_value);
         Ok(norm)
     }
@@ -309,18 +317,53 @@ impl FabricOptimizer {
         let totals = self.step_totals(&[])?;
         self.check_loss(&totals)?;
         self.runtime.audit_gradients(self.index, self.unused)?;
-        let factor = self.schedule_factor()?;
-        self.inner.set_schedule_factor(factor);
-        self.inner.step(&GradScale {
-            factor: self.runtime.grad_scale(self.index)? * self.clip_factor,
-            clip_value: self.clip_value,
-        })?;
+        let overflowed = self.overflowed()?;
+        if overflowed != Some(true) {
+            let factor = self.schedule_factor()?;
+            self.inner.set_schedule_factor(factor);
+            self.inner.step(&GradScale {
+                factor: self.runtime.grad_scale(self.index)? * self.clip_factor,
+                clip_value: self.clip_value,
+            })?;
+        }
         (self.clip_factor, self.clip_value) = (1.0, None);
         self.steps += 1;
+        if let Some(overflowed) = overflowed {
+            self.end_scaled_step(overflowed)?;
+        }
         match &mut self.average {
-            Some(average) if average.follows_steps() => average.update(),
+            Some(average) if average.follows_steps() && overflowed != Some(true) => {
+                average.update()
+            }
             _ => Ok(()),
         }
+    }
+
+    /// Whether the gradients have overflowed in f16 on any rank; `None` if they are not of f16. Collective if nobody has
+    /// asked for their norm.
+    fn overflowed(&mut self) -> Result<Option<bool>> {
+        if self.runtime.loss_scale()?.is_none() {
+            return Ok(None);
+        }
+        match self.overflowed.take() {
+            Some(overflowed) => Ok(Some(overflowed)),
+            None => Ok(Some(!self.gradient_norm()?.is_finite())),
+        }
+    }
+
+    /// Sets the next loss scale.
+    fn end_scaled_step(&self, overflowed: bool) -> Result<()> {
+        let Some(mut scale) = self.runtime.loss_scale()? else { return Ok(()) };
+        let before = scale.factor();
+        scale.end_step(overflowed)?;
+        if overflowed && self.runtime.mesh().world().rank() == 0 {
+            tracing::warn!(
+                "step {} was skipped: its gradients overflowed in f16 with a loss scale of {before}, which is {} now",
+                self.steps,
+                scale.factor()
+            );
+        }
+        self.runtime.set_loss_scale(scale)
     }
 
     /// The second half of [`step`](Self::step): clears the gradients and makes the model ready for
@@ -402,6 +445,10 @@ impl FabricOptimizer {
         if let Some(lr) = self.held_lr {
             scalars.insert("fabric.learning_rate".to_owned(), lr);
         }
+        if let Ok(Some(scale)) = self.runtime.loss_scale() {
+            let named = |(key, value)| (format!("{LOSS_SCALE}{key}"), value);
+            scalars.extend(scale.scalars().into_iter().map(named));
+        }
         if let Some(average) = &self.average {
             let named = |(key, value)| (format!("{}.{key}", average.name()), value);
             scalars.extend(average.scalars().into_iter().map(named));
@@ -421,6 +468,14 @@ impl FabricOptimizer {
         self.steps = steps as u64;
         self.lr_scale = inner.remove("fabric.lr_scale").unwrap_or(1.0);
         self.held_lr = inner.remove("fabric.learning_rate");
+        if let Some(mut scale) = self.runtime.loss_scale()? {
+            let own = |(name, value): (&String, &f64)| {
+                name.strip_prefix(LOSS_SCALE).map(|name| (name.to_owned(), *value))
+            };
+            scale.load_scalars(&inner.iter().filter_map(own).collect());
+            self.runtime.set_loss_scale(scale)?;
+        }
+        inner.retain(|name, _| !name.starts_with(LOSS_SCALE));
         if let Some(average) = &mut self.average {
             let prefix = format!("{}.", average.name());
             let own = |(name, value): (&String, &f64)| {

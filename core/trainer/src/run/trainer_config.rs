@@ -98,8 +98,9 @@ fulgurite_config::config_struct! {
         pub sync_batchnorm: bool = false,
         /// The interval of logged steps, in optimizer steps.
         pub log_every_n_steps: u64 = 10,
-        /// The dtypes of parameters and computation. `32`, `64` and `"bf16"` are short for
-        /// `"32-true"`, `"64-true"` and `"bf16-mixed"`.
+        /// The dtypes of parameters and computation. `16`, `32`, `64` and `"bf16"` are short for
+        /// `"16-mixed"`, `"32-true"`, `"64-true"` and `"bf16-mixed"`. In f16 the loss has a scale that follows the
+        /// gradients, as PyTorch's `GradScaler`: it is logged as `loss_scale`, and a step whose gradients overflow is skipped.
         pub precision: Precision = Precision::F32True,
         /// Layers that compute in f32 where the others compute in half precision, such as `["*norm*", "lm_head"]`: the
         /// ends of their paths, with `*` for a segment or a part of one. They cast what they get, and what they give.

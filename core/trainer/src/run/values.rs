@@ -154,6 +154,11 @@ pub enum Precision {
     Bf16True,
     /// `"bf16-mixed"`, or `"bf16"`: parameters in f32, computation in bf16.
     Bf16Mixed,
+    /// `"16-mixed"`, or 16: parameters in f32, computation in f16, with a
+    /// [loss scale](fulgurite_engine::optim::LossScale).
+    F16Mixed,
+    /// `"16-true"`: everything in f16, with a loss scale.
+    F16True,
     /// `"64-true"`, or 64: everything in f64.
     F64True,
 }
@@ -165,6 +170,8 @@ impl Precision {
             Self::F32True => "32-true",
             Self::Bf16True => "bf16-true",
             Self::Bf16Mixed => "bf16-mixed",
+            Self::F16Mixed => "16-mixed",
+            Self::F16True => "16-true",
             Self::F64True => "64-true",
         }
     }
@@ -172,8 +179,9 @@ impl Precision {
     /// The dtype that parameters are kept in and the optimizer works on.
     pub fn param_dtype(self) -> DType {
         match self {
-            Self::F32True | Self::Bf16Mixed => DType::F32,
+            Self::F32True | Self::Bf16Mixed | Self::F16Mixed => DType::F32,
             Self::Bf16True => DType::BF16,
+            Self::F16True => DType::F16,
             Self::F64True => DType::F64,
         }
     }
@@ -183,6 +191,7 @@ impl Precision {
         match self {
             Self::F32True => DType::F32,
             Self::Bf16True | Self::Bf16Mixed => DType::BF16,
+            Self::F16True | Self::F16Mixed => DType::F16,
             Self::F64True => DType::F64,
         }
     }
@@ -196,14 +205,18 @@ impl Serialize for Precision {
 
 impl<'de> Deserialize<'de> for Precision {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let expected = "\"32-true\", \"bf16-mixed\", \"bf16-true\" or \"64-true\"";
+        let expected =
+            "\"32-true\", \"bf16-mixed\", \"bf16-true\", \"16-mixed\", \"16-true\" or \"64-true\"";
         deserialize_scalar(deserializer, expected, |value| match value {
+            Scalar::Int(16) => Some(Self::F16Mixed),
             Scalar::Int(32) => Some(Self::F32True),
             Scalar::Int(64) => Some(Self::F64True),
             Scalar::Text(text) => match text.as_str() {
                 "32-true" | "32" => Some(Self::F32True),
                 "bf16-true" => Some(Self::Bf16True),
                 "bf16-mixed" | "bf16" => Some(Self::Bf16Mixed),
+                "16-mixed" | "16" => Some(Self::F16Mixed),
+                "16-true" => Some(Self::F16True),
                 "64-true" | "64" => Some(Self::F64True),
                 _ => None,
             },
@@ -214,7 +227,7 @@ impl<'de> Deserialize<'de> for Precision {
 
 impl ConfigType for Precision {
     fn describe() -> String {
-        "`\"32-true\"`, `\"bf16-mixed\"`, `\"bf16-true\"` or `\"64-true\"`".to_owned()
+        "`\"32-true\"`, `\"bf16-mixed\"`, `\"bf16-true\"`, `\"16-mixed\"`, `\"16-true\"` or `\"64-true\"`".to_owned()
     }
 }
 
@@ -430,7 +443,7 @@ mod tests {
         insta::assert_snapshot!(read::<FastDevRun>("0").unwrap_err(), @"`key`: expected true, false or a number of batches, at least 1, found `0`");
         insta::assert_snapshot!(read::<CountOrFraction>("1.5").unwrap_err(), @"`key`: expected a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0), found `1.5`");
         insta::assert_snapshot!(read::<CountOrFraction>("true").unwrap_err(), @"`key`: expected a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0), found `true`");
-        insta::assert_snapshot!(read::<Precision>("'fp16'").unwrap_err(), @r#"`key`: expected "32-true", "bf16-mixed", "bf16-true" or "64-true", found the string "fp16""#);
+        insta::assert_snapshot!(read::<Precision>("'fp16'").unwrap_err(), @r#"`key`: expected "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true" or "64-true", found the string "fp16""#);
         insta::assert_snapshot!(read::<TimeLimit>("'12:00'").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found the string "12:00""#);
         insta::assert_snapshot!(read::<TimeLimit>("'00:25:00:00'").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found the string "00:25:00:00""#);
         for text in ["'00:18446744073709551615:00:00'", "'00:00:18446744073709551615:00'"] {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::buffers::SyncBuffers;
 use super::magnitudes::Magnitudes;
@@ -18,7 +18,7 @@ use fulgurite_engine::mesh::{
     DP_SHARD_CP, DeviceMesh,
 };
 use fulgurite_engine::module::{BatchRanks, ModuleTree};
-use fulgurite_engine::optim::local_squared_norm;
+use fulgurite_engine::optim::{LossScale, local_squared_norm};
 use fulgurite_engine::parallel::{ContextParallel, check_loss};
 use fulgurite_engine::parameter::ParameterSlot;
 use fulgurite_engine::strategy::{
@@ -66,6 +66,8 @@ pub(super) struct RuntimeState {
     /// Which parameters got a gradient on this rank, since their optimizer's last step.
     pub(super) delivered: Vec<bool>,
     magnitudes: Magnitudes,
+    /// That of backwards in f16.
+    loss_scale: Option<LossScale>,
 }
 
 /// The state of an optimizer's step.
@@ -95,6 +97,7 @@ impl StrategyRuntime {
                 first_is_built: false,
                 delivered: Vec::new(),
                 magnitudes: Magnitudes::default(),
+                loss_scale: None,
             }),
             profiler: OnceLock::new(),
             sync_buffers: Mutex::default(),
@@ -174,6 +177,9 @@ impl StrategyRuntime {
         }
         let slots = tree.slots();
         state.delivered = vec![false; slots.len()];
+        let in_f16 =
+            |slot: &ParameterSlot| slot.requires_grad() && slot.compute_dtype() == DType::F16;
+        state.loss_scale = slots.iter().any(in_f16).then(LossScale::default);
         self.model.get_or_init(|| SetUp { tree, slots });
         state.magnitudes = Magnitudes::start(self.context()?)?;
         state.strategy.prepare_forward(self.context()?)
@@ -240,7 +246,8 @@ impl StrategyRuntime {
         let _phase = self.phase("backward");
         loss.check_sequence_ranks(self.context_parallel().map_or(1, |context| context.size()))?;
         let context = self.context()?;
-        let RuntimeState { strategy, steps, delivered, .. } = &mut *self.lock_state()?;
+        let RuntimeState { strategy, steps, delivered, loss_scale, .. } =
+            &mut *self.lock_state()?;
         let sum = loss.sum();
         if !sum.track_op() {
             return Err(Error::other(
@@ -272,6 +279,11 @@ impl StrategyRuntime {
                 step.unsynchronised = !synchronise;
             }
         }
+        let scaled = match loss_scale {
+            Some(scale) => Some(self.scale_loss(loss, scale)?),
+            None => None,
+        };
+        let sum = scaled.as_ref().unwrap_or(sum);
         strategy.begin_backward(context, synchronise)?;
         // The reducers have the gradients; candle's store has none.
         let grads = sum.backward()?;
@@ -287,6 +299,29 @@ impl StrategyRuntime {
         } else {
             strategy.keep_gradients(context)
         }
+    }
+
+    /// The loss times the scale. Collective in the first backward.
+    fn scale_loss(&self, loss: &Loss, scale: &mut LossScale) -> Result<Tensor> {
+        if !scale.has_begun() {
+            let count = Tensor::new(&[loss.count()], &Device::Cpu)?;
+            self.mesh.world().run(Collective::all_reduce(&count, ReduceOp::Max))?;
+            scale.begin(read::host::<f64>(&count)?[0]);
+        }
+        Ok((loss.sum().to_dtype(DType::F32)? * scale.factor())?)
+    }
+
+    /// See [`Fabric::loss_scale`](crate::fabric::Fabric::loss_scale).
+    pub(crate) fn loss_scale(&self) -> Result<Option<LossScale>> {
+        Ok(self.lock_state()?.loss_scale)
+    }
+
+    /// Sets it, if gradients are computed in f16.
+    pub(crate) fn set_loss_scale(&self, scale: LossScale) -> Result<()> {
+        if let Some(own) = &mut self.lock_state()?.loss_scale {
+            *own = scale;
+        }
+        Ok(())
     }
 
     /// Checks that the step's last backward reduced gradients over ranks.
@@ -339,10 +374,11 @@ impl StrategyRuntime {
     /// The factor of this rank's gradients in the optimizer's update. Collective as
     /// [`step_totals`](Self::step_totals).
     pub(crate) fn grad_scale(&self, optimizer: usize) -> Result<f64> {
-        let RuntimeState { strategy, steps, .. } = &mut *self.lock_state()?;
+        let RuntimeState { strategy, steps, loss_scale, .. } = &mut *self.lock_state()?;
         let step = &mut steps[optimizer];
         let totals = self.totals(step, &[])?;
-        strategy.grad_scale(&totals, step.count)
+        let factor = loss_scale.map_or(1.0, |scale| scale.factor());
+        Ok(strategy.grad_scale(&totals, step.count)? / factor)
     }
 
     /// The norm of the mean gradient of an optimizer's parameters, which may be infinite or NaN. Collective.
@@ -412,6 +448,14 @@ impl StrategyRuntime {
     pub(crate) fn add_optimizer(&self, has: &dyn Fn(&str) -> bool) -> Result<usize> {
         let slots = self.context()?.slots;
         let mut state = self.lock_state()?;
+        if state.loss_scale.is_some() {
+            return Err(Error::Config(
+                "several optimizers in f16: the loss has one scale, which changes when one of them steps, while \
+                 the others have gradients of the scale before. Compute in bf16 (`trainer.precision = \
+                 \"bf16-mixed\"`)"
+                    .to_owned(),
+            ));
+        }
         let own: Vec<&ParameterSlot> =
             slots.iter().filter(|slot| slot.requires_grad() && has(slot.fqn())).collect();
         if let Some(slot) = own.iter().find(|slot| slot.optimizer() != 0) {

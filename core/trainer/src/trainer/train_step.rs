@@ -50,7 +50,10 @@ impl Session {
         self.items = count;
         let tokens_per_s = self.parts.meter.end_step(train_loss, count);
         logged.table.add_to_epoch(&mut self.epoch_table, wanted)?;
-        let metrics = self.reduce(&mut logged.table, Stage::Step)?;
+        let mut metrics = self.reduce(&mut logged.table, Stage::Step)?;
+        if let Some(scale) = self.parts.fabric.loss_scale()? {
+            metrics.insert("loss_scale".to_owned(), scale.factor());
+        }
         self.record(&metrics);
         let own = [("train_loss", train_loss), ("grad_norm", grad_norm), ("lr", lr)];
         self.record(&own.map(|(name, value)| (name.to_owned(), value)).into());
