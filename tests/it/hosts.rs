@@ -23,7 +23,7 @@ fn run_on(job: &Job<'_>, nodes: usize, devices: usize) -> Vec<Run> {
 }
 
 /// A model whose tensors are large enough to go in levels.
-fn wide(scratch: &Scratch) -> Job<'_> {
+pub(crate) fn wide(scratch: &Scratch) -> Job<'_> {
     scratch.small().set(&[
         "model.hidden_size=128",
         "model.intermediate_size=256",

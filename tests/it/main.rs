@@ -25,6 +25,8 @@ mod manual;
 mod metrics;
 mod model_checkpoint;
 mod model_parallel;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod new_head;
 mod parity;
 mod plugin_callbacks;

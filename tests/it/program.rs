@@ -155,7 +155,7 @@ impl Scratch {
             envs: Vec::new(),
             shell: None,
             namespace: None,
-            agent: vec![],
+            starter: vec![],
             limit: None,
         }
     }
@@ -193,7 +193,8 @@ pub struct Job<'a> {
     /// A script that runs the program, as `"$@"`.
     shell: Option<&'static str>,
     namespace: Option<String>,
-    agent: Vec<String>,
+    /// What starts the program: a command before it.
+    starter: Vec<String>,
     limit: Option<String>,
 }
 
@@ -251,8 +252,15 @@ impl Job<'_> {
     /// Runs the program's ranks by `fulgurite run` with these arguments.
     #[must_use]
     pub fn under_agent(self, args: &[&str]) -> Self {
-        let own = |arg: &&str| (*arg).to_owned();
-        Self { agent: ["run"].iter().chain(args).chain(&["--"]).map(own).collect(), ..self }
+        let agent = fulgurite();
+        let agent = agent.to_str().expect("the tests are in a folder with a plain name");
+        self.started_by(&[&[agent, "run"], args, &["--"]].concat())
+    }
+
+    /// Runs the program by this command, to which it and its arguments are added.
+    #[must_use]
+    pub fn started_by(self, command: &[&str]) -> Self {
+        Self { starter: command.iter().map(|&arg| arg.to_owned()).collect(), ..self }
     }
 
     /// Runs the program in a network namespace: on a host of its own, as far as addresses go.
@@ -305,10 +313,7 @@ impl Job<'_> {
                 }
             },
         };
-        if !self.agent.is_empty() {
-            command.arg(fulgurite()).args(&self.agent);
-        }
-        command.arg(program());
+        command.args(&self.starter).arg(program());
         for name in LAUNCHERS {
             command.env_remove(name);
         }

@@ -1,0 +1,91 @@
+//! Training over MPI: ranks that `mpirun` starts, or what FULGURITE_MPIRUN says. Built with the feature `mpi`, run by
+//! `.ci/mpi` under both families.
+
+use std::net::TcpListener;
+use std::process::Command;
+
+use crate::hosts::wide;
+use crate::program::{Job, Scratch, assert_close};
+
+/// Makes ranks of two hosts of the processes that `mpirun` has started on one.
+const TWO_HOSTS: &str = r#"
+export RANK=${OMPI_COMM_WORLD_RANK:-$PMI_RANK} WORLD_SIZE=4 LOCAL_WORLD_SIZE=2
+export LOCAL_RANK=$((RANK % 2)) GROUP_RANK=$((RANK / 2))
+exec "$@""#;
+
+/// Strategies for four ranks, and samples of a rank's micro-batch.
+const STRATEGIES: [(&str, usize); 4] = [
+    ("ddp", 3),
+    ("fsdp", 3),
+    ("{ type = \"hsdp\", data_parallel_replicate_size = 2 }", 3),
+    // Tensor-parallel ranks are next to each other: on one host.
+    ("{ type = \"fsdp_tp\", tensor_parallel_size = 2 }", 6),
+];
+
+/// Starts four processes of `job` by MPI, as `script`, or as they are.
+fn by_mpirun<'a>(job: Job<'a>, script: Option<&str>) -> Job<'a> {
+    let mpirun = std::env::var("FULGURITE_MPIRUN").unwrap_or_else(|_| "mpirun".to_owned());
+    let version = Command::new(&mpirun).arg("--version").output();
+    let version = version.unwrap_or_else(|e| panic!("{mpirun} (FULGURITE_MPIRUN): {e}"));
+    let version = String::from_utf8_lossy(&version.stdout).into_owned();
+    let mut command = vec![&*mpirun, "-n", "4"];
+    if ["Open MPI", "OpenRTE"].iter().any(|name| version.contains(name)) {
+        command.push("--oversubscribe");
+    }
+    if let Some(script) = script {
+        command.extend(["sh", "-euc", script, "sh"]);
+    }
+    // Tests may be run by root.
+    let as_root = ["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"];
+    as_root.into_iter().fold(job, |job, name| job.env(name, 1)).started_by(&command)
+}
+
+/// `job`, of two ranks on each of two hosts.
+fn on_two_hosts<'a>(job: Job<'a>, process_group: &str) -> Job<'a> {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let process_group = format!("trainer.process_group={process_group}");
+    by_mpirun(job.set(&["trainer.num_nodes=2", &process_group]), Some(TWO_HOSTS))
+        .env("MASTER_ADDR", "127.0.0.1")
+        .env("MASTER_PORT", port)
+}
+
+/// Runs every strategy by shared memory, and as `over` says for a job and its number of ranks on each host; all must
+/// have the same bits, which are nearly those of one device.
+fn compare(devices: usize, over: impl for<'a> Fn(Job<'a>) -> Job<'a>) {
+    let scratch = Scratch::with_tokens();
+    let one_device = wide(&scratch).on("single_device", 1, 12).succeed();
+    for (strategy, batch_size) in STRATEGIES {
+        let expected = wide(&scratch).on(strategy, 4, batch_size).succeed();
+        let run = over(wide(&scratch).on(strategy, devices, batch_size)).succeed();
+        assert_eq!(run.summary()["world_size"], 4, "{strategy}");
+        assert_eq!(run.losses(), expected.losses(), "{strategy}");
+        assert_eq!(run.steps("grad_norm"), expected.steps("grad_norm"), "{strategy}");
+        assert_close(&run.losses(), &one_device.losses(), 1e-5);
+        assert_close(&run.steps("grad_norm"), &one_device.steps("grad_norm"), 1e-4);
+    }
+}
+
+#[test]
+fn ranks_over_mpi_have_the_losses_of_shared_memory_to_the_bit() {
+    compare(4, |job| by_mpirun(job.set(&["trainer.process_group=mpi"]), None));
+}
+
+#[test]
+fn two_hosts_in_levels_over_mpi_have_the_losses_of_one_to_the_bit() {
+    compare(2, |job| on_two_hosts(job, r#"{ type = "auto", across = "mpi" }"#));
+}
+
+#[test]
+fn two_hosts_over_mpi_without_levels_have_them_too() {
+    compare(2, |job| on_two_hosts(job, r#"{ type = "auto", across = "mpi", levels = false }"#));
+}
+
+#[test]
+fn between_hosts_ranks_that_mpirun_has_started_use_mpi() {
+    let scratch = Scratch::with_tokens();
+    let mut job = wide(&scratch).on("fsdp", 2, 3);
+    job.replace("json", "human");
+    let run = on_two_hosts(job, "auto").succeed();
+    let told = "4 ranks, strategy fsdp, process group shm within hosts, mpi between them";
+    assert!(run.stderr.contains(told), "{}", run.stderr);
+}
