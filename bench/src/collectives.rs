@@ -5,10 +5,11 @@ use std::time::Instant;
 use clap::Args;
 use fulgurite_core::autograd::storage::with_host_mut;
 use fulgurite_core::collective::{
-    AllGather, Collective, ReduceOp, ReduceScatter, all_gather_object,
+    AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter, all_gather_object,
 };
 use serde_json::json;
 
+use super::bare_mpi;
 use super::ranks::{Ranks, median};
 use fulgurite::cli::print;
 use fulgurite::prelude::*;
@@ -59,7 +60,15 @@ pub(crate) fn collectives(options: &CollectivesBench) -> Result<()> {
 /// The times of one collective at one size.
 struct Measured {
     bytes: usize,
-    /// The median of single calls, each after a barrier; that of the slowest rank.
+    times: Times,
+    /// Those of MPI's own, if the ranks are connected by MPI.
+    mpi: Option<Times>,
+}
+
+/// The times of calls, of the slowest rank.
+#[derive(Clone, Copy)]
+struct Times {
+    /// The median of single calls, each after a barrier.
     median_secs: f64,
     shortest_secs: f64,
     /// The mean of consecutive calls without barriers.
@@ -87,7 +96,7 @@ impl Measured {
         };
         let (whole, own) = (full(part * n)?, full(part)?);
         let counts = vec![part; n];
-        let call = || {
+        let mut call = || {
             world.run(match op {
                 "all_reduce" => Collective::all_reduce(&whole, ReduceOp::Sum),
                 "all_gather" => Collective::all_gather_into(vec![AllGather {
@@ -128,50 +137,81 @@ impl Measured {
         for tensor in [&whole, &own] {
             with_host_mut(tensor, |x: &mut [f32]| x.fill(0.0))?;
         }
-        let calls = ((128 << 20) / bytes.max(1)).clamp(8, 200);
-        let mut secs = Vec::with_capacity(calls);
-        for i in 0..calls + 3 {
-            world.barrier()?.wait()?;
+        let mut of_mpi = bare_mpi::call(op, part, n)?;
+        let mut calls: Vec<&mut dyn FnMut() -> Result<()>> = vec![&mut call];
+        calls.extend(of_mpi.as_deref_mut().map(|call| call as &mut dyn FnMut() -> Result<()>));
+        let times = time(&**world, &mut calls, ((128 << 20) / bytes.max(1)).clamp(8, 200))?;
+        let bytes = if op == "barrier" { 0 } else { part * n * 4 };
+        Ok(Self { bytes, times: times[0], mpi: times.get(1).copied() })
+    }
+
+    fn report(&self, options: &CollectivesBench, op: &str, fabric: &Fabric) -> Result<()> {
+        let (ranks, transport) = (fabric.world_size(), fabric.world().transport());
+        let Self { bytes, times, mpi } = *self;
+        let Times { median_secs, shortest_secs, in_a_row_secs } = times;
+        let gib_per_s = bytes as f64 / median_secs / f64::from(1 << 30);
+        if options.json {
+            let mut line = json!({
+                "bench": "collectives", "op": op, "ranks": ranks, "transport": transport, "bytes": bytes,
+                "private": options.private,
+                "latency_s": median_secs, "latency_min_s": shortest_secs, "loop_s": in_a_row_secs,
+                "algbw_gib_s": gib_per_s,
+            });
+            if let Some(mpi) = mpi {
+                line["mpi_latency_s"] = json!(mpi.median_secs);
+                line["mpi_latency_min_s"] = json!(mpi.shortest_secs);
+                line["mpi_loop_s"] = json!(mpi.in_a_row_secs);
+            }
+            return print(&format!("{line}\n"));
+        }
+        let micros = |Times { median_secs, shortest_secs, in_a_row_secs }: Times| {
+            format!(
+                "{:>9.1} us  (best {:.1}, in a row {:.1})",
+                median_secs * 1e6,
+                shortest_secs * 1e6,
+                in_a_row_secs * 1e6,
+            )
+        };
+        let mpi = mpi.map_or_else(String::new, |mpi| format!("   MPI alone {}", micros(mpi)));
+        let own = micros(times);
+        print(&format!("{op:15} {bytes:>9} bytes  {own}  {gib_per_s:.2} GiB/s{mpi}\n"))
+    }
+}
+
+/// Times `calls` of all ranks, in turns, `times` of each. Collective.
+fn time(
+    world: &dyn ProcessGroup,
+    calls: &mut [&mut dyn FnMut() -> Result<()>],
+    times: usize,
+) -> Result<Vec<Times>> {
+    let mut single = vec![Vec::with_capacity(times); calls.len()];
+    for i in 0..times + 3 {
+        for (call, secs) in calls.iter_mut().zip(&mut single) {
+            world.run(Collective::Barrier)?;
             let started = Instant::now();
             call()?;
             if i >= 3 {
                 secs.push(started.elapsed().as_secs_f64());
             }
         }
-        world.barrier()?.wait()?;
+    }
+    let mut in_a_row = Vec::new();
+    for call in calls {
+        world.run(Collective::Barrier)?;
         let started = Instant::now();
-        (0..calls).try_for_each(|_| call())?;
-        let in_a_row = started.elapsed().as_secs_f64() / calls as f64;
-
-        let all = all_gather_object(&**world, &(secs, in_a_row))?;
-        let slowest = |i: usize| all.iter().map(|(secs, _)| secs[i]).fold(0.0, f64::max);
-        let slowest: Vec<f64> = (0..calls).map(slowest).collect();
-        Ok(Self {
-            bytes: if op == "barrier" { 0 } else { part * n * 4 },
+        (0..times).try_for_each(|_| call())?;
+        in_a_row.push(started.elapsed().as_secs_f64() / times as f64);
+    }
+    let own: Vec<(Vec<f64>, f64)> = single.into_iter().zip(in_a_row).collect();
+    let all = all_gather_object(world, &own)?;
+    let of_call = |call: usize| {
+        let slowest = |i: usize| all.iter().map(|own| own[call].0[i]).fold(0.0, f64::max);
+        let slowest: Vec<f64> = (0..times).map(slowest).collect();
+        Times {
             median_secs: median(&slowest),
             shortest_secs: slowest.iter().copied().fold(f64::INFINITY, f64::min),
-            in_a_row_secs: all.iter().map(|(_, secs)| *secs).fold(0.0, f64::max),
-        })
-    }
-
-    fn report(&self, options: &CollectivesBench, op: &str, fabric: &Fabric) -> Result<()> {
-        let (ranks, transport) = (fabric.world_size(), fabric.world().transport());
-        let Self { bytes, median_secs, shortest_secs, in_a_row_secs } = *self;
-        let gib_per_s = bytes as f64 / median_secs / f64::from(1 << 30);
-        if options.json {
-            let line = json!({
-                "bench": "collectives", "op": op, "ranks": ranks, "transport": transport, "bytes": bytes,
-                "private": options.private,
-                "latency_s": median_secs, "latency_min_s": shortest_secs, "loop_s": in_a_row_secs,
-                "algbw_gib_s": gib_per_s,
-            });
-            return print(&format!("{line}\n"));
+            in_a_row_secs: all.iter().map(|own| own[call].1).fold(0.0, f64::max),
         }
-        print(&format!(
-            "{op:15} {bytes:>9} bytes  {:>9.1} us  (best {:.1}, in a row {:.1})  {gib_per_s:.2} GiB/s\n",
-            median_secs * 1e6,
-            shortest_secs * 1e6,
-            in_a_row_secs * 1e6,
-        ))
-    }
+    };
+    Ok((0..own.len()).map(of_call).collect())
 }

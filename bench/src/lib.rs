@@ -4,6 +4,7 @@
 //! barrier. The limit that it is compared with (raw writes and reads of the same bytes, the matrix
 //! products alone) is measured in the same run.
 
+mod bare_mpi;
 mod checkpoint;
 mod collectives;
 mod floor;

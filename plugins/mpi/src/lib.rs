@@ -25,6 +25,7 @@
 //! | `process` | this process's MPI: its thread, its start and its end |
 //! | `network`, `wire` | connecting the members of a group; exchanging messages |
 //! | `pause` | how a wait spends its time |
+//! | `bare` | MPI's own collectives, to measure the process group against |
 //!
 //! **Groups are told apart by tags**, a number for each group that its first member takes from a counter in the
 //! job's store. All use one communicator, a duplicate of the world's. A communicator for each group would be made
@@ -58,6 +59,8 @@
 //! wait for a dead rank has no end. Both are right for programs that trust their peers. `mpi-sys` is the plain
 //! interface below rsmpi, generated from the headers of the MPI library at hand.
 
+#[cfg(feature = "mpi")]
+pub mod bare;
 mod config;
 #[cfg(feature = "mpi")]
 mod launcher;

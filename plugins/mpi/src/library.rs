@@ -17,7 +17,7 @@ pub(crate) struct Fault {
 
 /// MPI, initialised, with the communicator of this process.
 pub(crate) struct Library {
-    comm: ffi::MPI_Comm,
+    pub(crate) comm: ffi::MPI_Comm,
     /// Held during each call, where MPI allows only one thread at a time.
     lock: Option<Mutex<()>>,
 }
@@ -162,7 +162,7 @@ impl Library {
     }
 
     /// Calls MPI, which no other thread does meanwhile if it cannot bear that.
-    fn call(&self, call: impl FnOnce() -> c_int) -> Result<(), Fault> {
+    pub(crate) fn call(&self, call: impl FnOnce() -> c_int) -> Result<(), Fault> {
         let guard = self.lock.as_ref();
         // The lock guards no data of ours.
         let _guard = guard.map(|lock| lock.lock().unwrap_or_else(PoisonError::into_inner));

@@ -88,6 +88,14 @@ impl MpiProcess {
         started
     }
 
+    /// This process's MPI, if it was started.
+    pub(crate) fn current() -> Option<Arc<Self>> {
+        match &*PROCESS.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(Ok(process)) => Some(process.clone()),
+            _ => None,
+        }
+    }
+
     fn again(self: &Arc<Self>, context: &GroupContext, piece_bytes: usize) -> Result<Arc<Self>> {
         let (rank, size) = (self.rank, self.peers.len());
         if (rank, size) != (context.rank, context.world_size) {
@@ -109,6 +117,11 @@ impl MpiProcess {
     /// The number in MPI of a global rank.
     pub(crate) fn mpi_rank(&self, rank: usize) -> usize {
         self.peers[rank].0
+    }
+
+    /// The number of ranks of the job.
+    pub(crate) fn size(&self) -> usize {
+        self.peers.len()
     }
 
     /// The host of a global rank.

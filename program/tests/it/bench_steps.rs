@@ -88,6 +88,8 @@ fn collectives_are_measured_at_each_size() {
     for row in &rows {
         let secs = |key: &str| row[key].as_f64().unwrap();
         assert!(0.0 < secs("latency_min_s") && secs("latency_min_s") <= secs("latency_s"), "{row}");
+        // The ranks are connected by shared memory.
+        assert!(row.get("mpi_latency_s").is_none(), "{row}");
     }
 }
 

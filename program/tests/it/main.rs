@@ -1,6 +1,8 @@
 //! The `fulgurite` program, as a user runs it.
 
 mod bench_checkpoint;
+#[cfg(feature = "mpi")]
+mod bench_mpi;
 mod bench_steps;
 mod checkpoint;
 mod report;
