@@ -12,8 +12,10 @@ mod loops;
 mod memory;
 mod model;
 mod overhead;
+mod overlap;
 mod ranks;
 mod startup;
+mod switch;
 mod tiny_models;
 mod train;
 
@@ -28,6 +30,8 @@ pub enum Command {
     Train(train::TrainBench),
     /// Collectives between processes, of this host or of several
     Collectives(collectives::CollectivesBench),
+    /// What of a step's communication is hidden by computing
+    Overlap(overlap::OverlapBench),
     /// Saving and loading checkpoints, against raw writes and reads of the same bytes
     Checkpoint(checkpoint::CheckpointBench),
     /// What trainer and Fabric add to loops written by hand, and what a start takes
@@ -42,6 +46,7 @@ pub fn run(command: &Command) -> Result<()> {
     match command {
         Command::Train(options) => train::train(options),
         Command::Collectives(options) => collectives::collectives(options),
+        Command::Overlap(options) => overlap::overlap(options),
         Command::Checkpoint(options) => checkpoint::checkpoint(options),
         Command::Overhead(options) => overhead::overhead(options),
     }

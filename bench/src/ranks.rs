@@ -37,11 +37,25 @@ impl StrategyRanks {
     pub(super) fn launch(&self, keys: &[String]) -> Result<Fabric> {
         self.ranks.launch(&self.strategy, keys)
     }
+
+    /// The configuration of a run on these ranks; `keys` as in [`launch`](Self::launch).
+    pub(super) fn config(&self, keys: &[String]) -> Result<RunConfig<Table, Table>> {
+        self.ranks.config(&self.strategy, keys)
+    }
 }
 
 impl Ranks {
     /// Becomes a rank, under a fixed strategy.
     pub(super) fn launch(&self, strategy: &str, keys: &[String]) -> Result<Fabric> {
+        Fabric::from_config(&self.config(strategy, keys)?)?.launch()
+    }
+
+    /// The configuration of a run on these ranks.
+    pub(super) fn config(
+        &self,
+        strategy: &str,
+        keys: &[String],
+    ) -> Result<RunConfig<Table, Table>> {
         let variables = Variables::current();
         let started = match detect(&variables)? {
             Some(environment) => environment.build(&variables)?.creates_processes_externally(),
@@ -54,7 +68,7 @@ impl Ranks {
         for key in keys {
             layers = layers.set(key)?;
         }
-        Fabric::from_config(&RunConfig::<Table, Table>::from_layers(layers)?)?.launch()
+        RunConfig::from_layers(layers)
     }
 }
 

@@ -261,7 +261,11 @@ fn report(options: &TrainBench, report: &Report) -> Result<()> {
 }
 
 /// A batch of random ids, and of the ids that follow them.
-fn tokens(size: &DecoderSize, [batch, seq]: [usize; 2], seed: u64) -> Result<(Tensor, Tensor)> {
+pub(super) fn tokens(
+    size: &DecoderSize,
+    [batch, seq]: [usize; 2],
+    seed: u64,
+) -> Result<(Tensor, Tensor)> {
     let mut state = seed;
     let mut next = || {
         // splitmix64

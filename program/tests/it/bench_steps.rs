@@ -1,4 +1,4 @@
-//! `fulgurite bench train`, `fulgurite bench collectives` and `fulgurite bench overhead`, as programs.
+//! `fulgurite bench train`, `collectives`, `overlap` and `overhead`, as programs.
 
 use std::process::{Command, Output};
 
@@ -90,6 +90,37 @@ fn collectives_are_measured_at_each_size() {
         assert!(0.0 < secs("latency_min_s") && secs("latency_min_s") <= secs("latency_s"), "{row}");
         // The ranks are connected by shared memory.
         assert!(row.get("mpi_latency_s").is_none(), "{row}");
+    }
+}
+
+#[test]
+fn steps_are_measured_with_and_without_communication_and_that_alone() {
+    let few = ["overlap", "--json", "--workload", "tiny", "--seq", "16", "--steps", "2"];
+    for (strategy, ranks) in [("single_device", 1), ("ddp", 2), ("fsdp", 2)] {
+        let place = ["--strategy", strategy, "--ranks", &ranks.to_string()];
+        let rows = measured(&[&few[..], &place, &["--process-group", "tcp"]].concat());
+        let [row] = rows.as_slice() else { panic!("{rows:?}") };
+        assert_eq!((&row["ranks"], &row["steps"]), (&ranks.into(), &2.into()), "{row}");
+        let number = |key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key}: {row}"));
+        let (step, compute) = (number("step_s"), number("compute_s"));
+        let (parameters, bytes) = (4.0 * number("parameters"), number("collective_bytes"));
+        assert!(0.0 < step && 0.0 < compute, "{row}");
+        // The loss and the number of targets are summed too.
+        let totals = 16.0;
+        match strategy {
+            "single_device" => {
+                assert_eq!((number("collectives"), bytes), (0.0, 0.0));
+                assert!(row["hidden"].is_null(), "{row}");
+                continue;
+            }
+            "ddp" => assert_eq!(bytes, parameters + totals),
+            // Gathered once, but for the units twice, and reduced once.
+            _ => assert!(2.0 * parameters < bytes && bytes < 3.0 * parameters, "{row}"),
+        }
+        assert_eq!(row["transport"], "tcp");
+        let communication = number("communication_s");
+        let hidden = (compute + communication - step) / communication;
+        assert!((number("hidden") - hidden).abs() < 1e-6, "{row}");
     }
 }
 

@@ -1,0 +1,197 @@
+//! A process group whose collectives can be noted, or left out.
+
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use fulgurite::prelude::*;
+use fulgurite_core::collective::{
+    AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter, Work,
+};
+
+/// What a [`Switch`] does with what it is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Mode {
+    /// Passes it on.
+    Run,
+    /// Passes it on, and notes it.
+    Note,
+    /// Does nothing, and says at once that it is done: what a rank computes with is its own, or whatever is in
+    /// memory.
+    LeaveOut,
+}
+
+/// The mode of a group and of all that are split from it, and what was noted.
+#[derive(Clone, Default)]
+pub(super) struct Control {
+    mode: Arc<AtomicU8>,
+    notes: Arc<Mutex<Vec<Note>>>,
+}
+
+impl Control {
+    pub(super) fn set(&self, mode: Mode) {
+        self.mode.store(mode as u8, Ordering::SeqCst);
+    }
+
+    fn is(&self, mode: Mode) -> bool {
+        self.mode.load(Ordering::SeqCst) == mode as u8
+    }
+
+    /// What was noted so far, in its order.
+    pub(super) fn take_notes(&self) -> Vec<Note> {
+        std::mem::take(&mut self.notes.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// A collective that was started, without its tensors.
+pub(super) struct Note {
+    group: Arc<dyn ProcessGroup>,
+    shape: Shape,
+    /// See [`Collective::bytes`].
+    pub(super) bytes: usize,
+}
+
+/// Elements and their dtypes; of parts, those of each rank.
+enum Shape {
+    AllReduce(usize, DType, ReduceOp),
+    AllGather(Vec<(Vec<usize>, DType)>),
+    ReduceScatter(Vec<(Vec<usize>, DType)>, ReduceOp),
+    Broadcast(usize, DType, usize),
+    AllToAll(usize, DType),
+    Barrier,
+}
+
+impl Note {
+    fn new(group: &Arc<dyn ProcessGroup>, collective: &Collective) -> Self {
+        let shape = match collective {
+            Collective::AllReduce { tensor, op } => {
+                Shape::AllReduce(tensor.elem_count(), tensor.dtype(), *op)
+            }
+            Collective::AllGatherInto(parts) => {
+                let part = |part: &AllGather| (part.counts.clone(), part.output.dtype());
+                Shape::AllGather(parts.iter().map(part).collect())
+            }
+            Collective::ReduceScatter { parts, op } => {
+                let part = |part: &ReduceScatter| (part.counts.clone(), part.input.dtype());
+                Shape::ReduceScatter(parts.iter().map(part).collect(), *op)
+            }
+            Collective::Broadcast { tensor, src } => {
+                Shape::Broadcast(tensor.elem_count(), tensor.dtype(), *src)
+            }
+            Collective::AllToAll { input, .. } => {
+                Shape::AllToAll(input.elem_count(), input.dtype())
+            }
+            Collective::Barrier => Shape::Barrier,
+        };
+        Self { group: group.clone(), shape, bytes: collective.bytes() }
+    }
+
+    /// The collective with tensors of its own, where the transport reaches them best, and the group that runs it.
+    pub(super) fn again(&self) -> Result<(Arc<dyn ProcessGroup>, Collective)> {
+        let group = &self.group;
+        let tensor = |elements: usize, dtype: DType| -> Result<Tensor> {
+            let tensor = group.empty(elements, dtype, &Device::Cpu)?;
+            // Zeros, whose sums stay finite.
+            tensor.zero_set()?;
+            Ok(tensor)
+        };
+        let two = |(counts, dtype): &(Vec<usize>, DType)| -> Result<(Tensor, Tensor)> {
+            Ok((tensor(counts.iter().sum(), *dtype)?, tensor(counts[group.rank()], *dtype)?))
+        };
+        let collective = match &self.shape {
+            Shape::AllReduce(elements, dtype, op) => {
+                Collective::all_reduce(&tensor(*elements, *dtype)?, *op)
+            }
+            Shape::AllGather(parts) => {
+                let part = |shape: &(Vec<usize>, DType)| -> Result<AllGather> {
+                    let (output, input) = two(shape)?;
+                    Ok(AllGather { output, input, counts: shape.0.clone() })
+                };
+                Collective::all_gather_into(parts.iter().map(part).collect::<Result<_>>()?)
+            }
+            Shape::ReduceScatter(parts, op) => {
+                let part = |shape: &(Vec<usize>, DType)| -> Result<ReduceScatter> {
+                    let (input, output) = two(shape)?;
+                    Ok(ReduceScatter { input, output, counts: shape.0.clone() })
+                };
+                Collective::reduce_scatter(parts.iter().map(part).collect::<Result<_>>()?, *op)
+            }
+            Shape::Broadcast(elements, dtype, src) => {
+                Collective::broadcast(&tensor(*elements, *dtype)?, *src)
+            }
+            Shape::AllToAll(elements, dtype) => Collective::AllToAll {
+                output: tensor(*elements, *dtype)?,
+                input: tensor(*elements, *dtype)?,
+            },
+            Shape::Barrier => Collective::Barrier,
+        };
+        Ok((group.clone(), collective))
+    }
+}
+
+/// A process group that does what its [`Control`] says.
+pub(super) struct Switch {
+    inner: Arc<dyn ProcessGroup>,
+    control: Control,
+}
+
+impl Switch {
+    pub(super) fn new(inner: Arc<dyn ProcessGroup>, control: Control) -> Self {
+        Self { inner, control }
+    }
+}
+
+impl ProcessGroup for Switch {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn transport(&self) -> String {
+        self.inner.transport()
+    }
+
+    fn global_ranks(&self) -> &[usize] {
+        self.inner.global_ranks()
+    }
+
+    fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
+        if self.control.is(Mode::LeaveOut) {
+            return Ok(Work::ready());
+        }
+        if self.control.is(Mode::Note) && self.size() > 1 {
+            let mut notes = self.control.notes.lock().unwrap_or_else(PoisonError::into_inner);
+            notes.push(Note::new(&self.inner, &collective));
+        }
+        self.inner.start(collective, overlap)
+    }
+
+    // No strategy sends messages in a step: they are passed on.
+    fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
+        self.inner.send(tensor, dst)
+    }
+
+    fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work> {
+        self.inner.recv(tensor, src)
+    }
+
+    fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
+        let inner = self.inner.split(partition, name)?;
+        Ok(Arc::new(Self { inner, control: self.control.clone() }))
+    }
+
+    fn empty(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.inner.empty(elements, dtype, device)
+    }
+
+    fn abort(&self, reason: &str) {
+        self.inner.abort(reason);
+    }
+}
