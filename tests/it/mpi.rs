@@ -1,11 +1,14 @@
 //! Training over MPI: ranks that `mpirun` starts, or what FULGURITE_MPIRUN says. Built with the feature `mpi`, run by
 //! `.ci/mpi` under both families.
 
+use std::fs;
 use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt as _;
 use std::process::Command;
 
 use crate::hosts::wide;
 use crate::program::{Job, Scratch, assert_close};
+use crate::two_hosts::Hosts;
 
 /// Makes ranks of two hosts of the processes that `mpirun` has started on one.
 const TWO_HOSTS: &str = r#"
@@ -22,22 +25,66 @@ const STRATEGIES: [(&str, usize); 4] = [
     ("{ type = \"fsdp_tp\", tensor_parallel_size = 2 }", 6),
 ];
 
-/// Starts four processes of `job` by MPI, as `script`, or as they are.
-fn by_mpirun<'a>(job: Job<'a>, script: Option<&str>) -> Job<'a> {
+/// What starts processes of MPI, and whether it is Open MPI's.
+fn mpirun() -> (String, bool) {
     let mpirun = std::env::var("FULGURITE_MPIRUN").unwrap_or_else(|_| "mpirun".to_owned());
     let version = Command::new(&mpirun).arg("--version").output();
     let version = version.unwrap_or_else(|e| panic!("{mpirun} (FULGURITE_MPIRUN): {e}"));
-    let version = String::from_utf8_lossy(&version.stdout).into_owned();
+    let version = String::from_utf8_lossy(&version.stdout);
+    let is_open = ["Open MPI", "OpenRTE"].iter().any(|name| version.contains(name));
+    (mpirun, is_open)
+}
+
+/// Tests may be run by root.
+fn as_root(job: Job<'_>) -> Job<'_> {
+    job.env("OMPI_ALLOW_RUN_AS_ROOT", 1).env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", 1)
+}
+
+/// Starts four processes of `job` by MPI, as `script`, or as they are.
+fn by_mpirun<'a>(job: Job<'a>, script: Option<&str>) -> Job<'a> {
+    let (mpirun, is_open) = mpirun();
     let mut command = vec![&*mpirun, "-n", "4"];
-    if ["Open MPI", "OpenRTE"].iter().any(|name| version.contains(name)) {
+    if is_open {
         command.push("--oversubscribe");
     }
     if let Some(script) = script {
         command.extend(["sh", "-euc", script, "sh"]);
     }
-    // Tests may be run by root.
-    let as_root = ["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"];
-    as_root.into_iter().fold(job, |job, name| job.env(name, 1)).started_by(&command)
+    as_root(job).started_by(&command)
+}
+
+/// Starts two processes of `job` on each of `hosts` by MPI, which reaches the other one by `agent`, as it would by ssh.
+fn by_mpirun_on<'a>(job: Job<'a>, hosts: &Hosts, agent: &str) -> Job<'a> {
+    let (mpirun, is_open) = mpirun();
+    let [a, b] = [0, 1].map(|host| hosts.address(host));
+    let by_agent = match is_open {
+        true => format!("--oversubscribe --mca plm_rsh_agent {agent} --host {a}:2,{b}:2"),
+        false => format!("-launcher ssh -launcher-exec {agent} -hosts {a},{b} -ppn 2"),
+    };
+    let mut command = vec!["unshare", "--uts", "sh", "-euc", r#"hostname "$0"; exec "$@""#];
+    command.extend([hosts.name(0), &*mpirun, "-n", "4"]);
+    command.extend(by_agent.split(' '));
+    as_root(job.set(&["trainer.num_nodes=2"]))
+        .within(hosts.name(0))
+        .started_by(&command)
+        .env("MASTER_ADDR", a)
+        .env("MASTER_PORT", 29_500)
+        .env("FULGURITE_JOB_KEY", "a key of sixteen characters or more")
+}
+
+/// A program that runs a command on one of `hosts`, in place of ssh: `agent ADDRESS COMMAND…`.
+fn agent(scratch: &Scratch, hosts: &Hosts) -> String {
+    let host = |host| format!("{}) host={} ;;\n", hosts.address(host), hosts.name(host));
+    let script = format!(
+        "#!/bin/sh\nwhile case $1 in -*) ;; *) false ;; esac; do shift; done\n\
+         case $1 in\n{}{}esac\nshift\n\
+         exec ip netns exec $host unshare --uts sh -c \"hostname $host; $*\"\n",
+        host(0),
+        host(1)
+    );
+    let path = scratch.file("agent", script);
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path.to_str().expect("a folder with a plain name").to_owned()
 }
 
 /// `job`, of two ranks on each of two hosts.
@@ -86,6 +133,30 @@ fn between_hosts_ranks_that_mpirun_has_started_use_mpi() {
     let mut job = wide(&scratch).on("fsdp", 2, 3);
     job.replace("json", "human");
     let run = on_two_hosts(job, "auto").succeed();
+    let told = "4 ranks, strategy fsdp, process group shm within hosts, mpi between them";
+    assert!(run.stderr.contains(told), "{}", run.stderr);
+}
+
+/// On two hosts with addresses and names of their own, where root can make them. Open MPI's messages go over the
+/// cable; those of MPICH through the memory of the machine, as UCX sees that it is one.
+#[test]
+fn two_hosts_that_mpirun_reaches_train_as_one() {
+    let Some(hosts) = Hosts::new() else { return };
+    let scratch = Scratch::with_tokens();
+    let agent = agent(&scratch, &hosts);
+    for (strategy, batch_size) in STRATEGIES {
+        let expected = wide(&scratch).on(strategy, 4, batch_size).succeed();
+        for process_group in ["auto", "mpi"] {
+            let job = wide(&scratch).on(strategy, 2, batch_size);
+            let job = job.set(&[&format!("trainer.process_group={process_group}")]);
+            let run = by_mpirun_on(job, &hosts, &agent).succeed();
+            assert_eq!(run.losses(), expected.losses(), "{strategy} over {process_group}");
+            assert_eq!(run.steps("grad_norm"), expected.steps("grad_norm"), "{strategy}");
+        }
+    }
+    let mut job = wide(&scratch).on("fsdp", 2, 3);
+    job.replace("json", "human");
+    let run = by_mpirun_on(job, &hosts, &agent).succeed();
     let told = "4 ranks, strategy fsdp, process group shm within hosts, mpi between them";
     assert!(run.stderr.contains(told), "{}", run.stderr);
 }
