@@ -1,4 +1,15 @@
 //! MPI's own collectives, which the process group does not use: to measure it against them.
+//!
+//! ```no_run
+//! use fulgurite_mpi::bare::BareMpi;
+//!
+//! // On every rank of a job that uses MPI.
+//! if let Some(mpi) = BareMpi::current() {
+//!     let mut sum = [0.0; 2];
+//!     mpi.all_reduce(&[1.0, 2.0], &mut sum)?;
+//! }
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
 #![allow(unsafe_code)] // Calls of MPI with memory.
 
 use std::ffi::c_int;
@@ -103,4 +114,17 @@ fn same(name: &str, one: usize, other: usize) -> Result<c_int> {
     c_int::try_from(one).map_err(|_| {
         Error::other(format!("{name}: {one} values are more than MPI counts, {}", c_int::MAX))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lengths_that_do_not_fit_are_refused() {
+        assert_eq!(same("MPI_Allreduce", 3, 3).unwrap(), 3);
+        let error = |one, other| same("MPI_Allreduce", one, other).unwrap_err().to_string();
+        insta::assert_snapshot!(error(3, 4), @"MPI_Allreduce: 3 values and 4 of the result");
+        insta::assert_snapshot!(error(1 << 31, 1 << 31), @"MPI_Allreduce: 2147483648 values are more than MPI counts, 2147483647");
+    }
 }
