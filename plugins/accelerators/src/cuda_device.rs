@@ -1,9 +1,10 @@
 //! Finding and opening GPUs over CUDA's driver.
 #![allow(unsafe_code)] // Calls of the driver, and candle's switch of event tracking.
 
+use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result, sys};
@@ -36,8 +37,21 @@ fn failed(what: &str, error: &DriverError) -> Error {
     Error::Config(format!("`trainer.accelerator` = \"cuda\": {what}{visible}: {error}"))
 }
 
-/// Opens a GPU with one stream of its own, and has its memory pool keep what is freed.
+/// The GPUs that this process has opened, by index: candle takes one that is opened again for another one.
+static OPENED: Mutex<BTreeMap<usize, Gpu>> = Mutex::new(BTreeMap::new());
+
+/// A GPU, opened if it was not.
 pub(crate) fn open(ordinal: usize, event_tracking: bool) -> Result<Box<dyn Accelerator>> {
+    let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+    let gpu = match opened.get(&ordinal) {
+        Some(gpu) => gpu.clone(),
+        None => opened.entry(ordinal).or_insert(open_anew(ordinal, event_tracking)?).clone(),
+    };
+    Ok(Box::new(gpu))
+}
+
+/// Opens a GPU with one stream of its own, and has its memory pool keep what is freed.
+fn open_anew(ordinal: usize, event_tracking: bool) -> Result<Gpu> {
     let device = Device::new_cuda_with_stream(ordinal)?;
     let Device::Cuda(cuda) = &device else {
         return Err(Error::Config(format!("GPU {ordinal} was opened as another kind of device")));
@@ -52,10 +66,11 @@ pub(crate) fn open(ordinal: usize, event_tracking: bool) -> Result<Box<dyn Accel
         // Otherwise the pool gives its memory back at every synchronisation.
         gpu.set_release_threshold(u64::MAX).map_err(|e| failed("keeping freed memory", &e))?;
     }
-    Ok(Box::new(gpu))
+    Ok(gpu)
 }
 
 /// An opened GPU.
+#[derive(Clone)]
 struct Gpu {
     device: Device,
     context: Arc<CudaContext>,

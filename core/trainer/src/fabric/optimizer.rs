@@ -384,7 +384,7 @@ impl FabricOptimizer {
     /// # Errors
     /// If the last backward ran under `no_backward_sync`.
     pub fn zero_grad(&mut self) -> Result<()> {
-        (self.clip_factor, self.clip_value) = (1.0, None);
+        (self.clip_factor, self.clip_value, self.overflowed) = (1.0, None, None);
         self.runtime.zero_grad(self.index)
     }
 

@@ -15,7 +15,7 @@ use super::wait::Failure;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// How long a dropped group tries to finish the collectives that were started.
-const CLOSING: Duration = Duration::from_secs(5);
+pub(crate) const CLOSING: Duration = Duration::from_secs(5);
 
 /// A collective or a message.
 pub(crate) enum Task {

@@ -3,14 +3,16 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::collective::{Collective, ProcessGroup, Work, check};
+use fulgurite_core::launch::Patience;
 use fulgurite_core::{Error, Result, advice};
 
 use super::levels::Levels;
 use super::placement::Placement;
-use crate::engine::{Completion, Failure, Job, Queue, Task, Turn};
+use crate::engine::{CLOSING, Completion, Failure, Job, Queue, Task, Turn};
 
 /// Collectives of no more bytes go over the network alone, in one round.
 const SMALL: usize = 64 << 10;
@@ -293,6 +295,14 @@ impl Drop for Mixed {
             levels.queue.close();
         }
         if let Some(thread) = self.thread.take() {
+            // What peers will not start any more is not waited for longer than by any other group.
+            let mut patience = Patience::new(CLOSING);
+            while !thread.is_finished() && patience.slice().is_some() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if let Some(levels) = self.levels.as_ref().filter(|_| !thread.is_finished()) {
+                levels.fail(&Failure::Group("the group was dropped".to_owned()));
+            }
             // The thread catches panics; an error means that it has ended anyway.
             let _ = thread.join();
         }

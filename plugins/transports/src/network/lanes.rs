@@ -123,6 +123,10 @@ fn connect(
     let own = usize::from(members[1] == shared.rank);
     let wanted = || match shared.broken_anywhere() {
         Some(failure) => Err(shared.error("connect", failure)),
+        None if shared.queue.is_over() => {
+            let dropped = Failure::Group("the group was dropped".to_owned());
+            Err(shared.error("connect", dropped))
+        }
         None => shared.store.give_up().map_or(Ok(()), Err),
     };
     let network = shared.network.clone();

@@ -17,7 +17,7 @@ use crate::job::{Job, RESULT, run_as_rank};
 #[test]
 fn a_rank() {
     let timeout_secs = |scenario: &str| match scenario {
-        "timeout" => 1,
+        "timeout" | "chunks" => 1,
         "chain" => 3,
         _ => 60,
     };
@@ -31,6 +31,7 @@ fn start(size: usize, scenario: &str) -> Job {
 fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
     let config = match scenario {
         "small" => Tcp { chunk_bytes: 64 << 10, ..Tcp::default() },
+        "chunks" => Tcp { chunk_bytes: (1 + context.rank) << 20, ..Tcp::default() },
         "ports" => Tcp { ports: Some([28650, 28670]), ..Tcp::default() },
         _ => Tcp::default(),
     };
@@ -51,11 +52,14 @@ fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
             let address = contact["address"].as_str().unwrap().to_owned();
             let group: Arc<dyn ProcessGroup> = group;
             if context.rank == 0 {
-                // One that says nothing, one that guesses, and more than are greeted at once.
+                // Some that say nothing, some that guess, and more than are greeted at once: ranks have given up
+                // waiting for an answer, and called again, before they are.
                 let mut strangers = Vec::new();
-                for _ in 0..100 {
+                for number in 0..100 {
                     let mut stranger = TcpStream::connect(&address).unwrap();
-                    let _ = stranger.write_all(b"FulgTcp1 may I come in? I am rank 2.");
+                    if number % 5 == 0 {
+                        let _ = stranger.write_all(b"FulgTcp1 may I come in? I am rank 2.");
+                    }
                     strangers.push(stranger);
                 }
             }
@@ -221,6 +225,13 @@ fn ranks_in_different_collectives_are_told() {
         assert!(result.contains("all_reduce of 400 bytes of f32"), "{result}");
         assert!(result.contains("all_gather_into"), "{result}");
     }
+}
+
+#[test]
+fn pieces_of_different_sizes_are_refused() {
+    let results = start(2, "chunks").results();
+    let told = "trainer.process_group.chunk_bytes is 2097152 on rank 1 and 1048576 on rank 0; it must be the same on all";
+    assert!(results[1].as_deref().unwrap().contains(told), "{results:?}");
 }
 
 #[test]

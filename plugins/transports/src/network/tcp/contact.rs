@@ -2,13 +2,17 @@
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// How long the beginning of a connection may take.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long one read of it waits.
+const READ_SLICE: Duration = Duration::from_millis(500);
+/// What who calls says last: it takes the answer for that of the rank that it wants, and the connection for its own.
+const AGREED: [u8; 1] = [1];
 /// The first bytes of a connection.
 const MAGIC: [u8; 8] = *b"FulgTcp1";
 /// The longest key of a group that is read from a stranger.
@@ -23,25 +27,36 @@ pub(super) struct Contact {
     pub(super) address: SocketAddr,
     asked: Token,
     answered: Token,
+    /// [`Tcp::chunk_bytes`](super::Tcp::chunk_bytes), the same on all ranks.
+    pub(super) chunk_bytes: usize,
 }
 
 impl Contact {
-    pub(super) fn new(address: SocketAddr) -> Result<Self> {
+    pub(super) fn new(address: SocketAddr, chunk_bytes: usize) -> Result<Self> {
         let random = || -> Result<Token> {
             let mut token = Token::default();
             getrandom::fill(&mut token)
                 .map_err(|e| Error::Launch(format!("the system has no random numbers: {e}")))?;
             Ok(token)
         };
-        Ok(Self { address, asked: random()?, answered: random()? })
+        Ok(Self { address, asked: random()?, answered: random()?, chunk_bytes })
     }
 
-    /// Connects to the rank as rank `from`, for the group `key`.
-    pub(super) fn call(&self, key: &str, from: usize, timeout: Duration) -> io::Result<TcpStream> {
+    /// Connects to the rank as rank `from`, for the group `key`. `tick` is called at least once a second, from the end of
+    /// the connecting on.
+    pub(super) fn call(
+        &self,
+        key: &str,
+        from: usize,
+        timeout: Duration,
+        tick: &mut dyn FnMut(),
+    ) -> io::Result<TcpStream> {
         let timeout = timeout.clamp(Duration::from_millis(1), GREETING_TIMEOUT);
         let mut stream = TcpStream::connect_timeout(&self.address, timeout)?;
+        tick();
+        let until = Instant::now() + GREETING_TIMEOUT;
         stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(GREETING_TIMEOUT))?;
+        stream.set_read_timeout(Some(READ_SLICE))?;
         stream.set_write_timeout(Some(GREETING_TIMEOUT))?;
         let mut message = Vec::with_capacity(64 + key.len());
         message.extend(MAGIC);
@@ -51,10 +66,11 @@ impl Contact {
         message.extend(key.as_bytes());
         stream.write_all(&message)?;
         let mut answer = Token::default();
-        stream.read_exact(&mut answer)?;
+        read(&mut stream, &mut answer, until, tick)?;
         if !same(&answer, &self.answered) {
             return Err(io::Error::other("somebody else answers there"));
         }
+        stream.write_all(&AGREED)?;
         Ok(stream)
     }
 
@@ -62,10 +78,11 @@ impl Contact {
     pub(super) fn answer(&self, stream: &mut TcpStream) -> io::Result<(usize, String)> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(GREETING_TIMEOUT))?;
+        stream.set_read_timeout(Some(READ_SLICE))?;
         stream.set_write_timeout(Some(GREETING_TIMEOUT))?;
+        let until = Instant::now() + GREETING_TIMEOUT;
         let mut head = [0; 32];
-        stream.read_exact(&mut head)?;
+        read(stream, &mut head, until, &mut || {})?;
         let (magic, rest) = head.split_at(MAGIC.len());
         let (token, numbers) = rest.split_at(size_of::<Token>());
         if magic != MAGIC || !same(token, &self.asked) {
@@ -79,11 +96,40 @@ impl Contact {
             return Err(io::Error::other("a key that is too long"));
         }
         let mut key = vec![0; len];
-        stream.read_exact(&mut key)?;
+        read(stream, &mut key, until, &mut || {})?;
         let key = String::from_utf8(key).map_err(io::Error::other)?;
         stream.write_all(&self.answered)?;
+        // Who called may have given up before it was answered, and called again.
+        let mut agreed = [0; AGREED.len()];
+        read(stream, &mut agreed, until, &mut || {})?;
+        if agreed != AGREED {
+            return Err(io::Error::other("a stranger"));
+        }
         Ok((from, key))
     }
+}
+
+/// Fills `buffer`, in slices of [`READ_SLICE`], before `until`.
+fn read(
+    stream: &mut TcpStream,
+    mut buffer: &mut [u8],
+    until: Instant,
+    tick: &mut dyn FnMut(),
+) -> io::Result<()> {
+    use io::ErrorKind::{Interrupted, TimedOut, UnexpectedEof, WouldBlock};
+    while !buffer.is_empty() {
+        if Instant::now() >= until {
+            return Err(TimedOut.into());
+        }
+        match stream.read(buffer) {
+            Ok(0) => return Err(UnexpectedEof.into()),
+            Ok(count) => buffer = &mut buffer[count..],
+            Err(error) if matches!(error.kind(), WouldBlock | TimedOut | Interrupted) => {}
+            Err(error) => return Err(error),
+        }
+        tick();
+    }
+    Ok(())
 }
 
 /// Compares without telling by the time it takes where they differ.

@@ -1,6 +1,7 @@
 //! The thread that takes connections of other ranks.
 
 use std::collections::HashMap;
+use std::io::ErrorKind;
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -73,7 +74,17 @@ fn accept(listener: &TcpListener, contact: &Contact, state: &Arc<State>) {
             }
             continue;
         }
-        let Ok((mut stream, from)) = listener.accept() else { continue };
+        let (mut stream, from) = match listener.accept() {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                // It is ready again at once where the process has no file descriptor left.
+                if !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) {
+                    tracing::warn!("a connection cannot be accepted: {error}{}", advice(&error));
+                    std::thread::sleep(Duration::from_millis(500));
+                }
+                continue;
+            }
+        };
         state.strangers.fetch_add(1, Ordering::Relaxed);
         let greet = {
             let (contact, state) = (contact.clone(), state.clone());

@@ -19,6 +19,8 @@ use crate::network::wire::{Network, POLL_INTERVAL, Wire};
 /// How long after a refused connection the next is tried: at first, and at most.
 const FIRST_RETRY: Duration = Duration::from_millis(20);
 const LAST_RETRY: Duration = Duration::from_millis(500);
+/// How much longer than its timeout a rank waits for one that is to connect.
+const GRACE: Duration = Duration::from_secs(3);
 
 /// The connections of this process to other ranks.
 pub(super) struct TcpNetwork {
@@ -26,6 +28,7 @@ pub(super) struct TcpNetwork {
     rank: usize,
     /// Where the store has the ranks' contacts.
     keys: String,
+    chunk_bytes: usize,
     listener: Listener,
     /// Those of other ranks that were needed so far.
     contacts: Mutex<HashMap<usize, Contact>>,
@@ -43,7 +46,7 @@ impl TcpNetwork {
         let address = listener
             .local_addr()
             .map_err(|e| Error::Launch(format!("listening: {e}{}", advice(&e))))?;
-        let contact = Contact::new(address)?;
+        let contact = Contact::new(address, config.chunk_bytes)?;
         let value = serde_json::to_vec(&contact).map_err(Error::other)?;
         let listener = Listener::new(listener, contact)?;
         store.set(&format!("{keys}/{rank}"), &value)?;
@@ -51,6 +54,7 @@ impl TcpNetwork {
             store,
             rank,
             keys,
+            chunk_bytes: config.chunk_bytes,
             listener,
             contacts: Mutex::default(),
             places: Mutex::default(),
@@ -72,6 +76,12 @@ impl TcpNetwork {
         let contact: Contact = serde_json::from_slice(&value).map_err(|e| {
             Error::Launch(format!("the store's value of `{key}` is no address: {e}"))
         })?;
+        if contact.chunk_bytes != self.chunk_bytes {
+            return Err(Error::Launch(format!(
+                "trainer.process_group.chunk_bytes is {} on rank {} and {} on rank {rank}; it must be the same on all",
+                self.chunk_bytes, self.rank, contact.chunk_bytes
+            )));
+        }
         self.contacts.lock().expect("no panic with contacts").insert(rank, contact.clone());
         Ok(contact)
     }
@@ -88,15 +98,20 @@ impl TcpNetwork {
         let contact = self.contact(rank, timeout)?;
         let mut retry = FIRST_RETRY;
         while let Some(slice) = patience.slice() {
-            match contact.call(key, self.rank, slice.max(FIRST_RETRY)) {
+            let mut tick = || {
+                patience.slice();
+            };
+            match contact.call(key, self.rank, slice.max(FIRST_RETRY), &mut tick) {
                 Ok(stream) => return Ok(stream),
                 Err(error) => tracing::debug!("connecting to rank {rank}: {error}"),
             }
+            // It counts what took no longer than a second.
+            tick();
             wanted()?;
             std::thread::sleep(retry.min(slice));
             retry = (retry * 2).min(LAST_RETRY);
         }
-        let why = match contact.call(key, self.rank, LAST_RETRY) {
+        let why = match contact.call(key, self.rank, LAST_RETRY, &mut || {}) {
             Ok(stream) => return Ok(stream),
             Err(error) => error,
         };
@@ -148,7 +163,9 @@ impl Network for TcpNetwork {
         timeout: Duration,
         wanted: &dyn Fn() -> Result<()>,
     ) -> Result<Box<dyn Wire>> {
+        // Who calls knows more of what is wrong, and is to say it first.
         let mut patience = Patience::new(timeout);
+        let mut longer = Patience::new(timeout.saturating_add(GRACE));
         let mut streams = Vec::with_capacity(members.len());
         for (member, &rank) in members.iter().enumerate() {
             let stream = match member.cmp(&own) {
@@ -156,7 +173,7 @@ impl Network for TcpNetwork {
                     Some(self.call(key, rank, timeout, &mut patience, wanted)?)
                 }
                 std::cmp::Ordering::Equal => None,
-                std::cmp::Ordering::Greater => Some(self.take(key, rank, &mut patience, wanted)?),
+                std::cmp::Ordering::Greater => Some(self.take(key, rank, &mut longer, wanted)?),
             };
             if let Some(Ok(address)) = stream.as_ref().map(TcpStream::peer_addr) {
                 self.places.lock().expect("no panic with places").insert(rank, address.ip());
