@@ -23,7 +23,8 @@ use crate::process::MpiProcess;
 
 /// MPI's own blocking collectives of f32, over all ranks of a job that uses MPI.
 ///
-/// They are collective, and wait without end for a rank that does not come. Ranks are in the order in which MPI
+/// For measurements: all ranks must call the same with the same lengths, which nobody checks, and some MPI libraries write
+/// behind memory that is too short. They are collective, and wait without end for a rank that does not come. Ranks are in the order in which MPI
 /// numbers them, which may be another than that of the job.
 pub struct BareMpi(Arc<MpiProcess>);
 

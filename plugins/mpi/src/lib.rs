@@ -60,6 +60,7 @@
 //! interface below rsmpi, generated from the headers of the MPI library at hand.
 
 #[cfg(feature = "mpi")]
+#[doc(hidden)]
 pub mod bare;
 mod config;
 #[cfg(feature = "mpi")]
