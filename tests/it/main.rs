@@ -23,6 +23,7 @@ mod llama;
 mod loading;
 mod manual;
 mod metrics;
+mod micro_batches;
 mod model_checkpoint;
 mod model_parallel;
 #[cfg(feature = "mpi")]

@@ -80,6 +80,10 @@ impl Ignored {
         self.reducer.finish_step()
     }
 
+    pub(super) fn abandon_step(&self) -> Result<()> {
+        self.reducer.abandon_step()
+    }
+
     pub(super) fn prepare_forward(&self) -> Result<()> {
         materialize::refresh_compute(&self.slots)
     }

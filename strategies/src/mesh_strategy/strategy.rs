@@ -445,6 +445,15 @@ impl Strategy for MeshStrategy {
         self.prepare_forward(context)
     }
 
+    fn abandon_step(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        match self.data_parallel()? {
+            DataParallel::Replicated { reducer, .. } => reducer.abandon_step()?,
+            DataParallel::Sharded(runtime) => runtime.abandon_step()?,
+        }
+        self.ignored.as_ref().map_or(Ok(()), Ignored::abandon_step)?;
+        self.prepare_forward(context)
+    }
+
     fn finish_load(&mut self, context: StrategyContext<'_>) -> Result<()> {
         // Each replica has read its own copy.
         Self::verify_replicas(context.tree, context.mesh)?;

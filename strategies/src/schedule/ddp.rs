@@ -27,6 +27,7 @@
 //! | reduced | the step's next backward begins | filling | keep on one rank |
 //! | reduced | the step ends, or it is emptied | filling | |
 //! | any | a backward begins that has no gradients for it | the same | |
+//! | any | the step is abandoned | filling | |
 //!
 //! A bucket that was reduced holds the sum over the ranks on each of them. A further backward of the
 //! step adds to it on one rank and overwrites it on the others, so that reducing it again adds the new
@@ -73,11 +74,14 @@ pub enum Event {
         /// The bucket.
         bucket: usize,
     },
+    /// The step failed at any point, and is begun again: the buckets hold nothing, and nothing is under way any
+    /// more. The order in which gradients became ready is forgotten too.
+    Abandon,
 }
 
 /// An action for the driver of a [`Schedule`], which performs them in the order given. The number is the
-/// bucket's index. The machine assumes that every action succeeds; a driver that fails at one cannot go
-/// on.
+/// bucket's index. The machine assumes that every action succeeds; a driver that fails at one can only
+/// [abandon](Event::Abandon) the step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Add the next gradients to the bucket's content on one rank, and overwrite it on the others.
@@ -163,6 +167,7 @@ impl Schedule {
             }
             Event::FinishBackward => self.finish_backward(&mut actions),
             Event::Empty { bucket } => self.buckets[bucket].0 = Bucket::Filling { ready: 0 },
+            Event::Abandon => *self = Self::new(&self.bucket_of),
             Event::FinishStep => {
                 self.older_uses = false;
                 for (bucket, _) in &mut self.buckets {

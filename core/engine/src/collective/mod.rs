@@ -2,9 +2,10 @@
 //!
 //! [`ProcessGroup`] is the trait that transports implement, and [`ProcessGroupConfig`] is what makes one
 //! from a configuration; [`Solo`] is the group of one rank, which communicates nothing; [`Counting`]
-//! wraps any group and counts calls and bytes. [`check`] has the argument checks that all transports
+//! wraps any group and counts calls and bytes; [`Abandonment`] lets ranks leave a step together. [`check`] has the argument checks that all transports
 //! share. Ranks find each other over a job's [`Store`].
 
+mod abandon;
 pub mod check;
 #[expect(clippy::module_inception, reason = "the type is the module's subject")]
 mod collective;
@@ -16,6 +17,7 @@ mod process_group;
 mod solo;
 mod work;
 
+pub use abandon::Abandonment;
 pub use collective::{AllGather, Collective, ReduceOp, ReduceScatter};
 pub use config::{GroupContext, GroupMemory, ProcessGroupConfig};
 pub use counting::{Counter, Counting, Record};

@@ -155,6 +155,17 @@ impl ParameterSlot {
         flow.local_grad = None;
     }
 
+    /// Forgets the step's gradient, and a forward and backward that failed at any point: the uses that have not
+    /// delivered.
+    pub fn abandon_backward(&self) {
+        self.end_step();
+        let mut flow = self.0.flow();
+        flow.pending_uses = 0;
+        flow.pending_hook = !flow.exposed_in.is_empty();
+        flow.delivered_now = false;
+        flow.ready = false;
+    }
+
     fn inner(&self) -> &Inner {
         &self.0.0
     }

@@ -279,6 +279,21 @@ pub trait Strategy: Send {
         self.prepare_forward(context)
     }
 
+    /// Called when a step failed on some rank anywhere between [`prepare_forward`](Strategy::prepare_forward) and the
+    /// optimizer's update, and is begun again: forgets its gradients and what was under way, of which no
+    /// collective runs any more, and makes the parameters ready for a forward. The caller resets the slots. Collective.
+    ///
+    /// # Errors
+    /// If the strategy cannot, as by default.
+    fn abandon_step(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        let _ = context;
+        Err(Error::other(format!(
+            "strategy `{}` cannot begin a step again that has failed, which `trainer.micro_batch_size` = \"auto\" \
+             does",
+            self.name()
+        )))
+    }
+
     /// Called after values were loaded into the local shards: makes them ready for a forward.
     /// Collective.
     ///

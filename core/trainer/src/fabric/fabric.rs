@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use super::FabricOptimizer;
 use super::SyncBuffers;
+use super::attempts::Attempts;
 use super::launcher::check_frozen;
 use crate::profiler::{LogExecutionTime, Phase, Profile};
 use crate::runtime::{NoSyncGuard, SamplerShare, StrategyRuntime, UnusedParameters};
@@ -61,6 +62,8 @@ pub struct Fabric {
     seed: u64,
     /// What opened the device, if a configuration did.
     pub(super) accelerator: Option<Arc<dyn Accelerator>>,
+    /// Present if steps can be left and begun again.
+    pub(super) attempts: Option<Attempts>,
     /// The adapter that the model's own start from, or that was loaded last.
     pub(super) adapter_from: Mutex<Option<PathBuf>>,
     /// Where the base of the adapters is from.
@@ -96,6 +99,7 @@ impl Fabric {
             init,
             seed,
             accelerator: None,
+            attempts: None,
             adapter_from: Mutex::default(),
             base_model: None,
             workers,

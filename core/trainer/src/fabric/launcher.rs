@@ -4,9 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Fabric;
+use super::attempts::Attempts;
 use crate::profiler::Profiler;
 use crate::run::{
-    AdapterConfig, Devices, MAX_TIMEOUT_SECS, QuantizationConfig, RunConfig, TrainerConfig,
+    AdapterConfig, Devices, MAX_TIMEOUT_SECS, MicroBatchSize, QuantizationConfig, RunConfig,
+    TrainerConfig,
 };
 use crate::{Error, Result};
 use candle_core::Device;
@@ -175,8 +177,23 @@ impl Fabric {
         let accelerator = config.open_accelerator(&*world)?;
         let device = accelerator.as_ref().map_or(Device::Cpu, |opened| opened.device().clone());
         let init = ModuleInit { device, ..config.module_init()? };
+        let (attempts, world) = match (&accelerator, config.micro_batch_size) {
+            (Some(accelerator), Some(MicroBatchSize::Auto)) => {
+                let (attempts, world) = Attempts::new(world, accelerator.clone())?;
+                (Some(attempts), world)
+            }
+            (None, Some(MicroBatchSize::Auto)) if world.rank() == 0 => {
+                tracing::warn!(
+                    "`trainer.micro_batch_size` = \"auto\" splits no batch on the CPU: a process that takes more of \
+                     the host's memory than there is does not hear of it. Give a number of samples"
+                );
+                (None, world)
+            }
+            _ => (None, world),
+        };
         let mut fabric = Self::new(world, strategy, init, seed)?;
         fabric.accelerator = accelerator;
+        fabric.attempts = attempts;
         *fabric.adapter_from.get_mut().expect("nobody panics while holding it") =
             config.adapters.as_ref().and_then(|adapters| adapters.from.clone());
         if let Some(profiler) = profiler {

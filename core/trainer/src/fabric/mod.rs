@@ -3,6 +3,7 @@
 
 mod accelerator;
 mod adapters;
+mod attempts;
 mod checkpoints;
 mod collectives;
 mod data;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::{
     AdapterConfig, CkptPath, ClipAlgorithm, CountOrFraction, Devices, FastDevRun, MemoryCheck,
-    Precision, QuantizationConfig, TimeLimit,
+    MicroBatchSize, Precision, QuantizationConfig, TimeLimit,
 };
 use crate::profiler::ProfilerConfig;
 use crate::runtime::{SyncBuffers, UnusedParameters};
@@ -54,6 +54,11 @@ fulgurite_config::config_struct! {
         /// the size of a batch and the number of data-parallel ranks, which must divide it. So a job that
         /// goes on with more or fewer ranks trains as before. In place of `accumulate_grad_batches`.
         pub global_batch_size: Option<u64> = None,
+        /// How many samples of a rank's batch are computed on at a time, in training; they must divide it. The step is the
+        /// same with any number. `"auto"`, on devices with memory of their own: the whole batch at first; when a rank
+        /// runs out of memory within a step, all ranks begin the step again with half as many (Composer's
+        /// `device_train_microbatch_size`). Without this key the whole batch.
+        pub micro_batch_size: Option<MicroBatchSize> = None,
         /// The limit of gradient clipping; without it gradients are not clipped.
         pub gradient_clip_val: Option<f64> = None,
         /// Whether the norm of all gradients together is clipped, or the value of each element.
@@ -262,6 +267,23 @@ impl TrainerConfig {
                     "found {samples}, which is no multiple of {at_a_time}: {ranks} data-parallel rank(s) take \
                      {batch_size} sample(s) each at a time. Change it, the batch size, or the number of ranks"
                 ),
+            ),
+        }
+    }
+
+    /// Into how many micro-batches a rank's batch of `batch_size` samples is split at first.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if [`micro_batch_size`](Self::micro_batch_size) does not divide it.
+    pub(crate) fn micro_batches_in_batch(&self, batch_size: usize) -> Result<usize> {
+        match self.micro_batch_size {
+            None | Some(MicroBatchSize::Auto) => Ok(1),
+            Some(MicroBatchSize::Samples(samples)) if batch_size.is_multiple_of(samples) => {
+                Ok((batch_size / samples).max(1))
+            }
+            Some(MicroBatchSize::Samples(samples)) => config_error(
+                "micro_batch_size",
+                format!("must divide the {batch_size} sample(s) of a batch, found {samples}"),
             ),
         }
     }

@@ -46,6 +46,44 @@ impl ConfigType for Devices {
     }
 }
 
+/// How many samples of a batch are computed on at a time: `trainer.micro_batch_size`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MicroBatchSize {
+    /// This many, which divide the batch.
+    Samples(usize),
+    /// `"auto"`: the whole batch, and when a rank runs out of memory half as many, and so on.
+    Auto,
+}
+
+impl Serialize for MicroBatchSize {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Samples(samples) => serializer.serialize_u64(*samples as u64),
+            Self::Auto => serializer.serialize_str("auto"),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for MicroBatchSize {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserialize_scalar(deserializer, "a number of samples, at least 1, or \"auto\"", |value| {
+            match value {
+                Scalar::Int(samples) if *samples >= 1 => {
+                    usize::try_from(*samples).ok().map(Self::Samples)
+                }
+                Scalar::Text(text) if text == "auto" => Some(Self::Auto),
+                _ => None,
+            }
+        })
+    }
+}
+
+impl ConfigType for MicroBatchSize {
+    fn describe() -> String {
+        "integer or `\"auto\"`".to_owned()
+    }
+}
+
 /// A count, or a fraction of all. In TOML an integer is a count and a float is a fraction: `1` is
 /// one, `1.0` is all.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -424,6 +424,16 @@ impl StrategyRuntime {
         self.synchronise_buffers(if state.strategy.replicas_differ() { DP_SHARD_CP } else { DP_CP })
     }
 
+    /// Forgets a step that failed anywhere before the optimizers' updates, so that it can begin again. Collective, when no
+    /// collective of the step runs any more.
+    pub(crate) fn abandon_step(&self) -> Result<()> {
+        let context = self.context()?;
+        let state = &mut *self.lock_state()?;
+        context.slots.iter().for_each(ParameterSlot::abandon_backward);
+        (0..state.steps.len()).for_each(|optimizer| state.clear_gradients(context, optimizer));
+        state.strategy.abandon_step(context)
+    }
+
     /// Forgets the gradients of an optimizer's parameters since its last step. Not collective.
     ///
     /// # Errors

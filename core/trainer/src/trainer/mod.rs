@@ -19,6 +19,7 @@ mod logger;
 mod manual;
 mod memory_check;
 mod meter;
+mod micro_batches;
 mod model_summary;
 mod optimizers;
 mod predictions;

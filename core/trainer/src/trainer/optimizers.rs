@@ -90,6 +90,13 @@ impl Optimizers {
         automatic: bool,
         config: &TrainerConfig,
     ) -> Result<()> {
+        if !automatic && config.micro_batch_size.is_some() {
+            return Err(Error::Config(
+                "`trainer.micro_batch_size`: the module optimizes by itself (`automatic_optimization`), so only \
+                 its `training_step` can split a batch; leave the key out"
+                    .to_owned(),
+            ));
+        }
         if !automatic && config.accumulate_grad_batches > 1 {
             return Err(Error::Config(
                 "`trainer.accumulate_grad_batches`: the module optimizes by itself \

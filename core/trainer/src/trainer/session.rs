@@ -57,8 +57,10 @@ pub(super) struct Session {
     /// Set while and after training.
     pub(super) optimizers: Option<FabricOptimizers>,
     pub(super) stage: RunStage,
-    /// Micro-batches in a step.
+    /// Batches of each rank in a step.
     pub(super) accumulate: u64,
+    /// Into how many micro-batches each of them is split.
+    pub(super) micro_batches_in_batch: usize,
     /// The steps and the epochs that the run has, as far as they are known.
     pub(super) length: (Option<u64>, Option<u64>),
     /// What the losses of the last step counted, of all ranks.

@@ -16,6 +16,25 @@ use fulgurite_engine::optim::Interval;
 use fulgurite_engine::parallel::explain_shapes;
 use fulgurite_engine::strategy::Loss;
 
+/// How a step ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum StepEnd {
+    /// The parameters are updated.
+    Done,
+    /// It was left, and is to begin again with smaller micro-batches.
+    BeginAgain,
+}
+
+/// What is known of a step before its update; the gradients themselves are the optimizer's.
+struct Gradients {
+    /// The mean loss.
+    train_loss: f64,
+    /// What the loss counted, of all ranks.
+    count: f64,
+    /// Of the mean gradient, before it is clipped.
+    grad_norm: f64,
+}
+
 /// What came of a step.
 struct UpdateOutcome {
     /// The mean loss.
@@ -28,7 +47,7 @@ struct UpdateOutcome {
 
 impl Session {
     /// One optimizer step: micro-batches, reduction, clipping, update. Collective.
-    pub(super) fn train_step(&mut self, plan: &LoopPlan) -> Result<()> {
+    pub(super) fn train_step(&mut self, plan: &LoopPlan) -> Result<StepEnd> {
         self.parts.meter.begin_step();
         let step = self.cursor.step + 1;
         let of_step = plan.sampler.step_at(self.cursor.samples);
@@ -38,10 +57,13 @@ impl Session {
         self.set_schedules_position();
         let UpdateOutcome { train_loss, count, grad_norm, lr } =
             if self.runner.automatic_optimization() {
-                for micro_batch in 0..of_step.micro_batches {
-                    self.micro_batch(plan, (&of_step, micro_batch), &mut logged)?;
+                match self.gradients(plan, &of_step, &mut logged) {
+                    Ok(gradients) => self.update(gradients)?,
+                    Err(error) => {
+                        self.leave_step(error)?;
+                        return Ok(StepEnd::BeginAgain);
+                    }
                 }
-                self.update()?
             } else {
                 self.manual_step(plan, &of_step, &mut logged)?
             };
@@ -68,7 +90,31 @@ impl Session {
             metrics,
         })?;
         self.log_media(&mut logged.table)?;
-        self.hook(Hook::TrainStepEnd)
+        self.hook(Hook::TrainStepEnd)?;
+        Ok(StepEnd::Done)
+    }
+
+    /// All that a step does before the update: what can be done again. Collective.
+    fn gradients(
+        &mut self,
+        plan: &LoopPlan,
+        of_step: &StepSamples,
+        logged: &mut StepContext,
+    ) -> Result<Gradients> {
+        self.parts.fabric.begin_attempt()?;
+        for micro_batch in 0..of_step.micro_batches {
+            self.micro_batch(plan, (of_step, micro_batch), logged)?;
+        }
+        let optimizer = only(&mut self.optimizers);
+        let totals = optimizer.step_totals(&[])?;
+        let train_loss = optimizer.check_loss(&totals)?;
+        let grad_norm = match self.parts.config.clipping() {
+            None => optimizer.gradient_norm()?,
+            Some((limit, ClipAlgorithm::Norm)) => optimizer.clip_gradients_norm(limit)?,
+            Some((limit, ClipAlgorithm::Value)) => optimizer.clip_gradients_value(limit)?,
+        };
+        self.parts.fabric.end_attempt()?;
+        Ok(Gradients { train_loss, count: totals.count, grad_norm })
     }
 
     /// Forward and backward of one micro-batch. Collective.
@@ -125,23 +171,16 @@ impl Session {
         if logged.is_padding { loss.ignored() } else { Ok(loss) }
     }
 
-    /// Clips the gradients and updates the parameters. Collective.
-    fn update(&mut self) -> Result<UpdateOutcome> {
-        let optimizer = only(&mut self.optimizers);
-        let totals = optimizer.step_totals(&[])?;
-        let train_loss = optimizer.check_loss(&totals)?;
-        let grad_norm = match self.parts.config.clipping() {
-            None => optimizer.gradient_norm()?,
-            Some((limit, ClipAlgorithm::Norm)) => optimizer.clip_gradients_norm(limit)?,
-            Some((limit, ClipAlgorithm::Value)) => optimizer.clip_gradients_value(limit)?,
-        };
+    /// Updates the parameters. Collective.
+    fn update(&mut self, gradients: Gradients) -> Result<UpdateOutcome> {
+        let Gradients { train_loss, count, grad_norm } = gradients;
         self.hook(Hook::BeforeOptimizerStep)?;
         let optimizer = only(&mut self.optimizers);
         let lr = optimizer.learning_rate()?;
         optimizer.update()?;
         self.hook(Hook::BeforeZeroGrad)?;
         only(&mut self.optimizers).finish_step()?;
-        Ok(UpdateOutcome { train_loss, count: totals.count, grad_norm, lr })
+        Ok(UpdateOutcome { train_loss, count, grad_norm, lr })
     }
 
     /// A step of a module that optimizes by itself. Collective.

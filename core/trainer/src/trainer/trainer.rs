@@ -339,6 +339,7 @@ impl Trainer {
         let ranks = fabric.sampler_share()?.num_replicas;
         config.accumulate_grad_batches = config.micro_batches(batch_size, ranks)?;
         let accumulate = config.accumulate_grad_batches;
+        let micro_batches_in_batch = config.micro_batches_in_batch(batch_size)?;
         Ok(Session {
             parts: SessionParts {
                 saving,
@@ -358,6 +359,7 @@ impl Trainer {
             stage,
             items: 0.0,
             accumulate,
+            micro_batches_in_batch,
             length: (None, None),
             requests: Requests::default(),
             batch_size,

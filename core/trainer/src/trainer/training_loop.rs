@@ -10,6 +10,7 @@ use super::hooks::Hook;
 use super::log_table::Stage;
 use super::runner::Loading;
 use super::session::{Cursor, Session, training};
+use super::train_step::StepEnd;
 use crate::fabric::FabricOptimizers;
 use crate::run::{CountOrFraction, Limits, TrainerConfig};
 use crate::{Error, Result};
@@ -147,7 +148,10 @@ impl Session {
                     self.set_length(max_steps)?;
                 }
                 let before = self.cursor;
-                self.train_step(&plan)?;
+                while self.train_step(&plan)? == StepEnd::BeginAgain {
+                    plan = self.loop_plan()?;
+                    self.runner.load_training(plan.loading(self.cursor, workers))?;
+                }
                 let n = self.parts.config.check_val_every_n_epoch;
                 self.validation_due = (self.epoch + 1).is_multiple_of(n)
                     && plan.validation.is_due(before, self.cursor);
@@ -316,8 +320,8 @@ impl Session {
             true => order.limited(limit.saturating_mul(batch)),
             false => order,
         };
-        let accumulate = self.accumulate as usize;
-        let sampler = TrainSampler::new(order.clone(), batch_size, ranks, share.rank, accumulate)?
+        let (samples, count) = (self.micro_batch_size(), self.micro_batches_in_step());
+        let sampler = TrainSampler::new(order.clone(), samples, ranks, share.rank, count)?
             .with_last_batch(config.last_batch)?;
         Ok((order, sampler))
     }

@@ -1,5 +1,6 @@
 //! Process groups of threads and of processes.
 
+mod abandonment;
 #[cfg(target_os = "linux")]
 mod hosts;
 #[cfg(target_os = "linux")]

@@ -112,6 +112,12 @@ impl Reducer {
         emptied.map(|(bucket, _)| bucket).try_for_each(|bucket| self.on(Event::Empty { bucket }))
     }
 
+    /// Forgets a step that failed, whatever was under way. No collective of it may run any more.
+    pub(in crate::mesh_strategy) fn abandon_step(&self) -> Result<()> {
+        self.state().buckets.iter_mut().for_each(|bucket| bucket.work = None);
+        self.on(Event::Abandon)
+    }
+
     /// Whether any gradient waits for its optimizer's step.
     pub(in crate::mesh_strategy) fn holds_gradients(&self) -> bool {
         self.state().emptied_buckets().contains(&false)

@@ -131,6 +131,12 @@ impl ShardedRuntime {
         self.on(Event::BeginBackward { reduce })
     }
 
+    /// Forgets a step that failed, whatever was gathered or under way. No collective of it may run any more.
+    pub(in crate::mesh_strategy) fn abandon_step(&self) -> Result<()> {
+        self.state().buffers.iter_mut().for_each(|buffers| *buffers = Buffers::default());
+        self.on(Event::Abandon)
+    }
+
     /// [`on`](Self::on) for an event of the unit's group, if it has one.
     fn on_unit(&self, unit: &UnitHandle, event: impl FnOnce(usize) -> Event) -> Result<()> {
         match self.units.get(unit.index()).copied().flatten() {

@@ -93,11 +93,14 @@ pub enum Event {
     FinishBackward,
     /// The optimizer has stepped: forwards that had no backward will have none.
     FinishStep,
+    /// The step failed at any point, and is begun again: gradients are lost, and nothing is gathered or under
+    /// way any more. What is remembered of earlier steps is forgotten too, since ranks may have failed at different points.
+    Abandon,
 }
 
 /// An action for the driver of a [`Schedule`](super::Schedule), which performs them in the order given. The number is the
-/// group's index. The machine assumes that every action succeeds; a driver that fails at one cannot go
-/// on.
+/// group's index. The machine assumes that every action succeeds; a driver that fails at one can only
+/// [abandon](Event::Abandon) the step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Start gathering the parameters. Collective over the ranks that share them.

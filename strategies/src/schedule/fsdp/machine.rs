@@ -148,6 +148,7 @@ impl Schedule {
             Event::GradientReady { group } => self.gradient_ready(group, &mut actions),
             Event::FinishBackward => self.finish_backward(&mut actions),
             Event::FinishStep => self.older_forwards = false,
+            Event::Abandon => self.abandon(&mut actions),
         }
         actions
     }
@@ -350,6 +351,22 @@ impl Schedule {
             state.parameters = Parameters::Part;
             actions.push(Action::KeepPart(group));
         }
+    }
+
+    fn abandon(&mut self, actions: &mut Vec<Action>) {
+        for (index, state) in self.groups.iter_mut().enumerate() {
+            if std::mem::take(&mut state.parameters) != Parameters::Sharded {
+                actions.push(Action::Free(index));
+            }
+            state.gradients = Gradients::Accumulating { ready: 0 };
+            (state.forward_calls, state.backward_calls) = (0, 0);
+        }
+        (self.in_backward, self.reduce) = (false, ReduceScope::default());
+        self.older_forwards = false;
+        self.reducing = None;
+        self.reduction_queue.clear();
+        self.forward.clear();
+        self.last_forward.clear();
     }
 
     fn free(&mut self, group: usize, actions: &mut Vec<Action>) {

@@ -45,6 +45,7 @@
 //! | backward over | another group's backward begins | sharded | free |
 //! | any but the root's | the backward pass ends | sharded | (wait) free |
 //! | any | parameters have new values | sharded; the root unsharded | (wait) free; the root: gather, wait |
+//! | any | the step is abandoned | sharded | free |
 //!
 //! Values are kept in *backward over* because operations behind frozen layers may still read them.
 //!

@@ -233,4 +233,27 @@ proptest! {
     fn optimizers_in_turns_have_their_own_sums(scenario in scenario()) {
         run_two_optimizers(&scenario.bucket_of, scenario.seed);
     }
+
+    /// Ranks fail at different points, and must then communicate alike.
+    #[test]
+    fn an_abandoned_step_leaves_nothing_behind(
+        before in prop::collection::vec(any_event(), 0..30), after in prop::collection::vec(any_event(), 0..30)
+    ) {
+        let (mut schedule, mut fresh) = (Schedule::new(&[0, 0, 1]), Schedule::new(&[0, 0, 1]));
+        before.into_iter().for_each(|event| drop(schedule.on(event)));
+        prop_assert!(schedule.on(Event::Abandon).is_empty());
+        for event in after {
+            prop_assert_eq!(schedule.on(event), fresh.on(event));
+        }
+    }
+}
+
+fn any_event() -> impl Strategy<Value = Event> {
+    prop_oneof![
+        any::<bool>().prop_map(|synchronise| Event::BeginBackward { synchronise }),
+        (0..3usize, any::<bool>())
+            .prop_map(|(parameter, uses_left)| Event::GradientReady { parameter, uses_left }),
+        Just(Event::FinishBackward),
+        Just(Event::FinishStep),
+    ]
 }

@@ -610,6 +610,63 @@ proptest! {
     }
 }
 
+/// Two units and the root.
+fn groups() -> [Group; 3] {
+    let group =
+        |reshard_after_forward| Group { parameters: 2, trainable: 2, reshard_after_forward };
+    [group(Reshard::Always), group(Reshard::Ranks(2)), group(Reshard::Never)]
+}
+
+fn any_event() -> impl Strategy<Value = Event> {
+    let group = 0..3usize;
+    prop_oneof![
+        Just(Event::PrepareForward),
+        (group.clone(), any::<bool>())
+            .prop_map(|(group, records_graph)| Event::PreForward { group, records_graph }),
+        group.clone().prop_map(|group| Event::PostForward { group }),
+        prop_oneof![Just(ReduceScope::None), Just(ReduceScope::Shards), Just(ReduceScope::All)]
+            .prop_map(|reduce| Event::BeginBackward { reduce }),
+        group.clone().prop_map(|group| Event::PreBackward { group }),
+        group.prop_map(|group| Event::GradientReady { group }),
+        Just(Event::FinishBackward),
+        Just(Event::FinishStep),
+    ]
+}
+
+proptest! {
+    /// Ranks fail at different points, and must then communicate alike.
+    #[test]
+    fn an_abandoned_step_leaves_nothing_behind(
+        before in prop::collection::vec(any_event(), 0..40), after in prop::collection::vec(any_event(), 0..40)
+    ) {
+        let (mut schedule, mut fresh) =
+            (Schedule::new(&groups(), 1.into()), Schedule::new(&groups(), 1.into()));
+        let mut gathered = BTreeSet::new();
+        for event in before {
+            for action in schedule.on(event) {
+                match action {
+                    Action::Gather(group) | Action::GatherParts(group) => _ = gathered.insert(group),
+                    Action::Free(group) => _ = gathered.remove(&group),
+                    // The part is freed too.
+                    _ => {}
+                }
+            }
+        }
+        let freed: BTreeSet<usize> = schedule
+            .on(Event::Abandon)
+            .into_iter()
+            .map(|action| match action {
+                Action::Free(group) => group,
+                action => panic!("{action:?} needs the other ranks"),
+            })
+            .collect();
+        prop_assert_eq!(freed, gathered);
+        for event in after {
+            prop_assert_eq!(schedule.on(event), fresh.on(event));
+        }
+    }
+}
+
 /// What a step of a chain of units comes to, once the order of forward is known.
 #[test]
 fn units_are_gathered_one_ahead_and_reduced_as_backward_goes_on() {

@@ -1,0 +1,285 @@
+//! Batches that are computed in parts: as many as are asked for, or as memory requires.
+
+use std::sync::Mutex;
+
+use candle_core::{CpuStorage, CustomOp1, Layout, Shape};
+use fulgurite::core::config::ConfigLayers;
+use fulgurite::core::nn::{BatchNorm, Dropout, SwiGluMlp};
+use fulgurite::core::run::RunConfig;
+use fulgurite::core::trainer::Event;
+use fulgurite::prelude::*;
+use fulgurite_transports::run_ranks;
+use insta::assert_snapshot;
+use serde::{Deserialize, Serialize};
+
+use crate::toy::{Events, NoKeys};
+
+/// Features of a sample.
+const WIDTH: usize = 8;
+
+/// A rank whose memory a step does not fit into.
+#[derive(Debug, Clone, Copy)]
+struct Fault {
+    rank: usize,
+    step: u64,
+    /// Micro-batches of the step before this one fit.
+    batch: u64,
+    layer: usize,
+    in_backward: bool,
+    /// Micro-batches of more samples do not fit.
+    fits: usize,
+}
+
+/// Of the training that runs: tests that set them take turns.
+static FAULTS: Mutex<Vec<Fault>> = Mutex::new(Vec::new());
+static TURN: Mutex<()> = Mutex::new(());
+
+/// The identity, which takes a lot of memory.
+struct Hungry {
+    rank: usize,
+    step: u64,
+    batch: u64,
+    layer: usize,
+}
+
+impl Hungry {
+    fn run(&self, samples: usize, in_backward: bool) -> candle_core::Result<()> {
+        let faults = FAULTS.lock().unwrap();
+        let meets = |fault: &&Fault| {
+            (fault.rank, fault.step, fault.layer, fault.in_backward)
+                == (self.rank, self.step, self.layer, in_backward)
+                && self.batch >= fault.batch
+                && samples > fault.fits
+        };
+        match faults.iter().find(meets) {
+            Some(_) => Err(candle_core::Error::Msg("OUT_OF_MEMORY".to_owned())),
+            None => Ok(()),
+        }
+    }
+}
+
+impl CustomOp1 for Hungry {
+    fn name(&self) -> &'static str {
+        "hungry"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        self.run(layout.dims()[0], false)?;
+        let (start, end) = layout.contiguous_offsets().expect("contiguous");
+        let CpuStorage::F32(values) = x else { panic!("of f32") };
+        Ok((CpuStorage::F32(values[start..end].to_vec()), layout.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        self.run(x.dim(0)?, true)?;
+        Ok(Some(grad.clone()))
+    }
+}
+
+/// Two dozen rows, in batches of 4.
+struct Rows;
+
+impl DataModule for Rows {
+    type Config = NoKeys;
+    type Batch = Tensor;
+
+    fn setup(_: &NoKeys, _: &DataContext) -> Result<Self> {
+        Ok(Self)
+    }
+
+    fn batch_size(_: &NoKeys) -> usize {
+        4
+    }
+
+    fn len(&self, _: Split) -> u64 {
+        24
+    }
+
+    fn batch(&self, _: Split, indices: &[u64], device: &Device) -> Result<Tensor> {
+        let value = |row: u64, column| ((row * 31 + column * 7) % 23) as f32 / 23.0 - 0.5;
+        let rows = indices.iter().flat_map(|&row| (0..WIDTH as u64).map(move |c| value(row, c)));
+        Ok(Tensor::from_vec(rows.collect::<Vec<_>>(), (indices.len(), WIDTH), device)?)
+    }
+}
+
+/// Three layers that each learn their input, in turn hungry.
+struct Deep {
+    layers: Vec<Unit<SwiGluMlp>>,
+    dropout: Dropout,
+    norm: Option<BatchNorm>,
+}
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct DeepConfig {
+    batch_norm: bool,
+}
+
+impl Deep {
+    fn loss(&self, x: &Tensor, ctx: Option<&StepContext>) -> Result<Loss> {
+        let mut y = x.clone();
+        for (layer, mlp) in self.layers.iter().enumerate() {
+            let mut change = mlp.forward(&y)?;
+            if let Some(ctx) = ctx {
+                let (rank, step, batch) = (ctx.rank, ctx.step, ctx.batch_index);
+                change = change.apply_op1(Hungry { rank, step, batch, layer })?;
+            }
+            y = (change + y)?;
+            y = self.dropout.forward(&y)?;
+        }
+        if let Some(norm) = &self.norm {
+            y = norm.forward(&y)?;
+        }
+        Ok(Loss::new((y - x)?.sqr()?.sum_all()?, x.dim(0)? as f64))
+    }
+}
+
+impl LightningModule for Deep {
+    type Config = DeepConfig;
+    type Data = Rows;
+
+    fn configure_model(config: &DeepConfig, b: &ModuleBuilder) -> Result<Self> {
+        let layer = |i| b.unit(&format!("layers.{i}"), |b| SwiGluMlp::new(b, WIDTH, 12));
+        let norm = config.batch_norm.then(|| BatchNorm::new(&b.pp("norm"), WIDTH)).transpose()?;
+        Ok(Self {
+            layers: (0..3).map(layer).collect::<Result<_>>()?,
+            dropout: Dropout::new(&b.pp("dropout"), 0.1)?,
+            norm,
+        })
+    }
+
+    fn training_step(&mut self, x: &Tensor, ctx: &mut StepContext) -> Result<Loss> {
+        self.loss(x, Some(ctx))
+    }
+
+    fn validation_step(&mut self, x: &Tensor, _: &mut StepContext) -> Result<Loss> {
+        self.loss(x, None)
+    }
+}
+
+impl Hooks<Rows> for Deep {}
+
+/// Loss and norm of every step, and the losses of validations, to the bit.
+type Curve = Vec<(f64, f64)>;
+
+fn train(ranks: usize, keys: &[&str], faults: &[Fault]) -> Result<Curve> {
+    *FAULTS.lock().unwrap() = faults.to_vec();
+    let dir = tempfile::tempdir().unwrap();
+    let root = format!("trainer.default_root_dir={:?}", dir.path());
+    let always = [
+        "trainer.accelerator={ type = 'pretended', shared = true }",
+        "trainer.loggers=[]",
+        "trainer.max_steps=4",
+        "trainer.num_sanity_val_steps=0",
+        "checkpoint.save_last=false",
+        "optimizer.lr=0.01",
+        &root,
+    ];
+    let layers = always.iter().chain(keys);
+    let layers = layers.fold(ConfigLayers::new(), |layers, set| layers.set(set).unwrap());
+    let run = RunConfig::from_layers(layers)?;
+    let events = Events::default();
+    run_ranks(ranks, |world| {
+        Trainer::new(world).with_sink(Box::new(events.clone())).fit::<Deep>(&run).map(drop)
+    })?;
+    let events = events.0.lock().unwrap();
+    let curve = events.iter().filter_map(|event| match event {
+        Event::Step { train_loss, grad_norm, .. } => Some((*train_loss, *grad_norm)),
+        Event::Validation { val_loss, .. } => Some((*val_loss, 0.0)),
+        _ => None,
+    });
+    Ok(curve.collect())
+}
+
+const AUTO: &str = "trainer.micro_batch_size=\"auto\"";
+const TP: &str = "trainer.strategy={ type = \"model_parallel\", data_parallel_shard_size = \"rest\", tensor_parallel_size = 2, \
+                  parallelize = { type = \"plan\", plan = { \"layers.*.gate_proj\" = \"colwise\", \
+                  \"layers.*.up_proj\" = \"colwise\", \"layers.*.down_proj\" = \"rowwise\" } } }";
+const STRATEGIES: [(usize, &str); 9] = [
+    (1, "trainer.strategy=\"single_device\""),
+    (2, "trainer.strategy=\"ddp\""),
+    (3, "trainer.strategy=\"fsdp\""),
+    (4, "trainer.strategy={ type = \"hsdp\", data_parallel_shard_size = 2 }"),
+    (2, TP),
+    (4, TP),
+    (4, "trainer.strategy={ type = \"fsdp\", reshard_after_forward = 2, prefetch = 2 }"),
+    (
+        2,
+        "trainer.strategy={ type = \"fsdp\", ignored = [\"layers.1\"], accumulation_sync = \"reduce_scatter\" }",
+    ),
+    (2, "trainer.strategy={ type = \"diloco\", sync_every = 2 }"),
+];
+
+// checklist: composer: automatic micro-batches
+#[test]
+fn a_step_that_does_not_fit_is_taken_again_in_smaller_micro_batches() {
+    let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    for (ranks, strategy) in STRATEGIES {
+        let halves = train(ranks, &[strategy, "trainer.micro_batch_size=2"], &[]).unwrap();
+        let whole = train(ranks, &[strategy, AUTO], &[]).unwrap();
+        let accumulating = [strategy, AUTO, "trainer.accumulate_grad_batches=2"];
+        let pairs = train(ranks, &accumulating, &[]).unwrap();
+        let close = |curve: &Curve, whole: &Curve, why: &str| {
+            for (a, b) in curve.iter().zip(whole) {
+                let near = |a: f64, b: f64| (a - b).abs() <= 1e-5 * b.abs();
+                assert!(near(a.0, b.0) && near(a.1, b.1), "{strategy}, {why}: {a:?} and {b:?}");
+            }
+            assert_eq!(curve.len(), whole.len());
+        };
+        close(&halves, &whole, "halves");
+        for layer in 0..3 {
+            for in_backward in [false, true] {
+                let rank = (layer + usize::from(in_backward)) % ranks;
+                let fault = Fault { rank, step: 1, batch: 0, layer, in_backward, fits: 2 };
+                // From the first step on, as if the size had been given.
+                let found = train(ranks, &[strategy, AUTO], &[fault]).unwrap();
+                assert_eq!(found, halves, "{strategy}: {fault:?}");
+                // Later, with gradients of another micro-batch at hand; twice; and on another rank.
+                let twice = [
+                    Fault { step: 2, batch: 1, ..fault },
+                    Fault { step: 3, batch: 2, fits: 1, rank: ranks - 1, ..fault },
+                ];
+                let curve = train(ranks, &accumulating, &twice).unwrap();
+                close(&curve, &pairs, &format!("{twice:?}"));
+                assert_eq!(curve[0], pairs[0]);
+                assert_ne!(curve, pairs, "{strategy}: nothing was split");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_a_step_did_to_buffers_before_it_was_left_is_undone() {
+    let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    for (ranks, strategy) in
+        [(1, "trainer.strategy=\"single_device\""), (2, "trainer.strategy=\"fsdp\"")]
+    {
+        let keys = [strategy, "model.batch_norm=true", "trainer.val_check_interval=1"];
+        let halves = [&keys[..], &["trainer.micro_batch_size=2"]].concat();
+        let halves = train(ranks, &halves, &[]).unwrap();
+        // In the backward: the forward has changed the statistics.
+        let fault =
+            Fault { rank: ranks - 1, step: 1, batch: 0, layer: 0, in_backward: true, fits: 2 };
+        let found = train(ranks, &[&keys[..], &[AUTO]].concat(), &[fault]).unwrap();
+        assert_eq!(found, halves);
+        assert_eq!(found.len(), 8, "four steps, each with a validation");
+    }
+}
+
+#[test]
+fn what_cannot_be_split_is_explained() {
+    let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let strategy = "trainer.strategy=\"fsdp\"";
+    let error = |keys: &[&str], faults: &[Fault]| {
+        let keys = [&[strategy][..], keys].concat();
+        train(2, &keys, faults).unwrap_err().to_string()
+    };
+    // One sample does not fit: every rank says so.
+    let fault = Fault { rank: 1, step: 2, batch: 0, layer: 1, in_backward: true, fits: 0 };
+    let message = error(&[AUTO], &[fault]);
+    let why = "rank 1 has no memory left in step 2, and a micro-batch of one sample cannot be smaller: shard the \
+               model over more ranks, or set `trainer.activation_checkpointing`";
+    assert!(message.contains(why), "{message}");
+    assert_snapshot!(error(&["trainer.micro_batch_size=3"], &[]), @"`trainer.micro_batch_size`: must divide the 4 sample(s) of a batch, found 3");
+    assert_snapshot!(error(&["trainer.micro_batch_size=0"], &[]), @r#"--set trainer.micro_batch_size=0: `trainer.micro_batch_size`: expected a number of samples, at least 1, or "auto", found `0`"#);
+}
