@@ -7,7 +7,7 @@ use std::time::Instant;
 use fulgurite_core::collective::{ProcessGroup, Solo};
 use fulgurite_core::config::{ConfigLayers, PluginValue};
 use fulgurite_core::module::ModuleInit;
-use fulgurite_core::optim::{GradScale, OptimizerConfig as _, clip_factor, local_squared_norm};
+use fulgurite_core::optim::{GradScale, OptimizerConfig as _, SquaredNorm, clip_factor};
 use fulgurite_core::parameter::{LocalGrads, ParameterSlot};
 use fulgurite_core::run::RunConfig;
 use fulgurite_core::strategy::materialize;
@@ -150,7 +150,7 @@ impl Job<'_> {
             }
             grads.deliver(&slots)?;
             let scale = 1.0 / loss.count();
-            let norm = scale * local_squared_norm(&parameters, &|_| 0)?.sqrt();
+            let norm = scale * SquaredNorm::of(&parameters, &|_| 0)?.read()?.sqrt();
             let factor = scale * clip_factor(norm, CLIP);
             optimizer.step(&GradScale { factor, clip_value: None })?;
             slots.iter().for_each(ParameterSlot::end_step);

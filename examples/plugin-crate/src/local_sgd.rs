@@ -2,12 +2,11 @@
 
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
 use fulgurite_core::autograd::storage;
 use fulgurite_core::collective::{ProcessGroup, ReduceOp};
 use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DeviceMesh};
 use fulgurite_core::module::ModuleTree;
-use fulgurite_core::optim::local_squared_norm;
+use fulgurite_core::optim::SquaredNorm;
 use fulgurite_core::parameter::LocalGrads;
 use fulgurite_core::strategy::{
     BuildContext, Capabilities, StepTotals, Strategy, StrategyConfig, StrategyContext, materialize,
@@ -104,16 +103,14 @@ impl Strategy for LocalSgdStrategy {
     }
 
     /// The root mean square of the ranks' norms, so that all ranks clip alike.
-    fn gradient_norm(&self, context: StrategyContext<'_>, scale: f64) -> Result<f64> {
+    fn squared_norm(&self, context: StrategyContext<'_>) -> Result<SquaredNorm> {
         let parameters: Vec<_> = context.tree.trainable().cloned().collect();
-        let world = context.mesh.world();
+        let ranks = context.mesh.world().size();
         // The default counts each parameter once; here the replicas have different gradients.
-        let squares = (0..world.size())
-            .map(|replica| local_squared_norm(&parameters, &|_| replica))
-            .sum::<Result<f64>>()?;
-        let squares = Tensor::new(&[squares * scale * scale], &Device::Cpu)?;
-        world.all_reduce(&squares, ReduceOp::Sum)?.wait()?;
-        Ok((squares.to_vec1::<f64>()?[0] / world.size() as f64).sqrt())
+        (0..ranks)
+            .map(|replica| SquaredNorm::of(&parameters, &|_| replica))
+            .try_fold(SquaredNorm::default(), |sum, square| sum.plus(square?))?
+            .divided_by(ranks as f64)
     }
 
     fn prepare_save(&mut self, context: StrategyContext<'_>) -> Result<()> {

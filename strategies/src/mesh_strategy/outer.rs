@@ -10,7 +10,7 @@ use fulgurite_core::collective::{Collective, ProcessGroup, ReduceOp};
 use fulgurite_core::execution::read;
 use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh};
 use fulgurite_core::module::ModuleTree;
-use fulgurite_core::optim::{StateTensor, local_squared_norm};
+use fulgurite_core::optim::{SquaredNorm, StateTensor};
 use fulgurite_core::parameter::{Parameter, accumulation_dtype};
 use fulgurite_core::{Error, Result};
 
@@ -197,20 +197,22 @@ impl Outer {
 
     /// This rank's part of the mean square of the replicas' norms, which differ. The same on all replicas, so that
     /// they clip and stop alike. Not collective.
-    pub(super) fn local_squared_norm(
+    pub(super) fn squared_norm(
         &self,
         parameters: &[Parameter],
         mesh: &DeviceMesh,
-    ) -> Result<f64> {
+    ) -> Result<SquaredNorm> {
         let replicas = self.model()?.replicas.size();
         // Each element is owned by one replica; here each replica has a gradient of all.
-        let squares = (0..replicas).map(|replica| {
-            local_squared_norm(parameters, &|dim| match dim {
+        let mut squares = (0..replicas).map(|replica| {
+            SquaredNorm::of(parameters, &|dim| match dim {
                 DATA_PARALLEL_REPLICATE => replica,
                 dim => mesh.coordinate(dim),
             })
         });
-        Ok(squares.sum::<Result<f64>>()? / replicas as f64)
+        squares
+            .try_fold(SquaredNorm::default(), |sum, square| sum.plus(square?))?
+            .divided_by(replicas as f64)
     }
 
     /// Averages the inner optimizers' states over the replicas, unless they are the same. Collective.

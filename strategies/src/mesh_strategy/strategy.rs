@@ -3,15 +3,12 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::DType;
 use fulgurite_core::autograd::storage;
-use fulgurite_core::collective::{
-    Collective, Difference, ProcessGroup, ReduceOp, broadcast_object, first_difference,
-};
-use fulgurite_core::execution::read;
+use fulgurite_core::collective::{Difference, ProcessGroup, broadcast_object, first_difference};
 use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_core::module::{ModuleInit, ModuleTree, Reshard, UnitHooks};
-use fulgurite_core::optim::{StateTensor, local_squared_norm};
+use fulgurite_core::optim::{SquaredNorm, StateTensor};
 use fulgurite_core::parameter::{GradReducer, LocalShard, Parameter, ParameterSlot};
 use fulgurite_core::shard::{Cut, Placement, ShardSpec};
 use fulgurite_core::strategy::{
@@ -468,17 +465,14 @@ impl Strategy for MeshStrategy {
         }
     }
 
-    fn gradient_norm(&self, context: StrategyContext<'_>, scale: f64) -> Result<f64> {
+    fn squared_norm(&self, context: StrategyContext<'_>) -> Result<SquaredNorm> {
         let StrategyContext { mesh, slots, .. } = context;
         let trainable = slots.iter().filter(|slot| slot.requires_grad());
         let parameters: Vec<_> = trainable.map(|slot| slot.parameter().clone()).collect();
-        let squares = match &self.outer {
-            Some(outer) if outer.is_apart() => outer.local_squared_norm(&parameters, mesh)?,
-            _ => local_squared_norm(&parameters, &|dim| mesh.coordinate(dim))?,
-        };
-        let squares = Tensor::new(&[squares * scale * scale], &Device::Cpu)?;
-        mesh.world().run(Collective::all_reduce(&squares, ReduceOp::Sum))?;
-        Ok(read::host::<f64>(&squares)?[0].sqrt())
+        match &self.outer {
+            Some(outer) if outer.is_apart() => outer.squared_norm(&parameters, mesh),
+            _ => SquaredNorm::of(&parameters, &|dim| mesh.coordinate(dim)),
+        }
     }
 
     fn replicas_differ(&self) -> bool {

@@ -45,6 +45,19 @@ pub fn scalar<T: WithDType>(tensor: &Tensor, what: &'static str) -> Result<T> {
     Ok(tensor.to_scalar()?)
 }
 
+/// The numbers of scalars of f64 on one device, read at once for `what`. Waits for the device.
+///
+/// # Errors
+/// If one is no such scalar, or their devices differ or cannot be read.
+pub fn scalars(tensors: &[&Tensor], what: &'static str) -> Result<Vec<f64>> {
+    count(what);
+    match tensors {
+        [] => Ok(Vec::new()),
+        [tensor] => Ok(vec![tensor.to_scalar()?]),
+        _ => Ok(Tensor::stack(tensors, 0)?.to_vec1()?),
+    }
+}
+
 /// The numbers of a list (one dimension), read for `what`. Waits for the tensor's device.
 ///
 /// # Errors
@@ -52,6 +65,31 @@ pub fn scalar<T: WithDType>(tensor: &Tensor, what: &'static str) -> Result<T> {
 pub fn vec1<T: WithDType>(tensor: &Tensor, what: &'static str) -> Result<Vec<T>> {
     count(what);
     Ok(tensor.to_vec1()?)
+}
+
+/// The numbers of lists of f64, read at once for `what`: what is on a device is joined there first. Waits for it.
+///
+/// # Errors
+/// If one is no such list, or those that are not on the CPU are on different devices.
+pub fn lists(tensors: &[&Tensor], what: &'static str) -> Result<Vec<Vec<f64>>> {
+    if tensors.is_empty() {
+        return Ok(Vec::new());
+    }
+    count(what);
+    let elsewhere: Vec<&Tensor> =
+        tensors.iter().copied().filter(|tensor| !tensor.device().is_cpu()).collect();
+    let mut joined = match elsewhere.is_empty() {
+        true => Vec::new(),
+        false => Tensor::cat(&elsewhere, 0)?.to_vec1()?,
+    }
+    .into_iter();
+    tensors
+        .iter()
+        .map(|tensor| match tensor.device().is_cpu() {
+            true => Ok(tensor.to_vec1()?),
+            false => Ok(joined.by_ref().take(tensor.elem_count()).collect()),
+        })
+        .collect()
 }
 
 /// The numbers of a list that is on the CPU wherever the model is. Nothing waits, and nothing is counted.

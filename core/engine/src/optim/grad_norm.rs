@@ -3,10 +3,10 @@
 //! ```no_run
 //! # fn all_reduce_sum(x: f64) -> f64 { x }
 //! # fn example(parameters: &[fulgurite_core::parameter::Parameter]) -> fulgurite_core::Result<()> {
-//! use fulgurite_core::optim::{GradScale, clip_factor, local_squared_norm};
+//! use fulgurite_core::optim::{GradScale, SquaredNorm, clip_factor};
 //!
 //! let coordinate = |_mesh_dim: &str| 0; // this rank's
-//! let norm = all_reduce_sum(local_squared_norm(parameters, &coordinate)?).sqrt();
+//! let norm = all_reduce_sum(SquaredNorm::of(parameters, &coordinate)?.read()?).sqrt();
 //! let scale = GradScale { factor: clip_factor(norm, 1.0), clip_value: None };
 //! # Ok(())
 //! # }
@@ -28,63 +28,114 @@ const BLOCK: usize = 1 << 14;
 /// Independent sums within a block.
 const LANES: usize = 8;
 
-/// The sum of squares, in f64, of the gradient elements that this rank
-/// [owns](crate::shard::ShardSpec::owned_region). Summed over all ranks it is the square of the global
-/// gradient's 2-norm.
-///
-/// `coordinate` returns this rank's coordinate along a mesh dimension. Parameters without a
-/// [`local_grad`](Parameter::local_grad) contribute nothing. No [`GradScale`](super::GradScale) is
-/// applied. The order of summation is fixed, so that the result does not depend on the number of
-/// threads. Every rank calls it; it is not collective.
-///
-/// # Errors
-/// If a parameter's local shard does not contain what its spec says the rank owns.
-pub fn local_squared_norm(
-    parameters: &[Parameter],
-    coordinate: &dyn Fn(&str) -> usize,
-) -> Result<f64> {
-    let mut on_host = 0.0;
-    let mut on_device: Option<Tensor> = None;
-    for parameter in parameters {
-        let Some(grad) = parameter.local_grad() else { continue };
-        let owned = parameter.spec().owned_region(coordinate);
-        if owned.is_empty() {
-            continue;
+/// A rank's part of the square of the gradient's 2-norm: what is on a device stays there until it is
+/// [read](Self::read), so that a step can read it with other numbers.
+#[derive(Debug, Clone, Default)]
+pub struct SquaredNorm {
+    on_host: f64,
+    /// A scalar of f64.
+    on_device: Option<Tensor>,
+}
+
+impl SquaredNorm {
+    /// The sum of squares of the gradient elements that this rank
+    /// [owns](crate::shard::ShardSpec::owned_region). Summed over all ranks it is the square of the global
+    /// gradient's 2-norm.
+    ///
+    /// `coordinate` returns this rank's coordinate along a mesh dimension. Parameters without a
+    /// [`local_grad`](Parameter::local_grad) contribute nothing. No [`GradScale`](super::GradScale) is
+    /// applied. The order of summation is fixed, so that the result does not depend on the number of
+    /// threads. Every rank calls it; it is not collective.
+    ///
+    /// # Errors
+    /// If a parameter's local shard does not contain what its spec says the rank owns.
+    pub fn of(parameters: &[Parameter], coordinate: &dyn Fn(&str) -> usize) -> Result<Self> {
+        let mut squares = Self::default();
+        for parameter in parameters {
+            let Some(grad) = parameter.local_grad() else { continue };
+            let owned = parameter.spec().owned_region(coordinate);
+            if owned.is_empty() {
+                continue;
+            }
+            let local = parameter.local()?.region;
+            if owned.intersect(&local).as_ref() != Some(&owned)
+                || grad.elem_count() != local.elem_count()
+            {
+                return Err(Error::parameter(
+                    parameter.fqn(),
+                    format!(
+                        "this rank should own offsets {:?}, sizes {:?} of its gradient, but holds {} \
+                         elements at offsets {:?}, sizes {:?}",
+                        owned.offsets,
+                        owned.sizes,
+                        grad.elem_count(),
+                        local.offsets,
+                        local.sizes
+                    ),
+                ));
+            }
+            let owned = owned.relative_to(&local);
+            squares = squares.plus(if grad.device().is_cpu() {
+                Self { on_host: host_sum(&grad, &owned, &local.sizes)?, on_device: None }
+            } else {
+                let sum = device_sum(&grad, &owned, &local.sizes)?;
+                Self { on_host: 0.0, on_device: Some(sum) }
+            })?;
         }
-        let local = parameter.local()?.region;
-        if owned.intersect(&local).as_ref() != Some(&owned)
-            || grad.elem_count() != local.elem_count()
-        {
-            return Err(Error::parameter(
-                parameter.fqn(),
-                format!(
-                    "this rank should own offsets {:?}, sizes {:?} of its gradient, but holds {} \
-                     elements at offsets {:?}, sizes {:?}",
-                    owned.offsets,
-                    owned.sizes,
-                    grad.elem_count(),
-                    local.offsets,
-                    local.sizes
-                ),
-            ));
-        }
-        let owned = owned.relative_to(&local);
-        if grad.device().is_cpu() {
-            on_host += host_sum(&grad, &owned, &local.sizes)?;
-        } else {
-            let sum = device_sum(&grad, &owned, &local.sizes)?;
-            on_device = Some(match on_device {
-                Some(total) => (total + sum)?,
-                None => sum,
-            });
-        }
+        Ok(squares)
     }
-    match on_device {
-        Some(total) => Ok(on_host + read::scalar::<f64>(&total, "gradient norm")?),
-        None => {
-            read::count("gradient norm");
-            Ok(on_host)
-        }
+
+    /// The sum of both.
+    ///
+    /// # Errors
+    /// If they are on different devices.
+    pub fn plus(self, other: Self) -> Result<Self> {
+        let on_device = match (self.on_device, other.on_device) {
+            (Some(a), Some(b)) => Some((a + b)?),
+            (a, b) => a.or(b),
+        };
+        Ok(Self { on_host: self.on_host + other.on_host, on_device })
+    }
+
+    /// This part of it: of ranks that count the same elements, for instance.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn divided_by(self, divisor: f64) -> Result<Self> {
+        let on_device = self.on_device.map(|sum| sum / divisor).transpose()?;
+        Ok(Self { on_host: self.on_host / divisor, on_device })
+    }
+
+    /// The number. Waits for the device.
+    ///
+    /// # Errors
+    /// If the device cannot be read.
+    pub fn read(self) -> Result<f64> {
+        Ok(Self::read_all(&[self])?[0])
+    }
+
+    /// The numbers, in one read. Waits for the device.
+    ///
+    /// # Errors
+    /// If the device cannot be read, or they are on different ones.
+    pub fn read_all(norms: &[Self]) -> Result<Vec<f64>> {
+        let values: Vec<&Tensor> =
+            norms.iter().filter_map(|norm| norm.on_device.as_ref()).collect();
+        let mut read = read::scalars(&values, "gradient norm")?.into_iter();
+        let on_device = |norm: &Self| norm.on_device.as_ref().and_then(|_| read.next());
+        let on_device: Vec<_> = norms.iter().map(on_device).collect();
+        let both = norms.iter().zip(on_device);
+        Ok(both.map(|(norm, on_device)| norm.on_host + on_device.unwrap_or(0.0)).collect())
+    }
+
+    /// The number, and that of another scalar of f64, in one read.
+    ///
+    /// # Errors
+    /// If the device cannot be read, or the scalar is on another one.
+    pub fn read_with(self, scalar: &Tensor, what: &'static str) -> Result<(f64, f64)> {
+        let values: Vec<&Tensor> = std::iter::once(scalar).chain(&self.on_device).collect();
+        let read = read::scalars(&values, what)?;
+        Ok((self.on_host + read[1..].iter().sum::<f64>(), read[0]))
     }
 }
 
@@ -182,6 +233,11 @@ mod tests {
         parameters.collect()
     }
 
+    /// On one rank alone.
+    fn norm(parameters: &[Parameter]) -> f64 {
+        SquaredNorm::of(parameters, &|_| 0).unwrap().read().unwrap()
+    }
+
     fn mesh_specs() -> impl Strategy<Value = (Vec<usize>, Vec<ShardSpec>)> {
         let sizes = prop::collection::vec(1usize..4, 1..4);
         let shapes = prop::collection::vec(
@@ -220,7 +276,7 @@ mod tests {
                     rank / sizes[..dim].iter().product::<usize>() % sizes[dim]
                 };
                 let parameters = on_rank(&specs, &coordinate);
-                total += local_squared_norm(&parameters, &coordinate).unwrap();
+                total += SquaredNorm::of(&parameters, &coordinate).unwrap().read().unwrap();
                 for p in &parameters {
                     let local = p.local().unwrap().region;
                     let owned = p.spec().owned_region(coordinate);
@@ -242,7 +298,7 @@ mod tests {
         let parameters = on_rank(&specs, &|_| 0);
         let with = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            pool.install(|| local_squared_norm(&parameters, &|_| 0)).unwrap().to_bits()
+            pool.install(|| norm(&parameters)).to_bits()
         };
         assert_eq!(with(1), with(5));
     }
@@ -253,7 +309,7 @@ mod tests {
         let parameters = on_rank(&specs, &|_| 0);
         parameters[0].set_local_grad(None);
         let expected: f64 = full(1, &specs[1]).iter().map(|&x| f64::from(x) * f64::from(x)).sum();
-        let sum = local_squared_norm(&parameters, &|_| 0).unwrap();
+        let sum = norm(&parameters);
         assert!((sum - expected).abs() < 1e-12);
     }
 
@@ -262,7 +318,7 @@ mod tests {
         let parameters = on_rank(&[ShardSpec::new(vec![9])], &|_| 0);
         let grad = Tensor::full(f32::INFINITY, 9, &Device::Cpu).unwrap();
         parameters[0].set_local_grad(Some(grad));
-        assert_eq!(local_squared_norm(&parameters, &|_| 0).unwrap(), f64::INFINITY);
+        assert_eq!(norm(&parameters), f64::INFINITY);
     }
 
     #[test]
@@ -274,7 +330,7 @@ mod tests {
         let region = spec.clone().with_cut(cut).region(|_| 1);
         slot(&parameters[0]).set_local(LocalShard { values: values.clone(), region });
         parameters[0].set_local_grad(Some(values));
-        let error = local_squared_norm(&parameters, &|_| 0).unwrap_err();
+        let error = SquaredNorm::of(&parameters, &|_| 0).unwrap_err();
         insta::assert_snapshot!(error, @"parameter `p0`: this rank should own offsets [0], sizes [4] of its gradient, but holds 2 elements at offsets [2], sizes [2]");
     }
 

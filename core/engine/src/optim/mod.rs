@@ -51,7 +51,7 @@ pub use by_epoch::ByEpoch;
 pub use cycles::{
     CosineWarmRestarts, Exponential, OneCycle, Polynomial, Sequential, WarmupStableDecay,
 };
-pub use grad_norm::{clip_factor, local_squared_norm};
+pub use grad_norm::{SquaredNorm, clip_factor};
 pub use groups::{ParamGroup, ParamGroupConfig};
 pub use loss_scale::LossScale;
 pub use optimizer::{

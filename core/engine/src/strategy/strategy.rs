@@ -3,15 +3,13 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
 use serde::Serialize;
 
 use super::{ParallelizeFn, RankMemory, StepTotals};
-use crate::collective::{Collective, ProcessGroup, ReduceOp};
-use crate::execution::read;
+use crate::collective::ProcessGroup;
 use crate::mesh::DeviceMesh;
 use crate::module::{ModuleInit, ModuleTree};
-use crate::optim::{StateTensor, local_squared_norm};
+use crate::optim::{SquaredNorm, StateTensor};
 use crate::parameter::ParameterSlot;
 use crate::{Error, Result};
 
@@ -110,7 +108,7 @@ pub struct StrategyContext<'a> {
     /// The model that [`Strategy::setup_module`] distributed.
     pub tree: &'a ModuleTree,
     /// The slots of the model's parameters ([`ModuleTree::slots`]), in the order of
-    /// [`ModuleTree::parameters`]; in [`Strategy::gradient_norm`] perhaps some of them.
+    /// [`ModuleTree::parameters`]; in [`Strategy::squared_norm`] perhaps some of them.
     pub slots: &'a [ParameterSlot],
 }
 
@@ -253,21 +251,18 @@ pub trait Strategy: Send {
         Ok(totals.grad_scale())
     }
 
-    /// The Euclidean norm of the step's gradient, times `scale`, over the parameters of `context.slots` (those
-    /// of one optimizer, where a model has several), every element counted once whatever is replicated or
-    /// sharded. Equal on all ranks; may be non-finite. Where
-    /// replicas have gradients of their own, each contributes the part that it owns. Collective.
+    /// This rank's part of the square of the gradient's Euclidean norm, over the parameters of `context.slots` (those
+    /// of one optimizer, where a model has several): the sum of all ranks' parts is the square, in which every element
+    /// counts once whatever is replicated or sharded. Where replicas have gradients of their own, each contributes the
+    /// part that it owns. Not collective, and nothing waits for a device.
     ///
     /// # Errors
-    /// If a peer fails.
-    fn gradient_norm(&self, context: StrategyContext<'_>, scale: f64) -> Result<f64> {
+    /// If a shard is not what its spec says.
+    fn squared_norm(&self, context: StrategyContext<'_>) -> Result<SquaredNorm> {
         let StrategyContext { mesh, slots, .. } = context;
         let trainable = slots.iter().filter(|slot| slot.requires_grad());
         let parameters: Vec<_> = trainable.map(|slot| slot.parameter().clone()).collect();
-        let squares = local_squared_norm(&parameters, &|dim| mesh.coordinate(dim))?;
-        let squares = Tensor::new(&[squares * scale * scale], &Device::Cpu)?;
-        mesh.world().run(Collective::all_reduce(&squares, ReduceOp::Sum))?;
-        Ok(read::host::<f64>(&squares)?[0].sqrt())
+        SquaredNorm::of(&parameters, &|dim| mesh.coordinate(dim))
     }
 
     /// Called after the optimizer's step, when its gradients are cleared: makes the new values ready for

@@ -251,6 +251,18 @@ impl FabricOptimizer {
         Err(self.non_finite("gradient norm", norm))
     }
 
+    /// The norm of the gradients that the next step takes as they are. Collective.
+    pub(crate) fn norm_without_clipping(&mut self) -> Result<f64> {
+        let norm = self.gradient_norm()?;
+        self.overflowed = Some(!norm.is_finite());
+        Ok(norm)
+    }
+
+    /// Reads from the device what [`step_totals`](Self::step_totals) and the norm need, at once. Not collective.
+    pub(crate) fn read_step(&self) -> Result<()> {
+        self.runtime.read_step(self.index)
+    }
+
     /// As [`Fabric::clip_gradients_norm`](super::Fabric::clip_gradients_norm).
     pub(crate) fn clip_gradients_norm(&mut self, max_norm: f64) -> Result<f64> {
         check_positive("max_norm", max_norm)?;

@@ -18,7 +18,7 @@ use fulgurite_engine::mesh::{
     DP_SHARD_CP, DeviceMesh,
 };
 use fulgurite_engine::module::{BatchRanks, ModuleTree};
-use fulgurite_engine::optim::{LossScale, local_squared_norm};
+use fulgurite_engine::optim::{LossScale, SquaredNorm};
 use fulgurite_engine::parallel::{ContextParallel, check_loss};
 use fulgurite_engine::parameter::ParameterSlot;
 use fulgurite_engine::strategy::{
@@ -70,11 +70,20 @@ pub(super) struct RuntimeState {
     loss_scale: Option<LossScale>,
 }
 
+/// What was read of a step at once.
+#[derive(Debug, Clone, Copy)]
+struct ReadAhead {
+    loss_sum: f64,
+    squared_norm: f64,
+}
+
 /// The state of an optimizer's step.
 #[derive(Default)]
 pub(super) struct StepState {
     /// That of the micro-batches so far, on its device: read once a step.
     loss_sum: Option<Tensor>,
+    /// The loss and this rank's part of the squared norm, once they were read together.
+    read: Option<ReadAhead>,
     count: f64,
     totals: Option<StepTotals>,
     /// Whether the first step's gradients were audited.
@@ -275,7 +284,7 @@ impl StrategyRuntime {
                     None => loss_sum.clone(),
                 });
                 step.count += loss.count();
-                step.totals = None;
+                (step.totals, step.read) = (None, None);
                 step.unsynchronised = !synchronise;
             }
         }
@@ -353,9 +362,10 @@ impl StrategyRuntime {
             group.run(Collective::all_reduce(&values, ReduceOp::Sum))?;
             read::host(&values)
         };
-        let loss_sum = match &step.loss_sum {
-            Some(loss_sum) => read::scalar(loss_sum, "loss")?,
-            None => 0.0,
+        let loss_sum = match (&step.read, &step.loss_sum) {
+            (Some(read), _) => read.loss_sum,
+            (None, Some(loss_sum)) => read::scalar(loss_sum, "loss")?,
+            (None, None) => 0.0,
         };
         let loss = sum(&[loss_sum, step.count], &**self.mesh.group(DP_CP)?)?;
         // Tensor-parallel ranks have the same loss, but each has its own flags.
@@ -381,18 +391,35 @@ impl StrategyRuntime {
         Ok(strategy.grad_scale(&totals, step.count)? / factor)
     }
 
+    /// Reads the loss of the step and this rank's part of the norm at once, for the [totals](Self::step_totals) and the
+    /// next [norm](Self::gradient_norm): whoever waits for a device, waits for all that it has to do. Not collective.
+    pub(crate) fn read_step(&self, optimizer: usize) -> Result<()> {
+        let _phase = self.phase("gradient norm");
+        let context = self.context()?;
+        let state = &mut *self.lock_state()?;
+        let Some(loss_sum) = state.steps[optimizer].loss_sum.clone() else { return Ok(()) };
+        let squares = state.squared_norm(context, optimizer)?;
+        let (squared_norm, loss_sum) = squares.read_with(&loss_sum, "loss and gradient norm")?;
+        state.steps[optimizer].read = Some(ReadAhead { loss_sum, squared_norm });
+        Ok(())
+    }
+
     /// The norm of the mean gradient of an optimizer's parameters, which may be infinite or NaN. Collective.
     pub(crate) fn gradient_norm(&self, optimizer: usize) -> Result<f64> {
         let _phase = self.phase("gradient norm");
         let scale = self.grad_scale(optimizer)?;
         let context = self.context()?;
-        let state = self.lock_state()?;
-        if state.steps.len() == 1 {
-            return state.strategy.gradient_norm(context, scale);
-        }
-        let slots: Vec<ParameterSlot> =
-            context.slots.iter().filter(|slot| slot.optimizer() == optimizer).cloned().collect();
-        state.strategy.gradient_norm(StrategyContext { slots: &slots, ..context }, scale)
+        let squares = {
+            let state = &mut *self.lock_state()?;
+            // Once: later somebody may have changed the gradients.
+            match state.steps[optimizer].read.take() {
+                Some(read) => read.squared_norm,
+                None => state.squared_norm(context, optimizer)?.read()?,
+            }
+        };
+        let squares = Tensor::new(&[squares * scale * scale], &Device::Cpu)?;
+        self.mesh.world().run(Collective::all_reduce(&squares, ReduceOp::Sum))?;
+        Ok(read::host::<f64>(&squares)?[0].sqrt())
     }
 
     /// The norm of the mean gradient of each group of an optimizer's parameters. Collective.
@@ -402,16 +429,20 @@ impl StrategyRuntime {
         group: &dyn Fn(&str) -> String,
     ) -> Result<BTreeMap<String, f64>> {
         let scale = self.grad_scale(optimizer)?;
-        let mut squares = BTreeMap::<String, f64>::new();
+        let mut squares = BTreeMap::<String, SquaredNorm>::new();
         for parameter in self.tree()?.trainable().filter(|p| p.optimizer() == optimizer) {
             let own = std::slice::from_ref(parameter);
-            let square = local_squared_norm(own, &|dim| self.mesh.coordinate(dim))?;
-            *squares.entry(group(parameter.fqn())).or_default() += square * scale * scale;
+            let square = SquaredNorm::of(own, &|dim| self.mesh.coordinate(dim))?;
+            let sum = squares.entry(group(parameter.fqn())).or_default();
+            *sum = std::mem::take(sum).plus(square)?;
         }
-        let sums = Tensor::new(squares.values().copied().collect::<Vec<_>>(), &Device::Cpu)?;
+        let (groups, squares): (Vec<_>, Vec<_>) = squares.into_iter().unzip();
+        let squares = SquaredNorm::read_all(&squares)?;
+        let squares: Vec<_> = squares.into_iter().map(|square| square * scale * scale).collect();
+        let sums = Tensor::new(squares, &Device::Cpu)?;
         self.mesh.world().run(Collective::all_reduce(&sums, ReduceOp::Sum))?;
         let norms = read::host::<f64>(&sums)?.into_iter().map(f64::sqrt);
-        Ok(squares.into_keys().zip(norms).collect())
+        Ok(groups.into_iter().zip(norms).collect())
     }
 
     /// To be called after the optimizer's update. Collective.
@@ -515,6 +546,16 @@ impl StrategyRuntime {
 }
 
 impl RuntimeState {
+    /// This rank's part of the squared norm of an optimizer's gradients.
+    fn squared_norm(&self, context: StrategyContext<'_>, optimizer: usize) -> Result<SquaredNorm> {
+        if self.steps.len() == 1 {
+            return self.strategy.squared_norm(context);
+        }
+        let is_own = |slot: &&ParameterSlot| slot.optimizer() == optimizer;
+        let slots: Vec<ParameterSlot> = context.slots.iter().filter(is_own).cloned().collect();
+        self.strategy.squared_norm(StrategyContext { slots: &slots, ..context })
+    }
+
     /// Forgets the gradients of an optimizer's parameters, and the losses that they are of.
     fn clear_gradients(&mut self, context: StrategyContext<'_>, optimizer: usize) {
         for (slot, delivered) in context.slots.iter().zip(&mut self.delivered) {
@@ -525,7 +566,7 @@ impl RuntimeState {
         }
         let step = &mut self.steps[optimizer];
         step.unsynchronised = false;
-        (step.loss_sum, step.count, step.totals) = (None, 0.0, None);
+        (step.loss_sum, step.count, step.totals, step.read) = (None, 0.0, None, None);
     }
 }
 

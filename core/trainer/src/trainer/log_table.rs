@@ -326,10 +326,8 @@ impl LogTable {
     ) -> Result<BTreeMap<String, f64>> {
         self.check()?;
         let entries = std::mem::take(&mut self.entries);
-        let mut states: Vec<Vec<f64>> = entries
-            .values()
-            .map(|entry| read::vec1(&entry.state, "logged values"))
-            .collect::<Result<_>>()?;
+        let states: Vec<&Tensor> = entries.values().map(|entry| &entry.state).collect();
+        let mut states = read::lists(&states, "logged values")?;
         if group.size() > 1 && entries.values().any(|entry| entry.sync) {
             synchronize(&entries, &mut states, group)?;
         }
@@ -351,8 +349,9 @@ impl LogTable {
     /// If a device cannot be read.
     pub(super) fn states(&self) -> Result<SavedStates> {
         let mut all = self.loaded.clone();
-        for (name, entry) in &self.entries {
-            let state = read::vec1(&entry.state, "logged values")?;
+        let states: Vec<&Tensor> = self.entries.values().map(|entry| &entry.state).collect();
+        let states = read::lists(&states, "logged values")?;
+        for ((name, entry), state) in self.entries.iter().zip(states) {
             all.0.insert(name.clone(), SavedState { merge: entry.metric.merge(), state });
         }
         Ok(all)

@@ -106,10 +106,11 @@ impl Session {
             self.micro_batch(plan, (of_step, micro_batch), logged)?;
         }
         let optimizer = only(&mut self.optimizers);
+        optimizer.read_step()?;
         let totals = optimizer.step_totals(&[])?;
         let train_loss = optimizer.check_loss(&totals)?;
         let grad_norm = match self.parts.config.clipping() {
-            None => optimizer.gradient_norm()?,
+            None => optimizer.norm_without_clipping()?,
             Some((limit, ClipAlgorithm::Norm)) => optimizer.clip_gradients_norm(limit)?,
             Some((limit, ClipAlgorithm::Value)) => optimizer.clip_gradients_value(limit)?,
         };
