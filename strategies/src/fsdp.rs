@@ -85,6 +85,9 @@ pub struct Fsdp {
     /// Allows a model of which no unit is gathered on its own: everything is the root unit, sharded
     /// between steps and whole within one.
     pub allow_root_only: bool,
+    /// Whether this rank's shards, their gradients and the optimizer's state are in the host's memory, where the optimizer
+    /// updates them; units are brought to the device to compute. It has an effect where the device is not the CPU.
+    pub cpu_offload: bool,
     /// Patterns of parameters, or of modules around them, that data parallelism leaves alone: every rank holds
     /// them whole, and their gradients are not reduced.
     pub ignored: Vec<String>,
@@ -110,6 +113,7 @@ impl Default for Fsdp {
             prefetch: Prefetch::default(),
             shard_conditions: Vec::new(),
             allow_root_only: false,
+            cpu_offload: false,
             ignored: Vec::new(),
             accumulation_sync: AccumulationSync::default(),
             gradient_predivide_factor: None,
@@ -134,6 +138,7 @@ impl Fsdp {
             prefetch: self.prefetch,
             shard_conditions: self.shard_conditions.clone(),
             allow_root_only: self.allow_root_only,
+            cpu_offload: self.cpu_offload,
             ignored: self.ignored.clone(),
             accumulation_sync: self.accumulation_sync,
             gradients: GradientSettings::new(None, self.gradient_predivide_factor)?,

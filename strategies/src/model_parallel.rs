@@ -61,6 +61,9 @@ pub struct ModelParallel {
     pub prefetch: Prefetch,
     /// Allows a model of which no unit is gathered on its own.
     pub allow_root_only: bool,
+    /// Whether this rank's shards, their gradients and the optimizer's state are in the host's memory, where the optimizer
+    /// updates them; units are brought to the device to compute. It has an effect where the device is not the CPU.
+    pub cpu_offload: bool,
     /// Patterns of parameters, or of modules around them, that data parallelism leaves alone: every rank holds
     /// them whole, and their gradients are not reduced.
     pub ignored: Vec<String>,
@@ -98,6 +101,7 @@ impl Default for ModelParallel {
             mixed_precision: MixedPrecisionPolicy::default(),
             prefetch: Prefetch::default(),
             allow_root_only: false,
+            cpu_offload: false,
             ignored: Vec::new(),
             accumulation_sync: AccumulationSync::default(),
             gradient_compression: None,
@@ -133,6 +137,7 @@ impl ModelParallel {
             mixed_precision: self.mixed_precision,
             prefetch: self.prefetch,
             allow_root_only: self.allow_root_only,
+            cpu_offload: self.cpu_offload,
             ignored: self.ignored.clone(),
             accumulation_sync: self.accumulation_sync,
             gradients: GradientSettings::new(

@@ -71,6 +71,8 @@ pub(crate) struct Settings {
     /// Patterns of the units that are gathered on their own; none: all units.
     pub(crate) shard_conditions: Vec<String>,
     pub(crate) allow_root_only: bool,
+    /// Whether shards, gradients and optimizer state are in the host's memory between steps.
+    pub(crate) cpu_offload: bool,
     pub(crate) accumulation_sync: AccumulationSync,
     /// Whether the trainer's checkpoints are distributed.
     pub(crate) save_distributed_checkpoint: bool,
@@ -99,6 +101,7 @@ impl Settings {
             prefetch: Prefetch::default(),
             shard_conditions: Vec::new(),
             allow_root_only: false,
+            cpu_offload: false,
             accumulation_sync: AccumulationSync::default(),
             save_distributed_checkpoint: true,
             ignored: Vec::new(),

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use candle_core::DType;
+use candle_core::{DType, Device};
 use fulgurite_core::autograd::storage;
 use fulgurite_core::collective::{Difference, ProcessGroup, broadcast_object, first_difference};
 use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
@@ -71,7 +71,10 @@ impl MeshStrategy {
         Ok(match self.settings.sharding {
             Sharding::Always => true,
             Sharding::Never => false,
-            Sharding::WhereUseful => self.mixes_dtypes() || mesh.size(DP_SHARD_CP)? > 1,
+            Sharding::WhereUseful => {
+                let s = &self.settings;
+                s.cpu_offload || self.mixes_dtypes() || mesh.size(DP_SHARD_CP)? > 1
+            }
         })
     }
 
@@ -155,10 +158,10 @@ impl MeshStrategy {
         let mut add = |path: &str, slots: &[ParameterSlot], reshard: Reshard| -> Result<usize> {
             let members = slots
                 .iter()
-                .map(|slot| Self::shard_parameter(slot, mesh, seed))
+                .map(|slot| Self::shard_parameter(slot, mesh, seed, self.settings.cpu_offload))
                 .collect::<Result<_>>()?;
             let path = path.to_owned();
-            groups.push(ParamGroup::new(
+            let group = ParamGroup::new(
                 path,
                 members,
                 reshard,
@@ -166,7 +169,8 @@ impl MeshStrategy {
                 process_groups.clone(),
                 reduce_dtype,
                 reduction.clone(),
-            ));
+            );
+            groups.push(group.with_shards_on_host(self.settings.cpu_offload));
             Ok(groups.len() - 1)
         };
         for ((unit, chosen), reshard) in tree.units().to_vec().iter().zip(chosen).zip(reshard) {
@@ -216,7 +220,12 @@ impl MeshStrategy {
     }
 
     /// Cuts a parameter and gives this rank's shard its initial values.
-    fn shard_parameter(slot: &ParameterSlot, mesh: &DeviceMesh, seed: u64) -> Result<Member> {
+    fn shard_parameter(
+        slot: &ParameterSlot,
+        mesh: &DeviceMesh,
+        seed: u64,
+        on_host: bool,
+    ) -> Result<Member> {
         let ranks = mesh.size(DP_SHARD_CP)?;
         let spec = Self::sharded_spec(slot, mesh)?;
         let region =
@@ -224,6 +233,7 @@ impl MeshStrategy {
         let counts = (0..ranks).map(|rank| region(rank).elem_count()).collect();
         let region = region(mesh.coordinate(DP_SHARD_CP));
         let initial = materialize::initial_values(slot, seed, &region)?;
+        let initial = if on_host { initial.to_device(&Device::Cpu)? } else { initial };
         let group = mesh.group(DP_SHARD_CP)?;
         let values = if group.size() > 1 {
             let shard = group.empty(initial.elem_count(), initial.dtype(), initial.device())?;

@@ -12,6 +12,7 @@ mod checkpoints;
 mod collectives;
 mod communication;
 mod conformance;
+mod cpu_offload;
 mod diloco;
 mod dora;
 mod errors;

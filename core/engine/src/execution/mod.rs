@@ -37,6 +37,7 @@
 mod context;
 mod grad_mode;
 pub mod read;
+pub mod transfer;
 
 pub use context::{ContextGuard, ExecutionContext, enter, shared, value};
 pub(crate) use context::{detect_anomalies, detects_anomalies};

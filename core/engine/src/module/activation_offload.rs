@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Shape, Tensor};
 use serde::{Deserialize, Serialize};
 
 use crate::autograd::storage::{with_bytes, with_bytes_mut};
+use crate::execution::transfer;
 use crate::{Error, Result};
 
 /// Where activations of units are offloaded to: `offload` in `trainer.activation_checkpointing`.
@@ -40,12 +41,12 @@ impl SavedActivation {
     pub(super) fn get(&self) -> Result<Tensor> {
         match self {
             Self::InPlace(x) => Ok(x.clone()),
-            Self::Host { copy, device } => Ok(copy.to_device(device)?),
+            Self::Host { copy, device } => transfer::to_device(copy, device, "activations"),
             Self::Disk { file, offset, shape, dtype, device } => {
                 let x = Tensor::zeros(shape.elem_count(), *dtype, &Device::Cpu)?;
                 with_bytes_mut(&x, |bytes| file.read_exact_at(bytes, *offset))?
                     .map_err(failed("reading offloaded activations from"))?;
-                Ok(x.reshape(shape)?.to_device(device)?)
+                transfer::to_device(&x.reshape(shape)?, device, "activations")
             }
         }
     }
@@ -66,9 +67,9 @@ impl Offload {
     /// Copies a detached tensor.
     pub(super) fn save(&mut self, x: Tensor) -> Result<SavedActivation> {
         let device = x.device().clone();
-        let copy = x.to_device(&Device::Cpu)?.contiguous()?;
+        let copy = transfer::to_host(&x, "activations")?.contiguous()?;
         if self.to == ActivationOffload::Host {
-            // `to_device` has copied it, unless it was on the host already.
+            // It was copied, unless it was on the host already.
             return Ok(SavedActivation::Host { copy, device });
         }
         let file = match &self.file {

@@ -70,7 +70,7 @@ impl Magnitudes {
                 let squares = squares.narrow(0, offset, n)?;
                 let squares = squares.to_dtype(accumulation_dtype(magnitude.compute_dtype()))?;
                 let norms = squares.sqrt()?.to_dtype(local.values.dtype())?;
-                storage::copy_from(&local.values, &norms.to_device(magnitude.device())?)?;
+                storage::copy_from(&local.values, &norms.to_device(local.values.device())?)?;
             }
             **filled = Some(values(magnitude)?);
         }

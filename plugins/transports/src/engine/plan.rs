@@ -298,8 +298,8 @@ impl Buffer {
     pub(crate) fn read(tensor: &Tensor) -> Result<Self> {
         let host = match tensor.device() {
             Device::Cpu => tensor.clone(),
-            // `copy` first, so that of a view only its own elements are transferred.
-            _ => tensor.copy()?.to_device(&Device::Cpu)?,
+            // `to_device` of a view copies all that it is a view of, and so does `copy`.
+            _ => tensor.force_contiguous()?.to_device(&Device::Cpu)?,
         };
         Ok(Self { host, target: None })
     }

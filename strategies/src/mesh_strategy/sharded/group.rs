@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::autograd::storage;
 use fulgurite_core::collective::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, Work};
+use fulgurite_core::execution::transfer;
 use fulgurite_core::module::Reshard;
 use fulgurite_core::parameter::{Parameter, ParameterSlot, accumulation_dtype};
 use fulgurite_core::strategy::GradientPart;
@@ -44,6 +45,8 @@ pub(in crate::mesh_strategy) struct ParamGroup {
     replicas: Arc<dyn ProcessGroup>,
     reduce_dtype: Option<DType>,
     reduction: GradientReduction,
+    /// Whether the shards are in the host's memory, whatever the device.
+    on_host: bool,
 }
 
 /// A reduce-scatter under way, with the tensors it reads and writes.
@@ -87,7 +90,13 @@ impl ParamGroup {
             replicas,
             reduce_dtype,
             reduction,
+            on_host: false,
         }
+    }
+
+    /// The same, with the shards in the host's memory or where they are computed with.
+    pub(in crate::mesh_strategy) fn with_shards_on_host(self, on_host: bool) -> Self {
+        Self { on_host, ..self }
     }
 
     /// The group as the schedule knows it.
@@ -135,8 +144,12 @@ impl ParamGroup {
             .map(|member| {
                 let output = member.slot.compute()?;
                 storage::allocate(output)?;
+                let mut shard = member.slot.local()?.values;
+                if self.on_host {
+                    shard = transfer::to_device(&shard, output.device(), "parameters")?;
+                }
                 Ok(AllGather {
-                    input: member.slot.local()?.values.to_dtype(output.dtype())?,
+                    input: shard.to_dtype(output.dtype())?,
                     output: output.detach(),
                     counts: member.counts.clone(),
                 })
@@ -300,6 +313,13 @@ impl ParamGroup {
                 Ok((member.slot.clone(), grad))
             })
             .collect()
+    }
+}
+
+impl ParamGroup {
+    /// A gradient that [`local_grads`](Self::local_grads) gave, where its parameter's shard is.
+    pub(super) fn beside_shard(&self, grad: Tensor) -> Result<Tensor> {
+        if self.on_host { transfer::to_host(&grad, "gradients") } else { Ok(grad) }
     }
 }
 

@@ -220,7 +220,8 @@ impl ShardedRuntime {
         };
         self.partial_grads.sum(find)?;
         for (slot, grad) in fresh {
-            slot.add_local_grad(grad)?;
+            let group = &self.groups[self.group_of(&slot)?];
+            slot.add_local_grad(group.beside_shard(grad)?)?;
         }
         Ok(())
     }

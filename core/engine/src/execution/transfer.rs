@@ -1,0 +1,74 @@
+//! Values that go between the host's memory and that of a device.
+//!
+//! What stays in the host's memory between steps, as shards and optimizer state do under `cpu_offload`, goes to the
+//! device to be computed with, and comes back. All such copies of a step go through this module, and each says what it
+//! is for: [`counts`] tells how many bytes went each way on this thread. Where the device is the CPU nothing is copied, and the bytes count
+//! as well, for the same code copies them elsewhere.
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use fulgurite_core::execution::transfer;
+//!
+//! let shard = Tensor::zeros(8, DType::F32, &Device::Cpu)?;
+//! let on_device = transfer::to_device(&shard, &Device::Cpu, "parameters")?;
+//! transfer::to_host(&on_device.narrow(0, 2, 4)?, "gradients")?;
+//! assert_eq!(transfer::counts()["parameters"].to_device, 32);
+//! assert_eq!(transfer::counts()["gradients"].to_host, 16); // the view, and not the memory that it is of
+//! # Ok::<(), fulgurite_core::Error>(())
+//! ```
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use candle_core::{Device, Tensor};
+
+use crate::Result;
+
+/// Bytes that went each way.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Transferred {
+    /// From the host to the device.
+    pub to_device: u64,
+    /// From the device to the host.
+    pub to_host: u64,
+}
+
+thread_local! {
+    static COUNTS: RefCell<BTreeMap<&'static str, Transferred>> = const { RefCell::new(BTreeMap::new()) };
+}
+
+/// The values of a tensor of the host on `device`, for `what`: in new memory, or the same tensor if the device is the CPU.
+///
+/// # Errors
+/// If the device has no memory for them.
+pub fn to_device(tensor: &Tensor, device: &Device, what: &'static str) -> Result<Tensor> {
+    count(what, |bytes| &mut bytes.to_device, tensor);
+    if device.is_cpu() {
+        return Ok(tensor.clone());
+    }
+    Ok(tensor.force_contiguous()?.to_device(device)?)
+}
+
+/// The values of a tensor of a device in the host's memory, for `what`: in new memory, or the same tensor if it is there.
+/// Of a view its own values alone are copied. Waits for the device.
+///
+/// # Errors
+/// If the device cannot be read.
+pub fn to_host(tensor: &Tensor, what: &'static str) -> Result<Tensor> {
+    count(what, |bytes| &mut bytes.to_host, tensor);
+    if tensor.device().is_cpu() {
+        return Ok(tensor.clone());
+    }
+    // `to_device` of a view copies all that it is a view of.
+    Ok(tensor.force_contiguous()?.to_device(&Device::Cpu)?)
+}
+
+fn count(what: &'static str, way: impl FnOnce(&mut Transferred) -> &mut u64, tensor: &Tensor) {
+    let bytes = tensor.elem_count() as u64 * tensor.dtype().size_in_bytes() as u64;
+    COUNTS.with_borrow_mut(|counts| *way(counts.entry(what).or_default()) += bytes);
+}
+
+/// How many bytes this thread has moved, by what for, since it began.
+pub fn counts() -> BTreeMap<&'static str, Transferred> {
+    COUNTS.with_borrow(Clone::clone)
+}
