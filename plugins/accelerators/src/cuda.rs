@@ -17,6 +17,9 @@ pub struct Cuda {
     /// Whether every use of a tensor is tracked by events of CUDA, as candle does by default: slower; to find out
     /// whether a wrong result comes from work on several streams.
     pub event_tracking: bool,
+    /// Whether products of f32 are computed in TF32, with 10 bits of mantissa in place of 23: faster (`"high"` of
+    /// PyTorch's `set_float32_matmul_precision`). Layers that are kept in f32 are computed so too.
+    pub tf32: bool,
 }
 
 register_accelerator!(
@@ -45,7 +48,7 @@ impl AcceleratorConfig for Cuda {
     }
 
     fn open(&self, index: usize) -> Result<Box<dyn Accelerator>> {
-        device::open(index, self.event_tracking)
+        device::open(index, self)
     }
 }
 
@@ -67,7 +70,7 @@ mod device {
         not_built()
     }
 
-    pub(super) fn open(_: usize, _: bool) -> Result<Box<dyn Accelerator>> {
+    pub(super) fn open(_: usize, _: &super::Cuda) -> Result<Box<dyn Accelerator>> {
         not_built()
     }
 }

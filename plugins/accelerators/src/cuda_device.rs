@@ -7,9 +7,14 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::Device;
+use candle_core::cuda::set_gemm_reduced_precision_f32;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result, sys};
 use fulgurite_core::accelerator::{Accelerator, DeviceMemory};
+use fulgurite_core::execution::transfer;
 use fulgurite_core::{Error, Result};
+
+use crate::cuda::Cuda;
+use crate::pinned::Pinned;
 
 /// The UUIDs of the GPUs that this process sees, in CUDA's order. Opens none.
 pub(crate) fn visible() -> Result<Vec<String>> {
@@ -41,11 +46,15 @@ fn failed(what: &str, error: &DriverError) -> Error {
 static OPENED: Mutex<BTreeMap<usize, Gpu>> = Mutex::new(BTreeMap::new());
 
 /// A GPU, opened if it was not.
-pub(crate) fn open(ordinal: usize, event_tracking: bool) -> Result<Box<dyn Accelerator>> {
+pub(crate) fn open(ordinal: usize, options: &Cuda) -> Result<Box<dyn Accelerator>> {
+    // Of the whole process, as candle has it.
+    set_gemm_reduced_precision_f32(options.tf32);
     let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
     let gpu = match opened.get(&ordinal) {
         Some(gpu) => gpu.clone(),
-        None => opened.entry(ordinal).or_insert(open_anew(ordinal, event_tracking)?).clone(),
+        None => {
+            opened.entry(ordinal).or_insert(open_anew(ordinal, options.event_tracking)?).clone()
+        }
     };
     Ok(Box::new(gpu))
 }
@@ -66,6 +75,7 @@ fn open_anew(ordinal: usize, event_tracking: bool) -> Result<Gpu> {
         // Otherwise the pool gives its memory back at every synchronisation.
         gpu.set_release_threshold(u64::MAX).map_err(|e| failed("keeping freed memory", &e))?;
     }
+    transfer::set_host_copies(&device, Arc::new(Pinned::new(cuda)));
     Ok(gpu)
 }
 

@@ -20,6 +20,8 @@ mod cpu;
 mod cuda;
 #[cfg(feature = "cuda")]
 mod cuda_device;
+#[cfg(feature = "cuda")]
+mod pinned;
 
 pub use auto::Auto;
 pub use cpu::Cpu;

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use fulgurite_core::data::{DataContext, DataModule, Samples, Split};
+use fulgurite_core::execution::transfer;
 use fulgurite_core::files::read_regular;
 use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_core::{Error, Result};
@@ -203,8 +204,16 @@ impl ImageFolder {
             labels.push(picture.class as i64);
         }
         Ok(ImageBatch {
-            images: Tensor::from_vec(images, (indices.len(), 3, height, width), device)?,
-            labels: Tensor::from_vec(labels, indices.len(), device)?,
+            images: transfer::to_device(
+                &Tensor::from_vec(images, (indices.len(), 3, height, width), &Device::Cpu)?,
+                device,
+                "batch",
+            )?,
+            labels: transfer::to_device(
+                &Tensor::from_vec(labels, indices.len(), &Device::Cpu)?,
+                device,
+                "batch",
+            )?,
         })
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use fulgurite_core::data::{DataContext, DataModule, Mixture, Sampler, Split, TokenBatch};
+use fulgurite_core::execution::transfer;
 use fulgurite_core::parallel::ContextParallel;
 use fulgurite_core::{Error, Result};
 
@@ -260,8 +261,16 @@ impl DataModule for TextData {
             targets.extend(ids[1..].iter().map(|&id| i64::from(id)));
         }
         Ok(TokenBatch {
-            inputs: Tensor::from_vec(inputs, shape, device)?,
-            targets: Tensor::from_vec(targets, shape, device)?,
+            inputs: transfer::to_device(
+                &Tensor::from_vec(inputs, shape, &Device::Cpu)?,
+                device,
+                "batch",
+            )?,
+            targets: transfer::to_device(
+                &Tensor::from_vec(targets, shape, &Device::Cpu)?,
+                device,
+                "batch",
+            )?,
         })
     }
 }

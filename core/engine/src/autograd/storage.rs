@@ -22,6 +22,7 @@ use std::marker::PhantomData;
 use std::sync::Mutex;
 
 use candle_core::backend::BackendDevice as _;
+use candle_core::op::BackpropOp;
 use candle_core::{
     CpuStorage, CudaStorage, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor, WithDType,
 };
@@ -176,6 +177,30 @@ pub fn copy_from(target: &Tensor, source: &Tensor) -> Result<()> {
         target.slice_set(&source.to_dtype(target.dtype())?.contiguous()?, 0, 0)?;
     }
     Ok(())
+}
+
+/// `to_dtype`, also of a tensor without elements, as empty shards are: candle would ask CUDA for a kernel of no threads,
+/// which is an error there. Outside of graphs.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fulgurite_core::autograd::storage;
+///
+/// for elements in [0, 3] {
+///     let cast = storage::cast(&Tensor::ones(elements, DType::F32, &Device::Cpu)?, DType::BF16)?;
+///     assert_eq!((cast.dims(), cast.dtype()), (&[elements][..], DType::BF16));
+/// }
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+///
+/// # Errors
+/// If candle cannot convert between the dtypes.
+pub fn cast(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
+    if tensor.elem_count() > 0 || tensor.dtype() == dtype {
+        return Ok(tensor.to_dtype(dtype)?);
+    }
+    let storage = empty(dtype, tensor.device())?;
+    Ok(Tensor::from_storage(storage, tensor.shape().clone(), BackpropOp::none(), false))
 }
 
 /// An element type that CPU tensors hold and that has a plain byte representation.

@@ -19,8 +19,9 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError, RwLock};
 
-use candle_core::{Device, Tensor};
+use candle_core::{Device, DeviceLocation, Tensor};
 
 use crate::Result;
 
@@ -37,6 +38,40 @@ thread_local! {
     static COUNTS: RefCell<BTreeMap<&'static str, Transferred>> = const { RefCell::new(BTreeMap::new()) };
 }
 
+/// A way between the host's memory and a device's that is faster than candle's, which copies from memory that may be
+/// paged out, and so waits. Tensors are contiguous, and not empty.
+pub trait HostCopies: Send + Sync {
+    /// The values of a tensor of the host on the device, in new memory. The host need not wait.
+    ///
+    /// # Errors
+    /// If the device has no memory for them.
+    fn to_device(&self, tensor: &Tensor) -> Result<Tensor>;
+
+    /// The values of a tensor of the device on the host, in new memory.
+    ///
+    /// # Errors
+    /// If the device cannot be read.
+    fn to_host(&self, tensor: &Tensor) -> Result<Tensor>;
+}
+
+/// By device: few.
+static COPIES: RwLock<Vec<(DeviceLocation, Arc<dyn HostCopies>)>> = RwLock::new(Vec::new());
+
+/// Lets `copies` move all tensors to and from `device` from now on. For whoever opens devices.
+pub fn set_host_copies(device: &Device, copies: Arc<dyn HostCopies>) {
+    let mut all = COPIES.write().unwrap_or_else(PoisonError::into_inner);
+    all.retain(|(location, _)| *location != device.location());
+    all.push((device.location(), copies));
+}
+
+fn copies(device: &Device, tensor: &Tensor) -> Option<Arc<dyn HostCopies>> {
+    if tensor.elem_count() == 0 {
+        return None;
+    }
+    let all = COPIES.read().unwrap_or_else(PoisonError::into_inner);
+    all.iter().find(|(location, _)| *location == device.location()).map(|(_, own)| own.clone())
+}
+
 /// The values of a tensor of the host on `device`, for `what`: in new memory, or the same tensor if the device is the CPU.
 ///
 /// # Errors
@@ -46,7 +81,11 @@ pub fn to_device(tensor: &Tensor, device: &Device, what: &'static str) -> Result
     if device.is_cpu() {
         return Ok(tensor.clone());
     }
-    Ok(tensor.force_contiguous()?.to_device(device)?)
+    let tensor = tensor.contiguous()?;
+    match copies(device, &tensor) {
+        Some(copies) => copies.to_device(&tensor),
+        None => Ok(tensor.force_contiguous()?.to_device(device)?),
+    }
 }
 
 /// The values of a tensor of a device in the host's memory, for `what`: in new memory, or the same tensor if it is there.
@@ -59,8 +98,12 @@ pub fn to_host(tensor: &Tensor, what: &'static str) -> Result<Tensor> {
     if tensor.device().is_cpu() {
         return Ok(tensor.clone());
     }
-    // `to_device` of a view copies all that it is a view of.
-    Ok(tensor.force_contiguous()?.to_device(&Device::Cpu)?)
+    let tensor = tensor.contiguous()?;
+    match copies(tensor.device(), &tensor) {
+        Some(copies) => copies.to_host(&tensor),
+        // candle's `to_device` of a view copies all that it is a view of.
+        None => Ok(tensor.force_contiguous()?.to_device(&Device::Cpu)?),
+    }
 }
 
 fn count(what: &'static str, way: impl FnOnce(&mut Transferred) -> &mut u64, tensor: &Tensor) {

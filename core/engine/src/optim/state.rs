@@ -6,6 +6,7 @@ use super::elementwise::arithmetic_dtype;
 use super::groups::{self, Hyper, ParamGroup};
 use super::optimizer::StateTensor;
 use super::state_dtype::{Noise, StateDtype};
+use crate::autograd::storage;
 use crate::parameter::{LocalShard, Parameter};
 use crate::{Error, Result};
 
@@ -96,7 +97,7 @@ impl<const N: usize> OptimizerState<N> {
                 ),
             ));
         }
-        let grad = grad.to_dtype(arithmetic_dtype_of(parameter)?)?;
+        let grad = storage::cast(&grad, arithmetic_dtype_of(parameter)?)?;
         let shape = parameter.global_shape();
         let noise = Noise::new(self.seed, parameter.fqn(), step, &region, shape);
         let state = self.state(index)?.clone();

@@ -149,7 +149,7 @@ impl ParamGroup {
                     shard = transfer::to_device(&shard, output.device(), "parameters")?;
                 }
                 Ok(AllGather {
-                    input: shard.to_dtype(output.dtype())?,
+                    input: storage::cast(&shard, output.dtype())?,
                     output: output.detach(),
                     counts: member.counts.clone(),
                 })
@@ -307,7 +307,7 @@ impl ParamGroup {
         self.trainable()
             .zip(shards.outputs)
             .map(|(member, output)| {
-                let grad = output.to_dtype(local_grad_dtype(&member.slot))?;
+                let grad = storage::cast(&output, local_grad_dtype(&member.slot))?;
                 // In that dtype: the one that gradients are reduced in may not have the range.
                 scale(&grad, self.reduction.predivide_factor())?;
                 Ok((member.slot.clone(), grad))

@@ -1,0 +1,193 @@
+//! Copies between the host and a GPU through memory that is never paged out.
+//!
+//! A copy from or to other memory waits until the driver has staged it. Here the host writes a piece into pinned
+//! memory, and goes on while the GPU takes it, in the order of its one stream. Never run on a GPU.
+#![allow(unsafe_code)] // Pinned memory, and copies of the driver.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaEvent, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, PinnedHostSlice,
+    result,
+};
+use candle_core::cuda_backend::{CudaDType, WrapErr as _};
+use candle_core::op::BackpropOp;
+use candle_core::{CpuStorage, CudaDevice, CudaStorage, DType, Device, Storage, Tensor, WithDType};
+use fulgurite_core::execution::transfer::HostCopies;
+use fulgurite_core::{Error, Result};
+use half::{bf16, f16};
+
+/// Bytes of a piece.
+const PIECE: usize = 8 << 20;
+/// Pieces: one is written or read by the host while the GPU has the others.
+const PIECES: usize = 4;
+
+/// The pinned memory of one GPU.
+pub(crate) struct Pinned {
+    device: CudaDevice,
+    stream: Arc<CudaStream>,
+    pieces: Mutex<Pieces>,
+}
+
+#[derive(Default)]
+struct Pieces {
+    /// Allocated when they are first needed.
+    all: Vec<Piece>,
+    next: usize,
+}
+
+struct Piece {
+    memory: PinnedHostSlice<u8>,
+    /// After the last copy that uses the memory.
+    used: Option<CudaEvent>,
+}
+
+impl Piece {
+    /// The memory, once no copy uses it.
+    fn free(&mut self) -> std::result::Result<&mut [u8], DriverError> {
+        if let Some(used) = self.used.take() {
+            used.synchronize()?;
+        }
+        self.memory.as_mut_slice()
+    }
+}
+
+impl Pieces {
+    fn next(&mut self, stream: &CudaStream) -> std::result::Result<&mut Piece, DriverError> {
+        while self.all.len() < PIECES {
+            // SAFETY: bytes are written before they are read.
+            let memory = unsafe { stream.context().alloc_pinned_with_flags(PIECE, 0) }?;
+            self.all.push(Piece { memory, used: None });
+        }
+        self.next = (self.next + 1) % PIECES;
+        Ok(&mut self.all[self.next])
+    }
+}
+
+impl Pinned {
+    pub(crate) fn new(device: &CudaDevice) -> Self {
+        let stream = device.cuda_stream();
+        Self { device: device.clone(), stream, pieces: Mutex::default() }
+    }
+
+    /// New memory of the GPU with these values.
+    fn upload<T: CudaDType + DeviceRepr>(&self, values: &[T]) -> candle_core::Result<CudaStorage> {
+        // SAFETY: all of it is written below, on the stream that whoever reads it is on.
+        let mut target = unsafe { self.stream.alloc::<T>(values.len()) }.w()?;
+        {
+            let (mut at, _in_use) = target.device_ptr_mut(&self.stream);
+            let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+            for part in bytes(values).chunks(PIECE) {
+                let piece = pieces.next(&self.stream).w()?;
+                let memory = &mut piece.free().w()?[..part.len()];
+                memory.copy_from_slice(part);
+                // SAFETY: `target` has room for the part at this address, and the piece is not touched before
+                // the event that comes next.
+                unsafe { result::memcpy_htod_async(at, memory, self.stream.cu_stream()) }.w()?;
+                piece.used = Some(self.stream.record_event(None).w()?);
+                at += part.len() as u64;
+            }
+        }
+        Ok(CudaStorage::wrap_cuda_slice(target, self.device.clone()))
+    }
+
+    /// The `len` values of a storage from `start` on.
+    fn download<T: CudaDType + DeviceRepr + WithDType + Default>(
+        &self,
+        storage: &CudaStorage,
+        (start, len): (usize, usize),
+    ) -> candle_core::Result<Vec<T>> {
+        let source = storage.as_cuda_slice::<T>()?.slice(start..start + len);
+        let (from, _in_use) = source.device_ptr(&self.stream);
+        let mut values = vec![T::default(); len];
+        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut parts = bytes_mut(&mut values).chunks_mut(PIECE);
+        let mut at = from;
+        // The GPU writes one piece while the host reads the one before.
+        let mut before: Option<(usize, &mut [u8])> = None;
+        loop {
+            let part = parts.next();
+            let started = match &part {
+                None => None,
+                Some(part) => {
+                    let piece = pieces.next(&self.stream).w()?;
+                    let memory = &mut piece.free().w()?[..part.len()];
+                    // SAFETY: the source has the part at this address, and the piece is not touched before the
+                    // event that comes next.
+                    unsafe { result::memcpy_dtoh_async(memory, at, self.stream.cu_stream()) }
+                        .w()?;
+                    piece.used = Some(self.stream.record_event(None).w()?);
+                    at += part.len() as u64;
+                    Some(pieces.next)
+                }
+            };
+            if let Some((piece, target)) = before.take() {
+                let memory = pieces.all[piece].free().w()?;
+                target.copy_from_slice(&memory[..target.len()]);
+            }
+            match started.zip(part) {
+                Some(pending) => before = Some(pending),
+                None => return Ok(values),
+            }
+        }
+    }
+}
+
+/// The values as bytes: they are numbers.
+fn bytes<T: DeviceRepr>(values: &[T]) -> &[u8] {
+    // SAFETY: the types that devices have are plain numbers, without padding.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
+}
+
+fn bytes_mut<T: DeviceRepr>(values: &mut [T]) -> &mut [u8] {
+    // SAFETY: as in `bytes`; every pattern of bits is a number of these types.
+    unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
+}
+
+impl HostCopies for Pinned {
+    fn to_device(&self, tensor: &Tensor) -> Result<Tensor> {
+        let (storage, layout) = tensor.storage_and_layout();
+        let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
+        else {
+            return Err(Error::other("what goes to a device is contiguous, and on the host"));
+        };
+        let uploaded = match storage {
+            CpuStorage::U8(values) => self.upload(&values[start..end]),
+            CpuStorage::U32(values) => self.upload(&values[start..end]),
+            CpuStorage::I64(values) => self.upload(&values[start..end]),
+            CpuStorage::BF16(values) => self.upload(&values[start..end]),
+            CpuStorage::F16(values) => self.upload(&values[start..end]),
+            CpuStorage::F32(values) => self.upload(&values[start..end]),
+            CpuStorage::F64(values) => self.upload(&values[start..end]),
+            _ => {
+                return Ok(tensor
+                    .force_contiguous()?
+                    .to_device(&Device::Cuda(self.device.clone()))?);
+            }
+        };
+        let storage = Storage::Cuda(uploaded?);
+        Ok(Tensor::from_storage(storage, tensor.shape().clone(), BackpropOp::none(), false))
+    }
+
+    fn to_host(&self, tensor: &Tensor) -> Result<Tensor> {
+        let (storage, layout) = tensor.storage_and_layout();
+        let (Storage::Cuda(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
+        else {
+            return Err(Error::other("what comes from a device is contiguous, and on it"));
+        };
+        let part = (start, end - start);
+        let shape = tensor.shape();
+        let host =
+            |storage| Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), false);
+        Ok(host(Storage::Cpu(match tensor.dtype() {
+            DType::U8 => CpuStorage::U8(self.download(storage, part)?),
+            DType::U32 => CpuStorage::U32(self.download(storage, part)?),
+            DType::I64 => CpuStorage::I64(self.download(storage, part)?),
+            DType::BF16 => CpuStorage::BF16(self.download::<bf16>(storage, part)?),
+            DType::F16 => CpuStorage::F16(self.download::<f16>(storage, part)?),
+            DType::F32 => CpuStorage::F32(self.download(storage, part)?),
+            DType::F64 => CpuStorage::F64(self.download(storage, part)?),
+            _ => return Ok(tensor.force_contiguous()?.to_device(&Device::Cpu)?),
+        })))
+    }
+}
