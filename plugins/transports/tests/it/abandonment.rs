@@ -50,44 +50,46 @@ fn step(groups: &[Arc<dyn ProcessGroup>], plan: &Stream, at: Option<usize>) -> R
     groups[0].run(Collective::Barrier)
 }
 
+/// Four ranks give up at random points, three times, and go on together.
+pub(crate) fn rounds(world: Arc<dyn ProcessGroup>, seed: u64) -> Result<()> {
+    let steps = Abandonment::new(world.rank());
+    let world = steps.watch(world)?;
+    let rows = world.split(&[vec![0, 1], vec![2, 3]], "rows")?;
+    let columns = world.split(&[vec![0, 2], vec![1, 3]], "columns")?;
+    let groups = [world.clone(), rows, columns];
+    let seen = |round: u64| Stream::new(seed, Purpose::Init, "plan").child(round);
+    for round in 0..4 {
+        let plan = seen(round);
+        // One rank or two, anywhere; in the last round none.
+        let gives_up = |nth: u64| {
+            let rank = plan.word(100 + nth) as usize % 4;
+            let at = plan.word(200 + nth) as usize % 24;
+            (rank == world.rank() && round < 3).then_some(at)
+        };
+        let at = gives_up(0).or(gives_up(1));
+        match step(&groups, &plan, at) {
+            Ok(()) => assert!(round == 3 || !steps.is_abandoned()),
+            Err(error) if at.is_some() && !steps.is_abandoned() => {
+                assert_eq!(error.to_string(), "no memory");
+                steps.abandon();
+            }
+            Err(_) => assert!(steps.is_abandoned()),
+        }
+        if round == 3 {
+            continue;
+        }
+        let by = steps.resume()?;
+        let culprits = [plan.word(100) as usize % 4, plan.word(101) as usize % 4];
+        assert!(culprits.contains(&by), "rank {by} of {culprits:?}, seed {seed}");
+        assert!(!steps.is_abandoned());
+    }
+    Ok(())
+}
+
 #[test]
 fn whoever_gives_up_wherever_all_leave_and_go_on_together() {
     for seed in 0..150 {
-        run_ranks(4, |world| {
-            let steps = Abandonment::new(world.rank());
-            let world = steps.watch(world)?;
-            let rows = world.split(&[vec![0, 1], vec![2, 3]], "rows")?;
-            let columns = world.split(&[vec![0, 2], vec![1, 3]], "columns")?;
-            let groups = [world.clone(), rows, columns];
-            let seen = |round: u64| Stream::new(seed, Purpose::Init, "plan").child(round);
-            for round in 0..4 {
-                let plan = seen(round);
-                // One rank or two, anywhere; in the last round none.
-                let gives_up = |nth: u64| {
-                    let rank = plan.word(100 + nth) as usize % 4;
-                    let at = plan.word(200 + nth) as usize % 24;
-                    (rank == world.rank() && round < 3).then_some(at)
-                };
-                let at = gives_up(0).or(gives_up(1));
-                match step(&groups, &plan, at) {
-                    Ok(()) => assert!(round == 3 || !steps.is_abandoned()),
-                    Err(error) if at.is_some() && !steps.is_abandoned() => {
-                        assert_eq!(error.to_string(), "no memory");
-                        steps.abandon();
-                    }
-                    Err(_) => assert!(steps.is_abandoned()),
-                }
-                if round == 3 {
-                    continue;
-                }
-                let by = steps.resume()?;
-                let culprits = [plan.word(100) as usize % 4, plan.word(101) as usize % 4];
-                assert!(culprits.contains(&by), "rank {by} of {culprits:?}, seed {seed}");
-                assert!(!steps.is_abandoned());
-            }
-            Ok(())
-        })
-        .unwrap();
+        run_ranks(4, |world| rounds(world, seed)).unwrap();
     }
 }
 

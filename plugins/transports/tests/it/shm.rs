@@ -14,6 +14,7 @@ use fulgurite_core::{Error, Result, conformance};
 use fulgurite_transports::Shm;
 use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, setrlimit};
 
+use crate::abandonment;
 use crate::job::{DirectoryStore, Job, RESULT, run_as_rank};
 
 /// One rank of a scenario, if this process was started as one.
@@ -58,6 +59,7 @@ fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
         }
         "limits" => conformance::process_group(&*group),
         "abort" => conformance::process_group_abort(&*group),
+        "abandon" => (0..8).try_for_each(|seed| abandonment::rounds(group.clone(), seed)),
         "timeout" => conformance::process_group_timeout(&*group, context.timeout),
         "killed" => {
             for step in 0.. {
@@ -152,6 +154,11 @@ fn four_processes_conform() {
 #[test]
 fn a_process_with_limits_copies_through_slots() {
     start(2, "limits").expect_ok();
+}
+
+#[test]
+fn processes_leave_a_step_together() {
+    start(4, "abandon").expect_ok();
 }
 
 #[test]

@@ -11,6 +11,7 @@ use fulgurite_core::launch::Store as _;
 use fulgurite_core::{Error, Result, conformance};
 use fulgurite_transports::Tcp;
 
+use crate::abandonment;
 use crate::job::{Job, RESULT, run_as_rank};
 
 /// One rank of a scenario, if this process was started as one.
@@ -45,6 +46,7 @@ fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
             all_reduce_once(&*group)
         }
         "abort" => conformance::process_group_abort(&*group),
+        "abandon" => (0..8).try_for_each(|seed| abandonment::rounds(group.clone(), seed)),
         "timeout" => conformance::process_group_timeout(&*group, context.timeout),
         "strangers" => {
             let contact = context.store.get("network/tcp/contacts1/1", context.timeout)?;
@@ -150,6 +152,11 @@ fn three_processes_conform() {
 #[test]
 fn four_processes_conform() {
     start(4, "ports").expect_ok();
+}
+
+#[test]
+fn processes_leave_a_step_together() {
+    start(4, "abandon").expect_ok();
 }
 
 #[test]
