@@ -194,4 +194,12 @@ impl ProcessGroup for Switch {
     fn abort(&self, reason: &str) {
         self.inner.abort(reason);
     }
+
+    fn exact_reductions(&self) -> bool {
+        self.inner.exact_reductions()
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.inner.failure()
+    }
 }

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use super::suite::{LARGE, Suite};
-use super::value::{Value, reduced, values};
+use super::value::{Value, values};
 use crate::Result;
 use fulgurite_engine::collective::{AllGather, Collective, ReduceOp};
 
@@ -223,8 +223,8 @@ impl Suite<'_> {
             work.wait()?;
         }
         for (view, n, salt) in sums {
-            let expected = reduced::<f32>(ReduceOp::Sum, size, n, salt);
-            view.expect(self, &format!("all_reduce {salt} of many"), &expected)?;
+            let what = format!("all_reduce {salt} of many");
+            view.expect_reduced(self, &what, ReduceOp::Sum, (n, salt), 0..n)?;
         }
         for (view, n, salt) in gathers {
             let expected = self.gathered::<f64>(&vec![n; size], salt);

@@ -3,7 +3,7 @@
 use candle_core::{DType, Tensor};
 
 use super::suite::Suite;
-use super::value::{reduced, values};
+use super::value::values;
 use crate::Result;
 use fulgurite_engine::collective::{AllGather, ReduceOp, ReduceScatter, Work};
 
@@ -69,7 +69,7 @@ impl Suite<'_> {
 
         let view = self.view(&values::<f32>(self.rank(), 50, 1))?;
         group.all_reduce(&view.tensor, ReduceOp::Sum)?.wait()?;
-        view.expect(self, "after misuse", &reduced::<f32>(ReduceOp::Sum, size, 50, 1))
+        view.expect_reduced(self, "after misuse", ReduceOp::Sum, (50, 1), 0..50)
     }
 
     fn refused(&self, what: &str, result: Result<Work>) -> Result<()> {

@@ -1,7 +1,7 @@
 //! Splitting groups.
 
 use super::suite::Suite;
-use super::value::{reduced, values};
+use super::value::values;
 use crate::Result;
 use fulgurite_engine::collective::{ProcessGroup, ReduceOp};
 
@@ -32,8 +32,8 @@ impl Suite<'_> {
         let second = child.all_reduce(&b.tensor, ReduceOp::Sum)?;
         second.wait()?;
         first.wait()?;
-        a.expect(self, "parent", &reduced::<f32>(ReduceOp::Sum, self.size(), 100, 1))?;
-        b.expect(self, "child", &reduced::<f32>(ReduceOp::Sum, self.size(), 100, 2))
+        a.expect_reduced(self, "parent", ReduceOp::Sum, (100, 1), 0..100)?;
+        b.expect_reduced(self, "child", ReduceOp::Sum, (100, 2), 0..100)
     }
 
     fn split_case(
@@ -56,8 +56,8 @@ impl Suite<'_> {
         let suite = Suite { group: &*child, ..*self };
         let view = suite.view(&values::<f32>(child.rank(), 2049, 3))?;
         child.all_reduce(&view.tensor, ReduceOp::Sum)?.wait()?;
-        let expected = reduced::<f32>(ReduceOp::Sum, child.size(), 2049, 3);
-        view.expect(&suite, &format!("{what}: all_reduce"), &expected)?;
+        let reduced = format!("{what}: all_reduce");
+        view.expect_reduced(&suite, &reduced, ReduceOp::Sum, (2049, 3), 0..2049)?;
         for src in 0..child.size() {
             let view = suite.view(&values::<u32>(child.rank(), 9, 4))?;
             child.broadcast(&view.tensor, src)?.wait()?;

@@ -2,12 +2,13 @@
 
 use candle_core::{Device, Tensor};
 
-use super::value::Value;
+use super::value::{Value, reduced, slacks};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
-use fulgurite_engine::collective::ProcessGroup;
+use fulgurite_engine::collective::{ProcessGroup, ReduceOp};
 
-/// Checks every promise of [`ProcessGroup`] except those about failures, with tensors on the CPU.
+/// Checks every promise of [`ProcessGroup`] except those about failures, with tensors on the CPU. Reductions are
+/// compared bit by bit, unless the group says that they are [not exact](ProcessGroup::exact_reductions).
 ///
 /// Collective: every rank of the group calls it, of any size. Runs about a hundred sizes, dtypes and
 /// operations, with some tens of MB of data on each rank. The group stays usable.
@@ -121,11 +122,42 @@ pub(super) struct View<T> {
 impl<T: Value> View<T> {
     /// Checks the view and the other elements, bit by bit.
     pub(super) fn expect(&self, suite: &Suite, what: &str, expected: &[T]) -> Result<()> {
+        self.expect_each(suite, what, expected, |_, found, expected| found.same(expected))
+    }
+
+    /// Checks that the view has a part of the reduction of the ranks' [`values`](super::value::values), `n` of them.
+    /// Bit by bit, unless the group says that its reductions are not exact.
+    pub(super) fn expect_reduced(
+        &self,
+        suite: &Suite,
+        what: &str,
+        op: ReduceOp,
+        (n, salt): (usize, u64),
+        part: std::ops::Range<usize>,
+    ) -> Result<()> {
+        let expected = &reduced::<T>(op, suite.size(), n, salt)[part.clone()];
+        if suite.group.exact_reductions() {
+            return self.expect(suite, what, expected);
+        }
+        let slacks = &slacks::<T>(op, suite.size(), n, salt)[part];
+        self.expect_each(suite, what, expected, |i, found, expected| {
+            found.is_near(expected, slacks[i])
+        })
+    }
+
+    /// Checks the elements of the view with `fits`, and the other elements bit by bit.
+    pub(super) fn expect_each(
+        &self,
+        suite: &Suite,
+        what: &str,
+        expected: &[T],
+        fits: impl Fn(usize, T, T) -> bool,
+    ) -> Result<()> {
         let all = self.whole.to_device(&Device::Cpu)?.to_vec1::<T>()?;
         let (before, rest) = all.split_at(self.margin);
         let (found, after) = rest.split_at(expected.len());
         for (i, (a, b)) in found.iter().zip(expected).enumerate() {
-            if !a.same(*b) {
+            if !fits(i, *a, *b) {
                 return Err(suite.wrong(format!(
                     "{what}: element {i} of {} is {a:?}, expected {b:?}",
                     expected.len(),

@@ -16,6 +16,13 @@ pub(super) trait Value: HostElement + std::fmt::Debug {
     /// The reduction of one element over the ranks, in rank order.
     fn reduce(op: ReduceOp, values: &[Self]) -> Self;
 
+    /// How far the reduction may be from [`reduce`](Self::reduce) if it is in another order, and rounded to this type
+    /// after each step.
+    fn slack(op: ReduceOp, values: &[Self]) -> f64;
+
+    /// Whether the difference is at most `slack`.
+    fn is_near(self, other: Self, slack: f64) -> bool;
+
     /// Bitwise equality, with all NaNs equal.
     fn same(self, other: Self) -> bool;
 }
@@ -36,6 +43,12 @@ pub(super) fn reduced<T: Value>(op: ReduceOp, ranks: usize, n: usize, salt: u64)
             T::reduce(op, &column)
         })
         .collect()
+}
+
+/// The [slack](Value::slack) of each element of [`reduced`].
+pub(super) fn slacks<T: Value>(op: ReduceOp, ranks: usize, n: usize, salt: u64) -> Vec<f64> {
+    let column = |i| (0..ranks).map(|rank| T::test_value(rank, i, salt)).collect::<Vec<T>>();
+    (0..n).map(|i| T::slack(op, &column(i))).collect()
 }
 
 /// 64 mixed bits (splitmix64).
@@ -75,6 +88,14 @@ macro_rules! integers {
             }
         }
 
+        fn slack(_: ReduceOp, _: &[Self]) -> f64 {
+            0.0
+        }
+
+        fn is_near(self, other: Self, _: f64) -> bool {
+            self == other
+        }
+
         fn same(self, other: Self) -> bool {
             self == other
         }
@@ -84,7 +105,7 @@ macro_rules! integers {
 integers!(u8, u32, i32, i64);
 
 macro_rules! floats {
-    ($($ty:ty as $wide:ty, $margin:expr, $widen:expr, $narrow:expr);* $(;)?) => { $(impl Value for $ty {
+    ($($ty:ty as $wide:ty, $margin:expr, $widen:expr, $narrow:expr, $epsilon:expr);* $(;)?) => { $(impl Value for $ty {
         const MARGIN: Self = $margin;
 
         fn test_value(rank: usize, index: usize, salt: u64) -> Self {
@@ -107,6 +128,22 @@ macro_rules! floats {
             $narrow(result)
         }
 
+        fn slack(op: ReduceOp, values: &[Self]) -> f64 {
+            let sizes = values.iter().map(|&value| f64::from($widen(value)).abs());
+            let size: f64 = match op {
+                ReduceOp::Sum => sizes.sum(),
+                ReduceOp::Product => sizes.product(),
+                ReduceOp::Min | ReduceOp::Max => return 0.0,
+            };
+            // Small products of f16 have fewer digits.
+            let least = if std::mem::size_of::<Self>() == 2 { 2f64.powi(-24) } else { 0.0 };
+            (values.len() + 1) as f64 * f64::from($epsilon).mul_add(size, 16.0 * least)
+        }
+
+        fn is_near(self, other: Self, slack: f64) -> bool {
+            (f64::from($widen(self)) - f64::from($widen(other))).abs() <= slack
+        }
+
         fn same(self, other: Self) -> bool {
             self.to_bits() == other.to_bits() || (self.is_nan() && other.is_nan())
         }
@@ -114,15 +151,40 @@ macro_rules! floats {
 }
 
 floats! {
-    f32 as f32, 77.0, |x| x, |x| x;
-    f64 as f64, 77.0, |x| x, |x| x;
-    bf16 as f32, bf16::from_f32_const(77.0), |x: bf16| x.to_f32(), bf16::from_f32;
-    f16 as f32, f16::from_f32_const(77.0), |x: f16| x.to_f32(), f16::from_f32;
+    f32 as f32, 77.0, |x| x, |x| x, f32::EPSILON;
+    f64 as f64, 77.0, |x| x, |x| x, f64::EPSILON;
+    bf16 as f32, bf16::from_f32_const(77.0), |x: bf16| x.to_f32(), bf16::from_f32, bf16::EPSILON;
+    f16 as f32, f16::from_f32_const(77.0), |x: f16| x.to_f32(), f16::from_f32, f16::EPSILON;
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn another_order_is_within_the_slack_and_another_value_is_not() {
+        fn check<T: Value>() {
+            for op in [ReduceOp::Sum, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max] {
+                for i in 0..1000 {
+                    let values: Vec<T> = (0..4).map(|r| T::test_value(r, i, 1)).collect();
+                    let backward: Vec<T> = values.iter().rev().copied().collect();
+                    // Rounded to the type after each step.
+                    let steps = backward[1..].iter();
+                    let steps = steps.fold(backward[0], |a, &b| T::reduce(op, &[a, b]));
+                    let (exact, slack) = (T::reduce(op, &values), T::slack(op, &values));
+                    assert!(steps.is_near(exact, slack), "{op:?} {values:?}: {steps:?} {exact:?}");
+                    let missing = T::reduce(op, &values[..3]);
+                    let large = !matches!(op, ReduceOp::Min | ReduceOp::Max);
+                    assert!(!large || !missing.is_near(exact, slack) || missing.same(exact));
+                }
+            }
+        }
+        check::<f32>();
+        check::<f64>();
+        check::<i64>();
+        check::<bf16>();
+        check::<f16>();
+    }
 
     #[test]
     fn the_sums_of_the_test_values_depend_on_the_order() {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Device, Tensor};
 
 use super::{Collective, ProcessGroup, Work};
-use crate::Result;
+use crate::{Error, Result};
 
 /// Number and bytes of the calls of one collective on one group.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -114,5 +114,13 @@ impl ProcessGroup for Counting {
 
     fn abort(&self, reason: &str) {
         self.inner.abort(reason);
+    }
+
+    fn exact_reductions(&self) -> bool {
+        self.inner.exact_reductions()
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.inner.failure()
     }
 }

@@ -15,12 +15,15 @@ use crate::{Error, Result};
 ///   of the group call the same methods in the same order with matching shapes and dtypes
 ///   (`send` / `recv` are matched in pairs, in order).
 /// - [`start`](ProcessGroup::start) starts the collective and returns; the result is there after
-///   [`Work::wait`]. Collectives of one group run in the order they were started. The methods named
-///   after collectives call `start`; transports do not implement them.
+///   [`Work::wait`]: of tensors on the CPU, in their memory; of tensors on a device, in whatever is queued on it
+///   from then on, so that a failure may surface later, at the group's next call. Collectives of one group run in
+///   the order they were started. The methods named after collectives call `start`; transports do not implement
+///   them.
 /// - Tensors are contiguous (views of a larger one included) and are written in place. A transport
 ///   takes tensors of any device; one that cannot reach a device's memory stages through the host.
-/// - Reductions are deterministic: they combine in rank order, and every rank gets the same bits;
-///   `reduce_scatter` gives the same bits as the matching part of `all_reduce`.
+/// - Every rank gets the same bits of a reduction. Where [`exact_reductions`](ProcessGroup::exact_reductions) is
+///   true, reductions are deterministic: they combine in rank order, and `reduce_scatter` gives the same bits as the
+///   matching part of `all_reduce`.
 /// - Every wait ends: with the result, when a peer fails, when the group is aborted, or after the
 ///   group's timeout, the last three with an error that names the ranks that are missing.
 /// - Dtypes: f32, f64, bf16, f16, u8, u32, i32 and i64.
@@ -40,6 +43,13 @@ pub trait ProcessGroup: Send + Sync {
     /// Empty where there is nothing to say.
     fn transport(&self) -> String {
         String::new()
+    }
+
+    /// Whether reductions combine in rank order, so that their bits do not depend on the transport. If not, as with
+    /// NCCL, floating-point sums and products are of an order that the transport chooses, rounded to the dtype after
+    /// each addition, and minima and maxima may pass over NaN. Integers are exact everywhere.
+    fn exact_reductions(&self) -> bool {
+        true
     }
 
     /// The global ranks of the group's members, in group order.
@@ -121,6 +131,14 @@ pub trait ProcessGroup: Send + Sync {
     /// Makes every pending and future call on this group fail with `reason`, on all its ranks.
     /// Not collective; callable from any thread.
     fn abort(&self, reason: &str);
+
+    /// The error that the group's next call would fail with, if this rank knows of one: of a failure here, of an
+    /// abort by another rank, of a rank of the job that has failed. Not collective; does not wait, so that what
+    /// another rank knows may come with a later call; callable from any thread. `None`: the group works, or its
+    /// transport cannot tell.
+    fn failure(&self) -> Option<Error> {
+        None
+    }
 }
 
 impl dyn ProcessGroup + '_ {

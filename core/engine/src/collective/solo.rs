@@ -5,8 +5,8 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{Storage, Tensor};
 
 use super::{Collective, ProcessGroup, Work, check};
-use crate::Result;
 use crate::autograd::storage;
+use crate::{Error, Result};
 
 /// A group of one rank, which communicates nothing.
 #[derive(Debug, Clone)]
@@ -100,5 +100,9 @@ impl ProcessGroup for Solo {
 
     fn abort(&self, reason: &str) {
         let _ = self.aborted.set(reason.to_owned());
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.alive("failure").err()
     }
 }

@@ -21,7 +21,8 @@ impl Work {
         Self(Some(Box::new(wait)))
     }
 
-    /// Blocks until the collective is complete.
+    /// Blocks until the collective is complete. Of tensors on a device it need not block: what is queued on the
+    /// device from then on comes after the collective.
     ///
     /// # Errors
     /// Whatever went wrong: a peer that failed, a timeout, an aborted group.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 
 use super::Profiler;
-use crate::Result;
+use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ProcessGroup, Work};
 
 /// Records how long calls block, and passes them on. Groups split from it record too.
@@ -89,5 +89,13 @@ impl ProcessGroup for Profiled {
 
     fn abort(&self, reason: &str) {
         self.inner.abort(reason);
+    }
+
+    fn exact_reductions(&self) -> bool {
+        self.inner.exact_reductions()
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.inner.failure()
     }
 }

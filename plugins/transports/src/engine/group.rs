@@ -13,7 +13,7 @@ use twox_hash::XxHash3_64;
 use super::plan::Collective as EngineCollective;
 use super::queue::{Completion, Job, P2pTask, Queue, Task, Turn};
 use super::rendezvous::{MappedRegion, Rendezvous};
-use super::wait::Shared;
+use super::wait::{Failure, Shared};
 use super::worker::Worker;
 use crate::memory::RegionLayout;
 
@@ -216,6 +216,13 @@ impl ProcessGroup for Group {
 
     fn abort(&self, reason: &str) {
         self.shared.region.abort(self.shared.rank, None, reason);
+    }
+
+    fn failure(&self) -> Option<Error> {
+        let of_job =
+            || self.rendezvous.failure().map(|(rank, message)| Failure::Peer { rank, message });
+        let failure = self.shared.broken().or_else(of_job)?;
+        Some(self.shared.error("failure", failure))
     }
 }
 

@@ -287,6 +287,11 @@ impl ProcessGroup for Mixed {
             levels.fail(&Failure::Group(reason.to_owned()));
         }
     }
+
+    fn failure(&self) -> Option<Error> {
+        // A failure in levels ends both.
+        self.parts.across.failure().or_else(|| self.parts.local.failure())
+    }
 }
 
 impl Drop for Mixed {

@@ -175,6 +175,11 @@ impl ProcessGroup for Group {
     fn abort(&self, reason: &str) {
         self.shared.fail(&Failure::Group(reason.to_owned()));
     }
+
+    fn failure(&self) -> Option<Error> {
+        let failure = self.shared.broken_anywhere()?;
+        Some(self.shared.error("failure", failure))
+    }
 }
 
 impl Drop for Group {

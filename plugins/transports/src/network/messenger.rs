@@ -12,10 +12,14 @@ type Task = Box<dyn FnOnce(&dyn Store) + Send>;
 
 /// Sends requests to a store, one after another. The thread ends when it is dropped.
 #[derive(Clone)]
-pub(crate) struct Messenger(Sender<Task>);
+pub struct Messenger(Sender<Task>);
 
 impl Messenger {
-    pub(crate) fn new(store: Arc<dyn Store>) -> Result<Self> {
+    /// Starts its thread.
+    ///
+    /// # Errors
+    /// If there can be no more threads.
+    pub fn new(store: Arc<dyn Store>) -> Result<Self> {
         let (tasks, queue) = channel::<Task>();
         let run = move || queue.into_iter().for_each(|task| task(&*store));
         std::thread::Builder::new().name("store-messages".to_owned()).spawn(run).map_err(|e| {
@@ -25,13 +29,13 @@ impl Messenger {
     }
 
     /// Runs `task` soon.
-    pub(super) fn post(&self, task: impl FnOnce(&dyn Store) + Send + 'static) {
+    pub fn post(&self, task: impl FnOnce(&dyn Store) + Send + 'static) {
         // The thread ends only after its sender.
         let _ = self.0.send(Box::new(task));
     }
 
     /// What `task` gives, if it does so within `limit`.
-    pub(super) fn ask<T: Send + 'static>(
+    pub fn ask<T: Send + 'static>(
         &self,
         limit: Duration,
         task: impl FnOnce(&dyn Store) -> T + Send + 'static,

@@ -42,6 +42,6 @@ mod wire;
 mod worker;
 
 pub use group::connect_world;
-pub(crate) use messenger::Messenger;
+pub use messenger::Messenger;
 pub use tcp::Tcp;
 pub use wire::{Incoming, Network, Outgoing, POLL_INTERVAL, Watch, Wire, WireError};

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::autograd::storage;
-use fulgurite_core::collective::{AllGather, ProcessGroup, ReduceOp, ReduceScatter, Work};
-use fulgurite_core::execution::transfer;
+use fulgurite_core::collective::{AllGather, Label, ProcessGroup, ReduceOp, ReduceScatter, Work};
+use fulgurite_core::execution::{ContextGuard, transfer};
 use fulgurite_core::module::Reshard;
 use fulgurite_core::parameter::{Parameter, ParameterSlot, accumulation_dtype};
 use fulgurite_core::strategy::GradientPart;
@@ -136,6 +136,14 @@ impl ParamGroup {
         self.reduce_dtype.unwrap_or_else(|| local_grad_dtype(parameter))
     }
 
+    /// Lets transports say what this group's collectives are for.
+    fn label(&self) -> ContextGuard {
+        match self.path.as_str() {
+            "" => Label::enter("the root unit"),
+            path => Label::enter(format!("unit `{path}`")),
+        }
+    }
+
     /// Starts gathering the parameters. Collective.
     pub(super) fn gather(&self) -> Result<Work> {
         let parts = self
@@ -155,6 +163,7 @@ impl ParamGroup {
                 })
             })
             .collect::<Result<_>>()?;
+        let _label = self.label();
         self.process_group.all_gather_into(parts)
     }
 
@@ -183,6 +192,7 @@ impl ParamGroup {
             Ok(AllGather { input: part.clone(), output: output.detach(), counts })
         };
         let parts = self.members.iter().zip(parts).map(gather).collect::<Result<_>>()?;
+        let _label = self.label();
         group.all_gather_into(parts)
     }
 
@@ -246,6 +256,7 @@ impl ParamGroup {
             // The next gradient goes into a new buffer.
             member.slot.clear_accumulated();
         }
+        let _label = self.label();
         let work = self.process_group.reduce_scatter(parts, ReduceOp::Sum)?;
         Ok(Reduction { work, shards, inputs })
     }
@@ -279,6 +290,7 @@ impl ParamGroup {
 
     /// Starts all-reducing `shards` over the replicas. Collective over those.
     pub(super) fn replicate(&self, shards: GradShards) -> Result<Replication> {
+        let _label = self.label();
         let works = shards
             .buffers
             .iter()

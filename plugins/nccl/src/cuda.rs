@@ -1,0 +1,147 @@
+//! GPUs of NVIDIA, over CUDA's driver. It has been type-checked, and was never run.
+#![allow(unsafe_code)] // Calls of the driver, and addresses of tensors.
+
+use std::any::Any;
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use candle_core::cuda_backend::CudaStorageSlice;
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaEvent, CudaSlice, CudaStream, DevicePtr as _, result,
+};
+use candle_core::{CudaDevice, Device, Storage, Tensor};
+use fulgurite_core::{Error, Result};
+
+use crate::streams::{Event, Memory, Stream, Streams};
+
+/// The GPU that tensors are on. Its compute stream is candle's; memory is of its stream-ordered pool.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Cuda;
+
+fn failed(what: &'static str) -> impl Fn(result::DriverError) -> Error {
+    move |error| Error::other(format!("{what}: {error}"))
+}
+
+fn cuda(device: &Device) -> Result<&CudaDevice> {
+    match device {
+        Device::Cuda(device) => Ok(device),
+        other => Err(Error::other(format!("{other:?} is no GPU of NVIDIA"))),
+    }
+}
+
+/// What a GPU has of a launch: the tensor, and the stream that later work on it is queued on.
+struct Held {
+    tensor: Option<Tensor>,
+    buffer: Option<CudaSlice<u8>>,
+    compute: Arc<CudaStream>,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // It may be another thread than the one that computes, and memory is freed by the thread's context. An error
+        // is one of the context, which the next call has too.
+        let _ = self.compute.context().bind_to_thread();
+        drop((self.tensor.take(), self.buffer.take()));
+    }
+}
+
+impl Streams for Cuda {
+    fn reaches(&self, tensor: &Tensor) -> bool {
+        tensor.device().is_cuda()
+    }
+
+    fn bind(&self, device: &Device) -> Result<()> {
+        let context = cuda(device)?.cuda_stream().context().clone();
+        context.bind_to_thread().map_err(failed("using a GPU"))
+    }
+
+    fn stream(&self, device: &Device) -> Result<Box<dyn Stream>> {
+        let compute = cuda(device)?.cuda_stream();
+        let own = compute.context().new_stream().map_err(failed("making a stream"))?;
+        Ok(Box::new(GpuStream { own, compute }))
+    }
+
+    fn memory(&self, tensor: &Tensor, _written: bool) -> Result<Memory> {
+        let compute = cuda(tensor.device())?.cuda_stream();
+        let (storage, layout) = tensor.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else {
+            return Err(Error::other("a tensor of a GPU whose memory is elsewhere"));
+        };
+        let (start, length) = match &storage.slice {
+            CudaStorageSlice::U8(slice) => (slice.device_ptr(&compute).0, slice.len()),
+            CudaStorageSlice::U32(slice) => (slice.device_ptr(&compute).0, slice.len()),
+            CudaStorageSlice::I32(slice) => (slice.device_ptr(&compute).0, slice.len()),
+            CudaStorageSlice::I64(slice) => (slice.device_ptr(&compute).0, slice.len()),
+            CudaStorageSlice::BF16(slice) => (slice.device_ptr(&compute).0, slice.len()),
+            CudaStorageSlice::F16(slice) => (slice.device_ptr(&compute).0, slice.len()),
+            CudaStorageSlice::F32(slice) => (slice.device_ptr(&compute).0, slice.len()),
+            CudaStorageSlice::F64(slice) => (slice.device_ptr(&compute).0, slice.len()),
+            _ => return Err(Error::other(format!("NCCL has no dtype {:?}", tensor.dtype()))),
+        };
+        if layout.start_offset() + tensor.elem_count() > length {
+            return Err(Error::other("a tensor whose memory is released is communicated"));
+        }
+        let offset = layout.start_offset() * tensor.dtype().size_in_bytes();
+        let address = (start as usize + offset) as *mut c_void;
+        let held = Held { tensor: Some(tensor.clone()), buffer: None, compute };
+        Ok(Memory { address, holder: Box::new(held) })
+    }
+
+    fn allocate(&self, device: &Device, bytes: usize) -> Result<Memory> {
+        let compute = cuda(device)?.cuda_stream();
+        // SAFETY: it is written before it is read, but for padding, which nobody reads.
+        let buffer = unsafe { compute.alloc::<u8>(bytes.max(1)) };
+        let buffer = buffer.map_err(failed("allocating memory for a collective"))?;
+        let address = buffer.device_ptr(&compute).0 as *mut c_void;
+        let held = Held { tensor: None, buffer: Some(buffer), compute };
+        Ok(Memory { address, holder: Box::new(held) })
+    }
+
+    fn wait(&self, event: &dyn Event, _memory: &[Memory]) -> Result<()> {
+        let event: &dyn Any = event;
+        let Some(GpuEvent { event, compute }) = event.downcast_ref() else {
+            return Err(Error::other("an event of another device"));
+        };
+        compute.wait(event).map_err(failed("waiting for a collective"))
+    }
+}
+
+struct GpuStream {
+    own: Arc<CudaStream>,
+    compute: Arc<CudaStream>,
+}
+
+impl Stream for GpuStream {
+    fn handle(&self) -> *mut c_void {
+        self.own.cu_stream().cast()
+    }
+
+    fn follow_compute(&self) -> Result<()> {
+        self.own.join(&self.compute).map_err(failed("ordering two streams"))
+    }
+
+    unsafe fn copy(&self, target: *mut c_void, source: *const c_void, bytes: usize) -> Result<()> {
+        let (target, source) = (target as u64, source as u64);
+        // SAFETY: as the caller promises; `follow_compute` and `record` have made the context the thread's.
+        let copied =
+            unsafe { result::memcpy_dtod_async(target, source, bytes, self.own.cu_stream()) };
+        copied.map_err(failed("copying within a GPU"))
+    }
+
+    fn record(&self) -> Result<Box<dyn Event>> {
+        let event = self.own.record_event(None).map_err(failed("recording an event"))?;
+        Ok(Box::new(GpuEvent { event, compute: self.compute.clone() }))
+    }
+}
+
+struct GpuEvent {
+    event: CudaEvent,
+    compute: Arc<CudaStream>,
+}
+
+impl Event for GpuEvent {
+    fn is_done(&self) -> Result<bool> {
+        self.event.context().bind_to_thread().map_err(failed("using a GPU"))?;
+        self.event.try_is_complete().map_err(failed("asking a GPU for an event"))
+    }
+}

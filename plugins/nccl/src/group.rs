@@ -1,0 +1,313 @@
+//! [`connect`], and the handle of a process group.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_core::collective::{
+    Collective, Label, ProcessGroup, Store, Work, broadcast_object, check,
+};
+use fulgurite_core::launch::Patience;
+use fulgurite_core::{Error, Result};
+
+use crate::communicator::{Communicator, call, settle};
+use crate::failure::Failure;
+use crate::flight::{Flight, Notice, describe};
+use crate::library::{Library, UniqueId};
+use crate::messages::Messages;
+use crate::pending::Pending;
+use crate::plan::{Plan, Planner};
+use crate::routes::Routes;
+use crate::shared::Shared;
+use crate::streams::{Event, Streams};
+use crate::world::World;
+
+/// How long a group that is dropped lets what was started go on.
+const CLOSING: Duration = Duration::from_secs(5);
+
+/// What a rank brings to its first group.
+pub struct Parts {
+    /// The job's ranks, for tensors of the host: a failure of it is one of the new group, and the other way round.
+    pub host: Arc<dyn ProcessGroup>,
+    /// The path of NCCL; `None`: `libnccl.so.2`, wherever the dynamic loader finds it.
+    pub library: Option<std::path::PathBuf>,
+    /// The device.
+    pub streams: Arc<dyn Streams>,
+    /// The job's store.
+    pub store: Arc<dyn Store>,
+    /// How long a collective may wait for its peers.
+    pub timeout: Duration,
+}
+
+/// The group of the ranks of `parts.host`: tensors that the device reaches go over NCCL, others over the host's group. A
+/// group of one rank is the host's. Every rank calls it, in the same order as other calls.
+///
+/// # Errors
+/// If NCCL cannot be loaded, or is older than 2.27.
+pub fn connect(parts: Parts) -> Result<Arc<dyn ProcessGroup>> {
+    let Parts { host, library, streams, store, timeout } = parts;
+    if host.size() == 1 {
+        return Ok(host);
+    }
+    let library = Library::open(library.as_deref())?;
+    tracing::debug!("process group `{}` over {}", host.name(), library.description());
+    // A job may build several world groups; every rank builds them in the same order.
+    let rank = host.global_ranks()[host.rank()];
+    let build = store.add(&format!("process_group/nccl/builds/{rank}"), 1)?;
+    let world = World::new(library, streams, store, timeout)?;
+    let name = host.name().to_owned();
+    Ok(Group::of(Shared::new(world, host, format!("process_group/nccl/world{build}"), name)))
+}
+
+/// What this thread's collectives are for.
+fn label() -> Option<String> {
+    Label::current().map(|label| label.0.clone())
+}
+
+/// A process group over NCCL.
+struct Group {
+    shared: Arc<Shared>,
+    /// Of all members, made at the first collective.
+    communicator: Mutex<Option<Arc<Communicator>>>,
+    messages: Arc<Messages>,
+    collectives: AtomicU64,
+    splits: AtomicU64,
+}
+
+impl Group {
+    fn of(shared: Arc<Shared>) -> Arc<dyn ProcessGroup> {
+        let messages = Messages::new(shared.clone());
+        Arc::new(Self {
+            shared,
+            communicator: Mutex::default(),
+            messages,
+            collectives: AtomicU64::new(0),
+            splits: AtomicU64::new(0),
+        })
+    }
+
+    fn alive(&self, op: &'static str) -> Result<()> {
+        match self.shared.failure() {
+            Some(failure) => Err(self.shared.error(op, failure)),
+            None => Ok(()),
+        }
+    }
+
+    /// Begins the messages so far, for what comes next may wait for them on another rank.
+    fn flush(&self, op: &'static str) -> Result<()> {
+        self.messages.flush().map_err(|failure| self.shared.error(op, failure))
+    }
+
+    fn launch(&self, collective: &Collective, device: &Device) -> Result<Work> {
+        let (shared, op) = (&self.shared, collective.name());
+        let number = self.collectives.fetch_add(1, Ordering::Relaxed) + 1;
+        if collective.bytes() == 0 {
+            return Ok(Work::ready());
+        }
+        let peers = (0..self.size()).filter(|&rank| rank != shared.rank).collect();
+        let what = describe(collective);
+        let notice = Notice { number: Some(number), what, label: label(), peers };
+        let flight = Flight::new(notice);
+        let notice = flight.notice.clone();
+        let ticket = shared.begin(flight);
+        match self.queue(collective, device, ticket) {
+            Ok(pending) => {
+                let shared = shared.clone();
+                Ok(Work::pending(move || {
+                    pending.wait().map_err(|failure| shared.error(op, failure))
+                }))
+            }
+            Err(failure) => {
+                shared.fail(failure.within(&notice));
+                // The first failure, of which this one may be a consequence.
+                self.alive(op)?;
+                Ok(Work::ready())
+            }
+        }
+    }
+
+    /// Queues a collective on the communicator's stream.
+    #[allow(unsafe_code, reason = "copies within the device")]
+    fn queue(
+        &self,
+        collective: &Collective,
+        device: &Device,
+        ticket: u64,
+    ) -> Result<Pending, Failure> {
+        let shared = &self.shared;
+        let communicator = self.communicator(device)?;
+        let streams = &*shared.world.streams;
+        streams.bind(device)?;
+        let planner = Planner { streams, device, rank: shared.rank, size: self.size() };
+        let Plan { before, calls, after, memory } = planner.plan(collective)?;
+        let stream = &communicator.stream;
+        let queue = || -> Result<Arc<dyn Event>, Failure> {
+            stream.follow_compute()?;
+            for copy in &before {
+                // SAFETY: of memory that the plan holds, within its bounds; flat buffers are no tensors.
+                unsafe { stream.copy(copy.target, copy.source, copy.bytes)? };
+            }
+            call(shared, &[(&communicator, calls)])?;
+            for copy in &after {
+                // SAFETY: as above.
+                unsafe { stream.copy(copy.target, copy.source, copy.bytes)? };
+            }
+            let event: Arc<dyn Event> = stream.record()?.into();
+            shared.launched(ticket, event.clone())?;
+            Ok(event)
+        };
+        match queue() {
+            Ok(event) => Ok(Pending { shared: shared.clone(), ticket, event, memory }),
+            Err(failure) => {
+                // Some of it may be under way.
+                std::mem::forget(memory);
+                Err(failure)
+            }
+        }
+    }
+
+    /// The communicator of all members. Collective at first.
+    fn communicator(&self, device: &Device) -> Result<Arc<Communicator>, Failure> {
+        let mut place = self.communicator.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(communicator) = &*place {
+            return Ok(communicator.clone());
+        }
+        let shared = &self.shared;
+        shared.world.streams.bind(device)?;
+        let own = match shared.rank {
+            0 => {
+                let _calls = shared.world.calls();
+                let id = shared.world.library.unique_id();
+                id.map(|UniqueId(id)| id.to_vec()).map_err(|fault| fault.to_string())
+            }
+            _ => Ok(vec![]),
+        };
+        // What rank 0 has to say, also if it is an error.
+        let id = broadcast_object(&*shared.host, &own, 0)?.map_err(Failure::Group)?;
+        let id = id.try_into().map_err(|_| Failure::Group("the id of NCCL is none".to_owned()))?;
+        let new = Communicator::new(shared, device, UniqueId(id), shared.rank, self.size())?;
+        settle(shared, [&*new])?;
+        Ok(place.insert(new).clone())
+    }
+
+    fn message(&self, op: &'static str, tensor: &Tensor, peer: usize) -> Result<Work> {
+        let sending = op == "send";
+        check::peer(self, op, peer)?;
+        check::tensor(self, op, "tensor", tensor)?;
+        self.alive(op)?;
+        match self.shared.world.streams.reaches(tensor) {
+            _ if tensor.elem_count() == 0 => Ok(Work::ready()),
+            true => Ok(self.messages.push(tensor, peer, sending)),
+            false if sending => self.shared.host.send(tensor, peer),
+            false => self.shared.host.recv(tensor, peer),
+        }
+    }
+}
+
+impl ProcessGroup for Group {
+    fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    fn rank(&self) -> usize {
+        self.shared.rank
+    }
+
+    fn size(&self) -> usize {
+        self.shared.global_ranks.len()
+    }
+
+    fn transport(&self) -> String {
+        format!("nccl, and {} for tensors on the host", self.shared.host.transport())
+    }
+
+    fn exact_reductions(&self) -> bool {
+        false
+    }
+
+    fn global_ranks(&self) -> &[usize] {
+        &self.shared.global_ranks
+    }
+
+    fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
+        collective.check(self)?;
+        let op = collective.name();
+        self.alive(op)?;
+        let Routes { on_host, on_device } =
+            Routes::of(self, collective, &*self.shared.world.streams)?;
+        self.flush(op)?;
+        // In this order on all ranks.
+        let on_host = on_host.map(|collective| self.shared.host.start(collective, overlap));
+        let on_device = on_device.map(|(collective, device)| self.launch(&collective, &device));
+        match (on_host.transpose()?, on_device.transpose()?) {
+            (Some(one), Some(other)) => Ok(Work::pending(move || one.wait().and(other.wait()))),
+            (one, other) => Ok(one.or(other).unwrap_or_else(Work::ready)),
+        }
+    }
+
+    fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
+        self.message("send", tensor, dst)
+    }
+
+    fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work> {
+        self.message("recv", tensor, src)
+    }
+
+    fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
+        let (set, _) = check::partition(self, partition)?;
+        self.alive("split")?;
+        self.flush("split")?;
+        let shared = &self.shared;
+        let host = shared.host.split(partition, name)?;
+        let split = self.splits.fetch_add(1, Ordering::Relaxed);
+        if host.size() == 1 {
+            return Ok(host);
+        }
+        let key = format!("{}/{split}.{set}", shared.key);
+        Ok(Self::of(Shared::new(shared.world.clone(), host, key, name.to_owned())))
+    }
+
+    fn empty(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.shared.host.empty(elements, dtype, device)
+    }
+
+    fn abort(&self, reason: &str) {
+        self.shared.fail(Failure::Group(reason.to_owned()));
+    }
+
+    fn failure(&self) -> Option<Error> {
+        let of_host = || self.shared.host.failure().map(Failure::from);
+        let failure = self.shared.failure().or_else(of_host)?;
+        Some(self.shared.error("failure", failure))
+    }
+}
+
+impl Drop for Group {
+    /// Lets what was started run, and frees the communicators.
+    fn drop(&mut self) {
+        let shared = &self.shared;
+        // An error ends the group.
+        let _ = self.messages.flush();
+        let mut patience = Patience::new(CLOSING);
+        while shared.failure().is_none() {
+            let mut under_way = false;
+            shared.flights(|flight| {
+                let done =
+                    flight.event.as_ref().is_none_or(|event| event.is_done().unwrap_or(true));
+                under_way |= !done;
+                !done
+            });
+            match under_way {
+                false => {
+                    shared.communicators().iter().for_each(|communicator| communicator.finish());
+                    return;
+                }
+                true if patience.slice().is_none() => {
+                    return shared.fail(Failure::Group("the group was dropped".to_owned()));
+                }
+                true => std::thread::sleep(Duration::from_micros(200)),
+            }
+        }
+    }
+}

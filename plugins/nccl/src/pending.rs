@@ -1,0 +1,44 @@
+//! What was launched and is to be waited for.
+
+use std::sync::Arc;
+
+use crate::failure::Failure;
+use crate::shared::Shared;
+use crate::streams::{Event, Memory};
+
+/// A launched collective or message, and its memory.
+pub(crate) struct Pending {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) ticket: u64,
+    pub(crate) event: Arc<dyn Event>,
+    pub(crate) memory: Vec<Memory>,
+}
+
+impl Pending {
+    /// Puts what the compute stream does from now on after it.
+    pub(crate) fn wait(mut self) -> Result<(), Failure> {
+        let memory = std::mem::take(&mut self.memory);
+        let waited = match self.shared.failure() {
+            Some(failure) => Err(failure),
+            None => self.shared.world.streams.wait(&*self.event, &memory).map_err(Failure::from),
+        };
+        // A communicator that is ended lets its streams go on, with whatever is in memory.
+        match self.shared.failure().map_or(waited, Err) {
+            Ok(()) => {
+                drop(memory);
+                Ok(())
+            }
+            Err(failure) => {
+                self.shared.fail(failure.clone());
+                std::mem::forget(memory);
+                Err(failure)
+            }
+        }
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        self.shared.hold(self.ticket, std::mem::take(&mut self.memory));
+    }
+}

@@ -1,0 +1,200 @@
+//! What a collective is on a communicator: copies into flat buffers, calls of NCCL, copies out of them.
+
+use std::ffi::c_void;
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_core::Result;
+use fulgurite_core::collective::{AllGather, Collective, ReduceOp, ReduceScatter};
+
+use crate::flat::{Flat, is_even};
+use crate::library::{Call, Operands};
+use crate::streams::{Memory, Streams};
+
+/// A copy of bytes within the device.
+pub(crate) struct Copy {
+    pub(crate) target: *mut c_void,
+    pub(crate) source: *mut c_void,
+    pub(crate) bytes: usize,
+}
+
+/// A collective, ready to be queued: all its memory is there.
+#[derive(Default)]
+pub(crate) struct Plan {
+    pub(crate) before: Vec<Copy>,
+    pub(crate) calls: Vec<(Call, Operands)>,
+    pub(crate) after: Vec<Copy>,
+    pub(crate) memory: Vec<Memory>,
+}
+
+/// Who plans.
+pub(crate) struct Planner<'a> {
+    pub(crate) streams: &'a dyn Streams,
+    pub(crate) device: &'a Device,
+    pub(crate) rank: usize,
+    pub(crate) size: usize,
+}
+
+/// Bytes that parts in flat buffers are aligned to: what NCCL loads at once.
+const ALIGN: usize = 16;
+
+impl Planner<'_> {
+    /// The plan of a collective whose arguments are checked. It may have no calls.
+    pub(crate) fn plan(&self, collective: &Collective) -> Result<Plan> {
+        let mut plan = Plan::default();
+        match collective {
+            Collective::AllReduce { tensor, op } => {
+                let at = self.memory(&mut plan, tensor, true)?;
+                plan.call(Call::AllReduce { op: *op }, at, at, tensor.elem_count(), tensor.dtype());
+            }
+            Collective::Broadcast { tensor, src } => {
+                let at = self.memory(&mut plan, tensor, *src != self.rank)?;
+                let (count, dtype) = (tensor.elem_count(), tensor.dtype());
+                plan.call(Call::Broadcast { root: *src }, at, at, count, dtype);
+            }
+            Collective::AllToAll { output, input } => self.all_to_all(&mut plan, output, input)?,
+            Collective::AllGatherInto(parts) => self.all_gather(&mut plan, parts)?,
+            Collective::ReduceScatter { parts, op } => {
+                self.reduce_scatter(&mut plan, parts, *op)?;
+            }
+            Collective::Barrier => {}
+        }
+        Ok(plan)
+    }
+
+    /// The address of a tensor, which the plan holds from now on; of one without elements, none.
+    fn memory(&self, plan: &mut Plan, tensor: &Tensor, written: bool) -> Result<*mut c_void> {
+        if tensor.elem_count() == 0 {
+            return Ok(std::ptr::null_mut());
+        }
+        let memory = self.streams.memory(tensor, written)?;
+        let address = memory.address;
+        plan.memory.push(memory);
+        Ok(address)
+    }
+
+    /// Memory for the slots of a flat buffer.
+    fn buffer(&self, plan: &mut Plan, flat: &Flat, dtype: DType) -> Result<*mut c_void> {
+        let bytes = flat.slot * self.size * dtype.size_in_bytes();
+        let memory = self.streams.allocate(self.device, bytes)?;
+        let address = memory.address;
+        plan.memory.push(memory);
+        Ok(address)
+    }
+
+    fn all_to_all(&self, plan: &mut Plan, output: &Tensor, input: &Tensor) -> Result<()> {
+        let target = self.memory(plan, output, true)?;
+        let source = self.memory(plan, input, false)?;
+        let (count, dtype) = (input.elem_count() / self.size, input.dtype());
+        for peer in 0..self.size {
+            let part = peer * count;
+            let (from, to) = (at(source, part, dtype), at(target, part, dtype));
+            plan.call(Call::Send { peer }, from, from, count, dtype);
+            plan.call(Call::Recv { peer }, to, to, count, dtype);
+        }
+        Ok(())
+    }
+
+    fn all_gather(&self, plan: &mut Plan, parts: &[AllGather]) -> Result<()> {
+        let (even, uneven): (Vec<_>, Vec<_>) = parts.iter().partition(|part| is_even(&part.counts));
+        for part in even {
+            // First what is written: the input may be a part of it.
+            let output = self.memory(plan, &part.output, true)?;
+            let input = self.memory(plan, &part.input, false)?;
+            let (count, dtype) = (part.input.elem_count(), part.input.dtype());
+            plan.call(Call::AllGather, input, output, count, dtype);
+        }
+        for (dtype, parts) in by_dtype(&uneven, |part| part.input.dtype()) {
+            let flat = Flat::new(parts.iter().map(|part| &*part.counts), align(dtype));
+            let buffer = self.buffer(plan, &flat, dtype)?;
+            for (i, part) in parts.iter().enumerate() {
+                let output = self.memory(plan, &part.output, true)?;
+                let input = self.memory(plan, &part.input, false)?;
+                let slot = at(buffer, flat.at(i, self.rank), dtype);
+                plan.before.extend(copy(slot, input, part.counts[self.rank], dtype));
+                let mut start = 0;
+                for (rank, &count) in part.counts.iter().enumerate() {
+                    let slot = at(buffer, flat.at(i, rank), dtype);
+                    plan.after.extend(copy(at(output, start, dtype), slot, count, dtype));
+                    start += count;
+                }
+            }
+            let own = at(buffer, self.rank * flat.slot, dtype);
+            plan.call(Call::AllGather, own, buffer, flat.slot, dtype);
+        }
+        Ok(())
+    }
+
+    fn reduce_scatter(&self, plan: &mut Plan, parts: &[ReduceScatter], op: ReduceOp) -> Result<()> {
+        let call = Call::ReduceScatter { op };
+        let (even, uneven): (Vec<_>, Vec<_>) = parts.iter().partition(|part| is_even(&part.counts));
+        for part in even {
+            // First what is written: it may be a part of the input.
+            let output = self.memory(plan, &part.output, true)?;
+            let input = self.memory(plan, &part.input, false)?;
+            plan.call(call, input, output, part.output.elem_count(), part.output.dtype());
+        }
+        for (dtype, parts) in by_dtype(&uneven, |part| part.input.dtype()) {
+            let flat = Flat::new(parts.iter().map(|part| &*part.counts), align(dtype));
+            let buffer = self.buffer(plan, &flat, dtype)?;
+            for (i, part) in parts.iter().enumerate() {
+                let output = self.memory(plan, &part.output, true)?;
+                let input = self.memory(plan, &part.input, false)?;
+                let mut start = 0;
+                for (rank, &count) in part.counts.iter().enumerate() {
+                    let slot = at(buffer, flat.at(i, rank), dtype);
+                    plan.before.extend(copy(slot, at(input, start, dtype), count, dtype));
+                    start += count;
+                }
+                let slot = at(buffer, flat.at(i, self.rank), dtype);
+                plan.after.extend(copy(output, slot, part.counts[self.rank], dtype));
+            }
+            let own = at(buffer, self.rank * flat.slot, dtype);
+            plan.call(call, buffer, own, flat.slot, dtype);
+        }
+        Ok(())
+    }
+}
+
+impl Plan {
+    /// Adds a call, unless it is of nothing, which all ranks see alike.
+    fn call(
+        &mut self,
+        call: Call,
+        input: *mut c_void,
+        output: *mut c_void,
+        count: usize,
+        dtype: DType,
+    ) {
+        if count > 0 {
+            self.calls.push((call, Operands { input, output, count, dtype }));
+        }
+    }
+}
+
+/// Elements of [`ALIGN`] bytes.
+fn align(dtype: DType) -> usize {
+    ALIGN / dtype.size_in_bytes()
+}
+
+/// The address of an element.
+fn at(start: *mut c_void, element: usize, dtype: DType) -> *mut c_void {
+    start.wrapping_byte_add(element * dtype.size_in_bytes())
+}
+
+fn copy(target: *mut c_void, source: *mut c_void, count: usize, dtype: DType) -> Option<Copy> {
+    (count > 0).then(|| Copy { target, source, bytes: count * dtype.size_in_bytes() })
+}
+
+/// What is of one dtype, by dtype, in order of appearance, which is the same on all ranks. What has no elements on any
+/// rank has no uneven counts.
+fn by_dtype<'a, T>(parts: &[&'a T], dtype: impl Fn(&T) -> DType) -> Vec<(DType, Vec<&'a T>)> {
+    let mut groups: Vec<(DType, Vec<&'a T>)> = Vec::new();
+    for &part in parts {
+        let dtype = dtype(part);
+        match groups.iter_mut().find(|(other, _)| *other == dtype) {
+            Some((_, group)) => group.push(part),
+            None => groups.push((dtype, vec![part])),
+        }
+    }
+    groups
+}

@@ -1,0 +1,63 @@
+//! What all groups of a rank share.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use fulgurite_core::Result;
+use fulgurite_core::collective::Store;
+use fulgurite_transports::network::Messenger;
+
+use crate::library::Library;
+use crate::shared::Shared;
+use crate::streams::Streams;
+
+/// NCCL and the device of a rank, and the groups that its watchdog looks after.
+pub(crate) struct World {
+    pub(crate) library: Arc<Library>,
+    pub(crate) streams: Arc<dyn Streams>,
+    /// Where ranks that wait say in what, asked by a thread of its own.
+    pub(crate) messenger: Messenger,
+    pub(crate) timeout: Duration,
+    /// Held while NCCL is called: communicators that are called in one group share state of NCCL.
+    calls: Mutex<()>,
+    groups: Mutex<Vec<Weak<Shared>>>,
+}
+
+impl World {
+    pub(crate) fn new(
+        library: Arc<Library>,
+        streams: Arc<dyn Streams>,
+        store: Arc<dyn Store>,
+        timeout: Duration,
+    ) -> Result<Arc<Self>> {
+        let world = Arc::new(Self {
+            library,
+            streams,
+            messenger: Messenger::new(store)?,
+            timeout,
+            calls: Mutex::default(),
+            groups: Mutex::default(),
+        });
+        crate::watchdog::start(&world)?;
+        Ok(world)
+    }
+
+    /// No other thread of this rank calls NCCL while it is held.
+    pub(crate) fn calls(&self) -> MutexGuard<'_, ()> {
+        // It guards no data of ours.
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets the watchdog look after a group, until it is dropped.
+    pub(crate) fn watch(&self, group: &Arc<Shared>) {
+        let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        groups.retain(|group| group.strong_count() > 0);
+        groups.push(Arc::downgrade(group));
+    }
+
+    /// The groups that are not dropped.
+    pub(crate) fn groups(&self) -> Vec<Arc<Shared>> {
+        let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        groups.iter().filter_map(Weak::upgrade).collect()
+    }
+}

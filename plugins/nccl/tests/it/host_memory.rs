@@ -1,0 +1,282 @@
+//! Memory of the host as that of a device.
+//!
+//! What NCCL is given is a copy of a tensor's storage, its *shadow*: filled when the compute stream gets to the tensor,
+//! and brought back when it has waited for the work. So work that is not ordered by events meets memory that is not yet
+//! filled, or has been freed, which is poisoned.
+#![allow(unsafe_code)] // Memory that streams access.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+
+use candle_core::{DType, Device, Storage, Tensor};
+use fulgurite_core::autograd::storage;
+use fulgurite_core::{Error, Result};
+use fulgurite_nccl::streams::{Event, Memory, Stream, Streams};
+use fulgurite_nccl_fake::streams::{self, Machine};
+
+const POISON: u8 = 0xA5;
+
+/// Bytes that streams access, by tasks whose order is theirs.
+struct Bytes {
+    start: *mut u8,
+    len: usize,
+}
+
+// SAFETY: what accesses them is ordered by streams and events; if it is not, the tests that find out fail.
+unsafe impl Send for Bytes {}
+// SAFETY: as above.
+unsafe impl Sync for Bytes {}
+
+impl Bytes {
+    fn poisoned(len: usize) -> Self {
+        let bytes = vec![POISON; len].into_boxed_slice();
+        Self { start: Box::into_raw(bytes).cast(), len }
+    }
+
+    fn at(&self, byte: usize) -> *mut u8 {
+        assert!(byte <= self.len);
+        self.start.wrapping_add(byte)
+    }
+
+    fn write(&self, start: usize, bytes: &[u8]) {
+        assert!(start + bytes.len() <= self.len);
+        // SAFETY: within the bounds; ordered as said.
+        unsafe { std::ptr::copy(bytes.as_ptr(), self.at(start), bytes.len()) };
+    }
+
+    fn read(&self, range: Range<usize>, target: &mut [u8]) {
+        assert!(range.end <= self.len && range.len() == target.len());
+        // SAFETY: within the bounds; ordered as said.
+        unsafe { std::ptr::copy(self.at(range.start), target.as_mut_ptr(), range.len()) };
+    }
+
+    fn poison(&self) {
+        // SAFETY: all of it.
+        unsafe { std::ptr::write_bytes(self.start, POISON, self.len) };
+    }
+}
+
+impl Drop for Bytes {
+    fn drop(&mut self) {
+        // SAFETY: as it was made, and nobody has it any more.
+        drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(self.start, self.len)) });
+    }
+}
+
+/// The copy of a storage.
+struct Shadow {
+    bytes: Bytes,
+    /// What works write that have not been brought back, by their numbers.
+    written: Mutex<HashMap<u64, Range<usize>>>,
+}
+
+/// A rank's device.
+pub(crate) struct HostMemory {
+    machine: Arc<Machine>,
+    compute: Arc<streams::Stream>,
+    /// Only these are on the device; the others go over the host's group.
+    dtypes: Option<Vec<DType>>,
+    state: Mutex<(HashMap<usize, Weak<Shadow>>, u64)>,
+}
+
+/// What a [`Memory`] of a tensor holds.
+struct Held {
+    tensor: Tensor,
+    shadow: Arc<Shadow>,
+    range: Range<usize>,
+    written: Option<u64>,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if let Some(number) = self.written {
+            self.shadow.written.lock().unwrap().remove(&number);
+        }
+    }
+}
+
+/// What a [`Memory`] of no tensor holds. It is poisoned when the compute stream gets there.
+struct Buffer {
+    bytes: Arc<Bytes>,
+    compute: Arc<streams::Stream>,
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let bytes = self.bytes.clone();
+        self.compute.push(move || bytes.poison());
+    }
+}
+
+impl HostMemory {
+    pub(crate) fn new(machine: &Arc<Machine>, dtypes: Option<Vec<DType>>) -> Arc<Self> {
+        let (machine, compute) = (machine.clone(), Arc::new(machine.stream()));
+        Arc::new(Self { machine, compute, dtypes, state: Mutex::default() })
+    }
+
+    fn shadow(&self, storage: &Storage, dtype: DType) -> Arc<Shadow> {
+        let Storage::Cpu(cpu) = storage else { panic!("a tensor of the host") };
+        let len = elements(cpu) * dtype.size_in_bytes();
+        let key = std::ptr::from_ref(storage) as usize;
+        let (shadows, _) = &mut *self.state.lock().unwrap();
+        match shadows.get(&key).and_then(Weak::upgrade) {
+            Some(shadow) if shadow.bytes.len == len => shadow,
+            _ => {
+                let shadow =
+                    Arc::new(Shadow { bytes: Bytes::poisoned(len), written: Mutex::default() });
+                shadows.insert(key, Arc::downgrade(&shadow));
+                shadow
+            }
+        }
+    }
+}
+
+fn elements(storage: &candle_core::CpuStorage) -> usize {
+    use candle_core::CpuStorage as S;
+    match storage {
+        S::U8(v) => v.len(),
+        S::U32(v) => v.len(),
+        S::I32(v) => v.len(),
+        S::I64(v) => v.len(),
+        S::BF16(v) => v.len(),
+        S::F16(v) => v.len(),
+        S::F32(v) => v.len(),
+        S::F64(v) => v.len(),
+        _ => panic!("a dtype that is not communicated"),
+    }
+}
+
+/// `range` without `others`.
+fn without<'a>(
+    range: Range<usize>,
+    others: impl Iterator<Item = &'a Range<usize>>,
+) -> Vec<Range<usize>> {
+    let mut rest = vec![range];
+    for other in others {
+        rest = rest
+            .into_iter()
+            .flat_map(|one| {
+                let before = one.start..one.end.min(other.start.max(one.start));
+                let after = one.start.max(other.end.min(one.end))..one.end;
+                [before, after]
+            })
+            .filter(|one| !one.is_empty())
+            .collect();
+    }
+    rest
+}
+
+impl Streams for HostMemory {
+    fn reaches(&self, tensor: &Tensor) -> bool {
+        self.dtypes.as_ref().is_none_or(|dtypes| dtypes.contains(&tensor.dtype()))
+    }
+
+    fn bind(&self, _: &Device) -> Result<()> {
+        Ok(())
+    }
+
+    fn stream(&self, _: &Device) -> Result<Box<dyn Stream>> {
+        Ok(Box::new(HostStream { own: self.machine.stream(), compute: self.compute.clone() }))
+    }
+
+    fn memory(&self, tensor: &Tensor, written: bool) -> Result<Memory> {
+        let size = tensor.dtype().size_in_bytes();
+        let (shadow, start) = {
+            let (storage, layout) = tensor.storage_and_layout();
+            (self.shadow(&storage, tensor.dtype()), layout.start_offset() * size)
+        };
+        let range = start..start + tensor.elem_count() * size;
+        let now = storage::with_bytes(tensor, <[u8]>::to_vec)?;
+        let number = {
+            let (_, numbers) = &mut *self.state.lock().unwrap();
+            *numbers += 1;
+            *numbers
+        };
+        let mut pending = shadow.written.lock().unwrap();
+        // What earlier works write is on the device alone so far.
+        for part in without(range.clone(), pending.values()) {
+            let bytes = now[part.start - start..part.end - start].to_vec();
+            let shadow = shadow.clone();
+            self.compute.push(move || shadow.bytes.write(part.start, &bytes));
+        }
+        if written {
+            pending.insert(number, range.clone());
+        }
+        drop(pending);
+        let address = shadow.bytes.at(start).cast();
+        let written = written.then_some(number);
+        let held = Held { tensor: tensor.clone(), shadow, range, written };
+        Ok(Memory { address, holder: Box::new(held) })
+    }
+
+    fn allocate(&self, _: &Device, bytes: usize) -> Result<Memory> {
+        let bytes = Arc::new(Bytes::poisoned(bytes));
+        let address = bytes.at(0).cast();
+        let buffer = Buffer { bytes, compute: self.compute.clone() };
+        Ok(Memory { address, holder: Box::new(buffer) })
+    }
+
+    fn wait(&self, event: &dyn Event, memory: &[Memory]) -> Result<()> {
+        let event: &dyn Any = event;
+        let Some(HostEvent(event)) = event.downcast_ref() else {
+            return Err(Error::other("an event of another device"));
+        };
+        self.compute.wait(event);
+        let done = self.compute.record();
+        // What the host computes is what the compute stream does next.
+        while !done.is_done() {
+            std::thread::sleep(Duration::from_micros(20));
+        }
+        for held in memory.iter().filter_map(|memory| memory.holder.downcast_ref::<Held>()) {
+            if held.written.is_some() {
+                let range = held.range.clone();
+                storage::with_bytes_mut(&held.tensor, |tensor| {
+                    held.shadow.bytes.read(range, tensor)
+                })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+struct HostStream {
+    own: streams::Stream,
+    compute: Arc<streams::Stream>,
+}
+
+impl Stream for HostStream {
+    fn handle(&self) -> *mut c_void {
+        self.own.raw()
+    }
+
+    fn follow_compute(&self) -> Result<()> {
+        self.own.wait(&self.compute.record());
+        Ok(())
+    }
+
+    unsafe fn copy(&self, target: *mut c_void, source: *const c_void, bytes: usize) -> Result<()> {
+        let (target, source) = (target as usize, source as usize);
+        let copy = move || {
+            // SAFETY: as the caller promises.
+            unsafe { std::ptr::copy_nonoverlapping(source as *const u8, target as *mut u8, bytes) };
+        };
+        self.own.push(copy);
+        Ok(())
+    }
+
+    fn record(&self) -> Result<Box<dyn Event>> {
+        Ok(Box::new(HostEvent(self.own.record())))
+    }
+}
+
+struct HostEvent(streams::Event);
+
+impl Event for HostEvent {
+    fn is_done(&self) -> Result<bool> {
+        Ok(self.0.is_done())
+    }
+}

@@ -1,0 +1,8 @@
+//! The process group over NCCL, with a library that has NCCL's interface, for ranks that are threads of this process, and
+//! streams that run in random order.
+
+mod conforms;
+mod faults;
+mod host_memory;
+mod orders;
+mod ranks;

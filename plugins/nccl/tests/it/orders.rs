@@ -1,0 +1,99 @@
+//! Whatever order streams run in, the results are the same.
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_core::Result;
+use fulgurite_core::collective::{
+    AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter, all_gather_object,
+};
+
+use crate::ranks::Job;
+
+/// Seeds of a run: `NCCL_ORDERS`, else 50.
+fn orders() -> u64 {
+    std::env::var("NCCL_ORDERS").ok().and_then(|n| n.parse().ok()).unwrap_or(50)
+}
+
+fn range(start: usize, n: usize) -> Result<Tensor> {
+    Ok(Tensor::from_vec((start..start + n).map(|i| i as f32).collect::<Vec<_>>(), n, &Device::Cpu)?)
+}
+
+/// The schedule of a step of FSDP with replicas, and a ring, all begun before any is waited for. Numbers are small
+/// integers, whose sums are exact in any order.
+fn step(group: &dyn ProcessGroup, round: usize) -> Result<()> {
+    let (rank, size) = (group.rank(), group.size());
+    let counts: Vec<usize> = (0..size).map(|r| (r * 5 + round) % 7).collect();
+    let start = |rank: usize| counts[..rank].iter().sum::<usize>();
+    let total = start(size);
+
+    let whole = Tensor::zeros(total, DType::F32, &Device::Cpu)?;
+    let even = Tensor::zeros(4 * size, DType::F32, &Device::Cpu)?;
+    let parts = vec![
+        AllGather {
+            input: range(start(rank), counts[rank])?,
+            output: whole.clone(),
+            counts: counts.clone(),
+        },
+        AllGather::even(&even, &range(4 * rank, 4)?, size),
+    ];
+    let gather = group.all_gather_into(parts)?;
+
+    let shard = Tensor::zeros(counts[rank], DType::F32, &Device::Cpu)?;
+    let part =
+        ReduceScatter { input: range(rank, total)?, output: shard.clone(), counts: counts.clone() };
+    let scatter = group.reduce_scatter(vec![part], ReduceOp::Sum)?;
+
+    let chain = Tensor::ones(33, DType::F32, &Device::Cpu)?;
+    let sums = [(); 3].map(|()| group.all_reduce(&chain, ReduceOp::Sum));
+
+    let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
+    let received = Tensor::zeros(17, DType::F32, &Device::Cpu)?;
+    let send = group.send(&range(rank, 17)?, next)?;
+    let recv = group.recv(&received, previous)?;
+    // Nobody waits for it.
+    drop(group.all_reduce(&Tensor::ones(9, DType::F32, &Device::Cpu)?, ReduceOp::Max)?);
+
+    recv.wait()?;
+    for sum in sums.into_iter().rev() {
+        sum?.wait()?;
+    }
+    scatter.wait()?;
+    gather.wait()?;
+    send.wait()?;
+
+    let values = |tensor: &Tensor| tensor.to_vec1::<f32>().unwrap();
+    assert_eq!(values(&whole), values(&range(0, total)?), "gathered, uneven");
+    assert_eq!(values(&even), values(&range(0, 4 * size)?), "gathered, even");
+    let ranks: usize = (0..size).sum();
+    let own = (start(rank)..start(rank) + counts[rank]).map(|i| (i * size + ranks) as f32);
+    assert_eq!(values(&shard), own.collect::<Vec<_>>(), "scattered");
+    assert_eq!(values(&chain), vec![(size as f32).powi(3); 33], "a chain");
+    assert_eq!(values(&received), values(&range(previous, 17)?), "a ring");
+    Ok(())
+}
+
+#[test]
+fn streams_may_run_in_any_order() {
+    for seed in 0..orders() {
+        let ranks = 2 + seed as usize % 3;
+        let job = Job::new(1000 + seed);
+        job.run(ranks, |group| {
+            for round in 0..3 {
+                step(&*group, round)?;
+            }
+            // A part of the ranks, beside all of them.
+            let child = group.split(&[vec![0], (1..ranks).rev().collect()], "part")?;
+            step_of_part(&*child)?;
+            assert_eq!(all_gather_object(&*group, &group.rank())?.len(), ranks);
+            Ok(())
+        })
+        .unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        job.check();
+    }
+}
+
+fn step_of_part(group: &dyn ProcessGroup) -> Result<()> {
+    let one = Tensor::ones(5, DType::F32, &Device::Cpu)?;
+    group.run(Collective::all_reduce(&one, ReduceOp::Sum))?;
+    assert_eq!(one.to_vec1::<f32>()?, vec![group.size() as f32; 5]);
+    Ok(())
+}

@@ -1,0 +1,119 @@
+//! Ranks that are threads, with a library of their own.
+#![allow(unsafe_code)] // Functions of the library.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use candle_core::DType;
+use fulgurite_core::Result;
+use fulgurite_core::collective::{ProcessGroup, Store};
+use fulgurite_core::launch::LocalStore;
+use fulgurite_nccl::{Parts, connect};
+use fulgurite_nccl_fake::streams::Machine;
+use fulgurite_transports::run_ranks_with;
+
+use crate::host_memory::HostMemory;
+
+/// The library that stands in for NCCL: cargo puts it beside this program.
+fn built() -> PathBuf {
+    let program = std::env::current_exe().unwrap();
+    let folder = program.parent().unwrap();
+    let name = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().into_owned();
+    let found = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let found = found.filter(|path| {
+        name(path).starts_with("libfulgurite_nccl_fake") && name(path).ends_with(".so")
+    });
+    found.max_by_key(|path| path.metadata().unwrap().modified().unwrap()).expect("the library")
+}
+
+/// A copy of the library, which shares nothing with others.
+pub(crate) struct Nccl {
+    _folder: tempfile::TempDir,
+    pub(crate) path: PathBuf,
+    library: libloading::Library,
+}
+
+impl Nccl {
+    pub(crate) fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("libnccl.so.2");
+        std::fs::copy(built(), &path).unwrap();
+        // SAFETY: it has no initialisers of its own.
+        let library = unsafe { libloading::Library::new(&path) }.unwrap();
+        Self { _folder: folder, path, library }
+    }
+
+    fn count(&self, name: &[u8]) -> u64 {
+        // SAFETY: of this type.
+        unsafe { self.library.get::<extern "C" fn() -> u64>(name).unwrap()() }
+    }
+
+    /// How often it was used as NCCL must not be.
+    pub(crate) fn violations(&self) -> u64 {
+        self.count(b"fakeNcclViolations\0")
+    }
+
+    pub(crate) fn aborts(&self) -> u64 {
+        self.count(b"fakeNcclAborts\0")
+    }
+
+    pub(crate) fn live(&self) -> u64 {
+        self.count(b"fakeNcclLive\0")
+    }
+
+    pub(crate) fn set_version(&self, version: i32) {
+        // SAFETY: of this type.
+        unsafe {
+            self.library.get::<extern "C" fn(i32)>(b"fakeNcclSetVersion\0").unwrap()(version)
+        };
+    }
+
+    pub(crate) fn fail(&self, rank: i32, after: u64, result: i32) {
+        type Fail = extern "C" fn(i32, u64, i32);
+        // SAFETY: of this type.
+        unsafe { self.library.get::<Fail>(b"fakeNcclFail\0").unwrap()(rank, after, result) };
+    }
+}
+
+/// A job whose ranks are threads.
+pub(crate) struct Job {
+    pub(crate) nccl: Nccl,
+    pub(crate) machine: Arc<Machine>,
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) timeout: Duration,
+    /// What is on the device; `None`: everything.
+    pub(crate) dtypes: Option<Vec<DType>>,
+}
+
+impl Job {
+    pub(crate) fn new(seed: u64) -> Self {
+        let timeout = Duration::from_secs(60);
+        let store = Arc::new(LocalStore::new());
+        Self { nccl: Nccl::new(), machine: Machine::new(seed), store, timeout, dtypes: None }
+    }
+
+    pub(crate) fn parts(&self, host: Arc<dyn ProcessGroup>) -> Parts {
+        Parts {
+            host,
+            library: Some(self.nccl.path.clone()),
+            streams: HostMemory::new(&self.machine, self.dtypes.clone()),
+            store: self.store.clone(),
+            timeout: self.timeout,
+        }
+    }
+
+    /// Runs `f` on each rank.
+    pub(crate) fn run<T: Send>(
+        &self,
+        ranks: usize,
+        f: impl Fn(Arc<dyn ProcessGroup>) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
+        run_ranks_with(ranks, self.timeout, |host| f(connect(self.parts(host))?))
+    }
+
+    /// That NCCL was used as it must be, and all communicators have ended.
+    pub(crate) fn check(&self) {
+        assert_eq!((self.nccl.violations(), self.nccl.live(), self.nccl.aborts()), (0, 0, 0));
+    }
+}
