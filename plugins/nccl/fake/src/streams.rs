@@ -1,14 +1,13 @@
 //! A model of CUDA's streams.
 //!
 //! A [`Machine`] has a thread that runs the tasks of its streams. Those of one stream run in order; which stream is
-//! next is random, by a seed. Only events order the tasks of different streams.
+//! next is random, by a seed, and now and again a stream does nothing for a while. Only events order the tasks of different streams.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Weak};
-use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::raw::{Free, Poll, RawStream};
 
@@ -64,21 +63,26 @@ impl Task {
     }
 }
 
+/// The tasks of a stream.
+struct Queue {
+    tasks: VecDeque<Task>,
+    /// The change after which its first had to wait.
+    waited: u64,
+    /// Until when it does nothing, to let others overtake it.
+    sleeps: Instant,
+}
+
 #[derive(Default)]
 struct Queues {
-    /// By stream, its tasks, and the change after which its first had to wait.
-    streams: Vec<(VecDeque<Task>, u64)>,
+    streams: Vec<Queue>,
     /// Counts what may let a waiting task go on.
     changes: u64,
-    /// The stream whose task runs.
-    over: bool,
 }
 
 /// Runs the tasks of streams.
 pub struct Machine {
     queues: Mutex<Queues>,
     changed: Condvar,
-    thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Machine {
@@ -87,36 +91,27 @@ impl Machine {
         let machine = Arc::new(Self {
             queues: Mutex::new(Queues { changes: 1, ..Queues::default() }),
             changed: Condvar::new(),
-            thread: Mutex::new(None),
         });
         let runs = Arc::downgrade(&machine);
-        let spawned = std::thread::Builder::new()
+        std::thread::Builder::new()
             .name("streams".to_owned())
             .spawn(move || run(&runs, fastrand::Rng::with_seed(seed)))
             .expect("a thread for the streams");
-        *machine.thread.lock().expect("no panic while it starts") = Some(spawned);
         machine
     }
 
     /// A new stream.
     pub fn stream(self: &Arc<Self>) -> Stream {
         let mut queues = self.queues.lock().expect("tasks run outside of the lock");
-        queues.streams.push((VecDeque::new(), 0));
+        queues.streams.push(Queue { tasks: VecDeque::new(), waited: 0, sleeps: Instant::now() });
         let index = queues.streams.len() - 1;
         Stream(Box::new(Place { raw: RawStream { push: push_raw }, machine: self.clone(), index }))
     }
 
     fn push(&self, stream: usize, task: Task) {
         let mut queues = self.queues.lock().expect("tasks run outside of the lock");
-        queues.streams[stream].0.push_back(task);
+        queues.streams[stream].tasks.push_back(task);
         queues.changes += 1;
-        self.changed.notify_all();
-    }
-}
-
-impl Drop for Machine {
-    fn drop(&mut self) {
-        self.queues.lock().expect("tasks run outside of the lock").over = true;
         self.changed.notify_all();
     }
 }
@@ -125,33 +120,36 @@ impl Drop for Machine {
 fn run(machine: &Weak<Machine>, mut random: fastrand::Rng) {
     while let Some(machine) = machine.upgrade() {
         let mut queues = machine.queues.lock().expect("tasks run outside of the lock");
-        let changes = queues.changes;
-        let ready =
-            |(tasks, waited): &(VecDeque<Task>, u64)| !tasks.is_empty() && *waited < changes;
+        let (changes, now) = (queues.changes, Instant::now());
+        let ready = |queue: &Queue| {
+            !queue.tasks.is_empty() && queue.waited < changes && queue.sleeps <= now
+        };
         let choice: Vec<usize> =
             (0..queues.streams.len()).filter(|&i| ready(&queues.streams[i])).collect();
         let Some(&stream) = (!choice.is_empty()).then(|| &choice[random.usize(..choice.len())])
         else {
-            // Tasks of a library may wait for what is no stream, such as an abort.
-            let pause = Duration::from_millis(1);
+            // Streams sleep, and tasks of a library may wait for what is no stream, such as an abort.
+            let pause = Duration::from_micros(100);
             let (mut queues, _) = machine.changed.wait_timeout(queues, pause).expect("as above");
             queues.changes += 1;
             continue;
         };
-        let Some(task) = queues.streams[stream].0.pop_front() else { continue };
+        let Some(task) = queues.streams[stream].tasks.pop_front() else { continue };
         drop(queues);
-        // Callers run ahead of the streams, by more or by less.
-        if random.u8(..16) == 0 {
-            std::thread::sleep(Duration::from_micros(random.u64(..100)));
-        }
         let waits = task.step();
         let mut queues = machine.queues.lock().expect("tasks run outside of the lock");
+        let queue = &mut queues.streams[stream];
         match waits {
             Some(task) => {
-                queues.streams[stream].0.push_front(task);
-                queues.streams[stream].1 = changes;
+                queue.tasks.push_front(task);
+                queue.waited = changes;
             }
-            None => queues.changes += 1,
+            None => {
+                if random.u8(..8) == 0 {
+                    queue.sleeps = Instant::now() + Duration::from_micros(random.u64(..400));
+                }
+                queues.changes += 1;
+            }
         }
     }
 }
