@@ -71,6 +71,8 @@ use fulgurite_checkpoint as _;
 use fulgurite_environments as _;
 #[cfg(feature = "mpi")]
 use fulgurite_mpi as _;
+#[cfg(feature = "cuda")]
+use fulgurite_nccl as _;
 #[cfg(feature = "object-store")]
 use fulgurite_object_store as _;
 use fulgurite_transports as _;

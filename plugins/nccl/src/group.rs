@@ -119,10 +119,10 @@ impl Group {
                 }))
             }
             Err(failure) => {
-                shared.fail(failure.within(&notice));
+                let failure = failure.within(&notice);
+                shared.fail(failure.clone());
                 // The first failure, of which this one may be a consequence.
-                self.alive(op)?;
-                Ok(Work::ready())
+                Err(shared.error(op, shared.failure().unwrap_or(failure)))
             }
         }
     }

@@ -48,6 +48,9 @@ fn look(shared: &Arc<Shared>) {
         Ok(oldest) => oldest,
         Err(error) => return shared.fail(error.into()),
     };
+    if oldest.is_some() && shared.world.gives_up() {
+        return shared.fail(Failure::Interrupted);
+    }
     let context =
         || oldest.as_ref().map_or_else(String::new, |it| format!(", in {}", it.notice.describe()));
     for communicator in shared.communicators() {

@@ -18,6 +18,7 @@ pub(crate) struct World {
     /// Where ranks that wait say in what, asked by a thread of its own.
     pub(crate) messenger: Messenger,
     pub(crate) timeout: Duration,
+    store: Arc<dyn Store>,
     /// Held while NCCL is called: communicators that are called in one group share state of NCCL.
     calls: Mutex<()>,
     groups: Mutex<Vec<Weak<Shared>>>,
@@ -33,8 +34,9 @@ impl World {
         let world = Arc::new(Self {
             library,
             streams,
-            messenger: Messenger::new(store)?,
+            messenger: Messenger::new(store.clone())?,
             timeout,
+            store,
             calls: Mutex::default(),
             groups: Mutex::default(),
         });
@@ -46,6 +48,11 @@ impl World {
     pub(crate) fn calls(&self) -> MutexGuard<'_, ()> {
         // It guards no data of ours.
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether this rank is to give up what it waits for, for it was asked to end while the job starts.
+    pub(crate) fn gives_up(&self) -> bool {
+        self.store.give_up().is_some()
     }
 
     /// Lets the watchdog look after a group, until it is dropped.

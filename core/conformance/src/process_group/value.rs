@@ -47,8 +47,15 @@ pub(super) fn reduced<T: Value>(op: ReduceOp, ranks: usize, n: usize, salt: u64)
 
 /// The [slack](Value::slack) of each element of [`reduced`].
 pub(super) fn slacks<T: Value>(op: ReduceOp, ranks: usize, n: usize, salt: u64) -> Vec<f64> {
-    let column = |i| (0..ranks).map(|rank| T::test_value(rank, i, salt)).collect::<Vec<T>>();
-    (0..n).map(|i| T::slack(op, &column(i))).collect()
+    let mut column = vec![T::MARGIN; ranks];
+    (0..n)
+        .map(|i| {
+            for (rank, slot) in column.iter_mut().enumerate() {
+                *slot = T::test_value(rank, i, salt);
+            }
+            T::slack(op, &column)
+        })
+        .collect()
 }
 
 /// 64 mixed bits (splitmix64).

@@ -6,3 +6,4 @@ mod faults;
 mod host_memory;
 mod orders;
 mod ranks;
+mod trainings;

@@ -9,7 +9,7 @@ use fulgurite_core::collective::{
 use crate::ranks::Job;
 
 /// Seeds of a run: `NCCL_ORDERS`, else 50.
-fn orders() -> u64 {
+pub(crate) fn orders() -> u64 {
     std::env::var("NCCL_ORDERS").ok().and_then(|n| n.parse().ok()).unwrap_or(50)
 }
 
@@ -24,6 +24,15 @@ fn step(group: &dyn ProcessGroup, round: usize) -> Result<()> {
     let counts: Vec<usize> = (0..size).map(|r| (r * 5 + round) % 7).collect();
     let start = |rank: usize| counts[..rank].iter().sum::<usize>();
     let total = start(size);
+
+    // One that is waited for at once, before its streams have come to it.
+    for _ in 0..3 {
+        let whole = Tensor::zeros(total, DType::F32, &Device::Cpu)?;
+        let input = range(start(rank), counts[rank])?;
+        let part = AllGather { input, output: whole.clone(), counts: counts.clone() };
+        group.run(Collective::all_gather_into(vec![part]))?;
+        assert_eq!(whole.to_vec1::<f32>()?, range(0, total)?.to_vec1::<f32>()?, "at once");
+    }
 
     let whole = Tensor::zeros(total, DType::F32, &Device::Cpu)?;
     let even = Tensor::zeros(4 * size, DType::F32, &Device::Cpu)?;
