@@ -36,7 +36,12 @@ pub fn process_group_abort(group: &dyn ProcessGroup) -> Result<()> {
     let later = group.barrier().and_then(Work::wait);
     expect_reason("a later barrier on an aborted group", later)?;
     let partition = [(0..group.size()).collect()];
-    expect_reason("a later split of an aborted group", group.split(&partition, "late").map(drop))
+    expect_reason("a later split of an aborted group", group.split(&partition, "late").map(drop))?;
+    // Groups need not know.
+    match group.failure() {
+        Some(error) => expect_reason("failure() of an aborted group", Err(error)),
+        None => Ok(()),
+    }
 }
 
 /// A tensor large enough that a transport may reduce it in place.

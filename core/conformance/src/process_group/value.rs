@@ -172,6 +172,7 @@ mod tests {
     fn another_order_is_within_the_slack_and_another_value_is_not() {
         fn check<T: Value>() {
             for op in [ReduceOp::Sum, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max] {
+                let mut noticed = 0;
                 for i in 0..1000 {
                     let values: Vec<T> = (0..4).map(|r| T::test_value(r, i, 1)).collect();
                     let backward: Vec<T> = values.iter().rev().copied().collect();
@@ -180,10 +181,11 @@ mod tests {
                     let steps = steps.fold(backward[0], |a, &b| T::reduce(op, &[a, b]));
                     let (exact, slack) = (T::reduce(op, &values), T::slack(op, &values));
                     assert!(steps.is_near(exact, slack), "{op:?} {values:?}: {steps:?} {exact:?}");
-                    let missing = T::reduce(op, &values[..3]);
-                    let large = !matches!(op, ReduceOp::Min | ReduceOp::Max);
-                    assert!(!large || !missing.is_near(exact, slack) || missing.same(exact));
+                    let without_one = T::reduce(op, &values[..3]);
+                    noticed += usize::from(!without_one.is_near(exact, slack));
                 }
+                // Of four numbers one in four is the smallest, and small ones hardly change a sum.
+                assert!(noticed > 200, "{op:?}: {noticed}");
             }
         }
         check::<f32>();

@@ -1,5 +1,6 @@
 //! Ranks that are late, gone or elsewhere, and an NCCL that fails: every wait ends, and says why.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -7,6 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use fulgurite_core::collective::{Collective, Label, ProcessGroup, ReduceOp, Work};
 use fulgurite_core::{Error, Result, conformance};
 use fulgurite_nccl::connect;
+use fulgurite_test_support::training::Training;
 
 use crate::ranks::Job;
 
@@ -88,6 +90,32 @@ fn a_rank_that_is_late_is_named_and_fails_too() {
     rank 1, process group `world`, all_reduce: aborted by rank 0: timed out after 1s in collective 2 (all_reduce Sum of 100 f32, for unit `layers.3`): waited for rank 1
     ");
     assert_eq!((job.nccl.violations(), job.nccl.aborts(), job.nccl.live()), (0, 2, 0));
+}
+
+/// Of a strategy's collectives the unit or the bucket is named.
+#[test]
+fn what_a_training_waits_in_is_named() {
+    let stuck = |config: &str| {
+        // Also where setting up is slow, that is in time.
+        let job = Job { timeout: 5 * SECOND, ..Job::new(5) };
+        let over = AtomicBool::new(false);
+        let found = errors(&job, 2, |group| {
+            let mut training = Training::new(group.clone(), config, DType::F32, 1)?;
+            if group.rank() == 1 {
+                // The group that fails is one of the mesh.
+                while !over.load(Ordering::SeqCst) {
+                    std::thread::yield_now();
+                }
+                return Ok(());
+            }
+            let stuck = training.step().map(drop);
+            over.store(true, Ordering::SeqCst);
+            stuck
+        });
+        found.lines().next().unwrap().to_owned()
+    };
+    insta::assert_snapshot!(stuck(r#"{"type": "fsdp"}"#), @"rank 0, process group `data_parallel_shard`, all_gather_into: timed out after 5s in collective 2 (all_gather_into of 14 tensors, 416 f32, for unit `layers.0`): waited for rank 1");
+    insta::assert_snapshot!(stuck(r#"{"type": "ddp"}"#), @"rank 0, process group `data_parallel_replicate`, all_reduce: timed out after 5s in collective 3 (all_reduce Sum of 1241 f32, for bucket 0): waited for rank 1");
 }
 
 #[test]

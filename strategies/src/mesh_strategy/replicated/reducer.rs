@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::Tensor;
-use fulgurite_core::collective::{ProcessGroup, Work};
+use fulgurite_core::collective::{Label, ProcessGroup, Work};
 use fulgurite_core::parameter::{GradReducer, Parameter, ParameterSlot, accumulation_dtype};
 use fulgurite_core::strategy::GradientPart;
 use fulgurite_core::{Error, Result};
@@ -161,6 +161,7 @@ impl Reducer {
             Action::AllReduce(bucket) => {
                 let flat = self.state().buckets[bucket].flat.clone();
                 let parts = || Ok(self.state().parts(bucket));
+                let _label = Label::enter(format!("bucket {bucket}"));
                 let work = self.reduction.divide_and_all_reduce(&flat, parts, &self.group)?;
                 self.state().buckets[bucket].work = Some(work);
             }
