@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{Collective, ProcessGroup, ReduceOp, Work};
+use super::{Collective, Label, ProcessGroup, ReduceOp, Work};
 use crate::execution::read;
 use crate::{Error, Result};
 
@@ -157,8 +157,8 @@ struct State {
 }
 
 enum Job {
-    /// A collective that overlaps, and who waits for it.
-    Start(Collective, Sender<Result<Work>>),
+    /// A collective that overlaps, what it is for, and who waits for it.
+    Start(Collective, Option<Arc<Label>>, Sender<Result<Work>>),
     /// The step is abandoned: the others must hear it.
     Ask,
 }
@@ -181,7 +181,8 @@ impl Line {
                 job
             };
             match job {
-                Job::Start(collective, waiting) => {
+                Job::Start(collective, label, waiting) => {
+                    let _label = label.map(|label| Label::enter(label.0.clone()));
                     // Nobody waits for a `Work` that was dropped.
                     let _ = waiting.send(self.start(collective, true));
                 }
@@ -285,12 +286,20 @@ impl ProcessGroup for Watched {
         self.line.group.global_ranks()
     }
 
+    fn exact_reductions(&self) -> bool {
+        self.line.group.exact_reductions()
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.line.group.failure()
+    }
+
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
         {
             let mut state = self.line.state();
             if overlap || state.busy || !state.jobs.is_empty() {
                 let (waiting, started) = channel();
-                state.jobs.push_back(Job::Start(collective, waiting));
+                state.jobs.push_back(Job::Start(collective, Label::current(), waiting));
                 self.line.changed.notify_all();
                 let gone = || Error::other("the thread that starts collectives has ended");
                 return Ok(Work::pending(move || started.recv().map_err(|_| gone())??.wait()));
