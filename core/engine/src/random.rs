@@ -43,6 +43,16 @@ impl Stream {
         Self { key: split(seed), high: split(name) }
     }
 
+    /// The key of [`block`](Self::block)'s Philox, for kernels that compute words themselves.
+    pub fn key(&self) -> [u32; 2] {
+        self.key
+    }
+
+    /// The upper two words of Philox's counter; the lower two are those of [`block`](Self::block)'s argument.
+    pub fn high(&self) -> [u32; 2] {
+        self.high
+    }
+
     /// An independent stream for each `index` (an epoch, a step).
     #[must_use]
     pub fn child(self, index: u64) -> Self {

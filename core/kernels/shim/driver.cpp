@@ -1,0 +1,111 @@
+// Reads memory and launches from a file, runs them, and writes the memory back. `tests/it/shim` writes the file, and
+// `entries.inc`, from the table of kernels in Rust: a kernel whose parameters are not those of the table does not compile.
+#include "shim.h"
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "fibers.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
+#include "entries.inc"
+
+namespace {
+
+std::vector<uint8_t> input;
+size_t at;
+
+const uint8_t *take(size_t bytes) {
+    if (input.size() - at < bytes) {
+        fprintf(stderr, "shim: the request is cut off\n");
+        exit(96);
+    }
+    at += bytes;
+    return input.data() + at - bytes;
+}
+
+uint64_t number() {
+    uint64_t value;
+    memcpy(&value, take(8), 8);
+    return value;
+}
+
+struct Memory {
+    uint8_t *start;
+    size_t bytes;
+};
+
+std::vector<Memory> memory;
+
+// Addresses in a request: the number of the memory, from one, and the offset.
+uint64_t real_address(uint64_t address) {
+    if (address == 0) return 0;
+    size_t index = (address >> 40) - 1;
+    if (index >= memory.size()) {
+        fprintf(stderr, "shim: there is no memory of the address %llx\n", (unsigned long long)address);
+        exit(96);
+    }
+    return (uint64_t)(uintptr_t)memory[index].start + (address & ((1ull << 40) - 1));
+}
+
+} // namespace
+
+int main(int, char **argv) {
+    FILE *file = fopen(argv[1], "rb");
+    if (!file) return 96;
+    fseek(file, 0, SEEK_END);
+    input.resize((size_t)ftell(file));
+    rewind(file);
+    if (fread(input.data(), 1, input.size(), file) != input.size()) return 96;
+    fclose(file);
+
+    uint64_t seed = number();
+    for (uint64_t n = number(); n > 0; n--) {
+        size_t bytes = number();
+        // As CUDA aligns it, and with its end where the elements end. One byte more, if there is none.
+        void *start;
+        if (posix_memalign(&start, 256, bytes ? bytes : 1) != 0) return 96;
+        memcpy(start, take(bytes), bytes);
+#if defined(__SANITIZE_ADDRESS__)
+        if (bytes == 0) __asan_poison_memory_region(start, 1);
+#endif
+        memory.push_back({(uint8_t *)start, bytes});
+    }
+    for (uint64_t n = number(); n > 0; n--) {
+        uint64_t place = real_address(number());
+        uint64_t address;
+        memcpy(&address, (void *)place, 8);
+        address = real_address(address);
+        memcpy((void *)place, &address, 8);
+    }
+    for (uint64_t n = number(); n > 0; n--) {
+        size_t length = number();
+        std::string name((const char *)take(length), length);
+        unsigned grid = (unsigned)number(), block = (unsigned)number();
+        std::vector<uint8_t> arguments;
+        for (uint64_t count = number(); count > 0; count--) {
+            uint64_t is_address = number(), value = number();
+            if (is_address) value = real_address(value);
+            arguments.insert(arguments.end(), (uint8_t *)&value, (uint8_t *)&value + 8);
+        }
+        const Entry *entry = nullptr;
+        for (const Entry &other : entries) {
+            if (name == other.name) entry = &other;
+        }
+        if (!entry || arguments.size() != 8 * entry->parameters) {
+            fprintf(stderr, "shim: no kernel %s with %zu arguments\n", name.c_str(), arguments.size() / 8);
+            return 96;
+        }
+        shim::launch({entry->name, grid, block, entry->run, arguments.data()}, seed);
+    }
+    file = fopen(argv[2], "wb");
+    if (!file) return 96;
+    for (const Memory &m : memory) {
+        if (fwrite(m.start, 1, m.bytes, file) != m.bytes) return 96;
+    }
+    return fclose(file) == 0 ? 0 : 96;
+}

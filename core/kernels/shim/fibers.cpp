@@ -1,0 +1,304 @@
+// The fibers of a block, and the barriers that they wait at. Nothing here is instrumented for ThreadSanitizer but
+// what says so: it would see the scheduler, which orders all.
+#include "shim.h"
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include "fibers.h"
+
+#if defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#define UNSEEN __attribute__((no_sanitize("thread"), noinline))
+#else
+#define UNSEEN __attribute__((noinline))
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+namespace shim {
+namespace {
+
+constexpr unsigned MOST_THREADS = 1024, LANES = 32;
+constexpr size_t STACK = 256 << 10;
+
+enum class State { Ready, AtBlockBarrier, AtWarpBarrier, Ended };
+
+struct Fiber {
+    Thread thread;
+    State state;
+    uint64_t slot; // what it gives in a shuffle
+    ucontext_t context;
+    void *stack;
+#if defined(__SANITIZE_THREAD__)
+    void *race_detector;
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+    void *fake_stack;
+#endif
+};
+
+struct SharedArray {
+    int site;
+    void *memory;
+    size_t bytes;
+};
+
+Fiber fibers[MOST_THREADS];
+unsigned count, current;
+ucontext_t scheduler;
+const Launch *launched;
+uint64_t random_state;
+SharedArray arrays[16];
+unsigned array_count;
+#if defined(__SANITIZE_THREAD__)
+// The block's shared memory, mapped before its threads begin: mapping it counts as writing it.
+constexpr size_t SHARED_BYTES = 48 << 10;
+char *shared_memory;
+size_t shared_used;
+#endif
+// Addresses that stand for the barriers, and for the end of the launch.
+char block_order, warp_order[MOST_THREADS / LANES], end_order;
+#if defined(__SANITIZE_THREAD__)
+void *scheduler_detector;
+// The race detector's threads of the blocks that are done. It takes an access of a thread whose number is used again
+// for one of the new thread, so they are kept until the launch ends; of 24 blocks at most, as it knows 8192 threads.
+constexpr unsigned MOST_DETECTORS = 24 * 256;
+void *detectors[MOST_DETECTORS];
+unsigned detector_count;
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+void *scheduler_fake_stack;
+const void *scheduler_stack;
+size_t scheduler_stack_size;
+#endif
+
+UNSEEN unsigned draw(unsigned n) {
+    random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
+    return (unsigned)((random_state >> 33) % n);
+}
+
+UNSEEN void release(void *order) {
+#if defined(__SANITIZE_THREAD__)
+    __tsan_release(order);
+#else
+    (void)order;
+#endif
+}
+
+UNSEEN void acquire(void *order) {
+#if defined(__SANITIZE_THREAD__)
+    __tsan_acquire(order);
+#else
+    (void)order;
+#endif
+}
+
+[[noreturn]] UNSEEN void fail(const char *what) {
+    fprintf(stderr, "shim: %s: %s, block %u of %u\n", launched->name, what, fibers[current].thread.block.x,
+            fibers[current].thread.grid_size.x);
+    fflush(stderr);
+    _exit(97);
+}
+
+// From a fiber to the scheduler.
+UNSEEN void leave(bool ended) {
+    Fiber &fiber = fibers[current];
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_start_switch_fiber(ended ? nullptr : &fiber.fake_stack, scheduler_stack, scheduler_stack_size);
+#endif
+#if defined(__SANITIZE_THREAD__)
+    __tsan_switch_to_fiber(scheduler_detector, __tsan_switch_to_fiber_no_sync);
+#endif
+    swapcontext(&fiber.context, &scheduler);
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(fiber.fake_stack, &scheduler_stack, &scheduler_stack_size);
+#endif
+    (void)ended;
+}
+
+// The calls of sanitized code. A function of its own, which ThreadSanitizer sees.
+__attribute__((noinline)) void run_kernel() { launched->run(launched->arguments); }
+
+UNSEEN void enter() {
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_size);
+#endif
+    run_kernel();
+    release(&end_order);
+    fibers[current].state = State::Ended;
+    leave(true);
+}
+
+// From the scheduler to a fiber.
+UNSEEN void go_on(unsigned index) {
+    current = index;
+    Fiber &fiber = fibers[index];
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_start_switch_fiber(&scheduler_fake_stack, fiber.stack, STACK);
+#endif
+#if defined(__SANITIZE_THREAD__)
+    scheduler_detector = __tsan_get_current_fiber();
+    __tsan_switch_to_fiber(fiber.race_detector, __tsan_switch_to_fiber_no_sync);
+#endif
+    swapcontext(&scheduler, &fiber.context);
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(scheduler_fake_stack, nullptr, nullptr);
+#endif
+}
+
+UNSEEN unsigned in_state(State state, unsigned first, unsigned end) {
+    unsigned n = 0;
+    for (unsigned i = first; i < end; i++) n += fibers[i].state == state;
+    return n;
+}
+
+// Lets those go on whose barrier all have reached.
+UNSEEN void open_barriers() {
+    for (unsigned first = 0; first < count; first += LANES) {
+        unsigned end = first + LANES;
+        if (in_state(State::AtWarpBarrier, first, end) != LANES) continue;
+        for (unsigned i = first; i < end; i++) fibers[i].state = State::Ready;
+    }
+    if (in_state(State::AtBlockBarrier, 0, count) == count) {
+        for (unsigned i = 0; i < count; i++) fibers[i].state = State::Ready;
+    }
+}
+
+UNSEEN void start_fiber(unsigned index, unsigned block) {
+    Fiber &fiber = fibers[index];
+    fiber.thread = {{index, 0, 0}, {block, 0, 0}, {launched->block, 1, 1}, {launched->grid, 1, 1}};
+    fiber.state = State::Ready;
+    fiber.stack = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (fiber.stack == MAP_FAILED) fail("no memory for a stack");
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack;
+    fiber.context.uc_stack.ss_size = STACK;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, enter, 0);
+#if defined(__SANITIZE_THREAD__)
+    fiber.race_detector = __tsan_create_fiber(0);
+#endif
+}
+
+UNSEEN void end_detectors() {
+#if defined(__SANITIZE_THREAD__)
+    while (detector_count > 0) __tsan_destroy_fiber(detectors[--detector_count]);
+#endif
+}
+
+UNSEEN void end_fiber(unsigned index) {
+    Fiber &fiber = fibers[index];
+#if defined(__SANITIZE_THREAD__)
+    if (detector_count == MOST_DETECTORS) end_detectors();
+    detectors[detector_count++] = fiber.race_detector;
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(fiber.stack, STACK);
+#endif
+    munmap(fiber.stack, STACK);
+}
+
+UNSEEN void run_block(unsigned block) {
+    count = launched->block;
+#if defined(__SANITIZE_THREAD__)
+    shared_used = 0;
+    shared_memory = (char *)mmap(nullptr, SHARED_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (shared_memory == MAP_FAILED) fail("no memory");
+#endif
+    for (unsigned i = 0; i < count; i++) start_fiber(i, block);
+    for (;;) {
+        unsigned ready = in_state(State::Ready, 0, count);
+        if (ready == 0) {
+            open_barriers();
+            ready = in_state(State::Ready, 0, count);
+        }
+        if (ready == 0 && in_state(State::Ended, 0, count) == count) break;
+        if (ready == 0) fail("threads wait at a barrier that the others do not reach");
+        unsigned skip = draw(ready), index = 0;
+        while (fibers[index].state != State::Ready || skip-- > 0) index++;
+        go_on(index);
+    }
+    for (unsigned i = 0; i < count; i++) end_fiber(i);
+#if defined(__SANITIZE_THREAD__)
+    munmap(shared_memory, SHARED_BYTES);
+#else
+    for (unsigned i = 0; i < array_count; i++) free(arrays[i].memory);
+#endif
+    array_count = 0;
+}
+
+} // namespace
+
+UNSEEN const Thread &self() { return fibers[current].thread; }
+
+UNSEEN void *shared(int site, size_t bytes) {
+    for (unsigned i = 0; i < array_count; i++) {
+        if (arrays[i].site == site) return arrays[i].memory;
+    }
+    if (array_count == sizeof arrays / sizeof *arrays) fail("too many shared arrays");
+    // Memory of its own for each block, which holds garbage, and past whose end AddressSanitizer looks.
+#if defined(__SANITIZE_THREAD__)
+    void *memory = shared_memory + shared_used;
+    shared_used += (bytes + 15) / 16 * 16;
+    if (shared_used > SHARED_BYTES) fail("more than 48 KiB of shared memory");
+#else
+    void *memory = malloc(bytes);
+    memset(memory, 0xff, bytes);
+#endif
+    arrays[array_count++] = {site, memory, bytes};
+    return memory;
+}
+
+UNSEEN void block_barrier() {
+    release(&block_order);
+    fibers[current].state = State::AtBlockBarrier;
+    leave(false);
+    acquire(&block_order);
+}
+
+UNSEEN void warp_barrier() {
+    char *order = &warp_order[current / LANES];
+    release(order);
+    fibers[current].state = State::AtWarpBarrier;
+    leave(false);
+    acquire(order);
+}
+
+UNSEEN uint64_t exchange(uint64_t bits, unsigned mask) {
+    fibers[current].slot = bits;
+    warp_barrier();
+    uint64_t other = fibers[current ^ mask].slot;
+    warp_barrier();
+    return other;
+}
+
+UNSEEN void launch(const Launch &what, uint64_t seed) {
+    launched = &what;
+    random_state = seed * 2862933555777941757ull + 3037000493ull;
+    current = 0;
+    if (what.block == 0 || what.block > MOST_THREADS || what.block % LANES != 0 || what.grid == 0 ||
+        what.grid > 0x7fffffffu) {
+        fprintf(stderr, "shim: %s: CUDA refuses a grid of %u and blocks of %u\n", what.name, what.grid, what.block);
+        _exit(97);
+    }
+    // Blocks in an order of their own, too: any that has no common divisor with their number.
+    unsigned step = 1 + draw(what.grid);
+    auto divisor = [](unsigned a, unsigned b) {
+        while (b != 0) {
+            unsigned rest = a % b;
+            a = b;
+            b = rest;
+        }
+        return a;
+    };
+    while (divisor(step, what.grid) != 1) step++;
+    uint64_t block = draw(what.grid);
+    for (unsigned i = 0; i < what.grid; i++, block = (block + step) % what.grid) run_block((unsigned)block);
+    acquire(&end_order);
+    end_detectors();
+}
+
+} // namespace shim

@@ -1,0 +1,14 @@
+// Launching a kernel: a grid is a loop over its blocks.
+#pragma once
+#include <cstdint>
+#include <unistd.h>
+
+namespace shim {
+struct Launch {
+    const char *name;
+    unsigned grid, block;
+    void (*run)(const uint8_t *arguments);
+    const uint8_t *arguments;
+};
+void launch(const Launch &what, uint64_t seed);
+} // namespace shim

@@ -1,0 +1,98 @@
+//! Texts that take long to make, kept in files.
+
+use std::env;
+use std::fs;
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::process;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use fulgurite_error::files::read_regular_text;
+use fulgurite_error::{Error, Result};
+use twox_hash::XxHash3_64;
+
+/// A folder of texts. What cannot be kept is made again: a cache is no reason for an error.
+#[derive(Debug, Clone)]
+pub struct Cache {
+    folder: Option<PathBuf>,
+}
+
+/// The longest text that is read back.
+const MOST_BYTES: u64 = 64 << 20;
+
+impl Cache {
+    /// In `fulgurite/kernels` of the user's cache directory: `XDG_CACHE_HOME`, or `.cache` in the home directory. Keeps
+    /// nothing if there is neither.
+    pub fn of_user() -> Self {
+        let set = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let cache = set("XDG_CACHE_HOME").filter(|path| path.is_absolute());
+        let cache = cache.or_else(|| set("HOME").map(|home| home.join(".cache")));
+        Self { folder: cache.map(|cache| cache.join("fulgurite").join("kernels")) }
+    }
+
+    /// In a folder, which is made when it is needed.
+    pub fn new(folder: impl Into<PathBuf>) -> Self {
+        Self { folder: Some(folder.into()) }
+    }
+
+    /// The text that `make` makes, which follows from `key` alone: from the cache, if it is there whole. Processes may
+    /// use one cache at the same time.
+    ///
+    /// # Errors
+    /// Those of `make`, and if the text has a byte of zero.
+    pub fn text(
+        &self,
+        name: &str,
+        key: &str,
+        make: impl FnOnce() -> Result<String>,
+    ) -> Result<String> {
+        let file = format!("{name}-{:032x}", hash(key));
+        let path = self.folder.as_ref().map(|folder| folder.join(file));
+        if let Some(path) = &path
+            && let Ok(kept) = read_regular_text(path, MOST_BYTES)
+            && let Some((first, text)) = kept.split_once('\n')
+            && first == first_line(text)
+        {
+            return Ok(text.to_owned());
+        }
+        let text = make()?;
+        if text.contains('\0') {
+            return Err(Error::other("a compiled kernel is text, and this has a byte of zero"));
+        }
+        if let Some(path) = path {
+            let _ = keep(&path, &text); // made again next time
+        }
+        Ok(text)
+    }
+}
+
+/// 128 bits: those of two hashes.
+fn hash(text: &str) -> u128 {
+    let [low, high] = [0, 1].map(|seed| XxHash3_64::oneshot_with_seed(seed, text.as_bytes()));
+    u128::from(high) << 64 | u128::from(low)
+}
+
+/// What a file begins with, so that one that is cut off or changed is not taken.
+fn first_line(text: &str) -> String {
+    format!("// fulgurite {:032x}", hash(text))
+}
+
+/// Writes a file of its own and renames it, so that others see all of it or nothing.
+fn keep(path: &std::path::Path, text: &str) -> std::io::Result<()> {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder)?;
+    }
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let written = path.with_extension(format!("{}-{count}.new", process::id()));
+    let result = fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .open(&written)
+        .and_then(|mut file| write!(file, "{}\n{text}", first_line(text)))
+        .and_then(|()| fs::rename(&written, path));
+    if result.is_err() {
+        let _ = fs::remove_file(&written);
+    }
+    result
+}

@@ -1,0 +1,36 @@
+//! The text of the kernels.
+
+/// A file of kernels, which is compiled as one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Source {
+    /// The squared norm of many tensors.
+    GradNorm,
+    /// Optimizers and averages of weights, over many tensors.
+    Optimizer,
+}
+
+impl Source {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::GradNorm, Self::Optimizer];
+
+    /// The file's name, without its end.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::GradNorm => "grad_norm",
+            Self::Optimizer => "optimizer",
+        }
+    }
+
+    /// What is compiled: what all kernels share, and the file.
+    pub fn text(self) -> String {
+        let text = match self {
+            Self::GradNorm => include_str!("../kernels/grad_norm.cu"),
+            Self::Optimizer => include_str!("../kernels/optimizer.cu"),
+        };
+        [include_str!("../kernels/common.cu"), text].concat()
+    }
+}
+
+/// The options that NVRTC is given, besides the architecture. Multiplications and additions stay apart, as they do on
+/// the CPU: optimizers have its bits, and what they do waits for memory, not for arithmetic.
+pub const NVRTC_OPTIONS: [&str; 2] = ["--fmad=false", "--std=c++17"];

@@ -1,0 +1,10 @@
+//! The kernels, compiled by a host compiler, against what the CPU computes.
+
+#![allow(clippy::disallowed_methods)] // tensors on the CPU are read
+
+mod cache;
+mod faults;
+mod grad_norm;
+mod numbers;
+mod optimizer;
+mod shim;

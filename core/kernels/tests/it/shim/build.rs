@@ -1,0 +1,154 @@
+//! Compiling the driver.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use fulgurite_kernels::Source;
+use fulgurite_kernels::table::{self, Signature};
+
+/// What looks on while kernels run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sanitizer {
+    /// Accesses out of bounds, and undefined behaviour.
+    Address,
+    /// Races.
+    Thread,
+}
+
+impl Sanitizer {
+    pub(crate) const ALL: [Self; 2] = [Self::Address, Self::Thread];
+
+    fn flags(self) -> &'static [&'static str] {
+        match self {
+            Self::Address => &["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+            Self::Thread => &["-fsanitize=thread"],
+        }
+    }
+}
+
+/// A compiled driver.
+#[derive(Debug, Clone)]
+pub(crate) struct Driver(PathBuf);
+
+impl Driver {
+    /// The driver with all kernels of the crate, compiled once.
+    pub(crate) fn of_crate(sanitizer: Sanitizer) -> &'static Self {
+        static DRIVERS: [OnceLock<Driver>; 2] = [const { OnceLock::new() }; 2];
+        DRIVERS[sanitizer as usize].get_or_init(|| {
+            let sources: Vec<_> =
+                Source::ALL.iter().map(|source| (source.name(), own_text(*source))).collect();
+            build(sanitizer, "crate", &sources, &table::all(), true).unwrap()
+        })
+    }
+
+    /// Runs it. With addresses that are the same each time, which old versions of ThreadSanitizer need.
+    pub(crate) fn run(&self, request: &Path, answer: &Path) -> std::process::Output {
+        Command::new("setarch")
+            .arg("-R")
+            .args([self.0.as_path(), request, answer])
+            .env("ASAN_OPTIONS", "detect_leaks=0:detect_stack_use_after_return=0")
+            .env("TSAN_OPTIONS", "halt_on_error=1:report_signal_unsafe=0")
+            .env("UBSAN_OPTIONS", "print_stacktrace=1")
+            .output()
+            .expect("setarch, of util-linux, starts the driver")
+    }
+}
+
+/// A source's own text, without what all share.
+fn own_text(source: Source) -> String {
+    let common = include_str!("../../../kernels/common.cu");
+    source.text().strip_prefix(common).expect("sources begin with what all share").to_owned()
+}
+
+/// Compiles kernels with a table of them; `rows` are compared with structs in C if they are those of the crate. The
+/// compiler's messages, if it refuses them.
+pub(crate) fn build(
+    sanitizer: Sanitizer,
+    name: &str,
+    sources: &[(&str, String)],
+    signatures: &[Signature],
+    with_rows: bool,
+) -> Result<Driver, String> {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{sanitizer:?}"));
+    fs::create_dir_all(&folder).unwrap();
+    let mut files = vec![
+        ("common.cu".to_owned(), include_str!("../../../kernels/common.cu").to_owned()),
+        ("shim.h".to_owned(), include_str!("../../../shim/shim.h").to_owned()),
+        ("entries.h".to_owned(), include_str!("../../../shim/entries.h").to_owned()),
+        ("fibers.h".to_owned(), include_str!("../../../shim/fibers.h").to_owned()),
+        ("fibers.cpp".to_owned(), include_str!("../../../shim/fibers.cpp").to_owned()),
+        ("driver.cpp".to_owned(), include_str!("../../../shim/driver.cpp").to_owned()),
+        ("entries.inc".to_owned(), entries(sources, signatures, with_rows)),
+    ];
+    files.extend(sources.iter().map(|(name, text)| (format!("{name}.cu"), text.clone())));
+    let program = folder.join("driver");
+    let changed = files
+        .iter()
+        .filter(|(name, text)| fs::read_to_string(folder.join(name)).ok().as_ref() != Some(text));
+    if changed.count() == 0 && program.exists() {
+        return Ok(Driver(program));
+    }
+    let _ = fs::remove_file(&program);
+    for (name, text) in &files {
+        fs::write(folder.join(name), text).unwrap();
+    }
+    let compiler = std::env::var("CXX").unwrap_or_else(|_| "g++".to_owned());
+    let compiled = Command::new(&compiler)
+        .current_dir(&folder)
+        .args(["-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off"])
+        .args(["-Wall", "-Wextra", "-Werror", "-Wno-unused-function"])
+        .args(sanitizer.flags())
+        .args(["fibers.cpp", "driver.cpp", "-o", "driver"])
+        .output()
+        .unwrap_or_else(|error| {
+            panic!("{compiler}, which compiles the kernels for the CPU: {error}")
+        });
+    match compiled.status.success() {
+        true => Ok(Driver(program)),
+        false => Err(String::from_utf8_lossy(&compiled.stderr).into_owned()),
+    }
+}
+
+/// The kernels' text, the checks of the table against it, and the kernels by name.
+fn entries(sources: &[(&str, String)], signatures: &[Signature], with_rows: bool) -> String {
+    let mut text = String::from("#include \"entries.h\"\n#include \"common.cu\"\n");
+    for (name, _) in sources {
+        writeln!(text, "namespace {name} {{\n#include \"{name}.cu\"\n}}").unwrap();
+        writeln!(text, "using namespace {name};").unwrap();
+    }
+    for signature in signatures {
+        let types: Vec<_> = signature.parameters.iter().map(|p| p.c_type.as_str()).collect();
+        writeln!(
+            text,
+            "static_assert(std::is_same_v<decltype(&{name}), void (*)({types})>, \"the table says {name}({types})\");",
+            name = signature.name,
+            types = types.join(", "),
+        )
+        .unwrap();
+    }
+    let rows = if with_rows { table::rows() } else { Vec::new() };
+    for (row, fields) in rows {
+        for field in &fields {
+            writeln!(
+                text,
+                "static_assert(offsetof({row}, {0}) == {1} && sizeof({row}::{0}) == {2} && \
+                 std::is_pointer_v<decltype({row}::{0})> == {3}, \"the table says so of {row}::{0}\");",
+                field.name, field.offset, field.size, field.is_address
+            )
+            .unwrap();
+        }
+        let size = fields.last().map_or(0, |field| field.offset + field.size);
+        writeln!(text, "static_assert(sizeof({row}) == {size}, \"the table says so of {row}\");")
+            .unwrap();
+    }
+    text.push_str("static const Entry entries[] = {\n");
+    for Signature { name, .. } in signatures {
+        writeln!(text, "    {{\"{name}\", Caller<&{name}>::parameters, Caller<&{name}>::run}},")
+            .unwrap();
+    }
+    text.push_str("};\n");
+    text
+}

@@ -1,0 +1,130 @@
+//! Memory, and plans that are carried out on it.
+
+use std::fs;
+
+use bytemuck::Pod;
+use fulgurite_kernels::{Argument, Plan, Target};
+
+use super::{Driver, Sanitizer};
+
+/// The device of the tests: allocations, each with an address of its own. What is read or written past the end of
+/// one ends the test.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Machine {
+    memory: Vec<Vec<u8>>,
+}
+
+const OFFSET_BITS: u32 = 40;
+
+impl Machine {
+    /// Copies values to the device.
+    pub(crate) fn put<T: Pod>(&mut self, values: &[T]) -> u64 {
+        self.memory.push(bytemuck::cast_slice(values).to_vec());
+        (self.memory.len() as u64) << OFFSET_BITS
+    }
+
+    /// Memory for that many elements, full of what is a NaN in every dtype.
+    pub(crate) fn garbage<T: Pod>(&mut self, count: usize) -> u64 {
+        self.put(&vec![0xffu8; count * size_of::<T>()])
+    }
+
+    /// All of the allocation that begins at `address`.
+    pub(crate) fn get<T: Pod>(&self, address: u64) -> Vec<T> {
+        let memory = &self.memory[(address >> OFFSET_BITS) as usize - 1];
+        memory.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
+    }
+
+    /// Carries out a plan under every sanitizer, with threads and blocks in two orders, and expects one result.
+    pub(crate) fn run(&mut self, plan: &Plan) {
+        let mut result: Option<Vec<Vec<u8>>> = None;
+        for sanitizer in Sanitizer::ALL {
+            for seed in [1, 2] {
+                let memory = self
+                    .run_with(Driver::of_crate(sanitizer), seed, plan)
+                    .unwrap_or_else(|report| panic!("under {sanitizer:?}:\n{report}"));
+                let same = result.as_ref().is_none_or(|other| *other == memory);
+                assert!(same, "other bits in another order of threads");
+                result = Some(memory);
+            }
+        }
+        self.memory = result.unwrap_or_default();
+    }
+
+    /// What memory is after a plan; what the driver says, if it ends with an error.
+    pub(crate) fn run_with(
+        &self,
+        driver: &Driver,
+        seed: u64,
+        plan: &Plan,
+    ) -> Result<Vec<Vec<u8>>, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let [request, answer] = ["request", "answer"].map(|name| folder.path().join(name));
+        fs::write(&request, self.request(seed, plan)).unwrap();
+        let output = driver.run(&request, &answer);
+        if !output.status.success() {
+            return Err(format!("{}\n{}", output.status, String::from_utf8_lossy(&output.stderr)));
+        }
+        let bytes = fs::read(&answer).unwrap();
+        let mut at = 0;
+        Ok(self
+            .memory
+            .iter()
+            .map(|memory| {
+                at += memory.len();
+                bytes[at - memory.len()..at].to_vec()
+            })
+            .collect())
+    }
+
+    fn request(&self, seed: u64, plan: &Plan) -> Vec<u8> {
+        let scratch: Vec<Vec<u8>> =
+            plan.scratch_bytes().iter().map(|&bytes| vec![0xff; bytes]).collect();
+        let first_table = self.memory.len();
+        let first_scratch = first_table + plan.tables().len();
+        let address = |index: usize| (index as u64 + 1) << OFFSET_BITS;
+        let mut out = Vec::new();
+        let number = |out: &mut Vec<u8>, n: u64| out.extend_from_slice(&n.to_le_bytes());
+        number(&mut out, seed);
+        let tables = plan.tables().iter().map(|table| table.bytes());
+        let all: Vec<&[u8]> = self
+            .memory
+            .iter()
+            .map(Vec::as_slice)
+            .chain(tables)
+            .chain(scratch.iter().map(Vec::as_slice))
+            .collect();
+        number(&mut out, all.len() as u64);
+        for memory in all {
+            number(&mut out, memory.len() as u64);
+            out.extend_from_slice(memory);
+        }
+        let pointers = plan.tables().iter().enumerate().flat_map(|(index, table)| {
+            let start = address(first_table + index);
+            table.addresses().iter().map(move |&offset| start + offset as u64)
+        });
+        let pointers: Vec<u64> = pointers.collect();
+        number(&mut out, pointers.len() as u64);
+        pointers.iter().for_each(|&pointer| number(&mut out, pointer));
+        number(&mut out, plan.calls().len() as u64);
+        for call in plan.calls() {
+            number(&mut out, call.kernel.len() as u64);
+            out.extend_from_slice(call.kernel.as_bytes());
+            number(&mut out, u64::from(call.blocks));
+            number(&mut out, u64::from(fulgurite_kernels::THREADS));
+            number(&mut out, call.arguments.len() as u64);
+            for argument in &call.arguments {
+                let (is_address, value) = match *argument {
+                    Argument::Number(value) => (0, value),
+                    Argument::Pointer(Target::Address(value)) => (1, value),
+                    Argument::Pointer(Target::Table(index)) => (1, address(first_table + index)),
+                    Argument::Pointer(Target::Scratch(index)) => {
+                        (1, address(first_scratch + index))
+                    }
+                };
+                number(&mut out, is_address);
+                number(&mut out, value);
+            }
+        }
+        out
+    }
+}
