@@ -3,6 +3,7 @@
 #include "shim.h"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <ucontext.h>
 
 #include "fibers.h"
@@ -54,7 +55,6 @@ uint64_t random_state;
 SharedArray arrays[16];
 unsigned array_count;
 #if defined(__SANITIZE_THREAD__)
-// The block's shared memory, mapped before its threads begin: mapping it counts as writing it.
 constexpr size_t SHARED_BYTES = 48 << 10;
 char *shared_memory;
 size_t shared_used;
@@ -65,9 +65,12 @@ char block_order, warp_order[MOST_THREADS / LANES], end_order;
 void *scheduler_detector;
 // The race detector's threads of the blocks that are done. It takes an access of a thread whose number is used again
 // for one of the new thread, so they are kept until the launch ends; of 24 blocks at most, as it knows 8192 threads.
-constexpr unsigned MOST_DETECTORS = 24 * 256;
-void *detectors[MOST_DETECTORS];
-unsigned detector_count;
+// Each has a stack of its own, and each block shared memory, or it would see races there.
+constexpr unsigned MOST_BLOCKS = 24, MOST_STACKS = MOST_BLOCKS * 256;
+void *detectors[MOST_STACKS];
+unsigned detector_count, block_count;
+#else
+constexpr unsigned MOST_STACKS = MOST_THREADS;
 #endif
 #if defined(__SANITIZE_ADDRESS__)
 void *scheduler_fake_stack;
@@ -167,12 +170,33 @@ UNSEEN void open_barriers() {
     }
 }
 
+// Memory that ThreadSanitizer is not told of: it would take its whole length for written, again and again.
+UNSEEN void *map(size_t bytes) {
+    long address = syscall(SYS_mmap, nullptr, bytes, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0L);
+    if (address == -1) fail("no memory");
+    return (void *)address;
+}
+
+// All that was done in blocks is over: who comes later comes after it.
+UNSEEN void end_detectors() {
+    acquire(&end_order);
+#if defined(__SANITIZE_THREAD__)
+    while (detector_count > 0) __tsan_destroy_fiber(detectors[--detector_count]);
+    block_count = 0;
+#endif
+}
+
 UNSEEN void start_fiber(unsigned index, unsigned block) {
     Fiber &fiber = fibers[index];
     fiber.thread = {{index, 0, 0}, {block, 0, 0}, {launched->block, 1, 1}, {launched->grid, 1, 1}};
     fiber.state = State::Ready;
-    fiber.stack = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (fiber.stack == MAP_FAILED) fail("no memory for a stack");
+    static char *const stacks = (char *)map(STACK * MOST_STACKS);
+#if defined(__SANITIZE_THREAD__)
+    fiber.stack = stacks + STACK * (detector_count + index);
+#else
+    fiber.stack = stacks + STACK * index;
+#endif
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack;
     fiber.context.uc_stack.ss_size = STACK;
@@ -183,30 +207,13 @@ UNSEEN void start_fiber(unsigned index, unsigned block) {
 #endif
 }
 
-UNSEEN void end_detectors() {
-#if defined(__SANITIZE_THREAD__)
-    while (detector_count > 0) __tsan_destroy_fiber(detectors[--detector_count]);
-#endif
-}
-
-UNSEEN void end_fiber(unsigned index) {
-    Fiber &fiber = fibers[index];
-#if defined(__SANITIZE_THREAD__)
-    if (detector_count == MOST_DETECTORS) end_detectors();
-    detectors[detector_count++] = fiber.race_detector;
-#endif
-#if defined(__SANITIZE_ADDRESS__)
-    __asan_unpoison_memory_region(fiber.stack, STACK);
-#endif
-    munmap(fiber.stack, STACK);
-}
-
 UNSEEN void run_block(unsigned block) {
     count = launched->block;
 #if defined(__SANITIZE_THREAD__)
+    static char *const shared_memories = (char *)map(SHARED_BYTES * MOST_BLOCKS);
+    if (block_count == MOST_BLOCKS || detector_count + count > MOST_STACKS) end_detectors();
     shared_used = 0;
-    shared_memory = (char *)mmap(nullptr, SHARED_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (shared_memory == MAP_FAILED) fail("no memory");
+    shared_memory = shared_memories + SHARED_BYTES * block_count++;
 #endif
     for (unsigned i = 0; i < count; i++) start_fiber(i, block);
     for (;;) {
@@ -221,9 +228,8 @@ UNSEEN void run_block(unsigned block) {
         while (fibers[index].state != State::Ready || skip-- > 0) index++;
         go_on(index);
     }
-    for (unsigned i = 0; i < count; i++) end_fiber(i);
 #if defined(__SANITIZE_THREAD__)
-    munmap(shared_memory, SHARED_BYTES);
+    for (unsigned i = 0; i < count; i++) detectors[detector_count++] = fibers[i].race_detector;
 #else
     for (unsigned i = 0; i < array_count; i++) free(arrays[i].memory);
 #endif
@@ -297,7 +303,6 @@ UNSEEN void launch(const Launch &what, uint64_t seed) {
     while (divisor(step, what.grid) != 1) step++;
     uint64_t block = draw(what.grid);
     for (unsigned i = 0; i < what.grid; i++, block = (block + step) % what.grid) run_block((unsigned)block);
-    acquire(&end_order);
     end_detectors();
 }
 

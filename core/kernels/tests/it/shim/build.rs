@@ -50,7 +50,7 @@ impl Driver {
             .arg("-R")
             .args([self.0.as_path(), request, answer])
             .env("ASAN_OPTIONS", "detect_leaks=0:detect_stack_use_after_return=0")
-            .env("TSAN_OPTIONS", "halt_on_error=1:report_signal_unsafe=0")
+            .env("TSAN_OPTIONS", "halt_on_error=1:report_signal_unsafe=0:history_size=0")
             .env("UBSAN_OPTIONS", "print_stacktrace=1")
             .output()
             .expect("setarch, of util-linux, starts the driver")
