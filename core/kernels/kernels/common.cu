@@ -124,3 +124,22 @@ template <class Tensor> DEVICE const Tensor &tensor_of_block(const Tensor *tenso
 
 // Elements of a tensor that one block works on.
 #define CHUNK (THREADS * 32)
+
+struct Words {
+    u32 a, b, c, d;
+};
+
+// Philox4x32-10, as `engine/src/random.rs`.
+DEVICE Words philox(Words counter, u32 key0, u32 key1) {
+    for (int round = 0; round < 10; round++) {
+        u32 h0 = __umulhi(0xD2511F53u, counter.a), l0 = 0xD2511F53u * counter.a;
+        u32 h1 = __umulhi(0xCD9E8D57u, counter.c), l1 = 0xCD9E8D57u * counter.c;
+        counter = {h1 ^ counter.b ^ key0, l1, h0 ^ counter.d ^ key1, l0};
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
+    }
+    return counter;
+}
+
+// A kernel for each dtype: its name ends in that of the dtype.
+#define FOR_EACH_FLOAT(DEFINE) DEFINE(float, f32) DEFINE(bf16, bf16) DEFINE(f16, f16)

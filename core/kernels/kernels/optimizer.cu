@@ -53,22 +53,6 @@ struct AverageTensor {
     u32 dtype; // of values
 };
 
-struct Words {
-    u32 a, b, c, d;
-};
-
-// Philox4x32-10, as `engine/src/random.rs`.
-DEVICE Words philox(Words counter, u32 key0, u32 key1) {
-    for (int round = 0; round < 10; round++) {
-        u32 h0 = __umulhi(0xD2511F53u, counter.a), l0 = 0xD2511F53u * counter.a;
-        u32 h1 = __umulhi(0xCD9E8D57u, counter.c), l1 = 0xCD9E8D57u * counter.c;
-        counter = {h1 ^ counter.b ^ key0, l1, h0 ^ counter.d ^ key1, l0};
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
-    }
-    return counter;
-}
-
 // The random words of a tensor's elements (`Stream::fill_hashed`). The key of 2^16 words is kept from one to the next.
 struct Noise {
     u64 block;

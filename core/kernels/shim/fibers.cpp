@@ -59,14 +59,14 @@ constexpr size_t SHARED_BYTES = 48 << 10;
 char *shared_memory;
 size_t shared_used;
 #endif
-// Addresses that stand for the barriers, and for the end of the launch.
-char block_order, warp_order[MOST_THREADS / LANES], end_order;
+// Addresses that stand for the barriers, and for the start and the end of blocks.
+char block_order, warp_order[MOST_THREADS / LANES], start_order, end_order;
 #if defined(__SANITIZE_THREAD__)
 void *scheduler_detector;
-// The race detector's threads of the blocks that are done. It takes an access of a thread whose number is used again
-// for one of the new thread, so they are kept until the launch ends; of 24 blocks at most, as it knows 8192 threads.
-// Each has a stack of its own, and each block shared memory, or it would see races there.
-constexpr unsigned MOST_BLOCKS = 24, MOST_STACKS = MOST_BLOCKS * 256;
+// The race detector's threads. It takes an access of a thread whose number is used again for one of the new thread, so
+// a few blocks in turn have threads of their own, and races between those are found: making one is slow. Each has a
+// stack of its own, and each block shared memory, or there would be races in those.
+constexpr unsigned MOST_BLOCKS = 6, MOST_STACKS = MOST_BLOCKS * 256;
 void *detectors[MOST_STACKS];
 unsigned detector_count, block_count;
 #else
@@ -129,6 +129,7 @@ UNSEEN void enter() {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_size);
 #endif
+    acquire(&start_order);
     run_kernel();
     release(&end_order);
     fibers[current].state = State::Ended;
@@ -178,12 +179,12 @@ UNSEEN void *map(size_t bytes) {
     return (void *)address;
 }
 
-// All that was done in blocks is over: who comes later comes after it.
-UNSEEN void end_detectors() {
+// All that was done in blocks is over: what begins later comes after it.
+UNSEEN void end_blocks() {
     acquire(&end_order);
+    release(&start_order);
 #if defined(__SANITIZE_THREAD__)
-    while (detector_count > 0) __tsan_destroy_fiber(detectors[--detector_count]);
-    block_count = 0;
+    detector_count = block_count = 0;
 #endif
 }
 
@@ -203,7 +204,9 @@ UNSEEN void start_fiber(unsigned index, unsigned block) {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, enter, 0);
 #if defined(__SANITIZE_THREAD__)
-    fiber.race_detector = __tsan_create_fiber(0);
+    void *&detector = detectors[detector_count + index];
+    if (!detector) detector = __tsan_create_fiber(0);
+    fiber.race_detector = detector;
 #endif
 }
 
@@ -211,7 +214,7 @@ UNSEEN void run_block(unsigned block) {
     count = launched->block;
 #if defined(__SANITIZE_THREAD__)
     static char *const shared_memories = (char *)map(SHARED_BYTES * MOST_BLOCKS);
-    if (block_count == MOST_BLOCKS || detector_count + count > MOST_STACKS) end_detectors();
+    if (block_count == MOST_BLOCKS || detector_count + count > MOST_STACKS) end_blocks();
     shared_used = 0;
     shared_memory = shared_memories + SHARED_BYTES * block_count++;
 #endif
@@ -229,7 +232,7 @@ UNSEEN void run_block(unsigned block) {
         go_on(index);
     }
 #if defined(__SANITIZE_THREAD__)
-    for (unsigned i = 0; i < count; i++) detectors[detector_count++] = fibers[i].race_detector;
+    detector_count += count;
 #else
     for (unsigned i = 0; i < array_count; i++) free(arrays[i].memory);
 #endif
@@ -302,8 +305,9 @@ UNSEEN void launch(const Launch &what, uint64_t seed) {
     };
     while (divisor(step, what.grid) != 1) step++;
     uint64_t block = draw(what.grid);
+    release(&start_order);
     for (unsigned i = 0; i < what.grid; i++, block = (block + step) % what.grid) run_block((unsigned)block);
-    end_detectors();
+    end_blocks();
 }
 
 } // namespace shim

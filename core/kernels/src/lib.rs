@@ -33,8 +33,8 @@ pub mod table;
 
 pub use dtype::Float;
 pub use plan::{
-    Address, Argument, Bf16, Call, F16, Field, FieldType, In, Out, Parameter, Plan, Pointee, Row,
-    Table, Target,
+    Address, Argument, Bf16, Call, Element, F16, Field, FieldType, In, Out, Parameter, Plan,
+    Pointee, Row, Table, Target,
 };
 pub use source::{NVRTC_OPTIONS, Source};
 

@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use crate::Source;
+use crate::{Float, Source};
 
 /// Where an argument points.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -102,6 +102,19 @@ macro_rules! pointees {
     })*};
 }
 pointees!(f32 => "float", f64 => "double", u32 => "u32", u64 => "u64", Bf16 => "bf16", F16 => "f16");
+
+/// An element type that kernels are compiled for.
+pub trait Element: Pointee {
+    /// Its dtype.
+    const FLOAT: Float;
+}
+
+macro_rules! elements {
+    ($($ty:ty => $float:ident),*) => {$(impl Element for $ty {
+        const FLOAT: Float = Float::$float;
+    })*};
+}
+elements!(f32 => F32, Bf16 => Bf16, F16 => F16);
 
 macro_rules! numbers {
     ($($ty:ty => $name:literal, $ptx:literal, |$x:ident| $bits:expr;)*) => {$(

@@ -7,17 +7,30 @@ pub enum Source {
     GradNorm,
     /// Optimizers and averages of weights, over many tensors.
     Optimizer,
+    /// Norms, SwiGLU and rotary position embedding.
+    Rows,
+    /// Softmax of scores.
+    Attention,
+    /// Dropout.
+    Dropout,
+    /// Cross entropy, and the gradient of an embedding.
+    Loss,
 }
 
 impl Source {
     /// All of them.
-    pub const ALL: [Self; 2] = [Self::GradNorm, Self::Optimizer];
+    pub const ALL: [Self; 6] =
+        [Self::GradNorm, Self::Optimizer, Self::Rows, Self::Attention, Self::Dropout, Self::Loss];
 
     /// The file's name, without its end.
     pub fn name(self) -> &'static str {
         match self {
             Self::GradNorm => "grad_norm",
             Self::Optimizer => "optimizer",
+            Self::Rows => "rows",
+            Self::Attention => "attention",
+            Self::Dropout => "dropout",
+            Self::Loss => "loss",
         }
     }
 
@@ -26,6 +39,10 @@ impl Source {
         let text = match self {
             Self::GradNorm => include_str!("../kernels/grad_norm.cu"),
             Self::Optimizer => include_str!("../kernels/optimizer.cu"),
+            Self::Rows => include_str!("../kernels/rows.cu"),
+            Self::Attention => include_str!("../kernels/attention.cu"),
+            Self::Dropout => include_str!("../kernels/dropout.cu"),
+            Self::Loss => include_str!("../kernels/loss.cu"),
         };
         [include_str!("../kernels/common.cu"), text].concat()
     }

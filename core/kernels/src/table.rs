@@ -19,7 +19,7 @@
 
 use crate::plan::{Parameter, Row};
 use crate::plans::{AdamWTensor, AverageTensor, NormTensor, SgdTensor, StepScale};
-use crate::{Call, Field, In, Out, Source};
+use crate::{Bf16, Call, Element, F16, Field, Float, In, Out, Source};
 
 /// A kernel's name and parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,8 +61,8 @@ macro_rules! kernels {
             }
         )*)*
 
-        /// All kernels.
-        pub fn all() -> Vec<Signature> {
+        /// Those that are compiled once.
+        fn plain() -> Vec<Signature> {
             vec![$($(Signature {
                 name: stringify!($name),
                 source: Source::$source,
@@ -74,6 +74,69 @@ macro_rules! kernels {
             }),*),*]
         }
     };
+}
+
+/// The same, for kernels that are compiled for each dtype, which ends their names.
+macro_rules! kernels_of_floats {
+    ($($source:ident { $(
+        $(#[$attribute:meta])*
+        fn $name:ident<$T:ident>($($argument:ident: $ty:ty),* $(,)?);
+    )* })*) => {
+        $($(
+            $(#[$attribute])*
+            #[allow(clippy::too_many_arguments, reason = "as many as the kernel has")]
+            pub fn $name<$T: Element>(blocks: u32, $($argument: $ty),*) -> Call {
+                Call {
+                    kernel: match <$T as Element>::FLOAT {
+                        Float::Bf16 => concat!(stringify!($name), "_bf16"),
+                        Float::F16 => concat!(stringify!($name), "_f16"),
+                        Float::F32 | Float::F64 => concat!(stringify!($name), "_f32"),
+                    },
+                    source: Source::$source,
+                    blocks,
+                    arguments: vec![$($argument.argument()),*],
+                }
+            }
+        )*)*
+
+        /// Those that are compiled for each dtype.
+        fn of_floats() -> Vec<Signature> {
+            let mut all = Vec::new();
+            $($({
+                fn parameters<$T: Element>() -> Vec<Declared> {
+                    vec![$(Declared {
+                        name: stringify!($argument),
+                        c_type: <$ty>::c_type(),
+                        ptx_type: <$ty>::PTX,
+                    }),*]
+                }
+                let source = Source::$source;
+                all.push(Signature {
+                    name: concat!(stringify!($name), "_f32"),
+                    source,
+                    parameters: parameters::<f32>(),
+                });
+                all.push(Signature {
+                    name: concat!(stringify!($name), "_bf16"),
+                    source,
+                    parameters: parameters::<Bf16>(),
+                });
+                all.push(Signature {
+                    name: concat!(stringify!($name), "_f16"),
+                    source,
+                    parameters: parameters::<F16>(),
+                });
+            })*)*
+            all
+        }
+    };
+}
+
+/// All kernels.
+pub fn all() -> Vec<Signature> {
+    let mut all = plain();
+    all.extend(of_floats());
+    all
 }
 
 macro_rules! all_rows {
@@ -120,5 +183,137 @@ kernels! {
         );
         /// Exponential averages of weights, a block for each chunk.
         fn average(tensors: In<AverageTensor>, count: u32, gain: f32);
+    }
+    Rows {
+        /// `out +=` the sum of rows, a block for 256 columns.
+        fn add_rows(sums: In<f32>, rows: u32, n: u32, out: Out<f32>);
+    }
+}
+
+kernels_of_floats! {
+    Rows {
+        /// RMS norm of `x`, or of the sum with `residual`, a block for each row.
+        fn rms_norm<T>(
+            x: In<T>,
+            residual: In<T>,
+            weight: In<f32>,
+            sum: Out<T>,
+            y: Out<T>,
+            rstd: Out<f32>,
+            n: u32,
+            eps: f32,
+        );
+        /// The gradient of what was normalised, a block for each row.
+        fn rms_norm_backward<T>(
+            x: In<T>,
+            weight: In<f32>,
+            rstd: In<f32>,
+            grad: In<T>,
+            more: In<T>,
+            dx: Out<T>,
+            n: u32,
+        );
+        /// The gradient of the weight from parts of the rows, a block for each part and 256 columns.
+        fn rms_norm_weight<T>(
+            x: In<T>,
+            rstd: In<f32>,
+            grad: In<T>,
+            sums: Out<f32>,
+            rows: u32,
+            n: u32,
+            part: u32,
+        );
+        /// `silu(gate) * up`, a block for each chunk.
+        fn swiglu<T>(gate: In<T>, up: In<T>, y: Out<T>, n: u64);
+        /// The gradients of `gate` and `up`, a block for each chunk.
+        fn swiglu_backward<T>(
+            gate: In<T>,
+            up: In<T>,
+            grad: In<T>,
+            dgate: Out<T>,
+            dup: Out<T>,
+            n: u64,
+        );
+        /// Rotary position embedding, a block for each chunk of pairs.
+        fn rope<T>(
+            x: In<T>,
+            cosine: In<f32>,
+            sine: In<f32>,
+            y: Out<T>,
+            pairs: u64,
+            width: u32,
+            positions: u32,
+            inner: u32,
+            sign: f32,
+        );
+    }
+    Attention {
+        /// Softmax of scores, a block for each row.
+        fn attention_softmax<T>(
+            scores: In<T>,
+            probabilities: Out<T>,
+            lse: Out<f32>,
+            queries: u32,
+            keys: u32,
+            causal: u32,
+            scale: f32,
+        );
+        /// The gradient of scores, a block for each row.
+        fn attention_softmax_backward<T>(
+            probabilities: In<T>,
+            grad: In<T>,
+            dscores: Out<T>,
+            queries: u32,
+            keys: u32,
+            causal: u32,
+            scale: f32,
+        );
+    }
+    Dropout {
+        /// Dropout, a block for each chunk.
+        fn dropout<T>(
+            x: In<T>,
+            y: Out<T>,
+            n: u64,
+            starts: In<u64>,
+            width: u64,
+            key0: u32,
+            key1: u32,
+            high0: u32,
+            high1: u32,
+            threshold: u64,
+            scale: f32,
+        );
+    }
+    Loss {
+        /// Cross entropy, a block for each row.
+        fn cross_entropy<T>(
+            logits: In<T>,
+            targets: In<u32>,
+            losses: Out<f64>,
+            lse: Out<f32>,
+            classes: u32,
+            smoothing: f32,
+        );
+        /// The gradient of the logits in their place, a block for each row.
+        fn cross_entropy_backward<T>(
+            logits: Out<T>,
+            targets: In<u32>,
+            lse: In<f32>,
+            grad: In<f32>,
+            first: u32,
+            classes: u32,
+            smoothing: f32,
+            uniform: f32,
+        );
+        /// The gradient of an embedding, a block for each id and 256 columns.
+        fn embedding_grad<T>(
+            grad: In<T>,
+            ids: In<u32>,
+            starts: In<u32>,
+            order: In<u32>,
+            width: u32,
+            out: Out<f32>,
+        );
     }
 }

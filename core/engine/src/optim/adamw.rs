@@ -124,9 +124,16 @@ impl Optimizer for AdamWOptimizer {
     fn step(&mut self, scale: &GradScale) -> Result<()> {
         check_scale(scale)?;
         self.steps += 1;
+        #[cfg(feature = "cuda")]
+        let mut on_gpu = super::gpu::Updates::new();
         for index in 0..self.state.parameters().len() {
             let Some(update) = self.state.update_of(index, self.steps)? else { continue };
             let coefficients = self.coefficients(update.hyper);
+            #[cfg(feature = "cuda")]
+            let Some(update) = on_gpu.take(update, coefficients.step_size, coefficients.keep)?
+            else {
+                continue;
+            };
             if update.values.device().is_cpu() {
                 let (values, state) = (update.values.dtype(), update.state[0].dtype());
                 dispatch!(values, state, fused(&update, coefficients, scale))?;
@@ -134,6 +141,8 @@ impl Optimizer for AdamWOptimizer {
                 composed(&update, coefficients, scale)?;
             }
         }
+        #[cfg(feature = "cuda")]
+        super::gpu::adamw(on_gpu, self.common_coefficients(), scale)?;
         Ok(())
     }
 
@@ -182,6 +191,18 @@ impl Optimizer for AdamWOptimizer {
 }
 
 impl AdamWOptimizer {
+    /// Those that are the same for all parameters.
+    #[cfg(feature = "cuda")]
+    fn common_coefficients(&self) -> fulgurite_kernels::plans::AdamW {
+        let (beta1, beta2) = self.config.betas;
+        fulgurite_kernels::plans::AdamW {
+            beta1,
+            beta2,
+            correction2_sqrt: (1.0 - beta2.powf(self.steps as f64)).sqrt(),
+            eps: self.config.eps,
+        }
+    }
+
     fn coefficients(&self, hyper: Hyper) -> Coefficients {
         let lr = hyper.lr * self.schedule;
         let (beta1, beta2) = self.config.betas;

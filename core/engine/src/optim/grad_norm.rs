@@ -51,6 +51,8 @@ impl SquaredNorm {
     /// If a parameter's local shard does not contain what its spec says the rank owns.
     pub fn of(parameters: &[Parameter], coordinate: &dyn Fn(&str) -> usize) -> Result<Self> {
         let mut squares = Self::default();
+        #[cfg(feature = "cuda")]
+        let mut on_gpu = super::gpu::SquaredNorm::default();
         for parameter in parameters {
             let Some(grad) = parameter.local_grad() else { continue };
             let owned = parameter.spec().owned_region(coordinate);
@@ -75,12 +77,20 @@ impl SquaredNorm {
                 ));
             }
             let owned = owned.relative_to(&local);
+            #[cfg(feature = "cuda")]
+            if on_gpu.take(&grad, &owned, &local.sizes)? {
+                continue;
+            }
             squares = squares.plus(if grad.device().is_cpu() {
                 Self { on_host: host_sum(&grad, &owned, &local.sizes)?, on_device: None }
             } else {
                 let sum = device_sum(&grad, &owned, &local.sizes)?;
                 Self { on_host: 0.0, on_device: Some(sum) }
             })?;
+        }
+        #[cfg(feature = "cuda")]
+        if let Some(sum) = on_gpu.sum()? {
+            squares = squares.plus(Self { on_host: 0.0, on_device: Some(sum) })?;
         }
         Ok(squares)
     }

@@ -34,6 +34,8 @@ mod adamw;
 mod by_epoch;
 mod cycles;
 mod elementwise;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod grad_norm;
 mod groups;
 mod loss_scale;

@@ -144,9 +144,13 @@ impl<const N: usize> Optimizer for SgdOptimizer<N> {
     fn step(&mut self, scale: &GradScale) -> Result<()> {
         check_scale(scale)?;
         self.steps += 1;
+        #[cfg(feature = "cuda")]
+        let mut on_gpu = super::gpu::Updates::new();
         for index in 0..self.state.parameters().len() {
             let Some(update) = self.state.update_of(index, self.steps)? else { continue };
             let c = coefficients(&self.config, self.steps, self.schedule, update.hyper);
+            #[cfg(feature = "cuda")]
+            let Some(update) = on_gpu.take(update, c.step_size, c.weight_decay)? else { continue };
             if update.values.device().is_cpu() {
                 let values = update.values.dtype();
                 let state = update.state.first().map(Tensor::dtype).or(arithmetic_dtype(values));
@@ -155,6 +159,14 @@ impl<const N: usize> Optimizer for SgdOptimizer<N> {
             } else {
                 composed(&update, c, scale)?;
             }
+        }
+        #[cfg(feature = "cuda")]
+        {
+            let hyper = Hyper { lr: 0.0, weight_decay: 0.0 };
+            let c = coefficients(&self.config, self.steps, self.schedule, hyper);
+            let Coefficients { momentum, gain, keep, nesterov, .. } = c;
+            let momentum = fulgurite_kernels::plans::Momentum { momentum, gain, keep, nesterov };
+            super::gpu::sgd(on_gpu, (N > 0).then_some(momentum), scale)?;
         }
         Ok(())
     }

@@ -57,6 +57,20 @@ impl Noise {
         Self { stream, runs: Runs::new(region, shape) }
     }
 
+    /// What kernels for GPUs compute the words from; `None` for a region of more dimensions than they take.
+    #[cfg(any(test, feature = "cuda"))]
+    pub(super) fn for_kernels(&self) -> Option<fulgurite_kernels::plans::Noise> {
+        use fulgurite_kernels::plans::Noise as Kernels;
+        let dims = self.runs.dims().map(|dim| dim.map(|n| n as u64)).collect::<Vec<_>>();
+        (dims.len() <= Kernels::MOST_DIMS).then(|| Kernels {
+            key: self.stream.key(),
+            high: self.stream.high(),
+            run: self.runs.len as u64,
+            base: self.runs.base() as u64,
+            dims,
+        })
+    }
+
     /// The words of the local elements from `start` on.
     pub(super) fn fill(&self, start: usize, out: &mut [u32]) {
         fill(self, start, out);
@@ -175,6 +189,39 @@ mod tests {
         let target = Tensor::zeros(1, DType::BF16, &Device::Cpu).unwrap();
         store(&target, &nan, &Noise::new(1, "w", 1, &Region::full(&[1]), &[1]), 0).unwrap();
         assert!(target.to_vec1::<bf16>().unwrap()[0].is_nan());
+    }
+
+    /// The formula of the kernels for GPUs, `index_in_whole` in `kernels/optimizer.cu`, on what they are given.
+    #[test]
+    fn kernels_find_the_place_of_each_element_in_the_whole() {
+        let shape = [3, 5, 1, 6, 7];
+        let regions = [
+            ([0, 0, 0, 0, 0], [3, 5, 1, 6, 7]),
+            ([1, 2, 0, 3, 4], [2, 3, 1, 2, 3]),
+            ([0, 1, 0, 0, 0], [3, 2, 1, 6, 7]),
+            ([2, 4, 0, 5, 6], [1, 1, 1, 1, 1]),
+            ([0, 0, 0, 0, 2], [3, 5, 1, 6, 1]),
+        ];
+        for (offsets, sizes) in regions {
+            let region = Region { offsets: offsets.to_vec(), sizes: sizes.to_vec() };
+            let noise = Noise::new(1, "w", 9, &region, &shape);
+            let given = noise.for_kernels().unwrap();
+            let places =
+                region.runs(&shape).into_iter().flat_map(|run| run.outer..run.outer + run.len);
+            for (i, place) in places.enumerate() {
+                let (mut rest, mut index) =
+                    (i as u64 / given.run, given.base + i as u64 % given.run);
+                for [size, stride] in &given.dims {
+                    index += rest % size * stride;
+                    rest /= size;
+                }
+                assert_eq!(index, place as u64, "{region:?} element {i}");
+            }
+            assert_eq!((given.key, given.high), (noise.stream.key(), noise.stream.high()));
+        }
+        let shape = [2; 7];
+        let cut = Region { offsets: vec![0, 0, 0, 0, 0, 0, 1], sizes: vec![2, 2, 2, 2, 2, 2, 1] };
+        assert_eq!(Noise::new(1, "w", 9, &cut, &shape).for_kernels(), None, "six dimensions");
     }
 
     #[test]

@@ -159,6 +159,8 @@ impl WeightAverage {
         }
         let shards = self.shards()?;
         let gain = 1.0 - self.next_decay();
+        #[cfg(feature = "cuda")]
+        let mut on_gpu = super::gpu::Averages::default();
         for (entry, values) in self.entries.iter().zip(shards) {
             let average = &entry.average;
             if values.elem_count() == 0 {
@@ -169,10 +171,16 @@ impl WeightAverage {
             } else if average.device().is_cpu() {
                 dispatch!(values.dtype(), lerp_state(average, &values, gain))?;
             } else {
+                #[cfg(feature = "cuda")]
+                if on_gpu.take(average, &values)? {
+                    continue;
+                }
                 let values = values.to_dtype(average.dtype())?;
                 storage::copy_from(average, &(average + ((values - average)? * gain)?)?)?;
             }
         }
+        #[cfg(feature = "cuda")]
+        on_gpu.update(gain)?;
         self.updates += 1;
         Ok(())
     }

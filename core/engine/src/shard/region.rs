@@ -124,6 +124,19 @@ impl Runs {
         Self { len, count, base, dims }
     }
 
+    /// Row-major index of the first run's first element in the surrounding tensor.
+    #[cfg(any(test, feature = "cuda"))]
+    pub(crate) fn base(&self) -> usize {
+        self.base
+    }
+
+    /// Size in the region and stride in the tensor of each dimension outside of the runs, innermost first, but for
+    /// those of one element.
+    #[cfg(any(test, feature = "cuda"))]
+    pub(crate) fn dims(&self) -> impl Iterator<Item = [usize; 2]> {
+        self.dims.iter().copied().filter(|[size, _]| *size != 1)
+    }
+
     /// Run number `index`.
     pub(crate) fn get(&self, index: usize) -> Run {
         let (mut outer, mut rest) = (self.base, index);

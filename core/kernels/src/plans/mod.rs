@@ -1,13 +1,53 @@
 //! Plans: what is launched, and with which arguments, for addresses and sizes.
 
+mod attention;
+mod dropout;
 mod grad_norm;
+mod loss;
 mod optimizer;
+mod rows;
 
+pub use attention::{Scores, attention_softmax, attention_softmax_backward};
+pub use dropout::{Dropout, dropout};
 pub use grad_norm::{NormTensor, Values, squared_norm};
+pub use loss::{CrossEntropy, IGNORED, cross_entropy, cross_entropy_backward, embedding_grad};
 pub use optimizer::{
     AdamW, AdamWTensor, Average, AverageTensor, Momentum, Noise, Scale, Sgd, SgdTensor, State,
     StepScale, Update, adamw, average, sgd,
 };
+pub use rows::{
+    RmsNorm, RmsNormBackward, Rope, rms_norm, rms_norm_backward, rope, swiglu, swiglu_backward,
+};
+
+/// Evaluates `$body` with `$T` as the element type of a dtype that kernels of rows take.
+macro_rules! with_element {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            $crate::Float::F32 => {
+                type $T = f32;
+                $body
+            }
+            $crate::Float::Bf16 => {
+                type $T = $crate::Bf16;
+                $body
+            }
+            $crate::Float::F16 => {
+                type $T = $crate::F16;
+                $body
+            }
+            $crate::Float::F64 => panic!("the kernels of layers compute in f32, got f64"),
+        }
+    };
+}
+use with_element;
+
+/// Blocks of `size` for `n`.
+fn blocks(n: u64, size: u64) -> u32 {
+    u32::try_from(n.div_ceil(size)).expect("less than 2^32 blocks")
+}
+
+/// Columns of a block that has a thread for each.
+const COLUMNS: u64 = 256;
 
 /// Elements of a tensor that one block works on: `CHUNK` in `kernels/common.cu`.
 const CHUNK: u64 = 256 * 32;

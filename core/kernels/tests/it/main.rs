@@ -5,6 +5,7 @@
 mod cache;
 mod faults;
 mod grad_norm;
+mod layers;
 mod numbers;
 mod optimizer;
 mod shim;

@@ -1,0 +1,225 @@
+//! Norms, updates and averages on GPUs: a launch for many tensors. What the kernels do not take is computed in candle's
+//! operations, as on devices of other kinds. **Compiled, and never run: there was no GPU to run it on.** The plans that
+//! are made here are carried out in the tests of `fulgurite-kernels`.
+#![allow(unsafe_code)] // the launches
+
+use candle_core::{CudaDevice, DType, Device, Tensor};
+use fulgurite_kernels::cuda::{address, run};
+use fulgurite_kernels::plans::{self, Average, Noise, Scale, Sgd, State, Update, Values};
+use fulgurite_kernels::{Float, Plan};
+
+use super::GradScale;
+use super::state::ParamUpdate;
+use crate::Result;
+use crate::shard::Region;
+
+/// Runs of one parameter's owned part that are rows of the table; a part of more is summed in tensor operations.
+const MOST_RUNS: usize = 4096;
+
+fn cuda(tensor: &Tensor) -> Option<&CudaDevice> {
+    match tensor.device() {
+        Device::Cuda(device) if tensor.is_contiguous() => Some(device),
+        _ => None,
+    }
+}
+
+fn float(dtype: DType) -> Option<Float> {
+    match dtype {
+        DType::F32 => Some(Float::F32),
+        DType::BF16 => Some(Float::Bf16),
+        DType::F16 => Some(Float::F16),
+        DType::F64 => Some(Float::F64),
+        _ => None,
+    }
+}
+
+fn values(tensor: &Tensor, dtype: Float) -> Result<Values> {
+    Ok(Values { address: address(tensor)?, length: tensor.elem_count() as u64, dtype })
+}
+
+/// Gradients whose squared norm is taken together.
+#[derive(Default)]
+pub(super) struct SquaredNorm {
+    parts: Vec<Values>,
+    /// Keeps their memory until it is read.
+    grads: Vec<Tensor>,
+}
+
+impl SquaredNorm {
+    /// Takes the owned part of a gradient, or says that it must be summed otherwise.
+    pub(super) fn take(&mut self, grad: &Tensor, owned: &Region, outer: &[usize]) -> Result<bool> {
+        let Some(dtype) = float(grad.dtype()).filter(|_| cuda(grad).is_some()) else {
+            return Ok(false);
+        };
+        if self.grads.first().is_some_and(|first| !first.device().same_device(grad.device())) {
+            return Ok(false);
+        }
+        let runs = owned.runs(outer);
+        if runs.len() > MOST_RUNS {
+            return Ok(false);
+        }
+        let start = address(grad)?;
+        self.parts.extend(runs.into_iter().map(|run| Values {
+            address: start + (run.outer * dtype.size()) as u64,
+            length: run.len as u64,
+            dtype,
+        }));
+        self.grads.push(grad.clone());
+        Ok(true)
+    }
+
+    /// The sum of squares, an f64 on the device; `None` if nothing was taken.
+    pub(super) fn sum(self) -> Result<Option<Tensor>> {
+        let Some(first) = self.grads.first() else { return Ok(None) };
+        let total = Tensor::zeros((), DType::F64, first.device())?;
+        let plan = plans::squared_norm(&self.parts, address(&total)?);
+        // SAFETY: the parts lie in the gradients, which are held until this returns, and `total` has one element.
+        unsafe { carry_out(&plan, first) }?;
+        Ok(Some(total))
+    }
+}
+
+/// # Safety
+/// As [`run`], on the device of `tensor`.
+unsafe fn carry_out(plan: &Plan, tensor: &Tensor) -> Result<()> {
+    match tensor.device() {
+        // SAFETY: the caller's promise.
+        Device::Cuda(device) => unsafe { run(plan, device) },
+        _ => Ok(()), // there are plans for GPUs alone
+    }
+}
+
+/// Updates that are made together, and the numbers of each.
+pub(super) struct Updates<const N: usize>(Vec<Taken<N>>);
+
+struct Taken<const N: usize> {
+    update: ParamUpdate<N>,
+    dtype: Float,
+    state: State,
+    noise: Noise,
+    step_size: f64,
+    decay: f64,
+}
+
+impl<const N: usize> Updates<N> {
+    pub(super) fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    /// Takes an update, or gives it back if it must be made otherwise. `step_size` and `decay` are as in [`Update`].
+    pub(super) fn take(
+        &mut self,
+        update: ParamUpdate<N>,
+        step_size: f64,
+        decay: f64,
+    ) -> Result<Option<ParamUpdate<N>>> {
+        let dtype = float(update.values.dtype()).filter(|dtype| *dtype != Float::F64);
+        let state = match update.state.first().map(Tensor::dtype) {
+            None | Some(DType::F32) => Some(State::F32),
+            Some(DType::BF16) => Some(State::Bf16),
+            Some(_) => None,
+        };
+        let all = [&update.values, &update.grad].into_iter().chain(&update.state);
+        let first = self.0.first().map_or(&update.values, |first| &first.update.values);
+        let together = all
+            .into_iter()
+            .all(|tensor| cuda(tensor).is_some() && tensor.device().same_device(first.device()));
+        let (Some(dtype), Some(state), Some(noise)) = (dtype, state, update.noise.for_kernels())
+        else {
+            return Ok(Some(update));
+        };
+        if !together || update.grad.dtype() != DType::F32 {
+            return Ok(Some(update));
+        }
+        self.0.push(Taken { update, dtype, state, noise, step_size, decay });
+        Ok(None)
+    }
+
+    /// Makes the updates by the plan that `plan` makes of them: one launch.
+    fn make(self, plan: impl FnOnce(Vec<Update<'_, N>>) -> Plan) -> Result<()> {
+        let Some(first) = self.0.first() else { return Ok(()) };
+        let mut updates = Vec::with_capacity(self.0.len());
+        for taken in &self.0 {
+            let ParamUpdate { values: tensor, grad, state, .. } = &taken.update;
+            let mut states = [0; N];
+            for (to, state) in states.iter_mut().zip(state) {
+                *to = address(state)?;
+            }
+            updates.push(Update {
+                values: values(tensor, taken.dtype)?,
+                grad: address(grad)?,
+                state: states,
+                state_dtype: taken.state,
+                noise: &taken.noise,
+                step_size: taken.step_size as f32,
+                decay: taken.decay as f32,
+            });
+        }
+        // SAFETY: values, gradients and state are tensors of one length (`OptimizerState::update_of`) that are held
+        // until this returns; each parameter's memory is its own.
+        unsafe { carry_out(&plan(updates), &first.update.values) }
+    }
+}
+
+fn known(scale: &GradScale) -> Scale {
+    let bound = scale.clip_value.unwrap_or(f64::INFINITY) as f32;
+    Scale::Known { factor: scale.factor as f32, bound }
+}
+
+/// One step of AdamW.
+pub(super) fn adamw(updates: Updates<2>, adamw: plans::AdamW, scale: &GradScale) -> Result<()> {
+    updates.make(|updates| plans::adamw(updates, adamw, known(scale)))
+}
+
+/// One step of stochastic gradient descent without momentum, or with it.
+pub(super) fn sgd<const N: usize>(
+    updates: Updates<N>,
+    momentum: Sgd,
+    scale: &GradScale,
+) -> Result<()> {
+    updates.make(|updates| {
+        let one_state = updates.into_iter().map(|update| Update {
+            values: update.values,
+            grad: update.grad,
+            state: [update.state.first().copied().unwrap_or(0)],
+            state_dtype: update.state_dtype,
+            noise: update.noise,
+            step_size: update.step_size,
+            decay: update.decay,
+        });
+        plans::sgd(one_state, momentum, known(scale))
+    })
+}
+
+/// Averages that are updated together.
+#[derive(Default)]
+pub(super) struct Averages {
+    averages: Vec<Average>,
+    tensors: Vec<Tensor>,
+}
+
+impl Averages {
+    /// Takes an average and the values that it follows, or says that it must be updated otherwise.
+    pub(super) fn take(&mut self, average: &Tensor, tensor: &Tensor) -> Result<bool> {
+        let dtype = float(tensor.dtype()).filter(|dtype| *dtype != Float::F64);
+        let Some(dtype) = dtype.filter(|_| cuda(average).is_some() && cuda(tensor).is_some())
+        else {
+            return Ok(false);
+        };
+        let first = self.tensors.first().unwrap_or(average);
+        if ![average, tensor].iter().all(|t| t.device().same_device(first.device())) {
+            return Ok(false);
+        }
+        self.averages.push(Average { average: address(average)?, values: values(tensor, dtype)? });
+        self.tensors.extend([average.clone(), tensor.clone()]);
+        Ok(true)
+    }
+
+    /// `average += gain * (values - average)`: one launch.
+    pub(super) fn update(self, gain: f64) -> Result<()> {
+        let Some(first) = self.tensors.first() else { return Ok(()) };
+        // SAFETY: averages and values are tensors of one length (`WeightAverage::shards`) that are held until this
+        // returns; an average is in f32 where values are not in f64.
+        unsafe { carry_out(&plans::average(&self.averages, gain), first) }
+    }
+}

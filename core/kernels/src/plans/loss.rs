@@ -1,0 +1,91 @@
+//! Cross entropy, and the gradient of an embedding.
+
+use super::{COLUMNS, blocks, with_element};
+use crate::{Float, In, Out, Plan, table};
+
+/// The target of a row that has none.
+pub const IGNORED: u32 = u32::MAX;
+
+/// Rows of logits with their targets.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CrossEntropy {
+    /// dtype of the logits.
+    pub dtype: Float,
+    /// `[rows, classes]`.
+    pub logits: u64,
+    /// u32, `[rows]`: classes, or [`IGNORED`].
+    pub targets: u64,
+    /// f32, `[rows]`: the log-sum-exp of each row over all classes; the forward writes it, 0 for ignored rows.
+    pub lse: u64,
+    /// Number of rows.
+    pub rows: u32,
+    /// Columns of the logits.
+    pub classes: u32,
+    /// Label smoothing.
+    pub smoothing: f64,
+}
+
+/// Writes the sum of the rows' losses to `total` (f64), in an order that follows from their number: two launches.
+pub fn cross_entropy(of: CrossEntropy, total: u64) -> Plan {
+    let mut plan = Plan::default();
+    let losses = plan.scratch::<f64>(of.rows as usize);
+    plan.call(with_element!(of.dtype, T => table::cross_entropy::<T>(
+        of.rows,
+        In::at(of.logits),
+        In::at(of.targets),
+        losses,
+        Out::at(of.lse),
+        of.classes,
+        of.smoothing as f32,
+    )));
+    plan.call(table::sum_f64(1, losses.read(), of.rows, Out::at(total)));
+    plan
+}
+
+/// Replaces the logits by their gradient: one launch. `grad` is the address of the gradient of the sum of losses (f32).
+/// The columns stand for the classes from `first` on, of `all_classes`: fewer where classes are cut over ranks.
+pub fn cross_entropy_backward(of: CrossEntropy, grad: u64, first: u32, all_classes: u32) -> Plan {
+    let mut plan = Plan::default();
+    let rows = if of.classes == 0 { 0 } else { of.rows };
+    plan.call(with_element!(of.dtype, T => table::cross_entropy_backward::<T>(
+        rows,
+        Out::at(of.logits),
+        In::at(of.targets),
+        In::at(of.lse),
+        In::at(grad),
+        first,
+        of.classes,
+        of.smoothing as f32,
+        (of.smoothing / f64::from(all_classes.max(1))) as f32,
+    )));
+    plan
+}
+
+/// Adds the gradients of rows to those of their ids, `[.., width]` in f32 at `out`, for each id in the order of the rows:
+/// one launch. `grad` is `[ids.len(), width]`.
+pub fn embedding_grad(dtype: Float, grad: u64, ids: &[u32], width: u32, out: u64) -> Plan {
+    let mut order: Vec<u32> = (0..ids.len() as u32).collect();
+    order.sort_by_key(|&row| ids[row as usize]); // stable: rows of one id stay in order
+    let (mut unique, mut starts) = (Vec::new(), Vec::new());
+    for (i, &row) in order.iter().enumerate() {
+        let id = ids[row as usize];
+        if unique.last() != Some(&id) {
+            unique.push(id);
+            starts.push(i as u32);
+        }
+    }
+    starts.push(order.len() as u32);
+    let mut plan = Plan::default();
+    let launched = unique.len() as u64 * u64::from(width).div_ceil(COLUMNS);
+    let [unique, starts, order] = [&unique, &starts, &order].map(|list| plan.numbers(list));
+    plan.call(with_element!(dtype, T => table::embedding_grad::<T>(
+        blocks(launched, 1),
+        In::at(grad),
+        unique,
+        starts,
+        order,
+        width,
+        Out::at(out),
+    )));
+    plan
+}
