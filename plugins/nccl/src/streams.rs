@@ -1,7 +1,7 @@
 //! What a process group needs of a device: memory, streams and events.
 //!
 //! A device has one *compute stream*, on which all that a rank computes is queued, and any number of others. Events
-//! order them. [`Cuda`](crate::Cuda) is the one for GPUs; tests have another, for memory of the host.
+//! order them. With the feature `cuda` there is one for GPUs; tests have another, for memory of the host.
 #![allow(unsafe_code)] // Addresses of memory go from thread to thread.
 
 use std::any::Any;

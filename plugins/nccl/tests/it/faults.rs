@@ -73,7 +73,6 @@ fn abort_and_timeouts_are_as_promised() {
     }
 }
 
-// checklist: PyTorch: NCCL watchdog
 #[test]
 fn a_rank_that_is_late_is_named_and_fails_too() {
     let job = job();

@@ -59,7 +59,7 @@ fn jobs() -> [Job; 2] {
     [Job::new(11), Job { dtypes: Some(floats), ..Job::new(12) }]
 }
 
-// checklist: Lightning: get_distributed_backend
+// checklist: torchtune: get_distributed_backend
 #[test]
 fn ddp_and_fsdp_train_as_one_device() {
     let train = |world, config: &str| Training::new(world, config, DType::F32, 2)?.run();
