@@ -35,7 +35,9 @@ DEVICE void cross_entropy_row(const T *logits, const u32 *targets, double *losse
     if (smoothing != 0) level = block_sum(level, scratch);
     if (threadIdx.x == 0) {
         float log_sum = all + logf(sum);
-        double loss = (double)log_sum - (1.0 - (double)smoothing) * (double)load(logits[row + target]);
+        // Not a number for a class that there is not, instead of what is behind the row.
+        double zero = 0.0, hit = target < classes ? (double)load(logits[row + target]) : zero / zero;
+        double loss = (double)log_sum - (1.0 - (double)smoothing) * hit;
         if (smoothing != 0) loss -= (double)smoothing * (double)level / (double)classes;
         losses[blockIdx.x] = loss;
         lse[blockIdx.x] = log_sum;

@@ -1,7 +1,12 @@
 //! Carrying out plans on a GPU. **Compiled and linked, and never run: there was no GPU to run it on.**
 
 mod compile;
+mod layers;
 mod run;
 
 pub use compile::{nvrtc_version, ptx};
+pub use layers::{
+    cross_entropy, cross_entropy_backward, embedding_grad, rms_norm, rms_norm_backward, rope,
+    swiglu, swiglu_backward,
+};
 pub use run::{address, run};

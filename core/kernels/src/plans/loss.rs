@@ -62,9 +62,10 @@ pub fn cross_entropy_backward(of: CrossEntropy, grad: u64, first: u32, all_class
 }
 
 /// Adds the gradients of rows to those of their ids, `[.., width]` in f32 at `out`, for each id in the order of the rows:
-/// one launch. `grad` is `[ids.len(), width]`.
+/// one launch. `grad` is `[ids.len(), width]`; rows whose id is [`IGNORED`] are passed over.
 pub fn embedding_grad(dtype: Float, grad: u64, ids: &[u32], width: u32, out: u64) -> Plan {
-    let mut order: Vec<u32> = (0..ids.len() as u32).collect();
+    let has_id = |row: &u32| ids[*row as usize] != IGNORED;
+    let mut order: Vec<u32> = (0..ids.len() as u32).filter(has_id).collect();
     order.sort_by_key(|&row| ids[row as usize]); // stable: rows of one id stay in order
     let (mut unique, mut starts) = (Vec::new(), Vec::new());
     for (i, &row) in order.iter().enumerate() {

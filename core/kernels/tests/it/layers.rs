@@ -366,6 +366,18 @@ fn losses<T: Dtype>() {
 }
 
 #[test]
+fn a_target_beyond_the_classes_is_no_number_and_reads_nothing() {
+    let mut m = Machine::default();
+    // The row ends where its memory does: a read behind it would be found.
+    let (logits, targets) = (m.put(&[1f32, 2.0, 3.0]), m.put(&[3u32]));
+    let (lse, total) = (m.garbage::<f32>(1), m.put(&[0f64]));
+    let (dtype, rows, classes, smoothing) = (f32::FLOAT, 1, 3, 0.0);
+    let of = CrossEntropy { dtype, logits, targets, lse, rows, classes, smoothing };
+    m.run(&cross_entropy(of, total));
+    assert!(m.get::<f64>(total)[0].is_nan());
+}
+
+#[test]
 fn labels_are_smoothed_where_classes_are_cut_over_ranks() {
     let (rows, classes, smoothing) = (2, 10, 0.2);
     let logits: Vec<f32> = normal("logits", rows * classes);
@@ -419,7 +431,7 @@ fn labels_are_smoothed_where_classes_are_cut_over_ranks() {
 
 fn embedded<T: Dtype>() {
     for (ids, width, skip) in
-        [(vec![3u32, 1, 3, 3, 0, 1], 300, 1), (vec![2; 70], 7, 0), (vec![], 4, 0)]
+        [(vec![3u32, 1, 3, IGNORED, 3, 0, 1], 300, 1), (vec![2; 70], 7, 0), (vec![], 4, 0)]
     {
         let mut m = Machine::default();
         let grad = normal::<T>("grad", ids.len() * width);
@@ -427,7 +439,7 @@ fn embedded<T: Dtype>() {
         let out = m.put(&expected);
         let at = View::put(&mut m, skip, &grad);
         m.run(&embedding_grad(T::FLOAT, at.address(), &ids, width as u32, out));
-        for (row, &id) in ids.iter().enumerate() {
+        for (row, &id) in ids.iter().enumerate().filter(|(_, id)| **id != IGNORED) {
             for i in 0..width {
                 expected[id as usize * width + i] += grad[row * width + i].to_f64() as f32;
             }

@@ -133,6 +133,10 @@ impl Activation {
 
 /// `silu(gate) * up`.
 pub(crate) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(y) = fulgurite_kernels::cuda::swiglu(gate, up)? {
+        return Ok(y);
+    }
     let dtype = gate.dtype();
     let (gate, up) = (to_accumulation_dtype(gate)?, to_accumulation_dtype(up)?);
     let y = if uses_cpu_kernels(&gate) {
@@ -152,6 +156,12 @@ pub(crate) fn swiglu_backward(
     up: &Tensor,
     grad: &Tensor,
 ) -> Result<(Tensor, Tensor)> {
+    #[cfg(feature = "cuda")]
+    if let Some(grads) =
+        fulgurite_kernels::cuda::swiglu_backward(gate, up, &grad.to_dtype(gate.dtype())?)?
+    {
+        return Ok(grads);
+    }
     let dtype = gate.dtype();
     let (gate, up, grad) =
         (to_accumulation_dtype(gate)?, to_accumulation_dtype(up)?, to_accumulation_dtype(grad)?);

@@ -36,6 +36,14 @@ pub(crate) fn forward(
     smoothing: f64,
 ) -> Result<(Tensor, Tensor)> {
     let (rows, classes) = logits.dims2()?;
+    #[cfg(feature = "cuda")]
+    if logits.device().is_cuda() {
+        let targets = on_device(targets, logits.device())?;
+        let result = fulgurite_kernels::cuda::cross_entropy(logits, &targets, smoothing)?;
+        if let Some((total, lse)) = result {
+            return Ok((total.to_dtype(accumulation_dtype(logits.dtype()))?, lse));
+        }
+    }
     let logits = to_accumulation_dtype(logits)?;
     if !uses_cpu_kernels(&logits) {
         let target = TargetMasks::new(targets, ClassRange { first: 0, total: classes }, &logits)?;
@@ -90,6 +98,13 @@ pub(crate) fn backward(
     smoothing: f64,
     grad: &Tensor,
 ) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if logits.device().is_cuda() {
+        let own = logits.force_contiguous()?;
+        if replace_on_cuda(&own, lse, targets, classes, smoothing, grad)? {
+            return Ok(own);
+        }
+    }
     let (dtype, (rows, columns)) = (logits.dtype(), logits.dims2()?);
     let logits = to_accumulation_dtype(logits)?;
     let grad = grad.to_dtype(logits.dtype())?;
@@ -130,7 +145,7 @@ pub(crate) fn backward(
 }
 
 /// [`backward`], equal to the bit, but in the memory of the logits, which must have no other user,
-/// if they are on the CPU and in their accumulation dtype.
+/// if they are on the CPU and in their accumulation dtype, or where a kernel takes them.
 pub(crate) fn backward_into(
     logits: Tensor,
     lse: &Tensor,
@@ -139,6 +154,10 @@ pub(crate) fn backward_into(
     smoothing: f64,
     grad: &Tensor,
 ) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if logits.is_contiguous() && replace_on_cuda(&logits, lse, targets, classes, smoothing, grad)? {
+        return Ok(logits);
+    }
     let in_place = uses_cpu_kernels(&logits)
         && accumulation_dtype(logits.dtype()) == logits.dtype()
         && logits.elem_count() > 0;
@@ -165,6 +184,38 @@ pub(crate) fn backward_into(
         Result::Ok(())
     })?;
     Ok(logits)
+}
+
+/// The targets as a kernel takes them.
+#[cfg(feature = "cuda")]
+fn on_device(targets: &Targets, device: &candle_core::Device) -> Result<Tensor> {
+    let ignored = fulgurite_kernels::plans::IGNORED;
+    let targets: Vec<u32> = targets.iter().map(|target| target.unwrap_or(ignored)).collect();
+    let targets = Tensor::new(targets, &candle_core::Device::Cpu)?;
+    fulgurite_engine::execution::transfer::to_device(&targets, device, "targets")
+}
+
+/// Replaces the logits by their gradient, if a kernel takes them.
+#[cfg(feature = "cuda")]
+fn replace_on_cuda(
+    logits: &Tensor,
+    lse: &Tensor,
+    targets: &Targets,
+    classes: ClassRange,
+    smoothing: f64,
+    grad: &Tensor,
+) -> Result<bool> {
+    if !logits.device().is_cuda() {
+        return Ok(false);
+    }
+    let (targets, lse) = (on_device(targets, logits.device())?, lse.flatten_all()?.contiguous()?);
+    fulgurite_kernels::cuda::cross_entropy_backward(
+        logits,
+        [&targets, &lse],
+        [classes.first, classes.total],
+        smoothing,
+        grad,
+    )
 }
 
 vectorized! {

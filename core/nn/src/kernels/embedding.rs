@@ -7,6 +7,8 @@ use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::gradients::accumulate_host;
 use crate::host::{Float, host, indices, tensor, with_float};
 use crate::{Error, Result};
+#[cfg(feature = "cuda")]
+use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::parameter::accumulation_dtype;
 
@@ -85,6 +87,28 @@ pub(crate) fn lookup_grad(weight: &Parameter, ids: &[u32], grad: &Tensor) -> Res
     let [rows, width] = *weight.compute_shape() else {
         return Err(Error::parameter(weight.fqn(), "an embedding has two dimensions"));
     };
+    #[cfg(feature = "cuda")]
+    if grad.device().is_cuda() && grad.elem_count() > 0 {
+        let grad = grad.reshape(((), width))?;
+        weight.accumulate_with(|out, add| {
+            if !add {
+                out.zero_set()?;
+            }
+            if fulgurite_kernels::cuda::embedding_grad(&grad, ids, out)? {
+                return Ok(());
+            }
+            // Of another dtype: as on other devices.
+            let (ids, factor) = portable_ids(ids, out)?;
+            let grad = grad.to_dtype(out.dtype())?;
+            let grad = match factor {
+                Some(factor) => grad.broadcast_mul(&factor)?,
+                None => grad,
+            };
+            let sum = out.reshape((rows, width))?.index_add(&ids, &grad, 0)?;
+            storage::copy_from(out, &sum)
+        })?;
+        return Ok(());
+    }
     let grad = to_accumulation_dtype(grad)?;
     if !uses_cpu_kernels(&grad) {
         let device: &Device = grad.device();

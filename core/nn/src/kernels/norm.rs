@@ -33,6 +33,12 @@ impl Norm {
         weight: &Tensor,
         bias: Option<&Tensor>,
     ) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let (false, None) = (self.center, bias)
+            && let Some((y, _)) = fulgurite_kernels::cuda::rms_norm(x, weight, self.eps)?
+        {
+            return Ok(y);
+        }
         let dtype = x.dtype();
         let (x, weight) = (to_accumulation_dtype(x)?, to_accumulation_dtype(weight)?);
         let bias = bias.map(to_accumulation_dtype).transpose()?;
@@ -63,6 +69,22 @@ impl Norm {
         with_bias: bool,
         grad: &Tensor,
     ) -> Result<NormGrads> {
+        #[cfg(feature = "cuda")]
+        if !self.center && !with_bias {
+            // Computed again, as on the CPU: nothing is kept from the forward.
+            let forward = fulgurite_kernels::cuda::rms_norm(x, weight, self.eps)?;
+            let grads = forward.map(|(_, rstd)| {
+                fulgurite_kernels::cuda::rms_norm_backward(
+                    x,
+                    weight,
+                    &rstd,
+                    &grad.to_dtype(x.dtype())?,
+                )
+            });
+            if let Some((x, weight)) = grads.transpose()?.flatten() {
+                return Ok(NormGrads { x, weight, bias: None });
+            }
+        }
         let dtype = x.dtype();
         let (x, weight, grad) = (
             to_accumulation_dtype(x)?,

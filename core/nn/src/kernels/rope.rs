@@ -45,6 +45,10 @@ vectorized! {
 /// Rotates `x` (`[.., positions, head_dim]`); with `inverse` by the negative angles, which is the
 /// backward.
 pub(crate) fn rotate(x: &Tensor, angles: &Angles, inverse: bool) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(y) = fulgurite_kernels::cuda::rope(x, &angles.cos, &angles.sin, inverse)? {
+        return Ok(y);
+    }
     let (dtype, d) = (x.dtype(), x.dim(D::Minus1)?);
     let (cos, sin) = (
         angles.cos.to_dtype(accumulation_dtype(dtype))?.contiguous()?,

@@ -406,7 +406,9 @@ impl StrategyRuntime {
 
     /// The norm of the mean gradient of an optimizer's parameters, which may be infinite or NaN. Collective.
     pub(crate) fn gradient_norm(&self, optimizer: usize) -> Result<f64> {
-        let _phase = self.phase("gradient norm");
+        let is_read = self.lock_state()?.steps[optimizer].read.is_some();
+        // One phase a step, which began with what was read.
+        let _phase = (!is_read).then(|| self.phase("gradient norm"));
         let scale = self.grad_scale(optimizer)?;
         let context = self.context()?;
         let squares = {

@@ -1,0 +1,309 @@
+//! Layers on GPUs: outputs of tensors, by the plans that the tests carry out. Every function returns `None` for tensors
+//! that no kernel takes: on another device, in f64, of too many rows, or rotated by tables of another form.
+#![allow(unsafe_code)] // launches, and memory that a launch writes whole
+
+use candle_core::backend::BackendDevice as _;
+use candle_core::op::BackpropOp;
+use candle_core::{CudaDevice, D, DType, Device, Storage, Tensor};
+use fulgurite_error::{Error, Result};
+
+use super::{address, run};
+use crate::plans::{self, CrossEntropy, RmsNorm, RmsNormBackward, Rope};
+use crate::{Float, Plan};
+
+/// The device and the dtype of a tensor that kernels of layers take.
+fn taken(tensor: &Tensor) -> Option<(&CudaDevice, Float)> {
+    let Device::Cuda(device) = tensor.device() else { return None };
+    let dtype = match tensor.dtype() {
+        DType::F32 => Float::F32,
+        DType::BF16 => Float::Bf16,
+        DType::F16 => Float::F16,
+        _ => return None,
+    };
+    (tensor.elem_count() > 0).then_some((device, dtype))
+}
+
+/// Rows and elements of a row, in the last dimension.
+fn rows(tensor: &Tensor) -> Result<Option<(u32, u32)>> {
+    let n = tensor.dim(D::Minus1)?;
+    Ok(u32::try_from(tensor.elem_count() / n.max(1)).ok().zip(u32::try_from(n).ok()))
+}
+
+/// Memory of this shape and dtype with any content, which a launch writes whole.
+fn output(like: &Tensor) -> Result<Tensor> {
+    match like.device() {
+        Device::Cuda(device) => {
+            // SAFETY: whoever calls this hands it to a plan that writes every element.
+            let storage = unsafe { device.alloc_uninit(like.shape(), like.dtype()) }?;
+            let (storage, shape) = (Storage::Cuda(storage), like.shape().clone());
+            Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false))
+        }
+        _ => Err(Error::other("memory for a kernel was asked of another device than a GPU")),
+    }
+}
+
+/// Checks that all have the shape and dtype of the first and are on its device.
+fn alike(tensors: &[&Tensor]) -> Result<()> {
+    let same = |other: &&Tensor| {
+        other.dims() == tensors[0].dims()
+            && other.dtype() == tensors[0].dtype()
+            && other.device().same_device(tensors[0].device())
+    };
+    match tensors.iter().all(same) {
+        true => Ok(()),
+        false => Err(Error::other(format!(
+            "a kernel takes tensors of one shape and dtype on one device, got {:?}",
+            tensors.iter().map(|t| (t.dims(), t.dtype())).collect::<Vec<_>>()
+        ))),
+    }
+}
+
+/// A weight of `n` elements in f32.
+fn weight(weight: &Tensor, n: u32) -> Result<Tensor> {
+    if weight.dims() != [n as usize] {
+        return Err(Error::other(format!(
+            "a norm of {n} elements has a weight of {:?}",
+            weight.dims()
+        )));
+    }
+    Ok(weight.to_dtype(DType::F32)?.contiguous()?)
+}
+
+/// Carries a plan out whose addresses are those of `held`, contiguous tensors of the sizes that it was made with.
+fn carry_out(plan: &Plan, device: &CudaDevice, held: &[&Tensor]) -> Result<()> {
+    // SAFETY: the tensors are held until this returns, and their sizes were checked by whoever made the plan.
+    let done = unsafe { run(plan, device) };
+    let _ = held;
+    done
+}
+
+/// `x * rstd * weight` over the last dimension, and `rstd` (f32), one over the root of the mean square plus `eps`.
+///
+/// # Errors
+/// If shapes do not fit, or a launch fails.
+pub fn rms_norm(x: &Tensor, scale: &Tensor, eps: f64) -> Result<Option<(Tensor, Tensor)>> {
+    let (Some((device, dtype)), Some((count, n))) = (taken(x), rows(x)?) else { return Ok(None) };
+    let (x, scale) = (x.contiguous()?, weight(scale, n)?);
+    let y = output(&x)?;
+    let rstd = Tensor::zeros(count as usize, DType::F32, x.device())?;
+    let plan = plans::rms_norm(RmsNorm {
+        dtype,
+        x: address(&x)?,
+        residual: 0,
+        weight: address(&scale)?,
+        sum: 0,
+        y: address(&y)?,
+        rstd: address(&rstd)?,
+        rows: count,
+        n,
+        eps: eps as f32,
+    });
+    carry_out(&plan, device, &[&x, &scale, &y, &rstd])?;
+    Ok(Some((y, rstd)))
+}
+
+/// The gradients of [`rms_norm`]'s input, in its dtype, and of its weight, in f32.
+///
+/// # Errors
+/// As [`rms_norm`].
+pub fn rms_norm_backward(
+    x: &Tensor,
+    scale: &Tensor,
+    rstd: &Tensor,
+    grad: &Tensor,
+) -> Result<Option<(Tensor, Tensor)>> {
+    let (Some((device, dtype)), Some((count, n))) = (taken(x), rows(x)?) else { return Ok(None) };
+    alike(&[x, grad])?;
+    if rstd.dims() != [count as usize] || rstd.dtype() != DType::F32 {
+        return Err(Error::other(format!(
+            "a norm of {count} rows has a factor of {:?}",
+            rstd.shape()
+        )));
+    }
+    let (x, grad) = (x.contiguous()?, grad.contiguous()?);
+    let (scale, rstd) = (weight(scale, n)?, rstd.contiguous()?);
+    let dx = output(&x)?;
+    let dweight = Tensor::zeros(n as usize, DType::F32, x.device())?;
+    let plan = plans::rms_norm_backward(RmsNormBackward {
+        dtype,
+        x: address(&x)?,
+        weight: address(&scale)?,
+        rstd: address(&rstd)?,
+        grad: address(&grad)?,
+        more: 0,
+        dx: address(&dx)?,
+        dweight: address(&dweight)?,
+        rows: count,
+        n,
+    });
+    carry_out(&plan, device, &[&x, &scale, &rstd, &grad, &dx, &dweight])?;
+    Ok(Some((dx, dweight)))
+}
+
+/// `silu(gate) * up`.
+///
+/// # Errors
+/// As [`rms_norm`].
+pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Option<Tensor>> {
+    let Some((device, dtype)) = taken(gate) else { return Ok(None) };
+    alike(&[gate, up])?;
+    let (gate, up) = (gate.contiguous()?, up.contiguous()?);
+    let y = output(&gate)?;
+    let addresses = [address(&gate)?, address(&up)?];
+    let plan = plans::swiglu(dtype, addresses, address(&y)?, gate.elem_count() as u64);
+    carry_out(&plan, device, &[&gate, &up, &y])?;
+    Ok(Some(y))
+}
+
+/// The gradients of [`swiglu`]'s inputs.
+///
+/// # Errors
+/// As [`rms_norm`].
+pub fn swiglu_backward(
+    gate: &Tensor,
+    up: &Tensor,
+    grad: &Tensor,
+) -> Result<Option<(Tensor, Tensor)>> {
+    let Some((device, dtype)) = taken(gate) else { return Ok(None) };
+    alike(&[gate, up, grad])?;
+    let (gate, up, grad) = (gate.contiguous()?, up.contiguous()?, grad.contiguous()?);
+    let (dgate, dup) = (output(&gate)?, output(&up)?);
+    let plan = plans::swiglu_backward(
+        dtype,
+        [address(&gate)?, address(&up)?, address(&grad)?],
+        [address(&dgate)?, address(&dup)?],
+        gate.elem_count() as u64,
+    );
+    carry_out(&plan, device, &[&gate, &up, &grad, &dgate, &dup])?;
+    Ok(Some((dgate, dup)))
+}
+
+/// Rotates `x`, `[.., positions, width]`, by the angles whose cosines and sines, `[positions, width / 2]`, these are; with
+/// `inverse` by the negative ones.
+///
+/// # Errors
+/// As [`rms_norm`].
+pub fn rope(x: &Tensor, cosine: &Tensor, sine: &Tensor, inverse: bool) -> Result<Option<Tensor>> {
+    let (Some((device, dtype)), Some((_, width))) = (taken(x), rows(x)?) else { return Ok(None) };
+    let positions = x.dim(D::Minus2)?;
+    let table = [positions, width as usize / 2];
+    if cosine.dims() != table || sine.dims() != table || width % 2 == 1 {
+        return Ok(None);
+    }
+    let Ok(count) = u32::try_from(positions) else { return Ok(None) };
+    let x = x.contiguous()?;
+    let [cosine, sine] = [cosine, sine].map(|t| t.to_dtype(DType::F32)?.contiguous());
+    let (cosine, sine, y) = (cosine?, sine?, output(&x)?);
+    let plan = plans::rope(Rope {
+        dtype,
+        x: address(&x)?,
+        y: address(&y)?,
+        cosine: address(&cosine)?,
+        sine: address(&sine)?,
+        rows: (x.elem_count() / width as usize) as u64,
+        width,
+        positions: count,
+        inner: 1,
+        inverse,
+    });
+    carry_out(&plan, device, &[&x, &cosine, &sine, &y])?;
+    Ok(Some(y))
+}
+
+/// The rows and columns of logits and of what is beside each row.
+fn logits(
+    dtype: Float,
+    logits: &Tensor,
+    [targets, lse]: [&Tensor; 2],
+    smoothing: f64,
+) -> Result<Option<CrossEntropy>> {
+    let (rows, classes) = logits.dims2()?;
+    for (beside, expected) in [(targets, DType::U32), (lse, DType::F32)] {
+        if beside.dims() != [rows] || beside.dtype() != expected || !beside.is_contiguous() {
+            return Err(Error::other(format!(
+                "cross entropy of {rows} rows was given {expected:?} of {:?}, {:?}",
+                beside.dims(),
+                beside.dtype()
+            )));
+        }
+    }
+    let (Ok(rows), Ok(classes)) = (u32::try_from(rows), u32::try_from(classes)) else {
+        return Ok(None);
+    };
+    let (logits, targets, lse) = (address(logits)?, address(targets)?, address(lse)?);
+    Ok(Some(CrossEntropy { dtype, logits, targets, lse, rows, classes, smoothing }))
+}
+
+/// The sum over the rows of `logits` (`[rows, classes]`) of their cross entropy, as a scalar of f64, and the log-sum-exp of
+/// each row, in f32. `targets` (u32, `[rows]`) are classes, or [`IGNORED`](plans::IGNORED).
+///
+/// # Errors
+/// As [`rms_norm`]. A target beyond the classes makes the sum NaN.
+pub fn cross_entropy(
+    logits_of: &Tensor,
+    targets: &Tensor,
+    smoothing: f64,
+) -> Result<Option<(Tensor, Tensor)>> {
+    let Some((device, dtype)) = taken(logits_of) else { return Ok(None) };
+    let logits_of = logits_of.contiguous()?;
+    let lse = Tensor::zeros(logits_of.dim(0)?, DType::F32, logits_of.device())?;
+    let total = Tensor::zeros((), DType::F64, logits_of.device())?;
+    let Some(of) = logits(dtype, &logits_of, [targets, &lse], smoothing)? else { return Ok(None) };
+    let plan = plans::cross_entropy(of, address(&total)?);
+    carry_out(&plan, device, &[&logits_of, targets, &lse, &total])?;
+    Ok(Some((total, lse)))
+}
+
+/// Replaces the logits, which are contiguous and have no other user, by the gradient of [`cross_entropy`], times `grad` (a
+/// scalar). The columns are the classes from `first` on, of `all`.
+///
+/// # Errors
+/// As [`cross_entropy`].
+pub fn cross_entropy_backward(
+    logits_of: &Tensor,
+    [targets, lse]: [&Tensor; 2],
+    [first, all]: [usize; 2],
+    smoothing: f64,
+    grad: &Tensor,
+) -> Result<bool> {
+    let Some((device, dtype)) = taken(logits_of) else { return Ok(false) };
+    if !logits_of.is_contiguous() || grad.elem_count() != 1 {
+        return Err(Error::other(
+            "the gradient of a cross entropy takes contiguous logits and a scalar",
+        ));
+    }
+    let (Ok(first), Ok(all)) = (u32::try_from(first), u32::try_from(all)) else { return Ok(false) };
+    let grad = grad.to_dtype(DType::F32)?.contiguous()?;
+    let Some(of) = logits(dtype, logits_of, [targets, lse], smoothing)? else { return Ok(false) };
+    let plan = plans::cross_entropy_backward(of, address(&grad)?, first, all);
+    carry_out(&plan, device, &[logits_of, targets, lse, &grad])?;
+    Ok(true)
+}
+
+/// Adds the rows of `grad` (`[ids.len(), width]`) to those of `out` (f32, flat, of rows of `width`), for each id in the
+/// order of the rows; those whose id is [`IGNORED`](plans::IGNORED) are passed over. False if no kernel takes them.
+///
+/// # Errors
+/// As [`rms_norm`], and if an id is beyond the rows of `out`.
+pub fn embedding_grad(grad: &Tensor, ids: &[u32], out: &Tensor) -> Result<bool> {
+    let Some((device, dtype)) = taken(grad) else { return Ok(false) };
+    let (count, width) = grad.dims2()?;
+    let fits = |id: &u32| *id == plans::IGNORED || (*id as usize + 1) * width <= out.elem_count();
+    if count != ids.len() || !ids.iter().all(fits) {
+        return Err(Error::other(format!(
+            "an embedding's gradient of {:?} was given {} ids, of rows of {} elements in all",
+            grad.dims(),
+            ids.len(),
+            out.elem_count()
+        )));
+    }
+    let Ok(width) = u32::try_from(width) else { return Ok(false) };
+    if out.dtype() != DType::F32 || !out.is_contiguous() || !out.device().same_device(grad.device())
+    {
+        return Ok(false);
+    }
+    let grad = grad.contiguous()?;
+    let plan = plans::embedding_grad(dtype, address(&grad)?, ids, width, address(out)?);
+    carry_out(&plan, device, &[&grad, out])?;
+    Ok(true)
+}
