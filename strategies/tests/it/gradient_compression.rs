@@ -242,7 +242,7 @@ fn mistakes() {
     );
     insta::assert_snapshot!(refused(2, &no_replicas), @"device mesh: `trainer.strategy.gradient_compression` is of gradients that are summed over replicas, and data_parallel_replicate has size 1: leave it out, or set `data_parallel_replicate_size`. The dtype that shards are reduced in is `mixed_precision.reduce_dtype`");
     let fsdp = with(r#"{"type": "fsdp"}"#, r#""gradient_compression": "bf16""#);
-    insta::assert_snapshot!(refused(2, &fsdp), @"unknown field `gradient_compression`, expected one of `reshard_after_forward`, `mixed_precision`, `prefetch`, `shard_conditions`, `allow_root_only`, `ignored`, `accumulation_sync`, `gradient_predivide_factor`, `parallelize`");
+    insta::assert_snapshot!(refused(2, &fsdp), @"unknown field `gradient_compression`, expected one of `reshard_after_forward`, `mixed_precision`, `prefetch`, `shard_conditions`, `allow_root_only`, `cpu_offload`, `ignored`, `accumulation_sync`, `gradient_predivide_factor`, `parallelize`");
     let zero = with(DDP, r#""gradient_predivide_factor": 0.0"#);
     insta::assert_snapshot!(refused(2, &zero), @"`trainer.strategy.gradient_predivide_factor` = 0: expected a positive number, best a power of two, by which dividing rounds nothing");
     let plugin = with(DDP, r#""gradient_compression": {"type": "noting", "predivide": -1.0}"#);
