@@ -21,6 +21,10 @@ pub(crate) enum Workload {
     /// 93 M parameters, 12 layers of 768, 1 sequence of 16 tokens: weights and AdamW's state are
     /// 1.04 GiB
     Ckpt,
+    /// 1.24 billion parameters, 16 layers of 2048, 8 sequences of 2048 tokens: the layers of Llama 3.2 1B, with a
+    /// vocabulary of 65536 as its head has weights of its own. For GPUs
+    #[value(name = "llama1b")]
+    Llama1b,
 }
 
 /// Options for the size of a decoder.
@@ -72,18 +76,20 @@ impl SizeOptions {
     /// # Errors
     /// If the heads do not divide the width.
     pub(crate) fn decoder(&self, default: Workload) -> Result<DecoderSize> {
-        let [vocab, dim, layers, heads, ffn] = match self.workload(default) {
-            Workload::Tiny => [512, 128, 4, 4, 384],
-            Workload::M30 => [4096, 512, 8, 8, 1408],
-            Workload::Ckpt => [4096, 768, 12, 12, 2112],
+        let [vocab, dim, layers, heads, kv_heads, ffn] = match self.workload(default) {
+            Workload::Tiny => [512, 128, 4, 4, 4, 384],
+            Workload::M30 => [4096, 512, 8, 8, 8, 1408],
+            Workload::Ckpt => [4096, 768, 12, 12, 12, 2112],
+            Workload::Llama1b => [65536, 2048, 16, 32, 8, 8192],
         };
+        let kv_heads = self.heads.unwrap_or(kv_heads);
         let heads = self.heads.unwrap_or(heads);
         let size = DecoderSize {
             vocab: self.vocab.unwrap_or(vocab),
             dim: self.dim.unwrap_or(dim),
             layers: self.layers.unwrap_or(layers),
             heads,
-            kv_heads: self.kv_heads.unwrap_or(heads),
+            kv_heads: self.kv_heads.unwrap_or(kv_heads),
             ffn: self.ffn.unwrap_or(ffn),
         };
         if !size.dim.is_multiple_of(2 * heads) {

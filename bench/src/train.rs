@@ -24,6 +24,12 @@ pub struct TrainBench {
     ranks: StrategyRanks,
     #[command(flatten)]
     size: SizeOptions,
+    /// What the ranks compute on: cpu, cuda, auto, or a TOML table such as '{ type = "cuda", tf32 = true }'
+    #[arg(long, default_value = "cpu")]
+    accelerator: String,
+    /// The dtypes of computing, as `trainer.precision`: 32-true, bf16-mixed, …
+    #[arg(long, default_value = "32-true")]
+    precision: String,
     /// Tokens a sequence [default: the workload's]
     #[arg(long, value_parser = at_least_one)]
     seq: Option<usize>,
@@ -46,7 +52,8 @@ pub struct TrainBench {
     /// Steps before those, two at least: from the second on the optimizer's state is in memory
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(2..))]
     warmup: u64,
-    /// Do not measure the floor: the step's matrix products and nothing else
+    /// Do not measure the floor: the step's matrix products and nothing else. It is measured in f32 on the host's
+    /// cores only
     #[arg(long)]
     no_floor: bool,
     /// As JSON on standard output
@@ -77,11 +84,17 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
         Workload::Tiny => (64, 4),
         Workload::M30 => (256, 4),
         Workload::Ckpt => (16, 1),
+        Workload::Llama1b => (2048, 8),
     };
     let (seq, batch) = (options.seq.unwrap_or(seq), options.batch.unwrap_or(batch));
     let checkpointing = &options.activation_checkpointing;
-    let key = format!("trainer.activation_checkpointing={checkpointing}");
-    let mut fabric = options.ranks.launch(&[key])?;
+    let mut fabric = options.ranks.launch(&[
+        format!("trainer.activation_checkpointing={checkpointing}"),
+        format!("trainer.accelerator={}", options.accelerator),
+        format!("trainer.precision={}", options.precision),
+    ])?;
+    let device = fabric.device().clone();
+    let with_floor = !options.no_floor && device.is_cpu() && options.precision == "32-true";
     let adamw = AdamW {
         lr: 3e-4,
         betas: (0.9, 0.95),
@@ -102,11 +115,12 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
 
     let pool: Vec<(Tensor, Tensor)> = (0..POOL * options.accumulate)
         .map(|i| {
-            tokens(
+            let (ids, targets) = tokens(
                 &size,
                 [batch, seq],
                 i * data_parallel.size() as u64 + data_parallel.rank() as u64,
-            )
+            )?;
+            Ok((ids.to_device(&device)?, targets.to_device(&device)?))
         })
         .collect::<Result<_>>()?;
     let mut step = |i: u64| -> Result<f64> {
@@ -119,6 +133,8 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
         let loss = fabric.step_totals(&[])?.mean();
         fabric.clip_gradients_norm(&mut optimizer, 1.0)?;
         optimizer.step()?;
+        // What the device was given is part of the step.
+        device.synchronize()?;
         Ok(loss)
     };
 
@@ -130,7 +146,7 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
         step(i)?;
     }
     let peak_before_floor = peak_rss_mib();
-    let mut floor = (!options.no_floor).then(|| Floor::new(&size, batch, seq, tensor_parallel));
+    let mut floor = with_floor.then(|| Floor::new(&size, batch, seq, tensor_parallel));
     let accumulate = options.accumulate;
     let measure_floor = |floor: &mut Floor, times: &mut Times| -> Result<()> {
         (0..FLOORS).try_for_each(|_| {
@@ -156,13 +172,16 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
         measure_floor(floor, &mut times)?;
     }
     let peak_rss_mib = all_gather_object(&**fabric.world(), &peak_rss_mib)?;
+    let memory =
+        fabric.device_memory()?.map(|memory| memory.peak_bytes as f64 / f64::from(1 << 20));
+    let peak_device_mib = all_gather_object(&**fabric.world(), &memory)?;
     let tokens_per_step = batch * seq * data_parallel.size() * options.accumulate as usize;
     if !fabric.is_global_zero() {
         return Ok(());
     }
     let step = times.get("step");
     let step_s = median(step);
-    let floor_s = (!options.no_floor).then(|| median(times.get("floor")));
+    let floor_s = with_floor.then(|| median(times.get("floor")));
     report(
         options,
         &Report {
@@ -171,6 +190,8 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
             data_parallel: data_parallel.size(),
             tensor_parallel,
             threads: rayon::current_num_threads(),
+            accelerator: &options.accelerator,
+            precision: &options.precision,
             size,
             seq,
             batch,
@@ -188,6 +209,7 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
             of_floor: floor_s.map(|floor| step_s / floor),
             startup_s: median(times.get("startup")),
             peak_rss_mib,
+            peak_device_mib,
             loss_first,
             loss_last,
         },
@@ -202,6 +224,8 @@ struct Report<'a> {
     data_parallel: usize,
     tensor_parallel: usize,
     threads: usize,
+    accelerator: &'a str,
+    precision: &'a str,
     #[serde(flatten)]
     size: DecoderSize,
     seq: usize,
@@ -220,6 +244,8 @@ struct Report<'a> {
     of_floor: Option<f64>,
     startup_s: f64,
     peak_rss_mib: Vec<Option<f64>>,
+    /// Of tensors on each rank's device; none where that is the host.
+    peak_device_mib: Vec<Option<f64>>,
     loss_first: f64,
     loss_last: f64,
 }
@@ -247,13 +273,18 @@ fn report(options: &TrainBench, report: &Report) -> Result<()> {
     if let (Some(floor), Some(ratio)) = (report.gemm_floor_s, report.of_floor) {
         text += &format!("GEMMs alone {floor:.4} s  (the step takes {ratio:.2} times as long)\n");
     }
-    let peak: Vec<String> =
-        report.peak_rss_mib.iter().flatten().map(|mib| format!("{mib:.0}")).collect();
+    let list = |mib: &[Option<f64>]| {
+        mib.iter().flatten().map(|mib| format!("{mib:.0}")).collect::<Vec<_>>().join(", ")
+    };
+    let on_device = match report.peak_device_mib.iter().any(Option::is_some) {
+        true => format!("on device   {} MiB at most\n", list(&report.peak_device_mib)),
+        false => String::new(),
+    };
     text += &format!(
         "start-up    {:.3} s to the end of the first step\n\
-         peak RSS    {} MiB\nloss        {:.4} to {:.4}\n",
+         peak RSS    {} MiB\n{on_device}loss        {:.4} to {:.4}\n",
         report.startup_s,
-        peak.join(", "),
+        list(&report.peak_rss_mib),
         report.loss_first,
         report.loss_last,
     );

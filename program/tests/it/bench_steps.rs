@@ -56,6 +56,21 @@ fn steps_are_measured_against_their_matrix_products() {
     let again = ["--activation-checkpointing", r#"{ type = "full", offload = "disk" }"#];
     let offloaded = [&steps[..], &size, &one, &again].concat();
     assert_eq!(measured(&offloaded)[0]["loss_last"], rows[0]["loss_last"]);
+    // In bf16, without the floor, which is one of f32; and on GPUs only if the program can.
+    let half =
+        [&steps[..], &size, &one[..4], &["--precision", "bf16-mixed", "--accelerator", "cpu"]]
+            .concat();
+    let rows = measured(&half);
+    let row = &rows[0];
+    assert_eq!((&row["gemm_floor_s"], &row["precision"]), (&Value::Null, &"bf16-mixed".into()));
+    assert_eq!(row["peak_device_mib"], serde_json::json!([null]));
+    let loss = row["loss_last"].as_f64().unwrap();
+    assert!(loss != losses[0].1 && (loss - losses[0].1).abs() < 1e-2, "{loss} {losses:?}");
+    let refused = bench(&[&steps[..], &size, &one, &["--accelerator", "cuda"]].concat());
+    if !cfg!(feature = "cuda") {
+        let error = String::from_utf8_lossy(&refused.stderr);
+        assert!(!refused.status.success() && error.contains("built without CUDA"), "{error}");
+    }
     // The same model and batches.
     assert!((losses[0].0 - losses[1].0).abs() < 1e-5 && (losses[0].1 - losses[1].1).abs() < 1e-4);
     assert!(losses[0].1 < losses[0].0, "{losses:?}");

@@ -1,0 +1,183 @@
+//! A function or layer on two devices: output and gradients.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor, Var};
+use fulgurite::core::autograd::storage;
+use fulgurite::core::module::{ForwardScope, ModuleBuilder, ModuleInit};
+use fulgurite::core::parameter::{GradReducer as _, Init, LocalGrads, ParameterSlot};
+use fulgurite::core::shard::Region;
+use fulgurite::core::strategy::materialize;
+use fulgurite_error::{Error, Result};
+
+use crate::compare::{difference, numbers, randn};
+use crate::findings::Findings;
+
+/// What is computed, of the inputs.
+pub(super) type Function = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
+
+/// A function or layer, and the shapes of its inputs.
+pub(super) struct Case {
+    pub(super) name: &'static str,
+    pub(super) inputs: &'static [&'static [usize]],
+    pub(super) of: Of,
+}
+
+/// What a case is of.
+pub(super) enum Of {
+    /// A function of the inputs alone.
+    Function(fn(&[Tensor]) -> Result<Tensor>),
+    /// A layer: makes it, with its parameters.
+    Layer(fn(&ModuleBuilder) -> Result<Function>),
+}
+
+/// How inputs lie in memory.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Form {
+    Contiguous,
+    /// Views after an offset, whose last two dimensions are transposed.
+    Strided,
+}
+
+/// Differences that are allowed, relative to the largest number. Half precision is computed in f32 and rounded at the edges
+/// of an operation, on either device at the same places or not.
+fn allowed(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => 1e-10,
+        DType::F32 => 1e-4,
+        DType::F16 => 8e-3,
+        _ => 4e-2,
+    }
+}
+
+/// Compares all cases in all dtypes and forms with the CPU.
+pub(super) fn compare(cases: &[Case], device: &Device) -> Result<Findings> {
+    let mut findings = Findings::default();
+    for case in cases {
+        for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
+            for form in [Form::Contiguous, Form::Strided] {
+                let name = format!("{} {dtype:?} {form:?}", case.name);
+                let on = |device: &Device| run(case, dtype, form, device);
+                let expected = on(&Device::Cpu)?;
+                // What fails is told with what it is, and the others are looked at.
+                match on(device) {
+                    Err(error) => findings.wrong.push(format!("{name}: {error}")),
+                    Ok(got) => {
+                        for ((what, got), (_, want)) in got.iter().zip(&expected) {
+                            let apart = difference(got, want);
+                            findings.difference(&format!("{name} {what}"), apart, allowed(dtype));
+                        }
+                    }
+                }
+            }
+        }
+    }
+    Ok(findings)
+}
+
+/// The output and all gradients, by name.
+fn run(case: &Case, dtype: DType, form: Form, device: &Device) -> Result<Vec<(String, Vec<f64>)>> {
+    let (function, slots, grads) = match case.of {
+        Of::Function(f) => (Box::new(f) as Function, Vec::new(), Arc::default()),
+        Of::Layer(make) => {
+            let b = ModuleBuilder::new(ModuleInit {
+                device: device.clone(),
+                dtype,
+                compute_dtype: dtype,
+                ..ModuleInit::default()
+            });
+            let function = make(&b)?;
+            let (slots, grads) = with_values(&b)?;
+            (function, slots, grads)
+        }
+    };
+
+    let mut vars = Vec::new();
+    let mut views = Vec::new();
+    for (i, shape) in case.inputs.iter().enumerate() {
+        let values = randn(&format!("input {i}"), shape)?.to_dtype(dtype)?;
+        let var = match form {
+            Form::Contiguous => values.clone(),
+            Form::Strided => turned(&values)?.contiguous()?.pad_with_zeros(0, 1, 2)?,
+        };
+        let var = Var::from_tensor(&var.to_device(device)?)?;
+        views.push(match form {
+            Form::Contiguous => var.as_tensor().clone(),
+            Form::Strided => turned(&var.narrow(0, 1, turned(&values)?.dim(0)?)?)?,
+        });
+        vars.push(var);
+    }
+    let scope = ForwardScope { training: true, seed: 7, step: 3, ..ForwardScope::default() };
+    let output = scope.run(|| function(&views))?;
+    let weights = randn("cotangent", output.dims())?.to_dtype(output.dtype())?.to_device(device)?;
+    let all = (&output * weights)?.to_dtype(match dtype {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    })?;
+    let store = all.sum_all()?.backward()?;
+
+    let mut results = vec![("output".to_owned(), numbers(&output)?)];
+    for (i, var) in vars.iter().enumerate() {
+        let grad =
+            store.get(var).ok_or_else(|| Error::other(format!("input {i} has no gradient")))?;
+        results.push((format!("gradient of input {i}"), numbers(grad)?));
+    }
+    for slot in &slots {
+        slot.finish_backward()?;
+        results.push((format!("gradient of {}", slot.fqn()), numbers(&grads.buffer(slot)?)?));
+    }
+    Ok(results)
+}
+
+fn turned(x: &Tensor) -> Result<Tensor> {
+    Ok(match x.rank() {
+        0 | 1 => x.clone(),
+        n => x.transpose(n - 2, n - 1)?,
+    })
+}
+
+/// Gives all parameters values, the same on every device, and a place for their gradients.
+fn with_values(b: &ModuleBuilder) -> Result<(Vec<ParameterSlot>, Arc<LocalGrads>)> {
+    let mut tree = b.finish()?;
+    let (slots, grads) = (tree.slots(), Arc::new(LocalGrads::default()));
+    for p in &slots {
+        let region = Region::full(p.global_shape());
+        let init = Init::Normal { mean: 0.1, std: 0.5 };
+        let values =
+            init.values(5, p.fqn(), p.global_shape(), &region, p.compute_dtype(), p.device())?;
+        storage::allocate(p.compute()?)?;
+        storage::copy_from(p.compute()?, &values)?;
+        p.set_reducer(grads.clone());
+    }
+    materialize::buffers(&tree, 5)?;
+    Ok((slots, grads))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    /// Another function each second time, as that of a device with a fault.
+    fn faulty(x: &[Tensor]) -> Result<Tensor> {
+        static CALLS: AtomicUsize = AtomicUsize::new(0);
+        let factor = 1.0 + (CALLS.fetch_add(1, Ordering::Relaxed) % 2) as f64;
+        Ok((&x[0] * factor)?)
+    }
+
+    #[test]
+    fn a_device_that_computes_something_else_is_found_out_in_output_and_gradients() {
+        let case = |f| Case { name: "f", inputs: &[&[3, 4]], of: Of::Function(f) };
+        let found = compare(&[case(faulty)], &Device::Cpu).unwrap();
+        // Four dtypes, two forms, output and gradient.
+        assert_eq!((found.wrong.len(), found.figures.len()), (16, 16), "{:?}", found.wrong);
+        assert!(
+            found.wrong[0].starts_with("f F32 Contiguous output: differs by 1"),
+            "{:?}",
+            found.wrong
+        );
+        let found = compare(&[case(|x| Ok(x[0].sqr()?))], &Device::Cpu).unwrap();
+        assert_eq!((found.wrong.len(), found.figures.len()), (0, 16), "{:?}", found.wrong);
+    }
+}

@@ -1,0 +1,252 @@
+//! Differentiable functions and layers against the CPU.
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite::core::module::Module;
+use fulgurite::nn::{
+    AttentionConfig, BatchNorm, CausalSelfAttention, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig,
+    CrossEntropy, Dropout, Embedding, GeluMlp, GroupNorm, LayerNorm, Linear, RmsNorm, Rope,
+    SwiGluMlp, cross_entropy, functional, linear_cross_entropy,
+};
+use fulgurite_error::Result;
+
+use super::cases::{Case, Function, Of, compare};
+use crate::findings::Findings;
+use crate::target::Target;
+
+/// A layer of one input.
+fn layer(module: impl Module + 'static) -> Result<Function> {
+    Ok(Box::new(move |x| module.forward(&x[0])))
+}
+
+/// Ids below `below`, `-100` at every seventh place if `ignore`.
+fn ids(shape: &[usize], below: usize, ignore: bool, device: &Device) -> Result<Tensor> {
+    let n: usize = shape.iter().product();
+    let id = |i: usize| match ignore && i % 7 == 3 {
+        true => -100,
+        false => (i * 7919 % below) as i64,
+    };
+    Ok(Tensor::from_vec((0..n).map(id).collect::<Vec<_>>(), shape, device)?)
+}
+
+pub(super) fn activations(target: &Target) -> Result<Findings> {
+    const ODD: &[&[usize]] = &[&[3, 7, 129]];
+    let cases = [
+        Case { name: "silu", inputs: ODD, of: Of::Function(|x| functional::silu(&x[0])) },
+        Case { name: "gelu", inputs: ODD, of: Of::Function(|x| functional::gelu(&x[0])) },
+        Case { name: "gelu_tanh", inputs: ODD, of: Of::Function(|x| functional::gelu_tanh(&x[0])) },
+        Case {
+            name: "swiglu",
+            inputs: &[&[3, 7, 129], &[3, 7, 129]],
+            of: Of::Function(|x| functional::swiglu(&x[0], &x[1])),
+        },
+    ];
+    compare(&cases, &target.device()?)
+}
+
+pub(super) fn norms(target: &Target) -> Result<Findings> {
+    let cases = [
+        Case {
+            name: "rms_norm",
+            inputs: &[&[5, 67], &[67]],
+            of: Of::Function(|x| functional::rms_norm(&x[0], &x[1], 1e-5)),
+        },
+        Case {
+            name: "rms_norm of wide rows",
+            inputs: &[&[2, 3, 2048], &[2048]],
+            of: Of::Function(|x| functional::rms_norm(&x[0], &x[1], 1e-5)),
+        },
+        Case {
+            name: "layer_norm",
+            inputs: &[&[5, 67], &[67], &[67]],
+            of: Of::Function(|x| functional::layer_norm(&x[0], &x[1], Some(&x[2]), 1e-5)),
+        },
+        Case {
+            name: "layer_norm without bias",
+            inputs: &[&[2, 3, 2048], &[2048]],
+            of: Of::Function(|x| functional::layer_norm(&x[0], &x[1], None, 1e-5)),
+        },
+        Case {
+            name: "RmsNorm",
+            inputs: &[&[9, 33]],
+            of: Of::Layer(|b| layer(RmsNorm::new(&b.pp("norm"), 33, 1e-5)?)),
+        },
+        Case {
+            name: "LayerNorm",
+            inputs: &[&[9, 33]],
+            of: Of::Layer(|b| layer(LayerNorm::new(&b.pp("norm"), 33, 1e-5)?)),
+        },
+        Case {
+            name: "GroupNorm",
+            inputs: &[&[3, 6, 11]],
+            of: Of::Layer(|b| layer(GroupNorm::new(&b.pp("norm"), 2, 6, 1e-5)?)),
+        },
+        Case {
+            name: "BatchNorm",
+            inputs: &[&[5, 6, 11]],
+            of: Of::Layer(|b| layer(BatchNorm::new(&b.pp("norm"), 6)?)),
+        },
+    ];
+    compare(&cases, &target.device()?)
+}
+
+pub(super) fn attention(target: &Target) -> Result<Findings> {
+    fn angles(time: usize, half: usize, device: &Device, dtype: DType) -> Result<[Tensor; 2]> {
+        let angle = |i: usize| (i / half) as f64 / 10f64.powf((i % half) as f64 / half as f64);
+        let angles: Vec<f64> = (0..time * half).map(angle).collect();
+        let angles = Tensor::from_vec(angles, (time, half), &Device::Cpu)?;
+        let on_device = |t: Tensor| t.to_dtype(dtype)?.to_device(device);
+        Ok([on_device(angles.cos()?)?, on_device(angles.sin()?)?])
+    }
+    let cases = [
+        Case {
+            name: "softmax",
+            inputs: &[&[3, 5, 67]],
+            of: Of::Function(|x| functional::softmax_last_dim(&x[0])),
+        },
+        Case {
+            name: "rope",
+            inputs: &[&[2, 3, 17, 24]],
+            of: Of::Function(|x| {
+                let [cos, sin] = angles(17, 12, x[0].device(), x[0].dtype())?;
+                functional::rope(&x[0], &cos, &sin)
+            }),
+        },
+        Case {
+            name: "attention",
+            inputs: &[&[2, 3, 37, 16], &[2, 3, 37, 16], &[2, 3, 37, 16]],
+            of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.25, false)),
+        },
+        Case {
+            name: "causal attention of groups",
+            inputs: &[&[2, 6, 65, 32], &[2, 2, 65, 32], &[2, 2, 65, 32]],
+            of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.2, true)),
+        },
+        Case {
+            name: "causal attention to earlier keys",
+            inputs: &[&[1, 4, 9, 8], &[1, 2, 21, 8], &[1, 2, 21, 8]],
+            of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.3, true)),
+        },
+        Case {
+            name: "causal attention of 700 positions",
+            inputs: &[&[1, 2, 700, 64], &[1, 2, 700, 64], &[1, 2, 700, 64]],
+            of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.125, true)),
+        },
+        Case {
+            name: "masked attention",
+            inputs: &[&[2, 2, 13, 8], &[2, 2, 13, 8], &[2, 2, 13, 8]],
+            of: Of::Function(|x| {
+                let mask: Vec<u8> = (0..26u8).map(|i| u8::from(i % 5 != 3)).collect();
+                let mask = Tensor::from_vec(mask, (2, 13), x[0].device())?;
+                functional::masked_attention(&x[0], &x[1], &x[2], 0.3, &mask)
+            }),
+        },
+        Case {
+            name: "CausalSelfAttention",
+            inputs: &[&[2, 19, 48]],
+            of: Of::Layer(|b| {
+                let config = AttentionConfig {
+                    hidden_size: 48,
+                    num_heads: 6,
+                    num_kv_heads: 2,
+                    head_dim: 8,
+                    qkv_bias: true,
+                    rope: Some(Rope::new(8, 10_000.0)?),
+                    init: None,
+                };
+                layer(CausalSelfAttention::new(&b.pp("attention"), &config)?)
+            }),
+        },
+    ];
+    compare(&cases, &target.device()?)
+}
+
+pub(super) fn losses(target: &Target) -> Result<Findings> {
+    let cases = [
+        Case {
+            name: "cross entropy",
+            inputs: &[&[23, 1031]],
+            of: Of::Function(|x| {
+                let targets = ids(&[23], 1031, true, x[0].device())?;
+                Ok(cross_entropy(&x[0], &targets)?.sum().clone())
+            }),
+        },
+        Case {
+            name: "cross entropy, smoothed",
+            inputs: &[&[2, 9, 50]],
+            of: Of::Function(|x| {
+                let targets = ids(&[2, 9], 50, true, x[0].device())?;
+                let loss = CrossEntropy::default().label_smoothing(0.1).loss(&x[0], &targets)?;
+                Ok(loss.sum().clone())
+            }),
+        },
+        Case {
+            name: "linear cross entropy",
+            inputs: &[&[2, 33, 24]],
+            of: Of::Layer(|b| {
+                let head = Linear::new(&b.pp("head"), 24, 307)?;
+                Ok(Box::new(move |x| {
+                    let targets = ids(&[2, 33], 307, true, x[0].device())?;
+                    Ok(linear_cross_entropy(&head, &x[0], &targets)?.sum().clone())
+                }))
+            }),
+        },
+    ];
+    compare(&cases, &target.device()?)
+}
+
+pub(super) fn layers(target: &Target) -> Result<Findings> {
+    let cases = [
+        Case {
+            name: "Linear",
+            inputs: &[&[3, 17, 24]],
+            of: Of::Layer(|b| layer(Linear::with_bias(&b.pp("linear"), 24, 40)?)),
+        },
+        Case {
+            name: "Embedding",
+            inputs: &[&[4, 9, 12]],
+            of: Of::Layer(|b| {
+                let embedding = Embedding::new(&b.pp("embedding"), 11, 12)?;
+                Ok(Box::new(move |x| {
+                    // Ids that come several times.
+                    let ids = ids(&[4, 9], 11, false, x[0].device())?.to_dtype(DType::U32)?;
+                    Ok((embedding.forward(&ids)? * &x[0])?)
+                }))
+            }),
+        },
+        Case {
+            name: "Conv2d",
+            inputs: &[&[2, 4, 9, 7]],
+            of: Of::Layer(|b| {
+                let config =
+                    Conv2dConfig { stride: [2, 1], padding: [1, 1], ..Conv2dConfig::default() };
+                layer(Conv2d::new(&b.pp("conv"), 4, 6, [3, 3], config)?)
+            }),
+        },
+        Case {
+            name: "Conv1d",
+            inputs: &[&[2, 4, 19]],
+            of: Of::Layer(|b| layer(Conv1d::new(&b.pp("conv"), 4, 6, 5, Conv1dConfig::default())?)),
+        },
+        Case {
+            name: "SwiGluMlp",
+            inputs: &[&[5, 24]],
+            of: Of::Layer(|b| layer(SwiGluMlp::new(&b.pp("mlp"), 24, 40)?)),
+        },
+        Case {
+            name: "GeluMlp",
+            inputs: &[&[5, 24]],
+            of: Of::Layer(|b| layer(GeluMlp::new(&b.pp("mlp"), 24, 40)?)),
+        },
+        Case {
+            name: "Dropout",
+            inputs: &[&[3, 7, 129]],
+            of: Of::Layer(|b| {
+                // A model has parameters.
+                let norm = RmsNorm::new(&b.pp("norm"), 129, 1e-5)?;
+                let dropout = Dropout::new(&b.pp("dropout"), 0.3)?;
+                Ok(Box::new(move |x| dropout.forward(&norm.forward(&x[0])?)))
+            }),
+        },
+    ];
+    compare(&cases, &target.device()?)
+}

@@ -1,0 +1,133 @@
+//! Tensors without elements, copies, and the memory that is kept.
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite::core::autograd::storage;
+use fulgurite::core::execution::transfer;
+use fulgurite_error::Result;
+
+use crate::compare::{difference, numbers, randn};
+use crate::findings::Findings;
+use crate::target::Target;
+
+/// A view of a tensor.
+type View = fn(&Tensor) -> candle_core::Result<Tensor>;
+
+const FLOATS: [DType; 4] = [DType::F32, DType::BF16, DType::F16, DType::F64];
+
+/// What shards of no elements and units that come and go ask of the device.
+pub(super) fn empty(target: &Target) -> Result<Findings> {
+    let (device, mut findings) = (target.device()?, Findings::default());
+    for dtype in FLOATS {
+        let none = Tensor::zeros(0, dtype, &device)?;
+        for other in FLOATS {
+            findings.require(storage::cast(&none, other)?.elem_count() == 0, || {
+                format!("a cast of nothing from {dtype:?} to {other:?} has elements")
+            });
+        }
+        storage::copy_from(&none, &Tensor::zeros(0, dtype, &device)?)?;
+        findings.require(numbers(&none)?.is_empty(), || {
+            format!("nothing in {dtype:?} was read as something")
+        });
+
+        // The memory of a unit: given back, taken again, written.
+        let tensor = randn("unit", &[3, 5])?.to_dtype(dtype)?.to_device(&device)?;
+        let expected = numbers(&tensor)?;
+        let copy = tensor.copy()?;
+        storage::release(&tensor)?;
+        findings.require(storage::is_released(&tensor), || {
+            format!("{dtype:?}: memory was not given back")
+        });
+        storage::allocate(&tensor)?;
+        storage::copy_from(&tensor, &copy)?;
+        let difference = difference(&numbers(&tensor)?, &expected);
+        findings.difference(
+            &format!("{dtype:?} after release, allocate and copy"),
+            difference,
+            0.0,
+        );
+    }
+    Ok(findings)
+}
+
+/// Copies to the device and back, of many sizes and dtypes, and of views: the same bits.
+pub(super) fn copies(target: &Target) -> Result<Findings> {
+    let (device, mut findings) = (target.device()?, Findings::default());
+    for n in [1, 3, 4097, (1 << 20) + 1, (1 << 24) + 5] {
+        let values = randn("copies", &[n])?;
+        let values = ((values * 100.)? + 128.)?.clamp(0f64, 255f64)?;
+        for dtype in
+            [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64]
+        {
+            let there = values.to_dtype(dtype)?;
+            let back = transfer::to_host(&transfer::to_device(&there, &device, "check")?, "check")?;
+            let apart = difference(&numbers(&back)?, &numbers(&there)?);
+            findings.difference(&format!("{n} elements of {dtype:?}"), apart, 0.0);
+        }
+    }
+    let matrix = randn("views", &[129, 65])?;
+    let on_device = transfer::to_device(&matrix, &device, "check")?;
+    let views: [(&str, View); 3] = [
+        ("transposed", Tensor::t),
+        ("rows", |x| x.narrow(0, 7, 100)),
+        ("columns", |x| x.narrow(1, 3, 50)?.t()),
+    ];
+    for (name, view) in views {
+        let back = transfer::to_host(&view(&on_device)?, "check")?;
+        findings.difference(name, difference(&numbers(&back)?, &numbers(&view(&matrix)?)?), 0.0);
+        let there = transfer::to_device(&view(&matrix)?, &device, "check")?;
+        findings.difference(
+            &format!("{name}, to the device"),
+            difference(&numbers(&there)?, &numbers(&view(&matrix)?)?),
+            0.0,
+        );
+    }
+    Ok(findings)
+}
+
+/// Takes and frees memory again and again.
+pub(super) fn pool(target: &Target) -> Result<Findings> {
+    const BYTES: usize = 64 << 20;
+    let (accelerator, mut findings) = (target.open()?, Findings::default());
+    let device: &Device = accelerator.device();
+    let before = accelerator.memory()?;
+    for _ in 0..100 {
+        let tensor = Tensor::zeros(BYTES / 4, DType::F32, device)?;
+        drop((&tensor + 1.)?);
+    }
+    device.synchronize()?;
+    let (Some(before), Some(after)) = (before, accelerator.memory()?) else { return Ok(findings) };
+    findings.figure("held_before_bytes", before.held_bytes as f64);
+    findings.figure("held_after_bytes", after.held_bytes as f64);
+    findings.figure("peak_bytes", after.peak_bytes as f64);
+    findings.require(after.held_bytes < before.held_bytes + BYTES as u64, || {
+        format!("what was freed is still held: {before:?}, {after:?}")
+    });
+    findings.require(after.peak_bytes >= before.held_bytes + BYTES as u64, || {
+        format!("the peak does not have the tensors that there were: {before:?}, {after:?}")
+    });
+    // Two tensors are there at once, and their memory is used again.
+    findings.require(after.peak_bytes < before.peak_bytes + 4 * BYTES as u64, || {
+        format!("freed memory was not used again: {before:?}, {after:?}")
+    });
+
+    // More than there is: an error that is known as such, after which the device goes on.
+    let too_much = usize::try_from(after.total_bytes / 4).unwrap_or(usize::MAX) + 1;
+    match Tensor::zeros(too_much, DType::F32, device) {
+        Ok(_) => {
+            findings.wrong.push("a tensor larger than the device's memory was made".to_owned())
+        }
+        Err(error) => {
+            let error = error.into();
+            findings.fact("out_of_memory", &error);
+            findings.require(accelerator.is_out_of_memory(&error), || {
+                format!("this was not known as an error for want of memory: {error}")
+            });
+        }
+    }
+    let ones = Tensor::ones(1000, DType::F32, device)?;
+    let sum = numbers(&ones.sum_all()?)?;
+    findings.require(sum == [1000.0], || {
+        format!("after an error for want of memory 1000 ones are {sum:?}")
+    });
+    Ok(findings)
+}

@@ -1,0 +1,102 @@
+//! The steps.
+
+mod cases;
+mod functions;
+mod memory;
+mod optimizers;
+mod platform;
+mod speed;
+mod streams;
+mod training;
+
+use fulgurite_error::Result;
+
+use crate::findings::Findings;
+use crate::target::Target;
+
+/// A step.
+pub(crate) struct Step {
+    /// Its name.
+    pub(crate) name: &'static str,
+    /// What it shows.
+    pub(crate) what: &'static str,
+    /// Whether there is nothing to run on a CPU.
+    pub(crate) needs_gpu: bool,
+    /// Runs it, in a process of its own.
+    pub(crate) run: fn(&Target) -> Result<Findings>,
+}
+
+const fn step(
+    name: &'static str,
+    what: &'static str,
+    run: fn(&Target) -> Result<Findings>,
+) -> Step {
+    Step { name, what, needs_gpu: false, run }
+}
+
+const fn on_gpu(
+    name: &'static str,
+    what: &'static str,
+    run: fn(&Target) -> Result<Findings>,
+) -> Step {
+    Step { name, what, needs_gpu: true, run }
+}
+
+/// All steps, those first without which the others mean little.
+pub(crate) const STEPS: &[Step] = &[
+    step("platform", "what there is: the device, its memory", platform::device),
+    on_gpu("kernels.compile", "NVRTC compiles every kernel for this GPU", platform::kernels),
+    step("memory.empty", "tensors without elements, and exchanged storage", memory::empty),
+    step(
+        "memory.copies",
+        "copies between host and device, of every dtype and of views",
+        memory::copies,
+    ),
+    step("memory.pool", "freed memory is kept and used again; the peak is known", memory::pool),
+    step("streams.threads", "what one thread computes another one reads", streams::untracked),
+    on_gpu(
+        "streams.tracked",
+        "the same with event tracking, which would hide a race",
+        streams::tracked,
+    ),
+    step(
+        "functions.activations",
+        "against the CPU: activations and SwiGLU",
+        functions::activations,
+    ),
+    step("functions.norms", "against the CPU: norms", functions::norms),
+    step(
+        "functions.attention",
+        "against the CPU: attention, masked attention, rotary embedding, softmax",
+        functions::attention,
+    ),
+    step("functions.losses", "against the CPU: cross entropy, with a head too", functions::losses),
+    step(
+        "functions.layers",
+        "against the CPU: linear, embedding, convolutions, MLPs, dropout",
+        functions::layers,
+    ),
+    step("optimizers.norm", "against the CPU: the gradient's norm", optimizers::norm),
+    step(
+        "optimizers.adamw",
+        "against the CPU: AdamW, with states in f32 and bf16",
+        optimizers::adamw,
+    ),
+    step("optimizers.sgd", "against the CPU: SGD with momentum", optimizers::sgd),
+    step("optimizers.averages", "against the CPU: averages of weights", optimizers::averages),
+    step("training.f32", "20 steps of a decoder have the CPU's losses", training::f32),
+    step("training.bf16", "the same in bf16-mixed", training::bf16),
+    step(
+        "training.ranks",
+        "2 ranks on this one device, under ddp and fsdp, through the host",
+        training::ranks,
+    ),
+    step("training.offload", "fsdp with cpu_offload has the losses without it", training::offload),
+    step("speed.device", "launches, products and copies", speed::device),
+    step("speed.functions", "functions, forward and backward", speed::functions),
+    on_gpu(
+        "speed.llama",
+        "steps of a decoder of 1.24 billion parameters in bf16-mixed",
+        training::llama,
+    ),
+];

@@ -1,0 +1,169 @@
+//! Optimizers, averages of weights and the gradient's norm against the CPU.
+
+use candle_core::{DType, Device};
+use fulgurite::core::module::{ModuleBuilder, ModuleInit};
+use fulgurite::core::optim::{
+    AdamW, GradScale, OptimizerConfig, Sgd, SquaredNorm, StateDtype, WeightAverage,
+};
+use fulgurite::core::parameter::{Init, LocalShard, Parameter, accumulation_dtype};
+use fulgurite::core::shard::Region;
+use fulgurite_error::Result;
+
+use crate::compare::{difference, numbers, randn};
+use crate::findings::Findings;
+use crate::target::Target;
+
+/// More than one block of a kernel, and less; more parameters than a launch could have arguments.
+const LENGTHS: [usize; 40] = {
+    let mut lengths = [17; 40];
+    (lengths[0], lengths[1], lengths[2], lengths[3]) = (1, 70_001, 4096, 1 << 20);
+    lengths
+};
+const STEPS: u64 = 4;
+/// Of values after some steps, relative to the largest: the arithmetic is the same, its order too.
+const ALLOWED: f64 = 2e-7;
+/// One that is rounded to bf16 the other way.
+const ALLOWED_BF16: f64 = 8e-3;
+
+/// Parameters with values on this device.
+fn parameters(dtype: DType, device: &Device) -> Result<Vec<Parameter>> {
+    let b = ModuleBuilder::new(ModuleInit {
+        device: device.clone(),
+        dtype,
+        compute_dtype: dtype,
+        ..ModuleInit::default()
+    });
+    for (i, n) in LENGTHS.into_iter().enumerate() {
+        b.parameter(&format!("p{i}"), [n], Init::ZEROS)?;
+    }
+    let mut tree = b.finish()?;
+    for slot in tree.slots() {
+        let values = randn(slot.fqn(), slot.global_shape())?.to_dtype(dtype)?.to_device(device)?;
+        slot.set_local(LocalShard { values, region: Region::full(slot.global_shape()) });
+    }
+    Ok(tree.parameters().to_vec())
+}
+
+/// Gives the parameters the gradients of a step.
+fn set_grads(parameters: &[Parameter], step: u64) -> Result<()> {
+    for p in parameters {
+        let grad = randn(&format!("{} {step}", p.fqn()), p.global_shape())?;
+        let grad = grad.to_dtype(accumulation_dtype(p.dtype()))?.to_device(p.device())?;
+        p.set_local_grad(Some(grad));
+    }
+    Ok(())
+}
+
+fn values(parameters: &[Parameter]) -> Result<Vec<f64>> {
+    let mut all = Vec::new();
+    for p in parameters {
+        all.extend(numbers(&p.local()?.values)?);
+    }
+    Ok(all)
+}
+
+/// Values and state after some steps.
+fn train(config: &dyn OptimizerConfig, dtype: DType, device: &Device) -> Result<[Vec<f64>; 2]> {
+    let parameters = parameters(dtype, device)?;
+    let mut optimizer = config.build(&parameters)?;
+    optimizer.set_seed(3);
+    for step in 1..=STEPS {
+        set_grads(&parameters, step)?;
+        optimizer.step(&GradScale { factor: 0.5, clip_value: Some(1.2) })?;
+    }
+    let mut state = Vec::new();
+    for tensor in optimizer.state_tensors()? {
+        state.extend(numbers(&tensor.values)?);
+    }
+    Ok([values(&parameters)?, state])
+}
+
+fn compare(
+    findings: &mut Findings,
+    name: &str,
+    config: &dyn OptimizerConfig,
+    state_is_bf16: bool,
+    device: &Device,
+) -> Result<()> {
+    for dtype in [DType::F32, DType::BF16] {
+        let (got, want) = (train(config, dtype, device)?, train(config, dtype, &Device::Cpu)?);
+        for ((what, in_bf16), (got, want)) in
+            [("values", dtype == DType::BF16), ("state", state_is_bf16)]
+                .into_iter()
+                .zip(got.iter().zip(&want))
+        {
+            let name = format!("{name} {dtype:?} {what}");
+            let allowed = if in_bf16 || state_is_bf16 { ALLOWED_BF16 } else { ALLOWED };
+            findings.difference(&name, difference(got, want), allowed);
+            let other = got.iter().zip(want).filter(|(a, b)| a != b).count();
+            findings.figure(format!("{name}, elements with other bits"), other as f64);
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn adamw(target: &Target) -> Result<Findings> {
+    let (device, mut findings) = (target.device()?, Findings::default());
+    for (name, state_dtype) in [("f32 states", StateDtype::F32), ("bf16 states", StateDtype::Bf16)]
+    {
+        let config = AdamW { lr: 1e-2, weight_decay: 0.1, state_dtype, ..AdamW::default() };
+        compare(&mut findings, name, &config, state_dtype == StateDtype::Bf16, &device)?;
+    }
+    Ok(findings)
+}
+
+pub(super) fn sgd(target: &Target) -> Result<Findings> {
+    let (device, mut findings) = (target.device()?, Findings::default());
+    for (name, momentum, nesterov) in
+        [("plain", 0.0, false), ("momentum", 0.9, false), ("nesterov", 0.9, true)]
+    {
+        let config = Sgd { lr: 1e-2, momentum, nesterov, weight_decay: 0.1, ..Sgd::default() };
+        compare(&mut findings, name, &config, false, &device)?;
+    }
+    Ok(findings)
+}
+
+pub(super) fn averages(target: &Target) -> Result<Findings> {
+    let (device, mut findings) = (target.device()?, Findings::default());
+    let average = |exponential: bool, device: &Device| -> Result<Vec<f64>> {
+        let parameters = parameters(DType::F32, device)?;
+        let mut average = match exponential {
+            true => WeightAverage::exponential(&parameters, 0.9)?,
+            false => WeightAverage::mean(&parameters)?,
+        };
+        let mut optimizer = Sgd { lr: 0.1, ..Sgd::default() }.build(&parameters)?;
+        for step in 1..=STEPS {
+            set_grads(&parameters, step)?;
+            optimizer.step(&GradScale::default())?;
+            average.update()?;
+        }
+        average.swap()?;
+        values(&parameters)
+    };
+    for (name, exponential) in [("exponential", true), ("mean", false)] {
+        let (got, want) = (average(exponential, &device)?, average(exponential, &Device::Cpu)?);
+        findings.difference(name, difference(&got, &want), ALLOWED);
+    }
+    Ok(findings)
+}
+
+pub(super) fn norm(target: &Target) -> Result<Findings> {
+    let (device, mut findings) = (target.device()?, Findings::default());
+    for dtype in [DType::F32, DType::BF16, DType::F64] {
+        let squared = |device: &Device| -> Result<f64> {
+            let parameters = parameters(dtype, device)?;
+            set_grads(&parameters, 1)?;
+            SquaredNorm::of(&parameters, &|_| 0)?.read()
+        };
+        let (got, want) = (squared(&device)?, squared(&Device::Cpu)?);
+        findings.difference(&format!("{dtype:?}"), difference(&[got], &[want]), 1e-12);
+    }
+    // What is not finite must show.
+    let parameters = parameters(DType::F32, &device)?;
+    set_grads(&parameters, 1)?;
+    let grad = candle_core::Tensor::full(f32::NAN, LENGTHS[1], &device)?;
+    parameters[1].set_local_grad(Some(grad));
+    let norm = SquaredNorm::of(&parameters, &|_| 0)?.read()?;
+    findings.require(norm.is_nan(), || format!("the squared norm of NaN is {norm}"));
+    Ok(findings)
+}

@@ -1,0 +1,108 @@
+//! How fast the device is, alone and with the framework's functions. Nothing here is wrong or right.
+
+use std::time::Instant;
+
+use candle_core::{DType, Device, Tensor, Var};
+use fulgurite::core::execution::transfer;
+use fulgurite::nn::{cross_entropy, functional};
+use fulgurite_error::Result;
+
+use crate::compare::randn;
+use crate::findings::Findings;
+use crate::target::Target;
+
+/// The shortest time of `f` in seconds, of several rounds of `calls`.
+fn time<T>(device: &Device, calls: usize, mut f: impl FnMut() -> Result<T>) -> Result<f64> {
+    f()?;
+    let mut best = f64::INFINITY;
+    for _ in 0..5 {
+        device.synchronize()?;
+        let started = Instant::now();
+        for _ in 0..calls {
+            f()?;
+        }
+        device.synchronize()?;
+        best = best.min(started.elapsed().as_secs_f64() / calls as f64);
+    }
+    Ok(best)
+}
+
+/// Less on a CPU, which is there to try this program.
+fn size(device: &Device, on_gpu: usize, on_cpu: usize) -> usize {
+    if device.is_cpu() { on_cpu } else { on_gpu }
+}
+
+pub(super) fn device(target: &Target) -> Result<Findings> {
+    let (device, mut findings) = (target.device()?, Findings::default());
+    let one = Tensor::zeros(1, DType::F32, &device)?;
+    let launch = time(&device, 1000, || Ok((&one + 1.)?))?;
+    findings.figure("launch_us", launch * 1e6);
+
+    let n = size(&device, 8192, 256);
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        let a = Tensor::ones((n, n), dtype, &device)?;
+        let b = a.t()?;
+        let secs = time(&device, 5, || Ok(a.matmul(&b)?))?;
+        findings.figure(
+            format!("matmul_{n}_{}_tflops", dtype.as_str()),
+            2.0 * (n as f64).powi(3) / secs / 1e12,
+        );
+    }
+
+    let bytes = size(&device, 256 << 20, 1 << 20);
+    let there = Tensor::zeros(bytes / 4, DType::F32, &Device::Cpu)?;
+    let on_device = transfer::to_device(&there, &device, "speed")?;
+    let secs = time(&device, 2, || transfer::to_device(&there, &device, "speed"))?;
+    findings.figure("to_device_gb_per_s", bytes as f64 / secs / 1e9);
+    let secs = time(&device, 2, || transfer::to_host(&on_device, "speed"))?;
+    findings.figure("to_host_gb_per_s", bytes as f64 / secs / 1e9);
+    let secs = time(&device, 10, || Ok(on_device.affine(1.5, 0.5)?))?;
+    findings.figure("affine_gb_per_s", 2.0 * bytes as f64 / secs / 1e9);
+    Ok(findings)
+}
+
+pub(super) fn functions(target: &Target) -> Result<Findings> {
+    let (device, mut findings) = (target.device()?, Findings::default());
+    let (rows, width) = (size(&device, 16384, 64), size(&device, 2048, 128));
+    let mut measure = |name: &str,
+                       shapes: &[&[usize]],
+                       f: &dyn Fn(&[Tensor]) -> Result<Tensor>|
+     -> Result<()> {
+        let vars = shapes.iter().map(|shape| {
+            let values = randn("speed", &[shape.iter().product::<usize>().min(1 << 16)])?;
+            let n = shape.iter().product::<usize>();
+            let values =
+                values.repeat(n.div_ceil(values.elem_count()))?.narrow(0, 0, n)?.reshape(*shape)?;
+            Ok(Var::from_tensor(&values.to_dtype(DType::BF16)?.to_device(&device)?)?)
+        });
+        let vars = vars.collect::<Result<Vec<Var>>>()?;
+        let inputs: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+        let forward = time(&device, 3, || f(&inputs))?;
+        let both = time(&device, 3, || Ok(f(&inputs)?.backward()?))?;
+        findings.figure(format!("{name}_forward_ms"), forward * 1e3);
+        findings.figure(format!("{name}_forward_backward_ms"), both * 1e3);
+        Ok(())
+    };
+    measure("rms_norm", &[&[rows, width], &[width]], &|x| {
+        functional::rms_norm(&x[0], &x[1], 1e-5)
+    })?;
+    measure("layer_norm", &[&[rows, width], &[width], &[width]], &|x| {
+        functional::layer_norm(&x[0], &x[1], Some(&x[2]), 1e-5)
+    })?;
+    measure("swiglu", &[&[rows, 4 * width], &[rows, 4 * width]], &|x| {
+        functional::swiglu(&x[0], &x[1])
+    })?;
+    measure("gelu", &[&[rows, 4 * width]], &|x| functional::gelu(&x[0]))?;
+    let (batch, time, dim) = (size(&device, 8, 2), size(&device, 2048, 64), 64);
+    measure(
+        "causal_attention",
+        &[&[batch, 32, time, dim], &[batch, 8, time, dim], &[batch, 8, time, dim]],
+        &|x| functional::attention(&x[0], &x[1], &x[2], 0.125, true),
+    )?;
+    let targets: Vec<i64> = (0..rows as i64).map(|i| i % 100).collect();
+    let targets = Tensor::from_vec(targets, rows, &device)?;
+    measure("cross_entropy", &[&[rows, size(&device, 32768, 512)]], &|x| {
+        Ok(cross_entropy(&x[0], &targets)?.sum().clone())
+    })?;
+    Ok(findings)
+}

@@ -1,0 +1,142 @@
+//! Whether Fulgurite computes on this GPU what it computes on a CPU, and how fast: all that a first run on a GPU must show.
+//!
+//! ```text
+//! cargo run --release --features cuda --bin gpu-check -- --json gpu-check.json
+//! ```
+//!
+//! Each step is a process of its own, which is ended after `--timeout-secs`, so that neither a hang nor a crash
+//! keeps the others from being run. The CPU is the reference: of every function and layer, in every dtype, output and
+//! gradients are compared, on contiguous inputs and on views; then optimizers, and whole trainings. The report has the
+//! largest difference of each comparison beside what is allowed, and the speeds that were measured.
+//!
+//! With `--device cpu` it checks a CPU against itself: what that shows is that this program works. **It has never run on a
+//! GPU**, and the differences that it allows in bf16 and f16 are guesses until it has.
+
+mod checks;
+mod compare;
+mod findings;
+mod process;
+mod report;
+mod target;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Parser, Subcommand};
+use fulgurite_error::{Error, Result, print_message};
+
+use checks::{STEPS, Step};
+use report::Report;
+use target::{Kind, Target};
+
+/// Whether Fulgurite computes on this GPU what it computes on a CPU, and how fast
+#[derive(Debug, Parser)]
+#[command(name = "gpu-check", version)]
+struct Options {
+    #[command(flatten)]
+    target: Target,
+    /// Write the report to this file
+    #[arg(long, value_name = "OUT")]
+    json: Option<PathBuf>,
+    /// Run the steps whose names contain this; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    only: Vec<String>,
+    /// End a step after this many seconds
+    #[arg(long, default_value_t = 180, value_parser = clap::value_parser!(u64).range(1..))]
+    timeout_secs: u64,
+    /// List the steps, and run none
+    #[arg(long)]
+    list: bool,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+/// What this program starts itself with.
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// One step
+    #[command(hide = true)]
+    Step { name: String },
+    /// `fulgurite bench`
+    #[command(hide = true)]
+    Bench(Box<Bench>),
+}
+
+/// What is measured.
+#[derive(Debug, Parser)]
+struct Bench {
+    #[command(subcommand)]
+    command: fulgurite_bench::Command,
+}
+
+fulgurite::use_mimalloc!();
+
+fn main() -> ExitCode {
+    let options = Options::parse();
+    let result = match &options.command {
+        Some(Command::Bench(bench)) => {
+            let result = fulgurite_bench::run(&bench.command);
+            return fulgurite::core::launch::report_and_exit_code(result);
+        }
+        Some(Command::Step { name }) => step(name, &options.target),
+        None => check(&options),
+    };
+    result.unwrap_or_else(|error| {
+        print_message(&format!("error: {error}"));
+        ExitCode::FAILURE
+    })
+}
+
+/// This program, to run one step.
+fn step_command(step: &Step, target: &Target) -> Result<std::process::Command> {
+    let program = std::env::current_exe().map_err(Error::io("finding", "this program"))?;
+    let mut command = std::process::Command::new(program);
+    command.args(["--device", target.device.name(), "step", step.name]);
+    Ok(command)
+}
+
+/// Runs one step in this process, and prints what it found.
+fn step(name: &str, target: &Target) -> Result<ExitCode> {
+    let step = STEPS.iter().find(|step| step.name == name);
+    let step = step.ok_or_else(|| Error::other(format!("there is no step `{name}`")))?;
+    let findings = (step.run)(target)?;
+    println!("{}", serde_json::to_string(&findings).map_err(Error::other)?);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs the steps, each in a process, and reports.
+fn check(options: &Options) -> Result<ExitCode> {
+    let is_wanted = |step: &&Step| {
+        options.only.is_empty() || options.only.iter().any(|text| step.name.contains(text.as_str()))
+    };
+    let steps: Vec<&Step> = STEPS.iter().filter(is_wanted).collect();
+    if steps.is_empty() {
+        let names: Vec<&str> = STEPS.iter().map(|step| step.name).collect();
+        return Err(Error::other(format!(
+            "--only {}: no step has that in its name; there are {}",
+            options.only.join(", "),
+            names.join(", ")
+        )));
+    }
+    if options.list {
+        steps.iter().for_each(|step| println!("{:<24} {}", step.name, step.what));
+        return Ok(ExitCode::SUCCESS);
+    }
+    options.target.check()?;
+    let mut report = Report::new(&options.target);
+    for step in steps {
+        if step.needs_gpu && options.target.device == Kind::Cpu {
+            report.skip(step, "a CPU has nothing of it");
+        } else {
+            let limit = Duration::from_secs(options.timeout_secs);
+            report.add(step, process::run(step_command(step, &options.target)?, limit)?);
+        }
+        // What is known is kept, should this process be ended.
+        if let Some(path) = &options.json {
+            report.write(path)?;
+        }
+    }
+    println!("{}", report.summary());
+    Ok(if report.passed() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}

@@ -1,0 +1,57 @@
+//! `gpu-check` as a program, on a CPU.
+
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn gpu_check(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_gpu-check"))
+        .args(args)
+        .env("RAYON_NUM_THREADS", "1")
+        .output()
+        .unwrap()
+}
+
+#[test]
+fn a_cpu_computes_what_a_cpu_computes() {
+    let dir = tempfile::tempdir().unwrap();
+    let json = dir.path().join("report.json");
+    let output = gpu_check(&["--device", "cpu", "--json", json.to_str().unwrap()]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    let report: Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+    let steps = report["steps"].as_array().unwrap();
+    let listed = gpu_check(&["--list"]);
+    assert_eq!(String::from_utf8_lossy(&listed.stdout).lines().count(), steps.len());
+    for step in steps {
+        match step["status"].as_str().unwrap() {
+            "passed" => assert_eq!(step["wrong"], serde_json::json!([])),
+            "skipped" => assert!(step["message"].is_string(), "{step}"),
+            other => panic!("{other}: {step}"),
+        }
+    }
+    let of = |name: &str| steps.iter().find(|step| step["step"] == name).unwrap();
+    assert_eq!(of("kernels.compile")["status"], "skipped");
+    // The CPU's kernels against themselves: the same bits.
+    let norms = of("functions.norms")["figures"].as_object().unwrap();
+    assert!(norms.len() > 200 && norms.values().all(|apart| *apart == 0.0), "{norms:?}");
+    assert!(of("training.ranks")["figures"]["fsdp loss_last"].as_f64().unwrap() > 1.0);
+}
+
+#[test]
+fn what_cannot_be_checked_is_said() {
+    let error = |args: &[&str]| {
+        let output = gpu_check(args);
+        assert!(!output.status.success());
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let unknown = error(&["--device", "cpu", "--only", "functoins"]);
+    assert!(
+        unknown.contains("--only functoins") && unknown.contains("functions.norms"),
+        "{unknown}"
+    );
+    if !cfg!(feature = "cuda") {
+        let without = error(&["--only", "platform"]);
+        assert!(without.contains("built without CUDA"), "{without}");
+    }
+}
