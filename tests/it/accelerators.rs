@@ -1,13 +1,17 @@
 //! The device of each rank, of a kind whose devices are the CPU.
 
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use fulgurite::core::accelerator::{Accelerator, AcceleratorConfig, Available, DeviceMemory};
-use fulgurite::core::collective::all_gather_object;
+use fulgurite::core::collective::{
+    GroupContext, ProcessGroup, ProcessGroupConfig, all_gather_object,
+};
 use fulgurite::core::fabric::Fabric;
-use fulgurite::core::register_accelerator;
+use fulgurite::core::launch::LocalStore;
 use fulgurite::core::run::TrainerConfig;
 use fulgurite::core::trainer::Event;
+use fulgurite::core::{register_accelerator, register_process_group};
 use fulgurite::prelude::*;
 use fulgurite_transports::run_ranks;
 use insta::assert_snapshot;
@@ -134,4 +138,77 @@ fn every_rank_has_a_device_of_its_own() {
     let run = config(dir.path(), &[PRETENDED, "trainer.max_steps=2", "checkpoint.overwrite=true"]);
     let result = Trainer::default().fit::<Hungry>(&run);
     assert_snapshot!(result.map(drop).unwrap_err(), @"module `net`: CUDA_ERROR_OUT_OF_MEMORY (in validation_step of batch 1) (out of memory on pretended device: of 8.00 GiB, tensors of this rank hold 1.00 GiB and have held at most 2.00; 1.00 GiB are free. Make `data.batch_size` smaller and `trainer.accumulate_grad_batches` larger, set `trainer.activation_checkpointing`, or shard over more ranks)");
+}
+
+/// Connects pretended devices: the host's group, counted.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct BetweenPretended {}
+
+register_process_group!("between_pretended", BetweenPretended);
+
+/// Whether a rank misses what it takes, and how many groups were built over one of the host.
+static MISSING: AtomicBool = AtomicBool::new(false);
+static BUILT: AtomicUsize = AtomicUsize::new(0);
+
+#[typetag::serde(name = "between_pretended")]
+impl ProcessGroupConfig for BetweenPretended {
+    fn build(&self, _: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
+        Err(Error::other("it is built over another group"))
+    }
+
+    fn device_kind(&self) -> Option<&'static str> {
+        Some("pretended")
+    }
+
+    fn available(&self) -> Result<()> {
+        match MISSING.swap(false, Ordering::Relaxed) {
+            true => Err(Error::other("its library is missing")),
+            false => Ok(()),
+        }
+    }
+
+    fn over(
+        &self,
+        host: Arc<dyn ProcessGroup>,
+        context: &GroupContext,
+    ) -> Result<Arc<dyn ProcessGroup>> {
+        assert_eq!((host.rank(), host.size()), (context.rank, context.world_size));
+        BUILT.fetch_add(1, Ordering::Relaxed);
+        Ok(host)
+    }
+}
+
+#[test]
+fn ranks_with_devices_of_their_own_communicate_by_the_process_group_for_those() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Arc::new(LocalStore::new());
+    let built = |keys: &[&str]| {
+        let config = config(dir.path(), keys).trainer;
+        BUILT.store(0, Ordering::Relaxed);
+        run_ranks(2, |world| {
+            let context = GroupContext {
+                rank: world.rank(),
+                world_size: 2,
+                local_rank: world.rank(),
+                local_world_size: 2,
+                node_rank: 0,
+                address: None,
+                store: store.clone(),
+                timeout: std::time::Duration::from_secs(60),
+            };
+            config.over_devices(world, &context).map(drop)
+        })
+        .unwrap();
+        BUILT.load(Ordering::Relaxed)
+    };
+    assert_eq!(built(&[PRETENDED]), 2);
+    // Two ranks of one device, ranks of the host, and a process group that was asked for.
+    assert_eq!(built(&[SHARED]), 0);
+    assert_eq!(built(&["trainer.accelerator=cpu"]), 0);
+    assert_eq!(built(&[PRETENDED, "trainer.process_group=shm"]), 0);
+    // If one rank cannot, none does.
+    MISSING.store(true, Ordering::Relaxed);
+    assert_eq!(built(&[PRETENDED]), 0);
+    assert!(!MISSING.load(Ordering::Relaxed));
 }

@@ -9,6 +9,8 @@ use fulgurite_core::registry::kind;
 use fulgurite_core::{Error, Result, register_process_group};
 use serde::{Deserialize, Serialize};
 
+use crate::library::Library;
+
 /// `process_group.type = "nccl"`: NCCL for tensors on GPUs of NVIDIA, another process group for those of the host.
 ///
 /// Needs the cargo feature `cuda`, and NCCL 2.27 or newer where the ranks run. It has been type-checked, and was never
@@ -67,6 +69,23 @@ impl ProcessGroupConfig for Nccl {
 
     fn memory(&self, ranks: usize) -> GroupMemory {
         self.host().map_or_else(|_| GroupMemory::default(), |host| host.memory(ranks))
+    }
+
+    fn device_kind(&self) -> Option<&'static str> {
+        cfg!(feature = "cuda").then_some("cuda")
+    }
+
+    fn available(&self) -> Result<()> {
+        Library::open(self.library.as_deref()).map(drop)
+    }
+
+    fn over(
+        &self,
+        host: Arc<dyn ProcessGroup>,
+        context: &GroupContext,
+    ) -> Result<Arc<dyn ProcessGroup>> {
+        self.check()?;
+        build(self, host, context)
     }
 
     fn build(&self, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use fulgurite_store::Store;
 
 use super::ProcessGroup;
-use crate::Result;
+use crate::{Error, Result};
 
 /// What a transport needs to build its world group.
 #[derive(Clone)]
@@ -67,6 +67,43 @@ pub trait ProcessGroupConfig: std::fmt::Debug + Send + Sync {
     /// If the transport cannot connect these ranks (shared memory across hosts, no such library),
     /// saying which transport can.
     fn build(&self, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>>;
+
+    /// Whether a process group for the ranks' devices may be built over this one, if they have devices: one that
+    /// chooses a way for them, as `"auto"` does, says so. By default no.
+    fn leaves_devices_open(&self) -> bool {
+        false
+    }
+
+    /// The kind of devices, as `trainer.accelerator` names it, between which it carries tensors, in programs that are
+    /// built for them. By default none.
+    fn device_kind(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// Whether this process can use it: for what is looked for at run time, such as libraries. By default it can.
+    ///
+    /// # Errors
+    /// If not, with the reason.
+    fn available(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Builds it over a group of the host that all ranks have, of one with a [`device_kind`](Self::device_kind), by the
+    /// options of its name alone. Collective.
+    ///
+    /// # Errors
+    /// As [`build`](Self::build). By default it cannot be built so.
+    fn over(
+        &self,
+        host: Arc<dyn ProcessGroup>,
+        context: &GroupContext,
+    ) -> Result<Arc<dyn ProcessGroup>> {
+        let _ = (host, context);
+        Err(Error::Config(format!(
+            "trainer.process_group = \"{}\" cannot be built over another process group",
+            self.typetag_name()
+        )))
+    }
 }
 
 fulgurite_config::plugin_kind!(

@@ -22,7 +22,7 @@ impl TrainerConfig {
     ///
     /// # Errors
     /// If there is no such plugin, or an option is wrong.
-    fn accelerator(&self) -> Result<Option<Box<dyn AcceleratorConfig>>> {
+    pub(super) fn accelerator(&self) -> Result<Option<Box<dyn AcceleratorConfig>>> {
         if !self.names_accelerator() {
             return Ok(None);
         }

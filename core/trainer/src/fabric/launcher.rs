@@ -61,7 +61,7 @@ impl TrainerConfig {
         let world: Arc<dyn ProcessGroup> = if launched.world_size == 1 {
             Arc::new(Solo::new("world", 0))
         } else {
-            process_group.build(&GroupContext {
+            let context = GroupContext {
                 rank: launched.rank,
                 world_size: launched.world_size,
                 local_rank: launched.local_rank,
@@ -70,7 +70,8 @@ impl TrainerConfig {
                 address: launched.address,
                 store: launched.store.clone(),
                 timeout,
-            })?
+            };
+            self.over_devices(process_group.build(&context)?, &context)?
         };
         Ok(Connection { launched, world })
     }

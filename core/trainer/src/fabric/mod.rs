@@ -7,6 +7,7 @@ mod attempts;
 mod checkpoints;
 mod collectives;
 mod data;
+mod device_group;
 #[expect(clippy::module_inception, reason = "the type is the module's subject")]
 mod fabric;
 mod launcher;

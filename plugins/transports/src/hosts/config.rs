@@ -13,7 +13,8 @@ use crate::Shm;
 
 /// `process_group.type = "auto"`: shared memory between the ranks of a host, and a network between hosts.
 ///
-/// Of a job on one host it is `shm`.
+/// Of a job on one host it is `shm`. Where every rank has a device of its own, such as a GPU of NVIDIA, and the program a
+/// process group for those, `nccl`, that carries the tensors on devices, and this one all others.
 #[derive(Debug, Clone, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Auto {
@@ -85,6 +86,10 @@ impl ProcessGroupConfig for Auto {
 
     fn memory(&self, ranks: usize) -> GroupMemory {
         self.shm().memory(ranks)
+    }
+
+    fn leaves_devices_open(&self) -> bool {
+        true
     }
 
     fn build(&self, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
