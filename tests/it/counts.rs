@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use fulgurite::core::collective::{Counter, Counting};
 use fulgurite::core::config::ConfigLayers;
-use fulgurite::core::execution::read;
+use fulgurite::core::execution::{read, transfer};
 use fulgurite::core::run::RunConfig;
 use fulgurite::prelude::*;
 use fulgurite_transports::run_ranks;
@@ -34,9 +34,59 @@ impl LightningModule for Double {
 
 impl Hooks<Numbers> for Double {}
 
+/// Ids and classes, on the device by `SENT` or otherwise.
+struct Ids<const SENT: bool>;
+
+impl<const SENT: bool> DataModule for Ids<SENT> {
+    type Config = NoKeys;
+    type Batch = [Tensor; 2];
+
+    fn setup(_: &NoKeys, _: &DataContext) -> Result<Self> {
+        Ok(Self)
+    }
+
+    fn batch_size(_: &NoKeys) -> usize {
+        2
+    }
+
+    fn len(&self, _: Split) -> u64 {
+        7
+    }
+
+    fn batch(&self, _: Split, indices: &[u64], device: &Device) -> Result<[Tensor; 2]> {
+        let ids: Vec<i64> = indices.iter().map(|&i| i as i64).collect();
+        let ids = Tensor::from_vec(ids, indices.len(), &Device::Cpu)?;
+        match SENT {
+            true => Ok([
+                transfer::to_device(&ids, device, "batch")?,
+                transfer::to_device(&ids, device, "batch")?,
+            ]),
+            false => Ok([ids.to_device(device)?, ids.to_device(device)?]),
+        }
+    }
+}
+
+/// Learns the class of each id.
+struct Classes<const SENT: bool>(Unit<Embedding>);
+
+impl<const SENT: bool> LightningModule for Classes<SENT> {
+    type Config = NoKeys;
+    type Data = Ids<SENT>;
+
+    fn configure_model(_: &NoKeys, b: &ModuleBuilder) -> Result<Self> {
+        Ok(Self(b.unit("classes", |b| Embedding::new(b, 7, 7))?))
+    }
+
+    fn training_step(&mut self, [ids, targets]: &[Tensor; 2], _: &mut StepContext) -> Result<Loss> {
+        cross_entropy(&self.0.forward(ids)?, targets)
+    }
+}
+
+impl<const SENT: bool> Hooks<Ids<SENT>> for Classes<SENT> {}
+
 /// What a whole run on two ranks did, on rank 0: calls of collectives, by group and kind, and reads of the device, by
 /// what for.
-fn counts(
+fn counts<M: LightningModule<Config = NoKeys, Data: DataModule<Config = NoKeys>>>(
     strategy: &str,
     steps: u64,
     log_every_n_steps: u64,
@@ -55,7 +105,7 @@ fn counts(
         let run: RunConfig<NoKeys, NoKeys> = RunConfig::from_layers(layers)?;
         let counter = Counter::default();
         let world = Arc::new(Counting::new(world, counter.clone()));
-        Trainer::new(world).fit::<Double>(&run)?;
+        Trainer::new(world).fit::<M>(&run)?;
         let calls = counter.snapshot().into_iter();
         let calls = calls.map(|((group, kind), record)| (format!("{group} {kind}"), record.calls));
         let reads = read::counts().into_iter().map(|(what, reads)| (what.to_owned(), reads));
@@ -66,8 +116,17 @@ fn counts(
 
 /// The collectives and the reads of each step: those of a run over those of a shorter one.
 fn of_each_step(strategy: &str, log_every_n_steps: u64, accumulate: usize) -> [Vec<String>; 2] {
-    let short = counts(strategy, 50, log_every_n_steps, accumulate);
-    let long = counts(strategy, 100, log_every_n_steps, accumulate);
+    of_each_step_of::<Double>(strategy, log_every_n_steps, accumulate)
+}
+
+/// As [`of_each_step`], of another module.
+fn of_each_step_of<M: LightningModule<Config = NoKeys, Data: DataModule<Config = NoKeys>>>(
+    strategy: &str,
+    log_every_n_steps: u64,
+    accumulate: usize,
+) -> [Vec<String>; 2] {
+    let short = counts::<M>(strategy, 50, log_every_n_steps, accumulate);
+    let long = counts::<M>(strategy, 100, log_every_n_steps, accumulate);
     [0, 1].map(|i| {
         let more = |(what, calls): (&String, &u64)| {
             let calls = calls - short[i].get(what).unwrap_or(&0);
@@ -125,4 +184,15 @@ fn a_step_reads_once_and_what_is_logged_when_it_is_logged() {
             assert_eq!(reads, ["logged values 0.02", "loss and gradient norm 1"], "{strategy}");
         }
     }
+}
+
+#[test]
+fn ids_and_targets_that_the_host_has_sent_are_not_read() {
+    for strategy in ["ddp", "fsdp"] {
+        let [_, reads] = of_each_step_of::<Classes<true>>(strategy, 50, 3);
+        assert_eq!(reads, ["loss and gradient norm 1"], "{strategy}");
+    }
+    // Once for each of three micro-batches.
+    let [_, reads] = of_each_step_of::<Classes<false>>("ddp", 50, 3);
+    assert_eq!(reads, ["ids 3", "loss and gradient norm 1", "targets 3"]);
 }

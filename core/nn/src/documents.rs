@@ -5,8 +5,8 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 
 use crate::{Error, Result};
-use fulgurite_engine::execution::read;
 use fulgurite_engine::execution::{self, ContextGuard};
+use fulgurite_engine::execution::{read, transfer};
 
 /// Targets that a loss ignores.
 const IGNORED: i64 = -100;
@@ -50,7 +50,11 @@ impl Documents {
     pub fn ended_by(inputs: &Tensor, end: u32) -> Result<Self> {
         let (batch, time) = inputs.dims2()?;
         let mut first = Vec::with_capacity(batch * time);
-        for sequence in read::vec1::<u32>(&inputs.flatten_all()?, "ids")?.chunks(time.max(1)) {
+        let ids = match transfer::sent(inputs) {
+            Some(inputs) => read::host::<u32>(&inputs.flatten_all()?)?,
+            None => read::vec1::<u32>(&inputs.flatten_all()?, "ids")?,
+        };
+        for sequence in ids.chunks(time.max(1)) {
             let mut begins = 0;
             for (position, &id) in sequence.iter().enumerate() {
                 first.push(begins);

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Storage, Tensor};
 
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage::HostElement;
-use fulgurite_engine::execution::read;
+use fulgurite_engine::execution::{read, transfer};
 use fulgurite_engine::simd::vectorized;
 
 /// Evaluates `$body` with `$T` as the Rust type of a dtype that kernels compute in.
@@ -229,7 +229,11 @@ impl<G: Deref<Target = Storage>> Host<G> {
 pub(super) fn indices(ids: &Tensor, what: &'static str) -> Result<Vec<i64>> {
     match ids.dtype() {
         DType::U32 | DType::I64 => {
-            read::vec1(&ids.detach().flatten_all()?.to_dtype(DType::I64)?, what)
+            let list = |ids: &Tensor| ids.detach().flatten_all()?.to_dtype(DType::I64);
+            match transfer::sent(ids) {
+                Some(ids) => read::host(&list(&ids)?),
+                None => read::vec1(&list(ids)?, what),
+            }
         }
         other => Err(Error::other(format!("{what} must be u32 or i64, got {other:?}"))),
     }

@@ -37,6 +37,7 @@
 mod context;
 mod grad_mode;
 pub mod read;
+mod sent;
 pub mod transfer;
 
 pub use context::{ContextGuard, ExecutionContext, enter, shared, value};

@@ -74,18 +74,30 @@ fn copies(device: &Device, tensor: &Tensor) -> Option<Arc<dyn HostCopies>> {
 
 /// The values of a tensor of the host on `device`, for `what`: in new memory, or the same tensor if the device is the CPU.
 ///
+/// Of integers the host remembers the last few, so that layers need not [read](crate::execution::read) ids and targets from
+/// the device: [`sent`]. They must not be changed in place afterwards.
+///
 /// # Errors
 /// If the device has no memory for them.
 pub fn to_device(tensor: &Tensor, device: &Device, what: &'static str) -> Result<Tensor> {
     count(what, |bytes| &mut bytes.to_device, tensor);
-    if device.is_cpu() {
-        return Ok(tensor.clone());
-    }
-    let tensor = tensor.contiguous()?;
-    match copies(device, &tensor) {
-        Some(copies) => copies.to_device(&tensor),
-        None => Ok(tensor.force_contiguous()?.to_device(device)?),
-    }
+    let on_device = if device.is_cpu() {
+        tensor.clone()
+    } else {
+        let tensor = tensor.contiguous()?;
+        match copies(device, &tensor) {
+            Some(copies) => copies.to_device(&tensor)?,
+            None => tensor.force_contiguous()?.to_device(device)?,
+        }
+    };
+    super::sent::remember(&on_device, tensor);
+    Ok(on_device)
+}
+
+/// The tensor of the host whose values were sent to make this one by [`to_device`], if those are integers and the host
+/// remembers them. A view of such a tensor is another one, and not known.
+pub fn sent(tensor: &Tensor) -> Option<Tensor> {
+    super::sent::of(tensor)
 }
 
 /// The values of a tensor of a device in the host's memory, for `what`: in new memory, or the same tensor if it is there.
