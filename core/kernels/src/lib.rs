@@ -28,6 +28,7 @@ pub mod cuda;
 mod dtype;
 mod plan;
 pub mod plans;
+mod product;
 mod source;
 pub mod table;
 
@@ -36,6 +37,7 @@ pub use plan::{
     Address, Argument, Bf16, Call, Element, F16, Field, FieldType, In, Out, Parameter, Plan,
     Pointee, Row, Table, Target,
 };
+pub use product::Product;
 pub use source::{NVRTC_OPTIONS, Source};
 
 /// Threads of a block, in every kernel.

@@ -202,6 +202,17 @@ pub(super) fn layers(target: &Target) -> Result<Findings> {
             of: Of::Layer(|b| layer(Linear::with_bias(&b.pp("linear"), 24, 40)?)),
         },
         Case {
+            name: "Linear, called twice",
+            inputs: &[&[3, 17, 24]],
+            of: Of::Layer(|b| {
+                let linear = Linear::new(&b.pp("linear"), 24, 40)?;
+                // The second gradient is added to the first.
+                Ok(Box::new(move |x| {
+                    Ok((linear.forward(&x[0])? + linear.forward(&(&x[0] * 2.0)?)?)?)
+                }))
+            }),
+        },
+        Case {
             name: "Embedding",
             inputs: &[&[4, 9, 12]],
             of: Of::Layer(|b| {

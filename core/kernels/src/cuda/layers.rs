@@ -12,7 +12,7 @@ use crate::plans::{self, CrossEntropy, RmsNorm, RmsNormBackward, Rope};
 use crate::{Float, Plan};
 
 /// The device and the dtype of a tensor that kernels of layers take.
-fn taken(tensor: &Tensor) -> Option<(&CudaDevice, Float)> {
+pub(super) fn taken(tensor: &Tensor) -> Option<(&CudaDevice, Float)> {
     let Device::Cuda(device) = tensor.device() else { return None };
     let dtype = match tensor.dtype() {
         DType::F32 => Float::F32,

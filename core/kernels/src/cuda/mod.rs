@@ -2,6 +2,7 @@
 
 mod compile;
 mod layers;
+mod products;
 mod run;
 
 pub use compile::{nvrtc_version, ptx};
@@ -9,4 +10,5 @@ pub use layers::{
     cross_entropy, cross_entropy_backward, embedding_grad, rms_norm, rms_norm_backward, rope,
     swiglu, swiglu_backward,
 };
+pub use products::weight_grad;
 pub use run::{address, run};

@@ -141,6 +141,18 @@ pub(crate) fn weight_grad(weight: &Parameter, x: &Tensor, grad: &Tensor) -> Resu
     let ((n, inputs), (_, outputs)) = (rows(x)?, rows(grad)?);
     if !uses_cpu_kernels(x) {
         let (x, grad) = (x.reshape((n, inputs))?, grad.reshape((n, outputs))?);
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() && n > 0 {
+            return weight.accumulate_with(|out, add| {
+                if fulgurite_kernels::cuda::weight_grad(&x, &grad, out, add)? {
+                    return Ok(());
+                }
+                // Of other dtypes: as on other devices.
+                let product = grad.t()?.matmul(&x)?.flatten_all()?.to_dtype(out.dtype())?;
+                let sum = if add { (out + product)? } else { product };
+                storage::copy_from(out, &sum)
+            });
+        }
         return weight.accumulate(&grad.t()?.matmul(&x)?);
     }
     let (x, grad) = (to_accumulation_dtype(x)?, to_accumulation_dtype(grad)?);

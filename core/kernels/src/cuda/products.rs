@@ -1,0 +1,107 @@
+//! Products by cuBLAS.
+#![allow(unsafe_code)] // calls of cuBLAS
+
+use std::ffi::c_void;
+
+use candle_core::cuda::gemm_reduced_precision_f32;
+use candle_core::cuda_backend::WrapErr as _;
+use candle_core::cuda_backend::cudarc::cublas::result::gemm_ex;
+use candle_core::cuda_backend::cudarc::cublas::sys::{
+    cublasComputeType_t as Compute, cublasGemmAlgo_t as Algorithm, cublasOperation_t as Operation,
+    cudaDataType_t as DataType,
+};
+use candle_core::{CudaDevice, DType, Tensor};
+use fulgurite_error::{Error, Result};
+
+use super::address;
+use super::layers::taken;
+use crate::{Float, Product};
+
+/// Writes the gradient of a linear layer's weight, `grad^T x`, to `out`, or adds it. `x` is `[rows, inputs]`, `grad`
+/// `[rows, outputs]`, both in f32, bf16 or f16, and `out` their product's elements in f32, whatever dtype they have: sums
+/// are in f32 and not rounded to it. False for tensors of other dtypes or devices, with which nothing is done.
+///
+/// # Errors
+/// If shapes do not fit, or cuBLAS fails.
+pub fn weight_grad(x: &Tensor, grad: &Tensor, out: &Tensor, add: bool) -> Result<bool> {
+    let (Some((device, dtype)), Some((_, same))) = (taken(x), taken(grad)) else {
+        return Ok(false);
+    };
+    let ((rows, inputs), (grad_rows, outputs)) = (x.dims2()?, grad.dims2()?);
+    if grad_rows != rows || out.elem_count() != inputs * outputs {
+        return Err(Error::other(format!(
+            "the gradient of a weight from {:?} and {:?} is not {:?}",
+            x.dims(),
+            grad.dims(),
+            out.dims()
+        )));
+    }
+    let there = [grad, out].iter().all(|t| t.device().same_device(x.device()));
+    if !there || dtype != same || out.dtype() != DType::F32 || !out.is_contiguous() {
+        return Ok(false);
+    }
+    let (x, grad) = (x.contiguous()?, grad.contiguous()?);
+    let addresses = [address(&x)?, address(&grad)?, address(out)?];
+    let Some(product) = Product::weight_grad(dtype, addresses, [rows, inputs, outputs], add) else {
+        return Ok(false);
+    };
+    // SAFETY: the three tensors are held until the call is queued, in the order of the device's one stream, and their
+    // sizes are those of the product.
+    unsafe { run(&product, device) }?;
+    Ok(true)
+}
+
+/// Gives a product to the device's stream.
+///
+/// # Safety
+/// The addresses are those of memory of this device of the product's sizes, which is not freed before work on the
+/// stream that was there when this returns.
+unsafe fn run(product: &Product, device: &CudaDevice) -> Result<()> {
+    let dtype = match product.dtype {
+        Float::F32 => DataType::CUDA_R_32F,
+        Float::Bf16 => DataType::CUDA_R_16BF,
+        Float::F16 => DataType::CUDA_R_16F,
+        Float::F64 => return Err(Error::other("a product of f64 is not added to f32")),
+    };
+    // As candle's own products: TF32 is for f32 alone.
+    let compute = match product.dtype == Float::F32 && gemm_reduced_precision_f32() {
+        true => Compute::CUBLAS_COMPUTE_32F_FAST_TF32,
+        false => Compute::CUBLAS_COMPUTE_32F,
+    };
+    let operation = |transposed| match transposed {
+        true => Operation::CUBLAS_OP_T,
+        false => Operation::CUBLAS_OP_N,
+    };
+    let [transpose_a, transpose_b] = product.transposed.map(operation);
+    let [a, b, c] = product.addresses;
+    let [lda, ldb, ldc] = product.leading;
+    let (alpha, beta) = (1f32, product.beta);
+    device.cuda_stream().context().bind_to_thread().w()?;
+    let blas = device.cublas_handle();
+    // SAFETY: the caller's promise; alpha and beta are f32, as sums in f32 have them, and read before it returns.
+    unsafe {
+        gemm_ex(
+            *blas.handle(),
+            transpose_a,
+            transpose_b,
+            product.m,
+            product.n,
+            product.k,
+            (&raw const alpha).cast::<c_void>(),
+            a as *const c_void,
+            dtype,
+            lda,
+            b as *const c_void,
+            dtype,
+            ldb,
+            (&raw const beta).cast::<c_void>(),
+            c as *mut c_void,
+            DataType::CUDA_R_32F,
+            ldc,
+            compute,
+            Algorithm::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
+        )
+    }
+    .w()?;
+    Ok(())
+}
