@@ -3,6 +3,7 @@
 mod cases;
 mod functions;
 mod memory;
+mod nccl;
 mod optimizers;
 mod platform;
 mod speed;
@@ -92,6 +93,11 @@ pub(crate) const STEPS: &[Step] = &[
         training::ranks,
     ),
     step("training.offload", "fsdp with cpu_offload has the losses without it", training::offload),
+    on_gpu(
+        "nccl.alone",
+        "NCCL with one rank: it is loaded, connects, and every collective keeps the values",
+        nccl::alone,
+    ),
     step("speed.device", "launches, products and copies", speed::device),
     step("speed.functions", "functions, forward and backward", speed::functions),
     on_gpu(

@@ -46,10 +46,18 @@ pub struct Parts {
 /// # Errors
 /// If NCCL cannot be loaded, or is older than 2.27.
 pub fn connect(parts: Parts) -> Result<Arc<dyn ProcessGroup>> {
-    let Parts { host, library, streams, store, timeout } = parts;
-    if host.size() == 1 {
-        return Ok(host);
+    match parts.host.size() {
+        1 => Ok(parts.host),
+        _ => connect_even_alone(parts),
     }
+}
+
+/// As [`connect`], and over NCCL also if there is one rank: to find out on one GPU whether NCCL works there.
+///
+/// # Errors
+/// As [`connect`].
+pub fn connect_even_alone(parts: Parts) -> Result<Arc<dyn ProcessGroup>> {
+    let Parts { host, library, streams, store, timeout } = parts;
     let library = Library::open(library.as_deref())?;
     tracing::debug!("process group `{}` over {}", host.name(), library.description());
     // A job may build several world groups; every rank builds them in the same order.

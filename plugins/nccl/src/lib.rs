@@ -71,4 +71,4 @@ mod world;
 pub use config::Nccl;
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
-pub use group::{Parts, connect};
+pub use group::{Parts, connect, connect_even_alone};

@@ -54,6 +54,15 @@ pub extern "C" fn fakeNcclLive() -> u64 {
     LIVE.load(Ordering::SeqCst)
 }
 
+/// The fewest ranks that a communicator may have.
+static FEWEST: AtomicI32 = AtomicI32::new(2);
+
+/// Lets communicators have one rank.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakeNcclAllowAlone() {
+    FEWEST.store(1, Ordering::SeqCst);
+}
+
 #[unsafe(no_mangle)]
 pub extern "C" fn fakeNcclSetVersion(version: c_int) {
     VERSION.store(version, Ordering::SeqCst);
@@ -163,7 +172,7 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     if !id.0[8..].iter().all(|&byte| byte == 0xA5) {
         return violation("a unique id that is none");
     }
-    if ranks < 2 || !(0..ranks).contains(&rank) {
+    if ranks < FEWEST.load(Ordering::SeqCst) || !(0..ranks).contains(&rank) {
         return violation(format_args!("rank {rank} of {ranks}"));
     }
     let number = u64::from_le_bytes(id.0[..8].try_into().unwrap_or_default());

@@ -1,6 +1,9 @@
 //! The group keeps what the trait promises.
 
+use std::sync::Arc;
+
 use candle_core::DType;
+use fulgurite_core::collective::Solo;
 use fulgurite_core::conformance;
 
 use crate::ranks::Job;
@@ -12,6 +15,19 @@ fn groups_of_one_to_four_conform() {
         job.run(ranks, |group| conformance::process_group(&*group)).unwrap();
         job.check();
     }
+}
+
+#[test]
+fn a_rank_alone_conforms_over_nccl_too() {
+    let job = Job::new(5);
+    job.nccl.allow_alone();
+    let host = Arc::new(Solo::new("world", 0));
+    let group = fulgurite_nccl::connect_even_alone(job.parts(host)).unwrap();
+    conformance::process_group(&*group).unwrap();
+    // Its communicator, which a group of one rank has not otherwise.
+    assert_eq!(job.nccl.live(), 1);
+    drop(group);
+    job.check();
 }
 
 /// Integers go over the host's group, floating-point numbers over NCCL.

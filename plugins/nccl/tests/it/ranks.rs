@@ -62,6 +62,11 @@ impl Nccl {
         self.count(b"fakeNcclLive\0")
     }
 
+    pub(crate) fn allow_alone(&self) {
+        // SAFETY: of this type.
+        unsafe { self.library.get::<extern "C" fn()>(b"fakeNcclAllowAlone\0").unwrap()() };
+    }
+
     pub(crate) fn set_version(&self, version: i32) {
         // SAFETY: of this type.
         unsafe {
