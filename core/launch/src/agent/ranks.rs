@@ -46,6 +46,8 @@ struct Rank {
     /// The file with its stderr, if it is not on the terminal.
     log: Option<PathBuf>,
     end: Option<ExitStatus>,
+    /// Whether it was killed from here.
+    killed: bool,
 }
 
 impl Ranks {
@@ -102,7 +104,7 @@ impl Ranks {
                 Ok(mut process) => {
                     let log = output.hidden();
                     let copies = output.copy(&mut process);
-                    ranks.ranks.push(Rank { rank, process, copies, log, end: None });
+                    ranks.ranks.push(Rank { rank, process, copies, log, end: None, killed: false });
                 }
                 Err(error) => {
                     ranks.kill();
@@ -163,6 +165,8 @@ impl Ranks {
         let end = rank_process::end_of(&mut rank.process);
         rank.end = Some(end);
         let log = rank.log.as_ref().map(|path| format!("; see {}", path.display()));
+        // If two have ended since the last look, one may be the reason for the other.
+        let killed = rank.killed;
         let (rank, ending) = (rank.rank, self.ending.is_some());
         let asked = ending || self.interrupted.is_some();
         match (end.code(), end.signal()) {
@@ -172,7 +176,7 @@ impl Ranks {
                 // Whichever failed is heard of; the rest of this node ends too.
                 return self.stop();
             }
-            (None, Some(signal)) if ending && signal == Signal::KILL.as_raw() => return,
+            (None, Some(signal)) if killed && signal == Signal::KILL.as_raw() => return,
             (None, Some(signal)) if asked && signals::is_handled(signal) => return,
             _ => {}
         }
@@ -220,10 +224,11 @@ impl Ranks {
     }
 
     /// Signals the ranks that have not ended.
-    pub(super) fn signal(&self, signal: Signal) {
-        self.ranks.iter().filter(|rank| rank.end.is_none()).for_each(|rank| {
+    pub(super) fn signal(&mut self, signal: Signal) {
+        for rank in self.ranks.iter_mut().filter(|rank| rank.end.is_none()) {
+            rank.killed |= signal == Signal::KILL && !rank_process::has_ended(&rank.process);
             signal_group(rank, signal);
-        });
+        }
     }
 
     /// Ends all ranks at once.
