@@ -158,13 +158,14 @@ fn a_run_that_saves_in_the_background_goes_on_to_the_bit() {
 
 #[test]
 fn a_signal_that_takes_the_machine_away_saves_first() {
-    for (signals, code, strategy, devices) in [
-        (&[Signal::TERM][..], 143, "fsdp", 2),
-        (&[Signal::USR1], 138, "ddp", 2),
-        (&[Signal::USR1], 138, "single_device", 1),
-        // A notice, and the end that it told of: no second request.
-        (&[Signal::USR1, Signal::TERM], 143, "single_device", 1),
-        (&[Signal::USR1, Signal::TERM], 143, "ddp", 2),
+    for (signals, codes, strategy, devices) in [
+        (&[Signal::TERM][..], &[143][..], "fsdp", 2),
+        (&[Signal::USR1], &[138], "ddp", 2),
+        (&[Signal::USR1], &[138], "single_device", 1),
+        // A notice, and the end that it told of: no second request. The ranks may have agreed to end for the notice
+        // before the other comes.
+        (&[Signal::USR1, Signal::TERM], &[138, 143], "single_device", 1),
+        (&[Signal::USR1, Signal::TERM], &[138, 143], "ddp", 2),
     ] {
         let scratch = Scratch::with_tokens();
         // It saves even if nobody asked for checkpoints, and at once where others are saved in the
@@ -180,7 +181,8 @@ fn a_signal_that_takes_the_machine_away_saves_first() {
         running.reach(5);
         signals.iter().for_each(|&signal| running.signal(signal));
         let stopped = running.wait();
-        assert_eq!(stopped.code(), Some(code), "{}", stopped.stderr);
+        let code = stopped.code().unwrap();
+        assert!(codes.contains(&code), "{code}: {}", stopped.stderr);
         assert!(!stopped.stderr.contains("error"), "{}", stopped.stderr);
         let step = stopped.losses().len() as u64;
         let saved = stopped.events_of("checkpoint");
