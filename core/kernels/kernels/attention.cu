@@ -1,58 +1,76 @@
-// Softmax of the scores of attention, `[heads, queries, keys]`, in f32: a block for each row. In a causal one the last
-// query is at the position of the last key, and keys beyond a query's own position have the probability zero.
+// The softmax between the two products of attention, over a block of the queries: scores are `[heads, queries, keys]` in
+// f32, where heads are those of all sequences, a thread block for each row. Tensors of all queries have `total` of them
+// for each head; the block's begin at `start`. With `causal` its first query sees `visible` keys, and each further one
+// one more. If there are `firsts` (`[sequences, total]`), a query sees no key before its own; the scores' first key is
+// `base`. What is not seen has the probability zero.
 
-DEVICE u32 visible_keys(u32 queries, u32 keys, u32 causal) {
-    return causal ? keys - queries + blockIdx.x % queries + 1 : keys;
+struct Range {
+    u32 begin, end;
+};
+
+// The keys that a row sees, and where the row is among all queries.
+DEVICE Range seen_keys(const u32 *firsts, u32 heads, u32 queries, u32 total, u32 start, u32 keys, u32 causal, u32 visible,
+                       u32 base, u64 &place) {
+    u32 head = blockIdx.x / queries, query = blockIdx.x % queries;
+    place = (u64)head * total + start + query;
+    u32 end = causal ? visible + query : keys;
+    u32 first = firsts ? firsts[(u64)(head / heads) * total + start + query] : base;
+    return {first > base ? first - base : 0, end < keys ? end : keys};
 }
 
-// `probabilities` may be `scores`.
 template <class T>
-DEVICE void attention_softmax_row(const T *scores, T *probabilities, float *lse, u32 queries, u32 keys, u32 causal,
-                                  float scale) {
+DEVICE void attention_softmax_row(const float *scores, T *probabilities, float *lse, u32 keys, Range seen, u64 place) {
     SHARED(float, scratch, WARPS);
-    u32 visible = visible_keys(queries, keys, causal);
     u64 row = (u64)blockIdx.x * keys;
     float most = -__uint_as_float(0x7f800000u);
-    for (u32 i = threadIdx.x; i < visible; i += THREADS) {
-        float z = scale * load(scores[row + i]);
+    for (u32 i = seen.begin + threadIdx.x; i < seen.end; i += THREADS) {
+        float z = scores[row + i];
         most = z > most ? z : most;
     }
     most = block_max(most, scratch);
     float sum = 0;
-    for (u32 i = threadIdx.x; i < visible; i += THREADS) sum += expf(scale * load(scores[row + i]) - most);
+    for (u32 i = seen.begin + threadIdx.x; i < seen.end; i += THREADS) sum += expf(scores[row + i] - most);
     sum = block_sum(sum, scratch);
     float factor = 1.0f / sum;
     for (u32 i = threadIdx.x; i < keys; i += THREADS) {
-        float p = i < visible ? expf(scale * load(scores[row + i]) - most) * factor : 0.0f;
-        store(probabilities[row + i], p);
+        bool is_seen = i >= seen.begin && i < seen.end;
+        store(probabilities[row + i], is_seen ? expf(scores[row + i] - most) * factor : 0.0f);
     }
-    if (threadIdx.x == 0) lse[blockIdx.x] = most + logf(sum);
+    if (threadIdx.x == 0) lse[place] = most + logf(sum);
 }
 
-// The gradient of the scores from that of the probabilities, which it may replace.
+// The probabilities again, and the gradient of the product of queries and keys from that of the probabilities.
 template <class T>
-DEVICE void attention_softmax_backward_row(const T *probabilities, const T *grad, T *dscores, u32 queries, u32 keys,
-                                           u32 causal, float scale) {
+DEVICE void attention_softmax_backward_row(const float *scores, const float *grad, const float *lse, T *probabilities,
+                                           T *dscores, u32 keys, float scale, Range seen, u64 place) {
     SHARED(float, scratch, WARPS);
-    u32 visible = visible_keys(queries, keys, causal);
     u64 row = (u64)blockIdx.x * keys;
-    float level = 0;
-    for (u32 i = threadIdx.x; i < visible; i += THREADS) level += load(probabilities[row + i]) * load(grad[row + i]);
+    float of_row = lse[place], level = 0;
+    for (u32 i = seen.begin + threadIdx.x; i < seen.end; i += THREADS) {
+        level += expf(scores[row + i] - of_row) * grad[row + i];
+    }
     level = block_sum(level, scratch);
     for (u32 i = threadIdx.x; i < keys; i += THREADS) {
-        float d = i < visible ? scale * load(probabilities[row + i]) * (load(grad[row + i]) - level) : 0.0f;
-        store(dscores[row + i], d);
+        bool is_seen = i >= seen.begin && i < seen.end;
+        float p = is_seen ? expf(scores[row + i] - of_row) : 0.0f;
+        store(probabilities[row + i], p);
+        store(dscores[row + i], is_seen ? scale * p * (grad[row + i] - level) : 0.0f);
     }
 }
 
 #define DEFINE(T, NAME)                                                                                                \
-    KERNEL attention_softmax_##NAME(const T *scores, T *probabilities, float *lse, u32 queries, u32 keys, u32 causal,  \
-                                    float scale) {                                                                     \
-        attention_softmax_row(scores, probabilities, lse, queries, keys, causal, scale);                               \
+    KERNEL attention_softmax_##NAME(const float *scores, T *probabilities, float *lse, const u32 *firsts, u32 heads,   \
+                                    u32 queries, u32 total, u32 start, u32 keys, u32 causal, u32 visible, u32 base) {  \
+        u64 place;                                                                                                     \
+        Range seen = seen_keys(firsts, heads, queries, total, start, keys, causal, visible, base, place);              \
+        attention_softmax_row(scores, probabilities, lse, keys, seen, place);                                          \
     }                                                                                                                  \
-    KERNEL attention_softmax_backward_##NAME(const T *probabilities, const T *grad, T *dscores, u32 queries, u32 keys, \
-                                             u32 causal, float scale) {                                                \
-        attention_softmax_backward_row(probabilities, grad, dscores, queries, keys, causal, scale);                    \
+    KERNEL attention_softmax_backward_##NAME(                                                                          \
+        const float *scores, const float *grad, const float *lse, const u32 *firsts, T *probabilities, T *dscores,     \
+        u32 heads, u32 queries, u32 total, u32 start, u32 keys, u32 causal, u32 visible, u32 base, float scale) {      \
+        u64 place;                                                                                                     \
+        Range seen = seen_keys(firsts, heads, queries, total, start, keys, causal, visible, base, place);              \
+        attention_softmax_backward_row(scores, grad, lse, probabilities, dscores, keys, scale, seen, place);           \
     }
 FOR_EACH_FLOAT(DEFINE)
 #undef DEFINE

@@ -5,8 +5,8 @@
 //! `shim/`, where the tests run it with AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer against what
 //! the CPU computes. **None of them has run on a GPU yet.**
 //!
-//! What is launched is a [`Plan`]: which kernels, over how many blocks, with which arguments, what small tables they
-//! read and what memory they need besides. A plan is made from addresses and sizes alone, so that the tests carry out
+//! What is launched is a [`Plan`]: which kernels, over how many blocks, with which arguments, which products of matrices
+//! (cuBLAS computes those) between them, what small tables they read and what memory they need besides. A plan is made from addresses and sizes alone, so that the tests carry out
 //! the very plans that a GPU would.
 //!
 //! ```
@@ -35,9 +35,9 @@ pub mod table;
 pub use dtype::Float;
 pub use plan::{
     Address, Argument, Bf16, Call, Element, F16, Field, FieldType, In, Out, Parameter, Plan,
-    Pointee, Row, Table, Target,
+    Pointee, Row, Table, Target, Work,
 };
-pub use product::Product;
+pub use product::{Matrix, Product, Start};
 pub use source::{NVRTC_OPTIONS, Source};
 
 /// Threads of a block, in every kernel.

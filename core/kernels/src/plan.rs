@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use crate::{Float, Source};
+use crate::{Float, Product, Source};
 
 /// Where an argument points.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -83,6 +83,11 @@ macro_rules! pointers {
 pointers!(In => "const {} *", Out => "{} *");
 
 impl<T> Out<T> {
+    /// Where it points.
+    pub fn target(self) -> Target {
+        self.0
+    }
+
     /// To read what another kernel has written.
     pub fn read(self) -> In<T> {
         In(self.0, PhantomData)
@@ -91,10 +96,14 @@ impl<T> Out<T> {
 
 /// The element type of bf16 in memory.
 #[derive(Debug, Clone, Copy)]
-pub struct Bf16;
+pub struct Bf16 {
+    _bits: u16,
+}
 /// The element type of f16 in memory.
 #[derive(Debug, Clone, Copy)]
-pub struct F16;
+pub struct F16 {
+    _bits: u16,
+}
 
 macro_rules! pointees {
     ($($ty:ty => $name:literal),*) => {$(impl Pointee for $ty {
@@ -243,6 +252,15 @@ pub struct Call {
     pub arguments: Vec<Argument>,
 }
 
+/// A piece of a plan's work.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Work {
+    /// A launch of a kernel.
+    Launch(Call),
+    /// A product of matrices.
+    Product(Product),
+}
+
 /// A table: its bytes, and where there are addresses in them.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Table {
@@ -262,18 +280,29 @@ impl Table {
     }
 }
 
-/// Launches in order, and what they need. A plan without launches has nothing to do.
+/// Launches and products in order, and what they need. A plan without any has nothing to do.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Plan {
-    calls: Vec<Call>,
+    work: Vec<Work>,
     tables: Vec<Table>,
     scratch: Vec<usize>,
 }
 
 impl Plan {
-    /// The launches.
-    pub fn calls(&self) -> &[Call] {
-        &self.calls
+    /// What is done, in order.
+    pub fn work(&self) -> &[Work] {
+        &self.work
+    }
+
+    /// The launches among it.
+    pub fn calls(&self) -> Vec<&Call> {
+        self.work
+            .iter()
+            .filter_map(|work| match work {
+                Work::Launch(call) => Some(call),
+                Work::Product(_) => None,
+            })
+            .collect()
     }
 
     /// The tables, by number.
@@ -317,7 +346,14 @@ impl Plan {
     /// Adds a launch, unless it has no blocks: CUDA refuses those.
     pub fn call(&mut self, call: Call) {
         if call.blocks > 0 {
-            self.calls.push(call);
+            self.work.push(Work::Launch(call));
+        }
+    }
+
+    /// Adds a product, unless it has no elements.
+    pub fn product(&mut self, product: Product) {
+        if product.m > 0 && product.n > 0 && product.batch > 0 {
+            self.work.push(Work::Product(product));
         }
     }
 }

@@ -1,15 +1,38 @@
-//! The products that cuBLAS computes and candle does not: those that are added to memory of another dtype.
+//! The products that cuBLAS computes and candle does not: those whose results have another dtype, or are added.
 
-use crate::Float;
+use crate::{Float, Target};
 
-/// `C = op(A) op(B) + beta C` as cuBLAS's `GemmEx` takes it: matrices are stored column by column, those in C are f32, and
-/// sums are in f32.
+/// Where a matrix begins.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Start {
+    /// The memory that it is in.
+    pub target: Target,
+    /// Bytes from where that points.
+    pub offset: u64,
+}
+
+impl Start {
+    /// At an address on the device.
+    pub fn at(address: u64) -> Self {
+        Self { target: Target::Address(address), offset: 0 }
+    }
+
+    /// So many elements later.
+    pub fn plus(self, elements: usize, dtype: Float) -> Self {
+        Self { offset: self.offset + (elements * dtype.size()) as u64, ..self }
+    }
+}
+
+/// `C = alpha op(A) op(B) + beta C`, as cuBLAS's `GemmEx` and `GemmStridedBatchedEx` take it: matrices are stored column by
+/// column, and sums are in f32.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Product {
     /// dtype of A and B; not f64.
     pub dtype: Float,
-    /// Addresses of A, B and C.
-    pub addresses: [u64; 3],
+    /// dtype of C: that one, or f32.
+    pub out: Float,
+    /// Where A, B and C begin.
+    pub starts: [Start; 3],
     /// Whether A and B are transposed.
     pub transposed: [bool; 2],
     /// Rows of `op(A)` and C.
@@ -20,11 +43,57 @@ pub struct Product {
     pub k: i32,
     /// Elements from a column of A, B and C to the next.
     pub leading: [i32; 3],
+    /// How many such products there are.
+    pub batch: i32,
+    /// Elements from a matrix to the next one, of A, B and C.
+    pub strides: [i64; 3],
+    /// The factor of the product.
+    pub alpha: f32,
     /// 0 or 1; with 0 what is in C is not read.
     pub beta: f32,
 }
 
+/// A matrix that is stored row by row, and those after it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Matrix {
+    /// Where the first one begins.
+    pub start: Start,
+    /// Elements from a row to the next.
+    pub row: usize,
+    /// Elements from a matrix to the next one.
+    pub stride: usize,
+}
+
 impl Product {
+    /// `C = op(A) op(B)`, or with `add` its sum with what is in C, of matrices that are stored row by row; `sizes` are the rows
+    /// and columns of C, and the columns of `op(A)`. `None` if it is larger than cuBLAS takes.
+    pub fn of_rows(
+        [dtype, out]: [Float; 2],
+        [a, b, c]: [Matrix; 3],
+        [a_transposed, b_transposed]: [bool; 2],
+        [rows, columns, inner]: [usize; 3],
+        batch: usize,
+        add: bool,
+    ) -> Option<Self> {
+        let size = |n: usize| i32::try_from(n).ok();
+        let stride = |matrix: Matrix| i64::try_from(matrix.stride).ok();
+        // Row by row, a matrix is its transpose column by column, and C^T = op(B)^T op(A)^T.
+        Some(Self {
+            dtype,
+            out,
+            starts: [b.start, a.start, c.start],
+            transposed: [b_transposed, a_transposed],
+            m: size(columns)?,
+            n: size(rows)?,
+            k: size(inner)?,
+            leading: [size(b.row)?, size(a.row)?, size(c.row)?],
+            batch: size(batch)?,
+            strides: [stride(b)?, stride(a)?, stride(c)?],
+            alpha: 1.0,
+            beta: if add { 1.0 } else { 0.0 },
+        })
+    }
+
     /// Writes the gradient of a linear layer's weight (`[outputs, inputs]`, row by row, in f32) to `weight`, or adds it to what
     /// is there: `grad^T x`, with `x` of `[rows, inputs]` and `grad` of `[rows, outputs]`, row by row. `None` if it is larger
     /// than cuBLAS takes.
@@ -34,19 +103,10 @@ impl Product {
         [rows, inputs, outputs]: [usize; 3],
         add: bool,
     ) -> Option<Self> {
-        let size = |n: usize| i32::try_from(n).ok();
-        let (rows, inputs, outputs) = (size(rows)?, size(inputs)?, size(outputs)?);
-        // Row by row, a matrix is its transpose column by column: x^T is A, and (grad^T x)^T = x^T grad is C.
-        Some(Self {
-            dtype,
-            addresses: [x, grad, weight],
-            transposed: [false, true],
-            m: inputs,
-            n: outputs,
-            k: rows,
-            leading: [inputs, outputs, inputs],
-            beta: if add { 1.0 } else { 0.0 },
-        })
+        let matrix = |address, row| Matrix { start: Start::at(address), row, stride: 0 };
+        let matrices = [matrix(grad, outputs), matrix(x, inputs), matrix(weight, inputs)];
+        let sizes = [outputs, inputs, rows];
+        Self::of_rows([dtype, Float::F32], matrices, [true, false], sizes, 1, add)
     }
 }
 
@@ -56,7 +116,10 @@ mod tests {
 
     /// What cuBLAS's documentation says that `GemmEx` does; the addresses are the matrices' starts in `memory`.
     fn carry_out(product: &Product, memory: &mut [f64]) {
-        let [a, b, c] = product.addresses.map(|at| at as usize);
+        let [a, b, c] = product.starts.map(|start| match start.target {
+            Target::Address(at) => at as usize,
+            _ => panic!("a weight's gradient is between tensors"),
+        });
         let [lda, ldb, ldc] = product.leading.map(|n| n as usize);
         let (m, n, k) = (product.m as usize, product.n as usize, product.k as usize);
         let [a_transposed, b_transposed] = product.transposed;

@@ -248,24 +248,37 @@ kernels_of_floats! {
         );
     }
     Attention {
-        /// Softmax of scores, a block for each row.
+        /// Softmax of the scores of some queries, a block for each row.
         fn attention_softmax<T>(
-            scores: In<T>,
+            scores: In<f32>,
             probabilities: Out<T>,
             lse: Out<f32>,
+            firsts: In<u32>,
+            heads: u32,
             queries: u32,
+            total: u32,
+            start: u32,
             keys: u32,
             causal: u32,
-            scale: f32,
+            visible: u32,
+            base: u32,
         );
-        /// The gradient of scores, a block for each row.
+        /// The probabilities and the gradient of scores, a block for each row.
         fn attention_softmax_backward<T>(
-            probabilities: In<T>,
-            grad: In<T>,
+            scores: In<f32>,
+            grad: In<f32>,
+            lse: In<f32>,
+            firsts: In<u32>,
+            probabilities: Out<T>,
             dscores: Out<T>,
+            heads: u32,
             queries: u32,
+            total: u32,
+            start: u32,
             keys: u32,
             causal: u32,
+            visible: u32,
+            base: u32,
             scale: f32,
         );
     }

@@ -39,9 +39,22 @@ pub struct Documents {
     first: Arc<[u32]>,
     batch: usize,
     time: usize,
+    /// The same on the device that layers have asked for first.
+    #[cfg(feature = "cuda")]
+    on_device: Arc<std::sync::OnceLock<Tensor>>,
 }
 
 impl Documents {
+    fn new(first: Vec<u32>, batch: usize, time: usize) -> Self {
+        Self {
+            first: first.into(),
+            batch,
+            time,
+            #[cfg(feature = "cuda")]
+            on_device: Arc::default(),
+        }
+    }
+
     /// The documents of sequences `[batch, time]` of u32 ids, each ended by this id: the next one begins after
     /// it. The first of a sequence may have begun before.
     ///
@@ -63,7 +76,7 @@ impl Documents {
                 }
             }
         }
-        Ok(Self { first: first.into(), batch, time })
+        Ok(Self::new(first, batch, time))
     }
 
     /// Documents of these lengths, those of each sequence one after the other.
@@ -85,7 +98,7 @@ impl Documents {
                 first.extend(std::iter::repeat_n(begins as u32, length));
             }
         }
-        Ok(Self { first: first.into(), batch: lengths.len(), time })
+        Ok(Self::new(first, lengths.len(), time))
     }
 
     /// The place of each token in its document, u32 `[batch, time]`.
@@ -150,6 +163,20 @@ impl Documents {
     /// The first key that the query at `position` attends to.
     pub(crate) fn first(&self, sequence: usize, position: usize) -> usize {
         self.first[sequence * self.time + position] as usize
+    }
+
+    /// The first key of each query, u32 `[batch, time]`, on `device`: sent there once for all layers.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn first_on(&self, device: &Device) -> Result<Tensor> {
+        let there = self.on_device.get().filter(|sent| sent.device().same_device(device));
+        if let Some(sent) = there {
+            return Ok(sent.clone());
+        }
+        let first = Tensor::from_slice(&self.first, (self.batch, self.time), &Device::Cpu)?;
+        let sent = transfer::to_device(&first, device, "documents")?;
+        // Another thread may have been first, with the same.
+        let _ = self.on_device.set(sent.clone());
+        Ok(sent)
     }
 
     /// The first key that any sequence's query at `position` attends to.

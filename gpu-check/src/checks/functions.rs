@@ -1,11 +1,11 @@
 //! Differentiable functions and layers against the CPU.
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite::core::module::Module;
+use fulgurite::core::module::{Module, ModuleBuilder};
 use fulgurite::nn::{
     AttentionConfig, BatchNorm, CausalSelfAttention, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig,
-    CrossEntropy, Dropout, Embedding, GeluMlp, GroupNorm, LayerNorm, Linear, RmsNorm, Rope,
-    SwiGluMlp, cross_entropy, functional, linear_cross_entropy,
+    CrossEntropy, Documents, Dropout, Embedding, GeluMlp, GroupNorm, LayerNorm, Linear, RmsNorm,
+    Rope, SwiGluMlp, cross_entropy, functional, linear_cross_entropy,
 };
 use fulgurite_error::Result;
 
@@ -131,6 +131,12 @@ pub(super) fn attention(target: &Target) -> Result<Findings> {
             inputs: &[&[1, 2, 700, 64], &[1, 2, 700, 64], &[1, 2, 700, 64]],
             of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.125, true)),
         },
+        // More scores than are in memory at once.
+        Case {
+            name: "causal attention of 4200 positions",
+            inputs: &[&[1, 4, 4200, 8], &[1, 2, 4200, 8], &[1, 2, 4200, 8]],
+            of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.3, true)),
+        },
         Case {
             name: "masked attention",
             inputs: &[&[2, 2, 13, 8], &[2, 2, 13, 8], &[2, 2, 13, 8]],
@@ -143,21 +149,32 @@ pub(super) fn attention(target: &Target) -> Result<Findings> {
         Case {
             name: "CausalSelfAttention",
             inputs: &[&[2, 19, 48]],
+            of: Of::Layer(|b| layer(self_attention(b)?)),
+        },
+        Case {
+            name: "CausalSelfAttention within documents",
+            inputs: &[&[2, 45, 48]],
             of: Of::Layer(|b| {
-                let config = AttentionConfig {
-                    hidden_size: 48,
-                    num_heads: 6,
-                    num_kv_heads: 2,
-                    head_dim: 8,
-                    qkv_bias: true,
-                    rope: Some(Rope::new(8, 10_000.0)?),
-                    init: None,
-                };
-                layer(CausalSelfAttention::new(&b.pp("attention"), &config)?)
+                let module = self_attention(b)?;
+                let documents = Documents::of_lengths(&[&[3, 1, 40, 1][..], &[33, 12]])?;
+                Ok(Box::new(move |x| documents.run(|| module.forward(&x[0]))))
             }),
         },
     ];
     compare(&cases, &target.device()?)
+}
+
+fn self_attention(b: &ModuleBuilder) -> Result<CausalSelfAttention> {
+    let config = AttentionConfig {
+        hidden_size: 48,
+        num_heads: 6,
+        num_kv_heads: 2,
+        head_dim: 8,
+        qkv_bias: true,
+        rope: Some(Rope::new(8, 10_000.0)?),
+        init: None,
+    };
+    CausalSelfAttention::new(&b.pp("attention"), &config)
 }
 
 pub(super) fn losses(target: &Target) -> Result<Findings> {

@@ -23,6 +23,11 @@ pub(super) fn taken(tensor: &Tensor) -> Option<(&CudaDevice, Float)> {
     (tensor.elem_count() > 0).then_some((device, dtype))
 }
 
+/// Whether kernels of layers take tensors like this one: on a GPU, not empty, in f32, bf16 or f16.
+pub fn takes(tensor: &Tensor) -> bool {
+    taken(tensor).is_some()
+}
+
 /// Rows and elements of a row, in the last dimension.
 fn rows(tensor: &Tensor) -> Result<Option<(u32, u32)>> {
     let n = tensor.dim(D::Minus1)?;
@@ -30,7 +35,7 @@ fn rows(tensor: &Tensor) -> Result<Option<(u32, u32)>> {
 }
 
 /// Memory of this shape and dtype with any content, which a launch writes whole.
-fn output(like: &Tensor) -> Result<Tensor> {
+pub(super) fn output(like: &Tensor) -> Result<Tensor> {
     match like.device() {
         Device::Cuda(device) => {
             // SAFETY: whoever calls this hands it to a plan that writes every element.
@@ -43,7 +48,7 @@ fn output(like: &Tensor) -> Result<Tensor> {
 }
 
 /// Checks that all have the shape and dtype of the first and are on its device.
-fn alike(tensors: &[&Tensor]) -> Result<()> {
+pub(super) fn alike(tensors: &[&Tensor]) -> Result<()> {
     let same = |other: &&Tensor| {
         other.dims() == tensors[0].dims()
             && other.dtype() == tensors[0].dtype()
@@ -70,7 +75,7 @@ fn weight(weight: &Tensor, n: u32) -> Result<Tensor> {
 }
 
 /// Carries a plan out whose addresses are those of `held`, contiguous tensors of the sizes that it was made with.
-fn carry_out(plan: &Plan, device: &CudaDevice, held: &[&Tensor]) -> Result<()> {
+pub(super) fn carry_out(plan: &Plan, device: &CudaDevice, held: &[&Tensor]) -> Result<()> {
     // SAFETY: the tensors are held until this returns, and their sizes were checked by whoever made the plan.
     let done = unsafe { run(plan, device) };
     let _ = held;

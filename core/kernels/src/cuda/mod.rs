@@ -1,14 +1,16 @@
 //! Carrying out plans on a GPU. **Compiled and linked, and never run: there was no GPU to run it on.**
 
+mod attention;
 mod compile;
 mod layers;
 mod products;
 mod run;
 
+pub use attention::{Attend, attention, attention_backward};
 pub use compile::{nvrtc_version, ptx};
 pub use layers::{
     cross_entropy, cross_entropy_backward, embedding_grad, rms_norm, rms_norm_backward, rope,
-    swiglu, swiglu_backward,
+    swiglu, swiglu_backward, takes,
 };
 pub use products::weight_grad;
 pub use run::{address, run};

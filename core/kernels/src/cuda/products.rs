@@ -5,7 +5,7 @@ use std::ffi::c_void;
 
 use candle_core::cuda::gemm_reduced_precision_f32;
 use candle_core::cuda_backend::WrapErr as _;
-use candle_core::cuda_backend::cudarc::cublas::result::gemm_ex;
+use candle_core::cuda_backend::cudarc::cublas::result::{gemm_ex, gemm_strided_batched_ex};
 use candle_core::cuda_backend::cudarc::cublas::sys::{
     cublasComputeType_t as Compute, cublasGemmAlgo_t as Algorithm, cublasOperation_t as Operation,
     cudaDataType_t as DataType,
@@ -47,22 +47,27 @@ pub fn weight_grad(x: &Tensor, grad: &Tensor, out: &Tensor, add: bool) -> Result
     };
     // SAFETY: the three tensors are held until the call is queued, in the order of the device's one stream, and their
     // sizes are those of the product.
-    unsafe { run(&product, device) }?;
+    unsafe { run_product(&product, addresses, device) }?;
     Ok(true)
 }
 
 /// Gives a product to the device's stream.
 ///
 /// # Safety
-/// The addresses are those of memory of this device of the product's sizes, which is not freed before work on the
-/// stream that was there when this returns.
-unsafe fn run(product: &Product, device: &CudaDevice) -> Result<()> {
-    let dtype = match product.dtype {
-        Float::F32 => DataType::CUDA_R_32F,
-        Float::Bf16 => DataType::CUDA_R_16BF,
-        Float::F16 => DataType::CUDA_R_16F,
-        Float::F64 => return Err(Error::other("a product of f64 is not added to f32")),
+/// `starts` are those of memory of this device of the product's sizes, which is not freed before work on the stream that
+/// was there when this returns.
+pub(super) unsafe fn run_product(
+    product: &Product,
+    [a, b, c]: [u64; 3],
+    device: &CudaDevice,
+) -> Result<()> {
+    let data_type = |dtype| match dtype {
+        Float::F32 => Ok(DataType::CUDA_R_32F),
+        Float::Bf16 => Ok(DataType::CUDA_R_16BF),
+        Float::F16 => Ok(DataType::CUDA_R_16F),
+        Float::F64 => Err(Error::other("sums of a product are in f32, got f64")),
     };
+    let (dtype, out) = (data_type(product.dtype)?, data_type(product.out)?);
     // As candle's own products: TF32 is for f32 alone.
     let compute = match product.dtype == Float::F32 && gemm_reduced_precision_f32() {
         true => Compute::CUBLAS_COMPUTE_32F_FAST_TF32,
@@ -73,34 +78,64 @@ unsafe fn run(product: &Product, device: &CudaDevice) -> Result<()> {
         false => Operation::CUBLAS_OP_N,
     };
     let [transpose_a, transpose_b] = product.transposed.map(operation);
-    let [a, b, c] = product.addresses;
     let [lda, ldb, ldc] = product.leading;
-    let (alpha, beta) = (1f32, product.beta);
+    let [stride_a, stride_b, stride_c] = product.strides;
+    let (alpha, beta) = ((&raw const product.alpha).cast(), (&raw const product.beta).cast());
+    let (a, b, c) = (a as *const c_void, b as *const c_void, c as *mut c_void);
+    let (m, n, k) = (product.m, product.n, product.k);
+    let algorithm = Algorithm::CUBLAS_GEMM_DEFAULT_TENSOR_OP;
     device.cuda_stream().context().bind_to_thread().w()?;
     let blas = device.cublas_handle();
     // SAFETY: the caller's promise; alpha and beta are f32, as sums in f32 have them, and read before it returns.
     unsafe {
-        gemm_ex(
-            *blas.handle(),
-            transpose_a,
-            transpose_b,
-            product.m,
-            product.n,
-            product.k,
-            (&raw const alpha).cast::<c_void>(),
-            a as *const c_void,
-            dtype,
-            lda,
-            b as *const c_void,
-            dtype,
-            ldb,
-            (&raw const beta).cast::<c_void>(),
-            c as *mut c_void,
-            DataType::CUDA_R_32F,
-            ldc,
-            compute,
-            Algorithm::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
-        )
+        match product.batch {
+            1 => gemm_ex(
+                *blas.handle(),
+                transpose_a,
+                transpose_b,
+                m,
+                n,
+                k,
+                alpha,
+                a,
+                dtype,
+                lda,
+                b,
+                dtype,
+                ldb,
+                beta,
+                c,
+                out,
+                ldc,
+                compute,
+                algorithm,
+            ),
+            batch => gemm_strided_batched_ex(
+                *blas.handle(),
+                transpose_a,
+                transpose_b,
+                m,
+                n,
+                k,
+                alpha,
+                a,
+                dtype,
+                lda,
+                stride_a,
+                b,
+                dtype,
+                ldb,
+                stride_b,
+                beta,
+                c,
+                out,
+                ldc,
+                stride_c,
+                batch,
+                compute,
+                algorithm,
+            ),
+        }
     }
     .w()?;
     Ok(())

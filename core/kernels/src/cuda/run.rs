@@ -9,7 +9,8 @@ use candle_core::{CudaDevice, Storage, Tensor};
 use fulgurite_error::{Error, Result};
 
 use super::compile::ptx;
-use crate::{Argument, Plan, THREADS, Target};
+use super::products::run_product;
+use crate::{Argument, Plan, THREADS, Target, Work};
 
 /// The address of a contiguous CUDA tensor's first element, for a plan. It is good while the tensor is not freed and
 /// its storage not exchanged; work that other threads give to the device's one stream is in order with it.
@@ -39,7 +40,7 @@ pub fn address(tensor: &Tensor) -> Result<u64> {
     Ok(start + (layout.start_offset() * tensor.dtype().size_in_bytes()) as u64)
 }
 
-/// Gives all launches of a plan to the device's stream, and returns: nothing is waited for. Tables go there in one copy.
+/// Gives all launches and products of a plan to the device's stream, and returns: nothing is waited for. Tables go there in one copy.
 ///
 /// # Safety
 /// Every address in the plan is that of memory of this device of as many elements as the plan says, none of which is
@@ -48,7 +49,7 @@ pub fn address(tensor: &Tensor) -> Result<u64> {
 /// # Errors
 /// If a kernel cannot be compiled or launched, or there is no memory left.
 pub unsafe fn run(plan: &Plan, device: &CudaDevice) -> Result<()> {
-    if plan.calls().is_empty() {
+    if plan.work().is_empty() {
         return Ok(());
     }
     let stream = device.cuda_stream();
@@ -67,7 +68,21 @@ pub unsafe fn run(plan: &Plan, device: &CudaDevice) -> Result<()> {
     let scratch = scratch.collect::<candle_core::Result<Vec<CudaSlice<u8>>>>()?;
     let start = |slice: &CudaSlice<u8>| slice.device_ptr(&stream).0;
     let capability = stream.context().compute_capability().w()?;
-    for call in plan.calls() {
+    let place = |target: Target| match target {
+        Target::Address(address) => address,
+        Target::Table(index) => tables.as_ref().map_or(0, start) + offsets[index],
+        Target::Scratch(index) => start(&scratch[index]),
+    };
+    for work in plan.work() {
+        let call = match work {
+            Work::Launch(call) => call,
+            Work::Product(product) => {
+                let starts = product.starts.map(|start| place(start.target) + start.offset);
+                // SAFETY: the caller's promise, or memory of this plan, which is freed in the stream's order.
+                unsafe { run_product(product, starts, device) }?;
+                continue;
+            }
+        };
         let module = format!("fulgurite-{}", call.source.name());
         let ptx = ptx(call.source, capability)?;
         let function = device.get_or_load_custom_func(call.kernel, &module, &ptx)?;
@@ -77,11 +92,7 @@ pub unsafe fn run(plan: &Plan, device: &CudaDevice) -> Result<()> {
             .iter()
             .map(|argument| match *argument {
                 Argument::Number(bits) => bits,
-                Argument::Pointer(Target::Address(address)) => address,
-                Argument::Pointer(Target::Table(index)) => {
-                    tables.as_ref().map_or(0, start) + offsets[index]
-                }
-                Argument::Pointer(Target::Scratch(index)) => start(&scratch[index]),
+                Argument::Pointer(target) => place(target),
             })
             .collect();
         let mut launch = function.builder();

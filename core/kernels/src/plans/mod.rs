@@ -7,7 +7,7 @@ mod loss;
 mod optimizer;
 mod rows;
 
-pub use attention::{Scores, attention_softmax, attention_softmax_backward};
+pub use attention::{Attention, TILE, attention, attention_backward};
 pub use dropout::{Dropout, dropout};
 pub use grad_norm::{NormTensor, Values, squared_norm};
 pub use loss::{CrossEntropy, IGNORED, cross_entropy, cross_entropy_backward, embedding_grad};

@@ -2,9 +2,9 @@
 
 use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_kernels::plans::{
-    CrossEntropy, Dropout, IGNORED, RmsNorm, RmsNormBackward, Rope, Scores, attention_softmax,
-    attention_softmax_backward, cross_entropy, cross_entropy_backward, dropout, embedding_grad,
-    rms_norm, rms_norm_backward, rope, swiglu, swiglu_backward,
+    CrossEntropy, Dropout, IGNORED, RmsNorm, RmsNormBackward, Rope, cross_entropy,
+    cross_entropy_backward, dropout, embedding_grad, rms_norm, rms_norm_backward, rope, swiglu,
+    swiglu_backward,
 };
 use half::{bf16, f16};
 
@@ -72,7 +72,6 @@ in_every_dtype! {
     rms_norm_has_its_formula_and_gradient(norms);
     swiglu_has_its_formula_and_gradient(gated);
     positions_are_rotated_and_rotated_back(rotated);
-    attention_has_its_probabilities_and_their_gradient(attended);
     dropout_has_the_mask_of_the_cpu(dropped);
     cross_entropy_has_its_loss_and_gradient(losses);
     the_gradient_of_an_embedding_has_the_bits_of_a_sum_in_order(embedded);
@@ -223,54 +222,6 @@ fn rotated<T: Dtype>() {
         for (got, expected) in y.get::<T>(&m).iter().zip(&x) {
             assert!((got.to_f64() - expected.to_f64()).abs() <= tolerance, "{got:?} {expected:?}");
         }
-    }
-}
-
-fn attended<T: Dtype>() {
-    for (heads, queries, keys, causal, skip) in
-        [(2, 5, 5, true, 1), (1, 3, 300, true, 0), (3, 4, 257, false, 3), (0, 4, 4, true, 0)]
-    {
-        let mut m = Machine::default();
-        let (rows, scale) = (heads * queries, 0.7f32);
-        let [scores, grad] = ["scores", "grad"].map(|what| normal::<T>(what, rows * keys));
-        let [scores_at, grad_at] = [&scores, &grad].map(|v| View::put(&mut m, skip, v));
-        let lse = m.garbage::<f32>(rows);
-        let of = Scores {
-            dtype: T::FLOAT,
-            heads: heads as u32,
-            queries: queries as u32,
-            keys: keys as u32,
-            causal,
-            scale,
-        };
-        // Both in place.
-        m.run(&attention_softmax(of, scores_at.address(), scores_at.address(), lse));
-        let p = scores_at.get::<T>(&m);
-        m.run(&attention_softmax_backward(
-            of,
-            scores_at.address(),
-            grad_at.address(),
-            grad_at.address(),
-        ));
-        let (mut expected_p, mut expected_d, mut expected_lse) =
-            (Vec::new(), Vec::new(), Vec::new());
-        for row in 0..rows {
-            let visible = if causal { keys - queries + row % queries + 1 } else { keys };
-            let z: Vec<f64> = scores[row * keys..][..visible]
-                .iter()
-                .map(|z| f64::from(scale) * z.to_f64())
-                .collect();
-            let sum: f64 = z.iter().map(|z| z.exp()).sum();
-            expected_lse.push(sum.ln());
-            expected_p.extend((0..keys).map(|i| if i < visible { z[i].exp() / sum } else { 0.0 }));
-            // From the probabilities as they were rounded.
-            let (p, g) = (wide(&p[row * keys..][..keys]), wide(&grad[row * keys..][..keys]));
-            let level: f64 = p.iter().zip(&g).map(|(p, g)| p * g).sum();
-            expected_d.extend(p.iter().zip(&g).map(|(p, g)| f64::from(scale) * p * (g - level)));
-        }
-        close("p", &p, &expected_p, 0.1);
-        close("lse", &m.get::<f32>(lse), &expected_lse, 1.0);
-        close("dscores", &grad_at.get::<T>(&m), &expected_d, 1.0);
     }
 }
 

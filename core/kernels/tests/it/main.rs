@@ -2,6 +2,7 @@
 
 #![allow(clippy::disallowed_methods)] // tensors on the CPU are read
 
+mod attention;
 mod cache;
 mod faults;
 mod grad_norm;

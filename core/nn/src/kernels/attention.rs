@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use candle_core::{D, Tensor};
 
+#[cfg(feature = "cuda")]
+use super::attention_cuda;
 use super::rope::Angles;
 use super::{attention_host, attention_portable};
 use crate::backend::uses_cpu_kernels;
@@ -117,6 +119,12 @@ impl DotProductAttention {
     pub(crate) fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<AttentionOutput> {
         let sizes = AttentionShape::new(q, k, v, self.causal)?;
         let dtype = q.dtype();
+        #[cfg(feature = "cuda")]
+        if let Some(attended) =
+            attention_cuda::forward(self, sizes, [&q.detach(), &k.detach(), &v.detach()])?
+        {
+            return Ok(attended);
+        }
         let [q, k, v] = [rows_contiguous(q)?, rows_contiguous(k)?, rows_contiguous(v)?];
         let (output, lse) = if q.elem_count() == 0 || sizes.keys == 0 {
             (
@@ -140,6 +148,14 @@ impl DotProductAttention {
     ) -> Result<[Tensor; 3]> {
         let sizes = AttentionShape::new(q, k, v, self.causal)?;
         let dtype = q.dtype();
+        #[cfg(feature = "cuda")]
+        {
+            let inputs = [&q.detach(), &k.detach(), &v.detach()];
+            let saved = [&attended.lse, &grad.detach()];
+            if let Some([dq, dk, dv]) = attention_cuda::backward(self, sizes, inputs, saved)? {
+                return Ok([dq, dk.to_dtype(dtype)?, dv.to_dtype(dtype)?]);
+            }
+        }
         let [q, k, v] = [rows_contiguous(q)?, rows_contiguous(k)?, rows_contiguous(v)?];
         let (output, grad) = (rows_contiguous(&attended.output)?, rows_contiguous(grad)?);
         let saved = [&output, &attended.lse, &grad];

@@ -4,35 +4,39 @@
 use candle_core::{D, DType, Tensor};
 
 use super::attention::{AttentionShape, DotProductAttention};
-use super::rope::rotate;
+use super::rope::{Angles, rotate};
 use crate::Result;
 
 /// Queries in a block.
 const BLOCK: usize = 512;
 
-/// `[batch, time, heads, dim]` as `[batch, heads, time, dim]`, contiguous.
-fn heads_first(x: &Tensor) -> candle_core::Result<Tensor> {
+/// `[batch, time, heads, dim]` as `[batch, heads, time, dim]`, contiguous; and back.
+pub(super) fn heads_first(x: &Tensor) -> candle_core::Result<Tensor> {
     x.transpose(1, 2)?.contiguous()
 }
 
 impl DotProductAttention {
-    /// Queries as `[batch, heads, time, dim]`, rotated and scaled.
-    fn queries(&self, s: AttentionShape, q: &Tensor) -> Result<Tensor> {
-        let q = heads_first(q)?;
-        let q = match &self.angles {
-            None => q,
-            Some(angles) => {
-                let mut angles = angles.clone();
-                let first = s.keys.saturating_sub(s.queries);
-                angles.cos = angles.cos.narrow(0, first, s.queries)?;
-                angles.sin = angles.sin.narrow(0, first, s.queries)?;
-                rotate(&q, &angles, false)?
-            }
-        };
-        Ok((q * self.scale)?)
+    /// The angles at the positions of the queries.
+    fn angles_of_queries(&self, s: AttentionShape) -> Result<Option<Angles>> {
+        let Some(angles) = &self.angles else { return Ok(None) };
+        let first = s.keys.saturating_sub(s.queries);
+        Ok(Some(Angles {
+            cos: angles.cos.narrow(0, first, s.queries)?,
+            sin: angles.sin.narrow(0, first, s.queries)?,
+        }))
     }
 
-    fn keys(&self, k: &Tensor) -> Result<Tensor> {
+    /// Queries as `[batch, heads, time, dim]`, rotated.
+    pub(super) fn queries(&self, s: AttentionShape, q: &Tensor) -> Result<Tensor> {
+        let q = heads_first(q)?;
+        match self.angles_of_queries(s)? {
+            None => Ok(q),
+            Some(angles) => rotate(&q, &angles, false),
+        }
+    }
+
+    /// Keys as `[batch, kv_heads, time, dim]`, rotated.
+    pub(super) fn keys(&self, k: &Tensor) -> Result<Tensor> {
         let k = heads_first(k)?;
         match &self.angles {
             None => Ok(k),
@@ -40,8 +44,25 @@ impl DotProductAttention {
         }
     }
 
+    /// The gradients of what was put in, from those of [`queries`](Self::queries), [`keys`](Self::keys) and values.
+    pub(super) fn inputs(
+        &self,
+        s: AttentionShape,
+        [dq, dk, dv]: [Tensor; 3],
+    ) -> Result<[Tensor; 3]> {
+        let dq = match self.angles_of_queries(s)? {
+            None => dq,
+            Some(angles) => rotate(&dq, &angles, true)?,
+        };
+        let dk = match &self.angles {
+            None => dk,
+            Some(angles) => rotate(&dk, angles, true)?,
+        };
+        Ok([heads_first(&dq)?, heads_first(&dk)?, heads_first(&dv)?])
+    }
+
     /// The first key that any query from `start` on attends to.
-    fn first_key_of_all(&self, start: usize) -> usize {
+    pub(super) fn first_key_of_all(&self, start: usize) -> usize {
         self.documents.as_ref().map_or(0, |documents| documents.first_of_all(start))
     }
 
@@ -106,7 +127,7 @@ pub(super) fn forward(
     s: AttentionShape,
     [q, k, v]: [&Tensor; 3],
 ) -> Result<(Tensor, Tensor)> {
-    let (q, k, v) = (attend.queries(s, q)?, attend.keys(k)?, heads_first(v)?);
+    let (q, k, v) = ((attend.queries(s, q)? * attend.scale)?, attend.keys(k)?, heads_first(v)?);
     let (mut outputs, mut lses) = (Vec::new(), Vec::new());
     for start in (0..s.queries).step_by(BLOCK) {
         let n = BLOCK.min(s.queries - start);
@@ -130,7 +151,7 @@ pub(super) fn backward(
     [q, k, v]: [&Tensor; 3],
     [output, lse, grad]: [&Tensor; 3],
 ) -> Result<[Tensor; 3]> {
-    let (q, k, v) = (attend.queries(s, q)?, attend.keys(k)?, heads_first(v)?);
+    let (q, k, v) = ((attend.queries(s, q)? * attend.scale)?, attend.keys(k)?, heads_first(v)?);
     let (output, grad) = (heads_first(output)?, heads_first(grad)?);
     let level = (&output * &grad)?.sum_keepdim(D::Minus1)?;
     let lse = lse.unsqueeze(3)?;
@@ -154,19 +175,6 @@ pub(super) fn backward(
         dk = (dk + pad(ds.t()?.matmul(&q)?)?)?;
         dv = (dv + pad(p.t()?.matmul(&grad)?)?)?;
     }
-    let mut dq = Tensor::cat(&dqs, 2)?;
-    if let Some(angles) = &attend.angles {
-        let mut at_queries = angles.clone();
-        let first = s.keys.saturating_sub(s.queries);
-        at_queries.cos = at_queries.cos.narrow(0, first, s.queries)?;
-        at_queries.sin = at_queries.sin.narrow(0, first, s.queries)?;
-        dq = rotate(&dq, &at_queries, true)?;
-        dk = rotate(&dk, angles, true)?;
-    }
-    debug_assert!(dq.dtype() != DType::BF16, "computed in the accumulation dtype");
-    Ok([
-        dq.transpose(1, 2)?.contiguous()?,
-        dk.transpose(1, 2)?.contiguous()?,
-        dv.transpose(1, 2)?.contiguous()?,
-    ])
+    debug_assert!(dk.dtype() != DType::BF16, "computed in the accumulation dtype");
+    attend.inputs(s, [Tensor::cat(&dqs, 2)?, dk, dv])
 }

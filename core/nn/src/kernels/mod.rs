@@ -3,6 +3,8 @@
 
 pub(super) mod activation;
 pub(super) mod attention;
+#[cfg(feature = "cuda")]
+mod attention_cuda;
 mod attention_host;
 mod attention_portable;
 pub(super) mod context_attention;

@@ -3,7 +3,7 @@
 use std::fs;
 
 use bytemuck::Pod;
-use fulgurite_kernels::{Argument, Plan, Target};
+use fulgurite_kernels::{Argument, Plan, Product, Target, Work};
 
 use super::{Driver, Sanitizer};
 
@@ -107,8 +107,20 @@ impl Machine {
         let pointers: Vec<u64> = pointers.collect();
         number(&mut out, pointers.len() as u64);
         pointers.iter().for_each(|&pointer| number(&mut out, pointer));
-        number(&mut out, plan.calls().len() as u64);
-        for call in plan.calls() {
+        let place = |target: Target| match target {
+            Target::Address(address) => address,
+            Target::Table(index) => address(first_table + index),
+            Target::Scratch(index) => address(first_scratch + index),
+        };
+        number(&mut out, plan.work().len() as u64);
+        for work in plan.work() {
+            let call = match work {
+                Work::Launch(call) => call,
+                Work::Product(product) => {
+                    fields(product, &place).into_iter().for_each(|field| number(&mut out, field));
+                    continue;
+                }
+            };
             number(&mut out, call.kernel.len() as u64);
             out.extend_from_slice(call.kernel.as_bytes());
             number(&mut out, u64::from(call.blocks));
@@ -117,11 +129,7 @@ impl Machine {
             for argument in &call.arguments {
                 let (is_address, value) = match *argument {
                     Argument::Number(value) => (0, value),
-                    Argument::Pointer(Target::Address(value)) => (1, value),
-                    Argument::Pointer(Target::Table(index)) => (1, address(first_table + index)),
-                    Argument::Pointer(Target::Scratch(index)) => {
-                        (1, address(first_scratch + index))
-                    }
+                    Argument::Pointer(target) => (1, place(target)),
                 };
                 number(&mut out, is_address);
                 number(&mut out, value);
@@ -129,4 +137,18 @@ impl Machine {
         }
         out
     }
+}
+
+/// A product as the driver reads it, after a name of no letters.
+fn fields(product: &Product, place: &dyn Fn(Target) -> u64) -> Vec<u64> {
+    let Product { dtype, out, starts, transposed, m, n, k, leading, batch, strides, .. } = product;
+    let mut all = vec![0, *dtype as u64, *out as u64];
+    all.extend(starts.map(|start| place(start.target) + start.offset));
+    all.extend(transposed.map(u64::from));
+    all.extend([*m, *n, *k].map(|n| n as u64));
+    all.extend(leading.map(|n| n as u64));
+    all.push(*batch as u64);
+    all.extend(strides.map(|n| n as u64));
+    all.extend([product.alpha, product.beta].map(|factor| u64::from(factor.to_bits())));
+    all
 }

@@ -1,0 +1,185 @@
+//! Attention against its formula in f64, with products as cuBLAS documents them.
+
+use fulgurite_kernels::plans::{Attention, attention, attention_backward};
+use half::{bf16, f16};
+
+use crate::numbers::{Dtype, normal};
+use crate::shim::Machine;
+
+/// What is attended to, and where documents begin in each sequence.
+struct Case {
+    of: Attention,
+    documents: Option<Vec<Vec<usize>>>,
+}
+
+impl Case {
+    /// `sizes`: batch, key heads, group, queries, keys, width, queries at once.
+    fn new<T: Dtype>(sizes: [usize; 7], causal: bool, documents: Option<Vec<Vec<usize>>>) -> Self {
+        let [batch, kv_heads, group, queries, keys, width, at_once] = sizes;
+        let (dtype, scale, firsts) = (T::FLOAT, 0.4, 0);
+        let of = Attention {
+            dtype,
+            batch,
+            kv_heads,
+            group,
+            queries,
+            keys,
+            width,
+            causal,
+            scale,
+            firsts,
+            at_once,
+        };
+        Self { of, documents }
+    }
+
+    /// The first key of each query's document.
+    fn first(&self, sequence: usize, query: usize) -> usize {
+        let begins = |documents: &Vec<Vec<usize>>| {
+            documents[sequence].iter().copied().filter(|&begin| begin <= query).max()
+        };
+        self.documents.as_ref().and_then(begins).unwrap_or(0)
+    }
+
+    fn first_of_all(&self, query: usize) -> usize {
+        (0..self.of.batch).map(|sequence| self.first(sequence, query)).min().unwrap_or(0)
+    }
+}
+
+/// `[output, lse, dq, dk, dv]` by the formula.
+fn expected<T: Dtype>(case: &Case, [q, k, v, grad]: [&[T]; 4]) -> [Vec<f64>; 5] {
+    let of = case.of;
+    let (heads, width, scale) = (of.kv_heads * of.group, of.width, f64::from(of.scale));
+    let mut all =
+        [q.len(), q.len() / width.max(1), q.len(), k.len(), v.len()].map(|n| vec![0.0; n]);
+    let [output, lse, dq, dk, dv] = &mut all;
+    for row in 0..of.batch * heads * of.queries {
+        let (head, i) = (row / of.queries, row % of.queries);
+        let kv = head / of.group;
+        let end = if of.causal { of.keys - of.queries + i + 1 } else { of.keys };
+        let seen = case.first(head / heads, i)..end;
+        let at = |x: &[T], row: usize, d: usize| x[row * width + d].to_f64();
+        let dot = |x: &[T], y: &[T], j: usize| -> f64 {
+            (0..width).map(|d| at(x, row, d) * at(y, kv * of.keys + j, d)).sum()
+        };
+        let exp: Vec<f64> = seen.clone().map(|j| (scale * dot(q, k, j)).exp()).collect();
+        let sum: f64 = exp.iter().sum();
+        lse[row] = sum.ln();
+        let p: Vec<f64> = exp.iter().map(|e| e / sum).collect();
+        let dp: Vec<f64> = seen.clone().map(|j| dot(grad, v, j)).collect();
+        let level: f64 = p.iter().zip(&dp).map(|(p, dp)| p * dp).sum();
+        for (n, j) in seen.enumerate() {
+            let ds = scale * p[n] * (dp[n] - level);
+            let key = kv * of.keys + j;
+            for d in 0..width {
+                output[row * width + d] += p[n] * at(v, key, d);
+                dq[row * width + d] += ds * at(k, key, d);
+                dk[key * width + d] += ds * at(q, row, d);
+                dv[key * width + d] += p[n] * at(grad, row, d);
+            }
+        }
+    }
+    all
+}
+
+/// Compares up to a few roundings of the dtype in which the tensor's largest elements were summed.
+fn close<T: Dtype>(what: &str, got: &[f64], expected: &[f64]) {
+    let rounding = match T::FLOAT.name() {
+        "bf16" => 1.0 / 256.0,
+        "f16" => 1.0 / 2048.0,
+        _ => 2e-6,
+    };
+    let largest = expected.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+    assert_eq!(got.len(), expected.len(), "{what}");
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let off = (got - expected).abs();
+        assert!(
+            off <= 3.0 * rounding * largest,
+            "{what}, {} element {i}: {got}, not {expected}",
+            T::FLOAT.name()
+        );
+    }
+}
+
+fn wide<T: Dtype>(values: &[T]) -> Vec<f64> {
+    values.iter().map(|x| x.to_f64()).collect()
+}
+
+fn has_its_formula_and_gradient<T: Dtype>(case: Case) {
+    let mut of = case.of;
+    let mut m = Machine::default();
+    let rows = of.batch * of.kv_heads * of.group * of.queries;
+    let pairs = of.batch * of.kv_heads * of.keys;
+    let [q, grad] = ["q", "grad"].map(|what| normal::<T>(what, rows * of.width));
+    let [k, v] = ["k", "v"].map(|what| normal::<T>(what, pairs * of.width));
+    let [q_at, k_at, v_at, grad_at] = [&q, &k, &v, &grad].map(|x| m.put(x));
+    let [output, dq] = [(); 2].map(|()| m.garbage::<T>(rows * of.width));
+    let lse = m.garbage::<f32>(rows);
+    // What is there already is added to.
+    let start: Vec<f32> = normal("start", pairs * of.width);
+    let [dk, dv] = [(); 2].map(|()| m.put(&start));
+    if case.documents.is_some() {
+        let firsts = (0..of.batch * of.queries)
+            .map(|i| case.first(i / of.queries, i % of.queries) as u32)
+            .collect::<Vec<u32>>();
+        of.firsts = m.put(&firsts);
+    }
+    let first_key = |query| case.first_of_all(query);
+    m.run(&attention(&of, &first_key, [q_at, k_at, v_at], output, lse));
+    let qkv = [q_at, k_at, v_at];
+    m.run(&attention_backward(&of, &first_key, qkv, [grad_at, lse], [dq, dk, dv]));
+
+    let [y, z, want_dq, want_dk, want_dv] = expected(&case, [&q, &k, &v, &grad]);
+    close::<T>("output", &wide(&m.get::<T>(output)), &y);
+    close::<f32>("lse", &wide(&m.get::<f32>(lse)), &z);
+    close::<T>("dq", &wide(&m.get::<T>(dq)), &want_dq);
+    for (what, at, want) in [("dk", dk, want_dk), ("dv", dv, want_dv)] {
+        let added: Vec<f64> =
+            m.get::<f32>(at).iter().zip(&start).map(|(x, s)| f64::from(x - s)).collect();
+        close::<T>(what, &added, &want);
+    }
+}
+
+fn in_all_shapes<T: Dtype>() {
+    let documents = Some(vec![vec![0, 3, 29, 30], vec![0, 22]]);
+    for case in [
+        // All queries at once, where the heads of a group are one matrix, and in blocks, where they are not.
+        Case::new::<T>([2, 2, 3, 5, 5, 4, 5], true, None),
+        Case::new::<T>([1, 2, 2, 19, 19, 3, 16], true, None),
+        Case::new::<T>([1, 1, 1, 3, 300, 8, 2], true, None),
+        Case::new::<T>([3, 1, 2, 4, 257, 5, 3], false, None),
+        Case::new::<T>([2, 1, 2, 34, 34, 4, 16], true, documents),
+        Case::new::<T>([0, 2, 1, 4, 4, 4, 4], true, None),
+    ] {
+        has_its_formula_and_gradient::<T>(case);
+    }
+}
+
+#[test]
+fn attention_in_f32_has_its_formula_and_gradient() {
+    in_all_shapes::<f32>();
+}
+
+#[test]
+fn attention_in_bf16_has_its_formula_and_gradient() {
+    in_all_shapes::<bf16>();
+}
+
+#[test]
+fn attention_in_f16_has_its_formula_and_gradient() {
+    in_all_shapes::<f16>();
+}
+
+#[test]
+fn scores_in_memory_are_bounded() {
+    let mut of = Case::new::<bf16>([8, 8, 4, 8192, 8192, 64, 0], true, None).of;
+    let limit = 256 << 20;
+    of.at_once = of.queries_within(limit);
+    let plan = attention_backward(&of, &|_| 0, [1; 3], [1; 2], [1; 3]);
+    // Scores and their gradients in f32, both in bf16 too.
+    assert!(plan.scratch_bytes().iter().sum::<usize>() <= 3 * limit, "{:?}", plan.scratch_bytes());
+    let long = Attention { keys: 1 << 20, queries: 1 << 20, ..of };
+    assert_eq!(long.queries_within(limit), 16);
+    let short = Attention { keys: 9, queries: 7, ..of };
+    assert_eq!(short.queries_within(limit), 7);
+}
