@@ -1,4 +1,4 @@
-// RMS norm, SwiGLU and rotary position embedding. All compute in f32, whatever the dtype of the tensors is.
+// RMS norm, layer norm, activation functions, SwiGLU and rotary position embedding. All compute in f32, whatever the dtype of the tensors is.
 
 // Sums `x` and `residual`, if there is one, into `sum`, and normalises that. A block for each row of `n` elements.
 template <class T>
@@ -64,12 +64,104 @@ KERNEL add_rows(const float *sums, u32 rows, u32 n, float *out) {
     out[column] += sum;
 }
 
+// Layer norm: a block for each row of `n` elements. `bias` may be null.
+template <class T>
+DEVICE void layer_norm_row(const T *x, const float *weight, const float *bias, T *y, float *mean, float *rstd, u32 n,
+                           float eps) {
+    SHARED(float, scratch, WARPS);
+    u64 row = (u64)blockIdx.x * n;
+    float sum = 0, squares = 0;
+    for (u32 i = threadIdx.x; i < n; i += THREADS) sum += load(x[row + i]);
+    float middle = block_sum(sum, scratch) / (float)n;
+    for (u32 i = threadIdx.x; i < n; i += THREADS) {
+        float off = load(x[row + i]) - middle;
+        squares += off * off;
+    }
+    float scale = 1.0f / sqrtf(block_sum(squares, scratch) / (float)n + eps);
+    for (u32 i = threadIdx.x; i < n; i += THREADS) {
+        float value = (load(x[row + i]) - middle) * scale * weight[i];
+        store(y[row + i], bias ? value + bias[i] : value);
+    }
+    if (threadIdx.x == 0) mean[blockIdx.x] = middle, rstd[blockIdx.x] = scale;
+}
+
+template <class T>
+DEVICE void layer_norm_backward_row(const T *x, const float *weight, const float *mean, const float *rstd, const T *grad,
+                                    T *dx, u32 n) {
+    SHARED(float, scratch, WARPS);
+    u64 row = (u64)blockIdx.x * n;
+    float middle = mean[blockIdx.x], scale = rstd[blockIdx.x], along = 0, level = 0;
+    for (u32 i = threadIdx.x; i < n; i += THREADS) {
+        float g = load(grad[row + i]) * weight[i];
+        along += g * ((load(x[row + i]) - middle) * scale);
+        level += g;
+    }
+    along = block_sum(along, scratch) / (float)n;
+    level = block_sum(level, scratch) / (float)n;
+    for (u32 i = threadIdx.x; i < n; i += THREADS) {
+        float g = load(grad[row + i]) * weight[i], xhat = (load(x[row + i]) - middle) * scale;
+        store(dx[row + i], scale * (g - level - xhat * along));
+    }
+}
+
+// As `rms_norm_weight_columns`, and the bias's gradient beside the weight's.
+template <class T>
+DEVICE void layer_norm_weight_columns(const T *x, const float *mean, const float *rstd, const T *grad, float *sums,
+                                      float *bias_sums, u32 rows, u32 n, u32 part) {
+    u32 tiles = (n + THREADS - 1) / THREADS;
+    u32 column = blockIdx.x % tiles * THREADS + threadIdx.x, piece = blockIdx.x / tiles;
+    if (column >= n) return;
+    u32 first = piece * part, end = first + part < rows ? first + part : rows;
+    float sum = 0, bias_sum = 0;
+    for (u32 row = first; row < end; row++) {
+        u64 at = (u64)row * n + column;
+        float g = load(grad[at]);
+        sum += g * ((load(x[at]) - mean[row]) * rstd[row]);
+        bias_sum += g;
+    }
+    sums[(u64)piece * n + column] = sum;
+    bias_sums[(u64)piece * n + column] = bias_sum;
+}
+
 DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // The elements of this block, of `n`.
 #define FOR_EACH_OF_CHUNK(i, n)                                                                                        \
     for (u64 i = (u64)blockIdx.x * CHUNK + threadIdx.x, end_of_chunk = (u64)(blockIdx.x + 1) * CHUNK;                  \
          i < end_of_chunk && i < (n); i += THREADS)
+
+// The numbers of `Activation` in `src/plans/activation.rs`.
+enum { SILU = 0, GELU = 1, GELU_TANH = 2 };
+
+// 1 / sqrt(2), sqrt(2 / pi), 1 / sqrt(2 pi), and the factor of the cube in the approximation of GELU.
+#define SQRT_HALF 0.70710678f
+#define SQRT_2_OVER_PI 0.79788456f
+#define NORMAL_PEAK 0.39894228f
+#define CUBE 0.044715f
+
+DEVICE float activated(float x, u32 kind) {
+    if (kind == SILU) return x * sigmoid(x);
+    if (kind == GELU) return 0.5f * x * (1.0f + erff(x * SQRT_HALF));
+    return 0.5f * x * (1.0f + tanhf(SQRT_2_OVER_PI * (x + CUBE * x * x * x)));
+}
+
+DEVICE float slope(float x, u32 kind) {
+    if (kind == SILU) {
+        float s = sigmoid(x);
+        return s * (1.0f + x * (1.0f - s));
+    }
+    if (kind == GELU) return 0.5f * (1.0f + erff(x * SQRT_HALF)) + x * NORMAL_PEAK * expf(-0.5f * x * x);
+    float t = tanhf(SQRT_2_OVER_PI * (x + CUBE * x * x * x));
+    return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * (SQRT_2_OVER_PI * (1.0f + 3.0f * CUBE * x * x));
+}
+
+template <class T> DEVICE void activation_chunk(const T *x, T *y, u64 n, u32 kind) {
+    FOR_EACH_OF_CHUNK(i, n) store(y[i], activated(load(x[i]), kind));
+}
+
+template <class T> DEVICE void activation_backward_chunk(const T *x, const T *grad, T *dx, u64 n, u32 kind) {
+    FOR_EACH_OF_CHUNK(i, n) store(dx[i], load(grad[i]) * slope(load(x[i]), kind));
+}
 
 template <class T> DEVICE void swiglu_chunk(const T *gate, const T *up, T *y, u64 n) {
     FOR_EACH_OF_CHUNK(i, n) {
@@ -115,6 +207,22 @@ DEVICE void rope_chunk(const T *x, const float *cosine, const float *sine, T *y,
     KERNEL rms_norm_weight_##NAME(const T *x, const float *rstd, const T *grad, float *sums, u32 rows, u32 n,          \
                                   u32 part) {                                                                          \
         rms_norm_weight_columns(x, rstd, grad, sums, rows, n, part);                                                   \
+    }                                                                                                                  \
+    KERNEL layer_norm_##NAME(const T *x, const float *weight, const float *bias, T *y, float *mean, float *rstd, u32 n,\
+                             float eps) {                                                                              \
+        layer_norm_row(x, weight, bias, y, mean, rstd, n, eps);                                                        \
+    }                                                                                                                  \
+    KERNEL layer_norm_backward_##NAME(const T *x, const float *weight, const float *mean, const float *rstd,           \
+                                      const T *grad, T *dx, u32 n) {                                                   \
+        layer_norm_backward_row(x, weight, mean, rstd, grad, dx, n);                                                   \
+    }                                                                                                                  \
+    KERNEL layer_norm_weight_##NAME(const T *x, const float *mean, const float *rstd, const T *grad, float *sums,      \
+                                    float *bias_sums, u32 rows, u32 n, u32 part) {                                     \
+        layer_norm_weight_columns(x, mean, rstd, grad, sums, bias_sums, rows, n, part);                                \
+    }                                                                                                                  \
+    KERNEL activation_##NAME(const T *x, T *y, u64 n, u32 kind) { activation_chunk(x, y, n, kind); }                   \
+    KERNEL activation_backward_##NAME(const T *x, const T *grad, T *dx, u64 n, u32 kind) {                             \
+        activation_backward_chunk(x, grad, dx, n, kind);                                                               \
     }                                                                                                                  \
     KERNEL swiglu_##NAME(const T *gate, const T *up, T *y, u64 n) { swiglu_chunk(gate, up, y, n); }                    \
     KERNEL swiglu_backward_##NAME(const T *gate, const T *up, const T *grad, T *dgate, T *dup, u64 n) {                \

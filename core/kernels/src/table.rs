@@ -223,6 +223,43 @@ kernels_of_floats! {
             n: u32,
             part: u32,
         );
+        /// Layer norm, a block for each row.
+        fn layer_norm<T>(
+            x: In<T>,
+            weight: In<f32>,
+            bias: In<f32>,
+            y: Out<T>,
+            mean: Out<f32>,
+            rstd: Out<f32>,
+            n: u32,
+            eps: f32,
+        );
+        /// The gradient of what was normalised, a block for each row.
+        fn layer_norm_backward<T>(
+            x: In<T>,
+            weight: In<f32>,
+            mean: In<f32>,
+            rstd: In<f32>,
+            grad: In<T>,
+            dx: Out<T>,
+            n: u32,
+        );
+        /// The gradients of weight and bias from parts of the rows, a block for each part and 256 columns.
+        fn layer_norm_weight<T>(
+            x: In<T>,
+            mean: In<f32>,
+            rstd: In<f32>,
+            grad: In<T>,
+            sums: Out<f32>,
+            bias_sums: Out<f32>,
+            rows: u32,
+            n: u32,
+            part: u32,
+        );
+        /// An activation function, a block for each chunk.
+        fn activation<T>(x: In<T>, y: Out<T>, n: u64, kind: u32);
+        /// The gradient of its input, a block for each chunk.
+        fn activation_backward<T>(x: In<T>, grad: In<T>, dx: Out<T>, n: u64, kind: u32);
         /// `silu(gate) * up`, a block for each chunk.
         fn swiglu<T>(gate: In<T>, up: In<T>, y: Out<T>, n: u64);
         /// The gradients of `gate` and `up`, a block for each chunk.

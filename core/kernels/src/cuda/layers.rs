@@ -8,7 +8,9 @@ use candle_core::{CudaDevice, D, DType, Device, Storage, Tensor};
 use fulgurite_error::{Error, Result};
 
 use super::{address, run};
-use crate::plans::{self, CrossEntropy, RmsNorm, RmsNormBackward, Rope};
+use crate::plans::{
+    self, Activation, CrossEntropy, LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward, Rope,
+};
 use crate::{Float, Plan};
 
 /// The device and the dtype of a tensor that kernels of layers take.
@@ -143,6 +145,117 @@ pub fn rms_norm_backward(
     });
     carry_out(&plan, device, &[&x, &scale, &rstd, &grad, &dx, &dweight])?;
     Ok(Some((dx, dweight)))
+}
+
+/// `(x - mean) * rstd * weight + bias` over the last dimension, and `mean` and `rstd` (f32), one over the root of the variance
+/// plus `eps`.
+///
+/// # Errors
+/// As [`rms_norm`].
+pub fn layer_norm(
+    x: &Tensor,
+    scale: &Tensor,
+    bias: Option<&Tensor>,
+    eps: f64,
+) -> Result<Option<(Tensor, [Tensor; 2])>> {
+    let (Some((device, dtype)), Some((count, n))) = (taken(x), rows(x)?) else { return Ok(None) };
+    let (x, scale) = (x.contiguous()?, weight(scale, n)?);
+    let bias = bias.map(|bias| weight(bias, n)).transpose()?;
+    let y = output(&x)?;
+    let [mean, rstd] = [(); 2].map(|()| Tensor::zeros(count as usize, DType::F32, x.device()));
+    let (mean, rstd) = (mean?, rstd?);
+    let plan = plans::layer_norm(LayerNorm {
+        dtype,
+        x: address(&x)?,
+        weight: address(&scale)?,
+        bias: bias.as_ref().map_or(Ok(0), address)?,
+        y: address(&y)?,
+        mean: address(&mean)?,
+        rstd: address(&rstd)?,
+        rows: count,
+        n,
+        eps: eps as f32,
+    });
+    carry_out(&plan, device, &[&x, &scale, bias.as_ref().unwrap_or(&scale), &y, &mean, &rstd])?;
+    Ok(Some((y, [mean, rstd])))
+}
+
+/// The gradients of [`layer_norm`]'s input, in its dtype, and of its weight and, if it has one, its bias, in f32.
+///
+/// # Errors
+/// As [`rms_norm`].
+pub fn layer_norm_backward(
+    x: &Tensor,
+    scale: &Tensor,
+    with_bias: bool,
+    [mean, rstd]: [&Tensor; 2],
+    grad: &Tensor,
+) -> Result<Option<(Tensor, Tensor, Option<Tensor>)>> {
+    let (Some((device, dtype)), Some((count, n))) = (taken(x), rows(x)?) else { return Ok(None) };
+    alike(&[x, grad])?;
+    for of_rows in [mean, rstd] {
+        if of_rows.dims() != [count as usize] || of_rows.dtype() != DType::F32 {
+            let shape = of_rows.shape();
+            return Err(Error::other(format!(
+                "a norm of {count} rows has a mean or factor of {shape:?}"
+            )));
+        }
+    }
+    let (x, grad, scale) = (x.contiguous()?, grad.contiguous()?, weight(scale, n)?);
+    let (mean, rstd) = (mean.contiguous()?, rstd.contiguous()?);
+    let dx = output(&x)?;
+    let zeros = || Tensor::zeros(n as usize, DType::F32, x.device());
+    let (dweight, dbias) = (zeros()?, with_bias.then(zeros).transpose()?);
+    let plan = plans::layer_norm_backward(LayerNormBackward {
+        dtype,
+        x: address(&x)?,
+        weight: address(&scale)?,
+        mean: address(&mean)?,
+        rstd: address(&rstd)?,
+        grad: address(&grad)?,
+        dx: address(&dx)?,
+        dweight: address(&dweight)?,
+        dbias: dbias.as_ref().map_or(Ok(0), address)?,
+        rows: count,
+        n,
+    });
+    let beside = dbias.as_ref().unwrap_or(&dweight);
+    carry_out(&plan, device, &[&x, &scale, &mean, &rstd, &grad, &dx, &dweight, beside])?;
+    Ok(Some((dx, dweight, dbias)))
+}
+
+/// An activation function of each element.
+///
+/// # Errors
+/// As [`rms_norm`].
+pub fn activation(function: Activation, x: &Tensor) -> Result<Option<Tensor>> {
+    let Some((device, dtype)) = taken(x) else { return Ok(None) };
+    let x = x.contiguous()?;
+    let y = output(&x)?;
+    let n = x.elem_count() as u64;
+    let plan = plans::activation(dtype, function, address(&x)?, address(&y)?, n);
+    carry_out(&plan, device, &[&x, &y])?;
+    Ok(Some(y))
+}
+
+/// The gradient of [`activation`]'s input.
+///
+/// # Errors
+/// As [`rms_norm`].
+pub fn activation_backward(
+    function: Activation,
+    x: &Tensor,
+    grad: &Tensor,
+) -> Result<Option<Tensor>> {
+    let Some((device, dtype)) = taken(x) else { return Ok(None) };
+    alike(&[x, grad])?;
+    let (x, grad) = (x.contiguous()?, grad.contiguous()?);
+    let dx = output(&x)?;
+    let n = x.elem_count() as u64;
+    let inputs = [address(&x)?, address(&grad)?];
+    let plan = plans::activation_backward(dtype, function, inputs, address(&dx)?, n);
+    carry_out(&plan, device, &[&x, &grad, &dx])?;
+    Ok(Some(dx))
 }
 
 /// `silu(gate) * up`.

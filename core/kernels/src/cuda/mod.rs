@@ -9,8 +9,9 @@ mod run;
 pub use attention::{Attend, attention, attention_backward};
 pub use compile::{nvrtc_version, ptx};
 pub use layers::{
-    cross_entropy, cross_entropy_backward, embedding_grad, rms_norm, rms_norm_backward, rope,
-    swiglu, swiglu_backward, takes,
+    activation, activation_backward, cross_entropy, cross_entropy_backward, embedding_grad,
+    layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, rope, swiglu, swiglu_backward,
+    takes,
 };
 pub use products::weight_grad;
 pub use run::{address, run};

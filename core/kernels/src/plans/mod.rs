@@ -1,15 +1,19 @@
 //! Plans: what is launched, and with which arguments, for addresses and sizes.
 
+mod activation;
 mod attention;
 mod dropout;
 mod grad_norm;
+mod layer_norm;
 mod loss;
 mod optimizer;
 mod rows;
 
+pub use activation::{Activation, activation, activation_backward};
 pub use attention::{Attention, TILE, attention, attention_backward};
 pub use dropout::{Dropout, dropout};
 pub use grad_norm::{NormTensor, Values, squared_norm};
+pub use layer_norm::{LayerNorm, LayerNormBackward, layer_norm, layer_norm_backward};
 pub use loss::{CrossEntropy, IGNORED, cross_entropy, cross_entropy_backward, embedding_grad};
 pub use optimizer::{
     AdamW, AdamWTensor, Average, AverageTensor, Momentum, Noise, Scale, Sgd, SgdTensor, State,

@@ -73,7 +73,7 @@ pub struct RmsNormBackward {
 }
 
 /// Rows whose part of the weight's gradient is summed by one block.
-const ROWS_OF_BLOCK: u32 = 64;
+pub(super) const ROWS_OF_BLOCK: u32 = 64;
 
 /// The gradients: three launches.
 pub fn rms_norm_backward(op: RmsNormBackward) -> Plan {

@@ -2,9 +2,10 @@
 
 use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_kernels::plans::{
-    CrossEntropy, Dropout, IGNORED, RmsNorm, RmsNormBackward, Rope, cross_entropy,
-    cross_entropy_backward, dropout, embedding_grad, rms_norm, rms_norm_backward, rope, swiglu,
-    swiglu_backward,
+    Activation, CrossEntropy, Dropout, IGNORED, LayerNorm, LayerNormBackward, RmsNorm,
+    RmsNormBackward, Rope, activation, activation_backward, cross_entropy, cross_entropy_backward,
+    dropout, embedding_grad, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, rope,
+    swiglu, swiglu_backward,
 };
 use half::{bf16, f16};
 
@@ -70,6 +71,8 @@ macro_rules! in_every_dtype {
 
 in_every_dtype! {
     rms_norm_has_its_formula_and_gradient(norms);
+    layer_norm_has_its_formula_and_gradient(centred);
+    activations_have_their_formulas_and_gradients(activated);
     swiglu_has_its_formula_and_gradient(gated);
     positions_are_rotated_and_rotated_back(rotated);
     dropout_has_the_mask_of_the_cpu(dropped);
@@ -148,6 +151,125 @@ fn norms<T: Dtype>() {
         close("y", &y.get::<T>(&m), &expected_y, 1.0);
         close("dx", &dx.get::<T>(&m), &expected_dx, 1.0);
         close("dweight", &m.get::<f32>(dweight), &expected_dw, 10.0);
+    }
+}
+
+fn centred<T: Dtype>() {
+    for (rows, n, skip, with_bias) in
+        [(3, 7, 1, true), (67, 300, 0, true), (2, 1025, 3, false), (0, 5, 0, true)]
+    {
+        let mut m = Machine::default();
+        let count = rows * n;
+        // Far from zero, where a variance from squares would be lost.
+        let x: Vec<T> =
+            normal::<T>("x", count).iter().map(|x| T::from_f64(x.to_f64() + 30.0)).collect();
+        let grad = normal::<T>("grad", count);
+        let [weight, bias, start]: [Vec<f32>; 3] =
+            ["weight", "bias", "start"].map(|what| normal(what, n));
+        let [x_at, grad_at] = [&x, &grad].map(|v| View::put(&mut m, skip, v));
+        let [y, dx] = [(); 2].map(|()| View::garbage::<T>(&mut m, skip, count));
+        let [weight_at, bias_at, dweight, dbias] =
+            [&weight, &bias, &start, &start].map(|v| m.put(v));
+        let [mean, rstd] = [(); 2].map(|()| m.garbage::<f32>(rows));
+        let (dtype, eps, rows_of, n_of) = (T::FLOAT, 1e-5, rows as u32, n as u32);
+        let bias_at = if with_bias { bias_at } else { 0 };
+        m.run(&layer_norm(LayerNorm {
+            dtype,
+            x: x_at.address(),
+            weight: weight_at,
+            bias: bias_at,
+            y: y.address(),
+            mean,
+            rstd,
+            rows: rows_of,
+            n: n_of,
+            eps,
+        }));
+        m.run(&layer_norm_backward(LayerNormBackward {
+            dtype,
+            x: x_at.address(),
+            weight: weight_at,
+            mean,
+            rstd,
+            grad: grad_at.address(),
+            dx: dx.address(),
+            dweight,
+            dbias: if with_bias { dbias } else { 0 },
+            rows: rows_of,
+            n: n_of,
+        }));
+        let (mut expected_y, mut expected_dx) = (Vec::new(), Vec::new());
+        let (mut expected_dw, mut expected_db) = (wide(&start), wide(&start));
+        for row in 0..rows {
+            let [x, grad] = [&x, &grad].map(|v| wide(&v[row * n..][..n]));
+            let count = n as f64;
+            let middle = x.iter().sum::<f64>() / count;
+            let variance = x.iter().map(|x| (x - middle).powi(2)).sum::<f64>() / count;
+            let scale = 1.0 / (variance + f64::from(eps)).sqrt();
+            let xhat: Vec<f64> = x.iter().map(|x| (x - middle) * scale).collect();
+            let g: Vec<f64> = grad.iter().zip(&weight).map(|(g, w)| g * f64::from(*w)).collect();
+            let along = g.iter().zip(&xhat).map(|(g, x)| g * x).sum::<f64>() / count;
+            let level = g.iter().sum::<f64>() / count;
+            for i in 0..n {
+                let bias = if with_bias { f64::from(bias[i]) } else { 0.0 };
+                expected_y.push(xhat[i] * f64::from(weight[i]) + bias);
+                expected_dx.push(scale * (g[i] - level - xhat[i] * along));
+                expected_dw[i] += grad[i] * xhat[i];
+                expected_db[i] += if with_bias { grad[i] } else { 0.0 };
+            }
+        }
+        // The mean of numbers about 30 is off by a rounding of those.
+        close("y", &y.get::<T>(&m), &expected_y, 10.0);
+        close("dx", &dx.get::<T>(&m), &expected_dx, 10.0);
+        close("dweight", &m.get::<f32>(dweight), &expected_dw, 50.0);
+        close("dbias", &m.get::<f32>(dbias), &expected_db, 10.0);
+    }
+}
+
+/// The derivative of the distribution function, whose value follows from it by a sum that is exact enough.
+fn normal_distribution(x: f64) -> f64 {
+    let (steps, peak) = (4000, 1.0 / (2.0 * std::f64::consts::PI).sqrt());
+    let density = |t: f64| peak * (-0.5 * t * t).exp();
+    let step = x / f64::from(steps);
+    // Simpson's rule from 0 to x.
+    let inner = |i: i32| density(step * f64::from(i)) * if i % 2 == 1 { 4.0 } else { 2.0 };
+    let sum = density(0.0) + density(x) + (1..steps).map(inner).sum::<f64>();
+    0.5 + sum * step / 3.0
+}
+
+fn activated<T: Dtype>() {
+    for (n, skip) in [(1, 1), (8193, 3), (0, 0)] {
+        let (x, grad) = (normal::<T>("x", n), normal::<T>("grad", n));
+        // Also where exponentials overflow.
+        let x: Vec<T> = x
+            .iter()
+            .enumerate()
+            .map(|(i, x)| T::from_f64(if i % 1000 == 7 { 200.0 * x.to_f64() } else { x.to_f64() }))
+            .collect();
+        for function in [Activation::Silu, Activation::Gelu, Activation::GeluTanh] {
+            let mut m = Machine::default();
+            let [x_at, grad_at] = [&x, &grad].map(|v| View::put(&mut m, skip, v));
+            let [y, dx] = [(); 2].map(|()| View::garbage::<T>(&mut m, skip, n));
+            let (x_at, grad_at, count) = (x_at.address(), grad_at.address(), n as u64);
+            m.run(&activation(T::FLOAT, function, x_at, y.address(), count));
+            let backward =
+                activation_backward(T::FLOAT, function, [x_at, grad_at], dx.address(), count);
+            m.run(&backward);
+            let value = |x: f64| match function {
+                Activation::Silu => x / (1.0 + (-x).exp()),
+                Activation::Gelu => x * normal_distribution(x.clamp(-40.0, 40.0)),
+                Activation::GeluTanh => {
+                    let root = (2.0 / std::f64::consts::PI).sqrt();
+                    0.5 * x * (1.0 + (root * (x + 0.044715 * x.powi(3))).tanh())
+                }
+            };
+            let slope = |x: f64| (value(x + 1e-5) - value(x - 1e-5)) / 2e-5;
+            let expected: Vec<f64> = x.iter().map(|x| value(x.to_f64())).collect();
+            let expected_dx: Vec<f64> =
+                x.iter().zip(&grad).map(|(x, g)| g.to_f64() * slope(x.to_f64())).collect();
+            close("y", &y.get::<T>(&m), &expected, 1.0);
+            close("dx", &dx.get::<T>(&m), &expected_dx, 1.0);
+        }
     }
 }
 

@@ -62,6 +62,10 @@ fn sigmoid_portable(x: &Tensor) -> candle_core::Result<Tensor> {
 impl Activation {
     /// The activation of each element.
     pub(crate) fn forward(self, x: &Tensor) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(y) = fulgurite_kernels::cuda::activation(self.kernel(), x)? {
+            return Ok(y);
+        }
         let dtype = x.dtype();
         let x = to_accumulation_dtype(x)?;
         let y = if uses_cpu_kernels(&x) {
@@ -87,6 +91,14 @@ impl Activation {
 
     /// The gradient of the input `x`.
     pub(crate) fn backward(self, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        {
+            let grad = grad.to_dtype(x.dtype())?;
+            let dx = fulgurite_kernels::cuda::activation_backward(self.kernel(), x, &grad)?;
+            if let Some(dx) = dx {
+                return Ok(dx);
+            }
+        }
         let dtype = x.dtype();
         let (x, grad) = (to_accumulation_dtype(x)?, to_accumulation_dtype(grad)?);
         let dx = if uses_cpu_kernels(&x) {
@@ -104,6 +116,16 @@ impl Activation {
             (self.slope_portable(&x)? * grad)?
         };
         Ok(dx.to_dtype(dtype)?)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn kernel(self) -> fulgurite_kernels::plans::Activation {
+        use fulgurite_kernels::plans::Activation;
+        match self {
+            Self::Silu => Activation::Silu,
+            Self::Gelu => Activation::Gelu,
+            Self::GeluTanh => Activation::GeluTanh,
+        }
     }
 
     fn inner(x: &Tensor) -> candle_core::Result<Tensor> {

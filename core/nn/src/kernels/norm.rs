@@ -39,6 +39,12 @@ impl Norm {
         {
             return Ok(y);
         }
+        #[cfg(feature = "cuda")]
+        if self.center
+            && let Some((y, _)) = fulgurite_kernels::cuda::layer_norm(x, weight, bias, self.eps)?
+        {
+            return Ok(y);
+        }
         let dtype = x.dtype();
         let (x, weight) = (to_accumulation_dtype(x)?, to_accumulation_dtype(weight)?);
         let bias = bias.map(to_accumulation_dtype).transpose()?;
@@ -83,6 +89,18 @@ impl Norm {
             });
             if let Some((x, weight)) = grads.transpose()?.flatten() {
                 return Ok(NormGrads { x, weight, bias: None });
+            }
+        }
+        #[cfg(feature = "cuda")]
+        if self.center {
+            use fulgurite_kernels::cuda;
+            let forward = cuda::layer_norm(x, weight, None, self.eps)?;
+            let grads = forward.map(|(_, [mean, rstd])| {
+                let (stats, grad) = ([&mean, &rstd], grad.to_dtype(x.dtype())?);
+                cuda::layer_norm_backward(x, weight, with_bias, stats, &grad)
+            });
+            if let Some((x, weight, bias)) = grads.transpose()?.flatten() {
+                return Ok(NormGrads { x, weight, bias });
             }
         }
         let dtype = x.dtype();

@@ -1,0 +1,49 @@
+//! Activation functions.
+
+use super::{CHUNK, blocks, with_element};
+use crate::{Float, In, Out, Plan, table};
+
+/// A function of each element, with the number that it has in `kernels/rows.cu`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Activation {
+    /// `x * sigmoid(x)`.
+    Silu = 0,
+    /// `x` times the normal distribution function at `x`.
+    Gelu = 1,
+    /// The approximation of that by tanh.
+    GeluTanh = 2,
+}
+
+/// The activation of `n` elements: one launch.
+pub fn activation(dtype: Float, function: Activation, x: u64, y: u64, n: u64) -> Plan {
+    let mut plan = Plan::default();
+    plan.call(with_element!(dtype, T => table::activation::<T>(
+        blocks(n, CHUNK),
+        In::at(x),
+        Out::at(y),
+        n,
+        function as u32,
+    )));
+    plan
+}
+
+/// The gradient of its input: one launch.
+pub fn activation_backward(
+    dtype: Float,
+    function: Activation,
+    [x, grad]: [u64; 2],
+    dx: u64,
+    n: u64,
+) -> Plan {
+    let mut plan = Plan::default();
+    plan.call(with_element!(dtype, T => table::activation_backward::<T>(
+        blocks(n, CHUNK),
+        In::at(x),
+        In::at(grad),
+        Out::at(dx),
+        n,
+        function as u32,
+    )));
+    plan
+}

@@ -1,0 +1,113 @@
+//! Layer norm.
+
+use super::rows::ROWS_OF_BLOCK;
+use super::{COLUMNS, blocks, with_element};
+use crate::{Float, In, Out, Plan, table};
+
+/// The operands of a layer norm: addresses of `[rows, n]` tensors of one dtype, and of others.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LayerNorm {
+    /// dtype of `x` and `y`.
+    pub dtype: Float,
+    /// What is normalised.
+    pub x: u64,
+    /// f32, `[n]`.
+    pub weight: u64,
+    /// f32, `[n]`; 0 for none.
+    pub bias: u64,
+    /// The output.
+    pub y: u64,
+    /// f32, `[rows]`: the mean, for the backward.
+    pub mean: u64,
+    /// f32, `[rows]`: one over the root of the variance, for the backward.
+    pub rstd: u64,
+    /// Number of rows.
+    pub rows: u32,
+    /// Elements of a row.
+    pub n: u32,
+    /// Added to the variance.
+    pub eps: f32,
+}
+
+/// `y = (x - mean) * rstd * weight + bias`: one launch.
+pub fn layer_norm(op: LayerNorm) -> Plan {
+    let mut plan = Plan::default();
+    let LayerNorm { x, weight, bias, y, mean, rstd, rows, n, eps, .. } = op;
+    plan.call(with_element!(op.dtype, T => table::layer_norm::<T>(
+        rows,
+        In::at(x),
+        In::at(weight),
+        In::at(bias),
+        Out::at(y),
+        Out::at(mean),
+        Out::at(rstd),
+        n,
+        eps,
+    )));
+    plan
+}
+
+/// The operands of a layer norm's backward.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LayerNormBackward {
+    /// dtype of `x`, `grad` and `dx`.
+    pub dtype: Float,
+    /// What was normalised.
+    pub x: u64,
+    /// f32, `[n]`.
+    pub weight: u64,
+    /// f32, `[rows]`, of the forward.
+    pub mean: u64,
+    /// f32, `[rows]`, of the forward.
+    pub rstd: u64,
+    /// The gradient of the output.
+    pub grad: u64,
+    /// The gradient of what was normalised.
+    pub dx: u64,
+    /// f32, `[n]`: the weight's gradient is added here, in an order that follows from the sizes alone.
+    pub dweight: u64,
+    /// The same of the bias; 0 if there is none.
+    pub dbias: u64,
+    /// Number of rows.
+    pub rows: u32,
+    /// Elements of a row.
+    pub n: u32,
+}
+
+/// The gradients: three launches, with a bias four.
+pub fn layer_norm_backward(op: LayerNormBackward) -> Plan {
+    let mut plan = Plan::default();
+    let LayerNormBackward { x, weight, mean, rstd, grad, dx, dweight, dbias, rows, n, .. } = op;
+    plan.call(with_element!(op.dtype, T => table::layer_norm_backward::<T>(
+        rows,
+        In::at(x),
+        In::at(weight),
+        In::at(mean),
+        In::at(rstd),
+        In::at(grad),
+        Out::at(dx),
+        n,
+    )));
+    if rows == 0 {
+        return plan;
+    }
+    let (pieces, tiles) = (rows.div_ceil(ROWS_OF_BLOCK), blocks(n.into(), COLUMNS));
+    let [sums, bias_sums] = [(); 2].map(|()| plan.scratch::<f32>(pieces as usize * n as usize));
+    plan.call(with_element!(op.dtype, T => table::layer_norm_weight::<T>(
+        pieces * tiles,
+        In::at(x),
+        In::at(mean),
+        In::at(rstd),
+        In::at(grad),
+        sums,
+        bias_sums,
+        rows,
+        n,
+        ROWS_OF_BLOCK,
+    )));
+    plan.call(table::add_rows(tiles, sums.read(), pieces, n, Out::at(dweight)));
+    if dbias != 0 {
+        plan.call(table::add_rows(tiles, bias_sums.read(), pieces, n, Out::at(dbias)));
+    }
+    plan
+}
