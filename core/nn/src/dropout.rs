@@ -153,6 +153,15 @@ fn global_positions(scope: &ForwardScope, n: usize) -> Vec<u64> {
 
 /// The elements of `x` times 0 or `1 / (1 - p)`.
 fn masked(x: &Tensor, stream: &Stream, offsets: &ElementOffsets, p: f64) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    {
+        let (width, starts) = (offsets.row as u64, &offsets.starts[..]);
+        let (key, high) = (stream.key(), stream.high());
+        let of = fulgurite_kernels::plans::Dropout { key, high, width, starts, p };
+        if let Some(y) = fulgurite_kernels::cuda::dropout(x, of)? {
+            return Ok(y);
+        }
+    }
     const PIECE: usize = 4096;
     let scale = 1.0 / (1.0 - p);
     let numbers = |piece: usize, numbers: &mut [f64]| {

@@ -2,12 +2,14 @@
 
 mod attention;
 mod compile;
+mod dropout;
 mod layers;
 mod products;
 mod run;
 
 pub use attention::{Attend, attention, attention_backward};
 pub use compile::{nvrtc_version, ptx};
+pub use dropout::dropout;
 pub use layers::{
     activation, activation_backward, cross_entropy, cross_entropy_backward, embedding_grad,
     layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, rope, swiglu, swiglu_backward,
