@@ -5,7 +5,7 @@
 //! ```
 //!
 //! Each step is a process of its own, which is ended after `--timeout-secs`, so that neither a hang nor a crash
-//! keeps the others from being run. The CPU is the reference: of every function and layer, in every dtype, output and
+//! keeps the others from being run. The CPU is the reference: of functions and layers, in every dtype, output and
 //! gradients are compared, on contiguous inputs and on views; then optimizers, and whole trainings. The report has the
 //! largest difference of each comparison beside what is allowed, and the speeds that were measured.
 //!

@@ -7,8 +7,8 @@ use super::address;
 use super::layers::{alike, carry_out, output, taken};
 use crate::plans::{self, Attention};
 
-/// Bytes of scores that are in memory at once. Backward has three times as much.
-const SCORES_BYTES: usize = 256 << 20;
+/// Bytes of scores, probabilities and their gradients that are in memory at once.
+const SCORES_BYTES: usize = 768 << 20;
 
 /// How queries attend to keys.
 #[derive(Clone, Copy)]

@@ -45,9 +45,12 @@ struct Block {
 }
 
 impl Attention {
-    /// As many queries at once as have their scores (f32) in so many bytes, but at least [`TILE`], and a multiple of it.
+    /// As many queries at once as have what [`attention_backward`] keeps of their scores in so many bytes, but at least [`TILE`],
+    /// and a multiple of it.
     pub fn queries_within(&self, bytes: usize) -> usize {
-        let queries = bytes / 4 / (self.heads() * self.keys).max(1);
+        // Scores and the gradient of the probabilities in f32, probabilities and the gradient of the scores in the dtype.
+        let of_score = 2 * (Float::F32.size() + self.dtype.size());
+        let queries = bytes / of_score / (self.heads() * self.keys).max(1);
         (queries / TILE * TILE).clamp(TILE.min(self.queries), self.queries)
     }
 

@@ -30,7 +30,7 @@ pub(super) fn forward(
     s: AttentionShape,
     [q, k, v]: [&Tensor; 3],
 ) -> Result<Option<AttentionOutput>> {
-    if !cuda::takes(q) {
+    if !cuda::takes(q) || !cuda::takes(k) {
         return Ok(None);
     }
     let (q, k, v) = (attend.queries(s, q)?, attend.keys(k)?, heads_first(v)?);
@@ -46,7 +46,7 @@ pub(super) fn backward(
     [q, k, v]: [&Tensor; 3],
     [lse, grad]: [&Tensor; 2],
 ) -> Result<Option<[Tensor; 3]>> {
-    if !cuda::takes(q) {
+    if !cuda::takes(q) || !cuda::takes(k) {
         return Ok(None);
     }
     let (q, k, v) = (attend.queries(s, q)?, attend.keys(k)?, heads_first(v)?);
