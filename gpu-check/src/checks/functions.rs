@@ -4,8 +4,9 @@ use candle_core::{DType, Device, Tensor};
 use fulgurite::core::module::{Module, ModuleBuilder};
 use fulgurite::nn::{
     AttentionConfig, BatchNorm, CausalSelfAttention, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig,
-    CrossEntropy, Documents, Dropout, Embedding, GeluMlp, GroupNorm, LayerNorm, Linear, RmsNorm,
-    Rope, SwiGluMlp, cross_entropy, functional, linear_cross_entropy,
+    CrossEntropy, Documents, Dropout, Embedding, GeluMlp, GroupNorm, LayerNorm, Linear,
+    MultiHeadAttention, MultiHeadAttentionConfig, RmsNorm, Rope, SwiGluMlp, cross_entropy,
+    functional, linear_cross_entropy, residual,
 };
 use fulgurite_error::Result;
 
@@ -150,6 +151,22 @@ pub(super) fn attention(target: &Target) -> Result<Findings> {
             name: "CausalSelfAttention",
             inputs: &[&[2, 19, 48]],
             of: Of::Layer(|b| layer(self_attention(b)?)),
+        },
+        Case {
+            name: "MultiHeadAttention",
+            inputs: &[&[2, 19, 48]],
+            of: Of::Layer(|b| {
+                let config = MultiHeadAttentionConfig::new(48, 6);
+                layer(MultiHeadAttention::new(&b.pp("attention"), &config)?)
+            }),
+        },
+        Case {
+            name: "residual of RmsNorm and CausalSelfAttention",
+            inputs: &[&[2, 19, 48]],
+            of: Of::Layer(|b| {
+                let (norm, branch) = (RmsNorm::new(&b.pp("norm"), 48, 1e-5)?, self_attention(b)?);
+                Ok(Box::new(move |x| residual(&x[0], &norm, &branch)))
+            }),
         },
         Case {
             name: "CausalSelfAttention within documents",
