@@ -5,6 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use fulgurite_core::collective::all_gather_object;
+use fulgurite_core::execution::transfer;
 use fulgurite_core::mesh::{DATA_PARALLEL, TENSOR_PARALLEL};
 use fulgurite_core::optim::{AdamW, StateDtype};
 use fulgurite_core::trainer::peak_rss_mib;
@@ -120,7 +121,11 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
                 [batch, seq],
                 i * data_parallel.size() as u64 + data_parallel.rank() as u64,
             )?;
-            Ok((ids.to_device(&device)?, targets.to_device(&device)?))
+            // As data modules do, so that layers need not read them.
+            Ok((
+                transfer::to_device(&ids, &device, "batch")?,
+                transfer::to_device(&targets, &device, "batch")?,
+            ))
         })
         .collect::<Result<_>>()?;
     let mut step = |i: u64| -> Result<f64> {

@@ -85,14 +85,22 @@ pub(crate) const STEPS: &[Step] = &[
     ),
     step("optimizers.sgd", "against the CPU: SGD with momentum", optimizers::sgd),
     step("optimizers.averages", "against the CPU: averages of weights", optimizers::averages),
-    step("training.f32", "20 steps of a decoder have the CPU's losses", training::f32),
+    step(
+        "training.f32",
+        "the first and the last loss of 20 steps of a decoder are the CPU's",
+        training::f32,
+    ),
     step("training.bf16", "the same in bf16-mixed", training::bf16),
     step(
         "training.ranks",
         "2 ranks on this one device, under ddp and fsdp, through the host",
         training::ranks,
     ),
-    step("training.offload", "fsdp with cpu_offload has the losses without it", training::offload),
+    step(
+        "training.offload",
+        "so are those of fsdp with cpu_offload those without it",
+        training::offload,
+    ),
     on_gpu(
         "nccl.alone",
         "NCCL with one rank: it is loaded, connects, and every collective keeps the values",
