@@ -7,9 +7,11 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use fulgurite_core::environment::{self, Variables};
-use fulgurite_core::launch::{Interruption, take_interruption};
+use fulgurite_core::launch::{Interruption, is_running, take_interruption};
 use fulgurite_core::{Error, Result};
-use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_death_signal};
+use rustix::process::{
+    Pid, Signal, getpid, getppid, kill_process, set_parent_process_death_signal,
+};
 use serde_json::Value;
 
 use super::args::RunRequest;
@@ -20,12 +22,16 @@ const PARENT: &str = "FULGURITE_SWEEP_PROCESS";
 /// If this process is such a run: asks the system to end it, as a user would, when its parent is killed.
 pub(super) fn end_with_parent() {
     let parent = std::env::var(PARENT).ok().and_then(|pid| pid.parse::<i32>().ok());
+    let Some(parent) = parent else { return };
     // A rank of the run is a child of the run.
-    if parent.is_none() || getppid().map(|pid| pid.as_raw_nonzero().get()) != parent {
-        return;
+    if getppid().is_some_and(|pid| pid.as_raw_nonzero().get() == parent) {
+        // Where that is not possible, a parent that is killed leaves its run.
+        let _ = set_parent_process_death_signal(Some(Signal::TERM));
     }
-    // Where that is not possible, a parent that is killed leaves its run.
-    let _ = set_parent_process_death_signal(Some(Signal::TERM));
+    // It may have ended before the call above.
+    if !is_running(parent) {
+        let _ = kill_process(getpid(), Signal::TERM);
+    }
 }
 
 /// Refuses an option that starts runs in a process that was started as a rank of a job.

@@ -67,6 +67,7 @@ pub use fulgurite_store::{
 pub use launcher::{LaunchOptions, launch, launch_checked};
 pub use memory::HostMemory;
 pub use rank::LaunchedRank;
+pub use rank_env::is_running;
 pub use signals::{
     Interruption, Starting, agree_on, interrupt_requested, interruption, notice_signals,
     take_interruption,

@@ -109,8 +109,7 @@ pub(super) fn die_with_agent(variables: &Variables) -> Result<()> {
         die_with_parent()?;
     }
     // It may have ended before the call above. A program between them, such as a shell, ends ranks as it likes.
-    let lives = |agent| rustix::process::test_kill_process(agent).is_ok();
-    match is_parent(agent) || rustix::process::Pid::from_raw(agent).is_some_and(lives) {
+    match is_parent(agent) || is_running(agent) {
         true => Ok(()),
         false => Err(Error::Launch(format!(
             "the agent that started this rank ({AGENT_VARIABLE} = {agent}) has ended; if none did, unset \
@@ -142,9 +141,39 @@ pub(super) fn is_parent(pid: i32) -> bool {
     rustix::process::getppid().is_some_and(|parent| parent.as_raw_nonzero().get() == pid)
 }
 
+/// Whether process `pid` runs: false as soon as it has ended, also while its parent has not waited for it (on
+/// Linux since 5.3).
+pub fn is_running(pid: i32) -> bool {
+    let Some(pid) = rustix::process::Pid::from_raw(pid) else { return false };
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        use rustix::process::{PidfdFlags, pidfd_open};
+        if let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) {
+            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+            return poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&now)) == Ok(0);
+        }
+    }
+    rustix::process::test_kill_process(pid).is_ok()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_process_that_has_ended_does_not_run_though_nobody_has_waited_for_it() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = child.id().cast_signed();
+        assert!(is_running(pid) && is_running(std::process::id().cast_signed()));
+        child.kill().unwrap();
+        while !crate::rank_process::has_ended(&child) {
+            std::thread::yield_now();
+        }
+        assert!(!is_running(pid));
+        child.wait().unwrap();
+        assert!(!is_running(pid));
+    }
 
     #[test]
     fn a_rank_reads_what_its_supervisor_set() {
