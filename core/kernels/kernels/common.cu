@@ -12,6 +12,8 @@ typedef unsigned long long u64;
 #define KERNEL extern "C" __global__ void
 #define DEVICE __device__ __forceinline__
 #define SHARED(type, name, count) __shared__ type name[count]
+// Shared memory of as many bytes as the launch says, 16 at least.
+#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 #endif
 
 // Threads of a block, in every kernel here.

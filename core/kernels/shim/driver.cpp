@@ -133,7 +133,7 @@ int main(int, char **argv) {
             return 96;
         }
         std::string name((const char *)take(length), length);
-        unsigned grid = (unsigned)number(), block = (unsigned)number();
+        unsigned grid = (unsigned)number(), block = (unsigned)number(), shared = (unsigned)number();
         std::vector<uint8_t> arguments;
         for (uint64_t count = number(); count > 0; count--) {
             uint64_t is_address = number(), value = number();
@@ -148,7 +148,7 @@ int main(int, char **argv) {
             fprintf(stderr, "shim: no kernel %s with %zu arguments\n", name.c_str(), arguments.size() / 8);
             return 96;
         }
-        shim::launch({entry->name, grid, block, entry->run, arguments.data()}, seed);
+        shim::launch({entry->name, grid, block, shared, entry->run, arguments.data()}, seed);
     }
     file = fopen(argv[2], "wb");
     if (!file) return 96;

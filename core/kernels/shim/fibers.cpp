@@ -23,14 +23,24 @@ namespace shim {
 namespace {
 
 constexpr unsigned MOST_THREADS = 1024, LANES = 32;
-constexpr size_t STACK = 256 << 10;
+constexpr size_t STACK = 64 << 10;
+// Of one block: as much as every GPU has for it that has tensor cores for bf16.
+constexpr size_t SHARED_BYTES = 99 << 10;
+constexpr unsigned MOST_WORDS = 6, MOST_COPIES = 64;
 
-enum class State { Ready, AtBlockBarrier, AtWarpBarrier, Ended };
+struct Copy {
+    void *to;
+    const void *from;
+    unsigned bytes;
+};
 
 struct Fiber {
     Thread thread;
-    State state;
-    uint64_t slot; // what it gives in a shuffle
+    uint64_t slot;                 // what it gives in a shuffle
+    uint32_t words[2][MOST_WORDS]; // what it gives its warp, and gave it before
+    unsigned turn;                 // which of the two it gives
+    Copy copies[MOST_COPIES];      // which it has begun and not waited for
+    unsigned copy_count;
     ucontext_t context;
     void *stack;
 #if defined(__SANITIZE_THREAD__)
@@ -49,15 +59,16 @@ struct SharedArray {
 
 Fiber fibers[MOST_THREADS];
 unsigned count, current;
+unsigned ready[MOST_THREADS], ready_count;
+unsigned at_block_barrier, at_warp_barrier[MOST_THREADS / LANES], ended_count;
 ucontext_t scheduler;
 const Launch *launched;
 uint64_t random_state;
 SharedArray arrays[16];
 unsigned array_count;
-#if defined(__SANITIZE_THREAD__)
-constexpr size_t SHARED_BYTES = 48 << 10;
-char *shared_memory;
 size_t shared_used;
+#if defined(__SANITIZE_THREAD__)
+char *shared_memory;
 #endif
 // Addresses that stand for the barriers, and for the start and the end of blocks.
 char block_order, warp_order[MOST_THREADS / LANES], start_order, end_order;
@@ -131,8 +142,9 @@ UNSEEN void enter() {
 #endif
     acquire(&start_order);
     run_kernel();
+    if (fibers[current].copy_count > 0) fail("a thread ends before its copies do");
     release(&end_order);
-    fibers[current].state = State::Ended;
+    ended_count++;
     leave(true);
 }
 
@@ -153,22 +165,8 @@ UNSEEN void go_on(unsigned index) {
 #endif
 }
 
-UNSEEN unsigned in_state(State state, unsigned first, unsigned end) {
-    unsigned n = 0;
-    for (unsigned i = first; i < end; i++) n += fibers[i].state == state;
-    return n;
-}
-
-// Lets those go on whose barrier all have reached.
-UNSEEN void open_barriers() {
-    for (unsigned first = 0; first < count; first += LANES) {
-        unsigned end = first + LANES;
-        if (in_state(State::AtWarpBarrier, first, end) != LANES) continue;
-        for (unsigned i = first; i < end; i++) fibers[i].state = State::Ready;
-    }
-    if (in_state(State::AtBlockBarrier, 0, count) == count) {
-        for (unsigned i = 0; i < count; i++) fibers[i].state = State::Ready;
-    }
+UNSEEN void make_ready(unsigned first, unsigned end) {
+    for (unsigned i = first; i < end; i++) ready[ready_count++] = i;
 }
 
 // Memory that ThreadSanitizer is not told of: it would take its whole length for written, again and again.
@@ -191,7 +189,7 @@ UNSEEN void end_blocks() {
 UNSEEN void start_fiber(unsigned index, unsigned block) {
     Fiber &fiber = fibers[index];
     fiber.thread = {{index, 0, 0}, {block, 0, 0}, {launched->block, 1, 1}, {launched->grid, 1, 1}};
-    fiber.state = State::Ready;
+    fiber.turn = fiber.copy_count = 0;
     static char *const stacks = (char *)map(STACK * MOST_STACKS);
 #if defined(__SANITIZE_THREAD__)
     fiber.stack = stacks + STACK * (detector_count + index);
@@ -215,28 +213,24 @@ UNSEEN void run_block(unsigned block) {
 #if defined(__SANITIZE_THREAD__)
     static char *const shared_memories = (char *)map(SHARED_BYTES * MOST_BLOCKS);
     if (block_count == MOST_BLOCKS || detector_count + count > MOST_STACKS) end_blocks();
-    shared_used = 0;
     shared_memory = shared_memories + SHARED_BYTES * block_count++;
 #endif
+    ready_count = ended_count = 0;
     for (unsigned i = 0; i < count; i++) start_fiber(i, block);
-    for (;;) {
-        unsigned ready = in_state(State::Ready, 0, count);
-        if (ready == 0) {
-            open_barriers();
-            ready = in_state(State::Ready, 0, count);
-        }
-        if (ready == 0 && in_state(State::Ended, 0, count) == count) break;
-        if (ready == 0) fail("threads wait at a barrier that the others do not reach");
-        unsigned skip = draw(ready), index = 0;
-        while (fibers[index].state != State::Ready || skip-- > 0) index++;
+    make_ready(0, count);
+    while (ready_count > 0) {
+        unsigned picked = draw(ready_count), index = ready[picked];
+        ready[picked] = ready[--ready_count];
         go_on(index);
     }
+    if (ended_count != count) fail("threads wait at a barrier that the others do not reach");
 #if defined(__SANITIZE_THREAD__)
     detector_count += count;
 #else
     for (unsigned i = 0; i < array_count; i++) free(arrays[i].memory);
 #endif
     array_count = 0;
+    shared_used = 0;
 }
 
 } // namespace
@@ -248,11 +242,11 @@ UNSEEN void *shared(int site, size_t bytes) {
         if (arrays[i].site == site) return arrays[i].memory;
     }
     if (array_count == sizeof arrays / sizeof *arrays) fail("too many shared arrays");
+    shared_used += (bytes + 15) / 16 * 16;
+    if (shared_used > SHARED_BYTES) fail("more than 99 KiB of shared memory");
     // Memory of its own for each block, which holds garbage, and past whose end AddressSanitizer looks.
 #if defined(__SANITIZE_THREAD__)
-    void *memory = shared_memory + shared_used;
-    shared_used += (bytes + 15) / 16 * 16;
-    if (shared_used > SHARED_BYTES) fail("more than 48 KiB of shared memory");
+    void *memory = shared_memory + shared_used - (bytes + 15) / 16 * 16;
 #else
     void *memory = malloc(bytes);
     memset(memory, 0xff, bytes);
@@ -261,18 +255,35 @@ UNSEEN void *shared(int site, size_t bytes) {
     return memory;
 }
 
+UNSEEN void *dynamic_shared() {
+    if (launched->shared_bytes == 0) fail("a launch without the shared memory that the kernel asks for");
+    return shared(-1, launched->shared_bytes);
+}
+
 UNSEEN void block_barrier() {
     release(&block_order);
-    fibers[current].state = State::AtBlockBarrier;
+    if (++at_block_barrier == count) {
+        at_block_barrier = 0;
+        make_ready(0, count);
+    }
     leave(false);
     acquire(&block_order);
+}
+
+// All lanes come here before one goes on: no order of memory.
+UNSEEN static void meet() {
+    unsigned warp = current / LANES;
+    if (++at_warp_barrier[warp] == LANES) {
+        at_warp_barrier[warp] = 0;
+        make_ready(warp * LANES, (warp + 1) * LANES);
+    }
+    leave(false);
 }
 
 UNSEEN void warp_barrier() {
     char *order = &warp_order[current / LANES];
     release(order);
-    fibers[current].state = State::AtWarpBarrier;
-    leave(false);
+    meet();
     acquire(order);
 }
 
@@ -282,6 +293,42 @@ UNSEEN uint64_t exchange(uint64_t bits, unsigned mask) {
     uint64_t other = fibers[current ^ mask].slot;
     warp_barrier();
     return other;
+}
+
+UNSEEN void publish(const uint32_t *words, unsigned count) {
+    if (count > MOST_WORDS) fail("more words than a lane gives its warp");
+    Fiber &fiber = fibers[current];
+    fiber.turn ^= 1;
+    for (unsigned i = 0; i < count; i++) fiber.words[fiber.turn][i] = words[i];
+    meet();
+}
+
+UNSEEN const uint32_t *published(unsigned lane) {
+    return fibers[current / LANES * LANES + lane].words[fibers[current].turn];
+}
+
+// What the sanitizers see of a copy, as the fiber's own accesses.
+__attribute__((noinline)) static void write_garbage(void *to, unsigned bytes) { memset(to, 0xff, bytes); }
+
+__attribute__((noinline)) static void carry_out(void *to, const void *from, unsigned bytes) {
+    if (from) memcpy(to, from, bytes);
+    else memset(to, 0, bytes);
+}
+
+UNSEEN void begin_copy(void *to, const void *from, unsigned bytes) {
+    Fiber &fiber = fibers[current];
+    if (fiber.copy_count == MOST_COPIES) fail("too many copies that nobody waits for");
+    fiber.copies[fiber.copy_count++] = {to, from, bytes};
+    write_garbage(to, bytes);
+}
+
+UNSEEN void end_copies() {
+    Fiber &fiber = fibers[current];
+    for (unsigned i = 0; i < fiber.copy_count; i++) {
+        Copy copy = fiber.copies[i];
+        carry_out(copy.to, copy.from, copy.bytes);
+    }
+    fiber.copy_count = 0;
 }
 
 UNSEEN void launch(const Launch &what, uint64_t seed) {

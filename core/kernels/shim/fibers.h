@@ -6,7 +6,7 @@
 namespace shim {
 struct Launch {
     const char *name;
-    unsigned grid, block;
+    unsigned grid, block, shared_bytes;
     void (*run)(const uint8_t *arguments);
     const uint8_t *arguments;
 };

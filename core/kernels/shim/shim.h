@@ -13,9 +13,13 @@
 
 #define FULGURITE_SHIM
 #define KERNEL extern "C" void
-#define DEVICE static inline
+#define __launch_bounds__(threads, blocks)
+#define DEVICE inline
 #define SHARED(type, name, count) \
     type *const name = (type *)shim::shared(__COUNTER__, sizeof(type) * (count))
+
+#define DYNAMIC_SHARED(type, name) type *const name = (type *)shim::dynamic_shared()
+#define __align__(n) alignas(n)
 
 namespace shim {
 struct Dim {
@@ -27,10 +31,21 @@ struct Thread {
 };
 const Thread &self();
 void *shared(int site, size_t bytes);
+// That which the launch says, of this block.
+void *dynamic_shared();
 void block_barrier();
 void warp_barrier();
 // The bits that lane `lane ^ mask` gave in the same call.
 uint64_t exchange(uint64_t bits, unsigned mask);
+
+// What each lane of a warp gives the others: some words, to be looked at until it gives the next ones. It orders no memory.
+void publish(const uint32_t *words, unsigned count);
+const uint32_t *published(unsigned lane);
+
+// A copy writes garbage when it begins and what it copies, or zeros, when it is waited for: who does not wait, or whose
+// place others still read, finds out.
+void begin_copy(void *to, const void *from, unsigned bytes);
+void end_copies();
 
 template <class T> T shuffle_xor(unsigned lanes, T value, int mask) {
     static_assert(sizeof(T) <= 8);
@@ -67,3 +82,63 @@ static inline unsigned __float_as_uint(float x) {
 }
 
 static inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
+
+// Tensor cores, as PTX documents `ldmatrix`, `mma.m16n8k16` and `cp.async`. `Chunk` is 16 bytes.
+template <class Chunk> void copy_async(Chunk *to, const void *from, bool is_there) {
+    static_assert(sizeof(Chunk) == 16);
+    shim::begin_copy(to, is_there ? from : nullptr, 16);
+}
+
+static inline void copies_done() { shim::end_copies(); }
+
+// Element `column` of row `row` of the matrix whose rows' addresses lanes `8 matrix ..` have given.
+static inline uint16_t matrix_element(unsigned matrix, unsigned row, unsigned column) {
+    uint64_t address;
+    memcpy(&address, shim::published(matrix * 8 + row), 8);
+    return ((const uint16_t *)(uintptr_t)address)[column];
+}
+
+static inline void load_matrices_of(uint32_t (&m)[4], const void *row, bool turned) {
+    if ((uintptr_t)row % 16 != 0) {
+        fprintf(stderr, "shim: a matrix whose row begins at %p\n", row);
+        abort();
+    }
+    uint64_t address = (uint64_t)(uintptr_t)row;
+    uint32_t words[2];
+    memcpy(words, &address, 8);
+    shim::publish(words, 2);
+    unsigned lane = threadIdx.x % 32, a = lane / 4, b = lane % 4 * 2;
+    for (unsigned i = 0; i < 4; i++) {
+        uint32_t low = turned ? matrix_element(i, b, a) : matrix_element(i, a, b);
+        uint32_t high = turned ? matrix_element(i, b + 1, a) : matrix_element(i, a, b + 1);
+        m[i] = low | high << 16;
+    }
+}
+
+template <class Chunk> void load_matrices(uint32_t (&m)[4], const Chunk *row) { load_matrices_of(m, row, false); }
+template <class Chunk> void load_matrices_turned(uint32_t (&m)[4], const Chunk *row) { load_matrices_of(m, row, true); }
+
+// T is bf16 or f16, which are defined later.
+template <class T> void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T) {
+    uint32_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    shim::publish(words, 6);
+    auto half = [](uint32_t word, unsigned i) { return load(T{(uint16_t)(word >> 16 * i)}); };
+    unsigned lane = threadIdx.x % 32;
+    for (unsigned i = 0; i < 4; i++) {
+        unsigned row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        for (unsigned k = 0; k < 16; k++) {
+            const uint32_t *left = shim::published(row % 8 * 4 + k % 8 / 2);
+            const uint32_t *right = shim::published(column * 4 + k % 8 / 2);
+            c[i] += half(left[row / 8 + k / 8 * 2], k % 2) * half(right[4 + k / 8], k % 2);
+        }
+    }
+}
+
+template <class T> uint32_t pair(float low, float high, T) {
+    T halves[2];
+    store(halves[0], low);
+    store(halves[1], high);
+    return halves[0].bits | (uint32_t)halves[1].bits << 16;
+}
+
+static inline float power_of_2(float x) { return exp2f(x); }

@@ -6,8 +6,8 @@
 //! the CPU computes. **None of them has run on a GPU yet.**
 //!
 //! What is launched is a [`Plan`]: which kernels, over how many blocks, with which arguments, which products of matrices
-//! (cuBLAS computes those) between them, what small tables they read and what memory they need besides. A plan is made from addresses and sizes alone, so that the tests carry out
-//! the very plans that a GPU would.
+//! (cuBLAS computes those) between them, what small tables they read and what memory they need besides. A plan is made from
+//! addresses and sizes alone, so that the tests carry out the very plans that a GPU would.
 //!
 //! ```
 //! use fulgurite_kernels::{Float, plans::{Values, squared_norm}};
@@ -34,7 +34,7 @@ pub mod table;
 
 pub use dtype::Float;
 pub use plan::{
-    Address, Argument, Bf16, Call, Element, F16, Field, FieldType, In, Out, Parameter, Plan,
+    Address, Argument, Bf16, Call, Element, F16, Field, FieldType, Half, In, Out, Parameter, Plan,
     Pointee, Row, Table, Target, Work,
 };
 pub use product::{Matrix, Product, Start};

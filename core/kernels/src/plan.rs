@@ -125,6 +125,11 @@ macro_rules! elements {
 }
 elements!(f32 => F32, Bf16 => Bf16, F16 => F16);
 
+/// An element type that tensor cores multiply without rounding it first.
+pub trait Half: Element {}
+impl Half for Bf16 {}
+impl Half for F16 {}
+
 macro_rules! numbers {
     ($($ty:ty => $name:literal, $ptx:literal, |$x:ident| $bits:expr;)*) => {$(
         impl Parameter for $ty {
@@ -248,6 +253,8 @@ pub struct Call {
     pub source: Source,
     /// Blocks, each of [`THREADS`](crate::THREADS) threads.
     pub blocks: u32,
+    /// Bytes of shared memory for each block, besides what the kernel declares.
+    pub shared_bytes: u32,
     /// Its arguments, in order.
     pub arguments: Vec<Argument>,
 }

@@ -11,6 +11,8 @@ pub enum Source {
     Rows,
     /// Softmax of scores.
     Attention,
+    /// Attention without scores in memory.
+    Flash,
     /// Dropout.
     Dropout,
     /// Cross entropy, and the gradient of an embedding.
@@ -19,8 +21,15 @@ pub enum Source {
 
 impl Source {
     /// All of them.
-    pub const ALL: [Self; 6] =
-        [Self::GradNorm, Self::Optimizer, Self::Rows, Self::Attention, Self::Dropout, Self::Loss];
+    pub const ALL: [Self; 7] = [
+        Self::GradNorm,
+        Self::Optimizer,
+        Self::Rows,
+        Self::Attention,
+        Self::Flash,
+        Self::Dropout,
+        Self::Loss,
+    ];
 
     /// The file's name, without its end.
     pub fn name(self) -> &'static str {
@@ -29,6 +38,7 @@ impl Source {
             Self::Optimizer => "optimizer",
             Self::Rows => "rows",
             Self::Attention => "attention",
+            Self::Flash => "flash",
             Self::Dropout => "dropout",
             Self::Loss => "loss",
         }
@@ -41,6 +51,7 @@ impl Source {
             Self::Optimizer => include_str!("../kernels/optimizer.cu"),
             Self::Rows => include_str!("../kernels/rows.cu"),
             Self::Attention => include_str!("../kernels/attention.cu"),
+            Self::Flash => include_str!("../kernels/flash.cu"),
             Self::Dropout => include_str!("../kernels/dropout.cu"),
             Self::Loss => include_str!("../kernels/loss.cu"),
         };

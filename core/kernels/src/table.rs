@@ -19,7 +19,7 @@
 
 use crate::plan::{Parameter, Row};
 use crate::plans::{AdamWTensor, AverageTensor, NormTensor, SgdTensor, StepScale};
-use crate::{Bf16, Call, Element, F16, Field, Float, In, Out, Source};
+use crate::{Bf16, Call, Element, F16, Field, Float, Half, In, Out, Source};
 
 /// A kernel's name and parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -56,6 +56,7 @@ macro_rules! kernels {
                     kernel: stringify!($name),
                     source: Source::$source,
                     blocks,
+                    shared_bytes: 0,
                     arguments: vec![$($argument.argument()),*],
                 }
             }
@@ -94,6 +95,7 @@ macro_rules! kernels_of_floats {
                     },
                     source: Source::$source,
                     blocks,
+                    shared_bytes: 0,
                     arguments: vec![$($argument.argument()),*],
                 }
             }
@@ -132,10 +134,75 @@ macro_rules! kernels_of_floats {
     };
 }
 
+/// Elements of a row that a kernel is compiled for: those of smaller rows are padded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Width {
+    /// Up to 64.
+    To64,
+    /// Up to 128.
+    To128,
+}
+
+/// The same, for kernels that are compiled for each dtype of half a word and each width, which end their names.
+macro_rules! kernels_of_halves {
+    ($($source:ident { $(
+        $(#[$attribute:meta])*
+        fn $name:ident<$T:ident>($($argument:ident: $ty:ty),* $(,)?);
+    )* })*) => {
+        $($(
+            $(#[$attribute])*
+            #[allow(clippy::too_many_arguments, reason = "as many as the kernel has")]
+            pub fn $name<$T: Half>(
+                blocks: u32,
+                width: Width,
+                shared_bytes: u32,
+                $($argument: $ty),*
+            ) -> Call {
+                Call {
+                    kernel: match (width, <$T as Element>::FLOAT == Float::Bf16) {
+                        (Width::To64, true) => concat!(stringify!($name), "_64_bf16"),
+                        (Width::To64, false) => concat!(stringify!($name), "_64_f16"),
+                        (Width::To128, true) => concat!(stringify!($name), "_128_bf16"),
+                        (Width::To128, false) => concat!(stringify!($name), "_128_f16"),
+                    },
+                    source: Source::$source,
+                    blocks,
+                    shared_bytes,
+                    arguments: vec![$($argument.argument()),*],
+                }
+            }
+        )*)*
+
+        /// Those that are compiled for each dtype of half a word and each width.
+        fn of_halves() -> Vec<Signature> {
+            let mut all = Vec::new();
+            $($({
+                fn parameters<$T: Half>() -> Vec<Declared> {
+                    vec![$(Declared {
+                        name: stringify!($argument),
+                        c_type: <$ty>::c_type(),
+                        ptx_type: <$ty>::PTX,
+                    }),*]
+                }
+                for (name, parameters) in [
+                    (concat!(stringify!($name), "_64_bf16"), parameters::<Bf16>()),
+                    (concat!(stringify!($name), "_64_f16"), parameters::<F16>()),
+                    (concat!(stringify!($name), "_128_bf16"), parameters::<Bf16>()),
+                    (concat!(stringify!($name), "_128_f16"), parameters::<F16>()),
+                ] {
+                    all.push(Signature { name, source: Source::$source, parameters });
+                }
+            })*)*
+            all
+        }
+    };
+}
+
 /// All kernels.
 pub fn all() -> Vec<Signature> {
     let mut all = plain();
     all.extend(of_floats());
+    all.extend(of_halves());
     all
 }
 
@@ -319,6 +386,18 @@ kernels_of_floats! {
             scale: f32,
         );
     }
+    Flash {
+        /// The sum of each output times its gradient, a warp for each row.
+        fn flash_level<T>(
+            y: In<T>,
+            grad: In<T>,
+            level: Out<f32>,
+            rows: u32,
+            heads: u32,
+            queries: u32,
+            width: u32,
+        );
+    }
     Dropout {
         /// Dropout, a block for each chunk.
         fn dropout<T>(
@@ -364,6 +443,64 @@ kernels_of_floats! {
             order: In<u32>,
             width: u32,
             out: Out<f32>,
+        );
+    }
+}
+
+kernels_of_halves! {
+    Flash {
+        /// Attention, a block for 128 queries of a head.
+        fn flash_forward<T>(
+            q: In<T>,
+            k: In<T>,
+            v: In<T>,
+            y: Out<T>,
+            lse: Out<f32>,
+            firsts: In<u32>,
+            heads: u32,
+            group: u32,
+            queries: u32,
+            keys: u32,
+            width: u32,
+            causal: u32,
+            scale: f32,
+        );
+        /// The gradient of queries, a block for 128 of a head.
+        fn flash_queries<T>(
+            q: In<T>,
+            k: In<T>,
+            v: In<T>,
+            grad: In<T>,
+            lse: In<f32>,
+            level: In<f32>,
+            dq: Out<T>,
+            firsts: In<u32>,
+            heads: u32,
+            group: u32,
+            queries: u32,
+            keys: u32,
+            width: u32,
+            causal: u32,
+            scale: f32,
+        );
+        /// The gradients of keys and values, a block for 128 of a head.
+        fn flash_keys<T>(
+            q: In<T>,
+            k: In<T>,
+            v: In<T>,
+            grad: In<T>,
+            lse: In<f32>,
+            level: In<f32>,
+            dk: Out<T>,
+            dv: Out<T>,
+            firsts: In<u32>,
+            heads: u32,
+            group: u32,
+            queries: u32,
+            keys: u32,
+            width: u32,
+            causal: u32,
+            scale: f32,
         );
     }
 }

@@ -132,7 +132,23 @@ pub(super) fn attention(target: &Target) -> Result<Findings> {
             inputs: &[&[1, 2, 700, 64], &[1, 2, 700, 64], &[1, 2, 700, 64]],
             of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.125, true)),
         },
-        // More scores than are in memory at once.
+        Case {
+            name: "causal attention of 128 elements to earlier keys, in groups",
+            inputs: &[&[2, 6, 200, 128], &[2, 2, 333, 128], &[2, 2, 333, 128]],
+            of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.09, true)),
+        },
+        Case {
+            name: "attention of 40 elements",
+            inputs: &[&[3, 4, 150, 40], &[3, 4, 131, 40], &[3, 4, 131, 40]],
+            of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.16, false)),
+        },
+        // In no dtype one that tensor cores take without copies of single elements.
+        Case {
+            name: "causal attention of 7 elements",
+            inputs: &[&[2, 4, 70, 7], &[2, 2, 70, 7], &[2, 2, 70, 7]],
+            of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.3, true)),
+        },
+        // More scores than are in memory at once, in dtypes that have them there.
         Case {
             name: "causal attention of 4200 positions",
             inputs: &[&[1, 4, 4200, 8], &[1, 2, 4200, 8], &[1, 2, 4200, 8]],

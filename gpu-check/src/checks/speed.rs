@@ -93,12 +93,13 @@ pub(super) fn functions(target: &Target) -> Result<Findings> {
         functional::swiglu(&x[0], &x[1])
     })?;
     measure("gelu", &[&[rows, 4 * width]], &|x| functional::gelu(&x[0]))?;
-    let (batch, time, dim) = (size(&device, 8, 2), size(&device, 2048, 64), 64);
-    measure(
-        "causal_attention",
-        &[&[batch, 32, time, dim], &[batch, 8, time, dim], &[batch, 8, time, dim]],
-        &|x| functional::attention(&x[0], &x[1], &x[2], 0.125, true),
-    )?;
+    let (batch, time) = (size(&device, 8, 2), size(&device, 2048, 64));
+    for (name, heads, dim) in [("causal_attention", 32, 64), ("causal_attention_of_128", 16, 128)] {
+        let (q, kv) = ([batch, heads, time, dim], [batch, heads / 4, time, dim]);
+        measure(name, &[&q, &kv, &kv], &|x| {
+            functional::attention(&x[0], &x[1], &x[2], 0.125, true)
+        })?;
+    }
     let targets: Vec<i64> = (0..rows as i64).map(|i| i % 100).collect();
     let targets = Tensor::from_vec(targets, rows, &device)?;
     measure("cross_entropy", &[&[rows, size(&device, 32768, 512)]], &|x| {

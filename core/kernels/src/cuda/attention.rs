@@ -1,5 +1,7 @@
-//! Attention of tensors, `[batch, heads, time, width]`.
+//! Attention of tensors: by products of matrices (`[batch, heads, time, width]`), or without scores in memory
+//! (`[batch, time, heads, width]`).
 
+use candle_core::cuda_backend::WrapErr as _;
 use candle_core::{DType, Tensor};
 use fulgurite_error::{Error, Result};
 
@@ -21,12 +23,31 @@ pub struct Attend<'a> {
     pub firsts: Option<(&'a Tensor, &'a dyn Fn(usize) -> usize)>,
 }
 
+/// Positions and heads, in the order that a tensor has them.
+#[derive(Clone, Copy)]
+enum Order {
+    HeadsFirst,
+    TimeFirst,
+}
+
+impl Order {
+    /// Batch, heads, positions and width.
+    fn sizes(self, tensor: &Tensor) -> Result<[usize; 4]> {
+        let (batch, first, second, width) = tensor.dims4()?;
+        Ok(match self {
+            Self::HeadsFirst => [batch, first, second, width],
+            Self::TimeFirst => [batch, second, first, width],
+        })
+    }
+}
+
 impl Attend<'_> {
-    fn plan_of(&self, [q, k, v]: [&Tensor; 3]) -> Result<Option<Attention>> {
+    fn plan_of(&self, order: Order, [q, k, v]: [&Tensor; 3]) -> Result<Option<Attention>> {
         let Some((_, dtype)) = taken(q) else { return Ok(None) };
         alike(&[k, v])?;
-        let ((batch, heads, queries, width), (_, kv_heads, keys, _)) = (q.dims4()?, k.dims4()?);
-        let fits = k.dims() == [batch, kv_heads, keys, width]
+        let [batch, heads, queries, width] = order.sizes(q)?;
+        let [kv_batch, kv_heads, keys, kv_width] = order.sizes(k)?;
+        let fits = [kv_batch, kv_width] == [batch, width]
             && kv_heads > 0
             && heads % kv_heads == 0
             && keys > 0
@@ -54,7 +75,7 @@ impl Attend<'_> {
             )));
         }
         let (group, causal, scale) = (heads / kv_heads, self.causal, self.scale as f32);
-        let mut of = Attention {
+        let of = Attention {
             dtype,
             batch,
             kv_heads,
@@ -65,16 +86,116 @@ impl Attend<'_> {
             causal,
             scale,
             firsts,
-            at_once: 0,
         };
-        of.at_once = of.queries_within(SCORES_BYTES);
+        Ok(Some(of))
+    }
+
+    /// What [`attention`] launches, and how many queries at once.
+    fn in_blocks(&self, tensors: [&Tensor; 3]) -> Result<Option<(Attention, usize)>> {
+        let Some(of) = self.plan_of(Order::HeadsFirst, tensors)? else { return Ok(None) };
+        let at_once = of.queries_within(SCORES_BYTES);
         // As launches and products count: rows of a block, and elements of a row.
-        let counted = [group * queries, keys, width, batch * kv_heads, batch * heads * of.at_once];
-        Ok(counted.iter().all(|&n| i32::try_from(n).is_ok()).then_some(of))
+        let heads = of.kv_heads * of.group;
+        let rows = of.batch * heads * at_once;
+        let counted = [of.group * of.queries, of.keys, of.width, of.batch * of.kv_heads, rows];
+        Ok(counted.iter().all(|&n| i32::try_from(n).is_ok()).then_some((of, at_once)))
+    }
+
+    /// What [`flash_attention`] launches.
+    fn flash(&self, [q, k, v]: [&Tensor; 3]) -> Result<Option<Attention>> {
+        let Some((device, _)) = taken(q) else { return Ok(None) };
+        let Some(of) = self.plan_of(Order::TimeFirst, [q, k, v])? else { return Ok(None) };
+        // Copies to shared memory that the kernels do not wait for, and bf16 in tensor cores, came with 8.0.
+        let (major, _) = device.cuda_stream().context().compute_capability().w()?;
+        // As kernels count: rows, elements from a row to the next, and blocks.
+        let rows = of.batch * of.kv_heads * of.group * of.queries.max(of.keys);
+        let is_counted =
+            [rows, of.kv_heads * of.group * of.width].iter().all(|&n| i32::try_from(n).is_ok());
+        Ok((of.is_flash() && major >= 8 && is_counted).then_some(of))
     }
 
     fn first_key(&self, query: usize) -> usize {
         self.firsts.map_or(0, |(_, first_of_all)| first_of_all(query))
+    }
+}
+
+/// A contiguous tensor that begins where the kernels can copy 16 bytes at once.
+fn aligned(x: &Tensor) -> Result<Tensor> {
+    let x = x.contiguous()?;
+    match address(&x)?.is_multiple_of(16) {
+        true => Ok(x),
+        false => Ok(x.force_contiguous()?),
+    }
+}
+
+/// Whether [`flash_attention`] takes such tensors.
+///
+/// # Errors
+/// If their shapes do not fit.
+pub fn takes_flash(of: Attend<'_>, tensors: [&Tensor; 3]) -> Result<bool> {
+    Ok(of.flash(tensors)?.is_some())
+}
+
+/// [`attention`] without scores in memory, of tensors `[batch, time, heads, width]`, the output too; the log-sum-exp is f32
+/// `[batch, heads, queries]`. `None` if no kernel takes the tensors, or the device has no tensor cores
+/// for them.
+///
+/// # Errors
+/// As [`attention`].
+pub fn flash_attention(
+    of: Attend<'_>,
+    [q, k, v]: [&Tensor; 3],
+) -> Result<Option<(Tensor, Tensor)>> {
+    let (Some((device, _)), Some(plan)) = (taken(q), of.flash([q, k, v])?) else {
+        return Ok(None);
+    };
+    let (q, k, v) = (aligned(q)?, aligned(k)?, aligned(v)?);
+    let y = output(&q)?;
+    let (batch, queries, heads, _) = q.dims4()?;
+    let lse = Tensor::zeros((batch, heads, queries), DType::F32, q.device())?;
+    let inputs = [address(&q)?, address(&k)?, address(&v)?];
+    let plan = plans::flash_attention(&plan, inputs, address(&y)?, address(&lse)?);
+    carry_out(&plan, device, &[&q, &k, &v, &y, &lse])?;
+    Ok(Some((y, lse)))
+}
+
+/// The gradients of [`flash_attention`]'s q, k and v, in their dtype. `y` and `lse` are what it returned.
+///
+/// # Errors
+/// As [`attention`].
+pub fn flash_attention_backward(
+    of: Attend<'_>,
+    [q, k, v]: [&Tensor; 3],
+    [y, lse]: [&Tensor; 2],
+    grad: &Tensor,
+) -> Result<Option<[Tensor; 3]>> {
+    let (Some((device, _)), Some(plan)) = (taken(q), of.flash([q, k, v])?) else {
+        return Ok(None);
+    };
+    alike(&[q, y, grad])?;
+    let (batch, queries, heads, _) = q.dims4()?;
+    check_lse(q, lse, [batch, heads, queries])?;
+    let (q, k, v) = (aligned(q)?, aligned(k)?, aligned(v)?);
+    let (y, lse, grad) = (y.contiguous()?, lse.contiguous()?, aligned(grad)?);
+    let (dq, dk, dv) = (output(&q)?, output(&k)?, output(&v)?);
+    let plan = plans::flash_attention_backward(
+        &plan,
+        [address(&q)?, address(&k)?, address(&v)?],
+        [address(&y)?, address(&lse)?, address(&grad)?],
+        [address(&dq)?, address(&dk)?, address(&dv)?],
+    );
+    carry_out(&plan, device, &[&q, &k, &v, &y, &lse, &grad, &dq, &dk, &dv])?;
+    Ok(Some([dq, dk, dv]))
+}
+
+fn check_lse(q: &Tensor, lse: &Tensor, shape: [usize; 3]) -> Result<()> {
+    match lse.dims() == shape && lse.dtype() == DType::F32 {
+        true => Ok(()),
+        false => Err(Error::other(format!(
+            "attention of {:?} has no log-sum-exp of {:?}",
+            q.dims(),
+            lse.shape()
+        ))),
     }
 }
 
@@ -85,7 +206,7 @@ impl Attend<'_> {
 /// # Errors
 /// If shapes do not fit, there is no memory left, or a launch fails.
 pub fn attention(of: Attend<'_>, [q, k, v]: [&Tensor; 3]) -> Result<Option<(Tensor, Tensor)>> {
-    let (Some((device, _)), Some(plan)) = (taken(q), of.plan_of([q, k, v])?) else {
+    let (Some((device, _)), Some((plan, at_once))) = (taken(q), of.in_blocks([q, k, v])?) else {
         return Ok(None);
     };
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
@@ -93,8 +214,8 @@ pub fn attention(of: Attend<'_>, [q, k, v]: [&Tensor; 3]) -> Result<Option<(Tens
     let (batch, heads, queries, _) = q.dims4()?;
     let lse = Tensor::zeros((batch, heads, queries), DType::F32, q.device())?;
     let inputs = [address(&q)?, address(&k)?, address(&v)?];
-    let plan =
-        plans::attention(&plan, &|query| of.first_key(query), inputs, address(&y)?, address(&lse)?);
+    let first_key = |query| of.first_key(query);
+    let plan = plans::attention(&plan, at_once, &first_key, inputs, address(&y)?, address(&lse)?);
     carry_out(&plan, device, &[&q, &k, &v, &y, &lse])?;
     Ok(Some((y, lse)))
 }
@@ -109,18 +230,12 @@ pub fn attention_backward(
     lse: &Tensor,
     grad: &Tensor,
 ) -> Result<Option<[Tensor; 3]>> {
-    let (Some((device, _)), Some(plan)) = (taken(q), of.plan_of([q, k, v])?) else {
+    let (Some((device, _)), Some((plan, at_once))) = (taken(q), of.in_blocks([q, k, v])?) else {
         return Ok(None);
     };
     alike(&[q, grad])?;
     let (batch, heads, queries, _) = q.dims4()?;
-    if lse.dims() != [batch, heads, queries] || lse.dtype() != DType::F32 {
-        return Err(Error::other(format!(
-            "attention of {:?} has no log-sum-exp of {:?}",
-            q.dims(),
-            lse.shape()
-        )));
-    }
+    check_lse(q, lse, [batch, heads, queries])?;
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
     let (lse, grad) = (lse.contiguous()?, grad.contiguous()?);
     let dq = output(&q)?;
@@ -128,6 +243,7 @@ pub fn attention_backward(
     let (dk, dv) = (dk?, dv?);
     let plan = plans::attention_backward(
         &plan,
+        at_once,
         &|query| of.first_key(query),
         [address(&q)?, address(&k)?, address(&v)?],
         [address(&grad)?, address(&lse)?],

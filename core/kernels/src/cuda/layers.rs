@@ -296,19 +296,30 @@ pub fn swiglu_backward(
     Ok(Some((dgate, dup)))
 }
 
-/// Rotates `x`, `[.., positions, width]`, by the angles whose cosines and sines, `[positions, width / 2]`, these are; with
-/// `inverse` by the negative ones.
+/// Rotates `x`, `[.., positions, .., width]`, by the angles whose cosines and sines, `[positions, width / 2]`, these are; with
+/// `inverse` by the negative ones. Positions are the dimension `dim`.
 ///
 /// # Errors
 /// As [`rms_norm`].
-pub fn rope(x: &Tensor, cosine: &Tensor, sine: &Tensor, inverse: bool) -> Result<Option<Tensor>> {
+pub fn rope(
+    x: &Tensor,
+    [cosine, sine]: [&Tensor; 2],
+    dim: usize,
+    inverse: bool,
+) -> Result<Option<Tensor>> {
     let (Some((device, dtype)), Some((_, width))) = (taken(x), rows(x)?) else { return Ok(None) };
-    let positions = x.dim(D::Minus2)?;
+    if dim + 2 > x.rank() {
+        return Ok(None);
+    }
+    let positions = x.dim(dim)?;
+    let inner: usize = x.dims()[dim + 1..x.rank() - 1].iter().product();
     let table = [positions, width as usize / 2];
     if cosine.dims() != table || sine.dims() != table || width % 2 == 1 {
         return Ok(None);
     }
-    let Ok(count) = u32::try_from(positions) else { return Ok(None) };
+    let (Ok(count), Ok(inner)) = (u32::try_from(positions), u32::try_from(inner)) else {
+        return Ok(None);
+    };
     let x = x.contiguous()?;
     let [cosine, sine] = [cosine, sine].map(|t| t.to_dtype(DType::F32)?.contiguous());
     let (cosine, sine, y) = (cosine?, sine?, output(&x)?);
@@ -321,7 +332,7 @@ pub fn rope(x: &Tensor, cosine: &Tensor, sine: &Tensor, inverse: bool) -> Result
         rows: (x.elem_count() / width as usize) as u64,
         width,
         positions: count,
-        inner: 1,
+        inner,
         inverse,
     });
     carry_out(&plan, device, &[&x, &cosine, &sine, &y])?;

@@ -7,7 +7,9 @@ mod layers;
 mod products;
 mod run;
 
-pub use attention::{Attend, attention, attention_backward};
+pub use attention::{
+    Attend, attention, attention_backward, flash_attention, flash_attention_backward, takes_flash,
+};
 pub use compile::{nvrtc_version, ptx};
 pub use dropout::dropout;
 pub use layers::{

@@ -1,6 +1,7 @@
 //! Launching.
 #![allow(unsafe_code)] // launches of kernels
 
+use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum as Attribute;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaStream, DevicePtr as _, LaunchConfig, PushKernelArg as _,
 };
@@ -11,6 +12,9 @@ use fulgurite_error::{Error, Result};
 use super::compile::ptx;
 use super::products::run_product;
 use crate::{Argument, Plan, THREADS, Target, Work};
+
+/// What a launch may ask of shared memory without saying so before.
+const SHARED_BYTES: u32 = 48 << 10;
 
 /// The address of a contiguous CUDA tensor's first element, for a plan. It is good while the tensor is not freed and
 /// its storage not exchanged; work that other threads give to the device's one stream is in order with it.
@@ -102,8 +106,12 @@ pub unsafe fn run(plan: &Plan, device: &CudaDevice) -> Result<()> {
         let config = LaunchConfig {
             grid_dim: (call.blocks, 1, 1),
             block_dim: (THREADS, 1, 1),
-            shared_mem_bytes: 0,
+            shared_mem_bytes: call.shared_bytes,
         };
+        if call.shared_bytes > SHARED_BYTES {
+            let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            function.set_attribute(attribute, call.shared_bytes as i32).w()?;
+        }
         // SAFETY: number and types of the arguments are those of the table, which tests compare with the kernels;
         // what they point to is the caller's promise, or memory of this plan, which is freed in the stream's order.
         unsafe { launch.launch(config) }.w()?;

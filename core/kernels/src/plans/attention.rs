@@ -3,7 +3,7 @@
 use super::with_element;
 use crate::{Float, In, Matrix, Out, Plan, Product, Start, table};
 
-/// Queries, keys and values, each `[batch, heads, time, width]` in memory, and how they attend.
+/// The sizes of queries, keys and values, and how they attend.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
     /// dtype of queries, keys, values and outputs. Scores and sums are in f32 whatever it is.
@@ -26,8 +26,6 @@ pub struct Attention {
     pub scale: f32,
     /// u32, `[batch, queries]`: the first key that each query sees; 0 if each sees the first.
     pub firsts: u64,
-    /// Queries whose scores are in memory at once.
-    pub at_once: usize,
 }
 
 /// Rows and columns of blocks are multiples of it where they can be, as products on tensor cores like them.
@@ -55,16 +53,21 @@ impl Attention {
     }
 
     /// Heads of queries of all sequences.
-    fn heads(&self) -> usize {
+    pub(super) fn heads(&self) -> usize {
         self.batch * self.kv_heads * self.group
     }
 
-    fn blocks(&self, first_key: &dyn Fn(usize) -> usize) -> Vec<Block> {
+    /// Panics if they cannot attend.
+    pub(super) fn check(&self) {
         assert!(self.keys > 0, "attention needs a key");
         assert!(!self.causal || self.queries <= self.keys, "a causal query needs its own key");
-        let starts = (0..self.queries).step_by(self.at_once.max(1));
+    }
+
+    fn blocks(&self, at_once: usize, first_key: &dyn Fn(usize) -> usize) -> Vec<Block> {
+        self.check();
+        let starts = (0..self.queries).step_by(at_once.max(1));
         let block = |start| {
-            let queries = self.at_once.min(self.queries - start);
+            let queries = at_once.min(self.queries - start);
             let base = first_key(start) / TILE * TILE;
             let end = match self.causal {
                 true => self.keys - self.queries + start + queries,
@@ -132,21 +135,23 @@ impl Attention {
 }
 
 /// A number that kernels take as 32 bits.
-fn small(n: usize) -> u32 {
-    u32::try_from(n).expect("less than 2^32 positions, and rows of a block of queries")
+pub(super) fn small(n: usize) -> u32 {
+    u32::try_from(n).expect("less than 2^32 positions, and rows that are launched at once")
 }
 
-/// The output (`[batch, heads, queries, width]`), and the log-sum-exp of each query's scores (f32,
-/// `[batch, heads, queries]`). `first_key` is the first key that any query from this one on sees.
+/// The output (`[batch, heads, queries, width]`, as all tensors), and the log-sum-exp of each query's scores (f32,
+/// `[batch, heads, queries]`). The scores of `at_once` queries are in memory at once. `first_key` is the first key that
+/// any query from this one on sees.
 pub fn attention(
     of: &Attention,
+    at_once: usize,
     first_key: &dyn Fn(usize) -> usize,
     [q, k, v]: [u64; 3],
     output: u64,
     lse: u64,
 ) -> Plan {
     let mut plan = Plan::default();
-    let blocks = of.blocks(first_key);
+    let blocks = of.blocks(at_once, first_key);
     let [q, k, v, output] = [q, k, v, output].map(Start::at);
     with_element!(of.dtype, T => {
         let scores = plan.scratch::<f32>(of.most_scores(&blocks));
@@ -188,13 +193,14 @@ pub fn attention(
 /// to `dk` and `dv`, which are f32. `grad` is that of the output. Scores are computed again.
 pub fn attention_backward(
     of: &Attention,
+    at_once: usize,
     first_key: &dyn Fn(usize) -> usize,
     [q, k, v]: [u64; 3],
     [grad, lse]: [u64; 2],
     [dq, dk, dv]: [u64; 3],
 ) -> Plan {
     let mut plan = Plan::default();
-    let blocks = of.blocks(first_key);
+    let blocks = of.blocks(at_once, first_key);
     let [q, k, v, grad] = [q, k, v, grad].map(Start::at);
     let [dq, dk, dv] = [dq, dk, dv].map(Start::at);
     let (dtype, wide) = (of.dtype, Float::F32);

@@ -3,6 +3,7 @@
 mod activation;
 mod attention;
 mod dropout;
+mod flash;
 mod grad_norm;
 mod layer_norm;
 mod loss;
@@ -12,6 +13,7 @@ mod rows;
 pub use activation::{Activation, activation, activation_backward};
 pub use attention::{Attention, TILE, attention, attention_backward};
 pub use dropout::{Dropout, dropout};
+pub use flash::{flash_attention, flash_attention_backward};
 pub use grad_norm::{NormTensor, Values, squared_norm};
 pub use layer_norm::{LayerNorm, LayerNormBackward, layer_norm, layer_norm_backward};
 pub use loss::{CrossEntropy, IGNORED, cross_entropy, cross_entropy_backward, embedding_grad};
@@ -44,6 +46,24 @@ macro_rules! with_element {
     };
 }
 use with_element;
+
+/// The same for a dtype of half a word.
+macro_rules! with_half {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            $crate::Float::Bf16 => {
+                type $T = $crate::Bf16;
+                $body
+            }
+            $crate::Float::F16 => {
+                type $T = $crate::F16;
+                $body
+            }
+            other => panic!("tensor cores take bf16 and f16, got {}", other.name()),
+        }
+    };
+}
+use with_half;
 
 /// Blocks of `size` for `n`.
 fn blocks(n: u64, size: u64) -> u32 {

@@ -38,6 +38,18 @@ KERNEL misaligned(float *out, u32 n) {
     if (threadIdx.x + 1 < n) odd[threadIdx.x] = 1;
 }
 
+// Nobody waits for a copy to shared memory.
+struct __align__(16) FourFloats {
+    float values[4];
+};
+
+KERNEL copy_without_end(float *out, u32 n) {
+    SHARED(FourFloats, values, THREADS);
+    copy_async(&values[threadIdx.x], out, threadIdx.x < n);
+    __syncthreads();
+    if (threadIdx.x < n) out[threadIdx.x] = values[threadIdx.x].values[0];
+}
+
 // Nothing wrong: what the others would be.
 KERNEL no_fault(float *out, u32 n) {
     SHARED(float, values, THREADS);

@@ -5,13 +5,14 @@ use fulgurite_kernels::{Argument, Call, Plan, Source, Target};
 
 use crate::shim::{Driver, Machine, Sanitizer, build};
 
-const KERNELS: [&str; 7] = [
+const KERNELS: [&str; 8] = [
     "out_of_bounds",
     "out_of_shared_bounds",
     "shared_race",
     "global_race",
     "divergent_barrier",
     "misaligned",
+    "copy_without_end",
     "no_fault",
 ];
 
@@ -37,7 +38,8 @@ fn report(driver: &Driver, kernel: &'static str) -> String {
     let arguments = vec![Argument::Pointer(Target::Address(out)), Argument::Number(100)];
     // Blocks that write the same elements are a fault of their own.
     let blocks = if kernel == "global_race" { 2 } else { 1 };
-    plan.call(Call { kernel, source: Source::GradNorm, blocks, arguments });
+    let (source, shared_bytes) = (Source::GradNorm, 0);
+    plan.call(Call { kernel, source, blocks, shared_bytes, arguments });
     machine.run_with(driver, 1, &plan).err().unwrap_or_default()
 }
 
@@ -52,6 +54,8 @@ fn what_is_out_of_bounds_is_found() {
     assert!(found.contains("heap-buffer-overflow") && found.contains("READ of size 4"), "{found}");
     let found = report(&driver, "misaligned");
     assert!(found.contains("misaligned address"), "{found}");
+    let found = report(&driver, "copy_without_end");
+    assert!(found.contains("ends before its copies do"), "{found}");
     let found = report(&driver, "divergent_barrier");
     assert!(found.contains("wait at a barrier that the others do not reach"), "{found}");
 }

@@ -5,6 +5,7 @@
 mod attention;
 mod cache;
 mod faults;
+mod flash;
 mod grad_norm;
 mod layers;
 mod numbers;

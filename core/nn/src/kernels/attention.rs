@@ -151,7 +151,7 @@ impl DotProductAttention {
         #[cfg(feature = "cuda")]
         {
             let inputs = [&q.detach(), &k.detach(), &v.detach()];
-            let saved = [&attended.lse, &grad.detach()];
+            let saved = [&attended.output.detach(), &attended.lse, &grad.detach()];
             if let Some([dq, dk, dv]) = attention_cuda::backward(self, sizes, inputs, saved)? {
                 return Ok([dq, dk.to_dtype(dtype)?, dv.to_dtype(dtype)?]);
             }

@@ -1,4 +1,5 @@
-//! Attention on GPUs: products in the dtype of the inputs, scores in f32, and no more of these in memory than are bounded.
+//! Attention on GPUs: without scores in memory where tensor cores take the inputs; else products in their dtype, scores in
+//! f32, and no more of these in memory than are bounded.
 
 use std::sync::Arc;
 
@@ -7,6 +8,7 @@ use fulgurite_kernels::cuda::{self, Attend};
 
 use super::attention::{AttentionOutput, AttentionShape, DotProductAttention};
 use super::attention_portable::heads_first;
+use super::rope::Angles;
 use crate::Result;
 use crate::documents::Documents;
 
@@ -24,6 +26,58 @@ impl DotProductAttention {
     }
 }
 
+/// `x`, `[batch, time, heads, dim]`, rotated; `None` if no kernel takes it.
+fn turned(x: &Tensor, angles: Option<&Angles>, inverse: bool) -> Result<Option<Tensor>> {
+    let Some(angles) = angles else { return Ok(Some(x.clone())) };
+    cuda::rope(x, [&angles.cos, &angles.sin], 1, inverse)
+}
+
+/// Queries and keys, rotated; `None` if no kernel takes them.
+fn turned_inputs(
+    attend: &DotProductAttention,
+    s: AttentionShape,
+    [q, k]: [&Tensor; 2],
+) -> Result<Option<(Tensor, Tensor)>> {
+    let of_queries = attend.angles_of_queries(s)?;
+    let (q, k) =
+        (turned(q, of_queries.as_ref(), false)?, turned(k, attend.angles.as_ref(), false)?);
+    Ok(q.zip(k))
+}
+
+/// [`forward`] without scores in memory; `None` for tensors that it does not take.
+fn flash_forward(
+    attend: &DotProductAttention,
+    s: AttentionShape,
+    [q, k, v]: [&Tensor; 3],
+) -> Result<Option<AttentionOutput>> {
+    if !attend.told(q, |told| cuda::takes_flash(told, [q, k, v]))? {
+        return Ok(None);
+    }
+    let Some((q, k)) = turned_inputs(attend, s, [q, k])? else { return Ok(None) };
+    let attended = attend.told(&q, |told| cuda::flash_attention(told, [&q, &k, v]))?;
+    Ok(attended.map(|(output, lse)| AttentionOutput { output, lse }))
+}
+
+/// [`backward`] without scores in memory; `None` for tensors that it does not take.
+fn flash_backward(
+    attend: &DotProductAttention,
+    s: AttentionShape,
+    [q, k, v]: [&Tensor; 3],
+    [output, lse, grad]: [&Tensor; 3],
+) -> Result<Option<[Tensor; 3]>> {
+    if !attend.told(q, |told| cuda::takes_flash(told, [q, k, v]))? {
+        return Ok(None);
+    }
+    let Some((q, k)) = turned_inputs(attend, s, [q, k])? else { return Ok(None) };
+    let grads = attend
+        .told(&q, |told| cuda::flash_attention_backward(told, [&q, &k, v], [output, lse], grad))?;
+    let Some([dq, dk, dv]) = grads else { return Ok(None) };
+    let of_queries = attend.angles_of_queries(s)?;
+    let (dq, dk) =
+        (turned(&dq, of_queries.as_ref(), true)?, turned(&dk, attend.angles.as_ref(), true)?);
+    Ok(dq.zip(dk).map(|(dq, dk)| [dq, dk, dv]))
+}
+
 /// The output and the log-sum-exp; `None` for tensors that no kernel takes.
 pub(super) fn forward(
     attend: &DotProductAttention,
@@ -32,6 +86,9 @@ pub(super) fn forward(
 ) -> Result<Option<AttentionOutput>> {
     if !cuda::takes(q) || !cuda::takes(k) {
         return Ok(None);
+    }
+    if let Some(attended) = flash_forward(attend, s, [q, k, v])? {
+        return Ok(Some(attended));
     }
     let (q, k, v) = (attend.queries(s, q)?, attend.keys(k)?, heads_first(v)?);
     let attended = attend.told(&q, |told| cuda::attention(told, [&q, &k, &v]))?;
@@ -44,13 +101,17 @@ pub(super) fn backward(
     attend: &DotProductAttention,
     s: AttentionShape,
     [q, k, v]: [&Tensor; 3],
-    [lse, grad]: [&Tensor; 2],
+    [output, lse, grad]: [&Tensor; 3],
 ) -> Result<Option<[Tensor; 3]>> {
     if !cuda::takes(q) || !cuda::takes(k) {
         return Ok(None);
     }
+    let grad = grad.to_dtype(q.dtype())?;
+    if let Some(grads) = flash_backward(attend, s, [q, k, v], [output, lse, &grad])? {
+        return Ok(Some(grads));
+    }
     let (q, k, v) = (attend.queries(s, q)?, attend.keys(k)?, heads_first(v)?);
-    let grad = heads_first(&grad.to_dtype(q.dtype())?)?;
+    let grad = heads_first(&grad)?;
     let grads = attend.told(&q, |told| cuda::attention_backward(told, [&q, &k, &v], lse, &grad))?;
     grads.map(|grads| attend.inputs(s, grads)).transpose()
 }

@@ -17,7 +17,7 @@ pub(super) fn heads_first(x: &Tensor) -> candle_core::Result<Tensor> {
 
 impl DotProductAttention {
     /// The angles at the positions of the queries.
-    fn angles_of_queries(&self, s: AttentionShape) -> Result<Option<Angles>> {
+    pub(super) fn angles_of_queries(&self, s: AttentionShape) -> Result<Option<Angles>> {
         let Some(angles) = &self.angles else { return Ok(None) };
         let first = s.keys.saturating_sub(s.queries);
         Ok(Some(Angles {

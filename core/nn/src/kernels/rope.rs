@@ -46,8 +46,11 @@ vectorized! {
 /// backward.
 pub(crate) fn rotate(x: &Tensor, angles: &Angles, inverse: bool) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(y) = fulgurite_kernels::cuda::rope(x, &angles.cos, &angles.sin, inverse)? {
-        return Ok(y);
+    {
+        let (tables, positions) = ([&angles.cos, &angles.sin], x.rank().saturating_sub(2));
+        if let Some(y) = fulgurite_kernels::cuda::rope(x, tables, positions, inverse)? {
+            return Ok(y);
+        }
     }
     let (dtype, d) = (x.dtype(), x.dim(D::Minus1)?);
     let (cos, sin) = (

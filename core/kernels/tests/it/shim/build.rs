@@ -99,7 +99,7 @@ pub(crate) fn build(
     let compiled = Command::new(&compiler)
         .current_dir(&folder)
         .args(["-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off"])
-        .args(["-Wall", "-Wextra", "-Werror", "-Wno-unused-function"])
+        .args(["-Wall", "-Wextra", "-Werror", "-Wno-unused-function", "-Wno-unknown-pragmas"])
         .args(sanitizer.flags())
         .args(["fibers.cpp", "driver.cpp", "-o", "driver"])
         .output()
