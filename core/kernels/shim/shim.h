@@ -30,6 +30,8 @@ struct Thread {
     Dim thread, block, block_size, grid_size;
 };
 const Thread &self();
+// The thread's place in its warp.
+unsigned lane();
 void *shared(int site, size_t bytes);
 // That which the launch says, of this block.
 void *dynamic_shared();
@@ -107,7 +109,7 @@ static inline void load_matrices_of(uint32_t (&m)[4], const void *row, bool turn
     uint32_t words[2];
     memcpy(words, &address, 8);
     shim::publish(words, 2);
-    unsigned lane = threadIdx.x % 32, a = lane / 4, b = lane % 4 * 2;
+    unsigned lane = shim::lane(), a = lane / 4, b = lane % 4 * 2;
     for (unsigned i = 0; i < 4; i++) {
         uint32_t low = turned ? matrix_element(i, b, a) : matrix_element(i, a, b);
         uint32_t high = turned ? matrix_element(i, b + 1, a) : matrix_element(i, a, b + 1);
@@ -123,7 +125,7 @@ template <class T> void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint
     uint32_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
     shim::publish(words, 6);
     auto half = [](uint32_t word, unsigned i) { return load(T{(uint16_t)(word >> 16 * i)}); };
-    unsigned lane = threadIdx.x % 32;
+    unsigned lane = shim::lane();
     for (unsigned i = 0; i < 4; i++) {
         unsigned row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
         for (unsigned k = 0; k < 16; k++) {

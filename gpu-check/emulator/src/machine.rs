@@ -1,0 +1,138 @@
+//! The devices of this process, and what it has queued on them.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::calls::Calls;
+use crate::compile::Kernel;
+use crate::memory::Memory;
+use crate::ptx::Module;
+use crate::streams::{Handle, Order, Streams};
+
+/// What work changes.
+pub(crate) struct State {
+    /// By device.
+    pub(crate) memory: Vec<Memory>,
+    pub(crate) calls: Calls,
+}
+
+/// A kernel that was asked for by its name; compiled when it is first launched.
+pub(crate) struct Function {
+    pub(crate) module: Arc<Module>,
+    pub(crate) name: String,
+    pub(crate) kernel: Option<Arc<Kernel>>,
+    /// Bytes of shared memory that a launch may ask for.
+    pub(crate) most_shared_bytes: u32,
+}
+
+/// All that this process knows of CUDA.
+pub(crate) struct Machine {
+    pub(crate) state: State,
+    pub(crate) streams: Streams<State>,
+    /// By stream, its device.
+    pub(crate) device_of: BTreeMap<Handle, usize>,
+    pub(crate) modules: Vec<Arc<Module>>,
+    pub(crate) functions: Vec<Function>,
+    /// Memory of the host that is never paged out: where it begins, and its bytes.
+    pub(crate) pinned: BTreeMap<usize, usize>,
+    /// Launches so far.
+    pub(crate) launches: u64,
+    pub(crate) seed: u64,
+}
+
+/// What the streams of CUDA that nobody made are called.
+pub(crate) const DEFAULT_STREAMS: [Handle; 3] = [0, 1, 2];
+
+fn number(name: &str, default: usize) -> usize {
+    let Ok(text) = std::env::var(name) else { return default };
+    match text.parse() {
+        Ok(number) => number,
+        Err(_) => crate::refuse(&format!("{name} is `{text}`; expected a number")),
+    }
+}
+
+impl Machine {
+    fn new() -> Self {
+        let devices = number("FULGURITE_GPU_EMULATOR_DEVICES", 1);
+        let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+        // In their order; of one that there is not, and of those after it, nothing is seen, as with CUDA.
+        let visible: Vec<usize> = match visible {
+            None => (0..devices).collect(),
+            Some(list) => list
+                .split(',')
+                .map_while(|one| one.trim().parse().ok().filter(|&index| index < devices))
+                .collect(),
+        };
+        let bytes = number("FULGURITE_GPU_EMULATOR_BYTES", 8 << 30);
+        let order =
+            std::env::var("FULGURITE_GPU_EMULATOR_ORDER").unwrap_or_else(|_| "1".to_owned());
+        let order = Order::parse(&order).unwrap_or_else(|| {
+            crate::refuse(&format!(
+                "FULGURITE_GPU_EMULATOR_ORDER is `{order}`; expected `eager`, `lazy` or a number, the seed of a random order"
+            ))
+        });
+        let seed = match order {
+            Order::Random(seed) => seed,
+            _ => 0,
+        };
+        let memory = visible.iter().map(|_| Memory::new(bytes)).collect();
+        Self {
+            state: State { memory, calls: Calls::of_environment() },
+            streams: Streams::new(order),
+            device_of: BTreeMap::new(),
+            modules: Vec::new(),
+            functions: Vec::new(),
+            pinned: BTreeMap::new(),
+            launches: 0,
+            seed,
+        }
+    }
+
+    /// Whether all of these bytes of the host are never paged out.
+    pub(crate) fn is_pinned(&self, start: usize, bytes: usize) -> bool {
+        let block = self.pinned.range(..=start).next_back();
+        block.is_some_and(|(&first, &length)| start + bytes <= first + length)
+    }
+
+    /// The device whose memory all of these bytes are.
+    pub(crate) fn device_that_holds(&self, start: usize, bytes: usize) -> Option<usize> {
+        self.state.memory.iter().position(|memory| memory.holds(start, bytes))
+    }
+
+    /// The stream, if there is such a one. A default stream waits for all, and is counted.
+    pub(crate) fn stream(&mut self, stream: Handle, what: &str) -> Option<Handle> {
+        if DEFAULT_STREAMS.contains(&stream) {
+            self.state.calls.count_at_its_place(&format!("on a default stream: {what}"), 0);
+            self.streams.finish_all(&mut self.state);
+            return Some(stream);
+        }
+        self.streams.has_stream(stream).then_some(stream)
+    }
+}
+
+static MACHINE: Mutex<Option<Machine>> = Mutex::new(None);
+
+/// The machine, to one thread at a time.
+pub(crate) fn with<R>(act: impl FnOnce(&mut Machine) -> R) -> R {
+    let mut machine: MutexGuard<'_, Option<Machine>> =
+        MACHINE.lock().unwrap_or_else(PoisonError::into_inner);
+    act(machine.get_or_insert_with(Machine::new))
+}
+
+/// The machine again and again, until `act` is done: it may have to wait for what other threads ask of it.
+pub(crate) fn until(mut act: impl FnMut(&mut Machine) -> bool) {
+    while !with(&mut act) {
+        std::thread::sleep(Duration::from_micros(50));
+    }
+}
+
+/// What is written when the process ends.
+pub(crate) fn end() {
+    // Another thread may still be at work, and hold it for ever.
+    if let Ok(machine) = MACHINE.try_lock()
+        && let Some(machine) = &*machine
+    {
+        machine.state.calls.write();
+    }
+}

@@ -1,0 +1,150 @@
+//! The memory of a device: pages of the host, each allocation with an end that faults.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+
+use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect};
+
+/// Addresses of a device. None is used twice, so whoever uses freed memory is found.
+const ADDRESSES: usize = 1 << 40;
+const PAGE: usize = 4096;
+/// What CUDA aligns allocations to.
+const ALIGN: usize = 256;
+/// What lies between the end of an allocation and its last page's.
+const PADDING: u8 = 0xa5;
+/// What new memory holds: a NaN in every dtype.
+const GARBAGE: u8 = 0xff;
+
+/// The memory of one device.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    start: usize,
+    next: usize,
+    blocks: BTreeMap<usize, Block>,
+    /// Bytes that are allocated.
+    pub(crate) used: usize,
+    /// The most that were.
+    pub(crate) peak: usize,
+    /// Bytes that there are.
+    pub(crate) total: usize,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Block {
+    bytes: usize,
+    pages: usize,
+    is_given_back: bool,
+}
+
+impl Memory {
+    pub(crate) fn new(total: usize) -> Self {
+        // SAFETY: new addresses, which nobody has.
+        let start = unsafe {
+            let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+            mmap_anonymous(std::ptr::null_mut(), ADDRESSES, ProtFlags::empty(), flags)
+        };
+        let start = start.expect("addresses for a device") as usize;
+        Self { start, next: start, blocks: BTreeMap::new(), used: 0, peak: 0, total }
+    }
+
+    /// The first address, and the one after the last.
+    pub(crate) fn addresses(&self) -> (usize, usize) {
+        (self.start, self.start + ADDRESSES)
+    }
+
+    /// New memory; `None` if there is not enough.
+    pub(crate) fn allocate(&mut self, bytes: usize) -> Option<usize> {
+        if bytes > self.total - self.used {
+            return None;
+        }
+        let pages = bytes.max(1).next_multiple_of(PAGE);
+        let first = self.next;
+        self.next += pages + PAGE;
+        if self.next > self.start + ADDRESSES {
+            return None;
+        }
+        // SAFETY: pages of this mapping that were never given away.
+        unsafe {
+            mprotect(first as *mut c_void, pages, MprotectFlags::READ | MprotectFlags::WRITE)
+                .ok()?;
+            std::ptr::write_bytes(first as *mut u8, PADDING, pages);
+        }
+        let start = first + pages - bytes.next_multiple_of(ALIGN);
+        // SAFETY: within these pages.
+        unsafe { std::ptr::write_bytes(start as *mut u8, GARBAGE, bytes) };
+        self.blocks.insert(start, Block { bytes, pages, is_given_back: false });
+        self.used += bytes;
+        self.peak = self.peak.max(self.used);
+        Some(start)
+    }
+
+    /// From now on its bytes are there for others: what is allocated on the same stream may have them before the stream
+    /// has got to where they are [freed](Self::free).
+    ///
+    /// # Errors
+    /// If nothing begins there, or that is given back already.
+    pub(crate) fn give_back(&mut self, start: usize) -> Result<(), String> {
+        let block = self.blocks.get_mut(&start).filter(|block| !block.is_given_back);
+        let block = block.ok_or_else(|| format!("nothing is allocated at {start:#x}"))?;
+        block.is_given_back = true;
+        self.used -= block.bytes;
+        Ok(())
+    }
+
+    /// Frees what was given back.
+    ///
+    /// # Errors
+    /// If it was written past its end.
+    pub(crate) fn free(&mut self, start: usize) -> Result<(), String> {
+        let block = self.blocks.remove(&start);
+        let block = block.ok_or_else(|| format!("nothing is allocated at {start:#x}"))?;
+        let end = start + block.bytes.next_multiple_of(ALIGN);
+        // SAFETY: the pages are mapped until they are freed below.
+        let padding = unsafe {
+            std::slice::from_raw_parts(
+                (start + block.bytes) as *const u8,
+                end - start - block.bytes,
+            )
+        };
+        if padding.iter().any(|&byte| byte != PADDING) {
+            return Err(format!("{} bytes at {start:#x} were written past their end", block.bytes));
+        }
+        let first = (end - block.pages) as *mut c_void;
+        // SAFETY: pages of this mapping, which nobody may use any more.
+        unsafe {
+            madvise(first, block.pages, Advice::LinuxDontNeed).map_err(|e| e.to_string())?;
+            mprotect(first, block.pages, MprotectFlags::empty()).map_err(|e| e.to_string())
+        }
+    }
+
+    /// Whether all of these bytes are allocated, as one.
+    pub(crate) fn holds(&self, start: usize, bytes: usize) -> bool {
+        let block = self.blocks.range(..=start).next_back();
+        block.is_some_and(|(&first, block)| start + bytes <= first + block.bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_counted_and_what_is_wrong_is_found() {
+        let mut memory = Memory::new(10_000);
+        let a = memory.allocate(1000).unwrap();
+        let b = memory.allocate(5000).unwrap();
+        assert_eq!((a % ALIGN, b % ALIGN, memory.used), (0, 0, 6000));
+        assert!(memory.holds(a, 1000) && !memory.holds(a, 1001) && memory.holds(b + 4000, 1000));
+        assert_eq!(memory.allocate(4001), None);
+        memory.give_back(a).unwrap();
+        assert!(memory.holds(a, 1000) && memory.give_back(a).is_err());
+        memory.free(a).unwrap();
+        assert!(!memory.holds(a, 1) && memory.give_back(a).is_err());
+        assert_eq!((memory.used, memory.peak), (5000, 6000));
+        // SAFETY: the padding of an allocation that there is.
+        unsafe { *((b + 5000) as *mut u8) = 0 };
+        assert!(memory.free(b).unwrap_err().contains("past their end"));
+        let none = memory.allocate(0).unwrap();
+        memory.free(none).unwrap();
+    }
+}

@@ -1,0 +1,319 @@
+//! Streams and events: work in queues, and in which order it is carried out.
+//!
+//! What is queued on one stream runs in order; streams are ordered by events alone. Which stream goes on when is up to
+//! [`Order`], so what a program must wait for and does not is found.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Instant;
+
+/// A stream's or an event's handle.
+pub(crate) type Handle = usize;
+
+/// Work on a stream.
+pub(crate) type Work<T> = Box<dyn FnOnce(&mut T) + Send>;
+/// Work that may have to wait for what is no stream: done once it returns true.
+pub(crate) type Poll = Box<dyn FnMut() -> bool + Send>;
+
+enum Queued<T> {
+    Work(Work<T>),
+    Poll(Poll),
+    Record(Handle, u64),
+    Wait(Handle, u64),
+}
+
+/// When work is carried out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Order {
+    /// When it is queued.
+    Eager,
+    /// When somebody waits for it.
+    Lazy,
+    /// Between the two, drawn from a seed.
+    Random(u64),
+}
+
+impl Order {
+    /// `eager`, `lazy`, or a seed.
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        match text {
+            "eager" => Some(Self::Eager),
+            "lazy" => Some(Self::Lazy),
+            seed => seed.parse().ok().map(Self::Random),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Event {
+    /// How often it was recorded, and how far that has been carried out.
+    recorded: u64,
+    done: u64,
+    at: Option<Instant>,
+    has_times: bool,
+}
+
+/// All streams of a process. What work changes is given to each call.
+pub(crate) struct Streams<T> {
+    queues: BTreeMap<Handle, VecDeque<Queued<T>>>,
+    /// Those that were not destroyed; what was queued on the others goes on.
+    live: BTreeSet<Handle>,
+    events: BTreeMap<Handle, Event>,
+    next: Handle,
+    order: Order,
+    random: u64,
+}
+
+impl<T> Streams<T> {
+    pub(crate) fn new(order: Order) -> Self {
+        let random = match order {
+            Order::Random(seed) => seed,
+            _ => 0,
+        };
+        Self {
+            queues: BTreeMap::new(),
+            live: BTreeSet::new(),
+            events: BTreeMap::new(),
+            next: 0x1000,
+            order,
+            random,
+        }
+    }
+
+    /// Takes a new stream.
+    pub(crate) fn add_stream(&mut self, stream: Handle) {
+        self.live.insert(stream);
+    }
+
+    pub(crate) fn has_stream(&self, stream: Handle) -> bool {
+        self.live.contains(&stream)
+    }
+
+    pub(crate) fn destroy_stream(&mut self, stream: Handle) {
+        self.live.remove(&stream);
+    }
+
+    pub(crate) fn new_event(&mut self, has_times: bool) -> Handle {
+        self.next += 0x10;
+        let event = self.next;
+        self.events.insert(event, Event { has_times, ..Event::default() });
+        event
+    }
+
+    pub(crate) fn has_event(&self, event: Handle) -> bool {
+        self.events.contains_key(&event)
+    }
+
+    /// Queues work.
+    pub(crate) fn push(&mut self, stream: Handle, work: Work<T>, state: &mut T) {
+        self.queue(stream, Queued::Work(work), state);
+    }
+
+    /// Queues what may have to wait for what is no stream.
+    pub(crate) fn push_poll(&mut self, stream: Handle, poll: Poll, state: &mut T) {
+        self.queue(stream, Queued::Poll(poll), state);
+    }
+
+    /// Queues the event.
+    pub(crate) fn record(&mut self, event: Handle, stream: Handle, state: &mut T) {
+        let Some(known) = self.events.get_mut(&event) else { return };
+        known.recorded += 1;
+        let version = known.recorded;
+        self.queue(stream, Queued::Record(event, version), state);
+    }
+
+    /// Lets what is queued on the stream from now on wait for the event's last record.
+    pub(crate) fn wait(&mut self, event: Handle, stream: Handle, state: &mut T) {
+        let version = self.events.get(&event).map_or(0, |event| event.recorded);
+        if version > 0 {
+            self.queue(stream, Queued::Wait(event, version), state);
+        }
+    }
+
+    fn queue(&mut self, stream: Handle, queued: Queued<T>, state: &mut T) {
+        self.queues.entry(stream).or_default().push_back(queued);
+        match self.order {
+            Order::Eager => {
+                self.finish(stream, state);
+            }
+            Order::Lazy => {}
+            Order::Random(_) => {
+                for _ in 0..self.draw(3) {
+                    self.step(state);
+                }
+            }
+        }
+    }
+
+    fn draw(&mut self, n: u64) -> u64 {
+        self.random = self
+            .random
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (self.random >> 33) % n
+    }
+
+    /// Carries out one thing of a random stream that can go on, if there is one.
+    fn step(&mut self, state: &mut T) {
+        let ready: Vec<Handle> = self
+            .queues
+            .iter()
+            .filter(|(_, queue)| match queue.front() {
+                Some(Queued::Wait(event, version)) => self.is_done(*event, *version),
+                front => front.is_some(),
+            })
+            .map(|(stream, _)| *stream)
+            .collect();
+        if !ready.is_empty() {
+            let stream = ready[self.draw(ready.len() as u64) as usize];
+            self.carry_out_first(stream, state);
+        }
+    }
+
+    fn is_done(&self, event: Handle, version: u64) -> bool {
+        self.events.get(&event).is_none_or(|event| event.done >= version)
+    }
+
+    /// Carries out the first thing on a stream, and what it waits for. False if it has to wait for what is no stream.
+    fn carry_out_first(&mut self, stream: Handle, state: &mut T) -> bool {
+        let queue = self.queues.get_mut(&stream);
+        let Some(first) = queue.and_then(VecDeque::pop_front) else { return true };
+        let waiting = match first {
+            Queued::Work(work) => {
+                work(state);
+                return true;
+            }
+            Queued::Record(event, version) => {
+                if let Some(event) = self.events.get_mut(&event) {
+                    event.done = event.done.max(version);
+                    event.at = Some(Instant::now());
+                }
+                return true;
+            }
+            Queued::Wait(event, version) => {
+                if self.finish_event(event, version, state) {
+                    return true;
+                }
+                Queued::Wait(event, version)
+            }
+            Queued::Poll(mut poll) => {
+                if poll() {
+                    return true;
+                }
+                Queued::Poll(poll)
+            }
+        };
+        self.queues.entry(stream).or_default().push_front(waiting);
+        false
+    }
+
+    /// Carries out all that is on a stream; false if not all of it can be now.
+    pub(crate) fn finish(&mut self, stream: Handle, state: &mut T) -> bool {
+        while !self.is_idle(stream) {
+            if !self.carry_out_first(stream, state) {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn is_idle(&self, stream: Handle) -> bool {
+        self.queues.get(&stream).is_none_or(VecDeque::is_empty)
+    }
+
+    /// Carries out all that there is; false if not all of it can be now.
+    pub(crate) fn finish_all(&mut self, state: &mut T) -> bool {
+        let streams: Vec<Handle> = self.queues.keys().copied().collect();
+        let mut all = true;
+        for stream in streams {
+            all &= self.finish(stream, state);
+        }
+        all
+    }
+
+    /// Carries out what the event's last record waits for; false if not all of it can be now.
+    pub(crate) fn synchronize(&mut self, event: Handle, state: &mut T) -> bool {
+        let version = self.events.get(&event).map_or(0, |event| event.recorded);
+        self.finish_event(event, version, state)
+    }
+
+    fn finish_event(&mut self, event: Handle, version: u64, state: &mut T) -> bool {
+        while !self.is_done(event, version) {
+            let is_it = |queued: &Queued<T>| matches!(queued, Queued::Record(e, v) if *e == event && *v <= version);
+            let on = self.queues.iter().find(|(_, queue)| queue.iter().any(is_it));
+            // A stream that is being carried out right now has it behind what waits for it: a wait of a stream for
+            // itself, which is over.
+            let Some((&stream, _)) = on else { return true };
+            if !self.carry_out_first(stream, state) {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Whether the event's last record has been carried out, as it is now.
+    pub(crate) fn is_done_now(&self, event: Handle) -> bool {
+        self.events.get(&event).is_none_or(|event| event.done == event.recorded)
+    }
+
+    /// Whether the event's last record has been carried out. Who asks again and again gets it in the end.
+    pub(crate) fn query(&mut self, event: Handle, state: &mut T) -> bool {
+        let version = self.events.get(&event).map_or(0, |event| event.recorded);
+        if !self.is_done(event, version) {
+            match self.order {
+                Order::Random(_) => self.step(state),
+                _ => {
+                    self.finish_event(event, version, state);
+                }
+            }
+        }
+        self.is_done(event, version)
+    }
+
+    /// Milliseconds from one event to another; `None` if one of them has no times, or is not done.
+    pub(crate) fn elapsed(&self, from: Handle, to: Handle) -> Option<f32> {
+        let at = |event: Handle| {
+            let event = self.events.get(&event).filter(|event| event.has_times)?;
+            event.at.filter(|_| event.done == event.recorded)
+        };
+        let (from, to) = (at(from)?, at(to)?);
+        let sign = if to < from { -1.0 } else { 1.0 };
+        let apart = to.max(from).duration_since(to.min(from));
+        Some(sign * apart.as_secs_f32() * 1000.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn push(streams: &mut Streams<Vec<u32>>, stream: Handle, number: u32, log: &mut Vec<u32>) {
+        streams.push(stream, Box::new(move |log: &mut Vec<u32>| log.push(number)), log);
+    }
+
+    #[test]
+    fn streams_are_in_order_and_events_order_streams() {
+        let orders = [Order::Eager, Order::Lazy].into_iter().chain((0..100).map(Order::Random));
+        let mut seen = std::collections::BTreeSet::new();
+        for order in orders {
+            let (mut streams, mut log) = (Streams::new(order), Vec::new());
+            let (a, b) = (0x10, 0x20);
+            let event = streams.new_event(false);
+            push(&mut streams, a, 1, &mut log);
+            streams.record(event, a, &mut log);
+            push(&mut streams, a, 2, &mut log);
+            push(&mut streams, b, 3, &mut log);
+            streams.wait(event, b, &mut log);
+            push(&mut streams, b, 4, &mut log);
+            if order == Order::Lazy {
+                assert!(log.is_empty());
+            }
+            streams.finish(b, &mut log);
+            let at = |n| log.iter().position(|&m| m == n);
+            assert!(at(3) < at(4) && at(1) < at(4) && at(1).is_some(), "{order:?}: {log:?}");
+            streams.finish_all(&mut log);
+            assert_eq!(log.len(), 4);
+            seen.insert(log);
+        }
+        assert!(seen.len() > 3, "{seen:?}");
+    }
+}
