@@ -7,6 +7,8 @@ pub enum Source {
     GradNorm,
     /// Optimizers and averages of weights, over many tensors.
     Optimizer,
+    /// Copies of many parts of memory.
+    Copies,
     /// Norms, SwiGLU and rotary position embedding.
     Rows,
     /// Softmax of scores.
@@ -21,9 +23,10 @@ pub enum Source {
 
 impl Source {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::GradNorm,
         Self::Optimizer,
+        Self::Copies,
         Self::Rows,
         Self::Attention,
         Self::Flash,
@@ -36,6 +39,7 @@ impl Source {
         match self {
             Self::GradNorm => "grad_norm",
             Self::Optimizer => "optimizer",
+            Self::Copies => "copies",
             Self::Rows => "rows",
             Self::Attention => "attention",
             Self::Flash => "flash",
@@ -49,6 +53,7 @@ impl Source {
         let text = match self {
             Self::GradNorm => include_str!("../kernels/grad_norm.cu"),
             Self::Optimizer => include_str!("../kernels/optimizer.cu"),
+            Self::Copies => include_str!("../kernels/copies.cu"),
             Self::Rows => include_str!("../kernels/rows.cu"),
             Self::Attention => include_str!("../kernels/attention.cu"),
             Self::Flash => include_str!("../kernels/flash.cu"),

@@ -18,7 +18,7 @@
 //! ```
 
 use crate::plan::{Parameter, Row};
-use crate::plans::{AdamWTensor, AverageTensor, NormTensor, SgdTensor, StepScale};
+use crate::plans::{AdamWTensor, AverageTensor, CopiedPart, NormTensor, SgdTensor, StepScale};
 use crate::{Bf16, Call, Element, F16, Field, Float, Half, In, Out, Source};
 
 /// A kernel's name and parameters.
@@ -215,7 +215,7 @@ macro_rules! all_rows {
         }
     };
 }
-all_rows!(NormTensor, AdamWTensor, SgdTensor, AverageTensor, StepScale);
+all_rows!(NormTensor, AdamWTensor, SgdTensor, AverageTensor, StepScale, CopiedPart);
 
 kernels! {
     GradNorm {
@@ -250,6 +250,10 @@ kernels! {
         );
         /// Exponential averages of weights, a block for each chunk.
         fn average(tensors: In<AverageTensor>, count: u32, gain: f32);
+    }
+    Copies {
+        /// Copies of parts of memory, a block for each chunk.
+        fn copy_parts(parts: In<CopiedPart>, count: u32);
     }
     Rows {
         /// `out +=` the sum of rows, a block for 256 columns.

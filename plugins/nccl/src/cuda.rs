@@ -3,7 +3,7 @@
 
 use std::any::Any;
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::cuda_backend::cudarc::driver::{
@@ -11,8 +11,10 @@ use candle_core::cuda_backend::cudarc::driver::{
 };
 use candle_core::{CudaDevice, Device, Storage, Tensor};
 use fulgurite_core::{Error, Result};
+use fulgurite_kernels::cuda::Queue;
+use fulgurite_kernels::plans::{self, Copied};
 
-use crate::streams::{Event, Memory, Stream, Streams};
+use crate::streams::{Copy, Event, Memory, Stream, Streams};
 
 /// The GPU that tensors are on. Its compute stream is candle's; memory is of its stream-ordered pool.
 #[derive(Debug, Clone, Copy, Default)]
@@ -56,9 +58,11 @@ impl Streams for Cuda {
     }
 
     fn stream(&self, device: &Device) -> Result<Box<dyn Stream>> {
-        let compute = cuda(device)?.cuda_stream();
+        let device = cuda(device)?;
+        let compute = device.cuda_stream();
         let own = compute.context().new_stream().map_err(failed("making a stream"))?;
-        Ok(Box::new(GpuStream { own, compute }))
+        let queue = Mutex::new(Queue::new(device, &own));
+        Ok(Box::new(GpuStream { own, compute, queue }))
     }
 
     fn memory(&self, tensor: &Tensor, _written: bool) -> Result<Memory> {
@@ -109,6 +113,8 @@ impl Streams for Cuda {
 struct GpuStream {
     own: Arc<CudaStream>,
     compute: Arc<CudaStream>,
+    /// What copies go to `own` by.
+    queue: Mutex<Queue>,
 }
 
 impl Stream for GpuStream {
@@ -120,12 +126,13 @@ impl Stream for GpuStream {
         self.own.join(&self.compute).map_err(failed("ordering two streams"))
     }
 
-    unsafe fn copy(&self, target: *mut c_void, source: *const c_void, bytes: usize) -> Result<()> {
-        let (target, source) = (target as u64, source as u64);
-        // SAFETY: as the caller promises; `follow_compute` and `record` have made the context the thread's.
+    unsafe fn copy(&self, copies: &[Copy]) -> Result<()> {
         let copied =
-            unsafe { result::memcpy_dtod_async(target, source, bytes, self.own.cu_stream()) };
-        copied.map_err(failed("copying within a GPU"))
+            |copy: &Copy| Copied::bytes(copy.target as u64, copy.source as u64, copy.bytes as u64);
+        let plan = plans::copies(copies.iter().map(copied));
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: as the caller promises.
+        unsafe { queue.run(&plan) }
     }
 
     fn record(&self) -> Result<Box<dyn Event>> {

@@ -152,15 +152,11 @@ impl Group {
         let stream = &communicator.stream;
         let queue = || -> Result<Arc<dyn Event>, Failure> {
             stream.follow_compute()?;
-            for copy in &before {
-                // SAFETY: of memory that the plan holds, within its bounds; flat buffers are no tensors.
-                unsafe { stream.copy(copy.target, copy.source, copy.bytes)? };
-            }
+            // SAFETY: of memory that the plan holds, within its bounds, between tensors and flat buffers, which are none.
+            unsafe { stream.copy(&before)? };
             call(shared, &[(&communicator, calls)])?;
-            for copy in &after {
-                // SAFETY: as above.
-                unsafe { stream.copy(copy.target, copy.source, copy.bytes)? };
-            }
+            // SAFETY: as above.
+            unsafe { stream.copy(&after)? };
             let event: Arc<dyn Event> = stream.record()?.into();
             shared.launched(ticket, event.clone())?;
             Ok(event)

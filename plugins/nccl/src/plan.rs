@@ -8,14 +8,7 @@ use fulgurite_core::collective::{AllGather, Collective, ReduceOp, ReduceScatter}
 
 use crate::flat::{Flat, is_even};
 use crate::library::{Call, Operands};
-use crate::streams::{Memory, Streams};
-
-/// A copy of bytes within the device.
-pub(crate) struct Copy {
-    pub(crate) target: *mut c_void,
-    pub(crate) source: *mut c_void,
-    pub(crate) bytes: usize,
-}
+use crate::streams::{Copy, Memory, Streams};
 
 /// A collective, ready to be queued: all its memory is there.
 #[derive(Default)]

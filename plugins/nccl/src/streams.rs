@@ -21,6 +21,17 @@ pub struct Memory {
 // SAFETY: an address, which streams access and no thread does; what holds it is `Send`.
 unsafe impl Send for Memory {}
 
+/// A copy of bytes within a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Copy {
+    /// Where they go.
+    pub target: *mut c_void,
+    /// Where they are.
+    pub source: *const c_void,
+    /// Their number.
+    pub bytes: usize,
+}
+
 /// The device of a rank.
 pub trait Streams: Send + Sync {
     /// Whether the tensor is in memory that NCCL reaches. The others go over the host's process group.
@@ -69,14 +80,15 @@ pub trait Stream: Send + Sync {
     /// Those of the device.
     fn follow_compute(&self) -> Result<()>;
 
-    /// Queues a copy within the device.
+    /// Queues copies within the device, all of them at once and in any order.
     ///
     /// # Safety
-    /// Both are memory of the device of this many bytes, until the copy has run, and do not overlap.
+    /// Targets and sources are memory of the device, of so many bytes, until the copies have run. No target overlaps
+    /// another one or a source.
     ///
     /// # Errors
     /// Those of the device.
-    unsafe fn copy(&self, target: *mut c_void, source: *const c_void, bytes: usize) -> Result<()>;
+    unsafe fn copy(&self, copies: &[Copy]) -> Result<()>;
 
     /// What is done when all that is queued so far has run.
     ///

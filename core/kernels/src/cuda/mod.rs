@@ -2,15 +2,19 @@
 
 mod attention;
 mod compile;
+mod copies;
 mod dropout;
 mod layers;
 mod products;
+mod queue;
 mod run;
+mod tables;
 
 pub use attention::{
     Attend, attention, attention_backward, flash_attention, flash_attention_backward, takes_flash,
 };
 pub use compile::{nvrtc_version, ptx};
+pub use copies::casts;
 pub use dropout::dropout;
 pub use layers::{
     activation, activation_backward, cross_entropy, cross_entropy_backward, embedding_grad,
@@ -18,4 +22,5 @@ pub use layers::{
     takes,
 };
 pub use products::weight_grad;
+pub use queue::Queue;
 pub use run::{address, run};

@@ -2,6 +2,7 @@
 
 mod activation;
 mod attention;
+mod copies;
 mod dropout;
 mod flash;
 mod grad_norm;
@@ -12,6 +13,7 @@ mod rows;
 
 pub use activation::{Activation, activation, activation_backward};
 pub use attention::{Attention, TILE, attention, attention_backward};
+pub use copies::{Copied, CopiedPart, copies};
 pub use dropout::{Dropout, dropout};
 pub use flash::{flash_attention, flash_attention_backward};
 pub use grad_norm::{NormTensor, Values, squared_norm};
@@ -83,8 +85,13 @@ struct Blocks(u32);
 impl Blocks {
     /// The first block of the next tensor, of that many elements.
     fn next(&mut self, length: u64) -> u32 {
+        self.next_of(length, CHUNK)
+    }
+
+    /// The same, where a block works on `chunk` of them.
+    fn next_of(&mut self, length: u64, chunk: u64) -> u32 {
         let first = self.0;
-        self.0 += u32::try_from(length.div_ceil(CHUNK)).expect("less than 2^45 elements");
+        self.0 += u32::try_from(length.div_ceil(chunk)).expect("less than 2^45 elements");
         first
     }
 }

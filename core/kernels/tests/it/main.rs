@@ -4,6 +4,7 @@
 
 mod attention;
 mod cache;
+mod copies;
 mod faults;
 mod flash;
 mod grad_norm;

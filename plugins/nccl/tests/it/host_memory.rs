@@ -9,13 +9,14 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use candle_core::{DType, Device, Storage, Tensor};
 use fulgurite_core::autograd::storage;
 use fulgurite_core::{Error, Result};
-use fulgurite_nccl::streams::{Event, Memory, Stream, Streams};
+use fulgurite_nccl::streams::{Copy, Event, Memory, Stream, Streams};
 use fulgurite_nccl_fake::streams::{self, Machine};
 
 const POISON: u8 = 0xA5;
@@ -80,6 +81,8 @@ pub(crate) struct HostMemory {
     compute: Arc<streams::Stream>,
     /// Only these are on the device; the others go over the host's group.
     dtypes: Option<Vec<DType>>,
+    /// Batches of copies that streams were given.
+    batches: Arc<AtomicU64>,
     state: Mutex<(HashMap<usize, Weak<Shadow>>, u64)>,
 }
 
@@ -113,9 +116,14 @@ impl Drop for Buffer {
 }
 
 impl HostMemory {
-    pub(crate) fn new(machine: &Arc<Machine>, dtypes: Option<Vec<DType>>) -> Arc<Self> {
+    pub(crate) fn new(
+        machine: &Arc<Machine>,
+        dtypes: Option<Vec<DType>>,
+        batches: &Arc<AtomicU64>,
+    ) -> Arc<Self> {
         let (machine, compute) = (machine.clone(), Arc::new(machine.stream()));
-        Arc::new(Self { machine, compute, dtypes, state: Mutex::default() })
+        let batches = batches.clone();
+        Arc::new(Self { machine, compute, dtypes, batches, state: Mutex::default() })
     }
 
     fn shadow(&self, storage: &Storage, dtype: DType) -> Arc<Shadow> {
@@ -180,7 +188,8 @@ impl Streams for HostMemory {
     }
 
     fn stream(&self, _: &Device) -> Result<Box<dyn Stream>> {
-        Ok(Box::new(HostStream { own: self.machine.stream(), compute: self.compute.clone() }))
+        let (own, compute) = (self.machine.stream(), self.compute.clone());
+        Ok(Box::new(HostStream { own, compute, batches: self.batches.clone() }))
     }
 
     fn memory(&self, tensor: &Tensor, written: bool) -> Result<Memory> {
@@ -246,6 +255,18 @@ impl Streams for HostMemory {
 struct HostStream {
     own: streams::Stream,
     compute: Arc<streams::Stream>,
+    /// As in [`HostMemory`].
+    batches: Arc<AtomicU64>,
+}
+
+/// That no target, the first of two ranges, overlaps another range.
+fn assert_apart(copies: &[[Range<usize>; 2]]) {
+    let overlap = |a: &Range<usize>, b: &Range<usize>| a.start < b.end && b.start < a.end;
+    for (i, [target, _]) in copies.iter().enumerate() {
+        for (j, [other, source]) in copies.iter().enumerate() {
+            assert!(!overlap(target, source) && (i == j || !overlap(target, other)), "{copies:?}");
+        }
+    }
 }
 
 impl Stream for HostStream {
@@ -258,13 +279,25 @@ impl Stream for HostStream {
         Ok(())
     }
 
-    unsafe fn copy(&self, target: *mut c_void, source: *const c_void, bytes: usize) -> Result<()> {
-        let (target, source) = (target as usize, source as usize);
-        let copy = move || {
-            // SAFETY: as the caller promises.
-            unsafe { std::ptr::copy_nonoverlapping(source as *const u8, target as *mut u8, bytes) };
-        };
-        self.own.push(copy);
+    unsafe fn copy(&self, copies: &[Copy]) -> Result<()> {
+        if copies.is_empty() {
+            return Ok(());
+        }
+        self.batches.fetch_add(1, Ordering::Relaxed);
+        let range = |start: *const c_void, bytes| start as usize..start as usize + bytes;
+        let copies: Vec<_> = copies
+            .iter()
+            .map(|copy| [range(copy.target, copy.bytes), range(copy.source, copy.bytes)])
+            .collect();
+        assert_apart(&copies);
+        // In another order than they were given in: a device has none.
+        self.own.push(move || {
+            for [target, source] in copies.into_iter().rev() {
+                let (to, from) = (target.start as *mut u8, source.start as *const u8);
+                // SAFETY: as the caller promises.
+                unsafe { std::ptr::copy_nonoverlapping(from, to, target.len()) };
+            }
+        });
         Ok(())
     }
 

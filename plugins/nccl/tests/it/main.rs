@@ -2,6 +2,7 @@
 //! streams that run in random order.
 
 mod conforms;
+mod copies;
 mod faults;
 mod host_memory;
 mod orders;

@@ -3,6 +3,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use candle_core::DType;
@@ -89,20 +90,23 @@ pub(crate) struct Job {
     pub(crate) timeout: Duration,
     /// What is on the device; `None`: everything.
     pub(crate) dtypes: Option<Vec<DType>>,
+    /// Batches of copies that the streams of all ranks were given.
+    pub(crate) batches: Arc<AtomicU64>,
 }
 
 impl Job {
     pub(crate) fn new(seed: u64) -> Self {
         let timeout = Duration::from_secs(60);
         let store = Arc::new(LocalStore::new());
-        Self { nccl: Nccl::new(), machine: Machine::new(seed), store, timeout, dtypes: None }
+        let (nccl, machine) = (Nccl::new(), Machine::new(seed));
+        Self { nccl, machine, store, timeout, dtypes: None, batches: Arc::default() }
     }
 
     pub(crate) fn parts(&self, host: Arc<dyn ProcessGroup>) -> Parts {
         Parts {
             host,
             library: Some(self.nccl.path.clone()),
-            streams: HostMemory::new(&self.machine, self.dtypes.clone()),
+            streams: HostMemory::new(&self.machine, self.dtypes.clone(), &self.batches),
             store: self.store.clone(),
             timeout: self.timeout,
         }

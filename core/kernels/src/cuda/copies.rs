@@ -1,0 +1,57 @@
+//! Casts of many tensors in one launch.
+#![allow(unsafe_code)] // memory that a launch writes whole
+
+use candle_core::backend::BackendDevice as _;
+use candle_core::op::BackpropOp;
+use candle_core::{DType, Device, Storage, Tensor};
+use fulgurite_error::Result;
+
+use super::address;
+use super::layers::{carry_out, taken};
+use crate::Float;
+use crate::plans::{Copied, copies};
+
+/// The elements of each tensor in a dtype, in new memory: one launch for all. `None` for those that are made otherwise:
+/// on another device, without elements, views with gaps, of that dtype already, and to or from others than f32, bf16 and f16.
+///
+/// # Errors
+/// If there is no memory left, or the launch fails.
+pub fn casts(tensors: &[(&Tensor, DType)]) -> Result<Vec<Option<Tensor>>> {
+    let mut copied = Vec::new();
+    let mut device = None;
+    let mut all = Vec::with_capacity(tensors.len());
+    for &(tensor, dtype) in tensors {
+        let together = device.is_none_or(|first| Device::same_device(first, tensor.device()));
+        let (Some((own, from)), Some(to)) = (taken(tensor), float(dtype)) else {
+            all.push(None);
+            continue;
+        };
+        if !together || from == to || !tensor.is_contiguous() {
+            all.push(None);
+            continue;
+        }
+        device = Some(tensor.device());
+        // SAFETY: the launch writes every element.
+        let storage = unsafe { own.alloc_uninit(tensor.shape(), dtype) }?;
+        let (storage, shape) = (Storage::Cuda(storage), tensor.shape().clone());
+        let cast = Tensor::from_storage(storage, shape, BackpropOp::none(), false);
+        let elements = tensor.elem_count() as u64;
+        copied.push(Copied::cast(address(&cast)?, address(tensor)?, elements, [from, to]));
+        all.push(Some(cast));
+    }
+    if let Some(Device::Cuda(device)) = device {
+        let held: Vec<&Tensor> =
+            tensors.iter().map(|(tensor, _)| *tensor).chain(all.iter().flatten()).collect();
+        carry_out(&copies(copied), device, &held)?;
+    }
+    Ok(all)
+}
+
+fn float(dtype: DType) -> Option<Float> {
+    match dtype {
+        DType::F32 => Some(Float::F32),
+        DType::BF16 => Some(Float::Bf16),
+        DType::F16 => Some(Float::F16),
+        _ => None,
+    }
+}

@@ -1,0 +1,142 @@
+//! A stream that plans are given to.
+#![allow(unsafe_code)] // launches of kernels
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::CudaDevice;
+use candle_core::cuda_backend::WrapErr as _;
+use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum as Attribute;
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaSlice, CudaStream, DevicePtr as _, LaunchConfig, PushKernelArg as _,
+};
+use fulgurite_error::{Error, Result};
+
+use super::compile::ptx;
+use super::products::run_product;
+use super::tables::{ALIGN, Tables};
+use crate::{Argument, Call, Plan, THREADS, Target, Work};
+
+/// What a launch may ask of shared memory without saying so before.
+const SHARED_BYTES: u32 = 48 << 10;
+
+/// A stream of a GPU, and the memory that tables of plans take to it.
+pub struct Queue {
+    device: CudaDevice,
+    stream: Arc<CudaStream>,
+    tables: Tables,
+}
+
+impl Queue {
+    /// A queue on a stream of this device. A stream may have several.
+    pub fn new(device: &CudaDevice, stream: &Arc<CudaStream>) -> Self {
+        let (device, stream) = (device.clone(), stream.clone());
+        Self { device, tables: Tables::new(stream.clone()), stream }
+    }
+
+    /// The queue on the stream of this device that tensors are computed on.
+    pub(super) fn of_tensors(device: &CudaDevice) -> Arc<Mutex<Self>> {
+        /// By the addresses of their streams, which live as long as they do.
+        static ALL: Mutex<Vec<(usize, Arc<Mutex<Queue>>)>> = Mutex::new(Vec::new());
+        let stream = device.cuda_stream();
+        let address = stream.cu_stream() as usize;
+        let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, queue)) = all.iter().find(|(other, _)| *other == address) {
+            return queue.clone();
+        }
+        let queue = Arc::new(Mutex::new(Self::new(device, &stream)));
+        all.push((address, queue.clone()));
+        queue
+    }
+
+    /// Gives all launches and products of a plan to the stream, and returns: nothing is waited for. Tables go there in one
+    /// copy.
+    ///
+    /// # Safety
+    /// Every address in the plan is that of memory of this device of as many elements as the plan says, none of which is
+    /// freed before work on the stream that was there when this returns; what one launch writes, only it uses.
+    ///
+    /// # Errors
+    /// If a kernel cannot be compiled or launched, there is no memory left, or the plan has products and the stream is not
+    /// that of the device's tensors, which cuBLAS computes on.
+    pub unsafe fn run(&mut self, plan: &Plan) -> Result<()> {
+        if plan.work().is_empty() {
+            return Ok(());
+        }
+        let (tables, offsets) = packed(plan);
+        let tables = if tables.is_empty() { 0 } else { self.tables.send(&tables).w()? };
+        let scratch = plan.scratch_bytes().iter().map(|&bytes| {
+            // SAFETY: plans read what they have asked for after they have written it.
+            unsafe { self.stream.alloc::<u8>(bytes.max(1)) }.w()
+        });
+        let scratch = scratch.collect::<candle_core::Result<Vec<CudaSlice<u8>>>>()?;
+        let place = |target: Target| match target {
+            Target::Address(address) => address,
+            Target::Table(index) => tables + offsets[index],
+            Target::Scratch(index) => scratch[index].device_ptr(&self.stream).0,
+        };
+        for work in plan.work() {
+            match work {
+                // SAFETY: the caller's promise, or memory of this plan, which is freed in the stream's order.
+                Work::Launch(call) => unsafe { self.launch(call, &place) }?,
+                Work::Product(product) => {
+                    if self.stream.cu_stream() != self.device.cuda_stream().cu_stream() {
+                        return Err(Error::other(
+                            "a product was given to another stream than that of the tensors",
+                        ));
+                    }
+                    let starts = product.starts.map(|start| place(start.target) + start.offset);
+                    // SAFETY: as above.
+                    unsafe { run_product(product, starts, &self.device) }?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// What `place` says of the arguments is the caller's promise.
+    unsafe fn launch(&self, call: &Call, place: &impl Fn(Target) -> u64) -> Result<()> {
+        let capability = self.stream.context().compute_capability().w()?;
+        let module = format!("fulgurite-{}", call.source.name());
+        let ptx = ptx(call.source, capability)?;
+        let function = self.device.get_or_load_custom_func(call.kernel, &module, &ptx)?;
+        // A number of 32 bits is read from the lower half: CUDA's hosts are little-endian.
+        let arguments: Vec<u64> = call
+            .arguments
+            .iter()
+            .map(|argument| match *argument {
+                Argument::Number(bits) => bits,
+                Argument::Pointer(target) => place(target),
+            })
+            .collect();
+        let mut launch = self.stream.launch_builder(&function);
+        for argument in &arguments {
+            launch.arg(argument);
+        }
+        let config = LaunchConfig {
+            grid_dim: (call.blocks, 1, 1),
+            block_dim: (THREADS, 1, 1),
+            shared_mem_bytes: call.shared_bytes,
+        };
+        if call.shared_bytes > SHARED_BYTES {
+            let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            function.set_attribute(attribute, call.shared_bytes as i32).w()?;
+        }
+        // SAFETY: number and types of the arguments are those of the table, which tests compare with the kernels; what
+        // they point to is the caller's promise.
+        unsafe { launch.launch(config) }.w()?;
+        Ok(())
+    }
+}
+
+/// The plan's tables as one, and where each begins.
+fn packed(plan: &Plan) -> (Vec<u8>, Vec<u64>) {
+    let mut tables = Vec::new();
+    let mut offsets = Vec::new();
+    for table in plan.tables() {
+        tables.resize(tables.len().next_multiple_of(ALIGN), 0);
+        offsets.push(tables.len() as u64);
+        tables.extend_from_slice(table.bytes());
+    }
+    (tables, offsets)
+}
