@@ -203,6 +203,40 @@ pub fn cast(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     Ok(Tensor::from_storage(storage, tensor.shape().clone(), BackpropOp::none(), false))
 }
 
+/// [`cast`] of each in its place: on a GPU one launch for all those in f32, bf16 and f16 and contiguous.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fulgurite_core::autograd::storage;
+///
+/// let mut shards = [Tensor::ones(3, DType::F32, &Device::Cpu)?, Tensor::ones(0, DType::F32, &Device::Cpu)?];
+/// storage::cast_all(shards.iter_mut().map(|shard| (shard, DType::BF16)))?;
+/// assert!(shards.iter().all(|shard| shard.dtype() == DType::BF16));
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`cast`].
+pub fn cast_all<'a>(tensors: impl IntoIterator<Item = (&'a mut Tensor, DType)>) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    let tensors = {
+        let all: Vec<_> = tensors.into_iter().collect();
+        let wanted: Vec<_> = all.iter().map(|(tensor, dtype)| (&**tensor, *dtype)).collect();
+        let casts = fulgurite_kernels::cuda::casts(&wanted)?;
+        all.into_iter().zip(casts).filter_map(|((tensor, dtype), cast)| match cast {
+            Some(cast) => {
+                *tensor = cast;
+                None
+            }
+            None => Some((tensor, dtype)),
+        })
+    };
+    for (tensor, dtype) in tensors {
+        *tensor = cast(tensor, dtype)?;
+    }
+    Ok(())
+}
+
 /// An element type that CPU tensors hold and that has a plain byte representation.
 pub trait HostElement: WithDType + bytemuck::Pod {
     /// The elements, if `storage` holds this type.

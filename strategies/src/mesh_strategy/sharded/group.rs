@@ -146,23 +146,17 @@ impl ParamGroup {
 
     /// Starts gathering the parameters. Collective.
     pub(super) fn gather(&self) -> Result<Work> {
-        let parts = self
-            .members
-            .iter()
-            .map(|member| {
-                let output = member.slot.compute()?;
-                storage::allocate(output)?;
-                let mut shard = member.slot.local()?.values;
-                if self.on_host {
-                    shard = transfer::to_device(&shard, output.device(), "parameters")?;
-                }
-                Ok(AllGather {
-                    input: storage::cast(&shard, output.dtype())?,
-                    output: output.detach(),
-                    counts: member.counts.clone(),
-                })
-            })
-            .collect::<Result<_>>()?;
+        let part = |member: &Member| {
+            let output = member.slot.compute()?;
+            storage::allocate(output)?;
+            let mut shard = member.slot.local()?.values;
+            if self.on_host {
+                shard = transfer::to_device(&shard, output.device(), "parameters")?;
+            }
+            Ok(AllGather { input: shard, output: output.detach(), counts: member.counts.clone() })
+        };
+        let mut parts = self.members.iter().map(part).collect::<Result<Vec<_>>>()?;
+        storage::cast_all(parts.iter_mut().map(|part| (&mut part.input, part.output.dtype())))?;
         let _label = self.label();
         self.process_group.all_gather_into(parts)
     }
@@ -316,15 +310,13 @@ impl ParamGroup {
 
     /// The trainable parameters with their gradients, in the dtype that the optimizer takes.
     pub(super) fn local_grads(&self, shards: GradShards) -> Result<Vec<(ParameterSlot, Tensor)>> {
-        self.trainable()
-            .zip(shards.outputs)
-            .map(|(member, output)| {
-                let grad = storage::cast(&output, local_grad_dtype(&member.slot))?;
-                // In that dtype: the one that gradients are reduced in may not have the range.
-                scale(&grad, self.reduction.predivide_factor())?;
-                Ok((member.slot.clone(), grad))
-            })
-            .collect()
+        let mut grads: Vec<_> =
+            self.trainable().map(|member| member.slot.clone()).zip(shards.outputs).collect();
+        storage::cast_all(grads.iter_mut().map(|(slot, grad)| (grad, local_grad_dtype(slot))))?;
+        // In that dtype: the one that gradients are reduced in may not have the range.
+        let factor = self.reduction.predivide_factor();
+        grads.iter().try_for_each(|(_, grad)| scale(grad, factor))?;
+        Ok(grads)
     }
 }
 
