@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use fulgurite::prelude::*;
 use fulgurite_core::collective::{
-    AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter, Work,
+    AllGather, Collective, End, ProcessGroup, ReduceOp, ReduceScatter, Work,
 };
 
 /// What a [`Switch`] does with what it is asked for.
@@ -139,6 +139,16 @@ impl Switch {
     pub(super) fn new(inner: Arc<dyn ProcessGroup>, control: Control) -> Self {
         Self { inner, control }
     }
+
+    /// The note of a collective, if it is to be noted.
+    fn note(&self, collective: &Collective) -> Option<Note> {
+        let noted = self.control.is(Mode::Note) && self.inner.size() > 1;
+        noted.then(|| Note::new(&self.inner, collective))
+    }
+
+    fn keep(&self, note: Option<Note>) {
+        self.control.notes.lock().unwrap_or_else(PoisonError::into_inner).extend(note);
+    }
 }
 
 impl ProcessGroup for Switch {
@@ -166,11 +176,18 @@ impl ProcessGroup for Switch {
         if self.control.is(Mode::LeaveOut) {
             return Ok(Work::ready());
         }
-        if self.control.is(Mode::Note) && self.size() > 1 {
-            let mut notes = self.control.notes.lock().unwrap_or_else(PoisonError::into_inner);
-            notes.push(Note::new(&self.inner, &collective));
-        }
+        self.keep(self.note(&collective));
         self.inner.start(collective, overlap)
+    }
+
+    fn start_after(&self, end: &Arc<dyn End>, collective: Collective) -> Result<Option<Work>> {
+        if self.control.is(Mode::LeaveOut) {
+            return Ok(Some(Work::ready()));
+        }
+        let note = self.note(&collective);
+        let work = self.inner.start_after(end, collective)?;
+        self.keep(note.filter(|_| work.is_some()));
+        Ok(work)
     }
 
     // No strategy sends messages in a step: they are passed on.

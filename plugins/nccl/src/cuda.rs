@@ -102,10 +102,7 @@ impl Streams for Cuda {
     }
 
     fn wait(&self, event: &dyn Event, _memory: &[Memory]) -> Result<()> {
-        let event: &dyn Any = event;
-        let Some(GpuEvent { event, compute }) = event.downcast_ref() else {
-            return Err(Error::other("an event of another device"));
-        };
+        let GpuEvent { event, compute } = gpu_event(event)?;
         compute.wait(event).map_err(failed("waiting for a collective"))
     }
 }
@@ -126,6 +123,10 @@ impl Stream for GpuStream {
         self.own.join(&self.compute).map_err(failed("ordering two streams"))
     }
 
+    fn follow(&self, event: &dyn Event) -> Result<()> {
+        self.own.wait(&gpu_event(event)?.event).map_err(failed("ordering two streams"))
+    }
+
     unsafe fn copy(&self, copies: &[Copy]) -> Result<()> {
         let copied =
             |copy: &Copy| Copied::bytes(copy.target as u64, copy.source as u64, copy.bytes as u64);
@@ -144,6 +145,11 @@ impl Stream for GpuStream {
 struct GpuEvent {
     event: CudaEvent,
     compute: Arc<CudaStream>,
+}
+
+fn gpu_event(event: &dyn Event) -> Result<&GpuEvent> {
+    let event: &dyn Any = event;
+    event.downcast_ref().ok_or_else(|| Error::other("an event of another device"))
 }
 
 impl Event for GpuEvent {

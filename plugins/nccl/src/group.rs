@@ -1,12 +1,13 @@
 //! [`connect`], and the handle of a process group.
 
+use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::collective::{
-    Collective, Label, ProcessGroup, Store, Work, broadcast_object, check,
+    Collective, End, Label, ProcessGroup, Store, Work, broadcast_object, check,
 };
 use fulgurite_core::launch::Patience;
 use fulgurite_core::{Error, Result};
@@ -16,7 +17,7 @@ use crate::failure::Failure;
 use crate::flight::{Flight, Notice, describe};
 use crate::library::{Library, UniqueId};
 use crate::messages::Messages;
-use crate::pending::Pending;
+use crate::pending::{Ended, Pending};
 use crate::plan::{Plan, Planner};
 use crate::routes::Routes;
 use crate::shared::Shared;
@@ -102,12 +103,25 @@ impl Group {
         }
     }
 
+    /// Where a collective goes, and its name.
+    fn routes(&self, collective: Collective) -> Result<(Routes, &'static str)> {
+        collective.check(self)?;
+        let op = collective.name();
+        self.alive(op)?;
+        Ok((Routes::of(self, collective, &*self.shared.world.streams)?, op))
+    }
+
     /// Begins the messages so far, for what comes next may wait for them on another rank.
     fn flush(&self, op: &'static str) -> Result<()> {
         self.messages.flush().map_err(|failure| self.shared.error(op, failure))
     }
 
-    fn launch(&self, collective: &Collective, device: &Device) -> Result<Work> {
+    fn launch(
+        &self,
+        collective: &Collective,
+        device: &Device,
+        behind: Option<&Ended>,
+    ) -> Result<Work> {
         let (shared, op) = (&self.shared, collective.name());
         let number = self.collectives.fetch_add(1, Ordering::Relaxed) + 1;
         if collective.bytes() == 0 {
@@ -119,12 +133,12 @@ impl Group {
         let flight = Flight::new(notice);
         let notice = flight.notice.clone();
         let ticket = shared.begin(flight);
-        match self.queue(collective, device, ticket) {
+        match self.queue(collective, device, ticket, behind) {
             Ok(pending) => {
-                let shared = shared.clone();
-                Ok(Work::pending(move || {
-                    pending.wait().map_err(|failure| shared.error(op, failure))
-                }))
+                let (shared, event) = (shared.clone(), pending.event.clone());
+                let end = Arc::new(Ended { shared: shared.clone(), op, event });
+                let wait = move || pending.wait().map_err(|failure| shared.error(op, failure));
+                Ok(Work::pending(wait).with_end(end))
             }
             Err(failure) => {
                 let failure = failure.within(&notice);
@@ -135,13 +149,14 @@ impl Group {
         }
     }
 
-    /// Queues a collective on the communicator's stream.
+    /// Queues a collective on the communicator's stream, `behind` another one.
     #[allow(unsafe_code, reason = "copies within the device")]
     fn queue(
         &self,
         collective: &Collective,
         device: &Device,
         ticket: u64,
+        behind: Option<&Ended>,
     ) -> Result<Pending, Failure> {
         let shared = &self.shared;
         let communicator = self.communicator(device)?;
@@ -152,6 +167,9 @@ impl Group {
         let stream = &communicator.stream;
         let queue = || -> Result<Arc<dyn Event>, Failure> {
             stream.follow_compute()?;
+            if let Some(ended) = behind {
+                stream.follow(&*ended.event)?;
+            }
             // SAFETY: of memory that the plan holds, within its bounds, between tensors and flat buffers, which are none.
             unsafe { stream.copy(&before)? };
             call(shared, &[(&communicator, calls)])?;
@@ -235,18 +253,32 @@ impl ProcessGroup for Group {
     }
 
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
-        collective.check(self)?;
-        let op = collective.name();
-        self.alive(op)?;
-        let Routes { on_host, on_device } =
-            Routes::of(self, collective, &*self.shared.world.streams)?;
+        let (routes, op) = self.routes(collective)?;
+        let Routes { on_host, on_device } = routes;
         self.flush(op)?;
         // In this order on all ranks.
         let on_host = on_host.map(|collective| self.shared.host.start(collective, overlap));
-        let on_device = on_device.map(|(collective, device)| self.launch(&collective, &device));
+        let on_device =
+            on_device.map(|(collective, device)| self.launch(&collective, &device, None));
         match (on_host.transpose()?, on_device.transpose()?) {
             (Some(one), Some(other)) => Ok(Work::pending(move || one.wait().and(other.wait()))),
             (one, other) => Ok(one.or(other).unwrap_or_else(Work::ready)),
+        }
+    }
+
+    fn start_after(&self, end: &Arc<dyn End>, collective: Collective) -> Result<Option<Work>> {
+        let (routes, op) = self.routes(collective)?;
+        let end_on_device = (&**end as &dyn Any).downcast_ref::<Ended>();
+        match (routes, end_on_device) {
+            (Routes { on_host: None, on_device: Some((collective, device)) }, Some(end)) => {
+                self.flush(op)?;
+                self.launch(&collective, &device, Some(end)).map(Some)
+            }
+            (Routes { on_host: Some(collective), on_device: None }, None) => {
+                self.flush(op)?;
+                self.shared.host.start_after(end, collective)
+            }
+            _ => Ok(None),
         }
     }
 

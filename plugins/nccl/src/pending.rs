@@ -2,6 +2,9 @@
 
 use std::sync::Arc;
 
+use fulgurite_core::Result;
+use fulgurite_core::collective::End;
+
 use crate::failure::Failure;
 use crate::shared::Shared;
 use crate::streams::{Event, Memory};
@@ -33,6 +36,22 @@ impl Pending {
                 std::mem::forget(memory);
                 Err(failure)
             }
+        }
+    }
+}
+
+/// The end of what was launched, for other streams.
+pub(crate) struct Ended {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) op: &'static str,
+    pub(crate) event: Arc<dyn Event>,
+}
+
+impl End for Ended {
+    fn wait(&self) -> Result<()> {
+        match self.shared.failure() {
+            Some(failure) => Err(self.shared.error(self.op, failure)),
+            None => self.shared.world.streams.wait(&*self.event, &[]),
         }
     }
 }

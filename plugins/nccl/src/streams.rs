@@ -80,6 +80,12 @@ pub trait Stream: Send + Sync {
     /// Those of the device.
     fn follow_compute(&self) -> Result<()>;
 
+    /// Puts what this stream does from now on after an event of another stream.
+    ///
+    /// # Errors
+    /// Those of the device.
+    fn follow(&self, event: &dyn Event) -> Result<()>;
+
     /// Queues copies within the device, all of them at once and in any order.
     ///
     /// # Safety

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::Tensor;
 use fulgurite_core::autograd::storage;
-use fulgurite_core::collective::{ProcessGroup, ReduceOp, Work};
+use fulgurite_core::collective::{Collective, End, ProcessGroup, ReduceOp, Work};
 use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh};
 use fulgurite_core::strategy::{
     GradientBucket, GradientCompression, GradientCompressionConfig, GradientPart,
@@ -129,7 +129,21 @@ impl GradientReduction {
         }
     }
 
-    /// The same, and divides before and multiplies after.
+    /// The same behind a collective that makes the values, which nobody waits for. `None` if they must be there first.
+    pub(super) fn all_reduce_after(
+        &self,
+        end: &Arc<dyn End>,
+        values: &Tensor,
+        replicas: &Arc<dyn ProcessGroup>,
+    ) -> Result<Option<Work>> {
+        match &self.compression {
+            _ if self.apart.load(Ordering::Relaxed) => Ok(Some(Work::ready())),
+            Some(_) => Ok(None),
+            None => replicas.start_after(end, Collective::all_reduce(values, ReduceOp::Sum)),
+        }
+    }
+
+    /// As [`all_reduce`](Self::all_reduce), and divides before and multiplies after.
     pub(super) fn divide_and_all_reduce(
         &self,
         values: &Tensor,

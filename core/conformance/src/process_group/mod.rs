@@ -1,5 +1,6 @@
 //! Tests of what [`ProcessGroup`] promises.
 
+mod behind;
 mod data_movement;
 mod faults;
 mod misuse;

@@ -32,6 +32,7 @@ pub fn process_group_on(group: &dyn ProcessGroup, device: &Device) -> Result<()>
     suite.in_flight()?;
     suite.misuse()?;
     suite.split()?;
+    suite.behind()?;
     suite.barrier()
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{Collective, ProcessGroup, Work};
+use super::{Collective, End, ProcessGroup, Work};
 use crate::{Error, Result};
 
 /// Number and bytes of the calls of one collective on one group.
@@ -91,6 +91,15 @@ impl ProcessGroup for Counting {
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
         self.count(collective.name(), collective.bytes());
         self.inner.start(collective, overlap)
+    }
+
+    fn start_after(&self, end: &Arc<dyn End>, collective: Collective) -> Result<Option<Work>> {
+        let (op, bytes) = (collective.name(), collective.bytes());
+        let work = self.inner.start_after(end, collective)?;
+        if work.is_some() {
+            self.count(op, bytes);
+        }
+        Ok(work)
     }
 
     fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {

@@ -28,4 +28,4 @@ pub use objects::{Difference, all_gather_object, broadcast_object, first_differe
 pub use planned::Planned;
 pub use process_group::ProcessGroup;
 pub use solo::Solo;
-pub use work::Work;
+pub use work::{End, Work};

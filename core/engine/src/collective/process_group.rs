@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::Work;
 use super::collective::{AllGather, Collective, ReduceOp, ReduceScatter};
+use super::{End, Work};
 use crate::{Error, Result};
 
 /// An ordered set of ranks that communicate.
@@ -61,6 +61,20 @@ pub trait ProcessGroup: Send + Sync {
     /// transport may run it on the waiting thread, in [`Work::wait`] or before the group's next
     /// collective, which saves waking another thread. The result is the same.
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work>;
+
+    /// Starts a collective that overlaps with what the caller does, and runs after the end of another one, of this group
+    /// or any, whose results it takes: nobody waits for that before. If the other one fails, so does this, and the group with
+    /// it. Counts as [`start`](Self::start) in the order of the group's calls.
+    ///
+    /// `None`: the transport cannot, and has started nothing; the caller waits for the other one and starts this. A group
+    /// answers the same on all its ranks.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    fn start_after(&self, end: &Arc<dyn End>, collective: Collective) -> Result<Option<Work>> {
+        let _ = (end, collective);
+        Ok(None)
+    }
 
     /// Runs a collective and waits for it: for small ones that nothing overlaps.
     ///

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::Profiler;
 use crate::{Error, Result};
-use fulgurite_engine::collective::{Collective, ProcessGroup, Work};
+use fulgurite_engine::collective::{Collective, End, ProcessGroup, Work};
 
 /// Records how long calls block, and passes them on. Groups split from it record too.
 pub(super) struct Profiled {
@@ -29,15 +29,24 @@ impl Profiled {
         start: impl FnOnce() -> Result<Work>,
     ) -> Result<Work> {
         let from = self.profiler.now();
-        let work = start()?;
+        Ok(self.recorded(op, bytes, from, start()?))
+    }
+
+    /// A collective that was started from `from` to now.
+    fn recorded(&self, op: &'static str, bytes: usize, from: f64, work: Work) -> Work {
         let started = (from, self.profiler.now());
         let (profiler, group) = (self.profiler.clone(), self.inner.name().to_owned());
-        Ok(Work::pending(move || {
+        let end = work.end().cloned();
+        let recorded = Work::pending(move || {
             let waited_from = profiler.now();
             work.wait()?;
             profiler.collective((op, &group), bytes as u64, started, waited_from);
             Ok(())
-        }))
+        });
+        match end {
+            Some(end) => recorded.with_end(end),
+            None => recorded,
+        }
     }
 }
 
@@ -69,6 +78,12 @@ impl ProcessGroup for Profiled {
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
         let (op, bytes) = (collective.name(), collective.bytes());
         self.record(op, bytes, || self.inner.start(collective, overlap))
+    }
+
+    fn start_after(&self, end: &Arc<dyn End>, collective: Collective) -> Result<Option<Work>> {
+        let (op, bytes, from) = (collective.name(), collective.bytes(), self.profiler.now());
+        let work = self.inner.start_after(end, collective)?;
+        Ok(work.map(|work| self.recorded(op, bytes, from, work)))
     }
 
     fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {

@@ -230,11 +230,7 @@ impl Streams for HostMemory {
     }
 
     fn wait(&self, event: &dyn Event, memory: &[Memory]) -> Result<()> {
-        let event: &dyn Any = event;
-        let Some(HostEvent(event)) = event.downcast_ref() else {
-            return Err(Error::other("an event of another device"));
-        };
-        self.compute.wait(event);
+        self.compute.wait(host_event(event)?);
         let done = self.compute.record();
         // What the host computes is what the compute stream does next.
         while !done.is_done() {
@@ -279,6 +275,11 @@ impl Stream for HostStream {
         Ok(())
     }
 
+    fn follow(&self, event: &dyn Event) -> Result<()> {
+        self.own.wait(host_event(event)?);
+        Ok(())
+    }
+
     unsafe fn copy(&self, copies: &[Copy]) -> Result<()> {
         if copies.is_empty() {
             return Ok(());
@@ -307,6 +308,12 @@ impl Stream for HostStream {
 }
 
 struct HostEvent(streams::Event);
+
+fn host_event(event: &dyn Event) -> Result<&streams::Event> {
+    let event: &dyn Any = event;
+    let event = event.downcast_ref::<HostEvent>();
+    event.map(|event| &event.0).ok_or_else(|| Error::other("an event of another device"))
+}
 
 impl Event for HostEvent {
     fn is_done(&self) -> Result<bool> {

@@ -7,4 +7,5 @@ mod faults;
 mod host_memory;
 mod orders;
 mod ranks;
+mod replicas;
 mod trainings;

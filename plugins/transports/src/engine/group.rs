@@ -6,12 +6,12 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_core::collective::{Collective, ProcessGroup, Solo, Work, check};
+use fulgurite_core::collective::{Collective, End, ProcessGroup, Solo, Work, check};
 use fulgurite_core::{Error, Result, advice};
 use twox_hash::XxHash3_64;
 
 use super::plan::Collective as EngineCollective;
-use super::queue::{Completion, Job, P2pTask, Queue, Task, Turn};
+use super::queue::{Completion, Job, P2pTask, Queue, Task, Turn, work};
 use super::rendezvous::{MappedRegion, Rendezvous};
 use super::wait::{Failure, Shared};
 use super::worker::Worker;
@@ -120,31 +120,40 @@ impl Group {
     }
 
     /// Queues a task; with `wake` wakes the communication thread.
-    fn push(&self, op: &'static str, task: Task, wake: bool) -> Result<Work> {
+    fn push(
+        &self,
+        op: &'static str,
+        task: Task,
+        after: Option<Arc<dyn End>>,
+        wake: bool,
+    ) -> Result<Work> {
         let shared = &self.shared;
         if let Some(failure) = shared.broken() {
             return Err(shared.error(op, failure));
         }
         let done = Arc::new(Completion::default());
         let is_p2p = matches!(task, Task::P2p(_));
-        shared.queue.push(Job { task, done: done.clone() }, wake);
+        shared.queue.push(Job { task, after, done: done.clone() }, wake);
         if is_p2p {
             // A thread that waits for the progress of messages must take this one too.
             shared.notify_self();
         }
-        let (shared, worker) = (shared.clone(), self.worker.clone());
-        Ok(Work::pending(move || {
-            let result = if is_p2p {
-                done.wait()
-            } else {
-                shared.queue.finish(&done, |turn, job| run(&worker, turn, job, CALLERS_SPINS))
-            };
-            result.map_err(|failure| shared.error(op, failure))
-        }))
+        let (waits, worker) = (shared.clone(), self.worker.clone());
+        let finish = move |done: &Completion| match is_p2p {
+            true => done.wait(),
+            false => waits.queue.finish(done, |turn, job| run(&worker, turn, job, CALLERS_SPINS)),
+        };
+        let shared = shared.clone();
+        Ok(work(done, wake && !is_p2p, finish, move |failure| shared.error(op, failure)))
     }
 
-    fn start_collective(&self, collective: EngineCollective, overlap: bool) -> Result<Work> {
-        self.push(collective.name(), Task::Collective(collective), overlap)
+    fn start_collective(
+        &self,
+        collective: EngineCollective,
+        after: Option<Arc<dyn End>>,
+        overlap: bool,
+    ) -> Result<Work> {
+        self.push(collective.name(), Task::Collective(collective), after, overlap)
     }
 }
 
@@ -171,27 +180,32 @@ impl ProcessGroup for Group {
 
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
         collective.check(self)?;
-        self.start_collective(collective.into(), overlap)
+        self.start_collective(collective.into(), None, overlap)
+    }
+
+    fn start_after(&self, end: &Arc<dyn End>, collective: Collective) -> Result<Option<Work>> {
+        collective.check(self)?;
+        self.start_collective(collective.into(), Some(end.clone()), true).map(Some)
     }
 
     fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
         check::peer(self, "send", dst)?;
         check::tensor(self, "send", "tensor", tensor)?;
         let task = P2pTask { sending: true, peer: dst, tensor: tensor.clone() };
-        self.push("send", Task::P2p(task), true)
+        self.push("send", Task::P2p(task), None, true)
     }
 
     fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work> {
         check::peer(self, "recv", src)?;
         check::tensor(self, "recv", "tensor", tensor)?;
         let task = P2pTask { sending: false, peer: src, tensor: tensor.clone() };
-        self.push("recv", Task::P2p(task), true)
+        self.push("recv", Task::P2p(task), None, true)
     }
 
     fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
         let (set, rank) = check::partition(self, partition)?;
         let agreed = XxHash3_64::oneshot(format!("{name}\0{partition:?}").as_bytes());
-        self.start_collective(EngineCollective::Split(agreed), true)?.wait()?;
+        self.start_collective(EngineCollective::Split(agreed), None, true)?.wait()?;
         let split = self.splits.fetch_add(1, Ordering::Relaxed);
         let global = self.global_ranks();
         let member = Membership {

@@ -15,7 +15,7 @@ mod worker;
 pub(crate) use blame::Board;
 pub(crate) use group::{Group, Membership};
 pub(crate) use plan::{Buffer, Collective, Fingerprint, bytes, dtype_code};
-pub(crate) use queue::{CLOSING, Completion, Job, Queue, Task, Turn};
+pub(crate) use queue::{CLOSING, Completion, Job, Queue, Task, Turn, wait_for, work};
 pub(crate) use reduce::reduce;
 pub(crate) use rendezvous::{MappedRegion, MemoryOwner, Rendezvous};
 pub(crate) use stream::Stream;

@@ -8,6 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use candle_core::Tensor;
+use fulgurite_core::Error;
+use fulgurite_core::collective::{End, Work};
 use fulgurite_core::launch::Patience;
 
 use super::plan::Collective;
@@ -33,7 +35,40 @@ pub(crate) struct P2pTask {
 /// A task, and its result.
 pub(crate) struct Job {
     pub(crate) task: Task,
+    /// What ends before it begins.
+    pub(crate) after: Option<Arc<dyn End>>,
     pub(crate) done: Arc<Completion>,
+}
+
+/// Waits for what a job comes after. That ends by itself: its group has a timeout and a thread of its own.
+pub(crate) fn wait_for(after: Option<Arc<dyn End>>) -> Result<(), Failure> {
+    after.map_or(Ok(()), |end| end.wait().map_err(Failure::from))
+}
+
+/// The end of a job that a communication thread runs without being waited for.
+struct Ended<F> {
+    done: Arc<Completion>,
+    error: F,
+}
+
+impl<F: Fn(Failure) -> Error + Send + Sync + 'static> End for Ended<F> {
+    fn wait(&self) -> fulgurite_core::Result<()> {
+        self.done.wait().map_err(&self.error)
+    }
+}
+
+/// A job's work: `finish` waits for it. That of a job that `overlaps` has an end.
+pub(crate) fn work<F, E>(done: Arc<Completion>, overlaps: bool, finish: F, error: E) -> Work
+where
+    F: FnOnce(&Completion) -> Result<(), Failure> + Send + 'static,
+    E: Fn(Failure) -> Error + Clone + Send + Sync + 'static,
+{
+    let end = overlaps.then(|| Ended { done: done.clone(), error: error.clone() });
+    let work = Work::pending(move || finish(&done).map_err(error));
+    match end {
+        Some(end) => work.with_end(Arc::new(end)),
+        None => work,
+    }
 }
 
 /// The result of a job, when it has ended.
@@ -49,16 +84,16 @@ impl Completion {
         self.there.notify_all();
     }
 
-    fn take(&self) -> Option<Result<(), Failure>> {
-        self.result.lock().expect("no panic while completing").take()
+    fn result(&self) -> Option<Result<(), Failure>> {
+        self.result.lock().expect("no panic while completing").clone()
     }
 
     /// Waits for the result. There always is one, since every job that was started is ended.
     pub(crate) fn wait(&self) -> Result<(), Failure> {
         let mut result = self.result.lock().expect("no panic while completing");
         loop {
-            match result.take() {
-                Some(result) => return result,
+            match &*result {
+                Some(result) => return result.clone(),
                 None => result = self.there.wait(result).expect("no panic while completing"),
             }
         }
@@ -158,7 +193,7 @@ impl Queue {
     ) -> Result<(), Failure> {
         let mut state = self.state();
         loop {
-            if let Some(result) = done.take() {
+            if let Some(result) = done.result() {
                 return result;
             }
             if !state.busy
@@ -201,7 +236,7 @@ mod interleavings {
         let tensor = Tensor::zeros(1, candle_core::DType::U8, &Device::Cpu).unwrap();
         let done = Arc::new(Completion::default());
         let task = Task::P2p(P2pTask { sending: true, peer: number, tensor });
-        (Job { task, done: done.clone() }, done)
+        (Job { task, after: None, done: done.clone() }, done)
     }
 
     type Ran = Arc<std::sync::Mutex<Vec<usize>>>;

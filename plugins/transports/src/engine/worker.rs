@@ -9,7 +9,7 @@ use fulgurite_core::autograd::storage::{with_bytes, with_bytes_mut};
 
 use super::direct::Direct;
 use super::plan::{Collective, CollectivePlan, Fingerprint};
-use super::queue::{Job, Task};
+use super::queue::{Job, Task, wait_for};
 use super::reduce::reduce;
 use super::wait::{Failure, Shared};
 use crate::memory::{BUFFERS, OpRecord, notify};
@@ -36,10 +36,13 @@ impl Worker {
     /// Runs a job on a thread that checks a flag `spins` times before it sleeps.
     pub(crate) fn run(&mut self, job: Job, spins: u32) {
         self.spins = spins;
-        let Job { task, done } = job;
+        let Job { task, after, done } = job;
         match task {
             Task::Collective(collective) => {
-                let result = self.guarded(|worker| worker.collective(&collective));
+                let result = self.guarded(|worker| {
+                    wait_for(after)?;
+                    worker.collective(&collective)
+                });
                 match result {
                     // The tensors are released before the caller is told of the end.
                     Ok(()) => drop(collective),

@@ -6,13 +6,13 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_core::collective::{Collective, ProcessGroup, Work, check};
+use fulgurite_core::collective::{Collective, End, ProcessGroup, Work, check};
 use fulgurite_core::launch::Patience;
 use fulgurite_core::{Error, Result, advice};
 
 use super::levels::Levels;
 use super::placement::Placement;
-use crate::engine::{CLOSING, Completion, Failure, Job, Queue, Task, Turn};
+use crate::engine::{CLOSING, Completion, Failure, Job, Queue, Task, Turn, wait_for, work};
 
 /// Collectives of no more bytes go over the network alone, in one round.
 const SMALL: usize = 64 << 10;
@@ -124,22 +124,19 @@ impl LevelsThread {
 
     /// Runs a job. Only the thread that has the turn does, so the lock of the levels is free.
     fn run(&self, job: Job) {
-        let Job { task, done } = job;
+        let Job { task, after, done } = job;
         let result = match (&task, self.broken()) {
             (_, Some(failure)) => Err(failure),
-            (Task::Collective(collective), None) => {
-                let run = || {
-                    let mut levels = self.levels.lock().expect("panics are caught within");
-                    catch_unwind(AssertUnwindSafe(|| levels.run(collective)))
-                };
-                match run() {
+            (Task::Collective(collective), None) => wait_for(after).and_then(|()| {
+                let mut levels = self.levels.lock().expect("panics are caught within");
+                match catch_unwind(AssertUnwindSafe(|| levels.run(collective))) {
                     Ok(result) => result.map_err(failure),
                     Err(panic) => {
                         let message = crate::threads::panic_message(&*panic);
                         Err(Failure::Group(format!("a collective panicked: {message}")))
                     }
                 }
-            }
+            }),
             (Task::P2p(_), None) => {
                 Err(Failure::Group("a message among the collectives".to_owned()))
             }
@@ -185,6 +182,43 @@ fn failure(error: Error) -> Failure {
     }
 }
 
+impl Mixed {
+    fn start_in_levels(
+        &self,
+        levels: &Arc<LevelsThread>,
+        collective: Collective,
+        after: Option<Arc<dyn End>>,
+        overlap: bool,
+    ) -> Result<Work> {
+        collective.check(self)?;
+        let op = collective.name();
+        let global_rank = self.global_ranks()[self.rank()];
+        let group = self.name.clone();
+        let error = move |failure| match failure {
+            Failure::Peer { rank, message } => Error::PeerFailed { rank, message },
+            Failure::Interrupted => Error::Interrupted,
+            Failure::Group(message) => {
+                Error::Collective { rank: global_rank, group: group.clone(), op, message }
+            }
+        };
+        if let Some(failure) = levels.broken() {
+            return Err(error(failure));
+        }
+        let done = Arc::new(Completion::default());
+        let task = Task::Collective(collective.into());
+        levels.queue.push(Job { task, after, done: done.clone() }, overlap);
+        let levels = levels.clone();
+        let finish = move |done: &Completion| {
+            let run = |turn: Turn<'_>, job| {
+                levels.run(job);
+                drop(turn);
+            };
+            levels.queue.finish(done, run)
+        };
+        Ok(work(done, overlap, finish, error))
+    }
+}
+
 impl ProcessGroup for Mixed {
     fn name(&self) -> &str {
         &self.name
@@ -208,32 +242,19 @@ impl ProcessGroup for Mixed {
     }
 
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
-        let Some(levels) = self.in_levels(&collective) else {
-            return self.parts.across.start(collective, overlap);
-        };
-        collective.check(self)?;
-        let op = collective.name();
-        let global_rank = self.global_ranks()[self.rank()];
-        let group = self.name.clone();
-        let error = move |failure| match failure {
-            Failure::Peer { rank, message } => Error::PeerFailed { rank, message },
-            Failure::Interrupted => Error::Interrupted,
-            Failure::Group(message) => Error::Collective { rank: global_rank, group, op, message },
-        };
-        if let Some(failure) = levels.broken() {
-            return Err(error(failure));
+        match self.in_levels(&collective) {
+            Some(levels) => self.start_in_levels(levels, collective, None, overlap),
+            None => self.parts.across.start(collective, overlap),
         }
-        let done = Arc::new(Completion::default());
-        let task = Task::Collective(collective.into());
-        levels.queue.push(Job { task, done: done.clone() }, overlap);
-        let levels = levels.clone();
-        Ok(Work::pending(move || {
-            let run = |turn: Turn<'_>, job| {
-                levels.run(job);
-                drop(turn);
-            };
-            levels.queue.finish(&done, run).map_err(error)
-        }))
+    }
+
+    fn start_after(&self, end: &Arc<dyn End>, collective: Collective) -> Result<Option<Work>> {
+        match self.in_levels(&collective) {
+            Some(levels) => {
+                self.start_in_levels(levels, collective, Some(end.clone()), true).map(Some)
+            }
+            None => self.parts.across.start_after(end, collective),
+        }
     }
 
     fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use candle_core::Tensor;
-use fulgurite_core::collective::{Collective, GroupContext, ProcessGroup, Solo, Work, check};
+use fulgurite_core::collective::{Collective, End, GroupContext, ProcessGroup, Solo, Work, check};
 use fulgurite_core::{Error, Result, advice};
 use twox_hash::XxHash3_64;
 
@@ -14,7 +14,7 @@ use super::messenger::Messenger;
 use super::shared::{Shared, World};
 use super::wire::Network;
 use super::worker::Worker;
-use crate::engine::{Collective as EngineCollective, Completion, Failure, Job, Task, Turn};
+use crate::engine::{Collective as EngineCollective, Completion, Failure, Job, Task, Turn, work};
 
 /// The group of all ranks of a job, over `network`. In a round of a reduction a rank holds up to `chunk_bytes`
 /// of what the others send. Collective: every rank of the job calls it, in the same order as other calls.
@@ -84,18 +84,23 @@ impl Group {
         Ok(Arc::new(Self { shared, worker, thread: Some(thread), lanes, splits }))
     }
 
-    fn start_collective(&self, collective: EngineCollective, overlap: bool) -> Result<Work> {
+    fn start_collective(
+        &self,
+        collective: EngineCollective,
+        after: Option<Arc<dyn End>>,
+        overlap: bool,
+    ) -> Result<Work> {
         let op = collective.name();
         let shared = &self.shared;
         self.alive(op)?;
         let done = Arc::new(Completion::default());
-        let job = Job { task: Task::Collective(collective), done: done.clone() };
+        let job = Job { task: Task::Collective(collective), after, done: done.clone() };
         shared.queue.push(job, overlap);
-        let (shared, worker) = (shared.clone(), self.worker.clone());
-        Ok(Work::pending(move || {
-            let result = shared.queue.finish(&done, |turn, job| run(&worker, turn, job));
-            result.map_err(|failure| shared.error(op, failure))
-        }))
+        let (waits, worker) = (shared.clone(), self.worker.clone());
+        let finish =
+            move |done: &Completion| waits.queue.finish(done, |turn, job| run(&worker, turn, job));
+        let shared = shared.clone();
+        Ok(work(done, overlap, finish, move |failure| shared.error(op, failure)))
     }
 
     fn alive(&self, op: &'static str) -> Result<()> {
@@ -150,7 +155,12 @@ impl ProcessGroup for Group {
 
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
         collective.check(self)?;
-        self.start_collective(collective.into(), overlap)
+        self.start_collective(collective.into(), None, overlap)
+    }
+
+    fn start_after(&self, end: &Arc<dyn End>, collective: Collective) -> Result<Option<Work>> {
+        collective.check(self)?;
+        self.start_collective(collective.into(), Some(end.clone()), true).map(Some)
     }
 
     fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
@@ -164,7 +174,7 @@ impl ProcessGroup for Group {
     fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
         let (set, rank) = check::partition(self, partition)?;
         let agreed = XxHash3_64::oneshot(format!("{name}\0{partition:?}").as_bytes());
-        self.start_collective(EngineCollective::Split(agreed), true)?.wait()?;
+        self.start_collective(EngineCollective::Split(agreed), None, true)?.wait()?;
         let split = self.splits.fetch_add(1, Ordering::Relaxed);
         let global = self.global_ranks();
         let key = format!("{}/{split}.{set}", self.shared.key);

@@ -12,7 +12,7 @@ use super::collectives::{self, Round};
 use super::memory::{Memory, Scratch};
 use super::shared::{Greeting, Shared, Waiting};
 use super::wire::{Incoming, Outgoing, Wire};
-use crate::engine::{Collective, Failure, Fingerprint, Job, Task, reduce};
+use crate::engine::{Collective, Failure, Fingerprint, Job, Task, reduce, wait_for};
 
 /// Runs a rank's collectives and counts them. Used only by the thread that has the
 /// [`Turn`](crate::engine::Turn).
@@ -33,12 +33,15 @@ impl Worker {
     }
 
     pub(super) fn run(&mut self, job: Job) {
-        let Job { task, done } = job;
+        let Job { task, after, done } = job;
         let Task::Collective(collective) = task else {
             // Messages have lanes of their own.
             return done.set(Err(Failure::Group("a message among the collectives".to_owned())));
         };
-        let run = || self.collective(&collective);
+        let run = || {
+            wait_for(after)?;
+            self.collective(&collective)
+        };
         let result = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
             let message = crate::threads::panic_message(&*panic);
             Err(Failure::Group(format!("a collective panicked: {message}")))

@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::autograd::storage;
-use fulgurite_core::collective::{AllGather, Label, ProcessGroup, ReduceOp, ReduceScatter, Work};
+use fulgurite_core::collective::{
+    AllGather, End, Label, ProcessGroup, ReduceOp, ReduceScatter, Work,
+};
 use fulgurite_core::execution::{ContextGuard, transfer};
 use fulgurite_core::module::Reshard;
 use fulgurite_core::parameter::{Parameter, ParameterSlot, accumulation_dtype};
@@ -63,6 +65,8 @@ pub(super) struct GradShards {
     buffers: Vec<Tensor>,
     /// Parallel to the trainable members: each one's view of a buffer.
     outputs: Vec<Tensor>,
+    /// All-reduces over the replicas that were started behind the reduce-scatter: those of the first buffers.
+    replicating: Vec<Work>,
 }
 
 /// All-reduces over the replicas under way.
@@ -233,9 +237,14 @@ impl ParamGroup {
     }
 
     /// Starts reducing the unsharded gradients `inputs`, by FQN, over the ranks that share the
-    /// parameters. Collective.
-    pub(super) fn reduce(&self, inputs: HashMap<String, Tensor>) -> Result<Reduction> {
-        let shards = self.empty_shards()?;
+    /// parameters; with `replicate` also all-reducing the sums over the replicas, where that can follow by itself.
+    /// Collective.
+    pub(super) fn reduce(
+        &self,
+        inputs: HashMap<String, Tensor>,
+        replicate: bool,
+    ) -> Result<Reduction> {
+        let mut shards = self.empty_shards()?;
         let mut parts = Vec::new();
         for (member, output) in self.trainable().zip(&shards.outputs) {
             let Some(input) = inputs.get(member.slot.fqn()) else {
@@ -252,6 +261,9 @@ impl ParamGroup {
         }
         let _label = self.label();
         let work = self.process_group.reduce_scatter(parts, ReduceOp::Sum)?;
+        if let Some(end) = work.end().filter(|_| replicate) {
+            shards.replicating = self.replicate_after(end, &shards)?;
+        }
         Ok(Reduction { work, shards, inputs })
     }
 
@@ -279,21 +291,32 @@ impl ParamGroup {
             .into_iter()
             .map(|(buffer, start, n)| buffers[buffer].narrow(0, start, n))
             .collect::<candle_core::Result<_>>()?;
-        Ok(GradShards { buffers, outputs })
+        Ok(GradShards { buffers, outputs, replicating: Vec::new() })
     }
 
-    /// Starts all-reducing `shards` over the replicas. Collective over those.
-    pub(super) fn replicate(&self, shards: GradShards) -> Result<Replication> {
+    /// What of `shards` is all-reduced over the replicas.
+    fn replicated<'a>(&self, shards: &'a GradShards) -> impl Iterator<Item = &'a Tensor> {
+        let has_replicas = self.has_replicas();
+        shards.buffers.iter().filter(move |buffer| has_replicas && buffer.elem_count() > 0)
+    }
+
+    /// Starts all-reducing `shards` over the replicas at the end of the reduce-scatter that makes them, as far as that need
+    /// not be waited for. Collective over the replicas.
+    fn replicate_after(&self, end: &Arc<dyn End>, shards: &GradShards) -> Result<Vec<Work>> {
+        let works = self
+            .replicated(shards)
+            .map(|buffer| self.reduction.all_reduce_after(end, buffer, &self.replicas));
+        works.map_while(Result::transpose).collect()
+    }
+
+    /// Starts all-reducing over the replicas what of `shards` is not under way. Collective over those.
+    pub(super) fn replicate(&self, mut shards: GradShards) -> Result<Replication> {
         let _label = self.label();
-        let works = shards
-            .buffers
-            .iter()
-            .filter(|buffer| self.replicas.size() > 1 && buffer.elem_count() > 0)
-            .map(|buffer| {
-                let parts = || self.parts(buffer.dtype());
-                self.reduction.all_reduce(buffer, parts, &self.replicas)
-            })
-            .collect::<Result<_>>()?;
+        let mut works = std::mem::take(&mut shards.replicating);
+        for buffer in self.replicated(&shards).skip(works.len()) {
+            let parts = || self.parts(buffer.dtype());
+            works.push(self.reduction.all_reduce(buffer, parts, &self.replicas)?);
+        }
         Ok(Replication { works, shards })
     }
 

@@ -45,6 +45,8 @@ pub(in crate::mesh_strategy) struct ShardedRuntime {
 
 struct State {
     schedule: Schedule,
+    /// Over which ranks the backward that is running, or ran last, reduces.
+    reduce: ReduceScope,
     /// Parallel to the groups.
     buffers: Vec<Buffers>,
 }
@@ -87,6 +89,7 @@ impl ShardedRuntime {
         }
         let state = Mutex::new(State {
             schedule,
+            reduce: ReduceScope::default(),
             buffers: groups.iter().map(|_| Buffers::default()).collect(),
         });
         Self { rank, groups, owners, units, casts, partial_grads, state }
@@ -128,6 +131,7 @@ impl ShardedRuntime {
             }
             self.on(Event::Expect { group, trainable })?;
         }
+        self.state().reduce = reduce;
         self.on(Event::BeginBackward { reduce })
     }
 
@@ -176,9 +180,14 @@ impl ShardedRuntime {
             }
             Action::CompleteUnused(group) => self.groups[group].complete_unused()?,
             Action::Reduce(group) => {
-                let grads =
-                    self.groups[group].take_gradients(&mut self.state().buffers[group].grads);
-                let reduction = self.groups[group].reduce(grads)?;
+                let (grads, replicate) = {
+                    let state = &mut *self.state();
+                    let buffers = &mut state.buffers[group];
+                    let grads = self.groups[group].take_gradients(&mut buffers.grads);
+                    // Shards of earlier backwards are added before.
+                    (grads, state.reduce == ReduceScope::All && buffers.shards.is_none())
+                };
+                let reduction = self.groups[group].reduce(grads, replicate)?;
                 self.state().buffers[group].reduction = Some(reduction);
             }
             Action::WaitReduction(group) => {

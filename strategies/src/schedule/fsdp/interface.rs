@@ -122,7 +122,8 @@ pub enum Action {
     Reduce(usize),
     /// Wait for the reduce-scatter, and add what earlier backwards scattered and did not replicate.
     WaitReduction(usize),
-    /// Start all-reducing the scattered gradients over the replicas. Collective over those.
+    /// Start all-reducing the scattered gradients over the replicas. Collective over those. A driver may start it behind the
+    /// reduce-scatter, before that is waited for: in the order of the groups it is the same.
     Replicate(usize),
     /// Wait for the replicas.
     WaitReplication(usize),
