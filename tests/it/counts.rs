@@ -85,13 +85,13 @@ impl<const SENT: bool> LightningModule for Classes<SENT> {
 impl<const SENT: bool> Hooks<Ids<SENT>> for Classes<SENT> {}
 
 /// What a whole run on two ranks did, on rank 0: calls of collectives, by group and kind, and reads of the device, by
-/// what for.
+/// what for: those that waited, and those that were begun for later.
 fn counts<M: LightningModule<Config = NoKeys, Data: DataModule<Config = NoKeys>>>(
     strategy: &str,
     steps: u64,
     log_every_n_steps: u64,
-    accumulate: usize,
-) -> [BTreeMap<String, u64>; 2] {
+    (accumulate, late_reads): (usize, bool),
+) -> [BTreeMap<String, u64>; 3] {
     let logs = tempfile::tempdir().unwrap();
     let counts = run_ranks(2, |world| {
         let root = logs.path();
@@ -99,7 +99,8 @@ fn counts<M: LightningModule<Config = NoKeys, Data: DataModule<Config = NoKeys>>
             "[trainer]\ndefault_root_dir = {root:?}\nstrategy = {strategy:?}\ndevices = 2\n\
              loggers = ['csv', 'jsonl', 'tensorboard']\nenable_progress_bar = false\n\
              num_workers = 2\nlimit_val_batches = 0\nmax_steps = {steps}\n\
-             log_every_n_steps = {log_every_n_steps}\naccumulate_grad_batches = {accumulate}\n"
+             log_every_n_steps = {log_every_n_steps}\naccumulate_grad_batches = {accumulate}\n\
+             late_reads = {late_reads}\n"
         );
         let layers = ConfigLayers::new().text("run.toml", &text)?;
         let run: RunConfig<NoKeys, NoKeys> = RunConfig::from_layers(layers)?;
@@ -108,26 +109,31 @@ fn counts<M: LightningModule<Config = NoKeys, Data: DataModule<Config = NoKeys>>
         Trainer::new(world).fit::<M>(&run)?;
         let calls = counter.snapshot().into_iter();
         let calls = calls.map(|((group, kind), record)| (format!("{group} {kind}"), record.calls));
-        let reads = read::counts().into_iter().map(|(what, reads)| (what.to_owned(), reads));
-        Ok([calls.collect(), reads.collect()])
+        let [reads, later] = [read::counts(), read::later_counts()].map(|counts| {
+            counts.into_iter().map(|(what, reads)| (what.to_owned(), reads)).collect()
+        });
+        Ok([calls.collect(), reads, later])
     });
     counts.unwrap_or_else(|error| panic!("{strategy}: {error}")).swap_remove(0)
 }
 
 /// The collectives and the reads of each step: those of a run over those of a shorter one.
 fn of_each_step(strategy: &str, log_every_n_steps: u64, accumulate: usize) -> [Vec<String>; 2] {
-    of_each_step_of::<Double>(strategy, log_every_n_steps, accumulate)
+    let [calls, reads, later] =
+        of_each_step_of::<Double>(strategy, log_every_n_steps, (accumulate, false));
+    assert!(later.is_empty());
+    [calls, reads]
 }
 
 /// As [`of_each_step`], of another module.
 fn of_each_step_of<M: LightningModule<Config = NoKeys, Data: DataModule<Config = NoKeys>>>(
     strategy: &str,
     log_every_n_steps: u64,
-    accumulate: usize,
-) -> [Vec<String>; 2] {
+    accumulate: (usize, bool),
+) -> [Vec<String>; 3] {
     let short = counts::<M>(strategy, 50, log_every_n_steps, accumulate);
     let long = counts::<M>(strategy, 100, log_every_n_steps, accumulate);
-    [0, 1].map(|i| {
+    [0, 1, 2].map(|i| {
         let more = |(what, calls): (&String, &u64)| {
             let calls = calls - short[i].get(what).unwrap_or(&0);
             (calls > 0).then(|| format!("{what} {}", calls as f64 / 50.0))
@@ -187,12 +193,29 @@ fn a_step_reads_once_and_what_is_logged_when_it_is_logged() {
 }
 
 #[test]
+fn with_late_reads_only_a_step_that_is_logged_waits_for_its_device() {
+    for strategy in ["ddp", "fsdp"] {
+        for accumulate in [1, 3] {
+            let of = |log_every| of_each_step_of::<Double>(strategy, log_every, (accumulate, true));
+            let [calls, reads, later] = of(50);
+            assert_eq!(reads, ["logged values 0.02", "loss and gradient norm 0.02"], "{strategy}");
+            assert_eq!(later, ["loss and gradient norm 0.98"], "{strategy}");
+            // No more collectives than without.
+            assert_eq!(calls, of_each_step(strategy, 50, accumulate)[0], "{strategy}");
+            let [_, reads, later] = of(1);
+            assert_eq!(reads, ["logged values 1", "loss and gradient norm 1"], "{strategy}");
+            assert!(later.is_empty(), "{strategy}: {later:?}");
+        }
+    }
+}
+
+#[test]
 fn ids_and_targets_that_the_host_has_sent_are_not_read() {
     for strategy in ["ddp", "fsdp"] {
-        let [_, reads] = of_each_step_of::<Classes<true>>(strategy, 50, 3);
+        let [_, reads, _] = of_each_step_of::<Classes<true>>(strategy, 50, (3, false));
         assert_eq!(reads, ["loss and gradient norm 1"], "{strategy}");
     }
     // Once for each of three micro-batches.
-    let [_, reads] = of_each_step_of::<Classes<false>>("ddp", 50, 3);
+    let [_, reads, _] = of_each_step_of::<Classes<false>>("ddp", 50, (3, false));
     assert_eq!(reads, ["ids 3", "loss and gradient norm 1", "targets 3"]);
 }

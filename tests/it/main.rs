@@ -18,6 +18,7 @@ mod hugging_face;
 mod interop;
 mod interop_peft;
 mod last_batch;
+mod late_reads;
 mod limits;
 mod llama;
 mod loading;

@@ -212,7 +212,9 @@ template <class P> DEVICE void average_chunk(const AverageTensor &t, float gain,
     }
 }
 
-KERNEL average(const AverageTensor *tensors, u32 count, float gain) {
+// `step` may be null.
+KERNEL average(const AverageTensor *tensors, u32 count, float gain, const StepScale *step) {
+    if (step && step->skip) return;
     const AverageTensor &t = tensor_of_block(tensors, count);
     u64 start = (u64)(blockIdx.x - t.first_block) * CHUNK;
     u64 end = start + CHUNK < t.length ? start + CHUNK : t.length;

@@ -249,7 +249,7 @@ kernels! {
             nesterov: u32,
         );
         /// Exponential averages of weights, a block for each chunk.
-        fn average(tensors: In<AverageTensor>, count: u32, gain: f32);
+        fn average(tensors: In<AverageTensor>, count: u32, gain: f32, scale: In<StepScale>);
     }
     Copies {
         /// Copies of parts of memory, a block for each chunk.

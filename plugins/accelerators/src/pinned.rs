@@ -13,7 +13,7 @@ use candle_core::cuda_backend::cudarc::driver::{
 use candle_core::cuda_backend::{CudaDType, WrapErr as _};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaDevice, CudaStorage, DType, Device, Storage, Tensor, WithDType};
-use fulgurite_core::execution::transfer::HostCopies;
+use fulgurite_core::execution::transfer::{Arriving, HostCopies};
 use fulgurite_core::{Error, Result};
 use half::{bf16, f16};
 
@@ -21,12 +21,47 @@ use half::{bf16, f16};
 const PIECE: usize = 8 << 20;
 /// Pieces: one is written or read by the host while the GPU has the others.
 const PIECES: usize = 4;
+/// Numbers that are on their way to the host at a time, at most.
+const FEW: usize = 16;
 
 /// The pinned memory of one GPU.
 pub(crate) struct Pinned {
     device: CudaDevice,
     stream: Arc<CudaStream>,
     pieces: Mutex<Pieces>,
+    /// Memory for numbers on their way, which no copy uses.
+    few: Arc<Mutex<Vec<PinnedHostSlice<f64>>>>,
+}
+
+/// Numbers on their way to the host.
+struct Few {
+    /// `None` after the end.
+    memory: Option<PinnedHostSlice<f64>>,
+    len: usize,
+    /// After the copy.
+    arrived: CudaEvent,
+    /// Where the memory goes.
+    free: Arc<Mutex<Vec<PinnedHostSlice<f64>>>>,
+}
+
+impl Arriving for Few {
+    fn numbers(&self) -> Result<Vec<f64>> {
+        self.arrived.synchronize().map_err(Error::other)?;
+        let memory = self.memory.as_ref().expect("it is there until the end");
+        Ok(memory.as_slice().map_err(Error::other)?[..self.len].to_vec())
+    }
+}
+
+impl Drop for Few {
+    fn drop(&mut self) {
+        let Some(memory) = self.memory.take() else { return };
+        if self.arrived.is_complete() {
+            self.free.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
+        } else {
+            // The device will write there yet, and may hang: after an error nobody waits for it.
+            std::mem::forget(memory);
+        }
+    }
 }
 
 #[derive(Default)]
@@ -67,7 +102,7 @@ impl Pieces {
 impl Pinned {
     pub(crate) fn new(device: &CudaDevice) -> Self {
         let stream = device.cuda_stream();
-        Self { device: device.clone(), stream, pieces: Mutex::default() }
+        Self { device: device.clone(), stream, pieces: Mutex::default(), few: Arc::default() }
     }
 
     /// New memory of the GPU with these values.
@@ -133,6 +168,26 @@ impl Pinned {
     }
 }
 
+impl Pinned {
+    /// Gives the stream a copy of these numbers to the host.
+    fn begin(&self, storage: &CudaStorage, start: usize, len: usize) -> candle_core::Result<Few> {
+        let source = storage.as_cuda_slice::<f64>()?.slice(start..start + len);
+        let (from, _in_use) = source.device_ptr(&self.stream);
+        let free = self.few.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let mut memory = match free {
+            Some(memory) => memory,
+            // SAFETY: numbers are written before they are read.
+            None => unsafe { self.stream.context().alloc_pinned_with_flags(FEW, 0) }.w()?,
+        };
+        let target = &mut memory.as_mut_slice().w()?[..len];
+        // SAFETY: the source has the numbers at this address, and the memory is neither read nor given to anybody before
+        // the event that comes next.
+        unsafe { result::memcpy_dtoh_async(target, from, self.stream.cu_stream()) }.w()?;
+        let arrived = self.stream.record_event(None).w()?;
+        Ok(Few { memory: Some(memory), len, arrived, free: self.few.clone() })
+    }
+}
+
 /// The values as bytes: they are numbers.
 fn bytes<T: DeviceRepr>(values: &[T]) -> &[u8] {
     // SAFETY: the types that devices have are plain numbers, without padding.
@@ -167,6 +222,18 @@ impl HostCopies for Pinned {
         };
         let storage = Storage::Cuda(uploaded?);
         Ok(Tensor::from_storage(storage, tensor.shape().clone(), BackpropOp::none(), false))
+    }
+
+    fn begin_to_host(&self, numbers: &Tensor) -> Result<Option<Box<dyn Arriving>>> {
+        let (storage, layout) = numbers.storage_and_layout();
+        let (Storage::Cuda(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
+        else {
+            return Err(Error::other("what comes from a device is contiguous, and on it"));
+        };
+        if numbers.dtype() != DType::F64 || end - start > FEW {
+            return Ok(None);
+        }
+        Ok(Some(Box::new(self.begin(storage, start, end - start)?)))
     }
 
     fn to_host(&self, tensor: &Tensor) -> Result<Tensor> {

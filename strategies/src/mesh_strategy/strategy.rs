@@ -475,6 +475,11 @@ impl Strategy for MeshStrategy {
         }
     }
 
+    fn can_step_late(&self) -> bool {
+        // Replicas that train on their own change their values when they come together.
+        self.outer.is_none()
+    }
+
     fn squared_norm(&self, context: StrategyContext<'_>) -> Result<SquaredNorm> {
         let StrategyContext { mesh, slots, .. } = context;
         let trainable = slots.iter().filter(|slot| slot.requires_grad());

@@ -52,6 +52,27 @@ pub trait HostCopies: Send + Sync {
     /// # Errors
     /// If the device cannot be read.
     fn to_host(&self, tensor: &Tensor) -> Result<Tensor>;
+
+    /// Begins to copy a few numbers of f64 to the host, in the order of the device's work, for [`read::later`]; `None` if
+    /// there is no such way, as by default.
+    ///
+    /// [`read::later`]: crate::execution::read::later
+    ///
+    /// # Errors
+    /// If the device cannot be read.
+    fn begin_to_host(&self, numbers: &Tensor) -> Result<Option<Box<dyn Arriving>>> {
+        let _ = numbers;
+        Ok(None)
+    }
+}
+
+/// Numbers on their way to the host.
+pub trait Arriving: Send + Sync {
+    /// The numbers. Waits until the device has done what was asked of it before they were.
+    ///
+    /// # Errors
+    /// If the device has failed.
+    fn numbers(&self) -> Result<Vec<f64>>;
 }
 
 /// By device: few.
@@ -64,7 +85,7 @@ pub fn set_host_copies(device: &Device, copies: Arc<dyn HostCopies>) {
     all.push((device.location(), copies));
 }
 
-fn copies(device: &Device, tensor: &Tensor) -> Option<Arc<dyn HostCopies>> {
+pub(super) fn copies(device: &Device, tensor: &Tensor) -> Option<Arc<dyn HostCopies>> {
     if tensor.elem_count() == 0 {
         return None;
     }

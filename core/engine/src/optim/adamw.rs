@@ -5,12 +5,11 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::elementwise::{
-    Element, Real, Scale, StateElement, check_scale, dispatch, scaled_grad, update,
-};
+use super::elementwise::{Element, Real, Scale, StateElement, check_scale, dispatch, update};
 use super::groups::{
     Hyper, ParamGroup, ParamGroupConfig, at_least_zero, option, resolve, unit_interval,
 };
+use super::late::{Given, LateScale, OnHost};
 use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
 use super::state::{OptimizerState, ParamUpdate, load_step, state_bytes};
 use super::state_dtype::{StateDtype, store};
@@ -123,27 +122,22 @@ impl Optimizer for AdamWOptimizer {
 
     fn step(&mut self, scale: &GradScale) -> Result<()> {
         check_scale(scale)?;
-        self.steps += 1;
-        #[cfg(feature = "cuda")]
-        let mut on_gpu = super::gpu::Updates::new();
-        for index in 0..self.state.parameters().len() {
-            let Some(update) = self.state.update_of(index, self.steps)? else { continue };
-            let coefficients = self.coefficients(update.hyper);
-            #[cfg(feature = "cuda")]
-            let Some(update) = on_gpu.take(update, coefficients.step_size, coefficients.keep)?
-            else {
-                continue;
-            };
-            if update.values.device().is_cpu() {
-                let (values, state) = (update.values.dtype(), update.state[0].dtype());
-                dispatch!(values, state, fused(&update, coefficients, scale))?;
-            } else {
-                composed(&update, coefficients, scale)?;
+        self.update(Given::Known(scale))
+    }
+
+    fn can_step_late(&self) -> bool {
+        true
+    }
+
+    fn step_late(&mut self, scale: &LateScale) -> Result<()> {
+        match scale.on_host()? {
+            Some(OnHost::Scale(scale)) => self.step(&scale),
+            Some(OnHost::Skip) => {
+                self.steps += 1;
+                Ok(())
             }
+            None => self.update(Given::Late(scale)),
         }
-        #[cfg(feature = "cuda")]
-        super::gpu::adamw(on_gpu, self.common_coefficients(), scale)?;
-        Ok(())
     }
 
     fn set_seed(&mut self, seed: u64) {
@@ -191,6 +185,30 @@ impl Optimizer for AdamWOptimizer {
 }
 
 impl AdamWOptimizer {
+    fn update(&mut self, scale: Given<'_>) -> Result<()> {
+        self.steps += 1;
+        #[cfg(feature = "cuda")]
+        let mut on_gpu = super::gpu::Updates::new();
+        for index in 0..self.state.parameters().len() {
+            let Some(update) = self.state.update_of(index, self.steps)? else { continue };
+            let coefficients = self.coefficients(update.hyper);
+            #[cfg(feature = "cuda")]
+            let Some(update) = on_gpu.take(update, coefficients.step_size, coefficients.keep)?
+            else {
+                continue;
+            };
+            if update.values.device().is_cpu() {
+                let (values, state) = (update.values.dtype(), update.state[0].dtype());
+                dispatch!(values, state, fused(&update, coefficients, scale.known()?))?;
+            } else {
+                composed(&update, coefficients, scale)?;
+            }
+        }
+        #[cfg(feature = "cuda")]
+        super::gpu::adamw(on_gpu, self.common_coefficients(), scale)?;
+        Ok(())
+    }
+
     /// Those that are the same for all parameters.
     #[cfg(feature = "cuda")]
     fn common_coefficients(&self) -> fulgurite_kernels::plans::AdamW {
@@ -242,24 +260,25 @@ fn fused<P: Element<C>, B: StateElement<C>, C: Real>(
 }
 
 /// [`fused`] in candle operations, for any device.
-fn composed(update: &ParamUpdate<2>, c: Coefficients, scale: &GradScale) -> Result<()> {
+fn composed(update: &ParamUpdate<2>, c: Coefficients, scale: Given<'_>) -> Result<()> {
     let ParamUpdate { values, grad, state: [exp_avg, exp_avg_sq], noise, .. } = update;
-    let g = scaled_grad(grad, scale)?;
+    let g = scale.scaled(grad)?;
     let (old_m, old_v) = (exp_avg.to_dtype(g.dtype())?, exp_avg_sq.to_dtype(g.dtype())?);
-    let p = (values.detach().to_dtype(g.dtype())? * c.keep)?;
+    let old_p = values.detach().to_dtype(g.dtype())?;
+    let p = (&old_p * c.keep)?;
     let weight1 = 1.0 - c.beta1;
     let difference = (&g - &old_m)?;
     let m = if weight1 < 0.5 {
-        (old_m + (difference * weight1)?)?
+        (&old_m + (difference * weight1)?)?
     } else {
         (&g - (difference * c.beta1)?)?
     };
-    let v = ((old_v * c.beta2)? + (g.sqr()? * (1.0 - c.beta2))?)?;
+    let v = ((&old_v * c.beta2)? + (g.sqr()? * (1.0 - c.beta2))?)?;
     let denominator: Tensor = ((v.sqrt()? / c.correction2_sqrt)? + c.eps)?;
     let p = (p + ((&m * c.step_size)? / denominator)?)?;
-    store(exp_avg, &m, noise, 0)?;
-    store(exp_avg_sq, &v, noise, 16)?;
-    storage::copy_from(values, &p)
+    store(exp_avg, &scale.unless_skipped(&old_m, m)?, noise, 0)?;
+    store(exp_avg_sq, &scale.unless_skipped(&old_v, v)?, noise, 16)?;
+    storage::copy_from(values, &scale.unless_skipped(&old_p, p)?)
 }
 
 #[cfg(test)]
@@ -407,7 +426,7 @@ mod tests {
                 let state = one.state[0].dtype();
                 assert_eq!(state == DType::BF16, state_dtype == StateDtype::Bf16);
                 dispatch!(dtype, state, fused(&one, c, &scale)).unwrap();
-                composed(&other, c, &scale).unwrap();
+                composed(&other, c, Given::Known(&scale)).unwrap();
                 let all = |w: &ParamUpdate<2>| {
                     let tensors = [&w.values, &w.state[0], &w.state[1]];
                     tensors.map(|t| t.to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap())
@@ -415,6 +434,11 @@ mod tests {
                 for (one, other) in all(&one).iter().zip(all(&other)) {
                     assert_close(one, &other, if dtype == DType::BF16 { 0.008 } else { 1e-6 });
                 }
+                let (late, skipped) = (make(), make());
+                composed(&late, c, Given::Late(&late_scale(&scale, 1.0))).unwrap();
+                assert_eq!(all(&late), all(&other), "{dtype:?} {state_dtype:?}");
+                composed(&skipped, c, Given::Late(&late_scale(&scale, f64::NAN))).unwrap();
+                assert_eq!(all(&skipped), all(&make()), "{dtype:?} {state_dtype:?}");
             }
         }
     }

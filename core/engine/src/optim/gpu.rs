@@ -8,7 +8,7 @@ use fulgurite_kernels::cuda::{address, run};
 use fulgurite_kernels::plans::{self, Average, Noise, Scale, Sgd, State, Update, Values};
 use fulgurite_kernels::{Float, Plan};
 
-use super::GradScale;
+use super::late::{Given, LateScale};
 use super::state::ParamUpdate;
 use crate::Result;
 use crate::shard::Region;
@@ -161,22 +161,30 @@ impl<const N: usize> Updates<N> {
     }
 }
 
-fn known(scale: &GradScale) -> Scale {
-    let bound = scale.clip_value.unwrap_or(f64::INFINITY) as f32;
-    Scale::Known { factor: scale.factor as f32, bound }
+/// The scale for a kernel. One on the device is held by whoever gave it, until the launch is made.
+fn for_kernel(scale: Given<'_>) -> Result<Scale> {
+    match scale {
+        Given::Known(scale) => {
+            let bound = scale.clip_value.unwrap_or(f64::INFINITY) as f32;
+            Ok(Scale::Known { factor: scale.factor as f32, bound })
+        }
+        Given::Late(late) => Ok(Scale::At(address(late.in_kernels())?)),
+    }
 }
 
 /// One step of AdamW.
-pub(super) fn adamw(updates: Updates<2>, adamw: plans::AdamW, scale: &GradScale) -> Result<()> {
-    updates.make(|updates| plans::adamw(updates, adamw, known(scale)))
+pub(super) fn adamw(updates: Updates<2>, adamw: plans::AdamW, scale: Given<'_>) -> Result<()> {
+    let scale = for_kernel(scale)?;
+    updates.make(|updates| plans::adamw(updates, adamw, scale))
 }
 
 /// One step of stochastic gradient descent without momentum, or with it.
 pub(super) fn sgd<const N: usize>(
     updates: Updates<N>,
     momentum: Sgd,
-    scale: &GradScale,
+    scale: Given<'_>,
 ) -> Result<()> {
+    let scale = for_kernel(scale)?;
     updates.make(|updates| {
         let one_state = updates.into_iter().map(|update| Update {
             values: update.values,
@@ -187,7 +195,7 @@ pub(super) fn sgd<const N: usize>(
             step_size: update.step_size,
             decay: update.decay,
         });
-        plans::sgd(one_state, momentum, known(scale))
+        plans::sgd(one_state, momentum, scale)
     })
 }
 
@@ -215,11 +223,12 @@ impl Averages {
         Ok(true)
     }
 
-    /// `average += gain * (values - average)`: one launch.
-    pub(super) fn update(self, gain: f64) -> Result<()> {
+    /// `average += gain * (values - average)`, unless `late` skips the step: one launch.
+    pub(super) fn update(self, gain: f64, late: Option<&LateScale>) -> Result<()> {
         let Some(first) = self.tensors.first() else { return Ok(()) };
+        let scale = late.map(|late| address(late.in_kernels())).transpose()?;
         // SAFETY: averages and values are tensors of one length (`WeightAverage::shards`) that are held until this
         // returns; an average is in f32 where values are not in f64.
-        unsafe { carry_out(&plans::average(&self.averages, gain), first) }
+        unsafe { carry_out(&plans::average(&self.averages, gain, scale), first) }
     }
 }

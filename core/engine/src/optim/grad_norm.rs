@@ -12,7 +12,7 @@
 //! # }
 //! ```
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
@@ -116,6 +116,18 @@ impl SquaredNorm {
         Ok(Self { on_host: self.on_host / divisor, on_device })
     }
 
+    /// The number as a scalar of f64 on `device`, where the part of it that is on a device must be. Nothing waits.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn on(self, device: &Device) -> Result<Tensor> {
+        match self.on_device {
+            Some(sum) if self.on_host == 0.0 => Ok(sum),
+            Some(sum) => Ok((sum + self.on_host)?),
+            None => Ok(Tensor::full(self.on_host, (), device)?),
+        }
+    }
+
     /// The number. Waits for the device.
     ///
     /// # Errors
@@ -207,7 +219,6 @@ fn device_sum(grad: &Tensor, owned: &Region, outer: &[usize]) -> Result<Tensor> 
 
 #[cfg(test)]
 mod tests {
-    use candle_core::Device;
     use proptest::prelude::*;
 
     use super::*;

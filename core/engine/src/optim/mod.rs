@@ -38,6 +38,7 @@ mod elementwise;
 mod gpu;
 mod grad_norm;
 mod groups;
+mod late;
 mod loss_scale;
 mod optimizer;
 mod schedule;
@@ -55,6 +56,7 @@ pub use cycles::{
 };
 pub use grad_norm::{SquaredNorm, clip_factor};
 pub use groups::{ParamGroup, ParamGroupConfig};
+pub use late::LateScale;
 pub use loss_scale::LossScale;
 pub use optimizer::{
     GradScale, Interval, Optimizer, OptimizerConfig, SchedulerConfig, StateTensor,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
 
-use super::ParamGroup;
+use super::{LateScale, ParamGroup};
 use crate::parameter::Parameter;
 use crate::shard::Region;
 use crate::{Error, Result};
@@ -50,6 +50,24 @@ pub trait Optimizer: Send {
     /// One update of every parameter that has a [`local_grad`](Parameter::local_grad), in place on
     /// [`local`](Parameter::local)'s values; a parameter without one does not change.
     fn step(&mut self, scale: &GradScale) -> Result<()>;
+
+    /// Whether it can [`step_late`](Self::step_late). By default not.
+    fn can_step_late(&self) -> bool {
+        false
+    }
+
+    /// As [`step`](Self::step), by a scale that is in the memory of the values' device, for which nothing waits. A step
+    /// that the scale skips changes neither values nor state; it counts all the same, until
+    /// [`load_scalars`](Self::load_scalars) sets the numbers back to those before it.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step); if the values are on another device than the scale; and by default.
+    fn step_late(&mut self, scale: &LateScale) -> Result<()> {
+        let _ = scale;
+        Err(Error::other(
+            "this optimizer cannot step by a scale that is on the device; `trainer.late_reads` = false reads it first",
+        ))
+    }
 
     /// Sets the run's seed, for optimizers whose updates use random numbers. `Fabric` calls it before
     /// the first step.

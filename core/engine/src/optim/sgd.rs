@@ -6,10 +6,10 @@ use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::elementwise::{
-    Element, Real, Scale, StateElement, arithmetic_dtype, check_scale, dispatch,
+    Element, Real, Scale, StateElement, arithmetic_dtype, check_scale, dispatch, update,
 };
-use super::elementwise::{scaled_grad, update};
 use super::groups::{Hyper, ParamGroup, ParamGroupConfig, at_least_zero, option, resolve};
+use super::late::{Given, LateScale, OnHost};
 use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
 use super::state::{OptimizerState, ParamUpdate, load_step, state_bytes};
 use super::state_dtype::{StateDtype, store};
@@ -143,32 +143,22 @@ impl<const N: usize> Optimizer for SgdOptimizer<N> {
 
     fn step(&mut self, scale: &GradScale) -> Result<()> {
         check_scale(scale)?;
-        self.steps += 1;
-        #[cfg(feature = "cuda")]
-        let mut on_gpu = super::gpu::Updates::new();
-        for index in 0..self.state.parameters().len() {
-            let Some(update) = self.state.update_of(index, self.steps)? else { continue };
-            let c = coefficients(&self.config, self.steps, self.schedule, update.hyper);
-            #[cfg(feature = "cuda")]
-            let Some(update) = on_gpu.take(update, c.step_size, c.weight_decay)? else { continue };
-            if update.values.device().is_cpu() {
-                let values = update.values.dtype();
-                let state = update.state.first().map(Tensor::dtype).or(arithmetic_dtype(values));
-                let state = state.unwrap_or(values);
-                dispatch!(values, state, fused[N](&update, c, scale))?;
-            } else {
-                composed(&update, c, scale)?;
+        self.update(Given::Known(scale))
+    }
+
+    fn can_step_late(&self) -> bool {
+        true
+    }
+
+    fn step_late(&mut self, scale: &LateScale) -> Result<()> {
+        match scale.on_host()? {
+            Some(OnHost::Scale(scale)) => self.step(&scale),
+            Some(OnHost::Skip) => {
+                self.steps += 1;
+                Ok(())
             }
+            None => self.update(Given::Late(scale)),
         }
-        #[cfg(feature = "cuda")]
-        {
-            let hyper = Hyper { lr: 0.0, weight_decay: 0.0 };
-            let c = coefficients(&self.config, self.steps, self.schedule, hyper);
-            let Coefficients { momentum, gain, keep, nesterov, .. } = c;
-            let momentum = fulgurite_kernels::plans::Momentum { momentum, gain, keep, nesterov };
-            super::gpu::sgd(on_gpu, (N > 0).then_some(momentum), scale)?;
-        }
-        Ok(())
     }
 
     fn set_seed(&mut self, seed: u64) {
@@ -228,6 +218,37 @@ impl<const N: usize> Optimizer for SgdOptimizer<N> {
     }
 }
 
+impl<const N: usize> SgdOptimizer<N> {
+    fn update(&mut self, scale: Given<'_>) -> Result<()> {
+        self.steps += 1;
+        #[cfg(feature = "cuda")]
+        let mut on_gpu = super::gpu::Updates::new();
+        for index in 0..self.state.parameters().len() {
+            let Some(update) = self.state.update_of(index, self.steps)? else { continue };
+            let c = coefficients(&self.config, self.steps, self.schedule, update.hyper);
+            #[cfg(feature = "cuda")]
+            let Some(update) = on_gpu.take(update, c.step_size, c.weight_decay)? else { continue };
+            if update.values.device().is_cpu() {
+                let values = update.values.dtype();
+                let state = update.state.first().map(Tensor::dtype).or(arithmetic_dtype(values));
+                let state = state.unwrap_or(values);
+                dispatch!(values, state, fused[N](&update, c, scale.known()?))?;
+            } else {
+                composed(&update, c, scale)?;
+            }
+        }
+        #[cfg(feature = "cuda")]
+        {
+            let hyper = Hyper { lr: 0.0, weight_decay: 0.0 };
+            let c = coefficients(&self.config, self.steps, self.schedule, hyper);
+            let Coefficients { momentum, gain, keep, nesterov, .. } = c;
+            let momentum = fulgurite_kernels::plans::Momentum { momentum, gain, keep, nesterov };
+            super::gpu::sgd(on_gpu, (N > 0).then_some(momentum), scale)?;
+        }
+        Ok(())
+    }
+}
+
 fn coefficients(config: &Sgd, steps: u64, schedule: f64, hyper: Hyper) -> Coefficients {
     let first = steps == 1;
     Coefficients {
@@ -263,17 +284,19 @@ fn fused<const N: usize, P: Element<C>, B: StateElement<C>, C: Real>(
 fn composed<const N: usize>(
     update: &ParamUpdate<N>,
     c: Coefficients,
-    scale: &GradScale,
+    scale: Given<'_>,
 ) -> Result<()> {
     let ParamUpdate { values, grad, state, noise, .. } = update;
     let p = values.detach().to_dtype(grad.dtype())?;
-    let mut g = (scaled_grad(grad, scale)? + (&p * c.weight_decay)?)?;
+    let mut g = (scale.scaled(grad)? + (&p * c.weight_decay)?)?;
     if let Some(state) = state.first() {
-        let buffer = ((state.to_dtype(g.dtype())? * c.keep)? + (&g * c.gain)?)?;
-        store(state, &buffer, noise, 0)?;
+        let old = state.to_dtype(g.dtype())?;
+        let buffer = ((&old * c.keep)? + (&g * c.gain)?)?;
+        store(state, &scale.unless_skipped(&old, buffer.clone())?, noise, 0)?;
         g = if c.nesterov { (g + (&buffer * c.momentum)?)? } else { buffer };
     }
-    storage::copy_from(values, &(p + (g * c.step_size)?)?)
+    let new = (&p + (g * c.step_size)?)?;
+    storage::copy_from(values, &scale.unless_skipped(&p, new)?)
 }
 
 #[cfg(test)]
@@ -367,12 +390,18 @@ mod tests {
             let ((one, p), (other, q)) = (momentum(), momentum());
             let state = one.state[0].dtype();
             dispatch!(DType::F32, state, fused[1](&one, c, &scale)).unwrap();
-            composed(&other, c, &scale).unwrap();
+            composed(&other, c, Given::Known(&scale)).unwrap();
             assert_close(&values(&p[0]), &values(&q[0]), 1e-6);
             let state = |w: &ParamUpdate<1>| {
                 w.state[0].to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap()
             };
             assert_close(&state(&one), &state(&other), 1e-6);
+            let ((late, p), (skipped, r)) = (momentum(), momentum());
+            composed(&late, c, Given::Late(&late_scale(&scale, 1.0))).unwrap();
+            assert_eq!((values(&p[0]), state(&late)), (values(&q[0]), state(&other)));
+            let before = (values(&r[0]), state(&skipped));
+            composed(&skipped, c, Given::Late(&late_scale(&scale, f64::NAN))).unwrap();
+            assert_eq!((values(&r[0]), state(&skipped)), before);
 
             let plain = || {
                 let parameters = parameters(&NAMES[..1], DType::F32);
@@ -382,7 +411,7 @@ mod tests {
             };
             let ((one, p), (other, q)) = (plain(), plain());
             fused::<0, f32, f32, f32>(&one, c, &scale).unwrap();
-            composed(&other, c, &scale).unwrap();
+            composed(&other, c, Given::Known(&scale)).unwrap();
             assert_close(&values(&p[0]), &values(&q[0]), 1e-6);
             assert_ne!(values(&p[0]), numbers(NAMES[0].0, 0, NAMES[0].1));
         }

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{GradScale, Optimizer};
+use super::{GradScale, LateScale, Optimizer};
 use crate::module::{ModuleBuilder, ModuleInit};
 use crate::parameter::{Init, LocalShard, Parameter, ParameterSlot, accumulation_dtype};
 use crate::random::{Purpose, Stream};
@@ -50,6 +50,12 @@ pub(super) fn train(optimizer: &mut dyn Optimizer, steps: u64, scale: &GradScale
 /// The schedule that [`train`] follows.
 pub(super) fn schedule(step: u64) -> f64 {
     1.0 - 0.1 * (step - 1) as f64
+}
+
+/// `scale` on the device, in a step with this loss.
+pub(super) fn late_scale(scale: &GradScale, loss: f64) -> LateScale {
+    let [loss, norm] = [loss, 1.0].map(|x| Tensor::new(x, &Device::Cpu).unwrap());
+    LateScale::new((&loss, &norm), scale, None, None).unwrap()
 }
 
 /// The parameter's slot.

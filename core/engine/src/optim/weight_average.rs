@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 
 use super::elementwise::{Element, Real, arithmetic_dtype, dispatch, update};
+use super::late::{LateScale, OnHost};
 use super::optimizer::StateTensor;
 use crate::autograd::storage;
 use crate::parameter::{LocalShard, Parameter};
@@ -151,6 +152,28 @@ impl WeightAverage {
     /// # Errors
     /// While the averages are in the weights' place, and if the size of a parameter's shard has changed.
     pub fn update(&mut self) -> Result<()> {
+        self.update_unless_skipped(None)
+    }
+
+    /// As [`update`](Self::update) after an optimizer's [`step_late`](super::Optimizer::step_late) with this scale: the
+    /// averages do not change if the step changed nothing. It counts as an update all the same, until
+    /// [`load_scalars`](Self::load_scalars) sets the number back.
+    ///
+    /// # Errors
+    /// As [`update`](Self::update), and if the averages are on another device than the scale.
+    pub fn update_late(&mut self, scale: &LateScale) -> Result<()> {
+        match scale.on_host()? {
+            Some(OnHost::Skip) => {
+                self.updates += 1;
+                Ok(())
+            }
+            Some(OnHost::Scale(_)) => self.update(),
+            None => self.update_unless_skipped(Some(scale)),
+        }
+    }
+
+    /// `late` is a scale that is not on the host.
+    fn update_unless_skipped(&mut self, late: Option<&LateScale>) -> Result<()> {
         if self.swapped {
             return Err(Error::other(
                 "the averages are in the weights' place, and cannot be updated with themselves; \
@@ -166,7 +189,7 @@ impl WeightAverage {
             if values.elem_count() == 0 {
                 continue;
             }
-            if gain == 1.0 {
+            if gain == 1.0 && late.is_none() {
                 storage::copy_from(average, &values)?;
             } else if average.device().is_cpu() {
                 dispatch!(values.dtype(), lerp_state(average, &values, gain))?;
@@ -176,11 +199,11 @@ impl WeightAverage {
                     continue;
                 }
                 let values = values.to_dtype(average.dtype())?;
-                storage::copy_from(average, &(average + ((values - average)? * gain)?)?)?;
+                storage::copy_from(average, &composed(average, &values, gain, late)?)?;
             }
         }
         #[cfg(feature = "cuda")]
-        on_gpu.update(gain)?;
+        on_gpu.update(gain, late)?;
         self.updates += 1;
         Ok(())
     }
@@ -289,11 +312,26 @@ fn lerp_state<P: Element<C>, C: Real>(average: &Tensor, values: &Tensor, gain: f
     })
 }
 
+/// [`lerp_state`] in candle operations, for any device.
+fn composed(
+    average: &Tensor,
+    values: &Tensor,
+    gain: f64,
+    late: Option<&LateScale>,
+) -> Result<Tensor> {
+    let new = (average + ((values - average)? * gain)?)?;
+    match late {
+        Some(late) => late.unless_skipped(average, &new),
+        None => Ok(new),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use candle_core::DType;
 
-    use super::super::testing::{assert_close, numbers, parameters, slot, values};
+    use super::super::GradScale;
+    use super::super::testing::{assert_close, late_scale, numbers, parameters, slot, values};
     use super::*;
 
     const LENGTHS: [(&str, usize); 3] = [("a", 40_000), ("b", 7), ("empty", 0)];
@@ -339,6 +377,29 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn after_a_step_that_was_skipped_averages_stay() {
+        let parameters = parameters(&LENGTHS, DType::F32);
+        let [mut late, mut known] =
+            [(); 2].map(|()| WeightAverage::exponential(&parameters, 0.5).unwrap());
+        set_values(&parameters, 1);
+        let scale = GradScale::default();
+        late.update_late(&late_scale(&scale, 1.0)).unwrap();
+        known.update().unwrap();
+        assert_eq!(averages(&late), averages(&known));
+        set_values(&parameters, 2);
+        late.update_late(&late_scale(&scale, f64::NAN)).unwrap();
+        assert_eq!((averages(&late), late.updates()), (averages(&known), 2));
+        // What devices without a fused pass compute.
+        let average = late.entries[0].average.copy().unwrap();
+        let values = parameters[0].local().unwrap().values;
+        let of = |loss| composed(&average, &values, 0.5, Some(&late_scale(&scale, loss))).unwrap();
+        let same = |tensor: &Tensor| tensor.to_vec1::<f32>().unwrap();
+        assert_eq!(same(&of(f64::INFINITY)), same(&average));
+        assert_eq!(same(&of(1.0)), same(&composed(&average, &values, 0.5, None).unwrap()));
+        assert_ne!(same(&of(1.0)), same(&average));
     }
 
     #[test]

@@ -265,6 +265,14 @@ pub trait Strategy: Send {
         SquaredNorm::of(&parameters, &|dim| mesh.coordinate(dim))
     }
 
+    /// Whether a step may be left on the device, which skips it by itself if its loss or norm is not finite, and the host
+    /// finds out a step later. Then [`grad_scale`](Self::grad_scale) gets totals whose `loss_sum` is NaN, as it is not
+    /// known, and [`finish_step`](Self::finish_step) must change neither values nor state, for it does not know whether
+    /// there was an update. By default not.
+    fn can_step_late(&self) -> bool {
+        false
+    }
+
     /// Called after the optimizer's step, when its gradients are cleared: makes the new values ready for
     /// the next forward. Collective.
     ///

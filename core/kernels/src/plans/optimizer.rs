@@ -383,8 +383,9 @@ pub struct Average {
     pub values: Values,
 }
 
-/// `average += gain * (values - average)` of many tensors: one launch.
-pub fn average(averages: &[Average], gain: f64) -> Plan {
+/// `average += gain * (values - average)` of many tensors: one launch. `scale` is the address of the [`StepScale`] of the
+/// step before it, if that is on the device: nothing changes if the step changed nothing.
+pub fn average(averages: &[Average], gain: f64, scale: Option<u64>) -> Plan {
     let mut plan = Plan::default();
     let mut blocks = Blocks::default();
     let rows: Vec<_> = averages
@@ -400,6 +401,7 @@ pub fn average(averages: &[Average], gain: f64) -> Plan {
         .collect();
     let count = rows.len() as u32;
     let tensors = plan.table(rows);
-    plan.call(table::average(blocks.0, tensors, count, gain as f32));
+    let scale = scale.map_or(In::null(), In::at);
+    plan.call(table::average(blocks.0, tensors, count, gain as f32, scale));
     plan
 }

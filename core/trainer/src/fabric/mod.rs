@@ -10,6 +10,7 @@ mod data;
 mod device_group;
 #[expect(clippy::module_inception, reason = "the type is the module's subject")]
 mod fabric;
+mod late;
 mod launcher;
 mod optimizer;
 mod optimizers;
@@ -19,6 +20,7 @@ mod torch_optimizer;
 pub use crate::runtime::{NoSyncGuard, SamplerShare, SyncBuffers, UnusedParameters};
 pub use data::{TrainBatch, TrainLoader};
 pub use fabric::Fabric;
+pub(crate) use late::LateStep;
 pub(crate) use launcher::check_frozen;
 pub use launcher::{Connection, FabricLauncher};
 pub use optimizer::FabricOptimizer;

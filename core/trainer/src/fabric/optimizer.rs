@@ -6,8 +6,8 @@ use std::sync::Arc;
 use crate::runtime::{StrategyRuntime, UnusedParameters};
 use crate::{Error, Result};
 use fulgurite_engine::optim::{
-    GradScale, Interval, Optimizer, ParamGroup, SchedulerConfig, StateTensor, WeightAverage,
-    clip_factor,
+    GradScale, Interval, LateScale, Optimizer, ParamGroup, SchedulerConfig, StateTensor,
+    WeightAverage, clip_factor,
 };
 use fulgurite_engine::parameter::{Parameter, PausedGradients};
 use fulgurite_engine::strategy::StepTotals;
@@ -30,23 +30,25 @@ fn check_positive(name: &str, value: f64) -> Result<()> {
 /// batch, clips and updates in one pass, follows the learning-rate schedule, clears the gradients
 /// (no `zero_grad` is needed after it), and makes the model ready for the next forward.
 pub struct FabricOptimizer {
-    inner: Box<dyn Optimizer>,
-    runtime: Arc<StrategyRuntime>,
+    pub(super) inner: Box<dyn Optimizer>,
+    pub(super) runtime: Arc<StrategyRuntime>,
     /// [`Parameter::optimizer`](fulgurite_engine::parameter::Parameter::optimizer) of its parameters.
-    index: usize,
+    pub(super) index: usize,
     /// Its name among several.
     name: Option<String>,
     scheduler: Option<Box<dyn SchedulerConfig>>,
     max_steps: Option<u64>,
     /// What the schedule is asked for instead of the number of steps done.
     position: Option<u64>,
-    unused: UnusedParameters,
-    steps: u64,
+    pub(super) unused: UnusedParameters,
+    pub(super) steps: u64,
     clip_factor: f64,
     clip_value: Option<f64>,
     /// Whether the step's gradients have overflowed in f16, once that is known.
     overflowed: Option<bool>,
-    average: Option<WeightAverage>,
+    pub(super) average: Option<WeightAverage>,
+    /// The scale of the last step that was left on the device.
+    pub(super) late_before: Option<LateScale>,
     /// A factor on the learning rate, besides the schedule's.
     lr_scale: f64,
     /// What the learning rate is instead of what schedule and factor make it.
@@ -73,6 +75,7 @@ impl FabricOptimizer {
             clip_value: None,
             overflowed: None,
             average: None,
+            late_before: None,
             lr_scale: 1.0,
             held_lr: None,
         }
@@ -219,7 +222,7 @@ impl FabricOptimizer {
         Ok(())
     }
 
-    fn schedule_factor(&self) -> Result<f64> {
+    pub(super) fn schedule_factor(&self) -> Result<f64> {
         if let Some(lr) = self.held_lr {
             return Ok(lr / self.inner.learning_rate());
         }
@@ -245,10 +248,14 @@ impl FabricOptimizer {
     /// As [`Fabric::gradient_norm`](super::Fabric::gradient_norm).
     pub(crate) fn gradient_norm(&self) -> Result<f64> {
         let norm = self.runtime.gradient_norm(self.index)?;
-        if norm.is_finite() || self.runtime.loss_scale()?.is_some() {
-            return Ok(norm);
+        if self.runtime.loss_scale()?.is_none() {
+            self.check_norm(norm)?;
         }
-        Err(self.non_finite("gradient norm", norm))
+        Ok(norm)
+    }
+
+    pub(super) fn check_norm(&self, norm: f64) -> Result<()> {
+        if norm.is_finite() { Ok(()) } else { Err(self.non_finite("gradient norm", norm)) }
     }
 
     /// The norm of the gradients that the next step takes as they are. Collective.

@@ -29,6 +29,6 @@ pub use run_config::{RunConfig, reference_sections};
 pub use trainer_config::{Limits, TrainerConfig};
 pub(crate) use trainer_config::{MAX_TIMEOUT_SECS, available_cores};
 pub use values::{
-    CkptPath, ClipAlgorithm, CountOrFraction, Devices, FastDevRun, MemoryCheck, MicroBatchSize,
-    Precision, TimeLimit,
+    CkptPath, ClipAlgorithm, CountOrFraction, Devices, FastDevRun, LateReads, MemoryCheck,
+    MicroBatchSize, Precision, TimeLimit,
 };

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::{
-    AdapterConfig, CkptPath, ClipAlgorithm, CountOrFraction, Devices, FastDevRun, MemoryCheck,
-    MicroBatchSize, Precision, QuantizationConfig, TimeLimit,
+    AdapterConfig, CkptPath, ClipAlgorithm, CountOrFraction, Devices, FastDevRun, LateReads,
+    MemoryCheck, MicroBatchSize, Precision, QuantizationConfig, TimeLimit,
 };
 use crate::profiler::ProfilerConfig;
 use crate::runtime::{SyncBuffers, UnusedParameters};
@@ -103,6 +103,12 @@ fulgurite_config::config_struct! {
         pub sync_batchnorm: bool = false,
         /// The interval of logged steps, in optimizer steps.
         pub log_every_n_steps: u64 = 10,
+        /// Whether a step that is not logged leaves its loss and the norm of its gradient on the device, where the update
+        /// uses them, and the host reads them a step later instead of waiting for them: `"auto"` on devices other than the
+        /// CPU, `true` on every one, `false` on none. A loss or norm that is not finite is an error a step later then, and
+        /// changes nothing all the same. Steps in f16, of several optimizers, with `detect_anomaly` or `cpu_offload`, or
+        /// that a module makes by itself are read at once in any case.
+        pub late_reads: LateReads = LateReads::Auto,
         /// The dtypes of parameters and computation. `16`, `32`, `64` and `"bf16"` are short for
         /// `"16-mixed"`, `"32-true"`, `"64-true"` and `"bf16-mixed"`. In f16 the loss has a scale that follows the
         /// gradients, as PyTorch's `GradScaler`: it is logged as `loss_scale`, and a step whose gradients overflow is skipped.

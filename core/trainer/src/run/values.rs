@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use candle_core::DType;
+use candle_core::{DType, Device};
 use serde::de::Deserializer;
 use serde::ser::Serializer;
 use serde::{Deserialize, Serialize};
@@ -81,6 +81,56 @@ impl<'de> Deserialize<'de> for MicroBatchSize {
 impl ConfigType for MicroBatchSize {
     fn describe() -> String {
         "integer or `\"auto\"`".to_owned()
+    }
+}
+
+/// Where the loss and norm of a step are read a step later: `trainer.late_reads`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LateReads {
+    /// `"auto"`: on devices other than the CPU.
+    #[default]
+    Auto,
+    /// `true`: on every device.
+    Always,
+    /// `false`: on none.
+    Never,
+}
+
+impl LateReads {
+    /// Whether they are on this device.
+    pub(crate) fn on(self, device: &Device) -> bool {
+        match self {
+            Self::Auto => !device.is_cpu(),
+            Self::Always => true,
+            Self::Never => false,
+        }
+    }
+}
+
+impl Serialize for LateReads {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Auto => serializer.serialize_str("auto"),
+            Self::Always => serializer.serialize_bool(true),
+            Self::Never => serializer.serialize_bool(false),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for LateReads {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserialize_scalar(deserializer, "true, false or \"auto\"", |value| match value {
+            Scalar::Bool(true) => Some(Self::Always),
+            Scalar::Bool(false) => Some(Self::Never),
+            Scalar::Text(text) if text == "auto" => Some(Self::Auto),
+            _ => None,
+        })
+    }
+}
+
+impl ConfigType for LateReads {
+    fn describe() -> String {
+        "`true`, `false` or `\"auto\"`".to_owned()
     }
 }
 

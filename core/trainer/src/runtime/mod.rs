@@ -4,6 +4,7 @@
 mod audit;
 mod buffers;
 mod checkpoints;
+mod late;
 mod magnitudes;
 #[expect(clippy::module_inception, reason = "the runtime is the module's subject")]
 mod runtime;

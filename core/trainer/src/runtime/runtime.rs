@@ -67,7 +67,7 @@ pub(super) struct RuntimeState {
     pub(super) delivered: Vec<bool>,
     magnitudes: Magnitudes,
     /// That of backwards in f16.
-    loss_scale: Option<LossScale>,
+    pub(super) loss_scale: Option<LossScale>,
 }
 
 /// What was read of a step at once.
@@ -81,10 +81,10 @@ struct ReadAhead {
 #[derive(Default)]
 pub(super) struct StepState {
     /// That of the micro-batches so far, on its device: read once a step.
-    loss_sum: Option<Tensor>,
+    pub(super) loss_sum: Option<Tensor>,
     /// The loss and this rank's part of the squared norm, once they were read together.
     read: Option<ReadAhead>,
-    count: f64,
+    pub(super) count: f64,
     totals: Option<StepTotals>,
     /// Whether the first step's gradients were audited.
     pub(super) audited: bool,
@@ -549,7 +549,11 @@ impl StrategyRuntime {
 
 impl RuntimeState {
     /// This rank's part of the squared norm of an optimizer's gradients.
-    fn squared_norm(&self, context: StrategyContext<'_>, optimizer: usize) -> Result<SquaredNorm> {
+    pub(super) fn squared_norm(
+        &self,
+        context: StrategyContext<'_>,
+        optimizer: usize,
+    ) -> Result<SquaredNorm> {
         if self.steps.len() == 1 {
             return self.strategy.squared_norm(context);
         }

@@ -5,6 +5,7 @@ use std::num::NonZeroU64;
 
 use candle_core::Tensor;
 
+use super::late::Metrics;
 use super::log_table::{LogOptions, LogTable, Logged, Source};
 use super::manual::Manual;
 use super::runner::{ModuleRunner, TypedRunner};
@@ -179,8 +180,9 @@ pub struct HookContext<'a, D: ?Sized = ()> {
     pub seed: u64,
     /// Whether the run is a trial of everything (`trainer.fast_dev_run`), in which nothing is kept.
     pub fast_dev_run: bool,
-    /// The latest metrics: `train_loss`, `grad_norm`, `lr`, `val_loss` and what steps logged.
-    pub metrics: &'a BTreeMap<String, f64>,
+    /// The latest metrics, a map by name: `train_loss`, `grad_norm`, `lr`, `val_loss` and what steps logged. Whoever looks
+    /// at it in each step waits for the device in each step (`trainer.late_reads`).
+    pub metrics: &'a Metrics<'a>,
     pub(super) data: &'a D,
     pub(super) parts: HookParts<'a>,
 }
@@ -340,7 +342,7 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
     /// The step after which this run logged a metric last, be it by a validation; `None` if it has not. A value of
     /// [`metrics`](Self::metrics) is one of the present state if this is [`step`](Self::step).
     pub fn metric_step(&self, name: &str) -> Option<u64> {
-        self.parts.metric_steps.get(name).copied()
+        self.metrics.unread_step(name).or_else(|| self.parts.metric_steps.get(name).copied())
     }
 
     fn source(&self) -> Source {

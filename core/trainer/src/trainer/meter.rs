@@ -11,7 +11,7 @@ pub(super) struct Meter {
     step_secs: Vec<f64>,
     counts: f64,
     startup_secs: f64,
-    first_loss: f64,
+    first_loss: Option<f64>,
     last_loss: f64,
 }
 
@@ -23,7 +23,7 @@ impl Meter {
             step_secs: Vec::new(),
             counts: 0.0,
             startup_secs: f64::NAN,
-            first_loss: f64::NAN,
+            first_loss: None,
             last_loss: f64::NAN,
         }
     }
@@ -32,21 +32,25 @@ impl Meter {
         self.step_start = Instant::now();
     }
 
-    /// Ends a step over `count` tokens with mean loss `loss`; returns tokens per second.
-    pub(super) fn end_step(&mut self, loss: f64, count: f64) -> f64 {
+    /// Ends a step over `count` tokens; returns tokens per second.
+    pub(super) fn end_step(&mut self, count: f64) -> f64 {
         let secs = self.step_start.elapsed().as_secs_f64();
         if self.step_secs.is_empty() {
-            self.first_loss = loss;
             self.startup_secs = seconds_since_epoch() - self.program_start;
         }
-        self.last_loss = loss;
         self.step_secs.push(secs);
         self.counts += count;
         count / secs
     }
 
+    /// Notes the mean loss of the next step that is known.
+    pub(super) fn note_loss(&mut self, loss: f64) {
+        self.first_loss.get_or_insert(loss);
+        self.last_loss = loss;
+    }
+
     pub(super) fn first_loss(&self) -> f64 {
-        self.first_loss
+        self.first_loss.unwrap_or(f64::NAN)
     }
 
     pub(super) fn last_loss(&self) -> f64 {

@@ -253,6 +253,7 @@ impl Session {
     /// Saves a checkpoint of the present step, of the kind that the strategy supports: in the
     /// background if configured, unless `blocking`. Collective.
     pub(super) fn save(&mut self, blocking: bool) -> Result<()> {
+        self.catch_up()?;
         let (step, rank) = (self.cursor.step, self.rank());
         let name = checkpoint::step_name(step);
         let saving = &mut self.parts.saving;
@@ -266,6 +267,9 @@ impl Session {
 
     /// Saves the checkpoints that hooks have asked for. Collective.
     pub(super) fn save_as_requested(&mut self) -> Result<()> {
+        if !self.requests.saves.is_empty() {
+            self.catch_up()?;
+        }
         for request in std::mem::take(&mut self.requests.saves) {
             let SaveRequest { name, weights_only, remove } = request;
             let step_name = checkpoint::step_name(self.cursor.step);
@@ -289,6 +293,10 @@ impl Session {
     /// shown: the run has its error.
     pub(super) fn save_on_exception(&mut self) {
         let Some(request) = self.requests.save_on_exception.take() else { return };
+        if let Err(error) = self.catch_up() {
+            tracing::warn!("no checkpoint is saved after the error: {error}");
+            return;
+        }
         let (step, saving) = (self.cursor.step, &self.parts.saving);
         if step == 0 || saving.has_saved(step) || self.world_size() > 1 {
             return;

@@ -10,6 +10,7 @@ use super::callback::Callbacks;
 use super::context::{HookParts, Requests};
 use super::event::SharedSink;
 use super::hooks::Hook;
+use super::late::{Metrics, UnreadStep};
 use super::log_table::{LogTable, Stage};
 use super::meter::{Meter, peak_rss_mib};
 use super::runner::ModuleRunner;
@@ -76,6 +77,8 @@ pub(super) struct Session {
     pub(super) cursor: Cursor,
     /// The epoch of the step that is being or was last computed, counted from 0.
     pub(super) epoch: u64,
+    /// The last step, if it has left its numbers on the device.
+    pub(super) unread: Option<UnreadStep>,
     pub(super) metrics: BTreeMap<String, f64>,
     /// The step after which each was logged last.
     pub(super) metric_steps: BTreeMap<String, u64>,
@@ -135,6 +138,7 @@ impl Session {
             _ => true,
         };
         let fabric = &self.parts.fabric;
+        let metrics = Metrics::new(&self.metrics, self.unread.as_ref());
         let mut ctx = HookContext {
             step: self.cursor.step,
             epoch: self.epoch,
@@ -148,7 +152,7 @@ impl Session {
             world_size: fabric.world_size(),
             seed: fabric.seed(),
             fast_dev_run: config.fast_dev_run.batches().is_some(),
-            metrics: &self.metrics,
+            metrics: &metrics,
             data: &(),
             parts: HookParts {
                 fabric,
@@ -205,10 +209,15 @@ impl Session {
 
     /// Remembers metrics.
     pub(super) fn record(&mut self, values: &BTreeMap<String, f64>) {
+        self.record_of(self.cursor.step, values);
+    }
+
+    /// Remembers metrics of a step.
+    pub(super) fn record_of(&mut self, step: u64, values: &BTreeMap<String, f64>) {
         self.parts.saving.note(values);
         for (name, value) in values {
             self.metrics.insert(name.clone(), *value);
-            self.metric_steps.insert(name.clone(), self.cursor.step);
+            self.metric_steps.insert(name.clone(), step);
         }
     }
 

@@ -1,12 +1,13 @@
 //! One optimizer step of a session.
 
+use super::StepContext;
 use super::hooks::Hook;
+use super::late::{StepReport, UnreadStep};
 use super::log_table::Stage;
 use super::manual::Manual;
 use super::session::{Cursor, Session, training};
 use super::training_loop::LoopPlan;
-use super::{Event, StepContext};
-use crate::fabric::{FabricOptimizer, FabricOptimizers, NON_FINITE_HINT};
+use crate::fabric::{FabricOptimizer, FabricOptimizers, LateStep, NON_FINITE_HINT};
 use crate::run::ClipAlgorithm;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::detect_anomaly;
@@ -25,23 +26,26 @@ pub(super) enum StepEnd {
     BeginAgain,
 }
 
+/// The mean loss of a step, and the norm of its mean gradient before it is clipped.
+enum Numbers {
+    /// The host has read them.
+    Known { train_loss: f64, grad_norm: f64 },
+    /// They are on the device, where the update uses them.
+    Late(LateStep),
+}
+
 /// What is known of a step before its update; the gradients themselves are the optimizer's.
 struct Gradients {
-    /// The mean loss.
-    train_loss: f64,
+    numbers: Numbers,
     /// What the loss counted, of all ranks.
     count: f64,
-    /// Of the mean gradient, before it is clipped.
-    grad_norm: f64,
 }
 
 /// What came of a step.
 struct UpdateOutcome {
-    /// The mean loss.
-    train_loss: f64,
+    numbers: Numbers,
     /// What the loss counted, of all ranks.
     count: f64,
-    grad_norm: f64,
     lr: f64,
 }
 
@@ -55,40 +59,38 @@ impl Session {
         let wanted = self.parts.config.logs_step(step);
         let mut logged = StepContext::training((step, self.epoch), ranks, wanted);
         self.set_schedules_position();
-        let UpdateOutcome { train_loss, count, grad_norm, lr } =
-            if self.runner.automatic_optimization() {
-                match self.gradients(plan, &of_step, &mut logged) {
-                    Ok(gradients) => self.update(gradients)?,
-                    Err(error) => {
-                        self.leave_step(error)?;
-                        return Ok(StepEnd::BeginAgain);
-                    }
+        let UpdateOutcome { numbers, count, lr } = if self.runner.automatic_optimization() {
+            match self.gradients(plan, &of_step, &mut logged) {
+                Ok(gradients) => self.update(gradients)?,
+                Err(error) => {
+                    self.leave_step(error)?;
+                    return Ok(StepEnd::BeginAgain);
                 }
-            } else {
-                self.manual_step(plan, &of_step, &mut logged)?
-            };
-        let samples = of_step.end;
+            }
+        } else {
+            self.manual_step(plan, &of_step, &mut logged)?
+        };
+        // While the device is at this step.
+        self.catch_up()?;
+        let (samples, before) = (of_step.end, self.cursor);
         self.cursor = Cursor { step, samples };
         self.items = count;
-        let tokens_per_s = self.parts.meter.end_step(train_loss, count);
+        let tokens_per_s = self.parts.meter.end_step(count);
         logged.table.add_to_epoch(&mut self.epoch_table, wanted)?;
         let mut metrics = self.reduce(&mut logged.table, Stage::Step)?;
         if let Some(scale) = self.parts.fabric.loss_scale()? {
             metrics.insert("loss_scale".to_owned(), scale.factor());
         }
         self.record(&metrics);
-        let own = [("train_loss", train_loss), ("grad_norm", grad_norm), ("lr", lr)];
-        self.record(&own.map(|(name, value)| (name.to_owned(), value)).into());
-        let epoch_done = samples as f64 / plan.order.epoch_len() as f64;
-        self.emit(&Event::Step {
-            step,
-            epoch: epoch_done,
-            train_loss,
-            grad_norm,
-            lr,
-            tokens_per_s,
-            metrics,
-        })?;
+        self.record(&[("lr".to_owned(), lr)].into());
+        let epoch = samples as f64 / plan.order.epoch_len() as f64;
+        let report = StepReport { step, epoch, lr, tokens_per_s, metrics };
+        match numbers {
+            Numbers::Known { train_loss, grad_norm } => {
+                self.report_step(report, train_loss, grad_norm)?;
+            }
+            Numbers::Late(numbers) => self.unread = Some(UnreadStep { report, numbers, before }),
+        }
         self.log_media(&mut logged.table)?;
         self.hook(Hook::TrainStepEnd)?;
         Ok(StepEnd::Done)
@@ -105,17 +107,24 @@ impl Session {
         for micro_batch in 0..of_step.micro_batches {
             self.micro_batch(plan, (of_step, micro_batch), logged)?;
         }
+        let clip = self.parts.config.clipping();
+        if plan.reads_late && self.reads_late(logged.is_logged()) {
+            let late = only(&mut self.optimizers).late_step(clip)?;
+            self.parts.fabric.end_attempt()?;
+            return Ok(Gradients { count: late.count(), numbers: Numbers::Late(late) });
+        }
+        self.catch_up()?;
         let optimizer = only(&mut self.optimizers);
         optimizer.read_step()?;
         let totals = optimizer.step_totals(&[])?;
         let train_loss = optimizer.check_loss(&totals)?;
-        let grad_norm = match self.parts.config.clipping() {
+        let grad_norm = match clip {
             None => optimizer.norm_without_clipping()?,
             Some((limit, ClipAlgorithm::Norm)) => optimizer.clip_gradients_norm(limit)?,
             Some((limit, ClipAlgorithm::Value)) => optimizer.clip_gradients_value(limit)?,
         };
         self.parts.fabric.end_attempt()?;
-        Ok(Gradients { train_loss, count: totals.count, grad_norm })
+        Ok(Gradients { numbers: Numbers::Known { train_loss, grad_norm }, count: totals.count })
     }
 
     /// Forward and backward of one micro-batch. Collective.
@@ -174,14 +183,17 @@ impl Session {
 
     /// Updates the parameters. Collective.
     fn update(&mut self, gradients: Gradients) -> Result<UpdateOutcome> {
-        let Gradients { train_loss, count, grad_norm } = gradients;
+        let Gradients { numbers, count } = gradients;
         self.hook(Hook::BeforeOptimizerStep)?;
         let optimizer = only(&mut self.optimizers);
         let lr = optimizer.learning_rate()?;
-        optimizer.update()?;
+        match &numbers {
+            Numbers::Known { .. } => optimizer.update()?,
+            Numbers::Late(late) => optimizer.update_late(late)?,
+        }
         self.hook(Hook::BeforeZeroGrad)?;
         only(&mut self.optimizers).finish_step()?;
-        Ok(UpdateOutcome { train_loss, count, grad_norm, lr })
+        Ok(UpdateOutcome { numbers, count, lr })
     }
 
     /// A step of a module that optimizes by itself. Collective.
@@ -219,7 +231,8 @@ impl Session {
                 only(&mut self.optimizers).learning_rate()?,
             ),
         };
-        Ok(UpdateOutcome { train_loss: totals.mean(), count: totals.count, grad_norm, lr })
+        let numbers = Numbers::Known { train_loss: totals.mean(), grad_norm };
+        Ok(UpdateOutcome { numbers, count: totals.count, lr })
     }
 
     /// Tells schedules where the next step is, unless they count steps of an optimizer that does one each time.

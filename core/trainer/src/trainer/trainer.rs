@@ -368,6 +368,7 @@ impl Trainer {
             items_name: items,
             cursor: Cursor::default(),
             epoch: 0,
+            unread: None,
             metrics: std::collections::BTreeMap::new(),
             metric_steps: std::collections::BTreeMap::new(),
             epoch_table: LogTable::default(),

@@ -27,6 +27,8 @@ pub(super) struct LoopPlan {
     pub(super) sampler: TrainSampler,
     validation: ValidationTimes,
     device: Device,
+    /// Whether steps can leave their numbers on the device.
+    pub(super) reads_late: bool,
     /// The ranks that share sequences with this one; `None` if sequences are whole.
     context: Option<ContextParallel>,
 }
@@ -184,6 +186,7 @@ impl Session {
                 break;
             }
         }
+        self.catch_up()?;
         self.runner.stop_loading(true);
         self.parts.fabric.runtime.unite_replicas()?;
         self.save_at_end(end)?;
@@ -228,6 +231,7 @@ impl Session {
     /// Validates during training, with the moving average of the weights if there is one.
     /// Collective.
     fn validate_training(&mut self) -> Result<Evaluated> {
+        self.catch_up()?;
         let _phase = self.parts.fabric.phase("validation");
         let swap = |optimizers: &mut FabricOptimizers| -> Result<()> {
             let mut all = optimizers.iter_mut().map(|(_, optimizer)| optimizer);
@@ -244,6 +248,7 @@ impl Session {
 
     /// Reports what was logged by the epoch that ends, and calls its hook. Collective.
     fn end_epoch(&mut self) -> Result<()> {
+        self.catch_up()?;
         let mut table = std::mem::take(&mut self.epoch_table);
         self.log_table(&mut table, Stage::Epoch)?;
         self.hook(Hook::TrainEpochEnd)
@@ -303,7 +308,8 @@ impl Session {
         }
         let device = self.device();
         let context = self.parts.fabric.context_parallel();
-        Ok(LoopPlan { order, sampler, validation, device, context })
+        let reads_late = self.can_read_late()?;
+        Ok(LoopPlan { order, sampler, validation, device, reads_late, context })
     }
 
     /// The order of training samples of this rank.

@@ -1,0 +1,104 @@
+//! Steps whose loss and gradient norm stay on the device.
+
+use std::collections::BTreeMap;
+
+use super::FabricOptimizer;
+use crate::Result;
+use crate::run::ClipAlgorithm;
+use fulgurite_engine::execution::read::{self, Later};
+use fulgurite_engine::optim::LateScale;
+use fulgurite_engine::strategy::StepTotals;
+
+/// The numbers of a step that are still on the device, and what undoes the step if they are not finite: the device has
+/// skipped it then, and all after it.
+#[derive(Debug)]
+pub(crate) struct LateStep {
+    scale: LateScale,
+    /// The sum of the loss, and the norm.
+    numbers: Later,
+    /// What the loss counted, of all ranks.
+    count: f64,
+    /// Those of the optimizer before the step.
+    scalars: BTreeMap<String, f64>,
+}
+
+impl LateStep {
+    pub(crate) fn count(&self) -> f64 {
+        self.count
+    }
+
+    /// The mean loss and the norm for somebody who asks for them before they are due: waits for the device.
+    pub(crate) fn at_once(&self) -> Result<(f64, f64)> {
+        let numbers = self.numbers.at_once()?;
+        Ok((numbers[0] / self.count, numbers[1]))
+    }
+}
+
+impl FabricOptimizer {
+    /// Whether [`late_step`](Self::late_step) may be called. The same on all ranks.
+    pub(crate) fn can_step_late(&self) -> Result<bool> {
+        if !self.inner.can_step_late() || !self.runtime.can_step_late()? {
+            return Ok(false);
+        }
+        // What waits on the host for its update, as under `cpu_offload`, is updated by what the host knows.
+        let on_host = |parameter: &fulgurite_engine::parameter::Parameter| {
+            Ok(!parameter.local()?.values.device().same_device(parameter.device()))
+        };
+        let on_host: Result<Vec<bool>> = self.inner.parameters().iter().map(on_host).collect();
+        Ok(!on_host?.contains(&true))
+    }
+
+    /// In place of totals, norm and clipping: makes the scale of the step's gradients on the device, and begins to read loss
+    /// and norm. For [`update_late`](Self::update_late). Collective.
+    ///
+    /// # Errors
+    /// As [`check_loss`](Self::check_loss) if nothing counts.
+    pub(crate) fn late_step(&mut self, clip: Option<(f64, ClipAlgorithm)>) -> Result<LateStep> {
+        let limits = match clip {
+            None => (None, None),
+            Some((limit, ClipAlgorithm::Norm)) => (Some(limit), None),
+            Some((limit, ClipAlgorithm::Value)) => (None, Some(limit)),
+        };
+        let before = self.late_before.as_ref();
+        let (scale, count) = self.runtime.late_scale(self.index, limits, before)?;
+        if count <= 0.0 {
+            self.check_loss(&StepTotals { loss_sum: 0.0, count, flags: Vec::new() })?;
+        }
+        let numbers = read::later(scale.numbers(), "loss and gradient norm")?;
+        Ok(LateStep { scale, numbers, count, scalars: self.scalars() })
+    }
+
+    /// As [`update`](Self::update), of a step that the device skips if its loss or norm is not finite. Collective.
+    pub(crate) fn update_late(&mut self, late: &LateStep) -> Result<()> {
+        let _phase = self.runtime.phase("optimizer");
+        self.runtime.check_synchronised(self.index)?;
+        self.runtime.audit_gradients(self.index, self.unused)?;
+        let factor = self.schedule_factor()?;
+        self.inner.set_schedule_factor(factor);
+        self.inner.step_late(&late.scale)?;
+        self.late_before = Some(late.scale.clone());
+        self.steps += 1;
+        match &mut self.average {
+            Some(average) if average.follows_steps() => average.update_late(&late.scale),
+            _ => Ok(()),
+        }
+    }
+
+    /// The mean loss and the norm of a step that was left on the device. Waits for the device if it has not come that far.
+    ///
+    /// # Errors
+    /// On every rank: [`Error::NonFinite`](crate::Error::NonFinite) if one is not finite. Values, state and averages are as
+    /// before that step, and the optimizer's numbers are set back to what they were then.
+    pub(crate) fn end_late_step(&mut self, late: &LateStep) -> Result<(f64, f64)> {
+        let numbers = late.numbers.numbers()?;
+        let (loss_sum, norm) = (numbers[0], numbers[1]);
+        if !(loss_sum.is_finite() && norm.is_finite()) {
+            self.load_scalars(&late.scalars)?;
+            self.late_before = None;
+        }
+        let loss =
+            self.check_loss(&StepTotals { loss_sum, count: late.count, flags: Vec::new() })?;
+        self.check_norm(norm)?;
+        Ok((loss, norm))
+    }
+}

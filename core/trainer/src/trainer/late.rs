@@ -1,0 +1,128 @@
+//! Steps of which the host knows loss and norm a step later, and the metrics of hooks meanwhile.
+
+use std::collections::BTreeMap;
+use std::ops::Deref;
+use std::sync::OnceLock;
+
+use super::Event;
+use super::session::{Cursor, Session, training};
+use crate::Result;
+use crate::fabric::LateStep;
+
+/// Of a step that is done, what the host knows without its device.
+#[derive(Debug)]
+pub(super) struct StepReport {
+    pub(super) step: u64,
+    /// Passes over the training data.
+    pub(super) epoch: f64,
+    pub(super) lr: f64,
+    pub(super) tokens_per_s: f64,
+    pub(super) metrics: BTreeMap<String, f64>,
+}
+
+/// A step whose loss and norm the host has not read.
+#[derive(Debug)]
+pub(super) struct UnreadStep {
+    pub(super) report: StepReport,
+    pub(super) numbers: LateStep,
+    /// Where the run was before it.
+    pub(super) before: Cursor,
+}
+
+impl Session {
+    /// Whether steps that nobody needs the numbers of at once leave them on the device. The same on all ranks.
+    pub(super) fn can_read_late(&self) -> Result<bool> {
+        let config = &self.parts.config;
+        let Some(optimizer) = self.optimizers.as_ref().and_then(|all| all.first()) else {
+            return Ok(false);
+        };
+        Ok(config.late_reads.on(self.parts.fabric.device())
+            && !config.detect_anomaly
+            && self.runner.automatic_optimization()
+            && optimizer.can_step_late()?)
+    }
+
+    /// Whether the next step does, where steps [can](Self::can_read_late): it is not logged, and no checkpoint is to be
+    /// saved of the step before an error, which would be known too late for that. The same on all ranks.
+    pub(super) fn reads_late(&self, wanted: bool) -> bool {
+        !wanted && self.requests.save_on_exception.is_none()
+    }
+
+    /// Reads what the last step has left on its device, if it has, and reports that step. Before anything is made of the
+    /// state after it that lasts: a checkpoint, a validation, the end of the run.
+    ///
+    /// # Errors
+    /// On every rank, if its loss or norm is not finite: the state is that before the step.
+    pub(super) fn catch_up(&mut self) -> Result<()> {
+        let Some(UnreadStep { report, numbers, before }) = self.unread.take() else {
+            return Ok(());
+        };
+        let optimizer = training(&mut self.optimizers).first_mut();
+        let read = optimizer.map(|optimizer| optimizer.end_late_step(&numbers)).transpose();
+        match read {
+            Ok(read) => read.map_or(Ok(()), |(loss, norm)| self.report_step(report, loss, norm)),
+            Err(error) => {
+                self.cursor = before;
+                Err(error)
+            }
+        }
+    }
+
+    /// Reports a step that is done.
+    pub(super) fn report_step(
+        &mut self,
+        report: StepReport,
+        train_loss: f64,
+        grad_norm: f64,
+    ) -> Result<()> {
+        let StepReport { step, epoch, lr, tokens_per_s, metrics } = report;
+        self.parts.meter.note_loss(train_loss);
+        let own = [(TRAIN_LOSS, train_loss), (GRAD_NORM, grad_norm)];
+        self.record_of(step, &own.map(|(name, value)| (name.to_owned(), value)).into());
+        self.emit(&Event::Step { step, epoch, train_loss, grad_norm, lr, tokens_per_s, metrics })
+    }
+}
+
+const TRAIN_LOSS: &str = "train_loss";
+const GRAD_NORM: &str = "grad_norm";
+
+/// The latest metrics by name, as hooks see them: a map. Where `trainer.late_reads` has left the loss and norm of the last
+/// step on the device, it reads them when it is looked at.
+pub struct Metrics<'a> {
+    known: &'a BTreeMap<String, f64>,
+    unread: Option<&'a UnreadStep>,
+    with_unread: OnceLock<BTreeMap<String, f64>>,
+}
+
+impl<'a> Metrics<'a> {
+    pub(super) fn new(known: &'a BTreeMap<String, f64>, unread: Option<&'a UnreadStep>) -> Self {
+        Self { known, unread, with_unread: OnceLock::new() }
+    }
+
+    /// The step that a metric is of, if that has not been read.
+    pub(super) fn unread_step(&self, name: &str) -> Option<u64> {
+        let of_step = [TRAIN_LOSS, GRAD_NORM].contains(&name);
+        self.unread.filter(|_| of_step).map(|unread| unread.report.step)
+    }
+}
+
+impl Deref for Metrics<'_> {
+    type Target = BTreeMap<String, f64>;
+
+    fn deref(&self) -> &BTreeMap<String, f64> {
+        let Some(unread) = self.unread else { return self.known };
+        self.with_unread.get_or_init(|| {
+            // Whoever reads them next, at the end of the next step at the latest, says what went wrong.
+            let (loss, norm) = unread.numbers.at_once().unwrap_or((f64::NAN, f64::NAN));
+            let mut all = self.known.clone();
+            all.extend([(TRAIN_LOSS, loss), (GRAD_NORM, norm)].map(|(n, x)| (n.to_owned(), x)));
+            all
+        })
+    }
+}
+
+impl std::fmt::Debug for Metrics<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.known.fmt(f)
+    }
+}

@@ -1,0 +1,397 @@
+//! Steps whose loss and norm stay on the device (`trainer.late_reads`): the same training, to the bit.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use fulgurite::core::config::ConfigLayers;
+use fulgurite::core::execution::read;
+use fulgurite::core::nn::SwiGluMlp;
+use fulgurite::core::run::RunConfig;
+use fulgurite::core::trainer::{Event, SaveRequest};
+use fulgurite::prelude::*;
+use fulgurite_transports::run_ranks;
+use serde::{Deserialize, Serialize};
+
+use crate::toy::{Events, NoKeys};
+
+const WIDTH: usize = 8;
+const ON: &str = "trainer.late_reads=true";
+const OFF: &str = "trainer.late_reads=false";
+
+/// Two dozen rows, in batches of 4.
+struct Rows;
+
+impl DataModule for Rows {
+    type Config = NoKeys;
+    type Batch = Tensor;
+
+    fn setup(_: &NoKeys, _: &DataContext) -> Result<Self> {
+        Ok(Self)
+    }
+
+    fn batch_size(_: &NoKeys) -> usize {
+        4
+    }
+
+    fn len(&self, _: Split) -> u64 {
+        24
+    }
+
+    fn batch(&self, _: Split, indices: &[u64], device: &Device) -> Result<Tensor> {
+        let value = |row: u64, column| ((row * 31 + column * 7) % 23) as f32 / 23.0 - 0.5;
+        let rows = indices.iter().flat_map(|&row| (0..WIDTH as u64).map(move |c| value(row, c)));
+        Ok(Tensor::from_vec(rows.collect::<Vec<_>>(), (indices.len(), WIDTH), device)?)
+    }
+}
+
+/// What goes wrong in a step, on the last two ranks: tensor-parallel ones have one loss.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Fault {
+    #[default]
+    Loss,
+    /// The loss is finite, its gradient is not.
+    Gradient,
+}
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct DeepConfig {
+    fault: Fault,
+    fails_at: Option<u64>,
+    /// What layers compute in.
+    dtype: Option<Half>,
+}
+
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Half {
+    Bf16,
+    F16,
+}
+
+/// Layers that each learn their input.
+struct Deep {
+    layers: Vec<Unit<SwiGluMlp>>,
+    config: DeepConfig,
+}
+
+impl LightningModule for Deep {
+    type Config = DeepConfig;
+    type Data = Rows;
+
+    fn configure_model(config: &DeepConfig, b: &ModuleBuilder) -> Result<Self> {
+        let layer = |i| b.unit(&format!("layers.{i}"), |b| SwiGluMlp::new(b, WIDTH, 12));
+        Ok(Self { layers: (0..2).map(layer).collect::<Result<_>>()?, config: config.clone() })
+    }
+
+    fn training_step(&mut self, x: &Tensor, ctx: &mut StepContext) -> Result<Loss> {
+        let loss = self.validation_step(x, ctx)?;
+        if self.config.fails_at != Some(ctx.step) || ctx.rank + 2 < ctx.world_size {
+            return Ok(loss);
+        }
+        let nothing = (loss.sum() - loss.sum().detach())?;
+        let sum = match self.config.fault {
+            Fault::Loss => (loss.sum() * f64::NAN)?,
+            // The root of 0 has no derivative.
+            Fault::Gradient => (loss.sum() + nothing.sqr()?.sqrt()?)?,
+        };
+        Ok(Loss::new(sum, loss.count()))
+    }
+
+    fn validation_step(&mut self, x: &Tensor, _: &mut StepContext) -> Result<Loss> {
+        let dtype = match self.config.dtype {
+            None => DType::F32,
+            Some(Half::Bf16) => DType::BF16,
+            Some(Half::F16) => DType::F16,
+        };
+        let mut y = x.to_dtype(dtype)?;
+        for layer in &self.layers {
+            y = (layer.forward(&y)? + y)?;
+        }
+        Ok(Loss::new((y.to_dtype(DType::F32)? - x)?.sqr()?.sum_all()?, x.dim(0)? as f64))
+    }
+}
+
+impl Hooks<Rows> for Deep {}
+
+/// What a rank has: its shards, the state of its optimizer and averages, and their numbers.
+#[derive(Debug, Clone, PartialEq)]
+struct State {
+    tensors: BTreeMap<String, Vec<f64>>,
+    scalars: BTreeMap<String, f64>,
+}
+
+fn state(ctx: &mut HookContext) -> Result<State> {
+    let values =
+        |tensor: &Tensor| -> Result<Vec<f64>> { Ok(tensor.to_dtype(DType::F64)?.to_vec1()?) };
+    let mut tensors = BTreeMap::new();
+    for parameter in ctx.fabric().module_tree()?.parameters() {
+        tensors.insert(parameter.fqn().to_owned(), values(&parameter.local()?.values)?);
+    }
+    let optimizer = ctx.optimizer_mut().expect("there is one");
+    for state in optimizer.state_tensors()? {
+        tensors.insert(format!("{} {}", state.fqn, state.name), values(&state.values)?);
+    }
+    Ok(State { tensors, scalars: optimizer.scalars() })
+}
+
+/// The states of a rank after each step, and where an error ended the run; how it read its device.
+#[derive(Debug, Clone, Default, PartialEq)]
+struct Seen {
+    steps: Vec<State>,
+    failed: Option<(u64, State)>,
+}
+
+#[derive(Clone)]
+struct Watch {
+    seen: Arc<Mutex<Vec<Seen>>>,
+    /// Whether it looks at the loss of each step, and at the step that it is of.
+    looks: bool,
+    losses: Arc<Mutex<Vec<f64>>>,
+    asks_to_save: bool,
+}
+
+impl Callback for Watch {}
+
+impl Hooks for Watch {
+    fn on_train_start(&mut self, ctx: &mut HookContext) -> Result<()> {
+        if self.asks_to_save {
+            ctx.save_on_exception(SaveRequest::default())?;
+        }
+        Ok(())
+    }
+
+    fn on_train_step_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let state = state(ctx)?;
+        self.seen.lock().unwrap()[ctx.rank].steps.push(state);
+        if self.looks {
+            assert_eq!(ctx.metric_step("train_loss"), Some(ctx.step));
+            let (loss, norm) = (ctx.metrics["train_loss"], ctx.metrics["grad_norm"]);
+            assert!(norm > 0.0);
+            if ctx.rank == 0 {
+                self.losses.lock().unwrap().push(loss);
+            }
+        }
+        Ok(())
+    }
+
+    fn on_exception(&mut self, _: &Error, ctx: &mut HookContext) -> Result<()> {
+        let state = state(ctx)?;
+        self.seen.lock().unwrap()[ctx.rank].failed = Some((ctx.step, state));
+        Ok(())
+    }
+}
+
+/// A training: what its events tell, in order, what each rank had, and how often rank 0 read: at once, and later.
+struct Run {
+    result: Result<()>,
+    events: Vec<Event>,
+    seen: Vec<Seen>,
+    reads: [u64; 2],
+    losses: Vec<f64>,
+}
+
+impl Run {
+    /// Loss, norm and rate of each step, and losses of validations, with their steps.
+    fn curve(&self) -> Vec<(u64, [f64; 3])> {
+        let of = |event: &Event| match event {
+            Event::Step { step, train_loss, grad_norm, lr, .. } => {
+                Some((*step, [*train_loss, *grad_norm, *lr]))
+            }
+            Event::Validation { step, val_loss, .. } => Some((*step, [*val_loss, 0.0, 0.0])),
+            _ => None,
+        };
+        self.events.iter().filter_map(of).collect()
+    }
+}
+
+fn train_in(dir: &Path, ranks: usize, keys: &[&str], looks: bool, asks_to_save: bool) -> Run {
+    let (root, kept) = (dir.join("runs"), dir.join("kept"));
+    let (root, kept) =
+        (format!("trainer.default_root_dir={root:?}"), format!("checkpoint.dir={kept:?}"));
+    let always = [
+        "trainer.loggers=[]",
+        "trainer.enable_progress_bar=false",
+        "trainer.max_steps=8",
+        "trainer.num_sanity_val_steps=0",
+        "optimizer.lr=0.01",
+        &root,
+        &kept,
+    ];
+    let layers = always.iter().chain(keys);
+    let layers = layers.fold(ConfigLayers::new(), |layers, set| layers.set(set).unwrap());
+    let run = RunConfig::from_layers(layers).unwrap();
+    let events = Events::default();
+    let watch = Watch {
+        seen: Arc::new(Mutex::new(vec![Seen::default(); ranks])),
+        looks,
+        losses: Arc::default(),
+        asks_to_save,
+    };
+    let reads = Mutex::new([0; 2]);
+    let result = run_ranks(ranks, |world| {
+        let rank = world.rank();
+        let trainer = Trainer::new(world).with_sink(Box::new(events.clone()));
+        let result = trainer.with_callback(Box::new(watch.clone())).fit::<Deep>(&run);
+        if rank == 0 {
+            let of = |counts: BTreeMap<&str, u64>| {
+                counts.get("loss and gradient norm").copied().unwrap_or(0)
+            };
+            *reads.lock().unwrap() = [of(read::counts()), of(read::later_counts())];
+        }
+        result.map(drop)
+    });
+    let (events, seen) = (events.0.lock().unwrap().clone(), watch.seen.lock().unwrap().clone());
+    let losses = watch.losses.lock().unwrap().clone();
+    Run { result: result.map(drop), events, seen, reads: reads.into_inner().unwrap(), losses }
+}
+
+fn train(ranks: usize, keys: &[&str]) -> Run {
+    train_in(tempfile::tempdir().unwrap().path(), ranks, keys, false, false)
+}
+
+const TP: &str = "trainer.strategy={ type = \"model_parallel\", data_parallel_shard_size = \"rest\", tensor_parallel_size = 2, \
+                  parallelize = { type = \"plan\", plan = { \"layers.*.gate_proj\" = \"colwise\", \
+                  \"layers.*.up_proj\" = \"colwise\", \"layers.*.down_proj\" = \"rowwise\" } } }";
+const STRATEGIES: [(usize, &str); 8] = [
+    (1, "trainer.strategy=\"single_device\""),
+    (2, "trainer.strategy=\"ddp\""),
+    (3, "trainer.strategy=\"fsdp\""),
+    (4, "trainer.strategy={ type = \"hsdp\", data_parallel_shard_size = 2 }"),
+    (2, TP),
+    (4, TP),
+    (2, "trainer.strategy={ type = \"fsdp\", cpu_offload = true }"),
+    (2, "trainer.strategy={ type = \"fsdp\", accumulation_sync = \"reduce_scatter\" }"),
+];
+const SGD: &str = "optimizer={ type = \"sgd\", lr = 0.1, momentum = 0.9, state_dtype = \"bf16\" }";
+const OPTIONS: [&[&str]; 6] = [
+    &[],
+    &["trainer.gradient_clip_val=0.05"],
+    &[
+        "trainer.gradient_clip_val=0.002",
+        "trainer.gradient_clip_algorithm=\"value\"",
+        "trainer.ema_decay=0.9",
+    ],
+    &["trainer.accumulate_grad_batches=3", "trainer.ema_decay=0.5", "trainer.val_check_interval=2"],
+    &["optimizer.state_dtype=\"bf16\"", "trainer.precision=\"bf16-true\"", "model.dtype=\"bf16\""],
+    &[SGD, "trainer.gradient_clip_val=0.05"],
+];
+
+#[test]
+fn the_training_is_the_same_to_the_bit() {
+    for (ranks, strategy) in STRATEGIES {
+        for options in OPTIONS {
+            let keys = [&[strategy, "trainer.log_every_n_steps=3"], options].concat();
+            let at_once = train(ranks, &[&keys[..], &[OFF]].concat());
+            let late = train(ranks, &[&keys[..], &[ON]].concat());
+            late.result.as_ref().unwrap_or_else(|error| panic!("{keys:?}: {error}"));
+            assert!(at_once.curve().len() >= 8);
+            assert_eq!(late.curve(), at_once.curve(), "{keys:?}");
+            assert!(late.seen == at_once.seen, "{keys:?}: other weights or state");
+            // Of eight steps the first, the third and the sixth are logged.
+            assert_eq!((at_once.reads, late.reads), ([8, 0], [3, 5]), "{keys:?}");
+        }
+    }
+}
+
+#[test]
+fn a_step_that_is_not_finite_changes_nothing_and_is_an_error() {
+    for (ranks, strategy) in STRATEGIES {
+        // Found at the end of the next step; by the next one, which is logged; at a validation and at a checkpoint, of which
+        // there is none then; at the end of the run; in a step that is logged.
+        for (fails_at, options) in [
+            (4, &["trainer.ema_decay=0.5", "trainer.gradient_clip_val=0.05"][..]),
+            (5, &["trainer.log_every_n_steps=3", SGD]),
+            (4, &["trainer.val_check_interval=4", "trainer.accumulate_grad_batches=2"]),
+            (4, &["checkpoint.every_n_steps=4", "optimizer.state_dtype=\"bf16\""]),
+            (8, &["trainer.ema_decay=0.5"]),
+            (6, &["trainer.log_every_n_steps=3"]),
+        ] {
+            for fault in ["loss", "gradient"] {
+                let (at, fault) =
+                    (format!("model.fails_at={fails_at}"), format!("model.fault={fault:?}"));
+                let keys = [&[strategy, &*at, &*fault, "checkpoint.save_last=true"], options];
+                let keys = keys.concat();
+                let dir = tempfile::tempdir().unwrap();
+                let late = train_in(dir.path(), ranks, &[&keys[..], &[ON]].concat(), false, false);
+                let at_once = train(ranks, &[&keys[..], &[OFF]].concat());
+                let (error, expected) =
+                    (late.result.as_ref().unwrap_err(), at_once.result.as_ref().unwrap_err());
+                assert_eq!(error.to_string(), expected.to_string(), "{keys:?}");
+                assert!(
+                    matches!(error, Error::NonFinite { step, .. } if *step == fails_at),
+                    "{keys:?}: {error}"
+                );
+                assert_eq!(late.curve(), at_once.curve(), "{keys:?}");
+                for (late, at_once) in late.seen.iter().zip(&at_once.seen) {
+                    assert!(late.failed.is_some(), "{keys:?}");
+                    assert!(late.failed == at_once.failed, "{keys:?}: another state is left");
+                }
+                let checkpoints = std::fs::read_dir(dir.path().join("kept"));
+                let saved = checkpoints.into_iter().flatten().flatten();
+                let saved: Vec<_> = saved.map(|entry| entry.file_name()).collect();
+                assert!(saved.is_empty(), "{keys:?}: {saved:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_run_goes_on_from_a_checkpoint() {
+    for (ranks, strategy) in [(1, "trainer.strategy=\"single_device\""), (2, TP)] {
+        let keys = [strategy, ON, "trainer.log_every_n_steps=100", "trainer.ema_decay=0.5"];
+        let whole = train(ranks, &keys);
+        let dir = tempfile::tempdir().unwrap();
+        let saving = ["trainer.max_steps=4", "checkpoint.every_n_steps=4"];
+        let first = train_in(dir.path(), ranks, &[&keys[..], &saving].concat(), false, false);
+        let resuming = [&keys[..], &["trainer.ckpt_path=\"last\""]].concat();
+        let second = train_in(dir.path(), ranks, &resuming, false, false);
+        assert_eq!([first.curve(), second.curve()].concat(), whole.curve());
+        for (rank, whole) in whole.seen.iter().enumerate() {
+            let both = [&first.seen[rank].steps[..], &second.seen[rank].steps].concat();
+            assert!(both == whole.steps, "{strategy}: other weights or state");
+        }
+        // The first step of a run is logged, that of a run that goes on is not.
+        assert_eq!((first.reads, second.reads), ([1, 3], [0, 4]));
+    }
+}
+
+#[test]
+fn a_hook_that_looks_at_the_loss_gets_that_of_its_step() {
+    let keys = ["trainer.strategy=\"ddp\"", ON, "trainer.log_every_n_steps=4"];
+    let run = train_in(tempfile::tempdir().unwrap().path(), 2, &keys, true, false);
+    run.result.as_ref().unwrap();
+    let of_step = |event: &Event| match event {
+        Event::Step { train_loss, .. } => Some(*train_loss),
+        _ => None,
+    };
+    let losses: Vec<f64> = run.events.iter().filter_map(of_step).collect();
+    assert_eq!((losses.len(), &run.losses), (8, &losses));
+    // Three steps are logged; the numbers of the others are waited for, and read once.
+    assert_eq!(run.reads, [8, 5]);
+}
+
+#[test]
+fn where_the_host_needs_the_numbers_at_once_it_reads_them_at_once() {
+    let one = "trainer.strategy=\"single_device\"";
+    for keys in [
+        &["trainer.strategy={ type = \"diloco\", sync_every = 2 }"][..],
+        &[one, "trainer.precision=\"16-mixed\"", "model.dtype=\"f16\""],
+        &[one, "trainer.detect_anomaly=true"],
+        &[one, "trainer.late_reads=\"auto\""],
+        &[one, "trainer.log_every_n_steps=1"],
+    ] {
+        let run = train(1, &[&[ON], keys].concat());
+        run.result.unwrap_or_else(|error| panic!("{keys:?}: {error}"));
+        assert_eq!(run.reads[1], 0, "{keys:?}");
+    }
+    // A checkpoint of the state before an error is saved as ever.
+    let dir = tempfile::tempdir().unwrap();
+    let keys = [one, ON, "trainer.log_every_n_steps=100", "model.fails_at=5"];
+    let run = train_in(dir.path(), 1, &keys, false, true);
+    assert!(matches!(run.result, Err(Error::NonFinite { step: 5, .. })));
+    assert_eq!(run.reads[1], 0);
+    assert!(dir.path().join("kept/step-00000004").exists());
+}
