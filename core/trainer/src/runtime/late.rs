@@ -44,16 +44,15 @@ impl StrategyRuntime {
         let squares = state.squared_norm(context, optimizer)?.on(loss_sum.device())?;
         // As the host does it, so that the bits are the same.
         let squares = ((squares * factor)? * factor)?;
-        let sums = [&loss_sum, &squares].map(|sum| sum.reshape(1));
+        // New memory: the loss may share that of its graph.
+        let both = Tensor::cat(&[loss_sum.reshape(1)?, squares.reshape(1)?], 0)?;
         let [loss_sum, squares] = if dp_cp.size() == world.size() {
-            let [loss_sum, squares] = sums;
-            let both = Tensor::cat(&[loss_sum?, squares?], 0)?;
             world.run(Collective::all_reduce(&both, ReduceOp::Sum))?;
             [both.narrow(0, 0, 1)?, both.narrow(0, 1, 1)?]
         } else {
             // Tensor-parallel ranks have the same loss, and each its part of the norm.
-            let [loss_sum, squares] = sums;
-            let [loss_sum, squares] = [loss_sum?.copy()?, squares?];
+            let [loss_sum, squares] =
+                [both.narrow(0, 0, 1)?.copy()?, both.narrow(0, 1, 1)?.copy()?];
             dp_cp.run(Collective::all_reduce(&loss_sum, ReduceOp::Sum))?;
             world.run(Collective::all_reduce(&squares, ReduceOp::Sum))?;
             [loss_sum, squares]

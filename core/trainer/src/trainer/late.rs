@@ -5,7 +5,8 @@ use std::ops::Deref;
 use std::sync::OnceLock;
 
 use super::Event;
-use super::session::{Cursor, Session, training};
+use super::session::{Cursor, Session};
+use super::train_step::only;
 use crate::Result;
 use crate::fabric::LateStep;
 
@@ -57,10 +58,8 @@ impl Session {
         let Some(UnreadStep { report, numbers, before }) = self.unread.take() else {
             return Ok(());
         };
-        let optimizer = training(&mut self.optimizers).first_mut();
-        let read = optimizer.map(|optimizer| optimizer.end_late_step(&numbers)).transpose();
-        match read {
-            Ok(read) => read.map_or(Ok(()), |(loss, norm)| self.report_step(report, loss, norm)),
+        match only(&mut self.optimizers).end_late_step(&numbers) {
+            Ok((loss, norm)) => self.report_step(report, loss, norm),
             Err(error) => {
                 self.cursor = before;
                 Err(error)

@@ -249,6 +249,6 @@ impl Session {
 }
 
 /// The only optimizer of a session whose trainer optimizes; otherwise the first one.
-fn only(optimizers: &mut Option<FabricOptimizers>) -> &mut FabricOptimizer {
+pub(super) fn only(optimizers: &mut Option<FabricOptimizers>) -> &mut FabricOptimizer {
     training(optimizers).first_mut().expect("there is one: it was checked")
 }
