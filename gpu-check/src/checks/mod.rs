@@ -85,6 +85,7 @@ pub(crate) const STEPS: &[Step] = &[
     ),
     step("optimizers.sgd", "against the CPU: SGD with momentum", optimizers::sgd),
     step("optimizers.averages", "against the CPU: averages of weights", optimizers::averages),
+    step("optimizers.late", "steps whose loss and norm stay on the device", optimizers::late),
     step(
         "training.f32",
         "the first and the last loss of 20 steps of a decoder are the CPU's",

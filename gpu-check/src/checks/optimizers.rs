@@ -1,9 +1,11 @@
 //! Optimizers, averages of weights and the gradient's norm against the CPU.
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
+use fulgurite::core::execution::read;
 use fulgurite::core::module::{ModuleBuilder, ModuleInit};
 use fulgurite::core::optim::{
-    AdamW, GradScale, OptimizerConfig, Sgd, SquaredNorm, StateDtype, WeightAverage,
+    AdamW, GradScale, LateScale, Optimizer, OptimizerConfig, Sgd, SquaredNorm, StateDtype,
+    WeightAverage, clip_factor,
 };
 use fulgurite::core::parameter::{Init, LocalShard, Parameter, accumulation_dtype};
 use fulgurite::core::shard::Region;
@@ -147,6 +149,90 @@ pub(super) fn averages(target: &Target) -> Result<Findings> {
     Ok(findings)
 }
 
+const MAX_NORM: f64 = 0.7;
+
+/// Values, state and averages.
+fn all(
+    parameters: &[Parameter],
+    optimizer: &mut dyn Optimizer,
+    average: &WeightAverage,
+) -> Result<[Vec<f64>; 3]> {
+    let of = |tensors: Vec<fulgurite::core::optim::StateTensor>| -> Result<Vec<f64>> {
+        let mut all = Vec::new();
+        for tensor in tensors {
+            all.extend(numbers(&tensor.values)?);
+        }
+        Ok(all)
+    };
+    Ok([values(parameters)?, of(optimizer.state_tensors()?)?, of(average.state()?)?])
+}
+
+/// What there is after some steps that are clipped by a norm which the host knows.
+fn clipped(config: &dyn OptimizerConfig, dtype: DType) -> Result<[Vec<f64>; 3]> {
+    let parameters = parameters(dtype, &Device::Cpu)?;
+    let mut optimizer = config.build(&parameters)?;
+    let mut average = WeightAverage::exponential(&parameters, 0.9)?;
+    for step in 1..=STEPS {
+        set_grads(&parameters, step)?;
+        let norm = SquaredNorm::of(&parameters, &|_| 0)?.read()?.sqrt();
+        let factor = 0.5 * clip_factor(norm, MAX_NORM);
+        optimizer.step(&GradScale { factor, clip_value: Some(1.2) })?;
+        average.update()?;
+    }
+    all(&parameters, &mut *optimizer, &average)
+}
+
+/// The same with a scale on the device; then two more steps, which it skips: the loss of the first is no number.
+pub(super) fn late(target: &Target) -> Result<Findings> {
+    let (device, mut findings) = (target.device()?, Findings::default());
+    let bf16 = AdamW { state_dtype: StateDtype::Bf16, ..AdamW::default() };
+    let momentum = Sgd { lr: 1e-2, momentum: 0.9, ..Sgd::default() };
+    let configs: [(&str, &dyn OptimizerConfig); 3] =
+        [("adamw", &AdamW::default()), ("adamw, bf16 states", &bf16), ("sgd", &momentum)];
+    for (name, config) in configs {
+        for dtype in [DType::F32, DType::BF16, DType::F64] {
+            let name = format!("{name} {dtype:?}");
+            let parameters = parameters(dtype, &device)?;
+            let mut optimizer = config.build(&parameters)?;
+            let mut average = WeightAverage::exponential(&parameters, 0.9)?;
+            let mut before: Option<LateScale> = None;
+            let (mut read, mut done) = (Vec::new(), None);
+            for step in 1..=STEPS + 2 {
+                if step == STEPS + 1 {
+                    done = Some(all(&parameters, &mut *optimizer, &average)?);
+                }
+                set_grads(&parameters, step)?;
+                let loss = if step == STEPS + 1 { f64::NAN } else { step as f64 };
+                let norm = SquaredNorm::of(&parameters, &|_| 0)?.on(&device)?;
+                let sums = (&Tensor::full(loss, (), &device)?, &norm);
+                let scale = GradScale { factor: 0.5, clip_value: Some(1.2) };
+                let scale = LateScale::new(sums, &scale, Some(MAX_NORM), before.as_ref())?;
+                read.push(read::later(scale.numbers(), "gpu-check")?);
+                optimizer.step_late(&scale)?;
+                average.update_late(&scale)?;
+                before = Some(scale);
+            }
+            let (got, want) = (done.unwrap_or_default(), clipped(config, dtype)?);
+            for (what, (got, want)) in
+                ["values", "state", "averages"].into_iter().zip(got.iter().zip(&want))
+            {
+                let rounded = dtype == DType::BF16 || (name.contains("bf16") && what == "state");
+                let allowed = if rounded { ALLOWED_BF16 } else { ALLOWED };
+                let name = format!("{name} {what}");
+                findings.difference(&name, difference(got, want), allowed);
+            }
+            let same = all(&parameters, &mut *optimizer, &average)? == got;
+            findings.require(same, || format!("{name}: steps that are skipped change something"));
+            for (step, read) in (1..).zip(&read) {
+                let loss = read.numbers()?[0];
+                let right = loss == step as f64 || (step == STEPS + 1 && loss.is_nan());
+                findings.require(right, || format!("{name}: the loss of step {step} is {loss}"));
+            }
+        }
+    }
+    Ok(findings)
+}
+
 pub(super) fn norm(target: &Target) -> Result<Findings> {
     let (device, mut findings) = (target.device()?, Findings::default());
     for dtype in [DType::F32, DType::BF16, DType::F64] {
@@ -161,7 +247,7 @@ pub(super) fn norm(target: &Target) -> Result<Findings> {
     // What is not finite must show.
     let parameters = parameters(DType::F32, &device)?;
     set_grads(&parameters, 1)?;
-    let grad = candle_core::Tensor::full(f32::NAN, LENGTHS[1], &device)?;
+    let grad = Tensor::full(f32::NAN, LENGTHS[1], &device)?;
     parameters[1].set_local_grad(Some(grad));
     let norm = SquaredNorm::of(&parameters, &|_| 0)?.read()?;
     findings.require(norm.is_nan(), || format!("the squared norm of NaN is {norm}"));
