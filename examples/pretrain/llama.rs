@@ -208,8 +208,9 @@ impl DecoderLayer {
 impl Module for DecoderLayer {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let y = self.self_attn.forward(&self.input_layernorm.forward(x)?)?;
-        let x = (x + self.dropout[0].forward(&y)?)?;
-        let y = self.mlp.forward(&self.post_attention_layernorm.forward(&x)?)?;
+        let y = self.dropout[0].forward(&y)?;
+        let (normalized, x) = self.post_attention_layernorm.forward_residual(&y, x)?;
+        let y = self.mlp.forward(&normalized)?;
         Ok((x + self.dropout[1].forward(&y)?)?)
     }
 }

@@ -64,30 +64,39 @@ KERNEL add_rows(const float *sums, u32 rows, u32 n, float *out) {
     out[column] += sum;
 }
 
-// Layer norm: a block for each row of `n` elements. `bias` may be null.
+// Layer norm of `x`, or of its sum with `residual`: a block for each row of `n` elements. `bias` may be null.
 template <class T>
-DEVICE void layer_norm_row(const T *x, const float *weight, const float *bias, T *y, float *mean, float *rstd, u32 n,
-                           float eps) {
+DEVICE void layer_norm_row(const T *x, const T *residual, const float *weight, const float *bias, T *sum, T *y,
+                           float *mean, float *rstd, u32 n, float eps) {
     SHARED(float, scratch, WARPS);
     u64 row = (u64)blockIdx.x * n;
-    float sum = 0, squares = 0;
-    for (u32 i = threadIdx.x; i < n; i += THREADS) sum += load(x[row + i]);
-    float middle = block_sum(sum, scratch) / (float)n;
+    float total = 0, squares = 0;
     for (u32 i = threadIdx.x; i < n; i += THREADS) {
-        float off = load(x[row + i]) - middle;
+        float value = load(x[row + i]);
+        if (residual) {
+            store(sum[row + i], value + load(residual[row + i]));
+            value = load(sum[row + i]);
+        }
+        total += value;
+    }
+    float middle = block_sum(total, scratch) / (float)n;
+    const T *values = residual ? sum : x;
+    for (u32 i = threadIdx.x; i < n; i += THREADS) {
+        float off = load(values[row + i]) - middle;
         squares += off * off;
     }
     float scale = 1.0f / sqrtf(block_sum(squares, scratch) / (float)n + eps);
     for (u32 i = threadIdx.x; i < n; i += THREADS) {
-        float value = (load(x[row + i]) - middle) * scale * weight[i];
+        float value = (load(values[row + i]) - middle) * scale * weight[i];
         store(y[row + i], bias ? value + bias[i] : value);
     }
     if (threadIdx.x == 0) mean[blockIdx.x] = middle, rstd[blockIdx.x] = scale;
 }
 
+// As `rms_norm_backward_row`.
 template <class T>
 DEVICE void layer_norm_backward_row(const T *x, const float *weight, const float *mean, const float *rstd, const T *grad,
-                                    T *dx, u32 n) {
+                                    const T *more, T *dx, u32 n) {
     SHARED(float, scratch, WARPS);
     u64 row = (u64)blockIdx.x * n;
     float middle = mean[blockIdx.x], scale = rstd[blockIdx.x], along = 0, level = 0;
@@ -100,7 +109,8 @@ DEVICE void layer_norm_backward_row(const T *x, const float *weight, const float
     level = block_sum(level, scratch) / (float)n;
     for (u32 i = threadIdx.x; i < n; i += THREADS) {
         float g = load(grad[row + i]) * weight[i], xhat = (load(x[row + i]) - middle) * scale;
-        store(dx[row + i], scale * (g - level - xhat * along));
+        float d = scale * (g - level - xhat * along);
+        store(dx[row + i], more ? d + load(more[row + i]) : d);
     }
 }
 
@@ -208,13 +218,13 @@ DEVICE void rope_chunk(const T *x, const float *cosine, const float *sine, T *y,
                                   u32 part) {                                                                          \
         rms_norm_weight_columns(x, rstd, grad, sums, rows, n, part);                                                   \
     }                                                                                                                  \
-    KERNEL layer_norm_##NAME(const T *x, const float *weight, const float *bias, T *y, float *mean, float *rstd, u32 n,\
-                             float eps) {                                                                              \
-        layer_norm_row(x, weight, bias, y, mean, rstd, n, eps);                                                        \
+    KERNEL layer_norm_##NAME(const T *x, const T *residual, const float *weight, const float *bias, T *sum, T *y,      \
+                             float *mean, float *rstd, u32 n, float eps) {                                             \
+        layer_norm_row(x, residual, weight, bias, sum, y, mean, rstd, n, eps);                                         \
     }                                                                                                                  \
     KERNEL layer_norm_backward_##NAME(const T *x, const float *weight, const float *mean, const float *rstd,           \
-                                      const T *grad, T *dx, u32 n) {                                                   \
-        layer_norm_backward_row(x, weight, mean, rstd, grad, dx, n);                                                   \
+                                      const T *grad, const T *more, T *dx, u32 n) {                                    \
+        layer_norm_backward_row(x, weight, mean, rstd, grad, more, dx, n);                                             \
     }                                                                                                                  \
     KERNEL layer_norm_weight_##NAME(const T *x, const float *mean, const float *rstd, const T *grad, float *sums,      \
                                     float *bias_sums, u32 rows, u32 n, u32 part) {                                     \

@@ -294,11 +294,13 @@ kernels_of_floats! {
             n: u32,
             part: u32,
         );
-        /// Layer norm, a block for each row.
+        /// Layer norm of `x`, or of the sum with `residual`, a block for each row.
         fn layer_norm<T>(
             x: In<T>,
+            residual: In<T>,
             weight: In<f32>,
             bias: In<f32>,
+            sum: Out<T>,
             y: Out<T>,
             mean: Out<f32>,
             rstd: Out<f32>,
@@ -312,6 +314,7 @@ kernels_of_floats! {
             mean: In<f32>,
             rstd: In<f32>,
             grad: In<T>,
+            more: In<T>,
             dx: Out<T>,
             n: u32,
         );

@@ -106,7 +106,7 @@ fn norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, norm: Norm) -> Resul
     let with_bias = bias.is_some();
     let dtype = weight.dtype();
     record_function(&inputs, y, move |_, grad| {
-        let grads = norm.backward(&saved, &saved_weight, with_bias, grad)?;
+        let grads = norm.backward(&saved, &saved_weight, with_bias, grad, None)?;
         let cast = |t: Tensor| t.to_dtype(dtype).map(Some);
         let mut all = vec![Some(grads.x), cast(grads.weight)?];
         if let Some(bias) = grads.bias {

@@ -1,11 +1,13 @@
-//! Adding gradients to parameters.
+//! Adding gradients: to parameters, and to each other.
 
 use candle_core::Tensor;
+use rayon::prelude::*;
 
-use super::host::Float;
+use super::backend::uses_cpu_kernels;
+use super::host::{Float, with_float};
 use crate::Result;
 use fulgurite_engine::autograd::storage;
-use fulgurite_engine::parameter::Parameter;
+use fulgurite_engine::parameter::{Parameter, accumulation_dtype};
 
 /// Calls `write` with the parameter's gradient buffer as a slice of `T`, to write (`false`) a
 /// gradient into it or add (`true`) one. For a buffer of another dtype the slice is a temporary.
@@ -34,4 +36,26 @@ pub(super) fn accumulate_and_end_use(parameter: &Parameter, grad: &Tensor) -> Re
         parameter.accumulate(&grad.reshape(parameter.compute_shape())?)?;
     }
     parameter.end_use()
+}
+
+/// `sum + x`. Computed in the memory of `sum`, which must have no other user, if that is on the CPU
+/// and in its accumulation dtype.
+pub(super) fn add_to(sum: Tensor, x: &Tensor) -> Result<Tensor> {
+    const PIECE: usize = 16 * 1024;
+    if !uses_cpu_kernels(&sum)
+        || accumulation_dtype(sum.dtype()) != sum.dtype()
+        || !sum.is_contiguous()
+    {
+        return Ok((sum + x)?);
+    }
+    let x = x.contiguous()?;
+    with_float!(sum.dtype(), T => {
+        storage::with_host_mut(&sum, |sum: &mut [T]| {
+            storage::with_host(&x, |x: &[T]| {
+                let pieces = sum.par_chunks_mut(PIECE).zip(x.par_chunks(PIECE));
+                pieces.for_each(|(sum, x)| sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += *x));
+            })
+        })?
+    })?;
+    Ok(sum)
 }

@@ -106,7 +106,7 @@ impl GroupNorm {
             let of_normalized =
                 grad.broadcast_mul(&layer.of_channels(&layer.weight, saved.rank())?)?;
             let of_normalized = of_normalized.reshape(rows.shape())?;
-            let dx = layer.norm.backward(&rows, &ones, false, &of_normalized)?.x;
+            let dx = layer.norm.backward(&rows, &ones, false, &of_normalized, None)?.x;
             accumulate_and_end_use(&layer.weight, &channel_sums(&(&grad * normalized)?)?)?;
             accumulate_and_end_use(&layer.bias, &channel_sums(&grad)?)?;
             Ok(vec![Some(dx.reshape(saved.shape())?.to_dtype(saved.dtype())?)])

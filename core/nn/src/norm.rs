@@ -1,15 +1,18 @@
 //! RMS norm and layer norm.
 
+use std::sync::{Arc, OnceLock};
+
 use candle_core::Tensor;
 
 use super::gradients::accumulate_and_end_use;
 use super::input;
-use super::kernels::norm::Norm;
-use super::residual::{FusedLayer, FusedOutput};
+use super::kernels::norm::{Norm, NormGrads, NormOfSum};
+use super::residual::{FusedLayer, FusedOutput, add_more};
 use super::styles::NormStyles;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::save_for_backward;
 use fulgurite_engine::module::{Module, ModuleBuilder};
-use fulgurite_engine::parallel::LayerHandle;
+use fulgurite_engine::parallel::{LayerHandle, describe_layout};
 use fulgurite_engine::parameter::{Init, Parameter};
 
 /// RMS norm over the last dimension: `y = x / sqrt(mean(x^2) + eps) * weight`. Computed in f32 at
@@ -56,6 +59,35 @@ impl RmsNorm {
     pub fn weight(&self) -> &Parameter {
         &self.0.weight
     }
+
+    /// The norm of `x + residual`, and that sum, which goes on as the residual stream: as one operation. On the CPU they
+    /// and their gradients have the bits of two operations; on GPUs, forward and backward pass over memory once less.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use fulgurite_core::module::{ModuleBuilder, ModuleInit};
+    /// # use fulgurite_core::autograd::storage;
+    /// use fulgurite_core::nn::RmsNorm;
+    ///
+    /// let b = ModuleBuilder::new(ModuleInit::default());
+    /// let norm = RmsNorm::new(&b.pp("norm"), 4, 0.0)?;
+    /// # for slot in b.finish()?.slots() { storage::allocate(slot.compute()?)?; }
+    /// # storage::copy_from(norm.weight().compute()?, &Tensor::ones(4, DType::F32, &Device::Cpu)?)?;
+    /// let x = Tensor::ones((3, 4), DType::F32, &Device::Cpu)?;
+    /// let attended = Tensor::ones((3, 4), DType::F32, &Device::Cpu)?;
+    /// let (normalized, x) = norm.forward_residual(&attended, &x)?;
+    /// assert_eq!(x.to_vec2::<f32>()?, [[2.0; 4]; 3]);
+    /// assert_eq!(normalized.to_vec2::<f32>()?, [[1.0; 4]; 3]);
+    /// # Ok::<(), fulgurite_core::Error>(())
+    /// ```
+    ///
+    /// Under a tensor-parallel plan both inputs have the layout that the norm takes, and the sum keeps it.
+    ///
+    /// # Errors
+    /// Those of `forward`, and if `x` and `residual` differ in shape, dtype or layout.
+    pub fn forward_residual(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+        self.0.forward_residual(x, residual)
+    }
 }
 
 impl LayerNorm {
@@ -85,6 +117,14 @@ impl LayerNorm {
     /// The bias, `[width]`.
     pub fn bias(&self) -> Option<&Parameter> {
         self.0.bias.as_ref()
+    }
+
+    /// The norm of `x + residual`, and that sum, as [`RmsNorm::forward_residual`].
+    ///
+    /// # Errors
+    /// As [`RmsNorm::forward_residual`].
+    pub fn forward_residual(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+        self.0.forward_residual(x, residual)
     }
 }
 
@@ -116,18 +156,86 @@ impl NormLayer {
         let (y, output) = self.layer.redistribute_output(y)?;
         let parameters = std::iter::once(&self.weight).chain(&self.bias);
         let layer = self.clone();
-        Ok(FusedOutput::new(&self.layer, y, parameters, move |grad, wanted| {
+        let redistributes = self.layer.redistributes_input();
+        Ok(FusedOutput::adding(&self.layer, y, parameters, move |grad, wanted, more| {
+            let more = more.filter(|_| wanted);
+            let (inside, outside) = if redistributes { (None, more) } else { (more, None) };
             let grad = &output.backward(grad)?;
             let weight = layer.weight.value()?;
             let with_bias = layer.bias.is_some();
-            let grads = layer.norm.backward(&saved, &weight, with_bias, grad)?;
+            let grads = layer.norm.backward(&saved, &weight, with_bias, grad, inside)?;
             drop(weight);
-            accumulate_and_end_use(&layer.weight, &grads.weight)?;
-            if let (Some(bias), Some(grad)) = (&layer.bias, &grads.bias) {
-                accumulate_and_end_use(bias, grad)?;
-            }
-            wanted.then(|| input.backward(&grads.x)).transpose()
+            layer.accumulate(&grads)?;
+            add_more(wanted.then(|| input.backward(&grads.x)).transpose()?, outside)
         }))
+    }
+
+    /// Adds the parameters' gradients and ends their uses.
+    fn accumulate(&self, grads: &NormGrads) -> Result<()> {
+        accumulate_and_end_use(&self.weight, &grads.weight)?;
+        match (&self.bias, &grads.bias) {
+            (Some(bias), Some(grad)) => accumulate_and_end_use(bias, grad),
+            _ => Ok(()),
+        }
+    }
+
+    fn forward_residual(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+        self.check_residual(x, residual)?;
+        if self.layer.redistributes_input() {
+            // The sum stays as its terms are, and what is normalised is redistributed.
+            let sum = (x + residual)?;
+            return Ok((self.compute(&sum)?.record(&sum)?, sum));
+        }
+        self.layer.check_sum([x, residual])?;
+        let weight = self.weight.value()?;
+        let bias = self.bias.as_ref().map(Parameter::value).transpose()?;
+        let (outside, of_residual) = (x.detach(), residual.detach());
+        let NormOfSum { y, sum } =
+            self.norm.forward_residual(&outside, &of_residual, &weight, bias.as_ref())?;
+        drop((weight, bias));
+        let (y, output) = self.layer.redistribute_output(y)?;
+        let parameters: Vec<_> = std::iter::once(&self.weight).chain(&self.bias).collect();
+        // What was normalised: known once the sum has its place in the graph, for its memory moves there.
+        let saved = Arc::new(OnceLock::<Tensor>::new());
+        let (layer, normalized) = (self.clone(), saved.clone());
+        let backward = move |[grad, of_sum]: [Option<&Tensor>; 2]| {
+            let Some(grad) = grad else { return Ok(vec![of_sum.cloned(); 2]) };
+            let normalized =
+                normalized.get().ok_or_else(|| Error::other("a norm's sum is unknown"))?;
+            let grad = output.backward(grad)?;
+            let (weight, with_bias) = (layer.weight.value()?, layer.bias.is_some());
+            let grads = layer.norm.backward(normalized, &weight, with_bias, &grad, of_sum)?;
+            drop(weight);
+            layer.accumulate(&grads)?;
+            Ok(vec![Some(grads.x); 2])
+        };
+        let [y, sum] =
+            self.layer.record_with_sum([x, residual], &parameters, [y, sum], backward)?;
+        save_for_backward(&[&sum]);
+        saved.get_or_init(|| sum.detach());
+        Ok((y, sum))
+    }
+
+    fn check_residual(&self, x: &Tensor, residual: &Tensor) -> Result<()> {
+        input::check_width(&self.layer, x, self.weight.elem_count())?;
+        if !self.layer.keeps_fp32() {
+            input::check_dtype(&self.layer, x, self.weight.compute_dtype())?;
+        }
+        if x.dims() == residual.dims() && x.dtype() == residual.dtype() {
+            return Ok(());
+        }
+        let describe = |x: &Tensor| {
+            let layout = describe_layout(x).map_or(String::new(), |layout| format!(" ({layout})"));
+            format!("{:?} {:?}{layout}", x.dims(), x.dtype())
+        };
+        Err(Error::module(
+            self.layer.path(),
+            format_args!(
+                "normalises the sum of its input and a residual, which must be alike: the input is {}, the residual {}",
+                describe(x),
+                describe(residual)
+            ),
+        ))
     }
 }
 

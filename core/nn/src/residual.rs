@@ -1,15 +1,12 @@
 //! [`residual`]: a residual branch as one operation, and the layers it can be made of.
 
 use candle_core::{DType, Tensor};
-use rayon::prelude::*;
 
-use super::backend::uses_cpu_kernels;
-use super::host::with_float;
+use super::gradients::add_to;
 use crate::{Error, Result};
-use fulgurite_engine::autograd::{save_for_backward, storage};
+use fulgurite_engine::autograd::save_for_backward;
 use fulgurite_engine::parallel::{LayerHandle, describe_layout};
 use fulgurite_engine::parameter::Parameter;
-use fulgurite_engine::parameter::accumulation_dtype;
 
 /// A layer that [`residual`] can fuse: the norms, attention and the feed-forward blocks. Sealed.
 pub trait FusedLayer {
@@ -18,9 +15,9 @@ pub trait FusedLayer {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput>;
 }
 
-/// The backward of a layer: takes the output's gradient and whether the input's is wanted, and
-/// returns the latter. Adds the parameters' gradients and ends their uses.
-type Backward = dyn Fn(&Tensor, bool) -> Result<Option<Tensor>> + Send + Sync;
+/// The backward of a layer: takes the output's gradient, whether the input's is wanted, and what is added to that (in the
+/// input's shape and dtype), and returns the input's. Adds the parameters' gradients and ends their uses.
+type Backward = dyn Fn(&Tensor, bool, Option<&Tensor>) -> Result<Option<Tensor>> + Send + Sync;
 
 /// A layer's output outside the graph, and its backward.
 pub struct FusedOutput {
@@ -36,6 +33,21 @@ impl FusedOutput {
         output: Tensor,
         parameters: impl IntoIterator<Item = &'a Parameter>,
         backward: impl Fn(&Tensor, bool) -> Result<Option<Tensor>> + Send + Sync + 'static,
+    ) -> Self {
+        Self::adding(layer, output, parameters, move |grad, wanted, more| {
+            add_more(backward(grad, wanted)?, more)
+        })
+    }
+
+    /// The same of a layer that adds another gradient of its input to the one that it computes.
+    pub(super) fn adding<'a>(
+        layer: &LayerHandle,
+        output: Tensor,
+        parameters: impl IntoIterator<Item = &'a Parameter>,
+        backward: impl Fn(&Tensor, bool, Option<&Tensor>) -> Result<Option<Tensor>>
+        + Send
+        + Sync
+        + 'static,
     ) -> Self {
         let parameters = parameters.into_iter().cloned().collect();
         Self { layer: layer.clone(), output, parameters, backward: Box::new(backward) }
@@ -53,9 +65,9 @@ impl FusedOutput {
         }
         let Self { layer, output, parameters, backward } = compute(&layer.cast_input(x)?)?;
         let output = output.to_dtype(given)?;
-        let backward = move |grad: &Tensor, wanted| {
-            let dx = backward(&grad.to_dtype(DType::F32)?, wanted)?;
-            Ok(dx.map(|dx| dx.to_dtype(given)).transpose()?)
+        let backward = move |grad: &Tensor, wanted: bool, more: Option<&Tensor>| {
+            let dx = backward(&grad.to_dtype(DType::F32)?, wanted, None)?;
+            add_more(dx.map(|dx| dx.to_dtype(given)).transpose()?, more)
         };
         Ok(Self { layer, output, parameters, backward: Box::new(backward) })
     }
@@ -64,7 +76,17 @@ impl FusedOutput {
     pub(super) fn record(self, x: &Tensor) -> Result<Tensor> {
         let Self { layer, output, parameters, backward } = self;
         let (parameters, tracked): (Vec<_>, _) = (parameters.iter().collect(), x.track_op());
-        layer.record(&[x], &parameters, output, move |_, grad| Ok(vec![backward(grad, tracked)?]))
+        layer.record(&[x], &parameters, output, move |_, grad| {
+            Ok(vec![backward(grad, tracked, None)?])
+        })
+    }
+}
+
+/// `dx` plus `more`, if both are there.
+pub(super) fn add_more(dx: Option<Tensor>, more: Option<&Tensor>) -> Result<Option<Tensor>> {
+    match (dx, more) {
+        (Some(dx), Some(more)) => add_to(dx, more).map(Some),
+        (dx, _) => Ok(dx),
     }
 }
 
@@ -116,32 +138,9 @@ pub fn residual(x: &Tensor, norm: &dyn FusedLayer, branch: &dyn FusedLayer) -> R
     let (norm_back, branch_back) = (norm.backward, branch.backward);
     let parameters: Vec<Parameter> = norm.parameters.into_iter().chain(branch.parameters).collect();
     FusedOutput::new(&branch.layer, y, &parameters, move |grad, wanted| {
-        let inner = branch_back(grad, true)?;
+        let inner = branch_back(grad, true, None)?;
         let inner = inner.ok_or_else(|| Error::other("a residual branch gave no gradient"))?;
-        let dx = norm_back(&inner, wanted)?;
-        dx.map(|dx| add_to(dx, grad)).transpose()
+        norm_back(&inner, wanted, Some(grad))
     })
     .record(x)
-}
-
-/// `sum + x`. Computed in the memory of `sum`, which must have no other user, if that is on the CPU
-/// and in its accumulation dtype.
-fn add_to(sum: Tensor, x: &Tensor) -> Result<Tensor> {
-    const PIECE: usize = 16 * 1024;
-    if !uses_cpu_kernels(&sum)
-        || accumulation_dtype(sum.dtype()) != sum.dtype()
-        || !sum.is_contiguous()
-    {
-        return Ok((sum + x)?);
-    }
-    let x = x.contiguous()?;
-    with_float!(sum.dtype(), T => {
-        storage::with_host_mut(&sum, |sum: &mut [T]| {
-            storage::with_host(&x, |x: &[T]| {
-                let pieces = sum.par_chunks_mut(PIECE).zip(x.par_chunks(PIECE));
-                pieces.for_each(|(sum, x)| sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += *x));
-            })
-        })?
-    })?;
-    Ok(sum)
 }

@@ -1,6 +1,6 @@
 //! Differentiable functions and layers against the CPU.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{D, DType, Device, Tensor};
 use fulgurite::core::module::{Module, ModuleBuilder};
 use fulgurite::nn::{
     AttentionConfig, BatchNorm, CausalSelfAttention, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig,
@@ -17,6 +17,11 @@ use crate::target::Target;
 /// A layer of one input.
 fn layer(module: impl Module + 'static) -> Result<Function> {
     Ok(Box::new(move |x| module.forward(&x[0])))
+}
+
+/// Two outputs as one.
+fn joined((y, sum): (Tensor, Tensor)) -> Result<Tensor> {
+    Ok(Tensor::cat(&[y, sum], D::Minus1)?)
 }
 
 /// Ids below `below`, `-100` at every seventh place if `ignore`.
@@ -75,6 +80,22 @@ pub(super) fn norms(target: &Target) -> Result<Findings> {
             name: "LayerNorm",
             inputs: &[&[9, 33]],
             of: Of::Layer(|b| layer(LayerNorm::new(&b.pp("norm"), 33, 1e-5)?)),
+        },
+        Case {
+            name: "RmsNorm with a residual, and the sum",
+            inputs: &[&[9, 33], &[9, 33]],
+            of: Of::Layer(|b| {
+                let norm = RmsNorm::new(&b.pp("norm"), 33, 1e-5)?;
+                Ok(Box::new(move |x| joined(norm.forward_residual(&x[0], &x[1])?)))
+            }),
+        },
+        Case {
+            name: "LayerNorm with a residual, and the sum",
+            inputs: &[&[2, 3, 1030], &[2, 3, 1030]],
+            of: Of::Layer(|b| {
+                let norm = LayerNorm::new(&b.pp("norm"), 1030, 1e-5)?;
+                Ok(Box::new(move |x| joined(norm.forward_residual(&x[0], &x[1])?)))
+            }),
         },
         Case {
             name: "GroupNorm",

@@ -108,8 +108,9 @@ impl Block {
 impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let attended = self.attention.forward(&self.norm.forward(x)?)?;
-        let x = (x + self.dropout.forward(&attended)?)?;
-        let hidden = self.mlp.forward(&self.post_norm.forward(&x)?)?;
+        let attended = self.dropout.forward(&attended)?;
+        let (normalized, x) = self.post_norm.forward_residual(&attended, x)?;
+        let hidden = self.mlp.forward(&normalized)?;
         Ok((&x + hidden.broadcast_mul(&self.scale.tensor()?)?)?)
     }
 }

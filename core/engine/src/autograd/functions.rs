@@ -24,9 +24,9 @@ impl Grads {
 /// called once, when the gradients of all outputs that get one are there, and gives one for each input, as
 /// that of [`function`] does. Every input takes part in the graph.
 ///
-/// candle's operations have one output and at most three inputs. So each input has a node of one element
-/// of its own, on which a node in the middle depends, on which the outputs depend: the gradients of the
-/// outputs wait there for its backward, and those of the inputs for the nodes in front of it.
+/// candle's operations have one output and at most three inputs. So the outputs depend on a node of one element
+/// in the middle, where their gradients wait for its backward. More than three inputs have a node of one
+/// element each in front of it, for which their gradients wait.
 pub(crate) fn functions(
     inputs: &[&Tensor],
     mut outputs: Vec<Tensor>,
@@ -38,7 +38,14 @@ pub(crate) fn functions(
         return Ok(vec![y]);
     }
     let element = || Tensor::zeros((), DType::F32, inputs[0].device());
-    let (of_inputs, of_outputs) = (Grads::new(inputs.len()), Grads::new(outputs.len()));
+    let of_outputs = Grads::new(outputs.len());
+    let given = of_outputs.clone();
+    let take = move || given.lock().iter_mut().map(Option::take).collect::<Vec<_>>();
+    if inputs.len() <= 3 {
+        let middle = function(inputs, element()?, move |_, _| backward(&take()))?;
+        return enter(&middle, outputs, &of_outputs);
+    }
+    let of_inputs = Grads::new(inputs.len());
     let mut nodes = Vec::with_capacity(inputs.len());
     for (i, input) in inputs.iter().enumerate() {
         let grads = of_inputs.clone();
@@ -52,16 +59,20 @@ pub(crate) fn functions(
         };
         nodes = nodes.chunks(3).map(join).collect::<Result<_>>()?;
     }
-    let (n, given) = (nodes.len(), of_outputs.clone());
+    let n = nodes.len();
     let nodes: Vec<&Tensor> = nodes.iter().collect();
     let middle = function(&nodes, element()?, move |_, grad| {
-        let grads: Vec<_> = given.lock().iter_mut().map(Option::take).collect();
-        *of_inputs.lock() = backward(&grads)?;
+        *of_inputs.lock() = backward(&take())?;
         Ok(vec![Some(grad.clone()); n])
     })?;
+    enter(&middle, outputs, &of_outputs)
+}
+
+/// Enters outputs that depend on the node in the `middle`, and leave their gradients in `of_outputs`.
+fn enter(middle: &Tensor, outputs: Vec<Tensor>, of_outputs: &Arc<Grads>) -> Result<Vec<Tensor>> {
     let enter = |(i, output): (usize, Tensor)| {
-        let (grads, element) = (of_outputs.clone(), element()?);
-        function(&[&middle], output, move |_, grad| {
+        let (grads, element) = (of_outputs.clone(), middle.detach());
+        function(&[middle], output, move |_, grad| {
             grads.lock()[i] = Some(grad.clone());
             Ok(vec![Some(element.clone())])
         })

@@ -195,6 +195,15 @@ pub(crate) fn lookup(x: &Tensor, user: &str) -> Result<Option<Arc<Activation>>> 
     Ok(Some(activation))
 }
 
+/// The layout of the sum of these tensors, as [`lookup`] of each.
+///
+/// # Errors
+/// As [`lookup`], and if they have different layouts.
+pub(super) fn lookup_sum(terms: [&Tensor; 2], user: &str) -> Result<Option<Arc<Activation>>> {
+    let origins = terms.iter().map(|term| lookup(term, user)).collect::<Result<Vec<_>>>()?;
+    join(&origins.into_iter().flatten().collect::<Vec<_>>(), user)
+}
+
 /// The layout of what is computed from `origins`.
 fn join(origins: &[Arc<Activation>], user: &str) -> Result<Option<Arc<Activation>>> {
     let Some(first) = origins.first() else { return Ok(None) };

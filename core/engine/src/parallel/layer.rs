@@ -10,7 +10,7 @@ use super::activations::{self, Activation};
 use super::{LayerSharding, Layout, ParallelStyle, Redistribute, Redistributed};
 use crate::autograd::{GradMode, is_grad_enabled, save_for_backward};
 use crate::collective::{ProcessGroup, all_gather_object};
-use crate::parameter::{Parameter, record};
+use crate::parameter::{Parameter, record, record_outputs};
 use crate::shard::chunk;
 use crate::{Error, Result};
 
@@ -446,6 +446,58 @@ impl LayerHandle {
         let layout = Some(Layout::LAST);
         let classes = Some((first, local));
         mark(y, Arc::new(Activation { layout, classes, ..(*activation).clone() }))
+    }
+
+    /// As [`record`](Self::record), for a layer that adds its two `inputs`, computes `output` of the sum, and gives
+    /// both. They are in memory of their own, and the sum is held as the inputs are, which
+    /// [`check_sum`](Self::check_sum) has checked. `backward` is called once, with the gradients (contiguous) of output
+    /// and sum, or of the one that gets a gradient.
+    ///
+    /// # Errors
+    /// None but candle's.
+    pub fn record_with_sum(
+        &self,
+        inputs: [&Tensor; 2],
+        parameters: &[&Parameter],
+        [output, sum]: [Tensor; 2],
+        backward: impl Fn([Option<&Tensor>; 2]) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+    ) -> Result<[Tensor; 2]> {
+        let held = [self.output_activation(Some(inputs[0]))?, self.sum_activation(inputs)?];
+        let layer = self.clone();
+        let backward = move |grads: &[Option<Tensor>]| match grads {
+            [output, sum] => layer.run(|| backward([output.as_ref(), sum.as_ref()])),
+            _ => Err(Error::other("an output and a sum have two gradients")),
+        };
+        let outputs = record_outputs(&inputs, parameters, vec![output, sum], backward)?;
+        let mark = |(y, held): (Tensor, Option<Arc<Activation>>)| match held {
+            Some(activation) => mark(y, activation),
+            None => Ok(y),
+        };
+        let outputs = outputs.into_iter().zip(held).map(mark).collect::<Result<Vec<_>>>()?;
+        outputs.try_into().map_err(|_| Error::other("an output and a sum are two tensors"))
+    }
+
+    /// Checks the layouts of two tensors that the layer adds as they are, to compute with the sum.
+    ///
+    /// # Errors
+    /// As [`check_input`](Self::check_input), and if the ranks hold them in two ways.
+    pub fn check_sum(&self, inputs: [&Tensor; 2]) -> Result<()> {
+        let Some(parallel) = self.parallel() else { return Ok(()) };
+        for input in inputs {
+            self.check_input(input)?;
+            if parallel.computes_with == Layout::SEQUENCE {
+                parallel.plan.sequence.check(&self.0.path, input, &**parallel.group())?;
+            }
+        }
+        self.sum_activation(inputs).map(drop)
+    }
+
+    /// How the ranks hold the sum of these tensors.
+    fn sum_activation(&self, inputs: [&Tensor; 2]) -> Result<Option<Arc<Activation>>> {
+        match self.parallel() {
+            Some(_) => activations::lookup_sum(inputs, &format!("`{}`", self.0.path)),
+            None => Ok(None),
+        }
     }
 
     /// A backward whose errors name this layer.

@@ -27,5 +27,6 @@ pub(crate) use parameter::{LayerCut, ParameterSpec};
 pub use parameter::{LocalShard, Parameter};
 pub use paused::PausedGradients;
 pub use record::record;
+pub(crate) use record::record_outputs;
 pub use slot::ParameterSlot;
 pub(crate) use uses::{Uses, note_tensor_use};

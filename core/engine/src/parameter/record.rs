@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use super::{Parameter, PausedGradients};
-use crate::autograd::{anomaly, detects_anomalies, function, is_grad_enabled};
+use crate::autograd::{anomaly, detects_anomalies, function, functions, is_grad_enabled};
 use crate::{Error, Result};
 
 /// Enters `output`, computed from `inputs` and `parameters`, into the graph: at most three
@@ -28,61 +28,124 @@ pub fn record(
     output: Tensor,
     backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    if detects_anomalies() {
-        for input in inputs {
-            let what = "its input has {}, and every layer before it gave finite values: look at the operations \
-                        between them";
-            check_anomaly(parameters, input, what)?;
-        }
-        check_anomaly(parameters, &output, "its output has {}, and its input is finite")?;
-    }
-    if !is_grad_enabled() {
-        // Counts a use if a later backward computes this again.
-        parameters.iter().for_each(|p| p.begin_use());
+    let Some(recorded) = Recorded::begin(inputs, parameters, &[&output])? else {
         return Ok(output);
-    }
-    let tracked: Vec<bool> = inputs.iter().map(|input| input.track_op()).collect();
-    let trainable = parameters.iter().find(|p| p.takes_grad());
-    if !tracked.contains(&true) && trainable.is_none() {
-        return Ok(output);
-    }
-    parameters.iter().for_each(|p| p.begin_use());
-    // Inputs outside the graph stay out of it. The token goes in even if an input is tracked: candle
-    // tracks a cast from an integer, but its backward does not follow it.
-    let mut arguments: Vec<&Tensor> =
-        inputs.iter().zip(&tracked).filter(|(_, tracked)| **tracked).map(|(x, _)| *x).collect();
-    arguments.extend(trainable.map(|p| p.token()));
-    let with_token = trainable.is_some();
-    // What is paused in the forward gets no gradient of it, whenever its backward comes.
-    let paused: Vec<Parameter> = parameters
-        .iter()
-        .filter(|p| p.requires_grad() && !p.takes_grad())
-        .map(|&p| p.clone())
-        .collect();
-    // For messages.
-    let of: Vec<Parameter> = match detects_anomalies() {
-        true => parameters.iter().map(|&p| p.clone()).collect(),
-        false => Vec::new(),
     };
+    let arguments = recorded.arguments(inputs, parameters);
     function(&arguments, output, move |output, grad| {
-        let _paused = PausedGradients::of(&paused);
+        recorded.backward(&[Some(grad.clone())], |grads| {
+            let [Some(grad)] = grads else {
+                return Err(Error::other("an output has one gradient"));
+            };
+            backward(output, grad)
+        })
+    })
+}
+
+/// [`record`] for several outputs, in memory of their own. `backward` is called once, with the gradients (contiguous) of
+/// those that get one.
+///
+/// # Errors
+/// None but candle's.
+pub(crate) fn record_outputs(
+    inputs: &[&Tensor],
+    parameters: &[&Parameter],
+    outputs: Vec<Tensor>,
+    backward: impl Fn(&[Option<Tensor>]) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+) -> Result<Vec<Tensor>> {
+    let given: Vec<&Tensor> = outputs.iter().collect();
+    let Some(recorded) = Recorded::begin(inputs, parameters, &given)? else { return Ok(outputs) };
+    let arguments = recorded.arguments(inputs, parameters);
+    functions(&arguments, outputs, move |grads| recorded.backward(grads, &backward))
+}
+
+/// What a backward knows of its record.
+struct Recorded {
+    /// Which inputs are in the graph.
+    tracked: Vec<bool>,
+    /// Whether the token of a parameter is.
+    with_token: bool,
+    /// Parameters that get no gradient of this forward, whenever its backward comes.
+    paused: Vec<Parameter>,
+    /// All parameters, for messages.
+    of: Vec<Parameter>,
+}
+
+impl Recorded {
+    /// Checks values if asked to, and counts the uses of the parameters. `None` if nothing is recorded.
+    fn begin(
+        inputs: &[&Tensor],
+        parameters: &[&Parameter],
+        outputs: &[&Tensor],
+    ) -> Result<Option<Self>> {
         let detects = detects_anomalies();
         if detects {
-            let of: Vec<&Parameter> = of.iter().collect();
-            let what = "the gradient of its output has {}, and every layer behind it gave finite gradients: \
-                        look at the backward of the operations between them, or of the loss";
-            check_anomaly(&of, grad, what)?;
-        }
-        let grads = backward(output, &grad.contiguous()?)?;
-        if detects {
-            let of: Vec<&Parameter> = of.iter().collect();
-            for grad in grads.iter().flatten() {
-                check_anomaly(&of, grad, "the gradient that its backward gives has {}")?;
+            for input in inputs {
+                let what = "its input has {}, and every layer before it gave finite values: look at the operations \
+                            between them";
+                check_anomaly(parameters, input, what)?;
+            }
+            for output in outputs {
+                check_anomaly(parameters, output, "its output has {}, and its input is finite")?;
             }
         }
-        let grads = grads.into_iter().zip(&tracked).filter(|(_, t)| **t).map(|(grad, _)| grad);
-        Ok(grads.chain(with_token.then_some(None)).collect())
-    })
+        if !is_grad_enabled() {
+            // Counts a use if a later backward computes this again.
+            parameters.iter().for_each(|p| p.begin_use());
+            return Ok(None);
+        }
+        let tracked: Vec<bool> = inputs.iter().map(|input| input.track_op()).collect();
+        let with_token = parameters.iter().any(|p| p.takes_grad());
+        if !tracked.contains(&true) && !with_token {
+            return Ok(None);
+        }
+        parameters.iter().for_each(|p| p.begin_use());
+        let those = |which: &dyn Fn(&Parameter) -> bool| -> Vec<Parameter> {
+            parameters.iter().filter(|p| which(p)).map(|&p| p.clone()).collect()
+        };
+        let paused = those(&|p| p.requires_grad() && !p.takes_grad());
+        Ok(Some(Self { tracked, with_token, paused, of: those(&|_| detects) }))
+    }
+
+    /// What the graph has as inputs. Those outside the graph stay out of it. The token goes in even if an input is
+    /// tracked: candle tracks a cast from an integer, but its backward does not follow it.
+    fn arguments<'a>(
+        &self,
+        inputs: &[&'a Tensor],
+        parameters: &[&'a Parameter],
+    ) -> Vec<&'a Tensor> {
+        let tracked = inputs.iter().zip(&self.tracked).filter(|(_, tracked)| **tracked);
+        let token = parameters.iter().find(|p| p.takes_grad()).map(|p| p.token());
+        tracked.map(|(x, _)| *x).chain(token).collect()
+    }
+
+    /// Runs `backward` with the gradients of the outputs, and gives one for each of the
+    /// [arguments](Self::arguments).
+    fn backward(
+        &self,
+        grads: &[Option<Tensor>],
+        backward: impl FnOnce(&[Option<Tensor>]) -> Result<Vec<Option<Tensor>>>,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let _paused = PausedGradients::of(&self.paused);
+        let detects = detects_anomalies();
+        let check = |grads: &[Option<Tensor>], what: &str| {
+            let of: Vec<&Parameter> = self.of.iter().collect();
+            grads.iter().flatten().try_for_each(|grad| check_anomaly(&of, grad, what))
+        };
+        if detects {
+            let what = "the gradient of its output has {}, and every layer behind it gave finite gradients: \
+                        look at the backward of the operations between them, or of the loss";
+            check(grads, what)?;
+        }
+        let contiguous = |grad: &Option<Tensor>| grad.as_ref().map(Tensor::contiguous).transpose();
+        let grads = grads.iter().map(contiguous).collect::<candle_core::Result<Vec<_>>>()?;
+        let grads = backward(&grads)?;
+        if detects {
+            check(&grads, "the gradient that its backward gives has {}")?;
+        }
+        let grads = grads.into_iter().zip(&self.tracked).filter(|(_, t)| **t).map(|(grad, _)| grad);
+        Ok(grads.chain(self.with_token.then_some(None)).collect())
+    }
 }
 
 /// Checks a value of the layer that has these parameters; `what` has `{}` for what is wrong.

@@ -84,32 +84,64 @@ pub(super) fn carry_out(plan: &Plan, device: &CudaDevice, held: &[&Tensor]) -> R
     done
 }
 
-/// `x * rstd * weight` over the last dimension, and `rstd` (f32), one over the root of the mean square plus `eps`.
+/// What a norm gives.
+#[derive(Debug)]
+pub struct Normalized<const N: usize> {
+    /// The output, in the dtype of the input.
+    pub y: Tensor,
+    /// What was normalised, if that is a sum with a residual.
+    pub sum: Option<Tensor>,
+    /// What the backward takes, f32, one number for each row.
+    pub stats: [Tensor; N],
+}
+
+/// A residual, of the shape and dtype of `x`, and memory for the sum.
+fn with_residual(x: &Tensor, residual: Option<&Tensor>) -> Result<Option<(Tensor, Tensor)>> {
+    let Some(residual) = residual else { return Ok(None) };
+    alike(&[x, residual])?;
+    Ok(Some((residual.contiguous()?, output(x)?)))
+}
+
+/// The address of a tensor; 0 if there is none.
+fn address_or_0(tensor: Option<&Tensor>) -> Result<u64> {
+    tensor.map_or(Ok(0), address)
+}
+
+/// `x * rstd * weight` over the last dimension, of `x` plus `residual` if there is one; `stats` is `rstd`, one over the root of
+/// the mean square plus `eps`.
 ///
 /// # Errors
 /// If shapes do not fit, or a launch fails.
-pub fn rms_norm(x: &Tensor, scale: &Tensor, eps: f64) -> Result<Option<(Tensor, Tensor)>> {
+pub fn rms_norm(
+    x: &Tensor,
+    residual: Option<&Tensor>,
+    scale: &Tensor,
+    eps: f64,
+) -> Result<Option<Normalized<1>>> {
     let (Some((device, dtype)), Some((count, n))) = (taken(x), rows(x)?) else { return Ok(None) };
     let (x, scale) = (x.contiguous()?, weight(scale, n)?);
+    let (residual, sum) = with_residual(&x, residual)?.unzip();
     let y = output(&x)?;
     let rstd = Tensor::zeros(count as usize, DType::F32, x.device())?;
     let plan = plans::rms_norm(RmsNorm {
         dtype,
         x: address(&x)?,
-        residual: 0,
+        residual: address_or_0(residual.as_ref())?,
         weight: address(&scale)?,
-        sum: 0,
+        sum: address_or_0(sum.as_ref())?,
         y: address(&y)?,
         rstd: address(&rstd)?,
         rows: count,
         n,
         eps: eps as f32,
     });
-    carry_out(&plan, device, &[&x, &scale, &y, &rstd])?;
-    Ok(Some((y, rstd)))
+    let held = [&x, &scale, &y, &rstd].into_iter().chain(&residual).chain(&sum);
+    carry_out(&plan, device, &held.collect::<Vec<_>>())?;
+    Ok(Some(Normalized { y, sum, stats: [rstd] }))
 }
 
-/// The gradients of [`rms_norm`]'s input, in its dtype, and of its weight, in f32.
+/// The gradients of what [`rms_norm`] normalised, `x`, in its dtype, and of its weight, in f32. `more` is a gradient of `x` from
+/// elsewhere, which is added to the first.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -118,9 +150,10 @@ pub fn rms_norm_backward(
     scale: &Tensor,
     rstd: &Tensor,
     grad: &Tensor,
+    more: Option<&Tensor>,
 ) -> Result<Option<(Tensor, Tensor)>> {
     let (Some((device, dtype)), Some((count, n))) = (taken(x), rows(x)?) else { return Ok(None) };
-    alike(&[x, grad])?;
+    alike(&[x, grad, more.unwrap_or(grad)])?;
     if rstd.dims() != [count as usize] || rstd.dtype() != DType::F32 {
         return Err(Error::other(format!(
             "a norm of {count} rows has a factor of {:?}",
@@ -129,6 +162,7 @@ pub fn rms_norm_backward(
     }
     let (x, grad) = (x.contiguous()?, grad.contiguous()?);
     let (scale, rstd) = (weight(scale, n)?, rstd.contiguous()?);
+    let more = more.map(Tensor::contiguous).transpose()?;
     let dx = output(&x)?;
     let dweight = Tensor::zeros(n as usize, DType::F32, x.device())?;
     let plan = plans::rms_norm_backward(RmsNormBackward {
@@ -137,38 +171,43 @@ pub fn rms_norm_backward(
         weight: address(&scale)?,
         rstd: address(&rstd)?,
         grad: address(&grad)?,
-        more: 0,
+        more: address_or_0(more.as_ref())?,
         dx: address(&dx)?,
         dweight: address(&dweight)?,
         rows: count,
         n,
     });
-    carry_out(&plan, device, &[&x, &scale, &rstd, &grad, &dx, &dweight])?;
+    let held = [&x, &scale, &rstd, &grad, &dx, &dweight].into_iter().chain(&more);
+    carry_out(&plan, device, &held.collect::<Vec<_>>())?;
     Ok(Some((dx, dweight)))
 }
 
-/// `(x - mean) * rstd * weight + bias` over the last dimension, and `mean` and `rstd` (f32), one over the root of the variance
-/// plus `eps`.
+/// `(x - mean) * rstd * weight + bias` over the last dimension, of `x` plus `residual` if there is one; `stats` are `mean` and
+/// `rstd`, one over the root of the variance plus `eps`.
 ///
 /// # Errors
 /// As [`rms_norm`].
 pub fn layer_norm(
     x: &Tensor,
+    residual: Option<&Tensor>,
     scale: &Tensor,
     bias: Option<&Tensor>,
     eps: f64,
-) -> Result<Option<(Tensor, [Tensor; 2])>> {
+) -> Result<Option<Normalized<2>>> {
     let (Some((device, dtype)), Some((count, n))) = (taken(x), rows(x)?) else { return Ok(None) };
     let (x, scale) = (x.contiguous()?, weight(scale, n)?);
     let bias = bias.map(|bias| weight(bias, n)).transpose()?;
+    let (residual, sum) = with_residual(&x, residual)?.unzip();
     let y = output(&x)?;
     let [mean, rstd] = [(); 2].map(|()| Tensor::zeros(count as usize, DType::F32, x.device()));
     let (mean, rstd) = (mean?, rstd?);
     let plan = plans::layer_norm(LayerNorm {
         dtype,
         x: address(&x)?,
+        residual: address_or_0(residual.as_ref())?,
         weight: address(&scale)?,
-        bias: bias.as_ref().map_or(Ok(0), address)?,
+        bias: address_or_0(bias.as_ref())?,
+        sum: address_or_0(sum.as_ref())?,
         y: address(&y)?,
         mean: address(&mean)?,
         rstd: address(&rstd)?,
@@ -176,11 +215,13 @@ pub fn layer_norm(
         n,
         eps: eps as f32,
     });
-    carry_out(&plan, device, &[&x, &scale, bias.as_ref().unwrap_or(&scale), &y, &mean, &rstd])?;
-    Ok(Some((y, [mean, rstd])))
+    let held = [&x, &scale, &y, &mean, &rstd].into_iter().chain(&residual).chain(&bias).chain(&sum);
+    carry_out(&plan, device, &held.collect::<Vec<_>>())?;
+    Ok(Some(Normalized { y, sum, stats: [mean, rstd] }))
 }
 
-/// The gradients of [`layer_norm`]'s input, in its dtype, and of its weight and, if it has one, its bias, in f32.
+/// The gradients of what [`layer_norm`] normalised, `x`, in its dtype, and of its weight and, if it has one, its bias, in f32.
+/// `more` is a gradient of `x` from elsewhere, which is added to the first.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -190,9 +231,10 @@ pub fn layer_norm_backward(
     with_bias: bool,
     [mean, rstd]: [&Tensor; 2],
     grad: &Tensor,
+    more: Option<&Tensor>,
 ) -> Result<Option<(Tensor, Tensor, Option<Tensor>)>> {
     let (Some((device, dtype)), Some((count, n))) = (taken(x), rows(x)?) else { return Ok(None) };
-    alike(&[x, grad])?;
+    alike(&[x, grad, more.unwrap_or(grad)])?;
     for of_rows in [mean, rstd] {
         if of_rows.dims() != [count as usize] || of_rows.dtype() != DType::F32 {
             let shape = of_rows.shape();
@@ -203,6 +245,7 @@ pub fn layer_norm_backward(
     }
     let (x, grad, scale) = (x.contiguous()?, grad.contiguous()?, weight(scale, n)?);
     let (mean, rstd) = (mean.contiguous()?, rstd.contiguous()?);
+    let more = more.map(Tensor::contiguous).transpose()?;
     let dx = output(&x)?;
     let zeros = || Tensor::zeros(n as usize, DType::F32, x.device());
     let (dweight, dbias) = (zeros()?, with_bias.then(zeros).transpose()?);
@@ -213,14 +256,15 @@ pub fn layer_norm_backward(
         mean: address(&mean)?,
         rstd: address(&rstd)?,
         grad: address(&grad)?,
+        more: address_or_0(more.as_ref())?,
         dx: address(&dx)?,
         dweight: address(&dweight)?,
-        dbias: dbias.as_ref().map_or(Ok(0), address)?,
+        dbias: address_or_0(dbias.as_ref())?,
         rows: count,
         n,
     });
-    let beside = dbias.as_ref().unwrap_or(&dweight);
-    carry_out(&plan, device, &[&x, &scale, &mean, &rstd, &grad, &dx, &dweight, beside])?;
+    let held = [&x, &scale, &mean, &rstd, &grad, &dx, &dweight].into_iter();
+    carry_out(&plan, device, &held.chain(&more).chain(&dbias).collect::<Vec<_>>())?;
     Ok(Some((dx, dweight, dbias)))
 }
 

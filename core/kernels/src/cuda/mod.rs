@@ -17,9 +17,9 @@ pub use compile::{nvrtc_version, ptx};
 pub use copies::casts;
 pub use dropout::dropout;
 pub use layers::{
-    activation, activation_backward, cross_entropy, cross_entropy_backward, embedding_grad,
-    layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, rope, swiglu, swiglu_backward,
-    takes,
+    Normalized, activation, activation_backward, cross_entropy, cross_entropy_backward,
+    embedding_grad, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, rope, swiglu,
+    swiglu_backward, takes,
 };
 pub use products::weight_grad;
 pub use queue::Queue;

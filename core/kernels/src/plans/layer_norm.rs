@@ -7,14 +7,18 @@ use crate::{Float, In, Out, Plan, table};
 /// The operands of a layer norm: addresses of `[rows, n]` tensors of one dtype, and of others.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LayerNorm {
-    /// dtype of `x` and `y`.
+    /// dtype of `x`, `residual`, `sum` and `y`.
     pub dtype: Float,
-    /// What is normalised.
+    /// What is normalised, if there is no residual.
     pub x: u64,
+    /// If not 0, what is normalised is `x` plus this, which is written to `sum`.
+    pub residual: u64,
     /// f32, `[n]`.
     pub weight: u64,
     /// f32, `[n]`; 0 for none.
     pub bias: u64,
+    /// The sum of `x` and `residual`; 0 without one.
+    pub sum: u64,
     /// The output.
     pub y: u64,
     /// f32, `[rows]`: the mean, for the backward.
@@ -32,12 +36,14 @@ pub struct LayerNorm {
 /// `y = (x - mean) * rstd * weight + bias`: one launch.
 pub fn layer_norm(op: LayerNorm) -> Plan {
     let mut plan = Plan::default();
-    let LayerNorm { x, weight, bias, y, mean, rstd, rows, n, eps, .. } = op;
+    let LayerNorm { x, residual, weight, bias, sum, y, mean, rstd, rows, n, eps, .. } = op;
     plan.call(with_element!(op.dtype, T => table::layer_norm::<T>(
         rows,
         In::at(x),
+        In::at(residual),
         In::at(weight),
         In::at(bias),
+        Out::at(sum),
         Out::at(y),
         Out::at(mean),
         Out::at(rstd),
@@ -50,7 +56,7 @@ pub fn layer_norm(op: LayerNorm) -> Plan {
 /// The operands of a layer norm's backward.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LayerNormBackward {
-    /// dtype of `x`, `grad` and `dx`.
+    /// dtype of `x`, `grad`, `more` and `dx`.
     pub dtype: Float,
     /// What was normalised.
     pub x: u64,
@@ -62,6 +68,8 @@ pub struct LayerNormBackward {
     pub rstd: u64,
     /// The gradient of the output.
     pub grad: u64,
+    /// If not 0, the gradient of what was normalised from elsewhere, which is added.
+    pub more: u64,
     /// The gradient of what was normalised.
     pub dx: u64,
     /// f32, `[n]`: the weight's gradient is added here, in an order that follows from the sizes alone.
@@ -77,7 +85,9 @@ pub struct LayerNormBackward {
 /// The gradients: three launches, with a bias four.
 pub fn layer_norm_backward(op: LayerNormBackward) -> Plan {
     let mut plan = Plan::default();
-    let LayerNormBackward { x, weight, mean, rstd, grad, dx, dweight, dbias, rows, n, .. } = op;
+    let LayerNormBackward {
+        x, weight, mean, rstd, grad, more, dx, dweight, dbias, rows, n, ..
+    } = op;
     plan.call(with_element!(op.dtype, T => table::layer_norm_backward::<T>(
         rows,
         In::at(x),
@@ -85,6 +95,7 @@ pub fn layer_norm_backward(op: LayerNormBackward) -> Plan {
         In::at(mean),
         In::at(rstd),
         In::at(grad),
+        In::at(more),
         Out::at(dx),
         n,
     )));

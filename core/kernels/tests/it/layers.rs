@@ -80,6 +80,12 @@ in_every_dtype! {
     the_gradient_of_an_embedding_has_the_bits_of_a_sum_in_order(embedded);
 }
 
+/// The sum, added in f32 and rounded.
+fn summed<T: Dtype>(x: &[T], residual: &[T]) -> Vec<T> {
+    let sum = |(a, b): (&T, &T)| T::from_f64(f64::from((a.to_f64() + b.to_f64()) as f32));
+    x.iter().zip(residual).map(sum).collect()
+}
+
 fn norms<T: Dtype>() {
     for (rows, n, skip, with_residual) in
         [(3, 7, 1, true), (67, 300, 0, false), (2, 1025, 3, true), (0, 5, 0, true)]
@@ -107,15 +113,7 @@ fn norms<T: Dtype>() {
             n: n as u32,
             eps,
         }));
-        let summed: Vec<T> = match with_residual {
-            // Added in f32, and rounded.
-            true => x
-                .iter()
-                .zip(&residual)
-                .map(|(a, b)| T::from_f64(f64::from((a.to_f64() + b.to_f64()) as f32)))
-                .collect(),
-            false => x.clone(),
-        };
+        let summed = if with_residual { summed(&x, &residual) } else { x.clone() };
         if with_residual {
             assert!(sum.get::<T>(&m) == summed);
         }
@@ -155,19 +153,25 @@ fn norms<T: Dtype>() {
 }
 
 fn centred<T: Dtype>() {
-    for (rows, n, skip, with_bias) in
-        [(3, 7, 1, true), (67, 300, 0, true), (2, 1025, 3, false), (0, 5, 0, true)]
-    {
+    for (rows, n, skip, with_bias, with_residual) in [
+        (3, 7, 1, true, true),
+        (67, 300, 0, true, false),
+        (2, 1025, 3, false, true),
+        (3, 9, 2, false, false),
+        (0, 5, 0, true, true),
+    ] {
         let mut m = Machine::default();
         let count = rows * n;
         // Far from zero, where a variance from squares would be lost.
         let x: Vec<T> =
             normal::<T>("x", count).iter().map(|x| T::from_f64(x.to_f64() + 30.0)).collect();
-        let grad = normal::<T>("grad", count);
+        let [residual, grad, more] =
+            ["residual", "grad", "more"].map(|what| normal::<T>(what, count));
         let [weight, bias, start]: [Vec<f32>; 3] =
             ["weight", "bias", "start"].map(|what| normal(what, n));
-        let [x_at, grad_at] = [&x, &grad].map(|v| View::put(&mut m, skip, v));
-        let [y, dx] = [(); 2].map(|()| View::garbage::<T>(&mut m, skip, count));
+        let [x_at, residual_at, grad_at, more_at] =
+            [&x, &residual, &grad, &more].map(|v| View::put(&mut m, skip, v));
+        let [sum, y, dx] = [(); 3].map(|()| View::garbage::<T>(&mut m, skip, count));
         let [weight_at, bias_at, dweight, dbias] =
             [&weight, &bias, &start, &start].map(|v| m.put(v));
         let [mean, rstd] = [(); 2].map(|()| m.garbage::<f32>(rows));
@@ -176,8 +180,10 @@ fn centred<T: Dtype>() {
         m.run(&layer_norm(LayerNorm {
             dtype,
             x: x_at.address(),
+            residual: if with_residual { residual_at.address() } else { 0 },
             weight: weight_at,
             bias: bias_at,
+            sum: if with_residual { sum.address() } else { 0 },
             y: y.address(),
             mean,
             rstd,
@@ -185,13 +191,18 @@ fn centred<T: Dtype>() {
             n: n_of,
             eps,
         }));
+        let x = if with_residual { summed(&x, &residual) } else { x };
+        if with_residual {
+            assert!(sum.get::<T>(&m) == x);
+        }
         m.run(&layer_norm_backward(LayerNormBackward {
             dtype,
-            x: x_at.address(),
+            x: if with_residual { sum.address() } else { x_at.address() },
             weight: weight_at,
             mean,
             rstd,
             grad: grad_at.address(),
+            more: if with_residual { more_at.address() } else { 0 },
             dx: dx.address(),
             dweight,
             dbias: if with_bias { dbias } else { 0 },
@@ -201,7 +212,7 @@ fn centred<T: Dtype>() {
         let (mut expected_y, mut expected_dx) = (Vec::new(), Vec::new());
         let (mut expected_dw, mut expected_db) = (wide(&start), wide(&start));
         for row in 0..rows {
-            let [x, grad] = [&x, &grad].map(|v| wide(&v[row * n..][..n]));
+            let [x, grad, more] = [&x, &grad, &more].map(|v| wide(&v[row * n..][..n]));
             let count = n as f64;
             let middle = x.iter().sum::<f64>() / count;
             let variance = x.iter().map(|x| (x - middle).powi(2)).sum::<f64>() / count;
@@ -213,7 +224,8 @@ fn centred<T: Dtype>() {
             for i in 0..n {
                 let bias = if with_bias { f64::from(bias[i]) } else { 0.0 };
                 expected_y.push(xhat[i] * f64::from(weight[i]) + bias);
-                expected_dx.push(scale * (g[i] - level - xhat[i] * along));
+                let d = scale * (g[i] - level - xhat[i] * along);
+                expected_dx.push(if with_residual { d + more[i] } else { d });
                 expected_dw[i] += grad[i] * xhat[i];
                 expected_db[i] += if with_bias { grad[i] } else { 0.0 };
             }

@@ -6,7 +6,9 @@ use rayon::prelude::*;
 
 use crate::Result;
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
+use crate::gradients::add_to;
 use crate::host::{Float, add_rows, dot, host, rows_per_piece, sum1, tensor, with_float};
+use fulgurite_engine::parameter::accumulation_dtype;
 use fulgurite_engine::simd::vectorized;
 
 /// RMS norm or layer norm.
@@ -25,6 +27,12 @@ pub(crate) struct NormGrads {
     pub(crate) bias: Option<Tensor>,
 }
 
+/// What a norm gives of a sum, and that sum.
+pub(crate) struct NormOfSum {
+    pub(crate) y: Tensor,
+    pub(crate) sum: Tensor,
+}
+
 impl Norm {
     /// The forward.
     pub(crate) fn forward(
@@ -35,15 +43,15 @@ impl Norm {
     ) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         if let (false, None) = (self.center, bias)
-            && let Some((y, _)) = fulgurite_kernels::cuda::rms_norm(x, weight, self.eps)?
+            && let Some(of) = fulgurite_kernels::cuda::rms_norm(x, None, weight, self.eps)?
         {
-            return Ok(y);
+            return Ok(of.y);
         }
         #[cfg(feature = "cuda")]
         if self.center
-            && let Some((y, _)) = fulgurite_kernels::cuda::layer_norm(x, weight, bias, self.eps)?
+            && let Some(of) = fulgurite_kernels::cuda::layer_norm(x, None, weight, bias, self.eps)?
         {
-            return Ok(y);
+            return Ok(of.y);
         }
         let dtype = x.dtype();
         let (x, weight) = (to_accumulation_dtype(x)?, to_accumulation_dtype(weight)?);
@@ -67,25 +75,76 @@ impl Norm {
         Ok(y.to_dtype(dtype)?)
     }
 
-    /// The backward.
+    /// The forward of `x + residual`, which have one shape and dtype, and that sum, in memory of its own: in one pass on
+    /// GPUs, and on the CPU where nothing is cast.
+    pub(crate) fn forward_residual(
+        self,
+        x: &Tensor,
+        residual: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+    ) -> Result<NormOfSum> {
+        #[cfg(feature = "cuda")]
+        if let Some(of_sum) = self.forward_residual_on_gpu(x, residual, weight, bias)? {
+            return Ok(of_sum);
+        }
+        if !uses_cpu_kernels(x) || accumulation_dtype(x.dtype()) != x.dtype() {
+            let sum = (x + residual)?;
+            return Ok(NormOfSum { y: self.forward(&sum, weight, bias)?, sum });
+        }
+        let (x, residual) = (to_accumulation_dtype(x)?, to_accumulation_dtype(residual)?);
+        let weight = to_accumulation_dtype(weight)?;
+        let bias = bias.map(to_accumulation_dtype).transpose()?;
+        with_float!(x.dtype(), T => {
+            let (host_x, residual, weight) = (host(&x)?, host(&residual)?, host(&weight)?);
+            let bias = bias.as_ref().map(host).transpose()?;
+            let bias = bias.as_ref().map(|b| b.slice::<T>()).transpose()?;
+            let inputs = [host_x.slice()?, residual.slice()?];
+            let (y, sum) = self.forward_residual_host(inputs, weight.slice()?, bias);
+            Ok(NormOfSum { y: tensor(y, x.shape())?, sum: tensor(sum, x.shape())? })
+        })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn forward_residual_on_gpu(
+        self,
+        x: &Tensor,
+        residual: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+    ) -> Result<Option<NormOfSum>> {
+        use fulgurite_kernels::cuda;
+        let residual = Some(residual);
+        let (y, sum) = match (self.center, bias) {
+            (true, bias) => {
+                cuda::layer_norm(x, residual, weight, bias, self.eps)?.map(|of| (of.y, of.sum))
+            }
+            (false, None) => {
+                cuda::rms_norm(x, residual, weight, self.eps)?.map(|of| (of.y, of.sum))
+            }
+            (false, Some(_)) => None,
+        }
+        .unzip();
+        Ok(y.zip(sum.flatten()).map(|(y, sum)| NormOfSum { y, sum }))
+    }
+
+    /// The backward. `more` is a gradient of `x` from elsewhere, in its shape and dtype, which is added to that of the norm.
     pub(crate) fn backward(
         self,
         x: &Tensor,
         weight: &Tensor,
         with_bias: bool,
         grad: &Tensor,
+        more: Option<&Tensor>,
     ) -> Result<NormGrads> {
         #[cfg(feature = "cuda")]
         if !self.center && !with_bias {
             // Computed again, as on the CPU: nothing is kept from the forward.
-            let forward = fulgurite_kernels::cuda::rms_norm(x, weight, self.eps)?;
-            let grads = forward.map(|(_, rstd)| {
-                fulgurite_kernels::cuda::rms_norm_backward(
-                    x,
-                    weight,
-                    &rstd,
-                    &grad.to_dtype(x.dtype())?,
-                )
+            use fulgurite_kernels::cuda;
+            let forward = cuda::rms_norm(x, None, weight, self.eps)?;
+            let grads = forward.map(|of| {
+                let ([rstd], grad) = (&of.stats, grad.to_dtype(x.dtype())?);
+                cuda::rms_norm_backward(x, weight, rstd, &grad, more)
             });
             if let Some((x, weight)) = grads.transpose()?.flatten() {
                 return Ok(NormGrads { x, weight, bias: None });
@@ -94,10 +153,10 @@ impl Norm {
         #[cfg(feature = "cuda")]
         if self.center {
             use fulgurite_kernels::cuda;
-            let forward = cuda::layer_norm(x, weight, None, self.eps)?;
-            let grads = forward.map(|(_, [mean, rstd])| {
-                let (stats, grad) = ([&mean, &rstd], grad.to_dtype(x.dtype())?);
-                cuda::layer_norm_backward(x, weight, with_bias, stats, &grad)
+            let forward = cuda::layer_norm(x, None, weight, None, self.eps)?;
+            let grads = forward.map(|of| {
+                let (stats, grad) = (of.stats.each_ref(), grad.to_dtype(x.dtype())?);
+                cuda::layer_norm_backward(x, weight, with_bias, stats, &grad, more)
             });
             if let Some((x, weight, bias)) = grads.transpose()?.flatten() {
                 return Ok(NormGrads { x, weight, bias });
@@ -126,6 +185,9 @@ impl Norm {
             self.backward_portable(&x, &weight, with_bias, &grad)?
         };
         grads.x = grads.x.to_dtype(dtype)?;
+        if let Some(more) = more {
+            grads.x = add_to(grads.x, more)?;
+        }
         Ok(grads)
     }
 
@@ -145,6 +207,26 @@ impl Norm {
             forward_rows(self, y, x, weight, bias);
         });
         y
+    }
+
+    fn forward_residual_host<T: Float>(
+        self,
+        [x, residual]: [&[T]; 2],
+        weight: &[T],
+        bias: Option<&[T]>,
+    ) -> (Vec<T>, Vec<T>) {
+        let n = weight.len().max(1);
+        let (mut y, mut sum) = (vec![T::ZERO; x.len()], vec![T::ZERO; x.len()]);
+        let piece = rows_per_piece(x.len() / n) * n;
+        let inputs = x.par_chunks(piece).zip(residual.par_chunks(piece));
+        let outputs = y.par_chunks_mut(piece).zip(sum.par_chunks_mut(piece));
+        outputs.zip(inputs).for_each(|((y, sum), (x, residual))| {
+            for (sum, (&x, &residual)) in sum.iter_mut().zip(x.iter().zip(residual)) {
+                *sum = x + residual;
+            }
+            forward_rows(self, y, sum, weight, bias);
+        });
+        (y, sum)
     }
 
     fn backward_host<T: Float>(

@@ -129,18 +129,23 @@ impl Block {
 
 impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let x = match &self.attention {
-            Some(attention) if self.fused => residual(x, &self.norm, attention)?,
-            Some(attention) => {
-                let attended = attention.forward(&self.norm.forward(x)?)?;
-                (x + self.dropout.forward(&attended)?)?
+        let (normalized, x) = match &self.attention {
+            Some(attention) if !self.fused => {
+                let attended = self.dropout.forward(&attention.forward(&self.norm.forward(x)?)?)?;
+                self.post_norm.forward_residual(&attended, x)?
             }
-            None => self.dropout.forward(&self.norm.forward(x)?)?,
+            attention => {
+                let x = match attention {
+                    Some(attention) => residual(x, &self.norm, attention)?,
+                    None => self.dropout.forward(&self.norm.forward(x)?)?,
+                };
+                if let (true, None, Some(mlp)) = (self.fused, &self.scale, self.mlp.fused()) {
+                    return residual(&x, &self.post_norm, mlp);
+                }
+                (self.post_norm.forward(&x)?, x)
+            }
         };
-        if let (true, None, Some(mlp)) = (self.fused, &self.scale, self.mlp.fused()) {
-            return residual(&x, &self.post_norm, mlp);
-        }
-        let mut y = self.mlp.forward(&self.post_norm.forward(&x)?)?;
+        let mut y = self.mlp.forward(&normalized)?;
         if let Some(scale) = &self.scale {
             y = y.broadcast_mul(&scale.tensor()?)?;
         }

@@ -12,5 +12,6 @@ mod harness;
 mod layers;
 mod linear_cross_entropy;
 mod loss;
+mod norm_of_sum;
 mod precision;
 mod residual;
