@@ -112,10 +112,11 @@ impl StrategyConfig for Diloco {
             let [replicate, shard, cp, tp] = sizes;
             DeviceMesh::layout_for(context.world_size, replicate, shard, cp, tp)?;
         }
+        self.mixed_precision.check()?;
         Ok(Box::new(MeshStrategy::new(Settings {
             outer: Some(outer),
             reshard_after_forward: self.reshard_after_forward,
-            mixed_precision: self.mixed_precision,
+            mixed_precision: self.mixed_precision.clone(),
             prefetch: self.prefetch,
             allow_root_only: self.allow_root_only,
             ..Settings::new("diloco", sizes, Sharding::WhereUseful)

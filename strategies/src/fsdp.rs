@@ -132,9 +132,10 @@ impl Fsdp {
             ));
         }
         let sizes = [Some(1), None, Some(1), Some(1)];
+        self.mixed_precision.check()?;
         Ok(Box::new(MeshStrategy::new(Settings {
             reshard_after_forward: self.reshard_after_forward,
-            mixed_precision: self.mixed_precision,
+            mixed_precision: self.mixed_precision.clone(),
             prefetch: self.prefetch,
             shard_conditions: self.shard_conditions.clone(),
             allow_root_only: self.allow_root_only,

@@ -132,9 +132,10 @@ impl ModelParallel {
                 (error, _) => error,
             })?;
         }
+        self.mixed_precision.check()?;
         Ok(Box::new(MeshStrategy::new(Settings {
             reshard_after_forward: self.reshard_after_forward,
-            mixed_precision: self.mixed_precision,
+            mixed_precision: self.mixed_precision.clone(),
             prefetch: self.prefetch,
             allow_root_only: self.allow_root_only,
             cpu_offload: self.cpu_offload,

@@ -49,7 +49,6 @@ fn without_outer(
     }
     let chosen = units::choose(&strategy.settings, tree)?;
     units::reshard(&strategy.settings, tree, &chosen, mesh.group(DP_SHARD_CP)?)?;
-    let reduce_dtype = strategy.settings.mixed_precision.reduce_dtype.map(DType::from);
     // What no unit of its own gathers, the root does.
     let mut gathered = vec![0; tree.units().len() + 1];
     let ignored = ignored::chosen(&strategy.settings, tree)?;
@@ -64,6 +63,7 @@ fn without_outer(
         let elements = spec.region(|dim| mesh.coordinate(dim)).elem_count();
         memory.parameters += bytes(elements, parameter.dtype());
         if parameter.requires_grad() {
+            let reduce_dtype = strategy.settings.mixed_precision.reduce_dtype_of(parameter.fqn());
             memory.gradients += bytes(elements, reduce_dtype.unwrap_or(parameter.dtype()));
             memory.updated_elements += elements as u64;
         }

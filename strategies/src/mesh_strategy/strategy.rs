@@ -61,11 +61,6 @@ impl MeshStrategy {
         })
     }
 
-    fn mixes_dtypes(&self) -> bool {
-        let policy = self.settings.mixed_precision;
-        policy.param_dtype.or(policy.reduce_dtype).or(policy.output_dtype).is_some()
-    }
-
     /// Whether parameters are sharded on this mesh.
     pub(super) fn shards(&self, mesh: &DeviceMesh) -> Result<bool> {
         Ok(match self.settings.sharding {
@@ -73,7 +68,7 @@ impl MeshStrategy {
             Sharding::Never => false,
             Sharding::WhereUseful => {
                 let s = &self.settings;
-                s.cpu_offload || self.mixes_dtypes() || mesh.size(DP_SHARD_CP)? > 1
+                s.cpu_offload || !s.mixed_precision.is_empty() || mesh.size(DP_SHARD_CP)? > 1
             }
         })
     }
@@ -139,8 +134,7 @@ impl MeshStrategy {
     ) -> Result<DataParallel> {
         let reduction = self.gradient_reduction(mesh)?;
         let chosen = units::choose(&self.settings, tree)?;
-        let policy = self.settings.mixed_precision;
-        let reduce_dtype = policy.reduce_dtype.map(DType::from);
+        let policy = &self.settings.mixed_precision;
         let process_groups =
             [mesh.group(DP_SHARD_CP)?.clone(), mesh.group(DATA_PARALLEL_REPLICATE)?.clone()];
         let parts_of = |reshard, parts: &units::PartGroups| match reshard {
@@ -158,7 +152,7 @@ impl MeshStrategy {
         let mut add = |path: &str, slots: &[ParameterSlot], reshard: Reshard| -> Result<usize> {
             let members = slots
                 .iter()
-                .map(|slot| Self::shard_parameter(slot, mesh, seed, self.settings.cpu_offload))
+                .map(|slot| self.shard_parameter(slot, mesh, seed))
                 .collect::<Result<_>>()?;
             let path = path.to_owned();
             let group = ParamGroup::new(
@@ -167,7 +161,6 @@ impl MeshStrategy {
                 reshard,
                 parts_of(reshard, &parts),
                 process_groups.clone(),
-                reduce_dtype,
                 reduction.clone(),
             );
             groups.push(group.with_shards_on_host(self.settings.cpu_offload));
@@ -221,10 +214,10 @@ impl MeshStrategy {
 
     /// Cuts a parameter and gives this rank's shard its initial values.
     fn shard_parameter(
+        &self,
         slot: &ParameterSlot,
         mesh: &DeviceMesh,
         seed: u64,
-        on_host: bool,
     ) -> Result<Member> {
         let ranks = mesh.size(DP_SHARD_CP)?;
         let spec = Self::sharded_spec(slot, mesh)?;
@@ -233,6 +226,7 @@ impl MeshStrategy {
         let counts = (0..ranks).map(|rank| region(rank).elem_count()).collect();
         let region = region(mesh.coordinate(DP_SHARD_CP));
         let initial = materialize::initial_values(slot, seed, &region)?;
+        let on_host = self.settings.cpu_offload;
         let initial = if on_host { initial.to_device(&Device::Cpu)? } else { initial };
         let group = mesh.group(DP_SHARD_CP)?;
         let values = if group.size() > 1 {
@@ -244,7 +238,8 @@ impl MeshStrategy {
         };
         slot.set_spec(spec);
         slot.set_local(LocalShard { values, region });
-        Ok(Member::new(slot.clone(), counts))
+        let reduce_dtype = self.settings.mixed_precision.reduce_dtype_of(slot.fqn());
+        Ok(Member::new(slot.clone(), counts, reduce_dtype))
     }
 
     fn data_parallel(&self) -> Result<&DataParallel> {
@@ -370,10 +365,10 @@ impl Strategy for MeshStrategy {
     }
 
     fn module_init_context(&self, init: ModuleInit) -> ModuleInit {
-        match self.settings.mixed_precision.param_dtype {
-            Some(dtype) => ModuleInit { compute_dtype: dtype.into(), ..init },
-            None => init,
-        }
+        let policy = &self.settings.mixed_precision;
+        let compute_dtype = policy.param_dtype.map_or(init.compute_dtype, DType::from);
+        let module_dtypes = init.module_dtypes.into_iter().chain(policy.module_dtypes()).collect();
+        ModuleInit { compute_dtype, module_dtypes, ..init }
     }
 
     fn setup_module(&mut self, tree: &mut ModuleTree, mesh: &DeviceMesh, seed: u64) -> Result<()> {

@@ -15,6 +15,7 @@ mod conformance;
 mod cpu_offload;
 mod diloco;
 mod dora;
+mod dtype_overrides;
 mod errors;
 mod fabric_collectives;
 mod full_checkpoint;

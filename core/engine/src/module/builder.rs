@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::{DType, Device};
 
+use super::dtypes::{self, ModuleDtype};
 use super::keep_in_fp32;
 use super::pattern::pattern_matches;
 use super::tree::{ModuleInfo, ModuleTree};
@@ -47,6 +48,8 @@ pub struct ModuleInit {
     /// Patterns of layers that compute in f32 where the others compute in half precision: the ends of their paths,
     /// as those of [`Adapters`].
     pub keep_in_fp32: Vec<String>,
+    /// Units and layers that compute in another dtype than the model.
+    pub module_dtypes: Vec<ModuleDtype>,
     /// Patterns of parameters that get no gradient, as
     /// [`pattern_matches`](super::pattern_matches) reads them.
     pub frozen: Vec<String>,
@@ -67,6 +70,7 @@ impl Default for ModuleInit {
             dtype: DType::F32,
             compute_dtype: DType::F32,
             keep_in_fp32: vec![],
+            module_dtypes: vec![],
             frozen: vec![],
             adapters: None,
             quantization: None,
@@ -94,6 +98,8 @@ pub struct ModuleBuilder {
     init: Arc<ModuleInit>,
     path: String,
     unit: Option<usize>,
+    /// What the unit around computes in; outside of units, the model.
+    compute_dtype: DType,
     frozen: bool,
 }
 
@@ -102,6 +108,7 @@ impl ModuleBuilder {
     pub fn new(init: ModuleInit) -> Self {
         Self {
             tree: Arc::default(),
+            compute_dtype: init.compute_dtype,
             init: Arc::new(init),
             path: String::new(),
             unit: None,
@@ -131,26 +138,28 @@ impl ModuleBuilder {
         &self.init.device
     }
 
-    /// The dtype that a layer at this path computes with: the model's, or f32 if it is
+    /// The dtype that a layer at this path computes with: that of the unit around it, or f32 if it is
     /// [kept](ModuleInit::keep_in_fp32) in that.
     pub fn compute_dtype(&self) -> DType {
-        match self.is_half() && keep_in_fp32::keeps(&self.init.keep_in_fp32, &self.path) {
+        match dtypes::is_half(self.compute_dtype) && self.is_in_fp32() {
             true => DType::F32,
-            false => self.init.compute_dtype,
+            false => self.compute_dtype,
         }
     }
 
-    fn is_half(&self) -> bool {
-        matches!(self.init.compute_dtype, DType::BF16 | DType::F16)
+    /// Whether what is at this path is asked to compute in f32.
+    fn is_in_fp32(&self) -> bool {
+        keep_in_fp32::keeps(&self.init.keep_in_fp32, &self.path)
+            || dtypes::of(&self.init.module_dtypes, &self.path) == Some(DType::F32)
     }
 
     /// To be called by a layer that can compute in f32 among others in half precision, with its handle: one that is
-    /// [asked for that](ModuleInit::keep_in_fp32) casts its inputs and outputs then
+    /// [asked](ModuleInit::keep_in_fp32) [for that](ModuleInit::module_dtypes) casts its inputs and outputs then
     /// ([`LayerHandle::in_own_dtype`]).
     pub fn keep_in_fp32(&self, layer: &LayerHandle) {
-        if keep_in_fp32::keeps(&self.init.keep_in_fp32, &self.path) {
+        if self.is_in_fp32() {
             self.tree().in_fp32.insert(self.path.clone());
-            if self.is_half() {
+            if dtypes::is_half(self.compute_dtype) {
                 layer.set_keeps_fp32();
             }
         }
@@ -166,16 +175,19 @@ impl ModuleBuilder {
             let message = "a unit cannot be built inside another unit".to_owned();
             return Err(Error::Module { path, message });
         }
+        let model = self.init.compute_dtype;
+        let compute_dtype = dtypes::of_unit(&self.init.module_dtypes, &path).unwrap_or(model);
+        let casts = (compute_dtype != model).then_some([compute_dtype, model]);
         let handle = {
             let mut tree = self.tree();
             if tree.units.len() >= MAX_PARTS {
                 return Err(too_many(path, "units"));
             }
-            let handle = UnitHandle::new(tree.units.len(), path.clone(), kind_of::<M>());
+            let handle = UnitHandle::new(tree.units.len(), path.clone(), kind_of::<M>(), casts);
             tree.units.push(handle.clone());
             handle
         };
-        let builder = Self { path, unit: Some(handle.index()), ..self.clone() };
+        let builder = Self { path, unit: Some(handle.index()), compute_dtype, ..self.clone() };
         Ok(Unit::new(build(&builder)?, handle))
     }
 
@@ -255,7 +267,7 @@ impl ModuleBuilder {
         let requires_grad = !self.freezes(&fqn, origin);
         let compute_dtype = match origin {
             // Its layer casts nothing.
-            Origin::VarBuilder => self.init.compute_dtype,
+            Origin::VarBuilder => self.compute_dtype,
             Origin::Layer | Origin::Adapter => self.compute_dtype(),
         };
         let parameter = Parameter::new(ParameterSpec {
@@ -432,7 +444,7 @@ impl ModuleBuilder {
             Box::new(Recorder(Self { path: String::new(), ..self.clone() }));
         let builder = candle_nn::VarBuilder::from_backend(
             recorder,
-            self.init.compute_dtype,
+            self.compute_dtype,
             self.init.device.clone(),
         );
         self.path.split('.').filter(|s| !s.is_empty()).fold(builder, |b, segment| b.pp(segment))
@@ -457,6 +469,8 @@ impl ModuleBuilder {
             adapters.check(&tree, &tree.adapted)?;
         }
         keep_in_fp32::check(&self.init.keep_in_fp32, &tree, &tree.in_fp32)?;
+        let model = self.init.compute_dtype;
+        dtypes::check(&self.init.module_dtypes, model, &tree, &tree.in_fp32)?;
         if let Some(quantization) = &self.init.quantization {
             quantization.check(&tree, &tree.quantized)?;
         }

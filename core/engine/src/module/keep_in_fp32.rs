@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::adapters::{matches_any, suffix_match};
-use super::tree::ModuleTree;
+use super::tree::{ModuleInfo, ModuleTree};
 use crate::{Error, Result};
 
 /// Whether one of the patterns names the layer at this path, or one that it is a part of.
@@ -28,25 +28,33 @@ pub(super) fn check(
             )));
         }
         for (path, info) in named {
-            let wrong = |message: String| {
-                Err(Error::module(
-                    path,
-                    format!("is named by `trainer.keep_in_fp32`, and {message}"),
-                ))
-            };
-            let (parent, name) = path.rsplit_once('.').unwrap_or(("", path));
-            let whole = tree.modules().get(parent);
-            if whole.is_some_and(|whole| whole.parallel.parts().contains(&name)) {
-                return wrong(format!("it is computed as a part of `{parent}`; name that instead"));
-            }
-            if !in_fp32.contains(path) {
-                return wrong(format!(
-                    "it cannot cast what it gets: it is of the kind {}. Norms, linear layers with a weight of their \
-                     own, attention and feed-forward blocks of `nn` can",
-                    info.kind
-                ));
-            }
+            check_casts(path, info, tree, in_fp32, "`trainer.keep_in_fp32`")?;
         }
+    }
+    Ok(())
+}
+
+/// Checks that a layer that `key` names can cast what it gets.
+pub(super) fn check_casts(
+    path: &str,
+    info: &ModuleInfo,
+    tree: &ModuleTree,
+    in_fp32: &BTreeSet<String>,
+    key: &str,
+) -> Result<()> {
+    let wrong =
+        |message: String| Err(Error::module(path, format!("is named by {key}, and {message}")));
+    let (parent, name) = path.rsplit_once('.').unwrap_or(("", path));
+    let whole = tree.modules().get(parent);
+    if whole.is_some_and(|whole| whole.parallel.parts().contains(&name)) {
+        return wrong(format!("it is computed as a part of `{parent}`; name that instead"));
+    }
+    if !in_fp32.contains(path) {
+        return wrong(format!(
+            "it cannot cast what it gets: it is of the kind {}. Norms, linear layers with a weight of their \
+             own, attention and feed-forward blocks of `nn` can",
+            info.kind
+        ));
     }
     Ok(())
 }

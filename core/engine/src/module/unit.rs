@@ -42,6 +42,8 @@ struct UnitInner {
     index: usize,
     path: String,
     kind: &'static str,
+    /// What it casts its input and its output to, if it computes in another dtype than the model.
+    casts: Option<[DType; 2]>,
     hooks: RwLock<Option<Arc<dyn UnitHooks>>>,
     /// Whether and how it is gathered on its own.
     fully_shard: RwLock<Option<FullyShard>>,
@@ -63,11 +65,17 @@ struct UnitInner {
 }
 
 impl UnitHandle {
-    pub(crate) fn new(index: usize, path: String, kind: &'static str) -> Self {
+    pub(crate) fn new(
+        index: usize,
+        path: String,
+        kind: &'static str,
+        casts: Option<[DType; 2]>,
+    ) -> Self {
         Self(Arc::new(UnitInner {
             index,
             path,
             kind,
+            casts,
             hooks: RwLock::default(),
             fully_shard: RwLock::default(),
             prefetch: Default::default(),
@@ -271,10 +279,13 @@ struct Casts {
 }
 
 impl Casts {
-    fn of(hooks: Option<&dyn UnitHooks>) -> Self {
+    /// The unit's own, if it computes in another dtype than the model; an output that the strategy casts is in that dtype all
+    /// the same.
+    fn of(unit: &UnitHandle, hooks: Option<&dyn UnitHooks>) -> Self {
+        let [input, output] = unit.0.casts.map_or([None; 2], |casts| casts.map(Some));
         Self {
-            input: hooks.and_then(UnitHooks::input_dtype),
-            output: hooks.and_then(UnitHooks::output_dtype),
+            input: input.or_else(|| hooks.and_then(UnitHooks::input_dtype)),
+            output: hooks.and_then(UnitHooks::output_dtype).or(output),
         }
     }
 
@@ -369,7 +380,7 @@ impl<M> Unit<M> {
         }
         let hooks = self.handle.hooks();
         let (unit, module) = (self.handle.clone(), self.module.clone());
-        let casts = Casts::of(hooks.as_deref());
+        let casts = Casts::of(&unit, hooks.as_deref());
         let compute = move |x: &A| match casts.input {
             None => casts.output(unit.locate(f(&module, x))?),
             Some(_) => casts.output(unit.locate(f(&module, &casts.input(x)?))?),
@@ -398,21 +409,22 @@ impl<M> Unit<M> {
         if GradMode::current() == GradMode::Enabled
             && let Some(to) = self.handle.activation_offload()
         {
-            let casts = Casts::of(hooks.as_deref());
+            let casts = Casts::of(&self.handle, hooks.as_deref());
             return offloaded_graph::call(&self.handle, hooks, x, to, |x| {
                 casts.output(self.handle.locate(f(&self.module, &casts.input(x)?))?)
             });
         }
-        let Some(hooks) = hooks else {
-            return self.handle.locate(f(&self.module, x));
+        let casts = Casts::of(&self.handle, hooks.as_deref());
+        let compute = || {
+            let y = match casts.input {
+                None => f(&self.module, x),
+                Some(_) => f(&self.module, &casts.input(x)?),
+            };
+            casts.output(self.handle.locate(y)?)
         };
+        let Some(hooks) = hooks else { return compute() };
         hooks.pre_forward(&self.handle)?;
-        let casts = Casts::of(Some(&*hooks));
-        let y = match casts.input {
-            None => f(&self.module, x),
-            Some(_) => f(&self.module, &casts.input(x)?),
-        };
-        let y = casts.output(self.handle.locate(y)?)?;
+        let y = compute()?;
         // Copies, because an output may share memory with the input or with a parameter, which is freed now.
         let mut copies = Vec::new();
         y.map_tensors(&mut |y| {

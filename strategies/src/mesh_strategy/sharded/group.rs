@@ -23,14 +23,22 @@ pub(in crate::mesh_strategy) struct Member {
     pub(in crate::mesh_strategy) slot: ParameterSlot,
     /// Elements of each rank's shard, in rank order.
     pub(in crate::mesh_strategy) counts: Vec<usize>,
+    /// dtype in which its gradient is accumulated and reduced.
+    reduce_dtype: DType,
     /// Whether the backward that is running, or ran last, has a gradient for it.
     in_backward: AtomicBool,
 }
 
 impl Member {
-    pub(in crate::mesh_strategy) fn new(slot: ParameterSlot, counts: Vec<usize>) -> Self {
+    /// `reduce_dtype`: that of gradients, if it is another one than the optimizer takes.
+    pub(in crate::mesh_strategy) fn new(
+        slot: ParameterSlot,
+        counts: Vec<usize>,
+        reduce_dtype: Option<DType>,
+    ) -> Self {
         let in_backward = AtomicBool::new(slot.requires_grad());
-        Self { slot, counts, in_backward }
+        let reduce_dtype = reduce_dtype.unwrap_or_else(|| local_grad_dtype(&slot));
+        Self { slot, counts, reduce_dtype, in_backward }
     }
 }
 
@@ -45,7 +53,6 @@ pub(in crate::mesh_strategy) struct ParamGroup {
     process_group: Arc<dyn ProcessGroup>,
     /// The ranks that hold the same shards.
     replicas: Arc<dyn ProcessGroup>,
-    reduce_dtype: Option<DType>,
     reduction: GradientReduction,
     /// Whether the shards are in the host's memory, whatever the device.
     on_host: bool,
@@ -82,7 +89,6 @@ impl ParamGroup {
         reshard_after_forward: Reshard,
         part_group: Option<Arc<dyn ProcessGroup>>,
         [process_group, replicas]: [Arc<dyn ProcessGroup>; 2],
-        reduce_dtype: Option<DType>,
         reduction: GradientReduction,
     ) -> Self {
         Self {
@@ -92,7 +98,6 @@ impl ParamGroup {
             part_group,
             process_group,
             replicas,
-            reduce_dtype,
             reduction,
             on_host: false,
         }
@@ -133,11 +138,6 @@ impl ParamGroup {
         grads: &mut HashMap<String, Tensor>,
     ) -> HashMap<String, Tensor> {
         self.trainable().filter_map(|member| grads.remove_entry(member.slot.fqn())).collect()
-    }
-
-    /// dtype in which a member's gradient is accumulated and reduced.
-    fn reduce_dtype(&self, parameter: &Parameter) -> DType {
-        self.reduce_dtype.unwrap_or_else(|| local_grad_dtype(parameter))
     }
 
     /// Lets transports say what this group's collectives are for.
@@ -215,7 +215,7 @@ impl ParamGroup {
     /// Bytes of the unsharded gradients that are reduced.
     pub(super) fn gradient_bytes(&self) -> usize {
         let bytes = |member: &Member| {
-            member.slot.compute_elem_count() * self.reduce_dtype(&member.slot).size_in_bytes()
+            member.slot.compute_elem_count() * member.reduce_dtype.size_in_bytes()
         };
         self.trainable().map(bytes).sum()
     }
@@ -227,7 +227,8 @@ impl ParamGroup {
 
     /// Memory for a member's unsharded gradient.
     pub(super) fn empty_grad(&self, parameter: &Parameter) -> Result<Tensor> {
-        let dtype = self.reduce_dtype(parameter);
+        let member = self.members.iter().find(|member| member.slot.fqn() == parameter.fqn());
+        let dtype = member.map_or_else(|| local_grad_dtype(parameter), |of| of.reduce_dtype);
         self.process_group.empty(parameter.compute_elem_count(), dtype, parameter.device())
     }
 
@@ -273,7 +274,7 @@ impl ParamGroup {
         let mut sizes: Vec<(DType, usize)> = Vec::new();
         let mut places = Vec::new();
         for member in self.trainable() {
-            let dtype = self.reduce_dtype(&member.slot);
+            let dtype = member.reduce_dtype;
             let buffer = sizes.iter().position(|(d, _)| *d == dtype).unwrap_or_else(|| {
                 sizes.push((dtype, 0));
                 sizes.len() - 1
@@ -322,7 +323,7 @@ impl ParamGroup {
 
     /// Whose gradients the buffer of this dtype has.
     fn parts(&self, dtype: DType) -> Result<Vec<GradientPart>> {
-        let in_buffer = |member: &&Member| self.reduce_dtype(&member.slot) == dtype;
+        let in_buffer = |member: &&Member| member.reduce_dtype == dtype;
         let part = |member: &Member| {
             let parameter = member.slot.parameter().clone();
             let shape = parameter.local()?.region.sizes;
