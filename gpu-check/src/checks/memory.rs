@@ -64,6 +64,18 @@ pub(super) fn copies(target: &Target) -> Result<Findings> {
             findings.difference(&format!("{n} elements of {dtype:?}"), apart, 0.0);
         }
     }
+    // Begun one after the other, and waited for when their sources are gone and the memory is used for others.
+    let begin = |n: usize| -> Result<_> {
+        let values = randn("begun", &[n])?;
+        let computed = (transfer::to_device(&values, &device, "check")? * 2.)?;
+        Ok((values, transfer::begin_to_host(&computed, "check")?))
+    };
+    let begun = [5, 1 << 20, 77, (3 << 20) + 1, 1 << 20].map(begin);
+    for (i, begun) in begun.into_iter().enumerate() {
+        let (values, copy) = begun?;
+        let apart = difference(&numbers(&copy.wait()?)?, &numbers(&(values * 2.)?)?);
+        findings.difference(&format!("begun, number {i}"), apart, 0.0);
+    }
     let matrix = randn("views", &[129, 65])?;
     let on_device = transfer::to_device(&matrix, &device, "check")?;
     let views: [(&str, View); 3] = [

@@ -1,10 +1,14 @@
 //! Copies between the host and a GPU through memory that is never paged out.
 //!
 //! A copy from or to other memory waits until the driver has staged it. Here the host writes a piece into pinned
-//! memory, and goes on while the GPU takes it, in the order of its one stream. Never run on a GPU.
+//! memory, and goes on while the GPU takes it, in the order of its one stream. Copies to the host that are begun and
+//! waited for later are made by a thread, on a stream of its own that waits for what was computed until then. Never run
+//! on a GPU.
 #![allow(unsafe_code)] // Pinned memory, and copies of the driver.
 
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 
 use candle_core::cuda_backend::cudarc::driver::{
     CudaEvent, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, PinnedHostSlice,
@@ -13,7 +17,7 @@ use candle_core::cuda_backend::cudarc::driver::{
 use candle_core::cuda_backend::{CudaDType, WrapErr as _};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaDevice, CudaStorage, DType, Device, Storage, Tensor, WithDType};
-use fulgurite_core::execution::transfer::{Arriving, HostCopies};
+use fulgurite_core::execution::transfer::{Arriving, HostCopies, HostCopy};
 use fulgurite_core::{Error, Result};
 use half::{bf16, f16};
 
@@ -31,6 +35,8 @@ pub(crate) struct Pinned {
     pieces: Mutex<Pieces>,
     /// Memory for numbers on their way, which no copy uses.
     few: Arc<Mutex<Vec<PinnedHostSlice<f64>>>>,
+    /// What the thread takes that makes copies to the host; started when the first one is begun.
+    begun: Mutex<Option<Sender<Begun>>>,
 }
 
 /// Numbers on their way to the host.
@@ -62,6 +68,15 @@ impl Drop for Few {
             std::mem::forget(memory);
         }
     }
+}
+
+/// A copy to the host that was begun.
+struct Begun {
+    /// Held until it has been copied: its memory is not used for anything else before.
+    source: Tensor,
+    /// After what computes it.
+    computed: CudaEvent,
+    copied: Sender<Result<Tensor>>,
 }
 
 #[derive(Default)]
@@ -102,7 +117,13 @@ impl Pieces {
 impl Pinned {
     pub(crate) fn new(device: &CudaDevice) -> Self {
         let stream = device.cuda_stream();
-        Self { device: device.clone(), stream, pieces: Mutex::default(), few: Arc::default() }
+        Self {
+            device: device.clone(),
+            stream,
+            pieces: Mutex::default(),
+            few: Arc::default(),
+            begun: Mutex::default(),
+        }
     }
 
     /// New memory of the GPU with these values.
@@ -126,44 +147,80 @@ impl Pinned {
         Ok(CudaStorage::wrap_cuda_slice(target, self.device.clone()))
     }
 
-    /// The `len` values of a storage from `start` on.
-    fn download<T: CudaDType + DeviceRepr + WithDType + Default>(
-        &self,
-        storage: &CudaStorage,
-        (start, len): (usize, usize),
-    ) -> candle_core::Result<Vec<T>> {
-        let source = storage.as_cuda_slice::<T>()?.slice(start..start + len);
-        let (from, _in_use) = source.device_ptr(&self.stream);
-        let mut values = vec![T::default(); len];
-        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut parts = bytes_mut(&mut values).chunks_mut(PIECE);
-        let mut at = from;
-        // The GPU writes one piece while the host reads the one before.
-        let mut before: Option<(usize, &mut [u8])> = None;
-        loop {
-            let part = parts.next();
-            let started = match &part {
-                None => None,
-                Some(part) => {
-                    let piece = pieces.next(&self.stream).w()?;
-                    let memory = &mut piece.free().w()?[..part.len()];
-                    // SAFETY: the source has the part at this address, and the piece is not touched before the
-                    // event that comes next.
-                    unsafe { result::memcpy_dtoh_async(memory, at, self.stream.cu_stream()) }
-                        .w()?;
-                    piece.used = Some(self.stream.record_event(None).w()?);
-                    at += part.len() as u64;
-                    Some(pieces.next)
-                }
-            };
-            if let Some((piece, target)) = before.take() {
-                let memory = pieces.all[piece].free().w()?;
-                target.copy_from_slice(&memory[..target.len()]);
+    /// Gives a copy to the thread that makes them.
+    fn begin(&self, begun: Begun) -> Result<()> {
+        let mut sender = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
+        if sender.is_none() {
+            let stream = self.stream.context().new_stream().w()?;
+            let (send, receive) = channel();
+            thread::Builder::new()
+                .name("copies-to-host".to_owned())
+                .spawn(move || copy_to_host(&stream, &receive))
+                .map_err(|error| Error::other(format!("starting the thread of copies: {error}")))?;
+            *sender = Some(send);
+        }
+        let gone = || Error::other("the thread of copies to the host has ended");
+        sender.as_ref().and_then(|sender| sender.send(begun).ok()).ok_or_else(gone)
+    }
+}
+
+/// Makes the copies that come, in order, until nobody can begin one.
+fn copy_to_host(stream: &Arc<CudaStream>, begun: &Receiver<Begun>) {
+    let mut pieces = Pieces::default();
+    for Begun { source, computed, copied } in begun {
+        let mut copy = || -> Result<Tensor> {
+            // The memory of the source is freed on this thread, too.
+            stream.context().bind_to_thread().w()?;
+            stream.wait(&computed).w()?;
+            to_host(&source, stream, &mut pieces)
+        };
+        let values = copy();
+        if values.is_err() {
+            // A part of it may still be under way, from memory that is freed now.
+            let _ = stream.synchronize();
+        }
+        drop(source);
+        // Nobody waits for a copy of a step that was given up.
+        let _ = copied.send(values);
+    }
+}
+
+/// The `len` values of a storage from `start` on, copied by `stream`. Waits until they are there.
+fn download<T: CudaDType + DeviceRepr + WithDType + Default>(
+    storage: &CudaStorage,
+    (start, len): (usize, usize),
+    stream: &Arc<CudaStream>,
+    pieces: &mut Pieces,
+) -> candle_core::Result<Vec<T>> {
+    let source = storage.as_cuda_slice::<T>()?.slice(start..start + len);
+    let (from, _in_use) = source.device_ptr(stream);
+    let mut values = vec![T::default(); len];
+    let mut parts = bytes_mut(&mut values).chunks_mut(PIECE);
+    let mut at = from;
+    // The GPU writes one piece while the host reads the one before.
+    let mut before: Option<(usize, &mut [u8])> = None;
+    loop {
+        let part = parts.next();
+        let started = match &part {
+            None => None,
+            Some(part) => {
+                let piece = pieces.next(stream).w()?;
+                let memory = &mut piece.free().w()?[..part.len()];
+                // SAFETY: the source has the part at this address, and the piece is not touched before the
+                // event that comes next.
+                unsafe { result::memcpy_dtoh_async(memory, at, stream.cu_stream()) }.w()?;
+                piece.used = Some(stream.record_event(None).w()?);
+                at += part.len() as u64;
+                Some(pieces.next)
             }
-            match started.zip(part) {
-                Some(pending) => before = Some(pending),
-                None => return Ok(values),
-            }
+        };
+        if let Some((piece, target)) = before.take() {
+            let memory = pieces.all[piece].free().w()?;
+            target.copy_from_slice(&memory[..target.len()]);
+        }
+        match started.zip(part) {
+            Some(pending) => before = Some(pending),
+            None => return Ok(values),
         }
     }
 }
@@ -224,7 +281,7 @@ impl HostCopies for Pinned {
         Ok(Tensor::from_storage(storage, tensor.shape().clone(), BackpropOp::none(), false))
     }
 
-    fn begin_to_host(&self, numbers: &Tensor) -> Result<Option<Box<dyn Arriving>>> {
+    fn begin_few_to_host(&self, numbers: &Tensor) -> Result<Option<Box<dyn Arriving>>> {
         let (storage, layout) = numbers.storage_and_layout();
         let (Storage::Cuda(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
         else {
@@ -237,24 +294,39 @@ impl HostCopies for Pinned {
     }
 
     fn to_host(&self, tensor: &Tensor) -> Result<Tensor> {
-        let (storage, layout) = tensor.storage_and_layout();
-        let (Storage::Cuda(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
-        else {
-            return Err(Error::other("what comes from a device is contiguous, and on it"));
-        };
-        let part = (start, end - start);
-        let shape = tensor.shape();
-        let host =
-            |storage| Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), false);
-        Ok(host(Storage::Cpu(match tensor.dtype() {
-            DType::U8 => CpuStorage::U8(self.download(storage, part)?),
-            DType::U32 => CpuStorage::U32(self.download(storage, part)?),
-            DType::I64 => CpuStorage::I64(self.download(storage, part)?),
-            DType::BF16 => CpuStorage::BF16(self.download::<bf16>(storage, part)?),
-            DType::F16 => CpuStorage::F16(self.download::<f16>(storage, part)?),
-            DType::F32 => CpuStorage::F32(self.download(storage, part)?),
-            DType::F64 => CpuStorage::F64(self.download(storage, part)?),
-            _ => return Ok(tensor.force_contiguous()?.to_device(&Device::Cpu)?),
-        })))
+        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        to_host(tensor, &self.stream, &mut pieces)
     }
+
+    fn begin_to_host(&self, tensor: &Tensor) -> Result<HostCopy> {
+        let (copied, result) = channel();
+        let computed = self.stream.record_event(None).w()?;
+        self.begin(Begun { source: tensor.detach(), computed, copied })?;
+        Ok(HostCopy::new(move || {
+            let gone = |_| Error::other("the thread of copies to the host has ended");
+            result.recv().map_err(gone)?
+        }))
+    }
+}
+
+/// The values of a contiguous tensor of the GPU on the host, copied by `stream`.
+fn to_host(tensor: &Tensor, stream: &Arc<CudaStream>, pieces: &mut Pieces) -> Result<Tensor> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let (Storage::Cuda(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
+    else {
+        return Err(Error::other("what comes from a device is contiguous, and on it"));
+    };
+    let part = (start, end - start);
+    let shape = tensor.shape();
+    let host = |storage| Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), false);
+    Ok(host(Storage::Cpu(match tensor.dtype() {
+        DType::U8 => CpuStorage::U8(download(storage, part, stream, pieces)?),
+        DType::U32 => CpuStorage::U32(download(storage, part, stream, pieces)?),
+        DType::I64 => CpuStorage::I64(download(storage, part, stream, pieces)?),
+        DType::BF16 => CpuStorage::BF16(download::<bf16>(storage, part, stream, pieces)?),
+        DType::F16 => CpuStorage::F16(download::<f16>(storage, part, stream, pieces)?),
+        DType::F32 => CpuStorage::F32(download(storage, part, stream, pieces)?),
+        DType::F64 => CpuStorage::F64(download(storage, part, stream, pieces)?),
+        _ => return Ok(tensor.force_contiguous()?.to_device(&Device::Cpu)?),
+    })))
 }

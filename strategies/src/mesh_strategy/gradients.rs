@@ -72,6 +72,11 @@ impl PartialGrads {
         set.map_or(0, |set| set.group.rank())
     }
 
+    /// Whether the parameter's gradient is partial.
+    pub(super) fn has(&self, parameter: &Parameter) -> bool {
+        self.sets.iter().any(|set| set.parameters.contains(parameter))
+    }
+
     /// Sums the partial gradients that `grad` returns, in place, with one collective for each dtype and
     /// group of ranks. `grad` must return those of the same parameters on every rank. Collective.
     pub(super) fn sum(&self, grad: impl Fn(&Parameter) -> Option<Tensor>) -> Result<()> {

@@ -151,7 +151,7 @@ pub fn counts() -> BTreeMap<&'static str, u64> {
 pub fn later(numbers: &Tensor, what: &'static str) -> Result<Later> {
     LATER.with_borrow_mut(|counts| add(counts, what));
     let arriving = match transfer::copies(numbers.device(), numbers) {
-        Some(copies) => copies.begin_to_host(&numbers.contiguous()?)?,
+        Some(copies) => copies.begin_few_to_host(&numbers.contiguous()?)?,
         None => None,
     };
     Ok(Later { what, tensor: numbers.clone(), arriving, read: OnceLock::new() })

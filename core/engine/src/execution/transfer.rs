@@ -60,9 +60,57 @@ pub trait HostCopies: Send + Sync {
     ///
     /// # Errors
     /// If the device cannot be read.
-    fn begin_to_host(&self, numbers: &Tensor) -> Result<Option<Box<dyn Arriving>>> {
+    fn begin_few_to_host(&self, numbers: &Tensor) -> Result<Option<Box<dyn Arriving>>> {
         let _ = numbers;
         Ok(None)
+    }
+
+    /// Begins [`to_host`](Self::to_host) of the values that the tensor has once the work that was given to the device
+    /// so far is done. Work that is given to it later may go on beside the copy, but must not write the tensor until
+    /// that was waited for. By default waits for the device.
+    ///
+    /// # Errors
+    /// If the device cannot be read.
+    fn begin_to_host(&self, tensor: &Tensor) -> Result<HostCopy> {
+        self.to_host(tensor).map(HostCopy::done)
+    }
+}
+
+/// A copy to the host that was begun. One that is dropped ends on its own.
+#[must_use = "the values are there once the copy was waited for"]
+pub struct HostCopy(Progress);
+
+enum Progress {
+    Done(Tensor),
+    Begun(Box<dyn FnOnce() -> Result<Tensor> + Send>),
+}
+
+impl HostCopy {
+    /// A copy that `wait` waits for, and gives the values of.
+    pub fn new(wait: impl FnOnce() -> Result<Tensor> + Send + 'static) -> Self {
+        Self(Progress::Begun(Box::new(wait)))
+    }
+
+    /// A copy that is done.
+    pub fn done(tensor: Tensor) -> Self {
+        Self(Progress::Done(tensor))
+    }
+
+    /// Waits for the copy: the values, in the host's memory.
+    ///
+    /// # Errors
+    /// If the device could not be read.
+    pub fn wait(self) -> Result<Tensor> {
+        match self.0 {
+            Progress::Done(tensor) => Ok(tensor),
+            Progress::Begun(wait) => wait(),
+        }
+    }
+}
+
+impl std::fmt::Debug for HostCopy {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HostCopy").finish_non_exhaustive()
     }
 }
 
@@ -136,6 +184,22 @@ pub fn to_host(tensor: &Tensor, what: &'static str) -> Result<Tensor> {
         Some(copies) => copies.to_host(&tensor),
         // candle's `to_device` of a view copies all that it is a view of.
         None => Ok(tensor.force_contiguous()?.to_device(&Device::Cpu)?),
+    }
+}
+
+/// Begins [`to_host`], and does not wait for the device where its [`HostCopies`] can do without. The tensor must not be
+/// written until the copy was waited for.
+///
+/// # Errors
+/// As [`to_host`].
+pub fn begin_to_host(tensor: &Tensor, what: &'static str) -> Result<HostCopy> {
+    // The CPU has such copies in tests.
+    match copies(tensor.device(), tensor) {
+        Some(copies) => {
+            count(what, |bytes| &mut bytes.to_host, tensor);
+            copies.begin_to_host(&tensor.contiguous()?)
+        }
+        None => to_host(tensor, what).map(HostCopy::done),
     }
 }
 

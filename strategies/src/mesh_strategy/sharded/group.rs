@@ -9,7 +9,8 @@ use fulgurite_core::autograd::storage;
 use fulgurite_core::collective::{
     AllGather, End, Label, ProcessGroup, ReduceOp, ReduceScatter, Work,
 };
-use fulgurite_core::execution::{ContextGuard, transfer};
+use fulgurite_core::execution::ContextGuard;
+use fulgurite_core::execution::transfer::{self, HostCopy};
 use fulgurite_core::module::Reshard;
 use fulgurite_core::parameter::{Parameter, ParameterSlot, accumulation_dtype};
 use fulgurite_core::strategy::GradientPart;
@@ -345,9 +346,24 @@ impl ParamGroup {
 }
 
 impl ParamGroup {
-    /// A gradient that [`local_grads`](Self::local_grads) gave, where its parameter's shard is.
-    pub(super) fn beside_shard(&self, grad: Tensor) -> Result<Tensor> {
-        if self.on_host { transfer::to_host(&grad, "gradients") } else { Ok(grad) }
+    /// Whether gradients go to the host, beside the shards.
+    pub(super) fn is_on_host(&self) -> bool {
+        self.on_host
+    }
+
+    /// Begins to bring gradients that [`local_grads`](Self::local_grads) gave to where their parameters' shards are.
+    pub(super) fn begin_beside_shards(
+        &self,
+        grads: Vec<(ParameterSlot, Tensor)>,
+    ) -> Result<Vec<(ParameterSlot, HostCopy)>> {
+        let begin = |(slot, grad): (ParameterSlot, Tensor)| {
+            let copy = match self.on_host {
+                true => transfer::begin_to_host(&grad, "gradients")?,
+                false => HostCopy::done(grad),
+            };
+            Ok((slot, copy))
+        };
+        grads.into_iter().map(begin).collect()
     }
 }
 

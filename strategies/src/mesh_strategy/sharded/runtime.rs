@@ -6,12 +6,13 @@ use std::sync::{Mutex, MutexGuard};
 use candle_core::{DType, Tensor};
 use fulgurite_core::autograd::is_grad_enabled;
 use fulgurite_core::collective::Work;
+use fulgurite_core::execution::transfer::HostCopy;
 use fulgurite_core::module::{UnitHandle, UnitHooks};
 use fulgurite_core::parameter::{GradReducer, Parameter, ParameterSlot};
 use fulgurite_core::{Error, Result};
 
 use super::super::gradients::{PartialGrads, gradient_after_reduction};
-use super::group::{GradShards, ParamGroup, Reduction, Replication};
+use super::group::{GradShards, Member, ParamGroup, Reduction, Replication};
 use super::log::Log;
 use crate::schedule::fsdp::{Action, Event, Prefetch, ReduceScope, Schedule};
 
@@ -63,6 +64,8 @@ struct Buffers {
     /// Reduce-scattered gradients, before and after they are all-reduced over the replicas.
     shards: Option<GradShards>,
     replication: Option<Replication>,
+    /// Gradients of shards in the host's memory, on their way there.
+    copies: Vec<(ParameterSlot, HostCopy)>,
 }
 
 impl ShardedRuntime {
@@ -199,10 +202,16 @@ impl ShardedRuntime {
                 self.state().buffers[group].shards = shards;
             }
             Action::Replicate(group) => {
-                let shards = self.state().buffers[group].shards.take();
-                let replication =
-                    shards.map(|shards| self.groups[group].replicate(shards)).transpose()?;
-                self.state().buffers[group].replication = replication;
+                let Some(shards) = self.state().buffers[group].shards.take() else {
+                    return Ok(());
+                };
+                if self.copies_early(group) {
+                    let copies = self.copy_beside_shards(group, shards)?;
+                    self.state().buffers[group].copies = copies;
+                } else {
+                    let replication = self.groups[group].replicate(shards)?;
+                    self.state().buffers[group].replication = Some(replication);
+                }
             }
             Action::WaitReplication(group) => {
                 let replication = self.state().buffers[group].replication.take();
@@ -214,25 +223,46 @@ impl ShardedRuntime {
         Ok(())
     }
 
+    /// Whether a group's gradients go to the host once they are reduced, while backward goes on: no other ranks add to
+    /// them.
+    fn copies_early(&self, group: usize) -> bool {
+        let group = &self.groups[group];
+        let partial = |member: &Member| self.partial_grads.has(&member.slot);
+        group.is_on_host() && !group.has_replicas() && !group.members.iter().any(partial)
+    }
+
+    fn copy_beside_shards(
+        &self,
+        group: usize,
+        shards: GradShards,
+    ) -> Result<Vec<(ParameterSlot, HostCopy)>> {
+        let group = &self.groups[group];
+        group.begin_beside_shards(group.local_grads(shards)?)
+    }
+
     /// Adds what the backward pass reduced to the parameters' gradients. Collective over the
     /// tensor-parallel ranks.
     fn deliver(&self) -> Result<()> {
-        let mut fresh = Vec::new();
+        let (mut copies, mut fresh) = (Vec::new(), Vec::new());
         for (i, group) in self.groups.iter().enumerate() {
-            let shards = self.state().buffers[i].shards.take();
+            let (begun, shards) = {
+                let buffers = &mut self.state().buffers[i];
+                (std::mem::take(&mut buffers.copies), buffers.shards.take())
+            };
+            copies.extend(begun);
             if let Some(shards) = shards {
-                fresh.extend(group.local_grads(shards)?);
+                fresh.push((group, group.local_grads(shards)?));
             }
         }
         let find = |p: &Parameter| {
-            fresh.iter().find(|(slot, _)| slot.parameter() == p).map(|(_, grad)| grad.clone())
+            let mut grads = fresh.iter().flat_map(|(_, grads)| grads);
+            grads.find(|(slot, _)| slot.parameter() == p).map(|(_, grad)| grad.clone())
         };
         self.partial_grads.sum(find)?;
-        for (slot, grad) in fresh {
-            let group = &self.groups[self.group_of(&slot)?];
-            slot.add_local_grad(group.beside_shard(grad)?)?;
+        for (group, grads) in fresh {
+            copies.extend(group.begin_beside_shards(grads)?);
         }
-        Ok(())
+        copies.into_iter().try_for_each(|(slot, copy)| slot.add_local_grad(copy.wait()?))
     }
 }
 
