@@ -96,7 +96,7 @@ impl Job<'_> {
         let ends = clock.0.clone();
         let trainer = Trainer::new(world).with_callback(Box::new(clock));
         let mut run = self.config()?;
-        run.trainer.num_workers = self.workers;
+        run.trainer.num_workers = Some(self.workers);
         let trained = trainer.fit::<Net>(&run)?;
         let ends = std::mem::take(&mut *ends.lock().unwrap_or_else(PoisonError::into_inner));
         Ok((ends, trained.outcome().last_loss))

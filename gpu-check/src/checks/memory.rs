@@ -76,6 +76,13 @@ pub(super) fn copies(target: &Target) -> Result<Findings> {
         let apart = difference(&numbers(&copy.wait()?)?, &numbers(&(values * 2.)?)?);
         findings.difference(&format!("begun, number {i}"), apart, 0.0);
     }
+    for dtype in [DType::I16, DType::I32, DType::I64] {
+        let whole = storage::zeros(3, dtype, &device)?;
+        let values = Tensor::new(&[1f32, -2., 3.], &device)?;
+        storage::copy_from(&whole, &values)?;
+        let apart = difference(&numbers(&transfer::to_host(&whole, "check")?)?, &[1., -2., 3.]);
+        findings.difference(&format!("copied into {dtype:?}"), apart, 0.0);
+    }
     let matrix = randn("views", &[129, 65])?;
     let on_device = transfer::to_device(&matrix, &device, "check")?;
     let views: [(&str, View); 3] = [

@@ -108,7 +108,7 @@ impl Outer {
             let values = parameter.local()?.values;
             let zeros = || {
                 let dtype = accumulation_dtype(parameter.dtype());
-                Tensor::zeros(values.elem_count(), dtype, values.device())
+                storage::zeros(values.elem_count(), dtype, values.device())
             };
             let momentum = (self.settings.momentum != 0.0).then(zeros).transpose()?;
             shards.push(Shard { parameter: parameter.clone(), synced: zeros()?, momentum });

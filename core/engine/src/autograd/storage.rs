@@ -111,10 +111,23 @@ pub(crate) fn flat(storage: Storage, device: &Device) -> Result<Tensor> {
 /// keeps it, and its content.
 pub fn allocate(tensor: &Tensor) -> Result<()> {
     if is_released(tensor) {
-        let fresh = Tensor::zeros(tensor.elem_count(), tensor.dtype(), tensor.device())?;
+        let fresh = zeros(tensor.shape(), tensor.dtype(), tensor.device())?;
         replace(tensor, take(&fresh)?)?;
     }
     Ok(())
+}
+
+/// `Tensor::zeros`, whose error says how much memory was asked for, which that of a device does not.
+///
+/// # Errors
+/// If the device has no memory for it.
+pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+    let shape = shape.into();
+    Tensor::zeros(&shape, dtype, device).map_err(|error| {
+        let (dims, bytes) = (shape.dims(), shape.elem_count() * dtype.size_in_bytes());
+        Error::from(error)
+            .during(format_args!("{bytes} bytes were asked for, {dims:?} in {dtype:?}"))
+    })
 }
 
 /// Whether the tensor's memory is freed. A tensor without elements is never released.
@@ -160,6 +173,8 @@ fn cuda_len(storage: &CudaStorage) -> usize {
     match &storage.slice {
         S::U8(s) => s.len(),
         S::U32(s) => s.len(),
+        S::I16(s) => s.len(),
+        S::I32(s) => s.len(),
         S::I64(s) => s.len(),
         S::BF16(s) => s.len(),
         S::F16(s) => s.len(),
@@ -170,13 +185,38 @@ fn cuda_len(storage: &CudaStorage) -> usize {
 }
 
 /// Copies the elements of `source` (same element count and dtype, any layout) into the memory of
-/// `target`, a contiguous tensor or view.
+/// `target`, a contiguous tensor or view. Integers of 16 and 32 bits on a device, for which candle lacks kernels, go through
+/// the host, and into whole tensors alone.
 pub fn copy_from(target: &Tensor, source: &Tensor) -> Result<()> {
+    if lacks_kernels(target.device(), target.dtype()) {
+        return replace_through_host(target, source);
+    }
     let (target, source) = (target.flatten_all()?, source.flatten_all()?);
     if target.elem_count() > 0 {
         target.slice_set(&source.to_dtype(target.dtype())?.contiguous()?, 0, 0)?;
     }
     Ok(())
+}
+
+/// Whether candle has no kernels that write a part of such a tensor or convert to its dtype.
+fn lacks_kernels(device: &Device, dtype: DType) -> bool {
+    !device.is_cpu() && matches!(dtype, DType::I16 | DType::I32)
+}
+
+/// [`copy_from`] for a whole tensor, whose memory is exchanged.
+fn replace_through_host(target: &Tensor, source: &Tensor) -> Result<()> {
+    let dtype = target.dtype();
+    if target.elem_count() != source.elem_count() {
+        let (to, from) = (target.shape(), source.shape());
+        return Err(Error::other(format!("{from:?} values cannot be copied into {to:?}")));
+    }
+    if !is_whole(target) {
+        return Err(Error::other(format!(
+            "a part of a tensor in {dtype:?} cannot be written on a device, for lack of a kernel: use u32 or i64"
+        )));
+    }
+    let values = source.to_device(&Device::Cpu)?.to_dtype(dtype)?.force_contiguous()?;
+    replace(target, take(&values.to_device(target.device())?)?).map(drop)
 }
 
 /// `to_dtype`, also of a tensor without elements, as empty shards are: candle would ask CUDA for a kernel of no threads,
@@ -196,6 +236,10 @@ pub fn copy_from(target: &Tensor, source: &Tensor) -> Result<()> {
 /// # Errors
 /// If candle cannot convert between the dtypes.
 pub fn cast(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
+    if tensor.dtype() != dtype && lacks_kernels(tensor.device(), dtype) && tensor.elem_count() > 0 {
+        let values = tensor.to_device(&Device::Cpu)?.to_dtype(dtype)?;
+        return Ok(values.to_device(tensor.device())?);
+    }
     if tensor.elem_count() > 0 || tensor.dtype() == dtype {
         return Ok(tensor.to_dtype(dtype)?);
     }
@@ -349,4 +393,35 @@ pub fn with_host<T: HostElement, R>(tensor: &Tensor, f: impl FnOnce(&[T]) -> R) 
         return Err(Error::other("host access to a tensor whose memory is released"));
     };
     Ok(f(slice))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// On the CPU, which does the same as devices that lack kernels.
+    #[test]
+    fn a_whole_tensor_is_replaced_through_the_host() {
+        let target = Tensor::zeros((2, 3), DType::I32, &Device::Cpu).unwrap();
+        let shared = target.detach();
+        let source = Tensor::new(&[[1f32, -2.], [3., 4.], [5., 6.]], &Device::Cpu).unwrap();
+        replace_through_host(&target, &source.t().unwrap()).unwrap();
+        assert_eq!(shared.to_vec2::<i32>().unwrap(), [[1, 3, 5], [-2, 4, 6]]);
+        let part = replace_through_host(
+            &target.narrow(0, 0, 1).unwrap(),
+            &shared.narrow(0, 1, 1).unwrap(),
+        );
+        insta::assert_snapshot!(part.unwrap_err(), @"a part of a tensor in I32 cannot be written on a device, for lack of a kernel: use u32 or i64");
+        let few = replace_through_host(&target, &shared.narrow(0, 1, 1).unwrap());
+        insta::assert_snapshot!(few.unwrap_err(), @"[1, 3] values cannot be copied into [2, 3]");
+        assert!(lacks_kernels(&Device::Metal(candle_core::MetalDevice), DType::I16));
+        assert!(!lacks_kernels(&Device::Cpu, DType::I16));
+    }
+
+    #[test]
+    fn memory_that_is_not_there_is_said_in_bytes() {
+        let device = Device::Metal(candle_core::MetalDevice);
+        let error = zeros((2, 3), DType::F32, &device).unwrap_err().to_string();
+        assert!(error.ends_with("(24 bytes were asked for, [2, 3] in F32)"), "{error}");
+    }
 }

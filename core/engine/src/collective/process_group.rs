@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::collective::{AllGather, Collective, ReduceOp, ReduceScatter};
 use super::{End, Work};
+use crate::autograd::storage;
 use crate::{Error, Result};
 
 /// An ordered set of ranks that communicate.
@@ -139,7 +140,7 @@ pub trait ProcessGroup: Send + Sync {
     /// # Errors
     /// If there is no memory for it.
     fn empty(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
-        Ok(Tensor::zeros(elements, dtype, device)?)
+        storage::zeros(elements, dtype, device)
     }
 
     /// Makes every pending and future call on this group fail with `reason`, on all its ranks.

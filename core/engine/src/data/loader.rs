@@ -7,6 +7,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use candle_core::Device;
+
 use super::Samples;
 use crate::execution::ExecutionContext;
 use crate::{Error, Result};
@@ -35,6 +37,12 @@ impl Default for Workers {
 }
 
 impl Workers {
+    /// What batches for this device are made by unless something else is said: no thread on the CPU; elsewhere one, so that
+    /// batches are made and sent while the device computes.
+    pub fn for_device(device: &Device) -> Self {
+        Self { num_workers: usize::from(!device.is_cpu()), ..Self::default() }
+    }
+
     /// Checks ranges.
     ///
     /// # Errors

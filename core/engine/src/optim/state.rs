@@ -128,7 +128,7 @@ impl<const N: usize> OptimizerState<N> {
             let dtype = self.dtype.of(arithmetic_dtype_of(parameter)?);
             let mut tensors = Vec::with_capacity(N);
             for _ in 0..N {
-                tensors.push(Tensor::zeros(values.elem_count(), dtype, values.device())?);
+                tensors.push(storage::zeros(values.elem_count(), dtype, values.device())?);
             }
             *state = tensors.try_into().ok();
         }

@@ -103,7 +103,7 @@ impl WeightAverage {
                 Error::parameter(parameter.fqn(), message)
             })?;
             // A copy: `to_dtype` to the weights' own dtype would share their memory.
-            let average = Tensor::zeros(values.elem_count(), dtype, values.device())?;
+            let average = storage::zeros(values.elem_count(), dtype, values.device())?;
             storage::copy_from(&average, &values)?;
             Ok(Entry { parameter: parameter.clone(), average, weights: None })
         };

@@ -7,6 +7,7 @@ use candle_core::{DType, Tensor};
 
 use super::ParameterSlot;
 use crate::Result;
+use crate::autograd::storage;
 
 /// The dtype in which gradients, sums within layers and optimizer updates are computed for values of
 /// `dtype`, so that small terms are not lost: f64 for f64, f32 for all others.
@@ -89,7 +90,7 @@ impl GradReducer for LocalGrads {
             return Ok(grad.clone());
         }
         let dtype = accumulation_dtype(slot.dtype());
-        let grad = Tensor::zeros(slot.compute_elem_count(), dtype, slot.device())?;
+        let grad = storage::zeros(slot.compute_elem_count(), dtype, slot.device())?;
         grads.insert(slot.fqn().to_owned(), grad.clone());
         Ok(grad)
     }

@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
 use crate::Result;
+use crate::autograd::storage;
 use crate::random::{Purpose, Stream};
 use crate::shard::Region;
 
@@ -100,7 +101,7 @@ impl Init {
                 });
             }
         }
-        Ok(Tensor::from_vec(values, n, device)?.to_dtype(dtype)?)
+        storage::cast(&Tensor::from_vec(values, n, device)?, dtype)
     }
 }
 

@@ -7,6 +7,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, D, DType, Device, Storage, Tensor};
 use fulgurite_error::{Error, Result};
 
+use super::run::asked_for;
 use super::{address, run};
 use crate::plans::{
     self, Activation, CrossEntropy, LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward, Rope,
@@ -41,7 +42,9 @@ pub(super) fn output(like: &Tensor) -> Result<Tensor> {
     match like.device() {
         Device::Cuda(device) => {
             // SAFETY: whoever calls this hands it to a plan that writes every element.
-            let storage = unsafe { device.alloc_uninit(like.shape(), like.dtype()) }?;
+            let storage = unsafe { device.alloc_uninit(like.shape(), like.dtype()) };
+            let bytes = like.elem_count() * like.dtype().size_in_bytes();
+            let storage = storage.map_err(|error| asked_for(bytes, error))?;
             let (storage, shape) = (Storage::Cuda(storage), like.shape().clone());
             Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false))
         }

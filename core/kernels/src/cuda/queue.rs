@@ -13,6 +13,7 @@ use fulgurite_error::{Error, Result};
 
 use super::compile::ptx;
 use super::products::run_product;
+use super::run::asked_for;
 use super::tables::{ALIGN, Tables};
 use crate::{Argument, Call, Plan, THREADS, Target, Work};
 
@@ -66,9 +67,10 @@ impl Queue {
         let tables = if tables.is_empty() { 0 } else { self.tables.send(&tables).w()? };
         let scratch = plan.scratch_bytes().iter().map(|&bytes| {
             // SAFETY: plans read what they have asked for after they have written it.
-            unsafe { self.stream.alloc::<u8>(bytes.max(1)) }.w()
+            let memory = unsafe { self.stream.alloc::<u8>(bytes.max(1)) }.w();
+            memory.map_err(|error| asked_for(bytes, error))
         });
-        let scratch = scratch.collect::<candle_core::Result<Vec<CudaSlice<u8>>>>()?;
+        let scratch = scratch.collect::<Result<Vec<CudaSlice<u8>>>>()?;
         let place = |target: Target| match target {
             Target::Address(address) => address,
             Target::Table(index) => tables + offsets[index],

@@ -39,6 +39,11 @@ pub fn address(tensor: &Tensor) -> Result<u64> {
     Ok(start + (layout.start_offset() * tensor.dtype().size_in_bytes()) as u64)
 }
 
+/// The error of an allocation with how much was asked for, which the driver's does not say.
+pub(super) fn asked_for(bytes: usize, error: candle_core::Error) -> Error {
+    Error::from(error).during(format_args!("{bytes} bytes were asked for, by a kernel"))
+}
+
 /// Gives all launches and products of a plan to the stream that tensors are computed on, and returns: nothing is waited
 /// for.
 ///

@@ -68,7 +68,7 @@ impl<D: DataModule> TrainLoader<D> {
     }
 
     /// Makes batches on threads of their own, beside what the loop computes; by default those of
-    /// `trainer.num_workers`, or none. It changes no batch.
+    /// `trainer.num_workers`, or as [`Workers::for_device`] says. It changes no batch.
     #[must_use]
     pub fn with_workers(mut self, workers: Workers) -> Self {
         self.workers = workers;

@@ -92,7 +92,7 @@ impl Fabric {
         let init = strategy.module_init_context(init);
         let runtime = Arc::new(StrategyRuntime::new(strategy, world.clone())?);
         let saved_at = AtomicU64::default();
-        let workers = Workers::default();
+        let workers = Workers::for_device(&init.device);
         Ok(Self {
             runtime,
             world,

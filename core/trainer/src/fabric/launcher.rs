@@ -200,7 +200,7 @@ impl Fabric {
         if let Some(profiler) = profiler {
             fabric.runtime.set_profiler(profiler);
         }
-        fabric.workers = config.workers();
+        fabric.workers = config.workers(fabric.device());
         fabric.set_sync_buffers(config.sync_buffers);
         Ok(fabric)
     }

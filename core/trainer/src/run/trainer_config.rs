@@ -10,6 +10,7 @@ use super::{
 use crate::profiler::ProfilerConfig;
 use crate::runtime::{SyncBuffers, UnusedParameters};
 use crate::{Error, Result};
+use candle_core::Device;
 use fulgurite_config::PluginValue;
 use fulgurite_config::registry::kind;
 
@@ -41,8 +42,9 @@ fulgurite_config::config_struct! {
         /// Stop after this time, counted from the first step of this process.
         pub max_time: Option<TimeLimit> = None,
         /// Threads of each rank that make batches beside the step; with 0 the thread that trains makes
-        /// them. Batches, and their order, are the same with any number.
-        pub num_workers: usize = 0,
+        /// them. By default 0 on the CPU, and 1 on other devices, so that batches are made and sent there ahead. Batches,
+        /// and their order, are the same with any number.
+        pub num_workers: Option<usize> = None,
         /// Batches that each of the `num_workers` threads may be ahead.
         pub prefetch_factor: usize = 2,
         /// What becomes of the samples at the end of an epoch that do not fill a step: `"wrap"`, the step goes on
@@ -252,9 +254,11 @@ impl TrainerConfig {
         step == 1 || step.is_multiple_of(self.log_every_n_steps)
     }
 
-    /// How batches are made.
-    pub fn workers(&self) -> Workers {
-        Workers { num_workers: self.num_workers, prefetch_factor: self.prefetch_factor }
+    /// How batches for this device are made.
+    pub fn workers(&self, device: &Device) -> Workers {
+        let by_default = Workers::for_device(device).num_workers;
+        let num_workers = self.num_workers.unwrap_or(by_default);
+        Workers { num_workers, prefetch_factor: self.prefetch_factor }
     }
 
     /// Micro-batches in an optimizer step, of `batch_size` samples on each of `ranks` data-parallel ranks.
@@ -341,7 +345,7 @@ impl TrainerConfig {
                 return config_error(key, format!("must be at most {limit}, found {value}"));
             }
         }
-        self.workers().validate()?;
+        self.workers(&Device::Cpu).validate()?;
         let limit = MAX_DEVICES.max(available_cores().saturating_mul(MAX_DEVICES_PER_CORE));
         if let Devices::Count(devices) = self.devices
             && devices > limit
@@ -457,6 +461,19 @@ mod tests {
         let minute =
             Limits { max_steps: None, max_epochs: None, max_time: Some(Duration::from_secs(60)) };
         assert_eq!(trainer("max_time = '00:00:01:00'").unwrap().limits(), minute);
+    }
+
+    #[test]
+    fn batches_are_sent_ahead_to_devices_other_than_the_cpu() {
+        let device = Device::Metal(candle_core::MetalDevice);
+        let of = |keys, device: &Device| {
+            let Workers { num_workers, prefetch_factor } = trainer(keys).unwrap().workers(device);
+            [num_workers, prefetch_factor]
+        };
+        assert_eq!([of("", &Device::Cpu), of("", &device)], [[0, 2], [1, 2]]);
+        let keys = "num_workers = 0\nprefetch_factor = 1";
+        assert_eq!([of(keys, &Device::Cpu), of(keys, &device)], [[0, 1]; 2]);
+        assert_eq!(of("num_workers = 3", &Device::Cpu), [3, 2]);
     }
 
     #[test]

@@ -302,11 +302,13 @@ impl Session {
         (sampler, batches): (EvalSampler, u64),
         step: &mut dyn FnMut(&mut Self, &EvaluationBatch, bool) -> Result<()>,
     ) -> Result<Option<Interruption>> {
+        let device = self.device();
+        let workers = self.parts.config.workers(&device);
         self.runner.load_evaluation(Loading {
             plan: Box::new(sampler.batches(split, self.parts.fabric.seed(), batches)),
-            device: self.device(),
+            device,
             context: self.parts.fabric.context_parallel(),
-            workers: self.parts.config.workers(),
+            workers,
         })?;
         let _no_grad = no_grad();
         let _scope = self.parts.fabric.forward_scope(false, self.cursor.step, 0);

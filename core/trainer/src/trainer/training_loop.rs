@@ -120,7 +120,7 @@ impl Session {
         if let Some(why) = self.sanity_check()? {
             return Ok(FitEnd::Interrupted(why));
         }
-        let workers = self.parts.config.workers();
+        let workers = self.parts.config.workers(&plan.device);
         self.runner.load_training(plan.loading(self.cursor, workers))?;
         let started = Instant::now();
         let mut end = FitEnd::Finished;

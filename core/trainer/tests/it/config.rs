@@ -365,7 +365,6 @@ fn the_resolved_configuration_is_written_and_read_back() {
     accelerator = "auto"
     devices = 1
     num_nodes = 1
-    num_workers = 0
     prefetch_factor = 2
     last_batch = "wrap"
     accumulate_grad_batches = 1

@@ -6,6 +6,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
+use fulgurite_core::autograd::storage;
 use fulgurite_core::collective::{Collective, End, ProcessGroup, Solo, Work, check};
 use fulgurite_core::{Error, Result, advice};
 use twox_hash::XxHash3_64;
@@ -225,7 +226,7 @@ impl ProcessGroup for Group {
             Device::Cpu => self.rendezvous.empty(elements, dtype)?,
             _ => None,
         };
-        shared.map_or_else(|| Ok(Tensor::zeros(elements, dtype, device)?), Ok)
+        shared.map_or_else(|| storage::zeros(elements, dtype, device), Ok)
     }
 
     fn abort(&self, reason: &str) {
