@@ -227,7 +227,7 @@ fn download<T: CudaDType + DeviceRepr + WithDType + Default>(
 
 impl Pinned {
     /// Gives the stream a copy of these numbers to the host.
-    fn begin(&self, storage: &CudaStorage, start: usize, len: usize) -> candle_core::Result<Few> {
+    fn begin_few(&self, storage: &CudaStorage, start: usize, len: usize) -> candle_core::Result<Few> {
         let source = storage.as_cuda_slice::<f64>()?.slice(start..start + len);
         let (from, _in_use) = source.device_ptr(&self.stream);
         let free = self.few.lock().unwrap_or_else(PoisonError::into_inner).pop();
@@ -290,7 +290,7 @@ impl HostCopies for Pinned {
         if numbers.dtype() != DType::F64 || end - start > FEW {
             return Ok(None);
         }
-        Ok(Some(Box::new(self.begin(storage, start, end - start)?)))
+        Ok(Some(Box::new(self.begin_few(storage, start, end - start)?)))
     }
 
     fn to_host(&self, tensor: &Tensor) -> Result<Tensor> {
