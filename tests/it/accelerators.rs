@@ -3,7 +3,9 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use fulgurite::core::accelerator::{Accelerator, AcceleratorConfig, Available, DeviceMemory};
+use fulgurite::core::accelerator::{
+    Accelerator, AcceleratorConfig, Available, DeviceMemory, TimeStamp,
+};
 use fulgurite::core::collective::{
     GroupContext, ProcessGroup, ProcessGroupConfig, all_gather_object,
 };
@@ -68,8 +70,28 @@ impl Accelerator for Opened {
         Ok(Some(DeviceMemory { held_bytes, peak_bytes: 2 * held_bytes, free_bytes, total_bytes }))
     }
 
+    fn time_stamp(&self) -> Result<Option<Box<dyn TimeStamp>>> {
+        static STAMPS: AtomicUsize = AtomicUsize::new(0);
+        Ok(Some(Box::new(Stamp(STAMPS.fetch_add(1, Ordering::Relaxed)))))
+    }
+
     fn is_out_of_memory(&self, error: &Error) -> bool {
         error.to_string().contains("OUT_OF_MEMORY")
+    }
+}
+
+/// A second after the one before.
+struct Stamp(usize);
+
+impl TimeStamp for Stamp {
+    fn is_past(&self) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn micros_since(&self, earlier: &dyn TimeStamp) -> Result<f64> {
+        let earlier: &dyn std::any::Any = earlier;
+        let earlier: &Self = earlier.downcast_ref().unwrap();
+        Ok((self.0 - earlier.0) as f64 * 1e6)
     }
 }
 
@@ -133,6 +155,23 @@ fn every_rank_has_a_device_of_its_own() {
     let all = all(&events);
     let Some(Event::Summary { peak_device_mib, .. }) = all.last() else { panic!("{all:?}") };
     assert_eq!(*peak_device_mib, [2048.0, 4096.0]);
+
+    // A trace, with its times.
+    let run = config(
+        dir.path(),
+        &[PRETENDED, "trainer.profiler={ type = 'trace', skip_steps = 0, steps = 1 }"],
+    );
+    let traces = run_ranks(1, |world| {
+        let fabric = Fabric::with_world(world, &run.trainer, 1, None)?;
+        drop(fabric.phase("data"));
+        fabric.profile()
+    });
+    let trace = traces.unwrap().remove(0).unwrap().1.unwrap();
+    let trace: serde_json::Value = serde_json::from_str(&trace).unwrap();
+    let spans =
+        trace["traceEvents"].as_array().unwrap().iter().filter(|event| event["name"] == "data");
+    let longest = spans.map(|span| span["dur"].as_f64().unwrap()).fold(0.0, f64::max);
+    assert_eq!(longest.round(), 1e6, "{trace}");
 
     // It ends for want of memory.
     let run = config(dir.path(), &[PRETENDED, "trainer.max_steps=2", "checkpoint.overwrite=true"]);

@@ -1,5 +1,6 @@
 //! The traits [`Accelerator`] and [`AcceleratorConfig`].
 
+use std::any::Any;
 use std::fmt::Debug;
 
 use candle_core::Device;
@@ -28,6 +29,21 @@ pub struct DeviceMemory {
     pub total_bytes: u64,
 }
 
+/// A moment on a device: of [`Accelerator::time_stamp`].
+pub trait TimeStamp: Any + Send + Sync {
+    /// Whether the device has come to it. Does not wait.
+    ///
+    /// # Errors
+    /// If the device has failed.
+    fn is_past(&self) -> Result<bool>;
+
+    /// Microseconds from `earlier`, a stamp of the same device, to this one. Waits until the device has come to both.
+    ///
+    /// # Errors
+    /// If the device has failed, or `earlier` is of another one.
+    fn micros_since(&self, earlier: &dyn TimeStamp) -> Result<f64>;
+}
+
 /// The device that a rank computes on. No method communicates.
 pub trait Accelerator: Debug + Send + Sync {
     /// Where tensors are made. All tensors of a rank are of this one device: candle takes a device that is
@@ -42,6 +58,15 @@ pub trait Accelerator: Debug + Send + Sync {
     /// # Errors
     /// If the device does not answer.
     fn memory(&self) -> Result<Option<DeviceMemory>> {
+        Ok(None)
+    }
+
+    /// Stamps the moment at which all that was queued on the device until now has run. Nothing waits for it. `None`: the
+    /// device does what it is told before the call returns, or has no clock.
+    ///
+    /// # Errors
+    /// If the device does not answer.
+    fn time_stamp(&self) -> Result<Option<Box<dyn TimeStamp>>> {
         Ok(None)
     }
 

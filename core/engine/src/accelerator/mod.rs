@@ -8,6 +8,6 @@ mod accelerator;
 mod detect;
 mod placement;
 
-pub use accelerator::{Accelerator, AcceleratorConfig, Available, DeviceMemory};
+pub use accelerator::{Accelerator, AcceleratorConfig, Available, DeviceMemory, TimeStamp};
 pub use detect::detect;
 pub use placement::{RankDevices, place};

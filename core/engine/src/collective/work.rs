@@ -40,7 +40,6 @@ impl Work {
     }
 
     /// The same, whose end others can wait for too.
-    #[must_use]
     pub fn with_end(self, end: Arc<dyn End>) -> Self {
         Self { end: Some(end), ..self }
     }

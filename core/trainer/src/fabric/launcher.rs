@@ -176,6 +176,9 @@ impl Fabric {
             None => world,
         };
         let accelerator = config.open_accelerator(&*world)?;
+        if let (Some(profiler), Some(accelerator)) = (&profiler, &accelerator) {
+            profiler.set_accelerator(accelerator.clone());
+        }
         let device = accelerator.as_ref().map_or(Device::Cpu, |opened| opened.device().clone());
         let init = ModuleInit { device, ..config.module_init()? };
         let (attempts, world) = match (&accelerator, config.micro_batch_size) {

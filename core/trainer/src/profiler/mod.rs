@@ -16,6 +16,7 @@
 //! one look at an empty option.
 
 mod config;
+mod device;
 mod group;
 mod log_execution_time;
 mod profile;

@@ -73,7 +73,7 @@ impl Profiler {
 
     /// As [`finish`](Self::finish), of this rank alone; `None` if nothing was recorded.
     pub(crate) fn finish_alone(&self) -> Result<Option<(Profile, Option<String>)>> {
-        let own = [self.take()];
+        let own = [self.take_past()];
         let profile = Profile::of(&own);
         if profile.spans.is_empty() {
             return Ok(None);

@@ -1,12 +1,15 @@
 //! What a rank records.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
+use super::device::DeviceClock;
 use super::{ProfilerConfig, SpanKind};
+use fulgurite_engine::accelerator::{Accelerator, TimeStamp};
 
 /// The profiler of this rank. Clones record into the same.
 #[derive(Clone)]
@@ -18,6 +21,17 @@ struct Recorder {
     /// The start in microseconds since 1970, which makes the clocks of ranks one.
     start_us: f64,
     recorded: Mutex<Recorded>,
+    /// The device's times, unless the host computes.
+    device: OnceLock<DeviceClock>,
+}
+
+/// When a span begins or ends.
+#[derive(Clone)]
+pub(super) struct Moment {
+    /// On the host, in microseconds since 1970.
+    us: f64,
+    /// On the device, where that has a time of its own and the step is traced.
+    on_device: Option<Arc<dyn TimeStamp>>,
 }
 
 /// Time of spans of one name.
@@ -41,12 +55,15 @@ pub(super) struct Recorded {
     pub(super) totals: BTreeMap<SpanKind, BTreeMap<String, Total>>,
     /// The spans of the steps that are traced.
     pub(super) spans: Vec<TraceSpan>,
+    /// The same phases and units on the device, where that has a time of its own.
+    pub(super) on_device: Vec<TraceSpan>,
     /// The names of the threads that have recorded, by number.
     pub(super) threads: Vec<String>,
     /// Phases that are under way: those within another one are a part of it.
     open_phases: u64,
     /// The unit whose backward is under way, and since when.
-    backward_of: Option<(String, f64)>,
+    #[serde(skip)]
+    backward_of: Option<(String, Moment)>,
 }
 
 /// A span with its beginning and end.
@@ -54,12 +71,18 @@ pub(super) struct Recorded {
 pub(super) struct TraceSpan {
     pub(super) kind: SpanKind,
     pub(super) name: String,
-    /// The thread, by number; `None` for a collective that overlaps with what threads do.
+    /// The thread, by number; `None` for a collective that overlaps with what threads do, and on the device.
     pub(super) thread: Option<usize>,
     pub(super) from_us: f64,
     pub(super) to_us: f64,
     /// What a collective transfers.
     pub(super) bytes: Option<u64>,
+}
+
+impl fmt::Debug for Moment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Moment").field(&self.us).finish()
+    }
 }
 
 impl Profiler {
@@ -70,7 +93,13 @@ impl Profiler {
             start: Instant::now(),
             start_us: since.map_or(0.0, |since| since.as_secs_f64() * 1e6),
             recorded: Mutex::default(),
+            device: OnceLock::new(),
         }))
+    }
+
+    /// Has a trace also have the times of the device that this rank computes on.
+    pub(crate) fn set_accelerator(&self, accelerator: Arc<dyn Accelerator>) {
+        self.0.device.get_or_init(|| DeviceClock::new(accelerator));
     }
 
     /// Microseconds since 1970, by a clock that never goes back.
@@ -78,35 +107,55 @@ impl Profiler {
         self.0.start_us + self.0.start.elapsed().as_secs_f64() * 1e6
     }
 
+    /// This moment of the thread that computes.
+    pub(super) fn moment(&self) -> Moment {
+        let device = self.0.device.get().filter(|_| self.traces(&self.recorded()));
+        let on_device = device.and_then(|device| device.stamp(|| self.now()));
+        Moment { us: self.now(), on_device }
+    }
+
     fn recorded(&self) -> MutexGuard<'_, Recorded> {
         self.0.recorded.lock().expect("no panic while recording")
     }
 
-    /// What was recorded so far, which is recorded no longer.
+    /// What was recorded so far, which is recorded no longer. Waits for the device, if that has times.
     pub(super) fn take(&self) -> Recorded {
-        std::mem::take(&mut *self.recorded())
+        self.take_with(DeviceClock::take)
+    }
+
+    /// The same, without what the device has not come to: it may never do.
+    pub(super) fn take_past(&self) -> Recorded {
+        self.take_with(DeviceClock::take_past)
+    }
+
+    fn take_with(&self, take: impl FnOnce(&DeviceClock) -> Vec<TraceSpan>) -> Recorded {
+        let on_device = self.0.device.get().map(take).unwrap_or_default();
+        Recorded { on_device, ..std::mem::take(&mut *self.recorded()) }
     }
 
     /// Begins a phase, which ends when the guard is dropped.
     pub(crate) fn phase(&self, name: &'static str) -> Phase {
-        let from_us = self.now();
+        let from = self.moment();
         let mut recorded = self.recorded();
         recorded.open_phases += 1;
-        recorded.from_us.get_or_insert(from_us);
+        recorded.from_us.get_or_insert(from.us);
         drop(recorded);
-        Phase { profiler: self.clone(), name, from_us }
+        Phase { profiler: self.clone(), name, from }
     }
 
     /// To be called after each optimizer step.
     pub(crate) fn end_step(&self) {
         self.recorded().steps += 1;
+        if let Some(device) = self.0.device.get() {
+            device.read();
+        }
     }
 
-    /// Records a span of this thread, from `from_us` to now.
-    pub(super) fn span(&self, kind: SpanKind, name: String, from_us: f64) {
-        let to_us = self.now();
+    /// Records a span of this thread, from `from` to now.
+    pub(super) fn span(&self, kind: SpanKind, name: String, from: Moment) {
+        let to = self.moment();
         let recorded = &mut *self.recorded();
-        self.add(recorded, kind, name, (from_us, to_us), None);
+        self.add(recorded, kind, name, (from, to));
     }
 
     fn add(
@@ -114,13 +163,17 @@ impl Profiler {
         recorded: &mut Recorded,
         kind: SpanKind,
         name: String,
-        (from_us, to_us): (f64, f64),
-        bytes: Option<u64>,
+        (from, to): (Moment, Moment),
     ) {
+        let (from_us, to_us) = (from.us, to.us);
         if self.traces(recorded) {
             let thread = Some(recorded.thread());
             let name = name.clone();
-            recorded.spans.push(TraceSpan { kind, name, thread, from_us, to_us, bytes });
+            let (device, stamps) = (self.0.device.get(), from.on_device.zip(to.on_device));
+            if let (Some(device), Some((from, to))) = (device, stamps) {
+                device.span(kind, name.clone(), from, to);
+            }
+            recorded.spans.push(TraceSpan { kind, name, thread, from_us, to_us, bytes: None });
         }
         let total = recorded.totals.entry(kind).or_default().entry(name).or_default();
         total.calls += 1;
@@ -173,11 +226,14 @@ impl Profiler {
 
     /// Says that the backward of a unit begins, which ends that of the one before it; `None` ends it.
     pub(super) fn begin_backward(&self, unit: Option<&str>) {
-        let now = self.now();
+        if unit.is_none() && self.recorded().backward_of.is_none() {
+            return;
+        }
+        let now = self.moment();
         let recorded = &mut *self.recorded();
-        let next = unit.map(|unit| (format!("backward {unit}"), now));
-        if let Some((name, from_us)) = std::mem::replace(&mut recorded.backward_of, next) {
-            self.add(recorded, SpanKind::Unit, name, (from_us, now), None);
+        let next = unit.map(|unit| (format!("backward {unit}"), now.clone()));
+        if let Some((name, from)) = std::mem::replace(&mut recorded.backward_of, next) {
+            self.add(recorded, SpanKind::Unit, name, (from, now));
         }
     }
 }
@@ -203,20 +259,20 @@ impl Recorded {
 pub struct Phase {
     profiler: Profiler,
     name: &'static str,
-    from_us: f64,
+    from: Moment,
 }
 
 impl Drop for Phase {
     fn drop(&mut self) {
         let profiler = &self.profiler;
         profiler.begin_backward(None);
-        let now = profiler.now();
+        let now = profiler.moment();
         let recorded = &mut *profiler.recorded();
         recorded.open_phases = recorded.open_phases.saturating_sub(1);
-        recorded.to_us = now;
+        recorded.to_us = now.us;
         if recorded.open_phases == 0 {
             let name = self.name.to_owned();
-            profiler.add(recorded, SpanKind::Phase, name, (self.from_us, now), None);
+            profiler.add(recorded, SpanKind::Phase, name, (self.from.clone(), now));
             let of_phases = recorded.totals.get_mut(&SpanKind::Phase);
             if let Some(total) = of_phases.and_then(|totals| totals.get_mut(self.name)) {
                 total.resident_mib = total.resident_mib.max(resident_mib());

@@ -8,7 +8,7 @@ use crate::{Error, Result};
 
 /// The trace of these ranks; `None` if nothing was traced.
 pub(super) fn text(ranks: &[Recorded]) -> Result<Option<String>> {
-    let all = || ranks.iter().flat_map(|rank| &rank.spans);
+    let all = || ranks.iter().flat_map(|rank| rank.spans.iter().chain(&rank.on_device));
     if all().next().is_none() {
         return Ok(None);
     }
@@ -27,12 +27,18 @@ pub(super) fn text(ranks: &[Recorded]) -> Result<Option<String>> {
         for (thread, name) in recorded.threads.iter().enumerate() {
             events.push(metadata("thread_name", rank, thread, name));
         }
+        let device = recorded.threads.len();
+        if !recorded.on_device.is_empty() {
+            events.push(metadata("thread_name", rank, device, "device"));
+        }
+        for span in &recorded.on_device {
+            events.push(json!({
+                "name": span.name, "cat": category(span.kind), "pid": rank, "tid": device,
+                "ts": at(span.from_us), "ph": "X", "dur": at(span.to_us) - at(span.from_us),
+            }));
+        }
         for span in &recorded.spans {
-            let kind = match span.kind {
-                SpanKind::Phase => "phase",
-                SpanKind::Unit => "unit",
-                SpanKind::Collective => "collective",
-            };
+            let kind = category(span.kind);
             let mut event = json!({
                 "name": span.name, "cat": kind, "pid": rank, "tid": span.thread.unwrap_or(0),
                 "ts": at(span.from_us),
@@ -58,6 +64,14 @@ pub(super) fn text(ranks: &[Recorded]) -> Result<Option<String>> {
     }
     let trace = json!({ "traceEvents": events, "displayTimeUnit": "ms" });
     serde_json::to_string(&trace).map(Some).map_err(Error::other)
+}
+
+fn category(kind: SpanKind) -> &'static str {
+    match kind {
+        SpanKind::Phase => "phase",
+        SpanKind::Unit => "unit",
+        SpanKind::Collective => "collective",
+    }
 }
 
 fn metadata(what: &str, rank: usize, thread: usize, name: &str) -> Value {

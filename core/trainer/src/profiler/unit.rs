@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::DType;
 
+use super::recorder::Moment;
 use super::{Profiler, SpanKind};
 use crate::Result;
 use fulgurite_engine::module::{UnitHandle, UnitHooks};
@@ -14,7 +15,7 @@ struct ProfiledUnit {
     profiler: Profiler,
     name: String,
     /// When the forwards under way began: a unit may call itself.
-    begun: Mutex<Vec<f64>>,
+    begun: Mutex<Vec<Moment>>,
 }
 
 impl Profiler {
@@ -34,7 +35,8 @@ impl Profiler {
 
 impl UnitHooks for ProfiledUnit {
     fn pre_forward(&self, unit: &UnitHandle) -> Result<()> {
-        self.begun.lock().expect("no panic while recording").push(self.profiler.now());
+        let now = self.profiler.moment();
+        self.begun.lock().expect("no panic while recording").push(now);
         self.inner.as_ref().map_or(Ok(()), |inner| inner.pre_forward(unit))
     }
 

@@ -1,0 +1,337 @@
+//! When spans begin and end on the device, whose work the host only queues.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use super::SpanKind;
+use super::recorder::TraceSpan;
+use crate::Result;
+use fulgurite_engine::accelerator::{Accelerator, TimeStamp};
+
+/// Stamps spans, and knows the times of those that the device has come past. Nothing waits for the device but
+/// [`stamp`](Self::stamp), once, and [`take`](Self::take).
+pub(super) struct DeviceClock {
+    accelerator: Arc<dyn Accelerator>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// A stamp, and its time on the host's clock in microseconds.
+    known: Option<(Arc<dyn TimeStamp>, f64)>,
+    /// In the order of their ends.
+    pending: VecDeque<Pending>,
+    done: Vec<TraceSpan>,
+    /// Whether an error has ended all that.
+    failed: bool,
+}
+
+struct Pending {
+    kind: SpanKind,
+    name: String,
+    from: Arc<dyn TimeStamp>,
+    to: Arc<dyn TimeStamp>,
+}
+
+impl DeviceClock {
+    pub(super) fn new(accelerator: Arc<dyn Accelerator>) -> Self {
+        Self { accelerator, state: Mutex::default() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no panic while recording")
+    }
+
+    /// Stamps what is queued until now; `None` on a device that has no time of its own. The first time it waits for the
+    /// device, to find out which time on the host's clock, `now`, the stamp is.
+    pub(super) fn stamp(&self, now: impl FnOnce() -> f64) -> Option<Arc<dyn TimeStamp>> {
+        let mut state = self.state();
+        if state.failed {
+            return None;
+        }
+        let stamped = self.try_stamp(&mut state.known, now);
+        stamped.unwrap_or_else(|error| {
+            state.fail(&error);
+            None
+        })
+    }
+
+    fn try_stamp(
+        &self,
+        known: &mut Option<(Arc<dyn TimeStamp>, f64)>,
+        now: impl FnOnce() -> f64,
+    ) -> Result<Option<Arc<dyn TimeStamp>>> {
+        let Some(stamp) = self.accelerator.time_stamp()? else { return Ok(None) };
+        let stamp: Arc<dyn TimeStamp> = stamp.into();
+        if known.is_none() {
+            stamp.micros_since(&*stamp)?;
+            *known = Some((stamp.clone(), now()));
+        }
+        Ok(Some(stamp))
+    }
+
+    /// Records a span between two stamps.
+    pub(super) fn span(
+        &self,
+        kind: SpanKind,
+        name: String,
+        from: Arc<dyn TimeStamp>,
+        to: Arc<dyn TimeStamp>,
+    ) {
+        self.state().pending.push_back(Pending { kind, name, from, to });
+    }
+
+    /// Reads the times of spans whose ends the device has come past.
+    pub(super) fn read(&self) {
+        self.state().read_while(|stamp| stamp.is_past());
+    }
+
+    /// All spans so far, which are recorded no longer. Waits for the device, if there are any.
+    pub(super) fn take(&self) -> Vec<TraceSpan> {
+        self.take_while(|_| Ok(true))
+    }
+
+    /// The same, without those whose ends the device has not come past.
+    pub(super) fn take_past(&self) -> Vec<TraceSpan> {
+        self.take_while(|stamp| stamp.is_past())
+    }
+
+    fn take_while(&self, is_wanted: impl Fn(&dyn TimeStamp) -> Result<bool>) -> Vec<TraceSpan> {
+        let mut state = self.state();
+        state.read_while(is_wanted);
+        state.pending.clear();
+        std::mem::take(&mut state.done)
+    }
+}
+
+impl State {
+    fn read_while(&mut self, is_wanted: impl Fn(&dyn TimeStamp) -> Result<bool>) {
+        while let Some(span) = self.pending.pop_front() {
+            let times = match is_wanted(&*span.to) {
+                Ok(true) => self.times(&span).map(Some),
+                Ok(false) => Ok(None),
+                Err(error) => Err(error),
+            };
+            match times {
+                Ok(Some((from_us, to_us))) => {
+                    let Pending { kind, name, .. } = span;
+                    self.done.push(TraceSpan {
+                        kind,
+                        name,
+                        thread: None,
+                        from_us,
+                        to_us,
+                        bytes: None,
+                    });
+                }
+                Ok(None) => return self.pending.push_front(span),
+                Err(error) => self.fail(&error),
+            }
+        }
+    }
+
+    /// Beginning and end of a span.
+    fn times(&mut self, span: &Pending) -> Result<(f64, f64)> {
+        /// Devices measure from one stamp to another, the longer the less exactly.
+        const LONG_US: f64 = 1e6;
+        let Some((known, at)) = &self.known else { return Ok((0.0, 0.0)) };
+        let from = at + span.from.micros_since(&**known)?;
+        let to = from + span.to.micros_since(&*span.from)?;
+        if from - at > LONG_US {
+            self.known = Some((span.from.clone(), from));
+        }
+        Ok((from, to))
+    }
+
+    fn fail(&mut self, error: &crate::Error) {
+        tracing::warn!("`trainer.profiler`: the trace has no more times of the device: {error}");
+        self.failed = true;
+        self.pending.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::trace;
+    use super::super::{Profiler, ProfilerConfig};
+    use super::*;
+    use crate::Error;
+    use candle_core::Device;
+
+    /// A device whose work the test queues, and which does it when it is told or waited for.
+    #[derive(Debug, Default)]
+    struct Pretended(Arc<Mutex<Work>>);
+
+    #[derive(Debug, Default)]
+    struct Work {
+        /// Microseconds of work that were queued so far, and that were done.
+        queued: f64,
+        done: f64,
+        stamps: usize,
+        waits: usize,
+        broken: bool,
+    }
+
+    struct Stamp(f64, Arc<Mutex<Work>>);
+
+    impl TimeStamp for Stamp {
+        fn is_past(&self) -> Result<bool> {
+            Ok(self.1.lock().unwrap().done >= self.0)
+        }
+
+        fn micros_since(&self, earlier: &dyn TimeStamp) -> Result<f64> {
+            let earlier: &dyn std::any::Any = earlier;
+            let Self(earlier, _) = earlier.downcast_ref().unwrap();
+            let work = &mut *self.1.lock().unwrap();
+            if work.done < self.0 {
+                (work.done, work.waits) = (self.0, work.waits + 1);
+            }
+            Ok(self.0 - earlier)
+        }
+    }
+
+    impl Accelerator for Pretended {
+        fn device(&self) -> &Device {
+            &Device::Cpu
+        }
+
+        fn description(&self) -> String {
+            "pretended".to_owned()
+        }
+
+        fn time_stamp(&self) -> Result<Option<Box<dyn TimeStamp>>> {
+            let work = &mut *self.0.lock().unwrap();
+            if work.broken {
+                return Err(Error::other("the device is gone"));
+            }
+            work.stamps += 1;
+            Ok(Some(Box::new(Stamp(work.queued, self.0.clone()))))
+        }
+    }
+
+    /// Step 1 of three is traced.
+    fn profiler() -> (Profiler, Arc<Mutex<Work>>) {
+        let (device, profiler) = (
+            Pretended::default(),
+            Profiler::new(ProfilerConfig::Trace { skip_steps: 1, steps: 1 }),
+        );
+        device.0.lock().unwrap().queued = 77.0;
+        let work = device.0.clone();
+        profiler.set_accelerator(Arc::new(device));
+        (profiler, work)
+    }
+
+    fn step(profiler: &Profiler, work: &Mutex<Work>) {
+        let queue = |us: f64| work.lock().unwrap().queued += us;
+        let forward = profiler.phase("forward");
+        let unit = profiler.moment();
+        queue(3000.0);
+        profiler.span(SpanKind::Unit, "forward a".to_owned(), unit);
+        queue(40.0);
+        drop(forward);
+        let backward = profiler.phase("backward");
+        profiler.begin_backward(Some("b"));
+        queue(500.0);
+        profiler.begin_backward(Some("a"));
+        queue(700.0);
+        drop(backward);
+        profiler.end_step();
+    }
+
+    /// Names, beginnings from the first one on, and lengths.
+    fn spans(spans: &[TraceSpan]) -> Vec<(&str, f64, f64)> {
+        let start = spans.iter().map(|span| span.from_us).fold(f64::INFINITY, f64::min);
+        let round = |us: f64| us.round();
+        spans
+            .iter()
+            .map(|s| (s.name.as_str(), round(s.from_us - start), round(s.to_us - s.from_us)))
+            .collect()
+    }
+
+    const TIMES: [(&str, f64, f64); 5] = [
+        ("forward a", 0.0, 3000.0),
+        ("forward", 0.0, 3040.0),
+        ("backward b", 3040.0, 500.0),
+        ("backward a", 3540.0, 700.0),
+        ("backward", 3040.0, 1200.0),
+    ];
+
+    #[test]
+    fn spans_of_traced_steps_have_the_devices_times_and_no_step_waits_for_them() {
+        let (profiler, work) = profiler();
+        step(&profiler, &work);
+        assert_eq!(work.lock().unwrap().stamps, 0, "a step that is not traced");
+        step(&profiler, &work);
+        let counts = |work: &Mutex<Work>| {
+            let work = work.lock().unwrap();
+            (work.stamps, work.waits)
+        };
+        let (stamps, waits) = counts(&work);
+        assert_eq!(waits, 1, "to know what time it is there, once");
+        {
+            let work = &mut *work.lock().unwrap();
+            work.done = work.queued;
+        }
+        step(&profiler, &work);
+        assert_eq!(counts(&work), (stamps, 1));
+        // The device has done all of the traced step, and not all of the last.
+        let recorded = profiler.take();
+        assert_eq!(spans(&recorded.on_device), TIMES);
+        assert_eq!(work.lock().unwrap().waits, 1);
+        // On the host's clock.
+        let host = &recorded.spans[0];
+        assert!((recorded.on_device[0].from_us - host.from_us).abs() < 1e6, "{recorded:?}");
+
+        let trace = trace::text(&[recorded]).unwrap().unwrap();
+        let trace: serde_json::Value = serde_json::from_str(&trace).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        let track = events.iter().find(|event| event["args"]["name"] == "device").unwrap();
+        assert_eq!(track["name"], "thread_name");
+        let on_track =
+            events.iter().filter(|event| event["ph"] == "X" && event["tid"] == track["tid"]);
+        let lengths: Vec<f64> =
+            on_track.map(|event| event["dur"].as_f64().unwrap().round()).collect();
+        assert_eq!(lengths, TIMES.map(|(_, _, length)| length));
+    }
+
+    #[test]
+    fn what_the_device_has_not_come_to_is_waited_for_at_the_end() {
+        let (profiler, work) = profiler();
+        step(&profiler, &work);
+        step(&profiler, &work);
+        assert_eq!(work.lock().unwrap().waits, 1);
+        assert_eq!(spans(&profiler.take().on_device), TIMES);
+        assert!(work.lock().unwrap().waits > 1);
+        assert!(profiler.take().on_device.is_empty());
+    }
+
+    #[test]
+    fn what_a_run_that_fails_has_left_on_the_device_is_not_waited_for() {
+        let (profiler, work) = profiler();
+        step(&profiler, &work);
+        step(&profiler, &work);
+        let done = work.lock().unwrap().queued - 700.0;
+        work.lock().unwrap().done = done;
+        assert_eq!(spans(&profiler.take_past().on_device), TIMES[..3]);
+        assert_eq!(work.lock().unwrap().waits, 1);
+    }
+
+    #[test]
+    fn a_failing_device_ends_its_track_and_nothing_else() {
+        let (profiler, work) = profiler();
+        step(&profiler, &work);
+        work.lock().unwrap().broken = true;
+        step(&profiler, &work);
+        let recorded = profiler.take();
+        assert!(recorded.on_device.is_empty() && recorded.spans.len() == 5);
+    }
+
+    #[test]
+    fn the_host_has_no_such_track() {
+        let profiler = Profiler::new(ProfilerConfig::Trace { skip_steps: 0, steps: 1 });
+        step(&profiler, &Mutex::default());
+        let recorded = profiler.take();
+        assert!(recorded.on_device.is_empty());
+        assert!(!trace::text(&[recorded]).unwrap().unwrap().contains("\"device\""));
+    }
+}
