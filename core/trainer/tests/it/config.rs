@@ -382,6 +382,7 @@ fn the_resolved_configuration_is_written_and_read_back() {
     sync_buffers = "broadcast"
     sync_batchnorm = false
     log_every_n_steps = 10
+    late_reads = "auto"
     precision = "32-true"
     keep_in_fp32 = []
     default_root_dir = "fulgurite_logs"
