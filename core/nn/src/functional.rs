@@ -101,12 +101,12 @@ fn norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, norm: Norm) -> Resul
         }
     }
     let (saved, saved_weight) = (x.detach(), weight.detach());
-    let y = norm.forward(&saved, &saved_weight, bias.map(Tensor::detach).as_ref())?;
+    let (y, stats) = norm.forward(&saved, &saved_weight, bias.map(Tensor::detach).as_ref())?;
     let inputs: Vec<&Tensor> = [x, weight].into_iter().chain(bias).collect();
     let with_bias = bias.is_some();
     let dtype = weight.dtype();
     record_function(&inputs, y, move |_, grad| {
-        let grads = norm.backward(&saved, &saved_weight, with_bias, grad, None)?;
+        let grads = norm.backward(&saved, &saved_weight, with_bias, &stats, grad, None)?;
         let cast = |t: Tensor| t.to_dtype(dtype).map(Some);
         let mut all = vec![Some(grads.x), cast(grads.weight)?];
         if let Some(bias) = grads.bias {

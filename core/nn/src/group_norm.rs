@@ -93,7 +93,7 @@ impl GroupNorm {
         let saved = x.detach();
         let y = self.layer.run(|| {
             let (ones, rows) = self.rows(&saved)?;
-            let y = self.norm.forward(&rows, &ones, None)?.reshape(x.shape())?;
+            let y = self.norm.forward(&rows, &ones, None)?.0.reshape(x.shape())?;
             let y = y.broadcast_mul(&self.of_channels(&self.weight, x.rank())?)?;
             let y = y.broadcast_add(&self.of_channels(&self.bias, x.rank())?)?;
             Ok(y.to_dtype(x.dtype())?)
@@ -101,12 +101,13 @@ impl GroupNorm {
         let layer = self.clone();
         self.layer.record(&[x], &[&self.weight, &self.bias], y, move |_, grad| {
             let (ones, rows) = layer.rows(&saved)?;
-            let normalized = layer.norm.forward(&rows, &ones, None)?.reshape(saved.shape())?;
+            let (normalized, stats) = layer.norm.forward(&rows, &ones, None)?;
+            let normalized = normalized.reshape(saved.shape())?;
             let grad = to_accumulation_dtype(grad)?;
             let of_normalized =
                 grad.broadcast_mul(&layer.of_channels(&layer.weight, saved.rank())?)?;
             let of_normalized = of_normalized.reshape(rows.shape())?;
-            let dx = layer.norm.backward(&rows, &ones, false, &of_normalized, None)?.x;
+            let dx = layer.norm.backward(&rows, &ones, false, &stats, &of_normalized, None)?.x;
             accumulate_and_end_use(&layer.weight, &channel_sums(&(&grad * normalized)?)?)?;
             accumulate_and_end_use(&layer.bias, &channel_sums(&grad)?)?;
             Ok(vec![Some(dx.reshape(saved.shape())?.to_dtype(saved.dtype())?)])

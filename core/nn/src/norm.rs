@@ -152,7 +152,7 @@ impl NormLayer {
         input::check_dtype(&self.layer, x, self.weight.compute_dtype())?;
         let (saved, input) = self.layer.redistribute_input(x)?;
         let bias = self.bias.as_ref().map(Parameter::value).transpose()?;
-        let y = self.norm.forward(&saved, &self.weight.value()?, bias.as_ref())?;
+        let (y, stats) = self.norm.forward(&saved, &self.weight.value()?, bias.as_ref())?;
         let (y, output) = self.layer.redistribute_output(y)?;
         let parameters = std::iter::once(&self.weight).chain(&self.bias);
         let layer = self.clone();
@@ -163,7 +163,7 @@ impl NormLayer {
             let grad = &output.backward(grad)?;
             let weight = layer.weight.value()?;
             let with_bias = layer.bias.is_some();
-            let grads = layer.norm.backward(&saved, &weight, with_bias, grad, inside)?;
+            let grads = layer.norm.backward(&saved, &weight, with_bias, &stats, grad, inside)?;
             drop(weight);
             layer.accumulate(&grads)?;
             add_more(wanted.then(|| input.backward(&grads.x)).transpose()?, outside)
@@ -190,7 +190,7 @@ impl NormLayer {
         let weight = self.weight.value()?;
         let bias = self.bias.as_ref().map(Parameter::value).transpose()?;
         let (outside, of_residual) = (x.detach(), residual.detach());
-        let NormOfSum { y, sum } =
+        let NormOfSum { y, sum, stats } =
             self.norm.forward_residual(&outside, &of_residual, &weight, bias.as_ref())?;
         drop((weight, bias));
         let (y, output) = self.layer.redistribute_output(y)?;
@@ -204,7 +204,8 @@ impl NormLayer {
                 normalized.get().ok_or_else(|| Error::other("a norm's sum is unknown"))?;
             let grad = output.backward(grad)?;
             let (weight, with_bias) = (layer.weight.value()?, layer.bias.is_some());
-            let grads = layer.norm.backward(normalized, &weight, with_bias, &grad, of_sum)?;
+            let grads =
+                layer.norm.backward(normalized, &weight, with_bias, &stats, &grad, of_sum)?;
             drop(weight);
             layer.accumulate(&grads)?;
             Ok(vec![Some(grads.x); 2])

@@ -27,31 +27,28 @@ pub(crate) struct NormGrads {
     pub(crate) bias: Option<Tensor>,
 }
 
+/// What a GPU's kernel keeps of each row for the backward. On the CPU, and in tensor operations, it is computed again.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Stats(#[cfg(feature = "cuda")] Vec<Tensor>);
+
 /// What a norm gives of a sum, and that sum.
 pub(crate) struct NormOfSum {
     pub(crate) y: Tensor,
     pub(crate) sum: Tensor,
+    pub(crate) stats: Stats,
 }
 
 impl Norm {
-    /// The forward.
+    /// The forward, and what is kept for the backward.
     pub(crate) fn forward(
         self,
         x: &Tensor,
         weight: &Tensor,
         bias: Option<&Tensor>,
-    ) -> Result<Tensor> {
+    ) -> Result<(Tensor, Stats)> {
         #[cfg(feature = "cuda")]
-        if let (false, None) = (self.center, bias)
-            && let Some(of) = fulgurite_kernels::cuda::rms_norm(x, None, weight, self.eps)?
-        {
-            return Ok(of.y);
-        }
-        #[cfg(feature = "cuda")]
-        if self.center
-            && let Some(of) = fulgurite_kernels::cuda::layer_norm(x, None, weight, bias, self.eps)?
-        {
-            return Ok(of.y);
+        if let Some((y, _, stats)) = self.forward_on_gpu(x, None, weight, bias)? {
+            return Ok((y, stats));
         }
         let dtype = x.dtype();
         let (x, weight) = (to_accumulation_dtype(x)?, to_accumulation_dtype(weight)?);
@@ -63,7 +60,7 @@ impl Norm {
                 Some(bias) => y.broadcast_add(bias)?,
                 None => y,
             };
-            return Ok(y.to_dtype(dtype)?);
+            return Ok((y.to_dtype(dtype)?, Stats::default()));
         }
         let y = with_float!(x.dtype(), T => {
             let (host_x, weight) = (host(&x)?, host(&weight)?);
@@ -72,7 +69,7 @@ impl Norm {
             let y = self.forward_host(host_x.slice()?, weight.slice()?, bias);
             tensor(y, x.shape())
         })?;
-        Ok(y.to_dtype(dtype)?)
+        Ok((y.to_dtype(dtype)?, Stats::default()))
     }
 
     /// The forward of `x + residual`, which have one shape and dtype, and that sum, in memory of its own: in one pass on
@@ -85,12 +82,13 @@ impl Norm {
         bias: Option<&Tensor>,
     ) -> Result<NormOfSum> {
         #[cfg(feature = "cuda")]
-        if let Some(of_sum) = self.forward_residual_on_gpu(x, residual, weight, bias)? {
-            return Ok(of_sum);
+        if let Some((y, Some(sum), stats)) = self.forward_on_gpu(x, Some(residual), weight, bias)? {
+            return Ok(NormOfSum { y, sum, stats });
         }
         if !uses_cpu_kernels(x) || accumulation_dtype(x.dtype()) != x.dtype() {
             let sum = (x + residual)?;
-            return Ok(NormOfSum { y: self.forward(&sum, weight, bias)?, sum });
+            let (y, stats) = self.forward(&sum, weight, bias)?;
+            return Ok(NormOfSum { y, sum, stats });
         }
         let (x, residual) = (to_accumulation_dtype(x)?, to_accumulation_dtype(residual)?);
         let weight = to_accumulation_dtype(weight)?;
@@ -101,65 +99,60 @@ impl Norm {
             let bias = bias.as_ref().map(|b| b.slice::<T>()).transpose()?;
             let inputs = [host_x.slice()?, residual.slice()?];
             let (y, sum) = self.forward_residual_host(inputs, weight.slice()?, bias);
-            Ok(NormOfSum { y: tensor(y, x.shape())?, sum: tensor(sum, x.shape())? })
+            let (y, sum) = (tensor(y, x.shape())?, tensor(sum, x.shape())?);
+            Ok(NormOfSum { y, sum, stats: Stats::default() })
         })
     }
 
+    /// The output, the sum with the residual if there is one, and what is kept; `None` if no kernel takes the tensors.
     #[cfg(feature = "cuda")]
-    fn forward_residual_on_gpu(
+    fn forward_on_gpu(
         self,
         x: &Tensor,
-        residual: &Tensor,
+        residual: Option<&Tensor>,
         weight: &Tensor,
         bias: Option<&Tensor>,
-    ) -> Result<Option<NormOfSum>> {
+    ) -> Result<Option<(Tensor, Option<Tensor>, Stats)>> {
         use fulgurite_kernels::cuda;
-        let residual = Some(residual);
-        let (y, sum) = match (self.center, bias) {
-            (true, bias) => {
-                cuda::layer_norm(x, residual, weight, bias, self.eps)?.map(|of| (of.y, of.sum))
-            }
-            (false, None) => {
-                cuda::rms_norm(x, residual, weight, self.eps)?.map(|of| (of.y, of.sum))
-            }
+        Ok(match (self.center, bias) {
+            (true, bias) => cuda::layer_norm(x, residual, weight, bias, self.eps)?
+                .map(|of| (of.y, of.sum, Stats(of.stats.into()))),
+            (false, None) => cuda::rms_norm(x, residual, weight, self.eps)?
+                .map(|of| (of.y, of.sum, Stats(of.stats.into()))),
             (false, Some(_)) => None,
-        }
-        .unzip();
-        Ok(y.zip(sum.flatten()).map(|(y, sum)| NormOfSum { y, sum }))
+        })
     }
 
-    /// The backward. `more` is a gradient of `x` from elsewhere, in its shape and dtype, which is added to that of the norm.
+    /// The backward. `stats` are those of the forward, and `more` is a gradient of `x` from elsewhere, in its shape and
+    /// dtype, which is added to that of the norm.
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "GPUs alone keep stats"))]
     pub(crate) fn backward(
         self,
         x: &Tensor,
         weight: &Tensor,
         with_bias: bool,
+        stats: &Stats,
         grad: &Tensor,
         more: Option<&Tensor>,
     ) -> Result<NormGrads> {
         #[cfg(feature = "cuda")]
-        if !self.center && !with_bias {
-            // Computed again, as on the CPU: nothing is kept from the forward.
+        {
             use fulgurite_kernels::cuda;
-            let forward = cuda::rms_norm(x, None, weight, self.eps)?;
-            let grads = forward.map(|of| {
-                let ([rstd], grad) = (&of.stats, grad.to_dtype(x.dtype())?);
-                cuda::rms_norm_backward(x, weight, rstd, &grad, more)
-            });
-            if let Some((x, weight)) = grads.transpose()?.flatten() {
-                return Ok(NormGrads { x, weight, bias: None });
-            }
-        }
-        #[cfg(feature = "cuda")]
-        if self.center {
-            use fulgurite_kernels::cuda;
-            let forward = cuda::layer_norm(x, None, weight, None, self.eps)?;
-            let grads = forward.map(|of| {
-                let (stats, grad) = (of.stats.each_ref(), grad.to_dtype(x.dtype())?);
-                cuda::layer_norm_backward(x, weight, with_bias, stats, &grad, more)
-            });
-            if let Some((x, weight, bias)) = grads.transpose()?.flatten() {
-                return Ok(NormGrads { x, weight, bias });
+            let of_kernel = match &stats.0[..] {
+                [rstd] => {
+                    let grad = grad.to_dtype(x.dtype())?;
+                    let grads = cuda::rms_norm_backward(x, weight, rstd, &grad, more)?;
+                    grads.map(|(x, weight)| NormGrads { x, weight, bias: None })
+                }
+                [mean, rstd] => {
+                    let (stats, grad) = ([mean, rstd], grad.to_dtype(x.dtype())?);
+                    cuda::layer_norm_backward(x, weight, with_bias, stats, &grad, more)?
+                        .map(|(x, weight, bias)| NormGrads { x, weight, bias })
+                }
+                _ => None,
+            };
+            if let Some(grads) = of_kernel {
+                return Ok(grads);
             }
         }
         let dtype = x.dtype();
