@@ -319,3 +319,20 @@ pub(super) fn tokens(
 pub(super) fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(f64::NAN, |since| since.as_secs_f64())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_are_those_that_the_peers_draw() {
+        let size = DecoderSize { vocab: 1 << 16, dim: 2, layers: 1, heads: 1, kv_heads: 1, ffn: 1 };
+        let (ids, targets) = tokens(&size, [1, 2], 0).unwrap();
+        // splitmix64 from 0, modulo the vocabulary, in order; as `decoder_tokens` in benches/peer has it.
+        let [first, second, third] =
+            [0xe220_a839_7b1d_cdaf_u64, 0x6e78_9e6a_a1b9_65f4, 0x06c4_5d18_8009_454f]
+                .map(|number| (number % (1 << 16)) as u32);
+        assert_eq!(ids.to_vec2::<u32>().unwrap(), [[first, second]]);
+        assert_eq!(targets.to_vec2::<u32>().unwrap(), [[second, third]]);
+    }
+}
