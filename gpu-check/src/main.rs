@@ -6,8 +6,9 @@
 //!
 //! Each step is a process of its own, which is ended after `--timeout-secs`, so that neither a hang nor a crash
 //! keeps the others from being run. The CPU is the reference: of functions and layers, in every dtype, output and
-//! gradients are compared, on contiguous inputs and on views; then optimizers, and whole trainings. The report has the
-//! largest difference of each comparison beside what is allowed, and the speeds that were measured.
+//! gradients are compared, on contiguous inputs and on views; then optimizers, and whole trainings. One step needs no CPU: it
+//! compares gradients with differences of outputs that the device itself computes in f64. The report has the largest difference
+//! of each comparison beside what is allowed, and the speeds that were measured.
 //!
 //! With `--device cpu` it checks a CPU against itself: what that shows is that this program works. **It has never run on a
 //! GPU**, and the differences that it allows in bf16 and f16 are guesses until it has.

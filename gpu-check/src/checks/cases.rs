@@ -75,27 +75,80 @@ pub(super) fn compare(cases: &[Case], device: &Device) -> Result<Findings> {
     Ok(findings)
 }
 
+/// A case in one dtype, on one device.
+pub(super) struct Instance {
+    function: Function,
+    /// Its parameters, with values.
+    pub(super) slots: Vec<ParameterSlot>,
+    grads: Arc<LocalGrads>,
+}
+
+impl Instance {
+    pub(super) fn new(case: &Case, dtype: DType, device: &Device) -> Result<Self> {
+        match case.of {
+            Of::Function(f) => {
+                Ok(Self { function: Box::new(f), slots: Vec::new(), grads: Arc::default() })
+            }
+            Of::Layer(make) => {
+                let b = ModuleBuilder::new(ModuleInit {
+                    device: device.clone(),
+                    dtype,
+                    compute_dtype: dtype,
+                    ..ModuleInit::default()
+                });
+                let function = make(&b)?;
+                let (slots, grads) = with_values(&b)?;
+                Ok(Self { function, slots, grads })
+            }
+        }
+    }
+
+    /// The output, the same each time.
+    pub(super) fn forward(&self, inputs: &[Tensor]) -> Result<Tensor> {
+        let scope = ForwardScope { training: true, seed: 7, step: 3, ..ForwardScope::default() };
+        scope.run(|| (self.function)(inputs))
+    }
+
+    /// The gradients of the sum of output times weights, by name: of inputs, then of parameters.
+    pub(super) fn backward(
+        &self,
+        output: &Tensor,
+        weights: &Tensor,
+        vars: &[Var],
+    ) -> Result<Vec<(String, Tensor)>> {
+        let all = (output * weights)?;
+        let all = match all.dtype() {
+            DType::F64 => all,
+            _ => all.to_dtype(DType::F32)?,
+        };
+        let store = all.sum_all()?.backward()?;
+        let mut gradients = Vec::new();
+        for (i, var) in vars.iter().enumerate() {
+            let grad =
+                store.get(var).ok_or_else(|| Error::other(format!("input {i} has no gradient")))?;
+            gradients.push((format!("gradient of input {i}"), grad.clone()));
+        }
+        for slot in &self.slots {
+            slot.finish_backward()?;
+            gradients.push((format!("gradient of {}", slot.fqn()), self.grads.buffer(slot)?));
+        }
+        Ok(gradients)
+    }
+}
+
+/// What outputs are multiplied with before they are summed up.
+pub(super) fn cotangent(output: &Tensor) -> Result<Tensor> {
+    let weights = randn("cotangent", output.dims())?;
+    Ok(weights.to_dtype(DType::F32)?.to_dtype(output.dtype())?.to_device(output.device())?)
+}
+
 /// The output and all gradients, by name.
 fn run(case: &Case, dtype: DType, form: Form, device: &Device) -> Result<Vec<(String, Vec<f64>)>> {
-    let (function, slots, grads) = match case.of {
-        Of::Function(f) => (Box::new(f) as Function, Vec::new(), Arc::default()),
-        Of::Layer(make) => {
-            let b = ModuleBuilder::new(ModuleInit {
-                device: device.clone(),
-                dtype,
-                compute_dtype: dtype,
-                ..ModuleInit::default()
-            });
-            let function = make(&b)?;
-            let (slots, grads) = with_values(&b)?;
-            (function, slots, grads)
-        }
-    };
-
+    let instance = Instance::new(case, dtype, device)?;
     let mut vars = Vec::new();
     let mut views = Vec::new();
     for (i, shape) in case.inputs.iter().enumerate() {
-        let values = randn(&format!("input {i}"), shape)?.to_dtype(dtype)?;
+        let values = input(i, shape)?.to_dtype(dtype)?;
         let var = match form {
             Form::Contiguous => values.clone(),
             Form::Strided => turned(&values)?.contiguous()?.pad_with_zeros(0, 1, 2)?,
@@ -107,26 +160,17 @@ fn run(case: &Case, dtype: DType, form: Form, device: &Device) -> Result<Vec<(St
         });
         vars.push(var);
     }
-    let scope = ForwardScope { training: true, seed: 7, step: 3, ..ForwardScope::default() };
-    let output = scope.run(|| function(&views))?;
-    let weights = randn("cotangent", output.dims())?.to_dtype(output.dtype())?.to_device(device)?;
-    let all = (&output * weights)?.to_dtype(match dtype {
-        DType::F64 => DType::F64,
-        _ => DType::F32,
-    })?;
-    let store = all.sum_all()?.backward()?;
-
+    let output = instance.forward(&views)?;
     let mut results = vec![("output".to_owned(), numbers(&output)?)];
-    for (i, var) in vars.iter().enumerate() {
-        let grad =
-            store.get(var).ok_or_else(|| Error::other(format!("input {i} has no gradient")))?;
-        results.push((format!("gradient of input {i}"), numbers(grad)?));
-    }
-    for slot in &slots {
-        slot.finish_backward()?;
-        results.push((format!("gradient of {}", slot.fqn()), numbers(&grads.buffer(slot)?)?));
+    for (name, gradient) in instance.backward(&output, &cotangent(&output)?, &vars)? {
+        results.push((name, numbers(&gradient)?));
     }
     Ok(results)
+}
+
+/// Values of an input, in f32 on the host.
+pub(super) fn input(i: usize, shape: &[usize]) -> Result<Tensor> {
+    Ok(randn(&format!("input {i}"), shape)?.to_dtype(DType::F32)?)
 }
 
 fn turned(x: &Tensor) -> Result<Tensor> {
@@ -136,15 +180,15 @@ fn turned(x: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// Gives all parameters values, the same on every device, and a place for their gradients.
+/// Gives all parameters values, the same on every device and those of f32 in f64 too, and a place for their gradients.
 fn with_values(b: &ModuleBuilder) -> Result<(Vec<ParameterSlot>, Arc<LocalGrads>)> {
     let mut tree = b.finish()?;
     let (slots, grads) = (tree.slots(), Arc::new(LocalGrads::default()));
     for p in &slots {
         let region = Region::full(p.global_shape());
         let init = Init::Normal { mean: 0.1, std: 0.5 };
-        let values =
-            init.values(5, p.fqn(), p.global_shape(), &region, p.compute_dtype(), p.device())?;
+        let values = init.values(5, p.fqn(), p.global_shape(), &region, DType::F32, p.device())?;
+        let values = values.to_dtype(p.compute_dtype())?;
         storage::allocate(p.compute()?)?;
         storage::copy_from(p.compute()?, &values)?;
         p.set_reducer(grads.clone());

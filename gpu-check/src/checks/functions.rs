@@ -1,4 +1,4 @@
-//! Differentiable functions and layers against the CPU.
+//! Differentiable functions and layers: against the CPU, and their gradients against differences of their outputs.
 
 use candle_core::{D, DType, Device, Tensor};
 use fulgurite::core::module::{Module, ModuleBuilder};
@@ -11,8 +11,41 @@ use fulgurite::nn::{
 use fulgurite_error::Result;
 
 use super::cases::{Case, Function, Of, compare};
+use super::gradients;
 use crate::findings::Findings;
 use crate::target::Target;
+
+/// Every case.
+fn all_cases() -> Vec<Case> {
+    [activation_cases(), norm_cases(), attention_cases(), loss_cases(), layer_cases()]
+        .into_iter()
+        .flatten()
+        .collect()
+}
+
+pub(super) fn activations(target: &Target) -> Result<Findings> {
+    compare(&activation_cases(), &target.device()?)
+}
+
+pub(super) fn norms(target: &Target) -> Result<Findings> {
+    compare(&norm_cases(), &target.device()?)
+}
+
+pub(super) fn attention(target: &Target) -> Result<Findings> {
+    compare(&attention_cases(), &target.device()?)
+}
+
+pub(super) fn losses(target: &Target) -> Result<Findings> {
+    compare(&loss_cases(), &target.device()?)
+}
+
+pub(super) fn layers(target: &Target) -> Result<Findings> {
+    compare(&layer_cases(), &target.device()?)
+}
+
+pub(super) fn gradients(target: &Target) -> Result<Findings> {
+    gradients::check(&all_cases(), &target.device()?)
+}
 
 /// A layer of one input.
 fn layer(module: impl Module + 'static) -> Result<Function> {
@@ -34,9 +67,9 @@ fn ids(shape: &[usize], below: usize, ignore: bool, device: &Device) -> Result<T
     Ok(Tensor::from_vec((0..n).map(id).collect::<Vec<_>>(), shape, device)?)
 }
 
-pub(super) fn activations(target: &Target) -> Result<Findings> {
+fn activation_cases() -> Vec<Case> {
     const ODD: &[&[usize]] = &[&[3, 7, 129]];
-    let cases = [
+    vec![
         Case { name: "silu", inputs: ODD, of: Of::Function(|x| functional::silu(&x[0])) },
         Case { name: "gelu", inputs: ODD, of: Of::Function(|x| functional::gelu(&x[0])) },
         Case { name: "gelu_tanh", inputs: ODD, of: Of::Function(|x| functional::gelu_tanh(&x[0])) },
@@ -45,12 +78,11 @@ pub(super) fn activations(target: &Target) -> Result<Findings> {
             inputs: &[&[3, 7, 129], &[3, 7, 129]],
             of: Of::Function(|x| functional::swiglu(&x[0], &x[1])),
         },
-    ];
-    compare(&cases, &target.device()?)
+    ]
 }
 
-pub(super) fn norms(target: &Target) -> Result<Findings> {
-    let cases = [
+fn norm_cases() -> Vec<Case> {
+    vec![
         Case {
             name: "rms_norm",
             inputs: &[&[5, 67], &[67]],
@@ -107,11 +139,10 @@ pub(super) fn norms(target: &Target) -> Result<Findings> {
             inputs: &[&[5, 6, 11]],
             of: Of::Layer(|b| layer(BatchNorm::new(&b.pp("norm"), 6)?)),
         },
-    ];
-    compare(&cases, &target.device()?)
+    ]
 }
 
-pub(super) fn attention(target: &Target) -> Result<Findings> {
+fn attention_cases() -> Vec<Case> {
     fn angles(time: usize, half: usize, device: &Device, dtype: DType) -> Result<[Tensor; 2]> {
         let angle = |i: usize| (i / half) as f64 / 10f64.powf((i % half) as f64 / half as f64);
         let angles: Vec<f64> = (0..time * half).map(angle).collect();
@@ -119,7 +150,7 @@ pub(super) fn attention(target: &Target) -> Result<Findings> {
         let on_device = |t: Tensor| t.to_dtype(dtype)?.to_device(device);
         Ok([on_device(angles.cos()?)?, on_device(angles.sin()?)?])
     }
-    let cases = [
+    vec![
         Case {
             name: "softmax",
             inputs: &[&[3, 5, 67]],
@@ -214,8 +245,7 @@ pub(super) fn attention(target: &Target) -> Result<Findings> {
                 Ok(Box::new(move |x| documents.run(|| module.forward(&x[0]))))
             }),
         },
-    ];
-    compare(&cases, &target.device()?)
+    ]
 }
 
 fn self_attention(b: &ModuleBuilder) -> Result<CausalSelfAttention> {
@@ -231,8 +261,8 @@ fn self_attention(b: &ModuleBuilder) -> Result<CausalSelfAttention> {
     CausalSelfAttention::new(&b.pp("attention"), &config)
 }
 
-pub(super) fn losses(target: &Target) -> Result<Findings> {
-    let cases = [
+fn loss_cases() -> Vec<Case> {
+    vec![
         Case {
             name: "cross entropy",
             inputs: &[&[23, 1031]],
@@ -261,12 +291,11 @@ pub(super) fn losses(target: &Target) -> Result<Findings> {
                 }))
             }),
         },
-    ];
-    compare(&cases, &target.device()?)
+    ]
 }
 
-pub(super) fn layers(target: &Target) -> Result<Findings> {
-    let cases = [
+fn layer_cases() -> Vec<Case> {
+    vec![
         Case {
             name: "Linear",
             inputs: &[&[3, 17, 24]],
@@ -329,6 +358,5 @@ pub(super) fn layers(target: &Target) -> Result<Findings> {
                 Ok(Box::new(move |x| dropout.forward(&norm.forward(&x[0])?)))
             }),
         },
-    ];
-    compare(&cases, &target.device()?)
+    ]
 }

@@ -2,6 +2,7 @@
 
 mod cases;
 mod functions;
+mod gradients;
 mod memory;
 mod nccl;
 mod optimizers;
@@ -76,6 +77,11 @@ pub(crate) const STEPS: &[Step] = &[
         "functions.layers",
         "against the CPU: linear, embedding, convolutions, MLPs, dropout",
         functions::layers,
+    ),
+    step(
+        "functions.gradients",
+        "without the CPU: gradients of all of these against differences of outputs in f64",
+        functions::gradients,
     ),
     step("optimizers.norm", "against the CPU: the gradient's norm", optimizers::norm),
     step(

@@ -35,6 +35,9 @@ fn a_cpu_computes_what_a_cpu_computes() {
     // The CPU's kernels against themselves: the same bits.
     let norms = of("functions.norms")["figures"].as_object().unwrap();
     assert!(norms.len() > 200 && norms.values().all(|apart| *apart == 0.0), "{norms:?}");
+    // Each gradient of each case in two dtypes; from the device alone, so not zero.
+    let gradients = of("functions.gradients")["figures"].as_object().unwrap();
+    assert!(gradients.len() > 150 && gradients.values().any(|it| *it != 0.0), "{gradients:?}");
     assert!(of("training.ranks")["figures"]["fsdp loss_last"].as_f64().unwrap() > 1.0);
 }
 
