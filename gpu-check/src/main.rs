@@ -43,6 +43,9 @@ struct Options {
     /// Run the steps whose names contain this; may be given several times
     #[arg(long, value_name = "TEXT")]
     only: Vec<String>,
+    /// Leave out the steps whose names contain this; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    skip: Vec<String>,
     /// End a step after this many seconds
     #[arg(long, default_value_t = 180, value_parser = clap::value_parser!(u64).range(1..))]
     timeout_secs: u64,
@@ -106,20 +109,38 @@ fn step(name: &str, target: &Target) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Runs the steps, each in a process, and reports.
-fn check(options: &Options) -> Result<ExitCode> {
-    let is_wanted = |step: &&Step| {
-        options.only.is_empty() || options.only.iter().any(|text| step.name.contains(text.as_str()))
-    };
+/// The steps that the options choose.
+///
+/// # Errors
+/// If no step has a text in its name, or none is left.
+fn chosen(only: &[String], skip: &[String]) -> Result<Vec<&'static Step>> {
+    let has =
+        |step: &Step, texts: &[String]| texts.iter().any(|it| step.name.contains(it.as_str()));
+    let there_are = || STEPS.iter().map(|step| step.name).collect::<Vec<_>>().join(", ");
+    for (option, texts) in [("--only", only), ("--skip", skip)] {
+        let is_unknown = |text: &&String| !STEPS.iter().any(|it| it.name.contains(text.as_str()));
+        if let Some(text) = texts.iter().find(is_unknown) {
+            return Err(Error::other(format!(
+                "{option} {text}: no step has that in its name; there are {}",
+                there_are()
+            )));
+        }
+    }
+    let is_wanted = |step: &&Step| (only.is_empty() || has(step, only)) && !has(step, skip);
     let steps: Vec<&Step> = STEPS.iter().filter(is_wanted).collect();
     if steps.is_empty() {
-        let names: Vec<&str> = STEPS.iter().map(|step| step.name).collect();
         return Err(Error::other(format!(
-            "--only {}: no step has that in its name; there are {}",
-            options.only.join(", "),
-            names.join(", ")
+            "--skip {} leaves no step; there are {}",
+            skip.join(", "),
+            there_are()
         )));
     }
+    Ok(steps)
+}
+
+/// Runs the steps, each in a process, and reports.
+fn check(options: &Options) -> Result<ExitCode> {
+    let steps = chosen(&options.only, &options.skip)?;
     if options.list {
         steps.iter().for_each(|step| println!("{:<24} {}", step.name, step.what));
         return Ok(ExitCode::SUCCESS);

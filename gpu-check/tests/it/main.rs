@@ -53,8 +53,35 @@ fn what_cannot_be_checked_is_said() {
         unknown.contains("--only functoins") && unknown.contains("functions.norms"),
         "{unknown}"
     );
+    // Each text is looked at, not only all of them.
+    let unknown = error(&["--list", "--skip", "speed", "--skip", "sped"]);
+    assert!(
+        unknown.contains("--skip sped: no step") && unknown.contains("speed.llama"),
+        "{unknown}"
+    );
+    let none = error(&["--list", "--only", "speed", "--skip", "speed."]);
+    assert!(none.contains("--skip speed. leaves no step"), "{none}");
     if !cfg!(feature = "cuda") {
         let without = error(&["--only", "platform"]);
         assert!(without.contains("built without CUDA"), "{without}");
     }
+}
+
+#[test]
+fn steps_are_chosen_and_left_out_by_parts_of_their_names() {
+    let listed = |args: &[&str]| {
+        let output = gpu_check(&[&["--list"], args].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let text = String::from_utf8(output.stdout).unwrap();
+        text.lines().map(|line| line.split(' ').next().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    let all = listed(&[]);
+    let left = listed(&["--skip", "speed.", "--skip", "memory.pool"]);
+    let is_left = |name: &&String| !name.starts_with("speed.") && *name != "memory.pool";
+    assert_eq!(left, all.iter().filter(is_left).cloned().collect::<Vec<_>>());
+    assert_eq!(all.len(), left.len() + 4);
+    assert_eq!(
+        listed(&["--only", "training", "--only", "speed", "--skip", "llama", "--skip", "f"]),
+        ["training.ranks", "speed.device"]
+    );
 }
