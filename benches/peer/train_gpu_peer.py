@@ -56,9 +56,9 @@ def worker(a):
         dist.init_process_group("nccl" if on_gpu else "gloo")
         mesh = init_device_mesh(a.device, (1,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if a.compile:  # unit by unit, since what FSDP2 does between units is not compiled
-            for layer in layers:
-                layer.compile()
+        if a.compile:  # unit by unit, and in a module around each, so that FSDP2's hooks are not part of what is compiled
+            for i, layer in enumerate(layers):
+                layers[i] = torch.compile(layer)
             loss_of_logits = torch.compile(loss_of_logits)
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)

@@ -35,7 +35,7 @@ pub mod table;
 pub use dtype::Float;
 pub use plan::{
     Address, Argument, Bf16, Call, Element, F16, Field, FieldType, Half, In, Out, Parameter, Plan,
-    Pointee, Row, Table, Target, Work,
+    Pointee, Row, Table, Target, Unknown, Work,
 };
 pub use product::{Matrix, Product, Start};
 pub use source::{NVRTC_OPTIONS, Source};

@@ -105,12 +105,18 @@ pub struct F16 {
     _bits: u16,
 }
 
+/// What a pointer that says nothing of its elements points to.
+#[derive(Debug, Clone, Copy)]
+pub struct Unknown;
+
 macro_rules! pointees {
     ($($ty:ty => $name:literal),*) => {$(impl Pointee for $ty {
         const C_NAME: &'static str = $name;
     })*};
 }
-pointees!(f32 => "float", f64 => "double", u32 => "u32", u64 => "u64", Bf16 => "bf16", F16 => "f16");
+pointees!(
+    f32 => "float", f64 => "double", u32 => "u32", u64 => "u64", Bf16 => "bf16", F16 => "f16", Unknown => "void"
+);
 
 /// An element type that kernels are compiled for.
 pub trait Element: Pointee {

@@ -9,6 +9,8 @@ pub enum Source {
     Optimizer,
     /// Copies of many parts of memory.
     Copies,
+    /// Copies of views.
+    Views,
     /// Norms, SwiGLU and rotary position embedding.
     Rows,
     /// Softmax of scores.
@@ -23,10 +25,11 @@ pub enum Source {
 
 impl Source {
     /// All of them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::GradNorm,
         Self::Optimizer,
         Self::Copies,
+        Self::Views,
         Self::Rows,
         Self::Attention,
         Self::Flash,
@@ -40,6 +43,7 @@ impl Source {
             Self::GradNorm => "grad_norm",
             Self::Optimizer => "optimizer",
             Self::Copies => "copies",
+            Self::Views => "views",
             Self::Rows => "rows",
             Self::Attention => "attention",
             Self::Flash => "flash",
@@ -54,6 +58,7 @@ impl Source {
             Self::GradNorm => include_str!("../kernels/grad_norm.cu"),
             Self::Optimizer => include_str!("../kernels/optimizer.cu"),
             Self::Copies => include_str!("../kernels/copies.cu"),
+            Self::Views => include_str!("../kernels/views.cu"),
             Self::Rows => include_str!("../kernels/rows.cu"),
             Self::Attention => include_str!("../kernels/attention.cu"),
             Self::Flash => include_str!("../kernels/flash.cu"),

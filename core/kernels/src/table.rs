@@ -19,7 +19,7 @@
 
 use crate::plan::{Parameter, Row};
 use crate::plans::{AdamWTensor, AverageTensor, CopiedPart, NormTensor, SgdTensor, StepScale};
-use crate::{Bf16, Call, Element, F16, Field, Float, Half, In, Out, Source};
+use crate::{Bf16, Call, Element, F16, Field, Float, Half, In, Out, Source, Unknown};
 
 /// A kernel's name and parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -254,6 +254,69 @@ kernels! {
     Copies {
         /// Copies of parts of memory, a block for each chunk.
         fn copy_parts(parts: In<CopiedPart>, count: u32);
+    }
+    Views {
+        /// The elements of a view, as words of 2 bytes, a block for each chunk.
+        fn dense_2(
+            x: In<Unknown>,
+            y: Out<Unknown>,
+            n: u32,
+            size1: u32,
+            size2: u32,
+            size3: u32,
+            stride0: u64,
+            stride1: u64,
+            stride2: u64,
+            stride3: u64,
+        );
+        /// The elements of a view, as words of 4 bytes, a block for each chunk.
+        fn dense_4(
+            x: In<Unknown>,
+            y: Out<Unknown>,
+            n: u32,
+            size1: u32,
+            size2: u32,
+            size3: u32,
+            stride0: u64,
+            stride1: u64,
+            stride2: u64,
+            stride3: u64,
+        );
+        /// The elements of a view, as words of 8 bytes, a block for each chunk.
+        fn dense_8(
+            x: In<Unknown>,
+            y: Out<Unknown>,
+            n: u32,
+            size1: u32,
+            size2: u32,
+            size3: u32,
+            stride0: u64,
+            stride1: u64,
+            stride2: u64,
+            stride3: u64,
+        );
+        /// The elements of a view, as words of 16 bytes, a block for each chunk.
+        fn dense_16(
+            x: In<Unknown>,
+            y: Out<Unknown>,
+            n: u32,
+            size1: u32,
+            size2: u32,
+            size3: u32,
+            stride0: u64,
+            stride1: u64,
+            stride2: u64,
+            stride3: u64,
+        );
+        /// Rows of a table by their numbers, zeros for `u32::MAX`, a block for each chunk of words.
+        fn pick_rows(
+            ids: In<u32>,
+            table: In<Unknown>,
+            out: Out<Unknown>,
+            rows: u64,
+            width: u64,
+            word: u32,
+        );
     }
     Rows {
         /// `out +=` the sum of rows, a block for 256 columns.

@@ -71,8 +71,10 @@ impl RmsNorm {
     ///
     /// let b = ModuleBuilder::new(ModuleInit::default());
     /// let norm = RmsNorm::new(&b.pp("norm"), 4, 0.0)?;
-    /// # for slot in b.finish()?.slots() { storage::allocate(slot.compute()?)?; }
-    /// # storage::copy_from(norm.weight().compute()?, &Tensor::ones(4, DType::F32, &Device::Cpu)?)?;
+    /// # for slot in b.finish()?.slots() {
+    /// #     storage::allocate(slot.compute()?)?;
+    /// #     storage::copy_from(slot.compute()?, &Tensor::ones(4, DType::F32, &Device::Cpu)?)?;
+    /// # }
     /// let x = Tensor::ones((3, 4), DType::F32, &Device::Cpu)?;
     /// let attended = Tensor::ones((3, 4), DType::F32, &Device::Cpu)?;
     /// let (normalized, x) = norm.forward_residual(&attended, &x)?;

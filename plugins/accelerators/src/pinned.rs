@@ -227,7 +227,12 @@ fn download<T: CudaDType + DeviceRepr + WithDType + Default>(
 
 impl Pinned {
     /// Gives the stream a copy of these numbers to the host.
-    fn begin_few(&self, storage: &CudaStorage, start: usize, len: usize) -> candle_core::Result<Few> {
+    fn begin_few(
+        &self,
+        storage: &CudaStorage,
+        start: usize,
+        len: usize,
+    ) -> candle_core::Result<Few> {
         let source = storage.as_cuda_slice::<f64>()?.slice(start..start + len);
         let (from, _in_use) = source.device_ptr(&self.stream);
         let free = self.few.lock().unwrap_or_else(PoisonError::into_inner).pop();

@@ -33,6 +33,11 @@ use crate::{Error, Result};
 pub fn empty(dtype: DType, device: &Device) -> Result<Storage> {
     Ok(match device {
         Device::Cpu => Storage::Cpu(empty_cpu(dtype)?),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            Storage::Cuda(fulgurite_kernels::cuda::unset_storage(&Shape::from(0), dtype, device)?)
+        }
+        #[cfg(not(feature = "cuda"))]
         Device::Cuda(device) => Storage::Cuda(device.zeros_impl(&Shape::from(0), dtype)?),
         Device::Metal(device) => Storage::Metal(device.zeros_impl(&Shape::from(0), dtype)?),
     })
@@ -115,6 +120,18 @@ pub fn allocate(tensor: &Tensor) -> Result<()> {
         replace(tensor, take(&fresh)?)?;
     }
     Ok(())
+}
+
+/// [`allocate`] for whoever writes every element: on a GPU of NVIDIA the memory holds what it held before.
+pub fn allocate_unset(tensor: &Tensor) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if let (true, Device::Cuda(device)) = (is_released(tensor), tensor.device()) {
+        let (shape, dtype) = (tensor.shape(), tensor.dtype());
+        let fresh = fulgurite_kernels::cuda::unset_storage(shape, dtype, device)?;
+        replace(tensor, Storage::Cuda(fresh))?;
+        return Ok(());
+    }
+    allocate(tensor)
 }
 
 /// `Tensor::zeros`, whose error says how much memory was asked for, which that of a device does not.

@@ -2,13 +2,10 @@
 //! that no kernel takes: on another device, in f64, of too many rows, or rotated by tables of another form.
 #![allow(unsafe_code)] // launches, and memory that a launch writes whole
 
-use candle_core::backend::BackendDevice as _;
-use candle_core::op::BackpropOp;
-use candle_core::{CudaDevice, D, DType, Device, Storage, Tensor};
+use candle_core::{CudaDevice, D, DType, Device, Tensor};
 use fulgurite_error::{Error, Result};
 
-use super::run::asked_for;
-use super::{address, run};
+use super::{address, run, unset};
 use crate::plans::{
     self, Activation, CrossEntropy, LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward, Rope,
 };
@@ -40,14 +37,7 @@ fn rows(tensor: &Tensor) -> Result<Option<(u32, u32)>> {
 /// Memory of this shape and dtype with any content, which a launch writes whole.
 pub(super) fn output(like: &Tensor) -> Result<Tensor> {
     match like.device() {
-        Device::Cuda(device) => {
-            // SAFETY: whoever calls this hands it to a plan that writes every element.
-            let storage = unsafe { device.alloc_uninit(like.shape(), like.dtype()) };
-            let bytes = like.elem_count() * like.dtype().size_in_bytes();
-            let storage = storage.map_err(|error| asked_for(bytes, error))?;
-            let (storage, shape) = (Storage::Cuda(storage), like.shape().clone());
-            Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false))
-        }
+        Device::Cuda(device) => unset(like.shape(), like.dtype(), device),
         _ => Err(Error::other("memory for a kernel was asked of another device than a GPU")),
     }
 }

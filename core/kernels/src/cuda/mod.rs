@@ -9,6 +9,7 @@ mod products;
 mod queue;
 mod run;
 mod tables;
+mod views;
 
 pub use attention::{
     Attend, attention, attention_backward, flash_attention, flash_attention_backward, takes_flash,
@@ -24,3 +25,5 @@ pub use layers::{
 pub use products::weight_grad;
 pub use queue::Queue;
 pub use run::{address, run};
+use views::unset;
+pub use views::{contiguous, dense, pick_rows, unset_storage};

@@ -17,13 +17,19 @@ use crate::Plan;
 /// # Errors
 /// If the tensor is not on a GPU, is not contiguous, or of a dtype that no kernel takes.
 pub fn address(tensor: &Tensor) -> Result<u64> {
+    let layout = tensor.layout();
+    if !layout.is_contiguous() {
+        return Err(Error::other(format!("a kernel needs a contiguous tensor, got {layout:?}")));
+    }
+    first_element(tensor)
+}
+
+/// The address of a CUDA tensor's first element, of a view too.
+pub(super) fn first_element(tensor: &Tensor) -> Result<u64> {
     let (storage, layout) = tensor.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else {
         return Err(Error::other("a kernel for GPUs was given a tensor that is not on one"));
     };
-    if !layout.is_contiguous() {
-        return Err(Error::other(format!("a kernel needs a contiguous tensor, got {layout:?}")));
-    }
     fn start<T>(slice: &CudaSlice<T>, stream: &CudaStream) -> u64 {
         slice.device_ptr(stream).0
     }

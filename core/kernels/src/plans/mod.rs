@@ -10,6 +10,7 @@ mod layer_norm;
 mod loss;
 mod optimizer;
 mod rows;
+mod views;
 
 pub use activation::{Activation, activation, activation_backward};
 pub use attention::{Attention, TILE, attention, attention_backward};
@@ -26,6 +27,7 @@ pub use optimizer::{
 pub use rows::{
     RmsNorm, RmsNormBackward, Rope, rms_norm, rms_norm_backward, rope, swiglu, swiglu_backward,
 };
+pub use views::{View, dense, pick_rows};
 
 /// Evaluates `$body` with `$T` as the element type of a dtype that kernels of rows take.
 macro_rules! with_element {

@@ -12,3 +12,4 @@ mod layers;
 mod numbers;
 mod optimizer;
 mod shim;
+mod views;

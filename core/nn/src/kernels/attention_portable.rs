@@ -11,8 +11,13 @@ use crate::Result;
 const BLOCK: usize = 512;
 
 /// `[batch, time, heads, dim]` as `[batch, heads, time, dim]`, contiguous; and back.
-pub(super) fn heads_first(x: &Tensor) -> candle_core::Result<Tensor> {
-    x.transpose(1, 2)?.contiguous()
+pub(super) fn heads_first(x: &Tensor) -> Result<Tensor> {
+    let x = x.transpose(1, 2)?;
+    #[cfg(feature = "cuda")]
+    if let Some(x) = fulgurite_kernels::cuda::dense(&x)? {
+        return Ok(x);
+    }
+    Ok(x.contiguous()?)
 }
 
 impl DotProductAttention {

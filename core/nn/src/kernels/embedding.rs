@@ -9,8 +9,11 @@ use crate::host::{Float, host, indices, tensor, with_float};
 use crate::{Error, Result};
 #[cfg(feature = "cuda")]
 use fulgurite_engine::autograd::storage;
+use fulgurite_engine::execution::transfer;
 use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::parameter::accumulation_dtype;
+#[cfg(feature = "cuda")]
+use fulgurite_kernels::cuda;
 
 /// The ids on the host, each checked to be below the number of rows.
 pub(crate) fn checked_ids(ids: &Tensor, rows: usize) -> Result<Vec<u32>> {
@@ -41,11 +44,16 @@ pub(crate) fn local_ids(mut ids: Vec<u32>, first: usize, rows: usize) -> Vec<u32
     ids
 }
 
+fn on_device(ids: Vec<u32>, like: &Tensor) -> Result<Tensor> {
+    let n = ids.len();
+    transfer::to_device(&Tensor::from_vec(ids, n, &Device::Cpu)?, like.device(), "ids")
+}
+
 /// Ids for tensor operations, with any row for [`NOT_LOCAL`], and, if there are such, the factor
 /// that zeroes their rows (`[ids, 1]`).
 fn portable_ids(ids: &[u32], like: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
     let here: Vec<u32> = ids.iter().map(|&id| if id == NOT_LOCAL { 0 } else { id }).collect();
-    let here = Tensor::from_vec(here, ids.len(), like.device())?;
+    let here = on_device(here, like)?;
     if !ids.contains(&NOT_LOCAL) {
         return Ok((here, None));
     }
@@ -57,6 +65,12 @@ fn portable_ids(ids: &[u32], like: &Tensor) -> Result<(Tensor, Option<Tensor>)> 
 /// Row `ids[i]` of `weight` (`[rows, width]`) for each i, zeros for [`NOT_LOCAL`]: `[ids, width]`.
 pub(crate) fn lookup(ids: &[u32], weight: &Tensor) -> Result<Tensor> {
     let width = weight.dim(1)?;
+    #[cfg(feature = "cuda")]
+    if weight.device().is_cuda()
+        && let Some(y) = cuda::pick_rows(weight, &on_device(ids.to_vec(), weight)?)?
+    {
+        return Ok(y);
+    }
     if !uses_cpu_kernels(weight) || weight.dtype() != accumulation_dtype(weight.dtype()) {
         let (ids, factor) = portable_ids(ids, weight)?;
         let y = weight.contiguous()?.index_select(&ids, 0)?;
@@ -94,7 +108,7 @@ pub(crate) fn lookup_grad(weight: &Parameter, ids: &[u32], grad: &Tensor) -> Res
             if !add {
                 out.zero_set()?;
             }
-            if fulgurite_kernels::cuda::embedding_grad(&grad, ids, out)? {
+            if cuda::embedding_grad(&grad, ids, out)? {
                 return Ok(());
             }
             // Of another dtype: as on other devices.

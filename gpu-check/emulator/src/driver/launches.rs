@@ -160,7 +160,7 @@ unsafe extern "C" fn cuLaunchKernel(
         }
         machine.launches += 1;
         machine.state.calls.count("launch", 0);
-        machine.state.calls.count(format!("kernel {name}"), 0);
+        machine.state.calls.count_at_its_place(&format!("kernel {name}"), 0);
         let addresses = machine.state.memory[device].addresses();
         let seed = machine.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ machine.launches;
         let launch = Grid { grid, block, shared_bytes, seed, addresses };

@@ -244,7 +244,7 @@ extern "C" fn cuMemcpyDtoDAsync_v2(
         {
             return Status::INVALID_VALUE;
         }
-        machine.state.calls.count("copy within the device", bytes);
+        machine.state.calls.count_at_its_place("copy within the device", bytes);
         let work = move |state: &mut State| copy(state, to, from, bytes);
         machine.streams.push(stream, Box::new(work), &mut machine.state);
         Status::SUCCESS
@@ -260,7 +260,7 @@ extern "C" fn cuMemsetD8Async(to: Address, value: c_uchar, bytes: usize, stream:
         if bytes > 0 && machine.device_that_holds(to, bytes).is_none() {
             return Status::INVALID_VALUE;
         }
-        machine.state.calls.count("memory set", bytes);
+        machine.state.calls.count_at_its_place("memory set", bytes);
         let work = move |state: &mut State| {
             if bytes > 0 && !state.memory.iter().any(|memory| memory.holds(to, bytes)) {
                 crate::refuse(&format!("{bytes} bytes at {to:#x} are set, which are freed"));

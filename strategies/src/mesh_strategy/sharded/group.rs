@@ -153,7 +153,7 @@ impl ParamGroup {
     pub(super) fn gather(&self) -> Result<Work> {
         let part = |member: &Member| {
             let output = member.slot.compute()?;
-            storage::allocate(output)?;
+            storage::allocate_unset(output)?;
             let mut shard = member.slot.local()?.values;
             if self.on_host {
                 shard = transfer::to_device(&shard, output.device(), "parameters")?;
@@ -186,7 +186,7 @@ impl ParamGroup {
         let group = self.part_group()?;
         let gather = |(member, part): (&Member, &Tensor)| {
             let output = member.slot.compute()?;
-            storage::allocate(output)?;
+            storage::allocate_unset(output)?;
             let counts = even_parts(output.elem_count(), group.size());
             Ok(AllGather { input: part.clone(), output: output.detach(), counts })
         };

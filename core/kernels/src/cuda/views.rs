@@ -1,0 +1,99 @@
+//! Memory without values, and what views show in one piece.
+#![allow(unsafe_code)] // memory that whoever asks for it writes
+
+use candle_core::backend::BackendDevice as _;
+use candle_core::op::BackpropOp;
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Shape, Storage, Tensor};
+use fulgurite_error::{Error, Result};
+
+use super::address;
+use super::layers::carry_out;
+use super::run::{asked_for, first_element};
+use crate::plans::{self, View};
+
+/// Memory for a tensor of this shape and dtype with any content, for whoever writes all of it. Nothing is launched, where
+/// candle's zeros are.
+///
+/// # Errors
+/// If there is no memory left.
+pub fn unset_storage(shape: &Shape, dtype: DType, device: &CudaDevice) -> Result<CudaStorage> {
+    let bytes = shape.elem_count() * dtype.size_in_bytes();
+    // SAFETY: any bits are numbers of these dtypes.
+    let storage = unsafe { device.alloc_uninit(shape, dtype) };
+    storage.map_err(|error| asked_for(bytes, error))
+}
+
+/// The same as a tensor.
+pub(super) fn unset(shape: &Shape, dtype: DType, device: &CudaDevice) -> Result<Tensor> {
+    let storage = Storage::Cuda(unset_storage(shape, dtype, device)?);
+    Ok(Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), false))
+}
+
+/// The elements of a view of up to four dimensions in memory of their own, one after the other, without a graph: one launch.
+/// candle's `contiguous` sends sizes and strides to the device first, from memory that may be paged out. `None` for
+/// tensors on other devices, without elements, of more dimensions, and in dtypes of no kernel.
+///
+/// # Errors
+/// If there is no memory left, or the launch fails.
+pub fn dense(tensor: &Tensor) -> Result<Option<Tensor>> {
+    let Device::Cuda(device) = tensor.device() else { return Ok(None) };
+    let known = [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U32];
+    let (dims, strides) = (tensor.dims(), tensor.stride());
+    if tensor.elem_count() == 0 || dims.len() > 4 || !known.contains(&tensor.dtype()) {
+        return Ok(None);
+    }
+    let (mut sizes, mut steps) = ([1; 4], [0; 4]);
+    let first = 4 - dims.len();
+    for (i, (&size, &stride)) in dims.iter().zip(strides).enumerate() {
+        (sizes[first + i], steps[first + i]) = (size as u64, stride as u64);
+    }
+    let dense = unset(tensor.shape(), tensor.dtype(), device)?;
+    let view = View {
+        address: first_element(tensor)?,
+        element: tensor.dtype().size_in_bytes() as u64,
+        sizes,
+        strides: steps,
+    };
+    let Some(plan) = plans::dense(view, address(&dense)?) else { return Ok(None) };
+    carry_out(&plan, device, &[tensor, &dense])?;
+    Ok(Some(dense))
+}
+
+/// The tensor, if its elements lie one after the other; else a [dense] copy, or candle's where no kernel takes it.
+///
+/// # Errors
+/// As [`dense`].
+pub fn contiguous(tensor: &Tensor) -> Result<Tensor> {
+    if tensor.is_contiguous() {
+        return Ok(tensor.clone());
+    }
+    match dense(tensor)? {
+        Some(dense) => Ok(dense),
+        None => Ok(tensor.contiguous()?),
+    }
+}
+
+/// The rows of `table` (`[rows, width]`, in f32, f64, bf16 or f16) whose numbers are `ids` (u32, one dimension), zeros for
+/// [`u32::MAX`]: `[ids, width]`, without a graph. The caller knows that there are such rows. `None` for tables on other
+/// devices, without elements, and in other dtypes.
+///
+/// # Errors
+/// If shapes or devices do not fit, there is no memory left, or the launch fails.
+pub fn pick_rows(table: &Tensor, ids: &Tensor) -> Result<Option<Tensor>> {
+    let Device::Cuda(device) = table.device() else { return Ok(None) };
+    let known = [DType::F32, DType::F64, DType::BF16, DType::F16];
+    if table.elem_count() == 0 || ids.elem_count() == 0 || !known.contains(&table.dtype()) {
+        return Ok(None);
+    }
+    let (width, count) = (table.dim(1)?, ids.dims1()?);
+    if ids.dtype() != DType::U32 || !ids.device().same_device(table.device()) {
+        return Err(Error::other(format!("rows are picked by u32 on their device, got {ids:?}")));
+    }
+    let (table, ids) = (contiguous(table)?, contiguous(ids)?);
+    let rows = unset(&Shape::from((count, width)), table.dtype(), device)?;
+    let bytes = width * table.dtype().size_in_bytes();
+    let addresses = (address(&ids)?, address(&table)?, address(&rows)?);
+    let plan = plans::pick_rows(addresses.0, addresses.1, addresses.2, count as u64, bytes as u64);
+    carry_out(&plan, device, &[&ids, &table, &rows])?;
+    Ok(Some(rows))
+}
