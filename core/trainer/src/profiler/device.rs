@@ -137,7 +137,8 @@ impl State {
         let Some((known, at)) = &self.known else { return Ok((0.0, 0.0)) };
         let from = at + span.from.micros_since(&**known)?;
         let to = from + span.to.micros_since(&*span.from)?;
-        if from - at > LONG_US {
+        // What ends after a phase began there, for phases do not overlap.
+        if span.kind == SpanKind::Phase && from - at > LONG_US {
             self.known = Some((span.from.clone(), from));
         }
         Ok((from, to))
