@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect};
 
 /// Addresses of a device. None is used twice, so whoever uses freed memory is found.
-const ADDRESSES: usize = 1 << 40;
+const ADDRESSES: usize = 1 << 44;
 const PAGE: usize = 4096;
 /// What CUDA aligns allocations to.
 const ALIGN: usize = 256;

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::cuda_device as device;
 
 /// A GPU of NVIDIA for each rank, of those in `CUDA_VISIBLE_DEVICES`. Needs the cargo feature `cuda`. It has
-/// been type-checked, and was never run.
+/// run on an emulated GPU, and never on one.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Cuda {

@@ -2,8 +2,8 @@
 //!
 //! A copy from or to other memory waits until the driver has staged it. Here the host writes a piece into pinned
 //! memory, and goes on while the GPU takes it, in the order of its one stream. Copies to the host that are begun and
-//! waited for later are made by a thread, on a stream of its own that waits for what was computed until then. Never run
-//! on a GPU.
+//! waited for later are made by a thread, on a stream of its own that waits for what was computed until then. Run
+//! on an emulated GPU (`.ci/gpu`), and never on one.
 #![allow(unsafe_code)] // Pinned memory, and copies of the driver.
 
 use std::sync::mpsc::{Receiver, Sender, channel};

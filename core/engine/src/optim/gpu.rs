@@ -1,5 +1,5 @@
 //! Norms, updates and averages on GPUs: a launch for many tensors. What the kernels do not take is computed in candle's
-//! operations, as on devices of other kinds. **Compiled, and never run: there was no GPU to run it on.** The plans that
+//! operations, as on devices of other kinds. **Run on an emulated GPU (`.ci/gpu`), and never on one.** The plans that
 //! are made here are carried out in the tests of `fulgurite-kernels`.
 #![allow(unsafe_code)] // the launches
 

@@ -56,7 +56,8 @@ impl LateScale {
         let norm = squared_norm.reshape(1)?.sqrt()?;
         let numbers = Tensor::cat(&[&loss_sum.reshape(1)?, &norm], 0)?;
         // 0 of finite numbers, NaN of others, which stays.
-        let mut spoilt = (&numbers * 0.0)?.sum_keepdim(0)?;
+        let zeros = (&numbers * 0.0)?;
+        let mut spoilt = (zeros.narrow(0, 0, 1)? + zeros.narrow(0, 1, 1)?)?;
         if let Some(before) = before {
             spoilt = (spoilt + &before.spoilt)?;
         }

@@ -1,4 +1,4 @@
-//! Carrying out plans on a GPU. **Compiled and linked, and never run: there was no GPU to run it on.**
+//! Carrying out plans on a GPU. **Run on an emulated GPU (`.ci/gpu`), and never on one.**
 
 mod attention;
 mod compile;
