@@ -60,6 +60,21 @@ impl Target {
         self.open_with(json!({}))
     }
 
+    /// How many of these there are that this process may use; of CPUs, one.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn count(self) -> Result<usize> {
+        match self.config(json!({}))?.available()? {
+            Available::Devices(devices) => Ok(devices.len()),
+            _ => Ok(1),
+        }
+    }
+
+    /// Opens one of several.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn open_at(self, index: usize) -> Result<Box<dyn Accelerator>> {
+        self.config(json!({}))?.open(index)
+    }
+
     /// Opens it with options of the accelerator `cuda`.
     pub(crate) fn open_with(self, options: serde_json::Value) -> Result<Box<dyn Accelerator>> {
         self.config(options)?.open(0)

@@ -113,6 +113,11 @@ pub(crate) const STEPS: &[Step] = &[
         "NCCL with one rank: it is loaded, connects, and every collective keeps the values",
         nccl::alone,
     ),
+    on_gpu(
+        "nccl.ranks",
+        "NCCL with a rank on each of up to four GPUs: collectives and messages, of uneven parts too",
+        nccl::ranks,
+    ),
     step("speed.device", "launches, products and copies", speed::device),
     step("speed.functions", "functions, forward and backward", speed::functions),
     on_gpu(

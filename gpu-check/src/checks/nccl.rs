@@ -1,4 +1,4 @@
-//! NCCL with one rank: all that one GPU can show of it.
+//! NCCL: with one rank, all that one GPU can show of it, and with a rank on each GPU, where there are several.
 
 use fulgurite_error::Result;
 
@@ -65,8 +65,134 @@ pub(super) fn alone(target: &Target) -> Result<Findings> {
     Ok(findings)
 }
 
+/// Collectives and messages of ranks that are threads, on a GPU each: sums of whole numbers, which no order changes.
+#[cfg(feature = "cuda")]
+pub(super) fn ranks(target: &Target) -> Result<Findings> {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use fulgurite::core::launch::LocalStore;
+    use fulgurite_nccl::{Cuda, Parts, connect};
+    use fulgurite_transports::run_ranks_with;
+
+    const TIMEOUT: Duration = Duration::from_secs(120);
+    let mut findings = Findings::default();
+    let devices = target.count()?.min(4);
+    findings.figure("ranks", devices as f64);
+    if devices < 2 {
+        findings.fact("ranks", "there is one GPU, and NCCL takes one rank on each");
+        return Ok(findings);
+    }
+    let store = Arc::new(LocalStore::new());
+    let wrong = run_ranks_with(devices, TIMEOUT, |host| {
+        let accelerator = target.open_at(host.rank())?;
+        let parts = Parts {
+            host,
+            library: None,
+            streams: Arc::new(Cuda),
+            store: store.clone(),
+            timeout: TIMEOUT,
+        };
+        ranks::check(&*connect(parts)?, accelerator.device())
+    })?;
+    findings.wrong = wrong.into_iter().flatten().collect();
+    Ok(findings)
+}
+
+/// What each rank does.
+#[cfg(feature = "cuda")]
+mod ranks {
+    use candle_core::{DType, Device, Tensor};
+    use fulgurite::core::collective::{
+        AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter,
+    };
+    use fulgurite_error::Result;
+
+    use crate::compare::numbers;
+
+    const DTYPES: [DType; 5] = [DType::F32, DType::BF16, DType::F16, DType::F64, DType::I64];
+
+    /// What is not as it should be, on this rank.
+    pub(super) fn check(group: &dyn ProcessGroup, device: &Device) -> Result<Vec<String>> {
+        let (rank, size) = (group.rank(), group.size());
+        let mut wrong = Vec::new();
+        for dtype in DTYPES {
+            for n in [1_usize, 7, 1021, 20_000] {
+                // Element i of a rank's tensor; small, so that sums are exact in every dtype.
+                let value = |rank: usize, i: usize| ((i * 7 + rank * 3) % 16) as f64;
+                let of = |rank: usize, from: usize, n: usize| -> Vec<f64> {
+                    (from..from + n).map(|i| value(rank, i)).collect()
+                };
+                let put = |values: Vec<f64>| -> Result<Tensor> {
+                    let len = values.len();
+                    let values = Tensor::from_vec(values, len, &Device::Cpu)?.to_dtype(dtype)?;
+                    Ok(values.to_device(device)?)
+                };
+                let sum = |from: usize, n: usize| -> Vec<f64> {
+                    (from..from + n).map(|i| (0..size).map(|r| value(r, i)).sum()).collect()
+                };
+                let mut expect = |name: &str, got: &Tensor, want: Vec<f64>| -> Result<()> {
+                    if numbers(got)? != want {
+                        wrong.push(format!("rank {rank}: {name} of {n} {dtype:?}"));
+                    }
+                    Ok(())
+                };
+
+                let values = put(of(rank, 0, n))?;
+                group.run(Collective::all_reduce(&values, ReduceOp::Sum))?;
+                expect("all_reduce", &values, sum(0, n))?;
+
+                let values = put(of(rank, 0, n))?;
+                group.run(Collective::broadcast(&values, size - 1))?;
+                expect("broadcast", &values, of(size - 1, 0, n))?;
+
+                // Even parts, and parts of other lengths, one of them of none: through a flat buffer.
+                let even = vec![n; size];
+                let uneven: Vec<usize> = (0..size).map(|rank| rank * n / 2 + rank).collect();
+                for (name, counts) in [("even", even), ("uneven", uneven)] {
+                    let (own, whole) = (counts[rank], counts.iter().sum::<usize>());
+                    let start: usize = counts[..rank].iter().sum();
+                    let output = put(vec![0.0; whole])?;
+                    let input = put(of(rank, 0, own))?;
+                    let gather =
+                        AllGather { input, output: output.clone(), counts: counts.clone() };
+                    group.run(Collective::all_gather_into(vec![gather]))?;
+                    let all = counts.iter().enumerate().flat_map(|(rank, &n)| of(rank, 0, n));
+                    expect(&format!("all_gather, {name}"), &output, all.collect())?;
+
+                    let output = put(vec![0.0; own])?;
+                    let input = put(of(rank, 0, whole))?;
+                    let scatter = ReduceScatter { input, output: output.clone(), counts };
+                    group.run(Collective::reduce_scatter(vec![scatter], ReduceOp::Sum))?;
+                    expect(&format!("reduce_scatter, {name}"), &output, sum(start, own))?;
+                }
+
+                let output = put(vec![0.0; n * size])?;
+                group.run(Collective::all_to_all(&output, &put(of(rank, 0, n * size))?))?;
+                let parts = (0..size).flat_map(|from| of(from, rank * n, n));
+                expect("all_to_all", &output, parts.collect())?;
+
+                // To the next rank, from the one before.
+                let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
+                let output = put(vec![0.0; n])?;
+                let sent = group.send(&put(of(rank, 0, n))?, next)?;
+                let received = group.recv(&output, before)?;
+                sent.wait()?;
+                received.wait()?;
+                expect("send and recv", &output, of(before, 0, n))?;
+            }
+        }
+        Ok(wrong)
+    }
+}
+
 /// Programs without CUDA have no NCCL.
 #[cfg(not(feature = "cuda"))]
 pub(super) fn alone(_: &Target) -> Result<Findings> {
+    Ok(Findings::default())
+}
+
+#[cfg(not(feature = "cuda"))]
+pub(super) fn ranks(_: &Target) -> Result<Findings> {
     Ok(Findings::default())
 }

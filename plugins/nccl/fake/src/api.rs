@@ -57,7 +57,7 @@ pub extern "C" fn fakeNcclLive() -> u64 {
 /// The fewest ranks that a communicator may have.
 static FEWEST: AtomicI32 = AtomicI32::new(2);
 
-/// Lets communicators have one rank.
+/// Lets communicators have one rank, as the variable `FAKE_NCCL_ALONE` does for programs that do not know of this library.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakeNcclAllowAlone() {
     FEWEST.store(1, Ordering::SeqCst);
@@ -172,7 +172,9 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     if !id.0[8..].iter().all(|&byte| byte == 0xA5) {
         return violation("a unique id that is none");
     }
-    if ranks < FEWEST.load(Ordering::SeqCst) || !(0..ranks).contains(&rank) {
+    let alone = std::env::var_os("FAKE_NCCL_ALONE").is_some();
+    let fewest = if alone { 1 } else { FEWEST.load(Ordering::SeqCst) };
+    if ranks < fewest || !(0..ranks).contains(&rank) {
         return violation(format_args!("rank {rank} of {ranks}"));
     }
     let number = u64::from_le_bytes(id.0[..8].try_into().unwrap_or_default());
