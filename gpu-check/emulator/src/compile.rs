@@ -379,6 +379,75 @@ $L__LOOP:
         assert_eq!(out, [0x8000_0002, 11, 0x8000_0002, 11]);
     }
 
+    /// A kernel that stores a word at its argument plus what follows.
+    fn store(offset: &str) -> String {
+        format!(
+            r"
+.visible .entry test(.param .u64 test_param_0)
+{{
+    .reg .b32 %r<2>;
+    .reg .b64 %rd<2>;
+    ld.param.u64 %rd1, [test_param_0];
+    mov.u32 %r1, 1;
+    st.global.u32 [%rd1+{offset}], %r1;
+    ret;
+}}"
+        )
+    }
+
+    /// What a GPU does not tell, or not where it is.
+    fn planted(name: &str) -> String {
+        match name {
+            "past its end" => store("4096"),
+            "misaligned" => store("2"),
+            "not of this device" => store("-35184372088832"),
+            "at a barrier that the others do not reach" => r"
+.visible .entry test(.param .u64 test_param_0)
+{
+    .reg .pred %p<2>;
+    .reg .b32 %r<2>;
+    mov.u32 %r1, %tid.x;
+    setp.eq.s32 %p1, %r1, 3;
+    @%p1 bra $L__END;
+    bar.sync 0;
+$L__END:
+    ret;
+}"
+            .to_owned(),
+            other => panic!("nothing is planted as {other}"),
+        }
+    }
+
+    const FAULT: &str = "FULGURITE_GPU_EMULATOR_TEST_FAULT";
+
+    /// Each ends the process: this test starts itself for it.
+    #[test]
+    fn what_a_gpu_hides_ends_the_program_and_names_the_kernel() {
+        if let Ok(name) = std::env::var(FAULT) {
+            run(&planted(&name), 1, 32, &[0; 4]);
+            return;
+        }
+        for (name, said) in [
+            ("past its end", "kernel `test`: memory that is not allocated, or freed"),
+            ("misaligned", "kernel `test`: a misaligned address"),
+            ("not of this device", "kernel `test`: an address that is not of this device"),
+            (
+                "at a barrier that the others do not reach",
+                "test: threads wait at a barrier that the others do not reach",
+            ),
+        ] {
+            let test = "what_a_gpu_hides_ends_the_program_and_names_the_kernel";
+            let output = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", &format!("compile::tests::{test}"), "--nocapture"])
+                .env(FAULT, name)
+                .output()
+                .unwrap();
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(97), "{name}: {stderr}");
+            assert!(stderr.contains(said), "{name}: {stderr}");
+        }
+    }
+
     #[test]
     fn what_is_not_known_is_said() {
         let text =

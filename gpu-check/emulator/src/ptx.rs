@@ -56,6 +56,22 @@ pub(crate) struct Instruction {
     pub(crate) operands: Vec<String>,
 }
 
+impl Module {
+    /// The function of this name that has a body.
+    pub(crate) fn function(&self, name: &str) -> Option<&Function> {
+        self.functions.iter().find(|function| function.name == name && function.body.is_some())
+    }
+}
+
+impl Instruction {
+    /// The name of the function that it calls, if it is a `call`.
+    pub(crate) fn callee(&self) -> Option<&str> {
+        let is_call = self.name.first().is_some_and(|name| name == "call");
+        let mut names = self.operands.iter().filter(|operand| !operand.starts_with('('));
+        names.next().filter(|_| is_call).map(String::as_str)
+    }
+}
+
 fn size_of(kind: &str) -> usize {
     match kind.trim_start_matches(|c: char| c.is_ascii_alphabetic()) {
         "8" => 1,
