@@ -15,7 +15,7 @@
 //! - streams are ordered by events alone, in an order that is drawn, and so are the threads of a block;
 //! - copies between a stream and pinned memory happen when the stream gets to them, not when they are asked for;
 //! - launches and products that CUDA or cuBLAS would refuse are refused;
-//! - every call that matters is counted ([`calls`]): launches, copies of memory that may be paged out, waits.
+//! - every call that matters is counted, with the place in the program that it comes from: launches, copies of memory that may be paged out, waits.
 //!
 //! | variable | |
 //! |---|---|
