@@ -126,13 +126,19 @@ template <class T> void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint
     shim::publish(words, 6);
     auto half = [](uint32_t word, unsigned i) { return load(T{(uint16_t)(word >> 16 * i)}); };
     unsigned lane = shim::lane();
-    for (unsigned i = 0; i < 4; i++) {
-        unsigned row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-        for (unsigned k = 0; k < 16; k++) {
-            const uint32_t *left = shim::published(row % 8 * 4 + k % 8 / 2);
-            const uint32_t *right = shim::published(column * 4 + k % 8 / 2);
-            c[i] += half(left[row / 8 + k / 8 * 2], k % 2) * half(right[4 + k / 8], k % 2);
+    // Two rows and two columns of 16, of which four lanes have pieces.
+    float rows[2][16], columns[2][16];
+    for (unsigned piece = 0; piece < 4; piece++) {
+        const uint32_t *left = shim::published(lane / 4 * 4 + piece);
+        for (unsigned n = 0; n < 8; n++) {
+            unsigned which = n % 2, k = n / 2 % 2 * 8 + piece * 2 + n / 4;
+            rows[which][k] = half(left[which + k / 8 * 2], k % 2);
+            const uint32_t *right = shim::published((lane % 4 * 2 + which) * 4 + piece);
+            columns[which][k] = half(right[4 + k / 8], k % 2);
         }
+    }
+    for (unsigned i = 0; i < 4; i++) {
+        for (unsigned k = 0; k < 16; k++) c[i] += rows[i / 2][k] * columns[i % 2][k];
     }
 }
 
