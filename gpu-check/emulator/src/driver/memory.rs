@@ -59,6 +59,7 @@ extern "C" fn cuMemFreeAsync(address: Address, stream: Handle) -> Status {
         let Some(stream) = machine.stream(stream, "memory is freed") else {
             return Status::INVALID_HANDLE;
         };
+        give_back(&mut machine.state, address);
         machine.streams.push(
             stream,
             Box::new(move |state| free(state, address)),
