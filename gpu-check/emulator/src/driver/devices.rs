@@ -124,7 +124,7 @@ extern "C" fn cuDevicePrimaryCtxRelease_v2(_device: c_int) -> Status {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn cuCtxSetCurrent(context: Context) -> Status {
+pub(super) extern "C" fn cuCtxSetCurrent(context: Context) -> Status {
     if context > count() {
         return Status::INVALID_CONTEXT;
     }

@@ -50,7 +50,7 @@ unsafe extern "C" fn push(stream: *const RawStream, call: Call, free: Free, data
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuStreamCreate(to: *mut Handle, _flags: c_uint) -> Status {
+pub(super) unsafe extern "C" fn cuStreamCreate(to: *mut Handle, _flags: c_uint) -> Status {
     let Some(device) = devices::current() else { return Status::INVALID_CONTEXT };
     // Never freed: what was queued on it may still run when it is destroyed.
     let raw: &'static RawStream = Box::leak(Box::new(RawStream { push }));

@@ -309,3 +309,24 @@ unsafe extern "C" fn cuMemPoolGetAttribute(
         Status::SUCCESS
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As the pool of a device: what is freed is there for others before the stream has got there.
+    #[test]
+    fn freed_memory_counts_no_longer() {
+        let (mut stream, mut address) = (0, 0);
+        assert_eq!(devices::cuCtxSetCurrent(1), Status::SUCCESS);
+        // SAFETY: places for a handle and an address.
+        unsafe {
+            assert_eq!(super::super::events::cuStreamCreate(&raw mut stream, 1), Status::SUCCESS);
+            assert_eq!(cuMemAllocAsync(&raw mut address, 1000, stream), Status::SUCCESS);
+        }
+        let used = || machine::with(|machine| machine.state.memory[0].used);
+        assert_eq!(used(), 1000);
+        assert_eq!(cuMemFreeAsync(address, stream), Status::SUCCESS);
+        assert_eq!(used(), 0);
+    }
+}
