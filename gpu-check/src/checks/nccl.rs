@@ -102,9 +102,12 @@ pub(super) fn ranks(target: &Target) -> Result<Findings> {
 /// What each rank does.
 #[cfg(feature = "cuda")]
 mod ranks {
+    use std::sync::{Arc, Mutex};
+
     use candle_core::{DType, Device, Tensor};
+    use fulgurite::core::accelerator::TimeStamp;
     use fulgurite::core::collective::{
-        AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter,
+        AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter, Timing,
     };
     use fulgurite_error::Result;
 
@@ -182,7 +185,44 @@ mod ranks {
                 expect("send and recv", &output, of(before, 0, n))?;
             }
         }
+        wrong.extend(timed(group, device)?);
         Ok(wrong)
+    }
+
+    /// Whether two collectives and a message are timed, the one collective after the other.
+    fn timed(group: &dyn ProcessGroup, device: &Device) -> Result<Option<String>> {
+        type Told = (String, Arc<dyn TimeStamp>, Arc<dyn TimeStamp>);
+        let told = Arc::<Mutex<Vec<Told>>>::default();
+        let values = Tensor::ones(20_000, DType::F32, device)?;
+        let received = Tensor::zeros(20_000, DType::F32, device)?;
+        let (rank, size) = (group.rank(), group.size());
+
+        let tell = told.clone();
+        let timing = Timing::enter(move |stream, from, to| {
+            let told = (stream.to_owned(), from, to);
+            tell.lock().expect("no panic here").push(told);
+        });
+        let one = group.all_reduce(&values, ReduceOp::Sum)?;
+        let other = group.broadcast(&values, 0)?;
+        let sent = group.send(&values, (rank + 1) % size)?;
+        let got = group.recv(&received, (rank + size - 1) % size)?;
+        drop(timing);
+        [one, other, sent, got]
+            .into_iter()
+            .try_for_each(fulgurite::core::collective::Work::wait)?;
+
+        let told = std::mem::take(&mut *told.lock().expect("no panic here"));
+        let mut micros = Vec::new();
+        let Some((_, start, _)) = told.first() else {
+            return Ok(Some(format!("rank {rank}: no collective was timed")));
+        };
+        for (_, from, to) in &told {
+            micros.push([from.micros_since(&**start)?, to.micros_since(&**start)?]);
+        }
+        let lengths = micros.iter().all(|[from, to]| from <= to);
+        let in_order = matches!(micros[..], [[_, first], [second, _], ..] if first <= second);
+        let right = told.len() == 4 && lengths && in_order;
+        Ok((!right).then(|| format!("rank {rank}: times of collectives in us: {micros:?}")))
     }
 }
 

@@ -1,7 +1,6 @@
 //! Finding and opening GPUs over CUDA's driver.
 #![allow(unsafe_code)] // Calls of the driver, and candle's switch of event tracking.
 
-use std::any::Any;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fmt;
@@ -9,8 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::Device;
 use candle_core::cuda::set_gemm_reduced_precision_f32;
-use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent, DriverError, result, sys};
-use fulgurite_core::accelerator::{Accelerator, DeviceMemory, TimeStamp};
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result, sys};
+use fulgurite_core::accelerator::{Accelerator, CudaTimeStamp, DeviceMemory, TimeStamp};
 use fulgurite_core::execution::transfer;
 use fulgurite_core::{Error, Result};
 
@@ -147,28 +146,6 @@ impl Gpu {
     }
 }
 
-/// A moment of the stream that is computed on.
-struct Moment(CudaEvent);
-
-impl TimeStamp for Moment {
-    fn is_past(&self) -> Result<bool> {
-        let is_past = || {
-            self.0.context().bind_to_thread()?;
-            self.0.try_is_complete()
-        };
-        is_past().map_err(|e| failed("asking a GPU for an event", &e))
-    }
-
-    fn micros_since(&self, earlier: &dyn TimeStamp) -> Result<f64> {
-        let earlier: &dyn Any = earlier;
-        let Some(Self(earlier)) = earlier.downcast_ref() else {
-            return Err(Error::other("a time stamp of another device than a GPU"));
-        };
-        let millis = earlier.elapsed_ms(&self.0);
-        Ok(f64::from(millis.map_err(|e| failed("reading a GPU's times", &e))?) * 1e3)
-    }
-}
-
 impl Accelerator for Gpu {
     fn device(&self) -> &Device {
         &self.device
@@ -184,10 +161,7 @@ impl Accelerator for Gpu {
 
     fn time_stamp(&self) -> Result<Option<Box<dyn TimeStamp>>> {
         let Device::Cuda(device) = &self.device else { return Ok(None) };
-        // Those that cudarc makes by default have no time.
-        let with_time = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
-        let event = device.cuda_stream().record_event(with_time);
-        Ok(Some(Box::new(Moment(event.map_err(|e| failed("stamping a GPU's time", &e))?))))
+        Ok(Some(Box::new(CudaTimeStamp::record(&device.cuda_stream())?)))
     }
 
     fn is_out_of_memory(&self, error: &Error) -> bool {

@@ -10,6 +10,7 @@ use candle_core::cuda_backend::cudarc::driver::{
     CudaEvent, CudaSlice, CudaStream, DevicePtr as _, result,
 };
 use candle_core::{CudaDevice, Device, Storage, Tensor};
+use fulgurite_core::accelerator::{CudaTimeStamp, TimeStamp};
 use fulgurite_core::{Error, Result};
 use fulgurite_kernels::cuda::Queue;
 use fulgurite_kernels::plans::{self, Copied};
@@ -139,6 +140,10 @@ impl Stream for GpuStream {
     fn record(&self) -> Result<Box<dyn Event>> {
         let event = self.own.record_event(None).map_err(failed("recording an event"))?;
         Ok(Box::new(GpuEvent { event, compute: self.compute.clone() }))
+    }
+
+    fn stamp(&self) -> Result<Option<Arc<dyn TimeStamp>>> {
+        Ok(Some(Arc::new(CudaTimeStamp::record(&self.own)?)))
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::collective::{
-    Collective, End, Label, ProcessGroup, Store, Work, broadcast_object, check,
+    Collective, End, Label, ProcessGroup, Store, Timing, Work, broadcast_object, check,
 };
 use fulgurite_core::launch::Patience;
 use fulgurite_core::{Error, Result};
@@ -22,6 +22,7 @@ use crate::plan::{Plan, Planner};
 use crate::routes::Routes;
 use crate::shared::Shared;
 use crate::streams::{Event, Streams};
+use crate::timed::Timed;
 use crate::world::World;
 
 /// How long a group that is dropped lets what was started go on.
@@ -170,11 +171,15 @@ impl Group {
             if let Some(ended) = behind {
                 stream.follow(&*ended.event)?;
             }
+            let timed = Timed::begin(&**stream, Timing::current())?;
             // SAFETY: of memory that the plan holds, within its bounds, between tensors and flat buffers, which are none.
             unsafe { stream.copy(&before)? };
             call(shared, &[(&communicator, calls)])?;
             // SAFETY: as above.
             unsafe { stream.copy(&after)? };
+            if let Some(timed) = timed {
+                timed.end(&shared.name)?;
+            }
             let event: Arc<dyn Event> = stream.record()?.into();
             shared.launched(ticket, event.clone())?;
             Ok(event)

@@ -65,6 +65,7 @@ mod records;
 mod routes;
 mod shared;
 pub mod streams;
+mod timed;
 mod watchdog;
 mod world;
 

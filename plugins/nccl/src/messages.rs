@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::autograd::storage;
-use fulgurite_core::collective::Work;
+use fulgurite_core::collective::{Timing, Work};
 
 use crate::communicator::{Communicator, call, settle};
 use crate::failure::Failure;
@@ -19,6 +19,7 @@ use crate::flight::{Flight, Notice};
 use crate::library::{Call, Operands, UniqueId};
 use crate::pending::Pending;
 use crate::shared::Shared;
+use crate::timed::Timed;
 
 /// The messages of a group.
 pub(crate) struct Messages {
@@ -39,6 +40,7 @@ struct Message {
     peer: usize,
     sending: bool,
     place: Place,
+    timing: Option<Arc<Timing>>,
 }
 
 /// Where a message is once it is begun.
@@ -52,7 +54,8 @@ impl Messages {
     /// Adds a message of a tensor that has elements.
     pub(crate) fn push(self: &Arc<Self>, tensor: &Tensor, peer: usize, sending: bool) -> Work {
         let place = Place::default();
-        let message = Message { tensor: tensor.clone(), peer, sending, place: place.clone() };
+        let (tensor, timing) = (tensor.clone(), Timing::current());
+        let message = Message { tensor, peer, sending, place: place.clone(), timing };
         self.state.lock().unwrap_or_else(PoisonError::into_inner).waiting.push(message);
         let begun = Begun { messages: self.clone(), place };
         let op = if sending { "send" } else { "recv" };
@@ -82,6 +85,7 @@ impl Messages {
         self.connect(state, &waiting, &device)?;
         shared.world.streams.bind(&device)?;
         let mut calls: Vec<(&Communicator, Vec<(Call, Operands)>)> = Vec::new();
+        let mut peers = Vec::new();
         let mut memories = Vec::new();
         for Message { tensor, peer, sending, .. } in &waiting {
             let memory = shared.world.streams.memory(tensor, !sending)?;
@@ -97,17 +101,28 @@ impl Messages {
             let Some(pair) = state.pairs.get(peer) else { continue };
             match calls.iter_mut().find(|(known, _)| std::ptr::eq(*known, &**pair)) {
                 Some((_, calls)) => calls.push((call, operands)),
-                None => calls.push((pair, vec![(call, operands)])),
+                None => {
+                    calls.push((pair, vec![(call, operands)]));
+                    peers.push(*peer);
+                }
             }
         }
-        for (pair, _) in &calls {
+        let mut timed = Vec::new();
+        for (peer, (pair, _)) in peers.into_iter().zip(&calls) {
             pair.stream.follow_compute()?;
+            let timings = waiting.iter().filter(|message| message.peer == peer);
+            let timings = timings.filter_map(|message| message.timing.clone());
+            let begun = Timed::begin(&*pair.stream, timings)?;
+            timed.extend(begun.map(|timed| (shared.global_ranks[peer], timed)));
         }
         let launched = call(shared, &calls);
         if let Err(failure) = launched {
             // Some of them may be under way.
             std::mem::forget(memories);
             return Err(failure);
+        }
+        for (peer, timed) in timed {
+            timed.end(&format!("{}, with rank {peer}", shared.name))?;
         }
         let mut events = HashMap::new();
         for ((message, ticket), memory) in waiting.into_iter().zip(tickets).zip(memories) {

@@ -6,9 +6,11 @@
 
 use std::any::Any;
 use std::ffi::c_void;
+use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use fulgurite_core::Result;
+use fulgurite_core::accelerator::TimeStamp;
 
 /// Memory of a device, by its address, and whatever keeps it there.
 pub struct Memory {
@@ -101,6 +103,17 @@ pub trait Stream: Send + Sync {
     /// # Errors
     /// Those of the device.
     fn record(&self) -> Result<Box<dyn Event>>;
+
+    /// The moment at which all that is queued so far has run, as [`Accelerator::time_stamp`] has it of the compute
+    /// stream; `None`: the device has no clock.
+    ///
+    /// [`Accelerator::time_stamp`]: fulgurite_core::accelerator::Accelerator::time_stamp
+    ///
+    /// # Errors
+    /// Those of the device.
+    fn stamp(&self) -> Result<Option<Arc<dyn TimeStamp>>> {
+        Ok(None)
+    }
 }
 
 /// A moment of a stream.

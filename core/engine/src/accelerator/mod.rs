@@ -5,9 +5,13 @@
 
 #[expect(clippy::module_inception, reason = "the traits are the module's subject")]
 mod accelerator;
+#[cfg(feature = "cuda")]
+mod cuda_time_stamp;
 mod detect;
 mod placement;
 
 pub use accelerator::{Accelerator, AcceleratorConfig, Available, DeviceMemory, TimeStamp};
+#[cfg(feature = "cuda")]
+pub use cuda_time_stamp::CudaTimeStamp;
 pub use detect::detect;
 pub use placement::{RankDevices, place};

@@ -2,8 +2,9 @@
 //!
 //! [`ProcessGroup`] is the trait that transports implement, and [`ProcessGroupConfig`] is what makes one
 //! from a configuration; [`Solo`] is the group of one rank, which communicates nothing; [`Counting`]
-//! wraps any group and counts calls and bytes; [`Abandonment`] lets ranks leave a step together. [`check`] has the argument checks that all transports
-//! share. Ranks find each other over a job's [`Store`].
+//! wraps any group and counts calls and bytes; [`Abandonment`] lets ranks leave a step together; [`Timing`]
+//! asks for the device's times. [`check`] has the argument checks that all transports share. Ranks find each other over a
+//! job's [`Store`].
 
 mod abandon;
 pub mod check;
@@ -16,6 +17,7 @@ mod objects;
 mod planned;
 mod process_group;
 mod solo;
+mod timing;
 mod work;
 
 pub use abandon::Abandonment;
@@ -28,4 +30,5 @@ pub use objects::{Difference, all_gather_object, broadcast_object, first_differe
 pub use planned::Planned;
 pub use process_group::ProcessGroup;
 pub use solo::Solo;
+pub use timing::Timing;
 pub use work::{End, Work};

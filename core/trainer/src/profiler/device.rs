@@ -1,12 +1,15 @@
 //! When spans begin and end on the device, whose work the host only queues.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::SpanKind;
 use super::recorder::TraceSpan;
 use crate::Result;
 use fulgurite_engine::accelerator::{Accelerator, TimeStamp};
+
+/// The stream of phases and units. Others have the names of process groups.
+pub(super) const COMPUTE: &str = "";
 
 /// Stamps spans, and knows the times of those that the device has come past. Nothing waits for the device but
 /// [`stamp`](Self::stamp), once, and [`take`](Self::take).
@@ -19,18 +22,22 @@ pub(super) struct DeviceClock {
 struct State {
     /// A stamp, and its time on the host's clock in microseconds.
     known: Option<(Arc<dyn TimeStamp>, f64)>,
-    /// In the order of their ends.
-    pending: VecDeque<Pending>,
-    done: Vec<TraceSpan>,
+    /// With their streams. In the order in which they were recorded: phases and units at their ends, collectives when
+    /// they are queued.
+    pending: VecDeque<(String, OnDevice)>,
+    done: BTreeMap<String, Vec<TraceSpan>>,
     /// Whether an error has ended all that.
     failed: bool,
 }
 
-struct Pending {
-    kind: SpanKind,
-    name: String,
-    from: Arc<dyn TimeStamp>,
-    to: Arc<dyn TimeStamp>,
+/// A span between two stamps.
+pub(super) struct OnDevice {
+    pub(super) kind: SpanKind,
+    pub(super) name: String,
+    /// What a collective transfers.
+    pub(super) bytes: Option<u64>,
+    pub(super) from: Arc<dyn TimeStamp>,
+    pub(super) to: Arc<dyn TimeStamp>,
 }
 
 impl DeviceClock {
@@ -70,15 +77,15 @@ impl DeviceClock {
         Ok(Some(stamp))
     }
 
-    /// Records a span between two stamps.
-    pub(super) fn span(
-        &self,
-        kind: SpanKind,
-        name: String,
-        from: Arc<dyn TimeStamp>,
-        to: Arc<dyn TimeStamp>,
-    ) {
-        self.state().pending.push_back(Pending { kind, name, from, to });
+    /// Whether something was stamped, and nothing has failed: then it is known what time it is there.
+    pub(super) fn is_going(&self) -> bool {
+        let state = self.state();
+        state.known.is_some() && !state.failed
+    }
+
+    /// Records a span of a stream.
+    pub(super) fn span(&self, stream: &str, span: OnDevice) {
+        self.state().pending.push_back((stream.to_owned(), span));
     }
 
     /// Reads the times of spans whose ends the device has come past.
@@ -86,27 +93,26 @@ impl DeviceClock {
         self.state().read_while(|stamp| stamp.is_past());
     }
 
-    /// All spans so far, which are recorded no longer. Waits for the device, if there are any.
-    pub(super) fn take(&self) -> Vec<TraceSpan> {
-        self.take_while(|_| Ok(true))
+    /// All spans so far, by stream, which are recorded no longer. Waits for the device, if there are any.
+    pub(super) fn take(&self) -> BTreeMap<String, Vec<TraceSpan>> {
+        let mut state = self.state();
+        state.read_while(|_| Ok(true));
+        std::mem::take(&mut state.done)
     }
 
     /// The same, without those whose ends the device has not come past.
-    pub(super) fn take_past(&self) -> Vec<TraceSpan> {
-        self.take_while(|stamp| stamp.is_past())
-    }
-
-    fn take_while(&self, is_wanted: impl Fn(&dyn TimeStamp) -> Result<bool>) -> Vec<TraceSpan> {
+    pub(super) fn take_past(&self) -> BTreeMap<String, Vec<TraceSpan>> {
         let mut state = self.state();
-        state.read_while(is_wanted);
-        state.pending.clear();
+        // What comes after a collective that hangs may have run.
+        state.pending.retain(|(_, span)| span.to.is_past().unwrap_or(false));
+        state.read_while(|_| Ok(true));
         std::mem::take(&mut state.done)
     }
 }
 
 impl State {
     fn read_while(&mut self, is_wanted: impl Fn(&dyn TimeStamp) -> Result<bool>) {
-        while let Some(span) = self.pending.pop_front() {
+        while let Some((stream, span)) = self.pending.pop_front() {
             let times = match is_wanted(&*span.to) {
                 Ok(true) => self.times(&span).map(Some),
                 Ok(false) => Ok(None),
@@ -114,30 +120,25 @@ impl State {
             };
             match times {
                 Ok(Some((from_us, to_us))) => {
-                    let Pending { kind, name, .. } = span;
-                    self.done.push(TraceSpan {
-                        kind,
-                        name,
-                        thread: None,
-                        from_us,
-                        to_us,
-                        bytes: None,
-                    });
+                    let OnDevice { kind, name, bytes, .. } = span;
+                    let span = TraceSpan { kind, name, thread: None, from_us, to_us, bytes };
+                    self.done.entry(stream).or_default().push(span);
                 }
-                Ok(None) => return self.pending.push_front(span),
+                Ok(None) => return self.pending.push_front((stream, span)),
                 Err(error) => self.fail(&error),
             }
         }
     }
 
     /// Beginning and end of a span.
-    fn times(&mut self, span: &Pending) -> Result<(f64, f64)> {
+    fn times(&mut self, span: &OnDevice) -> Result<(f64, f64)> {
         /// Devices measure from one stamp to another, the longer the less exactly.
         const LONG_US: f64 = 1e6;
         let Some((known, at)) = &self.known else { return Ok((0.0, 0.0)) };
         let from = at + span.from.micros_since(&**known)?;
         let to = from + span.to.micros_since(&*span.from)?;
-        // What ends after a phase began there, for phases do not overlap.
+        // What is recorded after a phase began there: phases do not overlap, and streams of collectives follow the one
+        // that computes.
         if span.kind == SpanKind::Phase && from - at > LONG_US {
             self.known = Some((span.from.clone(), from));
         }
@@ -157,7 +158,8 @@ mod tests {
     use super::super::{Profiler, ProfilerConfig};
     use super::*;
     use crate::Error;
-    use candle_core::Device;
+    use candle_core::{Device, Tensor};
+    use fulgurite_engine::collective::{self, Collective, ProcessGroup, ReduceOp, Solo, Timing};
 
     /// A device whose work the test queues, and which does it when it is told or waited for.
     #[derive(Debug, Default)]
@@ -277,11 +279,14 @@ mod tests {
         assert_eq!(counts(&work), (stamps, 1));
         // The device has done all of the traced step, and not all of the last.
         let recorded = profiler.take();
-        assert_eq!(spans(&recorded.on_device), TIMES);
+        assert_eq!(spans(&recorded.on_device[COMPUTE]), TIMES);
         assert_eq!(work.lock().unwrap().waits, 1);
         // On the host's clock.
         let host = &recorded.spans[0];
-        assert!((recorded.on_device[0].from_us - host.from_us).abs() < 1e6, "{recorded:?}");
+        assert!(
+            (recorded.on_device[COMPUTE][0].from_us - host.from_us).abs() < 1e6,
+            "{recorded:?}"
+        );
 
         let trace = trace::text(&[recorded]).unwrap().unwrap();
         let trace: serde_json::Value = serde_json::from_str(&trace).unwrap();
@@ -301,7 +306,7 @@ mod tests {
         step(&profiler, &work);
         step(&profiler, &work);
         assert_eq!(work.lock().unwrap().waits, 1);
-        assert_eq!(spans(&profiler.take().on_device), TIMES);
+        assert_eq!(spans(&profiler.take().on_device[COMPUTE]), TIMES);
         assert!(work.lock().unwrap().waits > 1);
         assert!(profiler.take().on_device.is_empty());
     }
@@ -313,8 +318,93 @@ mod tests {
         step(&profiler, &work);
         let done = work.lock().unwrap().queued - 700.0;
         work.lock().unwrap().done = done;
-        assert_eq!(spans(&profiler.take_past().on_device), TIMES[..3]);
+        assert_eq!(spans(&profiler.take_past().on_device[COMPUTE]), TIMES[..3]);
         assert_eq!(work.lock().unwrap().waits, 1);
+    }
+
+    /// A rank whose collectives run on a stream of the device, each for 800 us, from 100 us before what was queued ends.
+    struct Streamed(Solo, Arc<Mutex<Work>>);
+
+    impl ProcessGroup for Streamed {
+        fn name(&self) -> &str {
+            "dp"
+        }
+
+        fn rank(&self) -> usize {
+            self.0.rank()
+        }
+
+        fn size(&self) -> usize {
+            self.0.size()
+        }
+
+        fn global_ranks(&self) -> &[usize] {
+            self.0.global_ranks()
+        }
+
+        fn start(&self, collective: Collective, overlap: bool) -> Result<collective::Work> {
+            if let Some(timing) = Timing::current() {
+                let from = self.1.lock().unwrap().queued - 100.0;
+                let stamp = |us| Arc::new(Stamp(us, self.1.clone()));
+                timing.tell("dp", stamp(from), stamp(from + 800.0));
+            }
+            self.0.start(collective, overlap)
+        }
+
+        fn send(&self, tensor: &Tensor, dst: usize) -> Result<collective::Work> {
+            self.0.send(tensor, dst)
+        }
+
+        fn recv(&self, tensor: &Tensor, src: usize) -> Result<collective::Work> {
+            self.0.recv(tensor, src)
+        }
+
+        fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
+            self.0.split(partition, name)
+        }
+
+        fn abort(&self, reason: &str) {
+            self.0.abort(reason);
+        }
+    }
+
+    #[test]
+    fn collectives_of_traced_steps_are_on_the_tracks_of_their_streams() {
+        let (profiler, work) = profiler();
+        let group = profiler.watch_group(Arc::new(Streamed(Solo::new("world", 0), work.clone())));
+        let numbers = Tensor::zeros(10, candle_core::DType::F32, &Device::Cpu).unwrap();
+        for _ in 0..3 {
+            let backward = profiler.phase("backward");
+            work.lock().unwrap().queued += 500.0;
+            let reduced = group.start(Collective::all_reduce(&numbers, ReduceOp::Sum), true);
+            work.lock().unwrap().queued += 700.0;
+            drop(backward);
+            reduced.unwrap().wait().unwrap();
+            profiler.end_step();
+        }
+        let recorded = profiler.take();
+        // One of three steps is traced.
+        let ([backward], [reduce]) =
+            (&recorded.on_device[COMPUTE][..], &recorded.on_device["dp"][..])
+        else {
+            panic!("{recorded:?}")
+        };
+        let [from, to] = [reduce.from_us, reduce.to_us].map(|us| (us - backward.from_us).round());
+        assert_eq!([from, to], [400.0, 1200.0]);
+
+        let trace = trace::text(&[recorded]).unwrap().unwrap();
+        let trace: serde_json::Value = serde_json::from_str(&trace).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        let track = events.iter().find(|event| event["args"]["name"] == "device: dp").unwrap();
+        let of_track =
+            |event: &&serde_json::Value| event["ph"] == "X" && event["tid"] == track["tid"];
+        let [event] = events.iter().filter(of_track).collect::<Vec<_>>()[..] else {
+            panic!("{trace}")
+        };
+        assert_eq!(
+            (&event["name"], &event["args"]["bytes"]),
+            (&"all_reduce dp".into(), &40.into())
+        );
     }
 
     #[test]

@@ -6,9 +6,10 @@ use candle_core::{DType, Device, Tensor};
 
 use super::Profiler;
 use crate::{Error, Result};
-use fulgurite_engine::collective::{Collective, End, ProcessGroup, Work};
+use fulgurite_engine::collective::{Collective, End, ProcessGroup, Timing, Work};
+use fulgurite_engine::execution::ContextGuard;
 
-/// Records how long calls block, and passes them on. Groups split from it record too.
+/// Records how long calls block, and when they run on the device, and passes them on. Groups split from it record too.
 pub(super) struct Profiled {
     inner: Arc<dyn ProcessGroup>,
     profiler: Profiler,
@@ -29,7 +30,20 @@ impl Profiled {
         start: impl FnOnce() -> Result<Work>,
     ) -> Result<Work> {
         let from = self.profiler.now();
-        Ok(self.recorded(op, bytes, from, start()?))
+        let timing = self.timing(op, bytes);
+        let work = start()?;
+        drop(timing);
+        Ok(self.recorded(op, bytes, from, work))
+    }
+
+    /// Asks for the device's times of what is started until the guard is dropped, if that is traced.
+    fn timing(&self, op: &'static str, bytes: usize) -> Option<ContextGuard> {
+        let (profiler, name) = (self.profiler.clone(), format!("{op} {}", self.inner.name()));
+        self.profiler.times_the_device().then(|| {
+            Timing::enter(move |stream, from, to| {
+                profiler.collective_on_device(stream, name.clone(), bytes as u64, from, to);
+            })
+        })
     }
 
     /// A collective that was started from `from` to now.
@@ -82,7 +96,9 @@ impl ProcessGroup for Profiled {
 
     fn start_after(&self, end: &Arc<dyn End>, collective: Collective) -> Result<Option<Work>> {
         let (op, bytes, from) = (collective.name(), collective.bytes(), self.profiler.now());
+        let timing = self.timing(op, bytes);
         let work = self.inner.start_after(end, collective)?;
+        drop(timing);
         Ok(work.map(|work| self.recorded(op, bytes, from, work)))
     }
 

@@ -7,7 +7,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-use super::device::DeviceClock;
+use super::device::{COMPUTE, DeviceClock, OnDevice};
 use super::{ProfilerConfig, SpanKind};
 use fulgurite_engine::accelerator::{Accelerator, TimeStamp};
 
@@ -55,8 +55,8 @@ pub(super) struct Recorded {
     pub(super) totals: BTreeMap<SpanKind, BTreeMap<String, Total>>,
     /// The spans of the steps that are traced.
     pub(super) spans: Vec<TraceSpan>,
-    /// The same phases and units on the device, where that has a time of its own.
-    pub(super) on_device: Vec<TraceSpan>,
+    /// The same on the device, where that has a time of its own, by stream: what computes is on [`COMPUTE`].
+    pub(super) on_device: BTreeMap<String, Vec<TraceSpan>>,
     /// The names of the threads that have recorded, by number.
     pub(super) threads: Vec<String>,
     /// Phases that are under way: those within another one are a part of it.
@@ -128,7 +128,10 @@ impl Profiler {
         self.take_with(DeviceClock::take_past)
     }
 
-    fn take_with(&self, take: impl FnOnce(&DeviceClock) -> Vec<TraceSpan>) -> Recorded {
+    fn take_with(
+        &self,
+        take: impl FnOnce(&DeviceClock) -> BTreeMap<String, Vec<TraceSpan>>,
+    ) -> Recorded {
         let on_device = self.0.device.get().map(take).unwrap_or_default();
         Recorded { on_device, ..std::mem::take(&mut *self.recorded()) }
     }
@@ -171,7 +174,7 @@ impl Profiler {
             let name = name.clone();
             let (device, stamps) = (self.0.device.get(), from.on_device.zip(to.on_device));
             if let (Some(device), Some((from, to))) = (device, stamps) {
-                device.span(kind, name.clone(), from, to);
+                device.span(COMPUTE, OnDevice { kind, name: name.clone(), bytes: None, from, to });
             }
             recorded.spans.push(TraceSpan { kind, name, thread, from_us, to_us, bytes: None });
         }
@@ -222,6 +225,26 @@ impl Profiler {
             recorded.totals.entry(SpanKind::Collective).or_default().entry(name).or_default();
         total.calls += 1;
         total.secs += blocked_us * 1e-6;
+    }
+
+    /// Whether the times of collectives on the device are wanted.
+    pub(super) fn times_the_device(&self) -> bool {
+        self.0.device.get().is_some_and(DeviceClock::is_going) && self.traces(&self.recorded())
+    }
+
+    /// Records a collective or message that runs on a stream of the device.
+    pub(super) fn collective_on_device(
+        &self,
+        stream: &str,
+        name: String,
+        bytes: u64,
+        from: Arc<dyn TimeStamp>,
+        to: Arc<dyn TimeStamp>,
+    ) {
+        if let Some(device) = self.0.device.get() {
+            let (kind, bytes) = (SpanKind::Collective, Some(bytes));
+            device.span(stream, OnDevice { kind, name, bytes, from, to });
+        }
     }
 
     /// Says that the backward of a unit begins, which ends that of the one before it; `None` ends it.

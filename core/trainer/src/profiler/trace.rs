@@ -3,12 +3,14 @@
 use serde_json::{Value, json};
 
 use super::SpanKind;
-use super::recorder::Recorded;
+use super::device::COMPUTE;
+use super::recorder::{Recorded, TraceSpan};
 use crate::{Error, Result};
 
 /// The trace of these ranks; `None` if nothing was traced.
 pub(super) fn text(ranks: &[Recorded]) -> Result<Option<String>> {
-    let all = || ranks.iter().flat_map(|rank| rank.spans.iter().chain(&rank.on_device));
+    let all =
+        || ranks.iter().flat_map(|rank| rank.spans.iter().chain(rank.on_device.values().flatten()));
     if all().next().is_none() {
         return Ok(None);
     }
@@ -27,32 +29,39 @@ pub(super) fn text(ranks: &[Recorded]) -> Result<Option<String>> {
         for (thread, name) in recorded.threads.iter().enumerate() {
             events.push(metadata("thread_name", rank, thread, name));
         }
-        let device = recorded.threads.len();
-        if !recorded.on_device.is_empty() {
-            events.push(metadata("thread_name", rank, device, "device"));
-        }
-        for span in &recorded.on_device {
-            events.push(json!({
-                "name": span.name, "cat": category(span.kind), "pid": rank, "tid": device,
-                "ts": at(span.from_us), "ph": "X", "dur": at(span.to_us) - at(span.from_us),
-            }));
-        }
-        for span in &recorded.spans {
-            let kind = category(span.kind);
+        let event = |span: &TraceSpan, track: usize| {
             let mut event = json!({
-                "name": span.name, "cat": kind, "pid": rank, "tid": span.thread.unwrap_or(0),
+                "name": span.name, "cat": category(span.kind), "pid": rank, "tid": track,
                 "ts": at(span.from_us),
             });
             if let Some(bytes) = span.bytes {
                 event["args"] = json!({ "bytes": bytes });
             }
-            if span.thread.is_some() {
-                event["ph"] = json!("X");
-                event["dur"] = json!(at(span.to_us) - at(span.from_us));
-                events.push(event);
+            event
+        };
+        let whole = |span: &TraceSpan, track: usize| {
+            let mut event = event(span, track);
+            event["ph"] = json!("X");
+            event["dur"] = json!(at(span.to_us) - at(span.from_us));
+            event
+        };
+        // One thing at a time runs on a stream.
+        for (stream, (name, spans)) in recorded.on_device.iter().enumerate() {
+            let track = recorded.threads.len() + stream;
+            let name = match name.as_str() {
+                COMPUTE => "device".to_owned(),
+                group => format!("device: {group}"),
+            };
+            events.push(metadata("thread_name", rank, track, &name));
+            events.extend(spans.iter().map(|span| whole(span, track)));
+        }
+        for span in &recorded.spans {
+            if let Some(thread) = span.thread {
+                events.push(whole(span, thread));
             } else {
                 // Several go on at a time, on a track of their own.
                 collectives += 1;
+                let mut event = event(span, 0);
                 event["ph"] = json!("b");
                 event["id"] = json!(collectives);
                 let mut end = event.clone();

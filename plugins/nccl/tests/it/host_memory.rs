@@ -10,10 +10,11 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Storage, Tensor};
+use fulgurite_core::accelerator::TimeStamp;
 use fulgurite_core::autograd::storage;
 use fulgurite_core::{Error, Result};
 use fulgurite_nccl::streams::{Copy, Event, Memory, Stream, Streams};
@@ -304,6 +305,41 @@ impl Stream for HostStream {
 
     fn record(&self) -> Result<Box<dyn Event>> {
         Ok(Box::new(HostEvent(self.own.record())))
+    }
+
+    fn stamp(&self) -> Result<Option<Arc<dyn TimeStamp>>> {
+        let stamp = HostStamp::default();
+        let at = stamp.0.clone();
+        self.own.push(move || at.set(Instant::now()).expect("a stamp is set once"));
+        Ok(Some(Arc::new(stamp)))
+    }
+}
+
+#[derive(Default)]
+struct HostStamp(Arc<OnceLock<Instant>>);
+
+impl HostStamp {
+    fn instant(&self) -> Instant {
+        loop {
+            if let Some(instant) = self.0.get() {
+                return *instant;
+            }
+            std::thread::sleep(Duration::from_micros(20));
+        }
+    }
+}
+
+impl TimeStamp for HostStamp {
+    fn is_past(&self) -> Result<bool> {
+        Ok(self.0.get().is_some())
+    }
+
+    fn micros_since(&self, earlier: &dyn TimeStamp) -> Result<f64> {
+        let earlier: &dyn Any = earlier;
+        let earlier: &Self = earlier.downcast_ref().expect("a stamp of this device");
+        let (from, to) = (earlier.instant(), self.instant());
+        let sign = if to < from { -1.0 } else { 1.0 };
+        Ok(sign * to.max(from).duration_since(to.min(from)).as_secs_f64() * 1e6)
     }
 }
 

@@ -8,4 +8,5 @@ mod host_memory;
 mod orders;
 mod ranks;
 mod replicas;
+mod timings;
 mod trainings;
