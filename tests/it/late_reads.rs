@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex};
 
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::execution::read;
+use fulgurite::core::fabric::StepNumbers;
 use fulgurite::core::nn::SwiGluMlp;
-use fulgurite::core::run::RunConfig;
+use fulgurite::core::run::{ClipAlgorithm, RunConfig};
 use fulgurite::core::trainer::{Event, SaveRequest};
 use fulgurite::prelude::*;
 use fulgurite_transports::run_ranks;
@@ -101,6 +102,12 @@ impl LightningModule for Deep {
     }
 
     fn validation_step(&mut self, x: &Tensor, _: &mut StepContext) -> Result<Loss> {
+        self.loss(x)
+    }
+}
+
+impl Deep {
+    fn loss(&self, x: &Tensor) -> Result<Loss> {
         let dtype = match self.config.dtype {
             None => DType::F32,
             Some(Half::Bf16) => DType::BF16,
@@ -405,4 +412,80 @@ fn where_the_host_needs_the_numbers_at_once_it_reads_them_at_once() {
     assert!(matches!(run.result, Err(Error::NonFinite { step: 5, .. })));
     assert_eq!(run.reads[1], 0);
     assert!(dir.path().join("kept/step-00000004").exists());
+}
+
+/// A loop of one's own on two ranks, which is late or not: the losses and norms of 8 steps, or those before an error; then
+/// the weights; and how often rank 0 waited for its device.
+fn own_loop(late: bool, strategy: &str, config: &DeepConfig) -> (Vec<(f64, f64)>, State, u64) {
+    let clip = Some((0.5, ClipAlgorithm::Norm));
+    let layers = ConfigLayers::new().set(&format!("trainer.strategy={strategy}")).unwrap();
+    let run = RunConfig::<DeepConfig, NoKeys>::from_layers(layers).unwrap();
+    let ranks = run_ranks(2, |world| {
+        let mut fabric = Fabric::with_world(world, &run.trainer, run.seed, None)?;
+        let adamw = AdamW { lr: 0.01, ..AdamW::default() };
+        let (deep, mut optimizer) = fabric.setup(|b| Deep::configure_model(config, b), &adamw)?;
+        let waits = || read::counts().values().sum::<u64>();
+        let (mut numbers, mut last, before) = (Vec::new(), None, waits());
+        for (step, batch) in fabric.setup_data::<Rows>(&run.data)?.take(8).enumerate() {
+            let loss = batch?.forward(|x| deep.loss(x))?;
+            let factor = if config.fails_at == Some(step as u64) { f64::NAN } else { 1.0 };
+            fabric.backward(&Loss::new((loss.sum() * factor)?, loss.count()))?;
+            let read: Result<_> = match late {
+                true => match last.replace(optimizer.step_late(clip)?) {
+                    Some(last) => optimizer.read_late(last).map(Some),
+                    None => Ok(None),
+                },
+                false => (|| {
+                    let loss = fabric.step_totals(&[])?.mean();
+                    let grad_norm = fabric.clip_gradients_norm(&mut optimizer, 0.5)?;
+                    optimizer.step()?;
+                    Ok(Some(StepNumbers { loss, grad_norm }))
+                })(),
+            };
+            match read {
+                Ok(read) => numbers.extend(read),
+                Err(Error::NonFinite { .. }) if config.fails_at.is_some() => break,
+                Err(error) => return Err(error),
+            }
+        }
+        let waits = waits() - before;
+        if config.fails_at.is_none() {
+            numbers.extend(last.map(|last| optimizer.read_late(last)).transpose()?);
+        }
+        let values = |parameter: &Parameter| -> Result<(String, Vec<f64>)> {
+            let values = parameter.local()?.values.to_dtype(DType::F64)?.to_vec1()?;
+            Ok((parameter.fqn().to_owned(), values))
+        };
+        let tensors =
+            fabric.module_tree()?.parameters().iter().map(values).collect::<Result<_>>()?;
+        let numbers: Vec<_> = numbers.iter().map(|step| (step.loss, step.grad_norm)).collect();
+        Ok((numbers, State { tensors, scalars: optimizer.scalars() }, waits))
+    });
+    ranks.unwrap().swap_remove(0)
+}
+
+#[test]
+fn a_loop_of_ones_own_may_be_late_too() {
+    for strategy in ["ddp", "fsdp"] {
+        let config = DeepConfig::default();
+        let (late, ordinary) =
+            (own_loop(true, strategy, &config), own_loop(false, strategy, &config));
+        assert_eq!((late.0.len(), late.2), (8, 0), "{strategy}: it waits for nothing");
+        assert_eq!((&late.0, &late.1), (&ordinary.0, &ordinary.1), "{strategy}");
+        assert!(ordinary.2 >= 8, "{strategy}: {}", ordinary.2);
+
+        let config = DeepConfig { fails_at: Some(4), ..config };
+        let (late, ordinary) =
+            (own_loop(true, strategy, &config), own_loop(false, strategy, &config));
+        assert_eq!((late.0, late.1), (ordinary.0, ordinary.1), "{strategy}: as before step 5");
+    }
+}
+
+#[test]
+fn in_f16_a_late_loop_reads_as_others_do() {
+    let config = DeepConfig { dtype: Some(Half::F16), ..DeepConfig::default() };
+    let strategy = r#"{ type = "fsdp", mixed_precision = { param_dtype = "f16" } }"#;
+    let (late, ordinary) = (own_loop(true, strategy, &config), own_loop(false, strategy, &config));
+    assert_eq!((&late.0, &late.1), (&ordinary.0, &ordinary.1));
+    assert!(late.2 >= 8);
 }

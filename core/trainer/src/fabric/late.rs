@@ -34,7 +34,95 @@ impl LateStep {
     }
 }
 
+/// The mean loss of a step, over all ranks and micro-batches, and the norm of its mean gradient before it is clipped.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepNumbers {
+    /// The mean loss.
+    pub loss: f64,
+    /// The norm of the gradient; not finite in f16 if the step was skipped.
+    pub grad_norm: f64,
+}
+
+/// The numbers of a step of [`FabricOptimizer::step_late`], to be [read](FabricOptimizer::read_late).
+#[derive(Debug)]
+#[must_use = "a loss that is not finite is found when the numbers are read"]
+pub struct LateNumbers(Numbers);
+
+/// What the host has of a step's numbers.
+#[derive(Debug)]
+pub(crate) enum Numbers {
+    /// They are on the device, where the update uses them.
+    Late(LateStep),
+    /// It has read them: it needed them for the step.
+    Known(StepNumbers),
+}
+
 impl FabricOptimizer {
+    /// As clipping and [`step`](Self::step), for loops that wait for no device: loss and norm stay there and make the
+    /// factor of clipping, and if one of them is not finite, this step and all after it change nothing. The host
+    /// [reads](Self::read_late) them when it has given the device something else to do, such as the next step. This is what
+    /// the trainer does with `trainer.late_reads`. Collective.
+    ///
+    /// Where the host has to know the numbers, it reads them before the step: in f16, whose loss scale it sets, with several
+    /// optimizers, under `cpu_offload`, and with an optimizer or strategy that cannot ([`can_step_late`]).
+    ///
+    /// ```
+    /// use fulgurite_core::fabric::{FabricOptimizer, LateNumbers};
+    /// use fulgurite_core::run::ClipAlgorithm;
+    /// # use fulgurite_core::Result;
+    ///
+    /// /// A step of which the numbers are printed a step later.
+    /// fn step(optimizer: &mut FabricOptimizer, last: &mut Option<LateNumbers>) -> Result<()> {
+    ///     let numbers = optimizer.step_late(Some((1.0, ClipAlgorithm::Norm)))?;
+    ///     if let Some(last) = last.replace(numbers) {
+    ///         println!("loss {}", optimizer.read_late(last)?.loss);
+    ///     }
+    ///     Ok(())
+    /// }
+    /// ```
+    ///
+    /// [`can_step_late`]: fulgurite_engine::optim::Optimizer::can_step_late
+    ///
+    /// # Errors
+    /// As clipping and [`step`](Self::step), those of numbers that are not finite when they are read.
+    pub fn step_late(&mut self, clip: Option<(f64, ClipAlgorithm)>) -> Result<LateNumbers> {
+        if self.can_step_late()? {
+            let late = self.late_step(clip)?;
+            self.update_late(&late)?;
+            self.finish_step()?;
+            return Ok(LateNumbers(Numbers::Late(late)));
+        }
+        let numbers = self.clip(clip)?;
+        self.step()?;
+        Ok(LateNumbers(Numbers::Known(numbers)))
+    }
+
+    /// The numbers of a step. Waits for the device if it has not come that far. Steps are read in their order, the last one
+    /// before anything is made of the state after it that lasts, such as a checkpoint.
+    ///
+    /// # Errors
+    /// On every rank: [`Error::NonFinite`](crate::Error::NonFinite) if one is not finite. Values, state and averages are as
+    /// before that step, also if there were others since.
+    pub fn read_late(&mut self, numbers: LateNumbers) -> Result<StepNumbers> {
+        match numbers.0 {
+            Numbers::Known(numbers) => Ok(numbers),
+            Numbers::Late(late) => self.end_late_step(&late),
+        }
+    }
+
+    /// The numbers of the step that is being computed, whose gradients are clipped at its end. Collective.
+    pub(crate) fn clip(&mut self, clip: Option<(f64, ClipAlgorithm)>) -> Result<StepNumbers> {
+        self.read_step()?;
+        let totals = self.step_totals(&[])?;
+        let loss = self.check_loss(&totals)?;
+        let grad_norm = match clip {
+            None => self.norm_without_clipping()?,
+            Some((limit, ClipAlgorithm::Norm)) => self.clip_gradients_norm(limit)?,
+            Some((limit, ClipAlgorithm::Value)) => self.clip_gradients_value(limit)?,
+        };
+        Ok(StepNumbers { loss, grad_norm })
+    }
+
     /// Whether [`late_step`](Self::late_step) may be called. The same on all ranks.
     pub(crate) fn can_step_late(&self) -> Result<bool> {
         if !self.inner.can_step_late() || !self.runtime.can_step_late()? {
@@ -89,7 +177,7 @@ impl FabricOptimizer {
     /// # Errors
     /// On every rank: [`Error::NonFinite`](crate::Error::NonFinite) if one is not finite. Values, state and averages are as
     /// before that step, and the optimizer's numbers are set back to what they were then.
-    pub(crate) fn end_late_step(&mut self, late: &LateStep) -> Result<(f64, f64)> {
+    pub(crate) fn end_late_step(&mut self, late: &LateStep) -> Result<StepNumbers> {
         let numbers = late.numbers.numbers()?;
         let (loss_sum, norm) = (numbers[0], numbers[1]);
         if !(loss_sum.is_finite() && norm.is_finite()) {
@@ -99,6 +187,6 @@ impl FabricOptimizer {
         let loss =
             self.check_loss(&StepTotals { loss_sum, count: late.count, flags: Vec::new() })?;
         self.check_norm(norm)?;
-        Ok((loss, norm))
+        Ok(StepNumbers { loss, grad_norm: norm })
     }
 }

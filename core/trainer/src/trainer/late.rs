@@ -8,7 +8,7 @@ use super::Event;
 use super::session::{Cursor, Session};
 use super::train_step::only;
 use crate::Result;
-use crate::fabric::LateStep;
+use crate::fabric::{LateStep, StepNumbers};
 
 /// Of a step that is done, what the host knows without its device.
 #[derive(Debug)]
@@ -59,7 +59,7 @@ impl Session {
             return Ok(());
         };
         match only(&mut self.optimizers).end_late_step(&numbers) {
-            Ok((loss, norm)) => self.report_step(report, loss, norm),
+            Ok(StepNumbers { loss, grad_norm }) => self.report_step(report, loss, grad_norm),
             Err(error) => {
                 self.cursor = before;
                 Err(error)

@@ -7,8 +7,7 @@ use super::log_table::Stage;
 use super::manual::Manual;
 use super::session::{Cursor, Session, training};
 use super::training_loop::LoopPlan;
-use crate::fabric::{FabricOptimizer, FabricOptimizers, LateStep, NON_FINITE_HINT};
-use crate::run::ClipAlgorithm;
+use crate::fabric::{FabricOptimizer, FabricOptimizers, NON_FINITE_HINT, Numbers, StepNumbers};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::detect_anomaly;
 use fulgurite_engine::data::StepSamples;
@@ -24,14 +23,6 @@ pub(super) enum StepEnd {
     Done,
     /// It was left, and is to begin again with smaller micro-batches.
     BeginAgain,
-}
-
-/// The mean loss of a step, and the norm of its mean gradient before it is clipped.
-enum Numbers {
-    /// The host has read them.
-    Known { train_loss: f64, grad_norm: f64 },
-    /// They are on the device, where the update uses them.
-    Late(LateStep),
 }
 
 /// What is known of a step before its update; the gradients themselves are the optimizer's.
@@ -86,8 +77,8 @@ impl Session {
         let epoch = samples as f64 / plan.order.epoch_len() as f64;
         let report = StepReport { step, epoch, lr, tokens_per_s, metrics };
         match numbers {
-            Numbers::Known { train_loss, grad_norm } => {
-                self.report_step(report, train_loss, grad_norm)?;
+            Numbers::Known(StepNumbers { loss, grad_norm }) => {
+                self.report_step(report, loss, grad_norm)?;
             }
             Numbers::Late(numbers) => self.unread = Some(UnreadStep { report, numbers, before }),
         }
@@ -115,16 +106,10 @@ impl Session {
         }
         self.catch_up()?;
         let optimizer = only(&mut self.optimizers);
-        optimizer.read_step()?;
-        let totals = optimizer.step_totals(&[])?;
-        let train_loss = optimizer.check_loss(&totals)?;
-        let grad_norm = match clip {
-            None => optimizer.norm_without_clipping()?,
-            Some((limit, ClipAlgorithm::Norm)) => optimizer.clip_gradients_norm(limit)?,
-            Some((limit, ClipAlgorithm::Value)) => optimizer.clip_gradients_value(limit)?,
-        };
+        let numbers = optimizer.clip(clip)?;
+        let count = optimizer.step_totals(&[])?.count;
         self.parts.fabric.end_attempt()?;
-        Ok(Gradients { numbers: Numbers::Known { train_loss, grad_norm }, count: totals.count })
+        Ok(Gradients { numbers: Numbers::Known(numbers), count })
     }
 
     /// Forward and backward of one micro-batch. Collective.
@@ -188,7 +173,7 @@ impl Session {
         let optimizer = only(&mut self.optimizers);
         let lr = optimizer.learning_rate()?;
         match &numbers {
-            Numbers::Known { .. } => optimizer.update()?,
+            Numbers::Known(_) => optimizer.update()?,
             Numbers::Late(late) => optimizer.update_late(late)?,
         }
         self.hook(Hook::BeforeZeroGrad)?;
@@ -231,7 +216,7 @@ impl Session {
                 only(&mut self.optimizers).learning_rate()?,
             ),
         };
-        let numbers = Numbers::Known { train_loss: totals.mean(), grad_norm };
+        let numbers = Numbers::Known(StepNumbers { loss: totals.mean(), grad_norm });
         Ok(UpdateOutcome { numbers, count: totals.count, lr })
     }
 
