@@ -1,7 +1,7 @@
 //! The devices of this process, and what it has queued on them.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 
 use crate::calls::Calls;
@@ -125,6 +125,23 @@ pub(crate) fn until(mut act: impl FnMut(&mut Machine) -> bool) {
     while !with(&mut act) {
         std::thread::sleep(Duration::from_micros(50));
     }
+}
+
+/// Has what waits for other processes go on while this one is not at the driver, as on a GPU: they may wait for it.
+pub(crate) fn polls_by_itself() {
+    static STARTED: Once = Once::new();
+    STARTED.call_once(|| {
+        let goes_on = || {
+            loop {
+                std::thread::sleep(Duration::from_micros(200));
+                with(|machine| machine.streams.finish_polls(&mut machine.state));
+            }
+        };
+        let started = std::thread::Builder::new().name("streams".to_owned()).spawn(goes_on);
+        if let Err(error) = started {
+            crate::refuse(&format!("no thread for streams: {error}"));
+        }
+    });
 }
 
 /// What is written when the process ends.

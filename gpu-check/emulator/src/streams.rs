@@ -216,6 +216,19 @@ impl<T> Streams<T> {
         true
     }
 
+    /// Carries out what may have to wait for what is no stream, and all before it, as far as it can be now.
+    pub(crate) fn finish_polls(&mut self, state: &mut T) {
+        let streams: Vec<Handle> = self.queues.keys().copied().collect();
+        for stream in streams {
+            while self.has_poll(stream) && self.carry_out_first(stream, state) {}
+        }
+    }
+
+    fn has_poll(&self, stream: Handle) -> bool {
+        let is_poll = |queued: &Queued<T>| matches!(queued, Queued::Poll(_));
+        self.queues.get(&stream).is_some_and(|queue| queue.iter().any(is_poll))
+    }
+
     fn is_idle(&self, stream: Handle) -> bool {
         self.queues.get(&stream).is_none_or(VecDeque::is_empty)
     }

@@ -43,6 +43,7 @@ impl Drop for Foreign {
 
 unsafe extern "C" fn push(stream: *const RawStream, call: Call, free: Free, data: *mut c_void) {
     let mut foreign = Foreign { call, free, data };
+    machine::polls_by_itself();
     machine::with(|machine| {
         let poll = Box::new(move || foreign.call());
         machine.streams.push_poll(stream as Handle, poll, &mut machine.state);

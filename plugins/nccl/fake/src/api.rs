@@ -13,8 +13,10 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::clique::{Address, Call, Clique, Kind, Message};
+use crate::processes::Processes;
 use crate::raw::RawStream;
 use crate::reduce::size;
+use crate::threads::Threads;
 
 const SUCCESS: c_int = 0;
 const INVALID_ARGUMENT: c_int = 4;
@@ -26,7 +28,7 @@ static NEXT: AtomicU64 = AtomicU64::new(1);
 static VIOLATIONS: AtomicU64 = AtomicU64::new(0);
 static ABORTS: AtomicU64 = AtomicU64::new(0);
 static LIVE: AtomicU64 = AtomicU64::new(0);
-static CLIQUES: Mutex<Option<HashMap<u64, Arc<Clique>>>> = Mutex::new(None);
+static CLIQUES: Mutex<Option<HashMap<u64, Arc<dyn Clique>>>> = Mutex::new(None);
 /// The rank whose communicators fail, how many collectives it begins before, and with what.
 static FAULT: Mutex<Option<(usize, u64, c_int)>> = Mutex::new(None);
 
@@ -108,7 +110,7 @@ struct Pending {
 
 /// A communicator. It is never freed, so that its use after its end is seen.
 pub struct Comm {
-    clique: Arc<Clique>,
+    clique: Arc<dyn Clique>,
     rank: usize,
     ready: AtomicBool,
     over: AtomicBool,
@@ -149,9 +151,20 @@ pub unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGetUniqueId(id: *mut ncclUniqueId) -> c_int {
     let mut bytes = [0xA5; 128];
-    bytes[..8].copy_from_slice(&NEXT.fetch_add(1, Ordering::SeqCst).to_le_bytes());
+    let number = NEXT.fetch_add(1, Ordering::SeqCst) | u64::from(std::process::id()) << 32;
+    bytes[..8].copy_from_slice(&number.to_le_bytes());
     *id = ncclUniqueId(bytes);
     SUCCESS
+}
+
+/// The variable with the folder in which ranks that are processes meet. Without it they are threads.
+const FOLDER: &str = "FAKE_NCCL_FOLDER";
+
+fn new_clique(ranks: usize, number: u64) -> std::io::Result<Arc<dyn Clique>> {
+    Ok(match std::env::var_os(FOLDER) {
+        None => Arc::new(Threads::new(ranks, number)),
+        Some(folder) => Arc::new(Processes::new(folder.as_ref(), ranks, number)?),
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -181,10 +194,12 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     let clique = {
         let mut cliques = CLIQUES.lock().expect("no panic in it");
         let cliques = cliques.get_or_insert_default();
-        let new = || Arc::new(Clique::new(ranks as usize, number));
-        cliques.entry(number).or_insert_with(new).clone()
+        match new_clique(ranks as usize, number) {
+            Ok(new) => cliques.entry(number).or_insert(new).clone(),
+            Err(error) => return violation(format_args!("{FOLDER}: {error}")),
+        }
     };
-    if clique.size != ranks as usize || !clique.join(rank as usize) {
+    if clique.size() != ranks as usize || !clique.join(rank as usize) {
         return violation(format_args!("rank {rank} of {ranks} does not fit or comes twice"));
     }
     let comm = Comm {
@@ -237,7 +252,7 @@ unsafe fn launch(comm: &'static Comm, calls: Vec<(Begun, Address)>, collectives:
                 let number = *collectives;
                 *collectives += 1;
                 push(stream, move || {
-                    comm.clique.meet(comm.rank, number, &call, |what| {
+                    comm.clique.meet(comm.rank, number, &call, &|what| {
                         violation(what);
                     })
                 });
@@ -254,7 +269,7 @@ unsafe fn launch(comm: &'static Comm, calls: Vec<(Begun, Address)>, collectives:
             let misfit = |what| {
                 violation(what);
             };
-            comm.clique.exchange(comm.rank, &messages, &mut begun, &mut ended, misfit)
+            comm.clique.exchange(comm.rank, &messages, &mut begun, &mut ended, &misfit)
         });
     }
 }
@@ -429,7 +444,7 @@ pub unsafe extern "C" fn ncclBroadcast(
     handle: ncclComm_t,
     stream: *mut c_void,
 ) -> c_int {
-    if handle.as_ref().is_some_and(|comm| root as usize >= comm.clique.size) {
+    if handle.as_ref().is_some_and(|comm| root as usize >= comm.clique.size()) {
         return violation(format_args!("ncclBroadcast from rank {root}"));
     }
     let begun = collective(Kind::Broadcast { root }, input, output, count, dtype);

@@ -17,7 +17,7 @@ use fulgurite_transports::run_ranks_with;
 use crate::host_memory::HostMemory;
 
 /// The library that stands in for NCCL: cargo puts it beside this program.
-fn built() -> PathBuf {
+pub(crate) fn built() -> PathBuf {
     let program = std::env::current_exe().unwrap();
     let folder = program.parent().unwrap();
     let name = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().into_owned();
