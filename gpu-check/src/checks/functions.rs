@@ -218,7 +218,10 @@ fn attention_cases() -> Vec<Case> {
         Case {
             name: "CausalSelfAttention",
             inputs: &[&[2, 19, 48]],
-            of: Of::Layer(|b| layer(self_attention(b)?)),
+            of: Of::Layer(|b| {
+                let module = self_attention(b)?;
+                Ok(Box::new(move |x| module.forward(&mild(&x[0])?)))
+            }),
         },
         Case {
             name: "MultiHeadAttention",
@@ -242,10 +245,15 @@ fn attention_cases() -> Vec<Case> {
             of: Of::Layer(|b| {
                 let module = self_attention(b)?;
                 let documents = Documents::of_lengths(&[&[3, 1, 40, 1][..], &[33, 12]])?;
-                Ok(Box::new(move |x| documents.run(|| module.forward(&x[0]))))
+                Ok(Box::new(move |x| documents.run(|| module.forward(&mild(&x[0])?))))
             }),
         },
     ]
+}
+
+/// Inputs of which no softmax is saturated: there gradients are what is left of larger numbers, which devices round differently.
+fn mild(x: &Tensor) -> Result<Tensor> {
+    Ok((x * 0.25)?)
 }
 
 fn self_attention(b: &ModuleBuilder) -> Result<CausalSelfAttention> {

@@ -13,7 +13,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use fulgurite::core::autograd::storage;
 use fulgurite_error::Result;
 
-use super::cases::{Case, Instance, cotangent, input};
+use super::cases::{Case, Instance, Precision, cotangent, input};
 use crate::compare::{numbers, randn};
 use crate::findings::Findings;
 
@@ -55,7 +55,7 @@ pub(super) fn check(cases: &[Case], device: &Device) -> Result<Findings> {
 fn differences(case: &Case, device: &Device) -> Result<Vec<(String, DType, f64)>> {
     let (instance, vars, output, gradients) = with_gradients(case, DType::F64, device)?;
     let (_, _, _, in_f32) = with_gradients(case, DType::F32, device)?;
-    let weights = cotangent(&output)?;
+    let weights = cotangent(&output, numbers_of_f32(DType::F64))?;
     let inputs: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().detach()).collect();
     let norms = gradients.iter().map(|(_, it)| norm(it)).collect::<Result<Vec<f64>>>()?;
     let floor = FLOOR * norms.iter().copied().fold(0.0, f64::max);
@@ -93,18 +93,24 @@ fn differences(case: &Case, device: &Device) -> Result<Vec<(String, DType, f64)>
     Ok(all)
 }
 
+/// The same numbers in both dtypes.
+fn numbers_of_f32(computes: DType) -> Precision {
+    Precision { numbers: DType::F32, computes }
+}
+
 /// A case with its inputs, its output and all its gradients, by name.
 type WithGradients = (Instance, Vec<Var>, Tensor, Vec<(String, Tensor)>);
 
 fn with_gradients(case: &Case, dtype: DType, device: &Device) -> Result<WithGradients> {
-    let instance = Instance::new(case, dtype, device)?;
+    let precision = numbers_of_f32(dtype);
+    let instance = Instance::new(case, precision, device)?;
     let var = |(i, shape): (usize, &&[usize])| -> Result<Var> {
         Ok(Var::from_tensor(&input(i, shape)?.to_dtype(dtype)?.to_device(device)?)?)
     };
     let vars = case.inputs.iter().enumerate().map(var).collect::<Result<Vec<Var>>>()?;
     let inputs: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
     let output = instance.forward(&inputs)?;
-    let gradients = instance.backward(&output, &cotangent(&output)?, &vars)?;
+    let gradients = instance.backward(&output, &cotangent(&output, precision)?, &vars)?;
     let output = output.detach();
     Ok((instance, vars, output, gradients))
 }
