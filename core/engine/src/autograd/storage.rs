@@ -147,6 +147,20 @@ pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<T
     })
 }
 
+/// [`zeros`] for whoever writes every element before it is read: on a GPU of NVIDIA the memory holds what it held before.
+///
+/// # Errors
+/// As [`zeros`].
+pub fn unset(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device {
+        let shape = shape.into();
+        let storage = fulgurite_kernels::cuda::unset_storage(&shape, dtype, device)?;
+        return Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false));
+    }
+    zeros(shape, dtype, device)
+}
+
 /// Whether the tensor's memory is freed. A tensor without elements is never released.
 pub fn is_released(tensor: &Tensor) -> bool {
     tensor.elem_count() > 0 && len(&tensor.storage_and_layout().0) == 0
@@ -294,6 +308,34 @@ pub fn cast_all<'a>(tensors: impl IntoIterator<Item = (&'a mut Tensor, DType)>) 
     };
     for (tensor, dtype) in tensors {
         *tensor = cast(tensor, dtype)?;
+    }
+    Ok(())
+}
+
+/// [`copy_from`] of pairs of a target and a source: on a GPU one launch for all that are contiguous and of one dtype. No
+/// target overlaps another one or a source.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fulgurite_core::autograd::storage;
+///
+/// let (target, source) = (Tensor::zeros(3, DType::F32, &Device::Cpu)?, Tensor::ones(3, DType::F32, &Device::Cpu)?);
+/// storage::copy_all(&[(&target, &source)])?;
+/// assert_eq!(target.to_vec1::<f32>()?, [1.0; 3]);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`copy_from`].
+pub fn copy_all(copied: &[(&Tensor, &Tensor)]) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    let done = fulgurite_kernels::cuda::copy_all(copied)?;
+    #[cfg(not(feature = "cuda"))]
+    let done = std::iter::repeat(false);
+    for ((target, source), done) in copied.iter().zip(done) {
+        if !done {
+            copy_from(target, source)?;
+        }
     }
     Ok(())
 }

@@ -140,7 +140,7 @@ pub trait ProcessGroup: Send + Sync {
     /// # Errors
     /// If there is no memory for it.
     fn empty(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
-        storage::zeros(elements, dtype, device)
+        storage::unset(elements, dtype, device)
     }
 
     /// Makes every pending and future call on this group fail with `reason`, on all its ranks.

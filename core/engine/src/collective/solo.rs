@@ -33,11 +33,17 @@ impl Solo {
     }
 }
 
-/// Copies the elements, also between views of one storage. Does nothing if both are the same view.
-fn copy(output: &Tensor, input: &Tensor) -> Result<()> {
-    if storage_address(output) != storage_address(input) {
-        return storage::copy_from(output, input);
-    }
+/// Copies the elements of each second tensor to the first, also between views of one storage. Does nothing if both are the
+/// same view.
+fn copy<'a>(copied: impl IntoIterator<Item = (&'a Tensor, &'a Tensor)>) -> Result<()> {
+    let is_apart =
+        |(output, input): &(&Tensor, &Tensor)| storage_address(output) != storage_address(input);
+    let (apart, within): (Vec<_>, Vec<_>) = copied.into_iter().partition(is_apart);
+    within.into_iter().try_for_each(|(output, input)| copy_within(output, input))?;
+    storage::copy_all(&apart)
+}
+
+fn copy_within(output: &Tensor, input: &Tensor) -> Result<()> {
     let offset = |t: &Tensor| t.storage_and_layout().1.start_offset();
     if offset(output) == offset(input) {
         return Ok(());
@@ -72,12 +78,12 @@ impl ProcessGroup for Solo {
         collective.check(self.alive(collective.name())?)?;
         match collective {
             Collective::AllGatherInto(parts) => {
-                parts.iter().try_for_each(|part| copy(&part.output, &part.input))?;
+                copy(parts.iter().map(|part| (&part.output, &part.input)))?;
             }
             Collective::ReduceScatter { parts, .. } => {
-                parts.iter().try_for_each(|part| copy(&part.output, &part.input))?;
+                copy(parts.iter().map(|part| (&part.output, &part.input)))?;
             }
-            Collective::AllToAll { output, input } => copy(&output, &input)?,
+            Collective::AllToAll { output, input } => copy([(&output, &input)])?,
             Collective::AllReduce { .. } | Collective::Broadcast { .. } | Collective::Barrier => {}
         }
         Ok(Work::ready())

@@ -90,7 +90,7 @@ impl GradReducer for LocalGrads {
             return Ok(grad.clone());
         }
         let dtype = accumulation_dtype(slot.dtype());
-        let grad = storage::zeros(slot.compute_elem_count(), dtype, slot.device())?;
+        let grad = storage::unset(slot.compute_elem_count(), dtype, slot.device())?;
         grads.insert(slot.fqn().to_owned(), grad.clone());
         Ok(grad)
     }

@@ -1,4 +1,4 @@
-//! Casts of many tensors in one launch.
+//! Casts and copies of many tensors in one launch.
 #![allow(unsafe_code)] // memory that a launch writes whole
 
 use candle_core::backend::BackendDevice as _;
@@ -43,6 +43,36 @@ pub fn casts(tensors: &[(&Tensor, DType)]) -> Result<Vec<Option<Tensor>>> {
         let held: Vec<&Tensor> =
             tensors.iter().map(|(tensor, _)| *tensor).chain(all.iter().flatten()).collect();
         carry_out(&copies(copied), device, &held)?;
+    }
+    Ok(all)
+}
+
+/// Copies the elements of each second tensor into the memory of the first, contiguous ones of one number of elements: one
+/// launch for all. False for those that are copied otherwise: on another device, of different dtypes, without elements, and
+/// in others than f32, bf16 and f16. No target overlaps another one or a source.
+///
+/// # Errors
+/// If the launch fails.
+pub fn copy_all(copied: &[(&Tensor, &Tensor)]) -> Result<Vec<bool>> {
+    let mut rows = Vec::new();
+    let mut device = None;
+    let mut all = Vec::with_capacity(copied.len());
+    for &(target, source) in copied {
+        let first = *device.get_or_insert(target.device());
+        let together = [target, source].iter().all(|tensor| {
+            first.same_device(tensor.device()) && tensor.is_contiguous() && taken(tensor).is_some()
+        });
+        let alike = target.dtype() == source.dtype() && target.elem_count() == source.elem_count();
+        all.push(together && alike);
+        if together && alike {
+            let bytes = (source.elem_count() * source.dtype().size_in_bytes()) as u64;
+            rows.push(Copied::bytes(address(target)?, address(source)?, bytes));
+        }
+    }
+    if let (Some(Device::Cuda(device)), false) = (device, rows.is_empty()) {
+        let held: Vec<&Tensor> =
+            copied.iter().flat_map(|(target, source)| [*target, *source]).collect();
+        carry_out(&copies(rows), device, &held)?;
     }
     Ok(all)
 }

@@ -15,7 +15,7 @@ pub use attention::{
     Attend, attention, attention_backward, flash_attention, flash_attention_backward, takes_flash,
 };
 pub use compile::{nvrtc_version, ptx};
-pub use copies::casts;
+pub use copies::{casts, copy_all};
 pub use dropout::dropout;
 pub use layers::{
     Normalized, activation, activation_backward, cross_entropy, cross_entropy_backward,

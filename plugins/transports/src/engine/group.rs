@@ -226,7 +226,7 @@ impl ProcessGroup for Group {
             Device::Cpu => self.rendezvous.empty(elements, dtype)?,
             _ => None,
         };
-        shared.map_or_else(|| storage::zeros(elements, dtype, device), Ok)
+        shared.map_or_else(|| storage::unset(elements, dtype, device), Ok)
     }
 
     fn abort(&self, reason: &str) {
