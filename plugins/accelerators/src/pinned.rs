@@ -90,6 +90,8 @@ struct Piece {
     memory: PinnedHostSlice<u8>,
     /// After the last copy that uses the memory.
     used: Option<CudaEvent>,
+    /// Bytes at its beginning that copies to the device use.
+    filled: usize,
 }
 
 impl Piece {
@@ -98,6 +100,7 @@ impl Piece {
         if let Some(used) = self.used.take() {
             used.synchronize()?;
         }
+        self.filled = 0;
         self.memory.as_mut_slice()
     }
 }
@@ -107,10 +110,32 @@ impl Pieces {
         while self.all.len() < PIECES {
             // SAFETY: bytes are written before they are read.
             let memory = unsafe { stream.context().alloc_pinned_with_flags(PIECE, 0) }?;
-            self.all.push(Piece { memory, used: None });
+            self.all.push(Piece { memory, used: None, filled: 0 });
         }
         self.next = (self.next + 1) % PIECES;
         Ok(&mut self.all[self.next])
+    }
+}
+
+impl Pieces {
+    /// Memory that no copy uses, so many bytes of a piece from a place on: behind what the last piece has, while there is
+    /// room. So small copies wait for the device once in a whole round of pieces.
+    fn place(
+        &mut self,
+        bytes: usize,
+        stream: &CudaStream,
+    ) -> std::result::Result<(&mut Piece, usize), DriverError> {
+        let has_room = self.all.get(self.next).is_some_and(|piece| {
+            piece.used.is_some() && piece.filled > 0 && piece.filled + bytes <= PIECE
+        });
+        if !has_room {
+            self.next(stream)?.free()?;
+        }
+        let piece = &mut self.all[self.next];
+        let start = piece.filled;
+        // Of numbers of at most 8 bytes.
+        piece.filled += bytes.next_multiple_of(8);
+        Ok((piece, start))
     }
 }
 
@@ -134,11 +159,11 @@ impl Pinned {
             let (mut at, _in_use) = target.device_ptr_mut(&self.stream);
             let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
             for part in bytes(values).chunks(PIECE) {
-                let piece = pieces.next(&self.stream).w()?;
-                let memory = &mut piece.free().w()?[..part.len()];
+                let (piece, start) = pieces.place(part.len(), &self.stream).w()?;
+                let memory = &mut piece.memory.as_mut_slice().w()?[start..start + part.len()];
                 memory.copy_from_slice(part);
-                // SAFETY: `target` has room for the part at this address, and the piece is not touched before
-                // the event that comes next.
+                // SAFETY: `target` has room for the part at this address, and this part of the piece is not touched
+                // before the event that comes next.
                 unsafe { result::memcpy_htod_async(at, memory, self.stream.cu_stream()) }.w()?;
                 piece.used = Some(self.stream.record_event(None).w()?);
                 at += part.len() as u64;
