@@ -111,25 +111,31 @@ impl ActivationCheckpointing {
         }
     }
 
-    /// Turns checkpointing on for the chosen units of a model on `device`.
+    /// Checks that activations of a model on `device` can be moved.
     ///
     /// # Errors
-    /// If a pattern matches no unit, no unit is chosen, or activations on `device` cannot be moved.
-    pub(super) fn apply(&self, tree: &ModuleTree, device: &Device) -> Result<()> {
-        let wrong =
-            |message: &str| Error::Config(format!("`trainer.activation_checkpointing`: {message}"));
+    /// If they cannot.
+    pub fn check_device(&self, device: &Device) -> Result<()> {
+        match self.offload {
+            Some(ActivationOffload::Host) if device.is_cpu() => Err(wrong(
+                "offload = \"host\" moves activations from a GPU to the host's memory, and the model \
+                 is there already; offload = \"disk\" moves them to files",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Turns checkpointing on for the chosen units of a model.
+    ///
+    /// # Errors
+    /// If a pattern matches no unit, or no unit is chosen.
+    pub(super) fn apply(&self, tree: &ModuleTree) -> Result<()> {
         self.check().map_err(|message| wrong(&message))?;
         let every = match self.mode {
             CheckpointMode::None if self.offload.is_none() => return Ok(()),
             CheckpointMode::None | CheckpointMode::Full => 1,
             CheckpointMode::Selective => self.every.unwrap_or(2),
         };
-        if self.offload == Some(ActivationOffload::Host) && device.is_cpu() {
-            return Err(wrong(
-                "offload = \"host\" moves activations from a GPU to the host's memory, and the model \
-                 is there already; offload = \"disk\" moves them to files",
-            ));
-        }
         let units = tree.units();
         if units.is_empty() {
             return Err(wrong(&format!(
@@ -164,6 +170,10 @@ impl ActivationCheckpointing {
         });
         Ok(())
     }
+}
+
+fn wrong(message: &str) -> Error {
+    Error::Config(format!("`trainer.activation_checkpointing`: {message}"))
 }
 
 impl Serialize for ActivationCheckpointing {

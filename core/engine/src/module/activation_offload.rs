@@ -1,14 +1,16 @@
 //! Where activations of units are stored from forward to backward.
 
+use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use candle_core::{DType, Device, Shape, Tensor};
 use serde::{Deserialize, Serialize};
 
 use crate::autograd::storage::{with_bytes, with_bytes_mut};
-use crate::execution::transfer;
+use crate::execution::transfer::{self, HostCopy};
 use crate::{Error, Result};
 
 /// Where activations of units are offloaded to: `offload` in `trainer.activation_checkpointing`.
@@ -26,22 +28,19 @@ pub(super) enum SavedActivation {
     /// The tensor itself.
     InPlace(Tensor),
     /// A copy on the host, and the device that the tensor was on.
-    Host { copy: Tensor, device: Device },
+    Host { copy: Arc<OnItsWay>, device: Device },
     /// The tensor's bytes in a file without a name, which the system removes when it is closed.
     Disk { file: Arc<File>, offset: u64, shape: Shape, dtype: DType, device: Device },
 }
 
 impl SavedActivation {
-    /// Copies a detached tensor to the host's memory or to a file.
-    pub(super) fn offload(x: Tensor, to: ActivationOffload) -> Result<Self> {
-        Offload::begin(to).save(x)
-    }
-
     /// The tensor, on its device.
     pub(super) fn get(&self) -> Result<Tensor> {
         match self {
             Self::InPlace(x) => Ok(x.clone()),
-            Self::Host { copy, device } => transfer::to_device(copy, device, "activations"),
+            Self::Host { copy, device } => {
+                transfer::to_device(&copy.wait()?, device, "activations")
+            }
             Self::Disk { file, offset, shape, dtype, device } => {
                 let x = Tensor::zeros(shape.elem_count(), *dtype, &Device::Cpu)?;
                 with_bytes_mut(&x, |bytes| file.read_exact_at(bytes, *offset))?
@@ -52,6 +51,61 @@ impl SavedActivation {
     }
 }
 
+/// A tensor that is being copied to the host.
+pub(super) struct OnItsWay(Mutex<Copy>);
+
+enum Copy {
+    Begun(HostCopy),
+    There(Tensor),
+    Failed,
+}
+
+impl OnItsWay {
+    /// The copy. Its device's memory is free then, unless others hold it.
+    fn wait(&self) -> Result<Tensor> {
+        let mut copy: MutexGuard<'_, Copy> = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Copy::There(there) = &*copy {
+            return Ok(there.clone());
+        }
+        match std::mem::replace(&mut *copy, Copy::Failed) {
+            Copy::Begun(begun) => {
+                let there = begun.wait()?;
+                *copy = Copy::There(there.clone());
+                Ok(there)
+            }
+            _ => Err(Error::other("activations could not be copied to the host")),
+        }
+    }
+}
+
+/// Calls whose copies may be on their way to the host while later ones are computed. What is on its way is on the device
+/// too, so more of them would take the memory that is to be saved.
+const CALLS_ON_THEIR_WAY: usize = 2;
+
+thread_local! {
+    /// The copies of the last calls, the oldest first.
+    static ON_THEIR_WAY: RefCell<VecDeque<Vec<Weak<OnItsWay>>>> = const { RefCell::new(VecDeque::new()) };
+}
+
+/// Begins a call, and waits for the copies of those before the last ones.
+fn begin_call() -> Result<()> {
+    let over = ON_THEIR_WAY.with_borrow_mut(|calls| {
+        calls.push_back(Vec::new());
+        let over = calls.len().saturating_sub(CALLS_ON_THEIR_WAY);
+        calls.drain(..over).flatten().collect::<Vec<_>>()
+    });
+    over.iter().filter_map(Weak::upgrade).try_for_each(|copy| copy.wait().map(drop))
+}
+
+/// Notes a copy of this call.
+fn on_its_way(begun: HostCopy) -> Arc<OnItsWay> {
+    let copy = Arc::new(OnItsWay(Mutex::new(Copy::Begun(begun))));
+    ON_THEIR_WAY.with_borrow_mut(|calls| {
+        calls.back_mut().into_iter().for_each(|call| call.push(Arc::downgrade(&copy)));
+    });
+    copy
+}
+
 /// Saves the tensors of one call; on disk, in one file.
 pub(super) struct Offload {
     to: ActivationOffload,
@@ -60,18 +114,25 @@ pub(super) struct Offload {
 }
 
 impl Offload {
-    pub(super) fn begin(to: ActivationOffload) -> Self {
-        Self { to, file: None, offset: 0 }
+    /// Begins a call of a unit.
+    ///
+    /// # Errors
+    /// If what earlier calls have begun fails.
+    pub(super) fn begin(to: ActivationOffload) -> Result<Self> {
+        if to == ActivationOffload::Host {
+            begin_call()?;
+        }
+        Ok(Self { to, file: None, offset: 0 })
     }
 
-    /// Copies a detached tensor.
+    /// Copies a detached tensor, to the host while what comes next is computed.
     pub(super) fn save(&mut self, x: Tensor) -> Result<SavedActivation> {
         let device = x.device().clone();
-        let copy = transfer::to_host(&x, "activations")?.contiguous()?;
         if self.to == ActivationOffload::Host {
-            // It was copied, unless it was on the host already.
+            let copy = on_its_way(transfer::begin_to_host(&x, "activations")?);
             return Ok(SavedActivation::Host { copy, device });
         }
+        let copy = transfer::to_host(&x, "activations")?.contiguous()?;
         let file = match &self.file {
             Some(file) => file.clone(),
             None => {
@@ -98,6 +159,33 @@ mod tests {
     use super::*;
 
     #[test]
+    fn copies_of_the_last_calls_are_on_their_way() {
+        let waited = Arc::<Mutex<Vec<usize>>>::default();
+        let begin = |call: usize| {
+            Offload::begin(ActivationOffload::Host).unwrap();
+            let waited = waited.clone();
+            on_its_way(HostCopy::new(move || {
+                waited.lock().unwrap().push(call);
+                Ok(Tensor::new(call as f64, &Device::Cpu)?)
+            }))
+        };
+        let copies: Vec<_> = (0..2).map(begin).collect();
+        assert!(waited.lock().unwrap().is_empty());
+        let third = begin(2);
+        assert_eq!(*waited.lock().unwrap(), [0]);
+        // Backward takes them, in another order; each is waited for once.
+        for (i, copy) in [(2, &third), (1, &copies[1]), (0, &copies[0]), (1, &copies[1])] {
+            assert_eq!(copy.wait().unwrap().to_scalar::<f64>().unwrap(), i as f64);
+        }
+        assert_eq!(*waited.lock().unwrap(), [0, 2, 1]);
+        // What a step that was given up has left is not waited for.
+        drop((copies, third));
+        let kept: Vec<_> = (3..7).map(begin).collect();
+        assert_eq!(*waited.lock().unwrap(), [0, 2, 1, 3, 4]);
+        drop(kept);
+    }
+
+    #[test]
     fn saved_activations_come_back() {
         let x = Tensor::arange(0f32, 24., &Device::Cpu).unwrap().reshape((4, 6)).unwrap();
         let views =
@@ -106,7 +194,8 @@ mod tests {
             for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64, DType::U32, DType::U8] {
                 for view in &views {
                     let view = view.to_dtype(dtype).unwrap();
-                    let back = SavedActivation::offload(view.clone(), to).unwrap().get().unwrap();
+                    let mut offload = Offload::begin(to).unwrap();
+                    let back = offload.save(view.clone()).unwrap().get().unwrap();
                     assert_eq!((back.dims(), back.dtype()), (view.dims(), dtype));
                     let values = |x: &Tensor| {
                         x.to_dtype(DType::F64)

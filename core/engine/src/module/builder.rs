@@ -474,7 +474,7 @@ impl ModuleBuilder {
         if let Some(quantization) = &self.init.quantization {
             quantization.check(&tree, &tree.quantized)?;
         }
-        self.init.activation_checkpointing.apply(&tree, &self.init.device)?;
+        self.init.activation_checkpointing.apply(&tree)?;
         Ok(tree)
     }
 

@@ -152,7 +152,7 @@ fn offload(
     mut keep: HashSet<usize>,
     to: ActivationOffload,
 ) -> Result<Vec<(Tensor, SavedActivation)>> {
-    let mut offload = Offload::begin(to);
+    let mut offload = Offload::begin(to)?;
     let mut elsewhere = Vec::new();
     for tensor in outputs.iter().flat_map(Tensor::sorted_nodes).chain(saved) {
         // A tensor that repeats elements is a view of another one.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Shape, Tensor, Var};
 
-use super::activation_offload::SavedActivation;
+use super::activation_offload::{Offload, SavedActivation};
 use super::activations::{Activations, tensors, with_tensors};
 use super::graph_alias;
 use super::unit::{UnitHandle, UnitHooks};
@@ -70,10 +70,11 @@ pub(super) fn call<A: Activations + Send + Sync + 'static, B: Activations>(
         return with_tensors(&y, outputs.into_iter().map(|(output, _)| output).collect());
     }
     let mut inputs = Vec::with_capacity(given.len());
+    let mut elsewhere = offload.map(Offload::begin).transpose()?;
     for (((saved, activation), x), alias) in saved.into_iter().zip(&given).zip(&aliases) {
-        let saved = match offload {
+        let saved = match &mut elsewhere {
             // If the graph holds the input itself, a copy elsewhere frees no memory.
-            Some(to) if alias.is_some() || !x.track_op() => SavedActivation::offload(saved, to)?,
+            Some(elsewhere) if alias.is_some() || !x.track_op() => elsewhere.save(saved)?,
             _ => SavedActivation::InPlace(saved),
         };
         inputs.push(SavedInput { saved, activation, tracked: x.track_op() });

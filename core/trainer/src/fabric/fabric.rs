@@ -82,7 +82,7 @@ impl Fabric {
     /// mesh.
     ///
     /// # Errors
-    /// If the strategy does not fit the world size.
+    /// If the strategy does not fit the world size, or activations are to be moved to the host that are there.
     pub fn new(
         world: Arc<dyn ProcessGroup>,
         strategy: Box<dyn Strategy>,
@@ -90,6 +90,7 @@ impl Fabric {
         seed: u64,
     ) -> Result<Self> {
         let init = strategy.module_init_context(init);
+        init.activation_checkpointing.check_device(&init.device)?;
         let runtime = Arc::new(StrategyRuntime::new(strategy, world.clone())?);
         let saved_at = AtomicU64::default();
         let workers = Workers::for_device(&init.device);
