@@ -3,9 +3,9 @@
 use std::time::Instant;
 
 use clap::Args;
-use fulgurite_core::autograd::storage::with_host_mut;
+use fulgurite_core::autograd::storage::{copy_from, with_host_mut};
 use fulgurite_core::collective::{
-    AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter, all_gather_object,
+    AllGather, Collective, ReduceOp, ReduceScatter, all_gather_object,
 };
 use serde_json::json;
 
@@ -85,13 +85,13 @@ impl Measured {
                 4 * n
             )));
         }
-        let value = (fabric.global_rank() + 1) as f32;
+        let (value, device) = ((fabric.global_rank() + 1) as f32, fabric.device());
         let full = |elements| -> Result<Tensor> {
             let tensor = match options.private {
-                true => Tensor::zeros(elements, DType::F32, &Device::Cpu)?,
-                false => world.empty(elements, DType::F32, &Device::Cpu)?,
+                true => Tensor::zeros(elements, DType::F32, device)?,
+                false => world.empty(elements, DType::F32, device)?,
             };
-            with_host_mut(&tensor, |x: &mut [f32]| x.fill(value))?;
+            fill(&tensor, value)?;
             Ok(tensor)
         };
         let (whole, own) = (full(part * n)?, full(part)?);
@@ -135,12 +135,15 @@ impl Measured {
         }
         // Zeros, whose sums stay finite.
         for tensor in [&whole, &own] {
-            with_host_mut(tensor, |x: &mut [f32]| x.fill(0.0))?;
+            fill(tensor, 0.0)?;
         }
-        let mut of_mpi = bare_mpi::call(op, part, n)?;
+        let mut of_mpi = match device {
+            Device::Cpu => bare_mpi::call(op, part, n)?,
+            _ => None,
+        };
         let mut calls: Vec<&mut dyn FnMut() -> Result<()>> = vec![&mut call];
         calls.extend(of_mpi.as_deref_mut().map(|call| call as &mut dyn FnMut() -> Result<()>));
-        let times = time(&**world, &mut calls, ((128 << 20) / bytes.max(1)).clamp(8, 200))?;
+        let times = time(fabric, &mut calls, ((128 << 20) / bytes.max(1)).clamp(8, 200))?;
         let bytes = if op == "barrier" { 0 } else { part * n * 4 };
         Ok(Self { bytes, times: times[0], mpi: times.get(1).copied() })
     }
@@ -178,18 +181,30 @@ impl Measured {
     }
 }
 
-/// Times `calls` of all ranks, in turns, `times` of each. Collective.
+fn fill(tensor: &Tensor, value: f32) -> Result<()> {
+    match tensor.device() {
+        Device::Cpu => with_host_mut(tensor, |x: &mut [f32]| x.fill(value)),
+        // A barrier's.
+        _ if tensor.elem_count() == 0 => Ok(()),
+        device => copy_from(tensor, &Tensor::full(value, tensor.elem_count(), device)?),
+    }
+}
+
+/// Times `calls` of all ranks, in turns, `times` of each, until their devices have done them. Collective.
 fn time(
-    world: &dyn ProcessGroup,
+    fabric: &Fabric,
     calls: &mut [&mut dyn FnMut() -> Result<()>],
     times: usize,
 ) -> Result<Vec<Times>> {
+    let (world, device) = (&**fabric.world(), fabric.device());
+    device.synchronize()?;
     let mut single = vec![Vec::with_capacity(times); calls.len()];
     for i in 0..times + 3 {
         for (call, secs) in calls.iter_mut().zip(&mut single) {
             world.run(Collective::Barrier)?;
             let started = Instant::now();
             call()?;
+            device.synchronize()?;
             if i >= 3 {
                 secs.push(started.elapsed().as_secs_f64());
             }
@@ -200,6 +215,7 @@ fn time(
         world.run(Collective::Barrier)?;
         let started = Instant::now();
         (0..times).try_for_each(|_| call())?;
+        device.synchronize()?;
         in_a_row.push(started.elapsed().as_secs_f64() / times as f64);
     }
     let own: Vec<(Vec<f64>, f64)> = single.into_iter().zip(in_a_row).collect();

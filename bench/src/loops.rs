@@ -79,6 +79,7 @@ impl Job<'_> {
         run.model.name = self.model;
         run.data.name = self.model;
         run.trainer.strategy = PluginValue::new(self.strategy);
+        run.trainer.accelerator = PluginValue::new("cpu");
         run.trainer.max_steps = Some(self.total());
         run.trainer.gradient_clip_val = Some(CLIP);
         run.trainer.enable_progress_bar = false;

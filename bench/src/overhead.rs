@@ -56,6 +56,7 @@ pub(crate) fn overhead(options: &OverheadBench) -> Result<()> {
     let strategy = if options.ranks == 1 { "single_device" } else { "fsdp" };
     let layers = ConfigLayers::new()
         .set(&format!("trainer.devices={}", options.ranks))?
+        .set("trainer.accelerator=cpu")?
         .set(&format!("trainer.strategy={strategy}"))?;
     let run = RunConfig::<Table, Table>::from_layers(layers)?;
     run.check_plugins()?;

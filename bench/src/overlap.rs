@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use clap::Args;
 use fulgurite_core::collective::{Collective, ProcessGroup};
+use fulgurite_core::execution::transfer;
 use fulgurite_core::fabric::Connection;
 use fulgurite_core::mesh::DATA_PARALLEL;
 use serde::Serialize;
@@ -68,6 +69,9 @@ pub(crate) fn overlap(options: &OverlapBench) -> Result<()> {
     }
     let part = fabric.device_mesh().group(DATA_PARALLEL)?.rank() as u64;
     let (ids, targets) = tokens(&size, [options.batch, options.seq], part)?;
+    let device = fabric.device();
+    let ids = transfer::to_device(&ids, device, "batch")?;
+    let targets = transfer::to_device(&targets, device, "batch")?;
     let step = |i: u64| -> Result<()> {
         let _scope = fabric.forward_scope(true, i, 0);
         fabric.backward(&model.loss(&ids, &targets)?)?;

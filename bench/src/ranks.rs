@@ -19,13 +19,16 @@ pub(super) struct Ranks {
     /// many threads as RAYON_NUM_THREADS says, without it on its share of this machine's cores
     #[arg(long, default_value_t = 2, value_parser = at_least_one)]
     pub(super) ranks: usize,
+    /// What the ranks compute on: cpu, cuda, auto, or a TOML table such as '{ type = "cuda", tf32 = true }'
+    #[arg(long, default_value = "cpu")]
+    pub(super) accelerator: String,
 }
 
 /// The ranks and the strategy of a benchmark.
 #[derive(Debug, Clone, Args)]
 pub(super) struct StrategyRanks {
     #[command(flatten)]
-    ranks: Ranks,
+    pub(super) ranks: Ranks,
     /// The strategy: a name, or a TOML table such as '{ type = "fsdp_tp" }'
     #[arg(long, default_value = "fsdp")]
     pub(super) strategy: String,
@@ -64,7 +67,8 @@ impl Ranks {
         let devices = if started { "auto".to_owned() } else { self.ranks.to_string() };
         let mut layers = ConfigLayers::new()
             .set(&format!("trainer.devices={devices}"))?
-            .set(&format!("trainer.strategy={strategy}"))?;
+            .set(&format!("trainer.strategy={strategy}"))?
+            .set(&format!("trainer.accelerator={}", self.accelerator))?;
         for key in keys {
             layers = layers.set(key)?;
         }
@@ -89,16 +93,19 @@ pub(super) struct Times {
 }
 
 impl Times {
-    /// Runs `f` on all ranks between barriers, and notes the time of the slowest. Collective.
+    /// Runs `f` on all ranks between barriers, until their devices have done it, and notes the time of the slowest. Collective.
     pub(super) fn measure<T>(
         &mut self,
         fabric: &Fabric,
         name: &'static str,
         f: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
+        // What was queued before is not of this.
+        fabric.device().synchronize()?;
         fabric.barrier()?;
         let started = Instant::now();
         let result = f()?;
+        fabric.device().synchronize()?;
         self.note(fabric, name, started.elapsed().as_secs_f64())?;
         Ok(result)
     }

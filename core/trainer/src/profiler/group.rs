@@ -38,8 +38,8 @@ impl Profiled {
 
     /// Asks for the device's times of what is started until the guard is dropped, if that is traced.
     fn timing(&self, op: &'static str, bytes: usize) -> Option<ContextGuard> {
-        let (profiler, name) = (self.profiler.clone(), format!("{op} {}", self.inner.name()));
         self.profiler.times_the_device().then(|| {
+            let (profiler, name) = (self.profiler.clone(), format!("{op} {}", self.inner.name()));
             Timing::enter(move |stream, from, to| {
                 profiler.collective_on_device(stream, name.clone(), bytes as u64, from, to);
             })
