@@ -1,12 +1,13 @@
 //! Functions with a hand-written backward, as `torch.autograd.Function`.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex, OnceLock};
 
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Shape, Storage,
     Tensor, Var,
 };
 
+use super::direct::{self, Gradient, Source};
 use super::{GradMode, is_grad_enabled, storage};
 use crate::{Error, Result};
 
@@ -46,6 +47,47 @@ pub fn function(
     if !is_grad_enabled() || !inputs.iter().any(|input| input.track_op()) {
         return Ok(output);
     }
+    // What another function made is depended on by its source, to which the gradient goes.
+    let sources: Vec<_> = inputs.iter().map(|input| direct::source(input)).collect();
+    let nodes = inputs.iter().zip(&sources);
+    let nodes: Vec<Tensor> = nodes
+        .map(|(&input, source)| source.as_ref().map_or(input, |source| source.node()).clone())
+        .collect();
+    let hands_on = move |output: &Tensor, grad: &Tensor| {
+        let mut grads = backward(output, grad)?;
+        for (grad, source) in grads.iter_mut().zip(&sources) {
+            if let (Some(part), Some(source)) = (&mut *grad, source) {
+                *grad = Some(source.hand(part.clone())?);
+            }
+        }
+        Ok(grads)
+    };
+    if !direct::is_for(&output) {
+        return node(&nodes, output, hands_on);
+    }
+    let (gradient, made) = (Gradient::of(&output), Arc::<OnceLock<Tensor>>::default());
+    let (of_output, output_of) = (gradient.clone(), made.clone());
+    let source = node(&nodes, direct::element(&output)?, move |_, _| {
+        let none = || Error::other("a backward was called before its forward had ended");
+        hands_on(output_of.get().ok_or_else(none)?, &of_output.take()?)
+    })?;
+    let source = Source::new(source, gradient);
+    // The output holds its source, also for those who look for it.
+    let held = source.clone();
+    let y = node(std::slice::from_ref(source.node()), output, move |_, grad| {
+        Ok(vec![Some(held.hand(grad.clone())?)])
+    })?;
+    made.get_or_init(|| y.detach());
+    source.is_of(&y);
+    Ok(y)
+}
+
+/// Enters `output` into the graph as what depends on these nodes, and has this backward.
+fn node(
+    nodes: &[Tensor],
+    output: Tensor,
+    backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+) -> Result<Tensor> {
     let shape = output.shape().clone();
     let output = if storage::is_whole(&output) { output } else { output.force_contiguous()? };
     let op = Function {
@@ -53,11 +95,11 @@ pub fn function(
         backward: Box::new(backward),
         graph: GradMode::current().own_graph(),
     };
-    match inputs {
+    match nodes {
         [a] => Ok(a.apply_op1(op)?),
         [a, b] => Ok(a.apply_op2(b, op)?),
         [a, b, c] => Ok(a.apply_op3(b, c, op)?),
-        _ => Err(Error::other(format!("a function takes 1 to 3 inputs, got {}", inputs.len()))),
+        _ => Err(Error::other(format!("a function takes 1 to 3 inputs, got {}", nodes.len()))),
     }
 }
 

@@ -3,6 +3,7 @@
 //! [`detect_anomaly`].
 
 mod anomaly;
+mod direct;
 mod function;
 mod functions;
 mod grad_mode;
@@ -14,6 +15,7 @@ pub(crate) use crate::execution::GradMode;
 pub(crate) use anomaly::anomaly;
 pub use anomaly::detect_anomaly;
 pub use anomaly::is_on as detects_anomalies;
+pub(crate) use direct::graph_id;
 pub(crate) use function::leaf;
 pub use function::{Backward, function};
 pub(crate) use functions::functions;

@@ -13,7 +13,7 @@ use candle_core::{Tensor, TensorId};
 
 use super::Layout;
 use super::layer::PlanRecord;
-use crate::autograd::{GradMode, is_grad_enabled, leaf};
+use crate::autograd::{GradMode, graph_id, is_grad_enabled, leaf};
 use crate::collective::ProcessGroup;
 use crate::execution;
 use crate::parameter::Parameter;
@@ -137,6 +137,9 @@ pub(crate) fn note(x: &Tensor, activation: Arc<Activation>) {
     with_layouts(|layouts| {
         if by_shape && is_grad_enabled() && !x.track_op() {
             layouts.note_constant(x.dims(), activation.clone());
+        }
+        if let Some(id) = graph_id(x) {
+            layouts.note(id, activation.clone());
         }
         layouts.note(x.id(), activation);
     });

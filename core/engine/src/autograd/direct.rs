@@ -1,0 +1,228 @@
+//! Gradients that one function's backward hands to another's, past candle.
+//!
+//! candle adds each gradient of a tensor to zeros that it makes first: three passes over memory more than there need be,
+//! for every tensor that one function makes and another takes. So what a function makes is two nodes. The *source* has
+//! one element and the backward; the output is made from it, and does nothing but hand its gradient on. A function that
+//! takes the output depends on the source instead, and leaves its gradient there; what candle computes from
+//! the output hands its gradient on through the output. When all of them have, candle comes to the source.
+
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
+
+use candle_core::{DType, Shape, Tensor, TensorId};
+
+use super::{GradMode, storage};
+use crate::{Error, Result};
+
+/// Elements from which it is worth the second node.
+const FROM_ELEMENTS: usize = 1 << 15;
+
+/// The sources of outputs that there are. Ids are unique in the process.
+static SOURCES: LazyLock<Mutex<HashMap<TensorId, Weak<Source>>>> = LazyLock::new(Mutex::default);
+
+fn sources() -> MutexGuard<'static, HashMap<TensorId, Weak<Source>>> {
+    SOURCES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The node of one element that an output is made from. The output holds it.
+pub(super) struct Source {
+    node: Tensor,
+    gradient: Arc<Gradient>,
+    /// The output.
+    id: Mutex<Option<TensorId>>,
+}
+
+/// The gradient of an output, as far as it is there.
+pub(super) struct Gradient {
+    shape: Shape,
+    dtype: DType,
+    sum: Mutex<Option<Tensor>>,
+}
+
+/// Whether an output has a source. Those of units whose activations are offloaded have none: their graph says which
+/// memory is moved.
+pub(super) fn is_for(output: &Tensor) -> bool {
+    output.elem_count() >= FROM_ELEMENTS && !matches!(GradMode::current(), GradMode::Offloading(_))
+}
+
+/// The source of a tensor, if it is an output that has one.
+pub(super) fn source(x: &Tensor) -> Option<Arc<Source>> {
+    if x.elem_count() < FROM_ELEMENTS {
+        return None;
+    }
+    sources().get(&x.id()).and_then(Weak::upgrade)
+}
+
+/// The node that graphs have in the place of a tensor, if it is an output that has a source.
+pub(crate) fn graph_id(x: &Tensor) -> Option<TensorId> {
+    source(x).map(|source| source.node.id())
+}
+
+impl Gradient {
+    pub(super) fn of(output: &Tensor) -> Arc<Self> {
+        let (shape, dtype) = (output.shape().clone(), output.dtype());
+        Arc::new(Self { shape, dtype, sum: Mutex::default() })
+    }
+
+    fn sum(&self) -> MutexGuard<'_, Option<Tensor>> {
+        self.sum.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a part.
+    fn add(&self, part: Tensor) -> Result<()> {
+        if part.shape() != &self.shape || part.dtype() != self.dtype {
+            return Err(Error::other(format!(
+                "a backward gave a gradient of {:?} in {:?} for {:?} in {:?}",
+                part.shape(),
+                part.dtype(),
+                self.shape,
+                self.dtype
+            )));
+        }
+        let sum = &mut *self.sum();
+        *sum = Some(match sum.take() {
+            Some(sum) => (sum + part)?,
+            // As of what candle adds up.
+            None => part.contiguous()?,
+        });
+        Ok(())
+    }
+
+    /// All of it, which is here no longer.
+    pub(super) fn take(&self) -> Result<Tensor> {
+        let none = || Error::other("a backward was called without a gradient of its output");
+        self.sum().take().ok_or_else(none)
+    }
+}
+
+impl Source {
+    pub(super) fn new(node: Tensor, gradient: Arc<Gradient>) -> Arc<Self> {
+        Arc::new(Self { node, gradient, id: Mutex::default() })
+    }
+
+    /// What a function that takes the output depends on.
+    pub(super) fn node(&self) -> &Tensor {
+        &self.node
+    }
+
+    /// Leaves a part of the output's gradient. Returns what candle is given in its place.
+    pub(super) fn hand(&self, part: Tensor) -> Result<Tensor> {
+        self.gradient.add(part.detach())?;
+        Ok(self.node.detach())
+    }
+
+    /// Says which output is made from it.
+    pub(super) fn is_of(self: &Arc<Self>, output: &Tensor) {
+        *self.id.lock().unwrap_or_else(PoisonError::into_inner) = Some(output.id());
+        sources().insert(output.id(), Arc::downgrade(self));
+    }
+}
+
+impl Drop for Source {
+    fn drop(&mut self) {
+        if let Some(id) = self.id.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
+            sources().remove(&id);
+        }
+    }
+}
+
+/// One element that nobody reads but candle, which adds it up.
+pub(super) fn element(like: &Tensor) -> Result<Tensor> {
+    storage::unset((), DType::F32, like.device())
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+    use crate::autograd::function;
+
+    const ROWS: usize = FROM_ELEMENTS / 64;
+
+    fn var() -> Var {
+        Var::ones((ROWS, 64), DType::F64, &Device::Cpu).unwrap()
+    }
+
+    /// `x` times a number.
+    fn times(x: &Tensor, factor: f64) -> Tensor {
+        let y = (x.detach() * factor).unwrap();
+        function(&[x], y, move |_, grad| Ok(vec![Some((grad * factor)?)])).unwrap()
+    }
+
+    /// The gradient of each element of `x`, the same for all.
+    fn gradient(loss: &Tensor, x: &Var) -> f64 {
+        let grads = loss.sum_all().unwrap().backward().unwrap();
+        let grad = grads.get(x).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+        assert!(grad.iter().all(|one| *one == grad[0]));
+        grad[0]
+    }
+
+    #[test]
+    fn parts_by_functions_and_by_candle_add_up() {
+        let x = var();
+        let y = times(&times(&x, 3.0), 5.0);
+        assert_eq!(gradient(&y, &x), 15.0);
+        // By two functions, by candle, and by a function of what candle computed.
+        let all = (times(&y, 2.0) + times(&y, 7.0)).unwrap();
+        assert_eq!(gradient(&all, &x), 15.0 * 9.0);
+        let all = ((all + &y).unwrap() + times(&(&y * 10.0).unwrap(), 4.0)).unwrap();
+        assert_eq!(gradient(&all, &x), 15.0 * 50.0);
+        // Another backward through a part of the same graph.
+        assert_eq!(gradient(&y, &x), 15.0);
+    }
+
+    #[test]
+    fn a_gradient_is_handed_on_as_it_is() {
+        fn address(x: &Tensor) -> usize {
+            std::ptr::from_ref(&*x.storage_and_layout().0).addr()
+        }
+        let (x, got) = (var(), Arc::<Mutex<Vec<(usize, bool)>>>::default());
+        let note = |x: &Tensor, turns: bool| {
+            let (got, y) = (got.clone(), if turns { x.t().unwrap() } else { x.clone() });
+            let y = y.detach().force_contiguous().unwrap();
+            function(&[x], y, move |output, grad| {
+                assert_eq!((output.dims(), output.elem_count()), (grad.dims(), ROWS * 64));
+                got.lock().unwrap().push((address(grad), grad.is_contiguous()));
+                Ok(vec![Some(if turns { grad.t()? } else { grad.clone() })])
+            })
+            .unwrap()
+        };
+        let y = note(&note(&note(&x, false), false), true);
+        y.sum_all().unwrap().backward().unwrap();
+        let [(last, _), (middle, contiguous), (first, _)] = got.lock().unwrap()[..] else {
+            panic!()
+        };
+        assert!(last != middle && contiguous, "a view of the gradient is copied");
+        assert_eq!(middle, first, "a whole one is not");
+    }
+
+    #[test]
+    fn a_gradient_of_another_shape_is_an_error() {
+        let x = var();
+        let y = times(&x, 2.0);
+        let z = function(&[&y], y.detach().copy().unwrap(), |_, grad| {
+            Ok(vec![Some(grad.narrow(0, 0, 1)?)])
+        });
+        let error = z.unwrap().sum_all().unwrap().backward().unwrap_err();
+        let expected = "a backward gave a gradient of [1, 64] in F64 for [512, 64] in F64";
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+
+    #[test]
+    fn sources_go_with_their_outputs() {
+        let x = var();
+        let y = times(&x, 2.0);
+        let z = times(&y, 3.0);
+        let ids = [y.id(), z.id()];
+        let known = |id| sources().contains_key(&id);
+        assert!(ids.into_iter().all(known));
+        drop(y);
+        assert_eq!(gradient(&z, &x), 6.0);
+        // The last that was computed from them.
+        drop(z);
+        assert!(!ids.into_iter().any(known));
+        let small = Var::ones(9, DType::F64, &Device::Cpu).unwrap();
+        assert!(!known(times(&small, 2.0).id()));
+    }
+}
