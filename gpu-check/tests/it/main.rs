@@ -32,9 +32,14 @@ fn a_cpu_computes_what_a_cpu_computes() {
     }
     let of = |name: &str| steps.iter().find(|step| step["step"] == name).unwrap();
     assert_eq!(of("kernels.compile")["status"], "skipped");
-    // The CPU's kernels against themselves: the same bits.
+    // The CPU's kernels against themselves in f64: the same bits in that, and roundings in others.
     let norms = of("functions.norms")["figures"].as_object().unwrap();
-    assert!(norms.len() > 200 && norms.values().all(|apart| *apart == 0.0), "{norms:?}");
+    let is_right = |(name, apart): (&String, &Value)| match apart.as_f64().unwrap() {
+        apart if name.contains("F64") => apart == 0.0,
+        apart => apart < 5e-3,
+    };
+    assert!(norms.len() > 200 && norms.iter().all(is_right), "{norms:?}");
+    assert!(norms.values().any(|apart| *apart != 0.0), "{norms:?}");
     // Each gradient of each case in two dtypes; from the device alone, so not zero.
     let gradients = of("functions.gradients")["figures"].as_object().unwrap();
     assert!(gradients.len() > 150 && gradients.values().any(|it| *it != 0.0), "{gradients:?}");
