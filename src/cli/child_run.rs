@@ -9,9 +9,7 @@ use std::time::Duration;
 use fulgurite_core::environment::{self, Variables};
 use fulgurite_core::launch::{Interruption, is_running, take_interruption};
 use fulgurite_core::{Error, Result};
-use rustix::process::{
-    Pid, Signal, getpid, getppid, kill_process, set_parent_process_death_signal,
-};
+use rustix::process::{Pid, Signal, getpid, getppid, kill_process};
 use serde_json::Value;
 
 use super::args::RunRequest;
@@ -26,7 +24,8 @@ pub(super) fn end_with_parent() {
     // A rank of the run is a child of the run.
     if getppid().is_some_and(|pid| pid.as_raw_nonzero().get() == parent) {
         // Where that is not possible, a parent that is killed leaves its run.
-        let _ = set_parent_process_death_signal(Some(Signal::TERM));
+        #[cfg(target_os = "linux")]
+        let _ = rustix::process::set_parent_process_death_signal(Some(Signal::TERM));
     }
     // It may have ended before the call above.
     if !is_running(parent) {

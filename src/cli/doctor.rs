@@ -132,12 +132,19 @@ fn machine(report: &mut Report) {
 }
 
 /// Makes shared memory as ranks do.
+#[cfg(target_os = "linux")]
 fn shared_memory() -> rustix::io::Result<()> {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
     let file = memfd_create("doctor", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     ftruncate(&file, 1 << 20)?;
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)
+}
+
+/// There is none that ranks could use.
+#[cfg(not(target_os = "linux"))]
+fn shared_memory() -> rustix::io::Result<()> {
+    Err(rustix::io::Errno::NOSYS)
 }
 
 /// Limits, by `ulimit`'s letters, with what is enough and what needs it.

@@ -27,6 +27,7 @@ pub(super) fn ranks_on_same_cores(local: usize) -> usize {
 }
 
 /// As [`ranks_on_same_cores`], for ranks that have `own` of `all` cores each.
+#[cfg(any(test, target_os = "linux", target_os = "android"))]
 fn sharing(local: usize, own: usize, all: usize) -> usize {
     match own < all {
         // Bound to a socket, say, which some of them share.

@@ -74,8 +74,10 @@
 //!   it ends, in whatever way.
 //! - After an error in a group all its later calls fail with the same reason.
 
+#[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "processes share memory on Linux"))]
 mod engine;
 mod hosts;
+#[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "processes share memory on Linux"))]
 mod memory;
 pub mod network;
 mod shm;

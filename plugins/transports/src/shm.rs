@@ -93,6 +93,18 @@ fn connect(_: &Shm, _: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
     )))
 }
 
+/// As on Linux, where there is such memory.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn connect_ranks(
+    shm: &Shm,
+    context: &GroupContext,
+    _: &str,
+    _: Vec<usize>,
+    _: usize,
+) -> Result<Arc<dyn ProcessGroup>> {
+    connect(shm, context)
+}
+
 #[cfg(target_os = "linux")]
 use linux::connect;
 #[cfg(target_os = "linux")]

@@ -78,20 +78,19 @@ pub(super) fn connect<S>(
     patience: &mut Patience,
 ) -> Result<Reader<S>, HandshakeError>
 where
-    S: Read,
-    for<'a> &'a S: Write,
+    S: Read + Write,
 {
     let retry = |e: &dyn std::fmt::Display| HandshakeError::Retry(e.to_string());
     let own: Nonce = random().map_err(|e| retry(&e))?;
     let mut reader = Reader::new(stream, MAX_HANDSHAKE_FRAME);
-    send_frame(reader.stream(), &hello(own)).map_err(|e| retry(&e))?;
+    send_frame(reader.stream_mut(), &hello(own)).map_err(|e| retry(&e))?;
     let theirs = match read(&mut reader, patience)? {
         Incoming::Message(body) => nonce(&body)?,
         _ => return Err(HandshakeError::NotAStore),
     };
     let body = encode(greeting).map_err(|e| retry(&e))?;
     let proof = key.proof(&[b"client", &own, &theirs, &body]);
-    send_frame(reader.stream(), &signed(proof, &body)).map_err(|e| retry(&e))?;
+    send_frame(reader.stream_mut(), &signed(proof, &body)).map_err(|e| retry(&e))?;
     let answer = match read(&mut reader, patience)? {
         Incoming::Message(answer) => answer,
         _ => return Err(HandshakeError::NotAStore),
@@ -119,8 +118,7 @@ pub(super) fn accept<S>(
     admit: impl FnOnce(&Greeting) -> Result<(), String>,
 ) -> Option<Accepted<S>>
 where
-    S: Read,
-    for<'a> &'a S: Write,
+    S: Read + Write,
 {
     let mut reader = Reader::new(stream, MAX_HANDSHAKE_FRAME);
     let mut message = |reader: &mut Reader<S>| match read(reader, patience) {
@@ -132,14 +130,14 @@ where
         return None;
     }
     let own: Nonce = random().ok()?;
-    send_frame(reader.stream(), &hello(own)).ok()?;
+    send_frame(reader.stream_mut(), &hello(own)).ok()?;
     let theirs = nonce(&theirs).ok()?;
     let answer = message(&mut reader)?;
     let signed_greeting = split(&answer)
         .filter(|(proof, body)| key.verify(proof, &[b"client", &theirs, &own, body]))
         .and_then(|(_, body)| Some((decode::<Greeting>(body)?, body)));
     let Some((greeting, body)) = signed_greeting else {
-        let _ = send_frame(reader.stream(), &[]);
+        let _ = send_frame(reader.stream_mut(), &[]);
         return None;
     };
     let admitted = admit(&greeting);
@@ -149,7 +147,7 @@ where
     };
     let verdict = encode(&verdict).ok()?;
     let proof = key.proof(&[b"server", &theirs, &own, body, &verdict]);
-    let told = send_frame(reader.stream(), &signed(proof, &verdict)).is_ok();
+    let told = send_frame(reader.stream_mut(), &signed(proof, &verdict)).is_ok();
     admitted.ok()?;
     Some(Accepted { reader: reader.with_long_frames(), greeting, told })
 }
@@ -299,9 +297,9 @@ mod tests {
             let server =
                 scope.spawn(move || accept(far, &key(), &mut later(), |_| Ok(())).is_some());
             let mut reader = Reader::new(near, MAX_HANDSHAKE_FRAME);
-            send_frame(reader.stream(), &frames[0]).unwrap();
+            send_frame(reader.stream_mut(), &frames[0]).unwrap();
             assert!(matches!(reader.frame_within(&mut later()), Incoming::Message(_)));
-            send_frame(reader.stream(), &frames[1]).unwrap();
+            send_frame(reader.stream_mut(), &frames[1]).unwrap();
             assert_eq!(reader.frame_within(&mut later()), Incoming::Message(vec![]));
             assert!(!server.join().unwrap());
         });
@@ -315,9 +313,9 @@ mod tests {
                 scope.spawn(move || {
                     let mut reader = Reader::new(far, MAX_HANDSHAKE_FRAME);
                     reader.frame_within(&mut later());
-                    send_frame(reader.stream(), &hello([0; 16])).unwrap();
+                    send_frame(reader.stream_mut(), &hello([0; 16])).unwrap();
                     reader.frame_within(&mut later());
-                    send_frame(reader.stream(), &answer).unwrap();
+                    send_frame(reader.stream_mut(), &answer).unwrap();
                 });
                 let error = connect(near, &key(), &greeting(), &mut later()).err().unwrap();
                 assert!(

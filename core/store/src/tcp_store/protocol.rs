@@ -141,6 +141,11 @@ impl<S: Read> Reader<S> {
         &self.stream
     }
 
+    /// The same, to write to.
+    pub(super) fn stream_mut(&mut self) -> &mut S {
+        &mut self.stream
+    }
+
     /// The next message; [`Incoming::Idle`] each time the stream's read timeout passes.
     pub(super) fn next<T: DeserializeOwned>(&mut self) -> Incoming<T> {
         match self.frame() {

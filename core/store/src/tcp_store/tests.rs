@@ -303,7 +303,7 @@ impl Read for Corked {
     }
 }
 
-impl Write for &Corked {
+impl Write for Corked {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         match self.corked.load(Ordering::SeqCst) {
             true => self.kept.lock().unwrap().write(bytes),

@@ -7,13 +7,13 @@ mod region;
 mod waker;
 
 pub use heap::SharedMemory;
-pub(crate) use heap::{SharedMemoryHandle, at, empty_tensor, offset_of, share};
+pub(crate) use heap::{SharedMemoryHandle, at, empty_tensor, offset_of};
 #[cfg(target_os = "linux")]
-pub(crate) use heap::{keep_from_dumps, nonce_of, set_ranks};
+pub(crate) use heap::{keep_from_dumps, nonce_of, set_ranks, share};
 pub(crate) use layout::{
     BUFFERS, LINE, OpRecord, P2P_CHUNKS, RankRecord, RegionLayout, WaitRecord,
 };
+pub(crate) use region::Region;
 #[cfg(target_os = "linux")]
-pub(crate) use region::SEALS;
-pub(crate) use region::{Region, nonce};
+pub(crate) use region::{SEALS, nonce};
 pub(crate) use waker::{Waker, notify};
