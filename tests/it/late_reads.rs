@@ -482,6 +482,25 @@ fn a_loop_of_ones_own_may_be_late_too() {
 }
 
 #[test]
+fn a_limit_that_is_none_is_refused_in_a_late_step_too() {
+    let layers = ConfigLayers::new().set("trainer.strategy=single_device").unwrap();
+    let run = RunConfig::<DeepConfig, NoKeys>::from_layers(layers).unwrap();
+    let errors = run_ranks(1, |world| {
+        let mut fabric = Fabric::with_world(world, &run.trainer, run.seed, None)?;
+        let config = DeepConfig::default();
+        let (deep, mut optimizer) =
+            fabric.setup(|b| Deep::configure_model(&config, b), &AdamW::default())?;
+        let x = Tensor::ones((4, WIDTH), DType::F32, &Device::Cpu)?;
+        fabric.backward(&deep.loss(&x)?)?;
+        let mut error = |limit, by| optimizer.step_late(Some((limit, by))).unwrap_err().to_string();
+        Ok([error(-1.0, ClipAlgorithm::Norm), error(f64::NAN, ClipAlgorithm::Value)])
+    });
+    let [of_norm, of_value] = errors.unwrap().swap_remove(0);
+    assert_eq!(of_norm, "max_norm = -1: clipping needs a number greater than 0");
+    assert_eq!(of_value, "clip_value = NaN: clipping needs a number greater than 0");
+}
+
+#[test]
 fn in_f16_a_late_loop_reads_as_others_do() {
     let config = DeepConfig { dtype: Some(Half::F16), ..DeepConfig::default() };
     let strategy = r#"{ type = "fsdp", mixed_precision = { param_dtype = "f16" } }"#;

@@ -1,10 +1,11 @@
 //! Gradients that one function's backward hands to another's, past candle.
 //!
-//! candle adds each gradient of a tensor to zeros that it makes first: three passes over memory more than there need be,
-//! for every tensor that one function makes and another takes. So what a function makes is two nodes. The *source* has
+//! candle adds each gradient of a tensor to zeros that it makes first: it writes these, reads both and writes the sum, none of
+//! which there need be for a tensor that one function makes and another takes. So what a function makes is two nodes. The *source* has
 //! one element and the backward; the output is made from it, and does nothing but hand its gradient on. A function that
 //! takes the output depends on the source instead, and leaves its gradient there; what candle computes from
-//! the output hands its gradient on through the output. When all of them have, candle comes to the source.
+//! the output hands its gradient on through the output. When all of them have, candle comes to the source. (A backward that
+//! fails leaves what was handed on; parameters have parts of their gradients then too, and nobody repeats it.)
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
@@ -224,5 +225,16 @@ mod tests {
         assert!(!ids.into_iter().any(known));
         let small = Var::ones(9, DType::F64, &Device::Cpu).unwrap();
         assert!(!known(times(&small, 2.0).id()));
+    }
+
+    #[test]
+    fn where_activations_are_offloaded_the_graph_has_the_outputs_themselves() {
+        let x = var();
+        let ids = |y: &Tensor| y.sorted_nodes().iter().map(|node| node.id()).collect::<Vec<_>>();
+        let y = times(&x, 2.0);
+        assert!(!ids(&times(&y, 3.0)).contains(&y.id()));
+        let _offloading = GradMode::offloading().enter();
+        let y = times(&x, 2.0);
+        assert!(ids(&times(&y, 3.0)).contains(&y.id()));
     }
 }

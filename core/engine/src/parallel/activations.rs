@@ -311,3 +311,36 @@ pub fn explain_shapes(error: Error) -> Error {
         _ => error,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device, Var};
+
+    use super::*;
+    use crate::autograd::function;
+
+    /// Small ones, and those past which graphs go ([`graph_id`]).
+    #[test]
+    fn layouts_are_found_through_functions_that_note_none() {
+        for elements in [4, 1 << 16] {
+            let twice = |x: &Tensor| {
+                let y = (x.detach() * 2.0).unwrap();
+                function(&[x], y, |_, grad| Ok(vec![Some((grad * 2.0)?)])).unwrap()
+            };
+            let x = Var::ones(elements, DType::F32, &Device::Cpu).unwrap();
+            let y = twice(&x);
+            assert_eq!(graph_id(&y).is_some(), elements > 4);
+            let activation = Activation {
+                layout: Some(Layout::LAST),
+                width: elements,
+                classes: None,
+                source: "a".into(),
+                plan: Weak::new(),
+            };
+            note(&y, Arc::new(activation));
+            let z = (twice(&twice(&y)) + 1.0).unwrap();
+            let found = lookup(&z, "b").unwrap().expect("it was computed from `y`");
+            assert_eq!(found.layout, Some(Layout::LAST), "{elements} elements");
+        }
+    }
+}

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::FabricOptimizer;
+use super::optimizer::check_positive;
 use crate::Result;
 use crate::run::ClipAlgorithm;
 use fulgurite_engine::execution::read::{self, Later};
@@ -64,7 +65,8 @@ impl FabricOptimizer {
     /// the trainer does with `trainer.late_reads`. Collective.
     ///
     /// Where the host has to know the numbers, it reads them before the step: in f16, whose loss scale it sets, with several
-    /// optimizers, under `cpu_offload`, and with an optimizer or strategy that cannot ([`can_step_late`]).
+    /// optimizers, under `cpu_offload`, and with an optimizer or strategy that cannot ([`can_step_late`]). A loop that never
+    /// reads does not hear that its steps change nothing any more.
     ///
     /// ```
     /// use fulgurite_core::fabric::{FabricOptimizer, LateNumbers};
@@ -140,12 +142,18 @@ impl FabricOptimizer {
     /// and norm. For [`update_late`](Self::update_late). Collective.
     ///
     /// # Errors
-    /// As [`check_loss`](Self::check_loss) if nothing counts.
+    /// If a limit is not above 0, and as [`check_loss`](Self::check_loss) if nothing counts.
     pub(crate) fn late_step(&mut self, clip: Option<(f64, ClipAlgorithm)>) -> Result<LateStep> {
         let limits = match clip {
             None => (None, None),
-            Some((limit, ClipAlgorithm::Norm)) => (Some(limit), None),
-            Some((limit, ClipAlgorithm::Value)) => (None, Some(limit)),
+            Some((max_norm, ClipAlgorithm::Norm)) => {
+                check_positive("max_norm", max_norm)?;
+                (Some(max_norm), None)
+            }
+            Some((clip_value, ClipAlgorithm::Value)) => {
+                check_positive("clip_value", clip_value)?;
+                (None, Some(clip_value))
+            }
         };
         let before = self.late_before.as_ref();
         let (scale, count) = self.runtime.late_scale(self.index, limits, before)?;

@@ -19,7 +19,7 @@ pub(crate) const NON_FINITE_HINT: &str = "; parameters are as they were before t
 /// What the loss scale's numbers begin with in a checkpoint.
 const LOSS_SCALE: &str = "fabric.loss_scale.";
 
-fn check_positive(name: &str, value: f64) -> Result<()> {
+pub(super) fn check_positive(name: &str, value: f64) -> Result<()> {
     if value > 0.0 {
         return Ok(());
     }
