@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::StepContext;
-use crate::fabric::{FabricOptimizer, FabricOptimizers, NoSyncGuard};
+use crate::fabric::{FabricOptimizer, FabricOptimizers, NoSyncGuard, StepNumbers};
 use crate::run::ClipAlgorithm;
 use crate::runtime::StrategyRuntime;
 use crate::{Error, Result};
@@ -125,13 +125,7 @@ impl StepContext {
         let manual = self.manual()?;
         let clip = manual.clip;
         let own = manual.optimizers.get_mut(optimizer)?;
-        let totals = own.step_totals(&[])?;
-        let loss = own.check_loss(&totals)?;
-        let grad_norm = match clip {
-            None => own.gradient_norm()?,
-            Some((limit, ClipAlgorithm::Norm)) => own.clip_gradients_norm(limit)?,
-            Some((limit, ClipAlgorithm::Value)) => own.clip_gradients_value(limit)?,
-        };
+        let StepNumbers { loss, grad_norm } = own.clip(clip)?;
         let lr = own.learning_rate()?;
         own.step()?;
         self.last_step = Some((grad_norm, lr));
