@@ -304,6 +304,27 @@ mod tests {
     }
 
     #[test]
+    fn polls_go_on_by_themselves_and_what_is_behind_them_does_not() {
+        use std::sync::Arc;
+        use std::sync::atomic::{AtomicBool, Ordering};
+
+        let (mut streams, mut log) = (Streams::new(Order::Lazy), Vec::new());
+        let open = Arc::new(AtomicBool::new(false));
+        let is_open = open.clone();
+        push(&mut streams, 1, 10, &mut log);
+        streams.push_poll(1, Box::new(move || is_open.load(Ordering::SeqCst)), &mut log);
+        push(&mut streams, 1, 20, &mut log);
+        push(&mut streams, 2, 30, &mut log);
+        streams.finish_polls(&mut log);
+        assert_eq!(log, [10]);
+        open.store(true, Ordering::SeqCst);
+        streams.finish_polls(&mut log);
+        assert_eq!(log, [10]);
+        assert!(streams.finish(1, &mut log));
+        assert_eq!(log, [10, 20]);
+    }
+
+    #[test]
     fn streams_are_in_order_and_events_order_streams() {
         let orders = [Order::Eager, Order::Lazy].into_iter().chain((0..100).map(Order::Random));
         let mut seen = std::collections::BTreeSet::new();

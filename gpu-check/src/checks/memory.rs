@@ -83,6 +83,20 @@ pub(super) fn copies(target: &Target) -> Result<Findings> {
         let apart = difference(&numbers(&transfer::to_host(&whole, "check")?)?, &[1., -2., 3.]);
         findings.difference(&format!("copied into {dtype:?}"), apart, 0.0);
     }
+    // Many small ones, which share pinned memory, before the first is looked at.
+    let small = (0..300).map(|i| -> Result<_> {
+        let values = randn(&format!("small {i}"), &[1 + i % 37])?;
+        Ok((transfer::to_device(&values, &device, "check")?, values))
+    });
+    for (i, small) in small.collect::<Result<Vec<_>>>()?.into_iter().enumerate() {
+        let (there, values) = small;
+        let back = numbers(&there)?;
+        findings.require(back == numbers(&values)?, || format!("small copy {i} has other values"));
+    }
+    for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64, DType::I64] {
+        let apart = together(dtype, &device)?;
+        findings.difference(&format!("parts of {dtype:?} together"), apart, 0.0);
+    }
     let matrix = randn("views", &[129, 65])?;
     let on_device = transfer::to_device(&matrix, &device, "check")?;
     let views: [(&str, View); 3] = [
@@ -101,6 +115,31 @@ pub(super) fn copies(target: &Target) -> Result<Findings> {
         );
     }
     Ok(findings)
+}
+
+/// Copies parts of odd lengths, one of them empty and one with gaps, from odd places to odd places. How far the target is from
+/// what it should be, also where nothing was copied.
+fn together(dtype: DType, device: &Device) -> Result<f64> {
+    const LENGTHS: [usize; 6] = [1, 7, 0, 1021, 70_001, 64];
+    let whole: usize = LENGTHS.iter().map(|length| length + 3).sum();
+    let source = (randn("together", &[2 * whole])? * 50.)?.to_dtype(dtype)?;
+    let target = Tensor::zeros(whole, dtype, device)?;
+    let source_there = source.to_device(device)?;
+    let (mut parts, mut expected, mut at) = (Vec::new(), vec![0.0; whole], 1);
+    let all = numbers(&source)?;
+    for (i, length) in LENGTHS.into_iter().enumerate() {
+        let from = 2 * at + i;
+        // The last takes every second element.
+        let step = 1 + i / (LENGTHS.len() - 1);
+        let part = source_there.narrow(0, from, step * length)?;
+        let part = part.reshape((length, step))?.narrow(1, 0, 1)?.squeeze(1)?;
+        parts.push((target.narrow(0, at, length)?, part));
+        (0..length).for_each(|k| expected[at + k] = all[from + k * step]);
+        at += length + 2;
+    }
+    let parts: Vec<_> = parts.iter().map(|(target, source)| (target, source)).collect();
+    storage::copy_all(&parts)?;
+    Ok(difference(&numbers(&target)?, &expected))
 }
 
 /// Takes and frees memory again and again.
