@@ -22,9 +22,9 @@ pub struct Timing(Box<Told>);
 type Told = dyn Fn(&str, Arc<dyn TimeStamp>, Arc<dyn TimeStamp>) + Send + Sync;
 
 impl Timing {
-    /// Makes it the thread's until the guard is dropped. `told` is called once for each collective or message that
-    /// is queued on the device, at the latest when that is waited for, with the name of a stream, on which one thing runs at a time, and the moments of
-    /// the device at which it begins and ends.
+    /// Makes it the thread's until the guard is dropped. `told` is called once for each collective or message that is queued
+    /// on the device, at the latest when that is waited for, with the name of a stream, on which one thing runs at a time,
+    /// and the moments of the device at which it begins and ends.
     pub fn enter(
         told: impl Fn(&str, Arc<dyn TimeStamp>, Arc<dyn TimeStamp>) + Send + Sync + 'static,
     ) -> ContextGuard {
