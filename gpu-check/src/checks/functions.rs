@@ -228,7 +228,8 @@ fn attention_cases() -> Vec<Case> {
             inputs: &[&[2, 19, 48]],
             of: Of::Layer(|b| {
                 let config = MultiHeadAttentionConfig::new(48, 6);
-                layer(MultiHeadAttention::new(&b.pp("attention"), &config)?)
+                let module = MultiHeadAttention::new(&b.pp("attention"), &config)?;
+                Ok(Box::new(move |x| module.forward(&mild(&x[0])?)))
             }),
         },
         Case {
