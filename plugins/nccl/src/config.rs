@@ -13,8 +13,8 @@ use crate::library::Library;
 
 /// `process_group.type = "nccl"`: NCCL for tensors on GPUs of NVIDIA, another process group for those of the host.
 ///
-/// Needs the cargo feature `cuda`, and NCCL 2.27 or newer where the ranks run. It has been type-checked, and was never
-/// run on a GPU.
+/// Needs the cargo feature `cuda`, and NCCL 2.27 or newer where the ranks run. It has run on emulated GPUs, with a library in
+/// NCCL's place, and never on a GPU.
 #[derive(Debug, Clone, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Nccl {

@@ -1,4 +1,4 @@
-//! GPUs of NVIDIA, over CUDA's driver. It has been type-checked, and was never run.
+//! GPUs of NVIDIA, over CUDA's driver. Run on emulated ones (`.ci/gpu`), never on one.
 #![allow(unsafe_code)] // Calls of the driver, and addresses of tensors.
 
 use std::any::Any;

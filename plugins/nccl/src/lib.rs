@@ -8,8 +8,8 @@
 //! # let _ = config;
 //! ```
 //!
-//! **It has been type-checked for GPUs and was never run on one.** Its tests run all of it but `cuda` with a library that
-//! has NCCL's interface and streams that run in random order (`plugins/nccl/fake`).
+//! **It was never run on a GPU.** Its tests run all of it but `cuda` with a library that has NCCL's interface and streams that
+//! run in random order (`plugins/nccl/fake`); with that library and `cuda` trainings run on emulated GPUs (`.ci/gpu`).
 //!
 //! NCCL is loaded when a group is made, so that one program runs with and without it. The cargo feature `cuda` has the
 //! device; without it the crate builds everywhere, and says so at the start of a run.
