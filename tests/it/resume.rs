@@ -100,8 +100,13 @@ fn last_without_a_directory_is_the_newest_of_all_runs() {
         job.clone().set(&[&steps, "scheduler=constant", "checkpoint.save_last=true"]).succeed()
     };
     let keys = |run: &Run| run.losses().into_keys().collect::<Vec<_>>();
-    assert_eq!(keys(&to(2)), [1, 2]);
-    assert_eq!(keys(&to(4)), [3, 4]);
+    let first = to(2);
+    assert_eq!(keys(&first), [1, 2]);
+    let said = "there is no checkpoint in fulgurite_logs yet, so training starts at step 0";
+    assert_eq!(first.stderr.matches(said).count(), 1, "{}", first.stderr);
+    let second = to(4);
+    assert_eq!(keys(&second), [3, 4]);
+    assert!(!second.stderr.contains("there is no checkpoint"), "{}", second.stderr);
     // The newest run has no checkpoint.
     fs::remove_dir_all(scratch.path().join("fulgurite_logs/version_1/checkpoints")).unwrap();
     assert_eq!(keys(&to(5)), [3, 4, 5]);

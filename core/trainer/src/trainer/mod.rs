@@ -32,6 +32,7 @@ mod retention;
 mod runner;
 mod saved_state;
 mod saving;
+mod schedule_warning;
 mod session;
 mod train_step;
 mod trained;

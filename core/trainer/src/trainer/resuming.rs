@@ -208,6 +208,16 @@ impl Session {
             Some(CkptPath::Last) => self.last_checkpoint()?,
             Some(CkptPath::Best) => self.best_checkpoint()?,
         };
+        // In a restarted job without the key, the look-up has said so itself.
+        let fits = self.stage == RunStage::Fit;
+        if fits && self.rank() == 0 && found.is_none() && config.ckpt_path.is_some() {
+            let dir = self.parts.saving.config.dir.as_ref();
+            let looked_in = dir.unwrap_or(&config.default_root_dir).display();
+            tracing::warn!(
+                "`trainer.ckpt_path`: there is no checkpoint in {looked_in} yet, so training starts at \
+                 step 0"
+            );
+        }
         broadcast_object(&**self.parts.fabric.world(), &found, 0)
     }
 

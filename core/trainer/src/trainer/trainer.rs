@@ -19,6 +19,7 @@ use super::progress::{RanksSummary, RunStart, default_progress};
 use super::restart::restarted_job;
 use super::runner::{self, RunnerSetup};
 use super::saving::Saving;
+use super::schedule_warning::warn_of_schedules;
 use super::session::{Cursor, Session, SessionParts, training};
 use super::training_loop::FitEnd;
 use super::{
@@ -499,6 +500,9 @@ impl Session {
         }
         let max_steps = self.max_steps()?;
         self.warn_of_settings(max_steps)?;
+        if rank == 0 {
+            warn_of_schedules(&schedulers, max_steps)?;
+        }
         for ((_, optimizer), scheduler) in training(&mut self.optimizers).iter_mut().zip(schedulers)
         {
             optimizer.set_scheduler(scheduler, max_steps);
