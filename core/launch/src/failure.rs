@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::attempt::end_by;
+use super::panics::is_caught;
 use super::rank::{Membership, RankInfo, membership};
 use super::rank_env::{has_agent, is_parent, is_supervised};
 use super::signals::{announced, ending_signal, interrupt_requested, interrupted_exit_code};
@@ -187,6 +188,9 @@ impl Membership {
         static PANICKED: AtomicBool = AtomicBool::new(false);
         let default_hook = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
+            if is_caught() {
+                return;
+            }
             if PANICKED.swap(true, Ordering::SeqCst) {
                 // Another thread already ends the process.
                 loop {
@@ -225,7 +229,7 @@ fn describe(info: &PanicHookInfo<'_>) -> String {
     format!("{thread}panicked{location}: {}", payload(info.payload()))
 }
 
-fn payload(payload: &(dyn Any + Send)) -> &str {
+pub(crate) fn payload(payload: &(dyn Any + Send)) -> &str {
     match (payload.downcast_ref::<&str>(), payload.downcast_ref::<String>()) {
         (Some(message), _) => message,
         (None, Some(message)) => message,

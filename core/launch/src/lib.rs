@@ -52,6 +52,7 @@ mod failure;
 mod job_secret;
 mod launcher;
 mod memory;
+mod panics;
 mod rank;
 mod rank_env;
 mod rank_process;
@@ -66,6 +67,7 @@ pub use fulgurite_store::{
 };
 pub use launcher::{LaunchOptions, launch, launch_checked};
 pub use memory::HostMemory;
+pub use panics::catch_panic;
 pub use rank::LaunchedRank;
 pub use rank_env::is_running;
 pub use signals::{

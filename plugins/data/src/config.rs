@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use fulgurite_core::config::{ConfigType, Documented};
+use fulgurite_core::config::{ConfigType, Documented, Scalar, deserialize_scalar};
 use fulgurite_core::{Error, Result};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::special_tokens::Wanted;
 
 /// The default fraction of text samples for validation.
 const VALIDATION_FRACTION: f64 = 0.05;
@@ -46,6 +48,18 @@ pub struct TextDataConfig {
     /// text and none for tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
+    /// The token that ends each document, by its name in `tokenizer`. By default the one that
+    /// `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json` or `config.json` beside
+    /// `tokenizer.json` names, or the one that its post-processor puts behind a text.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub eos_token: Option<String>,
+    /// Whether each document begins with the token that begins a text: `true`, `false`, or `"auto"`, as
+    /// transformers does it with this tokenizer (its post-processor decides; without one, `add_bos_token` of
+    /// `tokenizer_config.json`).
+    pub add_bos_token: AddBosToken,
+    /// The token that begins a document, by its name in `tokenizer`; found as `eos_token` by default.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bos_token: Option<String>,
     /// Tokens in a sample.
     pub seq_len: usize,
     /// Tokens between the starts of two samples; by default `seq_len`.
@@ -83,6 +97,9 @@ impl Default for TextDataConfig {
             mixture: Vec::new(),
             text_key: None,
             tokenizer: None,
+            eos_token: None,
+            add_bos_token: AddBosToken::Never,
+            bos_token: None,
             seq_len: 256,
             stride: None,
             batch_size: 8,
@@ -122,6 +139,39 @@ pub enum DataKind {
     Parquet,
 }
 
+/// Whether documents begin with the token that begins a text: `data.add_bos_token`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum AddBosToken {
+    /// `false`.
+    #[default]
+    Never,
+    /// `true`.
+    Always,
+    /// `"auto"`: as transformers does it with this tokenizer.
+    Auto,
+}
+
+impl Serialize for AddBosToken {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Never => serializer.serialize_bool(false),
+            Self::Always => serializer.serialize_bool(true),
+            Self::Auto => serializer.serialize_str("auto"),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for AddBosToken {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserialize_scalar(deserializer, "`true`, `false` or `\"auto\"`", |value| match value {
+            Scalar::Bool(false) => Some(Self::Never),
+            Scalar::Bool(true) => Some(Self::Always),
+            Scalar::Text(text) if text == "auto" => Some(Self::Auto),
+            _ => None,
+        })
+    }
+}
+
 /// The type of ids in a token file: `data.token_dtype`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -145,6 +195,12 @@ pub enum Paths {
 impl ConfigType for DataKind {
     fn describe() -> String {
         "`\"text\"` or `\"tokens\"`".to_owned()
+    }
+}
+
+impl ConfigType for AddBosToken {
+    fn describe() -> String {
+        "boolean or `\"auto\"`".to_owned()
     }
 }
 
@@ -190,6 +246,15 @@ impl TextDataConfig {
 
     pub(crate) fn text_key(&self) -> &str {
         self.text_key.as_deref().unwrap_or("text")
+    }
+
+    /// The tokens around a text.
+    pub(crate) fn special_tokens(&self) -> Wanted<'_> {
+        Wanted {
+            bos_token: self.bos_token.as_deref(),
+            eos_token: self.eos_token.as_deref(),
+            add_bos_token: self.add_bos_token,
+        }
     }
 
     pub(crate) fn stride(&self) -> usize {
@@ -268,6 +333,25 @@ impl TextDataConfig {
         let has_key = matches!(self.kind, DataKind::Jsonl | DataKind::Parquet);
         if !has_key && self.text_key.is_some() {
             return fail("data.text_key is for data.type = \"jsonl\" or \"parquet\"".to_owned());
+        }
+        let bytes = matches!(self.tokenizer.as_deref(), None | Some("bytes"));
+        let adds_bos = self.add_bos_token != AddBosToken::Never;
+        for (key, given) in [
+            ("eos_token", self.eos_token.is_some()),
+            ("add_bos_token", adds_bos),
+            ("bos_token", self.bos_token.is_some()),
+        ] {
+            if given && (bytes || self.kind == DataKind::Tokens) {
+                return fail(format!(
+                    "data.{key} is for text with a Hugging Face tokenizer (data.tokenizer)"
+                ));
+            }
+        }
+        if self.bos_token.is_some() && !adds_bos {
+            return fail(
+                "data.bos_token is added with data.add_bos_token = true or \"auto\" only"
+                    .to_owned(),
+            );
         }
         if self.kind != DataKind::Tokens && self.token_dtype.is_some() {
             return fail("data.token_dtype is for data.type = \"tokens\"".to_owned());

@@ -23,18 +23,22 @@
 //! ```
 
 mod config;
+mod cuts;
 mod files;
 #[cfg(feature = "images")]
 mod images;
 mod lines;
 #[cfg(feature = "parquet")]
 mod parquet_texts;
+mod pattern;
 mod sequences;
 mod source;
+mod special_tokens;
 mod text_data;
 mod tokenizer;
+mod tokenizer_file;
 
-pub use config::{DataKind, MixtureSource, Paths, TextDataConfig, TokenDtype};
+pub use config::{AddBosToken, DataKind, MixtureSource, Paths, TextDataConfig, TokenDtype};
 #[cfg(feature = "images")]
 pub use images::{ImageBatch, ImageFolder, ImageFolderConfig};
 pub use lines::{JsonLines, Lines};

@@ -24,7 +24,8 @@ const PREVIEW_FILES: usize = 8;
 ///
 /// Sample `i` of a source is its tokens `i * stride .. i * stride + seq_len + 1`: all but the last
 /// are the inputs, all but the first the targets. All text is one source, in which every document
-/// (a file, a line, the text of a JSON value) is followed by the end-of-text token; it is tokenized at setup and kept in memory, two bytes a
+/// (a file, a line, the text of a JSON value) is followed by the end-of-text token and, with `add_bos_token`,
+/// begins with the token for that; it is tokenized at setup and kept in memory, two bytes a
 /// token for vocabularies of up to 65,536. Each token file is a source of its own, read when
 /// needed.
 ///
@@ -85,7 +86,7 @@ impl TextData {
         let tokenizer = match (config.tokenizer.as_deref(), config.kind) {
             (None, DataKind::Tokens) => None,
             (Some("bytes") | None, _) => Some(Tokenizer::bytes()),
-            (Some(path), _) => Some(Tokenizer::from_file(path)?),
+            (Some(path), _) => Some(Tokenizer::open(path.as_ref(), config.special_tokens())?),
         };
         let known = tokenizer.as_ref().map(Tokenizer::vocab_size);
         if let (Some(known), Some(vocab_size)) = (known, config.vocab_size)
@@ -183,8 +184,16 @@ impl DataModule for TextData {
     type Config = TextDataConfig;
     type Batch = TokenBatch;
 
-    fn setup(config: &TextDataConfig, _: &DataContext) -> Result<Self> {
-        Self::open(config, usize::MAX)
+    fn setup(config: &TextDataConfig, context: &DataContext) -> Result<Self> {
+        let data = Self::open(config, usize::MAX)?;
+        let warning = data.tokenizer.as_ref().and_then(Tokenizer::warning);
+        if let Some(warning) = warning
+            && context.rank == 0
+            && config.kind != DataKind::Tokens
+        {
+            tracing::warn!("{warning}");
+        }
+        Ok(data)
     }
 
     fn preview(config: &TextDataConfig, _: &DataContext) -> Result<Self> {
@@ -337,11 +346,17 @@ fn tokenize(
     if tokenizer.vocab_size() <= 1 << 16 {
         let mut all = Vec::new();
         // The vocabulary's size fits into u16, and so does every id.
-        tokenizer.encode_all(&texts, |ids| all.extend(ids.iter().map(|&id| id as u16)))?;
+        tokenizer.encode_all(&texts, |ids| {
+            all.extend(ids.iter().map(|&id| id as u16));
+            Ok(())
+        })?;
         Ok(Source::U16(all))
     } else {
         let mut all = Vec::new();
-        tokenizer.encode_all(&texts, |ids| all.extend_from_slice(ids))?;
+        tokenizer.encode_all(&texts, |ids| {
+            all.extend_from_slice(ids);
+            Ok(())
+        })?;
         Ok(Source::U32(all))
     }
 }

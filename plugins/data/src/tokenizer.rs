@@ -1,18 +1,22 @@
 //! Text to token ids and back.
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
-use fulgurite_core::files::read_regular;
+use fulgurite_core::launch::catch_panic;
 use fulgurite_core::{Error, Result};
+use rayon::prelude::*;
 
-/// The longest `tokenizer.json` that is read; the largest published ones have a tenth of it.
-const MAX_FILE: u64 = 256 << 20;
+use crate::cuts::Cuts;
+use crate::special_tokens::{SpecialTokens, Wanted};
+use crate::tokenizer_file::{Growth, TokenizerFile};
 
-/// Texts that are tokenized in parallel; limits memory.
-const TEXTS_PER_BATCH: usize = 64;
-/// The end-of-text tokens of published tokenizers.
-const END_OF_TEXT_TOKENS: [&str; 5] =
-    ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|endofsequence|>"];
+/// Bytes of a piece of a text; a longer text is tokenized in pieces.
+const PIECE: usize = 16 << 10;
+/// Bytes of text that are tokenized at once. The library takes some hundred bytes of memory for each.
+const BATCH: usize = 512 << 10;
+/// A tokenizer that is slower than so many bytes a second for so long is given up.
+const SLOWEST: (f64, Duration) = (512.0, Duration::from_secs(120));
 
 /// Turns text into token ids and back.
 ///
@@ -31,7 +35,18 @@ pub struct Tokenizer(Kind);
 #[derive(Debug, Clone)]
 enum Kind {
     Bytes,
-    HuggingFace { tokenizer: Box<tokenizers::Tokenizer>, vocab_size: usize, end: Option<u32> },
+    HuggingFace(Box<HuggingFace>),
+}
+
+#[derive(Debug, Clone)]
+struct HuggingFace {
+    tokenizer: tokenizers::Tokenizer,
+    /// The file, for messages.
+    name: String,
+    vocab_size: usize,
+    special: SpecialTokens,
+    cuts: Cuts,
+    growth: Growth,
 }
 
 impl Tokenizer {
@@ -42,47 +57,54 @@ impl Tokenizer {
         Self(Kind::Bytes)
     }
 
-    /// A Hugging Face tokenizer: a `tokenizer.json`, or a folder with one.
+    /// A Hugging Face tokenizer: a `tokenizer.json`, or a folder with one. Its truncation and padding do not
+    /// count: they are settings of the last call before it was saved. The end token is the one that
+    /// `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json` or `config.json` beside it
+    /// names.
     ///
     /// # Errors
-    /// If there is none, or it cannot be parsed.
+    /// If there is none, or it cannot be parsed; if one of the files beside it cannot, or names an end token
+    /// that the tokenizer lacks.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
-        let mut path = path.as_ref().to_owned();
-        if path.is_dir() {
-            path.push("tokenizer.json");
-        }
-        if !path.exists() {
-            return Err(Error::Data(format!(
-                "there is no file {} (data.tokenizer); name a Hugging Face tokenizer.json, or \
-                 \"bytes\" for the built-in byte-level tokenizer",
-                path.display()
-            )));
-        }
-        let bytes = read_regular(&path, MAX_FILE)
-            .map_err(|error| Error::Data(format!("{error} (data.tokenizer)")))?;
-        let tokenizer = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| {
-            Error::Data(format!(
-                "{} (data.tokenizer) is not a Hugging Face tokenizer.json: {e}",
-                path.display()
-            ))
-        })?;
-        // The largest id, since ids may have gaps.
-        let last = tokenizer.get_vocab(true).into_values().max();
-        let vocab_size = last.map_or(0, |id| id as usize + 1);
-        let end = END_OF_TEXT_TOKENS.iter().find_map(|name| tokenizer.token_to_id(name));
-        Ok(Self(Kind::HuggingFace { tokenizer: Box::new(tokenizer), vocab_size, end }))
+        Self::open(path.as_ref(), Wanted::default())
     }
 
-    /// The ids of a text, without special tokens.
+    /// [`from_file`](Self::from_file), with what the configuration says of special tokens.
+    pub(crate) fn open(path: &Path, wanted: Wanted<'_>) -> Result<Self> {
+        let file = TokenizerFile::read(path)?;
+        // The largest id, since ids may have gaps.
+        let last = file.tokenizer.get_vocab(true).into_values().max();
+        let vocab_size = last.map_or(0, |id| id as usize + 1);
+        let special =
+            SpecialTokens::find(&file.tokenizer, &file.path, &file.parts.post_processor, wanted)?;
+        Ok(Self(Kind::HuggingFace(Box::new(HuggingFace {
+            name: file.path.display().to_string(),
+            vocab_size,
+            special,
+            cuts: Cuts::of(&file),
+            growth: file.growth,
+            tokenizer: file.tokenizer,
+        }))))
+    }
+
+    /// The ids of a text, without the tokens around it. The names of special tokens in the text are these
+    /// tokens, as they are in transformers.
     ///
     /// # Errors
     /// If the tokenizer has no ids for it.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         match &self.0 {
             Kind::Bytes => Ok(text.bytes().map(u32::from).collect()),
-            Kind::HuggingFace { tokenizer, .. } => {
-                let encoding = tokenizer.encode_fast(text, false).map_err(failed)?;
-                Ok(encoding.get_ids().to_vec())
+            Kind::HuggingFace(tokenizer) => {
+                let mut ids = Vec::new();
+                let mut push = |more: &[u32]| {
+                    ids.extend_from_slice(more);
+                    Ok(())
+                };
+                let mut encoder = Encoder::new(tokenizer, None, None, &mut push);
+                encoder.push(text)?;
+                encoder.finish()?;
+                Ok(ids)
             }
         }
     }
@@ -98,7 +120,7 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Kind::HuggingFace { tokenizer, .. } => tokenizer.decode(ids, true).map_err(failed),
+            Kind::HuggingFace(tokenizer) => tokenizer.decode(ids),
         }
     }
 
@@ -106,7 +128,7 @@ impl Tokenizer {
     pub fn vocab_size(&self) -> usize {
         match &self.0 {
             Kind::Bytes => Self::END_OF_BYTES as usize + 1,
-            Kind::HuggingFace { vocab_size, .. } => *vocab_size,
+            Kind::HuggingFace(tokenizer) => tokenizer.vocab_size,
         }
     }
 
@@ -114,36 +136,149 @@ impl Tokenizer {
     pub fn end_of_text(&self) -> Option<u32> {
         match &self.0 {
             Kind::Bytes => Some(Self::END_OF_BYTES),
-            Kind::HuggingFace { end, .. } => *end,
+            Kind::HuggingFace(tokenizer) => tokenizer.special.end,
         }
     }
 
-    /// Calls `push` with the ids of each text in order, followed by the end-of-text id.
-    pub(crate) fn encode_all(&self, texts: &[String], mut push: impl FnMut(&[u32])) -> Result<()> {
-        let end = self.end_of_text();
-        let mut text = |ids: &[u32]| {
-            push(ids);
-            push(end.as_slice());
-        };
+    /// The id before each document: none, unless `data.add_bos_token` asks for one.
+    pub fn start_of_text(&self) -> Option<u32> {
         match &self.0 {
-            Kind::Bytes => {
-                for x in texts {
-                    text(&self.encode(x)?);
-                }
+            Kind::Bytes => None,
+            Kind::HuggingFace(tokenizer) => tokenizer.special.start,
+        }
+    }
+
+    /// A warning for the user, if the tokenizer's files leave open which token ends a text.
+    pub(crate) fn warning(&self) -> Option<&str> {
+        match &self.0 {
+            Kind::Bytes => None,
+            Kind::HuggingFace(tokenizer) => tokenizer.special.warning.as_deref(),
+        }
+    }
+
+    /// Calls `push` with the ids of each text in order, between the ids that begin and end a text.
+    ///
+    /// # Errors
+    /// If the tokenizer has no ids for a text, or `push` fails.
+    pub(crate) fn encode_all(
+        &self,
+        texts: &[String],
+        mut push: impl FnMut(&[u32]) -> Result<()>,
+    ) -> Result<()> {
+        match &self.0 {
+            Kind::Bytes => texts.iter().try_for_each(|text| {
+                push(&self.encode(text)?)?;
+                push(&[Self::END_OF_BYTES])
+            }),
+            Kind::HuggingFace(tokenizer) => {
+                let SpecialTokens { start, end, .. } = tokenizer.special;
+                let mut encoder = Encoder::new(tokenizer, start, end, &mut push);
+                texts.iter().try_for_each(|text| encoder.push(text))?;
+                encoder.finish()
             }
-            Kind::HuggingFace { tokenizer, .. } => {
-                for texts in texts.chunks(TEXTS_PER_BATCH) {
-                    let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
-                    for encoding in tokenizer.encode_batch_fast(texts, false).map_err(failed)? {
-                        text(encoding.get_ids());
-                    }
-                }
+        }
+    }
+}
+
+impl HuggingFace {
+    /// The ids of each piece, on all threads.
+    fn encode(&self, pieces: &[Piece]) -> Result<Vec<Vec<u32>>> {
+        let encode = |piece: &Piece| {
+            self.growth.check(&piece.text).map_err(|what| self.failed(&what))?;
+            let encoded = catch_panic(|| self.tokenizer.encode_fast(piece.text.as_str(), false));
+            let encoding = encoded
+                .map_err(|panic| self.failed(&format!("the tokenizer panicked: {panic}")))?
+                .map_err(|error| self.failed(&format!("the tokenizer failed: {error}")))?;
+            Ok(encoding.get_ids().to_vec())
+        };
+        pieces.par_iter().map(encode).collect()
+    }
+
+    fn decode(&self, ids: &[u32]) -> Result<String> {
+        catch_panic(|| self.tokenizer.decode(ids, true))
+            .map_err(|panic| self.failed(&format!("the tokenizer panicked: {panic}")))?
+            .map_err(|error| self.failed(&format!("the tokenizer failed: {error}")))
+    }
+
+    fn failed(&self, what: &str) -> Error {
+        Error::Data(format!("{} (data.tokenizer): {what}", self.name))
+    }
+}
+
+/// Tokenizes texts in pieces, many at a time.
+struct Encoder<'a> {
+    tokenizer: &'a HuggingFace,
+    start: Option<u32>,
+    end: Option<u32>,
+    push: &'a mut dyn FnMut(&[u32]) -> Result<()>,
+    pieces: Vec<Piece>,
+    /// Bytes of `pieces`.
+    waiting: usize,
+    /// Bytes that were tokenized, in this time.
+    done: usize,
+    busy: Duration,
+}
+
+struct Piece {
+    text: String,
+    begins: bool,
+    ends: bool,
+}
+
+impl<'a> Encoder<'a> {
+    fn new(
+        tokenizer: &'a HuggingFace,
+        start: Option<u32>,
+        end: Option<u32>,
+        push: &'a mut dyn FnMut(&[u32]) -> Result<()>,
+    ) -> Self {
+        let (pieces, busy) = (Vec::new(), Duration::ZERO);
+        Self { tokenizer, start, end, push, pieces, waiting: 0, done: 0, busy }
+    }
+
+    fn push(&mut self, text: &str) -> Result<()> {
+        let HuggingFace { cuts, tokenizer, .. } = self.tokenizer;
+        let mut pieces = cuts.pieces(tokenizer, text, PIECE).peekable();
+        let mut begins = true;
+        while let Some(piece) = pieces.next() {
+            self.waiting += piece.len();
+            let ends = pieces.peek().is_none();
+            self.pieces.push(Piece { text: piece.to_owned(), begins, ends });
+            begins = false;
+            // Empty texts have two ids.
+            if self.waiting >= BATCH || self.pieces.len() >= BATCH / 16 {
+                self.flush()?;
             }
         }
         Ok(())
     }
-}
 
-fn failed(error: tokenizers::Error) -> Error {
-    Error::Data(format!("the tokenizer failed: {error}"))
+    fn finish(mut self) -> Result<()> {
+        self.flush()
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        let started = Instant::now();
+        let encoded = self.tokenizer.encode(&self.pieces)?;
+        for (piece, ids) in self.pieces.drain(..).zip(encoded) {
+            if piece.begins {
+                (self.push)(self.start.as_slice())?;
+            }
+            (self.push)(&ids)?;
+            if piece.ends {
+                (self.push)(self.end.as_slice())?;
+            }
+        }
+        self.done += std::mem::take(&mut self.waiting);
+        self.busy += started.elapsed();
+        let (slowest, patience) = SLOWEST;
+        if self.busy > patience && (self.done as f64) < slowest * self.busy.as_secs_f64() {
+            return Err(self.tokenizer.failed(&format!(
+                "the tokenizer took {} s for {} bytes of text, and is given up",
+                self.busy.as_secs(),
+                self.done
+            )));
+        }
+        Ok(())
+    }
 }

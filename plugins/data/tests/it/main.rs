@@ -6,3 +6,4 @@ mod lines;
 #[cfg(feature = "parquet")]
 mod parquet_texts;
 mod text_data;
+mod tokenizers;

@@ -1,0 +1,641 @@
+//! Where a long text may be cut: its pieces, tokenized one by one, have the ids of the whole.
+//!
+//! A tokenizer changes the text (normalizer), splits it into words (pre-tokenizer) and looks up the tokens of
+//! each word (model). Text is cut before a space or a line end, if for the character before it and this
+//! tokenizer both hold: no step looks across the cut, and some step splits there. Which characters these are
+//! follows from the parts of `tokenizer.json`; a tokenizer with a part of which it does not follow has no
+//! cuts, and its texts are tokenized whole.
+
+use regex_syntax::hir::{ClassUnicode, ClassUnicodeRange, HirKind};
+use serde_json::Value;
+use tokenizers::models::ModelWrapper;
+use tokenizers::{AddedToken, NormalizedString, Normalizer as _, Tokenizer};
+
+use crate::pattern::{Pattern, contains};
+use crate::tokenizer_file::TokenizerFile;
+
+/// The words of a `ByteLevel` pre-tokenizer with `use_regex`.
+const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+/// How sentencepiece writes a space.
+const SPACE: char = '▁';
+/// Characters on both sides of a cut that are normalized to compare.
+const WINDOW: usize = 32;
+
+/// The cuts of a tokenizer.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Cuts {
+    rules: Vec<Rule>,
+    added: Vec<AddedToken>,
+    normalizes: bool,
+}
+
+/// Text may be cut before `next` if one of `before` precedes it.
+#[derive(Debug, Clone)]
+struct Rule {
+    next: char,
+    before: ClassUnicode,
+    /// The normalizer puts a space before each text, so the next piece goes without its own.
+    drops_next: bool,
+}
+
+impl Cuts {
+    /// The cuts that the parts of a tokenizer allow.
+    pub(crate) fn of(file: &TokenizerFile) -> Self {
+        let added: Vec<AddedToken> =
+            file.tokenizer.get_added_tokens_decoder().into_values().collect();
+        let rules = [' ', '\n'].into_iter().filter_map(|next| Search::rule(file, &added, next));
+        Self { rules: rules.collect(), added, normalizes: !file.parts.normalizer.is_null() }
+    }
+
+    /// The pieces of a text, each of at least `size` bytes but for the last one.
+    pub(crate) fn pieces<'a>(
+        &'a self,
+        tokenizer: &'a Tokenizer,
+        text: &'a str,
+        size: usize,
+    ) -> impl Iterator<Item = &'a str> {
+        let mut start = Some(0_usize);
+        std::iter::from_fn(move || {
+            let from = start?;
+            let cut = self.next_cut(tokenizer, text, from.saturating_add(size));
+            start = cut.map(|(_, next)| next);
+            Some(&text[from..cut.map_or(text.len(), |(end, _)| end)])
+        })
+    }
+
+    /// The end of a piece and the start of the next one, at or behind byte `from`.
+    fn next_cut(&self, tokenizer: &Tokenizer, text: &str, from: usize) -> Option<(usize, usize)> {
+        if self.rules.is_empty() || from >= text.len() {
+            return None;
+        }
+        let start = (from..text.len()).find(|&at| text.is_char_boundary(at))?;
+        let mut before = text[..start].chars().next_back();
+        for (offset, next) in text[start..].char_indices() {
+            let at = start + offset;
+            if let Some(rule) = self.rules.iter().find(|rule| rule.next == next)
+                && before.is_some_and(|before| contains(&rule.before, before))
+                && let Some(next) = self.allows(tokenizer, rule, text, at)
+            {
+                return Some((at, next));
+            }
+            before = Some(next);
+        }
+        None
+    }
+
+    /// Where the next piece starts if the text may be cut at byte `at`.
+    fn allows(&self, tokenizer: &Tokenizer, rule: &Rule, text: &str, at: usize) -> Option<usize> {
+        let (left, right) = text.split_at(at);
+        let next = if rule.drops_next { at + rule.next.len_utf8() } else { at };
+        let rest = &text[next..];
+        if rest.is_empty() {
+            return None;
+        }
+        for token in &self.added {
+            let content = token.content.as_str();
+            let crosses = |(middle, _): (usize, char)| {
+                middle > 0
+                    && left.ends_with(&content[..middle])
+                    && right.starts_with(&content[middle..])
+            };
+            let ends = (token.rstrip || rule.drops_next) && left.ends_with(content);
+            let begins = rule.drops_next && rest.starts_with(content);
+            if ends || begins || content.char_indices().any(crosses) {
+                return None;
+            }
+        }
+        if !self.normalizes {
+            return Some(next);
+        }
+        let near_left = tail(left);
+        let normal = |text: &str| normalized(tokenizer, text);
+        let before = normal(near_left)?;
+        let same = normal(&format!("{near_left}{}", head(right)))?
+            == before.clone() + &normal(&head(right)[next - at..])?;
+        (same && contains(&rule.before, before.chars().next_back()?)).then_some(next)
+    }
+}
+
+fn normalized(tokenizer: &Tokenizer, text: &str) -> Option<String> {
+    let mut normalized = NormalizedString::from(text);
+    if let Some(normalizer) = tokenizer.get_normalizer() {
+        normalizer.normalize(&mut normalized).ok()?;
+    }
+    Some(normalized.get().to_owned())
+}
+
+fn tail(text: &str) -> &str {
+    text.char_indices().rev().take(WINDOW).last().map_or("", |(start, _)| &text[start..])
+}
+
+fn head(text: &str) -> &str {
+    text.char_indices().nth(WINDOW).map_or(text, |(end, _)| &text[..end])
+}
+
+/// Follows a cut through the parts of a tokenizer.
+struct Search {
+    next: char,
+    before: ClassUnicode,
+    /// What `next` may be by now.
+    images: Vec<char>,
+    /// Whether a step has split the text at the cut.
+    split: bool,
+    drops_next: bool,
+    /// Whether the normalizer has replaced all spaces.
+    no_spaces: bool,
+}
+
+impl Search {
+    fn rule(file: &TokenizerFile, added: &[AddedToken], next: char) -> Option<Rule> {
+        let mut search = Self {
+            next,
+            before: class(r"\S")?,
+            images: vec![next],
+            split: false,
+            drops_next: false,
+            no_spaces: false,
+        };
+        search.normalize(&file.parts.normalizer)?;
+        search.pre_tokenize(&file.parts.pre_tokenizer)?;
+        if !search.split {
+            search.look_up(&file.tokenizer)?;
+        }
+        for token in added {
+            search.add(token, &file.tokenizer)?;
+        }
+        if search.drops_next && (next != ' ' || search.images != [SPACE]) {
+            return None;
+        }
+        for image in &search.images {
+            search.before.difference(&single(*image));
+        }
+        Some(Rule { next, before: search.before, drops_next: search.drops_next })
+    }
+
+    fn normalize(&mut self, part: &Value) -> Option<()> {
+        match kind(part) {
+            "" if part.is_null() => {}
+            "Sequence" => {
+                for part in part.get("normalizers")?.as_array()? {
+                    self.normalize(part)?;
+                }
+            }
+            "NFC" | "NFD" | "NFKC" | "NFKD" | "Lowercase" | "StripAccents" => {}
+            "Precompiled" if self.next == ' ' => {}
+            "BertNormalizer" if self.next == ' ' => {}
+            // Its text is at the beginning of every piece.
+            "Prepend" if self.next == ' ' && part.get("prepend")?.as_str()? == "▁" => {
+                self.drops_next = true;
+            }
+            "Replace" => self.replace(part)?,
+            _ => return None,
+        }
+        Some(())
+    }
+
+    fn replace(&mut self, part: &Value) -> Option<()> {
+        let (pattern, content) = (part.get("pattern")?, part.get("content")?.as_str()?);
+        let string = pattern.get("String").and_then(Value::as_str);
+        let matches = pattern_of(pattern)?;
+        let mut images = Vec::new();
+        for &image in &self.images {
+            let mut crossing = matches.before(image);
+            crossing.difference(&class(r"\s")?);
+            crossing.difference(&single(image));
+            if !crossing.ranges().is_empty() {
+                return None;
+            }
+            let always = string.is_some_and(|string| string.chars().eq([image]));
+            if always || matches.has(image) {
+                images.push(content.chars().next()?);
+            }
+            if !always {
+                images.push(image);
+            }
+        }
+        self.no_spaces |= string == Some(" ") && !content.contains(' ');
+        images.dedup();
+        self.images = images;
+        // Anything else would be no border of words.
+        self.images.iter().all(|image| [' ', '\n', SPACE].contains(image)).then_some(())
+    }
+
+    fn pre_tokenize(&mut self, part: &Value) -> Option<()> {
+        let kind = kind(part);
+        if kind == "Sequence" {
+            for part in part.get("pretokenizers")?.as_array()? {
+                self.pre_tokenize(part)?;
+            }
+            return Some(());
+        }
+        let text = |key: &str| part.get(key).and_then(Value::as_str);
+        let flag = |key: &str| part.get(key).and_then(Value::as_bool);
+        if self.split {
+            // By now the pieces are words like all others, but that one begins the text.
+            return (kind != "Metaspace" || text("prepend_scheme") != Some("first")).then_some(());
+        }
+        let spaces_only = self.images.iter().all(|image| image.is_whitespace());
+        match kind {
+            "" if part.is_null() => {}
+            "Whitespace" | "WhitespaceSplit" | "BertPreTokenizer" if spaces_only => {
+                self.split = true;
+            }
+            "ByteLevel" if flag("use_regex").unwrap_or(true) => {
+                // It puts a space before a text that has none.
+                if flag("add_prefix_space")? && self.images != [' '] {
+                    return None;
+                }
+                self.split_by(&Pattern::new(GPT2)?);
+            }
+            "Split" => match text("behavior")? {
+                "Isolated" | "Removed" => self.split_by(&pattern_of(part.get("pattern")?)?),
+                _ => {
+                    let string = part.get("pattern")?.get("String")?.as_str()?;
+                    // Of which there is none left.
+                    return (self.no_spaces && string.contains(' ')).then_some(());
+                }
+            },
+            // They split at characters that are no spaces.
+            "Digits" => {}
+            "Punctuation" => {
+                let behavior = text("behavior").unwrap_or("Isolated");
+                return ["Isolated", "Removed", "Contiguous"].contains(&behavior).then_some(());
+            }
+            "CharDelimiterSplit" => {
+                let delimiter = text("delimiter")?.chars().next()?;
+                self.split = self.images == [delimiter];
+                return (self.split || !self.images.contains(&delimiter)).then_some(());
+            }
+            "Metaspace" => {
+                let replacement = text("replacement")?.chars().next()?;
+                if !self.images.iter().all(|image| [' ', replacement].contains(image)) {
+                    return None;
+                }
+                self.images = vec![replacement];
+                self.split = flag("split").unwrap_or(true);
+            }
+            _ => return None,
+        }
+        Some(())
+    }
+
+    /// Splits into matches of a pattern, and what is between them.
+    fn split_by(&mut self, pattern: &Pattern) {
+        for image in &self.images {
+            self.before.difference(&pattern.before(*image));
+        }
+        self.split = self.images.iter().all(|image| pattern.matches_alone(*image));
+    }
+
+    /// Looks tokens up in a word that goes on across the cut: no token may.
+    fn look_up(&mut self, tokenizer: &Tokenizer) -> Option<()> {
+        let ModelWrapper::BPE(model) = tokenizer.get_model() else { return None };
+        let affix = model.continuing_subword_prefix.is_some() || model.end_of_word_suffix.is_some();
+        if affix || model.ignore_merges {
+            return None;
+        }
+        let tokens = tokenizer.get_vocab(false);
+        for image in &self.images {
+            // An unknown character may be one token with the one before it.
+            tokens.get(image.encode_utf8(&mut [0; 4]) as &str)?;
+        }
+        for token in tokens.keys() {
+            for (first, second) in token.chars().zip(token.chars().skip(1)) {
+                if self.images.contains(&second) && !self.images.contains(&first) {
+                    self.before.difference(&single(first));
+                }
+            }
+        }
+        Some(())
+    }
+
+    /// Checks that no occurrence of an added token can cross a cut that [`Cuts::allows`] would allow.
+    fn add(&self, token: &AddedToken, tokenizer: &Tokenizer) -> Option<()> {
+        let is_border = |c: char| c == self.next || self.images.contains(&c);
+        if token.single_word && token.content.starts_with(is_border) {
+            return None;
+        }
+        if !token.normalized {
+            return Some(());
+        }
+        let crosses = |content: &str| {
+            let mut pairs = content.chars().zip(content.chars().skip(1));
+            pairs.any(|(first, second)| is_border(second) && !is_border(first))
+        };
+        let content = normalized(tokenizer, &token.content)?;
+        (!token.rstrip && !crosses(&token.content) && !crosses(&content)).then_some(())
+    }
+}
+
+fn kind(part: &Value) -> &str {
+    part.get("type").and_then(Value::as_str).unwrap_or("")
+}
+
+fn pattern_of(pattern: &Value) -> Option<Pattern> {
+    match (pattern.get("String"), pattern.get("Regex")) {
+        (Some(string), None) => Pattern::of_string(string.as_str()?),
+        (None, Some(regex)) => Pattern::new(regex.as_str()?),
+        _ => None,
+    }
+}
+
+fn single(character: char) -> ClassUnicode {
+    ClassUnicode::new([ClassUnicodeRange::new(character, character)])
+}
+
+fn class(regex: &str) -> Option<ClassUnicode> {
+    match regex_syntax::parse(regex).ok()?.into_kind() {
+        HirKind::Class(regex_syntax::hir::Class::Unicode(class)) => Some(class),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::*;
+
+    const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+    /// Tokens for the bytes as `ByteLevel` writes them, and some merges.
+    fn byte_level_model() -> Value {
+        let letters = "abcdesty .,'!12ĠĊčéä中ã\u{102}\u{10a}-—ÃĤ©Ģ¸Ń";
+        let merges =
+            ["t h", "Ġ t", "Ġt h", "a b", "Ċ Ċ", "Ġ Ġ", ". Ċ", "e Ġ", "1 2", "' s", "ĠĠ a", "ab e"];
+        let mut vocab = serde_json::Map::new();
+        let mut add = |token: String| {
+            let id = vocab.len();
+            vocab.entry(token).or_insert(id.into());
+        };
+        add("<unk>".to_owned());
+        letters.chars().for_each(|letter| add(letter.to_string()));
+        add("h".to_owned());
+        merges.iter().for_each(|merge| add(merge.replace(' ', "")));
+        json!({"type": "BPE", "unk_token": "<unk>", "fuse_unk": true, "vocab": vocab,
+               "merges": merges})
+    }
+
+    /// Tokens of sentencepiece's kind, of which none has a space behind another character.
+    fn sentencepiece_model(more: &[&str]) -> Value {
+        let merges = ["t h", "▁ t", "▁t h", "a b", "▁ ▁", "1 2", "▁▁ a", "ab e"];
+        let mut vocab = serde_json::Map::new();
+        let letters = "abcdesthy.,!12▁中é\n<>/";
+        let tokens = letters.chars().map(String::from).chain(merges.map(|m| m.replace(' ', "")));
+        for token in tokens.chain(more.iter().map(|merge| merge.replace(' ', ""))) {
+            let id = vocab.len() + 1;
+            vocab.entry(token).or_insert(id.into());
+        }
+        vocab.insert("<unk>".to_owned(), 0.into());
+        let merges: Vec<&str> = merges.iter().chain(more).copied().collect();
+        json!({"type": "BPE", "unk_token": "<unk>", "fuse_unk": true, "vocab": vocab,
+               "merges": merges})
+    }
+
+    fn added(content: &str, strip: bool, normalized: bool) -> Value {
+        json!({"id": 0, "content": content, "special": true, "single_word": false, "lstrip": strip,
+               "rstrip": strip, "normalized": normalized})
+    }
+
+    fn tokenizer(
+        normalizer: Value,
+        pre_tokenizer: Value,
+        model: Value,
+        added: Vec<Value>,
+    ) -> TokenizerFile {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tokenizer.json");
+        let file = json!({"version": "1.0", "added_tokens": added, "normalizer": normalizer,
+                          "pre_tokenizer": pre_tokenizer, "model": model});
+        std::fs::write(&path, file.to_string()).unwrap();
+        TokenizerFile::read(Path::new(&path)).unwrap()
+    }
+
+    /// Tokenizers of the published kinds, by name, and whether all, some or none of their texts are cut.
+    fn tokenizers() -> Vec<(&'static str, TokenizerFile, bool)> {
+        let null = || Value::Null;
+        let byte_level = |regex: bool, prefix: bool| {
+            json!({"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": true,
+                   "use_regex": regex})
+        };
+        let split = |pattern: Value, behavior: &str| json!({"type": "Split", "pattern": pattern, "behavior": behavior, "invert": false});
+        let regex = |regex: &str| split(json!({"Regex": regex}), "Isolated");
+        let sequence = |parts: Vec<Value>| json!({"type": "Sequence", "pretokenizers": parts});
+        let normalizers = |parts: Vec<Value>| json!({"type": "Sequence", "normalizers": parts});
+        let replace = |from: &str, to: &str| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
+        let spaces = || replace(" ", "▁");
+        let prepend = || json!({"type": "Prepend", "prepend": "▁"});
+        let metaspace = |scheme: &str, split: bool| json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": split});
+        let ends = || vec![added("</s>", false, false), added("<t h>", false, false)];
+        let strips = || vec![added("</s>", true, false), added("  ", false, true)];
+        let llama2_ends = || vec![added("</s>", false, true)];
+        let bytes = byte_level_model;
+        let pieces = || sentencepiece_model(&[]);
+        let deepseek = || {
+            sequence(vec![
+                regex(r"\p{N}{1,3}"),
+                regex("[一-龥぀-ゟ゠-ヿ]+"),
+                regex(
+                    r"[!-/:-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+                ),
+                byte_level(false, false),
+            ])
+        };
+        let unigram = || {
+            json!({"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", -9.0], ["▁", -2.0], ["▁t", -3.0],
+                   ["t", -2.5], ["h", -2.5], ["th", -4.0], ["▁ab", -3.5], ["a", -2.0], ["b", -2.0]]})
+        };
+        let bert = || {
+            json!({"type": "BertNormalizer", "clean_text": true, "handle_chinese_chars": true,
+                             "strip_accents": null, "lowercase": true})
+        };
+        let wordpiece = || {
+            json!({"type": "WordPiece", "unk_token": "<unk>", "continuing_subword_prefix": "##",
+                   "max_input_chars_per_word": 20,
+                   "vocab": {"<unk>": 0, "th": 1, "##e": 2, "t": 3, "##h": 4, "ab": 5, "中": 6, ".": 7}})
+        };
+        vec![
+            ("gpt2", tokenizer(null(), byte_level(true, false), bytes(), ends()), true),
+            ("prefix", tokenizer(null(), byte_level(true, true), bytes(), strips()), true),
+            (
+                "llama3",
+                tokenizer(
+                    null(),
+                    sequence(vec![regex(LLAMA3), byte_level(false, false)]),
+                    bytes(),
+                    ends(),
+                ),
+                true,
+            ),
+            (
+                "qwen",
+                tokenizer(
+                    json!({"type": "NFC"}),
+                    sequence(vec![regex(LLAMA3), byte_level(false, false)]),
+                    bytes(),
+                    strips(),
+                ),
+                true,
+            ),
+            ("deepseek", tokenizer(null(), deepseek(), bytes(), ends()), true),
+            (
+                "digits",
+                tokenizer(
+                    null(),
+                    sequence(vec![
+                        json!({"type": "Digits", "individual_digits": true}),
+                        byte_level(true, false),
+                    ]),
+                    bytes(),
+                    ends(),
+                ),
+                true,
+            ),
+            (
+                "llama2",
+                tokenizer(normalizers(vec![prepend(), spaces()]), null(), pieces(), ends()),
+                true,
+            ),
+            (
+                "llama2 ends",
+                tokenizer(normalizers(vec![prepend(), spaces()]), null(), pieces(), llama2_ends()),
+                true,
+            ),
+            (
+                "crossing",
+                tokenizer(
+                    normalizers(vec![prepend(), spaces()]),
+                    null(),
+                    sentencepiece_model(&["e ▁", "e▁ th"]),
+                    ends(),
+                ),
+                true,
+            ),
+            (
+                "gemma",
+                tokenizer(
+                    spaces(),
+                    split(json!({"String": " "}), "MergedWithPrevious"),
+                    pieces(),
+                    ends(),
+                ),
+                true,
+            ),
+            ("metaspace", tokenizer(null(), metaspace("always", true), pieces(), ends()), true),
+            ("first", tokenizer(null(), metaspace("first", false), pieces(), strips()), true),
+            (
+                "t5",
+                tokenizer(
+                    json!({"type": "NFKC"}),
+                    sequence(vec![json!({"type": "WhitespaceSplit"}), metaspace("always", true)]),
+                    unigram(),
+                    ends(),
+                ),
+                true,
+            ),
+            (
+                "unigram",
+                tokenizer(
+                    normalizers(vec![
+                        json!({"type": "NFKC"}),
+                        json!({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}),
+                    ]),
+                    metaspace("always", true),
+                    unigram(),
+                    ends(),
+                ),
+                true,
+            ),
+            (
+                "bert",
+                tokenizer(bert(), json!({"type": "BertPreTokenizer"}), wordpiece(), strips()),
+                true,
+            ),
+            // These are not cut.
+            (
+                "first word",
+                tokenizer(
+                    null(),
+                    sequence(vec![json!({"type": "WhitespaceSplit"}), metaspace("first", true)]),
+                    pieces(),
+                    ends(),
+                ),
+                false,
+            ),
+            ("no words", tokenizer(null(), byte_level(false, false), bytes(), ends()), false),
+            (
+                "lengths",
+                tokenizer(null(), json!({"type": "FixedLength", "length": 5}), pieces(), ends()),
+                false,
+            ),
+            ("across", tokenizer(null(), regex(r"\S+ \S+|\s"), pieces(), ends()), false),
+            ("gaps", tokenizer(null(), regex("[ab]+"), bytes(), ends()), false),
+            (
+                "strip",
+                tokenizer(
+                    json!({"type": "Strip", "strip_left": true, "strip_right": true}),
+                    byte_level(true, false),
+                    bytes(),
+                    ends(),
+                ),
+                false,
+            ),
+            ("whole unigram", tokenizer(spaces(), null(), unigram(), ends()), false),
+            (
+                "crossing replacement",
+                tokenizer(replace("e t", "a"), byte_level(true, false), bytes(), ends()),
+                false,
+            ),
+        ]
+    }
+
+    fn ids(file: &TokenizerFile, text: &str) -> Vec<u32> {
+        file.tokenizer.encode_fast(text, false).unwrap().get_ids().to_vec()
+    }
+
+    /// The ids of a text in the smallest pieces, and how many there are.
+    fn ids_of_pieces(file: &TokenizerFile, text: &str) -> (Vec<u32>, usize) {
+        let cuts = Cuts::of(file);
+        let pieces: Vec<&str> = cuts.pieces(&file.tokenizer, text, 1).collect();
+        (pieces.iter().flat_map(|piece| ids(file, piece)).collect(), pieces.len())
+    }
+
+    #[test]
+    fn published_kinds_of_tokenizers_are_cut() {
+        for (name, file, cut) in tokenizers() {
+            let (of_pieces, pieces) =
+                ids_of_pieces(&file, &"the 12th abe ab.\nthe end ".repeat(20));
+            assert_eq!(of_pieces, ids(&file, &"the 12th abe ab.\nthe end ".repeat(20)), "{name}");
+            assert_eq!(pieces > 40, cut, "{name}: {pieces} pieces");
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(300))]
+
+        #[test]
+        fn pieces_have_the_ids_of_the_whole(
+            parts in proptest::collection::vec(proptest::sample::select(vec![
+                " ", " ", " ", "\n", "\n", "\r\n", "\t", "a", "b", "th", "e", "s", "'s", "'", ".", "!", "12",
+                "1", "é", "e\u{301}", "\u{301}", "中", "。", "\u{a0}", "\u{3000}", "¨", "▁", "</s>", "<t h>",
+                "<t", "h>", "—", "t", "ab", "\u{200d}", "\u{fdfa}", "\u{600}", "ﬁ", "\u{ad}",
+            ]), 0..40)
+        ) {
+            let text = parts.concat();
+            TOKENIZERS.with(|tokenizers| {
+                for (name, file, _) in tokenizers {
+                    let (of_pieces, _) = ids_of_pieces(file, &text);
+                    prop_assert_eq!(of_pieces, ids(file, &text), "{} {:?}", name, text);
+                }
+                Ok(())
+            })?;
+        }
+    }
+
+    thread_local! {
+        static TOKENIZERS: Vec<(&'static str, TokenizerFile, bool)> = tokenizers();
+    }
+}
