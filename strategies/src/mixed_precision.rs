@@ -44,7 +44,8 @@ pub struct MixedPrecisionPolicy {
     /// dtype that a unit's output is cast to.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub output_dtype: Option<DTypeName>,
-    /// Whether a unit's floating-point input is cast to `param_dtype`.
+    /// Whether a unit's floating-point inputs are cast to the dtype that it computes in. Layers in it cast theirs
+    /// in any case.
     pub cast_forward_inputs: bool,
     /// Units and layers with other dtypes, as FSDP2 has where `fully_shard` is given a policy for a module.
     #[serde(skip_serializing_if = "Vec::is_empty")]

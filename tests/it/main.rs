@@ -33,6 +33,7 @@ mod new_head;
 mod parity;
 mod plugin_callbacks;
 mod plugin_crate;
+mod precision;
 mod pretrained;
 mod profiler;
 mod program;

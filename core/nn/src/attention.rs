@@ -1,6 +1,6 @@
 //! Causal self-attention.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::documents::Documents;
 use super::input::{Dim, check_dims};
@@ -11,6 +11,7 @@ use super::linear::Linear;
 use super::lora::LoraCall;
 use super::residual::{FusedLayer, FusedOutput};
 use super::rope::Rope;
+use super::sizes::check_sizes;
 use super::styles::BlockStyles;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::save_for_backward;
@@ -58,19 +59,25 @@ impl CausalSelfAttention {
     /// A layer of this shape.
     ///
     /// # Errors
-    /// If the heads do not divide into groups, if `rope` is for another head size, or if there is a
+    /// If a size is 0, if the heads do not divide into groups, if `rope` is for another head size, or if there is a
     /// layer at the builder's path already.
     pub fn new(b: &ModuleBuilder, config: &AttentionConfig) -> Result<Self> {
         let AttentionConfig { hidden_size, num_heads, num_kv_heads, head_dim, .. } = *config;
-        let wrong = |message| Err(Error::Module { path: b.path().to_owned(), message });
-        if num_kv_heads == 0 || num_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
+        let wrong = |message: String| Err(Error::module(b.path(), message));
+        check_sizes(
+            b,
+            &[
+                ("hidden_size", hidden_size),
+                ("num_heads", num_heads),
+                ("num_kv_heads", num_kv_heads),
+                ("head_dim", head_dim),
+            ],
+        )?;
+        if !num_heads.is_multiple_of(num_kv_heads) {
             return wrong(format!(
                 "{num_heads} attention heads cannot share {num_kv_heads} key and value heads; the \
                  second number must divide the first"
             ));
-        }
-        if head_dim == 0 {
-            return wrong("head_dim must be at least 1".to_owned());
         }
         if let Some(rope) = config.rope.as_ref().filter(|rope| rope.head_dim() != head_dim) {
             return wrong(format!(
@@ -113,7 +120,15 @@ impl CausalSelfAttention {
 
 impl FusedLayer for CausalSelfAttention {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
-        FusedOutput::in_own_dtype(&self.layer, x, |x| self.compute_in_own_dtype(x))
+        FusedOutput::in_own_dtype(self, x, |x| self.compute_in_own_dtype(x))
+    }
+
+    fn layer(&self) -> &LayerHandle {
+        &self.layer
+    }
+
+    fn compute_dtype(&self) -> DType {
+        self.q_proj.compute_dtype()
     }
 }
 

@@ -6,6 +6,7 @@ use super::backend::to_accumulation_dtype;
 use super::conv::channel_sums;
 use super::gradients::accumulate_and_end_use;
 use super::input::check_dtype;
+use super::sizes::check_sizes;
 use crate::{Error, Result};
 use fulgurite_engine::collective::{AllGather, Collective, ReduceOp};
 use fulgurite_engine::module::{BatchRanks, ForwardScope, Module, ModuleBuilder};
@@ -53,6 +54,8 @@ pub struct BatchNorm {
     momentum: Option<f64>,
     synchronised: bool,
     affine: Option<(Parameter, Parameter)>,
+    /// The dtype of input and output.
+    dtype: DType,
     running_mean: Buffer,
     running_var: Buffer,
     num_batches_tracked: Buffer,
@@ -111,11 +114,12 @@ impl BatchNorm {
     /// A norm of `channels`. The weight starts at one, the bias at zero.
     ///
     /// # Errors
-    /// If `eps` is no number of 0 or more, the momentum is not between 0 and 1, or there is a layer at the
+    /// If there are no channels, `eps` is no number of 0 or more, the momentum is not between 0 and 1, or there is a layer at the
     /// builder's path already.
     pub fn with(b: &ModuleBuilder, channels: usize, config: BatchNormConfig) -> Result<Self> {
         let BatchNormConfig { eps, momentum, affine, synchronised } = config;
         super::norm::check_eps(b, eps)?;
+        check_sizes(b, &[("channels", channels)])?;
         if let Some(momentum) = momentum.filter(|m| !(0.0..=1.0).contains(m)) {
             let message = format!(
                 "the momentum, the weight of a batch in the running statistics, must be between 0 and 1; got \
@@ -144,6 +148,7 @@ impl BatchNorm {
             momentum,
             synchronised,
             affine,
+            dtype: b.compute_dtype(),
             running_mean,
             running_var,
             num_batches_tracked,
@@ -316,9 +321,8 @@ impl Module for BatchNorm {
                 format!("expected an input of shape [batch, {channels}, ..], got {:?}", x.dims());
             return Err(Error::module(self.layer.path(), message));
         }
-        if let Some((weight, _)) = &self.affine {
-            check_dtype(&self.layer, x, weight.compute_dtype())?;
-        }
+        let x = &self.layer.cast_input(x, self.dtype)?;
+        check_dtype(&self.layer, x, self.dtype)?;
         self.layer.check_input(x)?;
         let scope = ForwardScope::of_random_layer(self.layer.path())?;
         let saved = x.detach();

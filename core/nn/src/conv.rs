@@ -5,6 +5,7 @@ use candle_core::Tensor;
 use super::gradients::accumulate_and_end_use;
 use super::input::{Dim, check_dims, check_dtype};
 use super::kernels::convolution::Convolution;
+use super::sizes::check_sizes;
 use super::styles::WholeLayer;
 use crate::{Error, Result};
 use fulgurite_engine::module::{Module, ModuleBuilder};
@@ -98,7 +99,7 @@ impl Conv2d {
     /// within `1 / sqrt(inputs / groups * kernel elements)`.
     ///
     /// # Errors
-    /// If kernel, stride, dilation or groups are 0, or groups do not divide inputs and outputs, or if there
+    /// If channels, kernel, stride, dilation or groups are 0, or too large to count, or groups do not divide inputs and outputs, or if there
     /// is a layer at the builder's path already.
     pub fn new(
         b: &ModuleBuilder,
@@ -174,7 +175,12 @@ impl ConvLayer {
             );
             return Err(Error::module(b.path(), message));
         }
-        if groups == 0 || inputs % groups != 0 || outputs % groups != 0 {
+        check_sizes(
+            b,
+            &[("input channels", inputs), ("output channels", outputs), ("groups", groups)],
+        )?;
+        convolution.check().map_err(|error| error.in_module(b.path()))?;
+        if inputs % groups != 0 || outputs % groups != 0 {
             let message = format!(
                 "{groups} groups do not divide {inputs} input and {outputs} output channels"
             );
@@ -198,10 +204,18 @@ impl ConvLayer {
         Ok(weight.reshape((outputs, inputs, height, width))?)
     }
 
-    /// `given` is the input as it was given, `x` its form over two dimensions.
-    fn forward(&self, given: &Tensor, x: &Tensor) -> Result<Tensor> {
-        check_dtype(&self.layer, given, self.weight.compute_dtype())?;
-        self.layer.check_input(given)?;
+    /// The input in the dtype that the layer computes in.
+    fn input(&self, x: &Tensor, dims: &[Dim]) -> Result<Tensor> {
+        let dtype = self.weight.compute_dtype();
+        check_dims(&self.layer, x, dims)?;
+        let x = self.layer.cast_input(x, dtype)?;
+        check_dtype(&self.layer, &x, dtype)?;
+        self.layer.check_input(&x)?;
+        Ok(x)
+    }
+
+    /// `x` is the input over two dimensions.
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let saved = x.detach();
         let y = self.layer.run(|| {
             let y = self.convolution.forward(&saved, &self.kernel()?)?;
@@ -233,15 +247,14 @@ impl Module for Conv2d {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let inputs = Dim::Size(self.0.inputs);
         let dims = [Dim::Any("batch"), inputs, Dim::Any("height"), Dim::Any("width")];
-        check_dims(&self.0.layer, x, &dims)?;
-        self.0.forward(x, x)
+        self.0.forward(&self.0.input(x, &dims)?)
     }
 }
 
 impl Module for Conv1d {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let inputs = Dim::Size(self.0.inputs);
-        check_dims(&self.0.layer, x, &[Dim::Any("batch"), inputs, Dim::Any("time")])?;
-        Ok(self.0.forward(x, &x.unsqueeze(2)?)?.squeeze(2)?)
+        let x = self.0.input(x, &[Dim::Any("batch"), inputs, Dim::Any("time")])?;
+        Ok(self.0.forward(&x.unsqueeze(2)?)?.squeeze(2)?)
     }
 }

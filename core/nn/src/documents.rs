@@ -82,12 +82,16 @@ impl Documents {
     /// Documents of these lengths, those of each sequence one after the other.
     ///
     /// # Errors
-    /// If a document is empty, or the lengths of two sequences have different sums.
+    /// If a document is empty, or the lengths of two sequences have different sums, or sums that no u32 holds.
     pub fn of_lengths<L: AsRef<[usize]>>(lengths: &[L]) -> Result<Self> {
-        let time = lengths.first().map_or(0, |lengths| lengths.as_ref().iter().sum());
-        let mut first = Vec::with_capacity(lengths.len() * time);
+        let sum = |lengths: &[usize]| lengths.iter().try_fold(0usize, |sum, n| sum.checked_add(*n));
+        let time = lengths.first().map_or(Some(0), |lengths| sum(lengths.as_ref()));
+        let time = time.filter(|time| u32::try_from(*time).is_ok()).ok_or_else(|| {
+            Error::other("the documents of the first sequence are longer than a u32 can count")
+        })?;
+        let mut first = Vec::new();
         for (i, lengths) in lengths.iter().map(AsRef::as_ref).enumerate() {
-            if lengths.contains(&0) || lengths.iter().sum::<usize>() != time {
+            if lengths.contains(&0) || sum(lengths) != Some(time) {
                 return Err(Error::other(format!(
                     "the documents of sequence {i} have the lengths {lengths:?}, which must be at least 1 \
                      and add up to {time}, as those of the first sequence do"

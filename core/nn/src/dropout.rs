@@ -40,10 +40,9 @@ impl Dropout {
     /// # Errors
     /// If `p` is not in `[0, 1)`, or if there is a layer at the builder's path already.
     pub fn new(b: &ModuleBuilder, p: f64) -> Result<Self> {
-        let path = b.path().to_owned();
         if !(0.0..1.0).contains(&p) {
             let message = format!("dropout probability {p} is not in [0, 1)");
-            return Err(Error::Module { path, message });
+            return Err(Error::module(b.path(), message));
         }
         Ok(Self { layer: b.declare(DropoutStyles)?, p })
     }

@@ -4,6 +4,7 @@ use candle_core::Tensor;
 
 use super::kernels::embedding::{checked_ids, local_ids, lookup, lookup_grad};
 use super::lora::Lora;
+use super::sizes::check_sizes;
 use super::styles::EmbeddingStyles;
 use crate::Result;
 use fulgurite_engine::module::{Module, ModuleBuilder};
@@ -28,7 +29,7 @@ impl Embedding {
     /// A table with normally distributed initial values of standard deviation 1.
     ///
     /// # Errors
-    /// If there is a layer at the builder's path already.
+    /// If a size is 0, or there is a layer at the builder's path already.
     pub fn new(b: &ModuleBuilder, rows: usize, width: usize) -> Result<Self> {
         Self::with_init(b, rows, width, Init::Normal { mean: 0.0, std: 1.0 })
     }
@@ -38,6 +39,7 @@ impl Embedding {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_init(b: &ModuleBuilder, rows: usize, width: usize, init: Init) -> Result<Self> {
+        check_sizes(b, &[("rows", rows), ("width", width)])?;
         let layer = b.declare(EmbeddingStyles { width })?;
         let weight = b.parameter("weight", [rows, width], init)?;
         let lora = Lora::of_embedding(b, &layer, rows, width)?;

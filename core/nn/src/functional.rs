@@ -19,6 +19,7 @@ use super::kernels::masked_attention::MaskedAttention;
 use super::kernels::norm::Norm;
 use super::kernels::rope::Angles;
 use super::kernels::softmax;
+use super::norm::{eps_message, is_eps};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::save_for_backward;
 use fulgurite_engine::module::ForwardScope;
@@ -76,7 +77,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// `x / sqrt(mean(x^2) + eps) * weight` over the last dimension; `weight` is `[width]`.
 ///
 /// # Errors
-/// If the weight has another size than the last dimension.
+/// If the weight has another size than the last dimension, or `eps` is no number of 0 or more.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     norm(x, weight, None, Norm { center: false, eps })
 }
@@ -85,12 +86,15 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// are `[width]`.
 ///
 /// # Errors
-/// If weight or bias has another size than the last dimension.
+/// If weight or bias has another size than the last dimension, or `eps` is no number of 0 or more.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     norm(x, weight, bias, Norm { center: true, eps })
 }
 
 fn norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, norm: Norm) -> Result<Tensor> {
+    if !is_eps(norm.eps) {
+        return Err(Error::other(eps_message(norm.eps)));
+    }
     for vector in std::iter::once(weight).chain(bias) {
         if vector.rank() != 1 || x.dims().last() != vector.dims().last() {
             return Err(Error::other(format!(

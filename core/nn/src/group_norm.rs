@@ -7,6 +7,7 @@ use super::conv::channel_sums;
 use super::gradients::accumulate_and_end_use;
 use super::input::check_dtype;
 use super::kernels::norm::Norm;
+use super::sizes::check_sizes;
 use super::styles::WholeLayer;
 use crate::{Error, Result};
 use fulgurite_engine::module::{Module, ModuleBuilder};
@@ -33,12 +34,13 @@ impl GroupNorm {
     /// A norm of `channels` in `groups`. The weight starts at one, the bias at zero.
     ///
     /// # Errors
-    /// If the groups do not divide the channels, `eps` is no number of 0 or more, or there is a layer at
+    /// If a size is 0, the groups do not divide the channels, `eps` is no number of 0 or more, or there is a layer at
     /// the builder's path already.
     pub fn new(b: &ModuleBuilder, groups: usize, channels: usize, eps: f64) -> Result<Self> {
         let norm = Norm { center: true, eps };
         super::norm::check_eps(b, eps)?;
-        if groups == 0 || !channels.is_multiple_of(groups) {
+        check_sizes(b, &[("channels", channels), ("groups", groups)])?;
+        if !channels.is_multiple_of(groups) {
             let message = format!("{groups} groups do not divide {channels} channels");
             return Err(Error::module(b.path(), message));
         }
@@ -76,7 +78,8 @@ impl GroupNorm {
 
 impl Module for GroupNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.layer.in_own_dtype(x, |x| self.forward_in_own_dtype(x))
+        let dtype = self.weight.compute_dtype();
+        self.layer.in_own_dtype(x, dtype, |x| self.forward_in_own_dtype(x))
     }
 }
 

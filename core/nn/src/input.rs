@@ -44,15 +44,16 @@ pub(super) enum Dim {
     Size(usize),
 }
 
-/// Checks that an input has the dtype that the layer computes in.
+/// Checks that an input has the dtype that the layer computes in, to which it was cast unless it has
+/// integers.
 pub(super) fn check_dtype(layer: &LayerHandle, x: &Tensor, want: DType) -> Result<()> {
     let got = x.dtype();
     if got == want {
         return Ok(());
     }
     let message = format!(
-        "expected an input in {want:?}, in which the layer computes, got one in {got:?}; cast it, or let \
-         a unit with mixed precision do it"
+        "expected an input of floating-point numbers, which it casts to {want:?}, got {got:?}: cast integers \
+         with `to_dtype` (pixels are usually scaled, ids go through an `Embedding`)"
     );
     Err(Error::module(layer.path(), message))
 }

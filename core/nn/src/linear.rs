@@ -1,11 +1,12 @@
 //! The linear layer.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::dora::Dora;
 use super::input;
 use super::kernels::matmul::{self, InputGrad};
 use super::lora::{Lora, LoraCall};
+use super::sizes::check_sizes;
 use super::styles::LinearStyles;
 use super::weight::Weight;
 use crate::{Error, Result};
@@ -15,7 +16,7 @@ use fulgurite_engine::parameter::{Init, Parameter};
 
 /// A linear layer: `y = x weight^T (+ bias)`, with `weight` of shape `[out, in]`.
 ///
-/// `x` is `[.., in]`, in the parameters' compute dtype; `y` is `[.., out]`.
+/// `x` is `[.., in]`, `y` is `[.., out]`.
 ///
 /// A plan may make it [`Colwise`](fulgurite_engine::parallel::Colwise) or
 /// [`Rowwise`](fulgurite_engine::parallel::Rowwise). It may be a target of
@@ -34,7 +35,7 @@ impl Linear {
     /// A layer without a bias. The initial weight is uniform within `1 / sqrt(inputs)`.
     ///
     /// # Errors
-    /// If there is a layer at the builder's path already.
+    /// If a size is 0, or there is a layer at the builder's path already.
     pub fn new(b: &ModuleBuilder, inputs: usize, outputs: usize) -> Result<Self> {
         Self::with_init(b, inputs, outputs, Init::kaiming_uniform(inputs))
     }
@@ -44,6 +45,7 @@ impl Linear {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_init(b: &ModuleBuilder, inputs: usize, outputs: usize, init: Init) -> Result<Self> {
+        check_sizes(b, &[("inputs", inputs), ("outputs", outputs)])?;
         let layer = b.declare(LinearStyles { inputs, outputs })?;
         b.keep_in_fp32(&layer);
         let weight = Weight::declare(b, inputs, outputs, init)?;
@@ -145,6 +147,16 @@ impl Linear {
         }
     }
 
+    /// The dtype that the layer computes in.
+    pub(super) fn compute_dtype(&self) -> DType {
+        self.weight.compute_dtype()
+    }
+
+    /// The input in that dtype.
+    pub(super) fn cast_input(&self, x: &Tensor) -> Result<Tensor> {
+        self.layer.cast_input(x, self.compute_dtype())
+    }
+
     /// Checks the last dimension of `x`.
     pub(super) fn check_width(&self, x: &Tensor) -> Result<()> {
         input::check_width(&self.layer, x, self.weight.inputs())
@@ -153,7 +165,7 @@ impl Linear {
     /// This rank's output, outside the graph, and what its backward takes.
     pub(super) fn compute(&self, x: &Tensor) -> Result<(Tensor, LoraCall)> {
         self.check_width(x)?;
-        input::check_dtype(&self.layer, x, self.weight.compute_dtype())?;
+        input::check_dtype(&self.layer, x, self.compute_dtype())?;
         let bias = self.split_bias().0.map(Parameter::value).transpose()?;
         self.layer.run(|| {
             let weight = self.weight.value()?;
@@ -232,8 +244,11 @@ impl Module for Linear {
         let sharded_logits = self.layer.loss_parallel() && ForwardScope::current().loss_parallel;
         match sharded_logits {
             // The loss knows these by the tensor.
-            true => self.forward_in_own_dtype(&self.layer.cast_input(x)?, true),
-            false => self.layer.in_own_dtype(x, |x| self.forward_in_own_dtype(x, false)),
+            true => self.forward_in_own_dtype(&self.cast_input(x)?, true),
+            false => {
+                let dtype = self.compute_dtype();
+                self.layer.in_own_dtype(x, dtype, |x| self.forward_in_own_dtype(x, false))
+            }
         }
     }
 }

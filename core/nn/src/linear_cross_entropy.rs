@@ -89,7 +89,7 @@ impl LinearCrossEntropy {
             return self.cross_entropy.loss(&head.forward(hidden)?, targets);
         }
         head.layer().check_input(hidden)?;
-        let hidden = &head.layer().cast_input(hidden)?;
+        let hidden = &head.cast_input(hidden)?;
         let smoothing = self.cross_entropy.smoothing()?;
         let classes = head.outputs();
         let mut dims = hidden.dims().to_vec();
@@ -100,7 +100,8 @@ impl LinearCrossEntropy {
         let targets = self.cross_entropy.targets(&dims, targets, classes)?;
         let count = targets.iter().flatten().count();
         let saved = hidden.detach().reshape((targets.len(), inputs))?;
-        let max_rows = (self.logits_bytes / (classes * saved.dtype().size_in_bytes())).max(1);
+        let max_rows =
+            (self.logits_bytes / (classes * saved.dtype().size_in_bytes()).max(1)).max(1);
         // Pieces of equal size: a last piece of a single row would read the whole head for it.
         let rows = targets.len().div_ceil(targets.len().div_ceil(max_rows).max(1)).max(1);
         let pieces: Vec<Range<usize>> = (0..targets.len().max(1))

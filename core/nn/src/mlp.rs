@@ -1,11 +1,12 @@
 //! Feed-forward blocks.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::kernels::activation::{Activation, swiglu, swiglu_backward};
 use super::kernels::matmul::InputGrad;
 use super::linear::Linear;
 use super::residual::{FusedLayer, FusedOutput};
+use super::sizes::check_sizes;
 use super::styles::BlockStyles;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::save_for_backward;
@@ -29,7 +30,7 @@ impl SwiGluMlp {
     /// A block without biases, with the initial weights of [`Linear::new`].
     ///
     /// # Errors
-    /// If there is a layer at the builder's path already.
+    /// If a size is 0, or there is a layer at the builder's path already.
     pub fn new(b: &ModuleBuilder, hidden: usize, intermediate: usize) -> Result<Self> {
         Self::build(b, hidden, intermediate, None)
     }
@@ -53,6 +54,7 @@ impl SwiGluMlp {
         intermediate: usize,
         init: Option<Init>,
     ) -> Result<Self> {
+        check_sizes(b, &[("hidden", hidden), ("intermediate", intermediate)])?;
         let layer = b.declare(BlockStyles::SWIGLU)?;
         b.keep_in_fp32(&layer);
         let project = |name: &str, inputs, outputs| {
@@ -75,7 +77,15 @@ fn require_input_grad(d: Option<Tensor>) -> Result<Tensor> {
 
 impl FusedLayer for SwiGluMlp {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
-        FusedOutput::in_own_dtype(&self.layer, x, |x| self.compute_in_own_dtype(x))
+        FusedOutput::in_own_dtype(self, x, |x| self.compute_in_own_dtype(x))
+    }
+
+    fn layer(&self) -> &LayerHandle {
+        &self.layer
+    }
+
+    fn compute_dtype(&self) -> DType {
+        self.up_proj.compute_dtype()
     }
 }
 
@@ -139,7 +149,7 @@ impl GeluMlp {
     /// A block with the exact GELU.
     ///
     /// # Errors
-    /// If there is a layer at the builder's path already.
+    /// If a size is 0, or there is a layer at the builder's path already.
     pub fn new(b: &ModuleBuilder, hidden: usize, intermediate: usize) -> Result<Self> {
         Self::build(b, hidden, intermediate, Activation::Gelu)
     }
@@ -158,6 +168,7 @@ impl GeluMlp {
         intermediate: usize,
         activation: Activation,
     ) -> Result<Self> {
+        check_sizes(b, &[("hidden", hidden), ("intermediate", intermediate)])?;
         let layer = b.declare(BlockStyles::GELU)?;
         b.keep_in_fp32(&layer);
         Ok(Self {
@@ -171,7 +182,15 @@ impl GeluMlp {
 
 impl FusedLayer for GeluMlp {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
-        FusedOutput::in_own_dtype(&self.layer, x, |x| self.compute_in_own_dtype(x))
+        FusedOutput::in_own_dtype(self, x, |x| self.compute_in_own_dtype(x))
+    }
+
+    fn layer(&self) -> &LayerHandle {
+        &self.layer
+    }
+
+    fn compute_dtype(&self) -> DType {
+        self.up_proj.compute_dtype()
     }
 }
 

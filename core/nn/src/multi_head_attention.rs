@@ -6,6 +6,7 @@ use super::documents::Documents;
 use super::functional::{attention, masked_attention};
 use super::linear::Linear;
 use super::rope::Rope;
+use super::sizes::check_sizes;
 use crate::{Error, Result};
 use fulgurite_engine::module::{Module, ModuleBuilder};
 use fulgurite_engine::parameter::Init;
@@ -97,18 +98,27 @@ impl MultiHeadAttention {
     /// A layer of this shape.
     ///
     /// # Errors
-    /// If the heads do not divide the hidden size, or the key and value heads the heads, if `rope` is for
+    /// If a size is 0, if the heads do not divide the hidden size, or the key and value heads the heads, if `rope` is for
     /// another head size or for another sequence, or if there is a layer at the path of a projection.
     pub fn new(b: &ModuleBuilder, config: &MultiHeadAttentionConfig) -> Result<Self> {
         let MultiHeadAttentionConfig { hidden_size, num_heads, num_kv_heads, context_size, .. } =
             *config;
         let wrong = |message: String| Err(Error::module(b.path(), message));
-        if num_heads == 0 || !hidden_size.is_multiple_of(num_heads) {
+        check_sizes(
+            b,
+            &[
+                ("hidden_size", hidden_size),
+                ("num_heads", num_heads),
+                ("num_kv_heads", num_kv_heads),
+                ("context_size", context_size),
+            ],
+        )?;
+        if !hidden_size.is_multiple_of(num_heads) {
             return wrong(format!(
                 "{num_heads} heads do not divide a hidden size of {hidden_size}"
             ));
         }
-        if num_kv_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
+        if !num_heads.is_multiple_of(num_kv_heads) {
             return wrong(format!(
                 "{num_heads} attention heads cannot share {num_kv_heads} key and value heads; the \
                  second number must divide the first"
@@ -163,6 +173,17 @@ impl MultiHeadAttention {
     }
 
     fn compute(&self, x: &Tensor, context: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
+        // Once for all projections, so that the gradient is cast back once.
+        let cast = |projection: &Linear, x: &Tensor| {
+            let dtype = projection.layer().output_dtype(x.dtype(), projection.compute_dtype());
+            projection.layer().cast_input(x, dtype)
+        };
+        let own = cast(&self.q_proj, x)?;
+        let context = match context.id() == x.id() {
+            true => own.clone(),
+            false => cast(&self.k_proj, context)?,
+        };
+        let (x, context) = (&own, &context);
         for x in [x, context] {
             if x.rank() != 3 {
                 return Err(Error::other(format!(

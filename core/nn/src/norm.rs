@@ -2,12 +2,13 @@
 
 use std::sync::{Arc, OnceLock};
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::gradients::accumulate_and_end_use;
 use super::input;
 use super::kernels::norm::{Norm, NormGrads, NormOfSum};
 use super::residual::{FusedLayer, FusedOutput, add_more};
+use super::sizes::check_sizes;
 use super::styles::NormStyles;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::save_for_backward;
@@ -34,25 +35,33 @@ struct NormLayer {
     layer: LayerHandle,
 }
 
+/// Whether a norm's epsilon is a number that can be added to a variance.
+pub(super) fn is_eps(eps: f64) -> bool {
+    eps >= 0.0 && eps <= f64::from(f32::MAX)
+}
+
 /// Checks that a norm's epsilon is a number that can be added to a variance.
 pub(super) fn check_eps(b: &ModuleBuilder, eps: f64) -> Result<()> {
-    if eps >= 0.0 && eps <= f64::from(f32::MAX) {
+    if is_eps(eps) {
         return Ok(());
     }
-    let message = format!(
+    Err(Error::module(b.path(), eps_message(eps)))
+}
+
+/// The message about an epsilon that cannot be added to a variance.
+pub(super) fn eps_message(eps: f64) -> String {
+    format!(
         "the norm's epsilon must be a number of 0 or more that f32 can hold, such as 1e-5; got {eps:?}"
-    );
-    Err(Error::module(b.path(), message))
+    )
 }
 
 impl RmsNorm {
     /// A norm over `width` elements. The weight starts at one.
     ///
     /// # Errors
-    /// If there is a layer at the builder's path already.
+    /// If `width` is 0, `eps` is no number of 0 or more, or there is a layer at the builder's path already.
     pub fn new(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
-        let layer = b.declare(NormStyles { kind: "RmsNorm", width })?;
-        Ok(Self(NormLayer::new(b, width, Norm { center: false, eps }, false, layer)?))
+        Ok(Self(NormLayer::new(b, "RmsNorm", width, Norm { center: false, eps }, false)?))
     }
 
     /// The weight, `[width]`.
@@ -96,10 +105,9 @@ impl LayerNorm {
     /// A norm over `width` elements. The weight starts at one, the bias at zero.
     ///
     /// # Errors
-    /// If there is a layer at the builder's path already.
+    /// If `width` is 0, `eps` is no number of 0 or more, or there is a layer at the builder's path already.
     pub fn new(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
-        let layer = b.declare(NormStyles { kind: "LayerNorm", width })?;
-        Ok(Self(NormLayer::new(b, width, Norm { center: true, eps }, true, layer)?))
+        Ok(Self(NormLayer::new(b, "LayerNorm", width, Norm { center: true, eps }, true)?))
     }
 
     /// A norm without a bias.
@@ -107,8 +115,7 @@ impl LayerNorm {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn without_bias(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
-        let layer = b.declare(NormStyles { kind: "LayerNorm", width })?;
-        Ok(Self(NormLayer::new(b, width, Norm { center: true, eps }, false, layer)?))
+        Ok(Self(NormLayer::new(b, "LayerNorm", width, Norm { center: true, eps }, false)?))
     }
 
     /// The weight, `[width]`.
@@ -130,23 +137,35 @@ impl LayerNorm {
     }
 }
 
+impl FusedLayer for NormLayer {
+    fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
+        FusedOutput::in_own_dtype(self, x, |x| self.compute_in_own_dtype(x))
+    }
+
+    fn layer(&self) -> &LayerHandle {
+        &self.layer
+    }
+
+    fn compute_dtype(&self) -> DType {
+        self.weight.compute_dtype()
+    }
+}
+
 impl NormLayer {
     fn new(
         b: &ModuleBuilder,
+        kind: &'static str,
         width: usize,
         norm: Norm,
         with_bias: bool,
-        layer: LayerHandle,
     ) -> Result<Self> {
         check_eps(b, norm.eps)?;
+        check_sizes(b, &[("width", width)])?;
+        let layer = b.declare(NormStyles { kind, width })?;
         b.keep_in_fp32(&layer);
         let weight = b.parameter("weight", [width], Init::ONES)?;
         let bias = with_bias.then(|| b.parameter("bias", [width], Init::ZEROS)).transpose()?;
         Ok(Self { norm, weight, bias, layer })
-    }
-
-    fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
-        FusedOutput::in_own_dtype(&self.layer, x, |x| self.compute_in_own_dtype(x))
     }
 
     fn compute_in_own_dtype(&self, x: &Tensor) -> Result<FusedOutput> {
@@ -182,6 +201,9 @@ impl NormLayer {
     }
 
     fn forward_residual(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+        let dtype = self.layer.output_dtype(x.dtype(), self.compute_dtype());
+        let [x, residual] = [x, residual].map(|x| self.layer.cast_input(x, dtype));
+        let (x, residual) = (&x?, &residual?);
         self.check_residual(x, residual)?;
         if self.layer.redistributes_input() {
             // The sum stays as its terms are, and what is normalised is redistributed.
@@ -246,6 +268,14 @@ impl FusedLayer for RmsNorm {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
         self.0.compute(x)
     }
+
+    fn layer(&self) -> &LayerHandle {
+        &self.0.layer
+    }
+
+    fn compute_dtype(&self) -> DType {
+        self.0.compute_dtype()
+    }
 }
 
 impl Module for RmsNorm {
@@ -257,6 +287,14 @@ impl Module for RmsNorm {
 impl FusedLayer for LayerNorm {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
         self.0.compute(x)
+    }
+
+    fn layer(&self) -> &LayerHandle {
+        &self.0.layer
+    }
+
+    fn compute_dtype(&self) -> DType {
+        self.0.compute_dtype()
     }
 }
 

@@ -13,6 +13,13 @@ pub trait FusedLayer {
     /// Computes the output, outside the graph.
     #[doc(hidden)]
     fn compute(&self, x: &Tensor) -> Result<FusedOutput>;
+
+    #[doc(hidden)]
+    fn layer(&self) -> &LayerHandle;
+
+    /// The dtype that the layer computes in.
+    #[doc(hidden)]
+    fn compute_dtype(&self) -> DType;
 }
 
 /// The backward of a layer: takes the output's gradient, whether the input's is wanted, and what is added to that (in the
@@ -53,20 +60,22 @@ impl FusedOutput {
         Self { layer: layer.clone(), output, parameters, backward: Box::new(backward) }
     }
 
-    /// What `compute` makes of `x`, in the dtype of `x` also if the layer computes in f32.
-    pub(super) fn in_own_dtype(
-        layer: &LayerHandle,
+    /// The output of a layer's `compute`, as [`LayerHandle::in_own_dtype`].
+    pub(super) fn in_own_dtype<L: FusedLayer + ?Sized>(
+        layer: &L,
         x: &Tensor,
         compute: impl FnOnce(&Tensor) -> Result<Self>,
     ) -> Result<Self> {
-        let given = x.dtype();
-        if !layer.keeps_fp32() || given == DType::F32 {
+        let (given, dtype) = (x.dtype(), layer.compute_dtype());
+        if given == dtype || !given.is_float() {
             return compute(x);
         }
-        let Self { layer, output, parameters, backward } = compute(&layer.cast_input(x)?)?;
-        let output = output.to_dtype(given)?;
+        let around = layer.layer().output_dtype(given, dtype);
+        let cast = layer.layer().cast_input(x, dtype)?;
+        let Self { layer, output, parameters, backward } = compute(&cast)?;
+        let output = output.to_dtype(around)?;
         let backward = move |grad: &Tensor, wanted: bool, more: Option<&Tensor>| {
-            let dx = backward(&grad.to_dtype(DType::F32)?, wanted, None)?;
+            let dx = backward(&grad.to_dtype(dtype)?, wanted, None)?;
             add_more(dx.map(|dx| dx.to_dtype(given)).transpose()?, more)
         };
         Ok(Self { layer, output, parameters, backward: Box::new(backward) })
@@ -111,8 +120,13 @@ pub(super) fn add_more(dx: Option<Tensor>, more: Option<&Tensor>) -> Result<Opti
 /// ```
 ///
 /// # Errors
-/// Those of the two layers, and if the branch's output has another shape or dtype than `x`.
+/// Those of the two layers, and if the branch's output has another shape than `x`.
 pub fn residual(x: &Tensor, norm: &dyn FusedLayer, branch: &dyn FusedLayer) -> Result<Tensor> {
+    let output_dtype =
+        |of: &dyn FusedLayer, given| of.layer().output_dtype(given, of.compute_dtype());
+    // The sum is in the dtype of the branch's output.
+    let dtype = output_dtype(branch, output_dtype(norm, x.dtype()));
+    let x = &norm.layer().cast_input(x, dtype)?;
     let norm = norm.compute(x)?;
     norm.layer.note_output(x, &norm.output)?;
     save_for_backward(&[&norm.output]);

@@ -81,14 +81,19 @@ impl Rope {
         device: &Device,
     ) -> Result<Angles> {
         let dtype = accumulation_dtype(dtype);
+        // f32 counts positions up to here exactly.
+        const MAX_POSITIONS: usize = 1 << 24;
+        let end = offset.checked_add(n).filter(|end| *end <= MAX_POSITIONS).ok_or_else(|| {
+            Error::other(format!(
+                "rotary embedding takes positions below {MAX_POSITIONS}, got {n} from position {offset} on"
+            ))
+        })?;
         let mut tables = self.0.tables.lock().expect("no panic while making tables");
         let fits = tables.as_ref().is_some_and(|t| {
-            t.cos.dims()[0] >= offset + n
-                && t.cos.dtype() == dtype
-                && t.cos.device().same_device(device)
+            t.cos.dims()[0] >= end && t.cos.dtype() == dtype && t.cos.device().same_device(device)
         });
         if !fits {
-            *tables = Some(self.tables((offset + n).next_power_of_two(), dtype, device)?);
+            *tables = Some(self.tables(end.next_power_of_two(), dtype, device)?);
         }
         match &*tables {
             Some(t) => {

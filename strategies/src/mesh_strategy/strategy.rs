@@ -178,8 +178,8 @@ impl MeshStrategy {
             }
         }
         add("(root)", &root, Reshard::Never)?;
-        let cast = policy.param_dtype.filter(|_| policy.cast_forward_inputs).map(DType::from);
-        let casts = Casts { input: cast, output: policy.output_dtype.map(DType::from) };
+        let output = policy.output_dtype.map(DType::from);
+        let casts = Casts { inputs: policy.cast_forward_inputs, output };
         let lists = units::prefetch_lists(tree, &units)?;
         let runtime = ShardedRuntime::new(
             mesh.rank(),

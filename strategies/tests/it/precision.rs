@@ -1,7 +1,12 @@
 //! bf16: computing in it, reducing in it.
 
-use candle_core::DType;
-use fulgurite_test_support::training::{Run, Training};
+use candle_core::{D, DType, Tensor};
+use fulgurite_core::Result;
+use fulgurite_core::fabric::Fabric;
+use fulgurite_core::module::{Module as _, ModuleBuilder, ModuleInit, Unit};
+use fulgurite_core::nn::{Conv2d, Conv2dConfig, Linear, cross_entropy};
+use fulgurite_core::optim::Sgd;
+use fulgurite_test_support::training::{Run, Training, gather_weights, images, init, strategy};
 use fulgurite_transports::run_ranks;
 
 fn train(ranks: usize, config: &str, compute_dtype: DType) -> Run {
@@ -50,4 +55,119 @@ fn values_stay_in_f32() {
     let weights = &run.weights["layers.0.mlp.up_proj.weight"];
     // Bits that bf16 does not have.
     assert!(weights.iter().any(|x| x.to_bits() & 0xffff != 0));
+}
+
+/// Layers in a unit, one of candle_nn among them, and a head outside of all.
+struct Images {
+    stem: Unit<(Conv2d, candle_nn::Conv2d)>,
+    head: Linear,
+}
+
+impl Images {
+    fn new(b: &ModuleBuilder) -> Result<Self> {
+        let config = Conv2dConfig { padding: [1; 2], ..Conv2dConfig::default() };
+        let stem = b.unit("stem", |b| {
+            let own = Conv2d::new(&b.pp("own"), 1, 4, [3, 3], config)?;
+            let theirs =
+                candle_nn::conv2d(1, 4, 3, Default::default(), b.pp("theirs").var_builder());
+            Ok((own, theirs?))
+        })?;
+        Ok(Self { stem, head: Linear::with_bias(&b.pp("head"), 9, 3)? })
+    }
+
+    fn forward(&self, images: &Tensor) -> Result<Tensor> {
+        let x = self.stem.call(images, |(own, theirs), x| {
+            let theirs = candle_core::Module::forward(theirs, x)?;
+            let own = own.forward(x)?.flatten_from(2)?.mean(2)?;
+            let x = Tensor::cat(&[own, theirs.flatten_from(2)?.mean(2)?], 1)?;
+            Ok(Tensor::cat(&[&x, &x.narrow(1, 0, 1)?], 1)?)
+        })?;
+        self.head.forward(&x)
+    }
+}
+
+/// Losses and weights of a training whose images are in one of `given`, for the unit and for the head, and are
+/// cast by hand to what the model computes in if `by_hand`.
+fn train_on_images(
+    ranks: usize,
+    config: &str,
+    (dtype, compute_dtype): (DType, DType),
+    given: [DType; 2],
+    by_hand: bool,
+) -> Run {
+    let mut runs = run_ranks(ranks, |world| {
+        let (rank, size) = (world.rank(), world.size());
+        let init = ModuleInit { dtype, compute_dtype, ..init(config)? };
+        let mut fabric = Fabric::new(world, strategy(config)?, init, 5)?;
+        let (model, mut optimizer) =
+            fabric.setup(Images::new, &Sgd { lr: 0.1, ..Sgd::default() })?;
+        let mut losses = Vec::new();
+        for step in 0..4 {
+            let (images, labels) = images(step, rank, size)?;
+            let give = |x: &Tensor, dtype: DType| -> Result<Tensor> {
+                let x = x.to_dtype(dtype)?;
+                Ok(if by_hand { x.to_dtype(compute_dtype)? } else { x })
+            };
+            let rows = give(&images.flatten_from(1)?.narrow(D::Minus1, 0, 9)?, given[1])?;
+            let logits = model.forward(&give(&images, given[0])?)?;
+            let logits = (logits + model.head.forward(&rows)?)?;
+            fabric.backward(&cross_entropy(&logits, &labels)?)?;
+            losses.push(fabric.step_totals(&[])?.mean());
+            optimizer.step()?;
+        }
+        let weights = gather_weights(fabric.module_tree()?, &**fabric.world())?;
+        let averages = std::collections::BTreeMap::new();
+        Ok(Run { losses, norms: vec![], weights, averages })
+    })
+    .unwrap_or_else(|error| panic!("{config}, {compute_dtype:?} of {given:?}: {error}"));
+    runs.swap_remove(0)
+}
+
+/// Each `trainer.precision`, with pictures and rows in f32 as data sets give them, in f64 as from numpy, and in
+/// what the model computes in.
+#[test]
+fn floats_of_any_dtype_are_cast_at_the_border() {
+    use DType::{BF16, F16, F32, F64};
+    let strategies = [
+        (1, r#"{"type": "single_device"}"#),
+        (2, r#"{"type": "ddp"}"#),
+        (2, r#"{"type": "fsdp"}"#),
+        (2, r#"{"type": "fsdp", "activation_checkpointing": "full"}"#),
+    ];
+    for precision in [(F32, F32), (F32, BF16), (F32, F16), (BF16, BF16), (F16, F16), (F64, F64)] {
+        for (ranks, config) in strategies {
+            for given in [[F32, F64], [F64, F32]] {
+                let run = train_on_images(ranks, config, precision, given, false);
+                let by_hand = train_on_images(ranks, config, precision, given, true);
+                assert_eq!(run, by_hand, "{config}, {precision:?} of {given:?}");
+                assert!(run.losses[3] < run.losses[0], "{config}, {precision:?}: {:?}", run.losses);
+            }
+        }
+    }
+}
+
+/// As FSDP2's `cast_forward_inputs = False`: candle's layers get what they cannot compute, and layers of `nn` cast.
+#[test]
+fn a_policy_leaves_the_inputs_of_units_to_their_layers() {
+    let seen = |config: &str| {
+        let seen = run_ranks(2, |world| {
+            let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 5)?;
+            let unit = fabric.setup_module(|b| b.unit("unit", |b| Linear::new(b, 36, 2)))?;
+            let x = Tensor::ones((1, 36), DType::F32, &candle_core::Device::Cpu)?;
+            let dtypes = unit.call(&x, |linear, x| {
+                let y = linear.forward(x)?;
+                Ok((x.zeros_like()?.detach(), y))
+            })?;
+            Ok([dtypes.0.dtype(), dtypes.1.dtype()])
+        });
+        seen.unwrap()[0]
+    };
+    let policy = |casts: bool| {
+        format!(
+            r#"{{"type": "fsdp",
+                "mixed_precision": {{"param_dtype": "bf16", "cast_forward_inputs": {casts}}}}}"#
+        )
+    };
+    assert_eq!(seen(&policy(true)), [DType::BF16; 2]);
+    assert_eq!(seen(&policy(false)), [DType::F32, DType::BF16]);
 }

@@ -177,13 +177,13 @@ impl ModuleBuilder {
         }
         let model = self.init.compute_dtype;
         let compute_dtype = dtypes::of_unit(&self.init.module_dtypes, &path).unwrap_or(model);
-        let casts = (compute_dtype != model).then_some([compute_dtype, model]);
         let handle = {
             let mut tree = self.tree();
             if tree.units.len() >= MAX_PARTS {
                 return Err(too_many(path, "units"));
             }
-            let handle = UnitHandle::new(tree.units.len(), path.clone(), kind_of::<M>(), casts);
+            let dtypes = [compute_dtype, model];
+            let handle = UnitHandle::new(tree.units.len(), path.clone(), kind_of::<M>(), dtypes);
             tree.units.push(handle.clone());
             handle
         };

@@ -23,9 +23,10 @@ pub trait UnitHooks: Send + Sync {
     /// Before the unit's backward: its parameters must have values when this returns.
     fn pre_backward(&self, unit: &UnitHandle) -> Result<()>;
 
-    /// dtype that a floating-point input is cast to; `None` leaves it.
-    fn input_dtype(&self) -> Option<DType> {
-        None
+    /// Whether floating-point inputs are cast to the dtype that the unit computes in. Layers in a unit
+    /// whose inputs are left cast what they get themselves.
+    fn casts_inputs(&self) -> bool {
+        true
     }
 
     /// dtype that the output is cast to; `None` leaves it.
@@ -42,8 +43,10 @@ struct UnitInner {
     index: usize,
     path: String,
     kind: &'static str,
-    /// What it casts its input and its output to, if it computes in another dtype than the model.
-    casts: Option<[DType; 2]>,
+    /// The dtype that it computes in.
+    compute_dtype: DType,
+    /// The model's compute dtype, if that is another one.
+    model_dtype: Option<DType>,
     hooks: RwLock<Option<Arc<dyn UnitHooks>>>,
     /// Whether and how it is gathered on its own.
     fully_shard: RwLock<Option<FullyShard>>,
@@ -69,13 +72,14 @@ impl UnitHandle {
         index: usize,
         path: String,
         kind: &'static str,
-        casts: Option<[DType; 2]>,
+        [compute_dtype, model]: [DType; 2],
     ) -> Self {
         Self(Arc::new(UnitInner {
             index,
             path,
             kind,
-            casts,
+            compute_dtype,
+            model_dtype: (compute_dtype != model).then_some(model),
             hooks: RwLock::default(),
             fully_shard: RwLock::default(),
             prefetch: Default::default(),
@@ -243,7 +247,7 @@ impl UnitHandle {
     /// `detect_anomaly` in that of an output that is not finite.
     fn locate<A: Activations>(&self, result: Result<A>) -> Result<A> {
         let y =
-            result.map_err(|error| activations::explain_shapes(error).in_module(self.path()))?;
+            result.map_err(|error| activations::explain_mismatch(error).in_module(self.path()))?;
         if detects_anomalies() {
             y.map_tensors(&mut |y| match anomaly(y)? {
                 None => Ok(y.clone()),
@@ -279,37 +283,31 @@ struct Casts {
 }
 
 impl Casts {
-    /// The unit's own, if it computes in another dtype than the model; an output that the strategy casts is in that dtype all
-    /// the same.
+    /// A unit that computes in another dtype than the model casts its inputs whatever the strategy says;
+    /// the strategy's output dtype comes before the model's.
     fn of(unit: &UnitHandle, hooks: Option<&dyn UnitHooks>) -> Self {
-        let [input, output] = unit.0.casts.map_or([None; 2], |casts| casts.map(Some));
+        let UnitInner { compute_dtype, model_dtype, .. } = &*unit.0;
+        let casts = model_dtype.is_some() || hooks.is_none_or(UnitHooks::casts_inputs);
         Self {
-            input: input.or_else(|| hooks.and_then(UnitHooks::input_dtype)),
-            output: hooks.and_then(UnitHooks::output_dtype).or(output),
+            input: casts.then_some(*compute_dtype),
+            output: hooks.and_then(UnitHooks::output_dtype).or(*model_dtype),
         }
     }
 
-    fn input<A: Activations>(self, x: &A) -> Result<A> {
-        x.map_tensors(&mut |x| cast(x, self.input))
+    /// Calls `f` with the input as the unit takes it.
+    fn with_input<A: Activations, R>(self, x: &A, f: impl FnOnce(&A) -> Result<R>) -> Result<R> {
+        match self.input {
+            None => f(x),
+            Some(dtype) => f(&x.map_tensors(&mut |x| activations::cast(x, dtype, "a unit"))?),
+        }
     }
 
     fn output<B: Activations>(self, y: B) -> Result<B> {
         match self.output {
             None => Ok(y),
-            output => y.map_tensors(&mut |y| cast(y, output)),
+            Some(dtype) => y.map_tensors(&mut |y| activations::cast(y, dtype, "a unit")),
         }
     }
-}
-
-fn cast(x: &Tensor, dtype: Option<DType>) -> Result<Tensor> {
-    Ok(match dtype {
-        Some(dtype) if x.dtype().is_float() && x.dtype() != dtype => {
-            let y = x.to_dtype(dtype)?;
-            activations::propagate(&activations::lookup(x, "a unit")?, &y);
-            y
-        }
-        _ => x.clone(),
-    })
 }
 
 /// A module that is worth gathering as one, a transformer block for instance. Made by
@@ -381,10 +379,8 @@ impl<M> Unit<M> {
         let hooks = self.handle.hooks();
         let (unit, module) = (self.handle.clone(), self.module.clone());
         let casts = Casts::of(&unit, hooks.as_deref());
-        let compute = move |x: &A| match casts.input {
-            None => casts.output(unit.locate(f(&module, x))?),
-            Some(_) => casts.output(unit.locate(f(&module, &casts.input(x)?))?),
-        };
+        let compute =
+            move |x: &A| casts.output(unit.locate(casts.with_input(x, |x| f(&module, x)))?);
         recompute::call(&self.handle, hooks, x, compute)
     }
 
@@ -411,17 +407,12 @@ impl<M> Unit<M> {
         {
             let casts = Casts::of(&self.handle, hooks.as_deref());
             return offloaded_graph::call(&self.handle, hooks, x, to, |x| {
-                casts.output(self.handle.locate(f(&self.module, &casts.input(x)?))?)
+                casts.output(self.handle.locate(casts.with_input(x, |x| f(&self.module, x)))?)
             });
         }
         let casts = Casts::of(&self.handle, hooks.as_deref());
-        let compute = || {
-            let y = match casts.input {
-                None => f(&self.module, x),
-                Some(_) => f(&self.module, &casts.input(x)?),
-            };
-            casts.output(self.handle.locate(y)?)
-        };
+        let compute =
+            || casts.output(self.handle.locate(casts.with_input(x, |x| f(&self.module, x)))?);
         let Some(hooks) = hooks else { return compute() };
         hooks.pre_forward(&self.handle)?;
         let y = compute()?;

@@ -9,7 +9,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, Weak};
 
-use candle_core::{Tensor, TensorId};
+use candle_core::{DType, Tensor, TensorId};
 
 use super::Layout;
 use super::layer::PlanRecord;
@@ -152,6 +152,19 @@ pub(crate) fn propagate(activation: &Option<Arc<Activation>>, to: &Tensor) {
     }
 }
 
+/// `x` in `dtype`, in the graph and with its layout. Integers stay as they are. `user` is for messages.
+///
+/// # Errors
+/// As [`lookup`], and if candle cannot cast it.
+pub(crate) fn cast(x: &Tensor, dtype: DType, user: &str) -> Result<Tensor> {
+    if !x.dtype().is_float() || x.dtype() == dtype {
+        return Ok(x.clone());
+    }
+    let y = x.to_dtype(dtype)?;
+    propagate(&lookup(x, user)?, &y);
+    Ok(y)
+}
+
 /// Makes `y`, if it is a part and no graph is recorded, the leaf of a graph of its own, so that what
 /// candle's operations compute from it can be traced. `y` must not share its memory. If there will be no
 /// backward, only parts of the last dimension (logits) become leaves: with parts of the sequence the
@@ -285,13 +298,22 @@ pub fn check_loss(loss: &Tensor) -> Result<()> {
     }
 }
 
-/// Adds the last layouts of a tensor-parallel plan's layers to candle's error about shapes that do not
-/// fit, for a part of an activation and a whole one differ in shape. Returns other errors, and those
-/// without such a plan, unchanged.
-pub fn explain_shapes(error: Error) -> Error {
+/// Adds advice to candle's errors about operands that do not fit. To those about shapes, the last layouts of
+/// a tensor-parallel plan's layers, for a part of an activation and a whole one differ in shape; to those
+/// about dtypes, where they come from. Returns other errors unchanged.
+pub fn explain_mismatch(error: Error) -> Error {
     let Error::Candle(candle, at) = &error else { return error };
     let text = candle.to_string();
     let text = text.lines().next().unwrap_or_default();
+    if text.starts_with("dtype mismatch") {
+        return Error::other(format!(
+            "{text} (at {}:{}): candle's operations take operands of one dtype. Layers give their output in \
+             the dtype that they compute in (`trainer.precision`), whatever that of their input is: cast one \
+             of the two with `to_dtype`, for a loss the output to that of the targets",
+            at.file(),
+            at.line()
+        ));
+    }
     let layouts = with_layouts(|layouts| {
         let known = |id: &TensorId| layouts.known.get(id).cloned();
         let mut latest = layouts.order.iter().rev().filter_map(known);
@@ -314,7 +336,7 @@ pub fn explain_shapes(error: Error) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::{DType, Device, Var};
+    use candle_core::{Device, Var};
 
     use super::*;
     use crate::autograd::function;

@@ -170,30 +170,40 @@ impl LayerHandle {
         self.0.keeps_fp32.store(true, Ordering::Relaxed);
     }
 
-    /// The input in f32 if the layer [keeps it](Self::keeps_fp32), in the graph; otherwise as it is.
+    /// The layer's input in `dtype`, which the layer computes in: an input of another floating-point
+    /// dtype is cast, in the graph, so that its gradient is cast back. Integers stay as they are.
     ///
     /// # Errors
     /// If candle cannot cast it.
-    pub fn cast_input(&self, x: &Tensor) -> Result<Tensor> {
-        match self.keeps_fp32() && x.dtype().is_float() {
-            true => Ok(x.to_dtype(DType::F32)?),
-            false => Ok(x.clone()),
+    pub fn cast_input(&self, x: &Tensor, dtype: DType) -> Result<Tensor> {
+        self.run(|| activations::cast(x, dtype, &format!("`{}`", self.path())))
+    }
+
+    /// The dtype of the layer's output, if it computes in `dtype` and gets an input in `given`: `dtype`,
+    /// or the half precision of the input if the layer [keeps f32](Self::keeps_fp32).
+    pub fn output_dtype(&self, given: DType, dtype: DType) -> DType {
+        match self.keeps_fp32() && matches!(given, DType::BF16 | DType::F16) {
+            true => given,
+            false => dtype,
         }
     }
 
-    /// The output of the layer's `forward`, in the input's dtype also if the layer computes in
-    /// [f32](Self::keeps_fp32). In the graph.
+    /// The output of the layer's `forward`, which computes in `dtype`: the input is
+    /// [cast](Self::cast_input) to that, and the output to the [dtype](Self::output_dtype) of the layers
+    /// around. In the graph.
     ///
     /// # Errors
     /// Those of `forward`.
     pub fn in_own_dtype(
         &self,
         x: &Tensor,
+        dtype: DType,
         forward: impl FnOnce(&Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        match self.keeps_fp32() && x.dtype() != DType::F32 {
-            true => Ok(forward(&self.cast_input(x)?)?.to_dtype(x.dtype())?),
-            false => forward(x),
+        let y = forward(&self.cast_input(x, dtype)?)?;
+        match self.output_dtype(x.dtype(), dtype) {
+            own if own == dtype => Ok(y),
+            around => Ok(y.to_dtype(around)?),
         }
     }
 

@@ -39,7 +39,7 @@ mod sharding;
 mod style;
 
 pub use activations::check_loss;
-pub use activations::{describe_layout, explain_shapes};
+pub use activations::{describe_layout, explain_mismatch};
 pub use context::ContextParallel;
 pub use layer::{LayerHandle, record_function};
 pub(crate) use layer::{LayerParallel, PlanRecord, SequenceLength};

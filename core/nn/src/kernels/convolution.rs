@@ -10,6 +10,7 @@ use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::gemm::{Mat, Threads, gemm};
 use crate::host::{Float as _, host, tensor, with_float};
 use crate::{Error, Result};
+use fulgurite_engine::shard::checked_elem_count;
 
 /// The shape of a convolution; each pair is of height and width.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -51,12 +52,38 @@ impl Sizes {
 }
 
 impl Convolution {
+    /// Elements that a window covers along a dimension, and the padding of both sides; `None` if they are
+    /// more than can be counted.
+    fn extent(&self, dim: usize) -> Option<[usize; 2]> {
+        let window = self.dilation[dim].checked_mul(self.kernel[dim] - 1)?.checked_add(1)?;
+        Some([window, self.padding[dim].checked_mul(2)?])
+    }
+
+    fn too_large(&self) -> Error {
+        let Self { kernel, padding, dilation, .. } = self;
+        Error::other(format!(
+            "kernel {kernel:?}, dilation {dilation:?} and padding {padding:?} make windows or inputs larger \
+             than can be counted"
+        ))
+    }
+
+    /// Checks that the sizes, whose kernel is at least 1, can be computed with.
+    ///
+    /// # Errors
+    /// If they are more than can be counted.
+    pub(crate) fn check(&self) -> Result<()> {
+        match (self.extent(0), self.extent(1)) {
+            (Some(_), Some(_)) => Ok(()),
+            _ => Err(self.too_large()),
+        }
+    }
+
     fn sizes(&self, x: &Tensor, weight: &Tensor) -> Result<Sizes> {
         let (batch, channels, height, width) = x.dims4()?;
-        let padded = [height + 2 * self.padding[0], width + 2 * self.padding[1]];
-        let mut output = [0; 2];
+        let (mut padded, mut output) = ([height, width], [0; 2]);
         for i in 0..2 {
-            let window = self.dilation[i] * (self.kernel[i] - 1) + 1;
+            let [window, padding] = self.extent(i).ok_or_else(|| self.too_large())?;
+            padded[i] = padded[i].checked_add(padding).ok_or_else(|| self.too_large())?;
             let Some(room) = padded[i].checked_sub(window) else {
                 return Err(Error::other(format!(
                     "a window of {window} elements (kernel {}, dilation {}) is larger than the input, \
@@ -71,7 +98,8 @@ impl Convolution {
             output[i] = room / self.stride[i] + 1;
         }
         let sizes = Sizes { batch, channels, padded, output, out_channels: weight.dim(0)? };
-        if u32::try_from(sizes.padded_len()).is_err() {
+        let padded_len = checked_elem_count(&[batch, padded[0], padded[1]]);
+        if padded_len.is_none_or(|len| u32::try_from(len).is_err()) {
             return Err(Error::other(format!(
                 "a convolution takes up to {} positions of a batch at once, got a tensor of shape {:?}; \
                  use a smaller batch",

@@ -1,6 +1,9 @@
-//! Layers: their gradients, and optimizer state in bf16.
+//! Layers: their gradients, sizes that they do not take, and optimizer state in bf16.
 
 #![allow(clippy::disallowed_methods, reason = "tests read tensors")]
 
 mod bf16_state;
+mod candle;
 mod gradients;
+mod reports;
+mod sizes;

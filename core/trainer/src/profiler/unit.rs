@@ -54,8 +54,8 @@ impl UnitHooks for ProfiledUnit {
         self.inner.as_ref().map_or(Ok(()), |inner| inner.pre_backward(unit))
     }
 
-    fn input_dtype(&self) -> Option<DType> {
-        self.inner.as_ref()?.input_dtype()
+    fn casts_inputs(&self) -> bool {
+        self.inner.as_ref().is_none_or(|inner| inner.casts_inputs())
     }
 
     fn output_dtype(&self) -> Option<DType> {

@@ -17,7 +17,7 @@ use fulgurite_engine::collective::ReduceOp;
 use fulgurite_engine::data::{EvalSampler, Samples, Split};
 use fulgurite_engine::execution::read;
 use fulgurite_engine::mesh::DP_CP;
-use fulgurite_engine::parallel::explain_shapes;
+use fulgurite_engine::parallel::explain_mismatch;
 use fulgurite_launch::Interruption;
 
 /// What a validation or a test came to, equal on all ranks.
@@ -337,7 +337,7 @@ impl Session {
                     Split::Test => "test_step",
                     Split::Predict => "predict_step",
                 };
-                explain_shapes(error).during(format_args!("in {step} of batch {index}"))
+                explain_mismatch(error).during(format_args!("in {step} of batch {index}"))
             })?;
             self.show_evaluation(&what, index + 1, batches);
             self.batch_hook(hooks.batch_end, index)?;

@@ -13,7 +13,7 @@ use fulgurite_engine::autograd::detect_anomaly;
 use fulgurite_engine::data::StepSamples;
 use fulgurite_engine::module::ForwardScope;
 use fulgurite_engine::optim::Interval;
-use fulgurite_engine::parallel::explain_shapes;
+use fulgurite_engine::parallel::explain_mismatch;
 use fulgurite_engine::strategy::Loss;
 
 /// How a step ended.
@@ -160,7 +160,7 @@ impl Session {
             let _scope = ForwardScope { is_padding, ..scope }.enter();
             let _phase = fabric.phase("forward");
             forward().map_err(|error| {
-                explain_shapes(error).during(format_args!("in training_step of step {step}"))
+                explain_mismatch(error).during(format_args!("in training_step of step {step}"))
             })
         })?;
         if logged.is_padding { loss.ignored() } else { Ok(loss) }

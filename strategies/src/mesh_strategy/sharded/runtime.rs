@@ -16,9 +16,9 @@ use super::group::{GradShards, Member, ParamGroup, Reduction, Replication};
 use super::log::Log;
 use crate::schedule::fsdp::{Action, Event, Prefetch, ReduceScope, Schedule};
 
-/// dtypes that a unit's input and output are cast to.
+/// How a unit's inputs and outputs are cast.
 pub(in crate::mesh_strategy) struct Casts {
-    pub(in crate::mesh_strategy) input: Option<DType>,
+    pub(in crate::mesh_strategy) inputs: bool,
     pub(in crate::mesh_strategy) output: Option<DType>,
 }
 
@@ -280,8 +280,8 @@ impl UnitHooks for ShardedRuntime {
         self.on_unit(unit, |group| Event::PreBackward { group })
     }
 
-    fn input_dtype(&self) -> Option<DType> {
-        self.casts.input
+    fn casts_inputs(&self) -> bool {
+        self.casts.inputs
     }
 
     fn output_dtype(&self) -> Option<DType> {

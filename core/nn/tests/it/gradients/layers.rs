@@ -295,7 +295,7 @@ fn wrong_inputs_are_explained() {
         @"module `norm`: expected a last dimension of 3, got [2, 4]"
     );
     insta::assert_snapshot!(
-        linear.forward(&randn("x", &[2, 3]).to_dtype(DType::F32).unwrap()).unwrap_err(),
-        @"module `up`: expected an input in F64, in which the layer computes, got one in F32; cast it, or let a unit with mixed precision do it"
+        linear.forward(&randn("x", &[2, 3]).to_dtype(DType::U32).unwrap()).unwrap_err(),
+        @"module `up`: expected an input of floating-point numbers, which it casts to F64, got U32: cast integers with `to_dtype` (pixels are usually scaled, ids go through an `Embedding`)"
     );
 }

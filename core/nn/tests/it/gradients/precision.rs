@@ -1,8 +1,8 @@
 //! f32 against f64, and bf16 and f16 against f32: the same layers, looser numbers.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use fulgurite_core::Result;
-use fulgurite_core::module::{Module, ModuleBuilder};
+use fulgurite_core::module::{ForwardScope, Module, ModuleBuilder};
 use fulgurite_core::nn::*;
 
 use super::harness::{Params, Run, analytic, assert_same, builder, randn};
@@ -104,6 +104,114 @@ fn buffers_of_another_dtype() {
     for (dtype, tolerance) in [(DType::F64, 1e-6), (DType::BF16, 2e-2)] {
         for (got, want) in grads(dtype).iter().zip(&want) {
             super::harness::assert_close("buffer", got, want, tolerance);
+        }
+    }
+}
+
+/// A layer, and the shape of an input.
+type Case = (&'static [usize], Build);
+
+struct Function<F>(F);
+
+impl<F: Fn(&Tensor) -> Result<Tensor>> Module for Function<F> {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        (self.0)(x)
+    }
+}
+
+fn function(f: impl Fn(&Tensor) -> Result<Tensor> + 'static) -> Result<Box<dyn Module>> {
+    Ok(Box::new(Function(f)))
+}
+
+fn attention() -> AttentionConfig {
+    AttentionConfig {
+        hidden_size: 8,
+        num_heads: 4,
+        num_kv_heads: 2,
+        head_dim: 2,
+        qkv_bias: true,
+        rope: Some(Rope::new(2, 1e4).unwrap()),
+        init: None,
+    }
+}
+
+/// Every layer that computes with floats of its own.
+const LAYERS: [Case; 13] = [
+    (&[2, 3, 8], |b| Ok(Box::new(Linear::with_bias(b, 8, 6)?))),
+    (&[2, 3, 8], |b| Ok(Box::new(RmsNorm::new(b, 8, 1e-6)?))),
+    (&[2, 3, 8], |b| Ok(Box::new(LayerNorm::new(b, 8, 1e-6)?))),
+    (&[2, 4, 3], |b| Ok(Box::new(BatchNorm::new(b, 4)?))),
+    (&[2, 4, 3], |b| Ok(Box::new(GroupNorm::new(b, 2, 4, 1e-6)?))),
+    (&[2, 2, 5], |b| Ok(Box::new(Conv1d::new(b, 2, 3, 3, Conv1dConfig::default())?))),
+    (&[2, 2, 4, 5], |b| Ok(Box::new(Conv2d::new(b, 2, 3, [3, 2], Conv2dConfig::default())?))),
+    (&[2, 3, 8], |b| Ok(Box::new(SwiGluMlp::new(b, 8, 12)?))),
+    (&[2, 3, 8], |b| Ok(Box::new(GeluMlp::new(b, 8, 12)?))),
+    (&[2, 3, 8], |b| Ok(Box::new(CausalSelfAttention::new(b, &attention())?))),
+    (&[2, 3, 8], |b| {
+        Ok(Box::new(MultiHeadAttention::new(b, &MultiHeadAttentionConfig::new(8, 2))?))
+    }),
+    (&[2, 3, 8], |b| {
+        let norm = RmsNorm::new(&b.pp("norm"), 8, 1e-6)?;
+        let mlp = GeluMlp::new(&b.pp("mlp"), 8, 12)?;
+        function(move |x| {
+            let (y, sum) = norm.forward_residual(x, x)?;
+            residual(&(y + sum)?, &norm, &mlp)
+        })
+    }),
+    (&[2, 3, 8], |b| {
+        let head = Linear::with_bias(b, 8, 5)?;
+        function(move |x| {
+            let targets = Tensor::new(&[[1i64, 2, -100], [0, 4, 3]], &Device::Cpu)?;
+            Ok(linear_cross_entropy(&head, x, &targets)?.sum().clone())
+        })
+    }),
+];
+
+#[test]
+fn inputs_in_other_floats_are_cast_and_their_gradients_back() {
+    let scope = ForwardScope { training: true, ..ForwardScope::default() };
+    for (at, (shape, build)) in LAYERS.into_iter().enumerate() {
+        for dtype in [DType::BF16, DType::F16, DType::F32, DType::F64] {
+            let b = builder(dtype);
+            let layer = build(&b.pp("layer")).unwrap();
+            let params = Params::new(&b);
+            for given in [DType::BF16, DType::F16, DType::F32, DType::F64] {
+                let x = randn("x", shape).to_dtype(given).unwrap();
+                let run = |cast: bool| {
+                    analytic(std::slice::from_ref(&x), &params, &|x: &[Tensor]| {
+                        let x = if cast { x[0].to_dtype(dtype)? } else { x[0].clone() };
+                        layer.forward(&x)
+                    })
+                };
+                let what = format!("layer {at} in {dtype:?}, input in {given:?}");
+                let (own, by_hand) = scope.clone().run(|| (run(false), run(true)));
+                assert_same(&what, &own, &by_hand, 0.0);
+                assert!(own.params.iter().all(Option::is_some), "{what}");
+                let x = Var::from_tensor(&x).unwrap();
+                let y = scope.clone().run(|| layer.forward(&x)).unwrap();
+                let grads = y.sum_all().unwrap().backward().unwrap();
+                params.slots.iter().for_each(|p| drop(params.take(p)));
+                assert_eq!(grads.get(&x).unwrap().dtype(), given, "{what}");
+                if y.rank() > 0 {
+                    assert_eq!(y.dtype(), dtype, "{what}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn integers_are_not_taken_for_activations() {
+    let scope = ForwardScope { training: true, ..ForwardScope::default() };
+    for (at, (shape, build)) in LAYERS.into_iter().enumerate() {
+        let b = builder(DType::F32);
+        let layer = build(&b.pp("layer")).unwrap();
+        let _params = Params::new(&b);
+        for dtype in [DType::U8, DType::U32, DType::I64] {
+            let x = Tensor::ones(shape, dtype, &Device::Cpu).unwrap();
+            let error = scope.clone().run(|| layer.forward(&x)).unwrap_err().to_string();
+            assert!(error.starts_with("module `layer"), "layer {at}: {error}");
+            assert!(error.contains(&format!("got {dtype:?}")), "layer {at}: {error}");
         }
     }
 }

@@ -1,0 +1,138 @@
+//! Pooling.
+
+use candle_core::Tensor;
+
+use super::kernels::pooling::Windows;
+use crate::{Error, Result};
+use fulgurite_engine::module::Module;
+use fulgurite_engine::parallel::record_function;
+
+/// The options of a [`MaxPool2d`], with PyTorch's defaults. Each pair is of height and width.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MaxPool2dConfig {
+    /// Steps between windows. By default the kernel, so that windows do not overlap.
+    pub stride: Option<[usize; 2]>,
+    /// Elements on both sides that no window picks, at most half of the kernel. By default 0.
+    pub padding: [usize; 2],
+}
+
+/// The options of an [`AvgPool2d`], with PyTorch's defaults. Each pair is of height and width.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AvgPool2dConfig {
+    /// Steps between windows. By default the kernel, so that windows do not overlap.
+    pub stride: Option<[usize; 2]>,
+    /// Zeros on both sides, at most half of the kernel. By default 0.
+    pub padding: [usize; 2],
+    /// Whether the zeros of the padding count as elements of a window. By default yes.
+    pub count_include_pad: bool,
+}
+
+impl Default for AvgPool2dConfig {
+    fn default() -> Self {
+        Self { stride: None, padding: [0; 2], count_include_pad: true }
+    }
+}
+
+/// The largest element of each window, from `[batch, channels, height, width]` to
+/// `[batch, channels, rows, columns]`, with `rows = (height + 2 padding - kernel) / stride + 1`.
+///
+/// The gradient goes to the element that was picked, the first of several. (candle's own `max_pool2d` has
+/// a gradient that is too small by the number of a window's elements.)
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fulgurite_core::module::Module;
+/// use fulgurite_core::nn::{MaxPool2d, MaxPool2dConfig};
+///
+/// let pool = MaxPool2d::new([2, 2], MaxPool2dConfig::default())?;
+/// let x = Tensor::arange(0f32, 16.0, &Device::Cpu)?.reshape((1, 1, 4, 4))?;
+/// assert_eq!(pool.forward(&x)?.flatten_all()?.to_vec1::<f32>()?, [5.0, 7.0, 13.0, 15.0]);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MaxPool2d(Windows);
+
+/// The mean of each window. Shapes are those of [`MaxPool2d`].
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fulgurite_core::module::Module;
+/// use fulgurite_core::nn::{AvgPool2d, AvgPool2dConfig};
+///
+/// let config = AvgPool2dConfig { stride: Some([2, 2]), padding: [1, 1], ..AvgPool2dConfig::default() };
+/// let pool = AvgPool2d::new([3, 3], config)?;
+/// let x = Tensor::ones((8, 16, 32, 32), DType::F32, &Device::Cpu)?;
+/// assert_eq!(pool.forward(&x)?.dims(), [8, 16, 16, 16]);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AvgPool2d {
+    windows: Windows,
+    count_padding: bool,
+}
+
+impl MaxPool2d {
+    /// A pooling with windows of `kernel` (height and width).
+    ///
+    /// # Errors
+    /// If kernel or stride are 0, or the padding is more than half of the kernel.
+    pub fn new(kernel: [usize; 2], config: MaxPool2dConfig) -> Result<Self> {
+        windows("MaxPool2d", kernel, config.stride, config.padding).map(Self)
+    }
+}
+
+impl AvgPool2d {
+    /// A pooling with windows of `kernel` (height and width).
+    ///
+    /// # Errors
+    /// If kernel or stride are 0, or the padding is more than half of the kernel.
+    pub fn new(kernel: [usize; 2], config: AvgPool2dConfig) -> Result<Self> {
+        let AvgPool2dConfig { stride, padding, count_include_pad } = config;
+        let windows = windows("AvgPool2d", kernel, stride, padding)?;
+        Ok(Self { windows, count_padding: count_include_pad })
+    }
+}
+
+/// The windows, checked.
+fn windows(
+    kind: &str,
+    kernel: [usize; 2],
+    stride: Option<[usize; 2]>,
+    padding: [usize; 2],
+) -> Result<Windows> {
+    let stride = stride.unwrap_or(kernel);
+    // Larger than any image, and small enough to be added to its sides.
+    const MAX: usize = u32::MAX as usize;
+    if [kernel, stride].as_flattened().iter().any(|size| !(1..=MAX).contains(size)) {
+        return Err(Error::other(format!(
+            "{kind}: kernel {kernel:?} and stride {stride:?} must be from 1 to {MAX}"
+        )));
+    }
+    if (0..2).any(|i| padding[i] > kernel[i] / 2) {
+        return Err(Error::other(format!(
+            "{kind}: padding {padding:?} must be at most half of the kernel {kernel:?}, so that every window has \
+             elements of the input"
+        )));
+    }
+    Ok(Windows { kernel, stride, padding })
+}
+
+impl Module for MaxPool2d {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let sizes = self.0.sizes(x)?;
+        let (y, picked) = self.0.max(x, &sizes)?;
+        record_function(&[x], y, move |_, grad| {
+            Ok(vec![Some(Windows::max_backward(&sizes, &picked, grad)?)])
+        })
+    }
+}
+
+impl Module for AvgPool2d {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let (Self { windows, count_padding }, sizes) = (*self, self.windows.sizes(x)?);
+        let y = windows.mean(x, &sizes, count_padding)?;
+        record_function(&[x], y, move |_, grad| {
+            Ok(vec![Some(windows.mean_backward(&sizes, count_padding, grad)?)])
+        })
+    }
+}

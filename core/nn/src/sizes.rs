@@ -1,0 +1,14 @@
+//! What constructors of layers check of sizes.
+
+use crate::{Error, Result};
+use fulgurite_engine::module::ModuleBuilder;
+
+/// Checks that the sizes of the layer at the builder's path are at least 1. Each has a name for the message.
+pub(super) fn check_sizes(b: &ModuleBuilder, sizes: &[(&str, usize)]) -> Result<()> {
+    match sizes.iter().find(|(_, size)| *size == 0) {
+        None => Ok(()),
+        Some((name, _)) => {
+            Err(Error::module(b.path(), format_args!("{name} must be at least 1, got 0")))
+        }
+    }
+}
