@@ -123,15 +123,15 @@ pub enum Error {
 
     /// Trainable parameters that got no gradient in the first step.
     #[error(
-        "{} trainable parameter(s) got no gradient in the first step: {}. Either they do not \
-         take part in the loss, or an operation without a backward cut the graph (candle_nn's \
-         fused layer_norm, rms_norm, softmax_last_dim and rope do; the layers of \
-         `fulgurite::nn` do not). If it is meant, set `trainer.unused_parameters` to \"zero\" or \
-         \"ignore\"", names.len(), names.join(", ")
+        "{} trainable parameter(s) got no gradient in the first step: {}{detail}",
+        names.len(),
+        names.join(", ")
     )]
     UnusedParameters {
         /// Their FQNs, in order.
         names: Vec<String>,
+        /// Text about the causes, starting with a separator; may be empty.
+        detail: String,
     },
 
     /// A loss or gradient norm is NaN or infinite. No parameter was changed.

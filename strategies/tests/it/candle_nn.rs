@@ -8,9 +8,12 @@ use fulgurite_core::Result;
 use fulgurite_core::collective::ProcessGroup;
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::fabric::UnusedParameters;
-use fulgurite_core::module::{ModuleBuilder, Unit};
-use fulgurite_core::nn::Loss;
+use fulgurite_core::module::{Module as _, ModuleBuilder, Unit};
+use fulgurite_core::nn::{
+    self, Conv2d, Conv2dConfig, Loss, MaxPool2d, MaxPool2dConfig, cross_entropy,
+};
 use fulgurite_core::optim::AdamW;
+use fulgurite_core::parameter::{Init, Parameter};
 use fulgurite_test_support::training::{
     Classifier, Run, checkpointed, gather_weights, images, init, strategy,
 };
@@ -160,7 +163,7 @@ fn cut_step(config: &str, policy: UnusedParameters) -> Result<[[Vec<f32>; 2]; 2]
 fn gradients_that_candle_nn_loses_are_named() {
     for config in CONFIGS {
         let error = cut_step(config, UnusedParameters::Error).unwrap_err();
-        insta::allow_duplicates! { insta::assert_snapshot!(error, @r#"3 trainable parameter(s) got no gradient in the first step: body.linear.weight, body.norm.weight, body.norm.bias. Either they do not take part in the loss, or an operation without a backward cut the graph (candle_nn's fused layer_norm, rms_norm, softmax_last_dim and rope do; the layers of `fulgurite::nn` do not). If it is meant, set `trainer.unused_parameters` to "zero" or "ignore""#); }
+        insta::allow_duplicates! { insta::assert_snapshot!(error, @r#"3 trainable parameter(s) got no gradient in the first step: body.linear.weight, body.norm.weight, body.norm.bias. The loss does not depend on what was computed with them, or an operation without a backward cut the graph: candle_nn's fused layer_norm, rms_norm, softmax_last_dim and rope do, and so do `detach` and writes in place; the layers of `fulgurite::nn` do not. If that is meant, freeze what is not trained (`trainer.freeze`), or set `trainer.unused_parameters` to "zero" or "ignore""#); }
     }
 }
 
@@ -175,6 +178,99 @@ fn unused_parameters_decay_under_zero_and_stay_under_ignore() {
             assert!((a - b * (1.0 - 0.1 * 0.5)).abs() < 1e-6, "{config}: {b} became {a}");
         }
         assert_ne!(after[1], before[1], "{config}");
+    }
+}
+
+/// An operation between a convolution and a head.
+type Pool = fn(&Tensor) -> Result<Tensor>;
+
+/// The error of a step with a pooling in a unit and another one after it, if there is one.
+fn pooled(config: &str, inside: Pool, outside: Pool) -> Option<String> {
+    let step = run_ranks(1, |world| {
+        let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
+        let (model, mut optimizer) = fabric.setup(
+            |b| {
+                let conv = |b: &ModuleBuilder| {
+                    Conv2d::new(&b.pp("conv"), 1, 2, [3, 3], Conv2dConfig::default())
+                };
+                Ok((b.unit("stem", conv)?, nn::Linear::new(&b.pp("head"), 2, 3)?))
+            },
+            &AdamW::default(),
+        )?;
+        let (images, labels) = images(0, 0, 1)?;
+        let x = model.0.call(&images, move |conv, x| inside(&conv.forward(x)?))?;
+        let logits = model.1.forward(&outside(&x)?.flatten_from(2)?.mean(2)?)?;
+        fabric.backward(&cross_entropy(&logits, &labels)?)?;
+        optimizer.step()
+    });
+    step.err().map(|error| error.to_string())
+}
+
+#[test]
+fn operations_of_candle_with_wrong_gradients_are_named() {
+    let keep: Pool = |x| Ok(x.clone());
+    let theirs: Pool = |x| Ok(x.max_pool2d(2)?);
+    let own: Pool = |x| MaxPool2d::new([2, 2], MaxPool2dConfig::default())?.forward(x);
+    let remainder: Pool = |x| Ok(x.avg_pool2d(3)?);
+    let whole: Pool = |x| Ok(x.avg_pool2d(2)?);
+    for config in [
+        r#"{"type": "single_device"}"#,
+        r#"{"type": "fsdp"}"#,
+        r#"{"type": "fsdp", "activation_checkpointing": "full"}"#,
+    ] {
+        for (inside, outside) in [(theirs, keep), (keep, theirs)] {
+            let error = pooled(config, inside, outside).expect(config);
+            assert!(error.contains("candle's `max_pool2d` gives 1/4 of the gradient"), "{error}");
+        }
+        let error = pooled(config, keep, remainder).expect(config);
+        assert!(error.contains("use `AvgPool2d` of `fulgurite::nn`"), "{error}");
+        for pool in [keep, own, whole] {
+            assert_eq!(pooled(config, pool, keep), None, "{config}");
+            assert_eq!(pooled(config, keep, pool), None, "{config}");
+        }
+    }
+}
+
+/// A layer of one's own that computes with its scale, and reads its shift without a graph.
+struct Detached {
+    scale: Parameter,
+    shift: Parameter,
+    other: Parameter,
+}
+
+impl Detached {
+    fn new(b: &ModuleBuilder) -> Result<Self> {
+        Ok(Self {
+            scale: b.parameter("scale", [4], Init::ONES)?,
+            shift: b.parameter("shift", [4], Init::ONES)?,
+            other: b.parameter("other", [4], Init::ONES)?,
+        })
+    }
+}
+
+#[test]
+fn parameters_without_a_gradient_are_named_with_the_cause() {
+    let step = |config: &str, scaled: bool| {
+        let step = run_ranks(2, |world| {
+            let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
+            let (layer, mut optimizer) =
+                fabric.setup(|b| b.unit("layer", Detached::new), &AdamW::default())?;
+            let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu)?;
+            let y = layer.call(&x, move |layer, x| {
+                let scale = if scaled { layer.scale.tensor()? } else { layer.scale.value()? };
+                Ok(x.broadcast_mul(&scale)?.broadcast_add(&layer.shift.value()?)?)
+            })?;
+            fabric.backward(&Loss::new(y.sqr()?.sum_all()?, 2.0))?;
+            assert!(layer.module().other.requires_grad());
+            optimizer.step()
+        });
+        step.unwrap_err()
+    };
+    for config in [r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(step(config, true), @r#"2 trainable parameter(s) got no gradient in the first step: layer.shift, layer.other. Forward read the values of `layer.shift` with `Parameter::value`, which are detached: compute with `Parameter::tensor`, so that a gradient comes back. Forward did not use `layer.other`. If that is meant, freeze what is not trained (`trainer.freeze`), or set `trainer.unused_parameters` to "zero" or "ignore""#);
+            insta::assert_snapshot!(step(config, false), @"the loss does not depend on any trainable parameter: all are frozen, or belong to another optimizer than the one whose turn it is; the model was called inside `no_grad`, or an operation without a backward cut the graph. Forward read the values of `layer.scale` with `Parameter::value`, which are detached: compute with `Parameter::tensor`");
+        }
     }
 }
 

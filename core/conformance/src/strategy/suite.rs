@@ -213,7 +213,7 @@ impl Suite<'_> {
         let share = fabric.sampler_share()?;
         self.backward(&fabric, &model, share)?;
         let names = match fabric.audit_gradients(UnusedParameters::Error) {
-            Err(Error::UnusedParameters { names }) => names,
+            Err(Error::UnusedParameters { names, .. }) => names,
             Err(error) => return Err(error),
             Ok(()) => Vec::new(),
         };

@@ -40,15 +40,21 @@ pub(super) struct Gradient {
     sum: Mutex<Option<Tensor>>,
 }
 
+/// Whether outputs of this shape have sources. Images have them whatever their size is: what has one is known to be no
+/// operation of candle's ([`refuse_wrong_gradients`](super::refuse_wrong_gradients)).
+fn may_have_source(x: &Tensor) -> bool {
+    x.elem_count() >= FROM_ELEMENTS || x.rank() == 4
+}
+
 /// Whether an output has a source. Those of units whose activations are offloaded have none: their graph says which
 /// memory is moved.
 pub(super) fn is_for(output: &Tensor) -> bool {
-    output.elem_count() >= FROM_ELEMENTS && !matches!(GradMode::current(), GradMode::Offloading(_))
+    may_have_source(output) && !matches!(GradMode::current(), GradMode::Offloading(_))
 }
 
 /// The source of a tensor, if it is an output that has one.
 pub(super) fn source(x: &Tensor) -> Option<Arc<Source>> {
-    if x.elem_count() < FROM_ELEMENTS {
+    if !may_have_source(x) {
         return None;
     }
     sources().get(&x.id()).and_then(Weak::upgrade)

@@ -10,6 +10,7 @@ mod grad_mode;
 mod saved;
 pub mod storage;
 mod variables;
+mod wrong_gradients;
 
 pub(crate) use crate::execution::GradMode;
 pub(crate) use anomaly::anomaly;
@@ -23,3 +24,4 @@ pub use grad_mode::{is_grad_enabled, no_grad};
 pub(crate) use saved::collect_saved;
 pub use saved::save_for_backward;
 pub use variables::refuse_variables;
+pub use wrong_gradients::refuse_wrong_gradients;

@@ -9,7 +9,7 @@ use super::activation_offload::{Offload, SavedActivation};
 use super::activations::{Activations, tensors, with_tensors};
 use super::graph_alias;
 use super::unit::{UnitHandle, UnitHooks};
-use crate::autograd::{GradMode, function, functions, refuse_variables};
+use crate::autograd::{GradMode, function, functions, refuse_variables, refuse_wrong_gradients};
 use crate::execution::ExecutionContext;
 use crate::parallel::activations::{self, Activation};
 use crate::parameter::Uses;
@@ -163,6 +163,9 @@ pub(super) fn backward_of(
         of_inputs = inputs.iter().map(|x| grads.remove(x)).collect();
         if unit.checks_variables() {
             refuse_variables(&seed, &grads)?;
+            if GradMode::current().recomputes() {
+                refuse_wrong_gradients(&seed).map_err(|error| error.in_module(unit.path()))?;
+            }
         }
     }
     let or_zeros = |(grad, x): (Option<Tensor>, &&Tensor)| -> Result<Option<Tensor>> {

@@ -44,6 +44,7 @@ impl Parameter {
         if !self.takes_grad() {
             return;
         }
+        self.note_recorded();
         match GradMode::current() {
             GradMode::Enabled => self.flow().pending_uses += 1,
             GradMode::Deferred | GradMode::Offloading(_) => {

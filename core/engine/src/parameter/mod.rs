@@ -24,7 +24,7 @@ pub use buffer::{Buffer, BufferInit, BufferOptions};
 pub use grad::{GradReducer, LocalGrads, accumulation_dtype};
 pub use init::Init;
 pub(crate) use parameter::{LayerCut, ParameterSpec};
-pub use parameter::{LocalShard, Parameter};
+pub use parameter::{LocalShard, Parameter, UnusedBecause};
 pub use paused::PausedGradients;
 pub use record::record;
 pub(crate) use record::record_outputs;

@@ -84,6 +84,21 @@ pub(super) struct Inner {
     paused: AtomicBool,
     /// See [`Parameter::optimizer`].
     optimizer: AtomicUsize,
+    /// Whether its detached values were read where a backward was expected.
+    was_read: AtomicBool,
+    /// Whether a forward entered it into a graph.
+    was_recorded: AtomicBool,
+}
+
+/// Why a parameter has no gradient: [`Parameter::unused_because`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UnusedBecause {
+    /// No forward used it.
+    NotUsed,
+    /// Its values were read with [`Parameter::value`] alone, which are detached.
+    Detached,
+    /// A forward used it, or a layer of candle_nn holds it, and no gradient came back.
+    Cut,
 }
 
 impl Parameter {
@@ -105,6 +120,8 @@ impl Parameter {
             flow: Mutex::default(),
             paused: AtomicBool::new(false),
             optimizer: AtomicUsize::new(0),
+            was_read: AtomicBool::new(false),
+            was_recorded: AtomicBool::new(false),
         });
         let parameter = Self(inner);
         if parameter.0.declared.external {
@@ -280,10 +297,11 @@ impl Parameter {
     /// # Errors
     /// If the parameter has no values at the moment.
     pub fn tensor(&self) -> Result<Tensor> {
-        let value = self.value()?;
+        let value = self.detached()?;
         if !self.takes_grad() {
             return Ok(value);
         }
+        self.note_recorded();
         match GradMode::current() {
             GradMode::Disabled => Ok(value),
             GradMode::Deferred => {
@@ -308,12 +326,36 @@ impl Parameter {
         self.0.compute.get().is_some_and(|tensor| !storage::is_released(tensor))
     }
 
-    /// The parameter's values, detached: for layers that deliver the gradient themselves.
+    /// The parameter's values, **detached**: what is computed from them gives the parameter no gradient.
+    /// For layers that deliver the gradient themselves, and to look at; models compute with
+    /// [`tensor`](Self::tensor).
     ///
     /// # Errors
     /// If the parameter has no values at the moment: it was used outside its unit's forward, or
     /// before the strategy set it up.
     pub fn value(&self) -> Result<Tensor> {
+        if self.takes_grad() && GradMode::current().expects_backward() {
+            self.0.was_read.store(true, Ordering::Relaxed);
+        }
+        self.detached()
+    }
+
+    /// Why the parameter has no gradient, as far as its uses tell.
+    pub fn unused_because(&self) -> UnusedBecause {
+        let is_set = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
+        match (self.is_external() || is_set(&self.0.was_recorded), is_set(&self.0.was_read)) {
+            (true, _) => UnusedBecause::Cut,
+            (false, true) => UnusedBecause::Detached,
+            (false, false) => UnusedBecause::NotUsed,
+        }
+    }
+
+    /// Notes that a forward entered it into a graph.
+    pub(super) fn note_recorded(&self) {
+        self.0.was_recorded.store(true, Ordering::Relaxed);
+    }
+
+    fn detached(&self) -> Result<Tensor> {
         if !self.has_value() {
             return Err(Error::parameter(
                 self.fqn(),

@@ -9,7 +9,7 @@ use fulgurite_config::ConfigType;
 use fulgurite_engine::collective::{ReduceOp, all_gather_object};
 use fulgurite_engine::execution::read;
 use fulgurite_engine::mesh::TENSOR_PARALLEL;
-use fulgurite_engine::parameter::Parameter;
+use fulgurite_engine::parameter::{Parameter, UnusedBecause};
 use fulgurite_engine::shard::Placement;
 use serde::{Deserialize, Serialize};
 
@@ -30,6 +30,39 @@ impl ConfigType for UnusedParameters {
     fn describe() -> String {
         "`\"error\"`, `\"zero\"` or `\"ignore\"`".to_owned()
     }
+}
+
+/// What this rank knows of why parameters have no gradient, a sentence for each cause.
+fn causes(unused: &[&Parameter]) -> String {
+    let sentence = |cause: UnusedBecause| {
+        let of = unused.iter().filter(|parameter| parameter.unused_because() == cause);
+        let of: Vec<String> = of.map(|parameter| format!("`{}`", parameter.fqn())).collect();
+        let of = match of.len() {
+            0 => return String::new(),
+            // They are named already.
+            n if n == unused.len() => "them".to_owned(),
+            _ => of.join(", "),
+        };
+        match cause {
+            UnusedBecause::Detached => format!(
+                ". Forward read the values of {of} with `Parameter::value`, which are detached: compute with \
+                 `Parameter::tensor`, so that a gradient comes back"
+            ),
+            UnusedBecause::Cut => format!(
+                ". The loss does not depend on what was computed with {of}, or an operation without a backward cut \
+                 the graph: candle_nn's fused layer_norm, rms_norm, softmax_last_dim and rope do, and so do \
+                 `detach` and writes in place; the layers of `fulgurite::nn` do not"
+            ),
+            UnusedBecause::NotUsed => format!(". Forward did not use {of}"),
+        }
+    };
+    use UnusedBecause::{Cut, Detached, NotUsed};
+    let mut text = [Detached, Cut, NotUsed].map(sentence).concat();
+    if unused.iter().any(|parameter| parameter.unused_because() != Detached) {
+        text += ". If that is meant, freeze what is not trained (`trainer.freeze`), or set \
+                 `trainer.unused_parameters` to \"zero\" or \"ignore\"";
+    }
+    text
 }
 
 impl StrategyRuntime {
@@ -72,7 +105,8 @@ impl StrategyRuntime {
         match policy {
             UnusedParameters::Error if !unused.is_empty() => {
                 let names = unused.iter().map(|slot| slot.fqn().to_owned()).collect();
-                return Err(Error::UnusedParameters { names });
+                let unused: Vec<&Parameter> = unused.iter().map(|slot| slot.parameter()).collect();
+                return Err(Error::UnusedParameters { names, detail: causes(&unused) });
             }
             UnusedParameters::Ignore => unused.iter().for_each(|slot| slot.set_local_grad(None)),
             _ => {}

@@ -10,7 +10,7 @@ use super::buffers::SyncBuffers;
 use super::magnitudes::Magnitudes;
 use crate::profiler::{Phase, Profiler};
 use crate::{Error, Result};
-use fulgurite_engine::autograd::{detects_anomalies, refuse_variables};
+use fulgurite_engine::autograd::{detects_anomalies, refuse_variables, refuse_wrong_gradients};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
 use fulgurite_engine::execution::read;
 use fulgurite_engine::mesh::{
@@ -20,7 +20,7 @@ use fulgurite_engine::mesh::{
 use fulgurite_engine::module::{BatchRanks, ModuleTree};
 use fulgurite_engine::optim::{LossScale, SquaredNorm};
 use fulgurite_engine::parallel::{ContextParallel, check_loss};
-use fulgurite_engine::parameter::ParameterSlot;
+use fulgurite_engine::parameter::{ParameterSlot, UnusedBecause};
 use fulgurite_engine::strategy::{
     Capabilities, Loss, StepTotals, Strategy, StrategyContext, materialize,
 };
@@ -259,11 +259,22 @@ impl StrategyRuntime {
             &mut *self.lock_state()?;
         let sum = loss.sum();
         if !sum.track_op() {
-            return Err(Error::other(
+            let detached = |slot: &&ParameterSlot| {
+                slot.takes_grad() && slot.unused_because() == UnusedBecause::Detached
+            };
+            let read = context.slots.iter().find(detached).map(|slot| {
+                format!(
+                    ". Forward read the values of `{}` with `Parameter::value`, which are detached: compute with \
+                     `Parameter::tensor`",
+                    slot.fqn()
+                )
+            });
+            return Err(Error::other(format!(
                 "the loss does not depend on any trainable parameter: all are frozen, or belong to \
                  another optimizer than the one whose turn it is; the model was called inside \
-                 `no_grad`, or an operation without a backward cut the graph",
-            ));
+                 `no_grad`, or an operation without a backward cut the graph{}",
+                read.unwrap_or_default()
+            )));
         }
         check_loss(sum)?;
         let synchronise = self.synchronises() || !strategy.capabilities().no_sync;
@@ -298,6 +309,7 @@ impl StrategyRuntime {
         let grads = sum.backward()?;
         if steps.iter().any(|step| !step.audited) {
             refuse_variables(sum, &grads)?;
+            refuse_wrong_gradients(sum)?;
         }
         drop(grads);
         for (slot, delivered) in context.slots.iter().zip(delivered) {

@@ -1,0 +1,172 @@
+//! candle's operations whose backward gives wrong gradients.
+//!
+//! candle does not say which operation made a tensor. But its graph has the tensors, so the operation can
+//! be computed again and compared.
+
+use candle_core::Tensor;
+
+use super::storage;
+use crate::execution::read;
+use crate::{Error, Result};
+
+/// Checks that the graph of `root`, whose tensors have their values still, has no operation of candle's
+/// that gives wrong gradients: `max_pool2d`, `avg_pool2d` of an input that its windows do not divide, and
+/// `upsample_nearest2d` of a tensor that another operation takes too. Others cannot be told from the
+/// graph.
+///
+/// It reads values from the device where a tensor and its input have such shapes, so it is for the first
+/// step alone. An input with one value everywhere tells nothing. Functions with a [backward of their
+/// own](super::function) are not taken for candle's, except in units whose activations are offloaded, for
+/// which this is not to be called.
+///
+/// # Errors
+/// If there is such an operation; the message names it.
+pub fn refuse_wrong_gradients(root: &Tensor) -> Result<()> {
+    let nodes = root.sorted_nodes();
+    for node in nodes.iter().filter(|node| node.rank() == 4 && node.elem_count() > 0) {
+        // What a tensor of one input was computed from comes next.
+        let Some(&input) = node.sorted_nodes().get(1) else { continue };
+        if input.dtype() != node.dtype() || input.dims().get(..2) != Some(&node.dims()[..2]) {
+            continue;
+        }
+        let &[_, _, height, width] = input.dims() else { continue };
+        let (rows, columns) = (node.dims()[2], node.dims()[3]);
+        let shrinks = rows <= height && columns <= width && (rows, columns) != (height, width);
+        let grows = rows > height && columns > width;
+        if !(shrinks || grows) || [input, node].into_iter().any(storage::is_released) {
+            continue;
+        }
+        let (x, y) = (input.detach(), node.detach());
+        if shrinks && varies(&x)? {
+            refuse_pooling(&x, &y)?;
+        } else if grows && equal(&x.upsample_nearest2d(rows, columns)?, &y)? {
+            let others = nodes.iter().filter(|other| other.id() != input.id());
+            if others.into_iter().any(|other| uses_apart_from(other, input, node)) {
+                return Err(Error::other(format!(
+                    "candle's `upsample_nearest2d` takes a tensor of shape {:?} that another operation takes \
+                     too, and its backward forgets the gradient of that. Give it a tensor of its own: \
+                     `x.affine(1.0, 0.0)?.upsample_nearest2d(..)`",
+                    x.dims()
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether `other` was computed from `input` and not from `node`.
+fn uses_apart_from(other: &Tensor, input: &Tensor, node: &Tensor) -> bool {
+    let behind = other.sorted_nodes();
+    let has = |tensor: &Tensor| behind.iter().any(|other| other.id() == tensor.id());
+    has(input) && !has(node)
+}
+
+/// Checks that `y` is no pooling of `x`, with windows that do not overlap, whose gradient is wrong.
+fn refuse_pooling(x: &Tensor, y: &Tensor) -> Result<()> {
+    let (_, _, height, width) = x.dims4()?;
+    let (rows, columns) = (y.dims()[2], y.dims()[3]);
+    let largest = (height / rows, width / columns);
+    // Square windows that give as many outputs, and the largest ones.
+    let square = (1..=largest.0.min(largest.1))
+        .filter(|&size| height / size == rows && width / size == columns)
+        .map(|size| (size, size));
+    for kernel in std::iter::once(largest).chain(square) {
+        if (height / kernel.0, width / kernel.1) != (rows, columns) {
+            continue;
+        }
+        let message = |wrong: String, instead: &str| {
+            Err(Error::other(format!(
+                "{wrong} (input of shape {:?}, windows of {} x {}): use `{instead}` of `fulgurite::nn`",
+                x.dims(),
+                kernel.0,
+                kernel.1
+            )))
+        };
+        if equal(&x.max_pool2d(kernel)?, y)? {
+            let elements = kernel.0 * kernel.1;
+            let wrong =
+                format!("candle's `max_pool2d` gives 1/{elements} of the gradient in its backward");
+            return message(wrong, "MaxPool2d");
+        }
+        let divides = height % kernel.0 == 0 && width % kernel.1 == 0;
+        if !divides && equal(&x.avg_pool2d(kernel)?, y)? {
+            let wrong =
+                "candle's `avg_pool2d` gives wrong gradients where windows do not divide the input";
+            return message(wrong.to_owned(), "AvgPool2d");
+        }
+    }
+    Ok(())
+}
+
+/// Whether not all elements are equal.
+fn varies(x: &Tensor) -> Result<bool> {
+    let flat = x.flatten_all()?;
+    let first = flat.narrow(0, 0, 1)?;
+    Ok(!all(&flat.broadcast_eq(&first)?)?)
+}
+
+/// Whether two tensors of one shape have the same elements.
+fn equal(a: &Tensor, b: &Tensor) -> Result<bool> {
+    all(&a.eq(b)?)
+}
+
+fn all(holds: &Tensor) -> Result<bool> {
+    Ok(read::scalar::<u8>(&holds.flatten_all()?.min(0)?, "check of candle's operations")? == 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+    use crate::autograd::function;
+
+    fn image(height: usize, width: usize) -> Var {
+        let x = (0..2 * height * width).map(|i| ((i * 7) % 23) as f32).collect();
+        let x = Tensor::from_vec(x, (1, 2, height, width), &Device::Cpu).unwrap();
+        Var::from_tensor(&x).unwrap()
+    }
+
+    /// The message about the loss that `f` makes of an image, if there is one.
+    fn refused(size: [usize; 2], f: impl Fn(&Tensor) -> Result<Tensor>) -> Option<String> {
+        let x = image(size[0], size[1]);
+        let y = f(&(x.as_tensor() * 2.0).unwrap()).unwrap();
+        let loss = y.sqr().unwrap().sum_all().unwrap();
+        refuse_wrong_gradients(&loss).err().map(|error| error.to_string())
+    }
+
+    #[test]
+    fn wrong_gradients_of_candle_are_refused() {
+        let pool = |size| refused(size, |x| Ok((x.max_pool2d(2)? + 1.0)?)).unwrap();
+        insta::assert_snapshot!(pool([4, 6]), @"candle's `max_pool2d` gives 1/4 of the gradient in its backward (input of shape [1, 2, 4, 6], windows of 2 x 2): use `MaxPool2d` of `fulgurite::nn`");
+        assert!(pool([5, 7]).contains("windows of 2 x 2"));
+        assert!(refused([5, 7], |x| Ok(x.max_pool2d((2, 3))?)).unwrap().contains("2 x 3"));
+        assert!(refused([7, 7], |x| Ok(x.max_pool2d(7)?)).unwrap().contains("7 x 7"));
+        insta::assert_snapshot!(refused([5, 4], |x| Ok(x.avg_pool2d(2)?)).unwrap(), @"candle's `avg_pool2d` gives wrong gradients where windows do not divide the input (input of shape [1, 2, 5, 4], windows of 2 x 2): use `AvgPool2d` of `fulgurite::nn`");
+        let shared = refused([2, 3], |x| {
+            let y = x.upsample_nearest2d(4, 6)?;
+            Ok((y.sum_all()? + x.sqr()?.sum_all()?)?)
+        });
+        insta::assert_snapshot!(shared.unwrap(), @"candle's `upsample_nearest2d` takes a tensor of shape [1, 2, 2, 3] that another operation takes too, and its backward forgets the gradient of that. Give it a tensor of its own: `x.affine(1.0, 0.0)?.upsample_nearest2d(..)`");
+    }
+
+    #[test]
+    fn right_gradients_are_not_refused() {
+        assert_eq!(refused([4, 6], |x| Ok(x.avg_pool2d(2)?)), None);
+        assert_eq!(refused([2, 3], |x| Ok(x.upsample_nearest2d(4, 6)?)), None);
+        let apart = refused([2, 3], |x| {
+            let y = x.affine(1.0, 0.0)?.upsample_nearest2d(4, 6)?;
+            Ok((y.sum_all()? + x.sqr()?.sum_all()?)?)
+        });
+        assert_eq!(apart, None);
+        assert_eq!(refused([4, 4], |x| Ok(x.narrow(2, 0, 2)?.narrow(3, 0, 2)?)), None);
+        // Constant, so that nothing tells it from a part.
+        assert_eq!(refused([4, 4], |x| Ok(x.affine(0.0, 1.0)?.narrow(2, 0, 2)?)), None);
+        // Somebody's own, with a backward that is right.
+        let own = refused([4, 4], |x| {
+            let y = x.detach().max_pool2d(2)?;
+            function(&[x], y, |_, grad| Ok(vec![Some(grad.upsample_nearest2d(4, 4)?)]))
+        });
+        assert_eq!(own, None);
+    }
+}
