@@ -35,7 +35,10 @@ impl Pattern {
     /// `(?!\S)`, "white space or the end follows".
     pub(crate) fn new(regex: &str) -> Option<Self> {
         // Possessive quantifiers are other syntax here.
-        if ["++", "*+", "?+", "}+"].iter().any(|quantifier| regex.contains(quantifier)) {
+        let counts = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit() || byte == b',');
+        let counted =
+            regex.split("}+").any(|part| part.rsplit_once('{').is_some_and(|(_, n)| counts(n)));
+        if counted || ["++", "*+", "?+"].iter().any(|quantifier| regex.contains(quantifier)) {
             return None;
         }
         // Without the condition there are more matches, so none that crosses is missed.
