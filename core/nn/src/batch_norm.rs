@@ -114,7 +114,7 @@ impl BatchNorm {
     /// A norm of `channels`. The weight starts at one, the bias at zero.
     ///
     /// # Errors
-    /// If there are no channels, `eps` is no number of 0 or more, the momentum is not between 0 and 1, or there is a layer at the
+    /// If there are no channels, `eps` is negative or not finite, the momentum is not between 0 and 1, or there is a layer at the
     /// builder's path already.
     pub fn with(b: &ModuleBuilder, channels: usize, config: BatchNormConfig) -> Result<Self> {
         let BatchNormConfig { eps, momentum, affine, synchronised } = config;

@@ -4,9 +4,11 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
+use super::host::indices;
 use crate::{Error, Result};
+#[cfg(feature = "cuda")]
+use fulgurite_engine::execution::transfer;
 use fulgurite_engine::execution::{self, ContextGuard};
-use fulgurite_engine::execution::{read, transfer};
 
 /// Targets that a loss ignores.
 const IGNORED: i64 = -100;
@@ -55,7 +57,7 @@ impl Documents {
         }
     }
 
-    /// The documents of sequences `[batch, time]` of u32 ids, each ended by this id: the next one begins after
+    /// The documents of sequences `[batch, time]` of u32 or i64 ids, each ended by this id: the next one begins after
     /// it. The first of a sequence may have begun before.
     ///
     /// # Errors
@@ -63,10 +65,7 @@ impl Documents {
     pub fn ended_by(inputs: &Tensor, end: u32) -> Result<Self> {
         let (batch, time) = inputs.dims2()?;
         let mut first = Vec::with_capacity(batch * time);
-        let ids = match transfer::sent(inputs) {
-            Some(inputs) => read::host::<u32>(&inputs.flatten_all()?)?,
-            None => read::vec1::<u32>(&inputs.flatten_all()?, "ids")?,
-        };
+        let (ids, end) = (indices(inputs, "ids")?, i64::from(end));
         for sequence in ids.chunks(time.max(1)) {
             let mut begins = 0;
             for (position, &id) in sequence.iter().enumerate() {
@@ -125,7 +124,7 @@ impl Documents {
     /// # Errors
     /// If shapes or dtypes differ from those.
     pub fn ignore_ends(&self, inputs: &Tensor, targets: &Tensor, end: u32) -> Result<Tensor> {
-        let ends = inputs.eq(&Tensor::new(end, inputs.device())?.broadcast_as(inputs.shape())?)?;
+        let ends = inputs.eq(end)?;
         let ignored = Tensor::new(IGNORED, targets.device())?.broadcast_as(targets.shape())?;
         Ok(ends.to_dtype(DType::U8)?.where_cond(&ignored, targets)?)
     }

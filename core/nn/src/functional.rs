@@ -77,7 +77,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// `x / sqrt(mean(x^2) + eps) * weight` over the last dimension; `weight` is `[width]`.
 ///
 /// # Errors
-/// If the weight has another size than the last dimension, or `eps` is no number of 0 or more.
+/// If the weight has another size than the last dimension, or `eps` is negative or not finite.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     norm(x, weight, None, Norm { center: false, eps })
 }
@@ -86,7 +86,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// are `[width]`.
 ///
 /// # Errors
-/// If weight or bias has another size than the last dimension, or `eps` is no number of 0 or more.
+/// If weight or bias has another size than the last dimension, or `eps` is negative or not finite.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     norm(x, weight, bias, Norm { center: true, eps })
 }

@@ -34,7 +34,7 @@ impl GroupNorm {
     /// A norm of `channels` in `groups`. The weight starts at one, the bias at zero.
     ///
     /// # Errors
-    /// If a size is 0, the groups do not divide the channels, `eps` is no number of 0 or more, or there is a layer at
+    /// If a size is 0, the groups do not divide the channels, `eps` is negative or not finite, or there is a layer at
     /// the builder's path already.
     pub fn new(b: &ModuleBuilder, groups: usize, channels: usize, eps: f64) -> Result<Self> {
         let norm = Norm { center: true, eps };

@@ -59,7 +59,7 @@ impl RmsNorm {
     /// A norm over `width` elements. The weight starts at one.
     ///
     /// # Errors
-    /// If `width` is 0, `eps` is no number of 0 or more, or there is a layer at the builder's path already.
+    /// If `width` is 0, `eps` is negative or not finite, or there is a layer at the builder's path already.
     pub fn new(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
         Ok(Self(NormLayer::new(b, "RmsNorm", width, Norm { center: false, eps }, false)?))
     }
@@ -105,7 +105,7 @@ impl LayerNorm {
     /// A norm over `width` elements. The weight starts at one, the bias at zero.
     ///
     /// # Errors
-    /// If `width` is 0, `eps` is no number of 0 or more, or there is a layer at the builder's path already.
+    /// If `width` is 0, `eps` is negative or not finite, or there is a layer at the builder's path already.
     pub fn new(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
         Ok(Self(NormLayer::new(b, "LayerNorm", width, Norm { center: true, eps }, true)?))
     }

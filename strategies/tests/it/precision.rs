@@ -86,8 +86,8 @@ impl Images {
     }
 }
 
-/// Losses and weights of a training whose images are in one of `given`, for the unit and for the head, and are
-/// cast by hand to what the model computes in if `by_hand`.
+/// Losses and weights of a training. Images are in the first of `given` for the unit, in the second for the
+/// head. With `by_hand` both are cast to the compute dtype first.
 fn train_on_images(
     ranks: usize,
     config: &str,

@@ -9,15 +9,15 @@ use super::storage;
 use crate::execution::read;
 use crate::{Error, Result};
 
-/// Checks that the graph of `root`, whose tensors have their values still, has no operation of candle's
-/// that gives wrong gradients: `max_pool2d`, `avg_pool2d` of an input that its windows do not divide, and
-/// `upsample_nearest2d` of a tensor that another operation takes too. Others cannot be told from the
-/// graph.
+/// Searches the graph of `root` for operations of candle with a wrong backward: `max_pool2d`,
+/// `avg_pool2d` of an input that its windows do not divide, and `upsample_nearest2d` of a tensor that
+/// another operation takes too. Others cannot be told from the graph. The graph's tensors must have their
+/// values still.
 ///
-/// It reads values from the device where a tensor and its input have such shapes, so it is for the first
-/// step alone. An input with one value everywhere tells nothing. Functions with a [backward of their
-/// own](super::function) are not taken for candle's, except in units whose activations are offloaded, for
-/// which this is not to be called.
+/// The search reads values from the device where shapes are suspicious, so it is for the first step alone.
+/// An input with one value everywhere tells nothing. Functions with a [backward of their
+/// own](super::function) are told from candle's, except in units whose activations are offloaded: do not
+/// call it for their graphs.
 ///
 /// # Errors
 /// If there is such an operation; the message names it.

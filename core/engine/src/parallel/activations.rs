@@ -298,9 +298,9 @@ pub fn check_loss(loss: &Tensor) -> Result<()> {
     }
 }
 
-/// Adds advice to candle's errors about operands that do not fit. To those about shapes, the last layouts of
-/// a tensor-parallel plan's layers, for a part of an activation and a whole one differ in shape; to those
-/// about dtypes, where they come from. Returns other errors unchanged.
+/// Adds advice to candle's errors about operands that do not fit: the last layouts of a tensor-parallel
+/// plan's layers if shapes differ (a part of an activation differs from a whole one), the origin of the
+/// dtypes if those differ. Returns other errors unchanged.
 pub fn explain_mismatch(error: Error) -> Error {
     let Error::Candle(candle, at) = &error else { return error };
     let text = candle.to_string();

@@ -176,7 +176,10 @@ impl LayerHandle {
     /// # Errors
     /// If candle cannot cast it.
     pub fn cast_input(&self, x: &Tensor, dtype: DType) -> Result<Tensor> {
-        self.run(|| activations::cast(x, dtype, &format!("`{}`", self.path())))
+        match x.dtype().is_float() && x.dtype() != dtype {
+            true => self.run(|| activations::cast(x, dtype, &format!("`{}`", self.path()))),
+            false => Ok(x.clone()),
+        }
     }
 
     /// The dtype of the layer's output, if it computes in `dtype` and gets an input in `given`: `dtype`,

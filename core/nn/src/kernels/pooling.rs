@@ -264,8 +264,7 @@ impl Windows {
         sizes.of_input(&dx)
     }
 
-    /// One over the number of elements that each output is the mean of: those of the kernel, or without
-    /// `count_padding` those of the input.
+    /// For each output, one over the number of elements in its window; padding counts if `count_padding`.
     fn weights(&self, sizes: &Sizes, count_padding: bool) -> Vec<f64> {
         let mut weights = vec![0.0; sizes.outputs()];
         self.each(sizes, |output, rows, columns| {

@@ -4,8 +4,8 @@ use candle_core::{DType, Device, Tensor, Var};
 use fulgurite_core::module::Module as _;
 use fulgurite_core::nn::functional::{attention, masked_attention};
 use fulgurite_core::nn::{
-    CrossEntropy, Embedding, Linear, MultiHeadAttention, MultiHeadAttentionConfig, cross_entropy,
-    linear_cross_entropy, predicted_classes,
+    CrossEntropy, Documents, Embedding, Linear, MultiHeadAttention, MultiHeadAttentionConfig,
+    cross_entropy, linear_cross_entropy, predicted_classes,
 };
 
 use super::gradients::harness::{Params, builder, flat, randn};
@@ -119,6 +119,22 @@ fn queries_without_a_key_get_zeros() {
         let error = layer.attend(&x, &x, Some(&mask)).unwrap_err().to_string();
         assert!(error.starts_with("module `attn`: attention of 3 queries"), "{error}");
     }
+}
+
+/// Ids of both dtypes mark the same documents.
+#[test]
+fn documents_of_ids_in_either_dtype_are_the_same() {
+    let unsigned = Tensor::new(&[[5u32, 0, 7, 0]], &Device::Cpu).unwrap();
+    let signed = unsigned.to_dtype(DType::I64).unwrap();
+    let targets = Tensor::new(&[[0i64, 7, 0, 9]], &Device::Cpu).unwrap();
+    for inputs in [unsigned, signed] {
+        let documents = Documents::ended_by(&inputs, 0).unwrap();
+        let positions = documents.positions(&Device::Cpu).unwrap();
+        assert_eq!(positions.to_vec2::<u32>().unwrap(), [[0, 1, 0, 1]]);
+        let targets = documents.ignore_ends(&inputs, &targets, 0).unwrap();
+        assert_eq!(targets.to_vec2::<i64>().unwrap(), [[0, -100, 0, -100]]);
+    }
+    assert!(Documents::ended_by(&targets.to_dtype(DType::F32).unwrap(), 0).is_err());
 }
 
 /// A weight that two layers share has one gradient, their sum, and none if it is frozen.

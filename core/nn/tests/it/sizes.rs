@@ -1,6 +1,6 @@
 //! What constructors and forwards say about sizes, shapes and dtypes that they do not take.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use fulgurite_core::Result;
 use fulgurite_core::autograd::no_grad;
 use fulgurite_core::module::{ForwardScope, Module, ModuleBuilder};
@@ -297,6 +297,52 @@ fn inputs_of_another_shape_are_errors_or_empty_outputs() {
                     }
                 }
                 params.slots.iter().for_each(|p| drop(params.take(p)));
+            }
+        }
+    }
+}
+
+/// None of them panics, in forward or backward.
+#[test]
+fn functions_take_or_refuse_every_shape() {
+    type Function = fn(&Tensor) -> Result<Tensor>;
+    let functions: [Function; 11] = [
+        functional::softmax_last_dim,
+        functional::silu,
+        functional::gelu,
+        functional::gelu_tanh,
+        |x| functional::swiglu(x, x),
+        |x| functional::rms_norm(x, &Tensor::ones(4, x.dtype(), x.device())?, 1e-5),
+        |x| functional::layer_norm(x, &Tensor::ones(4, x.dtype(), x.device())?, None, 1e-5),
+        |x| functional::rope(x, &Tensor::ones((3, 2), x.dtype(), x.device())?, &x.ones_like()?),
+        |x| Rope::new(4, 1e4)?.forward(x, 0),
+        |x| functional::attention(x, x, x, 0.5, true),
+        |x| {
+            let mask = Tensor::ones((2, 3), DType::U8, x.device())?;
+            functional::masked_attention(x, x, x, 0.5, &mask)
+        },
+    ];
+    let shapes: [&[usize]; 10] = [
+        &[],
+        &[0],
+        &[4],
+        &[2, 0],
+        &[0, 4],
+        &[2, 3, 4],
+        &[2, 0, 4],
+        &[2, 1, 3, 4],
+        &[0, 1, 3, 4],
+        &[2, 1, 0, 4],
+    ];
+    for f in functions {
+        for shape in shapes {
+            for dtype in [DType::F32, DType::BF16, DType::U32, DType::U8] {
+                let x = Var::ones(shape, dtype, &Device::Cpu).unwrap();
+                if let Ok(y) = f(&x)
+                    && y.track_op()
+                {
+                    let _ = y.sum_all().and_then(|y| y.backward());
+                }
             }
         }
     }
