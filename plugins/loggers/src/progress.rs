@@ -290,6 +290,7 @@ fn describe(event: &Event, items: &str) -> Option<String> {
             format!("test after step {step}: test_loss {test_loss:.4}{}", after(metrics))
         }
         Event::Metrics { step, metrics } => format!("after step {step}:{}", after(metrics)),
+        Event::Data(report) => report.to_string(),
         Event::Resume { step, path } => {
             format!("going on after step {step}, from {}", path.display())
         }

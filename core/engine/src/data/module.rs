@@ -6,7 +6,7 @@ use candle_core::Device;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{SampleOrder, Sampler, Samples};
+use super::{DataReport, SampleOrder, Sampler, Samples};
 use crate::parallel::ContextParallel;
 use crate::{Error, Result};
 
@@ -114,6 +114,13 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     /// The input of a step.
     type Batch: Send + 'static;
 
+    /// Groups of keys of the `[data]` table that exclude each other. Where a file or an override sets one, the
+    /// others are taken away from earlier layers of the configuration, such as a program's defaults. By default
+    /// none.
+    fn exclusive_keys() -> &'static [&'static [&'static str]] {
+        &[]
+    }
+
     /// Opens the data.
     ///
     /// # Errors
@@ -206,6 +213,12 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     /// If the data cannot be read.
     fn fingerprint(&self) -> Result<Option<String>> {
         Ok(None)
+    }
+
+    /// What was read and what was left out, which rank 0 shows and logs at the start of a run. `None`, the
+    /// default, says nothing.
+    fn report(&self) -> Option<DataReport> {
+        None
     }
 
     /// This rank's part of a batch under context parallelism: every tensor that has the sequence as a

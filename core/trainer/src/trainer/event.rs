@@ -18,6 +18,7 @@ use super::Histogram;
 use super::progress::{EvaluationProgress, RunStart};
 use crate::profiler::Profile;
 use crate::{Error, Result};
+use fulgurite_engine::data::DataReport;
 
 /// An event of a run. Steps are numbers of completed optimizer steps, so the first is 1.
 ///
@@ -102,6 +103,8 @@ pub enum Event {
         /// The histogram of the values of all ranks.
         histogram: Histogram,
     },
+    /// The data was opened: what was read of it, and what was left out. Comes first.
+    Data(DataReport),
     /// The run has resumed from a checkpoint.
     Resume {
         /// The step after which it was saved.
@@ -179,6 +182,7 @@ impl Event {
             Self::Metrics { step, metrics } => (*step, &[], metrics),
             Self::Text { .. }
             | Self::Histogram { .. }
+            | Self::Data(_)
             | Self::Resume { .. }
             | Self::Profile(_)
             | Self::Checkpoint { .. }

@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::{Event, EventSink, RunStatus};
 use crate::{Error, Result};
 
-/// Writes resumes, checkpoints, the profile and the summary of a run, and how it ended: a JSON object a line, in
+/// Writes the data report, resumes, checkpoints, the profile and the summary of a run, and how it ended: a JSON object a line, in
 /// the form of `--output json`. Reports read it.
 pub(super) struct EventLog {
     path: PathBuf,
@@ -45,7 +45,8 @@ impl EventLog {
 impl EventSink for EventLog {
     fn event(&mut self, event: &Event) -> Result<()> {
         match event {
-            Event::Resume { .. }
+            Event::Data(_)
+            | Event::Resume { .. }
             | Event::Checkpoint { .. }
             | Event::Profile(_)
             | Event::Summary { .. } => self.write(event),
@@ -61,17 +62,23 @@ impl EventSink for EventLog {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use fulgurite_engine::data::{DataReport, SourceReport};
 
     #[test]
     fn it_has_what_loggers_do_not_get() {
         let dir = tempfile::tempdir().unwrap();
         let mut log = EventLog::create(dir.path()).unwrap();
+        let mut source = SourceReport::new("data.path");
+        source.count("files", 2);
+        source.leave_out("hidden", ".x");
+        log.event(&Event::Data(DataReport { sources: vec![source] })).unwrap();
         log.event(&Event::Resume { step: 3, path: "a/step-3".into() }).unwrap();
         log.event(&Event::Metrics { step: 4, metrics: Default::default() }).unwrap();
         log.event(&Event::Checkpoint { step: 6, path: "step-6".into(), blocked_s: 0.5 }).unwrap();
         log.finish(RunStatus::Interrupted).unwrap();
         let text = std::fs::read_to_string(dir.path().join("events.jsonl")).unwrap();
         insta::assert_snapshot!(text, @r#"
+        {"event":"data","sources":[{"source":"data.path","counts":{"files":2},"left_out":[{"reason":"hidden","count":1,"examples":[".x"],"fault":false}]}]}
         {"event":"resume","step":3,"path":"a/step-3"}
         {"event":"checkpoint","step":6,"path":"step-6","blocked_s":0.5}
         {"event":"end","status":"interrupted"}

@@ -32,7 +32,8 @@ pub trait Logger: Send {
     /// If they cannot be written.
     fn log_metrics(&mut self, metrics: &BTreeMap<String, f64>, step: u64) -> Result<()>;
 
-    /// Logs a text, such as a generated sample, which may be Markdown. The default leaves it out.
+    /// Logs a text, such as a generated sample, which may be Markdown. The text `data` of step 0 says what
+    /// was read and left out. The default leaves texts out.
     ///
     /// # Errors
     /// If it cannot be written.
@@ -156,6 +157,10 @@ impl EventSink for LoggerSink {
             self.loggers.iter_mut().try_for_each(|logger| act(&mut **logger))
         };
         match event {
+            Event::Data(report) => {
+                let text = report.to_string();
+                each(&|logger| logger.log_text("data", &text, 0))
+            }
             Event::Text { step, name, text } => each(&|logger| logger.log_text(name, text, *step)),
             Event::Histogram { step, name, histogram } => {
                 each(&|logger| logger.log_histogram(name, histogram, *step))

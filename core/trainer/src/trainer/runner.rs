@@ -16,7 +16,9 @@ use super::{
 use crate::fabric::Fabric;
 use crate::{Error, Result};
 use fulgurite_config::to_table;
-use fulgurite_engine::data::{DataModule, Loader, SampleOrder, Samples, Split, Workers};
+use fulgurite_engine::data::{
+    DataModule, DataReport, Loader, SampleOrder, Samples, Split, Workers,
+};
 use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_nn::Loss;
@@ -105,6 +107,8 @@ pub(super) struct RunnerSetup {
     pub(super) shuffle: bool,
     /// [`DataModule::fingerprint`].
     pub(super) fingerprint: Option<String>,
+    /// [`DataModule::report`].
+    pub(super) report: Option<DataReport>,
     /// [`DataModule::items`].
     pub(super) items: &'static str,
 }
@@ -128,7 +132,7 @@ pub(super) fn set_up_with<M: LightningModule>(
     build: &mut dyn FnMut(&ModuleBuilder) -> Result<M>,
     data: M::Data,
 ) -> Result<RunnerSetup> {
-    let fingerprint = data.fingerprint()?;
+    let (fingerprint, report) = (data.fingerprint()?, data.report());
     let module = fabric.setup_module(build)?;
     if let Some(path) = M::pretrained(model) {
         fabric.load_raw(&path, run.checkpoint.load.options())?;
@@ -141,6 +145,7 @@ pub(super) fn set_up_with<M: LightningModule>(
         batch_size: M::Data::batch_size(&run.data),
         shuffle: M::Data::shuffle(&run.data),
         fingerprint,
+        report,
         items: M::Data::items(&run.data),
     })
 }

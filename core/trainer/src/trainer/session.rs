@@ -22,6 +22,7 @@ use crate::profiler::Profile;
 use crate::run::TrainerConfig;
 use crate::{Error, Result};
 use fulgurite_engine::collective::all_gather_object;
+use fulgurite_engine::data::DataReport;
 use fulgurite_engine::mesh::DP_CP;
 use fulgurite_launch::Interruption;
 
@@ -72,6 +73,8 @@ pub(super) struct Session {
     pub(super) shuffle: bool,
     /// [`DataModule::fingerprint`](fulgurite_engine::data::DataModule::fingerprint).
     pub(super) fingerprint: Option<String>,
+    /// [`DataModule::report`](fulgurite_engine::data::DataModule::report), until the sinks have it.
+    pub(super) report: Option<DataReport>,
     /// [`DataModule::items`](fulgurite_engine::data::DataModule::items).
     pub(super) items_name: &'static str,
     pub(super) cursor: Cursor,

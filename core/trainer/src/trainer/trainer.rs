@@ -23,8 +23,8 @@ use super::schedule_warning::warn_of_schedules;
 use super::session::{Cursor, Session, SessionParts, training};
 use super::training_loop::FitEnd;
 use super::{
-    Callback, CallbackConfig, Evaluation, EventSink, LightningModule, LoggerConfig, LoggerSink,
-    Predictions, RunConfigOf, RunDir, RunStatus, Trained,
+    Callback, CallbackConfig, Evaluation, Event, EventSink, LightningModule, LoggerConfig,
+    LoggerSink, Predictions, RunConfigOf, RunDir, RunStatus, Trained,
 };
 use crate::fabric::Fabric;
 use crate::run::{CountOrFraction, Devices, RunConfig, TrainerConfig};
@@ -320,7 +320,7 @@ impl Trainer {
         let mut fabric = Fabric::with_world(self.world.clone(), config, run.seed, parallelize)?;
         let strategy_name = fabric.strategy_name()?;
         check_async_save(run, fabric.runtime.saves_distributed_checkpoints()?)?;
-        let RunnerSetup { runner, model, data, batch_size, shuffle, fingerprint, items } =
+        let RunnerSetup { runner, model, data, batch_size, shuffle, fingerprint, report, items } =
             set_up(&mut fabric)?;
         let resolved = to_table(&run.clone().with(model, data))?;
         let (run_dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks.clone())?;
@@ -366,6 +366,7 @@ impl Trainer {
             batch_size,
             shuffle,
             fingerprint,
+            report,
             items_name: items,
             cursor: Cursor::default(),
             epoch: 0,
@@ -426,6 +427,7 @@ fn open_run(
 impl Session {
     /// Loads the weights, and does one thing. Collective.
     fn run_once(&mut self, run: &UntypedRun, starting: Starting, act: Box<Act>) -> Result<()> {
+        self.report_data()?;
         self.hook(Hook::Setup)?;
         match self.checkpoint_to_resume()? {
             Some(source) => self.resume(&source)?,
@@ -459,6 +461,7 @@ impl Session {
     }
 
     fn run_fit(&mut self, run: &UntypedRun, starting: Starting) -> Result<(FitOutcome, FitEnd)> {
+        self.report_data()?;
         let configured = self.runner.configure_optimizers(run.optimizer_setup()?)?;
         let fabric = &self.parts.fabric;
         let automatic = self.runner.automatic_optimization();
@@ -573,6 +576,15 @@ impl Session {
             );
         }
         Ok(())
+    }
+
+    /// Tells the sinks what was read of the data, and warns of what was left out by mistake.
+    fn report_data(&mut self) -> Result<()> {
+        let Some(report) = self.report.take() else { return Ok(()) };
+        if let (0, Some(faults)) = (self.rank(), report.faults()) {
+            tracing::warn!("some of the data cannot be used and was left out: {faults}");
+        }
+        self.emit(&Event::Data(report))
     }
 
     /// Finishes all sinks, and returns the first error.
