@@ -12,6 +12,7 @@ use fulgurite_core::fabric::Connection;
 use fulgurite_core::launch::{LaunchedRank, interruption, report_and_exit_code};
 use fulgurite_core::mesh::DeviceMesh;
 use fulgurite_core::module::ModuleTree;
+use fulgurite_core::run::RunConfig;
 use fulgurite_core::strategy::ParallelizeFn;
 use fulgurite_core::trainer::{Callback, LightningModule, RunConfigOf, RunPurpose, Trainer};
 use fulgurite_core::{Error, Result, advice, registry};
@@ -270,12 +271,18 @@ fn purpose(action: Action) -> RunPurpose {
     }
 }
 
+/// The checked configuration of a run of module `M`.
+fn run_config<M: LightningModule>(request: &RunRequest, defaults: Table) -> Result<RunConfigOf<M>> {
+    let layers = request.layers(defaults)?;
+    RunConfig::from_layers(layers.exclusive_keys("data", M::Data::exclusive_keys()))
+}
+
 fn check<M: LightningModule>(
     request: &RunRequest,
     defaults: Table,
     extras: &Extras,
 ) -> Result<usize> {
-    let run: RunConfigOf<M> = request.run_config(defaults)?;
+    let run = run_config::<M>(request, defaults)?;
     Trainer::check::<M>(&run, purpose(request.action), &|| extras.parallelize())
 }
 
@@ -285,7 +292,7 @@ fn execute<M: LightningModule>(
     extras: &Extras,
     program: &Program,
 ) -> Result<()> {
-    let run: RunConfigOf<M> = request.run_config(defaults)?;
+    let run = run_config::<M>(request, defaults)?;
     if let Some(how) = request.print_config {
         let config = run.to_table()?;
         return print(&match how {

@@ -21,6 +21,7 @@ const MAX_FILE: u64 = 16 << 20;
 /// - tables merge key by key; anything else (lists too) is replaced;
 /// - a table whose `type` changes is replaced whole, since its other keys are options of another
 ///   plugin;
+/// - of [keys that exclude each other](Self::exclusive_keys) a later layer's takes the others away;
 /// - `"name"` and `{ type = "name" }` are equal, so a table over a name adds options to it.
 ///
 /// ```
@@ -37,7 +38,12 @@ const MAX_FILE: u64 = 16 << 20;
 pub struct ConfigLayers {
     layers: Vec<Layer>,
     known: Vec<KnownTable>,
+    /// Tables, and groups of keys in them.
+    exclusive: Vec<(&'static str, ExclusiveKeys)>,
 }
+
+/// Groups of keys, of which one at most is to be set.
+type ExclusiveKeys = &'static [&'static [&'static str]];
 
 #[derive(Debug, Clone)]
 struct Layer {
@@ -69,6 +75,29 @@ impl ConfigLayers {
     /// message suggests `name.key`.
     pub fn known_table(mut self, name: &'static str, keys: Vec<KeyDoc>) -> Self {
         self.known.push((name, keys));
+        self
+    }
+
+    /// Names groups of keys of a top-level table that exclude each other. Where a layer sets one of a group, the
+    /// others are taken away from the layers before it, so that a default of the program does not stand in the
+    /// way of what a file or an override sets.
+    ///
+    /// ```
+    /// # use fulgurite_core::config::ConfigLayers;
+    /// let config = ConfigLayers::new()
+    ///     .exclusive_keys("data", &[&["path", "mixture"]])
+    ///     .text("defaults", "data.path = \"books\"")?
+    ///     .set("data.mixture=[{ path = \"code\", weight = 1.0 }]")?
+    ///     .resolve();
+    /// assert!(config["data"].get("path").is_none());
+    /// # Ok::<(), fulgurite_core::Error>(())
+    /// ```
+    pub fn exclusive_keys(
+        mut self,
+        table: &'static str,
+        groups: &'static [&'static [&'static str]],
+    ) -> Self {
+        self.exclusive.push((table, groups));
         self
     }
 
@@ -177,9 +206,25 @@ impl ConfigLayers {
             for layer in group {
                 merge_tables(&mut together, layer.table.clone(), group.len() > 1);
             }
+            self.take_excluded(&mut merged, &together);
             merge_tables(&mut merged, together, false);
         }
         merged
+    }
+
+    /// Takes from `merged` the keys that those of `later` exclude.
+    fn take_excluded(&self, merged: &mut Table, later: &Table) {
+        for (name, groups) in &self.exclusive {
+            let Some(later) = later.get(*name).and_then(Value::as_table) else { continue };
+            let Some(merged) = merged.get_mut(*name).and_then(Value::as_table_mut) else {
+                continue;
+            };
+            for group in *groups {
+                if group.iter().any(|key| later.contains_key(*key)) {
+                    group.iter().for_each(|key| drop(merged.remove(*key)));
+                }
+            }
+        }
     }
 
     /// The merged table as a `T`.
