@@ -8,6 +8,7 @@ mod campaign;
 mod command_line;
 mod counts;
 mod crash;
+mod data_report;
 mod diloco;
 mod errors;
 mod explained;

@@ -191,7 +191,8 @@ fn json_lines_have_what_programs_rely_on() {
         "checkpoint.overwrite=true",
     ]);
     let run = job.succeed();
-    let events: Vec<_> = run.events();
+    let mut events: Vec<_> = run.events();
+    assert_eq!(events.remove(0)["event"], "data");
     let order: Vec<_> = events
         .iter()
         .map(|e| format!("{} {}", e["event"].as_str().unwrap(), e["step"].as_u64().unwrap_or(0)))

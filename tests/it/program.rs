@@ -352,12 +352,13 @@ impl Job<'_> {
     }
 }
 
-/// The lines without the table of the model's parameters, and that about the ranks.
+/// The lines without the table of the model's parameters, and those about the data and the ranks.
 fn without_model(stderr: &str) -> String {
     let mut in_table = false;
     let lines = stderr.lines().filter(|line| {
         in_table |= line.starts_with("module ") && line.ends_with("  parameters");
-        let shown = !in_table && !line.contains(" ranks, strategy ");
+        let data = line.starts_with("data.") && line.contains(" tokens");
+        let shown = !in_table && !data && !line.contains(" ranks, strategy ");
         in_table &= !line.ends_with(" unit(s)");
         shown
     });

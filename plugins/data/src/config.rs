@@ -31,10 +31,10 @@ pub struct TextDataConfig {
     /// line is one, `"tokens"` or, in programs with the feature `parquet`, `"parquet"`.
     #[serde(rename = "type")]
     pub kind: DataKind,
-    /// Files and folders. Folders of text are walked in order of their paths, without hidden files,
-    /// files that `.gitignore` excludes, and files that are not UTF-8 text. Of other folders the files
-    /// directly in them are taken, in order: `.txt` (lines), `.jsonl` and `.ndjson`, or `.u16`, `.u32` and
-    /// `.bin` (tokens).
+    /// Files and folders. Folders are walked with their sub-folders, in order of their paths. Links are followed.
+    /// Hidden files are left out, and in a folder of text what a `.gitignore` in it excludes, and files that are
+    /// not UTF-8 text. For the other types the extension decides: `.txt` (lines), `.jsonl` and `.ndjson`,
+    /// `.parquet`, or `.u16`, `.u32`, `.bin` and `.npy` (tokens).
     pub path: Paths,
     /// Sources that training mixes by weight, in place of `path`: `[{ path = "books", weight = 0.7 }, { path =
     /// "code", weight = 0.3 }]`. A source that is short for its weight is repeated, in another order each
@@ -44,6 +44,10 @@ pub struct TextDataConfig {
     /// The key of the text in an object of JSON, or its column of a Parquet file; by default `"text"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text_key: Option<String>,
+    /// What happens with a file, a line or a row that should be a document and cannot be used (no UTF-8, no JSON, no
+    /// text under `text_key`): `"error"` ends the run, `"skip"` leaves it out. The start of a run says how many
+    /// were left out. Files in a folder of text are always skipped, for such folders have other files too.
+    pub on_error: OnError,
     /// `"bytes"`, or a Hugging Face `tokenizer.json` or a folder with one. By default `"bytes"` for
     /// text and none for tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -80,8 +84,8 @@ pub struct TextDataConfig {
     /// training. What a validation logs has the set's name behind it, as in `val_loss/books`.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub validation_sets: BTreeMap<String, Paths>,
-    /// The type of ids in token files; by default by extension: u32 for `.u32`, u16 for `.u16` and
-    /// `.bin`.
+    /// The type of ids in token files. By default a `.npy` file's header and the `.idx` file of Megatron-LM beside
+    /// a `.bin` file say it, and then the extension: u32 for `.u32`, u16 for `.u16` and `.bin`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_dtype: Option<TokenDtype>,
     /// Ids must be less than this; by default the tokenizer's number of ids.
@@ -96,6 +100,7 @@ impl Default for TextDataConfig {
             path: Paths::One(".".into()),
             mixture: Vec::new(),
             text_key: None,
+            on_error: OnError::Error,
             tokenizer: None,
             eos_token: None,
             add_bos_token: AddBosToken::Never,
@@ -172,6 +177,17 @@ impl<'de> Deserialize<'de> for AddBosToken {
     }
 }
 
+/// What happens with data that cannot be used: `data.on_error`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnError {
+    /// The run ends with an error that names it.
+    #[default]
+    Error,
+    /// It is left out and counted.
+    Skip,
+}
+
 /// The type of ids in a token file: `data.token_dtype`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -180,6 +196,10 @@ pub enum TokenDtype {
     U16,
     /// Four bytes.
     U32,
+    /// Four bytes with a sign, as Megatron-LM writes them.
+    I32,
+    /// Eight bytes with a sign, as NumPy and PyTorch write them by default.
+    I64,
 }
 
 /// One path or several.
@@ -194,7 +214,13 @@ pub enum Paths {
 
 impl ConfigType for DataKind {
     fn describe() -> String {
-        "`\"text\"` or `\"tokens\"`".to_owned()
+        "`\"text\"`, `\"lines\"`, `\"jsonl\"`, `\"tokens\"` or `\"parquet\"`".to_owned()
+    }
+}
+
+impl ConfigType for OnError {
+    fn describe() -> String {
+        "`\"error\"` or `\"skip\"`".to_owned()
     }
 }
 
@@ -206,7 +232,7 @@ impl ConfigType for AddBosToken {
 
 impl ConfigType for TokenDtype {
     fn describe() -> String {
-        "`\"u16\"` or `\"u32\"`".to_owned()
+        "`\"u16\"`, `\"u32\"`, `\"i32\"` or `\"i64\"`".to_owned()
     }
 }
 

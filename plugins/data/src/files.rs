@@ -1,180 +1,282 @@
-//! Finding data files.
+//! Reading documents: whole files, lines, texts of JSON lines or of Parquet files.
 
-use std::fs::{self, File};
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
-use fulgurite_core::files::{open_regular, read_regular};
+use fulgurite_core::data::SourceReport;
+use fulgurite_core::files::{check_len, open_regular};
 use fulgurite_core::{Error, Result};
-use ignore::WalkBuilder;
 
-use crate::config::{DataKind, TextDataConfig};
-use crate::lines::{JsonLines, Lines};
+use crate::config::{DataKind, OnError, TextDataConfig};
+use crate::lines::{JSON_LINES, LineReader, TEXT_LINES, text_of_json};
+use crate::sniff::{BOM, Flaw, HEAD, flaw_of_nul, flaw_of_text, flaw_of_utf8};
+use crate::walk::{Found, Wanted, find, nothing_in};
 
 /// The longest text file that is read: it is kept in memory. Files of token ids may be of any length.
 const MAX_TEXT: u64 = 16 << 30;
 
-/// The documents that `paths` name or contain, in order, until they have `enough` bytes: whole files, lines, or
-/// texts of JSON or Parquet under `text_key`. `key` is the key of the configuration, for messages.
-///
-/// # Errors
-/// If a path is missing, or there is no text at all.
-pub(crate) fn documents(
-    config: &TextDataConfig,
-    key: &str,
-    paths: &[PathBuf],
-    enough: usize,
-) -> Result<Vec<String>> {
-    let mut texts = Texts { texts: Vec::new(), bytes: 0, enough };
-    match config.kind {
-        DataKind::Lines => {
-            let lines = Lines::open_as(key, paths, &["txt"])?;
-            texts.push_all(lines.len(), |i| lines.get(i))?;
-        }
-        DataKind::Jsonl => {
-            let lines = JsonLines::open_as(key, paths)?;
-            texts.push_all(lines.len(), |i| lines.text(i, config.text_key()))?;
-        }
-        #[cfg(feature = "parquet")]
-        DataKind::Parquet => {
-            for path in files_of(key, paths, &["parquet"])? {
-                crate::parquet_texts::read(&path, config.text_key(), &mut |text| {
-                    texts.push(text);
-                    !texts.are_enough()
-                })?;
-            }
-        }
-        _ => return self::texts(key, paths, enough),
-    }
-    Ok(texts.texts)
+/// A source of documents: the configuration, the key and the paths that name it, and what is said of it.
+pub(crate) struct Documents<'a> {
+    pub(crate) config: &'a TextDataConfig,
+    /// The key of the configuration, for messages.
+    pub(crate) key: &'a str,
+    pub(crate) paths: &'a [PathBuf],
+    /// Bytes of text after which no more is read.
+    pub(crate) enough: usize,
+    pub(crate) report: &'a mut SourceReport,
 }
 
-/// The texts of all files that `paths` name or contain, in order, until they have `enough` bytes. `key`
-/// is the key of the configuration, for messages.
-///
-/// # Errors
-/// If a path is missing, a file that was named is not text, or there is no text at all.
-fn texts(key: &str, paths: &[PathBuf], enough: usize) -> Result<Vec<String>> {
-    paths.iter().try_for_each(|path| check_kind(key, path))?;
-    let mut texts = Texts { texts: Vec::new(), bytes: 0, enough };
-    for path in paths {
-        if texts.are_enough() {
-            break;
-        }
-        if path.is_dir() {
-            let before = texts.texts.len();
-            walk(path, &mut texts)?;
-            if texts.texts.len() == before {
-                return Err(Error::Data(format!(
-                    "the folder {} ({key}) holds no text files (hidden files, what .gitignore \
-                     excludes and what is not UTF-8 do not count)",
-                    path.display()
-                )));
-            }
-        } else {
-            let bytes = read_regular(path, MAX_TEXT)?;
-            texts.push(String::from_utf8(bytes).map_err(|_| {
-                Error::Data(format!(
-                    "{} ({key}) is not UTF-8 text; for files of token ids set data.type = \"tokens\"",
-                    path.display()
-                ))
-            })?);
-        }
-    }
-    Ok(texts.texts)
+/// Whether a source was read to its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ReadTo {
+    /// All of it was.
+    End,
+    /// There was enough.
+    Enough,
 }
 
-struct Texts {
-    texts: Vec<String>,
-    bytes: usize,
-    enough: usize,
-}
+/// Takes a document.
+pub(crate) type Push<'a> = dyn FnMut(String) -> Result<()> + 'a;
 
-impl Texts {
-    fn push(&mut self, text: String) {
-        self.bytes += text.len();
-        self.texts.push(text);
-    }
-
-    fn push_all(&mut self, len: u64, get: impl Fn(u64) -> Result<String>) -> Result<()> {
-        for i in 0..len {
-            if self.are_enough() {
-                break;
+impl Documents<'_> {
+    /// Gives the documents to `push`, in order, one at a time.
+    ///
+    /// # Errors
+    /// If a path is missing; if there is no document; with `data.on_error = "error"`, if a file, line or row that
+    /// should be a document is none; those of `push`.
+    pub(crate) fn read(&mut self, push: &mut Push) -> Result<ReadTo> {
+        let wanted = match self.config.kind {
+            DataKind::Lines => Wanted::Extensions(TEXT_LINES),
+            DataKind::Jsonl => Wanted::Extensions(JSON_LINES),
+            DataKind::Parquet => Wanted::Extensions(&["parquet"]),
+            DataKind::Text | DataKind::Tokens => Wanted::Any,
+        };
+        let files = find(self.key, self.paths, wanted, self.report)?;
+        let (mut folder, mut before) = (None, 0);
+        for file in &files {
+            // A folder may have no text although it has files.
+            if file.folder != folder {
+                self.check_folder(folder.as_deref(), before)?;
+                (folder, before) = (file.folder.clone(), self.documents());
             }
-            self.push(get(i)?);
-        }
-        Ok(())
-    }
-
-    fn are_enough(&self) -> bool {
-        self.bytes >= self.enough
-    }
-}
-
-fn walk(folder: &Path, texts: &mut Texts) -> Result<()> {
-    let walk = WalkBuilder::new(folder)
-        .require_git(false) // the same files in a copy without its .git
-        .git_global(false) // independent of the user's settings
-        .git_exclude(false)
-        .sort_by_file_path(Path::cmp)
-        .build();
-    for entry in walk {
-        if texts.are_enough() {
-            break;
-        }
-        let entry = entry.map_err(|e| Error::Data(format!("{}: {e}", folder.display())))?;
-        if entry.file_type().is_some_and(|kind| kind.is_file()) {
-            let bytes = read_regular(entry.path(), MAX_TEXT)?;
-            if let Ok(text) = String::from_utf8(bytes)
-                && !text.is_empty()
-                && !text.contains('\0')
-            {
-                texts.push(text);
+            let read = match self.config.kind {
+                DataKind::Lines | DataKind::Jsonl => self.read_lines(file, push),
+                #[cfg(feature = "parquet")]
+                DataKind::Parquet => self.read_rows(file, push),
+                _ => self.read_text(file, push),
+            };
+            if read? == ReadTo::Enough {
+                return Ok(ReadTo::Enough);
             }
         }
-    }
-    Ok(())
-}
-
-/// The extensions of token files.
-pub(crate) const TOKEN_FILES: &[&str] = &["u16", "u32", "bin"];
-
-/// The files that `paths` name, and those in the folders among them that have one of the extensions, in order.
-///
-/// # Errors
-/// If a path is missing, or a folder has no such files.
-pub(crate) fn files_of(key: &str, paths: &[PathBuf], extensions: &[&str]) -> Result<Vec<PathBuf>> {
-    let mut files = Vec::new();
-    for path in paths {
-        check_kind(key, path)?;
-        if !path.is_dir() {
-            files.push(path.clone());
-            continue;
-        }
-        let mut found = Vec::new();
-        for entry in fs::read_dir(path).map_err(Error::io("reading", path))? {
-            let file = entry.map_err(Error::io("reading", path))?.path();
-            let extension = file.extension().and_then(|extension| extension.to_str());
-            if extension.is_some_and(|e| extensions.contains(&e)) && file.is_file() {
-                found.push(file);
-            }
-        }
-        if found.is_empty() {
-            let what = if extensions == TOKEN_FILES { "token files" } else { "files" };
+        self.check_folder(folder.as_deref(), before)?;
+        if self.documents() == 0 {
+            let named: Vec<String> =
+                self.paths.iter().map(|path| path.display().to_string()).collect();
+            let left_out = self.report.left_out_in_words();
             return Err(Error::Data(format!(
-                "the folder {} ({key}) holds no {what} (.{})",
-                path.display(),
-                extensions.join(", .")
+                "{} ({}): there is no text{left_out}",
+                named.join(", "),
+                self.key
             )));
         }
-        found.sort();
-        files.append(&mut found);
+        Ok(ReadTo::End)
     }
-    Ok(files)
+
+    fn documents(&self) -> u64 {
+        self.report.counts.get("documents").copied().unwrap_or(0)
+    }
+
+    fn check_folder(&self, folder: Option<&Path>, documents_before: u64) -> Result<()> {
+        match folder {
+            Some(folder) if self.documents() == documents_before => {
+                Err(nothing_in(folder, self.key, "text", self.report))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Bytes that are still wanted.
+    fn left(&self) -> usize {
+        let bytes = self.report.counts.get("bytes").copied().unwrap_or(0);
+        self.enough.saturating_sub(bytes as usize)
+    }
+
+    /// Gives a document to `push`. An empty one is none.
+    fn document(&mut self, place: Place, text: String, push: &mut Push) -> Result<ReadTo> {
+        if text.is_empty() {
+            self.report.leave_out("empty", place.in_folder());
+            return Ok(ReadTo::End);
+        }
+        self.report.count("documents", 1);
+        self.report.count("bytes", text.len() as u64);
+        push(text)?;
+        Ok(if self.left() == 0 { ReadTo::Enough } else { ReadTo::End })
+    }
+
+    /// Leaves out what should be data and cannot be used, or returns its error.
+    fn fault(&mut self, place: Place, flaw: &Flaw) -> Result<ReadTo> {
+        match self.config.on_error {
+            OnError::Skip => {
+                self.report.fault(flaw.reason, place.in_folder());
+                Ok(ReadTo::End)
+            }
+            OnError::Error => Err(Error::Data(format!(
+                "{place} ({}) {}; or set data.on_error = \"skip\", which leaves out what cannot be used",
+                self.key, flaw.message
+            ))),
+        }
+    }
+
+    /// Reads a file as one document.
+    fn read_text(&mut self, file: &Found, push: &mut Push) -> Result<ReadTo> {
+        let place = Place::of(file);
+        let text = match text_of(&file.path, self.left())? {
+            Ok(text) => text,
+            Err(flaw) if file.folder.is_none() => return self.fault(place, &flaw),
+            // A folder has files of all kinds, so that none of them is an error.
+            Err(flaw) => {
+                match flaw.expected {
+                    true => self.report.leave_out(flaw.reason, place.in_folder()),
+                    false => self.report.fault(flaw.reason, place.in_folder()),
+                }
+                return Ok(ReadTo::End);
+            }
+        };
+        self.report.count("files", 1);
+        self.document(place, text, push)
+    }
+
+    /// Reads a file of which every line is a document, or has one as JSON.
+    fn read_lines(&mut self, file: &Found, push: &mut Push) -> Result<ReadTo> {
+        let mut reader = match LineReader::open(&file.path)? {
+            Ok(reader) => reader,
+            Err(flaw) => return self.fault(Place::of(file), &flaw),
+        };
+        self.report.count("files", 1);
+        let json = self.config.kind == DataKind::Jsonl;
+        let key = self.config.text_key().to_owned();
+        while let Some(line) = reader.next()? {
+            let place = Place { file, at: Some(("line", line.number)) };
+            if line.is_blank() {
+                self.report.leave_out("blank", place.in_folder());
+                continue;
+            }
+            let text = line.as_str().and_then(|text| match json {
+                true => text_of_json(text, &key, line.number == 1),
+                false => line.check_end().map(|()| text.to_owned()),
+            });
+            let read = match text {
+                Ok(text) => self.document(place, text, push),
+                Err(flaw) => self.fault(place, &flaw),
+            };
+            if read? == ReadTo::Enough {
+                return Ok(ReadTo::Enough);
+            }
+        }
+        Ok(ReadTo::End)
+    }
+
+    #[cfg(feature = "parquet")]
+    fn read_rows(&mut self, file: &Found, push: &mut Push) -> Result<ReadTo> {
+        let texts = match crate::parquet_texts::Texts::open(&file.path, self.config.text_key())? {
+            Ok(texts) => texts,
+            Err(flaw) => return self.fault(Place::of(file), &flaw),
+        };
+        self.report.count("files", 1);
+        for (number, text) in texts.enumerate() {
+            let place = Place { file, at: Some(("row", number as u64)) };
+            let read = match text {
+                Ok(text) => self.document(place, text, push),
+                Err(flaw) => self.fault(place, &flaw),
+            };
+            if read? == ReadTo::Enough {
+                return Ok(ReadTo::Enough);
+            }
+        }
+        Ok(ReadTo::End)
+    }
+}
+
+/// A file, or a line or row of one, for messages. As text, with the file's whole path.
+#[derive(Clone, Copy)]
+struct Place<'a> {
+    file: &'a Found,
+    at: Option<(&'static str, u64)>,
+}
+
+impl<'a> Place<'a> {
+    fn of(file: &'a Found) -> Self {
+        Self { file, at: None }
+    }
+
+    /// The name in the folder that the configuration names.
+    fn in_folder(self) -> String {
+        let Found { path, folder } = self.file;
+        let name = folder.as_ref().and_then(|folder| path.strip_prefix(folder).ok());
+        self.name(name.unwrap_or(path))
+    }
+
+    fn name(self, path: &Path) -> String {
+        match self.at {
+            None => path.display().to_string(),
+            Some((what, number)) => format!("{}, {what} {number}", path.display()),
+        }
+    }
+}
+
+impl fmt::Display for Place<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name(&self.file.path))
+    }
+}
+
+/// The text of a file, or of about its first `enough` bytes, without a byte-order mark. A file that is no text
+/// is a flaw.
+///
+/// # Errors
+/// If the file cannot be read or is too long.
+fn text_of(path: &Path, enough: usize) -> Result<Result<String, Flaw>> {
+    let mut file = open_regular(path)?;
+    let mut bytes = Vec::new();
+    let mut read = || -> io::Result<Option<Flaw>> {
+        file.by_ref().take(HEAD as u64).read_to_end(&mut bytes)?;
+        if let Some(flaw) = flaw_of_text(&bytes) {
+            return Ok(Some(flaw));
+        }
+        // With room for the mark and the rest of a character.
+        let wanted = file.metadata()?.len().min(enough.saturating_add(8) as u64);
+        check_len(wanted, MAX_TEXT)?;
+        let more = wanted.saturating_sub(bytes.len() as u64);
+        bytes.try_reserve_exact(more as usize).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        file.by_ref().take(more).read_to_end(&mut bytes)?;
+        Ok(None)
+    };
+    if let Some(flaw) = read().map_err(Error::io("reading", path))? {
+        return Ok(Err(flaw));
+    }
+    let start = if bytes.starts_with(BOM) { BOM.len() } else { 0 };
+    bytes.drain(..start);
+    if let Some(at) = bytes.iter().position(|&byte| byte == 0) {
+        return Ok(Err(flaw_of_nul(start + at)));
+    }
+    Ok(String::from_utf8(bytes).or_else(|error| {
+        let (end, cut) =
+            (error.utf8_error().valid_up_to(), error.utf8_error().error_len().is_none());
+        if cut && end >= enough {
+            let mut bytes = error.into_bytes();
+            bytes.truncate(end);
+            return Ok(String::from_utf8(bytes).unwrap_or_default());
+        }
+        Err(flaw_of_utf8(error.utf8_error(), error.as_bytes(), start as u64))
+    }))
 }
 
 /// The error of a read within what had been the length of a file when it was opened.
-pub(crate) fn has_changed(path: &Path, file: &File, had: u64, error: std::io::Error) -> Error {
-    if error.kind() != std::io::ErrorKind::UnexpectedEof {
+pub(crate) fn has_changed(path: &Path, file: &File, had: u64, error: io::Error) -> Error {
+    if error.kind() != io::ErrorKind::UnexpectedEof {
         return Error::io("reading", path)(error);
     }
     let has = match file.metadata() {
@@ -186,19 +288,4 @@ pub(crate) fn has_changed(path: &Path, file: &File, had: u64, error: std::io::Er
          are trained on",
         path.display()
     ))
-}
-
-/// Checks that a path is of a folder or a regular file: reading a device or a pipe may never end.
-fn check_kind(key: &str, path: &Path) -> Result<()> {
-    match fs::metadata(path) {
-        Ok(found) if found.is_dir() || found.is_file() => Ok(()),
-        Ok(_) => match open_regular(path) {
-            Ok(_) => Ok(()),
-            Err(error) => Err(Error::Data(format!("{error} ({key})"))),
-        },
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-            Err(Error::Data(format!("there is no file or folder {} ({key})", path.display())))
-        }
-        Err(e) => Err(Error::Data(format!("reading {} ({key}): {e}", path.display()))),
-    }
 }

@@ -1,16 +1,20 @@
 //! [`ImageFolder`]: pictures in folders that name their classes.
 
-use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Device, Tensor};
-use fulgurite_core::data::{DataContext, DataModule, Samples, Split};
+use fulgurite_core::data::{DataContext, DataModule, DataReport, Samples, SourceReport, Split};
 use fulgurite_core::execution::transfer;
 use fulgurite_core::files::read_regular;
 use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_core::{Error, Result};
+use image::RgbImage;
 use image::imageops::FilterType;
 use serde::{Deserialize, Serialize};
+
+use crate::config::OnError;
+use crate::picture_files::{classes, decode, pictures};
 
 /// The longest file that is read.
 const MAX_FILE: u64 = 256 << 20;
@@ -30,9 +34,11 @@ const MAX_SIDE: usize = 1 << 14;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ImageFolderConfig {
-    /// A folder with a folder of pictures for each class.
+    /// A folder with a folder of pictures for each class, which may have folders of its own. Links are followed.
+    /// Hidden files and folders are left out.
     pub path: PathBuf,
-    /// A folder of the same kind for validation; then all of `path` is for training.
+    /// A folder of the same kind for validation; then all of `path` is for training. Its classes must be
+    /// among those of `path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_path: Option<PathBuf>,
     /// The fraction of the pictures for validation, chosen at random, the same ones in every run. By default
@@ -47,6 +53,11 @@ pub struct ImageFolderConfig {
     pub batch_size: usize,
     /// Whether training pictures are shuffled, differently in each epoch.
     pub shuffle: bool,
+    /// What happens with a picture that cannot be decoded, such as one that is cut off: `"error"` ends the run;
+    /// `"skip"` takes the next picture of the split in its place and warns.
+    pub on_error: OnError,
+    /// Whether a class may have no pictures. By default that is an error.
+    pub allow_empty: bool,
     /// Whether half of the training pictures are mirrored, others in each epoch.
     pub flip: bool,
     /// Training pictures are moved by up to so many pixels in both directions, otherwise in each epoch; what
@@ -64,6 +75,8 @@ impl Default for ImageFolderConfig {
             width: 32,
             batch_size: 8,
             shuffle: true,
+            on_error: OnError::Error,
+            allow_empty: false,
             flip: false,
             shift: 0,
         }
@@ -116,8 +129,9 @@ pub struct ImageBatch {
     pub labels: Tensor,
 }
 
-/// PNG and JPEG pictures in folders whose names are their classes (torchvision's `ImageFolder`). A picture is
-/// read when it is asked for.
+/// Pictures in folders whose names are their classes (torchvision's `ImageFolder`): PNG, JPEG, WebP, BMP, TIFF,
+/// PPM and PGM. A picture is read when it is asked for. It is turned as its Exif orientation says. Transparency
+/// is dropped, 16 bits become 8, and grey, palettes and CMYK become red, green and blue.
 ///
 /// [`Split::Test`] and [`Split::Predict`] have the pictures for validation.
 #[derive(Debug)]
@@ -126,12 +140,15 @@ pub struct ImageFolder {
     classes: Vec<String>,
     train: Vec<Picture>,
     validation: Vec<Picture>,
+    report: DataReport,
+    /// Pictures that another one was taken for.
+    replaced: AtomicU64,
 }
 
 #[derive(Debug, Clone)]
-struct Picture {
-    path: PathBuf,
-    class: usize,
+pub(crate) struct Picture {
+    pub(crate) path: PathBuf,
+    pub(crate) class: usize,
 }
 
 impl ImageFolder {
@@ -148,13 +165,34 @@ impl ImageFolder {
         }
     }
 
-    /// Red, green and blue of a picture, plane by plane.
-    fn read(&self, picture: &Picture, random: Option<Stream>, out: &mut Vec<f32>) -> Result<()> {
+    /// Decodes a picture of a split, or the next one that can be decoded where `data.on_error` is "skip".
+    fn decode(&self, split: Split, index: u64) -> Result<(RgbImage, usize)> {
+        let pictures = self.pictures(split);
+        if index >= pictures.len() as u64 {
+            let available = pictures.len();
+            return Err(Error::Data(format!("there is no {split} sample {index} of {available}")));
+        }
+        let (before, after) = pictures.split_at(index as usize);
+        let mut result = Err(Error::Data(format!("the {split} samples have no picture")));
+        for picture in after.iter().chain(before) {
+            let bytes = read_regular(&picture.path, MAX_FILE)?;
+            let name = picture.path.display();
+            let decoded = decode(&bytes).map_err(|what| Error::Data(format!("{name} {what}")));
+            if decoded.is_ok() || self.config.on_error == OnError::Error {
+                return Ok((decoded?, picture.class));
+            }
+            result = decoded;
+            let count = self.replaced.fetch_add(1, Ordering::Relaxed) + 1;
+            if let (true, Err(error)) = (count.is_power_of_two(), &result) {
+                tracing::warn!("{error}; the next picture is taken in its place ({count} so far)");
+            }
+        }
+        result.map(|image| (image, 0))
+    }
+
+    /// Adds red, green and blue of a picture, plane by plane.
+    fn add(&self, decoded: RgbImage, random: Option<Stream>, out: &mut Vec<f32>) {
         let (height, width) = (self.config.height, self.config.width);
-        let bytes = read_regular(&picture.path, MAX_FILE)?;
-        let decoded = image::load_from_memory(&bytes)
-            .map_err(|e| Error::Data(format!("{}: {e}", picture.path.display())))?
-            .to_rgb8();
         let (columns, rows) = (width as u32, height as u32);
         let resized = match decoded.dimensions() == (columns, rows) {
             true => decoded,
@@ -182,7 +220,6 @@ impl ImageFolder {
                 }));
             }
         }
-        Ok(())
     }
 
     fn make(
@@ -193,15 +230,12 @@ impl ImageFolder {
         device: &Device,
     ) -> Result<ImageBatch> {
         let (height, width) = (self.config.height, self.config.width);
-        let pictures = self.pictures(split);
         let mut images = Vec::with_capacity(indices.len() * 3 * height * width);
         let mut labels = Vec::with_capacity(indices.len());
         for (nth, &index) in indices.iter().enumerate() {
-            let picture = pictures.get(index as usize).ok_or_else(|| {
-                Error::Data(format!("there is no {split} sample {index} of {}", pictures.len()))
-            })?;
-            self.read(picture, samples.map(|samples| samples.random(nth)), &mut images)?;
-            labels.push(picture.class as i64);
+            let (image, class) = self.decode(split, index)?;
+            self.add(image, samples.map(|samples| samples.random(nth)), &mut images);
+            labels.push(class as i64);
         }
         Ok(ImageBatch {
             images: transfer::to_device(
@@ -222,21 +256,34 @@ impl DataModule for ImageFolder {
     type Config = ImageFolderConfig;
     type Batch = ImageBatch;
 
+    fn exclusive_keys() -> &'static [&'static [&'static str]] {
+        &[&["validation_fraction", "validation_path"]]
+    }
+
     fn setup(config: &ImageFolderConfig, _: &DataContext) -> Result<Self> {
         config.validate()?;
-        let classes = classes(&config.path)?;
-        let mut train = pictures("data.path", &config.path, &classes)?;
+        let mut report = DataReport::default();
+        let mut open = |key: &str, path: &Path, expected: Option<&[String]>| {
+            let mut source = SourceReport::new(key);
+            let found = classes(key, path, &mut source)?;
+            let classes = expected.unwrap_or(&found);
+            if let Some(class) = found.iter().find(|class| !classes.contains(class)) {
+                return Err(Error::Data(format!(
+                    "{} ({key}) has the class {class:?}, and data.path has not",
+                    path.display()
+                )));
+            }
+            let allow_empty = config.allow_empty || expected.is_some();
+            let pictures = pictures(key, path, classes, allow_empty, &mut source)?;
+            source.count("classes", found.len() as u64);
+            source.count("images", pictures.len() as u64);
+            report.sources.push(source);
+            Ok((found, pictures))
+        };
+        let (classes, mut train) = open("data.path", &config.path, None)?;
         let mut validation = Vec::new();
         if let Some(path) = &config.validation_path {
-            for class in self::classes(path)? {
-                if !classes.contains(&class) {
-                    return Err(Error::Data(format!(
-                        "{} (data.validation_path) has the class {class:?}, and data.path has not",
-                        path.display()
-                    )));
-                }
-            }
-            validation = pictures("data.validation_path", path, &classes)?;
+            (_, validation) = open("data.validation_path", path, Some(&classes))?;
         } else {
             let all = std::mem::take(&mut train);
             let count = (all.len() as f64 * config.validation_fraction()) as u64;
@@ -246,7 +293,8 @@ impl DataModule for ImageFolder {
                 if chosen { &mut validation } else { &mut train }.push(picture.clone());
             }
         }
-        Ok(Self { config: config.clone(), classes, train, validation })
+        let (config, replaced) = (config.clone(), AtomicU64::new(0));
+        Ok(Self { config, classes, train, validation, report, replaced })
     }
 
     fn items(_: &ImageFolderConfig) -> &'static str {
@@ -269,6 +317,10 @@ impl DataModule for ImageFolder {
         Ok(Some(format!("{} pictures of {} classes", self.train.len(), self.classes.len())))
     }
 
+    fn report(&self) -> Option<DataReport> {
+        Some(self.report.clone())
+    }
+
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<ImageBatch> {
         self.make(split, indices, None, device)
     }
@@ -277,56 +329,4 @@ impl DataModule for ImageFolder {
         let random = (samples.split() == Split::Train).then_some(samples);
         self.make(samples.split(), samples.indices(), random, device)
     }
-}
-
-/// The folders directly in one, in order.
-fn classes(folder: &Path) -> Result<Vec<String>> {
-    let mut classes = Vec::new();
-    for entry in fs::read_dir(folder).map_err(Error::io("reading", folder))? {
-        let entry = entry.map_err(Error::io("reading", folder))?;
-        if let Ok(name) = entry.file_name().into_string()
-            && entry.path().is_dir()
-            && !name.starts_with('.')
-        {
-            classes.push(name);
-        }
-    }
-    classes.sort();
-    if classes.is_empty() {
-        return Err(Error::Data(format!(
-            "{} holds no folders; pictures are in a folder for each class, such as {}",
-            folder.display(),
-            folder.join("cat/1.png").display()
-        )));
-    }
-    Ok(classes)
-}
-
-/// The pictures in the folders of the classes, in order.
-fn pictures(key: &str, folder: &Path, classes: &[String]) -> Result<Vec<Picture>> {
-    let mut all = Vec::new();
-    for (class, name) in classes.iter().enumerate() {
-        let folder = folder.join(name);
-        if !folder.is_dir() {
-            continue; // a class that validation lacks
-        }
-        let mut paths = Vec::new();
-        for entry in fs::read_dir(&folder).map_err(Error::io("reading", &folder))? {
-            let path = entry.map_err(Error::io("reading", &folder))?.path();
-            let extension = path.extension().and_then(|extension| extension.to_str());
-            let extension = extension.map(str::to_ascii_lowercase);
-            if matches!(extension.as_deref(), Some("png" | "jpg" | "jpeg")) {
-                paths.push(path);
-            }
-        }
-        paths.sort();
-        all.extend(paths.into_iter().map(|path| Picture { path, class }));
-    }
-    if all.is_empty() {
-        return Err(Error::Data(format!(
-            "the folders in {} ({key}) hold no pictures (.png, .jpg, .jpeg)",
-            folder.display()
-        )));
-    }
-    Ok(all)
 }

@@ -31,14 +31,21 @@ mod lines;
 #[cfg(feature = "parquet")]
 mod parquet_texts;
 mod pattern;
+#[cfg(feature = "images")]
+mod picture_files;
 mod sequences;
+mod sniff;
 mod source;
 mod special_tokens;
 mod text_data;
+mod token_files;
 mod tokenizer;
 mod tokenizer_file;
+mod walk;
 
-pub use config::{AddBosToken, DataKind, MixtureSource, Paths, TextDataConfig, TokenDtype};
+pub use config::{
+    AddBosToken, DataKind, MixtureSource, OnError, Paths, TextDataConfig, TokenDtype,
+};
 #[cfg(feature = "images")]
 pub use images::{ImageBatch, ImageFolder, ImageFolderConfig};
 pub use lines::{JsonLines, Lines};

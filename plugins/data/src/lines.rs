@@ -1,18 +1,27 @@
 //! [`Lines`] and [`JsonLines`]: files of lines, read by position.
 
 use std::fs::File;
-use std::io::{BufRead as _, BufReader, Read as _};
+use std::io::{BufRead as _, BufReader, Read as _, Seek as _, SeekFrom};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
+use fulgurite_core::data::SourceReport;
 use fulgurite_core::files::open_regular;
 use fulgurite_core::{Error, Result};
 use serde::de::DeserializeOwned;
 
-use crate::files::{files_of, has_changed};
+use crate::files::has_changed;
+use crate::sniff::{BOM, Flaw, HEAD, flaw_of_text, flaw_of_utf8};
+use crate::walk::{Wanted, find};
 
 /// Bytes that are read at a time when lines are counted.
 const READ: usize = 1 << 20;
+/// The longest line that is read: it is kept in memory.
+const MAX_LINE: u64 = 1 << 30;
+
+/// The extensions of files of lines, and of files of JSON lines.
+pub(crate) const TEXT_LINES: &[&str] = &["txt"];
+pub(crate) const JSON_LINES: &[&str] = &["jsonl", "ndjson"];
 
 /// The lines of text files, each read when it is asked for: samples for a data module of one's own. Lines
 /// without anything but spaces do not count.
@@ -47,22 +56,20 @@ struct LineFile {
 }
 
 impl Lines {
-    /// Opens files, and the `.txt` files directly in folders, in order.
+    /// Opens files, and the `.txt` files in folders and their sub-folders, in order.
     ///
     /// # Errors
-    /// If one is missing or cannot be read, or there is no line at all.
+    /// If one is missing, cannot be read or is no text (compressed, UTF-16), or there is no line at all.
     pub fn open(paths: &[impl AsRef<Path>]) -> Result<Self> {
-        Self::open_as("the given path", paths, &["txt"])
+        Self::open_with(paths, TEXT_LINES)
     }
 
-    pub(crate) fn open_as(
-        key: &str,
-        paths: &[impl AsRef<Path>],
-        extensions: &[&str],
-    ) -> Result<Self> {
+    fn open_with(paths: &[impl AsRef<Path>], extensions: &[&str]) -> Result<Self> {
+        let key = "the given path";
         let paths: Vec<PathBuf> = paths.iter().map(|path| path.as_ref().to_owned()).collect();
-        let files = files_of(key, &paths, extensions)?;
-        let files = files.into_iter().map(LineFile::open).collect::<Result<Vec<_>>>()?;
+        let files = find(key, &paths, Wanted::Extensions(extensions), &mut SourceReport::new(key))?;
+        let files = files.into_iter().map(|found| LineFile::open(found.path));
+        let files = files.collect::<Result<Vec<_>>>()?;
         let (mut firsts, mut len) = (Vec::new(), 0);
         for file in &files {
             firsts.push(len);
@@ -95,8 +102,10 @@ impl Lines {
         file.file
             .read_exact_at(&mut bytes, start)
             .map_err(|error| has_changed(&file.path, &file.file, file.bytes, error))?;
-        String::from_utf8(bytes)
-            .map_err(|_| Error::Data(format!("{} is not UTF-8 text", file.name(start))))
+        String::from_utf8(bytes).map_err(|error| {
+            let flaw = flaw_of_utf8(error.utf8_error(), error.as_bytes(), start);
+            Error::Data(format!("{} {}", file.name(start), flaw.message))
+        })
     }
 
     fn find(&self, index: u64) -> Result<(&LineFile, (u64, u64))> {
@@ -119,25 +128,16 @@ impl Lines {
 
 impl LineFile {
     fn open(path: PathBuf) -> Result<Self> {
-        let file = open_regular(&path)?;
-        let mut reader = BufReader::with_capacity(READ, &file);
-        let (mut lines, mut at, mut line) = (Vec::new(), 0, Vec::new());
-        loop {
-            line.clear();
-            let read = reader.read_until(b'\n', &mut line).map_err(Error::io("reading", &path))?;
-            if read == 0 {
-                break;
+        let mut reader = LineReader::open(&path)?
+            .map_err(|flaw| Error::Data(format!("{} {}", path.display(), flaw.message)))?;
+        let mut lines = Vec::new();
+        while let Some(line) = reader.next()? {
+            if !line.is_blank() {
+                lines.push((line.start, line.text.len() as u64));
             }
-            let text = match line.strip_suffix(b"\n") {
-                Some(text) => text.strip_suffix(b"\r").unwrap_or(text),
-                None => &line,
-            };
-            if !text.trim_ascii().is_empty() {
-                lines.push((at, text.len() as u64));
-            }
-            at += read as u64;
         }
-        Ok(Self { path, file, bytes: at, lines })
+        let (file, bytes) = (reader.reader.into_inner(), reader.at);
+        Ok(Self { path, file, bytes, lines })
     }
 
     fn name(&self, start: u64) -> String {
@@ -154,6 +154,101 @@ impl LineFile {
             Ok(number) => format!("{file}, line {number}"),
             Err(_) => format!("{file}, byte {start}"),
         }
+    }
+}
+
+/// Reads the lines of one file in order, without a byte-order mark.
+pub(crate) struct LineReader {
+    path: PathBuf,
+    reader: BufReader<File>,
+    /// Bytes that were read.
+    at: u64,
+    /// Lines that were read.
+    lines: u64,
+    line: Vec<u8>,
+}
+
+/// A line of a file.
+pub(crate) struct Line<'a> {
+    /// Its number, from 1.
+    pub(crate) number: u64,
+    /// The position of its first byte.
+    pub(crate) start: u64,
+    /// Its bytes, without its end.
+    pub(crate) text: &'a [u8],
+    is_last: bool,
+}
+
+impl LineReader {
+    /// Opens a file. A file that is no text is a flaw.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub(crate) fn open(path: &Path) -> Result<Result<Self, Flaw>> {
+        let mut file = open_regular(path)?;
+        let mut head = Vec::new();
+        let mut read = || {
+            file.by_ref().take(HEAD as u64).read_to_end(&mut head)?;
+            let at = if head.starts_with(BOM) { BOM.len() as u64 } else { 0 };
+            file.seek(SeekFrom::Start(at))
+        };
+        let at = read().map_err(Error::io("reading", path))?;
+        if let Some(flaw) = flaw_of_text(&head) {
+            return Ok(Err(flaw));
+        }
+        let reader = BufReader::with_capacity(READ, file);
+        Ok(Ok(Self { path: path.to_owned(), reader, at, lines: 0, line: Vec::new() }))
+    }
+
+    /// The next line; `None` at the file's end.
+    ///
+    /// # Errors
+    /// If it cannot be read or is too long.
+    pub(crate) fn next(&mut self) -> Result<Option<Line<'_>>> {
+        self.line.clear();
+        let mut limited = self.reader.by_ref().take(MAX_LINE + 1);
+        let read = limited.read_until(b'\n', &mut self.line);
+        let read = read.map_err(Error::io("reading", &self.path))? as u64;
+        if read == 0 {
+            return Ok(None);
+        }
+        self.lines += 1;
+        if read > MAX_LINE {
+            return Err(Error::Data(format!(
+                "{}, line {} has more than {MAX_LINE} bytes",
+                self.path.display(),
+                self.lines
+            )));
+        }
+        let start = self.at;
+        self.at += read;
+        let (text, is_last) = match self.line.strip_suffix(b"\n") {
+            Some(text) => (text.strip_suffix(b"\r").unwrap_or(text), false),
+            None => (&*self.line, true),
+        };
+        Ok(Some(Line { number: self.lines, start, text, is_last }))
+    }
+}
+
+impl Line<'_> {
+    /// Whether it has nothing but spaces.
+    pub(crate) fn is_blank(&self) -> bool {
+        self.text.trim_ascii().is_empty()
+    }
+
+    /// Its text.
+    pub(crate) fn as_str(&self) -> Result<&str, Flaw> {
+        str::from_utf8(self.text).map_err(|error| flaw_of_utf8(error, self.text, self.start))
+    }
+
+    /// Refuses a file that is one line because its lines end as on old Macs.
+    pub(crate) fn check_end(&self) -> Result<(), Flaw> {
+        if self.number == 1 && self.is_last && self.text.trim_ascii().contains(&b'\r') {
+            let message = "ends the file, whose lines end with a carriage return alone; convert it with `tr \
+                           '\\r' '\\n'`";
+            return Err(Flaw::new("lines without a line feed", message));
+        }
+        Ok(())
     }
 }
 
@@ -177,16 +272,12 @@ impl LineFile {
 pub struct JsonLines(Lines);
 
 impl JsonLines {
-    /// Opens files, and the `.jsonl` and `.ndjson` files directly in folders, in order.
+    /// Opens files, and the `.jsonl` and `.ndjson` files in folders and their sub-folders, in order.
     ///
     /// # Errors
     /// As [`Lines::open`].
     pub fn open(paths: &[impl AsRef<Path>]) -> Result<Self> {
-        Self::open_as("the given path", paths)
-    }
-
-    pub(crate) fn open_as(key: &str, paths: &[impl AsRef<Path>]) -> Result<Self> {
-        Lines::open_as(key, paths, &["jsonl", "ndjson"]).map(Self)
+        Lines::open_with(paths, JSON_LINES).map(Self)
     }
 
     /// Number of values.
@@ -205,29 +296,49 @@ impl JsonLines {
     /// If there is no such line, it cannot be read, or is no JSON of this type; the message names file and line.
     pub fn get<T: DeserializeOwned>(&self, index: u64) -> Result<T> {
         let line = self.0.get(index)?;
-        serde_json::from_str(&line)
-            .map_err(|error| Error::Data(format!("{}: {error}", self.0.name(index))))
+        serde_json::from_str(&line).map_err(|error| {
+            Error::Data(format!("{} {}", self.0.name(index), flaw_of_json(&error).message))
+        })
     }
+}
 
-    /// The text under a key of a value.
-    ///
-    /// # Errors
-    /// As [`get`](Self::get), and if there is no text under the key.
-    pub(crate) fn text(&self, index: u64, key: &str) -> Result<String> {
-        let mut value: serde_json::Map<String, serde_json::Value> = self.get(index)?;
-        match value.remove(key) {
-            Some(serde_json::Value::String(text)) => Ok(text),
-            found => {
-                let what = match found {
-                    None => {
-                        let keys: Vec<&str> = value.keys().map(String::as_str).collect();
-                        format!("no key {key:?}; it has {}", keys.join(", "))
-                    }
-                    Some(other) => format!("no text under {key:?}, but {other}"),
-                };
-                let name = self.0.name(index);
-                Err(Error::Data(format!("{name}: the value has {what} (data.text_key)")))
-            }
-        }
+/// The text under a key of a JSON object. `is_first` says that it is the file's first line.
+pub(crate) fn text_of_json(line: &str, key: &str, is_first: bool) -> Result<String, Flaw> {
+    if is_first && line.trim_start().starts_with('[') {
+        let message = "begins a list of JSON, where every line should be an object; convert the file with `jq -c \
+                       '.[]'`";
+        return Err(Flaw::new("no JSON lines", message));
     }
+    let mut value: serde_json::Map<String, serde_json::Value> =
+        serde_json::from_str(line).map_err(|error| flaw_of_json(&error))?;
+    use serde_json::Value;
+    let found = match value.remove(key) {
+        Some(Value::String(text)) => return Ok(text),
+        None => {
+            let keys: Vec<&str> = value.keys().map(String::as_str).collect();
+            let message = format!("has no key {key:?} (data.text_key); it has {}", keys.join(", "));
+            return Err(Flaw::new("without the key", message));
+        }
+        Some(Value::Array(_)) => "a list".to_owned(),
+        Some(Value::Object(_)) => "an object".to_owned(),
+        Some(scalar) => scalar.to_string(),
+    };
+    let message = format!("has no text under the key {key:?} (data.text_key), but {found}");
+    Err(Flaw::new("without a text", message))
+}
+
+/// What is wrong with a line that is no JSON, or no JSON of the wanted type.
+fn flaw_of_json(error: &serde_json::Error) -> Flaw {
+    let (column, message) = (error.column(), error.to_string());
+    let what = message.rsplit_once(" at line ").map_or(&*message, |(what, _)| what);
+    let advice = match what {
+        _ if error.is_eof() => {
+            "; a value must end on its line: is the file cut off, or one value over several lines (`jq -c .`)?"
+        }
+        _ if what.contains("surrogate") || what.contains("hex escape") => {
+            "; an escape such as \\ud800 is half of a character, and the other half is missing"
+        }
+        _ => "",
+    };
+    Flaw::new("broken JSON", format!("does not parse: {what} at column {column}{advice}"))
 }

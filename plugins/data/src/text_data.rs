@@ -4,19 +4,25 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use fulgurite_core::data::{DataContext, DataModule, Mixture, Sampler, Split, TokenBatch};
+use fulgurite_core::data::{
+    DataContext, DataModule, DataReport, Mixture, Sampler, SourceReport, Split, TokenBatch,
+};
 use fulgurite_core::execution::transfer;
 use fulgurite_core::parallel::ContextParallel;
 use fulgurite_core::{Error, Result};
 
 use crate::config::{DataKind, Paths, TextDataConfig};
-use crate::files;
+use crate::files::{Documents, ReadTo};
 use crate::sequences::Sequences;
-use crate::source::{Source, TokenFile};
+use crate::source::Source;
+use crate::token_files::{TOKEN_FILES, TokenFile};
 use crate::tokenizer::Tokenizer;
+use crate::walk::{Wanted, find};
 
 /// Bytes of text that a preview tokenizes.
 const PREVIEW_BYTES: usize = 4 << 20;
+/// Bytes of documents after which they are tokenized.
+const BYTES_AT_ONCE: usize = 1 << 20;
 /// Token files whose beginnings a preview reads.
 const PREVIEW_FILES: usize = 8;
 
@@ -44,6 +50,7 @@ pub struct TextData {
     vocab_size: Option<usize>,
     seq_len: usize,
     first_ids: u32,
+    report: DataReport,
 }
 
 /// The samples of a split, from one source after the other.
@@ -80,8 +87,9 @@ impl TextData {
         self.seq_len
     }
 
-    /// Opens the data: all token files, or at least `enough` bytes of text.
-    fn open(config: &TextDataConfig, enough: usize) -> Result<Self> {
+    /// Opens the data: all token files, or at least `enough` bytes of text. Sets `read_to` to whether there is
+    /// more text.
+    fn open(config: &TextDataConfig, enough: usize, read_to: &mut ReadTo) -> Result<Self> {
         config.validate()?;
         let tokenizer = match (config.tokenizer.as_deref(), config.kind) {
             (None, DataKind::Tokens) => None,
@@ -98,16 +106,34 @@ impl TextData {
                  vocabulary must hold them all"
             )));
         }
-        let open = |key: &str, paths: &Paths| -> Result<Arc<Sequences>> {
+        let mut report = DataReport::default();
+        let mut open = |key: &str, paths: &Paths| -> Result<Arc<Sequences>> {
+            let mut source = SourceReport::new(key);
             let sources = match (config.kind, &tokenizer) {
                 (kind, Some(tokenizer)) if kind != DataKind::Tokens => {
-                    vec![tokenize(config, key, paths, tokenizer, enough)?]
+                    let paths = paths.as_slice();
+                    let report = &mut source;
+                    let mut documents = Documents { config, key, paths, enough, report };
+                    let (ids, to) = tokenize(&mut documents, tokenizer)?;
+                    if to == ReadTo::Enough {
+                        *read_to = to;
+                    }
+                    vec![ids]
                 }
-                _ => files::files_of(key, paths.as_slice(), files::TOKEN_FILES)?
-                    .iter()
-                    .map(|path| TokenFile::open(path, config.token_dtype).map(Source::File))
-                    .collect::<Result<_>>()?,
+                _ => {
+                    let wanted = Wanted::Extensions(TOKEN_FILES);
+                    let files = find(key, paths.as_slice(), wanted, &mut source)?;
+                    source.count("files", files.len() as u64);
+                    files
+                        .iter()
+                        .map(|found| {
+                            TokenFile::open(&found.path, config.token_dtype).map(Source::File)
+                        })
+                        .collect::<Result<_>>()?
+                }
             };
+            source.count("tokens", sources.iter().map(Source::len).sum());
+            report.sources.push(source);
             Ok(Arc::new(Sequences::new(sources, config.seq_len, config.stride())?))
         };
         let sources = config.sources();
@@ -140,6 +166,7 @@ impl TextData {
             vocab_size,
             seq_len: config.seq_len,
             first_ids: 0,
+            report,
         };
         data.sampler(0)?; // finds mistakes in the weights
         Ok(data)
@@ -184,8 +211,12 @@ impl DataModule for TextData {
     type Config = TextDataConfig;
     type Batch = TokenBatch;
 
+    fn exclusive_keys() -> &'static [&'static [&'static str]] {
+        &[&["path", "mixture"], &["validation_fraction", "validation_path", "validation_sets"]]
+    }
+
     fn setup(config: &TextDataConfig, context: &DataContext) -> Result<Self> {
-        let data = Self::open(config, usize::MAX)?;
+        let data = Self::open(config, usize::MAX, &mut ReadTo::End)?;
         let warning = data.tokenizer.as_ref().and_then(Tokenizer::warning);
         if let Some(warning) = warning
             && context.rank == 0
@@ -197,9 +228,15 @@ impl DataModule for TextData {
     }
 
     fn preview(config: &TextDataConfig, _: &DataContext) -> Result<Self> {
-        // Too little text may be what is wrong with its beginning alone.
-        let mut data =
-            Self::open(config, PREVIEW_BYTES).or_else(|_| Self::open(config, usize::MAX))?;
+        let mut read_to = ReadTo::End;
+        let beginning = Self::open(config, PREVIEW_BYTES, &mut read_to);
+        let mut data = match read_to {
+            // Too little text may be what is wrong with its beginning alone.
+            ReadTo::Enough if beginning.is_err() => {
+                Self::open(config, usize::MAX, &mut ReadTo::End)?
+            }
+            _ => beginning?,
+        };
         data.first_ids = data.read_first_ids()?;
         Ok(data)
     }
@@ -240,6 +277,10 @@ impl DataModule for TextData {
             *part = format!("{part} with weight {weight}");
         }
         Ok(Some(parts.join(", ")))
+    }
+
+    fn report(&self) -> Option<DataReport> {
+        Some(self.report.clone())
     }
 
     fn shard_sequence(batch: TokenBatch, context: &ContextParallel) -> Result<TokenBatch> {
@@ -335,28 +376,43 @@ fn wrong_id(source: String, id: u32, place: &str, vocab_size: Option<usize>) -> 
     ))
 }
 
-fn tokenize(
-    config: &TextDataConfig,
-    key: &str,
-    paths: &Paths,
-    tokenizer: &Tokenizer,
-    enough: usize,
-) -> Result<Source> {
-    let texts = files::documents(config, key, paths.as_slice(), enough)?;
+/// Reads and tokenizes documents, some at a time.
+fn tokenize(documents: &mut Documents, tokenizer: &Tokenizer) -> Result<(Source, ReadTo)> {
+    // Ids of a vocabulary of this size fit into u16.
     if tokenizer.vocab_size() <= 1 << 16 {
-        let mut all = Vec::new();
-        // The vocabulary's size fits into u16, and so does every id.
-        tokenizer.encode_all(&texts, |ids| {
+        let mut all: Vec<u16> = Vec::new();
+        let to = encode(documents, tokenizer, |ids| {
             all.extend(ids.iter().map(|&id| id as u16));
             Ok(())
         })?;
-        Ok(Source::U16(all))
+        Ok((Source::U16(all), to))
     } else {
         let mut all = Vec::new();
-        tokenizer.encode_all(&texts, |ids| {
+        let to = encode(documents, tokenizer, |ids| {
             all.extend_from_slice(ids);
             Ok(())
         })?;
-        Ok(Source::U32(all))
+        Ok((Source::U32(all), to))
     }
+}
+
+/// Calls `push` with the ids of each document and the end-of-text id, in order.
+fn encode(
+    documents: &mut Documents,
+    tokenizer: &Tokenizer,
+    mut push: impl FnMut(&[u32]) -> Result<()>,
+) -> Result<ReadTo> {
+    let (mut texts, mut bytes) = (Vec::new(), 0);
+    let to = documents.read(&mut |text| {
+        bytes += text.len();
+        texts.push(text);
+        if bytes >= BYTES_AT_ONCE {
+            tokenizer.encode_all(&texts, &mut push)?;
+            texts.clear();
+            bytes = 0;
+        }
+        Ok(())
+    })?;
+    tokenizer.encode_all(&texts, &mut push)?;
+    Ok(to)
 }

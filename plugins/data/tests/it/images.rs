@@ -79,6 +79,116 @@ fn augmentation_follows_from_epoch_and_sample_and_spares_validation() {
     }
 }
 
+/// The mean red, green and blue of a picture of a batch, from 0 to 255.
+fn colours(data: &ImageFolder, index: u64) -> [u8; 3] {
+    let batch = data.batch(Split::Train, &[index], &Device::Cpu).unwrap();
+    let means = batch.images.squeeze(0).unwrap().mean((1, 2)).unwrap().to_vec1::<f32>().unwrap();
+    [0, 1, 2].map(|channel| (means[channel] * 255.0).round() as u8)
+}
+
+#[test]
+fn pictures_of_all_extensions_are_found_in_sub_folders() {
+    let dir = tempfile::tempdir().unwrap();
+    let extensions = ["bmp", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"];
+    for (i, extension) in extensions.iter().enumerate() {
+        let path = dir.path().join(format!("a/sub/{i}.{extension}"));
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        match *extension {
+            "pgm" => image::GrayImage::from_pixel(4, 3, image::Luma([90])).save(path).unwrap(),
+            _ => RgbImage::from_pixel(4, 3, Rgb([90, 90, 90])).save(path).unwrap(),
+        }
+    }
+    for name in [".hidden/1.png", "a/.thumbs/1.png", "a/1.gif", "a/notes.txt", "top.png"] {
+        std::fs::create_dir_all(dir.path().join(name).parent().unwrap()).unwrap();
+        std::fs::write(dir.path().join(name), "").unwrap();
+    }
+    let data = setup(dir.path(), "validation_fraction = 0.0").unwrap();
+    assert_eq!((data.classes(), data.len(Split::Train)), (&["a".to_owned()][..], 9));
+    for i in 0..9 {
+        assert_eq!(colours(&data, i), [90; 3], "{}", extensions[i as usize]);
+    }
+    let expected = "data.path: 1 class, 9 images; left out: 2 hidden (.hidden, a/.thumbs), 1 in no folder of a \
+                    class (top.png), 2 of another type (a/1.gif, a/notes.txt)";
+    assert_eq!(data.report().unwrap().to_string(), expected);
+}
+
+#[test]
+fn classes_without_pictures_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    save(&dir.path().join("train/cat/1.png"), 4, 3, 0);
+    save(&dir.path().join("val/cat/1.png"), 4, 3, 0);
+    std::fs::create_dir(dir.path().join("train/dog")).unwrap();
+    let train = dir.path().join("train");
+    let error = |keys: &str| {
+        let error = setup(&train, keys).unwrap_err().to_string();
+        error.replace(dir.path().to_str().unwrap(), "DIR")
+    };
+    insta::assert_snapshot!(error(""), @"");
+    let val = dir.path().join("val");
+    let keys = format!("allow_empty = true\nvalidation_path = {val:?}");
+    let data = setup(&train, &keys).unwrap();
+    assert_eq!(data.classes(), ["cat", "dog"]);
+    let expected = "data.path: 1 image, 2 classes; left out: 1 without pictures (dog)\n\
+                    data.validation_path: 1 class, 1 image; left out: 1 without pictures (dog)";
+    assert_eq!(data.report().unwrap().to_string(), expected);
+    // The indices of its classes would be others.
+    save(&val.join("bird/1.png"), 4, 3, 0);
+    insta::assert_snapshot!(error(&keys), @"");
+}
+
+#[test]
+fn pictures_are_upright_and_in_red_green_and_blue() {
+    let dir = tempfile::tempdir().unwrap();
+    let put = |name: &str, bytes: &[u8]| {
+        std::fs::create_dir_all(dir.path().join("a")).unwrap();
+        std::fs::write(dir.path().join("a").join(name), bytes).unwrap();
+    };
+    put("1.jpg", include_bytes!("../pictures/cmyk.jpg"));
+    put("2.jpg", include_bytes!("../pictures/turned.jpg"));
+    let deep = image::ImageBuffer::from_pixel(4, 3, Rgb([257u16 * 10, 257 * 20, 257 * 30]));
+    deep.save(dir.path().join("a/3.png")).unwrap();
+    let clear = image::RgbaImage::from_pixel(4, 3, image::Rgba([10, 20, 30, 0]));
+    clear.save(dir.path().join("a/4.png")).unwrap();
+    let data = setup(dir.path(), "validation_fraction = 0.0").unwrap();
+    // As Pillow converts it: (207, 137, 49).
+    let [red, green, blue] = colours(&data, 0);
+    assert!(red.abs_diff(207) <= 3 && green.abs_diff(137) <= 3 && blue.abs_diff(49) <= 3);
+    // Eight columns and sixteen rows, the upper half red, the lower one blue, to be turned to the right.
+    let turned = data.batch(Split::Train, &[1], &Device::Cpu).unwrap().images.squeeze(0).unwrap();
+    let turned = turned.to_vec3::<f32>().unwrap();
+    for (red, blue) in turned[0].iter().zip(&turned[2]) {
+        assert!(blue[0] > 0.9 && red[0] < 0.1, "left: blue");
+        assert!(red[3] > 0.9 && blue[3] < 0.1, "right: red");
+    }
+    assert_eq!((colours(&data, 2), colours(&data, 3)), ([10, 20, 30], [10, 20, 30]));
+}
+
+#[test]
+fn pictures_that_are_cut_off_are_errors_or_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    for (i, name) in ["1.jpg", "2.png", "3.webp", "4.png"].iter().enumerate() {
+        let path = dir.path().join("a").join(name);
+        let other = dir.path().join(if i == 3 { "b" } else { "a" }).join(name);
+        save(&other, 40, 30, 200);
+        if i < 3 {
+            let bytes = std::fs::read(&path).unwrap();
+            std::fs::write(&path, &bytes[..bytes.len() * 3 / 4]).unwrap();
+        }
+    }
+    std::fs::write(dir.path().join("a/5.png"), "version https://git-lfs.github.com/spec/v1")
+        .unwrap();
+    let data = setup(dir.path(), "validation_fraction = 0.0").unwrap();
+    let errors = [0, 1, 2, 3].map(|index| {
+        let error = data.batch(Split::Train, &[index], &Device::Cpu).unwrap_err().to_string();
+        error.replace(dir.path().to_str().unwrap(), "DIR")
+    });
+    insta::assert_snapshot!(errors.join("\n"), @"");
+    let data = setup(dir.path(), "validation_fraction = 0.0\non_error = 'skip'").unwrap();
+    let batch = data.batch(Split::Train, &[0, 3, 4], &Device::Cpu).unwrap();
+    assert_eq!(batch.labels.to_vec1::<i64>().unwrap(), [1, 1, 1]);
+    assert_eq!(values(&batch.images.get(0).unwrap()), values(&batch.images.get(2).unwrap()));
+}
+
 #[test]
 fn mistakes_are_explained() {
     let dir = tempfile::tempdir().unwrap();

@@ -54,7 +54,7 @@ fn wrong_lines_are_named_by_file_and_number() {
     assert_eq!(lines.len(), 5);
     assert_eq!(lines.get::<Row>(0).unwrap(), Row { n: 1 });
     let error = |i| named(&dir, lines.get::<Row>(i).unwrap_err());
-    insta::assert_snapshot!(error(1), @"data: DIR/a.jsonl, line 3: missing field `n` at line 1 column 11");
+    insta::assert_snapshot!(error(1), @"data: DIR/a.jsonl, line 3 does not parse: missing field `n` at column 11");
     insta::assert_snapshot!(error(3), @"data: DIR/a.jsonl, line 5: EOF while parsing an object at line 1 column 15");
 
     let texts = |keys: &str| {

@@ -5,5 +5,7 @@ mod images;
 mod lines;
 #[cfg(feature = "parquet")]
 mod parquet_texts;
+mod reading;
 mod text_data;
+mod token_files;
 mod tokenizers;

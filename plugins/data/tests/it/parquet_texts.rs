@@ -37,9 +37,8 @@ fn write(path: &Path, compression: Compression, groups: &[&[&str]]) {
 }
 
 fn setup(path: &Path, keys: &str) -> fulgurite_core::Result<TextData> {
-    let text = format!(
-        "type = 'parquet'\nseq_len = 5\nvalidation_fraction = 0.0\npath = {path:?}\n{keys}"
-    );
+    let text = format!("type = 'parquet'\nvalidation_fraction = 0.0\npath = {path:?}\n{keys}");
+    let text = if keys.contains("seq_len") { text } else { format!("{text}\nseq_len = 5") };
     TextData::setup(&toml::from_str(&text).unwrap(), &DataContext::default())
 }
 
@@ -51,6 +50,7 @@ fn every_row_is_a_document() {
         Compression::SNAPPY,
         Compression::LZ4_RAW,
         Compression::GZIP(Default::default()),
+        Compression::ZSTD(Default::default()),
     ];
     for codec in codecs {
         write(&dir.path().join("a.parquet"), codec, &[&["ab"], &["c", "d"]]);
@@ -79,6 +79,37 @@ fn wrong_files_are_explained() {
     insta::assert_snapshot!(error(""), @r#"data: DIR/a.parquet: there is no column "text" (data.text_key); it has n, body"#);
     insta::assert_snapshot!(error("text_key = 'n'"), @r#"data: DIR/a.parquet: the column "n" (data.text_key) has no texts"#);
     insta::assert_snapshot!(error("text_key = 'body'"), @r#"data: DIR/a.parquet: row 1 has no text in the column "body""#);
+    let data = setup(&path, "text_key = 'body'\nseq_len = 2\non_error = 'skip'");
+    let report = data.unwrap().report().unwrap().to_string();
+    insta::assert_snapshot!(report.replace(dir.path().to_str().unwrap(), "DIR"), @"");
     std::fs::write(&path, "no parquet").unwrap();
     insta::assert_snapshot!(error(""), @"data: DIR/a.parquet: Parquet error: Invalid Parquet file. Corrupt footer");
+}
+
+/// A file that pyarrow wrote: the rows `hello`, `world` and `abc` of a column `text` of some type and encoding.
+fn of_pyarrow(name: &str) -> fulgurite_core::Result<TextData> {
+    let path = format!("{}/tests/parquet/{name}.parquet", env!("CARGO_MANIFEST_DIR"));
+    setup(Path::new(&path), "seq_len = 15")
+}
+
+#[test]
+fn texts_of_all_encodings_are_read() {
+    for name in ["bss", "delta", "dict", "large", "v2", "view", "zstd"] {
+        let data = of_pyarrow(name).unwrap();
+        let batch = data.batch(Split::Train, &[0], &Device::Cpu).unwrap();
+        let ids = batch.inputs.to_vec2::<u32>().unwrap().concat();
+        let text: String =
+            ids.into_iter().map(|id| u8::try_from(id).map_or('|', char::from)).collect();
+        assert_eq!(text, "hello|world|abc", "{name}");
+    }
+}
+
+#[test]
+fn columns_without_texts_and_broken_files_are_explained() {
+    let error = |name: &str| {
+        let error = of_pyarrow(name).unwrap_err().to_string();
+        error.replace(env!("CARGO_MANIFEST_DIR"), "DIR")
+    };
+    let names = ["badutf8", "binary", "brotli", "cut", "list", "struct"];
+    insta::assert_snapshot!(names.map(error).join("\n"), @"");
 }

@@ -261,7 +261,7 @@ fn configured_by_toml() {
 
     let error = |text| toml::from_str::<TextDataConfig>(text).unwrap_err().message().to_owned();
     insta::assert_snapshot!(error("path = 3"), @"expected a path or a list of paths");
-    insta::assert_snapshot!(error("sequence = 3"), @"unknown field `sequence`, expected one of `type`, `path`, `mixture`, `text_key`, `tokenizer`, `eos_token`, `add_bos_token`, `bos_token`, `seq_len`, `stride`, `batch_size`, `shuffle`, `validation_fraction`, `validation_path`, `validation_sets`, `token_dtype`, `vocab_size`");
+    insta::assert_snapshot!(error("sequence = 3"), @"unknown field `sequence`, expected one of `type`, `path`, `mixture`, `text_key`, `on_error`, `tokenizer`, `eos_token`, `add_bos_token`, `bos_token`, `seq_len`, `stride`, `batch_size`, `shuffle`, `validation_fraction`, `validation_path`, `validation_sets`, `token_dtype`, `vocab_size`");
     insta::assert_snapshot!(error("type = \"csv\""), @"unknown variant `csv`, expected one of `text`, `tokens`, `lines`, `jsonl`, `parquet`");
 }
 
@@ -283,8 +283,8 @@ fn missing_and_unfit_files_are_explained() {
     let own = Some(dir.path().join("none").as_path().into());
     insta::assert_snapshot!(
         error(&dir, &TextDataConfig {
-            validation_path: own, validation_fraction: None, ..at(text, "tokens.dat")
-        }), @"data: there is no file or folder DIR/none (data.validation_path)");
+            validation_path: own, validation_fraction: None, ..at(text, "short.txt")
+        }), @r#"data: DIR/tokens.dat (data.path) is UTF-16 without a byte-order mark, not UTF-8 text; convert it with `iconv -f UTF-16LE -t UTF-8`; or leave out what cannot be used with data.on_error = "skip""#);
     insta::assert_snapshot!(error(&dir, &at(text, "empty")), @"data: the folder DIR/empty (data.path) holds no text files (hidden files, what .gitignore excludes and what is not UTF-8 do not count)");
     insta::assert_snapshot!(error(&dir, &at(tokens, "empty")), @"data: the folder DIR/empty (data.path) holds no token files (.u16, .u32, .bin)");
     insta::assert_snapshot!(error(&dir, &TextDataConfig { seq_len: 10, ..at(text, "short.txt") }), @"data: the text has 10 tokens, but one sample needs 11 (data.seq_len = 10, and the token after it); give more data or lower data.seq_len");
@@ -394,10 +394,10 @@ fn only_regular_files_are_read() {
     insta::assert_snapshot!(errors.join("\n"), @r#"
 data: opening DIR/pipe.txt: it is a named pipe; only regular files are read (data.path)
 data: opening /dev/zero: it is a device; only regular files are read (data.path)
-data: the folder DIR/folder (data.path) holds no text files (hidden files, what .gitignore excludes and what is not UTF-8 do not count)
+data: DIR/folder (data.path): there is no text; left out: 2 neither file nor folder (pipe.txt, pipe.u16)
 data: opening DIR/pipe.u16: it is a named pipe; only regular files are read (data.path)
 data: opening DIR/zeros.u32: it is a device; only regular files are read (data.path)
-data: the folder DIR/folder (data.path) holds no token files (.u16, .u32, .bin)
+data: the folder DIR/folder (data.path) holds no files with the extension .u16 or .u32 or .bin or .npy; left out: 2 neither file nor folder (pipe.txt, pipe.u16)
 data: opening DIR/tokenizer.json: it is a named pipe; only regular files are read (data.tokenizer)
 "#);
 }

@@ -1,0 +1,124 @@
+//! Finding and decoding pictures.
+
+use std::fs;
+use std::io::Cursor;
+use std::path::Path;
+
+use fulgurite_core::data::SourceReport;
+use fulgurite_core::{Error, Result};
+use image::{DynamicImage, ImageDecoder as _, ImageReader, RgbImage};
+
+use crate::images::Picture;
+use crate::sniff::foreign;
+use crate::walk::{Wanted, find_in};
+
+/// The extensions of pictures, those of torchvision.
+const PICTURES: &[&str] = &["jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp"];
+
+/// The names of the folders directly in one, in order: the classes. What is beside them is counted in `report`.
+///
+/// # Errors
+/// If there are none, or the folder cannot be read.
+pub(crate) fn classes(key: &str, folder: &Path, report: &mut SourceReport) -> Result<Vec<String>> {
+    let entries = fs::read_dir(folder).map_err(Error::io("reading", folder))?;
+    let names = entries.map(|entry| Ok(entry.map_err(Error::io("reading", folder))?.file_name()));
+    let mut names = names.collect::<Result<Vec<_>>>()?;
+    names.sort();
+    let mut classes = Vec::new();
+    for name in names {
+        let path = folder.join(&name);
+        if name.as_encoded_bytes().starts_with(b".") {
+            report.leave_out("hidden", name.display());
+        } else if path.is_dir() {
+            classes.push(name.into_string().map_err(|name| {
+                Error::Data(format!(
+                    "the name of {} in {} is not UTF-8",
+                    name.display(),
+                    folder.display()
+                ))
+            })?);
+        } else {
+            report.leave_out("in no folder of a class", name.display());
+        }
+    }
+    if classes.is_empty() {
+        return Err(Error::Data(format!(
+            "{} ({key}) holds no folders; pictures are in a folder for each class, such as {}",
+            folder.display(),
+            folder.join("cat/1.png").display()
+        )));
+    }
+    Ok(classes)
+}
+
+/// The pictures in the folders of the classes and their sub-folders, in order. A class without a folder has none.
+///
+/// # Errors
+/// If there are none, or, unless `allow_empty`, if a class has none; if a folder cannot be read.
+pub(crate) fn pictures(
+    key: &str,
+    folder: &Path,
+    classes: &[String],
+    allow_empty: bool,
+    report: &mut SourceReport,
+) -> Result<Vec<Picture>> {
+    let (mut all, mut empty) = (Vec::new(), Vec::new());
+    for (class, name) in classes.iter().enumerate() {
+        let of_class = folder.join(name);
+        let paths = match of_class.is_dir() {
+            true => find_in(folder, &of_class, Wanted::Extensions(PICTURES), report)?,
+            false => Vec::new(),
+        };
+        if paths.is_empty() {
+            report.leave_out("without pictures", name);
+            empty.push(format!("{name:?}"));
+        }
+        all.extend(paths.into_iter().map(|path| Picture { path, class }));
+    }
+    if all.is_empty() {
+        let extensions = PICTURES.join(", .");
+        return Err(Error::Data(format!(
+            "the folders in {} ({key}) hold no pictures (.{extensions})",
+            folder.display()
+        )));
+    }
+    if !allow_empty && !empty.is_empty() {
+        return Err(Error::Data(format!(
+            "{} ({key}) has no pictures of the class {}; take the folder away, or set data.allow_empty = true",
+            folder.display(),
+            empty.join(", ")
+        )));
+    }
+    Ok(all)
+}
+
+/// Red, green and blue of a picture, turned as its Exif orientation says.
+///
+/// # Errors
+/// What is wrong with it, in words that follow its name.
+pub(crate) fn decode(bytes: &[u8]) -> Result<RgbImage, String> {
+    if let Some(flaw) = foreign(bytes).filter(|flaw| !flaw.expected) {
+        return Err(flaw.message);
+    }
+    let decode = || {
+        let mut decoder =
+            ImageReader::new(Cursor::new(bytes)).with_guessed_format()?.into_decoder()?;
+        let orientation = decoder.orientation()?;
+        let mut image = DynamicImage::from_decoder(decoder)?;
+        image.apply_orientation(orientation);
+        Ok(image)
+    };
+    let image = decode().map_err(|e: image::ImageError| format!("cannot be decoded: {e}"))?;
+    if is_cut_jpeg(bytes) {
+        return Err("cannot be decoded: the JPEG is cut off".to_owned());
+    }
+    Ok(image.into_rgb8())
+}
+
+/// Whether a JPEG ends within its picture. The decoder makes up the rest.
+fn is_cut_jpeg(bytes: &[u8]) -> bool {
+    let last = |marker: [u8; 2]| bytes.windows(2).rposition(|window| window == marker);
+    // In the picture's data 0xff is never followed by one of these.
+    let (begin, end) = (last([0xff, 0xda]), last([0xff, 0xd9]));
+    bytes.starts_with(&[0xff, 0xd8]) && end.is_none_or(|end| Some(end) < begin)
+}

@@ -1,0 +1,246 @@
+//! Which files and lines are read, which are left out, and what is said of them.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use candle_core::Device;
+use fulgurite_core::Result;
+use fulgurite_core::data::{DataContext, DataModule as _, Split};
+use fulgurite_data::{JsonLines, Lines, TextData, TextDataConfig};
+use tempfile::TempDir;
+
+/// A folder with these files.
+fn folder(files: &[(&str, &[u8])]) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, content) in files {
+        let path = dir.path().join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    }
+    dir
+}
+
+fn setup(path: &Path, keys: &str) -> Result<TextData> {
+    let text = format!("seq_len = 1\nvalidation_fraction = 0.0\npath = {path:?}\n{keys}");
+    TextData::setup(&toml::from_str::<TextDataConfig>(&text).unwrap(), &DataContext::default())
+}
+
+/// The text of the training samples, with `|` for the end of a document but the last.
+fn text(data: &TextData) -> String {
+    let indices: Vec<u64> = (0..data.len(Split::Train)).collect();
+    let batch = data.batch(Split::Train, &indices, &Device::Cpu).unwrap();
+    let ids = batch.inputs.to_vec2::<u32>().unwrap().concat();
+    let bytes: Vec<u8> = ids.into_iter().map(|id| u8::try_from(id).unwrap_or(b'|')).collect();
+    String::from_utf8(bytes).unwrap()
+}
+
+fn report(data: &TextData) -> String {
+    data.report().unwrap().to_string()
+}
+
+fn error(dir: &TempDir, name: &str, keys: &str) -> String {
+    let error = setup(&dir.path().join(name), keys).unwrap_err();
+    error.to_string().replace(dir.path().to_str().unwrap(), "DIR")
+}
+
+fn utf16(text: &str) -> Vec<u8> {
+    text.encode_utf16().flat_map(u16::to_le_bytes).collect()
+}
+
+const KINDS: [&str; 3] = ["type = 'text'", "type = 'lines'", "type = 'jsonl'"];
+
+#[test]
+fn byte_order_marks_are_not_text() {
+    let dir = folder(&[
+        ("text/a.txt", b"\xef\xbb\xbfab"),
+        ("lines/a.txt", b"\xef\xbb\xbfab\ncd\n"),
+        ("json/a.jsonl", b"\xef\xbb\xbf{\"text\": \"ab\"}\r\n{\"text\": \"cd\"}\r\n"),
+    ]);
+    let of = |name: &str, keys| text(&setup(&dir.path().join(name), keys).unwrap());
+    assert_eq!(of("text", KINDS[0]), "ab");
+    assert_eq!(of("lines", KINDS[1]), "ab|cd");
+    assert_eq!(of("json", KINDS[2]), "ab|cd");
+    assert_eq!(Lines::open(&[dir.path().join("lines")]).unwrap().get(0).unwrap(), "ab");
+    let value: serde_json::Value =
+        JsonLines::open(&[dir.path().join("json")]).unwrap().get(0).unwrap();
+    assert_eq!(value["text"], "ab");
+}
+
+#[test]
+fn what_is_left_out_is_counted_and_named() {
+    let dir = folder(&[
+        ("a.txt", b"hello world"),
+        ("b.txt", b"caf\xe9"),
+        ("c.txt", &utf16("\u{feff}hello")),
+        ("d.dat", b"a\0b"),
+        ("empty.txt", b""),
+        (".hidden/x.txt", b"no"),
+        ("out/y.txt", b"no"),
+        (".gitignore", b"out/"),
+        (".ignore", b"a.txt"),
+        ("x.gz", b"\x1f\x8b\x08\0"),
+        ("y.parquet", b"PAR1"),
+    ]);
+    let data = setup(dir.path(), "").unwrap();
+    let expected = "data.path: 1 document, 1 file, 11 bytes, 12 tokens; left out: 3 hidden (.gitignore, .hidden, \
+                    .ignore), 1 excluded by .gitignore (out), 1 not UTF-8 (b.txt), 1 UTF-16 (c.txt), 2 binary \
+                    (d.dat, y.parquet), 1 empty (empty.txt), 1 compressed (x.gz)";
+    assert_eq!(report(&data), expected);
+    let faults = "data.path: 1 not UTF-8 (b.txt), 1 UTF-16 (c.txt)";
+    assert_eq!(data.report().unwrap().faults().unwrap(), faults);
+}
+
+#[test]
+fn a_named_file_that_is_no_text_is_refused() {
+    let dir = folder(&[
+        ("latin.txt", b"caf\xe9 au lait"),
+        ("utf16.txt", &utf16("\u{feff}hello")),
+        ("plain16.txt", &utf16("hello world, hello")),
+        ("nul.txt", b"a\0b"),
+        ("a.jsonl.gz", b"\x1f\x8b\x08\0\0\0\0\0"),
+        ("a.arrow", b"ARROW1\0\0"),
+        ("lfs.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"),
+    ]);
+    let errors: Vec<String> = [
+        ("latin.txt", KINDS[0]),
+        ("latin.txt", KINDS[1]),
+        ("utf16.txt", KINDS[0]),
+        ("utf16.txt", KINDS[2]),
+        ("plain16.txt", KINDS[0]),
+        ("nul.txt", KINDS[0]),
+        ("a.jsonl.gz", KINDS[2]),
+        ("a.arrow", KINDS[0]),
+        ("lfs.txt", KINDS[0]),
+        ("lfs.txt", KINDS[1]),
+    ]
+    .map(|(name, kind)| error(&dir, name, kind))
+    .into();
+    insta::assert_snapshot!(errors.join("\n"), @r#"
+data: DIR/latin.txt (data.path) is not UTF-8 text: byte 3 is 0xe9; convert it, from Latin-1 for example with `iconv -f LATIN1 -t UTF-8`; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/latin.txt, line 1 (data.path) is not UTF-8 text: byte 3 is 0xe9; convert it, from Latin-1 for example with `iconv -f LATIN1 -t UTF-8`; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/utf16.txt (data.path) is UTF-16, not UTF-8 text; convert it with `iconv -f UTF-16 -t UTF-8`; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/utf16.txt (data.path) is UTF-16, not UTF-8 text; convert it with `iconv -f UTF-16 -t UTF-8`; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/plain16.txt (data.path) is UTF-16 without a byte-order mark, not UTF-8 text; convert it with `iconv -f UTF-16LE -t UTF-8`; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/nul.txt (data.path) is binary: byte 1 is 0, which no text has; for token ids set data.type = "tokens"; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/a.jsonl.gz (data.path) is compressed with gzip; unpack it with `gunzip`; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/a.arrow (data.path) is an Arrow file; write it as Parquet and set data.type = "parquet"; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/lfs.txt (data.path) is a pointer of git-lfs in place of the file; fetch the file with `git lfs pull`; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/lfs.txt (data.path) is a pointer of git-lfs in place of the file; fetch the file with `git lfs pull`; or leave out what cannot be used with data.on_error = "skip"
+"#);
+    let all = error(&dir, "latin.txt", "on_error = 'skip'");
+    insta::assert_snapshot!(all, @"");
+}
+
+#[test]
+fn links_are_followed_and_their_circles_found() {
+    let dir =
+        folder(&[("data/a.txt", b"aa\n"), ("data/sub/b.txt", b"bb\n"), ("far/c.txt", b"cc\n")]);
+    let data = dir.path().join("data");
+    symlink(dir.path().join("far"), data.join("far")).unwrap();
+    symlink(dir.path().join("far/c.txt"), data.join("linked.txt")).unwrap();
+    symlink(&data, data.join("sub/up")).unwrap();
+    symlink("nowhere", data.join("z.txt")).unwrap();
+    for kind in &KINDS[..2] {
+        let read = setup(&data, kind).unwrap();
+        assert_eq!(text(&read).replace('\n', ""), "aa|cc|cc|bb", "{kind}");
+        let left_out = "left out: 1 linked in a circle (sub/up), 1 linked to nothing (z.txt)";
+        assert!(report(&read).ends_with(left_out), "{}", report(&read));
+    }
+}
+
+#[test]
+fn sub_folders_and_other_cases_of_extensions_are_read() {
+    let json = b"{\"text\": \"ab\"}\n";
+    let dir = folder(&[
+        ("a.JSONL", json),
+        ("sub/b.jsonl", json),
+        ("sub/.c.jsonl", json),
+        ("README.md", b"no"),
+        ("d.jsonl.gz", b"no"),
+    ]);
+    let data = setup(dir.path(), KINDS[2]).unwrap();
+    let expected = "data.path: 2 documents, 2 files, 4 bytes, 6 tokens; left out: 1 of another type (README.md), \
+                    1 compressed (d.jsonl.gz), 1 hidden (sub/.c.jsonl)";
+    assert_eq!(report(&data), expected);
+    let none = folder(&[("a.jsonl.gz", b"no"), ("b.json", b"no")]);
+    insta::assert_snapshot!(error(&none, "", KINDS[2]), @"data: the folder DIR/ (data.path) holds no files with the extension .jsonl or .ndjson; left out: 1 compressed (a.jsonl.gz), 1 of another type (b.json)");
+}
+
+#[test]
+fn broken_lines_are_errors_or_counted() {
+    let good = b"{\"text\": \"ab\"}\n";
+    let broken: &[&[u8]] = &[
+        b"{\"text\": \"bad \\ud800 surrogate\"}\n",
+        b"{\"text\": \"bad \\udc00\"}\n",
+        b"{\"text\": null}\n",
+        b"{\"text\": [\"ab\"]}\n",
+        b"{\"body\": \"x\", \"id\": 3}\n",
+        b"{\"text\": \"caf\xe9\"}\n",
+        b"{\"text\": \"cut",
+    ];
+    let mut errors = Vec::new();
+    for line in broken {
+        let dir = folder(&[("a.jsonl", &[good, &b"\n"[..], line].concat())]);
+        errors.push(error(&dir, "a.jsonl", KINDS[2]));
+    }
+    insta::assert_snapshot!(errors.join("\n"), @r#"
+data: DIR/a.jsonl, line 3 (data.path) does not parse: unexpected end of hex escape at column 21; an escape such as \ud800 is half of a character, and the other half is missing; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/a.jsonl, line 3 (data.path) does not parse: lone leading surrogate in hex escape at column 20; an escape such as \ud800 is half of a character, and the other half is missing; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/a.jsonl, line 3 (data.path) has no text under the key "text" (data.text_key), but null; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/a.jsonl, line 3 (data.path) has no text under the key "text" (data.text_key), but a list; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/a.jsonl, line 3 (data.path) has no key "text" (data.text_key); it has body, id; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/a.jsonl, line 3 (data.path) is not UTF-8 text: byte 29 is 0xe9; convert it, from Latin-1 for example with `iconv -f LATIN1 -t UTF-8`; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/a.jsonl, line 3 (data.path) does not parse: EOF while parsing a string at column 13; a value must end on its line: is the file cut off, or one value over several lines (`jq -c .`)?; or leave out what cannot be used with data.on_error = "skip"
+"#);
+
+    let lines = [good, &b" \n{\"text\": \"\"}\n"[..], &broken.concat()].concat();
+    let dir = folder(&[("a.jsonl", &lines)]);
+    let data = setup(&dir.path().join("a.jsonl"), "type = 'jsonl'\non_error = 'skip'").unwrap();
+    let report = report(&data).replace(dir.path().to_str().unwrap(), "DIR");
+    insta::assert_snapshot!(report, @"");
+    assert_eq!(text(&data), "ab");
+
+    let list = folder(&[("a.jsonl", b"[{\"text\": \"ab\"},\n{\"text\": \"cd\"}]\n")]);
+    insta::assert_snapshot!(error(&list, "a.jsonl", KINDS[2]), @"");
+    let pretty = folder(&[("a.jsonl", b"{\n\"text\": \"ab\"\n}\n")]);
+    insta::assert_snapshot!(error(&pretty, "a.jsonl", KINDS[2]), @"");
+    let mac = folder(&[("a.txt", b"ab\rcd\ref")]);
+    insta::assert_snapshot!(error(&mac, "a.txt", KINDS[1]), @"");
+}
+
+#[test]
+fn of_two_equal_keys_the_last_counts() {
+    let dir = folder(&[("a.jsonl", b"{\"text\": \"first\", \"text\": \"second\"}\n")]);
+    assert_eq!(text(&setup(dir.path(), KINDS[2]).unwrap()), "second");
+}
+
+#[test]
+fn a_preview_of_a_long_text_reads_its_beginning() {
+    let text = "ä".repeat(3 << 20);
+    // What comes later is not looked at: it is no UTF-8.
+    let dir = folder(&[("a.txt", &[text.as_bytes(), b"\xff"].concat())]);
+    let config = toml::from_str(&format!("path = {:?}", dir.path().join("a.txt"))).unwrap();
+    let preview = TextData::preview(&config, &DataContext::default()).unwrap();
+    assert!(preview.len(Split::Train) > 10_000);
+    let error = TextData::setup(&config, &DataContext::default()).unwrap_err().to_string();
+    assert!(error.contains("is not UTF-8 text: byte 6291456 is 0xff"), "{error}");
+}
+
+#[test]
+fn every_source_is_reported() {
+    let dir = folder(&[("a/a.txt", b"aaaa"), ("b/b.txt", b"bbbb"), ("v/v.txt", b"vvvvv")]);
+    let text = format!(
+        "seq_len = 2\nvalidation_path = {:?}\nmixture = [{{ path = {:?}, weight = 1 }}, {{ path = {:?}, weight = 2 }}]",
+        dir.path().join("v"),
+        dir.path().join("a"),
+        dir.path().join("b"),
+    );
+    let config = toml::from_str(&text).unwrap();
+    let data = TextData::setup(&config, &DataContext::default()).unwrap();
+    insta::assert_snapshot!(report(&data), @r#"
+data.mixture[0].path: 1 document, 1 file, 4 bytes, 5 tokens
+data.mixture[1].path: 1 document, 1 file, 4 bytes, 5 tokens
+data.validation_path: 1 document, 1 file, 5 bytes, 6 tokens
+"#);
+}
