@@ -21,7 +21,7 @@ const MAX_FILE: u64 = 16 << 20;
 /// - tables merge key by key; anything else (lists too) is replaced;
 /// - a table whose `type` changes is replaced whole, since its other keys are options of another
 ///   plugin;
-/// - of [keys that exclude each other](Self::exclusive_keys) a later layer's takes the others away;
+/// - a key of a later layer removes the keys that it [excludes](Self::exclusive_keys);
 /// - `"name"` and `{ type = "name" }` are equal, so a table over a name adds options to it.
 ///
 /// ```
@@ -42,7 +42,7 @@ pub struct ConfigLayers {
     exclusive: Vec<(&'static str, ExclusiveKeys)>,
 }
 
-/// Groups of keys, of which one at most is to be set.
+/// Groups of keys. At most one of a group is to be set.
 type ExclusiveKeys = &'static [&'static [&'static str]];
 
 #[derive(Debug, Clone)]
@@ -78,9 +78,9 @@ impl ConfigLayers {
         self
     }
 
-    /// Names groups of keys of a top-level table that exclude each other. Where a layer sets one of a group, the
-    /// others are taken away from the layers before it, so that a default of the program does not stand in the
-    /// way of what a file or an override sets.
+    /// Names groups of keys of a top-level table that exclude each other. A layer that sets one of
+    /// a group removes the others from the layers before it. So a program's default does not
+    /// exclude the user's choice.
     ///
     /// ```
     /// # use fulgurite_core::config::ConfigLayers;

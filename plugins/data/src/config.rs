@@ -31,10 +31,11 @@ pub struct TextDataConfig {
     /// line is one, `"tokens"` or, in programs with the feature `parquet`, `"parquet"`.
     #[serde(rename = "type")]
     pub kind: DataKind,
-    /// Files and folders. Folders are walked with their sub-folders, in order of their paths. Links are followed.
-    /// Hidden files are left out, and in a folder of text what a `.gitignore` in it excludes, and files that are
-    /// not UTF-8 text. For the other types the extension decides: `.txt` (lines), `.jsonl` and `.ndjson`,
-    /// `.parquet`, or `.u16`, `.u32`, `.bin` and `.npy` (tokens).
+    /// Files and folders. Folders are walked with their sub-folders, in order of their paths. Links
+    /// are followed. Hidden files are left out, and in a folder of text what a `.gitignore` in it
+    /// excludes, and files that are not UTF-8 text. For the other types the extension decides:
+    /// `.txt` (lines), `.jsonl` and `.ndjson`, `.parquet`, or `.u16`, `.u32`, `.bin` and `.npy`
+    /// (tokens).
     pub path: Paths,
     /// Sources that training mixes by weight, in place of `path`: `[{ path = "books", weight = 0.7 }, { path =
     /// "code", weight = 0.3 }]`. A source that is short for its weight is repeated, in another order each
@@ -44,9 +45,9 @@ pub struct TextDataConfig {
     /// The key of the text in an object of JSON, or its column of a Parquet file; by default `"text"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text_key: Option<String>,
-    /// What happens with a file, a line or a row that should be a document and cannot be used (no UTF-8, no JSON, no
-    /// text under `text_key`): `"error"` ends the run, `"skip"` leaves it out. The start of a run says how many
-    /// were left out. Files in a folder of text are always skipped, for such folders have other files too.
+    /// What happens with a file, line or row that cannot be used (not UTF-8, no JSON, no text under
+    /// `text_key`): `"error"` ends the run, `"skip"` leaves it out. The start of a run says how many
+    /// were left out. Files in a folder of text are always skipped.
     pub on_error: OnError,
     /// `"bytes"`, or a Hugging Face `tokenizer.json` or a folder with one. By default `"bytes"` for
     /// text and none for tokens.
@@ -84,8 +85,9 @@ pub struct TextDataConfig {
     /// training. What a validation logs has the set's name behind it, as in `val_loss/books`.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub validation_sets: BTreeMap<String, Paths>,
-    /// The type of ids in token files. By default a `.npy` file's header and the `.idx` file of Megatron-LM beside
-    /// a `.bin` file say it, and then the extension: u32 for `.u32`, u16 for `.u16` and `.bin`.
+    /// The type of ids in token files. By default a `.npy` file's header and the `.idx` file of
+    /// Megatron-LM beside a `.bin` file say it, and then the extension: u32 for `.u32`, u16 for
+    /// `.u16` and `.bin`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_dtype: Option<TokenDtype>,
     /// Ids must be less than this; by default the tokenizer's number of ids.

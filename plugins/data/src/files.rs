@@ -17,7 +17,7 @@ use crate::walk::{Found, Wanted, find, nothing_in};
 /// The longest text file that is read: it is kept in memory. Files of token ids may be of any length.
 const MAX_TEXT: u64 = 16 << 30;
 
-/// A source of documents: the configuration, the key and the paths that name it, and what is said of it.
+/// A source of documents, and the report that counts them.
 pub(crate) struct Documents<'a> {
     pub(crate) config: &'a TextDataConfig,
     /// The key of the configuration, for messages.
@@ -44,8 +44,8 @@ impl Documents<'_> {
     /// Gives the documents to `push`, in order, one at a time.
     ///
     /// # Errors
-    /// If a path is missing; if there is no document; with `data.on_error = "error"`, if a file, line or row that
-    /// should be a document is none; those of `push`.
+    /// If a path is missing, there is no document, or `push` fails. With `data.on_error = "error"`,
+    /// if a file, line or row cannot be used.
     pub(crate) fn read(&mut self, push: &mut Push) -> Result<ReadTo> {
         let wanted = match self.config.kind {
             DataKind::Lines => Wanted::Extensions(TEXT_LINES),
@@ -98,13 +98,13 @@ impl Documents<'_> {
         }
     }
 
-    /// Bytes that are still wanted.
+    /// Number of bytes that are still wanted.
     fn left(&self) -> usize {
         let bytes = self.report.counts.get("bytes").copied().unwrap_or(0);
         self.enough.saturating_sub(bytes as usize)
     }
 
-    /// Gives a document to `push`. An empty one is none.
+    /// Gives a document to `push`, unless it is empty.
     fn document(&mut self, place: Place, text: String, push: &mut Push) -> Result<ReadTo> {
         if text.is_empty() {
             self.report.leave_out("empty", place.in_folder());
@@ -116,7 +116,7 @@ impl Documents<'_> {
         Ok(if self.left() == 0 { ReadTo::Enough } else { ReadTo::End })
     }
 
-    /// Leaves out what should be data and cannot be used, or returns its error.
+    /// Counts a file, line or row that cannot be used, or returns its error.
     fn fault(&mut self, place: Place, flaw: &Flaw) -> Result<ReadTo> {
         match self.config.on_error {
             OnError::Skip => {
@@ -136,7 +136,7 @@ impl Documents<'_> {
         let text = match text_of(&file.path, self.left())? {
             Ok(text) => text,
             Err(flaw) if file.folder.is_none() => return self.fault(place, &flaw),
-            // A folder has files of all kinds, so that none of them is an error.
+            // A folder may have files of any kind.
             Err(flaw) => {
                 match flaw.expected {
                     true => self.report.leave_out(flaw.reason, place.in_folder()),
@@ -149,7 +149,7 @@ impl Documents<'_> {
         self.document(place, text, push)
     }
 
-    /// Reads a file of which every line is a document, or has one as JSON.
+    /// Reads a file with a document a line, as it is or in JSON.
     fn read_lines(&mut self, file: &Found, push: &mut Push) -> Result<ReadTo> {
         let mut reader = match LineReader::open(&file.path)? {
             Ok(reader) => reader,
@@ -233,8 +233,7 @@ impl fmt::Display for Place<'_> {
     }
 }
 
-/// The text of a file, or of about its first `enough` bytes, without a byte-order mark. A file that is no text
-/// is a flaw.
+/// The text of a file, or of about its first `enough` bytes, without a byte-order mark.
 ///
 /// # Errors
 /// If the file cannot be read or is too long.

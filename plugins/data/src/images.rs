@@ -34,11 +34,11 @@ const MAX_SIDE: usize = 1 << 14;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ImageFolderConfig {
-    /// A folder with a folder of pictures for each class, which may have folders of its own. Links are followed.
-    /// Hidden files and folders are left out.
+    /// A folder with a folder of pictures for each class, which may have folders of its own. Links
+    /// are followed. Hidden files and folders are left out.
     pub path: PathBuf,
-    /// A folder of the same kind for validation; then all of `path` is for training. Its classes must be
-    /// among those of `path`.
+    /// A folder of the same kind for validation; then all of `path` is for training. Its classes
+    /// must be among those of `path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_path: Option<PathBuf>,
     /// The fraction of the pictures for validation, chosen at random, the same ones in every run. By default
@@ -53,8 +53,8 @@ pub struct ImageFolderConfig {
     pub batch_size: usize,
     /// Whether training pictures are shuffled, differently in each epoch.
     pub shuffle: bool,
-    /// What happens with a picture that cannot be decoded, such as one that is cut off: `"error"` ends the run;
-    /// `"skip"` takes the next picture of the split in its place and warns.
+    /// What happens with a picture that cannot be decoded, such as one that is cut off: `"error"`
+    /// ends the run; `"skip"` takes the next picture of the split in its place and warns.
     pub on_error: OnError,
     /// Whether a class may have no pictures. By default that is an error.
     pub allow_empty: bool,
@@ -129,9 +129,10 @@ pub struct ImageBatch {
     pub labels: Tensor,
 }
 
-/// Pictures in folders whose names are their classes (torchvision's `ImageFolder`): PNG, JPEG, WebP, BMP, TIFF,
-/// PPM and PGM. A picture is read when it is asked for. It is turned as its Exif orientation says. Transparency
-/// is dropped, 16 bits become 8, and grey, palettes and CMYK become red, green and blue.
+/// Pictures in folders whose names are their classes (torchvision's `ImageFolder`): PNG, JPEG,
+/// WebP, BMP, TIFF, PPM and PGM. A picture is read when it is asked for. It is turned as its Exif
+/// orientation says. Transparency is dropped, 16 bits become 8, and grey, palettes and CMYK become
+/// red, green and blue.
 ///
 /// [`Split::Test`] and [`Split::Predict`] have the pictures for validation.
 #[derive(Debug)]
@@ -141,7 +142,7 @@ pub struct ImageFolder {
     train: Vec<Picture>,
     validation: Vec<Picture>,
     report: DataReport,
-    /// Pictures that another one was taken for.
+    /// Number of pictures that were replaced by another.
     replaced: AtomicU64,
 }
 
@@ -165,7 +166,8 @@ impl ImageFolder {
         }
     }
 
-    /// Decodes a picture of a split, or the next one that can be decoded where `data.on_error` is "skip".
+    /// Decodes a picture of a split, or the next one that can be decoded where `data.on_error` is
+    /// "skip".
     fn decode(&self, split: Split, index: u64) -> Result<(RgbImage, usize)> {
         let pictures = self.pictures(split);
         if index >= pictures.len() as u64 {

@@ -59,7 +59,8 @@ impl Lines {
     /// Opens files, and the `.txt` files in folders and their sub-folders, in order.
     ///
     /// # Errors
-    /// If one is missing, cannot be read or is no text (compressed, UTF-16), or there is no line at all.
+    /// If one is missing, cannot be read or is no text (compressed, UTF-16), or there is no line at
+    /// all.
     pub fn open(paths: &[impl AsRef<Path>]) -> Result<Self> {
         Self::open_with(paths, TEXT_LINES)
     }
@@ -272,7 +273,8 @@ impl Line<'_> {
 pub struct JsonLines(Lines);
 
 impl JsonLines {
-    /// Opens files, and the `.jsonl` and `.ndjson` files in folders and their sub-folders, in order.
+    /// Opens files, and the `.jsonl` and `.ndjson` files in folders and their sub-folders, in
+    /// order.
     ///
     /// # Errors
     /// As [`Lines::open`].
@@ -327,7 +329,7 @@ pub(crate) fn text_of_json(line: &str, key: &str, is_first: bool) -> Result<Stri
     Err(Flaw::new("without a text", message))
 }
 
-/// What is wrong with a line that is no JSON, or no JSON of the wanted type.
+/// The flaw of a line that does not parse.
 fn flaw_of_json(error: &serde_json::Error) -> Flaw {
     let (column, message) = (error.column(), error.to_string());
     let what = message.rsplit_once(" at line ").map_or(&*message, |(what, _)| what);

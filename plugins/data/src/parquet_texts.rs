@@ -18,12 +18,12 @@ use crate::sniff::Flaw;
 pub(crate) struct Texts {
     rows: RowIter<'static>,
     column: String,
-    /// Whether a row could not be read, and so no later one.
+    /// Whether a row could not be read; later rows cannot either.
     has_ended: bool,
 }
 
 impl Texts {
-    /// Opens a file. One that is broken or has no such column is a flaw.
+    /// Opens a file. A broken file and a missing column are flaws.
     ///
     /// # Errors
     /// If it cannot be opened.

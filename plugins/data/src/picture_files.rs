@@ -15,7 +15,8 @@ use crate::walk::{Wanted, find_in};
 /// The extensions of pictures, those of torchvision.
 const PICTURES: &[&str] = &["jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp"];
 
-/// The names of the folders directly in one, in order: the classes. What is beside them is counted in `report`.
+/// The names of the classes: the folders directly in `folder`, in order. The report counts other
+/// entries.
 ///
 /// # Errors
 /// If there are none, or the folder cannot be read.
@@ -51,10 +52,10 @@ pub(crate) fn classes(key: &str, folder: &Path, report: &mut SourceReport) -> Re
     Ok(classes)
 }
 
-/// The pictures in the folders of the classes and their sub-folders, in order. A class without a folder has none.
+/// The pictures in the folders of the classes and their sub-folders, in order.
 ///
 /// # Errors
-/// If there are none, or, unless `allow_empty`, if a class has none; if a folder cannot be read.
+/// If there are none, a folder cannot be read, or, unless `allow_empty`, a class has none.
 pub(crate) fn pictures(
     key: &str,
     folder: &Path,
@@ -95,7 +96,7 @@ pub(crate) fn pictures(
 /// Red, green and blue of a picture, turned as its Exif orientation says.
 ///
 /// # Errors
-/// What is wrong with it, in words that follow its name.
+/// The fault, in words that follow the picture's name.
 pub(crate) fn decode(bytes: &[u8]) -> Result<RgbImage, String> {
     if let Some(flaw) = foreign(bytes).filter(|flaw| !flaw.expected) {
         return Err(flaw.message);

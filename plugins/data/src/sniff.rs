@@ -1,4 +1,4 @@
-//! Telling from the first bytes of a file that it is not what it was given as.
+//! Recognising file formats by their first bytes.
 
 /// Bytes at a file's beginning that are looked at.
 pub(crate) const HEAD: usize = 8192;
@@ -11,9 +11,9 @@ pub(crate) const BOM: &[u8] = b"\xef\xbb\xbf";
 pub(crate) struct Flaw {
     /// A few words for the data report, which counts flaws of one kind: `not UTF-8`.
     pub(crate) reason: &'static str,
-    /// What is wrong and what to do, for an error that begins with the name.
+    /// The fault and its remedy, in words that follow the name in an error.
     pub(crate) message: String,
-    /// Whether a file of a folder with all kinds of files has it by right, as a picture beside texts.
+    /// Whether a folder of texts may well have such files, as pictures.
     pub(crate) expected: bool,
 }
 
@@ -30,7 +30,7 @@ impl Flaw {
 const COMPRESSED: &str = "compressed";
 const BINARY: &str = "binary";
 
-/// Beginnings of file formats: the bytes, the reason for the report, what the file is, what to do.
+/// First bytes of file formats, each with the reason for the report, the format and a remedy.
 const FORMATS: &[(&[u8], &str, &str, &str)] = &[
     (b"\x1f\x8b\x08", COMPRESSED, "compressed with gzip", "unpack it with `gunzip`"),
     (b"\x28\xb5\x2f\xfd", COMPRESSED, "compressed with Zstandard", "unpack it with `unzstd`"),
@@ -75,7 +75,7 @@ const FORMATS: &[(&[u8], &str, &str, &str)] = &[
 
 const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 
-/// The format that a file's first bytes show, if it is neither text nor ids.
+/// The flaw of a file whose first bytes show a format other than text or ids.
 pub(crate) fn foreign(head: &[u8]) -> Option<Flaw> {
     if head.starts_with(LFS_POINTER) {
         let message =
@@ -96,7 +96,7 @@ fn is_safetensors(head: &[u8]) -> bool {
     (2..100 << 20).contains(&len) && header.starts_with(b"{\"")
 }
 
-/// What is wrong with a file of text that begins so; nothing is said of bytes that are not UTF-8.
+/// The flaw that the first bytes of a text file show. Invalid UTF-8 is not looked for.
 pub(crate) fn flaw_of_text(head: &[u8]) -> Option<Flaw> {
     let utf16 = |which: &str, name: &str| {
         let how = format!("convert it with `iconv -f {name} -t UTF-8`");
@@ -110,7 +110,7 @@ pub(crate) fn flaw_of_text(head: &[u8]) -> Option<Flaw> {
     if let Some(flaw) = foreign(head) {
         return Some(flaw);
     }
-    // Every second byte of plain English in UTF-16 is 0, and no byte of binary data is so often alone.
+    // In UTF-16 every second byte of Latin letters is 0, and hardly any other byte.
     if head.len() >= 16 {
         let zeros = |first: usize| head.iter().skip(first).step_by(2).filter(|&&b| b == 0).count();
         let (even, odd) = (zeros(0), zeros(1));
@@ -133,7 +133,7 @@ pub(crate) fn flaw_of_nul(at: usize) -> Flaw {
     Flaw::expected(BINARY, message)
 }
 
-/// What is wrong with bytes that are not UTF-8. They begin at byte `start` of the file.
+/// The flaw of bytes that are not UTF-8 and begin at byte `start` of the file.
 pub(crate) fn flaw_of_utf8(error: std::str::Utf8Error, bytes: &[u8], start: u64) -> Flaw {
     let at = error.valid_up_to();
     let byte = bytes.get(at).copied().unwrap_or_default();

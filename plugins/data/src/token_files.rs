@@ -1,4 +1,4 @@
-//! [`TokenFile`]: token ids in a file, and telling their type.
+//! [`TokenFile`]: token ids in a file, and recognising their type.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom};
@@ -22,16 +22,16 @@ const FIRST_IDS: u64 = 1 << 16;
 /// Ids of a file that are looked at for their type, at the least.
 const SAMPLE: usize = 64;
 
-/// The beginning of an array of NumPy.
+/// The first bytes of a NumPy array.
 const NUMPY: &[u8] = b"\x93NUMPY";
 
-/// The beginning of an index of Megatron-LM.
+/// The first bytes of a Megatron-LM index.
 const MEGATRON: &[u8] = b"MMIDIDX\0\0";
 /// Bytes of an index that say the type of ids.
 const MEGATRON_HEAD: usize = 18;
 
-/// A file of little-endian ids, read by position through the operating system's page cache, which ranks of one
-/// host share.
+/// A file of little-endian ids, read by position through the operating system's page cache, which
+/// ranks of one host share.
 #[derive(Debug)]
 pub(crate) struct TokenFile {
     path: PathBuf,
@@ -43,8 +43,8 @@ pub(crate) struct TokenFile {
 }
 
 impl TokenFile {
-    /// Opens a file. Without a `dtype` the type of ids follows from what the file says of itself: the header of an
-    /// array of NumPy, the index of Megatron-LM beside it, or the extension.
+    /// Opens a file. Without a `dtype` the header of a NumPy array, the Megatron-LM index beside
+    /// the file, or the extension says the type of ids.
     ///
     /// # Errors
     /// If it cannot be read or does not look like ids of the type.
@@ -204,7 +204,8 @@ impl TokenDtype {
     }
 }
 
-/// The wider type of ids that a file rather has: read as `dtype`, every second id would be (nearly) 0.
+/// The wider type that a file's ids seem to have. Read as `dtype`, every second id would be
+/// (nearly) 0.
 fn looks_wider(head: &[u8], dtype: TokenDtype) -> Option<TokenDtype> {
     let (values, _) = head.as_chunks::<2>();
     if values.len() < SAMPLE {
@@ -216,7 +217,8 @@ fn looks_wider(head: &[u8], dtype: TokenDtype) -> Option<TokenDtype> {
         let largest = &mut largest[i % 4];
         *largest = u16::from_le_bytes(value).max(*largest);
     }
-    // The upper half of an id below a million is less than 16. No text has such an id at every second place.
+    // The upper half of an id below a million is less than 16. No text has such an id at every
+    // second place.
     let halves = |lower: u16, upper: u16| lower > 0 && upper == 0 || lower > 255 && upper < 16;
     let wide = halves(largest[0], largest[1]) && largest[2..] == [0, 0];
     match dtype {
@@ -228,7 +230,7 @@ fn looks_wider(head: &[u8], dtype: TokenDtype) -> Option<TokenDtype> {
     }
 }
 
-/// What the header of an array of NumPy says.
+/// The header of a one-dimensional NumPy array of ids.
 #[derive(Debug, PartialEq, Eq)]
 struct NumpyHeader {
     dtype: TokenDtype,
@@ -238,9 +240,9 @@ struct NumpyHeader {
 }
 
 impl NumpyHeader {
-    /// Reads the header of a one-dimensional array of ids.
+    /// Parses a header. An error has words that follow the file's name.
     fn parse(head: &[u8]) -> Result<Self, String> {
-        let broken = || "has a broken header of NumPy".to_owned();
+        let broken = || "has a broken NumPy header".to_owned();
         let version = *head.get(NUMPY.len()).ok_or_else(broken)?;
         let (len, at) = match (version, &head[NUMPY.len() + 2..]) {
             (1, [a, b, ..]) => (u64::from(u16::from_le_bytes([*a, *b])), 10),
@@ -255,7 +257,7 @@ impl NumpyHeader {
             Some(after.trim_start())
         };
         let quoted = value("descr").and_then(|rest| rest.strip_prefix('\'')?.split('\'').next());
-        let descr = quoted.ok_or("is an array of NumPy with fields; save one of whole numbers")?;
+        let descr = quoted.ok_or("is a NumPy array with fields; save one of whole numbers")?;
         let dtype = match descr {
             "<u2" => TokenDtype::U16,
             "<u4" => TokenDtype::U32,
@@ -263,7 +265,7 @@ impl NumpyHeader {
             "<i8" => TokenDtype::I64,
             other => {
                 return Err(format!(
-                    "is an array of NumPy of type {other:?}; save it as uint16, uint32, int32 or int64, such as \
+                    "is a NumPy array of type {other:?}; save it as uint16, uint32, int32 or int64, such as \
                      `ids.astype(\"uint32\")`"
                 ));
             }
@@ -275,14 +277,14 @@ impl NumpyHeader {
         let [len] = &*sizes else {
             let dims = sizes.len();
             return Err(format!(
-                "is an array of NumPy of {dims} dimensions ({shape}); save it flat, as `ids.reshape(-1)`"
+                "is a NumPy array of {dims} dimensions ({shape}); save it flat, as `ids.reshape(-1)`"
             ));
         };
         Ok(Self { dtype, start, len: len.parse().map_err(|_| broken())? })
     }
 }
 
-/// The type of ids in a file of Megatron-LM, which the index beside it says; `None` without an index.
+/// The type of ids that the Megatron-LM index beside a file says; `None` without an index.
 ///
 /// # Errors
 /// If the index cannot be read, or ids have another type than can be read.
@@ -302,7 +304,7 @@ fn megatron_dtype(path: &Path) -> Result<Option<TokenDtype>> {
         5 => Ok(Some(TokenDtype::I64)),
         8 => Ok(Some(TokenDtype::U16)),
         _ => Err(Error::Data(format!(
-            "{} is of Megatron-LM, and its index {} says the type of number {code}; only uint16, int32 and int64 are read",
+            "{} has ids of the Megatron-LM type {code}, as {} says; only int32 (4), int64 (5) and uint16 (8) are read",
             path.display(),
             index.display()
         ))),

@@ -1,8 +1,8 @@
 //! Finding the files that a path of the configuration names or contains.
 //!
-//! There is one rule for all types of data: folders are walked with their sub-folders, in order of the paths;
-//! links are followed, unless they lead to a folder that they are in; files and folders whose names begin with
-//! a dot are hidden and left out.
+//! There is one rule for all types of data: folders are walked with their sub-folders, in order of
+//! the paths; links are followed, unless they lead to a folder that they are in; files and folders
+//! whose names begin with a dot are hidden and left out.
 
 use std::fs::{self, Metadata};
 use std::io::ErrorKind;
@@ -15,7 +15,7 @@ use fulgurite_core::{Error, Result};
 use ignore::Match;
 use ignore::gitignore::Gitignore;
 
-/// Endings of compressed files, which are data that cannot be read.
+/// Extensions of compressed files, which cannot be read.
 const COMPRESSED: &[&str] = &["gz", "zst", "bz2", "xz", "lz4", "zip"];
 
 /// Which files of a folder are taken.
@@ -35,8 +35,8 @@ pub(crate) struct Found {
     pub(crate) folder: Option<PathBuf>,
 }
 
-/// The files that `paths` name, and the wanted ones in the folders among them, in order. `key` is the key of the
-/// configuration, for messages. What is left out is counted in `report`.
+/// The files that `paths` name, and the wanted ones in the folders among them, in order. `key` is
+/// the key of the configuration, for messages. The report counts the files that are left out.
 ///
 /// # Errors
 /// If a path is missing or cannot be read, or a folder has no such files.
@@ -69,7 +69,7 @@ pub(crate) fn find(
     Ok(found)
 }
 
-/// The wanted files in a folder, in order. The report names what is left out by its path in `root`.
+/// The wanted files in a folder, in order. The report counts the others, by their paths in `root`.
 ///
 /// # Errors
 /// If the folder or one in it cannot be read.
@@ -86,7 +86,7 @@ pub(crate) fn find_in(
     Ok(walk.found)
 }
 
-/// The error of a folder in which there is nothing to read.
+/// The error of a folder without `what`.
 pub(crate) fn nothing_in(folder: &Path, key: &str, what: &str, report: &SourceReport) -> Error {
     let left_out = report.left_out_in_words();
     Error::Data(format!("the folder {} ({key}) holds no {what}{left_out}", folder.display()))
@@ -95,9 +95,9 @@ pub(crate) fn nothing_in(folder: &Path, key: &str, what: &str, report: &SourceRe
 struct Walk<'a> {
     root: &'a Path,
     wanted: Wanted<'a>,
-    /// Those of the folders that the present one is in.
+    /// The `.gitignore` files of the present folder and its ancestors.
     ignores: Vec<Gitignore>,
-    /// Device and inode of the folders that the present one is in.
+    /// Device and inode of the present folder and its ancestors.
     above: Vec<(u64, u64)>,
     found: Vec<PathBuf>,
     report: &'a mut SourceReport,

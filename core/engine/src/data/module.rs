@@ -114,9 +114,9 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     /// The input of a step.
     type Batch: Send + 'static;
 
-    /// Groups of keys of the `[data]` table that exclude each other. Where a file or an override sets one, the
-    /// others are taken away from earlier layers of the configuration, such as a program's defaults. By default
-    /// none.
+    /// Groups of keys of the `[data]` table that exclude each other. A file or an override that
+    /// sets one of a group removes the others from earlier layers of the configuration, such as a
+    /// program's defaults. None by default.
     fn exclusive_keys() -> &'static [&'static [&'static str]] {
         &[]
     }
@@ -215,8 +215,8 @@ pub trait DataModule: Send + Sync + Sized + 'static {
         Ok(None)
     }
 
-    /// What was read and what was left out, which rank 0 shows and logs at the start of a run. `None`, the
-    /// default, says nothing.
+    /// Counts of what was read and left out. Rank 0 shows and logs them at the start of a run.
+    /// `None` by default.
     fn report(&self) -> Option<DataReport> {
         None
     }

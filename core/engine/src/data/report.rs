@@ -1,4 +1,4 @@
-//! The data report: what a data module has read and left out.
+//! The data report: counts of what a data module has read and left out.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 /// Names that are kept of what was left out for one reason.
 const EXAMPLES: usize = 3;
 
-/// What a data module has read, source by source. As text, a line a source.
+/// Counts of what a data module has read and left out, by source. As text, a line a source.
 ///
 /// ```
 /// use fulgurite_core::data::{DataReport, SourceReport};
@@ -30,14 +30,15 @@ pub struct DataReport {
     pub sources: Vec<SourceReport>,
 }
 
-/// What was read of one source, and what was left out.
+/// Counts of one source.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceReport {
     /// The key of the configuration that names the source, such as `data.path`.
     pub source: String,
-    /// How much was read, by its unit in the plural: `files`, `documents`, `tokens`, `bytes`, `images`, ….
+    /// How much was read, by its unit in the plural: `files`, `documents`, `tokens`, `bytes`,
+    /// `images`, ….
     pub counts: BTreeMap<String, u64>,
-    /// What was left out, by reason, in the order in which the reasons were met.
+    /// Files, lines and rows that were left out, by reason, in the order of the first ones.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<LeftOut>,
 }
@@ -51,7 +52,7 @@ pub struct LeftOut {
     pub count: u64,
     /// The names of the first ones.
     pub examples: Vec<String>,
-    /// Whether they were probably meant to be data. The trainer warns of these.
+    /// Whether they were probably meant to be data, so that the trainer warns of them.
     pub fault: bool,
 }
 
@@ -82,17 +83,18 @@ impl SourceReport {
         }
     }
 
-    /// Counts something that is no data: a hidden file, a blank line.
+    /// Counts an entry that is no data, such as a hidden file or a blank line.
     pub fn leave_out(&mut self, reason: &str, name: impl fmt::Display) {
         self.add(reason, &name, false);
     }
 
-    /// Counts something that was probably meant to be data and cannot be used.
+    /// Counts an entry that was probably meant to be data and cannot be used.
     pub fn fault(&mut self, reason: &str, name: impl fmt::Display) {
         self.add(reason, &name, true);
     }
 
-    /// What was left out, as the end of a sentence: `; left out: 1 hidden (.x)`. Empty if nothing was.
+    /// The counts of `left_out` as the end of a sentence: `; left out: 1 hidden (.x)`. May be
+    /// empty.
     pub fn left_out_in_words(&self) -> String {
         let left_out: Vec<String> = self.left_out.iter().map(LeftOut::to_string).collect();
         match &*left_out {

@@ -103,7 +103,7 @@ pub enum Event {
         /// The histogram of the values of all ranks.
         histogram: Histogram,
     },
-    /// The data was opened: what was read of it, and what was left out. Comes first.
+    /// The data was opened. Comes first.
     Data(DataReport),
     /// The run has resumed from a checkpoint.
     Resume {

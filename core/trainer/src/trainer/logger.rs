@@ -32,8 +32,8 @@ pub trait Logger: Send {
     /// If they cannot be written.
     fn log_metrics(&mut self, metrics: &BTreeMap<String, f64>, step: u64) -> Result<()>;
 
-    /// Logs a text, such as a generated sample, which may be Markdown. The text `data` of step 0 says what
-    /// was read and left out. The default leaves texts out.
+    /// Logs a text, such as a generated sample, which may be Markdown. The text `data` of step 0 is
+    /// the data report. The default leaves texts out.
     ///
     /// # Errors
     /// If it cannot be written.
